@@ -20,16 +20,15 @@ func (c *commands) agentCommand() *cobra.Command {
 	var level, format string
 	cmd := &cobra.Command{
 		Use:   "agent",
-		Short: "Keep the host as the policy file says",
-		Long: `The agent loads the programs, finds members, and registers their sockets. It
-may be stopped, killed or upgraded at any time: steering goes on without it,
-and the next agent takes over what it finds. SIGHUP applies the policy file. If
-the file is broken at the start, the agent goes on with the policy that was
-applied last, logs an error, and status tells. If that is refused, too, as
-after an upgrade to a version that requires more, the agent does not start, and
-the error tells of both.
+		Short: "Apply the policy file, and keep the host in line with it",
+		Long: `The agent loads the BPF programs, finds members, and registers their sockets.
+It may be stopped, killed or upgraded at any time: pinned programs stay
+attached, and the next agent adopts them. SIGHUP applies the policy file. If
+the policy file is invalid at the start, the agent starts with the last applied
+policy, logs an error, and reports it in sockeye status. If that policy is
+refused too, for example after an upgrade, the agent does not start.
 
-What goes to systemd's journal has a priority before each line, and no time.`,
+Log lines for systemd's journal have a priority prefix and no time.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var l slog.Level
 			if err := l.UnmarshalText([]byte(level)); err != nil {
@@ -51,9 +50,9 @@ What goes to systemd's journal has a priority before each line, and no time.`,
 		},
 	}
 	cmd.Flags().StringVar(&o.Policy, "policy", command.DefaultPolicy, "policy file")
-	cmd.Flags().StringVar(&o.StateDir, "state-dir", command.DefaultStateDir, "directory of what is kept over reboots")
+	cmd.Flags().StringVar(&o.StateDir, "state-dir", command.DefaultStateDir, "state directory, which outlives reboots")
 	cmd.Flags().StringVar(&o.Pins, "pins", command.DefaultPins, "directory of the pins, in a bpffs")
-	cmd.Flags().StringVar(&o.Group, "group", "", "group that may use the agent's socket: show all, and run members")
+	cmd.Flags().StringVar(&o.Group, "group", "", "group that may use the agent's socket: read-only commands and run")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	cmd.Flags().StringVar(&format, "log-format", "text", "text or json")
 	return cmd

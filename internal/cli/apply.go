@@ -18,17 +18,17 @@ func (c *commands) applyCommand() *cobra.Command {
 	var candidate api.Candidate
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
-		Short: "Make the agent's policy file true, or another one",
-		Long: `Apply reads the agent's policy file again and changes what differs; sockeye plan
-shows it first. An error in the file changes nothing. Apply --previous goes
-back to the policy before the last apply; the file is left as it is.
+		Short: "Apply the agent's policy file, or another one",
+		Long: `Apply reads the agent's policy file and applies the differences, which sockeye
+plan shows. If the file has an error, nothing changes. Apply --previous rolls
+back to the policy before the last apply and does not change the file.
 
-Apply FILE makes another policy file true, until the next apply or the agent's
-next start: the agent's own file is left as it is, and sockeye status tells that
-it differs from what is in force.
+Apply FILE applies another policy file until the next apply or the next start
+of the agent. It does not change the agent's own file; sockeye status shows
+that the policy in force differs.
 
-Rules of tune are for new connections. With --live the open ones get them too,
-as far as an open connection can be changed; sockeye tune revert takes it back.`,
+Tune rules apply to new connections. With --live they are also applied to open
+connections, as far as possible; sockeye tune revert reverts that.`,
 		Args: command.Arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if candidate.Previous && len(args) > 0 {
@@ -54,7 +54,7 @@ as far as an open connection can be changed; sockeye tune revert takes it back.`
 			})
 		},
 	}
-	cmd.Flags().BoolVar(&candidate.Previous, "previous", false, "go back to the policy before the last apply")
-	cmd.Flags().BoolVar(&candidate.Live, "live", false, "tune connections that are open, too")
+	cmd.Flags().BoolVar(&candidate.Previous, "previous", false, "roll back to the policy before the last apply")
+	cmd.Flags().BoolVar(&candidate.Live, "live", false, "also tune open connections")
 	return cmd
 }

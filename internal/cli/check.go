@@ -43,10 +43,10 @@ func (c *commands) checkCommand() *cobra.Command {
 	var schema bool
 	cmd := &cobra.Command{
 		Use:   "check FILE",
-		Short: "Check a policy file, and the files that it names",
-		Long: `Check reads a policy file as the agent would, says all that is wrong with it,
-and changes nothing. It needs no rights and no agent; with one of them it also
-tries whether this kernel can do what tune and trace rules ask for.`,
+		Short: "Check a policy file and the files that it names",
+		Long: `Check parses a policy file as the agent does, lists all errors, and changes
+nothing. It needs no rights and no agent; with root's rights or an agent it
+also checks whether this kernel supports the tune and trace rules.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if schema {
 				return command.Arguments(0, 0, "")(cmd, args)

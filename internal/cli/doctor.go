@@ -27,11 +27,12 @@ func (c *commands) doctorCommand() *cobra.Command {
 	var file, pins string
 	cmd := &cobra.Command{
 		Use:   "doctor",
-		Short: "Look for what keeps Sockeye from working on this host",
-		Long: `Doctor looks at the kernel, the rights of the caller, the mounts, and at the
+		Short: "Check whether this host can run Sockeye",
+		Long: `Doctor checks the kernel, the capabilities of the caller, the mounts, and the
 sockets on the ports of the policy's services. It changes nothing and needs no
-agent; with one it also shows which members are not ready, and which rules of
-tune lack something, and why. The exit code is that of the worst finding.`,
+agent. With an agent it also shows members that are not ready and tune rules
+with missing options, with the reasons. The exit code is that of the worst
+finding.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var policy *config.Policy
 			var broken []doctor.Finding

@@ -21,8 +21,9 @@ func (c *commands) planCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "plan [FILE]",
 		Short: "Show what apply would change",
-		Long: `Plan compares a policy file, the agent's own by default, with what runs, and
-tells what would change and what that does to devices, members and connections.`,
+		Long: `Plan compares a policy file, by default the agent's own, with the policy in
+force, and shows the changes and their effect on devices, members and
+connections.`,
 		Args: command.Arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			candidate := api.Candidate{Previous: previous}
@@ -42,7 +43,7 @@ tells what would change and what that does to devices, members and connections.`
 			return c.Show(&plan, func(w io.Writer) { changes(w, plan.Changes, "nothing would change") })
 		},
 	}
-	cmd.Flags().BoolVar(&previous, "previous", false, "compare the policy before the last apply")
+	cmd.Flags().BoolVar(&previous, "previous", false, "compare with the policy before the last apply")
 	return cmd
 }
 

@@ -29,15 +29,14 @@ func (c *commands) resetCommand() *cobra.Command {
 	var state bool
 	cmd := &cobra.Command{
 		Use:   "reset",
-		Short: "Stop steering, tuning and tracing, and take BIG TCP back: remove all pins, programs and keepers",
-		Long: `Reset undoes what agents did to the host, of whatever version they were: it
-takes the programs off the members' ports, which the kernel's own hash then
-serves, ends tuning, and removes the pins and the cgroups that were made for
-it. Open connections keep what was set on them. Interfaces get the sizes back
-that they had before bigtcp, of agents and commands. No agent may run.
+		Short: "Remove everything from the host: pins, programs, keepers, and sizes of interfaces",
+		Long: `Reset undoes all changes of agents of any version: it detaches the programs
+from the members' ports, which the kernel's hash then serves, stops tuning and
+tracing, removes the pins and the cgroups that agents created, and restores the
+sizes of interfaces. Open connections keep their options. No agent may run.
 
-The state directory stays unless --state is given: with it, the next agent has
-every device in the slot where it was.`,
+The state directory stays without --state, so that the next agent assigns each
+device to its previous slot.`,
 		RunE: func(*cobra.Command, []string) error {
 			removed, err := resetPins(pins)
 			if err != nil {
@@ -80,7 +79,7 @@ every device in the slot where it was.`,
 		},
 	}
 	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins, in a bpffs")
-	cmd.Flags().BoolVar(&state, "state", false, "remove the state directory, too")
-	cmd.Flags().StringVar(&stateDir, "state-dir", command.DefaultStateDir, "directory of what is kept over reboots")
+	cmd.Flags().BoolVar(&state, "state", false, "also remove the state directory")
+	cmd.Flags().StringVar(&stateDir, "state-dir", command.DefaultStateDir, "state directory, which outlives reboots")
 	return cmd
 }

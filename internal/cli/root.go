@@ -89,15 +89,15 @@ func (c *commands) root() *cobra.Command {
 	var version bool
 	root := &cobra.Command{
 		Use:   "sockeye",
-		Short: "Make every network device's traffic return to the same process",
-		Long: `Sockeye steers all streams of a network device, TCP and UDP, to one process of
-several that serve the same ports, and gives TCP connections the parameters
-that a policy names. It traces where messages spend their time, lets packets be
-larger than 64 KB inside the host, and isolates programs without privileges.
-All that for unmodified programs.
+		Short: "Steer all traffic of a network device to the same process",
+		Long: `Sockeye steers all TCP and UDP traffic from one router to the same worker
+process when several processes share its ports, and sets TCP parameters of
+connections by policy. It traces the latency of messages by stage, configures
+packets above 64 KB inside the host (BIG TCP), and isolates programs without
+privileges. The programs need no change.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
-4 not permitted, 5 in conflict with what is there.`,
+Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 not supported by the
+kernel, 4 not permitted, 5 conflict.`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		Args:          command.NoCommand,
@@ -119,7 +119,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.SetIn(c.In)
 	root.PersistentFlags().StringVar(&c.RunDir, "run-dir", command.DefaultRunDir, "directory of the agent's socket")
 	root.PersistentFlags().StringVarP(&c.Output, "output", "o", "table", "table or json")
-	root.Flags().BoolVar(&version, "version", false, "show the version")
+	root.Flags().BoolVar(&version, "version", false, "print the version")
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
 		c.agentCommand(), c.keeperCommand(), c.resetCommand(), c.statusCommand(), c.checkCommand(), c.planCommand(), c.applyCommand(),

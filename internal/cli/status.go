@@ -17,7 +17,7 @@ import (
 func (c *commands) statusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "status",
-		Short: "Show the agent, its services, tuned and traced cgroups, sized interfaces, and what is wrong",
+		Short: "Show the state of the agent, its services, cgroups and interfaces, and their problems",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var s api.Status
 			if err := c.Client().Get(cmd.Context(), "/v1/status", nil, &s); err != nil {

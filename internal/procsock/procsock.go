@@ -3,7 +3,6 @@
 // Package procsock lists the TCP and MPTCP sockets of the processes of a cgroup, and duplicates their descriptors by
 // pidfd_getfd(2), so that socket options can be read and set. It needs the right to trace each process.
 //
-//
 // Package sockdiag lists the sockets of a network namespace without rights over processes, and without descriptors.
 package procsock
 
@@ -66,7 +65,6 @@ func (s *Socket) Connected() bool {
 // Walk visits the TCP sockets of all processes in a cgroup directory and below. A socket that several processes share
 // is visited once, and its descriptor is closed after the visit. Connections that are not accepted yet have no
 // descriptor and are not visited.
-//
 //
 // Processes that exit concurrently are skipped. problems has the processes whose sockets cannot be duplicated. An
 // error of visit ends Walk, which returns it.

@@ -101,7 +101,7 @@ It needs no agent, and no privileges for what the caller may read.`,
 	}
 	where.flags(cmd)
 	policyFlag(cmd, &policy)
-	cmd.Flags().BoolVar(&all, "all", false, "a row for each interface, including unused ones")
+	cmd.Flags().BoolVar(&all, "all", false, "one row per interface, with unused ones")
 	cmd.AddCommand(c.bigtcpPlanCommand(), c.bigtcpApplyCommand(), c.bigtcpRevertCommand(), c.bigtcpVerifyCommand())
 	return cmd
 }

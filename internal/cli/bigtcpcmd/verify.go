@@ -62,7 +62,7 @@ the packets that were counted so far.`,
 		},
 	}
 	where.flags(cmd)
-	cmd.Flags().String("for", verifyFor.String(), "how long, at most 10m")
+	cmd.Flags().String("for", verifyFor.String(), "duration, at most 10m")
 	command.CompleteFlag(cmd, "for")
 	return cmd
 }

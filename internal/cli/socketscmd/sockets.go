@@ -174,27 +174,27 @@ func (c *commands) socketsCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "sockets",
-		Short: "Show what limits each TCP socket, and how much it takes",
-		Long: `Sockets shows the TCP sockets of this host's network namespace, or of another,
-as the kernel describes them. It needs no agent, and no rights over the
-processes that have them. Of each connection it shows, in bytes:
+		Short: "Show each TCP socket's bottleneck and free send-buffer space",
+		Long: `Sockets shows the TCP sockets of this or another network namespace. It needs no
+agent and no rights over their processes. For each connection it shows, in
+bytes:
 
-  QUEUED    memory of what is written and not acknowledged
-  PAYLOAD   the data in it, and OVERHEAD how many times as large the memory is
-  UNSENT    the data that are not sent yet
-  BUFFER    the send buffer
-  SAFE      the room that can be promised to a writer, without a partial send
-  EXACT     what one large write takes now
+  QUEUED    memory of written and unacknowledged data
+  PAYLOAD   that data, and OVERHEAD the ratio of memory to data
+  UNSENT    data that is not sent yet
+  BUFFER    send buffer
+  SAFE      space that can be promised to a writer without a partial send
+  EXACT     space for one large write now
 
-and beside its addresses what it has received and nobody has read, in bytes, how
-many packets were retransmitted, and its state, if that is not established.
+Next to the addresses it shows the unread received bytes, the number of
+retransmitted packets, and the state unless it is established.
 
-A connection is limited by the application, which has no more to send; by the
-peer's receive window; by congestion control; or by its send buffer, and then a
-hint says what would help. Transmit is what waits for pacing, for more data, or
-for the host's queues. That is the state of the moment, or where this does not
-tell, what the kernel accounted for since the connection began; with --watch, it
-is what the kernel accounted for between two looks, with its share of that time.`,
+The bottleneck of a connection is the application, which has no more data; the
+receive window of the peer; congestion control; the send buffer, with a hint
+about the remedy; or transmit: pacing, waiting for more data (Nagle), or queues
+of this host. It is that of the moment or, if the moment is not conclusive,
+that of most of the connection's busy time. With --watch it is that between two
+readings, with its share of the time.`,
 		Example: `  sockeye sockets
   sockeye sockets --limit-by send_buffer --sort rtt -n 10
   sockeye sockets --remote 192.0.2.0/24:1790 --processes
@@ -244,18 +244,18 @@ is what the kernel accounted for between two looks, with its share of that time.
 		},
 	}
 	flags := cmd.Flags()
-	flags.StringSliceVar(&states, "state", nil, "only sockets in this state, as ss names it; may be given more than once")
-	flags.StringVar(&local, "local", "", "only this end here: ADDRESS, PREFIX, :PORT, or ADDRESS:PORT")
+	flags.StringSliceVar(&states, "state", nil, "only sockets in this state, as in ss(8); may be repeated")
+	flags.StringVar(&local, "local", "", "only this local end: ADDRESS, PREFIX, :PORT, or ADDRESS:PORT")
 	flags.StringVar(&remote, "remote", "", "only this peer: ADDRESS, PREFIX, :PORT, or PREFIX:PORT")
-	flags.IntVar(&port, "port", 0, "only this port, at either end")
-	flags.StringVar(&cgroup, "cgroup", "", "only sockets of this cgroup and those below, as in telemetry.slice")
-	flags.StringSliceVar(&limits, "limit-by", nil, "only connections that this limits; may be given more than once")
-	flags.StringVar(&v.netns, "netns", "", "network namespace, as in /run/netns/NAME; the caller's own by default")
-	flags.StringVar(&byName, "sort", "queued", "what comes first: "+strings.Join(Orders(), ", "))
-	flags.IntVarP(&v.number, "number", "n", 0, "how many to show at most; all by default")
-	flags.BoolVar(&all, "all", false, "also those that listen, begin, or are over")
-	flags.BoolVar(&v.processes, "processes", false, "also whose they are, of the processes that the caller may look into")
-	flags.BoolVar(&watch, "watch", false, "show it again each second, until Ctrl-C")
+	flags.IntVar(&port, "port", 0, "only this port, local or remote")
+	flags.StringVar(&cgroup, "cgroup", "", "only sockets of this cgroup and its descendants, as in telemetry.slice")
+	flags.StringSliceVar(&limits, "limit-by", nil, "only connections with this bottleneck; may be repeated")
+	flags.StringVar(&v.netns, "netns", "", "network namespace, as in /run/netns/NAME; default: that of the caller")
+	flags.StringVar(&byName, "sort", "queued", "sort order: "+strings.Join(Orders(), ", "))
+	flags.IntVarP(&v.number, "number", "n", 0, "maximum number of sockets; default: all")
+	flags.BoolVar(&all, "all", false, "also listeners, handshakes and closed connections")
+	flags.BoolVar(&v.processes, "processes", false, "also show processes, as far as the caller may read them")
+	flags.BoolVar(&watch, "watch", false, "refresh every second, until Ctrl-C")
 	for flag, words := range map[string][]string{
 		"state": sockdiag.StateNames(), "limit-by": Limits(), "sort": Orders(),
 		"local": nil, "remote": nil, "port": nil, "number": nil,

@@ -38,17 +38,17 @@ func (c *commands) traceCompareCommand() *cobra.Command {
 	var trial, selector, periodA, periodB string
 	cmd := &cobra.Command{
 		Use:   "compare SELECT-A SELECT-B",
-		Short: "Tell in which stage two groups, arms of a trial or times differ",
-		Long: `Compare tells which stage differs between A and B, by how much, and whether the
-difference is real. A and B are groups, written as for --select; or, with
---trial, those that a rule of tune left alone and those that it tuned; or two
-times: FROM..TO, each as 14:05, as in RFC 3339, or as -10m, which is 10 minutes
-ago. Without TO it is until now.
+		Short: "Compare two groups, two times, or the arms of a trial",
+		Long: `Compare shows which stage differs between A and B, by how much, and whether the
+difference is significant. A and B are two groups, written as for --select; the
+control and the treated arm of a tune rule with --trial; or two times FROM..TO,
+each as 14:05, as in RFC 3339, or as -10m (10 minutes ago). Without TO, the
+time ends now.
 
-RATIO is B by A, with the interval that holds the true one 95 times of 100. The
-verdicts look at all rows together, so that chance alone gives a "real" anywhere
-in one comparison of 20. p90 and mean are shown where they differ. The agent
-remembers an hour.`,
+RATIO is B/A with its 95 % confidence interval. The verdicts are corrected for
+the number of rows: with no difference at all, one of 20 comparisons has a row
+with "real". p90 and mean are shown if they differ. The history of the agent
+has one hour.`,
 		Example: `  sockeye trace compare remote=192.0.2.0/24 remote=198.51.100.0/24 --since 15m
   sockeye trace compare --trial same-datacentre
   sockeye trace compare --period-a 13:50..14:05 --period-b 14:05..
@@ -111,10 +111,10 @@ remembers an hour.`,
 		}
 		return c.Print(r, func(l *command.Text) { c.comparison(l, r) })
 	}
-	cmd.Flags().String("since", "", "only the last time, as in 15m")
-	cmd.Flags().StringVar(&trial, "trial", "", "compare the arms of the trial of this rule of tune")
-	cmd.Flags().StringVar(&periodA, "period-a", "", "the time of A, FROM..TO")
-	cmd.Flags().StringVar(&periodB, "period-b", "", "the time of B, FROM..TO")
+	cmd.Flags().String("since", "", "only measurements of the last DURATION, as in 15m")
+	cmd.Flags().StringVar(&trial, "trial", "", "compare the arms of the trial of this tune rule")
+	cmd.Flags().StringVar(&periodA, "period-a", "", "time of A, FROM..TO")
+	cmd.Flags().StringVar(&periodB, "period-b", "", "time of B, FROM..TO")
 	selectFlag(cmd, &selector)
 	_ = cmd.RegisterFlagCompletionFunc("trial", c.RuleNames(-1))
 	for _, free := range []string{"since", "period-a", "period-b"} {

@@ -42,14 +42,14 @@ func (c *commands) tracePacketsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "packets (--pid N --fd N | --local A:P --remote A:P)",
 		Short: "Follow each packet of one TCP connection",
-		Long: `Packets follows all packets of an open TCP connection, for a bounded time: those
-that it sends through the queueing discipline and the driver to their
-acknowledgement, with what was sent again and what was split into segments, and
-those that it receives with what they acknowledge. It needs no trace rule, and
-no BPF timestamping. Sequence numbers count from the first packet seen.
+		Long: `Packets follows all packets of an open TCP connection for a limited time: sent
+packets through the queueing discipline and the driver until their
+acknowledgement, with retransmissions and segmentation, and received packets
+with what they acknowledge. It needs neither a trace rule nor BPF timestamping.
+Sequence numbers are relative to the first packet seen.
 
-With --write it also writes them as pcapng, for Wireshark: their headers, with
-the times as comments.`,
+With --write it also writes the headers of the packets as pcapng, for
+Wireshark, with the times as comments.`,
 		Example: `  sockeye trace packets --pid 812 --fd 7
   sockeye trace packets --local 10.0.0.1:1790 --remote 192.0.2.1:40000
   sockeye trace packets --pid 812 --fd 7 --for 30s -w connection.pcapng`,
@@ -90,15 +90,15 @@ the times as comments.`,
 			return c.packets(cmd.Context(), q, path, force)
 		},
 	}
-	cmd.Flags().IntVar(&pid, "pid", 0, "a process that has the connection")
-	cmd.Flags().IntVar(&fd, "fd", 0, "its descriptor there")
+	cmd.Flags().IntVar(&pid, "pid", 0, "process id of a process with the connection")
+	cmd.Flags().IntVar(&fd, "fd", 0, "descriptor of the connection in that process")
 	cmd.Flags().StringVar(&local, "local", "", "address and port of this host")
 	cmd.Flags().StringVar(&remote, "remote", "", "address and port of the peer")
-	cmd.Flags().String("for", "10s", "how long, at most 10m")
-	cmd.Flags().IntVar(&limit, "limit", mostEvents, "end after so many events; a packet that is sent makes two or more")
+	cmd.Flags().String("for", "10s", "duration, at most 10m")
+	cmd.Flags().IntVar(&limit, "limit", mostEvents, "maximum number of events; a sent packet causes two or more")
 	bufferFlag(cmd, &buffer, "4MB")
-	cmd.Flags().StringVarP(&path, "write", "w", "", "file to write as pcapng")
-	cmd.Flags().BoolVar(&force, "force", false, "replace a file that is there")
+	cmd.Flags().StringVarP(&path, "write", "w", "", "write a pcapng file")
+	cmd.Flags().BoolVar(&force, "force", false, "replace an existing file")
 	for _, free := range []string{"pid", "fd", "local", "remote", "for", "limit"} {
 		command.CompleteFlag(cmd, free)
 	}

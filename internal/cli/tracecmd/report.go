@@ -37,11 +37,11 @@ func (c *commands) traceReportCommand() *cobra.Command {
 	var force bool
 	cmd := &cobra.Command{
 		Use:   "report FILE",
-		Short: "Write what was measured as one page of HTML",
-		Long: `Report writes a page that needs nothing else, no network and no other file: the
-distributions of all stages, group by group and over time, the slowest messages
-with their explanations, and how far readers are behind. The agent remembers an
-hour, in slices of 10 s; --since takes only the last of it.`,
+		Short: "Write the measurements as one HTML page",
+		Long: `Report writes a self-contained HTML page: the distributions of all stages, by
+group and over time, the slowest messages with explanations, and the delay of
+readers. The history of the agent has one hour in slices of 10 s; --since
+limits the report to the last part.`,
 		Example: `  sockeye trace report trace.html
   sockeye trace report trace.html --since 15m --select rule=replies --force`,
 		Args: command.Arguments(1, 1, "FILE"),
@@ -71,8 +71,8 @@ hour, in slices of 10 s; --since takes only the last of it.`,
 			return c.Print(w, func(l *command.Text) { c.reported(l, w) })
 		},
 	}
-	cmd.Flags().String("since", "", "only the last time, as in 15m")
-	cmd.Flags().BoolVar(&force, "force", false, "replace a file that is there")
+	cmd.Flags().String("since", "", "only measurements of the last DURATION, as in 15m")
+	cmd.Flags().BoolVar(&force, "force", false, "replace an existing file")
 	selectFlag(cmd, &selector)
 	command.CompleteFlag(cmd, "since")
 	return cmd

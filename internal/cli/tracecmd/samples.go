@@ -30,14 +30,15 @@ func (c *commands) traceSamplesCommand() *cobra.Command {
 	var number int
 	cmd := &cobra.Command{
 		Use:   "samples",
-		Short: "Show each message that was chosen, as it ends",
-		Long: `Samples writes a line for each message that was chosen when it has ended, until
-Ctrl-C or as told by --count and --for: for a person, or with -o jsonl as JSON,
-with the connection as it was when the message was sent.
+		Short: "Stream the chosen messages",
+		Long: `Samples prints a line for each chosen message when it has ended, until Ctrl-C
+or as limited by --count and --for. With -o jsonl, the lines are JSON with the
+state of the connection when the message was sent.
 
-The kernel keeps messages in a buffer until they are read. If it is full, those
-that come are lost: how many is told in the end, and then the exit code is 1.
-While nobody reads, nothing is kept. Each cgroup has one reader at a time.`,
+The kernel keeps messages in a buffer until they are read. Messages that find
+the buffer full are lost; their number is printed at the end, and the exit code
+is then 1. Without a reader, nothing is kept. Each cgroup has one reader at a
+time.`,
 		Example: `  sockeye trace samples --count 20
   sockeye trace samples -o jsonl --for 10s --buffer 4MB > messages.jsonl
   sockeye trace samples -o jsonl --select rule=replies | jq .stages_ns.network`,
@@ -78,8 +79,8 @@ While nobody reads, nothing is kept. Each cgroup has one reader at a time.`,
 			return c.samples(ctx, q, number)
 		},
 	}
-	cmd.Flags().IntVar(&number, "count", 0, "end after so many messages")
-	cmd.Flags().String("for", "", "end after this time, as in 10s")
+	cmd.Flags().IntVar(&number, "count", 0, "maximum number of messages")
+	cmd.Flags().String("for", "", "duration, as in 10s")
 	bufferFlag(cmd, &buffer, "1MB")
 	cmd.Flags().StringVar(&cgroup, "cgroup", "", "only this cgroup, named as in the policy")
 	selectFlag(cmd, &selector)
@@ -91,7 +92,7 @@ While nobody reads, nothing is kept. Each cgroup has one reader at a time.`,
 
 // bufferFlag adds --buffer.
 func bufferFlag(cmd *cobra.Command, size *string, otherwise string) {
-	cmd.Flags().StringVar(size, "buffer", otherwise, "size of the kernel's buffer, 4KB to 256MB, made a power of two")
+	cmd.Flags().StringVar(size, "buffer", otherwise, "size of the kernel's buffer, 4KB to 256MB, rounded up to a power of two")
 	command.CompleteFlag(cmd, "buffer")
 }
 

@@ -28,11 +28,10 @@ func (c *commands) traceSlowCommand() *cobra.Command {
 	var selector string
 	cmd := &cobra.Command{
 		Use:   "slow",
-		Short: "Show the slowest messages of the last minutes, and why they were",
-		Long: `Slow shows the slowest messages of the last minutes, the slowest first, each
-with how long it was in which stage, and an explanation: what held it up, and
-what speaks for that. The kernel keeps the slowest 8 of each group and minute,
-for 6 minutes.`,
+		Short: "Show the slowest messages of the last minutes, with explanations",
+		Long: `Slow shows the slowest messages of the last minutes, slowest first, with the
+time in each stage and an explanation of the longest one with its evidence. The
+kernel keeps the slowest 8 messages of each group and minute for 6 minutes.`,
 		Example: `  sockeye trace slow
   sockeye trace slow -n 3 --since 1m --select remote=192.0.2.0/24`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -53,8 +52,8 @@ for 6 minutes.`,
 			return c.Print(list, func(l *command.Text) { c.slow(l, list, status) })
 		},
 	}
-	cmd.Flags().IntVarP(&number, "number", "n", 10, "how many to show at most")
-	cmd.Flags().String("since", "", "only those of the last time, as in 5m")
+	cmd.Flags().IntVarP(&number, "number", "n", 10, "maximum number of messages")
+	cmd.Flags().String("since", "", "only messages of the last DURATION, as in 5m")
 	selectFlag(cmd, &selector)
 	command.CompleteFlag(cmd, "number")
 	command.CompleteFlag(cmd, "since")

@@ -46,17 +46,17 @@ func (c *commands) traceCommand() *cobra.Command {
 	var watch bool
 	cmd := &cobra.Command{
 		Use:   "trace",
-		Short: "Show where messages spend their time",
-		Long: `Trace shows, for each group of messages that a trace rule chose, how long they
-were in each stage of their way: of what is sent, send (sendmsg itself), stack
-(to the queueing discipline), qdisc (to the driver), nic (to the hardware's
-stamp, a part of network), network (from the driver to the acknowledgement) and
-total; of what is received, rx_stack (from the host to the socket) and reader
-(from there to the application).
+		Short: "Show the time of messages by stage",
+		Long: `Trace shows, for each group of messages that a trace rule has chosen, the time
+in each stage. Stages of sent messages are send (sendmsg itself), stack (until
+the queueing discipline), qdisc (until the driver), nic (until the hardware
+timestamp, a part of network), network (from the driver until the
+acknowledgement) and total. Stages of received messages are rx_stack (from the
+host until the socket) and reader (until the application reads).
 
-Below each group stands what became of all that were chosen, and how far the
-reader is behind now. Counts are since the rules are in force, or with --since
-of the last time only; the agent remembers an hour.`,
+Each group is followed by the outcomes of its messages, and by the age of the
+data that waits for the reader. Counters start when the rules come into force;
+--since limits them to the last time, at most one hour.`,
 		Example: `  sockeye trace
   sockeye trace --watch --since 1m
   sockeye trace --since 5m --select rule=replies,port=1790 --stage network`,
@@ -92,8 +92,8 @@ of the last time only; the agent remembers an hour.`,
 			})
 		},
 	}
-	cmd.Flags().BoolVar(&watch, "watch", false, "show it again each second, until Ctrl-C")
-	cmd.Flags().String("since", "", "only the last time, as in 5m")
+	cmd.Flags().BoolVar(&watch, "watch", false, "refresh every second, until Ctrl-C")
+	cmd.Flags().String("since", "", "only measurements of the last DURATION, as in 5m")
 	cmd.Flags().StringSliceVar(&names, "stage", nil, "only this stage; may be given more than once")
 	cmd.Flags().StringVar(&v.cgroup, "cgroup", "", "only this cgroup, named as in the policy")
 	selectFlag(cmd, &v.selector)

@@ -25,16 +25,16 @@ func (c *commands) tuneExplainCommand() *cobra.Command {
 	var role, tag, cgroup, socket string
 	cmd := &cobra.Command{
 		Use:   "explain LOCAL REMOTE",
-		Short: "Show which rule a connection gets, and why not the others",
-		Long: `Explain tells of each rule, in order, whether it would match a connection
-between two addresses, and why. LOCAL and REMOTE are an IP address or IP:port;
-rules on a port that is not given do not match. Without --role it tells of both
-roles, where that makes a difference.
+		Short: "Show which rule a connection gets, and why",
+		Long: `Explain shows for each rule, in order, whether it matches a connection between
+two addresses, and why. LOCAL and REMOTE are IP or IP:port; without a port,
+rules on that port do not match. Without --role, both roles are shown if they
+differ.
 
-With --socket it looks at an open connection instead, named by a process and
-its descriptor or by both addresses: the rule that it got, and each option as
-it was asked for beside what the kernel has. Of an MPTCP connection it tells
-this of each subflow; the addresses of any subflow name it.`,
+With --socket it shows an open connection, given by process id and descriptor
+or by both addresses: its rule, and the requested and the effective value of
+each option. For an MPTCP connection it shows each subflow; the addresses of
+any subflow identify the connection.`,
 		Example: `  sockeye tune explain 10.0.0.1:1790 192.0.2.1:40000 --role accept
   sockeye tune explain 2001:db8::1 2001:db8::2 --tag rack-12
   sockeye tune explain --socket 812:7
@@ -77,10 +77,10 @@ this of each subflow; the addresses of any subflow name it.`,
 			return c.Show(list, func(w io.Writer) { explanations(w, list, local, remote) })
 		},
 	}
-	cmd.Flags().StringVar(&role, "role", "", "connect or accept: what this host does")
-	cmd.Flags().StringVar(&tag, "tag", "", "tag that the peer sends: text, or 0x and hexadecimal digits")
+	cmd.Flags().StringVar(&role, "role", "", "role of this host: connect or accept")
+	cmd.Flags().StringVar(&tag, "tag", "", "tag of the peer: text, or 0x and hexadecimal digits")
 	cmd.Flags().StringVar(&cgroup, "cgroup", "", "only this cgroup, named as in the policy")
-	cmd.Flags().StringVar(&socket, "socket", "", "an open connection, as PID:FD or LOCAL,REMOTE")
+	cmd.Flags().StringVar(&socket, "socket", "", "open connection, as PID:FD or LOCAL,REMOTE")
 	cmd.ValidArgsFunction = cobra.NoFileCompletions
 	command.CompleteFlag(cmd, "role", string(config.RoleConnect), string(config.RoleAccept))
 	for _, free := range []string{"tag", "cgroup", "socket"} {

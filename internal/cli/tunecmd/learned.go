@@ -17,14 +17,14 @@ import (
 func (c *commands) tuneLearnedCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "learned [RULE]",
-		Short: "Show the initial windows that rules learned, prefix by prefix",
-		Long: `Learned shows, for each prefix of remote addresses that a rule with explore has
-seen, the initial window in use and the evidence for it: of each candidate how
-many connections began with it, how many of them could be timed, as they sent
-the bytes of the first flight without a pause, how many of these lost a segment,
-and the mean time until the bytes were acknowledged. Until a prefix has settled,
-its connections have the kernel's own window, but for the share that tries the
-candidates. Evidence is forgotten in time, so these counts also fall.`,
+		Short: "Show the learned initial windows by prefix",
+		Long: `Learned shows the initial window in use for each remote prefix that a rule with
+explore has seen, and its evidence. For each candidate window it shows the
+number of connections that started with it, the number of these with a measured
+first flight (sent without a pause), the number of these that lost a segment,
+and the mean time until the acknowledgement of the first flight. Until a prefix
+has settled, its connections use the kernel's initial window, except for the
+share that tries candidates. Old evidence decays, so the counts also fall.`,
 		Example: `  sockeye tune learned
   sockeye tune learned same-datacentre`,
 		Args:              command.Arguments(0, 1, ""),

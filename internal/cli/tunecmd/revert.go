@@ -18,10 +18,10 @@ import (
 func (c *commands) tuneRevertCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "revert [RULE...]",
-		Short: "Take back what apply --live set on open connections",
-		Long: `Revert gives open connections the values back that they had before apply --live
-gave them a rule: of the rules named, or of all. What cannot be taken back, or
-was changed by the application since, is left and listed. The policy stays: new
+		Short: "Revert the changes of apply --live to open connections",
+		Long: `Revert restores the values that open connections had before apply --live, for
+the named rules or for all. Values that cannot be reverted, or that the
+application has changed since, are listed. The policy stays in force: new
 connections still get its rules.`,
 		Example: `  sockeye tune revert
   sockeye tune revert same-datacentre`,

@@ -19,13 +19,13 @@ import (
 func (c *commands) tuneTrialCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "trial RULE",
-		Short: "Compare the connections that a rule tunes with those it left alone",
-		Long: `Trial compares both arms of a rule with trial: the connections that it tuned
-and the random share that it left alone. A difference is in percent of those
-left alone, with the interval that holds the true one 95 times of 100. The
-verdict looks at all figures together, so that chance alone gives a "lower" or
-"higher" anywhere in one trial of 20; where there is not enough data, it says
-about how many more connections are needed.`,
+		Short: "Compare the tuned connections of a rule with its control arm",
+		Long: `Trial compares both arms of a rule with a trial: the tuned connections, and the
+random share of control connections. A difference is in percent of the control
+arm, with its 95 % confidence interval. The verdicts are corrected for the
+number of figures: with no difference at all, one of 20 trials has a "lower" or
+"higher". Without enough data, the verdict estimates the number of missing
+connections.`,
 		Example:           "  sockeye tune trial same-datacentre",
 		Args:              command.Arguments(1, 1, "RULE"),
 		ValidArgsFunction: c.RuleNames(1),

@@ -27,14 +27,14 @@ func (c *commands) tuneCommand() *cobra.Command {
 	var cgroup string
 	cmd := &cobra.Command{
 		Use:   "tune",
-		Short: "Show the rules for TCP parameters, and what they did",
-		Long: `Tune shows the policy's rules for TCP parameters, cgroup by cgroup and in their
-order: the first that matches a connection decides. Counts are since the rule
-has its present content. OPEN, RETRANSMITS, RTOS and RTT, the median, are of
-what the rule observes.
+		Short: "Show the rules for TCP parameters and their counters",
+		Long: `Tune shows the rules for TCP parameters by cgroup, in their order: the first
+rule that matches a connection applies. Counters start when the content of a
+rule changes. OPEN, RETRANSMITS, RTOS and RTT (the median) depend on the rule's
+observe.
 
-Below each table stand the options that could not be set, with the error of the
-kernel, and those that are skipped because the kernel lacks them.`,
+Each table is followed by the options that could not be set, with the error of
+the kernel, and by the options that the kernel lacks.`,
 		Example: `  sockeye tune
   sockeye tune --cgroup telemetry.slice
   sockeye tune explain 10.0.0.1:1790 192.0.2.1 --role accept`,
