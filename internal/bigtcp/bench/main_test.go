@@ -21,7 +21,7 @@ func TestMain(m *testing.M) {
 // quick are options of runs that take a fraction of a second together.
 func quick() Options {
 	o := Defaults()
-	o.Rounds, o.For, o.Warmup, o.Path = 2, 20*time.Millisecond, 10*time.Millisecond, PathVeth
+	o.Rounds, o.For, o.Warmup, o.Path = 2, 100*time.Millisecond, 10*time.Millisecond, PathVeth
 	return o
 }
 
