@@ -80,7 +80,11 @@ func (l *link) top(data []byte, size int) (n int) {
 func (l *link) fill(data []byte, size int) (n int) {
 	l.Helper()
 	for more := 1; more > 0; {
-		l.until("the host's kernel", l.settled)
+		for end := time.Now().Add(patience); !l.settled(); l.turn(1) {
+			if time.Now().After(end) {
+				l.Fatalf("the host's kernel does not settle: %+v", *l.hostInfo())
+			}
+		}
 		more = l.top(data[n:], size)
 		n += more
 	}
@@ -91,6 +95,12 @@ func (l *link) fill(data []byte, size int) (n int) {
 // delivered, or the rest waits for a window that is closed. With a window that is not quite
 // closed, the host's kernel sends what fits only after a timeout.
 func (l *link) settled() bool {
+	info := l.hostInfo()
+	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0)
+}
+
+// hostInfo returns TCP_INFO of the gateway's socket.
+func (l *link) hostInfo() *unix.TCPInfo {
 	l.Helper()
 	c := l.g.conns[flow{l.local, l.remote}]
 	if c == nil {
@@ -100,7 +110,7 @@ func (l *link) settled() bool {
 	if err != nil {
 		l.Fatal(err)
 	}
-	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0)
+	return info
 }
 
 // allAcked tells whether the gateway has acknowledged all, after all that it has said.
