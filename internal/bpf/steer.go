@@ -147,9 +147,9 @@ func (s *Steer) Close() error {
 	return errors.Join(errs...)
 }
 
-// Retire detaches the links of a data path whose pins are removed. A reuseport program stays attached until its group
+// DetachLinks detaches the links of a data path whose pins are removed. A reuseport program stays attached until its group
 // ends.
-func (s *Steer) Retire() error {
+func (s *Steer) DetachLinks() error {
 	var errs []error
 	for _, l := range s.links {
 		errs = append(errs, l.Detach())

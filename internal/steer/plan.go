@@ -345,7 +345,7 @@ func (s *service) recreate(t *target) error {
 	for _, fd := range groups {
 		unix.Close(fd)
 	}
-	return fault.Join(err, old.Retire())
+	return fault.Join(err, old.DetachLinks())
 }
 
 // reopen opens the new data path, detaches the programs from the groups of the old one, and registers the members again.
