@@ -26,7 +26,7 @@ func Examine(d *doctor.Report) {
 		if family.supported {
 			d.Add("kernel", family.check, doctor.OK, "", "")
 		} else {
-			d.Add("kernel", family.check, doctor.Note, "bigtcp, for packets above 64 KiB", "came with Linux "+family.since)
+			d.Add("kernel", family.check, doctor.Note, "bigtcp, for packets above 64 KiB", "needs Linux "+family.since)
 		}
 	}
 }

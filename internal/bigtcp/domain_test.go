@@ -65,7 +65,7 @@ func newSizingWithLog(t *testing.T, log slog.Handler) runner {
 	}
 	defer n.Close()
 	if s := n.Support(); !s.IPv6 || !s.IPv4 {
-		t.Skip("kernel: BIG TCP for both families came with Linux 6.3")
+		t.Skip("kernel: BIG TCP for both families needs Linux 6.3")
 	}
 	return newRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", log)
 }

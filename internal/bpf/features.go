@@ -72,7 +72,7 @@ func (f *Feature) Hint(err error) string {
 	if errors.Is(err, unix.EPERM) {
 		return "this kernel, or its lockdown, forbids them"
 	}
-	return "came with Linux " + f.Since
+	return "needs Linux " + f.Since
 }
 
 // Features lists the kernel features that Sockeye uses. The error of a probe wraps ebpf.ErrNotSupported if the kernel
@@ -87,13 +87,13 @@ var Features = []Feature{
 	{"sk_lookup programs", "5.9", "steering: lookup", false, func() error {
 		return probeProgram(ebpf.SkLookup, ebpf.AttachSkLookup)
 	}},
-	{"cgroup bind hooks", "4.17", "noticing members", false, func() error {
+	{"cgroup bind hooks", "4.17", "detecting members", false, func() error {
 		return probeProgram(ebpf.CGroupSock, ebpf.AttachCGroupInet4PostBind)
 	}},
 	{"cgroup release hook", "5.9", "closing a slot when a socket closes", false, func() error {
 		return probeProgram(ebpf.CGroupSock, ebpf.AttachCgroupInetSockRelease)
 	}},
-	{"sockops programs", "4.13", "noticing members, tune", false, func() error {
+	{"sockops programs", "4.13", "detecting members, tune", false, func() error {
 		return probeProgram(ebpf.SockOps, ebpf.AttachCGroupSockOps)
 	}},
 	{"socket storage for sockops", "5.4", "tune", false, func() error {
@@ -110,7 +110,7 @@ var Features = []Feature{
 	{"raw tracepoints", "4.17", "without them trace has no stage reader, no packets, and nothing of what is sent over UDP", true, func() error {
 		return probeProgram(ebpf.RawTracepoint, ebpf.AttachNone)
 	}},
-	{"BPF ring buffer", "5.8", "noticing members, samples and packets of trace", false, func() error {
+	{"BPF ring buffer", "5.8", "detecting members, samples and packets of trace", false, func() error {
 		return features.HaveMapType(ebpf.RingBuf)
 	}},
 	{"BPF links", "5.7", "steering without an agent", false, func() error {

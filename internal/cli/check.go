@@ -114,11 +114,11 @@ func (c *commands) check(cmd *cobra.Command, file string) error {
 		}
 		for _, rule := range policy.Trace {
 			for _, s := range unmeasured[rule.Name] {
-				fmt.Fprintf(w, "trace rule %s goes without %s, which needs %s\n", rule.Name, s.Stage, s.Needs)
+				fmt.Fprintf(w, "trace rule %s skips %s, which needs %s\n", rule.Name, s.Stage, s.Needs)
 			}
 		}
 		if untried != "" {
-			fmt.Fprintln(w, "its options were not tried on this kernel:", untried)
+			fmt.Fprintln(w, "the options were not probed on this kernel:", untried)
 		}
 	})
 }

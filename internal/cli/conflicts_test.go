@@ -155,7 +155,7 @@ func TestResetOfOthers(t *testing.T) {
 	h := newHost(t, twoServices)
 	other := filepath.Dir(h.pins)
 	pin(t, filepath.Join(other, "cilium_state"), 1)
-	h.refused(2, h.plain(other)+" is not a directory of an agent's pins", "name the agent's directory with --pins", nil, "reset", "--state-dir", h.state, "--pins", other)
+	h.refused(2, h.plain(other)+" is not the pin directory of an agent", "name the agent's directory with --pins", nil, "reset", "--state-dir", h.state, "--pins", other)
 	if _, err := os.Stat(filepath.Join(other, "cilium_state")); err != nil {
 		t.Error(err)
 	}

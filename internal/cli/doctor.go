@@ -45,7 +45,7 @@ finding.`,
 				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Note, Detail: "there is none", Hint: "name one with --policy"})
 			case errors.As(err, &flaws):
 				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Failure, Code: fault.CodeUsage,
-					Detail: command.Count(len(flaws), "error", "errors") + "; its services are not looked at", Hint: "sockeye check " + file})
+					Detail: command.Count(len(flaws), "error", "errors") + "; its services are not checked", Hint: "sockeye check " + file})
 			default:
 				return fault.Unreadable(err, "name a policy file with --policy")
 			}

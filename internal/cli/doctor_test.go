@@ -102,7 +102,7 @@ func TestDoctorFindings(t *testing.T) {
 		},
 			doctor.Finding{Area: "service telemetry", Check: "network namespace", Result: "failure", Detail: "open network namespace: open DIR/netns: no such file or directory", Hint: "create it, or correct netns", Code: 2}},
 		{"broken policy", func(_ *testing.T, h *host) { h.write("policy.yaml", "services: []\nspeed: fast\n") },
-			doctor.Finding{Area: "policy", Check: "DIR/policy.yaml", Result: "failure", Detail: "2 errors; its services are not looked at", Hint: "sockeye check DIR/policy.yaml", Code: 2}},
+			doctor.Finding{Area: "policy", Check: "DIR/policy.yaml", Result: "failure", Detail: "2 errors; its services are not checked", Hint: "sockeye check DIR/policy.yaml", Code: 2}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			h := newHost(t, twoServices)

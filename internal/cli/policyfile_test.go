@@ -220,7 +220,7 @@ func TestResetState(t *testing.T) {
 	h.start()
 	h.kill()
 	r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins)
-	if want := "removed PINS\nkept DIR/state: with it devices have the same slots again; --state removes it\n"; r.code != 0 || h.plain(r.out) != want {
+	if want := "removed PINS\nkept DIR/state: devices keep their slots; --state removes it\n"; r.code != 0 || h.plain(r.out) != want {
 		t.Errorf("got %+v, want %s", r, want)
 	}
 	h.refused(2, "DIR is not the state directory of an agent: lstat DIR/.agent.json: no such file or directory", "name the agent's directory with --state-dir", nil,

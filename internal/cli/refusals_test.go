@@ -115,7 +115,7 @@ func TestRefusals(t *testing.T) {
 		{"unregister --slot 0", 2, "no service given", "name one with --service; the policy has spare, telemetry"},
 
 		{"reset --pins PINS", 5, "lock PINS: another agent holds the pin directory", "stop the agent first"},
-		{"reset --pins DIR", 2, "DIR is not a directory of an agent's pins", "name the agent's directory with --pins"},
+		{"reset --pins DIR", 2, "DIR is not the pin directory of an agent", "name the agent's directory with --pins"},
 		{"agent --log-level loud", 2, `--log-level is "loud"`, "debug, info, warn or error"},
 		{"agent --log-format xml", 2, `--log-format is "xml"`, "text or json"},
 		{"doctor --policy DIR/none.yaml", 2, "read policy file: open DIR/none.yaml: no such file or directory", "name a policy file with --policy"},

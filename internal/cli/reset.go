@@ -64,7 +64,7 @@ device to its previous slot.`,
 					fmt.Fprintln(w, "removed", pins)
 				}
 				if len(reverted) > 0 {
-					fmt.Fprintln(w, "took the sizes back of", some(reverted, 8))
+					fmt.Fprintln(w, "restored the sizes of", some(reverted, 8))
 				}
 				if !removed && len(reverted) == 0 && !r.StateRemoved {
 					fmt.Fprintln(w, "there was nothing to remove")
@@ -73,7 +73,7 @@ device to its previous slot.`,
 				case r.StateRemoved:
 					fmt.Fprintln(w, "removed", r.State)
 				case r.State != "":
-					fmt.Fprintf(w, "kept %s: with it devices have the same slots again; --state removes it\n", r.State)
+					fmt.Fprintf(w, "kept %s: devices keep their slots; --state removes it\n", r.State)
 				}
 			})
 		},

@@ -56,7 +56,7 @@ func isPinDirectory(pins string) (bool, error) {
 			func(prefix string) bool { return strings.HasPrefix(e.Name(), prefix) })
 	}
 	if !bpf.IsBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
-		return false, fault.Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")
+		return false, fault.Usage(fmt.Errorf("%s is not the pin directory of an agent", pins), "name the agent's directory with --pins")
 	}
 	return true, nil
 }

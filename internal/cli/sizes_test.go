@@ -32,7 +32,7 @@ func newSizingHost(t *testing.T, policy string, names ...string) *host {
 	}
 	defer n.Close()
 	if s := n.Support(); !s.IPv6 || !s.IPv4 {
-		t.Skip("kernel: BIG TCP for both families came with Linux 6.3")
+		t.Skip("kernel: BIG TCP for both families needs Linux 6.3")
 	}
 	h := newHost(t, policy)
 	for _, name := range names {
@@ -194,7 +194,7 @@ func TestResetSizes(t *testing.T) {
 	}
 	h.kill()
 	args := []string{"reset", "--state-dir", h.state, "--pins", h.pins}
-	if r := h.sockeye(args...); r.code != 0 || !strings.HasPrefix(h.plain(r.out), "removed PINS\ntook the sizes back of big0, own0\nkept ") {
+	if r := h.sockeye(args...); r.code != 0 || !strings.HasPrefix(h.plain(r.out), "removed PINS\nrestored the sizes of big0, own0\nkept ") {
 		t.Errorf("%+v", r)
 	}
 	h.wantSize("big0", 65536)

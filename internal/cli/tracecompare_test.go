@@ -123,7 +123,7 @@ func TestTraceCompareRefusals(t *testing.T) {
 	little.Partial = true
 	f.answers["GET /v1/trace/history"] = little
 	r := f.at("trace", "compare", "arm=control", "arm=treated")
-	if r.code != 0 || !strings.Contains(r.out, "1000 messages in 1 slice of 10 s\nwhat was before is not remembered\n") || !strings.HasSuffix(r.out, "this looks more certain than it is\n") {
+	if r.code != 0 || !strings.Contains(r.out, "1000 messages in 1 slice of 10 s\nearlier measurements are not available\n") || !strings.HasSuffix(r.out, "this looks more certain than it is\n") {
 		t.Errorf("%+v", r)
 	}
 	for i := range little.Slices[0].Results {

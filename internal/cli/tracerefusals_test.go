@@ -110,8 +110,8 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace packets --pid 1 --fd 1 --limit 10000001", "--limit is 10000001", "1 to 10000000"},
 		{"trace packets --pid 1 --fd 1 --buffer 1", `--buffer is "1"`, "a size, as in 256KB or 4MB"},
 		{"trace packets --pid 1 --fd 1 --write=", `--write is ""`, "name a file"},
-		{"trace packets --pid 1 --fd 1 --force", "--force goes with --write", "it replaces a file that is there"},
-		{"trace packets --pid 1 --fd 1 -w /dev/null --force", "/dev/null is there, and is not a regular file", "name another file"},
+		{"trace packets --pid 1 --fd 1 --force", "--force goes with --write", "it replaces an existing file"},
+		{"trace packets --pid 1 --fd 1 -w /dev/null --force", "/dev/null exists and is not a regular file", "name another file"},
 		{"trace packets 812:7", `there is one argument too many: "812:7"`, "usage: sockeye trace packets (--pid N --fd N | --local A:P --remote A:P) [flags]"},
 	} {
 		t.Run(strings.ReplaceAll(c.args, "/", "_"), func(t *testing.T) {

@@ -61,9 +61,9 @@ func TestTraceReport(t *testing.T) {
 		f.refused(2, message, hint, nil, append([]string{"trace", "report"}, args...)...)
 		f.wasAsked()
 	}
-	taken("DIR/trace.html is there already", "name another file, or give --force to replace it", file)
+	taken("DIR/trace.html exists", "name another file, or give --force to replace it", file)
 	f.write("trace.html", "old")
-	taken("DIR/trace.html is there already", "name another file, or give --force to replace it", file)
+	taken("DIR/trace.html exists", "name another file, or give --force to replace it", file)
 	if _, page := f.page(file); page != "old" {
 		t.Errorf("the file has become %q", page)
 	}
@@ -80,12 +80,12 @@ func TestTraceReport(t *testing.T) {
 	}
 	for _, name := range []string{"/link", ""} {
 		for _, force := range [][]string{{}, {"--force"}} {
-			taken("DIR"+name+" is there, and is not a regular file", "name another file", append(force, f.dir+name)...)
+			taken("DIR"+name+" exists and is not a regular file", "name another file", append(force, f.dir+name)...)
 		}
 	}
-	taken("/dev/null is there, and is not a regular file", "name another file", "/dev/null", "--force")
-	taken("write DIR/none/x.html: no such file or directory", "name a file in a directory that is there", f.dir+"/none/x.html")
-	taken("write DIR/trace.html/x.html: not a directory", "name a file in a directory that is there", file+"/x.html")
+	taken("/dev/null exists and is not a regular file", "name another file", "/dev/null", "--force")
+	taken("write DIR/none/x.html: no such file or directory", "name a file in an existing directory", f.dir+"/none/x.html")
+	taken("write DIR/trace.html/x.html: not a directory", "name a file in an existing directory", file+"/x.html")
 
 	// An agent that fails leaves no file behind.
 	f.answers["GET /v1/trace/slow"] = api.Failure{Error: "no more", Code: fault.CodeFailed}
@@ -140,12 +140,12 @@ func TestTraceReportLittle(t *testing.T) {
 	gone.Problem = "attach: " + clitest.Hostile
 	f.answers["GET /v1/trace"] = oldKernel(gone)
 	r = f.at("trace", "report", file, "--since", "1h", "--force")
-	if !strings.HasSuffix(r.out, "\nwhat was before is not remembered\n") || !strings.Contains(r.out, ": 3000 messages of 1 group, ") || r.code != 0 || r.err != "" {
+	if !strings.HasSuffix(r.out, "\nearlier measurements are not available\n") || !strings.Contains(r.out, ": 3000 messages of 1 group, ") || r.code != 0 || r.err != "" {
 		t.Errorf("%+v", r)
 	}
 	_, page := f.page(file)
 	for _, want := range []string{
-		"The last 1h0m0s were asked for. What was before 11:59:00 is not remembered.", "Nothing that was sent over TCP was measured: it needs BPF timestamping, Linux 6.15 or later.",
+		"The last 1h0m0s were requested. Measurements before 11:59:00 are not available.", "Nothing sent over TCP was measured: this needs BPF timestamping, Linux 6.15 or later.",
 		"Cgroup telemetry.slice: attach: a",
 	} {
 		if !strings.Contains(page, want) {
@@ -166,7 +166,7 @@ func TestTraceReportRace(t *testing.T) {
 		f.write("trace.html", "somebody else's")
 		writeJSON(t, w, []api.TraceSlow{})
 	})
-	if r := f.at("trace", "report", file); r.code != 2 || r.err != "sockeye: "+file+" is there already\nhint: name another file, or give --force to replace it\n" || r.out != "" {
+	if r := f.at("trace", "report", file); r.code != 2 || r.err != "sockeye: "+file+" exists\nhint: name another file, or give --force to replace it\n" || r.out != "" {
 		t.Errorf("%+v", r)
 	}
 	if _, page := f.page(file); page != "somebody else's" {

@@ -114,7 +114,7 @@ func TestTraceSamples(t *testing.T) {
 	for _, last := range []func(http.ResponseWriter, *http.Request){nil, breakOff} {
 		samples(last, numbered(1))
 		r := f.at("trace", "samples", "-o", "jsonl")
-		if got := fmt.Sprint(keys(r.out)); got != "[1]" || r.code != 1 || !strings.HasPrefix(r.err, "sockeye: the agent broke off its answer: ") || !strings.HasSuffix(r.err, "\nhint: it may have ended; see sockeye status\n") {
+		if got := fmt.Sprint(keys(r.out)); got != "[1]" || r.code != 1 || !strings.HasPrefix(r.err, "sockeye: the answer of the agent is incomplete: ") || !strings.HasSuffix(r.err, "\nhint: it may have ended; see sockeye status\n") {
 			t.Errorf("%s: %+v", got, r)
 		}
 	}

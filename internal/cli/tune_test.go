@@ -142,14 +142,14 @@ func tuned() []api.TuneStatus {
 }
 
 const tunedText = `telemetry.slice (/main.slice/telemetry.slice): attached
-program 812 of somebody else, in /, runs after the rules: may override sndbuf, cwnd_clamp
-program 7 of somebody else, in /main.slice/telemetry.slice/a, runs before the rules: a rule overrides what it sets
+program 812 of another owner, in /, runs after the rules: may override sndbuf, cwnd_clamp
+program 7 of another owner, in /main.slice/telemetry.slice/a, runs before the rules: a rule overrides what it sets
 
 RULE             MATCH                                               CONNECTIONS  OPEN  OPTIONS SET  FAILED  RETRANSMITS    RTOS  RTT
 same-datacentre  same_prefix 44; port 1790                           1234         51    2230         13      31 (< 0.01 %)  3     312 µs
   set sndbuf 150KB, cwnd_clamp 100
   react rtos > 2, sample 1/100: congestion reno; 1 reaction
-  trial control 10%; 119 connections left alone
+  trial control 10%; 119 connections in the control arm
   2 connections were open before
   4 connections by the peer's tag
   1 older version may still be on open connections
@@ -158,14 +158,14 @@ bulk             remote 2001:db8:…re; port 20000-20003; role accept  40       
   set initial_cwnd explore 10, 40 by remote/24, share 10%, probe 2%, bytes 64KB, evidence 8, forget 1h
   observe close
 rest             all                                                 2            -     0            0       -              -     -
-  trial control 50%; 1 connection left alone
+  trial control 50%; 1 connection in the control arm
   observe off
 
 rule same-datacentre: congestion failed 1 time: ENOENT
 rule same-datacentre: sndbuf failed 12 times: EPERM
 rule same-datacentre: rto_max is skipped: it needs Linux 6.15 or later
 
-/lab: attached, made by the agent
+/lab: attached, created by the agent
 
 RULE  MATCH  CONNECTIONS  OPEN  OPTIONS SET  FAILED  RETRANSMITS  RTOS  RTT
 lab   all    0            0     0            0       0            0     -
@@ -280,7 +280,7 @@ nodelay  true  true  TCP_NODELAY  -
 	s.Steps = []match.Step{{Rule: "rest", Why: "port 1790 is not 80"}}
 	asks(f, s, "GET /v1/tune/socket local=10.0.0.1:1790 remote=192.0.2.1:40000", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (nfacctd -f /etc/pmacct/nfacctd-2.conf)
-cgroup /lab, rule bulk, which is no longer in force, left alone by its trial, open before it, has reacted
+cgroup /lab, rule bulk, which is no longer in force, control arm of its trial, open before it, has reacted
 
 by the rules in force:
 RULE  MATCHES  WHY
@@ -307,9 +307,9 @@ func TestTuneTrial(t *testing.T) {
 			{Name: "bytes", Unit: "bytes per connection", Treated: new(999.0), Control: new(1.5e9), Verdict: trial.NotEnough},
 		}},
 	}, "GET /v1/tune/trial rule=bulk", `
-rule bulk of /lab: 900 connections tuned, 100 left alone (10 %)
+rule bulk of /lab: 900 connections tuned, 100 in the control arm (10 %)
 
-FIGURE  TUNED  LEFT ALONE  DIFFERENCE  95 % INTERVAL  VERDICT
+FIGURE  TUNED  CONTROL  DIFFERENCE  95 % INTERVAL  VERDICT
 connect median  312 µs  31.2 ms  0 %  -0.5 % to +5.25 %  no difference shown
 RTT p99  3.12 s  -  -  -  not enough data: about 1300 more connections needed
 rate median  124 KB/s  1.25 GB/s  +150 %  +12 % and more  higher
@@ -324,7 +324,7 @@ treated connections lose 91 % fewer segments
 	c := trial.Compare(trial.Sample{Connections: 1}, trial.Sample{}, trial.Options{})
 	f.answers["GET /v1/tune/trial"] = api.TuneTrial{Cgroup: "/lab", Rule: "bulk", Share: 0.001, Comparison: c, Summary: c.Summary()}
 	r := f.sockeye("tune", "trial", "bulk")
-	if !strings.HasPrefix(r.out, "rule bulk of /lab: 1 connection tuned, 0 left alone (0.1 %)\n") || r.code != 0 ||
+	if !strings.HasPrefix(r.out, "rule bulk of /lab: 1 connection tuned, 0 in the control arm (0.1 %)\n") || r.code != 0 ||
 		strings.Count(r.out, "  not enough data") != len(c.Rows) || !strings.HasSuffix(r.out, "\n\n"+c.Summary()+"\n") {
 		t.Errorf("%+v", r)
 	}
@@ -357,14 +357,14 @@ func live() api.TuneLive {
 func TestTuneRevert(t *testing.T) {
 	f := newFake(t)
 	l := live()
-	asks(f, l, "POST /v1/tune/revert {}", "0 open connections taken back, 0 options\n", "tune", "revert")
+	asks(f, l, "POST /v1/tune/revert {}", "0 open connections reverted, 0 options\n", "tune", "revert")
 	l.Reverted, l.Options = 1, 1
-	asks(f, l, `POST /v1/tune/revert {"rules":["rpc","bulk"]}`, "1 open connection taken back, 1 option\n", "tune", "revert", "rpc", "bulk")
+	asks(f, l, `POST /v1/tune/revert {"rules":["rpc","bulk"]}`, "1 open connection reverted, 1 option\n", "tune", "revert", "rpc", "bulk")
 	l.Reverted, l.Options, l.Gone = 12, 34, 5
 	l.NotReverted = []api.TuneNotReverted{{Rule: "bulk", Option: "pacing_rate", Reason: "pacing goes on", Connections: 2}, {Rule: "rpc", Option: "nodelay", Reason: "changed since", Connections: 1}}
 	l.Problems = []string{"process 812: permission denied"}
 	asks(f, l, "POST /v1/tune/revert {}", `
-12 open connections taken back, 34 options; 5 closed since
+12 open connections reverted, 34 options; 5 closed since
 rule bulk: pacing_rate on 2 connections: pacing goes on
 rule rpc: nodelay on 1 connection: changed since
 problem: process 812: permission denied
@@ -441,8 +441,8 @@ func TestDoctorTune(t *testing.T) {
 	slice := "tune telemetry.slice"
 	want := []doctor.Finding{
 		{Area: slice, Check: "attached", Result: "ok", Detail: "3 rules"},
-		{Area: slice, Check: "foreign programs", Result: "warning", Detail: "program 812 of somebody else, in /, runs after the rules: may override sndbuf, cwnd_clamp"},
-		{Area: slice, Check: "foreign programs", Result: "note", Detail: "program 7 of somebody else, in /main.slice/telemetry.slice/a, runs before the rules: a rule overrides what it sets"},
+		{Area: slice, Check: "foreign programs", Result: "warning", Detail: "program 812 of another owner, in /, runs after the rules: may override sndbuf, cwnd_clamp"},
+		{Area: slice, Check: "foreign programs", Result: "note", Detail: "program 7 of another owner, in /main.slice/telemetry.slice/a, runs before the rules: a rule overrides what it sets"},
 		{Area: slice, Check: "rule same-datacentre", Result: "warning", Detail: "congestion failed 1 time: ENOENT"},
 		{Area: slice, Check: "rule same-datacentre", Result: "warning", Detail: "sndbuf failed 12 times: EPERM"},
 		{Area: slice, Check: "rule same-datacentre", Result: "note", Detail: "rto_max is skipped: it needs Linux 6.15 or later"},

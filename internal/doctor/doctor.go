@@ -98,7 +98,7 @@ func (d *Report) destroy() {
 	case err == nil:
 		d.Add("kernel", check, OK, "", "")
 	case errors.Is(err, sockdiag.ErrCannotDestroy), errors.Is(err, sockdiag.ErrUnsupported):
-		d.Add("kernel", check, Note, needed, "came with Linux 4.9, needs CONFIG_INET_DIAG_DESTROY")
+		d.Add("kernel", check, Note, needed, "needs Linux 4.9, needs CONFIG_INET_DIAG_DESTROY")
 	default:
 		d.Add("kernel", check, Warning, "not known: "+err.Error(), fault.Hint(err))
 	}

@@ -24,19 +24,19 @@ var (
 	descTraceChosen   = prometheus.NewDesc("sockeye_trace_chosen_total",
 		"Messages sent that were chosen to be traced.", traceLabels, nil)
 	descTraceMessages = prometheus.NewDesc("sockeye_trace_messages_total",
-		"What became of the chosen messages; the rest is in flight.", append(slices.Clone(traceLabels), "outcome"), nil)
+		"Chosen messages by outcome; the rest is in flight.", append(slices.Clone(traceLabels), "outcome"), nil)
 	descTraceInFlight = prometheus.NewDesc("sockeye_trace_in_flight",
-		"Chosen messages that are under way.", traceLabels, nil)
+		"Chosen messages in flight.", traceLabels, nil)
 	descTraceBytes = prometheus.NewDesc("sockeye_trace_acked_bytes_total",
 		"Bytes of the traced messages that were acknowledged.", traceLabels, nil)
 	descTraceReceived = prometheus.NewDesc("sockeye_trace_received_total",
-		"What became of chosen segments and datagrams that were received; the rest waits for its reader.", append(slices.Clone(traceLabels), "outcome"), nil)
+		"Chosen received segments and datagrams by outcome; the rest waits to be read.", append(slices.Clone(traceLabels), "outcome"), nil)
 	descTraceWaiting = prometheus.NewDesc("sockeye_trace_reader_waiting",
-		"Chosen segments and datagrams that lie in a socket.", traceLabels, nil)
+		"Chosen segments and datagrams that wait in a socket.", traceLabels, nil)
 	descTraceOldest = prometheus.NewDesc("sockeye_trace_reader_oldest_seconds",
-		"How long the oldest of them has lain there: how far the reader is behind.", traceLabels, nil)
+		"Age of the oldest of them: how far the reader is behind.", traceLabels, nil)
 	descTraceStage = prometheus.NewDesc("sockeye_trace_stage_seconds",
-		"Time that traced messages spent in a stage.", append(slices.Clone(traceLabels), "stage"), nil)
+		"Time of traced messages in a stage.", append(slices.Clone(traceLabels), "stage"), nil)
 )
 
 // traceBounds are the bounds of the classic histograms in nanoseconds: powers of two from 1 µs to 69 s, which are

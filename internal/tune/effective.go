@@ -194,7 +194,7 @@ func (l *comparison) notSet(o Option, s config.Setting) string {
 	case l.c == nil:
 		return "not set: the connection does not have the rule"
 	case int(l.c.Arm) == bpf.TuneArmControl:
-		return "left alone: control arm of the trial"
+		return "not set: control arm of the trial"
 	case l.c.Flags&bpf.TuneConnectionAdopted != 0 && o.Phases&bpf.TunePhaseLive == 0 &&
 		!slices.Contains(l.reacted, s):
 		return "not set: the connection was open before it had the rule"

@@ -319,7 +319,7 @@ func TestEffectiveChangedSince(t *testing.T) {
 func TestEffectiveControlArm(t *testing.T) {
 	k := newTuning(t, "tune: [{name: r, cgroup: CGROUP, set: {user_timeout: 5s, cwnd_clamp: 100, flow_label: 1}, trial: {control: 50%}}]\n")
 	l := listen(t, "127.0.0.1:0")
-	const alone = "left alone: control arm of the trial"
+	const alone = "not set: control arm of the trial"
 	for arms := make(map[uint8]bool); len(arms) < bpf.TuneArms; {
 		p := connect(t, l)
 		var arm uint8

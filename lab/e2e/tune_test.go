@@ -67,7 +67,7 @@ func TestTuneLifecycle(t *testing.T) {
 	if !h.exists(h.groupDir("made/deeper")) {
 		t.Error("the cgroup is not made")
 	}
-	if out, errs, code := h.cli("tune"); code != 0 || !strings.Contains(out, made+": attached, made by the agent") {
+	if out, errs, code := h.cli("tune"); code != 0 || !strings.Contains(out, made+": attached, created by the agent") {
 		t.Errorf("sockeye tune: exit code %d: %s%s", code, out, errs)
 	}
 	p, far := h.startNear("near"), h.startFar()
@@ -406,7 +406,7 @@ func TestTuneUnit(t *testing.T) {
 		waiting()
 	}
 
-	// A unit that is there already, and one that is there twice.
+	// A unit that exists, and one that is there twice.
 	h.apply(beside)
 	h.makeGroup(h.slice("elsewhere") + unit)
 	h.apply(rule, beside)
@@ -1260,7 +1260,7 @@ func TestTuneForeign(t *testing.T) {
 		if len(list) != 1 || list[0].ID != id || list[0].Cgroup != cgroup || list[0].Order != order || !strings.Contains(list[0].Effect, words) {
 			t.Errorf("%s: %+v, want program %d of %s, %s", where, list, id, cgroup, order)
 		}
-		if out, _, _ := h.cli("tune"); !strings.Contains(out, fmt.Sprintf("program %d of somebody else, in %s, runs %s", id, cgroup, order)) {
+		if out, _, _ := h.cli("tune"); !strings.Contains(out, fmt.Sprintf("program %d of another owner, in %s, runs %s", id, cgroup, order)) {
 			t.Errorf("%s: sockeye tune shows no such program:\n%s", where, out)
 		}
 	}

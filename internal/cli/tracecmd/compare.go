@@ -294,7 +294,7 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 			command.Count(side.has.Messages, "message", "messages"), command.Count(side.has.Slices, "slice", "slices"))
 	}
 	if r.Partial {
-		l.Line("what was before is not remembered")
+		l.Line("earlier measurements are not available")
 	}
 	rows := [][]string{{"STAGE", "FIGURE", "A", "B", "RATIO", "95 % INTERVAL", "VERDICT"}}
 	for _, row := range r.Comparison.Rows {

@@ -32,7 +32,7 @@ func createFile(path string, force bool) (*newFile, error) {
 	case err != nil:
 		return nil, f.failed(err)
 	case !info.Mode().IsRegular():
-		return nil, fault.Usage(fmt.Errorf("%s is there, and is not a regular file", path), "name another file")
+		return nil, fault.Usage(fmt.Errorf("%s exists and is not a regular file", path), "name another file")
 	case !force:
 		return nil, f.taken()
 	}
@@ -47,7 +47,7 @@ func createFile(path string, force bool) (*newFile, error) {
 }
 
 func (f *newFile) taken() error {
-	return fault.Usage(fmt.Errorf("%s is there already", f.path), "name another file, or give --force to replace it")
+	return fault.Usage(fmt.Errorf("%s exists", f.path), "name another file, or give --force to replace it")
 }
 
 // failed replaces the temporary name in an error by the path.
@@ -55,7 +55,7 @@ func (f *newFile) failed(err error) error {
 	if wrapped, ok := errors.AsType[*fs.PathError](err); ok {
 		err = wrapped.Err
 	}
-	return fault.Unreadable(fmt.Errorf("write %s: %w", f.path, err), "name a file in a directory that is there")
+	return fault.Unreadable(fmt.Errorf("write %s: %w", f.path, err), "name a file in an existing directory")
 }
 
 // finish renames the file to its path.

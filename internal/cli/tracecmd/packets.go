@@ -82,7 +82,7 @@ Wireshark, with the times as comments.`,
 				q.Set("limit", strconv.Itoa(limit))
 			}
 			if force && !cmd.Flags().Changed("write") {
-				return fault.Usage(errors.New("--force goes with --write"), "it replaces a file that is there")
+				return fault.Usage(errors.New("--force goes with --write"), "it replaces an existing file")
 			}
 			if cmd.Flags().Changed("write") && path == "" {
 				return fault.Usage(errors.New(`--write is ""`), "name a file")
@@ -317,10 +317,10 @@ func (v *packetView) writeTotals() error {
 		n               uint64
 		one, many, Text string
 	}{
-		{s.LostEvents, "event", "events", "found no room in the buffer: packets or times are missing; take a larger --buffer"},
+		{s.LostEvents, "event", "events", "lost because the buffer was full: packets or times are missing; use a larger --buffer"},
 		{uint64(s.Strays), "part of a packet", "parts of packets", "whose beginning was not seen"},
 		{uint64(s.Unreadable), "packet", "packets", "without a TCP header that could be read"},
-		{uint64(s.Unfinished), "packet", "packets", "forgotten for lack of room, before all was known"},
+		{uint64(s.Unfinished), "packet", "packets", "dropped from memory before they were complete"},
 	} {
 		if lack.n > 0 {
 			l.Line("%s %s", command.Count(lack.n, lack.one, lack.many), lack.Text)

@@ -129,13 +129,13 @@ func (c *commands) reportNotes(status *api.TraceStatus, history *api.TraceHistor
 	var notes []string
 	note := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
 	if history.Partial && len(history.Slices) > 0 {
-		note("The last %s were asked for. What was before %s is not remembered.", since, c.Clock(history.Slices[0].From))
+		note("The last %s were requested. Measurements before %s are not available.", since, c.Clock(history.Slices[0].From))
 	}
 	if selector != "" {
 		note("Only groups with %s are shown.", selector)
 	}
 	if !status.Timestamps {
-		note("Nothing that was sent over TCP was measured: it needs %s.", status.Needs)
+		note("Nothing sent over TCP was measured: this needs %s.", status.Needs)
 	}
 	for _, g := range status.Cgroups {
 		if g.Problem != "" {
@@ -164,6 +164,6 @@ func (c *commands) reported(l *command.Text, w *Report) {
 	l.Line("%s: %s of %s, from %s to %s; %s", w.File, command.Count(w.Messages, "message", "messages"), command.Count(w.Groups, "group", "groups"),
 		c.Clock(w.From), c.Clock(w.To), command.Bytes(w.Bytes))
 	if w.Partial {
-		l.Line("what was before is not remembered")
+		l.Line("earlier measurements are not available")
 	}
 }

@@ -189,7 +189,7 @@ func (c *commands) samples(ctx context.Context, q map[string][]string, number in
 
 // truncated returns the error for an answer that ended early.
 func truncated(err error) error {
-	return &fault.Error{Err: fmt.Errorf("the agent broke off its answer: %w", err), Hint: "it may have ended; see sockeye status", Code: fault.CodeFailed}
+	return &fault.Error{Err: fmt.Errorf("the answer of the agent is incomplete: %w", err), Hint: "it may have ended; see sockeye status", Code: fault.CodeFailed}
 }
 
 // unlessDone returns err, or nil if ctx is done.

@@ -253,7 +253,7 @@ func (c *commands) tracedCgroup(l *command.Text, g *api.TracedCgroup) {
 	}
 	words += "attached"
 	if g.Created {
-		words += ", made by the agent"
+		words += ", created by the agent"
 	}
 	if g.Problem != "" {
 		words += ": " + g.Problem
@@ -285,8 +285,8 @@ func accounts(r *measure.Result) []string {
 		n    uint64
 		Text string
 	}{
-		{r.Unqueued, "stack and qdisc are not known of %d, sent before they could be marked"},
-		{r.Undriven, "qdisc, nic and network are not known of %d, without a driver's stamp"},
+		{r.Unqueued, "stack and qdisc are unknown for %d, sent before they could be marked"},
+		{r.Undriven, "qdisc, nic and network are unknown for %d without a driver timestamp"},
 	} {
 		if lack.n > 0 {
 			notes = append(notes, fmt.Sprintf(lack.Text, lack.n))
@@ -304,7 +304,7 @@ func accounts(r *measure.Result) []string {
 	}
 	notes = append(notes, received)
 	if r.RXUnstamped > 0 {
-		notes = append(notes, fmt.Sprintf("rx_stack is not known of %d, which the host did not stamp", r.RXUnstamped))
+		notes = append(notes, fmt.Sprintf("rx_stack is unknown for %d without a receive timestamp", r.RXUnstamped))
 	}
 	return notes
 }

@@ -202,7 +202,7 @@ func tunedConnection(w io.Writer, s *api.Tuned) {
 		fmt.Fprint(w, ", which is no longer in force")
 	}
 	if s.Arm == "control" {
-		fmt.Fprint(w, ", left alone by its trial")
+		fmt.Fprint(w, ", control arm of its trial")
 	}
 	if s.TunedLive {
 		fmt.Fprint(w, ", open before it")

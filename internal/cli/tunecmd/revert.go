@@ -43,7 +43,7 @@ connections still get its rules.`,
 }
 
 func reverted(w io.Writer, l *api.TuneLive) {
-	fmt.Fprintf(w, "%s taken back, %s", command.Count(l.Reverted, "open connection", "open connections"), command.Count(l.Options, "option", "options"))
+	fmt.Fprintf(w, "%s reverted, %s", command.Count(l.Reverted, "open connection", "open connections"), command.Count(l.Options, "option", "options"))
 	if l.Gone > 0 {
 		fmt.Fprintf(w, "; %d closed since", l.Gone)
 	}

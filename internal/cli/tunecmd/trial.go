@@ -52,9 +52,9 @@ func ruleName(name string) (string, error) {
 }
 
 func trialTable(w io.Writer, t *api.TuneTrial) {
-	fmt.Fprintf(w, "rule %s of %s: %s tuned, %d left alone (%s)\n\n", t.Rule, t.Cgroup,
+	fmt.Fprintf(w, "rule %s of %s: %s tuned, %d in the control arm (%s)\n\n", t.Rule, t.Cgroup,
 		command.Count(t.Comparison.Treated, "connection", "connections"), t.Comparison.Control, command.Percentage(t.Share))
-	fmt.Fprintln(w, "FIGURE\tTUNED\tLEFT ALONE\tDIFFERENCE\t95 % INTERVAL\tVERDICT")
+	fmt.Fprintln(w, "FIGURE\tTUNED\tCONTROL\tDIFFERENCE\t95 % INTERVAL\tVERDICT")
 	for _, r := range t.Comparison.Rows {
 		verdict := string(r.Verdict)
 		if r.More > 0 {

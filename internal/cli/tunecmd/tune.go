@@ -73,7 +73,7 @@ func tuning(w io.Writer, s *api.TuneStatus) {
 		fmt.Fprint(w, ": not attached")
 	}
 	if s.Created {
-		fmt.Fprint(w, ", made by the agent")
+		fmt.Fprint(w, ", created by the agent")
 	}
 	if s.Problem != "" {
 		fmt.Fprint(w, ": ", s.Problem)
@@ -108,7 +108,7 @@ func tuning(w io.Writer, s *api.TuneStatus) {
 
 // ForeignText describes a sock_ops program of another owner.
 func ForeignText(f api.TuneForeign) string {
-	return fmt.Sprintf("program %d of somebody else, in %s, runs %s the rules: %s", f.ID, f.Cgroup, f.Order, f.Effect)
+	return fmt.Sprintf("program %d of another owner, in %s, runs %s the rules: %s", f.ID, f.Cgroup, f.Order, f.Effect)
 }
 
 // FailureText describes a failed setsockopt.
@@ -158,7 +158,7 @@ func ruleNotes(r *api.TuneRuleStatus) []string {
 		notes = append(notes, fmt.Sprintf("react %s; %s", r.React, command.Count(r.Reactions, "reaction", "reactions")))
 	}
 	if r.Trial != "" {
-		notes = append(notes, fmt.Sprintf("trial %s; %s left alone", r.Trial, command.Count(r.Control, "connection", "connections")))
+		notes = append(notes, fmt.Sprintf("trial %s; %s in the control arm", r.Trial, command.Count(r.Control, "connection", "connections")))
 	}
 	if r.Observe != string(config.ObserveLive) {
 		notes = append(notes, "observe "+r.Observe)

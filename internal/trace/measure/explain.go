@@ -101,12 +101,12 @@ func Explain(s *Sample) Explanation {
 }
 
 var unmeasured = map[Outcome]string{
-	Overwritten: "a later message took its key before it was sent",
-	Missed:      "it was acknowledged, and the kernel gave no stamp",
+	Overwritten: "a later message replaced it in its packet before it was sent",
+	Missed:      "it was acknowledged without timestamps",
 	Parted:      "its packet was joined to that of a later message, and split again before its end",
-	Full:        "too many messages of the connection were under way",
-	Application: "the application's own timestamps had its key",
-	Refused:     "the kernel did not take the request",
+	Full:        "too many messages of the connection were in flight",
+	Application: "the application uses timestamps itself",
+	Refused:     "the kernel refused the timestamp request",
 }
 
 // finding is the cause of the latency of a leg.
@@ -198,7 +198,7 @@ func (s *Sample) explainGivenUp() Explanation {
 		e.Text += "after the driver had it"
 	case queued:
 		e.Stage = Total
-		e.Text += "after it was sent; the driver gave no stamp"
+		e.Text += "after it was sent; the driver gave no timestamp"
 	default:
 		e.Stage = config.StageStack
 		e.Text += "and it had not been sent"
@@ -401,14 +401,14 @@ func (s *Sample) whyRequeued(time.Duration) finding {
 // whyQdisc explains time in the queueing discipline, which also paces if it is fq.
 func (s *Sample) whyQdisc(took time.Duration) finding {
 	if took < slight {
-		return finding{cause: CauseNothing, text: "a device that is not idle takes so long"}
+		return finding{cause: CauseNothing, text: "a busy interface takes this long"}
 	}
 	bytes := uint64(s.Unsent) + min(uint64(s.Outstanding), 2*uint64(s.MSS))
 	if takes := s.paced(bytes); takes >= took/2 && takes > 0 {
 		return finding{cause: CausePacing, text: s.pacingText(bytes, takes), details: []string{
 			"the queueing discipline fq holds segments for it; of another, it is a queue"}}
 	}
-	return finding{cause: CauseLocalQueue, text: "it queued on this host: a rate limit, or a device that others kept busy or that was stopped"}
+	return finding{cause: CauseLocalQueue, text: "it queued on this host: a rate limit, or an interface that was busy or stopped"}
 }
 
 // whyNetwork explains time until the acknowledgement of the last byte. Acknowledgements are cumulative: any earlier
@@ -432,7 +432,7 @@ func (s *Sample) whyNetwork(took time.Duration) finding {
 		return finding{cause: CauseLoss, text: "segments before its last were lost and sent again, " + times(n) + ", and the acknowledgement waits for all" + s.leastText()}
 	}
 	if nic := s.Stages[config.StageNIC]; nic >= slight && nic >= (took-min(max(s.MinRTT, 0), took))/2 {
-		return finding{cause: CauseLocalQueue, nic: true, text: fmt.Sprintf("%s of them until the NIC's stamp, in the queues of driver and NIC", FormatDuration(nic))}
+		return finding{cause: CauseLocalQueue, nic: true, text: fmt.Sprintf("%s of them until the NIC's timestamp, in the queues of driver and NIC", FormatDuration(nic))}
 	}
 	if s.MinRTT <= 0 && s.SRTT <= 0 {
 		return finding{cause: CauseUnknown, text: "the connection's round trip is not known, and nothing was sent again"}
@@ -481,7 +481,7 @@ func (s *Sample) State() []string {
 	for _, l := range s.Legs() {
 		parts = append(parts, l.Name+" "+FormatDuration(l.Took))
 		if nic, ok := s.Stages[config.StageNIC]; ok && l.Stage == config.StageNetwork {
-			parts[len(parts)-1] += " (until the NIC's stamp " + FormatDuration(nic) + ")"
+			parts[len(parts)-1] += " (until the NIC's timestamp " + FormatDuration(nic) + ")"
 		}
 	}
 	details := []string{strings.Join(parts, ", ")}

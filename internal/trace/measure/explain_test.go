@@ -217,7 +217,7 @@ func TestExplain(t *testing.T) {
 		// qdisc
 		"a rate limit": {
 			far(way(-1, 20*us, 80*ms, 21*ms), nil),
-			config.StageQdisc, CauseLocalQueue, "80 ms of 101 ms in the queueing discipline: it queued on this host: a rate limit, or a device that others kept busy or that was stopped", "", "",
+			config.StageQdisc, CauseLocalQueue, "80 ms of 101 ms in the queueing discipline: it queued on this host: a rate limit, or an interface that was busy or stopped", "", "",
 		},
 		"fq": {
 			far(way(-1, 20*us, 48*ms, 21*ms), func(s *Sample) { s.PacingRate = 1_250_000 }),
@@ -272,8 +272,8 @@ func TestExplain(t *testing.T) {
 		},
 		"in the NIC": {
 			far(way(-1, 15*us, 12*us, 60*ms), func(s *Sample) { s.Stages[config.StageNIC] = 39 * ms }),
-			config.StageNIC, CauseLocalQueue, "60 ms of 60 ms from the driver to the acknowledgement: 39 ms of them until the NIC's stamp, in the queues of driver and NIC",
-			"network 60 ms (until the NIC's stamp 39 ms)", "",
+			config.StageNIC, CauseLocalQueue, "60 ms of 60 ms from the driver to the acknowledgement: 39 ms of them until the NIC's timestamp, in the queues of driver and NIC",
+			"network 60 ms (until the NIC's timestamp 39 ms)", "",
 		},
 		"a host that is not idle": {
 			far(way(-1, 15*us, 12*us, 700*us), func(s *Sample) { s.SRTT, s.MinRTT = 90*us, 60*us }),
@@ -322,11 +322,11 @@ func TestExplain(t *testing.T) {
 		},
 		"given up without a driver's stamp": {
 			far(way(-1, 15*us, -1, -1), func(s *Sample) { s.Outcome, s.Retransmits, s.Stages[Total] = Unacknowledged, 1, 2*time.Second }),
-			Total, CauseUnacknowledged, "given up after 2 s: the connection ended before the peer acknowledged it, after it was sent; the driver gave no stamp; segments of the connection had been sent again once", "", "",
+			Total, CauseUnacknowledged, "given up after 2 s: the connection ended before the peer acknowledged it, after it was sent; the driver gave no timestamp; segments of the connection had been sent again once", "", "",
 		},
 		"overwritten": {
 			far(way(-1, -1, -1, -1), func(s *Sample) { s.Outcome = Overwritten }),
-			Total, CauseUnknown, "it was not measured: a later message took its key before it was sent", "", "",
+			Total, CauseUnknown, "it was not measured: a later message replaced it in its packet before it was sent", "", "",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
