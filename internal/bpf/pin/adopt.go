@@ -61,6 +61,7 @@ func Replace(pin func(string) error, path string) error {
 	return os.Rename(beside, path)
 }
 
+// Remove removes a pin. A missing pin is not an error.
 func Remove(path string) error {
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("remove pin: %w", err)
@@ -103,6 +104,7 @@ func EnsureLink(dir, name string, p *ebpf.Program, target *os.File, attach func(
 	return fresh, nil
 }
 
+// AttachedTo reports whether a link is attached to target, an open cgroup directory or network namespace.
 func AttachedTo(l link.Link, target *os.File) (bool, error) {
 	var stat unix.Stat_t
 	if err := unix.Fstat(int(target.Fd()), &stat); err != nil {
