@@ -31,7 +31,7 @@ var Benchmark = harness.Benchmark{
 	Workers: map[string]func([]string) error{
 		serverRole: gatewayServer, clientRole: gatewayClient, gatewayRole: worker, datagramRole: datagramWorker,
 		isolateCommand:        isolateAsUser,
-		isolate.InsideCommand: isolateAsItself, // of isolateCommand
+		isolate.InsideCommand: isolateAsItself, // program of isolateCommand
 	},
 }
 
@@ -39,12 +39,12 @@ type options struct {
 	Quick       bool     `json:"quick"`
 	Rounds      int      `json:"rounds"`
 	Links       []string `json:"links"`
-	RTTs        []int    `json:"rtt_ms"` // of the limited link
+	RTTs        []int    `json:"rtt_ms"` // RTTs of the limited link
 	MTUs        []int    `json:"mtus"`
 	CCs         []string `json:"cc"`
 	Directions  []string `json:"directions"`
 	Connections []int    `json:"connections"`
-	Only        []string `json:"only"` // parts
+	Only        []string `json:"only"` // parts to run
 }
 
 const (
@@ -57,12 +57,12 @@ const (
 type bench struct {
 	options
 	lab    *lab.Lab
-	round  int    // of all points
-	loads  uint32 // so far, which names them
+	round  int    // rounds of all points
+	loads  uint32 // number of the load
 	report *gatewayReport
 }
 
-// A list is a flag of values with commas between them.
+// list defines a flag with comma-separated values.
 func list[T any](fs *flag.FlagSet, to *[]T, name, usage string, parse func(string) (T, error)) {
 	fs.Func(name, usage, func(text string) error {
 		*to = nil
@@ -77,7 +77,7 @@ func list[T any](fs *flag.FlagSet, to *[]T, name, usage string, parse func(strin
 	})
 }
 
-// oneOf parses what is one of some names.
+// oneOf returns a parser of names.
 func oneOf(names ...string) func(string) (string, error) {
 	return func(text string) (string, error) {
 		if !slices.Contains(names, text) {
@@ -218,7 +218,7 @@ func choose(p *gatewayPath, sides map[string]*gatewaySide, cc string) error {
 	return p.choose(cc)
 }
 
-// duration is how long a load runs: until it has its rate, and as long again.
+// duration returns the duration of a load: until it has reached its rate, and the same time again.
 func (b *bench) duration(rtt int) (all, warmup time.Duration) {
 	if b.Quick {
 		all = time.Second + 10*time.Duration(rtt)*time.Millisecond
@@ -239,7 +239,7 @@ func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gate
 				return err
 			}
 			point.sides[name] = append(point.sides[name], *r)
-			// What was under way is gone before the next one.
+			// Packets in flight are gone before the next load.
 			time.Sleep(2*time.Duration(point.RTT)*time.Millisecond + 100*time.Millisecond)
 		}
 		b.round++
@@ -249,18 +249,18 @@ func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gate
 
 // gatewayRun has the figures of one side under a load.
 type gatewayRun struct {
-	Mbit    float64 `json:"mbit"`          // after the warm-up, of payload, where it arrives
-	First   float64 `json:"first_10mb_s"`  // from before connect(2); NaN: they did not arrive
-	Gap     float64 `json:"longest_gap_s"` // without a byte on any connection
+	Mbit    float64 `json:"mbit"`          // payload received after the warm-up
+	First   float64 `json:"first_10mb_s"`  // from before connect(2); NaN if they did not arrive
+	Gap     float64 `json:"longest_gap_s"` // longest time without a byte on all connections
 	CPU     float64 `json:"cpu_s_per_gb"`
 	Partial uint64  `json:"partial_sends"`
-	Resent  uint64  `json:"retransmits"`       // segments, by host and server
-	Inside  uint64  `json:"retransmits_guest"` // between guest and gateway, in both directions; of pasta those of the guest only
+	Resent  uint64  `json:"retransmits"`       // segments retransmitted by host and server
+	Inside  uint64  `json:"retransmits_guest"` // between guest and gateway in both directions; with pasta those of the guest only
 	Seconds []int   `json:"seconds_mbit"`
 	Error   string  `json:"error,omitempty"`
 }
 
-// MarshalJSON writes what was not measured as null.
+// MarshalJSON writes figures that were not measured as null.
 func (r gatewayRun) MarshalJSON() ([]byte, error) {
 	type plain gatewayRun
 	return json.Marshal(struct {
@@ -332,10 +332,10 @@ func (b *bench) load(p *gatewayPath, s *gatewaySide, t task, warmup time.Duratio
 	return r, nil
 }
 
-// requestsTime is how long requests are sent, without the round trips of a few.
+// requestsTime is the duration of requests, plus a few round trips.
 const requestsTime = time.Second
 
-// requests measures how many a connection has answered in a second.
+// requests measures the number of requests per second on one connection.
 func (b *bench) requests(p *gatewayPath, sides map[string]*gatewaySide, mtu, rtt int) error {
 	if err := choose(p, sides, "cubic"); err != nil {
 		return err

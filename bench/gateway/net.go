@@ -23,8 +23,7 @@ import (
 	"sockeye/lab"
 )
 
-// The sides that are compared: the client of a load in the host's namespace itself, and
-// in a guest of each gateway.
+// The compared sides: the client of a load is in the namespace of the host, or in a guest of each gateway.
 const (
 	sideNative  = "native"
 	sideSockeye = "sockeye"
@@ -33,29 +32,29 @@ const (
 
 var gatewaySides = []string{sideNative, sideSockeye, sidePasta}
 
-// What is between the host and the server.
+// Paths between host and server.
 const (
 	linkVeth    = "veth"
 	linkLimited = "1gbit"
-	linkSeed    = "seed" // limited likewise, with larger buffers
+	linkSeed    = "seed" // limited link with larger buffers
 	// linkDatagrams is a veth pair.
 	linkDatagrams = "udp"
 )
 
-// A gatewayPath is a host with gateways, and a server far from it.
+// gatewayPath is a host with gateways and a remote server.
 type gatewayPath struct {
 	lab       *lab.Lab
 	name      string
 	host, far *lab.Namespace
 	addresses [2]netip.Addr // of host and far
-	device    string        // of the host
-	link      *lab.Link     // nil: a veth pair
+	device    string        // interface of the host
+	link      *lab.Link     // nil for a veth pair
 	server    *harness.Worker
 }
 
 const gatewayRate = 1e9 // bits/s of the link
 
-// newGatewayPath makes one of links, with a server.
+// newGatewayPath creates a path with a server.
 func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPath, err error) {
 	p = &gatewayPath{lab: l, name: link, device: "eth0"}
 	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams}, link))
@@ -82,7 +81,7 @@ func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPat
 	if err != nil {
 		return nil, err
 	}
-	// pasta wants one.
+	// pasta needs a default route.
 	if err := p.host.AddRoute(netip.MustParsePrefix("0.0.0.0/0"), p.addresses[1]); err != nil {
 		return nil, err
 	}
@@ -121,14 +120,14 @@ func joinByVeth(hosts [2]*lab.Namespace, name string, prefixes [2]netip.Prefix) 
 
 func (p *gatewayPath) target() netip.AddrPort { return netip.AddrPortFrom(p.addresses[1], gatewayPort) }
 
-// choose has the sockets of the host use a congestion control, see chooseByRoute.
+// choose sets the congestion control of the host's sockets (chooseByRoute).
 func (p *gatewayPath) choose(cc string) error {
 	return chooseByRoute(p.host.Netlink(), p.device, p.addresses[1], cc)
 }
 
-// chooseByRoute has sockets that connect to an address use a congestion control: the
-// sysctl of a namespace takes none that the host does not offer to ordinary users, and a
-// program in pasta may not choose it.
+// chooseByRoute sets the congestion control of sockets that connect to an address, by a route: the sysctl of a
+// namespace only accepts congestion controls that the host allows for ordinary users, and a program in pasta may not
+// set it.
 func chooseByRoute(nl *netlink.Handle, device string, to netip.Addr, cc string) error {
 	dev, err := nl.LinkByName(device)
 	if err == nil {
@@ -152,7 +151,7 @@ func (p *gatewayPath) delay(rtt time.Duration) error {
 	return p.link.Set(o)
 }
 
-// resent is how many segments host and server have sent again.
+// resent returns the number of segments that host and server have retransmitted.
 func (p *gatewayPath) resent() (n uint64, err error) {
 	for _, h := range []*lab.Namespace{p.host, p.far} {
 		err := h.Do(func() error {
@@ -167,7 +166,7 @@ func (p *gatewayPath) resent() (n uint64, err error) {
 	return n, nil
 }
 
-// A gatewaySide is a client, and the gateway between it and the host.
+// gatewaySide is a client, and the gateway between client and host.
 type gatewaySide struct {
 	name    string
 	client  *harness.Worker
@@ -226,7 +225,7 @@ func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port 
 	return s, nil
 }
 
-// program is the process of a side that is not the gateway.
+// program returns the process of a side that is not the gateway.
 func (s *gatewaySide) program() (int, error) {
 	pids, err := s.client.PIDs()
 	if err != nil {
@@ -240,7 +239,7 @@ func (s *gatewaySide) program() (int, error) {
 	return 0, fmt.Errorf("find the program of %s: there is none", s.name)
 }
 
-// choose has the client's sockets use a congestion control. All sides have the same.
+// choose sets the congestion control of the client's sockets. All sides have the same.
 func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 	pid, err := s.program()
 	if err != nil {
@@ -274,7 +273,7 @@ func pasta(mtu int, port uint16) []string {
 	}
 }
 
-// stop ends the side's processes.
+// stop terminates the processes of the side.
 func (s *gatewaySide) stop() error {
 	var errs []error
 	for _, w := range []*harness.Worker{s.client, s.gateway} {
@@ -288,8 +287,7 @@ func (s *gatewaySide) stop() error {
 	return errors.Join(errs...)
 }
 
-// cpu is the time that the gateway's processes have had, with what they did in the
-// kernel; 0 where there is none.
+// cpu returns the CPU time of the gateway's processes in user and kernel mode; 0 without a gateway.
 func (s *gatewaySide) cpu() (sum time.Duration, err error) {
 	if s.around == nil {
 		return 0, nil

@@ -27,8 +27,8 @@ type gatewayReport struct {
 // gatewayPoint is a load, with the runs of all sides under it.
 type gatewayPoint struct {
 	Link        string
-	RTT         int // milliseconds
-	MTU         int // of the guest
+	RTT         int // in milliseconds
+	MTU         int // MTU of the guest
 	CC          string
 	Direction   string
 	Connections int
@@ -124,12 +124,12 @@ func (p *gatewayPoint) stalled(side string) bool {
 	return p.longestGap(side) > limit && p.longestGap(sideNative) < limit
 }
 
-// A gatewayAim is held against points.
+// gatewayAim is an aim for some points.
 type gatewayAim struct {
 	title string
 	of    func(*gatewayPoint) bool // which points
 	met   func(*gatewayPoint) bool
-	// of a point that is missed; nil: none is named, as another aim does
+	// said describes a point that misses the aim; nil if another aim describes it.
 	said func(*gatewayPoint) string
 }
 
@@ -186,7 +186,7 @@ var gatewayAims = []gatewayAim{
 
 func everyPoint(*gatewayPoint) bool { return true }
 
-// held is how many points an aim is of, and the ones that miss it.
+// held returns the number of points of an aim, and the points that miss it.
 func (r *gatewayReport) held(a gatewayAim) (all int, missed []*gatewayPoint) {
 	for _, p := range r.Points {
 		if !a.of(p) {
@@ -387,7 +387,7 @@ func (r *gatewayReport) Figures() any {
 	}{points, r.Requests, r.Seeds, udp, aims, r}
 }
 
-// svg draws the throughput of one connection with cubic, RTT by RTT.
+// chart draws the throughput of one connection with cubic by RTT.
 func (r *gatewayReport) chart() plot.Chart {
 	chart := plot.Chart{
 		Title: "One connection, cubic: natively, in a guest of Sockeye and of pasta, Mbit/s", Legend: gatewaySides,

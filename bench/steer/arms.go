@@ -32,16 +32,15 @@ const (
 type arm interface {
 	name() string
 	title() string
-	// ports is where the member of a slot listens.
+	// ports returns the ports of the member of a slot.
 	ports(slot int) (tcp, udp uint16)
-	// start starts all but the members, before these.
+	// start starts everything but the members, before them.
 	start(ctx context.Context, f *fleet) error
-	// ready returns when traffic to bmpPort and ipfixPort reaches the members,
-	// which are up.
+	// ready returns when traffic to bmpPort and ipfixPort reaches the running members.
 	ready(ctx context.Context, f *fleet) error
 }
 
-// plainArm is the kernel's own hash over an SO_REUSEPORT group.
+// plainArm is the kernel's hash over a SO_REUSEPORT group.
 type plainArm struct{}
 
 func (plainArm) name() string                        { return "plain" }
@@ -50,12 +49,11 @@ func (plainArm) ports(int) (tcp, udp uint16)         { return bmpPort, ipfixPort
 func (plainArm) start(context.Context, *fleet) error { return nil }
 func (plainArm) ready(context.Context, *fleet) error { return nil }
 
-// proxyArm is HAProxy for TCP and nfacctd as a replicator for UDP, with a map of
-// all routers for each: nothing else makes the two agree.
+// proxyArm is HAProxy for TCP and nfacctd as a replicator for UDP, each with a map of all routers, so that both
+// agree.
 type proxyArm struct {
-	// buffer is plugin_buffer_size. 0 is pmacct's default, and what its
-	// documentation shows; more saves CPU, and keeps datagrams back until a
-	// buffer is full.
+	// buffer is plugin_buffer_size. 0 is the default of pmacct, which its documentation shows; a larger one saves
+	// CPU time, and delays datagrams until a buffer is full.
 	buffer int
 	procs  []*harness.Process
 }
@@ -84,8 +82,7 @@ func (p *proxyArm) start(_ context.Context, f *fleet) error {
 		fmt.Fprintf(&byRouter, "%s slot%d\n", routerAddr(i), i%slots)
 		fmt.Fprintf(&tags, "set_tag=%d ip=%s\n", i%slots+1, routerAddr(i))
 	}
-	// nfacctd needs the router's address to join its two streams; a receiver
-	// that only reads does without.
+	// nfacctd needs the address of the router to join its two streams; a receiver that only reads does not.
 	header := ""
 	if f.kind == kindNfacctd {
 		header = " send-proxy-v2"
@@ -146,8 +143,7 @@ func (p *proxyArm) ready(ctx context.Context, _ *fleet) error {
 	})
 }
 
-// sockeyeArm is Sockeye in one of its modes. In lookup the members listen on
-// ports of their own.
+// sockeyeArm is Sockeye in one of its modes. With lookup, the members listen on ports of their own.
 type sockeyeArm struct {
 	binary    string
 	steering  string
@@ -247,7 +243,7 @@ const (
 	generatorGroup = "generator"
 )
 
-// A fleet is an arm with its members, in a network namespace of its own.
+// fleet is an arm with its members, in its own network namespace.
 type fleet struct {
 	b       *bench
 	arm     arm
@@ -297,7 +293,7 @@ func (b *bench) launch(ctx context.Context, a arm, kind string) (*fleet, error) 
 	return f, nil
 }
 
-// ready waits for the members' sockets and for the arm.
+// ready waits for the sockets of the members and for the arm.
 func (f *fleet) ready(ctx context.Context) error {
 	if err := f.net.Enter(); err != nil {
 		return err
@@ -323,8 +319,8 @@ func (f *fleet) ready(ctx context.Context) error {
 	return f.arm.ready(ctx, f)
 }
 
-// configure writes the configuration of a collector that does what operators use
-// nfacctd for, joining flows with the routes of BMP, but writes only at its end.
+// configure writes the configuration of a collector that joins flows with BMP routes, as operators use nfacctd, but
+// writes its records only at the end.
 func (f *fleet) configure(slot int) error {
 	tcp, udp := f.arm.ports(slot)
 	_, proxied := f.arm.(*proxyArm)
@@ -353,8 +349,7 @@ print_refresh_time: 86400
 	return nil
 }
 
-// finish ends an nfacctd fleet in peace and reads what its members then write:
-// flow records, counted by packets, of which each record has one.
+// finish terminates the nfacctd of a fleet, and reads the records that they write.
 func (f *fleet) finish(ctx context.Context) (records, withRoutes uint64, err error) {
 	for _, p := range f.members {
 		p.Signal(harness.Interrupt)

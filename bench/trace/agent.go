@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// policies are by what they attach.
+// policies has the policy of each state.
 var policies = map[string]string{
 	tX: `trace:
   - {name: sampled_100, cgroup: %[1]s, match: {port: %[2]d}, messages: 1/100, group_by: remote/24}
@@ -42,7 +42,7 @@ func tracePolicy(state, cgroup string) []byte {
 
 const agentGrace = 10 * time.Second
 
-// attach has the agent that attaches what a state names, or none.
+// attach starts an agent that attaches the programs of a state, or none.
 func (t *bench) attach(ctx context.Context, state string) error {
 	if t.state == state {
 		return nil
@@ -61,12 +61,12 @@ func (t *bench) attach(ctx context.Context, state string) error {
 	return nil
 }
 
-// bpffs is mounted by the agent, in this process' mount namespace.
+// bpffs returns the mount point of the bpffs, which the agent mounts in this process' mount namespace.
 func (t *bench) bpffs() string { return filepath.Join(t.Lab.Dir(), "bpf") }
 
 func (t *bench) pins() string { return filepath.Join(t.bpffs(), "sockeye") }
 
-// startTracing returns when all programs of a policy are attached.
+// startTracing starts an agent and returns when all programs of a policy are attached.
 func (t *bench) startTracing(ctx context.Context, state string) error {
 	dir := t.Lab.Dir()
 	policy := filepath.Join(dir, "policy.yaml")
@@ -86,7 +86,7 @@ func (t *bench) startTracing(ctx context.Context, state string) error {
 	return t.Lab.WaitFor(ctx, "the agent's programs", func() (bool, error) {
 		var s api.TraceStatus
 		err := t.Ask(ctx, "/v1/trace", &s)
-		if errors.Is(err, api.ErrNoAgent) || errors.Is(err, unix.ECONNRESET) { // of an agent that is on its way up, or has failed
+		if errors.Is(err, api.ErrNoAgent) || errors.Is(err, unix.ECONNRESET) { // the agent is starting, or has failed
 			return false, p.Err()
 		}
 		if err != nil {
@@ -107,7 +107,7 @@ func (t *bench) startTracing(ctx context.Context, state string) error {
 	})
 }
 
-// detach ends the agent and removes all that it attached.
+// detach stops the agent and removes everything that it attached.
 func (t *bench) detach(ctx context.Context) error {
 	if err := t.agent.Stop(agentGrace); err != nil {
 		return err
@@ -145,7 +145,7 @@ func (t *bench) agentCPU() time.Duration {
 	return processCPU([]int{t.agent.Pid()})
 }
 
-// attached opens the programs whose links are pinned.
+// attached opens the programs of the pinned links.
 func (t *bench) attached() (programs []*ebpf.Program, err error) {
 	err = filepath.WalkDir(t.pins(), func(path string, d fs.DirEntry, err error) error {
 		if errors.Is(err, fs.ErrNotExist) {
@@ -176,20 +176,20 @@ func (t *bench) attached() (programs []*ebpf.Program, err error) {
 	return programs, nil
 }
 
-// A program is what a program did while a load ran in an arm.
+// program is the run time of a program while a load ran in an arm.
 type program struct {
 	Arm     string  `json:"arm"`
 	Load    string  `json:"load"`
 	Program string  `json:"program"`
-	Runs    float64 `json:"runs"` // for each message, or request and answer
-	NS      float64 `json:"ns"`   // each
+	Runs    float64 `json:"runs"` // per message, or per request with its response
+	NS      float64 `json:"ns"`   // per run
 }
 
-// A tracedRule is what the agent says that a rule has traced.
+// tracedRule is the state of a trace rule, as the agent reports it.
 type tracedRule struct {
 	Rule      string `json:"rule"`
 	Sent      uint64 `json:"sent"`      // messages chosen
-	Accounted uint64 `json:"accounted"` // for, by outcome, or still in flight
+	Accounted uint64 `json:"accounted"` // messages with an outcome, or in flight
 	Acked     uint64 `json:"acked"`
 	Received  uint64 `json:"received"` // chosen
 }
@@ -216,9 +216,8 @@ func (t *bench) tracedRules(ctx context.Context) (rules []tracedRule, err error)
 	return rules, nil
 }
 
-// tracing has all loads run once in the arms of a state with the kernel's BPF
-// statistics on, whose own cost is in the figures. It fails if what the arms are
-// to measure is not traced.
+// tracing runs all loads once in the arms of a state with the kernel's BPF statistics, whose own cost is included. It
+// returns an error if the arms are not traced as they should be.
 func (t *bench) tracing(ctx context.Context, state string) (programs []program, rules []tracedRule, err error) {
 	stats, err := ebpf.EnableStats(unix.BPF_STATS_RUN_TIME)
 	if err != nil {
@@ -291,7 +290,7 @@ type programCount struct {
 	took time.Duration
 }
 
-// programCounts are sums over the programs of a name, one for each cgroup.
+// programCounts returns the sums over the programs of a name, one per cgroup.
 func (t *bench) programCounts() (map[string]programCount, error) {
 	programs, err := t.attached()
 	if err != nil {

@@ -14,8 +14,7 @@ import (
 
 func traceHost(i int) netip.Addr { return netip.AddrFrom4([4]byte{10, 83, 0, byte(1 + i)}) }
 
-// connectedHosts makes two namespaces with a link between them. A packet is
-// received by the CPU that sent it.
+// connectedHosts creates two namespaces with a link. A packet is received on the CPU that sent it.
 func connectedHosts(l *lab.Lab) (hosts [2]*lab.Namespace, err error) {
 	for i := range hosts {
 		if hosts[i], err = l.Namespace(fmt.Sprintf("host-%d", i)); err != nil {

@@ -16,24 +16,24 @@ type report struct {
 	harness.Run
 
 	rounds []traceRound
-	// Of one run of each load before the rounds.
+	// Results of one run of each load before the rounds.
 	programs []program
 	rules    []tracedRule
 }
 
-// A traceMeasure is a figure of a load by which arms are compared.
+// traceMeasure is a figure of a load by which arms are compared.
 type traceMeasure struct {
 	name, load  string
 	title, unit string
 	verb        string
-	aims        bool // those of the arms are of this measure
+	aims        bool // the aims of the arms apply to this measure
 	figure      func(sample) float64
 }
 
 func sampleRate(s sample) float64 { return s.Rate }
 func sampleCPU(s sample) float64  { return s.CPU }
 
-// sampleGbit returns the throughput in Gbit/s of a load whose messages have 64 KB.
+// sampleGbit returns the throughput in Gbit/s of a load with messages of 64 KB.
 func sampleGbit(s sample) float64 { return s.Rate * (64 << 10) * 8 / 1e9 }
 
 var measures = []traceMeasure{
@@ -43,7 +43,7 @@ var measures = []traceMeasure{
 	{name: "rr_cpu", load: loadRR, title: "CPU of request and response, both ends", unit: "µs for both", verb: "%.2f", figure: sampleCPU},
 }
 
-// figures returns a measure of an arm for each round.
+// figures returns a measure of an arm by round.
 func (r *report) figures(arm string, m traceMeasure) (v []float64) {
 	for _, round := range r.rounds {
 		if s, ok := round[arm][m.load]; ok {
@@ -53,7 +53,7 @@ func (r *report) figures(arm string, m traceMeasure) (v []float64) {
 	return v
 }
 
-// ratios returns, for each round, the ratio of an arm to the mean of both arms without a program. The second of these is
+// ratios returns, by round, the ratio of an arm to the mean of both arms without a program. The second of these is
 // compared with the first.
 func (r *report) ratios(arm string, m traceMeasure) (v []float64) {
 	off, again := r.figures(armOff, m), r.figures(armOffAgain, m)
@@ -67,12 +67,12 @@ func (r *report) ratios(arm string, m traceMeasure) (v []float64) {
 	return v
 }
 
-// arms are those that were run.
+// arms returns the arms that were run.
 func (r *report) arms() []traceArm {
 	return slices.DeleteFunc(slices.Clone(traceArms), func(a traceArm) bool { return !r.Options.includes(a) })
 }
 
-// measures are those of the loads that were run.
+// measures returns the measures of the loads that were run.
 func (r *report) measures() []traceMeasure {
 	return slices.DeleteFunc(slices.Clone(measures), func(m traceMeasure) bool { return len(r.figures(armOff, m)) == 0 })
 }
@@ -111,10 +111,11 @@ func (r *report) Print(p harness.Printf) {
 	p("\n")
 }
 
-// leastRuns is the least number of runs per message for which a program is shown. Programs below run for connections.
+// leastRuns is the minimum number of runs per message of a program in the report. Programs with fewer runs run per
+// connection.
 const leastRuns = 0.005
 
-// printPrograms prints what ran in the one run of each load before the rounds.
+// printPrograms prints the programs of the run of each load before the rounds.
 func (r *report) printPrograms(p harness.Printf) {
 	p("\nPrograms that ran, with the kernel's BPF statistics on, whose own cost is in the figures\n")
 	p("\tload\tprogram\truns a message\tns each\tns a message\n")
@@ -149,7 +150,7 @@ func (r *report) ran(arm, load string) (ran []program) {
 	return ran
 }
 
-// agentShare is the mean of what the agent took of a CPU.
+// agentShare returns the mean CPU share of the agent.
 func (r *report) agentShare() float64 {
 	sum, n := 0.0, 0
 	for _, a := range r.arms() {
@@ -166,7 +167,7 @@ func (r *report) agentShare() float64 {
 	return sum / float64(n)
 }
 
-// share is the median of what the ends had of their CPU.
+// share returns the median CPU share of both ends.
 func (r *report) share() float64 {
 	var v []float64
 	for _, round := range r.rounds {
@@ -174,10 +175,10 @@ func (r *report) share() float64 {
 			v = append(v, loads[loadStream].Share, loads[loadRR].Share)
 		}
 	}
-	return min(1, harness.SpreadOf(v).Median) // the runtime works a little elsewhere
+	return min(1, harness.SpreadOf(v).Median) // the Go runtime also uses other CPUs
 }
 
-// tracedRatios has the median ratios of the arms that most readers look for.
+// tracedRatios has the median ratios of the main arms.
 type tracedRatios struct {
 	Others  harness.Figure `json:"others"`
 	Sampled harness.Figure `json:"sampled_100"`

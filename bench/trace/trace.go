@@ -35,22 +35,22 @@ var Benchmark = harness.Benchmark{
 
 type options struct {
 	Quick  bool          `json:"quick"`
-	For    time.Duration `json:"for_ns"`    // as long as rounds are begun
-	Slice  time.Duration `json:"slice_ns"`  // measured of an arm and a load in a round
-	Warmup time.Duration `json:"warmup_ns"` // of its connection, before
-	Seed   uint64        `json:"seed"`      // of the order
+	For    time.Duration `json:"for_ns"`    // time in which rounds start
+	Slice  time.Duration `json:"slice_ns"`  // duration of a measurement
+	Warmup time.Duration `json:"warmup_ns"` // warm-up of its connection
+	Seed   uint64        `json:"seed"`      // seed of the order
 	Arms   string        `json:"arms,omitempty"`
 	Binary string        `json:"-"`
 }
 
-// leastRounds are made however long they take.
+// leastRounds is the minimum number of rounds.
 const leastRounds = 3
 
-// What is attached while arms run.
+// Attached programs.
 const (
-	traceOff = "off" // no program, and no agent
-	tX       = "tx"  // what is sent is traced
-	rX       = "rx"  // and what is received
+	traceOff = "off" // no program and no agent
+	tX       = "tx"  // sent messages are traced
+	rX       = "rx"  // received messages too
 )
 
 const (
@@ -63,21 +63,21 @@ const (
 	armOthersRX = "others_rx"
 	armStamping = "so_timestamping"
 
-	tracedGroup  = "traced"  // the cgroup that has rules
-	outsideGroup = "outside" // one that has none
+	tracedGroup  = "traced"  // cgroup with rules
+	outsideGroup = "outside" // cgroup without rules
 
 	plainPort   = 5100
-	sampledPort = 5101 // of the load of which one message of a hundred is traced
+	sampledPort = 5101 // port of the load with 1/100 traced messages
 )
 
-// traceArm runs the loads in one of the two cgroups, with the programs of its state attached.
+// traceArm runs the loads in one of the two cgroups, with the programs of a state attached.
 type traceArm struct {
 	name, title string
 	state       string
 	traced      bool
-	port        int     // of the server
-	stamped     bool    // by the application itself
-	aim         float64 // least ratio of the throughput; 0: none
+	port        int     // port of the server
+	stamped     bool    // the application requests timestamps
+	aim         float64 // minimum ratio of the throughput; 0 for none
 }
 
 var traceArms = []traceArm{
@@ -91,9 +91,8 @@ var traceArms = []traceArm{
 	{name: armStamping, title: "SO_TIMESTAMPING", state: traceOff, port: plainPort, stamped: true},
 }
 
-// visits are what a round attaches, and the arms that run meanwhile. The
-// arms without a program are apart, so that their ratio has in it all that a
-// round changes.
+// visits has the states of a round with their arms. The two arms without a program are far apart in time, so that
+// their ratio includes all changes during a round.
 var visits = [][]string{
 	{armOff},
 	{armOffAgain, armStamping},
@@ -106,7 +105,7 @@ const (
 	loadRR     = "rr"
 )
 
-// A traceLoad is one connection between two namespaces.
+// traceLoad is one connection between two namespaces.
 type traceLoad struct {
 	name    string
 	message int // bytes
@@ -118,24 +117,24 @@ var traceLoads = []traceLoad{
 	{name: loadRR, message: 1 << 10, answers: true},
 }
 
-// A sample is one slice.
+// sample is one measurement.
 type sample struct {
-	Rate  float64 `json:"per_second"` // messages, or requests
-	CPU   float64 `json:"cpu_us"`     // for each of them, at both ends together
-	Share float64 `json:"share"`      // of the elapsed time, that CPU
-	Agent float64 `json:"agent"`      // CPU of the agent, of the elapsed time
+	Rate  float64 `json:"per_second"` // messages or requests per second
+	CPU   float64 `json:"cpu_us"`     // per message or request, both ends together
+	Share float64 `json:"share"`      // CPU time of both ends by elapsed time
+	Agent float64 `json:"agent"`      // CPU time of the agent by elapsed time
 }
 
-// A traceRound has a sample of each arm and load.
+// traceRound has a sample of each arm and load.
 type traceRound map[string]map[string]sample
 
 type bench struct {
 	options
 	harness.LabBench
 
-	cpu            int // where loads run, and nothing else of the benchmark
+	cpu            int // CPU of the loads only
 	client, server *harness.Worker
-	workers        []int // pids of what works for a load, the kernel's thread for softirq included
+	workers        []int // processes of a load, with ksoftirqd
 
 	state string
 	agent *lab.Process
@@ -177,7 +176,8 @@ func insideTrace(args []string) (err error) {
 	})
 }
 
-// share reserves a CPU for the loads: this process and its children leave it, except those that bind themselves to it.
+// share reserves a CPU for the loads: this process and its children use the others, unless they bind themselves to
+// it.
 func (t *bench) share() error {
 	var all unix.CPUSet
 	if err := unix.SchedGetaffinity(0, &all); err != nil {
@@ -246,7 +246,7 @@ func (t *bench) run(ctx context.Context) error {
 	return harness.Publish(command, r)
 }
 
-// prepare makes cgroups, namespaces and workers.
+// prepare creates cgroups, namespaces and workers.
 func (t *bench) prepare(ctx context.Context) error {
 	for _, cgroup := range []string{tracedGroup, outsideGroup} {
 		if _, err := t.Group(cgroup); err != nil {
@@ -273,8 +273,7 @@ func (t *bench) prepare(ctx context.Context) error {
 	return nil
 }
 
-// softirqThread finds the thread that takes over when a CPU has more work in
-// softirq than it can do on the back of others.
+// softirqThread returns the ksoftirqd of a CPU.
 func softirqThread(cpu int) []int {
 	names, _ := filepath.Glob("/proc/[0-9]*/comm")
 	for _, name := range names {
@@ -318,7 +317,7 @@ func (t *bench) round(ctx context.Context, random *rand.Rand) (traceRound, error
 	return round, nil
 }
 
-// includes returns whether an arm is to run.
+// includes reports whether an arm is run.
 func (o *options) includes(a traceArm) bool {
 	return o.Arms == "" || a.name == armOff || a.name == armOffAgain || slices.Contains(strings.Split(o.Arms, ","), a.name)
 }

@@ -16,43 +16,38 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The two ends of a load are processes of their own, moved to the cgroup of an
-// arm before they open the sockets of a run: a socket belongs to the cgroup it
-// was opened in. So all arms have the same processes.
+// The two ends of a load are processes, which move to the cgroup of an arm before they open the sockets of a run,
+// because a socket belongs to the cgroup in which it was opened. All arms use the same processes.
 
 const role = "trace-worker"
 
-// A traceTask is a run of a load, for one end: that which listens answers {} when
-// it does, and again when the connection is over; that which has a target answers
-// with tracePieces.
+// traceTask is a run of a load for one end. The listening end answers {} when it listens and when the connection is
+// closed; the connecting end answers with its pieces.
 type traceTask struct {
-	CPU     int            `json:"cpu"` // to run on
+	CPU     int            `json:"cpu"` // CPU of the process
 	Listen  netip.AddrPort `json:"listen,omitzero"`
 	Target  netip.AddrPort `json:"target,omitzero"`
 	Message int            `json:"message"` // bytes
-	Answers bool           `json:"answers"` // each message is answered by one of the same size
-	// Stamped: the application has its messages stamped by SO_TIMESTAMPING, and
-	// reads the stamps.
+	Answers bool           `json:"answers"` // each message is answered with one of the same size
+	// Stamped makes the application request timestamps by SO_TIMESTAMPING, and read them.
 	Stamped  bool          `json:"stamped"`
 	Warmup   time.Duration `json:"warmup_ns"`
 	Duration time.Duration `json:"duration_ns"`    // of all pieces together
-	PIDs     []int         `json:"pids,omitempty"` // whose CPU time is measured
+	PIDs     []int         `json:"pids,omitempty"` // processes whose CPU time is measured
 }
 
-// A piece is what was measured in a part of a run. What interrupts a run for
-// a moment spoils one of them.
+// piece is a part of a run. An interruption spoils one piece only.
 type piece struct {
 	Messages int64         `json:"messages"`
 	Elapsed  time.Duration `json:"elapsed_ns"`
 	CPU      time.Duration `json:"cpu_ns"` // of all PIDs
-	Stamps   int64         `json:"stamps"` // that this end has read
+	Stamps   int64         `json:"stamps"` // timestamps that this end has read
 }
 
 const tracePieces = 5
 
-// worker runs tasks from stdin, one JSON a line. System calls hold the
-// runtime's processor: to hand it over, as the runtime does, costs more than what
-// is to be measured.
+// worker runs tasks from stdin, one JSON object per line. System calls keep the processor of the Go runtime: handing
+// it over costs more than the measured difference.
 func worker([]string) error {
 	runtime.LockOSThread()
 	lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
@@ -84,9 +79,8 @@ func worker([]string) error {
 	}
 }
 
-// buffer is the size of the buffers, of which the kernel makes twice as
-// much. What it finds by itself differs between connections, and with it by 10 %
-// what a message costs, as more of it is in no cache.
+// buffer is the requested size of the socket buffers, which the kernel doubles. The size that the kernel chooses
+// differs between connections, and with it the cost of a message by 10 %, because of cache misses.
 const buffer = 200 << 10
 
 func (t *traceTask) socket() (int, error) {
@@ -107,7 +101,7 @@ func (t *traceTask) socket() (int, error) {
 	return fd, nil
 }
 
-// serve takes one connection.
+// serve accepts one connection and serves it.
 func (t *traceTask) serve(answers *json.Encoder) error {
 	listener, err := t.socket()
 	if err != nil {
@@ -143,7 +137,7 @@ func (t *traceTask) serve(answers *json.Encoder) error {
 	return err
 }
 
-// drive is the part of the end that connects, and that has the clock.
+// drive runs the connecting end, which measures the time.
 func (t *traceTask) drive() ([]piece, error) {
 	fd, err := t.socket()
 	if err != nil {
@@ -169,11 +163,11 @@ func (t *traceTask) drive() ([]piece, error) {
 	return pieces, nil
 }
 
-// A traceEnd is an end of a connection.
+// traceEnd is one end of a connection.
 type traceEnd struct {
 	fd      int
 	buf     []byte // one message
-	control []byte // nil: no stamps are read
+	control []byte // nil without timestamps
 	stamps  int64
 }
 
@@ -194,7 +188,7 @@ func (t *traceTask) end(fd int) (*traceEnd, error) {
 	return e, nil
 }
 
-// exchange sends messages for a time.
+// exchange sends messages for a duration.
 func (e *traceEnd) exchange(t *traceTask, d time.Duration) (p piece, err error) {
 	stamps, cpu, start := e.stamps, processCPU(t.PIDs), time.Now()
 	for end := start.Add(d); time.Now().Before(end); p.Messages++ {
@@ -212,7 +206,7 @@ func (e *traceEnd) exchange(t *traceTask, d time.Duration) (p piece, err error) 
 	return p, nil
 }
 
-// send sends a message, and reads the stamps that there are by then.
+// send sends a message, and reads the available timestamps.
 func (e *traceEnd) send() error {
 	for done := 0; done < len(e.buf); {
 		n, errno := rawIO(unix.SYS_WRITE, e.fd, e.buf[done:])
@@ -238,7 +232,7 @@ func (e *traceEnd) send() error {
 	return nil
 }
 
-// receive receives a message; io.EOF if the other end has closed.
+// receive receives a message. It returns io.EOF if the peer has closed.
 func (e *traceEnd) receive() error {
 	for done := 0; done < len(e.buf); {
 		n, errno := rawIO(unix.SYS_READ, e.fd, e.buf[done:])
@@ -262,8 +256,7 @@ func rawIO(call uintptr, fd int, b []byte) (int, unix.Errno) {
 	return int(n), 0
 }
 
-// processCPU is what processes, kernel threads included, have worked so far; what
-// the kernel did in interrupts on their back counts as theirs.
+// processCPU returns the CPU time of processes and kernel threads, with the interrupts that they have served.
 func processCPU(pids []int) (d time.Duration) {
 	const scheduler = 2 // CPUCLOCK_SCHED in include/linux/posix-timers_types.h, Linux 6.18
 	for _, pid := range pids {

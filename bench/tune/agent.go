@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/api"
 )
 
-// tuneRules is the policy. It names the cgroups of the tuned arms. No program is attached to the cgroups of the baseline.
+// tuneRules is the policy for the cgroups of the tuned arms. The cgroups of the baseline have no program.
 const tuneRules = `tune:
   - name: incast
     cgroup: %[1]s/incast-tuned
@@ -60,8 +60,7 @@ const tuneRules = `tune:
     set: {syn_rto: 10ms, synack_rto: 10ms, sndbuf: 150KB, rcvbuf: 150KB, cwnd_clamp: 100}
 `
 
-// startAgent starts an agent with the policy, and returns when its programs are
-// attached.
+// startAgent starts an agent with the policy, and returns when its programs are attached.
 func (t *bench) startAgent(ctx context.Context) error {
 	dir := t.Lab.Dir()
 	for _, group := range []string{"incast-" + tuned, iwGroup + "-" + tuned, handshakeGroup + "-" + tuned, learningGroup,
@@ -84,7 +83,7 @@ func (t *bench) startAgent(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// The agent mounts it, in this process' mount namespace.
+	// The agent mounts the bpffs in the mount namespace of this process.
 	bpffs := filepath.Join(dir, "bpf")
 	t.Lab.AtClose(func() error {
 		if err := unix.Unmount(bpffs, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
@@ -116,7 +115,7 @@ func (t *bench) startAgent(ctx context.Context) error {
 	})
 }
 
-// rules is what the agent says that its rules have done.
+// rules returns the counters of the rules.
 func (t *bench) rules(ctx context.Context) (rules []api.TuneRuleStatus, err error) {
 	var groups []api.TuneStatus
 	if err := t.Ask(ctx, "/v1/tune", &groups); err != nil {

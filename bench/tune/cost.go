@@ -18,10 +18,10 @@ import (
 
 const (
 	costRole  = "tune-cost"
-	costBatch = 500 // connections, timed together
+	costBatch = 500 // connections per measurement
 )
 
-// The arms of the cost part, by the rules of their cgroups.
+// The arms of the part cost, by the rules of their cgroups.
 const (
 	costNone      = "none"      // no program
 	costUnmatched = "unmatched" // rules that none of its connections matches
@@ -36,10 +36,10 @@ var (
 	}
 )
 
-// cost has the CPU time, in microseconds, to connect, accept and close a connection with both ends in the cgroup, by arm.
+// cost has the CPU time in microseconds of connect, accept and close with both ends in the cgroup, by arm.
 type cost map[string][]float64
 
-// more is what an arm took more than the one without a program, round by round.
+// more returns the difference of an arm from the arm without a program, by round.
 func (c cost) more(arm string) (out []float64) {
 	for i, us := range c[arm] {
 		out = append(out, us-c[costNone][i])
@@ -47,7 +47,7 @@ func (c cost) more(arm string) (out []float64) {
 	return out
 }
 
-// ratio is of an arm to the one without a program, round by round.
+// ratio returns the ratio of an arm to the arm without a program, by round.
 func (c cost) ratio(arm string) (out []float64) {
 	for i, us := range c[arm] {
 		out = append(out, us/c[costNone][i])
@@ -73,9 +73,9 @@ func (t *bench) cost(ctx context.Context) (cost, error) {
 			return nil, err
 		}
 	}
-	for round := range t.Batches + 1 { // the first one only warms up
+	for round := range t.Batches + 1 { // the first round is a warm-up
 		for i := range costArms {
-			arm := costArms[(round+i)%len(costArms)] // each comes after each
+			arm := costArms[(round+i)%len(costArms)] // the order rotates
 			var ns int64
 			if err := workers[arm].Ask(struct{}{}, &ns); err != nil {
 				return nil, err
@@ -88,8 +88,8 @@ func (t *bench) cost(ctx context.Context) (cost, error) {
 	return c, nil
 }
 
-// tuneCost answers each line on stdin with the nanoseconds of CPU that a batch of
-// connections took. One thread does all of it, so that nothing has to wake up.
+// tuneCost answers each line of stdin with the CPU time of a batch of connections in nanoseconds. One thread does
+// everything, so there are no wake-ups.
 func tuneCost([]string) error {
 	runtime.LockOSThread()
 	listener, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -125,16 +125,15 @@ func tuneCost([]string) error {
 	}
 }
 
-// threadCPU is nanoseconds that the calling thread has worked; what its packets
-// cost on loopback is in it.
+// threadCPU returns the CPU time of the calling thread in nanoseconds, with the processing of its packets on
+// loopback.
 func threadCPU() int64 {
 	var t unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t)
 	return t.Nano()
 }
 
-// oneConnection ends by a reset, which leaves nothing behind that the next one
-// would have to step over.
+// oneConnection opens a connection and closes it by a reset, so that no TIME_WAIT socket is left.
 func oneConnection(listener int, target unix.Sockaddr) error {
 	client, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -14,16 +14,16 @@ import (
 )
 
 const (
-	large = 1_000_000 // bytes of an RPC
+	large = 1_000_000 // size of a large RPC in bytes
 	small = 10_000
 )
 
-var incastFlows = []int{1, 2, 4, 8, 16} // flows of large RPCs
+var incastFlows = []int{1, 2, 4, 8, 16} // numbers of flows with large RPCs
 
-// incastWarmup is left out of a run: the connections have found their windows.
+// incastWarmup is the time until the connections have found their windows, which is not measured.
 const incastWarmup = time.Second
 
-// An incastRun is one run of one arm.
+// incastRun is one run of one arm.
 type incastRun struct {
 	Arm         string  `json:"arm"`
 	X           int     `json:"x"`
@@ -34,12 +34,12 @@ type incastRun struct {
 	Rate        float64 `json:"rate_1mb_mbit"` // mean of the X flows
 	SmallRate   float64 `json:"rpc_10kb_per_second"`
 	StreamRate  float64 `json:"rate_stream_mbit"`
-	CPU         float64 `json:"cpu_share"` // of all CPUs
+	CPU         float64 `json:"cpu_share"` // share of all CPUs
 
 	large, small []float64 // ms
 }
 
-// An incastArm is the senders' processes of an arm.
+// incastArm has the processes of the senders of an arm.
 type incastArm struct {
 	name    string
 	target  netip.AddrPort
@@ -89,8 +89,8 @@ func (t *bench) incast(ctx context.Context) ([]incastRun, error) {
 	return runs, nil
 }
 
-// loadOf is a sender's part of x flows: the large RPCs over all senders in turn,
-// the small ones from the first two, the stream from the last.
+// loadOf returns the part of a sender in x flows: the large RPCs are distributed over all senders in turn, the small
+// ones over the first two, and the last one sends the stream.
 func loadOf(sender, x int) []rpcFlows {
 	flows := []rpcFlows{{Size: large, Count: (x + senders - 1 - sender) / senders}}
 	if sender < senders-1 {

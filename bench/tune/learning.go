@@ -18,29 +18,28 @@ import (
 
 const (
 	learningGroup = "learning"
-	learningBytes = 200_000 // of a transfer
-	learningMost  = 400     // transfers to a prefix
+	learningBytes = 200_000 // bytes per transfer
+	learningMost  = 400     // maximum number of transfers to a prefix
 	learningBatch = 20
-	learningRate  = 50e6 // bits a second
+	learningRate  = 50e6 // bits per second
 	learningDelay = 10 * time.Millisecond
 
-	// learningQueue is what the link of the second prefix lets wait, in packets: a
-	// first flight of 16 fits, one of 40 does not.
+	// learningQueue is the queue of the second prefix' link in packets: a first flight of 16 fits, one of 40 does
+	// not.
 	learningQueue = 20
 )
 
-// A learnedPrefix is what the rule has settled on for a prefix, and on what
-// evidence.
+// learnedPrefix is the learned window of a prefix, and its evidence.
 type learnedPrefix struct {
 	api.TuneLearned
 	Link      string         `json:"link"`
 	Transfers int            `json:"transfers"`
-	Dropped   uint64         `json:"dropped"` // packets, by the link's queue
-	Took      harness.Spread `json:"took_ms"` // of transfers after it had settled
+	Dropped   uint64         `json:"dropped"` // packets dropped by the queue of the link
+	Took      harness.Spread `json:"took_ms"` // transfers after the prefix had settled
 }
 
-// learning has a server send to two prefixes, over a link with a long queue and
-// one with a short queue, until its rule has settled for both.
+// learning has a server send to two prefixes, over links with a long and with a short queue, until its rule has
+// settled for both.
 func (t *bench) learning(ctx context.Context) ([]learnedPrefix, error) {
 	fmt.Fprint(os.Stderr, "learning: ")
 	defer fmt.Fprintln(os.Stderr)
@@ -103,7 +102,7 @@ func (t *bench) learning(ctx context.Context) ([]learnedPrefix, error) {
 	return out, nil
 }
 
-// learned is what the rule knows of a link's client.
+// learned returns the learned window for the client of a link.
 func (t *bench) learned(ctx context.Context, n *linkNet) (api.TuneLearned, error) {
 	var all []api.TuneLearned
 	if err := t.Ask(ctx, "/v1/tune/learned", &all); err != nil {

@@ -15,11 +15,11 @@ import (
 	"sockeye/lab"
 )
 
-// A linkNet is a client and a server with a link of their own.
+// linkNet is a client and a server with their own link.
 type linkNet struct {
 	link           *lab.Link
 	client, server *lab.Namespace
-	address        netip.Addr // of the server
+	address        netip.Addr // address of the server
 }
 
 func (t *bench) linkNet(name string, subnet byte, o lab.LinkOptions) (*linkNet, error) {
@@ -30,7 +30,7 @@ func (t *bench) linkNet(name string, subnet byte, o lab.LinkOptions) (*linkNet, 
 	return t.linkTo(server, name, subnet, o)
 }
 
-// linkTo gives a server one more client.
+// linkTo adds a client to a server.
 func (t *bench) linkTo(server *lab.Namespace, name string, subnet byte, o lab.LinkOptions) (*linkNet, error) {
 	n := &linkNet{server: server, address: netip.AddrFrom4([4]byte{10, 81, subnet, 1})}
 	var err error
@@ -43,14 +43,13 @@ func (t *bench) linkTo(server *lab.Namespace, name string, subnet byte, o lab.Li
 	return n, err
 }
 
-// An endpoint is what a client of an arm asks, and a server of the same arm
-// answers.
+// endpoint is a client and a server of one arm.
 type endpoint struct {
 	client *harness.Worker
 	target string
 }
 
-// endpoints starts both sides of an arm, both in its cgroup.
+// endpoints starts client and server of an arm in its cgroup.
 func (t *bench) endpoints(ctx context.Context, n *linkNet, group string, port uint16) (e endpoint, err error) {
 	if _, err := t.Group(group); err != nil {
 		return e, err
@@ -85,8 +84,8 @@ const (
 	iwRate  = 100e6 // bits a second
 )
 
-// An iwPoint is the completion times of transfers of one size at one RTT, in
-// milliseconds, from connect(2) to the last byte.
+// iwPoint has the completion times of transfers of one size at one RTT, in milliseconds from connect(2) to the last
+// byte.
 type iwPoint struct {
 	RTT      float64        `json:"rtt_ms"`
 	Bytes    int            `json:"bytes"`
@@ -94,8 +93,7 @@ type iwPoint struct {
 	Tuned    harness.Spread `json:"tuned_ms"`
 }
 
-// initialWindows measures the links at the same time, and on each one transfer
-// after the other.
+// initialWindows measures all links at the same time, with sequential transfers on each.
 func (t *bench) initialWindows(ctx context.Context) ([]iwPoint, error) {
 	fmt.Fprint(os.Stderr, "initial window: ")
 	defer fmt.Fprintln(os.Stderr)
@@ -143,8 +141,7 @@ func (t *bench) initialWindow(rtt time.Duration, arms map[string]endpoint) (poin
 
 const handshakeGroup = "handshake"
 
-// handshakeTimes is how long connect(2) takes when a packet of the handshake is
-// lost, in milliseconds.
+// handshakeTimes has the duration of connect(2) in milliseconds if a packet of the handshake is lost.
 type handshakeTimes struct {
 	Baseline harness.Spread `json:"baseline_ms"`
 	Tuned    harness.Spread `json:"tuned_ms"`
@@ -192,7 +189,7 @@ func (t *bench) handshakes(ctx context.Context) (*handshakeLosses, error) {
 		}
 		*loss.to = handshakeTimes{harness.SpreadOf(took[baseline]), harness.SpreadOf(took[tuned])}
 	}
-	// More are late ones of connections before.
+	// Further drops are late packets of earlier connections.
 	c := n.link.Counts()
 	if want := uint64(2 * t.Rounds * handshakesAtOnce); c.AToB.Dropped < want || c.BToA.Dropped < want {
 		return nil, fmt.Errorf("the link lost %d SYNs and %d SYN-ACKs, not %d of each", c.AToB.Dropped, c.BToA.Dropped, want)
@@ -206,8 +203,7 @@ const (
 	tcpACK           = 16
 )
 
-// dropFirst loses the first packet of each TCP connection that has these of the
-// flags SYN and ACK. It takes IPv4 packets.
+// dropFirst drops the first packet of each TCP connection that has exactly these of the flags SYN and ACK, over IPv4.
 func dropFirst(direction lab.Direction, flags byte) func(lab.Direction, []byte) bool {
 	seen := map[[12]byte]bool{}
 	return func(d lab.Direction, packet []byte) bool {

@@ -17,27 +17,26 @@ import (
 	"sockeye/lab"
 )
 
-// The incast network: senders and a receiver, each with a link of its own to a
-// router, the rack's switch. It routes, and does not bridge: a packet that is
-// routed no longer belongs to its sender's socket, so that TCP small queues do
-// not look into the bottleneck's queue, as the lab's bridge would let them.
+// The incast network: senders and a receiver, each with its own link to a router, which is the switch of the rack.
+// The router routes instead of bridging: a routed packet no longer belongs to the socket of its sender, so that TCP
+// small queues do not see the queue of the bottleneck, as they would through the bridge of the lab.
 const (
 	senders    = 3
-	packetSize = 1514 // bytes, as a queue counts a full packet
-	burst      = 8    // packets that the bottleneck lets through at once
+	packetSize = 1514 // size of a full packet in the queue in bytes
+	burst      = 8    // burst of the bottleneck in packets
 )
 
 type incastNet struct {
 	rack     *lab.Namespace
 	senders  []*lab.Namespace
 	receiver *lab.Namespace
-	port     int // the interface index of the bottleneck
+	port     int // interface index of the bottleneck
 }
 
 func incastHost(i int) netip.Addr   { return netip.AddrFrom4([4]byte{10, 79, byte(i), 1}) }
 func incastRouter(i int) netip.Addr { return netip.AddrFrom4([4]byte{10, 79, byte(i), 254}) }
 
-// newIncastNet has rate in bits a second, and queue in packets.
+// newIncastNet creates the network with a rate in bits per second and a queue in packets.
 func newIncastNet(l *lab.Lab, rate int64, queue int) (*incastNet, error) {
 	var n incastNet
 	var err error
@@ -68,8 +67,7 @@ func newIncastNet(l *lab.Lab, rate int64, queue int) (*incastNet, error) {
 	return &n, nil
 }
 
-// attach makes a host's namespace, and returns the index of the router's
-// interface towards it.
+// attach creates the namespace of a host, and returns the index of the router's interface towards it.
 func (n *incastNet) attach(l *lab.Lab, name string, i int) (*lab.Namespace, int, error) {
 	host, err := plainHost(l, name)
 	if err != nil {
@@ -110,9 +108,9 @@ func (n *incastNet) attach(l *lab.Lab, name string, i int) (*lab.Namespace, int,
 	return host, index, host.AddRoute(netip.MustParsePrefix("10.79.0.0/16"), incastRouter(i))
 }
 
-// plainHost makes a namespace whose TCP keeps no metrics of earlier connections and whose links keep the order of a
-// flow's packets. Without receive packet steering, a veth queues packets on the CPU that sent them: two CPUs reorder a
-// flow, and TCP takes the reordering for losses.
+// plainHost creates a namespace without TCP metrics of earlier connections, whose links keep the packet order of a
+// flow. Without receive packet steering, a veth queues packets on the CPU that sent them: two CPUs reorder a flow,
+// which TCP takes for losses.
 func plainHost(l *lab.Lab, name string) (*lab.Namespace, error) {
 	n, err := l.Namespace(name)
 	if err != nil {
@@ -125,7 +123,7 @@ func plainHost(l *lab.Lab, name string) (*lab.Namespace, error) {
 	return n, n.Sysctl("ipv4.tcp_no_metrics_save", "1")
 }
 
-// netCounts are of the senders and of the bottleneck.
+// netCounts has counters of the senders and of the bottleneck.
 type netCounts struct {
 	retransmits, segments, drops uint64
 }
@@ -161,7 +159,7 @@ func (n *incastNet) counts() (c netCounts, err error) {
 	return c, nil
 }
 
-// offloadOff has a link carry packets of at most its MTU.
+// offloadOff limits the packets of a link to its MTU.
 func offloadOff(n *lab.Namespace, link string) error {
 	return n.Do(func() error {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)

@@ -17,7 +17,7 @@ type report struct {
 	Options options `json:"options"`
 	harness.Run
 
-	// Nil are the parts that were not run.
+	// Parts that were not run are nil.
 	incast    []incastRun
 	iw        []iwPoint
 	handshake *handshakeLosses
@@ -27,10 +27,10 @@ type report struct {
 	rules []api.TuneRuleStatus
 }
 
-// An incastPoint is all rounds of one arm with X flows of large RPCs: sums of
-// what is counted, means of rates, and quantiles of all latencies together.
+// incastPoint has all rounds of one arm with X flows of large RPCs: sums of counters, means of rates, and quantiles
+// of all latencies.
 type incastPoint struct {
-	Rate        harness.Figure `json:"rate_1mb_mbit"` // of one flow
+	Rate        harness.Figure `json:"rate_1mb_mbit"` // rate of one flow
 	Retransmits uint64         `json:"retransmits"`
 	Segments    uint64         `json:"segments"`
 	Drops       uint64         `json:"bottleneck_drops"`
@@ -40,7 +40,7 @@ type incastPoint struct {
 	P99Large    harness.Figure `json:"p99_1mb_ms"`
 	SmallRate   harness.Figure `json:"rpc_10kb_per_second"`
 	StreamRate  harness.Figure `json:"rate_stream_mbit"`
-	CPU         harness.Figure `json:"cpu_share"` // of all CPUs, others' work included
+	CPU         harness.Figure `json:"cpu_share"` // share of all CPUs, with other processes
 	SmallRPCs   int            `json:"samples_10kb"`
 	LargeRPCs   int            `json:"samples_1mb"`
 }
@@ -155,7 +155,7 @@ func (r *report) Print(p harness.Printf) {
 	p("rule\tconnections\toptions set\tfailed\n")
 	for _, rule := range r.rules {
 		if rule.Connections == 0 && len(r.Options.Only) > 0 {
-			continue // of a part that was not run
+			continue // the part was not run
 		}
 		var failed []string
 		for _, f := range rule.Failures {
@@ -166,7 +166,7 @@ func (r *report) Print(p harness.Printf) {
 	p("\nTook %s.\n", r.Took)
 }
 
-// saturation is the share of CPU time above which a run of incast measures the CPUs and not the bottleneck.
+// saturation is the share of CPU time above which a run of incast measures the CPUs instead of the bottleneck.
 const saturation = 0.9
 
 // saturated counts such runs.
@@ -179,7 +179,7 @@ func (r *report) saturated() (n int) {
 	return n
 }
 
-// ofText is a ratio, "-" if there is none.
+// ofText formats a ratio, or "-".
 func ofText(verb string, part, of harness.Figure) string {
 	if !(of > 0) {
 		return "-"
@@ -214,7 +214,7 @@ func (r *report) Figures() any {
 	return out
 }
 
-// bars returns the bars of the two arms, one below the other, and nil unless both were measured.
+// bars returns the bars of both arms, or nil unless both were measured.
 func bars(label, verb string, b, t harness.Figure) []plot.Bar {
 	if math.IsNaN(float64(b + t)) {
 		return nil

@@ -36,7 +36,7 @@ type options struct {
 	Queue     int     `json:"bottleneck_packets"`
 	Buffers   int     `json:"tuned_buffer_bytes"`
 	Clamp     int     `json:"tuned_cwnd_clamp"`
-	Transfers int     `json:"transfers"` // of each size at each RTT, for each arm
+	Transfers int     `json:"transfers"` // transfers of each size at each RTT per arm
 	Batches   int     `json:"cost_batches"`
 	Only      string  `json:"only,omitempty"`
 	Binary    string  `json:"-"`
@@ -87,7 +87,7 @@ func insideTune(args []string) (err error) {
 
 var parts = []string{"incast", "iw", "syn_rto", "learning", "cost"}
 
-// wants returns whether a part is to run.
+// wants reports whether a part is run.
 func (t *bench) wants(part string) bool {
 	return t.Only == "" || slices.Contains(strings.Split(t.Only, ","), part)
 }

@@ -21,16 +21,15 @@ import (
 	"sockeye/lab"
 )
 
-// Clients and servers are processes of their own, so that a cgroup holds one side
-// of an arm. A client reads tasks from stdin, one JSON a line, and answers each
-// with a line; both end with stdin.
+// Clients and servers are processes of their own, so that a cgroup has one side of an arm. A client reads tasks from
+// stdin, one JSON object per line, and answers each with a line; both exit when stdin is closed.
 
 const (
 	serverRole = "tune-server"
 	clientRole = "tune-client"
 	tunePort   = 1790
 
-	rpcGrace = 30 * time.Second // for RPCs that are under way when a load ends
+	rpcGrace = 30 * time.Second // for RPCs in flight at the end of a load
 )
 
 // server starts a server and returns when it listens.
@@ -42,10 +41,10 @@ func (t *bench) server(ctx context.Context, n *lab.Namespace, group, address str
 	return w.Answer(&struct{}{})
 }
 
-// A header opens a connection: what the server does with it.
+// header starts a connection and tells the server what to do.
 type header struct {
-	Request  uint32 // bytes to be answered by one byte, again and again; 0: none is ever answered
-	Response uint32 // bytes to send before it closes; 0: it reads instead
+	Request  uint32 // size of requests in bytes, each answered with one byte; 0 without answers
+	Response uint32 // bytes to send before closing; 0 to read
 }
 
 func tuneServer(args []string) error {
@@ -75,7 +74,7 @@ func tuneServer(args []string) error {
 	return nil
 }
 
-// serve serves a connection until it ends. Errors of the connection are the client's to report.
+// serve serves a connection until it ends. The client reports errors of the connection.
 func serve(conn net.Conn) {
 	defer conn.Close()
 	var h header
@@ -107,33 +106,33 @@ func serve(conn net.Conn) {
 	}
 }
 
-// A task is one of its parts.
+// task is a request to a client; one field is set.
 type task struct {
 	Target  string   `json:"target"`
 	Load    *rpcLoad `json:"load,omitempty"`
-	Fetch   int      `json:"fetch,omitempty"`   // bytes, on a new connection
-	Connect int      `json:"connect,omitempty"` // connections, all at once
+	Fetch   int      `json:"fetch,omitempty"`   // bytes to fetch on a new connection
+	Connect int      `json:"connect,omitempty"` // number of simultaneous connections
 }
 
-// An rpcLoad is flows that run side by side.
+// rpcLoad has concurrent flows.
 type rpcLoad struct {
 	Flows    []rpcFlows    `json:"flows"`
 	Warmup   time.Duration `json:"warmup_ns"`
 	Duration time.Duration `json:"duration_ns"`
 }
 
-// rpcFlows are connections that send back-to-back requests of so many bytes, each
-// answered by one byte. Size 0 is a stream without answers.
+// rpcFlows are connections that send consecutive requests of a size in bytes, each answered with one byte. Size 0 is
+// a stream without answers.
 type rpcFlows struct {
 	Size  int `json:"size"`
 	Count int `json:"count"`
 }
 
-// rpcResult is what all flows of one size did after the warm-up.
+// rpcResult is the result of all flows of one size after the warm-up.
 type rpcResult struct {
 	Size  int     `json:"size"`
 	Bytes int64   `json:"bytes"`        // of requests completed within the duration
-	Took  []int64 `json:"microseconds"` // of requests begun within the duration
+	Took  []int64 `json:"microseconds"` // of requests started within the duration
 }
 
 func tuneClient([]string) error {
@@ -169,8 +168,8 @@ func tuneClient([]string) error {
 	}
 }
 
-// cubic chooses the congestion control of a socket. The sysctl of a namespace
-// takes none that the host does not offer to ordinary users.
+// cubic sets the congestion control of a socket. The sysctl of a namespace only accepts congestion controls that the
+// host allows for ordinary users.
 func cubic(_, _ string, c syscall.RawConn) error {
 	var err error
 	if cerr := c.Control(func(fd uintptr) {
@@ -202,7 +201,7 @@ func dial(target string, h header) (net.Conn, error) {
 	return conn, nil
 }
 
-// run opens all connections, calls ready, and then loads them.
+// run opens all connections, calls ready, and starts the load.
 func (l *rpcLoad) run(target string, ready func() error) ([]rpcResult, error) {
 	type flow struct {
 		size int
@@ -283,8 +282,7 @@ func stream(conn net.Conn, begin, end time.Time) (r rpcResult, err error) {
 	}
 }
 
-// fetch returns how many microseconds size bytes took on a new connection,
-// from connect(2) to the last byte.
+// fetch returns the time in microseconds for size bytes on a new connection, from connect(2) to the last byte.
 func fetch(target string, size int) (int64, error) {
 	start := time.Now()
 	conn, err := dial(target, header{Response: uint32(size)})
@@ -305,7 +303,7 @@ func fetch(target string, size int) (int64, error) {
 	return time.Since(start).Microseconds(), nil
 }
 
-// connect returns how many microseconds connect(2) took for each of n connections.
+// connect returns the duration of connect(2) in microseconds for each of n connections.
 func connect(target string, n int) ([]int64, error) {
 	took, errs := make([]int64, n), make([]error, n)
 	var wg sync.WaitGroup
