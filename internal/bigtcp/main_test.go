@@ -3,10 +3,9 @@
 package bigtcp
 
 import (
-	"os"
 	"testing"
 
 	"sockeye/internal/testenv"
 )
 
-func TestMain(m *testing.M) { os.Exit(testenv.Run(m)) }
+func TestMain(m *testing.M) { testenv.Main(m) }
