@@ -93,10 +93,12 @@ func (l *link) fill(data []byte, size int) (n int) {
 
 // settled tells whether nothing moves between the gateway's socket and the host's end: all is
 // delivered, or the rest waits for a window that is closed. With a window that is not quite
-// closed, the host's kernel sends what fits only after a timeout.
+// closed, the host's kernel sends what fits only after a timeout. A segment that fits into the
+// window and not into the receive buffer, which its memory exceeds, is dropped by the receiver
+// and sent again in ever longer intervals until somebody reads.
 func (l *link) settled() bool {
 	info := l.hostInfo()
-	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0)
+	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0) || info.Unacked > 0 && info.Backoff >= 2
 }
 
 // hostInfo returns TCP_INFO of the gateway's socket.

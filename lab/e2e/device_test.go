@@ -112,8 +112,20 @@ func probeUDP(from netip.Addr, port uint16, wait time.Duration) int {
 		panic(fmt.Sprintf("probe: %v", err))
 	}
 	defer p.Close()
-	_, err = p.WriteTo([]byte("?"), net.UDPAddrFromAddrPort(target(from, port)))
-	return answer(p.(*net.UDPConn), err, wait)
+	// The kernel promises neither the datagram nor an ICMP error: on a busy host it drops what it cannot queue, and
+	// sends no error while another one is on its way (icmp_xmit_lock, Linux 6.18). A device sends again, too.
+	tries := 1
+	if wait >= answerTime {
+		tries = 4
+	}
+	slot := silent
+	for range tries {
+		_, err = p.WriteTo([]byte("?"), net.UDPAddrFromAddrPort(target(from, port)))
+		if slot = answer(p.(*net.UDPConn), err, wait/time.Duration(tries)); slot != silent {
+			break
+		}
+	}
+	return slot
 }
 
 func probe(from netip.Addr, wait time.Duration) landing {
