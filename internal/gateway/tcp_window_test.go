@@ -80,7 +80,7 @@ func (l *link) top(data []byte, size int) (n int) {
 func (l *link) fill(data []byte, size int) (n int) {
 	l.Helper()
 	for more := 1; more > 0; {
-		for end := time.Now().Add(patience); !l.settled(); l.turn(1) {
+		for end := time.Now().Add(patience); !l.settled() && !l.dropped(); l.turn(1) {
 			if time.Now().After(end) {
 				l.Fatalf("the host's kernel does not settle: %+v", *l.hostInfo())
 			}
@@ -93,12 +93,19 @@ func (l *link) fill(data []byte, size int) (n int) {
 
 // settled tells whether nothing moves between the gateway's socket and the host's end: all is
 // delivered, or the rest waits for a window that is closed. With a window that is not quite
-// closed, the host's kernel sends what fits only after a timeout. A segment that fits into the
-// window and not into the receive buffer, which its memory exceeds, is dropped by the receiver
-// and sent again in ever longer intervals until somebody reads.
+// closed, the host's kernel sends what fits only after a timeout.
 func (l *link) settled() bool {
 	info := l.hostInfo()
-	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0) || info.Unacked > 0 && info.Backoff >= 2
+	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0)
+}
+
+// dropped tells whether the host's end drops a segment that fits into its window and not into its
+// receive buffer, because of its memory: TCP sends it again in ever longer intervals until
+// somebody reads.
+func (l *link) dropped() bool {
+	l.Helper()
+	info := l.hostInfo()
+	return info.Unacked > 0 && info.Backoff >= 2
 }
 
 // hostInfo returns TCP_INFO of the gateway's socket.
