@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/netns"
+	"sockeye/internal/testenv"
 )
 
 // tcpPair is both ends of a connection through lo.
@@ -405,7 +405,7 @@ func TestPacketsCapabilities(t *testing.T) {
 		{"BPF", []int{unix.CAP_BPF}, false},
 		{"none", nil, false},
 	} {
-		withRights(t, test.caps, func() {
+		testenv.WithRights(t, test.caps, func() {
 			p, err := bpf.OpenPackets(cookie, 1<<16)
 			if !test.ok {
 				if !errors.Is(err, unix.EPERM) || errors.Is(err, ebpf.ErrNotSupported) || errors.As(err, new(*bpf.BufferError)) {
@@ -424,24 +424,6 @@ func TestPacketsCapabilities(t *testing.T) {
 			check(t, p.Close())
 		})
 	}
-}
-
-// withRights runs f on a thread with these capabilities alone.
-func withRights(t testing.TB, caps []int, f func()) {
-	t.Helper()
-	check(t, netns.Thread(func() error {
-		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-		var data [2]unix.CapUserData
-		for _, c := range caps {
-			data[c/32].Permitted |= 1 << (c % 32)
-			data[c/32].Effective |= 1 << (c % 32)
-		}
-		if err := unix.Capset(&header, &data[0]); err != nil {
-			return err
-		}
-		f()
-		return nil
-	}))
 }
 
 func TestPacketsRefuses(t *testing.T) {

@@ -786,19 +786,7 @@ func TestRXAdopted(t *testing.T) {
 		e.send(t, 1, 100)
 	}
 	tr.config.Adopt = true
-	check(t, netns.Thread(func() error {
-		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-		var caps [2]unix.CapUserData
-		for _, c := range []int{unix.CAP_BPF, unix.CAP_NET_ADMIN, unix.CAP_PERFMON} {
-			caps[c/32].Permitted |= 1 << (c % 32)
-			caps[c/32].Effective |= 1 << (c % 32)
-		}
-		if err := unix.Capset(&header, &caps[0]); err != nil {
-			return os.NewSyscallError("capset", err)
-		}
-		tr.open()
-		return nil
-	}))
+	testenv.WithRights(t, []int{unix.CAP_BPF, unix.CAP_NET_ADMIN, unix.CAP_PERFMON}, tr.open)
 	for protocol, e := range sockets {
 		tr.received(protocol).expect(t, 2, 0, 0, 0, 0, 2)
 		e.read(t, 200)

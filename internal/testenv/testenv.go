@@ -15,6 +15,8 @@ import (
 	"testing"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/btf"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -139,23 +141,59 @@ func BPFFS(t testing.TB) string {
 // WithoutRights runs f on a thread without capabilities.
 func WithoutRights(t testing.TB, f func()) {
 	t.Helper()
-	// The library takes what it is refused for what the kernel lacks, and remembers that objects have no
-	// names: it must have asked with rights before.
-	m, err := ebpf.NewMap(&ebpf.MapSpec{Name: "rights", Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1})
-	if err != nil {
+	WithRights(t, nil, f)
+}
+
+// WithRights runs f on a thread that has only the given capabilities (CAP_*).
+func WithRights(t testing.TB, caps []int, f func()) {
+	t.Helper()
+	if err := probeKernel(); err != nil {
 		t.Fatal(err)
 	}
-	m.Close()
-	err = netns.Thread(func() error {
+	err := netns.Thread(func() error {
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-		var none [2]unix.CapUserData
-		err := unix.Capset(&header, &none[0])
-		if err == nil {
-			f()
+		var data [2]unix.CapUserData
+		for _, c := range caps {
+			data[c/32].Permitted |= 1 << (c % 32)
+			data[c/32].Effective |= 1 << (c % 32)
 		}
-		return err
+		if err := unix.Capset(&header, &data[0]); err != nil {
+			return os.NewSyscallError("capset", err)
+		}
+		f()
+		return nil
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
+}
+
+// probeKernel makes the BPF library probe the kernel with all capabilities.
+//
+// The library takes EPERM for a feature that the kernel lacks, and remembers
+// the result for the whole process. Without this call, the first test that
+// drops capabilities would leave later tests without object names, and without
+// BTF: the verifier then follows each call of a global function, and refuses
+// tune_sockops after 1,000,000 instructions.
+func probeKernel() error {
+	number := &btf.Int{Name: "int", Size: 4, Encoding: btf.Signed}
+	m, err := ebpf.NewMap(&ebpf.MapSpec{
+		Name: "rights", Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1, Key: number, Value: number,
+	})
+	if err != nil {
+		return err
+	}
+	m.Close()
+	function := &btf.Func{Name: "rights", Type: &btf.FuncProto{Return: number}, Linkage: btf.GlobalFunc}
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Name: "rights", Type: ebpf.SocketFilter, License: "Apache-2.0",
+		Instructions: asm.Instructions{
+			btf.WithFuncMetadata(asm.Mov.Imm(asm.R0, 0).WithSymbol(function.Name), function),
+			asm.Return(),
+		},
+	})
+	if err != nil {
+		return err
+	}
+	return p.Close()
 }

@@ -150,22 +150,9 @@ func TestProbe(t *testing.T) {
 // TestProbeWithoutSysAdmin has the capabilities alone that an agent keeps.
 func TestProbeWithoutSysAdmin(t *testing.T) {
 	mount, pins := probeFolders(t)
-	err := netns.Thread(func() error {
-		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-		var caps [2]unix.CapUserData
-		for _, c := range []int{unix.CAP_BPF, unix.CAP_NET_ADMIN, unix.CAP_PERFMON} {
-			caps[c/32].Permitted |= 1 << (c % 32)
-			caps[c/32].Effective |= 1 << (c % 32)
-		}
-		if err := unix.Capset(&header, &caps[0]); err != nil {
-			return os.NewSyscallError("capset", err)
-		}
+	testenv.WithRights(t, []int{unix.CAP_BPF, unix.CAP_NET_ADMIN, unix.CAP_PERFMON}, func() {
 		expectProbed(t, mount, pins)
-		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func TestProbeWithoutRights(t *testing.T) {
