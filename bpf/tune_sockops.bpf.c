@@ -23,6 +23,18 @@ struct {
 	__type(value, struct tune_request);
 } requests SEC(".maps");
 
+/*
+ * When rules were removed from the policy: CLOCK_BOOTTIME, nanoseconds. Rules
+ * in force have no entry. Only user space reads and writes this map.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, __u64);
+} retired SEC(".maps");
+
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, TUNE_LEARNED);

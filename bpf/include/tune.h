@@ -71,11 +71,13 @@ struct tune_option {
 
 /*
  * A rule does not change: a rule with another content gets another number, so
- * that a connection keeps the rule that it started with. Times are microseconds
+ * that a connection keeps the rule that it started with. Its map element is
+ * written once: since Linux 6.1 the kernel reuses the memory of a replaced
+ * element at once (htab_elem_free, kernel/bpf/hashtab.c), so that a program
+ * that still reads it would see parts of another rule. Times are microseconds
  * unless noted.
  */
 struct tune_rule {
-	__u64 retired; /* CLOCK_BOOTTIME, nanoseconds: removed from the policy; 0: in force */
 	__u64 forget; /* learning: half-life of evidence, nanoseconds */
 	__u32 flags; /* enum tune_flag */
 	__u32 options;

@@ -30,7 +30,7 @@ type TuneConfig struct {
 // TuneRules is a compiled list of rules, for Install.
 type TuneRules struct {
 	MatchRules
-	// Rules have no Seed and no Retired: Install sets these fields.
+	// Rules have no Seed: Install sets this field.
 	Rules []TuneRule
 }
 

@@ -29,20 +29,36 @@ func (t *Tune) Install(r *TuneRules) error {
 	return t.retireRules(ids)
 }
 
+// InstalledRule is a rule in the maps.
+type InstalledRule struct {
+	TuneRule
+	// Retired is the CLOCK_BOOTTIME at which the rule was removed from the policy, 0 for a rule in force.
+	Retired time.Duration
+}
+
 // Rules returns all rules by number: those in force, and those that connections still have.
-func (t *Tune) Rules() (map[uint32]*TuneRule, error) {
-	rules := make(map[uint32]*TuneRule)
+func (t *Tune) Rules() (map[uint32]*InstalledRule, error) {
+	rules := make(map[uint32]*InstalledRule)
 	var (
-		id   uint32
-		rule TuneRule
+		id      uint32
+		rule    TuneRule
+		retired uint64
 	)
 	entries := t.maps["rules"].Iterate()
 	for entries.Next(&id, &rule) {
-		copied := rule
-		rules[id] = &copied
+		rules[id] = &InstalledRule{TuneRule: rule}
 	}
 	if err := entries.Err(); err != nil {
 		return nil, fmt.Errorf("read rules: %w", err)
+	}
+	entries = t.maps["retired"].Iterate()
+	for entries.Next(&id, &retired) {
+		if rules[id] != nil {
+			rules[id].Retired = time.Duration(retired)
+		}
+	}
+	if err := entries.Err(); err != nil {
+		return nil, fmt.Errorf("read retired rules: %w", err)
 	}
 	return rules, nil
 }
@@ -60,15 +76,14 @@ func (t *Tune) installRules(wanted []TuneRule) ([]uint32, error) {
 	ids := make([]uint32, len(wanted))
 	for i, rule := range wanted {
 		for _, id := range slices.Sorted(maps.Keys(known)) {
-			if !slices.Contains(ids[:i], id) && sameRule(known[id], &rule) {
+			if !slices.Contains(ids[:i], id) && sameRule(&known[id].TuneRule, &rule) {
 				ids[i] = id
 			}
 		}
 		if ids[i] != 0 {
-			if old := known[ids[i]]; old.Retired != 0 {
-				old.Retired = 0
-				if err := t.maps["rules"].Put(ids[i], old); err != nil {
-					return nil, fmt.Errorf("write rule: %w", err)
+			if known[ids[i]].Retired != 0 {
+				if err := t.maps["retired"].Delete(ids[i]); err != nil {
+					return nil, fmt.Errorf("restore rule: %w", err)
 				}
 			}
 			continue
@@ -82,7 +97,7 @@ func (t *Tune) installRules(wanted []TuneRule) ([]uint32, error) {
 				return nil, fmt.Errorf("make counts of rule: %w", err)
 			}
 		}
-		if err := t.maps["rules"].Put(last, &rule); err != nil {
+		if err := t.maps["rules"].Update(last, &rule, ebpf.UpdateNoExist); err != nil {
 			return nil, fmt.Errorf("write rule: %w", err)
 		}
 	}
@@ -98,7 +113,7 @@ func randomSeed() uint32 {
 // sameRule reports whether two rules have the same settings.
 func sameRule(a, b *TuneRule) bool {
 	x, y := *a, *b
-	x.Seed, x.Retired, y.Seed, y.Retired = 0, 0, 0, 0
+	x.Seed, y.Seed = 0, 0
 	return x == y
 }
 
@@ -122,9 +137,9 @@ func (t *Tune) retireRules(inForce []uint32) error {
 		switch {
 		case slices.Contains(inForce, id):
 		case rule.Retired == 0:
-			rule.Retired = uint64(now)
-			if err := t.maps["rules"].Put(id, rule); err != nil {
-				return fmt.Errorf("write rule: %w", err)
+			rule.Retired = now
+			if err := t.maps["retired"].Put(id, uint64(now)); err != nil {
+				return fmt.Errorf("retire rule: %w", err)
 			}
 			retired = append(retired, id)
 		default:
@@ -132,11 +147,11 @@ func (t *Tune) retireRules(inForce []uint32) error {
 		}
 	}
 	for i, id := range retired {
-		used, err := t.used(id, rules[id])
+		used, err := t.used(id, &rules[id].TuneRule)
 		if err != nil {
 			return err
 		}
-		age := now - time.Duration(rules[id].Retired)
+		age := now - rules[id].Retired
 		if used && len(retired)-i <= maxRetired || age < handshakes && len(retired)-i <= maxRetired {
 			continue
 		}
@@ -165,7 +180,7 @@ func (t *Tune) used(id uint32, rule *TuneRule) (bool, error) {
 }
 
 func (t *Tune) forgetRule(id uint32) error {
-	errs := []error{t.maps["rules"].Delete(id)}
+	errs := []error{t.maps["rules"].Delete(id), t.maps["retired"].Delete(id)}
 	for arm := range TuneArms {
 		errs = append(errs, t.maps["stats"].Delete(TuneStatsKey{Rule: id, Arm: uint32(arm)}))
 	}

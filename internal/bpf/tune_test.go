@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/testenv"
 )
 
@@ -85,6 +86,54 @@ func TestTuneOpens(t *testing.T) {
 	}
 	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("pins: %v", err)
+	}
+}
+
+// TestTuneRestoresRules installs two policies in turn. A rule that comes back has its number, its seed and its counts,
+// and its map element is not written again: programs may read the element meanwhile.
+func TestTuneRestoresRules(t *testing.T) {
+	cgroup := filepath.Join(testenv.Cgroup(), "restore")
+	check(t, os.Mkdir(cgroup, 0o755))
+	t.Cleanup(func() { check(t, os.Remove(cgroup)) })
+	dir := filepath.Join(testenv.BPFFS(t), "tune_test")
+	tune, err := bpf.OpenTune(bpf.TuneConfig{Dir: dir, Cgroup: cgroup})
+	check(t, err)
+	defer tune.Close()
+	defer func() { check(t, bpf.RemoveTune(dir)) }()
+	// Freezing a map refuses writes from user space (kernel/bpf/syscall.c: map_freeze).
+	layouts, err := pin.Layouts(dir)
+	check(t, err)
+	rules, err := ebpf.LoadPinnedMap(filepath.Join(layouts[0], "rules"), nil)
+	check(t, err)
+	defer rules.Close()
+
+	install := func(window uint32) {
+		t.Helper()
+		r := &bpf.TuneRules{Rules: []bpf.TuneRule{{Rwnd: window}}}
+		r.Ruleset.Terms, r.Ruleset.Rule[0] = 1, 1
+		check(t, tune.Install(r))
+	}
+	install(20)
+	install(40)
+	check(t, rules.Freeze())
+	first, err := tune.Rules()
+	check(t, err)
+	for i := range 4 {
+		window := []uint32{20, 40}[i%2]
+		install(window)
+		now, err := tune.Rules()
+		check(t, err)
+		if len(now) != 2 {
+			t.Errorf("%d rules, want 2", len(now))
+		}
+		for id, rule := range now {
+			if before := first[id]; before == nil || before.TuneRule != rule.TuneRule {
+				t.Errorf("rule %d changed", id)
+			}
+			if inForce := rule.Rwnd == window; inForce != (rule.Retired == 0) {
+				t.Errorf("rule %d: in force %v, retired at %v", id, inForce, rule.Retired)
+			}
+		}
 	}
 }
 

@@ -231,7 +231,6 @@ const (
 
 type tuneSockopsTuneRule struct {
 	_                structs.HostLayout
-	Retired          uint64
 	Forget           uint64
 	Flags            uint32
 	Options          uint32
@@ -313,6 +312,7 @@ const (
 	tuneSockopsMapRemotePorts              = "remote_ports"
 	tuneSockopsMapRemotes                  = "remotes"
 	tuneSockopsMapRequests                 = "requests"
+	tuneSockopsMapRetired                  = "retired"
 	tuneSockopsMapRules                    = "rules"
 	tuneSockopsMapRulesets                 = "rulesets"
 	tuneSockopsMapStats                    = "stats"
@@ -397,6 +397,7 @@ type tuneSockopsMapSpecs struct {
 	RemotePorts *ebpf.MapSpec `ebpf:"remote_ports"`
 	Remotes     *ebpf.MapSpec `ebpf:"remotes"`
 	Requests    *ebpf.MapSpec `ebpf:"requests"`
+	Retired     *ebpf.MapSpec `ebpf:"retired"`
 	Rules       *ebpf.MapSpec `ebpf:"rules"`
 	Rulesets    *ebpf.MapSpec `ebpf:"rulesets"`
 	Stats       *ebpf.MapSpec `ebpf:"stats"`
@@ -457,6 +458,7 @@ type tuneSockopsMaps struct {
 	RemotePorts *ebpf.Map `ebpf:"remote_ports"`
 	Remotes     *ebpf.Map `ebpf:"remotes"`
 	Requests    *ebpf.Map `ebpf:"requests"`
+	Retired     *ebpf.Map `ebpf:"retired"`
 	Rules       *ebpf.Map `ebpf:"rules"`
 	Rulesets    *ebpf.Map `ebpf:"rulesets"`
 	Stats       *ebpf.Map `ebpf:"stats"`
@@ -474,6 +476,7 @@ func (m *tuneSockopsMaps) Close() error {
 		m.RemotePorts,
 		m.Remotes,
 		m.Requests,
+		m.Retired,
 		m.Rules,
 		m.Rulesets,
 		m.Stats,

@@ -103,7 +103,7 @@ type liveApply struct {
 	tune  *bpf.Tune
 	live  *bpf.Live
 	only  func(rule string) bool
-	rules map[uint32]*bpf.TuneRule
+	rules map[uint32]*bpf.InstalledRule
 	plans map[uint64]plan
 	// unseen counts connections for which the kernel does not run the program.
 	unseen int
@@ -237,7 +237,7 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 		a.report.Saved[s.Cookie] = saved
 		return nil
 	}
-	set := liveOptions(rule, s.Family)
+	set := liveOptions(&rule.TuneRule, s.Family)
 	a.report.Options += len(set)
 	after, err := readings(s)
 	if err != nil {

@@ -88,11 +88,12 @@ func (g generation) seen(role config.Role, mss int) seen {
 	}
 }
 
-// look reads them. It does not fail the test, for the speed of it.
-func look(fd int) (s seen, ecn bool, err error) {
+// look reads them, whether the connection has ECN, and how many segments were
+// retransmitted. It does not fail the test, for the speed of it.
+func look(fd int) (s seen, ecn bool, retransmits uint32, err error) {
 	info, err := unix.GetsockoptTCPInfo(fd, unix.SOL_TCP, unix.TCP_INFO)
 	if err != nil {
-		return s, false, os.NewSyscallError("getsockopt", err)
+		return s, false, 0, os.NewSyscallError("getsockopt", err)
 	}
 	s = seen{cwnd: info.Snd_cwnd, ssthresh: info.Snd_ssthresh, pacing: info.Max_pacing_rate, window: info.Rcv_wnd}
 	for _, o := range []struct {
@@ -103,10 +104,10 @@ func look(fd int) (s seen, ecn bool, err error) {
 		{unix.SOL_TCP, unix.TCP_USER_TIMEOUT, &s.timeout},
 	} {
 		if *o.to, err = unix.GetsockoptInt(fd, o.level, o.name); err != nil {
-			return s, false, os.NewSyscallError("getsockopt", err)
+			return s, false, 0, os.NewSyscallError("getsockopt", err)
 		}
 	}
-	return s, info.Options&tcpiOptECN != 0, nil
+	return s, info.Options&tcpiOptECN != 0, info.Total_retrans, nil
 }
 
 // generationOf finds the one that all values of an end are from. The window may
@@ -185,11 +186,11 @@ func (r *replaced) connectOnce(n network, listener int, at unix.Sockaddr) (pair 
 	if err := unix.SetsockoptLinger(client, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
 		return "", os.NewSyscallError("setsockopt", err)
 	}
-	connected, connectedECN, err := look(client)
+	connected, connectedECN, retransmits, err := look(client)
 	if err != nil {
 		return "", err
 	}
-	accepted, acceptedECN, err := look(server)
+	accepted, acceptedECN, _, err := look(server)
 	if err != nil {
 		return "", err
 	}
@@ -201,8 +202,9 @@ func (r *replaced) connectOnce(n network, listener int, at unix.Sockaddr) (pair 
 	if err != nil {
 		return "", err
 	}
-	// There is ECN if one end asks for it and the other agrees.
-	if both := c.ecn && a.ecn; connectedECN != both || acceptedECN != both {
+	// There is ECN if one end asks for it and the other agrees. A retransmitted SYN does not ask (RFC 3168,
+	// section 6.1.1.1; tcp_ecn_clear_syn, net/ipv4/tcp_output.c).
+	if both := c.ecn && a.ecn; retransmits == 0 && (connectedECN != both || acceptedECN != both) {
 		return "", fmt.Errorf("%s to %s has ECN %v and %v", c.name, a.name, connectedECN, acceptedECN)
 	}
 	return c.name + "-" + a.name, nil

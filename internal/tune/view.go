@@ -520,7 +520,7 @@ func (d *Domain) findRule(name string) (*tuner, config.TuneRule, error) {
 
 // ruleIDs returns the numbers of the rules in force by name, the number of their older versions, and all rules by
 // number.
-func (t *tuner) ruleIDs() (current map[string]uint32, older map[string]int, all map[uint32]*bpf.TuneRule, err error) {
+func (t *tuner) ruleIDs() (current map[string]uint32, older map[string]int, all map[uint32]*bpf.InstalledRule, err error) {
 	current, older = make(map[string]uint32), make(map[string]int)
 	if t.tune == nil {
 		return current, older, nil, nil
