@@ -11,8 +11,8 @@ import (
 	"sockeye/internal/cgroup"
 )
 
-// A lab's cgroup has the name of a slice, at the place that systemd gives a slice of this name: units are
-// looked for there.
+// The cgroup of a lab has the name of a systemd slice, at the path that systemd uses for this name, because Sockeye
+// searches for units there.
 const (
 	cgroupPrefix = "sockeye_lab_"
 	cgroupSuffix = ".slice"
@@ -28,7 +28,7 @@ func makeCgroup(mount string) (string, error) {
 	return cgroup.Make(mount, cgroupPrefix, suffix)
 }
 
-// removeStaleCgroups removes what labs left whose watchdog was killed as well. Cgroups with processes stay.
+// removeStaleCgroups removes the empty cgroups of labs whose watchdog was killed too.
 func removeStaleCgroups(mount string) {
 	for _, dir := range cgroup.Stale(mount, cgroupPrefix, cgroupSuffix) {
 		if pids, err := cgroup.Processes(dir); err == nil && len(pids) == 0 {
@@ -37,7 +37,7 @@ func removeStaleCgroups(mount string) {
 	}
 }
 
-// cgroupPIDs returns the processes of a cgroup and of those below it: none of a cgroup that was removed.
+// cgroupPIDs returns the processes of a cgroup and its descendants, none if the cgroup does not exist.
 func cgroupPIDs(dir string) ([]int, error) {
 	pids, err := cgroup.Processes(dir)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// CollectorConfig says how an nfacctd runs. Collectors with the same ports share them by SO_REUSEPORT, which nfacctd
-// sets by itself; they must then have the same user.
+// CollectorConfig configures an nfacctd. Collectors with the same ports form a SO_REUSEPORT group (nfacctd sets the
+// option) and need the same user.
 type CollectorConfig struct {
 	Slot      int            // the collector's number in the lab; a second start with the same number replaces the first
 	BMP       netip.AddrPort // default [::]:1790
@@ -47,9 +47,9 @@ type Collector struct {
 	ConfigPath, RecordsPath string
 }
 
-// StartCollector starts Debian's nfacctd, unmodified, which correlates the flows that it receives by IPFIX with the routes
-// that it receives by BMP. It takes 5 s until it has bound its IPFIX socket (see WaitCollectors): nfacctd sleeps after the start
-// of its BMP thread. It overwrites its command line, which then reads "nfacctd: Core Process [nfacctd-SLOT]".
+// StartCollector starts Debian's unmodified nfacctd, which correlates IPFIX flows with BMP routes. nfacctd binds its
+// IPFIX socket after 5 s, because it sleeps after the start of its BMP thread (see WaitCollectors). It overwrites its
+// command line with "nfacctd: Core Process [nfacctd-SLOT]".
 func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 	nfacctd, err := nfacctdPath()
 	if err != nil {
@@ -113,14 +113,14 @@ func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 	return out, nil
 }
 
-// Collectors returns the collectors by slot, each as last started.
+// Collectors returns the most recently started collector of each slot.
 func (l *Lab) Collectors() []*Collector {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.SortedFunc(maps.Values(l.collectors), func(a, b *Collector) int { return a.Slot - b.Slot })
 }
 
-// Bound reports whether the collector's main process holds its BMP listener, and its IPFIX socket.
+// Bound reports whether the collector's main process has bound its BMP listener and its IPFIX socket.
 func (c *Collector) Bound() (bmp, ipfix bool, err error) {
 	if err := c.Err(); err != nil {
 		return false, false, err
@@ -143,13 +143,13 @@ func (c *Collector) Bound() (bmp, ipfix bool, err error) {
 	return bmp, ipfix, err
 }
 
-// WaitListeners waits until all collectors have bound their BMP listeners: from then on routers can connect, and the
-// kernel's hash chooses among all collectors.
+// WaitListeners waits until all collectors have bound their BMP listeners. Routers can connect afterwards, and the
+// kernel's hash selects among all collectors.
 func (l *Lab) WaitListeners(ctx context.Context) error {
 	return l.waitBound(ctx, "BMP listeners", func(bmp, _ bool) bool { return bmp })
 }
 
-// WaitCollectors waits until all collectors have bound both of their sockets.
+// WaitCollectors waits until all collectors have bound both sockets.
 func (l *Lab) WaitCollectors(ctx context.Context) error {
 	return l.waitBound(ctx, "collectors", func(bmp, ipfix bool) bool { return bmp && ipfix })
 }
@@ -165,7 +165,7 @@ func (l *Lab) waitBound(ctx context.Context, what string, enough func(bmp, ipfix
 	})
 }
 
-// Record is one flow record as nfacctd writes it.
+// Record is a flow record in nfacctd's JSON output.
 type Record struct {
 	Peer    netip.Addr `json:"peer_ip_src"` // the router that exported it
 	Src     netip.Addr `json:"ip_src"`
@@ -178,11 +178,11 @@ type Record struct {
 	Bytes   uint64     `json:"bytes"`
 }
 
-// Correlated reports whether the record carries what only BMP could tell.
+// Correlated reports whether the record has fields that only BMP provides.
 func (r Record) Correlated() bool { return r.Comms != "" || r.ASPath != "" }
 
-// Records returns the records written since an offset in the records file (0: all) and the offset for the next call. Lines
-// that are not whole, because their writer was killed, are left out.
+// Records returns the records after an offset in the records file (0: all) and the offset for the next call. It skips
+// incomplete lines of killed writers.
 func (c *Collector) Records(from int64) ([]Record, int64, error) {
 	f, err := os.Open(c.RecordsPath)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -226,7 +226,7 @@ func sockets(dump func(family uint8) ([]*netlink.Socket, error)) ([]*netlink.Soc
 	return all, nil
 }
 
-// socketInodes returns the sockets of a process; none if it is gone.
+// socketInodes returns the socket inodes of a process, none if the process has exited.
 func socketInodes(pid int) map[uint32]bool {
 	inodes := map[uint32]bool{}
 	fds, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
@@ -241,19 +241,20 @@ func socketInodes(pid int) map[uint32]bool {
 	return inodes
 }
 
-// Sessions returns which collector (slot) has the BMP session of each remote address. A connection that waits to be
-// accepted is not a session yet, one whose collector has died none any more. Should one address have several, the highest slot is given.
+// Sessions returns the slot of the collector that has the BMP session of each remote address. Connections in an accept
+// queue and connections of exited collectors are not sessions. If an address has several sessions, the highest slot is
+// returned.
 func (l *Lab) Sessions() (map[netip.Addr]int, error) {
 	found := map[netip.Addr]int{}
 	for _, c := range l.Collectors() {
-		// Not what it forked: plugins inherit the sessions that were there before them, and keep them open for a second after
-		// a crash without reading them.
+		// Child processes do not count: plugins inherit existing sessions, never read them, and keep them open for a
+		// second after a crash.
 		own := socketInodes(c.Pid())
 		err := c.ns.Do(func() error {
 			all, err := sockets(netlink.SocketDiagTCP)
 			for _, s := range all {
-				// Whatever its port: sk_lookup brings sessions to a collector that listens on another one. It has no
-				// connections besides.
+				// Any local port counts, because sk_lookup steers sessions to collectors that listen on another port.
+				// nfacctd has no other connections.
 				if s.State == tcpEstablished && own[s.INode] {
 					a, _ := netip.AddrFromSlice(s.ID.Destination)
 					found[a.Unmap()] = c.Slot
@@ -268,7 +269,7 @@ func (l *Lab) Sessions() (map[netip.Addr]int, error) {
 	return found, nil
 }
 
-// WaitSessions waits until each started router has a BMP session with a collector.
+// WaitSessions waits until every started router has a BMP session.
 func (l *Lab) WaitSessions(ctx context.Context) error {
 	missing := ""
 	err := l.WaitFor(ctx, "BMP sessions", func() (bool, error) {

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// TrafficConfig bounds the flows between the routers.
+// TrafficConfig limits the flows between the routers.
 type TrafficConfig struct {
 	Interval time.Duration // between two packets of one flow; at least 1 ms; default 200 ms
 	Fanout   int           // how many other routers each router sends to, in IPv4 and in IPv6; default 3, or all there are
@@ -21,7 +21,7 @@ const (
 	sinkPort = 9 // discard
 )
 
-// host is the address in a router's prefix that sends and receives.
+// host returns the source and destination address of flows in a router's prefix.
 func host(p netip.Prefix) netip.Addr {
 	a := p.Addr().AsSlice()
 	a[len(a)-1] = 10
@@ -29,8 +29,8 @@ func host(p netip.Prefix) netip.Addr {
 	return h
 }
 
-// StartTraffic has each router send small UDP packets from its prefixes to those of the routers after it, until the lab
-// closes or stop is called.
+// StartTraffic sends small UDP packets from each router's prefixes to the prefixes of the routers with higher numbers,
+// until the lab closes or stop is called.
 func (l *Lab) StartTraffic(c TrafficConfig) (stop func(), err error) {
 	if c.Interval == 0 {
 		c.Interval = 200 * time.Millisecond
@@ -65,7 +65,7 @@ func (l *Lab) StartTraffic(c TrafficConfig) (stop func(), err error) {
 					return err
 				}
 				conns = append(conns, from)
-				// Nobody reads it: it only keeps the kernel from answering that the port is unreachable.
+				// This socket only prevents ICMP port unreachable messages. Nobody reads it.
 				sink, err := net.ListenUDP("udp", udp(host(own), sinkPort))
 				if err == nil {
 					conns = append(conns, sink)

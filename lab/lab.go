@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package lab builds a network on one Linux host and starts real parts in it: routers (FRR's bgpd with its BMP
-// module), IPFIX exporters (pmacctd with nfprobe), small flows between the routers, and collectors (nfacctd).
-// The demo, the end-to-end tests and the benchmarks run in it.
+// Package lab builds a network on one Linux host for the demo, the end-to-end tests and the benchmarks. The network
+// runs routers (FRR's bgpd with its BMP module), IPFIX exporters (pmacctd with nfprobe), small flows between the
+// routers, and collectors (nfacctd).
 //
-// The network: one bridge in a namespace of its own; a collector namespace; any number of router namespaces. Each
-// of them has one veth, "eth0", to the bridge.
+// The network has a bridge in its own namespace, a collector namespace and router namespaces. A veth interface "eth0"
+// connects each namespace to the bridge.
 //
 //	router i    10.77.0.(1+i)/24   fd77::(1+i)/64    own prefixes 10.78.i.0/24 and fd78:0:i::/64
 //	  for BGP   10.76.0.(1+i)/24   fd76::(1+i)/64
 //	collector   10.77.0.254/24     fd77::fe/64
 //
-// BGP has addresses of its own because nfacctd also takes the routes that another router's BMP session reports for a BGP
-// peer with the exporter's address ("reflector" in its source, bmp_lookup.c), and even prefers them to the exporter's own
-// session if that one came later.
+// BGP uses separate addresses. Otherwise nfacctd also uses the routes that another router's BMP session reports for a
+// BGP peer with the exporter's address ("reflector", bmp_lookup.c of pmacct), and prefers them to the exporter's own
+// session if the latter started later.
 //
-// Nothing outlives the lab, however it ends. Namespaces have no name and live by descriptors and processes alone.
-// All processes are in a cgroup of the lab; a watchdog, a shell that waits for the end of the process that holds the
-// lab, kills what is left there and removes the cgroup and the work files. The host's own interfaces, addresses,
-// rules, sysctls and cgroups are not touched. A lab needs root.
+// Nothing outlives the lab. Namespaces have no name, so that they exist only as long as descriptors and processes refer
+// to them. All processes are in the lab's cgroup. A watchdog, a shell that waits until the lab's process exits, kills
+// the remaining processes and removes the cgroup and the work files. The lab does not change the host's interfaces,
+// addresses, rules, sysctls and other cgroups. It needs root.
 package lab
 
 import (
@@ -40,10 +40,10 @@ import (
 	"sockeye/internal/netns"
 )
 
-// MaxRouters is the largest number of routers in one lab: their addresses end below the collector's.
+// MaxRouters is the maximum number of routers in a lab. The addresses after theirs are free for other hosts (Attach).
 const MaxRouters = 200
 
-// Options says what New builds. The zero value is a lab with a collector and no router.
+// Options configures New. The zero value is a lab with a collector namespace and no router.
 type Options struct {
 	Routers int          // number of router namespaces, 0 to MaxRouters
 	Dir     string       // where the work directory is made; default: os.TempDir(). Other users must be able to reach it
@@ -51,8 +51,8 @@ type Options struct {
 	Log     *slog.Logger // default: no log
 }
 
-// Lab is a running network. Namespaces, processes and collectors are for any goroutine; routers, and what starts, awaits and
-// measures them, for one at a time.
+// Lab is a running network. Methods of namespaces, processes and collectors are safe for concurrent use. Methods that
+// start, wait for and measure routers are not.
 type Lab struct {
 	dir    string
 	keep   bool
@@ -76,8 +76,8 @@ type Lab struct {
 	closeErr   error
 }
 
-// New builds a lab. Whatever it made is gone again when it returns an error. It also removes the empty cgroups of
-// labs whose process no longer exists.
+// New builds a lab. It undoes all changes if it returns an error. It also removes the empty cgroups of labs whose
+// process no longer exists.
 func New(ctx context.Context, o Options) (_ *Lab, err error) {
 	if o.Routers < 0 || o.Routers > MaxRouters {
 		return nil, fmt.Errorf("make lab: %d routers, not 0 to %d", o.Routers, MaxRouters)
@@ -115,7 +115,7 @@ func New(ctx context.Context, o Options) (_ *Lab, err error) {
 	if l.watchdog, err = startWatchdog(l.cgroup, l.dir, l.keep); err != nil {
 		return nil, err
 	}
-	// The parent whose death PDEATHSIG reports is a thread, not a process: one thread, which lives as long as the lab,
+	// The kernel sends PDEATHSIG when the parent thread exits. Therefore one thread, which exists as long as the lab,
 	// starts all children.
 	l.background.Go(func() {
 		_ = netns.Thread(func() error {
@@ -136,8 +136,8 @@ func New(ctx context.Context, o Options) (_ *Lab, err error) {
 	return l, nil
 }
 
-// Close ends all processes of the lab and removes its namespaces, cgroup and work files. Further calls return what the
-// first one returned.
+// Close kills all processes of the lab and removes its namespaces, cgroup and work files. Further calls return the
+// result of the first one.
 func (l *Lab) Close() error {
 	l.mu.Lock()
 	if l.closed {
@@ -178,24 +178,25 @@ func (l *Lab) Close() error {
 	return l.closeErr
 }
 
-// Dir is the work directory: configuration, logs and records of all parts.
+// Dir returns the work directory, which has the configuration, logs and records of all programs.
 func (l *Lab) Dir() string { return l.dir }
 
-// Cgroup is the absolute path of the lab's cgroup. Processes are in groups directly below it.
+// Cgroup returns the absolute path of the lab's cgroup. Processes are in its direct children.
 func (l *Lab) Cgroup() string { return l.cgroup }
 
-// CgroupPath is the path of the lab's cgroup below the mount of the cgroup v2 hierarchy, without a leading slash.
+// CgroupPath returns the path of the lab's cgroup below the cgroup v2 mount, without a leading slash.
 func (l *Lab) CgroupPath() string { return filepath.Base(l.cgroup) }
 
-// AtClose has f called when Close begins, before any process is killed; the last one given is called first.
+// AtClose registers a function that Close calls before it kills processes. The function that was registered last is
+// called first.
 func (l *Lab) AtClose(f func() error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closers = append(l.closers, f)
 }
 
-// WaitFor polls cond every 50 ms until it is true or fails or ctx ends. The error names what was waited for, and wraps
-// the error of cond or of ctx.
+// WaitFor polls cond every 50 ms until cond returns true or an error, or ctx is done. The error contains what and wraps
+// the error of cond or ctx.
 func (l *Lab) WaitFor(ctx context.Context, what string, cond func() (bool, error)) error {
 	start := time.Now()
 	tick := time.NewTicker(50 * time.Millisecond)
@@ -218,7 +219,7 @@ func (l *Lab) WaitFor(ctx context.Context, what string, cond func() (bool, error
 	}
 }
 
-// watchdog is a shell that outlives a killed lab and clears up behind it.
+// watchdog is a shell script that cleans up after the lab's process was killed.
 type watchdog struct {
 	cmd  *exec.Cmd
 	pipe *os.File // closed when this process ends, in whatever way
@@ -236,7 +237,8 @@ done
 [ -n "$3" ] || rm -rf "$2"
 `
 
-// startWatchdog returns nil on a machine without a shell: a virtual one (lab/vm), which ends with its tests.
+// startWatchdog returns nil if there is no shell, as in the virtual machines of lab/vm, which power off after the
+// tests.
 func startWatchdog(cgroup, dir string, keep bool) (*watchdog, error) {
 	r, w, err := os.Pipe()
 	if err != nil {

@@ -16,41 +16,41 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Direction is one of the two ways through a link.
+// Direction is one of the two directions of a link.
 type Direction int
 
-// The directions, by the order of the namespaces in Connect.
+// Directions by the order of the namespaces in Connect.
 const (
 	AToB Direction = iota
 	BToA
 )
 
-// LinkOptions describes a link; each direction has all of it for itself.
+// LinkOptions configures each direction of a link.
 type LinkOptions struct {
 	Name  string        // of the interface on both sides; default: link0
 	MTU   int           // 68 to 65535 bytes, for IPv6 at least 1280; default 1500
 	Delay time.Duration // one way. Packets do not overtake each other, even if it becomes shorter, but for Reorder
 	Rate  int64         // bits/s, counted in bytes of IP packets; 0: no limit
-	// Limit is how many bytes of packets may wait for the rate, with the one that is being sent: what would exceed it is
-	// dropped. An idle link takes any packet. Without a rate nothing waits, and what is under way is not limited.
+	// Limit is the size of the rate limiter's queue in bytes, including the packet that is being sent. Packets that
+	// exceed the limit are dropped, except for the first packet on an idle link. Packets in transit do not count.
 	// Default: 50 ms of the rate, at least 64 KiB.
 	Limit int
 	Loss  float64 // share of the packets that is lost at random, 0 to 1
-	// Reorder is the share of the packets, 0 to 1, that overtake those under way before them, 8 at most. It takes a delay or
-	// a rate, or there are none.
+	// Reorder is the share of packets, 0 to 1, that overtake packets in transit, at most 8. Without a delay or a rate,
+	// no packets are in transit.
 	Reorder float64
 	Seed    uint64 // of the losses: with the same seed and loss it is always the same packets, counted from the first
-	// Offload lets TCP packets of up to 64 KB through in one piece: fewer packets, more throughput. Loss, limit and counts
-	// are then of such packets. Without it no packet exceeds the MTU.
+	// Offload passes GSO packets of up to 64 KB unsegmented, which increases the throughput. Loss, limit and counts
+	// then apply to GSO packets. Without Offload, no packet exceeds the MTU.
 	Offload bool
-	// Drop is asked about each IP packet before anything else can happen to it; true drops it. Both directions call it, each
-	// from a goroutine of its own. It must neither keep nor change the packet, whose transport checksum is not filled in.
-	// It must not wait, nor call Set or Close.
+	// Drop is called for each IP packet first, and drops the packet by returning true. Each direction calls it from its
+	// own goroutine. It must not retain or modify the packet, block, or call Set or Close. The transport checksum of
+	// the packet is not filled in.
 	Drop func(d Direction, packet []byte) bool
 }
 
-// DirectionCounts is what happened to the packets of one direction. What is under way is Sent less what all others count; a
-// delivered packet is counted a moment after its receiver has it.
+// DirectionCounts counts the packets of one direction. The packets in transit are Sent minus all other counts. A packet
+// is counted as delivered shortly after the receiver got it.
 type DirectionCounts struct {
 	Sent       uint64 // packets that entered
 	Delivered  uint64 // packets
@@ -61,15 +61,15 @@ type DirectionCounts struct {
 	Refused    uint64 // packets that the interface at the end did not take, because it is down
 }
 
-// LinkCounts is what a link did since it was made.
+// LinkCounts has the counts of both directions since the creation of the link.
 type LinkCounts struct{ AToB, BToA DirectionCounts }
 
-// Link is a link between two namespaces that has a delay, a rate, a queue and losses of its own making; it needs neither
-// netem nor any other queueing discipline of the kernel. This process moves the packets between two TUN interfaces. Its
-// methods are for any goroutine.
+// Link is a link between two namespaces with a delay, a rate, a queue and losses. It forwards packets between two TUN
+// interfaces in this process, so that it needs neither netem nor another qdisc. Its methods are safe for concurrent
+// use.
 //
-// A packet is never early. It is late by what the process needs to wake up: some 0.1 ms, more if it gets no CPU. Should the
-// process fall far behind, the sending interface drops packets, and counts them itself as tx_dropped.
+// A packet is never early, and late by the time that the process needs to wake up: about 0.1 ms, more if the process
+// gets no CPU. If the process is much too slow, the sending interface drops packets, which it counts as tx_dropped.
 type Link struct {
 	start   time.Time // of the link's clock
 	options atomic.Pointer[LinkOptions]
@@ -82,8 +82,8 @@ type Link struct {
 	close  func() error
 }
 
-// Connect makes a link between two namespaces of the lab, gives its ends addresses, and has them up. Nothing but what the
-// namespaces send is on it: the interfaces have no link-local address. The lab closes it.
+// Connect creates a link between two namespaces of the lab, adds the addresses, and sets the interfaces up. The
+// interfaces have no link-local address, so that the kernel sends no packets of its own. The lab closes the link.
 func (l *Lab) Connect(a, b *Namespace, o LinkOptions, addrA, addrB []netip.Prefix) (_ *Link, err error) {
 	if o.Name == "" {
 		o.Name = "link0"
@@ -163,14 +163,14 @@ func (o *LinkOptions) limit() int {
 
 const (
 	vnetHeader = 10 // bytes of struct virtio_net_hdr before each packet
-	// tunQueue is how many packets may wait in a TUN interface. Its own 500 are less than one window of a fast sender, and what
-	// exceeds them is dropped.
+	// tunQueue is the queue length of a TUN interface in packets. The default of 500 is less than a window of a fast
+	// sender.
 	tunQueue = 10000
-	// maxOvertaken is more than the three after which TCP takes a packet for lost.
+	// maxOvertaken exceeds the three packets after which TCP declares a packet lost.
 	maxOvertaken = 8
 )
 
-// openTUN makes the interface. It exists as long as the file is open.
+// openTUN creates a TUN interface, which exists as long as the file is open.
 func (n *Namespace) openTUN(o LinkOptions) (*os.File, error) {
 	fd := -1
 	err := n.Do(func() (err error) {
@@ -185,7 +185,7 @@ func (n *Namespace) openTUN(o LinkOptions) (*os.File, error) {
 		if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, request); err != nil {
 			return err
 		}
-		// A checksum that is not computed here and not checked there is passed on as that in the header.
+		// The virtio_net_hdr passes on that the checksum is not computed and need not be verified.
 		offload := unix.TUN_F_CSUM
 		if o.Offload {
 			offload |= unix.TUN_F_TSO4 | unix.TUN_F_TSO6 | unix.TUN_F_TSO_ECN
@@ -193,7 +193,7 @@ func (n *Namespace) openTUN(o LinkOptions) (*os.File, error) {
 		if err := unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, offload); err != nil {
 			return fmt.Errorf("set offload: %w", err)
 		}
-		// A link-local address would bring router solicitations.
+		// An interface with a link-local address sends router solicitations.
 		return sysctl("ipv6/conf/"+o.Name+"/addr_gen_mode", "1")
 	})
 	if err != nil {
@@ -227,12 +227,11 @@ func (n *Namespace) setTUN(o LinkOptions, addresses []netip.Prefix) error {
 	return nil
 }
 
-// Options returns the options as they are now, with defaults filled in but for Limit.
+// Options returns the current options with all defaults except that of Limit.
 func (k *Link) Options() LinkOptions { return *k.options.Load() }
 
-// Set changes Delay, Rate, Limit, Loss, Reorder and Drop, for instance in what Options returned. Packets that wait for the rate go
-// on with the new one; the one that is being sent starts again. Packets that were sent keep their delay. The other options
-// cannot change.
+// Set changes Delay, Rate, Limit, Loss, Reorder and Drop; other options cannot change. Queued packets are sent at the
+// new rate, and the transmission of the current packet restarts. Packets in transit keep their delay.
 func (k *Link) Set(o LinkOptions) error {
 	if err := o.check(); err != nil {
 		return fmt.Errorf("set link: %w", err)
@@ -259,13 +258,13 @@ func (k *Link) Set(o LinkOptions) error {
 	return nil
 }
 
-// Counts returns what happened so far. It works on a closed link, too.
+// Counts returns the counts until now, also for a closed link.
 func (k *Link) Counts() LinkCounts {
 	return LinkCounts{AToB: k.ways[AToB].count(), BToA: k.ways[BToA].count()}
 }
 
-// Close ends the link at once and removes its interfaces; packets under way are lost. The error says what ended the link
-// before. Further calls return what the first one returned.
+// Close removes the interfaces; packets in transit are lost. It returns the error that stopped the link before, if any.
+// Further calls return the result of the first one.
 func (k *Link) Close() error { return k.close() }
 
 func (k *Link) end() error {
@@ -292,7 +291,7 @@ func (k *Link) move(f func() error) {
 	})
 }
 
-// chunk is memory for packets, many in one, so that small ones take little and none is allocated by itself.
+// chunk is a buffer for many packets, which avoids an allocation for each packet.
 type chunk [1 << 20]byte
 
 type packet struct {
@@ -303,7 +302,7 @@ type packet struct {
 
 func (p *packet) size() int { return len(p.data) - vnetHeader }
 
-// way is one direction. One goroutine reads the packets and queues them, another one delivers them.
+// way is one direction of a link. One goroutine reads and queues packets, another one delivers them.
 type way struct {
 	link      *Link
 	direction Direction
@@ -317,8 +316,9 @@ type way struct {
 
 	mu     sync.Mutex
 	counts DirectionCounts
-	// The queue: from head on are packets under way, whose at is when they are due; from rated on those that wait for the
-	// rate, whose at is when they came. The numbers run on; modulo its length they are places in packets.
+	// Queue: packets from head to rated are in transit, with their time of delivery in at. Packets from rated on wait
+	// for the rate, with their time of arrival in at. The numbers increase without limit; the index in packets is the
+	// number modulo its length.
 	packets           []packet // its length is a power of two
 	head, rated, tail uint64
 	waiting           int           // bytes of the packets from rated on
@@ -358,11 +358,11 @@ func (w *way) count() DirectionCounts {
 	return w.counts
 }
 
-// read queues what the sending namespace sends.
+// read queues the packets of the sending namespace.
 func (w *way) read() error {
 	c, used := w.chunk(), 0
 	for {
-		// A chunk that is left has a packet in the queue: only with that one is it handed back.
+		// A full chunk has a packet in the queue, and is reused after the delivery of that packet.
 		if len(c)-used < w.largest {
 			c, used = w.chunk(), 0
 		}
@@ -387,7 +387,7 @@ func (w *way) chunk() *chunk {
 	return new(chunk)
 }
 
-// offer queues a packet, unless it is lost.
+// offer queues or drops a packet.
 func (w *way) offer(p packet) (queued bool) {
 	o := w.link.options.Load()
 	dropped := o.Drop != nil && o.Drop(w.direction, p.data[vnetHeader:])
@@ -429,8 +429,7 @@ func (w *way) offer(p packet) (queued bool) {
 	return true
 }
 
-// overtake moves the last packet forward, past those that are under way as it is: each place keeps its time. The caller holds
-// mu.
+// overtake moves the last packet before other packets in transit and swaps the delivery times. The caller holds mu.
 func (w *way) overtake() {
 	first := w.head
 	if w.rated != w.tail {
@@ -438,7 +437,7 @@ func (w *way) overtake() {
 	}
 	for i := w.tail - 1; i > first && w.tail-i <= maxOvertaken; i-- {
 		p, before := w.packet(i), w.packet(i-1)
-		// Chunks are handed back in their order.
+		// Chunks are reused in their order.
 		if p.chunk != before.chunk {
 			return
 		}
@@ -448,7 +447,8 @@ func (w *way) overtake() {
 
 func (w *way) packet(i uint64) *packet { return &w.packets[i&uint64(len(w.packets)-1)] }
 
-// advance puts on their way the packets that are sent by now. The caller holds mu, as for all below.
+// advance moves the packets whose transmission has ended into transit. The caller of this function and the following
+// ones holds mu.
 func (w *way) advance(now time.Duration) {
 	for ; w.rated != w.tail; w.rated++ {
 		sent, due := w.times()
@@ -461,7 +461,7 @@ func (w *way) advance(now time.Duration) {
 	}
 }
 
-// times returns when the first packet that waits for the rate will have been sent, and when it will be due.
+// times returns the end of the transmission and the delivery time of the first packet that waits for the rate.
 func (w *way) times() (sent, due time.Duration) {
 	o, p := w.link.options.Load(), w.packet(w.rated)
 	sent = max(w.free, p.at)
@@ -472,7 +472,7 @@ func (w *way) times() (sent, due time.Duration) {
 	return sent, sent + o.Delay
 }
 
-// arm sets the timer for the first packet, if there is one.
+// arm sets the timer for the first packet, if any.
 func (w *way) arm(now time.Duration) {
 	var due time.Duration
 	switch {
@@ -489,7 +489,7 @@ func (w *way) arm(now time.Duration) {
 	_ = w.timerConn.Control(w.setTimer)                        // fails if it is closed, which deliver sees
 }
 
-// deliver hands packets that are due to the receiving namespace.
+// deliver writes the packets that are due to the receiving namespace.
 func (w *way) deliver() error {
 	var batch [64]packet
 	var expirations [8]byte
@@ -517,7 +517,7 @@ func (w *way) deliver() error {
 	}
 }
 
-// take moves the packets that are due to batch. If there is none, the timer says when to look again.
+// take moves the packets that are due to batch. If there is none, it sets the timer.
 func (w *way) take(batch []packet) (n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -533,7 +533,7 @@ func (w *way) take(batch []packet) (n int) {
 	return n
 }
 
-// release hands back the memory of packets.
+// release returns the buffers of packets.
 func (w *way) release(batch []packet, delivered DirectionCounts) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

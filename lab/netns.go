@@ -24,7 +24,7 @@ var (
 	CollectorIPv6 = netip.MustParseAddr("fd77::fe")
 )
 
-// Namespace is a network namespace of a lab. It has no name in the file system.
+// Namespace is a network namespace of a lab without a name in the file system.
 type Namespace struct {
 	lab  *Lab
 	name string
@@ -32,24 +32,23 @@ type Namespace struct {
 	nl   *netlink.Handle
 }
 
-// Name is the name by which Lab.Namespace finds it.
+// Name returns the name for Lab.Namespace.
 func (n *Namespace) Name() string { return n.name }
 
-// Path names the namespace in /proc, for programs that take a namespace by its path. It is valid as long as this process
-// and the lab live.
+// Path returns the path of the namespace in /proc, valid as long as this process and the lab exist.
 func (n *Namespace) Path() string { return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), n.file.Fd()) }
 
-// Netlink is a handle that works in the namespace. The lab closes it.
+// Netlink returns a netlink handle of the namespace. The lab closes it.
 func (n *Namespace) Netlink() *netlink.Handle { return n.nl }
 
-// Do runs f on a thread inside the namespace. Sockets made by f stay in the namespace. f must neither start goroutines that
-// are to be inside, nor processes: use Command for these. Several calls run side by side.
+// Do runs f on a thread in the namespace. Goroutines and processes that f starts are not in the namespace; use Command
+// for processes. Do is safe for concurrent use.
 func (n *Namespace) Do(f func() error) error {
 	return netns.Thread(func() error { return netns.Do(n.file, f) })
 }
 
-// Namespace returns the namespace of that name ("switch", "collector", "router-0" ...), or a new one with nothing but
-// loopback, which is up.
+// Namespace returns the namespace with that name ("switch", "collector", "router-0" ...), or creates one with only lo,
+// which is up.
 func (l *Lab) Namespace(name string) (*Namespace, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -65,7 +64,7 @@ func (l *Lab) Namespace(name string) (*Namespace, error) {
 		return nil, fmt.Errorf("make namespace %s: %w", name, err)
 	}
 	err = n.Do(func() (err error) {
-		// No duplicate address detection: addresses can be used, and links answer, at once.
+		// Without duplicate address detection, addresses are usable at once.
 		for _, s := range []string{"all", "default"} {
 			if err := sysctl("ipv6/conf/"+s+"/accept_dad", "0"); err != nil {
 				return err
@@ -91,7 +90,7 @@ func (n *Namespace) close() error {
 	return n.file.Close()
 }
 
-// sysctl writes a value of the calling thread's network namespace.
+// sysctl sets a sysctl of the calling thread's network namespace.
 func sysctl(name, value string) error {
 	if err := os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0); err != nil {
 		return fmt.Errorf("set sysctl net/%s: %w", name, err)
@@ -99,12 +98,13 @@ func sysctl(name, value string) error {
 	return nil
 }
 
-// Sysctl sets a network sysctl of the namespace. The name is relative to net, with dots or slashes: ipv4.tcp_migrate_req.
+// Sysctl sets a network sysctl of the namespace. The name is relative to net, with dots or slashes, such as
+// ipv4.tcp_migrate_req.
 func (n *Namespace) Sysctl(name, value string) error {
 	return n.Do(func() error { return sysctl(strings.ReplaceAll(name, ".", "/"), value) })
 }
 
-// AddAddress gives a link of the namespace an address. It can be used at once, without duplicate address detection.
+// AddAddress adds an address to an interface of the namespace, without duplicate address detection.
 func (n *Namespace) AddAddress(link string, address netip.Prefix) error {
 	dev, err := n.nl.LinkByName(link)
 	if err == nil {
@@ -128,8 +128,8 @@ func (n *Namespace) AddRoute(to netip.Prefix, gateway netip.Addr) error {
 	return nil
 }
 
-// PreferSource has what goes to a neighbour on eth0's link, and is not bound to an address, come from the address source. It
-// also serves programs that cannot choose theirs, such as bgpd for BMP.
+// PreferSource sets the source address of unbound sockets for a neighbour on eth0, also for programs that cannot set
+// their source address, such as bgpd for BMP.
 func (n *Namespace) PreferSource(to, source netip.Addr) error {
 	dev, err := n.nl.LinkByName("eth0")
 	if err == nil {
@@ -143,8 +143,8 @@ func (n *Namespace) PreferSource(to, source netip.Addr) error {
 	return nil
 }
 
-// Own makes every address of a prefix an address of this namespace, without listing them: each can be bound, and
-// answers. The other namespaces need a route to it (AddRoute).
+// Own adds a local route for a prefix, so that every address of the prefix can be bound and answers. Other namespaces
+// need a route to the prefix (AddRoute).
 func (n *Namespace) Own(prefix netip.Prefix) error {
 	lo, err := n.nl.LinkByName("lo")
 	if err == nil {
@@ -212,8 +212,8 @@ func (l *Lab) buildNetwork(ctx context.Context, routers int) error {
 	return nil
 }
 
-// Attach makes a new namespace with a link "eth0" to the lab's bridge, and gives it addresses. In 10.77.0.0/24 the
-// addresses .201 to .253 are free, in fd77::/64 all from fd77::100 on.
+// Attach creates a namespace with an interface "eth0" on the lab's bridge and adds the addresses. Free addresses:
+// 10.77.0.201 to .253, and fd77::100 and higher.
 func (l *Lab) Attach(name string, addresses ...netip.Prefix) (*Namespace, error) {
 	sw, err := l.Namespace("switch")
 	if err != nil {
@@ -227,7 +227,8 @@ func (l *Lab) Attach(name string, addresses ...netip.Prefix) (*Namespace, error)
 	if err != nil {
 		return nil, fmt.Errorf("attach %s: find bridge: %w", name, err)
 	}
-	// Made by the handle of the switch, with the peer put into its namespace by the kernel: no link is ever in the host's.
+	// The netlink handle of the switch creates the pair, with the peer in the other namespace. No interface is ever in
+	// the host's namespace.
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = fmt.Sprintf("port%d", l.ports.Add(1))
 	attrs.MasterIndex = br.Attrs().Index

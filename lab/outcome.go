@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// RouterOutcome is where one router's two streams went.
+// RouterOutcome has the collectors of a router's two streams.
 type RouterOutcome struct {
 	Address    netip.Addr `json:"address"`    // of its BMP session
 	TCPSlot    int        `json:"tcp_slot"`   // the collector with its BMP session; -1: none
@@ -25,20 +25,20 @@ type RouterOutcome struct {
 	Correlated int        `json:"correlated"` // those among them with communities or an AS path from BMP
 }
 
-// Together reports whether both streams, whole, reached one collector.
+// Together reports whether both streams reached the same collector completely.
 func (r RouterOutcome) Together() bool {
 	return r.TCPSlot >= 0 && r.TCPSlot == r.UDPSlot && len(r.UDPSlots) == 1
 }
 
-// Outcome is what Measure saw.
+// Outcome is the result of Measure.
 type Outcome struct {
 	Routers         []RouterOutcome `json:"routers"`          // those with bgpd, in order
 	CorrelatedShare float64         `json:"correlated_share"` // of all their flow records, 0 to 1; 0 without records
 }
 
-// Measure counts the flow records that the collectors write during a time (at least 1 s), and looks up the BMP sessions at
-// its end. Everything should be up before: see WaitBGP and WaitSessions. The collectors' first records after that may still
-// lack what BMP tells; WaitRecords lets them pass.
+// Measure counts the flow records that the collectors write during a duration (at least 1 s), and finds the BMP
+// sessions at its end. Call WaitBGP and WaitSessions before. The first records may lack the fields of BMP; WaitRecords
+// skips them.
 func (l *Lab) Measure(ctx context.Context, during time.Duration) (Outcome, error) {
 	m, err := l.NewMeter()
 	if err != nil {
@@ -52,7 +52,7 @@ func (l *Lab) Measure(ctx context.Context, during time.Duration) (Outcome, error
 	return m.Read()
 }
 
-// Meter counts flow records from its making on. It is not for several goroutines.
+// Meter counts flow records since its creation. It is not safe for concurrent use.
 type Meter struct {
 	lab     *Lab
 	offsets map[int]int64
@@ -73,7 +73,7 @@ func (l *Lab) NewMeter() (*Meter, error) {
 	return m, nil
 }
 
-// Read returns the outcome since NewMeter; the sessions are those of now.
+// Read returns the outcome since NewMeter, with the current sessions.
 func (m *Meter) Read() (Outcome, error) {
 	for _, c := range m.lab.Collectors() {
 		records, next, err := c.Records(m.offsets[c.Slot])
@@ -132,7 +132,7 @@ func (m *Meter) Read() (Outcome, error) {
 	return o, nil
 }
 
-// WaitRecords waits until the collectors have written flow records of each router with bgpd and an exporter, from now on.
+// WaitRecords waits until the collectors have written new flow records of each router with bgpd and an exporter.
 func (l *Lab) WaitRecords(ctx context.Context) error {
 	m, err := l.NewMeter()
 	if err != nil {

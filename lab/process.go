@@ -21,14 +21,15 @@ import (
 	"sockeye/internal/netns"
 )
 
-// Process is a program in a namespace and a cgroup of the lab. It dies with the lab. Set its fields before Start.
+// Process is a program in a namespace and a cgroup of the lab, which is killed when the lab closes. Set the fields
+// before Start.
 type Process struct {
-	// Cmd is the command. Its Env, Dir, ExtraFiles, Stdin and, instead of the log file, Stdout and Stderr may be set.
-	// Start fills in SysProcAttr, keeping AmbientCaps.
+	// Cmd is the command. Env, Dir, ExtraFiles, Stdin, Stdout and Stderr may be set; the default of the latter two is
+	// the log file. Start sets SysProcAttr except AmbientCaps.
 	Cmd *exec.Cmd
-	// Name names the cgroup below the lab's and the log file. Default: the program's base name and a number.
+	// Name is the name of the cgroup and of the log file. Default: the program's base name and a number.
 	Name string
-	// User is a user's name or number; empty: root. The process gets the user's groups.
+	// User is a user name or uid; default: root. The process gets the user's groups.
 	User string
 
 	lab     *Lab
@@ -39,12 +40,12 @@ type Process struct {
 	err     error // valid when done is closed
 }
 
-// Command prepares a program to be started in the namespace. The end of ctx kills its main process.
+// Command prepares a program for the namespace. The main process is killed when ctx is done.
 func (n *Namespace) Command(ctx context.Context, argv ...string) *Process {
 	return &Process{Cmd: exec.CommandContext(ctx, argv[0], argv[1:]...), lab: n.lab, ns: n, done: make(chan struct{})}
 }
 
-// Start starts the program and does not wait for it. Its output is appended to LogPath.
+// Start starts the program and returns. The output is appended to LogPath.
 func (p *Process) Start() (err error) {
 	l := p.lab
 	defer func() {
@@ -100,7 +101,7 @@ func (p *Process) Start() (err error) {
 	}
 	result := make(chan error)
 	l.starts <- func() {
-		// The thread stays in the last namespace: each start sets its own.
+		// The thread stays in the namespace of the previous start. Each start sets the namespace.
 		err := netns.Enter(p.ns.file)
 		if err == nil {
 			err = p.Cmd.Start()
@@ -119,22 +120,22 @@ func (p *Process) Start() (err error) {
 	return nil
 }
 
-// Pid is the process's id. It must have been started.
+// Pid returns the process id. Call it after Start.
 func (p *Process) Pid() int { return p.Cmd.Process.Pid }
 
-// LogPath is the file with the program's output.
+// LogPath returns the path of the program's output.
 func (p *Process) LogPath() string { return p.logPath }
 
-// CgroupDir is the process's cgroup; what it forks is there too.
+// CgroupDir returns the cgroup directory of the process and its descendants.
 func (p *Process) CgroupDir() string { return filepath.Join(p.lab.cgroup, p.Name) }
 
-// PIDs returns the process and all its living descendants, whoever their parent is by now.
+// PIDs returns the running processes of the cgroup: the process and all descendants, also orphaned ones.
 func (p *Process) PIDs() ([]int, error) { return cgroupPIDs(p.CgroupDir()) }
 
-// Done is closed when the main process has ended.
+// Done returns a channel that is closed when the main process has exited.
 func (p *Process) Done() <-chan struct{} { return p.done }
 
-// Running reports whether the main process was started and has not ended.
+// Running reports whether the main process was started and has not exited.
 func (p *Process) Running() bool {
 	select {
 	case <-p.done:
@@ -144,7 +145,7 @@ func (p *Process) Running() bool {
 	}
 }
 
-// Err is nil while the process runs; then it says how the process ended, with the end of its log.
+// Err returns nil while the process runs, and afterwards its exit status with the end of its log.
 func (p *Process) Err() error {
 	if !p.started {
 		return fmt.Errorf("%s was not started", p.Name)
@@ -157,16 +158,16 @@ func (p *Process) Err() error {
 	}
 }
 
-// Wait waits for the end of the main process and returns its exit error.
+// Wait waits until the main process exits and returns its exit error.
 func (p *Process) Wait() error {
 	<-p.done
 	return p.err
 }
 
-// Signal sends a signal to the main process alone.
+// Signal sends a signal to the main process only.
 func (p *Process) Signal(s os.Signal) error { return p.Cmd.Process.Signal(s) }
 
-// Kill kills the main process with SIGKILL and waits for its end. What it forked is left alone, as after a crash.
+// Kill sends SIGKILL to the main process and waits until it exits. Child processes keep running, as after a crash.
 func (p *Process) Kill() error {
 	if err := p.Signal(syscall.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("kill %s: %w", p.Name, err)
@@ -175,7 +176,7 @@ func (p *Process) Kill() error {
 	return nil
 }
 
-// Stop sends SIGTERM to the main process, and after the grace period SIGKILL to it and all that it forked.
+// Stop sends SIGTERM to the main process, and after the grace period SIGKILL to all processes of the cgroup.
 func (p *Process) Stop(grace time.Duration) error {
 	if err := p.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("stop %s: %w", p.Name, err)
@@ -231,7 +232,7 @@ func credential(name string) (*syscall.Credential, error) {
 	return c, nil
 }
 
-// program finds an executable that a Debian package brings.
+// program finds an executable of a Debian package.
 func program(name, pkg string, dirs ...string) (string, error) {
 	if path, err := exec.LookPath(name); err == nil {
 		return path, nil
@@ -245,8 +246,8 @@ func program(name, pkg string, dirs ...string) (string, error) {
 	return "", fmt.Errorf("find %s: not installed (Debian package %s: apt-get install %s)", name, pkg, pkg)
 }
 
-// CheckPrograms reports which of the programs that routers, exporters and collectors need is missing, and which Debian
-// package has it.
+// CheckPrograms returns an error that names the missing programs of routers, exporters and collectors, and their Debian
+// packages.
 func CheckPrograms() error {
 	var errs []error
 	for _, f := range []func() (string, error){bgpdPath, pmacctdPath, nfacctdPath} {
@@ -269,7 +270,7 @@ func bgpdPath() (string, error) {
 func pmacctdPath() (string, error) { return program("pmacctd", "pmacct") }
 func nfacctdPath() (string, error) { return program("nfacctd", "pmacct") }
 
-// writeConfig writes a file that the user can read, into a directory that it owns.
+// writeConfig writes a file that the user can read into a directory of the user.
 func (l *Lab) writeConfig(dir, name, userName string, lines ...string) (string, error) {
 	path := filepath.Join(dir, name)
 	if err := os.MkdirAll(dir, 0o755); err != nil {

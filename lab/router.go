@@ -18,7 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Router is a router namespace and what runs in it.
+// Router is a router namespace and its programs.
 type Router struct {
 	Index            int // from 0
 	Name             string
@@ -64,7 +64,7 @@ func (r *Router) address(a netip.Addr) netip.Addr {
 	return r.IPv6
 }
 
-// RouterConfig says how bgpd runs in a router's namespace.
+// RouterConfig configures bgpd in a router's namespace.
 type RouterConfig struct {
 	Router    int
 	Collector netip.AddrPort // where it sends BMP; its family decides whether BMP runs over IPv4 or IPv6. Default: [CollectorIPv4]:1790
@@ -72,9 +72,9 @@ type RouterConfig struct {
 	Extra     []string       // lines of configuration to add
 }
 
-// StartRouter starts FRR's bgpd, as user frr and without zebra. It peers with its neighbours over IPv4 and over IPv6,
-// announces its own prefixes with its community, and sends BMP with all that its neighbours announce (post-policy). bgpd
-// retries BMP 0.5 to 2 s after a failure.
+// StartRouter starts FRR's bgpd, as user frr and without zebra. bgpd peers with its neighbours over IPv4 and IPv6,
+// announces the router's prefixes with the router's community, and sends the post-policy routes of its neighbours by
+// BMP. It retries a failed BMP connection after 0.5 to 2 s.
 func (l *Lab) StartRouter(c RouterConfig) (*Process, error) {
 	bgpd, err := bgpdPath()
 	if err != nil {
@@ -118,7 +118,8 @@ func (l *Lab) StartRouter(c RouterConfig) (*Process, error) {
 				fmt.Sprintf(" neighbor %v timers connect 1", a),
 				fmt.Sprintf(" neighbor %v advertisement-interval 0", a))
 			if i < c.Router {
-				// One of the two connects. Where both do at once, BMP may never tell of what that neighbour announces.
+				// Only one of two neighbours connects. If both connect at once, BMP may never report the routes of that
+				// neighbour.
 				conf = append(conf, fmt.Sprintf(" neighbor %v passive", a))
 			}
 			families[family] = append(families[family], fmt.Sprintf("  neighbor %v activate", a))
@@ -141,7 +142,7 @@ func (l *Lab) StartRouter(c RouterConfig) (*Process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("start %s: %w", r.Name, err)
 	}
-	// It is given its user instead of changing it, because a change would clear PDEATHSIG; -S has it accept that.
+	// The process starts as this user, because a change of the uid clears PDEATHSIG. bgpd accepts this with -S.
 	p := r.Namespace.Command(context.Background(), bgpd, "-n", "-Z", "-S", "-M", "bmp", "-P", "0", "-f", path,
 		"-i", filepath.Join(r.dir, "bgpd.pid"), "--vty_socket", r.dir)
 	p.Name, p.User = r.Name+"-bgpd", "frr"
@@ -155,7 +156,7 @@ func (l *Lab) StartRouter(c RouterConfig) (*Process, error) {
 
 func (r *Router) vtySocket() string { return filepath.Join(r.dir, "bgpd.vty") }
 
-// Vty runs one command in bgpd, such as "show bgp summary json", and returns its output.
+// Vty runs a command in bgpd, such as "show bgp summary json", and returns the output.
 func (r *Router) Vty(command string) (string, error) {
 	c, err := net.DialTimeout("unix", r.vtySocket(), time.Second)
 	if err != nil {
@@ -169,7 +170,7 @@ func (r *Router) Vty(command string) (string, error) {
 		if _, err = c.Write(append([]byte(s), 0)); err != nil {
 			break
 		}
-		// The reply is text, then three zero bytes and a status.
+		// The reply is text followed by three zero bytes and a status byte.
 		var b strings.Builder
 		for !strings.HasSuffix(b.String(), "\x00\x00\x00") {
 			var x byte
@@ -196,7 +197,7 @@ func (r *Router) Vty(command string) (string, error) {
 	return out, nil
 }
 
-// Prefixes returns how many IPv4 and IPv6 prefixes bgpd has in its table, its own included.
+// Prefixes returns the number of IPv4 and IPv6 prefixes in bgpd's table, including the router's own.
 func (r *Router) Prefixes() (v4, v6 int, err error) {
 	for family, n := range map[string]*int{"ipv4": &v4, "ipv6": &v6} {
 		out, err := r.Vty("show bgp " + family + " unicast json")
@@ -214,7 +215,7 @@ func (r *Router) Prefixes() (v4, v6 int, err error) {
 	return v4, v6, nil
 }
 
-// WaitBGP waits until each started router knows the prefixes of all started routers.
+// WaitBGP waits until every started router has the prefixes of all started routers.
 func (l *Lab) WaitBGP(ctx context.Context) error {
 	var started []*Router
 	for _, r := range l.routers {
@@ -241,7 +242,7 @@ func (l *Lab) WaitBGP(ctx context.Context) error {
 	})
 }
 
-// ExporterConfig says how pmacctd runs in a router's namespace.
+// ExporterConfig configures pmacctd in a router's namespace.
 type ExporterConfig struct {
 	Router    int
 	Instance  int            // several exporters of one router, like line cards, each with a socket of its own and all with the same flows
@@ -250,8 +251,8 @@ type ExporterConfig struct {
 	Extra     []string       // lines of configuration to add
 }
 
-// StartExporter starts pmacctd with nfprobe. It exports the flows that leave the router from its own prefixes (and not
-// those that come in, whose destinations no neighbour announces to it), one datagram per packet seen, by one UDP socket.
+// StartExporter starts pmacctd with nfprobe. It exports outgoing flows from the router's own prefixes, one datagram per
+// packet, from one UDP socket. Incoming flows are excluded, because no neighbour announces their destinations.
 func (l *Lab) StartExporter(c ExporterConfig) (*Process, error) {
 	pmacctd, err := pmacctdPath()
 	if err != nil {
@@ -282,14 +283,14 @@ func (l *Lab) StartExporter(c ExporterConfig) (*Process, error) {
 		"nfprobe_version: 10",
 		fmt.Sprintf("nfprobe_engine: %d", c.Instance), // the observation domain
 		fmt.Sprintf("nfprobe_receiver: %v", c.Collector),
-		// Each packet seen is exported at once. nfprobe sends its templates, without which a collector that has just started
-		// understands nothing, every 18 datagrams: with flows of 1 s, which is its shortest, after half a minute.
+		// Each packet is exported at once. nfprobe sends its templates, which a restarted collector needs for decoding,
+		// every 18 datagrams. With the minimum flow duration of 1 s, this takes half a minute.
 		"nfprobe_dont_cache: true",
 	}
 	if c.Source.Is4() {
 		conf = append(conf, fmt.Sprintf("nfprobe_source_ip: %v", c.Source))
 	} else if err := r.Namespace.PreferSource(c.Collector.Addr(), c.Source); err != nil {
-		// pmacct 1.7.7 cannot bind to an IPv6 source ("bind() failed: Invalid argument").
+		// pmacct 1.7.7 cannot bind an IPv6 source address ("bind() failed: Invalid argument").
 		return nil, fmt.Errorf("start exporter of %s: %w", r.Name, err)
 	}
 	path, err := l.writeConfig(r.dir, fmt.Sprintf("pmacctd-%d.conf", c.Instance), "", append(conf, c.Extra...)...)
