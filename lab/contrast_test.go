@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// Six routers and four collectors that share their ports by the kernel's own hash: what Sockeye is measured against. Which
-// collector gets what is chance, so that the test asserts what must hold whatever the hash says: just those records carry
-// communities and AS paths that reach the collector with their router's BMP session.
+// Six routers and four collectors that share their ports by the kernel's hash, the baseline for Sockeye. The assertion
+// holds for every distribution: exactly the records that reach the collector with their router's BMP session have
+// communities and AS paths.
 func TestKernelHash(t *testing.T) {
 	l, ctx := newLab(t, Options{Routers: 6})
 	for i := range 4 {

@@ -27,7 +27,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// helperEnv has the test binary hold a lab until it is killed.
+// helperEnv makes the test binary keep a lab open until it is killed.
 const helperEnv = "SOCKEYE_LAB_HOLD"
 
 func TestMain(m *testing.M) {
@@ -55,7 +55,7 @@ func hold() {
 		if err != nil {
 			return err
 		}
-		// A program that forgets its parent and its parent's group, as daemons do.
+		// A program that leaves its parent and its process group, as daemons do.
 		if err := l.Router(0).Namespace.Command(context.Background(), "sh", "-c", "setsid sleep 1000 & setsid sleep 1000 & wait").Start(); err != nil {
 			return err
 		}
@@ -74,7 +74,7 @@ func hold() {
 	os.Exit(1)
 }
 
-// patience is how long what must come about may take, on a busy host.
+// patience is the timeout for expected events on a busy host.
 const patience = 2 * time.Minute
 
 func newLab(t *testing.T, o Options) (*Lab, context.Context) {
@@ -105,7 +105,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// held lists the network namespaces that processes (a /proc pattern: "*", "self", a number) or their descriptors hold.
+// held lists the network namespaces of processes (a /proc pattern: "*", "self", a number) and of their descriptors.
 func held(process string) []string {
 	var namespaces []string
 	for _, pattern := range []string{"/ns/net", "/task/*/ns/net", "/fd/*"} {
@@ -120,7 +120,7 @@ func held(process string) []string {
 	return slices.Compact(namespaces)
 }
 
-// inodes returns the network namespaces of a lab.
+// inodes returns the inodes of a lab's network namespaces.
 func inodes(t *testing.T, l *Lab) []string {
 	t.Helper()
 	var all []string
@@ -132,7 +132,7 @@ func inodes(t *testing.T, l *Lab) []string {
 	return all
 }
 
-// gone waits until nobody holds the namespaces, and the cgroup is removed.
+// gone waits until no process or descriptor refers to the namespaces and the cgroup is removed.
 func gone(t *testing.T, namespaces []string, cgroup string) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
@@ -167,7 +167,7 @@ func TestPing(t *testing.T) {
 		{collector, r[0].IPv4}, {collector, r[2].IPv6}, {r[0].Namespace, r[1].IPv4}, {r[1].Namespace, r[2].IPv6},
 		{r[2].Namespace, CollectorIPv4}, {r[2].Namespace, CollectorIPv6},
 	} {
-		// Once, at once: addresses and links need no time.
+		// One attempt, because addresses and interfaces are usable at once.
 		if err := c.from.Do(func() error { return ping(c.to, patience) }); err != nil {
 			t.Errorf("%s to %v: %v", c.from.Name(), c.to, err)
 		}
@@ -265,7 +265,7 @@ func TestRecordsAreCorrelated(t *testing.T) {
 	if err != nil {
 		t.Errorf("%v; records: %+v", err, all[max(0, len(all)-20):])
 	}
-	// The rest of what is written now may be of the time before.
+	// The current batch of records may have older flows.
 	var o Outcome
 	for o.CorrelatedShare != 1 {
 		m, err := l.NewMeter()
@@ -300,7 +300,7 @@ func TestProcess(t *testing.T) {
 		t.Errorf("error without the end of the log: %v", err)
 	}
 
-	// Forks stay in the cgroup of their program, and Stop ends them.
+	// Child processes stay in the cgroup of their program, and Stop kills them.
 	p = n.Command(ctx, "sh", "-c", "setsid sleep 1000 & trap '' TERM; setsid sleep 1000")
 	must(t, p.Start())
 	must(t, l.WaitFor(ctx, "forks", func() (bool, error) { pids, err := p.PIDs(); return len(pids) == 3, err }))
@@ -415,7 +415,7 @@ func assertDead(t *testing.T, pids []int) {
 		if err != nil {
 			continue
 		}
-		// A zombie is dead: whoever adopted it has not asked yet.
+		// A zombie has exited, but its new parent has not waited for it.
 		if _, rest, _ := strings.Cut(string(b), ") "); !strings.HasPrefix(rest, "Z") && !strings.HasPrefix(rest, "X") {
 			t.Errorf("process lives: %s", b)
 		}

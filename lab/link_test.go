@@ -104,7 +104,7 @@ func (c connected) mustPair(ctx context.Context, t *testing.T, to netip.Addr) (c
 	return client, server, took
 }
 
-// datagrams returns a socket in a that is connected to one in b, over IPv4.
+// datagrams returns an IPv4 UDP socket in a that is connected to a socket in b.
 func (c connected) datagrams(ctx context.Context, t *testing.T) (from, to net.Conn) {
 	t.Helper()
 	address := netip.AddrPortFrom(linkB[0].Addr(), 4000)
@@ -146,7 +146,7 @@ func receive(t *testing.T, conn net.Conn, n int) []int {
 	return numbers
 }
 
-// settle waits until that many packets were sent from a to b and none is under way, and returns what became of them.
+// settle waits until n packets were sent from a to b and none is in transit, and returns the counts.
 func (c connected) settle(ctx context.Context, t *testing.T, sent uint64) DirectionCounts {
 	t.Helper()
 	must(t, c.lab.WaitFor(ctx, "packets", func() (bool, error) {
@@ -209,7 +209,7 @@ func TestLinkDelay(t *testing.T) {
 func TestLinkIsQuiet(t *testing.T) {
 	c, ctx := newLink(t, LinkOptions{Delay: 5 * time.Millisecond})
 	from, to := c.datagrams(ctx, t)
-	// The kernel's first solicitations and reports would come within a second of the start.
+	// The kernel would send its first solicitations and reports within a second.
 	sent := 0
 	for start := time.Now(); time.Since(start) < 1500*time.Millisecond; sent++ {
 		send(t, from, 1, 1, 100)
@@ -284,7 +284,7 @@ func TestLinkLoss(t *testing.T) {
 	}
 }
 
-// A packet that overtakes comes before at most eight others, and none is lost.
+// A packet overtakes at most eight others, and none is lost.
 func TestLinkReorder(t *testing.T) {
 	const count = 2000
 	for _, o := range []LinkOptions{
@@ -343,7 +343,7 @@ func TestLinkLimit(t *testing.T) {
 	took := time.Since(start)
 	arrived := receive(t, to, int(n.Delivered))
 	inOrder(t, arrived)
-	// Ten fit the limit; from then on there is room for what the rate has taken away.
+	// Ten packets fit the limit. Later ones fit at the configured rate.
 	if most := 10 + 1 + int(took.Seconds()*rate/8/size); len(arrived) < 10 || len(arrived) > most || arrived[9] != 10 {
 		t.Errorf("%d packets arrived within %v: %v", len(arrived), took, arrived)
 	}
@@ -351,7 +351,7 @@ func TestLinkLimit(t *testing.T) {
 		t.Errorf("counts: %+v", n)
 	}
 
-	// By now nothing waits: there is room again.
+	// The queue is empty now.
 	send(t, from, 201, 210, size)
 	inOrder(t, receive(t, to, 10))
 
@@ -458,7 +458,7 @@ func TestLinkSet(t *testing.T) {
 		must(t, c.lab.WaitFor(ctx, what, func() (bool, error) { return ok(c.Counts().AToB), nil }))
 	}
 
-	// With a shorter delay later packets do not overtake the one under way.
+	// With a shorter delay, later packets do not overtake the packet in transit.
 	start := time.Now()
 	send(t, from, 1, 1, 100)
 	wait("first packet", func(n DirectionCounts) bool { return n.Sent == 1 })
@@ -469,7 +469,7 @@ func TestLinkSet(t *testing.T) {
 		t.Errorf("arrived in %v", took)
 	}
 
-	// What waits for 8 bit/s would take 15 minutes; the new rate is for it, too.
+	// At 8 bit/s, the queued packets would take 15 minutes. The new rate applies to them.
 	set(func(o *LinkOptions) { o.Rate = 8 })
 	start = time.Now()
 	send(t, from, 11, 19, 100)
@@ -495,7 +495,7 @@ func TestLinkSet(t *testing.T) {
 		t.Errorf("got %v", got)
 	}
 
-	// What the interface at the end does not take is counted.
+	// Packets that the receiving interface refuses are counted.
 	dev, err := c.b.Netlink().LinkByName("link0")
 	must(t, err)
 	must(t, c.b.Netlink().LinkSetDown(dev))
@@ -505,7 +505,7 @@ func TestLinkSet(t *testing.T) {
 	}
 }
 
-// The time that packets waited at a lower rate is not made up for at a higher one.
+// Time at a lower rate is no credit at a higher rate.
 func TestLinkRateIsNotMadeUpFor(t *testing.T) {
 	const waited = 65 * time.Second
 	k := &Link{start: time.Now().Add(-waited)}
@@ -577,7 +577,7 @@ func TestLinkRefuses(t *testing.T) {
 	}
 }
 
-// linkParts counts what links hold in this process: descriptors and goroutines.
+// linkParts counts the descriptors and goroutines of links in this process.
 func linkParts(t *testing.T) (descriptors, goroutines int) {
 	t.Helper()
 	fds, err := filepath.Glob("/proc/self/fd/*")
@@ -592,7 +592,7 @@ func linkParts(t *testing.T) (descriptors, goroutines int) {
 	return descriptors, strings.Count(all, "lab.(*way).read(") + strings.Count(all, "lab.(*way).deliver(")
 }
 
-// It is not parallel: other tests would make links while it counts.
+// This test is not parallel, because other tests would create links.
 func TestLinkCloseLeavesNothing(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("network namespaces need root")
@@ -636,7 +636,7 @@ func TestLinkCloseLeavesNothing(t *testing.T) {
 	from.Close()
 	to.Close()
 
-	// The lab closes what is open, during traffic; and says if a link had ended before.
+	// Close closes links during traffic, and reports links that have stopped before.
 	c = connect(t, l, LinkOptions{})
 	client, server, _, err := c.pair(ctx, linkB[1].Addr())
 	must(t, err)

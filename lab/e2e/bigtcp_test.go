@@ -28,8 +28,8 @@ import (
 	"sockeye/lab"
 )
 
-// way is a way through three namespaces: a sends through a0, the router has r0 and r1,
-// b receives through b0.
+// way is a path through three namespaces: a sends through a0, the router has r0 and r1, b receives
+// through b0.
 type way struct {
 	*host
 	spaces map[string]*lab.Namespace // by interface
@@ -61,7 +61,7 @@ func newWay(t *testing.T) *way {
 	return w
 }
 
-// link connects two namespaces by the i-th network, in which they are 1 and 2.
+// link connects two namespaces with the i-th network, in which their host numbers are 1 and 2.
 func (w *way) link(a string, in *lab.Namespace, b string, to *lab.Namespace, i int) {
 	w.Helper()
 	fd, err := unix.Open(to.Path(), unix.O_RDONLY|unix.O_CLOEXEC, 0)
@@ -98,7 +98,7 @@ func (w *way) roomForJumbograms() {
 	}
 }
 
-// policy writes a policy of what is wanted of interfaces, as in "ipv6: 192KB".
+// policy writes a policy with the requested sizes of interfaces, such as "ipv6: 192KB".
 func (w *way) policy(wanted map[string]string) {
 	w.Helper()
 	rules := []string{"bigtcp:"}
@@ -119,7 +119,7 @@ func (w *way) apply() {
 	}
 }
 
-// sizes are gso_max_size and gso_ipv4_max_size of an interface.
+// sizes returns gso_max_size and gso_ipv4_max_size of an interface.
 func (w *way) sizes(name string) [2]uint32 {
 	w.Helper()
 	dev, err := w.spaces[name].Netlink().LinkByName(name)
@@ -136,7 +136,7 @@ func (w *way) expectSizes(when string, six, four uint32, names ...string) {
 	}
 }
 
-// stream sends until ctx ends, and holds what arrives against what was sent.
+// stream sends until ctx is done, and compares the received bytes with the sent ones.
 func (w *way) stream(ctx context.Context, to netip.Addr) {
 	w.Helper()
 	var listener net.Listener
@@ -211,8 +211,8 @@ func (w *way) verify(to netip.Addr, names ...string) map[string]verify.Report {
 
 func share(p verify.Report) float64 { return float64(p.LargeBytes) / float64(max(p.TCPBytes, 1)) }
 
-// TestBigTCPPath has the agent keep a path of three namespaces as the policy says, and verify tell
-// the truth about it.
+// TestBigTCPPath applies a policy to a path through three namespaces, and compares the report of
+// verify with the path.
 func TestBigTCPPath(t *testing.T) {
 	w := newWay(t)
 	all := []string{"a0", "r0", "r1", "b0"}
@@ -240,7 +240,8 @@ func TestBigTCPPath(t *testing.T) {
 		}
 	}
 
-	// The router's second interface takes no large packets: they are cut there, and arrive whole.
+	// The router's second interface does not support large packets, so that the router segments
+	// them.
 	wanted["r1"] = "ipv6: 65536, ipv4: 65536"
 	w.policy(wanted)
 	w.apply()
@@ -248,7 +249,8 @@ func TestBigTCPPath(t *testing.T) {
 	w.expectSizes("then", 65536, 65536, "r1")
 	for _, to := range w.to {
 		proofs := w.verify(to, "a0", "r1", "b0")
-		// Cutting takes the router so long that it loses packets, and the window is small then.
+		// Segmentation slows the router down. It drops packets, and the congestion window is small
+		// then.
 		if p := proofs["a0"]; share(p) < 0.1 {
 			t.Errorf("with a small interface behind, a0 has %.1f %% of the bytes to %v in large packets", 100*share(p), to)
 		}
@@ -270,7 +272,7 @@ func TestBigTCPPath(t *testing.T) {
 	w.expectSizes("without rule,", 65536, 65536, "r0", "r1")
 }
 
-// TestBigTCPCrash kills the agent, which leaves what is set, and knows of it afterwards.
+// TestBigTCPCrash kills the agent. The sizes stay set, and the next agent can revert them.
 func TestBigTCPCrash(t *testing.T) {
 	w := newWay(t)
 	w.policy(map[string]string{"a0": "ipv6: 192KB, ipv4: 192KB", "b0": "ipv6: 192KB, ipv4: 192KB"})
@@ -297,7 +299,7 @@ func TestBigTCPCrash(t *testing.T) {
 	w.apply()
 	w.expectSizes("applied again,", 192000, 192000, "a0", "b0")
 
-	// An interface that comes later, in the place of one that has gone.
+	// A new interface with the name of a removed one.
 	w.must(w.spaces["b0"].Netlink().LinkDel(dev))
 	w.link("r1", w.spaces["r0"], "b0", w.spaces["b0"], 1)
 	w.eventually("the new b0", func() error {

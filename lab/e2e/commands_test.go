@@ -26,7 +26,7 @@ import (
 	"sockeye/lab"
 )
 
-// Members by command: run, register, unregister, and all that is refused, which must leave those who sit untouched.
+// Members by command: run, register, unregister, and refused calls, which must not change existing members.
 func TestMembersByCommand(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
@@ -49,7 +49,7 @@ func TestMembersByCommand(t *testing.T) {
 		}
 		h.lands("two members by run", all, home.but(1))
 
-		// The seat is taken: by run, by register, and by a rule.
+		// The slot is occupied: by run, by register, and by a rule.
 		h.refuse(5, []string{"slot 2 is ", "hint:"}, "run", "--slot", "2", "--", "true")
 		first := h.members[2]
 		rival := h.spec(2)
@@ -80,7 +80,8 @@ func TestMembersByCommand(t *testing.T) {
 		p := h.startReceiverIn(h.devices, "receiver-1", h.spec(1))
 		h.open(1)
 		h.refuse(5, []string{"another network namespace", "hint:", "netns"}, "register", "--slot", "1", "--pid", strconv.Itoa(p.Pid()))
-		// Its binds are not reported, on kernels that can tell: any user can bind there. A scan meets it.
+		// Kernels that report the network namespace of a bind do not report this one, because any user can bind there.
+		// A scan finds it.
 		h.killAgent()
 		h.startAgent()
 		h.eventually("a process that waits", func() error {
@@ -108,7 +109,7 @@ func TestMembersByCommand(t *testing.T) {
 		h.ready(0, 1, 2)
 		h.lands("after a new agent", all, home)
 
-		// Out, and not in again by itself, nor with another agent.
+		// The member stays unregistered, also after a restart of the agent.
 		h.show(&m, "unregister", "--slot", "1")
 		h.ready(0, 2)
 		h.lands("after unregister", all, home.but(1))
@@ -131,7 +132,7 @@ var metricNames = []string{
 	"sockeye_sockets_unread_bytes", "sockeye_sockets_unsent_bytes", "sockeye_unlisted_total",
 }
 
-// What is shown is what is.
+// The output matches the state of the kernel.
 func TestShown(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
@@ -232,7 +233,7 @@ func TestShown(t *testing.T) {
 				t.Errorf("where: %+v", w)
 			}
 		}
-		// For people, the same.
+		// The text output has the same content.
 		for command, word := range map[string]string{"status": "3 of 4", "slots": strconv.Itoa(h.members[0].Pid()), "devices": all[1].String()} {
 			if out, errs, code := h.cli(command); code != 0 || !strings.Contains(out, word) {
 				t.Errorf("sockeye %s: exit code %d, without %q: %s%s", command, code, word, out, errs)
@@ -279,7 +280,7 @@ func (h *host) scrape(address string) map[string]float64 {
 	return values
 }
 
-// Reset ends steering and leaves nothing; not while an agent runs.
+// Reset removes all pins. It refuses to run while an agent runs.
 func TestReset(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4)
@@ -324,7 +325,7 @@ func TestReset(t *testing.T) {
 	})
 }
 
-// When a host is gone, nothing of it is left: no process, no cgroup, no namespace, no pin, no program.
+// A closed host leaves no process, cgroup, namespace, pin or program.
 func TestNothingLeft(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		var pids []int
@@ -394,7 +395,7 @@ func TestNothingLeft(t *testing.T) {
 	})
 }
 
-// An isolated program keeps its user, even root: the agent answers it as little as the network does.
+// An isolated program keeps its uid, even 0, but the agent refuses its requests.
 func TestIsolatedAsks(t *testing.T) {
 	h := newHost(t, config.Reuseport)
 	h.setPolicy(2)

@@ -17,19 +17,19 @@ import (
 	"sockeye/internal/config"
 )
 
-// killAgent ends the agent as kill -9 does. The keeper lives.
+// killAgent sends SIGKILL to the agent. The keeper keeps running.
 func (h *host) killAgent() {
 	h.Helper()
 	h.must(h.agent.Kill())
 }
 
-// killKeeper ends the keeper with SIGKILL, with no agent there to replace it.
+// killKeeper sends SIGKILL to the keeper while no agent runs that could replace it.
 func (h *host) killKeeper(pid int) {
 	h.Helper()
 	h.endKeeper(pid, unix.SIGKILL)
 }
 
-// endKeeper sends the keeper a signal, which ends it.
+// endKeeper sends the keeper a signal and waits until it exits.
 func (h *host) endKeeper(pid int, signal unix.Signal) {
 	h.Helper()
 	if h.mode == config.Lookup {
@@ -44,8 +44,8 @@ func (h *host) endKeeper(pid int, signal unix.Signal) {
 	}
 }
 
-// The agent is killed. Steering goes on; members that die are refused, and so are those that come back, until there is an
-// agent again, which takes over everything.
+// The agent is killed, and steering continues. Traffic of dead members is rejected, also after their restart, until a
+// new agent adopts the pins.
 func TestAgentKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) { up(t, mode, 4).agentKilled() })
 }
@@ -101,7 +101,7 @@ func (h *host) agentKilled() {
 		h.Errorf("%d starts, %v", s.Starts, err)
 	}
 
-	// Members are adopted, not registered again: their cookies stay, and so do their connections.
+	// Members are adopted and not registered again: their cookies and connections stay.
 	open = h.connectAll(all)
 	slots := h.slots()
 	traffic = h.startTraffic(all)
@@ -132,7 +132,7 @@ func (h *host) agentKilled() {
 	h.nothingMisplaced(home, 100)
 }
 
-// Agent and keeper are killed. While one member lives, its group keeps the program.
+// Agent and keeper are killed. The reuseport group keeps the program as long as one member exists.
 func TestAgentAndKeeperKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4)
@@ -155,7 +155,7 @@ func TestAgentAndKeeperKilled(t *testing.T) {
 		if after.Nonce != before.Nonce || !after.PortsSteered || mode == config.Reuseport && (after.Keeper == 0 || after.Keeper == before.Keeper) {
 			t.Errorf("before %+v, after %+v", before, after)
 		}
-		// The new keeper holds the group.
+		// The new keeper has sockets in the group.
 		h.killAgent()
 		h.kill(0, 1, 2, 3)
 		h.start(0, 1, 2, 3)
@@ -165,7 +165,7 @@ func TestAgentAndKeeperKilled(t *testing.T) {
 		h.ready(0, 1, 2, 3)
 		h.nothingMisplaced(home, 400)
 
-		// A keeper that somebody ends is replaced. SIGTERM is what systemd sends at shutdown.
+		// The agent replaces a keeper that was terminated. systemd sends SIGTERM at shutdown.
 		if mode == config.Reuseport {
 			keeper := h.service().Keeper
 			h.endKeeper(keeper, unix.SIGTERM)
@@ -179,7 +179,7 @@ func TestAgentAndKeeperKilled(t *testing.T) {
 	})
 }
 
-// allKilled is a host on which agent, keeper and four members have died, where the devices of some addresses were at home.
+// allKilled is a host on which the agent, the keeper and all four members, the homes of some addresses, were killed.
 func allKilled(t *testing.T, mode config.Steering) (h *host, home func(netip.Addr) int, all []netip.Addr) {
 	h = up(t, mode, 4)
 	home, all = h.homes(4), addresses(200)
@@ -190,8 +190,8 @@ func allKilled(t *testing.T, mode config.Steering) (h *host, home func(netip.Add
 	return h, home, all
 }
 
-// The limit: agent, keeper and all members die. With reuseport the group is gone, and with it the program: members that
-// start then share the ports by the kernel's hash, until there is an agent again. The link of lookup outlives them all.
+// The limit: agent, keeper and all members are killed. With reuseport, the group and its program no longer exist: new
+// members share the ports by the kernel's hash until an agent starts. With lookup, the link stays attached.
 func TestAllKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h, home, all := allKilled(t, mode)
@@ -232,7 +232,7 @@ func TestAllKilled(t *testing.T) {
 	})
 }
 
-// An agent that is back before the members have bound holds the ports: nothing is parted.
+// An agent that starts before the members bind holds the ports, so that no device is split.
 func TestAllKilledAgentFirst(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h, home, all := allKilled(t, mode)
@@ -250,7 +250,7 @@ func TestAllKilledAgentFirst(t *testing.T) {
 	})
 }
 
-// The agent dies at any instant while members start.
+// The agent is killed at random times while members start.
 func TestAgentKilledDuringRegistration(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) { up(t, mode, 4).agentKilledDuringRegistration() })
 }
@@ -302,8 +302,8 @@ func (h *host) agentKilledDuringRegistration() {
 	}
 }
 
-// Without a user and rules in the policy nothing can hold the ports before the first member, which root registers; the agent
-// says so, and learns from it.
+// Without a user and rules, nothing holds the ports before root registers the first member. The agent reports this, and
+// learns the user from the first member.
 func TestUserUnknown(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)
@@ -354,7 +354,7 @@ func TestUserUnknown(t *testing.T) {
 	h.nothingMisplaced(home, 160)
 }
 
-// A member that dies and leaves a child with its sockets is out all the same.
+// A dead member loses its slot even if a child process has inherited its sockets.
 func TestInheritedSockets(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 2)
@@ -380,8 +380,8 @@ func TestInheritedSockets(t *testing.T) {
 	})
 }
 
-// With net.ipv4.tcp_migrate_req the kernel moves connections that wait in the queue of a listener that closes to another
-// one of its group. It must not be one of another slot.
+// With net.ipv4.tcp_migrate_req, the kernel moves connections in the accept queue of a closed listener to another
+// listener of the group. The target must not be in another slot.
 func TestMigrateReq(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)

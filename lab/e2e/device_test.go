@@ -22,17 +22,17 @@ import (
 	"sockeye/lab"
 )
 
-// answerTime is more than a member needs to answer, on a busy machine.
+// answerTime is the maximum response time of a member on a busy machine.
 const answerTime = 20 * time.Second
 
-// Where something went, if it is not a slot.
+// Destinations other than slots.
 const (
 	refused = -1 // RST, or port unreachable
 	silent  = -2 // nothing came back
 	broken  = -3 // a connection that was made and reset
 )
 
-// landing is where a device's two streams went.
+// landing has the destinations of a device's two streams.
 type landing struct{ tcp, udp int }
 
 func (l landing) String() string {
@@ -55,7 +55,7 @@ func target(from netip.Addr, port uint16) netip.AddrPort {
 	return netip.AddrPortFrom(lab.CollectorIPv6, port)
 }
 
-// answer reads the slot that a receiver says, within wait.
+// answer reads the slot in a receiver's response, for at most wait.
 func answer(c net.Conn, err error, wait time.Duration) int {
 	line := make([]byte, 16)
 	n := 0
@@ -96,7 +96,7 @@ func probeTCP(from netip.Addr, port uint16, wait time.Duration) int {
 	return slot
 }
 
-// probeUDP takes an answer from any port: a member with a port of its own answers from there.
+// probeUDP accepts a response from any port, because members may have ports of their own.
 func probeUDP(from netip.Addr, port uint16, wait time.Duration) int {
 	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
 	if from.Is6() {
@@ -113,7 +113,7 @@ func probeUDP(from netip.Addr, port uint16, wait time.Duration) int {
 	}
 	defer p.Close()
 	// The kernel promises neither the datagram nor an ICMP error: on a busy host it drops what it cannot queue, and
-	// sends no error while another one is on its way (icmp_xmit_lock, Linux 6.18). A device sends again, too.
+	// sends no error while another one is on its way (icmp_xmit_lock, Linux 6.18). Therefore the probe is repeated.
 	tries := 1
 	if wait >= answerTime {
 		tries = 4
@@ -165,7 +165,7 @@ func (h *host) sweep(all []netip.Addr) map[netip.Addr]landing {
 	return found
 }
 
-// lands has each address send by both protocols, and fails the test if anything goes where it should not.
+// lands sends from each address by both protocols, and fails the test for wrong destinations.
 func (h *host) lands(when string, all []netip.Addr, where home) {
 	h.Helper()
 	wrong := 0
@@ -181,7 +181,7 @@ func (h *host) lands(when string, all []netip.Addr, where home) {
 	}
 }
 
-// but is where devices go while some slots are empty.
+// but overrides the destinations of devices while some slots are empty.
 func (home home) but(empty ...int) home {
 	return func(a netip.Addr) int {
 		slot := home(a)
@@ -196,7 +196,7 @@ func (home home) but(empty ...int) home {
 
 func nowhere(netip.Addr) int { return refused }
 
-// sessions are connections that stay open.
+// sessions are open connections.
 type sessions map[netip.Addr]net.Conn
 
 func (h *host) connectAll(all []netip.Addr) sessions {
@@ -205,7 +205,7 @@ func (h *host) connectAll(all []netip.Addr) sessions {
 	return s
 }
 
-// connectSomewhere returns the slots that took the connections, too.
+// connectSomewhere also returns the slots of the connections.
 func (h *host) connectSomewhere(all []netip.Addr) (sessions, map[netip.Addr]int) {
 	h.Helper()
 	var mu sync.Mutex
@@ -228,7 +228,7 @@ func (h *host) connectSomewhere(all []netip.Addr) (sessions, map[netip.Addr]int)
 	return s, at
 }
 
-// alive says which connections still carry data both ways.
+// alive returns the connections that carry data in both directions.
 func (s sessions) alive() map[netip.Addr]bool {
 	alive := map[netip.Addr]bool{}
 	for a, c := range s {
@@ -243,7 +243,7 @@ func (s sessions) alive() map[netip.Addr]bool {
 	return alive
 }
 
-// traffic is what devices send without a pause, each next thing after the answer to the last.
+// traffic is a continuous load: each device sends its next message after the response to the previous one.
 type traffic struct {
 	mu      sync.Mutex
 	landed  map[netip.Addr]map[landing]int
@@ -255,7 +255,8 @@ func (h *host) startTraffic(all []netip.Addr) *traffic {
 	return h.startTrafficThatWaits(all, answerTime)
 }
 
-// startTrafficThatWaits waits so long for each answer. Members that are killed take what they were sent with them.
+// startTrafficThatWaits sets the maximum wait for a response. Killed members do not respond to messages that they have
+// received.
 func (h *host) startTrafficThatWaits(all []netip.Addr, wait time.Duration) *traffic {
 	ctx, stop := context.WithCancel(h.Context())
 	t := &traffic{landed: map[netip.Addr]map[landing]int{}, stop: stop}
@@ -290,7 +291,7 @@ func (t *traffic) count() (n int) {
 	return n
 }
 
-// more waits until so much more was sent.
+// more waits until n more messages were sent.
 func (h *host) more(t *traffic, n int) {
 	h.Helper()
 	from := t.count()
@@ -308,7 +309,7 @@ func (t *traffic) end() map[netip.Addr]map[landing]int {
 	return maps.Clone(t.landed)
 }
 
-// flood sends datagrams and waits for no answer.
+// flood sends datagrams without waiting for responses.
 func (h *host) flood(all []netip.Addr, n int) {
 	h.Helper()
 	h.must(h.devices.Do(func() error {
@@ -330,8 +331,8 @@ func (h *host) flood(all []netip.Addr, n int) {
 	}))
 }
 
-// rush opens connections from all addresses at once and returns, when none is on its way any more, what they are, or
-// refused, silent or broken. On each it writes a greeting.
+// rush opens connections from all addresses at once, writes a greeting on each, and returns their states (slot,
+// refused, silent or broken) when none is being set up any more.
 func (h *host) rush(all []netip.Addr, greeting func(netip.Addr) []byte) (open map[netip.Addr]int, failed map[netip.Addr]int) {
 	h.Helper()
 	open, failed = map[netip.Addr]int{}, map[netip.Addr]int{}
@@ -395,7 +396,7 @@ func poll(fd int, events int16, deadline time.Time) bool {
 // readable waits until something can be read, or a connection or a process has ended.
 func readable(fd int) bool { return poll(fd, unix.POLLIN, time.Now().Add(patience)) }
 
-// said is the slot that a receiver says on a connection made by rush.
+// said returns the slot in the response on a connection of rush.
 func said(fd int) int {
 	if !readable(fd) {
 		return silent

@@ -13,8 +13,8 @@ import (
 	devices "sockeye/lab/traffic"
 )
 
-// A burst of datagrams as fast as one sender goes: an isolated member loses less of it than the same one that is not, as its
-// gateway's socket holds what its own one has no room for.
+// A burst at the maximum rate of one sender: an isolated member loses fewer datagrams than a plain one, because the
+// gateway's socket queues datagrams that exceed the member's receive buffer.
 func TestIsolatedMemberInBursts(t *testing.T) {
 	const datagrams, rounds = 20_000, 3
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
@@ -54,7 +54,8 @@ func TestIsolatedMemberInBursts(t *testing.T) {
 	}
 }
 
-// counted is how many datagrams a receiver that counts has read, behind all that an address sent it.
+// counted returns the number of datagrams from an address that a counting receiver has read, after the last one was
+// read.
 func (h *host) counted(from netip.Addr) (n int) {
 	h.Helper()
 	h.eventually("the count", func() error { // the question, too, may be lost
@@ -68,7 +69,7 @@ func (h *host) counted(from netip.Addr) (n int) {
 	return n
 }
 
-// burst sends IPFIX from an address, in datagrams as large as they may be.
+// burst sends IPFIX from an address in datagrams of the maximum size.
 func (h *host) burst(from netip.Addr, n int) {
 	h.Helper()
 	message := slices.Repeat([]devices.Flow{loadFlow}, devices.MaxDatagram/devices.RecordLen4-1)

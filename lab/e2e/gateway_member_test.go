@@ -18,7 +18,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// upIsolated is a host whose members are isolated: what steering promises holds for them, too.
+// upIsolated is a host with isolated members, for which all guarantees of steering hold.
 func upIsolated(t *testing.T, mode config.Steering, slots int) *host {
 	t.Helper()
 	h := newHost(t, mode)
@@ -51,7 +51,7 @@ func TestIsolatedMembersStartWhileTheAgentIsKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).agentKilledDuringRegistration() })
 }
 
-// 512 routers at once, to four nfacctd that are isolated.
+// 512 routers connect to four isolated nfacctd processes at once.
 func TestIsolatedLoadNfacctd(t *testing.T) {
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
 		t.Run(string(mode), func(t *testing.T) {
@@ -62,7 +62,7 @@ func TestIsolatedLoadNfacctd(t *testing.T) {
 	}
 }
 
-// A program that closes a socket of the service is out for both protocols; one that ends takes its gateway along.
+// A program that closes a socket of the service loses its slot for both protocols. The gateway exits with its program.
 func TestIsolatedMemberCloses(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := upIsolated(t, mode, 3)
@@ -81,14 +81,14 @@ func TestIsolatedMemberCloses(t *testing.T) {
 	})
 }
 
-// Root starts a member: the gateway, whose sockets take the slot, and the program inside are the service's user.
+// Root starts a member. The gateway, whose sockets are registered, and the isolated program run as the service's user.
 func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
 	i := newIsolated(t) // a TUN device that all may open
 	h := newHost(t, config.Reuseport)
 	h.isolated = true
 	h.setPolicy(2, fmt.Sprintf("user: %q", "nobody"))
 	h.startAgent()
-	// Where that user finds it.
+	// The user can find the program in this directory.
 	exe, err := os.ReadFile("/proc/self/exe")
 	h.must(err)
 	copied := filepath.Join(i.dir, "receiver")
@@ -110,7 +110,7 @@ func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
 		args := append([]string{"run", "--isolated"}, append(who, "--", "true")...)
 		h.refuse(5, []string{"is not the members' user nobody", "the program runs as nobody"}, args...)
 	}
-	// To end is nothing to warn of.
+	// An exit logs no warning.
 	h.must(m.Signal(unix.SIGTERM))
 	<-m.Done()
 	if said := m.LogTail(100); strings.Contains(said, "WARN") {
@@ -118,7 +118,7 @@ func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
 	}
 }
 
-// child is the only child of a process, whichever of its threads started it.
+// child returns the only child of a process, started by any of its threads.
 func child(t *testing.T, pid int) int {
 	t.Helper()
 	paths, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
@@ -141,8 +141,8 @@ func child(t *testing.T, pid int) int {
 	return n
 }
 
-// The distribution's nfacctd, isolated, with FRR's BMP and IPFIX outside: both streams of each router reach it, with the
-// routers' addresses. A collector that dies takes its slot along, and no other.
+// The distribution's nfacctd is isolated, and receives BMP of FRR and IPFIX: both streams of each router reach it with
+// the router's address. A dead collector empties its own slot only.
 func TestIsolatedNfacctd(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHostWith(t, mode, 6)
@@ -161,8 +161,8 @@ func TestIsolatedNfacctd(t *testing.T) {
 	})
 }
 
-// A rule of the policy may match the program inside, too. Its gateway is the member, and it is not, nor is it said to be one
-// that is not ready: not even while the slot is closed.
+// A rule of the policy may also match the isolated program. The gateway is the member. The program is not a member and
+// not listed as a candidate, even while the slot is not ready.
 func TestIsolatedProgramIsNoMember(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)

@@ -30,10 +30,10 @@ import (
 	"sockeye/lab"
 )
 
-// user is an ordinary one, who runs programs isolated.
+// user is an ordinary user who runs isolated programs.
 const user = 65534
 
-// isolated is a host where programs run isolated, and a far one with servers.
+// isolated is a host with isolated programs, and a remote host with servers.
 type isolated struct {
 	*testing.T
 	host, far *lab.Namespace
@@ -70,11 +70,12 @@ func newIsolated(t *testing.T) *isolated {
 		[]netip.Prefix{netip.MustParsePrefix("10.97.0.1/24"), netip.MustParsePrefix("fd97::1/64")},
 		[]netip.Prefix{netip.PrefixFrom(web4, 24), netip.PrefixFrom(web6, 64)})
 	i.must(err)
-	// So that the host has a source address.
+	// The host needs a source address.
 	i.must(i.host.AddRoute(netip.MustParsePrefix("0.0.0.0/0"), web4))
 	i.must(i.host.AddRoute(netip.MustParsePrefix("::/0"), web6))
 	i.must(os.Chown(dir, user, user))
-	// A device that all may open, as on most hosts, and the lab's name server: in the mount namespace of the tests.
+	// The mount namespace of the tests has a /dev/net/tun that all users may open, as on most hosts, and the lab's name
+	// server.
 	tun := filepath.Join(dir, "tun")
 	i.must(unix.Mknod(tun, unix.S_IFCHR|0o666, int(unix.Mkdev(10, 200))))
 	i.must(os.Chmod(tun, 0o666))
@@ -102,7 +103,7 @@ func (i *isolated) cover(path, with string) {
 	})
 }
 
-// run runs a program inside, as the user, and returns what it said.
+// run runs an isolated program as the user and returns its output.
 func (i *isolated) run(stdin io.Reader, options []string, program ...string) (stdout string, err error) {
 	i.Helper()
 	ctx, cancel := context.WithTimeout(i.Context(), patience)
@@ -120,7 +121,7 @@ func (i *isolated) run(stdin io.Reader, options []string, program ...string) (st
 	return out.String(), nil
 }
 
-// serve starts a program in the far host.
+// serve starts a program on the remote host.
 func (i *isolated) serve(program ...string) *lab.Process {
 	i.Helper()
 	p := i.far.Command(i.Context(), program...)
@@ -128,7 +129,7 @@ func (i *isolated) serve(program ...string) *lab.Process {
 	return p
 }
 
-// listen opens a listener of the far host.
+// listen opens a listener on the remote host.
 func (i *isolated) listen(at netip.AddrPort) (l net.Listener) {
 	i.Helper()
 	i.must(i.far.Do(func() (err error) {
@@ -138,7 +139,7 @@ func (i *isolated) listen(at netip.AddrPort) (l net.Listener) {
 	return l
 }
 
-// The programs that people run: a browser's way, a shell's, a benchmark's, a name's and a package manager's.
+// Common programs: HTTP clients, remote shells, benchmarks, resolvers and package managers.
 func TestProgramsIsolated(t *testing.T) {
 	i := newIsolated(t)
 	i.nameServer()
@@ -155,7 +156,7 @@ func (i *isolated) with(t *testing.T) *isolated {
 	return &c
 }
 
-// nameServer answers for every name with the far host's addresses.
+// nameServer answers every query with the remote host's addresses.
 func (i *isolated) nameServer() {
 	i.Helper()
 	var c net.PacketConn
@@ -178,7 +179,7 @@ func (i *isolated) nameServer() {
 	}()
 }
 
-// answerName answers a question (RFC 1035, section 4), of one name, for addresses.
+// answerName answers an address query (RFC 1035, section 4) with one question.
 func answerName(q []byte) []byte {
 	const header, typeA, typeAAAA = 12, 1, 28
 	end := bytes.IndexByte(q[min(header, len(q)):], 0) + header + 5
@@ -237,7 +238,7 @@ func (i *isolated) https() {
 	}
 }
 
-// file is one that is not in memory: a block again and again.
+// file is a large virtual file that repeats one block.
 type file []byte
 
 func (f file) ReadAt(p []byte, at int64) (int, error) {
@@ -313,7 +314,7 @@ func (i *isolated) iperf() {
 			} `json:"end"`
 		}
 		i.must(json.Unmarshal([]byte(out), &report))
-		// What is on the way at the end does not count, and of two directions the faster one ends both.
+		// Bytes in transit at the end do not count. With two directions, the faster one ends the measurement.
 		if report.End.Received.Bytes < size*0.5 && direction != "--bidir" || report.End.Received.Bytes == 0 {
 			i.Errorf("iperf3 %v: %.0f bytes received, of %d", direction, report.End.Received.Bytes, size)
 		}

@@ -50,7 +50,8 @@ func inBothModes(t *testing.T, f func(t *testing.T, mode config.Steering)) {
 
 // host is a collector host, with an agent, and the devices that send to it.
 //
-// With lookup each member has ports of its own, and those beside it have other users, so that nothing but Sockeye brings a packet to it.
+// With lookup, each member has ports of its own, and every second member has another user, so that only Sockeye can
+// deliver a packet to it.
 type host struct {
 	*testing.T
 	lab        *lab.Lab
@@ -67,7 +68,7 @@ type host struct {
 	got map[arrival]int
 }
 
-// arrival is something that came to a member.
+// arrival is a connection or datagram that a member received.
 type arrival struct {
 	slot     int
 	protocol string
@@ -123,7 +124,7 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 		h.must(h.devices.Own(netip.MustParsePrefix(prefix)))
 		h.must(h.collectors.AddRoute(netip.MustParsePrefix(prefix), netip.MustParseAddr(gateway)))
 	}
-	// Every refusal is to be heard of.
+	// The test must receive every ICMP error.
 	for name, value := range map[string]string{
 		"ipv4.icmp_ratelimit": "0", "ipv4.icmp_msgs_per_sec": "1000000", "ipv4.icmp_msgs_burst": "100000", "ipv6.icmp.ratelimit": "0",
 	} {
@@ -155,7 +156,7 @@ func (h *host) must(err error) {
 	}
 }
 
-// eventually waits until f finds nothing wrong.
+// eventually waits until f returns no error.
 func (h *host) eventually(what string, f func() error) {
 	h.Helper()
 	ctx, cancel := context.WithTimeout(h.Context(), patience)
@@ -252,7 +253,7 @@ func (h *host) slots() []api.SlotStatus {
 	return s
 }
 
-// cli runs sockeye, and returns what it said.
+// cli runs sockeye and returns its output.
 func (h *host) cli(args ...string) (stdout, stderr string, code int) {
 	h.Helper()
 	cmd := exec.CommandContext(h.Context(), os.Getenv(binaryEnv), append([]string{"--run-dir", h.dir}, args...)...)
@@ -264,7 +265,7 @@ func (h *host) cli(args ...string) (stdout, stderr string, code int) {
 	return out.String(), errs.String(), cmd.ProcessState.ExitCode()
 }
 
-// show runs sockeye, which must succeed, with -o json.
+// show runs sockeye with -o json, which must succeed.
 func (h *host) show(into any, args ...string) {
 	h.Helper()
 	out, errs, code := h.cli(append(args, "-o", "json")...)
@@ -276,7 +277,7 @@ func (h *host) show(into any, args ...string) {
 	}
 }
 
-// refuse runs sockeye, which must fail with this code and with a line and a hint that hold these words.
+// refuse runs sockeye, which must fail with the code, and with an error and a hint that contain the words.
 func (h *host) refuse(code int, words []string, args ...string) {
 	h.Helper()
 	_, errs, got := h.cli(args...)
@@ -290,7 +291,7 @@ func (h *host) refuse(code int, words []string, args ...string) {
 	}
 }
 
-// spec is the receiver that is a member of the service in this mode.
+// spec returns a receiver that is a member of the service in this mode.
 func (h *host) spec(slot int) receiver {
 	tcp, udp := uint16(bmpPort), uint16(ipfixPort)
 	if h.mode == config.Lookup && !h.isolated {
@@ -309,7 +310,7 @@ func (h *host) user(slot int) string {
 	return "root"
 }
 
-// start starts receivers, and does not wait for them.
+// start starts receivers without waiting for them.
 func (h *host) start(slots ...int) {
 	h.Helper()
 	for _, slot := range slots {
@@ -321,7 +322,7 @@ func (h *host) start(slots ...int) {
 	}
 }
 
-// isolation is what is put before a member's command so that it runs isolated.
+// isolation is the prefix of the command of an isolated member.
 func (h *host) isolation(slot int) []string {
 	return []string{os.Getenv(binaryEnv), "--run-dir", h.dir, "run", "--slot", fmt.Sprint(slot), "--isolated", "--as-root", "--"}
 }
@@ -336,7 +337,7 @@ func (h *host) startReceiverIn(namespace *lab.Namespace, name string, r receiver
 	h.Helper()
 	spec, err := json.Marshal(r)
 	h.must(err)
-	// Its own path is shut to other users.
+	// Other users cannot reach the original path.
 	p := namespace.Command(h.Context(), "/proc/self/exe")
 	p.Cmd.Args[0] = name
 	p.Name, p.User = name, h.user(r.Slot)
@@ -384,7 +385,7 @@ func (h *host) open(slots ...int) {
 	}
 }
 
-// kill ends members as kill -9 does, all at once.
+// kill sends SIGKILL to members.
 func (h *host) kill(slots ...int) {
 	h.Helper()
 	for _, slot := range slots {
@@ -396,7 +397,7 @@ func (h *host) kill(slots ...int) {
 	}
 }
 
-// hang stops a member, and waits until all its threads have stopped.
+// hang stops a member (SIGSTOP) and waits until all its threads have stopped.
 func (h *host) hang(slot int) {
 	h.Helper()
 	h.must(h.members[slot].Signal(unix.SIGSTOP))
@@ -412,7 +413,7 @@ func (h *host) hang(slot int) {
 	})
 }
 
-// ready waits until each of the slots is that of its member, and all others are empty.
+// ready waits until the slots have their members and all other slots are empty.
 func (h *host) ready(slots ...int) {
 	h.Helper()
 	h.eventually(fmt.Sprintf("slots %v", slots), func() error {
@@ -433,7 +434,7 @@ func (h *host) ready(slots ...int) {
 	})
 }
 
-// mapping is where addresses belong, by the nonce of the service.
+// mapping returns the home slots of addresses, computed from the nonce of the service.
 func (h *host) mapping(slots int, devices *placement.DeviceMap) *placement.Mapping {
 	h.Helper()
 	var nonce uint64
@@ -444,7 +445,7 @@ func (h *host) mapping(slots int, devices *placement.DeviceMap) *placement.Mappi
 	return m
 }
 
-// home is the slot of an address.
+// home returns the home slot of an address.
 type home func(netip.Addr) int
 
 func (h *host) homes(slots int) home {
@@ -453,14 +454,14 @@ func (h *host) homes(slots int) home {
 	return func(a netip.Addr) int { slot, _ := m.Slot(a); return slot }
 }
 
-// forget starts a new count of what arrives.
+// forget resets the count of arrivals.
 func (h *host) forget() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	clear(h.got)
 }
 
-// arrivals returns what came to members so far, and how much of it to one that is not its home.
+// arrivals returns the number of arrivals, and how many of them were not at their home slot.
 func (h *host) arrivals(home home) (all int, misplaced []arrival) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -473,7 +474,7 @@ func (h *host) arrivals(home home) (all int, misplaced []arrival) {
 	return all, misplaced
 }
 
-// nothingMisplaced ends a test in which something came to a member that is not its home, or less than enough came.
+// nothingMisplaced fails the test if an arrival was not at its home slot, or if there were fewer than enough arrivals.
 func (h *host) nothingMisplaced(home home, enough int) {
 	h.Helper()
 	h.eventually("arrivals", func() error { // members' words are read a moment later

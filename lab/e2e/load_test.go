@@ -17,8 +17,8 @@ import (
 	devices "sockeye/lab/traffic"
 )
 
-// 512 routers connect at once to four nfacctd, whose own backlog is 1, and send flows: each nfacctd knows both streams of
-// its routers, by their addresses.
+// 512 routers connect at once to four nfacctd processes, which listen with a backlog of 1, and send flows. Each nfacctd
+// receives both streams of its routers with their addresses.
 func TestLoadNfacctd(t *testing.T) {
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
 		t.Run(string(mode), func(t *testing.T) { newHost(t, mode).loadsNfacctd() })
@@ -57,7 +57,7 @@ func (h *host) loadsNfacctd() {
 		}
 		return nil
 	})
-	// All are read, none is closed.
+	// All connections are read, and none is closed.
 	h.eventually("nfacctd to read", func() error { return h.unread(bmpPort) })
 	if sessions, err := h.lab.Sessions(); err != nil || len(sessions) != len(all) {
 		h.Errorf("%d sessions, %v", len(sessions), err)
@@ -86,7 +86,7 @@ func (h *host) loadsNfacctd() {
 	})
 }
 
-// What routers under load announce, and to where their flows go.
+// Announced prefixes and flow destinations of the routers.
 const loadAS = 64512
 
 var (
@@ -94,7 +94,7 @@ var (
 	loadFlow   = devices.Flow{Src: netip.MustParseAddr("198.51.100.1"), Dst: loadPrefix.Addr().Next(), Protocol: unix.IPPROTO_TCP, Packets: 1, Octets: 1000}
 )
 
-// routerGreeting is what the i-th router says by BMP: one route, with a community of its own.
+// routerGreeting returns the BMP messages of the i-th router: one route with its own community.
 func (h *host) routerGreeting(i int) []byte {
 	h.Helper()
 	peer := devices.Peer{Address: netip.MustParseAddr("192.0.2.2"), AS: loadAS, ID: netip.MustParseAddr("192.0.2.2")}
@@ -109,7 +109,8 @@ func (h *host) routerGreeting(i int) []byte {
 	return devices.AppendRouteMonitoring(b, peer, time.Now(), update)
 }
 
-// exportFlows has each address send IPFIX once in a while until the test ends: nothing says when nfacctd has the routes.
+// exportFlows sends IPFIX from each address periodically until the test ends, because nfacctd does not report when it
+// has the routes.
 func (h *host) exportFlows(all []netip.Addr) {
 	h.Helper()
 	var exporters []*devices.Exporter
@@ -140,7 +141,7 @@ func (h *host) exportFlows(all []netip.Addr) {
 	})
 }
 
-// unread fails while a connection to a port has data that nobody read.
+// unread returns an error while a connection to a port has unread data.
 func (h *host) unread(port uint16) (err error) {
 	h.must(h.collectors.Do(func() error {
 		for _, family := range []uint8{netlink.FAMILY_V4, netlink.FAMILY_V6} {

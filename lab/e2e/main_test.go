@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package e2e_test holds the end-to-end tests: the built binary, a lab, and in
-// it an agent, members and devices, judged by what reaches whom. Members are
-// nfacctd where a test is about real collectors, and elsewhere receivers:
-// processes that log each thing they get and answer with their slot.
+// Package e2e_test has the end-to-end tests: they run the built binary in a lab
+// with an agent, members and devices, and check which member receives which
+// traffic. Members are nfacctd processes in tests of real collectors, otherwise
+// receivers: processes that log all arrivals and respond with their slot.
 package e2e_test
 
 import (
@@ -21,7 +21,7 @@ import (
 
 const binaryEnv = "SOCKEYE_E2E_BINARY"
 
-// Exactly one of these names what this process is.
+// Exactly one of these variables selects the role of this process.
 func TestMain(m *testing.M) {
 	if os.Getenv(receiverEnv) != "" {
 		fmt.Fprintln(os.Stderr, receive(os.Getenv(receiverEnv)))
@@ -40,7 +40,7 @@ func TestMain(m *testing.M) {
 	testenv.Main(m)
 }
 
-// build makes the binary, in a directory that goes when this process does.
+// build builds the binary in a temporary directory.
 func build() error {
 	dir, err := os.MkdirTemp("", "sockeye-e2e-")
 	if err != nil {

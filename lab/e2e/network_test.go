@@ -22,8 +22,7 @@ import (
 	"sockeye/lab"
 )
 
-// network is a host whose members are four nfacctd and whose devices are six routers, three with BMP and IPFIX over IPv4
-// and three over IPv6.
+// network is a host with four nfacctd members and six routers, three with BMP and IPFIX over IPv4 and three over IPv6.
 type network struct {
 	*host
 	home home
@@ -75,7 +74,7 @@ func (n *network) startCollector(slot, peers int) {
 	n.members[slot] = &member{Process: p.Process, slot: slot}
 }
 
-// collect waits until collectors are in their slots, and all routers with a slot that is ready have their session there.
+// collect waits until collectors are in their slots, and all routers whose slot is ready have their session there.
 func (n *network) collect(slots ...int) {
 	n.Helper()
 	n.ready(slots...)
@@ -93,7 +92,7 @@ func (n *network) collect(slots ...int) {
 	})
 }
 
-// together measures, when all is up, whether both streams of each router reach its collector.
+// together measures whether both streams of each router reach its collector, after all programs have started.
 func (n *network) together() {
 	n.Helper()
 	ctx, cancel := context.WithTimeout(n.Context(), 2*patience)
@@ -114,7 +113,8 @@ func (n *network) together() {
 			}
 		}
 	}
-	// Records may lack what BMP tells until the collector has the route. The rest of what it writes just then, too.
+	// Records lack the fields of BMP until the collector has the route, including records that it is writing at that
+	// time.
 	for whole := 0; whole < 2; whole++ {
 		measure()
 		if len(o.Routers) != 6 {
@@ -126,7 +126,7 @@ func (n *network) together() {
 	}
 }
 
-// established is the connection of each router, as the kernel knows it.
+// established returns the connection of each router in the kernel's tables.
 func (n *network) established() map[netip.Addr]uint32 {
 	n.Helper()
 	found := map[netip.Addr]uint32{}
@@ -147,14 +147,14 @@ func (n *network) established() map[netip.Addr]uint32 {
 	return found
 }
 
-// crashes kills each collector in turn, then all, then the agent. nfacctd writes over its arguments, by which the agents
-// know it.
+// crashes kills each collector in turn, then all, then the agent. nfacctd overwrites its arguments, which the rules
+// match.
 func (n *network) crashes() {
 	n.Helper()
 	for slot := range 4 {
 		before := n.established()
 		n.kill(slot)
-		// At once: nfacctd's plugin still holds the BMP listener.
+		// The restart is immediate: nfacctd's plugin still has the BMP listener.
 		n.refuses("it is dead", slot)
 		n.startCollector(slot, 10)
 		n.away(slot)
@@ -182,7 +182,7 @@ func (n *network) crashes() {
 	}
 }
 
-// refuses sees to it that both protocols are refused to the routers of these slots.
+// refuses waits until both protocols are rejected for the routers of the slots.
 func (n *network) refuses(when string, slots ...int) {
 	n.Helper()
 	for _, r := range n.lab.Routers() {
@@ -194,8 +194,8 @@ func (n *network) refuses(when string, slots ...int) {
 	}
 }
 
-// knock sends from a router's address. nfacctd never answers, and would take a connection for the router's, which it then
-// mixes up: so none is made.
+// knock sends from a router's address without establishing a connection: nfacctd never responds, and would confuse the
+// connection with the router's session.
 func (n *network) knock(r *lab.Router) (l landing) {
 	const wait = time.Second
 	d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(r.BMP, 0)), Timeout: wait, Control: hearResets}
@@ -211,7 +211,7 @@ func (n *network) knock(r *lab.Router) (l landing) {
 	return l
 }
 
-// hearResets has a TCP socket hear nothing but resets: its SYN is refused, or never answered.
+// hearResets lets a TCP socket receive only RSTs, so that its SYN is refused or not answered.
 func hearResets(_, _ string, raw syscall.RawConn) (err error) {
 	const flags, rst = 13, 1 << 2
 	filter := []unix.SockFilter{
@@ -226,8 +226,8 @@ func hearResets(_, _ string, raw syscall.RawConn) (err error) {
 	return errors.Join(failed, err)
 }
 
-// away watches starting collectors: until they are ready nothing gets in, with one socket open or two, and the routers'
-// sessions are nowhere else.
+// away watches starting collectors. Until they are ready, with one or two open sockets, all traffic is rejected, and
+// the routers have no sessions elsewhere.
 func (n *network) away(slots ...int) {
 	n.Helper()
 	var left []int

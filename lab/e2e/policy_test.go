@@ -18,7 +18,7 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// effect is what plan or apply says of a change of what begins like this.
+// effect returns the output of plan or apply for the change whose name has the prefix.
 func (h *host) effect(plan api.Plan, what string) string {
 	h.Helper()
 	for _, c := range plan.Changes {
@@ -30,7 +30,7 @@ func (h *host) effect(plan api.Plan, what string) string {
 	return ""
 }
 
-// inOneOf ends traffic, all of which must have gone, both streams, to a home that is the device's by one of the mappings.
+// inOneOf stops the traffic. All of both streams must have arrived at the device's home by one of the mappings.
 func (h *host) inOneOf(t *traffic, homes ...home) {
 	h.Helper()
 	for a, landed := range t.end() {
@@ -43,8 +43,8 @@ func (h *host) inOneOf(t *traffic, homes ...home) {
 	}
 }
 
-// Routers of several addresses: an address of each family, or a whole prefix, is one device. A new map moves what plan
-// says and nothing else, and loses nothing.
+// Devices with several addresses: one of each family, or a whole prefix. A new map moves only the devices that plan
+// names, and no traffic is lost.
 func TestDeviceMap(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		all := addresses(100)
@@ -76,7 +76,7 @@ func TestDeviceMap(t *testing.T) {
 
 		h.setMap(second.String())
 		then := h.homesBy(4)
-		// Two addresses a device, then two of the prefix and one of a device inside it.
+		// Devices with two addresses, then two addresses of the prefix and one of a device inside the prefix.
 		moves := map[int]bool{}
 		for i, a := range all {
 			device := i / 2
@@ -129,8 +129,8 @@ func TestDeviceMap(t *testing.T) {
 	})
 }
 
-// A large device map and the number of slots change, at once and each by itself: no device is refused or goes to a slot
-// that is its own by neither policy, and the agent answers meanwhile.
+// A large device map and the number of slots change, together and separately: no device is rejected or reaches a slot
+// that is its home by neither policy, and the agent answers requests meanwhile.
 func TestLargeDeviceMap(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		all := addresses(100)
@@ -208,7 +208,7 @@ func newHostWithMap(t *testing.T, mode config.Steering, csv string) *host {
 	return h
 }
 
-// homesBy is where devices belong by the device map's file as it is now.
+// homesBy returns the home slots of devices by the current device map file.
 func (h *host) homesBy(slots int) home {
 	h.Helper()
 	devices, err := placement.LoadDeviceMap(filepath.Join(h.dir, "devices.csv"))
@@ -257,8 +257,8 @@ func TestStandby(t *testing.T) {
 	})
 }
 
-// Four slots, five, and four again, while devices send. Established connections stay; a policy that is wrong changes
-// nothing; one without the service gives its ports back.
+// Four slots, five, and four again, while devices send. Established connections stay. An invalid policy changes
+// nothing, and a policy without the service releases its ports.
 func TestApply(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4)
@@ -299,7 +299,7 @@ func TestApply(t *testing.T) {
 		h.inOneOf(traffic, four, five, five.but(4)) // while the fifth member registers
 		h.lands("five slots", all, five)
 
-		// plan counts the members that lose their slots.
+		// plan reports the number of members that lose their slots.
 		text, err := os.ReadFile(h.policyPath())
 		h.must(err)
 		for _, c := range []struct{ change, from, to, want string }{
@@ -315,7 +315,7 @@ func TestApply(t *testing.T) {
 			}
 		}
 
-		// Wrong in one place, right in another.
+		// One service is invalid, another one valid.
 		h.must(os.WriteFile(h.policyPath(), []byte(strings.Replace(string(text), "slots: 5", "slots: 3\n    slot: 1", 1)), 0o644))
 		h.refuse(2, []string{"policy.yaml:4:", "slot"}, "apply")
 		h.refuse(2, []string{"policy.yaml:4:", "slot"}, "plan")
@@ -338,7 +338,7 @@ func TestApply(t *testing.T) {
 			}
 		}
 
-		// Another service, and this one not.
+		// Another service without this one.
 		h.must(os.WriteFile(h.policyPath(), fmt.Appendf(nil, "services: {other: {slots: 1, cgroup: /%s, listeners: [{protocol: udp, address: \"[::]:2055\"}]}}\n",
 			h.lab.CgroupPath()), 0o644))
 		h.show(&plan, "apply")
@@ -364,7 +364,7 @@ func TestApply(t *testing.T) {
 	})
 }
 
-// From one way of steering to the other and back: members that serve both keep their slots.
+// From one steering mode to the other and back. Members that fit both modes keep their slots.
 func TestApplySteering(t *testing.T) {
 	t.Parallel()
 	h := up(t, config.Reuseport, 4)

@@ -17,18 +17,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// receiverEnv has the test binary be a receiver. Sockeye run keeps what begins with SOCKEYE_ from its program.
+// receiverEnv makes the test binary a receiver. Its name does not start with SOCKEYE_, because "sockeye run" removes
+// such variables.
 const receiverEnv = "E2E_RECEIVER"
 
-// receiver says what a receiver is.
+// receiver configures a receiver.
 type receiver struct {
 	Slot    int // which it answers with
 	Sockets []socket
-	// Counts has it count datagrams: it answers those of a single byte, with how many longer ones came before, and notes none.
+	// Counts makes the receiver count datagrams. It responds to datagrams of one byte with the number of longer ones
+	// before, and logs none.
 	Counts bool
 }
 
-// socket is one that a receiver opens, in order.
+// socket is a socket of a receiver. Sockets are opened in order.
 type socket struct {
 	Protocol string // tcp or udp
 	Address  netip.AddrPort
@@ -37,8 +39,8 @@ type socket struct {
 }
 
 // receive returns only for an error. It writes a line "up" when its sockets are open, and "PROTOCOL ADDRESS" for each
-// connection and datagram, and answers these with its slot; on connections it repeats what comes then. Commands come on stdin: "close tcp" and "close udp" close
-// sockets, "fork" leaves a child that holds them all.
+// connection and datagram. It responds to both with its slot, and echoes further data of connections. Commands on
+// stdin: "close tcp" and "close udp" close sockets, "fork" starts a child that inherits all of them.
 func receive(spec string) error {
 	var r receiver
 	if err := json.Unmarshal([]byte(spec), &r); err != nil {
@@ -127,7 +129,7 @@ func receive(spec string) error {
 	return in.Err()
 }
 
-// open binds a socket. It listens with a backlog of 1, as nfacctd does.
+// open binds a socket. Listeners have a backlog of 1, as nfacctd's.
 func (s socket) open() (fd int, err error) {
 	kind, domain := unix.SOCK_STREAM, unix.AF_INET6
 	if s.Protocol == "udp" {
@@ -149,8 +151,8 @@ func (s socket) open() (fd int, err error) {
 	if err == nil {
 		err = unix.Bind(fd, to)
 	}
-	// Without SO_REUSEPORT it has to wait until its predecessor's socket is gone, of which the agent holds a copy for the
-	// moment of its registration.
+	// Without SO_REUSEPORT, bind fails until the predecessor's socket is closed, including the copy that the agent has
+	// during registration.
 	for deadline := time.Now().Add(patience); s.Plain && errors.Is(err, unix.EADDRINUSE) && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 		err = unix.Bind(fd, to)

@@ -19,7 +19,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// The check itself must be able to fail: without an agent the kernel's hash gives each device's two streams to any member.
+// The check must be able to fail: without an agent, the kernel's hash spreads the streams of a device over all members.
 func TestKernelHashMisplaces(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)
@@ -47,14 +47,15 @@ func TestKernelHashMisplaces(t *testing.T) {
 	}
 }
 
-// All streams of one origin reach one member: six routers, four nfacctd, and flow records that carry what BMP tells.
+// All streams of a device reach one member: six routers, four nfacctd processes, and flow records with the fields of
+// BMP.
 func TestRequirement1DeviceScoped(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		newNetwork(t, mode).together()
 	})
 }
 
-// A member's death or restart moves no device, and both protocols fail alike.
+// The exit or restart of a member moves no device. Both protocols are rejected together.
 func TestRequirement2Stable(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		up(t, mode, 4).stable()
@@ -76,7 +77,7 @@ func (h *host) stable() {
 	h.nothingMisplaced(home, 200*2*8)
 }
 
-// No member's failure touches another: not its connections, not what it gets; a member that hangs is like one that lives.
+// A member's failure does not affect the connections and traffic of others. A hanging member keeps its traffic.
 func TestRequirement3FaultIsolation(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		up(t, mode, 4).faults()
@@ -118,7 +119,7 @@ func others(all []netip.Addr, home home, slot int) []netip.Addr {
 	return found
 }
 
-// The distribution's nfacctd, as it is, through crashes of each and of all.
+// The distribution's unmodified nfacctd, with crashes of each and of all.
 func TestRequirement4ExistingTools(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		n := newNetwork(t, mode)
@@ -172,8 +173,8 @@ func (h *host) restarts() {
 	h.lands("at the end", all, home)
 }
 
-// TCP and UDP, IPv4 and IPv6, one socket for both families or one each: a device has one slot. And a member that closes
-// one of its sockets is out for both protocols.
+// TCP and UDP, IPv4 and IPv6, one socket for both families or one each: a device has one slot. A member that closes one
+// of its sockets loses its slot for both protocols.
 func TestRequirement6TCPAndUDPAlike(t *testing.T) {
 	families := map[string][]socket{
 		"ipv4": {{Address: netip.AddrPortFrom(netip.IPv4Unspecified(), 0)}},

@@ -147,7 +147,7 @@ func policySection(name string, rules ...string) string {
 	return text
 }
 
-// applyTrace makes trace rules true.
+// applyTrace applies trace rules.
 func (h *tuned) applyTrace(rules ...string) (plan api.Plan) {
 	h.Helper()
 	h.setTrace(rules...)
@@ -155,7 +155,7 @@ func (h *tuned) applyTrace(rules ...string) (plan api.Plan) {
 	return plan
 }
 
-// query asks the agent.
+// query sends a request to the agent.
 func (h *tuned) query(path string, into any, args ...string) {
 	h.Helper()
 	h.must(h.tryQuery(path, into, args...))
@@ -176,7 +176,7 @@ func pairs(args ...string) url.Values {
 	return q
 }
 
-// traced is what is traced of one cgroup.
+// traced returns the tracing of a cgroup.
 func (h *tuned) traced(cgroup string) api.TracedCgroup {
 	h.Helper()
 	var s api.TraceStatus
@@ -188,7 +188,7 @@ func (h *tuned) traced(cgroup string) api.TracedCgroup {
 	return s.Cgroups[i]
 }
 
-// results are what was measured of the groups of a selector, together.
+// results returns the merged results of the groups that match a selector.
 func (h *tuned) results(selector string, args ...string) measure.Result {
 	h.Helper()
 	var r api.TraceResults
@@ -201,8 +201,7 @@ func (h *tuned) results(selector string, args ...string) measure.Result {
 	return *found[0]
 }
 
-// ended waits until so many messages that a selector means have ended and none is under way, and returns what was
-// measured of them.
+// ended waits until n messages that match a selector are complete and none is in transit, and returns their results.
 func (h *tuned) ended(selector string, n uint64, args ...string) (r measure.Result) {
 	h.Helper()
 	h.eventually("messages to end", func() error {
@@ -225,13 +224,13 @@ func ended(outcomes map[measure.Outcome]uint64) (sum uint64) {
 	return sum
 }
 
-// took fails the test unless a stage's times are what they should be: most no less than that, and the quicker ones no more
-// than a share above it for what the wire adds, and a bit. On a busy host the others may take any time; if all do, more is
-// measured again, and again.
+// took fails the test unless the times of a stage are as expected: most of them at least the minimum, and the faster
+// ones at most a share above it plus the time on the wire. The slower ones may take any time on a busy host. If none is
+// fast enough, more messages are measured.
 func (h *tuned) took(what string, r measure.Result, stage config.Stage, want time.Duration, again ...func() measure.Result) {
 	h.Helper()
 	const slack, most = 5 * time.Millisecond, 10
-	// A bucket is 1/16 wide.
+	// Histogram buckets have a relative width of 1/16.
 	low, high := want-want/20, want+want/20+slack
 	for tries := 1; ; tries++ {
 		stats := r.Stages[stage]
@@ -251,14 +250,14 @@ func (h *tuned) took(what string, r measure.Result, stage config.Stage, want tim
 	}
 }
 
-// slowest are the slowest messages that a selector means.
+// slowest returns the slowest messages that match a selector.
 func (h *tuned) slowest(selector string, n int) (list []api.TraceSlow) {
 	h.Helper()
 	h.query("/slow", &list, "select", selector, "n", fmt.Sprint(n))
 	return list
 }
 
-// farListener accepts connections on the far side, in this process.
+// farListener listens on the remote side, in this process.
 func (h *tuned) farListener(port uint16, options func(fd int) error) *net.TCPListener {
 	h.Helper()
 	return h.listener(h.devices, port, options)
@@ -293,7 +292,7 @@ func (h *tuned) accept(l *net.TCPListener) *net.TCPConn {
 	return c
 }
 
-// sink reads all that comes to a listener.
+// sink reads all data of a listener's connections.
 func (h *tuned) sink(l *net.TCPListener) {
 	go func() {
 		for {
@@ -310,14 +309,14 @@ func (h *tuned) sink(l *net.TCPListener) {
 	}()
 }
 
-// queueOf puts a token bucket with a queue before the near end of the link, and returns what removes it. Rate is in bytes a
-// second, burst in bytes.
+// queueOf adds a token bucket filter to the local end of the link and returns a function that removes it. Rate is in
+// bytes per second, burst in bytes.
 func (h *tuned) tokenBucket(rate, burst uint64) (remove func()) {
 	h.Helper()
 	nl := h.collectors.Netlink()
 	dev, err := nl.LinkByName("link0")
 	h.must(err)
-	// The kernel wants the burst as the time that it takes, in ticks.
+	// The kernel expects the burst as its transmission time in ticks.
 	q := &netlink.Tbf{
 		QdiscAttrs: netlink.QdiscAttrs{LinkIndex: dev.Attrs().Index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT},
 		Rate:       rate, Limit: 1 << 20, Buffer: uint32(float64(burst) / float64(rate) * netlink.TickInUsec() * 1e6),

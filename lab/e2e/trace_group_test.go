@@ -33,7 +33,8 @@ func (h *tuned) groups(rule string) map[measure.Group]uint64 {
 	return groups
 }
 
-// Messages are counted by what their rule groups by. What finds no room among its groups is counted together.
+// Messages are counted by the group_by of their rule. Messages beyond the maximum number of groups are counted in one
+// group.
 func TestTraceGroups(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -105,7 +106,7 @@ func TestTraceGroups(t *testing.T) {
 		t.Errorf("groups: %v\nwant %v", got, want)
 	}
 
-	// What was counted stays counted when the agent and the cgroup are others.
+	// Counts survive a new agent and a new cgroup.
 	before := h.groups("few")
 	h.killAgent()
 	h.startAgent()
@@ -114,8 +115,8 @@ func TestTraceGroups(t *testing.T) {
 	}
 }
 
-// A trial of tune is told apart in its arms, and which stage makes the difference; so it is when the rule of tune changes,
-// and the metrics go on.
+// The arms of a tune trial are separate groups, and compare finds the stage that differs. This also holds after a
+// change of the tune rule, and the metrics continue.
 func TestTraceArms(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: 3 * time.Millisecond})
@@ -216,7 +217,7 @@ func TestTraceArms(t *testing.T) {
 	arms("a new agent", want)
 	agrees("a new agent")
 
-	// Without tune, and with it again: its numbers of rules are others then, so all begins anew.
+	// Without tune, and with tune again: the rules have other numbers then, so that all counts restart.
 	h.setTrace("{name: all, cgroup: " + near + ", messages: 1/1, group_by: [rule, arm]}")
 	h.show(&plan, "apply")
 	p.connect(3, at(tracePort, far4)...)
@@ -229,7 +230,7 @@ func TestTraceArms(t *testing.T) {
 	if r := h.ended("", 4); r.Chosen != 4 || r.Group.TuneRule != "window" {
 		t.Errorf("with tune again: %+v", r)
 	}
-	// A policy that fails in the end leaves both as they were.
+	// A policy that fails late changes neither domain.
 	text, err := os.ReadFile(h.policyPath())
 	h.must(err)
 	h.setTrace("{name: all, cgroup: "+near+", messages: 1/1, group_by: [rule, arm]}", "{name: zz, cgroup: "+h.group("zz/deeper/still")+"}")
@@ -244,7 +245,7 @@ func TestTraceArms(t *testing.T) {
 	h.ended("tune_rule=window", n+4)
 }
 
-// Messages of a service are known by its listeners.
+// Messages of a service are found by its listeners.
 func TestTraceService(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)

@@ -21,7 +21,7 @@ import (
 	"sockeye/lab"
 )
 
-// tracePins are the folders with what is pinned of tracings.
+// tracePins returns the pin directories of tracings.
 func (h *tuned) tracePins() []string {
 	h.Helper()
 	found, err := filepath.Glob(filepath.Join(h.pins, "trace_*"))
@@ -29,8 +29,8 @@ func (h *tuned) tracePins() []string {
 	return found
 }
 
-// calls attaches a program that counts for how many messages of a cgroup the kernel calls the programs there, and returns
-// what reads the count.
+// calls attaches a program that counts the messages for which the kernel calls the programs of a cgroup, and returns a
+// function that reads the count.
 func (h *tuned) calls(dir string) (read func() uint64) {
 	h.Helper()
 	const sendmsg = 20 // BPF_SOCK_OPS_TSTAMP_SENDMSG_CB
@@ -67,14 +67,14 @@ func (h *tuned) calls(dir string) (read func() uint64) {
 	}
 }
 
-// exchanges has all connections of a peer exchange so many messages.
+// exchanges exchanges n messages on all connections of a peer.
 func (p *peer) exchanges(count int) {
 	p.h.Helper()
 	p.do(order{Do: "exchanges", Parallel: 8, Up: 1000, traceOrder: traceOrder{Count: count}})
 }
 
-// From the first policy to the last: plan tells all before, counts go on or begin anew as it says, and in the end nothing is
-// left.
+// From the first policy to the last: plan announces each change and which counts restart, and the last policy removes
+// everything.
 func TestTraceLifecycle(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -94,7 +94,7 @@ func TestTraceLifecycle(t *testing.T) {
 		}
 	}
 
-	// Connections that are open are traced from then on, too.
+	// Open connections are traced from then on.
 	h.setTrace(base, fresh)
 	var plan, applied api.Plan
 	h.show(&plan, "plan")
@@ -131,7 +131,7 @@ func TestTraceLifecycle(t *testing.T) {
 		t.Errorf("apply again: %+v", applied.Changes)
 	}
 
-	// Rules change while messages are under way: all begins anew, nothing is lost but what was under way.
+	// Rules change while messages are in transit: all counts restart, and only messages in transit are lost.
 	smaller := strings.Replace(base, "1/1}", "1/1, group_by: port}", 1)
 	elsewhere := "{name: elsewhere, cgroup: " + other + "}"
 	h.setTrace(smaller, elsewhere)
@@ -173,7 +173,7 @@ func TestTraceLifecycle(t *testing.T) {
 		t.Errorf("after apply: %d messages, then %d, want 18 more", r.Chosen, later.Chosen)
 	}
 
-	// What cannot be had leaves all as it is, counts too.
+	// A policy that cannot be applied changes nothing, including the counts.
 	before := h.results("rule=base")
 	since = h.traced(near).Since
 	for _, wrong := range []struct {
@@ -228,7 +228,7 @@ func TestTraceLifecycle(t *testing.T) {
 		t.Error("apply --previous does not bring back what was")
 	}
 
-	// A cgroup that somebody removes is his to make again, and then to remove.
+	// A cgroup that somebody removed is not created again by the agent. Whoever creates it again removes it.
 	h.must(os.Remove(h.groupDir("other")))
 	h.eventually("the end of the cgroup", func() error {
 		if s := h.traced(other); s.Attached || s.Created || !strings.Contains(s.Problem, "there is no cgroup") || h.exists(h.groupDir("other")) {
@@ -249,7 +249,7 @@ func TestTraceLifecycle(t *testing.T) {
 	h.must(again.Kill())
 	h.eventually("its cgroup to be empty", func() error { return os.Remove(again.CgroupDir()) })
 
-	// A rule that is removed leaves nothing: no program, no pin, and nothing on connections that are open.
+	// A removed rule leaves no program, no pin and no state of open connections.
 	calls := h.calls(h.groupDir("near"))
 	p.exchanges(1)
 	if n := calls(); n != 6 {
@@ -277,7 +277,7 @@ func TestTraceLifecycle(t *testing.T) {
 		t.Errorf("the kernel still calls for %d messages of connections that were traced", more)
 	}
 
-	// An agent that starts with another policy removes what the one before left.
+	// An agent that starts with another policy removes the pins of the previous one.
 	h.applyTrace(base)
 	n = calls()
 	p.exchanges(1)
@@ -305,8 +305,8 @@ func TestTraceLifecycle(t *testing.T) {
 	}
 }
 
-// The agent is killed in the middle of messages. They are measured on, the next agent goes on with the counts, and says of the
-// history that it does not have it.
+// The agent is killed while messages are in transit. The measurement continues, the next agent adopts the counts, and
+// reports that it has no history.
 func TestTraceAgentKilled(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -355,7 +355,7 @@ func TestTraceAgentKilled(t *testing.T) {
 	}
 }
 
-// A rule for a unit waits for it, finds it wherever it appears, and goes on with its counts.
+// A rule for a unit waits for the unit, finds it in any cgroup, and continues its counts.
 func TestTraceUnit(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -400,7 +400,7 @@ func TestTraceUnit(t *testing.T) {
 		if r := h.ended("rule=unit", all); r.Chosen != all {
 			t.Errorf("unit in %q: %d messages, want %d", dir, r.Chosen, all)
 		}
-		// What the agent remembers has each once, though the unit was not there in between.
+		// The history has each message once, although the unit did not exist in between.
 		remembered := all
 		if i == 3 {
 			remembered = 4
@@ -424,8 +424,8 @@ func TestTraceUnit(t *testing.T) {
 	h.refuse(5, []string{unit, "there are 2", "hint:"}, "plan")
 }
 
-// Cgroups have rules and counts of their own, also one in another, whichever ends first; what tunes may be of another cgroup
-// than what traces.
+// Cgroups have separate rules and counts, also nested ones, which end in any order. Tune and trace rules may have
+// different cgroups.
 func TestTraceNested(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -462,7 +462,7 @@ func TestTraceNested(t *testing.T) {
 		}
 	}
 
-	// One in the other: a message counts in both.
+	// Nested cgroups: both count the message.
 	both2 := traceText(rule("outer", outer), rule("inner", inner))
 	apply := func(text string) {
 		t.Helper()
@@ -473,7 +473,7 @@ func TestTraceNested(t *testing.T) {
 	apply(both2)
 	a.exchanges(2)
 	counts("one in the other", map[string]uint64{"outer": 9, "inner": 6})
-	// The outer one begins anew, and ends: what the inner one has chosen goes on.
+	// The outer one restarts and ends. The inner one continues.
 	apply(strings.Replace(both2, "1/1", "1/2", 1))
 	a.exchanges(2)
 	counts("the outer one begins anew", map[string]uint64{"inner": 12})
@@ -488,7 +488,7 @@ func TestTraceNested(t *testing.T) {
 	counts("the inner one ends", map[string]uint64{"outer": 12})
 }
 
-// When a host is gone, nothing of its tracing is left.
+// A closed host leaves nothing of its tracing.
 func TestTraceNothingLeft(t *testing.T) {
 	t.Parallel()
 	var (
@@ -530,7 +530,7 @@ func TestTraceNothingLeft(t *testing.T) {
 	})
 }
 
-// Connections outside of the cgroup run no program of ours.
+// Connections outside of the cgroup call no program of Sockeye.
 func TestTraceOthers(t *testing.T) {
 	t.Parallel()
 	stats, err := ebpf.EnableStats(0) // BPF_STATS_RUN_TIME

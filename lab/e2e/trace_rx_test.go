@@ -23,7 +23,7 @@ import (
 	"sockeye/lab"
 )
 
-// received waits until so much that a selector means was received, and all of it has ended.
+// received waits until n messages that match a selector were received and are complete.
 func (h *tuned) received(selector string, n uint64) (r measure.Result) {
 	h.Helper()
 	h.eventually("it to be received", func() error {
@@ -39,8 +39,7 @@ func (h *tuned) received(selector string, n uint64) (r measure.Result) {
 	return r
 }
 
-// A reader that is stopped shows in the stage reader, over TCP and UDP, and while it is stopped it is told how far it is
-// behind.
+// The reader stage shows a stopped reader of TCP and UDP, and the unread queue while the reader is stopped.
 func TestTraceReader(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -97,7 +96,8 @@ func TestTraceReader(t *testing.T) {
 		h.took(protocol+", stopped", r, config.StageRXStack, 0)
 	}
 
-	// Without an agent it goes on, but for the times of arrival, for which the agent asks the kernel.
+	// The measurement continues without an agent, except for the times of arrival, which the agent enables in the
+	// kernel.
 	h.killAgent()
 	far.exchanges(2)
 	h.startAgent()
@@ -106,7 +106,7 @@ func TestTraceReader(t *testing.T) {
 	if r.RXChosen < 24 || r.RXUnstamped > 4 {
 		t.Errorf("a new agent: %+v", r)
 	}
-	// Rules that do not ask for it have nothing of it attached.
+	// No program is attached for rules without the stage.
 	if n := len(h.links()); n < 5 {
 		t.Errorf("%d programs are attached", n)
 	}
@@ -124,7 +124,7 @@ func TestTraceReader(t *testing.T) {
 
 var programID = regexp.MustCompile(`(?m)^prog_id:\s+(\d+)$`)
 
-// links are the ids of the programs that the agent has attached.
+// links returns the ids of the programs that the agent has attached.
 func (h *tuned) links() (programs []ebpf.ProgramID) {
 	h.Helper()
 	infos, err := filepath.Glob(fmt.Sprintf("/proc/%d/fdinfo/*", h.agent.Pid()))
@@ -141,7 +141,7 @@ func (h *tuned) links() (programs []ebpf.ProgramID) {
 	return programs
 }
 
-// stopPeer stops a peer as a debugger does.
+// stopPeer stops a peer with SIGSTOP.
 func (h *tuned) stopPeer(p *peer) {
 	h.Helper()
 	h.members[0] = &member{Process: p.Process}
@@ -149,7 +149,7 @@ func (h *tuned) stopPeer(p *peer) {
 	delete(h.members, 0)
 }
 
-// What nobody reads is counted by what became of it.
+// Unread messages are counted by their fate.
 func TestTraceUnread(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -186,7 +186,7 @@ func TestTraceUnread(t *testing.T) {
 	}
 }
 
-// Datagrams that are sent are measured up to the driver.
+// Sent datagrams are measured until they reach the driver.
 func TestTraceDatagrams(t *testing.T) {
 	t.Parallel()
 	const rate, burst, size, count = 500_000, 2000, 1000, 20 // bytes a second, bytes
@@ -203,8 +203,8 @@ func TestTraceDatagrams(t *testing.T) {
 	r := h.ended(fmt.Sprintf("port=%d", tracePort), 20)
 	h.took("no rate limit", r, config.StageQdisc, 0)
 	h.took("no rate limit", r, config.StageStack, 0)
-	// Of all that are given to it at once, the last waits for all others: unless the host is so busy that the queue is half
-	// empty before they all are, or is served late.
+	// The last of the datagrams that are sent at once waits for all others, unless a busy host sends them slowly or
+	// dequeues late.
 	const longest = (count*(size+28) - burst) * time.Second / rate
 	var took []time.Duration
 	for round := range uint16(rounds) {

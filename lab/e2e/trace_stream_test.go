@@ -26,7 +26,7 @@ import (
 	"sockeye/lab"
 )
 
-// stream begins an answer that goes on.
+// stream starts a streaming response.
 func (h *tuned) stream(path string, args ...string) (*api.Stream, error) {
 	s, err := api.NewClient(api.SocketPath(h.dir)).Stream(h.Context(), "/v1/trace"+path, pairs(args...))
 	if err == nil {
@@ -35,7 +35,7 @@ func (h *tuned) stream(path string, args ...string) (*api.Stream, error) {
 	return s, err
 }
 
-// samples begins to read samples.
+// samples starts to read samples.
 func (h *tuned) samples(args ...string) *api.Stream {
 	h.Helper()
 	s, err := h.stream("/samples", args...)
@@ -43,7 +43,7 @@ func (h *tuned) samples(args ...string) *api.Stream {
 	return s
 }
 
-// refused fails the test unless an error has this code, a hint and these words.
+// refused fails the test unless an error has the code, a hint and the words.
 func (h *tuned) refused(what string, err error, code int, words ...string) {
 	h.Helper()
 	if fault.Code(err) != code {
@@ -57,7 +57,8 @@ func (h *tuned) refused(what string, err error, code int, words ...string) {
 	}
 }
 
-// Samples are what the counts count: each message as it ends, to one reader at a time, over changes of rules and agents.
+// There is one sample for each counted message when it is complete, for one reader at a time, also after changes of
+// rules and agents.
 func TestTraceSamples(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -110,7 +111,7 @@ func TestTraceSamples(t *testing.T) {
 		t.Errorf("%d samples of IPv4, %d of IPv6, want 10 each", of4, of6)
 	}
 
-	// One reader at a time, also by command, until it leaves.
+	// One reader at a time, including the command, until the reader disconnects.
 	_, err = h.stream("/samples")
 	h.refused("a second reader", err, fault.CodeConflict, near, "being read already", "hint:")
 	h.refuse(5, []string{"being read already", "hint:"}, "trace", "samples", "--count", "1")
@@ -120,7 +121,7 @@ func TestTraceSamples(t *testing.T) {
 		return err
 	})
 
-	// A group that was not there before is selected from its first message on.
+	// A new group is selected from its first message on.
 	p.connect(3, at(tracePort+1, far6, far4, far6)...)
 	p.exchanges(1)
 	if m := next(s).Sample; m == nil || m.Group.Port != tracePort+1 || !m.Local.Addr().Is4() {
@@ -128,7 +129,7 @@ func TestTraceSamples(t *testing.T) {
 	}
 	s.Close()
 
-	// Rules change, a cgroup comes: samples go on.
+	// Samples continue when rules change and a cgroup is added.
 	h.eventually("the reader to be gone", func() error {
 		s, err = h.stream("/samples")
 		return err
@@ -152,7 +153,7 @@ func TestTraceSamples(t *testing.T) {
 		t.Errorf("a unit that came later: %+v", m)
 	}
 
-	// The agent stops in the middle: the answer ends. While nobody reads, nothing is kept.
+	// The response ends when the agent stops. Samples without a reader are not stored.
 	h.stopAgent()
 	var line api.TraceSampleLine
 	if err := s.Next(&line); err == nil {
@@ -209,7 +210,7 @@ func TestTraceSamples(t *testing.T) {
 	}
 }
 
-// sampling tells whether any tracing has a ring for samples.
+// sampling reports whether a tracing has a ring for samples.
 func (h *tuned) sampling() bool {
 	h.Helper()
 	rings, err := filepath.Glob(filepath.Join(h.pins, "trace_*", "rings"))
@@ -233,7 +234,7 @@ func (h *tuned) sampling() bool {
 	return false
 }
 
-// A reader that is too slow for its buffer is told how much it lost, and gets all else.
+// A reader that is too slow for its buffer gets the number of lost samples, and all others.
 func TestTraceSamplesLost(t *testing.T) {
 	t.Parallel()
 	h := newTraced(t, 0)
@@ -243,7 +244,7 @@ func TestTraceSamplesLost(t *testing.T) {
 	far.listen(tracePort)
 	p.connect(4, at(tracePort, far4)...)
 	h.ended("", 4)
-	// The client does not read: what the agent has read for it fills its socket, and then the ring.
+	// The client does not read, so that its socket and then the ring become full.
 	s := h.samples("buffer", "4096")
 	const messages = 4 * 400
 	p.exchanges(messages / 4)
@@ -266,7 +267,7 @@ func TestTraceSamplesLost(t *testing.T) {
 	}
 }
 
-// agentLines calls f for each line until it is false.
+// agentLines calls f for each line until f returns false.
 func agentLines(s *api.Stream, f func(api.TraceSampleLine) bool) error {
 	for {
 		var line api.TraceSampleLine
@@ -279,7 +280,7 @@ func agentLines(s *api.Stream, f func(api.TraceSampleLine) bool) error {
 	}
 }
 
-// Packets of one connection, whatever the policy says; of others none.
+// Packets of one connection and of no other, independent of the policy.
 func TestTracePackets(t *testing.T) {
 	t.Parallel()
 	const delay = 5 * time.Millisecond
@@ -306,7 +307,7 @@ func TestTracePackets(t *testing.T) {
 			t.Fatalf("%s: %+v", name, l)
 		}
 		p.exchanges(1)
-		// They come as they happen, not when it ends.
+		// The packets are streamed.
 		line = api.TracePacketLine{}
 		h.must(s.Next(&line))
 		if line.Event == nil {
@@ -362,7 +363,7 @@ func TestTracePackets(t *testing.T) {
 		t.Errorf("%v, %v", info, err)
 	}
 
-	// A time that is over, a caller that leaves, an agent that stops: nothing is left of it.
+	// Nothing is left after the end of the duration, a disconnect of the client, and a stop of the agent.
 	s, err := h.stream("/packets", "pid", fmt.Sprint(p.Pid()), "fd", fmt.Sprint(ends[0].FD), "for", "10ms")
 	h.must(err)
 	var end api.TracePacketLine
@@ -389,7 +390,7 @@ func TestTracePackets(t *testing.T) {
 	}
 }
 
-// packetPrograms counts the programs for packets that the agent has open.
+// packetPrograms counts the agent's packet programs.
 func (h *tuned) packetPrograms() (n int) {
 	h.Helper()
 	infos, err := filepath.Glob(fmt.Sprintf("/proc/%d/fdinfo/*", h.agent.Pid()))
@@ -403,7 +404,7 @@ func (h *tuned) packetPrograms() (n int) {
 	return n
 }
 
-// Questions that make no sense are refused with a line that says what would, and nothing is left of them.
+// Invalid requests are refused with a hint about valid ones, and leave nothing.
 func TestTraceRefused(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -508,12 +509,12 @@ func TestTraceRefused(t *testing.T) {
 	h.refuse(2, []string{"rules", "did you mean rule?"}, "trace", "slow", "--select", "rules=x")
 	h.refuse(2, []string{"--buffer", "4KB to 256MB"}, "trace", "samples", "--buffer", "1KB")
 
-	// Listening sockets and those of nobody have no packets.
+	// Listening sockets and unknown sockets have no packets.
 	far.listen(tracePort + 1)
 	h.refuse(2, []string{"hint:"}, "trace", "packets", "--pid", fmt.Sprint(os.Getpid()), "--fd", "0")
 }
 
-// Who is not root sees figures, and no addresses; an agent without rights says what it lacks.
+// Users other than root see figures without addresses. An agent without rights names the missing ones.
 func TestTraceRights(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})

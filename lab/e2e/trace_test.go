@@ -20,7 +20,7 @@ import (
 	"sockeye/lab"
 )
 
-// A link's delay is in the stage network, and nowhere else.
+// The delay of a link is in the network stage only.
 func TestTraceNetwork(t *testing.T) {
 	t.Parallel()
 	h := newTraced(t, 0)
@@ -54,8 +54,8 @@ func TestTraceNetwork(t *testing.T) {
 	}
 }
 
-// explained fails the test unless the slowest message of this length that a selector means is explained by this, and returns
-// it.
+// explained returns the slowest message of the length that matches a selector, and fails the test unless its
+// explanation is as expected.
 func (h *tuned) explained(selector string, length uint32, stage config.Stage, cause measure.Cause, words ...string) (m api.TraceSlow) {
 	h.Helper()
 	list := h.slowest(selector, 100)
@@ -67,7 +67,7 @@ func (h *tuned) explained(selector string, length uint32, stage config.Stage, ca
 	if m.Explanation.Stage != stage || m.Explanation.Cause != cause {
 		h.Errorf("%s: the slowest message is explained by %s in %s, want %s in %s: %+v", selector, m.Explanation.Cause, m.Explanation.Stage, cause, stage, m)
 	}
-	// For people, the same.
+	// The text output has the same content.
 	out, errs, code := h.cli("trace", "slow", "-n", "100", "--select", selector)
 	for _, word := range append(words, m.Explanation.Text, m.Local.String(), m.Remote.String()) {
 		if code != 0 || !strings.Contains(out, word) {
@@ -77,8 +77,8 @@ func (h *tuned) explained(selector string, length uint32, stage config.Stage, ca
 	return m
 }
 
-// What holds a message in the stack is seen there, and told: the windows of congestion and of the peer, and pacing, which
-// rules of tune set on the same connections.
+// The stack stage shows and explains delays by the congestion window, the peer's receive window, and pacing, which tune
+// rules set on the same connections.
 func TestTraceStack(t *testing.T) {
 	t.Parallel()
 	const delay, size = 10 * time.Millisecond, 100_000
@@ -95,7 +95,7 @@ func TestTraceStack(t *testing.T) {
 	h.sink(h.farListener(cwnd, nil))
 	h.sink(h.farListener(paced, nil))
 	shut := h.farListener(window, func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 8000) })
-	// connect makes a connection, and returns what sends so many messages over it and waits for their end.
+	// connect opens a connection and returns a function that sends messages and waits until they are complete.
 	connect := func(rule string, port uint16, count int) (send func() measure.Result) {
 		t.Helper()
 		p.do(order{Do: "connect", N: 1, To: at(port, far4), Keep: true})
@@ -111,7 +111,7 @@ func TestTraceStack(t *testing.T) {
 		}
 	}
 
-	// 100 KB by 10 packets of 1448 bytes a round trip: the last leaves in the 7th.
+	// 100 KB with 10 packets of 1448 bytes in each round trip: the last packet is sent in the 7th.
 	send := connect("cwnd", cwnd, 3)
 	r := send()
 	h.took("a small congestion window", r, config.StageStack, 6*2*delay, send)
@@ -122,13 +122,13 @@ func TestTraceStack(t *testing.T) {
 		t.Errorf("a small congestion window: %+v", m)
 	}
 
-	// At 500 KB a second.
+	// Pacing of 500 KB/s.
 	send = connect("paced", paced, 2)
 	h.took("pacing", send(), config.StageStack, 180*time.Millisecond, send)
 	p.do(order{Do: "close"})
 	h.explained("tune_rule=paced", size, config.StageStack, measure.CausePacing, "pacing at ", "Mbit/s")
 
-	// A reader that is stopped for a while.
+	// The reader is stopped for a time.
 	const stopped = 400 * time.Millisecond
 	var reader sync.WaitGroup
 	reader.Go(func() {
@@ -138,7 +138,7 @@ func TestTraceStack(t *testing.T) {
 			return
 		}
 		defer c.Close()
-		// From when the message is on its way.
+		// The time starts when the message is in transit.
 		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
 			t.Error(err)
 			return
@@ -161,7 +161,7 @@ func TestTraceStack(t *testing.T) {
 	}
 }
 
-// What waits for a rate on this host is in the stage qdisc, for as long as its queue takes.
+// The qdisc stage shows the queueing delay of a rate limit on this host.
 func TestTraceQdisc(t *testing.T) {
 	t.Parallel()
 	const rate, burst, size, connections = 500_000, 3000, 1000, 20 // bytes a second, bytes
@@ -169,8 +169,8 @@ func TestTraceQdisc(t *testing.T) {
 	h.setTrace("{name: all, cgroup: " + h.group("near") + ", messages: 1/1, group_by: port}")
 	h.startAgent()
 	p := h.startNear("near")
-	// All messages are in the queue at once, so the last waits for all others: unless the host is so busy that the queue is
-	// half empty before they all are, or is served late, or that the rest of the way takes a message as long.
+	// All messages are queued at once, so that the last one waits for all others, unless a busy host sends them slowly,
+	// dequeues late, or delays the message as long after the queue.
 	const longest = (connections*(size+52) - burst) * time.Second / rate
 	var took []time.Duration
 	for round := range uint16(10) {
@@ -200,7 +200,7 @@ func TestTraceQdisc(t *testing.T) {
 	t.Errorf("a rate limit: the longest waits are %v, want %v", took, longest)
 }
 
-// What is lost is explained so: the message's own last segment, one before it, and none of it that is acknowledged.
+// Losses are explained: of the message's last segment, of a segment before it, and of an acknowledged segment.
 func TestTraceLoss(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex
@@ -231,7 +231,7 @@ func TestTraceLoss(t *testing.T) {
 			h.sink(l)
 		}
 	}
-	// send has a connection lose segments of one message, after some that tell how long a round trip takes.
+	// send drops segments of one message of a connection, after messages that measure the RTT.
 	const before = 5
 	send := func(port uint16, which func(n int) bool) {
 		t.Helper()
@@ -267,7 +267,7 @@ func TestTraceLoss(t *testing.T) {
 	}
 	p.do(order{Do: "close"})
 
-	// The peer vanishes.
+	// The peer disappears.
 	send(tracePort+2, func(int) bool { return true })
 	h.eventually("it to be sent again", func() error {
 		mu.Lock()

@@ -29,10 +29,10 @@ import (
 	"sockeye/lab"
 )
 
-// peerEnv has the test binary be a peer: a process with connections of its own, which it opens as it is told.
+// peerEnv makes the test binary a peer: a process that opens connections by order of the test.
 const peerEnv = "E2E_PEER"
 
-// The ends of the link. What has the agent is near.
+// The sides of the link. The agent is on the near side.
 var (
 	near4 = netip.MustParseAddr("10.90.0.1")
 	near6 = netip.MustParseAddr("fd90::1")
@@ -40,32 +40,32 @@ var (
 	far6  = netip.MustParseAddr("fd90::2")
 )
 
-// order is a line to a peer, which answers each with a line.
+// order is a line of input to a peer, which responds with one line.
 type order struct {
 	Do string // listen, connect, exchange, look or close
-	// At is where to listen.
+	// At are the listening addresses.
 	At netip.AddrPort
-	// To are where to connect to, in turn, and From from where; nothing: from anywhere.
+	// To are the destinations, used in turn, and From the source address; default: any.
 	To   []netip.AddrPort
 	From []netip.Addr
-	// N is how many connections to open, Parallel how many of them at a time; at least 1.
+	// N is the number of connections, Parallel the number of concurrent ones, at least 1.
 	N, Parallel int
-	// Up and Down are how many bytes the connecting side sends, and how many the other one answers with.
+	// Up is the number of bytes that the connecting side sends, Down the number of bytes of the response.
 	Up, Down int
-	// Keep has connections stay open.
+	// Keep leaves the connections open.
 	Keep bool
-	// Device is the interface to bind connections to; "": none.
+	// Device is the interface for SO_BINDTODEVICE, empty for none.
 	Device string
 	traceOrder
 }
 
-// report is a peer's answer.
+// report is the response of a peer.
 type report struct {
 	Error string
 	Ends  []connectionEnd
 }
 
-// connectionEnd is a connection as the process that has it sees it.
+// connectionEnd is a connection from the view of its process.
 type connectionEnd struct {
 	FD            int
 	Local, Remote netip.AddrPort
@@ -76,7 +76,7 @@ type connectionEnd struct {
 	Options       map[string]int
 }
 
-// seen are the options that a peer reads of its sockets, each by getsockopt(2).
+// seen are the options that a peer reads from its sockets with getsockopt(2).
 var seen = map[string][2]int{
 	"sndbuf":           {unix.SOL_SOCKET, unix.SO_SNDBUF},
 	"rcvbuf":           {unix.SOL_SOCKET, unix.SO_RCVBUF},
@@ -88,7 +88,7 @@ var seen = map[string][2]int{
 	"keepalive_probes": {unix.SOL_TCP, unix.TCP_KEEPCNT},
 }
 
-// peerProcess is a peer at work.
+// peerProcess is the state of a peer.
 type peerProcess struct {
 	mu   sync.Mutex
 	open []*peerConnection
@@ -204,7 +204,7 @@ func (p *peerProcess) remove(c *peerConnection) {
 	p.open = slices.DeleteFunc(p.open, func(other *peerConnection) bool { return other == c })
 }
 
-// connect opens connections, and returns how each is after its exchange.
+// connect opens connections and returns the state of each after its exchange.
 func (p *peerProcess) connect(o order) (ends []connectionEnd, err error) {
 	ends = make([]connectionEnd, o.N)
 	return ends, atOnce(o.N, o.Parallel, func(i int) error {
@@ -235,7 +235,7 @@ func (p *peerProcess) connect(o order) (ends []connectionEnd, err error) {
 	})
 }
 
-// each runs f for all connections that this process has made.
+// each calls f for all connections that this process has opened.
 func (p *peerProcess) each(o order, f func(*peerConnection) error) error {
 	p.mu.Lock()
 	made := slices.DeleteFunc(slices.Clone(p.open), func(c *peerConnection) bool { return c.accepted })
@@ -243,7 +243,7 @@ func (p *peerProcess) each(o order, f func(*peerConnection) error) error {
 	return atOnce(len(made), o.Parallel, func(i int) error { return f(made[i]) })
 }
 
-// atOnce calls f for 0 to n-1, so many at a time.
+// atOnce calls f for 0 to n-1, with a limit of concurrent calls.
 func atOnce(n, parallel int, f func(int) error) error {
 	var (
 		wait sync.WaitGroup
@@ -265,7 +265,7 @@ func atOnce(n, parallel int, f func(int) error) error {
 	return errors.Join(errs...)
 }
 
-// exchange sends what the order says, and reads the answer.
+// exchange sends the order's bytes and reads the response.
 func (c *peerConnection) exchange(o order) error {
 	if o.Up+o.Down == 0 {
 		return nil
@@ -278,7 +278,7 @@ func (c *peerConnection) exchange(o order) error {
 	}
 	_, err := c.Write(message)
 	if err == nil {
-		// What was sent is all acknowledged with the answer.
+		// The response acknowledges all sent bytes.
 		_, err = io.CopyN(io.Discard, c, int64(1+o.Down))
 	}
 	return err
@@ -332,7 +332,8 @@ type tuned struct {
 	link *lab.Link
 }
 
-// newTuned makes a host and a link. Connections have reno unless a rule says otherwise, and learn nothing from those before.
+// newTuned creates a host and a link. Connections use reno unless a rule sets another algorithm, and no cached metrics
+// of earlier connections.
 func newTuned(t *testing.T, o lab.LinkOptions) *tuned {
 	t.Helper()
 	h := newHost(t, config.Reuseport)
@@ -348,10 +349,10 @@ func newTuned(t *testing.T, o lab.LinkOptions) *tuned {
 	return &tuned{h, link}
 }
 
-// group is a cgroup of the lab, as a policy names it.
+// group returns the path of a cgroup of the lab for policies.
 func (h *tuned) group(name string) string { return "/" + h.lab.CgroupPath() + "/" + name }
 
-// groupDir is its folder.
+// groupDir returns the directory of a cgroup.
 func (h *tuned) groupDir(name string) string { return filepath.Join(h.lab.Cgroup(), name) }
 
 func (h *tuned) makeGroup(name string) string {
@@ -360,7 +361,7 @@ func (h *tuned) makeGroup(name string) string {
 	return h.group(name)
 }
 
-// exists tells whether there is a folder or a pin.
+// exists reports whether a directory or a pin exists.
 func (h *tuned) exists(path string) bool {
 	h.Helper()
 	_, err := os.Stat(path)
@@ -381,7 +382,7 @@ func (h *tuned) setPolicyText(text string) {
 	h.must(os.WriteFile(h.policyPath(), []byte(text), 0o644))
 }
 
-// apply makes the rules true.
+// apply applies the rules.
 func (h *tuned) apply(rules ...string) (plan api.Plan) {
 	h.Helper()
 	h.setRules(rules...)
@@ -389,7 +390,7 @@ func (h *tuned) apply(rules ...string) (plan api.Plan) {
 	return plan
 }
 
-// stopAgent ends the agent as a service manager does.
+// stopAgent stops the agent with SIGTERM, as a service manager does.
 func (h *tuned) stopAgent() {
 	h.Helper()
 	h.must(h.agent.Signal(unix.SIGTERM))
@@ -398,14 +399,14 @@ func (h *tuned) stopAgent() {
 	}
 }
 
-// tunings is what sockeye tune shows.
+// tunings returns the output of "sockeye tune".
 func (h *tuned) tunings() (list []api.TuneStatus) {
 	h.Helper()
 	h.show(&list, "tune")
 	return list
 }
 
-// tuning is that of one cgroup.
+// tuning returns the tuning of one cgroup.
 func (h *tuned) tuning(cgroup string) api.TuneStatus {
 	h.Helper()
 	list := h.tunings()
@@ -416,7 +417,7 @@ func (h *tuned) tuning(cgroup string) api.TuneStatus {
 	return list[i]
 }
 
-// rule is what sockeye tune shows of a rule.
+// rule returns a rule in the output of "sockeye tune".
 func (h *tuned) rule(name string) api.TuneRuleStatus {
 	h.Helper()
 	for _, s := range h.tunings() {
@@ -430,7 +431,7 @@ func (h *tuned) rule(name string) api.TuneRuleStatus {
 	return api.TuneRuleStatus{}
 }
 
-// socket is what sockeye tune explain says of a connection of a peer.
+// socket returns the output of "sockeye tune explain" for a connection of a peer.
 func (h *tuned) socket(p *peer, end connectionEnd) (s api.TuneSocket) {
 	h.Helper()
 	h.show(&s, "tune", "explain", "--socket", fmt.Sprintf("%d:%d", p.Pid(), end.FD))
@@ -446,7 +447,7 @@ type peer struct {
 	answers *json.Decoder
 }
 
-// startPeer starts a peer in a cgroup of the lab, which it makes unless it is there.
+// startPeer starts a peer in a cgroup of the lab, which it creates if necessary.
 func (h *tuned) startPeer(n *lab.Namespace, group, name string) *peer {
 	h.Helper()
 	return h.startPeerAs("root", n, group, name)
@@ -471,7 +472,7 @@ func (h *tuned) startPeerAs(user string, n *lab.Namespace, group, name string) *
 	return &peer{p, h, json.NewEncoder(stdin), out, json.NewDecoder(out)}
 }
 
-// startNear and startFar start peers on either side of the link.
+// startNear and startFar start a peer on the near and the far side of the link.
 func (h *tuned) startNear(group string) *peer {
 	h.Helper()
 	return h.startPeer(h.collectors, group, "near")
@@ -482,7 +483,7 @@ func (h *tuned) startFar() *peer {
 	return h.startPeer(h.devices, "others", "far")
 }
 
-// tell gives an order, and returns what waits for its answer.
+// tell sends an order and returns a function that waits for the response.
 func (p *peer) tell(o order) (answer func() []connectionEnd) {
 	p.h.Helper()
 	p.h.must(p.orders.Encode(o))
@@ -505,25 +506,25 @@ func (p *peer) do(o order) []connectionEnd {
 	return p.tell(o)()
 }
 
-// listen has a peer accept connections of both families.
+// listen makes a peer listen for both families.
 func (p *peer) listen(port uint16) {
 	p.h.Helper()
 	p.do(order{Do: "listen", At: netip.AddrPortFrom(wildcard, port)})
 }
 
-// connect opens connections that stay, in turn to each of the addresses.
+// connect opens connections to the addresses in turn and leaves them open.
 func (p *peer) connect(n int, to ...netip.AddrPort) []connectionEnd {
 	p.h.Helper()
 	return p.do(order{Do: "connect", N: n, Parallel: 8, To: to, Up: 1000, Keep: true})
 }
 
-// look returns the connections that are open now.
+// look returns the open connections.
 func (p *peer) look() []connectionEnd {
 	p.h.Helper()
 	return p.do(order{Do: "look"})
 }
 
-// accepted waits until a peer has accepted so many connections that are open, and returns them.
+// accepted waits until a peer has n accepted open connections and returns them.
 func (p *peer) accepted(n int) (ends []connectionEnd) {
 	p.h.Helper()
 	p.h.eventually("connections", func() error {
@@ -536,7 +537,7 @@ func (p *peer) accepted(n int) (ends []connectionEnd) {
 	return ends
 }
 
-// at is a port of all these addresses.
+// at combines the addresses with a port.
 func at(port uint16, addresses ...netip.Addr) []netip.AddrPort {
 	list := make([]netip.AddrPort, len(addresses))
 	for i, a := range addresses {
@@ -545,7 +546,7 @@ func at(port uint16, addresses ...netip.Addr) []netip.AddrPort {
 	return list
 }
 
-// has fails the test for connections on which an option is not what it should be.
+// has fails the test for connections on which an option does not have the expected value.
 func (h *tuned) has(what string, ends []connectionEnd, option string, want int) {
 	h.Helper()
 	if len(ends) == 0 {
@@ -566,7 +567,7 @@ type segment struct {
 	length   int    // bytes of data
 }
 
-// parseSegment reads a packet of the link. Its IP header has no options.
+// parseSegment parses a packet of the link without IP options.
 func parseSegment(packet []byte) (s segment, ok bool) {
 	var tcp []byte
 	var from, to netip.Addr
@@ -588,7 +589,7 @@ func parseSegment(packet []byte) (s segment, ok bool) {
 	return s, true
 }
 
-// foreignProgram is somebody else's sock_ops program. It gives connections that are made a priority.
+// foreignProgram is a sock_ops program of another tool, which sets the priority of new connections.
 func foreignProgram(t *testing.T, priority int32) *ebpf.Program {
 	t.Helper()
 	const connecting = 3 // BPF_SOCK_OPS_TCP_CONNECT_CB
@@ -615,8 +616,8 @@ func foreignProgram(t *testing.T, priority int32) *ebpf.Program {
 	return p
 }
 
-// line is the way from the near side to one of the far ones: a queue for each connection, from which a packet leaves every
-// millisecond, and which holds so many. Drop asks it.
+// line is the path from the near side to a remote address: a queue with a limit for each connection, which sends a
+// packet every millisecond. Drop calls it.
 type line struct {
 	depth float64
 	mu    sync.Mutex
@@ -628,7 +629,7 @@ type queue struct {
 	at   time.Time
 }
 
-// drops tells whether a segment finds no place.
+// drops reports whether the queue is full for a segment.
 func (l *line) drops(s segment) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -650,7 +651,7 @@ func (l *line) drops(s segment) bool {
 	return false
 }
 
-// onlyData wraps a function that drops segments from the near side that have data.
+// onlyData wraps a drop function, which is called for data segments of the near side only.
 func onlyData(drop func(segment) bool) func(lab.Direction, []byte) bool {
 	return func(d lab.Direction, packet []byte) bool {
 		if d != lab.AToB {

@@ -27,7 +27,7 @@ import (
 
 const tunePort = 5000
 
-// change is the effect of a change of what begins like this.
+// change returns the effect of the change whose name has the prefix.
 func (h *tuned) change(plan api.Plan, cgroup, what string) string {
 	h.Helper()
 	for _, c := range plan.Changes {
@@ -39,7 +39,7 @@ func (h *tuned) change(plan api.Plan, cgroup, what string) string {
 	return ""
 }
 
-// tunePins are the folders with what is pinned of tunings.
+// tunePins returns the pin directories of tunings.
 func (h *tuned) tunePins() []string {
 	h.Helper()
 	found, err := filepath.Glob(filepath.Join(h.pins, "tune_*"))
@@ -47,8 +47,8 @@ func (h *tuned) tunePins() []string {
 	return found
 }
 
-// From the first policy to the last: cgroups are made and removed, plan tells all before and changes nothing, a policy that
-// cannot be had changes nothing either.
+// From the first policy to the last: cgroups are created and removed, plan announces each change without side effects,
+// and a policy that cannot be applied changes nothing.
 func TestTuneLifecycle(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -77,7 +77,7 @@ func TestTuneLifecycle(t *testing.T) {
 	h.has("the first policy", first, "sndbuf", 100_000)
 	h.has("the first policy", first, "priority", 4)
 
-	// Plan tells it all, and does nothing of it.
+	// Plan announces the changes without applying them.
 	elsewhere := fmt.Sprintf("{name: elsewhere, cgroup: %s, set: {nodelay: true}}", other)
 	smaller := strings.Replace(base, "50KB", "40KB", 1)
 	h.setRules(smaller, elsewhere)
@@ -125,7 +125,7 @@ func TestTuneLifecycle(t *testing.T) {
 	}
 	h.show(&applied, "apply", "--previous")
 
-	// What cannot be had leaves all as it is.
+	// A policy that cannot be applied changes nothing.
 	before := h.tunings()
 	for _, wrong := range []struct {
 		rule  string
@@ -142,7 +142,7 @@ func TestTuneLifecycle(t *testing.T) {
 		h.refuse(wrong.code, wrong.words, "plan")
 		h.refuse(wrong.code, wrong.words, "apply")
 	}
-	// The kernel takes no program, or no cgroup: by then a part of the policy is in force.
+	// The kernel refuses the program or the cgroup after a part of the policy was applied.
 	for _, obstacle := range []struct {
 		rest string
 		in   func() (out func())
@@ -166,7 +166,7 @@ func TestTuneLifecycle(t *testing.T) {
 	}
 	h.has("after policies that were refused", p.connect(2, both...), "sndbuf", 80_000)
 
-	// A cgroup that somebody removes is his to make again, and then to remove.
+	// A cgroup that somebody removed is not created again by the agent. Whoever creates it again removes it.
 	gone := func() {
 		t.Helper()
 		h.must(os.Remove(h.groupDir("other")))
@@ -187,7 +187,7 @@ func TestTuneLifecycle(t *testing.T) {
 			return nil
 		})
 	}
-	// An agent that starts makes what there is not.
+	// An agent creates missing cgroups at start.
 	gone()
 	h.killAgent()
 	h.setRules(smaller, elsewhere)
@@ -196,7 +196,7 @@ func TestTuneLifecycle(t *testing.T) {
 		t.Errorf("a new agent: %+v", s)
 	}
 
-	// What may be left out is.
+	// Optional values are omitted.
 	h.setRules(strings.Replace(smaller, "priority: 4}", "priority: 4, congestion: nosuch}, optional: true", 1), elsewhere)
 	h.show(&applied, "apply")
 	r := h.rule("base")
@@ -215,7 +215,7 @@ func TestTuneLifecycle(t *testing.T) {
 		t.Errorf("a skipped option fails: %+v", r.Failures)
 	}
 
-	// An agent that starts with another policy removes what the one before left.
+	// An agent that starts with another policy removes the pins of the previous one.
 	h.stopAgent()
 	h.has("the agent has stopped", p.connect(2, both...), "sndbuf", 80_000)
 	h.setRules(fresh)
@@ -238,8 +238,8 @@ func TestTuneLifecycle(t *testing.T) {
 	}
 }
 
-// The agent is killed in the middle of connections. They go on as they are, those after them are tuned, and the next agent
-// goes on with the counts. A rule that changes meanwhile is for those that come later.
+// The agent is killed while connections are open. They keep their options, new connections are tuned, and the next
+// agent adopts the counts. A rule that changes meanwhile applies to later connections.
 func TestTuneAgentKilled(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: 5 * time.Millisecond})
@@ -287,7 +287,7 @@ func TestTuneAgentKilled(t *testing.T) {
 	}
 	tuned("a new agent", p.connect(2, both...), 100_000)
 
-	// Of a rule that changes, connections keep the version that they began with.
+	// Connections keep the version of a rule that they started with.
 	h.apply(strings.Replace(rule, "50KB", "80KB", 1))
 	old := p.look()
 	tuned("open while the rule changes", old, 100_000)
@@ -324,12 +324,12 @@ func TestTuneAgentKilled(t *testing.T) {
 	})
 }
 
-// unit is a name that nothing else on the machine has.
+// unit returns a unique unit name.
 func (h *tuned) unit(suffix string) string { return "e2e-" + h.labSlice() + suffix }
 
 func (h *tuned) labSlice() string { return strings.TrimSuffix(h.lab.CgroupPath(), ".slice") }
 
-// slice is the path of a slice inside the lab's, where systemd would make it, with a slash behind it.
+// slice returns the path that systemd uses for a slice inside the lab's slice, with a trailing slash.
 func (h *tuned) slice(words ...string) (path string) {
 	name := h.labSlice()
 	for _, w := range words {
@@ -339,7 +339,7 @@ func (h *tuned) slice(words ...string) (path string) {
 	return path
 }
 
-// waitAttached waits until a cgroup is tuned in this folder.
+// waitAttached waits until a tuning is attached to this cgroup directory.
 func (h *tuned) waitAttached(cgroup, dir string) {
 	h.Helper()
 	path := "/" + h.lab.CgroupPath() + "/" + dir
@@ -351,7 +351,7 @@ func (h *tuned) waitAttached(cgroup, dir string) {
 	})
 }
 
-// A rule for a unit waits for it, finds it wherever it appears, and finds it again.
+// A rule for a unit waits for the unit, finds it in any cgroup, and finds it again after a restart.
 func TestTuneUnit(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -406,7 +406,7 @@ func TestTuneUnit(t *testing.T) {
 		waiting()
 	}
 
-	// A unit that exists, and one that is there twice.
+	// A unit that exists, and a unit name that exists twice.
 	h.apply(beside)
 	h.makeGroup(h.slice("elsewhere") + unit)
 	h.apply(rule, beside)
@@ -426,7 +426,7 @@ func TestTuneUnit(t *testing.T) {
 	}
 }
 
-// A slice has its place by its name: a-b.slice is in a.slice.
+// The name of a slice determines its path: a-b.slice is in a.slice.
 func TestTuneSlice(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -448,7 +448,7 @@ func TestTuneSlice(t *testing.T) {
 		}
 		return nil
 	})
-	// Another of its name is not the slice.
+	// A directory of the same name elsewhere is not the slice.
 	h.makeGroup(slice)
 	h.apply("{name: slice, cgroup: " + slice + ", set: {sndbuf: 60KB}}")
 	far := h.startFar()
@@ -463,7 +463,7 @@ func TestTuneSlice(t *testing.T) {
 	h.must(inside.Kill())
 }
 
-// removeAtEnd removes a cgroup that is not below the lab's, with those in it, when the test ends, in whatever way.
+// removeAtEnd removes a cgroup outside of the lab's cgroup and its descendants when the test ends.
 func (h *tuned) removeAtEnd(dir string) {
 	h.Helper()
 	cmd := exec.Command("sh", "-c", `cat
@@ -534,8 +534,8 @@ func TestTuneNested(t *testing.T) {
 	h.has("the unit elsewhere", d.connect(2, both...), "sndbuf", 140_000)
 }
 
-// What explain says of addresses is what connections get, in both roles; and of these it says what they asked for beside
-// what they have.
+// Connections of both roles get the values that explain reports for their addresses. For sockets, explain reports
+// requested and effective values.
 func TestTuneExplain(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -666,7 +666,7 @@ func TestTuneExplain(t *testing.T) {
 	})
 }
 
-// row is a figure of a trial.
+// row returns a row of a trial's table.
 func (h *tuned) row(t api.TuneTrial, name string) trial.Row {
 	h.Helper()
 	i := slices.IndexFunc(t.Comparison.Rows, func(r trial.Row) bool { return r.Name == name })
@@ -676,8 +676,8 @@ func (h *tuned) row(t api.TuneTrial, name string) trial.Row {
 	return t.Comparison.Rows[i]
 }
 
-// A setting that matters makes a difference, one that does not makes none, and with few connections nobody knows. The link
-// loses 2 % in any case; a window larger than the queue on the way loses more.
+// A trial finds the difference that a setting makes, no difference for an irrelevant setting, and is undecided with few
+// connections. The link always loses 2 %. A window larger than the queue on the path loses more.
 func TestTuneTrial(t *testing.T) {
 	t.Parallel()
 	shallow := &line{depth: 6}
@@ -686,7 +686,7 @@ func TestTuneTrial(t *testing.T) {
 	rule := func(name string, port int, set string) string {
 		return fmt.Sprintf("{name: %s, cgroup: %s, match: {port: %d}, set: {%s}, trial: {control: 50%%}}", name, near, port, set)
 	}
-	// That chance shows a difference where there is none is allowed one time in 20, but not in all of these.
+	// A false difference is allowed in one of 20 trials, but not in all of these.
 	without := []string{"priority1", "priority2", "priority3"}
 	rules := []string{rule("window", tunePort, "initial_cwnd: 4, cwnd_clamp: 4")}
 	for i, name := range without {
@@ -706,7 +706,7 @@ func TestTuneTrial(t *testing.T) {
 		}
 		return tr
 	}
-	// connect makes connections, and waits until they are counted to their end.
+	// connect opens connections and waits until they are counted as closed.
 	connect := func(name string, port uint16, n int) {
 		t.Helper()
 		before := h.rule(name).Closed
@@ -771,8 +771,8 @@ func TestTuneTrial(t *testing.T) {
 	h.refuse(2, []string{`no rule "windows"`, "window"}, "tune", "trial", "windows")
 }
 
-// Two networks behind one link, one with a shallow queue: each gets the window that is best for it, and keeps it over the
-// death of the agent.
+// Two networks behind one link, one with a shallow queue: each gets its best window, and keeps it when the agent is
+// killed.
 func TestTuneLearn(t *testing.T) {
 	t.Parallel()
 	network4, network6 := netip.MustParsePrefix("10.91.2.0/24"), netip.MustParsePrefix("fd91:0:2::/48")
@@ -870,7 +870,7 @@ func TestTuneLearn(t *testing.T) {
 		t.Errorf("sockeye tune learned: exit code %d:\n%s", code, out)
 	}
 
-	// The other role knows it, too.
+	// The other role uses the learned window.
 	p.listen(tunePort)
 	far.do(order{Do: "connect", N: 4, To: at(tunePort, near4), From: []netip.Addr{netip.MustParseAddr("10.91.2.9"), netip.MustParseAddr("10.91.1.9")}, Down: 1000, Keep: true})
 	for _, e := range p.accepted(4) {
@@ -883,12 +883,12 @@ func TestTuneLearn(t *testing.T) {
 	begin("no agent")
 	h.startAgent()
 	settled("a new agent")
-	// What is known survives a change of the rule, too.
+	// Learned windows survive a change of the rule.
 	h.apply(strings.Replace(rule, "set: {", "set: {nodelay: true, ", 1))
 	settled("another version of the rule")
 }
 
-// A SYN that is lost is no lost segment of data: for the counts, for reactions and for what is learned.
+// A lost SYN is not a lost data segment for counts, reactions and learning.
 func TestTuneLostSYN(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex
@@ -941,8 +941,8 @@ func TestTuneLostSYN(t *testing.T) {
 	}
 }
 
-// Connections that end with the first flight are learned from, in both roles, and each window is tried as often. What does
-// not try one has the kernel's own.
+// Connections that end with the first flight contribute to learning in both roles, and each window is tried equally
+// often. Other connections have the kernel's default window.
 func TestTuneLearnShort(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: 15 * time.Millisecond})
@@ -963,7 +963,7 @@ func TestTuneLearnShort(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.to.listen(tunePort)
-			// The windows that the connecting side began with.
+			// Initial windows of the connecting side.
 			connect := func(n int, o order) (first map[uint32]int) {
 				first = map[uint32]int{}
 				o.Do, o.N, o.To = "connect", n, []netip.AddrPort{test.at}
@@ -984,7 +984,7 @@ func TestTuneLearnShort(t *testing.T) {
 				t.Fatalf("nothing is known of %s: %+v", test.prefix, list)
 				return api.TuneLearned{}
 			}
-			// Too short to be timed: tried all the same, each as often.
+			// Connections that are too short to be timed try each window equally often.
 			test.uncountable.Parallel = 4
 			connect(40, test.uncountable)
 			l := learned()
@@ -995,7 +995,7 @@ func TestTuneLearnShort(t *testing.T) {
 					t.Errorf("too short, and timed: %+v", c)
 				}
 			}
-			// The kernel's own window, 10, is tried by those that are left alone, too.
+			// Connections of the control arm also use the kernel's default window of 10.
 			if l.Settled || l.Window != 0 || low == 0 || l.Candidates[0].Tries+1 < l.Candidates[2].Tries || l.Candidates[2].Tries+1 < l.Candidates[0].Tries {
 				t.Errorf("after 40 short connections: %+v", l)
 			}
@@ -1027,7 +1027,7 @@ func TestTuneLearnShort(t *testing.T) {
 	}
 }
 
-// Connections that lose segments, and no others, get what the rule has for them.
+// Only connections that lose segments get the options of the reaction.
 func TestTuneReact(t *testing.T) {
 	t.Parallel()
 	const bad, label = tunePort + 1, 0x5eed0
@@ -1100,7 +1100,7 @@ func TestTuneReact(t *testing.T) {
 	}
 }
 
-// Connections that are open get a rule, and lose it again, while they carry data; those that come later keep it.
+// Open connections get a rule and lose it again while they carry data. Later connections keep it.
 func TestTuneLive(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -1137,7 +1137,7 @@ func TestTuneLive(t *testing.T) {
 			}
 		}
 	}
-	// busy has all connections carry data while f runs.
+	// busy sends data on all connections while f runs.
 	busy := func(f func()) {
 		done := []func() []connectionEnd{
 			p.tell(order{Do: "exchange", Up: 300_000, Down: 100_000, Parallel: 8}), far.tell(order{Do: "exchange", Up: 100_000, Down: 300_000, Parallel: 8}),
@@ -1173,7 +1173,7 @@ func TestTuneLive(t *testing.T) {
 		t.Errorf("apply --live again: exit code %d: %s%s", code, out, errs)
 	}
 
-	// Another agent knows what was there before.
+	// A new agent knows the previous values.
 	h.killAgent()
 	h.startAgent()
 	h.refuse(2, []string{`no rule "lives"`, "live"}, "tune", "revert", "lives")
@@ -1195,7 +1195,7 @@ func TestTuneLive(t *testing.T) {
 		t.Errorf("revert again: %+v", back)
 	}
 
-	// Twice applied, with another version in between, it goes back to the start.
+	// After two applications and another version in between, revert restores the original values.
 	h.show(&plan, "apply", "--live")
 	h.setRules(rest, strings.Replace(rule, "50KB", "70KB", 1))
 	h.show(&plan, "apply", "--live")
@@ -1206,7 +1206,7 @@ func TestTuneLive(t *testing.T) {
 	h.show(&back, "tune", "revert")
 	without("after two versions", p.look()[:10])
 
-	// The rule may be gone by then.
+	// Revert also works after the rule was removed.
 	h.show(&plan, "apply", "--live")
 	h.apply(rest)
 	h.has("a rule that is removed", p.look(), "sndbuf", 140_000)
@@ -1220,7 +1220,7 @@ func TestTuneLive(t *testing.T) {
 	}
 }
 
-// Programs of others are named, with their place, and in truth the last one has the last word.
+// Programs of other tools are listed with their order, and the last program decides.
 func TestTuneForeign(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -1290,7 +1290,7 @@ func TestTuneForeign(t *testing.T) {
 	check("none again", "", "", 0, ours)
 }
 
-// Metrics are what sockeye tune shows, and go on over the death of the agent.
+// Metrics match the output of "sockeye tune", and continue after the agent was killed.
 func TestTuneMetrics(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: 2 * time.Millisecond, Loss: 0.02, Seed: 1})
@@ -1302,7 +1302,7 @@ func TestTuneMetrics(t *testing.T) {
 metrics: {listen: "127.0.0.1:9732"}
 `, near, unit))
 	h.startAgent()
-	// Nobody may not change the interface of a socket that has one, and nor may a rule for it.
+	// The user nobody cannot change the bound interface of a socket, and a rule cannot either.
 	p, far := h.startPeerAs("65534", h.collectors, "near", "near"), h.startFar()
 	far.listen(tunePort)
 	far.listen(tunePort + 1)
@@ -1392,8 +1392,8 @@ metrics: {listen: "127.0.0.1:9732"}
 	}
 }
 
-// A tag that one host's rule writes leads to a rule on another one, in both directions; hosts that know nothing of it are
-// served as ever.
+// A tag that the rule of one host writes selects a rule on another host, in both directions. Hosts without tags are not
+// affected.
 func TestTuneTags(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -1415,7 +1415,7 @@ func TestTuneTags(t *testing.T) {
 	check := func(who *peer, port uint16, atServer, atClient int) {
 		t.Helper()
 		ends := who.connect(4, at(port, near4, near6)...)
-		// Data, and not the handshake alone, may bring a tag.
+		// Data segments may also carry a tag.
 		who.do(order{Do: "exchange", Up: 5000, Down: 5000})
 		n += 4
 		what := fmt.Sprintf("%s to port %d", who.Name, port)
@@ -1449,7 +1449,7 @@ func TestTuneTags(t *testing.T) {
 	}
 }
 
-// A rule for a service follows it, and steering's own programs are nobody else's.
+// A rule for a service follows the service. The programs of steering are not listed as programs of other tools.
 func TestTuneService(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
@@ -1481,7 +1481,7 @@ func TestTuneService(t *testing.T) {
 		h.lands("no agent", all, home)
 		h.startAgent()
 		h.ready(0, 1)
-		// The new agent is in the cgroup, too, and tries options on two connections of its own.
+		// The new agent is in the cgroup too, and probes options on two connections of its own.
 		const ends = 4
 		if n, rest, foreign := served(); n != 2*want || rest != ends || foreign != 0 {
 			t.Errorf("a new agent: %d connections of the service, want %d, %d others, want %d, %d foreign programs", n, 2*want, rest, ends, foreign)
@@ -1497,7 +1497,7 @@ func TestTuneService(t *testing.T) {
 	})
 }
 
-// When a host is gone, nothing of its tuning is left.
+// A closed host leaves nothing of its tuning.
 func TestTuneNothingLeft(t *testing.T) {
 	t.Parallel()
 	var (
@@ -1568,7 +1568,7 @@ func TestTuneNothingLeft(t *testing.T) {
 	})
 }
 
-// rulesOf is what does not change while nothing takes effect and nobody connects.
+// rulesOf returns the part of the output that is constant while nothing is applied and nobody connects.
 func rulesOf(list []api.TuneStatus) (rules []string) {
 	for _, s := range list {
 		for _, r := range s.Rules {
@@ -1593,7 +1593,7 @@ func sockOps(t *testing.T, dir string) []link.AttachedProgram {
 	return attached.Programs
 }
 
-// noDeeperThan lets nobody make cgroups that deep below the lab's, until the function that it returns is called.
+// noDeeperThan limits the depth of cgroups below the lab's cgroup until the returned function is called.
 func (h *tuned) noDeeperThan(levels int) (more func()) {
 	h.Helper()
 	file := h.groupDir("cgroup.max.depth")
@@ -1604,7 +1604,8 @@ func (h *tuned) noDeeperThan(levels int) (more func()) {
 	}
 }
 
-// attachAlone attaches a program as one that takes no other below its cgroup, and returns what detaches it.
+// attachAlone attaches a program without BPF_F_ALLOW_MULTI and BPF_F_ALLOW_OVERRIDE, so that no other program can be
+// attached below its cgroup. It returns a function that detaches the program.
 func attachAlone(t *testing.T, dir string) (detach func()) {
 	t.Helper()
 	p := foreignProgram(t, 0)

@@ -22,8 +22,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inNamespace runs the calling test again, alone, in a network namespace of its
-// own whose lo is up, and reports whether this is that second run.
+// inNamespace runs the calling test again in a separate process and network
+// namespace with lo up, and reports whether this is the second run.
 func inNamespace(t *testing.T) bool {
 	t.Helper()
 	const env = "SOCKEYE_TRAFFIC_TEST_NETNS"
@@ -66,8 +66,8 @@ func poll(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// TestNfacctd: Debian's nfacctd takes both streams, and gives the records of
-// every router the communities of that router's own BMP session, for IPv4 and
+// TestNfacctd sends both streams to Debian's nfacctd, and expects in the
+// records of each router the communities of its own BMP session, for IPv4 and
 // IPv6 flows.
 func TestNfacctd(t *testing.T) {
 	if !inNamespace(t) {
@@ -152,7 +152,8 @@ print_refresh_time: 1
 		if err != nil {
 			t.Fatal(err)
 		}
-		// Again and again, because nothing says when nfacctd has the routes.
+		// Flows are repeated, because nfacctd does not report when it has the
+		// routes.
 		exporters.Go(func() {
 			defer e.Close()
 			_, err := Drive(ctx, Limit{Rate: 20, Batch: 1}, 1, func(_, n int) (int, error) { return e.Send(n) })

@@ -15,13 +15,13 @@ import (
 	"sockeye/internal/api"
 )
 
-// The attacker is an ordinary user whose service manager runs without a login.
+// The attacker is an ordinary user with a lingering service manager.
 const attacker = "mallory"
 
-// attackerHome is where the attacker's programs and their findings are.
+// attackerHome has the attacker's programs and their output.
 const attackerHome = "/home/" + attacker
 
-// stealer takes the name of member 0. It writes whatever reaches it to stolen.
+// stealer uses the name of member 0 and writes all received data to the file stolen.
 //
 //	stealer.py lookup BMP IPFIX: listen on ports of its own
 //	stealer.py pass: get sockets of the service's ports from a private network namespace
@@ -81,7 +81,7 @@ func asAttacker(t *testing.T, args ...string) result {
 		"DBUS_SESSION_BUS_ADDRESS=unix:path=/run/user/" + uid + "/bus"}, args...)...)
 }
 
-// linger makes the attacker, whose service manager goes on without a session.
+// linger creates the attacker with lingering enabled.
 func linger(t *testing.T) {
 	t.Helper()
 	if run(t, "id", attacker).code != 0 {
@@ -97,8 +97,7 @@ func linger(t *testing.T) {
 	})
 }
 
-// steal runs the stealer as the attacker's own nfacctd@0.service, until the test
-// ends, and returns its process.
+// steal runs the stealer as the attacker's nfacctd@0.service until the test ends, and returns its process.
 func steal(t *testing.T, args ...string) int {
 	t.Helper()
 	linger(t)
@@ -129,7 +128,7 @@ func steal(t *testing.T, args ...string) int {
 	return pid
 }
 
-// notStolen gives the agent time to be deceived, and fails if it is.
+// notStolen waits, and fails if the agent gave the slot to the attacker.
 func notStolen(t *testing.T, pid int) {
 	t.Helper()
 	for begin := time.Now(); time.Since(begin) < 3*time.Second; time.Sleep(time.Second) {
@@ -144,8 +143,8 @@ func notStolen(t *testing.T, pid int) {
 	}
 }
 
-// theftReuseport: member 0 is away, and an ordinary user's process of the same unit
-// name has sockets of the service's ports, made in a private network namespace.
+// theftReuseport: member 0 is stopped, and an ordinary user's process in a unit of the same name has sockets on the
+// service's ports, created in a private network namespace.
 func theftReuseport(t *testing.T, w *world, user bool) {
 	defer restore(t)
 	policy := firstPolicy(t)
@@ -173,7 +172,7 @@ func theftReuseport(t *testing.T, w *world, user bool) {
 	w.whenever(t, always)
 	pid := steal(t, "pass")
 	notStolen(t, pid)
-	// The agent does not know the attacker from before, either.
+	// A new agent has no state about the attacker.
 	must(t, "systemctl", "restart", "sockeye")
 	waitAgent(t)
 	notStolen(t, pid)
@@ -183,7 +182,8 @@ func theftReuseport(t *testing.T, w *world, user bool) {
 	same(t, before, w.places(t))
 }
 
-// theftLookup: with lookup, an ordinary user's process has ports of its own. It leaves neither agent nor members.
+// theftLookup: with lookup, an ordinary user's process has ports of its own. The function stops agent and members at
+// its end.
 func theftLookup(t *testing.T, w *world) {
 	stop := func() {
 		t.Helper()
@@ -217,8 +217,7 @@ func theftLookup(t *testing.T, w *world) {
 	notStolen(t, pid)
 }
 
-// sameNames starts units of the attacker's with the names of the system's, until the
-// test ends.
+// sameNames starts user units of the attacker with the names of system units until the test ends.
 func sameNames(t *testing.T) {
 	t.Helper()
 	linger(t)

@@ -37,13 +37,13 @@ func commands(t *testing.T, w *world) {
 	} {
 		t.Run(c, func(t *testing.T) {
 			r := run(t, append([]string{binary}, strings.Fields(c)...)...)
-			// Exit code 3: what is sent over TCP is traced from Linux 6.15 on.
+			// Exit code 3: sent TCP messages are traced since Linux 6.15.
 			if r.code != 0 && (r.code != 3 || !strings.HasPrefix(c, "trace ") || !strings.Contains(r.stderr, "this kernel cannot trace")) {
 				t.Error(r)
 			}
 		})
 	}
-	// What changes something, each with what takes it back.
+	// Commands that change the host, each with the command that reverts it.
 	for _, c := range [][]string{
 		{"trace report " + filepath.Join(dir, "report.html")},
 		{"trace packets --local " + local + " --remote " + remote + " --for 2s -w " + filepath.Join(dir, "packets.pcapng")},
@@ -82,9 +82,9 @@ func commands(t *testing.T, w *world) {
 			return r.String() + run(t, binary, "status").String()
 		})
 	})
-	// Last: there is a past to compare by now.
+	// compare runs last, because it needs a history.
 	t.Run("trace compare", func(t *testing.T) {
-		// The agent remembers whole slices of 10 s, of the rules of now.
+		// The history has complete intervals of 10 s of the current rules.
 		wait(t, "there is a slice of each period", func() string {
 			if r := run(t, binary, "trace", "compare", "--period-a", "-40s..-20s", "--period-b", "-20s.."); r.code != 0 {
 				return r.String()

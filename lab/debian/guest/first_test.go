@@ -22,10 +22,10 @@ import (
 	"sockeye/internal/api"
 )
 
-// placesPath keeps where the routers were, over a reboot.
+// placesPath stores the members of the routers across a reboot.
 const placesPath = "/var/lib/sockeye-lab.json"
 
-// domains is what a policy has beside services, so that every domain is in use.
+// domains is the part of the policy besides services that uses every domain.
 const domains = `
 tune:
   - {name: slice, cgroup: telemetry.slice, match: {local_port: 1790}, set: {rcvbuf: 150KB, notsent_lowat: 128KB}}
@@ -35,7 +35,7 @@ bigtcp:
   - {interface: "` + link + `", ipv6: 128KB}
 `
 
-// services is a policy's services in the words that all versions know.
+// services is the services part of a policy with keys that all versions know.
 const services = `
 services:
   telemetry:
@@ -48,8 +48,8 @@ services:
       - {match: {systemd_unit: "nfacctd@*.service"}, slot: instance}
 `
 
-// TestFirstBoot installs Sockeye on a Debian that never had it, and does with it
-// what its users and its enemies do.
+// TestFirstBoot installs Sockeye on a fresh Debian, and runs the scenarios of operators and
+// attackers.
 func TestFirstBoot(t *testing.T) {
 	begin := time.Now()
 	prepareHost(t)
@@ -80,9 +80,9 @@ func TestFirstBoot(t *testing.T) {
 		{"a lingering user takes no slot in reuseport mode", func(t *testing.T, w *world) { theftReuseport(t, w, true) }},
 		{"a lingering user takes no slot in reuseport mode without user", func(t *testing.T, w *world) { theftReuseport(t, w, false) }},
 		{"the unit's exposure is 3.0 or less", score},
-		// Before versions that wrote other lines.
+		// This runs before other versions write log lines.
 		{"the journal has priorities, one time a line, and no left-over process", func(t *testing.T, _ *world) { journalLines(t, begin) }},
-		// These begin without an agent.
+		// These scenarios start without an agent.
 		{"a lingering user takes no slot in lookup mode", theftLookup},
 		{"upgrade and return lose nothing", upgrades},
 	} {
@@ -99,7 +99,7 @@ func TestFirstBoot(t *testing.T) {
 	})
 }
 
-// prepareHost makes what an administrator has before Sockeye comes.
+// prepareHost creates users, units and networks that exist before Sockeye is installed.
 func prepareHost(t *testing.T) {
 	t.Helper()
 	for name, value := range map[string]string{
@@ -107,7 +107,7 @@ func prepareHost(t *testing.T) {
 	} {
 		write(t, "/proc/sys/"+name, value)
 	}
-	// As udev has it on a whole Debian.
+	// udev sets this mode on a complete Debian.
 	if err := os.Chmod("/dev/net/tun", 0o666); err != nil {
 		t.Error(err)
 	}
@@ -120,7 +120,7 @@ func prepareHost(t *testing.T) {
 	}
 }
 
-// installAsDocumented is README's "Install" and "First policy".
+// installAsDocumented follows "Install" and "First policy" of the README.
 func installAsDocumented(t *testing.T, w *world) {
 	must(t, "cp", "-a", filepath.Join(payload, "install")+"/.", "/")
 	if r := run(t, binary, "--version"); r.code != 0 || !strings.Contains(r.stdout, "sockeye") {
@@ -133,7 +133,7 @@ func installAsDocumented(t *testing.T, w *world) {
 	} else {
 		must(t, "install", "-m", "644", example, "/etc/systemd/system/nfacctd@.service")
 	}
-	// One arena that grows in large steps: nfacctd starts in half the time.
+	// One arena that grows in large steps halves the start time of nfacctd.
 	write(t, "/etc/systemd/system/nfacctd@.service.d/lab.conf",
 		"[Service]\nSlice=telemetry.slice\nEnvironment=MALLOC_ARENA_MAX=1 MALLOC_TOP_PAD_=67108864\n")
 	must(t, "systemctl", "daemon-reload")
@@ -150,7 +150,7 @@ func installAsDocumented(t *testing.T, w *world) {
 	noProblem(t)
 }
 
-// restore puts README's policy in force, with an agent and members that run.
+// restore applies the README's policy with a running agent and running members.
 func restore(t *testing.T) {
 	t.Helper()
 	write(t, policyPath, firstPolicy(t))
@@ -249,7 +249,7 @@ func reloaded(t *testing.T, w *world) {
 	w.unchanged(t, sessions)
 }
 
-// broken is a policy that check refuses.
+// broken is an invalid policy.
 func broken(t *testing.T) string {
 	return strings.Replace(firstPolicy(t), "slots: 4", "slots: many", 1)
 }
@@ -296,7 +296,7 @@ func startedBroken(t *testing.T, w *world) {
 	w.unchanged(t, sessions)
 }
 
-// memberRestarted restarts a member that has routers, by systemd.
+// memberRestarted restarts a member that has routers with systemctl.
 func memberRestarted(t *testing.T, w *world) {
 	memberGone(t, w, func(unit string) { must(t, "systemctl", "restart", unit) })
 }
@@ -331,7 +331,7 @@ func memberGone(t *testing.T, w *world, end func(unit string)) {
 	}
 }
 
-// tuned returns what tune says of a cgroup.
+// tuned returns the tuning of a cgroup.
 func tuned(t *testing.T, cgroup string) api.TuneStatus {
 	t.Helper()
 	for _, v := range query[[]api.TuneStatus](t, "/v1/tune", nil) {
@@ -343,8 +343,8 @@ func tuned(t *testing.T, cgroup string) api.TuneStatus {
 	return api.TuneStatus{}
 }
 
-// waitDomains waits until all rules of domains are in force, and proves it by
-// connections that are counted and by the interface's size.
+// waitDomains waits until all rules of domains are in force, shown by counted connections and by
+// the interface's size.
 func waitDomains(t *testing.T, w *world) {
 	t.Helper()
 	wait(t, "the rules are in force", func() string {
@@ -377,8 +377,7 @@ func waitDomains(t *testing.T, w *world) {
 	})
 }
 
-// domainsFollow has a lingering user's units of the same names beside the system's:
-// rules name the system's, whatever users call theirs.
+// domainsFollow starts user units with the names of system units. Rules apply to system units only.
 func domainsFollow(t *testing.T, w *world) {
 	defer restore(t)
 	sameNames(t)
@@ -400,8 +399,8 @@ func domainsFollow(t *testing.T, w *world) {
 	waitReady(t, 0, 1, 2, 3)
 	inForce()
 
-	// The slice, and so its cgroup, ends with its last unit. The user's does not stand
-	// in for it, neither for the agent that knew it nor for a new one.
+	// systemd removes the slice with its last unit. Neither the running agent nor a new one uses
+	// the user's slice instead.
 	forMembers(t, "stop", "telemetry.slice")
 	wait(t, "the slice's cgroup is gone", func() string {
 		if exists("/sys/fs/cgroup/telemetry.slice") {
@@ -450,7 +449,7 @@ func gsoMaxSize(t *testing.T) int {
 	return size
 }
 
-// reconnect closes the session of one router, which opens another.
+// reconnect closes the session of one router, which connects again.
 func (w *world) reconnect(t *testing.T) {
 	t.Helper()
 	r := w.routers[0]
@@ -521,7 +520,7 @@ func journalLines(t *testing.T, since time.Time) {
 	}
 }
 
-// places of an earlier boot.
+// The places of the previous boot.
 func notedPlaces(t *testing.T) map[netip.Addr]int {
 	t.Helper()
 	var places map[netip.Addr]int

@@ -32,13 +32,14 @@ const (
 	members    = 4
 	memberUser = "pmacct"
 
-	// patience is for what takes milliseconds, under emulation on a busy machine.
+	// patience is the timeout, under emulation on a busy machine, for actions
+	// that take milliseconds.
 	patience = 120 * time.Second
-	// commandTimeout bounds a command.
+	// commandTimeout is the timeout of a command.
 	commandTimeout = 90 * time.Second
 )
 
-// result is what a command came to.
+// result is the result of a command.
 type result struct {
 	args           []string
 	stdout, stderr string
@@ -49,7 +50,7 @@ func (r result) String() string {
 	return fmt.Sprintf("%s: exit code %d\n%s%s", strings.Join(r.args, " "), r.code, r.stdout, r.stderr)
 }
 
-// run runs a command to its end, in the clean-up of a test as well.
+// run runs a command and waits for it, also during cleanup.
 func run(t *testing.T, args ...string) result {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
@@ -77,8 +78,8 @@ func must(t *testing.T, args ...string) string {
 	return r.stdout
 }
 
-// ask asks the agent, as the commands do: they would take most of the time under
-// emulation.
+// ask sends a request to the agent directly, because starting commands is slow
+// under emulation.
 func ask[V any](path string, query url.Values) (v V, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
 	defer cancel()
@@ -86,7 +87,7 @@ func ask[V any](path string, query url.Values) (v V, err error) {
 	return v, err
 }
 
-// query asks the agent, which must answer.
+// query sends a request to the agent, which must succeed.
 func query[V any](t *testing.T, path string, query url.Values) V {
 	t.Helper()
 	v, err := ask[V](path, query)
@@ -96,7 +97,7 @@ func query[V any](t *testing.T, path string, query url.Values) V {
 	return v
 }
 
-// wait waits until done returns "", and fails with what it has returned last.
+// wait waits until done returns "", and fails with its last result.
 func wait(t *testing.T, what string, done func() string) {
 	t.Helper()
 	waitFor(t, patience, what, done)
@@ -136,7 +137,7 @@ func read(t *testing.T, path string) string {
 	return string(text)
 }
 
-// firstPolicy is the policy of the README, below "First policy".
+// firstPolicy returns the policy in the README's section "First policy".
 func firstPolicy(t *testing.T) string {
 	t.Helper()
 	_, rest, _ := strings.Cut(read(t, filepath.Join(payload, "README.md")), "## First policy")
@@ -148,8 +149,7 @@ func firstPolicy(t *testing.T) string {
 	return text
 }
 
-// install installs a version of sockeye's binary in place of the present one, as
-// install(1) does.
+// install replaces the sockeye binary by another version, as install(1) does.
 func install(t *testing.T, from string) {
 	t.Helper()
 	must(t, "install", "-m", "755", from, binary)
@@ -193,8 +193,8 @@ func waitAgent(t *testing.T) api.Status {
 	return s
 }
 
-// waitReady waits until these slots of the service telemetry, and no others, are
-// ready, each with a process of the unit of its number.
+// waitReady waits until exactly these slots of the service telemetry are ready,
+// each with a process of the unit with its number.
 func waitReady(t *testing.T, slots ...int) {
 	t.Helper()
 	want := map[int]bool{}
@@ -218,8 +218,8 @@ func waitReady(t *testing.T, slots ...int) {
 	})
 }
 
-// systemUnit returns the unit of the system's manager that a process is of, by the
-// first .service of its cgroup's path.
+// systemUnit returns the system unit of a process: the first .service in the
+// path of its cgroup.
 func systemUnit(pid int) string {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
@@ -242,8 +242,8 @@ type entry struct {
 	Comm     string `json:"_COMM"`
 }
 
-// journal returns what the journal has of the agent's unit since a time: lines of
-// the agent, and of systemd about it.
+// journal returns the journal of the agent's unit since a time: lines of the
+// agent, and lines of systemd about the unit.
 func journal(t *testing.T, since time.Time) []entry {
 	t.Helper()
 	text := must(t, "journalctl", "-u", "sockeye.service", "-o", "json", "--no-pager", fmt.Sprintf("--since=@%d", since.Unix()))
@@ -257,8 +257,8 @@ func journal(t *testing.T, since time.Time) []entry {
 	return all
 }
 
-// nfacctdConfig is the configuration of one member. Ports of 0 are those that all
-// members share.
+// nfacctdConfig returns the configuration of a member. Port 0 stands for the
+// shared port.
 func nfacctdConfig(slot int, bmp, ipfix int) string {
 	if bmp == 0 {
 		bmp, ipfix = bmpPort, ipfixPort

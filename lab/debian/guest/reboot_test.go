@@ -82,14 +82,14 @@ func TestMembersBeforeAgent(t *testing.T) {
 		})
 		return found
 	}
-	// begin has the members and routers without an agent, where some router's session is not with the member
-	// that the agent would choose. Report and adopt leave that so.
+	// begin starts members and routers without an agent, until some router's session is not with the member that the
+	// agent would select. The modes report and adopt keep this.
 	begin := func(t *testing.T, onStart string) {
 		t.Helper()
 		policy := strings.Replace(firstPolicy(t), "slots: 4", "slots: 4\n    on_start: "+onStart, 1)
 		run(t, "systemctl", "stop", "sockeye")
 		must(t, binary, "reset", "--state") // or adopted devices stay that
-		// Without the agent, IPFIX also goes to members that have no session. What they have is written soon.
+		// Without the agent, IPFIX also goes to members that have no session. They write their records soon.
 		w.whenever(t, never)
 		write(t, policyPath, policy)
 		time.Sleep(5 * time.Second)

@@ -34,8 +34,7 @@ const (
 	link = "routers0"
 )
 
-// router is a network device in the namespace "routers": it keeps a BMP session
-// open and sends IPFIX from two ports.
+// router is a device in the namespace "routers" that keeps a BMP session open and sends IPFIX from two ports.
 type router struct {
 	address netip.Addr
 	exports atomic.Bool
@@ -46,29 +45,28 @@ type router struct {
 	refused int              // attempts to open one that failed
 }
 
-// world is the routers and what they are connected to.
+// world has the routers and their links.
 type world struct {
 	routers []*router
 	last    map[netip.Addr]int // what places returned last; nil after a reset
 	ipfix   atomic.Int32
 }
 
-// When routers send IPFIX. A thread of nfacctd makes two million tables for BMP, while
-// the other one opens its socket for IPFIX after 5 s whatever happens: under emulation
-// that is too early, and a datagram crashes nfacctd 1.7.7.
+// Conditions for sending IPFIX. A thread of nfacctd allocates two million BMP tables, while another one opens the IPFIX
+// socket after 5 s. Under emulation this is too early, and a datagram crashes nfacctd 1.7.7.
 const (
 	withSession int32 = iota // once nfacctd has accepted their sessions
 	always
 	never
 )
 
-// whenever says when routers send, until the test ends.
+// whenever sets the condition under which routers send until the test ends.
 func (w *world) whenever(t *testing.T, mode int32) {
 	w.ipfix.Store(mode)
 	t.Cleanup(func() { w.ipfix.Store(withSession) })
 }
 
-// watchSessions tells each router whether to send.
+// watchSessions enables and disables the sending of each router.
 func (w *world) watchSessions(ctx context.Context) {
 	for ; ctx.Err() == nil; sleep(ctx, 250*time.Millisecond) {
 		accepted, err := connections()
@@ -77,14 +75,14 @@ func (w *world) watchSessions(ctx context.Context) {
 		}
 		mode := w.ipfix.Load()
 		for _, r := range w.routers {
-			// What nobody has accepted has no inode.
+			// Connections in the accept queue have inode 0.
 			inode := accepted[netip.AddrPortFrom(r.address, r.port())]
 			r.exports.Store(mode == always || mode == withSession && inode != "" && inode != "0")
 		}
 	}
 }
 
-// target is the collector host's address that a router sends to.
+// target returns the collector host's address for a router.
 func target(router netip.Addr, port uint16) netip.AddrPort {
 	if router.Is4() {
 		return netip.AddrPortFrom(netip.MustParseAddr("10.77.0.254"), port)
@@ -92,7 +90,7 @@ func target(router netip.Addr, port uint16) netip.AddrPort {
 	return netip.AddrPortFrom(netip.MustParseAddr("fd77::fe"), port)
 }
 
-// startRouters makes the routers' network and starts them. They end with the test.
+// startRouters creates the routers' network and runs the routers until the test ends.
 func startRouters(t *testing.T) *world {
 	t.Helper()
 	for _, c := range []string{
@@ -154,7 +152,7 @@ func inRouters(f func()) {
 	}
 }
 
-// keepSession keeps a BMP session open, and speaks in it every second.
+// keepSession keeps a BMP session open and sends a message every second.
 func (r *router) keepSession(ctx context.Context, i int) {
 	as := uint32(65000 + i)
 	route := traffic.Route{
@@ -261,9 +259,8 @@ func (r *router) port() uint16 {
 	return r.session.LocalAddr().Port()
 }
 
-// owners returns, for each connection to the BMP port, the members that have it
-// open, by the kernel's tables and not by what Sockeye says. With steering: lookup
-// too, a connection has the port that the router connected to.
+// owners returns the members that have each BMP connection open, read from the kernel's tables instead of Sockeye's
+// output. Connections have the port that the router connected to, also with steering: lookup.
 func owners() (map[netip.AddrPort]int, error) {
 	inodes := map[string]int{} // to slots
 	for slot := range members {
@@ -290,8 +287,7 @@ func owners() (map[netip.AddrPort]int, error) {
 	return found, err
 }
 
-// connections returns the inodes of the open connections to the BMP port, by where
-// they come from.
+// connections returns the inodes of the open BMP connections by source address.
 func connections() (map[netip.AddrPort]string, error) {
 	found := map[netip.AddrPort]string{}
 	for _, table := range []string{"/proc/1/net/tcp", "/proc/1/net/tcp6"} {
@@ -338,7 +334,7 @@ func socketAddress(text string) netip.AddrPort {
 	return netip.AddrPortFrom(a.Unmap(), uint16(n))
 }
 
-// records is how far the members' records of flows have been read.
+// records has the read offsets of the members' flow records.
 type records struct{ offsets [members]int64 }
 
 func recordsNow() *records {
@@ -377,8 +373,8 @@ func (r *records) read() map[netip.Addr]map[int]bool {
 	return found
 }
 
-// places waits until every router has its session open and its flow records
-// written, all by one member, and returns which by router.
+// places waits until one member has the session and writes the flow records of each router, and returns the member of
+// each router.
 func (w *world) places(t *testing.T) map[netip.Addr]int {
 	t.Helper()
 	from := recordsNow()
@@ -400,9 +396,8 @@ func (w *world) places(t *testing.T) map[netip.Addr]int {
 	return places
 }
 
-// restartHung restarts members whose print plugin writes no log, as it does every
-// 2 s: nfacctd forks it while its thread of BMP runs, and now and then that leaves it
-// a lock that nobody gives back. Such a member receives and writes nothing.
+// restartHung restarts members whose print plugin does not write its log every 2 s. nfacctd forks the plugin while the
+// BMP thread runs, which sometimes leaves a locked mutex in the child. Such a member receives and writes nothing.
 func restartHung(t *testing.T) {
 	t.Helper()
 	for slot := range members {
@@ -416,7 +411,7 @@ func restartHung(t *testing.T) {
 	}
 }
 
-// look fills places, and returns why they are not as they should be. From is where new records begin.
+// look fills places and returns the reason why they are not complete. From has the offsets of new records.
 func (w *world) look(from *records, places map[netip.Addr]int) string {
 	sessions, err := owners()
 	if err != nil {
@@ -437,8 +432,7 @@ func (w *world) look(from *records, places map[netip.Addr]int) string {
 	return ""
 }
 
-// before returns the places of the routers as a test begins, which are those that
-// the test before it has seen.
+// before returns the places of the routers at the start of a test, which are the ones that the previous test has seen.
 func (w *world) before(t *testing.T) map[netip.Addr]int {
 	t.Helper()
 	if w.last == nil {
@@ -455,5 +449,5 @@ func (w *world) unchanged(t *testing.T, before []int) {
 	}
 }
 
-// alive says whether a process is there.
+// alive reports whether a process exists.
 func alive(pid int) bool { return unix.Kill(pid, 0) == nil }

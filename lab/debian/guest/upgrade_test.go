@@ -9,15 +9,15 @@ import (
 	"testing"
 )
 
-// tuneOnly is what versions before trace and bigtcp know of domains.
+// tuneOnly is the part of domains that versions before trace and bigtcp support.
 const tuneOnly = `
 tune:
   - {name: slice, cgroup: telemetry.slice, match: {local_port: 1790}, set: {rcvbuf: 150KB, notsent_lowat: 128KB}}
 `
 
-// upgrades goes from a version whose maps of tune have another layout to the installed one, back to an
-// earlier one with every domain in use, and to the installed one again, under traffic. No connection is
-// lost, and every domain works with every version.
+// upgrades changes from a version with another layout of the tune maps to the installed one, back to an earlier one
+// with every domain in use, and to the installed one again, under traffic. No connection is lost, and every domain
+// works with every version.
 func upgrades(t *testing.T, w *world) {
 	earlier := func(name string) func() {
 		from := filepath.Join(payload, name)
@@ -44,7 +44,7 @@ func upgrades(t *testing.T, w *world) {
 			installCurrent(t)
 		}
 	}()
-	// Unsteered, IPFIX also goes to members that have only just started.
+	// Without steering, IPFIX also reaches members that have just started.
 	w.whenever(t, never)
 	clean()
 	otherLayout()
