@@ -26,7 +26,7 @@ import (
 	"sockeye/internal/netns"
 )
 
-// newBigTCPHost is a host without an agent. Its state directory is not there yet.
+// newBigTCPHost returns a host without an agent. Its state directory does not exist yet.
 func newBigTCPHost(t testing.TB) *host {
 	t.Helper()
 	h := newHost(t, "bigtcp: []\n")
@@ -41,7 +41,7 @@ func newBigTCPHost(t testing.TB) *host {
 	return h
 }
 
-// link makes an interface, which goes with the test.
+// link creates an interface and deletes it when the test ends.
 func (h *host) link(l netlink.Link) {
 	h.t.Helper()
 	if err := netlink.LinkAdd(l); err != nil {
@@ -65,7 +65,7 @@ func attributesOf(name string) netlink.LinkAttrs {
 	return a
 }
 
-// veth makes pairs, each of NAME and NAMEp.
+// veth creates a veth pair NAME and NAMEp for each name.
 func (h *host) veth(names ...string) {
 	h.t.Helper()
 	for _, name := range names {
@@ -73,7 +73,7 @@ func (h *host) veth(names ...string) {
 	}
 }
 
-// bridge makes a bridge of ports.
+// bridge creates a bridge with the given ports.
 func (h *host) bridge(name string, ports ...string) {
 	h.t.Helper()
 	b := &netlink.Bridge{LinkAttrs: attributesOf(name)}
@@ -89,14 +89,13 @@ func (h *host) bridge(name string, ports ...string) {
 	}
 }
 
-// tun makes an interface that supports no large packets.
+// tun creates a TUN interface, whose driver does not support BIG TCP.
 func (h *host) tun(name string) {
 	h.t.Helper()
 	h.link(&netlink.Tuntap{LinkAttrs: attributesOf(name), Mode: netlink.TUNTAP_MODE_TUN})
 }
 
-// sizes are those of an interface as the kernel has them: gso, gro, gso_ipv4 and
-// gro_ipv4.
+// sizes returns the sizes of an interface as the kernel reports them: gso, gro, gso_ipv4 and gro_ipv4.
 func (h *host) sizes(name string) [4]int {
 	h.t.Helper()
 	l, err := netlink.LinkByName(name)
@@ -117,7 +116,7 @@ func (h *host) has(name string, want ...int) {
 	}
 }
 
-// tamper sets a size of an interface, as somebody else would.
+// tamper sets a size of an interface without Sockeye, as another administrator would.
 func (h *host) tamper(name string, gso int) {
 	h.t.Helper()
 	l, err := netlink.LinkByName(name)
@@ -129,8 +128,7 @@ func (h *host) tamper(name string, gso int) {
 	}
 }
 
-// newNetns makes a network namespace and returns its path. In it f runs, if it is not
-// nil.
+// newNetns creates a network namespace, runs f in it unless f is nil, and returns its path.
 func (h *host) newNetns(name string, f func() error) string {
 	h.t.Helper()
 	path := h.write(name, "")
@@ -151,7 +149,7 @@ func (h *host) newNetns(name string, f func() error) string {
 	return path
 }
 
-// bigtcp runs a command of bigtcp with the host's own state.
+// bigtcp runs a subcommand of bigtcp with the state directory of the host.
 func (h *host) bigtcp(args string) result {
 	h.t.Helper()
 	return h.sockeye(h.bigtcpArgs(args)...)
@@ -161,25 +159,25 @@ func (h *host) bigtcpArgs(args string) []string {
 	return append([]string{"bigtcp"}, append(strings.Fields(strings.ReplaceAll(args, "DIR", h.dir)), "--state-dir", h.state)...)
 }
 
-// prints runs a command of bigtcp that must show want.
+// prints runs a subcommand of bigtcp and compares its output with want.
 func (h *host) prints(want, args string) {
 	h.t.Helper()
 	h.shows(want, nil, h.bigtcpArgs(args)...)
 }
 
-// refuses runs a command of bigtcp that must fail.
+// refuses runs a subcommand of bigtcp that must fail.
 func (h *host) refuses(code int, message, hint, args string) {
 	h.t.Helper()
 	h.refused(code, message, hint, nil, h.bigtcpArgs(args)...)
 }
 
-// asJSON runs a command of bigtcp, and reads its answer.
+// asJSON runs a subcommand of bigtcp with -o json and decodes its output.
 func asJSON[T any](h *host, args string) T {
 	h.t.Helper()
 	return must[T](h, h.bigtcpArgs(args)...)
 }
 
-// setBy has sizes set by somebody with a record.
+// setBy sets sizes and records them as the work of the given owner.
 func (h *host) setBy(owner sizing.Owner, size uint32, names ...string) {
 	h.t.Helper()
 	store, err := sizing.OpenStore(h.state)
@@ -202,7 +200,7 @@ func (h *host) setBy(owner sizing.Owner, size uint32, names ...string) {
 
 const forNew = "only new connections use the new sizes; open ones keep theirs until their route is looked up again\n"
 
-// The way of an operator: look, plan, apply, look, revert.
+// TestBigTCP runs the commands of an operator in order: show, plan, apply, show, revert.
 func TestBigTCP(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0")
@@ -257,7 +255,8 @@ cli0  IPv6  192000 -> 65536  192000 -> 65536
 	h.prints("nothing to revert\n", "revert")
 }
 
-// Each family has a size of its own; one that is not named stays.
+// TestBigTCPFamilies checks that each family has its own size, and that a family that the command does not name keeps
+// its size.
 func TestBigTCPFamilies(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -287,7 +286,8 @@ func TestBigTCPFamilies(t *testing.T) {
 	h.has("cli1", 65536)
 }
 
-// A bridge goes with its ports, all or nothing, and they go back with it.
+// TestBigTCPPath checks that apply changes a bridge and all its ports or nothing, and that revert restores all of
+// them.
 func TestBigTCPPath(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -324,11 +324,12 @@ clibr  IPv6  65536 -> 300000  65536 -> 300000
 	h.refuses(3, impossible, "", "plan cli0 clitun")
 	h.refuses(3, impossible, "", "apply cli0 clitun")
 	h.has("cli0", 65536)
-	// Off is possible everywhere.
+	// The size "off" is accepted on every interface.
 	h.prints("unchanged: clitun\nnothing changed\n", "apply clitun --ipv6 off")
 }
 
-// What somebody else has set since is seen, and left alone.
+// TestBigTCPChangedSince checks that revert reports sizes that another program changed after apply, and does not
+// touch them.
 func TestBigTCPChangedSince(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -353,7 +354,7 @@ func TestBigTCPChangedSince(t *testing.T) {
 	}
 	h.has("cli0", 100000, 192000, 192000, 192000)
 
-	// The others go back all the same.
+	// The other interfaces are reverted.
 	message, hint := "sizes changed by somebody else: cli0 (gso_max_size 100000 instead of 192000)", "--force restores the previous sizes"
 	r := h.bigtcp("revert")
 	if r.code != 5 || !strings.Contains(r.out, "1 interface reverted\n") || !strings.Contains(r.out, "not reverted, because somebody else has changed the sizes: cli0\n") || r.err != "sockeye: "+message+"\nhint: "+hint+"\n" {
@@ -373,7 +374,7 @@ func TestBigTCPChangedSince(t *testing.T) {
 	h.has("cli0", 65536)
 }
 
-// What the agent has set is its own.
+// TestBigTCPOfThePolicy checks that commands refuse to change interfaces of the agent's policy.
 func TestBigTCPOfThePolicy(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1", "cli2")
@@ -412,7 +413,7 @@ func TestBigTCPOfThePolicy(t *testing.T) {
 	h.has("cli0", 65536)
 }
 
-// Commands and an agent do not work against each other.
+// TestBigTCPBesideAgent runs commands beside an agent and checks that neither reverts the sizes of the other.
 func TestBigTCPBesideAgent(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -446,7 +447,8 @@ func TestBigTCPBesideAgent(t *testing.T) {
 	h.has("cli1", 65536)
 }
 
-// An interface that vanished is forgotten; one that has its name is another.
+// TestBigTCPGone checks that a deleted interface is forgotten, and that a new interface of the same name is not
+// reverted.
 func TestBigTCPGone(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -514,7 +516,7 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	h.prints("nothing to revert\n", "revert")
 }
 
-// Without INTERFACE it is about the policy file.
+// TestBigTCPByFile checks that the commands use the policy file if no interface is named.
 func TestBigTCPByFile(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -567,13 +569,13 @@ skipped * in DIR/red: there is no such network namespace
 		}
 	}
 
-	// What is named must be possible.
+	// An interface on the command line must support the size.
 	h.write("policy.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 192KB}\n  - {interface: clitun, ipv6: 192KB}\n")
 	h.refuses(3, "clitun (tun) supports packets of at most 65536 bytes", "", "apply --policy DIR/policy.yaml")
 	h.has("cli0", 65536)
 }
 
-// What is asked for wrongly gets one line and a hint, and changes nothing.
+// TestBigTCPRefusals checks that a wrong command prints one line and a hint, and changes nothing.
 func TestBigTCPRefusals(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0")
@@ -643,7 +645,7 @@ func TestBigTCPRefusals(t *testing.T) {
 	h.has("cli0", 65536)
 }
 
-// Who has no rights sees what there is to see, and changes nothing.
+// TestBigTCPWithoutRights checks that a user without capabilities can read everything and change nothing.
 func TestBigTCPWithoutRights(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -685,7 +687,7 @@ func TestBigTCPWithoutRights(t *testing.T) {
 	h.has("cli1", 65536)
 }
 
-// An interrupt comes too early, and nothing is changed, or too late, and all is.
+// TestBigTCPInterrupted interrupts apply: either nothing is changed or everything is.
 func TestBigTCPInterrupted(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -699,7 +701,7 @@ func TestBigTCPInterrupted(t *testing.T) {
 	}
 	h.has("cli0", 65536)
 
-	// While it waits for its turn.
+	// The signal arrives while the command waits for the lock.
 	h.setBy(sizing.ByCommand, 70000, "cli0")
 	folder, err := os.Open(filepath.Join(h.state, "bigtcp"))
 	if err != nil {
@@ -737,7 +739,7 @@ func TestBigTCPInterrupted(t *testing.T) {
 	h.has("cli1", 65536)
 }
 
-// A damaged record is reported, and everything else works.
+// TestBigTCPDamagedRecord checks that a damaged record is reported, and that all other records are still used.
 func TestBigTCPDamagedRecord(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -788,5 +790,5 @@ func TestBigTCPCompletion(t *testing.T) {
 	}
 }
 
-// allSizes returns sizes that are all n bytes.
+// allSizes returns sizes of n bytes each.
 func allSizes(n uint32) netif.Sizes { return netif.Sizes{GSO: n, GRO: n, GSOIPv4: n, GROIPv4: n} }

@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// loStream sends through lo until the test ends, or its end is called.
+// loStream sends through lo until the test ends or end is called.
 func loStream(t *testing.T) (end func()) {
 	t.Helper()
 	var c net.ListenConfig
@@ -56,7 +56,7 @@ func loStream(t *testing.T) (end func()) {
 	}
 }
 
-// TestBigTCPVerify counts what goes through lo, for a time and until an interrupt.
+// TestBigTCPVerify counts the packets on lo, once for a fixed time and once until an interrupt.
 func TestBigTCPVerify(t *testing.T) {
 	h := newHost(t, "bigtcp: []\n")
 	end := loStream(t)
@@ -93,7 +93,7 @@ func TestBigTCPVerify(t *testing.T) {
 	}
 }
 
-// loHasProgram tells whether a program is attached to lo.
+// loHasProgram reports whether a program is attached to lo.
 func loHasProgram(t testing.TB) bool {
 	t.Helper()
 	found, err := link.QueryPrograms(link.QueryOptions{Target: 1, Attach: ebpf.AttachTCXEgress})
@@ -103,7 +103,7 @@ func loHasProgram(t testing.TB) bool {
 	return len(found.Programs) > 0
 }
 
-// TestBigTCPVerifyRefuses is of bad input, and of who may not.
+// TestBigTCPVerifyRefuses checks bad arguments and missing capabilities.
 func TestBigTCPVerifyRefuses(t *testing.T) {
 	h := newHost(t, "bigtcp: []\n")
 	for _, test := range []struct {
@@ -130,7 +130,7 @@ func TestBigTCPVerifyRefuses(t *testing.T) {
 	})
 }
 
-// TestBigTCPVerifyVanishes removes the interface meanwhile.
+// TestBigTCPVerifyVanishes deletes the interface during verify.
 func TestBigTCPVerifyVanishes(t *testing.T) {
 	h := newHost(t, "bigtcp: []\n")
 	pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleeting"}, PeerName: "fleeting-peer"}

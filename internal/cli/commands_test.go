@@ -19,8 +19,7 @@ var gaps = regexp.MustCompile(`  +`)
 
 var processOf = regexp.MustCompile(`process \d+ \(collector\)`)
 
-// shows compares what a command prints with what a person should see; runs of
-// spaces count as two.
+// shows compares the output of a command with want. Runs of spaces count as two spaces.
 func (h *host) shows(want string, pids []int, args ...string) {
 	h.t.Helper()
 	r := h.sockeye(args...)
@@ -30,7 +29,7 @@ func (h *host) shows(want string, pids []int, args ...string) {
 	}
 }
 
-// What a person sees, from an empty host on.
+// TestTables checks the tables of the read-only commands, from a host without services on.
 func TestTables(t *testing.T) {
 	h := newHost(t, twoServices)
 	h.write("devices.csv", "127.0.0.1,edge\n")
@@ -90,7 +89,7 @@ $`)
 	if m := columns.FindStringSubmatch(live.out); m == nil || m[1] != m[2] {
 		t.Errorf("where:\n%s", live.out)
 	}
-	// All ways to ask agree.
+	// All forms of the argument select the same device.
 	nonce := must[api.Status](h, "status").Services[1].Nonce
 	for _, way := range [][]string{
 		{"--offline", "--pins", h.pins, "--service", "telemetry"},
@@ -129,7 +128,7 @@ telemetry  change  when_empty: standby 0 -> reject  -
 	}
 }
 
-// Run becomes the program, in the first slot that no living process has.
+// TestRun checks that run becomes the program, in the first slot without a living process.
 func TestRun(t *testing.T) {
 	h := newHost(t, twoServices)
 	h.write("devices.csv", "")
@@ -173,7 +172,7 @@ func TestRun(t *testing.T) {
 	in(3, start(append([]string{"--slot", "3"}, program...)...))
 }
 
-// A program that waits for its sockets is shown with what it lacks.
+// TestWaiting checks that a process that has not opened all sockets is shown with the missing listeners.
 func TestWaiting(t *testing.T) {
 	h := newHost(t, strings.Replace(twoServices, "    user: root\n", "    user: root\n    members:\n      - {match: {command_line: 'member tcp \\[::\\]:1790'}, slot: 2}\n", 1))
 	h.write("devices.csv", "")
@@ -226,7 +225,7 @@ func TestHelpAndCompletion(t *testing.T) {
 	}
 }
 
-// An agent that stops, however, leaves the service standing.
+// TestAgentRestart checks that services stay in force when the agent exits.
 func TestAgentRestart(t *testing.T) {
 	h, _ := running(t)
 	before := h.standing()

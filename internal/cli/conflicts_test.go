@@ -31,7 +31,7 @@ func TestNoAgent(t *testing.T) {
 	}
 }
 
-// A second agent neither gets the pins nor the socket of the first.
+// TestSecondAgent checks that a second agent gets neither the pins nor the socket of the first.
 func TestSecondAgent(t *testing.T) {
 	h, _ := running(t)
 	before := h.standing()
@@ -50,7 +50,7 @@ func TestSecondAgent(t *testing.T) {
 	}
 }
 
-// An agent that cannot start says why in one line.
+// TestAgentRefusals checks that an agent that cannot start prints the reason in one line.
 func TestAgentRefusals(t *testing.T) {
 	h := newHost(t, twoServices)
 	h.write("devices.csv", "")
@@ -83,7 +83,8 @@ func TestAgentRefusals(t *testing.T) {
 	}
 }
 
-// An agent steers without its metrics where another program has their port, and says so; apply tries again.
+// TestMetricsPortTaken checks that the agent steers without metrics while another program has the port, reports the
+// conflict, and binds the port at the next apply.
 func TestMetricsPortTaken(t *testing.T) {
 	busy, err := net.Listen("tcp", "127.0.0.1:9732")
 	if err != nil {
@@ -114,7 +115,7 @@ func TestMetricsPortTaken(t *testing.T) {
 	c.Close()
 }
 
-// Pins of another version are refused, and the hint's command repairs it.
+// TestOtherSchema checks that pins of another schema are refused, and that the command of the hint removes them.
 func TestOtherSchema(t *testing.T) {
 	h := newHost(t, twoServices)
 	h.write("devices.csv", "")
@@ -133,7 +134,7 @@ func TestOtherSchema(t *testing.T) {
 	h.start()
 }
 
-// pin makes a map with one number in it.
+// pin pins an array map that holds one number.
 func pin(t *testing.T, path string, value uint32) {
 	t.Helper()
 	m, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1,
@@ -150,7 +151,7 @@ func pin(t *testing.T, path string, value uint32) {
 	}
 }
 
-// Somebody else's pins and files survive a reset that names them.
+// TestResetOfOthers checks that reset does not delete pins and files that are not Sockeye's.
 func TestResetOfOthers(t *testing.T) {
 	h := newHost(t, twoServices)
 	other := filepath.Dir(h.pins)
@@ -161,7 +162,7 @@ func TestResetOfOthers(t *testing.T) {
 	}
 }
 
-// Only root changes anything; the agent's group looks.
+// TestNotPermitted checks that only root can change the state, and that members of the agent's group can read it.
 func TestNotPermitted(t *testing.T) {
 	h, _ := running(t)
 	before := h.standing()
@@ -194,7 +195,7 @@ func TestNotPermitted(t *testing.T) {
 	h.unchanged(before)
 }
 
-// A policy file with many errors shows the first, and how many more.
+// TestManyErrors checks that the first error of a policy file is shown with the number of further errors.
 func TestManyErrors(t *testing.T) {
 	h, _ := running(t)
 	before := h.standing()
@@ -220,7 +221,7 @@ func TestManyErrors(t *testing.T) {
 	}
 }
 
-// Users whom the host lacks are named with their place, all of them.
+// TestUnknownUsers checks that each user that the host lacks is reported with line and column.
 func TestUnknownUsers(t *testing.T) {
 	h, _ := running(t)
 	file := h.write("users.yaml", strings.Replace(twoServices, "user: root", "user: nosuch\n    members: [{match: {command_line: x, user: norsuch}, slot: free}]", 1))
@@ -236,7 +237,7 @@ func TestUnknownUsers(t *testing.T) {
 	}
 }
 
-// A policy whose last step fails leaves all services as they were.
+// TestApplyFailsMidway checks that an apply whose last step fails leaves all services unchanged.
 func TestApplyFailsMidway(t *testing.T) {
 	h, _ := running(t)
 	before := h.standing()
@@ -256,7 +257,7 @@ func TestApplyFailsMidway(t *testing.T) {
 	}
 }
 
-// Garbage on the agent's socket gets an answer that says so.
+// TestGarbage sends bytes that are not HTTP to the agent's socket and checks the answer.
 func TestGarbage(t *testing.T) {
 	h, _ := running(t)
 	before := h.standing()
@@ -313,7 +314,7 @@ func TestGarbage(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// The agent may hang up before all is written.
+		// The agent may close the connection before the write ends.
 		_, _ = io.Copy(conn, bytes.NewReader([]byte(raw)))
 		conn.Close()
 		h.unchanged(before)

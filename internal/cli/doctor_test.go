@@ -19,8 +19,7 @@ import (
 	"sockeye/internal/doctor"
 )
 
-// examine returns the findings of a doctor that runs as a child, and its exit
-// code.
+// examine runs doctor as a child process and returns its findings and its exit code.
 func (h *host) examine(change func(*exec.Cmd), role ...string) ([]doctor.Finding, int) {
 	h.t.Helper()
 	args := append(role[1:], "doctor", "--run-dir", h.run, "--policy", h.policy, "--pins", h.pins, "-o", "json")
@@ -32,7 +31,7 @@ func (h *host) examine(change func(*exec.Cmd), role ...string) ([]doctor.Finding
 	return findings, r.code
 }
 
-// Each finding is provoked for real.
+// TestDoctorFindings provokes each finding on a real host.
 func TestDoctorFindings(t *testing.T) {
 	tcp, udp := "tcp [::]:1790", "udp [::]:4739"
 	other := func(cmd *exec.Cmd) { asNobody(cmd) }
@@ -131,7 +130,7 @@ func TestDoctorFindings(t *testing.T) {
 	}
 }
 
-// Without a right or a mount the doctor says which, and ends with its code.
+// TestDoctorFailures checks that doctor names a missing capability or mount and exits with its code.
 func TestDoctorFailures(t *testing.T) {
 	h := newHost(t, twoServices)
 	find := func(findings []doctor.Finding, want doctor.Finding) {
@@ -160,7 +159,7 @@ func TestDoctorFailures(t *testing.T) {
 	}
 }
 
-// With an agent the doctor also tells what its members lack.
+// TestDoctorAsksAgent checks that doctor reports missing listeners of members that the agent knows.
 func TestDoctorAsksAgent(t *testing.T) {
 	h, _ := running(t)
 	findings, code := h.examine(nil, "sockeye")
@@ -187,7 +186,7 @@ func TestDoctorAsksAgent(t *testing.T) {
 	}
 }
 
-// load loads a program of somebody else, and returns its id.
+// load loads a program that is not Sockeye's and returns its id.
 func load(t *testing.T, kind ebpf.ProgramType, attach bool) string {
 	t.Helper()
 	spec := &ebpf.ProgramSpec{Name: "stranger", Type: kind, License: "GPL", Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 1), asm.Return()}}
@@ -219,7 +218,7 @@ func load(t *testing.T, kind ebpf.ProgramType, attach bool) string {
 	return fmt.Sprint(uint32(id))
 }
 
-// sysctl sets a value of the tests' network namespace for one test.
+// sysctl sets a sysctl of the tests' network namespace until the test ends.
 func sysctl(t *testing.T, name, value string) {
 	t.Helper()
 	path := "/proc/sys/" + name

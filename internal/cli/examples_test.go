@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// policies finds the policies in a text: blocks of YAML, and what begins with services: in the
-// transcripts of commands.
+// policies returns the policies in a text: blocks of YAML, and in transcripts of commands everything from "services:"
+// on.
 func policies(text string) (found []string) {
 	for _, block := range regexp.MustCompile("(?ms)^```(\\w*)\n(.*?)^```$").FindAllStringSubmatch(text, -1) {
 		switch block[1] {
@@ -31,7 +31,7 @@ func policies(text string) (found []string) {
 	return found
 }
 
-// Each example in the documents is a policy that check accepts, and is safe as it stands.
+// TestExamplesAreSafe checks that each example policy of the documents is accepted by check without warnings.
 func TestExamplesAreSafe(t *testing.T) {
 	documents := []string{"../../README.md", "../../KNOWN-ISSUES.md", "../../ARCHITECTURE.md"}
 	for _, pattern := range []string{"../../docs/*.md", "../../docs/decisions/*.md", "../../SECURITY.md"} {
@@ -42,7 +42,7 @@ func TestExamplesAreSafe(t *testing.T) {
 		documents = append(documents, more...)
 	}
 	h := newHost(t, "services: {}\n")
-	// The users of the examples are not on every host.
+	// The host does not have the users of the examples.
 	users, err := os.ReadFile("/etc/passwd")
 	if err != nil {
 		t.Fatal(err)

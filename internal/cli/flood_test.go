@@ -22,7 +22,7 @@ import (
 	"sockeye/internal/netns"
 )
 
-// attacker keeps connections open, and opens others when they are closed.
+// attacker keeps connections open, and replaces each connection that is closed.
 type attacker struct {
 	dial    func() (net.Conn, error)
 	stop    chan struct{}
@@ -30,7 +30,7 @@ type attacker struct {
 	dialled atomic.Int64
 }
 
-// attack opens n connections, on each of which one of the texts is said.
+// attack opens n connections and sends one of the texts on each.
 func attack(t *testing.T, n int, dial func() (net.Conn, error), texts ...string) *attacker {
 	t.Helper()
 	a := &attacker{dial: dial, stop: make(chan struct{})}
@@ -44,7 +44,7 @@ func attack(t *testing.T, n int, dial func() (net.Conn, error), texts ...string)
 	return a
 }
 
-// insist has one connection open until the attack ends.
+// insist keeps one connection open until the attack ends.
 func (a *attacker) insist(text string) {
 	for {
 		c, err := a.dial()
@@ -77,7 +77,7 @@ func (a *attacker) insist(text string) {
 // unread is a request whose answer the attacker does not read.
 const unread = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
-// manyFiles lets the test have descriptors for an attack.
+// manyFiles raises the descriptor limit of the test for an attack.
 func manyFiles(t *testing.T, n uint64) {
 	t.Helper()
 	var old unix.Rlimit
@@ -94,9 +94,9 @@ func manyFiles(t *testing.T, n uint64) {
 	})
 }
 
-// TestConnectionsLeaveDescriptors: whoever reaches the metrics' port, and a user of the agent's
-// group, open thousands of connections to an agent with few descriptors. Members are
-// registered, root gets answers, and so does the next scrape.
+// TestConnectionsLeaveDescriptors opens thousands of connections to the metrics port, and as a member of the agent's
+// group to the socket, of an agent with few descriptors. The agent still registers members, answers root, and answers
+// the next scrape.
 func TestConnectionsLeaveDescriptors(t *testing.T) {
 	manyFiles(t, 8192)
 	group, err := user.LookupGroupId("65534")
@@ -156,8 +156,8 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 	}
 }
 
-// TestMembersWithoutDescriptors: whatever else has taken all of the agent's descriptors, a
-// member that restarts gets its slot.
+// TestMembersWithoutDescriptors checks that a restarted member gets its slot although all other descriptors of the
+// agent are in use.
 func TestMembersWithoutDescriptors(t *testing.T) {
 	h := newHost(t, strings.Replace(oneService, "slots: 2", "slots: 1", 1)+"    members: [{match: {command_line: ^collector}, slot: free}]\n")
 	h.start()
@@ -186,7 +186,7 @@ func TestMembersWithoutDescriptors(t *testing.T) {
 	}
 	_, last := holes(0)
 	limit := last + 1
-	// Callers that have got an answer take the numbers below, for half a minute.
+	// Connections that were answered keep the lower descriptor numbers for 30 s.
 	h.eventually("no number is free", func() bool {
 		free, _ := holes(limit)
 		for range free {

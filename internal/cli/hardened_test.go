@@ -23,8 +23,8 @@ import (
 	"sockeye/internal/cli/command"
 )
 
-// unitSandbox is what systemd makes of the agent's unit before it starts the
-// agent, as far as a process can do it to itself.
+// unitSandbox is the sandbox that systemd sets up from the agent's unit, as far as a process can set it up for
+// itself.
 type unitSandbox struct {
 	Writable     []string // ReadWritePaths= and the unit's own directories
 	Visible      []string // of PrivateTmp=: where the test has its files
@@ -35,20 +35,19 @@ type unitSandbox struct {
 	Filter       []unix.SockFilter
 }
 
-// emulated are the directives that sandboxOf carries out by their values, and
-// those that it has always: a unit that has another value for one is refused, so
-// that the test is of the unit that is installed.
+// emulated lists the directives that sandboxOf applies with their values, and the directives that it always applies.
+// A unit with another value of the latter is refused, so that the test covers the installed unit.
 var emulated = map[string]string{
 	"ProtectSystem": "strict", "ProtectHome": "yes", "PrivateTmp": "yes", "PrivateDevices": "yes", "PrivateMounts": "yes",
 	"ProtectKernelLogs": "yes", "ProtectKernelModules": "yes", "ProtectKernelTunables": "yes", "ProtectProc": "default", "ProcSubset": "all",
 	"NoNewPrivileges": "yes", "LockPersonality": "yes", "MemoryDenyWriteExecute": "yes", "ProtectClock": "yes", "ProtectHostname": "yes",
 	"RestrictRealtime": "yes", "RestrictSUIDSGID": "yes", "SystemCallArchitectures": "native", "SystemCallErrorNumber": "EPERM",
-	// Of no effect on what the agent may do.
+	// These directives do not restrict the agent.
 	"Type": "notify", "Restart": "always", "RestartSec": "500ms", "KillMode": "process", "LimitMEMLOCK": "infinity",
 	"RuntimeDirectory": "sockeye", "RuntimeDirectoryPreserve": "yes", "StateDirectory": "sockeye", "StateDirectoryMode": "0700",
 }
 
-// sandboxOf reads the unit and drop-ins.
+// sandboxOf parses the unit and its drop-ins.
 func (h *host) sandboxOf(dropIns ...string) *unitSandbox {
 	h.t.Helper()
 	s := &unitSandbox{Writable: []string{h.state, h.run, h.pins}, Visible: []string{h.dir, filepath.Dir(h.pins)}}
@@ -112,7 +111,7 @@ func (h *host) sandboxOf(dropIns ...string) *unitSandbox {
 	return s
 }
 
-// capability is the number of a capability, as systemd knows it.
+// capability returns the number of a capability by its name in systemd.
 func (h *host) capability(name string) uint {
 	h.t.Helper()
 	out, err := exec.Command("systemd-analyze", "--no-pager", "capability", strings.ToLower(name)).Output()
@@ -127,8 +126,8 @@ func (h *host) capability(name string) uint {
 	return uint(number)
 }
 
-// systemCalls resolves names and groups of systemd.exec(5), as this systemd has
-// them. Those it always permits are in @default.
+// systemCalls resolves the names and groups of systemd.exec(5) as the installed systemd does. The calls of @default
+// are always permitted.
 func (h *host) systemCalls(names ...string) map[string]bool {
 	h.t.Helper()
 	found := make(map[string]bool)
@@ -164,7 +163,7 @@ func (h *host) systemCalls(names ...string) map[string]bool {
 	return found
 }
 
-// numbers are the system calls of this architecture, of golang.org/x/sys.
+// numbers maps the system calls of this architecture to their numbers in golang.org/x/sys.
 func (h *host) numbers() map[string]uint32 {
 	h.t.Helper()
 	dir, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "golang.org/x/sys").Output()
@@ -191,8 +190,7 @@ func (h *host) numbers() map[string]uint32 {
 
 const allNamespaces = unix.CLONE_NEWUSER | unix.CLONE_NEWNS | unix.CLONE_NEWNET | unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS | unix.CLONE_NEWCGROUP
 
-// filter makes the seccomp program, which is what seccomp-util.c of systemd makes of the
-// directives.
+// filter returns the seccomp program that systemd (src/shared/seccomp-util.c) would build from the directives.
 func (h *host) filter(allowed map[string]bool, namespaces string, families []string) []unix.SockFilter {
 	h.t.Helper()
 	numbers := h.numbers()
@@ -212,7 +210,7 @@ func (h *host) filter(allowed map[string]bool, namespaces string, families []str
 	}
 	fail := func(errno unix.Errno) uint32 { return unix.SECCOMP_RET_ERRNO | uint32(errno) }
 	argument := func(n int) uint32 { return uint32(16 + 8*n) } // the low half, little-endian
-	// on skips the checks of a call for the others.
+	// on ends the checks of the current system call.
 	on := func(name string, checks func()) {
 		number, ok := numbers[name]
 		if !ok {
@@ -294,7 +292,7 @@ func (h *host) filter(allowed map[string]bool, namespaces string, families []str
 			add(ret, unix.SECCOMP_RET_ALLOW, 0, 0)
 		}
 	}
-	// What this systemd does not know is not there, so that programs go without it.
+	// System calls that the installed systemd does not know get ENOSYS, so that programs use their fallback.
 	known := make(map[string]bool)
 	out, err := exec.Command("systemd-analyze", "--no-pager", "syscall-filter").Output()
 	if err != nil {
@@ -313,8 +311,7 @@ func (h *host) filter(allowed map[string]bool, namespaces string, families []str
 	return program
 }
 
-// becomeHardened puts this process into the sandbox that a file describes, and runs
-// a role in it.
+// becomeHardened enters the sandbox described in a file and runs a role in it.
 func becomeHardened(args []string) {
 	runtime.LockOSThread()
 	text, err := os.ReadFile(args[0])
@@ -367,8 +364,7 @@ func (s *unitSandbox) enter() error {
 	return nil
 }
 
-// mounts makes the unit's view of the files: nothing is writable but what the unit
-// names.
+// mounts creates the unit's mount namespace: only the paths that the unit names are writable.
 func (s *unitSandbox) mounts() error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("unshare: %w", err)
@@ -382,7 +378,7 @@ func (s *unitSandbox) mounts() error {
 		}
 		return nil
 	}
-	// PrivateTmp=, with the test's own folders, which would not be there in reality.
+	// PrivateTmp=: the directories of the test, which a real host does not have there, stay visible.
 	visible := make(map[string]int)
 	for _, dir := range s.Visible {
 		fd, err := unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_RECURSIVE)
@@ -466,7 +462,7 @@ func (s *unitSandbox) mounts() error {
 	return nil
 }
 
-// harden writes the sandbox of the unit with drop-ins, for start and process.
+// harden writes the sandbox of the unit and its drop-ins to files, for the start command and for the process.
 func (h *host) harden(dropIns ...string) (file string) {
 	h.t.Helper()
 	if binary.NativeEndian.Uint16([]byte{1, 0}) != 1 {

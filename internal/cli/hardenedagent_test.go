@@ -51,7 +51,7 @@ bigtcp:
 metrics: {listen: "127.0.0.1:9732"}
 `
 
-// workCgroup is a cgroup below the tests' own, for members.
+// workCgroup creates a cgroup for members below the tests' cgroup.
 func workCgroup(t testing.TB) (dir string, change func(*exec.Cmd)) {
 	t.Helper()
 	dir = filepath.Join(testenv.Cgroup(), "work")
@@ -78,8 +78,8 @@ func workCgroup(t testing.TB) (dir string, change func(*exec.Cmd)) {
 	}
 }
 
-// TestHardenedUnit runs the agent with what the installed unit leaves it, with
-// rules of every domain, and every command.
+// TestHardenedUnit runs the agent in the sandbox of the installed unit, with rules of every domain, and runs every
+// command.
 func TestHardenedUnit(t *testing.T) {
 	_, inWork := workCgroup(t)
 	veth := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "hard0"}, PeerName: "hard1"}
@@ -191,7 +191,7 @@ func TestHardenedUnit(t *testing.T) {
 			t.Errorf("sockeye %q: %s", args, out)
 		}
 	}
-	// What ExecReload= runs has the unit's sandbox, too.
+	// The command of ExecReload= runs in the same sandbox.
 	reload := func() result { return h.child(nil, "hardened", h.sandbox, "sockeye", "--run-dir", h.run, "apply") }
 	h.write("policy.yaml", strings.Replace(everyDomain, "150KB", "160KB", 1)+"# applied\n")
 	if r := reload(); r.code != 0 || !strings.Contains(r.out, "160") {
@@ -207,7 +207,7 @@ func TestHardenedUnit(t *testing.T) {
 	ok("apply")
 	whole("applied")
 
-	// The next agent takes over, from a keeper that had the same sandbox.
+	// The next agent takes over from a keeper in the same sandbox.
 	h.kill()
 	ends[1]()
 	h.start()
@@ -226,7 +226,7 @@ func TestHardenedUnit(t *testing.T) {
 	}
 }
 
-// attacks are what a compromised agent may try. Each returns nil if it succeeds.
+// attacks lists the actions that a compromised agent may try. Each returns nil if it succeeds.
 var attacks = map[string]func(dir string) error{
 	"write to /etc":                    func(string) error { return os.WriteFile("/etc/sockeye-test-attack", nil, 0o600) },
 	"write to a folder of root":        func(dir string) error { return os.WriteFile(filepath.Join(dir, "attack"), nil, 0o600) },
@@ -281,8 +281,7 @@ func socketOf(family int) error {
 	return err
 }
 
-// called makes a system call without arguments: what is not refused fails in
-// another way.
+// called makes a system call without arguments. A call that the filter permits fails with another error.
 func called(number uintptr) error {
 	_, _, errno := unix.Syscall6(number, 0, 0, 0, 0, 0, 0)
 	if errno == unix.EPERM || errno == unix.ENOSYS {
@@ -299,8 +298,7 @@ func mapped(string) error {
 	return err
 }
 
-// killed asks whether a signal could be sent to the process of nobody whose number
-// is in a file.
+// killed reports whether the process could signal the process whose id is in a file, which belongs to nobody.
 func killed(dir string) error {
 	text, err := os.ReadFile(filepath.Join(dir, "victim"))
 	if err != nil {
@@ -323,8 +321,8 @@ func tryAttacks(args []string) {
 	os.Exit(0)
 }
 
-// TestHardenedUnitHolds has a process with the rights of a compromised agent try
-// what would make it the owner of the host.
+// TestHardenedUnitHolds checks that a process with the capabilities of a compromised agent cannot gain control of the
+// host.
 func TestHardenedUnitHolds(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	sandbox := h.harden()
@@ -339,8 +337,8 @@ func TestHardenedUnitHolds(t *testing.T) {
 	}
 }
 
-// TestHardenedDropIns has policies that need more than the unit gives: the agent and
-// doctor name the drop-in, and with it the policy is in force.
+// TestHardenedDropIns applies policies that need more than the unit permits: agent and doctor name the drop-in, and
+// with the drop-in the policy is applied.
 func TestHardenedDropIns(t *testing.T) {
 	top := fmt.Sprintf("/sockeye-hardened-%d", os.Getpid())
 	t.Cleanup(func() {

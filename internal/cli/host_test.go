@@ -33,8 +33,8 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// TestMain plays the parts that tests start as processes of their own: an
-// agent gives up capabilities for good, and a member is taken by its id.
+// TestMain runs the roles that tests start as separate processes: an agent drops capabilities for good, and members
+// are found by process id.
 func TestMain(m *testing.M) {
 	var role string
 	if len(os.Args) > 1 {
@@ -86,8 +86,8 @@ func TestMain(m *testing.M) {
 	testenv.Main(m)
 }
 
-// becomeMember opens sockets given as "tcp [::]:1790 flag flag", says so, and
-// answers everybody with its process id.
+// becomeMember opens sockets given as "tcp [::]:1790 flag flag", prints a line when they are open, and answers each
+// request with its process id.
 func becomeMember(specs []string) {
 	for _, spec := range specs {
 		if err := openAs(spec); err != nil {
@@ -105,8 +105,7 @@ func pause() {
 	}
 }
 
-// becomeRenamed opens sockets and takes another command line some time later,
-// as nfacctd does.
+// becomeRenamed opens sockets and later changes its command line, as nfacctd does.
 func becomeRenamed(specs []string) {
 	for _, spec := range specs {
 		if err := openAs(spec); err != nil {
@@ -176,7 +175,7 @@ func openAs(spec string) error {
 		return err
 	}
 	if has("handover") {
-		// A child that held the listener would answer nobody.
+		// If the child kept the listener, connections to it would never be answered.
 		unix.CloseOnExec(fd)
 	}
 	go func() {
@@ -187,8 +186,7 @@ func openAs(spec string) error {
 					handOver(conn)
 					continue
 				}
-				// The client closes first: TIME_WAIT on the member's port
-				// would keep later tests from it.
+				// The client closes first: a member in TIME_WAIT would keep the port from later tests.
 				go func() {
 					_, _ = unix.Read(conn, make([]byte, 1))
 					unix.Close(conn)
@@ -199,8 +197,8 @@ func openAs(spec string) error {
 	return nil
 }
 
-// handOver gives a connection to a child, and keeps nothing of it, as a server
-// with a process for each connection does. The child exits when this process does.
+// handOver gives a connection to a child process and closes its own descriptor, as a server with one process per
+// connection does. The child exits with its parent.
 func handOver(conn int) {
 	file := os.NewFile(uintptr(conn), "connection")
 	defer file.Close()
@@ -215,7 +213,7 @@ func handOver(conn int) {
 	}
 }
 
-// becomeLimited runs a command without one capability: args[0] is its number.
+// becomeLimited runs a command without the capability whose number is args[0].
 func becomeLimited(args []string) {
 	runtime.LockOSThread()
 	number, err := strconv.Atoi(args[0])
@@ -229,7 +227,7 @@ func becomeLimited(args []string) {
 	os.Exit(1)
 }
 
-// becomeFew runs a command with few descriptors: args[0] is how many.
+// becomeFew runs a command with the descriptor limit args[0].
 func becomeFew(args []string) {
 	n, err := strconv.ParseUint(args[0], 10, 32)
 	if err == nil {
@@ -242,7 +240,7 @@ func becomeFew(args []string) {
 	os.Exit(1)
 }
 
-// becomeCgroupless runs a command where no cgroup v2 is mounted.
+// becomeCgroupless runs a command in a mount namespace without cgroup v2.
 func becomeCgroupless(args []string) {
 	mount, err := cgroup.Mount()
 	for err == nil {
@@ -253,7 +251,7 @@ func becomeCgroupless(args []string) {
 	os.Exit(Main(args, Host()))
 }
 
-// host is a place with directories for an agent, and at most one agent.
+// host has the directories of one agent.
 type host struct {
 	t                          testing.TB
 	dir, run, state, pins, log string
@@ -263,8 +261,8 @@ type host struct {
 	agent                      *exec.Cmd
 }
 
-// newHost makes a host with a policy file. DIR in the policy is its folder,
-// CGROUP the tests' cgroup.
+// newHost creates a host with a policy file. In the policy, DIR is replaced with the directory of the host, and
+// CGROUP with the cgroup of the tests.
 func newHost(t testing.TB, policy string) *host {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "sockeye")
@@ -299,7 +297,7 @@ func (h *host) agentArgs() []string {
 	return []string{"agent", "--run-dir", h.run, "--state-dir", h.state, "--pins", h.pins, "--policy", h.policy}
 }
 
-// start runs an agent until the test ends or kill.
+// start runs an agent until the test ends or kill is called.
 func (h *host) start(extra ...string) {
 	h.t.Helper()
 	command := append(h.agentArgs(), extra...)
@@ -313,7 +311,7 @@ func (h *host) start(extra ...string) {
 	}
 }
 
-// startBy is start, with the agent's process prepared.
+// startBy is start with a prepared command.
 func (h *host) startBy(cmd *exec.Cmd) {
 	h.t.Helper()
 	log, err := os.OpenFile(h.log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
@@ -347,7 +345,7 @@ func (h *host) kill() {
 	h.agent.Wait()
 }
 
-// patience is how long what must come about may take, on a busy host.
+// patience bounds the wait for an event on a busy host.
 const patience = time.Minute
 
 func (h *host) eventually(what string, ok func() bool) {
@@ -361,7 +359,7 @@ func (h *host) eventually(what string, ok func() bool) {
 	}
 }
 
-// process prepares this program in another role.
+// process prepares this binary in another role.
 func process(role string, args ...string) *exec.Cmd {
 	cmd := exec.Command("/proc/self/exe", append([]string{role}, args...)...)
 	cmd.Args[0] = "sockeye"
@@ -372,8 +370,8 @@ func process(role string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// member starts a process with sockets, and returns its id and what ends it.
-// The change may be nil.
+// member starts a process with the given sockets, and returns its process id and a function that ends it. change may
+// be nil.
 func (h *host) member(change func(*exec.Cmd), specs ...string) (pid int, end func()) {
 	h.t.Helper()
 	return h.as("member", change, specs...)
@@ -421,7 +419,7 @@ func (h *host) sockeye(args ...string) result {
 	return result{code, out.String(), err.String()}
 }
 
-// child runs a command in a process of its own.
+// child runs a command in a child process.
 func (h *host) child(change func(*exec.Cmd), role string, args ...string) result {
 	h.t.Helper()
 	cmd := process(role, args...)
@@ -441,7 +439,7 @@ func asNobody(cmd *exec.Cmd) {
 	cmd.SysProcAttr.Credential = &syscall.Credential{Uid: 65534, Gid: 65534}
 }
 
-// must runs a command that works, and reads its JSON.
+// must runs a command that must succeed and decodes its JSON.
 func must[T any](h *host, args ...string) T {
 	h.t.Helper()
 	var v T
@@ -455,7 +453,7 @@ func must[T any](h *host, args ...string) T {
 	return v
 }
 
-// plain replaces what differs from run to run.
+// plain replaces values that differ between runs.
 func (h *host) plain(text string, pids ...int) string {
 	pairs := []string{h.dir, "DIR", h.pins, "PINS", testenv.CgroupPath(), "CGROUP"}
 	for _, pid := range pids {
@@ -464,8 +462,7 @@ func (h *host) plain(text string, pids ...int) string {
 	return strings.NewReplacer(pairs...).Replace(text)
 }
 
-// refused runs a command that must fail in one way, with a table and with
-// JSON.
+// refused runs a command that must fail in the same way with table and JSON output.
 func (h *host) refused(code int, message, hint string, pids []int, args ...string) {
 	h.t.Helper()
 	r := h.sockeye(args...)
@@ -476,7 +473,7 @@ func (h *host) refused(code int, message, hint string, pids []int, args ...strin
 	if got := h.plain(r.err, pids...); r.code != code || got != want || r.out != "" {
 		h.t.Errorf("sockeye %q:\ngot  %d %s%s\nwant %d %s", args, r.code, got, r.out, code, want)
 	}
-	// Before the other flags: after -- they would be the program's.
+	// The flag comes before "--"; after it, the flag would belong to the program.
 	r = h.sockeye(append([]string{"-o", "json"}, args...)...)
 	h.isFailure(r, code, message, hint, pids...)
 }
@@ -494,8 +491,8 @@ func (h *host) isFailure(r result, code int, message, hint string, pids ...int) 
 	}
 }
 
-// standing is all that bad input must leave as it is: what the agent says of
-// its services, and where packets really go.
+// standing is the state that bad input must not change: the agent's view of its services, and the members that really
+// receive packets.
 type standing struct {
 	Status   []api.ServiceStatus
 	Slots    []api.SlotStatus
@@ -524,7 +521,7 @@ func (h *host) standing() string {
 	return string(text)
 }
 
-// unchanged fails the test if bad input changed something.
+// unchanged fails the test if the state differs from standing.
 func (h *host) unchanged(before string) {
 	h.t.Helper()
 	after := h.standing()
@@ -545,7 +542,7 @@ func (h *host) unchanged(before string) {
 	h.t.Error("the running services changed")
 }
 
-// ask sends from an address to the telemetry service, and returns who answers.
+// ask sends a request from an address to the telemetry service, and returns the member that answered.
 func ask(network, address string) string {
 	if network == "udp" {
 		return dial(network, address, "4739")
@@ -606,8 +603,8 @@ const twoServices = `services:
     cgroup: CGROUP
 `
 
-// running starts an agent with two services: telemetry has members in slots 0
-// to 2 of 4, spare has none. It returns the members' ids.
+// running starts an agent with two services: telemetry has members in slots 0 to 2 of 4, spare has no member. It
+// returns the process ids of the members.
 func running(t testing.TB, extra ...string) (*host, []int) {
 	t.Helper()
 	h := newHost(t, twoServices)

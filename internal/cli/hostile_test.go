@@ -21,8 +21,8 @@ import (
 	"sockeye/internal/fault"
 )
 
-// TestHostileCommandLines: a member and a process that would be one are called like
-// commands to the terminal, and like rows of the table. No command passes that on.
+// TestHostileCommandLines gives a member and a candidate command lines that contain escape sequences and look like
+// table rows. No command prints them unescaped.
 func TestHostileCommandLines(t *testing.T) {
 	h := newHost(t, oneService+`    members: [{match: {command_line: ^collector}, slot: free}]
 tune:
@@ -62,7 +62,7 @@ tune:
 			t.Errorf("sockeye %q -o json: %q %q", args, asJSON.out, asJSON.err)
 		}
 	}
-	// A program still gets what the process is called.
+	// JSON contains the unmodified command line.
 	if got, want := must[[]api.SlotStatus](h, "slots")[0].Command, strings.ToValidUTF8(name, "�"); !strings.HasPrefix(got, want[:60]) {
 		t.Errorf("JSON says %q", got)
 	}
@@ -76,7 +76,7 @@ tune:
 	}
 }
 
-// connected are the ends of a connection.
+// connected holds both ends of a connection.
 func connected(t *testing.T) (a, b net.Conn) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -93,7 +93,7 @@ func connected(t *testing.T) (a, b net.Conn) {
 	return a, b
 }
 
-// Scripts for shells, the schema and help pass the screen as they are.
+// TestScreenLeavesOurOwn checks that completion scripts, the schema and help texts are printed unmodified.
 func TestScreenLeavesOurOwn(t *testing.T) {
 	for _, args := range [][]string{
 		{"completion", "bash"}, {"completion", "zsh"}, {"completion", "fish"}, {"completion", "powershell"}, {"check", "--schema"}, {"help", "isolate"},

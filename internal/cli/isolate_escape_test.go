@@ -25,7 +25,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// escape is what a hostile program does inside. It prints the kernel's answer, "" if it got through.
+// escape runs one action of a hostile program inside, and prints the kernel's error, or "" if the action succeeded.
 func escape(args []string) error {
 	try, ok := escapes[args[0]]
 	if !ok {
@@ -43,7 +43,7 @@ func escape(args []string) error {
 	return nil
 }
 
-// above is a bit that the kernel cuts off, and a careless filter does not.
+// above is a bit beyond the 32 bits that the kernel uses; a filter that compares 64 bits would not match.
 const above = 1 << 32
 
 var escapes = map[string]func(args []string) error{
@@ -62,7 +62,7 @@ var escapes = map[string]func(args []string) error{
 		_, _, errno := unix.Syscall(unix.SYS_IO_URING_SETUP, 1, uintptr(unsafe.Pointer(&parameters)), 0)
 		return orNil(errno)
 	},
-	// The lowest priority, for all of the process group.
+	// The lowest priority, for the whole process group.
 	"setpriority":            call(unix.SYS_SETPRIORITY, unix.PRIO_PGRP, 0, 19),
 	"setpriority, bit above": call(unix.SYS_SETPRIORITY, unix.PRIO_PGRP|above, 0, 19),
 	"ioprio_set":             call(unix.SYS_IOPRIO_SET, 2, 0, 3<<13),
@@ -112,7 +112,7 @@ func call(number, a, b, c uintptr) func([]string) error {
 	}
 }
 
-// terminalRequest puts a line into the input of the terminal, of which the shell outside reads next.
+// terminalRequest inserts a line into the input of the terminal, from which the shell outside reads next.
 func terminalRequest(request uintptr) func([]string) error {
 	return func([]string) error {
 		for _, c := range []byte("pushed\n") {
@@ -124,7 +124,7 @@ func terminalRequest(request uintptr) func([]string) error {
 	}
 }
 
-// int80 makes a system call of i386.
+// int80 makes a 32-bit (i386) system call.
 func int80(number, a, b, c uint32) error {
 	if runtime.GOARCH != "amd64" {
 		return unix.ENOSYS
@@ -157,8 +157,8 @@ func int80(number, a, b, c uint32) error {
 	return nil
 }
 
-// System calls that lead out of the namespaces, or to parts of the kernel that a program has no use for, fail: also those
-// whose arguments or numbers are written so that a careless filter would not know them.
+// TestIsolateSystemCalls checks that system calls that lead out of the namespaces, or to parts of the kernel that
+// programs do not need, fail, also with arguments or numbers that a careless filter would not match.
 func TestIsolateSystemCalls(t *testing.T) {
 	addAddresses(t)
 	for name, want := range map[string]string{
@@ -188,7 +188,8 @@ func TestIsolateSystemCalls(t *testing.T) {
 	})
 }
 
-// User namespaces are for who asks, as they have all rights within.
+// TestIsolateUserNamespaces checks that the program can create a user namespace only on request: in it, it would have
+// all capabilities.
 func TestIsolateUserNamespaces(t *testing.T) {
 	addAddresses(t)
 	const script = "cat /proc/sys/user/max_user_namespaces; unshare -U true && echo one; unshare -r sh -c 'id -u'; true"
@@ -205,7 +206,7 @@ func TestIsolateUserNamespaces(t *testing.T) {
 	}
 }
 
-// pty is a terminal: what a user types goes to master, and slave is what programs have.
+// pty is a pseudoterminal: the test types on master, and programs use slave.
 func pty(t *testing.T) (master, slave *os.File) {
 	t.Helper()
 	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
@@ -229,7 +230,7 @@ func pty(t *testing.T) (master, slave *os.File) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { slave.Close() })
-	// An ordinary user's terminal is the user's own.
+	// The terminal of an ordinary user belongs to the user.
 	if err := slave.Chown(65534, 65534); err != nil {
 		t.Fatal(err)
 	}
@@ -239,7 +240,8 @@ func pty(t *testing.T) (master, slave *os.File) {
 	return master, slave
 }
 
-// onTerminal runs a command as the session of a terminal, types lines when words are seen, and returns what was seen.
+// onTerminal runs a command as the session leader of a terminal, types each line when the text before it has
+// appeared, and returns the output.
 func onTerminal(t *testing.T, cmd *exec.Cmd, typed ...[2]string) (screen string) {
 	t.Helper()
 	master, slave := pty(t)
@@ -276,19 +278,20 @@ func onTerminal(t *testing.T, cmd *exec.Cmd, typed ...[2]string) (screen string)
 	return strings.ReplaceAll(seen.String(), "\r", "")
 }
 
-// calledByShell has the shell of a command stay, and read a line afterwards.
+// calledByShell keeps the calling shell and lets it read a line afterwards.
 func calledByShell(cmd *exec.Cmd) *exec.Cmd {
 	script := slices.IndexFunc(cmd.Args, func(arg string) bool { return strings.Contains(arg, "\nexec setpriv") })
 	cmd.Args[script] = strings.Replace(cmd.Args[script], "\nexec setpriv", "\nsetpriv", 1) + "\necho asks; read line; echo \"outside: $line\""
 	return cmd
 }
 
-// A program cannot type into the terminal for the shell that called it, whatever dev.tty.legacy_tiocsti is.
+// TestIsolateTypesNothing checks that the program cannot insert input for the shell that started it, with both values
+// of dev.tty.legacy_tiocsti.
 func TestIsolateTypesNothing(t *testing.T) {
 	addAddresses(t)
 	for _, request := range []string{"TIOCSTI", "TIOCSTI, bit above", "TIOCLINUX", "TIOCSETD"} {
 		t.Run(request, func(t *testing.T) {
-			// This shell is the one outside. EPERM is the filter's; where the sysctl forbids it, it is EIO.
+			// This shell runs outside. EPERM comes from the filter; the sysctl would return EIO.
 			cmd := calledByShell(ordinary(t, "", "isolate", "--", itself, "inside", "escape", request))
 			screen := onTerminal(t, cmd, [2]string{"asks", "typed\n"})
 			if !strings.Contains(screen, "EPERM\n") || !strings.Contains(screen, "outside: typed\n") {
@@ -298,7 +301,7 @@ func TestIsolateTypesNothing(t *testing.T) {
 	}
 }
 
-// A shell inside has job control, and whoever has called gets the terminal back.
+// TestIsolateShell checks that a shell inside has job control, and that the caller gets the terminal back.
 func TestIsolateShell(t *testing.T) {
 	addAddresses(t)
 	cmd := calledByShell(ordinary(t, "", "isolate", "--", "bash", "--norc", "-i"))
@@ -311,7 +314,7 @@ func TestIsolateShell(t *testing.T) {
 	}
 }
 
-// hostFolder covers a folder of the tests' host with an empty one, as long as the test runs.
+// hostFolder mounts an empty directory over a directory of the tests' host until the test ends.
 func hostFolder(t *testing.T, path, options string) {
 	t.Helper()
 	if err := unix.Mount("tmpfs", path, "tmpfs", 0, options); err != nil {
@@ -324,7 +327,7 @@ func hostFolder(t *testing.T, path, options string) {
 	})
 }
 
-// answersAt is a service of the host at a Unix socket that all may connect to.
+// answersAt runs a server on a Unix socket to which everybody may connect.
 func answersAt(t *testing.T, path string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -350,7 +353,8 @@ func answersAt(t *testing.T, path string) {
 	}()
 }
 
-// Services of the host that listen at the usual paths are out of reach, but for those that were named.
+// TestIsolateHostSockets checks that services of the host on the usual Unix sockets are unreachable unless they are
+// named.
 func TestIsolateHostSockets(t *testing.T) {
 	addAddresses(t)
 	hostFolder(t, "/run", "mode=755")
@@ -372,7 +376,7 @@ func TestIsolateHostSockets(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Another user names a folder that is to vanish from everybody's programs, and many that would be mounted over.
+	// Another user names a directory that would be hidden from every program, and many directories to mount over.
 	for i := range 2000 {
 		evil := fmt.Sprintf("/tmp/ssh-evil%d", i)
 		if err := os.Mkdir(evil, 0o755); err != nil {
@@ -408,7 +412,7 @@ func TestIsolateHostSockets(t *testing.T) {
 			t.Errorf("%s is reached: %s", path, said)
 		}
 	}
-	// By the working directory, which is hidden.
+	// Through the working directory, which is hidden.
 	for path, dir := range map[string]string{"bus": "/run/user/65534", "../docker.sock": "/run/mine", "docker.sock": "/run"} {
 		if ok, said := connect(dir, path); ok {
 			t.Errorf("%s is reached from %s: %s", path, dir, said)
@@ -446,7 +450,7 @@ func TestIsolateHostSockets(t *testing.T) {
 			t.Errorf("%s: variables %q, want %q\n%s", flags, out, want, stderr)
 		}
 	}
-	// What hides cannot be written to, and what is hidden not be uncovered.
+	// The covering directory is read-only, and the hidden directory cannot be uncovered.
 	cmd := ordinary(t, "", "isolate", "--", "sh", "-c", "touch /run/x; mkdir /run/user; umount /run; umount -l /run; ls -d /run/x /run/user /run/docker.sock /run/mine")
 	if out, stderr, _ := resultOf(t, cmd); out != "/run/mine\n" {
 		t.Errorf("/run has %q\n%s", out, stderr)
@@ -464,8 +468,9 @@ func TestIsolateHostSockets(t *testing.T) {
 	}
 }
 
-// Where the user had sockets outside, the program makes its own, which are not seen outside: tmux refuses a folder that it
-// cannot write to, or that others may enter. Those of others stay as they are: their modes say who may enter.
+// TestIsolateOwnSocketFolders checks that the program can create sockets in directories where its user has sockets
+// outside, and that they are invisible outside. tmux refuses a directory that it cannot write to or that others may
+// enter. Directories of other users keep their modes.
 func TestIsolateOwnSocketFolders(t *testing.T) {
 	addAddresses(t)
 	hostFolder(t, "/tmp", "mode=1777")
@@ -482,7 +487,7 @@ func TestIsolateOwnSocketFolders(t *testing.T) {
 	isolated := func(args ...string) (out, stderr string) {
 		t.Helper()
 		cmd := ordinary(t, "", append([]string{"isolate", "--"}, args...)...)
-		// nobody's shell is nologin, which tmux would run.
+		// The shell of nobody is nologin, which tmux would run.
 		cmd.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+runtimeDir, "SHELL=/bin/sh")
 		out, stderr, _ = resultOf(t, cmd)
 		return out, stderr
@@ -507,7 +512,8 @@ stat -c '%a %U' $d; ls -A $d; touch $d/made 2>/dev/null && echo wrote; done`
 	}
 }
 
-// File systems of the host's processes and message queues show nothing, whatever they are called.
+// TestIsolateHostMounts checks that file systems of host processes and message queues appear empty, whatever their
+// names are.
 func TestIsolateHostMounts(t *testing.T) {
 	const prepare = `mkdir /mnt/proc "/mnt/my queues" && mount -t proc proc /mnt/proc && mount -t mqueue mqueue "/mnt/my queues" &&
 		touch "/mnt/my queues/sockeye-test" && chmod 666 "/mnt/my queues/sockeye-test" || exit 98`
@@ -523,7 +529,8 @@ func TestIsolateHostMounts(t *testing.T) {
 	}
 }
 
-// A working directory, or a standard stream, that does not lead through what is covered.
+// TestIsolateWayAround checks that neither the working directory nor a standard stream leads around a covered
+// directory.
 func TestIsolateWayAround(t *testing.T) {
 	const prepare = `mkdir /mnt/x && mount -t tmpfs none /mnt/x && echo secret > /mnt/x/secret && cd /mnt/x && umount -l /mnt/x || exit 98`
 	cmd := ordinary(t, prepare, "isolate", "--", "sh", "-c", "pwd -P; cat secret 2>/dev/null")
@@ -542,7 +549,7 @@ func TestIsolateWayAround(t *testing.T) {
 	}
 }
 
-// The host's sockets and processes are not seen.
+// TestIsolateProc checks that sockets and processes of the host are invisible.
 func TestIsolateProc(t *testing.T) {
 	addAddresses(t)
 	l, err := net.Listen("tcp4", "192.0.2.10:7399")
@@ -568,14 +575,14 @@ func TestIsolateProc(t *testing.T) {
 			t.Errorf("%s namespace %q, here %q\n%s", name, out, here, stderr)
 		}
 	}
-	// Nor may the program look into the process that started it.
+	// The program may not inspect the process that started it either.
 	out, _, _ = resultOf(t, ordinary(t, "", "isolate", "--", "sh", "-c", "ls /proc/1/fd; cat /proc/1/environ; readlink /proc/1/cwd; grep CapPrm /proc/1/status"))
 	if out != "CapPrm:\t0000000000000000\n" {
 		t.Errorf("of the first process %q", out)
 	}
 }
 
-// What the program leaves behind ends with it, and orphans are reaped meanwhile.
+// TestIsolateOrphans checks that orphans are reaped, and that all processes of the program end with it.
 func TestIsolateOrphans(t *testing.T) {
 	addAddresses(t)
 	g := started(t, ordinary(t, "", "isolate", "--", "sh", "-c", "setsid sh -c 'sleep 61 & sleep 0.1' & wait; echo ready $$; read line; ps -o stat= -A | grep -c Z"))
@@ -598,7 +605,8 @@ func TestIsolateOrphans(t *testing.T) {
 	gone(t, left[0])
 }
 
-// The program's user owns a cgroup, as user managers do: the program may not freeze or kill what is in it.
+// TestIsolateCgroups checks that the program cannot freeze or kill the processes in a cgroup of its user, such as the
+// cgroup of a user manager.
 func TestIsolateCgroups(t *testing.T) {
 	addAddresses(t)
 	group := testenv.Cgroup() + "/delegated"

@@ -32,8 +32,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// becomeInside is a program that runs isolated: what it does, and its arguments. What it
-// says first ends with a line feed.
+// becomeInside runs one action of an isolated program with its arguments. Its first output ends with a line feed.
 func becomeInside(args []string) {
 	if err := inside(args[0], args[1:]); err != nil {
 		fmt.Println(err)
@@ -139,7 +138,7 @@ func inside(what string, args []string) error {
 	return fmt.Errorf("what is %s?", what)
 }
 
-// tellPeers tells everybody who says something its address.
+// tellPeers answers each peer with the address of the peer.
 func tellPeers(network, address string) (io.Closer, error) {
 	if network == "udp" {
 		c, err := net.ListenPacket(network, address)
@@ -205,8 +204,8 @@ func addAddresses(t *testing.T) {
 	}
 }
 
-// ordinary is sockeye, run by an ordinary user with a TUN device that is open to all, as it is
-// on most hosts. A shell prepares its mount namespace, which is its own.
+// ordinary returns a command that runs sockeye as an ordinary user with access to the TUN device, as on most hosts. A
+// shell prepares a private mount namespace.
 func ordinary(t *testing.T, prepare string, args ...string) *exec.Cmd {
 	t.Helper()
 	return prepared(t, `mount -t tmpfs none /mnt && mknod /mnt/tun c 10 200 && chmod 666 /mnt/tun &&
@@ -214,8 +213,8 @@ func ordinary(t *testing.T, prepare string, args ...string) *exec.Cmd {
 		`+prepare, "setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps=-all", args...)
 }
 
-// prepared is sockeye, run by another command behind a script, in a mount namespace of its
-// own. Descriptor 9 is the binary, which others may not find by its path.
+// prepared returns a command that runs sockeye behind another command after a script, in a private mount namespace.
+// Descriptor 9 is the binary, whose path other users may be unable to open.
 func prepared(t *testing.T, script, by string, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
@@ -235,10 +234,10 @@ func prepared(t *testing.T, script, by string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// itself is this binary, inside: the program is started by it.
+// itself is the path of this binary inside; the program is started by it.
 const itself = "/proc/self/exe"
 
-// resultOf runs a command to its end.
+// resultOf runs a command and returns its output and exit code.
 func resultOf(t *testing.T, cmd *exec.Cmd) (stdout, stderr string, code int) {
 	t.Helper()
 	var out, err bytes.Buffer
@@ -259,7 +258,7 @@ func resultOf(t *testing.T, cmd *exec.Cmd) (stdout, stderr string, code int) {
 	return out.String(), said, cmd.ProcessState.ExitCode()
 }
 
-// lacksScopes is what is said on a kernel before Linux 6.12, always.
+// lacksScopes is the warning that is always printed before Linux 6.12.
 const lacksScopes = "the program can send signals to its process group outside: this needs landlock of Linux 6.12"
 
 func scopesSignals() bool {
@@ -267,7 +266,7 @@ func scopesSignals() bool {
 	return errno == 0 && abi >= 6
 }
 
-// guestOf runs a command whose program says that it is ready, and its process id.
+// guestOf starts a command, waits until its program is ready, and returns the process id of the program.
 type guestOf struct {
 	*exec.Cmd
 	In     io.WriteCloser
@@ -304,7 +303,8 @@ func started(t *testing.T, cmd *exec.Cmd) *guestOf {
 	return g
 }
 
-// outsidePID is the number here of a process that has another in its own namespace, of those that descend from one.
+// outsidePID translates a process id of a guest's PID namespace into an id of the tests' namespace, among the
+// descendants of one process.
 func outsidePID(t *testing.T, ancestor, number int) int {
 	t.Helper()
 	for _, pid := range append(descendants(ancestor), ancestor) {
@@ -316,7 +316,7 @@ func outsidePID(t *testing.T, ancestor, number int) int {
 	return 0
 }
 
-// statusOf is a line of a process' status, "" if it is gone.
+// statusOf returns a line of /proc/PID/status, or "" if the process is gone.
 func statusOf(pid int, name string) string {
 	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	for line := range strings.Lines(string(text)) {
@@ -327,7 +327,7 @@ func statusOf(pid int, name string) string {
 	return ""
 }
 
-// descendants are the children of a process, and theirs.
+// descendants returns the children of a process and their descendants.
 func descendants(pid int) (list []int) {
 	files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
 	for _, file := range files {
@@ -351,14 +351,14 @@ func (g *guestOf) line(t *testing.T) string {
 	return strings.TrimSuffix(line, "\n")
 }
 
-// end waits for the gateway's end and returns its exit code, -1 if a signal ended it.
+// end waits until the gateway exits and returns its exit code, or -1 if it was ended by a signal.
 func (g *guestOf) end(t *testing.T) int {
 	t.Helper()
 	_ = g.Wait()
 	return g.ProcessState.ExitCode()
 }
 
-// gone waits until a process has ended.
+// gone waits until a process has exited.
 func gone(t *testing.T, pid int) {
 	t.Helper()
 	fd, err := unix.PidfdOpen(pid, 0)
@@ -374,11 +374,11 @@ func gone(t *testing.T, pid int) {
 	}
 }
 
-// The program has its own network and nothing else of its own, and its exit code is that
-// of the command.
+// TestIsolateProgram checks that the program has its own network namespace, sees the files of the host, and
+// determines the exit code of the command.
 func TestIsolateProgram(t *testing.T) {
 	addAddresses(t)
-	// Of the same user, outside.
+	// A process of the same user, outside.
 	other := exec.Command("sleep", "60")
 	other.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	if err := other.Start(); err != nil {
@@ -435,7 +435,7 @@ NoNewPrivs:	1
 	}
 }
 
-// A file that asks for capabilities, as ping does, runs without them.
+// TestIsolateFileCapabilities checks that a file with capabilities, such as ping, runs without them.
 func TestIsolateFileCapabilities(t *testing.T) {
 	addAddresses(t)
 	cat, err := os.ReadFile("/bin/cat")
@@ -457,7 +457,7 @@ func TestIsolateFileCapabilities(t *testing.T) {
 	}
 }
 
-// Nothing is left of a guest: no process, no interface, no mount that others see.
+// TestIsolateLeavesNothing checks that no process, interface, or visible mount of a guest is left.
 func TestIsolateLeavesNothing(t *testing.T) {
 	addAddresses(t)
 	mounts := func() string {
@@ -502,7 +502,8 @@ func TestIsolateLeavesNothing(t *testing.T) {
 				t.Errorf("code %d, want %d\n%s", code, test.code, g.Err)
 			}
 			gone(t, g.Inside)
-			// The processes of the guest are killed one by one, and an agent of another test may look at the namespace.
+			// The processes of the guest are killed one after the other, and the agent of another test may inspect
+			// the namespace.
 			deadline := time.Now().Add(patience)
 			for len(holders(network)) > 0 || !slices.Equal(processes(), had) {
 				if time.Now().After(deadline) {
@@ -522,7 +523,7 @@ func TestIsolateLeavesNothing(t *testing.T) {
 	}
 }
 
-// holders are processes and descriptors that are in a namespace, or open on it.
+// holders returns the processes in a namespace and the descriptors that refer to it.
 func holders(namespace string) (list []string) {
 	for _, pattern := range []string{"/proc/[0-9]*/ns/net", "/proc/[0-9]*/fd/*"} {
 		paths, _ := filepath.Glob(pattern)
@@ -535,7 +536,7 @@ func holders(namespace string) (list []string) {
 	return list
 }
 
-// hello says something to a server and returns the line of its answer.
+// hello sends a line to a server and returns the line that it answers.
 func hello(t *testing.T, network, address string) string {
 	t.Helper()
 	c, err := net.DialTimeout(network, address, 5*time.Second)
@@ -556,8 +557,8 @@ func hello(t *testing.T, network, address string) string {
 	return strings.TrimSuffix(line, "\n")
 }
 
-// Published ports lead inside, over both protocols and families, and the program sees who it
-// is.
+// TestIsolatePublish checks that published ports reach the program over both protocols and families, with the real
+// address of the peer.
 func TestIsolatePublish(t *testing.T) {
 	addAddresses(t)
 	started(t, ordinary(t, "", "isolate", "--no-outbound",
@@ -586,7 +587,7 @@ func TestIsolatePublish(t *testing.T) {
 	}
 }
 
-// The program goes where it may, and nowhere else.
+// TestIsolateOutbound checks that the program reaches the allowed destinations only.
 func TestIsolateOutbound(t *testing.T) {
 	addAddresses(t)
 	for _, at := range []string{"192.0.2.10:7100", "[2001:db8::10]:7100", "192.0.2.10:7101", "127.0.0.1:7102"} {
@@ -636,7 +637,7 @@ func TestIsolateOutbound(t *testing.T) {
 	}
 }
 
-// Who asks is told where the program may not go.
+// TestIsolateVerbose checks that --verbose reports refused destinations.
 func TestIsolateVerbose(t *testing.T) {
 	addAddresses(t)
 	for _, to := range []string{"192.0.2.10:7109", "[2001:db8::10]:7109"} {
@@ -651,7 +652,7 @@ func TestIsolateVerbose(t *testing.T) {
 
 const pingGroups = "/proc/sys/net/ipv4/ping_group_range"
 
-// keepFile restores what a sysctl was when the test ends.
+// keepFile restores a sysctl when the test ends.
 func keepFile(t *testing.T, name string) {
 	t.Helper()
 	old, err := os.ReadFile(name)
@@ -665,7 +666,7 @@ func keepFile(t *testing.T, name string) {
 	})
 }
 
-// A host that forbids echo requests to its users: the gateway says so.
+// TestIsolatePingForbidden checks that the gateway reports a host that forbids echo requests.
 func TestIsolatePingForbidden(t *testing.T) {
 	addAddresses(t)
 	keepFile(t, pingGroups)
@@ -681,7 +682,7 @@ func TestIsolatePingForbidden(t *testing.T) {
 	}
 }
 
-// dnsServer answers every question with 203.0.113.7, over UDP and TCP.
+// dnsServer answers every query with 203.0.113.7, over UDP and TCP.
 func dnsServer(t *testing.T, at string) {
 	t.Helper()
 	packets, err := net.ListenPacket("udp", at)
@@ -729,7 +730,7 @@ func dnsServer(t *testing.T, at string) {
 	}()
 }
 
-// dnsAnswer answers a question for an IPv4 address; for others there is none.
+// dnsAnswer answers a query for an A record; other queries get an empty answer.
 func dnsAnswer(question []byte) []byte {
 	end := 12
 	for end < len(question) && question[end] != 0 {
@@ -748,7 +749,7 @@ func dnsAnswer(question []byte) []byte {
 	return p
 }
 
-// Names resolve inside as they do on the host, whatever its resolv.conf is.
+// TestIsolateNames checks that names resolve inside as on the host, with different forms of resolv.conf.
 func TestIsolateNames(t *testing.T) {
 	addAddresses(t)
 	for _, at := range []string{"127.0.0.1:53", "127.0.0.53:53", "[2001:db8::10]:53", "192.0.2.10:53"} {
@@ -792,7 +793,8 @@ func TestIsolateNames(t *testing.T) {
 	}
 }
 
-// Without names, the host's name server is not asked by its own address either, also not the one behind systemd-resolved.
+// TestIsolateNoDNS checks that --no-dns also blocks the address of the host's name server, including the upstream
+// server of systemd-resolved.
 func TestIsolateNoDNS(t *testing.T) {
 	addAddresses(t)
 	const own, other = "203.0.113.53", "203.0.113.54"
@@ -849,7 +851,7 @@ func TestIsolateNoDNS(t *testing.T) {
 	}
 }
 
-// Signals go to the program, once.
+// TestIsolateSignals checks that the program receives each signal once.
 func TestIsolateSignals(t *testing.T) {
 	addAddresses(t)
 	g := started(t, ordinary(t, "", "isolate", "--", itself, "inside", "signals"))
@@ -877,8 +879,8 @@ func TestIsolateSignals(t *testing.T) {
 	}
 }
 
-// A signal that comes while the program is being prepared is not lost, whether the gateway
-// gets it alone or, as by a key, with the process inside.
+// TestIsolateEarlySignals checks that a signal during the start of the program is not lost, whether only the gateway
+// receives it or, as from a terminal, the process inside too.
 func TestIsolateEarlySignals(t *testing.T) {
 	addAddresses(t)
 	for range 5 {
@@ -906,7 +908,7 @@ func TestIsolateEarlySignals(t *testing.T) {
 	}
 }
 
-// waitInside waits until a process has a child that prepares a guest.
+// waitInside waits until the process that prepares the guest exists.
 func waitInside(t *testing.T, pid int) {
 	t.Helper()
 	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); {
@@ -915,7 +917,7 @@ func waitInside(t *testing.T, pid int) {
 			children, _ := os.ReadFile(list)
 			for _, child := range strings.Fields(string(children)) {
 				line, _ := os.ReadFile("/proc/" + child + "/cmdline")
-				// On a busy machine it may have become the program already.
+				// On a busy host the child may have executed the program already.
 				if bytes.Contains(line, []byte(isolate.InsideCommand)) || bytes.HasPrefix(line, []byte("sleep")) {
 					return
 				}
@@ -925,7 +927,7 @@ func waitInside(t *testing.T, pid int) {
 	t.Fatal("it prepares no guest")
 }
 
-// What nohup has a process ignore, the program ignores.
+// TestIsolateIgnoredSignals checks that the program ignores the signals that nohup made the command ignore.
 func TestIsolateIgnoredSignals(t *testing.T) {
 	addAddresses(t)
 	g := started(t, ordinary(t, "trap '' HUP", "isolate", "--", "sh", "-c", "echo ready $$; read line; echo got $line"))
@@ -943,8 +945,8 @@ func TestIsolateIgnoredSignals(t *testing.T) {
 	}
 }
 
-// On a terminal, the program is in the foreground: a key reaches it once, and what it
-// reads is what was typed.
+// TestIsolateTerminal checks that the program is in the foreground of its terminal: it receives a signal from the
+// keyboard once, and reads the typed input.
 func TestIsolateTerminal(t *testing.T) {
 	addAddresses(t)
 	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
@@ -970,7 +972,7 @@ func TestIsolateTerminal(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer slave.Close()
-	// An ordinary user's terminal is the user's own.
+	// The terminal of an ordinary user belongs to the user.
 	if err := slave.Chown(65534, 65534); err != nil {
 		t.Fatal(err)
 	}
@@ -1015,7 +1017,7 @@ func TestIsolateTerminal(t *testing.T) {
 	}
 }
 
-// What is wrong gets one line and a hint, and leaves nothing.
+// TestIsolateRefusals checks that a wrong command prints one line and a hint, and leaves nothing behind.
 func TestIsolateRefusals(t *testing.T) {
 	addAddresses(t)
 	busy, err := net.Listen("tcp", "192.0.2.10:7200")
@@ -1088,7 +1090,7 @@ func TestIsolateRefusals(t *testing.T) {
 	}
 }
 
-// A process that may open few files has all that it may have at most.
+// TestIsolateFewFiles checks that the gateway raises its soft descriptor limit to the hard limit.
 func TestIsolateFewFiles(t *testing.T) {
 	addAddresses(t)
 	out, stderr, code := resultOf(t, ordinary(t, "ulimit -Sn 64", "isolate", "-p", "20000-20200", "--", "sh", "-c", "ulimit -Sn"))
@@ -1097,8 +1099,8 @@ func TestIsolateFewFiles(t *testing.T) {
 	}
 }
 
-// A program that uses up all descriptors of its gateway by UDP goes on with TCP; one that does so by
-// TCP is told, and refused in a way that no server does.
+// TestIsolateNoFilesLeft checks that TCP still works when UDP flows have used up all descriptors of the gateway. When
+// TCP has used them up, the gateway reports it, and connections get an error that no server would cause.
 func TestIsolateNoFilesLeft(t *testing.T) {
 	addAddresses(t)
 	at := net.JoinHostPort(own4.String(), "7110")
@@ -1134,7 +1136,7 @@ func TestIsolateNoFilesLeft(t *testing.T) {
 	}
 }
 
-// Root is an ordinary user, too.
+// TestIsolateAsRoot checks that root needs no other options than an ordinary user.
 func TestIsolateAsRoot(t *testing.T) {
 	addAddresses(t)
 	g := started(t, prepared(t, "", "", "isolate", "--as-root", "-p", "192.0.2.10:81:80", "--", itself, "inside", "serve", "tcp", "80"))
@@ -1149,7 +1151,7 @@ func TestIsolateAsRoot(t *testing.T) {
 	}
 }
 
-// withoutRights looks at all threads of a process: none has a capability, or can have one.
+// withoutRights checks that no thread of a process has or can gain a capability.
 func withoutRights(t *testing.T, pid int, also ...string) {
 	t.Helper()
 	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
@@ -1173,7 +1175,7 @@ func withoutRights(t *testing.T, pid int, also ...string) {
 	}
 }
 
-// A host whose lo is down, and that has no address at all, has a guest like others.
+// TestIsolateWithoutNetwork checks that a host whose lo is down and that has no address can isolate a program.
 func TestIsolateWithoutNetwork(t *testing.T) {
 	cmd := ordinary(t, "", "isolate", "--", "sh", "-c", "grep -c sockeye0 /proc/net/dev")
 	cmd.SysProcAttr.Unshareflags = unix.CLONE_NEWNET
@@ -1188,7 +1190,7 @@ func TestIsolateWithoutNetwork(t *testing.T) {
 	}
 }
 
-// newNetns makes a network namespace and gives it a path.
+// newNetns creates a network namespace and returns its path.
 func newNetns(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "netns")
@@ -1207,7 +1209,7 @@ func newNetns(t *testing.T) string {
 	return path
 }
 
-// attached starts a command that joins a namespace, and waits until it has.
+// attached starts a command that joins a namespace, and waits until it has joined.
 func attached(t *testing.T, cmd *exec.Cmd) *guestOf {
 	t.Helper()
 	g := &guestOf{Cmd: cmd, Err: &bytes.Buffer{}}
@@ -1230,7 +1232,8 @@ func attached(t *testing.T, cmd *exec.Cmd) *guestOf {
 	return g
 }
 
-// A namespace that is there is joined, and left, until it or the gateway ends.
+// TestIsolateNetns checks that the gateway joins an existing namespace, and leaves it when the namespace is deleted
+// or the gateway exits.
 func TestIsolateNetns(t *testing.T) {
 	addAddresses(t)
 	l, err := net.Listen("tcp", "192.0.2.10:7300")
@@ -1295,7 +1298,7 @@ func TestIsolateNetns(t *testing.T) {
 		t.Errorf("the interface is left:\n%s", got)
 	}
 
-	// The path goes, as by ip netns del.
+	// The path is deleted, as by ip netns del.
 	g = attached(t, prepared(t, "", "", join...))
 	s.In.Close()
 	s.end(t)
@@ -1310,7 +1313,7 @@ func TestIsolateNetns(t *testing.T) {
 	}
 }
 
-// pathOfItself is this binary by its path, for those who may find it.
+// pathOfItself is the path of this binary that other users can open.
 func pathOfItself(t *testing.T) string {
 	t.Helper()
 	path, err := os.Executable()
@@ -1320,8 +1323,8 @@ func pathOfItself(t *testing.T) string {
 	return path
 }
 
-// An ordinary user joins the namespace of a process of its own, which ends the gateway with
-// it.
+// TestIsolatePID checks that an ordinary user can join the network namespace of an own process, and that the gateway
+// exits with that process.
 func TestIsolatePID(t *testing.T) {
 	addAddresses(t)
 	sleeper := exec.Command("unshare", "-rn", "sh", "-c", "echo ready; exec sleep 60")
@@ -1373,7 +1376,7 @@ func TestIsolatePID(t *testing.T) {
 	}
 }
 
-// The metadata of clouds are for nobody who was not given them by name.
+// TestIsolateMetadata checks that metadata services of clouds are unreachable unless they are named.
 func TestIsolateMetadata(t *testing.T) {
 	addAddresses(t)
 	lo, err := netlink.LinkByName("lo")
@@ -1433,7 +1436,7 @@ func TestIsolateMetadata(t *testing.T) {
 	}
 }
 
-// A host that forbids user namespaces is told which setting it is.
+// TestIsolateWithoutUserNamespaces checks that the error names the setting that forbids user namespaces.
 func TestIsolateWithoutUserNamespaces(t *testing.T) {
 	addAddresses(t)
 	cmd := prepared(t, "", "unshare -Ur sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"' sh", "isolate", "--as-root", "--", "true")

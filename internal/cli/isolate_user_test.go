@@ -17,17 +17,18 @@ import (
 	"sockeye/internal/fault"
 )
 
-// openTUN is the part of a script that opens the TUN device to all, as it is on most hosts.
+// openTUN is the part of a script that opens the TUN device to all users, as on most hosts.
 const openTUN = `mount -t tmpfs none /mnt && mknod /mnt/tun c 10 200 && chmod 666 /mnt/tun && mount --bind /mnt/tun /dev/net/tun || exit 99
 `
 
-// byRoot is sockeye, run by root with supplementary groups.
+// byRoot returns a command that runs sockeye as root with supplementary groups.
 func byRoot(t *testing.T, prepare string, args ...string) *exec.Cmd {
 	t.Helper()
 	return prepared(t, openTUN+prepare, "setpriv --groups 0,4,27", args...)
 }
 
-// Root names whom the program is started as. It writes to nothing that is root's, nor that is a group's of root.
+// TestIsolateByRoot checks that root can choose the user of the program, and that the program can write to no file of
+// root or of a group of root.
 func TestIsolateByRoot(t *testing.T) {
 	addAddresses(t)
 	dir := t.TempDir()
@@ -44,7 +45,7 @@ func TestIsolateByRoot(t *testing.T) {
 	if err := os.Chown(filepath.Join(dir, "adm"), 0, 4); err != nil {
 		t.Fatal(err)
 	}
-	// Opened for writing, nothing is written: what fails must not change the host.
+	// The files are opened for writing only: if the test fails, the host must not change.
 	attack := fmt.Sprintf(`for f in /proc/sys/kernel/core_pattern %[1]s/root %[1]s/adm /etc/passwd; do { true >>$f; } 2>/dev/null && echo writes $f; done
 cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/self/status; echo $HOME $USER; true`, dir)
 	status := func(uid, gid int) string {
@@ -92,7 +93,7 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 	if out != "0\nsecret\n" || code != 0 {
 		t.Errorf("--as-root: %q, code %d\n%s", out, code, stderr)
 	}
-	// Found by root, not for the user.
+	// Root finds the executable, and the user does not.
 	out, stderr, code = resultOf(t, byRoot(t, "cp /bin/true /mnt/mine && chmod 700 /mnt/mine || exit 98\n", "isolate", "--user", "nobody", "--", "/mnt/mine"))
 	if want := "sockeye: start /mnt/mine: permission denied\nhint: the program's user may not execute that path or its interpreter: check the modes of both and of their parent directories\n"; out != "" || stderr != want || code != 4 {
 		t.Errorf("root's program: %q, code %d\n%s---- want\n%s", out, code, stderr, want)
@@ -110,7 +111,7 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 	}
 }
 
-// The gateway is that user, too, and has what only root may have: a port below 1024.
+// TestIsolateGatewayOfRoot checks that the gateway also runs as that user, and can still publish a port below 1024.
 func TestIsolateGatewayOfRoot(t *testing.T) {
 	addAddresses(t)
 	g := started(t, byRoot(t, "", "isolate", "--user", "nobody", "-p", "192.0.2.10:82:80", "--", itself, "inside", "serve", "tcp", "80"))
@@ -126,7 +127,7 @@ func TestIsolateGatewayOfRoot(t *testing.T) {
 	}
 }
 
-// becomeWithoutLandlock runs a command as on a kernel that has no landlock.
+// becomeWithoutLandlock runs a command as on a kernel without Landlock.
 func becomeWithoutLandlock(args []string) {
 	const number = 0
 	filter := []unix.SockFilter{
@@ -149,7 +150,7 @@ func becomeWithoutLandlock(args []string) {
 	os.Exit(97)
 }
 
-// By what the kernel does not confine the program is said, or refused.
+// TestIsolateIncomplete checks that a kernel mechanism that is missing is reported, or that the command is refused.
 func TestIsolateIncomplete(t *testing.T) {
 	if !scopesSignals() {
 		t.Skip("kernel: landlock does not know signals")
@@ -194,7 +195,7 @@ func TestIsolateIncomplete(t *testing.T) {
 			}
 		}
 	}
-	// What was asked for by name is never left out.
+	// A mechanism that the command line names is never left out.
 	cmd := ordinary(t, "", "isolate", "--read", "/mnt", "--", "true")
 	for n, arg := range cmd.Args {
 		cmd.Args[n] = strings.Replace(arg, " /proc/self/fd/9 sockeye", " /proc/self/fd/9 without-landlock /proc/self/fd/9 sockeye", 1)
@@ -205,7 +206,7 @@ func TestIsolateIncomplete(t *testing.T) {
 	}
 }
 
-// The program reaches the files that were named, and those that every program needs.
+// TestIsolateFiles checks that the program can open the named paths, and the files that every program needs.
 func TestIsolateFiles(t *testing.T) {
 	addAddresses(t)
 	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)

@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestJournal runs agents with standard error connected to what JOURNAL_STREAM names,
-// as a service's is: each line has its priority, and none the time.
+// TestJournal runs agents with standard error connected to the file that JOURNAL_STREAM names, as systemd does for a
+// service: each line has its priority and no timestamp.
 func TestJournal(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	run := func(stream bool, args ...string) (text string, code int) {
@@ -90,7 +90,7 @@ func TestJournal(t *testing.T) {
 	if text, _ := run(false, h.agentArgs()...); !strings.HasPrefix(text, "time=") || strings.Contains(text, "<") {
 		t.Errorf("not the journal: %s", text)
 	}
-	// The last words of an agent that does not start, of several lines.
+	// The last error of an agent that does not start has several lines.
 	broken := h.write("broken.yaml", "services: {a: {slots: none}, b: {slots: none}}\n")
 	text, code := run(true, "agent", "--run-dir", h.run, "--state-dir", h.dir+"/other", "--pins", h.pins, "--policy", broken)
 	if code != 2 || strings.Count(text, "\n") < 2 {

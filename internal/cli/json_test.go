@@ -24,7 +24,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// answers are the types that commands print with -o json.
+// answers lists the types that commands print with -o json.
 var answers = []struct {
 	Command string
 	value   any
@@ -59,7 +59,7 @@ var answers = []struct {
 	{"errors", api.Failure{}},
 }
 
-// fieldsOf lists the fields of a type as it is in JSON, as "path type".
+// fieldsOf lists the JSON fields of a type as "path type".
 func fieldsOf(path string, t reflect.Type, optional bool) []string {
 	suffix := ""
 	if optional {
@@ -118,7 +118,7 @@ func fieldsOf(path string, t reflect.Type, optional bool) []string {
 	return []string{path + " number" + suffix}
 }
 
-// The names of fields are an interface: once there, they stay.
+// TestJSONFields checks that no published JSON field was removed or renamed.
 func TestJSONFields(t *testing.T) {
 	var all bytes.Buffer
 	for _, a := range answers {
@@ -142,7 +142,7 @@ func TestJSONFields(t *testing.T) {
 	}
 }
 
-// docs/json.md has each field with its type, and no others.
+// TestJSONDocumented checks that docs/json.md lists each field with its type, and no other field.
 func TestJSONDocumented(t *testing.T) {
 	text, err := os.ReadFile("../../docs/json.md")
 	if err != nil {
@@ -173,7 +173,7 @@ func TestJSONDocumented(t *testing.T) {
 	}
 }
 
-// What commands really print has these fields and no others.
+// TestJSONAnswers checks that the commands print these fields and no others.
 func TestJSONAnswers(t *testing.T) {
 	h, _ := running(t)
 	ask("tcp", "127.0.0.3")

@@ -13,8 +13,8 @@ import (
 	"sockeye/internal/api"
 )
 
-// A service lives in the network namespace that the policy names: its members
-// are found there, its ports held there, and the agent stays in its own.
+// TestServiceInAnotherNamespace runs a service in the network namespace that the policy names: its members are found
+// there and its ports are held there, while the agent stays in its own namespace.
 func TestServiceInAnotherNamespace(t *testing.T) {
 	for _, steering := range []string{"reuseport", "lookup"} {
 		t.Run(steering, func(t *testing.T) {
@@ -34,7 +34,7 @@ func TestServiceInAnotherNamespace(t *testing.T) {
 				status.Waiting[0].Problem != "it is in another network namespace than the service" {
 				t.Errorf("status: %+v, want the ports held and process %d waiting", status, stranger)
 			}
-			// Here nobody steers: the stranger is reached past the service.
+			// This namespace has no steering program: requests reach the other server.
 			if got := ask("tcp", "127.0.0.1"); got != fmt.Sprint(stranger) {
 				t.Errorf("in the agent's namespace %s answers, want %d", got, stranger)
 			}
@@ -54,8 +54,8 @@ const oneService = `services:
     cgroup: CGROUP
 `
 
-// The agent's own processes hold sockets on the members' ports; a rule that
-// names them all the same makes no member of them.
+// TestRuleForEverybody checks that the agent's own processes, which hold sockets on the members' ports, never become
+// members, even if a rule matches them.
 func TestRuleForEverybody(t *testing.T) {
 	h := newHost(t, oneService+"    members: [{match: {user: root}, slot: free}]\n")
 	h.start()
@@ -69,8 +69,8 @@ func TestRuleForEverybody(t *testing.T) {
 	}
 }
 
-// A process that takes its name after it has opened its sockets is found by
-// that name, although nothing tells when it does.
+// TestNamedLate checks that a process that changes its command line after it has opened its sockets becomes a member
+// by its new command line, although no event reports the change.
 func TestNamedLate(t *testing.T) {
 	h := newHost(t, oneService+"    members: [{match: {command_line: ^late}, slot: 1}]\n")
 	h.start()
@@ -78,8 +78,7 @@ func TestNamedLate(t *testing.T) {
 	h.eventually("the member is registered", func() bool { return must[[]api.SlotStatus](h, "slots")[1].PID == pid })
 }
 
-// The port of a listener that is taken out of the policy is the members' own
-// again: nothing of Sockeye's keeps a share of what comes there.
+// TestListenerRemoved checks that Sockeye holds no socket on the port of a listener that was removed from the policy.
 func TestListenerRemoved(t *testing.T) {
 	third := "      - {protocol: tcp, address: \"[::]:1799\"}\n"
 	without := oneService + "    members: [{match: {command_line: ^collector}, slot: 0}]\n"

@@ -22,8 +22,8 @@ import (
 	"sockeye/internal/doctor"
 )
 
-// Its ports are those of no other test: a member that ends first leaves its
-// connections in TIME_WAIT, which keep a member of another user from the port.
+// This port is used by no other test: a member that closes first leaves connections in TIME_WAIT, which keep a member
+// of another user from the port.
 const onStartPolicy = `services:
   telemetry:
     slots: 4
@@ -38,7 +38,7 @@ const onStartPolicy = `services:
 metrics: {listen: "127.0.0.1:9747"}
 `
 
-// ofDevices is what the metrics say of the service's devices.
+// ofDevices returns the device metrics of the service.
 func ofDevices(t *testing.T) (split, adopted int) {
 	t.Helper()
 	client := &http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true}}
@@ -65,7 +65,7 @@ type early struct {
 	pid     string // of the member that has the connection
 }
 
-// connectEarly connects from an address, and learns which member has accepted.
+// connectEarly connects from an address and records the member that accepted.
 func connectEarly(t *testing.T, address string) *early {
 	t.Helper()
 	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(address)}, Timeout: patience}
@@ -86,7 +86,8 @@ func connectEarly(t *testing.T, address string) *early {
 	return &early{address, conn, string(answer[:n])}
 }
 
-// target is where a device sends to: of IPv6 itself, from which the kernel answers.
+// target returns the destination of a device: for IPv6 the address of the device itself, because the kernel answers
+// from it.
 func target(address, port string) string {
 	if strings.Contains(address, ":") {
 		return net.JoinHostPort(address, port)
@@ -94,7 +95,7 @@ func target(address, port string) string {
 	return net.JoinHostPort("127.0.0.1", port)
 }
 
-// lives tells whether the connection is still open. Nobody sends anything.
+// lives reports whether the connection is open, without sending data.
 func (e *early) lives(t *testing.T) bool {
 	t.Helper()
 	if err := e.conn.SetDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
@@ -111,7 +112,7 @@ func (e *early) lives(t *testing.T) bool {
 	return false
 }
 
-// datagram is which member answers a datagram from the address.
+// datagram returns the member that answers a datagram from the address.
 func datagram(t *testing.T, address string) string {
 	t.Helper()
 	d := net.Dialer{LocalAddr: &net.UDPAddr{IP: net.ParseIP(address)}, Timeout: patience}
@@ -134,10 +135,10 @@ func datagram(t *testing.T, address string) string {
 	return string(answer[:n])
 }
 
-// networks counts those of IPv6 addresses.
+// networks counts the IPv6 prefixes.
 var networks int
 
-// addresses are those of devices, IPv6 if the listener takes it.
+// addresses returns the addresses of devices, IPv6 if the listener accepts it.
 func addresses(t *testing.T, ipv6 bool) (list []string) {
 	t.Helper()
 	for i := range 24 {
@@ -150,7 +151,7 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The kernel does not give an address again at once that was just removed.
+	// The kernel refuses for a short time to add an address that was just removed.
 	networks++
 	for i := range 12 {
 		text := fmt.Sprintf("fd00:%x::%x", networks, i+1)
@@ -167,8 +168,8 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 				t.Error(err)
 			}
 		})
-		// The kernel adds the route of the prefix at once, but the local route, without which packets do
-		// not arrive, in a worker (addrconf_dad_work, Linux 6.18).
+		// The kernel adds the prefix route at once, but a worker adds the local route, without which packets are not
+		// delivered (addrconf_dad_work, Linux 6.18).
 		for deadline := time.Now().Add(patience); ; {
 			routes, err := netlink.RouteGet(addr.IP)
 			if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
@@ -184,7 +185,7 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 	return list
 }
 
-// beforeAgent starts members, then devices, then the agent.
+// beforeAgent starts the members, then the devices, then the agent.
 func beforeAgent(t *testing.T, steering, address, onStart string, flags ...string) (h *host, pids []int, ends []func(), devices []*early) {
 	t.Helper()
 	h = newHost(t, strings.NewReplacer("STEERING", steering, "ADDRESS", address, "ON_START", onStart).Replace(onStartPolicy))
@@ -200,7 +201,7 @@ func beforeAgent(t *testing.T, steering, address, onStart string, flags ...strin
 	return h, pids, ends, devices
 }
 
-// rightful is the member of a device's slot.
+// rightful returns the member in the slot of a device.
 func (h *host) rightful(address string) string {
 	h.t.Helper()
 	where := must[[]api.WhereStatus](h, "where", address)
@@ -212,8 +213,8 @@ func (h *host) rightful(address string) string {
 	return ""
 }
 
-// Members and devices were there before the agent: it closes the connections at
-// other members than the datagrams', and no others, however it is steered.
+// TestOnStartReset starts the agent after members and devices: in both steering modes, it closes exactly the
+// connections that are not at the member of their device's slot.
 func TestOnStartReset(t *testing.T) {
 	for _, steering := range []string{"reuseport", "lookup"} {
 		for _, address := range []string{"[::]", "0.0.0.0"} {
@@ -242,7 +243,7 @@ func TestOnStartReset(t *testing.T) {
 					t.Fatalf("%d of %d devices were split", split, len(devices))
 				}
 				t.Logf("%d of %d devices were split", split, len(devices))
-				// The next agent finds nothing to do.
+				// The next agent has nothing to close.
 				h.kill()
 				h.start()
 				_ = unix.Nanosleep(&unix.Timespec{Sec: 2}, nil)
@@ -256,8 +257,8 @@ func TestOnStartReset(t *testing.T) {
 	}
 }
 
-// A member's connections are also those that its children have: they are not
-// closed at the right member, and are at another one.
+// TestOnStartForked checks that a connection held by a child of a member counts as the member's: it stays if the
+// member is the right one, and is closed otherwise.
 func TestOnStartForked(t *testing.T) {
 	h, _, _, devices := beforeAgent(t, "reuseport", "0.0.0.0", "reset", "handover")
 	split := 0
@@ -278,8 +279,8 @@ func TestOnStartForked(t *testing.T) {
 	}
 }
 
-// Ten thousand connections are judged and closed in seconds, in which the agent
-// answers.
+// TestOnStartManyConnections checks that 10,000 connections are examined and closed within seconds, and that the
+// agent answers meanwhile.
 func TestOnStartManyConnections(t *testing.T) {
 	const count = 10000
 	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "0.0.0.0", "ON_START", "reset").Replace(onStartPolicy))
@@ -317,7 +318,7 @@ func TestOnStartManyConnections(t *testing.T) {
 	for _, slot := range must[[]api.SlotStatus](h, "slots") {
 		pids[slot.Slot] = strconv.Itoa(slot.PID)
 	}
-	// A command line has room for a part of them.
+	// One command line can hold a part of the addresses only.
 	closed, wrong := 0, 0
 	for part := range slices.Chunk(addresses, 500) {
 		for _, where := range must[[]api.WhereStatus](h, append([]string{"where"}, part...)...) {
@@ -360,8 +361,8 @@ func descriptor(t *testing.T, conn net.Conn) (number int32) {
 	return number
 }
 
-// A device stays with the member that has its connections, over the agent's
-// restarts, until that member ends. One with connections at two members cannot.
+// TestOnStartAdopt checks that a device stays with the member of its connections across restarts of the agent, until
+// that member exits. A device with connections at two members cannot be adopted.
 func TestOnStartAdopt(t *testing.T) {
 	for _, steering := range []string{"reuseport", "lookup"} {
 		t.Run(steering, func(t *testing.T) {
@@ -398,7 +399,7 @@ func TestOnStartAdopt(t *testing.T) {
 			if now := must[api.Status](h, "status").Services[0].AdoptedDevices; now != adopted {
 				t.Errorf("%d devices adopted, %d before", now, adopted)
 			}
-			// A member ends: its guests go home.
+			// When a member exits, the adopted devices return to their home slots.
 			ends[0]()
 			gone := strconv.Itoa(pids[0])
 			h.eventually("the guests of slot 0 went home", func() bool {
@@ -415,8 +416,8 @@ func TestOnStartAdopt(t *testing.T) {
 	}
 }
 
-// A device with connections at two members cannot be adopted: those that are not
-// at its slot's member are closed.
+// TestOnStartAdoptTwo checks that a device with connections at two members is not adopted: its connections at the
+// wrong member are closed.
 func TestOnStartAdoptTwo(t *testing.T) {
 	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "[::]", "ON_START", "adopt").Replace(onStartPolicy))
 	for slot := range 4 {
@@ -445,7 +446,7 @@ func TestOnStartAdoptTwo(t *testing.T) {
 	}
 }
 
-// The agent names the devices, and leaves them as they are.
+// TestOnStartReport checks that the agent reports the devices and closes nothing.
 func TestOnStartReport(t *testing.T) {
 	h, _, _, devices := beforeAgent(t, "reuseport", "[::]", "report")
 	split := 0
@@ -485,8 +486,8 @@ func TestOnStartReport(t *testing.T) {
 	})
 }
 
-// The slot of a process opens by command, long after the agent's start and after
-// it accepted connections.
+// TestOnStartRegisteredLater checks a process that accepted connections and is registered by command long after the
+// start of the agent.
 func TestOnStartRegisteredLater(t *testing.T) {
 	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "[::]", "ON_START", "reset", "slot(.)$", "never(.)$").Replace(onStartPolicy))
 	var pids []int

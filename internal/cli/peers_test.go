@@ -24,8 +24,8 @@ import (
 	"sockeye/internal/steer"
 )
 
-// disguised is the environment variable that makes this program a member with
-// the sockets of its value, whatever its arguments are.
+// disguised is the environment variable that makes this binary a member with the sockets of its value, whatever its
+// arguments are.
 const disguised = "SOCKEYE_TEST_DISGUISED"
 
 const peersPolicy = `services:
@@ -41,7 +41,7 @@ const peersPolicy = `services:
 
 func policyOf(user string) string { return strings.Replace(peersPolicy, "USER", user, 1) }
 
-// becomeConnector connects the socket that it inherited, and waits to be ended.
+// becomeConnector connects the socket that it inherited, and waits for its end.
 func becomeConnector(args []string) {
 	if err := unix.Connect(3, &unix.SockaddrUnix{Name: args[0]}); err != nil {
 		fmt.Println(err)
@@ -50,8 +50,8 @@ func becomeConnector(args []string) {
 	pause()
 }
 
-// A process connects, and ends; its child, which has the connection, asks to
-// become a member. Another process has the number by then.
+// TestPIDReused checks a process that connects to the agent and exits, while its child asks over the connection to
+// become a member, and another process has received the process id.
 func TestPIDReused(t *testing.T) {
 	h := newHost(t, policyOf("root"))
 	h.start()
@@ -112,8 +112,7 @@ func isZombie(pid int) bool {
 	return err == nil && strings.Contains(string(stat), ") Z ")
 }
 
-// memberWith starts a member with a process id that is free: the kernel gives
-// the one after the last.
+// memberWith starts a member with an unused process id, by setting the last id that the kernel has assigned.
 func (h *host) memberWith(pid int, specs ...string) int {
 	h.t.Helper()
 	for range 200 {
@@ -130,9 +129,8 @@ func (h *host) memberWith(pid int, specs ...string) int {
 	return 0
 }
 
-// A user has a process with the rights and the arguments of a keeper: a program
-// that is set-uid root waits, as sudo does for a password. The agent neither
-// takes it for its keeper nor ends it.
+// TestFakeKeeper runs a process of an ordinary user with the capabilities and the arguments of a keeper: a
+// set-user-ID program that waits, as sudo waits for a password. The agent neither adopts nor ends it.
 func TestFakeKeeper(t *testing.T) {
 	h := newHost(t, policyOf("nobody"))
 	program := filepath.Join(h.dir, "sudo")
@@ -182,8 +180,7 @@ func TestFakeKeeper(t *testing.T) {
 		t.Errorf("%v: %s", err, log)
 	}
 
-	// The real one is adopted: also without the record, by an agent that came
-	// from a version that kept none.
+	// The real keeper is adopted, also without the record of an earlier version's agent.
 	for _, record := range []bool{true, false} {
 		h.kill()
 		if !record {
@@ -218,10 +215,11 @@ func TestFakeKeeper(t *testing.T) {
 	h.eventually("reset ended the keeper", func() bool { return unix.Kill(keeper, 0) == unix.ESRCH || isZombie(keeper) })
 }
 
-// oldKeeperCommand is the keeper's command of versions before 1.0.
+// oldKeeperCommand is the command of the keeper in versions before 1.0.
 const oldKeeperCommand = "hold"
 
-// A keeper that an agent of a version before 1.0 started has another command. The next agent takes it over.
+// TestKeeperOfAnEarlierVersion checks that the agent adopts a keeper that was started with the command of a version
+// before 1.0.
 func TestKeeperOfAnEarlierVersion(t *testing.T) {
 	h := newHost(t, policyOf("nobody"))
 	h.start()
@@ -266,7 +264,7 @@ func TestKeeperOfAnEarlierVersion(t *testing.T) {
 	}
 }
 
-// A process that calls itself a keeper is a member like any other.
+// TestMemberCalledKeeper checks that a process whose command line looks like a keeper's can be a member.
 func TestMemberCalledKeeper(t *testing.T) {
 	h := newHost(t, policyOf("nobody"))
 	h.start()
@@ -284,9 +282,8 @@ func TestMemberCalledKeeper(t *testing.T) {
 	})
 }
 
-// An ordinary user makes a directory that the agent is to use, before the first
-// agent starts: in a bpffs that all may write, in a directory like /tmp, or
-// above.
+// TestDirectoryOfAnotherUser lets an ordinary user create a directory that the agent will use, before the first agent
+// starts: in a bpffs that is writable by all, in a sticky directory such as /tmp, or above either.
 func TestDirectoryOfAnotherUser(t *testing.T) {
 	for _, name := range []string{"--pins", "--state-dir", "--run-dir"} {
 		for _, below := range []string{"", "/deeper"} {
@@ -362,8 +359,7 @@ func TestDirectoryOfAnotherUser(t *testing.T) {
 	}
 }
 
-// becomeBinder binds UDP sockets to a port, one after the other, when it is told
-// to, as often as it is told to.
+// becomeBinder binds UDP sockets to a port, one after the other, each time it is told to.
 func becomeBinder(args []string) {
 	port, err := strconv.Atoi(args[0])
 	if err != nil {
@@ -391,8 +387,7 @@ func becomeBinder(args []string) {
 	os.Exit(0)
 }
 
-// reads is how many times a process has called read(2) or the like: all that
-// the agent reads in this time is in /proc.
+// reads returns the number of read system calls of the agent. In these tests the agent reads only /proc.
 func reads(t *testing.T, pid int) (n int) {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/io", pid))
@@ -410,9 +405,9 @@ func reads(t *testing.T, pid int) (n int) {
 	return n
 }
 
-// A process that is no member binds to a member's port in a loop. In a network
-// namespace of its own, which any user can make, it costs the agent nothing; in
-// the service's, a bounded amount of work a second.
+// TestBindLoop runs a process that is no member and binds to a member's port in a loop. In a private network
+// namespace, which any user can create, the loop costs the agent nothing; in the namespace of the service, the work
+// per second is bounded.
 func TestBindLoop(t *testing.T) {
 	const binds = 5000
 	for _, private := range []bool{true, false} {
@@ -454,7 +449,7 @@ func TestBindLoop(t *testing.T) {
 			if line, err = out.ReadString('\n'); line != "done <nil>\n" {
 				t.Fatalf("%q, %v", line, err)
 			}
-			// The answer comes after what was reported before.
+			// The agent answers after it has handled all earlier events.
 			for range 3 {
 				h.sockeye("status")
 				_ = unix.Nanosleep(&unix.Timespec{Nsec: 5e8}, nil)
@@ -462,7 +457,7 @@ func TestBindLoop(t *testing.T) {
 			took := time.Since(began)
 			got := reads(t, h.agent.Process.Pid) - before
 			t.Logf("%d binds, %v: %d reads of the agent, those of 3 requests with them", binds, took, got)
-			// A look at a process takes 5 reads, a request about 15.
+			// Examining a process takes 5 reads, answering a request about 15.
 			most := 100
 			if !private {
 				most += int(took.Seconds()+2) * 300

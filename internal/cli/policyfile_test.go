@@ -22,9 +22,8 @@ const mappedService = `services:
     device_map: devices.csv
 `
 
-// TestBrokenPolicyAtStart ends an agent, breaks its policy file in several ways,
-// and starts the next one: it goes on with the policy that was applied last, and
-// says so in its log, in status, and in JSON.
+// TestBrokenPolicyAtStart ends an agent, breaks its policy file in several ways, and starts the next agent: it uses
+// the last applied policy, and reports that in its log, in status, and in JSON.
 func TestBrokenPolicyAtStart(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")
@@ -56,7 +55,7 @@ func TestBrokenPolicyAtStart(t *testing.T) {
 		if err != nil || !strings.Contains(string(log), "level=ERROR") || strings.Count(string(log), "the last applied policy is in force") != 1 {
 			t.Errorf("%s: log %s, %v", name, log, err)
 		}
-		// What ExecReload= runs.
+		// The command of ExecReload=.
 		if r := h.sockeye("apply"); r.code == 0 {
 			t.Errorf("%s: apply: %+v", name, r)
 		}
@@ -71,8 +70,8 @@ func TestBrokenPolicyAtStart(t *testing.T) {
 	}
 }
 
-// TestAppliedPolicyOfAnotherDirectory starts twice with a policy that was applied from a file in another directory,
-// which names a device map there.
+// TestAppliedPolicyOfAnotherDirectory starts the agent twice with a policy that was applied from a file in another
+// directory and names a device map in that directory.
 func TestAppliedPolicyOfAnotherDirectory(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")
@@ -94,8 +93,8 @@ func TestAppliedPolicyOfAnotherDirectory(t *testing.T) {
 	}
 }
 
-// TestBothPoliciesBroken has an applied policy that this version refuses, as one from before user was required: the error
-// tells that the agent has tried it, whether the file is the same or broken in another way.
+// TestBothPoliciesBroken starts with an applied policy that this version refuses, such as one without user: the error
+// says that the agent tried it too, whether the policy file is the same or has another error.
 func TestBothPoliciesBroken(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")
@@ -116,8 +115,7 @@ func TestBothPoliciesBroken(t *testing.T) {
 	}
 }
 
-// TestFirstPolicyBroken has no policy that was applied: there is nothing to start
-// with, and the error says what to do.
+// TestFirstPolicyBroken starts without an applied policy: the agent exits, and the error says how to continue.
 func TestFirstPolicyBroken(t *testing.T) {
 	h := newHost(t, mappedService)
 	r := h.child(nil, "sockeye", h.agentArgs()...)
@@ -133,8 +131,8 @@ func TestFirstPolicyBroken(t *testing.T) {
 	}
 }
 
-// TestStatusTellsOfPolicyFile changes the policy file, and a file that it names,
-// without applying them.
+// TestStatusTellsOfPolicyFile checks that status reports a policy file, or a file that it names, that was changed and
+// not applied.
 func TestStatusTellsOfPolicyFile(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")
@@ -170,15 +168,14 @@ func TestStatusTellsOfPolicyFile(t *testing.T) {
 	expect("")
 }
 
-// TestCheckRefusesNested has check refuse what plan would.
+// TestCheckRefusesNested checks that check refuses the cgroups that plan refuses.
 func TestCheckRefusesNested(t *testing.T) {
 	h := newHost(t, "tune:\n  - {name: a, cgroup: sockeye-a.slice, set: {sndbuf: 100KB}}\n  - {name: b, cgroup: sockeye-a-b.slice, set: {sndbuf: 100KB}}\n")
 	h.refused(5, "tune: cgroup sockeye-a-b.slice is inside cgroup sockeye-a.slice, whose rules would override the rules of the inner cgroup",
 		"use one of the two cgroups for all rules, or use cgroups of which none contains another", nil, "check", h.policy)
 }
 
-// TestApplyFile applies another file than the agent's, from another folder, and goes
-// back and forth.
+// TestApplyFile applies another file from another directory, and then the agent's own file again.
 func TestApplyFile(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")
@@ -213,7 +210,7 @@ func TestApplyFile(t *testing.T) {
 	h.refused(2, "read policy file: open DIR/none.yaml: no such file or directory", "name a policy file", nil, "apply", h.dir+"/none.yaml")
 }
 
-// TestResetState tells of the state directory, keeps it, and removes it on request.
+// TestResetState checks that reset keeps the state directory and names it, and removes it on request.
 func TestResetState(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What is typed wrong gets one line and a hint, and changes nothing.
+// TestRefusals checks that a wrong command prints one line and a hint, and changes nothing.
 func TestRefusals(t *testing.T) {
 	h, pids := running(t)
 	h.write("empty.yaml", "")
@@ -136,7 +136,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// What is not a member in some way is refused by that way's name.
+// TestMisfits checks that a process that cannot be a member is refused with the exact reason.
 func TestMisfits(t *testing.T) {
 	h, members := running(t)
 	before := h.standing()
@@ -183,7 +183,7 @@ func TestMisfits(t *testing.T) {
 	if r := h.sockeye(append(register, "3")...); r.code != 0 || h.plain(r.out, pid) != "process PID registered in slot 3 of telemetry\n" {
 		t.Errorf("the free slot: %+v", r)
 	}
-	// Who was refused reserved nothing.
+	// A refused process reserves no slot.
 	idle, _ := h.member(nil)
 	if r := h.sockeye("register", "--service", "spare", "--slot", "0", "--pid", strconv.Itoa(idle)); r.code != 1 {
 		t.Errorf("a process without sockets: %+v", r)
@@ -196,7 +196,8 @@ func TestMisfits(t *testing.T) {
 	h.refused(5, "all 4 slots are taken", "raise slots in the policy", nil, "register", "--service", "telemetry", "--pid", strconv.Itoa(another))
 }
 
-// With lookup, a socket that takes one family alone would part a device's TCP and UDP inside a slot that is ready.
+// TestMisfitsOfLookup checks that in lookup mode a socket of one family only is refused: in a ready slot it would
+// separate the TCP and UDP traffic of a device.
 func TestMisfitsOfLookup(t *testing.T) {
 	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP"))
 	h.start()

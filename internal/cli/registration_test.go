@@ -11,14 +11,14 @@ import (
 	"sockeye/internal/api"
 )
 
-// What a registration costs does not depend on how many members there are: the agent
-// reads of the process at hand, not of all members.
+// TestRegistrationReads checks that the cost of a registration does not depend on the number of members: the agent
+// reads /proc for the new process only.
 func TestRegistrationReads(t *testing.T) {
 	const members, part = 160, 32
 	h := newHost(t, strings.Replace(oneService, "slots: 2", fmt.Sprintf("slots: %d", members), 1)+
 		"    members: [{match: {command_line: ^collector}, slot: free}]\n")
 	h.start()
-	// reads are the system calls by which the agent has read, once all is at rest.
+	// reads waits until the agent is idle and returns the number of its read system calls.
 	reads := func(ready int) (n int) {
 		t.Helper()
 		h.eventually("they are members", func() bool { return must[api.Status](h, "status").Services[0].Ready == ready })

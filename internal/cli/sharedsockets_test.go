@@ -18,7 +18,7 @@ import (
 	"sockeye/internal/api"
 )
 
-// becomeParent opens sockets, and starts a child that inherits them and outlives it.
+// becomeParent opens sockets and starts a child that inherits them and outlives it.
 func becomeParent(specs []string) {
 	for _, spec := range specs {
 		if err := openAs(spec); err != nil {
@@ -35,7 +35,7 @@ func becomeParent(specs []string) {
 	pause()
 }
 
-// becomeTwin is a member that opens its first socket once more at SIGUSR1.
+// becomeTwin is a member that opens its first socket a second time on SIGUSR1.
 func becomeTwin(specs []string) {
 	again := make(chan os.Signal, 1)
 	signal.Notify(again, unix.SIGUSR1)
@@ -48,7 +48,7 @@ func becomeTwin(specs []string) {
 
 func collector(cmd *exec.Cmd) { cmd.Args[0] = "collector" }
 
-// childOf waits for the first child of a process, and ends it with the test.
+// childOf waits for the first child of a process, and ends the child with the test.
 func childOf(h *host, parent int) (child int) {
 	h.t.Helper()
 	h.eventually("the process has a child", func() bool {
@@ -69,8 +69,8 @@ func childOf(h *host, parent int) (child int) {
 	return child
 }
 
-// A process that a member forked holds its sockets on when the member has ended. It does not become the member,
-// whether the agent was there or not.
+// TestOrphan checks a child that still holds the sockets of a member that has exited. It does not become the member,
+// whether the agent was running at that time or not.
 func TestOrphan(t *testing.T) {
 	for _, agentFirst := range []bool{true, false} {
 		t.Run(map[bool]string{true: "the agent ends first", false: "the member ends first"}[agentFirst], func(t *testing.T) {
@@ -98,7 +98,7 @@ func TestOrphan(t *testing.T) {
 			h.start()
 			member, _ := h.member(nil, sharedSpecs...)
 			h.served(0, member, child)
-			// Who says so may have it.
+			// A registration by command makes it the member.
 			if r := h.sockeye("unregister", "--slot", "0"); r.code != 0 {
 				t.Fatalf("%+v", r)
 			}
@@ -109,8 +109,8 @@ func TestOrphan(t *testing.T) {
 	}
 }
 
-// A second socket for a listener gets nothing, as a slot has one: the member is refused, or named where it
-// opens the socket later.
+// TestDuplicateSockets checks that a process with two sockets for one listener is refused, and that a member that
+// opens a second one later is reported: a slot has one socket per listener.
 func TestDuplicateSockets(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
 	h.start()
@@ -130,7 +130,7 @@ func TestDuplicateSockets(t *testing.T) {
 	}
 }
 
-// A program that one script starts beside the agent waits for it.
+// TestRunBesideAgent checks that a program that is started at the same time as the agent waits for the agent.
 func TestRunBesideAgent(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP"))
 	cmd := process("sockeye", "run", "--run-dir", h.run, "--slot", "0", "--", "/proc/self/exe", "member", sharedSpecs[0], sharedSpecs[1])
@@ -146,8 +146,7 @@ func TestRunBesideAgent(t *testing.T) {
 	h.served(0, cmd.Process.Pid)
 }
 
-// What a process that waits lacks is looked at anew when somebody asks: it may have become another user, which
-// nothing reports.
+// TestWaitingAnew checks that status examines a candidate again: no event reports that its user has changed.
 func TestWaitingAnew(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: nobody", "cgroup: CGROUP"))
 	h.start()
@@ -166,8 +165,8 @@ func TestWaitingAnew(t *testing.T) {
 	})
 }
 
-// A process of the members' user that has the service's ports, and that no rule names, is named by doctor: nothing
-// else tells of it.
+// TestDoctorNamesStrangers checks that doctor names a process of the members' user that has sockets on the service's
+// ports and matches no rule.
 func TestDoctorNamesStrangers(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
 	h.start()

@@ -22,8 +22,7 @@ import (
 
 const sizingPolicy = "bigtcp:\n  - {interface: \"big*\", ipv6: 192KB, ipv4: 192KB}\n"
 
-// newSizingHost is a host on a kernel that has BIG TCP for both families, with an
-// interface NAME for each name.
+// newSizingHost returns a host whose kernel supports BIG TCP for both families, with an interface NAME for each name.
 func newSizingHost(t *testing.T, policy string, names ...string) *host {
 	t.Helper()
 	n, err := netif.OpenNamespace("")
@@ -41,7 +40,7 @@ func newSizingHost(t *testing.T, policy string, names ...string) *host {
 	return h
 }
 
-// plug makes an interface that goes with the test.
+// plug creates an interface and deletes it when the test ends.
 func (h *host) plug(l netlink.Link) {
 	h.t.Helper()
 	if err := netlink.LinkAdd(l); err != nil {
@@ -54,7 +53,7 @@ func (h *host) plug(l netlink.Link) {
 	})
 }
 
-// size is the largest IPv6 packet that an interface sends, in bytes.
+// size returns the largest IPv6 packet that an interface sends, in bytes.
 func (h *host) size(name string) uint32 {
 	h.t.Helper()
 	l, err := netlink.LinkByName(name)
@@ -71,11 +70,11 @@ func (h *host) wantSize(name string, want uint32) {
 	}
 }
 
-// The agent as a process of its own, which has dropped its capabilities, sets the
-// sizes of interfaces that are there and of those that appear, and shows it.
+// TestSizesByAgent runs the agent as a separate process that has dropped its capabilities: it sets and reports the
+// sizes of existing interfaces and of interfaces that appear later.
 func TestSizesByAgent(t *testing.T) {
 	h := newSizingHost(t, sizingPolicy+"  - {interface: inner, netns: DIR/netns/blue, ipv6: 192KB}\n", "big0", "big1")
-	// Before the agent starts: it would die with the thread, if that had started it.
+	// The process starts before the agent: with Pdeathsig, it would end with the thread that started it.
 	spare := h.newNetns("spare", nil)
 	h.start()
 	h.wantSize("big0", 192000)
@@ -122,7 +121,7 @@ func TestSizesByAgent(t *testing.T) {
 		t.Errorf("%+v, %v", one, err)
 	}
 
-	// Somebody else.
+	// Another program changes a size.
 	big1, err := netlink.LinkByName("big1")
 	if err != nil {
 		t.Fatal(err)
@@ -145,7 +144,7 @@ func TestSizesByAgent(t *testing.T) {
 	}
 	h.wantSize("big1", 192000)
 
-	// What it has set outlives it, and the next one takes it back.
+	// The sizes stay when the agent exits, and the next agent can revert them.
 	h.kill()
 	h.wantSize("big0", 192000)
 	h.write("policy.yaml", "bigtcp:\n  - {interface: big1, ipv6: 192KB}\n")
@@ -161,7 +160,7 @@ func TestSizesByAgent(t *testing.T) {
 		t.Errorf("inner has %+v, %v", inner, err)
 	}
 
-	// This one has no right to enter namespaces any more.
+	// This agent may no longer enter namespaces.
 	h.write("policy.yaml", "bigtcp:\n  - {interface: inner, netns: DIR/netns/blue, ipv6: 192KB}\n")
 	h.refused(4, "bigtcp in DIR/netns/blue: the agent is not permitted to enter network namespaces",
 		"restart the agent: it keeps the capability if a bigtcp rule has a netns at startup", nil, "apply")
@@ -176,7 +175,7 @@ func TestSizesByAgent(t *testing.T) {
 	h.wantSize("big1", 192000)
 }
 
-// Reset takes the sizes of agents and commands back.
+// TestResetSizes checks that reset reverts the sizes that agents and commands have set.
 func TestResetSizes(t *testing.T) {
 	h := newSizingHost(t, sizingPolicy, "big0", "own0")
 	h.start()
@@ -214,8 +213,8 @@ func TestCheckCountsSizes(t *testing.T) {
 	}
 }
 
-// An agent that is killed while it sets sizes leaves each as it was or as it is to be,
-// the next one goes on, and all can be taken back.
+// TestSizesOfKilledAgent kills an agent while it sets sizes: each interface has its old or its new sizes, the next
+// agent continues, and everything can be reverted.
 func TestSizesOfKilledAgent(t *testing.T) {
 	var names []string
 	for i := range 40 {

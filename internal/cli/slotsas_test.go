@@ -23,7 +23,8 @@ const twoParts = `services:
     listeners: [{protocol: udp, address: "[::]:4739"}]
 `
 
-// A slot is a process of each of two services: they agree on every device.
+// TestSlotsAs checks two services that share their slots: a slot has one process of each service, and both services
+// map each device to the same slot.
 func TestSlotsAs(t *testing.T) {
 	h := newHost(t, twoParts)
 	h.start()
@@ -31,7 +32,7 @@ func TestSlotsAs(t *testing.T) {
 	for i := range 200 {
 		addresses = append(addresses, fmt.Sprintf("192.0.2.%d", i))
 	}
-	// apart counts the addresses of which the services have different slots.
+	// apart counts the addresses that the two services map to different slots.
 	apart := func(list []api.WhereStatus) (n int) {
 		slots := map[string]int{}
 		for _, w := range list {
@@ -96,7 +97,7 @@ func TestSlotsAs(t *testing.T) {
 	h.kill()
 	h.start()
 	together("after the agent's restart")
-	// The one that has its slots comes first, and alone in the file.
+	// The service whose slots the other one shares comes first, and is alone in the file at first.
 	if r := h.sockeye("apply", h.write("back.yaml", twoParts)); r.code != 0 {
 		t.Fatalf("%+v", r)
 	}
@@ -105,7 +106,8 @@ func TestSlotsAs(t *testing.T) {
 	}
 }
 
-// Neither service was there before, and the first by name has the slots of the other.
+// TestSlotsAsFromTheStart creates both services at once, and the service that comes first by name shares the slots of
+// the other one.
 func TestSlotsAsFromTheStart(t *testing.T) {
 	h := newHost(t, strings.Replace(twoParts, "  bmp:\n", "  bmp:\n    slots_as: ipfix\n", 1))
 	h.start()

@@ -77,8 +77,7 @@ func TestSocketsRefusals(t *testing.T) {
 	h.isFailure(h.sockeye("sockets", "--watch", "-o", "json"), 2, "--watch and --output json do not go together", "without --watch there is one answer")
 }
 
-// stuck is a connection over loopback that nobody reads from, full of what was
-// written.
+// stuck is a connection over loopback whose receiver does not read and whose buffers are full.
 func stuck(t *testing.T, address string) (from, to *net.TCPConn) {
 	t.Helper()
 	var listening net.ListenConfig
@@ -120,7 +119,7 @@ func names(shown socketscmd.Shown) (list []string) {
 	return list
 }
 
-// Filters and orders, on real sockets.
+// TestSockets checks filters and sort orders on real sockets.
 func TestSockets(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	from, _ := stuck(t, "127.0.0.1:21790")
@@ -188,7 +187,7 @@ func TestSockets(t *testing.T) {
 	}
 }
 
-// An ordinary user sees all but whose they are, as what limits them.
+// TestSocketsUnprivileged checks that an ordinary user sees everything except the processes of other users' sockets.
 func TestSocketsUnprivileged(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	stuck(t, "127.0.0.1:21792")
@@ -209,7 +208,7 @@ func TestSocketsUnprivileged(t *testing.T) {
 	}
 }
 
-// In a namespace whose lo is down, room is not known, and the rest is.
+// TestSocketsWithoutLoopback checks that in a namespace whose lo is down all columns but room are shown.
 func TestSocketsWithoutLoopback(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	stuck(t, "127.0.0.1:21793")
@@ -220,14 +219,14 @@ func TestSocketsWithoutLoopback(t *testing.T) {
 	if r.code != 0 || !strings.HasPrefix(r.out, "0 sockets\nnot seen: the room of sockets: calibrate: ") {
 		t.Errorf("%+v", r)
 	}
-	// Those of ours, from there.
+	// The sockets of this process in that namespace.
 	r = h.child(alone, "sockeye", "sockets", "--netns", fmt.Sprintf("/proc/%d/ns/net", os.Getpid()), "--remote", ":21793")
 	if r.code != 0 || !strings.Contains(r.out, "receive window") || !strings.Contains(r.out, "-  ") {
 		t.Errorf("%+v", r)
 	}
 }
 
-// Of thousands a few are shown, in little time.
+// TestSocketsMany checks that only some of thousands of sockets are shown, without undue delay.
 func TestSocketsMany(t *testing.T) {
 	const connections = 2500
 	h := newHost(t, "services: {}\n")
@@ -270,7 +269,8 @@ func TestSocketsMany(t *testing.T) {
 	}
 }
 
-// Whoever set a small buffer is found, in another namespace, and told.
+// TestSocketsAdvice checks that the command names the process that set a small buffer, in another namespace, with
+// advice.
 func TestSocketsAdvice(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -355,7 +355,7 @@ func TestSocketsAdvice(t *testing.T) {
 	}
 }
 
-// The second look tells of the time since the first.
+// TestSocketsWatch checks that the second screen shows the changes since the first.
 func TestSocketsWatch(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	stuck(t, "127.0.0.1:21794")

@@ -24,9 +24,9 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// How others take a slot that is not theirs: all of this was seen to work once.
+// The tests of this file try to take slots without permission. Each method worked once.
 
-// becomeThief opens sockets in the way of args[0], then waits as a member does.
+// becomeThief opens sockets in the way that args[0] names, then waits as a member does.
 func becomeThief(args []string) {
 	var err error
 	switch specs := args[1:]; args[0] {
@@ -78,7 +78,7 @@ func handSockets(to int, specs []string) error {
 	return unix.Sendmsg(to, []byte("x"), unix.UnixRights(fds...), nil, 0)
 }
 
-// takeSockets binds sockets that it is handed: each in the namespace of whoever created it.
+// takeSockets binds sockets that it received: each belongs to the network namespace of its creator.
 func takeSockets(from int, specs []string) error {
 	oob := make([]byte, unix.CmsgSpace(4*len(specs)))
 	_, n, _, _, err := unix.Recvmsg(from, make([]byte, 1), oob, 0)
@@ -107,7 +107,7 @@ func takeSockets(from int, specs []string) error {
 	return nil
 }
 
-// becomeRooted is an agent for which its own cgroup is the root of all, as in a container.
+// becomeRooted runs an agent whose cgroup is the root of the hierarchy that it sees, as in a container.
 func becomeRooted(args []string) {
 	mount, err := cgroup.Mount()
 	if err == nil {
@@ -123,7 +123,7 @@ func becomeRooted(args []string) {
 	os.Exit(Main(args, Host()))
 }
 
-// startRooted starts an agent for which the tests' cgroup is the root.
+// startRooted starts an agent that sees the tests' cgroup as the root.
 func (h *host) startRooted() {
 	h.t.Helper()
 	cmd := process("in-cgroup", h.agentArgs()...)
@@ -131,7 +131,7 @@ func (h *host) startRooted() {
 	h.startBy(cmd)
 }
 
-// inCgroup starts a process in a cgroup below the tests' own, which it makes.
+// inCgroup starts a process in a new cgroup below the tests' cgroup.
 func inCgroup(t *testing.T, path string) func(*exec.Cmd) {
 	t.Helper()
 	dir := filepath.Join(testenv.Cgroup(), path)
@@ -148,7 +148,7 @@ func inCgroup(t *testing.T, path string) func(*exec.Cmd) {
 	}
 }
 
-// both makes several changes to a process.
+// both combines changes to a process.
 func both(changes ...func(*exec.Cmd)) func(*exec.Cmd) {
 	return func(cmd *exec.Cmd) {
 		for _, change := range changes {
@@ -157,7 +157,7 @@ func both(changes ...func(*exec.Cmd)) func(*exec.Cmd) {
 	}
 }
 
-// asRootInside makes a process root of a user namespace of its own, and nobody outside.
+// asRootInside runs a process as root of a new user namespace, and as nobody outside.
 func asRootInside(cmd *exec.Cmd) {
 	cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWUSER
 	cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: 65534, Size: 1}}
@@ -178,7 +178,8 @@ func (h *host) slotPIDs() (pids []int) {
 	return pids
 }
 
-// problemOf waits until the agent says why a process is no member. The test fails when it is one.
+// problemOf waits until the agent reports why a process is no member. It fails the test if the process becomes a
+// member.
 func (h *host) problemOf(pid int) (problem string) {
 	h.t.Helper()
 	h.eventually(fmt.Sprintf("process %d is refused", pid), func() bool {
@@ -201,7 +202,7 @@ func (h *host) problemOf(pid int) (problem string) {
 	return problem
 }
 
-// served waits until a process has a slot, and fails unless the others are not in any.
+// served waits until a process has a slot, and fails the test if one of the others has a slot.
 func (h *host) served(slot, pid int, others ...int) {
 	h.t.Helper()
 	h.eventually(fmt.Sprintf("process %d has slot %d", pid, slot), func() bool {
@@ -215,7 +216,7 @@ func (h *host) served(slot, pid int, others ...int) {
 	})
 }
 
-// askFromAnyPort is ask of UDP, of members that answer from ports of their own.
+// askFromAnyPort is ask over UDP for members that answer from another port.
 func askFromAnyPort(t *testing.T) string {
 	t.Helper()
 	conn, err := net.ListenPacket("udp", "127.0.0.1:0")
@@ -252,8 +253,8 @@ var (
 	secondSpecs = []string{"tcp 127.0.0.1:20002 alone", "udp 127.0.0.1:21002 alone"}
 )
 
-// A process of any user that calls itself as members do gets nothing, neither before the member nor
-// when the member is gone.
+// TestThiefOfAnotherUser checks that a process of another user with the command line of a member gets no slot,
+// neither before the member starts nor after it has exited.
 func TestThiefOfAnotherUser(t *testing.T) {
 	policy := theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]")
 	h := newHost(t, policy)
@@ -283,7 +284,8 @@ func TestThiefOfAnotherUser(t *testing.T) {
 	}
 }
 
-// A program with the set-user-ID bit that anybody starts is not that user's.
+// TestThiefBySetUID checks that a set-user-ID program that another user started does not count as a process of the
+// file's owner.
 func TestThiefBySetUID(t *testing.T) {
 	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {executable: DIR/program}, slot: 0}]"))
 	program := h.program("program", 0o4755)
@@ -296,7 +298,7 @@ func TestThiefBySetUID(t *testing.T) {
 	h.served(0, member, thief)
 }
 
-// program copies this program into the host's folder.
+// program copies this binary into the directory of the host.
 func (h *host) program(name string, mode os.FileMode) string {
 	h.t.Helper()
 	path := filepath.Join(h.dir, name)
@@ -316,7 +318,7 @@ func (h *host) program(name string, mode os.FileMode) string {
 	return path
 }
 
-// handed starts a process whose sockets another process created, as change has it.
+// handed starts a process with sockets that another process created as change says.
 func (h *host) handed(member, creator func(*exec.Cmd), specs ...string) int {
 	h.t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
@@ -336,8 +338,8 @@ func (h *host) handed(member, creator func(*exec.Cmd), specs ...string) int {
 	return pid
 }
 
-// A socket of a private network namespace is never called by the group's program: it would have the
-// slot open, and everything refused.
+// TestThiefWithSocketsOfANamespace checks that sockets of a private network namespace do not open a slot: the BPF
+// program would not be called for them, and the slot would reject all traffic.
 func TestThiefWithSocketsOfANamespace(t *testing.T) {
 	for _, test := range []struct {
 		name            string
@@ -351,8 +353,8 @@ func TestThiefWithSocketsOfANamespace(t *testing.T) {
 			h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: '^(sockeye|collector)'}, slot: 0}]"))
 			h.start()
 			thief := h.handed(test.member, test.creator, sharedSpecs...)
-			// A bind in another network namespace is not reported, on kernels that can tell: the agent
-			// meets the thief in a scan, as at its start.
+			// On kernels where the event has the network namespace, a bind in another namespace is not reported: the
+			// agent finds the process in a scan, as at its start.
 			h.kill()
 			h.start()
 			if got := h.problemOf(thief); got != test.want {
@@ -367,7 +369,8 @@ func TestThiefWithSocketsOfANamespace(t *testing.T) {
 	}
 }
 
-// Sockets that another user opened are not the member's, who may have been handed them.
+// TestThiefBehindAMember checks that sockets that another user created do not count as the member's: the member may
+// have received them.
 func TestThiefBehindAMember(t *testing.T) {
 	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^sockeye}, slot: 0}]"))
 	h.start()
@@ -380,14 +383,15 @@ func TestThiefBehindAMember(t *testing.T) {
 		t.Fatalf("apply: %+v", r)
 	}
 	h.served(0, pid)
-	// What it has by that policy, it loses with it: also where the agent starts anew.
+	// A member by that policy loses its slot with the policy, also if the agent is restarted.
 	h.kill()
 	h.write("policy.yaml", theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^sockeye}, slot: 0}]"))
 	h.start()
 	h.problemOf(pid)
 }
 
-// A user's own unit has the name of a system unit, and is none.
+// TestThiefInAUsersUnit checks that a unit of a user's service manager does not match a rule for the system unit of
+// the same name.
 func TestThiefInAUsersUnit(t *testing.T) {
 	for _, steering := range []string{"reuseport", "lookup"} {
 		t.Run(steering, func(t *testing.T) {
@@ -415,7 +419,8 @@ func TestThiefInAUsersUnit(t *testing.T) {
 	}
 }
 
-// An executable is the host's file of that path, whatever is mounted there where the process is.
+// TestThiefByMount checks that a rule for an executable matches the host's file of that path, not a file that is
+// mounted there in the mount namespace of the process.
 func TestThiefByMount(t *testing.T) {
 	const own = "it is in a mount namespace of its own"
 	for _, test := range []struct {
@@ -446,7 +451,8 @@ func TestThiefByMount(t *testing.T) {
 	}
 }
 
-// The service manager gives a unit a mount namespace of its own (PrivateTmp=yes): that is a member.
+// TestSandboxedUnit checks that a process in a mount namespace of the service manager (PrivateTmp=yes) becomes a
+// member.
 func TestSandboxedUnit(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", `members: [{match: {systemd_unit: "nfacctd@*.service"}, slot: instance}]`))
 	h.startRooted()
@@ -454,7 +460,7 @@ func TestSandboxedUnit(t *testing.T) {
 	h.served(0, member)
 }
 
-// A rule may allow containers.
+// TestAnyNamespaces checks that a rule can permit containers.
 func TestAnyNamespaces(t *testing.T) {
 	policy := theft("steering: lookup", ownPorts, "user: nobody", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]")
 	h := newHost(t, policy)
@@ -473,7 +479,8 @@ func TestAnyNamespaces(t *testing.T) {
 	}
 }
 
-// An upgrade of the program replaces its file. The member keeps its slot, also with a new agent.
+// TestUpgradedExecutable checks that a member keeps its slot when an upgrade replaces the file of its program, also
+// with the next agent.
 func TestUpgradedExecutable(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {executable: DIR/program}, slot: 0}]"))
 	program := h.program("program", 0o755)
@@ -487,7 +494,7 @@ func TestUpgradedExecutable(t *testing.T) {
 	h.kill()
 	h.start()
 	h.served(0, member)
-	// An agent that never saw it cannot tell what it runs.
+	// An agent that did not see the process before the upgrade cannot identify its executable.
 	h.kill()
 	if err := os.Remove(filepath.Join(h.state, "telemetry.json")); err != nil {
 		t.Fatal(err)
@@ -501,7 +508,7 @@ func TestUpgradedExecutable(t *testing.T) {
 	h.served(0, upgraded)
 }
 
-// By command, too, only processes of the service's user become members.
+// TestClaimOfAnotherUser checks that a registration by command is restricted to processes of the service's user.
 func TestClaimOfAnotherUser(t *testing.T) {
 	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP"))
 	h.start()
@@ -516,7 +523,8 @@ func TestClaimOfAnotherUser(t *testing.T) {
 	}
 }
 
-// What an agent of an earlier version learned of the members' user, it may have learned from anybody.
+// TestLearnedUser checks that the agent ignores the user that an earlier version learned: it may have learned it from
+// any process.
 func TestLearnedUser(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "cgroup: CGROUP"))
 	if err := os.Mkdir(h.state, 0o700); err != nil {
@@ -534,7 +542,7 @@ func TestLearnedUser(t *testing.T) {
 	}
 }
 
-// Whoever starts any number of processes that look like members fills neither lists nor logs.
+// TestManyThieves checks that many processes that look like members fill neither the lists nor the log.
 func TestManyThieves(t *testing.T) {
 	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
 	h.start()
@@ -555,8 +563,8 @@ func TestManyThieves(t *testing.T) {
 	}
 }
 
-// Another user has the ports when the agent starts. They are held once that user's process has ended, without a
-// command.
+// TestPortsHeldLater checks that ports that another user has at the start of the agent are held once that process has
+// exited, without a command.
 func TestPortsHeldLater(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
 	thief, end := h.member(asNobody, sharedSpecs...)

@@ -26,7 +26,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// noon is when the tests of trace are.
+// noon is the clock of the trace tests.
 var noon = time.Date(2026, 3, 14, 12, 0, 0, 0, time.UTC)
 
 // at runs a command at noon.
@@ -36,7 +36,7 @@ func (f *fake) at(args ...string) result {
 	return f.during(ctx, args...)
 }
 
-// during runs a command at noon, until ctx ends.
+// during runs a command at noon until ctx is done.
 func (f *fake) during(ctx context.Context, args ...string) result {
 	var out, err bytes.Buffer
 	code := Run(ctx, append([]string{"--run-dir", f.run}, args...), command.Environment{
@@ -46,7 +46,7 @@ func (f *fake) during(ctx context.Context, args ...string) result {
 	return result{code, out.String(), err.String()}
 }
 
-// printsGolden runs a command that prints what a file has.
+// printsGolden runs a command and compares its output with a golden file.
 func (f *fake) printsGolden(name string, args ...string) {
 	f.t.Helper()
 	r := f.at(args...)
@@ -57,7 +57,7 @@ func (f *fake) printsGolden(name string, args ...string) {
 	clitest.PrintableOnly(f.t, r.out)
 }
 
-// times are counted in a histogram: each n times.
+// times counts each duration n times in a histogram.
 func counted(n int, times ...time.Duration) *measure.Histogram {
 	h := &measure.Histogram{}
 	for _, d := range times {
@@ -68,7 +68,7 @@ func counted(n int, times ...time.Duration) *measure.Histogram {
 	return h
 }
 
-// telemetry is a cgroup that is traced.
+// telemetry is a traced cgroup.
 func telemetry() api.TracedCgroup {
 	return api.TracedCgroup{
 		Cgroup: "telemetry.slice", Path: "/main.slice/telemetry.slice", Attached: true, Since: noon.Add(-time.Hour), Programs: []string{"trace_sockops"}, Memory: 1 << 20,
@@ -87,7 +87,7 @@ func tracedStatus(cgroups ...api.TracedCgroup) api.TraceStatus {
 	return api.TraceStatus{Timestamps: true, Cgroups: cgroups}
 }
 
-// oldKernel is a status without BPF timestamping.
+// oldKernel is the status on a kernel without BPF timestamps.
 func oldKernel(cgroups ...api.TracedCgroup) api.TraceStatus {
 	return api.TraceStatus{Needs: "BPF timestamping, Linux 6.15 or later", Cgroups: append([]api.TracedCgroup{}, cgroups...)}
 }
@@ -98,7 +98,7 @@ func replies(remote string) measure.Group {
 	return measure.Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790}
 }
 
-// measurements are of groups of all kinds.
+// measurements has groups of all kinds.
 func measurements() measure.Period {
 	ns, us, ms := time.Nanosecond, time.Microsecond, time.Millisecond
 	return measure.Period{From: noon.Add(-time.Hour), To: noon, Results: []measure.Result{{
@@ -123,7 +123,7 @@ func measurements() measure.Period {
 	}}}
 }
 
-// tracing has the fake answer with measurements.
+// tracing makes the fake answer with measurements.
 func tracing(t *testing.T) *fake {
 	f := newFake(t)
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
@@ -149,11 +149,11 @@ func TestTrace(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 
-	// Of one stage, a group without it is left out.
+	// With one stage selected, a group without that stage is left out.
 	f.printsGolden("trace-stage", "trace", "--stage", "reader", "--stage", "network")
 	f.asked = nil
 
-	// Of one cgroup.
+	// With one cgroup selected.
 	other := telemetry()
 	other.Cgroup, other.Path, other.Created, other.Attached = "/lab", "/lab", true, false
 	other.Problem, other.Hint = "attach: "+clitest.Hostile, "try\x1b[A"
@@ -165,7 +165,7 @@ func TestTrace(t *testing.T) {
 	f.printsGolden("trace-cgroup", "trace", "--cgroup", "/lab", "--since=1h30m")
 	f.wasAsked("GET /v1/trace cgroup=/lab", "GET /v1/trace/results cgroup=/lab since=1h30m0s")
 
-	// A time that others were under way before, and counts that do not fit.
+	// Messages that were already under way, and inconsistent counts.
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
 	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{From: noon.Add(-time.Minute), To: noon, Results: []measure.Result{
 		{Group: replies("192.0.2.0/24"), Chosen: 10, Outcomes: map[measure.Outcome]uint64{measure.Acked: 12}, InFlight: 1},
@@ -183,7 +183,7 @@ func TestTrace(t *testing.T) {
 	}
 }
 
-// What there is to say where nothing is.
+// TestTraceNothing checks the output if nothing is traced or measured.
 func TestTraceNothing(t *testing.T) {
 	f := newFake(t)
 	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{Results: []measure.Result{}}}
@@ -204,7 +204,7 @@ func TestTraceNothing(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 
-	// A kernel that cannot: what is received is shown, where a rule asks for it.
+	// On a kernel without BPF timestamps, the receive stages are shown if a rule asks for them.
 	works := "rx_stack, reader and datagrams can be traced, and the packets of a connection by sockeye trace packets"
 	send := telemetry()
 	send.Rules = send.Rules[:1]
@@ -252,7 +252,7 @@ func TestTraceWatch(t *testing.T) {
 		t.Errorf("got %d %s\n%q\nwant\n%q", r.code, r.err, r.out, want)
 	}
 
-	// What goes wrong meanwhile ends it, and sets the terminal back.
+	// An error during the display ends the command and resets the terminal.
 	screens = 0
 	f.answers["GET /v1/trace/results"] = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		if screens++; screens == 2 {
@@ -267,7 +267,7 @@ func TestTraceWatch(t *testing.T) {
 	}
 }
 
-// The shell is offered stages, cgroups, keys and rules, and no files but for reports.
+// TestTraceCompletion checks that the shell completes stages, cgroups, keys and rules, and files only for report.
 func TestTraceCompletion(t *testing.T) {
 	f := tracing(t)
 	f.answers["GET /v1/tune"] = tuned()[:1]
@@ -320,7 +320,7 @@ func TestTraceWithoutAgent(t *testing.T) {
 	}
 }
 
-// Status names what is traced.
+// TestStatusTrace checks that status lists the traced cgroups.
 func TestStatusTrace(t *testing.T) {
 	f := newFake(t)
 	gone := api.TracedCgroup{Cgroup: "gone.service", Problem: "there is no unit gone.service", Hint: "it is traced from the moment it starts"}

@@ -15,7 +15,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// twoArms are slices of a trial whose treated connections are faster in the stack.
+// twoArms returns slices of a trial whose treated connections are faster in the stack.
 func twoArms(n int) api.TraceHistory {
 	return hour(n, func(i int) []measure.Result {
 		var results []measure.Result
@@ -58,7 +58,7 @@ func TestTraceCompare(t *testing.T) {
 		clitest.PrintableOnly(t, r.out)
 	}
 
-	// Two arms.
+	// Compare two arms.
 	c := must[tracecmd.Compared](f.host, "trace", "compare", "--trial", "bulk")
 	if c.A.Select != "tune_rule=bulk,arm=control" || c.B.Select != "tune_rule=bulk,arm=treated" || !c.A.From.Equal(noon.Add(-10*time.Minute)) || !c.B.To.Equal(noon) || c.Comparison.A != (measure.Side{Slices: 60, Messages: 60000}) {
 		t.Errorf("%+v", c)
@@ -76,17 +76,17 @@ func TestTraceCompare(t *testing.T) {
 		t.Errorf("%+v", c.Comparison.Rows)
 	}
 
-	// Two groups, in any words that tell them apart.
+	// Compare two groups, selected by any of their keys.
 	check("rule=replies,arm=treated arm=control --since 5m", "since=5m0s", "A: rule=replies,arm=treated, ", "B: arm=control, ")
 
-	// Two times.
+	// Compare two times.
 	check("--period-a 11:51..11:54 --period-b 11:55.. --select arm=control",
 		"from=2026-03-14T11:51:00Z select=arm=control to=2026-03-14T12:00:00Z",
 		"A: arm=control, 11:51:00 to 11:54:00: 18000 messages in 18 slices of 10 s\n", "B: arm=control, 11:55:00 to 12:00:00: 30000 messages in 30 slices of 10 s\n")
 	check("--period-b -10m..-5m30s --period-a 2026-03-14T12:56:00+01:00..2026-03-14T12:57:30+01:00", "from=2026-03-14T11:50:00Z to=2026-03-14T12:57:30+01:00",
 		"A: all groups, 11:56:00 to 11:57:30: 18000 messages", "B: all groups, 11:50:00 to 11:54:30: 54000 messages")
 
-	// A time of day that is yet to come was yesterday.
+	// A time of day in the future means yesterday.
 	f.asked = nil
 	if r := f.at("trace", "compare", "--period-a", "23:58:30..23:59", "--period-b", "-10m.."); r.code != 2 || r.err != "sockeye: the agent has no slice of time of --period-a\nhint: it remembers an hour, in slices of 10 s: take a later or a longer time\n" {
 		t.Errorf("%+v", r)
@@ -116,7 +116,7 @@ func TestTraceCompareRefusals(t *testing.T) {
 		}
 	}
 
-	// Nothing was measured, or hardly anything.
+	// There are no or too few measurements.
 	f.answers["GET /v1/trace/history"] = api.TraceHistory{Slices: []measure.Period{}}
 	f.refused(2, `no group that was measured is "rule=a"`, "nothing was measured in this time", nil, "trace", "compare", "rule=a", "rule=b")
 	little := twoArms(1)

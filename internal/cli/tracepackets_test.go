@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/trace/packets"
 )
 
-// event is something that happened at so many microseconds to a packet.
+// event is an event of a packet, in microseconds.
 func event(kind uint8, at uint64, seq, ack, length uint32) api.TracePacketLine {
 	e := &bpf.PacketEvent{}
 	e.Kind, e.Time, e.Flags, e.Ifindex = kind, at*1000, bpf.PacketTCP, 2
@@ -36,7 +36,7 @@ func event(kind uint8, at uint64, seq, ack, length uint32) api.TracePacketLine {
 	return api.TracePacketLine{Event: e}
 }
 
-// header is how an IPv4 packet with a TCP header begins.
+// header is the start of an IPv4 packet with a TCP header.
 func header(seq, ack, length uint32) []byte {
 	b := make([]byte, 40)
 	b[0], b[8], b[9], b[32], b[33] = 0x45, 64, 6, 5<<4, 1<<4
@@ -49,7 +49,7 @@ func header(seq, ack, length uint32) []byte {
 	return b
 }
 
-// connection is the first line of an answer. Its clock begins at noon.
+// connection is the first line of the response. Its clock starts at noon.
 func connection() api.TracePacketLine {
 	return api.TracePacketLine{Connection: &api.TraceConnection{
 		Local: "10.0.0.1:1790", Remote: "192.0.2.7:40000", PID: 812, FD: 7, Command: "nfacctd -f " + clitest.Hostile, Cookie: 17, Clock: noon.UnixNano(), Missing: []string{},
@@ -60,7 +60,7 @@ func ending(lost uint64, reason string) api.TracePacketLine {
 	return api.TracePacketLine{End: &api.TracePacketsEnd{Lost: lost, Reason: reason}}
 }
 
-// exchange is two packets sent, the second one twice, and what acknowledges them.
+// exchange has two data packets, one of them retransmitted, and their acknowledgements.
 func exchange(rest ...any) []any {
 	again := event(bpf.PacketQueue, 205_000, 2001, 500, 1000)
 	again.Event.Skb = 99
@@ -94,7 +94,7 @@ func TestTracePackets(t *testing.T) {
 		got.Summary.Sent != 3 || got.Summary.Retransmissions != 1 || got.Connection.Cookie != 17 || got.File != file {
 		t.Errorf("%+v", got)
 	}
-	// The file is pcapng, and has each packet with its comment.
+	// The file is pcapng and contains each packet with its comment.
 	data, err := os.ReadFile(file)
 	if err != nil {
 		t.Fatal(err)
@@ -115,7 +115,7 @@ func TestTracePackets(t *testing.T) {
 	}
 	f.leaves("policy.yaml", "run", "x.pcapng")
 
-	// What is not known is said.
+	// Missing values are reported.
 	first := connection()
 	first.Connection.Missing = []string{"tcp_probe", "inet_sock_set_state"}
 	stray := event(bpf.PacketDriver, 5, 77, 0, 10)
@@ -127,7 +127,7 @@ func TestTracePackets(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 
-	// Ctrl-C shows what there is, and writes it.
+	// SIGINT prints and writes the packets so far.
 	answer(untilGone, exchange()...)
 	ctx, stop := context.WithTimeout(context.Background(), 20*time.Second)
 	defer stop()
@@ -139,7 +139,7 @@ func TestTracePackets(t *testing.T) {
 	}
 	f.leaves("policy.yaml", "run", "x.pcapng", "y.pcapng")
 
-	// An agent that ends is no end of the packets.
+	// If the agent exits, the command fails.
 	for _, last := range []func(http.ResponseWriter, *http.Request){nil, breakOff} {
 		for _, all := range [][]any{exchange(), {}, {ending(0, "time")}} {
 			answer(last, all...)

@@ -137,7 +137,7 @@ func TestTraceRefusals(t *testing.T) {
 		t.Errorf("the agent was asked %q", f.asked)
 	}
 
-	// What only the agent knows it says itself, with its code.
+	// The agent's own error passes through with its code.
 	for _, key := range []string{"trace", "trace/results", "trace/history", "trace/slow", "trace/samples", "trace/packets"} {
 		f.answers["GET /v1/"+key] = api.Failure{Error: "not for you", Hint: "ask root", Code: fault.CodeNotPermitted}
 	}

@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// hour is a history of slices of 10 s that end at noon, each made by of.
+// hour returns a history of slices of 10 s that ends at noon. of creates each slice.
 func hour(slices int, of func(i int) []measure.Result) api.TraceHistory {
 	h := api.TraceHistory{Slices: []measure.Period{}}
 	for i := range slices {
@@ -27,7 +27,7 @@ func hour(slices int, of func(i int) []measure.Result) api.TraceHistory {
 	return h
 }
 
-// reporting has the fake answer with all that a report needs.
+// reporting makes the fake answer with everything that a report needs.
 func reporting(t *testing.T) *fake {
 	f := newFake(t)
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
@@ -54,7 +54,7 @@ func TestTraceReport(t *testing.T) {
 		}
 	}
 
-	// A file that is there stays, unless it is to be replaced.
+	// An existing file is kept unless the command line says to replace it.
 	taken := func(message, hint string, args ...string) {
 		t.Helper()
 		f.asked = nil
@@ -74,7 +74,7 @@ func TestTraceReport(t *testing.T) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 
-	// What is no regular file is never replaced.
+	// A file that is not regular is never replaced.
 	if err := os.Symlink(file, f.dir+"/link"); err != nil {
 		t.Fatal(err)
 	}
@@ -87,7 +87,7 @@ func TestTraceReport(t *testing.T) {
 	taken("write DIR/none/x.html: no such file or directory", "name a file in an existing directory", f.dir+"/none/x.html")
 	taken("write DIR/trace.html/x.html: not a directory", "name a file in an existing directory", file+"/x.html")
 
-	// An agent that fails leaves no file behind.
+	// If the agent fails, no file is left behind.
 	f.answers["GET /v1/trace/slow"] = api.Failure{Error: "no more", Code: fault.CodeFailed}
 	f.refused(1, "no more", "", nil, "trace", "report", f.dir+"/new.html")
 	f.refused(1, "no more", "", nil, "trace", "report", "--force", file)
@@ -107,7 +107,7 @@ func (f *fake) page(file string) (size int64, page string) {
 	return int64(len(data)), string(data)
 }
 
-// leaves fails the test for a file that is not one of those expected.
+// leaves fails the test if the directory has a file that is not expected.
 func (f *fake) leaves(names ...string) {
 	f.t.Helper()
 	files, err := os.ReadDir(f.dir)
@@ -121,7 +121,7 @@ func (f *fake) leaves(names ...string) {
 	}
 }
 
-// Nothing, little and too late to report is said.
+// TestTraceReportLittle checks reports of no data, little data, and data that is no longer kept.
 func TestTraceReportLittle(t *testing.T) {
 	f := reporting(t)
 	f.answers["GET /v1/trace/history"] = api.TraceHistory{Slices: []measure.Period{}}
@@ -157,8 +157,8 @@ func TestTraceReportLittle(t *testing.T) {
 	}
 }
 
-// A file that appears while the report is made is not replaced, and what else can
-// happen to a file is told by its name.
+// TestTraceReportRace checks that a file that appears during the report is not replaced, and that other file errors
+// name the file.
 func TestTraceReportRace(t *testing.T) {
 	f := reporting(t)
 	file := f.dir + "/trace.html"

@@ -18,7 +18,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// lines answers with lines, each sent at once, and then calls last, or ends.
+// lines answers with lines, each sent at once, and then calls last or ends the response.
 func lines(t *testing.T, last func(w http.ResponseWriter, r *http.Request), all ...any) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		for _, line := range all {
@@ -33,13 +33,13 @@ func lines(t *testing.T, last func(w http.ResponseWriter, r *http.Request), all 
 	}
 }
 
-// untilGone waits until the caller has left.
+// untilGone waits until the client has disconnected.
 func untilGone(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
 
-// breakOff ends the connection, as the end of the agent does.
+// breakOff closes the connection, as an agent that exits does.
 func breakOff(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }
 
-// numbered is a message that can be told from others.
+// numbered returns a message with a distinct number.
 func numbered(key int) api.TraceSampleLine {
 	s := message()
 	s.Key = uint32(key)
@@ -67,27 +67,27 @@ func TestTraceSamples(t *testing.T) {
 		return all
 	}
 
-	// As many as asked for, and then it leaves.
+	// The command ends after the requested number of messages.
 	samples(untilGone, numbered(1), numbered(2), api.TraceSampleLine{}, numbered(3))
 	r := f.at("trace", "samples", "-o", "jsonl", "--count", "2", "--select", "rule=replies", "--cgroup", "/lab", "--buffer", "3MB")
 	f.wasAsked("GET /v1/trace cgroup=/lab", "GET /v1/trace/samples buffer=4194304 cgroup=/lab select=rule=replies")
 	if got := fmt.Sprint(keys(r.out)); got != "[1 2]" || r.code != 0 || r.err != "" {
 		t.Errorf("%s: %+v", got, r)
 	}
-	// JSON is the same; and a time ends it, too.
+	// JSON output, and an end by time.
 	r = f.at("trace", "samples", "-o", "json", "--for", "1s")
 	if got := fmt.Sprint(keys(r.out)); got != "[1 2 3]" || r.code != 0 || r.err != "" {
 		t.Errorf("%s: %+v", got, r)
 	}
 
-	// For a person.
+	// Text output.
 	odd := message()
 	odd.Outcome, odd.Group.Rule, odd.Stages = measure.Unacknowledged, clitest.Hostile, nil
 	samples(untilGone, numbered(1), api.TraceSampleLine{Sample: &odd})
 	f.printsGolden("trace-samples", "trace", "samples", "--count", "2")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/samples")
 
-	// Ctrl-C ends it.
+	// SIGINT ends the command.
 	ctx, stop := context.WithTimeout(context.Background(), 20*time.Second)
 	defer stop()
 	samples(func(w http.ResponseWriter, r *http.Request) {
@@ -98,7 +98,7 @@ func TestTraceSamples(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 
-	// What was lost is told once, in the end, and makes the exit code.
+	// Lost messages are reported once, at the end, and determine the exit code.
 	samples(untilGone, api.TraceSampleLine{Lost: 3}, numbered(1), api.TraceSampleLine{Lost: 12}, numbered(2))
 	r = f.at("trace", "samples", "-o", "jsonl", "--count", "2")
 	if got := fmt.Sprint(keys(r.out)); got != "[1 2]" || r.code != 1 ||
@@ -110,7 +110,7 @@ func TestTraceSamples(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 
-	// An agent that ends is no end of the messages.
+	// If the agent exits, the command fails.
 	for _, last := range []func(http.ResponseWriter, *http.Request){nil, breakOff} {
 		samples(last, numbered(1))
 		r := f.at("trace", "samples", "-o", "jsonl")
@@ -123,12 +123,12 @@ func TestTraceSamples(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 
-	// What only the agent knows it says itself.
+	// The agent's own error passes through.
 	f.answers["GET /v1/trace/samples"] = api.Failure{Error: "no memory for the buffer", Hint: "take a smaller one", Code: fault.CodeUsage}
 	f.refused(2, "no memory for the buffer", "take a smaller one", nil, "trace", "samples", "--buffer", "256MB")
 }
 
-// A reader that has enough ends it, as head does.
+// TestTraceSamplesPipe checks that the command ends when its reader closes the pipe, as head does.
 func TestTraceSamplesPipe(t *testing.T) {
 	f := newFake(t)
 	f.mu.Lock()

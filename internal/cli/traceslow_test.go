@@ -15,7 +15,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// message is one that the receiver's window held.
+// message is a message that waited for the receiver's window.
 func message() measure.Sample {
 	ms := time.Millisecond
 	return measure.Sample{
@@ -55,7 +55,7 @@ func TestTraceSlow(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 
-	// The real explanation of a message is shown whole.
+	// The complete explanation of a message.
 	m := message()
 	e := measure.Explain(&m)
 	f.answers["GET /v1/trace/slow"] = []api.TraceSlow{{Sample: m, Explanation: e}}

@@ -24,7 +24,7 @@ import (
 	"sockeye/internal/tune/trial"
 )
 
-// fake answers in an agent's place, and keeps what it was asked.
+// fake takes the place of an agent and records the requests.
 type fake struct {
 	*host
 	mu      sync.Mutex     // held by tests whose client is another process
@@ -32,8 +32,8 @@ type fake struct {
 	asked   []string       // method, path, query and body
 }
 
-// newFake starts a fake. Answers of type api.Failure are failures, those of
-// type http.HandlerFunc answer themselves.
+// newFake starts a fake. Answers of type api.Failure are sent as failures; answers of type http.HandlerFunc are
+// called.
 func newFake(t *testing.T) *fake {
 	t.Helper()
 	f := &fake{host: newHost(t, "services: {}\n"), answers: make(map[string]any)}
@@ -74,7 +74,7 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// queryText is a query as a person reads it, in the order of its keys.
+// queryText returns a decoded query, sorted by key.
 func queryText(r *http.Request) string {
 	var parts []string
 	for key, values := range r.URL.Query() {
@@ -84,8 +84,7 @@ func queryText(r *http.Request) string {
 	return strings.Join(parts, " ")
 }
 
-// asks runs a command that must show want and ask the agent once, and compares
-// its JSON with the answer.
+// asks runs a command that must print want after one request, and compares its JSON output with the answer.
 func asks[T any](f *fake, answer T, request, want string, args ...string) {
 	f.t.Helper()
 	method, rest, _ := strings.Cut(request, " ")
@@ -203,7 +202,7 @@ bulk  yes  remote 10.1.2.3 is in 10.0.0.0/8
 rule bulk: sndbuf 150KB, cwnd_clamp 100
 `, "tune", "explain", "10.0.0.1:1790", "10.1.2.3:40000", "--role", "accept", "--tag", "rack 12", "--cgroup", "/lab")
 
-	// A role that makes no difference is not told twice, and IPv4-mapped addresses are IPv4.
+	// A role that changes no value is not repeated, and IPv4-mapped addresses are shown as IPv4.
 	both := func(cgroup, rule string, s ...match.Step) []api.TuneExplanation {
 		return []api.TuneExplanation{{Cgroup: cgroup, Role: "connect", Rule: rule, Steps: s, Set: []string{}}, {Cgroup: cgroup, Role: "accept", Rule: rule, Steps: s, Set: []string{}}}
 	}
@@ -275,7 +274,7 @@ initial_rwnd  40  -  -  only at the start of a connection
 nodelay  true  true  TCP_NODELAY  -
 `, "tune", "explain", "--socket", "812:7")
 
-	// Of a rule that is gone it also shows what the rules say now.
+	// For a rule that was removed, the options of the current rules are shown too.
 	s.Current, s.TunedLive, s.Reacted, s.Arm, s.Candidate, s.Values = false, true, true, "control", nil, []api.TuneValue{}
 	s.Steps = []match.Step{{Rule: "rest", Why: "port 1790 is not 80"}}
 	asks(f, s, "GET /v1/tune/socket local=10.0.0.1:1790 remote=192.0.2.1:40000", `
@@ -320,7 +319,7 @@ bytes per connection  999 B  1.5 GB  -  -  not enough data
 treated connections lose 91 % fewer segments
 `, "tune", "trial", "bulk")
 
-	// The real comparison of nearly nothing.
+	// A real comparison of very few connections.
 	c := trial.Compare(trial.Sample{Connections: 1}, trial.Sample{}, trial.Options{})
 	f.answers["GET /v1/tune/trial"] = api.TuneTrial{Cgroup: "/lab", Rule: "bulk", Share: 0.001, Comparison: c, Summary: c.Summary()}
 	r := f.sockeye("tune", "trial", "bulk")
@@ -349,7 +348,7 @@ CGROUP  RULE  PREFIX  WINDOW  SETTLED  LAST  EVIDENCE
 	asks(f, []api.TuneLearned{}, "GET /v1/tune/learned rule=bulk", "nothing learned yet; only rules with explore learn\n", "tune", "learned", "bulk")
 }
 
-// live is what an answer has where nothing happened.
+// live returns the answer of an apply --live that changed nothing.
 func live() api.TuneLive {
 	return api.TuneLive{Rules: map[string]int{}, Failures: []api.TuneLiveFailure{}, NotReverted: []api.TuneNotReverted{}, Problems: []string{}}
 }
@@ -424,7 +423,7 @@ func TestCheckTune(t *testing.T) {
 	f.shows("there are no services\n", nil, "where", "192.0.2.1", "--plan", f.dir+"/tune.yaml")
 }
 
-// The doctor tells what the agent knows of its rules.
+// TestDoctorTune checks that doctor reports the agent's findings about tune rules.
 func TestDoctorTune(t *testing.T) {
 	f := newFake(t)
 	f.answers["GET /v1/status"] = api.Status{PID: 812}
@@ -545,7 +544,7 @@ func TestTuneRefusals(t *testing.T) {
 	if len(f.asked) > 0 {
 		t.Errorf("the agent was asked %q", f.asked)
 	}
-	// What only the agent knows it says itself, with its code.
+	// The agent's own error passes through with its code.
 	for _, args := range []string{"tune", "tune explain ::1 ::1", "tune explain --socket 812:7", "tune trial bulk", "tune learned", "tune revert"} {
 		for _, key := range []string{"GET /v1/tune", "GET /v1/tune/explain", "GET /v1/tune/socket", "GET /v1/tune/trial", "GET /v1/tune/learned", "POST /v1/tune/revert"} {
 			f.answers[key] = api.Failure{Error: "this kernel cannot", Hint: "another may", Code: fault.CodeUnsupported}
@@ -562,7 +561,7 @@ func TestTuneWithoutAgent(t *testing.T) {
 	}
 }
 
-// The shell is offered rules and roles, and no files.
+// TestTuneCompletion checks that the shell completes rules and roles, and no files.
 func TestTuneCompletion(t *testing.T) {
 	f := newFake(t)
 	f.answers["GET /v1/tune"] = tuned()[:1]
@@ -587,8 +586,8 @@ func TestTuneCompletion(t *testing.T) {
 	}
 }
 
-// Each command of tune and trace has a help that fits a terminal, and an
-// example; one with commands below it still does something itself.
+// TestHelp checks that the help text of each tune and trace command fits a terminal and has an example, and that a
+// command with subcommands has an action of its own.
 func TestHelp(t *testing.T) {
 	f := newFake(t)
 	root := Root(Host())

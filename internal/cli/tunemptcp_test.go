@@ -23,7 +23,7 @@ import (
 	"sockeye/internal/netns"
 )
 
-// listenAs makes a listener of MPTCP, or of TCP alone.
+// listenAs opens a listener of MPTCP or of TCP.
 func listenAs(t testing.TB, multipath bool, address string) net.Listener {
 	t.Helper()
 	var c net.ListenConfig
@@ -36,7 +36,7 @@ func listenAs(t testing.TB, multipath bool, address string) net.Listener {
 	return l
 }
 
-// connectTo makes a connection to a listener, by MPTCP or by TCP alone.
+// connectTo connects to a listener by MPTCP or TCP.
 func connectTo(t testing.TB, multipath bool, l net.Listener) (connected, accepted *net.TCPConn) {
 	t.Helper()
 	var d net.Dialer
@@ -54,8 +54,8 @@ func connectTo(t testing.TB, multipath bool, l net.Listener) (connected, accepte
 	return c.(*net.TCPConn), a.(*net.TCPConn)
 }
 
-// connectMultipath makes an MPTCP connection, over which a byte has gone either way: the
-// kernel joins no subflow before.
+// connectMultipath opens an MPTCP connection and sends one byte in each direction: the kernel joins no subflow before
+// that.
 func connectMultipath(t testing.TB, l net.Listener) (connected, accepted *net.TCPConn) {
 	t.Helper()
 	c, a := connectTo(t, true, l)
@@ -70,7 +70,7 @@ func connectMultipath(t testing.TB, l net.Listener) (connected, accepted *net.TC
 	return c, a
 }
 
-// needMultipath skips a test where the kernel has no MPTCP, or it is turned off.
+// needMultipath skips a test if the kernel has no MPTCP or MPTCP is disabled.
 func needMultipath(t testing.TB) {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_MPTCP)
@@ -80,7 +80,7 @@ func needMultipath(t testing.TB) {
 	unix.Close(fd)
 }
 
-// nameOf names a connection of this process for --socket.
+// nameOf returns the --socket argument for a connection of this process.
 func nameOf(t testing.TB, c *net.TCPConn) string {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -94,8 +94,8 @@ func nameOf(t testing.TB, c *net.TCPConn) string {
 	return name
 }
 
-// pathManager asks the kernel's path manager of this network namespace for a command
-// of enum mptcp_pm_cmd, include/uapi/linux/mptcp_pm.h of Linux 6.18.
+// pathManager sends a command of enum mptcp_pm_cmd (include/uapi/linux/mptcp_pm.h, Linux 6.18) to the kernel's path
+// manager in this network namespace.
 func pathManager(t testing.TB, command uint8, attributes ...*nl.RtAttr) {
 	t.Helper()
 	family, err := netlink.GenlFamilyGet("mptcp_pm")
@@ -112,7 +112,7 @@ func pathManager(t testing.TB, command uint8, attributes ...*nl.RtAttr) {
 	}
 }
 
-// joinFrom has MPTCP connections of this network namespace joined from another address.
+// joinFrom adds an endpoint from which MPTCP connections of this network namespace are joined.
 func joinFrom(t testing.TB, address string) {
 	t.Helper()
 	const (
@@ -131,15 +131,15 @@ func joinFrom(t testing.TB, address string) {
 	t.Cleanup(func() { pathManager(t, flushAddresses) })
 }
 
-// multipathRules set rcvlowat only where the kernel refuses it: elsewhere the subflow
-// would keep what these tests wait for.
+// multipathRules set rcvlowat only where the kernel refuses it: elsewhere the subflow would hold back the data that
+// these tests wait for.
 const multipathRules = `tune:
   - {name: made, cgroup: CGROUP, match: {role: connect}, set: {sndbuf: 150KB, rcvbuf: 100KB, rcvlowat: 100, congestion: reno, pacing_rate: 2Gbit/s,
       mark: 7, priority: 3, tos: 0x10, initial_cwnd: 40, user_timeout: 5s}}
   - {name: taken, cgroup: CGROUP, match: {role: accept}, set: {sndbuf: 200KB}}
 `
 
-// connectElsewhere makes an MPTCP connection to port 1 in a network namespace of its own.
+// connectElsewhere opens an MPTCP connection to port 1 in a network namespace of its own.
 func connectElsewhere(t testing.TB) (fd int) {
 	t.Helper()
 	at := &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}, Port: 1}
@@ -191,7 +191,7 @@ func setMark(t testing.TB, c *net.TCPConn, mark int) {
 	}
 }
 
-// valueOf finds the value of an option of a connection.
+// valueOf returns the value of an option of a connection.
 func valueOf(t testing.TB, of api.Tuned, option string) api.TuneValue {
 	t.Helper()
 	i := slices.IndexFunc(of.Values, func(v api.TuneValue) bool { return v.Option == option })
@@ -201,12 +201,11 @@ func valueOf(t testing.TB, of api.Tuned, option string) api.TuneValue {
 	return of.Values[i]
 }
 
-// TestTuneExplainMPTCP explains connections whose subflows have the rules, by an agent
-// with what the unit leaves it.
+// TestTuneExplainMPTCP explains connections whose subflows are tuned, with an agent in the sandbox of the unit.
 func TestTuneExplainMPTCP(t *testing.T) {
 	needMultipath(t)
 	h := newHost(t, multipathRules)
-	// The agent would end with the thread that this ends, if that had started it.
+	// With Pdeathsig, the agent would end with the thread that this function ends.
 	elsewhere := connectElsewhere(t)
 	h.sandbox = h.harden()
 	h.start()
@@ -254,7 +253,7 @@ func TestTuneExplainMPTCP(t *testing.T) {
 		t.Errorf("accepted: %+v", s)
 	}
 
-	// What the application sets goes to the subflows.
+	// Options that the application sets apply to the subflows.
 	setMark(t, connected, 9)
 	s = explain(nameOf(t, connected))
 	sees(valueOf(t, s.Subflows[0].Tuned, "mark"), "9", "INET_DIAG_MARK", true, "what the application sets on its socket")
@@ -299,11 +298,11 @@ func TestTuneExplainMPTCP(t *testing.T) {
 		if !strings.Contains(text.out, "MPTCP socket that fell back to TCP\n") || !strings.Contains(text.out, "connect: rule made\n") {
 			t.Errorf("%+v", text)
 		}
-		// What a listener of TCP accepts is no MPTCP socket.
+		// A TCP listener accepts no MPTCP sockets.
 		if s := explain(nameOf(t, accepted)); s.MPTCP != "" || s.Rule != "taken" || s.Subflows != nil {
 			t.Errorf("accepted: %+v", s)
 		}
-		// Nor is what a listener of MPTCP accepts from a client without it.
+		// An MPTCP listener accepts a plain TCP socket from a client without MPTCP.
 		_, accepted = connectTo(t, false, listenAs(t, true, "127.0.0.1:0"))
 		if s := explain(nameOf(t, accepted)); s.MPTCP != "" || s.Rule != "taken" {
 			t.Errorf("accepted from TCP: %+v", s)
@@ -340,7 +339,7 @@ func TestTuneExplainMPTCP(t *testing.T) {
 	})
 }
 
-// TestTuneExplainSubflows shows what an agent tells of an MPTCP connection.
+// TestTuneExplainSubflows checks the output for an MPTCP connection with a fake agent.
 func TestTuneExplainSubflows(t *testing.T) {
 	f := newFake(t)
 	none := api.Tuned{Values: []api.TuneValue{}, Steps: []match.Step{}}

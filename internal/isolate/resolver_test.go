@@ -46,7 +46,7 @@ func FuzzNameServers(f *testing.F) {
 		if len(list) == 0 || len(list) > len(aliases) {
 			t.Errorf("%q: %v", conf, list)
 		}
-		// Of the guest's text the servers are the aliases, and nothing else changes.
+		// In the text for the guest, the name servers are replaced with the aliases and the rest is unchanged.
 		inside, again := NameServers(text, aliases)
 		for i, n := range inside {
 			if n.Server != netip.AddrPortFrom(aliases[i], 53) {

@@ -80,8 +80,8 @@ func TestDo(t *testing.T) {
 	}))
 }
 
-// TestDoAtOnce runs in several namespaces at the same time, and looks at every thread of
-// the process afterwards: none has stayed.
+// TestDoAtOnce enters several namespaces at the same time, and checks that no thread of the process stays in one of
+// them.
 func TestDoAtOnce(t *testing.T) {
 	home := inode(t)
 	var all sync.WaitGroup
@@ -207,7 +207,7 @@ func TestCookie(t *testing.T) {
 		t.Errorf("cookies %d and %d", own, theirs)
 	}
 	testenv.WithoutRights(t, func() {
-		// The thread's own needs no capability.
+		// Entering the thread's own namespace needs no capability.
 		if got, err := netns.Cookie(here); err != nil || got != own {
 			t.Errorf("own cookie: got %d, %v, want %d", got, err, own)
 		}

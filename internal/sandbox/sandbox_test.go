@@ -55,10 +55,10 @@ func listen(a netip.Addr) (fd int, at netip.AddrPort, err error) {
 
 var anywhere = access.Outbound{All: true}
 
-// roleVariable makes the test binary a process that enters a sandbox, for good.
+// roleVariable makes the test binary a process that enters a sandbox.
 const roleVariable = "SOCKEYE_TEST_SANDBOX"
 
-// TestSandboxRole is that process: there is nothing to test in it.
+// TestSandboxRole is the entry point of that process. It tests nothing.
 func TestSandboxRole(*testing.T) {
 	role, name, _ := strings.Cut(os.Getenv(roleVariable), " ")
 	switch role {
@@ -90,7 +90,7 @@ func enterOrExit(s Gateway) {
 	}
 }
 
-// inRole runs this binary in a role, with files from descriptor 3 on.
+// inRole runs this binary in a role, with files as descriptors from 3 on.
 func inRole(t *testing.T, role string, files ...*os.File) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -101,8 +101,7 @@ func inRole(t *testing.T, role string, files ...*os.File) *exec.Cmd {
 	return cmd
 }
 
-// tries are calls that an intruder would make. Each has the error that it must fail with, 0
-// for none.
+// tries lists system calls of an intruder, each with the error that it must fail with, or 0 for none.
 var tries = map[string]struct {
 	try  func() error
 	want syscall.Errno
@@ -163,8 +162,8 @@ func errnoOf(number, argument uintptr) func() error {
 	}
 }
 
-// tryAll has threads from before the sandbox, and from after it, try everything. It tells
-// which thread could do what it should not, and ends with its standard input.
+// tryAll makes all system calls from threads that started before and after the sandbox was set up. It prints the
+// threads and calls that succeeded unexpectedly, and exits when its standard input is closed.
 func tryAll() {
 	const threads = 8
 	start, results := make(chan struct{}), make(chan map[string]string, threads)
@@ -201,7 +200,8 @@ func tryAll() {
 	os.Exit(0)
 }
 
-// What a gateway does not need fails in every thread, and none has a right left.
+// TestSandboxRefuses checks that system calls that a gateway does not need fail in every thread, and that no thread
+// has a capability.
 func TestSandboxRefuses(t *testing.T) {
 	cmd := inRole(t, "try")
 	in, err := cmd.StdinPipe()
@@ -246,7 +246,7 @@ func TestSandboxRefuses(t *testing.T) {
 	}
 }
 
-// deadlyCalls are some of those that end the process, with two arguments each.
+// deadlyCalls lists some of the system calls that end the process, with two arguments each.
 var deadlyCalls = map[string][3]uintptr{
 	"execve":   {unix.SYS_EXECVE},
 	"execveat": {unix.SYS_EXECVEAT},
@@ -259,7 +259,7 @@ var deadlyCalls = map[string][3]uintptr{
 	"io_uring": {unix.SYS_IO_URING_SETUP, 1},
 }
 
-// A call that only an intruder makes ends the process at once, and clearly.
+// TestSandboxKills checks that a system call that only an intruder makes ends the process at once with SIGSYS.
 func TestSandboxKills(t *testing.T) {
 	for name := range deadlyCalls {
 		t.Run(name, func(t *testing.T) {
@@ -273,7 +273,7 @@ func TestSandboxKills(t *testing.T) {
 	}
 }
 
-// tryLandlock tells what fails in landlock alone, by one word each.
+// tryLandlock prints one word for each action that Landlock alone refuses.
 func tryLandlock() {
 	var at [2]netip.AddrPort
 	for i := range at {
@@ -306,7 +306,7 @@ func tryLandlock() {
 		}
 		got = append(got, errors.Is(err, unix.EACCES))
 	}
-	// Last, and from several threads.
+	// The last action runs in several threads.
 	for range 4 {
 		denied := make(chan bool)
 		go func() {
@@ -320,8 +320,8 @@ func tryLandlock() {
 	os.Exit(0)
 }
 
-// Landlock alone, without the filter, keeps the file system, new listeners and ports that
-// are not allowed away.
+// TestLandlock checks that Landlock alone, without the seccomp filter, refuses the file system, new listeners, and
+// ports that are not allowed.
 func TestLandlock(t *testing.T) {
 	out, err := inRole(t, "landlock").CombinedOutput()
 	text := strings.TrimSpace(string(out))
@@ -380,9 +380,8 @@ func TestHandled(t *testing.T) {
 	}
 }
 
-// confinedGateway is a gateway in its sandbox: descriptor 3 is the TUN, 4 a listener. It ends
-// with its standard input. Meanwhile its memory is collected all the time, and threads come
-// and go.
+// confinedGateway runs a gateway in its sandbox: descriptor 3 is the TUN device, descriptor 4 a listener. It exits
+// when its standard input is closed. Garbage collections and threads that start and exit run all the time.
 func confinedGateway() error {
 	kernel, err := room.Calibrate()
 	if err != nil {
@@ -431,8 +430,8 @@ func confinedGateway() error {
 
 var keep []byte
 
-// A gateway in its sandbox works: connections out of the guest and into it, while the
-// runtime does all that it can do.
+// TestSandboxedGateway checks connections from and to the guest through a gateway in its sandbox, while the Go
+// runtime uses all of its system calls.
 func TestSandboxedGateway(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -522,7 +521,7 @@ func TestSandboxedGateway(t *testing.T) {
 	}
 }
 
-// echoBack sends back what it gets.
+// echoBack returns the data that it receives.
 func echoBack(l net.Listener) {
 	for {
 		c, err := l.Accept()
@@ -552,8 +551,8 @@ func exchange(t *testing.T, c net.Conn, data []byte) {
 	}
 }
 
-// The filter has no jump beyond its end, and no call is named twice, of which the second
-// would never count.
+// TestFilter checks that no jump leads beyond the end of the filter, and that no system call is listed twice: the
+// second entry would have no effect.
 func TestFilter(t *testing.T) {
 	for _, s := range []Gateway{{}, {Child: 7, Outbound: anywhere}, {Listens: true}} {
 		p := s.filter(1)

@@ -9,7 +9,7 @@ import (
 	"sockeye/internal/cli/command"
 )
 
-// Help texts fit a terminal of 80 columns.
+// TestBigTCPHelp checks that help texts fit a terminal of 80 columns.
 func TestBigTCPHelp(t *testing.T) {
 	root := (&commands{&command.Command{}}).bigtcpCommand()
 	for _, cmd := range append(root.Commands(), root) {

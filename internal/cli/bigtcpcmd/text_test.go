@@ -14,10 +14,10 @@ import (
 	"sockeye/internal/cli/command"
 )
 
-// sameSizes are all four sizes, in bytes.
+// sameSizes returns four sizes of n bytes.
 func sameSizes(n uint32) netif.Sizes { return netif.Sizes{GSO: n, GRO: n, GSOIPv4: n, GROIPv4: n} }
 
-// judged is an interface with the verdict and the bound that follow.
+// judged returns an interface with the given verdict and reason.
 func judged(i netif.Interface, support netif.Support) Interface {
 	i.Offloads = netif.Offloads{GSO: true, TSO: true, GRO: true}
 	one := Interface{Interface: i, Verdict: i.Verdict(support)}
@@ -25,7 +25,7 @@ func judged(i netif.Interface, support netif.Support) Interface {
 	return one
 }
 
-// shownHost has interfaces of all sorts.
+// shownHost has interfaces of all kinds.
 func shownHost() *Shown {
 	both := netif.Support{IPv6: true, IPv4: true}
 	nic := netif.Interface{Index: 2, Name: "eth0", Driver: "virtio_net", MTU: 1500, Up: true, TSOMaxSize: 65536, Sizes: sameSizes(65536)}
@@ -96,7 +96,8 @@ func TestBigTCPText(t *testing.T) {
 	})
 }
 
-// A host of containers stays readable, and what somebody set is there.
+// TestBigTCPManyInterfaces checks that the table of a host with many containers stays short and includes each
+// interface that somebody configured.
 func TestBigTCPManyInterfaces(t *testing.T) {
 	both := netif.Support{IPv6: true, IPv4: true}
 	s := &Shown{Support: both}

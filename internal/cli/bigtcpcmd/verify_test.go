@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/cli/command"
 )
 
-// TestBigTCPVerifyText shows proofs as they are printed.
+// TestBigTCPVerifyText compares printed results of verify with golden files.
 func TestBigTCPVerifyText(t *testing.T) {
 	share := 0.4375
 	class := func(above, upTo uint32, packets, bytes uint64) verify.Class {

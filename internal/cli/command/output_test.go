@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/cli/clitest"
 )
 
-// onScreen is what a terminal gets of a text that is written in pieces.
+// onScreen returns the bytes that a terminal receives for a text that is written in pieces.
 func onScreen(t *testing.T, text []byte, piece int) string {
 	t.Helper()
 	var out bytes.Buffer
@@ -50,7 +50,7 @@ func TestScreen(t *testing.T) {
 	}
 }
 
-// FuzzScreen: whatever is printed, and in what pieces, no terminal obeys it.
+// FuzzScreen checks that no output, in whatever pieces it is written, contains a control sequence.
 func FuzzScreen(f *testing.F) {
 	for i, c := range clitest.Commands {
 		f.Add([]byte("a"+c+"b"), uint8(i))
@@ -78,7 +78,7 @@ func FuzzScreen(f *testing.F) {
 	})
 }
 
-// TestScreenProperty: no mixture of clitest.Commands, and of their pieces, passes.
+// TestScreenProperty checks mixtures of clitest.Commands and of pieces of them.
 func TestScreenProperty(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for range 20000 {
@@ -94,7 +94,7 @@ func TestScreenProperty(t *testing.T) {
 	}
 }
 
-// A string can be anywhere in an answer.
+// TestCleanStrings checks that strings are cleaned everywhere in an answer.
 func TestCleanStrings(t *testing.T) {
 	type inner struct {
 		Name   string

@@ -9,7 +9,7 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// Of a service whose policy names a user, no other one starts a member.
+// TestMemberOfAnotherUser checks that only the user that the policy names starts members of the service.
 func TestMemberOfAnotherUser(t *testing.T) {
 	nobody := &account{User: isolate.User{UID: 65534, GID: 65534}}
 	for _, test := range []struct {

@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// An error of the kernel that makes no namespaces has its own exit code.
+// TestIsolateNamespaceErrors checks that a kernel that refuses namespaces has an exit code of its own.
 func TestIsolateNamespaceErrors(t *testing.T) {
 	for _, test := range []struct {
 		err  error
@@ -28,7 +28,8 @@ func TestIsolateNamespaceErrors(t *testing.T) {
 	}
 }
 
-// Who cannot have a file mounted over can do without.
+// TestIsolateResolverError checks that the error about mounting over resolv.conf names the option to continue without
+// it.
 func TestIsolateResolverError(t *testing.T) {
 	err := guestError(&isolate.StepError{Step: isolate.StepResolver, Err: unix.EACCES}, &isolate.Guest{})
 	if fault.Code(err) != 1 || fault.Hint(err) != "--no-dns keeps the host's file" {
@@ -36,7 +37,7 @@ func TestIsolateResolverError(t *testing.T) {
 	}
 }
 
-// Of a member's ports others are said: it publishes none.
+// TestMemberListenError checks the error about a port that is in use: a member publishes no ports.
 func TestMemberListenError(t *testing.T) {
 	for errno, want := range map[error]struct {
 		code int

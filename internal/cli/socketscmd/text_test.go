@@ -15,7 +15,7 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// shownSockets are sockets of all sorts.
+// shownSockets has sockets of all kinds.
 func shownSockets() *Shown {
 	one := func(local, remote string, by sockdiag.Limit, queued, payload int, unsent uint32) socketShown {
 		ratio := float64(queued) / float64(max(payload, 1))
@@ -50,7 +50,7 @@ func TestSocketsText(t *testing.T) {
 	})
 }
 
-// A kernel without sock_diag has its own exit code.
+// TestSocketsUnsupported checks that a kernel without sock_diag has an exit code of its own.
 func TestSocketsUnsupported(t *testing.T) {
 	err := socketsFailure(fmt.Errorf("read TCP sockets: %w", sockdiag.ErrUnsupported))
 	if fault.Code(err) != fault.CodeUnsupported || fault.Hint(err) == "" {

@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// run --isolated refuses a --user that is not the user of the members.
+// TestRunIsolatedAsAnotherUser checks that run --isolated refuses a --user that is not the user of the members.
 func TestRunIsolatedAsAnotherUser(t *testing.T) {
 	i := isolatecmd.Options{User: "nobody"}
 	slot := 0

@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// A screen is not longer than the terminal, which would scroll.
+// TestTraceScreen checks that a screen is no longer than the terminal; a longer one would scroll.
 func TestTraceScreen(t *testing.T) {
 	c := &commands{&command.Command{}}
 	terminal, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
@@ -66,7 +66,7 @@ func TestTimes(t *testing.T) {
 	}
 }
 
-// Sizes become those that the kernel takes.
+// TestBufferSize checks that sizes are rounded to sizes that the kernel accepts.
 func TestBufferSize(t *testing.T) {
 	for text, want := range map[string]int{"4KB": 4096, "4096B": 4096, "4097B": 8192, "1MB": 1 << 20, "1MiB": 1 << 20, "64KiB": 65536, "256MB": 256 << 20} {
 		cmd := (&commands{&command.Command{}}).traceSamplesCommand()
@@ -79,7 +79,7 @@ func TestBufferSize(t *testing.T) {
 	}
 }
 
-// The bar has room for each stage, whatever their times.
+// TestWayBar checks that the bar has room for each stage, whatever the durations are.
 func TestWayBar(t *testing.T) {
 	for _, c := range []struct {
 		stages map[config.Stage]time.Duration
