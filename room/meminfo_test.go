@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Without SO_MEMINFO the estimate must not be larger than with it.
+// TestWithoutMeminfo checks that without SO_MEMINFO the estimate is not larger than with it.
 func TestWithoutMeminfo(t *testing.T) {
 	p, err := connect4()
 	if err != nil {

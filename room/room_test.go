@@ -20,7 +20,7 @@ const overhead = 832
 var kernel = room.Kernel{Overhead: overhead}
 
 func TestArithmetic(t *testing.T) {
-	// A peer with a large window, and segments of 1448 bytes: a full packet has 45.
+	// A peer with a large window and segments of 1448 bytes: a full packet has 45 segments.
 	const goal = 45 * 1448
 	open := room.Snapshot{SendBuffer: 1 << 20, MSS: 1448, SendWindow: 1 << 20}
 	with := func(change func(*room.Snapshot)) room.Snapshot {
@@ -34,8 +34,8 @@ func TestArithmetic(t *testing.T) {
 		next        int
 		safe, exact int
 	}{
-		// 15 packets fit whole, of a 16th 57743 bytes in whole segments; the kernel begins
-		// a packet as long as a byte is free.
+		// 15 whole packets fit, and 57743 bytes of a 16th one in whole segments; the kernel starts a packet as long
+		// as one byte is free.
 		{"nothing queued", open, 0, 15*goal + 39*1448, 16 * goal},
 		{"a byte free", with(func(s *room.Snapshot) { s.Queued, s.Payload = 1<<20-1, 1<<20-1-overhead }), 0, 0, goal},
 		{"nothing free", with(func(s *room.Snapshot) { s.Queued = 1 << 20 }), 0, 0, 0},
@@ -43,37 +43,36 @@ func TestArithmetic(t *testing.T) {
 		{"the last packet has room, the buffer none", with(func(s *room.Snapshot) {
 			s.Queued, s.Payload, s.Unsent = 1<<20, 1<<20-20*overhead, 1448
 		}), 0, 0, goal - 1448},
-		// Ten bytes leave, each in a packet of its own; the others wait in full ones.
+		// Ten bytes are sent in a packet each; the others wait in full packets.
 		{"small writes", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 10, 10*1448, goal }), 1, 15*goal + 33*1448, 16*goal + 14480},
-		// A byte a packet: what it costs is the overhead.
+		// One byte per packet: the cost is the overhead.
 		{"small writes that all leave", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 10000, 10000*1448, goal }), 1, 0, 16 * goal},
 		{"writes of a segment", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 100, 100*1448, goal }), 1448, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
-		// A segment of each leaves, and what is left of it with the next.
+		// One segment of each packet is sent, and the rest of the packet with the next one.
 		{"writes of more than a segment", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 100, 100*1448, goal }), 2000, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
-		// The peer's window has place for ten segments, or for 144 writes of a hundred bytes.
+		// The peer's window has room for ten segments, or for 144 writes of a hundred bytes.
 		{"small writes into a small window", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Quota, s.Sendable, s.Burst = 100000, 14480, 200, 14480, goal
 		}), 100, 7 * 1448, 65 * 1448},
-		// All that is on the way may be acknowledged selectively, and lets others leave.
+		// Everything in flight may be acknowledged selectively, which lets other packets leave.
 		{"small writes while packets are lost", with(func(s *room.Snapshot) {
 			s.Sendable, s.Burst, s.Recovering, s.Queued, s.Payload = 10*1448, goal, true, 10*(goal+overhead), 10*goal
 			s.Quota, s.Flying = 10, 450
 		}), 1448, 168 * 1448, 405440},
 		{"small writes behind unsent data", with(func(s *room.Snapshot) { s.Queued, s.Payload, s.Unsent = goal+overhead, goal, goal }), 1,
 			14*goal + 39*1448, 15 * goal},
-		// Nothing is known of the window that the peer had: a segment a packet is certain.
+		// The window that the peer had is unknown: only one segment per packet is certain.
 		{"a window of 0", with(func(s *room.Snapshot) { s.SendBuffer, s.SendWindow = 69120, 0 }), 0, 30 * 1448, 31 * 1448},
-		// It had 20 segments, which are on the way.
+		// The window had 20 segments, which are in flight.
 		{"a window that is full", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Queued, s.Payload = 69120, 0, 20*1448+2*overhead, 20*1448
 		}), 0, 24 * 1448, 30 * 1448},
-		// Sixty packets of ten segments wait, of which the first may have grown: the
-		// others have nine at least.
+		// Sixty packets of ten segments wait. The first may have grown; the others have at least nine.
 		{"packets that fill half of the window", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Queued, s.Payload, s.Unsent = 2<<20, 0, 60*(14480+overhead), 60*14480, 60*14480
 		}), 0, 764 * 1448, 85 * 9 * 1448},
-		// Twelve packets of three segments on average, of which the first has grown while
-		// it waited: new ones have one.
+		// Twelve packets of three segments on average wait, and the first has grown meanwhile: new packets have one
+		// segment.
 		{"a packet that has grown", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Queued, s.Payload, s.Unsent = 311040, 2896, 62204, 52220, 49324
 		}), 0, 109 * 1448, 110 * 1448},
@@ -83,20 +82,19 @@ func TestArithmetic(t *testing.T) {
 		{"TCP_NOTSENT_LOWAT is reached", with(func(s *room.Snapshot) {
 			s.NotSentLowat, s.Unsent, s.Queued, s.Payload = goal, goal, goal+overhead, goal
 		}), 0, 0, 0},
-		// The first packet leaves in two halves of the congestion window; what they leave
-		// behind is filled again.
+		// The first packet is sent in two halves of the congestion window; the space that they free is filled again.
 		{"a new connection", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Sendable, s.Burst = 69120, 65160, 14480, 7240
 		}), 0, 44 * 1448, 2*22*1448 + 14480},
 		{"a window that ends within a segment", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Sendable, s.Burst = 69120, 65160, 8000, 7240
 		}), 0, 44 * 1448, 2*22*1448 + 7240},
-		// Nothing pushes it but what fills it.
+		// Only the fill level pushes data.
 		{"a full packet that is held back", with(func(s *room.Snapshot) {
 			s.Queued, s.Payload, s.Unsent, s.Sendable, s.Burst = 1<<20, 1<<20-20*overhead, goal, 14480, 7240
 		}), 0, 0, 0},
-		// Of 1 MB that may leave it is more than half of the window that is filled, after 64
-		// bursts. Then all leaves, and there is no room for a new packet.
+		// More than half of the window of 1 MB is filled after 64 bursts. Then everything is sent, and there is no
+		// room for a new packet.
 		{"a forced push", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.Sendable, s.Burst = 100000, 1<<20, 7240
 		}), 0, 59 * 1448, goal + 64*7240},
@@ -112,7 +110,7 @@ func TestArithmetic(t *testing.T) {
 	}
 }
 
-// TestPacing has a tracker know that TCP spaces out what it sends.
+// TestPacing gives a tracker the pacing rate of TCP.
 func TestPacing(t *testing.T) {
 	const goal = 22 * 1448
 	var tracker room.Tracker
@@ -125,7 +123,7 @@ func TestPacing(t *testing.T) {
 	if got := exact(s); got != 2*goal+5*1448 {
 		t.Errorf("one burst leaves, and %d bytes are taken", got)
 	}
-	// What is not sent, though the windows let it out, waits for the timer.
+	// Data that the windows permit and that is not sent waits for the pacing timer.
 	tracker.Wrote(2*1448, 2*1448)
 	s.Unsent, s.Queued, s.Payload = 2*1448, 60000, 60000-10*overhead
 	if got := exact(s); got != goal-2*1448 {
@@ -137,7 +135,7 @@ func TestPacing(t *testing.T) {
 	}
 }
 
-// TestLargestPacket has a tracker know of BIG TCP.
+// TestLargestPacket gives a tracker the packet size of BIG TCP.
 func TestLargestPacket(t *testing.T) {
 	var tracker room.Tracker
 	s := room.Snapshot{SendBuffer: 4 << 20, MSS: 1448, SendWindow: 1 << 20}
@@ -150,8 +148,8 @@ func TestLargestPacket(t *testing.T) {
 	}
 }
 
-// TestGoal has 54 segments of IPv6 at an MTU of 1280 in a packet, where the kernel keeps
-// 256 bytes for headers, and 53 where it keeps more.
+// TestGoal checks a packet of IPv6 at an MTU of 1280: 54 segments if the kernel keeps 256 bytes for headers, 53 if it
+// keeps more.
 func TestGoal(t *testing.T) {
 	s := room.Snapshot{SendBuffer: 1 << 20, MSS: 1208, SendWindow: 1 << 20}
 	for overhead, segments := range map[int]int{832: 54, 896: 53, 1280: 53} {
@@ -161,7 +159,7 @@ func TestGoal(t *testing.T) {
 	}
 }
 
-// TestTracker remembers the largest window, and how full the last packet is.
+// TestTracker checks that the tracker remembers the largest window and the fill level of the last packet.
 func TestTracker(t *testing.T) {
 	const goal = 45 * 1448
 	var tracker room.Tracker
@@ -195,7 +193,7 @@ func TestTracker(t *testing.T) {
 	if got := tail(); got != 0 {
 		t.Errorf("room of %d bytes though all is sent", got)
 	}
-	// The window grew before the write, as its packets show, and the snapshot is from after.
+	// The window grew before the write, as its packets show; the snapshot was taken after it.
 	var grown room.Tracker
 	s = room.Snapshot{SendBuffer: 1 << 20, MSS: 1448, SendWindow: 72400}
 	kernel.Estimate(s, 0, &grown)
@@ -206,8 +204,8 @@ func TestTracker(t *testing.T) {
 	}
 }
 
-// TestZeroWindow estimates for peers that do not read, whose window is 0 when they are first looked at: the
-// kernel fills packets to half of the largest window that they had.
+// TestZeroWindow checks peers that do not read and whose window is 0 at the first snapshot: the kernel fills packets
+// to half of the largest window that they had.
 func TestZeroWindow(t *testing.T) {
 	kernel, err := room.Calibrate()
 	check(t, err)
@@ -283,10 +281,10 @@ func FuzzEstimate(f *testing.F) {
 	})
 }
 
-// pair is a connection over loopback; nobody reads.
+// pair returns a connection over loopback whose peer does not read.
 func pair(t *testing.T) (from, to *net.TCPConn) { return pairWith(t, 0) }
 
-// pairWith sets SO_RCVBUF of the peer before it is connected, unless it is 0.
+// pairWith sets SO_RCVBUF of the peer before it connects, unless it is 0.
 func pairWith(t *testing.T, buffer int) (from, to *net.TCPConn) {
 	t.Helper()
 	l, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
@@ -312,8 +310,8 @@ func pairWith(t *testing.T, buffer int) (from, to *net.TCPConn) {
 	return from, to
 }
 
-// TestCalibrate holds the overhead against connections in any state: what is queued is
-// payload and a whole number of overheads.
+// TestCalibrate compares the overhead with connections in any state: the queue consists of payload and a whole number
+// of overheads.
 func TestCalibrate(t *testing.T) {
 	k, err := room.Calibrate()
 	check(t, err)
@@ -332,7 +330,7 @@ func TestCalibrate(t *testing.T) {
 	}
 }
 
-// TestArmWritable tells a socket with room from one without.
+// TestArmWritable checks that Arm distinguishes a socket with room from one without.
 func TestArmWritable(t *testing.T) {
 	from, _ := pair(t)
 	if writable, err := room.ArmConn(from); err != nil || !writable {
@@ -354,7 +352,7 @@ func TestArmWritable(t *testing.T) {
 	}
 }
 
-// TestArm has the kernel grow the buffer of a connection that never failed to send.
+// TestArm checks that the kernel grows the buffer of a connection whose sends have never failed.
 func TestArm(t *testing.T) {
 	grown := func(arm bool, enough int, patience time.Duration) int {
 		s := scene{cc: "cubic", family: unix.AF_INET}
@@ -391,8 +389,8 @@ func TestArm(t *testing.T) {
 	}
 }
 
-// TestPaced has a congestion window far larger than the buffer, nothing queued, and a
-// pacing rate: one burst leaves in the write, and the rest has to fit into the buffer.
+// TestPaced uses a congestion window far larger than the buffer, an empty queue, and a pacing rate: one burst is sent
+// during the write, and the rest must fit into the buffer.
 func TestPaced(t *testing.T) {
 	k, err := room.Calibrate()
 	check(t, err)
@@ -443,8 +441,8 @@ func TestPaced(t *testing.T) {
 	}
 }
 
-// TestForcedPush has a congestion window far larger than the buffer, and bursts smaller than
-// a packet: what is written leaves, until the kernel sends the last packet whole.
+// TestForcedPush uses a congestion window far larger than the buffer, and bursts smaller than a packet: written data
+// is sent until the kernel sends the last packet whole.
 func TestForcedPush(t *testing.T) {
 	k, err := room.Calibrate()
 	check(t, err)

@@ -26,17 +26,17 @@ var (
 	receivers = []netip.Prefix{netip.MustParsePrefix("10.94.0.2/24"), netip.MustParsePrefix("fd94::2/64")}
 )
 
-// A formula says how much a socket takes, in bytes, by what is known of its past, and without that.
+// A formula returns how many bytes a socket takes, with and without knowledge of its past.
 type formula struct {
 	name string
 	of   func(s room.Snapshot, tracked, fresh room.Estimate) int
 }
 
-// smallWrites is the formula that is told how large the writes to come are, and is held against such writes.
+// smallWrites is the formula that knows the size of the next writes, and is compared with such writes.
 const smallWrites = 5
 
-// formulas are ours; that of passt, 75 to 100 % of SO_SNDBUF less SIOCOUTQ; and the
-// one of a patch to it, which scales by the overhead that it sees.
+// formulas are Sockeye's; passt's, 75 to 100 % of SO_SNDBUF less SIOCOUTQ; and that of a patch to passt, which scales
+// by the observed overhead.
 var formulas = []formula{
 	{"safe", func(_ room.Snapshot, e, _ room.Estimate) int { return e.Safe }},
 	{"exact", func(_ room.Snapshot, e, _ room.Estimate) int { return e.Exact }},
@@ -53,7 +53,7 @@ var formulas = []formula{
 	smallWrites: {name: "safe, small writes follow"},
 }
 
-// scaled is all of a buffer of up to 128 KiB, three quarters of one of 4 MiB.
+// scaled returns all of a buffer of up to 128 KiB, and three quarters of a buffer of 4 MiB.
 func scaled(buffer int) int {
 	const small, large = 128 << 10, 4 << 20
 	switch {
@@ -65,7 +65,7 @@ func scaled(buffer int) int {
 	return buffer - int(int64(buffer)*int64(buffer-small)/(large-small)/4)
 }
 
-// score is how a formula did, in bytes.
+// score is the result of a formula in bytes.
 type score struct {
 	states, over     int
 	most             float64 // over-estimate in segments
@@ -99,7 +99,7 @@ func (s *score) join(o score) {
 func (s *score) overShare() float64   { return float64(s.over) / float64(max(s.states, 1)) }
 func (s *score) utilisation() float64 { return float64(s.predicted) / float64(max(s.taken, 1)) }
 
-// A scene is a connection and how it is used.
+// A scene is a kind of connection and its use.
 type scene struct {
 	cc     string
 	family int
@@ -125,8 +125,8 @@ func (s scene) String() string {
 	return text
 }
 
-// scenes are all combinations, or for a quick run some, with those whose packets grow
-// while they wait for the window.
+// scenes returns all combinations, or some of them for a quick run, including those whose packets grow while they
+// wait for the window.
 func scenes(all bool) (list []scene) {
 	n := 0
 	add := func(s scene) {
@@ -148,7 +148,7 @@ func scenes(all bool) (list []scene) {
 						for _, most := range []int{1400, 1 << 20} {
 							for _, pause := range []time.Duration{0, 5 * time.Millisecond} {
 								add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Loss: loss, Rate: 1e9}, most, pause, 0, false})
-								// Peers with small buffers: the window is 0 again and again.
+								// Peers with small buffers: the window closes again and again.
 								if cc != "reno" && family == unix.AF_INET && loss == 0 && (mtu == 1500 || mtu == 65520) {
 									for _, buffer := range []int{4000, 20000} {
 										add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Rate: 1e9}, most, pause, buffer, false})
@@ -164,10 +164,9 @@ func scenes(all bool) (list []scene) {
 	return list
 }
 
-// TestEstimate holds the estimates against what the kernel then takes, in thousands
-// of states. With SOCKEYE_ROOM=all it goes through all scenes, and prints the table of
-// docs/room.md; with SOCKEYE_ROOM=full with three times the states, which takes a quarter
-// of an hour.
+// TestEstimate compares the estimates with the bytes that the kernel then takes, in thousands of states.
+// SOCKEYE_ROOM=all runs all scenes and prints the table of docs/room.md; SOCKEYE_ROOM=full runs three times as many
+// states, which takes a quarter of an hour.
 func TestEstimate(t *testing.T) {
 	kernel, err := room.Calibrate()
 	if err != nil {
@@ -224,7 +223,7 @@ func TestEstimate(t *testing.T) {
 	t.Logf("\n%s", text.String())
 }
 
-// keys are the groups that a scene is counted in.
+// keys returns the groups in which a scene is counted.
 func (s scene) keys() []string {
 	return []string{
 		s.cc, map[int]string{unix.AF_INET: "IPv4", unix.AF_INET6: "IPv6"}[s.family],
@@ -253,7 +252,7 @@ func check(t testing.TB, err error) {
 
 var errNoCongestionControl = errors.New("no such congestion control")
 
-// connect makes a connection over a link between two namespaces, with a reader at its end.
+// connect opens a connection over a link between two namespaces, with a reader at its end.
 func (s scene) connect(t *testing.T) (fd int) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)
@@ -315,7 +314,7 @@ func (s scene) connect(t *testing.T) (fd int) {
 		}
 	}()
 	t.Cleanup(func() {
-		// What is queued is not waited for.
+		// It does not wait for queued data.
 		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 		check(t, unix.Close(fd))
 		_ = unix.Shutdown(to, unix.SHUT_RDWR) // the link may have lost the RST
@@ -324,11 +323,12 @@ func (s scene) connect(t *testing.T) (fd int) {
 	return fd
 }
 
-// least is the number of states that a scene needs. On a loaded host, few of them stay the same until they are compared.
+// least is the number of states that a scene needs. On a loaded host, few states stay the same until they are
+// compared.
 const least = 20
 
-// run brings the connection into ever other states by writes and pauses at random,
-// and now and then offers more than it can take.
+// run brings the connection into different states by random writes and pauses, and sometimes offers more than it can
+// take.
 func (s scene) run(t *testing.T, kernel room.Kernel, states int) []score {
 	fd := s.connect(t)
 	paced, err := room.Paced(fd)
@@ -362,8 +362,8 @@ func (s scene) run(t *testing.T, kernel room.Kernel, states int) []score {
 		if kind == 6 {
 			next = int(math.Exp(rng.Float64() * math.Log(1400)))
 		}
-		// What was acknowledged meanwhile makes it another state. So does a selective
-		// acknowledgement: the kernel splits packets for it, at an overhead each.
+		// Data that is acknowledged meanwhile changes the state. So does a selective acknowledgement: the kernel
+		// splits packets for it, with an overhead for each.
 		delivered := func() uint32 {
 			info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 			check(t, err)

@@ -39,7 +39,7 @@ func FuzzParse(f *testing.F) {
 		}
 		switch s.protocol {
 		case unix.IPPROTO_TCP:
-			// What is read is what would be written.
+			// Packets that were parsed are serialized to the same bytes.
 			q := build(s.from, s.to, s.seq, s.ack, s.flags, s.window, nil, s.payload[:min(len(s.payload), 1000)])
 			if r, ok := parse(q); !ok || r.seq != s.seq || r.ack != s.ack || r.flags != s.flags || r.from != s.from || r.to != s.to {
 				t.Fatalf("%+v is written as %+v", s, r)
@@ -51,10 +51,10 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// workers are the host's addresses of fuzzing processes, which share a network.
+// workers are the host addresses of the fuzzing processes, which share a network namespace.
 var workers = netip.MustParsePrefix("10.98.0.0/16")
 
-// tap sees all packets of lo, but for those of other processes.
+// tap receives all packets on lo except those of other processes.
 type tap struct {
 	fd  int
 	own netip.Addr
@@ -71,7 +71,7 @@ func newTap(t testing.TB, own netip.Addr) *tap {
 	return &tap{fd, own}
 }
 
-// strays are the packets to where none may go.
+// strays are packets to destinations that are not allowed.
 func (p *tap) strays(allowed func(protocol uint8, to netip.AddrPort) bool) (list []netip.AddrPort) {
 	b := make([]byte, 1<<17)
 	for {
@@ -89,16 +89,15 @@ func (p *tap) strays(allowed func(protocol uint8, to netip.AddrPort) bool) (list
 		if s.from.Addr().IsLoopback() && s.to.Addr().IsLoopback() && min(s.from.Port(), s.to.Port()) >= 32768 {
 			continue // one that begins: room.Calibrate
 		}
-		// What is allowed is answered, too.
+		// Replies from allowed destinations.
 		if !allowed(s.protocol, s.to) && !allowed(s.protocol, s.from) {
 			list = append(list, s.to)
 		}
 	}
 }
 
-// FuzzGuest is a guest that sends anything, to a gateway that lets it go to one port. The
-// input is a script: of each four bytes, the first says which packet to send, the others
-// what is in it; or it is a packet itself.
+// FuzzGuest sends arbitrary packets to a gateway that allows one port. The input is a script: the first of each four
+// bytes selects the packet, and the others its content; or the input is one packet.
 func FuzzGuest(f *testing.F) {
 	f.Add([]byte{0, 0, 0, 0, 1, 1, 10, 0, 1, 9, 20, 0, 2, 1, 0, 0, 1, 4, 0, 0})
 	f.Add([]byte{0, 2, 0, 0, 1, 16, 255, 255, 1, 17, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0, 1, 16, 0, 0})
@@ -185,7 +184,7 @@ func FuzzGuest(f *testing.F) {
 	})
 }
 
-// everyRoute has all packets go to lo, where the tap sees them.
+// everyRoute routes all packets to lo, where the tap sees them.
 func everyRoute(t testing.TB) {
 	t.Helper()
 	lo, err := netlink.LinkByName("lo")
@@ -206,12 +205,12 @@ func everyRoute(t testing.TB) {
 	})
 }
 
-// play sends a packet as it is.
+// play sends a packet unmodified.
 func (p *puppet) play(packet []byte) {
 	if len(packet) == 0 || len(packet) > maxPacket {
 		return
 	}
-	// A packet of another sender is dropped before anything else.
+	// A packet with another source address is dropped first.
 	packet = slices.Clone(packet)
 	switch {
 	case packet[0]>>4 == 4 && len(packet) >= ipv4Header:
@@ -223,7 +222,7 @@ func (p *puppet) play(packet []byte) {
 	p.turn(0)
 }
 
-// script plays a guest that knows what it does, more or less.
+// script plays a guest that follows the protocols, more or less.
 func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 	type side struct{ seq, ack uint32 }
 	sides := map[netip.AddrPort]*side{}
@@ -284,7 +283,7 @@ func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 	}
 }
 
-// TestFloodOfSYNs: a guest that begins connections without end holds no more than it may.
+// TestFloodOfSYNs checks that the memory and descriptors of a guest that sends SYNs without end are bounded.
 func TestFloodOfSYNs(t *testing.T) {
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, Connections: 50})
 	listener := listenOn(t, host4)

@@ -21,14 +21,13 @@ import (
 	"sockeye/lab"
 )
 
-// behind is a puppet's gateway that stands for a member, whose program is the test, in a
-// namespace of its own.
+// behind is the gateway of a puppet that acts as a member in a namespace of its own; the test is its program.
 type behind struct {
 	*puppet
 	inside *lab.Namespace
 }
 
-// The service's own ports, as a program inside has them.
+// The ports of the service, as the program inside has them.
 const (
 	serviceTCP = 1790
 	serviceUDP = 4739
@@ -43,7 +42,7 @@ func standFor(t *testing.T, sockets ...MemberSocket) *behind {
 	return standBehind(t, true, forwards...)
 }
 
-// standBehind watches the guest's sockets only where a forward is for later.
+// standBehind starts to watch the guest's sockets only if a forward opens later.
 func standBehind(t *testing.T, watches bool, forwards ...Forward) *behind {
 	t.Helper()
 	l, err := lab.New(t.Context(), lab.Options{Dir: t.TempDir()})
@@ -70,7 +69,7 @@ func standBehind(t *testing.T, watches bool, forwards ...Forward) *behind {
 	return b
 }
 
-// member is a socket of a service on the host's addresses, with these ports to choose from.
+// member returns a forward of a service on the host's addresses with a choice of ports.
 func member(protocol uint8, first, last uint16) MemberSocket {
 	port := uint16(serviceTCP)
 	if protocol == unix.IPPROTO_UDP {
@@ -99,7 +98,7 @@ func (b *behind) program(protocol uint8) interface{ Close() error } {
 	return c
 }
 
-// asked lets the gateway ask the guest a few times.
+// asked lets the gateway query the guest's sock_diag several times.
 func (b *behind) asked() {
 	b.Helper()
 	for range 3 {
@@ -108,7 +107,7 @@ func (b *behind) asked() {
 	}
 }
 
-// reachable tells whether the host's ports are open: TCP, UDP.
+// reachable reports whether the host's TCP and UDP ports are open.
 func reachable(t testing.TB, tcp, udp uint16) [2]bool {
 	t.Helper()
 	var open [2]bool
@@ -131,8 +130,8 @@ func reachable(t testing.TB, tcp, udp uint16) [2]bool {
 	return open
 }
 
-// TestMemberListensWithItsProgram: nothing gets in before the program listens on all ports,
-// and nothing when it has closed one of them.
+// TestMemberListensWithItsProgram checks that the host's ports are closed before the program listens on all ports and
+// after it has closed one of them.
 func TestMemberListensWithItsProgram(t *testing.T) {
 	for _, closes := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
 		t.Run(access.ProtocolName(closes), func(t *testing.T) {
@@ -161,7 +160,8 @@ func TestMemberListensWithItsProgram(t *testing.T) {
 	}
 }
 
-// TestMemberClosesWarns: a program that closes a socket is worth a warning, unless it has ended.
+// TestMemberClosesWarns checks that the gateway logs a warning when the program closes a socket, unless the program
+// has exited.
 func TestMemberClosesWarns(t *testing.T) {
 	for ended, want := range map[bool]string{true: "level=INFO", false: "level=WARN"} {
 		b := standFor(t, member(unix.IPPROTO_UDP, 24741, 24741))
@@ -184,7 +184,7 @@ func TestMemberClosesWarns(t *testing.T) {
 	}
 }
 
-// TestMemberPorts: of ports to choose from it has one that is free, its own place's first.
+// TestMemberPorts checks that a member takes a free port of its choice, and first the port of its own place.
 func TestMemberPorts(t *testing.T) {
 	for _, network := range []string{"tcp", "udp"} {
 		for _, port := range []int{22002, 22003} {
@@ -212,8 +212,8 @@ func TestMemberPorts(t *testing.T) {
 	}
 }
 
-// TestMemberPortTaken: a port that the member before still has is waited for, and not for
-// ever.
+// TestMemberPortTaken checks that the gateway waits, for a bounded time, for a port that the previous member still
+// has.
 func TestMemberPortTaken(t *testing.T) {
 	before := take(t, 23739)
 	b := standFor(t, member(unix.IPPROTO_UDP, 23739, 23739))
@@ -255,8 +255,7 @@ func take(t *testing.T, port int) net.PacketConn {
 	return c
 }
 
-// TestMemberRefused: a member that cannot have a port of TCP is told at once, and nothing
-// stays open.
+// TestMemberRefused checks that a TCP port that is in use is reported at once, and that nothing stays open.
 func TestMemberRefused(t *testing.T) {
 	l, err := net.Listen("tcp", ":24790")
 	if err != nil {
@@ -274,7 +273,7 @@ func TestMemberRefused(t *testing.T) {
 	}
 }
 
-// TestMemberWithoutDiag: a guest's kernel that cannot tell of its sockets ends the gateway.
+// TestMemberWithoutDiag checks that the gateway exits if the guest's kernel has no sock_diag.
 func TestMemberWithoutDiag(t *testing.T) {
 	b := standFor(t, member(unix.IPPROTO_UDP, 24740, 24740))
 	b.g.guestSockets.sendDump()

@@ -18,7 +18,7 @@ import (
 	"sockeye/lab"
 )
 
-// pingSocket opens a socket as ping(8) has it, connected, that is told errors.
+// pingSocket opens a connected ICMP socket, as ping(8) does, with the error queue enabled.
 func (j *joined) pingSocket(to netip.Addr) int {
 	j.Helper()
 	protocol := unix.IPPROTO_ICMP
@@ -59,8 +59,8 @@ func allowPing(t *testing.T, j *joined, who string) {
 	}
 }
 
-// TestPing: echoes come back, whole, of all sizes; where the host lets nobody ping, the
-// guest is told.
+// TestPing checks that echo replies of all sizes arrive complete. If the host forbids ping sockets, the guest gets an
+// error.
 func TestPing(t *testing.T) {
 	for _, mtu := range []int{1500, 65520} {
 		j := join(t, mtu, everywhere)
@@ -96,8 +96,8 @@ func TestPing(t *testing.T) {
 	}
 }
 
-// TestHops: a datagram goes as far as the guest wants, and the guest hears from whom it ended
-// with, as traceroute(8) does.
+// TestHops checks that the hop limit of the guest applies, and that the guest learns which router dropped the
+// datagram, as for traceroute(8).
 func TestHops(t *testing.T) {
 	s := newSite(t, 1500, lab.LinkOptions{}, 0)
 	for prefix, by := range map[string][2]string{"10.99.0.0/24": {"10.97.0.2", "10.97.0.1"}, "fd99::/64": {"fd97::2", "fd97::1"}} {

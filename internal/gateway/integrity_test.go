@@ -27,8 +27,7 @@ import (
 	"sockeye/room"
 )
 
-// site is a guest with a kernel of its own, a gateway on a host, and a far host behind
-// a link.
+// site is a guest with its own kernel, a gateway on a host, and a remote host behind a link.
 type site struct {
 	testing.TB
 	guest, host, far *lab.Namespace
@@ -46,7 +45,7 @@ var (
 // sitePort is forwarded to the guest's innerPort.
 const sitePort = 1790
 
-// newSite makes one, whose gateway lingers so long when it is stopped.
+// newSite creates a site whose gateway lingers for the given time when it is stopped.
 func newSite(t testing.TB, mtu int, o lab.LinkOptions, linger time.Duration) *site {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -116,7 +115,7 @@ func newSite(t testing.TB, mtu int, o lab.LinkOptions, linger time.Duration) *si
 	return s
 }
 
-// listen serves in a namespace until the test ends.
+// listen accepts connections in a namespace until the test ends.
 func (s *site) listen(n *lab.Namespace, port int, serve func(*net.TCPConn)) net.Listener {
 	s.Helper()
 	var c net.ListenConfig
@@ -168,7 +167,7 @@ func (s *site) settled(within time.Duration) {
 	s.Errorf("connections are left: %v", c)
 }
 
-// plan is what the two ends of a connection do. Both know it.
+// plan is the behaviour of both ends of a connection. Both ends know it.
 type plan struct {
 	id   uint64
 	ends [2]endPlan
@@ -211,7 +210,7 @@ func newPlan(rng *rand.Rand, id uint64) *plan {
 	return p
 }
 
-// stream is what an end sends.
+// stream returns the bytes that an end sends.
 func (p *plan) stream(end int) *rand.ChaCha8 {
 	var seed [32]byte
 	binary.LittleEndian.PutUint64(seed[:], p.id)
@@ -219,17 +218,16 @@ func (p *plan) stream(end int) *rand.ChaCha8 {
 	return rand.NewChaCha8(seed)
 }
 
-// errReset is how an end finishes that resets.
+// errReset is the result of an end that resets the connection.
 var errReset = errors.New("reset by plan")
 
-// play does what an end of the plan does, and holds what it receives against what the
-// other one sends.
+// play runs one end of a plan and compares the received bytes with the bytes that the other end sends.
 func (p *plan) play(c *net.TCPConn, end int) error {
 	defer c.Close()
 	if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 		return err
 	}
-	// The link may lose an RST, and nobody sends it again.
+	// The link may lose an RST, which is not retransmitted.
 	if err := c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 2 * time.Second, Interval: 2 * time.Second, Count: 9}); err != nil {
 		return err
 	}
@@ -306,7 +304,7 @@ func (p *plan) receive(c *net.TCPConn, end int, me, other endPlan) error {
 	}
 }
 
-// verdict tells whether an end may finish so.
+// verdict reports whether the plan permits the result of an end.
 func (p *plan) verdict(err error) error {
 	resets := p.ends[0].reset >= 0 || p.ends[1].reset >= 0
 	switch {
@@ -320,9 +318,9 @@ func (p *plan) verdict(err error) error {
 	return err
 }
 
-// TestIntegrity moves random transfers through a gateway, both ways, over a link that
-// delays, loses and reorders, and compares each byte. SOCKEYE_INTEGRITY is for how many
-// minutes, in place of some seconds.
+// TestIntegrity moves random transfers through a gateway in both directions, over a link that delays, loses and
+// reorders packets, and compares each byte. SOCKEYE_INTEGRITY sets the duration in minutes; the default is some
+// seconds.
 func TestIntegrity(t *testing.T) {
 	duration := 12 * time.Second
 	if v := os.Getenv("SOCKEYE_INTEGRITY"); v != "" {
@@ -397,7 +395,7 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 			}
 		})
 	}
-	// Meanwhile the link becomes worse, and better.
+	// The quality of the link changes meanwhile.
 	rng := rand.New(rand.NewPCG(9, 9))
 	for time.Now().Before(end) {
 		time.Sleep(500 * time.Millisecond)
@@ -430,8 +428,8 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 	t.Logf("%d MB announced, counts %v", bytesMoved.Load()>>20, s.g.Counts())
 }
 
-// TestPeerGone: a program inside that asks whether its peer is there finds out that it is
-// not, even if the network lost the peer's reset.
+// TestPeerGone checks that a program that uses keepalive detects a peer that is gone, even if the network lost the
+// peer's RST.
 func TestPeerGone(t *testing.T) {
 	var lost atomic.Bool
 	s := newSite(t, 65520, lab.LinkOptions{
@@ -471,7 +469,7 @@ func TestPeerGone(t *testing.T) {
 	}
 }
 
-// TestSlowReader: a peer that reads slowly makes nobody wait longer than it does itself.
+// TestSlowReader checks that a peer that reads slowly delays its own connection only.
 func TestSlowReader(t *testing.T) {
 	const size, part = 8 << 20, 32 << 10
 	s := newSite(t, 65520, lab.LinkOptions{Delay: time.Millisecond, Rate: 1e9, Offload: true}, patience)
@@ -498,7 +496,7 @@ func TestSlowReader(t *testing.T) {
 	}
 	c.Close()
 	got := <-took
-	// Some 2 ms a part; a stall takes 200.
+	// A part takes about 2 ms; a stall takes 200 ms.
 	if most := size / part * 8 * time.Millisecond; got > most {
 		t.Errorf("took %v, should take less than %v", got, most)
 	}
@@ -510,7 +508,7 @@ func TestSlowReader(t *testing.T) {
 	}
 }
 
-// TestInterfaceGone: the gateway ends with the guest's interface, in good order.
+// TestInterfaceGone checks that the gateway exits without an error when the guest's interface is deleted.
 func TestInterfaceGone(t *testing.T) {
 	s := newSite(t, 1500, lab.LinkOptions{}, patience)
 	_, err := dialIn(s.guest, "10.97.0.2:7000")
@@ -531,8 +529,8 @@ func TestInterfaceGone(t *testing.T) {
 	}
 }
 
-// TestStop: what a program has sent before it ended arrives, and what is not whole does not
-// look so.
+// TestStop checks that data that a program sent before it exited is delivered, and that an incomplete stream ends
+// with a reset.
 func TestStop(t *testing.T) {
 	const size = 4 << 20
 	s := newSite(t, 65520, lab.LinkOptions{Delay: 5 * time.Millisecond, Rate: 1e9, Offload: true}, patience)
@@ -567,7 +565,8 @@ func TestStop(t *testing.T) {
 	}
 }
 
-// TestStopConnecting: a connection that nobody answers has nothing to deliver, and is not waited for.
+// TestStopConnecting checks that the gateway does not wait for connections that are not established: they have no
+// data to deliver.
 func TestStopConnecting(t *testing.T) {
 	var silent atomic.Bool
 	s := newSite(t, 65520, lab.LinkOptions{Drop: func(_ lab.Direction, packet []byte) bool {
@@ -599,7 +598,7 @@ func TestStopConnecting(t *testing.T) {
 	}
 }
 
-// TestStopInTheMiddle: a connection that the guest has not ended does not end in order.
+// TestStopInTheMiddle checks that a connection that the guest has not closed ends with a reset, not with a FIN.
 func TestStopInTheMiddle(t *testing.T) {
 	s := newSite(t, 65520, lab.LinkOptions{Delay: time.Millisecond}, 0)
 	got := make(chan error, 1)

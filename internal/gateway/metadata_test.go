@@ -13,8 +13,8 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// TestMetadataAddresses: no default and no prefix leads to the metadata of a cloud, in
-// whatever form of the address; its own name does.
+// TestMetadataAddresses checks that neither the default nor a prefix allows the metadata service of a cloud, in any
+// notation of the address; naming the address allows it.
 func TestMetadataAddresses(t *testing.T) {
 	everything := []access.Rule{{Prefix: netip.MustParsePrefix("0.0.0.0/0"), Last: 65535}, {Prefix: netip.MustParsePrefix("::/0"), Last: 65535}}
 	for _, text := range []string{
@@ -44,7 +44,7 @@ func TestMetadataAddresses(t *testing.T) {
 			t.Errorf("%v named with port 80: %v, with port 81: %v", a, o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 80)), o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 81)))
 		}
 	}
-	// Mapped addresses of IPv4 are for nobody.
+	// IPv4-mapped addresses are never allowed.
 	if (&access.Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.MustParseAddrPort("[::ffff:169.254.169.254]:80")) {
 		t.Error("a mapped address leads there")
 	}
@@ -55,7 +55,8 @@ func TestMetadataAddresses(t *testing.T) {
 	}
 }
 
-// TestResolversAreNamed: without names, no default and no prefix leads to the host's name servers at the ports of DNS.
+// TestResolversAreNamed checks that with --no-dns neither the default nor a prefix allows the DNS ports of the host's
+// name servers.
 func TestResolversAreNamed(t *testing.T) {
 	resolvers := []netip.Addr{
 		netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("2001:db8::53"), netip.MustParseAddr("fe80::1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("192.0.2.4"),
@@ -87,7 +88,8 @@ func TestResolversAreNamed(t *testing.T) {
 	}
 }
 
-// TestMetadataForgedPeer: a datagram that says to come from there opens no way to it.
+// TestMetadataForgedPeer checks that a datagram with the forged source address of a metadata service does not permit
+// replies to it.
 func TestMetadataForgedPeer(t *testing.T) {
 	own(t, "169.254.169.254/32")
 	f, port := forwardUDP(t)

@@ -106,7 +106,7 @@ func TestOptions(t *testing.T) {
 	}
 }
 
-// TestChecksums: a packet that the kernel completes as it is told to has right ones.
+// TestChecksums checks that packets have correct checksums after the kernel has completed them.
 func TestChecksums(t *testing.T) {
 	payload := text(1001)
 	for _, to := range []string{"10.95.0.1:5", "[fd95::1]:5"} {
@@ -122,7 +122,7 @@ func TestChecksums(t *testing.T) {
 		copy(b[a.headers():], payload)
 		network := b[vnetHeader:]
 		start, offset := int(binary.NativeEndian.Uint16(b[6:])), int(binary.NativeEndian.Uint16(b[8:]))
-		// What the kernel does for VIRTIO_NET_HDR_F_NEEDS_CSUM.
+		// As the kernel does for VIRTIO_NET_HDR_F_NEEDS_CSUM.
 		binary.BigEndian.PutUint16(network[start+offset:], ^fold(sum(network[start:])))
 		if got := fold(sum(network[start:]) + pseudo(a.from.Addr(), a.to.Addr(), unix.IPPROTO_TCP, len(network)-start)); got != 0xffff {
 			t.Errorf("%s: checksum of TCP adds up to %#x", to, got)

@@ -175,7 +175,7 @@ func TestOverlap(t *testing.T) {
 	}
 }
 
-// A socket for datagrams has a buffer for bursts, as large as the user may have it.
+// TestListenBuffer checks that a UDP socket has a receive buffer for bursts, up to the limit of the user.
 func TestListenBuffer(t *testing.T) {
 	def, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -196,7 +196,7 @@ func TestListenBuffer(t *testing.T) {
 	}
 }
 
-// If one of several ports cannot be had, none is kept.
+// TestListen checks that no socket stays open if one of several ports is in use.
 func TestListen(t *testing.T) {
 	busy, err := access.ParseForward("127.0.0.1:7402")
 	if err != nil {
@@ -286,7 +286,7 @@ func TestAllowed(t *testing.T) {
 			t.Errorf("nowhere, %d %s", test.protocol, to)
 		}
 	}
-	// The host itself is for who is named.
+	// The host's own addresses are only reachable by name.
 	stands := []netip.Addr{netip.MustParseAddr("192.0.2.9"), netip.MustParseAddr("fd00::9")}
 	for _, test := range []struct {
 		rules, to, leads string

@@ -29,7 +29,7 @@ var (
 	host6 = netip.MustParseAddr("fd96::1")
 )
 
-// addHost gives lo the host's addresses.
+// addHost adds the host's addresses to lo.
 func addHost(t testing.TB) {
 	t.Helper()
 	hostAdded.Do(func() { addAddresses(t) })
@@ -54,8 +54,8 @@ func addAddresses(t testing.TB) {
 	}
 }
 
-// puppet is a guest that the test plays, packet by packet, with a gateway whose turns it
-// takes and whose clock it sets.
+// puppet is a guest that the test plays packet by packet. The test also runs the turns of its gateway and sets its
+// clock.
 type puppet struct {
 	testing.TB
 	g      *Gateway
@@ -65,7 +65,7 @@ type puppet struct {
 	queue  []seen // not looked at yet
 }
 
-// seen is a segment that came from the gateway.
+// seen is a segment from the gateway.
 type seen struct {
 	segment
 	gso int // size of segments; 0: it is one
@@ -75,8 +75,7 @@ func (s seen) String() string {
 	return fmt.Sprintf("flags %02x seq %d ack %d window %d, %d bytes", s.flags, s.seq, s.ack, s.window, len(s.payload))
 }
 
-// newPuppet makes a gateway with a socket in the place of its TUN. At the end nothing
-// is left open.
+// newPuppet creates a gateway with a socket in place of its TUN device, and checks for leaked descriptors at the end.
 func newPuppet(t testing.TB, c Config) *puppet {
 	t.Helper()
 	listenOn(t, host4).Close() // so that the runtime has its own
@@ -123,7 +122,7 @@ func makePuppet(t testing.TB, c Config) *puppet {
 	return p
 }
 
-// descriptors counts those of the process.
+// descriptors returns the number of open descriptors of the process.
 func descriptors(t testing.TB) int {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/fd")
@@ -133,7 +132,7 @@ func descriptors(t testing.TB) int {
 	return len(entries)
 }
 
-// turn lets the gateway handle what there is.
+// turn lets the gateway handle all pending events.
 func (p *puppet) turn(timeout int) {
 	p.Helper()
 	if _, err := p.g.poll(p.events, timeout); err != nil {
@@ -141,7 +140,7 @@ func (p *puppet) turn(timeout int) {
 	}
 }
 
-// patience bounds how long a test waits for what must come.
+// patience bounds the wait for an event.
 const patience = 5 * time.Second
 
 // until lets the gateway work until a condition holds.
@@ -155,7 +154,7 @@ func (p *puppet) until(what string, ok func() bool) {
 	}
 }
 
-// wait moves the gateway's clock.
+// wait advances the gateway's clock.
 func (p *puppet) wait(d time.Duration) {
 	p.Helper()
 	p.later += d
@@ -171,7 +170,7 @@ func (p *puppet) put(packet []byte) {
 	}
 }
 
-// receive takes a segment of the gateway, if there is one.
+// receive returns the next segment of the gateway, if there is one.
 func (p *puppet) receive() (seen, bool) {
 	p.Helper()
 	for {
@@ -193,7 +192,7 @@ func (p *puppet) receive() (seen, bool) {
 	return s, true
 }
 
-// check reads a packet as a kernel does, and holds its headers against each other.
+// check parses a packet as a kernel does, and checks that its headers agree.
 func (p *puppet) check(b []byte) seen {
 	p.Helper()
 	packet := b[vnetHeader:]
@@ -245,7 +244,7 @@ func (p *puppet) next() seen {
 	return s
 }
 
-// quiet asserts that the gateway sends nothing more.
+// quiet checks that the gateway sends nothing more.
 func (p *puppet) quiet() {
 	p.Helper()
 	for range 5 {
@@ -256,7 +255,7 @@ func (p *puppet) quiet() {
 	}
 }
 
-// link is a connection as the puppet sees it.
+// link is the puppet's end of a connection.
 type link struct {
 	*puppet
 	local, remote netip.AddrPort
@@ -268,7 +267,7 @@ type link struct {
 	conn          *net.TCPConn
 }
 
-// build makes a TCP segment of the guest.
+// build returns a TCP segment of the guest.
 func build(from, to netip.AddrPort, seq, ack uint32, flags uint8, window uint16, options, payload []byte) []byte {
 	ip := ipv4Header
 	if from.Addr().Is6() {
@@ -289,7 +288,7 @@ func build(from, to netip.AddrPort, seq, ack uint32, flags uint8, window uint16,
 	return b
 }
 
-// guestOptions are those of a SYN: MSS 1460 and, with scale, a window scale of 7.
+// guestOptions returns the options of a SYN: MSS 1460 and, with scale, a window scale of 7.
 func guestOptions(scale bool) []byte {
 	o := []byte{2, 4, 1460 >> 8, 1460 & 0xff}
 	if scale {
@@ -298,7 +297,7 @@ func guestOptions(scale bool) []byte {
 	return o
 }
 
-// say sends a segment with the connection's numbers.
+// say sends a segment at SND.NXT of the connection.
 func (l *link) say(flags uint8, payload []byte) {
 	l.Helper()
 	l.sayAt(l.seq, flags, payload)
@@ -308,14 +307,14 @@ func (l *link) say(flags uint8, payload []byte) {
 	}
 }
 
-// sayAt sends a segment from a sequence number on.
+// sayAt sends a segment at a sequence number.
 func (l *link) sayAt(seq uint32, flags uint8, payload []byte) {
 	l.Helper()
 	l.put(build(l.local, l.remote, seq, l.ack, flags, l.window, nil, payload))
 }
 
-// hear takes the next segment of the gateway and notes what it says. A right edge that has
-// moved left is an error.
+// hear receives the next segment of the gateway and updates the connection. A right window edge that moves left is an
+// error.
 func (l *link) hear() seen {
 	l.Helper()
 	s := l.next()
@@ -345,7 +344,7 @@ func (l *link) note(s seen) {
 	}
 }
 
-// acknowledged waits until the gateway has acknowledged all that was said.
+// acknowledged waits until the gateway has acknowledged all data.
 func (l *link) acknowledged() seen {
 	l.Helper()
 	for {
@@ -396,7 +395,7 @@ func (p *puppet) dialWith(to *net.TCPListener, scale bool) *link {
 	return l
 }
 
-// syn begins a connection.
+// syn sends the SYN of a connection.
 func (p *puppet) syn(to netip.AddrPort, scale bool) *link {
 	p.Helper()
 	from := guest4
@@ -411,7 +410,7 @@ func (p *puppet) syn(to netip.AddrPort, scale bool) *link {
 	return l
 }
 
-// listenOn makes a listener of the host.
+// listenOn opens a listener of the host.
 func listenOn(t testing.TB, a netip.Addr) *net.TCPListener {
 	t.Helper()
 	var c net.ListenConfig
@@ -425,7 +424,7 @@ func listenOn(t testing.TB, a netip.Addr) *net.TCPListener {
 	return l.(*net.TCPListener)
 }
 
-// ended waits until the gateway has forgotten all connections.
+// ended waits until the gateway has freed all connections.
 func (p *puppet) ended() {
 	p.Helper()
 	p.until("the end of the connection", func() bool {

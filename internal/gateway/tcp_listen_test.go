@@ -21,10 +21,10 @@ import (
 	"sockeye/internal/gateway/timer"
 )
 
-// innerPort is that of the guest's program.
+// innerPort is the port of the guest's program.
 const innerPort = 1790
 
-// forward makes a listener of the host that leads to the guest.
+// forward opens a listener of the host that is forwarded to the guest.
 func forward(t testing.TB) (Forward, uint16) {
 	t.Helper()
 	addHost(t)
@@ -43,7 +43,7 @@ func forward(t testing.TB) (Forward, uint16) {
 	return Forward{FD: fd, Protocol: unix.IPPROTO_TCP, Port: innerPort}, at.Port()
 }
 
-// reach connects to a port of the host, from an address and port of it.
+// reach connects to a port of the host from a given address and port.
 func reach(t testing.TB, from netip.AddrPort, to netip.AddrPort) *net.TCPConn {
 	t.Helper()
 	d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(from), Timeout: patience}
@@ -158,8 +158,8 @@ func TestInboundRefused(t *testing.T) {
 	}
 }
 
-// TestAliasPorts: two connections of the host from one port, which differ by addresses
-// that the guest sees as one.
+// TestAliasPorts opens two connections from the same port of the host, to addresses that the guest sees as one
+// address.
 func TestAliasPorts(t *testing.T) {
 	f, port := forward(t)
 	p := newPuppet(t, Config{Forwards: []Forward{f}})
@@ -196,7 +196,7 @@ func TestBound(t *testing.T) {
 	p.ended()
 }
 
-// TestNoDescriptors: without descriptors the gateway waits, and does not spin.
+// TestNoDescriptors checks that a gateway without free descriptors waits and does not spin.
 func TestNoDescriptors(t *testing.T) {
 	f, port := forward(t)
 	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: access.Outbound{All: true}})
@@ -239,7 +239,7 @@ func TestNoDescriptors(t *testing.T) {
 	p.ended()
 }
 
-// resident is the memory of the process, in bytes.
+// resident returns the resident memory of the process in bytes.
 func resident(t *testing.T) int {
 	t.Helper()
 	debug.FreeOSMemory()
@@ -255,8 +255,8 @@ func resident(t *testing.T) int {
 	return n << 10
 }
 
-// TestMemory: 10,000 connections that have moved data and are idle take less than 100 MB,
-// the whole process included.
+// TestMemory checks that 10,000 idle connections that have moved data take less than 100 MB, including the process
+// itself.
 func TestMemory(t *testing.T) {
 	const connections = 10_000
 	var limit unix.Rlimit
@@ -272,7 +272,7 @@ func TestMemory(t *testing.T) {
 	if limit.Max < connections+100 {
 		t.Skipf("kernel: no more than %d descriptors", limit.Max)
 	}
-	// The host's ends stay in a backlog, without descriptors.
+	// The host's ends stay in the backlog of the listener, without descriptors.
 	const most = "/proc/sys/net/core/somaxconn"
 	old, err := os.ReadFile(most)
 	if err != nil {
@@ -355,8 +355,8 @@ type expirer func()
 
 func (f expirer) Expired() { f() }
 
-// TestLinger: what a program sent before it ended still gets out, and a connection that it
-// has not ended is no orderly end for the peer.
+// TestLinger checks that data that a program sent before it exited is still delivered, and that a connection that the
+// program has not closed ends with a reset.
 func TestLinger(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)

@@ -10,7 +10,7 @@ import (
 	"sockeye/room"
 )
 
-// queued is the memory of what the host's sockets have to send.
+// queued returns the memory of the send queues of the host's sockets.
 func (p *puppet) queued() (total int) {
 	p.Helper()
 	for _, c := range p.g.conns {
@@ -26,7 +26,7 @@ func (p *puppet) queued() (total int) {
 	return total
 }
 
-// hearAll gives what there is to the connections that it is of.
+// hearAll receives all pending segments and passes them to their connections.
 func hearAll(p *puppet, links []*link) {
 	p.Helper()
 	for s, ok := p.receive(); ok; s, ok = p.receive() {
@@ -38,8 +38,8 @@ func hearAll(p *puppet, links []*link) {
 	}
 }
 
-// Uploads whose peers do not read hold no more of the host's memory for TCP than the guest may, and go on when
-// their peers read.
+// TestMemoryBound checks that uploads to peers that do not read are bounded in the TCP memory of the host, and go on
+// when the peers read.
 func TestMemoryBound(t *testing.T) {
 	c := everywhere
 	c.Memory = 8 << 20
@@ -82,7 +82,7 @@ func TestMemoryBound(t *testing.T) {
 		t.Errorf("%d bytes are noted, %d connections wait", alone.queued, len(alone.waiting))
 	}
 	t.Logf("%d bytes through, %d held", total, p.queued())
-	// One after the other reads, and all go on.
+	// The peers read one after the other, and all uploads go on.
 	for i, l := range links {
 		l.read(sent[i])
 	}
@@ -105,7 +105,8 @@ func TestMemoryBound(t *testing.T) {
 	}
 }
 
-// The gateway's end resets connections inside: the sockets of a program that has ended would keep their memory.
+// TestEndResetsGuest checks that the gateway resets connections inside when it exits: otherwise the sockets of a
+// program that has exited would keep their memory.
 func TestEndResetsGuest(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(slow(t, host4))

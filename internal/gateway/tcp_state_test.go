@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// everywhere lets the guest go anywhere.
+// everywhere allows all destinations.
 var everywhere = Config{Outbound: access.Outbound{All: true}}
 
 func text(n int) []byte {
@@ -28,7 +28,7 @@ func text(n int) []byte {
 	return b
 }
 
-// read reads what the host's end must get.
+// read returns the data that the host's end receives.
 func (l *link) read(n int) []byte {
 	l.Helper()
 	b := make([]byte, n)
@@ -41,7 +41,7 @@ func (l *link) read(n int) []byte {
 	return b
 }
 
-// readError is what the host's end gets in place of data.
+// readError returns the error that the host's end receives.
 func (l *link) readError() error {
 	l.Helper()
 	if err := l.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
@@ -64,7 +64,7 @@ func (l *link) write(b []byte) {
 	}
 }
 
-// take receives n bytes and acknowledges them, packet by packet.
+// take receives n bytes and acknowledges them packet by packet.
 func (l *link) take(n int) []byte {
 	l.Helper()
 	var got []byte
@@ -86,7 +86,7 @@ func (l *link) take(n int) []byte {
 	return got
 }
 
-// fin takes the gateway's FIN.
+// fin receives the gateway's FIN.
 func (l *link) fin() {
 	l.Helper()
 	for {
@@ -106,7 +106,7 @@ func (l *link) fin() {
 	}
 }
 
-// rst takes the gateway's RST.
+// rst receives the gateway's RST.
 func (l *link) rst() seen {
 	l.Helper()
 	for {
@@ -221,8 +221,8 @@ func TestHalfClose(t *testing.T) {
 	})
 }
 
-// TestStragglers: a guest that missed our last acknowledgement sends its FIN again, and
-// may use the port again.
+// TestStragglers checks that the gateway acknowledges a FIN that the guest retransmits, and that the guest can use
+// the port again.
 func TestStragglers(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)
@@ -310,7 +310,7 @@ func TestConnectFails(t *testing.T) {
 	p.quiet()
 }
 
-// TestSlowConnect: the host's peer does not answer yet.
+// TestSlowConnect checks a host's peer that does not answer yet.
 func TestSlowConnect(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -326,7 +326,7 @@ func TestSlowConnect(t *testing.T) {
 		t.Fatal(err)
 	}
 	to, _ := addrPort(name)
-	// One fits into the backlog.
+	// The backlog holds one connection.
 	filler, err := net.Dial("tcp", to.String())
 	if err != nil {
 		t.Fatal(err)
@@ -339,7 +339,7 @@ func TestSlowConnect(t *testing.T) {
 	if got := p.g.Counts()[Opened]; got != 1 {
 		t.Errorf("%d connections opened", got)
 	}
-	// The guest gives up and begins anew from the same port.
+	// The guest gives up and connects again from the same port.
 	l.seq = 5000
 	p.put(build(l.local, l.remote, l.seq, 0, flagSYN, 65535, guestOptions(false), nil))
 	l.seq++
@@ -374,7 +374,8 @@ func TestSYNAgain(t *testing.T) {
 	l.ack, l.scale = first.seq+1, int(first.options.windShift)
 	l.say(flagACK|flagPSH, []byte("x"))
 	l.acknowledged()
-	// In an open connection a SYN gets an ACK (RFC 5961), and only the RST for that ends it.
+	// In an established connection a SYN gets an ACK (RFC 5961), and only the RST that answers this ACK ends the
+	// connection.
 	p.put(build(l.local, l.remote, 77, 0, flagSYN, 65535, guestOptions(true), nil))
 	s := l.hear()
 	if s.flags != flagACK || s.ack != l.seq {
@@ -398,7 +399,8 @@ func TestSYNAgain(t *testing.T) {
 	}
 }
 
-// TestHandshakeUnanswered: a guest that does not go on holds nothing for long.
+// TestHandshakeUnanswered checks that a guest that does not complete a handshake holds its resources only for a short
+// time.
 func TestHandshakeUnanswered(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.syn(listenOn(t, host4).Addr().(*net.TCPAddr).AddrPort(), true)
@@ -430,7 +432,7 @@ func TestHostResets(t *testing.T) {
 		}
 		p.ended()
 	})
-	// As a server that answers without reading all: what came before the RST is not lost.
+	// As a server that responds without reading the whole request: data before the RST is not lost.
 	t.Run("after data", func(t *testing.T) {
 		l := p.dial(listener)
 		l.window = 100 // << 7 bytes
@@ -508,7 +510,7 @@ func TestUrgent(t *testing.T) {
 	if got := p.g.Counts()[UrgentData]; got != 1 {
 		t.Errorf("counted %d times", got)
 	}
-	// Those of the host are data like others.
+	// Urgent data of the host is delivered inline.
 	l = p.dial(listener)
 	raw, err := l.conn.SyscallConn()
 	if err != nil {
@@ -548,7 +550,7 @@ func TestKeepalive(t *testing.T) {
 		p.wait(time.Minute)
 		p.quiet()
 	}
-	// A guest that is gone does not answer.
+	// The guest is gone and does not answer.
 	p.wait(idleTimeout)
 	for asked := 0; ; asked++ {
 		s := l.hear()
@@ -569,8 +571,8 @@ func TestKeepalive(t *testing.T) {
 	}
 }
 
-// TestGuestKeepalive: a guest that asks for its peer has the host's socket do so as well,
-// as often. A probe of a closed window is none.
+// TestGuestKeepalive checks that keepalive probes of a guest start keepalive of the host's socket with the same
+// interval. A window probe does not.
 func TestGuestKeepalive(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
@@ -629,8 +631,8 @@ func (c *called) event(uint32) {
 	}
 }
 
-// TestStaleEvent: events of a descriptor that was closed in a turn are not those of the one
-// that has its number then.
+// TestStaleEvent checks that events of a descriptor that was closed in the same turn are not delivered to the new
+// owner of its number.
 func TestStaleEvent(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	event := func(value uint) int {

@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// slow is a listener whose connections have a receive buffer that does not grow.
+// slow returns a listener whose connections have a receive buffer of fixed size.
 func slow(t *testing.T, a netip.Addr) *net.TCPListener {
 	t.Helper()
 	l := listenOn(t, a)
@@ -31,8 +31,8 @@ func slow(t *testing.T, a netip.Addr) *net.TCPListener {
 	return l
 }
 
-// pour sends data as far as the window goes, in segments of up to size bytes, until the window
-// has stayed closed. It returns how much it sent.
+// pour sends data up to the window, in segments of up to size bytes, until the window has stayed closed. It returns
+// the number of bytes sent.
 func (l *link) pour(data []byte, size int) (n int) {
 	l.Helper()
 	for n < len(data) {
@@ -53,14 +53,13 @@ func (l *link) pour(data []byte, size int) (n int) {
 	return n
 }
 
-// mostAcked tells whether the gateway has acknowledged all but what is no whole unit of its
-// window.
+// mostAcked reports whether the gateway has acknowledged everything except less than one unit of its scaled window.
 func (l *link) mostAcked() bool {
 	l.allAcked()
 	return l.seq-l.acked < 1<<max(l.scale, 0)
 }
 
-// top is pour until the host's end takes no more at once.
+// top calls pour until the host's socket takes nothing more at once.
 func (l *link) top(data []byte, size int) (n int) {
 	l.Helper()
 	for more := 1; more > 0; {
@@ -76,7 +75,7 @@ func (l *link) top(data []byte, size int) (n int) {
 	return n
 }
 
-// fill is top until the host's end takes no more at all, however late its kernel is.
+// fill calls top until the host's socket takes nothing more at all, however slow its kernel is.
 func (l *link) fill(data []byte, size int) (n int) {
 	l.Helper()
 	for more := 1; more > 0; {
@@ -91,17 +90,16 @@ func (l *link) fill(data []byte, size int) (n int) {
 	return n
 }
 
-// settled tells whether nothing moves between the gateway's socket and the host's end: all is
-// delivered, or the rest waits for a window that is closed. With a window that is not quite
-// closed, the host's kernel sends what fits only after a timeout.
+// settled reports whether no data moves between the gateway's socket and the host's end: everything is delivered, or
+// the rest waits for a closed window. If the window is not completely closed, the host's kernel sends the data that
+// fits only after a timeout.
 func (l *link) settled() bool {
 	info := l.hostInfo()
 	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0)
 }
 
-// dropped tells whether the host's end drops a segment that fits into its window and not into its
-// receive buffer, because of its memory: TCP sends it again in ever longer intervals until
-// somebody reads.
+// dropped reports whether the host's end drops, for lack of memory, a segment that fits into its window: TCP then
+// retransmits it with exponential backoff until the program reads.
 func (l *link) dropped() bool {
 	l.Helper()
 	info := l.hostInfo()
@@ -122,7 +120,7 @@ func (l *link) hostInfo() *unix.TCPInfo {
 	return info
 }
 
-// allAcked tells whether the gateway has acknowledged all, after all that it has said.
+// allAcked reports whether the gateway has acknowledged everything, after reading all of its segments.
 func (l *link) allAcked() bool {
 	for s, ok := l.receive(); ok; s, ok = l.receive() {
 		l.note(s)
@@ -130,8 +128,8 @@ func (l *link) allAcked() bool {
 	return l.acked == l.seq
 }
 
-// TestHostStops: a peer of the host that does not read closes the window, before
-// anything has to be kept; when it reads again, the guest hears of it without asking.
+// TestHostStops checks that the window of the guest closes when a peer of the host stops reading, before the gateway
+// has to buffer data, and that the guest receives a window update when the peer reads again.
 func TestHostStops(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -158,8 +156,8 @@ func TestHostStops(t *testing.T) {
 				if got := p.g.Counts()[PartialSend]; got != 0 {
 					t.Errorf("%d partial sends", got)
 				}
-				// A probe of the closed window is answered, one with a byte, too. The window may
-				// have opened by what the host's kernel sent meanwhile.
+				// The gateway answers a window probe, also one with a byte. The window may have opened since then,
+				// when the host's kernel sent data.
 				l.sayAt(l.seq-1, flagACK, nil)
 				if s := l.hear(); s.ack != l.seq {
 					t.Errorf("probe gets %v", s)
@@ -187,8 +185,8 @@ func TestHostStops(t *testing.T) {
 	}
 }
 
-// TestBeyondWindow: what a guest sends beyond its window is not kept, and does not
-// overrun the socket.
+// TestBeyondWindow checks that data that the guest sends beyond its window is neither buffered nor written to the
+// socket.
 func TestBeyondWindow(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(slow(t, host4))
@@ -211,8 +209,7 @@ func TestBeyondWindow(t *testing.T) {
 	p.ended()
 }
 
-// TestBacklog: a send that the socket takes in part loses nothing, even if the guest had
-// sent more.
+// TestBacklog checks that no data is lost when the socket takes a part of a send, even if the guest had sent more.
 func TestBacklog(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(slow(t, host4))
@@ -266,8 +263,8 @@ func TestBacklog(t *testing.T) {
 	p.ended()
 }
 
-// TestTurn: what comes together goes to the socket in one call, in its order, before an end
-// that comes with it; and what the socket does not take of it is not lost.
+// TestTurn checks that segments that arrive together are written to the socket in one call, in order and before a FIN
+// that arrives with them, and that the rest of a partial write is not lost.
 func TestTurn(t *testing.T) {
 	t.Run("end", func(t *testing.T) {
 		p := newPuppet(t, everywhere)
@@ -368,8 +365,8 @@ func TestTurn(t *testing.T) {
 	})
 }
 
-// TestGuestStops: a guest that does not read is asked for its window, less and less often, and
-// nothing is sent beyond it.
+// TestGuestStops checks that the gateway probes a guest with a closed window at growing intervals, and sends nothing
+// beyond the window.
 func TestGuestStops(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
@@ -423,7 +420,7 @@ func TestGuestStops(t *testing.T) {
 	p.ended()
 }
 
-// TestLossToGuest: what the guest does not get comes again, and only that.
+// TestLossToGuest checks that lost segments, and only these, are retransmitted to the guest.
 func TestLossToGuest(t *testing.T) {
 	const packets = 6
 	start := func(t *testing.T) (*link, []seen, []byte) {
@@ -499,7 +496,7 @@ func TestLossToGuest(t *testing.T) {
 		}
 		finish(l)
 	})
-	// What the guest sends meanwhile stays whole.
+	// Data of the guest in the other direction is complete.
 	t.Run("with data", func(t *testing.T) {
 		l, sent, data := start(t)
 		l.ack += 1000
@@ -558,7 +555,7 @@ func TestLossToGuest(t *testing.T) {
 	})
 }
 
-// TestDisorder: segments of the guest that are lost, doubled, cut anew and late.
+// TestDisorder sends segments of the guest that are lost, duplicated, resegmented and reordered.
 func TestDisorder(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host6))
@@ -574,7 +571,7 @@ func TestDisorder(t *testing.T) {
 	}()
 	base := l.seq
 	for done := 0; done < len(data); {
-		// A burst of segments from about where the gateway is.
+		// A burst of segments around RCV.NXT of the gateway.
 		for range rng.IntN(8) {
 			at := min(max(done+rng.IntN(6000)-2000, 0), len(data))
 			n := min(rng.IntN(3000), len(data)-at)
@@ -601,8 +598,8 @@ func TestDisorder(t *testing.T) {
 	p.ended()
 }
 
-// TestSegmentSize: the guest gets segments of the size that it takes, and is told one that
-// its windows hold.
+// TestSegmentSize checks that the gateway respects the guest's MSS, and offers an MSS that fits into the guest's
+// windows.
 func TestSegmentSize(t *testing.T) {
 	for _, mtu := range []int{1500, 65520} {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, MTU: mtu})
@@ -639,7 +636,7 @@ func TestSegmentSize(t *testing.T) {
 	}
 }
 
-// TestSmallBuffer: a socket whose buffer is smaller than anything still takes a segment.
+// TestSmallBuffer checks that a socket with the smallest buffer still takes a segment.
 func TestSmallBuffer(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
@@ -669,7 +666,7 @@ func TestSmallBuffer(t *testing.T) {
 	p.ended()
 }
 
-// TestWithoutPeekOffset is for kernels without SO_PEEK_OFF for TCP.
+// TestWithoutPeekOffset runs the gateway as on a kernel without SO_PEEK_OFF for TCP.
 func TestWithoutPeekOffset(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)
@@ -730,7 +727,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 	})
 }
 
-// TestTUNFull: what the guest's interface does not take comes again.
+// TestTUNFull checks that segments that the guest's interface does not take are sent again.
 func TestTUNFull(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))

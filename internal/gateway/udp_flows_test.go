@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// fewPorts gives the test's host so many ports to choose from, until the test ends.
+// fewPorts restricts the ephemeral ports of the test's host until the test ends.
 func fewPorts(t testing.TB, n int) {
 	t.Helper()
 	const file = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -34,8 +34,8 @@ func fewPorts(t testing.TB, n int) {
 	})
 }
 
-// TestUDPFlowsLeavePorts: a guest that sends from everywhere to everywhere leaves the host its ports, and
-// itself the flow that it has used for long.
+// TestUDPFlowsLeavePorts checks that a guest that sends from many ports to many destinations uses a quarter of the
+// host's ephemeral ports at most, and keeps its established flow.
 func TestUDPFlowsLeavePorts(t *testing.T) {
 	const ports, most = 1200, 300
 	fewPorts(t, ports)
@@ -85,7 +85,7 @@ func TestUDPFlowsLeavePorts(t *testing.T) {
 			break
 		}
 	}
-	// The host has the other three quarters.
+	// Three quarters are left to the host.
 	for i := range ports - most - 10 {
 		c, err := net.ListenUDP("udp", nil)
 		if err != nil {
@@ -98,8 +98,7 @@ func TestUDPFlowsLeavePorts(t *testing.T) {
 	}
 }
 
-// TestTCPConnectionsLeavePorts: nor does it take all ports for connections; what comes from
-// outside still does.
+// TestTCPConnectionsLeavePorts checks the same bound for connections, and that inbound connections still work.
 func TestTCPConnectionsLeavePorts(t *testing.T) {
 	const ports, most = 200, 50
 	f, port := forward(t)
@@ -126,8 +125,8 @@ func TestTCPConnectionsLeavePorts(t *testing.T) {
 	p.until("all ends", func() bool { return p.g.outgoing == 0 })
 }
 
-// TestUDPEviction: questions to name servers have bounds of their own, and a flood of them
-// or a scan ends no flow that is in use, nor one that only sends.
+// TestUDPEviction checks that queries to name servers have their own bounds, and that neither a flood of queries nor
+// a scan evicts a flow in use, including one that only sends.
 func TestUDPEviction(t *testing.T) {
 	alias := netip.MustParseAddr("169.254.53.53")
 	server := netip.AddrPortFrom(host4, 53)
@@ -169,7 +168,7 @@ func TestUDPEviction(t *testing.T) {
 			if n := p.g.Counts()[Evicted]; n != uint64(3000-c.most) {
 				t.Errorf("%d evicted", n)
 			}
-			// The last one is there.
+			// The last flow still exists.
 			from, to := c.flood(2999)
 			if p.g.flows.all[flow{from, to}] == nil {
 				t.Error("the last one has no flow")
@@ -187,8 +186,8 @@ func TestUDPEviction(t *testing.T) {
 	}
 }
 
-// A question to a name server waits for its answer while other flows, which were answered, take
-// each other's places.
+// TestQuestionsKeepTheirFlows checks that a query to a name server keeps its flow until the reply, while answered
+// flows evict each other.
 func TestQuestionsKeepTheirFlows(t *testing.T) {
 	alias, server := netip.MustParseAddr("169.254.53.53"), netip.AddrPortFrom(host4, 53)
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}, Outgoing: 40})
@@ -215,12 +214,12 @@ func TestQuestionsKeepTheirFlows(t *testing.T) {
 	}
 }
 
-// TestFlowsLeaveTime: a guest that sends to ever other places does not have the gateway open flows all the time.
-// Questions to name servers, and flows that are there, go on.
+// TestFlowsLeaveTime checks that a guest that sends to new destinations all the time does not occupy the gateway with
+// opening flows: queries to name servers and existing flows go on.
 func TestFlowsLeaveTime(t *testing.T) {
 	alias, server := netip.MustParseAddr("169.254.53.53"), netip.AddrPortFrom(host4, 53)
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}})
-	// Each look at the clock takes a millisecond, so that opening a flow does.
+	// Each reading of the clock advances it by one millisecond, which makes opening a flow expensive.
 	begin, looks := time.Now(), 0
 	p.g.clock = func() time.Time { looks++; return begin.Add(time.Duration(looks) * time.Millisecond) }
 	lasting := flow{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, 9)}
@@ -258,8 +257,8 @@ func TestFlowsLeaveTime(t *testing.T) {
 	}
 }
 
-// TestPinhole: a peer that has said something once, or somebody in its name, is not
-// answered without end where the guest may go nowhere by itself.
+// TestPinhole checks that a peer that has sent one datagram, possibly with a forged source address, is not a
+// permitted destination for ever.
 func TestPinhole(t *testing.T) {
 	for _, c := range []struct {
 		name   string

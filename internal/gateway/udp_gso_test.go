@@ -13,9 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestUDPSegmented: datagrams of sizes that fit behind each other, and that do not, and with hop
-// limits of their own, arrive as they were sent, in their order; over paths that take them at
-// once, and over one that does not.
+// TestUDPSegmented checks that datagrams of equal and different sizes and hop limits arrive unmodified and in order,
+// over paths with and without UDP_SEGMENT.
 func TestUDPSegmented(t *testing.T) {
 	for _, mtu := range []int{65536, 1400} { // of the host
 		lo, err := netlink.LinkByName("lo")

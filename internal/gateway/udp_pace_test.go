@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// reader is the socket of a program behind a member's gateway. What goes inside by the gateway is in the puppet's hands,
-// not in this socket, which the test fills and empties itself.
+// reader is the socket of the program behind a member's gateway. Datagrams from the gateway go to the puppet, not to
+// this socket, which the test fills and empties.
 type reader struct {
 	*behind
 	c      *net.UDPConn
@@ -29,7 +29,7 @@ func newReader(t *testing.T, port uint16) *reader {
 	return r
 }
 
-// open opens the program's socket, and those of its peers.
+// open opens the sockets of the program and of its peers.
 func (r *reader) open(port uint16) {
 	t := r.TB
 	t.Helper()
@@ -48,7 +48,7 @@ func (r *reader) open(port uint16) {
 	}
 }
 
-// fill sends more to the program than its socket takes.
+// fill sends the program more datagrams than its socket takes.
 func (r *reader) fill() {
 	r.Helper()
 	for range 400 {
@@ -56,7 +56,7 @@ func (r *reader) fill() {
 	}
 }
 
-// empty reads all of it.
+// empty reads all datagrams of the socket.
 func (r *reader) empty() {
 	r.Helper()
 	b := make([]byte, 2048)
@@ -77,7 +77,7 @@ func (r *reader) write(c net.Conn, n int) {
 	}
 }
 
-// given counts datagrams that the gateway gave the guest.
+// given counts the datagrams that the gateway has sent to the guest.
 func (r *reader) given() (n int) {
 	r.Helper()
 	for _, ok := r.receive(); ok; _, ok = r.receive() {
@@ -86,7 +86,7 @@ func (r *reader) given() (n int) {
 	return n
 }
 
-// gets waits until so many datagrams went inside since the last call, and no more.
+// gets waits until exactly n datagrams have been sent to the guest since the last call.
 func (r *reader) gets(what string, n int) {
 	r.Helper()
 	got := 0
@@ -97,7 +97,7 @@ func (r *reader) gets(what string, n int) {
 	}
 }
 
-// keeps lets the gateway work for a while, in which no more than so many datagrams may go inside.
+// keeps runs the gateway for a while and checks that at most n datagrams are sent to the guest.
 func (r *reader) keeps(where string, most int) {
 	r.Helper()
 	for range 20 {
@@ -108,12 +108,13 @@ func (r *reader) keeps(where string, most int) {
 	}
 }
 
-// TestPace: what the program's socket has no room for waits in the host's, in order, and comes when there is.
+// TestPace checks that datagrams for which the program's socket has no room wait in the host's socket, and arrive in
+// order when there is room.
 func TestPace(t *testing.T) {
 	newReader(t, 25739).paced()
 }
 
-// TestPaceForward: no less where the host's socket was open before the program's.
+// TestPaceForward checks the same for a host's socket that was opened before the program's.
 func TestPaceForward(t *testing.T) {
 	f, port := forwardUDP(t)
 	f.Port = serviceUDP
@@ -144,7 +145,7 @@ func (r *reader) paced() {
 	})
 }
 
-// TestPaceSmallBuffer: a buffer that is smaller than a datagram takes one at a time.
+// TestPaceSmallBuffer checks that a buffer smaller than a datagram takes one datagram at a time.
 func TestPaceSmallBuffer(t *testing.T) {
 	r := newReader(t, 25740)
 	if err := r.c.SetReadBuffer(1); err != nil {
@@ -156,7 +157,7 @@ func TestPaceSmallBuffer(t *testing.T) {
 	r.gets("into a small, empty socket", 40)
 }
 
-// TestPaceShrunkBuffer: a socket may hold more than its buffer is, if the program makes that smaller.
+// TestPaceShrunkBuffer checks a socket that holds more than its buffer because the program has reduced the buffer.
 func TestPaceShrunkBuffer(t *testing.T) {
 	r := newReader(t, 25743)
 	r.write(r.peer, 1400)
@@ -171,8 +172,8 @@ func TestPaceShrunkBuffer(t *testing.T) {
 	r.gets("into a small, empty socket", 1)
 }
 
-// TestPaceStuck: a program that does not read for long holds nothing up; its kernel drops what it has no room for. Once it
-// reads, it is waited for again.
+// TestPaceStuck checks that the gateway stops waiting for a program that has not read for long; its kernel drops
+// datagrams without room. When the program reads again, the gateway waits again.
 func TestPaceStuck(t *testing.T) {
 	r := newReader(t, 25741)
 	r.write(r.peer, 1400)
@@ -197,7 +198,7 @@ func TestPaceStuck(t *testing.T) {
 	r.keeps("a socket that was read, and is full again", 39) // it had room when it was looked at last
 }
 
-// TestPaceEnds: a program whose socket is closed while it is full ends the waiting, and the member.
+// TestPaceEnds checks that a full socket that is closed ends the waiting, and the member.
 func TestPaceEnds(t *testing.T) {
 	r := newReader(t, 25742)
 	r.write(r.peer, 1400)
@@ -207,8 +208,8 @@ func TestPaceEnds(t *testing.T) {
 		r.write(r.peer, 1400)
 	}
 	r.keeps("a socket that is full", 0)
-	// The kernel reports the closed socket from a worker, which may be late. Until then sock_diag finds no socket, and the
-	// gateway would not wait: its clock stands still meanwhile.
+	// The kernel reports the closed socket from a worker, which may be late. Until then sock_diag finds no socket and
+	// the gateway would not wait, so its clock stands still meanwhile.
 	clock, now := r.g.clock, r.g.now
 	r.g.clock = func() time.Time { return now }
 	r.c.Close()

@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// fewFiles lets the process have so many descriptors, until the test ends.
+// fewFiles sets the descriptor limit of the process until the test ends.
 func fewFiles(t testing.TB, n uint64) {
 	t.Helper()
 	var old unix.Rlimit
@@ -37,7 +37,7 @@ func fewFiles(t testing.TB, n uint64) {
 	})
 }
 
-// device is one of many addresses of a prefix that the host owns.
+// device returns one of many addresses of a prefix that the host owns.
 func device(v6 bool, i int) netip.Addr {
 	if v6 {
 		return netip.AddrFrom16([16]byte{0xfd, 0x99, 13: 1, 14: byte(i >> 8), 15: byte(i)})
@@ -45,7 +45,7 @@ func device(v6 bool, i int) netip.Addr {
 	return netip.AddrFrom4([4]byte{10, 99, byte(i >> 8), byte(i)})
 }
 
-// devices is a socket of the host that receives and sends in the name of all devices.
+// devices is a socket of the host that receives and sends for the addresses of all devices.
 type devices struct {
 	*net.UDPConn
 	v6 bool
@@ -73,7 +73,7 @@ func (j *joined) devices(v6 bool) *devices {
 	return d
 }
 
-// receive takes a datagram: its number, and from where it came and where it went to.
+// receive returns the number in a datagram, its source and its destination.
 func (d *devices) receive(until time.Time) (number int, from netip.AddrPort, to netip.Addr, err error) {
 	if err := d.SetReadDeadline(until); err != nil {
 		return 0, from, to, err
@@ -93,7 +93,7 @@ func (d *devices) receive(until time.Time) (number int, from netip.AddrPort, to 
 	return int(binary.BigEndian.Uint32(b)), from, to, nil
 }
 
-// answer sends a number from a device.
+// answer sends a number from the address of a device.
 func (d *devices) answer(number int, from netip.Addr, to netip.AddrPort) error {
 	control := unix.PktInfo6(&unix.Inet6Pktinfo{Addr: from.As16()})
 	if !d.v6 {
@@ -103,8 +103,8 @@ func (d *devices) answer(number int, from netip.Addr, to netip.AddrPort) error {
 	return err
 }
 
-// TestUDPManyDestinations: a program that asks 20,000 devices from one port, before the first one answers, gets all answers,
-// with descriptors for a fraction of them.
+// TestUDPManyDestinations checks that a program that queries 20,000 devices from one port, before the first one
+// replies, gets all replies, with far fewer descriptors.
 func TestUDPManyDestinations(t *testing.T) {
 	const (
 		files  = 300
@@ -130,7 +130,7 @@ func TestUDPManyDestinations(t *testing.T) {
 			asked := make([]netip.AddrPort, test.all) // the host's ends
 			end := time.Now().Add(4 * patience)
 			for first := 0; first < test.all; first += window {
-				// What the gateway drops as it opens too many flows at a time, a program asks again.
+				// The gateway drops datagrams if it opens too many flows at a time. The program sends these again.
 				for batch := asked[first:][:window]; slices.Contains(batch, netip.AddrPort{}); {
 					if time.Now().After(end) {
 						t.Fatalf("after %d devices: %v", first, j.g.Counts())
@@ -188,7 +188,7 @@ func TestUDPManyDestinations(t *testing.T) {
 	}
 }
 
-// peer is a socket of the host that a guest sends to.
+// peer is a socket of the host to which a guest sends.
 type peer struct {
 	*net.UDPConn
 	at netip.AddrPort
@@ -222,7 +222,7 @@ func (p *puppet) peer(at netip.Addr) *peer {
 	return &peer{c, c.LocalAddr().(*net.UDPAddr).AddrPort()}
 }
 
-// hear takes a datagram, which has to be there: from where it came, and its hop limit.
+// hear receives a datagram that must have arrived, and returns its source and its hop limit.
 func (c *peer) hear(p *puppet, want []byte) (from netip.AddrPort, hops int) {
 	p.Helper()
 	b, control := make([]byte, 1<<16), make([]byte, 64)
@@ -237,8 +237,8 @@ func (c *peer) hear(p *puppet, want []byte) (from netip.AddrPort, hops int) {
 	return from, int(binary.NativeEndian.Uint32(messages[0].Data))
 }
 
-// sharing has as many flows of a port of the guest as have sockets of their own. It returns the port, and two peers to
-// which the next flows go.
+// sharing opens flows of one port of the guest until all sockets of their own are in use. It returns the port and two
+// peers for the next flows.
 func sharing(p *puppet, host netip.Addr) (from netip.AddrPort, peers [2]*peer) {
 	p.Helper()
 	if from = netip.AddrPortFrom(guest4, 5000); host.Is6() {
@@ -268,8 +268,8 @@ func each(t *testing.T, test func(t *testing.T, host netip.Addr)) {
 	}
 }
 
-// TestUDPSharedStranger: the peers of a shared socket reach the guest, each from its own address; a stranger who sends to
-// the same port does not, nor does a peer that the guest has not sent to for long.
+// TestUDPSharedStranger checks that the peers of a shared socket reach the guest, each with its own address, and that
+// a stranger who sends to the same port does not, nor a peer whose flow has expired.
 func TestUDPSharedStranger(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
@@ -301,7 +301,7 @@ func TestUDPSharedStranger(t *testing.T) {
 				t.Errorf("%q from %v to %v, want it from %v", s.payload, s.from, s.to, c.at)
 			}
 		}
-		// Of two that share, one goes on.
+		// One of the two flows of the socket goes on.
 		p.wait(udpIdle / 2)
 		p.put(datagram(from, peers[0].at, []byte("more")))
 		p.turn(0)
@@ -316,8 +316,8 @@ func TestUDPSharedStranger(t *testing.T) {
 	})
 }
 
-// TestUDPSharedErrors: that a destination is not there, the guest is told of that one, whatever else the same socket sends;
-// and what it sends to others is not lost.
+// TestUDPSharedErrors checks that an ICMP error is reported for its destination only, and that datagrams to other
+// destinations of the shared socket are not lost.
 func TestUDPSharedErrors(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
@@ -348,7 +348,7 @@ func TestUDPSharedErrors(t *testing.T) {
 			}
 		}
 		p.quiet()
-		// A socket that was told of others' errors receives, too.
+		// A socket with pending errors of other flows still receives.
 		text := []byte("!")
 		at := p.g.flows.all[flow{from, peers[0].at}]
 		p.put(datagram(from, peers[0].at, text))
@@ -369,8 +369,8 @@ func TestUDPSharedErrors(t *testing.T) {
 	})
 }
 
-// TestUDPSharedHops: each datagram has the guest's hop limit, also where one socket sends them to several peers, one by one
-// or several at once.
+// TestUDPSharedHops checks that each datagram has the guest's hop limit, also if one socket sends to several peers,
+// one datagram or several per call.
 func TestUDPSharedHops(t *testing.T) {
 	const usual = 64 // net.ipv4.ip_default_ttl and net.ipv6.conf.default.hop_limit
 	each(t, func(t *testing.T, host netip.Addr) {
@@ -417,7 +417,8 @@ func TestUDPSharedHops(t *testing.T) {
 	})
 }
 
-// TestUDPSharedForgotten: flows that share a socket end one by one, and the last one closes it.
+// TestUDPSharedForgotten checks that flows of a shared socket expire one by one, and that the last one closes the
+// socket.
 func TestUDPSharedForgotten(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
@@ -451,8 +452,8 @@ func TestUDPSharedForgotten(t *testing.T) {
 	})
 }
 
-// TestUDPSharedFull: where one socket has no place for more flows, the next ones share another one, and when it has places
-// again, they are taken.
+// TestUDPSharedFull checks that flows use another shared socket when the first is full, and use the first again when
+// it has room.
 func TestUDPSharedFull(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
@@ -501,8 +502,8 @@ func TestUDPSharedFull(t *testing.T) {
 	})
 }
 
-// TestUDPSharedNot: questions to name servers have sockets of their own, and so have destinations that the host cannot tell
-// apart.
+// TestUDPSharedNot checks that queries to name servers, and destinations that the host cannot tell apart, have
+// sockets of their own.
 func TestUDPSharedNot(t *testing.T) {
 	dns := netip.MustParseAddr("169.254.53.53")
 	loop := netip.MustParseAddr("127.0.0.1")
@@ -544,8 +545,8 @@ func TestUDPSharedNot(t *testing.T) {
 	}
 }
 
-// TestUDPSharedBounds: flows that share sockets are bounded, take no place of those with sockets of their own, and sockets
-// that are shared leave most ports to these.
+// TestUDPSharedBounds checks that flows of shared sockets are bounded, take no place of flows with sockets of their
+// own, and that shared sockets leave most ports to the latter.
 func TestUDPSharedBounds(t *testing.T) {
 	const outgoing = 40
 	own(t, "10.99.0.0/16")
@@ -588,7 +589,7 @@ func TestUDPSharedBounds(t *testing.T) {
 	if l.sockets != outgoing/sharedDivisor || l.connected.n != outgoing-l.sockets {
 		t.Errorf("%d shared sockets and %d of their own, of %d", l.sockets, l.connected.n, outgoing)
 	}
-	// Where there are no descriptors all of them are given up, those with one flow first.
+	// Without free descriptors all shared sockets are given up, those with one flow first.
 	for n := outgoing; p.g.freeDescriptor(); n-- {
 		if l.connected.n+l.sockets != n-1 || l.connected.n > 0 && l.sockets != outgoing/sharedDivisor {
 			t.Fatalf("%d shared sockets and %d of their own, want %d", l.sockets, l.connected.n, n-1)

@@ -25,8 +25,7 @@ import (
 	"sockeye/room"
 )
 
-// joined is a guest with a kernel of its own, whose gateway works in the network of the
-// test.
+// joined is a guest with its own kernel whose gateway runs in the network namespace of the test.
 type joined struct {
 	testing.TB
 	*lab.Namespace
@@ -34,7 +33,7 @@ type joined struct {
 	g   *Gateway
 }
 
-// join makes a guest.
+// join creates a guest and starts its gateway.
 func join(t testing.TB, mtu int, c Config) *joined {
 	t.Helper()
 	j, run := joinLater(t, mtu, c)
@@ -42,7 +41,7 @@ func join(t testing.TB, mtu int, c Config) *joined {
 	return j
 }
 
-// joinLater makes a guest whose gateway waits for run.
+// joinLater creates a guest whose gateway starts with run.
 func joinLater(t testing.TB, mtu int, c Config) (j *joined, run func()) {
 	t.Helper()
 	addHost(t)
@@ -69,7 +68,7 @@ func joinLater(t testing.TB, mtu int, c Config) (j *joined, run func()) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	// The kernel does it in the background.
+	// A kernel worker does this.
 	for end := time.Now().Add(patience); ; {
 		routes, err := j.Netlink().RouteGet(guest6.AsSlice())
 		if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
@@ -109,7 +108,7 @@ func (j *joined) inside(open func() (*net.UDPConn, error)) *net.UDPConn {
 	return j.timed(c)
 }
 
-// timed has a socket not be waited for without end.
+// timed sets timeouts on a socket.
 func (j *joined) timed(c *net.UDPConn) *net.UDPConn {
 	j.Helper()
 	j.Cleanup(func() { c.Close() })
@@ -119,7 +118,7 @@ func (j *joined) timed(c *net.UDPConn) *net.UDPConn {
 	return c
 }
 
-// echoTo answers all datagrams of a socket with what they are, until it is closed.
+// echoTo returns every datagram of a socket to its sender until the socket is closed.
 func echoTo(c *net.UDPConn) {
 	b := make([]byte, 1<<16)
 	for {
@@ -137,7 +136,7 @@ func random(n int) []byte {
 	return b
 }
 
-// most is the most bytes of a datagram.
+// most is the largest payload of a datagram in bytes.
 func most(a netip.Addr) int {
 	if a.Is4() {
 		return 65507
@@ -155,7 +154,7 @@ func (j *joined) listenUDP(at netip.AddrPort) *net.UDPConn {
 	return j.timed(c)
 }
 
-// TestUDP: datagrams of all sizes go to a server and come back as they were.
+// TestUDP checks that datagrams of all sizes reach a server and that the replies are the same bytes.
 func TestUDP(t *testing.T) {
 	for _, mtu := range []int{1500, 65520} {
 		j := join(t, mtu, everywhere)
@@ -185,8 +184,7 @@ func TestUDP(t *testing.T) {
 	}
 }
 
-// forwardUDP is a socket of the host, for both families, that leads to the guest's
-// innerPort.
+// forwardUDP opens a socket of the host, for both families, that is forwarded to the guest's innerPort.
 func forwardUDP(t testing.TB) (f Forward, port uint16) {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET6, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
@@ -204,7 +202,7 @@ func forwardUDP(t testing.TB) (f Forward, port uint16) {
 	return Forward{FD: fd, Protocol: unix.IPPROTO_UDP, Port: innerPort}, uint16(name.(*unix.SockaddrInet6).Port)
 }
 
-// own has the host have all addresses of a prefix.
+// own makes all addresses of a prefix local to the host.
 func own(t testing.TB, prefix string) {
 	t.Helper()
 	lo, err := netlink.LinkByName("lo")
@@ -220,8 +218,8 @@ func own(t testing.TB, prefix string) {
 	}
 }
 
-// TestUDPInbound: many peers reach the guest, which sees their addresses, and gets its
-// answers back to them, from where they sent to.
+// TestUDPInbound checks that the guest sees the addresses of its peers, and that replies come from the address to
+// which the peer sent.
 func TestUDPInbound(t *testing.T) {
 	own(t, "10.98.0.0/16")
 	own(t, "fd98::/64")
@@ -260,7 +258,7 @@ func TestUDPInbound(t *testing.T) {
 	for i := range 200 {
 		from := netip.AddrFrom4([4]byte{10, 98, byte(i), 7})
 		ask(from, host4, from)
-		// To an address that the host would not answer from.
+		// To an address that the host would not select as a source.
 		ask(from, netip.AddrFrom4([4]byte{10, 98, 255, byte(i)}), from)
 		from = netip.MustParseAddr(fmt.Sprintf("fd98::%x", i+1))
 		ask(from, host6, from)
@@ -268,7 +266,7 @@ func TestUDPInbound(t *testing.T) {
 	}
 	ask(netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("127.0.0.1"), alias4)
 	ask(netip.IPv6Loopback(), netip.IPv6Loopback(), alias6)
-	// Nobody else hears of the guest.
+	// Other hosts receive nothing from the guest.
 	stranger := j.listenUDP(netip.AddrPortFrom(host4, 0))
 	if _, err := server.WriteToUDPAddrPort([]byte("psst"), stranger.LocalAddr().(*net.UDPAddr).AddrPort()); err != nil {
 		t.Fatal(err)
@@ -282,8 +280,8 @@ func TestUDPInbound(t *testing.T) {
 	}
 }
 
-// TestUDPFromPublishedPort: what the guest sends by itself from a port that leads to it
-// comes from the host's port, so that it can be answered.
+// TestUDPFromPublishedPort checks that a datagram that the guest sends from a published port has the host's port as
+// its source, so that the peer can reply.
 func TestUDPFromPublishedPort(t *testing.T) {
 	f, port := forwardUDP(t)
 	j := join(t, 1500, Config{Forwards: []Forward{f}, Outbound: access.Outbound{All: true}})
@@ -307,7 +305,7 @@ func TestUDPFromPublishedPort(t *testing.T) {
 	}
 }
 
-// TestUDPRefused: what the network tells of a datagram, the guest's socket is told.
+// TestUDPRefused checks that the guest's socket receives the ICMP errors of its datagrams.
 func TestUDPRefused(t *testing.T) {
 	j := join(t, 65520, Config{Outbound: access.Outbound{Rules: []access.Rule{
 		{Prefix: netip.MustParsePrefix("10.96.0.0/16"), Last: 65535}, {Prefix: netip.MustParsePrefix("fd96::/64"), Last: 65535},
@@ -353,7 +351,7 @@ func tellErrors(t testing.TB, c *net.UDPConn) {
 	}
 }
 
-// TestUDPBurst: a burst that the guest's socket has room for is not lost on the way.
+// TestUDPBurst checks that no datagram of a burst that fits into the guest's socket is lost.
 func TestUDPBurst(t *testing.T) {
 	f, port := forwardUDP(t)
 	j := join(t, 65520, Config{Forwards: []Forward{f}})
@@ -397,7 +395,7 @@ func TestUDPBurst(t *testing.T) {
 	}
 }
 
-// TestUDPForgotten: flows and peers are forgotten in time.
+// TestUDPForgotten checks that flows and peers expire.
 func TestUDPForgotten(t *testing.T) {
 	f, port := forwardUDP(t)
 	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: access.Outbound{All: true}})
@@ -430,7 +428,7 @@ func TestUDPForgotten(t *testing.T) {
 	}
 }
 
-// TestUDPPeersBounded: whoever pretends to be many keeps nobody out.
+// TestUDPPeersBounded checks that a sender with many forged source addresses does not keep other peers out.
 func TestUDPPeersBounded(t *testing.T) {
 	f, _ := forwardUDP(t)
 	p := newPuppet(t, Config{Forwards: []Forward{f}})
@@ -447,7 +445,7 @@ func TestUDPPeersBounded(t *testing.T) {
 	}
 }
 
-// datagram builds one of the guest.
+// datagram builds a datagram of the guest.
 func datagram(from, to netip.AddrPort, payload []byte) []byte {
 	ip := ipv4Header
 	if from.Addr().Is6() {
@@ -462,8 +460,8 @@ func datagram(from, to netip.AddrPort, payload []byte) []byte {
 	return b
 }
 
-// TestFragments: what is not in order, too long, or never whole is dropped, and does not
-// stay.
+// TestFragments checks that fragments that are malformed, too long, or never complete are dropped and free their
+// memory.
 func TestFragments(t *testing.T) {
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 	piece := func(id uint16, at, n int, more bool) []byte {
