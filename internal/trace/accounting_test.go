@@ -24,21 +24,21 @@ import (
 	"sockeye/lab"
 )
 
-// sending is what is sent on each of some connections.
+// sending describes the messages on each of several connections.
 type sending struct {
 	connections int
 	messages    int // of a connection
 	domain      int
 	options     []option
-	// length and flags are those of each message; nil: 100 bytes, 0.
+	// length and flags are those of each message; nil means 100 bytes and 0.
 	length func(i int) int
 	flags  func(i int) int
 	before func(fd, i int)
-	// after ends the connection; nil: it is closed when all has arrived.
+	// after ends the connection; nil closes it when everything has arrived.
 	after func(c ends)
 }
 
-// run sends, and returns the number of messages, by calls of sendmsg.
+// run sends the messages and returns the number of sendmsg calls.
 func (s sending) run(w *world) uint64 {
 	w.t.Helper()
 	listener, at := w.listen(s.domain)
@@ -86,8 +86,8 @@ func (s sending) run(w *world) uint64 {
 	return calls.Load()
 }
 
-// watch reads the counts until it is stopped, and checks each reading: no count
-// goes back, and in flight are no more than the connections can have.
+// watch reads the counts until it is stopped and checks each reading: no count decreases, and the messages in flight
+// are within the limit of the connections.
 func (k *tracing) watch(connections int) (stop func()) {
 	ended, done := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -106,7 +106,7 @@ func (k *tracing) watch(connections int) (stop func()) {
 				return
 			}
 			r := sum(results)
-			// What ends while the counts of one CPU after the other are read.
+			// Messages that end while the per-CPU counts are read.
 			const meanwhile = 5000
 			if most := uint64(64*connections + meanwhile); r.InFlight > most {
 				k.t.Errorf("%d in flight, at most %d can be", r.InFlight, most)
@@ -128,8 +128,7 @@ func (k *tracing) watch(connections int) (stop func()) {
 	}
 }
 
-// TestAccounting sends a million messages through what loses their keys, and
-// finds each.
+// TestAccounting sends a million messages over paths that lose their timestamp keys, and accounts for every message.
 func TestAccounting(t *testing.T) {
 	needsTimestamps(t)
 	lossy := func(t *testing.T) *world {
@@ -142,7 +141,7 @@ func TestAccounting(t *testing.T) {
 		name  string
 		world func(*testing.T) *world
 		sending
-		// split: the kernel sends what an application has not finished.
+		// split: the kernel sends a part of an unfinished message.
 		want []measure.Outcome // that must be there
 	}{
 		{"small", local, sending{connections: 4, messages: 120_000},
@@ -166,7 +165,7 @@ func TestAccounting(t *testing.T) {
 		}}, []measure.Outcome{measure.Overwritten}},
 		{"wrap", local, sending{connections: 10, messages: 5_000, options: []option{noDelay, firstSeq(0xfffc0000)}},
 			nil},
-		// As many under emulation, or none that is marked is lost.
+		// The same number under emulation, or no marked packet is lost.
 		{"loss", lossy, sending{connections: 8, messages: 5_000 * fewer, domain: unix.AF_INET6, length: mixed},
 			[]measure.Outcome{measure.Retransmitted, measure.Overwritten}},
 		{"records, loss", lossy, sending{connections: 8, messages: 5_000, options: []option{noDelay},
@@ -190,7 +189,8 @@ func TestAccounting(t *testing.T) {
 			stop()
 			r := k.settled()
 			t.Logf("%v for %s", time.Since(start).Round(time.Millisecond), account(r))
-			// Of a call that a signal ended all may have left: then it has no packet to be marked, or one without a stamp.
+			// The data of an interrupted call may have left already: then no packet is left to mark, or the packet
+			// has no timestamp.
 			if cut := calls - uint64(test.connections*test.messages); r.Chosen > calls || calls-r.Chosen > cut || r.Unqueued > cut {
 				t.Errorf("%d chosen of %d calls, %d of them cut short, %d gone before", r.Chosen, calls, cut, r.Unqueued)
 			}
@@ -212,9 +212,8 @@ func TestAccounting(t *testing.T) {
 	}
 }
 
-// TestPartialWrites has an application that does not wait: what the kernel took
-// may have left before sendmsg ends, and then has no packet to be marked but one
-// that waits for its acknowledgement.
+// TestPartialWrites has a non-blocking application: the data that the kernel took may have left before sendmsg
+// returns, and then only a packet that waits for its acknowledgement can be marked.
 func TestPartialWrites(t *testing.T) {
 	k := newTracing(t, everything)
 	w := loopback(t)
@@ -246,14 +245,13 @@ func TestPartialWrites(t *testing.T) {
 	if r.Chosen > calls || r.Unqueued == 0 {
 		t.Errorf("%d chosen of %d calls, want some that were sent before", r.Chosen, calls)
 	}
-	// When the driver had them is known all the same.
+	// The driver's timestamp is still known.
 	if r.Undriven > 0 {
 		t.Errorf("of %d it is not known when the driver had them", r.Undriven)
 	}
 }
 
-// hole is a link that swallows all that carries data from A to B, while it is
-// open.
+// hole is a link that drops all data from A to B while it is open.
 func hole(t testing.TB, o lab.LinkOptions) (w *world, open *atomic.Bool) {
 	t.Helper()
 	open = &atomic.Bool{}
@@ -264,8 +262,7 @@ func hole(t testing.TB, o lab.LinkOptions) (w *world, open *atomic.Bool) {
 	return linked(t, o), open
 }
 
-// TestFull has more messages of a connection under way than can be followed, and
-// reads the counts while nothing moves.
+// TestFull has more messages of a connection in flight than can be tracked, and reads the counts while nothing moves.
 func TestFull(t *testing.T) {
 	k := newTracing(t, everything)
 	w, lost := hole(t, lab.LinkOptions{})
@@ -289,7 +286,7 @@ func TestFull(t *testing.T) {
 	}
 }
 
-// TestKeys has sequence numbers wrap, and a key be 0.
+// TestKeys checks sequence numbers that wrap, and the key 0.
 func TestKeys(t *testing.T) {
 	const length = 100
 	k := newTracing(t, everything)
@@ -321,8 +318,7 @@ func TestKeys(t *testing.T) {
 	}
 }
 
-// acknowledged waits until nothing that was sent is under way, and the kernel has
-// done all that it does about the last acknowledgement.
+// acknowledged waits until nothing is in flight, and until the kernel has processed the last acknowledgement.
 func acknowledged(t testing.TB, fd int) {
 	t.Helper()
 	tick := time.NewTicker(50 * time.Microsecond)
@@ -340,7 +336,7 @@ func acknowledged(t testing.TB, fd int) {
 	}
 }
 
-// TestEnds ends connections in all ways with messages under way.
+// TestEnds ends connections in every way with messages in flight.
 func TestEnds(t *testing.T) {
 	const messages = 30
 	reset := func(fd int) {
@@ -400,7 +396,7 @@ func TestEnds(t *testing.T) {
 	}
 }
 
-// destroy has the kernel end a connection, as ss -K does.
+// destroy ends a connection by SOCK_DESTROY, as ss -K does.
 func destroy(t testing.TB, fd int) {
 	t.Helper()
 	from, err := unix.Getsockname(fd)
@@ -414,7 +410,7 @@ func destroy(t testing.TB, fd int) {
 	check(t, netlink.SocketDestroy(tcp(from), tcp(to)))
 }
 
-// disconnect ends a connection, whose socket can be connected again.
+// disconnect ends a connection and makes its socket connectable again.
 func disconnect(t testing.TB, fd int) {
 	t.Helper()
 	unspecified := unix.RawSockaddr{Family: unix.AF_UNSPEC}
@@ -424,11 +420,10 @@ func disconnect(t testing.TB, fd int) {
 	}
 }
 
-// senderVariable makes the test binary a process that connects to an address,
-// and sends until it is killed.
+// senderVariable makes the test binary a process that connects to an address and sends until it is killed.
 const senderVariable = "SOCKEYE_TEST_SENDER"
 
-// TestSender is that process.
+// TestSender is the entry point of that process.
 func TestSender(t *testing.T) {
 	address := os.Getenv(senderVariable)
 	if address == "" {
@@ -465,8 +460,7 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// TestAdoptedWhileSending takes connections that are open, lets go of them, and
-// takes them again, while they send.
+// TestAdoptedWhileSending adopts, releases and adopts connections again while they send.
 func TestAdoptedWhileSending(t *testing.T) {
 	newTracing(t, "trace: [{cgroup: CGROUP, match: {port: 1}}]")
 	w := loopback(t)
@@ -490,7 +484,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 			<-done
 		})
 	}
-	// Only now is there a tracing that is for them.
+	// The tracing of these connections starts only now.
 	k := newTracing(t, everything)
 	if r := k.result(); r.Chosen != 0 {
 		t.Errorf("before %s", account(r))
@@ -504,7 +498,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 		before := k.result().Chosen
 		within(t, "messages", func() bool { return k.result().Chosen > before+10_000/fewer })
 		check(t, trace.DeselectOpen(k.Trace, k.cgroup))
-		// All that were under way have ended, with their connections' time.
+		// All messages in flight have ended when their connections were released.
 		r := k.settled()
 		if again := k.result(); again.Chosen != r.Chosen {
 			t.Errorf("%d chosen after the connections were let go", again.Chosen-r.Chosen)
@@ -512,7 +506,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 	}
 	_, err := trace.SelectOpen(k.Trace, k.cgroup)
 	check(t, err)
-	// Once more: those that are traced go on.
+	// Adopt again: connections that are traced already go on.
 	again, err := trace.SelectOpen(k.Trace, k.cgroup)
 	check(t, err)
 	if again.Chosen != connections {

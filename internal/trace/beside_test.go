@@ -22,7 +22,7 @@ import (
 	"sockeye/lab"
 )
 
-// runs is how often the program of a tracing has run, while the kernel counts.
+// runs returns how often the program of a tracing has run, with BPF statistics enabled.
 func (k *tracing) runs() (n uint64, each time.Duration) {
 	k.t.Helper()
 	id, err := k.ProgramID()
@@ -45,8 +45,8 @@ func countRuns(t testing.TB) {
 	t.Cleanup(func() { check(t, counting.Close()) })
 }
 
-// TestNoInterference has connections outside of the cgroup that is traced, of
-// which some were traced before: they run no program.
+// TestNoInterference has connections outside the traced cgroup, some of which were traced before: no program runs for
+// them.
 func TestNoInterference(t *testing.T) {
 	countRuns(t)
 	fs := testenv.BPFFS(t)
@@ -77,8 +77,8 @@ func TestNoInterference(t *testing.T) {
 	exchange(traced, messages)
 	n, each := k.runs()
 	t.Logf("for %d messages the program has run %d times, %v each", messages, n, each)
-	// At the end of sendmsg, in the queue, at the driver, and at the end; and for
-	// both sides when they were established.
+	// At the return of sendmsg, in the queue, at the driver, at the acknowledgement, and on both sides when the
+	// connection was established.
 	if r := k.settled(); n < 4*messages || r.Chosen != messages {
 		t.Errorf("the program has run %d times for %s", n, account(r))
 	}
@@ -90,13 +90,13 @@ func TestNoInterference(t *testing.T) {
 	if n, _ := other.runs(); n != 0 {
 		t.Errorf("the program of another cgroup has run %d times for a connection that was traced before", n)
 	}
-	// Nor does a tracing that has not chosen it count its messages.
+	// A tracing that does not sample a connection does not count its messages.
 	again := openTracing(t, "trace: [{cgroup: CGROUP, match: {port: 1}, messages: 1/1}]", inside, filepath.Join(fs, "trace_again"), "")
 	exchange(traced, 1000)
 	if r := again.result(); r.Chosen != 0 {
 		t.Errorf("of a connection that was not chosen %s", account(r))
 	}
-	// One that has only what is received to trace does not count what is sent.
+	// A tracing of received data only does not count what is sent.
 	received := openTracing(t, "trace: [{cgroup: CGROUP, messages: 1/1, stages: [rx_stack]}]", inside, filepath.Join(fs, "trace_received"), "")
 	adopted, err := trace.SelectOpen(received.Trace, testenv.Cgroup()) // where the process is
 	check(t, err)
@@ -110,9 +110,8 @@ func TestNoInterference(t *testing.T) {
 	shut(traced.connected, traced.accepted)
 }
 
-// TestTwoTracings has two of them choose among the same messages, which have one
-// key for both: each account is exact. One that ends leaves the other's
-// connections to it, once they are adopted again.
+// TestTwoTracings lets two tracings sample the same messages, with one timestamp key for both: each account is exact.
+// When one ends, the other keeps its connections, once they are adopted again.
 func TestTwoTracings(t *testing.T) {
 	fs := testenv.BPFFS(t)
 	inner := subgroup(t, "inner")
@@ -123,7 +122,7 @@ func TestTwoTracings(t *testing.T) {
 	var calls uint64
 	inCgroup(t, inner, func() {
 		calls = sending{connections: 4, messages: 2000, domain: unix.AF_INET, flags: func(i int) int { return i % 5 / 4 * unix.MSG_EOR }}.run(w)
-		// Here many packets are joined before they leave.
+		// Here many packets are merged before they are sent.
 		calls += sending{connections: 2, messages: 2000, domain: unix.AF_INET, length: func(int) int { return 1 << 16 }}.run(local)
 	})
 	one, two := all.settled(), some.settled()
@@ -161,8 +160,7 @@ func TestTwoTracings(t *testing.T) {
 	}
 }
 
-// TestForeignProgram has another sock_ops program on the cgroup, with callbacks
-// of its own.
+// TestForeignProgram has another sock_ops program on the cgroup, which enables callbacks of its own.
 func TestForeignProgram(t *testing.T) {
 	const (
 		callbackFlags = 84 // offset of bpf_sock_ops_cb_flags in struct bpf_sock_ops
@@ -212,8 +210,7 @@ func TestForeignProgram(t *testing.T) {
 	}
 }
 
-// TestSamplesLost reads samples through a buffer that is too small: what it does
-// not give is counted.
+// TestSamplesLost reads samples through a buffer that is too small: lost samples are counted.
 func TestSamplesLost(t *testing.T) {
 	k := newTracing(t, everything)
 	reader, err := k.Samples(1 << 13)
@@ -288,7 +285,7 @@ func newRing(t testing.TB) *ring {
 
 func (r *ring) at(offset uint32) *uint32 { return (*uint32)(unsafe.Pointer(&r.queue[offset])) }
 
-// send sends b, and waits until that is done.
+// send sends b and waits for the completion.
 func (r *ring) send(t testing.TB, fd int, b []byte) {
 	t.Helper()
 	tail := *r.at(r.params.sq.tail)

@@ -28,10 +28,10 @@ const (
 	needsSend       = "fentry programs, which this kernel does not allow"
 )
 
-// lacks are what this kernel lacks, by what is said of it.
+// lacks lists what this kernel lacks, by the text that reports it.
 func lacks(t *testing.T) map[string]bool {
 	t.Helper()
-	// Kernels before 5.11 charge maps and programs to RLIMIT_MEMLOCK.
+	// Before Linux 5.11, maps and programs are charged to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
 		t.Fatal(err)
 	}
@@ -45,8 +45,8 @@ func lacks(t *testing.T) map[string]bool {
 	return lacks
 }
 
-// Each stage is measured or skipped with what this kernel would need. A rule of
-// which nothing is left is refused in one line.
+// TestCheckTrace checks that each stage is measured, or skipped with the kernel that it would need. A rule without a
+// stage that can be measured is refused in one line.
 func TestCheckTrace(t *testing.T) {
 	lacks := lacks(t)
 	send := needsTimestamps
@@ -55,7 +55,7 @@ func TestCheckTrace(t *testing.T) {
 	}
 	for _, test := range []struct {
 		rule string
-		// needs is what stages of a rule need, in their order.
+		// needs returns the requirements of the stages of a rule, in their order.
 		stages []string
 		needs  []string
 		all    bool // each of its stages needs something
@@ -100,7 +100,7 @@ func checkNothingLeft(t *testing.T, err error, first api.TraceSkipped) {
 	}
 }
 
-// What a kernel without timestamps makes of rules, whatever this one has.
+// TestNothingLeft checks the result for rules on a kernel without timestamps, whatever this kernel has.
 func TestNothingLeft(t *testing.T) {
 	policy, err := config.Parse([]byte("trace: [{name: y, cgroup: /x, match: {port: 1}, stages: [stack, reader]}, {name: x, cgroup: /x, stages: [stack, network]}]"), "policy.yaml")
 	if err != nil {
@@ -113,8 +113,8 @@ func TestNothingLeft(t *testing.T) {
 	checkNothingLeft(t, unmeasurable(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {stack, network}}), stack)
 }
 
-// An agent whose policy asks for what this kernel cannot measure traces the
-// rest, says so, and refuses to be given more of it.
+// TestTraceWhatThisKernelCan starts an agent whose policy has stages that this kernel cannot measure: it traces the
+// others, reports these, and refuses an apply that adds more of them.
 func TestTraceWhatThisKernelCan(t *testing.T) {
 	lacks := lacks(t)
 	if !lacks[needsSend] && !lacks[needsTimestamps] {
@@ -162,8 +162,8 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 	}
 }
 
-// An agent whose policy has nothing that this kernel can measure starts, says
-// so, and attaches nothing.
+// TestTraceNothingThatThisKernelCan starts an agent whose policy has no stage that this kernel can measure: it
+// starts, reports that, and attaches nothing.
 func TestTraceNothingThatThisKernelCan(t *testing.T) {
 	lacks := lacks(t)
 	first := api.TraceSkipped{Stage: "send", Needs: needsTimestamps}
@@ -189,7 +189,7 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 	if left, err := pin.Pinned(a.Host.Root.Tracing(scope.PinName(testenv.CgroupPath()))); left || err != nil {
 		t.Errorf("pins: %v", err)
 	}
-	// A policy that it can heals it.
+	// A policy that the kernel supports clears the error.
 	policy := domaintest.Policy("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [rx_stack]}\n")
 	if _, err := a.Apply(policy); err != nil {
 		t.Error(err)

@@ -62,8 +62,7 @@ type storedMetric struct {
 	gauge  bool
 }
 
-// traceMetrics gives all metrics of trace, by name. Prometheus adds the label
-// instance to each.
+// traceMetrics returns all metrics of trace by name. Prometheus adds the label instance to each.
 func traceMetrics(t *testing.T) map[string]storedMetric {
 	t.Helper()
 	registry := prometheus.NewRegistry()
@@ -121,16 +120,15 @@ var (
 	queryFunctions = []string{"rate", "sum", "max", "count", "topk", "vector", "histogram_quantile", "histogram_sum", "histogram_count"}
 )
 
-// query is what an expression of PromQL names.
+// query is the set of metrics and labels in a PromQL expression.
 type query struct {
 	families  []string
 	grouping  []string // labels after by
 	variables []string
 }
 
-// readQuery reads as much of PromQL as the dashboard uses. All that it does not
-// know is an error, as are metrics and labels that are not stored, the rate of a
-// gauge, and the bare value of a counter.
+// readQuery parses the part of PromQL that the dashboard uses. Anything else is an error, and so are metrics and
+// labels that are not stored, the rate of a gauge, and the plain value of a counter.
 func readQuery(text string, stored map[string]storedMetric) (q query, err error) {
 	tokens := append(queryToken.FindAllString(text, -1), "")
 	labels := []string{}
@@ -189,7 +187,7 @@ func readQuery(text string, stored map[string]storedMetric) (q query, err error)
 	return q, nil
 }
 
-// readMatchers reads label="value",... to the closing brace, and gives its index.
+// readMatchers parses label="value",... up to the closing brace, and returns its index.
 func readMatchers(tokens []string, i int, m storedMetric) (end int, variables []string, err error) {
 	for ; i+3 < len(tokens); i += 4 {
 		label, op, value := tokens[i], tokens[i+1], strings.Trim(tokens[i+2], `"`)
@@ -224,7 +222,7 @@ func readMatchers(tokens []string, i int, m storedMetric) (end int, variables []
 	return i, nil, fmt.Errorf("a { too many")
 }
 
-// What the dashboard asks for is what the agent exports, all of it.
+// TestDashboardQueries checks that the agent exports every metric that the dashboard queries.
 func TestDashboardQueries(t *testing.T) {
 	d, _ := readDashboard(t)
 	stored := traceMetrics(t)
@@ -297,7 +295,7 @@ func TestDashboardQueries(t *testing.T) {
 	}
 }
 
-// A query with a mistake is one that the test above would not let pass.
+// TestDashboardMistakes checks that wrong queries fail the test above.
 func TestDashboardMistakes(t *testing.T) {
 	stored := traceMetrics(t)
 	for text, want := range map[string]string{
@@ -325,7 +323,7 @@ func TestDashboardMistakes(t *testing.T) {
 	}
 }
 
-// Each panel has a place of its own and says what it shows.
+// TestDashboardPanels checks that panels do not overlap and have a description.
 func TestDashboardPanels(t *testing.T) {
 	d, _ := readDashboard(t)
 	ids := make(map[int]string)
@@ -368,8 +366,8 @@ func TestDashboardPanels(t *testing.T) {
 	}
 }
 
-// Whoever imports the dashboard chooses the data source: nothing of the Grafana
-// where it was made is left.
+// TestDashboardImport checks that an import asks for the data source, and that the file has no identifiers of the
+// Grafana that exported it.
 func TestDashboardImport(t *testing.T) {
 	d, tree := readDashboard(t)
 	if d.ID != nil || len(d.Inputs) != 1 || d.Inputs[0] != struct{ Name, Type, PluginID string }{"DS_PROMETHEUS", "datasource", "prometheus"} {

@@ -45,7 +45,7 @@ const tracePolicy = `trace:
     group_by: remote/24
 `
 
-// traceRunner drives the domain, of cgroups that nothing tunes.
+// traceRunner runs the domain with cgroups that are not tuned.
 func traceRunner(t testing.TB, dir, pins string) *domaintest.Runner {
 	t.Helper()
 	h := domaintest.Host(t, dir, pins, slog.DiscardHandler)
@@ -60,7 +60,7 @@ func (untuned) RuleNames(string) map[uint32]string { return nil }
 
 func tracingOf(r *domaintest.Runner) *Domain { return r.Domains[0].(*Domain) }
 
-// The texts of plans that change rules.
+// TestPlanTrace checks the texts of plans that change rules.
 func TestPlanTrace(t *testing.T) {
 	dir := t.TempDir()
 	a := traceRunner(t, dir, testenv.BPFFS(t)+"/sockeye")
@@ -107,7 +107,8 @@ func TestPlanTrace(t *testing.T) {
 	}
 }
 
-// What a policy cannot trace on this host is no reason not to start: it is shown, and a better one heals it.
+// TestStartWithoutTrace checks that the agent starts although this host cannot apply the trace rules, that status
+// shows the reason, and that a policy that the host supports clears it.
 func TestStartWithoutTrace(t *testing.T) {
 	a := traceRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 	defer a.Stop()
@@ -134,7 +135,8 @@ func TestStartWithoutTrace(t *testing.T) {
 	}
 }
 
-// A change takes place beside what is there. Whoever is killed in between leaves both; the next agent has what the policy says.
+// TestTraceKilledBetween kills the agent between the start of the new tracing and the end of the old one, which
+// leaves both; the next agent has the state of the policy.
 func TestTraceKilledBetween(t *testing.T) {
 	pins := testenv.BPFFS(t) + "/sockeye"
 	a := traceRunner(t, t.TempDir(), pins)
@@ -156,7 +158,7 @@ func TestTraceKilledBetween(t *testing.T) {
 	}
 }
 
-// talk sends messages over a connection of this process, an answer to each.
+// talk sends messages over a connection of this process, with a reply to each.
 func talk(t *testing.T, messages int) {
 	t.Helper()
 	var lc net.ListenConfig
@@ -190,7 +192,7 @@ func talk(t *testing.T, messages int) {
 	}
 }
 
-// sliceByHand begins the history anew, and has none of its slices end after a time: a slow host would be too late for that.
+// sliceByHand restarts the history and ends no slice by time: a slow host would be too late.
 func sliceByHand(d *Domain) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -198,8 +200,8 @@ func sliceByHand(d *Domain) {
 	d.history = &traceHistory{stop: make(chan struct{})}
 }
 
-// The history has each message once, in the slice in which it was chosen, wherever its cgroup, its rules and its agent are in
-// between.
+// TestTraceHistory checks that the history has each message once, in the slice in which it was sampled, across
+// changes of cgroup, rules and agent.
 func TestTraceHistory(t *testing.T) {
 	pins := testenv.BPFFS(t) + "/sockeye"
 	policy := domaintest.Policy(tracePolicy, "/telemetry\n", "\n", "    match: {port: 1790}\n", "", "1/10", "1/1", "  - name: rest\n    cgroup: CGROUP/telemetry\n    messages: 100/s\n    group_by: remote/24\n", "")
@@ -246,7 +248,7 @@ func TestTraceHistory(t *testing.T) {
 	slice(a)
 	check("two slices", a, 10, 6, 0)
 
-	// Gone, and back, with its counts.
+	// The cgroup is removed and created again, with its counts.
 	tracer := tracingOf(a).tracers[name]
 	talk(t, 2)
 	tracer.mu.Lock()
@@ -272,7 +274,7 @@ func TestTraceHistory(t *testing.T) {
 	}
 	talk(t, 1)
 	slice(a)
-	// One is ended for each of the two cgroups.
+	// A slice ends for each of the two cgroups.
 	check("the rules before", a, 10, 6, 0, 6, 8, 2, 0, 2, 0)
 
 	// Another agent.
@@ -301,7 +303,8 @@ func TestTraceHistory(t *testing.T) {
 	}
 }
 
-// The names and labels of the metrics are an interface; the counters go on over a restart of the agent.
+// TestTraceMetrics checks names and labels of the metrics, and that the counters continue after a restart of the
+// agent.
 func TestTraceMetrics(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
 	const address = "127.0.0.1:9734"
@@ -343,7 +346,7 @@ func TestTraceMetrics(t *testing.T) {
 	}
 	checkNative(t, address)
 
-	// Metrics are read while policies change.
+	// Read metrics while policies change.
 	for i := range 6 {
 		text := policy
 		if i%2 == 0 {
@@ -372,7 +375,7 @@ func TestTraceMetrics(t *testing.T) {
 	}
 }
 
-// checkNative reads the histograms as Prometheus does, each classic and native at once.
+// checkNative decodes the histograms as Prometheus does, each as classic and native histogram.
 func checkNative(t *testing.T, address string) {
 	t.Helper()
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+address+"/metrics", nil)
@@ -411,7 +414,8 @@ func checkNative(t *testing.T, address string) {
 			if len(classic) != len(traceBounds) || classic[len(classic)-1].GetCumulativeCount() != h.GetSampleCount() {
 				t.Errorf("classic buckets of %v", m)
 			}
-			// The native ones, from their spans and deltas, have all of it, and lie where the classic ones do.
+			// The native histogram, decoded from spans and deltas, has every message, in the range of its classic
+			// bucket.
 			all, count, at := h.GetZeroCount(), int64(0), 0
 			deltas := h.GetPositiveDelta()
 			below := func(index int) uint64 {

@@ -37,18 +37,16 @@ type tracing struct {
 	names    measure.Names
 }
 
-// everything traces every message of all that connects.
+// everything traces every message of every connection.
 const everything = "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/1}]"
 
-// newTracing opens it with the rules of a policy, in which CGROUP stands for the
-// tests' cgroup.
+// newTracing starts tracing with the rules of a policy, in which CGROUP stands for the tests' cgroup.
 func newTracing(t testing.TB, policy string) *tracing {
 	t.Helper()
 	return openTracing(t, policy, testenv.Cgroup(), filepath.Join(testenv.BPFFS(t), "trace_test"), "")
 }
 
-// needsTimestamps skips a test of what is sent over TCP, where the kernel cannot
-// trace that.
+// needsTimestamps skips a test of sent TCP messages on a kernel that cannot trace them.
 func needsTimestamps(t testing.TB) {
 	t.Helper()
 	if err := bpf.HaveTimestamps(); errors.Is(err, ebpf.ErrNotSupported) {
@@ -86,7 +84,7 @@ func (k *tracing) open(c bpf.TraceConfig) {
 	k.Trace = opened
 }
 
-// results are those of all groups.
+// results returns the results of all groups.
 func (k *tracing) results() []measure.Result {
 	k.t.Helper()
 	results, err := k.names.Results(k.Trace, k.compiled.Rules)
@@ -94,7 +92,7 @@ func (k *tracing) results() []measure.Result {
 	return results
 }
 
-// result adds up all groups.
+// result returns the sum of all groups.
 func (k *tracing) result() measure.Result {
 	k.t.Helper()
 	return sum(k.results())
@@ -121,8 +119,7 @@ func sum(results []measure.Result) measure.Result {
 	return sum
 }
 
-// settled waits until all messages have ended, and checks that they are all
-// accounted for.
+// settled waits until all messages have ended, and checks that each is accounted for.
 func (k *tracing) settled() measure.Result {
 	k.t.Helper()
 	within(k.t, "the end of all messages", func() bool { return k.result().InFlight == 0 })
@@ -137,8 +134,8 @@ func (k *tracing) settled() measure.Result {
 // stamped are the outcomes of messages that are in the histograms.
 var stamped = []measure.Outcome{measure.Acked, measure.Retransmitted, measure.Coalesced}
 
-// checkAccount checks that each message has one outcome or is in flight, and
-// that the histograms have those that were stamped.
+// checkAccount checks that each message has one outcome or is in flight, and that the histograms contain those with
+// timestamps.
 func checkAccount(t testing.TB, r measure.Result) {
 	t.Helper()
 	var ended, timed uint64
@@ -164,7 +161,7 @@ func checkAccount(t testing.TB, r measure.Result) {
 	}
 }
 
-// account says what became of messages.
+// account describes the outcomes of messages.
 func account(r measure.Result) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%d chosen", r.Chosen)
@@ -184,7 +181,7 @@ func account(r measure.Result) string {
 	return b.String()
 }
 
-// sampler collects the samples of all messages from when it is made.
+// sampler collects the samples of all messages since its creation.
 type sampler struct {
 	k      *tracing
 	reader *bpf.TraceReader
@@ -217,12 +214,12 @@ func (k *tracing) samples() *sampler {
 }
 
 func (s *sampler) close() {
-	// A second time it is closed already.
+	// The second time, it is closed already.
 	_ = s.reader.Close()
 	<-s.done
 }
 
-// wait returns the next samples, when there are so many.
+// wait returns the next samples once there are n.
 func (s *sampler) wait(n int) []bpf.TraceSample {
 	s.k.t.Helper()
 	var got []bpf.TraceSample
@@ -239,8 +236,7 @@ func (s *sampler) wait(n int) []bpf.TraceSample {
 	return got
 }
 
-// world is where connections are: loopback of the tests' own namespace, or two
-// namespaces and the link between them.
+// world is where connections run: loopback of the tests' own namespace, or two namespaces with a link between them.
 type world struct {
 	t    testing.TB
 	link *lab.Link
@@ -279,12 +275,12 @@ func linked(t testing.TB, o lab.LinkOptions) *world {
 	}
 	w.link, err = l.Connect(w.a, w.b, o, linkA, linkB)
 	check(t, err)
-	// The default of some hosts paces.
+	// The default queueing discipline of some hosts paces.
 	check(t, w.a.Sysctl("ipv4.tcp_congestion_control", "reno"))
 	return w
 }
 
-// inA and inB run f where connections come from and go to.
+// inA and inB run f in the namespace of the connecting and of the accepting side.
 func (w *world) inA(f func()) { w.do(w.a, f) }
 func (w *world) inB(f func()) { w.do(w.b, f) }
 
@@ -312,8 +308,8 @@ func (w *world) addr(domain int) netip.Addr {
 	return netip.IPv6Loopback()
 }
 
-// ends are the sockets of a connection, that which connected and that which
-// accepted. Unlike those of net, nothing is set on them.
+// ends are the sockets of a connection: the connecting and the accepting one. Unlike the sockets of package net, they
+// have default options.
 type ends struct{ connected, accepted int }
 
 func sockaddr(a netip.AddrPort) unix.Sockaddr {
@@ -323,8 +319,7 @@ func sockaddr(a netip.AddrPort) unix.Sockaddr {
 	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
 }
 
-// newSocket makes a TCP socket that does not wait forever, closed when the test
-// ends.
+// newSocket opens a TCP socket with a timeout, and closes it when the test ends.
 func newSocket(t testing.TB, domain int) int {
 	t.Helper()
 	fd, err := unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
@@ -338,8 +333,7 @@ func newSocket(t testing.TB, domain int) int {
 	return fd
 }
 
-// open are the descriptors that are closed when their test ends: numbers are
-// given again.
+// open lists the descriptors to close when the test ends; the kernel reuses numbers.
 var open struct {
 	sync.Mutex
 	fds map[int]bool
@@ -355,7 +349,7 @@ func closeAfter(t testing.TB, fd int) {
 	t.Cleanup(func() { shut(fd) })
 }
 
-// shut closes a socket, once.
+// shut closes a socket once.
 func shut(fds ...int) {
 	open.Lock()
 	defer open.Unlock()
@@ -367,7 +361,7 @@ func shut(fds ...int) {
 	}
 }
 
-// listen makes a listener.
+// listen opens a listener.
 func (w *world) listen(domain int) (fd int, at netip.AddrPort) {
 	w.t.Helper()
 	w.inB(func() { fd = newSocket(w.t, domain) })
@@ -391,7 +385,7 @@ func portOf(t testing.TB, fd int) uint16 {
 	return 0
 }
 
-// connect makes a connection. Options are set before it is made.
+// connect opens a connection. Options are set before it connects.
 func (w *world) connect(domain int, options ...option) ends {
 	w.t.Helper()
 	listener, at := w.listen(domain)
@@ -430,7 +424,7 @@ func accept(t testing.TB, listener int) int {
 	return fd
 }
 
-// option is set on a socket.
+// option is a socket option.
 type option func(t testing.TB, fd int)
 
 func with(level, name, value int) option {
@@ -442,19 +436,19 @@ func with(level, name, value int) option {
 
 var noDelay = with(unix.SOL_TCP, unix.TCP_NODELAY, 1)
 
-// firstSeq makes the first byte of a connection have a sequence number.
+// firstSeq sets the sequence number of the first byte of a connection.
 func firstSeq(seq uint32) option {
 	return func(t testing.TB, fd int) {
 		t.Helper()
 		with(unix.SOL_TCP, unix.TCP_REPAIR, 1)(t, fd)
 		with(unix.SOL_TCP, unix.TCP_REPAIR_QUEUE, 2)(t, fd) // TCP_SEND_QUEUE
-		// The SYN has one, too.
+		// The SYN occupies one sequence number.
 		with(unix.SOL_TCP, unix.TCP_QUEUE_SEQ, int(int32(seq-1)))(t, fd)
 		with(unix.SOL_TCP, unix.TCP_REPAIR, 0)(t, fd)
 	}
 }
 
-// retry calls again what a signal has interrupted.
+// retry repeats a call that a signal interrupted.
 func retry(call func() (int, error)) (int, error) {
 	for {
 		n, err := call()
@@ -464,13 +458,13 @@ func retry(call func() (int, error)) (int, error) {
 	}
 }
 
-// send is one message; more if a signal ends sendmsg early.
+// send sends one message, or several if a signal interrupts sendmsg.
 func send(fd int, b []byte, flags int) error {
 	_, err := sendAll(fd, b, flags)
 	return err
 }
 
-// sendAll sends all of b, and returns the number of messages that it took.
+// sendAll sends all of b and returns the number of messages.
 func sendAll(fd int, b []byte, flags int) (messages uint64, err error) {
 	for len(b) > 0 {
 		n, err := retry(func() (int, error) { return unix.SendmsgN(fd, b, nil, nil, flags|unix.MSG_NOSIGNAL) })
@@ -483,7 +477,7 @@ func sendAll(fd int, b []byte, flags int) (messages uint64, err error) {
 	return messages, nil
 }
 
-// drain reads until the other side closes, and tells how much it was.
+// drain reads until the other side closes and returns the number of bytes.
 func drain(fd int) <-chan int {
 	done := make(chan int, 1)
 	go func() {
@@ -507,8 +501,7 @@ func tcpInfo(t testing.TB, fd int) *unix.TCPInfo {
 	return info
 }
 
-// inCgroup runs f with the process in a cgroup: sockets that it makes belong to
-// that.
+// inCgroup runs f with the process in a cgroup, to which the sockets that f opens belong.
 func inCgroup(t testing.TB, dir string, f func()) {
 	t.Helper()
 	move := func(dir string) { check(t, cgroup.Move(dir, 0)) }
@@ -517,7 +510,7 @@ func inCgroup(t testing.TB, dir string, f func()) {
 	f()
 }
 
-// subgroup makes a cgroup below that of the tests.
+// subgroup creates a cgroup below the tests' cgroup.
 func subgroup(t testing.TB, name string) string {
 	t.Helper()
 	dir := filepath.Join(testenv.Cgroup(), name)
@@ -535,7 +528,7 @@ func check(t testing.TB, err error) {
 	}
 }
 
-// within fails unless f says yes soon.
+// within waits until f returns true, and fails the test after a timeout.
 func within(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -551,7 +544,7 @@ func within(t testing.TB, what string, f func() bool) {
 	}
 }
 
-// sysctl sets one of the tests' own namespace until the test ends.
+// sysctl sets a sysctl of the tests' own namespace until the test ends.
 func sysctl(t testing.TB, name, value string) {
 	t.Helper()
 	path := "/proc/sys/" + name

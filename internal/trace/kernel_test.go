@@ -22,8 +22,7 @@ import (
 	"sockeye/lab"
 )
 
-// checkSamples checks that the times of messages are in their order, and that no
-// stage is longer than the whole.
+// checkSamples checks that the times of messages are in order, and that no stage is longer than the whole.
 func checkSamples(t testing.TB, k *tracing, samples []bpf.TraceSample) {
 	t.Helper()
 	translate, err := k.names.Translator(k.Trace, k.compiled.Rules)
@@ -46,7 +45,7 @@ func checkSamples(t testing.TB, k *tracing, samples []bpf.TraceSample) {
 	}
 }
 
-// queueing puts a queueing discipline before the link of a world.
+// queueing adds a queueing discipline to the link of a world.
 func (w *world) queueing(attach func(netlink.Link) netlink.Qdisc) {
 	w.t.Helper()
 	nl := w.a.Netlink()
@@ -55,7 +54,7 @@ func (w *world) queueing(attach func(netlink.Link) netlink.Qdisc) {
 	check(w.t, nl.QdiscReplace(attach(dev)))
 }
 
-// tbf is a rate limit with a queue: bytes are as many as may wait.
+// tbf limits the rate with a queue of the given bytes.
 func tbf(rate uint64, bytes uint32) func(netlink.Link) netlink.Qdisc {
 	return func(dev netlink.Link) netlink.Qdisc {
 		return &netlink.Tbf{
@@ -65,8 +64,7 @@ func tbf(rate uint64, bytes uint32) func(netlink.Link) netlink.Qdisc {
 	}
 }
 
-// dropFirst has the link's queue be of three packets: a fourth has the first one
-// dropped.
+// dropFirst limits the link's queue to three packets: a fourth packet causes the first to be dropped.
 func (w *world) dropFirst() {
 	w.t.Helper()
 	nl := w.a.Netlink()
@@ -77,13 +75,13 @@ func (w *world) dropFirst() {
 	root.Defcls = 1
 	class := netlink.NewHtbClass(netlink.ClassAttrs{LinkIndex: index, Handle: netlink.MakeHandle(1, 1), Parent: netlink.MakeHandle(1, 0)},
 		netlink.HtbClassAttrs{Rate: 8 << 20, Buffer: 2000, Cbuffer: 2000})
-	// Its length is that of the device when it is made.
+	// Its length is taken from the device when it is created.
 	fifo := &netlink.GenericQdisc{QdiscType: "pfifo_head_drop",
 		QdiscAttrs: netlink.QdiscAttrs{LinkIndex: index, Handle: netlink.MakeHandle(2, 0), Parent: netlink.MakeHandle(1, 1)}}
 	check(w.t, errors.Join(nl.QdiscReplace(root), nl.ClassAdd(class), nl.LinkSetTxQLen(dev, 3), nl.QdiscAdd(fifo), nl.LinkSetTxQLen(dev, length)))
 }
 
-// TestWorlds sends through what delays, drops, splits and joins packets.
+// TestWorlds sends over paths that delay, drop, split and merge packets.
 func TestWorlds(t *testing.T) {
 	offload := lab.LinkOptions{Delay: time.Millisecond, Offload: true}
 	bulk := func(w *world, c ends) {
@@ -116,7 +114,7 @@ func TestWorlds(t *testing.T) {
 			prepare: func(w *world) { w.queueing(tbf(1<<20, 1<<20)) }, run: records, checks: inQueue},
 		{name: "drops of the host", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET, options: []option{noDelay},
 			prepare: func(w *world) { w.queueing(tbf(2<<20, 2000)) }, run: records, checks: dropped},
-		// The host drops what TCP takes for sent.
+		// The host drops packets that TCP counts as sent.
 		{name: "drops from the queue", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET, options: []option{noDelay},
 			prepare: (*world).dropFirst, run: records, checks: dropped},
 		{name: "smaller packets on the way", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET, run: func(w *world, c ends) {
@@ -172,7 +170,7 @@ func TestWorlds(t *testing.T) {
 	}
 }
 
-// driven: the driver's stamp is there, of packets that are split, too.
+// driven: the driver's timestamp exists, also for packets that are split.
 func driven(t *testing.T, r measure.Result, _ []measure.Sample) {
 	t.Helper()
 	if r.Undriven > 0 || r.Unqueued > 0 {
@@ -180,7 +178,7 @@ func driven(t *testing.T, r measure.Result, _ []measure.Sample) {
 	}
 }
 
-// inQueue: the time is spent there.
+// inQueue: the time is spent in the queue.
 func inQueue(t *testing.T, r measure.Result, _ []measure.Sample) {
 	t.Helper()
 	if p50 := r.Stages[config.StageQdisc].Quantile(0.5); p50 < time.Millisecond {
@@ -191,8 +189,8 @@ func inQueue(t *testing.T, r measure.Result, _ []measure.Sample) {
 	}
 }
 
-// dropped: what the host dropped before the driver had it is no loss of the
-// network, and was not in the queue for so long.
+// dropped: packets that the host dropped before the driver are no loss of the network, and did not wait that long in
+// the queue.
 func dropped(t *testing.T, r measure.Result, samples []measure.Sample) {
 	t.Helper()
 	var again int
@@ -212,8 +210,8 @@ func dropped(t *testing.T, r measure.Result, samples []measure.Sample) {
 	}
 }
 
-// TestStacked has a bridge before the link's device: packets go through two
-// queueing disciplines, and are not sent twice.
+// TestStacked has a bridge in front of the link's device: packets pass through two queueing disciplines, and are not
+// counted as sent twice.
 func TestStacked(t *testing.T) {
 	k := newTracing(t, everything)
 	l := newLab(t)
@@ -270,8 +268,7 @@ func TestStacked(t *testing.T) {
 	driven(t, r, nil)
 }
 
-// TestZeroWindow has a peer that does not read, until the window is closed, and
-// then does.
+// TestZeroWindow has a peer that does not read until the window is closed, and then reads.
 func TestZeroWindow(t *testing.T) {
 	k := newTracing(t, everything)
 	s := k.samples()
@@ -283,7 +280,7 @@ func TestZeroWindow(t *testing.T) {
 	for range messages {
 		check(t, send(c.connected, make([]byte, 1000), unix.MSG_EOR))
 	}
-	// The window stays closed for that long, by the kernel's own account.
+	// The window stays closed at least that long by the kernel's own account.
 	const closed = 100 * time.Millisecond
 	within(t, "a closed window", func() bool {
 		info := tcpInfo(t, c.connected)
@@ -315,7 +312,7 @@ func TestZeroWindow(t *testing.T) {
 	}
 }
 
-// TestWaysToSend sends by all calls that can.
+// TestWaysToSend sends by every system call that can send.
 func TestWaysToSend(t *testing.T) {
 	const messages = 50
 	file, err := os.Create(t.TempDir() + "/file")
@@ -404,7 +401,7 @@ func TestWaysToSend(t *testing.T) {
 	}
 }
 
-// sendMany sends five messages of 4000 bytes with each call.
+// sendMany sends five messages of 4000 bytes per call.
 func sendMany(t *testing.T, fd int) {
 	b := make([]byte, 4000)
 	iov := unix.Iovec{Base: &b[0], Len: 4000}
@@ -424,8 +421,8 @@ func sendMany(t *testing.T, fd int) {
 	}
 }
 
-// TestFastOpen sends with the SYN: what goes there is before the connection is
-// established, and no message. The next ones are, with their own length.
+// TestFastOpen sends data in the SYN: it is sent before the connection is established and is no message. The next
+// messages have their own lengths.
 func TestFastOpen(t *testing.T) {
 	k := newTracing(t, everything)
 	s := k.samples()
@@ -461,13 +458,13 @@ func TestFastOpen(t *testing.T) {
 	}
 }
 
-// TestState compares what a sample says of its connection with TCP_INFO, taken
-// just before the message was sent, on a connection on which nothing moves.
+// TestState compares a sample's state of its connection with TCP_INFO, read just before the message was sent, on an
+// idle connection.
 func TestState(t *testing.T) {
 	k := newTracing(t, everything)
 	s := k.samples()
 	w, lost := hole(t, lab.LinkOptions{Delay: 3 * time.Millisecond})
-	// Nothing is sent again for a while, so that nothing moves between two calls.
+	// Nothing is retransmitted for a while, so that the state does not change between two calls.
 	check(t, w.a.Sysctl("ipv4.tcp_early_retrans", "0"))
 	for _, pacing := range []int{0, 1_000_000} {
 		c := w.connect(unix.AF_INET, noDelay, with(unix.SOL_SOCKET, unix.SO_SNDBUF, 1<<20))
@@ -478,7 +475,7 @@ func TestState(t *testing.T) {
 		var before []*unix.TCPInfo
 		var lengths []uint32
 		one := func(length int) {
-			// The first waits for the end of what has changed it.
+			// The first call waits for the end of what has changed the state.
 			tcpInfo(t, c.connected)
 			before = append(before, tcpInfo(t, c.connected))
 			lengths = append(lengths, uint32(length))
@@ -489,7 +486,7 @@ func TestState(t *testing.T) {
 			acknowledged(t, c.connected)
 		}
 		if pacing == 0 {
-			// Some under way, and some that the congestion window holds.
+			// Some messages are in flight, and the congestion window holds others.
 			lost.Store(true)
 			for range 30 {
 				one(1000)
@@ -518,8 +515,8 @@ func TestState(t *testing.T) {
 	}
 }
 
-// TestStateInRecovery compares what samples say with TCP_INFO while segments are
-// lost and sent again, where nothing has moved meanwhile.
+// TestStateInRecovery compares samples with TCP_INFO during loss and retransmission, where the state has not changed
+// meanwhile.
 func TestStateInRecovery(t *testing.T) {
 	k := newTracing(t, everything)
 	s := k.samples()
@@ -565,7 +562,7 @@ func TestStateInRecovery(t *testing.T) {
 	}
 }
 
-// sent are the segments with data that a link has carried, by when.
+// sent records the segments with data on a link, with their times.
 type sent struct {
 	mu       sync.Mutex
 	segments []segment
@@ -576,7 +573,7 @@ type segment struct {
 	at          uint64 // monotonic, in nanoseconds
 }
 
-// note takes down a packet of IPv4.
+// note records an IPv4 packet.
 func (s *sent) note(packet []byte) {
 	header := int(packet[0]&15) * 4
 	if packet[0]>>4 != 4 || len(packet) < header+20 {
@@ -593,7 +590,7 @@ func (s *sent) note(packet []byte) {
 	s.segments = append(s.segments, segment{binary.BigEndian.Uint32(packet[header+4:]), uint32(len(packet) - data), uint64(now.Nano())})
 }
 
-// first is when a byte was carried for the first time.
+// first returns when a byte was first on the link.
 func (s *sent) first(key uint32) (at uint64, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -605,8 +602,8 @@ func (s *sent) first(key uint32) (at uint64, ok bool) {
 	return 0, false
 }
 
-// A message that shares its packet with a later one has the packet's time, also where the window has the
-// packet split: the link had none before the driver is said to have had it.
+// TestCoalescedTimes checks that a message that shares its packet with a later one has the packet's time, also if the
+// window splits the packet: no byte is on the link before the time of its driver timestamp.
 func TestCoalescedTimes(t *testing.T) {
 	k := newTracing(t, everything)
 	s := k.samples()

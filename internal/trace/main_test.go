@@ -13,7 +13,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
+	// Before Linux 5.11, maps are charged to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
@@ -21,5 +21,5 @@ func TestMain(m *testing.M) {
 	testenv.Main(m)
 }
 
-// TestServer is the process of servers that tests start.
+// TestServer is the entry point of the server processes of tests.
 func TestServer(t *testing.T) { testenv.Serve(t) }

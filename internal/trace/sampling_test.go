@@ -30,8 +30,7 @@ import (
 	"sockeye/lab"
 )
 
-// about fails unless a count lies where chance would have it, but for once in
-// 1.7 million times.
+// about fails the test unless a count is within the range of chance; a correct count fails once in 1.7 million times.
 func about(t testing.TB, what string, got uint64, want, variance float64) {
 	t.Helper()
 	if math.Abs(float64(got)-want) > 5*math.Sqrt(variance)+1 {
@@ -39,7 +38,7 @@ func about(t testing.TB, what string, got uint64, want, variance float64) {
 	}
 }
 
-// TestShares chooses messages and connections by share.
+// TestShares samples messages and connections by share.
 func TestShares(t *testing.T) {
 	policy := func(connections, messages int) string {
 		return fmt.Sprintf("trace: [{cgroup: CGROUP, match: {role: connect}, connections: 1/%d, messages: 1/%d}]", connections, messages)
@@ -49,12 +48,12 @@ func TestShares(t *testing.T) {
 			k := newTracing(t, policy(1, m))
 			const n = 100_000 / fewer
 			sending{connections: 2, messages: n / 2, domain: unix.AF_INET}.run(loopback(t))
-			// Gaps are 1 to 2m - 1, each as likely: of a variance of (m^2 - m) / 3.
+			// Gaps are uniformly distributed from 1 to 2m - 1, with the variance (m^2 - m) / 3.
 			about(t, fmt.Sprintf("1/%d of %d", m, n), k.settled().Chosen, n/float64(m), n/float64(3*m))
 			check(t, bpf.RemoveTrace(k.dir))
 		}
 	})
-	// A connection's first message is like any other.
+	// The first message of a connection is sampled like any other.
 	t.Run("short connections", func(t *testing.T) {
 		for _, m := range []int{2, 10} {
 			k := newTracing(t, policy(1, m))
@@ -64,7 +63,7 @@ func TestShares(t *testing.T) {
 			check(t, bpf.RemoveTrace(k.dir))
 		}
 	})
-	// An application's own period is not what is seen of it.
+	// A period of the application does not bias the sample.
 	t.Run("periodic messages", func(t *testing.T) {
 		const period, n = 10, 20_000
 		k := newTracing(t, policy(1, period))
@@ -95,7 +94,7 @@ func TestShares(t *testing.T) {
 		}
 		chosen := k.settled().Chosen
 		about(t, "connections", chosen, n/share, n/share)
-		// Those that were not chosen are not when they are looked at again.
+		// Connections that were not sampled stay so when they are examined again.
 		for range 3 {
 			adopted, err := trace.SelectOpen(k.Trace, k.cgroup)
 			check(t, err)
@@ -109,7 +108,7 @@ func TestShares(t *testing.T) {
 	})
 }
 
-// TestRates chooses so many messages of a connection in a second at most.
+// TestRates samples a limited number of messages of a connection per second.
 func TestRates(t *testing.T) {
 	for _, most := range []int{3, 1000} {
 		t.Run(fmt.Sprint(most), func(t *testing.T) {
@@ -156,8 +155,7 @@ func TestRates(t *testing.T) {
 	}
 }
 
-// TestSlowest finds the slowest messages of each group and minute among all,
-// while connections end messages on all CPUs.
+// TestSlowest finds the slowest messages of each group and minute, while messages of connections end on all CPUs.
 func TestSlowest(t *testing.T) {
 	k := newTracing(t, "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/1, group_by: port}]")
 	s := k.samples()
@@ -201,7 +199,7 @@ func TestSlowest(t *testing.T) {
 			t.Errorf("group %d: slowest are %v, want %v", at.group, kept[at], want)
 		}
 	}
-	// As a user asks for them: the slowest of all come first.
+	// In the order that users request: the slowest first.
 	first, err := k.names.Slowest(k.Trace, k.compiled.Rules)
 	check(t, err)
 	if len(first) < 3*bpf.TraceSlowestOf || !slices.IsSortedFunc(first, func(a, b measure.Sample) int {
@@ -211,7 +209,7 @@ func TestSlowest(t *testing.T) {
 	}
 }
 
-// TestGroups counts messages by all that there is to group by.
+// TestGroups groups messages by every key.
 func TestGroups(t *testing.T) {
 	lo, err := netlink.LinkByName("lo")
 	check(t, err)
@@ -297,7 +295,7 @@ func TestGroups(t *testing.T) {
 			}
 		})
 	}
-	// Of a service are the messages that its listeners' connections send.
+	// The messages of a service are those that the connections of its listeners send.
 	t.Run("service", func(t *testing.T) {
 		k := newTracing(t, `
 trace: [{cgroup: CGROUP, match: {role: accept}, messages: 1/1, group_by: service}]
@@ -367,8 +365,7 @@ services:
 	})
 }
 
-// newTune tunes the tests' cgroup with one rule for all, of which half of the
-// connections are a control.
+// newTune tunes the tests' cgroup with one rule for all, with half of the connections as a control arm.
 func newTune(t testing.TB, dir string) *bpf.Tune {
 	t.Helper()
 	tune, err := bpf.OpenTune(bpf.TuneConfig{Dir: dir, Cgroup: testenv.Cgroup()})
@@ -386,7 +383,7 @@ func newTune(t testing.TB, dir string) *bpf.Tune {
 	return tune
 }
 
-// TestTuned groups by rule and arm of tune, on a cgroup that is tuned as well.
+// TestTuned groups by rule and arm of tune, on a cgroup that is also tuned.
 func TestTuned(t *testing.T) {
 	fs := testenv.BPFFS(t)
 	tune := newTune(t, filepath.Join(fs, "tune_test"))
@@ -418,8 +415,7 @@ func TestTuned(t *testing.T) {
 	}
 }
 
-// TestBesideTune has tune let go of a connection while it is traced: what is
-// under way then still ends with the connection.
+// TestBesideTune stops tuning a connection while it is traced: messages in flight still end with the connection.
 func TestBesideTune(t *testing.T) {
 	fs := testenv.BPFFS(t)
 	tune := newTune(t, filepath.Join(fs, "tune_test"))
@@ -443,8 +439,7 @@ func TestBesideTune(t *testing.T) {
 	}
 }
 
-// TestConnectedAgain uses a socket for a second connection: its messages are of
-// another group.
+// TestConnectedAgain uses a socket for a second connection: its messages belong to another group.
 func TestConnectedAgain(t *testing.T) {
 	k := newTracing(t, "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/1, group_by: port}]")
 	w := loopback(t)

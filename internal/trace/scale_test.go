@@ -7,10 +7,10 @@ package trace_test
 import "time"
 
 const (
-	// fewer is by how much less tests send.
+	// fewer divides the amount of data that tests send.
 	fewer = 1
-	// slower is how many times longer the machine may take.
+	// slower multiplies the times that tests permit.
 	slower = 1
-	// patience is how long what must come about may take.
+	// patience bounds the wait for an event.
 	patience = time.Minute
 )

@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// newSending traces with the stage send.
+// newSending starts tracing with the stage send.
 func newSending(t testing.TB, policy string) *tracing {
 	t.Helper()
 	k := newTracing(t, policy)
@@ -29,7 +29,7 @@ func newSending(t testing.TB, policy string) *tracing {
 	return k
 }
 
-// sending goes on with the stage send.
+// sending continues tracing with the stage send.
 func (k *tracing) sending() {
 	k.t.Helper()
 	check(k.t, k.Close())
@@ -38,7 +38,7 @@ func (k *tracing) sending() {
 
 const everySend = "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/1, stages: [send, stack, qdisc, network]}]"
 
-// now is CLOCK_MONOTONIC in nanoseconds, as in samples.
+// now returns CLOCK_MONOTONIC in nanoseconds, as in samples.
 func now(t testing.TB) uint64 {
 	t.Helper()
 	var ts unix.Timespec
@@ -46,8 +46,7 @@ func now(t testing.TB) uint64 {
 	return uint64(ts.Nano())
 }
 
-// full is a connection of which the send buffer is full, and stays so until its
-// peer reads.
+// full is a connection whose send buffer is full until its peer reads.
 func full(t testing.TB, w *world) ends {
 	t.Helper()
 	listener, at := w.listen(unix.AF_INET)
@@ -64,8 +63,7 @@ func full(t testing.TB, w *world) ends {
 	}
 }
 
-// TestSend has sendmsg wait until the peer reads: the time is in the stage send,
-// and the whole begins with it.
+// TestSend blocks sendmsg until the peer reads: the wait is counted in the stage send, and the whole starts with it.
 func TestSend(t *testing.T) {
 	k := newSending(t, everySend)
 	s := k.samples()
@@ -80,7 +78,7 @@ func TestSend(t *testing.T) {
 		}
 		calls <- call{began, now(t)}
 	}()
-	// It waits that long, by the kernel's own account.
+	// The call waits at least that long by the kernel's own account.
 	const least = 100 * time.Millisecond
 	limited := func() time.Duration { return time.Duration(tcpInfo(t, c.connected).Rwnd_limited) * time.Microsecond }
 	before := limited()
@@ -126,8 +124,7 @@ func TestSend(t *testing.T) {
 	}
 }
 
-// checkSendHistogram checks that all messages that are in the histogram of the
-// whole have the stage send.
+// checkSendHistogram checks that every message in the histogram of the whole has the stage send.
 func checkSendHistogram(t testing.TB, r measure.Result) {
 	t.Helper()
 	send, total := r.Stages[config.StageSend], r.Stages[measure.Total]
@@ -136,8 +133,7 @@ func checkSendHistogram(t testing.TB, r measure.Result) {
 	}
 }
 
-// TestSendRefused has calls fail, for want of room: the next message begins with
-// its own call.
+// TestSendRefused lets calls fail for lack of space: the next message starts with its own call.
 func TestSendRefused(t *testing.T) {
 	k := newSending(t, everySend)
 	s := k.samples()
@@ -160,8 +156,8 @@ func TestSendRefused(t *testing.T) {
 	}
 }
 
-// TestSendOfOthers sends on connections that are not chosen: nothing is written
-// for them. The chosen one beside them is measured.
+// TestSendOfOthers sends on connections that are not sampled: nothing is recorded for them. A sampled connection
+// beside them is measured.
 func TestSendOfOthers(t *testing.T) {
 	inside := subgroup(t, "inside")
 	k := newSending(t, "trace: [{cgroup: CGROUP, match: {role: connect, port: 7000}, messages: 1/1, stages: [send, stack, network]}]")
@@ -198,8 +194,8 @@ func TestSendOfOthers(t *testing.T) {
 	checkSendHistogram(t, r)
 }
 
-// TestSendBegins has a connection that has sent already when its tracing goes on
-// with the stage send: messages have it from then on. It ends with the tracing.
+// TestSendBegins adds the stage send to a traced connection that has already sent: messages have the stage from then
+// on, until tracing ends.
 func TestSendBegins(t *testing.T) {
 	k := newTracing(t, everySend)
 	if err := bpf.HaveSend(); errors.Is(err, ebpf.ErrNotSupported) {

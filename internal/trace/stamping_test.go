@@ -21,14 +21,14 @@ import (
 	"sockeye/lab"
 )
 
-// Kinds of stamps: SCM_TSTAMP_* of linux/errqueue.h.
+// Kinds of timestamps: SCM_TSTAMP_* of linux/errqueue.h.
 const (
 	stampDriver = iota
 	stampQueue
 	stampACK
 )
 
-// stamp is one of SO_TIMESTAMPING, as an application reads it.
+// stamp is a timestamp of SO_TIMESTAMPING as an application reads it.
 type stamp struct {
 	kind int
 	key  uint32
@@ -38,8 +38,7 @@ var kinds = [...]string{stampDriver: "driver", stampQueue: "queue", stampACK: "a
 
 func (s stamp) String() string { return fmt.Sprintf("%s of %d", kinds[s.kind], s.key) }
 
-// application uses SO_TIMESTAMPING on a connection: keys are bytes since it
-// began to.
+// application uses SO_TIMESTAMPING on a connection: keys are bytes since the option was set.
 type application struct {
 	t  testing.TB
 	fd int
@@ -47,8 +46,8 @@ type application struct {
 
 const asked = unix.SOF_TIMESTAMPING_TX_SCHED | unix.SOF_TIMESTAMPING_TX_SOFTWARE | unix.SOF_TIMESTAMPING_TX_ACK
 
-// newApplication asks for reports on stamps, and for the stamps themselves of
-// every message or, without always, of those that send asks for.
+// newApplication enables reports of timestamps, and timestamps of every message or, without always, of the messages
+// for which send requests them.
 func newApplication(t testing.TB, fd int, always bool) *application {
 	t.Helper()
 	const optIDTCP = 1 << 16 // SOF_TIMESTAMPING_OPT_ID_TCP
@@ -60,7 +59,7 @@ func newApplication(t testing.TB, fd int, always bool) *application {
 	return &application{t, fd}
 }
 
-// send is one message, for which stamps are asked.
+// send sends one message and requests its timestamps.
 func (a *application) send(b []byte, flags int) {
 	a.t.Helper()
 	control := make([]byte, unix.CmsgSpace(4))
@@ -109,7 +108,7 @@ func (a *application) stamps() (all []stamp, at map[stamp]time.Time) {
 	}
 }
 
-// realtime is CLOCK_REALTIME - CLOCK_MONOTONIC, to within half a microsecond.
+// realtime returns CLOCK_REALTIME - CLOCK_MONOTONIC with an error of at most half a microsecond.
 func realtime(t testing.TB) (offset time.Duration) {
 	t.Helper()
 	best := time.Hour
@@ -125,8 +124,7 @@ func realtime(t testing.TB) (offset time.Duration) {
 	return offset
 }
 
-// TestAgainstTimestamping measures messages both ways: the same keys, and the
-// same times.
+// TestAgainstTimestamping measures messages with trace and with SO_TIMESTAMPING: the keys and the times are the same.
 func TestAgainstTimestamping(t *testing.T) {
 	const (
 		messages = 300
@@ -168,8 +166,8 @@ func TestAgainstTimestamping(t *testing.T) {
 			slices.Sort(all)
 			least, middle, high := all[0], all[len(all)/2], all[len(all)*9/10]
 			t.Logf("%s: the application's stamp is later by %v, %v, %v (least, p50, p90)", kinds[kind], least, middle, high)
-			// The program has taken its time when the kernel takes the other's, and at
-			// an acknowledgement it has done all its work.
+			// The program records its time when the kernel records the other one. When an acknowledgement arrives,
+			// the kernel has done all of its work.
 			most := 10 * time.Microsecond
 			if kind == stampACK {
 				most = 30 * time.Microsecond
@@ -182,24 +180,23 @@ func TestAgainstTimestamping(t *testing.T) {
 		shut(c.connected)
 		<-done
 	}
-	// The machine may be slow to acknowledge.
+	// The host may be slow to acknowledge.
 	if r := k.settled(); r.Outcomes[measure.Acked]+r.Outcomes[measure.Retransmitted] != r.Chosen {
 		t.Errorf("%s, want all to be acked", account(r))
 	}
 }
 
-// TestTimestampingIsLeftAlone gives an application, in cases in which messages
-// share packets or do not, the stamps that it would have without tracing.
+// TestTimestampingIsLeftAlone checks that an application gets the timestamps that it would get without tracing, with
+// messages that share packets or do not.
 func TestTimestampingIsLeftAlone(t *testing.T) {
 	needsTimestamps(t)
 	every := func(n int) func(int) bool { return func(i int) bool { return i%n == 0 } }
 	for _, test := range []struct {
 		name string
-		// run sends messages, some of them with the application's stamps, and
-		// returns when all are acknowledged.
+		// run sends messages, some with timestamps of the application, and returns when all are acknowledged.
 		run func(t *testing.T, w *world, c ends, lost func(bool), one func(i int))
-		// joined: packets are sent again. Which of them are joined then depends on
-		// time; the last message of so many has its stamps in any case.
+		// joined: packets are retransmitted. Timing decides which of them are merged; the last of a number of
+		// messages always has its timestamps.
 		joined   int
 		messages int
 	}{
@@ -277,7 +274,7 @@ func TestTimestampingIsLeftAlone(t *testing.T) {
 					})
 					stamps, _ := a.stamps()
 					slices.SortFunc(stamps, compareStamps)
-					// A slow machine may send again what is on its way.
+					// A slow host may retransmit packets that are in flight.
 					stamps = slices.CompactFunc(stamps, func(a, b stamp) bool { return a == b && a.kind != stampACK })
 					switch {
 					case test.joined > 0:
@@ -310,8 +307,7 @@ func TestTimestampingIsLeftAlone(t *testing.T) {
 	}
 }
 
-// TestTimestampingAdopted adopts a connection while a stamp of the application's
-// is under way.
+// TestTimestampingAdopted adopts a connection while a timestamp of the application is pending.
 func TestTimestampingAdopted(t *testing.T) {
 	needsTimestamps(t)
 	w, lost := hole(t, lab.LinkOptions{})
@@ -340,17 +336,17 @@ func TestTimestampingAdopted(t *testing.T) {
 	checkStamps(t, stamps, 9, 9, func(i int) bool { return i == 0 })
 	shut(c.connected)
 	<-done
-	// Those that were sent beside the stamp are left to the application.
+	// Messages that were sent together with it are left to the application.
 	if r := k.settled(); r.Chosen != 8 || r.Outcomes[measure.Application] != 4 {
 		t.Errorf("%s, want 4 of 8 to be left to the application", account(r))
 	}
 }
 
-// size is that of each message in TestTimestampingIsLeftAlone.
+// size is the size of each message in TestTimestampingIsLeftAlone.
 const size = 100
 
-// checkStamps checks that an application has stamps of messages only that it
-// asked for, of the last of so many in any case, and one of each ACK.
+// checkStamps checks that an application has timestamps of the messages for which it requested them only, of the last
+// of a number of messages in any case, and one for each ACK.
 func checkStamps(t testing.TB, stamps []stamp, messages, last int, asked func(int) bool) {
 	t.Helper()
 	had := make(map[stamp]int)
@@ -382,7 +378,7 @@ func compareStamps(a, b stamp) int {
 	return cmp.Or(cmp.Compare(a.key, b.key), cmp.Compare(a.kind, b.kind))
 }
 
-// difference says which stamps one has more often than the other.
+// difference returns the timestamps that one application has more often than the other.
 func difference(have, want []stamp) string {
 	count := make(map[stamp]int)
 	for _, s := range have {

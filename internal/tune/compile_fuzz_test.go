@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/tune"
 )
 
-// bytesDrawn is a fuzzer's input; it draws 0 when it has come to its end.
+// bytesDrawn reads values from a fuzzer's input, and 0 after its end.
 type bytesDrawn struct{ rest []byte }
 
 func (d *bytesDrawn) IntN(n int) int {
@@ -27,7 +27,7 @@ func (d *bytesDrawn) IntN(n int) int {
 
 func (d *bytesDrawn) chance(percent int) bool { return d.IntN(100) < percent }
 
-// wild makes rules that the policy file would refuse, too.
+// wild makes rules, including rules that the policy file would refuse.
 func (d *bytesDrawn) wild(i int) config.TuneRule {
 	r := config.TuneRule{Name: fmt.Sprintf("r%d", i)}
 	if d.chance(30) {

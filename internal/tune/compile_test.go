@@ -10,8 +10,8 @@ import (
 	"sockeye/internal/tune"
 )
 
-// TestMostOptions has a rule that sets all there is, and again in its reaction,
-// which fits; and one that sets more than the policy allows.
+// TestMostOptions has a rule that sets every option, and sets them again in its reaction, which fits into the map;
+// and a rule with more settings than a policy can have.
 func TestMostOptions(t *testing.T) {
 	rule := config.TuneRule{Name: "all", React: &config.React{Retransmits: 0.01, RTOs: -1, Sample: 1}}
 	for _, o := range config.TuneOptions {

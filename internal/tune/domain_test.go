@@ -28,7 +28,7 @@ const tunePolicy = `tune:
     set: {congestion: reno}
 `
 
-// testRunner drives the domain.
+// testRunner runs the domain.
 func testRunner(t testing.TB, dir, pins string) *domaintest.Runner {
 	t.Helper()
 	h := domaintest.Host(t, dir, pins, slog.DiscardHandler)
@@ -37,7 +37,7 @@ func testRunner(t testing.TB, dir, pins string) *domaintest.Runner {
 
 func tuningOf(r *domaintest.Runner) *Domain { return r.Domains[0].(*Domain) }
 
-// The texts of plans that change rules.
+// TestPlanTune checks the texts of plans that change rules.
 func TestPlanTune(t *testing.T) {
 	dir := t.TempDir()
 	a := testRunner(t, dir, testenv.BPFFS(t)+"/sockeye")
@@ -88,7 +88,7 @@ func TestPlanTune(t *testing.T) {
 	}
 
 	swapped := "tune:\n" + strings.Join(append(strings.SplitAfter(tunePolicy, "\n")[5:8], strings.SplitAfter(tunePolicy, "\n")[1:5]...), "")
-	// A rule for all before the other would take all.
+	// A rule for all connections, in first place, would match everything.
 	swapped = strings.Replace(swapped, "set: {congestion", "match: {role: accept}\n    set: {congestion", 1)
 	changes, err := a.Plan(domaintest.Policy(swapped))
 	if err != nil || len(changes) != 2 || changes[1].What != "order: bmp, rest -> rest, bmp" {
@@ -122,7 +122,8 @@ func TestPlanTune(t *testing.T) {
 	}
 }
 
-// A policy that this host cannot tune by is no reason not to start: it is shown.
+// TestStartWithoutTune checks that the agent starts although this host cannot apply the tune rules, and that status
+// shows the reason.
 func TestStartWithoutTune(t *testing.T) {
 	for problem, policy := range map[string]string{
 		"congestion": domaintest.Policy(tunePolicy, "reno", "westwood"),
@@ -139,7 +140,7 @@ func TestStartWithoutTune(t *testing.T) {
 				t.Errorf("%s: %+v", problem, s)
 			}
 		}
-		// A better one heals it.
+		// A policy that the host can apply clears the error.
 		if _, err := a.Apply(domaintest.Policy(tunePolicy)); err != nil {
 			t.Error(err)
 		}

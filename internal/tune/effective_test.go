@@ -22,8 +22,8 @@ import (
 	"sockeye/internal/tune"
 )
 
-// effective looks at a connection with the rule in force that it has, or with
-// the first where it has none, after f may have changed what is known of it.
+// effective explains a connection with its installed rule, or with the first rule if it has none, after f may have
+// changed the known state.
 func (k *tuning) effective(c *net.TCPConn, f func(*bpf.TuneConnection)) map[string]api.TuneValue {
 	k.t.Helper()
 	values := make(map[string]api.TuneValue)
@@ -52,7 +52,7 @@ func (k *tuning) effective(c *net.TCPConn, f func(*bpf.TuneConnection)) map[stri
 	return values
 }
 
-// expect compares a value; of the note, each part must be there, "" for no note.
+// expect compares a value. The note must contain each part; "" means no note.
 func expect(t testing.TB, got api.TuneValue, requested, effective, source string, differs bool, notes ...string) {
 	t.Helper()
 	if got.Requested != requested || got.Effective != effective || got.Source != source || got.Differs != differs {
@@ -65,7 +65,7 @@ func expect(t testing.TB, got api.TuneValue, requested, effective, source string
 	}
 }
 
-// seeing compares values, except those of options that the kernel cannot set.
+// seeing compares values except those of options that the kernel cannot set.
 func seeing(t testing.TB, values map[string]api.TuneValue) func(option, requested, effective, source string, differs bool, notes ...string) {
 	return func(option, requested, effective, source string, differs bool, notes ...string) {
 		t.Helper()
@@ -78,7 +78,7 @@ func seeing(t testing.TB, values map[string]api.TuneValue) func(option, requeste
 const changed = "set by the application or by another program"
 
 func TestEffective(t *testing.T) {
-	// Segments of which a window grows, and does not shrink while it waits.
+	// The window grows with these segments, and does not shrink while it waits.
 	newNetworks(t)
 	sysctl(t, "net/ipv4/tcp_slow_start_after_idle", "0")
 	k := newTuning(t, oneRule(has(t, `sndbuf: 150KB, rcvbuf: 150KB, rcvlowat: 100, pacing_rate: 2Gbit/s, priority: 3, mark: 4294967295, keepalive: true,
@@ -89,7 +89,7 @@ func TestEffective(t *testing.T) {
 		t.Run(family, func(t *testing.T) {
 			p := connect(t, listen(t, address))
 			for role, c := range map[string]*net.TCPConn{"connect": p.connected, "accept": p.accepted} {
-				// What net sets on the sockets, after us.
+				// Options that package net sets on the sockets after the rule.
 				control(t, c, func(fd int) {
 					for option, value := range map[int]int{unix.TCP_NODELAY: 0, unix.TCP_KEEPIDLE: 1, unix.TCP_KEEPINTVL: 30, unix.TCP_KEEPCNT: 4} {
 						check(t, unix.SetsockoptInt(fd, unix.SOL_TCP, option, value))
@@ -142,7 +142,7 @@ func TestEffective(t *testing.T) {
 					see("traffic_class", "18", v["traffic_class"].Effective, "IPV6_TCLASS", false, "for ECN")
 				}
 			}
-			// The window grows while it is used up, which depends on who runs when.
+			// The window grows while it is fully used, which depends on scheduling.
 			var v map[string]api.TuneValue
 			within(t, "a window that has grown", func() bool {
 				transferBetween(t, p.connected, p.accepted, 1<<20)
@@ -181,7 +181,7 @@ func transferBetween(t testing.TB, from, to *net.TCPConn, bytes int) {
 	check(t, <-done)
 }
 
-// TestEffectiveOfEveryOption finds a source or a reason for each.
+// TestEffectiveOfEveryOption expects a source or a reason for every option.
 func TestEffectiveOfEveryOption(t *testing.T) {
 	k := newTuning(t, "")
 	p := connect(t, listen(t, "[::1]:0"))
@@ -252,7 +252,7 @@ func TestEffectiveBounds(t *testing.T) {
 	expect(t, v["window_clamp"], "1B", v["window_clamp"].Effective, "TCP_WINDOW_CLAMP", true, "computes it anew")
 	expect(t, v["tos"], "19", v["tos"].Effective, "IP_TOS", false, "for ECN")
 	expect(t, v["priority"], "5", "5", "SO_PRIORITY", false, "") // though IP_TOS sets the priority too
-	// What is not accepted yet is not cut: only a socket of a process is.
+	// A socket that is not accepted is not limited: only a socket of a process is.
 	v = k.effective(p.connected, nil)
 	expect(t, v["rcvlowat"], "1GB", config.FormatValue(size, rcv), "SO_RCVLOWAT", true, "cut to half of the receive buffer")
 
@@ -275,7 +275,7 @@ func TestEffectiveBounds(t *testing.T) {
 	k.apply(nil)
 	v = k.effective(p.accepted, nil)
 	notes := []string{"doubles"}
-	// Newer kernels compute it at once.
+	// Newer kernels compute the value at once.
 	if clamp := option(t, p.accepted, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP); int64(clamp) < large/2 {
 		notes = append(notes, "64KiB for now: TCP_WINDOW_CLAMP")
 	}
@@ -335,7 +335,7 @@ func TestEffectiveControlArm(t *testing.T) {
 	}
 }
 
-// TestEffectiveReaction has the reaction's values asked for once it came.
+// TestEffectiveReaction expects the values of the reaction after it took place.
 func TestEffectiveReaction(t *testing.T) {
 	k := newTuning(t, "tune: [{name: r, cgroup: CGROUP, set: {congestion: cubic, user_timeout: 5s}, react: {rtos: '> 2', set: {congestion: reno, cwnd_clamp: 10}}}]\n")
 	p := connect(t, listen(t, "[::1]:0"))
@@ -365,7 +365,7 @@ func TestEffectiveLearned(t *testing.T) {
 	}
 }
 
-// TestEffectiveOfMappedAddresses: the socket is an IPv6 one.
+// TestEffectiveOfMappedAddresses checks an IPv6 socket with IPv4-mapped addresses.
 func TestEffectiveOfMappedAddresses(t *testing.T) {
 	k := newTuning(t, oneRule(has(t, "tos: 0x20, traffic_class: 0x20")))
 	l := listen(t, "[::]:0")

@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/tune"
 )
 
-// TestExplainEnds expects a step for each rule up to the one that matches.
+// TestExplainEnds checks that explain has a step for each rule up to the rule that matches.
 func TestExplainEnds(t *testing.T) {
 	p := parse(t, `tune:
   - {name: a, cgroup: CGROUP, set: {nodelay: true}, match: {port: 80}}

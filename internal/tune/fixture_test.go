@@ -34,11 +34,11 @@ type tuning struct {
 	*bpf.Tune
 	t     testing.TB
 	rules []config.TuneRule
-	// unseen: Apply has said that it cannot have connections counted.
+	// unseen: Apply has reported that connections cannot be counted.
 	unseen bool
 }
 
-// newTuning opens it with the rules of a policy, or of none with "".
+// newTuning starts tuning with the rules of a policy, or without rules for "".
 func newTuning(t testing.TB, policy string) *tuning {
 	t.Helper()
 	dir := filepath.Join(testenv.BPFFS(t), "tune_test")
@@ -61,8 +61,7 @@ func newTuning(t testing.TB, policy string) *tuning {
 	return k
 }
 
-// install makes the rules of a policy take effect; CGROUP stands for the
-// tests' cgroup.
+// install applies the rules of a policy; CGROUP stands for the tests' cgroup.
 func (k *tuning) install(policy string) {
 	k.t.Helper()
 	p := parse(k.t, policy)
@@ -85,12 +84,12 @@ func parse(t testing.TB, policy string) *config.Policy {
 	return p
 }
 
-// oneRule is a policy with a rule r for all connections, which sets.
+// oneRule returns a policy with a rule r that applies set to all connections.
 func oneRule(set string) string {
 	return "tune: [{name: r, cgroup: CGROUP, set: {" + set + "}}]\n"
 }
 
-// id finds the number of a rule in force by its name.
+// id returns the number of an installed rule by its name.
 func (k *tuning) id(name string) uint32 {
 	k.t.Helper()
 	rules, err := k.Rules()
@@ -106,7 +105,7 @@ func (k *tuning) id(name string) uint32 {
 	return 0
 }
 
-// stats adds up both arms of a rule.
+// stats returns the sum of both arms of a rule.
 func (k *tuning) stats(name string, arm int) *bpf.TuneStats {
 	k.t.Helper()
 	s, err := k.Stats(k.id(name), arm)
@@ -116,13 +115,12 @@ func (k *tuning) stats(name string, arm int) *bpf.TuneStats {
 	return s
 }
 
-// pair is a connection over loopback: the side that connected and the side
-// that accepted.
+// pair is a connection over loopback: the connecting and the accepting side.
 type pair struct{ connected, accepted *net.TCPConn }
 
 var families = map[string]string{"ipv4": "127.0.0.1:0", "ipv6": "[::1]:0"}
 
-// listen makes a listener that is no MPTCP socket.
+// listen opens a listener that is not an MPTCP socket.
 func listen(t testing.TB, address string) *net.TCPListener {
 	t.Helper()
 	var c net.ListenConfig
@@ -135,7 +133,7 @@ func listen(t testing.TB, address string) *net.TCPListener {
 	return l.(*net.TCPListener)
 }
 
-// connect makes a connection to a listener.
+// connect connects to a listener.
 func connect(t testing.TB, l *net.TCPListener) pair {
 	t.Helper()
 	return connectTo(t, l, l.Addr().String())
@@ -158,7 +156,7 @@ func connectTo(t testing.TB, l *net.TCPListener, address string) pair {
 	return pair{c.(*net.TCPConn), a}
 }
 
-// control runs f with a connection's descriptor.
+// control calls f with the descriptor of a connection.
 func control(t testing.TB, c *net.TCPConn, f func(fd int)) {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -170,7 +168,7 @@ func control(t testing.TB, c *net.TCPConn, f func(fd int)) {
 	}
 }
 
-// option reads an option that is a number.
+// option reads a numeric option.
 func option(t testing.TB, c *net.TCPConn, level, name int) (value int) {
 	t.Helper()
 	control(t, c, func(fd int) {
@@ -182,7 +180,7 @@ func option(t testing.TB, c *net.TCPConn, level, name int) (value int) {
 	return value
 }
 
-// ruleOf is the name of the rule that a connection has, "" for none.
+// ruleOf returns the name of a connection's rule, "" for none.
 func (k *tuning) ruleOf(c *net.TCPConn) (name string) {
 	k.t.Helper()
 	control(k.t, c, func(fd int) {
@@ -204,7 +202,7 @@ func (k *tuning) ruleOf(c *net.TCPConn) (name string) {
 	return name
 }
 
-// network is what the tests of one family use.
+// network has the addresses of one family.
 type network struct {
 	name   string
 	domain int
@@ -212,7 +210,7 @@ type network struct {
 	mss    int // of lo as newNetworks sets it
 }
 
-// newNetworks gives lo an MTU of 1500 until the test ends.
+// newNetworks sets the MTU of lo to 1500 until the test ends.
 func newNetworks(t testing.TB) []network {
 	t.Helper()
 	lo, err := netlink.LinkByName("lo")
@@ -233,7 +231,7 @@ func newNetworks(t testing.TB) []network {
 	}
 }
 
-// sysctl sets one until the test ends.
+// sysctl sets a sysctl until the test ends.
 func sysctl(t testing.TB, name, value string) {
 	t.Helper()
 	path := "/proc/sys/" + name
@@ -251,8 +249,8 @@ func sysctl(t testing.TB, name, value string) {
 	})
 }
 
-// installRules makes rules of the tests' cgroup take effect. Unlike a policy's,
-// their values may be such as the kernel refuses, and come in any order.
+// installRules applies rules to the tests' cgroup. Unlike the rules of a policy, they can have values that the kernel
+// refuses, in any order.
 func (k *tuning) installRules(rules ...config.TuneRule) {
 	k.t.Helper()
 	for i := range rules {
@@ -278,8 +276,7 @@ func optionID(t testing.TB, s config.Setting) int {
 	return o.ID
 }
 
-// failed is how often options of the rules in force could not be set, by
-// rule/option/errno.
+// failed counts the options of installed rules that could not be set, by rule/option/errno.
 func (k *tuning) failed() map[string]uint64 {
 	k.t.Helper()
 	failures, err := k.Failures()
@@ -303,8 +300,8 @@ func (k *tuning) failed() map[string]uint64 {
 	return named
 }
 
-// lacking skips a test for what the kernel says that it lacks. A kernel of the
-// version that brought it, or a later one, has it: what says otherwise is wrong.
+// lacking skips a test for a feature that the kernel lacks. On a kernel of the version that added the feature, or a
+// newer one, it fails the test.
 func lacking(t testing.TB, since string, reason error) {
 	t.Helper()
 	if !olderThan(t, since) {
@@ -313,7 +310,7 @@ func lacking(t testing.TB, since string, reason error) {
 	t.Skipf("kernel: %v", reason)
 }
 
-// olderThan compares the kernel's version, given as 6.12.
+// olderThan compares the kernel's version with a version such as 6.12.
 func olderThan(t testing.TB, version string) bool {
 	t.Helper()
 	var u unix.Utsname
@@ -327,14 +324,14 @@ func olderThan(t testing.TB, version string) bool {
 	return slices.Compare(running[:], wanted[:]) < 0
 }
 
-// probed is what Probe says, asked once: it is the same all the time.
+// probed returns the result of Probe, which is run once.
 var probed struct {
 	once    sync.Once
 	options map[string]error
 	err     error
 }
 
-// lacks is why the kernel cannot set an option, nil if it can.
+// lacks returns why the kernel cannot set an option, or nil.
 func lacks(t testing.TB, option string) error {
 	t.Helper()
 	probed.once.Do(func() { probed.options, probed.err = tune.Probe(probeFolders(t)) })
@@ -351,8 +348,7 @@ func needs(t testing.TB, option string) {
 	}
 }
 
-// has keeps of the settings of a rule, as the policy has them, those that the
-// kernel can set, and of others says that they are left out.
+// has returns the settings of a rule that the kernel can set, and logs the others.
 func has(t testing.TB, set string) string {
 	t.Helper()
 	var kept []string
@@ -367,7 +363,7 @@ func has(t testing.TB, set string) string {
 	return strings.Join(kept, ",")
 }
 
-// tells tells whether getsockopt(2) knows an option of TCP sockets.
+// tells reports whether getsockopt(2) knows an option of TCP sockets.
 func tells(t testing.TB, level, name int) bool {
 	t.Helper()
 	_, err := unix.GetsockoptInt(newSocket(t, unix.AF_INET), level, name)
@@ -377,7 +373,7 @@ func tells(t testing.TB, level, name int) bool {
 	return err == nil
 }
 
-// tellsWindow tells whether TCP_INFO has the window that a socket offers.
+// tellsWindow reports whether TCP_INFO has the window that a socket offers.
 func tellsWindow(t testing.TB) bool {
 	t.Helper()
 	var info unix.TCPInfo
@@ -390,8 +386,7 @@ func tellsWindow(t testing.TB) bool {
 	return uintptr(length) > unsafe.Offsetof(info.Rcv_wnd)
 }
 
-// ends are the sockets of a connection. Unlike those of net, nothing is set
-// on them.
+// ends are the sockets of a connection. Unlike the sockets of package net, they have default options.
 type ends struct{ connected, accepted int }
 
 func sockaddr(a netip.AddrPort) unix.Sockaddr {
@@ -401,8 +396,7 @@ func sockaddr(a netip.AddrPort) unix.Sockaddr {
 	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
 }
 
-// newSocket makes a TCP socket that does not wait forever, closed when the test
-// ends.
+// newSocket opens a TCP socket with a timeout, and closes it when the test ends.
 func newSocket(t testing.TB, domain int) int {
 	t.Helper()
 	fd, err := unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
@@ -418,7 +412,7 @@ func newSocket(t testing.TB, domain int) int {
 	return fd
 }
 
-// listenSocket makes a listener at an address, and returns its port too.
+// listenSocket opens a listener at an address, and returns its port too.
 func listenSocket(t testing.TB, domain int, addr netip.Addr) (fd int, at netip.AddrPort) {
 	t.Helper()
 	fd = newSocket(t, domain)
@@ -461,7 +455,7 @@ func connectSockets(t testing.TB, listener int, at netip.AddrPort) ends {
 	return ends{fd, acceptSocket(t, listener)}
 }
 
-// connectDeaf starts a connection that hears nothing of what the other side says.
+// connectDeaf starts a connection that receives nothing from the other side.
 func connectDeaf(t testing.TB, at netip.AddrPort) int {
 	t.Helper()
 	domain := unix.AF_INET6
@@ -500,7 +494,7 @@ func acceptSocket(t testing.TB, listener int) int {
 	return fd
 }
 
-// retry calls again what a signal has interrupted, as calls with a timeout are.
+// retry repeats a call that was interrupted by a signal, as calls with a timeout are.
 func retry(call func() (int, error)) (int, error) {
 	for {
 		n, err := call()
@@ -534,7 +528,7 @@ func receive(fd int, b []byte) error {
 	return nil
 }
 
-// transfer sends bytes from one socket to another, and checks that they arrive.
+// transfer sends bytes from one socket to another and checks that they arrive.
 func transfer(t testing.TB, from, to int, bytes int) {
 	t.Helper()
 	sent, got := make([]byte, bytes), make([]byte, bytes)
@@ -572,13 +566,13 @@ func tcpInfo(t testing.TB, fd int) *unix.TCPInfo {
 	return info
 }
 
-// wire shows the TCP segments that leave through lo.
+// wire captures the TCP segments on lo.
 type wire struct {
 	t  testing.TB
 	fd int
 }
 
-// segment is one of them.
+// segment is a captured TCP segment.
 type segment struct {
 	at             time.Time
 	source, target netip.AddrPort
@@ -598,8 +592,7 @@ const (
 	flagCWR = 1 << 7
 )
 
-// watchWire shows segments from now on. With a hash, only those of flows whose
-// hash in the kernel it is.
+// watchWire starts a capture. With a hash, it captures only flows with that hash in the kernel.
 func watchWire(t testing.TB, hash uint32) *wire {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
@@ -632,7 +625,7 @@ func watchWire(t testing.TB, hash uint32) *wire {
 	return &wire{t, fd}
 }
 
-// next waits for the next segment that is wanted.
+// next waits for the next wanted segment.
 func (w *wire) next(wanted func(s *segment) bool) *segment {
 	w.t.Helper()
 	packet, control := make([]byte, 1<<16+64), make([]byte, 128)
@@ -661,7 +654,7 @@ func (w *wire) next(wanted func(s *segment) bool) *segment {
 	}
 }
 
-// parseSegment reads an IP packet; nil if it has no TCP header.
+// parseSegment parses an IP packet and returns nil if it has no TCP header.
 func parseSegment(b []byte) *segment {
 	s := &segment{}
 	var source, target []byte
@@ -690,7 +683,7 @@ func parseSegment(b []byte) *segment {
 	return s
 }
 
-// subgroup makes a cgroup below that of the tests.
+// subgroup creates a cgroup below the tests' cgroup.
 func subgroup(t testing.TB, name string) string {
 	t.Helper()
 	dir := filepath.Join(testenv.Cgroup(), name)
@@ -708,7 +701,7 @@ func check(t testing.TB, err error) {
 	}
 }
 
-// within fails unless f says yes soon.
+// within waits until f returns true, and fails the test after a timeout.
 func within(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -740,7 +733,7 @@ func protocolOf(t testing.TB, c syscall.Conn) (protocol int) {
 	return protocol
 }
 
-// openSockets counts the TCP sockets of the tests' cgroup.
+// openSockets returns the number of TCP sockets in the tests' cgroup.
 func openSockets(t testing.TB) (n int) {
 	t.Helper()
 	problems, err := procsock.WalkOnce(testenv.Cgroup(), func(*procsock.Socket) error {

@@ -14,8 +14,8 @@ import (
 	"sockeye/internal/config"
 )
 
-// TestRefusedValues has the kernel refuse what a policy cannot say: each time is
-// counted, and the connection goes on.
+// TestRefusedValues sets values that a policy cannot express and the kernel refuses: each refusal is counted, and the
+// connection works.
 func TestRefusedValues(t *testing.T) {
 	const connect, both = 1, 2 // ends of a connection that try
 	refused := []struct {
@@ -59,7 +59,7 @@ func TestRefusedValues(t *testing.T) {
 		}
 		t.Run(name, func(t *testing.T) {
 			k := &tuning{Tune: k.Tune, t: t}
-			// One that comes before all others that are refused, and one after.
+			// One setting precedes the refused ones, and one follows them.
 			k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{
 				{Option: "mark", Value: before}, r.setting, {Option: "priority", Value: after},
 			}})
@@ -88,8 +88,8 @@ func TestRefusedValues(t *testing.T) {
 	}
 }
 
-// TestDualStack has IPv4 clients come to an IPv6 listener: their requests are of
-// the listener's family, and must be decided by their addresses all the same.
+// TestDualStack connects IPv4 clients to an IPv6 listener: the requests have the listener's family, and the rules
+// must use the IPv4 addresses.
 func TestDualStack(t *testing.T) {
 	sysctl(t, "net/ipv4/tcp_ecn", "0")
 	k := newTuning(t, "")
@@ -106,7 +106,7 @@ func TestDualStack(t *testing.T) {
 	k.installRules(
 		config.TuneRule{Name: "ipv4", Match: accept("127.0.0.0/8"), Set: set(4, 4, 40*1000*1000, 1)},
 		config.TuneRule{Name: "ipv6", Match: accept("::/0"), Set: set(6, 6, 60*1000*1000, 0)},
-		// Clients ask for ECN.
+		// Clients request ECN.
 		config.TuneRule{Name: "clients", Match: config.Match{Role: config.RoleConnect}, Set: []config.Setting{{Option: "ecn", Value: 1}}},
 	)
 	for _, test := range []struct {
@@ -153,8 +153,8 @@ func TestDualStack(t *testing.T) {
 					if class != 0x40 {
 						t.Errorf("traffic class is %#x, want 0x40", class)
 					}
-				// The kernel sets tos on AF_INET sockets only, and the traffic class of
-				// this one is not written into IPv4 packets.
+				// The kernel applies tos to AF_INET sockets only, and does not write the traffic class of this socket
+				// into IPv4 packets.
 				case class != 0:
 					t.Errorf("type of service is %#x, want 0", class)
 				}
@@ -166,7 +166,7 @@ func TestDualStack(t *testing.T) {
 	}
 }
 
-// TestMappedClient connects with an IPv6 socket to an IPv4 address.
+// TestMappedClient connects an IPv6 socket to an IPv4 address.
 func TestMappedClient(t *testing.T) {
 	k := newTuning(t, "")
 	ipv4 := newNetworks(t)[0]
@@ -189,8 +189,7 @@ func TestMappedClient(t *testing.T) {
 	}
 }
 
-// TestWithoutRule leaves connections that no rule matches as the kernel makes
-// them, beside ones that have one.
+// TestWithoutRule checks that connections without a rule keep the kernel's defaults, beside connections with a rule.
 func TestWithoutRule(t *testing.T) {
 	plain := func(n network) (options []int, info [3]uint32) {
 		fd, at := listenSocket(t, n.domain, n.addr)

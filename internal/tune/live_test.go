@@ -31,7 +31,7 @@ import (
 	"sockeye/internal/tune"
 )
 
-// apply applies the rules in force to the open connections of the tests' cgroup.
+// apply applies the installed rules to the open connections of the tests' cgroup.
 func (k *tuning) apply(only func(string) bool) tune.Report {
 	k.t.Helper()
 	had := descriptors(k.t)
@@ -44,7 +44,7 @@ func (k *tuning) apply(only func(string) bool) tune.Report {
 	return r
 }
 
-// problems are those of single sockets and processes.
+// problems returns the problems of single sockets and processes.
 func (k *tuning) problems(r tune.Report) []string {
 	last := len(r.Problems) - 1
 	if last < 0 || !strings.HasSuffix(r.Problems[last], "are not counted and never react: not supported before Linux 6.12") {
@@ -69,7 +69,7 @@ func checkLive(t testing.TB, err error) {
 	check(t, err)
 }
 
-// revert takes back, after the saved state went through a file.
+// revert reverts the changes, with the saved state written to a file and read back.
 func (k *tuning) revert(saved tune.Saved) tune.Reverted {
 	k.t.Helper()
 	text, err := json.Marshal(saved)
@@ -85,8 +85,7 @@ func (k *tuning) revert(saved tune.Saved) tune.Reverted {
 	return r
 }
 
-// readings are all values that can be read of a connection on this kernel, with
-// the locks of its buffers.
+// readings returns all values of a connection that this kernel reports, and the locks of its buffers.
 func readings(t testing.TB, c *net.TCPConn) map[string]string {
 	t.Helper()
 	values := make(map[string]string)
@@ -152,7 +151,7 @@ func differences(a, b map[string]string) []string {
 	return names
 }
 
-// flow sends random data through connections, both ways, until it is stopped.
+// flow sends random data over connections in both directions until it is stopped.
 type flow struct {
 	t    testing.TB
 	stop chan struct{}
@@ -211,7 +210,7 @@ func (f *flow) pump(from, to *net.TCPConn) {
 	})
 }
 
-// end ends the connections, and checks what arrived.
+// end closes the connections and checks the received data.
 func (f *flow) end() {
 	f.once.Do(func() { close(f.stop) })
 	f.wait.Wait()
@@ -222,8 +221,7 @@ const bothRoles = `tune:
   - {name: a, cgroup: CGROUP, match: {role: accept}, set: {rcvbuf: 150KB, rto_min: 20ms, tos: 0x20, traffic_class: 0x40}}
 `
 
-// TestApply gives rules to connections of this process and of another, through
-// which data flows.
+// TestApply applies rules to connections of this process and of another process, while they transfer data.
 func TestApply(t *testing.T) {
 	var pairs []pair
 	for _, address := range families {
@@ -253,7 +251,7 @@ func TestApply(t *testing.T) {
 	if r.Adopted != 2*len(pairs)+2 || r.ByRule["c"] != want["c"] || r.ByRule["a"] != want["a"] || r.AlreadyTuned+r.NoRule+r.NotAsked+r.Control != 0 {
 		t.Errorf("report %+v, want %v", r, want)
 	}
-	// c: sndbuf, user_timeout, congestion, cwnd_clamp; a: rcvbuf, rto_min and one of the last.
+	// c: sndbuf, user_timeout, congestion, cwnd_clamp; a: rcvbuf, rto_min and one of the newest options.
 	if options := 4*want["c"] + 3*want["a"]; r.Options != options || len(r.Failures) > 0 || len(r.Problems) > 0 || len(r.Saved) != r.Adopted {
 		t.Errorf("report %+v, want %d options set", r, options)
 	}
@@ -296,7 +294,7 @@ func TestApply(t *testing.T) {
 		}
 		s := k.stats("c", bpf.TuneArmTreated)
 		if k.unseen {
-			// Those that were adopted are done with, and nobody counts.
+			// The adopted connections are closed, and are not counted.
 			return s.Closed == uint64(len(pairs)+1) && s.Bytes == 0
 		}
 		return s.Closed == uint64(len(pairs)) && s.Bytes > 0
@@ -316,7 +314,7 @@ func TestApplyOnly(t *testing.T) {
 	}
 }
 
-// TestApplyAfterAChange has the next rule take over from one that is retired.
+// TestApplyAfterAChange checks that the next rule takes over from a removed rule.
 func TestApplyAfterAChange(t *testing.T) {
 	p := connect(t, listen(t, "127.0.0.1:0"))
 	before := readings(t, p.connected)
@@ -343,8 +341,8 @@ func TestApplyAfterAChange(t *testing.T) {
 	}
 }
 
-// TestApplyOrder has a rule that is put before another take its connections,
-// by the role that they are known to have, though their listener is gone.
+// TestApplyOrder checks that a new rule in first place takes over connections, by their known role, although their
+// listener is closed.
 func TestApplyOrder(t *testing.T) {
 	k := newTuning(t, oneRule("user_timeout: 1s"))
 	l := listen(t, "127.0.0.1:0")
@@ -357,7 +355,7 @@ func TestApplyOrder(t *testing.T) {
 	}
 }
 
-// TestApplyKeepsTagged leaves a rule to a connection whose tag led to it.
+// TestApplyKeepsTagged checks that a connection that matched by its tag keeps its rule.
 func TestApplyKeepsTagged(t *testing.T) {
 	k := newTuning(t, `tune:
   - {name: tagged, cgroup: CGROUP, match: {role: accept, tag: rack}, set: {user_timeout: 1s}}
@@ -435,7 +433,7 @@ func TestApplyCountsFailures(t *testing.T) {
 	}
 }
 
-// TestApplyToOthers names what cannot be tuned, and why.
+// TestApplyToOthers checks that sockets that cannot be tuned are named with the reason.
 func TestApplyToOthers(t *testing.T) {
 	here, there := subgroup(t, "here"), subgroup(t, "there")
 	child := testenv.StartServer(t, there, "127.0.0.1:0", 0)
@@ -504,14 +502,13 @@ func TestApplyToMPTCP(t *testing.T) {
 	}
 }
 
-// liveOptions sets all that can be set on open connections, each to something
-// else than the default.
+// liveOptions sets every option that can be set on open connections to a value other than the default.
 const liveOptions = `sndbuf: 150KB, rcvbuf: 150KB, rcvlowat: 100, pacing_rate: 2Gbit/s, priority: 3, mark: 7, keepalive: false,
 	reuse_address: true, txrehash: false, congestion: reno, cwnd_clamp: 90, delack_max: 20ms, rto_min: 24ms, rto_max: 10s,
 	notsent_lowat: 128KiB, window_clamp: 30KB, user_timeout: 5s, keepalive_idle: 7s, keepalive_interval: 8s, keepalive_probes: 4,
 	nodelay: false, thin_linear_timeouts: true, tos: 0x10, traffic_class: 0x40, auto_flow_label: false`
 
-// TestRevert takes every option back.
+// TestRevert reverts every option.
 func TestRevert(t *testing.T) {
 	for family, address := range families {
 		t.Run(family, func(t *testing.T) {
@@ -538,7 +535,7 @@ func TestRevert(t *testing.T) {
 			for i, c := range ends {
 				now := readings(t, c)
 				for name, value := range now {
-					// What the listener had, the accepted socket has.
+					// An accepted socket inherits the listener's values.
 					if value == before[i][name] && (name != "reuse_address" || c == p.connected) {
 						t.Errorf("%s is %s, as before Apply", name, value)
 					}
@@ -551,7 +548,7 @@ func TestRevert(t *testing.T) {
 			if back.Connections != 2 || back.Gone != 0 || len(back.Problems) > 0 || len(back.Remaining) > 0 {
 				t.Errorf("reverted %+v", back)
 			}
-			// Not whole: the bounds of the window and of the rate.
+			// Except for the bounds of the window and of the rate, which cannot be restored completely.
 			reasons := make(map[string]int)
 			for _, l := range back.Left {
 				reasons[l.Rule+" "+l.Option] += l.Connections
@@ -586,7 +583,7 @@ func TestRevert(t *testing.T) {
 			if now := k.stats("r", bpf.TuneArmTreated); *now != *s {
 				t.Errorf("the rule goes on counting: %d bytes, had %d", now.Bytes, s.Bytes)
 			}
-			// Nothing is left to take back.
+			// Nothing is left to revert.
 			again := k.revert(r.Saved)
 			if again.Connections != 0 || again.Gone != 2 {
 				t.Errorf("of closed connections: %+v", again)
@@ -605,8 +602,7 @@ func info(t testing.TB, c *net.TCPConn) (i *unix.TCPInfo) {
 	return i
 }
 
-// TestRevertTunesAgain has the kernel tune the buffers as it did before, while
-// data flows.
+// TestRevertTunesAgain checks that the kernel tunes the buffers again as before, while data is transferred.
 func TestRevertTunesAgain(t *testing.T) {
 	newNetworks(t) // segments that fit into small buffers
 	p := connect(t, listen(t, "127.0.0.1:0"))
@@ -635,9 +631,8 @@ func TestRevertTunesAgain(t *testing.T) {
 	within(t, fmt.Sprintf("the send buffer grows from %d", wasSnd), func() bool { return snd() > wasSnd })
 }
 
-// TestRevertLargeBuffers goes back to sizes that SO_SNDBUF and SO_RCVBUF cannot
-// give. They start as large as they may get: a connection to a host that has
-// reordered before begins with a larger send buffer (tcp_init_metrics).
+// TestRevertLargeBuffers restores sizes that SO_SNDBUF and SO_RCVBUF cannot set. The buffers start at the largest
+// size: a connection to a host with known reordering starts with a larger send buffer (tcp_init_metrics).
 func TestRevertLargeBuffers(t *testing.T) {
 	sysctl(t, "net/ipv4/tcp_rmem", "4096 30000000 30000000")
 	sysctl(t, "net/ipv4/tcp_wmem", "4096 30000000 30000000")
@@ -660,7 +655,7 @@ func TestRevertLargeBuffers(t *testing.T) {
 	}
 }
 
-// TestRevertLeavesChanges leaves what the application has set since.
+// TestRevertLeavesChanges checks that values that the application has set since stay.
 func TestRevertLeavesChanges(t *testing.T) {
 	p := connect(t, listen(t, "127.0.0.1:0"))
 	k := newTuning(t, oneRule("sndbuf: 150KB, user_timeout: 5s, congestion: reno, priority: 3"))
@@ -690,7 +685,7 @@ func TestRevertLeavesChanges(t *testing.T) {
 	}
 }
 
-// TestRevertRemaining tells connections that are gone from those that may be there.
+// TestRevertRemaining distinguishes connections that are closed from those that may be open.
 func TestRevertRemaining(t *testing.T) {
 	k := newTuning(t, "")
 	saved := tune.Saved{1<<63 + 5: {Rule: "r"}}
@@ -743,7 +738,7 @@ func TestMerge(t *testing.T) {
 	}
 }
 
-// TestApplyWhileProcessesEnd is not disturbed by processes that are killed.
+// TestApplyWhileProcessesEnd kills processes during apply.
 func TestApplyWhileProcessesEnd(t *testing.T) {
 	k := newTuning(t, oneRule("user_timeout: 5s"))
 	for range killings {

@@ -13,12 +13,12 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
+	// Before Linux 5.11, maps are charged to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
-	// What the host remembers of its peers would have a test depend on those before.
+	// With the metrics cache of peers, tests would depend on earlier tests.
 	if testenv.Cgroup() != "" {
 		if err := os.WriteFile("/proc/sys/net/ipv4/tcp_no_metrics_save", []byte("1"), 0); err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -28,5 +28,5 @@ func TestMain(m *testing.M) {
 	testenv.Main(m)
 }
 
-// TestServer is the process of servers that tests start.
+// TestServer is the entry point of the server processes of tests.
 func TestServer(t *testing.T) { testenv.Serve(t) }

@@ -17,7 +17,8 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// The same for tuning, where counts go on over a restart of the agent too.
+// TestTuneMetrics checks names and labels of the metrics, and that the counters continue after a restart of the
+// agent.
 func TestTuneMetrics(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
 	policy := domaintest.Policy(tunePolicy, "/telemetry\n", "\n", "    set: {congestion", "    trial: {control: 50%}\n    set: {congestion")

@@ -30,7 +30,7 @@ const (
 	tcpiOptECN     = 8
 )
 
-// optionTest sees to it that an option takes effect.
+// optionTest checks that an option takes effect.
 type optionTest func(t *testing.T, k *tuning, o config.TuneOption)
 
 var optionTests = map[string]optionTest{
@@ -94,7 +94,7 @@ func TestOptions(t *testing.T) {
 	}
 }
 
-// hz is the number of the kernel's ticks in a second.
+// hz is the frequency of the kernel's tick (CONFIG_HZ).
 func hz(t testing.TB) int64 {
 	t.Helper()
 	hz, err := clock.Hz()
@@ -104,14 +104,14 @@ func hz(t testing.TB) int64 {
 	return int64(hz)
 }
 
-// rounded is a time in microseconds, rounded up to whole jiffies.
+// rounded rounds a time in microseconds up to whole jiffies.
 func rounded(t testing.TB, us int64) int64 {
 	t.Helper()
 	jiffy := 1000 * 1000 / hz(t)
 	return (us + jiffy - 1) / jiffy * jiffy
 }
 
-// values are the least, a middle and the largest of an option.
+// values returns the smallest, a middle and the largest value of an option.
 func values(o config.TuneOption, middle int64) []int64 {
 	switch o.Kind {
 	case config.KindSwitch:
@@ -121,8 +121,8 @@ func values(o config.TuneOption, middle int64) []int64 {
 	}
 }
 
-// each makes connections with each value of an option, in both families, and
-// has both ends looked at. The value comes from a rule for the port.
+// each opens connections with each value of an option, in both families, and checks both ends. A rule for the port
+// sets the value.
 func each(t *testing.T, k *tuning, o config.TuneOption, values []int64, look func(t *testing.T, n network, value int64, s ends), more ...config.Setting) {
 	networks := newNetworks(t)
 	type listener struct {
@@ -161,8 +161,7 @@ func each(t *testing.T, k *tuning, o config.TuneOption, values []int64, look fun
 	}
 }
 
-// number tests an option that both ends can read back, after want has changed
-// it as the kernel does.
+// number tests an option that both ends can read back. want returns the value that the kernel makes of it.
 func number(middle int64, level, name int, want func(t testing.TB, v int64) int64) optionTest {
 	return func(t *testing.T, k *tuning, o config.TuneOption) {
 		each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s ends) {
@@ -170,7 +169,7 @@ func number(middle int64, level, name int, want func(t testing.TB, v int64) int6
 				value = want(t, value)
 			}
 			for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
-				// Numbers above 2^31 come back negative from 32 bits.
+				// Values of 2^31 and more are read back as negative 32-bit numbers.
 				if got := int64(uint32(sockopt(t, fd, level, name))); got != value {
 					t.Errorf("%s socket has %d, want %d", end, got, value)
 				}
@@ -183,7 +182,7 @@ func in(unit time.Duration) func(testing.TB, int64) int64 {
 	return func(_ testing.TB, us int64) int64 { return us / unit.Microseconds() }
 }
 
-// buffer doubles, between the kernel's least and twice its wmem_max or rmem_max.
+// buffer expects twice the value, between the kernel's minimum and twice wmem_max or rmem_max.
 func buffer(name int) func(testing.TB, int64) int64 {
 	bound := func(t testing.TB, ask int) int64 {
 		t.Helper()
@@ -200,9 +199,8 @@ func buffer(name int) func(testing.TB, int64) int64 {
 	}
 }
 
-// testRcvlowat also looks when a socket gets readable. The kernel bounds the
-// value by half of the largest receive buffer (tcp_set_rcvlowat), but not where
-// the socket belongs to no file yet, as one that nobody has accepted.
+// testRcvlowat also checks when a socket becomes readable. The kernel limits the value to half of the largest receive
+// buffer (tcp_set_rcvlowat), but not for a socket that has not been accepted, which has no file.
 func testRcvlowat(t *testing.T, k *tuning, o config.TuneOption) {
 	b, err := os.ReadFile("/proc/sys/net/ipv4/tcp_rmem")
 	if err != nil {
@@ -240,7 +238,7 @@ func testRcvlowat(t *testing.T, k *tuning, o config.TuneOption) {
 	})
 }
 
-// arrived is how many bytes wait in a socket.
+// arrived returns the number of bytes in a socket's receive queue.
 func arrived(t testing.TB, fd int) int64 {
 	t.Helper()
 	n, err := unix.IoctlGetInt(fd, unix.SIOCINQ)
@@ -260,15 +258,15 @@ func readable(t testing.TB, fd int) bool {
 	return n > 0
 }
 
-// retransmission measures the time between the first two segments of a kind.
+// retransmission measures the time between a segment and its first retransmission.
 func (w *wire) retransmission(wanted func(s *segment) bool) time.Duration {
 	w.t.Helper()
 	first := w.next(wanted)
 	return w.next(wanted).at.Sub(first.at)
 }
 
-// soon tells whether a timer of so many microseconds may have taken so long.
-// The kernel's own first timeout of a handshake is 1 s.
+// soon reports whether a timer of the given microseconds may have taken the measured time. The kernel's own initial
+// timeout of a handshake is 1 s.
 func soon(t testing.TB, got time.Duration, us int64) {
 	t.Helper()
 	jiffy := time.Second / time.Duration(hz(t))
@@ -306,8 +304,8 @@ func testSynackRTO(t *testing.T, k *tuning, o config.TuneOption) {
 	}
 }
 
-// synackRTO has a handshake wait for its last segment. A time that is not
-// shorter than the kernel's own is read, not waited for.
+// synackRTO leaves a handshake without its last segment. A timeout that is not shorter than the kernel's own is read
+// back, not waited for.
 func (k *tuning) synackRTO(t testing.TB, n network, at netip.AddrPort, want int64) {
 	t.Helper()
 	w := watchWire(t, 0)
@@ -323,8 +321,8 @@ func (k *tuning) synackRTO(t testing.TB, n network, at netip.AddrPort, want int6
 	}
 }
 
-// requestTimer is the time until a handshake's SYN-ACK is sent again. A connection of
-// an earlier test that waits in TIME_WAIT can have the same source, to another port.
+// requestTimer returns the time until the SYN-ACK of a handshake is retransmitted. A connection of an earlier test in
+// TIME_WAIT can have the same source with another destination port.
 func requestTimer(t testing.TB, at, source netip.AddrPort) time.Duration {
 	t.Helper()
 	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
@@ -356,7 +354,7 @@ func testInitialRwnd(t *testing.T, k *tuning, o config.TuneOption) {
 			got := int64(w.syn(end.fd).window)
 			switch {
 			case value == o.Max:
-				// The receive buffer bounds it, and the 16 bits of the field.
+				// The receive buffer and the 16 bits of the field limit the window.
 				if got < 40*end.mss || got > 65535 {
 					t.Errorf("window of the %s is %d, want what the buffer allows", end.name, got)
 				}
@@ -365,7 +363,7 @@ func testInitialRwnd(t *testing.T, k *tuning, o config.TuneOption) {
 			}
 		}
 	})
-	// One that needs a larger buffer, and more than the 16 bits.
+	// A window that needs a larger buffer and more than 16 bits.
 	const large = 2 * 1000 * 1000
 	segments := min(1000, buffer(unix.SO_RCVBUF)(t, large)/2/1500)
 	each(t, k, o, []int64{segments}, func(t *testing.T, n network, value int64, s ends) {
@@ -384,7 +382,7 @@ func testInitialRwnd(t *testing.T, k *tuning, o config.TuneOption) {
 }
 
 func testECN(t *testing.T, k *tuning, o config.TuneOption) {
-	// Without a rule, there is none.
+	// A connection without a rule.
 	sysctl(t, "net/ipv4/tcp_ecn", "0")
 	each(t, k, o, values(o, 1), func(t *testing.T, _ network, value int64, s ends) {
 		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
@@ -395,7 +393,7 @@ func testECN(t *testing.T, k *tuning, o config.TuneOption) {
 	})
 }
 
-// TestECNOfOneSide has the peer do what the sysctl says.
+// TestECNOfOneSide leaves the peer to the sysctl.
 func TestECNOfOneSide(t *testing.T) {
 	sysctl(t, "net/ipv4/tcp_ecn", "0")
 	k := newTuning(t, "")
@@ -424,8 +422,7 @@ func TestECNOfOneSide(t *testing.T) {
 	}
 }
 
-// testBaseRTT can only see that the rule has it: the one congestion control
-// that asks shows nothing of the answer.
+// testBaseRTT checks only that the rule has the option: the only congestion control that reads it does not show it.
 func testBaseRTT(t *testing.T, k *tuning, o config.TuneOption) {
 	for _, v := range values(o, 20*1000) {
 		k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: v}}})
@@ -478,7 +475,7 @@ func testBindIfindex(t *testing.T, k *tuning, o config.TuneOption) {
 			transfer(t, s.connected, s.accepted, 20000)
 		}
 	}
-	// No route leads through an interface that is not there.
+	// The interface does not exist, so no route leads through it.
 	k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: o.Max}}})
 	for _, n := range networks {
 		_, at := listenSocket(t, n.domain, n.addr)
@@ -497,7 +494,7 @@ func testCongestion(t *testing.T, k *tuning, o config.TuneOption) {
 	for _, name := range available {
 		rule := config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Text: name}}}
 		if name == "dctcp" {
-			// Without it is reno.
+			// Without the option, the connection uses reno.
 			rule.Set = append(rule.Set, config.Setting{Option: "ecn", Value: 1})
 		}
 		k.installRules(rule)
@@ -524,8 +521,8 @@ func testInitialCwnd(t *testing.T, k *tuning, o config.TuneOption) {
 	})
 }
 
-// testCwndClamp sends until a window that may has grown above the middle value: it
-// grows only while it is used up, which depends on who runs when.
+// testCwndClamp sends until a window without a clamp would have grown above the middle value. A window grows only
+// while it is fully used, which depends on scheduling.
 func testCwndClamp(t *testing.T, k *tuning, o config.TuneOption) {
 	const middle = 20
 	for _, congestion := range availableCongestion(t) {
@@ -545,7 +542,7 @@ func testCwndClamp(t *testing.T, k *tuning, o config.TuneOption) {
 				}
 				for _, ends := range [][2]int{{s.connected, s.accepted}, {s.accepted, s.connected}} {
 					before := tcpInfo(t, ends[0])
-					// bbr does without it.
+					// bbr does not use it.
 					if got := int64(before.Snd_ssthresh); got != value && congestion != "bbr" {
 						t.Errorf("ssthresh is %d, want %d", got, value)
 					}
@@ -570,7 +567,7 @@ func testCwndClamp(t *testing.T, k *tuning, o config.TuneOption) {
 	}
 }
 
-// largestWindow sends bytes and looks at the congestion window meanwhile.
+// largestWindow sends bytes and returns the largest congestion window seen meanwhile.
 func largestWindow(t testing.TB, fd, bytes int) (largest int64) {
 	for rest := bytes; rest > 0; rest -= min(rest, clampedWrite) {
 		if err := send(fd, make([]byte, min(rest, clampedWrite))); err != nil {
@@ -587,8 +584,8 @@ func largestWindow(t testing.TB, fd, bytes int) (largest int64) {
 	return largest
 }
 
-// testDelackMax reads it back where the kernel has a getsockopt for it, and
-// compares how long acknowledgements take. The kernel begins with 40 ms.
+// testDelackMax reads the value back if the kernel has a getsockopt for it, and compares delays of acknowledgements.
+// The kernel starts with 40 ms.
 func testDelackMax(t *testing.T, k *tuning, o config.TuneOption) {
 	least := 2 * 1000 * 1000 / hz(t)
 	delays := make(map[string]map[int64][]time.Duration)
@@ -611,7 +608,7 @@ func testDelackMax(t *testing.T, k *tuning, o config.TuneOption) {
 	}
 }
 
-// readBack reads a time in microseconds that only newer kernels show.
+// readBack reads a time in microseconds that only newer kernels report.
 func readBack(t testing.TB, s ends, name int, want int64) {
 	t.Helper()
 	for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
@@ -628,8 +625,8 @@ func readBack(t testing.TB, s ends, name int, want int64) {
 	}
 }
 
-// acknowledgement is the shortest of some delays with which a byte that is not
-// read is acknowledged, after the first segments, for which there is none.
+// acknowledgement returns the shortest of several delays until a byte that is not read is acknowledged. The first
+// segments, which are acknowledged at once, are not counted.
 func (w *wire) acknowledgement(from, to int) time.Duration {
 	w.t.Helper()
 	port := portOf(w.t, to)
@@ -650,9 +647,8 @@ func (w *wire) acknowledgement(from, to int) time.Duration {
 	return shortest
 }
 
-// testRTOMin looks at the timeout once there are samples of the RTT, which is
-// short: what it is above the least is for their variance, which is large until
-// there are enough without a delay of this host's own.
+// testRTOMin reads the timeout once there are samples of the RTT, which is short. The timeout exceeds the minimum by
+// the variance of the RTT, which is large until there are enough samples without a delay of this host.
 func testRTOMin(t *testing.T, k *tuning, o config.TuneOption) {
 	const middle = 100 * 1000
 	least := 2 * 1000 * 1000 / hz(t)
@@ -681,9 +677,8 @@ func testRTOMin(t *testing.T, k *tuning, o config.TuneOption) {
 	})
 }
 
-// testWindowClamp looks before there is data: the kernel sets another clamp when
-// it sees how large the peer's segments are (tcp_measure_rcv_mss, from 6.11 on),
-// and when it enlarges the receive buffer.
+// testWindowClamp reads the clamp before data arrives: the kernel changes the clamp when it measures the peer's
+// segment size (tcp_measure_rcv_mss, since 6.11), and when it enlarges the receive buffer.
 func testWindowClamp(t *testing.T, k *tuning, o config.TuneOption) {
 	bounded := newSocket(t, unix.AF_INET)
 	if err := unix.SetsockoptInt(bounded, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP, 1); err != nil {
@@ -701,14 +696,14 @@ func testWindowClamp(t *testing.T, k *tuning, o config.TuneOption) {
 				t.Errorf("%s socket has %d, want %d", end, got, want)
 			}
 		}
-		// What the SYN-ACK has offered was before the clamp of the accepted socket.
+		// The window in the SYN-ACK was computed before the clamp of the accepted socket was set.
 		if got := int64(tcpInfo(t, s.accepted).Snd_wnd); got > max(value, least) || value == o.Max && got <= middle {
 			t.Errorf("the peer may send %d bytes, want at most %d", got, max(value, least))
 		}
 	})
 }
 
-// testSynRetries has the SYN sent again at once.
+// testSynRetries retransmits the SYN at short intervals.
 func testSynRetries(t *testing.T, k *tuning, o config.TuneOption) {
 	networks := newNetworks(t)
 	for _, v := range values(o, 3) {
@@ -737,10 +732,10 @@ func testSynRetries(t *testing.T, k *tuning, o config.TuneOption) {
 	}
 }
 
-// timestamps are the bytes that they take of a segment.
+// timestamps is the length of the timestamps option in a segment.
 const timestamps = 12
 
-// testMSS sees it in the SYN and in what both sides send: the peer obeys it.
+// testMSS checks the MSS in the SYN and the segments of both sides: the peer obeys it.
 func testMSS(t *testing.T, k *tuning, o config.TuneOption) {
 	w := watchWire(t, 0)
 	each(t, k, o, values(o, 1000), func(t *testing.T, n network, value int64, s ends) {
@@ -756,24 +751,24 @@ func testMSS(t *testing.T, k *tuning, o config.TuneOption) {
 	})
 }
 
-// on has another test fail.
+// on returns the check for another test.
 func (w *wire) on(t testing.TB) *wire { return &wire{t, w.fd} }
 
-// syn is the next SYN or SYN-ACK of a socket.
+// syn returns the next SYN or SYN-ACK of a socket.
 func (w *wire) syn(fd int) *segment {
 	w.t.Helper()
 	port := portOf(w.t, fd)
 	return w.next(func(s *segment) bool { return int(s.source.Port()) == port && s.flags&flagSYN != 0 })
 }
 
-// data is the next segment with data of a socket.
+// data returns the next segment with data of a socket.
 func (w *wire) data(fd int) *segment {
 	w.t.Helper()
 	port := portOf(w.t, fd)
 	return w.next(func(s *segment) bool { return int(s.source.Port()) == port && s.data > 0 })
 }
 
-// sent has both ends send, and looks at what they sent.
+// sent sends from both ends and checks the segments.
 func (w *wire) sent(s ends, look func(end string, s *segment)) {
 	w.t.Helper()
 	transfer(w.t, s.connected, s.accepted, 100)
@@ -782,7 +777,7 @@ func (w *wire) sent(s ends, look func(end string, s *segment)) {
 	look("accepted", w.data(s.accepted))
 }
 
-// The bits of ECN in the octet are TCP's own.
+// TCP sets the ECN bits of the octet itself.
 const dscp = 0xfc
 
 func testTOS(t *testing.T, k *tuning, o config.TuneOption) {
@@ -826,11 +821,11 @@ func testAutoFlowLabel(t *testing.T, k *tuning, o config.TuneOption) {
 	})
 }
 
-// testFlowLabel reads labels of IPv6. On IPv4 it is the hash of the packets in
-// the kernel alone, of which a packet filter sees one that it knows beforehand.
+// testFlowLabel reads the flow labels of IPv6. With IPv4, the option sets the hash of the packets in the kernel only,
+// which a packet filter with a known hash can select.
 func testFlowLabel(t *testing.T, k *tuning, o config.TuneOption) {
 	const middle = 0xabcde
-	// The label is the middle of the hash, in network order.
+	// The label is the middle of the hash, in network byte order.
 	hashed := watchWire(t, bits.RotateLeft32(bits.ReverseBytes32(middle), -16))
 	w := watchWire(t, 0)
 	drawn := make(map[uint32]bool)

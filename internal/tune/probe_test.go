@@ -25,10 +25,10 @@ import (
 	"sockeye/internal/tune"
 )
 
-// probeRole has a process probe all the time, in the folders that it names.
+// probeRole makes the test binary a process that probes all the time, in the directories that it names.
 const probeRole = "TUNE_TEST_PROBE"
 
-// init plays the part that is a process of its own.
+// init runs the role of a separate process.
 func init() {
 	if folders := os.Getenv(probeRole); folders != "" {
 		cgroup, pins, _ := strings.Cut(folders, " ")
@@ -41,13 +41,13 @@ func init() {
 	}
 }
 
-// probeFolders are this process' own cgroup and a directory in a bpffs.
+// probeFolders are the cgroup of this process and a directory in a bpffs.
 func probeFolders(t testing.TB) (cgroup, pins string) {
 	t.Helper()
 	return testenv.Cgroup(), testenv.BPFFS(t)
 }
 
-// leftovers are pins, and programs that are attached to a cgroup.
+// leftovers returns pins, and programs attached to a cgroup.
 func leftovers(t testing.TB, cgroup, pins string) (left []string) {
 	t.Helper()
 	entries, err := os.ReadDir(pins)
@@ -99,8 +99,7 @@ func expectProbed(t testing.TB, mount, pins string) {
 	}
 }
 
-// TestProbe compares the answers with what setting each option says, which has
-// a rule and ports of its own.
+// TestProbe compares the results with the effect of setting each option by a rule for a port of its own.
 func TestProbe(t *testing.T) {
 	mount, pins := probeFolders(t)
 	expectProbed(t, mount, pins)
@@ -147,7 +146,7 @@ func TestProbe(t *testing.T) {
 	}
 }
 
-// TestProbeWithoutSysAdmin has the capabilities alone that an agent keeps.
+// TestProbeWithoutSysAdmin probes with the capabilities that an agent keeps.
 func TestProbeWithoutSysAdmin(t *testing.T) {
 	mount, pins := probeFolders(t)
 	testenv.WithRights(t, []int{unix.CAP_BPF, unix.CAP_NET_ADMIN, unix.CAP_PERFMON}, func() {
@@ -214,13 +213,12 @@ func TestProbeFails(t *testing.T) {
 	}
 }
 
-// TestProbeReadOnlyCgroups probes where the cgroup file system cannot be written
-// to, as below ProtectControlGroups= of systemd, and where no process can be
-// started in a cgroup.
+// TestProbeReadOnlyCgroups probes with a read-only cgroup file system, as with ProtectControlGroups= of systemd,
+// where no process can be started in a cgroup.
 func TestProbeReadOnlyCgroups(t *testing.T) {
 	cgroup, pins := probeFolders(t)
 	err := netns.Thread(func() error {
-		// The thread's own mounts: its end undoes all.
+		// The mounts belong to the thread, and are undone when it exits.
 		if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
 			return os.NewSyscallError("unshare", err)
 		}
@@ -242,8 +240,7 @@ func TestProbeReadOnlyCgroups(t *testing.T) {
 	}
 }
 
-// TestProbeLeavesOthersAlone has connections made in the same cgroup all the
-// time, while the kernel is probed: none gets what the probe sets.
+// TestProbeLeavesOthersAlone opens connections in the same cgroup during probes: none gets an option of the probe.
 func TestProbeLeavesOthersAlone(t *testing.T) {
 	cgroup, pins := probeFolders(t)
 	n := newNetworks(t)[0]
@@ -291,7 +288,7 @@ func TestProbeLeavesOthersAlone(t *testing.T) {
 	}
 }
 
-// pairOf makes a connection to a listener.
+// pairOf connects to a listener.
 func pairOf(listener, domain int, at netip.AddrPort) (client, server int, err error) {
 	client, err = unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
 	if err != nil {
@@ -322,15 +319,14 @@ func TestProbeConnectionsFail(t *testing.T) {
 	}
 }
 
-// TestProbeWithoutIPv6Address still has sockets of IPv6.
+// TestProbeWithoutIPv6Address probes IPv6 sockets without an IPv6 address.
 func TestProbeWithoutIPv6Address(t *testing.T) {
 	mount, pins := probeFolders(t)
 	sysctl(t, "net/ipv6/conf/lo/disable_ipv6", "1")
 	expectProbed(t, mount, pins)
 }
 
-// TestProbeKilled kills probes at different moments: what they leave is gone
-// after the next one.
+// TestProbeKilled kills probes at different moments: the next probe removes what they left.
 func TestProbeKilled(t *testing.T) {
 	cgroup, pins := probeFolders(t)
 	for _, after := range []time.Duration{20, 100, 300, 700} {
@@ -352,6 +348,6 @@ func TestProbeKilled(t *testing.T) {
 	if _, err := tune.Probe(cgroup, pins); err != nil {
 		t.Fatal(err)
 	}
-	// The kernel frees what a process held a moment after its end.
+	// The kernel frees the resources of a process some time after its exit.
 	within(t, "the end of what was left", func() bool { return len(leftovers(t, cgroup, pins)) == 0 })
 }

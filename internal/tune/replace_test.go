@@ -19,18 +19,17 @@ import (
 	"sockeye/internal/tune"
 )
 
-// generation is a set of rules, and what it makes of a connection's ends.
+// generation is a set of rules and the values that it gives both ends of a connection.
 type generation struct {
 	name string
-	// base tells the generations apart in every value.
+	// base distinguishes the generations in every value.
 	base int64
 	ecn  bool
 }
 
 var generations = []generation{{"first", 10, false}, {"second", 40, true}}
 
-// rules has one rule for each role, so that an end that gets the other role's is
-// seen too.
+// rules has one rule per role, so that an end with the values of the other role is detected.
 func (g generation) rules(t testing.TB) *bpf.TuneRules {
 	t.Helper()
 	var rules []config.TuneRule
@@ -68,7 +67,7 @@ func (g generation) of(role config.Role) int64 {
 	return g.base
 }
 
-// seen are the values of one end; each tells which generation it is from.
+// seen holds the values of one end. Each value identifies its generation.
 type seen struct {
 	mark, sndbuf, timeout int
 	cwnd, ssthresh        uint32
@@ -88,8 +87,8 @@ func (g generation) seen(role config.Role, mss int) seen {
 	}
 }
 
-// look reads them, whether the connection has ECN, and how many segments were
-// retransmitted. It does not fail the test, for the speed of it.
+// look reads the values of an end, whether the connection has ECN, and the number of retransmitted segments. It
+// returns errors instead of failing the test, because it runs in every iteration.
 func look(fd int) (s seen, ecn bool, retransmits uint32, err error) {
 	info, err := unix.GetsockoptTCPInfo(fd, unix.SOL_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -110,8 +109,8 @@ func look(fd int) (s seen, ecn bool, retransmits uint32, err error) {
 	return s, info.Options&tcpiOptECN != 0, info.Total_retrans, nil
 }
 
-// generationOf finds the one that all values of an end are from. The window may
-// be rounded up to what its scale can say.
+// generationOf returns the generation to which all values of an end belong. The window may be rounded up to a
+// multiple of its scale.
 func (r *replaced) generationOf(s seen, role config.Role, mss int) (generation, error) {
 	for _, g := range generations {
 		want := g.seen(role, mss)
@@ -132,8 +131,7 @@ type replaced struct {
 	pairs  map[string]int
 }
 
-// connectOften makes connections to addresses of its own until done, and checks
-// what each end has.
+// connectOften opens connections between its own addresses until done, and checks both ends.
 func (r *replaced) connectOften(n network, addr netip.Addr, done *atomic.Bool) error {
 	listener, err := unix.Socket(n.domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -168,7 +166,7 @@ func (r *replaced) connectOften(n network, addr netip.Addr, done *atomic.Bool) e
 	return nil
 }
 
-// connectOnce makes a connection, and resets it, so that its port is free.
+// connectOnce opens a connection and resets it, so that its port is free again.
 func (r *replaced) connectOnce(n network, listener int, at unix.Sockaddr) (pair string, err error) {
 	client, err := unix.Socket(n.domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -202,17 +200,16 @@ func (r *replaced) connectOnce(n network, listener int, at unix.Sockaddr) (pair 
 	if err != nil {
 		return "", err
 	}
-	// There is ECN if one end asks for it and the other agrees. A retransmitted SYN does not ask (RFC 3168,
-	// section 6.1.1.1; tcp_ecn_clear_syn, net/ipv4/tcp_output.c).
+	// A connection has ECN if one end requests it and the other agrees. A retransmitted SYN does not request ECN (RFC
+	// 3168, section 6.1.1.1; tcp_ecn_clear_syn, net/ipv4/tcp_output.c).
 	if both := c.ecn && a.ecn; retransmits == 0 && (connectedECN != both || acceptedECN != both) {
 		return "", fmt.Errorf("%s to %s has ECN %v and %v", c.name, a.name, connectedECN, acceptedECN)
 	}
 	return c.name + "-" + a.name, nil
 }
 
-// TestReplaceRules makes connections as fast as it can while rules are replaced
-// as fast as they can be: each end has all values of one set of rules, those of
-// the handshake included.
+// TestReplaceRules opens connections while rules are replaced, both as fast as possible: each end has all values of
+// one set of rules, including those of the handshake.
 func TestReplaceRules(t *testing.T) {
 	const length, workers = 3 * time.Second, 4
 	sysctl(t, "net/ipv4/tcp_ecn", "0")
@@ -229,7 +226,7 @@ func TestReplaceRules(t *testing.T) {
 	var done atomic.Bool
 	failed := make(chan error, workers)
 	for i := range workers {
-		// Addresses of IPv4 have ports each; of IPv6 lo has one.
+		// With IPv4, each worker has ports of an address of its own; with IPv6, lo has one address.
 		n, addr := networks[0], netip.AddrFrom4([4]byte{127, 0, 0, byte(10 + i)})
 		if i == workers-1 {
 			n, addr = networks[1], networks[1].addr

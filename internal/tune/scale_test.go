@@ -4,7 +4,7 @@
 
 package tune_test
 
-// How much the tests do.
+// The amount of work of the tests.
 const (
 	clampedBytes = 4 << 20
 	clampedWrite = 1000

@@ -4,7 +4,7 @@
 
 package tune_test
 
-// How much the tests do under software emulation.
+// The amount of work of the tests under software emulation.
 const (
 	clampedBytes = 512 << 10
 	clampedWrite = 32 << 10 // less leaves a window unused

@@ -25,14 +25,14 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// TCP options; RFC 6994 for the last.
+// TCP options; the last one is from RFC 6994.
 const (
 	kindSACKPermitted = 4
 	kindTimestamps    = 8
 	kindExperimental  = 254
 )
 
-// loopbacks are the addresses of the two families.
+// loopbacks has an address of each family.
 var loopbacks = []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()}
 
 func domainOf(a netip.Addr) int {
@@ -50,7 +50,7 @@ type optioned struct {
 	options        []byte
 }
 
-// option finds the first option of a kind, whole; nil if there is none.
+// option returns the first option of a kind with its header, or nil.
 func (s *optioned) option(kind byte) []byte {
 	for rest := s.options; len(rest) > 0 && rest[0] != 0; {
 		length := 1
@@ -65,7 +65,7 @@ func (s *optioned) option(kind byte) []byte {
 	return nil
 }
 
-// tag is the tag that a segment carries, nil for none.
+// tag returns the tag in a segment, or nil.
 func (s *optioned) tag() []byte {
 	o := s.option(kindExperimental)
 	if len(o) < 4 || binary.BigEndian.Uint16(o[2:]) != uint16(bpf.TuneTagExID) {
@@ -74,8 +74,8 @@ func (s *optioned) tag() []byte {
 	return o[4:]
 }
 
-// seen are the segments of connections to a port that have left through lo since
-// it was last asked. What a socket has received has left.
+// seen returns the segments of connections to a port that were sent through lo since the last call. Segments that a
+// socket has received are included.
 func (w *wire) seen(port uint16) []*optioned {
 	w.t.Helper()
 	var all []*optioned
@@ -91,7 +91,7 @@ func (w *wire) seen(port uint16) []*optioned {
 		if err != nil {
 			w.t.Fatal(os.NewSyscallError("recvfrom", err))
 		}
-		// Each packet is seen again when it arrives.
+		// Each packet is captured a second time when it is received.
 		if from.(*unix.SockaddrLinklayer).Pkttype != unix.PACKET_OUTGOING {
 			continue
 		}
@@ -117,7 +117,7 @@ func parseOptions(ip []byte) *optioned {
 	}
 }
 
-// tagsOf are the tags of the segments that are wanted, as text; "" is none.
+// tagsOf returns the tags of the wanted segments as text, "" for a segment without a tag.
 func tagsOf(segments []*optioned, wanted func(s *optioned) bool) []string {
 	var tags []string
 	for _, s := range segments {
@@ -132,7 +132,7 @@ func isSYN(s *optioned) bool    { return s.flags&(flagSYN|flagACK) == flagSYN }
 func isSYNACK(s *optioned) bool { return s.flags&(flagSYN|flagACK) == flagSYN|flagACK }
 func isAny(*optioned) bool      { return true }
 
-// dataTo wants segments with data to a port, dataFrom those from it.
+// dataTo selects segments with data to a port, dataFrom those from a port.
 func dataTo(port uint16) func(*optioned) bool {
 	return func(s *optioned) bool { return s.data > 0 && s.target == port }
 }
@@ -141,7 +141,7 @@ func dataFrom(port uint16) func(*optioned) bool {
 	return func(s *optioned) bool { return s.data > 0 && s.source == port }
 }
 
-// expectTags checks the tags of the segments that are wanted.
+// expectTags checks the tags of the wanted segments.
 func expectTags(t testing.TB, what string, segments []*optioned, wanted func(*optioned) bool, want ...string) {
 	t.Helper()
 	if got := tagsOf(segments, wanted); !slices.Equal(got, want) {
@@ -149,7 +149,7 @@ func expectTags(t testing.TB, what string, segments []*optioned, wanted func(*op
 	}
 }
 
-// ruleAt is the name of the rule of a socket, "" for none.
+// ruleAt returns the name of the rule of a socket, "" for none.
 func (k *tuning) ruleAt(fd int) string {
 	k.t.Helper()
 	connection, err := k.Connection(fd)
@@ -181,17 +181,15 @@ func (k *tuning) expectRule(what string, fd int, rule string, priority int) {
 	}
 }
 
-// exchange sends bytes there and back, so that those sent first are
-// acknowledged.
+// exchange sends bytes in both directions, so that the first bytes are acknowledged.
 func exchange(t testing.TB, s ends, bytes int) {
 	t.Helper()
 	transfer(t, s.connected, s.accepted, bytes)
 	transfer(t, s.accepted, s.connected, bytes)
 }
 
-// clientTags is a policy in which connections to a port carry a tag, and those
-// accepted have one rule with this tag and another without. Priorities tell
-// them apart.
+// clientTags is a policy in which connections to a port carry a tag. Accepted connections with this tag get one rule,
+// and those without a tag another. The rules set different priorities.
 func clientTags(tag string, port uint16) string {
 	return fmt.Sprintf(`tune:
   - {name: client, cgroup: CGROUP, match: {role: connect, port: %d}, tag: %q, set: {syn_rto: 20ms, priority: 1}}
@@ -204,7 +202,7 @@ const longTag = "0123456789abcdef"
 
 func TestTagInSYN(t *testing.T) {
 	k := newTuning(t, "")
-	// Without it the first listener would not keep its SYNs.
+	// Without this, the first listener would not save its SYNs.
 	k.install(clientTags("x", 1))
 	for _, addr := range loopbacks {
 		domain := domainOf(addr)
@@ -245,7 +243,7 @@ func TestTagInSYN(t *testing.T) {
 	}
 }
 
-// TestTagBytes looks at the option itself.
+// TestTagBytes checks the bytes of the option.
 func TestTagBytes(t *testing.T) {
 	k := newTuning(t, "")
 	listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
@@ -263,7 +261,7 @@ func TestTagBytes(t *testing.T) {
 	k.expectRule("accepted", s.accepted, "tagged", 5)
 }
 
-// TestTagOfOthers has peers that send no tag, and another.
+// TestTagOfOthers connects from peers that send no tag or another one.
 func TestTagOfOthers(t *testing.T) {
 	k := newTuning(t, "")
 	k.install(clientTags("x", 1))
@@ -286,7 +284,7 @@ func TestTagOfOthers(t *testing.T) {
 			exchange(t, s, 10)
 			k.expectRule("after data with tag "+tag, s.accepted, "other", 4)
 		}
-		// A rule without a tag that comes before takes the connection.
+		// A rule without a tag comes first and matches the connection.
 		k.install(`tune:
   - {name: client, cgroup: CGROUP, match: {role: connect}, tag: x}
   - {name: first, cgroup: CGROUP, match: {role: accept, remote: ["127.0.0.1", "::1"]}, set: {priority: 3}}
@@ -302,8 +300,8 @@ const serverTags = `tune:
   - {name: server, cgroup: CGROUP, match: {role: accept}, tag: srv, set: {priority: 4, synack_rto: 20ms}}
 `
 
-// TestTagInSYNACK has the server write the tag, once: it waits as long for an
-// answer as the kernel does.
+// TestTagInSYNACK lets the server send the tag, in its SYN-ACK only: the kernel waits as long for the answer to it as
+// without a tag.
 func TestTagInSYNACK(t *testing.T) {
 	k := newTuning(t, strings.Replace(serverTags, ", synack_rto: 20ms", "", 1))
 	w := watchWire(t, 0)
@@ -319,11 +317,11 @@ func TestTagInSYNACK(t *testing.T) {
 		expectTags(t, "SYN-ACK", handshake, isSYNACK, "srv")
 		k.expectRule("connected", s.connected, "tagged", 5)
 		k.expectRule("accepted", s.accepted, "server", 4)
-		// What the rule before it has set stays.
+		// The options that the rule before it has set stay.
 		if got := sockopt(t, s.connected, unix.SOL_SOCKET, unix.SO_SNDBUF); got != 200000 {
 			t.Errorf("send buffer of %d bytes, want 200000", got)
 		}
-		// A byte alone is data too.
+		// A single byte is data, too.
 		transfer(t, s.accepted, s.connected, 1)
 		transfer(t, s.connected, s.accepted, 1)
 		sent := w.seen(at.Port())
@@ -340,8 +338,7 @@ func TestTagInSYNACK(t *testing.T) {
 	}
 }
 
-// TestTagBothWays has a server that answers tags with tags, and keeps quiet
-// towards peers without.
+// TestTagBothWays has a server that answers connections with a tag with a tag, and sends none to other peers.
 func TestTagBothWays(t *testing.T) {
 	k := newTuning(t, "")
 	policy := `tune:
@@ -384,7 +381,7 @@ func TestTagBothWays(t *testing.T) {
 	}
 }
 
-// TestTagOfTrial expects tags of treated connections alone.
+// TestTagOfTrial expects tags on treated connections only.
 func TestTagOfTrial(t *testing.T) {
 	k := newTuning(t, `tune:
   - {name: client, cgroup: CGROUP, match: {role: connect}, tag: cli, trial: {control: 50%}}
@@ -419,8 +416,7 @@ func TestTagOfTrial(t *testing.T) {
 	}
 }
 
-// inCgroup runs f with this process in another cgroup: sockets belong to that in
-// which they were made.
+// inCgroup runs f in another cgroup: a socket belongs to the cgroup in which it was created.
 func inCgroup(t testing.TB, dir string, f func()) {
 	t.Helper()
 	move := func(dir string) {
@@ -433,7 +429,7 @@ func inCgroup(t testing.TB, dir string, f func()) {
 	f()
 }
 
-// TestTagUnaware has a peer that no program is attached to, in either role.
+// TestTagUnaware has a peer without Sockeye's programs, in either role.
 func TestTagUnaware(t *testing.T) {
 	tuned := filepath.Join(testenv.Cgroup(), "tagging")
 	if err := os.Mkdir(tuned, 0o755); err != nil {
@@ -490,7 +486,7 @@ func TestTagUnaware(t *testing.T) {
 				k.expectRule("not tuned", s.connected, "", 0)
 			}
 			exchange(t, s, much)
-			// All of the first flight carries it; then no more.
+			// Every segment of the first flight carries the tag, and no later segment does.
 			sent := w.seen(at.Port())
 			tagged, wanted := s.connected, dataTo(at.Port())
 			if tunedRole == "accept" {
@@ -510,14 +506,12 @@ func TestTagUnaware(t *testing.T) {
 // tagOption is the length of the option with a tag of 16 bytes.
 const tagOption = 4 + len(longTag)
 
-// noOptions takes the place of such an option.
+// noOptions replaces an option of this length with padding.
 var noOptions = bytes.Repeat([]byte{1}, tagOption)
 
-// filterPath has IPv4 segments that carry a tag, and whose flags are flags under
-// mask, meet a middlebox on lo. They have timestamps, and SYNs also the other
-// options that Linux sends: the tag is what stands after them. The middlebox
-// drops the segment, or puts other options in the place of a tag of 16 bytes if
-// there is no data.
+// filterPath applies a middlebox on lo to IPv4 segments that carry a tag and have the given flags under mask. The
+// segments have timestamps, and SYNs have the other options of Linux; the tag comes after these. The middlebox drops
+// the segment, or replaces a tag of 16 bytes with padding if the segment has no data.
 func filterPath(t testing.TB, mask, flags uint8, options []byte) {
 	t.Helper()
 	const (
@@ -594,7 +588,7 @@ func filterPath(t testing.TB, mask, flags uint8, options []byte) {
 		LinkIndex: lo.Attrs().Index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
 	}}
 	if err := netlink.QdiscAdd(qdisc); err == nil {
-		// And its filters with it.
+		// This removes its filters, too.
 		t.Cleanup(func() { check(t, netlink.QdiscDel(qdisc)) })
 	} else if !errors.Is(err, unix.EEXIST) {
 		t.Fatal(err)
@@ -609,8 +603,7 @@ func filterPath(t testing.TB, mask, flags uint8, options []byte) {
 	}))
 }
 
-// TestTagSYNDropped has a path that drops SYNs with a tag: the next one goes
-// without, and the tag comes with what follows.
+// TestTagSYNDropped drops SYNs with a tag: the next SYN has no tag, and the tag is sent with the following segments.
 func TestTagSYNDropped(t *testing.T) {
 	for _, observe := range []string{"live", "off"} {
 		t.Run("observe "+observe, func(t *testing.T) {
@@ -630,8 +623,8 @@ func TestTagSYNDropped(t *testing.T) {
 	}
 }
 
-// TestTagInFirstData has a path that drops SYNs with a tag and takes it out of
-// the first acknowledgement: the first data brings it.
+// TestTagInFirstData drops SYNs with a tag and removes the tag from the first acknowledgement: the first data carries
+// it.
 func TestTagInFirstData(t *testing.T) {
 	k := newTuning(t, "")
 	k.install(clientTags("x", 1))
@@ -649,9 +642,8 @@ func TestTagInFirstData(t *testing.T) {
 	}
 }
 
-// TestTagMalformed has SYNs with options that are almost a tag: the connection has
-// none until its data brings it. From SYNs with lengths that do not add up Linux
-// 6.18 makes no connection.
+// TestTagMalformed sends SYNs with options that are almost a tag: the connection has no tag until its data carries
+// one. Linux 6.18 ignores SYNs whose option lengths are inconsistent.
 func TestTagMalformed(t *testing.T) {
 	k := newTuning(t, "")
 	k.install(clientTags("x", 1))
@@ -682,8 +674,7 @@ func TestTagMalformed(t *testing.T) {
 	}
 }
 
-// TestTagDropped has a path on which nothing with a tag comes through:
-// connections work all the same, whoever speaks first.
+// TestTagDropped drops every segment with a tag: connections still work, whichever side sends first.
 func TestTagDropped(t *testing.T) {
 	k := newTuning(t, "")
 	for name, policy := range map[string]string{
@@ -722,8 +713,8 @@ func TestTagDropped(t *testing.T) {
 	}
 }
 
-// TestTagSYNACKDropped has a path that drops SYN-ACKs with a tag: the next one
-// goes without, and the first data brings it to the client.
+// TestTagSYNACKDropped drops SYN-ACKs with a tag: the next SYN-ACK has none, and the first data carries the tag to
+// the client.
 func TestTagSYNACKDropped(t *testing.T) {
 	k := newTuning(t, strings.ReplaceAll(serverTags, "srv", longTag))
 	listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
@@ -739,7 +730,7 @@ func TestTagSYNACKDropped(t *testing.T) {
 	exchange(t, s, 1<<20)
 }
 
-// TestTagOfOldListener has a listener that was there before the rules.
+// TestTagOfOldListener has a listener that was opened before the rules.
 func TestTagOfOldListener(t *testing.T) {
 	for _, addr := range loopbacks {
 		t.Run(addr.String(), func(t *testing.T) {
@@ -753,7 +744,7 @@ func TestTagOfOldListener(t *testing.T) {
 			w := watchWire(t, 0)
 			s := connectSockets(t, listener, at)
 			expectTags(t, "SYN-ACK of the old listener", w.seen(at.Port()), isSYNACK, "")
-			// The client's first acknowledgement carries its tag too.
+			// The client's first acknowledgement carries its tag, too.
 			k.expectRule("accepted by the old listener", s.accepted, "tagged", 5)
 			if saved := savedSYN(t, s.accepted); len(saved) > 0 {
 				t.Errorf("a SYN was kept: % x", saved)
@@ -780,7 +771,7 @@ func TestTagOfOldListener(t *testing.T) {
 			expectTags(t, "first data", w.seen(at.Port()), dataFrom(at.Port()), "yes")
 
 			if addr.Is4() {
-				// Now the SYN itself is read.
+				// Now the listener saves SYNs.
 				filterPath(t, flagSYN|flagACK, flagACK, noOptions)
 				k.expectRule("accepted without a tag in the acknowledgement", connectSockets(t, listener, at).accepted, "tagged", 5)
 			}
@@ -788,7 +779,7 @@ func TestTagOfOldListener(t *testing.T) {
 	}
 }
 
-// savedSYN is what is kept of the SYN of an accepted connection.
+// savedSYN returns the SYN that the kernel saved for an accepted connection.
 func savedSYN(t testing.TB, fd int) []byte {
 	t.Helper()
 	saved := make([]byte, 512)
@@ -801,7 +792,7 @@ func savedSYN(t testing.TB, fd int) []byte {
 	return saved[:length]
 }
 
-// TestTagWithCookies has no request that could keep the SYN.
+// TestTagWithCookies uses SYN cookies: the kernel keeps no request that could save the SYN.
 func TestTagWithCookies(t *testing.T) {
 	sysctl(t, "net/ipv4/tcp_syncookies", "2")
 	k := newTuning(t, `tune:

@@ -25,7 +25,7 @@ import (
 	"sockeye/internal/trace"
 )
 
-// tuneAndTrace drives tune and trace with cgroups below a root.
+// tuneAndTrace runs tune and trace with cgroups below a root.
 func tuneAndTrace(t *testing.T, root string) *domaintest.Runner {
 	h := domaintest.Host(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", slog.DiscardHandler)
 	h.Cgroups, h.Watch.Tree = scope.Tree{Mount: root}, scope.Tree{Mount: root}
@@ -36,7 +36,7 @@ func tuneAndTrace(t *testing.T, root string) *domaintest.Runner {
 
 const userUnit = "user.slice/user-1000.slice/user@1000.service/"
 
-// attachedAt lists the folders below a root that have a sock_ops program.
+// attachedAt returns the directories below a root that have a sock_ops program.
 func attachedAt(t *testing.T, root string) (list []string) {
 	t.Helper()
 	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
@@ -56,9 +56,8 @@ func attachedAt(t *testing.T, root string) (list []string) {
 	return list
 }
 
-// TestUnitsOfUser has a user start units, below its own service manager, that have
-// the names of those in the policy: nothing is attached to them, and they keep
-// nothing from being attached to the system's.
+// TestUnitsOfUser starts units of a user's service manager with the names of units in the policy: nothing is attached
+// to them, and the system units of these names are still tuned and traced.
 func TestUnitsOfUser(t *testing.T) {
 	root, mkdir := testenv.CgroupTree(t)
 	theirs := []string{
@@ -88,7 +87,7 @@ func TestUnitsOfUser(t *testing.T) {
 	if !slices.Equal(list, want) {
 		t.Errorf("attached to %q, want %q", list, want)
 	}
-	// More of theirs, now that the system's are there.
+	// More units of the user, after the system units have started.
 	mkdir(userUnit + "more.slice/nfacctd@1.service")
 	a.Host.Watch.Look()
 	status := a.Status(t)
@@ -102,7 +101,7 @@ func TestUnitsOfUser(t *testing.T) {
 	}
 }
 
-// TestCheckNested is what check says without an agent, and plan with one.
+// TestCheckNested compares the errors of check without an agent with those of plan.
 func TestCheckNested(t *testing.T) {
 	root, mkdir := testenv.CgroupTree(t)
 	mkdir("system.slice/here.service")
@@ -127,8 +126,8 @@ func TestCheckNested(t *testing.T) {
 	}
 }
 
-// TestUnitStartsAgain restarts a unit many times: its cgroup is made anew, and tuned
-// and traced again by the programs that are loaded. It logs how long that takes.
+// TestUnitStartsAgain restarts a unit many times: the loaded programs are attached to each new cgroup. The test logs
+// the time this takes.
 func TestUnitStartsAgain(t *testing.T) {
 	root, mkdir := testenv.CgroupTree(t)
 	const unit = "system.slice/collector.service"
@@ -171,8 +170,8 @@ func TestUnitStartsAgain(t *testing.T) {
 	t.Logf("attached again after %v at the median, %v at most", took[len(took)/2], took[len(took)-1])
 }
 
-// TestRemovedCgroupIsNotMadeAgain removes a cgroup that the agent has made: whoever
-// makes it again can, and finds it tuned and traced.
+// TestRemovedCgroupIsNotMadeAgain removes a cgroup that the agent has created: the agent does not create it again,
+// and tunes and traces it when somebody else does.
 func TestRemovedCgroupIsNotMadeAgain(t *testing.T) {
 	root, _ := testenv.CgroupTree(t)
 	a := tuneAndTrace(t, root)

@@ -18,22 +18,21 @@ import (
 	"sockeye/internal/histogram"
 )
 
-// traffic makes slices of a side. What a slice shares is slow to change: alike is
-// the correlation of slices that follow each other, sway its deviation, of the
-// logarithm.
+// traffic makes slices of a side. The common level of slices changes slowly: alike is the correlation of consecutive
+// slices, and sway the standard deviation of its logarithm.
 type traffic struct {
 	slices, messages int // messages of a slice, about
 	alike, sway      float64
 	incidents        float64 // share of slices in which a third takes 8 times as long
 }
 
-// parts are the stages that a message's whole is made of, and their medians.
+// parts are the stages of a message and their medians.
 var parts = []struct {
 	stage  config.Stage
 	median float64
 }{{config.StageStack, 20e3}, {config.StageQdisc, 5e3}, {config.StageNetwork, 10e6}}
 
-// side makes a side where a stage takes some times as long.
+// side makes a side on which one stage takes a multiple of its time.
 func (w traffic) side(r *rand.Rand, longer map[config.Stage]float64) []*Result {
 	var results []*Result
 	sway := make([]float64, len(parts))
@@ -94,7 +93,7 @@ func TestSidesThatAreAlike(t *testing.T) {
 		"slow for 20 seconds": {traffic{slices: 36, messages: 30, alike: 0.6, sway: 0.3}, 60, 0.05},
 		"slow for a minute":   {traffic{slices: 90, messages: 15, alike: 0.85, sway: 0.2}, 60, 0.05},
 		"an hour, slow for 3": {traffic{slices: 360, messages: 5, alike: 0.95, sway: 0.2}, 40, 0.05},
-		// As hard as it gets: six minutes are worth two independent slices.
+		// The hardest case: six minutes are worth two independent slices.
 		"six minutes, slow for 2": {traffic{slices: 36, messages: 60, alike: 0.9, sway: 0.2}, 80, 0.15},
 		"incidents":               {traffic{slices: 60, messages: 30, sway: 0.05, incidents: 0.05}, 60, 0.05},
 		"one result":              {traffic{slices: 1, messages: 1000}, 100, 0.05},
@@ -164,8 +163,7 @@ func TestDifferencesAreFound(t *testing.T) {
 	}
 }
 
-// TestAnIncidentIsNoDifference has one bad slice on a side: its messages are many,
-// and one piece of evidence.
+// TestAnIncidentIsNoDifference has one bad slice on a side: its many messages are one piece of evidence.
 func TestAnIncidentIsNoDifference(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	w := traffic{slices: 36, messages: 100, sway: 0.05}
@@ -179,14 +177,14 @@ func TestAnIncidentIsNoDifference(t *testing.T) {
 			t.Errorf("%s: %s", figure, inJSON(t, row))
 		}
 	}
-	// As independent messages, which they are not, they are a difference.
+	// If the messages were independent, which they are not, the difference would be significant.
 	c = Compare(asOne(a), asOne(b))
 	if row := rowOf(t, c, config.StageNetwork, "p90"); !c.Independent || row.Verdict != Real {
 		t.Errorf("of the sums: %s", inJSON(t, row))
 	}
 }
 
-// asOne makes one result of several.
+// asOne merges several results.
 func asOne(results []*Result) []*Result {
 	var s Sum
 	for _, r := range results {
@@ -221,8 +219,8 @@ func TestComparisonOfTheSame(t *testing.T) {
 	}
 }
 
-// TestWithinABucket has times whose place in their bucket makes a difference that
-// nobody counted: all at its end, or around there.
+// TestWithinABucket has times whose unknown position in their bucket would make a difference: all at its end, or
+// around there.
 func TestWithinABucket(t *testing.T) {
 	r := rand.New(rand.NewPCG(17, 18))
 	_, hi := histogram.Bounds[histogram.Times](histogram.Bucket[histogram.Times](1e6))
@@ -250,7 +248,7 @@ func TestTooLittleToCompare(t *testing.T) {
 		}
 		return []*Result{{Chosen: uint64(n), Stages: map[config.Stage]*Histogram{config.StageStack: h}}}
 	}
-	// One slice with nearly all is one piece of evidence.
+	// One slice with nearly all messages is one piece of evidence.
 	lopsided := side(8, 5)
 	lopsided[3] = side(1, 5000)[0]
 	for name, test := range map[string]struct {
@@ -281,7 +279,7 @@ func TestTooLittleToCompare(t *testing.T) {
 			t.Errorf("%s: %s", name, c.Summary())
 		}
 	}
-	// Slices of a stage count, not all.
+	// Only slices that have the stage count.
 	few := side(8, 500)
 	for _, result := range few[:3] {
 		delete(result.Stages, config.StageQdisc)
@@ -290,7 +288,7 @@ func TestTooLittleToCompare(t *testing.T) {
 	if rowOf(t, c, config.StageQdisc, "p50").Verdict != NotEnough || rowOf(t, c, config.StageStack, "p50").Verdict == NotEnough || c.Independent {
 		t.Errorf("a stage in 5 slices of 8: %s", inJSON(t, c))
 	}
-	// A stage that one side has not cannot be compared.
+	// A stage that one side lacks cannot be compared.
 	for _, result := range few {
 		delete(result.Stages, config.StageQdisc)
 	}
@@ -369,8 +367,7 @@ func TestComparisonSummary(t *testing.T) {
 	}
 }
 
-// TestHolmOverRows has a stage that alone would be taken for a difference, among
-// others that show none.
+// TestHolmOverRows has a stage that would be significant alone, among others without a difference.
 func TestHolmOverRows(t *testing.T) {
 	r := rand.New(rand.NewPCG(13, 14))
 	single, among := 0, 0

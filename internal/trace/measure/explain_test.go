@@ -15,7 +15,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// way has the stages of a message, with the whole as their sum; -1: not known.
+// way returns the stages of a message, with the whole as their sum; -1 means unknown.
 func way(send, stack, qdisc, network time.Duration) map[config.Stage]time.Duration {
 	stages := map[config.Stage]time.Duration{}
 	for stage, d := range map[config.Stage]time.Duration{
@@ -34,7 +34,7 @@ const (
 	ms = time.Millisecond
 )
 
-// far is a message of 64 KB on a connection over 20 ms that nothing limits.
+// far is a message of 64 KB over a path of 20 ms without any other limit.
 func far(stages map[config.Stage]time.Duration, change func(*Sample)) *Sample {
 	s := &Sample{
 		Outcome: Acked, Length: 65160, Stages: stages,

@@ -36,8 +36,7 @@ func TestLabel(t *testing.T) {
 	}
 }
 
-// drawGroup makes a group of few different ones, with names that try to look like
-// something else.
+// drawGroup draws from a few groups with confusing names.
 func drawGroup(r *rand.Rand) Group {
 	name := func(names ...string) string { return names[r.IntN(len(names))] }
 	odd := []string{"none", "x", "x arm=control", `x" arm="control`, ":80", "other", "udp", "10.0.0.1", "x\ty", "x\x00", "x\xff"}

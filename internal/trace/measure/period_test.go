@@ -104,7 +104,7 @@ func TestMergeOfOneTime(t *testing.T) {
 	}
 }
 
-// TestDiff cuts a growing count into slices, which together are the whole again.
+// TestDiff splits a growing count into slices and checks that they add up to the whole.
 func TestDiff(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	groups := []Group{{Rule: "a", Protocol: config.TCP}, {Rule: "a", Protocol: config.TCP, Port: 80}, {Rule: "b", Other: true}}
@@ -164,8 +164,7 @@ func TestDiffOfWhatIsSo(t *testing.T) {
 	}
 }
 
-// TestDiffOfANewCount has groups that count anew, as after the programs were
-// replaced.
+// TestDiffOfANewCount has counts that restart, as after the programs were replaced.
 func TestDiffOfANewCount(t *testing.T) {
 	g := Group{Rule: "a", Protocol: config.TCP}
 	base := Result{Group: g, Chosen: 4, RXChosen: 4, Bytes: 10, Outcomes: map[Outcome]uint64{Acked: 4}, RXOutcomes: map[Outcome]uint64{Read: 4},

@@ -15,8 +15,7 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// script makes events as the kernel would. Times are in milliseconds; sequence
-// numbers are relative, the first is 1.
+// script creates events as the kernel would. Times are in milliseconds; sequence numbers are relative, starting at 1.
 type script struct {
 	t       testing.TB
 	a       *Assembler
@@ -52,7 +51,7 @@ func (s *script) add(ms float64, kind uint8, set func(e *bpf.PacketEvent)) {
 	}
 }
 
-// header is an IPv4 and a TCP header with options.
+// header returns an IPv4 and a TCP header with options.
 func header(seq, ack uint32, flags uint8, options ...byte) []byte {
 	for len(options)%4 != 0 {
 		options = append(options, optionNop)
@@ -86,7 +85,7 @@ func (d device) set(e *bpf.PacketEvent) {
 	}
 }
 
-// sent is a packet that is sent: seq to end, by the address of its sk_buff.
+// sent is a packet that is sent: seq to end, identified by the address of its sk_buff.
 type sent struct {
 	seq, end int64
 	skb      uint64
@@ -127,7 +126,7 @@ func (s *script) driveAt(ms float64, p sent, d device) {
 	})
 }
 
-// send is queue, and drive 10 µs later.
+// send is queue, followed by drive 10 µs later.
 func (s *script) send(ms float64, p sent) {
 	s.t.Helper()
 	s.queue(ms, p)
@@ -141,7 +140,7 @@ func (s *script) retransmit(ms float64, p sent, congestion uint8) {
 	})
 }
 
-// ack is an acknowledgement that repeats a timestamp, with blocks.
+// ack is an acknowledgement that echoes a timestamp, with SACK blocks.
 func (s *script) ack(ms float64, ack int64, reply float64, blocks ...Block) {
 	s.t.Helper()
 	s.add(ms, bpf.PacketReceive, func(e *bpf.PacketEvent) {
@@ -173,7 +172,7 @@ func (s *script) close() {
 	}
 }
 
-// checkEmpty looks for what an assembler still holds after Close.
+// checkEmpty checks that an assembler holds nothing after Close.
 func checkEmpty(t testing.TB, a *Assembler) {
 	t.Helper()
 	if len(a.order)+len(a.flight)+len(a.resent)+len(a.byPointer) != 0 {
@@ -181,7 +180,7 @@ func checkEmpty(t testing.TB, a *Assembler) {
 	}
 }
 
-// comments gives the comments of the packets sent, or received.
+// comments returns the comments of the packets sent, or received.
 func (s *script) comments(sent bool) string {
 	var all []string
 	for _, p := range s.got {
@@ -430,7 +429,7 @@ func TestAssemble(t *testing.T) {
 			map[Fate]int{Acknowledged: 1}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			// The last one has sequence numbers that wrap in the first packet.
+			// The last script has sequence numbers that wrap in the first packet.
 			for _, isn := range []uint32{0, 1 << 31, 1<<32 - 400} {
 				s := newScript(t)
 				s.isn = isn
@@ -450,7 +449,7 @@ func TestAssemble(t *testing.T) {
 	}
 }
 
-// TestAssembleFields looks at the figures behind the comments.
+// TestAssembleFields checks the values from which the comments are made.
 func TestAssembleFields(t *testing.T) {
 	s := newScript(t)
 	s.send(100, sent{1, 10001, 1, FlagPSH})
@@ -526,7 +525,7 @@ func TestWrap(t *testing.T) {
 	}
 }
 
-// TestWindow sends what nobody acknowledges: memory is bounded, and all is told.
+// TestWindow sends packets that are never acknowledged: memory is bounded, and every packet is emitted.
 func TestWindow(t *testing.T) {
 	s := newScript(t)
 	s.a.window = 64
@@ -547,7 +546,7 @@ func TestWindow(t *testing.T) {
 	}
 }
 
-// TestUnseen counts what no packet was seen to send.
+// TestUnseen counts the bytes for which no packet was seen.
 func TestUnseen(t *testing.T) {
 	s := newScript(t)
 	s.send(0, sent{1, 1001, 1, 0})
@@ -559,7 +558,7 @@ func TestUnseen(t *testing.T) {
 	}
 }
 
-// TestStreaming tells of packets as soon as all is known of them.
+// TestStreaming checks that packets are emitted as soon as they are complete.
 func TestStreaming(t *testing.T) {
 	s := newScript(t)
 	for i := range int64(10) {
@@ -571,9 +570,8 @@ func TestStreaming(t *testing.T) {
 	}
 }
 
-// TestRandomLoss compares guesses with the truth of a simulated path: each
-// segment takes 10 ms each way or is lost, and the sender repeats what is lost
-// after what it has heard.
+// TestRandomLoss compares the assembler's conclusions with a simulated path: each segment takes 10 ms in each
+// direction or is lost, and the sender retransmits by the acknowledgements that it has received.
 func TestRandomLoss(t *testing.T) {
 	for seed := range uint64(50) {
 		rnd := rand.New(rand.NewPCG(seed, 1))
@@ -603,8 +601,7 @@ func TestRandomLoss(t *testing.T) {
 			now += 0.1
 		}
 		for len(arrived) < n {
-			// A round: what is on the way arrives and is acknowledged, then what is
-			// missing is repeated.
+			// One round: segments in flight arrive and are acknowledged, then missing segments are retransmitted.
 			slices.SortStableFunc(path, func(a, b flying) int { return int(1000 * (a.at - b.at)) })
 			for _, f := range path {
 				arrived[f.p.seq] = true
@@ -650,7 +647,7 @@ func TestRandomLoss(t *testing.T) {
 	}
 }
 
-// FuzzAssemble gives events in any order, and with any content.
+// FuzzAssemble feeds events in any order and with any content.
 func FuzzAssemble(f *testing.F) {
 	seed := make([]byte, 0, 400)
 	for i := range byte(40) {

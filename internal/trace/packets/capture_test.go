@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/clock"
 )
 
-// Source is where events come from: a *bpf.Packets.
+// Source is the source of events: a *bpf.Packets.
 type Source interface {
 	Read(deadline time.Time, e *bpf.PacketEvent) error
 	Stop() error
@@ -30,10 +30,9 @@ type Options struct {
 
 const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 
-// Capture reads the packets of a connection until one of the bounds, the
-// connection's end, or that of ctx, which is no error. Packets are emitted as
-// soon as all is known of them and of those before; in the end all are. The
-// source is stopped then, and is for the caller to close.
+// Capture reads the packets of a connection until a bound is reached, the connection ends, or ctx is done, which is
+// no error. Packets are emitted as soon as they and all packets before them are complete, and the rest at the end.
+// Capture stops the source; the caller closes it.
 func Capture(ctx context.Context, s Source, o Options, emit func(*Packet) error) (_ *Summary, err error) {
 	clock := Clock(clock.Offset())
 	interrupted := make(chan error, 1)

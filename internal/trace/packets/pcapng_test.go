@@ -14,8 +14,7 @@ import (
 	"unicode/utf8"
 )
 
-// pcapng is what a file says, read by the format's rules and by nothing of what
-// writes it.
+// pcapng is the content of a file, parsed by the specification of the format and without the code that writes it.
 type pcapng struct {
 	comment, program string
 	interfaces       []string
@@ -168,7 +167,7 @@ func TestPcapng(t *testing.T) {
 	}
 }
 
-// TestPcapngFails tells of a writer that cannot.
+// TestPcapngFails checks that write errors are returned.
 func TestPcapngFails(t *testing.T) {
 	full := errors.New("full")
 	for n := range 4 {
@@ -195,7 +194,7 @@ type writerFunc func([]byte) (int, error)
 
 func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
 
-// FuzzPcapng reads what was written of packets of any kind.
+// FuzzPcapng parses files that were written from arbitrary packets.
 func FuzzPcapng(f *testing.F) {
 	f.Add("eth0", "about", []byte{0x45, 1, 2}, 1500, int64(1e18), 7, true)
 	f.Add("", "\xff\x00"+strings.Repeat("é", 40000), []byte{}, 0, int64(0), 0, false)

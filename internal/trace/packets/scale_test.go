@@ -4,5 +4,5 @@
 
 package packets_test
 
-// slower is how many times longer the machine may take.
+// slower multiplies the times that tests permit.
 const slower = 1

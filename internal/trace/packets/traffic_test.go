@@ -31,7 +31,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
+	// Before Linux 5.11, maps are charged to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
@@ -51,7 +51,7 @@ var (
 	linkB = []netip.Prefix{netip.MustParsePrefix("10.91.0.2/24"), netip.MustParsePrefix("fd91::2/64")}
 )
 
-// world is two namespaces and the link between them.
+// world is two namespaces with a link between them.
 type world struct {
 	*lab.Link
 	a, b *lab.Namespace
@@ -72,7 +72,7 @@ func newWorld(t testing.TB, o lab.LinkOptions) *world {
 	}
 	w.Link, err = l.Connect(w.a, w.b, o, linkA, linkB)
 	check(t, err)
-	// No tail loss probe: a busy host sends it without need, and nobody knows which of the two was acknowledged.
+	// Without tail loss probes: a busy host sends them needlessly, and the acknowledgement would be ambiguous.
 	check(t, w.a.Sysctl("ipv4.tcp_early_retrans", "0"))
 	return w
 }
@@ -112,7 +112,7 @@ func cookieOf(t testing.TB, c *net.TCPConn) (cookie uint64) {
 	return cookie
 }
 
-// capture follows a connection while f runs, and to its end.
+// capture captures a connection while f runs, until the connection ends.
 func capture(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, *packets.Summary) {
 	t.Helper()
 	p := open(t, c)
@@ -140,7 +140,7 @@ func open(t testing.TB, c *net.TCPConn) *bpf.Packets {
 	return p
 }
 
-// transfer writes n bytes, closes, and waits until the peer has all.
+// transfer writes n bytes, closes the connection, and waits until the peer has received everything.
 func transfer(client, server *net.TCPConn, n int) error {
 	got := make(chan error, 1)
 	go func() {
@@ -168,7 +168,7 @@ func ports(header []byte) (tcp []byte, source, destination uint16) {
 	return tcp, binary.BigEndian.Uint16(tcp), binary.BigEndian.Uint16(tcp[2:])
 }
 
-// truth is what a link saw of a connection, one way.
+// truth is what the link saw of a connection in one direction.
 type truth struct {
 	source, destination uint16
 
@@ -180,8 +180,8 @@ type truth struct {
 	end      uint32 // after FIN; 0: it was not sent
 }
 
-// after tells whether a segment acknowledges only, after FIN: that is often not
-// from the connection's socket any more, but from what is left of it.
+// after reports whether a segment is a pure acknowledgement after the FIN. Such a segment is often sent from the
+// TIME_WAIT state, without the connection's socket.
 func (r *truth) after(s segment) bool { return s.length == 0 && !s.fin && r.end != 0 && s.seq == r.end }
 
 func (r *truth) see(packet []byte, drop bool) {
@@ -219,7 +219,7 @@ func (r *truth) see(packet []byte, drop bool) {
 	}
 }
 
-// segments are those that a packet became.
+// segments returns the segments on the link that a packet became.
 func segments(p *packets.Packet) (all []segment) {
 	size := max(1, p.Length)
 	if p.Sent.Split != nil {
@@ -232,14 +232,11 @@ func segments(p *packets.Packet) (all []segment) {
 	return all
 }
 
-// attempts is how often a test is repeated if the kernel has not told of
-// everything. A host may keep programs from running while a packet's interrupt
-// stops a process that it shields; whatever is sent then is not seen by any
-// program of this kind.
+// attempts is how often a test is repeated if the kernel has not reported every event. A host may skip programs of
+// this kind while a packet's interrupt stops a process that it protects; packets sent at that time are not seen.
 const attempts = 10
 
-// TestTruth compares what is told of a connection with what its link did to it,
-// while another connection is as busy.
+// TestTruth compares the events of a connection with the captured link, while another connection is as busy.
 func TestTruth(t *testing.T) {
 	const delay, share, size = 20 * time.Millisecond, 0.02, 300_000
 	for i, name := range []string{"IPv4", "IPv6"} {
@@ -286,7 +283,7 @@ func TestTruth(t *testing.T) {
 	}
 }
 
-// onlyOurs looks for packets of another connection.
+// onlyOurs checks that there are no packets of another connection.
 func (r *truth) onlyOurs(t *testing.T, all []*packets.Packet) {
 	t.Helper()
 	for _, p := range all {
@@ -300,8 +297,7 @@ func (r *truth) onlyOurs(t *testing.T, all []*packets.Packet) {
 	}
 }
 
-// missing counts the segments of the link that no packet, or no driver, was told
-// of. There are no others.
+// missing counts the segments on the link without a packet or a driver event. There must be no other segments.
 func (r *truth) missing(t *testing.T, all []*packets.Packet) (n int) {
 	t.Helper()
 	left := make(map[segment]int)
@@ -331,7 +327,7 @@ func (r *truth) missing(t *testing.T, all []*packets.Packet) (n int) {
 	return n
 }
 
-// compare looks at what became of packets.
+// compare checks the outcome of each packet.
 func (r *truth) compare(t *testing.T, all []*packets.Packet, summary *packets.Summary) {
 	t.Helper()
 	lost, repeated, after := 0, 0, 0
@@ -393,7 +389,7 @@ func checkTimes(t *testing.T, all []*packets.Packet, delay time.Duration) {
 	}
 }
 
-// roundTrip reads packets from their JSON.
+// roundTrip encodes packets as JSON and decodes them.
 func roundTrip(t *testing.T, all []*packets.Packet) {
 	t.Helper()
 	text, err := json.Marshal(all)
@@ -407,7 +403,7 @@ func roundTrip(t *testing.T, all []*packets.Packet) {
 
 func port(a net.Addr) uint16 { return netip.MustParseAddrPort(a.String()).Port() }
 
-// TestOffload hands large packets to the device.
+// TestOffload passes large packets to the device.
 func TestOffload(t *testing.T) {
 	const size = 1 << 20
 	w := newWorld(t, lab.LinkOptions{Delay: time.Millisecond, Offload: true})
@@ -435,7 +431,7 @@ func TestOffload(t *testing.T) {
 		}
 		seen := summary.SentBytes - repeated + summary.Unseen
 		if seen < size && summary.Strays > 0 {
-			// The last packet is one that was not seen, so that no later one shows the gap.
+			// The packet that was not seen is the last one, so that no later packet reveals the gap.
 			t.Logf("%d bytes at the end were not seen", size-seen)
 			continue
 		}
@@ -448,8 +444,7 @@ func TestOffload(t *testing.T) {
 	t.Errorf("never saw the last packet in %d attempts", attempts)
 }
 
-// slowQdisc makes the way out of a slow: rate is in bytes a second, limit in
-// bytes that may wait.
+// slowQdisc adds a slow queueing discipline at a: rate in bytes per second, limit in queued bytes.
 func (w *world) slowQdisc(t *testing.T, rate uint64, limit uint32) {
 	t.Helper()
 	dev, err := w.a.Netlink().LinkByName("link0")
@@ -479,7 +474,7 @@ func TestQdisc(t *testing.T) {
 		b := make([]byte, datagram)
 		for range 10 {
 			for range ahead {
-				// Refused: nobody listens.
+				// The datagrams are refused, because no socket is bound.
 				_, _ = udp.Write(b)
 			}
 			if _, err := client.Write(b); err != nil {
@@ -508,7 +503,7 @@ func TestQdisc(t *testing.T) {
 	}
 }
 
-// TestDropped has a queue for one packet: of a burst the third is dropped.
+// TestDropped has a queue of one packet: the third packet of a burst is dropped.
 func TestDropped(t *testing.T) {
 	w := newWorld(t, lab.LinkOptions{Delay: 5 * time.Millisecond})
 	w.slowQdisc(t, 1<<20, 1600)
@@ -524,7 +519,7 @@ func TestDropped(t *testing.T) {
 	}
 }
 
-// TestHops goes through two devices of the host.
+// TestHops sends through two devices of the host.
 func TestHops(t *testing.T) {
 	for _, test := range []struct {
 		name string
@@ -572,7 +567,7 @@ func TestHops(t *testing.T) {
 						t.Errorf("packet %d: hops %+v", p.Number, p.Sent.Hops)
 					}
 				}
-				// In between is the lab's own bridge, in another namespace.
+				// The lab's bridge between them is in another namespace.
 				if len(names) < 2 || names[0] != "upper" || names[1] != "eth0" {
 					t.Logf("packet %d went through %v", p.Number, names)
 					incomplete++
@@ -588,7 +583,7 @@ func TestHops(t *testing.T) {
 	}
 }
 
-// TestBounds ends captures of a connection that goes on.
+// TestBounds ends captures of a connection that stays open.
 func TestBounds(t *testing.T) {
 	w := newWorld(t, lab.LinkOptions{})
 	client, server := w.pair(t, linkB[0].Addr())

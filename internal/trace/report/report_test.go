@@ -26,7 +26,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// A world makes the slices of an hour as an agent would have them.
+// A world creates the slices of an hour as an agent would record them.
 type world struct {
 	random *rand.Rand
 	from   time.Time
@@ -38,12 +38,12 @@ func newWorld() *world {
 	return &world{rand.New(rand.NewPCG(1, 2)), time.Date(2026, 11, 21, 14, 0, 0, 0, time.UTC), 10 * time.Second, map[measure.Group]uint64{}}
 }
 
-// around is a time with a long tail.
+// around is a distribution of times with a long tail.
 func (w *world) around(middle time.Duration, spread float64) time.Duration {
 	return time.Duration(float64(middle) * math.Exp(spread*w.random.NormFloat64()))
 }
 
-// sent is a result of n messages, of which message gives the stages' times.
+// sent is a result of n messages. message returns the times of the stages of one message.
 func (w *world) sent(g measure.Group, n int, message func() map[config.Stage]time.Duration) measure.Result {
 	r := measure.Result{Group: g, Chosen: uint64(n), Outcomes: map[measure.Outcome]uint64{}, Stages: map[config.Stage]*measure.Histogram{}}
 	before := w.open[g]
@@ -107,9 +107,8 @@ func bmpGroup(remote, arm string) measure.Group {
 	return measure.Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790, Service: "telemetry", TuneRule: "far", Arm: arm}
 }
 
-// An hour of a collector: a far group with two ways to it, of which one is
-// congested on the host for 4 minutes; the other arm; a near group; datagrams whose
-// reader stops for a while; a group with few messages. The agent did not run for
+// An hour of a collector: a remote group with two paths, one of them congested on the host for 4 minutes; the other
+// arm; a near group; datagrams whose reader stops for a while; a group with few messages. The agent did not run for
 // two minutes.
 func hour() Report {
 	const slices = 360
@@ -220,7 +219,7 @@ func render(t *testing.T, r Report) string {
 	return b.String()
 }
 
-// text is what a reader of a page sees, without the words of drawings.
+// text is the visible text of a page, without the labels of drawings.
 func pageText(t *testing.T, page string) string {
 	t.Helper()
 	elements := parsePage(t, page)
@@ -240,8 +239,7 @@ type element struct {
 
 var inlined = regexp.MustCompile(`(?s)(<(style|script)>).*?(</(?:style|script)>)`)
 
-// parsePage reads a page strictly: each element is closed where it should be, each
-// attribute quoted, nothing is left to a browser's mercy.
+// parsePage parses a page strictly: every element must be closed in place and every attribute quoted.
 func parsePage(t *testing.T, page string) []element {
 	t.Helper()
 	body, ok := strings.CutPrefix(page, "<!doctype html>")
@@ -277,8 +275,7 @@ func parsePage(t *testing.T, page string) []element {
 	return elements
 }
 
-// contained checks that a page needs nothing but itself, and that what its parts
-// say of each other is so.
+// contained checks that a page loads no other file, and that its internal references exist.
 func contained(t *testing.T, page string) []element {
 	t.Helper()
 	elements := parsePage(t, page)
@@ -333,7 +330,7 @@ func count(elements []element, name string) (n int) {
 	return n
 }
 
-// find gives the first element with an attribute of that value.
+// find returns the first element with an attribute of the given value.
 func find(t *testing.T, elements []element, attr, value string) element {
 	t.Helper()
 	for _, e := range elements {
@@ -358,8 +355,8 @@ func TestReportNeedsNothingElse(t *testing.T) {
 	}
 }
 
-// The policy must allow the page's own script and style, or a browser takes
-// neither.
+// TestReportPolicy checks that the content security policy permits the page's own script and style, which browsers
+// would block otherwise.
 func TestReportPolicy(t *testing.T) {
 	page := render(t, hour())
 	policy := find(t, parsePage(t, page), "http-equiv", "Content-Security-Policy").attrs["content"]
@@ -454,7 +451,7 @@ func TestReportWithoutData(t *testing.T) {
 	}
 }
 
-// tables gives the cells of the tables in a part of a page.
+// tables returns the cells of the tables in a part of a page.
 func tables(t *testing.T, part string) [][][]string {
 	t.Helper()
 	var all [][][]string
@@ -499,8 +496,7 @@ func number(t *testing.T, text string) uint64 {
 	return n
 }
 
-// ledgerSums adds up the lines of a ledger: what went in and what came out, with
-// the sums that are shown of them.
+// ledgerSums adds up the lines of a ledger and returns the incoming and outgoing sums with the sums that are shown.
 func ledgerSums(t *testing.T, rows [][]string) (in, out, sumIn, sumOut uint64, lines map[string]uint64) {
 	t.Helper()
 	lines = map[string]uint64{}
@@ -556,8 +552,8 @@ func TestReportAddsUp(t *testing.T) {
 	}
 }
 
-// A report that begins while messages are under way, and one of which slices are
-// missing.
+// TestReportAccountsForWhatIsUnderWay checks a report that starts with messages in flight, and one with missing
+// slices.
 func TestReportAccountsForWhatIsUnderWay(t *testing.T) {
 	at := newWorld().from
 	g := bmpGroup("192.0.2.0/24", "")
@@ -649,7 +645,7 @@ func TestReportStages(t *testing.T) {
 	}
 }
 
-// points reads the corners of a path of M, L, H and V with absolute coordinates.
+// points parses a path of M, L, H and V with absolute coordinates.
 func points(t *testing.T, path string) [][2]float64 {
 	t.Helper()
 	var at [2]float64
@@ -718,8 +714,7 @@ func TestDistributionPlot(t *testing.T) {
 	}
 }
 
-// cellsOf reads the strokes of a heat map: the level of each cell, by column and
-// row from above.
+// cellsOf parses the strokes of a heat map: the level of each cell, by column and by row from the top.
 func cellsOf(t *testing.T, levels []level) map[[2]int]int {
 	t.Helper()
 	cells := map[[2]int]int{}
@@ -911,8 +906,8 @@ func TestReportFindsWhatIsOutOfTheUsual(t *testing.T) {
 	}
 }
 
-// Times with a long tail, of which each column has few, are high somewhere; that
-// is nothing to tell.
+// TestPeakIsNotChance has times with a long tail and few messages per column. Some column is always high; the report
+// must not point at it.
 func TestPeakIsNotChance(t *testing.T) {
 	random := rand.New(rand.NewPCG(9, 10))
 	world := func(slow func(column int) bool) map[config.Stage][]*measure.Histogram {
@@ -1053,8 +1048,8 @@ func TestWayOfMessage(t *testing.T) {
 	}
 }
 
-// An hour of 64 groups with long names whose times are all over, with each stage,
-// and a while of 70 more.
+// TestReportIsBounded has an hour of 64 groups with long names and widely spread times in each stage, and for a while
+// 70 more groups.
 func TestReportIsBounded(t *testing.T) {
 	random := rand.New(rand.NewPCG(7, 8))
 	var pool []*measure.Histogram

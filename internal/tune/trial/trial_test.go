@@ -17,8 +17,7 @@ import (
 	"sockeye/internal/histogram"
 )
 
-// world makes connections. All of a trial's share it; what a treatment does is
-// in the factors of effect.
+// world makes the connections of a trial. The factors of effect are the effect of the treatment.
 type world struct {
 	tail   float64 // of the Pareto distribution of segments; 0: 100 each
 	live   bool    // a connection has a value of RTT and rate for each 10 segments
@@ -216,14 +215,14 @@ func TestRealDifferencesAreFound(t *testing.T) {
 	}
 }
 
-// add counts a value n times more, as the tune program does: in its bucket alone.
+// add counts a value n more times, as the tune program does: in its bucket only.
 func add(h *Histogram, v, n uint64) {
 	h.Buckets[histogram.Bucket[histogram.Quarters](v)] += n
 	_, end := histogram.Bounds[histogram.Quarters](histogram.Bucket[histogram.Quarters](v))
 	h.Count, h.Max = h.Count+n, max(h.Max, end)
 }
 
-// same gives n connections of 100 segments without losses.
+// same returns n connections of 100 segments without losses.
 func same(n uint64) Sample {
 	s := Sample{Connections: n, Established: n, Closed: n, Bytes: 100000 * n, Segments: 100 * n, Segments2: 10000 * n}
 	add(&s.RTT, 20000, n)
@@ -232,7 +231,7 @@ func same(n uint64) Sample {
 	return s
 }
 
-// lose has connections that each lose x of their 100 segments, x of them by RTOs.
+// lose makes each connection lose x of its 100 segments, and x of these by RTOs.
 func (s Sample) lose(connections, x, rtos uint64) Sample {
 	s.Retransmits += connections * x
 	s.Retransmits2 += connections * x * x
@@ -242,7 +241,7 @@ func (s Sample) lose(connections, x, rtos uint64) Sample {
 }
 
 func TestLossesThatComeTogether(t *testing.T) {
-	// As many losses, once on a connection each, once on two connections.
+	// The same number of losses: one each on many connections, or two each on half as many.
 	apart := Compare(same(1000).lose(100, 1, 1), same(1000).lose(200, 1, 1), Options{})
 	together := Compare(same(1000).lose(1, 100, 100), same(1000).lose(2, 100, 100), Options{})
 	for _, row := range []string{"retransmits", "rtos"} {
@@ -253,7 +252,7 @@ func TestLossesThatComeTogether(t *testing.T) {
 			t.Errorf("together: %s is %s", row, text(t, a))
 		}
 	}
-	// Five connections that died of all their timeouts, against one.
+	// Five connections that ended by timeout, against one.
 	died := Compare(same(1000).lose(500, 3, 0).lose(1, 15, 15), same(1000).lose(500, 3, 0).lose(5, 15, 15), Options{})
 	if a := died.row(t, "rtos"); a.Verdict == Lower {
 		t.Errorf("one death against five: %s", text(t, a))
@@ -269,8 +268,7 @@ func text(t testing.TB, v any) string {
 	return string(b)
 }
 
-// TestShapeWithinABucket has values around 1000 in both arms, but one arm keeps
-// closer to it than a bucket can tell.
+// TestShapeWithinABucket has values around 1000 in both arms, with less spread in one arm than a bucket can resolve.
 func TestShapeWithinABucket(t *testing.T) {
 	around := func(spread float64) Sample {
 		s, r := Sample{Connections: 20000}, rand.New(rand.NewPCG(1, 2))
@@ -294,8 +292,7 @@ func TestNoLossInOneArm(t *testing.T) {
 	if c.Verdict != Higher || c.Difference != nil || c.High != nil || *c.Low < 1000 {
 		t.Errorf("none of the control: %s", text(t, c))
 	}
-	// The binomial intervals of 0 of 100 and of 3 of 12: tables have 0.0362, and
-	// 0.0549 to 0.5719.
+	// The binomial intervals of 0 of 100 and of 3 of 12. Published tables have 0.0362, and 0.0549 to 0.5719.
 	c = Compare(same(1000), same(1000).lose(100, 1, 0), Options{}).row(t, "retransmits")
 	if want := 100 * (0.0362/0.9638 - 1); math.Abs(*c.High-want) > 0.05 {
 		t.Errorf("0 against 100: %s, want up to %g", text(t, c), want)
@@ -398,8 +395,7 @@ func TestIdenticalArms(t *testing.T) {
 	}
 }
 
-// TestHolm has an interval that leaves out 0, by too little to be the one real
-// difference of several rows.
+// TestHolm has an interval that excludes 0 by too little to be significant among several rows.
 func TestHolm(t *testing.T) {
 	c := Compare(same(1000).lose(75, 1, 0), same(1000).lose(105, 1, 0), Options{}).row(t, "retransmits")
 	if *c.High >= 0 || c.Verdict != NoDifference {
