@@ -4,5 +4,5 @@ package bpf
 
 import "github.com/cilium/ebpf"
 
-// Driver is the program of AttachDriver.
+// Driver returns the program of AttachDriver.
 func (b *BigTCP) Driver() *ebpf.Program { return b.driver.Programs["bigtcp_driver"] }

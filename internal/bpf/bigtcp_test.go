@@ -55,7 +55,7 @@ func flows(t testing.TB, b *bpf.BigTCP) map[bpf.BigTCPFlowKey]bpf.BigTCPFlow {
 	return all
 }
 
-// give runs the program on a packet, which is to go on to what comes next.
+// give runs the program on a packet and checks that the packet is passed on.
 func give(t testing.TB, p *ebpf.Program, packet []byte, segments, mss uint32) {
 	t.Helper()
 	skb := make([]byte, 192) // struct __sk_buff
@@ -68,7 +68,7 @@ func give(t testing.TB, p *ebpf.Program, packet []byte, segments, mss uint32) {
 	}
 }
 
-// tcpSegment is a TCP header with options and so many bytes of data.
+// tcpSegment returns a TCP header with options and the given bytes of data.
 func tcpSegment(data int) []byte {
 	b := make([]byte, 32+data)
 	binary.BigEndian.PutUint16(b, 1790)
@@ -96,7 +96,7 @@ func ipv6Packet(next byte, payload []byte) []byte {
 	return append(b, payload...)
 }
 
-// extension is a header of IPv6 before another one.
+// extension is an IPv6 extension header.
 func extension(next byte, length int, rest []byte) []byte {
 	b := make([]byte, length)
 	b[0], b[1] = next, byte(length/8-1)
@@ -113,8 +113,8 @@ func ethernet(protocol uint16, tags []uint16, packet []byte) []byte {
 	return append(b, packet...)
 }
 
-// TestBigTCPPackets runs the programs on packets of all forms: which family they
-// are of, how long without what is of the link, and the flow of those with data.
+// TestBigTCPPackets runs the programs on packets of all forms and checks the family, the length without the
+// link-layer header, and the flow of packets with data.
 func TestBigTCPPackets(t *testing.T) {
 	const ip4, ip6, vlan, qinq = 0x800, 0x86dd, 0x8100, 0x88a8
 	jumbo := ipv6Packet(0, extension(6, 8, tcpSegment(1500)))
@@ -207,8 +207,7 @@ func TestBigTCPPackets(t *testing.T) {
 	}
 }
 
-// TestBigTCPForgets has more flows than room: the table stays bounded, and the
-// counts are those of all.
+// TestBigTCPForgets has more flows than entries: the table stays bounded, and the counts include all flows.
 func TestBigTCPForgets(t *testing.T) {
 	b := openBigTCP(t, bpf.BigTCPConfig{Index: 1, Flows: 64})
 	_, egress := b.Programs()
@@ -226,7 +225,7 @@ func TestBigTCPForgets(t *testing.T) {
 	}
 }
 
-// stream sends so many bytes from one end of a connection to the other.
+// stream sends bytes from one end of a connection to the other.
 func stream(t testing.TB, from, to net.Conn, n int64) {
 	t.Helper()
 	var wait sync.WaitGroup
@@ -243,15 +242,14 @@ func stream(t testing.TB, from, to net.Conn, n int64) {
 	wait.Wait()
 }
 
-// TestBigTCPAttached counts a stream through lo, at each point that the kernel
-// can attach to.
+// TestBigTCPAttached counts a stream through lo, at each point to which the kernel can attach.
 func TestBigTCPAttached(t *testing.T) {
 	for _, test := range []struct {
 		name, address string
 		family        int
 	}{{"IPv4", "127.0.0.1", bpf.BigTCPIPv4}, {"IPv6", "::1", bpf.BigTCPIPv6}} {
 		t.Run(test.name, func(t *testing.T) {
-			// With two segments a packet, the least, lo's own MTU makes large ones.
+			// With two segments, the smallest number, packets are large at lo's own MTU.
 			lo, err := netlink.LinkByIndex(1)
 			check(t, err)
 			check(t, netlink.LinkSetMTU(lo, 1500))
@@ -274,7 +272,7 @@ func TestBigTCPAttached(t *testing.T) {
 				for _, s := range all[point][test.family].Sizes {
 					bytes += s.Bytes
 				}
-				// The tracepoint was seen to miss a packet of some thousands.
+				// The tracepoint missed one packet in some thousands in earlier runs.
 				if bytes < n-n/50 || bytes > n+n/10 {
 					t.Errorf("point %d: %d bytes of %d: %+v", point, bytes, n, all[point])
 				}
@@ -282,7 +280,7 @@ func TestBigTCPAttached(t *testing.T) {
 			if len(points) == 1 {
 				return
 			}
-			// Cut nowhere, so that the driver gets what was sent.
+			// Nothing is segmented on the way, so the driver gets the packets that were sent.
 			if sent, driver := all[bpf.BigTCPEgress][test.family], all[bpf.BigTCPDriver][test.family]; driver.Largest != sent.Largest {
 				t.Errorf("egress %+v, driver %+v", sent, driver)
 			}
@@ -303,8 +301,7 @@ func TestBigTCPAttached(t *testing.T) {
 	}
 }
 
-// TestBigTCPOtherNamespace has an interface of the same index in another
-// namespace, whose packets are not counted.
+// TestBigTCPOtherNamespace has an interface of the same index in another namespace, whose packets are not counted.
 func TestBigTCPOtherNamespace(t *testing.T) {
 	b := openBigTCP(t, bpf.BigTCPConfig{Index: 1, Netns: netnsInode(t) + 1, Ethernet: true})
 	check(t, b.AttachDriver())
@@ -315,7 +312,7 @@ func TestBigTCPOtherNamespace(t *testing.T) {
 	}
 }
 
-// TestBigTCPRights fails as not permitted, not as lacking.
+// TestBigTCPRights checks that missing capabilities are reported as such, not as a missing feature.
 func TestBigTCPRights(t *testing.T) {
 	testenv.WithoutRights(t, func() {
 		_, err := bpf.OpenBigTCP(bpf.BigTCPConfig{Index: 1})
@@ -325,7 +322,7 @@ func TestBigTCPRights(t *testing.T) {
 	})
 }
 
-// BenchmarkBigTCP measures what the programs cost a packet.
+// BenchmarkBigTCP measures the cost of the programs per packet.
 func BenchmarkBigTCP(b *testing.B) {
 	counting, err := bpf.OpenBigTCP(bpf.BigTCPConfig{Index: 1, Ethernet: true})
 	check(b, err)
@@ -346,8 +343,7 @@ func BenchmarkBigTCP(b *testing.B) {
 	}
 }
 
-// BenchmarkBigTCPDriver measures the program at the driver by the kernel's clock of
-// programs, less what that takes for one that does nothing.
+// BenchmarkBigTCPDriver measures the program at the driver with BPF statistics, minus the time of an empty program.
 func BenchmarkBigTCPDriver(b *testing.B) {
 	for name, index := range map[string]int{"counted": 1, "of others": 99} {
 		b.Run(name, func(b *testing.B) {

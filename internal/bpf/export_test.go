@@ -12,10 +12,10 @@ import (
 	"github.com/cilium/ebpf/link"
 )
 
-// Program is the program of a row, or the one for all rows with sk_lookup.
+// Program returns the program of a row, or with sk_lookup the program of all rows.
 func (s *Steer) Program(row int) *ebpf.Program { return s.programs[row] }
 
-// Maps are the maps that are pinned under their own names.
+// Maps returns the maps that are pinned under their own names.
 func (s *Steer) Maps() []*ebpf.Map {
 	return []*ebpf.Map{
 		s.tables, s.deviceMaps, s.slots, s.counters, s.devices,
@@ -23,7 +23,7 @@ func (s *Steer) Maps() []*ebpf.Map {
 	}
 }
 
-// PendingPlaces counts the entries of CPUs that hold an address.
+// PendingPlaces returns the number of per-CPU entries that hold an address.
 func (s *Steer) PendingPlaces(tb testing.TB) (used int) {
 	tb.Helper()
 	for i := range pendingSize {
@@ -40,47 +40,47 @@ func (s *Steer) PendingPlaces(tb testing.TB) (used int) {
 	return used
 }
 
-// Links are the links of both kinds, pinned and not.
+// Links returns the links of both kinds, pinned or not.
 func (s *Steer) Links() []link.Link { return s.links }
 
 // LoadProgram loads one program of an object.
 var LoadProgram = loadProgram
 
-// LacksHelper is what tells an older kernel from a broken program.
+// LacksHelper distinguishes a kernel without a helper from a program that the verifier rejects.
 var LacksHelper = lacksHelper
 
-// LoadSteering gives the programs that select sockets.
+// LoadSteering returns the programs that select sockets.
 var (
 	LoadSteerReuseport = loadSteerReuseport
 	LoadSteerLookup    = loadSteerLookup
 	LoadSteerMembers   = loadSteerMembers
 )
 
-// LoadTuneSockops and LoadTraceSockops give the maps of a tuning and a tracing.
+// LoadTuneSockops and LoadTraceSockops return the maps of a tuning and a tracing.
 var (
 	LoadTuneSockops  = loadTuneSockops
 	LoadTraceSockops = loadTraceSockops
 )
 
-// LayoutHash is the hash of maps.
+// LayoutHash returns the hash of maps.
 func LayoutHash(specs map[string]*ebpf.MapSpec) string { return pin.LayoutHash(specs, nil) }
 
-// Maps are those that a tuning has pinned, by name.
+// Maps returns the pinned maps of a tuning, by name.
 func (t *Tune) Maps() map[string]*ebpf.Map { return t.maps }
 
-// Dir is where a tuning is pinned, of this layout.
+// Dir returns the pin directory of a tuning with this layout.
 func (t *Tune) Dir() string { return t.dir }
 
-// Dir is where a tracing is pinned, of this layout.
+// Dir returns the pin directory of a tracing with this layout.
 func (t *Trace) Dir() string { return t.dir }
 
-// Maps are those that a tracing has pinned, by name.
+// Maps returns the pinned maps of a tracing, by name.
 func (t *Trace) Maps() map[string]*ebpf.Map { return t.maps }
 
-// Links are those of a tracing, by the name of their pin.
+// Links returns the links of a tracing, by the name of their pins.
 func (t *Trace) Links() map[string]link.Link { return t.links }
 
-// State is what user space asks of the programs.
+// State returns the state that user space sets for the programs.
 func (t *Trace) State(tb testing.TB) TraceState {
 	tb.Helper()
 	var s TraceState
@@ -90,8 +90,7 @@ func (t *Trace) State(tb testing.TB) TraceState {
 	return s
 }
 
-// AgeSlowest fills the places of all minutes with messages that took an hour, of
-// minutes up to the one given.
+// AgeSlowest fills the entries of all minutes up to the given one with messages that took an hour.
 func (t *Trace) AgeSlowest(tb testing.TB, group uint32, last uint64) {
 	tb.Helper()
 	var s TraceSlowest
@@ -107,7 +106,7 @@ func (t *Trace) AgeSlowest(tb testing.TB, group uint32, last uint64) {
 	}
 }
 
-// SteerLayouts are the layouts of a mode, and those of versions without hashes.
+// SteerLayouts returns the layouts of a mode, including those of versions without hashes.
 var (
 	SteerLayouts  = steerLayouts
 	SteerUnhashed = steerUnhashed

@@ -40,7 +40,7 @@ func TestFeatures(t *testing.T) {
 	}
 }
 
-// TestProbesTellLackOfRights has no rights: that is not a lack of features.
+// TestProbesTellLackOfRights probes without capabilities, which must not be reported as missing features.
 func TestProbesTellLackOfRights(t *testing.T) {
 	known := make(map[string]error)
 	for _, f := range bpf.Features {
@@ -67,8 +67,7 @@ func version(t testing.TB, s string) int {
 	return major<<16 | minor
 }
 
-// TestForeignPrograms lists a program of another service of another kind, and
-// not our own.
+// TestForeignPrograms lists a program of another service and of another kind, but not our own.
 func TestForeignPrograms(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		c := config(t, lookup, pair...)

@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// TestProgramsLoad loads every program of every object by itself.
+// TestProgramsLoad loads every program of every object separately.
 func TestProgramsLoad(t *testing.T) {
 	for name, load := range map[string]func() (*ebpf.CollectionSpec, error){
 		"reuseport": bpf.LoadSteerReuseport, "lookup": bpf.LoadSteerLookup, "members": bpf.LoadSteerMembers,
@@ -47,7 +47,7 @@ func TestProgramsLoad(t *testing.T) {
 	}
 }
 
-// probe gives the outcome of the named feature probe.
+// probe runs the feature probe with the given name.
 func probe(t testing.TB, name string) error {
 	t.Helper()
 	for _, f := range bpf.Features {

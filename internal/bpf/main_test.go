@@ -16,7 +16,7 @@ func TestMain(m *testing.M) {
 	if listeners := os.Getenv(memberVariable); listeners != "" {
 		runMember(listeners)
 	}
-	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
+	// Before Linux 5.11, maps are charged to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)

@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// TestLayoutHash changes each part of a layout.
+// TestLayoutHash checks that each part of a layout changes the hash.
 func TestLayoutHash(t *testing.T) {
 	spec := func() *ebpf.MapSpec {
 		field := &btf.Int{Name: "unsigned int", Size: 4}
@@ -64,9 +64,8 @@ func TestLayoutHash(t *testing.T) {
 	}
 }
 
-// pinOther pins maps and a sock_ops program of another version's layout in dir, as
-// versions without hashes did: the maps of maps hold smaller maps. It returns the
-// number of the link.
+// pinOther pins maps and a sock_ops program of another version's layout in dir, as versions without hashes did: the
+// maps of maps hold smaller maps. It returns the id of the link.
 func pinOther(t testing.TB, dir, cgroup string, spec *ebpf.CollectionSpec) link.ID {
 	t.Helper()
 	check(t, os.Mkdir(dir, 0o700))
@@ -114,8 +113,8 @@ func anyRule() *bpf.TuneRules {
 	return rules
 }
 
-// The maps of maps of a version before hold maps of another size, which their
-// pins do not tell: rules cannot be installed in them.
+// TestTuneOfAnotherLayout has maps of maps of an earlier version, whose inner maps have another size. The pins do not
+// show that size, and rules cannot be installed in these maps.
 func TestTuneOfAnotherLayout(t *testing.T) {
 	for _, mark := range []string{"", "@0123456789ab"} {
 		t.Run("pins"+mark, func(t *testing.T) {
@@ -159,8 +158,8 @@ func TestTuneOfAnotherLayout(t *testing.T) {
 	}
 }
 
-// What was learned is shared with a layout that has the same of it, and nothing
-// else is.
+// TestTuneKeepsWhatWasLearned checks that learned values, and nothing else, are shared with a layout that has the
+// same map.
 func TestTuneKeepsWhatWasLearned(t *testing.T) {
 	dir, cgroup := filepath.Join(testenv.BPFFS(t), "tune_test"), subgroup(t, "learned")
 	open := func() *bpf.Tune {
@@ -194,8 +193,8 @@ func TestTuneKeepsWhatWasLearned(t *testing.T) {
 	}
 }
 
-// Pins of another layout are never adopted. Their program is attached until this
-// version's is.
+// TestTraceOfAnotherLayout checks that pins of another layout are never adopted. Their program stays attached until
+// that of this version is.
 func TestTraceOfAnotherLayout(t *testing.T) {
 	for _, mark := range []string{"", "@0123456789ab"} {
 		t.Run("pins"+mark, func(t *testing.T) {
@@ -224,8 +223,8 @@ func TestTraceOfAnotherLayout(t *testing.T) {
 	}
 }
 
-// Versions without hashes take a marked directory for another cgroup's, which is
-// in no policy, and remove it.
+// TestLayoutsAreOneName checks that a version without hashes takes a marked directory for that of a cgroup outside
+// the policy, and removes it.
 func TestLayoutsAreOneName(t *testing.T) {
 	root, err := bpf.OpenRoot(filepath.Join(testenv.BPFFS(t), "sockeye"))
 	check(t, err)
@@ -244,9 +243,8 @@ func TestLayoutsAreOneName(t *testing.T) {
 	}
 }
 
-// Every release adopts the maps of the one before as they are, or loses the
-// sockets in them: who changes this layout must know. Maps that can be made anew get
-// another name instead, and another hash here.
+// TestSteerLayouts detects a changed layout: every release adopts the maps of the release before, or loses the
+// sockets in them. Maps that can be created again get another name instead, and another hash here.
 func TestSteerLayouts(t *testing.T) {
 	for lookup, want := range bpf.SteerUnhashed {
 		set, free, err := bpf.SteerLayouts(lookup)
@@ -260,8 +258,8 @@ func TestSteerLayouts(t *testing.T) {
 	}
 }
 
-// Of a service of another layout, what is needed is kept or made anew: the nonce,
-// and with it the slots of devices; the sockets can be registered again.
+// TestSteerOfAnotherLayout checks that a service of another layout keeps its nonce, and with it the slots of its
+// devices; the other maps are created again, and sockets can be registered again.
 func TestSteerOfAnotherLayout(t *testing.T) {
 	const slots = 4
 	both(t, func(t *testing.T, lookup bool) {

@@ -4,7 +4,7 @@
 
 package bpf_test
 
-// How much the tests do.
+// The amount of work of the tests.
 const (
 	twinAddresses = 1_000_000
 	datagrams     = 2000

@@ -4,7 +4,7 @@
 
 package bpf_test
 
-// How much the tests do under software emulation.
+// The amount of work of the tests under software emulation.
 const (
 	twinAddresses = 20_000
 	datagrams     = 300

@@ -14,9 +14,8 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// BenchmarkLookup gives the time of one run of the sk_lookup program, without
-// the statistics' own cost: the kernel repeats it for one address after the
-// other (BPF_PROG_TEST_RUN).
+// BenchmarkLookup measures one run of the sk_lookup program without the cost of BPF statistics: the kernel repeats
+// the program for one address after the other (BPF_PROG_TEST_RUN).
 func BenchmarkLookup(b *testing.B) {
 	for _, test := range []struct {
 		name    string

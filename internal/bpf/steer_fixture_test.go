@@ -25,10 +25,10 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// patience is how long a test waits for what must come.
+// patience bounds the wait for an event.
 const patience = time.Minute
 
-// until polls for what must become true.
+// until polls until a condition holds.
 func until(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !ok(); time.Sleep(time.Millisecond) {
@@ -64,7 +64,7 @@ func listen(t testing.TB, texts ...string) (rows [bpf.MaxListeners]bpf.Listener)
 	return rows
 }
 
-// config is the data path of a service in a bpffs of its own.
+// config is the data path of a service in its own bpffs.
 func config(t testing.TB, lookup bool, listeners ...string) bpf.SteerConfig {
 	t.Helper()
 	netns, err := os.Open("/proc/self/ns/net")
@@ -90,7 +90,7 @@ func open(t testing.TB, c bpf.SteerConfig) *bpf.Steer {
 	return s
 }
 
-// service is a data path with members that are sockets of this process.
+// service is a data path whose members are sockets of this process.
 type service struct {
 	*bpf.Steer
 	t       testing.TB
@@ -100,7 +100,7 @@ type service struct {
 	keepers map[int]*socket         // keeper sockets by row; never selected
 }
 
-// serve opens a service, with a keeper socket in each group.
+// serve opens a service with a keeper socket in each group.
 func serve(t testing.TB, c bpf.SteerConfig, slots, standby int, devices *placement.DeviceMap) *service {
 	t.Helper()
 	mapping, err := placement.NewMapping(slots, standby, 0x5eed_0f_50c4e7e, devices)
@@ -149,8 +149,8 @@ func (s *service) rows() map[int]bpf.Listener {
 	return rows
 }
 
-// newSocket makes a socket for a row: with SO_REUSEPORT on the listener's
-// address or, with sk_lookup, without it, on a port of its own.
+// newSocket opens a socket for a row: with SO_REUSEPORT on the listener's address or, with sk_lookup, without it and
+// on a port of its own.
 func (s *service) newSocket(row int) *socket {
 	s.t.Helper()
 	l := s.config.Listeners[row]
@@ -170,7 +170,7 @@ func (s *service) insert(row, slot int) *socket {
 	return k
 }
 
-// seat fills slots and opens them.
+// seat registers sockets in slots and opens the slots.
 func (s *service) seat(slots ...int) {
 	s.t.Helper()
 	for _, slot := range slots {
@@ -182,7 +182,7 @@ func (s *service) seat(slots ...int) {
 	}
 }
 
-// counters sums over all slots, and over all reasons.
+// counters sums the counters over all slots and all reasons.
 func (s *service) total() (served, refused uint64) {
 	s.t.Helper()
 	all, err := s.Counters(int(s.mapping.Table.Slots))
@@ -196,7 +196,7 @@ func (s *service) total() (served, refused uint64) {
 	return served, refused
 }
 
-// sourceIn gives a source address whose device has the slot.
+// sourceIn returns a source address whose device maps to the slot.
 func (s *service) sourceIn(slot int, v6 bool) netip.Addr {
 	for n := uint64(slot) << 32; ; n++ {
 		if a := source(rand.New(rand.NewPCG(n, 1)), v6); s.slotOf(a) == slot {
@@ -210,7 +210,7 @@ func (s *service) slotOf(a netip.Addr) int {
 	return slot
 }
 
-// socket is a descriptor of a UDP or a listening TCP socket.
+// socket is the descriptor of a UDP socket or a TCP listener.
 type socket struct {
 	t   testing.TB
 	fd  int
@@ -264,8 +264,8 @@ func (k *socket) cookie() uint64 {
 	return cookie
 }
 
-// receive gives the source of what waits first: of a datagram, which carries
-// the address from which it was meant to come, or of a connection.
+// receive returns the source of the first datagram, which carries its intended source address, or of the first
+// connection.
 func (k *socket) receive() (from netip.Addr, ok bool) {
 	k.t.Helper()
 	if k.tcp {
@@ -273,7 +273,7 @@ func (k *socket) receive() (from netip.Addr, ok bool) {
 		if err != nil {
 			return from, false
 		}
-		// A connection in TIME-WAIT would keep the next test from the port.
+		// A connection in TIME-WAIT would keep the port from the next test.
 		check(k.t, unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
 		unix.Close(fd)
 		return addrPort(sa).Addr(), true
@@ -290,11 +290,11 @@ func (k *socket) receive() (from netip.Addr, ok bool) {
 	return from, true
 }
 
-// receipts are the sources that each slot has heard of.
+// receipts has the sources that each slot received.
 type receipts map[int]map[netip.Addr]int
 
-// collect takes what has come to all seats of a row, and fails if something
-// has come to the keeper socket. It ends once want datagrams or connections are in.
+// collect receives everything at all members of a row, and fails the test if the keeper socket received anything. It
+// returns after want datagrams or connections.
 func (s *service) collect(row, want int) receipts {
 	s.t.Helper()
 	got, n := make(receipts), 0
@@ -324,7 +324,7 @@ func (s *service) collect(row, want int) receipts {
 	return got
 }
 
-// expect fails unless each source has come once, and to the slot that it has.
+// expect fails the test unless each source was received once, in its own slot.
 func (s *service) expect(row int, sources []netip.Addr) {
 	s.t.Helper()
 	for slot, from := range s.collect(row, len(sources)) {
@@ -336,8 +336,7 @@ func (s *service) expect(row int, sources []netip.Addr) {
 	}
 }
 
-// source gives a random local address: of 127.0.0.0/8, or of fd00::/64, which
-// routes makes local.
+// source returns a random local address: of 127.0.0.0/8, or of fd00::/64, which routes makes local.
 func source(rnd *rand.Rand, v6 bool) netip.Addr {
 	if v6 {
 		b := netip.MustParseAddr("fd00::").As16()
@@ -361,7 +360,7 @@ func sources(n int, v6 bool) []netip.Addr {
 	return all
 }
 
-// routes makes fd00::/64 local, as "ip -6 route add local fd00::/64 dev lo".
+// routes makes fd00::/64 local, as "ip -6 route add local fd00::/64 dev lo" does.
 func routes(t testing.TB) {
 	t.Helper()
 	lo, err := netlink.LinkByName("lo")
@@ -439,7 +438,7 @@ func client(t testing.TB, protocol int, from netip.Addr, to netip.AddrPort) (fd 
 	return fd, nil
 }
 
-// wait waits for a descriptor.
+// wait waits until a descriptor is ready.
 func wait(t testing.TB, fd int, events int16) {
 	t.Helper()
 	until(t, "a descriptor is ready", func() bool {
@@ -448,7 +447,7 @@ func wait(t testing.TB, fd int, events int16) {
 	})
 }
 
-// refused tells what a client hears: nil if its SYN or datagram was taken.
+// refused returns the error of a client, or nil if its SYN or datagram was accepted.
 func refused(t testing.TB, protocol int, from netip.Addr, to netip.AddrPort) (err error) {
 	t.Helper()
 	onCPU(t, 0, func() {
@@ -473,7 +472,7 @@ func refused(t testing.TB, protocol int, from netip.Addr, to netip.AddrPort) (er
 	return err
 }
 
-// onCPU calls f on a thread that stays on the n-th CPU of this process.
+// onCPU calls f on a thread that is bound to the n-th CPU of this process.
 func onCPU(t testing.TB, n int, f func()) {
 	t.Helper()
 	runtime.LockOSThread()
@@ -492,8 +491,8 @@ func onCPU(t testing.TB, n int, f func()) {
 	f()
 }
 
-// drainBacklog waits until the CPU has processed the packets of lo that were sent on
-// it before. On a loaded host ksoftirqd processes them after the sender has returned.
+// drainBacklog waits until the CPU has processed the packets that were sent on it through lo. On a loaded host
+// ksoftirqd processes them after the sender has returned.
 func drainBacklog(t testing.TB) {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
@@ -503,7 +502,7 @@ func drainBacklog(t testing.TB) {
 	own, err := unix.Getsockname(fd)
 	check(t, err)
 	check(t, unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: int64(patience / time.Second)}))
-	// The kernel runs no sk_lookup program for a datagram of a connected socket (__udp4_lib_lookup, Linux 6.18).
+	// The kernel runs no sk_lookup program for a datagram to a connected socket (__udp4_lib_lookup, Linux 6.18).
 	check(t, unix.Connect(fd, own))
 	_, err = unix.Write(fd, []byte("."))
 	check(t, err)
@@ -528,7 +527,7 @@ func addrPort(sa unix.Sockaddr) netip.AddrPort {
 	return netip.AddrPort{}
 }
 
-// target is where a client of the family reaches a listener.
+// target returns the address at which a client of the family reaches a listener.
 func target(l bpf.Listener, v6 bool) netip.AddrPort {
 	switch a := l.Address.Addr(); {
 	case !a.IsUnspecified():

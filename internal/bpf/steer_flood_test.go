@@ -23,8 +23,7 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// floodSources is the number of forged sources, each of which sends one packet:
-// ten million in "make bench-flood".
+// floodSources is the number of forged sources, each of which sends one packet: ten million in "make bench-flood".
 func floodSources(t testing.TB, most int) int {
 	text := os.Getenv("SOCKEYE_FLOOD_SOURCES")
 	if text == "" {
@@ -35,8 +34,8 @@ func floodSources(t testing.TB, most int) int {
 	return n
 }
 
-// flooder sends packets from forged sources, in 10.0.0.0/8, to an address of this
-// host. Answers to them leave by a TUN device that nobody reads.
+// flooder sends packets from forged sources in 10.0.0.0/8 to an address of this host. Replies leave through a TUN
+// device that nobody reads.
 type flooder struct {
 	t    testing.TB
 	fd   int
@@ -83,8 +82,8 @@ type mmsghdr struct {
 	_ [4]byte
 }
 
-// send sends n packets, from the sources that follow first. It ends early once
-// stop is set, and returns how many it sent.
+// send sends n packets from consecutive sources, starting at first. It returns early once stop is set, with the
+// number of packets sent.
 func (f *flooder) send(first, n int, stop *atomic.Bool) int {
 	const batch = 64
 	to := unix.RawSockaddrInet4{Family: unix.AF_INET, Addr: flooded.As4()}
@@ -123,11 +122,11 @@ func (f *flooder) send(first, n int, stop *atomic.Bool) int {
 	return sent
 }
 
-// packet writes a datagram, or a SYN, from the source of a number below 2^24.
+// packet writes a datagram or a SYN whose source has a number below 2^24.
 func (f *flooder) packet(b []byte, number uint32) {
 	clear(b)
 	b[0], b[8] = 0x45, 64
-	// An odd factor: no source comes twice.
+	// The factor is odd, so that no source occurs twice.
 	source := 10<<24 | number*2654435761&0xffffff
 	binary.BigEndian.PutUint32(b[12:], source)
 	copy(b[16:], flooded.AsSlice())
@@ -153,7 +152,7 @@ func (f *flooder) packet(b []byte, number uint32) {
 	binary.BigEndian.PutUint16(transport[16:], ^uint16(sum))
 }
 
-// drops is how many datagrams found a socket full.
+// drops returns the number of datagrams dropped at full sockets.
 func (k *socket) drops() uint64 {
 	k.t.Helper()
 	const soMeminfo, drops = 55, 8
@@ -166,8 +165,7 @@ func (k *socket) drops() uint64 {
 	return uint64(info[drops])
 }
 
-// drain receives all that comes to the members, until it is stopped, and fails
-// for each source that is in another slot.
+// drain receives everything at the members until it is stopped, and fails the test for each source in a wrong slot.
 func (s *service) drain(row int) (end func() uint64) {
 	var received, stopped atomic.Uint64
 	done := make(chan struct{})
@@ -214,8 +212,8 @@ func (s *service) kernelMemory() (sum uint64) {
 	return sum
 }
 
-// A flood of datagrams from forged sources takes no more than its rate: real
-// devices stay in their slots and in the list, with all that they sent.
+// TestFloodOfDatagrams checks that a flood of datagrams from forged sources adds devices to the list at the permitted
+// rate only: real devices keep their slots and their entries, with all of their counts.
 func TestFloodOfDatagrams(t *testing.T) {
 	const slots = 4
 	both(t, func(t *testing.T, lookup bool) {
@@ -322,9 +320,8 @@ func addrOf(a bpf.Address) netip.Addr {
 	return netip.AddrFrom16(b).Unmap()
 }
 
-// Nobody who does not know the nonce finds addresses that share the counts of
-// another: those here did as long as the place of an address was a function of
-// the address alone.
+// TestPlaceOfCountsIsSecret checks that addresses that share a count cannot be found without the nonce: the addresses
+// in this test shared one while the place was a function of the address alone.
 func TestPlaceOfCountsIsSecret(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		s := serve(t, config(t, lookup, pair...), 4, bpf.NoSlot, nil)
@@ -344,15 +341,15 @@ func TestPlaceOfCountsIsSecret(t *testing.T) {
 			}
 		}
 		s.expect(0, sent)
-		// 200 addresses share 256 places on one CPU, or more of them on several. Two share one in 1 of 256 keys, but for
-		// some keys addresses that differ in a word only are in few places: 88 were seen.
+		// 200 addresses share 256 places per CPU. Two addresses collide for 1 of 256 keys, but for some keys
+		// addresses that differ in one word only fall into few places: 88 were seen.
 		if used := s.PendingPlaces(t); used < 40 {
 			t.Errorf("%d addresses take %d places", len(sent), used)
 		}
 	})
 }
 
-// backlogFull is how many packets the kernel has dropped before they were received, as a processor's backlog was full
+// backlogFull returns the number of packets that the kernel dropped because the backlog of a CPU was full
 // (net.core.netdev_max_backlog): the second column of /proc/net/softnet_stat.
 func backlogFull(t *testing.T) (dropped uint64) {
 	t.Helper()
@@ -367,8 +364,8 @@ func backlogFull(t *testing.T) (dropped uint64) {
 	return dropped
 }
 
-// A flood of SYNs from forged sources: with SYN cookies every device connects,
-// to its own member, and is listed with its one connection.
+// TestFloodOfSYNs checks that during a flood of SYNs from forged sources, with SYN cookies, every device connects to
+// its own member and is listed with one connection.
 func TestFloodOfSYNs(t *testing.T) {
 	const slots, cookies = 4, "/proc/sys/net/ipv4/tcp_syncookies"
 	was, err := os.ReadFile(cookies)
@@ -381,7 +378,7 @@ func TestFloodOfSYNs(t *testing.T) {
 				s := serve(t, config(t, lookup, pair...), slots, bpf.NoSlot, nil)
 				s.seat(allSlots(slots)...)
 				f := newFlooder(t, unix.IPPROTO_TCP, 1790)
-				// What was half open goes with the listeners.
+				// Half-open connections end with the listeners.
 				defer closeAll(s)
 				before, full := s.kernelMemory(), backlogFull(t)
 				var (
@@ -417,7 +414,7 @@ func TestFloodOfSYNs(t *testing.T) {
 				took := time.Since(start)
 				stop.Store(os.Getenv("SOCKEYE_FLOOD_SOURCES") == "") // else all of them
 				<-done
-				// Nobody has accepted what came from 10.0.0.0/8.
+				// No connection from 10.0.0.0/8 was accepted.
 				s.expect(1, connected)
 				if mode != 0 && len(connected) != devices {
 					t.Errorf("%d of %d devices connected", len(connected), devices)
@@ -427,9 +424,9 @@ func TestFloodOfSYNs(t *testing.T) {
 					listed[addrOf(address)] = seen
 				}
 				for _, a := range connected {
-					// Who has a place before the handshake is done is counted for the
-					// acknowledgement of a cookie too, where no flags can be seen. Without
-					// cookies each SYN that a full queue dropped is counted.
+					// A device that has an entry before its handshake completes is also counted for the
+					// acknowledgement of a cookie, for which no flags are available. Without cookies, each SYN that a
+					// full queue dropped is counted.
 					seen, ok := listed[a]
 					most := uint64(1)
 					if lookup && mode != 0 {
@@ -459,7 +456,7 @@ func TestFloodOfSYNs(t *testing.T) {
 	})
 }
 
-// connectWithin connects, and closes at once.
+// connectWithin connects and closes the connection at once.
 func connectWithin(t testing.TB, from netip.Addr, to netip.AddrPort, limit time.Duration) bool {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)

@@ -19,8 +19,8 @@ import (
 	"sockeye/internal/member"
 )
 
-// memberVariable makes the test binary a member: it opens the listeners that
-// the variable names, says so, and waits to be ended.
+// memberVariable makes the test binary a member: it opens the listeners in the variable, prints a line, and waits for
+// its end.
 const memberVariable = "SOCKEYE_TEST_MEMBER"
 
 func runMember(listeners string) {
@@ -65,8 +65,7 @@ func startMember(t testing.TB, reuseport bool, listeners ...string) *exec.Cmd {
 	}
 }
 
-// register takes a member's sockets and fills a slot with them. The copies
-// stay open until release is called.
+// register copies a member's sockets and registers them in a slot. The copies stay open until release is called.
 func (s *service) register(slot int, cmd *exec.Cmd) (release func()) {
 	s.t.Helper()
 	handle, err := member.Open(cmd.Process.Pid)
@@ -85,9 +84,8 @@ func (s *service) register(slot int, cmd *exec.Cmd) (release func()) {
 	return func() { member.CloseAll(sockets) }
 }
 
-// TestKilledMember kills a process with registered sockets: its slot closes
-// without anything in user space, all of it at once, though one of the sockets
-// lives on.
+// TestKilledMember kills a process with registered sockets: its whole slot closes without user space, although one of
+// the sockets is still open.
 func TestKilledMember(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		for _, survivor := range []string{"none", "tcp"} {
@@ -138,7 +136,7 @@ func TestKilledMember(t *testing.T) {
 	})
 }
 
-// events reads what the hooks report.
+// events reads the events of the hooks.
 func (s *service) events() func(kind bpf.EventKind, cookie uint64) bpf.Event {
 	s.t.Helper()
 	events, err := s.Events()
@@ -235,7 +233,7 @@ func TestEvents(t *testing.T) {
 	next(bpf.EventRelease, cookie)
 }
 
-// TestEventsOfAnotherCgroup stay unseen.
+// TestEventsOfAnotherCgroup checks that there are no events for another cgroup.
 func TestEventsOfAnotherCgroup(t *testing.T) {
 	c := config(t, true, pair...)
 	c.Cgroup += "/below"
@@ -252,7 +250,7 @@ func TestEventsOfAnotherCgroup(t *testing.T) {
 	next(bpf.EventBind, k.cookie())
 }
 
-// TestLostEvents fills the ring: what is lost is counted.
+// TestLostEvents fills the ring: lost events are counted.
 func TestLostEvents(t *testing.T) {
 	c := config(t, true, pair...)
 	c.Ports = []bpf.Ports{{First: 20000, Last: 20000, Protocol: unix.IPPROTO_UDP}}
@@ -275,12 +273,12 @@ func TestLostEvents(t *testing.T) {
 	}
 }
 
-// discard is a test whose sockets are closed before it ends.
+// discard is a testing.TB whose sockets are closed before the test ends.
 type discard struct{ testing.TB }
 
 func (discard) Cleanup(func()) {}
 
-// TestInsert registers what cannot be registered, and leaves what is.
+// TestInsert tries to register sockets that must be refused: the registered sockets stay.
 func TestInsert(t *testing.T) {
 	s := serve(t, config(t, false, pair...), 4, bpf.NoSlot, nil)
 	s.seat(0, 1)
@@ -326,7 +324,7 @@ func TestInsert(t *testing.T) {
 		}
 		s.expect(0, []netip.Addr{from})
 	}
-	// The hook still knows to which slot the socket belongs.
+	// The hook still knows the slot of the socket.
 	s.seats[0][0].close()
 	for slot, ready := range []uint32{0, 1} {
 		if state, err := s.Slot(slot); err != nil || state.Ready != ready {
@@ -335,8 +333,8 @@ func TestInsert(t *testing.T) {
 	}
 }
 
-// TestReplace puts a socket in the place of another while the slot is open:
-// nothing is refused, and the close of the old one closes nothing.
+// TestReplace replaces a socket while its slot is open: no packet is refused, and closing the old socket does not
+// close the slot.
 func TestReplace(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		s := serve(t, config(t, lookup, pair...), 2, bpf.NoSlot, nil)
@@ -362,7 +360,7 @@ func TestReplace(t *testing.T) {
 	})
 }
 
-// TestMigration closes a listener with a connection in its queue.
+// TestMigration closes a listener with a connection in its accept queue.
 func TestMigration(t *testing.T) {
 	const slots = 4
 	lacks := probe(t, "sk_reuseport migration")

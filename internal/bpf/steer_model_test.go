@@ -18,8 +18,7 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// lookupContext is struct bpf_sk_lookup of linux/bpf.h; ports in the order of
-// its fields.
+// lookupContext is struct bpf_sk_lookup of linux/bpf.h; ports have the byte order of its fields.
 type lookupContext struct {
 	Cookie     uint64
 	Family     uint32
@@ -35,8 +34,8 @@ type lookupContext struct {
 	_          [4]byte
 }
 
-// TestModelAgreesWithProgram asks the kernel's program and its reference model for the
-// slots of a million random addresses.
+// TestModelAgreesWithProgram compares the slots that the kernel's program and its reference model select for a
+// million random addresses.
 func TestModelAgreesWithProgram(t *testing.T) {
 	const slots = 1024
 	c := config(t, true, "udp [::]:4739")

@@ -24,7 +24,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// pinned gives what is pinned below a directory: kind and id by path.
+// pinned returns the pinned objects below a directory: kind and id by path.
 func pinned(t testing.TB, dir string) map[string]string {
 	t.Helper()
 	all := make(map[string]string)
@@ -67,7 +67,7 @@ func describe(t testing.TB, path string) string {
 	return fmt.Sprintf("link %d", info.ID)
 }
 
-// changed gives the names that differ.
+// changed returns the names that differ.
 func changed(a, b map[string]string) []string {
 	var names []string
 	for name := range a {
@@ -84,8 +84,8 @@ func changed(a, b map[string]string) []string {
 	return names
 }
 
-// TestAdoption opens a service again, the same or changed, while its first
-// opener still has it open and after that is gone.
+// TestAdoption opens a service again, unchanged or changed, while its first opener still has it open and after the
+// first opener has exited.
 func TestAdoption(t *testing.T) {
 	const slots = 4
 	both(t, func(t *testing.T, lookup bool) {
@@ -165,7 +165,7 @@ func TestAdoption(t *testing.T) {
 					if n := seen(s); n > c.Devices {
 						t.Errorf("%d devices in a table of %d", n, c.Devices)
 					}
-					// What was counted aside comes to a new table later.
+					// Counts of the spare map are added to a new table later.
 					until(t, "devices are seen", func() bool {
 						send(test.port)
 						return seen(s) > 0 || c.Devices == 0
@@ -177,7 +177,7 @@ func TestAdoption(t *testing.T) {
 	})
 }
 
-// seen counts the devices seen.
+// seen returns the number of devices seen.
 func seen(s *service) (n int) {
 	for range s.Devices() {
 		n++
@@ -185,7 +185,7 @@ func seen(s *service) (n int) {
 	return n
 }
 
-// TestLookupMovesToAnotherNamespace attaches anew what is attached elsewhere.
+// TestLookupMovesToAnotherNamespace attaches the program again after it was attached to another namespace.
 func TestLookupMovesToAnotherNamespace(t *testing.T) {
 	c := config(t, true, pair...)
 	open(t, c)
@@ -214,7 +214,7 @@ func TestLookupMovesToAnotherNamespace(t *testing.T) {
 	}
 }
 
-// TestIncompatiblePins puts something else in the place of each pin.
+// TestIncompatiblePins replaces each pin with another object.
 func TestIncompatiblePins(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		c := config(t, lookup, pair...)
@@ -265,7 +265,7 @@ func TestReadWithoutPins(t *testing.T) {
 	}
 }
 
-// TestListenersAreRecorded reads back what was written, of every kind.
+// TestListenersAreRecorded writes listeners of every kind and reads them back.
 func TestListenersAreRecorded(t *testing.T) {
 	c := config(t, false, "udp 0.0.0.0:1", "udp [::]:2", "udp [::]:3 v6only", "tcp 127.0.0.1:4", "tcp [fd00::1]:65535")
 	c.Listeners[15] = listen(t, "tcp [::1]:5")[0]
@@ -278,7 +278,7 @@ func TestListenersAreRecorded(t *testing.T) {
 	}
 }
 
-// TestDeviceHash finds in the pinned device map what the reference model finds.
+// TestDeviceHash compares the lookup in the pinned device map with the reference model.
 func TestDeviceHash(t *testing.T) {
 	m := deviceMap(t, "127.1.0.0/16,a", "::/0,b", "0.0.0.0/1,c")
 	s := serve(t, config(t, false, pair[0]), 4, bpf.NoSlot, m)
@@ -453,7 +453,7 @@ func TestRootOfAnotherVersion(t *testing.T) {
 	}
 }
 
-// TestRootMountsBPFFS mounts one on a folder, but never hides files.
+// TestRootMountsBPFFS mounts a bpffs on an empty directory, but never over files.
 func TestRootMountsBPFFS(t *testing.T) {
 	parent := filepath.Join(t.TempDir(), "new", "bpf")
 	root, err := bpf.OpenRoot(filepath.Join(parent, "sockeye"))

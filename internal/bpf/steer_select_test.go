@@ -34,8 +34,8 @@ func allSlots(n int) []int {
 	return all
 }
 
-// TestDevicesLandInTheirSlots sends datagrams and SYNs from thousands of
-// addresses: each comes to the slot that the twin names.
+// TestDevicesLandInTheirSlots sends datagrams and SYNs from thousands of addresses: each reaches the slot that the
+// reference model returns.
 func TestDevicesLandInTheirSlots(t *testing.T) {
 	const slots = 16
 	for name, listeners := range map[string][]string{
@@ -87,7 +87,7 @@ func TestDevicesLandInTheirSlots(t *testing.T) {
 	}
 }
 
-// closeAll ends a service before its test ends.
+// closeAll closes a service before its test ends.
 func closeAll(s *service) {
 	for _, sockets := range s.seats {
 		for _, k := range sockets {
@@ -103,7 +103,7 @@ func closeAll(s *service) {
 
 var pair = []string{"udp [::]:4739", "tcp [::]:1790"}
 
-// clients are the four ways to a service of pair.
+// clients returns the four kinds of clients of a service: both protocols and both families.
 func clients(f func(row, protocol int, v6 bool)) {
 	for row, protocol := range []int{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
 		for _, v6 := range []bool{false, true} {
@@ -112,8 +112,8 @@ func clients(f func(row, protocol int, v6 bool)) {
 	}
 }
 
-// TestRefusals empties slots in every way and asserts what the client hears,
-// what is counted, and that nobody else gets the packet.
+// TestRefusals closes slots in every way and checks the client's error and the counters, and that no other member
+// receives the packet.
 func TestRefusals(t *testing.T) {
 	const (
 		slots         = 4
@@ -215,7 +215,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// TestStandby sends the devices of an empty slot to another one meanwhile.
+// TestStandby sends the devices of an empty slot to the standby slot.
 func TestStandby(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		const slots, standby, empty = 4, 3, 1
@@ -264,8 +264,8 @@ func TestStandby(t *testing.T) {
 	})
 }
 
-// TestConnectedSocketOfTheGroup has a socket beside the members that is
-// connected: the kernel then looks for a better match than the program's.
+// TestConnectedSocketOfTheGroup has a connected socket beside the members, for which the kernel looks for a better
+// match than the program's selection.
 func TestConnectedSocketOfTheGroup(t *testing.T) {
 	const slots, empty = 4, 1
 	s := serve(t, config(t, false, pair...), slots, bpf.NoSlot, nil)
@@ -312,8 +312,8 @@ func TestRunStats(t *testing.T) {
 	})
 }
 
-// TestLookupMembers has members that reuseport cannot have: of several users,
-// on ports and addresses of their own, without SO_REUSEPORT.
+// TestLookupMembers has members that reuseport does not support: of several users, on their own ports and addresses,
+// without SO_REUSEPORT.
 func TestLookupMembers(t *testing.T) {
 	const slots = 4
 	s := serve(t, config(t, true, pair...), slots, bpf.NoSlot, nil)
@@ -355,8 +355,8 @@ func TestLookupMembers(t *testing.T) {
 	})
 }
 
-// TestLookupSparesOthers finds sockets on other ports and addresses as without
-// sk_lookup, and the socket on the listener's own port never.
+// TestLookupSparesOthers checks that sockets on other ports and addresses are found as without sk_lookup, and that a
+// socket on the listener's own port never is.
 func TestLookupSparesOthers(t *testing.T) {
 	s := serve(t, config(t, true, "udp 127.0.0.7:4739", "tcp 127.0.0.7:1790"), 2, bpf.NoSlot, nil)
 	udp := newSender(t)
@@ -409,7 +409,7 @@ func TestLookupSparesOthers(t *testing.T) {
 	}
 }
 
-// TestMostSpecificListenerWins has rows for an address and for any.
+// TestMostSpecificListenerWins has rows for one address and for the unspecified address.
 func TestMostSpecificListenerWins(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		for _, order := range [][]string{
@@ -435,8 +435,8 @@ func TestMostSpecificListenerWins(t *testing.T) {
 	})
 }
 
-// TestTablesFlipAtomically replaces tables and device maps while datagrams
-// flow: each comes to one of its two slots, and none is refused.
+// TestTablesFlipAtomically replaces tables and device maps while datagrams are sent: each reaches one of its two
+// slots, and none is refused.
 func TestTablesFlipAtomically(t *testing.T) {
 	const slots = 4
 	var port atomic.Uint32
@@ -459,7 +459,7 @@ func TestTablesFlipAtomically(t *testing.T) {
 			mapping(1, deviceMap(t, "127.0.0.0/10,a", "127.64.0.0/10,b", "127.128.0.0/9,c")),
 			mapping(1, deviceMap(t, "127.0.0.0/9,d", "127.128.0.0/10,e")),
 		}, setMapping},
-		// With the table of the one and the device map of the other, devices would have a third slot.
+		// The table of one state with the device map of the other would map devices to a third slot.
 		{"both", flips / 5, [2]*placement.Mapping{
 			mapping(1, deviceMap(t, "127.0.0.0/10,a", "127.64.0.0/10,b", "127.128.0.0/9,c")),
 			mapping(2, deviceMap(t, "127.0.0.0/9,d", "127.128.0.0/10,e")),
@@ -477,7 +477,7 @@ func TestTablesFlipAtomically(t *testing.T) {
 				s.seat(allSlots(slots)...)
 				udp := newSender(t)
 				from := sources(64, false)
-				// The flips go on until datagrams have met both: a few may pass between two of them.
+				// The flips go on until datagrams have met both states; few may be sent between two flips.
 				done, stop := make(chan error, 1), make(chan struct{})
 				var flipped atomic.Int64
 				go func() {
@@ -529,7 +529,7 @@ func TestTablesFlipAtomically(t *testing.T) {
 	}
 }
 
-// TestDevicesSeen asserts what is told of each address.
+// TestDevicesSeen checks the entry of each address.
 func TestDevicesSeen(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		const slots, empty = 4, 1
@@ -588,7 +588,7 @@ func TestDevicesSeen(t *testing.T) {
 	})
 }
 
-// TestDevicesSeenAreBounded sees more addresses than the table holds.
+// TestDevicesSeenAreBounded has more addresses than the table has entries.
 func TestDevicesSeenAreBounded(t *testing.T) {
 	for _, size := range []int{0, 1, 64} {
 		c := config(t, false, pair[0])

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Segments that are read while datagrams wait are counted as read: what tells of
-// datagrams tells of connections, too.
+// TestRXBothProtocols checks that segments are counted as read while datagrams wait: the program for datagrams also
+// runs for connections.
 func TestRXBothProtocols(t *testing.T) {
 	const pieces, bytes = 20, 100
 	tr := trace(t, rxRules(allRX, 1))

@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// programName is what is attached by a link.
+// programName returns the name of the program that a link attaches.
 func (tr *traced) programName(pin string) string {
 	tr.t.Helper()
 	info, err := tr.Links()[pin].Info()
@@ -27,8 +27,8 @@ func (tr *traced) programName(pin string) string {
 	return program.Name
 }
 
-// A rule for all that there is measures on each kernel what that can: what is
-// received, datagrams sent, and messages of TCP where there are timestamps.
+// TestTraceOnThisKernel traces everything with one rule and checks what each kernel can measure: received data, sent
+// datagrams, and TCP messages where there are timestamps.
 func TestTraceOnThisKernel(t *testing.T) {
 	program, messages := "trace_sockops", uint64(5)
 	err := bpf.HaveTimestamps()
@@ -67,7 +67,7 @@ func TestTraceOnThisKernel(t *testing.T) {
 	}
 }
 
-// sentOver gives what a protocol's group has sent, zeros if there is none yet.
+// sentOver returns the sent counts of a protocol's group, or zeros.
 func (tr *traced) sentOver(protocol int) *bpf.TraceStats {
 	tr.t.Helper()
 	groups, err := tr.Groups()
@@ -89,8 +89,8 @@ func count(h *bpf.TraceHistogram) (n uint64) {
 	return n
 }
 
-// A connection that was open before is traced from when it is adopted to when it
-// is let go; a kernel that cannot says so, and has nothing attached.
+// TestTraceAdopts traces a connection that was open before, from its adoption to its release; a kernel that cannot
+// adopt connections reports that, and nothing is attached.
 func TestTraceAdopts(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))
 	check(t, tr.Close())

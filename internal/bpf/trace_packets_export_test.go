@@ -8,7 +8,7 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// ProgramIDs are the numbers of the programs.
+// ProgramIDs returns the ids of the programs.
 func (p *Packets) ProgramIDs() (ids []ebpf.ProgramID) {
 	for _, program := range p.collection.Programs {
 		if info, err := program.Info(); err == nil {
@@ -20,7 +20,7 @@ func (p *Packets) ProgramIDs() (ids []ebpf.ProgramID) {
 	return ids
 }
 
-// RenameTracepoint has OpenPackets look for another tracepoint.
+// RenameTracepoint makes OpenPackets look for another tracepoint.
 func RenameTracepoint(from, to string) (restore func()) {
 	for i := range packetTracepoints {
 		if t := &packetTracepoints[i]; t.tracepoint == from {
@@ -31,8 +31,8 @@ func RenameTracepoint(from, to string) (restore func()) {
 	panic("no tracepoint " + from)
 }
 
-// LeaveOut detaches the programs at a tracepoint but for one: as when the kernel
-// leaves them out because one of them was interrupted.
+// LeaveOut detaches all programs at a tracepoint except one, which has the effect of the kernel skipping them because
+// one was interrupted.
 func (p *Packets) LeaveOut(tb testing.TB, tracepoint string, but int) {
 	tb.Helper()
 	seen := 0

@@ -23,7 +23,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// tcpPair is both ends of a connection through lo.
+// tcpPair has both ends of a connection through lo.
 func tcpPair(t testing.TB, listener, to string) (client, server *net.TCPConn) {
 	t.Helper()
 	listen := net.ListenConfig{}
@@ -75,7 +75,7 @@ func openPackets(t testing.TB, c syscall.Conn) *bpf.Packets {
 	return p
 }
 
-// readPacket gives the next event, with bytes of its own.
+// readPacket returns the next event with a copy of its bytes.
 func readPacket(t testing.TB, p *bpf.Packets) *bpf.PacketEvent {
 	t.Helper()
 	e := &bpf.PacketEvent{}
@@ -86,7 +86,7 @@ func readPacket(t testing.TB, p *bpf.Packets) *bpf.PacketEvent {
 	return e
 }
 
-// nextPacket gives the next event of a kind.
+// nextPacket returns the next event of a kind.
 func nextPacket(t testing.TB, p *bpf.Packets, kind uint8) *bpf.PacketEvent {
 	t.Helper()
 	for {
@@ -96,7 +96,7 @@ func nextPacket(t testing.TB, p *bpf.Packets, kind uint8) *bpf.PacketEvent {
 	}
 }
 
-// rest stops, and gives what is left.
+// rest stops the events and returns the remaining ones.
 func rest(t testing.TB, p *bpf.Packets) (all []bpf.PacketEvent) {
 	t.Helper()
 	check(t, p.Stop())
@@ -119,9 +119,8 @@ func exchange(t testing.TB, from, to net.Conn, n int) {
 	check(t, err)
 }
 
-// What a process has TCP do may be interrupted by a softirq, and the kernel leaves
-// out a program that would interrupt itself: each tracepoint that a process reaches
-// has two, each of which tells all alone.
+// TestPacketsLeftOut checks tracepoints that a process and a softirq reach: the kernel skips a program that would
+// interrupt itself, so each such tracepoint has two programs, each of which reports all events alone.
 func TestPacketsLeftOut(t *testing.T) {
 	const messages = 50
 	for _, tracepoint := range []string{"tcp_probe", "inet_sock_set_state", "tcp_retransmit_skb"} {
@@ -153,8 +152,7 @@ func TestPacketsLeftOut(t *testing.T) {
 	}
 }
 
-// TestPackets follows a message and its answer to the end of the connection, in
-// each family.
+// TestPackets follows a message and its reply to the end of the connection, in each family.
 func TestPackets(t *testing.T) {
 	for _, test := range []struct {
 		name, listener, to string
@@ -194,7 +192,7 @@ func TestPackets(t *testing.T) {
 				t.Errorf("received %+v", r)
 			}
 
-			// From here on TCP does not tell of what it receives.
+			// From here on TCP has no tracepoint for received segments.
 			check(t, client.CloseWrite())
 			s := nextPacket(t, p, bpf.PacketState)
 			if s.State != 4 || s.Flags != bpf.PacketTCP || s.Ack != q.Seq+1000 {
@@ -235,14 +233,14 @@ func interfaceOf(e *bpf.PacketEvent) string {
 	return b.String()
 }
 
-// windowShift is by what a socket's windows are shifted, as it says itself.
+// windowShift returns the window scale of a socket, as the socket reports it.
 func windowShift(t testing.TB, c syscall.Conn) (shift uint8) {
 	t.Helper()
 	control(t, c, func(fd int) error {
 		info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 		if err == nil {
-			// The byte that unix.TCPInfo leaves out has tcpi_snd_wscale, which is the
-			// peer's, and above it tcpi_rcv_wscale.
+			// The byte that unix.TCPInfo leaves out has tcpi_snd_wscale, which is the peer's scale, and in its upper
+			// bits tcpi_rcv_wscale.
 			shift = (*[8]byte)(unsafe.Pointer(info))[6] >> 4
 		}
 		return err
@@ -250,8 +248,8 @@ func windowShift(t testing.TB, c syscall.Conn) (shift uint8) {
 	return shift
 }
 
-// TestPacketsPeerCloses sends after the peer has closed its side: what is
-// received is seen from the first packet sent on.
+// TestPacketsPeerCloses sends after the peer has closed its side: received segments are seen from the first sent
+// packet on.
 func TestPacketsPeerCloses(t *testing.T) {
 	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
 	check(t, server.CloseWrite())
@@ -267,7 +265,7 @@ func TestPacketsPeerCloses(t *testing.T) {
 	}
 }
 
-// TestPacketsOfOthers are not told of.
+// TestPacketsOfOthers checks that packets of other connections are not reported.
 func TestPacketsOfOthers(t *testing.T) {
 	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
 	a, b := tcpPair(t, "127.0.0.1", "127.0.0.1")
@@ -293,7 +291,7 @@ func TestPacketsOfOthers(t *testing.T) {
 	}
 }
 
-// TestPacketsLost counts what finds no room: nobody reads.
+// TestPacketsLost counts events without space in the ring; nothing reads it.
 func TestPacketsLost(t *testing.T) {
 	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
 	page := os.Getpagesize()
@@ -306,8 +304,7 @@ func TestPacketsLost(t *testing.T) {
 	read := len(rest(t, p))
 	lost, err := p.Lost()
 	check(t, err)
-	// For each exchange at least a packet, its driver, and its acknowledgement or
-	// one of several.
+	// Each exchange has at least one packet, its driver event, and its acknowledgement or a shared one.
 	if read == 0 || read > page/72 || lost < 200-uint64(read) || lost > 1000 {
 		t.Errorf("read %d events, lost %d", read, lost)
 	}
@@ -317,7 +314,7 @@ func TestPacketsLost(t *testing.T) {
 	}
 }
 
-// TestPacketsDeadline ends by itself.
+// TestPacketsDeadline checks that the events end at the deadline.
 func TestPacketsDeadline(t *testing.T) {
 	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
 	p := openPackets(t, client)
@@ -333,14 +330,14 @@ func TestPacketsDeadline(t *testing.T) {
 	if took := time.Since(start); !errors.Is(err, io.EOF) || n < 3 || took < 100*time.Millisecond || took > patience {
 		t.Errorf("%d events, then %v, after %v", n-1, err, took)
 	}
-	// It is detached.
+	// The programs are detached.
 	exchange(t, client, server, 1)
 	if err := p.Read(time.Now().Add(patience), &e); !errors.Is(err, io.EOF) {
 		t.Errorf("after the end: %+v, %v", e, err)
 	}
 }
 
-// TestPacketsClose ends a Read, from another goroutine.
+// TestPacketsClose ends a Read from another goroutine.
 func TestPacketsClose(t *testing.T) {
 	for name, end := range map[string]func(*bpf.Packets) error{"stop": (*bpf.Packets).Stop, "close": (*bpf.Packets).Close} {
 		client, _ := tcpPair(t, "127.0.0.1", "127.0.0.1")
@@ -380,7 +377,7 @@ func TestPacketsLeavesNothing(t *testing.T) {
 	if after := descriptors(); after != before {
 		t.Errorf("%d descriptors, %d before", after, before)
 	}
-	// The kernel frees them a moment later.
+	// The kernel frees them some time later.
 	for _, id := range ids {
 		until(t, "the program is gone", func() bool {
 			p, err := ebpf.NewProgramFromID(id)
@@ -392,7 +389,7 @@ func TestPacketsLeavesNothing(t *testing.T) {
 	}
 }
 
-// TestPacketsCapabilities has those of an agent that has dropped the others.
+// TestPacketsCapabilities runs with the capabilities that an agent keeps.
 func TestPacketsCapabilities(t *testing.T) {
 	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
 	cookie := cookieOf(t, client)
@@ -442,7 +439,7 @@ func TestPacketsRefuses(t *testing.T) {
 	}
 }
 
-// TestPacketsLockedMemory has too low a limit, where the kernel has one.
+// TestPacketsLockedMemory sets a low RLIMIT_MEMLOCK on kernels that charge maps to it.
 func TestPacketsLockedMemory(t *testing.T) {
 	client, _ := tcpPair(t, "127.0.0.1", "127.0.0.1")
 	cookie := cookieOf(t, client)
@@ -466,7 +463,7 @@ func TestPacketsLockedMemory(t *testing.T) {
 	check(t, p.Close())
 }
 
-// TestPacketsMissing is for kernels without a tracepoint.
+// TestPacketsMissing simulates a kernel without a tracepoint.
 func TestPacketsMissing(t *testing.T) {
 	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
 	restore := bpf.RenameTracepoint("tcp_probe", "tcp_probe_of_old")

@@ -4,7 +4,7 @@ package bpf
 
 import "github.com/cilium/ebpf"
 
-// RXPrograms are the numbers of the programs of openRX, by name.
+// RXPrograms returns the ids of the programs of openRX, by name.
 func (t *Trace) RXPrograms() (map[string]ebpf.ProgramID, error) {
 	ids := make(map[string]ebpf.ProgramID)
 	for pin, l := range t.links {
@@ -20,8 +20,7 @@ func (t *Trace) RXPrograms() (map[string]ebpf.ProgramID, error) {
 	return ids, nil
 }
 
-// Readers is the number of sockets that are remembered because samples wait, or
-// waited, for their readers.
+// Readers returns the number of sockets in the map of sockets whose readers have or had waiting samples.
 func (t *Trace) Readers() (n int) {
 	var key uint64
 	entries := t.maps["readers"].Iterate()
@@ -30,5 +29,5 @@ func (t *Trace) Readers() (n int) {
 	return n
 }
 
-// HaveTracepoint tells whether the kernel has a tracepoint.
+// HaveTracepoint reports whether the kernel has a tracepoint.
 var HaveTracepoint = haveTracepoint

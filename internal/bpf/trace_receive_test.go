@@ -29,11 +29,11 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// allRX asks for all that can be measured of what is received.
+// allRX requests every measurement of received data.
 const allRX = bpf.TraceRuleTCP | bpf.TraceRuleUDP | bpf.TraceRuleRX | bpf.TraceRuleReader
 
-// rxRules is one rule for all connections and datagrams, one of so many of
-// them. Its groups are TCP's, UDP's and "other", index 0.
+// rxRules is one rule for all connections and datagrams, with a sampling rate of one in n. Its groups are TCP, UDP
+// and "other", index 0.
 func rxRules(flags uint32, messages uint32) *bpf.TraceRules {
 	r := &bpf.TraceRules{Groups: 3, Rules: []bpf.TraceRule{{Connections: 1, Messages: messages, Flags: flags, Groups: 2}}}
 	r.Ruleset.Terms = 1
@@ -45,18 +45,18 @@ func rxRules(flags uint32, messages uint32) *bpf.TraceRules {
 	return r
 }
 
-// traced is a cgroup that is traced.
+// traced is a traced cgroup.
 type traced struct {
 	*bpf.Trace
 	t      testing.TB
 	config bpf.TraceConfig
-	// before is what is left out of the counts, by protocol.
+	// before has the counts to subtract, by protocol.
 	before map[int]bpf.TraceRXStats
 }
 
 func trace(t testing.TB, rules *bpf.TraceRules) *traced {
 	t.Helper()
-	// Each write is a segment.
+	// Each write is one segment.
 	check(t, os.WriteFile("/proc/sys/net/ipv4/tcp_autocorking", []byte("0"), 0))
 	stamping, err := clock.OpenStamping()
 	check(t, err)
@@ -83,7 +83,7 @@ func (tr *traced) open() {
 	}
 }
 
-// newCgroup makes a folder below the tests' own cgroup.
+// newCgroup creates a cgroup below the tests' own cgroup.
 func newCgroup(t testing.TB, name string) string {
 	t.Helper()
 	dir := filepath.Join(testenv.Cgroup(), name)
@@ -92,8 +92,7 @@ func newCgroup(t testing.TB, name string) string {
 	return dir
 }
 
-// inside runs f with this process in a cgroup: a socket belongs to the one in
-// which it was made.
+// inside runs f with this process in a cgroup: a socket belongs to the cgroup in which it was created.
 func inside(t testing.TB, cgroup string, f func()) {
 	t.Helper()
 	enter := func(dir string) { check(t, os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte("0"), 0)) }
@@ -102,10 +101,10 @@ func inside(t testing.TB, cgroup string, f func()) {
 	f()
 }
 
-// ends is a sender, and who receives from it in the traced cgroup.
+// ends is a sender and its receiver in the traced cgroup.
 type ends struct{ sender, receiver int }
 
-// rxEnds makes a pair of sockets in two cgroups.
+// rxEnds creates a pair of sockets in two cgroups.
 func rxEnds(t testing.TB, senders, receivers string, protocol int, v6 bool) ends {
 	t.Helper()
 	at := netip.MustParseAddr("127.0.0.1")
@@ -116,7 +115,7 @@ func rxEnds(t testing.TB, senders, receivers string, protocol int, v6 bool) ends
 		func(f func()) { inside(t, senders, f) }, func(f func()) { inside(t, receivers, f) })
 }
 
-// rxEndsAt makes a pair of sockets, each where it belongs.
+// rxEndsAt creates a pair of sockets in the given cgroups.
 func rxEndsAt(t testing.TB, at netip.Addr, protocol int, sending, receiving func(func())) ends {
 	t.Helper()
 	domain, kind := unix.AF_INET, unix.SOCK_DGRAM
@@ -164,7 +163,7 @@ func (tr *traced) ends(protocol int, v6 bool) ends {
 	return rxEnds(tr.t, testenv.Cgroup(), tr.config.Cgroup, protocol, v6)
 }
 
-// send sends pieces of so many bytes.
+// send sends writes of the given sizes.
 func (e ends) send(t testing.TB, pieces, bytes int) {
 	t.Helper()
 	for range pieces {
@@ -176,7 +175,7 @@ func (e ends) send(t testing.TB, pieces, bytes int) {
 	}
 }
 
-// read reads so many bytes, of UDP datagrams by the piece.
+// read reads the given number of bytes, for UDP one datagram after the other.
 func (e ends) read(t testing.TB, bytes int) {
 	t.Helper()
 	buf := make([]byte, 1<<16)
@@ -190,13 +189,13 @@ func (e ends) read(t testing.TB, bytes int) {
 	}
 }
 
-// counts is what one group received, and what of it waits.
+// counts has the received and the waiting samples of one group.
 type rxCounts struct {
 	*bpf.TraceRXStats
 	waiting bpf.TraceWaiting
 }
 
-// received gives the counts of a protocol's group, zeros if there is none yet.
+// received returns the counts of a protocol's group, or zeros.
 func (tr *traced) received(protocol int) rxCounts {
 	tr.t.Helper()
 	groups, err := tr.Groups()
@@ -224,7 +223,7 @@ func (tr *traced) received(protocol int) rxCounts {
 	return rxCounts{TraceRXStats: &bpf.TraceRXStats{}}
 }
 
-// forget leaves out of the counts what was counted until now.
+// forget subtracts the present counts from all later ones.
 func (tr *traced) forget() {
 	for _, protocol := range []int{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
 		delete(tr.before, protocol)
@@ -238,7 +237,7 @@ func (c rxCounts) String() string {
 		c.Unstamped, c.waiting)
 }
 
-// expect fails unless all that was chosen is accounted for, and so much of it.
+// expect fails the test unless all samples are accounted for, with the given counts.
 func (c rxCounts) expect(t testing.TB, chosen, read, dropped, unread, full, waiting int) {
 	t.Helper()
 	want := bpf.TraceRXStats{Chosen: uint64(chosen)}
@@ -252,8 +251,7 @@ func (c rxCounts) expect(t testing.TB, chosen, read, dropped, unread, full, wait
 	}
 }
 
-// span is how many values a histogram has, and between which bounds all lie, to
-// 1/16 of them.
+// span returns the number of values in a histogram and bounds of all values, with a precision of 1/16.
 func span(h bpf.TraceHistogram) (count uint64, least, most time.Duration) {
 	bound := func(i int) time.Duration {
 		if i < 16 {
@@ -289,8 +287,8 @@ func families(t *testing.T, tr *traced, f func(t *testing.T, protocol int, v6 bo
 	}
 }
 
-// A reader that stops is seen while it is stopped, and in the stage reader once
-// it goes on.
+// TestRXStoppedReader checks that a reader that has stopped is visible while it stops, and is counted in the stage
+// reader once it goes on.
 func TestRXStoppedReader(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))
 	families(t, tr, func(t *testing.T, protocol int, v6 bool) {
@@ -319,7 +317,7 @@ func TestRXStoppedReader(t *testing.T) {
 		if n, least, most := c.span(bpf.TraceRXReader); n != pieces || least < (stop-sent)*15/16 || most > elapsed*17/16 || most < stop {
 			t.Errorf("reader: %d times of %v to %v, want %d of %v to %v", n, least, most, pieces, stop-sent, elapsed)
 		}
-		// One that is there when something comes.
+		// A reader that waits when data arrives.
 		for range 100 {
 			e.send(t, 1, bytes)
 			e.read(t, bytes)
@@ -335,7 +333,8 @@ func TestRXStoppedReader(t *testing.T) {
 	})
 }
 
-// What one socket reads says nothing of another, nor part of a segment of all.
+// TestRXBeside checks that reading one socket does not affect samples of another one, and that reading a part of a
+// segment does not complete it.
 func TestRXBeside(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))
 	tcp, udp, other := tr.ends(unix.IPPROTO_TCP, false), tr.ends(unix.IPPROTO_UDP, false), tr.ends(unix.IPPROTO_UDP, true)
@@ -358,7 +357,7 @@ func TestRXBeside(t *testing.T) {
 	tr.received(unix.IPPROTO_UDP).expect(t, 4, 2, 0, 2, 0, 0)
 }
 
-// What a socket holds when it is closed was not read.
+// TestRXUnread checks that data in a socket that is closed counts as unread.
 func TestRXUnread(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))
 	families(t, tr, func(t *testing.T, protocol int, v6 bool) {
@@ -377,7 +376,7 @@ func TestRXUnread(t *testing.T) {
 	})
 }
 
-// A socket has room for so many samples; beyond, they are only counted.
+// TestRXFull checks that a socket has a bounded number of samples; further segments are only counted.
 func TestRXFull(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))
 	families(t, tr, func(t *testing.T, protocol int, v6 bool) {
@@ -389,7 +388,7 @@ func TestRXFull(t *testing.T) {
 		over := bpf.TraceReaderSamples + 8 - room
 		for round := range 3 {
 			for range room + over {
-				// While an acknowledgement is delayed, TCP might join them.
+				// While an acknowledgement is delayed, TCP might merge them.
 				before := tr.received(protocol).Chosen
 				e.send(t, 1, 10)
 				until(t, "it has come", func() bool { return tr.received(protocol).Chosen > before })
@@ -401,8 +400,8 @@ func TestRXFull(t *testing.T) {
 	})
 }
 
-// Only the way to the socket is asked for: nothing waits, and no program is
-// attached that sees others' sockets.
+// TestRXStackOnly requests only the time to the socket: nothing waits, and no program is attached that other sockets
+// would run.
 func TestRXStackOnly(t *testing.T) {
 	tr := trace(t, rxRules(allRX&^bpf.TraceRuleReader, 1))
 	families(t, tr, func(t *testing.T, protocol int, v6 bool) {
@@ -424,7 +423,7 @@ func TestRXStackOnly(t *testing.T) {
 	})
 }
 
-// A packet that was stamped a known time before is late by that.
+// TestRXStackDelay checks that a packet whose timestamp is a known time old has that delay.
 func TestRXStackDelay(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))
 	families(t, tr, func(t *testing.T, protocol int, v6 bool) {
@@ -466,8 +465,8 @@ func TestRXStackDelay(t *testing.T) {
 	})
 }
 
-// All of many datagrams are accounted for, by kind, if most are dropped; with
-// several senders and readers and more than may wait, too.
+// TestRXDatagramsExact accounts for every one of many datagrams, by kind, while most are dropped; also with several
+// senders and readers, and more than may wait.
 func TestRXDatagramsExact(t *testing.T) {
 	const sent = exactly
 	tr := trace(t, rxRules(allRX, 1))
@@ -493,7 +492,7 @@ func TestRXDatagramsExact(t *testing.T) {
 			}
 			senders.Wait()
 			until(t, "the socket is empty", func() bool { return queued(t, e.receiver) == 0 })
-			// They end by this.
+			// The readers end by this.
 			for range test.threads {
 				e.send(t, 1, 1)
 			}
@@ -509,7 +508,7 @@ func TestRXDatagramsExact(t *testing.T) {
 			if c.Chosen != all || sum != all || c.waiting.Count != 0 || c.Outcome[bpf.TraceRXUnread] != 0 || c.Outcome[bpf.TraceRXDropped] > dropped {
 				t.Errorf("%v; want chosen %d, dropped %d at most", c, all, dropped)
 			}
-			// See TestUDPExact. What was dropped unseen is taken to be read.
+			// See TestUDPExact. A datagram whose drop was not seen counts as read.
 			if test.threads == 1 && (c.Outcome[bpf.TraceRXFull] != 0 || c.Outcome[bpf.TraceRXDropped]+sent/1000 < dropped) {
 				t.Errorf("%v; want dropped %d, full 0", c, dropped)
 			}
@@ -517,16 +516,15 @@ func TestRXDatagramsExact(t *testing.T) {
 	}
 }
 
-// A datagram that is read before one that reached the host earlier, on another
-// CPU, is told to be read then.
+// TestRXOvertaken checks that a datagram that is read before one that reached the host earlier, on another CPU, is
+// reported as read at that time.
 func TestRXOvertaken(t *testing.T) {
 	if runtime.NumCPU() < 2 {
 		t.Skip("one CPU")
 	}
 	const overtaking, slow = 20, 1000
 	tr := trace(t, rxRules(allRX, 1))
-	// Programs of a cgroup run before those of its ancestors: this one keeps a
-	// large datagram on its way, after it was chosen.
+	// Programs of a cgroup run before those of its ancestors: this one delays a large datagram after it was sampled.
 	const length = 0 // of len in struct __sk_buff
 	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
 		Type: ebpf.CGroupSKB, AttachType: ebpf.AttachCGroupInetIngress, License: "Dual BSD/GPL",
@@ -578,7 +576,8 @@ func TestRXOvertaken(t *testing.T) {
 	t.Error("no datagram was overtaken")
 }
 
-// The first datagrams of a socket that come at once, on two CPUs, are both counted.
+// TestRXFirstDatagrams checks that the first datagrams of a socket that arrive at the same time, on two CPUs, are
+// both counted.
 func TestRXFirstDatagrams(t *testing.T) {
 	const sockets = 500
 	tr := trace(t, rxRules(allRX, 1))
@@ -600,7 +599,7 @@ func TestRXFirstDatagrams(t *testing.T) {
 	tr.received(unix.IPPROTO_UDP).expect(t, 2*sockets, 2*sockets, 0, 0, 0, 0)
 }
 
-// queued is how many bytes wait in a socket.
+// queued returns the number of bytes in a socket's receive queue.
 func queued(t testing.TB, fd int) int {
 	t.Helper()
 	n, err := unix.IoctlGetInt(fd, unix.SIOCINQ)
@@ -608,7 +607,7 @@ func queued(t testing.TB, fd int) int {
 	return n
 }
 
-// segmented has each segment of at most so many bytes go through lo by itself.
+// segmented sends each segment of at most the given size through lo separately.
 func segmented(t testing.TB, mtu int) {
 	t.Helper()
 	lo, err := netlink.LinkByName("lo")
@@ -640,8 +639,8 @@ func setTSO(t testing.TB, device string, on uint32) {
 	}
 }
 
-// All of many segments are accounted for: read, or not when connections are
-// closed, with a receiver that has too little room for them.
+// TestRXSegmentsExact accounts for every one of many segments: read, or unread when connections are closed, with a
+// receiver whose buffer is too small.
 func TestRXSegmentsExact(t *testing.T) {
 	const connections, segment, segments = 4, 1280 - 40 - 32, exactly / 4
 	segmented(t, 1280)
@@ -653,7 +652,7 @@ func TestRXSegmentsExact(t *testing.T) {
 		busy.Go(func() {
 			piece := make([]byte, segment*50)
 			for range segments / 50 {
-				// It fails once the reader has given up.
+				// The write fails once the reader has given up.
 				if _, err := unix.Write(e.sender, piece); err != nil {
 					break
 				}
@@ -685,7 +684,7 @@ func TestRXSegmentsExact(t *testing.T) {
 	}
 }
 
-// One of many is chosen, with the share that was asked for.
+// TestRXShare checks that the requested share is sampled.
 func TestRXShare(t *testing.T) {
 	const sent, share = 20_000, 50
 	tr := trace(t, rxRules(allRX, share))
@@ -704,7 +703,7 @@ func TestRXShare(t *testing.T) {
 	})
 }
 
-// runs is how often each program of openRX has run.
+// runs returns how often each program of openRX has run.
 func (tr *traced) runs() map[string]uint64 {
 	tr.t.Helper()
 	ids, err := tr.RXPrograms()
@@ -721,8 +720,8 @@ func (tr *traced) runs() map[string]uint64 {
 	return runs
 }
 
-// Sockets of other cgroups give no samples, and the programs of the cgroup do not
-// run for them. When the tracing ends, none of its programs stays.
+// TestRXOthers checks that sockets of other cgroups have no samples and do not run the programs of the cgroup. When
+// tracing ends, its programs are gone.
 func TestRXOthers(t *testing.T) {
 	tr := trace(t, rxRules(allRX|bpf.TraceRuleUDPTX, 1))
 	stats, err := ebpf.EnableStats(unix.BPF_STATS_RUN_TIME)
@@ -741,7 +740,7 @@ func TestRXOthers(t *testing.T) {
 			t.Errorf("%s ran %d times: %v", name, n, runs)
 		}
 	}
-	// The cause lies not in the count.
+	// The counting itself is not the cause.
 	e := tr.ends(unix.IPPROTO_UDP, false)
 	e.send(t, 1, 1)
 	if n := tr.runs()["link_rx"]; n != 1 {
@@ -772,8 +771,8 @@ func TestRXOthers(t *testing.T) {
 	}
 }
 
-// Samples go on without the agent, and the next one counts on. It needs no more
-// than the agent's capabilities.
+// TestRXAdopted checks that sampling goes on without the agent, and that the next agent continues the counts with the
+// agent's capabilities only.
 func TestRXAdopted(t *testing.T) {
 	tr := trace(t, rxRules(allRX|bpf.TraceRuleUDPTX, 1))
 	sockets := map[int]ends{}
@@ -797,9 +796,8 @@ func TestRXAdopted(t *testing.T) {
 	}
 }
 
-// What is received and sent is counted by who is at the other end, by the port
-// that was connected to and by cgroup, on both sides; once there are as many
-// groups as there may be, as other.
+// TestRXGroups counts received and sent data by peer, by the port that was connected to and by cgroup, on both sides.
+// Beyond the maximal number of groups, data is counted as "other".
 func TestRXGroups(t *testing.T) {
 	rules := rxRules(allRX|bpf.TraceRuleUDPTX, 1)
 	rule := &rules.Rules[0]
@@ -859,7 +857,7 @@ func TestRXGroups(t *testing.T) {
 		t.Errorf("UDP: %v sent, %v received", s.Outcome, received.Outcome)
 	}
 
-	// Of the ports of these, there are two groups left.
+	// Two groups are left for these ports.
 	for range 4 {
 		e := tr.ends(unix.IPPROTO_UDP, false)
 		e.send(t, 1, 1)
@@ -872,8 +870,8 @@ func TestRXGroups(t *testing.T) {
 	}
 }
 
-// newVeth makes a network namespace to which a device leads from here, with
-// 10.8.0.1 and fd08::1; there it has 2. What it returns runs a function there.
+// newVeth creates a network namespace behind a veth interface with 10.8.0.1 and fd08::1; the peer has .2 and ::2. It
+// returns a function that runs another function in the namespace.
 func newVeth(t testing.TB) (there func(func())) {
 	t.Helper()
 	here, err := os.Open("/proc/self/ns/net")
@@ -917,8 +915,8 @@ func newVeth(t testing.TB) (there func(func())) {
 	}
 }
 
-// Whatever clock a sender's times are of, they are not taken for arrivals: not
-// over lo, nor from another namespace.
+// TestRXClocks checks that transmit times of a sender, of whatever clock, are not taken for arrival times, neither
+// over lo nor from another namespace.
 func TestRXClocks(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))
 	expect := func(t *testing.T, protocol, n int) {
@@ -933,7 +931,7 @@ func TestRXClocks(t *testing.T) {
 	}
 	t.Run("txtime", func(t *testing.T) {
 		tr.forget()
-		// Clocks of struct sock_txtime, time of SCM_TXTIME.
+		// Clocks of struct sock_txtime, for the time of SCM_TXTIME.
 		const soTxtime = 61
 		for i, clock := range []int32{unix.CLOCK_MONOTONIC, unix.CLOCK_TAI, unix.CLOCK_REALTIME} {
 			e := tr.ends(unix.IPPROTO_UDP, i == 1)

@@ -15,8 +15,8 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// Who may do all learns whether the kernel can, and who may not learns nothing
-// of the kernel.
+// TestHaveSend checks that a privileged process learns whether the kernel supports it, and that an unprivileged one
+// gets an error about its permissions.
 func TestHaveSend(t *testing.T) {
 	err := bpf.HaveSend()
 	t.Logf("%v", err)
@@ -30,7 +30,7 @@ func TestHaveSend(t *testing.T) {
 	})
 }
 
-// The start of sendmsg is noted until the tracing ends, whoever holds it.
+// TestTraceSendOpens checks that the entry of sendmsg is recorded until tracing ends, whichever process holds it.
 func TestTraceSendOpens(t *testing.T) {
 	if err := bpf.HaveSend(); errors.Is(err, ebpf.ErrNotSupported) {
 		t.Skipf("kernel: %v", err)

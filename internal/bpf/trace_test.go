@@ -19,7 +19,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// subgroup makes a cgroup below that of the tests.
+// subgroup creates a cgroup below the tests' cgroup.
 func subgroup(t testing.TB, name string) string {
 	t.Helper()
 	dir := filepath.Join(testenv.Cgroup(), name)
@@ -28,7 +28,7 @@ func subgroup(t testing.TB, name string) string {
 	return dir
 }
 
-// traceAll is one rule for all messages of all connections of TCP.
+// traceAll is one rule for all messages of all TCP connections.
 func traceAll() *bpf.TraceRules {
 	rules := &bpf.TraceRules{Groups: 3, Rules: []bpf.TraceRule{{
 		Connections: 1, Messages: 1, Groups: 2, Flags: bpf.TraceRuleTCP | bpf.TraceRuleTX,
@@ -51,7 +51,7 @@ func openTrace(t testing.TB, c bpf.TraceConfig) *bpf.Trace {
 	return trace
 }
 
-// timestamps skips a test if the kernel has none.
+// timestamps skips a test on a kernel without BPF timestamps.
 func timestamps(t testing.TB) {
 	t.Helper()
 	if err := bpf.HaveTimestamps(); errors.Is(err, ebpf.ErrNotSupported) {
@@ -59,7 +59,7 @@ func timestamps(t testing.TB) {
 	}
 }
 
-// pair makes a connection over loopback.
+// pair opens a connection over loopback.
 func tracedPair(t testing.TB) (connected, accepted int) {
 	t.Helper()
 	listener, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -79,8 +79,7 @@ func tracedPair(t testing.TB) (connected, accepted int) {
 	return connected, accepted
 }
 
-// answered sends messages, each when the one before has arrived, and waits until
-// they have ended.
+// answered sends messages one after the other, each when the one before has arrived, and waits until they have ended.
 func answered(t testing.TB, trace *bpf.Trace, from, to, messages int) {
 	t.Helper()
 	before := ended(t, trace)
@@ -98,7 +97,7 @@ func answered(t testing.TB, trace *bpf.Trace, from, to, messages int) {
 	}
 }
 
-// ended is the number of messages that have, of all groups.
+// ended returns the number of messages that have ended, of all groups.
 func ended(t testing.TB, trace *bpf.Trace) (sum uint64) {
 	t.Helper()
 	for group := range uint32(3) {
@@ -111,7 +110,7 @@ func ended(t testing.TB, trace *bpf.Trace) (sum uint64) {
 	return sum
 }
 
-// The programs load, attach and go on on every kernel, and leave nothing.
+// TestTraceOpens loads and attaches the programs on every kernel, opens them again, and checks that nothing is left.
 func TestTraceOpens(t *testing.T) {
 	dir := filepath.Join(testenv.BPFFS(t), "trace_test")
 	c := bpf.TraceConfig{Dir: dir, Cgroup: subgroup(t, "trace"), Rules: traceAll()}
@@ -156,8 +155,8 @@ func TestTraceOpens(t *testing.T) {
 	}
 }
 
-// kernelObjects are the program, the link and the maps of a tracing, by what
-// tells whether they are gone.
+// kernelObjects are the program, the link and the maps of a tracing, by their ids, which show whether they still
+// exist.
 func kernelObjects(t testing.TB, trace *bpf.Trace) map[string]func() bool {
 	t.Helper()
 	gone := make(map[string]func() bool)
@@ -194,7 +193,7 @@ func kernelObjects(t testing.TB, trace *bpf.Trace) map[string]func() bool {
 	return gone
 }
 
-// await fails unless f says yes soon.
+// await waits until f returns true, and fails the test after a timeout.
 func await(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -207,8 +206,8 @@ func await(t testing.TB, what string, f func() bool) {
 	}
 }
 
-// An agent that starts again finds the counts, and messages that go on: its
-// program takes the place of the one before. Who had samples given is gone.
+// TestTraceGoesOn checks that a restarted agent finds the counts and messages in flight, and that its program
+// replaces the previous one. The previous subscriber of samples is gone.
 func TestTraceGoesOn(t *testing.T) {
 	timestamps(t)
 	c := bpf.TraceConfig{Dir: filepath.Join(testenv.BPFFS(t), "trace_test"), Cgroup: testenv.Cgroup(), Rules: traceAll()}
@@ -253,8 +252,8 @@ func TestTraceGoesOn(t *testing.T) {
 	}
 }
 
-// The slowest messages of a minute replace those of the minute that had their
-// place; those are not shown any more, even if nothing takes their place.
+// TestTraceSlowestMinutes checks that the slowest messages of a minute replace those of the minute that had the same
+// entry, which are no longer shown even if nothing replaces them.
 func TestTraceSlowestMinutes(t *testing.T) {
 	timestamps(t)
 	c := bpf.TraceConfig{Dir: filepath.Join(testenv.BPFFS(t), "trace_test"), Cgroup: testenv.Cgroup(), Rules: traceAll()}
@@ -269,7 +268,7 @@ func TestTraceSlowestMinutes(t *testing.T) {
 		var now unix.Timespec
 		check(t, unix.ClockGettime(unix.CLOCK_MONOTONIC, &now))
 		minute := uint64(now.Nano()) >> bpf.TraceMinuteShift
-		// Slots of the minutes since, and the next if this one ends meanwhile.
+		// The entries of the minutes since then, and the next one if this minute ends meanwhile.
 		trace.AgeSlowest(t, group, minute-uint64(bpf.TraceMinutes))
 		if slowest, err := trace.Slowest(group); err != nil || len(slowest) > 0 {
 			t.Errorf("%d messages of minutes that are past, %v", len(slowest), err)
@@ -286,8 +285,8 @@ func TestTraceSlowestMinutes(t *testing.T) {
 	}
 }
 
-// TestTraceCost bounds what an apply waits for: how many instructions the verifier
-// looks at, and that the kernel's types are decoded once.
+// TestTraceCost bounds the work during an apply: the number of instructions that the verifier processes, and one
+// decoding of the kernel's BTF.
 func TestTraceCost(t *testing.T) {
 	timestamps(t)
 	c := bpf.TraceConfig{Dir: filepath.Join(testenv.BPFFS(t), "trace_test"), Cgroup: subgroup(t, "cost"), Rules: traceAll()}

@@ -16,14 +16,14 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// wire is a device of which the other end drops everything.
+// wire is a device whose other end drops everything.
 type wire struct {
 	t    testing.TB
 	link netlink.Link
 	tun  int // of a TUN device
 }
 
-// far is whom a wire leads to.
+// far is the peer behind a wire.
 var far = netip.MustParseAddrPort("10.9.0.2:9")
 
 func newWire(t testing.TB) *wire {
@@ -37,7 +37,7 @@ func newWire(t testing.TB) *wire {
 	w := &wire{t: t, link: near}
 	w.address()
 	check(t, netlink.LinkSetUp(other))
-	// Until the kernel's link watch has run, the qdisc drops everything.
+	// Until the kernel's link watch has run, the queueing discipline drops everything.
 	until(t, "the link is up", func() bool {
 		now, err := netlink.LinkByName("near")
 		return err == nil && now.Attrs().OperState == netlink.OperUp
@@ -51,28 +51,28 @@ func newWire(t testing.TB) *wire {
 
 func (w *wire) address() {
 	w.t.Helper()
-	// Nothing is sent but what the test sends.
+	// No packet is sent except those of the test.
 	name := w.link.Attrs().Name
 	check(w.t, os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/disable_ipv6", []byte("1"), 0))
 	check(w.t, netlink.AddrAdd(w.link, &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(10, 9, 0, 1), Mask: net.CIDRMask(24, 32)}}))
 	check(w.t, netlink.LinkSetUp(w.link))
 }
 
-// limit gives the wire a rate in bytes/s, and room for so many bytes that wait.
+// limit gives the wire a rate in bytes per second and a queue in bytes.
 func (w *wire) limit(rate uint64, room uint32) {
 	w.t.Helper()
 	check(w.t, netlink.QdiscReplace(&netlink.Tbf{
 		QdiscAttrs: netlink.QdiscAttrs{LinkIndex: w.link.Attrs().Index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT},
-		// Buffer is the time that the burst takes, in ticks of 64 ns.
+		// Buffer is the time of the burst in ticks of 64 ns.
 		Rate: rate, Limit: room, Buffer: uint32(2000 * 1e9 / rate / 64),
 	}))
 }
 
-// packets is how many have left.
+// packets returns the number of transmitted packets.
 func (w *wire) packets() uint64 {
 	w.t.Helper()
 	if w.tun != 0 {
-		// They leave when they are read.
+		// Reading transmits them.
 		for buf := make([]byte, 1<<16); ; {
 			if _, err := unix.Read(w.tun, buf); err != nil {
 				break
@@ -84,7 +84,7 @@ func (w *wire) packets() uint64 {
 	return link.Attrs().Statistics.TxPackets
 }
 
-// socket is one of the traced cgroup, connected.
+// socket opens a connected socket in the traced cgroup.
 func (tr *traced) socket(to netip.AddrPort) int {
 	tr.t.Helper()
 	var fd int
@@ -98,7 +98,7 @@ func (tr *traced) socket(to netip.AddrPort) int {
 	return fd
 }
 
-// sent gives the counts of what UDP sent, and what of it is under way.
+// sent returns the counts of sent UDP datagrams, including those in flight.
 func (tr *traced) sent() (*bpf.TraceStats, bpf.TraceWaiting) {
 	tr.t.Helper()
 	groups, err := tr.Groups()
@@ -115,7 +115,7 @@ func (tr *traced) sent() (*bpf.TraceStats, bpf.TraceWaiting) {
 	return &bpf.TraceStats{}, bpf.TraceWaiting{}
 }
 
-// expectSent fails unless all that was chosen is accounted for, and so much of it.
+// expectSent fails the test unless all samples are accounted for, with the given counts.
 func (tr *traced) expectSent(chosen, sent, dropped, split, underWay int, bytes uint64) *bpf.TraceStats {
 	tr.t.Helper()
 	s, under := tr.sent()
@@ -143,7 +143,7 @@ func write(t testing.TB, fd, bytes int) {
 	check(t, err)
 }
 
-// What waits for a rate is seen in qdisc.
+// TestUDPQdisc checks that time in a rate limiter is counted in the stage qdisc.
 func TestUDPQdisc(t *testing.T) {
 	const datagrams, bytes, rate = 10, 1000, 100_000
 	const each = time.Duration(bytes+42) * time.Second / rate
@@ -186,7 +186,7 @@ func TestUDPQdisc(t *testing.T) {
 	}
 }
 
-// All of many datagrams are accounted for, if the host drops most of them.
+// TestUDPExact accounts for every one of many datagrams while the host drops most of them.
 func TestUDPExact(t *testing.T) {
 	const datagrams, bytes, threads = exactly, 100, 4
 	w := newWire(t)
@@ -198,7 +198,7 @@ func TestUDPExact(t *testing.T) {
 		fd := tr.socket(far)
 		busy.Go(func() {
 			for range datagrams / threads {
-				// ENOBUFS says that it was dropped.
+				// ENOBUFS means that the datagram was dropped.
 				_, _ = unix.Write(fd, make([]byte, bytes))
 			}
 		})
@@ -222,9 +222,8 @@ func TestUDPExact(t *testing.T) {
 	if s.Chosen != datagrams || sum != datagrams {
 		t.Errorf("%d chosen, %d ends and under way, want %d", s.Chosen, sum, datagrams)
 	}
-	// A tracepoint's program is left out where it would interrupt itself. What it
-	// would have told is missed, or known when its packet's memory has another
-	// use.
+	// The kernel skips a tracepoint's program that would interrupt itself. The lost event is counted as missed, or as
+	// known when the packet's memory is used again.
 	missed := s.Outcome[bpf.TraceMissed] + under.Count
 	if missed > datagrams/100 || s.Outcome[bpf.TraceSent] > sent || s.Outcome[bpf.TraceSent]+missed < sent ||
 		s.Outcome[bpf.TraceDiscarded] > datagrams-sent || s.Outcome[bpf.TraceDiscarded]+missed < datagrams-sent {
@@ -232,7 +231,7 @@ func TestUDPExact(t *testing.T) {
 	}
 }
 
-// A datagram whose neighbour does not answer never reaches a driver.
+// TestUDPUnresolved sends to a neighbour that does not answer: the datagram never reaches a driver.
 func TestUDPUnresolved(t *testing.T) {
 	newWire(t)
 	check(t, os.WriteFile("/proc/sys/net/ipv4/neigh/near/retrans_time_ms", []byte("100"), 0))
@@ -244,8 +243,8 @@ func TestUDPUnresolved(t *testing.T) {
 	tr.expectSent(1, 0, 1, 0, 0, 0)
 }
 
-// A datagram that is longer than packets may be is followed by its first fragment,
-// if the kernel made it of fragments; else not.
+// TestUDPFragments checks that a datagram longer than the MTU is traced by its first fragment if the kernel built it
+// from fragments, and is not traced otherwise.
 func TestUDPFragments(t *testing.T) {
 	w := newWire(t)
 	tr := trace(t, rxRules(udpTX, 1))
@@ -261,7 +260,7 @@ func TestUDPFragments(t *testing.T) {
 	tr.expectSent(2, 1, 0, 1, 0, 4000)
 }
 
-// Many datagrams of one sendmsg are one, whoever cuts it.
+// TestUDPMany checks that many datagrams of one sendmsg count as one, whether the kernel or the device segments them.
 func TestUDPMany(t *testing.T) {
 	const many, each = 5, 1000
 	tr := trace(t, rxRules(udpTX, 1))
@@ -282,7 +281,7 @@ func TestUDPMany(t *testing.T) {
 	}
 }
 
-// newTun is a device that takes no more than one datagram at a time.
+// newTun creates a device that queues one datagram at most.
 func newTun(t testing.TB) *wire {
 	t.Helper()
 	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)

@@ -19,7 +19,8 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// The programs load, attach, decide and go on every kernel.
+// TestTuneOpens loads and attaches the programs on every kernel, lets them decide on connections, and opens them
+// again.
 func TestTuneOpens(t *testing.T) {
 	dir := filepath.Join(testenv.BPFFS(t), "tune_test")
 	cgroup := filepath.Join(testenv.Cgroup(), "tune")
@@ -89,8 +90,8 @@ func TestTuneOpens(t *testing.T) {
 	}
 }
 
-// TestTuneRestoresRules installs two policies in turn. A rule that comes back has its number, its seed and its counts,
-// and its map element is not written again: programs may read the element meanwhile.
+// TestTuneRestoresRules installs two policies in turn. A rule that comes back has its number, its seed and its
+// counts, and its map element is not written again: programs may read the element meanwhile.
 func TestTuneRestoresRules(t *testing.T) {
 	cgroup := filepath.Join(testenv.Cgroup(), "restore")
 	check(t, os.Mkdir(cgroup, 0o755))
@@ -100,7 +101,7 @@ func TestTuneRestoresRules(t *testing.T) {
 	check(t, err)
 	defer tune.Close()
 	defer func() { check(t, bpf.RemoveTune(dir)) }()
-	// Freezing a map refuses writes from user space (kernel/bpf/syscall.c: map_freeze).
+	// A frozen map refuses writes from user space (kernel/bpf/syscall.c: map_freeze).
 	layouts, err := pin.Layouts(dir)
 	check(t, err)
 	rules, err := ebpf.LoadPinnedMap(filepath.Join(layouts[0], "rules"), nil)
@@ -137,7 +138,7 @@ func TestTuneRestoresRules(t *testing.T) {
 	}
 }
 
-// A cgroup that is made anew gets the tuning again, with what is known.
+// TestTuneCgroupAgain removes and creates a cgroup: the new cgroup is tuned with the learned values.
 func TestTuneCgroupAgain(t *testing.T) {
 	dir := filepath.Join(testenv.BPFFS(t), "tune_test")
 	cgroup := filepath.Join(testenv.Cgroup(), "again")
@@ -167,7 +168,8 @@ func TestTuneCgroupAgain(t *testing.T) {
 	}
 }
 
-// The verifier's EACCES is not a lack of rights, the kernel's EPERM is.
+// TestRefusedByTheVerifier distinguishes the verifier's EACCES from the kernel's EPERM, which means missing
+// capabilities.
 func TestRefusedByTheVerifier(t *testing.T) {
 	spec := func() *ebpf.CollectionSpec {
 		return &ebpf.CollectionSpec{

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// connection is a TCP connection on loopback, of which one end is the runtime's.
+// connection is a TCP connection on loopback; one end is a net.Conn.
 func connection(t *testing.T) (fd int, other net.Conn) {
 	t.Helper()
 	var c net.ListenConfig
@@ -41,8 +41,8 @@ func connection(t *testing.T) (fd int, other net.Conn) {
 	return fd, other
 }
 
-// Data that were changed on the way are noticed, wherever they were changed before
-// the warm-up is over, and soon after.
+// TestCorruption checks that changed data is detected: at any place before the end of the warm-up, and soon
+// afterwards.
 func TestCorruption(t *testing.T) {
 	const message = 2000
 	for _, c := range []struct {
@@ -86,7 +86,7 @@ func TestCorruption(t *testing.T) {
 	}
 }
 
-// A peer that closes within a message, or too early, is an error.
+// TestShort checks that a peer that closes within a message or too early is an error.
 func TestShort(t *testing.T) {
 	for name, send := range map[string]string{"within a message": "abc", "without one": ""} {
 		fd, other := connection(t)
@@ -139,7 +139,7 @@ func rounded(r Row) Row {
 	return r
 }
 
-// A moment's disturbance is not in a figure.
+// TestPieces checks that a short disturbance does not affect the result.
 func TestPieces(t *testing.T) {
 	var took []uint32
 	for i := range 1000 {
@@ -166,7 +166,7 @@ func TestPieces(t *testing.T) {
 	}
 }
 
-// A run in which an end has measured nothing is refused.
+// TestSample checks that a run in which one end has no measurement is refused.
 func TestSample(t *testing.T) {
 	own := measured{Count: 3, Bytes: 6000, Elapsed: time.Second, CPU: time.Second, took: []uint32{3000, 1000, 2000}}
 	good := measured{Count: 2, Bytes: 4000, Elapsed: time.Second, CPU: time.Second}

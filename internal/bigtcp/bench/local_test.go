@@ -78,9 +78,9 @@ func TestLocal(t *testing.T) {
 	}
 }
 
-// Nothing is left of Local, also when it is interrupted.
+// TestLocalInterrupted checks that Local leaves nothing behind, also if it is interrupted.
 func TestLocalInterrupted(t *testing.T) {
-	// What the runtime opens once is open then.
+	// Descriptors that the Go runtime opens once are open then.
 	if _, err := Local(t.Context(), quick()); err != nil {
 		t.Fatal(err)
 	}
@@ -131,7 +131,7 @@ func TestOptions(t *testing.T) {
 	}
 }
 
-// The message may be as small as is allowed, and as large.
+// TestMessages uses messages of the smallest and the largest size.
 func TestMessages(t *testing.T) {
 	for _, size := range []int{sequenceSize + checkedSize, 1000, maxMessage} {
 		o := quick()

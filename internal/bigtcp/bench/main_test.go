@@ -18,7 +18,7 @@ func TestMain(m *testing.M) {
 	testenv.Main(m)
 }
 
-// quick are options of runs that take a fraction of a second together.
+// quick returns options of runs that take a fraction of a second together.
 func quick() Options {
 	o := Defaults()
 	o.Rounds, o.For, o.Warmup, o.Path = 2, 100*time.Millisecond, 10*time.Millisecond, PathVeth
@@ -33,7 +33,7 @@ func codeOf(err error) (int, bool) {
 	return known.Code, true
 }
 
-// descriptors are what this process has open.
+// descriptors returns the open descriptors of this process.
 func descriptors(t *testing.T) []string {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/fd")
@@ -42,7 +42,7 @@ func descriptors(t *testing.T) []string {
 	}
 	var open []string
 	for _, e := range entries {
-		// That of the directory itself is closed by now.
+		// The descriptor of the directory itself is closed by now.
 		if target, err := os.Readlink(filepath.Join("/proc/self/fd", e.Name())); err == nil {
 			open = append(open, e.Name()+" "+target)
 		}

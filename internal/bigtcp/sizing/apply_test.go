@@ -15,10 +15,10 @@ import (
 	"sockeye/internal/fault"
 )
 
-// steps of the sizes that tests go through, in bytes.
+// steps are the sizes that the tests set, in bytes.
 var ladder = []uint32{netif.Legacy, 100000, large, netif.MaxSize}
 
-// TestTransitions goes from each of the four sizes to each, for both families.
+// TestTransitions changes each of the four sizes to each other one, for both families.
 func TestTransitions(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -59,7 +59,7 @@ func TestTransitions(t *testing.T) {
 	}
 }
 
-// names are the interfaces of changes, in their order.
+// names returns the interfaces of changes, in order.
 func names(changes []Change) string {
 	var list []string
 	for _, c := range changes {
@@ -68,7 +68,7 @@ func names(changes []Change) string {
 	return strings.Join(list, " ")
 }
 
-// TestPath applies to a macvlan over a bridge over two veths, and takes it back.
+// TestPath applies sizes to a macvlan over a bridge over two veth interfaces, and reverts them.
 func TestPath(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -105,8 +105,8 @@ func TestPath(t *testing.T) {
 	}
 }
 
-// TestEveryOrder requests the interfaces of a path in every order, by one call and by
-// several, each with another size.
+// TestEveryOrder requests the interfaces of a path in every order, in one call and in several, each with another
+// size.
 func TestEveryOrder(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -154,8 +154,7 @@ func TestEveryOrder(t *testing.T) {
 	}
 }
 
-// TestApplyAgain does what an agent does at each look: nothing may change, not even
-// on the disk.
+// TestApplyAgain repeats an apply, as the agent does at each check: nothing may change, including the files.
 func TestApplyAgain(t *testing.T) {
 	h := newChangeHost(t)
 	lower := h.veth("big0")
@@ -172,7 +171,7 @@ func TestApplyAgain(t *testing.T) {
 	apply()
 }
 
-// TestNotOurs leaves alone what had the sizes before anybody asked.
+// TestNotOurs checks that interfaces that already have the requested sizes are not recorded.
 func TestNotOurs(t *testing.T) {
 	h := newChangeHost(t)
 	lower := h.veth("big0")
@@ -191,7 +190,7 @@ func TestNotOurs(t *testing.T) {
 	}
 	h.is(sizesOn, "big0", "bigmac")
 
-	// The lower interface is changed for it, and reverted with it.
+	// The lower interface was changed for it and is reverted with it.
 	h.set("big0", sizesOff)
 	h.apply(Target{"bigmac", wantOn})
 	h.is(sizesOn, "big0", "bigmac")
@@ -201,7 +200,7 @@ func TestNotOurs(t *testing.T) {
 	h.is(sizesOff, "big0")
 	h.is(sizesOn, "bigmac")
 
-	// Or alone, as no record says that the other needs it.
+	// The lower interface can be reverted alone, because no record says that the other one needs it.
 	h.apply(Target{"bigmac", wantOn})
 	if got := fmt.Sprint(h.revert("big0")); got != "map[big0:reverted]" {
 		t.Errorf("reverted are %s", got)
@@ -210,7 +209,7 @@ func TestNotOurs(t *testing.T) {
 	h.is(sizesOn, "bigmac")
 }
 
-// TestKeepsBefore goes back to what was there before the first of several changes.
+// TestKeepsBefore applies several changes and reverts to the sizes before the first one.
 func TestKeepsBefore(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -233,7 +232,7 @@ func TestKeepsBefore(t *testing.T) {
 	h.is(before, "big0")
 }
 
-// TestPolicyGivesUp takes a family back that a policy does not name any more.
+// TestPolicyGivesUp reverts a family that the policy no longer names.
 func TestPolicyGivesUp(t *testing.T) {
 	h := newChangeHost(t)
 	lower := h.veth("big0")
@@ -254,7 +253,7 @@ func TestPolicyGivesUp(t *testing.T) {
 	h.is(netiftest.Sizes(large, large, 70000, 80000), "big0", "bigmac0")
 	apply("bigmac0", Want{IPv4: large})
 	h.is(netiftest.Sizes(netif.Legacy, netif.Legacy, large, large), "big0", "bigmac0")
-	// The other needs it.
+	// The other interface needs it.
 	apply("bigmac1", wantOn)
 	apply("bigmac0", Want{IPv6: large})
 	h.is(sizesOn, "big0", "bigmac1")
@@ -274,13 +273,13 @@ func TestLowerOfTwo(t *testing.T) {
 	h.revert("bigmac0")
 	h.is(sizesOff, "bigmac0")
 	h.is(sizesOn, "big0", "bigmac1")
-	// It is there for the other.
+	// It was changed for the other interface.
 	h.revert("big0")
 	h.is(sizesOn, "big0", "bigmac1")
 	h.revert("bigmac1")
 	h.is(sizesOff, "big0", "bigmac0", "bigmac1")
 
-	// An interface that has vanished needs nothing any more.
+	// An interface that was deleted needs nothing.
 	h.apply(Target{"bigmac0", wantOn}, Target{"bigmac1", wantOn})
 	found, err := netlink.LinkByName("bigmac0")
 	if err == nil {
@@ -296,7 +295,7 @@ func TestLowerOfTwo(t *testing.T) {
 		t.Errorf("reverted are %s", got)
 	}
 
-	// With force it goes alone.
+	// With force it is reverted alone.
 	h.apply(Target{"bigmac1", wantOn})
 	if done, err := h.Revert(named("big0"), true); err != nil || fmt.Sprint(results(done)) != "map[big0:reverted]" {
 		t.Errorf("reverted are %v, %v", done, err)
@@ -305,7 +304,7 @@ func TestLowerOfTwo(t *testing.T) {
 	h.is(sizesOn, "bigmac1")
 }
 
-// TestRefusesWhole sets nothing where a part cannot be had.
+// TestRefusesWhole checks that no size is set if one of them cannot be set.
 func TestRefusesWhole(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -325,8 +324,7 @@ func TestRefusesWhole(t *testing.T) {
 	}
 }
 
-// TestBridgeBounds has a bridge over a port with small sizes, then over one that takes
-// no large packets at all.
+// TestBridgeBounds has a bridge over a port with small sizes, then over a port without BIG TCP.
 func TestBridgeBounds(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -357,7 +355,7 @@ func TestBridgeBounds(t *testing.T) {
 	}
 	_, err = h.Apply(h.network, ByCommand, []Target{{"bigbr", wantOn}}, false)
 	failsAs(t, err, fault.CodeUnsupported)
-	// The kernel has changed it. What was before is above what it takes now.
+	// The kernel has reduced the size. The size before the change exceeds the present limit.
 	_, err = h.Revert(named("bigbr"), false)
 	failsAs(t, err, fault.CodeConflict)
 	h.is(now, "bigbr")
@@ -369,7 +367,7 @@ func TestBridgeBounds(t *testing.T) {
 	h.is(small, "big1")
 }
 
-// TestMeanwhile has somebody else change one of the four sizes.
+// TestMeanwhile lets another program change one of the four sizes.
 func TestMeanwhile(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -416,7 +414,7 @@ func TestMeanwhile(t *testing.T) {
 			t.Errorf("recorded are %s", got)
 		}
 
-		// Whoever sets what was wanted anyway changes nothing of ours.
+		// If another program sets the requested size, nothing differs.
 		h.set("big0", netiftest.Sizes(netif.MaxSize, netif.MaxSize, large, large))
 		h.apply(Target{"big0", Want{IPv6: netif.MaxSize}})
 		h.set("big0", theirs)
@@ -433,7 +431,7 @@ func TestMeanwhile(t *testing.T) {
 	}
 }
 
-// TestSetBack has somebody else set what was there before.
+// TestSetBack lets another program restore the previous size.
 func TestSetBack(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -463,14 +461,14 @@ func TestOwners(t *testing.T) {
 			if _, err := h.Apply(h.network, first, []Target{{"big0", wantOn}}, false); err != nil {
 				t.Fatal(err)
 			}
-			// Not even for the same.
+			// A repeated request of the same size does not set it either.
 			_, err := h.Apply(h.network, second, []Target{{"big0", wantOn}}, false)
 			failsAs(t, err, fault.CodeConflict)
 			if want := "sizes of big0 were set by " + first.words(); err.Error() != want {
 				t.Errorf("error is %q, not %q", err, want)
 			}
 			_, err = h.Apply(h.network, second, []Target{{"bigmac", Want{IPv6: netif.MaxSize}}}, false)
-			// What was asked for itself stays as it is.
+			// An interface that was requested explicitly keeps its sizes.
 			if err != nil {
 				t.Errorf("%s above what %s has: %v", second, first, err)
 			}
@@ -491,8 +489,8 @@ func TestOwners(t *testing.T) {
 	}
 }
 
-// TestForcedIsSettled sets again by force what was wanted before, over somebody else's
-// change: another such change is seen as theirs too.
+// TestForcedIsSettled forces the requested sizes over a change of another program, and checks that the next change of
+// another program is detected too.
 func TestForcedIsSettled(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")

@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/fault"
 )
 
-// large is what tests ask for, in bytes.
+// large is the size that the tests request, in bytes.
 const large = 196608
 
 var (
@@ -25,7 +25,7 @@ var (
 	wantOn   = Want{IPv6: large, IPv4: large}
 )
 
-// changeHost is a store, and the tests' network namespace.
+// changeHost has a store and the tests' network namespace.
 type changeHost struct {
 	*Store
 	*testing.T
@@ -57,7 +57,7 @@ func openTestNetwork(t *testing.T, path string) *netif.Namespace {
 	return n
 }
 
-// add makes an interface, which goes with the test.
+// add creates an interface and deletes it when the test ends.
 func (h *changeHost) add(l netlink.Link) netlink.Link {
 	h.Helper()
 	name := l.Attrs().Name
@@ -78,13 +78,13 @@ func (h *changeHost) add(l netlink.Link) netlink.Link {
 	return found
 }
 
-// veth makes a pair, NAME and NAMEp.
+// veth creates a pair NAME and NAMEp.
 func (h *changeHost) veth(name string) netlink.Link {
 	h.Helper()
 	return h.add(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: name + "p"})
 }
 
-// bridge makes a bridge over ports that there are.
+// bridge creates a bridge over existing ports.
 func (h *changeHost) bridge(name string, ports ...string) netlink.Link {
 	h.Helper()
 	b := h.add(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: name}})
@@ -100,7 +100,7 @@ func (h *changeHost) bridge(name string, ports ...string) netlink.Link {
 	return b
 }
 
-// macvlan makes an interface that sends through another.
+// macvlan creates a macvlan over another interface.
 func (h *changeHost) macvlan(name string, lower netlink.Link) netlink.Link {
 	h.Helper()
 	return h.add(&netlink.Macvlan{
@@ -109,7 +109,7 @@ func (h *changeHost) macvlan(name string, lower netlink.Link) netlink.Link {
 	})
 }
 
-// sizes reads the sizes of an interface by other means than the package's.
+// sizes reads the sizes of an interface without the package.
 func (h *changeHost) sizes(name string) netif.Sizes {
 	h.Helper()
 	l, err := netlink.LinkByName(name)
@@ -124,7 +124,7 @@ func attributesOf(l netlink.Link) netif.Sizes {
 	return netiftest.Sizes(a.GSOMaxSize, a.GROMaxSize, a.GSOIPv4MaxSize, a.GROIPv4MaxSize)
 }
 
-// is asserts the sizes of interfaces.
+// is checks the sizes of interfaces.
 func (h *changeHost) is(want netif.Sizes, names ...string) {
 	h.Helper()
 	for _, name := range names {
@@ -134,7 +134,7 @@ func (h *changeHost) is(want netif.Sizes, names ...string) {
 	}
 }
 
-// set sets sizes as somebody else would.
+// set sets sizes as another program would.
 func (h *changeHost) set(name string, s netif.Sizes) {
 	h.Helper()
 	l, err := netlink.LinkByName(name)
@@ -154,7 +154,7 @@ func (h *changeHost) set(name string, s netif.Sizes) {
 	}
 }
 
-// apply applies, for a command.
+// apply applies sizes on behalf of a command.
 func (h *changeHost) apply(targets ...Target) []Change {
 	h.Helper()
 	changes, err := h.Apply(h.network, ByCommand, targets, false)
@@ -164,8 +164,7 @@ func (h *changeHost) apply(targets ...Target) []Change {
 	return changes
 }
 
-// revert reverts the interfaces, all if none is named, and
-// returns the results in words.
+// revert reverts the named interfaces, or all, and returns the results as text.
 func (h *changeHost) revert(names ...string) map[string]string {
 	h.Helper()
 	done, err := h.Revert(named(names...), false)
@@ -197,7 +196,7 @@ func results(done []Reverted) map[string]string {
 	return words
 }
 
-// recorded are the names in the records.
+// recorded returns the names in the records.
 func (h *changeHost) recorded() []string {
 	h.Helper()
 	records, err := h.Records()
@@ -211,7 +210,7 @@ func (h *changeHost) recorded() []string {
 	return names
 }
 
-// failsAs asserts the kind of an error, and returns its hint.
+// failsAs checks the code of an error and returns its hint.
 func failsAs(t *testing.T, err error, code int) string {
 	t.Helper()
 	var e *fault.Error
@@ -221,8 +220,7 @@ func failsAs(t *testing.T, err error, code int) string {
 	return e.Hint
 }
 
-// newNamespace makes a network namespace with a name in the folder of the test, and
-// returns its path.
+// newNamespace creates a network namespace, mounts it at a name in the directory of the test, and returns the path.
 func newNamespace(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "netns")
@@ -238,7 +236,7 @@ func newNamespace(t *testing.T) string {
 	return path
 }
 
-// bindNamespace binds a new network namespace to a file.
+// bindNamespace mounts a new network namespace over a file.
 func bindNamespace(t *testing.T, path string) {
 	t.Helper()
 	netiftest.InNewNetns(t, func() error { return unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, "") })

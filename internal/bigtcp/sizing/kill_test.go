@@ -25,19 +25,18 @@ import (
 // childVariable makes the test binary a process that has locked a store.
 const childVariable = "SOCKEYE_TEST_STORE"
 
-// childWork is what such a process does.
+// childWork is the work of such a process.
 type childWork struct {
 	State   string
 	Owner   Owner
 	Targets []Target // none: it reverts
-	// KillAt is the number of the change before which it kills itself; 0 for never.
+	// KillAt is the number of the change before which the process kills itself; 0 means never.
 	KillAt int
-	// Hold makes it wait before the first change until its standard input ends, after
-	// a line on its standard output.
+	// Hold makes the process print a line before the first change and wait until its standard input is closed.
 	Hold bool
 }
 
-// TestStoreChild is the process of others.
+// TestStoreChild is the entry point of these processes.
 func TestStoreChild(t *testing.T) {
 	data := os.Getenv(childVariable)
 	if data == "" {
@@ -83,7 +82,7 @@ func (h *changeHost) child(w childWork) *exec.Cmd {
 	return cmd
 }
 
-// killed runs a child that kills itself, and tells whether it came that far.
+// killed runs a child that kills itself, and reports whether it reached that change.
 func (h *changeHost) killed(w childWork) bool {
 	h.Helper()
 	out, err := h.child(w).CombinedOutput()
@@ -96,8 +95,8 @@ func (h *changeHost) killed(w childWork) bool {
 	return true
 }
 
-// TestKilled kills a process before each of its changes. What it was about to do can
-// be reverted then, be done again, and be replaced by something else.
+// TestKilled kills a process before each of its changes. The interrupted work can then be reverted, repeated, or
+// replaced with other work.
 func TestKilled(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -144,7 +143,7 @@ func TestKilled(t *testing.T) {
 						t.Fatal(err)
 					}
 					for _, s := range status {
-						// Of a revert nothing says that it has begun.
+						// Nothing records that a revert has started.
 						if s.State != StatusOK && s.State != StatusUnfinished && len(w.Targets) > 0 {
 							t.Errorf("killed at %d: %s is %s", w.KillAt, s.Interface, s.State)
 						}
@@ -179,14 +178,13 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// TestKilledTakingBack kills a process that reverts its change, since a part of
-// it failed.
+// TestKilledTakingBack kills a process that rolls back because a part of its change failed.
 func TestKilledTakingBack(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
 	h.veth("big1")
 	for at := 1; ; at++ {
-		// The last of three vanishes as soon as it has been planned for.
+		// The last of the three interfaces is deleted as soon as the plan exists.
 		h.veth("big2")
 		w := childWork{Owner: ByCommand, Targets: []Target{{"big0", wantOn}, {"big1", wantOn}, {"big2", wantOn}}, Hold: true, KillAt: at}
 		if at == 1 {
@@ -216,7 +214,7 @@ func TestKilledTakingBack(t *testing.T) {
 	}
 }
 
-// holding starts a child that holds the store until its input is closed.
+// holding starts a child that holds the lock of the store until its input is closed.
 func (h *changeHost) holding(w childWork) (*exec.Cmd, io.Closer) {
 	h.Helper()
 	cmd := h.child(w)
@@ -244,7 +242,7 @@ func (h *changeHost) holding(w childWork) (*exec.Cmd, io.Closer) {
 	return cmd, in
 }
 
-// TestTwoProcesses has another process work with the store.
+// TestTwoProcesses uses the store in two processes.
 func TestTwoProcesses(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -265,7 +263,7 @@ func TestTwoProcesses(t *testing.T) {
 	_, err = h.Revert(nil, true)
 	failsAs(t, err, fault.CodeConflict)
 	h.is(sizesOn, "big0")
-	// To look is possible.
+	// Reading is possible.
 	if got := fmt.Sprint(h.recorded()); got != "[big0]" {
 		t.Errorf("recorded are %s", got)
 	}
@@ -273,7 +271,7 @@ func TestTwoProcesses(t *testing.T) {
 		t.Error(err)
 	}
 
-	// Who waits gets it when the other is done; those who gave up do not.
+	// A waiting process gets the lock when the other one releases it, unless it has given up.
 	h.wait = time.Minute
 	done := make(chan error, 1)
 	go func() {
@@ -287,7 +285,7 @@ func TestTwoProcesses(t *testing.T) {
 	h.is(netiftest.Sizes(netif.MaxSize, netif.MaxSize, large, large), "big0")
 	h.revert()
 
-	// It is free when the other was killed.
+	// The lock is free after the other process was killed.
 	cmd, _ = h.holding(childWork{Owner: ByCommand, Targets: []Target{{"big1", wantOn}}, Hold: true})
 	cmd.Process.Kill()
 	h.apply(Target{"big0", wantOn})
@@ -296,7 +294,7 @@ func TestTwoProcesses(t *testing.T) {
 	h.is(sizesOff, "big0", "big1")
 }
 
-// TestManyAtOnce has several work with one store: each does the whole of its work.
+// TestManyAtOnce runs several processes on one store: each completes its work.
 func TestManyAtOnce(t *testing.T) {
 	h := newChangeHost(t)
 	lower := h.veth("big0")
@@ -396,7 +394,7 @@ func TestBetween(t *testing.T) {
 	}
 }
 
-// TestFails has the kernel refuse the last of several: those before are rolled back.
+// TestFails lets the kernel refuse the last of several changes: the changes before it are rolled back.
 func TestFails(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -437,7 +435,7 @@ func TestFails(t *testing.T) {
 	}
 }
 
-// sortedRecords are all records in one text.
+// sortedRecords returns all records as one text.
 func (h *changeHost) sortedRecords() string {
 	h.Helper()
 	records, err := h.Records()

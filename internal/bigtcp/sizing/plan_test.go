@@ -13,8 +13,8 @@ import (
 	"sockeye/internal/fault"
 )
 
-// tree are interfaces by the names of those right below them, in the order of their
-// indexes: NAME(tso_max_size): LOWER LOWER.
+// tree builds interfaces from the names of their lower interfaces, in the order of their indexes: NAME(tso_max_size):
+// LOWER LOWER.
 func tree(lines ...string) []netif.Interface {
 	var ifaces []netif.Interface
 	find := func(name string) netif.Interface { return *byName(ifaces, name) }
@@ -44,7 +44,7 @@ func tree(lines ...string) []netif.Interface {
 
 var supportBoth = netif.Support{IPv6: true, IPv4: true}
 
-// list shows steps in a line each.
+// list prints one step per line.
 func list(steps []step) string {
 	var lines []string
 	for _, p := range steps {
@@ -213,8 +213,8 @@ func permutations[T any](list []T) [][]T {
 	return all
 }
 
-// TestPlanOrder plans all mixtures of growing and shrinking of a stack: nothing may
-// exceed its lower interfaces at any moment while it grows.
+// TestPlanOrder plans all mixtures of growing and shrinking interfaces of a stack: while an interface grows, it may
+// never exceed its lower interfaces.
 func TestPlanOrder(t *testing.T) {
 	lines := []string{"eth0", "eth1", "bond0: eth0 eth1", "vlan1: bond0", "br0: vlan1"}
 	for _, before := range ladder {

@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// TestServer is a process of a namespace of its own.
+// TestServer is the entry point of a process in its own namespace.
 func TestServer(t *testing.T) { testenv.Serve(t) }
 
 func (h *changeHost) link(name string) netlink.Link {
@@ -46,7 +46,7 @@ func (h *changeHost) rename(from, to string) {
 	}
 }
 
-// TestVanished has one of two interfaces vanish, and another come by its name.
+// TestVanished deletes one of two interfaces and creates another one with its name.
 func TestVanished(t *testing.T) {
 	for _, again := range []bool{false, true} {
 		t.Run(fmt.Sprint(again), func(t *testing.T) {
@@ -78,8 +78,7 @@ func TestVanished(t *testing.T) {
 	}
 }
 
-// TestVanishedAndApplied applies again to an interface that has come by the name of
-// one that is recorded.
+// TestVanishedAndApplied applies sizes to a new interface with the name of a recorded one.
 func TestVanishedAndApplied(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -134,7 +133,7 @@ func sizesIn(t *testing.T, n *netif.Namespace) netif.Sizes {
 	return s
 }
 
-// TestNamespaces applies to interfaces of the same name and index in three namespaces.
+// TestNamespaces applies sizes to interfaces of the same name and index in three namespaces.
 func TestNamespaces(t *testing.T) {
 	h := newChangeHost(t)
 	networks := []*netif.Namespace{openTestNetwork(t, newNamespace(t)), openTestNetwork(t, newNamespace(t)), h.network}
@@ -169,7 +168,7 @@ func TestNamespaces(t *testing.T) {
 	}
 }
 
-// TestNamespaceVanished has a namespace vanish, and another come at its path.
+// TestNamespaceVanished deletes a namespace and mounts another one at its path.
 func TestNamespaceVanished(t *testing.T) {
 	for _, again := range []bool{false, true} {
 		t.Run(fmt.Sprint(again), func(t *testing.T) {
@@ -212,7 +211,7 @@ func TestNamespaceVanished(t *testing.T) {
 	}
 }
 
-// TestNamespaceMoved finds a namespace that has lost its name by a process in it.
+// TestNamespaceMoved finds a namespace without a name by a process in it.
 func TestNamespaceMoved(t *testing.T) {
 	h := newChangeHost(t)
 	process := testenv.StartServer(t, testenv.Cgroup(), "127.0.0.1:0", unix.CLONE_NEWNET)
@@ -238,14 +237,13 @@ func TestNamespaceMoved(t *testing.T) {
 	}
 }
 
-// TestOtherCaller reverts from within another namespace, which has no
-// path in the record then.
+// TestOtherCaller reverts from another namespace; the record has no path for the caller's namespace.
 func TestOtherCaller(t *testing.T) {
 	h := newChangeHost(t)
 	n := openTestNetwork(t, newNamespace(t))
 	h.veth("big0")
 	h.apply(Target{"big0", wantOn})
-	// For who is there, the first namespace is another one, in which there is a process.
+	// For this caller the first namespace is not its own; a process is in it.
 	testenv.StartServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
 	err := n.Do(func() error {
 		if _, err := h.Apply(openTestNetwork(t, ""), ByCommand, []Target{{"lo", wantOn}}, false); err != nil {
@@ -266,7 +264,7 @@ func TestOtherCaller(t *testing.T) {
 	}
 }
 
-// TestReboot finds records of an earlier life of the host: they are void.
+// TestReboot checks that records from before a reboot are void.
 func TestReboot(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -283,7 +281,7 @@ func TestReboot(t *testing.T) {
 	h.apply(Target{"big0", wantOn})
 	h.rebooted()
 	h.before = func() {
-		// The record may go.
+		// The record can be deleted.
 		h.is(sizesOn, "big0")
 	}
 	if got := h.revert(); len(got) > 0 {
@@ -294,7 +292,7 @@ func TestReboot(t *testing.T) {
 		t.Errorf("files are left: %v", left)
 	}
 
-	// A new one may take its place.
+	// A new record can replace it.
 	h.before = func() {}
 	theirs := netiftest.Sizes(100000, 100000, 100000, 100000)
 	h.set("big0", sizesOff)
@@ -306,7 +304,7 @@ func TestReboot(t *testing.T) {
 	h.is(theirs, "big0")
 }
 
-// rebooted makes the records those of an earlier life of the host.
+// rebooted changes the boot id in the records.
 func (h *changeHost) rebooted() {
 	h.Helper()
 	id, err := bootID()
@@ -325,7 +323,7 @@ func (h *changeHost) rebooted() {
 	}
 }
 
-// files are the names of the files of the store.
+// files returns the names of the files of the store.
 func (h *changeHost) files() []string {
 	h.Helper()
 	entries, err := os.ReadDir(filepath.Join(h.state, "bigtcp"))
@@ -339,7 +337,7 @@ func (h *changeHost) files() []string {
 	return names
 }
 
-// TestVanishesMeanwhile has an interface vanish while it is reverted.
+// TestVanishesMeanwhile deletes an interface during its revert.
 func TestVanishesMeanwhile(t *testing.T) {
 	h := newChangeHost(t)
 	for at := 1; ; at++ {
@@ -371,7 +369,7 @@ func TestVanishesMeanwhile(t *testing.T) {
 	}
 }
 
-// TestNotPermitted does all of it without CAP_NET_ADMIN.
+// TestNotPermitted calls everything without CAP_NET_ADMIN.
 func TestNotPermitted(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")

@@ -8,7 +8,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// The states of what was set.
+// The states of applied sizes.
 const (
 	StatusOK         = "ok"
 	StatusChanged    = "changed"    // by somebody else
@@ -16,15 +16,14 @@ const (
 	StatusUnfinished = "unfinished" // who was setting it was killed
 )
 
-// Status is what has become of what was set.
+// Status reports the present state of applied sizes.
 type Status struct {
 	Record
 	State string      `json:"state"`
 	Now   netif.Sizes `json:"now,omitzero"` // none if the interface is gone
 }
 
-// Check compares the records of a namespace with its interfaces, which have their
-// names of now.
+// Check compares the records of a namespace with its interfaces by their present names.
 func (s *Store) Check(n *netif.Namespace) ([]Status, error) {
 	records, err := s.Records()
 	if err != nil {

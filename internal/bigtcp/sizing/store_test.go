@@ -46,7 +46,7 @@ func TestStoreIsPrivate(t *testing.T) {
 	if info, err := os.Stat(filepath.Join(h.state, "bigtcp", files[0])); err != nil || info.Mode() != 0o600 {
 		t.Errorf("the record is %v, %v", info.Mode(), err)
 	}
-	// Somebody has opened it.
+	// Another user has opened it.
 	if err := os.Chmod(filepath.Join(h.state, "bigtcp"), 0o777); err != nil {
 		t.Fatal(err)
 	}
@@ -60,7 +60,7 @@ func TestStoreIsPrivate(t *testing.T) {
 	}
 }
 
-// TestStoreRefuses has state directories that are none, or not this user's.
+// TestStoreRefuses opens state directories that are not directories, or belong to another user.
 func TestStoreRefuses(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
@@ -101,7 +101,7 @@ func TestStoreRefuses(t *testing.T) {
 	failsAs(t, err, fault.CodeUsage)
 	h.is(sizesOff, "big0")
 
-	// It may become one after it was opened.
+	// The directory is replaced after the store was opened.
 	if err := errors.Join(os.Remove(theirs), os.Symlink(t.TempDir(), theirs)); err != nil {
 		t.Fatal(err)
 	}
@@ -126,7 +126,7 @@ func mount(t *testing.T, dir, options string) {
 	})
 }
 
-// TestReadOnly has a state directory on a disk that cannot be written any more.
+// TestReadOnly has a state directory on a file system that becomes read-only.
 func TestReadOnly(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -154,7 +154,7 @@ func TestReadOnly(t *testing.T) {
 	if got := fmt.Sprint(h.recorded()); got != "[big1]" {
 		t.Errorf("recorded are %s", got)
 	}
-	// It is given back; that this is so is seen when the record can be dropped.
+	// The sizes are reverted; the store notices that when it can delete the record.
 	if _, err := h.Revert(nil, false); !errors.Is(err, unix.EROFS) {
 		t.Errorf("error is %v", err)
 	}
@@ -165,7 +165,7 @@ func TestReadOnly(t *testing.T) {
 	}
 }
 
-// TestDiskFull has room for fewer records than there are interfaces.
+// TestDiskFull has space for fewer records than there are interfaces.
 func TestDiskFull(t *testing.T) {
 	h := newChangeHost(t)
 	var targets []Target
@@ -193,7 +193,7 @@ func TestDiskFull(t *testing.T) {
 	}
 }
 
-// TestGarbage has all kinds of files where the records are.
+// TestGarbage has files of every kind in the place of the records.
 func TestGarbage(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -257,7 +257,7 @@ func TestGarbage(t *testing.T) {
 		t.Errorf("what a symlink leads to has changed: %v", err)
 	}
 
-	// Revert reports once what it cannot revert, and reverts the rest.
+	// Revert reports each unreadable record once, and reverts the others.
 	write(filepath.Base(good), data[1:])
 	done, err := h.Revert(nil, false)
 	if want := "revert damaged records: " + good + ".damaged"; err == nil || err.Error() != want {
@@ -278,7 +278,7 @@ func TestGarbage(t *testing.T) {
 	}
 }
 
-// TestGarbageInTheWay has something else where a record is to be written.
+// TestGarbageInTheWay has another file where a record is to be written.
 func TestGarbageInTheWay(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -311,7 +311,7 @@ func TestGarbageInTheWay(t *testing.T) {
 	}
 }
 
-// FuzzRecord reads any file as a record: it is one, or damaged, or void.
+// FuzzRecord parses arbitrary files: each is a record, damaged, or void.
 func FuzzRecord(f *testing.F) {
 	id, err := bootID()
 	if err != nil {
@@ -346,7 +346,7 @@ func FuzzRecord(f *testing.F) {
 	})
 }
 
-// TestLeavesNothingOpen works with the store in all ways, and counts descriptors.
+// TestLeavesNothingOpen uses every function of the store and counts descriptors.
 func TestLeavesNothingOpen(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")

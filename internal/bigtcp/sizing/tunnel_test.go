@@ -11,8 +11,8 @@ import (
 	"sockeye/internal/fault"
 )
 
-// TestLegacyTunnel never has a tunnel that damages large packets send them, itself or
-// below a bridge.
+// TestLegacyTunnel checks that a tunnel that damages large packets never receives them, neither directly nor below a
+// bridge.
 func TestLegacyTunnel(t *testing.T) {
 	both := netif.Support{IPv6: true, IPv4: true}
 	legacy := netiftest.Sizes(netif.Legacy, netif.Legacy, netif.Legacy, netif.Legacy)

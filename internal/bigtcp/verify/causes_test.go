@@ -17,7 +17,7 @@ import (
 
 const big = 196608
 
-// TestCause finds the cause of each kind of connection, on plain structs.
+// TestCause determines the cause for each kind of connection from plain structs.
 func TestCause(t *testing.T) {
 	on := netif.Interface{Name: "eth0", Driver: "mlx5_core", TSOMaxSize: netif.MaxSize, Sizes: netiftest.Sizes(big, big, big, big), Offloads: netif.Offloads{GSO: true, TSO: true, GRO: true}}
 	changed := func(f func(*netif.Interface)) netif.Interface {
@@ -45,7 +45,7 @@ func TestCause(t *testing.T) {
 	})
 	noGRO := changed(func(i *netif.Interface) { i.Offloads.GRO = false })
 
-	// A connection with packets of a size, and what is known of its socket.
+	// A connection with packets of one size, and the state of its socket.
 	wide := socketHistory{window: 4 << 20, ownWindow: 4 << 20, congestion: 4 << 20, pacing: math.MaxUint64, busy: time.Second}
 	with := func(f func(*socketHistory)) *socketHistory {
 		k := wide
@@ -140,8 +140,7 @@ func TestCause(t *testing.T) {
 	}
 }
 
-// TestWhy has the causes with most bytes, each with its share and its busiest
-// connection.
+// TestWhy checks that the causes with most bytes are reported, each with its share and its busiest connection.
 func TestWhy(t *testing.T) {
 	i := netif.Interface{Name: "va", Kind: "veth", Sizes: netiftest.Sizes(big, big, big, big), TSOMaxSize: netif.MaxSize, Offloads: netif.Offloads{GSO: true, TSO: true, GRO: true}}
 	s := evidence{Interface: &i, support: netif.Support{IPv6: true, IPv4: true}}
@@ -184,7 +183,7 @@ func TestWhy(t *testing.T) {
 	}
 }
 
-// TestPacedSize is of tcp_tso_autosize.
+// TestPacedSize checks the formula of tcp_tso_autosize.
 func TestPacedSize(t *testing.T) {
 	for _, test := range []struct {
 		rate    uint64

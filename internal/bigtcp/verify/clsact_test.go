@@ -21,10 +21,10 @@ import (
 	"sockeye/internal/fault"
 )
 
-// next is TCX_NEXT, and TC_ACT_UNSPEC.
+// next is TCX_NEXT and TC_ACT_UNSPEC.
 const next = -1
 
-// counter is a program of somebody else, of the sched_cls type, that counts packets.
+// counter is another program's sched_cls program, which counts packets.
 type counter struct {
 	*ebpf.Program
 	packets *ebpf.Map
@@ -62,7 +62,7 @@ func (c *counter) count(t testing.TB) uint64 {
 	return n
 }
 
-// attachTCX attaches a program of somebody else to an interface.
+// attachTCX attaches another program's BPF program to an interface.
 func attachTCX(t testing.TB, h *host, name string, c *counter, at ebpf.AttachType) {
 	t.Helper()
 	must(t, h.Do(func() error {
@@ -89,8 +89,8 @@ func addFilter(t testing.TB, h *host, name string, parent uint32, priority uint1
 	}))
 }
 
-// attached lists what is attached to an interface: how many programs by TCX, the names
-// of filters, and whether there is a queueing discipline clsact.
+// attached lists the number of TCX programs of an interface, the names of its filters, and whether it has a clsact
+// queueing discipline.
 func attached(t testing.TB, h *host, name string) (programs int, filters []string, clsact bool) {
 	t.Helper()
 	l := h.link(name)
@@ -127,8 +127,8 @@ func attached(t testing.TB, h *host, name string) (programs int, filters []strin
 	return programs, filters, true
 }
 
-// TestVerifyBesideOthers runs beside programs of others, by TCX and as filters, on
-// both ways of attaching: these get each packet as before, and stay.
+// TestVerifyBesideOthers runs beside TCX programs and filters of others, with both ways of attaching: these still get
+// each packet, and stay attached.
 func TestVerifyBesideOthers(t *testing.T) {
 	if method() != "tcx" {
 		t.Skip("kernel: no TCX before Linux 6.6")
@@ -146,7 +146,7 @@ func TestVerifyBesideOthers(t *testing.T) {
 			p := prove(t, a, "va", verify.Options{Clsact: clsact}, func() {
 				attachTCX(t, a, "va", late, ebpf.AttachTCXEgress)
 				missed = tcx.count(t) // the kernel sends packets by itself: neighbour discovery
-				// Long, because a pause of the host in slow start lengthens the smoothed RTT, which
+				// The stream is long because a pause of the host in slow start lengthens the smoothed RTT, which
 				// lowers the pacing rate; TSO packets hold 1 ms of that rate (tcp_tso_autosize).
 				connect(t, a, b, "fd09::2").send(stream, 1<<20)
 			})
@@ -177,7 +177,7 @@ func TestVerifyBesideOthers(t *testing.T) {
 	}
 }
 
-// TestVerifyClsact counts as with TCX, and leaves nothing.
+// TestVerifyClsact counts the same packets as with TCX, and leaves nothing attached.
 func TestVerifyClsact(t *testing.T) {
 	a, b := pair(t)
 	a.set("va", large, large)
@@ -196,8 +196,7 @@ func TestVerifyClsact(t *testing.T) {
 	}
 }
 
-// TestVerifyClsactTwice has two at a time on an interface: the last one to end takes
-// the queueing discipline away.
+// TestVerifyClsactTwice runs twice at a time on an interface: the last run to end removes the queueing discipline.
 func TestVerifyClsactTwice(t *testing.T) {
 	a, b := pair(t)
 	outer := prove(t, a, "va", verify.Options{Clsact: true}, func() {
@@ -219,8 +218,8 @@ func TestVerifyClsactTwice(t *testing.T) {
 	}
 }
 
-// TestVerifyClsactAfterKill removes what a process left that was killed, with the
-// queueing discipline if that was its own, and nothing of others.
+// TestVerifyClsactAfterKill removes the programs of a killed process, and the queueing discipline if that process had
+// added it, and nothing else.
 func TestVerifyClsactAfterKill(t *testing.T) {
 	dead := exec.Command("/proc/self/exe", "-test.run=^$")
 	must(t, dead.Run())
@@ -259,7 +258,7 @@ func TestVerifyClsactAfterKill(t *testing.T) {
 	}
 }
 
-// TestVerifyClsactConflict has a queueing discipline that leaves no place.
+// TestVerifyClsactConflict has a queueing discipline in the place of clsact.
 func TestVerifyClsactConflict(t *testing.T) {
 	a, _ := pair(t)
 	must(t, a.kernel.QdiscAdd(&netlink.Ingress{QdiscAttrs: netlink.QdiscAttrs{

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// TestDiagFind finds both ends of connections of each family, and none that there is
-// not. With a link-local address the interface is to be known.
+// TestDiagFind finds both ends of connections of each family, and no connection that does not exist. A link-local
+// address needs its interface.
 func TestDiagFind(t *testing.T) {
 	d, err := openDiag()
 	if err != nil {

@@ -34,13 +34,13 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// large are the sizes that the tests set.
+// large is the size that the tests set, in bytes.
 const large = 196608
 
-// verifyPatience is how long a test waits for what must come.
+// verifyPatience bounds the wait for an event.
 const verifyPatience = time.Minute
 
-// host is a network namespace with a name.
+// host is a named network namespace.
 type host struct {
 	*netif.Namespace
 	t      testing.TB
@@ -53,9 +53,9 @@ func newHost(t testing.TB, name string) *host {
 	path := netiftest.NamedNetns(t, name)
 	h := &host{Namespace: netiftest.Open(t, path), t: t, path: path, kernel: netiftest.Kernel(t, path)}
 	h.up("lo")
-	// TSO packets hold 1 ms of the pacing rate, and the largest size on top if the minimal RTT is short
-	// (tcp_tso_autosize, since Linux 5.18). A pause of the host in the handshake makes it long; with 2^20 us,
-	// the sizes of packets do not depend on such a pause.
+	// TSO packets hold 1 ms of the pacing rate, plus the largest size if the minimal RTT is short (tcp_tso_autosize,
+	// since Linux 5.18). A pause of the host during the handshake would lengthen the minimal RTT; with a limit of
+	// 2^20 us, the sizes of packets do not depend on such a pause.
 	must(t, h.Do(func() error {
 		err := os.WriteFile("/proc/sys/net/ipv4/tcp_tso_rtt_log", []byte("20"), 0)
 		if errors.Is(err, os.ErrNotExist) {
@@ -80,7 +80,7 @@ func (h *host) link(name string) netlink.Link {
 	return l
 }
 
-// up sets an interface up, with addresses.
+// up sets an interface up with addresses.
 func (h *host) up(name string, addresses ...string) {
 	h.t.Helper()
 	l := h.link(name)
@@ -93,20 +93,19 @@ func (h *host) up(name string, addresses ...string) {
 	must(h.t, h.kernel.LinkSetUp(l))
 }
 
-// set sets the sizes of both directions of an interface.
+// set sets the sizes of an interface in both directions.
 func (h *host) set(name string, ipv6, ipv4 uint32) {
 	h.t.Helper()
 	must(h.t, h.Set(h.link(name).Attrs().Index, netif.Sizes{GSO: ipv6, GRO: ipv6, GSOIPv4: ipv4, GROIPv4: ipv4}))
 }
 
-// pair is two hosts with a veth pair between them, va with 10.9.0.1 and fd09::1, vb
-// with 10.9.0.2 and fd09::2.
+// pair returns two hosts with a veth pair between them: va with 10.9.0.1 and fd09::1, vb with 10.9.0.2 and fd09::2.
 func pair(t testing.TB) (a, b *host) {
 	t.Helper()
 	a, b = newHost(t, "verify-a"), newHost(t, "verify-b")
 	netiftest.AddVeth(t, a.kernel, "va", "vb", netiftest.OpenFile(t, b.path))
 	for h, name := range map[*host]string{a: "va", b: "vb"} {
-		// A link-local address, once it is known to be unique, has routes looked up again.
+		// When duplicate address detection ends for a link-local address, routes are looked up again.
 		must(t, h.Do(func() error {
 			return os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/addr_gen_mode", []byte("1"), 0)
 		}))
@@ -116,14 +115,13 @@ func pair(t testing.TB) (a, b *host) {
 	return a, b
 }
 
-// connection is both ends of a TCP connection, of which one sends.
+// connection has both ends of a TCP connection; from sends.
 type connection struct {
 	t        testing.TB
 	from, to *net.TCPConn
 }
 
-// connect opens a connection from one host to an address of another one. prepare is
-// done with its two sockets before.
+// connect opens a connection from one host to an address of another host. prepare is called with both sockets before.
 func connect(t testing.TB, from, to *host, address string, prepare ...func(fd int) error) *connection {
 	t.Helper()
 	control := func(_, _ string, c syscall.RawConn) (err error) {
@@ -161,7 +159,7 @@ func connect(t testing.TB, from, to *host, address string, prepare ...func(fd in
 	return c
 }
 
-// send sends so many bytes, in writes of a size, and has them read and compared.
+// send sends bytes in writes of the given size, and compares the received data.
 func (c *connection) send(bytes, write int) {
 	c.t.Helper()
 	deadline := time.Now().Add(verifyPatience)
@@ -177,7 +175,7 @@ func (c *connection) send(bytes, write int) {
 	for i := range block {
 		block[i] = byte(i * i >> 7)
 	}
-	// The checksum is computed before, so that the sender keeps its queue full.
+	// The checksum is computed before, so that the send queue stays full.
 	for left := bytes; left > 0; left -= write {
 		sent.Write(block[:min(left, write)])
 	}
@@ -191,7 +189,7 @@ func (c *connection) send(bytes, write int) {
 	}
 }
 
-// prove verifies an interface while f runs.
+// prove runs verify on an interface while f runs.
 func prove(t testing.TB, h *host, name string, o verify.Options, f func()) *verify.Report {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
@@ -222,7 +220,7 @@ func prove(t testing.TB, h *host, name string, o verify.Options, f func()) *veri
 	return o2.Report
 }
 
-// needs skips a test of a family that the kernel has no sizes for.
+// needs skips a test of a family for which the kernel has no sizes.
 func needs(t testing.TB, h *host, address string) {
 	t.Helper()
 	if !h.Support().IPv4 && netip.MustParseAddr(address).Is4() {
@@ -230,7 +228,7 @@ func needs(t testing.TB, h *host, address string) {
 	}
 }
 
-// method is how programs are attached.
+// method returns how programs are attached.
 var method = sync.OnceValue(func() string {
 	program, err := ebpf.NewProgram(&ebpf.ProgramSpec{Type: ebpf.SchedCLS, License: "GPL", Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, next), asm.Return()}})
 	if err != nil {
@@ -268,7 +266,7 @@ func text(t testing.TB, p *verify.Report) string {
 	return string(b)
 }
 
-// first is the first cause, which is to have a name and a share.
+// first checks the name and the share of the first cause.
 func first(t testing.TB, p *verify.Report, name string, least float64) {
 	t.Helper()
 	if len(p.Causes) == 0 || p.Causes[0].Name != name || p.Causes[0].Share < least {
@@ -278,8 +276,8 @@ func first(t testing.TB, p *verify.Report, name string, least float64) {
 
 const stream = 100 << 20
 
-// TestVerifyStreams has none of a stream's bytes in large packets before, and nearly
-// all after, in each family by itself and in both, on both ends.
+// TestVerifyStreams checks that no bytes of a stream are in large packets before the sizes are set, and nearly all
+// afterwards, in each family alone and in both, at both ends.
 func TestVerifyStreams(t *testing.T) {
 	const v4, v6 = "10.9.0.2", "fd09::2"
 	for _, test := range []struct {
@@ -318,7 +316,7 @@ func TestVerifyStreams(t *testing.T) {
 	}
 }
 
-// checkCounts adds up what was counted.
+// checkCounts compares the sums of the counts.
 func checkCounts(t testing.TB, p *verify.Report, sends bool, address string) {
 	t.Helper()
 	family, data := verify.TCP4, verify.Received
@@ -343,7 +341,7 @@ func checkCounts(t testing.TB, p *verify.Report, sends bool, address string) {
 		}
 		if c.Point == data && c.Family == family {
 			found = true
-			// The tracepoint was seen to miss a packet of some thousands.
+			// The tracepoint missed one packet in some thousands in earlier runs.
 			if c.Bytes < stream-stream/50 || c.Bytes > stream*11/10 || c.Largest > large || c.Largest < 2*netif.Legacy || c.Segments < stream/1600 {
 				t.Errorf("%+v of %s", c, text(t, p))
 			}
@@ -354,8 +352,8 @@ func checkCounts(t testing.TB, p *verify.Report, sends bool, address string) {
 	}
 }
 
-// TestVerifyOldConnection changes the sizes under an open connection: it goes on with
-// packets of up to 64 KB, and is told of; a new one beside it has large ones.
+// TestVerifyOldConnection changes the sizes while a connection is open: its packets stay at up to 64 KB and verify
+// reports it; a new connection beside it has large packets.
 func TestVerifyOldConnection(t *testing.T) {
 	for _, address := range []string{"10.9.0.2", "fd09::2"} {
 		t.Run(address, func(t *testing.T) {
@@ -382,7 +380,7 @@ func TestVerifyOldConnection(t *testing.T) {
 	}
 }
 
-// TestVerifySmallWrites has a program that waits for an answer to each write.
+// TestVerifySmallWrites has a program that waits for a reply to each write.
 func TestVerifySmallWrites(t *testing.T) {
 	a, b := pair(t)
 	a.set("va", large, large)
@@ -398,8 +396,7 @@ func TestVerifySmallWrites(t *testing.T) {
 	first(t, p, "small_writes", 0.8)
 }
 
-// TestVerifyReceiveWindow has a receiver with a small buffer, and is told of it on
-// both ends.
+// TestVerifyReceiveWindow has a receiver with a small buffer, which verify reports at both ends.
 func TestVerifyReceiveWindow(t *testing.T) {
 	small := func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 10000) }
 	for _, address := range []string{"10.9.0.2", "fd09::2"} {
@@ -423,8 +420,8 @@ func TestVerifyReceiveWindow(t *testing.T) {
 	}
 }
 
-// routed is two hosts with a router between them: va with 10.9.0.1 and fd09::1 to ra,
-// rb to vb with 10.9.1.1 and fd09:0:0:1::1.
+// routed returns two hosts with a router between them: va with 10.9.0.1 and fd09::1 to ra, rb to vb with 10.9.1.1 and
+// fd09:0:0:1::1.
 func routed(t testing.TB) (a, router, b *host) {
 	t.Helper()
 	a, router, b = newHost(t, "verify-a"), newHost(t, "verify-router"), newHost(t, "verify-b")
@@ -447,15 +444,15 @@ func routed(t testing.TB) (a, router, b *host) {
 	return a, router, b
 }
 
-// TestVerifyForwarded sends through a router from a big interface to a small one: what
-// is large when it is queued is cut before the driver, and the data come whole.
+// TestVerifyForwarded sends through a router from an interface with large sizes to one with small sizes: large
+// packets are segmented between the queue and the driver, and the data arrives unmodified.
 func TestVerifyForwarded(t *testing.T) {
 	for _, address := range []string{"10.9.1.1", "fd09:0:0:1::1"} {
 		t.Run(address, func(t *testing.T) {
 			a, router, b := routed(t)
 			needs(t, a, address)
-			// A kernel that marks large IPv6 packets as jumbograms counts 8 bytes more, and
-			// refuses to forward those that fill the MTU.
+			// A kernel that marks large IPv6 packets as jumbograms counts 8 bytes more, and does not forward packets
+			// that fill the MTU.
 			for h, name := range map[*host]string{router: "rb", b: "vb"} {
 				must(t, h.kernel.LinkSetMTU(h.link(name), 1600))
 			}
@@ -480,7 +477,7 @@ func TestVerifyForwarded(t *testing.T) {
 			if share := shareOf(t, p); share < 0.3 {
 				t.Errorf("where it comes in: %s", text(t, p))
 			}
-			// Small all the way from the sender: the router can only pass it on.
+			// The sender's packets are small, and the router can only forward them.
 			a.set("va", netif.Legacy, netif.Legacy)
 			router.set("rb", large, large)
 			p = prove(t, router, "rb", verify.Options{}, func() { connect(t, a, b, address).send(stream/4, 1<<20) })
@@ -489,9 +486,8 @@ func TestVerifyForwarded(t *testing.T) {
 	}
 }
 
-// TestVerifyRefusedByRouter has large IPv6 packets that fill the MTU of a router, which
-// some kernels do not forward: if this one does not, it is told at the router and at
-// the sender.
+// TestVerifyRefusedByRouter sends large IPv6 packets that fill the MTU of a router, which some kernels do not
+// forward: then verify reports it at the router and at the sender.
 func TestVerifyRefusedByRouter(t *testing.T) {
 	a, router, b := routed(t)
 	a.set("va", large, large)
@@ -520,7 +516,7 @@ func TestVerifyRefusedByRouter(t *testing.T) {
 	}
 }
 
-// TestVerifyNothing sees no packet, and says that nothing is proven.
+// TestVerifyNothing sees no packet, and reports that nothing is proven.
 func TestVerifyNothing(t *testing.T) {
 	n := netiftest.Open(t, "")
 	k := netiftest.Kernel(t, "")
@@ -532,7 +528,7 @@ func TestVerifyNothing(t *testing.T) {
 	}
 }
 
-// TestVerifyTun counts on an interface whose packets have no header of a link.
+// TestVerifyTun counts on an interface without link-layer headers.
 func TestVerifyTun(t *testing.T) {
 	h := newHost(t, "verify-tun")
 	must(t, h.Do(func() error {
@@ -564,8 +560,8 @@ func TestVerifyTun(t *testing.T) {
 	t.Error(text(t, p))
 }
 
-// TestVerifyTwoNamespaces has an interface of the same name and index elsewhere, with
-// a stream that is not counted.
+// TestVerifyTwoNamespaces has an interface of the same name and index in another namespace, whose stream is not
+// counted.
 func TestVerifyTwoNamespaces(t *testing.T) {
 	a, b := pair(t)
 	other := newHost(t, "verify-other")
@@ -578,7 +574,7 @@ func TestVerifyTwoNamespaces(t *testing.T) {
 	}
 }
 
-// TestVerifyVanishes removes the interface, moves it away and renames it meanwhile.
+// TestVerifyVanishes deletes, moves and renames the interface during verify.
 func TestVerifyVanishes(t *testing.T) {
 	for _, clsact := range []bool{false, true} {
 		for name, vanish := range map[string]func(t *testing.T, h *host) error{
@@ -612,7 +608,7 @@ func TestVerifyVanishes(t *testing.T) {
 	})
 }
 
-// TestVerifyRefuses what makes no sense, and who may not.
+// TestVerifyRefuses checks wrong arguments and missing capabilities.
 func TestVerifyRefuses(t *testing.T) {
 	n := netiftest.Open(t, "")
 	for _, during := range []time.Duration{0, -1, verify.MaxDuration + 1} {
@@ -633,7 +629,7 @@ func TestVerifyRefuses(t *testing.T) {
 	})
 }
 
-// TestVerifyChanged expects a note on sizes that changed during the run.
+// TestVerifyChanged expects a note about sizes that changed during the run.
 func TestVerifyChanged(t *testing.T) {
 	a, b := pair(t)
 	p := prove(t, a, "va", verify.Options{}, func() {
