@@ -513,18 +513,21 @@ __noinline int trace_leave_coalesced(struct bpf_sock_ops *ctx, struct trace_mess
 }
 
 /*
- * Returns the first sequence number of the packet that has a key. If the packet
- * is no plain TCP segment of the connection, as in a tunnel, the result is the
- * first unacknowledged sequence number.
+ * Returns the first sequence number of the packet that is sent. If the packet is
+ * no plain TCP segment of the connection, as in a tunnel, the result is the first
+ * unacknowledged sequence number.
  */
-static __always_inline __u32 trace_packet_seq(struct sk_buff *skb,
-					  const struct tcp_sock *tp, __u32 key)
+static __always_inline __u32 trace_packet_seq(struct bpf_sock_ops *ctx,
+					  struct sk_buff *skb,
+					  const struct tcp_sock *tp)
 {
-	__u32 seq = bpf_ntohl(trace_cast(skb->head + skb->transport_header,
-					 struct tcphdr)->seq);
+	const struct tcphdr *th = trace_cast(skb->head + skb->transport_header,
+					     struct tcphdr);
+	__u32 seq = bpf_ntohl(th->seq);
 
-	if ((__s32)(seq - tp->snd_una) < 0 || (__s32)(key - seq) < 0 ||
-	    key - seq >= skb->len)
+	if (bpf_ntohs(th->source) != ctx->local_port ||
+	    bpf_ntohs(th->dest) != bpf_ntohl(ctx->remote_port) ||
+	    (__s32)(seq - tp->snd_una) < 0 || (__s32)(seq - tp->snd_nxt) > 0)
 		return tp->snd_una;
 	return seq;
 }
@@ -536,7 +539,9 @@ static __always_inline __u32 trace_packet_seq(struct sk_buff *skb,
  * tcp_skb_collapse_tstamp, Linux 6.18). The key may also be one of the
  * application, or of another program. TCP may split a packet again; the part
  * without a key is sent first, without a callback: no time is known of a message
- * that ends in that part.
+ * that ends in that part. If only a part of a packet is moved to the one before
+ * it, its key stays behind (tcp_grow_skb), and may then be that of a byte before
+ * the packet.
  */
 __noinline int trace_queued(struct bpf_sock_ops *ctx)
 {
@@ -557,7 +562,7 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		return 0;
 	now = bpf_ktime_get_ns();
 	tp = trace_cast(kern->sk, struct tcp_sock);
-	start = trace_packet_seq(kern->skb, tp, key);
+	start = trace_packet_seq(ctx, kern->skb, tp);
 	first = !m->queued;
 	if (first && (__s32)(m->key - start) < 0) {
 		m->flags |= TRACE_MESSAGE_PARTED;
@@ -707,10 +712,10 @@ __noinline int trace_acknowledge(struct bpf_sock_ops *ctx,
 		return 0;
 	m->retransmits = trace_cast(kern->sk, struct tcp_sock)->total_retrans - m->retransmits;
 	outcome = m->repeats ? TRACE_RETRANSMITTED : TRACE_ACKED;
-	if (m->key != key)
-		outcome = m->queued ? TRACE_COALESCED :
-			  m->flags & TRACE_MESSAGE_PARTED ? TRACE_PARTED :
-							    TRACE_MISSED;
+	if (m->flags & TRACE_MESSAGE_PARTED)
+		outcome = TRACE_PARTED;
+	else if (m->key != key)
+		outcome = m->queued ? TRACE_COALESCED : TRACE_MISSED;
 	if (m->flags & TRACE_MESSAGE_UNMARKED)
 		trace_end_unmarked(c, m);
 	if (outcome != TRACE_MISSED && outcome != TRACE_PARTED)

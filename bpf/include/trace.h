@@ -63,8 +63,8 @@ enum trace_outcome {
 	TRACE_SENT, /* a datagram that reached a driver */
 	TRACE_DISCARDED, /* a datagram that the host dropped before a driver */
 	TRACE_SPLIT, /* a datagram that was fragmented before a driver */
-	TRACE_PARTED, /* acknowledged; its packet was merged with that of a later
-		       * message, and split again before its end */
+	TRACE_PARTED, /* acknowledged; TCP merged and split packets so that its last
+		       * byte left in a packet without its key */
 	TRACE_OUTCOMES,
 };
 

@@ -103,7 +103,7 @@ func Explain(s *Sample) Explanation {
 var unmeasured = map[Outcome]string{
 	Overwritten: "a later message replaced it in its packet before it was sent",
 	Missed:      "it was acknowledged without timestamps",
-	Parted:      "its packet was joined to that of a later message, and split again before its end",
+	Parted:      "TCP merged and split packets so that its last byte left in a packet without its key",
 	Full:        "too many messages of the connection were in flight",
 	Application: "the application uses timestamps itself",
 	Refused:     "the kernel refused the timestamp request",

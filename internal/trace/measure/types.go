@@ -42,7 +42,7 @@ const (
 	Sent           Outcome = "sent"           // datagram reached a driver
 	Discarded      Outcome = "discarded"      // datagram dropped by the host before the driver
 	Split          Outcome = "split"          // datagram fragmented before the driver
-	Parted         Outcome = "parted"         // acknowledged; joined to the packet of a later message, and split again before its end
+	Parted         Outcome = "parted"         // acknowledged; its last byte left in a packet without its key
 )
 
 // The outcomes of received segments and datagrams.

@@ -1015,7 +1015,7 @@ var outcomeMeanings = map[measure.Outcome]string{
 	measure.Sent:           "a datagram, stamped until a driver had it",
 	measure.Discarded:      "a datagram that the host dropped before a driver had it",
 	measure.Split:          "a datagram that was cut into fragments",
-	measure.Parted:         "acknowledged; its packet was joined to that of a later message, and split again before its end",
+	measure.Parted:         "acknowledged; TCP merged and split packets so that its last byte left in a packet without its key",
 	measure.Read:           "reached its reader, or its socket where no more was asked",
 	measure.Dropped:        "no room in the socket",
 	measure.Unread:         "the connection ended first",
