@@ -391,8 +391,9 @@ func TestGatewayDatagrams(t *testing.T) {
 					t.Errorf("%s %s, %s: %+v, want %d", name, direction, load.name(), r, want)
 				case (name == sideSockeye) != (r.CPU > 0):
 					t.Errorf("%s %s, %s: CPU of the gateway %v us each", name, direction, load.name(), r.CPU)
-				case load.Rate > 0 && !r.sentAt(load.Rate):
-					t.Errorf("%s %s: %d sent in %v s, not %s", name, direction, r.Sent, r.Elapsed, load.name())
+				// A sender that waits for a CPU is slower.
+				case load.Rate > 0 && r.Elapsed < float64(r.Sent-1)/float64(load.Rate):
+					t.Errorf("%s %s: %d sent in %v s, faster than %s", name, direction, r.Sent, r.Elapsed, load.name())
 				}
 			}
 		}
