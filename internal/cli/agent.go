@@ -20,15 +20,16 @@ func (c *commands) agentCommand() *cobra.Command {
 	var level, format string
 	cmd := &cobra.Command{
 		Use:   "agent",
-		Short: "Apply the policy file, and keep the host in line with it",
+		Short: "Run the agent, which applies and maintains the policy",
 		Long: `The agent loads the BPF programs, finds members, and registers their sockets.
-It may be stopped, killed or upgraded at any time: pinned programs stay
-attached, and the next agent adopts them. SIGHUP applies the policy file. If
-the policy file is invalid at the start, the agent starts with the last applied
-policy, logs an error, and reports it in sockeye status. If that policy is
-refused too, for example after an upgrade, the agent does not start.
+It can be stopped, killed or upgraded at any time: pinned programs stay
+attached, and the next agent adopts them. On SIGHUP, the agent applies the
+policy file again. If the policy file is invalid at startup, the agent starts
+with the last applied policy, logs an error, and reports the error in sockeye
+status. If the last applied policy is invalid too, for example after an upgrade,
+the agent does not start.
 
-Log lines for systemd's journal have a priority prefix and no time.`,
+Log lines to the systemd journal have a priority prefix and no timestamp.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var l slog.Level
 			if err := l.UnmarshalText([]byte(level)); err != nil {
@@ -50,9 +51,9 @@ Log lines for systemd's journal have a priority prefix and no time.`,
 		},
 	}
 	cmd.Flags().StringVar(&o.Policy, "policy", command.DefaultPolicy, "policy file")
-	cmd.Flags().StringVar(&o.StateDir, "state-dir", command.DefaultStateDir, "state directory, which outlives reboots")
-	cmd.Flags().StringVar(&o.Pins, "pins", command.DefaultPins, "directory of the pins, in a bpffs")
-	cmd.Flags().StringVar(&o.Group, "group", "", "group that may use the agent's socket: read-only commands and run")
+	cmd.Flags().StringVar(&o.StateDir, "state-dir", command.DefaultStateDir, "persistent state directory")
+	cmd.Flags().StringVar(&o.Pins, "pins", command.DefaultPins, "pin directory, in a bpffs")
+	cmd.Flags().StringVar(&o.Group, "group", "", "group with access to the agent's socket, for read-only commands and run")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	cmd.Flags().StringVar(&format, "log-format", "text", "text or json")
 	return cmd
@@ -61,7 +62,7 @@ Log lines for systemd's journal have a priority prefix and no time.`,
 func (c *commands) keeperCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:    steer.KeeperCommand,
-		Short:  "Keep the keeper sockets of a service open; started by the agent",
+		Short:  "Keep the keeper sockets of a service open (started by the agent)",
 		Hidden: true,
 		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.RunKeeper(cmd.Context()) },
 	}

@@ -18,21 +18,22 @@ func (c *commands) applyCommand() *cobra.Command {
 	var candidate api.Candidate
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
-		Short: "Apply the agent's policy file, or another one",
-		Long: `Apply reads the agent's policy file and applies the differences, which sockeye
-plan shows. If the file has an error, nothing changes. Apply --previous rolls
-back to the policy before the last apply and does not change the file.
+		Short: "Apply the agent's policy file, or another policy file",
+		Long: `Apply reads the agent's policy file and applies its differences to the policy in
+force; sockeye plan shows them. If the file has an error, nothing changes.
+Apply --previous rolls back to the policy before the last apply and does not
+change the file.
 
 Apply FILE applies another policy file until the next apply or the next start
 of the agent. It does not change the agent's own file; sockeye status shows
-that the policy in force differs.
+that the policy in force differs from the file.
 
 Tune rules apply to new connections. With --live they are also applied to open
-connections, as far as possible; sockeye tune revert reverts that.`,
+connections, as far as possible; sockeye tune revert reverts these changes.`,
 		Args: command.Arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if candidate.Previous && len(args) > 0 {
-				return fault.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
+				return fault.Usage(errors.New("--previous and FILE are mutually exclusive"), "usage: "+cmd.UseLine())
 			}
 			if len(args) == 1 {
 				live := candidate.Live
@@ -55,6 +56,6 @@ connections, as far as possible; sockeye tune revert reverts that.`,
 		},
 	}
 	cmd.Flags().BoolVar(&candidate.Previous, "previous", false, "roll back to the policy before the last apply")
-	cmd.Flags().BoolVar(&candidate.Live, "live", false, "also tune open connections")
+	cmd.Flags().BoolVar(&candidate.Live, "live", false, "also apply tune rules to open connections")
 	return cmd
 }

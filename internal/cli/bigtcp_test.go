@@ -310,7 +310,7 @@ clibr  IPv6  65536 -> 300000  65536 -> 300000
 	if w := asJSON[bigtcpcmd.Shown](h, "cli1").Interfaces[0].Requested; w == nil || !slices.Equal(w.For, []string{"clibr"}) {
 		t.Errorf("%+v", w)
 	}
-	h.refuses(5, "cli0 was set as a lower interface of clibr", "revert that one, or use --force", "revert cli0")
+	h.refuses(5, "cli0 was set as a lower interface of clibr", "revert the upper interface, or use --force", "revert cli0")
 	h.has("cli0", 300000, 300000, 65536, 65536)
 	if r := h.bigtcp("revert clibr"); r.code != 0 || !strings.HasSuffix(r.out, "\n3 interfaces reverted\n"+forNew) {
 		t.Errorf("%+v", r)
@@ -595,8 +595,8 @@ func TestBigTCPRefusals(t *testing.T) {
 		{"cli1", 2, `there is no interface "cli1"`, "did you mean cli0?"},
 		{"zzzzzzzzz", 2, `there is no interface "zzzzzzzzz"`, "sockeye bigtcp --all lists them"},
 		{"cli0 plna", 2, `there is no interface "plna"`, "sockeye bigtcp --all lists them"},
-		{"aplpy cli0", 2, `there is no command "aplpy"`, "did you mean sockeye bigtcp apply?"},
-		{"rever", 2, `there is no command "rever"`, "did you mean sockeye bigtcp revert?"},
+		{"aplpy cli0", 2, `unknown command "aplpy"`, "did you mean sockeye bigtcp apply?"},
+		{"rever", 2, `unknown command "rever"`, "did you mean sockeye bigtcp revert?"},
 		{"plan cli0 cli1", 2, `there is no interface "cli1"`, "did you mean cli0?"},
 		{"apply cli0 cli1", 2, `there is no interface "cli1"`, "did you mean cli0?"},
 		{"revert cli1", 2, `there is no interface "cli1"`, "did you mean cli0?"},
@@ -618,10 +618,10 @@ func TestBigTCPRefusals(t *testing.T) {
 		{"apply cli0 --netns /run/netns/nosuch", 2, "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
 		{"cli0 --netns /run/netns/nosuch", 2, "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
 		{"revert cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is not a network namespace", netns},
-		{"apply cli0 --policy DIR/policy.yaml", 2, "--policy and INTERFACE do not go together", "usage: sockeye bigtcp apply [INTERFACE...] [flags]"},
-		{"apply --ipv6 192KB", 2, "--ipv6 goes with INTERFACE", "usage: sockeye bigtcp apply [INTERFACE...] [flags]"},
-		{"plan --ipv4 192KB", 2, "--ipv4 goes with INTERFACE", "usage: sockeye bigtcp plan [INTERFACE...] [flags]"},
-		{"plan --netns /proc/self/ns/net", 2, "--netns goes with INTERFACE", "usage: sockeye bigtcp plan [INTERFACE...] [flags]"},
+		{"apply cli0 --policy DIR/policy.yaml", 2, "--policy and INTERFACE are mutually exclusive", "usage: sockeye bigtcp apply [INTERFACE...] [flags]"},
+		{"apply --ipv6 192KB", 2, "--ipv6 requires INTERFACE", "usage: sockeye bigtcp apply [INTERFACE...] [flags]"},
+		{"plan --ipv4 192KB", 2, "--ipv4 requires INTERFACE", "usage: sockeye bigtcp plan [INTERFACE...] [flags]"},
+		{"plan --netns /proc/self/ns/net", 2, "--netns requires INTERFACE", "usage: sockeye bigtcp plan [INTERFACE...] [flags]"},
 		{"apply --policy DIR/none.yaml", 2, "read policy file: open DIR/none.yaml: no such file or directory", "name a policy file"},
 		{"apply --policy DIR/services.yaml", 2, "DIR/services.yaml has no bigtcp rules", "name an interface, or another file with --policy"},
 		{"apply --policy DIR/bad.yaml", 2, `DIR/bad.yaml:2:29: bigtcp[0].ipv6: must be off or 65536 to 524280 bytes, is "1KB"`, ""},

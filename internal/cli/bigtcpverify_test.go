@@ -111,7 +111,7 @@ func TestBigTCPVerifyRefuses(t *testing.T) {
 		message, hint, args string
 	}{
 		{2, "INTERFACE is missing", "usage: sockeye bigtcp verify INTERFACE [flags]", ""},
-		{2, `there is one argument too many: "b"`, "usage: sockeye bigtcp verify INTERFACE [flags]", "lo b"},
+		{2, `unexpected argument "b"`, "usage: sockeye bigtcp verify INTERFACE [flags]", "lo b"},
 		{2, `--for is "soon"`, command.IntervalHint, "lo --for soon"},
 		{2, `--for is "-1s"`, command.IntervalHint, "lo --for -1s"},
 		{2, `--for is "11m"`, "at most 10m0s", "lo --for 11m"},

@@ -43,10 +43,11 @@ func (c *commands) checkCommand() *cobra.Command {
 	var schema bool
 	cmd := &cobra.Command{
 		Use:   "check FILE",
-		Short: "Check a policy file and the files that it names",
-		Long: `Check parses a policy file as the agent does, lists all errors, and changes
-nothing. It needs no rights and no agent; with root's rights or an agent it
-also checks whether this kernel supports the tune and trace rules.`,
+		Short: "Check a policy file and the files that it refers to",
+		Long: `Check parses a policy file like the agent and lists all errors. It changes
+nothing and needs no privileges and no agent. With root privileges, it also
+checks whether this kernel supports the tune and trace rules; with a running
+agent, it checks the tune rules.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if schema {
 				return command.Arguments(0, 0, "")(cmd, args)
@@ -118,13 +119,13 @@ func (c *commands) check(cmd *cobra.Command, file string) error {
 			}
 		}
 		if untried != "" {
-			fmt.Fprintln(w, "the options were not probed on this kernel:", untried)
+			fmt.Fprintln(w, "tune options were not checked on this kernel:", untried)
 		}
 	})
 }
 
-// kernelLacks requests the options that the kernel lacks from the agent, or probes them without one. untried explains
-// why neither is possible.
+// kernelLacks requests the options that the kernel does not support from the agent, or probes them if no agent runs.
+// untried is the reason if neither is possible.
 func (c *commands) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, untried string, err error) {
 	err = c.Client().Get(cmd.Context(), "/v1/tune/options", nil, &lacks)
 	if err == nil {
@@ -153,12 +154,12 @@ func contents(policy *config.Policy) string {
 		}
 	}
 	if parts == nil {
-		return "and does nothing"
+		return "without services and rules"
 	}
 	return strings.Join(parts, ", ")
 }
 
-// checkNamed reads the files that the policy names.
+// checkNamed checks the users and the device maps that the policy refers to.
 func checkNamed(policy *config.Policy) error {
 	if err := member.CheckUsers(policy); err != nil {
 		return err

@@ -50,7 +50,7 @@ telemetry: device map DIR/devices.csv, 1 prefix of 1 device
 ` {
 		t.Errorf("status:\n%s", got)
 	}
-	h.shows("no devices seen yet; a service with track_devices off lists none\n", nil, "devices")
+	h.shows("no devices seen yet (a service with track_devices off records no devices)\n", nil, "devices")
 	h.shows("nothing would change\n", nil, "plan")
 	h.shows("nothing changed\n", nil, "apply")
 	h.shows("DIR/policy.yaml is valid, 2 services\n", nil, "check", h.policy)

@@ -30,9 +30,9 @@ func (c *commands) doctorCommand() *cobra.Command {
 		Short: "Check whether this host can run Sockeye",
 		Long: `Doctor checks the kernel, the capabilities of the caller, the mounts, and the
 sockets on the ports of the policy's services. It changes nothing and needs no
-agent. With an agent it also shows members that are not ready and tune rules
-with missing options, with the reasons. The exit code is that of the worst
-finding.`,
+agent. With a running agent, it also shows members that are not ready and tune
+rules with missing options, and the reasons. The exit code is that of the most
+severe finding.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var policy *config.Policy
 			var broken []doctor.Finding
@@ -42,7 +42,7 @@ finding.`,
 			case err == nil:
 				policy = loaded
 			case errors.Is(err, os.ErrNotExist) && !cmd.Flags().Changed("policy"):
-				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Note, Detail: "there is none", Hint: "name one with --policy"})
+				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Note, Detail: "file not found", Hint: "name a policy file with --policy"})
 			case errors.As(err, &flaws):
 				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Failure, Code: fault.CodeUsage,
 					Detail: command.Count(len(flaws), "error", "errors") + "; its services are not checked", Hint: "sockeye check " + file})
@@ -67,11 +67,11 @@ finding.`,
 		},
 	}
 	cmd.Flags().StringVar(&file, "policy", command.DefaultPolicy, "policy file")
-	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins, in a bpffs")
+	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "pin directory, in a bpffs")
 	return cmd
 }
 
-// known returns the sockets and processes that a running agent knows; nil without an agent.
+// known returns the sockets and processes of a running agent's services; nil if no agent runs.
 func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 	var status api.Status
 	var slots []api.SlotStatus
@@ -96,7 +96,7 @@ func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 	return known
 }
 
-// examine checks the host and, with a policy, what the policy names. known is nil without an agent.
+// examine checks the host and, with a policy, the services of the policy. known is nil if no agent runs.
 func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.Finding {
 	report := doctor.NewReport(known)
 	report.Kernel()

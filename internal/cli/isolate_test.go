@@ -1032,7 +1032,7 @@ func TestIsolateRefusals(t *testing.T) {
 		code          int
 		message, hint string
 	}{
-		{"", "", 2, "PROGRAM is missing", "name one after --, or an existing namespace with --netns or --pid"},
+		{"", "", 2, "PROGRAM is missing", "name a program after --, or an existing namespace with --netns or --pid"},
 		{"-- nosuchprogram", "", 2, "find program nosuchprogram: executable file not found in $PATH", "name a program in PATH, or a path"},
 		{"-- /nosuch/program", "", 2, "find program /nosuch/program: no such file or directory", "name a program in PATH, or a path"},
 		{"-- /etc/passwd", "", 2, "find program /etc/passwd: permission denied", "name a program in PATH, or a path"},
@@ -1046,19 +1046,19 @@ func TestIsolateRefusals(t *testing.T) {
 		{"--allow 10.0.0.1/8 -- true", "", 2, `--allow "10.0.0.1/8": 10.0.0.1/8 has bits set after its length: write 10.0.0.0/8, or 10.0.0.1 for that address`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
 		{"--allow 127.0.0.1:6379 -- true", "", 2, `--allow "127.0.0.1:6379": is not an outside destination`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
 		{"--allow 169.254.53.2:80 -- true", "", 2, `--allow "169.254.53.2:80": the address belongs to the program itself inside`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
-		{"--allow 10.0.0.0/8 --no-outbound -- true", "", 2, "--no-outbound and --allow do not go together", "--allow alone denies all other destinations"},
+		{"--allow 10.0.0.0/8 --no-outbound -- true", "", 2, "--no-outbound and --allow are mutually exclusive", "--allow alone denies all other destinations"},
 		{"--mtu 1000 -- true", "", 2, "--mtu is 1000", "1280 to 65520 bytes"},
 		{"--mtu 65521 -- true", "", 2, "--mtu is 65521", "1280 to 65520 bytes"},
 
 		{"--pid 4194304", "", 2, "there is no process 4194304", "it may have ended; name another with --pid"},
 		{"--pid 0", "", 2, "there is no process 0", "it may have ended; name another with --pid"},
 		{"--pid 1", "", 4, "open network namespace of process 1: open /proc/1/ns/net: permission denied", "the process must belong to you"},
-		{"--pid 1 --netns /run/netns/x", "", 2, "--netns and --pid do not go together", "name one namespace"},
+		{"--pid 1 --netns /run/netns/x", "", 2, "--netns and --pid are mutually exclusive", "name one namespace"},
 		{"--netns /nosuch/netns", "", 2, "there is no namespace /nosuch/netns", "as in /run/netns/NAME; ip netns lists them"},
 		{"--netns /etc/passwd", "", 2, "/etc/passwd is not a network namespace", "as in /run/netns/NAME; ip netns lists them"},
 		{"--netns /proc/4194304/ns/net", "", 2, "there is no namespace /proc/4194304/ns/net", "as in /run/netns/NAME; ip netns lists them"},
 		{"--netns /proc/self/ns/net", "", 2, "/proc/self/ns/net is the network namespace of this process", "as in /run/netns/NAME; ip netns lists them"},
-		{"--netns /mnt/net -- true", other, 2, "PROGRAM and an existing namespace do not go together", "start the program in the namespace with nsenter or ip netns exec"},
+		{"--netns /mnt/net -- true", other, 2, "PROGRAM and an existing namespace are mutually exclusive", "start the program in the namespace with nsenter or ip netns exec"},
 
 		{"--netns /mnt/net", other, 4, "join the namespace: operation not permitted", "you must be root in the namespace's user namespace"},
 
@@ -1253,7 +1253,7 @@ func TestIsolateNetns(t *testing.T) {
 	}()
 	path := newNetns(t)
 	self := exec.Command(pathOfItself(t), "sockeye", "isolate", "--pid", strconv.Itoa(os.Getpid()))
-	want := fmt.Sprintf("sockeye: the network namespace of process %d is the network namespace of this process\nhint: name a process that has a network namespace of its own\n", os.Getpid())
+	want := fmt.Sprintf("sockeye: the network namespace of process %d is the network namespace of this process\nhint: name a process in another network namespace\n", os.Getpid())
 	if _, stderr, code := resultOf(t, self); stderr != want || code != 2 {
 		t.Errorf("its own network: code %d\n%s", code, stderr)
 	}
@@ -1264,7 +1264,7 @@ func TestIsolateNetns(t *testing.T) {
 	}
 	in("ip", "route", "add", "unreachable", "default")
 	_, stderr, code := resultOf(t, prepared(t, "", "", "isolate", "--netns", path))
-	if want := "sockeye: set up interface sockeye0: add default route: file exists\nhint: the namespace must have neither an interface sockeye0, as of another gateway, nor a default route\n"; stderr != want || code != 5 {
+	if want := "sockeye: set up interface sockeye0: add default route: file exists\nhint: the namespace must not have an interface sockeye0 (of another gateway) or a default route\n"; stderr != want || code != 5 {
 		t.Errorf("with a default route: code %d\n%s", code, stderr)
 	}
 	in("ip", "route", "del", "unreachable", "default")
@@ -1279,7 +1279,7 @@ func TestIsolateNetns(t *testing.T) {
 		t.Errorf("inside it is %q", got)
 	}
 	_, stderr, code = resultOf(t, prepared(t, "", "", "isolate", "--netns", path))
-	if want := "sockeye: make interface sockeye0: device or resource busy\nhint: the namespace must have neither an interface sockeye0, as of another gateway, nor a default route\n"; stderr != want || code != 5 {
+	if want := "sockeye: make interface sockeye0: device or resource busy\nhint: the namespace must not have an interface sockeye0 (of another gateway) or a default route\n"; stderr != want || code != 5 {
 		t.Errorf("a second gateway: code %d\n%s", code, stderr)
 	}
 	c, err := net.Dial("tcp", "192.0.2.10:7301")

@@ -77,7 +77,7 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 		{"--user nobody --expose=", "", 2, "", "sockeye: --expose names no path\nhint: name an existing path that the program's user can access\n"},
 		{"--user nobody --read /usr --read=", "", 2, "", "sockeye: --read names no path\nhint: name an existing path that the program's user can access\n"},
 		{"--user nobody --write=", "", 2, "", "sockeye: --write names no path\nhint: name an existing path that the program's user can access\n"},
-		{"--user nobody --as-root", "", 2, "", "sockeye: --user and --as-root do not go together\nhint: each chooses the user of the program\n"},
+		{"--user nobody --as-root", "", 2, "", "sockeye: --user and --as-root are mutually exclusive\nhint: both select the user of the program\n"},
 	} {
 		args := append(strings.Fields("isolate "+test.flags), "--", "sh", "-c", attack)
 		cmd := byRoot(t, "", args...)
@@ -99,7 +99,7 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 		t.Errorf("root's program: %q, code %d\n%s---- want\n%s", out, code, stderr, want)
 	}
 	for flags, want := range map[string]string{
-		"--user nobody -- true":         "sockeye: only root may become another user\nhint: omit --user: the program runs as your user\n",
+		"--user nobody -- true":         "sockeye: only root may change the user\nhint: omit --user: the program runs as your user\n",
 		"--as-root -- true":             "sockeye: --as-root is for root\nhint: omit it: the program runs as your user\n",
 		"--netns /mnt/x --user nobody":  "",
 		"--pid 1 --expose /run -- true": "",
@@ -201,7 +201,7 @@ func TestIsolateIncomplete(t *testing.T) {
 		cmd.Args[n] = strings.Replace(arg, " /proc/self/fd/9 sockeye", " /proc/self/fd/9 without-landlock /proc/self/fd/9 sockeye", 1)
 	}
 	_, stderr, code := resultOf(t, cmd)
-	if want := "sockeye: restrict files (landlock): function not implemented\nhint: --read and --write need landlock, since Linux 5.13\n"; stderr != want || code != fault.CodeUnsupported {
+	if want := "sockeye: restrict files (landlock): function not implemented\nhint: --read and --write need Landlock (Linux 5.13)\n"; stderr != want || code != fault.CodeUnsupported {
 		t.Errorf("code %d\n%s", code, stderr)
 	}
 }

@@ -20,7 +20,7 @@ func (c *commands) planCommand() *cobra.Command {
 	var previous bool
 	cmd := &cobra.Command{
 		Use:   "plan [FILE]",
-		Short: "Show what apply would change",
+		Short: "Show the changes that apply would make",
 		Long: `Plan compares a policy file, by default the agent's own, with the policy in
 force, and shows the changes and their effect on devices, members and
 connections.`,
@@ -28,7 +28,7 @@ connections.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			candidate := api.Candidate{Previous: previous}
 			if previous && len(args) > 0 {
-				return fault.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
+				return fault.Usage(errors.New("--previous and FILE are mutually exclusive"), "usage: "+cmd.UseLine())
 			}
 			if len(args) == 1 {
 				var err error
@@ -43,11 +43,11 @@ connections.`,
 			return c.Show(&plan, func(w io.Writer) { changes(w, plan.Changes, "nothing would change") })
 		},
 	}
-	cmd.Flags().BoolVar(&previous, "previous", false, "compare with the policy before the last apply")
+	cmd.Flags().BoolVar(&previous, "previous", false, "show the changes of apply --previous")
 	return cmd
 }
 
-// candidateOf reads a policy file for the agent, which may have no access to the file.
+// candidateOf reads a policy file for the agent, because the agent may have no access to the file.
 func candidateOf(file string) (candidate api.Candidate, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {

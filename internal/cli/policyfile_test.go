@@ -206,7 +206,7 @@ func TestApplyFile(t *testing.T) {
 	h.write("policy.yaml", "services: [\n")
 	h.start()
 	expect("started with the other, applied last", 3, 2, false)
-	h.refused(2, "--previous and FILE do not go together", "usage: sockeye apply [FILE] [flags]", nil, "apply", "--previous", other)
+	h.refused(2, "--previous and FILE are mutually exclusive", "usage: sockeye apply [FILE] [flags]", nil, "apply", "--previous", other)
 	h.refused(2, "read policy file: open DIR/none.yaml: no such file or directory", "name a policy file", nil, "apply", h.dir+"/none.yaml")
 }
 

@@ -29,14 +29,15 @@ func (c *commands) resetCommand() *cobra.Command {
 	var state bool
 	cmd := &cobra.Command{
 		Use:   "reset",
-		Short: "Remove everything from the host: pins, programs, keepers, and sizes of interfaces",
-		Long: `Reset undoes all changes of agents of any version: it detaches the programs
-from the members' ports, which the kernel's hash then serves, stops tuning and
-tracing, removes the pins and the cgroups that agents created, and restores the
-sizes of interfaces. Open connections keep their options. No agent may run.
+		Short: "Remove all pins, BPF programs and keepers, and restore the sizes of interfaces",
+		Long: `Reset reverts all changes of agents of any version. It detaches the programs from
+the members' ports, after which the kernel selects sockets by its own hash. It
+stops tuning and tracing, removes the pins and the cgroups that agents created,
+and restores the sizes of interfaces. Open connections keep their options. Stop
+the agent before reset.
 
-The state directory stays without --state, so that the next agent assigns each
-device to its previous slot.`,
+Without --state, the state directory is kept, so that the next agent assigns
+each device to its previous slot.`,
 		RunE: func(*cobra.Command, []string) error {
 			removed, err := resetPins(pins)
 			if err != nil {
@@ -78,8 +79,8 @@ device to its previous slot.`,
 			})
 		},
 	}
-	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins, in a bpffs")
+	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "pin directory, in a bpffs")
 	cmd.Flags().BoolVar(&state, "state", false, "also remove the state directory")
-	cmd.Flags().StringVar(&stateDir, "state-dir", command.DefaultStateDir, "state directory, which outlives reboots")
+	cmd.Flags().StringVar(&stateDir, "state-dir", command.DefaultStateDir, "persistent state directory")
 	return cmd
 }

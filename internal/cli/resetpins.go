@@ -16,8 +16,8 @@ import (
 	"sockeye/internal/steer"
 )
 
-// resetPins removes everything that agents left under a pin directory: pins, programs on groups, and keepers. Sockets
-// of members are selected by the kernel's hash afterwards. removed is false if there was nothing to remove.
+// resetPins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
+// kernel selects members' sockets by its own hash. removed is false if there was nothing to remove.
 func resetPins(pins string) (removed bool, err error) {
 	if pins, err = filepath.Abs(pins); err != nil {
 		return false, err
@@ -42,7 +42,7 @@ func resetPins(pins string) (removed bool, err error) {
 	return err == nil, err
 }
 
-// isPinDirectory reports whether a directory is the pin directory of an agent. resetPins removes no other directory.
+// isPinDirectory reports whether a directory is the pin directory of an agent.
 func isPinDirectory(pins string) (bool, error) {
 	entries, err := os.ReadDir(pins)
 	if errors.Is(err, os.ErrNotExist) {

@@ -45,7 +45,7 @@ func Main(args []string, env command.Environment) int {
 	return Run(ctx, args, env)
 }
 
-// Run runs a command until it is done or ctx is, and returns its exit code.
+// Run runs a command until it returns or ctx is done, and returns its exit code.
 func Run(ctx context.Context, args []string, env command.Environment) int {
 	out, errs := &command.Screen{To: env.Out}, &command.Screen{To: env.Err}
 	defer out.End()
@@ -89,12 +89,12 @@ func (c *commands) root() *cobra.Command {
 	var version bool
 	root := &cobra.Command{
 		Use:   "sockeye",
-		Short: "Steer all traffic of a network device to the same process",
+		Short: "Steer the traffic of each router to one process, tune and trace TCP, and isolate programs",
 		Long: `Sockeye steers all TCP and UDP traffic from one router to the same worker
 process when several processes share its ports, and sets TCP parameters of
 connections by policy. It traces the latency of messages by stage, configures
 packets above 64 KB inside the host (BIG TCP), and isolates programs without
-privileges. The programs need no change.
+privileges. Programs need no modification.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 not supported by the
 kernel, 4 not permitted, 5 conflict.`,
@@ -130,7 +130,7 @@ kernel, 4 not permitted, 5 conflict.`,
 	root.AddCommand(isolatecmd.New(c.Command)...)
 	root.SetHelpCommand(&cobra.Command{
 		Use:   "help [COMMAND]",
-		Short: "Show what a command does and its flags",
+		Short: "Show the description and the flags of a command",
 		Args:  cobra.ArbitraryArgs,
 		RunE: func(_ *cobra.Command, args []string) error {
 			sub, rest, err := root.Find(args)
@@ -145,7 +145,7 @@ kernel, 4 not permitted, 5 conflict.`,
 	root.InitDefaultCompletionCmd()
 	for _, sub := range root.Commands() {
 		if sub.Name() == "completion" {
-			sub.Args = nil // Sockeye has its own message
+			sub.Args = nil // finish adds a check with Sockeye's messages
 			for _, shell := range sub.Commands() {
 				shell.Args = nil
 			}
@@ -155,8 +155,8 @@ kernel, 4 not permitted, 5 conflict.`,
 	return root
 }
 
-// finish sets the common properties of a command and its subcommands. A command with subcommands takes no arguments
-// unless it defines some, and shows its help unless it runs something.
+// finish sets the common properties of a command and its subcommands. A command with subcommands accepts arguments only
+// if it defines Args, and shows its help if it has no run function.
 func finish(cmd *cobra.Command) {
 	if !cmd.HasSubCommands() {
 		cmd.Args = usage(cmd.Args)
@@ -173,7 +173,7 @@ func finish(cmd *cobra.Command) {
 	}
 }
 
-// badFlag replaces the message of the flag parser.
+// badFlag replaces error messages of the flag parser.
 func badFlag(cmd *cobra.Command, err error) error {
 	hint := cmd.CommandPath() + " --help lists the flags"
 	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok {

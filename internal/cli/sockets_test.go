@@ -36,13 +36,13 @@ func TestSocketsRefusals(t *testing.T) {
 	}
 	netns := "give the path of a network namespace, as in /run/netns/NAME"
 	for _, c := range []struct{ args, message, hint string }{
-		{"sokcets", `there is no command "sokcets"`, "did you mean sockeye sockets?"},
-		{"sockets all", `there is one argument too many: "all"`, "usage: sockeye sockets [flags]"},
+		{"sokcets", `unknown command "sokcets"`, "did you mean sockeye sockets?"},
+		{"sockets all", `unexpected argument "all"`, "usage: sockeye sockets [flags]"},
 		{"sockets --sate x", "unknown flag: --sate", "did you mean --state?"},
 		{"sockets --state establishd", `there is no state "establishd"`, "did you mean established?"},
 		{"sockets --state zzzzzzzzzzzz", `there is no state "zzzzzzzzzzzz"`, "one of " + states},
 		{"sockets --state listening,", `there is no state ""`, "one of " + states},
-		{"sockets --state listening --all", "--all and --state do not go together", "--all is all states"},
+		{"sockets --state listening --all", "--all and --state are mutually exclusive", "--all is all states"},
 		{"sockets --local here", `--local is "here"`, socketscmd.EndpointHint},
 		{"sockets --local=", `--local is ""`, socketscmd.EndpointHint},
 		{"sockets --remote 192.0.2.0/33", `--remote is "192.0.2.0/33"`, socketscmd.EndpointHint},
@@ -74,7 +74,7 @@ func TestSocketsRefusals(t *testing.T) {
 			g.refused(2, c.message, c.hint, nil, strings.Fields(c.args)...)
 		})
 	}
-	h.isFailure(h.sockeye("sockets", "--watch", "-o", "json"), 2, "--watch and --output json do not go together", "without --watch there is one answer")
+	h.isFailure(h.sockeye("sockets", "--watch", "-o", "json"), 2, "--watch and --output json are mutually exclusive", "without --watch there is one answer")
 }
 
 // stuck is a connection over loopback whose receiver does not read and whose buffers are full.
@@ -199,7 +199,7 @@ func TestSocketsUnprivileged(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	r = h.child(asNobody, "sockeye", "sockets", "--remote", ":21792", "--processes")
-	if r.code != 0 || !strings.Contains(r.out, "may not be looked into") {
+	if r.code != 0 || !strings.Contains(r.out, "not permitted to inspect") {
 		t.Errorf("%+v", r)
 	}
 	r = h.child(asNobody, "sockeye", "sockets", "--netns", "/proc/1/ns/net")
@@ -216,7 +216,7 @@ func TestSocketsWithoutLoopback(t *testing.T) {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNET}
 	}
 	r := h.child(alone, "sockeye", "sockets")
-	if r.code != 0 || !strings.HasPrefix(r.out, "0 sockets\nnot seen: the room of sockets: calibrate: ") {
+	if r.code != 0 || !strings.HasPrefix(r.out, "0 sockets\nnot read: SAFE and EXACT: calibrate: ") {
 		t.Errorf("%+v", r)
 	}
 	// The sockets of this process in that namespace.

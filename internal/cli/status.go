@@ -17,7 +17,7 @@ import (
 func (c *commands) statusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "status",
-		Short: "Show the state of the agent, its services, cgroups and interfaces, and their problems",
+		Short: "Show the agent's state and problems of services, cgroups and interfaces",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var s api.Status
 			if err := c.Client().Get(cmd.Context(), "/v1/status", nil, &s); err != nil {

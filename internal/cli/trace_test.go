@@ -92,7 +92,7 @@ func oldKernel(cgroups ...api.TracedCgroup) api.TraceStatus {
 	return api.TraceStatus{Needs: "BPF timestamping, Linux 6.15 or later", Cgroups: append([]api.TracedCgroup{}, cgroups...)}
 }
 
-const untimedText = "this kernel cannot trace what is sent over TCP: it needs BPF timestamping, Linux 6.15 or later"
+const untimedText = "this kernel cannot trace messages sent over TCP: this needs BPF timestamping, Linux 6.15 or later"
 
 func replies(remote string) measure.Group {
 	return measure.Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790}
@@ -196,7 +196,7 @@ func TestTraceNothing(t *testing.T) {
 	f.answers["GET /v1/trace"] = tracedStatus(api.TracedCgroup{Cgroup: "/lab", Path: "/lab", Attached: true, Rules: []api.TraceRuleStatus{{Name: "lab", Connections: "1/1", Messages: "1/1", Limit: 64, Stages: []string{"stack"}}}})
 	lab := "/lab: attached\n  rule lab: 1/1 of the connections, 1/1 of their messages\n\n"
 	f.shows(lab+"no message was chosen yet\n", nil, "trace")
-	f.shows("no message that was chosen has ended in this time\n", nil, "trace", "slow")
+	f.shows("no chosen message was completed in this period\n", nil, "trace", "slow")
 	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{From: time.Now().Add(-90 * time.Second), To: time.Now(), Results: []measure.Result{}}}
 	f.shows(lab+"the last 5m0s: no message was chosen\n", nil, "trace", "--since", "5m")
 	f.shows(lab+"the last 5m0s: no such message was chosen\n", nil, "trace", "--since", "5m", "--select", "rule=x")
@@ -205,7 +205,7 @@ func TestTraceNothing(t *testing.T) {
 	}
 
 	// On a kernel without BPF timestamps, the receive stages are shown if a rule asks for them.
-	works := "rx_stack, reader and datagrams can be traced, and the packets of a connection by sockeye trace packets"
+	works := "this kernel can trace rx_stack, reader and datagrams, and the packets of a connection (sockeye trace packets)"
 	send := telemetry()
 	send.Rules = send.Rules[:1]
 	send.Rules[0].Stages = []string{}
@@ -227,7 +227,7 @@ func TestTraceNothing(t *testing.T) {
 	if !strings.HasPrefix(r.out, untimedText+"\ntelemetry.slice (") || !strings.Contains(r.out, "\n  reader      2") || r.code != 0 {
 		t.Errorf("%+v", r)
 	}
-	f.refused(3, untimedText, "sockeye trace shows what is traced here", nil, "trace", "slow")
+	f.refused(3, untimedText, "sockeye trace shows the available stages", nil, "trace", "slow")
 }
 
 func TestTraceWatch(t *testing.T) {

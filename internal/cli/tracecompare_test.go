@@ -88,7 +88,7 @@ func TestTraceCompare(t *testing.T) {
 
 	// A time of day in the future means yesterday.
 	f.asked = nil
-	if r := f.at("trace", "compare", "--period-a", "23:58:30..23:59", "--period-b", "-10m.."); r.code != 2 || r.err != "sockeye: the agent has no slice of time of --period-a\nhint: it remembers an hour, in slices of 10 s: take a later or a longer time\n" {
+	if r := f.at("trace", "compare", "--period-a", "23:58:30..23:59", "--period-b", "-10m.."); r.code != 2 || r.err != "sockeye: the agent has no complete slice in --period-a\nhint: the agent keeps one hour of history in slices of 10 s: use a later or a longer period\n" {
 		t.Errorf("%+v", r)
 	}
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/history from=2026-03-13T23:58:30Z to=2026-03-14T12:00:00Z")
@@ -102,13 +102,13 @@ func TestTraceCompareRefusals(t *testing.T) {
 	h.Slices[3].Results[0].Group.Service = clitest.Hostile
 	f.answers["GET /v1/trace/history"] = h
 	for _, c := range []struct{ args, message, hint string }{
-		{"rule=replies arm=treated", "both sides mean the group replies tune_rule=bulk arm=treated", "name groups of which none is in both"},
-		{"rule=replies arm=control", "both sides mean the group replies tune_rule=bulk arm=control", "name groups of which none is in both"},
-		{"arm=treated rule=x", `no group that was measured is "rule=x"`, groups},
-		{"--trial nosuch", "no message of the trial of nosuch was measured: no group is tune_rule=nosuch,arm=control",
-			"a trace rule tells the arms apart with group_by: [rule, arm]; " + groups},
-		{"--period-a -60m..-50m --period-b -1m..", "the agent has no slice of time of --period-a", "it remembers an hour, in slices of 10 s: take a later or a longer time"},
-		{"--period-a -1m.. --period-b -60m..-50m", "the agent has no slice of time of --period-b", "it remembers an hour, in slices of 10 s: take a later or a longer time"},
+		{"rule=replies arm=treated", "both sides match the group replies tune_rule=bulk arm=treated", "use selectors without common groups"},
+		{"rule=replies arm=control", "both sides match the group replies tune_rule=bulk arm=control", "use selectors without common groups"},
+		{"arm=treated rule=x", `no measured group matches "rule=x"`, groups},
+		{"--trial nosuch", "no message of the trial of nosuch was measured: no group matches tune_rule=nosuch,arm=control",
+			"add a trace rule with group_by: [rule, arm]; " + groups},
+		{"--period-a -60m..-50m --period-b -1m..", "the agent has no complete slice in --period-a", "the agent keeps one hour of history in slices of 10 s: use a later or a longer period"},
+		{"--period-a -1m.. --period-b -60m..-50m", "the agent has no complete slice in --period-b", "the agent keeps one hour of history in slices of 10 s: use a later or a longer period"},
 	} {
 		r := f.at(strings.Fields("trace compare " + c.args)...)
 		if r.code != 2 || r.err != "sockeye: "+c.message+"\nhint: "+c.hint+"\n" || r.out != "" {
@@ -118,7 +118,7 @@ func TestTraceCompareRefusals(t *testing.T) {
 
 	// There are no or too few measurements.
 	f.answers["GET /v1/trace/history"] = api.TraceHistory{Slices: []measure.Period{}}
-	f.refused(2, `no group that was measured is "rule=a"`, "nothing was measured in this time", nil, "trace", "compare", "rule=a", "rule=b")
+	f.refused(2, `no measured group matches "rule=a"`, "nothing was measured in this time", nil, "trace", "compare", "rule=a", "rule=b")
 	little := twoArms(1)
 	little.Partial = true
 	f.answers["GET /v1/trace/history"] = little

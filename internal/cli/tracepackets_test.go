@@ -109,7 +109,7 @@ func TestTracePackets(t *testing.T) {
 			t.Errorf("packet %d is not in the file", p.Number)
 		}
 	}
-	f.refused(2, "DIR/x.pcapng exists", "name another file, or give --force to replace it", nil, "trace", "packets", "--pid", "812", "--fd", "7", "-w", file)
+	f.refused(2, "DIR/x.pcapng exists", "name another file, or use --force to replace it", nil, "trace", "packets", "--pid", "812", "--fd", "7", "-w", file)
 	if r := f.at("trace", "packets", "--pid", "812", "--fd", "7", "-w", file, "--force"); r.code != 0 || !strings.HasSuffix(r.out, "\nwritten: "+file+"\n") {
 		t.Errorf("%+v", r)
 	}
@@ -144,7 +144,7 @@ func TestTracePackets(t *testing.T) {
 		for _, all := range [][]any{exchange(), {}, {ending(0, "time")}} {
 			answer(last, all...)
 			r := f.at("trace", "packets", "--pid", "812", "--fd", "7", "-w", f.dir+"/z.pcapng")
-			if r.code != 1 || !strings.HasPrefix(r.err, "sockeye: the answer of the agent is incomplete: ") || !strings.HasSuffix(r.err, "\nhint: it may have ended; see sockeye status\n") {
+			if r.code != 1 || !strings.HasPrefix(r.err, "sockeye: the answer of the agent is incomplete: ") || !strings.HasSuffix(r.err, "\nhint: the agent may have exited; see sockeye status\n") {
 				t.Errorf("%+v", r)
 			}
 			f.leaves("policy.yaml", "run", "x.pcapng", "y.pcapng")

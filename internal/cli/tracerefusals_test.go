@@ -12,17 +12,17 @@ import (
 
 func TestTraceRefusals(t *testing.T) {
 	f := newFake(t)
-	span := "a length of time, as in 90s, 5m or 1h"
+	span := "a duration, as in 90s, 5m or 1h"
 	keys := "keys: rule, protocol, remote, port, service, cgroup, tune_rule, arm, other"
 	stages := "stages: send, stack, qdisc, nic, network, total, rx_stack, reader"
 	compare := "usage: sockeye trace compare SELECT-A SELECT-B [flags]"
-	times := "FROM..TO, each as 14:05, 2026-01-31T14:05:00Z or -10m; without TO it is until now"
-	name := "name it as ss -tnp shows it: --pid and --fd, or --local and --remote"
+	times := "FROM..TO in the format 14:05, 2026-01-31T14:05:00Z or -10m; without TO, the period ends now"
+	name := "use --pid and --fd, or --local and --remote, with the values of ss -tnp"
 	address := "as in 192.0.2.1, 192.0.2.1:1790 or [2001:db8::1]:1790"
-	ports := "both ports are needed to find a connection, as in --local 10.0.0.1:1790 --remote 192.0.2.1:40000"
+	ports := "give both ports, as in --local 10.0.0.1:1790 --remote 192.0.2.1:40000"
 	for _, c := range []struct{ args, message, hint string }{
-		{"trace slwo", `there is no command "slwo"`, "did you mean sockeye trace slow?"},
-		{"trace replies", `there is no command "replies"`, "sockeye trace --help lists the commands"},
+		{"trace slwo", `unknown command "slwo"`, "did you mean sockeye trace slow?"},
+		{"trace replies", `unknown command "replies"`, "sockeye trace --help lists the commands"},
 		{"trace --wtach", "unknown flag: --wtach", "did you mean --watch?"},
 		{"trace -o yaml", `--output is "yaml"`, "table or json"},
 		{"trace -o jsonl", `--output is "jsonl"`, "table or json"},
@@ -39,7 +39,7 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace --select rlue=x", `--select is "rlue=x": unknown key "rlue"`, "did you mean rule?"},
 		{"trace --select port=99999", `--select is "port=99999": port cannot be "99999"`, "it is a number from 1 to 65535"},
 
-		{"trace slow 3", `there is one argument too many: "3"`, "usage: sockeye trace slow [flags]"},
+		{"trace slow 3", `unexpected argument "3"`, "usage: sockeye trace slow [flags]"},
 		{"trace slow -n 0", "--number is 0", "1 to 1000"},
 		{"trace slow -n 1001", "--number is 1001", "1 to 1000"},
 		{"trace slow -n many", `--number is "many"`, "a whole number"},
@@ -62,26 +62,26 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace samples --select remote=here", `--select is "remote=here": remote cannot be "here"`, "write a prefix such as 192.0.2.0/24, or an address"},
 
 		{"trace report", "FILE is missing", "usage: sockeye trace report FILE [flags]"},
-		{"trace report a b", `there is one argument too many: "b"`, "usage: sockeye trace report FILE [flags]"},
+		{"trace report a b", `unexpected argument "b"`, "usage: sockeye trace report FILE [flags]"},
 		{"trace report EMPTY", `FILE is ""`, "usage: sockeye trace report FILE [flags]"},
 		{"trace report x.html --since x", `--since is "x"`, span},
 		{"trace report x.html --select x", `--select is "x": "x" is not key=value`, keys},
 
 		{"trace compare", "SELECT-A is missing", compare},
 		{"trace compare rule=a", "SELECT-B is missing", compare},
-		{"trace compare rule=a rule=b rule=c", `there is one argument too many: "rule=c"`, compare},
-		{"trace compare rule=a rule=a", "both sides are the same", "name two different groups, or two times by --period-a and --period-b"},
+		{"trace compare rule=a rule=b rule=c", `unexpected argument "rule=c"`, compare},
+		{"trace compare rule=a rule=a", "both sides are the same", "name two different groups, or two periods with --period-a and --period-b"},
 		{"trace compare rule=a b", `SELECT-B is "b": "b" is not key=value`, keys},
 		{"trace compare amr=treated rule=b", `SELECT-A is "amr=treated": unknown key "amr"`, "did you mean arm?"},
-		{"trace compare rule=a --trial x", `there is one argument too many: "rule=a"`, compare},
-		{"trace compare rule=a rule=b --select rule=c", "--select goes with --period-a and --period-b", "without them, A and B name the groups"},
+		{"trace compare rule=a --trial x", `unexpected argument "rule=a"`, compare},
+		{"trace compare rule=a rule=b --select rule=c", "--select requires --period-a and --period-b", "without --period-a and --period-b, SELECT-A and SELECT-B select the groups"},
 		{"trace compare --trial=", `--trial is ""`, "sockeye tune lists the rules"},
 		{"trace compare --trial a,arm=x", `--trial is "a,arm=x"`, "sockeye tune lists the rules"},
-		{"trace compare --period-a -2m..-1m", "--period-a and --period-b go together", compare},
-		{"trace compare --period-b -2m..-1m", "--period-a and --period-b go together", compare},
-		{"trace compare --period-a -2m..-1m --period-b -1m.. --since 5m", "--period-a and --since do not go together", "--select names the groups"},
-		{"trace compare --period-a -2m..-1m --period-b -1m.. --trial x", "--period-a and --trial do not go together", "--select names the groups"},
-		{"trace compare --period-a -2m..-1m --period-b -1m.. rule=a", `there is one argument too many: "rule=a"`, compare},
+		{"trace compare --period-a -2m..-1m", "--period-a and --period-b must be used together", compare},
+		{"trace compare --period-b -2m..-1m", "--period-a and --period-b must be used together", compare},
+		{"trace compare --period-a -2m..-1m --period-b -1m.. --since 5m", "--period-a and --since are mutually exclusive", "select groups with --select"},
+		{"trace compare --period-a -2m..-1m --period-b -1m.. --trial x", "--period-a and --trial are mutually exclusive", "select groups with --select"},
+		{"trace compare --period-a -2m..-1m --period-b -1m.. rule=a", `unexpected argument "rule=a"`, compare},
 		{"trace compare --period-a -2m --period-b -1m..", `--period-a is "-2m"`, times},
 		{"trace compare --period-a ..-2m --period-b -1m..", `--period-a is "..-2m"`, times},
 		{"trace compare --period-a -2m..-1m --period-b 25:00..", `--period-b is "25:00.."`, times},
@@ -89,17 +89,17 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace compare --period-a -2m..-1m --period-b --1m..", `--period-b is "--1m.."`, times},
 		{"trace compare --period-a -1m..-2m --period-b -1m..", `--period-a is "-1m..-2m", which ends before it begins`, times},
 		{"trace compare --period-a 2099-01-01T00:00:00Z.. --period-b -1m..", `--period-a is "2099-01-01T00:00:00Z..", which ends before it begins`, times},
-		{"trace compare --period-a -3m..-1m --period-b -2m..", "--period-a and --period-b overlap", "messages of both times would be compared with themselves"},
-		{"trace compare --period-a -2m.. --period-b -2m..", "--period-a and --period-b overlap", "messages of both times would be compared with themselves"},
+		{"trace compare --period-a -3m..-1m --period-b -2m..", "--period-a and --period-b overlap", "use periods without a common part"},
+		{"trace compare --period-a -2m.. --period-b -2m..", "--period-a and --period-b overlap", "use periods without a common part"},
 		{"trace compare --period-a -2m..-1m --period-b -1m.. --select x=y", `--select is "x=y": unknown key "x"`, keys},
 
-		{"trace packets", "which connection?", name},
-		{"trace packets --pid 1", "which connection?", name},
-		{"trace packets --fd 1", "which connection?", name},
-		{"trace packets --local 192.0.2.1:1", "which connection?", name},
-		{"trace packets --pid 1 --fd 1 --local 192.0.2.1:1", "a descriptor and addresses do not go together", name},
-		{"trace packets --pid 0 --fd 1", "--pid is 0", "the id of a process, 1 or more"},
-		{"trace packets --pid 1 --fd -1", "--fd is -1", "the number of a descriptor, 0 or more"},
+		{"trace packets", "the connection is missing", name},
+		{"trace packets --pid 1", "the connection is missing", name},
+		{"trace packets --fd 1", "the connection is missing", name},
+		{"trace packets --local 192.0.2.1:1", "the connection is missing", name},
+		{"trace packets --pid 1 --fd 1 --local 192.0.2.1:1", "--pid and --fd exclude --local and --remote", name},
+		{"trace packets --pid 0 --fd 1", "--pid is 0", "a PID, 1 or more"},
+		{"trace packets --pid 1 --fd -1", "--fd is -1", "a file descriptor, 0 or more"},
 		{"trace packets --pid nfacctd --fd 1", `--pid is "nfacctd"`, "a whole number"},
 		{"trace packets --local x --remote 192.0.2.1:1", `"x" is not an IP address or IP:port`, address},
 		{"trace packets --local 192.0.2.1:1 --remote [::1]:1", "192.0.2.1 and ::1 are of different families", "a connection has two IPv4 or two IPv6 addresses"},
@@ -110,9 +110,9 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace packets --pid 1 --fd 1 --limit 10000001", "--limit is 10000001", "1 to 10000000"},
 		{"trace packets --pid 1 --fd 1 --buffer 1", `--buffer is "1"`, "a size, as in 256KB or 4MB"},
 		{"trace packets --pid 1 --fd 1 --write=", `--write is ""`, "name a file"},
-		{"trace packets --pid 1 --fd 1 --force", "--force goes with --write", "it replaces an existing file"},
+		{"trace packets --pid 1 --fd 1 --force", "--force requires --write", "--force replaces an existing file"},
 		{"trace packets --pid 1 --fd 1 -w /dev/null --force", "/dev/null exists and is not a regular file", "name another file"},
-		{"trace packets 812:7", `there is one argument too many: "812:7"`, "usage: sockeye trace packets (--pid N --fd N | --local A:P --remote A:P) [flags]"},
+		{"trace packets 812:7", `unexpected argument "812:7"`, "usage: sockeye trace packets (--pid N --fd N | --local A:P --remote A:P) [flags]"},
 	} {
 		t.Run(strings.ReplaceAll(c.args, "/", "_"), func(t *testing.T) {
 			h := *f.host
@@ -132,7 +132,7 @@ func TestTraceRefusals(t *testing.T) {
 			h.refused(2, c.message, c.hint, nil, args...)
 		})
 	}
-	f.isFailure(f.sockeye("trace", "--watch", "-o", "json"), 2, "--watch and --output json do not go together", "without --watch there is one answer")
+	f.isFailure(f.sockeye("trace", "--watch", "-o", "json"), 2, "--watch and --output json are mutually exclusive", "without --watch there is one answer")
 	if len(f.asked) > 0 {
 		t.Errorf("the agent was asked %q", f.asked)
 	}

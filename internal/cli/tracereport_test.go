@@ -61,9 +61,9 @@ func TestTraceReport(t *testing.T) {
 		f.refused(2, message, hint, nil, append([]string{"trace", "report"}, args...)...)
 		f.wasAsked()
 	}
-	taken("DIR/trace.html exists", "name another file, or give --force to replace it", file)
+	taken("DIR/trace.html exists", "name another file, or use --force to replace it", file)
 	f.write("trace.html", "old")
-	taken("DIR/trace.html exists", "name another file, or give --force to replace it", file)
+	taken("DIR/trace.html exists", "name another file, or use --force to replace it", file)
 	if _, page := f.page(file); page != "old" {
 		t.Errorf("the file has become %q", page)
 	}
@@ -145,7 +145,7 @@ func TestTraceReportLittle(t *testing.T) {
 	}
 	_, page := f.page(file)
 	for _, want := range []string{
-		"The last 1h0m0s were requested. Measurements before 11:59:00 are not available.", "Nothing sent over TCP was measured: this needs BPF timestamping, Linux 6.15 or later.",
+		"The last 1h0m0s were requested. Measurements before 11:59:00 are not available.", "Messages sent over TCP were not measured: this needs BPF timestamping, Linux 6.15 or later.",
 		"Cgroup telemetry.slice: attach: a",
 	} {
 		if !strings.Contains(page, want) {
@@ -166,7 +166,7 @@ func TestTraceReportRace(t *testing.T) {
 		f.write("trace.html", "somebody else's")
 		writeJSON(t, w, []api.TraceSlow{})
 	})
-	if r := f.at("trace", "report", file); r.code != 2 || r.err != "sockeye: "+file+" exists\nhint: name another file, or give --force to replace it\n" || r.out != "" {
+	if r := f.at("trace", "report", file); r.code != 2 || r.err != "sockeye: "+file+" exists\nhint: name another file, or use --force to replace it\n" || r.out != "" {
 		t.Errorf("%+v", r)
 	}
 	if _, page := f.page(file); page != "somebody else's" {

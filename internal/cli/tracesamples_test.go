@@ -102,7 +102,7 @@ func TestTraceSamples(t *testing.T) {
 	samples(untilGone, api.TraceSampleLine{Lost: 3}, numbered(1), api.TraceSampleLine{Lost: 12}, numbered(2))
 	r = f.at("trace", "samples", "-o", "jsonl", "--count", "2")
 	if got := fmt.Sprint(keys(r.out)); got != "[1 2]" || r.code != 1 ||
-		r.err != "sockeye: 12 messages were lost: the buffer was full\nhint: take a larger --buffer, or have the policy choose fewer messages\n" {
+		r.err != "sockeye: 12 messages were lost: the buffer was full\nhint: use a larger --buffer, or choose fewer messages in the policy\n" {
 		t.Errorf("%s: %+v", got, r)
 	}
 	samples(untilGone, api.TraceSampleLine{Lost: 1})
@@ -114,7 +114,7 @@ func TestTraceSamples(t *testing.T) {
 	for _, last := range []func(http.ResponseWriter, *http.Request){nil, breakOff} {
 		samples(last, numbered(1))
 		r := f.at("trace", "samples", "-o", "jsonl")
-		if got := fmt.Sprint(keys(r.out)); got != "[1]" || r.code != 1 || !strings.HasPrefix(r.err, "sockeye: the answer of the agent is incomplete: ") || !strings.HasSuffix(r.err, "\nhint: it may have ended; see sockeye status\n") {
+		if got := fmt.Sprint(keys(r.out)); got != "[1]" || r.code != 1 || !strings.HasPrefix(r.err, "sockeye: the answer of the agent is incomplete: ") || !strings.HasSuffix(r.err, "\nhint: the agent may have exited; see sockeye status\n") {
 			t.Errorf("%s: %+v", got, r)
 		}
 	}

@@ -149,9 +149,9 @@ same-datacentre  same_prefix 44; port 1790                           1234       
   set sndbuf 150KB, cwnd_clamp 100
   react rtos > 2, sample 1/100: congestion reno; 1 reaction
   trial control 10%; 119 connections in the control arm
-  2 connections were open before
-  4 connections by the peer's tag
-  1 older version may still be on open connections
+  2 connections tuned while open
+  4 connections matched by the peer's tag
+  1 older version may still apply to open connections
 bulk             remote 2001:db8:…re; port 20000-20003; role accept  40           9     0            0       2 (20 %)       1     1.23 s
   match remote 2001:db8:1234:5678:9abc:def0:1234:5678/128, 9999 more; port 20000-20003; role accept
   set initial_cwnd explore 10, 40 by remote/24, share 10%, probe 2%, bytes 64KB, evidence 8, forget 1h
@@ -215,32 +215,32 @@ rule bulk: sndbuf 150KB, cwnd_clamp 100
 RULE  MATCHES  WHY
 bulk  yes  remote 10.1.2.3 is in 10.0.0.0/8
 
-rule bulk, which sets nothing
+rule bulk, sets no options
 
 /b, connect or accept
 
 RULE  MATCHES  WHY
 same-datacentre  no  addresses share 21 bits, not 44
 
-no rule matches: the kernel's defaults
+no rule matches: the kernel's defaults apply
 
 /c, connect
 
 RULE  MATCHES  WHY
 same-datacentre  no  addresses share 21 bits, not 44
 
-no rule matches: the kernel's defaults
+no rule matches: the kernel's defaults apply
 
 /c, accept
 
 RULE  MATCHES  WHY
 same-datacentre  no  it accepts, the rule is for connect
 
-no rule matches: the kernel's defaults
+no rule matches: the kernel's defaults apply
 
-no local port is given: rules on it do not match
+no local port given: rules that match this port do not apply
 
-no remote port is given: rules on it do not match
+no remote port given: rules that match this port do not apply
 `, "tune", "explain", "::ffff:10.0.0.1", "10.1.2.3:0", "--tag", "0x5eed")
 	asks(f, []api.TuneExplanation{}, "GET /v1/tune/explain local=[fe80::1]:0 remote=[2001:db8::1]:1790 role=connect",
 		"there are no tune rules\n", "tune", "explain", "fe80::1%eth0", "[2001:db8::1]:1790", "--role", "connect")
@@ -279,7 +279,7 @@ nodelay  true  true  TCP_NODELAY  -
 	s.Steps = []match.Step{{Rule: "rest", Why: "port 1790 is not 80"}}
 	asks(f, s, "GET /v1/tune/socket local=10.0.0.1:1790 remote=192.0.2.1:40000", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (nfacctd -f /etc/pmacct/nfacctd-2.conf)
-cgroup /lab, rule bulk, which is no longer in force, control arm of its trial, open before it, has reacted
+cgroup /lab, rule bulk, no longer in force, control arm of its trial, applied while open, has reacted
 
 by the rules in force:
 RULE  MATCHES  WHY
@@ -363,7 +363,7 @@ func TestTuneRevert(t *testing.T) {
 	l.NotReverted = []api.TuneNotReverted{{Rule: "bulk", Option: "pacing_rate", Reason: "pacing goes on", Connections: 2}, {Rule: "rpc", Option: "nodelay", Reason: "changed since", Connections: 1}}
 	l.Problems = []string{"process 812: permission denied"}
 	asks(f, l, "POST /v1/tune/revert {}", `
-12 open connections reverted, 34 options; 5 closed since
+12 open connections reverted, 34 options; 5 closed in the meantime
 rule bulk: pacing_rate on 2 connections: pacing goes on
 rule rpc: nodelay on 1 connection: changed since
 problem: process 812: permission denied
@@ -468,18 +468,18 @@ func TestTuneRefusals(t *testing.T) {
 	family := "a connection has two IPv4 or two IPv6 addresses"
 	tag := "1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes in hexadecimal"
 	socket := "PID:FD as in 812:7, or LOCAL,REMOTE as in 10.0.0.1:1790,192.0.2.1:40000"
-	ports := "both ports are needed to find a connection, as in 10.0.0.1:1790,192.0.2.1:40000"
+	ports := "give both ports, as in 10.0.0.1:1790,192.0.2.1:40000"
 	for _, c := range []struct{ args, message, hint string }{
-		{"tune tral", `there is no command "tral"`, "did you mean sockeye tune trial?"},
-		{"tune bulk --cgroup /lab", `there is no command "bulk"`, "sockeye tune --help lists the commands"},
+		{"tune tral", `unknown command "tral"`, "did you mean sockeye tune trial?"},
+		{"tune bulk --cgroup /lab", `unknown command "bulk"`, "sockeye tune --help lists the commands"},
 		{"tune --cgruop /lab", "unknown flag: --cgruop", "did you mean --cgroup?"},
 		{"tune --cgroup", "flag needs an argument: --cgroup", "sockeye tune --help lists the flags"},
 		{"tune -o yaml", `--output is "yaml"`, "table or json"},
-		{"help tune tral", `there is no command "tral"`, "did you mean sockeye tune trial?"},
+		{"help tune tral", `unknown command "tral"`, "did you mean sockeye tune trial?"},
 
 		{"tune explain", "LOCAL is missing", explain},
 		{"tune explain 192.0.2.1", "REMOTE is missing", explain},
-		{"tune explain 192.0.2.1 192.0.2.2 192.0.2.3", `there is one argument too many: "192.0.2.3"`, explain},
+		{"tune explain 192.0.2.1 192.0.2.2 192.0.2.3", `unexpected argument "192.0.2.3"`, explain},
 		{"tune explain router 192.0.2.2", `"router" is not an IP address or IP:port`, address},
 		{"tune explain 192.0.2.1 192.0.2.0/24", `"192.0.2.0/24" is not an IP address or IP:port`, address},
 		{"tune explain 192.0.2.1:70000 192.0.2.2", `"192.0.2.1:70000" is not an IP address or IP:port`, address},
@@ -506,18 +506,18 @@ func TestTuneRefusals(t *testing.T) {
 		{"tune explain --socket 192.0.2.1:1,", `"" is not an IP address or IP:port`, address},
 		{"tune explain --socket 192.0.2.1:1,192.0.2.2:2,x", `"192.0.2.2:2,x" is not an IP address or IP:port`, address},
 		{"tune explain --socket 192.0.2.1:1,[::1]:2", "192.0.2.1 and ::1 are of different families", family},
-		{"tune explain --socket 192.0.2.1,192.0.2.2:2", "--socket names no port", ports},
-		{"tune explain --socket 192.0.2.1:1,192.0.2.2:0", "--socket names no port", ports},
-		{"tune explain --socket 812:7 192.0.2.1", `there is one argument too many: "192.0.2.1"`, explain},
-		{"tune explain --socket 812:7 --role accept", "--socket and --role do not go together", "an open connection has its own"},
-		{"tune explain --socket 812:7 --tag x", "--socket and --tag do not go together", "an open connection has its own"},
-		{"tune explain --socket 812:7 --cgroup /lab", "--socket and --cgroup do not go together", "an open connection has its own"},
+		{"tune explain --socket 192.0.2.1,192.0.2.2:2", "a port is missing in --socket", ports},
+		{"tune explain --socket 192.0.2.1:1,192.0.2.2:0", "a port is missing in --socket", ports},
+		{"tune explain --socket 812:7 192.0.2.1", `unexpected argument "192.0.2.1"`, explain},
+		{"tune explain --socket 812:7 --role accept", "--socket and --role are mutually exclusive", "these are properties of the open connection"},
+		{"tune explain --socket 812:7 --tag x", "--socket and --tag are mutually exclusive", "these are properties of the open connection"},
+		{"tune explain --socket 812:7 --cgroup /lab", "--socket and --cgroup are mutually exclusive", "these are properties of the open connection"},
 
 		{"tune trial", "RULE is missing", "usage: sockeye tune trial RULE [flags]"},
-		{"tune trial bulk rest", `there is one argument too many: "rest"`, "usage: sockeye tune trial RULE [flags]"},
+		{"tune trial bulk rest", `unexpected argument "rest"`, "usage: sockeye tune trial RULE [flags]"},
 		{"tune trial EMPTY", `RULE is ""`, "sockeye tune lists the rules"},
 		{"tune trial bulk --rule x", "unknown flag: --rule", "sockeye tune trial --help lists the flags"},
-		{"tune learned bulk rest", `there is one argument too many: "rest"`, "usage: sockeye tune learned [RULE] [flags]"},
+		{"tune learned bulk rest", `unexpected argument "rest"`, "usage: sockeye tune learned [RULE] [flags]"},
 		{"tune learned EMPTY", `RULE is ""`, "sockeye tune lists the rules"},
 		{"tune revert bulk EMPTY", `RULE is ""`, "sockeye tune lists the rules"},
 		{"apply --live=maybe", `--live is "maybe"`, "sockeye apply --help lists the flags"},

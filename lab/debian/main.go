@@ -92,7 +92,7 @@ func parse(args []string) (*options, error) {
 		return nil, err
 	}
 	if fs.NArg() > 0 {
-		return nil, fmt.Errorf("there is one argument too many: %q", fs.Arg(0))
+		return nil, fmt.Errorf("unexpected argument %q", fs.Arg(0))
 	}
 	o.releases = strings.Split(*list, ",")
 	for _, r := range o.releases {

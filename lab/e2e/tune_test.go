@@ -296,7 +296,7 @@ func TestTuneAgentKilled(t *testing.T) {
 	if r := h.rule("all"); r.Connections != 2 || r.Older != 1 {
 		t.Errorf("a rule that was changed: %+v", r)
 	}
-	if out, _, _ := h.cli("tune"); !strings.Contains(out, "1 older version may still be on open connections") {
+	if out, _, _ := h.cli("tune"); !strings.Contains(out, "1 older version may still apply to open connections") {
 		t.Errorf("sockeye tune shows no older version:\n%s", out)
 	}
 	for e, current := range map[*connectionEnd]bool{&old[0]: false, &fresh[0]: true} {
@@ -305,7 +305,7 @@ func TestTuneAgentKilled(t *testing.T) {
 		}
 	}
 	out, _, _ := h.cli("tune", "explain", "--socket", fmt.Sprintf("%d:%d", p.Pid(), old[0].FD))
-	if !strings.Contains(out, "rule all, which is no longer in force") {
+	if !strings.Contains(out, "rule all, no longer in force") {
 		t.Errorf("sockeye tune explain of a connection with an older version:\n%s", out)
 	}
 	h.killAgent()

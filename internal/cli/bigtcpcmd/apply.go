@@ -16,17 +16,18 @@ func (c *commands) bigtcpApplyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "apply [INTERFACE...]",
 		Short: "Set GSO and GRO maximum sizes (BIG TCP)",
-		Long: `Apply sets the sizes of the named interfaces and of their lower interfaces: all
-of them, or none if one fails or the command is interrupted. The previous sizes
-are recorded in the state directory for bigtcp revert; sizes do not survive a
-reboot. Without INTERFACE it applies the bigtcp section of the policy file, once
-and without an agent.
+		Long: `Apply sets the GSO and GRO maximum sizes of the named interfaces and of their
+lower interfaces. If one interface fails or the command is interrupted, it
+changes none. The previous sizes are recorded in the state directory for bigtcp
+revert; sizes do not survive a reboot. Without INTERFACE it applies the bigtcp
+section of the policy file once; no agent is needed.
 
-Sizes are bounded by tso_max_size, which the output notes. Sizes that somebody
-else has changed, or that the agent has set, are refused without --force.
+Sizes are limited to tso_max_size of the interface; the output has a note if a
+size was reduced. Without --force, apply does not change sizes that the agent
+has set, or that somebody else has changed.
 
-Only new connections have the new sizes: open ones keep their size until their
-route is looked up again.`,
+Only new connections use the new sizes. Open connections keep their size until
+the kernel looks up their route again.`,
 		Example: `  sockeye bigtcp apply eth0
   sockeye bigtcp apply veth1 veth2 --ipv6 192KB
   sockeye bigtcp apply eth0 --ipv4 off`,
@@ -39,14 +40,14 @@ route is looked up again.`,
 			if err := checkMaySet(); err != nil {
 				return err
 			}
-			// What would be refused is refused before the first change.
+			// Conflicts are reported before the first change.
 			if _, err := aims.plan(&request); err != nil {
 				return err
 			}
 			if err := cmd.Context().Err(); err != nil {
 				return fmt.Errorf("set sizes: %w", err)
 			}
-			// An interrupt does not end what follows.
+			// The following steps are not interruptible.
 			changes, err := aims.apply(&request)
 			if err != nil {
 				return err
@@ -58,7 +59,7 @@ route is looked up again.`,
 	return cmd
 }
 
-// apply applies all tasks, each of them as a whole.
+// apply applies all tasks. Each task is applied completely or not at all.
 func (a bigtcpTasks) apply(r *bigtcpRequest) ([]sizing.Change, error) {
 	store, err := sizing.OpenStore(r.state)
 	if err != nil {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bigtcpcmd has the commands of sockeye bigtcp.
+// Package bigtcpcmd implements the commands of sockeye bigtcp.
 package bigtcpcmd
 
 import (
@@ -27,7 +27,7 @@ type Shown struct {
 	Support           netif.Support            `json:"support"`
 	Interfaces        []Interface              `json:"interfaces"`
 	Incompatibilities []compat.Incompatibility `json:"incompatibilities"`
-	Problems          []string                 `json:"problems"` // what could not be read, and why
+	Problems          []string                 `json:"problems"` // read errors
 }
 
 // Interface is a network interface with its verdict and its known incompatibilities.
@@ -39,7 +39,7 @@ type Interface struct {
 	Incompatibilities []compat.Incompatibility `json:"incompatibilities"`
 }
 
-// Bound is the interface that bounds GSO sizes, and the bound.
+// Bound is the upper bound of the GSO sizes, and the interface that causes it.
 type Bound struct {
 	Size uint32 `json:"size,omitempty"` // bytes; 0 if the kernel does not report tso_max_size
 	By   string `json:"by,omitempty"`
@@ -57,12 +57,12 @@ type Requested struct {
 
 const (
 	byFile         = "file"    // the policy file; not applied
-	requestSet     = "set"     // the sizes are those of the record
-	requestChanged = "changed" // somebody else has changed them since
+	requestSet     = "set"     // the current sizes match the record
+	requestChanged = "changed" // the sizes were changed by another program
 	requestUnset   = "unset"
 )
 
-// bigtcpCommands are the commands of one invocation.
+// commands has the state of one invocation.
 type commands struct{ *command.Command }
 
 // New returns `sockeye bigtcp`.
@@ -77,13 +77,14 @@ func (c *commands) bigtcpCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bigtcp [INTERFACE...]",
 		Short: "Show the GSO and GRO maximum sizes of interfaces (BIG TCP)",
-		Long: `Bigtcp shows the GSO and GRO maximum sizes of each interface, in bytes, to send
-and to receive, for IPv6 and IPv4, and the requested sizes. TSO MAX is the
-largest size that the interface supports (tso_max_size). Each interface is
-followed by a verdict, its lower, peer and upper interfaces and known
-incompatibilities; those of the whole host follow at the end.
+		Long: `Bigtcp shows the GSO (send) and GRO (receive) maximum sizes of each interface in
+bytes, for IPv6 and IPv4, and the requested sizes. TSO MAX is the largest size
+that the interface supports (tso_max_size). Each interface is followed by a
+verdict, its lower, peer and upper interfaces and known incompatibilities.
+Incompatibilities of the whole host are listed at the end.
 
-It needs no agent, and no privileges for what the caller may read.`,
+It needs no agent and no privileges. Data that the caller may not read is listed
+as "not read".`,
 		Example: `  sockeye bigtcp
   sockeye bigtcp eth0 --netns /run/netns/blue
   sockeye bigtcp plan eth0
@@ -101,7 +102,7 @@ It needs no agent, and no privileges for what the caller may read.`,
 	}
 	where.flags(cmd)
 	policyFlag(cmd, &policy)
-	cmd.Flags().BoolVar(&all, "all", false, "one row per interface, with unused ones")
+	cmd.Flags().BoolVar(&all, "all", false, "show all interfaces, one row each")
 	cmd.AddCommand(c.bigtcpPlanCommand(), c.bigtcpApplyCommand(), c.bigtcpRevertCommand(), c.bigtcpVerifyCommand())
 	return cmd
 }
@@ -110,7 +111,7 @@ It needs no agent, and no privileges for what the caller may read.`,
 type bigtcpPlace struct{ netns, state string }
 
 func (p *bigtcpPlace) flags(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&p.netns, "netns", "", "network namespace, as in /run/netns/NAME (default: that of the caller)")
+	cmd.Flags().StringVar(&p.netns, "netns", "", "path of a network namespace, as in /run/netns/NAME (default: the current namespace)")
 	cmd.Flags().StringVar(&p.state, "state-dir", command.DefaultStateDir, "state directory with the records of changed sizes")
 }
 
@@ -118,7 +119,7 @@ func policyFlag(cmd *cobra.Command, file *string) {
 	cmd.Flags().StringVar(file, "policy", command.DefaultPolicy, "policy file")
 }
 
-// interfaces completes names of interfaces that are not among the arguments.
+// interfaces completes the names of interfaces that are not yet arguments.
 func (p *bigtcpPlace) interfaces(_ *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
 	network, err := netif.OpenNamespace(p.netns)
 	if err != nil {
@@ -138,7 +139,7 @@ func (p *bigtcpPlace) interfaces(_ *cobra.Command, args []string, _ string) ([]c
 	return names, cobra.ShellCompDirectiveNoFileComp
 }
 
-// inspectBigTCP inspects the named interfaces, or all.
+// inspectBigTCP inspects the named interfaces, or all interfaces if names is empty.
 func inspectBigTCP(cmd *cobra.Command, names []string, where bigtcpPlace, policy string) (*Shown, error) {
 	network, err := netif.OpenNamespace(where.netns)
 	if err != nil {
@@ -241,8 +242,8 @@ func bigtcpRules(file string) ([]config.BigTCPRule, error) {
 	return policy.BigTCP, nil
 }
 
-// rulesOf returns the rules of a namespace. A rule whose namespace does not exist, or
-// may not be entered, is for another one.
+// rulesOf returns the rules of a namespace. It omits rules whose namespace does not
+// exist or is not accessible.
 func rulesOf(network *netif.Namespace, rules []config.BigTCPRule) []config.BigTCPRule {
 	same := map[string]bool{network.Path(): true}
 	return slices.DeleteFunc(slices.Clone(rules), func(r config.BigTCPRule) bool {
@@ -257,8 +258,8 @@ func rulesOf(network *netif.Namespace, rules []config.BigTCPRule) []config.BigTC
 	})
 }
 
-// requestOf returns the request for an interface: that of its record, otherwise that of
-// the first matching rule; nil if there is none.
+// requestOf returns the request for an interface from its record, otherwise from the
+// first matching rule; nil if neither exists.
 func requestOf(i *netif.Interface, list []netif.Interface, records map[int]*sizing.Record, rules []config.BigTCPRule) *Requested {
 	if r := records[i.Index]; r != nil {
 		w := &Requested{Want: r.Want, By: string(r.Owner), State: requestSet}
@@ -289,8 +290,7 @@ func namesOf(list []netif.Interface, indexes []int) []string {
 	return names
 }
 
-// checkMaySet returns an error if the caller may not set sizes, before anything is
-// changed.
+// checkMaySet returns an error if the caller lacks the capability to set sizes.
 func checkMaySet() error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var has [2]unix.CapUserData

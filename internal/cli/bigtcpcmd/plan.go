@@ -21,14 +21,14 @@ import (
 type Changes struct {
 	Changes []sizing.Change `json:"changes"` // in the order in which they are made
 	Skipped []Skipped       `json:"skipped"`
-	// Problems are what could not be looked at, and why.
+	// Problems are read errors.
 	Problems []string `json:"problems"`
 }
 
 // Skipped is an interface or rule of the policy that is not applied.
 type Skipped struct {
 	Netns     string `json:"netns,omitempty"`
-	Interface string `json:"interface"` // or the glob of the rule
+	Interface string `json:"interface"` // name, or the glob of the rule
 	Reason    string `json:"reason"`
 }
 
@@ -47,12 +47,12 @@ func (r *bigtcpRequest) flags(cmd *cobra.Command) {
 	cmd.ValidArgsFunction = r.interfaces
 	r.bigtcpPlace.flags(cmd)
 	policyFlag(cmd, &r.policy)
-	const size = "largest packet of %s, 65536 to 524280 bytes as in 192KB or 192KiB, or off (default " + bigtcpSize + " if neither family is given)"
+	const size = "maximum packet size for %s: 65536 to 524280 bytes, as in 192KB or 192KiB, or off (default " + bigtcpSize + " if neither --ipv6 nor --ipv4 is given)"
 	cmd.Flags().StringVar(&r.ipv6, "ipv6", "", fmt.Sprintf(size, "IPv6"))
 	cmd.Flags().StringVar(&r.ipv4, "ipv4", "", fmt.Sprintf(size, "IPv4"))
 	command.CompleteFlag(cmd, "ipv6", bigtcpSize, "off")
 	command.CompleteFlag(cmd, "ipv4", bigtcpSize, "off")
-	cmd.Flags().BoolVar(&r.force, "force", false, "take over sizes of the agent, and overwrite sizes that somebody else has changed")
+	cmd.Flags().BoolVar(&r.force, "force", false, "also change sizes that the agent has set, or that somebody else has changed")
 }
 
 func (c *commands) bigtcpPlanCommand() *cobra.Command {
@@ -61,8 +61,8 @@ func (c *commands) bigtcpPlanCommand() *cobra.Command {
 		Use:   "plan [INTERFACE...]",
 		Short: "Show what bigtcp apply would change",
 		Long: `Plan shows which sizes bigtcp apply would set on the named interfaces and their
-lower interfaces, and in which order, or why it would refuse. Without INTERFACE
-it plans the bigtcp section of the policy file.`,
+lower interfaces, in this order, or the error that it would return. Without
+INTERFACE it plans the bigtcp section of the policy file.`,
 		Example: `  sockeye bigtcp plan eth0
   sockeye bigtcp plan --policy new-policy.yaml`,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -102,7 +102,7 @@ func (a bigtcpTasks) close() {
 	}
 }
 
-// plan plans all tasks. A caller who may not read the records does not learn about
+// plan plans all tasks. If the caller may not read the records, plan does not detect
 // conflicts.
 func (a bigtcpTasks) plan(r *bigtcpRequest) (*Changes, error) {
 	store, err := sizing.OpenStore(r.state)
@@ -124,8 +124,8 @@ func (a bigtcpTasks) plan(r *bigtcpRequest) (*Changes, error) {
 	return answer, nil
 }
 
-// tasks returns the targets: the named interfaces, or those of the rules of the policy
-// file.
+// tasks returns the named interfaces as targets, or the interfaces that match the rules
+// of the policy file.
 func (r *bigtcpRequest) tasks(cmd *cobra.Command, names []string) (bigtcpTasks, []Skipped, error) {
 	want, err := r.want(cmd)
 	if err != nil {
@@ -135,7 +135,7 @@ func (r *bigtcpRequest) tasks(cmd *cobra.Command, names []string) (bigtcpTasks, 
 	usage := "usage: " + cmd.UseLine()
 	switch {
 	case len(names) > 0 && changed("policy"):
-		return nil, nil, fault.Usage(errors.New("--policy and INTERFACE do not go together"), usage)
+		return nil, nil, fault.Usage(errors.New("--policy and INTERFACE are mutually exclusive"), usage)
 	case len(names) > 0:
 		network, err := netif.OpenNamespace(r.netns)
 		if err != nil {
@@ -149,7 +149,7 @@ func (r *bigtcpRequest) tasks(cmd *cobra.Command, names []string) (bigtcpTasks, 
 	}
 	for _, flag := range []string{"ipv6", "ipv4", "netns"} {
 		if changed(flag) {
-			return nil, nil, fault.Usage(fmt.Errorf("--%s goes with INTERFACE", flag), usage)
+			return nil, nil, fault.Usage(fmt.Errorf("--%s requires INTERFACE", flag), usage)
 		}
 	}
 	rules, err := bigtcpRules(r.policy)
@@ -167,7 +167,7 @@ func (r *bigtcpRequest) tasks(cmd *cobra.Command, names []string) (bigtcpTasks, 
 	return tasksOfRules(rules)
 }
 
-// want parses the sizes. If neither is given, both have a default.
+// want parses the sizes. If neither --ipv6 nor --ipv4 is given, both have the default.
 func (r *bigtcpRequest) want(cmd *cobra.Command) (want sizing.Want, err error) {
 	if !cmd.Flags().Changed("ipv6") && !cmd.Flags().Changed("ipv4") {
 		r.ipv6, r.ipv4 = bigtcpSize, bigtcpSize
@@ -186,8 +186,8 @@ func (r *bigtcpRequest) want(cmd *cobra.Command) (want sizing.Want, err error) {
 	return want, nil
 }
 
-// tasksOfRules finds the interfaces of rules. As the agent does, it skips what does
-// not exist, and interfaces of a glob that do not support large packets.
+// tasksOfRules finds the interfaces of rules. Like the agent, it skips namespaces and
+// interfaces that do not exist, and interfaces of a glob that do not support large packets.
 func tasksOfRules(rules []config.BigTCPRule) (aims bigtcpTasks, skipped []Skipped, err error) {
 	skipped = []Skipped{}
 	byNetns := make(map[string][]config.BigTCPRule)

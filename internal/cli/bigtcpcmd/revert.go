@@ -20,7 +20,7 @@ import (
 // Reverted is the output of bigtcp revert.
 type Reverted struct {
 	Reverted []sizing.Reverted `json:"reverted"`
-	// Error, Hint and Code are those of what was not reverted.
+	// Error, Hint and Code describe the sizes that were not reverted.
 	Error string `json:"error,omitempty"`
 	Hint  string `json:"hint,omitempty"`
 	Code  int    `json:"code,omitempty"`
@@ -35,12 +35,12 @@ func (c *commands) bigtcpRevertCommand() *cobra.Command {
 		Use:   "revert [INTERFACE...]",
 		Short: "Restore the sizes from before bigtcp apply",
 		Long: `Revert restores the previous sizes of the named interfaces and of their lower
-interfaces; without INTERFACE, those of all changes by bigtcp apply. It can be
-called at any time, also after a crash. Records of interfaces that have vanished
-are removed.
+interfaces. Without INTERFACE, it reverts all changes by bigtcp apply. It can be
+called at any time, also after a crash, and removes the records of interfaces
+that no longer exist.
 
-Without --force it does not change sizes that somebody else has changed since,
-or that the agent has set for its policy.`,
+Without --force it does not change sizes that the agent has set for its policy,
+or that somebody else has changed.`,
 		Example: `  sockeye bigtcp revert
   sockeye bigtcp revert eth0`,
 		Args:              command.Arguments(0, -1, ""),
@@ -64,7 +64,7 @@ or that the agent has set for its policy.`,
 		},
 	}
 	where.flags(cmd)
-	cmd.Flags().BoolVar(&force, "force", false, "restore also sizes that somebody else has changed, and for INTERFACE those of the agent")
+	cmd.Flags().BoolVar(&force, "force", false, "also restore sizes that somebody else has changed and, of the named interfaces, sizes that the agent has set")
 	return cmd
 }
 
@@ -95,8 +95,9 @@ func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force b
 	return done, flagHint(err)
 }
 
-// chooseRecords returns a selection of the records of the named interfaces, or of all
-// in a network namespace. Without force it refuses records on which others rely.
+// chooseRecords returns a function that selects the records of the named interfaces, or
+// all records of a network namespace. Without force, it returns an error for records of
+// the agent and for lower interfaces of other recorded interfaces.
 func chooseRecords(records []sizing.Record, names []string, netns string, force bool) (func(sizing.Record) bool, error) {
 	network, err := netif.OpenNamespace(netns)
 	here := func(r sizing.Record) bool { return r.Netns == netns }
@@ -153,7 +154,7 @@ func chooseRecords(records []sizing.Record, names []string, netns string, force 
 		}
 		if above := namesOf(list, r.For); len(above) > 0 {
 			return nil, fault.Conflict(fmt.Errorf("%s was set as a lower interface of %s", r.Interface, strings.Join(above, ", ")),
-				"revert that one, or use --force")
+				"revert the upper interface, or use --force")
 		}
 	}
 	return chosen, nil

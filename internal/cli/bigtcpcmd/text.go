@@ -15,10 +15,10 @@ import (
 )
 
 const (
-	// bigtcpRows is the number of interfaces up to which each has its own row; similar
-	// interfaces of a longer list share one, and there are at most as many rows.
+	// bigtcpRows is the maximum number of rows without --all. In a longer list, similar
+	// interfaces share a row.
 	bigtcpRows = 24
-	// bigtcpNames is the number of interfaces that a line names.
+	// bigtcpNames is the maximum number of interface names in a line.
 	bigtcpNames = 6
 )
 
@@ -88,7 +88,7 @@ func bigtcpText(t *command.Text, s *Shown, all bool) {
 		t.Line("there is no interface to show")
 	}
 	if cut > 0 {
-		t.Line("and %s; --all shows all", command.Count(cut, "interface more", "interfaces more"))
+		t.Line("and %s; --all shows all", command.Count(cut, "more interface", "more interfaces"))
 	}
 	if hidden := len(s.Interfaces) - len(shown); hidden > 0 {
 		t.Paragraph("", "%s not shown: lo, and virtual interfaces that are down and unrelated; --all shows all", command.Count(hidden, "interface is", "interfaces are"))
@@ -137,8 +137,8 @@ func (i *Interface) isIdle() bool {
 	return i.Name == "lo" || !i.Up && i.Kind != "" && len(i.Related) == 0
 }
 
-// bigtcpGroups groups interfaces into rows: one each if they are few or all are
-// requested. rest is the number of interfaces without a row.
+// bigtcpGroups groups interfaces into rows, one row per interface if all is set or the
+// list is short. rest is the number of interfaces without a row.
 func bigtcpGroups(interfaces []Interface, all bool) (rows []similar, rest int) {
 	if all || len(interfaces) <= bigtcpRows {
 		for i := range interfaces {
@@ -158,7 +158,7 @@ func bigtcpGroups(interfaces []Interface, all bool) (rows []similar, rest int) {
 		rows[place] = append(rows[place], &interfaces[i])
 	}
 	if len(rows) > bigtcpRows {
-		// Interfaces with a request are kept.
+		// Rows with a request come first.
 		slices.SortStableFunc(rows, func(a, b similar) int { return a.rank() - b.rank() })
 		for _, row := range rows[bigtcpRows:] {
 			rest += len(row)
@@ -168,7 +168,8 @@ func bigtcpGroups(interfaces []Interface, all bool) (rows []similar, rest int) {
 	return rows, rest
 }
 
-// similarityKey is equal for interfaces that differ in their names and peers only.
+// similarityKey returns a key that is equal for interfaces that differ only in their
+// names and peers.
 func (i *Interface) similarityKey() string {
 	requested := Requested{}
 	if i.Requested != nil {
@@ -179,8 +180,8 @@ func (i *Interface) similarityKey() string {
 }
 
 // withoutName removes the name of the interface from a text.
-func withoutName(said, name string) string {
-	return regexp.MustCompile(`\b`+regexp.QuoteMeta(name)+`\b`).ReplaceAllLiteralString(said, "")
+func withoutName(text, name string) string {
+	return regexp.MustCompile(`\b`+regexp.QuoteMeta(name)+`\b`).ReplaceAllLiteralString(text, "")
 }
 
 // neighbours returns the lower and upper interfaces.
@@ -228,7 +229,7 @@ func writeNotes(t *command.Text, row similar, shared shared) {
 		t.Paragraph("  ", "%s", i.Requested.words())
 	}
 	if i.Bound.Size < i.TSOMaxSize && !strings.Contains(i.Verdict.Text, i.Bound.By) {
-		t.Paragraph("  ", "its lower interface %s bounds sent packets to %d bytes", i.Bound.By, i.Bound.Size)
+		t.Paragraph("  ", "the lower interface %s limits sent packets to %d bytes", i.Bound.By, i.Bound.Size)
 	}
 	if len(row) == 1 {
 		writeRelated(t, i.Related)
@@ -245,11 +246,11 @@ func writeNotes(t *command.Text, row similar, shared shared) {
 		for _, other := range row[1:] {
 			names = append(names, other.Name)
 		}
-		t.Paragraph("  ", "and %d more like it: %s; --all shows each", len(names), firstNames(names))
+		t.Paragraph("  ", "and %d similar: %s; --all shows each", len(names), firstNames(names))
 	}
 }
 
-// words describe who requested the sizes, and whether they are set.
+// words returns a description of the source of a request and of its state.
 func (w *Requested) words() string {
 	text := map[string]string{
 		string(sizing.ByCommand): "requested by sockeye bigtcp apply",
@@ -276,7 +277,7 @@ func firstNames(names []string) string {
 	return fmt.Sprintf("%s and %d more", strings.Join(names[:bigtcpNames], ", "), len(names)-bigtcpNames)
 }
 
-// writeRelated adds the related interfaces, similar ones on one line.
+// writeRelated adds the related interfaces. Similar interfaces share a line.
 func writeRelated(t *command.Text, related []netif.Related) {
 	type sort struct {
 		relation            netif.Relation
@@ -331,7 +332,7 @@ func fromTo(from, to uint32) string {
 	return fmt.Sprintf("%d -> %d", from, to)
 }
 
-// changesText prints changes that are planned or were made.
+// changesText prints planned or completed changes.
 func changesText(t *command.Text, answer *Changes, verb string) {
 	var worth []sizing.Change
 	var already []string
@@ -365,7 +366,7 @@ func changesText(t *command.Text, answer *Changes, verb string) {
 	t.Line(bigtcpEffect)
 }
 
-// placeText formats the name of an interface, with its namespace if one was named.
+// placeText formats the name of an interface, with its namespace unless netns is empty.
 func placeText(name, netns string) string {
 	if netns == "" {
 		return name
@@ -379,7 +380,8 @@ type changeRow struct {
 	others []string
 }
 
-// changeGroups groups changes into rows: one each if they are few.
+// changeGroups groups changes into rows, one row per change if there are at most
+// bigtcpRows changes.
 func changeGroups(changes []sizing.Change) []changeRow {
 	var rows []changeRow
 	places := make(map[string]int)
@@ -395,8 +397,7 @@ func changeGroups(changes []sizing.Change) []changeRow {
 	return rows
 }
 
-// writeChanges prints a row for each family of each interface that changes, followed
-// by notes.
+// writeChanges prints a row for each changed family of each interface, followed by notes.
 func writeChanges(t *command.Text, changes []sizing.Change) {
 	if len(changes) == 0 {
 		return
@@ -420,8 +421,8 @@ func writeChanges(t *command.Text, changes []sizing.Change) {
 	}
 }
 
-// sizeRows returns a row for each family that changes; the first row has the name of
-// the interface.
+// sizeRows returns a row for each changed family. The first row has the name of the
+// interface.
 func sizeRows(c *sizing.Change) [][]string {
 	var rows [][]string
 	name := c.Interface
@@ -453,7 +454,7 @@ func (c *changeRow) notes() []string {
 	}
 	notes = append(notes, c.Notes...)
 	if len(c.others) > 0 {
-		notes = append(notes, fmt.Sprintf("and %d more like it: %s", len(c.others), firstNames(c.others)))
+		notes = append(notes, fmt.Sprintf("and %d similar: %s", len(c.others), firstNames(c.others)))
 	}
 	return notes
 }
@@ -475,7 +476,7 @@ func revertedText(t *command.Text, answer *Reverted) {
 	writeChanges(t, back)
 	for _, became := range []struct{ result, words string }{
 		{sizing.ResultAlready, "already reverted"},
-		{sizing.ResultGone, "gone"},
+		{sizing.ResultGone, "no longer exists"},
 		{sizing.ResultChanged, "not reverted, because somebody else has changed the sizes"},
 	} {
 		if names := names[became.result]; len(names) > 0 {
@@ -488,8 +489,8 @@ func revertedText(t *command.Text, answer *Reverted) {
 	}
 }
 
-// incompatibility adds an incompatibility with its hint. names are its interfaces, if
-// these are not evident from the context.
+// writeIncompatibility adds an incompatibility with its hint. names are its interfaces,
+// if the context does not show them.
 func writeIncompatibility(t *command.Text, indent string, of compat.Incompatibility, names ...string) {
 	where := ""
 	if len(names) > 0 {

@@ -132,7 +132,7 @@ func TestBigTCPManyInterfaces(t *testing.T) {
 	s.Interfaces[len(s.Interfaces)-1].Requested = &Requested{Want: sizing.Want{IPv4: 192000}, By: byFile, State: requestUnset}
 	var short, long command.Text
 	bigtcpText(&short, s, false)
-	for _, want := range []string{"\nport39 ", "\nport20 ", "\nveth3 ", "and 18 interfaces more; --all shows all\n1 interface is not shown: "} {
+	for _, want := range []string{"\nport39 ", "\nport20 ", "\nveth3 ", "and 18 more interfaces; --all shows all\n1 interface is not shown: "} {
 		if !strings.Contains(short.String(), want) {
 			t.Errorf("%q is not in\n%s", want, short.String())
 		}

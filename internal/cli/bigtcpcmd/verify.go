@@ -24,16 +24,16 @@ func (c *commands) bigtcpVerifyCommand() *cobra.Command {
 	var where bigtcpPlace
 	cmd := &cobra.Command{
 		Use:   "verify INTERFACE",
-		Short: "Prove how large the packets of an interface are",
-		Long: `Verify counts the packets that an interface receives and sends, for a bounded
-time, by their bytes and segments, separately for TCP over IPv4 and over IPv6.
-It shows which share of TCP's bytes travelled in packets above 64 KB, and why
-other packets were smaller. Sent packets are counted before the kernel segments
-those that are too large for the interface, and again at the driver. A note says
-if somebody has changed the sizes since Sockeye set them.
+		Short: "Measure the packet sizes of an interface",
+		Long: `Verify counts the packets that an interface receives and sends, for a limited
+time, by bytes and by segments, separately for TCP over IPv4 and over IPv6. It
+shows the share of TCP's bytes in packets above 64 KB, and the causes of smaller
+packets. Sent packets are counted twice: before the kernel segments packets that
+are too large for the interface, and at the driver. A note is added if somebody
+has changed the sizes since Sockeye set them.
 
-It changes no packet and leaves nothing attached. After an interrupt it shows
-the packets that were counted so far.`,
+It does not modify packets, and detaches its programs at the end. After an
+interrupt it shows the packets that were counted so far.`,
 		Example: `  sockeye bigtcp verify eth0
   sockeye bigtcp verify veth0 --netns /run/netns/blue --for 1m -o json`,
 		Args:              command.Arguments(1, 1, "INTERFACE"),
@@ -62,21 +62,21 @@ the packets that were counted so far.`,
 		},
 	}
 	where.flags(cmd)
-	cmd.Flags().String("for", verifyFor.String(), "duration, at most 10m")
+	cmd.Flags().String("for", verifyFor.String(), "duration of the measurement, at most 10m")
 	command.CompleteFlag(cmd, "for")
 	return cmd
 }
 
-// changedNote returns a note if somebody has changed the sizes of an interface since
-// they were set; otherwise "".
+// changedNote returns a note if the sizes of an interface have changed since Sockeye set
+// them; otherwise "".
 func changedNote(network *netif.Namespace, name, stateDir string) string {
 	records, _, err := recordsOf(network, stateDir)
 	if err != nil {
-		return fmt.Sprintf("the records of changed sizes are unknown: %v", err)
+		return fmt.Sprintf("read records of changed sizes: %v", err)
 	}
 	list, err := network.Interfaces()
 	if err != nil {
-		return fmt.Sprintf("the records of changed sizes are unknown: %v", err)
+		return fmt.Sprintf("read records of changed sizes: %v", err)
 	}
 	i := slices.IndexFunc(list, func(i netif.Interface) bool { return i.Name == name })
 	if i < 0 {
@@ -89,7 +89,7 @@ func changedNote(network *netif.Namespace, name, stateDir string) string {
 	return "sizes: " + requested.words()
 }
 
-// verifyText prints a report: the answer first, then the figures.
+// verifyText prints a report: the verdict, then the figures.
 func verifyText(t *command.Text, p *verify.Report) {
 	name := p.Interface
 	if p.Netns != "" {
@@ -114,7 +114,7 @@ func verifyText(t *command.Text, p *verify.Report) {
 	verifyClasses(t, p, "PACKETS OF TCP, BYTES", func(c *verify.Count) []verify.Class { return c.Sizes })
 	verifyClasses(t, p, "PACKETS OF TCP, SEGMENTS", func(c *verify.Count) []verify.Class { return c.BySegments })
 	if len(p.Causes) > 0 {
-		t.Line("why other packets were smaller, by share of TCP's bytes:")
+		t.Line("causes of smaller packets, by share of TCP's bytes:")
 		for _, why := range p.Causes {
 			verifyCause(t, &why)
 		}
@@ -150,8 +150,8 @@ func verifyTotals(t *command.Text, p *verify.Report) {
 	t.Line("")
 }
 
-// verifyClasses prints how many packets of TCP have so many bytes or segments at each
-// point, and their share of the bytes there.
+// verifyClasses prints the number of TCP packets in each size class at each point, and
+// their share of the bytes at this point. Classes are by bytes or by segments.
 func verifyClasses(t *command.Text, p *verify.Report, title string, classes func(*verify.Count) []verify.Class) {
 	points := []verify.Point{verify.Received, verify.Sent, verify.Driver}
 	if p.NoDriver != "" {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package clitest has what the tests of all commands share: golden files and hostile text.
+// Package clitest has golden files and hostile text for the tests of all commands.
 package clitest
 
 import (
@@ -11,7 +11,7 @@ import (
 	"unicode/utf8"
 )
 
-// Golden compares with a file of testdata.
+// Golden compares got with a file in testdata. With UPDATE in the environment, it writes the file.
 func Golden(t testing.TB, name, got string) {
 	t.Helper()
 	file := "testdata/" + name + ".golden"
@@ -29,7 +29,7 @@ func Golden(t testing.TB, name, got string) {
 	}
 }
 
-// PrintableOnly fails the test for what a terminal would take as a command.
+// PrintableOnly fails the test if out contains characters that a terminal interprets.
 func PrintableOnly(t testing.TB, out string) {
 	t.Helper()
 	if bad := control.FindString(out); bad != "" {
@@ -37,10 +37,10 @@ func PrintableOnly(t testing.TB, out string) {
 	}
 }
 
-// Hostile is a name that somebody made to take over a terminal.
+// Hostile is a name with escape sequences and control characters.
 const Hostile = "a\x1b[2J\x07\nb\u202ec\u009b31m\xff"
 
-// Commands are what terminals obey, or show as something else, in all forms.
+// Commands are escape sequences, control characters and invisible characters in all encodings.
 var Commands = []string{
 	"\x1b[2J", "\x1b]0;title\x07", "\x1b]52;c;eA==\x1b\\", "\x1bP", "\x1bc", "\x08\x08", "\r", "\x00", "\x0b\x0c", "\x0e\x0f", "\x7f",
 	"\u009b31m", "\u009d0;x\u009c", "\u0085", "\x9b31m", "\x9d", // C1, as characters and as bytes
@@ -49,7 +49,7 @@ var Commands = []string{
 	"\xff", "\xc0\x9b", "\xe2\x80", "\xed\xa0\x80", "\xf0\x9f",
 }
 
-// Safe tells whether a terminal shows a text and does nothing else.
+// Safe reports whether a terminal only displays a text.
 func Safe(text string) bool {
 	for _, r := range text {
 		switch {
@@ -64,8 +64,8 @@ func Safe(text string) bool {
 
 var control = regexp.MustCompile(`[\x00-\x09\x0b-\x1f\x7f\x{80}-\x9f\x{202a}-\x{202e}\x{2066}-\x{2069}]`)
 
-// GoldenText compares what write writes with a file, and checks that a terminal shows each
-// line as it is, in 100 columns.
+// GoldenText compares the output of write with a golden file, and checks that the output is
+// printable and that no line exceeds 100 columns.
 func GoldenText[T any, P interface {
 	*T
 	String() string

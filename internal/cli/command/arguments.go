@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/fault"
 )
 
-// Endpoints parses both addresses of a connection. A port that is not given is 0.
+// Endpoints parses both addresses of a connection. A missing port is 0.
 func Endpoints(localText, remoteText string) (local, remote netip.AddrPort, err error) {
 	if local, err = end(localText); err != nil {
 		return local, remote, err
@@ -27,15 +27,15 @@ func Endpoints(localText, remoteText string) (local, remote netip.AddrPort, err 
 	return local, remote, nil
 }
 
-// Arguments bounds the number of a command's arguments. name is the name of an argument in
-// errors. A most of -1 is no upper bound.
+// Arguments checks the number of a command's arguments. name is the name of an argument in
+// errors. If most is -1, the number has no upper bound.
 func Arguments(least, most int, name string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		switch {
 		case len(args) < least:
 			return fault.Usage(fmt.Errorf("%s is missing", name), "usage: "+cmd.UseLine())
 		case most >= 0 && len(args) > most:
-			return fault.Usage(fmt.Errorf("there is one argument too many: %q", args[most]), "usage: "+cmd.UseLine())
+			return fault.Usage(fmt.Errorf("unexpected argument %q", args[most]), "usage: "+cmd.UseLine())
 		}
 		return nil
 	}
@@ -56,7 +56,7 @@ func NoCommand(cmd *cobra.Command, args []string) error {
 	if near := config.Nearest(args[0], known); near != "" {
 		hint = fmt.Sprintf("did you mean %s %s?", cmd.CommandPath(), near)
 	}
-	return fault.Usage(fmt.Errorf("there is no command %q", args[0]), hint)
+	return fault.Usage(fmt.Errorf("unknown command %q", args[0]), hint)
 }
 
 // end parses one address of a connection.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package command has what all commands of the CLI share: the environment, the client of the agent,
+// Package command has the shared parts of all commands: the environment, the client of the agent,
 // output as JSON, table or text, and the checks of arguments.
 package command
 
@@ -15,12 +15,12 @@ import (
 	"sockeye/internal/api"
 )
 
-// Environment is everything outside the process that commands use. Tests replace it.
+// Environment has the external dependencies of commands. Tests replace it.
 type Environment struct {
 	Out, Err io.Writer
 	In       io.Reader
 	Now      func() time.Time
-	// Exec replaces this process with a program, see execve(2).
+	// Exec replaces this process with a program (execve(2)).
 	Exec func(path string, args, env []string) error
 }
 
@@ -66,7 +66,8 @@ func (c *Command) Show(v any, rows func(w io.Writer)) error {
 	return w.Flush()
 }
 
-// Reported is an error that the command has printed already, or for which the exit code says enough.
+// Reported is an error that the caller does not print: the command has printed it, or the exit code
+// is sufficient.
 type Reported struct{ Err error }
 
 func (r *Reported) Error() string { return r.Err.Error() }

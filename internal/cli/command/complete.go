@@ -10,8 +10,8 @@ import (
 	"sockeye/internal/api"
 )
 
-// RuleNames completes names of tune rules that are not yet arguments, up to most arguments; a most
-// of -1 is no bound.
+// RuleNames completes the names of tune rules that are not yet arguments, up to most arguments. If
+// most is -1, the number has no bound.
 func (c *Command) RuleNames(most int) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		var list []api.TuneStatus
@@ -47,6 +47,6 @@ func Query(pairs ...string) url.Values {
 
 // CompleteFlag makes the shell complete a flag with words instead of file names.
 func CompleteFlag(cmd *cobra.Command, flag string, words ...cobra.Completion) {
-	// It fails only for a flag that the command lacks.
+	// An error occurs only if the command does not have the flag.
 	_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp))
 }

@@ -75,7 +75,7 @@ func (s *Screen) End() {
 	defer s.mu.Unlock()
 	if len(s.partial) > 0 {
 		s.partial = nil
-		// Nobody is left to tell of an error.
+		// If this write fails, the error cannot be reported.
 		_, _ = io.WriteString(s.To, string(unicode.ReplacementChar))
 	}
 }

@@ -15,8 +15,8 @@ import (
 	"sockeye/internal/fault"
 )
 
-// Text is a list of lines for a terminal. Text from outside (names of processes and interfaces)
-// cannot end a line or send an escape sequence.
+// Text is a list of lines for a terminal. Untrusted strings, such as names of processes and
+// interfaces, cannot end a line or send an escape sequence.
 type Text struct{ bytes.Buffer }
 
 // Line adds a line.
@@ -24,7 +24,7 @@ func (t *Text) Line(format string, args ...any) {
 	t.WriteString(strings.TrimRight(Printable(fmt.Sprintf(format, args...)), " ") + "\n")
 }
 
-// Hint adds a hint for the line before, unless text is empty.
+// Hint adds a hint for the previous line, unless text is empty.
 func (t *Text) Hint(text string) {
 	if text != "" {
 		t.Line("hint: %s", text)
@@ -118,8 +118,8 @@ func Digits(v float64) string {
 	return text
 }
 
-// InUnits formats a measured value in the largest unit that it reaches. Each unit is 1000 times the
-// one before.
+// InUnits formats a measured value in the largest unit that does not exceed the value. Each unit is
+// 1000 times the previous unit.
 func InUnits(v float64, units ...string) string {
 	for len(units) > 1 && v >= 999.5 {
 		v /= 1000
@@ -148,7 +148,7 @@ func Duration(d time.Duration) string {
 }
 
 // IntervalHint is the hint for a duration that cannot be parsed.
-const IntervalHint = "a length of time, as in 90s, 5m or 1h"
+const IntervalHint = "a duration, as in 90s, 5m or 1h"
 
 // Interval parses a flag that is a duration. It returns 0 if the flag was not given.
 func Interval(cmd *cobra.Command, flag string) (time.Duration, error) {

@@ -22,14 +22,14 @@ const (
 	wrapLines  = "\x1b[?7h"
 )
 
-// Watch prints a screen every second until ctx ends.
+// Watch prints a screen every second until ctx is done.
 func (c *Command) Watch(ctx context.Context, screen func() (*Text, error)) error {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	begun := false
 	defer func() {
 		if begun {
-			// Without a terminal there is nothing to restore.
+			// If the write fails, the terminal is gone.
 			_ = WriteTerminal(c.Out, wrapLines)
 		}
 	}()
@@ -53,13 +53,13 @@ func (c *Command) Watch(ctx context.Context, screen func() (*Text, error)) error
 	}
 }
 
-// Fit returns the lines of a screen, as many as the terminal shows.
+// Fit returns the lines of a screen, truncated to the height of the terminal.
 func (c *Command) Fit(l *Text) string {
 	lines := strings.SplitAfter(l.String(), "\n")
 	lines = lines[:len(lines)-1]
 	if height := c.height(); len(lines) > height {
 		left := len(lines) - height + 1
-		lines = append(lines[:height-1], fmt.Sprintf("… %s, for which the terminal is too small\n", Count(left, "more line", "more lines")))
+		lines = append(lines[:height-1], fmt.Sprintf("… %s, the terminal is too small\n", Count(left, "more line", "more lines")))
 	}
 	for i, line := range lines {
 		lines[i] = Printable(strings.TrimSuffix(line, "\n")) + clearLine + "\n"
@@ -78,5 +78,5 @@ func (c *Command) height() int {
 	if err != nil || size.Row < 3 {
 		return endless
 	}
-	return int(size.Row) - 1 // the cursor is in the last one
+	return int(size.Row) - 1 // the cursor is in the last line
 }

@@ -18,21 +18,21 @@ import (
 	"sockeye/internal/member"
 )
 
-// account is the user to which the gateway and the program change; nil: they keep the current user.
+// account is the user of the gateway and the program; nil for the current user.
 type account struct {
 	isolate.User
 	name, home string // "" if /etc/passwd has no entry
 }
 
 // Account returns the user of the program. Root must choose a user, because root has access to the host's files in any namespace. The
-// default is the user of a service, "" for none.
+// default is the user of the service; "" if there is no default.
 func (i *Options) Account(service string) (*account, error) {
 	root := os.Geteuid() == 0
 	switch {
 	case i.User != "" && i.asRoot:
-		return nil, fault.Usage(errors.New("--user and --as-root do not go together"), "each chooses the user of the program")
+		return nil, fault.Usage(errors.New("--user and --as-root are mutually exclusive"), "both select the user of the program")
 	case !root && i.User != "":
-		return nil, &fault.Error{Err: errors.New("only root may become another user"), Hint: "omit --user: the program runs as your user", Code: fault.CodeNotPermitted}
+		return nil, &fault.Error{Err: errors.New("only root may change the user"), Hint: "omit --user: the program runs as your user", Code: fault.CodeNotPermitted}
 	case !root && i.asRoot:
 		return nil, fault.Usage(errors.New("--as-root is for root"), "omit it: the program runs as your user")
 	case !root, i.asRoot:
@@ -70,7 +70,8 @@ func userHint(service string) string {
 	return "name the user of the program, as in --user nobody, or use --as-root"
 }
 
-// IsMember returns an error unless the user is that of a service's members, "" for any: sockets of different users cannot share a port.
+// IsMember returns an error if the user is not the user of the service's members; "" is any user. Sockets of different users cannot
+// share a port.
 func (a *account) IsMember(service string) error {
 	if service == "" {
 		return nil

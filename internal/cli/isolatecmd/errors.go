@@ -127,12 +127,12 @@ func stepHint(failed *isolate.StepError, exists bool) (hint string, code int) {
 		case refused:
 			hint, code = userNamespaceHint(), fault.CodeNotPermitted
 		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
-			hint, code = "the namespace must have neither an interface "+isolate.InterfaceName+", as of another gateway, nor a default route", fault.CodeConflict
+			hint, code = "the namespace must not have an interface "+isolate.InterfaceName+" (of another gateway) or a default route", fault.CodeConflict
 		}
 	case isolate.StepExpose, isolate.StepFiles:
 		hint, code = pathHint, fault.CodeUsage
 	case isolate.StepLandlock:
-		hint, code = "--read and --write need landlock, since Linux 5.13", fault.CodeUnsupported
+		hint, code = "--read and --write need Landlock (Linux 5.13)", fault.CodeUnsupported
 	case isolate.StepResolver:
 		hint = "--no-dns keeps the host's file"
 	case isolate.StepJoin:
@@ -144,7 +144,7 @@ func stepHint(failed *isolate.StepError, exists bool) (hint string, code int) {
 	return hint, code
 }
 
-// userNamespaceHint names the sysctl that denies user namespaces, or the candidates.
+// userNamespaceHint returns a hint with the sysctl that denies user namespaces, or with all such sysctls if none is set.
 func userNamespaceHint() string {
 	for _, c := range []struct {
 		name   string

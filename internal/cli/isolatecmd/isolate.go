@@ -31,7 +31,7 @@ const (
 	mostMTU  = 65520
 )
 
-// resolvConf has the host's name servers, behindStub those to which systemd-resolved forwards.
+// resolvConf has the host's name servers. behindStub has the name servers to which systemd-resolved forwards.
 const (
 	resolvConf = "/etc/resolv.conf"
 	behindStub = "/run/systemd/resolve/resolv.conf"
@@ -70,86 +70,95 @@ func (c *commands) isolateCommand() *cobra.Command {
 	var i Options
 	cmd := &cobra.Command{
 		Use:   "isolate [-p [ADDRESS:]PORT[:PORT][/udp]] ... [-- PROGRAM [ARGUMENT...]]",
-		Short: "Run a program in network, process and mount namespaces of its own",
+		Short: "Run a program in its own network, process and mount namespaces",
 		Long: `Isolate runs a program in new user, network, mount, PID and IPC namespaces with
-one interface, sockeye0. This process remains outside and is the gateway: TCP,
-UDP and ICMP echo of the program use ordinary sockets of the host, and traffic
-to a published port goes inside with the peer's own address. No privilege is
-needed; the gateway drops every privilege that it does not need.
+one interface, sockeye0. The sockeye process remains outside and is the gateway:
+it forwards TCP, UDP and ICMP echo of the program through ordinary sockets of
+the host. Traffic to a published port reaches the program with the source
+address of the peer. No privileges are needed; the gateway drops all privileges
+that it does not need.
 
-User. The program of an ordinary user runs as this user. Root must choose:
---user NAME, --user UID or --user UID:GID changes the user of both processes,
-without supplementary groups; the group must not be root's, and ports below 1024
-of the host can still be published. --as-root gives the program root's access to
-the host's files, and removes only the network and the capabilities.
+User. If an ordinary user starts the command, the program runs as this user.
+Root must choose a user. --user NAME, --user UID or --user UID:GID sets the user
+of both processes, without supplementary groups. The group must not be root's
+group. Ports of the host below 1024 can still be published. With --as-root, the
+program keeps root's access to the host's files, and loses only the network and
+the capabilities.
 
 Inbound. -p [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp] publishes ports of
-the host; the defaults are all addresses, TCP, and the same port inside. Ports
-below 1024 of the host need the usual privilege; inside, all ports are free.
+the host. Defaults: all addresses, TCP, and the same port inside. Ports of the
+host below 1024 need the usual privilege. Inside, no port needs a privilege.
 
 Outbound. By default, all destinations are allowed except the host's loopback
-addresses; addresses that the host and the program share are the program's own.
---allow PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp] allows only the given destinations
-and the host's name servers; --no-outbound allows replies only. The host itself
-is 169.254.53.1, or fd53:6f63:6b65:7965::1, inside: connections from the host
-have this source address, and only --allow 169.254.53.1:6379 permits connections
-to 127.0.0.1:6379 of the host. The metadata addresses of clouds, such as
-169.254.169.254 and fd00:ec2::254, give out the host's credentials: only --allow
-with exactly the address permits them, not with a larger prefix. UDP flows and
-TCP connections of the program may each occupy a quarter of the host's port
-range; then the oldest flow is evicted, and new connections are refused.
+addresses. An address that is assigned to both the host and the program refers
+to the program. --allow PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp] allows only the
+given destinations and the host's name servers; --no-outbound allows only
+replies. Inside, the address of the host is 169.254.53.1 or
+fd53:6f63:6b65:7965::1: connections from the host have this source address, and
+--allow 169.254.53.1:6379 is required for connections to 127.0.0.1:6379 of the
+host. The metadata services of clouds, at addresses such as 169.254.169.254 and
+fd00:ec2::254, return credentials of the host. They are allowed only if --allow
+has this exact address; a larger prefix is not sufficient. UDP flows and TCP
+connections of the program are each limited to a quarter of the host's port
+range. At the limit, a new UDP flow evicts the flow that expires first, and new
+TCP connections are refused.
 
-DNS. Inside, /etc/resolv.conf names 169.254.53.53 to 169.254.53.55, the aliases
-of the host's name servers, over UDP and TCP, also with --allow: a program can
-exfiltrate data in the names that it queries. --no-dns removes the aliases, and
-closes ports 53 and 853 of the name servers in the host's /etc/resolv.conf and
-of systemd-resolved, unless --allow has exactly the address, not a larger
-prefix. Other name servers, and DNS over HTTPS, remain reachable where outbound
-traffic is allowed: use --allow as well. With --no-dns, --no-outbound, and in an
-existing namespace, /etc/resolv.conf is the host's file.
+DNS. Inside, /etc/resolv.conf lists 169.254.53.53 to 169.254.53.55, which are
+aliases of the host's name servers, over UDP and TCP. The aliases are available
+with --allow, too: a program can exfiltrate data in DNS queries. --no-dns
+removes the aliases, and closes ports 53 and 853 of the name servers in the host's
+/etc/resolv.conf and of the name servers of systemd-resolved, unless --allow has
+the exact address of the server. Other name servers and DNS over HTTPS remain
+reachable if outbound traffic to them is allowed: use --no-dns with --allow.
+With --no-dns, with --no-outbound, and in an existing namespace,
+/etc/resolv.conf is the host's file.
 
-Confinement. The program keeps the working directory, the environment without
-SOCKEYE_* and without variables that name hidden sockets, the standard streams
-and the terminal, but no other descriptors. It has no capabilities, cannot gain
-any (no_new_privs: sudo and ping with file capabilities do not work, ping with
-datagram sockets does), and cannot change its user or groups; supplementary
-groups of an ordinary user still apply to files, and appear as nogroup. It sees
-only its own processes, in its own /proc, and cannot send signals to others
-(since Linux 6.12 not to its process group outside, either). A filter of system
-calls allows sockets of the families unix, inet, inet6 and netlink; denies
-io_uring, keyrings, bpf, perf, userfaultfd, kernel modules and mounts; kills
-32-bit programs; and denies input into the terminal (TIOCSTI). Browsers and
-container tools create user namespaces, which need --allow-userns.
+Confinement. The program inherits the working directory, the standard streams
+and the terminal, but no other descriptors. It inherits the environment except
+SOCKEYE_* and variables that refer to hidden sockets. It has no capabilities and
+cannot gain any (no_new_privs: sudo and ping with file capabilities do not work;
+ping with datagram sockets works). It cannot change its user or groups. The
+supplementary groups of an ordinary user still apply to files, and appear as
+nogroup. The program sees only its own processes in /proc, and cannot send
+signals to other processes (since Linux 6.12, this includes processes of its
+process group outside). A system call filter allows sockets of the families
+unix, inet, inet6 and netlink; denies io_uring, keyrings, bpf, perf,
+userfaultfd, kernel modules and mounts; kills 32-bit programs; and denies input
+into the terminal (TIOCSTI). Browsers and container tools create user
+namespaces, which need --allow-userns.
 
-Unix sockets of the host are hidden in their usual places: /run itself,
+Unix sockets of the host are hidden in their usual locations: /run itself,
 /run/user, /run/dbus, /run/systemd, /run/docker, /run/containerd, /run/podman,
-/run/nscd, directories of databases and others; those of the X server, tmux and
-ssh-agent in /tmp; and those that SSH_AUTH_SOCK, DBUS_SESSION_BUS_ADDRESS,
-DOCKER_HOST and similar variables name. The system log stays. --expose PATH
-keeps a socket, or a directory of sockets. Other files are the host's, with the
-user's access. With --read PATH or --write PATH (since Linux 5.13) the program
-can open only these paths, its own file, /usr and the files that programs need
-to start and to resolve names (libraries, certificates, some files of /etc,
-/proc, /dev/null and similar devices).
+/run/nscd, directories of databases and others; sockets of the X server, tmux
+and ssh-agent in /tmp; and sockets that SSH_AUTH_SOCK, DBUS_SESSION_BUS_ADDRESS,
+DOCKER_HOST and similar variables refer to. The socket of the system log remains
+visible. --expose PATH makes a socket or a directory of sockets visible. All
+other files are the host's files, with the access rights of the user. With
+--read PATH or --write PATH (since Linux 5.13), the program can open only these
+paths, its own file, /usr, and the files that programs need to start and to
+resolve names (libraries, certificates, some files of /etc, /proc, /dev/null and
+similar devices).
 
-Restrictions that the kernel does not support are warnings on standard error,
-one per line; with --require-sandbox the program does not start without them.
+If the kernel does not support a restriction, a warning is printed to standard
+error, one line per restriction. With --require-sandbox, the program does not
+start in this case.
 
-Signals to this process are forwarded to the program, as the terminal's are. If
-either process exits, for any reason, the other is terminated, and with the
-program all processes that it has started: it must stay in the foreground.
+Signals to the sockeye process and signals of the terminal are forwarded to the
+program. If either process exits, for any reason, the other is terminated, and
+with the program all processes that it has started. Therefore, the program must
+stay in the foreground.
 
-With --netns or --pid the gateway joins an existing network namespace, until it
-is interrupted, the path is removed or the process exits. An ordinary user may
-join a namespace whose user namespace maps the user to root, as those of
-unshare -rn and rootless podman. This needs nsenter, and the namespace must not
-have a default route.
+With --netns or --pid, the gateway joins an existing network namespace until it
+is interrupted, the path is removed or the process exits. An ordinary user can
+join a namespace if its user namespace maps the user to root, as with unshare
+-rn and rootless podman. This needs nsenter, and the namespace must not have a
+default route.
 
-The exit code is that of the program, or 128 plus the number of the signal that
-terminated it. Before the program starts: 1 failed, 2 wrong usage or no such
-program, user, process or namespace, 3 not supported by the kernel, 4 not
-permitted, 5 a port is in use, or the namespace has an interface sockeye0 or a
-default route.`,
+The exit code is the exit code of the program, or 128 plus the number of the
+signal that terminated it. Exit codes before the program starts: 1 failed,
+2 wrong usage, or the program, user, process or namespace does not exist, 3 not
+supported by the kernel, 4 not permitted, 5 a port is in use, or the namespace
+has an interface sockeye0 or a default route.`,
 		Example: `  sockeye isolate -- curl https://example.net/
   sockeye isolate -p 8080:80 -- python3 -m http.server 80
   sockeye isolate --no-outbound -p 1790 -p 127.0.0.1:4739/udp -- nfacctd -f nfacctd.conf
@@ -164,23 +173,23 @@ default route.`,
 	}
 	cmd.Flags().SetInterspersed(false)
 	i.Flags(cmd)
-	cmd.Flags().StringArrayVarP(&i.publish, "publish", "p", nil, "publish a port of the host, as in 1790:1790/tcp; may be repeated")
-	cmd.Flags().BoolVar(&i.NoOutbound, "no-outbound", false, "allow replies only, no connections of the program")
-	cmd.Flags().StringVar(&i.netns, "netns", "", "join the existing network namespace at a path")
+	cmd.Flags().StringArrayVarP(&i.publish, "publish", "p", nil, "publish a port of the host, as in 1790:1790/tcp; can be repeated")
+	cmd.Flags().BoolVar(&i.NoOutbound, "no-outbound", false, "allow only replies, no outbound connections of the program")
+	cmd.Flags().StringVar(&i.netns, "netns", "", "join an existing network namespace, as in /run/netns/NAME")
 	cmd.Flags().IntVar(&i.pid, "pid", 0, "join the network namespace of a process")
 	return cmd
 }
 
 // Flags defines the options that sockeye isolate and sockeye run --isolated have in common.
 func (i *Options) Flags(cmd *cobra.Command) {
-	cmd.Flags().StringArrayVar(&i.Allow, "allow", nil, "allowed destination, as in 10.0.0.0/8:9092/tcp; may be repeated")
-	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name servers inside, and ports 53 and 853 of the host's name servers closed: DNS queries can exfiltrate data")
+	cmd.Flags().StringArrayVar(&i.Allow, "allow", nil, "allow only this destination, as in 10.0.0.0/8:9092/tcp; can be repeated")
+	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "disable name servers inside, and close ports 53 and 853 of the host's name servers (DNS queries can exfiltrate data)")
 	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "MTU of the interface inside, in bytes")
-	cmd.Flags().StringVar(&i.User, "user", "", "user of the program, as in nobody or 1000:1000; for root only")
-	cmd.Flags().BoolVar(&i.asRoot, "as-root", false, "give the program root's access to the host's files; for root only")
-	cmd.Flags().StringArrayVar(&i.expose, "expose", nil, "socket of the host, or directory of sockets, to keep visible; may be repeated")
-	cmd.Flags().StringArrayVar(&i.read, "read", nil, "file or directory that the program may read, and no others; may be repeated")
-	cmd.Flags().StringArrayVar(&i.write, "write", nil, "file or directory that the program may read and write, and no others; may be repeated")
+	cmd.Flags().StringVar(&i.User, "user", "", "user of the program, as in nobody or 1000:1000 (root only)")
+	cmd.Flags().BoolVar(&i.asRoot, "as-root", false, "keep root's access to the host's files (root only)")
+	cmd.Flags().StringArrayVar(&i.expose, "expose", nil, "keep this socket of the host, or directory of sockets, visible; can be repeated")
+	cmd.Flags().StringArrayVar(&i.read, "read", nil, "allow reads only below this file or directory; can be repeated")
+	cmd.Flags().StringArrayVar(&i.write, "write", nil, "allow reads and writes only below this file or directory; can be repeated")
 	cmd.Flags().BoolVar(&i.allowUserns, "allow-userns", false, "allow the program to create user namespaces")
 	cmd.Flags().BoolVar(&i.requireSandbox, "require-sandbox", false, "do not start the program if the kernel does not support all restrictions")
 	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "log denied destinations and counters to standard error")
@@ -221,9 +230,9 @@ func (c *commands) isolate(ctx context.Context, i *Options, args []string) error
 	}
 	switch {
 	case guest.Existing == nil && len(args) == 0:
-		return fault.Usage(errors.New("PROGRAM is missing"), "name one after --, or an existing namespace with --netns or --pid")
+		return fault.Usage(errors.New("PROGRAM is missing"), "name a program after --, or an existing namespace with --netns or --pid")
 	case guest.Existing != nil && len(args) > 0:
-		return fault.Usage(errors.New("PROGRAM and an existing namespace do not go together"), "start the program in the namespace with nsenter or ip netns exec")
+		return fault.Usage(errors.New("PROGRAM and an existing namespace are mutually exclusive"), "start the program in the namespace with nsenter or ip netns exec")
 	case guest.Existing == nil:
 		if guest.Program, err = FindProgram(args[0]); err != nil {
 			return err
@@ -244,14 +253,14 @@ func (c *commands) isolate(ctx context.Context, i *Options, args []string) error
 	return Join(ctx, c.Command, i, &guest, who, listen)
 }
 
-// onlyGateway refuses options of a program for an existing namespace.
+// onlyGateway returns an error for options that apply only to a program that this command starts.
 func (i *Options) onlyGateway() error {
 	for name, given := range map[string]bool{
 		"--user": i.User != "", "--as-root": i.asRoot, "--allow-userns": i.allowUserns, "--expose": len(i.expose) > 0,
 		"--read": len(i.read) > 0, "--write": len(i.write) > 0,
 	} {
 		if given {
-			return fault.Usage(fmt.Errorf("%s and an existing namespace do not go together", name), "the option is for a PROGRAM that this command starts")
+			return fault.Usage(fmt.Errorf("%s and an existing namespace are mutually exclusive", name), "the option is for a PROGRAM that this command starts")
 		}
 	}
 	return nil
@@ -275,7 +284,7 @@ func (i *Options) forwards() (specs []access.ForwardSpec, err error) {
 // outbound parses the allowed destinations and returns the content of resolv.conf inside; "" for the host's file.
 func (i *Options) outbound() (out access.Outbound, resolver string, err error) {
 	if i.NoOutbound && len(i.Allow) > 0 {
-		return out, "", fault.Usage(errors.New("--no-outbound and --allow do not go together"), "--allow alone denies all other destinations")
+		return out, "", fault.Usage(errors.New("--no-outbound and --allow are mutually exclusive"), "--allow alone denies all other destinations")
 	}
 	out.All = !i.NoOutbound && len(i.Allow) == 0
 	out.Host = []netip.Addr{isolate.Host4, isolate.Host6}
@@ -317,7 +326,7 @@ func readOptional(path string) (string, error) {
 	return string(text), nil
 }
 
-// hostHint is the hint for an address that belongs to the program itself inside.
+// hostHint is the hint for an address that is assigned to the program itself inside.
 var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", isolate.Host4, isolate.Host6)
 
 // pathHint is the hint for a path that does not exist.
@@ -327,14 +336,14 @@ const pathHint = "name an existing path that the program's user can access"
 func (i *Options) existing() (n *isolate.Namespace, err error) {
 	switch {
 	case i.pidGiven && i.netns != "":
-		return nil, fault.Usage(errors.New("--netns and --pid do not go together"), "name one namespace")
+		return nil, fault.Usage(errors.New("--netns and --pid are mutually exclusive"), "name one namespace")
 	case i.pidGiven:
 		n, err = isolate.OpenPID(i.pid)
 		switch {
 		case errors.Is(err, unix.ESRCH):
 			return nil, fault.Usage(fmt.Errorf("there is no process %d", i.pid), "it may have ended; name another with --pid")
 		case errors.Is(err, isolate.ErrOwnNamespace):
-			return nil, fault.Usage(fmt.Errorf("the network namespace of process %d %w", i.pid, err), "name a process that has a network namespace of its own")
+			return nil, fault.Usage(fmt.Errorf("the network namespace of process %d %w", i.pid, err), "name a process in another network namespace")
 		case err != nil:
 			return nil, notPermitted(fmt.Errorf("open network namespace of process %d: %w", i.pid, err), "the process must belong to you")
 		}
@@ -360,7 +369,7 @@ func notPermitted(err error, hint string) error {
 	return err
 }
 
-// FindProgram returns the path of a program, which it searches in PATH.
+// FindProgram searches a program in PATH and returns its path.
 func FindProgram(name string) (string, error) {
 	path, err := exec.LookPath(name)
 	if err == nil {
@@ -396,8 +405,9 @@ func refuseDirectories() error {
 	return nil
 }
 
-// Join validates the options, runs the guest's program or joins the existing namespace, and returns when the program has exited or the
-// namespace is removed. A program's exit code is an error without a message. The sockets that listen opens are published.
+// Join validates the options, and runs the guest's program or joins the existing namespace. It returns when the program has exited or
+// the namespace is removed. A non-zero exit code of the program is an error without a message. The sockets that listen opens are
+// published.
 func Join(ctx context.Context, c *command.Command, i *Options, guest *isolate.Guest, who *account, listen func() ([]gateway.Forward, error)) error {
 	o := &isolate.Options{MTU: i.mtu, Listen: listen, RequireSandbox: i.requireSandbox}
 	if err := i.complete(guest, o); err != nil {

@@ -32,7 +32,7 @@ type Shown struct {
 	Matched  int            `json:"matched"`
 	ByLimit  map[string]int `json:"by_limit"`
 	Sockets  []socketShown  `json:"sockets"`
-	Problems []string       `json:"problems"` // what could not be read, and why
+	Problems []string       `json:"problems"` // read errors
 }
 
 // socketShown is a socket. Pointers are nil if the kernel reports no value, as for a listener or a connection in
@@ -62,7 +62,7 @@ type socketShown struct {
 	LimitedBy sockdiag.Limit  `json:"limited_by,omitempty"`
 	Share     *float64        `json:"limited_share,omitempty"`
 	Times     *sockdiag.Times `json:"times,omitempty"`
-	// Advice is set for a connection that its send buffer limits.
+	// Advice is set if the send buffer is the bottleneck.
 	Advice *sockdiag.Advice `json:"advice,omitempty"`
 
 	local, remote netip.AddrPort
@@ -82,7 +82,7 @@ type socketPath struct {
 	Retransmitted uint32        `json:"retransmitted"`     // packets
 }
 
-// socketsView selects what sockets shows.
+// socketsView has the selection and the order of the sockets to be shown.
 type socketsView struct {
 	netns      string
 	query      sockdiag.Query
@@ -100,7 +100,7 @@ type socketsView struct {
 	calibrated bool
 }
 
-// endFilter selects one end of a connection; the zero value matches any.
+// endFilter matches one endpoint of a connection. The zero value matches all endpoints.
 type endFilter struct {
 	prefix netip.Prefix
 	port   uint16
@@ -175,32 +175,31 @@ func (c *commands) socketsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "sockets",
 		Short: "Show each TCP socket's bottleneck and free send-buffer space",
-		Long: `Sockets shows the TCP sockets of this or another network namespace. It needs no
-agent and no rights over their processes. For each connection it shows, in
-bytes:
+		Long: `Sockets shows the TCP sockets of the current or another network namespace. It
+needs no agent and no privileges. For each connection it shows, in bytes:
 
-  QUEUED    memory of written and unacknowledged data
-  PAYLOAD   that data, and OVERHEAD the ratio of memory to data
+  QUEUED    memory of unsent and unacknowledged data
+  PAYLOAD   unsent and unacknowledged data; OVERHEAD is QUEUED/PAYLOAD
   UNSENT    data that is not sent yet
-  BUFFER    send buffer
-  SAFE      space that can be promised to a writer without a partial send
-  EXACT     space for one large write now
+  BUFFER    send buffer size (SO_SNDBUF)
+  SAFE      bytes that the socket accepts without a partial send
+  EXACT     bytes that one large write would accept now
 
-Next to the addresses it shows the unread received bytes, the number of
-retransmitted packets, and the state unless it is established.
+A line with the addresses shows the received bytes that are not yet read, the
+number of retransmitted packets, and the state unless it is established.
 
-The bottleneck of a connection is the application, which has no more data; the
-receive window of the peer; congestion control; the send buffer, with a hint
-about the remedy; or transmit: pacing, waiting for more data (Nagle), or queues
-of this host. It is that of the moment or, if the moment is not conclusive,
-that of most of the connection's busy time. With --watch it is that between two
+The bottleneck of a connection (LIMITED BY) is one of: application (no data to
+send), receive window of the peer, congestion control, send buffer (with a
+hint), or transmit (pacing, Nagle's algorithm, or queues of this host). It is
+the current bottleneck or, if this is not conclusive, the bottleneck for most of
+the connection's busy time. With --watch, it is the bottleneck between two
 readings, with its share of the time.`,
 		Example: `  sockeye sockets
   sockeye sockets --limit-by send_buffer --sort rtt -n 10
   sockeye sockets --remote 192.0.2.0/24:1790 --processes
   sockeye sockets --cgroup telemetry.slice --watch
   sockeye sockets --netns /run/netns/blue --all -o json
-  nsenter -U -n --preserve-credentials -t PID sockeye sockets   # of one's own isolated program`,
+  nsenter -U -n --preserve-credentials -t PID sockeye sockets   # of an isolated program`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			given := cmd.Flags().Changed
 			var err error
@@ -235,7 +234,7 @@ readings, with its share of the time.`,
 			}
 			v.sort = byName
 			if watch && c.Output == "json" {
-				return fault.Usage(errors.New("--watch and --output json do not go together"), "without --watch there is one answer")
+				return fault.Usage(errors.New("--watch and --output json are mutually exclusive"), "without --watch there is one answer")
 			}
 			if err := v.findCgroup(cgroup, given("cgroup")); err != nil {
 				return err
@@ -244,17 +243,17 @@ readings, with its share of the time.`,
 		},
 	}
 	flags := cmd.Flags()
-	flags.StringSliceVar(&states, "state", nil, "only sockets in this state, as in ss(8); may be repeated")
-	flags.StringVar(&local, "local", "", "only this local end: ADDRESS, PREFIX, :PORT, or ADDRESS:PORT")
-	flags.StringVar(&remote, "remote", "", "only this peer: ADDRESS, PREFIX, :PORT, or PREFIX:PORT")
-	flags.IntVar(&port, "port", 0, "only this port, local or remote")
-	flags.StringVar(&cgroup, "cgroup", "", "only sockets of this cgroup and its descendants, as in telemetry.slice")
-	flags.StringSliceVar(&limits, "limit-by", nil, "only connections with this bottleneck; may be repeated")
-	flags.StringVar(&v.netns, "netns", "", "network namespace, as in /run/netns/NAME; default: that of the caller")
+	flags.StringSliceVar(&states, "state", nil, "show only sockets in this state, named as in ss(8); can be repeated")
+	flags.StringVar(&local, "local", "", "show only this local endpoint: ADDRESS, PREFIX, :PORT, or ADDRESS:PORT")
+	flags.StringVar(&remote, "remote", "", "show only this peer: ADDRESS, PREFIX, :PORT, or PREFIX:PORT")
+	flags.IntVar(&port, "port", 0, "show only sockets with this local or remote port")
+	flags.StringVar(&cgroup, "cgroup", "", "show only sockets of this cgroup and its descendants, as in telemetry.slice")
+	flags.StringSliceVar(&limits, "limit-by", nil, "show only connections with this bottleneck; can be repeated")
+	flags.StringVar(&v.netns, "netns", "", "path of a network namespace, as in /run/netns/NAME; default: the current namespace")
 	flags.StringVar(&byName, "sort", "queued", "sort order: "+strings.Join(Orders(), ", "))
 	flags.IntVarP(&v.number, "number", "n", 0, "maximum number of sockets; default: all")
-	flags.BoolVar(&all, "all", false, "also listeners, handshakes and closed connections")
-	flags.BoolVar(&v.processes, "processes", false, "also show processes, as far as the caller may read them")
+	flags.BoolVar(&all, "all", false, "also show listeners, handshakes and closed connections")
+	flags.BoolVar(&v.processes, "processes", false, "also show the processes that the caller may inspect")
 	flags.BoolVar(&watch, "watch", false, "refresh every second, until Ctrl-C")
 	for flag, words := range map[string][]string{
 		"state": sockdiag.StateNames(), "limit-by": Limits(), "sort": Orders(),
@@ -265,7 +264,7 @@ readings, with its share of the time.`,
 	return cmd
 }
 
-// unknownWord returns an error for an unknown word.
+// unknownWord returns an error for an unknown value, with the valid values as the hint.
 func unknownWord(what, word string, known []string) error {
 	hint := "one of " + strings.Join(known, ", ")
 	if near := config.Nearest(word, known); near != "" && word != "" {
@@ -285,7 +284,7 @@ func readStates(names []string, all bool) (sockdiag.States, error) {
 		return sockdiag.Connected, nil
 	}
 	if all {
-		return 0, fault.Usage(errors.New("--all and --state do not go together"), "--all is all states")
+		return 0, fault.Usage(errors.New("--all and --state are mutually exclusive"), "--all is all states")
 	}
 	var states sockdiag.States
 	for _, name := range names {
@@ -322,7 +321,7 @@ func (v *socketsView) findCgroup(name string, given bool) (err error) {
 	v.mount, err = cgroup.Mount()
 	if !given {
 		if err != nil {
-			v.problems = append(v.problems, "the cgroups of sockets: "+err.Error())
+			v.problems = append(v.problems, "cgroups: "+err.Error())
 		}
 		return nil
 	}
@@ -353,7 +352,7 @@ func (c *commands) sockets(cmd *cobra.Command, v *socketsView, watch bool) error
 	}
 	defer diag.Close()
 	if v.kernel, err = room.Calibrate(); err != nil {
-		v.problems = append(v.problems, fmt.Sprintf("the room of sockets: %v; is lo up?", err))
+		v.problems = append(v.problems, fmt.Sprintf("SAFE and EXACT: %v; check that lo is up", err))
 	}
 	v.calibrated = err == nil
 	looker := &socketsLooker{socketsView: v, diag: diag, earlier: map[uint64]sockdiag.Look{}}
@@ -405,7 +404,7 @@ type found struct {
 func (l *socketsLooker) look() (*Shown, error) {
 	shown := &Shown{Netns: l.netns, Sockets: []socketShown{}, Problems: append([]string{}, l.problems...)}
 	if l.mount != "" {
-		// A cgroup that is not found was created concurrently, or is outside of the cgroup namespace.
+		// A missing cgroup was created concurrently, or is outside the cgroup namespace.
 		var err error
 		if l.cgroups, err = sockdiag.ReadCgroups(l.mount, l.mount+l.cgroup); err != nil {
 			shown.Problems = append(shown.Problems, err.Error())
@@ -497,7 +496,7 @@ func (l *socketsLooker) owners(kept []*found, shown *Shown) map[uint32][]sockdia
 	case err != nil:
 		shown.Problems = append(shown.Problems, err.Error())
 	case hidden > 0:
-		shown.Problems = append(shown.Problems, "whose sockets these are: "+command.Count(hidden, "process", "processes")+" may not be looked into")
+		shown.Problems = append(shown.Problems, command.Count(hidden, "process", "processes")+", not permitted to inspect")
 	}
 	return processes
 }
@@ -540,7 +539,7 @@ func (l *socketsLooker) describe(f *found, processes []sockdiag.Process) socketS
 	if f.verdict.By == sockdiag.SendBuffer {
 		var asked *sockdiag.Asked
 		for _, p := range processes {
-			// Without the right, the verdict uses what sock_diag reports.
+			// If the caller may not inspect the process, the advice uses the values of sock_diag only.
 			if answer, err := p.Ask(s.Cookie); err == nil {
 				asked = answer
 				break

@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// socketOrders are the sort orders: the largest value first, except for room.
+// socketOrders are the sort orders. Figures are sorted in descending order, except room; addresses in ascending order.
 var socketOrders = map[string]func(a, b *found) int{
 	"queued":        most(func(f *found) int64 { return int64(f.socket.Queued) }),
 	"payload":       most(payload),
@@ -36,7 +36,7 @@ var socketOrders = map[string]func(a, b *found) int{
 // Orders returns the values of --sort.
 func Orders() []string { return slices.Sorted(maps.Keys(socketOrders)) }
 
-// A listener has connections instead of bytes.
+// payload returns 0 for a listener, for which the field counts connections.
 func payload(f *found) int64 {
 	if f.socket.State == sockdiag.Listening {
 		return 0
@@ -59,14 +59,14 @@ func byEnds(a, b *found) int {
 	return cmp.Or(a.socket.Local.Compare(b.socket.Local), a.socket.Remote.Compare(b.socket.Remote), cmp.Compare(a.socket.Cookie, b.socket.Cookie))
 }
 
-// limitTexts are short names for a column.
+// limitTexts are short names for the column LIMITED BY.
 var limitTexts = map[sockdiag.Limit]string{
 	sockdiag.ReceiveWindow: "receive window", sockdiag.CongestionWindow: "congestion", sockdiag.SendBuffer: "send buffer",
 }
 
 func limitText(l sockdiag.Limit) string { return cmp.Or(limitTexts[l], string(l)) }
 
-// socketsText prints each socket: a line with its addresses, a line of figures, and the remedy.
+// socketsText prints each socket: a line with its addresses, a line of figures, and the advice.
 func socketsText(t *command.Text, shown *Shown) {
 	in := ""
 	if shown.Netns != "" {
@@ -83,11 +83,11 @@ func socketsText(t *command.Text, shown *Shown) {
 		words += ", limited by: " + strings.Join(by, ", ")
 	}
 	if n := len(shown.Sockets); n < shown.Matched {
-		words += fmt.Sprintf("; the first %d", n)
+		words += fmt.Sprintf("; first %d shown", n)
 	}
 	t.Paragraph("", "%s", words)
 	for _, problem := range shown.Problems {
-		t.Paragraph("", "not seen: %s", problem)
+		t.Paragraph("", "not read: %s", problem)
 	}
 	if len(shown.Sockets) == 0 {
 		return
@@ -114,7 +114,7 @@ func socketsText(t *command.Text, shown *Shown) {
 	t.Table(alignment, rows)
 }
 
-// names returns the addresses of the socket and its unusual properties, in few lines.
+// names returns the addresses of the socket and its other properties, wrapped to the width of a line.
 func (s *socketShown) names() []string {
 	words := []string{s.Local}
 	if s.Remote != "" {

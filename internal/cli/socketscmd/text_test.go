@@ -40,7 +40,7 @@ func shownSockets() *Shown {
 	listener := socketShown{Local: "[::]:1790", State: "listening", Waiting: new(uint32(1)), MostWaiting: new(uint32(128)), Cgroup: "/telemetry.slice"}
 	over := socketShown{Local: "192.0.2.1:1790", Remote: "198.51.100.9:40000", State: "time-wait"}
 	return &Shown{Matched: 7, ByLimit: map[string]int{"send_buffer": 1, "receive_window": 1, "application": 3}, Sockets: []socketShown{held, long, idle, listener, over},
-		Problems: []string{"the room of sockets: calibrate: network is unreachable; is lo up?"}}
+		Problems: []string{"SAFE and EXACT: calibrate: network is unreachable; check that lo is up"}}
 }
 
 func TestSocketsText(t *testing.T) {

@@ -17,9 +17,9 @@ func (c *commands) devicesCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "devices",
 		Short: "List devices with their slots and counters",
-		Long: `Devices lists the source addresses of received traffic with the slot and the
-counters of each. The kernel keeps the most recent addresses, at most
-track_devices of the policy.`,
+		Long: `Devices lists the source addresses of received traffic with their slots and
+counters. The kernel keeps the most recent addresses, at most track_devices of
+the policy.`,
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
@@ -29,7 +29,7 @@ track_devices of the policy.`,
 		}
 		return c.Show(devices, func(w io.Writer) {
 			if len(devices) == 0 {
-				fmt.Fprintln(w, "no devices seen yet; a service with track_devices off lists none")
+				fmt.Fprintln(w, "no devices seen yet (a service with track_devices off records no devices)")
 				return
 			}
 			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tSLOT\tLAST SLOT\tCONNECTIONS\tDATAGRAMS\tREFUSED\tLAST SEEN")

@@ -30,10 +30,10 @@ func (c *commands) registerCommand() *cobra.Command {
 	var slot int
 	cmd := &cobra.Command{
 		Use:   "register --pid PID [--service S] [--slot N]",
-		Short: "Make a running process a member of a service",
+		Short: "Register a running process as a member of a service",
 		Long: `Register registers the sockets of a running process in a slot. The process must
-listen on all listeners of the service. The process and its sockets must belong
-to a user of the service.`,
+have sockets for all listeners of the service. The process and its sockets must
+belong to a user of the service.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
@@ -48,7 +48,7 @@ to a user of the service.`,
 		},
 	}
 	cmd.Flags().StringVar(&m.Service, "service", "", "service; optional if there is only one")
-	cmd.Flags().IntVar(&slot, "slot", 0, "slot; default: first free slot")
-	cmd.Flags().IntVar(&m.PID, "pid", 0, "process id")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot number; default: first free slot")
+	cmd.Flags().IntVar(&m.PID, "pid", 0, "PID of the process")
 	return cmd
 }

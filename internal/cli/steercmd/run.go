@@ -27,26 +27,28 @@ func (c *commands) runCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "run [--service S] [--slot N] [--isolated] -- PROGRAM [ARGUMENT...]",
 		Short: "Start a program as a member of a service",
-		Long: `Run reserves a slot for this process and executes the program. The agent
-registers the program when it listens on all listeners of the service. The
-program and its sockets must belong to a user of the service. The program gets
-no additional privileges. Its environment has SOCKEYE_SERVICE and SOCKEYE_SLOT.
+		Long: `Run reserves a slot and executes the program. The agent registers the program
+when it listens on all listeners of the service. The program and its sockets
+must belong to a user of the service. The program gets no additional privileges.
+The variables SOCKEYE_SERVICE and SOCKEYE_SLOT are added to its environment.
 
-With --isolated the program runs in its own network namespace, as with sockeye
-isolate, without any privilege. This process is the gateway, and its own sockets
-take the slot. Connections and datagrams reach the ports of the service inside
-the namespace with the addresses of the peers. The program must listen on the
-ports of the service, preferably on all addresses, even if the policy gives
-members other ports. The slot opens when the program listens on all of these
-ports, and closes permanently when the program closes one of them or exits. The
-program is terminated when this process exits.
+With --isolated, the program runs in its own network namespace without
+privileges, as with sockeye isolate. The sockeye process is the gateway, and
+its sockets are the member's sockets in the slot. Connections and datagrams
+reach the ports of the service inside the namespace with the addresses of the
+peers. The program must listen on the ports of the service, preferably on all
+addresses, even if the policy assigns other ports to members. The slot is ready
+when the program listens on all of these ports. It closes permanently when the
+program closes one of them or exits. The program is terminated when the sockeye
+process exits.
 
-The program can open outbound connections only to the destinations of --allow,
-and then also to the name servers of the host unless --no-dns is given: DNS
-queries can carry data out. See --no-dns in sockeye isolate --help for the
-remaining ways. If root starts the command, gateway and program run as the user
-of the service, or as --user; if the service has no user, or its user is root,
---as-root is required. The program is confined as with sockeye isolate.`,
+With --isolated, outbound connections are allowed only to the destinations of
+--allow. If --allow is given, the name servers of the host are allowed too,
+unless --no-dns is given: a program can exfiltrate data in DNS queries. The
+description of --no-dns in sockeye isolate --help lists the remaining risks. If
+root starts the command, gateway and program run as the user of the service or
+of --user. --as-root is required if the service has no user or its user is root.
+All restrictions of sockeye isolate apply.`,
 		Example: `  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf
   sockeye run --slot 2 --isolated --allow 10.0.0.7:9092/tcp -- nfacctd -f /etc/pmacct/nfacctd-2.conf`,
 		Args: command.Arguments(1, -1, "PROGRAM"),
@@ -58,7 +60,7 @@ of the service, or as --user; if the service has no user, or its user is root,
 			if !isolated {
 				for _, name := range []string{"allow", "no-dns", "mtu", "verbose", "user", "as-root", "expose", "read", "write", "allow-userns", "require-sandbox"} {
 					if cmd.Flags().Changed(name) {
-						return fault.Usage(fmt.Errorf("--%s goes with --isolated", name), "without it the program has the host's network")
+						return fault.Usage(fmt.Errorf("--%s requires --isolated", name), "without --isolated the program uses the host's network")
 					}
 				}
 			}
@@ -85,16 +87,16 @@ of the service, or as --user; if the service has no user, or its user is root,
 	}
 	cmd.Flags().SetInterspersed(false)
 	cmd.Flags().StringVar(&service, "service", "", "service; optional if there is only one")
-	cmd.Flags().IntVar(&slot, "slot", 0, "slot; default: first free slot")
-	cmd.Flags().BoolVar(&isolated, "isolated", false, "run the program in its own network namespace, without any privilege")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot number; default: first free slot")
+	cmd.Flags().BoolVar(&isolated, "isolated", false, "run the program in its own network namespace, without privileges")
 	i.Flags(cmd)
 	return cmd
 }
 
-// agentTimeout is the time that run waits for an agent that is starting, as in a script that starts both.
+// agentTimeout is the time that run waits for the agent, for scripts that start both.
 const agentTimeout = 5 * time.Second
 
-// postToNewAgent sends a POST request, and tries again for agentTimeout while no agent listens.
+// postToNewAgent sends a POST request. While no agent listens, it retries for agentTimeout.
 func (c *commands) postToNewAgent(ctx context.Context, path string, body, into any) error {
 	for deadline := time.Now().Add(agentTimeout); ; {
 		err := c.Client().Post(ctx, path, body, into)
@@ -119,7 +121,7 @@ func (c *commands) runIsolated(ctx context.Context, i *isolatecmd.Options, m *ap
 		})
 	}
 	if len(sockets) == 0 {
-		return fault.Usage(errors.New("run member: the agent returned no listeners"), "the agent may be older than this command: restart it")
+		return fault.Usage(errors.New("run member: the agent returned no listeners"), "the agent may be an older version than this command: restart the agent")
 	}
 	who, err := i.Account(m.User)
 	if err != nil {

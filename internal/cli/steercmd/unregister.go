@@ -17,10 +17,10 @@ func (c *commands) unregisterCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "unregister --slot N [--service S]",
 		Short: "Remove a member from its slot",
-		Long: `Unregister removes the member of a slot. Afterwards the slot is empty, and its
-devices are refused or sent to the standby slot. Open connections of the member
-continue. The agent does not register the process again until a command does so
-or the program is restarted.`,
+		Long: `Unregister removes the member of a slot. Afterwards the slot is empty, and the
+traffic of its devices is refused or steered to the standby slot. Open
+connections of the member continue. The agent does not register the process
+again until sockeye register is called or the program is restarted.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
@@ -33,6 +33,6 @@ or the program is restarted.`,
 		},
 	}
 	cmd.Flags().StringVar(&m.Service, "service", "", "service; optional if there is only one")
-	cmd.Flags().IntVar(&slot, "slot", 0, "slot")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot number")
 	return cmd
 }

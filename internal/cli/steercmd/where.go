@@ -31,11 +31,12 @@ func (c *commands) whereCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "where ADDRESS...",
-		Short: "Show the slot of an address, now or under another policy",
+		Short: "Show the slots of addresses in the current or another policy",
 		Long: `Where shows the slots of addresses in the table of the running agent. With
 --offline, the command reads the pinned table and needs no agent. With --plan,
-the command shows the slots under another policy file. With --slots and --nonce,
-the command computes the slots of any table, on any machine.`,
+the command shows the slots that another policy file would assign. With --slots
+and --nonce, the command computes the slots from these values; it needs neither
+an agent nor pins.`,
 		Example: `  sockeye where 192.0.2.1 2001:db8::1
   sockeye where --plan new-policy.yaml 192.0.2.1
   sockeye where --slots 8 --nonce 0x5eed 192.0.2.1`,
@@ -52,13 +53,13 @@ the command computes the slots of any table, on any machine.`,
 		var list []api.WhereStatus
 		switch {
 		case changed("slots") && (plan != "" || offline) || plan != "" && offline:
-			return fault.Usage(errors.New("--slots, --plan and --offline do not go together"), "each names another table")
+			return fault.Usage(errors.New("--slots, --plan and --offline are mutually exclusive"), "each option selects another table")
 		case changed("device-map") && !changed("slots"):
-			return fault.Usage(errors.New("--device-map goes with --slots"), "without --slots the service's own device map counts")
+			return fault.Usage(errors.New("--device-map requires --slots"), "without --slots the device map of the service is used")
 		case changed("slots") && service != "":
-			return fault.Usage(errors.New("--slots and --service do not go together"), "a table given by --slots belongs to no service")
+			return fault.Usage(errors.New("--slots and --service are mutually exclusive"), "a table of --slots does not belong to a service")
 		case changed("slots") != changed("nonce"):
-			return fault.Usage(fmt.Errorf("--slots and --nonce go together"), "sockeye status -o json shows a service's nonce")
+			return fault.Usage(fmt.Errorf("--slots and --nonce must be used together"), "sockeye status -o json shows a service's nonce")
 		case changed("slots"):
 			list, err = whereTable(addresses, slots, nonce, devices)
 		case plan != "":
@@ -91,16 +92,16 @@ the command computes the slots of any table, on any machine.`,
 	cmd.Flags().IntVar(&slots, "slots", 0, "number of slots of the table to compute")
 	cmd.Flags().StringVar(&nonce, "nonce", "", "nonce of the table to compute")
 	cmd.Flags().StringVar(&devices, "device-map", "", "device map file, with --slots")
-	cmd.Flags().StringVar(&plan, "plan", "", "policy file to compute the slots for")
-	cmd.Flags().BoolVar(&offline, "offline", false, "read the pins instead of asking the agent")
-	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins, with --offline")
+	cmd.Flags().StringVar(&plan, "plan", "", "policy file for which the slots are computed")
+	cmd.Flags().BoolVar(&offline, "offline", false, "read the pinned table; no agent is needed")
+	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "pin directory, with --offline")
 	return cmd
 }
 
 func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.WhereStatus, error) {
 	seed, err := strconv.ParseUint(nonce, 0, 64)
 	if err != nil {
-		return nil, fault.Usage(fmt.Errorf("--nonce is %q", nonce), "a number of 64 bits, as in 0x5eed")
+		return nil, fault.Usage(fmt.Errorf("--nonce is %q", nonce), "a 64-bit number, as in 0x5eed")
 	}
 	if slots < 1 || slots > bpf.MaxSlots {
 		return nil, fault.Usage(fmt.Errorf("--slots is %d", slots), fmt.Sprintf("1 to %d", bpf.MaxSlots))
@@ -118,8 +119,8 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.Wh
 	return steer.Where("", mapping, addresses), nil
 }
 
-// wherePlan computes slots under another policy file, with the nonces of the running services: a new policy does not
-// change them.
+// wherePlan computes the slots of another policy file with the nonces of the services in force, because a new policy does
+// not change nonces.
 func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]api.WhereStatus, error) {
 	policy, err := command.LoadPolicy(file)
 	if err != nil {
@@ -141,7 +142,7 @@ func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service
 		name := cmp.Or(s.SlotsAs, s.Name)
 		nonce, ok := nonces[name]
 		if !ok {
-			return nil, fault.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", name), "use --slots and --nonce, or --service for one that runs")
+			return nil, fault.Usage(fmt.Errorf("service %s is not in force, its nonce is unknown", name), "use --slots and --nonce, or --service with a service in force")
 		}
 		part, err := whereTable(addresses, s.Slots, nonce, s.DeviceMap)
 		if err != nil {
@@ -153,7 +154,7 @@ func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service
 		list = append(list, part...)
 	}
 	if service != "" && len(list) == 0 {
-		return nil, fault.Usage(fmt.Errorf("%s has no service %q", file, service), "name one of its services, or leave --service out")
+		return nil, fault.Usage(fmt.Errorf("%s has no service %q", file, service), "name a service of the file, or omit --service")
 	}
 	return list, nil
 }

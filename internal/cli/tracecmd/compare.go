@@ -21,7 +21,7 @@ import (
 type Compared struct {
 	A          comparedSide       `json:"a"`
 	B          comparedSide       `json:"b"`
-	Partial    bool               `json:"partial"` // the history of the agent is shorter than the time
+	Partial    bool               `json:"partial"` // the history of the agent is shorter than the requested period
 	Comparison measure.Comparison `json:"comparison"`
 	Summary    string             `json:"summary"`
 }
@@ -38,17 +38,17 @@ func (c *commands) traceCompareCommand() *cobra.Command {
 	var trial, selector, periodA, periodB string
 	cmd := &cobra.Command{
 		Use:   "compare SELECT-A SELECT-B",
-		Short: "Compare two groups, two times, or the arms of a trial",
-		Long: `Compare shows which stage differs between A and B, by how much, and whether the
-difference is significant. A and B are two groups, written as for --select; the
-control and the treated arm of a tune rule with --trial; or two times FROM..TO,
-each as 14:05, as in RFC 3339, or as -10m (10 minutes ago). Without TO, the
-time ends now.
+		Short: "Compare two groups, two periods, or the arms of a trial",
+		Long: `Compare shows which stages differ between A and B, by how much, and whether the
+difference is significant. A and B are one of: two groups, in the syntax of
+--select; the control and the treated arm of a tune rule with --trial; or two
+periods FROM..TO with --period-a and --period-b. FROM and TO have the format
+14:05, RFC 3339, or -10m (10 minutes ago). Without TO, the period ends now.
 
 RATIO is B/A with its 95 % confidence interval. The verdicts are corrected for
-the number of rows: with no difference at all, one of 20 comparisons has a row
-with "real". p90 and mean are shown if they differ. The history of the agent
-has one hour.`,
+multiple comparisons: if A and B do not differ, one of 20 comparisons has a row
+with the verdict "real". p90 and mean are shown only if they differ. The agent
+keeps one hour of history.`,
 		Example: `  sockeye trace compare remote=192.0.2.0/24 remote=198.51.100.0/24 --since 15m
   sockeye trace compare --trial same-datacentre
   sockeye trace compare --period-a 13:50..14:05 --period-b 14:05..
@@ -76,24 +76,24 @@ has one hour.`,
 		switch {
 		case changed("period-a") || changed("period-b"):
 			if !changed("period-a") || !changed("period-b") {
-				return fault.Usage(errors.New("--period-a and --period-b go together"), "usage: "+cmd.UseLine())
+				return fault.Usage(errors.New("--period-a and --period-b must be used together"), "usage: "+cmd.UseLine())
 			}
 			for _, other := range []string{"trial", "since"} {
 				if changed(other) {
-					return fault.Usage(fmt.Errorf("--period-a and --%s do not go together", other), "--select names the groups")
+					return fault.Usage(fmt.Errorf("--period-a and --%s are mutually exclusive", other), "select groups with --select")
 				}
 			}
 			r, err = c.comparePeriods(cmd.Context(), selector, periodA, periodB)
 		case changed("select"):
-			return fault.Usage(errors.New("--select goes with --period-a and --period-b"), "without them, A and B name the groups")
+			return fault.Usage(errors.New("--select requires --period-a and --period-b"), "without --period-a and --period-b, SELECT-A and SELECT-B select the groups")
 		case changed("trial"):
 			if trial == "" || strings.Contains(trial, ",") {
 				return fault.Usage(fmt.Errorf("--trial is %q", trial), "sockeye tune lists the rules")
 			}
 			r, err = c.compareGroups(cmd.Context(), since, "tune_rule="+trial+",arm=control", "tune_rule="+trial+",arm=treated")
 			if failed, ok := errors.AsType[*unknownGroup](err); ok {
-				return fault.Usage(fmt.Errorf("no message of the trial of %s was measured: no group is %s", trial, failed.selector),
-					"a trace rule tells the arms apart with group_by: [rule, arm]; "+failed.hint)
+				return fault.Usage(fmt.Errorf("no message of the trial of %s was measured: no group matches %s", trial, failed.selector),
+					"add a trace rule with group_by: [rule, arm]; "+failed.hint)
 			}
 		default:
 			for i, name := range []string{"SELECT-A", "SELECT-B"} {
@@ -111,10 +111,10 @@ has one hour.`,
 		}
 		return c.Print(r, func(l *command.Text) { c.comparison(l, r) })
 	}
-	cmd.Flags().String("since", "", "only measurements of the last DURATION, as in 15m")
+	cmd.Flags().String("since", "", "show only measurements of the last DURATION, as in 15m")
 	cmd.Flags().StringVar(&trial, "trial", "", "compare the arms of the trial of this tune rule")
-	cmd.Flags().StringVar(&periodA, "period-a", "", "time of A, FROM..TO")
-	cmd.Flags().StringVar(&periodB, "period-b", "", "time of B, FROM..TO")
+	cmd.Flags().StringVar(&periodA, "period-a", "", "period of A, FROM..TO")
+	cmd.Flags().StringVar(&periodB, "period-b", "", "period of B, FROM..TO")
 	selectFlag(cmd, &selector)
 	_ = cmd.RegisterFlagCompletionFunc("trial", c.RuleNames(-1))
 	for _, free := range []string{"since", "period-a", "period-b"} {
@@ -127,13 +127,13 @@ has one hour.`,
 type unknownGroup struct{ selector, hint string }
 
 func (e *unknownGroup) Error() string {
-	return fmt.Sprintf("no group that was measured is %q", e.selector)
+	return fmt.Sprintf("no measured group matches %q", e.selector)
 }
 
-// compareGroups compares two selections of groups in the same time.
+// compareGroups compares two selections of groups in the same period.
 func (c *commands) compareGroups(ctx context.Context, since time.Duration, a, b string) (*Compared, error) {
 	if a == b {
-		return nil, fault.Usage(errors.New("both sides are the same"), "name two different groups, or two times by --period-a and --period-b")
+		return nil, fault.Usage(errors.New("both sides are the same"), "name two different groups, or two periods with --period-a and --period-b")
 	}
 	history, err := c.history(ctx, command.Query("since", spanText(since)))
 	if err != nil {
@@ -150,14 +150,14 @@ func (c *commands) compareGroups(ctx context.Context, since time.Duration, a, b 
 				return nil, err
 			}
 			if inA && inB {
-				return nil, fault.Usage(fmt.Errorf("both sides mean the group %s", command.Printable(r.Group.Label())), "name groups of which none is in both")
+				return nil, fault.Usage(fmt.Errorf("both sides match the group %s", command.Printable(r.Group.Label())), "use selectors without common groups")
 			}
 		}
 	}
 	return compare(history.Partial, comparedSide{Select: a, slices: history.Slices}, comparedSide{Select: b, slices: history.Slices})
 }
 
-// comparePeriods compares the same groups in two times.
+// comparePeriods compares the same groups in two periods.
 func (c *commands) comparePeriods(ctx context.Context, selector, periodA, periodB string) (*Compared, error) {
 	if err := selection("--select", selector); err != nil {
 		return nil, err
@@ -171,7 +171,7 @@ func (c *commands) comparePeriods(ctx context.Context, selector, periodA, period
 		return nil, err
 	}
 	if fromA.Before(toB) && fromB.Before(toA) {
-		return nil, fault.Usage(errors.New("--period-a and --period-b overlap"), "messages of both times would be compared with themselves")
+		return nil, fault.Usage(errors.New("--period-a and --period-b overlap"), "use periods without a common part")
 	}
 	from, to := fromA, toA
 	if fromB.Before(from) {
@@ -191,13 +191,13 @@ func (c *commands) comparePeriods(ctx context.Context, selector, periodA, period
 		slices []measure.Period
 	}{{"period-a", a.slices}, {"period-b", b.slices}} {
 		if len(side.slices) == 0 {
-			return nil, fault.Usage(fmt.Errorf("the agent has no slice of time of --%s", side.flag), "it remembers an hour, in slices of 10 s: take a later or a longer time")
+			return nil, fault.Usage(fmt.Errorf("the agent has no complete slice in --%s", side.flag), "the agent keeps one hour of history in slices of 10 s: use a later or a longer period")
 		}
 	}
 	return compare(history.Partial, a, b)
 }
 
-// history requests the measurements in slices. The error has exit code 3 if this kernel measures nothing.
+// history requests the measurements in slices. The error has exit code 3 if this kernel supports no stage of the rules.
 func (c *commands) history(ctx context.Context, q map[string][]string) (*api.TraceHistory, error) {
 	if _, err := c.traceStatus(ctx, ""); err != nil {
 		return nil, err
@@ -232,7 +232,7 @@ func (s *comparedSide) find() ([]*measure.Result, error) {
 	return found, err
 }
 
-const timesHint = "FROM..TO, each as 14:05, 2026-01-31T14:05:00Z or -10m; without TO it is until now"
+const timesHint = "FROM..TO in the format 14:05, 2026-01-31T14:05:00Z or -10m; without TO, the period ends now"
 
 // times parses a time range.
 func (c *commands) times(flag, text string) (from, to time.Time, err error) {
@@ -257,7 +257,7 @@ func (c *commands) times(flag, text string) (from, to time.Time, err error) {
 	return from, to, nil
 }
 
-// readMoment parses a time; without a date, it is in the last 24 hours.
+// readMoment parses a time. A time without a date is in the last 24 hours.
 func (c *commands) readMoment(text string) (time.Time, bool) {
 	now := c.Now()
 	if ago, ok := strings.CutPrefix(text, "-"); ok {

@@ -14,16 +14,15 @@ import (
 	"sockeye/internal/fault"
 )
 
-// newFile is a file that is renamed to its path when it is complete. Until then it has a temporary name in the same
-// directory.
+// newFile is a file with a temporary name in the directory of its path. finish renames the file to its path.
 type newFile struct {
 	*os.File
 	path string
 	flag uint // flag of renameat2
 }
 
-// createFile creates a temporary file for a path. An existing file is replaced only with force, and only if it is a
-// regular file.
+// createFile creates a temporary file for a path. With force, finish replaces an existing regular file. createFile returns
+// an error for an existing file without force, and for a path that is not a regular file.
 func createFile(path string, force bool) (*newFile, error) {
 	f := &newFile{path: path, flag: unix.RENAME_NOREPLACE}
 	info, err := os.Lstat(path)
@@ -47,7 +46,7 @@ func createFile(path string, force bool) (*newFile, error) {
 }
 
 func (f *newFile) taken() error {
-	return fault.Usage(fmt.Errorf("%s exists", f.path), "name another file, or give --force to replace it")
+	return fault.Usage(fmt.Errorf("%s exists", f.path), "name another file, or use --force to replace it")
 }
 
 // failed replaces the temporary name in an error by the path.
@@ -65,8 +64,8 @@ func (f *newFile) finish() error {
 	}
 	err := unix.Renameat2(unix.AT_FDCWD, f.Name(), unix.AT_FDCWD, f.path, f.flag)
 	if errors.Is(err, unix.EINVAL) && f.flag != 0 {
-		// The file system lacks RENAME_NOREPLACE (renameat2(2)); createFile has checked that the path is
-		// free.
+		// The file system does not support RENAME_NOREPLACE (renameat2(2)). createFile has checked that the
+		// path does not exist.
 		err = unix.Rename(f.Name(), f.path)
 	}
 	if errors.Is(err, unix.EEXIST) {
@@ -80,7 +79,7 @@ func (f *newFile) finish() error {
 
 // discard removes an unfinished file.
 func (f *newFile) discard() {
-	// A finished file is closed and has another name.
+	// After finish, both calls fail: the file is closed and renamed.
 	_ = f.Close()
 	_ = os.Remove(f.Name())
 }

@@ -41,15 +41,15 @@ func (c *commands) tracePacketsCommand() *cobra.Command {
 	var force bool
 	cmd := &cobra.Command{
 		Use:   "packets (--pid N --fd N | --local A:P --remote A:P)",
-		Short: "Follow each packet of one TCP connection",
-		Long: `Packets follows all packets of an open TCP connection for a limited time: sent
+		Short: "Trace each packet of a TCP connection",
+		Long: `Packets traces all packets of an open TCP connection for a limited time: sent
 packets through the queueing discipline and the driver until their
 acknowledgement, with retransmissions and segmentation, and received packets
-with what they acknowledge. It needs neither a trace rule nor BPF timestamping.
+with their acknowledgements. It needs neither a trace rule nor BPF timestamping.
 Sequence numbers are relative to the first packet seen.
 
-With --write it also writes the headers of the packets as pcapng, for
-Wireshark, with the times as comments.`,
+With --write, it also writes the packet headers to a pcapng file for Wireshark,
+with the times as packet comments.`,
 		Example: `  sockeye trace packets --pid 812 --fd 7
   sockeye trace packets --local 10.0.0.1:1790 --remote 192.0.2.1:40000
   sockeye trace packets --pid 812 --fd 7 --for 30s -w connection.pcapng`,
@@ -82,7 +82,7 @@ Wireshark, with the times as comments.`,
 				q.Set("limit", strconv.Itoa(limit))
 			}
 			if force && !cmd.Flags().Changed("write") {
-				return fault.Usage(errors.New("--force goes with --write"), "it replaces an existing file")
+				return fault.Usage(errors.New("--force requires --write"), "--force replaces an existing file")
 			}
 			if cmd.Flags().Changed("write") && path == "" {
 				return fault.Usage(errors.New(`--write is ""`), "name a file")
@@ -90,14 +90,14 @@ Wireshark, with the times as comments.`,
 			return c.packets(cmd.Context(), q, path, force)
 		},
 	}
-	cmd.Flags().IntVar(&pid, "pid", 0, "process id of a process with the connection")
-	cmd.Flags().IntVar(&fd, "fd", 0, "descriptor of the connection in that process")
-	cmd.Flags().StringVar(&local, "local", "", "address and port of this host")
-	cmd.Flags().StringVar(&remote, "remote", "", "address and port of the peer")
-	cmd.Flags().String("for", "10s", "duration, at most 10m")
-	cmd.Flags().IntVar(&limit, "limit", mostEvents, "maximum number of events; a sent packet causes two or more")
+	cmd.Flags().IntVar(&pid, "pid", 0, "PID of a process that has the connection open")
+	cmd.Flags().IntVar(&fd, "fd", 0, "file descriptor of the connection in the process")
+	cmd.Flags().StringVar(&local, "local", "", "local address and port")
+	cmd.Flags().StringVar(&remote, "remote", "", "remote address and port")
+	cmd.Flags().String("for", "10s", "duration of the trace, at most 10m")
+	cmd.Flags().IntVar(&limit, "limit", mostEvents, "maximum number of events; a sent packet has two or more events")
 	bufferFlag(cmd, &buffer, "4MB")
-	cmd.Flags().StringVarP(&path, "write", "w", "", "write a pcapng file")
+	cmd.Flags().StringVarP(&path, "write", "w", "", "write the packet headers to this pcapng file")
 	cmd.Flags().BoolVar(&force, "force", false, "replace an existing file")
 	for _, free := range []string{"pid", "fd", "local", "remote", "for", "limit"} {
 		command.CompleteFlag(cmd, free)
@@ -107,18 +107,18 @@ Wireshark, with the times as comments.`,
 
 // connectionQuery returns the query for a connection, by descriptor or by addresses.
 func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url.Values, error) {
-	const usage = "name it as ss -tnp shows it: --pid and --fd, or --local and --remote"
+	const usage = "use --pid and --fd, or --local and --remote, with the values of ss -tnp"
 	given := cmd.Flags().Changed
 	byDescriptor, byAddress := given("pid") || given("fd"), given("local") || given("remote")
 	switch {
 	case byDescriptor && byAddress:
-		return nil, fault.Usage(errors.New("a descriptor and addresses do not go together"), usage)
+		return nil, fault.Usage(errors.New("--pid and --fd exclude --local and --remote"), usage)
 	case byDescriptor && (!given("pid") || !given("fd")), byAddress && (!given("local") || !given("remote")), !byDescriptor && !byAddress:
-		return nil, fault.Usage(errors.New("which connection?"), usage)
+		return nil, fault.Usage(errors.New("the connection is missing"), usage)
 	case byDescriptor && pid < 1:
-		return nil, fault.Usage(fmt.Errorf("--pid is %d", pid), "the id of a process, 1 or more")
+		return nil, fault.Usage(fmt.Errorf("--pid is %d", pid), "a PID, 1 or more")
 	case byDescriptor && fd < 0:
-		return nil, fault.Usage(fmt.Errorf("--fd is %d", fd), "the number of a descriptor, 0 or more")
+		return nil, fault.Usage(fmt.Errorf("--fd is %d", fd), "a file descriptor, 0 or more")
 	case byDescriptor:
 		return url.Values{"pid": {strconv.Itoa(pid)}, "fd": {strconv.Itoa(fd)}}, nil
 	}
@@ -127,12 +127,12 @@ func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url
 		return nil, err
 	}
 	if l.Port() == 0 || r.Port() == 0 {
-		return nil, fault.Usage(errors.New("a port is missing"), "both ports are needed to find a connection, as in --local 10.0.0.1:1790 --remote 192.0.2.1:40000")
+		return nil, fault.Usage(errors.New("a port is missing"), "give both ports, as in --local 10.0.0.1:1790 --remote 192.0.2.1:40000")
 	}
 	return url.Values{"local": {l.String()}, "remote": {r.String()}}, nil
 }
 
-// packets follows a connection until the agent ends the stream or ctx is done.
+// packets traces a connection until the agent ends the stream or ctx is done.
 func (c *commands) packets(ctx context.Context, q url.Values, path string, force bool) error {
 	var file *newFile
 	var err error
@@ -152,7 +152,7 @@ func (c *commands) packets(ctx context.Context, q url.Values, path string, force
 		return unlessDone(ctx, truncated(err))
 	}
 	if line.Connection == nil {
-		return truncated(errors.New("it does not begin with a connection"))
+		return truncated(errors.New("the first line has no connection"))
 	}
 	v := &packetView{Command: c.Command, answer: Packets{Connection: *line.Connection, Packets: []packets.Packet{}, File: path}}
 	if file != nil {
@@ -221,7 +221,7 @@ func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
 // stopped maps the agent's reasons for the end of the stream.
 var stopped = map[string]packets.Reason{"time": packets.StoppedDeadline, "limit": packets.StoppedEvents, "closed": packets.StoppedClosed}
 
-// packetRow has number, time, direction, sequence number, length, flags, times and notes of a packet.
+// packetRow is the format of a packet: number, time, direction, sequence number, length, flags, times and note.
 const packetRow = "%6v  %11s  %s  %11v  %8v  %-11s  %8s  %9s  %s"
 
 // writePacket writes a complete packet.
@@ -274,12 +274,12 @@ func (v *packetView) writeHeader(l *command.Text) {
 	l.Line(packetRow, "PACKET", "SECONDS", " ", "SEQ", "LENGTH", "FLAGS", "QDISC", "TO ACK", "NOTE")
 }
 
-// without describes what is unknown without a tracepoint.
+// without describes the data that is missing without a tracepoint.
 var without = map[string]string{
-	"tcp_probe":           "what the connection receives is not seen",
-	"netif_receive_skb":   "what it receives once one side has closed it is not seen",
-	"tcp_retransmit_skb":  "why packets are sent again is not known",
-	"inet_sock_set_state": "its end is not seen",
+	"tcp_probe":           "received packets are not shown",
+	"netif_receive_skb":   "packets received after one side has closed the connection are not shown",
+	"tcp_retransmit_skb":  "the causes of retransmissions are unknown",
+	"inet_sock_set_state": "the end of the connection is not detected",
 }
 
 // writeTotals writes the totals.
@@ -303,7 +303,7 @@ func (v *packetView) writeTotals() error {
 		fates = append(fates, command.Count(s.Retransmissions, "retransmission", "retransmissions"))
 	}
 	if len(fates) > 0 {
-		l.Line("of those sent: %s", strings.Join(fates, ", "))
+		l.Line("sent packets: %s", strings.Join(fates, ", "))
 	}
 	for _, of := range []struct {
 		name config.Stage
@@ -318,8 +318,8 @@ func (v *packetView) writeTotals() error {
 		one, many, Text string
 	}{
 		{s.LostEvents, "event", "events", "lost because the buffer was full: packets or times are missing; use a larger --buffer"},
-		{uint64(s.Strays), "part of a packet", "parts of packets", "whose beginning was not seen"},
-		{uint64(s.Unreadable), "packet", "packets", "without a TCP header that could be read"},
+		{uint64(s.Strays), "part of a packet", "parts of packets", "without the beginning of the packet"},
+		{uint64(s.Unreadable), "packet", "packets", "with an unreadable TCP header"},
 		{uint64(s.Unfinished), "packet", "packets", "dropped from memory before they were complete"},
 	} {
 		if lack.n > 0 {
@@ -327,16 +327,16 @@ func (v *packetView) writeTotals() error {
 		}
 	}
 	if s.Unseen > 0 {
-		l.Line("%s sent in packets that were not seen", command.Bytes(s.Unseen))
+		l.Line("%s sent in packets that were not captured", command.Bytes(s.Unseen))
 	}
 	switch s.Stopped {
 	case packets.StoppedEvents:
-		l.Line("ended by --limit")
+		l.Line("stopped by --limit")
 	case packets.StoppedClosed:
 		l.Line("the connection has closed")
 	}
 	if v.answer.File != "" {
-		l.Line("written: %s", v.answer.File)
+		l.Line("wrote %s", v.answer.File)
 	}
 	_, err := l.WriteTo(v.Out)
 	return err

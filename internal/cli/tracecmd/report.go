@@ -37,11 +37,11 @@ func (c *commands) traceReportCommand() *cobra.Command {
 	var force bool
 	cmd := &cobra.Command{
 		Use:   "report FILE",
-		Short: "Write the measurements as one HTML page",
-		Long: `Report writes a self-contained HTML page: the distributions of all stages, by
+		Short: "Write the measurements to an HTML page",
+		Long: `Report writes a self-contained HTML page with the distributions of all stages by
 group and over time, the slowest messages with explanations, and the delay of
-readers. The history of the agent has one hour in slices of 10 s; --since
-limits the report to the last part.`,
+readers. The agent keeps one hour of history in slices of 10 s; --since limits
+the report to the most recent part.`,
 		Example: `  sockeye trace report trace.html
   sockeye trace report trace.html --since 15m --select rule=replies --force`,
 		Args: command.Arguments(1, 1, "FILE"),
@@ -71,14 +71,14 @@ limits the report to the last part.`,
 			return c.Print(w, func(l *command.Text) { c.reported(l, w) })
 		},
 	}
-	cmd.Flags().String("since", "", "only measurements of the last DURATION, as in 15m")
+	cmd.Flags().String("since", "", "show only measurements of the last DURATION, as in 15m")
 	cmd.Flags().BoolVar(&force, "force", false, "replace an existing file")
 	selectFlag(cmd, &selector)
 	command.CompleteFlag(cmd, "since")
 	return cmd
 }
 
-// reportSlow is the number of slowest messages that a report gets.
+// reportSlow is the number of slowest messages in a report.
 const reportSlow = 200
 
 // traceReport requests the data of a report and writes it.
@@ -135,7 +135,7 @@ func (c *commands) reportNotes(status *api.TraceStatus, history *api.TraceHistor
 		note("Only groups with %s are shown.", selector)
 	}
 	if !status.Timestamps {
-		note("Nothing sent over TCP was measured: this needs %s.", status.Needs)
+		note("Messages sent over TCP were not measured: this needs %s.", status.Needs)
 	}
 	for _, g := range status.Cgroups {
 		if g.Problem != "" {

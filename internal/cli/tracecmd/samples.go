@@ -31,14 +31,14 @@ func (c *commands) traceSamplesCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "samples",
 		Short: "Stream the chosen messages",
-		Long: `Samples prints a line for each chosen message when it has ended, until Ctrl-C
-or as limited by --count and --for. With -o jsonl, the lines are JSON with the
-state of the connection when the message was sent.
+		Long: `Samples prints a line for each chosen message when it is complete, until Ctrl-C
+or until the limit of --count or --for. With -o jsonl, the lines are JSON and
+have the state of the connection at the time of sending.
 
-The kernel keeps messages in a buffer until they are read. Messages that find
-the buffer full are lost; their number is printed at the end, and the exit code
-is then 1. Without a reader, nothing is kept. Each cgroup has one reader at a
-time.`,
+The kernel writes messages to a ring buffer. If the buffer is full, messages are
+lost; then their number is printed at the end, and the exit code is 1. The
+kernel keeps no messages while samples does not run. Each cgroup can have one
+reader at a time.`,
 		Example: `  sockeye trace samples --count 20
   sockeye trace samples -o jsonl --for 10s --buffer 4MB > messages.jsonl
   sockeye trace samples -o jsonl --select rule=replies | jq .stages_ns.network`,
@@ -80,9 +80,9 @@ time.`,
 		},
 	}
 	cmd.Flags().IntVar(&number, "count", 0, "maximum number of messages")
-	cmd.Flags().String("for", "", "duration, as in 10s")
+	cmd.Flags().String("for", "", "duration of the stream, as in 10s")
 	bufferFlag(cmd, &buffer, "1MB")
-	cmd.Flags().StringVar(&cgroup, "cgroup", "", "only this cgroup, named as in the policy")
+	cmd.Flags().StringVar(&cgroup, "cgroup", "", "show only this cgroup, named as in the policy")
 	selectFlag(cmd, &selector)
 	_ = cmd.RegisterFlagCompletionFunc("cgroup", c.tracedCgroups)
 	command.CompleteFlag(cmd, "count")
@@ -92,7 +92,7 @@ time.`,
 
 // bufferFlag adds --buffer.
 func bufferFlag(cmd *cobra.Command, size *string, otherwise string) {
-	cmd.Flags().StringVar(size, "buffer", otherwise, "size of the kernel's buffer, 4KB to 256MB, rounded up to a power of two")
+	cmd.Flags().StringVar(size, "buffer", otherwise, "size of the ring buffer, 4KB to 256MB, rounded up to a power of two")
 	command.CompleteFlag(cmd, "buffer")
 }
 
@@ -106,7 +106,8 @@ var (
 	sizeUnits = map[string]int{"B": 1, "KB": 1e3, "MB": 1e6, "KiB": 1 << 10, "MiB": 1 << 20}
 )
 
-// bufferSize parses --buffer and rounds the size up to a power of two, which the kernel requires; 0 if not given.
+// bufferSize parses --buffer and rounds the size up to a power of two, which the kernel requires. It returns 0 if the flag
+// is not given.
 func bufferSize(cmd *cobra.Command, text string) (int, error) {
 	if !cmd.Flags().Changed("buffer") {
 		return 0, nil
@@ -144,7 +145,7 @@ func (c *commands) samples(ctx context.Context, q map[string][]string, number in
 		return unlessDone(ctx, err)
 	}
 	defer s.Close()
-	// With a handler of SIGPIPE, a write to a closed pipe fails instead of ending the process.
+	// With a handler for SIGPIPE, a write to a closed pipe returns EPIPE instead of terminating the process.
 	gone := make(chan os.Signal, 1)
 	signal.Notify(gone, unix.SIGPIPE)
 	defer signal.Stop(gone)
@@ -182,14 +183,14 @@ func (c *commands) samples(ctx context.Context, q map[string][]string, number in
 	}
 	if lost > 0 {
 		return &fault.Error{Err: fmt.Errorf("%s lost: the buffer was full", command.Count(lost, "message was", "messages were")),
-			Hint: "take a larger --buffer, or have the policy choose fewer messages", Code: fault.CodeFailed}
+			Hint: "use a larger --buffer, or choose fewer messages in the policy", Code: fault.CodeFailed}
 	}
 	return nil
 }
 
-// truncated returns the error for an answer that ended early.
+// truncated returns the error for an incomplete answer.
 func truncated(err error) error {
-	return &fault.Error{Err: fmt.Errorf("the answer of the agent is incomplete: %w", err), Hint: "it may have ended; see sockeye status", Code: fault.CodeFailed}
+	return &fault.Error{Err: fmt.Errorf("the answer of the agent is incomplete: %w", err), Hint: "the agent may have exited; see sockeye status", Code: fault.CodeFailed}
 }
 
 // unlessDone returns err, or nil if ctx is done.

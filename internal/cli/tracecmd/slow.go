@@ -28,10 +28,11 @@ func (c *commands) traceSlowCommand() *cobra.Command {
 	var selector string
 	cmd := &cobra.Command{
 		Use:   "slow",
-		Short: "Show the slowest messages of the last minutes, with explanations",
+		Short: "Show the slowest recent messages, with explanations",
 		Long: `Slow shows the slowest messages of the last minutes, slowest first, with the
-time in each stage and an explanation of the longest one with its evidence. The
-kernel keeps the slowest 8 messages of each group and minute for 6 minutes.`,
+time in each stage, and an explanation of the longest stage with its evidence.
+For each group, the kernel keeps the 8 slowest messages of each minute for 6
+minutes.`,
 		Example: `  sockeye trace slow
   sockeye trace slow -n 3 --since 1m --select remote=192.0.2.0/24`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -53,14 +54,14 @@ kernel keeps the slowest 8 messages of each group and minute for 6 minutes.`,
 		},
 	}
 	cmd.Flags().IntVarP(&number, "number", "n", 10, "maximum number of messages")
-	cmd.Flags().String("since", "", "only messages of the last DURATION, as in 5m")
+	cmd.Flags().String("since", "", "show only messages of the last DURATION, as in 5m")
 	selectFlag(cmd, &selector)
 	command.CompleteFlag(cmd, "number")
 	command.CompleteFlag(cmd, "since")
 	return cmd
 }
 
-// slowest requests the slowest messages. If there are none, slowest returns the status, which shows why.
+// slowest requests the slowest messages. If there are none, slowest also returns the status, for the reason.
 func (c *commands) slowest(ctx context.Context, q url.Values, number int) ([]api.TraceSlow, *api.TraceStatus, error) {
 	q.Set("n", strconv.Itoa(number))
 	var list []api.TraceSlow
@@ -71,11 +72,11 @@ func (c *commands) slowest(ctx context.Context, q url.Values, number int) ([]api
 	return list, status, err
 }
 
-// sendStatus requests the status. The error has exit code 3 if nothing sent over TCP is traced.
+// sendStatus requests the status. The error has exit code 3 if this kernel cannot trace messages sent over TCP.
 func (c *commands) sendStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
 	s, err := c.traceStatus(ctx, cgroup)
 	if err == nil && !s.Timestamps {
-		err = lacksTimestamps(s, "sockeye trace shows what is traced here")
+		err = lacksTimestamps(s, "sockeye trace shows the available stages")
 	}
 	return s, err
 }
@@ -86,7 +87,7 @@ func (c *commands) slow(l *command.Text, list []api.TraceSlow, status *api.Trace
 	case len(status.Cgroups) == 0:
 		noRules(l)
 	default:
-		l.Line("no message that was chosen has ended in this time")
+		l.Line("no chosen message was completed in this period")
 	}
 	for i, m := range list {
 		if i > 0 {
@@ -110,10 +111,10 @@ func (c *commands) moment(t time.Time) string {
 	return c.Clock(t) + t.Format(".000")
 }
 
-// barWidth is the length of a message's bar without the names.
+// barWidth is the total length of the bars of a message, without the names.
 const barWidth = 40
 
-// wayBar formats the share of each stage as its name and a line of that length.
+// wayBar formats the share of each stage of the total time as a bar after the name of the stage.
 func wayBar(s *measure.Sample) string {
 	var parts []string
 	total := s.Stages[measure.Total]

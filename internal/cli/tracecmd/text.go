@@ -25,7 +25,7 @@ func spanText(d time.Duration) string {
 	return d.String()
 }
 
-// selection checks a selector of groups in the flag name.
+// selection checks a selector of groups. name is the flag or argument in the error.
 func selection(name, selector string) error {
 	_, err := measure.MatchGroup(selector, measure.Group{})
 	if bad, ok := errors.AsType[*measure.SelectorError](err); ok {
@@ -34,7 +34,7 @@ func selection(name, selector string) error {
 	return err
 }
 
-const selectUsage = "only these groups: KEY=VALUE,... with the keys rule, protocol, remote, port, service, cgroup, tune_rule, arm, other"
+const selectUsage = "show only these groups: KEY=VALUE,... with the keys rule, protocol, remote, port, service, cgroup, tune_rule, arm, other"
 
 // selectFlag adds --select.
 func selectFlag(cmd *cobra.Command, selector *string) {
@@ -52,7 +52,7 @@ func completeSelector(_ *cobra.Command, _ []string, typed string) ([]cobra.Compl
 	return offered, cobra.ShellCompDirectiveNoFileComp | cobra.ShellCompDirectiveNoSpace
 }
 
-// readStages parses names of stages; none means all.
+// readStages parses names of stages. Without names, it returns all stages.
 func readStages(names []string) ([]config.Stage, error) {
 	if len(names) == 0 {
 		return measure.Stages, nil
@@ -95,7 +95,7 @@ func outcomesText(outcomes map[measure.Outcome]uint64, known []measure.Outcome) 
 	return parts, sum
 }
 
-// balance formats the sum of outcomes and open messages, which equals the number of chosen messages.
+// balance formats the equation between the number of chosen messages and the sum of outcomes and open messages.
 func balance(chosen uint64, word string, outcomes map[measure.Outcome]uint64, known []measure.Outcome, open uint64, openWord string) string {
 	parts, sum := outcomesText(outcomes, known)
 	left := fmt.Sprintf("%d %s", chosen, word)

@@ -30,7 +30,7 @@ func TestTraceScreen(t *testing.T) {
 	c.Out = terminal
 	for n, want := range map[int]string{
 		4: "1\x1b[K\n2\x1b[K\n3\x1b[K\n4\x1b[K\n",
-		5: "1\x1b[K\n2\x1b[K\n3\x1b[K\n… 2 more lines, for which the terminal is too small\x1b[K\n",
+		5: "1\x1b[K\n2\x1b[K\n3\x1b[K\n… 2 more lines, the terminal is too small\x1b[K\n",
 	} {
 		var l command.Text
 		for i := range n {

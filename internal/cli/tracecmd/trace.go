@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tracecmd has the commands of sockeye trace.
+// Package tracecmd implements the commands of sockeye trace.
 package tracecmd
 
 import (
@@ -27,7 +27,7 @@ type Traced struct {
 	api.TraceResults
 }
 
-// traceView selects what trace shows.
+// traceView has the selection of the measurements to be shown.
 type traceView struct {
 	cgroup, selector string
 	since            time.Duration
@@ -46,17 +46,17 @@ func (c *commands) traceCommand() *cobra.Command {
 	var watch bool
 	cmd := &cobra.Command{
 		Use:   "trace",
-		Short: "Show the time of messages by stage",
-		Long: `Trace shows, for each group of messages that a trace rule has chosen, the time
-in each stage. Stages of sent messages are send (sendmsg itself), stack (until
-the queueing discipline), qdisc (until the driver), nic (until the hardware
-timestamp, a part of network), network (from the driver until the
-acknowledgement) and total. Stages of received messages are rx_stack (from the
-host until the socket) and reader (until the application reads).
+		Short: "Show the latency of messages by stage",
+		Long: `Trace shows the time in each stage for the messages that trace rules choose, by
+group. Stages of sent messages are send (the sendmsg call), stack (until the
+queueing discipline), qdisc (until the driver), nic (until the hardware
+timestamp; part of network), network (from the driver until the acknowledgement)
+and total. Stages of received messages are rx_stack (from arrival at the host
+until the socket) and reader (until the application reads the data).
 
 Each group is followed by the outcomes of its messages, and by the age of the
-data that waits for the reader. Counters start when the rules come into force;
---since limits them to the last time, at most one hour.`,
+oldest unread data. Counters start when the rules come into force; --since
+limits them to the last DURATION, at most one hour.`,
 		Example: `  sockeye trace
   sockeye trace --watch --since 1m
   sockeye trace --since 5m --select rule=replies,port=1790 --stage network`,
@@ -79,7 +79,7 @@ data that waits for the reader. Counters start when the rules come into force;
 				return c.Print(t, func(l *command.Text) { c.tracing(l, t, v) })
 			}
 			if c.Output == "json" {
-				return fault.Usage(errors.New("--watch and --output json do not go together"), "without --watch there is one answer")
+				return fault.Usage(errors.New("--watch and --output json are mutually exclusive"), "without --watch there is one answer")
 			}
 			return c.Watch(cmd.Context(), func() (*command.Text, error) {
 				t, err := c.traced(cmd.Context(), v)
@@ -93,9 +93,9 @@ data that waits for the reader. Counters start when the rules come into force;
 		},
 	}
 	cmd.Flags().BoolVar(&watch, "watch", false, "refresh every second, until Ctrl-C")
-	cmd.Flags().String("since", "", "only measurements of the last DURATION, as in 5m")
-	cmd.Flags().StringSliceVar(&names, "stage", nil, "only this stage; may be given more than once")
-	cmd.Flags().StringVar(&v.cgroup, "cgroup", "", "only this cgroup, named as in the policy")
+	cmd.Flags().String("since", "", "show only measurements of the last DURATION, as in 5m")
+	cmd.Flags().StringSliceVar(&names, "stage", nil, "show only this stage; can be repeated")
+	cmd.Flags().StringVar(&v.cgroup, "cgroup", "", "show only this cgroup, named as in the policy")
 	selectFlag(cmd, &v.selector)
 	command.CompleteFlag(cmd, "since")
 	var words []cobra.Completion
@@ -121,7 +121,7 @@ func (c *commands) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]co
 	return names, cobra.ShellCompDirectiveNoFileComp
 }
 
-// traceStatus requests the status. The error has exit code 3 if this kernel can trace nothing of the rules.
+// traceStatus requests the status. The error has exit code 3 if this kernel supports no stage of the rules.
 func (c *commands) traceStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
 	var s api.TraceStatus
 	if err := c.Client().Get(ctx, "/v1/trace", command.Query("cgroup", cgroup), &s); err != nil {
@@ -137,7 +137,7 @@ func (c *commands) traceStatus(ctx context.Context, cgroup string) (*api.TraceSt
 			}
 		}
 	}
-	return nil, lacksTimestamps(&s, "rx_stack, reader and datagrams can be traced, and the packets of a connection by sockeye trace packets")
+	return nil, lacksTimestamps(&s, "this kernel can trace rx_stack, reader and datagrams, and the packets of a connection (sockeye trace packets)")
 }
 
 // lacksTimestamps returns the error for a kernel without timestamps.
@@ -146,7 +146,7 @@ func lacksTimestamps(s *api.TraceStatus, hint string) error {
 }
 
 func untimed(s *api.TraceStatus) string {
-	return "this kernel cannot trace what is sent over TCP: it needs " + s.Needs
+	return "this kernel cannot trace messages sent over TCP: this needs " + s.Needs
 }
 
 func (c *commands) traced(ctx context.Context, v traceView) (*Traced, error) {
@@ -225,7 +225,7 @@ func (c *commands) period(t *Traced, v traceView, groups int) string {
 	case v.since > 0:
 		words = "the last " + v.since.String()
 		if t.Partial {
-			words += ", of which the agent remembers what was since " + c.Clock(t.From)
+			words += ", of which measurements are available since " + c.Clock(t.From)
 		}
 	case t.From.IsZero():
 		return "no message was chosen yet"
@@ -275,7 +275,7 @@ func (c *commands) tracedCgroup(l *command.Text, g *api.TracedCgroup) {
 	}
 }
 
-// accounts formats the outcomes of a group's messages and what is unknown of them.
+// accounts formats the outcomes of a group's messages, and the numbers of messages with unknown stages.
 func accounts(r *measure.Result) []string {
 	var notes []string
 	if r.Chosen > 0 || r.InFlight > 0 || len(r.Outcomes) > 0 {
@@ -309,7 +309,7 @@ func accounts(r *measure.Result) []string {
 	return notes
 }
 
-// query returns the query for a time and groups.
+// query returns the query parameters for a period and a selector of groups.
 func query(since time.Duration, selector string) url.Values {
 	return command.Query("since", spanText(since), "select", selector)
 }

@@ -25,16 +25,16 @@ func (c *commands) tuneExplainCommand() *cobra.Command {
 	var role, tag, cgroup, socket string
 	cmd := &cobra.Command{
 		Use:   "explain LOCAL REMOTE",
-		Short: "Show which rule a connection gets, and why",
+		Short: "Show the rule that applies to a connection, and why",
 		Long: `Explain shows for each rule, in order, whether it matches a connection between
-two addresses, and why. LOCAL and REMOTE are IP or IP:port; without a port,
-rules on that port do not match. Without --role, both roles are shown if they
-differ.
+two addresses, and why. LOCAL and REMOTE are IP or IP:PORT; without a port,
+rules that match this port do not apply. Without --role, both roles are shown if
+the results differ.
 
-With --socket it shows an open connection, given by process id and descriptor
-or by both addresses: its rule, and the requested and the effective value of
-each option. For an MPTCP connection it shows each subflow; the addresses of
-any subflow identify the connection.`,
+With --socket, it shows an open connection, identified by PID and file
+descriptor or by both addresses: its rule, and the requested and the effective
+value of each option. For an MPTCP connection, it shows each subflow; the
+addresses of any subflow identify the connection.`,
 		Example: `  sockeye tune explain 10.0.0.1:1790 192.0.2.1:40000 --role accept
   sockeye tune explain 2001:db8::1 2001:db8::2 --tag rack-12
   sockeye tune explain --socket 812:7
@@ -52,7 +52,7 @@ any subflow identify the connection.`,
 			if cmd.Flags().Changed("socket") {
 				for _, other := range []string{"role", "tag", "cgroup"} {
 					if cmd.Flags().Changed(other) {
-						return fault.Usage(fmt.Errorf("--socket and --%s do not go together", other), "an open connection has its own")
+						return fault.Usage(fmt.Errorf("--socket and --%s are mutually exclusive", other), "these are properties of the open connection")
 					}
 				}
 				return c.explainSocket(cmd, socket)
@@ -79,7 +79,7 @@ any subflow identify the connection.`,
 	}
 	cmd.Flags().StringVar(&role, "role", "", "role of this host: connect or accept")
 	cmd.Flags().StringVar(&tag, "tag", "", "tag of the peer: text, or 0x and hexadecimal digits")
-	cmd.Flags().StringVar(&cgroup, "cgroup", "", "only this cgroup, named as in the policy")
+	cmd.Flags().StringVar(&cgroup, "cgroup", "", "show only this cgroup, named as in the policy")
 	cmd.Flags().StringVar(&socket, "socket", "", "open connection, as PID:FD or LOCAL,REMOTE")
 	cmd.ValidArgsFunction = cobra.NoFileCompletions
 	command.CompleteFlag(cmd, "role", string(config.RoleConnect), string(config.RoleAccept))
@@ -108,9 +108,9 @@ func explanations(w io.Writer, list []api.TuneExplanation, local, remote netip.A
 		fmt.Fprintln(w)
 		switch {
 		case e.Rule == "":
-			fmt.Fprintln(w, "no rule matches: the kernel's defaults")
+			fmt.Fprintln(w, "no rule matches: the kernel's defaults apply")
 		case len(e.Set) == 0:
-			fmt.Fprintf(w, "rule %s, which sets nothing\n", e.Rule)
+			fmt.Fprintf(w, "rule %s, sets no options\n", e.Rule)
 		default:
 			fmt.Fprintf(w, "rule %s: %s\n", e.Rule, strings.Join(e.Set, ", "))
 		}
@@ -120,7 +120,7 @@ func explanations(w io.Writer, list []api.TuneExplanation, local, remote netip.A
 		end  netip.AddrPort
 	}{{"local", local}, {"remote", remote}} {
 		if side.end.Port() == 0 && len(list) > 0 {
-			fmt.Fprintf(w, "\nno %s port is given: rules on it do not match\n", side.name)
+			fmt.Fprintf(w, "\nno %s port given: rules that match this port do not apply\n", side.name)
 		}
 	}
 }
@@ -155,7 +155,7 @@ func socketQuery(text string) (url.Values, error) {
 		return nil, err
 	}
 	if local.Port() == 0 || remote.Port() == 0 {
-		return nil, fault.Usage(errors.New("--socket names no port"), "both ports are needed to find a connection, as in 10.0.0.1:1790,192.0.2.1:40000")
+		return nil, fault.Usage(errors.New("a port is missing in --socket"), "give both ports, as in 10.0.0.1:1790,192.0.2.1:40000")
 	}
 	return command.Query("local", local.String(), "remote", remote.String()), nil
 }
@@ -191,7 +191,7 @@ func openConnection(w io.Writer, s *api.TuneSocket) {
 	}
 }
 
-// tunedConnection completes a line with the rule, and writes the values and the steps.
+// tunedConnection appends the rule to the current line, and writes the values and the steps.
 func tunedConnection(w io.Writer, s *api.Tuned) {
 	if s.Rule == "" {
 		fmt.Fprint(w, "no rule")
@@ -199,13 +199,13 @@ func tunedConnection(w io.Writer, s *api.Tuned) {
 		fmt.Fprintf(w, "rule %s", s.Rule)
 	}
 	if s.Rule != "" && !s.Current {
-		fmt.Fprint(w, ", which is no longer in force")
+		fmt.Fprint(w, ", no longer in force")
 	}
 	if s.Arm == "control" {
 		fmt.Fprint(w, ", control arm of its trial")
 	}
 	if s.TunedLive {
-		fmt.Fprint(w, ", open before it")
+		fmt.Fprint(w, ", applied while open")
 	}
 	if s.Reacted {
 		fmt.Fprint(w, ", has reacted")

@@ -18,13 +18,14 @@ func (c *commands) tuneLearnedCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "learned [RULE]",
 		Short: "Show the learned initial windows by prefix",
-		Long: `Learned shows the initial window in use for each remote prefix that a rule with
-explore has seen, and its evidence. For each candidate window it shows the
-number of connections that started with it, the number of these with a measured
-first flight (sent without a pause), the number of these that lost a segment,
-and the mean time until the acknowledgement of the first flight. Until a prefix
-has settled, its connections use the kernel's initial window, except for the
-share that tries candidates. Old evidence decays, so the counts also fall.`,
+		Long: `Learned shows the initial window in use for each remote prefix of rules with
+explore, and the evidence. For each candidate window, it shows the number of
+connections that started with it (tries), the number of these connections with a
+measured first flight, sent without a pause (timed), the share of the timed
+connections that lost a segment (lossy), and the mean time until the
+acknowledgement of the first flight. Until a prefix has settled, its connections
+use the kernel's initial window, except the share that tries candidates. Old
+evidence decays, therefore the counts can decrease.`,
 		Example: `  sockeye tune learned
   sockeye tune learned same-datacentre`,
 		Args:              command.Arguments(0, 1, ""),

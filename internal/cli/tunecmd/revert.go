@@ -20,9 +20,9 @@ func (c *commands) tuneRevertCommand() *cobra.Command {
 		Use:   "revert [RULE...]",
 		Short: "Revert the changes of apply --live to open connections",
 		Long: `Revert restores the values that open connections had before apply --live, for
-the named rules or for all. Values that cannot be reverted, or that the
-application has changed since, are listed. The policy stays in force: new
-connections still get its rules.`,
+the named rules or for all rules. It lists values that cannot be reverted, or
+that the application has changed. The policy remains in force: its rules still
+apply to new connections.`,
 		Example: `  sockeye tune revert
   sockeye tune revert same-datacentre`,
 		Args:              command.Arguments(0, -1, ""),
@@ -45,7 +45,7 @@ connections still get its rules.`,
 func reverted(w io.Writer, l *api.TuneLive) {
 	fmt.Fprintf(w, "%s reverted, %s", command.Count(l.Reverted, "open connection", "open connections"), command.Count(l.Options, "option", "options"))
 	if l.Gone > 0 {
-		fmt.Fprintf(w, "; %d closed since", l.Gone)
+		fmt.Fprintf(w, "; %d closed in the meantime", l.Gone)
 	}
 	fmt.Fprintln(w)
 	for _, k := range l.NotReverted {

@@ -20,12 +20,12 @@ func (c *commands) tuneTrialCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "trial RULE",
 		Short: "Compare the tuned connections of a rule with its control arm",
-		Long: `Trial compares both arms of a rule with a trial: the tuned connections, and the
-random share of control connections. A difference is in percent of the control
-arm, with its 95 % confidence interval. The verdicts are corrected for the
-number of figures: with no difference at all, one of 20 trials has a "lower" or
-"higher". Without enough data, the verdict estimates the number of missing
-connections.`,
+		Long: `Trial compares the arms of a rule with a trial: the tuned connections, and the
+randomly selected control connections. DIFFERENCE is in percent of the control
+arm, with its 95 % confidence interval. The verdicts are corrected for multiple
+comparisons: if the arms do not differ, one of 20 trials has a verdict "lower"
+or "higher". If there is not enough data, the verdict has the estimated number
+of additional connections that are needed.`,
 		Example:           "  sockeye tune trial same-datacentre",
 		Args:              command.Arguments(1, 1, "RULE"),
 		ValidArgsFunction: c.RuleNames(1),
@@ -43,7 +43,7 @@ connections.`,
 	}
 }
 
-// ruleName returns an error for an empty name, which a request would take as none.
+// ruleName returns name, or an error if it is empty: an empty query parameter selects all rules.
 func ruleName(name string) (string, error) {
 	if name == "" {
 		return "", fault.Usage(fmt.Errorf("RULE is %q", name), "sockeye tune lists the rules")

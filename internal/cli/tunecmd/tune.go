@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tunecmd has the commands of sockeye tune.
+// Package tunecmd implements the commands of sockeye tune.
 package tunecmd
 
 import (
@@ -28,13 +28,13 @@ func (c *commands) tuneCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "tune",
 		Short: "Show the rules for TCP parameters and their counters",
-		Long: `Tune shows the rules for TCP parameters by cgroup, in their order: the first
-rule that matches a connection applies. Counters start when the content of a
-rule changes. OPEN, RETRANSMITS, RTOS and RTT (the median) depend on the rule's
-observe.
+		Long: `Tune shows the rules for TCP parameters by cgroup, in order: the first rule that
+matches a connection applies. Counters start at 0 when the content of a rule
+changes. OPEN, RETRANSMITS, RTOS and RTT (the median) are available depending on
+the key observe of the rule.
 
 Each table is followed by the options that could not be set, with the error of
-the kernel, and by the options that the kernel lacks.`,
+the kernel, and by the options that the kernel does not support.`,
 		Example: `  sockeye tune
   sockeye tune --cgroup telemetry.slice
   sockeye tune explain 10.0.0.1:1790 192.0.2.1 --role accept`,
@@ -56,7 +56,7 @@ the kernel, and by the options that the kernel lacks.`,
 			})
 		},
 	}
-	cmd.Flags().StringVar(&cgroup, "cgroup", "", "only this cgroup, named as in the policy")
+	cmd.Flags().StringVar(&cgroup, "cgroup", "", "show only this cgroup, named as in the policy")
 	cmd.AddCommand(c.tuneExplainCommand(), c.tuneTrialCommand(), c.tuneLearnedCommand(), c.tuneRevertCommand())
 	return cmd
 }
@@ -116,7 +116,7 @@ func FailureText(f api.TuneFailure) string {
 	return fmt.Sprintf("%s failed %s: %s", f.Option, command.Count(f.Count, "time", "times"), f.Error)
 }
 
-// SkippedText describes an option that the kernel lacks.
+// SkippedText describes an option that the kernel does not support.
 func SkippedText(s api.TuneSkipped) string {
 	return fmt.Sprintf("%s is skipped: it needs %s", s.Option, s.Needs)
 }
@@ -128,7 +128,7 @@ func ruleRow(r *api.TuneRuleStatus) string {
 	}
 	open, retransmits, rtos, rtt := "-", "-", "-", "-"
 	if r.Observe != string(config.ObserveOff) {
-		// A connection that was never established is closed too.
+		// Closed includes connections that were never established.
 		open = fmt.Sprint(r.Connections - min(r.Closed, r.Connections))
 		retransmits = fmt.Sprint(r.Retransmits)
 		if r.Retransmits > 0 && r.Segments > 0 {
@@ -145,7 +145,7 @@ func ruleRow(r *api.TuneRuleStatus) string {
 
 const matchWidth = 50
 
-// ruleNotes returns the notes below a rule: values without a column.
+// ruleNotes returns the notes below a rule: the values that have no column.
 func ruleNotes(r *api.TuneRuleStatus) []string {
 	var notes []string
 	if len(r.Match) > matchWidth {
@@ -164,13 +164,13 @@ func ruleNotes(r *api.TuneRuleStatus) []string {
 		notes = append(notes, "observe "+r.Observe)
 	}
 	if r.TunedLive > 0 {
-		notes = append(notes, command.Count(r.TunedLive, "connection was", "connections were")+" open before")
+		notes = append(notes, command.Count(r.TunedLive, "connection", "connections")+" tuned while open")
 	}
 	if r.Tags > 0 {
-		notes = append(notes, command.Count(r.Tags, "connection", "connections")+" by the peer's tag")
+		notes = append(notes, command.Count(r.Tags, "connection", "connections")+" matched by the peer's tag")
 	}
 	if r.Older > 0 {
-		notes = append(notes, command.Count(r.Older, "older version", "older versions")+" may still be on open connections")
+		notes = append(notes, command.Count(r.Older, "older version", "older versions")+" may still apply to open connections")
 	}
 	return notes
 }
