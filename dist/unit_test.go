@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dist_test holds the unit and its drop-ins against systemd's own tools.
+// Package dist_test checks the unit and its drop-ins with systemd-analyze(1).
 package dist_test
 
 import (
@@ -16,8 +16,8 @@ import (
 	"sockeye/tools/security/exposure"
 )
 
-// install lays the unit and drop-ins out as make install does, below a root, and
-// returns that of the root and the unit's path.
+// install copies the unit and drop-ins to the paths of make install below a temporary
+// root, and returns the paths of the root and of the unit.
 func install(t *testing.T, dropIns ...string) (root, unit string) {
 	t.Helper()
 	root = t.TempDir()
@@ -28,7 +28,8 @@ func install(t *testing.T, dropIns ...string) (root, unit string) {
 	return root, unit
 }
 
-// analyze returns the score, of 10, and what is not safe.
+// analyze returns the exposure score (0 to 10) and the names of the settings that are not
+// safe.
 func analyze(t *testing.T, root string) (score float64, unsafe []string) {
 	t.Helper()
 	score, unsafe, err := exposure.Analyze(root)
@@ -38,7 +39,8 @@ func analyze(t *testing.T, root string) (score float64, unsafe []string) {
 	return score, unsafe
 }
 
-// TestUnitScore is what a compromised agent is left with, in systemd's measure.
+// TestUnitScore checks that the exposure score of the unit is at most 3.0, and that important
+// settings are safe.
 func TestUnitScore(t *testing.T) {
 	root, _ := install(t)
 	score, unsafe := analyze(t, root)
@@ -57,8 +59,8 @@ func TestUnitScore(t *testing.T) {
 	}
 }
 
-// TestDropInsCombine adds each drop-in to the unit, then all: one gives what it is
-// for and takes nothing away.
+// TestDropInsCombine checks that each drop-in, and all drop-ins together, add exactly the
+// intended privileges.
 func TestDropInsCombine(t *testing.T) {
 	root, _ := install(t)
 	_, base := analyze(t, root)
@@ -86,7 +88,7 @@ func TestDropInsCombine(t *testing.T) {
 		slices.Sort(wanted)
 		t.Logf("%v: score %.1f", names, score)
 		if !slices.Equal(more, wanted) {
-			t.Errorf("%v give %v, want %v", names, more, wanted)
+			t.Errorf("%v: added privileges %v, want %v", names, more, wanted)
 		}
 		if score > 4 {
 			t.Errorf("%v: score %.1f", names, score)
@@ -100,8 +102,8 @@ func TestDropInsCombine(t *testing.T) {
 	check(given, all...)
 }
 
-// TestUnitVerifies has systemd read the unit, with and without its drop-ins, and
-// the example: it says nothing of any line.
+// TestUnitVerifies checks that systemd-analyze verify accepts the unit, with and without
+// its drop-ins, and the example without warnings.
 func TestUnitVerifies(t *testing.T) {
 	for _, dropIns := range [][]string{nil, {"netns.conf", "cgroups.conf", "ports.conf"}} {
 		_, unit := install(t, dropIns...)
@@ -120,7 +122,8 @@ func TestUnitVerifies(t *testing.T) {
 	}
 }
 
-// TestAgentRestartsFirst: if everything is killed, the agent holds the ports before the members bind them.
+// TestAgentRestartsFirst checks that systemd restarts the agent before the members, so that the agent holds the ports
+// before the members bind them.
 func TestAgentRestartsFirst(t *testing.T) {
 	restart := func(unit string) time.Duration {
 		t.Helper()

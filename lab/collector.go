@@ -30,12 +30,12 @@ type CollectorConfig struct {
 	BMP       netip.AddrPort // default [::]:1790
 	IPFIX     netip.AddrPort // default [::]:4739
 	User      string         // name or number; default: root
-	MaxPeers  int            // BMP sessions it takes, 2.2 MB of memory each from the start on; default 100 (nfacctd's own is 4)
-	Refresh   time.Duration  // how often it writes its records, in whole seconds; default 1 s
+	MaxPeers  int            // maximum number of BMP sessions; each needs 2.2 MB of memory from the start. Default: 100 (default of nfacctd: 4)
+	Refresh   time.Duration  // interval of writing records, in whole seconds; default 1 s
 	Namespace *Namespace     // default: the namespace "collector"
 	Env       []string       // added to the environment
-	Wrap      []string       // put before nfacctd's command; a command that ends in exec, such as sockeye run --slot 0 --
-	Extra     []string       // lines of configuration to add
+	Wrap      []string       // prefix of nfacctd's command; must end with exec, as sockeye run --slot 0 -- does
+	Extra     []string       // additional lines of configuration
 }
 
 // Collector is a running nfacctd.
@@ -43,7 +43,8 @@ type Collector struct {
 	*Process
 	Slot       int
 	BMP, IPFIX netip.AddrPort
-	// ConfigPath ends in nfacctd-SLOT.conf, RecordsPath in nfacctd-SLOT.json: one JSON object a line, appended.
+	// The base names are nfacctd-SLOT.conf and nfacctd-SLOT.json. nfacctd appends one JSON object per line to the
+	// records.
 	ConfigPath, RecordsPath string
 }
 
@@ -91,7 +92,7 @@ func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 		"print_output_file_append: true",
 		fmt.Sprintf("print_refresh_time: %d", max(1, int(c.Refresh/time.Second))),
 	}
-	// Without an address nfacctd binds [::], for IPv4 too.
+	// Without an address, nfacctd binds [::], which includes IPv4.
 	if a := c.IPFIX.Addr(); a != netip.IPv6Unspecified() {
 		conf = append(conf, fmt.Sprintf("nfacctd_ip: %v", a))
 	}
@@ -167,7 +168,7 @@ func (l *Lab) waitBound(ctx context.Context, what string, enough func(bmp, ipfix
 
 // Record is a flow record in nfacctd's JSON output.
 type Record struct {
-	Peer    netip.Addr `json:"peer_ip_src"` // the router that exported it
+	Peer    netip.Addr `json:"peer_ip_src"` // address of the exporting router
 	Src     netip.Addr `json:"ip_src"`
 	Dst     netip.Addr `json:"ip_dst"`
 	DstNet  string     `json:"net_dst"`
@@ -196,7 +197,7 @@ func (c *Collector) Records(from int64) ([]Record, int64, error) {
 	if err != nil {
 		return nil, from, fmt.Errorf("read records of %s: %w", c.Name, err)
 	}
-	b = b[:bytes.LastIndexByte(b, '\n')+1] // it may be writing
+	b = b[:bytes.LastIndexByte(b, '\n')+1] // the last line may be incomplete
 	var records []Record
 	for line := range bytes.Lines(b) {
 		var r Record
@@ -253,7 +254,7 @@ func (l *Lab) Sessions() (map[netip.Addr]int, error) {
 		err := c.ns.Do(func() error {
 			all, err := sockets(netlink.SocketDiagTCP)
 			for _, s := range all {
-				// Any local port counts, because sk_lookup steers sessions to collectors that listen on another port.
+				// All local ports are included, because sk_lookup steers sessions to collectors that listen on another port.
 				// nfacctd has no other connections.
 				if s.State == tcpEstablished && own[s.INode] {
 					a, _ := netip.AddrFromSlice(s.ID.Destination)

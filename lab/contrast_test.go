@@ -39,7 +39,7 @@ func TestKernelHash(t *testing.T) {
 	must(t, l.WaitBGP(ctx))
 	must(t, l.WaitRecords(ctx))
 	var o Outcome
-	err = l.WaitFor(ctx, "records that are correlated just where they reach the BMP session", func() (ok bool, err error) {
+	err = l.WaitFor(ctx, "correlation of exactly the records that reach the BMP session", func() (ok bool, err error) {
 		o, err = l.Measure(ctx, 3*time.Second)
 		ok = err == nil
 		for _, r := range o.Routers {

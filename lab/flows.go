@@ -13,7 +13,7 @@ import (
 // TrafficConfig limits the flows between the routers.
 type TrafficConfig struct {
 	Interval time.Duration // between two packets of one flow; at least 1 ms; default 200 ms
-	Fanout   int           // how many other routers each router sends to, in IPv4 and in IPv6; default 3, or all there are
+	Fanout   int           // number of other routers to which each router sends, over IPv4 and over IPv6; default 3, or all if fewer
 }
 
 const (
@@ -65,7 +65,7 @@ func (l *Lab) StartTraffic(c TrafficConfig) (stop func(), err error) {
 					return err
 				}
 				conns = append(conns, from)
-				// This socket only prevents ICMP port unreachable messages. Nobody reads it.
+				// This socket only prevents ICMP port unreachable messages. The data is not read.
 				sink, err := net.ListenUDP("udp", udp(host(own), sinkPort))
 				if err == nil {
 					conns = append(conns, sink)
@@ -105,7 +105,7 @@ func (l *Lab) StartTraffic(c TrafficConfig) (stop func(), err error) {
 			select {
 			case <-tick.C:
 				for _, f := range flows {
-					_, _ = f.from.WriteTo(payload, f.to) // a lost packet is like any other
+					_, _ = f.from.WriteTo(payload, f.to) // packets may be lost
 				}
 			case <-stopped:
 				return

@@ -15,7 +15,7 @@
 // BGP peer with the exporter's address ("reflector", bmp_lookup.c of pmacct), and prefers them to the exporter's own
 // session if the latter started later.
 //
-// Nothing outlives the lab. Namespaces have no name, so that they exist only as long as descriptors and processes refer
+// The lab leaves nothing behind. Namespaces have no name, so that they exist only as long as descriptors and processes refer
 // to them. All processes are in the lab's cgroup. A watchdog, a shell that waits until the lab's process exits, kills
 // the remaining processes and removes the cgroup and the work files. The lab does not change the host's interfaces,
 // addresses, rules, sysctls and other cgroups. It needs root.
@@ -40,14 +40,14 @@ import (
 	"sockeye/internal/netns"
 )
 
-// MaxRouters is the maximum number of routers in a lab. The addresses after theirs are free for other hosts (Attach).
+// MaxRouters is the maximum number of routers in a lab. The following addresses are free for other hosts (Attach).
 const MaxRouters = 200
 
 // Options configures New. The zero value is a lab with a collector namespace and no router.
 type Options struct {
 	Routers int          // number of router namespaces, 0 to MaxRouters
-	Dir     string       // where the work directory is made; default: os.TempDir(). Other users must be able to reach it
-	Keep    bool         // leave the work directory (configuration, logs, records) behind
+	Dir     string       // parent of the work directory, accessible to other users; default: os.TempDir()
+	Keep    bool         // keep the work directory (configuration, logs, records)
 	Log     *slog.Logger // default: no log
 }
 
@@ -58,7 +58,7 @@ type Lab struct {
 	keep   bool
 	log    *slog.Logger
 	cgroup string // absolute path
-	mount  string // where the cgroup v2 hierarchy is mounted
+	mount  string // mount point of cgroup v2
 
 	namespaces map[string]*Namespace
 	routers    []*Router
@@ -83,7 +83,7 @@ func New(ctx context.Context, o Options) (_ *Lab, err error) {
 		return nil, fmt.Errorf("make lab: %d routers, not 0 to %d", o.Routers, MaxRouters)
 	}
 	if os.Geteuid() != 0 {
-		return nil, errors.New("make lab: needs root")
+		return nil, errors.New("make lab: root is required")
 	}
 	l := &Lab{
 		keep: o.Keep, log: o.Log,
@@ -102,7 +102,7 @@ func New(ctx context.Context, o Options) (_ *Lab, err error) {
 	if l.dir, err = os.MkdirTemp(o.Dir, "sockeye-lab-"); err != nil {
 		return nil, err
 	}
-	if err = os.Chmod(l.dir, 0o755); err != nil { // programs of other users read their configuration below it
+	if err = os.Chmod(l.dir, 0o755); err != nil { // programs of other users read their configuration there
 		return nil, err
 	}
 	if l.mount, err = cgroup.Mount(); err != nil {
@@ -222,7 +222,7 @@ func (l *Lab) WaitFor(ctx context.Context, what string, cond func() (bool, error
 // watchdog is a shell script that cleans up after the lab's process was killed.
 type watchdog struct {
 	cmd  *exec.Cmd
-	pipe *os.File // closed when this process ends, in whatever way
+	pipe *os.File // closed when this process exits, for any reason
 }
 
 const watchdogScript = `
@@ -251,7 +251,7 @@ func startWatchdog(cgroup, dir string, keep bool) (*watchdog, error) {
 	}
 	cmd := exec.Command("/bin/sh", "-c", watchdogScript, "sockeye-lab-watchdog", cgroup, dir, kept)
 	cmd.Stdin = r
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // a signal to our process group must not reach it
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // the watchdog must not receive signals to the process group
 	err = cmd.Start()
 	if err != nil {
 		w.Close()

@@ -55,7 +55,7 @@ func hold() {
 		if err != nil {
 			return err
 		}
-		// A program that leaves its parent and its process group, as daemons do.
+		// A program that detaches from its parent and its process group, like a daemon.
 		if err := l.Router(0).Namespace.Command(context.Background(), "sh", "-c", "setsid sleep 1000 & setsid sleep 1000 & wait").Start(); err != nil {
 			return err
 		}
@@ -105,7 +105,8 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// held lists the network namespaces of processes (a /proc pattern: "*", "self", a number) and of their descriptors.
+// held lists the network namespaces of processes and of their descriptors. process is a /proc pattern: "*", "self" or
+// a number.
 func held(process string) []string {
 	var namespaces []string
 	for _, pattern := range []string{"/ns/net", "/task/*/ns/net", "/fd/*"} {
@@ -167,13 +168,13 @@ func TestPing(t *testing.T) {
 		{collector, r[0].IPv4}, {collector, r[2].IPv6}, {r[0].Namespace, r[1].IPv4}, {r[1].Namespace, r[2].IPv6},
 		{r[2].Namespace, CollectorIPv4}, {r[2].Namespace, CollectorIPv6},
 	} {
-		// One attempt, because addresses and interfaces are usable at once.
+		// One attempt, because addresses and interfaces are usable immediately.
 		if err := c.from.Do(func() error { return ping(c.to, patience) }); err != nil {
 			t.Errorf("%s to %v: %v", c.from.Name(), c.to, err)
 		}
 	}
 	if err := collector.Do(func() error { return ping(netip.MustParseAddr("10.77.0.99"), 2*time.Second) }); err == nil {
-		t.Error("an address that nobody has answers")
+		t.Error("an unassigned address replies")
 	}
 
 	extra, owned := netip.MustParsePrefix("fd77::1000/64"), netip.MustParsePrefix("10.79.0.0/16")
@@ -200,7 +201,7 @@ func ping(to netip.Addr, wait time.Duration) error {
 	defer c.Close()
 	p := []byte{request, 0, 0, 0, 0x12, 0x34, 0, 1}
 	if to.Is4() {
-		p[2], p[3] = 0xe5, 0xca // the checksum of just this; for IPv6 the kernel fills it in
+		p[2], p[3] = 0xe5, 0xca // checksum of this request; for IPv6 the kernel computes it
 	}
 	if _, err := c.Write(p); err != nil {
 		return err
@@ -226,7 +227,7 @@ func TestRecordsAreCorrelated(t *testing.T) {
 		_, err := l.StartRouter(RouterConfig{Router: i, Collector: netip.AddrPortFrom(to, 1790)})
 		must(t, err)
 	}
-	// One router over IPv4, one over IPv6, and one with BMP over IPv6 and IPFIX over IPv4: nfacctd knows it by its router id.
+	// One router uses IPv4, one uses IPv6, and one sends BMP over IPv6 and IPFIX over IPv4; nfacctd identifies it by its router ID.
 	exports := []netip.Addr{l.Router(0).IPv4, l.Router(1).IPv6, l.Router(2).IPv4}
 	for i, source := range exports {
 		_, err = l.StartExporter(ExporterConfig{Router: i, Source: source})
@@ -242,7 +243,7 @@ func TestRecordsAreCorrelated(t *testing.T) {
 	if !maps.Equal(sessions, want) {
 		t.Errorf("sessions: %v, want %v", sessions, want)
 	}
-	// Every kind of flow, IPv4 and IPv6, gets its destination's community and AS path.
+	// Records of IPv4 and IPv6 flows have the community and the AS path of the destination.
 	var all []Record
 	next := int64(0)
 	err = l.WaitFor(ctx, "correlated records of all flows", func() (bool, error) {
@@ -277,7 +278,7 @@ func TestRecordsAreCorrelated(t *testing.T) {
 		must(t, err)
 		for _, r := range o.Routers {
 			if !r.Together() || r.WithBMP != r.Records {
-				t.Errorf("one collector, and yet %+v", r)
+				t.Errorf("with one collector: %+v", r)
 			}
 		}
 	}
@@ -297,7 +298,7 @@ func TestProcess(t *testing.T) {
 		t.Errorf("exit: %v", err)
 	}
 	if err := p.Err(); err == nil || !strings.HasSuffix(err.Error(), "nobody\nfrom-env\nbroken") {
-		t.Errorf("error without the end of the log: %v", err)
+		t.Errorf("the error does not contain the end of the log: %v", err)
 	}
 
 	// Child processes stay in the cgroup of their program, and Stop kills them.
@@ -350,7 +351,7 @@ func TestCloseLeavesNothing(t *testing.T) {
 		t.Errorf("work directory: %v", err)
 	}
 	if err := c.ns.Command(ctx, "true").Start(); err == nil {
-		t.Error("a process starts in a closed lab")
+		t.Error("a process was started in a closed lab")
 	}
 }
 
@@ -378,7 +379,7 @@ func TestKillLeavesNothing(t *testing.T) {
 	pids, err := cgroupPIDs(cgroup)
 	must(t, err)
 	if len(pids) < 8 {
-		t.Errorf("too few processes to mean anything: %v", pids)
+		t.Errorf("too few processes for the test: %v", pids)
 	}
 	var namespaces []string
 	for _, pid := range append(pids, pgid) {
@@ -461,7 +462,7 @@ func TestFailedNewLeavesNothing(t *testing.T) {
 
 func TestStaleCgroupsAreRemoved(t *testing.T) {
 	l, ctx := newLab(t, Options{})
-	dead := exec.Command("true") // whose number is not taken again at once
+	dead := exec.Command("true") // its PID is not reused immediately
 	must(t, dead.Run())
 	stale := filepath.Join(l.mount, cgroupPrefix+strconv.Itoa(dead.Process.Pid)+cgroupSuffix)
 	must(t, os.MkdirAll(filepath.Join(stale, "nfacctd-0"), 0o755))
@@ -473,6 +474,6 @@ func TestStaleCgroupsAreRemoved(t *testing.T) {
 		t.Errorf("stale cgroup: %v", err)
 	}
 	if _, err := os.Stat(l.Cgroup()); err != nil {
-		t.Errorf("cgroup of a living lab: %v", err)
+		t.Errorf("cgroup of a running lab: %v", err)
 	}
 }

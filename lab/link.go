@@ -29,7 +29,7 @@ const (
 type LinkOptions struct {
 	Name  string        // of the interface on both sides; default: link0
 	MTU   int           // 68 to 65535 bytes, for IPv6 at least 1280; default 1500
-	Delay time.Duration // one way. Packets do not overtake each other, even if it becomes shorter, but for Reorder
+	Delay time.Duration // one way. A shorter delay does not reorder packets; see Reorder
 	Rate  int64         // bits/s, counted in bytes of IP packets; 0: no limit
 	// Limit is the size of the rate limiter's queue in bytes, including the packet that is being sent. Packets that
 	// exceed the limit are dropped, except for the first packet on an idle link. Packets in transit do not count.
@@ -39,7 +39,7 @@ type LinkOptions struct {
 	// Reorder is the share of packets, 0 to 1, that overtake packets in transit, at most 8. Without a delay or a rate,
 	// no packets are in transit.
 	Reorder float64
-	Seed    uint64 // of the losses: with the same seed and loss it is always the same packets, counted from the first
+	Seed    uint64 // of the losses. With the same seed and loss, the same packets are lost, counted from the first packet
 	// Offload passes GSO packets of up to 64 KB unsegmented, which increases the throughput. Loss, limit and counts
 	// then apply to GSO packets. Without Offload, no packet exceeds the MTU.
 	Offload bool
@@ -50,7 +50,7 @@ type LinkOptions struct {
 }
 
 // DirectionCounts counts the packets of one direction. The packets in transit are Sent minus all other counts. A packet
-// is counted as delivered shortly after the receiver got it.
+// is counted as delivered shortly after the receiver has received it.
 type DirectionCounts struct {
 	Sent       uint64 // packets that entered
 	Delivered  uint64 // packets
@@ -58,7 +58,7 @@ type DirectionCounts struct {
 	Lost       uint64 // packets lost at random
 	Overflowed uint64 // packets dropped by Limit
 	Dropped    uint64 // packets dropped by Drop
-	Refused    uint64 // packets that the interface at the end did not take, because it is down
+	Refused    uint64 // packets that the receiving interface refused, because it is down
 }
 
 // LinkCounts has the counts of both directions since the creation of the link.
@@ -68,8 +68,9 @@ type LinkCounts struct{ AToB, BToA DirectionCounts }
 // interfaces in this process, so that it needs neither netem nor another qdisc. Its methods are safe for concurrent
 // use.
 //
-// A packet is never early, and late by the time that the process needs to wake up: about 0.1 ms, more if the process
-// gets no CPU. If the process is much too slow, the sending interface drops packets, which it counts as tx_dropped.
+// Packets are never delivered early. They are late by the wake-up time of the process: about 0.1 ms, or more if the
+// process does not get CPU time. If the process is too slow, the sending interface drops packets and counts them as
+// tx_dropped.
 type Link struct {
 	start   time.Time // of the link's clock
 	options atomic.Pointer[LinkOptions]
@@ -99,7 +100,7 @@ func (l *Lab) Connect(a, b *Namespace, o LinkOptions, addrA, addrB []netip.Prefi
 	if err := o.check(); err != nil {
 		return nil, err
 	}
-	l.mu.Lock() // keeps the namespaces open
+	l.mu.Lock() // Close waits for the lock before it closes the namespaces
 	defer l.mu.Unlock()
 	if l.closed {
 		return nil, errors.New("lab is closed")
@@ -185,7 +186,7 @@ func (n *Namespace) openTUN(o LinkOptions) (*os.File, error) {
 		if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, request); err != nil {
 			return err
 		}
-		// The virtio_net_hdr passes on that the checksum is not computed and need not be verified.
+		// struct virtio_net_hdr preserves the states "checksum not computed" and "checksum verified".
 		offload := unix.TUN_F_CSUM
 		if o.Offload {
 			offload |= unix.TUN_F_TSO4 | unix.TUN_F_TSO6 | unix.TUN_F_TSO_ECN
@@ -316,16 +317,16 @@ type way struct {
 
 	mu     sync.Mutex
 	counts DirectionCounts
-	// Queue: packets from head to rated are in transit, with their time of delivery in at. Packets from rated on wait
-	// for the rate, with their time of arrival in at. The numbers increase without limit; the index in packets is the
-	// number modulo its length.
+	// The queue. Packets from head to rated are in transit, and their field at is the time of delivery. Packets from
+	// rated on wait for the rate limiter, and their field at is the time of arrival. The numbers increase without limit;
+	// the index in packets is the number modulo its length.
 	packets           []packet // its length is a power of two
 	head, rated, tail uint64
 	waiting           int           // bytes of the packets from rated on
-	free              time.Duration // when the packet before rated had been sent
+	free              time.Duration // end of the transmission of the packet before rated
 	idle              bool          // deliver waits for the timer, which is not set
 	wait              unix.ItimerSpec
-	draining          *chunk   // in which the last delivered packet was
+	draining          *chunk   // chunk of the last delivered packet
 	spare             []*chunk // without packets
 }
 
@@ -348,7 +349,7 @@ func newWay(k *Link, d Direction, from, to *os.File) (*way, error) {
 	if w.timerConn, err = w.timer.SyscallConn(); err != nil {
 		return nil, errors.Join(fmt.Errorf("make timer: %w", err), w.timer.Close())
 	}
-	w.setTimer = func(fd uintptr) { _ = unix.TimerfdSettime(int(fd), 0, &w.wait, nil) } // fails for wrong arguments alone
+	w.setTimer = func(fd uintptr) { _ = unix.TimerfdSettime(int(fd), 0, &w.wait, nil) } // fails only for invalid arguments
 	return w, nil
 }
 
@@ -391,7 +392,7 @@ func (w *way) chunk() *chunk {
 func (w *way) offer(p packet) (queued bool) {
 	o := w.link.options.Load()
 	dropped := o.Drop != nil && o.Drop(w.direction, p.data[vnetHeader:])
-	lost := w.random.Float64() < o.Loss // drawn for each packet, so that they do not depend on Drop
+	lost := w.random.Float64() < o.Loss // computed for each packet, so that losses do not depend on Drop
 
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -429,15 +430,16 @@ func (w *way) offer(p packet) (queued bool) {
 	return true
 }
 
-// overtake moves the last packet before other packets in transit and swaps the delivery times. The caller holds mu.
+// overtake moves the last packet in front of other packets in transit and exchanges the delivery times. The caller must
+// hold mu.
 func (w *way) overtake() {
 	first := w.head
 	if w.rated != w.tail {
-		first = w.rated + 1 // the one before is being sent
+		first = w.rated + 1 // packet w.rated is being sent
 	}
 	for i := w.tail - 1; i > first && w.tail-i <= maxOvertaken; i-- {
 		p, before := w.packet(i), w.packet(i-1)
-		// Chunks are reused in their order.
+		// Chunks are reused in order.
 		if p.chunk != before.chunk {
 			return
 		}
@@ -447,8 +449,7 @@ func (w *way) overtake() {
 
 func (w *way) packet(i uint64) *packet { return &w.packets[i&uint64(len(w.packets)-1)] }
 
-// advance moves the packets whose transmission has ended into transit. The caller of this function and the following
-// ones holds mu.
+// advance moves the packets whose transmission has ended into transit. The caller of advance, times and arm must hold mu.
 func (w *way) advance(now time.Duration) {
 	for ; w.rated != w.tail; w.rated++ {
 		sent, due := w.times()
@@ -472,7 +473,7 @@ func (w *way) times() (sent, due time.Duration) {
 	return sent, sent + o.Delay
 }
 
-// arm sets the timer for the first packet, if any.
+// arm sets the timer for the first packet of the queue, if any.
 func (w *way) arm(now time.Duration) {
 	var due time.Duration
 	switch {
@@ -485,11 +486,11 @@ func (w *way) arm(now time.Duration) {
 		return
 	}
 	w.idle = false
-	w.wait.Value = unix.NsecToTimespec(int64(max(1, due-now))) // 0 would stop it
-	_ = w.timerConn.Control(w.setTimer)                        // fails if it is closed, which deliver sees
+	w.wait.Value = unix.NsecToTimespec(int64(max(1, due-now))) // 0 would disarm the timer
+	_ = w.timerConn.Control(w.setTimer)                        // fails if the timer is closed; deliver handles this
 }
 
-// deliver writes the packets that are due to the receiving namespace.
+// deliver writes due packets to the receiving namespace.
 func (w *way) deliver() error {
 	var batch [64]packet
 	var expirations [8]byte
@@ -517,7 +518,7 @@ func (w *way) deliver() error {
 	}
 }
 
-// take moves the packets that are due to batch. If there is none, it sets the timer.
+// take moves the due packets to batch. If no packet is due, take sets the timer.
 func (w *way) take(batch []packet) (n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -59,7 +59,7 @@ func newLink(t *testing.T, o LinkOptions) (connected, context.Context) {
 	return connect(t, l, o), ctx
 }
 
-// pair returns both ends of a TCP connection from a to b, and how long it took to connect.
+// pair returns both ends of a TCP connection from a to b, and the duration of the handshake.
 func (c connected) pair(ctx context.Context, to netip.Addr) (client, server *net.TCPConn, took time.Duration, err error) {
 	listen := net.ListenConfig{}
 	listen.SetMultipathTCP(false)
@@ -219,7 +219,7 @@ func TestLinkIsQuiet(t *testing.T) {
 		t.Errorf("counts: %+v", n)
 	}
 	if n := c.Counts().BToA; n != (DirectionCounts{}) {
-		t.Errorf("packets that nobody sent: %+v", n)
+		t.Errorf("unexpected packets: %+v", n)
 	}
 }
 
@@ -240,7 +240,7 @@ func TestLinkDropsFirstSYN(t *testing.T) {
 	for i := range linkB {
 		syns.Store(0)
 		_, _, took := c.mustPair(ctx, t, linkB[i].Addr())
-		if n := syns.Load(); n != 2 || took < 900*time.Millisecond { // the kernel's timeout is 1 s, less a jiffy
+		if n := syns.Load(); n != 2 || took < 900*time.Millisecond { // the kernel's timeout is 1 s minus up to one jiffy
 			t.Errorf("%v: connected in %v with %d SYNs", linkB[i].Addr(), took, n)
 		}
 		if n := c.Counts(); n.AToB.Dropped != uint64(i+1) || n.BToA.Dropped != 0 {
@@ -259,7 +259,7 @@ func TestLinkLoss(t *testing.T) {
 		defer from.Close()
 		defer to.Close()
 		var arrived []int
-		for first := 1; first <= sent; first += 100 { // no more than the receive buffer takes
+		for first := 1; first <= sent; first += 100 { // at most the capacity of the receive buffer
 			send(t, from, first, first+99, 100)
 			n := c.settle(ctx, t, uint64(first+99))
 			arrived = append(arrived, receive(t, to, int(n.Delivered)-len(arrived))...)
@@ -277,10 +277,10 @@ func TestLinkLoss(t *testing.T) {
 	}
 	first, again, other := fmt.Sprint(lose(1)), fmt.Sprint(lose(1)), fmt.Sprint(lose(2))
 	if first != again {
-		t.Error("the same seed loses other packets")
+		t.Error("with the same seed, other packets are lost")
 	}
 	if first == other {
-		t.Error("another seed loses the same packets")
+		t.Error("with another seed, the same packets are lost")
 	}
 }
 
@@ -290,7 +290,7 @@ func TestLinkReorder(t *testing.T) {
 	for _, o := range []LinkOptions{
 		{Delay: 20 * time.Millisecond},
 		{Delay: 20 * time.Millisecond, Reorder: 0.1},
-		// 256 us per packet, so that a slow host sends faster: without a queue there is nothing to overtake.
+		// 256 us per packet, so that also a slow host fills the queue. Packets overtake only packets in a queue.
 		{Rate: 1e6, Limit: 1 << 20, Reorder: 0.1},
 	} {
 		t.Run(fmt.Sprintf("%v %v %v", o.Delay, o.Rate, o.Reorder), func(t *testing.T) {
@@ -298,7 +298,7 @@ func TestLinkReorder(t *testing.T) {
 			from, to := c.datagrams(ctx, t)
 			var early int
 			var next uint32
-			waiting := make(map[uint32]bool) // those that were overtaken
+			waiting := make(map[uint32]bool) // overtaken packets
 			for sent := range uint32(count) {
 				must(t, binary.Write(from, binary.BigEndian, sent))
 				if sent%100 != 99 {
@@ -319,15 +319,15 @@ func TestLinkReorder(t *testing.T) {
 					}
 					next = n + 1
 					if len(waiting) > maxOvertaken*(maxOvertaken+1) {
-						t.Fatalf("packet %d: %d before it are not there", n, len(waiting))
+						t.Fatalf("packet %d: %d earlier packets have not arrived", n, len(waiting))
 					}
 				}
 			}
 			if len(waiting) > 0 || next != count {
-				t.Errorf("%d of %d arrived, but for %d", next, count, len(waiting))
+				t.Errorf("%d of %d packets arrived in order, %d have not arrived", next, count, len(waiting))
 			}
 			if most := int(o.Reorder * count * 1.3); early > most || o.Reorder > 0 && early < int(o.Reorder*count*0.3) {
-				t.Errorf("%d of %d have overtaken, with %v", early, count, o.Reorder)
+				t.Errorf("%d of %d packets were overtaking, Reorder is %v", early, count, o.Reorder)
 			}
 			t.Logf("%d of %d have overtaken", early, count)
 		})
@@ -344,7 +344,7 @@ func TestLinkLimit(t *testing.T) {
 	took := time.Since(start)
 	arrived := receive(t, to, int(n.Delivered))
 	inOrder(t, arrived)
-	// Ten packets fit the limit. Later ones fit at the configured rate.
+	// Ten packets fit into the queue. Later packets fit at the configured rate.
 	if most := 10 + 1 + int(took.Seconds()*rate/8/size); len(arrived) < 10 || len(arrived) > most || arrived[9] != 10 {
 		t.Errorf("%d packets arrived within %v: %v", len(arrived), took, arrived)
 	}
@@ -356,7 +356,7 @@ func TestLinkLimit(t *testing.T) {
 	send(t, from, 201, 210, size)
 	inOrder(t, receive(t, to, 10))
 
-	// A packet that is larger than the limit goes through an idle link.
+	// An idle link forwards a packet that exceeds the limit.
 	o := c.Options()
 	o.Limit = size / 2
 	must(t, c.Set(o))
@@ -422,7 +422,7 @@ func TestLinkDataIsUnchanged(t *testing.T) {
 						got, err := io.Copy(hash, way.to)
 						must(t, err)
 						if want := sha256.Sum256(data); got != int64(len(data)) || !bytes.Equal(hash.Sum(nil), want[:]) {
-							t.Errorf("sent %d bytes, got %d others", len(data), got)
+							t.Errorf("sent %d bytes, received %d bytes with different content", len(data), got)
 						}
 					}
 					if large := largest.Load() > 1500; large != offload {
@@ -506,7 +506,7 @@ func TestLinkSet(t *testing.T) {
 	}
 }
 
-// Time at a lower rate is no credit at a higher rate.
+// The time at a lower rate does not allow a burst at a higher rate.
 func TestLinkRateIsNotMadeUpFor(t *testing.T) {
 	const waited = 65 * time.Second
 	k := &Link{start: time.Now().Add(-waited)}
@@ -616,7 +616,7 @@ func TestLinkCloseLeavesNothing(t *testing.T) {
 	must(t, l.WaitFor(ctx, "packets", func() (bool, error) { return c.Counts().AToB.Sent == 100, nil }))
 	assertParts("while up", 4, 4)
 	if _, err := l.Connect(c.a, c.b, LinkOptions{Name: "bad"}, []netip.Prefix{{}}, nil); err == nil {
-		t.Error("an invalid address is taken")
+		t.Error("an invalid address is accepted")
 	}
 	assertParts("after a failed Connect", 4, 4)
 	start := time.Now()
@@ -662,7 +662,7 @@ func TestLinkCloseLeavesNothing(t *testing.T) {
 	assertParts("after the lab", 0, 0)
 }
 
-// BenchmarkLink is the throughput of one TCP connection at 15 ms one way.
+// BenchmarkLink measures the throughput of one TCP connection with a delay of 15 ms one way.
 func BenchmarkLink(b *testing.B) {
 	if os.Geteuid() != 0 {
 		b.Skip("network namespaces need root")

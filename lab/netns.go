@@ -64,13 +64,13 @@ func (l *Lab) Namespace(name string) (*Namespace, error) {
 		return nil, fmt.Errorf("make namespace %s: %w", name, err)
 	}
 	err = n.Do(func() (err error) {
-		// Without duplicate address detection, addresses are usable at once.
+		// Without duplicate address detection, addresses are usable immediately.
 		for _, s := range []string{"all", "default"} {
 			if err := sysctl("ipv6/conf/"+s+"/accept_dad", "0"); err != nil {
 				return err
 			}
 		}
-		n.nl, err = netlink.NewHandle(unix.NETLINK_ROUTE) // others may not be in the kernel
+		n.nl, err = netlink.NewHandle(unix.NETLINK_ROUTE) // other families may not be supported
 		return err
 	})
 	if err == nil {
@@ -123,7 +123,7 @@ func (n *Namespace) AddAddress(link string, address netip.Prefix) error {
 // AddRoute adds a route through a gateway, or replaces it.
 func (n *Namespace) AddRoute(to netip.Prefix, gateway netip.Addr) error {
 	if err := n.nl.RouteReplace(&netlink.Route{Dst: ipNet(to.Masked()), Gw: gateway.AsSlice()}); err != nil {
-		return fmt.Errorf("add route to %v by %v in %s: %w", to, gateway, n.name, err)
+		return fmt.Errorf("add route to %v via %v in %s: %w", to, gateway, n.name, err)
 	}
 	return nil
 }
@@ -143,8 +143,8 @@ func (n *Namespace) PreferSource(to, source netip.Addr) error {
 	return nil
 }
 
-// Own adds a local route for a prefix, so that every address of the prefix can be bound and answers. Other namespaces
-// need a route to the prefix (AddRoute).
+// Own adds a local route for a prefix, so that the namespace replies for every address of the prefix, and sockets can
+// bind to these addresses. Other namespaces need a route to the prefix (AddRoute).
 func (n *Namespace) Own(prefix netip.Prefix) error {
 	lo, err := n.nl.LinkByName("lo")
 	if err == nil {
@@ -154,7 +154,7 @@ func (n *Namespace) Own(prefix netip.Prefix) error {
 		})
 	}
 	if err == nil && prefix.Addr().Is6() {
-		err = n.Sysctl("ipv6.ip_nonlocal_bind", "1") // for IPv4 the route is enough
+		err = n.Sysctl("ipv6.ip_nonlocal_bind", "1") // for IPv4, the route is sufficient
 	}
 	if err != nil {
 		return fmt.Errorf("own %v in %s: %w", prefix, n.name, err)

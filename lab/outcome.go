@@ -21,8 +21,8 @@ type RouterOutcome struct {
 	UDPSlot    int        `json:"udp_slot"`   // the collector with most of its flow records; -1: none
 	UDPSlots   []int      `json:"udp_slots"`  // all collectors with any of its flow records
 	Records    int        `json:"records"`    // its flow records, of all its exporters
-	WithBMP    int        `json:"with_bmp"`   // those among them that its TCPSlot wrote
-	Correlated int        `json:"correlated"` // those among them with communities or an AS path from BMP
+	WithBMP    int        `json:"with_bmp"`   // of these, records that the collector in TCPSlot wrote
+	Correlated int        `json:"correlated"` // of these, records with communities or an AS path from BMP
 }
 
 // Together reports whether both streams reached the same collector completely.
@@ -32,7 +32,7 @@ func (r RouterOutcome) Together() bool {
 
 // Outcome is the result of Measure.
 type Outcome struct {
-	Routers         []RouterOutcome `json:"routers"`          // those with bgpd, in order
+	Routers         []RouterOutcome `json:"routers"`          // routers with bgpd, in order
 	CorrelatedShare float64         `json:"correlated_share"` // of all their flow records, 0 to 1; 0 without records
 }
 

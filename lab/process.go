@@ -82,7 +82,7 @@ func (p *Process) Start() (err error) {
 	defer cg.Close()
 	attr := &syscall.SysProcAttr{
 		Setpgid: true, Pdeathsig: syscall.SIGKILL,
-		UseCgroupFD: true, CgroupFD: int(cg.Fd()), // from its first instruction on: no fork can escape
+		UseCgroupFD: true, CgroupFD: int(cg.Fd()), // from the first instruction, so that all child processes are in the cgroup
 	}
 	if p.Cmd.SysProcAttr != nil {
 		attr.AmbientCaps = p.Cmd.SysProcAttr.AmbientCaps
@@ -152,7 +152,7 @@ func (p *Process) Err() error {
 	}
 	select {
 	case <-p.done:
-		return fmt.Errorf("%s ended: %s; its log ends with:\n%s", p.Name, p.Cmd.ProcessState, p.LogTail(15))
+		return fmt.Errorf("%s exited: %s; end of its log:\n%s", p.Name, p.Cmd.ProcessState, p.LogTail(15))
 	default:
 		return nil
 	}
@@ -204,7 +204,7 @@ func credential(name string) (*syscall.Credential, error) {
 	u, err := user.Lookup(name)
 	if err != nil {
 		if u, err = user.LookupId(name); err != nil {
-			if n, perr := strconv.ParseUint(name, 10, 32); perr == nil { // a number need not be in passwd
+			if n, perr := strconv.ParseUint(name, 10, 32); perr == nil { // a UID needs no entry in /etc/passwd
 				return &syscall.Credential{Uid: uint32(n), Gid: uint32(n)}, nil
 			}
 			return nil, fmt.Errorf("find user %s: %w", name, err)

@@ -23,16 +23,16 @@ type Router struct {
 	Index            int // from 0
 	Name             string
 	Namespace        *Namespace
-	IPv4, IPv6       netip.Addr   // of the device: for BMP, IPFIX and everything but BGP
+	IPv4, IPv6       netip.Addr   // of the device, for BMP, IPFIX and all other traffic except BGP
 	BGP4, BGP6       netip.Addr   // of its BGP sessions
-	Prefix4, Prefix6 netip.Prefix // announced by BGP; all their addresses are the router's
+	Prefix4, Prefix6 netip.Prefix // announced by BGP; the router owns all addresses of the prefixes
 	ASN              uint32
 	Community        string // of its own prefixes
 
 	BGP       *Process     // set by StartRouter
-	BMP       netip.Addr   // from which it speaks BMP; set by StartRouter
-	Exporters []*Process   // added to by StartExporter
-	Exports   []netip.Addr // from which they export, each once
+	BMP       netip.Addr   // source address of BMP; set by StartRouter
+	Exporters []*Process   // appended by StartExporter
+	Exports   []netip.Addr // source addresses of the exporters, without duplicates
 
 	dir string
 }
@@ -67,9 +67,9 @@ func (r *Router) address(a netip.Addr) netip.Addr {
 // RouterConfig configures bgpd in a router's namespace.
 type RouterConfig struct {
 	Router    int
-	Collector netip.AddrPort // where it sends BMP; its family decides whether BMP runs over IPv4 or IPv6. Default: [CollectorIPv4]:1790
+	Collector netip.AddrPort // destination of BMP, over IPv4 or IPv6. Default: [CollectorIPv4]:1790
 	Neighbors []int          // BGP neighbours; nil: the routers before and after it, in a ring
-	Extra     []string       // lines of configuration to add
+	Extra     []string       // additional lines of configuration
 }
 
 // StartRouter starts FRR's bgpd, as user frr and without zebra. bgpd peers with its neighbours over IPv4 and IPv6,
@@ -103,7 +103,7 @@ func (l *Lab) StartRouter(c RouterConfig) (*Process, error) {
 		fmt.Sprintf("router bgp %d", r.ASN),
 		fmt.Sprintf(" bgp router-id %v", r.IPv4),
 		" no bgp ebgp-requires-policy",
-		" no bgp network import-check", // no zebra, so no kernel route is known
+		" no bgp network import-check", // without zebra, bgpd has no kernel routes
 		" no bgp default ipv4-unicast",
 	}
 	families := map[string][]string{
@@ -233,7 +233,7 @@ func (l *Lab) WaitBGP(ctx context.Context) error {
 				continue
 			}
 			v4, v6, err := r.Prefixes()
-			if err != nil || v4 < len(started) || v6 < len(started) { // an error: bgpd's socket is not there yet
+			if err != nil || v4 < len(started) || v6 < len(started) { // an error occurs if bgpd has not created its socket yet
 				return false, nil
 			}
 			done[r.Index] = true
@@ -245,10 +245,10 @@ func (l *Lab) WaitBGP(ctx context.Context) error {
 // ExporterConfig configures pmacctd in a router's namespace.
 type ExporterConfig struct {
 	Router    int
-	Instance  int            // several exporters of one router, like line cards, each with a socket of its own and all with the same flows
-	Collector netip.AddrPort // where it sends IPFIX. Default: port 4739 of the collector's address of the source's family
-	Source    netip.Addr     // default: the router's BMP address if StartRouter came before, else its IPv4 address
-	Extra     []string       // lines of configuration to add
+	Instance  int            // number of the exporter in its router. Exporters of one router have their own sockets and export the same flows
+	Collector netip.AddrPort // destination of IPFIX. Default: port 4739 of the collector's address in the address family of Source
+	Source    netip.Addr     // default: the router's BMP address after StartRouter, otherwise its IPv4 address
+	Extra     []string       // additional lines of configuration
 }
 
 // StartExporter starts pmacctd with nfprobe. It exports outgoing flows from the router's own prefixes, one datagram per

@@ -461,9 +461,9 @@ func TestBigTCPGone(t *testing.T) {
 	h.prints("nothing to revert\n", "revert cli0")
 	h.has("cli0", 70000, 65536, 65536, 65536)
 	h.unlink("cli1")
-	h.prints("gone: cli1\n", "revert cli1")
+	h.prints("no longer exists: cli1\n", "revert cli1")
 	h.refuses(2, `there is no interface "cli1"`, "did you mean cli0?", "revert cli1")
-	h.prints("gone: cli0\n", "revert")
+	h.prints("no longer exists: cli0\n", "revert")
 	h.prints("nothing to revert\n", "revert")
 	h.has("cli0", 70000, 65536, 65536, 65536)
 }
@@ -512,7 +512,7 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 		t.Fatal(err)
 	}
 	h.refuses(2, "open network namespace: open DIR/blue: no such file or directory", "give the path of a network namespace, as in /run/netns/NAME", "revert cli7 --netns DIR/blue")
-	h.prints("gone: cli0 in DIR/blue\n", "revert cli0 --netns DIR/blue")
+	h.prints("no longer exists: cli0 in DIR/blue\n", "revert cli0 --netns DIR/blue")
 	h.prints("nothing to revert\n", "revert")
 }
 

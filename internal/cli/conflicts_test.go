@@ -276,7 +276,7 @@ func TestGarbage(t *testing.T) {
 		{"POST", "/v1/register", "nonsense", 400, "read request: invalid character 'o' in literal null (expecting 'u')", hint},
 		{"POST", "/v1/register", `{"pid": "12"}`, 400, "read request: json: cannot unmarshal string into Go struct field Membership.pid of type int", hint},
 		{"POST", "/v1/register", `{"pid": 12, "force": true}`, 400, `read request: json: unknown field "force"`, hint},
-		{"POST", "/v1/register", `{"service": "spare", "pid": 12} {}`, 400, "read request: something follows the JSON object", hint},
+		{"POST", "/v1/register", `{"service": "spare", "pid": 12} {}`, 400, "read request: unexpected data after the JSON object", hint},
 		{"POST", "/v1/register", `[]`, 400, "read request: json: cannot unmarshal array into Go value of type api.Membership", hint},
 		{"POST", "/v1/register", `{"service": "spare", "pid": 99999999999999999999}`, 400, "read request: json: cannot unmarshal number 99999999999999999999 into Go struct field Membership.pid of type int", hint},
 		{"POST", "/v1/unregister", `{"service": "telemetry", "slot": -1}`, 400, "slot -1 is out of range", "service telemetry has slots 0 to 3"},

@@ -30,11 +30,11 @@ func (c *commands) resetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "reset",
 		Short: "Remove all pins, BPF programs and keepers, and restore the sizes of interfaces",
-		Long: `Reset reverts all changes of agents of any version. It detaches the programs from
-the members' ports, after which the kernel selects sockets by its own hash. It
-stops tuning and tracing, removes the pins and the cgroups that agents created,
-and restores the sizes of interfaces. Open connections keep their options. Stop
-the agent before reset.
+		Long: `Reset reverts all changes of agents of any version. It detaches the programs
+from the members' ports, after which the kernel selects sockets by its own hash.
+It stops tuning and tracing, removes the pins and the cgroups that agents
+created, and restores the sizes of interfaces. Open connections keep their
+options. Stop the agent before reset.
 
 Without --state, the state directory is kept, so that the next agent assigns
 each device to its previous slot.`,

@@ -110,7 +110,7 @@ func TestTracePackets(t *testing.T) {
 		}
 	}
 	f.refused(2, "DIR/x.pcapng exists", "name another file, or use --force to replace it", nil, "trace", "packets", "--pid", "812", "--fd", "7", "-w", file)
-	if r := f.at("trace", "packets", "--pid", "812", "--fd", "7", "-w", file, "--force"); r.code != 0 || !strings.HasSuffix(r.out, "\nwritten: "+file+"\n") {
+	if r := f.at("trace", "packets", "--pid", "812", "--fd", "7", "-w", file, "--force"); r.code != 0 || !strings.HasSuffix(r.out, "\nwrote "+file+"\n") {
 		t.Errorf("%+v", r)
 	}
 	f.leaves("policy.yaml", "run", "x.pcapng")
@@ -134,7 +134,7 @@ func TestTracePackets(t *testing.T) {
 	var out, errs bytes.Buffer
 	code := Run(ctx, []string{"--run-dir", f.run, "trace", "packets", "--pid", "812", "--fd", "7", "-w", f.dir + "/y.pcapng"},
 		command.Environment{Out: writer(func(b []byte) { stop(); out.Write(b) }), Err: &errs, Now: time.Now})
-	if code != 0 || errs.Len() > 0 || !strings.Contains(out.String(), "\n     1     0.000000  >") || !strings.HasSuffix(out.String(), "\nwritten: "+f.dir+"/y.pcapng\n") {
+	if code != 0 || errs.Len() > 0 || !strings.Contains(out.String(), "\n     1     0.000000  >") || !strings.HasSuffix(out.String(), "\nwrote "+f.dir+"/y.pcapng\n") {
 		t.Errorf("%d %s\n%s", code, errs.String(), out.String())
 	}
 	f.leaves("policy.yaml", "run", "x.pcapng", "y.pcapng")

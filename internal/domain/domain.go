@@ -29,13 +29,13 @@ import (
 type Domain interface {
 	// Needs lists the capabilities that a policy needs beyond those of the agent's systemd unit.
 	Needs(policy *config.Policy) []rights.Need
-	// Check returns an error if the policy names something that the host does not have. The agent calls Check
+	// Check returns an error if the policy refers to an object that the host does not have. The agent calls Check
 	// before Start and does not start with a policy that fails.
 	Check(policy *config.Policy) error
-	// Start applies the first policy of this process. Start takes over what an earlier agent left in the kernel,
-	// and removes what is not in the policy.
+	// Start applies the first policy of this process. Start adopts the pins of an earlier agent, and
+	// removes state that is not in the policy.
 	Start(policy *config.Policy) error
-	// Plan returns the steps from the policy in force to another one, in order. Plan changes nothing.
+	// Plan returns the steps from the policy in force to another policy, in order. Plan changes nothing.
 	Plan(policy *config.Policy) ([]Step, error)
 	// Applied runs after all steps of all domains, when the policy is in force. Applied may add to the plan.
 	Applied(policy *config.Policy, c api.Candidate, plan *api.Plan) error
@@ -79,7 +79,7 @@ func ApplySteps(steps []Step) error {
 type Host struct {
 	Log      *slog.Logger
 	Root     *bpf.Root // pin directory
-	StateDir string    // directory of the files that outlive a reboot
+	StateDir string    // persistent state directory
 	Cgroups  scope.Tree
 	Watch    *scope.Watch
 	programs []func() ([]uint32, error)
@@ -125,8 +125,8 @@ func (r *Router) Post(path string, answer func(*http.Request) (any, error)) {
 	})
 }
 
-// Stream answers GET requests to a path with a stream. An error before the first line gets the answer of any other
-// error.
+// Stream answers GET requests to a path with a stream. An error before the first line has the same answer as an error
+// of Get.
 func (r *Router) Stream(path string, answer func(http.ResponseWriter, *http.Request) error) {
 	r.mux.HandleFunc("GET "+path, func(w http.ResponseWriter, request *http.Request) {
 		if err := answer(w, request); err != nil && request.Context().Err() == nil {
@@ -140,7 +140,7 @@ const MaxBody = 8 << 20
 
 const requestHint = "send one JSON object of at most 8 MiB"
 
-// Decode reads the JSON object in the body of a request. A request without a body does not change into.
+// Decode decodes the JSON object in the body of a request. If the body is empty, into is not changed.
 func Decode(r *http.Request, into any) error {
 	d := json.NewDecoder(r.Body)
 	d.DisallowUnknownFields()
@@ -150,7 +150,7 @@ func Decode(r *http.Request, into any) error {
 		return fault.Usage(fmt.Errorf("read request: %w", err), requestHint)
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return fault.Usage(errors.New("read request: something follows the JSON object"), requestHint)
+		return fault.Usage(errors.New("read request: unexpected data after the JSON object"), requestHint)
 	}
 	return nil
 }

@@ -7,9 +7,9 @@ import (
 	"net/netip"
 )
 
-// Aliases: addresses inside that stand for other addresses.
+// Aliases are addresses inside that the gateway maps to other addresses.
 var (
-	// NameServerAliases stand for the host's name servers.
+	// NameServerAliases are the aliases of the host's name servers.
 	NameServerAliases = []netip.Addr{
 		netip.MustParseAddr("169.254.53.53"), netip.MustParseAddr("169.254.53.54"), netip.MustParseAddr("169.254.53.55"),
 	}

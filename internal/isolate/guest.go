@@ -55,7 +55,7 @@ const prepareTime = 20 * time.Second
 // Step is a step of the preparation of a guest.
 type Step int
 
-// The steps, from which the command derives hints.
+// Steps of a preparation. The command derives hints from them.
 const (
 	StepNamespaces Step = iota + 1 // create the namespaces
 	StepRights                     // set sysctls in them
@@ -105,9 +105,9 @@ func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 	cmd := exec.Command(command[0], command[1:]...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.ExtraFiles = []*os.File{theirs}
-	var said bytes.Buffer // standard error of nsenter
+	var stderr bytes.Buffer // of nsenter
 	if g.Existing != nil {
-		cmd.Stdin, cmd.Stdout, cmd.Stderr = nil, nil, &said
+		cmd.Stdin, cmd.Stdout, cmd.Stderr = nil, nil, &stderr
 		if err := g.Existing.enter(cmd); err != nil {
 			return nil, err
 		}
@@ -134,7 +134,7 @@ func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 		if s := unix.Signal(code - 128); s > 0 && s != unix.SIGKILL {
 			return nil, &EndedError{s}
 		}
-		if text := lastLine(said.String()); text != "" {
+		if text := lastLine(stderr.String()); text != "" {
 			err = &StepError{StepJoin, fmt.Errorf("join the namespace: %s", text)}
 		}
 		return nil, err

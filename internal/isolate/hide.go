@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Services behind Unix sockets of the host act for their clients, and would thereby let the program escape from the namespaces. Empty
-// directories cover the usual directories of such sockets. Other files of the host are not changed.
+// Services with Unix sockets on the host act on behalf of their clients, and would thereby let the program escape from the namespaces.
+// Empty directories cover the usual directories of such sockets. Other files of the host are not changed.
 
 // servicesInRun are directories of /run with sockets of services. Sockets in /run itself are hidden, too.
 var servicesInRun = []string{
@@ -197,7 +197,7 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 		}
 		kept = append(kept, exposure{path, fd})
 		if unix.Fstat(fd, &unix.Stat_t{}) != nil {
-			// A FUSE file system that only its owner may enter.
+			// A FUSE file system that is accessible only to its owner.
 			kept = kept[:len(kept)-1]
 			unix.Close(fd)
 		}
@@ -227,8 +227,8 @@ func (h *hidden) empty(folder string, mode uint32) error {
 	return nil
 }
 
-// foreign returns whether a path matched in a world-writable directory, as /tmp, may belong to another user, who could plant a link
-// to hide its target, or any number of directories. A path without wildcards may belong to root.
+// foreign returns whether a path that matches in a world-writable directory, such as /tmp, may belong to another user. This user could
+// create a link to hide its target, or any number of directories. A path without wildcards may belong to root.
 func foreign(pattern, path string) bool {
 	var st, parent unix.Stat_t
 	if unix.Lstat(path, &st) != nil || unix.Stat(filepath.Dir(path), &parent) != nil {
@@ -250,7 +250,7 @@ func foreign(pattern, path string) bool {
 // maxCovers limits the mounts for one pattern.
 const maxCovers = 64
 
-// readable is the mode of a directory that covers one of another user.
+// readable is the mode of a directory that covers a directory of another user.
 const readable = 0o755
 
 // emptyLike mounts an empty directory over another one. A directory of the user keeps its mode and stays writable, because programs
@@ -300,8 +300,8 @@ func (h *hidden) cover(path string) error {
 	return nil
 }
 
-// coverNamed hides the socket or directory that a variable names. A directory that contains only sockets is hidden as a whole, so that
-// later sockets are hidden, too.
+// coverNamed hides the socket or directory that a variable refers to. A directory that contains only sockets is hidden as a whole, so
+// that sockets created later are hidden, too.
 func (h *hidden) coverNamed(n namedSocket, home string) error {
 	st, err := os.Lstat(n.path)
 	if err != nil {
@@ -370,7 +370,7 @@ func (h *hidden) seal() error {
 	return nil
 }
 
-// namedSocket is a file that a variable named before the sockets were hidden.
+// namedSocket is a file that a variable referred to before the sockets were hidden.
 type namedSocket struct {
 	variable, path string
 	was            os.FileInfo
@@ -386,7 +386,7 @@ func (s *Setup) variable(name string) string {
 	return ""
 }
 
-// namedSockets returns the existing sockets and directories that the program's environment names.
+// namedSockets returns the existing sockets and directories that variables of the program's environment refer to.
 func (s *Setup) namedSockets() (list []namedSocket) {
 	for _, name := range socketVariables {
 		path := socketPath(name, s.variable(name))

@@ -37,7 +37,7 @@ func (s *Setup) runInit(socket *os.File) error {
 		case errors.Is(err, unix.EINTR):
 		case err != nil:
 			return fmt.Errorf("wait for the program: %w", err)
-		case pid != program: // an orphan
+		case pid != program: // an orphaned process
 		case status.Signaled():
 			os.Exit(128 + int(status.Signal()))
 		case status.Exited():
@@ -46,8 +46,8 @@ func (s *Setup) runInit(socket *os.File) error {
 	}
 }
 
-// forwardSignals sends the program the signals that arrive over the socket, one byte each. When the gateway has exited, this process
-// exits.
+// forwardSignals reads signals from the socket, one byte each, and sends them to the program. When the gateway has exited, this
+// process exits.
 func forwardSignals(socket *os.File, program int) {
 	var number [1]byte
 	for {
@@ -58,8 +58,8 @@ func forwardSignals(socket *os.File, program int) {
 	}
 }
 
-// discardSignals makes this process survive PassedSignals. Signals that are ignored already, as by nohup(1), stay ignored, and the
-// program inherits that.
+// discardSignals makes this process discard PassedSignals. Signals that are already ignored, for example by nohup(1), stay ignored,
+// also in the program.
 func discardSignals() {
 	for _, s := range PassedSignals {
 		if !signal.Ignored(s) {

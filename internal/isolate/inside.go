@@ -29,7 +29,7 @@ type Setup struct {
 	// Program is the path of the program; "": the process inside exits after the preparation.
 	Program   string
 	Args, Env []string // arbitrary bytes
-	// Watched makes the gateway watch the ports on which the guest listens.
+	// Watched makes the gateway monitor the ports on which the guest listens.
 	Watched bool
 	// AllowUserns allows the program to create user namespaces.
 	AllowUserns bool
@@ -59,9 +59,9 @@ const maxSetup = 8 << 20
 // InsideCommand is the hidden command of sockeye that calls Inside.
 const InsideCommand = "isolate-inside"
 
-// Inside prepares the guest from within its namespaces and remains their first process, which starts the program and exits with it.
-// Inside returns if there is no program, or if the program cannot be started. Errors of the preparation are sent to the gateway
-// instead.
+// Inside prepares the guest from within its namespaces, starts the program, and exits with the program. It is the first process of the
+// PID namespace. Inside returns if there is no program, or if the program cannot be started. Errors of the preparation are sent to the
+// gateway.
 func Inside() error {
 	runtime.LockOSThread()
 	discardSignals()
@@ -128,7 +128,7 @@ func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
 	if err := closeOthers(); err != nil {
 		return err
 	}
-	// Changes of credentials clear the setting, so that it must follow them.
+	// Changes of credentials clear this setting. Therefore, it is set after them.
 	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0); err != nil {
 		return fmt.Errorf("set the parent-death signal: %w", err)
 	}
@@ -146,7 +146,7 @@ func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
 // PassedSignals are the signals that the gateway forwards to the program.
 var PassedSignals = []os.Signal{unix.SIGINT, unix.SIGQUIT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2}
 
-// closeOthers sets close-on-exec on all descriptors except the standard ones: others may be sockets of the host's network.
+// closeOthers sets close-on-exec on all descriptors except the standard streams, because they may be sockets of the host's network.
 func closeOthers() error {
 	const first = 3
 	err := unix.CloseRange(first, ^uint(0)>>1, unix.CLOSE_RANGE_CLOEXEC)
@@ -248,7 +248,7 @@ func (s *Setup) setSysctls(reply *setupReply) error {
 	if s.AllowUserns {
 		return nil
 	}
-	// A second barrier besides the filter of system calls. The sysctl is one of the guest's user namespace.
+	// A second restriction in addition to the filter of system calls. The sysctl applies to the guest's user namespace.
 	if err := (sysctl{"user/max_user_namespaces", "0"}).set(); lacksSysctl(err) {
 		reply.Missing = append(reply.Missing, fmt.Sprintf("only the filter of system calls denies user namespaces: %v", err))
 	} else if err != nil {

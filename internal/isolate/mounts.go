@@ -73,7 +73,7 @@ func mounted() ([]mount, error) {
 	return list, nil
 }
 
-// outOfReach returns whether an error means that the program cannot reach the path either.
+// outOfReach returns whether an error means that the program cannot access the path either.
 func outOfReach(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EACCES)
 }

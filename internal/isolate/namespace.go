@@ -130,14 +130,14 @@ func (n *Namespace) Close() {
 	}
 }
 
-// enter makes a command run in the namespace by nsenter(1), because only a single-threaded process may enter a user namespace. The
-// descriptors from 4 on are the namespaces and the command.
+// enter changes a command to run in the namespace with nsenter(1), because only a single-threaded process may enter a user namespace.
+// The descriptors from 4 on are the namespaces and the command.
 func (n *Namespace) enter(cmd *exec.Cmd) error {
 	nsenter, err := exec.LookPath("nsenter")
 	if err != nil {
 		return &StepError{StepJoin, fmt.Errorf("find nsenter: %w", errors.Unwrap(err))}
 	}
-	// For nsenter the path may be another file, as /proc/self/exe is.
+	// For nsenter, the path may be another file, for example /proc/self/exe.
 	itself, err := unix.Open(cmd.Path, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("open %s: %w", cmd.Path, err)
@@ -182,7 +182,7 @@ func (n *Namespace) owner() (*os.File, error) {
 	return user, nil
 }
 
-// Ended returns when the namespace's process has exited, the path was removed, or ctx has ended.
+// Ended returns when the process of the namespace has exited, the path is removed, or ctx is done.
 func (n *Namespace) Ended(ctx context.Context) error {
 	wake, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
 	if err != nil {

@@ -24,8 +24,8 @@ import (
 // InterfaceName is the name of the TUN interface inside.
 const InterfaceName = "sockeye0"
 
-// lingerTime is how long the gateway continues after the program has exited, to deliver data that the host's sockets have not accepted
-// yet.
+// lingerTime is the time that the gateway continues after the exit of the program, to deliver data that the host's sockets have not
+// accepted yet.
 const lingerTime = 5 * time.Second
 
 // Options configures Run.
@@ -33,9 +33,9 @@ type Options struct {
 	MTU            int        // of the TUN interface, bytes
 	Guest4, Guest6 netip.Addr // addresses of the TUN interface
 	Outbound       access.Outbound
-	// User is the user that the gateway and the program become; nil: they keep the user of this process.
+	// User is the user of the gateway and the program; nil: the user of this process.
 	User *User
-	// Listen opens the sockets of the host that lead inside. Run calls Listen after becoming User and before the program starts.
+	// Listen opens the published sockets of the host. Run calls Listen after the change to User and before the program starts.
 	Listen func() ([]gateway.Forward, error)
 	// RequireSandbox makes Run fail with an IncompleteError if the confinement is incomplete.
 	RequireSandbox bool
@@ -170,7 +170,7 @@ func (o *Options) report(missing []string) error {
 	return nil
 }
 
-// serve runs the gateway until work returns or ctx ends. If the gateway returns first, serve cancels the context of work.
+// serve runs the gateway until work returns or ctx is done. If the gateway returns first, serve cancels the context of work.
 func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()

@@ -33,8 +33,8 @@ func (t terminal) foreground() bool {
 	return err == nil && group == t.group
 }
 
-// setForeground makes the process group of this process the foreground process group again. A shell inside has changed it to a group
-// of its own and cannot restore the previous one, whose ID does not exist in the shell's PID namespace.
+// setForeground makes the process group of this process the foreground process group again. A shell inside has set its own process
+// group as the foreground group, and cannot restore the previous group, because its ID does not exist in the shell's PID namespace.
 func (t terminal) setForeground() {
 	signal.Ignore(unix.SIGTTOU)
 	_ = unix.IoctlSetPointerInt(int(t.file.Fd()), unix.TIOCSPGRP, t.group)

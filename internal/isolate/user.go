@@ -42,8 +42,8 @@ func (u *User) become() error {
 	if err := kept.SetProc(); err != nil {
 		return fmt.Errorf("become user %d: keep capabilities: %w", u.UID, err)
 	}
-	// The kernel made the process undumpable, and its files in /proc root's: the parent writes the mapping of the user
-	// namespace there.
+	// After the change of the user, the kernel made the process undumpable, and root the owner of its files in /proc. The parent must
+	// write the mapping of the user namespace there.
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 1, 0, 0, 0); err != nil {
 		return fmt.Errorf("become user %d: %w", u.UID, err)
 	}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sandbox irrevocably confines two processes: a gateway, whose needs are known, and an arbitrary program. Both drop all
-// capabilities and enter a landlock domain and a filter of system calls (seccomp).
+// Package sandbox irrevocably confines two processes: a gateway, whose system calls are known, and an arbitrary program. Both drop all
+// capabilities and enter a Landlock domain and a filter of system calls (seccomp).
 package sandbox
 
 import (
@@ -33,9 +33,9 @@ type Gateway struct {
 // an attacker would make (execve, ptrace, bpf, mount) kills the process with SIGSYS. Enter returns the names of restrictions that the
 // kernel does not support in missing; the others are in force.
 //
-// Before the call, all files must be open and the child started.
+// All files must be open and the child must be running before the call.
 func (s Gateway) Enter() (missing []string, err error) {
-	// Logs use local time, and the first use reads the time zone from a file.
+	// Logs use local time. The first use reads the time zone from a file, which must happen before the restriction.
 	_ = time.Now().Local().String()
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
 		return nil, fmt.Errorf("forbid dumps of memory: %w", err)

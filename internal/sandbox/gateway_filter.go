@@ -25,8 +25,8 @@ type condition struct {
 const all = ^uint32(0)
 
 // calls returns the system calls of the gateway's loop, of the Go runtime, of signals and of waiting for the child. Calls with
-// conditions are in the order of their frequency. Since Linux 5.11 calls without conditions cost nothing, because the kernel caches
-// that the filter always allows them.
+// conditions are in the order of their frequency. Since Linux 5.11, the kernel does not run the filter for calls without conditions,
+// because it caches that the filter always allows them.
 func (s Gateway) calls(own int) []allowed {
 	signalled := []uint32{uint32(own)}
 	if s.Child != 0 {

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The filter denies system calls that lead out of the program's namespaces, and parts of the kernel that unprivileged programs seldom
-// need and that have often allowed privilege escalation. All other calls are allowed, because the program is arbitrary. The list
+// The filter denies system calls that give access to objects outside the program's namespaces, and system calls that unprivileged
+// programs rarely need and that have often allowed privilege escalation. All other calls are allowed, because the program is arbitrary. The list
 // follows container runtimes (default profiles of Docker and Podman, @privileged of systemd), without calls that fail anyway for lack
 // of a capability.
 

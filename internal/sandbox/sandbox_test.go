@@ -55,10 +55,10 @@ func listen(a netip.Addr) (fd int, at netip.AddrPort, err error) {
 
 var anywhere = access.Outbound{All: true}
 
-// roleVariable makes the test binary a process that enters a sandbox.
+// roleVariable has the role in which the test binary enters a sandbox.
 const roleVariable = "SOCKEYE_TEST_SANDBOX"
 
-// TestSandboxRole is the entry point of that process. It tests nothing.
+// TestSandboxRole is the entry point of the process in a sandbox. Without roleVariable, it returns immediately.
 func TestSandboxRole(*testing.T) {
 	role, name, _ := strings.Cut(os.Getenv(roleVariable), " ")
 	switch role {
@@ -90,7 +90,7 @@ func enterOrExit(s Gateway) {
 	}
 }
 
-// inRole runs this binary in a role, with files as descriptors from 3 on.
+// inRole runs the test binary in a role, with files as descriptors from 3 on.
 func inRole(t *testing.T, role string, files ...*os.File) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -101,7 +101,7 @@ func inRole(t *testing.T, role string, files ...*os.File) *exec.Cmd {
 	return cmd
 }
 
-// tries lists system calls of an intruder, each with the error that it must fail with, or 0 for none.
+// tries lists system calls of an attacker, each with the error that it must fail with, or 0 for none.
 var tries = map[string]struct {
 	try  func() error
 	want syscall.Errno
@@ -178,7 +178,7 @@ func tryAll() {
 			}
 		}
 		results <- wrong
-		select {} // so that the thread stays
+		select {} // keep the thread
 	}
 	for range threads / 2 {
 		go on()
@@ -246,7 +246,7 @@ func TestSandboxRefuses(t *testing.T) {
 	}
 }
 
-// deadlyCalls lists some of the system calls that end the process, with two arguments each.
+// deadlyCalls lists some of the system calls that kill the process, with two arguments each.
 var deadlyCalls = map[string][3]uintptr{
 	"execve":   {unix.SYS_EXECVE},
 	"execveat": {unix.SYS_EXECVEAT},
@@ -259,7 +259,7 @@ var deadlyCalls = map[string][3]uintptr{
 	"io_uring": {unix.SYS_IO_URING_SETUP, 1},
 }
 
-// TestSandboxKills checks that a system call that only an intruder makes ends the process at once with SIGSYS.
+// TestSandboxKills checks that a system call that only an attacker makes kills the process with SIGSYS.
 func TestSandboxKills(t *testing.T) {
 	for name := range deadlyCalls {
 		t.Run(name, func(t *testing.T) {
@@ -547,7 +547,7 @@ func exchange(t *testing.T, c net.Conn, data []byte) {
 	}()
 	got, err := io.ReadAll(c)
 	if err != nil || !bytes.Equal(got, data) {
-		t.Fatalf("%d of %d bytes came back: %v", len(got), len(data), err)
+		t.Fatalf("received %d of %d bytes: %v", len(got), len(data), err)
 	}
 }
 
@@ -564,7 +564,7 @@ func TestFilter(t *testing.T) {
 		seen := slices.Concat(fatalCalls, archFatal)
 		for _, c := range s.calls(1) {
 			if slices.Contains(seen, c.number) {
-				t.Errorf("%+v: call %d is named twice", s, c.number)
+				t.Errorf("%+v: call %d is listed twice", s, c.number)
 			}
 			seen = append(seen, c.number)
 		}
@@ -573,7 +573,7 @@ func TestFilter(t *testing.T) {
 		p := programFilter(allowUserns)
 		for i, instruction := range p {
 			if instruction.Code&0x07 == unix.BPF_JMP && i+1+int(max(instruction.Jt, instruction.Jf)) >= len(p) {
-				t.Errorf("of the program: instruction %d jumps beyond the end", i)
+				t.Errorf("program filter: instruction %d jumps beyond the end", i)
 			}
 		}
 	}

@@ -16,22 +16,22 @@ import (
 	"go.uber.org/goleak"
 )
 
-// Run runs the tests of a package and returns the exit code. A package whose tests pass fails if they have left
-// goroutines or descriptors.
+// Run runs the tests of a package and returns the exit code. If the tests pass but leak goroutines or descriptors, the
+// exit code is 1.
 func Run(m *testing.M) int {
 	before := openFiles()
 	code := m.Run()
 	if code != 0 {
 		return code
 	}
-	// Find waits for goroutines that are about to end.
+	// Find waits for goroutines that are about to exit.
 	if err := goleak.Find(goleak.IgnoreTopFunction("os/signal.loop")); err != nil {
-		fmt.Println("testenv: goroutines are left:", err)
+		fmt.Println("testenv: leaked goroutines:", err)
 		return 1
 	}
 	leaked := leakedFiles(before)
 	for _, file := range leaked {
-		fmt.Println("testenv: a descriptor is left:", file)
+		fmt.Println("testenv: leaked descriptor:", file)
 	}
 	if len(leaked) > 0 {
 		return 1
@@ -39,8 +39,9 @@ func Run(m *testing.M) int {
 	return 0
 }
 
-// leakedFiles returns the files that are open and were not before. Package net keeps the pipes of splice(2) in a
-// sync.Pool, which the garbage collector empties. Other files are looked for first: the collector would close them, too.
+// leakedFiles returns the open files that are not in before. Pipes are checked after garbage collections, because
+// package net keeps the pipes of splice(2) in a sync.Pool. All other files are checked before the first garbage
+// collection, which would close unreferenced files, too.
 func leakedFiles(before map[string]string) (leaked []string) {
 	pipes := 0
 	after := openFiles()
@@ -72,7 +73,7 @@ func leakedFiles(before map[string]string) (leaked []string) {
 	return leaked
 }
 
-// openFiles returns the open files of this process by descriptor, as /proc/PID/fd names them.
+// openFiles returns the open files of this process by descriptor, with their names in /proc/PID/fd.
 func openFiles() map[string]string {
 	files := make(map[string]string)
 	const dir = "/proc/self/fd"
@@ -81,7 +82,7 @@ func openFiles() map[string]string {
 		return nil
 	}
 	for _, e := range entries {
-		// The descriptor of ReadDir is closed by now.
+		// Readlink fails for the descriptor of ReadDir, which is closed.
 		if file, err := os.Readlink(filepath.Join(dir, e.Name())); err == nil {
 			files[e.Name()] = file
 		}
@@ -89,8 +90,8 @@ func openFiles() map[string]string {
 	return files
 }
 
-// ofRuntime reports whether a file is one that the Go runtime or the test binary opens once and keeps: the network
-// poller, the source of random numbers, and the executable's own data.
+// ofRuntime reports whether the Go runtime or the test binary opens the file once and keeps it open: the network poller,
+// the source of random numbers, and the topology of the CPUs.
 func ofRuntime(file string) bool {
 	return file == "anon_inode:[eventpoll]" || file == "anon_inode:[eventfd]" || file == "/dev/urandom" || strings.HasPrefix(file, "/sys/devices/system/cpu/")
 }

@@ -14,7 +14,7 @@ const leakVariable = "SOCKEYE_TEST_LEAK"
 
 func TestMain(m *testing.M) { os.Exit(Run(m)) }
 
-// TestLeak leaves what the variable says, in a process of its own.
+// TestLeak leaks the object that the variable selects. TestLeaksAreFound runs it in a separate process.
 func TestLeak(t *testing.T) {
 	switch os.Getenv(leakVariable) {
 	case "goroutine":
@@ -38,7 +38,7 @@ var kept *os.File
 
 func TestLeaksAreFound(t *testing.T) {
 	for kind, want := range map[string]string{
-		"none": "PASS", "goroutine": "goroutines are left", "file": "/etc/passwd", "pipe": "a descriptor is left: ",
+		"none": "PASS", "goroutine": "leaked goroutines", "file": "/etc/passwd", "pipe": "leaked descriptor: ",
 	} {
 		cmd := exec.Command("/proc/self/exe", "-test.run=^TestLeak$")
 		cmd.Env = append(os.Environ(), leakVariable+"="+kind)

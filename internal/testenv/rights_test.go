@@ -10,9 +10,9 @@ import (
 	"github.com/cilium/ebpf/btf"
 )
 
-// TestRightsAreNotRemembered loads a program without capabilities, and then one
-// with them: the BPF library must not believe afterwards that the kernel lacks
-// BTF and object names.
+// TestRightsAreNotRemembered loads a program without capabilities, then a program
+// with capabilities. After the first load, the BPF library must not assume that the
+// kernel does not support BTF and object names.
 func TestRightsAreNotRemembered(t *testing.T) {
 	number := &btf.Int{Name: "int", Size: 4, Encoding: btf.Signed}
 	function := &btf.Func{Name: "typed", Type: &btf.FuncProto{Return: number}, Linkage: btf.GlobalFunc}
@@ -41,6 +41,6 @@ func TestRightsAreNotRemembered(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, ok := info.BTFID(); !ok || info.Name != "typed" {
-		t.Errorf("the program %q was loaded with BTF: %v", info.Name, ok)
+		t.Errorf("loaded program: name %q, BTF %v", info.Name, ok)
 	}
 }

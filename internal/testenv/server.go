@@ -13,19 +13,20 @@ import (
 	"testing"
 )
 
-// serverVariable makes the test binary a server, on an address.
+// serverVariable has the listen address of the server. It makes the test binary a server.
 const serverVariable = "SOCKEYE_TEST_SERVER"
 
-// Server is a process that serves TCP: it drains what it accepts, and ends with
-// its standard input.
+// Server is a process that accepts TCP connections and discards all data. It exits
+// when its standard input is closed.
 type Server struct {
 	*exec.Cmd
 	Address string
 	Stop    io.Closer
 }
 
-// Serve is the server's own process. A package that starts servers calls it
-// from a test by the name of TestServer, in which there is nothing to test.
+// Serve runs the server in the process that StartServer starts. A package that
+// starts servers must call Serve in a test with the name TestServer. Otherwise Serve
+// returns immediately.
 func Serve(t *testing.T) {
 	address := os.Getenv(serverVariable)
 	if address == "" {
@@ -45,7 +46,7 @@ func Serve(t *testing.T) {
 				return
 			}
 			go func() {
-				// It ends when the other side does.
+				// Copy returns when the peer closes the connection.
 				_, _ = io.Copy(io.Discard, c)
 			}()
 		}
@@ -58,8 +59,8 @@ func Serve(t *testing.T) {
 	}
 }
 
-// StartServer starts a server in a cgroup, and in a network namespace of its own
-// if flags, those of clone(2), say so. It has copies of files, too.
+// StartServer starts a server in a cgroup. flags are flags of clone(2), such as
+// CLONE_NEWNET for a new network namespace. The server inherits files.
 func StartServer(t testing.TB, cgroup, address string, flags uintptr, files ...*os.File) *Server {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe", "-test.run=^TestServer$")
@@ -82,7 +83,7 @@ func StartServer(t testing.TB, cgroup, address string, flags uintptr, files ...*
 	t.Cleanup(s.Kill)
 	line, err := bufio.NewReader(out).ReadBytes('\n')
 	if err != nil {
-		t.Fatalf("the server ends: %v", err)
+		t.Fatalf("the server has exited: %v", err)
 	}
 	if err := json.Unmarshal(line, &s.Address); err != nil {
 		t.Fatal(err)
@@ -90,7 +91,7 @@ func StartServer(t testing.TB, cgroup, address string, flags uintptr, files ...*
 	return s
 }
 
-// Kill ends the server, and waits until it has ended.
+// Kill kills the server and waits for its exit.
 func (s *Server) Kill() {
 	s.Process.Kill()
 	s.Wait()

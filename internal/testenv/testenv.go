@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package testenv gives tests a host of their own: a network and a mount
-// namespace, a bpffs and a cgroup. Nothing that they do is seen outside, and
-// nothing stays.
+// Package testenv runs tests in a separate network and mount namespace and in a
+// separate cgroup, with a bpffs if needed. The tests do not affect the host, and
+// testenv removes the cgroup afterwards.
 package testenv
 
 import (
@@ -26,8 +26,8 @@ import (
 
 const marker = "SOCKEYE_TEST_NAMESPACE"
 
-// Main runs the tests of a package in namespaces of their own, with lo up.
-// Call it from TestMain, as root.
+// Main runs the tests of a package in new namespaces, with lo up. Main must be
+// called from TestMain, as root.
 func Main(m *testing.M) {
 	if os.Getenv(marker) != "" {
 		if err := enter(); err != nil {
@@ -39,19 +39,20 @@ func Main(m *testing.M) {
 	os.Exit(isolate())
 }
 
-// isolate runs this program again, in new namespaces and a new cgroup.
+// isolate runs this program again in new namespaces and a new cgroup, and returns
+// the exit code.
 func isolate() (code int) {
 	dir, err := newCgroup()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "testenv:", err)
 		return 1
 	}
-	// Processes that the tests left running end with the cgroup.
+	// Destroy kills processes that the tests left running.
 	defer func() {
 		pids, _ := cgroup.Processes(dir)
 		for _, pid := range pids {
 			text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-			fmt.Printf("testenv: process %d is left: %q\n", pid, text)
+			fmt.Printf("testenv: process %d is still running: %q\n", pid, text)
 			code = max(code, 1)
 		}
 		if err := cgroup.Destroy(dir); err != nil {
@@ -66,7 +67,7 @@ func isolate() (code int) {
 		Cloneflags: unix.CLONE_NEWNET | unix.CLONE_NEWNS,
 		Pdeathsig:  unix.SIGKILL,
 	}
-	// The child gets an interrupt from the terminal too, and ends by itself.
+	// The terminal also sends SIGINT and SIGQUIT to the child, which then exits.
 	signal.Ignore(unix.SIGINT, unix.SIGQUIT)
 	terminated := make(chan os.Signal, 1)
 	signal.Notify(terminated, unix.SIGTERM, unix.SIGHUP)
@@ -99,19 +100,19 @@ func enter() error {
 	if err := netlink.LinkSetUp(lo); err != nil {
 		return fmt.Errorf("set lo up: %w", err)
 	}
-	// Moved here, not by the parent, so that all threads are in it.
+	// The child moves itself, so that all its threads are in the cgroup.
 	return cgroup.Move(Cgroup(), 0)
 }
 
-// Cgroup is the folder of the tests' own cgroup.
+// Cgroup returns the directory of the tests' cgroup.
 func Cgroup() string { return os.Getenv(marker) }
 
-// CgroupPath is the tests' own cgroup as /proc/PID/cgroup names it.
+// CgroupPath returns the path of the tests' cgroup as in /proc/PID/cgroup.
 func CgroupPath() string { return "/" + filepath.Base(Cgroup()) }
 
 const cgroupPrefix = "sockeye-test-"
 
-// newCgroup makes the tests' cgroup, and removes those of test programs that were killed.
+// newCgroup creates the tests' cgroup, and removes cgroups of test programs that were killed.
 func newCgroup() (string, error) {
 	mount, err := cgroup.Mount()
 	if err != nil {
@@ -123,7 +124,7 @@ func newCgroup() (string, error) {
 	return cgroup.Make(mount, cgroupPrefix, "")
 }
 
-// BPFFS mounts a bpffs for a test and returns where.
+// BPFFS mounts a bpffs for a test and returns the mount point.
 func BPFFS(t testing.TB) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -170,11 +171,11 @@ func WithRights(t testing.TB, caps []int, f func()) {
 
 // probeKernel makes the BPF library probe the kernel with all capabilities.
 //
-// The library takes EPERM for a feature that the kernel lacks, and remembers
-// the result for the whole process. Without this call, the first test that
-// drops capabilities would leave later tests without object names, and without
-// BTF: the verifier then follows each call of a global function, and refuses
-// tune_sockops after 1,000,000 instructions.
+// The library interprets EPERM as "not supported", and caches the result for the
+// process. Without this call, after the first test that drops capabilities, later
+// tests would load programs without object names and without BTF. Without BTF, the
+// verifier follows each call of a global function, and rejects tune_sockops after
+// 1,000,000 instructions.
 func probeKernel() error {
 	number := &btf.Int{Name: "int", Size: 4, Encoding: btf.Signed}
 	m, err := ebpf.NewMap(&ebpf.MapSpec{

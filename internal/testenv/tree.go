@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// CgroupTree is a root for cgroups, laid out as systemd does below its own. Folders
-// are removed at the end, in whatever order they were made.
+// CgroupTree creates a directory for a tree of cgroups. mkdir creates a cgroup in it,
+// and its parents. All cgroups are removed at the end of the test.
 func CgroupTree(t *testing.T) (root string, mkdir func(path string) string) {
 	t.Helper()
 	root = filepath.Join(Cgroup(), "tree")

@@ -19,7 +19,7 @@ import (
 type Interface struct {
 	Name string
 	MTU  int // 1280 to 65520 bytes
-	// Addresses are those of the guest, at most one per family.
+	// Addresses are the addresses of the guest, at most one per family.
 	Addresses []netip.Addr
 }
 
@@ -62,8 +62,8 @@ func Open(i Interface) (_ int, err error) {
 	return fd, nil
 }
 
-// queueLength is the number of packets that may wait for the gateway: more than the windows of some hundred
-// connections. With a shorter queue, the guest's kernel drops packets that it may send.
+// queueLength is the maximum number of packets that wait for the gateway. It exceeds the windows of several hundred
+// connections. With a shorter queue, the guest's kernel would drop packets within the window.
 const queueLength = 10000
 
 func (i Interface) configure() error {
@@ -83,7 +83,7 @@ func (i Interface) configure() error {
 	if err != nil {
 		return err
 	}
-	// No link-local address: the link has no other host than the gateway.
+	// No link-local address: the gateway is the only other host on the link.
 	mode := "/proc/sys/net/ipv6/conf/" + i.Name + "/addr_gen_mode"
 	if err := os.WriteFile(mode, []byte("1"), 0); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -96,7 +96,7 @@ func (i Interface) configure() error {
 		switch {
 		case err == nil:
 		case a.Is6() && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EAFNOSUPPORT)):
-			// Without IPv6 on the host, the guest has none.
+			// If the host does not support IPv6, the guest has no IPv6 addresses.
 		default:
 			return err
 		}

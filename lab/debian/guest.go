@@ -16,21 +16,21 @@ import (
 	"sockeye/lab/qemu"
 )
 
-// A boot is one life of the guest.
+// boot is one boot of the guest.
 type boot struct {
 	test    string
 	timeout time.Duration
 }
 
-// boots are the lives of the guest, in their order, with the test of
-// lab/debian/guest that each has.
+// boots are the boots of the guest in order, with the test of lab/debian/guest
+// that runs in each of them.
 var boots = []boot{
 	{"TestFirstBoot", 11 * time.Minute},
 	{"TestReboot", 3 * time.Minute},
 	{"TestMembersBeforeAgent", 4 * time.Minute},
 }
 
-// guestCommand is the argument that makes this program the guest's service.
+// guestCommand is the argument with which this program runs as the guest's service.
 const guestCommand = "guest"
 
 // The guest's directories and devices.
@@ -52,11 +52,11 @@ TasksMax=infinity
 WantedBy=multi-user.target
 `
 
-// managerConf bears with a machine that is emulated on a busy host.
+// managerConf has long timeouts, for a machine that is emulated on a busy host.
 const managerConf = "[Manager]\nDefaultTimeoutStartSec=240s\nDefaultTimeoutStopSec=240s\nDefaultDeviceTimeoutSec=240s\n"
 
-// initramfs is process 1 before systemd is: it mounts the root and the payload,
-// adds the service with the tests, and becomes systemd.
+// initramfs runs as process 1 before systemd. It mounts the root and the payload,
+// adds the service with the tests, and executes systemd.
 func initramfs() {
 	qemu.Must(unix.Mount("dev", "/dev", "devtmpfs", 0, "mode=0755"), "mount /dev")
 	text, err := os.ReadFile("/job.json")
@@ -86,7 +86,7 @@ func initramfs() {
 	qemu.Must(unix.Exec("/sbin/init", []string{"/sbin/init"}, []string{"TERM=linux"}), "start systemd")
 }
 
-// mountDisk mounts a disk as soon as its device is there.
+// mountDisk mounts a disk as soon as its device exists.
 func mountDisk(device, dir string, flags uintptr) {
 	err := unix.Mount(device, dir, "ext4", flags, "")
 	for deadline := time.Now().Add(20 * time.Second); errors.Is(err, unix.ENOENT) && time.Now().Before(deadline); {
@@ -96,9 +96,9 @@ func mountDisk(device, dir string, flags uintptr) {
 	qemu.Must(err, "mount ", device)
 }
 
-// guest runs the tests of a boot and sends what comes of them and the journal to
-// the host. Then it reboots; for the host, which starts the next boot itself, that
-// is the machine's end.
+// guest runs the tests of a boot and sends the results and the journal to the host.
+// Then it reboots, which terminates the virtual machine. The host starts the next
+// boot.
 func guest() {
 	p := qemu.OpenPort(portPath)
 	func() {

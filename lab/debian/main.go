@@ -6,16 +6,15 @@
 //
 // It builds a minimal root file system of each release with mmdebstrap, from the
 // Debian mirror that this machine's apt uses, and keeps it in a cache. It boots a
-// copy of each root under qemu's software emulation with that release's kernel,
-// all releases at once, and installs there what "make install" has installed into
-// -install. The tests of lab/debian/guest then run in the guest as a service of
-// systemd. They have several boots, and the guest reboots between them.
+// copy of each root under qemu's software emulation with that release's kernel, all
+// releases in parallel, and copies the files that "make install" has installed into
+// -install. Then the tests of lab/debian/guest run in the guest as a service of
+// systemd, in several boots.
 //
 // The host needs root, Go, git, apt, mmdebstrap, e2fsprogs, qemu-utils,
 // debian-archive-keyring, xz-utils and qemu-system-x86.
 //
-// It exits with 0 when every test passed on every release, with 1 when one failed,
-// and with 2 when the command line is wrong.
+// Exit codes: 0 all tests passed on all releases, 1 a test failed, 2 wrong usage.
 package main
 
 import (
@@ -97,17 +96,17 @@ func parse(args []string) (*options, error) {
 	o.releases = strings.Split(*list, ",")
 	for _, r := range o.releases {
 		if !slices.Contains(releases, r) {
-			return nil, fmt.Errorf("-releases: there is no %q, only %s", r, strings.Join(releases, " and "))
+			return nil, fmt.Errorf("-releases: unknown release %q, want %s", r, strings.Join(releases, " and "))
 		}
 	}
 	if _, err := regexp.Compile(o.run); err != nil {
 		return nil, fmt.Errorf("-run: %w", err)
 	}
 	if o.boots < 1 || o.boots > len(boots) {
-		return nil, fmt.Errorf("-boots %d is not 1 to %d", o.boots, len(boots))
+		return nil, fmt.Errorf("-boots is %d, want 1 to %d", o.boots, len(boots))
 	}
 	if _, err := os.Stat(filepath.Join(o.install, "etc/systemd/system/sockeye.service")); err != nil {
-		return nil, fmt.Errorf("-install: nothing is installed in %q: %w", o.install, err)
+		return nil, fmt.Errorf("-install: no installation in %q: %w", o.install, err)
 	}
 	if o.cache == "" {
 		dir, err := os.UserCacheDir()
@@ -122,8 +121,8 @@ func parse(args []string) (*options, error) {
 }
 
 func run(ctx context.Context, o *options) error {
-	// The kernel kills children with the thread that started them (see
-	// qemu.Command): each goroutine that has some keeps its thread.
+	// The kernel kills children when the thread that started them exits (see
+	// qemu.Command). Therefore, each goroutine with children locks its thread.
 	runtime.LockOSThread()
 	tmp, err := os.MkdirTemp("", "sockeye-debian-")
 	if err != nil {
@@ -167,7 +166,7 @@ func journalPath(o *options, release string) string {
 	return filepath.Join(o.out, "debian-"+release+".journal")
 }
 
-// test boots one release as often as its tests need.
+// test runs all boots of one release.
 func test(ctx context.Context, tmp, release, payload string, o *options) (_ *qemu.Report, err error) {
 	if err := os.Mkdir(tmp, 0o755); err != nil {
 		return nil, err
@@ -201,21 +200,21 @@ func test(ctx context.Context, tmp, release, payload string, o *options) (_ *qem
 	for i, boot := range boots[:o.boots] {
 		m := &qemu.Machine{
 			Kernel: k, Initramfs: filepath.Join(tmp, "initramfs"), Console: filepath.Join(tmp, "console"),
-			CPUs: 1, // two would take turns
-			// Each of four nfacctd takes up to 250 MB.
+			CPUs: 1, // emulated CPUs run one at a time
+			// Each of the four nfacctd processes needs up to 250 MB.
 			Memory: 3072,
 			// Programs that use cmpxchg16b are slow or wrong under emulation.
 			Args: []string{"-cpu", "max,-cx16",
 				"-drive", "if=virtio,format=qcow2,cache=unsafe,file=" + disk,
 				"-drive", "if=virtio,format=raw,readonly=on,file=" + payload},
-			// There is no udev to find the console for a login. A job that takes long is shown on the console.
+			// Without udev, systemd cannot find the console for a login. Slow jobs are shown on the console.
 			Append: "quiet systemd.show_status=auto systemd.getty_auto=no systemd.mask=dev-hugepages.mount systemd.mask=modprobe@drm.service systemd.mask=modprobe@fuse.service" +
 				" systemd.mask=modprobe@efi_pstore.service systemd.mask=modprobe@configfs.service systemd.mask=sys-kernel-debug.mount",
 			Suites: []string{guestPackage}, BootTimeout: 4 * time.Minute, Timeout: boot.timeout, ShutdownTimeout: 2 * time.Minute,
 		}
 		pattern := "^" + boot.test + "$"
 		if o.run != "" {
-			pattern += "/(" + o.run + ")" // go test splits at a bare |
+			pattern += "/(" + o.run + ")" // go test splits the pattern at a | outside parentheses
 		}
 		if err := writeInitramfs(ctx, m.Initramfs, k, job{Pattern: pattern, Timeout: boot.timeout}); err != nil {
 			return r, err

@@ -20,23 +20,22 @@ import (
 // guestPackage has the tests that run in the guest, with the build tag debian.
 const guestPackage = "sockeye/lab/debian/guest"
 
-// earlier are commits that the guest upgrades from, and back to, by the names
-// that its tests have for them.
+// earlier are the commits of the upgrade tests, by the names in these tests.
 var earlier = map[string]string{
-	// The first with services, tune, trace and bigtcp in one policy.
+	// The first version with services, tune, trace and bigtcp in one policy.
 	"all-domains": "572fe9cfd0e3ee6fbffa44c6bf0a6eac66662859",
-	// The last before tune's maps changed their layout.
+	// The last version before a change of the layout of tune's maps.
 	"tune-layout": "373bfdda41bfe2721af0622362b7275943deb70b",
 }
 
-// buildPayload makes the disk that brings everything of the project into the guest.
+// buildPayload creates a disk with the installation, the tests and earlier versions of Sockeye.
 func buildPayload(ctx context.Context, tmp string, o *options) (string, error) {
 	dir := filepath.Join(tmp, "payload")
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		return "", err
 	}
 	if _, err := qemu.Output(qemu.Command(ctx, "cp", "-a", o.install, filepath.Join(dir, "install"))); err != nil {
-		return "", fmt.Errorf("copy what is installed: %w", err)
+		return "", fmt.Errorf("copy the installation: %w", err)
 	}
 	static := func(args ...string) *exec.Cmd {
 		c := qemu.Command(ctx, "go", args...)
@@ -120,17 +119,17 @@ func buildEarlier(ctx context.Context, cache, source, commit string, static func
 	return built, os.Rename(done, built)
 }
 
-// A job is what the guest has to do; it stands in /job.json of the initramfs.
+// job is the configuration of the guest, in the file /job.json of the initramfs.
 type job struct {
-	Modules []string      // in /modules, in the order in which they load
+	Modules []string      // files in /modules, in load order
 	Pattern string        // of the tests to run
 	Timeout time.Duration // of the tests
 }
 
-// diskModules are what it takes to mount the root.
+// diskModules are the kernel modules that are needed to mount the root.
 var diskModules = []string{"virtio_pci", "virtio_blk", "crc32c_generic", "crc32c_intel", "ext4"}
 
-// writeInitramfs packs what mounts the root and starts systemd there.
+// writeInitramfs writes an initramfs that mounts the root and starts systemd.
 func writeInitramfs(ctx context.Context, file string, k *qemu.Kernel, j job) error {
 	f, err := os.Create(file)
 	if err != nil {

@@ -14,22 +14,22 @@ import (
 	"sockeye/lab/qemu"
 )
 
-// releases are the Debian releases that Sockeye is tested on.
+// releases are the tested Debian releases.
 var releases = []string{"bookworm", "trixie"}
 
-// kernelOf is the release's own kernel, by its name for qemu.FindKernel.
+// kernelOf maps a release to the name of its kernel for qemu.FindKernel.
 var kernelOf = map[string]string{"bookworm": "6.1", "trixie": "trixie"}
 
-// packages are what a collector host has beside Debian's essential packages.
-// There is no udev, no initramfs-tools and no package of a kernel: they would
-// double the time to boot.
+// packages are the packages of a collector host in addition to Debian's essential
+// packages. udev, initramfs-tools and kernel packages are not included, because they
+// would double the boot time.
 var packages = []string{
 	"systemd", "systemd-sysv", "dbus", "dbus-user-session", "libpam-systemd", "iproute2", "kmod", "procps",
 	"pmacct", "python3-minimal", "nftables",
 }
 
-// findRoot returns an ext4 image of a release's root from the cache, which it
-// fills when needed, and the kernel whose modules are in it.
+// findRoot returns an ext4 image of a release's root and the kernel whose modules are
+// in it. If the image is not in the cache, findRoot builds it.
 func findRoot(ctx context.Context, cache, release string, update bool) (string, *qemu.Kernel, error) {
 	k, err := qemu.FindKernel(ctx, filepath.Join(cache, "vm"), kernelOf[release], update)
 	if err != nil {
@@ -50,7 +50,7 @@ func findRoot(ctx context.Context, cache, release string, update bool) (string, 
 		return image, k, nil
 	}
 	if os.Geteuid() != 0 {
-		return "", nil, errors.New("making a root file system needs root")
+		return "", nil, errors.New("root is required to build a root file system")
 	}
 	tmp, err := os.MkdirTemp(dir, "tmp-"+release+"-")
 	if err != nil {
@@ -67,7 +67,7 @@ func findRoot(ctx context.Context, cache, release string, update bool) (string, 
 	}
 	old, _ := filepath.Glob(filepath.Join(dir, release+"-*.ext4"))
 	for _, path := range old {
-		_ = os.Remove(path) // a machine that runs on it keeps it open
+		_ = os.Remove(path) // running machines have the file open
 	}
 	if err := os.Rename(made, image); err != nil {
 		return "", nil, fmt.Errorf("put the image into the cache: %w", err)
@@ -75,7 +75,7 @@ func findRoot(ctx context.Context, cache, release string, update bool) (string, 
 	return image, k, nil
 }
 
-// bootstrap fills root with the release's packages and the kernel's modules.
+// bootstrap installs the release's packages and the kernel's modules in root.
 func bootstrap(ctx context.Context, tmp, root, release string, k *qemu.Kernel) error {
 	sources, err := qemu.Sources(ctx, release, release+"-security")
 	if err != nil {
@@ -92,7 +92,7 @@ func bootstrap(ctx context.Context, tmp, root, release string, k *qemu.Kernel) e
 		"--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=path-exclude=/usr/share/locale/*",
 		"--customize-hook=mkdir -p \"$1/usr/lib/modules\" && cp -a '"+k.Modules+"' \"$1/usr/lib/modules/\" && chroot \"$1\" depmod "+k.Release,
 		"--customize-hook=echo debian > \"$1/etc/hostname\"; echo '127.0.0.1 localhost debian' > \"$1/etc/hosts\"; : > \"$1/etc/resolv.conf\"",
-		// Neither a first boot, for which systemd would enable all units, nor one after an update.
+		// Without these files, systemd would assume a first boot and enable all units, or an update.
 		"--customize-hook=chroot \"$1\" systemd-machine-id-setup && touch \"$1/etc/.updated\" \"$1/var/.updated\"",
 		"--customize-hook=mkdir -p \"$1/payload\" \"$1/var/log/journal\"",
 		release, root, list))
@@ -102,8 +102,7 @@ func bootstrap(ctx context.Context, tmp, root, release string, k *qemu.Kernel) e
 	return nil
 }
 
-// makeImage makes an ext4 image of a directory. It has room for size bytes, which
-// it does not take on the host.
+// makeImage creates an ext4 image of a directory, as a sparse file of size bytes.
 func makeImage(ctx context.Context, image, dir string, size int64) error {
 	f, err := os.Create(image)
 	if err != nil {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command demo shows what Sockeye is for, with real parts: six routers (FRR)
-// send BMP over TCP and IPFIX over UDP to four unmodified collectors
-// (nfacctd), first by the kernel's own hash, then with Sockeye. Run it by
-// "make demo", which gives it a mount namespace of its own.
+// Command demo demonstrates Sockeye with real programs: six routers (FRR) send BMP
+// over TCP and IPFIX over UDP to four unmodified collectors (nfacctd), first
+// distributed by the kernel's hash, then with Sockeye. "make demo" runs it in a new
+// mount namespace.
 package main
 
 import (
@@ -34,7 +34,7 @@ import (
 const (
 	routers    = 6
 	collectors = 4
-	lineCards  = 4 // exporters of one router, each with a socket of its own
+	lineCards  = 4 // exporters of one router, each with its own socket
 	measure    = 4 * time.Second
 	bmpPort    = 1790
 	ipfixPort  = 4739
@@ -55,7 +55,7 @@ const policy = `services:
 func main() {
 	binary := flag.String("sockeye", "", "the program sockeye")
 	out := flag.String("out", "", "directory for demo.json and demo.svg; none by default")
-	keep := flag.Bool("keep", false, "leave everything up until Ctrl-C")
+	keep := flag.Bool("keep", false, "keep the network and the programs running until Ctrl-C")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 	defer stop()
@@ -73,7 +73,7 @@ type demo struct {
 	slots          string // as last shown
 }
 
-// result is what demo.json holds.
+// result is the content of demo.json.
 type result struct {
 	Routers []router `json:"routers"`
 	Share   share    `json:"correlated_share"`
@@ -102,7 +102,7 @@ func run(ctx context.Context, binary, out string, keep bool) (err error) {
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
 	d := &demo{Lab: l, binary: binary, runDir: filepath.Join(l.Dir(), "run")}
-	// The agent mounts it, in the mount namespace that "make demo" made.
+	// The agent mounts the bpffs in the mount namespace that "make demo" created.
 	bpffs := filepath.Join(l.Dir(), "bpf")
 	l.AtClose(func() error {
 		if err := unix.Unmount(bpffs, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
@@ -117,7 +117,7 @@ func run(ctx context.Context, binary, out string, keep bool) (err error) {
 	if err := d.startAll(bounded); err != nil {
 		return err
 	}
-	// Each new socket of a line card is a new throw of the dice.
+	// The kernel's hash selects a collector again for each new socket of a line card.
 	before, err := d.outcome(bounded, 3)
 	if err != nil {
 		return err
@@ -163,7 +163,7 @@ func say(format string, args ...any) { fmt.Printf(format+"\n", args...) }
 
 func percent(share float64) string { return fmt.Sprintf("%.0f %%", 100*share) }
 
-// startAll starts everything but Sockeye.
+// startAll starts all programs except Sockeye.
 func (d *demo) startAll(ctx context.Context) error {
 	for slot := range collectors {
 		if _, err := d.StartCollector(lab.CollectorConfig{Slot: slot}); err != nil {
@@ -174,7 +174,7 @@ func (d *demo) startAll(ctx context.Context) error {
 		return err
 	}
 	for i := range routers {
-		// Two of the six speak IPv6.
+		// Two of the six routers use IPv6.
 		collector := lab.CollectorIPv4
 		if i%3 == 2 {
 			collector = lab.CollectorIPv6
@@ -230,7 +230,7 @@ func together(calls []func() error) error {
 	return errors.Join(errs...)
 }
 
-// startSockeye ends the collectors, starts the agent, and the same collectors
+// startSockeye stops the collectors, starts the agent, and starts the collectors
 // again.
 func (d *demo) startSockeye(ctx context.Context) error {
 	var stops []func() error
@@ -275,7 +275,7 @@ func (d *demo) startSockeye(ctx context.Context) error {
 	return d.waitReady(ctx, collectors)
 }
 
-// waitReady shows the slots as they become ready.
+// waitReady shows the slots until all are ready.
 func (d *demo) waitReady(ctx context.Context, want int) error {
 	return d.WaitFor(ctx, "ready slots", func() (bool, error) {
 		var slots []api.SlotStatus
@@ -300,8 +300,8 @@ func (d *demo) waitReady(ctx context.Context, want int) error {
 	})
 }
 
-// outcome waits until all is up, then measures, with a live table. Before
-// each further round the line cards start anew.
+// outcome waits until all sessions are established, then measures and shows a live
+// table. It restarts the line cards before each further round.
 func (d *demo) outcome(ctx context.Context, rounds int) (lab.Outcome, error) {
 	for _, wait := range []func(context.Context) error{d.WaitSessions, d.WaitBGP, d.WaitRecords, d.settle} {
 		if err := wait(ctx); err != nil {
@@ -330,7 +330,7 @@ func (d *demo) outcome(ctx context.Context, rounds int) (lab.Outcome, error) {
 	}
 }
 
-// watch shows what the meter counts, for a while.
+// watch shows the counts of the meter for a limited time.
 func (d *demo) watch(ctx context.Context, m *lab.Meter, table *live, last bool) (lab.Outcome, error) {
 	end := time.Now().Add(measure)
 	for {
@@ -350,9 +350,8 @@ func (d *demo) watch(ctx context.Context, m *lab.Meter, table *live, last bool) 
 	}
 }
 
-// settle waits until just those records are correlated that reach the BMP
-// session of their router. A collector's first ones can be older than the
-// routes.
+// settle waits until exactly the records that reach the BMP session of their router
+// are correlated. The first records of a collector can be older than the routes.
 func (d *demo) settle(ctx context.Context) error {
 	return d.WaitFor(ctx, "routes in all collectors", func() (bool, error) {
 		o, err := d.Measure(ctx, time.Second)
@@ -429,8 +428,8 @@ func (d *demo) crash(ctx context.Context, o lab.Outcome) error {
 	return nil
 }
 
-// connections counts how often each router connected, but for those of one
-// slot.
+// connections returns the number of connections of each router, except the routers of
+// one slot.
 func (d *demo) connections(ctx context.Context, but int) (map[netip.Addr]uint64, error) {
 	var devices []api.DeviceStatus
 	if err := api.NewClient(api.SocketPath(d.runDir)).Get(ctx, "/v1/devices", nil, &devices); err != nil {
@@ -445,7 +444,7 @@ func (d *demo) connections(ctx context.Context, but int) (map[netip.Addr]uint64,
 	return count, nil
 }
 
-// show runs a command of Sockeye as a user would.
+// show runs a command of Sockeye and prints its output.
 func (d *demo) show(ctx context.Context, args ...string) error {
 	say("\n$ sockeye %s", strings.Join(args, " "))
 	cmd := exec.CommandContext(ctx, d.binary, append([]string{"--run-dir", d.runDir}, args...)...)
@@ -474,7 +473,7 @@ func (d *demo) write(dir string) error {
 	return os.WriteFile(filepath.Join(dir, "demo.svg"), chart.SVG(), 0o644)
 }
 
-// wait leaves all up until Ctrl-C.
+// wait keeps the network and the programs running until Ctrl-C.
 func (d *demo) wait(ctx context.Context) error {
 	n, err := d.Namespace("collector")
 	if err != nil {
@@ -490,8 +489,8 @@ func (d *demo) wait(ctx context.Context) error {
 	return nil
 }
 
-// live redraws a table in place on a terminal, and prints only its last state
-// elsewhere.
+// live redraws a table in place on a terminal. Without a terminal, it prints only the
+// last state.
 type live struct {
 	terminal bool
 	lines    int

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package plot draws what the demo and the benchmarks measure: horizontal bars,
-// as an SVG that is legible on light and on dark ground.
+// Package plot draws the results of the demo and the benchmarks as horizontal bars,
+// in an SVG for light and dark backgrounds.
 package plot
 
 import (
@@ -13,14 +13,14 @@ import (
 // Chart is one or more panels of bars of the same kind.
 type Chart struct {
 	Title  string
-	Legend []string // what the parts of a bar are; at most three
+	Legend []string // meaning of the parts of a bar; at most three
 	Panels []Panel
 }
 
 // Panel is a group of bars with one scale.
 type Panel struct {
 	Title string
-	Most  float64 // the scale's end; 0: the longest bar
+	Most  float64 // end of the scale; 0: the longest bar
 	Bars  []Bar
 }
 

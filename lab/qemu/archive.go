@@ -11,27 +11,29 @@ import (
 	"path/filepath"
 )
 
-// An Archive writes an initramfs in the cpio format "newc". Its first error stays.
+// Archive writes an initramfs in the cpio format "newc". After an error, all further
+// calls do nothing, and Close returns the error.
 type Archive struct {
 	w    io.Writer
-	made map[string]bool // folders
+	made map[string]bool // directories
 	ino  int
 	err  error
 }
 
-// NewArchive begins an archive in w.
+// NewArchive returns an archive that is written to w.
 func NewArchive(w io.Writer) *Archive {
 	return &Archive{w: w, made: map[string]bool{".": true}}
 }
 
-// Close ends the archive and returns the first error of all calls. It does not
-// close the writer.
+// Close writes the end of the archive and returns the first error of all calls. It
+// does not close the writer.
 func (a *Archive) Close() error {
 	a.Add("TRAILER!!!", 0, nil, 0, 0)
 	return a.err
 }
 
-// Add adds a file with its type and permissions (mode), and a device with its numbers.
+// Add adds a file. mode is its type and permissions; devices also have major and minor
+// numbers.
 func (a *Archive) Add(name string, mode int, data []byte, major, minor int) {
 	if a.err != nil {
 		return
@@ -80,7 +82,7 @@ func (a *Archive) Copy(name, from string) {
 	}
 }
 
-// CopyTree adds a directory of the host, if there is one.
+// CopyTree adds a directory of the host, if it exists.
 func (a *Archive) CopyTree(name, from string) {
 	if _, err := os.Stat(from); err != nil {
 		return

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package qemu is what programs that boot Linux kernels under qemu share:
-// Debian's kernels and mirrors, initramfs archives, and child processes that end
-// with their parent.
+// Package qemu has common functions of the programs that boot Linux kernels under
+// qemu: Debian's kernels and mirrors, initramfs archives, and child processes that
+// are killed when their parent exits.
 package qemu
 
 import (
@@ -21,7 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Command prepares a program that dies with this one, however this one ends.
+// Command prepares a program that is killed when this process exits for any reason.
 func Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	c := exec.CommandContext(ctx, name, args...)
 	c.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -29,7 +29,8 @@ func Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	return c
 }
 
-// Output runs a command and returns what it prints; an error carries what it complains of.
+// Output runs a command and returns its standard output. The error includes the
+// standard error.
 func Output(c *exec.Cmd) ([]byte, error) {
 	var stderr bytes.Buffer
 	c.Stderr = &stderr
@@ -40,11 +41,11 @@ func Output(c *exec.Cmd) ([]byte, error) {
 	return out, nil
 }
 
-// ErrInterrupted is the cause of the end of a context of Interruptible.
+// ErrInterrupted is the cancellation cause of a context of Interruptible.
 var ErrInterrupted = errors.New("interrupted")
 
-// Interruptible returns a context that ends with a signal, or with the "go run"
-// that started this program: SIGTERM and SIGKILL end that one alone.
+// Interruptible returns a context that is canceled by a signal, and by the exit of
+// the parent "go run". SIGTERM and SIGKILL to "go run" do not reach this process.
 func Interruptible() context.Context {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	signals := make(chan os.Signal, 1)
@@ -69,8 +70,8 @@ func Interruptible() context.Context {
 	return ctx
 }
 
-// Lock takes an exclusive lock on a file of that name, which it makes, and waits
-// until it has it. Closing the file releases the lock.
+// Lock creates a file if necessary, and waits for an exclusive lock on it. Closing
+// the file releases the lock.
 func Lock(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {

@@ -12,32 +12,32 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// An Event is one line that the guest writes to its second serial port, which
-// the kernel's console does not use. One field is set.
+// Event is a line that the guest writes to its second serial port, which the
+// kernel's console does not use. One field is set.
 type Event struct {
 	Start   *int    `json:",omitempty"` // a suite begins: its index in the job
-	Output  []byte  `json:",omitempty"` // of the suite that runs
-	End     *string `json:",omitempty"` // a suite has ended: how, or "" for exit code 0
-	Error   string  `json:",omitempty"` // something is wrong with the guest
+	Output  []byte  `json:",omitempty"` // of the running suite
+	End     *string `json:",omitempty"` // a suite has ended: the error, or "" for exit code 0
+	Error   string  `json:",omitempty"` // an error of the guest itself
 	Journal []byte  `json:",omitempty"` // of the machine
 	Done    bool    `json:",omitempty"` // all suites have ended
 }
 
-// Must panics on an error. It is for a guest's process 1: the panic ends the
-// machine as long as there is no port to report on; later, process 1 recovers.
+// Must panics on an error. Process 1 of the guest uses it: before the port is open,
+// the panic stops the machine; afterwards, process 1 recovers and reports the error.
 func Must(err error, what ...any) {
 	if err != nil {
 		panic(fmt.Sprintf("%s: %v", fmt.Sprint(what...), err))
 	}
 }
 
-// A Port is the serial port to the host.
+// Port is the serial port to the host.
 type Port struct {
 	mu sync.Mutex
 	f  *os.File
 }
 
-// OpenPort opens the serial port of that path; it panics if it cannot.
+// OpenPort opens the serial port at a path. It panics on an error.
 func OpenPort(path string) *Port {
 	f, err := os.OpenFile(path, os.O_WRONLY|unix.O_NOCTTY, 0)
 	Must(err, "open the port")
@@ -48,7 +48,7 @@ func OpenPort(path string) *Port {
 	return &Port{f: f}
 }
 
-// Send sends an event; it panics if it cannot.
+// Send sends an event. It panics on an error.
 func (p *Port) Send(e Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -58,14 +58,14 @@ func (p *Port) Send(e Event) {
 	Must(err, "write to the port")
 }
 
-// Write sends a suite's output.
+// Write sends output of the running suite.
 func (p *Port) Write(b []byte) (int, error) {
 	p.Send(Event{Output: b})
 	return len(b), nil
 }
 
-// LoadModule loads the kernel module in a file, unless it is loaded; it panics
-// if it cannot.
+// LoadModule loads the kernel module in a file, unless it is already loaded. It
+// panics on an error.
 func LoadModule(path string) {
 	f, err := os.Open(path)
 	Must(err, "load kernel module ", path)

@@ -16,18 +16,19 @@ import (
 	"strings"
 )
 
-// A Kernel is an unpacked Debian kernel.
+// Kernel is an unpacked Debian kernel.
 type Kernel struct {
 	Release string // as in uname -r
 	Image   string // file of the bzImage
 	Modules string // directory of the modules
 }
 
-// Short is the kernel's release without the flavour that all of them share.
+// Short returns the kernel's release without the flavour, which is the same for all
+// kernels.
 func (k *Kernel) Short() string { return strings.TrimSuffix(k.Release, "-cloud-amd64") }
 
-// suitesOf names the Debian suites that carry a kernel. A suite that has left
-// the mirror does no harm as long as another one has the kernel.
+// suitesOf returns the Debian suites that contain a kernel. A suite may be missing on
+// the mirror if another suite has the kernel.
 func suitesOf(name string) []string {
 	switch name {
 	case "5.10":
@@ -42,9 +43,9 @@ func suitesOf(name string) []string {
 	return []string{"trixie-backports"}
 }
 
-// FindKernel returns a kernel from the cache, which it fills when needed; only
-// then, or when told to update, does it need the network. The name is
-// MAJOR.MINOR, "newest", or a Debian release for the kernel of that release.
+// FindKernel returns a kernel from the cache. If the kernel is not in the cache, or if
+// update is set, FindKernel downloads it. The name is MAJOR.MINOR, "newest", or a
+// Debian release for the kernel of this release.
 func FindKernel(ctx context.Context, cache, name string, update bool) (*Kernel, error) {
 	if err := os.MkdirAll(cache, 0o755); err != nil {
 		return nil, fmt.Errorf("make the cache: %w", err)
@@ -85,7 +86,7 @@ func FindKernel(ctx context.Context, cache, name string, update bool) (*Kernel, 
 	return unpacked(dir)
 }
 
-// unpacked finds the kernel in a folder into which its packages were unpacked.
+// unpacked returns the kernel in a directory with unpacked packages.
 func unpacked(dir string) (*Kernel, error) {
 	for _, lib := range []string{"lib", "usr/lib"} {
 		found, _ := filepath.Glob(filepath.Join(dir, lib, "modules", "*"))
@@ -101,15 +102,15 @@ func unpacked(dir string) (*Kernel, error) {
 	return nil, fmt.Errorf("no kernel in %s", dir)
 }
 
-// download fetches the packages of the latest kernel of that name. apt checks
-// their signatures and hashes; it works on folders of its own below dir, and
-// with the machine's settings (proxies, say) otherwise.
+// download downloads the packages of the latest kernel with a name. apt verifies
+// their signatures and hashes. apt uses directories below dir, and otherwise the
+// configuration of this machine, such as proxies.
 func download(ctx context.Context, dir, name string) ([]string, error) {
 	sources, err := Sources(ctx, suitesOf(name)...)
 	if err != nil {
 		return nil, err
 	}
-	// Suites of a release past its end keep a signature, but not a date.
+	// Suites of a release after its end of life have a valid signature and an expired date.
 	conf := strings.ReplaceAll(`
 		#clear APT::Update::Pre-Invoke;
 		#clear APT::Update::Post-Invoke;
@@ -151,7 +152,7 @@ func download(ctx context.Context, dir, name string) ([]string, error) {
 	if image == "" {
 		return nil, errors.Join(fmt.Errorf("no package of kernel %s in %s", name, strings.Join(suitesOf(name), ", ")), updateErr)
 	}
-	// Newer packages are empty, and depend on one with the image and one with the modules.
+	// Newer packages are empty and depend on a package with the image and a package with the modules.
 	record, err := apt("apt-cache", "show", "--no-all-versions", image)
 	if err != nil {
 		return nil, fmt.Errorf("read the record of %s: %w", image, err)
@@ -172,16 +173,16 @@ func Sources(ctx context.Context, suites ...string) (string, error) {
 	}
 	sources := sourcesList(string(uris), suites)
 	if sources == "" {
-		return "", errors.New("find the Debian mirror: apt has no Debian source with a release's name")
+		return "", errors.New("find the Debian mirror: no source of apt has the name of a Debian release")
 	}
 	return sources, nil
 }
 
 var debianURI = regexp.MustCompile(`(?m)^'([^']+)/dists/(?:bullseye|bookworm|trixie|forky|sid|(?:old)*stable|testing|unstable)(-security)?/InRelease'`)
 
-// sourcesList makes apt sources for suites out of the mirrors in the output of
-// "apt-get --print-uris update". Other archives with Debian's release names
-// do no harm: they have no signature by Debian.
+// sourcesList returns apt sources for suites, with the mirrors in the output of
+// "apt-get --print-uris update". apt ignores other archives with Debian's release
+// names, because they are not signed by Debian.
 func sourcesList(uris string, suites []string) string {
 	var mirrors, security []string
 	for _, m := range debianURI.FindAllStringSubmatch(uris, -1) {
@@ -211,7 +212,7 @@ func sourcesList(uris string, suites []string) string {
 
 var kernelVersion = regexp.MustCompile(`^\d+\.\d+$`)
 
-// latest picks the highest version of the kernel images of that name.
+// latest returns the highest version of the kernel images with a name.
 func latest(packages []string, name string) string {
 	version := `\d+\.\d+\.`
 	if kernelVersion.MatchString(name) {
@@ -234,15 +235,15 @@ func latest(packages []string, name string) string {
 	return best
 }
 
-// A Module is a kernel module, unpacked, ready to be loaded.
+// Module is an uncompressed kernel module.
 type Module struct {
 	Name string
 	Data []byte
 }
 
-// Load returns the modules and, before each, those that it depends on. Names
-// that the kernel does not have as modules are left out. The dependencies come
-// from the modules: Debian's packages have no modules.dep.
+// Load returns the modules in load order, with their dependencies. It omits names
+// without a module file. The dependencies are read from the modules, because Debian's
+// packages do not contain modules.dep.
 func (k *Kernel) Load(ctx context.Context, names []string) ([]Module, error) {
 	paths := map[string]string{}
 	err := filepath.WalkDir(k.Modules, func(path string, _ os.DirEntry, err error) error {

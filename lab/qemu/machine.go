@@ -17,32 +17,32 @@ import (
 	"time"
 )
 
-// A Machine is a virtual machine whose guest runs suites of Go tests and sends
-// Events over its second serial port.
+// Machine is a virtual machine whose guest runs suites of Go tests and sends Events
+// over its second serial port.
 type Machine struct {
 	Kernel      *Kernel
 	Initramfs   string // file
 	Console     string // file for the output of the first serial port
 	CPUs        int
 	Memory      int           // MiB
-	Append      string        // further words for the kernel's command line
-	Args        []string      // further arguments of qemu
+	Append      string        // additional kernel parameters
+	Args        []string      // additional arguments of qemu
 	Suites      []string      // import paths; an Event names its suite by the index
 	BootTimeout time.Duration // from power on to the first suite
-	Timeout     time.Duration // that a suite's own timeout has
-	// ShutdownTimeout is for the way from the last event to power off, which is
-	// the guest's to begin. 0: the host ends the machine at the last event.
+	Timeout     time.Duration // of a suite; the same as the timeout of its test binary
+	// ShutdownTimeout is the maximum time from the last event to power off by the
+	// guest. 0: the host kills the machine at the last event.
 	ShutdownTimeout time.Duration
 }
 
-// Run runs the machine until the guest is done. What goes wrong in there is in
-// the report; the error is for what goes wrong here.
+// Run runs the machine until the guest is done. Errors in the guest are added to the
+// report; Run returns errors of the host.
 func (m *Machine) Run(ctx context.Context, r *Report) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	// A thread for each processor would be faster, but now and then loses a
-	// breakpoint that the kernel sets to change its own code, and crashes. Grace
-	// periods of RCU, for which each write to a map of maps waits, are hurried.
+	// Multi-threaded emulation is faster, but sometimes loses a breakpoint that the
+	// kernel sets to modify its own code, and crashes. RCU grace periods are
+	// expedited, because each write to a map of maps waits for one.
 	machine := Command(ctx, "qemu-system-x86_64", append([]string{
 		"-accel", "tcg,thread=single", "-smp", strconv.Itoa(m.CPUs), "-m", strconv.Itoa(m.Memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none",
@@ -65,7 +65,7 @@ func (m *Machine) Run(ctx context.Context, r *Report) error {
 		late := time.AfterFunc(m.ShutdownTimeout, func() {
 			cancel(fmt.Errorf("the machine did not shut down within %v", m.ShutdownTimeout))
 		})
-		_, _ = io.Copy(io.Discard, results) // ends with the machine
+		_, _ = io.Copy(io.Discard, results) // returns when the machine exits
 		late.Stop()
 		if cause = context.Cause(ctx); cause != nil && !errors.Is(cause, ErrInterrupted) {
 			r.Problem("%v", cause)
@@ -73,7 +73,7 @@ func (m *Machine) Run(ctx context.Context, r *Report) error {
 		}
 	}
 	cancel(nil)
-	_ = machine.Wait() // says no more than the guest's events and qemu's stderr
+	_ = machine.Wait() // the guest's events and qemu's stderr have the details
 	r.total += time.Since(begin)
 	if hung {
 		m.printConsole(r, cause, stderr.Bytes())
@@ -89,7 +89,7 @@ func (m *Machine) Run(ctx context.Context, r *Report) error {
 	return nil
 }
 
-// printConsole prints what the guest's console had last.
+// printConsole prints the end of the guest's console output.
 func (m *Machine) printConsole(r *Report, cause error, stderr []byte) {
 	log, _ := os.ReadFile(m.Console)
 	fmt.Fprintf(os.Stderr, "%s: %v %s\nend of its console:\n%s\n", r.machine, cause, stderr, tail(log, 40))
@@ -100,10 +100,10 @@ func tail(text []byte, lines int) string {
 	return "\t" + strings.Join(all[max(0, len(all)-lines):], "\n\t")
 }
 
-// follow reads the guest's events to their end, and cancels when none of the
-// awaited comes in time. It reports whether the guest came to its end.
+// follow reads the guest's events until the end of the stream. It calls cancel if an
+// expected event does not arrive in time, and reports whether the guest has finished.
 func (r *Report) follow(ctx context.Context, cancel context.CancelCauseFunc, events io.Reader, m *Machine, begin time.Time) (done bool) {
-	deadline := time.AfterFunc(m.BootTimeout, func() { cancel(fmt.Errorf("no test began within %v", m.BootTimeout)) })
+	deadline := time.AfterFunc(m.BootTimeout, func() { cancel(fmt.Errorf("no test started within %v", m.BootTimeout)) })
 	defer func() { deadline.Stop() }()
 	var p *parser
 	defer func() {
@@ -130,7 +130,7 @@ func (r *Report) follow(ctx context.Context, cancel context.CancelCauseFunc, eve
 			}
 			name := m.Suites[*e.Start]
 			deadline.Stop()
-			// The test binary has its own timeout, which says more.
+			// The timeout of the test binary is shorter, and prints the stacks.
 			deadline = time.AfterFunc(m.Timeout+30*time.Second, func() { cancel(fmt.Errorf("%s hangs", name)) })
 			var err error
 			if p, err = r.parse(ctx, name); err != nil {
@@ -154,7 +154,7 @@ func (r *Report) follow(ctx context.Context, cancel context.CancelCauseFunc, eve
 	return false
 }
 
-// A parser is a test2json process for one suite's output.
+// parser is a test2json process for the output of one suite.
 type parser struct {
 	r      *Report
 	pkg    string
@@ -164,7 +164,7 @@ type parser struct {
 }
 
 func (r *Report) parse(ctx context.Context, pkg string) (*parser, error) {
-	// Not ended by ctx, so that it can print what there is.
+	// The process does not depend on ctx, so that it prints all output received so far.
 	cmd := Command(context.WithoutCancel(ctx), "go", "tool", "test2json", "-t")
 	in, err := cmd.StdinPipe()
 	if err != nil {
@@ -183,10 +183,10 @@ func (r *Report) parse(ctx context.Context, pkg string) (*parser, error) {
 }
 
 func (p *parser) write(b []byte) {
-	_, _ = p.in.Write(b) // test2json's end, if early, is reported by end
+	_, _ = p.in.Write(b) // an early exit of test2json is reported by end
 }
 
-// end waits for the results; how says why the test binary's end was not a good one.
+// end waits for the results. how is the error of the test binary, or "".
 func (p *parser) end(how string) {
 	_ = p.in.Close()
 	err := errors.Join(<-p.parsed, p.cmd.Wait())

@@ -14,40 +14,40 @@ import (
 	"time"
 )
 
-// A Report is what came of the tests in one machine.
+// Report has the results of the tests in one machine.
 type Report struct {
-	// Brief prints a line for each test that has ended, and the output of those
-	// that failed, instead of all output.
+	// Brief prints a line for each completed test, and only the output of failed
+	// tests.
 	Brief bool
-	// Journal gets the machine's journal, if the guest sends one.
+	// Journal receives the journal of the machine, if the guest sends it.
 	Journal io.Writer
 
 	machine       string
 	booted, total time.Duration
 	tests         map[string]*result // by package and test
-	problems      []string           // failures that no test has reported
+	problems      []string           // failures outside of tests
 	out           io.Writer
 	lineStart     bool
 }
 
 type result struct {
-	action string // pass, fail, skip; or "" while it runs
+	action string // pass, fail or skip; "" while the test runs
 	output []string
 	parent bool // has subtests
 }
 
-// NewReport returns the report of a machine of that name, which prints to the
+// NewReport returns a report for the machine with a name. The report prints to
 // standard output.
 func NewReport(machine string) *Report {
 	return &Report{machine: machine, tests: map[string]*result{}, out: os.Stdout, lineStart: true}
 }
 
-// Problem adds a failure that no test has reported.
+// Problem adds a failure outside of a test.
 func (r *Report) Problem(format string, args ...any) {
 	r.problems = append(r.problems, fmt.Sprintf(format, args...))
 }
 
-// read takes test2json's events.
+// read reads the events of test2json.
 func (r *Report) read(pkg string, events io.Reader) error {
 	dec := json.NewDecoder(events)
 	for {
@@ -87,7 +87,7 @@ func (r *Report) read(pkg string, events io.Reader) error {
 	}
 }
 
-// brief prints what came of a test.
+// brief prints the result of a test.
 func (r *Report) brief(name string, t *result, seconds float64) {
 	r.echo(fmt.Sprintf("%s %s (%.1f s)\n", t.action, name, seconds))
 	if t.action == "pass" {
@@ -141,7 +141,7 @@ var (
 	kernelReason = regexp.MustCompile(`^(kernel: .|not supported: .|not supported \(requires >= v?\d)`)
 )
 
-// reason is what the test has said last, in one line.
+// reason returns the last output of the test as one line.
 func (t *result) reason() string {
 	var words []string
 	for _, line := range t.output {
@@ -156,15 +156,16 @@ func (t *result) reason() string {
 	return strings.Join(words, " ")
 }
 
-// count counts the tests that have no subtests, failed ones whose subtests did
-// not fail, and problems. A skip for a reason that is not the kernel's is a failure.
+// count counts the tests without subtests, the failed tests whose subtests did not
+// fail, and the problems. A skip is a failure unless its reason is a missing feature
+// of the kernel.
 func (r *Report) count() (passed, skipped, failed int, lines []string) {
 	for _, name := range slices.Sorted(maps.Keys(r.tests)) {
 		t := r.tests[name]
 		switch {
 		case t.action == "skip" && !kernelReason.MatchString(t.reason()):
 			failed++
-			lines = append(lines, fmt.Sprintf("failed  %s: skipped for no reason of the kernel's: %q", name, t.reason()))
+			lines = append(lines, fmt.Sprintf("failed  %s: skipped without a permitted reason: %q", name, t.reason()))
 		case t.action == "skip":
 			skipped++
 			lines = append(lines, fmt.Sprintf("skipped %s: %s", name, t.reason()))
@@ -195,11 +196,11 @@ func (r *Report) childFailed(parent string) bool {
 	return false
 }
 
-// Broken says whether something failed that is no test: the machine, or a suite
-// that did not end well.
+// Broken reports whether a failure occurred outside of tests: of the machine, or of a
+// suite as a whole.
 func (r *Report) Broken() bool { return len(r.problems) > 0 }
 
-// Failed says whether a test failed, or none ran.
+// Failed reports whether a test failed, or no test ran.
 func (r *Report) Failed() bool {
 	_, _, failed, _ := r.count()
 	return failed > 0
@@ -208,7 +209,7 @@ func (r *Report) Failed() bool {
 // Print prints a summary.
 func (r *Report) Print(w io.Writer) {
 	passed, skipped, failed, lines := r.count()
-	fmt.Fprintf(w, "%s: %d passed, %d skipped, %d failed (booted in %.1f s, %.1f s in all)\n",
+	fmt.Fprintf(w, "%s: %d passed, %d skipped, %d failed (boot %.1f s, total %.1f s)\n",
 		r.machine, passed, skipped, failed, r.booted.Seconds(), r.total.Seconds())
 	for _, line := range lines {
 		fmt.Fprintf(w, "  %s\n", line)

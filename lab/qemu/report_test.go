@@ -24,7 +24,7 @@ func TestReport(t *testing.T) {
 		{"nothing", "", "", [3]int{0, 0, 1}, "failed  no test ran"},
 		{"skip", skip("kernel: no migration"), "", [3]int{1, 1, 0}, "skipped p.TestS: kernel: no migration"},
 		{"skip with version", skip("not supported (requires >= v5.14)"), "", [3]int{1, 1, 0}, "skipped p.TestS: not supported (requires >= v5.14)"},
-		{"skip without reason", skip("too slow"), "", [3]int{1, 0, 1}, `failed  p.TestS: skipped for no reason of the kernel's: "too slow"`},
+		{"skip without reason", skip("too slow"), "", [3]int{1, 0, 1}, `failed  p.TestS: skipped without a permitted reason: "too slow"`},
 		{"fail", passing + `{"Action":"run","Test":"TestB"}{"Action":"fail","Test":"TestB"}`, "exit status 1", [3]int{1, 0, 1}, "failed  p.TestB"},
 		{"no end", passing + `{"Action":"run","Test":"TestB"}`, "exit status 2", [3]int{1, 0, 1}, "failed  p.TestB"},
 		{"late crash", passing, "exit status 2", [3]int{1, 0, 1}, "failed  p: exit status 2"},

@@ -22,7 +22,7 @@ const (
 
 	bmpHeaderLen  = 6
 	bmpPerPeerLen = 42
-	bmpTimeAt     = bmpHeaderLen + 34 // the per-peer header's timestamp
+	bmpTimeAt     = bmpHeaderLen + 34 // offset of the timestamp in the per-peer header
 
 	bgpMaxLen     = 4096
 	bgpOpen       = 1
@@ -35,15 +35,15 @@ const (
 	bgpFamilyIPv6 = 2
 )
 
-// A Peer is a BGP speaker.
+// Peer is a BGP speaker.
 type Peer struct {
 	Address netip.Addr
 	AS      uint32
 	ID      netip.Addr // BGP identifier, an IPv4 address
 }
 
-// A Route is what one BGP UPDATE announces. Its prefixes and its next hop are
-// of one address family.
+// Route is the content of one BGP UPDATE. Its prefixes and its next hop have the
+// same address family.
 type Route struct {
 	Prefixes    []netip.Prefix
 	NextHop     netip.Addr
@@ -51,7 +51,7 @@ type Route struct {
 	Communities []uint32 // RFC 1997: AS number << 16 | value
 }
 
-// Community is the standard community as:value.
+// Community returns the standard community as:value (RFC 1997).
 func Community(as, value uint16) uint32 { return uint32(as)<<16 | uint32(value) }
 
 func appendBMPHeader(b []byte, kind byte) []byte {
@@ -69,7 +69,8 @@ func appendTLV(b []byte, kind uint16, value string) []byte {
 	return append(b, value...)
 }
 
-// appendAddr16 appends an address as BMP does: IPv4 in the last four of 16 bytes.
+// appendAddr16 appends an address in the format of BMP: an IPv4 address is in the
+// last four of 16 bytes.
 func appendAddr16(b []byte, a netip.Addr) []byte {
 	if a.Is4() {
 		b = append(b, make([]byte, 12)...)
@@ -109,8 +110,9 @@ func AppendTermination(b []byte, reason uint16) []byte {
 	return finishBMP(b, start)
 }
 
-// AppendPeerUp appends a BMP Peer Up message (RFC 7854, 4.10): local has a
-// session with peer since at. local and peer are of one address family.
+// AppendPeerUp appends a BMP Peer Up message (RFC 7854, 4.10) about a session between
+// local and peer that was established at the time at. local and peer must have the
+// same address family.
 func AppendPeerUp(b []byte, peer, local Peer, at time.Time) []byte {
 	start := len(b)
 	b = appendBMPHeader(b, bmpPeerUp)
@@ -123,8 +125,8 @@ func AppendPeerUp(b []byte, peer, local Peer, at time.Time) []byte {
 	return finishBMP(b, start)
 }
 
-// AppendRouteMonitoring appends a BMP Route Monitoring message (RFC 7854, 4.6)
-// around update, one whole BGP UPDATE.
+// AppendRouteMonitoring appends a BMP Route Monitoring message (RFC 7854, 4.6) with
+// update, a complete BGP UPDATE.
 func AppendRouteMonitoring(b []byte, peer Peer, at time.Time, update []byte) []byte {
 	start := len(b)
 	b = appendBMPHeader(b, bmpRouteMonitoring)
@@ -181,7 +183,8 @@ func appendPrefixes(b []byte, prefixes []netip.Prefix) []byte {
 }
 
 // AppendUpdate appends a BGP UPDATE (RFC 4271, RFC 4760) with 4-byte AS numbers.
-// It fails if the route mixes address families or exceeds 4096 bytes.
+// It returns an error if the route mixes address families or the message exceeds 4096
+// bytes.
 func AppendUpdate(b []byte, r Route) ([]byte, error) {
 	v4 := r.NextHop.Is4()
 	for _, p := range r.Prefixes {
@@ -233,7 +236,8 @@ func AppendUpdate(b []byte, r Route) ([]byte, error) {
 	return b, nil
 }
 
-// appendEndOfRIB appends RFC 4724's marker for IPv4 unicast: an empty UPDATE.
+// appendEndOfRIB appends the End-of-RIB marker for IPv4 unicast (RFC 4724), an empty
+// UPDATE.
 func appendEndOfRIB(b []byte) []byte {
 	start := len(b)
 	b = append(appendBGPHeader(b, bgpUpdate), 0, 0, 0, 0)
@@ -241,7 +245,7 @@ func appendEndOfRIB(b []byte) []byte {
 	return b
 }
 
-// SessionConfig describes the BMP session of one router with one BGP peer.
+// SessionConfig configures the BMP session of a router with one BGP peer.
 type SessionConfig struct {
 	Source netip.Addr     // must be an address of the network namespace
 	Port   uint16         // source port, 0 for any
@@ -249,11 +253,11 @@ type SessionConfig struct {
 	Name   string         // sysName; default: the source address
 	Local  Peer           // the router itself; address and ID default to Source (to 192.0.2.1 if that is IPv6)
 	Peer   Peer           // default: 192.0.2.2, AS 64512
-	Routes []Route        // announced at the start and, one by one, by Announce
+	Routes []Route        // announced at the start, and again by Announce
 }
 
-// A Session is a BMP session. Announce and Close are not safe for concurrent
-// use; WaitClosed may run beside them.
+// Session is a BMP session. Announce and Close are not safe for concurrent use with
+// each other. WaitClosed may run concurrently with both.
 type Session struct {
 	conn     net.Conn
 	messages [][]byte // Route Monitoring, one per route
@@ -263,14 +267,14 @@ type Session struct {
 	stats    SessionStats
 }
 
-// SessionStats counts what a Session has sent.
+// SessionStats counts the sent messages of a Session.
 type SessionStats struct {
 	Messages uint64 // Route Monitoring without End-of-RIB
 	Routes   uint64 // prefixes in them
 	Bytes    uint64
 }
 
-// DialBMP connects and sends Initiation, Peer Up, every route once, and
+// DialBMP opens a session and sends Initiation, Peer Up, each route once, and
 // End-of-RIB.
 func DialBMP(ctx context.Context, c SessionConfig) (*Session, error) {
 	router := netip.AddrFrom4([4]byte{192, 0, 2, 1})
@@ -337,7 +341,7 @@ func DialBMP(ctx context.Context, c SessionConfig) (*Session, error) {
 }
 
 // Announce sends n Route Monitoring messages in one write, cycling through the
-// routes, stamped with the time of sending. It returns n or an error.
+// routes. Their timestamp is the time of sending. It returns n or an error.
 func (s *Session) Announce(n int) (int, error) {
 	if len(s.messages) == 0 {
 		return 0, errors.New("announce: the session has no routes")
@@ -360,8 +364,8 @@ func (s *Session) Announce(n int) (int, error) {
 	return n, nil
 }
 
-// WaitClosed returns when the collector ends the session: io.EOF, or the error
-// that ended it (net.ErrClosed after Close).
+// WaitClosed waits until the session is closed. It returns io.EOF if the collector
+// closed the session, net.ErrClosed after Close, or another error of the connection.
 func (s *Session) WaitClosed() error {
 	var b [512]byte
 	for {
@@ -371,12 +375,12 @@ func (s *Session) WaitClosed() error {
 	}
 }
 
-// LocalAddr returns the address and port that the session comes from.
+// LocalAddr returns the source address and port of the session.
 func (s *Session) LocalAddr() netip.AddrPort {
 	return s.conn.LocalAddr().(*net.TCPAddr).AddrPort()
 }
 
-// Stats returns what was sent so far.
+// Stats returns the current counts.
 func (s *Session) Stats() SessionStats { return s.stats }
 
 // Close sends Termination and closes the connection.

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Flow is what one IPFIX data record says. Src and Dst are both IPv4 or both
+// Flow is the content of an IPFIX data record. Src and Dst are both IPv4 or both
 // IPv6.
 type Flow struct {
 	Src, Dst         netip.Addr
@@ -32,15 +32,15 @@ const (
 	template4      = 256
 	template6      = 257
 
-	// MaxDatagram is the largest IPFIX message an Exporter sends, in bytes:
-	// RFC 7011, 10.3.3, asks to stay below the path's MTU.
+	// MaxDatagram is the largest IPFIX message of an Exporter in bytes. RFC 7011,
+	// 10.3.3, requires messages below the path MTU.
 	MaxDatagram = 1400
 )
 
 type field struct{ id, length uint16 }
 
-// Information elements of a record after the two addresses, in this order, by
-// their IANA numbers.
+// fields are the information elements of a record after the two addresses, in this
+// order: IANA number and length.
 var fields = []field{
 	{7, 2}, {11, 2}, // source, destination port
 	{4, 1}, {5, 1}, // protocol, type of service
@@ -67,10 +67,9 @@ func finishLength(b []byte, start, at int) {
 	binary.BigEndian.PutUint16(b[start+at:], uint16(len(b)-start))
 }
 
-// AppendTemplates appends an IPFIX message (RFC 7011, section 3) that carries
-// the two templates that AppendData uses, 256 for IPv4 and 257 for IPv6.
-// sequence is the number of data records sent before, modulo 2^32; the message
-// itself adds none.
+// AppendTemplates appends an IPFIX message (RFC 7011, section 3) with the two
+// templates of AppendData: 256 for IPv4 and 257 for IPv6. sequence is the number of
+// data records sent before, modulo 2^32. A template message does not increase it.
 func AppendTemplates(b []byte, export time.Time, sequence, domain uint32) []byte {
 	start := len(b)
 	b = appendIPFIXHeader(b, export, sequence, domain)
@@ -96,8 +95,9 @@ func AppendTemplates(b []byte, export time.Time, sequence, domain uint32) []byte
 	return b
 }
 
-// AppendData appends an IPFIX message with one data record per flow; runs of
-// one address family share a set. sequence is as in AppendTemplates.
+// AppendData appends an IPFIX message with one data record per flow. Consecutive
+// flows of one address family share a set. sequence is the same as in
+// AppendTemplates.
 func AppendData(b []byte, export time.Time, sequence, domain uint32, flows []Flow) []byte {
 	start := len(b)
 	b = appendIPFIXHeader(b, export, sequence, domain)
@@ -130,37 +130,37 @@ func AppendData(b []byte, export time.Time, sequence, domain uint32, flows []Flo
 	return b
 }
 
-// ExporterConfig describes an IPFIX exporter of one observation domain.
+// ExporterConfig configures an IPFIX exporter of one observation domain.
 type ExporterConfig struct {
 	Source netip.Addr     // must be an address of the network namespace
 	Port   uint16         // source port, 0 for any
 	Target netip.AddrPort // the collector
 	Domain uint32         // observation domain ("source id")
-	// TemplateRefresh is the time after which the templates are sent again
-	// before the next data; 0 means 10 minutes. They always come first.
+	// TemplateRefresh is the interval after which the templates are sent again
+	// before the next data message; 0 means 10 minutes. The first message has the
+	// templates.
 	TemplateRefresh time.Duration
-	// Messages holds the records of each message, which Send cycles through.
-	// At least one; a message may not exceed MaxDatagram.
+	// Messages has the records of each message. Send cycles through the messages.
+	// At least one message is required. A message must not exceed MaxDatagram.
 	Messages [][]Flow
 }
 
-// ExporterStats counts what an Exporter has sent.
+// ExporterStats counts the sent messages of an Exporter.
 type ExporterStats struct {
 	Messages  uint64 // with data records, without template messages
 	Records   uint64 // data records
 	Templates uint64 // template messages
-	Refused   uint64 // sends that met an ICMP "port unreachable" and were tried again
+	Refused   uint64 // sends that failed because of an ICMP port unreachable message, and were retried
 }
 
-// An Exporter sends IPFIX over UDP from one source address. Datagrams are real
-// ones, no segmentation offload; many go into one sendmmsg. It is not safe for
-// concurrent use.
+// Exporter sends IPFIX over UDP from one source address. It sends many datagrams in
+// one sendmmsg call, without segmentation offload. It is not safe for concurrent use.
 type Exporter struct {
 	fd        int
 	refresh   time.Duration
 	domain    uint32
 	sequence  uint32
-	templates time.Time // when sent last
+	templates time.Time // time of the last template message
 	now       func() time.Time
 
 	next    int
@@ -171,7 +171,7 @@ type Exporter struct {
 	stats   ExporterStats
 }
 
-// mmsghdr is struct mmsghdr, which x/sys does not have.
+// mmsghdr is struct mmsghdr, which package x/sys/unix does not define.
 type mmsghdr struct {
 	hdr unix.Msghdr
 	len uint32
@@ -251,7 +251,7 @@ func (e *Exporter) SendTemplates() error {
 			e.templates = now
 			e.stats.Templates++
 			return nil
-		case err == unix.ECONNREFUSED && try < 3: // an earlier datagram's ICMP; this one was not sent
+		case err == unix.ECONNREFUSED && try < 3: // ICMP error of an earlier datagram; this datagram was not sent
 			e.stats.Refused++
 		case err == unix.EINTR || err == unix.EAGAIN:
 		default:
@@ -260,9 +260,9 @@ func (e *Exporter) SendTemplates() error {
 	}
 }
 
-// Send sends the next n messages, after the templates if these are due. It
-// returns how many left; that is n, or there is an error. That nobody listens
-// is no error (see ExporterStats.Refused).
+// Send sends the next n messages, preceded by the templates if these are due. It
+// returns the number of sent messages: n, or less with an error. A closed port of the
+// collector is not an error (see ExporterStats.Refused).
 func (e *Exporter) Send(n int) (int, error) {
 	now := e.now()
 	if e.stats.Templates == 0 || now.Sub(e.templates) >= e.refresh {
@@ -282,7 +282,7 @@ func (e *Exporter) Send(n int) (int, error) {
 		r, _, errno := unix.Syscall6(unix.SYS_SENDMMSG, uintptr(e.fd), uintptr(unsafe.Pointer(&e.msgs[e.next])), uintptr(batch), 0, 0, 0)
 		switch errno {
 		case 0:
-		case unix.ECONNREFUSED: // the error of an earlier datagram; none was sent now
+		case unix.ECONNREFUSED: // ICMP error of an earlier datagram; no datagram was sent
 			e.stats.Refused++
 			continue
 		case unix.EINTR, unix.EAGAIN:
@@ -301,7 +301,7 @@ func (e *Exporter) Send(n int) (int, error) {
 	return sent, nil
 }
 
-// Stats returns what was sent so far.
+// Stats returns the current counts.
 func (e *Exporter) Stats() ExporterStats { return e.stats }
 
 // Close closes the socket.

@@ -29,9 +29,9 @@ func inNamespace(t *testing.T) bool {
 	const env = "SOCKEYE_TRAFFIC_TEST_NETNS"
 	if os.Getenv(env) != t.Name() {
 		if os.Geteuid() != 0 {
-			t.Fatal("needs root, to make a network namespace")
+			t.Fatal("root is required to create a network namespace")
 		}
-		runtime.LockOSThread() // Pdeathsig is sent when the thread ends
+		runtime.LockOSThread() // Pdeathsig is sent when the thread exits
 		defer runtime.UnlockOSThread()
 		cmd := exec.CommandContext(t.Context(), "/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.v", "-test.count=1")
 		cmd.Env = append(os.Environ(), env+"="+t.Name())
@@ -60,15 +60,14 @@ func poll(t *testing.T, what string, done func() bool) {
 	deadline := time.Now().Add(time.Minute)
 	for !done() {
 		if time.Now().After(deadline) {
-			t.Fatalf("gave up waiting for %s", what)
+			t.Fatalf("timeout: wait for %s", what)
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
 }
 
-// TestNfacctd sends both streams to Debian's nfacctd, and expects in the
-// records of each router the communities of its own BMP session, for IPv4 and
-// IPv6 flows.
+// TestNfacctd sends BMP and IPFIX to Debian's nfacctd, and checks that the records of
+// each router have the communities of its own BMP session, for IPv4 and IPv6 flows.
 func TestNfacctd(t *testing.T) {
 	if !inNamespace(t) {
 		return
@@ -102,10 +101,10 @@ print_refresh_time: 1
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	if err := nfacctd.Start(); err != nil {
-		t.Fatalf("start nfacctd: %v (it is in Debian's package pmacct)", err)
+		t.Fatalf("start nfacctd: %v (Debian package pmacct)", err)
 	}
 	defer func() {
-		_ = nfacctd.Process.Signal(unix.SIGINT) // its plugins end with it
+		_ = nfacctd.Process.Signal(unix.SIGINT) // nfacctd also stops its plugins
 		_ = nfacctd.Wait()
 		if t.Failed() {
 			b, _ := os.ReadFile(logFile)
@@ -152,7 +151,7 @@ print_refresh_time: 1
 		if err != nil {
 			t.Fatal(err)
 		}
-		// Flows are repeated, because nfacctd does not report when it has the
+		// Flows are repeated, because nfacctd does not report the arrival of the
 		// routes.
 		exporters.Go(func() {
 			defer e.Close()
@@ -197,7 +196,7 @@ print_refresh_time: 1
 	}
 	for k := range got {
 		if _, ok := want[k]; !ok {
-			t.Errorf("records of %s, which nobody sent, have %q", k, got[k])
+			t.Errorf("unexpected records of %s with %q", k, got[k])
 		}
 	}
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package traffic plays the network devices: BMP sessions (RFC 7854) with real
-// BGP UPDATEs over TCP, and IPFIX (RFC 7011) over UDP, each from a source
-// address of the caller's choice.
+// Package traffic simulates devices: BMP sessions (RFC 7854) with valid BGP UPDATEs
+// over TCP, and IPFIX (RFC 7011) over UDP, each from a source address that the caller
+// selects.
 //
-// Source addresses must be local to the network namespace: all of 127.0.0.0/8
-// is, and so is, once added to lo, every other address.
+// Source addresses must be local to the network namespace: addresses of 127.0.0.0/8,
+// or addresses that were added to an interface.
 package traffic
 
 import (
@@ -14,29 +14,29 @@ import (
 	"time"
 )
 
-// A Limit bounds Drive. The zero value is: as fast as it goes, until the
-// context ends.
+// Limit limits Drive. The zero value is no limit: Drive sends at the maximum rate until
+// the context is done.
 type Limit struct {
 	Rate     float64       // messages per second over all sources; 0: no limit
 	Count    uint64        // messages over all sources; 0: no limit
 	Duration time.Duration // 0: no limit
-	Batch    int           // messages in a row from one source, at most; 0: 16
+	Batch    int           // maximum number of consecutive messages of one source; 0: 16
 }
 
-// A Result is what Drive has done.
+// Result has the counts of Drive.
 type Result struct {
 	Messages uint64
 	Elapsed  time.Duration
 }
 
-// pause is how long Drive rests when it is ahead of its rate: each rest is a
-// burst of rate*pause messages over all sources.
+// pause is the time that Drive sleeps when it is ahead of its rate. After each pause,
+// Drive sends a burst of rate*pause messages over all sources.
 const pause = 500 * time.Microsecond
 
-// Drive calls send(source, n) for the sources 0 to sources-1 in turn, within
-// the limit. send returns how many messages left (Exporter.Send and
-// Session.Announce do). Drive ends at the limit, with the context (no error),
-// or with send's first error.
+// Drive calls send(source, n) for the sources 0 to sources-1 in turn, within the
+// limit. send returns the number of sent messages, like Exporter.Send and
+// Session.Announce. Drive returns at the limit, when the context is done (without an
+// error), or at the first error of send.
 func Drive(ctx context.Context, l Limit, sources int, send func(source, n int) (int, error)) (Result, error) {
 	if sources < 1 {
 		return Result{}, errors.New("drive traffic: no sources")

@@ -66,7 +66,7 @@ func TestBMPBytes(t *testing.T) {
 		{"route monitoring", AppendRouteMonitoring(nil, peer, at, update), "03 0000006d 00" + perPeer + updateHex},
 		{"peer up", AppendPeerUp(nil, peer, local, at), "03 000000a6 03" + perPeer +
 			"000000000000000000000000c0000201 00b3 c000" +
-			// 70000 does not fit: AS_TRANS in the header, the number in the capability
+			// 70000 exceeds 16 bits: AS_TRANS in the header, the number in the capability
 			marker + "0031 01 04 5ba0 00b4 c0000201 14 02 12 0104 00010001 0104 00020001 4104 00011170" +
 			marker + "0031 01 04 fdea 00b4 c0000202 14 02 12 0104 00010001 0104 00020001 4104 0000fdea"},
 		{"end of rib", appendEndOfRIB(nil), marker + "0017 02 0000 0000"},
@@ -104,7 +104,7 @@ func TestUpdateRefused(t *testing.T) {
 	}
 	for _, r := range []Route{mixed, long} {
 		if b, err := AppendUpdate([]byte("x"), r); err == nil || string(b) != "x" {
-			t.Errorf("AppendUpdate: %d bytes, error %v; want the buffer as it was, and an error", len(b), err)
+			t.Errorf("AppendUpdate: %d bytes, error %v; want an unchanged buffer and an error", len(b), err)
 		}
 	}
 }
@@ -126,7 +126,7 @@ func TestIPFIXBytes(t *testing.T) {
 		t.Errorf("data:\n got %x\nwant %x", got, want)
 	}
 	if RecordLen4 != len(unhex(t, rec4)) || RecordLen6 != RecordLen4+24 {
-		t.Error("RecordLen4, RecordLen6 do not fit the templates")
+		t.Error("RecordLen4 or RecordLen6 does not match the template")
 	}
 }
 
@@ -172,7 +172,7 @@ func TestExporter(t *testing.T) {
 			t.Fatalf("datagram %d: %v", i, err)
 		}
 		if from.Addr().Unmap() != source {
-			t.Errorf("datagram %d comes from %s, want %s", i, from, source)
+			t.Errorf("datagram %d: source %s, want %s", i, from, source)
 		}
 		at, want := []uint32{1000, 1059, 1060}[min(2, (i+2)/4)], uint16(template4)
 		if i == 1 {
@@ -185,7 +185,7 @@ func TestExporter(t *testing.T) {
 			t.Errorf("datagram %d has set %d, want %d", i, got, want)
 		}
 		if got := binary.BigEndian.Uint16(b[2:]); int(got) != n {
-			t.Errorf("datagram %d has %d bytes and says %d", i, n, got)
+			t.Errorf("datagram %d has %d bytes, its length field is %d", i, n, got)
 		}
 		if got := binary.BigEndian.Uint32(b[8:]); got != sequence {
 			t.Errorf("datagram %d has sequence number %d, want %d", i, got, sequence)
@@ -215,7 +215,7 @@ func TestExporterSurvivesDeadCollector(t *testing.T) {
 		t.Errorf("Send(10) = %d, %v; want 10 and no error", n, err)
 	}
 	if e.Stats().Refused == 0 {
-		t.Error("nothing refused, though nobody listens")
+		t.Error("no refused datagrams, although the port is closed")
 	}
 }
 
@@ -281,7 +281,7 @@ func TestSession(t *testing.T) {
 		t.Errorf("WaitClosed after Close: %v", err)
 	}
 	if a := <-from; a != s.conn.LocalAddr().String() || !strings.HasPrefix(a, "127.77.0.9:") {
-		t.Errorf("the session comes from %s", a)
+		t.Errorf("the source of the session is %s", a)
 	}
 	var kinds []byte
 	var communities []uint32

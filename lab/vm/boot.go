@@ -10,11 +10,11 @@ import (
 	"sockeye/lab/qemu"
 )
 
-// bootTimeout is for the way from power on to the first suite.
+// bootTimeout is the maximum time from power on to the first suite.
 const bootTimeout = 90 * time.Second
 
-// boot runs all suites in a virtual machine. What goes wrong in there is in
-// the report; the error is for what goes wrong here.
+// boot runs all suites in a virtual machine. Errors in the guest are in the report;
+// boot returns errors of the host.
 func boot(ctx context.Context, tmp string, k *qemu.Kernel, suites []suite, o *options) (*qemu.Report, error) {
 	m := &qemu.Machine{
 		Kernel: k, Initramfs: filepath.Join(tmp, "initramfs"), Console: filepath.Join(tmp, "console"),

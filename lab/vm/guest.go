@@ -18,8 +18,8 @@ import (
 	"sockeye/lab/qemu"
 )
 
-// guest is process 1 in the virtual machine, which the host ends once it is
-// told that all is done.
+// guest is process 1 in the virtual machine. The host kills the machine when guest
+// sends the event Done.
 func guest() {
 	qemu.Must(unix.Mount("dev", "/dev", "devtmpfs", 0, "mode=0755"), "mount /dev")
 	p := qemu.OpenPort("/dev/ttyS1")
@@ -49,9 +49,9 @@ func guest() {
 	}
 }
 
-// setUp makes the guest look like a host that systemd has booted, as far as
-// tests of network programs need it. RLIMIT_MEMLOCK stays the kernel's own, so
-// that a program that has to raise it, before Linux 5.11, fails here if it does not.
+// setUp prepares the guest like a host with systemd, as far as tests of network
+// programs need it. RLIMIT_MEMLOCK is the default of the kernel: before Linux 5.11,
+// a program that does not raise it fails.
 func setUp() {
 	for _, m := range [][3]string{
 		{"proc", "/proc"},
@@ -65,7 +65,7 @@ func setUp() {
 		{"tmpfs", "/run", "mode=0755"},
 		{"tmpfs", "/tmp", "mode=1777"},
 	} {
-		if !strings.HasPrefix(m[1], "/sys") { // there, folders are the kernel's
+		if !strings.HasPrefix(m[1], "/sys") { // directories in sysfs are created by the kernel
 			qemu.Must(os.MkdirAll(m[1], 0o755), "make a mount point")
 		}
 		qemu.Must(unix.Mount(m[0], m[1], m[0], 0, m[2]), "mount ", m[1])
@@ -83,8 +83,8 @@ func setUp() {
 	qemu.Must(unix.IoctlIfreq(s, unix.SIOCSIFFLAGS, lo), "set lo up")
 }
 
-// run runs one test binary to its end, and then kills whatever it left behind.
-// It says why the end was not a good one.
+// run runs a test binary until it exits, and then kills its remaining processes. It
+// returns the error of the test binary, or "".
 func (s suite) run(output io.Writer) string {
 	r, w, err := os.Pipe()
 	qemu.Must(err, "make a pipe")
@@ -105,7 +105,7 @@ func (s suite) run(output io.Writer) string {
 		_, _ = io.Copy(output, r)
 	}()
 
-	// Process 1 reaps orphans, too.
+	// Process 1 also reaps orphaned processes.
 	var status syscall.WaitStatus
 	for {
 		if p, err := syscall.Wait4(-1, &status, 0, nil); p == pid {

@@ -14,13 +14,13 @@ import (
 	"sockeye/lab/qemu"
 )
 
-// A job is what the guest has to do; it stands in /job.json.
+// job is the configuration of the guest, in the file /job.json.
 type job struct {
-	Modules []string // in /modules, in the order in which they load
+	Modules []string // files in /modules, in load order
 	Suites  []suite
 }
 
-// writeInitramfs packs the guest's whole file system.
+// writeInitramfs writes the complete file system of the guest.
 func writeInitramfs(ctx context.Context, file, tmp string, k *qemu.Kernel, suites []suite, o *options) (err error) {
 	f, err := os.Create(file)
 	if err != nil {

@@ -4,20 +4,19 @@
 //
 //	go run ./lab/vm [-kernels 5.10,newest] [-run REGEXP] [-cache DIR] [-timeout 5m] PACKAGE...
 //
-// It takes Debian's cloud kernels (amd64) from the Debian mirror that this
-// machine's apt uses, unpacks them into a cache without installing anything,
-// and boots each under qemu's software emulation, with the packages' static
-// test binaries and their testdata in an initramfs. Tests are built with the
-// tag "vm" and run as root, one package after the other, in the package's
-// folder below /src.
+// It downloads Debian's cloud kernels (amd64) from the Debian mirror that this
+// machine's apt uses, and unpacks them into a cache without installing them. It
+// boots each kernel under qemu's software emulation, with the static test binaries of
+// the packages and their testdata in an initramfs. Tests are built with the tag "vm"
+// and run as root, one package after the other, in the directory of the package below
+// /src.
 //
 // The host needs Go, apt, dpkg, debian-archive-keyring, xz-utils and
 // qemu-system-x86.
 //
-// It exits with 0 when every test passed or was skipped for a reason that lies
-// in the kernel; with 1 when a test failed, was skipped for another reason or
-// never ended, when none ran, or when the machine crashed or hung; with 2 when
-// the command line is wrong.
+// Exit codes: 0 each test passed, or was skipped because the kernel does not support
+// it; 1 a test failed, was skipped for another reason or did not return, no test ran,
+// or the machine crashed or hung; 2 wrong usage.
 package main
 
 import (
@@ -39,7 +38,8 @@ import (
 	"sockeye/lab/qemu"
 )
 
-// modules are loaded, where the kernel has them as modules, with what they depend on.
+// modules are the kernel modules that the guest loads with their dependencies, unless
+// they are built into the kernel.
 const modules = "veth,tun,dummy,ifb,bridge,vrf,macvlan,vxlan,sch_ingress,cls_bpf,sch_fq,sch_htb,sch_tbf,sch_netem," +
 	"tcp_bbr,tcp_dctcp,tcp_nv,tcp_diag,udp_diag"
 
@@ -59,8 +59,8 @@ func main() {
 	if os.Getpid() == 1 {
 		guest()
 	}
-	// The kernel kills children with the thread that started them (see command),
-	// so all of them are started from the thread that lives longest.
+	// The kernel kills children when the thread that started them exits (see
+	// qemu.Command). Therefore, the main thread starts all of them.
 	runtime.LockOSThread()
 	o, err := parse(os.Args[1:])
 	if errors.Is(err, flag.ErrHelp) {
@@ -97,14 +97,14 @@ func parse(args []string) (*options, error) {
 	o.kernels, o.modules, o.packages = strings.Split(*kernels, ","), strings.Split(*mods, ","), fs.Args()
 	for _, k := range o.kernels {
 		if !kernelName.MatchString(k) {
-			return nil, fmt.Errorf("kernel %q is neither MAJOR.MINOR nor \"newest\"", k)
+			return nil, fmt.Errorf("kernel %q: want MAJOR.MINOR or \"newest\"", k)
 		}
 	}
 	if _, err := regexp.Compile(o.run); err != nil {
 		return nil, fmt.Errorf("-run: %w", err)
 	}
 	if o.timeout < time.Second {
-		return nil, fmt.Errorf("-timeout %v is shorter than a second", o.timeout)
+		return nil, fmt.Errorf("-timeout is %v, want at least 1s", o.timeout)
 	}
 	if len(o.packages) == 0 {
 		return nil, errors.New("no package given")
@@ -112,7 +112,7 @@ func parse(args []string) (*options, error) {
 	if o.cache == "" {
 		dir, err := os.UserCacheDir()
 		if err != nil {
-			return nil, fmt.Errorf("find the cache folder: %w", err)
+			return nil, fmt.Errorf("find the cache directory: %w", err)
 		}
 		o.cache = filepath.Join(dir, "sockeye", "vm")
 	}
@@ -159,7 +159,7 @@ func run(ctx context.Context, o *options) error {
 	return nil
 }
 
-// A suite is one package's test binary; the guest reads it from its initramfs.
+// suite is the test binary of one package. The guest reads it from its initramfs.
 type suite struct {
 	Package string   // import path
 	Dir     string   // working directory in the guest

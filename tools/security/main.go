@@ -4,9 +4,9 @@
 //
 //	go run ./tools/security [-table SECURITY.md] [-dist dist] -out FILE
 //
-// Every row of the table of attacks must name at least one test, and every test that is named must
-// exist. The exposure score of the unit comes from systemd-analyze(1) and must not exceed 3.0. The
-// command runs no test: make test does.
+// Every row of the table of attacks must name at least one test, and each named test must exist. The
+// exposure score of the unit, as computed by systemd-analyze(1), must not exceed 3.0. The command does
+// not run the tests; make test runs them.
 package main
 
 import (
@@ -27,13 +27,13 @@ import (
 	"sockeye/tools/security/exposure"
 )
 
-// mostExposure is the highest exposure score that passes, of 10.
+// mostExposure is the maximum exposure score of the unit. The scale is 0 to 10.
 const mostExposure = 3.0
 
-// A finding is one attack and one test that carries it out.
+// finding is an attack and a test that performs it.
 type finding struct {
 	ID   string `json:"id"`
-	Test string `json:"test"` // package below the module, and the test's name
+	Test string `json:"test"` // directory of the package, and name of the test
 }
 
 type result struct {
@@ -43,8 +43,8 @@ type result struct {
 
 func main() {
 	table := flag.String("table", "SECURITY.md", "Markdown `file` with the table of attacks")
-	dist := flag.String("dist", "dist", "`folder` with the systemd unit")
-	out := flag.String("out", "", "`file` for the result")
+	dist := flag.String("dist", "dist", "`directory` with the systemd unit")
+	out := flag.String("out", "", "`file` to which the result is written")
 	flag.Parse()
 	if *out == "" || flag.NArg() > 0 {
 		flag.Usage()
@@ -95,10 +95,10 @@ func run(w io.Writer, table, dist, out string) error {
 	return nil
 }
 
-// testName is how the table names a test: `internal/agent TestName`, with subtests after a slash.
+// testName matches a test in the table: `internal/agent TestName`, with subtests after a slash.
 var testName = regexp.MustCompile("`([a-z0-9/]+) ((?:Test|Fuzz)[A-Za-z0-9_]+(?:/[^`]+)?)`")
 
-// readTable finds the table whose header is "id", "attacker", "attack", "defence", "test".
+// readTable parses the table with the header "id", "attacker", "attack", "defence", "test".
 func readTable(text string) ([]finding, error) {
 	var findings []finding
 	inside := false
@@ -156,7 +156,7 @@ func testExists(name string) error {
 	return fmt.Errorf("%s has no test %s", dir, test)
 }
 
-// score installs the unit of the folder dist below a root of its own and asks for its exposure.
+// score installs the unit from the directory dist below a temporary root and returns its exposure score.
 func score(dist string) (float64, error) {
 	root, err := os.MkdirTemp("", "sockeye-unit-")
 	if err != nil {

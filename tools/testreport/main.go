@@ -2,7 +2,7 @@
 
 // Command testreport reads the output of go test -json and prints a summary:
 // failures with their output and the seed of the random order, a line for each
-// package, and each test that was not run, with its reason.
+// package, and each skipped test with its reason.
 package main
 
 import (
@@ -20,15 +20,16 @@ type event struct {
 	Elapsed                       float64
 }
 
-// reasons with which a skip may begin: only the kernel may keep a test from
-// running.
+// reasons are the permitted prefixes of the reason of a skipped test. A test may be
+// skipped only if the kernel does not support it.
 var reasons = []string{"kernel: ", "not supported: "}
 
 func main() { os.Exit(report(os.Stdin, os.Stdout)) }
 
 type key struct{ pkg, test string }
 
-// report returns the exit code: 1 if a test failed, or none passed.
+// report prints the summary and returns the exit code: 1 if a test failed, or if no
+// test passed.
 func report(in io.Reader, out io.Writer) int {
 	var (
 		output  = make(map[key]*strings.Builder)
@@ -81,7 +82,7 @@ func report(in io.Reader, out io.Writer) int {
 		reason := why(text(output[k]))
 		fmt.Fprintf(out, "not run: %s %s: %s\n", k.pkg, k.test, reason)
 		if !excused(reason) {
-			fmt.Fprintln(out, "  this is no reason of the kernel's")
+			fmt.Fprintln(out, "  not a permitted reason")
 			unexcused++
 		}
 	}
@@ -99,7 +100,7 @@ func text(b *strings.Builder) string {
 	return b.String()
 }
 
-// why finds the reason in the output of a skipped test, which gives it as
+// why returns the reason from the output of a skipped test, which has the format
 // "    file_test.go:12: reason".
 func why(output string) string {
 	for line := range strings.Lines(output) {

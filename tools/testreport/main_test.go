@@ -20,7 +20,7 @@ func TestReport(t *testing.T) {
 		{"skip without the kernel's reason", `{"Action":"pass","Package":"p","Test":"A"}
 {"Action":"output","Package":"p","Test":"B","Output":"    b_test.go:7: too slow\n"}
 {"Action":"skip","Package":"p","Test":"B"}`,
-			"not run: p B: too slow\n  this is no reason of the kernel's\n1 passed, 1 failed, 0 skipped\n", 1},
+			"not run: p B: too slow\n  not a permitted reason\n1 passed, 1 failed, 0 skipped\n", 1},
 		{"failed", `{"Action":"output","Package":"p","Test":"A/b","Output":"broken\n"}
 {"Action":"fail","Package":"p","Test":"A/b"}
 {"Action":"fail","Package":"p","Test":"A"}

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command vulncheck runs govulncheck, of the version named, on packages. It fails if one has a
-// known vulnerability in what it calls, or if it cannot be told. Where the database cannot be
-// reached, it says so and does not fail. Its last line, the verdict, goes to a file too.
+// Command vulncheck runs the given version of govulncheck on packages. It fails if a package calls
+// a function with a known vulnerability, or if the scan fails. If the database is unreachable, it
+// prints a note and does not fail. Its last line is the verdict, which it also writes to a file.
 package main
 
 import (
@@ -25,11 +25,11 @@ import (
 )
 
 const (
-	// askTime bounds how long the database may take to answer at all, names and all.
+	// askTime is the timeout of the first request to the database, including name resolution.
 	askTime = 20 * time.Second
-	// scanTime bounds the scan, with two busy cores in mind.
+	// scanTime is the timeout of the scan, sufficient for two busy CPUs.
 	scanTime = 10 * time.Minute
-	// found is govulncheck's exit code for vulnerabilities; 0 is none, and all else an error.
+	// found is govulncheck's exit code for vulnerabilities. 0 means no vulnerabilities, other codes are errors.
 	found = 3
 )
 
@@ -56,7 +56,7 @@ func main() {
 	}
 }
 
-// check gives the verdict.
+// check builds and runs the scanner and returns the verdict.
 func check(ctx context.Context, scanner, database string, packages []string) (verdict string, ok bool) {
 	if err := ask(ctx, database, askTime); err != nil {
 		return unable(err)
@@ -66,7 +66,7 @@ func check(ctx context.Context, scanner, database string, packages []string) (ve
 		return unable(err)
 	}
 	defer os.RemoveAll(dir)
-	// Not go run, which has an exit code of its own.
+	// go run would replace the exit code of govulncheck by its own.
 	build := exec.CommandContext(ctx, "go", "install", scanner)
 	build.Env = append(os.Environ(), "GOBIN="+dir)
 	build.Stdout, build.Stderr = os.Stderr, os.Stderr
@@ -77,8 +77,8 @@ func check(ctx context.Context, scanner, database string, packages []string) (ve
 	defer cancel()
 	scan := exec.CommandContext(ctx, filepath.Join(dir, "govulncheck"), append([]string{"-db", database}, packages...)...)
 	scan.WaitDelay = 5 * time.Second
-	var said strings.Builder
-	scan.Stdout, scan.Stderr = io.MultiWriter(os.Stdout, &said), io.MultiWriter(os.Stderr, &said)
+	var output strings.Builder
+	scan.Stdout, scan.Stderr = io.MultiWriter(os.Stdout, &output), io.MultiWriter(os.Stderr, &output)
 	err = scan.Run()
 	if ctx.Err() != nil {
 		return unable(fmt.Errorf("the scan took longer than %v", scanTime))
@@ -87,28 +87,28 @@ func check(ctx context.Context, scanner, database string, packages []string) (ve
 	if err != nil && !errors.As(err, &exit) {
 		return unable(err)
 	}
-	return classify(scan.ProcessState.ExitCode(), said.String())
+	return classify(scan.ProcessState.ExitCode(), output.String())
 }
 
-// classify gives the verdict of a scan.
-func classify(code int, said string) (verdict string, ok bool) {
+// classify returns the verdict for the exit code and the output of govulncheck.
+func classify(code int, output string) (verdict string, ok bool) {
 	switch code {
 	case 0:
-		return "none known in what is called", true
+		return "no known vulnerabilities in called functions", true
 	case found:
 		return "FOUND, see above", false
 	}
 	const lost = "govulncheck: fetching vulnerabilities: Get "
-	for line := range strings.Lines(said) {
+	for line := range strings.Lines(output) {
 		if reason, ok := strings.CutPrefix(line, lost); ok {
-			// It was there a moment ago.
+			// The database was reachable before the scan.
 			return notChecked(strings.TrimSpace(reason)), true
 		}
 	}
 	return fmt.Sprintf("NOT CHECKED: govulncheck failed with code %d, see above", code), false
 }
 
-// unable gives the verdict where nothing was scanned.
+// unable returns the verdict for an error before or during the scan.
 func unable(err error) (verdict string, ok bool) {
 	if unreachable(err) {
 		return notChecked(err.Error()), true
@@ -120,20 +120,20 @@ func notChecked(reason string) string {
 	return "NOT CHECKED: the database cannot be reached: " + reason
 }
 
-// statusError is an answer other than 200.
+// statusError is an HTTP status other than 200.
 type statusError int
 
 func (s statusError) Error() string {
-	return fmt.Sprintf("it answers %d %s", int(s), http.StatusText(int(s)))
+	return fmt.Sprintf("HTTP status %d %s", int(s), http.StatusText(int(s)))
 }
 
-// away are the answers of a proxy that lets nobody through, and of a server that is busy or down.
+// away are HTTP statuses of a proxy that denies access, and of a server that is overloaded or down.
 var away = []int{
 	http.StatusForbidden, http.StatusProxyAuthRequired, http.StatusTooManyRequests,
 	http.StatusInternalServerError, http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout,
 }
 
-// ask asks the database for what every scan begins with.
+// ask requests the file of the database that each scan reads first.
 func ask(ctx context.Context, database string, within time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
@@ -152,8 +152,8 @@ func ask(ctx context.Context, database string, within time.Duration) error {
 	return nil
 }
 
-// unreachable tells whether an error is of the way to the database. One of its certificate is
-// not: somebody may stand in for it.
+// unreachable reports whether err means that the database is unreachable. This excludes an invalid
+// certificate, which may be an attack.
 func unreachable(err error) bool {
 	var (
 		wrapped     *url.Error

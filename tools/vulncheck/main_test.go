@@ -11,7 +11,8 @@ import (
 	"time"
 )
 
-// What the scanner ends with is told apart: only a database that is away is no failure.
+// TestClassify checks that the exit code and the output of the scanner are classified correctly. Only an unreachable
+// database is not a failure.
 func TestClassify(t *testing.T) {
 	for _, c := range []struct {
 		code int
@@ -19,7 +20,7 @@ func TestClassify(t *testing.T) {
 		want string
 		ok   bool
 	}{
-		{0, "No vulnerabilities found.\n", "none known in what is called", true},
+		{0, "No vulnerabilities found.\n", "no known vulnerabilities in called functions", true},
 		{3, "Vulnerability #1: GO-2024-0001\n", "FOUND, see above", false},
 		{1, "govulncheck: fetching vulnerabilities: Get \"https://vuln.go.dev/index/modules.json.gz\": dial tcp: lookup vuln.go.dev: no such host\n",
 			"NOT CHECKED: the database cannot be reached: \"https://vuln.go.dev/index/modules.json.gz\": dial tcp: lookup vuln.go.dev: no such host", true},
@@ -27,7 +28,7 @@ func TestClassify(t *testing.T) {
 		{1, "govulncheck: fetching vulnerabilities: HTTP GET returned unexpected status: 404\n", "NOT CHECKED: govulncheck failed with code 1, see above", false},
 		{2, "usage", "NOT CHECKED: govulncheck failed with code 2, see above", false},
 		{-1, "", "NOT CHECKED: govulncheck failed with code -1, see above", false},
-		// What it calls is no sign by itself.
+		// The text must be at the start of a line.
 		{3, "x govulncheck: fetching vulnerabilities: Get \n", "FOUND, see above", false},
 		{1, "x govulncheck: fetching vulnerabilities: Get \n", "NOT CHECKED: govulncheck failed with code 1, see above", false},
 	} {
@@ -41,7 +42,7 @@ func TestUnreachable(t *testing.T) {
 	status := 0
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) }))
 	defer server.Close()
-	secure := httptest.NewTLSServer(http.NotFoundHandler()) // whose certificate nobody knows
+	secure := httptest.NewTLSServer(http.NotFoundHandler()) // its certificate is not trusted
 	defer secure.Close()
 	silent, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -84,6 +85,6 @@ func TestUnreachable(t *testing.T) {
 		}
 	}
 	if status = 200; ask(t.Context(), server.URL+"/", time.Second) != nil {
-		t.Error("a database that answers is not reached")
+		t.Error("a reachable database is reported as unreachable")
 	}
 }

@@ -106,11 +106,11 @@ TCP connections are refused.
 DNS. Inside, /etc/resolv.conf lists 169.254.53.53 to 169.254.53.55, which are
 aliases of the host's name servers, over UDP and TCP. The aliases are available
 with --allow, too: a program can exfiltrate data in DNS queries. --no-dns
-removes the aliases, and closes ports 53 and 853 of the name servers in the host's
-/etc/resolv.conf and of the name servers of systemd-resolved, unless --allow has
-the exact address of the server. Other name servers and DNS over HTTPS remain
-reachable if outbound traffic to them is allowed: use --no-dns with --allow.
-With --no-dns, with --no-outbound, and in an existing namespace,
+removes the aliases, and closes ports 53 and 853 of the name servers in the
+host's /etc/resolv.conf and of the name servers of systemd-resolved, unless
+--allow has the exact address of the server. Other name servers and DNS over
+HTTPS remain reachable if outbound traffic to them is allowed: use --no-dns with
+--allow. With --no-dns, with --no-outbound, and in an existing namespace,
 /etc/resolv.conf is the host's file.
 
 Confinement. The program inherits the working directory, the standard streams
@@ -155,8 +155,8 @@ join a namespace if its user namespace maps the user to root, as with unshare
 default route.
 
 The exit code is the exit code of the program, or 128 plus the number of the
-signal that terminated it. Exit codes before the program starts: 1 failed,
-2 wrong usage, or the program, user, process or namespace does not exist, 3 not
+signal that terminated it. Exit codes before the program starts: 1 failed, 2
+wrong usage, or the program, user, process or namespace does not exist, 3 not
 supported by the kernel, 4 not permitted, 5 a port is in use, or the namespace
 has an interface sockeye0 or a default route.`,
 		Example: `  sockeye isolate -- curl https://example.net/

@@ -133,7 +133,7 @@ func (r *Runner) Status(t testing.TB) *api.Status {
 	return status
 }
 
-// Retire removes everything that the domains have set up in the kernel.
+// Retire removes all programs, maps and settings of the domains from the kernel.
 func (r *Runner) Retire(t testing.TB) {
 	t.Helper()
 	if _, err := r.apply(&config.Policy{}); err != nil {
@@ -141,7 +141,7 @@ func (r *Runner) Retire(t testing.TB) {
 	}
 }
 
-// Stop closes the domains as a crash of the agent would: pinned programs stay attached.
+// Stop closes the domains. As after a crash of the agent, pinned programs stay attached.
 func (r *Runner) Stop() {
 	r.Host.Watch.Close()
 	for _, d := range r.Domains {

@@ -110,7 +110,7 @@ func steal(t *testing.T, args ...string) int {
 	})
 	r := asAttacker(t, append([]string{"systemd-run", "--user", "--unit=nfacctd@0.service", "/usr/bin/python3", attackerHome + "/stealer.py"}, append(args, "nfacctd-0.conf")...)...)
 	if r.code != 0 {
-		t.Fatalf("the attack does not begin: %s", r)
+		t.Fatalf("start the attack: %s", r)
 	}
 	wait(t, "the attacker's program has its sockets", func() string {
 		if !exists(attackerHome + "/ready") {
@@ -120,7 +120,7 @@ func steal(t *testing.T, args ...string) int {
 	})
 	pid, err := strconv.Atoi(read(t, attackerHome+"/ready"))
 	if err != nil || !alive(pid) {
-		t.Fatalf("the attacker's process %d is not there: %v", pid, err)
+		t.Fatalf("the attacker's process %d does not exist: %v", pid, err)
 	}
 	if cgroup := read(t, fmt.Sprintf("/proc/%d/cgroup", pid)); !strings.Contains(cgroup, "nfacctd@0.service") {
 		t.Fatalf("the attacker's process is in %s", cgroup)
@@ -143,8 +143,8 @@ func notStolen(t *testing.T, pid int) {
 	}
 }
 
-// theftReuseport: member 0 is stopped, and an ordinary user's process in a unit of the same name has sockets on the
-// service's ports, created in a private network namespace.
+// theftReuseport is the attack with steering: reuseport. Member 0 is stopped, and a process of an ordinary user in a unit
+// of the same name has sockets on the service's ports, created in a private network namespace.
 func theftReuseport(t *testing.T, w *world, user bool) {
 	defer restore(t)
 	policy := firstPolicy(t)
@@ -160,7 +160,7 @@ func theftReuseport(t *testing.T, w *world, user bool) {
 		write(t, path, policy)
 		if r := run(t, binary, "check", path); r.code == 2 {
 			if !strings.Contains(r.stdout+r.stderr, "user") {
-				t.Errorf("check refuses a service without user, and does not say what to add: %s", r)
+				t.Errorf("the error of check for a service without user has no hint: %s", r)
 			}
 			return
 		}
@@ -182,8 +182,8 @@ func theftReuseport(t *testing.T, w *world, user bool) {
 	same(t, before, w.places(t))
 }
 
-// theftLookup: with lookup, an ordinary user's process has ports of its own. The function stops agent and members at
-// its end.
+// theftLookup is the attack with steering: lookup, in which a process of an ordinary user has its own ports. The function
+// stops the agent and the members at the end.
 func theftLookup(t *testing.T, w *world) {
 	stop := func() {
 		t.Helper()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package guest tests Sockeye on the Debian that lab/debian boots: as systemd's
-// service, installed as a user would, with members that are Debian's nfacctd. It has
-// tests only with the build tag "debian".
+// Package guest tests Sockeye on the Debian systems that lab/debian boots: installed
+// as documented, as a service of systemd, with Debian's nfacctd as members. Its tests
+// have the build tag "debian".
 package guest

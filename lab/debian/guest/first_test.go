@@ -60,7 +60,7 @@ func TestFirstBoot(t *testing.T) {
 		usable = true
 	})
 	if !usable {
-		t.Fatal("there is nothing to test")
+		t.Fatal("Sockeye is not in the payload")
 	}
 	for _, test := range []struct {
 		name string
@@ -128,12 +128,12 @@ func installAsDocumented(t *testing.T, w *world) {
 	}
 	example := filepath.Join(shared, "examples/nfacctd@.service")
 	if !exists(example) {
-		t.Errorf("make install installs no example of a member's unit: there is no %s", example)
+		t.Errorf("make install does not install the example of a member's unit %s", example)
 		write(t, "/etc/systemd/system/nfacctd@.service", "[Unit]\nAfter=sockeye.service\n[Service]\nUser=pmacct\nExecStart=/usr/sbin/nfacctd -f /etc/pmacct/nfacctd-%i.conf\nRestart=always\nRestartSec=1\n[Install]\nWantedBy=multi-user.target\n")
 	} else {
 		must(t, "install", "-m", "644", example, "/etc/systemd/system/nfacctd@.service")
 	}
-	// One arena that grows in large steps halves the start time of nfacctd.
+	// A single malloc arena that grows in large steps halves the start time of nfacctd.
 	write(t, "/etc/systemd/system/nfacctd@.service.d/lab.conf",
 		"[Service]\nSlice=telemetry.slice\nEnvironment=MALLOC_ARENA_MAX=1 MALLOC_TOP_PAD_=67108864\n")
 	must(t, "systemctl", "daemon-reload")
@@ -262,7 +262,7 @@ func reloadedBroken(t *testing.T, w *world) {
 		t.Errorf("systemctl reload succeeds with a broken policy")
 	}
 	if r := run(t, binary, "status"); r.code != 0 || !strings.Contains(r.stdout, "not in force") {
-		t.Errorf("status does not say that the policy on disk is not in force:\n%s", r)
+		t.Errorf("status does not report that the policy on disk is not in force:\n%s", r)
 	}
 	waitReady(t, 0, 1, 2, 3)
 	w.unchanged(t, sessions)
@@ -277,10 +277,10 @@ func startedBroken(t *testing.T, w *world) {
 		t.Errorf("the agent does not start: %s", r)
 	}
 	if limit := property(t, "sockeye", "StartLimitIntervalUSec"); limit != "0" {
-		t.Errorf("systemd gives up on an agent that fails often: StartLimitIntervalUSec=%s", limit)
+		t.Errorf("systemd limits restarts of the agent: StartLimitIntervalUSec=%s", limit)
 	}
 	if r := run(t, binary, "status"); r.code != 0 || !strings.Contains(r.stdout, "not in force") {
-		t.Errorf("status does not say that the policy on disk is not in force:\n%s", r)
+		t.Errorf("status does not report that the policy on disk is not in force:\n%s", r)
 	}
 	loud := false
 	for _, e := range journal(t, since) {
@@ -326,7 +326,7 @@ func memberGone(t *testing.T, w *world, end func(unit string)) {
 	after := w.sessions()
 	for i, r := range w.routers {
 		if before[r.address] != slot && after[i] != sessions[i] {
-			t.Errorf("%v of member %d lost its connection as member %d ended", r.address, before[r.address], slot)
+			t.Errorf("%v of member %d lost its connection when member %d was stopped", r.address, before[r.address], slot)
 		}
 	}
 }
@@ -371,7 +371,7 @@ func waitDomains(t *testing.T, w *world) {
 	w.reconnect(t)
 	wait(t, "the rule of tune counts a new connection", func() string {
 		if now := count(); now <= before {
-			return fmt.Sprintf("%d connections, before there were %d; %s", now, before, run(t, binary, "tune"))
+			return fmt.Sprintf("%d connections, %d before; %s", now, before, run(t, binary, "tune"))
 		}
 		return ""
 	})
@@ -399,7 +399,7 @@ func domainsFollow(t *testing.T, w *world) {
 	waitReady(t, 0, 1, 2, 3)
 	inForce()
 
-	// systemd removes the slice with its last unit. Neither the running agent nor a new one uses
+	// systemd removes the slice when its last unit stops. Neither the running agent nor a new agent may use
 	// the user's slice instead.
 	forMembers(t, "stop", "telemetry.slice")
 	wait(t, "the slice's cgroup is gone", func() string {
@@ -411,7 +411,7 @@ func domainsFollow(t *testing.T, w *world) {
 	away := func() {
 		t.Helper()
 		if s := waitAgent(t); len(s.Tune) != 1 || s.Tune[0].Attached || len(s.Trace) != 1 || s.Trace[0].Attached {
-			t.Errorf("of cgroups that are gone tune says %+v, trace %+v", s.Tune, s.Trace)
+			t.Errorf("removed cgroups: tune status %+v, trace status %+v", s.Tune, s.Trace)
 		}
 	}
 	away()
@@ -427,7 +427,7 @@ func domainsFollow(t *testing.T, w *world) {
 		}
 		return ""
 	})
-	t.Logf("the units started in %v; tune was seen attached %v after", started, time.Since(begin)-started)
+	t.Logf("the units started in %v; tune was attached %v later", started, time.Since(begin)-started)
 	waitReady(t, 0, 1, 2, 3)
 	inForce()
 
@@ -499,28 +499,28 @@ func journalLines(t *testing.T, since time.Time) {
 	priorities := map[string]int{}
 	for _, e := range journal(t, since) {
 		if strings.Contains(e.Message, "left-over process") || strings.Contains(e.Message, "unclean termination") {
-			t.Errorf("systemd says of the keeper: %s", e.Message)
+			t.Errorf("log line of systemd about the keeper: %s", e.Message)
 		}
 		if e.Comm != "sockeye" {
 			continue
 		}
 		priorities[e.Priority]++
 		if ownTime.MatchString(e.Message) {
-			t.Errorf("a line has the time twice: %s", e.Message)
+			t.Errorf("a line has two timestamps: %s", e.Message)
 		}
 		if strings.Contains(e.Message, "level=") {
-			t.Errorf("a line has its level in its text: %s", e.Message)
+			t.Errorf("a line has the level in its text: %s", e.Message)
 		}
 		if t.Failed() {
 			break
 		}
 	}
 	if len(priorities) < 2 {
-		t.Errorf("all lines of the agent have one priority: %v", priorities)
+		t.Errorf("all lines of the agent have the same priority: %v", priorities)
 	}
 }
 
-// The places of the previous boot.
+// The members of the routers in the previous boot.
 func notedPlaces(t *testing.T) map[netip.Addr]int {
 	t.Helper()
 	var places map[netip.Addr]int
@@ -529,7 +529,7 @@ func notedPlaces(t *testing.T) map[netip.Addr]int {
 		err = json.Unmarshal(text, &places)
 	}
 	if err != nil {
-		t.Fatalf("the first boot noted no places: %v", err)
+		t.Fatalf("the first boot did not store the members of the routers: %v", err)
 	}
 	return places
 }

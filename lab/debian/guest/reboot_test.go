@@ -15,8 +15,8 @@ import (
 	"sockeye/internal/api"
 )
 
-// TestReboot is the boot after a host's first one: the agent and the members, which
-// start after it, come up by themselves.
+// TestReboot runs in the second boot. It checks that systemd starts the agent and, after
+// it, the members.
 func TestReboot(t *testing.T) {
 	prepareHost(t)
 	w := startRouters(t)
@@ -54,12 +54,12 @@ func TestReboot(t *testing.T) {
 	})
 }
 
-// TestMembersBeforeAgent is a boot where members and routers are up before the
-// agent: the kernel has spread the routers over the members by its own hash.
+// TestMembersBeforeAgent starts members and routers before the agent, so that the kernel
+// distributes the routers over the members by its own hash.
 func TestMembersBeforeAgent(t *testing.T) {
 	prepareHost(t)
 	if state := run(t, "systemctl", "is-active", "sockeye").stdout; strings.TrimSpace(state) == "active" {
-		t.Fatal("the agent runs already")
+		t.Fatal("the agent is already running")
 	}
 	w := startRouters(t)
 	spread := func(t *testing.T) map[netip.Addr]int {
@@ -88,8 +88,8 @@ func TestMembersBeforeAgent(t *testing.T) {
 		t.Helper()
 		policy := strings.Replace(firstPolicy(t), "slots: 4", "slots: 4\n    on_start: "+onStart, 1)
 		run(t, "systemctl", "stop", "sockeye")
-		must(t, binary, "reset", "--state") // or adopted devices stay that
-		// Without the agent, IPFIX also goes to members that have no session. They write their records soon.
+		must(t, binary, "reset", "--state") // otherwise devices remain adopted
+		// Without the agent, members without a session also receive IPFIX, and write records.
 		w.whenever(t, never)
 		write(t, policyPath, policy)
 		time.Sleep(5 * time.Second)
@@ -104,11 +104,11 @@ func TestMembersBeforeAgent(t *testing.T) {
 			}
 			for slot := range slots {
 				unit := fmt.Sprintf("nfacctd@%d", slot)
-				must(t, "systemctl", "reset-failed", unit) // or systemd counts the starts
+				must(t, "systemctl", "reset-failed", unit) // otherwise systemd limits the starts
 				must(t, "systemctl", "restart", unit)
 			}
 		}
-		t.Fatal("the kernel gives all routers to one member")
+		t.Fatal("the kernel assigned all routers to one member")
 	}
 	split := func(t *testing.T) int {
 		t.Helper()
@@ -127,11 +127,11 @@ func TestMembersBeforeAgent(t *testing.T) {
 	}
 
 	t.Run("on_start report names routers that are not with their slot's member", func(t *testing.T) {
-		begin(t, "report") // as the boot has left them
+		begin(t, "report") // the state after the boot
 		must(t, "systemctl", "start", "sockeye")
 		waitReady(t, 0, 1, 2, 3)
 		if split(t) == 0 {
-			t.Fatal("no router is at another member than its slot's")
+			t.Fatal("all routers are at the members of their slots")
 		}
 		sessions := w.sessions()
 		wait(t, "status reports the routers", func() string {
@@ -167,7 +167,7 @@ func TestMembersBeforeAgent(t *testing.T) {
 		w.whenever(t, withSession)
 		w.places(t)
 		if n := split(t); n != 0 {
-			t.Errorf("%d routers are at another member than their slot's", n)
+			t.Errorf("%d routers are not at the member of their slot", n)
 		}
 		noProblem(t)
 	})

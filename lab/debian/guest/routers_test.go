@@ -40,15 +40,15 @@ type router struct {
 	exports atomic.Bool
 
 	mu      sync.Mutex
-	session *traffic.Session // nil while there is none
+	session *traffic.Session // nil without an open session
 	opened  int              // sessions since the start
-	refused int              // attempts to open one that failed
+	refused int              // failed attempts to open a session
 }
 
 // world has the routers and their links.
 type world struct {
 	routers []*router
-	last    map[netip.Addr]int // what places returned last; nil after a reset
+	last    map[netip.Addr]int // last result of places; nil after a reset
 	ipfix   atomic.Int32
 }
 
@@ -225,7 +225,7 @@ func (r *router) export(ctx context.Context, t *testing.T, i int) {
 			if !r.exports.Load() {
 				break
 			}
-			_, _ = e.Send(1) // an error is a refusal, which the next one may not meet
+			_, _ = e.Send(1) // a refused datagram is an error, and the next datagram may succeed
 		}
 		sleep(ctx, 250*time.Millisecond)
 	}
@@ -238,7 +238,7 @@ func sleep(ctx context.Context, d time.Duration) {
 	}
 }
 
-// sessions returns how many sessions each router has opened so far.
+// sessions returns the number of sessions that each router has opened.
 func (w *world) sessions() []int {
 	var all []int
 	for _, r := range w.routers {
@@ -249,7 +249,7 @@ func (w *world) sessions() []int {
 	return all
 }
 
-// port returns the port that the router's open session comes from, or 0.
+// port returns the source port of the router's open session, or 0.
 func (r *router) port() uint16 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -262,11 +262,11 @@ func (r *router) port() uint16 {
 // owners returns the members that have each BMP connection open, read from the kernel's tables instead of Sockeye's
 // output. Connections have the port that the router connected to, also with steering: lookup.
 func owners() (map[netip.AddrPort]int, error) {
-	inodes := map[string]int{} // to slots
+	inodes := map[string]int{} // slots by inode
 	for slot := range members {
 		procs, err := os.ReadFile(filepath.Join("/sys/fs/cgroup", cgroupOf(slot), "cgroup.procs"))
 		if err != nil {
-			continue // it does not run
+			continue // not running
 		}
 		for pid := range strings.FieldsSeq(string(procs)) {
 			links, _ := filepath.Glob("/proc/" + pid + "/fd/*")
@@ -308,7 +308,7 @@ func connections() (map[netip.AddrPort]string, error) {
 	return found, nil
 }
 
-// cgroupOf finds the cgroup of a member's unit.
+// cgroupOf returns the cgroup of a member's unit.
 func cgroupOf(slot int) string {
 	for _, slice := range []string{"telemetry.slice", "system.slice", "system.slice/system-nfacctd.slice"} {
 		dir := filepath.Join(slice, fmt.Sprintf("nfacctd@%d.service", slot))
@@ -383,7 +383,7 @@ func (w *world) places(t *testing.T) map[netip.Addr]int {
 	why := ""
 	waitFor(t, 2*patience, "TCP and UDP of each router reach one member", func() string {
 		if time.Since(begin) > patience/2 {
-			from, begin = recordsNow(), time.Now() // what was written late is not held against it
+			from, begin = recordsNow(), time.Now() // ignore records that are written late
 			t.Logf("after %v: %s\n%s%s", patience/2, why, run(t, binary, "slots"), run(t, binary, "devices"))
 			return why
 		}
@@ -406,7 +406,7 @@ func restartHung(t *testing.T) {
 		if err != nil || time.Since(info.ModTime()) < 20*time.Second || mainPID(t, unit) == 0 {
 			continue
 		}
-		t.Logf("the print plugin of %s hangs: it is restarted", unit)
+		t.Logf("the print plugin of %s hangs: restart", unit)
 		must(t, "systemctl", "restart", unit)
 	}
 }
@@ -432,7 +432,7 @@ func (w *world) look(from *records, places map[netip.Addr]int) string {
 	return ""
 }
 
-// before returns the places of the routers at the start of a test, which are the ones that the previous test has seen.
+// before returns the members of the routers at the start of a test, which are the members at the end of the previous test.
 func (w *world) before(t *testing.T) map[netip.Addr]int {
 	t.Helper()
 	if w.last == nil {

@@ -39,12 +39,12 @@ func upgrades(t *testing.T, w *world) {
 	}
 	defer func() {
 		w.last = nil
-		clean() // keepers of earlier versions end late
+		clean() // keepers of earlier versions exit late
 		if t.Failed() {
 			installCurrent(t)
 		}
 	}()
-	// Without steering, IPFIX also reaches members that have just started.
+	// Without steering, members that have just started also receive IPFIX.
 	w.whenever(t, never)
 	clean()
 	otherLayout()

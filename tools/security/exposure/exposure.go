@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package exposure asks systemd-analyze(1) what a compromised agent is left with.
+// Package exposure runs systemd-analyze(1) to compute the exposure score of the agent's unit.
 package exposure
 
 import (
@@ -15,8 +15,8 @@ import (
 	"strings"
 )
 
-// Install lays out the unit and drop-ins of the folder dist below root, as make install does, and returns
-// the unit's path.
+// Install copies the unit and drop-ins from the directory dist to the paths of make install below root, and
+// returns the path of the unit.
 func Install(root, dist string, dropIns ...string) (unit string, err error) {
 	const unitDir = "etc/systemd/system"
 	write := func(name string, text []byte, mode os.FileMode) (path string) {
@@ -44,7 +44,7 @@ func Install(root, dist string, dropIns ...string) (unit string, err error) {
 	return unit, err
 }
 
-// finding is one line of systemd-analyze security: what is set is safe.
+// finding is one line of systemd-analyze security. Set is true if the setting is safe.
 type finding struct {
 	Set   *bool  `json:"set"`
 	Field string `json:"json_field"`
@@ -52,7 +52,8 @@ type finding struct {
 
 var overall = regexp.MustCompile(`exposure level for sockeye\.service: ([0-9.]+)`)
 
-// Analyze returns the exposure score of the unit that is installed below root, of 10, and what is not safe.
+// Analyze returns the exposure score (0 to 10) of the unit that is installed below root, and the names of the
+// settings that are not safe.
 func Analyze(root string) (score float64, unsafe []string, err error) {
 	text, err := analyze(root)
 	if err != nil {
@@ -76,7 +77,7 @@ func Analyze(root string) (score float64, unsafe []string, err error) {
 		if f.Set == nil || *f.Set {
 			continue
 		}
-		// Versions differ in how they name several that are one.
+		// Some names of combined settings depend on the version of systemd.
 		for _, first := range []string{"CapabilityBoundingSet_CAP_NET_BIND_SERVICE", "CapabilityBoundingSet_CAP_SYS_NICE"} {
 			if strings.HasPrefix(f.Field, first) {
 				f.Field = first
