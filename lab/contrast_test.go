@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// Six routers and four collectors that share their ports by the kernel's hash, the baseline for Sockeye. The assertion
-// holds for every distribution: exactly the records that reach the collector with their router's BMP session have
-// communities and AS paths.
+// TestKernelHash is the baseline without Sockeye: six routers, and four collectors that share their ports by the
+// kernel's hash. It checks that exactly the records that reach the collector with their router's BMP session have
+// communities and AS paths. This holds for every distribution of the routers.
 func TestKernelHash(t *testing.T) {
 	l, ctx := newLab(t, Options{Routers: 6})
 	for i := range 4 {

@@ -506,7 +506,7 @@ func TestLinkSet(t *testing.T) {
 	}
 }
 
-// The time at a lower rate does not allow a burst at a higher rate.
+// TestLinkRateIsNotMadeUpFor checks that the time at a lower rate does not allow a burst at a higher rate.
 func TestLinkRateIsNotMadeUpFor(t *testing.T) {
 	const waited = 65 * time.Second
 	k := &Link{start: time.Now().Add(-waited)}
@@ -593,7 +593,8 @@ func linkParts(t *testing.T) (descriptors, goroutines int) {
 	return descriptors, strings.Count(all, "lab.(*way).read(") + strings.Count(all, "lab.(*way).deliver(")
 }
 
-// This test is not parallel, because other tests would create links.
+// TestLinkCloseLeavesNothing checks that Close closes all descriptors and stops all goroutines of links. It is not
+// parallel, because other tests would create links.
 func TestLinkCloseLeavesNothing(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("network namespaces need root")

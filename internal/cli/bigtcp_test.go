@@ -218,7 +218,7 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	h.prints(changes+"would change\n"+forNew, "plan cli0")
 	h.has("cli0", 65536)
 	if _, err := os.Stat(h.state); !os.IsNotExist(err) {
-		t.Errorf("plan made the state directory: %v", err)
+		t.Errorf("plan created the state directory: %v", err)
 	}
 	h.prints("nothing to revert\n", "revert")
 	h.prints(changes+"changed\n"+forNew, "apply cli0")
@@ -413,7 +413,8 @@ func TestBigTCPOfThePolicy(t *testing.T) {
 	h.has("cli0", 65536)
 }
 
-// TestBigTCPBesideAgent runs commands beside an agent and checks that neither reverts the sizes of the other.
+// TestBigTCPBesideAgent checks that commands do not revert the sizes of a running agent, and that the agent does not revert
+// the sizes of commands.
 func TestBigTCPBesideAgent(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -629,7 +630,7 @@ func TestBigTCPRefusals(t *testing.T) {
 		h.refuses(c.code, c.message, c.hint, c.args)
 	}
 	if _, err := os.Stat(h.state); !os.IsNotExist(err) {
-		t.Errorf("the state directory is there: %v", err)
+		t.Errorf("the state directory exists: %v", err)
 	}
 	for _, c := range []struct {
 		state         string

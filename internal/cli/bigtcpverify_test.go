@@ -33,7 +33,7 @@ func loStream(t *testing.T) (end func()) {
 	go func() {
 		conn, err := l.Accept()
 		if err == nil {
-			_, _ = io.Copy(io.Discard, conn) // until it ends
+			_, _ = io.Copy(io.Discard, conn) // until the connection is closed
 			conn.Close()
 		}
 	}()
@@ -89,7 +89,7 @@ func TestBigTCPVerify(t *testing.T) {
 		t.Errorf("interrupted: %v %s", err, &out)
 	}
 	if loHasProgram(t) {
-		t.Error("it leaves programs on lo")
+		t.Error("verify left programs on lo")
 	}
 }
 

@@ -128,7 +128,7 @@ telemetry  change  when_empty: standby 0 -> reject  -
 	}
 }
 
-// TestRun checks that run becomes the program, in the first slot without a living process.
+// TestRun checks that run executes the program in the first slot without a running process.
 func TestRun(t *testing.T) {
 	h := newHost(t, twoServices)
 	h.write("devices.csv", "")
@@ -210,7 +210,7 @@ func TestHelpAndCompletion(t *testing.T) {
 		}
 	}
 	if a, b := h.sockeye("help", "where").out, h.sockeye("where", "--help").out; a != b {
-		t.Errorf("help where is\n%s\nwhere --help is\n%s", a, b)
+		t.Errorf("help where:\n%s\nwhere --help:\n%s", a, b)
 	}
 	root := Root(Host())
 	for _, cmd := range root.Commands() {

@@ -221,7 +221,7 @@ func TestManyErrors(t *testing.T) {
 	}
 }
 
-// TestUnknownUsers checks that each user that the host lacks is reported with line and column.
+// TestUnknownUsers checks that each user that does not exist on the host is reported with line and column.
 func TestUnknownUsers(t *testing.T) {
 	h, _ := running(t)
 	file := h.write("users.yaml", strings.Replace(twoServices, "user: root", "user: nosuch\n    members: [{match: {command_line: x, user: norsuch}, slot: free}]", 1))
@@ -253,7 +253,7 @@ func TestApplyFailsMidway(t *testing.T) {
 	}
 	h.write("policy.yaml", twoServices)
 	if r := h.sockeye("plan"); r.out != "nothing would change\n" {
-		t.Errorf("the plan of what runs: %+v", r)
+		t.Errorf("plan of the policy in force: %+v", r)
 	}
 }
 

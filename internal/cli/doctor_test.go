@@ -31,7 +31,7 @@ func (h *host) examine(change func(*exec.Cmd), role ...string) ([]doctor.Finding
 	return findings, r.code
 }
 
-// TestDoctorFindings provokes each finding on a real host.
+// TestDoctorFindings creates the condition of each finding on a real host.
 func TestDoctorFindings(t *testing.T) {
 	tcp, udp := "tcp [::]:1790", "udp [::]:4739"
 	other := func(cmd *exec.Cmd) { asNobody(cmd) }
@@ -181,7 +181,7 @@ func TestDoctorAsksAgent(t *testing.T) {
 	}
 	for line := range strings.Lines(r.out) {
 		if strings.TrimRight(line, " \n") != strings.TrimSuffix(line, "\n") {
-			t.Errorf("spaces end the line %q", line)
+			t.Errorf("the line %q has trailing spaces", line)
 		}
 	}
 }

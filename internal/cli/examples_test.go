@@ -56,7 +56,7 @@ func TestExamplesAreSafe(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	for _, name := range []string{"prefixes.txt", "devices.csv"} { // which examples name
+	for _, name := range []string{"prefixes.txt", "devices.csv"} { // examples refer to these files
 		h.write(name, "")
 	}
 	h.write("prefixes.txt", "192.0.2.0/24\n")
@@ -75,7 +75,7 @@ func TestExamplesAreSafe(t *testing.T) {
 				services++
 				without := regexp.MustCompile(`(?m)^ *user: .*\n`).ReplaceAllString(policy, "")
 				if r := h.sockeye("check", h.write("without.yaml", without)); r.code != 2 || !strings.Contains(r.err, "any user could start a matching process") {
-					t.Errorf("%s: without a user, check says %d %s of\n%s", document, r.code, r.err, without)
+					t.Errorf("%s: without a user: exit code of check %d, %s, for\n%s", document, r.code, r.err, without)
 				}
 			}
 		}
@@ -91,7 +91,7 @@ func TestExamplesAreSafe(t *testing.T) {
 	if _, policy, _ := strings.Cut(string(installed), "services:"); !strings.Contains(string(readme), "services:"+policy) {
 		t.Error("dist/examples/policy.yaml is not README's first policy")
 	}
-	if services < 3 { // or they are not found any more
+	if services < 3 { // the parser may no longer find the examples
 		t.Errorf("%d examples of services", services)
 	}
 }

@@ -44,7 +44,7 @@ func attack(t *testing.T, n int, dial func() (net.Conn, error), texts ...string)
 	return a
 }
 
-// insist keeps one connection open until the attack ends.
+// insist reopens one connection whenever it is closed, until the attack ends.
 func (a *attacker) insist(text string) {
 	for {
 		c, err := a.dial()
@@ -134,7 +134,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 			}
 			time.Sleep(10 * time.Millisecond)
 		}
-		t.Logf("round %d: registered and told in %v", round, time.Since(start))
+		t.Logf("round %d: registered and logged after %v", round, time.Since(start))
 		end()
 		h.eventually("the slot is empty", func() bool { r := h.sockeye("slots"); return r.code == 0 && !strings.Contains(r.out, fmt.Sprint(pid)) })
 	}
@@ -209,10 +209,10 @@ func TestMembersWithoutDescriptors(t *testing.T) {
 	}
 	for round := range 8 {
 		pid, end := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
-		told := fmt.Sprintf(`msg="member registered" service=telemetry slot=0 pid=%d `, pid)
+		line := fmt.Sprintf(`msg="member registered" service=telemetry slot=0 pid=%d `, pid)
 		h.eventually(fmt.Sprintf("member %d is registered", round), func() bool {
 			text, err := os.ReadFile(h.log)
-			return err == nil && strings.Contains(string(text), told)
+			return err == nil && strings.Contains(string(text), line)
 		})
 		if got := ask("tcp", "127.0.0.1"); got != fmt.Sprint(pid) {
 			t.Errorf("round %d: %s answers, want %d", round, got, pid)

@@ -27,9 +27,9 @@ import (
 // itself.
 type unitSandbox struct {
 	Writable     []string // ReadWritePaths= and the unit's own directories
-	Visible      []string // of PrivateTmp=: where the test has its files
+	Visible      []string // directories with the files of the test, despite PrivateTmp=
 	ReadOnly     []string
-	Cgroups      bool // may be written to
+	Cgroups      bool // writable
 	Capabilities uint64
 	Umask        int
 	Filter       []unix.SockFilter

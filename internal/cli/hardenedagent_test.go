@@ -153,7 +153,7 @@ func TestHardenedUnit(t *testing.T) {
 		}
 		for _, pid := range pids {
 			if !answers[strconv.Itoa(pid)] {
-				t.Errorf("%s: member %d has no device: %v", when, pid, answers)
+				t.Errorf("%s: member %d has no devices: %v", when, pid, answers)
 			}
 		}
 	}
@@ -207,7 +207,7 @@ func TestHardenedUnit(t *testing.T) {
 	ok("apply")
 	whole("applied")
 
-	// The next agent takes over from a keeper in the same sandbox.
+	// The next agent adopts a keeper in the same sandbox.
 	h.kill()
 	ends[1]()
 	h.start()
@@ -229,7 +229,7 @@ func TestHardenedUnit(t *testing.T) {
 // attacks lists the actions that a compromised agent may try. Each returns nil if it succeeds.
 var attacks = map[string]func(dir string) error{
 	"write to /etc":                    func(string) error { return os.WriteFile("/etc/sockeye-test-attack", nil, 0o600) },
-	"write to a folder of root":        func(dir string) error { return os.WriteFile(filepath.Join(dir, "attack"), nil, 0o600) },
+	"write to a directory of root":     func(dir string) error { return os.WriteFile(filepath.Join(dir, "attack"), nil, 0o600) },
 	"change the policy":                func(dir string) error { return os.WriteFile(filepath.Join(dir, "policy.yaml"), nil, 0o600) },
 	"open the memory of its parent":    func(string) error { return openFor(fmt.Sprintf("/proc/%d/mem", os.Getppid())) },
 	"open a kernel parameter":          func(string) error { return openFor("/proc/sys/kernel/core_pattern") },
@@ -242,7 +242,7 @@ var attacks = map[string]func(dir string) error{
 	"trace its parent":                 func(string) error { return unix.PtraceSeize(os.Getppid()) },
 	"write to its parent's memory":     func(string) error { return called(unix.SYS_PROCESS_VM_WRITEV) },
 	"become another user":              func(string) error { return unix.Setresuid(1, 1, 1) },
-	"make a file that keeps its owner": func(dir string) error { return unix.Chmod(filepath.Join(dir, "state"), 0o4700) },
+	"create a set-user-ID file":        func(dir string) error { return unix.Chmod(filepath.Join(dir, "state"), 0o4700) },
 	"map memory to write and execute":  mapped,
 	"open a packet socket":             func(string) error { return socketOf(unix.AF_PACKET) },
 	"open a vsock socket":              func(string) error { return socketOf(unix.AF_VSOCK) },
@@ -254,7 +254,7 @@ var attacks = map[string]func(dir string) error{
 	"make a device": func(dir string) error {
 		return unix.Mknod(filepath.Join(dir, "state", "mem"), unix.S_IFCHR|0o600, 1<<8|1)
 	},
-	"open the machine's memory": func(string) error { return openFor("/dev/mem") },
+	"open physical memory": func(string) error { return openFor("/dev/mem") },
 }
 
 func openFor(path string) error {
@@ -298,7 +298,7 @@ func mapped(string) error {
 	return err
 }
 
-// killed reports whether the process could signal the process whose id is in a file, which belongs to nobody.
+// killed sends signal 0 to a process of user nobody. The file victim in dir has its PID.
 func killed(dir string) error {
 	text, err := os.ReadFile(filepath.Join(dir, "victim"))
 	if err != nil {

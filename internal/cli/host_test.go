@@ -256,7 +256,7 @@ type host struct {
 	t                          testing.TB
 	dir, run, state, pins, log string
 	policy                     string
-	files                      int    // that the agent may have; 0: as many as the test
+	files                      int    // descriptor limit of the agent; 0: the limit of the test
 	sandbox                    string // of the agent: file that harden wrote, "" for none
 	agent                      *exec.Cmd
 }
@@ -491,7 +491,7 @@ func (h *host) isFailure(r result, code int, message, hint string, pids ...int) 
 	}
 }
 
-// standing is the state that bad input must not change: the agent's view of its services, and the members that really
+// standing is the state that invalid input must not change: the services in the agent's status, and the members that
 // receive packets.
 type standing struct {
 	Status   []api.ServiceStatus
@@ -505,8 +505,8 @@ func (h *host) standing() string {
 	s.Status = must[api.Status](h, "status").Services
 	s.Slots = must[[]api.SlotStatus](h, "slots")
 	for i := range s.Slots {
-		s.Slots[i].Counts = api.Counts{} // they count this very look
-		s.Slots[i].Since = nil           // rounded, from two clocks
+		s.Slots[i].Counts = api.Counts{} // requests of this function are counted, too
+		s.Slots[i].Since = nil           // not exact: computed from two clocks
 	}
 	for n := 1; n <= 6; n++ {
 		for _, network := range []string{"tcp", "udp"} {

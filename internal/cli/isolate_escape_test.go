@@ -252,7 +252,7 @@ func onTerminal(t *testing.T, cmd *exec.Cmd, typed ...[2]string) (screen string)
 	}
 	slave.Close()
 	var seen strings.Builder
-	from := 0 // of what no word was found in yet
+	from := 0 // start of the output that was not searched yet
 	b := make([]byte, 4096)
 	for {
 		n, err := master.Read(b)
@@ -268,7 +268,7 @@ func onTerminal(t *testing.T, cmd *exec.Cmd, typed ...[2]string) (screen string)
 			}
 			typed = typed[1:]
 		}
-		if err != nil { // EIO: nobody has the terminal any more
+		if err != nil { // EIO: no process has the terminal open
 			break
 		}
 	}
@@ -327,7 +327,7 @@ func hostFolder(t *testing.T, path, options string) {
 	})
 }
 
-// answersAt runs a server on a Unix socket to which everybody may connect.
+// answersAt runs a server on a Unix socket that is accessible to all users.
 func answersAt(t *testing.T, path string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -376,7 +376,8 @@ func TestIsolateHostSockets(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Another user names a directory that would be hidden from every program, and many directories to mount over.
+	// Another user creates names in /tmp that would hide a directory from every program, and many directories to mount
+	// over.
 	for i := range 2000 {
 		evil := fmt.Sprintf("/tmp/ssh-evil%d", i)
 		if err := os.Mkdir(evil, 0o755); err != nil {
@@ -419,7 +420,7 @@ func TestIsolateHostSockets(t *testing.T) {
 		}
 	}
 	if _, said := connect("/run/user/65534", "bus"); !strings.Contains(said, "sockeye: the program starts in /: /run/user/65534 is hidden inside; use --expose\n") {
-		t.Errorf("of a folder that is hidden: %s", said)
+		t.Errorf("access to a hidden directory: %s", said)
 	}
 	for _, path := range []string{"/run/mine/socket", "/run/systemd/journal/socket", "/srv/kept/socket"} {
 		if ok, said := connect("/", path); !ok {
@@ -504,7 +505,7 @@ stat -c '%a %U' $d; ls -A $d; touch $d/made 2>/dev/null && echo wrote; done`
 		}
 	}
 	if _, err := exec.LookPath("tmux"); err != nil {
-		t.Log("tmux is not installed: it was not tried")
+		t.Log("not tested with tmux: not installed")
 		return
 	}
 	if out, stderr := isolated("sh", "-c", "tmux -f /dev/null new-session -d 'sleep 60' && tmux list-sessions | wc -l; tmux kill-server"); out != "1\n" {
@@ -517,7 +518,7 @@ stat -c '%a %U' $d; ls -A $d; touch $d/made 2>/dev/null && echo wrote; done`
 func TestIsolateHostMounts(t *testing.T) {
 	const prepare = `mkdir /mnt/proc "/mnt/my queues" && mount -t proc proc /mnt/proc && mount -t mqueue mqueue "/mnt/my queues" &&
 		touch "/mnt/my queues/sockeye-test" && chmod 666 "/mnt/my queues/sockeye-test" || exit 98`
-	t.Cleanup(func() { // queues are of the IPC namespace, not of the mount
+	t.Cleanup(func() { // message queues belong to the IPC namespace, not to the mount
 		if out, err := exec.Command("unshare", "-m", "sh", "-c", "mount -t mqueue mqueue /mnt && rm /mnt/sockeye-test").CombinedOutput(); err != nil {
 			t.Errorf("%v: %s", err, out)
 		}
@@ -529,8 +530,8 @@ func TestIsolateHostMounts(t *testing.T) {
 	}
 }
 
-// TestIsolateWayAround checks that neither the working directory nor a standard stream leads around a covered
-// directory.
+// TestIsolateWayAround checks that a covered directory is not accessible through the working directory or a standard
+// stream.
 func TestIsolateWayAround(t *testing.T) {
 	const prepare = `mkdir /mnt/x && mount -t tmpfs none /mnt/x && echo secret > /mnt/x/secret && cd /mnt/x && umount -l /mnt/x || exit 98`
 	cmd := ordinary(t, prepare, "isolate", "--", "sh", "-c", "pwd -P; cat secret 2>/dev/null")
@@ -578,7 +579,7 @@ func TestIsolateProc(t *testing.T) {
 	// The program may not inspect the process that started it either.
 	out, _, _ = resultOf(t, ordinary(t, "", "isolate", "--", "sh", "-c", "ls /proc/1/fd; cat /proc/1/environ; readlink /proc/1/cwd; grep CapPrm /proc/1/status"))
 	if out != "CapPrm:\t0000000000000000\n" {
-		t.Errorf("of the first process %q", out)
+		t.Errorf("access to the first process: %q", out)
 	}
 }
 

@@ -43,7 +43,7 @@ func becomeInside(args []string) {
 
 func inside(what string, args []string) error {
 	switch what {
-	case "dial": // a network and an address, and print what it says
+	case "dial": // connect to an address of a network, and print the response
 		c, err := net.DialTimeout(args[0], args[1], 5*time.Second)
 		if err != nil {
 			return err
@@ -58,7 +58,7 @@ func inside(what string, args []string) error {
 		line, err := bufio.NewReader(c).ReadString('\n')
 		fmt.Print(line)
 		return err
-	case "scan": // many ports of an address, each from a port of its own, then a connection that says something
+	case "scan": // connect to many ports of an address, each from another port, then open a connection with a response
 		to := netip.MustParseAddrPort(args[0])
 		for port := range 300 {
 			c, err := net.ListenUDP("udp4", nil)
@@ -71,7 +71,7 @@ func inside(what string, args []string) error {
 			c.Close()
 		}
 		return inside("dial", []string{"tcp", args[0]})
-	case "many": // connections to an address, until one is refused
+	case "many": // open connections to an address until a connection is refused
 		var held []net.Conn
 		for {
 			c, err := net.DialTimeout("tcp", args[0], 5*time.Second)
@@ -81,7 +81,7 @@ func inside(what string, args []string) error {
 			}
 			held = append(held, c)
 		}
-	case "serve": // everybody on networks and ports, until the end of standard input
+	case "serve": // serve networks and ports until the end of standard input
 		for i := 0; i < len(args); i += 2 {
 			if _, err := tellPeers(args[i], ":"+args[i+1]); err != nil {
 				return err
@@ -90,7 +90,7 @@ func inside(what string, args []string) error {
 		fmt.Println("ready", os.Getpid())
 		_, err := io.Copy(io.Discard, os.Stdin)
 		return err
-	case "ping": // an IPv4 address
+	case "ping": // ping an IPv4 address
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, unix.IPPROTO_ICMP)
 		if err != nil {
 			return err
@@ -108,11 +108,11 @@ func inside(what string, args []string) error {
 		return err
 	case "escape":
 		return escape(args)
-	case "lookup": // a name
+	case "lookup": // resolve a name
 		list, err := net.DefaultResolver.LookupHost(context.Background(), args[0])
 		fmt.Println(list)
 		return err
-	case "signals": // print them, and lines of standard input until its end
+	case "signals": // print received signals, and lines of standard input until its end
 		got := make(chan os.Signal, 8)
 		signal.Notify(got, unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1)
 		fmt.Println("ready", os.Getpid())
@@ -312,7 +312,7 @@ func outsidePID(t *testing.T, ancestor, number int) int {
 			return pid
 		}
 	}
-	t.Fatalf("no process has number %d inside", number)
+	t.Fatalf("no process has PID %d inside", number)
 	return 0
 }
 
@@ -351,7 +351,7 @@ func (g *guestOf) line(t *testing.T) string {
 	return strings.TrimSuffix(line, "\n")
 }
 
-// end waits until the gateway exits and returns its exit code, or -1 if it was ended by a signal.
+// end waits until the gateway exits and returns its exit code, or -1 if a signal terminated it.
 func (g *guestOf) end(t *testing.T) int {
 	t.Helper()
 	_ = g.Wait()
@@ -507,7 +507,7 @@ func TestIsolateLeavesNothing(t *testing.T) {
 			deadline := time.Now().Add(patience)
 			for len(holders(network)) > 0 || !slices.Equal(processes(), had) {
 				if time.Now().After(deadline) {
-					t.Fatalf("its network is held by %q; processes %v, before %v", holders(network), processes(), had)
+					t.Fatalf("processes with its network namespace: %q; processes %v, before %v", holders(network), processes(), had)
 				}
 				time.Sleep(10 * time.Millisecond)
 			}
@@ -576,7 +576,7 @@ func TestIsolatePublish(t *testing.T) {
 		{"udp", "127.0.0.1:7000", isolate.Host4.String()},
 	} {
 		if got := hello(t, test.network, test.to); got != test.sees {
-			t.Errorf("%s %s: inside it is %q, want %q", test.network, test.to, got, test.sees)
+			t.Errorf("%s %s: peer inside %q, want %q", test.network, test.to, got, test.sees)
 		}
 	}
 	for _, closed := range []string{"192.0.2.10:7002", "192.0.2.10:7003"} {
@@ -924,7 +924,7 @@ func waitInside(t *testing.T, pid int) {
 			}
 		}
 	}
-	t.Fatal("it prepares no guest")
+	t.Fatal("the process inside does not exist")
 }
 
 // TestIsolateIgnoredSignals checks that the program ignores the signals that nohup made the command ignore.
@@ -1099,8 +1099,8 @@ func TestIsolateFewFiles(t *testing.T) {
 	}
 }
 
-// TestIsolateNoFilesLeft checks that TCP still works when UDP flows have used up all descriptors of the gateway. When
-// TCP has used them up, the gateway reports it, and connections get an error that no server would cause.
+// TestIsolateNoFilesLeft checks that TCP still works if UDP flows use all descriptors of the gateway. If TCP uses all
+// descriptors, the gateway logs a warning, and connections fail with an error that a server cannot cause.
 func TestIsolateNoFilesLeft(t *testing.T) {
 	addAddresses(t)
 	at := net.JoinHostPort(own4.String(), "7110")
@@ -1295,7 +1295,7 @@ func TestIsolateNetns(t *testing.T) {
 		t.Errorf("interrupted: code %d after %v\n%s", code, time.Since(interrupted), g.Err)
 	}
 	if got := in("cat", "/proc/net/dev"); strings.Contains(got, "sockeye0") {
-		t.Errorf("the interface is left:\n%s", got)
+		t.Errorf("the interface still exists:\n%s", got)
 	}
 
 	// The path is deleted, as by ip netns del.
@@ -1309,7 +1309,7 @@ func TestIsolateNetns(t *testing.T) {
 		t.Fatal(err)
 	}
 	if code := g.end(t); code != 0 {
-		t.Errorf("the path is gone: code %d\n%s", code, g.Err)
+		t.Errorf("after the removal of the path: code %d\n%s", code, g.Err)
 	}
 }
 

@@ -27,7 +27,7 @@ func byRoot(t *testing.T, prepare string, args ...string) *exec.Cmd {
 	return prepared(t, openTUN+prepare, "setpriv --groups 0,4,27", args...)
 }
 
-// TestIsolateByRoot checks that root can choose the user of the program, and that the program can write to no file of
+// TestIsolateByRoot checks that root can choose the user of the program, and that the program cannot write to files of
 // root or of a group of root.
 func TestIsolateByRoot(t *testing.T) {
 	addAddresses(t)
@@ -93,7 +93,7 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 	if out != "0\nsecret\n" || code != 0 {
 		t.Errorf("--as-root: %q, code %d\n%s", out, code, stderr)
 	}
-	// Root finds the executable, and the user does not.
+	// The executable is accessible to root, but not to the user.
 	out, stderr, code = resultOf(t, byRoot(t, "cp /bin/true /mnt/mine && chmod 700 /mnt/mine || exit 98\n", "isolate", "--user", "nobody", "--", "/mnt/mine"))
 	if want := "sockeye: start /mnt/mine: permission denied\nhint: the program's user may not execute that path or its interpreter: check the modes of both and of their parent directories\n"; out != "" || stderr != want || code != 4 {
 		t.Errorf("root's program: %q, code %d\n%s---- want\n%s", out, code, stderr, want)
@@ -150,7 +150,8 @@ func becomeWithoutLandlock(args []string) {
 	os.Exit(97)
 }
 
-// TestIsolateIncomplete checks that a kernel mechanism that is missing is reported, or that the command is refused.
+// TestIsolateIncomplete checks that a missing kernel mechanism is reported, or that the command fails with
+// --require-sandbox.
 func TestIsolateIncomplete(t *testing.T) {
 	if !scopesSignals() {
 		t.Skip("kernel: landlock does not know signals")
@@ -195,7 +196,7 @@ func TestIsolateIncomplete(t *testing.T) {
 			}
 		}
 	}
-	// A mechanism that the command line names is never left out.
+	// A mechanism that an option requests is always required.
 	cmd := ordinary(t, "", "isolate", "--read", "/mnt", "--", "true")
 	for n, arg := range cmd.Args {
 		cmd.Args[n] = strings.Replace(arg, " /proc/self/fd/9 sockeye", " /proc/self/fd/9 without-landlock /proc/self/fd/9 sockeye", 1)

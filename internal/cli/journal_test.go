@@ -33,7 +33,7 @@ func TestJournal(t *testing.T) {
 		cmd.Stderr = w
 		inode := stat.Ino
 		if !stream {
-			inode++ // redirected to elsewhere
+			inode++ // another file
 		}
 		cmd.Env = append(os.Environ(), fmt.Sprintf("JOURNAL_STREAM=%d:%d", stat.Dev, inode))
 		if err := cmd.Start(); err != nil {

@@ -169,7 +169,7 @@ func TestJSONDocumented(t *testing.T) {
 		delete(documented, a.Command)
 	}
 	for section := range documented {
-		t.Errorf("%s is documented and no command has it", section)
+		t.Errorf("%s is documented, but no command prints it", section)
 	}
 }
 

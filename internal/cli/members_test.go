@@ -54,8 +54,8 @@ const oneService = `services:
     cgroup: CGROUP
 `
 
-// TestRuleForEverybody checks that the agent's own processes, which hold sockets on the members' ports, never become
-// members, even if a rule matches them.
+// TestRuleForEverybody checks that the agent and the keeper, which have sockets on the members' ports, never become
+// members, even if a rule matches all processes.
 func TestRuleForEverybody(t *testing.T) {
 	h := newHost(t, oneService+"    members: [{match: {user: root}, slot: free}]\n")
 	h.start()
@@ -63,14 +63,14 @@ func TestRuleForEverybody(t *testing.T) {
 	ready := func() bool { return must[[]api.SlotStatus](h, "slots")[0].PID == pid }
 	h.eventually("the member is registered", ready)
 	h.kill()
-	h.start() // and finds a keeper
+	h.start() // adopts the keeper
 	if slots := must[[]api.SlotStatus](h, "slots"); !ready() || slots[1].Ready {
 		t.Errorf("slots: %+v, want process %d in slot 0 alone", slots, pid)
 	}
 }
 
-// TestNamedLate checks that a process that changes its command line after it has opened its sockets becomes a member
-// by its new command line, although no event reports the change.
+// TestNamedLate checks that a process that changes its command line after it has opened its sockets becomes a member if
+// the new command line matches, although no event reports the change.
 func TestNamedLate(t *testing.T) {
 	h := newHost(t, oneService+"    members: [{match: {command_line: ^late}, slot: 1}]\n")
 	h.start()
@@ -92,7 +92,7 @@ func TestListenerRemoved(t *testing.T) {
 		t.Fatalf("apply: %+v", r)
 	}
 	if !ready() || !must[api.Status](h, "status").Services[0].PortsSteered {
-		t.Error("the member is out, or the other ports are not held")
+		t.Error("the member has lost its slot, or the other ports are not held")
 	}
 	for i := range 32 {
 		if got := dial("tcp", fmt.Sprintf("127.0.0.%d", i+1), "1799"); got != fmt.Sprint(pid) {

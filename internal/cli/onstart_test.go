@@ -22,8 +22,8 @@ import (
 	"sockeye/internal/doctor"
 )
 
-// This port is used by no other test: a member that closes first leaves connections in TIME_WAIT, which keep a member
-// of another user from the port.
+// onStartPolicy is a policy with a port that no other test uses. Connections in TIME_WAIT of a member that closed first
+// would prevent a member of another user from binding the port.
 const onStartPolicy = `services:
   telemetry:
     slots: 4
@@ -236,7 +236,7 @@ func TestOnStartReset(t *testing.T) {
 				h.eventually("no device is split", func() bool { return must[api.Status](h, "status").Services[0].SplitDevices == 0 })
 				for _, d := range devices {
 					if d.pid == h.rightful(d.address) && !d.lives(t) {
-						t.Errorf("%s was at its member, and was reset", d.address)
+						t.Errorf("%s was at the member of its slot, and was reset", d.address)
 					}
 				}
 				if split == 0 || split == len(devices) {
@@ -271,7 +271,7 @@ func TestOnStartForked(t *testing.T) {
 	h.eventually("no device is split", func() bool { return must[api.Status](h, "status").Services[0].SplitDevices == 0 })
 	for _, d := range devices {
 		if d.pid == h.rightful(d.address) && !d.lives(t) {
-			t.Errorf("%s was at its member, and was reset", d.address)
+			t.Errorf("%s was at the member of its slot, and was reset", d.address)
 		}
 	}
 	if split == 0 || split == len(devices) {
@@ -325,7 +325,7 @@ func TestOnStartManyConnections(t *testing.T) {
 			d := devices[slices.Index(addresses, where.Address.String())]
 			poll := []unix.PollFd{{Fd: descriptor(t, d.conn), Events: unix.POLLIN}}
 			_, err := unix.Poll(poll, 0)
-			for errors.Is(err, unix.EINTR) { // by the runtime's own signals
+			for errors.Is(err, unix.EINTR) { // because of signals of the Go runtime
 				_, err = unix.Poll(poll, 0)
 			}
 			if err != nil {
@@ -341,7 +341,7 @@ func TestOnStartManyConnections(t *testing.T) {
 		}
 	}
 	if wrong > 0 {
-		t.Errorf("%d of %d connections are closed and should not, or the other way", wrong, count)
+		t.Errorf("%d of %d connections have the wrong state", wrong, count)
 	}
 	t.Logf("%d of %d connections closed in %v; the slowest status took %v", closed, count, took, slowest)
 	if slowest > 5*time.Second {
@@ -407,7 +407,7 @@ func TestOnStartAdopt(t *testing.T) {
 			})
 			for _, d := range devices {
 				if where := must[[]api.WhereStatus](h, "where", d.address)[0]; d.pid != gone && !d.lives(t) {
-					t.Errorf("%s was reset when another member ended", d.address)
+					t.Errorf("%s was reset when another member exited", d.address)
 				} else if udp := datagram(t, d.address); d.pid == gone && where.Slot != 0 && udp != strconv.Itoa(pids[where.Slot]) {
 					t.Errorf("%s: UDP at %s, its slot is %d", d.address, udp, where.Slot)
 				}
@@ -438,7 +438,7 @@ func TestOnStartAdoptTwo(t *testing.T) {
 		if d.pid != rightful {
 			h.eventually("its other connections are closed", func() bool { return !d.lives(t) })
 		} else if !d.lives(t) {
-			t.Error("a connection to its member was closed")
+			t.Error("a connection to the member of its slot was closed")
 		}
 	}
 	if status := must[api.Status](h, "status").Services[0]; status.AdoptedDevices != 0 {
@@ -516,7 +516,7 @@ func TestOnStartRegisteredLater(t *testing.T) {
 				t.Errorf("%s: TCP at %s, should be at %s", d.address, again.pid, rightful)
 			}
 		} else if !d.lives(t) {
-			t.Errorf("%s was at its member, and was reset", d.address)
+			t.Errorf("%s was at the member of its slot, and was reset", d.address)
 		}
 	}
 }

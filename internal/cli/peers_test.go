@@ -50,8 +50,8 @@ func becomeConnector(args []string) {
 	pause()
 }
 
-// TestPIDReused checks a process that connects to the agent and exits, while its child asks over the connection to
-// become a member, and another process has received the process id.
+// TestPIDReused checks that the agent refuses a request if the process that opened the connection has exited. Its child
+// requests a registration over the connection after another process has received the PID.
 func TestPIDReused(t *testing.T) {
 	h := newHost(t, policyOf("root"))
 	h.start()
@@ -91,7 +91,7 @@ func TestPIDReused(t *testing.T) {
 	victim := h.memberWith(first, "tcp [::]:1795", "udp [::]:4745")
 	code, text := request("POST", "/v1/run", `{"service": "telemetry", "slot": 0}`)
 	if code != http.StatusForbidden {
-		t.Errorf("process %d was made a member by another that had its number: %d %s", victim, code, text)
+		t.Errorf("process %d was registered by another process that had its PID before: %d %s", victim, code, text)
 	}
 	var failure api.Failure
 	if err := json.Unmarshal([]byte(text), &failure); err != nil || failure.Error != "the process that connected to the agent has ended" {
@@ -125,12 +125,12 @@ func (h *host) memberWith(pid int, specs ...string) int {
 		}
 		end()
 	}
-	h.t.Fatalf("no process got the number %d", pid)
+	h.t.Fatalf("no process got PID %d", pid)
 	return 0
 }
 
-// TestFakeKeeper runs a process of an ordinary user with the capabilities and the arguments of a keeper: a
-// set-user-ID program that waits, as sudo waits for a password. The agent neither adopts nor ends it.
+// TestFakeKeeper runs a process of an ordinary user with the capabilities and the arguments of a keeper: a set-user-ID
+// program that waits, as sudo waits for a password. The agent must neither adopt nor kill it.
 func TestFakeKeeper(t *testing.T) {
 	h := newHost(t, policyOf("nobody"))
 	program := filepath.Join(h.dir, "sudo")
@@ -164,7 +164,7 @@ func TestFakeKeeper(t *testing.T) {
 		t.Helper()
 		select {
 		case err := <-ended:
-			t.Fatalf("%s ended another user's process: %v", after, err)
+			t.Fatalf("%s killed a process of another user: %v", after, err)
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
@@ -359,7 +359,7 @@ func TestDirectoryOfAnotherUser(t *testing.T) {
 	}
 }
 
-// becomeBinder binds UDP sockets to a port, one after the other, each time it is told to.
+// becomeBinder binds UDP sockets to a port, one after the other, for each command on standard input.
 func becomeBinder(args []string) {
 	port, err := strconv.Atoi(args[0])
 	if err != nil {
@@ -405,9 +405,9 @@ func reads(t *testing.T, pid int) (n int) {
 	return n
 }
 
-// TestBindLoop runs a process that is no member and binds to a member's port in a loop. In a private network
-// namespace, which any user can create, the loop costs the agent nothing; in the namespace of the service, the work
-// per second is bounded.
+// TestBindLoop runs a process that is not a member and binds to a member's port in a loop. In a private network
+// namespace, which any user can create, the loop causes no work in the agent. In the namespace of the service, the work
+// per second is limited.
 func TestBindLoop(t *testing.T) {
 	const binds = 5000
 	for _, private := range []bool{true, false} {
@@ -456,7 +456,7 @@ func TestBindLoop(t *testing.T) {
 			}
 			took := time.Since(began)
 			got := reads(t, h.agent.Process.Pid) - before
-			t.Logf("%d binds, %v: %d reads of the agent, those of 3 requests with them", binds, took, got)
+			t.Logf("%d binds, %v: %d reads of the agent, including 3 requests", binds, took, got)
 			// Examining a process takes 5 reads, answering a request about 15.
 			most := 100
 			if !private {

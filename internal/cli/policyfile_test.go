@@ -22,8 +22,8 @@ const mappedService = `services:
     device_map: devices.csv
 `
 
-// TestBrokenPolicyAtStart ends an agent, breaks its policy file in several ways, and starts the next agent: it uses
-// the last applied policy, and reports that in its log, in status, and in JSON.
+// TestBrokenPolicyAtStart stops an agent, makes its policy file invalid in several ways, and starts the next agent. The
+// next agent uses the last applied policy, and reports this in its log, in status, and in JSON.
 func TestBrokenPolicyAtStart(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")
@@ -93,8 +93,8 @@ func TestAppliedPolicyOfAnotherDirectory(t *testing.T) {
 	}
 }
 
-// TestBothPoliciesBroken starts with an applied policy that this version refuses, such as one without user: the error
-// says that the agent tried it too, whether the policy file is the same or has another error.
+// TestBothPoliciesBroken starts an agent with an applied policy that this version refuses, such as a policy without a
+// user. The error mentions the applied policy, whether the policy file is the same or has another error.
 func TestBothPoliciesBroken(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")
@@ -131,7 +131,7 @@ func TestFirstPolicyBroken(t *testing.T) {
 	}
 }
 
-// TestStatusTellsOfPolicyFile checks that status reports a policy file, or a file that it names, that was changed and
+// TestStatusTellsOfPolicyFile checks that status reports if the policy file, or a file that it refers to, was changed and
 // not applied.
 func TestStatusTellsOfPolicyFile(t *testing.T) {
 	h := newHost(t, mappedService)
@@ -210,7 +210,7 @@ func TestApplyFile(t *testing.T) {
 	h.refused(2, "read policy file: open DIR/none.yaml: no such file or directory", "name a policy file", nil, "apply", h.dir+"/none.yaml")
 }
 
-// TestResetState checks that reset keeps the state directory and names it, and removes it on request.
+// TestResetState checks that reset keeps the state directory and prints its path, and removes it with --state.
 func TestResetState(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")

@@ -190,7 +190,7 @@ func TestMisfits(t *testing.T) {
 	}
 	other, _ := h.member(nil, "tcp [::]:1791", udp)
 	if r := h.sockeye("register", "--service", "spare", "--slot", "0", "--pid", strconv.Itoa(other)); r.code != 0 {
-		t.Errorf("the slot that another was refused: %+v", r)
+		t.Errorf("slot after a refused registration: %+v", r)
 	}
 	another, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
 	h.refused(5, "all 4 slots are taken", "raise slots in the policy", nil, "register", "--service", "telemetry", "--pid", strconv.Itoa(another))

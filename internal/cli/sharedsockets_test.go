@@ -35,7 +35,7 @@ func becomeParent(specs []string) {
 	pause()
 }
 
-// becomeTwin is a member that opens its first socket a second time on SIGUSR1.
+// becomeTwin runs a member that opens its first socket a second time on SIGUSR1.
 func becomeTwin(specs []string) {
 	again := make(chan os.Signal, 1)
 	signal.Notify(again, unix.SIGUSR1)
@@ -87,9 +87,9 @@ func TestOrphan(t *testing.T) {
 				h.eventually("the slot is empty", func() bool { return !must[[]api.SlotStatus](h, "slots")[0].Ready })
 				h.kill()
 			}
-			for range 2 { // also for the agent after the one that saw it
+			for range 2 { // also with the next agent, which has not seen the exit
 				h.start()
-				time.Sleep(1500 * time.Millisecond) // it looks again a second after a bind
+				time.Sleep(1500 * time.Millisecond) // the agent examines a process again one second after a bind
 				if s := must[[]api.SlotStatus](h, "slots")[0]; s.Ready {
 					t.Fatalf("slot 0 has process %d, whose parent %d was the member", s.PID, parent)
 				}
@@ -116,7 +116,7 @@ func TestDuplicateSockets(t *testing.T) {
 	h.start()
 	pid, end := h.member(nil, append([]string{sharedSpecs[0]}, sharedSpecs...)...)
 	want := "it has more than one socket tcp [::]:1790: a slot has one socket per listener, the others would get no traffic"
-	h.eventually("the member is told: "+want, func() bool { return h.problemOf(pid) == want })
+	h.eventually("the agent reports: "+want, func() bool { return h.problemOf(pid) == want })
 	end()
 	pid, _ = h.as("duplicate", collector, sharedSpecs...)
 	h.served(0, pid)
@@ -130,7 +130,7 @@ func TestDuplicateSockets(t *testing.T) {
 	}
 }
 
-// TestRunBesideAgent checks that a program that is started at the same time as the agent waits for the agent.
+// TestRunBesideAgent checks that run waits for an agent that is started at the same time.
 func TestRunBesideAgent(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP"))
 	cmd := process("sockeye", "run", "--run-dir", h.run, "--slot", "0", "--", "/proc/self/exe", "member", sharedSpecs[0], sharedSpecs[1])
@@ -176,7 +176,7 @@ func TestDoctorNamesStrangers(t *testing.T) {
 	r := h.sockeye("doctor", "--policy", h.policy, "--pins", h.pins)
 	for _, socket := range sharedSpecs {
 		if want := fmt.Sprintf("%s of process %d (other) is in no slot, and receives nothing from the service", socket, stranger); !strings.Contains(r.out, want) {
-			t.Errorf("doctor does not say that %s", want)
+			t.Errorf("doctor does not report: %s", want)
 		}
 	}
 	if strings.Count(r.out, "is in no slot") != 2 || !strings.Contains(r.out, fmt.Sprintf("sockeye register --service telemetry --pid %d", stranger)) {

@@ -170,7 +170,7 @@ func TestSizesByAgent(t *testing.T) {
 	h.plug(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "bigtun"}, Mode: netlink.TUNTAP_MODE_TUN})
 	r := h.sockeye("apply")
 	if r.code != 3 || !strings.Contains(r.err, "bigtun") || !strings.Contains(r.err, "65536 bytes") {
-		t.Errorf("an interface that cannot: %+v", r)
+		t.Errorf("interface without support: %+v", r)
 	}
 	h.wantSize("big1", 192000)
 }
@@ -228,7 +228,7 @@ func TestSizesOfKilledAgent(t *testing.T) {
 			t.Fatal(err)
 		}
 		end := func() {
-			_ = cmd.Process.Kill() // it may have ended
+			_ = cmd.Process.Kill() // the process may have exited
 			_ = cmd.Wait()
 		}
 		t.Cleanup(end)

@@ -48,7 +48,7 @@ func TestSlotsAs(t *testing.T) {
 		return must[[]api.WhereStatus](h, append(append([]string{"where"}, args...), addresses...)...)
 	}
 	if n := apart(where()); n == 0 {
-		t.Fatal("services of their own agree on every device")
+		t.Fatal("separate services map all devices to the same slots")
 	}
 	for slot := range 4 {
 		pid, _ := h.member(nil, sharedSpecs...)
@@ -64,7 +64,7 @@ func TestSlotsAs(t *testing.T) {
 	next := strings.Replace(twoParts, "  ipfix:\n", "  ipfix:\n    slots_as: bmp\n", 1)
 	file := h.write("next.yaml", next)
 	if n := apart(where("--plan", file)); n != 0 {
-		t.Errorf("by the plan, %d addresses have two slots", n)
+		t.Errorf("according to plan, %d addresses have two slots", n)
 	}
 	if r := h.sockeye("plan", file); r.code != 0 || !strings.Contains(r.out, "slots_as: unset -> bmp") || !strings.Contains(r.out, "seen move") {
 		t.Errorf("plan: %+v", r)

@@ -98,7 +98,7 @@ func stuck(t *testing.T, address string) (from, to *net.TCPConn) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		_ = c.(*net.TCPConn).SetLinger(0) // what is queued is not waited for
+		_ = c.(*net.TCPConn).SetLinger(0) // Close discards queued data
 		c.Close()
 		a.Close()
 	})
@@ -187,7 +187,7 @@ func TestSockets(t *testing.T) {
 	}
 }
 
-// TestSocketsUnprivileged checks that an ordinary user sees everything except the processes of other users' sockets.
+// TestSocketsUnprivileged checks that the output for an ordinary user lacks only the processes of other users' sockets.
 func TestSocketsUnprivileged(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	stuck(t, "127.0.0.1:21792")
@@ -269,8 +269,8 @@ func TestSocketsMany(t *testing.T) {
 	}
 }
 
-// TestSocketsAdvice checks that the command names the process that set a small buffer, in another namespace, with
-// advice.
+// TestSocketsAdvice checks that the command shows the process that set a small buffer, with advice, also in another
+// namespace.
 func TestSocketsAdvice(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -343,7 +343,7 @@ func TestSocketsAdvice(t *testing.T) {
 			break
 		}
 		if time.Now().After(within) {
-			t.Fatalf("no moment in which the buffer limits: %+v", must[socketscmd.Shown](h, "sockets", "--netns", a.Path()))
+			t.Fatalf("the send buffer was never the bottleneck: %+v", must[socketscmd.Shown](h, "sockets", "--netns", a.Path()))
 		}
 	}
 	var r result

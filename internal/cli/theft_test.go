@@ -24,23 +24,23 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// The tests of this file try to take slots without permission. Each method worked once.
+// The tests in this file try to occupy slots without permission. Each method succeeded in an earlier version.
 
-// becomeThief opens sockets in the way that args[0] names, then waits as a member does.
+// becomeThief opens sockets with the method args[0], then waits like a member.
 func becomeThief(args []string) {
 	var err error
 	switch specs := args[1:]; args[0] {
-	case "create": // and hand over, by the socket that is descriptor 3
+	case "create": // create sockets, and send them over the socket with descriptor 3
 		err = handSockets(3, specs)
 		if err == nil {
 			os.Exit(0)
 		}
-	case "handed": // sockets that another process created
+	case "handed": // use sockets that another process created
 		err = takeSockets(3, specs)
 		if err == nil {
 			pause()
 		}
-	case "mount": // specs[0] over specs[1], and run that
+	case "mount": // mount specs[0] over specs[1], and execute it
 		if err = unix.Mount(specs[0], specs[1], "", unix.MS_BIND, ""); err == nil {
 			err = unix.Exec(specs[1], append([]string{"collector", "member"}, specs[2:]...), os.Environ())
 		}
@@ -78,7 +78,7 @@ func handSockets(to int, specs []string) error {
 	return unix.Sendmsg(to, []byte("x"), unix.UnixRights(fds...), nil, 0)
 }
 
-// takeSockets binds sockets that it received: each belongs to the network namespace of its creator.
+// takeSockets receives sockets and binds them. Each socket belongs to the network namespace of its creator.
 func takeSockets(from int, specs []string) error {
 	oob := make([]byte, unix.CmsgSpace(4*len(specs)))
 	_, n, _, _, err := unix.Recvmsg(from, make([]byte, 1), oob, 0)
@@ -184,7 +184,7 @@ func (h *host) problemOf(pid int) (problem string) {
 	h.t.Helper()
 	h.eventually(fmt.Sprintf("process %d is refused", pid), func() bool {
 		if slots := h.slotPIDs(); slices.Contains(slots, pid) {
-			h.t.Fatalf("the slots have the thief, process %d: %v", pid, slots)
+			h.t.Fatalf("the thief, process %d, has a slot: %v", pid, slots)
 		}
 		status := h.service()
 		for _, r := range status.Refused {
@@ -209,7 +209,7 @@ func (h *host) served(slot, pid int, others ...int) {
 		slots := h.slotPIDs()
 		for _, other := range others {
 			if slices.Contains(slots, other) {
-				h.t.Fatalf("the slots have the thief, process %d: %v", other, slots)
+				h.t.Fatalf("the thief, process %d, has a slot: %v", other, slots)
 			}
 		}
 		return slots[slot] == pid
@@ -262,7 +262,7 @@ func TestThiefOfAnotherUser(t *testing.T) {
 	h.start()
 	const want = "it runs as user nobody, not as root"
 	if got := h.problemOf(thief); got != want {
-		t.Errorf("the thief is told %q, want %q", got, want)
+		t.Errorf("reported problem of the thief: %q, want %q", got, want)
 	}
 	for range 2 {
 		member, end := h.member(nil, secondSpecs...)
@@ -277,10 +277,10 @@ func TestThiefOfAnotherUser(t *testing.T) {
 		h.eventually("the slot is empty", func() bool { return h.slotPIDs()[0] == 0 })
 		late, _ := h.member(asNobody, fmt.Sprintf("tcp 127.0.0.1:%d alone", 20003+thief%2), fmt.Sprintf("udp 127.0.0.1:%d alone", 21003+thief%2))
 		if got := h.problemOf(late); got != want {
-			t.Errorf("the thief is told %q, want %q", got, want)
+			t.Errorf("reported problem of the thief: %q, want %q", got, want)
 		}
 		h.served(0, 0, thief, late)
-		thief++ // the other ports, in the next round
+		thief++ // use other ports in the next round
 	}
 }
 
@@ -292,7 +292,7 @@ func TestThiefBySetUID(t *testing.T) {
 	h.start()
 	thief, _ := h.member(both(asNobody, func(cmd *exec.Cmd) { cmd.Path = program }), firstSpecs...)
 	if got, want := h.problemOf(thief), "it runs as user nobody (effective root, saved root), not as root"; got != want {
-		t.Errorf("the thief is told %q, want %q", got, want)
+		t.Errorf("reported problem of the thief: %q, want %q", got, want)
 	}
 	member, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, secondSpecs...)
 	h.served(0, member, thief)
@@ -318,7 +318,7 @@ func (h *host) program(name string, mode os.FileMode) string {
 	return path
 }
 
-// handed starts a process with sockets that another process created as change says.
+// handed starts a process with sockets that another process created. change modifies the creator.
 func (h *host) handed(member, creator func(*exec.Cmd), specs ...string) int {
 	h.t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
@@ -358,7 +358,7 @@ func TestThiefWithSocketsOfANamespace(t *testing.T) {
 			h.kill()
 			h.start()
 			if got := h.problemOf(thief); got != test.want {
-				t.Errorf("the thief is told %q, want %q", got, test.want)
+				t.Errorf("reported problem of the thief: %q, want %q", got, test.want)
 			}
 			member, _ := h.member(nil, sharedSpecs...)
 			h.served(0, member, thief)
@@ -405,7 +405,7 @@ func TestThiefInAUsersUnit(t *testing.T) {
 			thieves := []int{}
 			for i, change := range []func(*exec.Cmd){users, both(users, asNobody)} {
 				if i == 1 && steering == "reuseport" {
-					break // it could not bind
+					break // the bind failed
 				}
 				thief, _ := h.member(change, specs[i]...)
 				thieves = append(thieves, thief)
@@ -413,7 +413,7 @@ func TestThiefInAUsersUnit(t *testing.T) {
 			member, _ := h.member(inCgroup(t, "system.slice/system-nfacctd.slice/nfacctd@0.service"), specs[2]...)
 			h.served(0, member, thieves...)
 			if status := h.service(); len(status.Waiting) != 0 || len(status.Refused) != 0 {
-				t.Errorf("others want the slot: %+v, %+v", status.Waiting, status.Refused)
+				t.Errorf("unexpected candidates: %+v, %+v", status.Waiting, status.Refused)
 			}
 		})
 	}
@@ -443,7 +443,7 @@ func TestThiefByMount(t *testing.T) {
 			h.start()
 			thief, _ := h.as("thief", test.thief, append([]string{"mount", evil, program}, firstSpecs...)...)
 			if got := h.plain(h.problemOf(thief)); got != test.want {
-				t.Errorf("the thief is told %q, want %q", got, test.want)
+				t.Errorf("reported problem of the thief: %q, want %q", got, test.want)
 			}
 			member, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, secondSpecs...)
 			h.served(0, member, thief)
@@ -467,7 +467,7 @@ func TestAnyNamespaces(t *testing.T) {
 	h.start()
 	member, _ := h.member(asRootInside, firstSpecs...)
 	if got := h.problemOf(member); got != "it is in a user namespace of its own" {
-		t.Errorf("it is told %q", got)
+		t.Errorf("reported problem: %q", got)
 	}
 	h.write("policy.yaml", strings.Replace(policy, "slot: 0", "slot: 0, namespaces: any", 1))
 	if r := h.sockeye("apply"); r.code != 0 {
@@ -501,7 +501,7 @@ func TestUpgradedExecutable(t *testing.T) {
 	}
 	h.start()
 	if got, want := h.plain(h.problemOf(member)), "its executable is not the host's DIR/program"; got != want {
-		t.Errorf("it is told %q, want %q", got, want)
+		t.Errorf("reported problem: %q, want %q", got, want)
 	}
 	end()
 	upgraded, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, sharedSpecs...)
@@ -523,7 +523,7 @@ func TestClaimOfAnotherUser(t *testing.T) {
 	}
 }
 
-// TestLearnedUser checks that the agent ignores the user that an earlier version learned: it may have learned it from
+// TestLearnedUser checks that the agent ignores the user that an earlier version stored, because it may be the user of
 // any process.
 func TestLearnedUser(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "cgroup: CGROUP"))
@@ -542,12 +542,12 @@ func TestLearnedUser(t *testing.T) {
 	}
 }
 
-// TestManyThieves checks that many processes that look like members fill neither the lists nor the log.
+// TestManyThieves checks that the lists and the log are bounded if many processes look like members.
 func TestManyThieves(t *testing.T) {
 	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
 	h.start()
 	for i := range 24 {
-		// On addresses of their own.
+		// Each process has its own addresses.
 		address := fmt.Sprintf("127.0.1.%d", i+1)
 		h.member(asNobody, "tcp "+address+":20001 alone", "udp "+address+":21001 alone")
 	}
@@ -581,6 +581,6 @@ func TestPortsHeldLater(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !strings.Contains(string(log), `level=WARN msg="ports not held"`) || !strings.Contains(string(log), `msg="ports held"`) {
-		t.Errorf("the log does not tell:\n%s", log)
+		t.Errorf("the log has no such line:\n%s", log)
 	}
 }

@@ -57,7 +57,7 @@ func (f *fake) printsGolden(name string, args ...string) {
 	clitest.PrintableOnly(f.t, r.out)
 }
 
-// times counts each duration n times in a histogram.
+// counted counts each duration n times in a histogram.
 func counted(n int, times ...time.Duration) *measure.Histogram {
 	h := &measure.Histogram{}
 	for _, d := range times {
@@ -123,7 +123,7 @@ func measurements() measure.Period {
 	}}}
 }
 
-// tracing makes the fake answer with measurements.
+// tracing sets the answers of the fake agent to measurements.
 func tracing(t *testing.T) *fake {
 	f := newFake(t)
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
@@ -134,7 +134,7 @@ func tracing(t *testing.T) *fake {
 func (f *fake) wasAsked(want ...string) {
 	f.t.Helper()
 	if !slices.Equal(f.asked, want) {
-		f.t.Errorf("the agent was asked %q, want %q", f.asked, want)
+		f.t.Errorf("requests to the agent: %q, want %q", f.asked, want)
 	}
 	f.asked = nil
 }
@@ -165,7 +165,7 @@ func TestTrace(t *testing.T) {
 	f.printsGolden("trace-cgroup", "trace", "--cgroup", "/lab", "--since=1h30m")
 	f.wasAsked("GET /v1/trace cgroup=/lab", "GET /v1/trace/results cgroup=/lab since=1h30m0s")
 
-	// Messages that were already under way, and inconsistent counts.
+	// Messages that were already in flight, and inconsistent counts.
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
 	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{From: noon.Add(-time.Minute), To: noon, Results: []measure.Result{
 		{Group: replies("192.0.2.0/24"), Chosen: 10, Outcomes: map[measure.Outcome]uint64{measure.Acked: 12}, InFlight: 1},
@@ -219,7 +219,7 @@ func TestTraceNothing(t *testing.T) {
 		}
 	}
 	if _, err := os.Stat(f.dir + "/x.html"); !os.IsNotExist(err) {
-		t.Errorf("a report that was refused: %v", err)
+		t.Errorf("file of a refused report: %v", err)
 	}
 	f.answers["GET /v1/trace"] = oldKernel(telemetry())
 	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{From: noon, To: noon, Results: measurements().Results[4:]}}
@@ -290,7 +290,7 @@ func TestTraceCompletion(t *testing.T) {
 	} {
 		r := f.sockeye(append([]string{cobra.ShellCompNoDescRequestCmd}, strings.Split(args, " ")...)...)
 		if r.code != 0 || r.out != want {
-			t.Errorf("%q is completed by %q, want %q: %+v", args, r.out, want, r)
+			t.Errorf("completion of %q: %q, want %q: %+v", args, r.out, want, r)
 		}
 	}
 }

@@ -134,7 +134,7 @@ func TestTraceRefusals(t *testing.T) {
 	}
 	f.isFailure(f.sockeye("trace", "--watch", "-o", "json"), 2, "--watch and --output json are mutually exclusive", "without --watch there is one answer")
 	if len(f.asked) > 0 {
-		t.Errorf("the agent was asked %q", f.asked)
+		t.Errorf("requests to the agent: %q", f.asked)
 	}
 
 	// The agent's own error passes through with its code.

@@ -27,7 +27,7 @@ func hour(slices int, of func(i int) []measure.Result) api.TraceHistory {
 	return h
 }
 
-// reporting makes the fake answer with everything that a report needs.
+// reporting sets the answers of the fake agent to the data of a report.
 func reporting(t *testing.T) *fake {
 	f := newFake(t)
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
@@ -65,7 +65,7 @@ func TestTraceReport(t *testing.T) {
 	f.write("trace.html", "old")
 	taken("DIR/trace.html exists", "name another file, or use --force to replace it", file)
 	if _, page := f.page(file); page != "old" {
-		t.Errorf("the file has become %q", page)
+		t.Errorf("content of the file: %q", page)
 	}
 	got := must[tracecmd.Report](f.host, "trace", "report", file, "--force")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/history", "GET /v1/trace/slow n=200")
@@ -92,7 +92,7 @@ func TestTraceReport(t *testing.T) {
 	f.refused(1, "no more", "", nil, "trace", "report", f.dir+"/new.html")
 	f.refused(1, "no more", "", nil, "trace", "report", "--force", file)
 	if _, again := f.page(file); again != page {
-		t.Error("a report that failed replaced the last one")
+		t.Error("a failed report replaced the previous report")
 	}
 	f.leaves("link", "policy.yaml", "run", "trace.html")
 }
@@ -153,7 +153,7 @@ func TestTraceReportLittle(t *testing.T) {
 		}
 	}
 	if strings.Contains(page, "\x1b") {
-		t.Error("an escape is in the page")
+		t.Error("the page has an escape sequence")
 	}
 }
 
@@ -170,7 +170,7 @@ func TestTraceReportRace(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	if _, page := f.page(file); page != "somebody else's" {
-		t.Errorf("the file has become %q", page)
+		t.Errorf("content of the file: %q", page)
 	}
 	f.leaves("policy.yaml", "run", "trace.html")
 }

@@ -36,7 +36,7 @@ func lines(t *testing.T, last func(w http.ResponseWriter, r *http.Request), all 
 // untilGone waits until the client has disconnected.
 func untilGone(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
 
-// breakOff closes the connection, as an agent that exits does.
+// breakOff closes the connection, like an agent that exits.
 func breakOff(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }
 
 // numbered returns a message with a distinct number.

@@ -24,7 +24,7 @@ import (
 	"sockeye/internal/tune/trial"
 )
 
-// fake takes the place of an agent and records the requests.
+// fake is a fake agent that records requests.
 type fake struct {
 	*host
 	mu      sync.Mutex     // held by tests whose client is another process
@@ -542,7 +542,7 @@ func TestTuneRefusals(t *testing.T) {
 		})
 	}
 	if len(f.asked) > 0 {
-		t.Errorf("the agent was asked %q", f.asked)
+		t.Errorf("requests to the agent: %q", f.asked)
 	}
 	// The agent's own error passes through with its code.
 	for _, args := range []string{"tune", "tune explain ::1 ::1", "tune explain --socket 812:7", "tune trial bulk", "tune learned", "tune revert"} {
@@ -581,7 +581,7 @@ func TestTuneCompletion(t *testing.T) {
 		words := strings.Split(args, " ")
 		r := f.sockeye(append([]string{cobra.ShellCompNoDescRequestCmd}, words...)...)
 		if r.code != 0 || r.out != want {
-			t.Errorf("%q is completed by %q, want %q: %+v", args, r.out, want, r)
+			t.Errorf("completion of %q: %q, want %q: %+v", args, r.out, want, r)
 		}
 	}
 }
@@ -606,7 +606,7 @@ func TestHelp(t *testing.T) {
 		words := strings.Fields(cmd.CommandPath())[1:]
 		a, b := f.sockeye(append([]string{"help"}, words...)...), f.sockeye(append(words, "--help")...)
 		if a != b || a.code != 0 || a.err != "" || !strings.HasPrefix(a.out, cmd.Long) {
-			t.Errorf("help of %s is\n%+v\n--help is\n%+v", cmd.CommandPath(), a, b)
+			t.Errorf("help of %s:\n%+v\n--help:\n%+v", cmd.CommandPath(), a, b)
 		}
 		for line := range strings.Lines(a.out) {
 			if len(line) > 81 && !strings.HasPrefix(strings.TrimSpace(line), "-") {
@@ -618,6 +618,6 @@ func TestHelp(t *testing.T) {
 		t.Errorf("completion: %+v", r)
 	}
 	if len(f.asked) > 0 {
-		t.Errorf("the agent was asked %q", f.asked)
+		t.Errorf("requests to the agent: %q", f.asked)
 	}
 }

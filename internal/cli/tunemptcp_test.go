@@ -205,7 +205,7 @@ func valueOf(t testing.TB, of api.Tuned, option string) api.TuneValue {
 func TestTuneExplainMPTCP(t *testing.T) {
 	needMultipath(t)
 	h := newHost(t, multipathRules)
-	// With Pdeathsig, the agent would end with the thread that this function ends.
+	// With Pdeathsig, the kernel would kill the agent when the thread of this function exits.
 	elsewhere := connectElsewhere(t)
 	h.sandbox = h.harden()
 	h.start()
@@ -261,8 +261,8 @@ func TestTuneExplainMPTCP(t *testing.T) {
 	t.Run("JoinedSubflow", func(t *testing.T) {
 		joinFrom(t, "127.0.0.2")
 		connected, accepted := connectMultipath(t, listenAs(t, true, "127.0.0.1:0"))
-		h.eventually("a second subflow is there", func() bool { return len(explain(nameOf(t, connected)).Subflows) == 2 })
-		h.eventually("the other side has it, too", func() bool { return len(explain(nameOf(t, accepted)).Subflows) == 2 })
+		h.eventually("a second subflow exists", func() bool { return len(explain(nameOf(t, connected)).Subflows) == 2 })
+		h.eventually("the peer has a second subflow", func() bool { return len(explain(nameOf(t, accepted)).Subflows) == 2 })
 		s := explain(nameOf(t, connected))
 		i := slices.IndexFunc(s.Subflows, func(f api.TuneSubflow) bool { return strings.HasPrefix(f.Local, "127.0.0.2:") })
 		if i < 0 {
@@ -277,7 +277,7 @@ func TestTuneExplainMPTCP(t *testing.T) {
 		sees(valueOf(t, joined.Tuned, "sndbuf"), "300KB", "SK_MEMINFO_SNDBUF", false, "doubles")
 		named := explain(joined.Local + "," + joined.Remote)
 		if named.PID != os.Getpid() || named.Local != s.Local || len(named.Subflows) != 2 {
-			t.Errorf("by the addresses of the second subflow: %+v", named)
+			t.Errorf("explain with the addresses of the second subflow: %+v", named)
 		}
 		other := explain(joined.Remote + "," + joined.Local)
 		if len(other.Subflows) != 2 || other.Subflows[0].Rule != "taken" || other.Subflows[1].Rule != "taken" || other.Local != s.Remote {

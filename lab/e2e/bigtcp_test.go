@@ -28,8 +28,8 @@ import (
 	"sockeye/lab"
 )
 
-// way is a path through three namespaces: a sends through a0, the router has r0 and r1, b receives
-// through b0.
+// way is a path through three namespaces: a sends through its interface a0, the router has r0 and r1,
+// and b receives through b0.
 type way struct {
 	*host
 	spaces map[string]*lab.Namespace // by interface
@@ -87,8 +87,8 @@ func (w *way) link(a string, in *lab.Namespace, b string, to *lab.Namespace, i i
 	}
 }
 
-// roomForJumbograms gives the second network a larger MTU: kernels that mark large IPv6
-// packets as jumbograms count 8 bytes more, and refuse to forward those that fill the MTU.
+// roomForJumbograms increases the MTU of the second network. Some kernels mark large IPv6 packets as
+// jumbograms, which adds 8 bytes, and do not forward such a packet if it already fills the MTU.
 func (w *way) roomForJumbograms() {
 	w.Helper()
 	for _, name := range []string{"r1", "b0"} {
@@ -169,14 +169,14 @@ func (w *way) stream(ctx context.Context, to netip.Addr) {
 	_, _ = rand.NewChaCha8([32]byte{7}).Read(data) // it never fails
 	w.must(c.SetDeadline(time.Now().Add(patience)))
 	for i := 0; ctx.Err() == nil; i++ {
-		data[i%len(data)]++ // no block is like the one before
+		data[i%len(data)]++ // consecutive blocks differ
 		_, err := c.Write(data)
 		w.must(err)
 		sum.Write(data)
 	}
 	w.must(c.(*net.TCPConn).CloseWrite())
 	if their := <-got; !slices.Equal(their.Sum(nil), sum.Sum(nil)) {
-		w.Errorf("what arrives at %v is not what was sent", to)
+		w.Errorf("received data at %v differs from the sent data", to)
 	}
 }
 
@@ -220,7 +220,7 @@ func TestBigTCPPath(t *testing.T) {
 	for _, to := range w.to {
 		for name, p := range w.verify(to, "a0", "r1", "b0") {
 			if p.LargeBytes > 0 {
-				t.Errorf("before, %s has %d bytes to %v in large packets", name, p.LargeBytes, to)
+				t.Errorf("before apply: %s: %d bytes to %v in large packets", name, p.LargeBytes, to)
 			}
 		}
 	}
@@ -235,12 +235,12 @@ func TestBigTCPPath(t *testing.T) {
 	for _, to := range w.to {
 		for name, p := range w.verify(to, "a0", "r1", "b0") {
 			if share(p) < 0.9 {
-				t.Errorf("applied, %s has %.1f %% of the bytes to %v in large packets: %+v", name, 100*share(p), to, p.Causes)
+				t.Errorf("after apply: %s: %.1f %% of the bytes to %v in large packets: %+v", name, 100*share(p), to, p.Causes)
 			}
 		}
 	}
 
-	// The router's second interface does not support large packets, so that the router segments
+	// The router's second interface does not support large packets. Therefore, the router segments
 	// them.
 	wanted["r1"] = "ipv6: 65536, ipv4: 65536"
 	w.policy(wanted)
@@ -249,18 +249,17 @@ func TestBigTCPPath(t *testing.T) {
 	w.expectSizes("then", 65536, 65536, "r1")
 	for _, to := range w.to {
 		proofs := w.verify(to, "a0", "r1", "b0")
-		// Segmentation slows the router down. It drops packets, and the congestion window is small
-		// then.
+		// Segmentation makes the router slower. It drops packets, so that the congestion window is small.
 		if p := proofs["a0"]; share(p) < 0.1 {
-			t.Errorf("with a small interface behind, a0 has %.1f %% of the bytes to %v in large packets", 100*share(p), to)
+			t.Errorf("small interface in the path: a0: %.1f %% of the bytes to %v in large packets", 100*share(p), to)
 		}
 		for _, name := range []string{"r1", "b0"} {
 			if p := proofs[name]; share(p) > 0.01 {
-				t.Errorf("behind a small interface, %s has %.1f %% of the bytes to %v in large packets", name, 100*share(p), to)
+				t.Errorf("after a small interface: %s: %.1f %% of the bytes to %v in large packets", name, 100*share(p), to)
 			}
 		}
 		if p := proofs["r1"]; p.NoDriver == "" && p.Cut < 0.1 {
-			t.Errorf("r1 has cut %.1f %% of the bytes to %v", 100*p.Cut, to)
+			t.Errorf("r1 has segmented %.1f %% of the bytes to %v", 100*p.Cut, to)
 		}
 	}
 
@@ -283,7 +282,7 @@ func TestBigTCPCrash(t *testing.T) {
 	w.expectSizes("without an agent,", 192000, 192000, "a0", "b0")
 	dev, err := w.spaces["b0"].Netlink().LinkByName("b0")
 	w.must(err)
-	w.must(w.spaces["b0"].Netlink().LinkSetGSOMaxSize(dev, 100000)) // somebody else
+	w.must(w.spaces["b0"].Netlink().LinkSetGSOMaxSize(dev, 100000)) // as another program
 	w.startAgent()
 	w.expectSizes("with the next agent,", 192000, 192000, "a0")
 	w.expectSizes("changed by somebody else,", 100000, 192000, "b0")

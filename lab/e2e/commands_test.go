@@ -26,7 +26,7 @@ import (
 	"sockeye/lab"
 )
 
-// Members by command: run, register, unregister, and refused calls, which must not change existing members.
+// TestMembersByCommand checks run, register and unregister, and that refused calls do not change existing members.
 func TestMembersByCommand(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
@@ -40,7 +40,7 @@ func TestMembersByCommand(t *testing.T) {
 		}
 		run(2, "--slot", "2")
 		h.ready(2)
-		run(0) // the first that is free
+		run(0) // the first free slot
 		h.ready(0, 2)
 		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", h.members[0].Pid()))
 		h.must(err)
@@ -53,7 +53,7 @@ func TestMembersByCommand(t *testing.T) {
 		h.refuse(5, []string{"slot 2 is ", "hint:"}, "run", "--slot", "2", "--", "true")
 		first := h.members[2]
 		rival := h.spec(2)
-		if mode == config.Lookup { // it finds no free port otherwise
+		if mode == config.Lookup { // otherwise it finds no free port
 			rival.Sockets = h.spec(12).Sockets
 		}
 		other := h.startReceiver("other", rival) // no rule names it
@@ -80,8 +80,8 @@ func TestMembersByCommand(t *testing.T) {
 		p := h.startReceiverIn(h.devices, "receiver-1", h.spec(1))
 		h.open(1)
 		h.refuse(5, []string{"another network namespace", "hint:", "netns"}, "register", "--slot", "1", "--pid", strconv.Itoa(p.Pid()))
-		// Kernels that report the network namespace of a bind do not report this one, because any user can bind there.
-		// A scan finds it.
+		// If the kernel provides the network namespace of a bind, this bind is not reported, because any user can bind in
+		// a private namespace. The next agent finds the process in a scan.
 		h.killAgent()
 		h.startAgent()
 		h.eventually("a process that waits", func() error {
@@ -132,7 +132,7 @@ var metricNames = []string{
 	"sockeye_sockets_unread_bytes", "sockeye_sockets_unsent_bytes", "sockeye_unlisted_total",
 }
 
-// The output matches the state of the kernel.
+// TestShown checks that the output of read-only commands matches the state of the kernel.
 func TestShown(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
@@ -268,7 +268,7 @@ func (h *host) scrape(address string) map[string]float64 {
 			if !ok || strings.HasPrefix(line, "#") {
 				continue
 			}
-			if i := strings.LastIndexByte(line, ' '); i > len(name) { // labels with blanks
+			if i := strings.LastIndexByte(line, ' '); i > len(name) { // labels may contain spaces
 				name, value = line[:i], strings.TrimSpace(line[i:])
 			}
 			if values[name], err = strconv.ParseFloat(value, 64); err != nil {
@@ -280,7 +280,7 @@ func (h *host) scrape(address string) map[string]float64 {
 	return values
 }
 
-// Reset removes all pins. It refuses to run while an agent runs.
+// TestReset checks that reset removes all pins, and fails while an agent runs.
 func TestReset(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4)
@@ -291,7 +291,7 @@ func TestReset(t *testing.T) {
 
 		h.must(h.agent.Signal(unix.SIGTERM))
 		if err := h.agent.Wait(); err != nil {
-			t.Errorf("the agent ends with %v", err)
+			t.Errorf("the agent exited with %v", err)
 		}
 		h.lands("the agent has stopped", all, home)
 		out, errs, code := h.cli("reset", "--pins", h.pins)
@@ -314,7 +314,7 @@ func TestReset(t *testing.T) {
 			}
 		}
 		if mode == config.Reuseport && apart < len(all)/2 {
-			t.Errorf("after reset all but %d of %d devices are together", apart, len(all))
+			t.Errorf("after reset, only %d of %d devices are split", apart, len(all))
 		}
 		h.startAgent()
 		h.ready(0, 1, 2, 3)
@@ -325,7 +325,7 @@ func TestReset(t *testing.T) {
 	})
 }
 
-// A closed host leaves no process, cgroup, namespace, pin or program.
+// TestNothingLeft checks that a closed host leaves no process, cgroup, namespace, pin or program.
 func TestNothingLeft(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		var pids []int
@@ -395,7 +395,7 @@ func TestNothingLeft(t *testing.T) {
 	})
 }
 
-// An isolated program keeps its uid, even 0, but the agent refuses its requests.
+// TestIsolatedAsks checks that the agent refuses requests of an isolated program, even with UID 0.
 func TestIsolatedAsks(t *testing.T) {
 	h := newHost(t, config.Reuseport)
 	h.setPolicy(2)

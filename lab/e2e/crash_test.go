@@ -33,19 +33,19 @@ func (h *host) killKeeper(pid int) {
 func (h *host) endKeeper(pid int, signal unix.Signal) {
 	h.Helper()
 	if h.mode == config.Lookup {
-		return // has none
+		return // there is no keeper
 	}
 	fd, err := unix.PidfdOpen(pid, 0)
 	h.must(err)
 	defer unix.Close(fd)
 	h.must(unix.PidfdSendSignal(fd, signal, nil, 0))
 	if !readable(fd) {
-		h.Fatalf("signal %v does not end the keeper", signal)
+		h.Fatalf("the keeper does not exit on signal %v", signal)
 	}
 }
 
-// The agent is killed, and steering continues. Traffic of dead members is rejected, also after their restart, until a
-// new agent adopts the pins.
+// TestAgentKilled checks that steering continues after the agent is killed. Traffic of dead members is rejected, also
+// after their restart, until a new agent adopts the pins.
 func TestAgentKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) { up(t, mode, 4).agentKilled() })
 }
@@ -64,7 +64,7 @@ func (h *host) agentKilled() {
 	for a, landed := range traffic.end() {
 		for l, n := range landed {
 			if l != (landing{home(a), home(a)}) {
-				h.Errorf("the agent is killed: %v: %v, %d times; home is %d", a, l, n, home(a))
+				h.Errorf("after the agent was killed: %v: %v, %d times; home slot %d", a, l, n, home(a))
 			}
 		}
 	}
@@ -95,13 +95,13 @@ func (h *host) agentKilled() {
 	h.lands("a new agent", all, home)
 	after := h.service()
 	if after.Nonce != before.Nonce || after.Keeper != before.Keeper || !after.PortsSteered {
-		h.Errorf("the new agent did not take over: before %+v, after %+v", before, after)
+		h.Errorf("the new agent did not adopt the members: before %+v, after %+v", before, after)
 	}
 	if s, err := h.askStatus(); err != nil || s.Starts != 2 {
 		h.Errorf("%d starts, %v", s.Starts, err)
 	}
 
-	// Members are adopted and not registered again: their cookies and connections stay.
+	// Members are adopted and not registered again: their socket cookies and connections do not change.
 	open = h.connectAll(all)
 	slots := h.slots()
 	traffic = h.startTraffic(all)
@@ -113,7 +113,7 @@ func (h *host) agentKilled() {
 	for a, landed := range traffic.end() {
 		for l, n := range landed {
 			if l != (landing{home(a), home(a)}) {
-				h.Errorf("the agent is replaced: %v: %v, %d times; home is %d", a, l, n, home(a))
+				h.Errorf("after a new agent started: %v: %v, %d times; home slot %d", a, l, n, home(a))
 			}
 		}
 	}
@@ -132,7 +132,7 @@ func (h *host) agentKilled() {
 	h.nothingMisplaced(home, 100)
 }
 
-// Agent and keeper are killed. The reuseport group keeps the program as long as one member exists.
+// TestAgentAndKeeperKilled checks that the program stays in the reuseport group as long as one member exists.
 func TestAgentAndKeeperKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4)
@@ -179,7 +179,8 @@ func TestAgentAndKeeperKilled(t *testing.T) {
 	})
 }
 
-// allKilled is a host on which the agent, the keeper and all four members, the homes of some addresses, were killed.
+// allKilled returns a host on which the agent, the keeper and all four members were killed. The members are the homes of
+// some addresses.
 func allKilled(t *testing.T, mode config.Steering) (h *host, home func(netip.Addr) int, all []netip.Addr) {
 	h = up(t, mode, 4)
 	home, all = h.homes(4), addresses(200)
@@ -190,8 +191,9 @@ func allKilled(t *testing.T, mode config.Steering) (h *host, home func(netip.Add
 	return h, home, all
 }
 
-// The limit: agent, keeper and all members are killed. With reuseport, the group and its program no longer exist: new
-// members share the ports by the kernel's hash until an agent starts. With lookup, the link stays attached.
+// TestAllKilled shows the limit of steering without an agent: agent, keeper and all members are killed. With reuseport,
+// the group and its program no longer exist, and the kernel's hash distributes traffic to new members until an agent
+// starts. With lookup, the link stays attached.
 func TestAllKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h, home, all := allKilled(t, mode)
@@ -209,7 +211,7 @@ func TestAllKilled(t *testing.T) {
 			}
 		}
 		if mode == config.Reuseport && apart < len(all)/2 {
-			t.Errorf("the kernel's hash keeps all but %d of %d devices together: is the limit gone?", apart, len(all))
+			t.Errorf("the kernel's hash split only %d of %d devices: the limit may no longer exist", apart, len(all))
 		}
 		var open sessions
 		var at map[netip.Addr]int
@@ -232,7 +234,8 @@ func TestAllKilled(t *testing.T) {
 	})
 }
 
-// An agent that starts before the members bind holds the ports, so that no device is split.
+// TestAllKilledAgentFirst checks that no device is split if the agent starts before the members bind, because the agent
+// holds the ports.
 func TestAllKilledAgentFirst(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h, home, all := allKilled(t, mode)
@@ -250,7 +253,7 @@ func TestAllKilledAgentFirst(t *testing.T) {
 	})
 }
 
-// The agent is killed at random times while members start.
+// TestAgentKilledDuringRegistration kills the agent at random times while members start.
 func TestAgentKilledDuringRegistration(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) { up(t, mode, 4).agentKilledDuringRegistration() })
 }
@@ -261,7 +264,7 @@ func (h *host) agentKilledDuringRegistration() {
 	all := addresses(40)
 	h.killAgent()
 	for range 10 {
-		if h.isolated { // sockeye run ends if it finds no agent
+		if h.isolated { // sockeye run exits if no agent runs
 			for _, m := range h.members {
 				h.must(m.Kill())
 			}
@@ -302,8 +305,8 @@ func (h *host) agentKilledDuringRegistration() {
 	}
 }
 
-// Without a user and rules, nothing holds the ports before root registers the first member. The agent reports this, and
-// learns the user from the first member.
+// TestUserUnknown checks a service without a user and rules. The agent does not hold the ports before root registers
+// the first member, and reports this. It uses the user of the first member.
 func TestUserUnknown(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)
@@ -349,12 +352,12 @@ func TestUserUnknown(t *testing.T) {
 		t.Errorf("with a new agent: %+v", s)
 	}
 	if out, _, code := h.cli("devices"); code != 0 || strings.Contains(out, all[0].String()) {
-		t.Errorf("devices, which are not tracked: exit code %d: %s", code, out)
+		t.Errorf("sockeye devices without tracking: exit code %d: %s", code, out)
 	}
 	h.nothingMisplaced(home, 160)
 }
 
-// A dead member loses its slot even if a child process has inherited its sockets.
+// TestInheritedSockets checks that the slot of a dead member closes even if a child process has inherited its sockets.
 func TestInheritedSockets(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 2)
@@ -380,8 +383,8 @@ func TestInheritedSockets(t *testing.T) {
 	})
 }
 
-// With net.ipv4.tcp_migrate_req, the kernel moves connections in the accept queue of a closed listener to another
-// listener of the group. The target must not be in another slot.
+// TestMigrateReq checks that net.ipv4.tcp_migrate_req does not move connections to another slot. With this sysctl, the
+// kernel moves connections in the accept queue of a closed listener to another listener of the group.
 func TestMigrateReq(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
@@ -402,7 +405,7 @@ func TestMigrateReq(t *testing.T) {
 			h.kill(slot)
 			for a, fd := range queued {
 				if slot := said(fd); slot != broken {
-					t.Errorf("connection of %v, which waited for slot %d: %v", a, home(a), landing{tcp: slot})
+					t.Errorf("connection of %v, which was in the accept queue of slot %d: %v", a, home(a), landing{tcp: slot})
 				}
 			}
 			h.start(slot)

@@ -28,8 +28,8 @@ const answerTime = 20 * time.Second
 // Destinations other than slots.
 const (
 	refused = -1 // RST, or port unreachable
-	silent  = -2 // nothing came back
-	broken  = -3 // a connection that was made and reset
+	silent  = -2 // no response
+	broken  = -3 // a connection that was established and reset
 )
 
 // landing has the destinations of a device's two streams.
@@ -80,9 +80,9 @@ func answer(c net.Conn, err error, wait time.Duration) int {
 	return slot
 }
 
-// connect opens a connection from an address; the caller is in its namespace.
+// connect opens a connection from an address. The caller must be in the namespace of the address.
 func connect(from netip.Addr, port uint16, wait time.Duration) (net.Conn, int) {
-	d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(from, 0)), Timeout: answerTime} // a SYN may be sent again
+	d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(from, 0)), Timeout: answerTime} // includes a retransmission of the SYN
 	c, err := d.Dial("tcp", target(from, port).String())
 	return c, answer(c, err, wait)
 }
@@ -112,8 +112,9 @@ func probeUDP(from netip.Addr, port uint16, wait time.Duration) int {
 		panic(fmt.Sprintf("probe: %v", err))
 	}
 	defer p.Close()
-	// The kernel promises neither the datagram nor an ICMP error: on a busy host it drops what it cannot queue, and
-	// sends no error while another one is on its way (icmp_xmit_lock, Linux 6.18). Therefore the probe is repeated.
+	// The kernel guarantees neither the datagram nor an ICMP error. On a busy host it drops datagrams that it cannot
+	// queue, and sends no ICMP error while it sends another one (icmp_xmit_lock, Linux 6.18). Therefore, the probe is
+	// repeated.
 	tries := 1
 	if wait >= answerTime {
 		tries = 4
@@ -177,7 +178,7 @@ func (h *host) lands(when string, all []netip.Addr, where home) {
 		}
 	}
 	if wrong > 0 {
-		h.Fatalf("%s: %d of %d devices are not where they belong", when, wrong, len(all))
+		h.Fatalf("%s: %d of %d devices reached a wrong destination", when, wrong, len(all))
 	}
 }
 
@@ -331,8 +332,8 @@ func (h *host) flood(all []netip.Addr, n int) {
 	}))
 }
 
-// rush opens connections from all addresses at once, writes a greeting on each, and returns their states (slot,
-// refused, silent or broken) when none is being set up any more.
+// rush opens connections from all addresses at the same time, writes a greeting on each, and returns their states (slot,
+// refused, silent or broken) when no connection is in the handshake.
 func (h *host) rush(all []netip.Addr, greeting func(netip.Addr) []byte) (open map[netip.Addr]int, failed map[netip.Addr]int) {
 	h.Helper()
 	open, failed = map[netip.Addr]int{}, map[netip.Addr]int{}
@@ -393,10 +394,10 @@ func poll(fd int, events int16, deadline time.Time) bool {
 	}
 }
 
-// readable waits until something can be read, or a connection or a process has ended.
+// readable waits until data can be read, or a connection is closed, or a process has exited.
 func readable(fd int) bool { return poll(fd, unix.POLLIN, time.Now().Add(patience)) }
 
-// said returns the slot in the response on a connection of rush.
+// said returns the slot in the response to a connection of rush.
 func said(fd int) int {
 	if !readable(fd) {
 		return silent

@@ -13,8 +13,8 @@ import (
 	devices "sockeye/lab/traffic"
 )
 
-// A burst at the maximum rate of one sender: an isolated member loses fewer datagrams than a plain one, because the
-// gateway's socket queues datagrams that exceed the member's receive buffer.
+// TestIsolatedMemberInBursts sends bursts at the maximum rate of one sender. An isolated member must lose fewer
+// datagrams than a plain member, because the gateway's socket queues datagrams that exceed the member's receive buffer.
 func TestIsolatedMemberInBursts(t *testing.T) {
 	const datagrams, rounds = 20_000, 3
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
@@ -46,19 +46,19 @@ func TestIsolatedMemberInBursts(t *testing.T) {
 					before = now
 				}
 			}
-			t.Logf("of %d datagrams the isolated member lost %d, the other one %d", rounds*datagrams, lost[isolated], lost[plain])
+			t.Logf("lost datagrams of %d: isolated member %d, plain member %d", rounds*datagrams, lost[isolated], lost[plain])
 			if lost[isolated] > lost[plain]/2 {
-				t.Error("that is more than half")
+				t.Error("the isolated member lost more than half as many datagrams as the plain member")
 			}
 		})
 	}
 }
 
-// counted returns the number of datagrams from an address that a counting receiver has read, after the last one was
-// read.
+// counted returns the number of datagrams from an address that a counting receiver has read. It waits until the receiver
+// has read the last datagram.
 func (h *host) counted(from netip.Addr) (n int) {
 	h.Helper()
-	h.eventually("the count", func() error { // the question, too, may be lost
+	h.eventually("the count", func() error { // the request may be lost, too
 		return h.devices.Do(func() error {
 			if n = probeUDP(from, ipfixPort, time.Second); n < 0 {
 				return fmt.Errorf("%v", landing{udp: n})
@@ -81,7 +81,7 @@ func (h *host) burst(from netip.Addr, n int) {
 			return err
 		}
 		defer e.Close()
-		_, err = e.Send(n - 1) // and the templates
+		_, err = e.Send(n - 1) // in addition to the templates
 		return err
 	}))
 }

@@ -18,7 +18,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// upIsolated is a host with isolated members, for which all guarantees of steering hold.
+// upIsolated returns a host with isolated members. All guarantees of steering apply to them.
 func upIsolated(t *testing.T, mode config.Steering, slots int) *host {
 	t.Helper()
 	h := newHost(t, mode)
@@ -51,7 +51,7 @@ func TestIsolatedMembersStartWhileTheAgentIsKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).agentKilledDuringRegistration() })
 }
 
-// 512 routers connect to four isolated nfacctd processes at once.
+// TestIsolatedLoadNfacctd connects 512 routers to four isolated nfacctd processes at the same time.
 func TestIsolatedLoadNfacctd(t *testing.T) {
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
 		t.Run(string(mode), func(t *testing.T) {
@@ -62,7 +62,8 @@ func TestIsolatedLoadNfacctd(t *testing.T) {
 	}
 }
 
-// A program that closes a socket of the service loses its slot for both protocols. The gateway exits with its program.
+// TestIsolatedMemberCloses checks that the slot closes for both protocols if the program closes a socket of the
+// service, and that the gateway exits with its program.
 func TestIsolatedMemberCloses(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := upIsolated(t, mode, 3)
@@ -81,9 +82,10 @@ func TestIsolatedMemberCloses(t *testing.T) {
 	})
 }
 
-// Root starts a member. The gateway, whose sockets are registered, and the isolated program run as the service's user.
+// TestIsolatedMemberIsTheServicesUser checks that the gateway, whose sockets are registered, and the isolated program
+// run as the service's user if root starts the member.
 func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
-	i := newIsolated(t) // a TUN device that all may open
+	i := newIsolated(t) // with a TUN device that all users may open
 	h := newHost(t, config.Reuseport)
 	h.isolated = true
 	h.setPolicy(2, fmt.Sprintf("user: %q", "nobody"))
@@ -114,7 +116,7 @@ func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
 	h.must(m.Signal(unix.SIGTERM))
 	<-m.Done()
 	if said := m.LogTail(100); strings.Contains(said, "WARN") {
-		t.Errorf("at its end the gateway says\n%s", said)
+		t.Errorf("output of the gateway at its exit:\n%s", said)
 	}
 }
 
@@ -127,7 +129,7 @@ func child(t *testing.T, pid int) int {
 	}
 	var all []string
 	for _, path := range paths {
-		if text, err := os.ReadFile(path); err == nil { // a thread may end
+		if text, err := os.ReadFile(path); err == nil { // a thread may exit
 			all = append(all, strings.Fields(string(text))...)
 		}
 	}
@@ -141,17 +143,17 @@ func child(t *testing.T, pid int) int {
 	return n
 }
 
-// The distribution's nfacctd is isolated, and receives BMP of FRR and IPFIX: both streams of each router reach it with
-// the router's address. A dead collector empties its own slot only.
+// TestIsolatedNfacctd runs Debian's nfacctd isolated, with BMP of FRR and IPFIX. Both streams of each router reach it
+// with the router's address. A dead collector empties only its own slot.
 func TestIsolatedNfacctd(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHostWith(t, mode, 6)
 		h.isolated = true
 		n := networkOf(h)
 		n.together()
-		// The rule of the policy that names nfacctd's command line matches those inside as well.
+		// The rule of the policy for nfacctd's command line also matches the processes inside.
 		if waiting := h.service().Waiting; len(waiting) > 0 {
-			t.Errorf("processes inside are said to wait: %+v", waiting)
+			t.Errorf("processes inside are listed as waiting: %+v", waiting)
 		}
 		n.kill(2)
 		n.refuses("it is dead", 2)
@@ -161,8 +163,8 @@ func TestIsolatedNfacctd(t *testing.T) {
 	})
 }
 
-// A rule of the policy may also match the isolated program. The gateway is the member. The program is not a member and
-// not listed as a candidate, even while the slot is not ready.
+// TestIsolatedProgramIsNoMember checks a rule of the policy that also matches the isolated program. The gateway is the
+// member. The program is not a member and is not listed as a candidate, even while the slot is not ready.
 func TestIsolatedProgramIsNoMember(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)
@@ -179,7 +181,7 @@ func TestIsolatedProgramIsNoMember(t *testing.T) {
 	})
 	h.killAgent()
 	h.startAgent()
-	h.eventually("the agent to look at all processes", func() error {
+	h.eventually("the agent to examine all processes", func() error {
 		waiting := h.service().Waiting
 		if len(waiting) == 0 {
 			return errors.New("the member does not wait")

@@ -37,7 +37,7 @@ const user = 65534
 type isolated struct {
 	*testing.T
 	host, far *lab.Namespace
-	dir       string // which the user may write to
+	dir       string // writable by the user
 }
 
 var (
@@ -139,7 +139,7 @@ func (i *isolated) listen(at netip.AddrPort) (l net.Listener) {
 	return l
 }
 
-// Common programs: HTTP clients, remote shells, benchmarks, resolvers and package managers.
+// TestProgramsIsolated runs common programs: HTTP clients, remote shells, benchmarks, resolvers and package managers.
 func TestProgramsIsolated(t *testing.T) {
 	i := newIsolated(t)
 	i.nameServer()
@@ -156,7 +156,7 @@ func (i *isolated) with(t *testing.T) *isolated {
 	return &c
 }
 
-// nameServer answers every query with the remote host's addresses.
+// nameServer answers each query with the remote host's addresses.
 func (i *isolated) nameServer() {
 	i.Helper()
 	var c net.PacketConn
@@ -199,7 +199,7 @@ func answerName(q []byte) []byte {
 		return a
 	}
 	a[7] = 1
-	a = append(a, 0xc0, header)          // the name that was asked for
+	a = append(a, 0xc0, header)          // the name in the query
 	a = append(a, q[end-4:end]...)       // type and class
 	a = append(a, 0, 0, 0, 60)           // seconds
 	a = append(a, 0, byte(len(address))) // bytes
@@ -234,7 +234,7 @@ func (i *isolated) https() {
 		i.Errorf("curl says %q, want %q", out, want)
 	}
 	if out, err := i.run(nil, []string{"--allow", web4.String() + ":80/tcp"}, "curl", "-4", "-sS", "--cacert", ca, "https://example.com/"); err == nil {
-		i.Errorf("curl goes where it may not: %s", out)
+		i.Errorf("curl reached a denied destination: %s", out)
 	}
 }
 
@@ -275,7 +275,7 @@ func (i *isolated) download() {
 	_, err = io.Copy(want, content())
 	i.must(err)
 	if n != size || !bytes.Equal(got.Sum(nil), want.Sum(nil)) {
-		i.Errorf("%d bytes came, of %d, or others", n, size)
+		i.Errorf("received %d of %d bytes, or different content", n, size)
 	}
 	i.must(os.Remove(path))
 }
@@ -303,7 +303,7 @@ func (i *isolated) iperf() {
 		case <-server.Done():
 		case <-time.After(patience):
 			sockets, _ := exec.Command("nsenter", "-t", strconv.Itoa(server.Pid()), "-n", "ss", "-tanpoie").CombinedOutput()
-			i.Fatalf("iperf3 %v: the server does not end, after %s: %s", direction, out, sockets)
+			i.Fatalf("iperf3 %v: the server does not exit after %s: %s", direction, out, sockets)
 		}
 		var report struct {
 			End struct {
@@ -314,7 +314,8 @@ func (i *isolated) iperf() {
 			} `json:"end"`
 		}
 		i.must(json.Unmarshal([]byte(out), &report))
-		// Bytes in transit at the end do not count. With two directions, the faster one ends the measurement.
+		// Bytes in transit at the end are not counted. With two directions, the measurement stops when the faster direction
+		// has finished.
 		if report.End.Received.Bytes < size*0.5 && direction != "--bidir" || report.End.Received.Bytes == 0 {
 			i.Errorf("iperf3 %v: %.0f bytes received, of %d", direction, report.End.Received.Bytes, size)
 		}
@@ -349,9 +350,9 @@ func (i *isolated) ssh() {
 	}
 	line, rest, _ := strings.Cut(out, "\n")
 	if err == nil || !strings.Contains(err.Error(), "exit status 7") {
-		i.Fatalf("ssh: %v; the server says:\n%s", err, server.LogTail(20))
+		i.Fatalf("ssh: %v; output of the server:\n%s", err, server.LogTail(20))
 	}
 	if !strings.HasPrefix(line, "10.97.0.1 ") || rest != string(sent) {
-		i.Errorf("connection %q; %d bytes came back, of %d, or others", line, len(rest), len(sent))
+		i.Errorf("connection %q; received %d of %d bytes, or different content", line, len(rest), len(sent))
 	}
 }

@@ -33,7 +33,7 @@ import (
 const (
 	bmpPort   = 1790
 	ipfixPort = 4739
-	patience  = 90 * time.Second // for what should take milliseconds, on a busy machine
+	patience  = 90 * time.Second // timeout on a busy machine for operations that need milliseconds
 )
 
 var wildcard = netip.IPv6Unspecified()
@@ -62,7 +62,7 @@ type host struct {
 	pins       string
 	agent      *lab.Process
 	members    map[int]*member
-	isolated   bool // members run in a network of their own, and sockeye run is their gateway
+	isolated   bool // members run in their own network namespaces with sockeye run as the gateway
 
 	mu  sync.Mutex
 	got map[arrival]int
@@ -80,7 +80,7 @@ type member struct {
 	*lab.Process
 	slot  int
 	stdin io.Writer
-	open  chan struct{} // closed when all its sockets are open
+	open  chan struct{} // closed when all sockets of the member are open
 }
 
 func newHost(t *testing.T, mode config.Steering) *host {
@@ -99,7 +99,7 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 		members: map[int]*member{}, got: map[arrival]int{}}
 	t.Cleanup(func() {
 		if t.Failed() && h.agent != nil {
-			t.Logf("the agent's log ends with:\n%s", h.agent.LogTail(40))
+			t.Logf("end of the agent's log:\n%s", h.agent.LogTail(40))
 			ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 			defer cancel()
 			if err := h.ask(ctx, "/v1/status", &api.Status{}); err != nil && h.agent.Running() {
@@ -111,7 +111,7 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 		cgroup := l.Cgroup()
 		h.must(l.Close())
 		if _, err := os.Stat(cgroup); !errors.Is(err, os.ErrNotExist) {
-			t.Errorf("the lab's cgroup is left: %v", err)
+			t.Errorf("the lab's cgroup still exists: %v", err)
 		}
 	})
 	if h.collectors, err = l.Namespace("collector"); err != nil {
@@ -170,7 +170,7 @@ func (h *host) eventually(what string, f func() error) {
 		}
 		select {
 		case <-ctx.Done():
-			h.Fatalf("gave up waiting for %s: %v", what, err)
+			h.Fatalf("timeout: wait for %s: %v", what, err)
 		case <-tick.C:
 		}
 	}
@@ -179,7 +179,7 @@ func (h *host) eventually(what string, f func() error) {
 // policyPath is the agent's policy file.
 func (h *host) policyPath() string { return filepath.Join(h.dir, "policy.yaml") }
 
-// setPolicy writes the policy file: service telemetry, where lines replace and add keys.
+// setPolicy writes the policy file with the service telemetry. lines replace and add keys of the service.
 func (h *host) setPolicy(slots int, lines ...string) {
 	h.Helper()
 	keys := []string{
@@ -235,7 +235,7 @@ func (h *host) get(path string, into any) error {
 
 func (h *host) askStatus() (s api.Status, err error) { return s, h.get("/v1/status", &s) }
 
-// service is the status of telemetry.
+// service returns the status of the service telemetry.
 func (h *host) service() api.ServiceStatus {
 	h.Helper()
 	s, err := h.askStatus()
@@ -322,7 +322,7 @@ func (h *host) start(slots ...int) {
 	}
 }
 
-// isolation is the prefix of the command of an isolated member.
+// isolation returns the prefix of the command of an isolated member.
 func (h *host) isolation(slot int) []string {
 	return []string{os.Getenv(binaryEnv), "--run-dir", h.dir, "run", "--slot", fmt.Sprint(slot), "--isolated", "--as-root", "--"}
 }
@@ -337,7 +337,7 @@ func (h *host) startReceiverIn(namespace *lab.Namespace, name string, r receiver
 	h.Helper()
 	spec, err := json.Marshal(r)
 	h.must(err)
-	// Other users cannot reach the original path.
+	// Other users cannot access the original path.
 	p := namespace.Command(h.Context(), "/proc/self/exe")
 	p.Cmd.Args[0] = name
 	p.Name, p.User = name, h.user(r.Slot)
@@ -454,14 +454,14 @@ func (h *host) homes(slots int) home {
 	return func(a netip.Addr) int { slot, _ := m.Slot(a); return slot }
 }
 
-// forget resets the count of arrivals.
+// forget deletes the recorded arrivals.
 func (h *host) forget() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	clear(h.got)
 }
 
-// arrivals returns the number of arrivals, and how many of them were not at their home slot.
+// arrivals returns the number of arrivals, and the arrivals that were not at their home slot.
 func (h *host) arrivals(home home) (all int, misplaced []arrival) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -477,10 +477,10 @@ func (h *host) arrivals(home home) (all int, misplaced []arrival) {
 // nothingMisplaced fails the test if an arrival was not at its home slot, or if there were fewer than enough arrivals.
 func (h *host) nothingMisplaced(home home, enough int) {
 	h.Helper()
-	h.eventually("arrivals", func() error { // members' words are read a moment later
+	h.eventually("arrivals", func() error { // the output of members is read with a delay
 		all, misplaced := h.arrivals(home)
 		if len(misplaced) > 0 {
-			h.Fatalf("of %d arrivals %d misplaced, such as %v", all, len(misplaced), misplaced[:min(10, len(misplaced))])
+			h.Fatalf("%d arrivals, %d misplaced, such as %v", all, len(misplaced), misplaced[:min(10, len(misplaced))])
 		}
 		if all < enough {
 			return fmt.Errorf("%d, want %d or more", all, enough)
@@ -489,7 +489,7 @@ func (h *host) nothingMisplaced(home home, enough int) {
 	})
 }
 
-// up is a host with a policy, an agent and members in all slots.
+// up returns a host with a policy, an agent and members in all slots.
 func up(t *testing.T, mode config.Steering, slots int, policy ...string) *host {
 	t.Helper()
 	h := newHost(t, mode)

@@ -17,8 +17,8 @@ import (
 	devices "sockeye/lab/traffic"
 )
 
-// 512 routers connect at once to four nfacctd processes, which listen with a backlog of 1, and send flows. Each nfacctd
-// receives both streams of its routers with their addresses.
+// TestLoadNfacctd connects 512 routers at the same time to four nfacctd processes, which listen with a backlog of 1,
+// and sends flows. Each nfacctd receives both streams of its routers with their addresses.
 func TestLoadNfacctd(t *testing.T) {
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
 		t.Run(string(mode), func(t *testing.T) { newHost(t, mode).loadsNfacctd() })
@@ -35,7 +35,7 @@ func (h *host) loadsNfacctd() {
 	}
 	n.ready(0, 1, 2, 3)
 	all := addresses(512)
-	community := map[netip.Addr]string{} // by which the router of an address is known
+	community := map[netip.Addr]string{} // identifies the router of an address
 	greetings := map[netip.Addr][]byte{}
 	for i, a := range all {
 		community[a], greetings[a] = fmt.Sprintf("%d:%d", loadAS, i), h.routerGreeting(i)
@@ -49,7 +49,7 @@ func (h *host) loadsNfacctd() {
 		h.must(err)
 		for a, slot := range sessions {
 			if slot != n.home(a) {
-				h.Fatalf("session of %v is in slot %d, home is %d", a, slot, n.home(a))
+				h.Fatalf("session of %v is in slot %d, home slot %d", a, slot, n.home(a))
 			}
 		}
 		if len(sessions) != len(all) {
@@ -86,7 +86,7 @@ func (h *host) loadsNfacctd() {
 	})
 }
 
-// Announced prefixes and flow destinations of the routers.
+// loadAS is the AS of the peer of the routers, which announces loadPrefix.
 const loadAS = 64512
 
 var (
@@ -160,7 +160,7 @@ func (h *host) unread(port uint16) (err error) {
 	return err
 }
 
-// 10,000 devices connect at once to four plain receivers.
+// TestLoad10000 connects 10,000 devices at the same time to four plain receivers.
 func TestLoad10000(t *testing.T) {
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
 		t.Run(string(mode), func(t *testing.T) {
@@ -178,7 +178,7 @@ func TestLoad10000(t *testing.T) {
 				}
 			}
 			if len(wrong) > 0 {
-				t.Errorf("%d connections are not where they belong: %v", len(wrong), wrong)
+				t.Errorf("%d connections are not in their home slots: %v", len(wrong), wrong)
 			}
 			h.nothingMisplaced(home, len(all))
 		})

@@ -15,13 +15,13 @@ import (
 	"syscall"
 	"testing"
 
-	_ "sockeye/internal/cli" // the tests' cache and downloads depend on what the binary is made of
+	_ "sockeye/internal/cli" // a dependency of the binary: invalidates the test cache if the binary changes
 	"sockeye/internal/testenv"
 )
 
 const binaryEnv = "SOCKEYE_E2E_BINARY"
 
-// Exactly one of these variables selects the role of this process.
+// TestMain runs the role of this process. Each role other than the tests is selected by one environment variable.
 func TestMain(m *testing.M) {
 	if os.Getenv(receiverEnv) != "" {
 		fmt.Fprintln(os.Stderr, receive(os.Getenv(receiverEnv)))
@@ -68,4 +68,4 @@ func build() error {
 	return os.Setenv(binaryEnv, binary)
 }
 
-var keepOpen io.Closer // never closed: the end of this process does it
+var keepOpen io.Closer // closed by the exit of this process

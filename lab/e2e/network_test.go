@@ -85,7 +85,7 @@ func (n *network) collect(slots ...int) {
 			slot, ok := sessions[r.BMP]
 			want := slices.Contains(slots, n.home(r.BMP))
 			if ok != want || ok && slot != n.home(r.BMP) {
-				return fmt.Errorf("session of %v: slot %d, %v; home is %d", r.BMP, slot, ok, n.home(r.BMP))
+				return fmt.Errorf("session of %v: slot %d, %v; home slot %d", r.BMP, slot, ok, n.home(r.BMP))
 			}
 		}
 		return nil
@@ -118,7 +118,7 @@ func (n *network) together() {
 	for whole := 0; whole < 2; whole++ {
 		measure()
 		if len(o.Routers) != 6 {
-			n.Errorf("there are records of %d routers", len(o.Routers))
+			n.Errorf("records of %d routers", len(o.Routers))
 		}
 		if o.CorrelatedShare != 1 {
 			whole = -1
@@ -147,8 +147,8 @@ func (n *network) established() map[netip.Addr]uint32 {
 	return found
 }
 
-// crashes kills each collector in turn, then all, then the agent. nfacctd overwrites its arguments, which the rules
-// match.
+// crashes kills each collector in turn, then all collectors, then the agent. nfacctd overwrites its command line, which
+// the rules match.
 func (n *network) crashes() {
 	n.Helper()
 	for slot := range 4 {
@@ -194,8 +194,8 @@ func (n *network) refuses(when string, slots ...int) {
 	}
 }
 
-// knock sends from a router's address without establishing a connection: nfacctd never responds, and would confuse the
-// connection with the router's session.
+// knock sends from a router's address without establishing a connection. nfacctd never responds, and would interpret a
+// connection as the router's session.
 func (n *network) knock(r *lab.Router) (l landing) {
 	const wait = time.Second
 	d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(r.BMP, 0)), Timeout: wait, Control: hearResets}
@@ -203,7 +203,7 @@ func (n *network) knock(r *lab.Router) (l landing) {
 		c, err := d.Dial("tcp", target(r.BMP, bmpPort).String())
 		if err == nil {
 			c.Close()
-			return fmt.Errorf("a connection of %v was made", r.BMP)
+			return fmt.Errorf("a connection of %v was established", r.BMP)
 		}
 		l = landing{answer(nil, err, 0), probeUDP(r.BMP, ipfixPort, wait)}
 		return nil
@@ -226,8 +226,8 @@ func hearResets(_, _ string, raw syscall.RawConn) (err error) {
 	return errors.Join(failed, err)
 }
 
-// away watches starting collectors. Until they are ready, with one or two open sockets, all traffic is rejected, and
-// the routers have no sessions elsewhere.
+// away checks starting collectors. Until they are ready, with one or two open sockets, all traffic is rejected, and the
+// routers have no sessions with other collectors.
 func (n *network) away(slots ...int) {
 	n.Helper()
 	var left []int
@@ -248,7 +248,7 @@ func (n *network) away(slots ...int) {
 		}
 		sessions, err := n.lab.Sessions()
 		n.must(err)
-		readiness() // those that are not ready now were not ready then
+		readiness() // collectors that are not ready now were not ready before
 		for r, l := range landed {
 			if home := n.home(r.BMP); slices.Contains(left, home) && l != (landing{refused, refused}) {
 				n.Fatalf("collector %d starts: router %v: %v", home, r.BMP, l)

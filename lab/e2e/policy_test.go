@@ -30,7 +30,8 @@ func (h *host) effect(plan api.Plan, what string) string {
 	return ""
 }
 
-// inOneOf stops the traffic. All of both streams must have arrived at the device's home by one of the mappings.
+// inOneOf stops the traffic, and checks that all messages of both streams arrived at the device's home slot in one of the
+// mappings.
 func (h *host) inOneOf(t *traffic, homes ...home) {
 	h.Helper()
 	for a, landed := range t.end() {
@@ -43,8 +44,8 @@ func (h *host) inOneOf(t *traffic, homes ...home) {
 	}
 }
 
-// Devices with several addresses: one of each family, or a whole prefix. A new map moves only the devices that plan
-// names, and no traffic is lost.
+// TestDeviceMap checks devices with several addresses: one of each family, or a whole prefix. A new map moves only the
+// devices that plan lists, and no traffic is lost.
 func TestDeviceMap(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		all := addresses(100)
@@ -53,7 +54,7 @@ func TestDeviceMap(t *testing.T) {
 			fmt.Fprintf(&first, "%v,router-%d\n%v,router-%d\n", all[i], i, all[i+1], i)
 			name := i
 			if i < 20 {
-				name += 1000 // ten routers get other names
+				name += 1000 // change the names of ten routers
 			}
 			fmt.Fprintf(&second, "%v,router-%d\n%v,router-%d\n", all[i], name, all[i+1], name)
 		}
@@ -111,7 +112,7 @@ func TestDeviceMap(t *testing.T) {
 		}
 		h.lands("by the second map", all, then)
 
-		// Over and over, while devices send.
+		// Repeat the changes while devices send.
 		traffic = h.startTraffic(all)
 		for i := range 6 {
 			h.setMap([]string{first.String(), second.String()}[i%2])
@@ -129,8 +130,8 @@ func TestDeviceMap(t *testing.T) {
 	})
 }
 
-// A large device map and the number of slots change, together and separately: no device is rejected or reaches a slot
-// that is its home by neither policy, and the agent answers requests meanwhile.
+// TestLargeDeviceMap changes a large device map and the number of slots, together and separately. No device is rejected
+// or reaches a slot that is not its home in the old or the new policy, and the agent answers requests in the meantime.
 func TestLargeDeviceMap(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		all := addresses(100)
@@ -176,7 +177,7 @@ func TestLargeDeviceMap(t *testing.T) {
 				longest = max(longest, time.Since(asked))
 			}
 			if took := time.Since(begin); step.text != "" && longest > took/2 {
-				t.Errorf("%s: for %v of %v the agent did not answer", step.name, longest, took)
+				t.Errorf("%s: the agent did not answer for %v of %v", step.name, longest, took)
 			}
 			if errs := <-applied; errs != "" {
 				t.Fatalf("%s: %s", step.name, errs)
@@ -217,7 +218,7 @@ func (h *host) homesBy(slots int) home {
 	return func(a netip.Addr) int { slot, _ := m.Slot(a); return slot }
 }
 
-// The devices of an empty slot go to the standby slot, by both protocols, and return.
+// TestStandby checks that the devices of an empty slot are steered to the standby slot with both protocols, and return.
 func TestStandby(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4, "when_empty: {standby: 3}")
@@ -257,8 +258,8 @@ func TestStandby(t *testing.T) {
 	})
 }
 
-// Four slots, five, and four again, while devices send. Established connections stay. An invalid policy changes
-// nothing, and a policy without the service releases its ports.
+// TestApply changes from four slots to five and back while devices send. Established connections stay. An invalid
+// policy changes nothing, and a policy without the service releases its ports.
 func TestApply(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4)
@@ -330,7 +331,7 @@ func TestApply(t *testing.T) {
 		}
 		h.lands("back to four slots", all, four)
 		if now, err := os.ReadFile(h.policyPath()); err != nil || string(now) != string(text) {
-			t.Errorf("the policy file is another: %v", err)
+			t.Errorf("the policy file has changed: %v", err)
 		}
 		for a, alive := range open.alive() {
 			if !alive {
@@ -346,7 +347,7 @@ func TestApply(t *testing.T) {
 			t.Errorf("pins of a service that was removed: %v", err)
 		}
 		if mode == config.Lookup {
-			h.lands("without the service", all, nowhere) // nobody listens on its ports
+			h.lands("without the service", all, nowhere) // no process listens on its ports
 			return
 		}
 		apart := 0
@@ -359,12 +360,12 @@ func TestApply(t *testing.T) {
 			}
 		}
 		if apart < len(all)/2 {
-			t.Errorf("without the service all but %d of %d devices are together", apart, len(all))
+			t.Errorf("without the service, only %d of %d devices are split", apart, len(all))
 		}
 	})
 }
 
-// From one steering mode to the other and back. Members that fit both modes keep their slots.
+// TestApplySteering changes from one steering mode to the other and back. Members that fit both modes keep their slots.
 func TestApplySteering(t *testing.T) {
 	t.Parallel()
 	h := up(t, config.Reuseport, 4)

@@ -23,10 +23,10 @@ const receiverEnv = "E2E_RECEIVER"
 
 // receiver configures a receiver.
 type receiver struct {
-	Slot    int // which it answers with
+	Slot    int // the slot in responses
 	Sockets []socket
-	// Counts makes the receiver count datagrams. It responds to datagrams of one byte with the number of longer ones
-	// before, and logs none.
+	// Counts makes the receiver count datagrams. It responds to a datagram of one byte with the number of longer
+	// datagrams before it, and does not log datagrams.
 	Counts bool
 }
 
@@ -80,7 +80,7 @@ func receive(spec string) error {
 					default:
 						note("udp", from)
 					}
-					_, _ = c.WriteTo(answer, from) // the device may be gone
+					_, _ = c.WriteTo(answer, from) // the device may have closed its socket
 				}
 			}()
 		} else {
@@ -119,7 +119,7 @@ func receive(spec string) error {
 			if err != nil {
 				return err
 			}
-			defer f.Close() // with the child there, the copy does no harm
+			defer f.Close() // the child has its own copy
 			child.ExtraFiles = append(child.ExtraFiles, f)
 		}
 		if err := child.Start(); err != nil {

@@ -19,7 +19,8 @@ import (
 	"sockeye/internal/config"
 )
 
-// The check must be able to fail: without an agent, the kernel's hash spreads the streams of a device over all members.
+// TestKernelHashMisplaces checks that the test method detects misplaced devices: without an agent, the kernel's hash
+// distributes the streams of a device over all members.
 func TestKernelHashMisplaces(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)
@@ -43,19 +44,20 @@ func TestKernelHashMisplaces(t *testing.T) {
 		return nil
 	})
 	if apart < 100 {
-		t.Errorf("the kernel's hash keeps all but %d of 200 devices together", apart)
+		t.Errorf("the kernel's hash split only %d of 200 devices", apart)
 	}
 }
 
-// All streams of a device reach one member: six routers, four nfacctd processes, and flow records with the fields of
-// BMP.
+// TestRequirement1DeviceScoped checks that all streams of a device reach one member: six routers, four nfacctd
+// processes, and flow records with the fields of BMP.
 func TestRequirement1DeviceScoped(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		newNetwork(t, mode).together()
 	})
 }
 
-// The exit or restart of a member moves no device. Both protocols are rejected together.
+// TestRequirement2Stable checks that the exit or restart of a member moves no device, and that both protocols are
+// rejected together.
 func TestRequirement2Stable(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		up(t, mode, 4).stable()
@@ -77,7 +79,8 @@ func (h *host) stable() {
 	h.nothingMisplaced(home, 200*2*8)
 }
 
-// A member's failure does not affect the connections and traffic of others. A hanging member keeps its traffic.
+// TestRequirement3FaultIsolation checks that a member's failure does not affect the connections and the traffic of
+// other members. The traffic of a hanging member is not moved.
 func TestRequirement3FaultIsolation(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		up(t, mode, 4).faults()
@@ -102,7 +105,7 @@ func (h *host) faults() {
 		dead[slot] = true
 		for a, alive := range open.alive() {
 			if alive == dead[home(a)] {
-				h.Errorf("slots %v are dead: connection of %v, slot %d, alive: %v", dead, a, home(a), alive)
+				h.Errorf("dead slots %v: connection of %v, slot %d, alive: %v", dead, a, home(a), alive)
 			}
 		}
 	}
@@ -119,7 +122,7 @@ func others(all []netip.Addr, home home, slot int) []netip.Addr {
 	return found
 }
 
-// The distribution's unmodified nfacctd, with crashes of each and of all.
+// TestRequirement4ExistingTools runs Debian's unmodified nfacctd, with a crash of each collector and of all collectors.
 func TestRequirement4ExistingTools(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		n := newNetwork(t, mode)
@@ -128,7 +131,7 @@ func TestRequirement4ExistingTools(t *testing.T) {
 	})
 }
 
-// Members start, stop and crash in any order, under traffic.
+// TestRequirement5RestartStability starts, stops and kills members in random order, under traffic.
 func TestRequirement5RestartStability(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		newHost(t, mode).restarts()
@@ -173,8 +176,9 @@ func (h *host) restarts() {
 	h.lands("at the end", all, home)
 }
 
-// TCP and UDP, IPv4 and IPv6, one socket for both families or one each: a device has one slot. A member that closes one
-// of its sockets loses its slot for both protocols.
+// TestRequirement6TCPAndUDPAlike checks that a device has one slot for TCP and UDP, and for IPv4 and IPv6, with one
+// socket for both families or with separate sockets. If a member closes one of its sockets, its slot closes for both
+// protocols.
 func TestRequirement6TCPAndUDPAlike(t *testing.T) {
 	families := map[string][]socket{
 		"ipv4": {{Address: netip.AddrPortFrom(netip.IPv4Unspecified(), 0)}},
@@ -243,7 +247,7 @@ func TestRequirement6TCPAndUDPAlike(t *testing.T) {
 	})
 }
 
-// closes has the members of slots 0 and 1 close one of their sockets each.
+// closes makes the members of slots 0 and 1 close one socket each.
 func (h *host) closes(all []netip.Addr, served home) {
 	h.Helper()
 	for slot, protocol := range []string{"tcp", "udp"} {
@@ -258,7 +262,8 @@ func (h *host) closes(all []netip.Addr, served home) {
 	}
 }
 
-// One binary, that needs nothing of the host but its kernel. Other kernels run the network tests in lab/vm.
+// TestRequirement7StableInterfaces checks that the binary is static and that the host meets the requirements. lab/vm
+// runs the network tests on other kernels.
 func TestRequirement7StableInterfaces(t *testing.T) {
 	t.Parallel()
 	binary, err := elf.Open(os.Getenv(binaryEnv))
@@ -268,7 +273,7 @@ func TestRequirement7StableInterfaces(t *testing.T) {
 	defer binary.Close()
 	for _, p := range binary.Progs {
 		if p.Type == elf.PT_INTERP || p.Type == elf.PT_DYNAMIC {
-			t.Errorf("it is linked dynamically: %v", p.Type)
+			t.Errorf("the binary is linked dynamically: %v", p.Type)
 		}
 	}
 	h := newHost(t, config.Reuseport)
@@ -279,7 +284,8 @@ func TestRequirement7StableInterfaces(t *testing.T) {
 	}
 }
 
-// No per-device configuration: addresses that nobody named get a slot each, all slots get their share, and where says it.
+// TestRequirement8NoPerDeviceConfiguration checks that addresses without a configuration have one slot each, that
+// devices are distributed evenly over the slots, and that sockeye where shows their slots.
 func TestRequirement8NoPerDeviceConfiguration(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4)
@@ -293,11 +299,11 @@ func TestRequirement8NoPerDeviceConfiguration(t *testing.T) {
 		h.show(&where, args...)
 		h.show(&offline, append(args, "--offline", "--pins", h.pins)...)
 		if len(where) != len(all) || len(offline) != len(all) {
-			t.Fatalf("sockeye where knows %d and %d of %d", len(where), len(offline), len(all))
+			t.Fatalf("sockeye where: %d and, offline, %d of %d addresses", len(where), len(offline), len(all))
 		}
 		for i, w := range where {
 			if found[w.Address] != (landing{w.Slot, w.Slot}) || offline[i].Slot != w.Slot || w.Address != all[i] {
-				t.Errorf("%v: %v, sockeye where says %d, and offline %d", w.Address, found[w.Address], w.Slot, offline[i].Slot)
+				t.Errorf("%v: %v, sockeye where %d, offline %d", w.Address, found[w.Address], w.Slot, offline[i].Slot)
 			}
 			share[w.Slot]++
 		}
@@ -309,7 +315,8 @@ func TestRequirement8NoPerDeviceConfiguration(t *testing.T) {
 	})
 }
 
-// No CPU for balancing: nothing of Sockeye runs per packet in user space. What the programs cost is for bench/ to say.
+// TestRequirement9NoUserSpacePerPacket checks that agent and keeper use no CPU time per packet. The benchmarks in
+// bench/ measure the cost of the BPF programs.
 func TestRequirement9NoUserSpacePerPacket(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := up(t, mode, 4)
@@ -321,14 +328,14 @@ func TestRequirement9NoUserSpacePerPacket(t *testing.T) {
 			}
 			return n
 		}
-		// 1 tick is 10 ms; a microsecond for each datagram would be 10. On a busy host a flood may take so long that what the
-		// agent does anyway is more than that; not each time.
+		// 1 tick is 10 ms. One microsecond per datagram would be 10 ticks. On a busy host, a flood may take so long that the
+		// other work of the agent exceeds this. Therefore, one of five attempts must succeed.
 		var spent []int
 		for range 5 {
 			before := received()
 			cpu := h.cpuTicks()
 			h.flood(addresses(40), datagrams)
-			spent = append(spent, h.cpuTicks()-cpu) // before asking again, which is work
+			spent = append(spent, h.cpuTicks()-cpu) // before the next request, which also uses CPU time
 			if n := received() - before; n != datagrams {
 				t.Errorf("%d of %d datagrams steered", n, datagrams)
 			}
@@ -340,7 +347,7 @@ func TestRequirement9NoUserSpacePerPacket(t *testing.T) {
 	})
 }
 
-// cpuTicks is the CPU time of agent and keeper so far.
+// cpuTicks returns the total CPU time of agent and keeper.
 func (h *host) cpuTicks() (sum int) {
 	h.Helper()
 	pids, err := h.agent.PIDs()

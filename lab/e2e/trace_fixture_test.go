@@ -27,16 +27,16 @@ import (
 
 const tracePort = 6000
 
-// traceOrder is what orders of tests of trace have besides.
+// traceOrder has the additional fields of orders for trace tests.
 type traceOrder struct {
-	// Count is how many messages of Size bytes to send on each connection, Gap how long to wait after each.
+	// Count is the number of messages of Size bytes on each connection, Gap the pause after each message.
 	Count, Size int
 	Gap         time.Duration
-	// Answered has each of them wait for an answer first.
+	// Answered makes each message wait for the answer to the previous one.
 	Answered bool
 }
 
-// carryOutTrace carries out what only tests of trace ask for: send, exchanges, bind or datagrams.
+// carryOutTrace carries out the orders of trace tests: send, exchanges, bind and datagrams.
 func (p *peerProcess) carryOutTrace(o order) error {
 	switch o.Do {
 	case "send":
@@ -59,7 +59,7 @@ func (p *peerProcess) carryOutTrace(o order) error {
 	return fmt.Errorf("what is %q?", o.Do)
 }
 
-// bind reads all datagrams that come to an address, from a socket with a buffer of Size bytes, if that is not 0.
+// bind reads all datagrams to an address. If Size is not 0, it is the receive buffer size in bytes.
 func bind(o order) error {
 	c, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(o.At))
 	if err != nil {
@@ -82,7 +82,7 @@ func bind(o order) error {
 	return nil
 }
 
-// sendDatagrams sends datagrams to each of the addresses, from a socket of each.
+// sendDatagrams sends datagrams to each address, with one socket per address.
 func sendDatagrams(o order) error {
 	for _, to := range o.To {
 		c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))
@@ -100,7 +100,7 @@ func sendDatagrams(o order) error {
 	return nil
 }
 
-// send sends messages that nobody answers. Each is one sendmsg(2), or the order fails.
+// send sends messages without answers. Each message must be a single sendmsg(2); otherwise send returns an error.
 func (c *peerConnection) send(o order) error {
 	message := make([]byte, o.Size)
 	for range o.Count {
@@ -114,14 +114,14 @@ func (c *peerConnection) send(o order) error {
 			return err
 		}
 		if n < len(message) {
-			return fmt.Errorf("the kernel takes %d of %d bytes", n, len(message))
+			return fmt.Errorf("sendmsg accepted %d of %d bytes", n, len(message))
 		}
 		time.Sleep(o.Gap)
 	}
 	return nil
 }
 
-// newTraced makes a host with a link of this delay and a policy of trace rules.
+// newTraced creates a host with a link with a delay and a policy with trace rules.
 func newTraced(t *testing.T, delay time.Duration, rules ...string) *tuned {
 	t.Helper()
 	h := newTuned(t, lab.LinkOptions{Delay: delay})
@@ -167,7 +167,7 @@ func (h *tuned) tryQuery(path string, into any, args ...string) error {
 	return api.NewClient(api.SocketPath(h.dir)).Get(ctx, "/v1/trace"+path, pairs(args...), into)
 }
 
-// pairs are a query: key, value, key, value ...
+// pairs builds a query from keys and values: key, value, key, value ...
 func pairs(args ...string) url.Values {
 	q := url.Values{}
 	for pair := range slices.Chunk(args, 2) {
@@ -243,7 +243,7 @@ func (h *tuned) took(what string, r measure.Result, stage config.Stage, want tim
 			return
 		}
 		if half < low || len(again) == 0 || tries == most {
-			h.Errorf("%s: a tenth of %s is up to %v, half up to %v, want %v (%v to %v)", what, stage, quick, half, want, low, high)
+			h.Errorf("%s: %s: p10 %v, p50 %v, want %v (%v to %v)", what, stage, quick, half, want, low, high)
 			return
 		}
 		r = again[0]()
@@ -303,13 +303,13 @@ func (h *tuned) sink(l *net.TCPListener) {
 			go func() {
 				defer c.Close()
 				defer context.AfterFunc(h.Context(), func() { c.Close() })()
-				_, _ = io.Copy(io.Discard, c) // until the other side or the test ends
+				_, _ = io.Copy(io.Discard, c) // until the peer closes the connection or the test ends
 			}()
 		}
 	}()
 }
 
-// queueOf adds a token bucket filter to the local end of the link and returns a function that removes it. Rate is in
+// tokenBucket adds a token bucket filter to the local end of the link and returns a function that removes it. rate is in
 // bytes per second, burst in bytes.
 func (h *tuned) tokenBucket(rate, burst uint64) (remove func()) {
 	h.Helper()

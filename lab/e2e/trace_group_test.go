@@ -26,15 +26,15 @@ func (h *tuned) groups(rule string) map[measure.Group]uint64 {
 	groups := map[measure.Group]uint64{}
 	for _, result := range r.Results {
 		if groups[result.Group] > 0 {
-			h.Errorf("there are two of %+v", result.Group)
+			h.Errorf("two results of group %+v", result.Group)
 		}
 		groups[result.Group] = result.Chosen
 	}
 	return groups
 }
 
-// Messages are counted by the group_by of their rule. Messages beyond the maximum number of groups are counted in one
-// group.
+// TestTraceGroups checks that messages are counted by the group_by of their rule. Messages beyond the maximum number of
+// groups are counted in the group other.
 func TestTraceGroups(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -115,8 +115,8 @@ func TestTraceGroups(t *testing.T) {
 	}
 }
 
-// The arms of a tune trial are separate groups, and compare finds the stage that differs. This also holds after a
-// change of the tune rule, and the metrics continue.
+// TestTraceArms checks that the arms of a tune trial are separate groups, and that compare finds the stage that
+// differs, also after a change of the tune rule. The metrics continue.
 func TestTraceArms(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: 3 * time.Millisecond})
@@ -154,8 +154,8 @@ func TestTraceArms(t *testing.T) {
 		}
 	}
 	arms("at first", map[string]uint64{"control": 5 * control, "treated": 5 * (connections - control)})
-	// A host that pauses while messages are on the way adds to the network stage of all of them. The details explain the
-	// stack stage in this case too.
+	// A pause of the host while messages are in transit increases the network stage of all of them. The details also
+	// explain the stack stage in this case.
 	slow := h.slowest("arm=treated", 100)
 	small := slices.DeleteFunc(slices.Clone(slow), func(m api.TraceSlow) bool {
 		paused := m.Stages[config.StageNetwork] > m.Stages[config.StageStack] &&
@@ -163,7 +163,7 @@ func TestTraceArms(t *testing.T) {
 		return m.Cwnd != 3 || m.Explanation.Cause != measure.CauseCwnd && !paused
 	})
 	if len(slow) == 0 || len(small) <= len(slow)/2 {
-		t.Errorf("of the slowest of the small window %d of %d are explained by it: %+v", len(small), len(slow), slow)
+		t.Errorf("slowest messages with the small window: %d of %d are explained by the window: %+v", len(small), len(slow), slow)
 	}
 	var compared struct {
 		Comparison measure.Comparison `json:"comparison"`
@@ -187,7 +187,7 @@ func TestTraceArms(t *testing.T) {
 	}
 	h.refuse(2, []string{"both", "the group", "hint:"}, "trace", "compare", "arm=control", "tune_rule=window")
 
-	// Another version of the rule has another number, and the same name.
+	// A new version of the rule has another number and the same name.
 	set(strings.Replace(tune, "cwnd_clamp: 3", "cwnd_clamp: 4", 1))
 	var plan api.Plan
 	h.show(&plan, "apply")
@@ -217,7 +217,7 @@ func TestTraceArms(t *testing.T) {
 	arms("a new agent", want)
 	agrees("a new agent")
 
-	// Without tune, and with tune again: the rules have other numbers then, so that all counts restart.
+	// Remove tune, and add it again. The rules have new numbers, so that all counts restart.
 	h.setTrace("{name: all, cgroup: " + near + ", messages: 1/1, group_by: [rule, arm]}")
 	h.show(&plan, "apply")
 	p.connect(3, at(tracePort, far4)...)
@@ -230,13 +230,13 @@ func TestTraceArms(t *testing.T) {
 	if r := h.ended("", 4); r.Chosen != 4 || r.Group.TuneRule != "window" {
 		t.Errorf("with tune again: %+v", r)
 	}
-	// A policy that fails late changes neither domain.
+	// A policy that fails in a late step changes neither domain.
 	text, err := os.ReadFile(h.policyPath())
 	h.must(err)
 	h.setTrace("{name: all, cgroup: "+near+", messages: 1/1, group_by: [rule, arm]}", "{name: zz, cgroup: "+h.group("zz/deeper/still")+"}")
 	more := h.noDeeperThan(2)
 	if _, errs, code := h.cli("apply"); code == 0 {
-		t.Errorf("a policy that cannot be had is applied: %s", errs)
+		t.Errorf("an impossible policy was applied: %s", errs)
 	}
 	more()
 	h.must(os.WriteFile(h.policyPath(), text, 0o644))
@@ -245,7 +245,7 @@ func TestTraceArms(t *testing.T) {
 	h.ended("tune_rule=window", n+4)
 }
 
-// Messages of a service are found by its listeners.
+// TestTraceService checks that the listeners of a service select its messages.
 func TestTraceService(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)

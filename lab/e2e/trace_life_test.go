@@ -73,8 +73,8 @@ func (p *peer) exchanges(count int) {
 	p.do(order{Do: "exchanges", Parallel: 8, Up: 1000, traceOrder: traceOrder{Count: count}})
 }
 
-// From the first policy to the last: plan announces each change and which counts restart, and the last policy removes
-// everything.
+// TestTraceLifecycle applies a series of policies. Plan announces each change and the counts that restart. The last
+// policy removes all programs and pins.
 func TestTraceLifecycle(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -94,7 +94,7 @@ func TestTraceLifecycle(t *testing.T) {
 		}
 	}
 
-	// Open connections are traced from then on.
+	// Open connections are traced from now on.
 	h.setTrace(base, fresh)
 	var plan, applied api.Plan
 	h.show(&plan, "plan")
@@ -108,11 +108,11 @@ func TestTraceLifecycle(t *testing.T) {
 		}
 	}
 	if h.exists(h.groupDir("made")) || len(h.tracePins()) > 0 {
-		t.Error("plan made a cgroup, or pins")
+		t.Error("plan created a cgroup or pins")
 	}
 	h.show(&applied, "apply")
 	if !slices.Equal(applied.Changes, plan.Changes) {
-		t.Errorf("apply does %+v, plan says %+v", applied.Changes, plan.Changes)
+		t.Errorf("changes of apply %+v, of plan %+v", applied.Changes, plan.Changes)
 	}
 	for cgroup, created := range map[string]bool{near: false, made: true} {
 		s := h.traced(cgroup)
@@ -162,7 +162,7 @@ func TestTraceLifecycle(t *testing.T) {
 	}
 	p.exchanges(1)
 	if !slices.Equal(applied.Changes, plan.Changes) {
-		t.Errorf("apply does %+v, plan says %+v", applied.Changes, plan.Changes)
+		t.Errorf("changes of apply %+v, of plan %+v", applied.Changes, plan.Changes)
 	}
 	if !h.traced(near).Since.After(since) || h.exists(h.groupDir("made")) || !h.exists(h.groupDir("other")) {
 		t.Errorf("after apply: since %v, before %v", h.traced(near).Since, since)
@@ -192,7 +192,7 @@ func TestTraceLifecycle(t *testing.T) {
 		name  string
 		in    func() (out func())
 		of    string // the cgroup that fails
-		stays bool   // nothing was done before
+		stays bool   // no earlier step was applied
 	}{
 		{"a program that takes no other", func() func() { return attachAlone(t, h.lab.Cgroup()) }, near, true},
 		{"no deeper cgroups", func() func() { return h.noDeeperThan(2) }, h.group("zz/deeper/still"), false},
@@ -205,7 +205,7 @@ func TestTraceLifecycle(t *testing.T) {
 		}
 		away()
 		if h.exists(h.groupDir("zz")) || !slices.Equal(pins, h.tracePins()) {
-			t.Errorf("%s: a policy that failed leaves a cgroup, or pins: %v, before %v", obstacle.name, h.tracePins(), pins)
+			t.Errorf("%s: a failed policy left a cgroup or pins: %v, before %v", obstacle.name, h.tracePins(), pins)
 		}
 		if s := h.traced(near); !s.Attached || s.Problem != "" || len(s.Rules[0].GroupBy) != 1 || s.Since.Equal(since) != obstacle.stays {
 			t.Errorf("%s: %+v, before since %v", obstacle.name, s, since)
@@ -220,24 +220,25 @@ func TestTraceLifecycle(t *testing.T) {
 		}
 	}
 
-	// Back, and forth.
+	// Roll back, and apply again.
 	h.setTrace(smaller)
 	h.show(&applied, "apply")
 	h.show(&applied, "apply", "--previous")
 	if !h.traced(other).Attached || !h.exists(h.groupDir("other")) {
-		t.Error("apply --previous does not bring back what was")
+		t.Error("apply --previous did not restore the previous policy")
 	}
 
-	// A cgroup that somebody removed is not created again by the agent. Whoever creates it again removes it.
+	// If another process removes a cgroup, the agent does not create it again. If another process creates it again, the
+	// agent does not remove it.
 	h.must(os.Remove(h.groupDir("other")))
-	h.eventually("the end of the cgroup", func() error {
+	h.eventually("the removal of the cgroup to be noticed", func() error {
 		if s := h.traced(other); s.Attached || s.Created || !strings.Contains(s.Problem, "there is no cgroup") || h.exists(h.groupDir("other")) {
 			return fmt.Errorf("%+v", s)
 		}
 		return nil
 	})
 	h.must(os.Mkdir(h.groupDir("other"), 0o755))
-	h.eventually("the cgroup that was made again", func() error {
+	h.eventually("the new cgroup to be traced", func() error {
 		if s := h.traced(other); !s.Attached || s.Created || s.Problem != "" {
 			return fmt.Errorf("%+v", s)
 		}
@@ -253,28 +254,28 @@ func TestTraceLifecycle(t *testing.T) {
 	calls := h.calls(h.groupDir("near"))
 	p.exchanges(1)
 	if n := calls(); n != 6 {
-		t.Errorf("the kernel calls for %d messages, want 6", n)
+		t.Errorf("the kernel called the program for %d messages, want 6", n)
 	}
 	n := calls()
 	h.applyTrace(strings.Replace(base, "messages", "match: {port: 1}, messages", 1), elsewhere)
 	p.exchanges(1)
 	if more := calls() - n; more != 0 {
-		t.Errorf("the kernel calls for %d messages of connections that the rule does not match any more", more)
+		t.Errorf("the kernel called the program for %d messages of connections that the rule no longer matches", more)
 	}
 	h.applyTrace(base, elsewhere)
 	n = calls()
 	p.exchanges(1)
 	if more := calls() - n; more != 6 {
-		t.Errorf("the kernel calls for %d messages of connections that the rule matches again, want 6", more)
+		t.Errorf("the kernel called the program for %d messages of connections that the rule matches again, want 6", more)
 	}
 	h.applyTrace(elsewhere)
 	if n := len(sockOps(t, h.groupDir("near"))); n != 1 || len(h.tracePins()) != 1 {
-		t.Errorf("a rule that is removed: %d programs, pins %v", n, h.tracePins())
+		t.Errorf("removed rule: %d programs, pins %v", n, h.tracePins())
 	}
 	n = calls()
 	p.exchanges(5)
 	if more := calls() - n; more != 0 {
-		t.Errorf("the kernel still calls for %d messages of connections that were traced", more)
+		t.Errorf("the kernel still called the program for %d messages of connections that were traced before", more)
 	}
 
 	// An agent that starts with another policy removes the pins of the previous one.
@@ -301,12 +302,12 @@ func TestTraceLifecycle(t *testing.T) {
 		t.Fatalf("reset: exit code %d: %s%s", code, out, errs)
 	}
 	if h.exists(h.groupDir("other")) || h.exists(h.pins) {
-		t.Error("reset leaves a cgroup, or pins")
+		t.Error("reset left a cgroup or pins")
 	}
 }
 
-// The agent is killed while messages are in transit. The measurement continues, the next agent adopts the counts, and
-// reports that it has no history.
+// TestTraceAgentKilled kills the agent while messages are in transit. The measurement continues, and the next agent
+// adopts the counts and reports that it has no history.
 func TestTraceAgentKilled(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -324,7 +325,7 @@ func TestTraceAgentKilled(t *testing.T) {
 	var results api.TraceResults
 	h.query("/results", &results, "since", "1h")
 	if !results.Partial {
-		t.Error("an agent that has just started remembers an hour")
+		t.Error("an agent that has just started returns an hour of history")
 	}
 	since := h.traced(near).Since
 	running := p.tell(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 200}})
@@ -345,17 +346,17 @@ func TestTraceAgentKilled(t *testing.T) {
 	}
 	h.query("/results", &results, "since", "1m")
 	if !results.Partial || ended(h.results("", "since", "1m").Outcomes) != 0 {
-		t.Errorf("a new agent remembers what it has not seen: %+v", results)
+		t.Errorf("a new agent returns history of an earlier agent: %+v", results)
 	}
 	if out, _, code := h.cli("trace", "--since", "1m"); code != 0 || !strings.Contains(out, "of which the agent remembers") {
 		t.Errorf("sockeye trace --since 1m of a new agent: exit code %d:\n%s", code, out)
 	}
 	if list := h.slowest("", 10); len(list) == 0 {
-		t.Error("the slowest messages are gone with the agent")
+		t.Error("the slowest messages of the previous agent are lost")
 	}
 }
 
-// A rule for a unit waits for the unit, finds it in any cgroup, and continues its counts.
+// TestTraceUnit checks that a rule for a unit waits for the unit, finds it in any cgroup, and continues its counts.
 func TestTraceUnit(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -367,12 +368,12 @@ func TestTraceUnit(t *testing.T) {
 	var plan api.Plan
 	h.show(&plan, "plan")
 	if effect := h.change(plan, unit, "unit"); !strings.Contains(effect, "it is traced as soon as it starts") {
-		t.Errorf("plan of a unit that is not there: %q", effect)
+		t.Errorf("plan of a missing unit: %q", effect)
 	}
 	h.show(&plan, "apply")
 	waiting := func() {
 		t.Helper()
-		h.eventually("the unit to be missed", func() error {
+		h.eventually("the unit to be reported as missing", func() error {
 			if s := h.traced(unit); s.Attached || s.Path != "" || !strings.Contains(s.Problem, "there is no unit "+unit) || s.Hint == "" {
 				return fmt.Errorf("%+v", s)
 			}
@@ -381,7 +382,7 @@ func TestTraceUnit(t *testing.T) {
 	}
 	waiting()
 	if out, _, _ := h.cli("trace"); !strings.Contains(out, unit+": not attached: there is no unit") || !strings.Contains(out, "hint:") {
-		t.Errorf("sockeye trace shows no unit that is waited for:\n%s", out)
+		t.Errorf("sockeye trace does not show the missing unit:\n%s", out)
 	}
 	far := h.startFar()
 	far.listen(tracePort)
@@ -424,8 +425,8 @@ func TestTraceUnit(t *testing.T) {
 	h.refuse(5, []string{unit, "there are 2", "hint:"}, "plan")
 }
 
-// Cgroups have separate rules and counts, also nested ones, which end in any order. Tune and trace rules may have
-// different cgroups.
+// TestTraceNested checks that cgroups have separate rules and counts, including nested cgroups that are removed in any
+// order. Tune and trace rules may have different cgroups.
 func TestTraceNested(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -452,7 +453,7 @@ func TestTraceNested(t *testing.T) {
 	}
 	counts("beside each other", map[string]uint64{"outer": 3, "beside": 2})
 	if r := h.results("cgroup=" + inner + "/a"); r.Chosen != 3 {
-		t.Errorf("%d messages of the cgroup in it, want 3", r.Chosen)
+		t.Errorf("%d messages of the inner cgroup, want 3", r.Chosen)
 	}
 	for cgroup, want := range map[string]uint64{outer: 3, beside: 2} {
 		for _, since := range []string{"", "10m"} {
@@ -473,7 +474,7 @@ func TestTraceNested(t *testing.T) {
 	apply(both2)
 	a.exchanges(2)
 	counts("one in the other", map[string]uint64{"outer": 9, "inner": 6})
-	// The outer one restarts and ends. The inner one continues.
+	// The outer cgroup is created again and removed. The inner cgroup continues.
 	apply(strings.Replace(both2, "1/1", "1/2", 1))
 	a.exchanges(2)
 	counts("the outer one begins anew", map[string]uint64{"inner": 12})
@@ -488,7 +489,7 @@ func TestTraceNested(t *testing.T) {
 	counts("the inner one ends", map[string]uint64{"outer": 12})
 }
 
-// A closed host leaves nothing of its tracing.
+// TestTraceNothingLeft checks that tracing leaves nothing on a closed host.
 func TestTraceNothingLeft(t *testing.T) {
 	t.Parallel()
 	var (
@@ -530,7 +531,7 @@ func TestTraceNothingLeft(t *testing.T) {
 	})
 }
 
-// Connections outside of the cgroup call no program of Sockeye.
+// TestTraceOthers checks that connections outside of the cgroup do not run programs of Sockeye.
 func TestTraceOthers(t *testing.T) {
 	t.Parallel()
 	stats, err := ebpf.EnableStats(0) // BPF_STATS_RUN_TIME

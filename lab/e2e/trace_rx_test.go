@@ -26,7 +26,7 @@ import (
 // received waits until n messages that match a selector were received and are complete.
 func (h *tuned) received(selector string, n uint64) (r measure.Result) {
 	h.Helper()
-	h.eventually("it to be received", func() error {
+	h.eventually("the messages to be received", func() error {
 		r = h.results(selector)
 		if ended(r.RXOutcomes) < n || r.RXWaiting > 0 {
 			return fmt.Errorf("%d wait, %v, want %d", r.RXWaiting, r.RXOutcomes, n)
@@ -39,7 +39,8 @@ func (h *tuned) received(selector string, n uint64) (r measure.Result) {
 	return r
 }
 
-// The reader stage shows a stopped reader of TCP and UDP, and the unread queue while the reader is stopped.
+// TestTraceReader checks that the reader stage shows a stopped reader of TCP and UDP, and the unread queue while the
+// reader is stopped.
 func TestTraceReader(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -57,7 +58,7 @@ func TestTraceReader(t *testing.T) {
 	send()
 	for protocol, n := range map[string]uint64{"tcp": 12, "udp": 20} {
 		r := h.received("protocol="+protocol, n)
-		// On a busy host, a whole burst may wait until the reader gets a CPU.
+		// On a busy host, a whole burst may wait until the reader is scheduled.
 		again := func() measure.Result {
 			send()
 			return h.received("protocol="+protocol, n)
@@ -72,7 +73,7 @@ func TestTraceReader(t *testing.T) {
 		t.Errorf("sockeye trace, running: exit code %d:\n%s", code, out)
 	}
 
-	// Stopped.
+	// The reader is stopped.
 	const stopped = 300 * time.Millisecond
 	h.stopPeer(p)
 	answer := far.tell(order{Do: "exchanges", Parallel: 2, Up: 1000, traceOrder: traceOrder{Count: 1}})
@@ -88,7 +89,7 @@ func TestTraceReader(t *testing.T) {
 			return nil
 		})
 		if r.RXOldest > patience {
-			t.Errorf("%s: the oldest waits for %v", protocol, r.RXOldest)
+			t.Errorf("%s: age of the oldest unread data: %v", protocol, r.RXOldest)
 		}
 	}
 	if out, _, code := h.cli("trace"); code != 0 || !strings.Contains(out, "2 waiting; the reader is ") || !strings.Contains(out, "6 waiting; the reader is ") {
@@ -99,7 +100,7 @@ func TestTraceReader(t *testing.T) {
 	for protocol, n := range map[string]uint64{"tcp": 14, "udp": 26} {
 		r := h.received("protocol="+protocol, n)
 		if late := r.Stages[config.StageReader]; time.Duration(late.Max) < stopped {
-			t.Errorf("%s, stopped: the reader took %v at most", protocol, time.Duration(late.Max))
+			t.Errorf("%s, stopped: maximum of the reader stage %v", protocol, time.Duration(late.Max))
 		}
 		h.took(protocol+", stopped", r, config.StageRXStack, 0)
 	}
@@ -120,7 +121,7 @@ func TestTraceReader(t *testing.T) {
 	}
 	h.applyTrace("{name: all, cgroup: " + near + ", messages: 1/1}")
 	if links := h.links(); len(links) != 1 {
-		t.Errorf("without stages of what is received, programs %v are attached", links)
+		t.Errorf("without receive stages, programs %v are attached", links)
 	}
 	h.setPolicyText("trace: []\n")
 	var plan api.Plan
@@ -140,7 +141,7 @@ func (h *tuned) links() (programs []ebpf.ProgramID) {
 	for _, path := range infos {
 		b, err := os.ReadFile(path)
 		if err != nil || !bytes.Contains(b, []byte("link_type:")) {
-			continue // closed meanwhile, or something else
+			continue // closed in the meantime, or not a program
 		}
 		id, err := strconv.Atoi(string(programID.FindSubmatch(b)[1]))
 		h.must(err)
@@ -157,7 +158,7 @@ func (h *tuned) stopPeer(p *peer) {
 	delete(h.members, 0)
 }
 
-// Unread messages are counted by their fate.
+// TestTraceUnread checks the outcomes of unread messages.
 func TestTraceUnread(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -174,7 +175,7 @@ func TestTraceUnread(t *testing.T) {
 	const datagrams = 200
 	far2 := h.startPeer(h.devices, "others", "far2")
 	far2.do(order{Do: "datagrams", To: at(tracePort, near4), traceOrder: traceOrder{Count: datagrams, Size: 1000}})
-	h.eventually("some to be dropped", func() error {
+	h.eventually("datagrams to be dropped", func() error {
 		if r := h.results("protocol=udp"); r.RXChosen != datagrams || r.RXOutcomes[measure.Dropped]+r.RXWaiting != datagrams {
 			return fmt.Errorf("%d chosen, %v, %d wait", r.RXChosen, r.RXOutcomes, r.RXWaiting)
 		}
@@ -194,7 +195,7 @@ func TestTraceUnread(t *testing.T) {
 	}
 }
 
-// Sent datagrams are measured until they reach the driver.
+// TestTraceDatagrams checks that sent datagrams are measured until they reach the driver.
 func TestTraceDatagrams(t *testing.T) {
 	t.Parallel()
 	const rate, burst, size, count = 500_000, 2000, 1000, 20 // bytes a second, bytes
@@ -211,8 +212,7 @@ func TestTraceDatagrams(t *testing.T) {
 	r := h.ended(fmt.Sprintf("port=%d", tracePort), 20)
 	h.took("no rate limit", r, config.StageQdisc, 0)
 	h.took("no rate limit", r, config.StageStack, 0)
-	// The last of the datagrams that are sent at once waits for all others, unless a busy host sends them slowly or
-	// dequeues late.
+	// The last datagram of a burst waits for all others, unless a busy host sends them slowly or dequeues late.
 	const longest = (count*(size+28) - burst) * time.Second / rate
 	var took []time.Duration
 	for round := range uint16(rounds) {
@@ -226,7 +226,7 @@ func TestTraceDatagrams(t *testing.T) {
 		}
 		stats := r.Stages[config.StageQdisc]
 		if stats == nil || stats.Count == 0 {
-			t.Fatalf("a rate limit: nothing of qdisc: %+v", r.Outcomes)
+			t.Fatalf("rate limit: no qdisc stage: %+v", r.Outcomes)
 		}
 		most := time.Duration(stats.Max)
 		took = append(took, most)
@@ -236,5 +236,5 @@ func TestTraceDatagrams(t *testing.T) {
 		h.took("a rate limit", r, config.StageStack, 0)
 		return
 	}
-	t.Errorf("a rate limit: the longest waits are %v, want %v", took, longest)
+	t.Errorf("rate limit: the longest times in qdisc are %v, want %v", took, longest)
 }

@@ -57,8 +57,8 @@ func (h *tuned) refused(what string, err error, code int, words ...string) {
 	}
 }
 
-// There is one sample for each counted message when it is complete, for one reader at a time, also after changes of
-// rules and agents.
+// TestTraceSamples checks that there is one sample for each counted message when it is complete, for one reader at a
+// time, also after changes of rules and agents.
 func TestTraceSamples(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -116,7 +116,7 @@ func TestTraceSamples(t *testing.T) {
 	h.refused("a second reader", err, fault.CodeConflict, near, "being read already", "hint:")
 	h.refuse(5, []string{"being read already", "hint:"}, "trace", "samples", "--count", "1")
 	s.Close()
-	h.eventually("the reader to be gone", func() error {
+	h.eventually("the reader to be disconnected", func() error {
 		s, err = h.stream("/samples", "select", fmt.Sprintf("port=%d,remote=10.90.0.0/16", tracePort+1))
 		return err
 	})
@@ -130,7 +130,7 @@ func TestTraceSamples(t *testing.T) {
 	s.Close()
 
 	// Samples continue when rules change and a cgroup is added.
-	h.eventually("the reader to be gone", func() error {
+	h.eventually("the reader to be disconnected", func() error {
 		s, err = h.stream("/samples")
 		return err
 	})
@@ -150,28 +150,28 @@ func TestTraceSamples(t *testing.T) {
 	q := h.startNear(unit)
 	q.connect(1, both...)
 	if m := next(s).Sample; m == nil || m.Group.Rule != "late" {
-		t.Errorf("a unit that came later: %+v", m)
+		t.Errorf("a unit that started later: %+v", m)
 	}
 
 	// The response ends when the agent stops. Samples without a reader are not stored.
 	h.stopAgent()
 	var line api.TraceSampleLine
 	if err := s.Next(&line); err == nil {
-		t.Errorf("a line of an agent that has stopped: %+v", line)
+		t.Errorf("the stopped agent sent a line: %+v", line)
 	}
 	if h.sampling() {
-		t.Error("an agent that has stopped has samples kept")
+		t.Error("samples are stored after the agent has stopped")
 	}
 	h.startAgent()
 	h.samples()
 	if !h.sampling() {
-		t.Error("samples are read, and not kept")
+		t.Error("samples are not stored while there is a reader")
 	}
 	h.killAgent()
 	p.exchanges(1)
 	h.startAgent()
 	if h.sampling() {
-		t.Error("an agent goes on to have the samples kept that one before it wanted")
+		t.Error("a new agent stores samples for the reader of the previous agent")
 	}
 	s = h.samples()
 	p.exchanges(1)
@@ -180,9 +180,9 @@ func TestTraceSamples(t *testing.T) {
 	}
 	s.Close()
 
-	// By command, as lines of JSON.
+	// With the command, as lines of JSON.
 	var out bytes.Buffer
-	h.eventually("the reader to be gone", func() error {
+	h.eventually("the reader to be disconnected", func() error {
 		out.Reset()
 		cmd := exec.CommandContext(h.Context(), os.Getenv(binaryEnv), "--run-dir", h.dir, "trace", "samples", "-o", "jsonl", "--count", "3")
 		cmd.Stdout = &out
@@ -216,7 +216,7 @@ func (h *tuned) sampling() bool {
 	rings, err := filepath.Glob(filepath.Join(h.pins, "trace_*", "rings"))
 	h.must(err)
 	if len(rings) == 0 {
-		h.Fatal("there are no pins")
+		h.Fatal("no pins")
 	}
 	for _, path := range rings {
 		m, err := ebpf.LoadPinnedMap(path, nil)
@@ -234,7 +234,8 @@ func (h *tuned) sampling() bool {
 	return false
 }
 
-// A reader that is too slow for its buffer gets the number of lost samples, and all others.
+// TestTraceSamplesLost checks that a reader that is too slow for its buffer receives the number of lost samples, and
+// all other samples.
 func TestTraceSamplesLost(t *testing.T) {
 	t.Parallel()
 	h := newTraced(t, 0)
@@ -280,7 +281,7 @@ func agentLines(s *api.Stream, f func(api.TraceSampleLine) bool) error {
 	}
 }
 
-// Packets of one connection and of no other, independent of the policy.
+// TestTracePackets checks that trace packets shows the packets of one connection only, independent of the policy.
 func TestTracePackets(t *testing.T) {
 	t.Parallel()
 	const delay = 5 * time.Millisecond
@@ -346,7 +347,7 @@ func TestTracePackets(t *testing.T) {
 		}
 	}
 
-	// By command, with a file for Wireshark.
+	// With the command, with a file for Wireshark.
 	file := filepath.Join(h.dir, "packets.pcapng")
 	running := p.tell(order{Do: "exchanges", Parallel: 3, Up: 30_000, traceOrder: traceOrder{Count: 100}})
 	var packets struct {
@@ -357,7 +358,7 @@ func TestTracePackets(t *testing.T) {
 	h.show(&packets, "trace", "packets", "--pid", fmt.Sprint(p.Pid()), "--fd", fmt.Sprint(ends[2].FD), "--for", "300ms", "-w", file)
 	running()
 	if len(packets.Packets) == 0 {
-		t.Error("sockeye trace packets shows none")
+		t.Error("sockeye trace packets shows no packets")
 	}
 	if info, err := os.Stat(file); err != nil || info.Size() < 1000 {
 		t.Errorf("%v, %v", info, err)
@@ -381,7 +382,7 @@ func TestTracePackets(t *testing.T) {
 			t.Error("no program is attached")
 		}
 		leave()
-		h.eventually("the programs to be gone", func() error {
+		h.eventually("the programs to be detached", func() error {
 			if n := h.packetPrograms(); n > 0 {
 				return fmt.Errorf("%d are there", n)
 			}
@@ -404,7 +405,8 @@ func (h *tuned) packetPrograms() (n int) {
 	return n
 }
 
-// Invalid requests are refused with a hint about valid ones, and leave nothing.
+// TestTraceRefused checks that invalid requests are refused with a hint about valid requests, and leave nothing
+// attached.
 func TestTraceRefused(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -440,7 +442,7 @@ func TestTraceRefused(t *testing.T) {
 		h.refuse(2, append(c.words, "policy.yaml"), "apply")
 	}
 	if h.exists(h.groupDir("refused")) || len(h.tracePins()) != 1 || !h.traced(near).Attached {
-		t.Errorf("policies that are refused leave something: pins %v", h.tracePins())
+		t.Errorf("refused policies left pins %v", h.tracePins())
 	}
 
 	// Queries.
@@ -503,7 +505,7 @@ func TestTraceRefused(t *testing.T) {
 		h.refused(what, h.tryQuery(c.path, &answer, c.args...), fault.CodeUsage, c.words...)
 	}
 	if h.sampling() || h.packetPrograms() > 0 {
-		t.Error("questions that are refused leave something attached")
+		t.Error("refused requests left programs attached")
 	}
 	h.refuse(2, []string{"did you mean qdisc?"}, "trace", "--stage", "qdisk")
 	h.refuse(2, []string{"rules", "did you mean rule?"}, "trace", "slow", "--select", "rules=x")
@@ -514,7 +516,8 @@ func TestTraceRefused(t *testing.T) {
 	h.refuse(2, []string{"hint:"}, "trace", "packets", "--pid", fmt.Sprint(os.Getpid()), "--fd", "0")
 }
 
-// Users other than root see figures without addresses. An agent without rights names the missing ones.
+// TestTraceRights checks that users other than root see figures without addresses, and that an agent without privileges
+// lists the missing privileges.
 func TestTraceRights(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -541,7 +544,7 @@ func TestTraceRights(t *testing.T) {
 		"trace slow": 4, "trace samples --count 1": 4, "trace packets --pid 1 --fd 1": 4,
 	} {
 		if code := asNobody(command); code != want {
-			t.Errorf("nobody runs sockeye %s: exit code %d, want %d", command, code, want)
+			t.Errorf("sockeye %s as user nobody: exit code %d, want %d", command, code, want)
 		}
 	}
 	h.stopAgent()

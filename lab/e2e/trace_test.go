@@ -20,7 +20,7 @@ import (
 	"sockeye/lab"
 )
 
-// The delay of a link is in the network stage only.
+// TestTraceNetwork checks that the delay of a link is in the network stage only.
 func TestTraceNetwork(t *testing.T) {
 	t.Parallel()
 	h := newTraced(t, 0)
@@ -61,7 +61,7 @@ func (h *tuned) explained(selector string, length uint32, stage config.Stage, ca
 	list := h.slowest(selector, 100)
 	i := slices.IndexFunc(list, func(m api.TraceSlow) bool { return m.Length == length })
 	if i < 0 {
-		h.Fatalf("%s: nothing of %d bytes is slow: %+v", selector, length, list)
+		h.Fatalf("%s: no slow message of %d bytes: %+v", selector, length, list)
 	}
 	m = list[i]
 	if m.Explanation.Stage != stage || m.Explanation.Cause != cause {
@@ -77,8 +77,8 @@ func (h *tuned) explained(selector string, length uint32, stage config.Stage, ca
 	return m
 }
 
-// The stack stage shows and explains delays by the congestion window, the peer's receive window, and pacing, which tune
-// rules set on the same connections.
+// TestTraceStack checks that the stack stage shows and explains delays by the congestion window, the peer's receive
+// window, and pacing, which tune rules set on the same connections.
 func TestTraceStack(t *testing.T) {
 	t.Parallel()
 	const delay, size = 10 * time.Millisecond, 100_000
@@ -161,7 +161,7 @@ func TestTraceStack(t *testing.T) {
 	}
 }
 
-// The qdisc stage shows the queueing delay of a rate limit on this host.
+// TestTraceQdisc checks that the qdisc stage shows the queueing delay of a rate limit on this host.
 func TestTraceQdisc(t *testing.T) {
 	t.Parallel()
 	const rate, burst, size, connections = 500_000, 3000, 1000, 20 // bytes a second, bytes
@@ -169,8 +169,8 @@ func TestTraceQdisc(t *testing.T) {
 	h.setTrace("{name: all, cgroup: " + h.group("near") + ", messages: 1/1, group_by: port}")
 	h.startAgent()
 	p := h.startNear("near")
-	// All messages are queued at once, so that the last one waits for all others, unless a busy host sends them slowly,
-	// dequeues late, or delays the message as long after the queue.
+	// All messages are queued at the same time, so that the last message waits for all others, unless a busy host sends
+	// them slowly, dequeues late, or delays the message after the queue.
 	const longest = (connections*(size+52) - burst) * time.Second / rate
 	var took []time.Duration
 	for round := range uint16(10) {
@@ -197,10 +197,11 @@ func TestTraceQdisc(t *testing.T) {
 		h.took("no rate limit", h.ended(fmt.Sprintf("port=%d", port+100), connections), config.StageQdisc, 0)
 		return
 	}
-	t.Errorf("a rate limit: the longest waits are %v, want %v", took, longest)
+	t.Errorf("rate limit: the longest times in qdisc are %v, want %v", took, longest)
 }
 
-// Losses are explained: of the message's last segment, of a segment before it, and of an acknowledged segment.
+// TestTraceLoss checks the explanations of losses: of the message's last segment, of an earlier segment, and of an
+// acknowledged segment.
 func TestTraceLoss(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex
@@ -212,7 +213,7 @@ func TestTraceLoss(t *testing.T) {
 		n++
 		return lose != nil && lose(n)
 	})})
-	h.must(h.collectors.Sysctl("ipv4.tcp_early_retrans", "0")) // no tail loss probe, which a busy host sends without need
+	h.must(h.collectors.Sysctl("ipv4.tcp_early_retrans", "0")) // no tail loss probes, which a busy host sends unnecessarily
 	losing := func(f func(n int) bool) {
 		mu.Lock()
 		defer mu.Unlock()
@@ -267,9 +268,9 @@ func TestTraceLoss(t *testing.T) {
 	}
 	p.do(order{Do: "close"})
 
-	// The peer disappears.
+	// The peer stops responding.
 	send(tracePort+2, func(int) bool { return true })
-	h.eventually("it to be sent again", func() error {
+	h.eventually("the message to be retransmitted", func() error {
 		mu.Lock()
 		defer mu.Unlock()
 		if n < 9 {

@@ -29,7 +29,7 @@ import (
 	"sockeye/lab"
 )
 
-// peerEnv makes the test binary a peer: a process that opens connections by order of the test.
+// peerEnv makes the test binary a peer: a process that carries out orders of the test.
 const peerEnv = "E2E_PEER"
 
 // The sides of the link. The agent is on the near side.
@@ -65,12 +65,12 @@ type report struct {
 	Ends  []connectionEnd
 }
 
-// connectionEnd is a connection from the view of its process.
+// connectionEnd is the state of one end of a connection, read by its process.
 type connectionEnd struct {
 	FD            int
 	Local, Remote netip.AddrPort
 	Accepted      bool
-	First         uint32 // congestion window before anything was sent
+	First         uint32 // congestion window before the first segment
 	Info          unix.TCPInfo
 	Congestion    string
 	Options       map[string]int
@@ -326,7 +326,7 @@ func (c *peerConnection) look() (connectionEnd, error) {
 	return end, errors.Join(failed, err)
 }
 
-// tuned is a host with a policy of tune rules, and a link to others.
+// tuned is a host with a policy with tune rules, and a link to remote hosts.
 type tuned struct {
 	*host
 	link *lab.Link
@@ -395,7 +395,7 @@ func (h *tuned) stopAgent() {
 	h.Helper()
 	h.must(h.agent.Signal(unix.SIGTERM))
 	if err := h.agent.Wait(); err != nil {
-		h.Errorf("the agent ends with %v", err)
+		h.Errorf("the agent exited with %v", err)
 	}
 }
 
@@ -456,7 +456,7 @@ func (h *tuned) startPeer(n *lab.Namespace, group, name string) *peer {
 func (h *tuned) startPeerAs(user string, n *lab.Namespace, group, name string) *peer {
 	h.Helper()
 	h.makeGroup(group)
-	h.must(os.MkdirAll(filepath.Join(h.dir, group), 0o755)) // its log's
+	h.must(os.MkdirAll(filepath.Join(h.dir, group), 0o755)) // directory of the log
 	p := n.Command(h.Context(), "/proc/self/exe")
 	p.Cmd.Args[0] = name
 	p.Name, p.User = filepath.Join(group, name), user
@@ -492,7 +492,7 @@ func (p *peer) tell(o order) (answer func() []connectionEnd) {
 		p.h.must(p.out.SetReadDeadline(time.Now().Add(2 * patience)))
 		var r report
 		if err := p.answers.Decode(&r); err != nil {
-			p.h.Fatalf("%s does not answer %+v: %v; its log ends with:\n%s", p.Name, o, err, p.LogTail(20))
+			p.h.Fatalf("%s does not answer %+v: %v; end of its log:\n%s", p.Name, o, err, p.LogTail(20))
 		}
 		if r.Error != "" {
 			p.h.Fatalf("%s cannot %s: %s", p.Name, o.Do, r.Error)
@@ -550,7 +550,7 @@ func at(port uint16, addresses ...netip.Addr) []netip.AddrPort {
 func (h *tuned) has(what string, ends []connectionEnd, option string, want int) {
 	h.Helper()
 	if len(ends) == 0 {
-		h.Errorf("%s: there are no connections", what)
+		h.Errorf("%s: no connections", what)
 	}
 	for _, e := range ends {
 		if got := e.Options[option]; got != want {

@@ -47,8 +47,8 @@ func (h *tuned) tunePins() []string {
 	return found
 }
 
-// From the first policy to the last: cgroups are created and removed, plan announces each change without side effects,
-// and a policy that cannot be applied changes nothing.
+// TestTuneLifecycle applies a series of policies. Cgroups are created and removed, plan announces each change without
+// side effects, and a policy that cannot be applied changes nothing.
 func TestTuneLifecycle(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -65,7 +65,7 @@ func TestTuneLifecycle(t *testing.T) {
 		}
 	}
 	if !h.exists(h.groupDir("made/deeper")) {
-		t.Error("the cgroup is not made")
+		t.Error("the cgroup was not created")
 	}
 	if out, errs, code := h.cli("tune"); code != 0 || !strings.Contains(out, made+": attached, created by the agent") {
 		t.Errorf("sockeye tune: exit code %d: %s%s", code, out, errs)
@@ -94,34 +94,34 @@ func TestTuneLifecycle(t *testing.T) {
 		}
 	}
 	if h.exists(h.groupDir("other")) || !h.exists(h.groupDir("made/deeper")) {
-		t.Error("plan made or removed a cgroup")
+		t.Error("plan created or removed a cgroup")
 	}
 	h.has("after plan", p.connect(2, both...), "sndbuf", 100_000)
 	h.show(&applied, "apply")
 	if !slices.Equal(applied.Changes, plan.Changes) {
-		t.Errorf("apply does %+v, plan says %+v", applied.Changes, plan.Changes)
+		t.Errorf("changes of apply %+v, of plan %+v", applied.Changes, plan.Changes)
 	}
 	if !h.exists(h.groupDir("other")) || h.exists(h.groupDir("made")) {
-		t.Error("the cgroup of the policy is not made, or that of the one before is left")
+		t.Error("the cgroup of the policy does not exist, or the cgroup of the previous policy still exists")
 	}
 	h.has("after apply", p.connect(2, both...), "sndbuf", 80_000)
 	h.has("connections from before", p.look()[:len(first)], "sndbuf", 100_000)
 	if r := h.rule("base"); r.Connections != 2 || r.Older != 1 {
-		t.Errorf("a rule that was changed: %+v", r)
+		t.Errorf("changed rule: %+v", r)
 	}
 	h.show(&applied, "apply")
 	if len(applied.Changes) > 0 {
 		t.Errorf("apply again: %+v", applied.Changes)
 	}
 
-	// Back, and forth.
+	// Roll back, and apply again.
 	h.show(&applied, "apply", "--previous")
 	if !h.exists(h.groupDir("made/deeper")) || h.exists(h.groupDir("other")) {
-		t.Error("apply --previous does not bring back what was")
+		t.Error("apply --previous did not restore the previous policy")
 	}
 	h.has("after apply --previous", p.connect(2, both...), "sndbuf", 100_000)
 	if r := h.rule("base"); r.Connections != 8 {
-		t.Errorf("the rule that is back: %+v", r)
+		t.Errorf("restored rule: %+v", r)
 	}
 	h.show(&applied, "apply", "--previous")
 
@@ -154,23 +154,24 @@ func TestTuneLifecycle(t *testing.T) {
 		h.setRules(strings.Replace(base, "50KB", "60KB", 1), obstacle.rest, fmt.Sprintf("{name: zz, cgroup: %s, set: {nodelay: true}}", h.group("zz/deeper/still")))
 		away := obstacle.in()
 		if _, errs, code := h.cli("apply"); code == 0 || !strings.Contains(errs, h.group("zz/deeper/still")) {
-			t.Errorf("apply of what the kernel does not take: exit code %d: %s", code, errs)
+			t.Errorf("apply of a policy that the kernel rejects: exit code %d: %s", code, errs)
 		}
 		away()
 		if h.exists(h.groupDir("zz")) || !slices.Equal(pins, h.tunePins()) {
-			t.Errorf("a policy that failed leaves a cgroup, or pins: %v, before %v", h.tunePins(), pins)
+			t.Errorf("a failed policy left a cgroup or pins: %v, before %v", h.tunePins(), pins)
 		}
 	}
 	if after := h.tunings(); fmt.Sprint(rulesOf(after)) != fmt.Sprint(rulesOf(before)) || !after[0].Attached || !after[1].Attached {
-		t.Errorf("after policies that were refused: %+v, before %+v", after, before)
+		t.Errorf("after refused policies: %+v, before %+v", after, before)
 	}
 	h.has("after policies that were refused", p.connect(2, both...), "sndbuf", 80_000)
 
-	// A cgroup that somebody removed is not created again by the agent. Whoever creates it again removes it.
+	// If another process removes a cgroup, the agent does not create it again. If another process creates it again, the
+	// agent does not remove it.
 	gone := func() {
 		t.Helper()
 		h.must(os.Remove(h.groupDir("other")))
-		h.eventually("the end of the cgroup", func() error {
+		h.eventually("the removal of the cgroup to be noticed", func() error {
 			if s := h.tuning(other); s.Attached || s.Created || !strings.Contains(s.Problem, "there is no cgroup") || h.exists(h.groupDir("other")) {
 				return fmt.Errorf("%+v", s)
 			}
@@ -180,7 +181,7 @@ func TestTuneLifecycle(t *testing.T) {
 	for range 2 {
 		gone()
 		h.must(os.Mkdir(h.groupDir("other"), 0o755))
-		h.eventually("the cgroup that was made again", func() error {
+		h.eventually("the new cgroup to be tuned", func() error {
 			if s := h.tuning(other); !s.Attached || s.Created || s.Problem != "" {
 				return fmt.Errorf("%+v", s)
 			}
@@ -201,14 +202,14 @@ func TestTuneLifecycle(t *testing.T) {
 	h.show(&applied, "apply")
 	r := h.rule("base")
 	if len(r.Skipped) != 1 || r.Skipped[0].Option != "congestion" || !strings.Contains(r.Skipped[0].Needs, "nosuch") {
-		t.Errorf("an option that the kernel lacks: %+v", r)
+		t.Errorf("an option that the kernel does not support: %+v", r)
 	}
 	if out, _, _ := h.cli("tune"); !strings.Contains(out, "rule base: congestion is skipped: it needs ") {
 		t.Errorf("sockeye tune shows no skipped option:\n%s", out)
 	}
 	for _, e := range p.connect(2, both...) {
 		if e.Options["sndbuf"] != 80_000 || e.Congestion != "reno" {
-			t.Errorf("a rule of which an option is skipped: %+v", e)
+			t.Errorf("a rule with a skipped option: %+v", e)
 		}
 	}
 	if r := h.rule("base"); len(r.Failures) > 0 {
@@ -224,22 +225,22 @@ func TestTuneLifecycle(t *testing.T) {
 		t.Errorf("a new agent with another policy: pins are %v", h.tunePins())
 	}
 	if e := p.connect(1, both...)[0]; e.Options["sndbuf"] == 80_000 || e.Options["priority"] != 0 {
-		t.Errorf("a rule that is removed still sets its options: %+v", e)
+		t.Errorf("a removed rule still sets its options: %+v", e)
 	}
 	h.stopAgent()
 	if out, errs, code := h.cli("reset", "--pins", h.pins); code != 0 {
 		t.Fatalf("reset: exit code %d: %s%s", code, out, errs)
 	}
 	if h.exists(h.groupDir("made")) || h.exists(h.pins) {
-		t.Error("reset leaves a cgroup, or pins")
+		t.Error("reset left a cgroup or pins")
 	}
 	if ids := sockOps(t, h.groupDir("near")); len(ids) > 0 {
 		t.Errorf("programs are left: %v", ids)
 	}
 }
 
-// The agent is killed while connections are open. They keep their options, new connections are tuned, and the next
-// agent adopts the counts. A rule that changes meanwhile applies to later connections.
+// TestTuneAgentKilled kills the agent while connections are open. They keep their options, new connections are tuned,
+// and the next agent adopts the counts. A rule that changes in the meantime applies to later connections.
 func TestTuneAgentKilled(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: 5 * time.Millisecond})
@@ -257,7 +258,7 @@ func TestTuneAgentKilled(t *testing.T) {
 		h.has(when, ends, "notsent_lowat", 20_000)
 		for _, e := range ends {
 			if e.First != 20 {
-				t.Errorf("%s: %v -> %v begins with a window of %d", when, e.Local, e.Remote, e.First)
+				t.Errorf("%s: %v -> %v: initial window %d", when, e.Local, e.Remote, e.First)
 			}
 		}
 	}
@@ -294,7 +295,7 @@ func TestTuneAgentKilled(t *testing.T) {
 	fresh := p.connect(2, both...)
 	tuned("after the rule changed", fresh, 160_000)
 	if r := h.rule("all"); r.Connections != 2 || r.Older != 1 {
-		t.Errorf("a rule that was changed: %+v", r)
+		t.Errorf("changed rule: %+v", r)
 	}
 	if out, _, _ := h.cli("tune"); !strings.Contains(out, "1 older version may still apply to open connections") {
 		t.Errorf("sockeye tune shows no older version:\n%s", out)
@@ -311,12 +312,12 @@ func TestTuneAgentKilled(t *testing.T) {
 	h.killAgent()
 	h.startAgent()
 	if r := h.rule("all"); r.Connections != 2 || r.Older != 1 {
-		t.Errorf("a rule that was changed, and a new agent: %+v", r)
+		t.Errorf("changed rule, new agent: %+v", r)
 	}
 
 	p.do(order{Do: "close"})
 	far.do(order{Do: "close"})
-	h.eventually("the end of the connections", func() error {
+	h.eventually("the connections to be closed", func() error {
 		if r := h.rule("all"); r.Closed != 2 {
 			return fmt.Errorf("%+v", r)
 		}
@@ -351,7 +352,8 @@ func (h *tuned) waitAttached(cgroup, dir string) {
 	})
 }
 
-// A rule for a unit waits for the unit, finds it in any cgroup, and finds it again after a restart.
+// TestTuneUnit checks that a rule for a unit waits for the unit, finds it in any cgroup, and finds it again after a
+// restart.
 func TestTuneUnit(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -364,12 +366,12 @@ func TestTuneUnit(t *testing.T) {
 	var plan api.Plan
 	h.show(&plan, "plan")
 	if effect := h.change(plan, unit, "unit"); !strings.Contains(effect, "as soon as it starts") {
-		t.Errorf("plan of a unit that is not there: %q", effect)
+		t.Errorf("plan of a missing unit: %q", effect)
 	}
 	h.show(&plan, "apply")
 	waiting := func() {
 		t.Helper()
-		h.eventually("the unit to be missed", func() error {
+		h.eventually("the unit to be reported as missing", func() error {
 			if s := h.tuning(unit); s.Attached || s.Path != "" || !strings.Contains(s.Problem, "there is no unit "+unit) || s.Hint == "" {
 				return fmt.Errorf("%+v", s)
 			}
@@ -378,7 +380,7 @@ func TestTuneUnit(t *testing.T) {
 	}
 	waiting()
 	if out, _, _ := h.cli("tune"); !strings.Contains(out, unit+": not attached: there is no unit") || !strings.Contains(out, "hint:") {
-		t.Errorf("sockeye tune shows no unit that is waited for:\n%s", out)
+		t.Errorf("sockeye tune does not show the missing unit:\n%s", out)
 	}
 	far := h.startFar()
 	far.listen(tunePort)
@@ -426,7 +428,7 @@ func TestTuneUnit(t *testing.T) {
 	}
 }
 
-// The name of a slice determines its path: a-b.slice is in a.slice.
+// TestTuneSlice checks that the name of a slice determines its path: a-b.slice is in a.slice.
 func TestTuneSlice(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -439,7 +441,7 @@ func TestTuneSlice(t *testing.T) {
 	h.setRules("{name: slice, cgroup: " + slice + ", set: {sndbuf: 50KB}}")
 	h.startAgent()
 	if s := h.tuning(slice); s.Attached || s.Problem == "" {
-		t.Errorf("a slice that is not there: %+v", s)
+		t.Errorf("missing slice: %+v", s)
 	}
 	h.must(os.MkdirAll(dir, 0o755))
 	h.eventually("the slice to be tuned", func() error {
@@ -481,12 +483,13 @@ done`, "sockeye-e2e", dir)
 		pipe.Close()
 		h.must(cmd.Wait())
 		if h.exists(dir) {
-			h.Errorf("%s is left", dir)
+			h.Errorf("%s still exists", dir)
 		}
 	})
 }
 
-// Sibling cgroups have separate rules. A cgroup inside a tuned cgroup is rejected, and so is a unit that starts in one.
+// TestTuneNested checks that sibling cgroups have separate rules, and that a cgroup inside a tuned cgroup, or a unit
+// that starts in one, is rejected.
 func TestTuneNested(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -534,8 +537,8 @@ func TestTuneNested(t *testing.T) {
 	h.has("the unit elsewhere", d.connect(2, both...), "sndbuf", 140_000)
 }
 
-// Connections of both roles get the values that explain reports for their addresses. For sockets, explain reports
-// requested and effective values.
+// TestTuneExplain checks that connections of both roles have the values that explain reports for their addresses. For
+// sockets, explain reports requested and effective values.
 func TestTuneExplain(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -580,7 +583,7 @@ func TestTuneExplain(t *testing.T) {
 		k := way{e.Accepted, port, e.Remote.Addr()}
 		rule, ok := want[k]
 		if !ok {
-			t.Errorf("%+v was not to be", k)
+			t.Errorf("unexpected %+v", k)
 			continue
 		}
 		delete(want, k)
@@ -608,7 +611,7 @@ func TestTuneExplain(t *testing.T) {
 		t.Errorf("no connections: %+v", want)
 	}
 
-	// Requested beside effective.
+	// The text output has requested and effective values.
 	value := func(rule, option string) api.TuneValue {
 		t.Helper()
 		s := h.socket(p, ends[rule])
@@ -658,7 +661,7 @@ func TestTuneExplain(t *testing.T) {
 	h.refuse(2, []string{"hint:"}, "tune", "explain", "--socket", fmt.Sprintf("%v,%v", e.Remote, e.Local))
 	h.refuse(2, []string{"hint:"}, "tune", "explain", "--socket", "4000000:3")
 	p.do(order{Do: "close"})
-	h.eventually("the connection to be gone", func() error {
+	h.eventually("the connection to be closed", func() error {
 		if _, _, code := h.cli("tune", "explain", "--socket", e.Local.String()+","+e.Remote.String()); code != 2 {
 			return fmt.Errorf("exit code %d", code)
 		}
@@ -676,8 +679,9 @@ func (h *tuned) row(t api.TuneTrial, name string) trial.Row {
 	return t.Comparison.Rows[i]
 }
 
-// A trial finds the difference that a setting makes, no difference for an irrelevant setting, and is undecided with few
-// connections. The link always loses 2 %. A window larger than the queue on the path loses more.
+// TestTuneTrial checks that a trial finds the difference of an effective setting, finds no difference for an irrelevant
+// setting, and has no verdict with few connections. The link always loses 2 %. A window larger than the queue of the
+// path loses more.
 func TestTuneTrial(t *testing.T) {
 	t.Parallel()
 	shallow := &line{depth: 6}
@@ -686,7 +690,7 @@ func TestTuneTrial(t *testing.T) {
 	rule := func(name string, port int, set string) string {
 		return fmt.Sprintf("{name: %s, cgroup: %s, match: {port: %d}, set: {%s}, trial: {control: 50%%}}", name, near, port, set)
 	}
-	// A false difference is allowed in one of 20 trials, but not in all of these.
+	// A false positive is allowed in one of 20 trials, but not in all trials of this test.
 	without := []string{"priority1", "priority2", "priority3"}
 	rules := []string{rule("window", tunePort, "initial_cwnd: 4, cwnd_clamp: 4")}
 	for i, name := range without {
@@ -711,7 +715,7 @@ func TestTuneTrial(t *testing.T) {
 		t.Helper()
 		before := h.rule(name).Closed
 		p.do(order{Do: "connect", N: n, Parallel: 16, To: at(port, far4, far6), Up: 40_000})
-		h.eventually("all to be counted", func() error {
+		h.eventually("all connections to be counted", func() error {
 			if r := h.rule(name); r.Closed < before+uint64(n) {
 				return fmt.Errorf("%+v", r)
 			}
@@ -738,11 +742,11 @@ func TestTuneTrial(t *testing.T) {
 	tr := ask("window")
 	lost := h.row(tr, "retransmits")
 	if lost.Verdict != trial.Lower || lost.High == nil || *lost.High >= 0 || *lost.Treated < 5_000 {
-		t.Errorf("a window that fits the queue: %+v: %s", lost, tr.Summary)
+		t.Errorf("window smaller than the queue: %+v: %s", lost, tr.Summary)
 	}
 	if r := h.rule("window"); tr.Comparison.Treated+tr.Comparison.Control != 160 || r.Connections != 160 || r.Control != tr.Comparison.Control ||
 		r.Control < 48 || r.Control > 112 { // 80 ± 5 standard deviations
-		t.Errorf("half are left alone: %+v, %+v", r, tr.Comparison)
+		t.Errorf("the control arm is not half of the connections: %+v, %+v", r, tr.Comparison)
 	}
 	if !strings.Contains(tr.Summary, "fewer segments") {
 		t.Errorf("the summary says %q", tr.Summary)
@@ -759,20 +763,20 @@ func TestTuneTrial(t *testing.T) {
 			}
 		}
 		if v := h.row(tr, "retransmits").Verdict; v == trial.NotEnough {
-			t.Errorf("100 connections are not enough: %+v", tr)
+			t.Errorf("verdict with 100 connections: %+v", tr)
 		}
 		if len(real) == 0 {
 			break
 		}
 	}
 	if len(real) > 0 {
-		t.Errorf("a priority makes a difference, each time: %v", real)
+		t.Errorf("each trial found a difference by the priority: %v", real)
 	}
 	h.refuse(2, []string{`no rule "windows"`, "window"}, "tune", "trial", "windows")
 }
 
-// Two networks behind one link, one with a shallow queue: each gets its best window, and keeps it when the agent is
-// killed.
+// TestTuneLearn checks learning for two networks behind one link, one with a short queue. Connections to each network
+// use its best window, also after the agent is killed.
 func TestTuneLearn(t *testing.T) {
 	t.Parallel()
 	network4, network6 := netip.MustParsePrefix("10.91.2.0/24"), netip.MustParsePrefix("fd91:0:2::/48")
@@ -791,7 +795,7 @@ func TestTuneLearn(t *testing.T) {
 	p, far := h.startNear("near"), h.startFar()
 	far.listen(tunePort)
 	networks := map[string]struct {
-		window    int // the best: fewest round trips without a loss
+		window    int // best window: fewest round trips without a loss
 		addresses []netip.AddrPort
 	}{
 		"10.91.1.0/24":  {40, at(tunePort, netip.MustParseAddr("10.91.1.1"), netip.MustParseAddr("10.91.1.200"))},
@@ -827,7 +831,7 @@ func TestTuneLearn(t *testing.T) {
 		t.Helper()
 		for _, e := range p.do(order{Do: "connect", N: 2 * len(all), Parallel: 16, To: all, Up: 1000}) {
 			if want := windowOf(e.Remote.Addr()); int(e.First) != want {
-				t.Errorf("%s: a connection to %v begins with a window of %d, want %d", when, e.Remote, e.First, want)
+				t.Errorf("%s: connection to %v: initial window %d, want %d", when, e.Remote, e.First, want)
 			}
 		}
 	}
@@ -875,7 +879,7 @@ func TestTuneLearn(t *testing.T) {
 	far.do(order{Do: "connect", N: 4, To: at(tunePort, near4), From: []netip.Addr{netip.MustParseAddr("10.91.2.9"), netip.MustParseAddr("10.91.1.9")}, Down: 1000, Keep: true})
 	for _, e := range p.accepted(4) {
 		if want := windowOf(e.Remote.Addr()); int(e.First) != want {
-			t.Errorf("accepted from %v: a window of %d, want %d", e.Remote, e.First, want)
+			t.Errorf("accepted from %v: initial window %d, want %d", e.Remote, e.First, want)
 		}
 	}
 
@@ -888,7 +892,7 @@ func TestTuneLearn(t *testing.T) {
 	settled("another version of the rule")
 }
 
-// A lost SYN is not a lost data segment for counts, reactions and learning.
+// TestTuneLostSYN checks that a lost SYN does not count as a lost data segment in counters, reactions and learning.
 func TestTuneLostSYN(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex
@@ -941,8 +945,8 @@ func TestTuneLostSYN(t *testing.T) {
 	}
 }
 
-// Connections that end with the first flight contribute to learning in both roles, and each window is tried equally
-// often. Other connections have the kernel's default window.
+// TestTuneLearnShort checks that connections that end with the first flight contribute to learning in both roles, and
+// that each window is tried equally often. Other connections have the kernel's default window.
 func TestTuneLearnShort(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: 15 * time.Millisecond})
@@ -981,7 +985,7 @@ func TestTuneLearnShort(t *testing.T) {
 						return l
 					}
 				}
-				t.Fatalf("nothing is known of %s: %+v", test.prefix, list)
+				t.Fatalf("no learned data for %s: %+v", test.prefix, list)
 				return api.TuneLearned{}
 			}
 			// Connections that are too short to be timed try each window equally often.
@@ -992,7 +996,7 @@ func TestTuneLearnShort(t *testing.T) {
 			for _, c := range l.Candidates {
 				low, high = min(low, c.Tries), max(high, c.Tries)
 				if c.Connections != 0 {
-					t.Errorf("too short, and timed: %+v", c)
+					t.Errorf("connections that are too short were timed: %+v", c)
 				}
 			}
 			// Connections of the control arm also use the kernel's default window of 10.
@@ -1012,22 +1016,22 @@ func TestTuneLearnShort(t *testing.T) {
 				t.Errorf("windows %v, learned %+v, want 40", windows, l)
 			}
 			if test.from == p && (windows[4] == 0 || windows[10] == 0 || windows[40] == 0) {
-				t.Errorf("not all were tried: %v", windows)
+				t.Errorf("not all windows were tried: %v", windows)
 			}
-			// The fewer round trips, the shorter.
+			// Fewer round trips mean a shorter time.
 			for i, c := range l.Candidates[1:] {
 				if before := l.Candidates[i]; c.Connections < 5 || c.Time >= before.Time {
 					t.Errorf("%+v, %+v", before, c)
 				}
 			}
 			if first := connect(10, order{Up: test.up, Down: test.down, Parallel: 2}); test.from == p && first[40] != 10 {
-				t.Errorf("after it has settled: %v", first)
+				t.Errorf("after the prefix has settled: %v", first)
 			}
 		})
 	}
 }
 
-// Only connections that lose segments get the options of the reaction.
+// TestTuneReact checks that the options of a reaction are set only on connections that lose segments.
 func TestTuneReact(t *testing.T) {
 	t.Parallel()
 	const bad, label = tunePort + 1, 0x5eed0
@@ -1063,7 +1067,7 @@ func TestTuneReact(t *testing.T) {
 	}
 	for _, e := range run(p, tunePort, 8) {
 		if e.Congestion != "reno" || e.Options["sndbuf"] == 600_000 {
-			t.Errorf("a connection that loses nothing: %+v", e)
+			t.Errorf("connection without losses: %+v", e)
 		}
 	}
 	if r := h.rule("all"); r.Reactions != 0 {
@@ -1075,7 +1079,7 @@ func TestTuneReact(t *testing.T) {
 		last := flows[[2]netip.AddrPort{e.Local, e.Remote}].last
 		mu.Unlock()
 		if e.Congestion != "cubic" || e.Options["sndbuf"] != 600_000 || e.Remote.Addr().Is6() != (last == label) {
-			t.Errorf("a connection that loses a seventh: %v -> %v: %s, sndbuf %d, flow label %#x", e.Local, e.Remote, e.Congestion, e.Options["sndbuf"], last)
+			t.Errorf("connection that loses 1/7 of the segments: %v -> %v: %s, sndbuf %d, flow label %#x", e.Local, e.Remote, e.Congestion, e.Options["sndbuf"], last)
 		}
 	}
 	if r := h.rule("all"); r.Reactions != 8 || r.Connections != 16 {
@@ -1088,7 +1092,7 @@ func TestTuneReact(t *testing.T) {
 		t.Errorf("sockeye tune shows no reactions:\n%s", out)
 	}
 
-	// A quarter of 64 is watched.
+	// A quarter of 64 connections is sampled.
 	reacted := 0
 	for _, e := range run(q, bad, 64) {
 		if e.Congestion == "cubic" {
@@ -1096,11 +1100,12 @@ func TestTuneReact(t *testing.T) {
 		}
 	}
 	if r := h.rule("some"); int(r.Reactions) != reacted || reacted < 2 || reacted > 36 { // 16 - 4 or + 5 standard deviations
-		t.Errorf("%d of 64 connections reacted, want a quarter; counted are %d", reacted, r.Reactions)
+		t.Errorf("%d of 64 connections reacted, want a quarter; counter %d", reacted, r.Reactions)
 	}
 }
 
-// Open connections get a rule and lose it again while they carry data. Later connections keep it.
+// TestTuneLive applies a rule to open connections and reverts it while they carry data. The rule still applies to new
+// connections.
 func TestTuneLive(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -1173,7 +1178,7 @@ func TestTuneLive(t *testing.T) {
 		t.Errorf("apply --live again: exit code %d: %s%s", code, out, errs)
 	}
 
-	// A new agent knows the previous values.
+	// A new agent has the previous values.
 	h.killAgent()
 	h.startAgent()
 	h.refuse(2, []string{`no rule "lives"`, "live"}, "tune", "revert", "lives")
@@ -1212,15 +1217,16 @@ func TestTuneLive(t *testing.T) {
 	h.has("a rule that is removed", p.look(), "sndbuf", 140_000)
 	h.show(&back, "tune", "revert")
 	if back.Reverted != 16 {
-		t.Errorf("revert of a rule that is removed: %+v", back)
+		t.Errorf("revert of a removed rule: %+v", back)
 	}
 	without("after the rule is removed", p.look()[:10])
 	if e := p.connect(1, both...)[0]; e.Congestion != "reno" || e.Options["locks"] != 0 || e.Options["priority"] != 0 {
-		t.Errorf("a new connection after the rule is removed: %+v", e)
+		t.Errorf("new connection after the removal of the rule: %+v", e)
 	}
 }
 
-// Programs of other tools are listed with their order, and the last program decides.
+// TestTuneForeign checks that programs of other tools are listed with their order, and that the last program determines
+// the value.
 func TestTuneForeign(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -1261,7 +1267,7 @@ func TestTuneForeign(t *testing.T) {
 			t.Errorf("%s: %+v, want program %d of %s, %s", where, list, id, cgroup, order)
 		}
 		if out, _, _ := h.cli("tune"); !strings.Contains(out, fmt.Sprintf("program %d of another owner, in %s, runs %s", id, cgroup, order)) {
-			t.Errorf("%s: sockeye tune shows no such program:\n%s", where, out)
+			t.Errorf("%s: sockeye tune does not show the program:\n%s", where, out)
 		}
 	}
 	check("attached before", near, "before", earlier, ours)
@@ -1290,7 +1296,7 @@ func TestTuneForeign(t *testing.T) {
 	check("none again", "", "", 0, ours)
 }
 
-// Metrics match the output of "sockeye tune", and continue after the agent was killed.
+// TestTuneMetrics checks that metrics match the output of "sockeye tune", and continue after the agent is killed.
 func TestTuneMetrics(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: 2 * time.Millisecond, Loss: 0.02, Seed: 1})
@@ -1328,7 +1334,7 @@ metrics: {listen: "127.0.0.1:9732"}
 				found = found || ok
 			}
 			if !found {
-				t.Errorf("%s: there is no %s of %s", when, name, rule)
+				t.Errorf("%s: no %s of %s", when, name, rule)
 			}
 			return n
 		}
@@ -1338,7 +1344,7 @@ metrics: {listen: "127.0.0.1:9732"}
 				"segments_total": r.Segments, "retransmits_total": r.Retransmits, "rtos_total": r.RTOs, "connect_seconds_count": r.Established,
 			} {
 				if got := sum(name, r.Name); got != want {
-					t.Errorf("%s: %s of %s is %d, sockeye tune says %d", when, name, r.Name, got, want)
+					t.Errorf("%s: %s of %s is %d, in sockeye tune %d", when, name, r.Name, got, want)
 				}
 			}
 			if n := sum("rtt_seconds_count", r.Name); n < r.Closed {
@@ -1346,7 +1352,7 @@ metrics: {listen: "127.0.0.1:9732"}
 			}
 			for name, want := range map[string]uint64{"options_set_total": r.OptionsSet, "reactions_total": r.Reactions} {
 				if got := uint64(metrics[fmt.Sprintf("sockeye_tune_%s{cgroup=%q,rule=%q}", name, near, r.Name)]); got != want {
-					t.Errorf("%s: %s of %s is %d, sockeye tune says %d", when, name, r.Name, got, want)
+					t.Errorf("%s: %s of %s is %d, in sockeye tune %d", when, name, r.Name, got, want)
 				}
 			}
 		}
@@ -1392,8 +1398,8 @@ metrics: {listen: "127.0.0.1:9732"}
 	}
 }
 
-// A tag that the rule of one host writes selects a rule on another host, in both directions. Hosts without tags are not
-// affected.
+// TestTuneTags checks that a tag in the rule of one host selects a rule on another host, in both directions. Hosts
+// without tags are not affected.
 func TestTuneTags(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
@@ -1449,7 +1455,8 @@ func TestTuneTags(t *testing.T) {
 	}
 }
 
-// A rule for a service follows the service. The programs of steering are not listed as programs of other tools.
+// TestTuneService checks that a rule for a service applies to the service's connections. The programs of steering are
+// not listed as programs of other tools.
 func TestTuneService(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
@@ -1481,7 +1488,7 @@ func TestTuneService(t *testing.T) {
 		h.lands("no agent", all, home)
 		h.startAgent()
 		h.ready(0, 1)
-		// The new agent is in the cgroup too, and probes options on two connections of its own.
+		// The new agent is in the cgroup, too, and probes options with two connections.
 		const ends = 4
 		if n, rest, foreign := served(); n != 2*want || rest != ends || foreign != 0 {
 			t.Errorf("a new agent: %d connections of the service, want %d, %d others, want %d, %d foreign programs", n, 2*want, rest, ends, foreign)
@@ -1491,13 +1498,13 @@ func TestTuneService(t *testing.T) {
 		h.show(&plan, "apply")
 		for _, c := range plan.Changes {
 			if c.Cgroup != "" {
-				t.Errorf("a change of slots changes the tuning: %+v", c)
+				t.Errorf("a change of slots changed the tuning: %+v", c)
 			}
 		}
 	})
 }
 
-// A closed host leaves nothing of its tuning.
+// TestTuneNothingLeft checks that tuning leaves nothing on a closed host.
 func TestTuneNothingLeft(t *testing.T) {
 	t.Parallel()
 	var (
@@ -1568,7 +1575,7 @@ func TestTuneNothingLeft(t *testing.T) {
 	})
 }
 
-// rulesOf returns the part of the output that is constant while nothing is applied and nobody connects.
+// rulesOf returns the part of the output that is constant without changes of the policy and new connections.
 func rulesOf(list []api.TuneStatus) (rules []string) {
 	for _, s := range list {
 		for _, r := range s.Rules {

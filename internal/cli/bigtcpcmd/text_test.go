@@ -107,7 +107,7 @@ func TestBigTCPManyInterfaces(t *testing.T) {
 			{Relation: netif.Peer, Index: 2, Name: "eth0", Netns: fmt.Sprintf("/proc/%d/ns/net", 1000+n), Kind: "veth", Driver: "veth", TSOMaxSize: 524280, Sizes: sameSizes(65536)}, bridge,
 		}}
 		if n == 0 {
-			i.Up, i.Related = false, []netif.Related{} // nobody would miss it
+			i.Up, i.Related = false, []netif.Related{} // not shown without --all
 		}
 		if n%4 == 3 {
 			i.Sizes = sameSizes(192000)

@@ -50,7 +50,7 @@ func TestScreen(t *testing.T) {
 	}
 }
 
-// FuzzScreen checks that no output, in whatever pieces it is written, contains a control sequence.
+// FuzzScreen checks that output does not contain control sequences, also if it is written in several pieces.
 func FuzzScreen(f *testing.F) {
 	for i, c := range clitest.Commands {
 		f.Add([]byte("a"+c+"b"), uint8(i))

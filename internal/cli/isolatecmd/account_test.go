@@ -9,13 +9,13 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// TestMemberOfAnotherUser checks that only the user that the policy names starts members of the service.
+// TestMemberOfAnotherUser checks that only the user in the policy can start members of the service.
 func TestMemberOfAnotherUser(t *testing.T) {
 	nobody := &account{User: isolate.User{UID: 65534, GID: 65534}}
 	for _, test := range []struct {
 		service    string
 		who        *account // nil: root, as the tests are
-		want, hint string   // "": nothing is refused
+		want, hint string   // "": no error
 	}{
 		{"", nobody, "", ""},
 		{"nobody", nobody, "", ""},

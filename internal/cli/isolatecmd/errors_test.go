@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// TestIsolateNamespaceErrors checks that a kernel that refuses namespaces has an exit code of its own.
+// TestIsolateNamespaceErrors checks the exit code if the kernel denies or does not support namespaces.
 func TestIsolateNamespaceErrors(t *testing.T) {
 	for _, test := range []struct {
 		err  error

@@ -50,7 +50,7 @@ func TestSocketsText(t *testing.T) {
 	})
 }
 
-// TestSocketsUnsupported checks that a kernel without sock_diag has an exit code of its own.
+// TestSocketsUnsupported checks the exit code on a kernel without sock_diag.
 func TestSocketsUnsupported(t *testing.T) {
 	err := socketsFailure(fmt.Errorf("read TCP sockets: %w", sockdiag.ErrUnsupported))
 	if fault.Code(err) != fault.CodeUnsupported || fault.Hint(err) == "" {

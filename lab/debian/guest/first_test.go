@@ -520,7 +520,7 @@ func journalLines(t *testing.T, since time.Time) {
 	}
 }
 
-// The members of the routers in the previous boot.
+// notedPlaces returns the members of the routers that the previous boot stored.
 func notedPlaces(t *testing.T) map[netip.Addr]int {
 	t.Helper()
 	var places map[netip.Addr]int

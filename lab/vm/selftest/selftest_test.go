@@ -148,8 +148,8 @@ func TestTestdata(t *testing.T) {
 	}
 }
 
-// Output of any kind and length reaches the host unchanged, because the
-// kernel's console uses another serial port.
+// TestOutput checks that output of any kind and length reaches the host unchanged. The kernel's console uses another
+// serial port.
 func TestOutput(t *testing.T) {
 	if err := os.WriteFile("/dev/kmsg", []byte("<0>sockeye: a message of the kernel in the midst\n"), 0); err != nil {
 		t.Fatal(err)
