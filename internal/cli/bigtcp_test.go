@@ -420,7 +420,7 @@ func TestBigTCPBesideAgent(t *testing.T) {
 	h.veth("cli0", "cli1")
 	h.write("policy.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 192KB, ipv4: 192KB}\n")
 	h.start()
-	h.eventually("the agent sets what its policy says", func() bool { return h.sizes("cli0") == [4]int{192000, 192000, 192000, 192000} })
+	h.eventually("the agent sets the sizes of its policy", func() bool { return h.sizes("cli0") == [4]int{192000, 192000, 192000, 192000} })
 	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", "apply cli0 --ipv4 off")
 	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", "apply --policy DIR/policy.yaml")
 	h.refuses(5, "cli0 was set by the agent for its policy", "remove its rule from the policy file and run sockeye apply, or use --force", "revert cli0")

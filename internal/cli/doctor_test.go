@@ -159,7 +159,7 @@ func TestDoctorFailures(t *testing.T) {
 	}
 }
 
-// TestDoctorAsksAgent checks that doctor reports missing listeners of members that the agent knows.
+// TestDoctorAsksAgent checks that doctor reports the missing listeners of candidates that the agent has found.
 func TestDoctorAsksAgent(t *testing.T) {
 	h, _ := running(t)
 	findings, code := h.examine(nil, "sockeye")

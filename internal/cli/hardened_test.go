@@ -292,7 +292,7 @@ func (h *host) filter(allowed map[string]bool, namespaces string, families []str
 			add(ret, unix.SECCOMP_RET_ALLOW, 0, 0)
 		}
 	}
-	// System calls that the installed systemd does not know get ENOSYS, so that programs use their fallback.
+	// System calls that are unknown to the installed systemd fail with ENOSYS, so that programs use their fallback.
 	known := make(map[string]bool)
 	out, err := exec.Command("systemd-analyze", "--no-pager", "syscall-filter").Output()
 	if err != nil {

@@ -64,7 +64,7 @@ tune:
 	}
 	// JSON contains the unmodified command line.
 	if got, want := must[[]api.SlotStatus](h, "slots")[0].Command, strings.ToValidUTF8(name, "�"); !strings.HasPrefix(got, want[:60]) {
-		t.Errorf("JSON says %q", got)
+		t.Errorf("command line in JSON: %q", got)
 	}
 	h.refused(fault.CodeUsage, `unknown command "\x1b[2J"`, "sockeye --help lists the commands", nil, "\x1b[2J")
 	if r := h.sockeye("check", "/\x1b[2J\u202e\xff"); !clitest.Safe(r.err) || r.code == 0 {

@@ -29,7 +29,7 @@ import (
 func escape(args []string) error {
 	try, ok := escapes[args[0]]
 	if !ok {
-		return fmt.Errorf("what is %s?", args[0])
+		return fmt.Errorf("unknown action %s", args[0])
 	}
 	err := try(args[1:])
 	switch number, isErrno := errors.AsType[syscall.Errno](err); {
@@ -594,7 +594,7 @@ func TestIsolateOrphans(t *testing.T) {
 		}
 	}
 	if len(left) != 1 {
-		t.Fatalf("processes %v are left", left)
+		t.Fatalf("processes %v are still running", left)
 	}
 	fmt.Fprintln(g.In, "go on")
 	if n := g.line(t); n != "0" {

@@ -135,7 +135,7 @@ func inside(what string, args []string) error {
 			}
 		}
 	}
-	return fmt.Errorf("what is %s?", what)
+	return fmt.Errorf("unknown action %s", what)
 }
 
 // tellPeers answers each peer with the address of the peer.
@@ -429,7 +429,7 @@ NoNewPrivs:	1
 				t.Errorf("%q, code %d, want %q, %d\n%s", out, code, test.want, test.code, stderr)
 			}
 			if strings.Contains(stderr, "sockeye:") {
-				t.Errorf("it says %q", stderr)
+				t.Errorf("standard error: %q", stderr)
 			}
 		})
 	}
@@ -512,7 +512,7 @@ func TestIsolateLeavesNothing(t *testing.T) {
 				time.Sleep(10 * time.Millisecond)
 			}
 			if mounts() != before {
-				t.Error("mounts are left")
+				t.Error("mounts still exist")
 			}
 			c, err := net.Listen("tcp4", "127.0.0.1:7080")
 			if err != nil {

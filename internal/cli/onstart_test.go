@@ -481,7 +481,7 @@ func TestOnStartReport(t *testing.T) {
 		}
 		d.conn.Close()
 	}
-	h.eventually("no device is split once they are gone", func() bool {
+	h.eventually("no device is split after the connections are closed", func() bool {
 		return must[api.Status](h, "status").Services[0].SplitDevices == 0
 	})
 }

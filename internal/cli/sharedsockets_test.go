@@ -159,7 +159,7 @@ func TestWaitingAnew(t *testing.T) {
 		cmd.Wait()
 	})
 	const want = "it has not opened tcp [::]:1790 yet"
-	h.eventually("status says what it lacks now", func() bool {
+	h.eventually("status shows the new problem", func() bool {
 		w := h.service().Waiting
 		return len(w) == 1 && w[0].Problem == want && strings.Contains(w[0].Hint, "compare the ports")
 	})

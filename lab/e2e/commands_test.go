@@ -299,10 +299,10 @@ func TestReset(t *testing.T) {
 			t.Fatalf("reset: exit code %d: %s%s", code, out, errs)
 		}
 		if left, err := os.ReadDir(h.pins); !os.IsNotExist(err) {
-			t.Errorf("pins are left: %v, %v", left, err)
+			t.Errorf("pins still exist: %v, %v", left, err)
 		}
 		if pids, err := h.agent.PIDs(); err != nil || len(pids) > 0 {
-			t.Errorf("processes are left: %v, %v", pids, err)
+			t.Errorf("processes are still running: %v, %v", pids, err)
 		}
 		apart := 0
 		for a, l := range h.sweep(all) {

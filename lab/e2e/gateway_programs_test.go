@@ -231,7 +231,7 @@ func (i *isolated) https() {
 		"curl", "-4", "-sS", "--cacert", ca, "--data-binary", "@-", "https://example.com/")
 	i.must(err)
 	if want := "HTTP/2.0 from 10.97.0.1, 5000000 bytes"; out != want {
-		i.Errorf("curl says %q, want %q", out, want)
+		i.Errorf("output of curl: %q, want %q", out, want)
 	}
 	if out, err := i.run(nil, []string{"--allow", web4.String() + ":80/tcp"}, "curl", "-4", "-sS", "--cacert", ca, "https://example.com/"); err == nil {
 		i.Errorf("curl reached a denied destination: %s", out)

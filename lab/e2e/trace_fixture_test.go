@@ -56,7 +56,7 @@ func (p *peerProcess) carryOutTrace(o order) error {
 	case "datagrams":
 		return sendDatagrams(o)
 	}
-	return fmt.Errorf("what is %q?", o.Do)
+	return fmt.Errorf("unknown order %q", o.Do)
 }
 
 // bind reads all datagrams to an address. If Size is not 0, it is the receive buffer size in bytes.

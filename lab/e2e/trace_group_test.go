@@ -175,7 +175,7 @@ func TestTraceArms(t *testing.T) {
 		t.Errorf("a window of 3 packets: %+v", compared)
 	}
 	if !strings.Contains(compared.Summary, "stack") {
-		t.Errorf("the summary says %q", compared.Summary)
+		t.Errorf("summary: %q", compared.Summary)
 	}
 	h.refuse(2, []string{"hint:"}, "trace", "compare", "--trial", "windows")
 	page := filepath.Join(h.dir, "trace.html")
@@ -193,7 +193,7 @@ func TestTraceArms(t *testing.T) {
 	h.show(&plan, "apply")
 	for _, c := range plan.Changes {
 		if strings.Contains(c.What, "trace") {
-			t.Errorf("a change of tune changes what is traced: %+v", c)
+			t.Errorf("a change of tune changed the tracing: %+v", c)
 		}
 	}
 	exchange(10)

@@ -328,7 +328,7 @@ func TestTraceAgentKilled(t *testing.T) {
 		t.Error("an agent that has just started returns an hour of history")
 	}
 	since := h.traced(near).Since
-	running := p.tell(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 200}})
+	running := p.order(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 200}})
 	h.eventually("some of the messages", func() error {
 		if r := h.results(""); r.Chosen < 100 {
 			return fmt.Errorf("%d", r.Chosen)
@@ -336,7 +336,7 @@ func TestTraceAgentKilled(t *testing.T) {
 		return nil
 	})
 	h.killAgent()
-	p.tell(order{Do: "look"})
+	p.order(order{Do: "look"})
 	running()
 	h.startAgent()
 	p.out.Close()

@@ -76,7 +76,7 @@ func TestTraceReader(t *testing.T) {
 	// The reader is stopped.
 	const stopped = 300 * time.Millisecond
 	h.stopPeer(p)
-	answer := far.tell(order{Do: "exchanges", Parallel: 2, Up: 1000, traceOrder: traceOrder{Count: 1}})
+	answer := far.order(order{Do: "exchanges", Parallel: 2, Up: 1000, traceOrder: traceOrder{Count: 1}})
 	far2 := h.startPeer(h.devices, "others", "far2")
 	far2.do(order{Do: "datagrams", To: at(tracePort, near4, near6), traceOrder: traceOrder{Count: 3, Size: 500}})
 	for protocol, n := range map[string]uint64{"tcp": 2, "udp": 6} {
@@ -171,7 +171,7 @@ func TestTraceUnread(t *testing.T) {
 	far.connect(4, at(tracePort, near4)...)
 	h.received("protocol=tcp", 4)
 	h.stopPeer(p)
-	far.tell(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 1}})
+	far.order(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 1}})
 	const datagrams = 200
 	far2 := h.startPeer(h.devices, "others", "far2")
 	far2.do(order{Do: "datagrams", To: at(tracePort, near4), traceOrder: traceOrder{Count: datagrams, Size: 1000}})

@@ -349,7 +349,7 @@ func TestTracePackets(t *testing.T) {
 
 	// With the command, with a file for Wireshark.
 	file := filepath.Join(h.dir, "packets.pcapng")
-	running := p.tell(order{Do: "exchanges", Parallel: 3, Up: 30_000, traceOrder: traceOrder{Count: 100}})
+	running := p.order(order{Do: "exchanges", Parallel: 3, Up: 30_000, traceOrder: traceOrder{Count: 100}})
 	var packets struct {
 		Packets []struct {
 			Length int `json:"length"`

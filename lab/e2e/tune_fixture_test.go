@@ -483,8 +483,8 @@ func (h *tuned) startFar() *peer {
 	return h.startPeer(h.devices, "others", "far")
 }
 
-// tell sends an order and returns a function that waits for the response.
-func (p *peer) tell(o order) (answer func() []connectionEnd) {
+// order sends an order and returns a function that waits for the response.
+func (p *peer) order(o order) (answer func() []connectionEnd) {
 	p.h.Helper()
 	p.h.must(p.orders.Encode(o))
 	return func() []connectionEnd {
@@ -503,7 +503,7 @@ func (p *peer) tell(o order) (answer func() []connectionEnd) {
 
 func (p *peer) do(o order) []connectionEnd {
 	p.h.Helper()
-	return p.tell(o)()
+	return p.order(o)()
 }
 
 // listen makes a peer listen for both families.

@@ -235,7 +235,7 @@ func TestTuneLifecycle(t *testing.T) {
 		t.Error("reset left a cgroup or pins")
 	}
 	if ids := sockOps(t, h.groupDir("near")); len(ids) > 0 {
-		t.Errorf("programs are left: %v", ids)
+		t.Errorf("programs are still loaded: %v", ids)
 	}
 }
 
@@ -265,8 +265,8 @@ func TestTuneAgentKilled(t *testing.T) {
 
 	first := p.connect(4, both...)
 	tuned("before", first, 100_000)
-	running := p.tell(order{Do: "connect", N: 60, Parallel: 4, To: both, Up: 40_000, Down: 40_000, Keep: true})
-	incoming := far.tell(order{Do: "connect", N: 40, Parallel: 4, To: at(tunePort, near4, near6), Down: 40_000, Keep: true})
+	running := p.order(order{Do: "connect", N: 60, Parallel: 4, To: both, Up: 40_000, Down: 40_000, Keep: true})
+	incoming := far.order(order{Do: "connect", N: 40, Parallel: 4, To: at(tunePort, near4, near6), Down: 40_000, Keep: true})
 	h.eventually("some of the connections", func() error {
 		if n := h.rule("all").Connections; n < 20 {
 			return fmt.Errorf("%d", n)
@@ -749,7 +749,7 @@ func TestTuneTrial(t *testing.T) {
 		t.Errorf("the control arm is not half of the connections: %+v, %+v", r, tr.Comparison)
 	}
 	if !strings.Contains(tr.Summary, "fewer segments") {
-		t.Errorf("the summary says %q", tr.Summary)
+		t.Errorf("summary: %q", tr.Summary)
 	}
 
 	var real []string
@@ -1145,7 +1145,7 @@ func TestTuneLive(t *testing.T) {
 	// busy sends data on all connections while f runs.
 	busy := func(f func()) {
 		done := []func() []connectionEnd{
-			p.tell(order{Do: "exchange", Up: 300_000, Down: 100_000, Parallel: 8}), far.tell(order{Do: "exchange", Up: 100_000, Down: 300_000, Parallel: 8}),
+			p.order(order{Do: "exchange", Up: 300_000, Down: 100_000, Parallel: 8}), far.order(order{Do: "exchange", Up: 100_000, Down: 300_000, Parallel: 8}),
 		}
 		f()
 		for _, wait := range done {

@@ -59,10 +59,11 @@ func (c *commands) bigtcpPlanCommand() *cobra.Command {
 	var request bigtcpRequest
 	cmd := &cobra.Command{
 		Use:   "plan [INTERFACE...]",
-		Short: "Show what bigtcp apply would change",
-		Long: `Plan shows which sizes bigtcp apply would set on the named interfaces and their
-lower interfaces, in this order, or the error that it would return. Without
-INTERFACE it plans the bigtcp section of the policy file.`,
+		Short: "Show the changes that bigtcp apply would make",
+		Long: `Plan shows the sizes that bigtcp apply would set on the named interfaces and
+their lower interfaces, in the order of the changes, or the error that bigtcp
+apply would return. Without INTERFACE it plans the bigtcp section of the policy
+file.`,
 		Example: `  sockeye bigtcp plan eth0
   sockeye bigtcp plan --policy new-policy.yaml`,
 		RunE: func(cmd *cobra.Command, args []string) error {

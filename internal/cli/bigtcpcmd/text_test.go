@@ -97,7 +97,7 @@ func TestBigTCPText(t *testing.T) {
 }
 
 // TestBigTCPManyInterfaces checks that the table of a host with many containers stays short and includes each
-// interface that somebody configured.
+// interface with configured sizes.
 func TestBigTCPManyInterfaces(t *testing.T) {
 	both := netif.Support{IPv6: true, IPv4: true}
 	s := &Shown{Support: both}
