@@ -160,7 +160,7 @@ func TestIsolateIncomplete(t *testing.T) {
 	const (
 		// As a container runtime does.
 		maskedProc = "mount --bind /dev/null /proc/version || exit 98"
-		proc       = "/proc shows the host's processes and their sockets: mount it: operation not permitted"
+		proc       = "/proc shows the host's processes and their sockets: mount /proc: operation not permitted"
 		gateway    = "the gateway is not confined by landlock"
 	)
 	for _, test := range []struct {

@@ -19,7 +19,7 @@ func (s *Setup) mounts(reply *setupReply) error {
 	}
 	// /proc of the guest's PID namespace. The kernel denies the mount in a container whose /proc is partly covered.
 	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); errors.Is(err, unix.EPERM) {
-		reply.Missing = append(reply.Missing, fmt.Sprintf("/proc shows the host's processes and their sockets: mount it: %v", err))
+		reply.Missing = append(reply.Missing, fmt.Sprintf("/proc shows the host's processes and their sockets: mount /proc: %v", err))
 	} else if err != nil {
 		return &StepError{StepMounts, fmt.Errorf("mount /proc: %w", err)}
 	}

@@ -80,13 +80,13 @@ func parse(args []string) (*options, error) {
 		fs.PrintDefaults()
 	}
 	list := fs.String("releases", strings.Join(releases, ","), "Debian `releases`")
-	fs.StringVar(&o.install, "install", "", "`directory` that make install used as DESTDIR")
+	fs.StringVar(&o.install, "install", "", "`directory`: DESTDIR of make install")
 	fs.StringVar(&o.out, "out", "out", "`directory` for the journals of guests in which tests failed")
 	fs.StringVar(&o.cache, "cache", "", "`directory` of roots, kernels and earlier versions (default $XDG_CACHE_HOME/sockeye)")
 	fs.StringVar(&o.run, "run", "", "run only the subtests that match `REGEXP`")
-	fs.IntVar(&o.boots, "boots", len(boots), "end after so many boots")
-	fs.DurationVar(&o.timeout, "timeout", 15*time.Minute, "time for all")
-	fs.BoolVar(&o.update, "update", false, "build roots and look for kernels anew")
+	fs.IntVar(&o.boots, "boots", len(boots), "maximum number of boots")
+	fs.DurationVar(&o.timeout, "timeout", 15*time.Minute, "timeout of all tests")
+	fs.BoolVar(&o.update, "update", false, "rebuild the roots and search for newer kernels")
 	if err := fs.Parse(args); err != nil {
 		return nil, err
 	}

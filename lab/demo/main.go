@@ -53,8 +53,8 @@ const policy = `services:
 `
 
 func main() {
-	binary := flag.String("sockeye", "", "the program sockeye")
-	out := flag.String("out", "", "directory for demo.json and demo.svg; none by default")
+	binary := flag.String("sockeye", "", "path of the sockeye binary")
+	out := flag.String("out", "", "directory for demo.json and demo.svg (default: do not write files)")
 	keep := flag.Bool("keep", false, "keep the network and the programs running until Ctrl-C")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)

@@ -88,9 +88,9 @@ func parse(args []string) (*options, error) {
 	kernels := fs.String("kernels", "5.10,newest", "kernel `versions`, each MAJOR.MINOR or newest")
 	mods := fs.String("modules", modules, "`names` of kernel modules to load")
 	fs.StringVar(&o.run, "run", "", "run only the tests that match `REGEXP`")
-	fs.StringVar(&o.cache, "cache", "", "`folder` for unpacked kernels (default $XDG_CACHE_HOME/sockeye/vm)")
-	fs.DurationVar(&o.timeout, "timeout", 5*time.Minute, "time that a package's tests may take")
-	fs.BoolVar(&o.update, "update", false, "look for newer kernels than those in the cache")
+	fs.StringVar(&o.cache, "cache", "", "`directory` for unpacked kernels (default $XDG_CACHE_HOME/sockeye/vm)")
+	fs.DurationVar(&o.timeout, "timeout", 5*time.Minute, "timeout of the tests of one package")
+	fs.BoolVar(&o.update, "update", false, "search for newer kernels than in the cache")
 	if err := fs.Parse(args); err != nil {
 		return nil, err
 	}

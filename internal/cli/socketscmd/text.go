@@ -83,7 +83,7 @@ func socketsText(t *command.Text, shown *Shown) {
 		words += ", limited by: " + strings.Join(by, ", ")
 	}
 	if n := len(shown.Sockets); n < shown.Matched {
-		words += fmt.Sprintf("; first %d shown", n)
+		words += fmt.Sprintf("; the first %d", n)
 	}
 	t.Paragraph("", "%s", words)
 	for _, problem := range shown.Problems {
