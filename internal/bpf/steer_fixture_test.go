@@ -86,7 +86,12 @@ func open(t testing.TB, c bpf.SteerConfig) *bpf.Steer {
 	if err != nil {
 		t.Fatalf("%+v", err)
 	}
-	t.Cleanup(func() { s.Close() })
+	t.Cleanup(func() {
+		s.Close()
+		// The kernel detaches a link whose pin disappears with the bpffs later, in a work queue: the program would still
+		// decide in the next test.
+		check(t, bpf.Remove(c.Dir))
+	})
 	return s
 }
 
