@@ -28,7 +28,10 @@ const (
 	memoryInterval = 100 * time.Millisecond
 )
 
-// sendMemory accounts for the send buffers of the host's sockets of a guest.
+// sendMemory accounts for the send buffers of the host's sockets of a guest. n connections hold at most
+// 2*limit + n*(minWindow+minQueued) bytes of payload: windows larger than minWindow are opened only while the queued and
+// the advertised bytes together are within the limit; smaller ones are opened while the queued bytes alone are, as an
+// advertised window may never be used; and a window cannot be taken back (RFC 9293, section 3.8.6).
 type sendMemory struct {
 	g          *Gateway
 	limit      int            // bytes

@@ -110,10 +110,24 @@ func TestTraceReader(t *testing.T) {
 	h.killAgent()
 	far.exchanges(2)
 	h.startAgent()
+	r := h.received("protocol=tcp", 18)
+	if r.RXChosen < 18 || r.RXUnstamped > 4 {
+		t.Errorf("without an agent: %+v", r)
+	}
+	// The kernel enables timestamps in a work queue (net_enable_timestamp).
+	h.eventually("arrivals to be stamped", func() error {
+		before := r
+		far.exchanges(1)
+		r = h.received("protocol=tcp", before.RXChosen+2)
+		if r.RXUnstamped > before.RXUnstamped {
+			return fmt.Errorf("%d of %d are not stamped", r.RXUnstamped-before.RXUnstamped, r.RXChosen-before.RXChosen)
+		}
+		return nil
+	})
+	before := r
 	far.exchanges(3)
-	r := h.received("protocol=tcp", 24)
-	if r.RXChosen < 24 || r.RXUnstamped > 4 {
-		t.Errorf("a new agent: %+v", r)
+	if r = h.received("protocol=tcp", before.RXChosen+6); r.RXChosen < before.RXChosen+6 || r.RXUnstamped > before.RXUnstamped {
+		t.Errorf("a new agent: %+v, before %+v", r, before)
 	}
 	// No program is attached for rules without the stage.
 	if n := len(h.links()); n < 5 {
