@@ -313,7 +313,7 @@ func TestTraceDocs(t *testing.T) {
 		stages = append(stages, fmt.Sprintf("`%s` | %s | %s | %s", s.stage, s.doc, protocols, map[bool]string{true: "yes"}[s.standard]))
 	}
 	var got []string
-	for _, row := range docsTable(t, "| stage | what it is | protocols | default |") {
+	for _, row := range docsTable(t, "| stage | measures | protocols | default |") {
 		got = append(got, strings.Join(row, " | "))
 	}
 	if !slices.Equal(got, stages) {

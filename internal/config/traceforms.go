@@ -20,13 +20,13 @@ var traceStages = []struct {
 	standard bool // measured by default
 	doc      string
 }{
-	{StageSend, false, false, "sendmsg(2) itself, long where it waits for room in the send buffer; only where the kernel allows fentry programs"},
-	{StageStack, true, true, "from there to the queueing discipline: waiting for a window, pacing"},
-	{StageQdisc, true, true, "from there to the driver"},
-	{StageNIC, false, true, "from there to the hardware's stamp, where the NIC gives one"},
-	{StageNetwork, false, true, "from the driver to the peer's acknowledgement"},
-	{StageRXStack, true, false, "of what is received: from reaching the host to reaching the socket"},
-	{StageReader, true, false, "of what is received: lying in the socket until the application takes it"},
+	{StageSend, false, false, "start to end of sendmsg(2), which includes waiting for room in the send buffer; only on kernels that permit fentry programs"},
+	{StageStack, true, true, "end of sendmsg(2) to the queueing discipline: waiting for a window, pacing"},
+	{StageQdisc, true, true, "queueing discipline to the driver"},
+	{StageNIC, false, true, "driver to the hardware timestamp, if the NIC provides one"},
+	{StageNetwork, false, true, "driver to the peer's acknowledgement"},
+	{StageRXStack, true, false, "received data: arrival at the host to the socket's receive queue"},
+	{StageReader, true, false, "received data: receive queue of the socket to the application's read"},
 }
 
 // groupKinds has all kinds except remote, which has a notation of its own.
