@@ -58,9 +58,12 @@ func TestIsolatedMemberInBursts(t *testing.T) {
 // has read the last datagram.
 func (h *host) counted(from netip.Addr) (n int) {
 	h.Helper()
-	h.eventually("the count", func() error { // the request may be lost, too
+	// The request may be lost, too. On a busy host the reply may take seconds, behind all datagrams of a burst.
+	wait := time.Second
+	h.eventually("the count", func() error {
 		return h.devices.Do(func() error {
-			if n = probeUDP(from, ipfixPort, time.Second); n < 0 {
+			if n = probeUDP(from, ipfixPort, wait); n < 0 {
+				wait = min(2*wait, answerTime/2)
 				return fmt.Errorf("%v", landing{udp: n})
 			}
 			return nil

@@ -29,7 +29,8 @@ func TestLocal(t *testing.T) {
 			o := quick()
 			o.Rounds = 1
 			o.Path, o.TwoCPUs = path, two
-			o.For, o.Warmup = 200*time.Millisecond, 50*time.Millisecond
+			// Longer than a retransmission timeout, 200 ms: a lost packet must not use up the whole time.
+			o.For, o.Warmup = 450*time.Millisecond, 50*time.Millisecond
 			told := 0
 			o.Progress = func(done, of int) {
 				if told++; done != told || of != o.Rounds*runsPerRound*2 {
