@@ -140,7 +140,7 @@ func (c *Client) send(by *http.Client, r *http.Request) (*http.Response, error) 
 		return nil, fault.WithHint(fmt.Errorf("%w on %s", ErrNoAgent, c.path),
 			"start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered")
 	case errors.Is(err, os.ErrPermission):
-		return nil, &fault.Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root, or as a member of the agent's --group", Code: fault.CodeNotPermitted}
+		return nil, &fault.Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root; a member of the agent's --group may use the commands that only show", Code: fault.CodeNotPermitted}
 	case err != nil:
 		return nil, fmt.Errorf("ask agent: %w", err)
 	}

@@ -53,8 +53,21 @@ func loadError(what string, err error) error {
 	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
 		return &RefusedError{what, refused}
 	}
-	return fmt.Errorf("load %s: %w", what, err)
+	return &failedLoad{what, err}
 }
+
+// failedLoad is an error of loading programs that is not from the verifier.
+type failedLoad struct {
+	what string
+	err  error
+}
+
+// Error leaves out the library's advice to programmers: the agent raises RLIMIT_MEMLOCK where the kernel needs that.
+func (e *failedLoad) Error() string {
+	return "load " + e.what + ": " + strings.ReplaceAll(e.err.Error(), " (MEMLOCK may be too low, consider rlimit.RemoveMemlock)", "")
+}
+
+func (e *failedLoad) Unwrap() error { return e.err }
 
 // kernelTypes caches the kernel's BTF. Decoding it takes longer than loading a program.
 var kernelTypes = btf.NewCache()

@@ -26,7 +26,7 @@ type Root struct {
 
 // ErrLocked is the error for a pin directory that another agent uses.
 var ErrLocked error = &fault.Error{Err: errors.New("another agent holds the pin directory"), Code: fault.CodeConflict,
-	Hint: "one agent works with a pin directory; see sockeye status, or give this one its own --pins"}
+	Hint: "one agent works with a pin directory; see sockeye status"}
 
 const pinSchema = "schema"
 

@@ -33,7 +33,11 @@ func (NotMountedError) Error() string { return "find cgroup v2: it is not mounte
 
 // Explain returns the hint for the user, and the exit code of what the kernel cannot do.
 func (NotMountedError) Explain() (hint string, code int) {
-	return "mount -t cgroup2 none /sys/fs/cgroup/unified", 3
+	dir := "/sys/fs/cgroup/unified" // beside the hierarchies of v1
+	if _, err := os.Stat(dir); err != nil {
+		dir = "/sys/fs/cgroup"
+	}
+	return "mount -t cgroup2 none " + dir, 3
 }
 
 // Mount returns where the cgroup v2 hierarchy is mounted: on hybrid hosts not at /sys/fs/cgroup. It returns a

@@ -31,16 +31,25 @@ func TestNoAgent(t *testing.T) {
 	}
 }
 
-// TestSecondAgent checks that a second agent gets neither the pins nor the socket of the first.
+// TestSecondAgent checks that a second agent gets neither the pins, nor the socket, nor the ports of the first.
 func TestSecondAgent(t *testing.T) {
 	h, _ := running(t)
 	before := h.standing()
-	second := func(run, pins string) result {
-		return h.child(nil, "sockeye", "agent", "-o", "json", "--run-dir", run, "--state-dir", h.dir+"/state2", "--pins", pins, "--policy", h.policy)
+	none := h.write("none.yaml", "services: {}\n")
+	second := func(run, pins, policy string) result {
+		return h.child(nil, "sockeye", "agent", "-o", "json", "--run-dir", run, "--state-dir", h.dir+"/state2", "--pins", pins, "--policy", policy)
 	}
-	h.isFailure(second(h.dir+"/run2", h.pins), 5, "lock PINS: another agent holds the pin directory",
-		"one agent works with a pin directory; see sockeye status, or give this one its own --pins")
-	h.isFailure(second(h.run, h.pins+"2"), 5, "listen on DIR/run/agent.sock: another agent does", "give this one its own --run-dir")
+	h.isFailure(second(h.dir+"/run2", h.pins, h.policy), 5, "lock PINS: another agent holds the pin directory",
+		"one agent works with a pin directory; see sockeye status")
+	h.isFailure(second(h.run, h.pins+"2", none), 5, "listen on DIR/run/agent.sock: another agent does", "give this one its own --run-dir")
+	// With pins of its own, the second agent would replace the program of the SO_REUSEPORT groups.
+	r := second(h.dir+"/run2", h.pins+"2", h.policy)
+	var f api.Failure
+	if err := json.Unmarshal([]byte(h.plain(r.out)), &f); err != nil || r.code != 5 || f.Code != 5 ||
+		!strings.HasPrefix(f.Error, "service telemetry: tcp [::]:1790 belongs to another agent: its keeper, process ") ||
+		f.Hint != "use that agent (sockeye agent --pins PINS), or stop it and run sockeye reset --pins PINS" {
+		t.Errorf("an agent with pins of its own: %v, %+v", err, r)
+	}
 	h.unchanged(before)
 	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins+"2"); r.code != 0 || !strings.HasPrefix(h.plain(r.out), "removed PINS2\nkept ") {
 		t.Errorf("reset: %+v", r)
@@ -170,7 +179,7 @@ func TestNotPermitted(t *testing.T) {
 		return h.child(asNobody, "sockeye", append(args, "--run-dir", h.run, "-o", "json")...)
 	}
 	h.isFailure(nobody("status"), 4, "connect to agent: dial unix DIR/run/agent.sock: connect: permission denied",
-		"run as root, or as a member of the agent's --group")
+		"run as root; a member of the agent's --group may use the commands that only show")
 	h.unchanged(before)
 	h.kill()
 	h.start("--group", "nogroup")

@@ -94,6 +94,13 @@ func TestDoctorFindings(t *testing.T) {
 			}
 		},
 			doctor.Finding{Area: "mounts", Check: "pin directory", Result: "warning", Detail: "PINS has mode 0755", Hint: "chmod 700 PINS"}},
+		{"pin directory elsewhere", func(t *testing.T, h *host) {
+			h.pins = h.dir + "/elsewhere"
+			if err := os.Mkdir(h.pins, 0o755); err != nil {
+				t.Fatal(err)
+			}
+		},
+			doctor.Finding{Area: "mounts", Check: "pin directory", Result: "failure", Code: 2, Detail: "PINS is not in a bpffs", Hint: "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye"}},
 		{"no agent", nil,
 			doctor.Finding{Area: "agent", Check: "running", Result: "note", Detail: "no agent answers on DIR/run/agent.sock", Hint: "start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered"}},
 		{"no namespace", func(_ *testing.T, h *host) {

@@ -117,6 +117,8 @@ func (d *Report) mounts(pins string) {
 	}
 	info, err := os.Stat(pins)
 	switch {
+	case err == nil && !bpf.IsBPFFS(pins):
+		d.Fail("mounts", "pin directory", fault.CodeUsage, pins+" is not in a bpffs", "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
 	case err == nil && info.Mode().Perm() != 0o700:
 		d.Add("mounts", "pin directory", Warning, fmt.Sprintf("%s has mode %#o", pins, info.Mode().Perm()), "chmod 700 "+pins)
 	case err == nil:

@@ -27,7 +27,7 @@ func TestCodeAndHint(t *testing.T) {
 		doctor  = "sockeye doctor shows what this kernel can do"
 		report  = "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print"
 		reset   = "sockeye reset removes the pins of another version; steering stops until the agent starts again"
-		oneEach = "one agent works with a pin directory; see sockeye status, or give this one its own --pins"
+		oneEach = "one agent works with a pin directory; see sockeye status"
 	)
 	wrap := func(err error) error { return fmt.Errorf("service a: %w", fault.Join(errors.New("first"), err)) }
 	for _, c := range []struct {

@@ -54,7 +54,7 @@ func New(h *domain.Host) *Domain {
 }
 
 // Check returns an error if a service names a user, a device map, a cgroup or a network namespace that the host does
-// not have.
+// not have, or a listener that another agent steers.
 func (d *Domain) Check(policy *config.Policy) error {
 	if err := member.CheckUsers(policy); err != nil {
 		return err
@@ -68,7 +68,7 @@ func (d *Domain) Check(policy *config.Policy) error {
 			return ofService(c.Name, err)
 		}
 	}
-	return nil
+	return checkOtherKeepers(d.host.Root.Dir, policy.Services)
 }
 
 // Start removes the services of an earlier agent that are not in the policy, and restores or creates the services of
@@ -167,6 +167,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	// The lock is not held: a large device map takes seconds.
 	devices, err := readDeviceMaps(policy)
 	if err != nil {
+		return nil, err
+	}
+	if err := checkOtherKeepers(d.host.Root.Dir, policy.Services); err != nil {
 		return nil, err
 	}
 	d.mu.Lock()

@@ -72,13 +72,13 @@ func keeperArgs(pins, service string) []string {
 	return []string{KeeperCommand, "--pins", pins, "--service", service}
 }
 
-// keeperService returns the service in the arguments of a keeper of a pin directory. Any process can have these
+// parseKeeperArgs returns the pin directory and the service in the arguments of a keeper. Any process can have these
 // arguments; isTrustedKeeper checks the process itself.
-func keeperService(pins string, args []string) (service string, ok bool) {
-	if len(args) != 6 || !isKeeperCommand(args[1]) || args[2] != "--pins" || args[3] != pins || args[4] != "--service" {
-		return "", false
+func parseKeeperArgs(args []string) (pins, service string, ok bool) {
+	if len(args) != 6 || !isKeeperCommand(args[1]) || args[2] != "--pins" || args[4] != "--service" {
+		return "", "", false
 	}
-	return args[5], true
+	return args[3], args[5], true
 }
 
 // isKeeper reports whether a process is a keeper, which has sockets on the members' ports and is not a member.
@@ -184,8 +184,8 @@ func findKeepers(pins, service string, record *member.ID, rows func(service stri
 	}
 	var keepers []*keeper
 	for _, p := range processes {
-		name, ok := keeperService(pins, p.Args)
-		if !ok || service != "" && name != service {
+		dir, name, ok := parseKeeperArgs(p.Args)
+		if !ok || dir != pins || service != "" && name != service {
 			continue
 		}
 		if k := openKeeper(p, name, record, rows(name)); k != nil {

@@ -27,6 +27,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/doctor"
 	"sockeye/lab"
 	"sockeye/lab/plot"
 )
@@ -91,6 +92,9 @@ type share struct {
 }
 
 func run(ctx context.Context, binary, out string, keep bool) (err error) {
+	if doctor.InOwnPIDs() {
+		return errors.New("the demo needs the host's PID namespace: the agent would not find new members (KNOWN-ISSUES.md)")
+	}
 	if err := lab.CheckPrograms(); err != nil {
 		return err
 	}

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"fmt"
+	"os"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/member"
+)
+
+// checkOtherKeepers returns an error if the keeper of another pin directory has a listener of one of the services. The
+// kernel has one program for a SO_REUSEPORT group, so a second agent would replace the program of the first one, which
+// cannot notice that.
+func checkOtherKeepers(pins string, services []config.Service) error {
+	if len(services) == 0 {
+		return nil
+	}
+	processes, err := member.All()
+	if err != nil {
+		return err
+	}
+	for _, p := range processes {
+		other, _, ok := parseKeeperArgs(p.Args)
+		if !ok || other == pins || !isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime}) {
+			continue
+		}
+		if err := checkOtherKeeper(p.PID, other, services); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func checkOtherKeeper(pid int, pins string, services []config.Service) error {
+	handle, err := member.Open(pid)
+	if err != nil {
+		return nil // the keeper has exited
+	}
+	defer handle.Close()
+	sockets, err := handle.Sockets(func(*member.Socket) bool { return true })
+	if err != nil {
+		return nil
+	}
+	defer member.CloseAll(sockets)
+	for _, c := range services {
+		for _, l := range c.Listeners {
+			row := bpfListener(l)
+			if !slices.ContainsFunc(sockets, func(s *member.Socket) bool { return isKeeperSocket(s, row) && isInNetns(s, c.Netns) }) {
+				continue
+			}
+			return ofService(c.Name, fault.Conflict(fmt.Errorf("%s belongs to another agent: its keeper, process %d, has the port", l, pid),
+				"use that agent (sockeye agent --pins "+pins+"), or stop it and run sockeye reset --pins "+pins))
+		}
+	}
+	return nil
+}
+
+// isInNetns reports whether a socket is in a network namespace, "" for the agent's own. If the kernel does not tell, the
+// result is true.
+func isInNetns(s *member.Socket, name string) bool {
+	if name == "" {
+		name = "/proc/thread-self/ns/net"
+	}
+	fd, err := unix.IoctlRetInt(s.FD(), unix.SIOCGSKNS)
+	if err != nil {
+		return true
+	}
+	f := os.NewFile(uintptr(fd), "network namespace")
+	defer f.Close()
+	socket, err := f.Stat()
+	if err != nil {
+		return true
+	}
+	service, err := os.Stat(name)
+	return err != nil || os.SameFile(socket, service)
+}
