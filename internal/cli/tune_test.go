@@ -207,7 +207,7 @@ rule bulk: sndbuf 150KB, cwnd_clamp 100
 		return []api.TuneExplanation{{Cgroup: cgroup, Role: "connect", Rule: rule, Steps: s, Set: []string{}}, {Cgroup: cgroup, Role: "accept", Rule: rule, Steps: s, Set: []string{}}}
 	}
 	differs := both("/c", "", miss)
-	differs[1].Steps = []match.Step{{Rule: "same-datacentre", Why: "it accepts, the rule is for connect"}}
+	differs[1].Steps = []match.Step{{Rule: "same-datacentre", Why: "role is accept, not connect"}}
 	asks(f, slices.Concat(both("/a", "bulk", hit), both("/b", "", miss), differs),
 		"GET /v1/tune/explain local=10.0.0.1:0 remote=10.1.2.3:0 tag=0x5eed", `
 /a, connect or accept
@@ -234,7 +234,7 @@ no rule matches: the kernel's defaults
 /c, accept
 
 RULE  MATCHES  WHY
-same-datacentre  no  it accepts, the rule is for connect
+same-datacentre  no  role is accept, not connect
 
 no rule matches: the kernel's defaults
 

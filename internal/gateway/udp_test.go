@@ -487,12 +487,12 @@ func TestFragments(t *testing.T) {
 		t.Errorf("reassembled packet of two fragments has %d bytes", len(w))
 	}
 	for name, w := range map[string][]byte{
-		"a hole":          pieces(piece(3, 0, 800, true), piece(3, 808, 8, false)),
-		"overlap":      pieces(piece(4, 0, 800, true), piece(4, 792, 8, false)),
-		"missing first fragment":    pieces(piece(5, 800, 8, false)),
-		"odd length":   pieces(piece(6, 0, 801, true), piece(6, 800, 8, false)),
-		"nothing":         pieces(piece(7, 0, 0, true)),
-		"ping of death": pieces(piece(8, 0, 65512, true), piece(8, 65512, 100, false)),
+		"a hole":                 pieces(piece(3, 0, 800, true), piece(3, 808, 8, false)),
+		"overlap":                pieces(piece(4, 0, 800, true), piece(4, 792, 8, false)),
+		"missing first fragment": pieces(piece(5, 800, 8, false)),
+		"odd length":             pieces(piece(6, 0, 801, true), piece(6, 800, 8, false)),
+		"nothing":                pieces(piece(7, 0, 0, true)),
+		"ping of death":          pieces(piece(8, 0, 65512, true), piece(8, 65512, 100, false)),
 	} {
 		if w != nil {
 			t.Errorf("%s: %d bytes", name, len(w))
