@@ -94,7 +94,7 @@ func TestCheckTrace(t *testing.T) {
 
 func checkNothingLeft(t *testing.T, err error, first api.TraceSkipped) {
 	t.Helper()
-	text := fmt.Sprintf("trace rule x: this kernel can measure none of its stages: %s needs %s", first.Stage, first.Needs)
+	text := fmt.Sprintf("trace rule x: this kernel cannot measure any of its stages: %s requires %s", first.Stage, first.Needs)
 	if err == nil || err.Error() != text || fault.Code(err) != fault.CodeUnsupported || !strings.Contains(fault.Hint(err), "sockeye trace packets") {
 		t.Errorf("%v, code %d, hint %q; want %s", err, fault.Code(err), fault.Hint(err), text)
 	}
