@@ -273,9 +273,9 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	})
 }
 
-// Admission of new devices to a table: half of the table at once, the whole table within 2 * admitGather. A flood of
-// forged sources fills half of the table and replaces the rest so slowly that known devices, which are looked up
-// meanwhile, stay: the kernel evicts entries that were not looked up.
+// admitGather limits the admission of new devices to the table: half of the table immediately, the whole table within 2
+// * admitGather. A flood of forged sources fills half of the table and replaces the rest slowly. Known devices, which
+// are looked up in the meantime, remain: the kernel evicts entries that were not looked up.
 const admitGather = 1024 * time.Second
 
 func setDevices(spec *ebpf.CollectionSpec, devices int) error {

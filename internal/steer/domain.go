@@ -29,7 +29,7 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// steerHost has the resources that the services share.
+// steerHost contains the resources that the services share.
 type steerHost struct {
 	*domain.Host
 	descriptors fdReserve

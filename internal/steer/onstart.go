@@ -115,7 +115,7 @@ func (s *service) scheduleCheck(delay time.Duration) {
 	s.checks.timer = time.AfterFunc(delay, s.checkConnections)
 }
 
-// connectionScan has the established connections to the service and the slots of their processes.
+// connectionScan contains the established connections to the service and the slots of their processes.
 type connectionScan struct {
 	connections []sockdiag.Socket
 	slots       map[uint32][]int // of the owners of each by inode; -1: no member that is known

@@ -11,9 +11,9 @@ import (
 	"sockeye/internal/member"
 )
 
-// refusals has the processes that match a rule and have the service's ports, but are not admitted: they run as another
-// user, or in their own namespaces. Status shows them. The table is small and has no handles, because any user can start
-// any number of such processes.
+// refusals contains the processes that match a rule and have the service's ports, but are not admitted: they run as
+// another user, or in their own namespaces. Status shows them. The table is small and has no handles, because any user
+// can start any number of such processes.
 type refusals map[member.ID]refused
 
 type refused struct {

@@ -202,7 +202,7 @@ func (k *tuning) ruleOf(c *net.TCPConn) (name string) {
 	return name
 }
 
-// network has the addresses of one family.
+// network contains the addresses of one family.
 type network struct {
 	name   string
 	domain int

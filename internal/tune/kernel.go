@@ -102,7 +102,7 @@ func (p *optionProbe) skippedOptions(rules []config.TuneRule) (map[string][]api.
 	return skipped, nil
 }
 
-// requirement returns what the kernel lacks for a setting, or "".
+// requirement returns the requirement of a setting that the kernel does not meet, or "".
 func (p *optionProbe) requirement(s config.Setting) (string, error) {
 	supported, err := p.probe()
 	if err != nil {

@@ -23,31 +23,31 @@ import (
 
 // Report is the result of Apply.
 type Report struct {
-	// Adopted counts the connections that got a rule. ByRule has the same by the name of the rule, and Control
-	// counts those in the control arm of a trial.
+	// Adopted is the number of connections that received a rule. ByRule contains this number by rule name. Control is
+	// the number of connections in the control arm of a trial.
 	Adopted int            `json:"adopted"`
 	ByRule  map[string]int `json:"by_rule"`
 	Control int            `json:"control"`
-	// AlreadyTuned counts connections that have the rule already, or a rule that matches on the tag of the peer,
-	// which is known only during the handshake.
+	// AlreadyTuned is the number of connections that already have the rule, or a rule that matches the tag of the peer,
+	// which is only known during the handshake.
 	AlreadyTuned int `json:"already_tuned"`
 	NoRule       int `json:"no_rule"`
-	// NotAsked counts connections of rules that the caller did not select.
+	// NotAsked is the number of connections of rules that the caller did not select.
 	NotAsked int `json:"not_asked"`
-	// Options counts the options that were set, without Failures.
+	// Options is the number of options that were set, without Failures.
 	Options int `json:"options"`
-	// Failures are the options that the kernel refused meanwhile, also on new connections of the same rules.
+	// Failures are the options that the kernel refused during Apply, also on new connections of the same rules.
 	Failures []api.TuneLiveFailure `json:"failures"`
 	// Problems lists sockets and processes that could not be read or changed completely, with the reason.
 	Problems []string `json:"problems"`
-	// Saved has the previous values, for Revert.
+	// Saved contains the previous values, for Revert.
 	Saved Saved `json:"-"`
 }
 
-// Saved has the values of connections before Apply, by socket cookie. Cookies are valid until the next boot.
+// Saved contains the values of connections before Apply, by socket cookie. Cookies are valid until the next boot.
 type Saved map[uint64]SavedConnection
 
-// SavedConnection has the previous values of one connection.
+// SavedConnection contains the previous values of one connection.
 type SavedConnection struct {
 	Rule   string         `json:"rule"`
 	Local  netip.AddrPort `json:"local"`
@@ -339,7 +339,7 @@ type Reverted struct {
 	// Left lists the options that were not reverted, or not completely, with the reason.
 	Left     []api.TuneNotReverted `json:"left"`
 	Problems []string              `json:"problems"`
-	// Remaining has the connections that were not found while some processes could not be read.
+	// Remaining contains the connections that were not found while some processes could not be read.
 	Remaining Saved `json:"-"`
 }
 

@@ -191,8 +191,8 @@ func (t *tuner) reopen(others []tuneChange) error {
 	return t.open()
 }
 
-// detach gives up a cgroup that was removed. The loaded program is kept for the next cgroup, because loading takes
-// much longer than attaching.
+// detach closes the pins of a removed cgroup. It keeps the loaded program for the next cgroup, because loading is much
+// slower than attaching.
 func (t *tuner) detach() {
 	if t.tune == nil {
 		return

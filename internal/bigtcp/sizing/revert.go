@@ -20,7 +20,7 @@ const (
 	ResultReverted = "reverted"
 	ResultAlready  = "already" // it has its previous sizes
 	ResultGone     = "gone"    // the interface or its namespace has vanished
-	ResultChanged  = "changed" // by somebody else; not reverted
+	ResultChanged  = "changed" // changed by another program; not reverted
 )
 
 // Reverted is the result of reverting one interface.
