@@ -416,7 +416,7 @@ func TestCheckTune(t *testing.T) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 	f.answers["GET /v1/tune/options"] = []api.TuneSkipped{{Option: "sndbuf", Needs: "Linux 4.13 or later"}}
-	f.refused(3, "rule bulk: this kernel cannot set sndbuf: it needs Linux 4.13 or later", "leave it out, or give the rule optional: true to have it skipped", nil, "check", both)
+	f.refused(3, "rule bulk: this kernel cannot set sndbuf: it needs Linux 4.13 or later", "remove it, or set optional: true in the rule to skip it", nil, "check", both)
 	skips := f.write("skips.yaml", strings.Replace(tuneOnly, "set:", "optional: true, set:", 1))
 	f.shows("DIR/skips.yaml is valid, 1 tune rule\nrule bulk skips sndbuf, which needs Linux 4.13 or later\n", nil, "check", skips)
 	f.answers["GET /v1/status"] = api.Status{}

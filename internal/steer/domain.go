@@ -134,7 +134,7 @@ func (d *Domain) removeLeftover(name string) error {
 			return err
 		}
 	}
-	d.log.Info("service removed, it is not in the policy", "service", name)
+	d.log.Info("service removed: not in the policy", "service", name)
 	return bpf.Remove(d.host.Root.Service(name))
 }
 

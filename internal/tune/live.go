@@ -222,7 +222,7 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 			return err
 		}
 		if rule = a.rules[has.Rule]; rule == nil {
-			return fmt.Errorf("adopt %s: its rule %d is not known", s, has.Rule)
+			return fmt.Errorf("adopt %s: unknown rule %d", s, has.Rule)
 		}
 	}
 	name := bpf.Text(rule.Name[:])
@@ -294,7 +294,7 @@ func (a *liveApply) problem(s *procsock.Socket, err error) {
 // problem describes why a socket could not be changed.
 func problem(s *procsock.Socket, err error) string {
 	if errors.Is(err, unix.ENOPROTOOPT) {
-		err = errors.New("it was opened in another cgroup, whose it stays")
+		err = errors.New("it belongs to the cgroup in which it was opened")
 	}
 	return fmt.Sprintf("%s: %v", s, err)
 }

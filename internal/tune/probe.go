@@ -54,7 +54,7 @@ func Probe(cgroup, pins string) (_ map[string]error, err error) {
 	ipv6 := false
 	for _, l := range listeners {
 		if err := l.connect(); err != nil {
-			return nil, fmt.Errorf("make connections to try options on: %w", err)
+			return nil, fmt.Errorf("open connections for the probe: %w", err)
 		}
 		ipv6 = ipv6 || l.domain == unix.AF_INET6
 	}
@@ -124,7 +124,7 @@ func checkProbed(t *bpf.Tune, connections int) error {
 		established += s.Established
 	}
 	if want := uint64(2 * connections); established < want {
-		return fmt.Errorf("try options: the program has seen %d ends of connections, of %d", established, want)
+		return fmt.Errorf("probe options: the program has seen %d of %d ends of connections", established, want)
 	}
 	return nil
 }

@@ -273,7 +273,7 @@ func TestGarbage(t *testing.T) {
 	}
 	for _, name := range others {
 		if _, err := os.Stat(filepath.Join(dir, name)); err != nil {
-			t.Errorf("a file of somebody else: %v", err)
+			t.Errorf("a file of another user: %v", err)
 		}
 	}
 }
