@@ -113,9 +113,9 @@ func TestNothingLeft(t *testing.T) {
 	checkNothingLeft(t, unmeasurable(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {stack, network}}), stack)
 }
 
-// TestTraceWhatThisKernelCan starts an agent whose policy has stages that this kernel cannot measure: it traces the
+// TestTraceUnsupportedStages starts an agent whose policy has stages that this kernel cannot measure: it traces the
 // others, reports these, and refuses an apply that adds more of them.
-func TestTraceWhatThisKernelCan(t *testing.T) {
+func TestTraceUnsupportedStages(t *testing.T) {
 	lacks := lacks(t)
 	if !lacks[needsSend] && !lacks[needsTimestamps] {
 		t.Skip("kernel: it can measure all")
@@ -162,9 +162,9 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 	}
 }
 
-// TestTraceNothingThatThisKernelCan starts an agent whose policy has no stage that this kernel can measure: it
+// TestTraceOnlyUnsupportedStages starts an agent whose policy has no stage that this kernel can measure: it
 // starts, reports that, and attaches nothing.
-func TestTraceNothingThatThisKernelCan(t *testing.T) {
+func TestTraceOnlyUnsupportedStages(t *testing.T) {
 	lacks := lacks(t)
 	first := api.TraceSkipped{Stage: "send", Needs: needsTimestamps}
 	switch {

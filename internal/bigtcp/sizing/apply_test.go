@@ -324,7 +324,7 @@ func TestRefusesWhole(t *testing.T) {
 	}
 }
 
-// TestBridgeBounds has a bridge over a port with small sizes, then over a port without BIG TCP.
+// TestBridgeBounds uses a bridge over a port with small sizes, then over a port without BIG TCP.
 func TestBridgeBounds(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")

@@ -163,7 +163,7 @@ func TestDifferencesAreFound(t *testing.T) {
 	}
 }
 
-// TestAnIncidentIsNoDifference has one bad slice on a side: its many messages are one piece of evidence.
+// TestAnIncidentIsNoDifference uses one bad slice on a side: its many messages are one piece of evidence.
 func TestAnIncidentIsNoDifference(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	w := traffic{slices: 36, messages: 100, sway: 0.05}
@@ -219,7 +219,7 @@ func TestComparisonOfTheSame(t *testing.T) {
 	}
 }
 
-// TestWithinABucket has times whose unknown position in their bucket would make a difference: all at its end, or
+// TestWithinABucket uses times whose unknown position in their bucket would make a difference: all at its end, or
 // around there.
 func TestWithinABucket(t *testing.T) {
 	r := rand.New(rand.NewPCG(17, 18))
@@ -326,7 +326,7 @@ func TestComparisonJSON(t *testing.T) {
 	}
 	var back Comparison
 	if err := json.Unmarshal([]byte(b), &back); err != nil || inJSON(t, back) != b {
-		t.Errorf("%s came back as %s, %v", b, inJSON(t, back), err)
+		t.Errorf("%s decoded as %s, %v", b, inJSON(t, back), err)
 	}
 }
 
@@ -367,7 +367,7 @@ func TestComparisonSummary(t *testing.T) {
 	}
 }
 
-// TestHolmOverRows has a stage that would be significant alone, among others without a difference.
+// TestHolmOverRows uses a stage that would be significant alone, among others without a difference.
 func TestHolmOverRows(t *testing.T) {
 	r := rand.New(rand.NewPCG(13, 14))
 	single, among := 0, 0

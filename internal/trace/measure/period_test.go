@@ -87,7 +87,7 @@ func TestMerge(t *testing.T) {
 	reversed := slices.Clone(periods)
 	slices.Reverse(reversed)
 	if a, b := inJSON(t, Merge(periods)), inJSON(t, Merge(reversed)); a != b {
-		t.Errorf("in another order it is %s, not %s", b, a)
+		t.Errorf("in another order: %s, want %s", b, a)
 	}
 	if empty := Merge(nil); inJSON(t, empty.Results) != "[]" {
 		t.Errorf("of nothing: %s", inJSON(t, empty))
@@ -164,7 +164,7 @@ func TestDiffOfWhatIsSo(t *testing.T) {
 	}
 }
 
-// TestDiffOfANewCount has counts that restart, as after the programs were replaced.
+// TestDiffOfANewCount uses counts that restart, as after the programs were replaced.
 func TestDiffOfANewCount(t *testing.T) {
 	g := Group{Rule: "a", Protocol: config.TCP}
 	base := Result{Group: g, Chosen: 4, RXChosen: 4, Bytes: 10, Outcomes: map[Outcome]uint64{Acked: 4}, RXOutcomes: map[Outcome]uint64{Read: 4},
