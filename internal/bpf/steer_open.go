@@ -107,7 +107,7 @@ func takeSockets(dir string) error {
 		err := m.Delete(key)
 		// The errors for an empty entry, by type of map.
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) && !errors.Is(err, unix.EINVAL) {
-			return fmt.Errorf("take sockets out of %s: %w", filepath.Base(dir), err)
+			return fmt.Errorf("remove sockets from %s: %w", filepath.Base(dir), err)
 		}
 	}
 	return nil

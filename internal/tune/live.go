@@ -349,7 +349,7 @@ const (
 	leftPacing  = "the rate is not bounded any more; pacing goes on, which the kernel does not end"
 	leftBBR     = "pacing goes on, which bbr began and the kernel does not end"
 	leftClamp   = "the bound is gone; slow start begins anew, as its threshold cannot be set alone"
-	leftDefault = "set to 200ms, the kernel's default, as this kernel does not tell what it was"
+	leftDefault = "set to 200ms, the kernel's default: this kernel does not report the previous value"
 )
 
 // defaults are the kernel's default values of options that older kernels or no kernel can read: snd_cwnd_clamp, which
