@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command bench measures Sockeye against what people use without it. Each
-// benchmark prints both sides from one run, and writes the figures as JSON and
-// SVG into the directory $OUT (default: the current one).
+// Command bench compares Sockeye with its alternatives. Each benchmark prints the results of all sides from one run,
+// and writes the figures as JSON and SVG into the directory $OUT (default: the current directory).
 //
 //	go run ./bench steer [-quick]
 //	go run ./bench tune [-quick]

@@ -23,7 +23,7 @@ func Calibrate() (k Kernel, err error) {
 	for _, c := range []func() (*pair, error){connect4, connect6} {
 		var p *pair
 		if p, err = c(); err != nil {
-			continue // a namespace may have one family only
+			continue // the namespace may support a single family
 		}
 		k, err = p.measure()
 		p.close()
@@ -32,7 +32,7 @@ func Calibrate() (k Kernel, err error) {
 	return k, err
 }
 
-// pair has the descriptors of both ends of a TCP connection.
+// pair contains the descriptors of both ends of a TCP connection.
 type pair struct{ from, to int }
 
 func (p *pair) close() {
@@ -84,7 +84,7 @@ func connect(family int, at unix.Sockaddr) (_ *pair, err error) {
 	return p, nil
 }
 
-// measure queues one byte, which TCP_CORK keeps from being sent.
+// measure queues one byte, which TCP_CORK prevents from being sent.
 func (p *pair) measure() (k Kernel, err error) {
 	if _, err := unix.Write(p.from, []byte{0}); err != nil {
 		return k, err
@@ -97,7 +97,7 @@ func (p *pair) measure() (k Kernel, err error) {
 		return Kernel{Overhead: mostOverhead}, nil
 	}
 	if s.Unsent != 1 || s.Queued <= 1 || s.Queued-1 > mostOverhead {
-		return k, fmt.Errorf("a packet of 1 byte has %d bytes of memory, and %d bytes are unsent", s.Queued, s.Unsent)
+		return k, fmt.Errorf("a packet with 1 byte uses %d bytes of memory, with %d unsent bytes", s.Queued, s.Unsent)
 	}
 	return Kernel{Overhead: s.Queued - 1}, nil
 }

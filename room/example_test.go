@@ -10,7 +10,7 @@ import (
 	"sockeye/room"
 )
 
-// A program that must not block writes no more than the socket takes.
+// Example writes no more data than the socket accepts, so that the write does not block.
 func Example() {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -24,11 +24,11 @@ func Example() {
 	defer dialed.Close()
 	conn := dialed.(*net.TCPConn)
 
-	kernel, err := room.Calibrate() // once for a program
+	kernel, err := room.Calibrate() // once per program
 	if err != nil {
 		log.Fatal(err)
 	}
-	var tracker room.Tracker // one for a connection
+	var tracker room.Tracker // one per connection
 	paced, err := room.PacedConn(conn)
 	if err != nil {
 		log.Fatal(err)

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestWithoutMeminfo checks that without SO_MEMINFO the estimate is not larger than with it.
+// TestWithoutMeminfo checks that the estimate without SO_MEMINFO is not larger than the estimate with it.
 func TestWithoutMeminfo(t *testing.T) {
 	p, err := connect4()
 	if err != nil {

@@ -4,11 +4,10 @@
 // without a partial send.
 //
 // The kernel accepts data as long as the memory of the send queue, sk_wmem_queued, is
-// below the send buffer, sk_sndbuf. Memory is not payload: each queued packet (skb)
-// costs a fixed overhead in addition to its bytes, and the kernel fills a packet up to
-// a goal of many segments before it allocates the next one (tcp_sendmsg_locked in
-// net/ipv4/tcp.c, Linux 6.18). So the room is a number of whole packets, not a share of
-// the buffer:
+// below the send buffer, sk_sndbuf. Memory is not payload: each queued packet (skb) has a
+// fixed overhead in addition to its payload, and the kernel fills a packet up to a goal of
+// many segments before it allocates the next one (tcp_sendmsg_locked in net/ipv4/tcp.c,
+// Linux 6.18). The room is therefore a number of whole packets, not a share of the buffer:
 //
 //	kernel, err := room.Calibrate()              // once: the overhead of a packet
 //	s, err := room.ReadSnapshot(fd)              // the state of the socket
@@ -18,24 +17,24 @@
 //		_, err = room.Arm(fd) // makes the kernel grow the buffer
 //	}
 //
-// The package changes no setting of a socket: to set SO_SNDBUF would end the kernel's
-// own tuning of the buffer. It needs Linux and no privilege.
+// The package does not change settings of a socket: SO_SNDBUF would disable the kernel's
+// auto-tuning of the buffer. It requires Linux and no privilege.
 //
-// The module has no import path that "go get" can fetch. Another module replaces it by a
-// checkout,
+// The module has no import path that "go get" can fetch. Another module can replace it by
+// a checkout,
 //
 //	go mod edit -require=sockeye@v0.0.0 -replace=sockeye=../sockeye
 //
-// or copies room.go, socket.go and calibrate.go, which import nothing but the standard
-// library and golang.org/x/sys/unix.
+// or copy room.go, socket.go and calibrate.go, which import only the standard library and
+// golang.org/x/sys/unix.
 package room
 
 import "math"
 
-// Snapshot is the state of a TCP socket as the kernel reported it. All sizes are bytes.
-// SendBuffer and Queued come from one system call; Payload was read after that call, the
-// other fields before it. An acknowledgement in between makes the estimate smaller, not
-// larger.
+// Snapshot is the state of a TCP socket as reported by the kernel. All sizes are in bytes.
+// SendBuffer and Queued are read by one system call; Payload is read after that call, the
+// other fields before it. An acknowledgement between the calls makes the estimate smaller,
+// never larger.
 type Snapshot struct {
 	SendBuffer int // sk_sndbuf
 	Queued     int // sk_wmem_queued: memory of the send queue, sent and unsent packets with their overhead
@@ -43,37 +42,37 @@ type Snapshot struct {
 	Unsent     int // SIOCOUTQNSD: payload that was never sent
 	MSS        int // tcpi_snd_mss
 	SendWindow int // tcpi_snd_wnd; 0 before Linux 5.4
-	// Sendable is how much both windows allow TCP to send now.
+	// Sendable is the number of bytes that both windows allow TCP to send now.
 	Sendable int
-	// Burst is the size of the packets that TCP sends: given by the pacing rate
-	// (tcp_tso_autosize), at most half of the congestion window.
+	// Burst is the size of the packets that TCP sends, given by the pacing rate
+	// (tcp_tso_autosize). It is at most half of the congestion window.
 	Burst int
-	// Quota is the number of segments that the congestion window allows TCP to send now,
-	// Flying the number of segments in flight.
+	// Quota is the number of segments that the congestion window allows TCP to send now.
+	// Flying is the number of segments in flight.
 	Quota, Flying int
-	// Recovering: the peer acknowledged selectively, or packets were lost. A selectively
-	// acknowledged segment lets TCP send another one before its own memory is free.
+	// Recovering is set if segments were acknowledged by SACK or packets were lost. A segment
+	// acknowledged by SACK lets TCP send another one before the memory of the first is free.
 	Recovering bool
 	// NotSentLowat is TCP_NOTSENT_LOWAT, or the value of net.ipv4.tcp_notsent_lowat if the
-	// socket does not set the option. 0: not known.
+	// socket does not set the option. 0: unknown.
 	NotSentLowat int
-	// Closed: the socket is not connected, or was shut down for writing.
+	// Closed is set if the socket is not connected, or was shut down for writing.
 	Closed bool
-	// Guessed: the kernel has no SO_MEMINFO (before Linux 4.12), and Queued is an upper
-	// bound.
+	// Guessed is set if the kernel does not support SO_MEMINFO (before Linux 4.12). Queued
+	// is then an upper bound.
 	Guessed bool
 }
 
-// Estimate is how much the kernel accepts on a socket, and intermediate results of the
-// computation. All values are bytes.
+// Estimate is the number of bytes that the kernel accepts on a socket, with intermediate
+// results of the computation. All values are in bytes.
 type Estimate struct {
-	// Safe is a lower bound, a multiple of the MSS: the kernel accepts at least this much,
-	// provided that each of the next writes has at least the size that was passed to
+	// Safe is a lower bound and a multiple of the MSS: the kernel accepts at least this
+	// number of bytes if each of the next writes has at least the size that was passed to
 	// Kernel.Estimate.
 	Safe int
-	// Exact predicts how much of one large write the kernel accepts now. The kernel
-	// accepts more if acknowledgements arrive during the write, and less if TCP paces the
-	// socket and no Tracker knows: see Tracker.Paced.
+	// Exact predicts the number of bytes that the kernel accepts now from one large write.
+	// The kernel accepts more if acknowledgements arrive during the write, and less if TCP
+	// paces the socket and the Tracker is not set accordingly: see Tracker.Paced.
 	Exact int
 
 	Overhead int // memory of a queued packet in addition to its payload
@@ -82,15 +81,15 @@ type Estimate struct {
 	Free     int // SendBuffer less Queued, at least 0
 }
 
-// Kernel has the properties of the running kernel that Estimate needs; see Calibrate.
+// Kernel contains the properties of the running kernel that Estimate needs; see Calibrate.
 type Kernel struct {
 	// Overhead is the memory of a packet in addition to its payload, in bytes: the truesize
 	// of an skb with space for headers, SKB_TRUESIZE(MAX_TCP_HEADER).
 	Overhead int
 }
 
-// mostHeader is the largest value of MAX_TCP_HEADER (include/net/tcp.h), in bytes: the
-// space that the kernel reserves for headers in the largest packet.
+// mostHeader is the maximum of MAX_TCP_HEADER (include/net/tcp.h) in bytes: the space that
+// the kernel reserves for headers in the largest packet.
 const mostHeader = 320
 
 // packetStructs is the size of sk_buff and skb_shared_info on 64-bit kernels, in bytes.
@@ -98,8 +97,7 @@ const mostHeader = 320
 const packetStructs = 256 + 320
 
 // header returns MAX_TCP_HEADER in bytes, which depends on the kernel's configuration: the
-// overhead less packetStructs, if that is a value that MAX_TCP_HEADER can have, otherwise
-// mostHeader.
+// overhead less packetStructs if MAX_TCP_HEADER can have this value, otherwise mostHeader.
 func (k Kernel) header() int {
 	switch h := k.Overhead - packetStructs; h {
 	case 192, 256:
@@ -108,19 +106,20 @@ func (k Kernel) header() int {
 	return mostHeader
 }
 
-// legacyGSO is the largest packet that the kernel builds, in bytes, without BIG TCP
-// (GSO_LEGACY_MAX_SIZE).
+// legacyGSO is the size in bytes of the largest packet that the kernel builds without BIG
+// TCP (GSO_LEGACY_MAX_SIZE).
 const legacyGSO = 65536
 
 // smallWindow is TCP_MSS_DEFAULT, in bytes: windows no larger than this are not
 // halved (tcp_bound_to_half_wnd).
 const smallWindow = 536
 
-// A Tracker holds what a snapshot does not show: how full the last unsent packet is, the
-// largest window that the peer has announced, and whether TCP paces the socket. A Tracker
-// is for one socket with one writer; the zero value is ready to use. Without a Tracker,
-// Estimate assumes no pacing, and takes a lower bound of the largest window: the present
-// window, the bytes in flight, or the size of the unsent packets.
+// A Tracker contains the state that a snapshot does not contain: the fill level of the
+// last unsent packet, the largest window that the peer has advertised, and whether TCP
+// paces the socket. A Tracker is for one socket with one writer. The zero value is ready
+// to use. Without a Tracker, Estimate assumes no pacing, and uses a lower bound of the
+// largest window: the current window, the bytes in flight, or the size of the unsent
+// packets.
 type Tracker struct {
 	tail   int // payload of the last unsent packet, bytes
 	goal   int // Goal of the last Estimate
@@ -133,9 +132,9 @@ type Tracker struct {
 // in bytes with headers: gso_max_size or gso_ipv4_max_size. The default is 65536.
 func (t *Tracker) LargestPacket(bytes int) { t.gso = bytes }
 
-// Paced sets whether TCP itself paces the socket, one burst at a time
-// (tcp_pacing_check); the function Paced finds out. The default is false. If TCP paces the
-// socket and the Tracker does not know, Exact may be megabytes too large.
+// Paced sets whether TCP itself paces the socket, one burst at a time (tcp_pacing_check);
+// the function Paced returns this state. The default is false. If TCP paces the socket and
+// Paced was not set, Exact may be too large by megabytes.
 func (t *Tracker) Paced(paced bool) { t.paced = paced }
 
 // Wrote records that a write of offered bytes was accepted up to n bytes. Call Wrote for
@@ -145,8 +144,8 @@ func (t *Tracker) Wrote(n, offered int) {
 		return
 	}
 	if n < offered {
-		// The kernel fills the last packet before a partial write returns, up to a goal
-		// that may have grown since: the next Estimate has the goal.
+		// Before a partial write returns, the kernel fills the last packet, up to a goal
+		// that may have grown since: the next Estimate computes the goal.
 		t.tail = math.MaxInt
 		return
 	}
@@ -161,9 +160,9 @@ func (t *Tracker) Wrote(n, offered int) {
 	}
 }
 
-// Estimate computes from a snapshot how much the kernel accepts. Each of the next writes
-// has at least next bytes; 0 stands for full packets. The tracker may be nil. The result
-// is zero for a closed socket.
+// Estimate computes the number of bytes that the kernel accepts from a snapshot. Each of
+// the next writes must have at least next bytes; 0 stands for full packets. The tracker
+// may be nil. The result is zero for a closed socket.
 func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 	if s.Closed || s.MSS <= 0 {
 		return Estimate{}
@@ -213,7 +212,8 @@ func (k Kernel) splits(s Snapshot) int {
 	return (leaves/max(s.Burst, 2*s.MSS) + 1) * k.Overhead
 }
 
-// leaving returns how many bytes TCP may send before the memory of any packet is free.
+// leaving returns the number of bytes that TCP may send before the memory of any packet is
+// freed.
 func (s *Snapshot) leaving() int {
 	if !s.Recovering {
 		return s.Sendable
@@ -226,11 +226,11 @@ func (s *Snapshot) leaving() int {
 	return most
 }
 
-// alone returns how many of the next writes may leave in a packet of their own, with its
-// overhead, if each write has so many bytes: as many as the windows allow after the unsent
-// data. Later writes share a packet. An acknowledgement allows one more, but frees the
-// memory of at least one packet. The congestion window counts packets, the peer's window
-// bytes.
+// alone returns the maximum number of the next writes that are sent in separate packets,
+// each with its overhead, if each write has packet bytes: the number that the windows
+// allow after the unsent data. Later writes share packets. An acknowledgement allows one
+// more separate packet, but frees the memory of at least one packet. The congestion window
+// counts packets, the peer's window bytes.
 func (s *Snapshot) alone(packet int) int {
 	quota := s.Quota - s.segments(s.Unsent)
 	if s.Recovering {
@@ -278,7 +278,7 @@ func (s *Snapshot) tail(t *Tracker, goal int) int {
 		}
 		return 0
 	case t == nil || t.goal == 0:
-		// The last packet has at most all unsent bytes.
+		// The last packet contains at most all unsent bytes.
 		return max(goal-s.Unsent, 0)
 	}
 	t.tail, t.goal = min(t.tail, s.Unsent, goal), goal
@@ -286,11 +286,11 @@ func (s *Snapshot) tail(t *Tracker, goal int) int {
 }
 
 // exact simulates tcp_sendmsg_locked. The kernel fills the last unsent packet without
-// checking the buffer, and allocates a new packet only while the buffer has room. A packet
-// that becomes full and is first in the queue is sent at once, as far as the windows
-// allow; its unsent rest becomes the last packet, and is filled again. After a write has
-// filled more than half of the peer's largest window, the kernel sends all that the
-// windows allow (forced_push), and no packet is left to be filled.
+// checking the buffer, and allocates a new packet only while the buffer has space. A
+// packet that becomes full and is first in the queue is sent immediately, as far as the
+// windows allow; its unsent rest becomes the last packet, and is filled again. After a
+// write has filled more than half of the peer's largest window, the kernel sends all data
+// that the windows allow (forced_push), and no packet remains to be filled.
 func (k Kernel) exact(s Snapshot, goal, tail, half int, paced bool) (taken int) {
 	queued, unsent, sendable := s.Queued, s.Unsent, s.Sendable
 	burst := max(s.Burst, 2*s.MSS)
@@ -345,7 +345,7 @@ func (k Kernel) exact(s Snapshot, goal, tail, half int, paced bool) (taken int) 
 	}
 }
 
-// Arming reports whether the buffer is so full that Arm has an effect: the kernel reports
+// Arming returns whether the buffer is so full that Arm has an effect: the kernel reports
 // a socket as writable while at most two thirds of the buffer are in use
 // (sk_stream_is_writeable).
 func (s *Snapshot) Arming() bool { return !s.Closed && s.Queued > s.SendBuffer/3*2 }

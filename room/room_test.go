@@ -20,7 +20,7 @@ const overhead = 832
 var kernel = room.Kernel{Overhead: overhead}
 
 func TestArithmetic(t *testing.T) {
-	// A peer with a large window and segments of 1448 bytes: a full packet has 45 segments.
+	// goal is the payload of a full packet for a peer with a large window and a MSS of 1448 bytes: 45 segments.
 	const goal = 45 * 1448
 	open := room.Snapshot{SendBuffer: 1 << 20, MSS: 1448, SendWindow: 1 << 20}
 	with := func(change func(*room.Snapshot)) room.Snapshot {
@@ -34,41 +34,41 @@ func TestArithmetic(t *testing.T) {
 		next        int
 		safe, exact int
 	}{
-		// 15 whole packets fit, and 57743 bytes of a 16th one in whole segments; the kernel starts a packet as long
-		// as one byte is free.
+		// 15 whole packets fit, and 57743 bytes of a 16th packet in whole segments; the kernel allocates a packet if a
+		// single byte is free.
 		{"nothing queued", open, 0, 15*goal + 39*1448, 16 * goal},
-		{"a byte free", with(func(s *room.Snapshot) { s.Queued, s.Payload = 1<<20-1, 1<<20-1-overhead }), 0, 0, goal},
+		{"one byte free", with(func(s *room.Snapshot) { s.Queued, s.Payload = 1<<20-1, 1<<20-1-overhead }), 0, 0, goal},
 		{"nothing free", with(func(s *room.Snapshot) { s.Queued = 1 << 20 }), 0, 0, 0},
-		{"more queued than the buffer has", with(func(s *room.Snapshot) { s.Queued = 2 << 20 }), 0, 0, 0},
-		{"the last packet has room, the buffer none", with(func(s *room.Snapshot) {
+		{"more memory queued than the send buffer", with(func(s *room.Snapshot) { s.Queued = 2 << 20 }), 0, 0, 0},
+		{"space in the last packet, buffer full", with(func(s *room.Snapshot) {
 			s.Queued, s.Payload, s.Unsent = 1<<20, 1<<20-20*overhead, 1448
 		}), 0, 0, goal - 1448},
-		// Ten bytes are sent in a packet each; the others wait in full packets.
+		// Ten bytes are sent in separate packets; the others wait in full packets.
 		{"small writes", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 10, 10*1448, goal }), 1, 15*goal + 33*1448, 16*goal + 14480},
 		// One byte per packet: the cost is the overhead.
-		{"small writes that all leave", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 10000, 10000*1448, goal }), 1, 0, 16 * goal},
+		{"small writes, all sent", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 10000, 10000*1448, goal }), 1, 0, 16 * goal},
 		{"writes of a segment", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 100, 100*1448, goal }), 1448, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
-		// One segment of each packet is sent, and the rest of the packet with the next one.
-		{"writes of more than a segment", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 100, 100*1448, goal }), 2000, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
-		// The peer's window has room for ten segments, or for 144 writes of a hundred bytes.
+		// One segment of each packet is sent, and the rest of the packet is sent with the next one.
+		{"writes larger than a segment", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 100, 100*1448, goal }), 2000, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
+		// The peer's window has space for ten segments, or for 144 writes of 100 bytes.
 		{"small writes into a small window", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Quota, s.Sendable, s.Burst = 100000, 14480, 200, 14480, goal
 		}), 100, 7 * 1448, 65 * 1448},
-		// Everything in flight may be acknowledged selectively, which lets other packets leave.
+		// All data in flight may be acknowledged by SACK, which allows TCP to send other packets.
 		{"small writes while packets are lost", with(func(s *room.Snapshot) {
 			s.Sendable, s.Burst, s.Recovering, s.Queued, s.Payload = 10*1448, goal, true, 10*(goal+overhead), 10*goal
 			s.Quota, s.Flying = 10, 450
 		}), 1448, 168 * 1448, 405440},
 		{"small writes behind unsent data", with(func(s *room.Snapshot) { s.Queued, s.Payload, s.Unsent = goal+overhead, goal, goal }), 1,
 			14*goal + 39*1448, 15 * goal},
-		// The window that the peer had is unknown: only one segment per packet is certain.
-		{"a window of 0", with(func(s *room.Snapshot) { s.SendBuffer, s.SendWindow = 69120, 0 }), 0, 30 * 1448, 31 * 1448},
-		// The window had 20 segments, which are in flight.
-		{"a window that is full", with(func(s *room.Snapshot) {
+		// The peer's largest window is unknown: only one segment per packet is certain.
+		{"zero window", with(func(s *room.Snapshot) { s.SendBuffer, s.SendWindow = 69120, 0 }), 0, 30 * 1448, 31 * 1448},
+		// The window had space for 20 segments, which are in flight.
+		{"full window", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Queued, s.Payload = 69120, 0, 20*1448+2*overhead, 20*1448
 		}), 0, 24 * 1448, 30 * 1448},
 		// Sixty packets of ten segments wait. The first may have grown; the others have at least nine.
-		{"packets that fill half of the window", with(func(s *room.Snapshot) {
+		{"packets of half the window", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Queued, s.Payload, s.Unsent = 2<<20, 0, 60*(14480+overhead), 60*14480, 60*14480
 		}), 0, 764 * 1448, 85 * 9 * 1448},
 		// Twelve packets of three segments on average wait, and the first has grown meanwhile: new packets have one
@@ -76,7 +76,7 @@ func TestArithmetic(t *testing.T) {
 		{"a packet that has grown", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Queued, s.Payload, s.Unsent = 311040, 2896, 62204, 52220, 49324
 		}), 0, 109 * 1448, 110 * 1448},
-		// Half of a window of 64 KB.
+		// The window is 64 KB; packets fill half of it.
 		{"a small window", with(func(s *room.Snapshot) { s.SendBuffer, s.SendWindow = 69120, 65160 }), 0, 46 * 1448, 3 * 22 * 1448},
 		{"TCP_NOTSENT_LOWAT", with(func(s *room.Snapshot) { s.NotSentLowat = 100000 }), 0, 69 * 1448, 2 * goal},
 		{"TCP_NOTSENT_LOWAT is reached", with(func(s *room.Snapshot) {
@@ -89,8 +89,8 @@ func TestArithmetic(t *testing.T) {
 		{"a window that ends within a segment", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Sendable, s.Burst = 69120, 65160, 8000, 7240
 		}), 0, 44 * 1448, 2*22*1448 + 7240},
-		// Only the fill level pushes data.
-		{"a full packet that is held back", with(func(s *room.Snapshot) {
+		// Data is pushed only because of the fill level.
+		{"full packet that is not sent", with(func(s *room.Snapshot) {
 			s.Queued, s.Payload, s.Unsent, s.Sendable, s.Burst = 1<<20, 1<<20-20*overhead, goal, 14480, 7240
 		}), 0, 0, 0},
 		// More than half of the window of 1 MB is filled after 64 bursts. Then everything is sent, and there is no
@@ -110,51 +110,51 @@ func TestArithmetic(t *testing.T) {
 	}
 }
 
-// TestPacing gives a tracker the pacing rate of TCP.
+// TestPacing sets a tracker to pacing by TCP.
 func TestPacing(t *testing.T) {
 	const goal = 22 * 1448
 	var tracker room.Tracker
 	exact := func(s room.Snapshot) int { return kernel.Estimate(s, 0, &tracker).Exact }
 	s := room.Snapshot{SendBuffer: 60000, MSS: 1448, SendWindow: 65160, Sendable: 20 * 1448, Burst: 5 * 1448}
 	if got := exact(s); got != goal+20*1448 {
-		t.Errorf("four bursts leave, and %d bytes are taken", got)
+		t.Errorf("four bursts are sent, and %d bytes are accepted", got)
 	}
 	tracker.Paced(true)
 	if got := exact(s); got != 2*goal+5*1448 {
-		t.Errorf("one burst leaves, and %d bytes are taken", got)
+		t.Errorf("one burst is sent, and %d bytes are accepted", got)
 	}
-	// Data that the windows permit and that is not sent waits for the pacing timer.
+	// Data that the windows allow and that is not sent waits for the pacing timer.
 	tracker.Wrote(2*1448, 2*1448)
 	s.Unsent, s.Queued, s.Payload = 2*1448, 60000, 60000-10*overhead
 	if got := exact(s); got != goal-2*1448 {
-		t.Errorf("none leaves, and %d bytes are taken", got)
+		t.Errorf("no burst is sent, and %d bytes are accepted", got)
 	}
 	tracker.Paced(false)
 	if got := exact(s); got != goal-2*1448+20*1448 {
-		t.Errorf("four bursts leave again, and %d bytes are taken", got)
+		t.Errorf("four bursts are sent again, and %d bytes are accepted", got)
 	}
 }
 
-// TestLargestPacket gives a tracker the packet size of BIG TCP.
+// TestLargestPacket sets a tracker to the packet size of BIG TCP.
 func TestLargestPacket(t *testing.T) {
 	var tracker room.Tracker
 	s := room.Snapshot{SendBuffer: 4 << 20, MSS: 1448, SendWindow: 1 << 20}
 	if e := kernel.Estimate(s, 0, &tracker); e.Goal != 45*1448 {
-		t.Errorf("a full packet has %d bytes", e.Goal)
+		t.Errorf("payload of a full packet: %d bytes", e.Goal)
 	}
 	tracker.LargestPacket(196608)
 	if e := kernel.Estimate(s, 0, &tracker); e.Goal != 135*1448 {
-		t.Errorf("a full packet has %d bytes", e.Goal)
+		t.Errorf("payload of a full packet: %d bytes", e.Goal)
 	}
 }
 
-// TestGoal checks a packet of IPv6 at an MTU of 1280: 54 segments if the kernel keeps 256 bytes for headers, 53 if it
-// keeps more.
+// TestGoal checks an IPv6 packet with an MTU of 1280: 54 segments if the kernel reserves 256 bytes for headers, 53 if
+// it reserves more.
 func TestGoal(t *testing.T) {
 	s := room.Snapshot{SendBuffer: 1 << 20, MSS: 1208, SendWindow: 1 << 20}
 	for overhead, segments := range map[int]int{832: 54, 896: 53, 1280: 53} {
 		if e := (room.Kernel{Overhead: overhead}).Estimate(s, 0, nil); e.Goal != segments*1208 {
-			t.Errorf("with an overhead of %d a full packet has %d bytes", overhead, e.Goal)
+			t.Errorf("overhead %d: payload of a full packet: %d bytes", overhead, e.Goal)
 		}
 	}
 }
@@ -168,32 +168,32 @@ func TestTracker(t *testing.T) {
 	tail()
 	s.SendWindow = 10000
 	if e := kernel.Estimate(s, 0, &tracker); e.Goal != goal {
-		t.Errorf("a full packet has %d bytes when the window has become smaller", e.Goal)
+		t.Errorf("payload of a full packet after the window shrank: %d bytes", e.Goal)
 	}
 	tracker.Wrote(1000, 1000)
 	s.Unsent = 1000
 	if got := tail(); got != goal-1000 {
-		t.Errorf("room of %d bytes behind 1000", got)
+		t.Errorf("room of %d bytes after 1000 unsent bytes", got)
 	}
 	tracker.Wrote(goal, goal)
 	s.Unsent += goal
 	if got := tail(); got != goal-1000 {
-		t.Errorf("room of %d bytes in the packet after", got)
+		t.Errorf("room of %d bytes in the next packet", got)
 	}
 	tracker.Wrote(5000, 100000)
 	s.Unsent += 5000
 	if got := tail(); got != 0 {
 		t.Errorf("room of %d bytes after a partial write, which fills the last packet", got)
 	}
-	s.Unsent = 300 // of the last packet
+	s.Unsent = 300 // a part of the last packet
 	if got := tail(); got != goal-300 {
-		t.Errorf("room of %d bytes behind what is left of it", got)
+		t.Errorf("room of %d bytes after the rest of the packet", got)
 	}
 	s.Unsent = 0
 	if got := tail(); got != 0 {
-		t.Errorf("room of %d bytes though all is sent", got)
+		t.Errorf("room of %d bytes although all data is sent", got)
 	}
-	// The window grew before the write, as its packets show; the snapshot was taken after it.
+	// The window grew before the write, as the size of the packets shows; the snapshot was read after the write.
 	var grown room.Tracker
 	s = room.Snapshot{SendBuffer: 1 << 20, MSS: 1448, SendWindow: 72400}
 	kernel.Estimate(s, 0, &grown)
@@ -204,8 +204,8 @@ func TestTracker(t *testing.T) {
 	}
 }
 
-// TestZeroWindow checks peers that do not read and whose window is 0 at the first snapshot: the kernel fills packets
-// to half of the largest window that they had.
+// TestZeroWindow checks peers that do not read and whose window is 0 in the first snapshot: the kernel fills packets to
+// half of the largest window of the peer.
 func TestZeroWindow(t *testing.T) {
 	kernel, err := room.Calibrate()
 	check(t, err)
@@ -242,20 +242,20 @@ func TestZeroWindow(t *testing.T) {
 					e := kernel.Estimate(s, 0, nil)
 					took := write(max(e.Exact, e.Safe) + 1<<20)
 					if after, err := room.ReadSnapshot(int(fd)); err != nil || after.Payload != s.Payload+took {
-						return // something was acknowledged meanwhile
+						return // data was acknowledged during the write
 					}
 					states++
 					if e.Exact > took {
 						exact++
 					}
 					if e.Safe > took {
-						t.Errorf("safe says %d, the kernel took %d: %+v", e.Safe, took, s)
+						t.Errorf("safe is %d, the kernel accepted %d: %+v", e.Safe, took, s)
 					}
 				}))
 			}
 			t.Logf("%d states, exact was too large in %d", states, exact)
 			if states < 10 {
-				t.Errorf("only %d states", states)
+				t.Errorf("only %d states were compared", states)
 			}
 		})
 	}
@@ -325,16 +325,16 @@ func TestCalibrate(t *testing.T) {
 		s, err := room.ReadSnapshotConn(from)
 		check(t, err)
 		if rest := (s.Queued - s.Payload) % k.Overhead; rest != 0 {
-			t.Fatalf("%d bytes queued with a payload of %d: no multiple of %d in between", s.Queued, s.Payload, k.Overhead)
+			t.Fatalf("%d bytes queued with a payload of %d: the difference is not a multiple of %d", s.Queued, s.Payload, k.Overhead)
 		}
 	}
 }
 
-// TestArmWritable checks that Arm distinguishes a socket with room from one without.
+// TestArmWritable checks that Arm distinguishes a writable socket from a full one.
 func TestArmWritable(t *testing.T) {
 	from, _ := pair(t)
 	if writable, err := room.ArmConn(from); err != nil || !writable {
-		t.Errorf("a new connection: %v, %v", writable, err)
+		t.Errorf("new connection: %v, %v", writable, err)
 	}
 	raw, err := from.SyscallConn()
 	check(t, err)
@@ -348,11 +348,11 @@ func TestArmWritable(t *testing.T) {
 	s, err := room.ReadSnapshotRaw(raw)
 	check(t, err)
 	if writable, err := room.ArmRaw(raw); err != nil || writable || !s.Arming() {
-		t.Errorf("a full one: %v, %v, %+v", writable, err, s)
+		t.Errorf("full send buffer: %v, %v, %+v", writable, err, s)
 	}
 }
 
-// TestArm checks that the kernel grows the buffer of a connection whose sends have never failed.
+// TestArm checks that the kernel grows the send buffer of a connection on which no send has failed.
 func TestArm(t *testing.T) {
 	grown := func(arm bool, enough int, patience time.Duration) int {
 		s := scene{cc: "cubic", family: unix.AF_INET}
@@ -378,18 +378,18 @@ func TestArm(t *testing.T) {
 			n, err := unix.Write(fd, data[:safe])
 			check(t, err)
 			if n != safe {
-				t.Fatalf("%d of %d bytes taken", n, safe)
+				t.Fatalf("%d of %d bytes accepted", n, safe)
 			}
 		}
 		return largest
 	}
 	without := grown(false, 1<<20, 200*time.Millisecond)
 	if with := grown(true, 4*without, time.Minute); with < 4*without {
-		t.Errorf("the buffer grew to %d bytes with, and %d without", with, without)
+		t.Errorf("the buffer grew to %d bytes with Arm, and %d without", with, without)
 	}
 }
 
-// TestPaced uses a congestion window far larger than the buffer, an empty queue, and a pacing rate: one burst is sent
+// TestPaced uses a congestion window much larger than the buffer, an empty queue, and a pacing rate: one burst is sent
 // during the write, and the rest must fit into the buffer.
 func TestPaced(t *testing.T) {
 	k, err := room.Calibrate()
@@ -409,7 +409,7 @@ func TestPaced(t *testing.T) {
 				return
 			}
 			if time.Now().After(end) {
-				t.Fatalf("not in time: %s, %+v", what, now)
+				t.Fatalf("timeout: %s, %+v", what, now)
 			}
 			time.Sleep(100 * time.Microsecond)
 		}
@@ -427,7 +427,7 @@ func TestPaced(t *testing.T) {
 	paced, err := room.Paced(fd)
 	check(t, err)
 	if !paced {
-		t.Error("not paced, with SO_MAX_PACING_RATE")
+		t.Error("Paced is false with SO_MAX_PACING_RATE")
 	}
 	now, err := room.ReadSnapshot(fd)
 	check(t, err)
@@ -437,12 +437,12 @@ func TestPaced(t *testing.T) {
 	took, err := unix.Write(fd, data)
 	check(t, err)
 	if over := e.Exact - took; over > e.Goal || -over > e.Goal {
-		t.Errorf("took %d bytes of %+v, and the estimate was %+v", took, now, e)
+		t.Errorf("the kernel accepted %d bytes; snapshot %+v, estimate %+v", took, now, e)
 	}
 }
 
-// TestForcedPush uses a congestion window far larger than the buffer, and bursts smaller than a packet: written data
-// is sent until the kernel sends the last packet whole.
+// TestForcedPush uses a congestion window much larger than the buffer, and bursts smaller than a packet: written data
+// is sent until the kernel sends the last packet completely.
 func TestForcedPush(t *testing.T) {
 	k, err := room.Calibrate()
 	check(t, err)
@@ -478,7 +478,7 @@ func TestForcedPush(t *testing.T) {
 	took, err := unix.Write(fd, data)
 	check(t, err)
 	if over := e.Exact - took; over > e.Goal || -over > e.Goal {
-		t.Errorf("took %d bytes of %+v, and the estimate was %+v", took, now, e)
+		t.Errorf("the kernel accepted %d bytes; snapshot %+v, estimate %+v", took, now, e)
 	}
 }
 
@@ -523,13 +523,13 @@ func TestNoConnection(t *testing.T) {
 		unix.Close(fd)
 	}
 	if _, err := room.ReadSnapshot(-1); !errors.Is(err, unix.EBADF) {
-		t.Errorf("no descriptor: %v", err)
+		t.Errorf("invalid descriptor: %v", err)
 	}
 	if _, err := room.Paced(-1); !errors.Is(err, unix.EBADF) {
-		t.Errorf("pacing of no descriptor: %v", err)
+		t.Errorf("pacing of an invalid descriptor: %v", err)
 	}
 	if _, err := room.Arm(1 << 20); !errors.Is(err, unix.EBADF) {
-		t.Errorf("arm no descriptor: %v", err)
+		t.Errorf("arm an invalid descriptor: %v", err)
 	}
 	l, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	check(t, err)
@@ -546,6 +546,6 @@ func TestNoConnection(t *testing.T) {
 	}
 	from.Close()
 	if _, err := room.ReadSnapshotConn(from); err == nil {
-		t.Error("a closed connection has a state")
+		t.Error("ReadSnapshot succeeds for a closed connection")
 	}
 }

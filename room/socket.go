@@ -19,11 +19,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TCP states that take data (net/tcp_states.h).
+// TCP states in which a socket accepts data (net/tcp_states.h).
 const (
 	established = 1
 	closeWait   = 8
-	open        = 0 // TCP_CA_Open: no acknowledgement is missing
+	open        = 0 // TCP_CA_Open: no SACK and no loss
 )
 
 // SK_MEMINFO_* of linux/sock_diag.h.
@@ -33,10 +33,10 @@ const (
 	meminfoVars       = 9
 )
 
-// ReadSnapshot reads the state of a TCP socket by four to six system calls. For a socket
-// that is closed or listens, only Closed and fields from TCP_INFO are set. The error wraps
-// the errno: ENOTSOCK, EOPNOTSUPP or ENOPROTOOPT if the descriptor is not a TCP socket;
-// an MPTCP socket is not one.
+// ReadSnapshot reads the state of a TCP socket by four to six system calls. For a closed
+// or listening socket, it only sets Closed and the fields from TCP_INFO. The error wraps
+// the errno: ENOTSOCK, EOPNOTSUPP or ENOPROTOOPT if the descriptor is not a TCP socket. An
+// MPTCP socket is not a TCP socket.
 func ReadSnapshot(fd int) (Snapshot, error) {
 	var s Snapshot
 	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
@@ -62,9 +62,9 @@ func ReadSnapshot(fd int) (Snapshot, error) {
 	return s, nil
 }
 
-// FromInfo makes a Snapshot of what the caller has read: TCP_INFO and, from SO_MEMINFO or
-// sock_diag(7), the send buffer, the memory of the send queue and its payload (SIOCOUTQ),
-// in bytes. NotSentLowat is not set.
+// FromInfo returns a Snapshot of values that the caller has read: TCP_INFO and, from
+// SO_MEMINFO or sock_diag(7), the send buffer, the memory of the send queue and its
+// payload (SIOCOUTQ), in bytes. It does not set NotSentLowat.
 func FromInfo(info *unix.TCPInfo, sendBuffer, queued, payload int) Snapshot {
 	s := Snapshot{
 		SendBuffer: sendBuffer, Queued: queued, Payload: payload,
@@ -81,8 +81,8 @@ func FromInfo(info *unix.TCPInfo, sendBuffer, queued, payload int) Snapshot {
 	return s
 }
 
-// burst computes the size of a burst in bytes as tcp_tso_autosize and tcp_cwnd_test do,
-// with the default shift of the pacing rate (10) and of net.ipv4.tcp_tso_rtt_log (9).
+// burst computes the size of a burst in bytes like tcp_tso_autosize and tcp_cwnd_test,
+// with the default pacing shift (10) and the default net.ipv4.tcp_tso_rtt_log (9).
 func burst(info *unix.TCPInfo) int {
 	bytes := info.Pacing_rate >> 10
 	if r := info.Min_rtt >> 9; r < 32 {
@@ -94,7 +94,7 @@ func burst(info *unix.TCPInfo) int {
 }
 
 // memory reads the send buffer and the memory of the send queue. The kernel reports
-// sk_sndbuf, which is twice the value that was set by SO_SNDBUF.
+// sk_sndbuf, which is twice the value set by SO_SNDBUF.
 func (s *Snapshot) memory(fd int) error {
 	var values [meminfoVars]uint32
 	size := uint32(unsafe.Sizeof(values))
@@ -115,8 +115,8 @@ func (s *Snapshot) memory(fd int) error {
 	return nil
 }
 
-// boundQueued sets Queued on kernels without SO_MEMINFO: in the worst case each segment is a
-// packet of its own.
+// boundQueued sets Queued on kernels without SO_MEMINFO: in the worst case, each segment
+// is a separate packet.
 func (s *Snapshot) boundQueued() {
 	mss := max(s.MSS, 1)
 	s.Queued = s.Payload + (s.Payload+mss-1)/mss*mostOverhead
@@ -151,9 +151,9 @@ var defaultLowat = sync.OnceValue(func() int {
 	return int(v)
 })
 
-// Paced reports whether TCP itself paces a socket (SK_PACING_NEEDED): with bbr of any
-// version, and if SO_MAX_PACING_RATE is set. The result is valid until the congestion
-// control or the rate is changed. The error wraps the errno.
+// Paced returns whether TCP itself paces a socket (SK_PACING_NEEDED): with any version of
+// bbr, and if SO_MAX_PACING_RATE is set. The result is valid until the congestion control
+// or the rate changes. The error wraps the errno.
 func Paced(fd int) (bool, error) {
 	rate, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE)
 	if err != nil {
@@ -172,13 +172,13 @@ func Paced(fd int) (bool, error) {
 	return bytes.HasPrefix(name[:], []byte("bbr")), nil
 }
 
-// Arm makes the kernel grow the send buffer if the connection could use more
-// (tcp_new_space). The kernel does so only for a writer that waits for space; poll(2) with
-// a timeout of 0 makes the caller such a writer, for about 150 ns and without a failed
-// send. Arm reports whether the socket is writable.
+// Arm makes the kernel grow the send buffer if the connection can use more
+// (tcp_new_space). The kernel only grows it for a writer that waits for space; poll(2)
+// with a timeout of 0 makes the caller such a writer, in about 150 ns and without a failed
+// send. Arm returns whether the socket is writable.
 //
-// A writable socket is not armed: space that became free after the Snapshot wakes nobody.
-// Read another Snapshot then.
+// A writable socket is not armed: the kernel reports no event for space that became free
+// after the Snapshot. In this case, read another Snapshot.
 func Arm(fd int) (writable bool, err error) {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
 	if _, err := unix.Poll(fds, 0); err != nil && !errors.Is(err, unix.EINTR) {
@@ -190,8 +190,8 @@ func Arm(fd int) (writable bool, err error) {
 	return fds[0].Revents&unix.POLLOUT != 0, nil
 }
 
-// ReadSnapshotConn is ReadSnapshot for a connection of package net, or for another value
-// that has a descriptor.
+// ReadSnapshotConn is ReadSnapshot for a connection of package net, or for any other value
+// with a descriptor.
 func ReadSnapshotConn(c syscall.Conn) (Snapshot, error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -209,7 +209,7 @@ func ReadSnapshotRaw(raw syscall.RawConn) (s Snapshot, err error) {
 	return s, err
 }
 
-// PacedConn is Paced for a connection of package net, or for another value that has a
+// PacedConn is Paced for a connection of package net, or for any other value with a
 // descriptor.
 func PacedConn(c syscall.Conn) (paced bool, err error) {
 	raw, err := c.SyscallConn()
@@ -223,7 +223,7 @@ func PacedConn(c syscall.Conn) (paced bool, err error) {
 	return paced, err
 }
 
-// ArmConn is Arm for a connection of package net, or for another value that has a
+// ArmConn is Arm for a connection of package net, or for any other value with a
 // descriptor.
 func ArmConn(c syscall.Conn) (writable bool, err error) {
 	raw, err := c.SyscallConn()

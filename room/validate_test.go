@@ -26,21 +26,21 @@ var (
 	receivers = []netip.Prefix{netip.MustParsePrefix("10.94.0.2/24"), netip.MustParsePrefix("fd94::2/64")}
 )
 
-// A formula returns how many bytes a socket takes, with and without knowledge of its past.
+// A formula returns the number of bytes that a socket accepts, with and without a tracker.
 type formula struct {
 	name string
 	of   func(s room.Snapshot, tracked, fresh room.Estimate) int
 }
 
-// smallWrites is the formula that knows the size of the next writes, and is compared with such writes.
+// smallWrites is the index of the formula that is given the size of the next writes, and is compared with such writes.
 const smallWrites = 5
 
-// formulas are Sockeye's; passt's, 75 to 100 % of SO_SNDBUF less SIOCOUTQ; and that of a patch to passt, which scales
-// by the observed overhead.
+// formulas are those of Sockeye; that of passt, 75 to 100 % of SO_SNDBUF less SIOCOUTQ; and that of a patch to passt,
+// which scales by the observed overhead.
 var formulas = []formula{
 	{"safe", func(_ room.Snapshot, e, _ room.Estimate) int { return e.Safe }},
 	{"exact", func(_ room.Snapshot, e, _ room.Estimate) int { return e.Exact }},
-	{"safe, the past not known", func(_ room.Snapshot, _, e room.Estimate) int { return e.Safe }},
+	{"safe, without a tracker", func(_ room.Snapshot, _, e room.Estimate) int { return e.Safe }},
 	{"75-100 % of SO_SNDBUF less SIOCOUTQ", func(s room.Snapshot, _, _ room.Estimate) int {
 		return max(scaled(s.SendBuffer)-s.Payload, 0)
 	}},
@@ -50,10 +50,10 @@ var formulas = []formula{
 		}
 		return int(int64(max(s.SendBuffer-s.Queued, 0)) * int64(s.Payload) / int64(s.Queued))
 	}},
-	smallWrites: {name: "safe, small writes follow"},
+	smallWrites: {name: "safe, small writes"},
 }
 
-// scaled returns all of a buffer of up to 128 KiB, and three quarters of a buffer of 4 MiB.
+// scaled returns the whole buffer if it is at most 128 KiB, and three quarters of a buffer of 4 MiB.
 func scaled(buffer int) int {
 	const small, large = 128 << 10, 4 << 20
 	switch {
@@ -65,12 +65,12 @@ func scaled(buffer int) int {
 	return buffer - int(int64(buffer)*int64(buffer-small)/(large-small)/4)
 }
 
-// score is the result of a formula in bytes.
+// score is the result of a formula.
 type score struct {
 	states, over     int
-	most             float64 // over-estimate in segments
-	bytes            int     // the same in bytes
-	taken, predicted int64   // by the kernel; what of it was predicted
+	most             float64 // largest over-estimate in segments
+	bytes            int     // largest over-estimate in bytes
+	taken, predicted int64   // bytes accepted by the kernel, and the predicted part of them
 	promised         int64
 }
 
@@ -99,15 +99,15 @@ func (s *score) join(o score) {
 func (s *score) overShare() float64   { return float64(s.over) / float64(max(s.states, 1)) }
 func (s *score) utilisation() float64 { return float64(s.predicted) / float64(max(s.taken, 1)) }
 
-// A scene is a kind of connection and its use.
+// A scene is a kind of connection and of its use.
 type scene struct {
 	cc     string
 	family int
 	link   lab.LinkOptions
-	most   int           // bytes of a write, at least 1
+	most   int           // maximum size of a write in bytes, at least 1
 	pause  time.Duration // of the reader after each read
-	buffer int           // SO_RCVBUF of the peer as it is set, 0: the kernel's own
-	whole  bool          // TCP_NODELAY: each write leaves by itself
+	buffer int           // SO_RCVBUF of the peer; 0: the kernel's default
+	whole  bool          // TCP_NODELAY: each write is sent separately
 }
 
 func (s scene) String() string {
@@ -125,8 +125,8 @@ func (s scene) String() string {
 	return text
 }
 
-// scenes returns all combinations, or some of them for a quick run, including those whose packets grow while they
-// wait for the window.
+// scenes returns all combinations, or a selection for a quick run that includes combinations whose packets grow while
+// they wait for the window.
 func scenes(all bool) (list []scene) {
 	n := 0
 	add := func(s scene) {
@@ -148,7 +148,7 @@ func scenes(all bool) (list []scene) {
 						for _, most := range []int{1400, 1 << 20} {
 							for _, pause := range []time.Duration{0, 5 * time.Millisecond} {
 								add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Loss: loss, Rate: 1e9}, most, pause, 0, false})
-								// Peers with small buffers: the window closes again and again.
+								// Peers with small buffers close the window repeatedly.
 								if cc != "reno" && family == unix.AF_INET && loss == 0 && (mtu == 1500 || mtu == 65520) {
 									for _, buffer := range []int{4000, 20000} {
 										add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Rate: 1e9}, most, pause, buffer, false})
@@ -164,9 +164,9 @@ func scenes(all bool) (list []scene) {
 	return list
 }
 
-// TestEstimate compares the estimates with the bytes that the kernel then takes, in thousands of states.
+// TestEstimate compares the estimates with the number of bytes that the kernel then accepts, in thousands of states.
 // SOCKEYE_ROOM=all runs all scenes and prints the table of docs/room.md; SOCKEYE_ROOM=full runs three times as many
-// states, which takes a quarter of an hour.
+// states, in about a quarter of an hour.
 func TestEstimate(t *testing.T) {
 	kernel, err := room.Calibrate()
 	if err != nil {
@@ -199,11 +199,11 @@ func TestEstimate(t *testing.T) {
 			}
 			for _, i := range []int{0, 2, smallWrites} {
 				if most := scores[i].most; most > 1 {
-					t.Errorf("%s is up to %.1f segments too large", formulas[i].name, most)
+					t.Errorf("%s is too large by up to %.1f segments", formulas[i].name, most)
 				}
 			}
 			if scores[1].bytes > 2*65536 {
-				t.Errorf("exact is up to %d bytes too large, more than two packets", scores[1].bytes)
+				t.Errorf("exact is too large by up to %d bytes, more than two packets", scores[1].bytes)
 			}
 		})
 	}
@@ -213,7 +213,7 @@ func TestEstimate(t *testing.T) {
 		}
 	}
 	if u := total[1].utilisation(); u <= 0.99 {
-		t.Errorf("exact predicts %.4f of what the kernel takes", u)
+		t.Errorf("exact predicts a share of %.4f of the bytes that the kernel accepts", u)
 	}
 	var text strings.Builder
 	print(&text, "all", total)
@@ -223,7 +223,7 @@ func TestEstimate(t *testing.T) {
 	t.Logf("\n%s", text.String())
 }
 
-// keys returns the groups in which a scene is counted.
+// keys returns the groups to which a scene belongs.
 func (s scene) keys() []string {
 	return []string{
 		s.cc, map[int]string{unix.AF_INET: "IPv4", unix.AF_INET6: "IPv6"}[s.family],
@@ -235,7 +235,7 @@ func (s scene) keys() []string {
 
 func print(w *strings.Builder, name string, scores []score) {
 	tab := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintf(tab, "%s\tstates\ttoo large\tby at most\tpredicts\n", name)
+	fmt.Fprintf(tab, "%s\tstates\ttoo large\tmaximum excess\tpredicted share\n", name)
 	for i, f := range formulas {
 		s := scores[i]
 		fmt.Fprintf(tab, "  %s\t%d\t%.2f %%\t%.1f segments\t%.4f\n", f.name, s.states, 100*s.overShare(), s.most, s.utilisation())
@@ -250,7 +250,7 @@ func check(t testing.TB, err error) {
 	}
 }
 
-var errNoCongestionControl = errors.New("no such congestion control")
+var errNoCongestionControl = errors.New("congestion control not available")
 
 // connect opens a connection over a link between two namespaces, with a reader at its end.
 func (s scene) connect(t *testing.T) (fd int) {
@@ -314,7 +314,7 @@ func (s scene) connect(t *testing.T) (fd int) {
 		}
 	}()
 	t.Cleanup(func() {
-		// It does not wait for queued data.
+		// close(2) must not wait for queued data.
 		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 		check(t, unix.Close(fd))
 		_ = unix.Shutdown(to, unix.SHUT_RDWR) // the link may have lost the RST
@@ -323,12 +323,11 @@ func (s scene) connect(t *testing.T) (fd int) {
 	return fd
 }
 
-// least is the number of states that a scene needs. On a loaded host, few states stay the same until they are
-// compared.
+// least is the minimum number of states per scene. On a busy host, few states remain unchanged until the comparison.
 const least = 20
 
-// run brings the connection into different states by random writes and pauses, and sometimes offers more than it can
-// take.
+// run moves the connection into different states by random writes and pauses, and sometimes offers more data than the
+// connection can accept.
 func (s scene) run(t *testing.T, kernel room.Kernel, states int) []score {
 	fd := s.connect(t)
 	paced, err := room.Paced(fd)
@@ -362,8 +361,8 @@ func (s scene) run(t *testing.T, kernel room.Kernel, states int) []score {
 		if kind == 6 {
 			next = int(math.Exp(rng.Float64() * math.Log(1400)))
 		}
-		// Data that is acknowledged meanwhile changes the state. So does a selective acknowledgement: the kernel
-		// splits packets for it, with an overhead for each.
+		// Data that is acknowledged in the meantime changes the state, and so does a SACK: the kernel splits packets
+		// for it, with an overhead for each.
 		delivered := func() uint32 {
 			info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 			check(t, err)

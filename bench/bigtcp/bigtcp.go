@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bigtcp is the benchmark of larger packets: requests, responses and streams between two namespaces, with BIG TCP
-// off and on.
+// Package bigtcp is the benchmark of BIG TCP: requests with responses, and streams, between two namespaces, with BIG
+// TCP off and on.
 package bigtcp
 
 import (
@@ -31,10 +31,10 @@ type setup struct {
 	title   string
 	path    string
 	twoCPUs bool
-	message int // bytes; 0: as the article has it
+	message int // bytes; 0: the message size of the article
 }
 
-// setups begin with the one that is reported.
+// setups lists the setups. The first one is reported in detail.
 var setups = []setup{
 	{title: "bridge, one CPU", path: bigtcp.PathBridge},
 	{title: "veth pair, one CPU", path: bigtcp.PathVeth},
@@ -44,13 +44,13 @@ var setups = []setup{
 	{title: "bridge, 60000 bytes", path: bigtcp.PathBridge, message: 60000},
 }
 
-// bigtcpAims are ratios of on to off: of the article for requests and responses,
-// and of what this benchmark's first machine had before for streams.
+// bigtcpAims are the required ratios of on to off: from the article for transactions, from the first machine of this
+// benchmark for streams.
 var bigtcpAims = []struct {
 	row   string
 	title string
 	ratio float64
-	most  bool // it is to be this at most
+	most  bool // the ratio is a maximum
 }{
 	{"rr_rate", "transactions", 1.5, false},
 	{"rr_p90", "latency, P90", 0.7, true},
@@ -58,7 +58,7 @@ var bigtcpAims = []struct {
 	{"stream_rate", "stream", 1.29, false},
 }
 
-// verdict holds a row against an aim.
+// verdict compares the ratio of a row with an aim.
 func verdict(r bigtcp.Row, aim float64, most bool) string {
 	met, low, high := r.Ratio >= aim, r.Low >= aim, r.High >= aim
 	if most {
@@ -83,7 +83,7 @@ type report struct {
 
 func benchBigTCP(args []string) error {
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
-	quick := fs.Bool("quick", false, "a minute instead of seven, less certain figures")
+	quick := fs.Bool("quick", false, "run for one minute instead of seven, with wider confidence intervals")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
@@ -122,7 +122,7 @@ func (r *report) Print(p harness.Printf) {
 	for _, line := range reported.Text() {
 		p("%s\n", line)
 	}
-	p("\nAims, of the ratio\n")
+	p("\nAims for the ratio of on to off\n")
 	for _, family := range bigtcp.Families {
 		for _, aim := range bigtcpAims {
 			if row, ok := reported.Row(family, aim.row); ok {
@@ -130,7 +130,7 @@ func (r *report) Print(p harness.Printf) {
 			}
 		}
 	}
-	p("\nRatios of on to off, by what is between the two; messages of 60000 bytes fit one packet, off too\n")
+	p("\nRatios of on to off, by path; a message of 60000 bytes fits into one packet, also with BIG TCP off\n")
 	head := fmt.Sprintf("%-27s", "")
 	for _, aim := range bigtcpAims {
 		head += fmt.Sprintf("%-22s", aim.title)
@@ -146,7 +146,7 @@ func (r *report) Print(p harness.Printf) {
 			p("%s\n", strings.TrimRight(line, " "))
 		}
 	}
-	p("\n%d CPUs; took %s.\n", r.CPUs, r.Took)
+	p("\n%d CPUs. Duration %s.\n", r.CPUs, r.Took)
 }
 
 var families = map[string]string{bigtcp.IPv6: "IPv6", bigtcp.IPv4: "IPv4"}
@@ -192,11 +192,11 @@ func (r *report) Figures() any {
 	}{rrs, streams, aims, r}
 }
 
-// svg draws what is reported, off and on, and the other set-ups' ratios.
+// chart draws the reported setup, off and on, and the ratios of the other setups.
 func (r *report) chart() plot.Chart {
-	chart := plot.Chart{Title: "BIG TCP off and on, between two namespaces at a bridge, both on one CPU", Legend: []string{"off", "on"}}
+	chart := plot.Chart{Title: "BIG TCP off and on, two namespaces on a bridge, both on one CPU", Legend: []string{"off", "on"}}
 	for _, m := range []struct{ row, title, verb string }{
-		{"rr_rate", "Transactions a second, 80000 bytes there and back", "%.0f"},
+		{"rr_rate", "Transactions per second, request and response of 80000 bytes", "%.0f"},
 		{"rr_min", "Latency, minimum, µs", "%.1f"},
 		{"rr_p90", "Latency, P90, µs", "%.1f"},
 		{"rr_p99", "Latency, P99, µs", "%.1f"},
@@ -217,7 +217,7 @@ func (r *report) chart() plot.Chart {
 		chart.Panels = append(chart.Panels, p)
 	}
 	for _, m := range []struct{ row, title string }{
-		{"rr_rate", "Transactions, ratio of on to off, by what is between the two"}, {"stream_rate", "Stream, likewise"},
+		{"rr_rate", "Transactions, ratio of on to off by path"}, {"stream_rate", "Stream, ratio of on to off by path"},
 	} {
 		p := plot.Panel{Title: m.title}
 		for i, s := range setups {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gateway is the benchmark of isolate: loads in a guest of Sockeye, in one of pasta, and natively.
+// Package gateway is the benchmark of isolate. It runs loads natively, in a guest of Sockeye and in a guest of pasta.
 package gateway
 
 import (
@@ -57,8 +57,8 @@ const (
 type bench struct {
 	options
 	lab    *lab.Lab
-	round  int    // rounds of all points
-	loads  uint32 // number of the load
+	round  int    // index of the round, which selects the order of the sides
+	loads  uint32 // ID of the last load
 	report *gatewayReport
 }
 
@@ -81,7 +81,7 @@ func list[T any](fs *flag.FlagSet, to *[]T, name, usage string, parse func(strin
 func oneOf(names ...string) func(string) (string, error) {
 	return func(text string) (string, error) {
 		if !slices.Contains(names, text) {
-			return "", fmt.Errorf("%q is none of %s", text, strings.Join(names, ", "))
+			return "", fmt.Errorf("unknown value %q: use one of %s", text, strings.Join(names, ", "))
 		}
 		return text, nil
 	}
@@ -93,8 +93,8 @@ func insideGateway(args []string) (err error) {
 		Directions: []string{upload, download}, Connections: []int{1, 16}, Only: []string{partPoints, partRequests, partIperf, partUDP},
 	}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
-	fs.BoolVar(&o.Quick, "quick", false, "two minutes instead of twenty: fewer points, less certain figures")
-	fs.IntVar(&o.Rounds, "rounds", 1, "number of runs of each point; the figures are their medians")
+	fs.BoolVar(&o.Quick, "quick", false, "run for two minutes instead of twenty, with fewer points")
+	fs.IntVar(&o.Rounds, "rounds", 1, "number of runs per point; the report shows medians")
 	list(fs, &o.Links, "links", "links to measure: veth, 1gbit", oneOf(linkVeth, linkLimited))
 	list(fs, &o.RTTs, "rtts", "round-trip times of the 1gbit link, in milliseconds", strconv.Atoi)
 	list(fs, &o.MTUs, "mtus", "MTUs of the guest, in bytes", strconv.Atoi)
@@ -165,7 +165,7 @@ func (b *bench) all(ctx context.Context) error {
 	return harness.Publish(command, b.report)
 }
 
-// path measures all points of a path and an MTU.
+// path measures all points of a path with one MTU.
 func (b *bench) path(ctx context.Context, p *gatewayPath, mtu int, rtts []int) (err error) {
 	sides := map[string]*gatewaySide{}
 	defer func() {
@@ -218,7 +218,8 @@ func choose(p *gatewayPath, sides map[string]*gatewaySide, cc string) error {
 	return p.choose(cc)
 }
 
-// duration returns the duration of a load: until it has reached its rate, and the same time again.
+// duration returns the duration of a load. The warm-up lasts until the load reaches its rate; the measurement lasts as
+// long.
 func (b *bench) duration(rtt int) (all, warmup time.Duration) {
 	if b.Quick {
 		all = time.Second + 10*time.Duration(rtt)*time.Millisecond
@@ -239,7 +240,7 @@ func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gate
 				return err
 			}
 			point.sides[name] = append(point.sides[name], *r)
-			// Packets in flight are gone before the next load.
+			// Wait until no packet of the previous load is in flight.
 			time.Sleep(2*time.Duration(point.RTT)*time.Millisecond + 100*time.Millisecond)
 		}
 		b.round++
@@ -247,15 +248,15 @@ func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gate
 	return nil
 }
 
-// gatewayRun has the figures of one side under a load.
+// gatewayRun contains the figures of one side under one load.
 type gatewayRun struct {
 	Mbit    float64 `json:"mbit"`          // payload received after the warm-up
-	First   float64 `json:"first_10mb_s"`  // from before connect(2); NaN if they did not arrive
+	First   float64 `json:"first_10mb_s"`  // time since before connect(2); NaN if less than 10 MB arrived
 	Gap     float64 `json:"longest_gap_s"` // longest time without a byte on all connections
 	CPU     float64 `json:"cpu_s_per_gb"`
 	Partial uint64  `json:"partial_sends"`
-	Resent  uint64  `json:"retransmits"`       // segments retransmitted by host and server
-	Inside  uint64  `json:"retransmits_guest"` // between guest and gateway in both directions; with pasta those of the guest only
+	Resent  uint64  `json:"retransmits"`       // segments that host and server retransmitted
+	Inside  uint64  `json:"retransmits_guest"` // segments retransmitted between guest and gateway in both directions; with pasta, by the guest only
 	Seconds []int   `json:"seconds_mbit"`
 	Error   string  `json:"error,omitempty"`
 }
@@ -332,7 +333,7 @@ func (b *bench) load(p *gatewayPath, s *gatewaySide, t task, warmup time.Duratio
 	return r, nil
 }
 
-// requestsTime is the duration of requests, plus a few round trips.
+// requestsTime is the duration of the requests load, without the round trips that are added.
 const requestsTime = time.Second
 
 // requests measures the number of requests per second on one connection.

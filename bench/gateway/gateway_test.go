@@ -25,7 +25,7 @@ import (
 	"sockeye/lab"
 )
 
-// TestMain is also the benchmark's workers.
+// TestMain also runs the worker processes of the benchmark.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && Benchmark.Workers[os.Args[1]] != nil {
 		os.Exit(harness.RunCommand(os.Args[1:], Benchmark))
@@ -46,24 +46,24 @@ func TestArrivals(t *testing.T) {
 	b := &arrivals{}
 	b.add(startOfLoad - 1)
 	if b.First != 0 {
-		t.Error("the first 10 MB came before they did")
+		t.Error("the time of the first 10 MB is set before they arrived")
 	}
 	b.add(1)
 	if b.First == 0 || b.First != b.last {
-		t.Errorf("the first 10 MB came at %d, want %d", b.First, b.last)
+		t.Errorf("the first 10 MB arrived at %d, want %d", b.First, b.last)
 	}
 	for range 100 {
 		b.add(1)
 	}
 	if got := b.at(b.last); got != startOfLoad+100 {
-		t.Errorf("at the end %v bytes had come, want %d", got, startOfLoad+100)
+		t.Errorf("%v bytes arrived until the end, want %d", got, startOfLoad+100)
 	}
 	if n := len(b.Samples); n > 20 {
-		t.Errorf("%d samples of a moment", n)
+		t.Errorf("%d samples of %d additions in one interval; samples are not merged", n, 102)
 	}
 }
 
-func TestGapIsBeforeAndBehindToo(t *testing.T) {
+func TestGapBeforeFirstAndAfterLastByte(t *testing.T) {
 	a := &arrivals{Samples: [][2]int64{{3e9, 1}, {4e9, 2}, {5e9, 3}}, Longest: 1e9}
 	for _, c := range []struct{ start, end, want int64 }{{25e8, 55e8, 1e9}, {1e9, 55e8, 2e9}, {25e8, 8e9, 3e9}, {25e8, 45e8, 1e9}} {
 		if got := a.gap(c.start, c.end); got != c.want {
@@ -75,7 +75,7 @@ func TestGapIsBeforeAndBehindToo(t *testing.T) {
 	}
 }
 
-// TestProcessTime has a thread work and end.
+// TestProcessTime tests that processTime counts the CPU time of a thread that has exited.
 func TestProcessTime(t *testing.T) {
 	before, err := processTime(os.Getpid())
 	if err != nil {
@@ -85,7 +85,7 @@ func TestProcessTime(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		runtime.LockOSThread() // and never unlocked: the thread ends
+		runtime.LockOSThread() // never unlocked, so that the thread exits
 		var now unix.Timespec
 		_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now)
 		for end := now.Nano() + int64(work); now.Nano() < end; {
@@ -95,7 +95,7 @@ func TestProcessTime(t *testing.T) {
 	<-done
 	after, err := processTime(os.Getpid())
 	if err != nil || after-before < work {
-		t.Errorf("%v were counted of %v (%v)", after-before, work, err)
+		t.Errorf("processTime counted %v of %v (%v)", after-before, work, err)
 	}
 }
 
@@ -123,7 +123,7 @@ func TestGatewayReport(t *testing.T) {
 		Requests: []gatewayRequests{{Link: linkLimited, RTT: 15, MTU: 1500, PerSecond: map[string]harness.Figure{sideNative: 66, sideSockeye: 65, sidePasta: harness.Figure(math.NaN())}}},
 		Seeds:    []gatewaySeed{{RTT: 15, Seconds: map[string][]float64{sideNative: {900, 950}}, Mean: map[string]harness.Figure{sideNative: 925}}},
 	}
-	// In one round of three, of which the median does not tell.
+	// The load stalls in one round of three, which the median does not show.
 	stalled := testPoint(1, 960, 960, 13, 0.5, 0)
 	for name, runs := range stalled.sides {
 		stalled.sides[name] = append(runs, runs[0], runs[0])
@@ -165,14 +165,14 @@ func TestGatewayReport(t *testing.T) {
 	}
 	text := harness.Text(r)
 	for _, want := range []string{
-		"with delay, at least 0.95 of native: at 2 of 3 points\n  missed: 1gbit 285 ms, MTU 1500, cubic, upload, 1 connection: 0.82\n",
-		"without delay, at least 1.5 times pasta: at 0 of 1 points\n  missed: 1gbit 0 ms, MTU 1500, cubic, upload, 1 connection: 1.29, and 0.94 of native\n",
-		"without delay, at least 1.5 times pasta, or 0.95 of native: at 0 of 1 points\n",
-		"no partial send: at 3 of 4 points\n", "no stall: at 3 of 4 points\n", "less CPU per GB than pasta: at 3 of 4 points\n",
+		"with delay, at least 0.95 times native: met at 2 of 3 points\n  missed: 1gbit 285 ms, MTU 1500, cubic, upload, 1 connection: 0.82 times native\n",
+		"without delay, at least 1.5 times pasta: met at 0 of 1 points\n  missed: 1gbit 0 ms, MTU 1500, cubic, upload, 1 connection: 1.29 times pasta, 0.94 times native\n",
+		"without delay, at least 1.5 times pasta, or 0.95 times native: met at 0 of 1 points\n",
+		"no partial send: met at 3 of 4 points\n", "no stall: met at 3 of 4 points\n", "less CPU per GB than pasta: met at 3 of 4 points\n",
 		"66      65       -\n", "900 950\n",
 	} {
 		if !strings.Contains(text, want) {
-			t.Errorf("the table lacks %q:\n%s", want, text)
+			t.Errorf("the report does not contain %q:\n%s", want, text)
 		}
 	}
 	d := xml.NewDecoder(strings.NewReader(string(r.chart().SVG())))
@@ -180,23 +180,23 @@ func TestGatewayReport(t *testing.T) {
 		_, err = d.Token()
 	}
 	if !errors.Is(err, io.EOF) {
-		t.Errorf("the plot is no XML: %v", err)
+		t.Errorf("the chart is not valid XML: %v", err)
 	}
 }
 
-func TestMedianOfWhatDidNotArrive(t *testing.T) {
+func TestMedianOfMissingFigures(t *testing.T) {
 	p := testPoint(0, 1, 1, 1, 1, 0)
 	p.sides[sideSockeye] = []gatewayRun{{First: math.NaN()}, {First: 0.5}, {First: 0.7}}
 	if got := p.median(sideSockeye, runFirst); got != 0.7 {
-		t.Errorf("median = %v, want the slower of two that arrived", got)
+		t.Errorf("median = %v, want 0.7", got)
 	}
 	p.sides[sideSockeye][1].First = math.NaN()
 	if got := p.median(sideSockeye, runFirst); !math.IsNaN(got) {
-		t.Errorf("median = %v, of three of which one arrived", got)
+		t.Errorf("median = %v, want NaN", got)
 	}
 }
 
-// datagramTestLoad has the sides' programs get so many of 1000 datagrams.
+// datagramTestLoad returns a load of 1000 datagrams of which the sides receive the given numbers.
 func datagramTestLoad(burst, rate int, arrived ...int) *datagramLoad {
 	l := &datagramLoad{Burst: burst, Rate: rate, Runs: map[string][]datagramRun{}}
 	for i, n := range arrived {
@@ -221,25 +221,25 @@ func TestDatagramReport(t *testing.T) {
 	again.Arrived, again.Lost.Socket = 500, 500
 	d.Rates[1].Runs[sideSockeye] = []datagramRun{again, d.Rates[1].Runs[sideSockeye][0]}
 	for side, want := range map[string]string{sideNative: "50000+", sideSockeye: "50000", sidePasta: "0"} {
-		if got := d.saidHighest(side); got != want {
+		if got := d.highestText(side); got != want {
 			t.Errorf("the highest rate of %s is %s, want %s", side, got, want)
 		}
 	}
 	r := &gatewayReport{Options: options{Rounds: 1}, Datagrams: []*gatewayDatagrams{d}, DatagramBuffers: datagramBuffers{8192, 4096, 2048}}
 	text := harness.Text(r)
 	for _, want := range []string{
-		"medians of 3", "in bytes: 8192 of the programs' sockets on all sides, 4096 of the socket of Sockeye's gateway, 2048 of pasta's",
-		"inbound, 200 bytes  1000     900      800    1000      700      600    50000+    50000    0      3.0",
-		"  inbound, 200 bytes, 2000 at once, sockeye: 100 at the gateway's socket, of 1000\n",
-		"  inbound, 200 bytes, 100000 a second, sockeye: 10 at the gateway's socket, of 1000\n",
-		"  inbound, 200 bytes, 20000 a second, pasta: 2 at the gateway's socket, of 1000\n",
+		"medians of 3", "in bytes: programs 8192, Sockeye's gateway 4096, pasta 2048",
+		"inbound, 200 bytes  1000           900      800    1000            700      600    50000+          50000    0      3.0",
+		"  inbound, 200 bytes, burst of 2000, sockeye: of 1000 sent: 100 at the gateway's socket\n",
+		"  inbound, 200 bytes, 100000/s, sockeye: of 1000 sent: 10 at the gateway's socket\n",
+		"  inbound, 200 bytes, 20000/s, pasta: of 1000 sent: 2 at the gateway's socket\n",
 	} {
 		if !strings.Contains(text, want) {
-			t.Errorf("the table lacks %q:\n%s", want, text)
+			t.Errorf("the report does not contain %q:\n%s", want, text)
 		}
 	}
 	if strings.Contains(text, "native:") || strings.Contains(text, "Aims") {
-		t.Errorf("native lost, or there are aims without points:\n%s", text)
+		t.Errorf("native datagrams are lost, or aims without points are printed:\n%s", text)
 	}
 	b, err := harness.JSON(r)
 	if err != nil {
@@ -287,12 +287,11 @@ func TestParseIperf(t *testing.T) {
 		t.Errorf("error = %v", err)
 	}
 	if _, _, err := parseIperf([]byte(`iperf3: no`)); err == nil {
-		t.Error("text that is no report was taken")
+		t.Error("parseIperf accepts text that is not a report")
 	}
 }
 
-// TestGatewayLoad has a load go natively and through a gateway, over a link with a delay,
-// in both directions.
+// TestGatewayLoad runs a load natively and through a gateway, in both directions, over a link with a delay.
 func TestGatewayLoad(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -311,10 +310,10 @@ func TestGatewayLoad(t *testing.T) {
 	}
 	broken, err := p.newSide(ctx, sideSockeye, 1)
 	if err == nil {
-		t.Error("a guest has an MTU of a byte")
+		t.Error("startSide accepts an MTU of 1")
 	}
 	if err := broken.stop(); err != nil {
-		t.Errorf("stop what did not start: %v", err)
+		t.Errorf("stop a side that did not start: %v", err)
 	}
 	sides := map[string]*gatewaySide{}
 	for _, name := range []string{sideNative, sideSockeye} {
@@ -339,7 +338,7 @@ func TestGatewayLoad(t *testing.T) {
 			case r.Error != "":
 				t.Errorf("%s %s: %s", name, direction, r.Error)
 			case r.Mbit <= 0 || r.Mbit > 1.1*gatewayRate/1e6:
-				t.Errorf("%s %s: %v Mbit/s over a link of 1000", name, direction, r.Mbit)
+				t.Errorf("%s %s: %v Mbit/s over a link of 1000 Mbit/s", name, direction, r.Mbit)
 			case !math.IsNaN(r.First) && r.First < (2*rtt).Seconds():
 				t.Errorf("%s %s: the first 10 MB took %v s", name, direction, r.First)
 			case (name == sideSockeye) != (r.CPU > 0):
@@ -349,8 +348,8 @@ func TestGatewayLoad(t *testing.T) {
 	}
 }
 
-// TestGatewayDatagrams has datagrams go natively and through sockeye isolate, in both
-// directions, few enough for all to arrive; and some that find no room in the program's socket.
+// TestGatewayDatagrams sends datagrams natively and through sockeye isolate, in both directions: first so few that all
+// arrive, then more than the program's socket accepts.
 func TestGatewayDatagrams(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -376,7 +375,7 @@ func TestGatewayDatagrams(t *testing.T) {
 		}
 	}()
 	if s := b.report.DatagramBuffers; s.Program == 0 || s.Sockeye < s.Program {
-		t.Errorf("receive buffers: %+v, want that of the gateway to be no smaller than the programs'", s)
+		t.Errorf("receive buffers: %+v, want the gateway's at least as large as the programs'", s)
 	}
 	for name, side := range sides {
 		for _, direction := range []string{inbound, outbound} {
@@ -390,8 +389,8 @@ func TestGatewayDatagrams(t *testing.T) {
 				case r.Sent != want || r.Arrived != want || r.Lost != (datagramLost{}):
 					t.Errorf("%s %s, %s: %+v, want %d", name, direction, load.name(), r, want)
 				case (name == sideSockeye) != (r.CPU > 0):
-					t.Errorf("%s %s, %s: CPU of the gateway %v us each", name, direction, load.name(), r.CPU)
-				// A sender that waits for a CPU is slower.
+					t.Errorf("%s %s, %s: CPU of the gateway %v us per datagram", name, direction, load.name(), r.CPU)
+				// A sender that waits for a CPU exceeds this time.
 				case load.Rate > 0 && r.Elapsed < float64(r.Sent-1)/float64(load.Rate):
 					t.Errorf("%s %s: %d sent in %v s, faster than %s", name, direction, r.Sent, r.Elapsed, load.name())
 				}

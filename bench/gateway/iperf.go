@@ -20,23 +20,23 @@ import (
 	"sockeye/lab"
 )
 
-// The seeds are the two cases of the review in which pasta fell from 941 and from 490
-// Mbit/s to 13: iperf3, an upload of one connection, second by second.
+// seeds are the RTTs at which an earlier review measured pasta at 13 Mbit/s instead of 941 and 490 Mbit/s: an iperf3
+// upload over one connection, sampled once per second.
 var seeds = []int{15, 285} // ms of RTT
 
 const (
 	iperfPort = 5201
-	// seedBuffers are tcp_wmem and tcp_rmem of all ends: with the kernel's own 4 MB
-	// nobody sends more than 117 Mbit/s at 285 ms.
+	// seedBuffers are tcp_wmem and tcp_rmem of all ends. With the kernel's default of 4 MB, the throughput at 285 ms is
+	// at most 117 Mbit/s.
 	seedBuffers = "4096 131072 67108864"
 	seedMTU     = 65520 // of the guest, the default of both gateways
 )
 
-// A gatewaySeed is such a case, in Mbit/s that were sent, by side.
+// A gatewaySeed contains the iperf3 results at one RTT, by side: the rate sent in each second, in Mbit/s.
 type gatewaySeed struct {
 	RTT     int                       `json:"rtt_ms"`
 	Seconds map[string][]float64      `json:"seconds_mbit"`
-	Mean    map[string]harness.Figure `json:"mbit"` // that arrived, of the whole time
+	Mean    map[string]harness.Figure `json:"mbit"` // received, over the whole time
 }
 
 func (b *bench) seeds(ctx context.Context) error {
@@ -47,7 +47,7 @@ func (b *bench) seeds(ctx context.Context) error {
 	enlarge := func(n *lab.Namespace) error {
 		return errors.Join(n.Sysctl("ipv4.tcp_wmem", seedBuffers), n.Sysctl("ipv4.tcp_rmem", seedBuffers))
 	}
-	// The gateway looks at them when it starts.
+	// The gateway reads these sysctls when it starts.
 	if err := errors.Join(enlarge(p.host), enlarge(p.far)); err != nil {
 		return err
 	}
@@ -76,7 +76,7 @@ func (b *bench) seeds(ctx context.Context) error {
 			case sideSockeye:
 				in = guest.in
 			case sidePasta:
-				// Its guest's TCP is as the others'.
+				// pasta's guest has its own sysctls; set the same values.
 				script := `echo "$0" >/proc/sys/net/ipv4/tcp_wmem; echo "$0" >/proc/sys/net/ipv4/tcp_rmem; exec "$@"`
 				command = append(append(pasta(seedMTU, 0), "sh", "-c", script, seedBuffers), command...)
 			}
@@ -95,8 +95,8 @@ func (b *bench) seeds(ctx context.Context) error {
 	return nil
 }
 
-// iperfServer starts an iperf3 that serves one client, and returns when it listens. Between two clients a server closes its
-// listener for a moment, and the next client's connection with it.
+// iperfServer starts an iperf3 server for one client, and returns when it listens. A server for several clients closes
+// its listener between two clients, and a connection in its accept queue with it.
 func (b *bench) iperfServer(ctx context.Context, p *gatewayPath) (*lab.Process, error) {
 	server := p.far.Command(ctx, "iperf3", "--server", "--one-off", "--port", strconv.Itoa(iperfPort))
 	if err := server.Start(); err != nil {
@@ -110,7 +110,7 @@ func (b *bench) iperfServer(ctx context.Context, p *gatewayPath) (*lab.Process, 
 	})
 }
 
-// listens returns whether an IPv6 socket, which also takes IPv4, listens on a port in a namespace.
+// listens returns whether a dual-stack IPv6 socket listens on a port in a namespace.
 func listens(n *lab.Namespace, port uint16) (found bool, err error) {
 	const listening = 10 // TCP_LISTEN
 	err = n.Do(func() error {
@@ -126,10 +126,10 @@ func listens(n *lab.Namespace, port uint16) (found bool, err error) {
 	return found, nil
 }
 
-// iperfGrace is how long iperf3 may take longer than it was told.
+// iperfGrace is added to the duration of iperf3 before iperf3 is killed.
 const iperfGrace = 20 * time.Second
 
-// measure runs iperf3. One that fails has no mean.
+// measure runs iperf3. If iperf3 fails, its side has no mean.
 func (s *gatewaySeed) measure(ctx context.Context, side string, in *lab.Namespace, command []string, wanted time.Duration) error {
 	ctx, stop := context.WithTimeout(ctx, wanted+iperfGrace)
 	defer stop()
@@ -148,8 +148,8 @@ func (s *gatewaySeed) measure(ctx context.Context, side string, in *lab.Namespac
 	return nil
 }
 
-// parseIperf reads the output of iperf3 --json, in Mbit/s: what was sent second by second,
-// and what arrived in the whole time.
+// parseIperf parses the output of iperf3 --json. It returns, in Mbit/s, the rate sent in each second and the mean rate
+// received.
 func parseIperf(text []byte) (rates []float64, mean float64, err error) {
 	type sum struct {
 		BitsPerSecond float64 `json:"bits_per_second"`

@@ -23,7 +23,7 @@ import (
 	"sockeye/lab"
 )
 
-// The compared sides: the client of a load is in the namespace of the host, or in a guest of each gateway.
+// Sides to compare: the client of a load runs in the namespace of the host, or in a guest of one gateway.
 const (
 	sideNative  = "native"
 	sideSockeye = "sockeye"
@@ -36,8 +36,8 @@ var gatewaySides = []string{sideNative, sideSockeye, sidePasta}
 const (
 	linkVeth    = "veth"
 	linkLimited = "1gbit"
-	linkSeed    = "seed" // limited link with larger buffers
-	// linkDatagrams is a veth pair.
+	linkSeed    = "seed" // rate-limited link, larger socket buffers
+	// linkDatagrams is a veth pair for the UDP loads.
 	linkDatagrams = "udp"
 )
 
@@ -170,13 +170,14 @@ func (p *gatewayPath) resent() (n uint64, err error) {
 type gatewaySide struct {
 	name    string
 	client  *harness.Worker
-	gateway *harness.Worker // that answers with its counts; nil: there is none that does
-	around  *lab.Process    // whose cgroup has the gateway; nil: there is none
-	in      *lab.Namespace  // where its command was started
-	device  string          // of the client's namespace
+	gateway *harness.Worker // worker that reports its counters; nil: none
+	around  *lab.Process    // its cgroup contains the gateway; nil: none
+	in      *lab.Namespace  // namespace in which the command was started
+	device  string          // interface in the client's namespace
 }
 
-// newSide starts a side with a guest of its own and a client in it. Stop what newSide returns, also with an error.
+// newSide starts a side with its own guest and a client in the guest. The caller must stop the returned side, also
+// after an error.
 func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gatewaySide, err error) {
 	if s, err = p.startSide(ctx, side, mtu, 0, clientRole); err != nil {
 		return s, err
@@ -184,9 +185,9 @@ func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gat
 	return s, s.client.Answer(&struct{}{})
 }
 
-// startSide starts a side with a role of this program as its client. The gateway forwards a UDP port to the client. With
-// port 0 it forwards none, and Sockeye's gateway is a worker that answers with its counts. Stop what startSide returns,
-// also with an error.
+// startSide starts a side whose client is a role of this program. The gateway forwards a UDP port to the client. With
+// port 0 it forwards no port, and Sockeye's gateway is a worker that reports its counters. The caller must stop the
+// returned side, also after an error.
 func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port uint16, role ...string) (s *gatewaySide, err error) {
 	s = &gatewaySide{name: side, device: p.device, in: p.host}
 	group := fmt.Sprintf("%s-%s-%d", side, p.name, mtu)
@@ -236,10 +237,10 @@ func (s *gatewaySide) program() (int, error) {
 			return pid, nil
 		}
 	}
-	return 0, fmt.Errorf("find the program of %s: there is none", s.name)
+	return 0, fmt.Errorf("find the program of %s: no such process", s.name)
 }
 
-// choose sets the congestion control of the client's sockets. All sides have the same.
+// choose sets the congestion control of the client's sockets.
 func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 	pid, err := s.program()
 	if err != nil {
@@ -260,8 +261,8 @@ func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 	})
 }
 
-// pasta returns the start of a command that runs a program in pasta, as root: otherwise pasta becomes the user nobody. It
-// forwards one UDP port, or none for 0.
+// pasta returns the prefix of a command that runs a program in pasta as root, because pasta otherwise switches to the
+// user nobody. pasta forwards one UDP port, or none if port is 0.
 func pasta(mtu int, port uint16) []string {
 	inside := "none"
 	if port != 0 {
@@ -278,7 +279,7 @@ func (s *gatewaySide) stop() error {
 	var errs []error
 	for _, w := range []*harness.Worker{s.client, s.gateway} {
 		if w != nil && w.Cmd.Process != nil {
-			if err := w.In.Close(); !errors.Is(err, os.ErrClosed) { // when it has ended
+			if err := w.In.Close(); !errors.Is(err, os.ErrClosed) { // ErrClosed: the worker has exited
 				errs = append(errs, err)
 			}
 			errs = append(errs, w.Stop(time.Second))
@@ -311,7 +312,7 @@ func (s *gatewaySide) cpu() (sum time.Duration, err error) {
 
 // processTime returns the CPU time of a process, including that of its ended threads.
 func processTime(pid int) (time.Duration, error) {
-	// The number of a process's clock (clock_getcpuclockid(3)): CPUCLOCK_SCHED is 2.
+	// CPU clock ID of a process, see clock_getcpuclockid(3). CPUCLOCK_SCHED is 2.
 	const sched = 2
 	var t unix.Timespec
 	if err := unix.ClockGettime(^int32(pid)<<3|sched, &t); err != nil {
@@ -320,9 +321,9 @@ func processTime(pid int) (time.Duration, error) {
 	return time.Duration(t.Nano()), nil
 }
 
-// isGateway returns whether a process belongs to the gateway and not to its program. It does if it is the one that was
-// started, one of pasta's, or the first process of the PID namespace that sockeye isolate makes. The first one of pasta's
-// PID namespace is the program.
+// isGateway returns whether a process belongs to the gateway: the started process, a process of pasta outside its PID
+// namespace, or the first process of the PID namespace that sockeye isolate creates. The first process of pasta's PID
+// namespace is the program.
 func (s *gatewaySide) isGateway(pid int) bool {
 	if s.around == nil || pid == s.around.Pid() {
 		return s.around != nil
@@ -330,13 +331,13 @@ func (s *gatewaySide) isGateway(pid int) bool {
 	if s.name != sidePasta {
 		return isInit(pid)
 	}
-	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
+	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // the process may have exited
 	return strings.HasPrefix(string(name), "pas")
 }
 
 // isInit returns whether a process is the first process of a PID namespace below this one.
 func isInit(pid int) bool {
-	status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid)) // it may have ended
+	status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid)) // the process may have exited
 	for line := range strings.Lines(string(status)) {
 		if numbers, ok := strings.CutPrefix(line, "NSpid:"); ok {
 			fields := strings.Fields(numbers)

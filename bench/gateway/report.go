@@ -36,7 +36,7 @@ type gatewayPoint struct {
 	sides map[string][]gatewayRun // round by round
 }
 
-// gatewayRequests has the rates of requests of one byte each, sent one after the other, by side.
+// gatewayRequests contains the rates of consecutive requests of one byte, by side.
 type gatewayRequests struct {
 	Link      string                    `json:"link"`
 	RTT       int                       `json:"rtt_ms"`
@@ -45,7 +45,7 @@ type gatewayRequests struct {
 }
 
 func (r gatewayRequests) String() string {
-	return fmt.Sprintf("%s %d ms, MTU %d: requests a second: native %.0f, sockeye %.0f, pasta %.0f", r.Link, r.RTT, r.MTU,
+	return fmt.Sprintf("%s %d ms, MTU %d: requests/s: native %.0f, sockeye %.0f, pasta %.0f", r.Link, r.RTT, r.MTU,
 		r.PerSecond[sideNative], r.PerSecond[sideSockeye], r.PerSecond[sidePasta])
 }
 
@@ -124,13 +124,13 @@ func (p *gatewayPoint) stalled(side string) bool {
 	return p.longestGap(side) > limit && p.longestGap(sideNative) < limit
 }
 
-// gatewayAim is an aim for some points.
+// gatewayAim is an aim, and the points that it applies to.
 type gatewayAim struct {
 	title string
 	of    func(*gatewayPoint) bool // which points
 	met   func(*gatewayPoint) bool
-	// said describes a point that misses the aim; nil if another aim describes it.
-	said func(*gatewayPoint) string
+	// describe returns the figure of a point that misses the aim. It is nil if another aim prints the point.
+	describe func(*gatewayPoint) string
 }
 
 const (
@@ -144,22 +144,24 @@ func (p *gatewayPoint) likeNative() bool {
 func (p *gatewayPoint) beatsPasta() bool {
 	return p.ratio(sideSockeye, sidePasta, runMbit) >= aimPasta
 }
-func (p *gatewayPoint) saidBoth() string {
-	return fmt.Sprintf("%.2f, and %.2f of native", p.ratio(sideSockeye, sidePasta, runMbit), p.ratio(sideSockeye, sideNative, runMbit))
+func (p *gatewayPoint) ratiosText() string {
+	return fmt.Sprintf("%.2f times pasta, %.2f times native", p.ratio(sideSockeye, sidePasta, runMbit), p.ratio(sideSockeye, sideNative, runMbit))
 }
 
 var gatewayAims = []gatewayAim{
 	{
-		"with delay, at least 0.95 of native", func(p *gatewayPoint) bool { return p.RTT > 0 },
+		"with delay, at least 0.95 times native", func(p *gatewayPoint) bool { return p.RTT > 0 },
 		(*gatewayPoint).likeNative,
-		func(p *gatewayPoint) string { return fmt.Sprintf("%.2f", p.ratio(sideSockeye, sideNative, runMbit)) },
+		func(p *gatewayPoint) string {
+			return fmt.Sprintf("%.2f times native", p.ratio(sideSockeye, sideNative, runMbit))
+		},
 	},
 	{
 		"without delay, at least 1.5 times pasta", func(p *gatewayPoint) bool { return p.RTT == 0 },
-		(*gatewayPoint).beatsPasta, (*gatewayPoint).saidBoth,
+		(*gatewayPoint).beatsPasta, (*gatewayPoint).ratiosText,
 	},
-	{ // over a link that pasta fills, too, there is no more
-		"without delay, at least 1.5 times pasta, or 0.95 of native", func(p *gatewayPoint) bool { return p.RTT == 0 },
+	{ // neither side can exceed the rate of a link that pasta saturates
+		"without delay, at least 1.5 times pasta, or 0.95 times native", func(p *gatewayPoint) bool { return p.RTT == 0 },
 		func(p *gatewayPoint) bool { return p.beatsPasta() || p.likeNative() }, nil,
 	},
 	{
@@ -176,7 +178,7 @@ var gatewayAims = []gatewayAim{
 		"less CPU per GB than pasta", everyPoint,
 		func(p *gatewayPoint) bool {
 			theirs := p.median(sidePasta, runCPU)
-			return math.IsNaN(theirs) || p.median(sideSockeye, runCPU) < theirs // pasta brought nothing through
+			return math.IsNaN(theirs) || p.median(sideSockeye, runCPU) < theirs // NaN: pasta transferred less than 10 MB or nothing
 		},
 		func(p *gatewayPoint) string {
 			return fmt.Sprintf("%.2f to %.2f s", p.median(sideSockeye, runCPU), p.median(sidePasta, runCPU))
@@ -186,7 +188,7 @@ var gatewayAims = []gatewayAim{
 
 func everyPoint(*gatewayPoint) bool { return true }
 
-// held returns the number of points of an aim, and the points that miss it.
+// held returns the number of points that an aim applies to, and the points that miss it.
 func (r *gatewayReport) held(a gatewayAim) (all int, missed []*gatewayPoint) {
 	for _, p := range r.Points {
 		if !a.of(p) {
@@ -201,9 +203,9 @@ func (r *gatewayReport) held(a gatewayAim) (all int, missed []*gatewayPoint) {
 
 // Print implements harness.Report.
 func (r *gatewayReport) Print(p harness.Printf) {
-	p("\nIn a guest of Sockeye, in one of pasta, and natively; %d CPUs, Linux %s; rounds: %d, of which medians; the sides in turn\n", r.CPUs, r.Kernel, r.Options.Rounds)
+	p("\nGuest of Sockeye, guest of pasta, and native; %d CPUs, Linux %s; medians of %d rounds, sides in rotating order\n", r.CPUs, r.Kernel, r.Options.Rounds)
 	if len(r.Points) > 0 {
-		p("\tMbit/s\t\t\tof native\tfirst 10 MB, s\t\t\tCPU, s/GB\t\tpartial\tsegments sent again\t\t\n")
+		p("\tMbit/s\t\t\tratio to native\tfirst 10 MB, s\t\t\tCPU, s/GB\t\tpartial\tretransmitted segments\t\t\n")
 		p("\tnative\tsockeye\tpasta\tsockeye\tnative\tsockeye\tpasta\tsockeye\tpasta\tsends\tnative\tsockeye\tpasta\n")
 	}
 	for _, x := range r.Points {
@@ -220,11 +222,11 @@ func (r *gatewayReport) Print(p harness.Printf) {
 			x.sum(sidePasta, runResent), x.sum(sidePasta, runInside))
 	}
 	if len(r.Points) > 0 {
-		p("Partial sends and segments sent again are those of all rounds. Segments sent again: by host and server, and + between guest and gateway, of pasta those of the guest only.\n")
-		p("- is a load that brought less than 10 MB, or nothing, through.\n")
+		p("Partial sends and retransmitted segments are sums over all rounds. Retransmitted segments: host and server + guest and gateway; with pasta, the guest only.\n")
+		p("-: less than 10 MB was transferred, or nothing.\n")
 	}
 	if len(r.Requests) > 0 {
-		p("\nRequests of a byte, each answered by one, a second\n\tnative\tsockeye\tpasta\n")
+		p("\nRequests per second, request and response of one byte\n\tnative\tsockeye\tpasta\n")
 		for _, x := range r.Requests {
 			p("%s %d ms, MTU %d", x.Link, x.RTT, x.MTU)
 			for _, side := range gatewaySides {
@@ -234,7 +236,7 @@ func (r *gatewayReport) Print(p harness.Printf) {
 		}
 	}
 	if len(r.Seeds) > 0 {
-		p("\niperf3, upload of one connection, Mbit/s that arrived, and that were sent second by second\n")
+		p("\niperf3, upload over one connection: mean Mbit/s received, and Mbit/s sent in each second\n")
 		for _, x := range r.Seeds {
 			for _, side := range gatewaySides {
 				p("%d ms, %s\t%.0f\t%s\n", x.RTT, side, x.Mean[side], strings.Trim(fmt.Sprintf("%.0f", x.Seconds[side]), "[]"))
@@ -247,32 +249,32 @@ func (r *gatewayReport) Print(p harness.Printf) {
 	}
 	for _, a := range gatewayAims {
 		if all, missed := r.held(a); all > 0 {
-			p("%s: at %d of %d points\n", a.title, all-len(missed), all)
+			p("%s: met at %d of %d points\n", a.title, all-len(missed), all)
 			for _, x := range missed {
-				if a.said == nil {
+				if a.describe == nil {
 					break
 				}
-				p("  missed: %s: %s\n", x.name(), a.said(x))
+				p("  missed: %s: %s\n", x.name(), a.describe(x))
 			}
 		}
 	}
-	p("\nTook %s.\n", r.Took)
+	p("\nDuration %s.\n", r.Took)
 }
 
 func (r *gatewayReport) printDatagrams(p harness.Printf) {
 	if len(r.Datagrams) == 0 {
 		return
 	}
-	p("\nUDP over veth: how many datagrams arrive of some that are sent as fast as one sender goes (medians of %d), and the highest rate with\n",
+	p("\nUDP over veth: datagrams received of a burst that one sender sends at full speed (medians of %d), and the highest rate with\n",
 		r.Options.datagramRounds())
-	p("less than %g %% lost (of %s a second; the better of %d tries; + the sender could not send at the next one).\n",
+	p("less than %g %% lost (tested: %s per second; the better of %d attempts; +: the sender did not reach the next rate).\n",
 		100*datagramLoss, strings.ReplaceAll(strings.Trim(fmt.Sprint(datagramRates), "[]"), " ", ", "), datagramTries)
-	p("Receive buffers, in bytes: %d of the programs' sockets on all sides, %d of the socket of Sockeye's gateway, %d of pasta's.\n",
+	p("Receive buffers, in bytes: programs %d, Sockeye's gateway %d, pasta %d.\n",
 		r.DatagramBuffers.Program, r.DatagramBuffers.Sockeye, r.DatagramBuffers.Pasta)
 	for _, n := range datagramBursts {
-		p("\tof %d\t\t", n)
+		p("\tburst of %d\t\t", n)
 	}
-	p("\ta second\t\t\tCPU of the gateway, us each, at %d a second\n", datagramRates[0])
+	p("\thighest rate/s\t\t\tgateway CPU, us/datagram at %d/s\n", datagramRates[0])
 	p("%s\tsockeye\tpasta\n", strings.Repeat("\tnative\tsockeye\tpasta", len(datagramBursts)+1))
 	for _, d := range r.Datagrams {
 		p("%s", d.name())
@@ -282,11 +284,11 @@ func (r *gatewayReport) printDatagrams(p harness.Printf) {
 			}
 		}
 		for _, side := range gatewaySides {
-			p("\t%s", d.saidHighest(side))
+			p("\t%s", d.highestText(side))
 		}
 		p("\t%s\t%s\n", orDash("%.1f", d.cpu(sideSockeye)), orDash("%.1f", d.cpu(sidePasta)))
 	}
-	p("Lost, of all rounds, at once and at the lowest rate that was too high:\n")
+	p("Losses in all rounds, of bursts and at the lowest rate that was not carried:\n")
 	for _, d := range r.Datagrams {
 		for _, l := range slices.Concat(d.Bursts, d.Rates) {
 			for _, side := range gatewaySides {
@@ -294,7 +296,7 @@ func (r *gatewayReport) printDatagrams(p harness.Printf) {
 					continue
 				}
 				if sent, lost := l.lost(side); lost != (datagramLost{}) {
-					p("  %s, %s, %s: %v, of %d\n", d.name(), l.name(), side, lost, sent)
+					p("  %s, %s, %s: of %d sent: %v\n", d.name(), l.name(), side, sent, lost)
 				}
 			}
 		}
@@ -390,7 +392,7 @@ func (r *gatewayReport) Figures() any {
 // chart draws the throughput of one connection with cubic by RTT.
 func (r *gatewayReport) chart() plot.Chart {
 	chart := plot.Chart{
-		Title: "One connection, cubic: natively, in a guest of Sockeye and of pasta, Mbit/s", Legend: gatewaySides,
+		Title: "Throughput of one cubic connection, Mbit/s: native, guest of Sockeye, guest of pasta", Legend: gatewaySides,
 	}
 	for _, link := range r.Options.Links {
 		for _, direction := range r.Options.Directions {

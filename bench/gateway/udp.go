@@ -21,14 +21,14 @@ import (
 	"sockeye/lab"
 )
 
-// Datagrams go over a veth pair, to a program of the host or of a guest (inbound: through a
-// port that leads inside, as IPFIX comes to a collector), and from one (outbound).
+// Datagrams go over a veth pair between the far host and a program of the host or of a guest. Inbound datagrams pass a
+// forwarded port, as IPFIX to a collector does.
 const (
 	inbound  = "inbound"
 	outbound = "outbound"
 )
 
-// farDatagramPort is where the other end takes datagrams.
+// farDatagramPort is the port on which the far host receives datagrams.
 const farDatagramPort = 7100
 
 // datagramPort returns the port of a side's program. Each side has its own, because all are on the same host.
@@ -39,19 +39,19 @@ func datagramPort(side string) uint16 {
 var (
 	datagramSizes  = []int{200, 1400} // bytes of payload
 	datagramBursts = []int{2_000, 20_000}
-	datagramRates  = []int{20_000, 50_000, 100_000, 150_000, 200_000, 300_000} // a second
+	datagramRates  = []int{20_000, 50_000, 100_000, 150_000, 200_000, 300_000} // per second
 )
 
 const (
 	datagramMTU   = 65520 // of the guest, the default of both gateways
-	datagramTries = 2     // of each rate, of which the better one counts
-	// datagramLoss is the share that a side may lose of a rate, datagramPace the share of
-	// the rate that the sender must reach.
+	datagramTries = 2     // attempts per rate; the better one counts
+	// datagramLoss is the share of datagrams that a side may lose at a rate. datagramPace is the share of the rate that
+	// the sender must reach.
 	datagramLoss = 0.001
 	datagramPace = 0.95
 )
 
-// datagramSteady is how long datagrams are sent at a rate.
+// datagramSteady returns the duration of a load with a rate.
 func (o *options) datagramSteady() time.Duration {
 	if o.Quick {
 		return 200 * time.Millisecond
@@ -59,7 +59,7 @@ func (o *options) datagramSteady() time.Duration {
 	return 400 * time.Millisecond
 }
 
-// datagramRounds returns how often each burst is sent.
+// datagramRounds returns the number of times that each burst is sent.
 func (o *options) datagramRounds() int {
 	if o.Quick {
 		return o.Rounds
@@ -67,7 +67,7 @@ func (o *options) datagramRounds() int {
 	return 3 * o.Rounds
 }
 
-// gatewayDatagrams are all loads of datagrams of a direction and a size.
+// gatewayDatagrams contains all loads of datagrams of one direction and size.
 type gatewayDatagrams struct {
 	Direction string          `json:"direction"`
 	Bytes     int             `json:"bytes"`
@@ -75,34 +75,34 @@ type gatewayDatagrams struct {
 	Rates     []*datagramLoad `json:"rates"`
 }
 
-// A datagramLoad is a number of datagrams at once, or many at a rate, on all sides.
+// A datagramLoad is a burst of datagrams, or datagrams at a fixed rate, on all sides.
 type datagramLoad struct {
 	Burst int                      `json:"datagrams,omitempty"`
 	Rate  int                      `json:"per_second,omitempty"`
 	Runs  map[string][]datagramRun `json:"runs"`
 }
 
-// datagramBuffers are receive buffers, bytes as the kernel counts them.
+// datagramBuffers contains the sizes of receive buffers, in bytes as the kernel counts them.
 type datagramBuffers struct {
 	Program int `json:"program"` // of all sides
 	Sockeye int `json:"sockeye"` // of the gateway's socket of the host
 	Pasta   int `json:"pasta"`
 }
 
-// A datagramRun is what became of the datagrams of a load.
+// A datagramRun is the result of one load on one side.
 type datagramRun struct {
 	Sent    int            `json:"sent"`
 	Arrived int            `json:"arrived"`
 	Elapsed float64        `json:"sending_s"`
-	CPU     harness.Figure `json:"cpu_us_per_datagram"` // of the gateway, by what arrived
+	CPU     harness.Figure `json:"cpu_us_per_datagram"` // of the gateway, per received datagram
 	Lost    datagramLost   `json:"lost"`
 }
 
-// datagramLost is how many were lost where, by the counters of the kernel.
+// datagramLost contains the number of lost datagrams by place, from the counters of the kernel.
 type datagramLost struct {
-	Socket    int `json:"gateway_socket"` // of the host, which was full
+	Socket    int `json:"gateway_socket"` // socket of the host
 	Interface int `json:"guest_interface"`
-	Program   int `json:"program_socket"` // which was full
+	Program   int `json:"program_socket"` // socket of the program
 	Elsewhere int `json:"elsewhere"`
 }
 
@@ -122,7 +122,7 @@ func (l datagramLost) String() string {
 	return strings.Join(parts, ", ")
 }
 
-// arrived is the median of how many a side's program got of a burst; NaN without one.
+// arrived returns the median number of datagrams of a burst that a side's program received, and NaN without a run.
 func (l *datagramLoad) arrived(side string) float64 {
 	var v []float64
 	for _, r := range l.Runs[side] {
@@ -133,12 +133,12 @@ func (l *datagramLoad) arrived(side string) float64 {
 
 func (l *datagramLoad) name() string {
 	if l.Rate > 0 {
-		return fmt.Sprintf("%d a second", l.Rate)
+		return fmt.Sprintf("%d/s", l.Rate)
 	}
-	return fmt.Sprintf("%d at once", l.Burst)
+	return fmt.Sprintf("burst of %d", l.Burst)
 }
 
-// lost is what a side lost in all rounds.
+// lost returns the number of datagrams that a side sent and lost in all rounds.
 func (l *datagramLoad) lost(side string) (sent int, lost datagramLost) {
 	for _, r := range l.Runs[side] {
 		sent += r.Sent
@@ -150,7 +150,7 @@ func (l *datagramLoad) lost(side string) (sent int, lost datagramLost) {
 	return sent, lost
 }
 
-// best is the try of a rate that lost the smallest share; nil if there was none.
+// best returns the attempt that lost the smallest share of its datagrams, and nil if there was no attempt.
 func (l *datagramLoad) best(side string) *datagramRun {
 	runs := l.Runs[side]
 	if len(runs) == 0 {
@@ -162,12 +162,12 @@ func (l *datagramLoad) best(side string) *datagramRun {
 
 func (r *datagramRun) loss() float64 { return 1 - float64(r.Arrived)/float64(r.Sent) }
 
-// carried returns whether nearly all datagrams of a rate arrived on a side.
+// carried returns whether a side received nearly all datagrams of a rate.
 func (l *datagramLoad) carried(side string) bool {
 	return slices.ContainsFunc(l.Runs[side], func(r datagramRun) bool { return r.loss() < datagramLoss && r.sentAt(l.Rate) })
 }
 
-// slow returns whether the sender did not reach a rate, although nearly all that it sent arrived.
+// slow returns whether the sender did not reach the rate, although nearly all datagrams that it sent arrived.
 func (l *datagramLoad) slow(side string) bool {
 	return !l.carried(side) && slices.ContainsFunc(l.Runs[side], func(r datagramRun) bool { return r.loss() < datagramLoss })
 }
@@ -176,7 +176,7 @@ func (r *datagramRun) sentAt(rate int) bool {
 	return float64(r.Sent) >= datagramPace*float64(rate)*r.Elapsed
 }
 
-// highest is the highest rate that a side carried; 0 for none.
+// highest returns the highest rate that a side carried; 0 for none.
 func (d *gatewayDatagrams) highest(side string) (rate int) {
 	for _, l := range d.Rates {
 		if l.carried(side) {
@@ -186,8 +186,8 @@ func (d *gatewayDatagrams) highest(side string) (rate int) {
 	return rate
 }
 
-// saidHighest is the highest rate, with a + if it was the sender that could no more.
-func (d *gatewayDatagrams) saidHighest(side string) string {
+// highestText formats the highest rate, with a + if the sender was the limit.
+func (d *gatewayDatagrams) highestText(side string) string {
 	text := strconv.Itoa(d.highest(side))
 	if slices.ContainsFunc(d.Rates, func(l *datagramLoad) bool { return l.slow(side) }) {
 		return text + "+"
@@ -214,13 +214,13 @@ func (d *gatewayDatagrams) String() string {
 		for _, l := range d.Bursts {
 			s += fmt.Sprintf(" %.0f of %d,", l.arrived(side), l.Burst)
 		}
-		s += " " + d.saidHighest(side) + " a second;"
+		s += " " + d.highestText(side) + "/s;"
 	}
 	return strings.TrimSuffix(s, ";")
 }
 
-// datagramSides starts sides whose programs take and send datagrams, and the other end. The
-// sides are to be stopped, with an error too.
+// datagramSides starts the far host and sides whose programs send and receive datagrams. The caller must stop the
+// sides, also after an error.
 func (b *bench) datagramSides(ctx context.Context, names []string) (p *gatewayPath, far *harness.Worker, sides map[string]*gatewaySide, err error) {
 	sides = map[string]*gatewaySide{}
 	if p, err = newGatewayPath(ctx, b.lab, linkDatagrams); err != nil {
@@ -233,7 +233,7 @@ func (b *bench) datagramSides(ctx context.Context, names []string) (p *gatewayPa
 			return err
 		}
 		if buffers.Program != 0 && r.Buffer != buffers.Program {
-			return fmt.Errorf("start %s: its receive buffer is %d bytes, another's %d", w.Name, r.Buffer, buffers.Program)
+			return fmt.Errorf("start %s: receive buffer of %d bytes, other processes have %d", w.Name, r.Buffer, buffers.Program)
 		}
 		buffers.Program = r.Buffer
 		return nil
@@ -291,13 +291,13 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 		return err
 	}
 	for _, name := range gatewaySides {
-		// Addresses of neighbours are found, and flows are known.
+		// Warm-up: resolve the addresses of neighbours and create the flows.
 		l := &datagramLoad{Burst: 10, Runs: map[string][]datagramRun{}}
 		if err := measure(l, name); err != nil {
 			return err
 		}
 		if l.arrived(name) == 0 {
-			return fmt.Errorf("%s: nothing arrives", name)
+			return fmt.Errorf("%s: no datagram arrives", name)
 		}
 	}
 	for _, n := range datagramBursts {
@@ -312,7 +312,7 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 		}
 		d.Bursts = append(d.Bursts, l)
 	}
-	left := slices.Clone(gatewaySides) // that carried the rate before
+	left := slices.Clone(gatewaySides) // sides that carried the previous rate
 	for _, rate := range datagramRates {
 		l := &datagramLoad{Rate: rate, Runs: map[string][]datagramRun{}}
 		for range datagramTries {
@@ -334,7 +334,7 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 	return nil
 }
 
-// What ends a load: all has come, or nothing more does.
+// A load ends when all datagrams have arrived or none arrives for datagramQuiet.
 const (
 	datagramLook  = 10 * time.Millisecond
 	datagramQuiet = 250 * time.Millisecond
@@ -396,7 +396,7 @@ func (b *bench) datagramLoad(p *gatewayPath, far *harness.Worker, s *gatewaySide
 			Socket: after.Socket - before.Socket, Interface: after.Interface - before.Interface, Program: after.Program - before.Program,
 		},
 	}
-	// Other packets are counted, too, such as what a guest asks its neighbours by IPv6.
+	// The drop counters also count other packets, such as the guest's IPv6 neighbour discovery.
 	r.Lost.Elsewhere = max(0, r.Sent-r.Arrived-r.Lost.Socket-r.Lost.Interface-r.Lost.Program)
 	if s.around != nil && arrived > 0 {
 		r.CPU = harness.Figure(float64((cpuAfter - cpu).Microseconds()) / float64(arrived))
@@ -404,7 +404,7 @@ func (b *bench) datagramLoad(p *gatewayPath, far *harness.Worker, s *gatewaySide
 	return r, nil
 }
 
-// lost is what was lost on the way of a side so far.
+// lost returns the number of datagrams lost on the path of a side since its start.
 func (p *gatewayPath) lost(s *gatewaySide, direction string) (l datagramLost, err error) {
 	errorsOf := func(n *lab.Namespace, names ...string) (sum int) {
 		if err != nil {
@@ -452,8 +452,7 @@ func (p *gatewayPath) lost(s *gatewaySide, direction string) (l datagramLost, er
 	return l, nil
 }
 
-// deviceDrops are the packets that an interface has dropped in both directions, by
-// /proc/net/dev.
+// deviceDrops returns the number of packets that an interface dropped in both directions, from /proc/net/dev.
 func deviceDrops(text, device string) (sum int) {
 	for line := range strings.Lines(text) {
 		name, counters, ok := strings.Cut(line, ":")

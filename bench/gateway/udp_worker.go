@@ -24,34 +24,33 @@ import (
 	"sockeye/internal/cli"
 )
 
-// datagramRole is a process that takes datagrams at a port, and sends them.
+// datagramRole is the role of a process that receives datagrams on a port, and sends datagrams.
 const datagramRole = "gateway-datagrams"
 
-// datagramBuffer is what receivers ask for, in bytes, without any right to have more than
-// net.core.rmem_max.
+// datagramBuffer is the requested receive buffer in bytes. Without CAP_NET_ADMIN, net.core.rmem_max limits it.
 const datagramBuffer = 4 << 20
 
-// A datagramTask with a target has datagrams sent, one with a run and no target begins to
-// count those of this run and size, and any other asks how many came.
+// A datagramTask with a target sends datagrams. A task with a run and no target starts counting the datagrams of this
+// run and size. Any other task returns the count.
 type datagramTask struct {
 	Run    uint32         `json:"run,omitempty"`
 	Bytes  int            `json:"bytes,omitempty"`
 	Target netip.AddrPort `json:"target,omitzero"`
 	Count  int            `json:"count,omitempty"`
-	Rate   int            `json:"rate,omitempty"` // a second; 0: as fast as it goes
+	Rate   int            `json:"rate,omitempty"` // per second; 0: no limit
 }
 
-// datagramReady is what the process says when it is.
+// datagramReady is the first answer of the process.
 type datagramReady struct {
-	Buffer int `json:"buffer"` // of its socket, bytes, as the kernel counts them
+	Buffer int `json:"buffer"` // receive buffer of its socket in bytes, as the kernel counts them
 }
 
-// datagramCount answers those that ask or begin to count.
+// datagramCount answers tasks that start or return a count.
 type datagramCount struct {
 	Datagrams int `json:"datagrams"`
 }
 
-// datagramSent answers those with a target.
+// datagramSent answers tasks with a target.
 type datagramSent struct {
 	Datagrams int           `json:"datagrams"`
 	Elapsed   time.Duration `json:"elapsed_ns"`
@@ -63,15 +62,15 @@ type datagramReceiver struct {
 	count      atomic.Int64
 }
 
-// datagramWorker does tasks until its stdin ends.
+// datagramWorker runs tasks until its stdin is closed.
 func datagramWorker(args []string) error {
 	fs := flag.NewFlagSet(datagramRole, flag.ContinueOnError)
-	port := fs.Uint("port", 0, "to receive at")
+	port := fs.Uint("port", 0, "port to receive on")
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
-	// As in receiver: a loop keeps its thread in raw calls, for which garbage collection
-	// would wait.
+	// As in the receiver of bench steer: read blocks its thread in raw system calls, and garbage collection would wait
+	// for it.
 	debug.SetGCPercent(-1)
 	runtime.GOMAXPROCS(4)
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
@@ -124,8 +123,8 @@ func datagramWorker(args []string) error {
 	}
 }
 
-// isolateAsUser is sockeye isolate, without the capability to give sockets larger buffers
-// than net.core.rmem_max, which an ordinary user has not. It does not return unless that fails.
+// isolateAsUser runs sockeye isolate without CAP_NET_ADMIN, like an ordinary user: receive buffers are limited to
+// net.core.rmem_max. It returns only on failure.
 func isolateAsUser([]string) error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var caps [2]unix.CapUserData
@@ -146,7 +145,7 @@ func isolateAsItself([]string) error {
 	return nil
 }
 
-// receiveBufferOf returns the receive buffer of the UDP socket of a process at a port, in bytes of SO_RCVBUF.
+// receiveBufferOf returns the SO_RCVBUF in bytes of the UDP socket of a process that is bound to a port.
 func receiveBufferOf(pid int, port uint16) (int, error) {
 	process, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
@@ -164,7 +163,7 @@ func receiveBufferOf(pid int, port uint16) (int, error) {
 		}
 		fd, err := unix.PidfdGetfd(process, number, 0)
 		if err != nil {
-			return 0, fmt.Errorf("take descriptor of %d: %w", pid, err)
+			return 0, fmt.Errorf("duplicate descriptor of %d: %w", pid, err)
 		}
 		size, found := bufferOf(fd, port)
 		unix.Close(fd)
@@ -172,10 +171,10 @@ func receiveBufferOf(pid int, port uint16) (int, error) {
 			return size, nil
 		}
 	}
-	return 0, fmt.Errorf("find the socket of %d at port %d: there is none", pid, port)
+	return 0, fmt.Errorf("find the socket of %d on port %d: no such socket", pid, port)
 }
 
-// bufferOf tells of what may be a socket of UDP at a port.
+// bufferOf returns the receive buffer of a socket, and whether the socket is bound to the port.
 func bufferOf(fd int, port uint16) (size int, found bool) {
 	name, err := unix.Getsockname(fd)
 	if err != nil {
@@ -192,7 +191,7 @@ func bufferOf(fd int, port uint16) (size int, found bool) {
 	return size, err == nil && at == int(port)
 }
 
-// read counts, one datagram a call, as most collectors read them.
+// read counts datagrams. It reads one datagram per call, as most collectors do.
 func (r *datagramReceiver) read(fd int) {
 	var b [2048]byte
 	for {
@@ -203,10 +202,10 @@ func (r *datagramReceiver) read(fd int) {
 	}
 }
 
-// datagramTick is how often a sender sends what is due at its rate.
+// datagramTick is the interval at which a sender sends the datagrams that are due.
 const datagramTick = 500 * time.Microsecond
 
-// send sends from a socket of its own, one datagram a call.
+// send sends the datagrams of the task from a new socket, one per call.
 func (t *datagramTask) send() (sent datagramSent, err error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -227,7 +226,7 @@ func (t *datagramTask) send() (sent datagramSent, err error) {
 		for sent.Datagrams < due {
 			_, _, errno := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_NOSIGNAL, 0, 0)
 			switch errno {
-			case 0, unix.ENOBUFS: // which is a drop
+			case 0, unix.ENOBUFS: // the kernel dropped it
 				sent.Datagrams++
 			case unix.EINTR:
 			default:
@@ -236,7 +235,7 @@ func (t *datagramTask) send() (sent datagramSent, err error) {
 		}
 		if sent.Datagrams < t.Count {
 			tick := unix.NsecToTimespec(int64(datagramTick))
-			_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &tick, nil) // what is due is what counts
+			_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &tick, nil) // an early wake-up is harmless: due is computed from the clock
 		}
 	}
 	sent.Elapsed = time.Duration(monotonic() - start)

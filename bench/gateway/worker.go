@@ -30,57 +30,57 @@ import (
 	"sockeye/room"
 )
 
-// The ends of a load, and the gateway between them, are processes of their own.
-// Each reads questions from stdin, one JSON a line, and answers with a line.
+// The ends of a load, and the gateway between them, are separate processes. Each reads questions from stdin, one JSON
+// object per line, and answers each with a line.
 
 // Hidden commands of the processes of this benchmark.
 const (
 	serverRole     = "gateway-server"
 	clientRole     = "gateway-client"
 	gatewayRole    = "gateway-gateway"
-	isolateCommand = "isolate" // of sockeye, which this program has too
+	isolateCommand = "isolate" // command of sockeye, which this program contains
 
 	gatewayPort  = 7000
-	startOfLoad  = 10_000_000 // bytes: how long the first ones take is a figure of its own
+	startOfLoad  = 10_000_000 // bytes at the start of a load, whose time is reported separately
 	guestDevice  = "sockeye0"
 	arrivalGrain = 20 * time.Millisecond
 	dialTime     = 10 * time.Second
 )
 
-// What a connection of a load is for.
+// Kinds of loads.
 const (
 	upload   = "upload"   // from the client
 	download = "download" // to the client
-	requests = "requests" // of one byte, each answered by one
+	requests = "requests" // request and response of one byte each
 )
 
-// A task is a load, for a client.
+// A task is a load for a client.
 type task struct {
 	Run         uint32         `json:"run"`
 	Kind        string         `json:"kind"`
 	Target      netip.AddrPort `json:"target"`
 	CC          string         `json:"cc"` // congestion control of the server's sockets
 	Connections int            `json:"connections"`
-	Duration    time.Duration  `json:"duration_ns"` // from before the first connect(2)
+	Duration    time.Duration  `json:"duration_ns"` // since before the first connect(2)
 }
 
-// A gatewayResult is what a client saw.
+// A gatewayResult is the result of a load at the client.
 type gatewayResult struct {
 	Start    int64     `json:"start"` // of the load, ns of CLOCK_MONOTONIC
 	Requests int       `json:"requests"`
-	Elapsed  int64     `json:"elapsed"` // ns that the requests took
-	Arrived  *arrivals `json:"arrived"` // at a client
-	Resent   uint64    `json:"resent"`  // segments, by the client's namespace
-	Error    string    `json:"error"`   // the first one of a connection; empty
+	Elapsed  int64     `json:"elapsed"` // duration of the requests in ns
+	Arrived  *arrivals `json:"arrived"` // bytes that the client received
+	Resent   uint64    `json:"resent"`  // segments that the client's namespace retransmitted
+	Error    string    `json:"error"`   // first error of a connection; empty without one
 }
 
-// arrivals are the bytes of a load as they came, of all its connections.
+// arrivals records the bytes received by all connections of a load, over time.
 type arrivals struct {
 	mu sync.Mutex
-	// Samples are moments, ns of CLOCK_MONOTONIC, and how many bytes had come.
+	// Samples are pairs of a time (ns of CLOCK_MONOTONIC) and the number of bytes received until then.
 	Samples [][2]int64 `json:"samples"`
-	First   int64      `json:"first"` // moment when startOfLoad had come; 0: never
-	Longest int64      `json:"gap"`   // ns of the longest time without a byte, between two that came
+	First   int64      `json:"first"` // time at which startOfLoad bytes had arrived; 0: never
+	Longest int64      `json:"gap"`   // longest time between two received bytes in ns
 	total   int64
 	last    int64
 }
@@ -103,7 +103,7 @@ func (a *arrivals) add(n int) {
 	if a.First == 0 && a.total >= startOfLoad {
 		a.First = now
 	}
-	// The last one is always of all that has come.
+	// The last sample always includes all received bytes.
 	if k := len(a.Samples); k > 1 && now-a.Samples[k-2][0] < int64(arrivalGrain) {
 		a.Samples[k-1] = [2]int64{now, a.total}
 	} else {
@@ -111,7 +111,7 @@ func (a *arrivals) add(n int) {
 	}
 }
 
-// at is how many bytes had come at a moment. After the last one it is all.
+// at returns the number of bytes received until a time, interpolated between samples.
 func (a *arrivals) at(moment int64) float64 {
 	var before [2]int64
 	for _, s := range a.Samples {
@@ -126,8 +126,8 @@ func (a *arrivals) at(moment int64) float64 {
 	return float64(before[1])
 }
 
-// gap is the longest time without a byte in a load, ns: before the first one and behind the
-// last one too.
+// gap returns the longest time without a received byte in ns, including the times before the first byte and after the
+// last one.
 func (a *arrivals) gap(start, end int64) int64 {
 	if len(a.Samples) == 0 {
 		return end - start
@@ -135,12 +135,12 @@ func (a *arrivals) gap(start, end int64) int64 {
 	return max(a.Longest, a.Samples[0][0]-start, end-a.Samples[len(a.Samples)-1][0])
 }
 
-// rate is the bit/s between two moments.
+// rate returns the rate between two times in bit/s.
 func (a *arrivals) rate(from, to int64) float64 {
 	return (a.at(to) - a.at(from)) * 8 / (float64(to-from) / 1e9)
 }
 
-// A gatewayHeader opens a connection.
+// A gatewayHeader is the first data of a connection, from the client.
 type gatewayHeader struct {
 	Run  uint32
 	Kind [16]byte
@@ -156,8 +156,7 @@ func newGatewayHeader(t *task) (h gatewayHeader) {
 
 const chunk = 256 << 10
 
-// gatewayServer serves loads until its stdin ends. A question is the number of a run,
-// the answer its arrivals.
+// gatewayServer serves loads until its stdin is closed. It answers the number of a run with the run's arrivals.
 func gatewayServer(args []string) error {
 	fs := flag.NewFlagSet(serverRole, flag.ContinueOnError)
 	address := fs.String("listen", "", "address and port")
@@ -211,7 +210,7 @@ func gatewayServer(args []string) error {
 	}
 }
 
-// serveLoad serves a connection until it ends. Errors of the connection are the client's to report.
+// serveLoad serves a connection until it ends. The client reports errors of the connection.
 func serveLoad(conn net.Conn, arrived func(run uint32) *arrivals) {
 	defer conn.Close()
 	var h gatewayHeader
@@ -242,7 +241,7 @@ func serveLoad(conn net.Conn, arrived func(run uint32) *arrivals) {
 	}
 }
 
-// receiveLoad reads until an error, which it returns.
+// receiveLoad reads until an error, and returns the error.
 func receiveLoad(conn net.Conn, b []byte, a *arrivals) error {
 	for {
 		n, err := conn.Read(b)
@@ -268,9 +267,9 @@ func chooseCC(conn net.Conn, name string) error {
 	return nil
 }
 
-// gatewayClient runs tasks until its stdin ends.
+// gatewayClient runs tasks until its stdin is closed.
 func gatewayClient([]string) error {
-	// Equal on all sides: what TCP remembers of a connection would change the next one.
+	// Cached TCP metrics of one connection would change the next connection, on one side more than on another.
 	if err := os.WriteFile("/proc/sys/net/ipv4/tcp_no_metrics_save", []byte("1"), 0); err != nil {
 		return err
 	}
@@ -291,7 +290,7 @@ func gatewayClient([]string) error {
 	}
 }
 
-// run loads all connections at once, and ends them by RST.
+// run starts all connections of a load, and resets them at the end.
 func (t *task) run() *gatewayResult {
 	r := &gatewayResult{Start: monotonic(), Arrived: &arrivals{}}
 	end := time.Now().Add(t.Duration)
@@ -350,24 +349,24 @@ func (t *task) load(end time.Time, r *gatewayResult) error {
 	return err
 }
 
-// ownSNMP is a counter of the process's own network namespace.
+// ownSNMP returns a counter of the process's network namespace.
 func ownSNMP(protocol, name string) uint64 {
-	b, _ := os.ReadFile("/proc/self/net/snmp") // 0 if it cannot be read
+	b, _ := os.ReadFile("/proc/self/net/snmp") // the counter is 0 if the file cannot be read
 	return harness.SNMP(string(b), protocol, name)
 }
 
-// gatewayCounts are what a gateway has counted since its start.
+// gatewayCounts contains the counters of a gateway since its start.
 type gatewayCounts struct {
 	Partial, Retransmitted uint64
 }
 
-// worker is the gateway of a guest, in a process as sockeye isolate is one, until
-// its stdin ends. To each line it answers with its counts.
+// worker runs the gateway of a guest in a process that is confined like that of sockeye isolate, until its stdin is
+// closed. It answers each line with its counters.
 func worker(args []string) error {
 	fs := flag.NewFlagSet(gatewayRole, flag.ContinueOnError)
 	guest := fs.String("guest", "", "path of the guest's network namespace")
-	address := fs.String("address", "", "of the guest")
-	mtu := fs.Int("mtu", 0, "of the guest, bytes")
+	address := fs.String("address", "", "address of the guest")
+	mtu := fs.Int("mtu", 0, "MTU of the guest, in bytes")
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
@@ -391,13 +390,13 @@ func worker(args []string) error {
 	if err != nil {
 		return err
 	}
-	// Its filter is asked for each system call, as that of pasta is.
+	// The seccomp filter runs for each system call, as that of pasta does.
 	missing, err := confine.Gateway{Outbound: out}.Enter()
 	if err != nil {
 		return err
 	}
 	if len(missing) > 0 {
-		fmt.Fprintln(os.Stderr, "the gateway is not confined by", missing)
+		fmt.Fprintln(os.Stderr, "the kernel does not support these restrictions of the gateway:", missing)
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -417,12 +416,12 @@ func worker(args []string) error {
 	}()
 	err = <-done
 	if err == nil && !asked.Load() {
-		err = errors.New("the guest's interface is gone")
+		err = errors.New("the guest's interface was removed")
 	}
 	return err
 }
 
-// openGuestTUN makes the TUN interface in the guest's network namespace.
+// openGuestTUN creates the TUN interface in the guest's network namespace.
 func openGuestTUN(path string, i tun.Interface) (fd int, err error) {
 	guest, err := netns.Open(path)
 	if err != nil {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package harness has what the benchmarks share: the sandbox that they run in, workers, figures and reports.
+// Package harness contains the common parts of the benchmarks: sandbox, workers, figures and reports.
 package harness
 
 import (
@@ -14,11 +14,11 @@ import (
 // Benchmark is a command of bench.
 type Benchmark struct {
 	Name string
-	// run runs the benchmark with its flags.
+	// Run runs the benchmark with its flags.
 	Run func(args []string) error
-	// sandboxed benchmarks run in a process that supervise starts, and open the sandbox with openSandbox.
+	// Sandboxed benchmarks run in a process that supervise starts, and call InSandbox or InLab.
 	Sandboxed bool
-	// workers are what the benchmark starts this program as, by the first argument.
+	// Workers contains the worker roles of this program, by the first argument.
 	Workers map[string]func(args []string) error
 }
 
@@ -58,10 +58,10 @@ func dispatch(args []string, benchmarks []Benchmark) error {
 	return exitCode(2)
 }
 
-// ParseFlags parses the flags of a benchmark, which takes no other arguments. Where it returns false, the benchmark
-// ends with err, nil after -help.
+// ParseFlags parses the flags of a benchmark, which accepts no other arguments. If it returns false, the benchmark
+// returns err, which is nil after -help.
 func ParseFlags(fs *flag.FlagSet, args []string) (ok bool, err error) {
-	switch err := fs.Parse(args); { // which prints its errors itself
+	switch err := fs.Parse(args); { // Parse prints its errors
 	case errors.Is(err, flag.ErrHelp):
 		return false, nil
 	case err != nil:

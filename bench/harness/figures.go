@@ -78,7 +78,7 @@ func (d Distribution) String() string {
 	return fmt.Sprintf("%.3f [%.3f .. %.3f]", d.Median, d.P25, d.P75)
 }
 
-// Verdict says whether the median is at least aim.
+// Verdict returns whether the median is at least aim.
 func (d Distribution) Verdict(aim float64) string {
 	switch a := Figure(aim); {
 	case d.Low >= a:

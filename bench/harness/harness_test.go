@@ -13,7 +13,7 @@ func TestDistribution(t *testing.T) {
 	for i := range 100 {
 		v = append(v, float64(100-i))
 	}
-	// Of 100 tosses, 40 to 60 are heads with 95 %.
+	// The 95 % confidence interval of 100 coin tosses is 40 to 60 heads.
 	if got, want := DistributionOf(v), (Distribution{Median: 50.5, P25: 25, P75: 75, Low: 40, High: 61}); got != want {
 		t.Errorf("%+v, want %+v", got, want)
 	}

@@ -15,7 +15,7 @@ import (
 	"sockeye/lab/plot"
 )
 
-// Run is what each report says of the machine and of the time that the benchmark took.
+// Run describes the machine and the duration of a benchmark.
 type Run struct {
 	Kernel  string    `json:"kernel"` // release
 	CPUs    int       `json:"cpus"`
@@ -37,13 +37,13 @@ func (r *Run) End() { r.Took = time.Since(r.begun).Round(time.Second).String() }
 // Printf writes text. Consecutive lines with tabs are a table, whose cells the tabs separate.
 type Printf func(format string, args ...any)
 
-// Report is what a benchmark found.
+// Report is the result of a benchmark.
 type Report interface {
 	// Print writes the report as text.
 	Print(p Printf)
 	// Figures returns the content of the JSON file.
 	Figures() any
-	// Charts returns the content of the SVG files, by what their names have after that of the JSON file.
+	// Charts returns the content of the SVG files, by the suffix that their names add to that of the JSON file.
 	Charts() map[string]plot.Chart
 }
 
@@ -74,7 +74,7 @@ func Text(r Report) string {
 	var table, text strings.Builder
 	w := tabwriter.NewWriter(&table, 0, 0, 2, ' ', 0)
 	r.Print(func(format string, args ...any) { fmt.Fprintf(w, format, args...) })
-	_ = w.Flush() // a builder takes all
+	_ = w.Flush() // a strings.Builder returns no error
 	for line := range strings.Lines(table.String()) {
 		text.WriteString(strings.TrimRight(line, " \n") + "\n")
 	}

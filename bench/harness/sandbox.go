@@ -27,9 +27,9 @@ import (
 	"sockeye/lab"
 )
 
-// A sandboxed benchmark runs in two processes. The supervisor starts the inside process, which measures, in a mount
-// namespace of its own, and cleans up after it. A pipe tells each of them when the other has ended: if one is killed, the
-// other kills all processes in the benchmark's cgroup and removes the cgroup and the scratch directory.
+// A sandboxed benchmark runs in two processes. The supervisor starts the inside process, which measures, in its own
+// mount namespace, and cleans up after it. A pipe lets each process detect the exit of the other. If one of them is
+// killed, the other kills all processes in the benchmark's cgroup and removes the cgroup and the scratch directory.
 
 const (
 	insideRole = "inside"
@@ -38,7 +38,7 @@ const (
 	envCgroup  = "SOCKEYE_BENCH_CGROUP"
 	lifelineFD = 3
 
-	// KillTimeout is how long a process has to end before it is killed.
+	// KillTimeout is the time between the termination signal and SIGKILL.
 	KillTimeout = 10 * time.Second
 )
 
@@ -49,7 +49,7 @@ func (e exitCode) Error() string { return "exit status " + strconv.Itoa(int(e)) 
 // supervise runs a benchmark in a sandbox: this program again, with insideRole before its arguments.
 func supervise(args []string) error {
 	if os.Geteuid() != 0 {
-		return errors.New("needs root: it makes namespaces and cgroups, and loads BPF programs")
+		return errors.New("needs root: the benchmark creates namespaces and cgroups and loads BPF programs")
 	}
 	root, err := cgroup.Mount()
 	if err != nil {
@@ -85,7 +85,7 @@ func supervise(args []string) error {
 	lifeline.Close()
 	go func() {
 		<-signals
-		ours.Close() // inside sees it, and ends
+		ours.Close() // the inside process receives EOF and exits
 	}()
 	err = cmd.Wait()
 	runtime.KeepAlive(ours)
@@ -96,7 +96,7 @@ func supervise(args []string) error {
 	return err
 }
 
-// Sandbox is what the inside process works with.
+// Sandbox is the environment of the inside process.
 type Sandbox struct {
 	Dir    string         // scratch directory
 	Cgroup string         // absolute path of the benchmark's cgroup
@@ -106,10 +106,10 @@ type Sandbox struct {
 func openSandbox() (*Sandbox, context.Context, func(), error) {
 	s := &Sandbox{Dir: os.Getenv(envSandbox), Cgroup: os.Getenv(envCgroup), groups: map[string]int{}}
 	if s.Dir == "" || s.Cgroup == "" {
-		return nil, nil, nil, errors.New("inside: only for bench itself")
+		return nil, nil, nil, errors.New("inside: internal command of bench")
 	}
 	ctx, cancel := context.WithCancelCause(context.Background())
-	signal.Ignore(unix.SIGINT, unix.SIGHUP) // a terminal sends them to all; the supervisor decides
+	signal.Ignore(unix.SIGINT, unix.SIGHUP) // a terminal sends them to both processes; only the supervisor handles them
 	go func() {
 		_, _ = os.NewFile(lifelineFD, "lifeline").Read(make([]byte, 1))
 		cancel(errors.New("interrupted"))
@@ -133,7 +133,7 @@ func InSandbox(run func(ctx context.Context, s *Sandbox) error) error {
 	}
 	defer cleanup()
 	err = run(ctx, s)
-	if ctx.Err() != nil { // the processes were killed, so err only says which of them failed first
+	if ctx.Err() != nil { // the processes were killed: err only names the first one that failed
 		return context.Cause(ctx)
 	}
 	return err
@@ -151,10 +151,11 @@ func InLab(run func(ctx context.Context, l *lab.Lab) error) error {
 	})
 }
 
-// Space is a network namespace. The goroutine that measures is bound to its thread, and enters one space after the other.
+// Space is a network namespace. The measuring goroutine is bound to its thread, and enters one namespace after the
+// other.
 type Space int
 
-// NewSpace makes a network namespace with lo up, and enters it.
+// NewSpace creates a network namespace with lo up, and enters it.
 func NewSpace() (Space, error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return -1, fmt.Errorf("make network namespace: %w", err)
@@ -177,7 +178,7 @@ func (s Space) Enter() error {
 	return nil
 }
 
-// Close closes the namespace, which ends with its last process.
+// Close closes the descriptor of the namespace. The kernel removes the namespace with its last process.
 func (s Space) Close() { unix.Close(int(s)) }
 
 func loopbackUp() error {
@@ -197,7 +198,7 @@ func loopbackUp() error {
 	return nil
 }
 
-// removeStale removes what benchmarks left behind whose two processes were killed at once.
+// removeStale removes the remains of benchmarks whose two processes were killed at the same time.
 func removeStale(root string) {
 	for _, dir := range cgroup.Stale(root, cgroupName, "") {
 		removeCgroup(dir)
@@ -217,7 +218,7 @@ func removeCgroup(dir string) {
 	}
 }
 
-// Group returns a descriptor of a cgroup below that of the benchmark, and makes the cgroup if needed.
+// Group returns a descriptor of a cgroup below that of the benchmark. It creates the cgroup if needed.
 func (s *Sandbox) Group(name string) (int, error) {
 	if fd, ok := s.groups[name]; ok {
 		return fd, nil
@@ -234,8 +235,8 @@ func (s *Sandbox) Group(name string) (int, error) {
 	return fd, nil
 }
 
-// CPU returns the CPU time of all processes that a cgroup has or had. Unless the kernel was built with
-// CONFIG_IRQ_TIME_ACCOUNTING, softirqs that interrupt a process count as this process' time.
+// CPU returns the CPU time of all current and former processes of a cgroup. Unless the kernel was built with
+// CONFIG_IRQ_TIME_ACCOUNTING, this includes softirqs that interrupt these processes.
 func (s *Sandbox) CPU(group string) time.Duration {
 	b, err := os.ReadFile(filepath.Join(s.Cgroup, group, "cpu.stat"))
 	if err != nil {
@@ -246,8 +247,8 @@ func (s *Sandbox) CPU(group string) time.Duration {
 	return time.Duration(us) * time.Microsecond
 }
 
-// Quiesce waits up to 20 seconds until the cgroups use almost no CPU. Nothing else tells from outside when a collector has
-// read, or forwarded, all that it was sent.
+// Quiesce waits up to 20 seconds until the cgroups use almost no CPU. There is no other external sign that a collector
+// has read or forwarded all its input.
 func (s *Sandbox) Quiesce(ctx context.Context, groups ...string) error {
 	const window, idle = 200 * time.Millisecond, 6 * time.Millisecond
 	sum := func() (d time.Duration) {
@@ -272,7 +273,7 @@ func (s *Sandbox) Quiesce(ctx context.Context, groups ...string) error {
 	return nil
 }
 
-// Pause waits, and returns the cause if ctx ends before.
+// Pause waits for d. If ctx is done first, it returns the cause.
 func Pause(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
@@ -288,13 +289,13 @@ type Process struct {
 	cmd    *exec.Cmd
 	In     io.WriteCloser
 	out    *bufio.Reader
-	stderr string        // a file: a pipe would stay open in plugins that outlive their core
-	Done   chan struct{} // closed when the process has ended
+	stderr string        // a file: plugins that outlive their core process would keep a pipe open
+	Done   chan struct{} // closed when the process has exited
 	err    error
 }
 
-// Start starts a program in a cgroup. The kernel kills it when the thread that started it ends: call Start from the main
-// goroutine, bound to its thread.
+// Start starts a program in a cgroup. The kernel kills the program when the thread that started it exits: call Start
+// from the main goroutine, bound to its thread.
 func (s *Sandbox) Start(group, name string, argv ...string) (*Process, error) {
 	fd, err := s.Group(group)
 	if err != nil {
@@ -331,7 +332,7 @@ func (s *Sandbox) Start(group, name string, argv ...string) (*Process, error) {
 	return p, nil
 }
 
-// Ask sends a line, unless the question is empty, and decodes the line that answers.
+// Ask sends a question as one line, unless it is empty, and decodes the line of the answer.
 func (p *Process) Ask(question string, answer any) error {
 	if question != "" {
 		if _, err := io.WriteString(p.In, question+"\n"); err != nil {
@@ -362,13 +363,13 @@ func (p *Process) ended() bool {
 	}
 }
 
-// Interrupt is the signal that ends an nfacctd in peace.
+// Interrupt is the signal on which nfacctd terminates regularly.
 const Interrupt = unix.SIGINT
 
-// Signal sends a signal, and ignores that the process may have ended.
+// Signal sends a signal. It ignores errors, because the process may have exited.
 func (p *Process) Signal(sig syscall.Signal) { _ = p.cmd.Process.Signal(sig) }
 
-// Stop sends a signal, waits until the process has ended, and kills it after KillTimeout.
+// Stop sends a signal and waits until the process has exited. It kills the process after KillTimeout.
 func (p *Process) Stop(sig syscall.Signal) {
 	if !p.ended() {
 		p.Signal(sig)
@@ -382,14 +383,14 @@ func (p *Process) Stop(sig syscall.Signal) {
 	p.In.Close()
 }
 
-// LastWords returns the last five lines that the process wrote to stderr.
+// LastWords returns the last five lines of the process's stderr.
 func (p *Process) LastWords() []byte {
 	b, _ := os.ReadFile(p.stderr)
 	lines := bytes.SplitAfter(bytes.TrimSpace(b), []byte("\n"))
 	return bytes.Join(lines[max(0, len(lines)-5):], nil)
 }
 
-// KillGroups kills what is left in cgroups, such as plugins without a core, and removes the cgroups.
+// KillGroups kills all remaining processes in cgroups, such as plugins without a core process, and removes the cgroups.
 func (s *Sandbox) KillGroups(names ...string) {
 	for _, name := range names {
 		if fd, ok := s.groups[name]; ok {
@@ -406,7 +407,7 @@ func (s *Sandbox) Empty(group string) bool {
 	return err == nil && len(pids) == 0
 }
 
-// Sockets counts the sockets of this network namespace that listen on a port: TCP listeners, or UDP sockets without a
+// Sockets returns the number of sockets of this network namespace on a port: TCP listeners, or UDP sockets without a
 // peer.
 func Sockets(protocol string, port uint16) int {
 	n := 0
@@ -423,27 +424,27 @@ func Sockets(protocol string, port uint16) int {
 	return n
 }
 
-// Drops counts the datagrams that were dropped because the receive buffer of a UDP socket of this namespace was full.
+// Drops returns the number of datagrams dropped because the receive buffer of a UDP socket of this namespace was full.
 func Drops() (n uint64) {
 	for _, f := range []string{"udp", "udp6"} {
 		b, _ := os.ReadFile("/proc/thread-self/net/" + f)
 		for line := range strings.Lines(string(b)) {
 			f := strings.Fields(line)
-			d, _ := strconv.ParseUint(f[len(f)-1], 10, 64) // 0 in the heading
+			d, _ := strconv.ParseUint(f[len(f)-1], 10, 64) // 0 for the heading line
 			n += d
 		}
 	}
 	return n
 }
 
-// Await polls done for up to 20 seconds. It fails at once when one of the processes has ended.
+// Await polls done for up to 20 seconds. It returns an error at once if one of the processes exits.
 func Await(ctx context.Context, what string, procs []*Process, done func() bool) error {
 	for end := time.Now().Add(20 * time.Second); !done(); {
 		if i := slices.IndexFunc(procs, (*Process).ended); i >= 0 {
-			return fmt.Errorf("wait for %s: %s has ended (%v)\n%s", what, procs[i].name, fmt.Sprint(procs[i].err), procs[i].LastWords())
+			return fmt.Errorf("wait for %s: %s exited (%v)\n%s", what, procs[i].name, fmt.Sprint(procs[i].err), procs[i].LastWords())
 		}
 		if time.Now().After(end) {
-			return fmt.Errorf("wait for %s: not within 20 s", what)
+			return fmt.Errorf("wait for %s: timeout after 20 s", what)
 		}
 		if err := Pause(ctx, 20*time.Millisecond); err != nil {
 			return err

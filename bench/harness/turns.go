@@ -4,8 +4,8 @@ package harness
 
 import "slices"
 
-// Turn returns the arms in the order in which a round runs them. From round to round the order rotates, and every second
-// turn is reversed, so that each arm is equally often the first one, and behind each other one.
+// Turn returns the arms in the order in which a round runs them. The order rotates from round to round, and every
+// second rotation is reversed, so that each arm is first equally often and follows each other arm equally often.
 func Turn[T any](arms []T, round int) []T {
 	n := round % len(arms)
 	turn := slices.Concat(arms[n:], arms[:n])

@@ -21,7 +21,7 @@ type LabBench struct {
 	Lab *lab.Lab
 }
 
-// Group makes a cgroup below that of the lab, and returns its name. It is no error if the cgroup exists.
+// Group creates a cgroup below that of the lab if it does not exist, and returns its name.
 func (b *LabBench) Group(name string) (string, error) {
 	err := os.Mkdir(filepath.Join(b.Lab.Cgroup(), name), 0o755)
 	if err != nil && !errors.Is(err, os.ErrExist) {
@@ -43,7 +43,7 @@ func (b *LabBench) Worker(ctx context.Context, n *lab.Namespace, group string, a
 	return StartWorker(ctx, b.Lab, n, group, append([]string{"/proc/self/exe"}, argv...)...)
 }
 
-// Worker is a process that reads questions from stdin and writes answers to stdout, each a line of JSON.
+// Worker is a process that reads questions from stdin and writes answers to stdout, one JSON value per line.
 type Worker struct {
 	*lab.Process
 	In  io.WriteCloser
@@ -68,8 +68,8 @@ func StartWorker(ctx context.Context, l *lab.Lab, n *lab.Namespace, group string
 	return w, w.Start()
 }
 
-// Tell sends a question that has no answer, or whose answer is read later.
-func (w *Worker) Tell(question any) error {
+// Send sends a question that has no answer, or whose answer is read later.
+func (w *Worker) Send(question any) error {
 	b, err := json.Marshal(question)
 	if err == nil {
 		_, err = w.In.Write(append(b, '\n'))
@@ -80,7 +80,7 @@ func (w *Worker) Tell(question any) error {
 	return nil
 }
 
-// Answer reads an answer. It kills a worker that does not give one.
+// Answer reads an answer. If the worker does not answer, Answer kills it.
 func (w *Worker) Answer(to any) error {
 	line, err := w.out.ReadBytes('\n')
 	if err == nil {
@@ -94,7 +94,7 @@ func (w *Worker) Answer(to any) error {
 
 // Ask sends a question and reads the answer.
 func (w *Worker) Ask(question, answer any) error {
-	if err := w.Tell(question); err != nil {
+	if err := w.Send(question); err != nil {
 		return err
 	}
 	return w.Answer(answer)

@@ -22,19 +22,19 @@ const (
 	slots          = 4
 	bmpPort        = 1790
 	ipfixPort      = 4739
-	ownTCP         = 20000 // + slot: the members' ports where they are not the shared ones
+	ownTCP         = 20000 // + slot: ports of the members that do not share ports
 	ownUDP         = 21000
 	furtherDevices = 10_000  // in the device map, besides the routers
-	receiveBuffer  = 4 << 20 // bytes, of every UDP socket that collects
+	receiveBuffer  = 4 << 20 // bytes, for each UDP socket of a collector
 )
 
-// arm is one way to distribute what routers send over four members.
+// arm is one method to distribute the routers' traffic over four members.
 type arm interface {
 	name() string
 	title() string
 	// ports returns the ports of the member of a slot.
 	ports(slot int) (tcp, udp uint16)
-	// start starts everything but the members, before them.
+	// start starts all processes except the members, before the members.
 	start(ctx context.Context, f *fleet) error
 	// ready returns when traffic to bmpPort and ipfixPort reaches the running members.
 	ready(ctx context.Context, f *fleet) error
@@ -49,11 +49,11 @@ func (plainArm) ports(int) (tcp, udp uint16)         { return bmpPort, ipfixPort
 func (plainArm) start(context.Context, *fleet) error { return nil }
 func (plainArm) ready(context.Context, *fleet) error { return nil }
 
-// proxyArm is HAProxy for TCP and nfacctd as a replicator for UDP, each with a map of all routers, so that both
-// agree.
+// proxyArm is HAProxy for TCP and nfacctd as a replicator for UDP. Each has a map of all routers, so that both streams
+// of a router reach the same member.
 type proxyArm struct {
-	// buffer is plugin_buffer_size. 0 is the default of pmacct, which its documentation shows; a larger one saves
-	// CPU time, and delays datagrams until a buffer is full.
+	// buffer is plugin_buffer_size. 0 is the default of pmacct, as in its documentation. A larger buffer saves CPU
+	// time, and delays datagrams until the buffer is full.
 	buffer int
 	procs  []*harness.Process
 }
@@ -82,7 +82,7 @@ func (p *proxyArm) start(_ context.Context, f *fleet) error {
 		fmt.Fprintf(&byRouter, "%s slot%d\n", routerAddr(i), i%slots)
 		fmt.Fprintf(&tags, "set_tag=%d ip=%s\n", i%slots+1, routerAddr(i))
 	}
-	// nfacctd needs the address of the router to join its two streams; a receiver that only reads does not.
+	// nfacctd needs the router's address to join the two streams; the plain receiver does not.
 	header := ""
 	if f.kind == kindNfacctd {
 		header = " send-proxy-v2"
@@ -143,7 +143,7 @@ func (p *proxyArm) ready(ctx context.Context, _ *fleet) error {
 	})
 }
 
-// sockeyeArm is Sockeye in one of its modes. With lookup, the members listen on ports of their own.
+// sockeyeArm is Sockeye in one of its modes. With steering: lookup, each member listens on its own ports.
 type sockeyeArm struct {
 	binary    string
 	steering  string
@@ -234,9 +234,9 @@ func (s *sockeyeArm) ready(ctx context.Context, f *fleet) error {
 }
 
 const (
-	kindPlain   = "plain"   // receivers that only read
-	kindSources = "sources" // the same, counting by router
-	kindNfacctd = "nfacctd" // Debian's
+	kindPlain   = "plain"   // plain receivers, which only read
+	kindSources = "sources" // plain receivers that count by router
+	kindNfacctd = "nfacctd" // nfacctd of Debian
 
 	membersGroup   = "members"
 	balanceGroup   = "balance"
@@ -257,8 +257,8 @@ func (f *fleet) path(name string) string  { return filepath.Join(f.dir, name) }
 func (f *fleet) group(role string) string { return f.arm.name() + "-" + role }
 func (f *fleet) pins() string             { return f.path("bpf/sockeye") }
 
-// launch starts a fleet and does not wait until it is ready: nfacctd takes five seconds, in which several fleets start at
-// once.
+// launch starts a fleet and does not wait until it is ready: nfacctd starts in five seconds, so several fleets start in
+// parallel.
 func (b *bench) launch(ctx context.Context, a arm, kind string) (*fleet, error) {
 	f := &fleet{b: b, arm: a, kind: kind, dir: filepath.Join(b.Dir, a.name())}
 	var err error
@@ -319,8 +319,8 @@ func (f *fleet) ready(ctx context.Context) error {
 	return f.arm.ready(ctx, f)
 }
 
-// configure writes the configuration of a collector that joins flows with BMP routes, as operators use nfacctd, but
-// writes its records only at the end.
+// configure writes the configuration of a collector that joins flows with BMP routes, as in normal operation of
+// nfacctd, except that it writes its records only at the end.
 func (f *fleet) configure(slot int) error {
 	tcp, udp := f.arm.ports(slot)
 	_, proxied := f.arm.(*proxyArm)
@@ -357,7 +357,7 @@ func (f *fleet) finish(ctx context.Context) (records, withRoutes uint64, err err
 	for _, p := range f.members {
 		p.Stop(harness.Interrupt)
 	}
-	for end := time.Now().Add(harness.KillTimeout); !f.b.Empty(f.group(membersGroup)) && time.Now().Before(end); { // its writers outlive it
+	for end := time.Now().Add(harness.KillTimeout); !f.b.Empty(f.group(membersGroup)) && time.Now().Before(end); { // nfacctd's writers outlive nfacctd
 		if err := harness.Pause(ctx, 20*time.Millisecond); err != nil {
 			return 0, 0, err
 		}
@@ -365,7 +365,7 @@ func (f *fleet) finish(ctx context.Context) (records, withRoutes uint64, err err
 	for slot := range slots {
 		file, err := os.Open(f.path(fmt.Sprintf("records-%d.json", slot)))
 		if os.IsNotExist(err) {
-			continue // it had none
+			continue // no records
 		}
 		if err != nil {
 			return 0, 0, fmt.Errorf("read nfacctd's records: %w", err)
@@ -391,6 +391,6 @@ func (f *fleet) finish(ctx context.Context) (records, withRoutes uint64, err err
 
 func (f *fleet) close() {
 	f.b.KillGroups(f.group(membersGroup), f.group(balanceGroup), f.group(generatorGroup))
-	_ = unix.Unmount(filepath.Dir(f.pins()), unix.MNT_DETACH) // the agent's bpffs, if there is one
+	_ = unix.Unmount(filepath.Dir(f.pins()), unix.MNT_DETACH) // bpffs of the agent; ignore the error if there is none
 	f.net.Close()
 }

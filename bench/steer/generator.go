@@ -16,37 +16,36 @@ import (
 	"sockeye/lab/traffic"
 )
 
-// The generator plays all routers in one process: it reads a load from stdin,
-// opens, answers, waits for a line, sends, answers, and ends with stdin.
+// The generator simulates all routers in one process. It reads a load from stdin, opens the sessions, answers, waits
+// for a line, sends the load, and answers. It exits when stdin is closed.
 
-// A load is what the routers send. Rates are over all routers.
+// A load describes the traffic of the routers. Rates are totals of all routers.
 type load struct {
 	Routers   int           `json:"routers"`
-	BMP       string        `json:"bmp,omitempty"` // where to; nowhere if empty
+	BMP       string        `json:"bmp,omitempty"` // destination; no BMP if empty
 	IPFIX     string        `json:"ipfix,omitempty"`
 	Records   int           `json:"records_per_datagram"`
 	Prefixes  int           `json:"prefixes_per_router"`
-	Datagrams float64       `json:"datagrams_per_second"` // 0: as fast as it goes
-	Updates   float64       `json:"updates_per_second"`   // 0: none beyond the first
+	Datagrams float64       `json:"datagrams_per_second"` // 0: no limit
+	Updates   float64       `json:"updates_per_second"`   // 0: only the initial updates
 	Duration  time.Duration `json:"duration_ns"`
-	// Spacing of the sessions' starts: nfacctd's listeners have a backlog of 1, and
-	// HAProxy, which connects to them at once, gives up a session that meets a
-	// full one.
+	// Spacing is the interval between the starts of sessions. nfacctd's listeners have a backlog of 1, and HAProxy,
+	// which connects to them at once, closes a session if the backlog is full.
 	Spacing time.Duration `json:"spacing_ns"`
 }
 
-// sent counts what was sent within the duration, and the time that this took.
+// sent contains the number of items sent within the duration, and the elapsed time.
 type sent struct {
 	Datagrams uint64        `json:"datagrams"`
 	Records   uint64        `json:"flow_records"`
 	Refused   uint64        `json:"refused"`
 	Updates   uint64        `json:"updates"`      // Route Monitoring messages of one prefix each
-	Bytes     uint64        `json:"stream_bytes"` // of all BMP, the sessions' start included
+	Bytes     uint64        `json:"stream_bytes"` // of all BMP sessions, including their start
 	Elapsed   time.Duration `json:"elapsed_ns"`
 	CPU       time.Duration `json:"cpu_ns"`
 }
 
-// routerAddr is an address that needs not be added to lo.
+// routerAddr returns the address of a router. Addresses in 127.0.0.0/8 need not be added to lo.
 func routerAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{127, 10, byte(i >> 8), byte(i)}) }
 
 func routerPrefix(router, i int) netip.Prefix {
@@ -67,7 +66,7 @@ func (l load) routes(router int) []traffic.Route {
 	return routes
 }
 
-// messages are 16 datagrams of flows to the router's prefixes.
+// messages returns 16 datagrams with flows to the router's prefixes.
 func (l load) messages(router int) [][]traffic.Flow {
 	now := time.Now()
 	messages := make([][]traffic.Flow, 16)
@@ -126,7 +125,7 @@ func generator([]string) error {
 		return err
 	}
 	if _, err := lines.ReadBytes('\n'); err != nil {
-		return nil // not wanted
+		return nil // this protocol is not part of the load
 	}
 
 	var out sent
@@ -164,6 +163,6 @@ func generator([]string) error {
 	if err := answers.Encode(out); err != nil {
 		return err
 	}
-	_, _ = lines.ReadBytes('\n') // the sessions stay until all is read
+	_, _ = lines.ReadBytes('\n') // keep the sessions open until all data is read
 	return nil
 }

@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// programTime has the mean run time of a program in nanoseconds, by the kernel's BPF statistics. It includes the two clock
-// readings of the statistics, which emptyProgram shows.
+// programTime contains the mean run time of a program in nanoseconds, from the kernel's BPF statistics. It includes two
+// clock reads by the statistics, whose cost emptyProgram shows.
 type programTime struct {
 	Datagram float64 `json:"datagram"`
 	SYN      float64 `json:"syn"`
@@ -25,9 +25,7 @@ type programTime struct {
 
 const emptyProgram = "empty program"
 
-// programTimes has the steering programs run with statistics on, first for
-// datagrams alone, then for connections alone, each without anything else on the
-// way.
+// programTimes measures the run times of the steering programs, first with datagrams only, then with connections only.
 func (b *bench) programTimes(ctx context.Context, arms []arm) (map[string]programTime, error) {
 	if len(arms) == 0 {
 		return nil, nil
@@ -113,7 +111,7 @@ func runTime(programs []*ebpf.Program) (total time.Duration, runs uint64, err er
 	return total, runs, nil
 }
 
-// pinnedPrograms opens the socket selecting programs below a directory.
+// pinnedPrograms opens the socket selecting programs pinned below a directory.
 func pinnedPrograms(dir string) (programs []*ebpf.Program, err error) {
 	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
@@ -131,7 +129,7 @@ func pinnedPrograms(dir string) (programs []*ebpf.Program, err error) {
 		return nil
 	})
 	if err == nil && len(programs) == 0 {
-		err = errors.New("no pinned programs")
+		err = errors.New("no pinned programs found")
 	}
 	if err != nil {
 		return nil, fmt.Errorf("find programs in %s: %w", dir, err)
@@ -139,13 +137,14 @@ func pinnedPrograms(dir string) (programs []*ebpf.Program, err error) {
 	return programs, nil
 }
 
-// emptyArm is the plain arm, with a program in its groups that does nothing.
+// emptyArm is the plain arm with a program without effect in its SO_REUSEPORT groups.
 type emptyArm struct{ plainArm }
 
 func (emptyArm) name() string  { return emptyProgram }
 func (emptyArm) title() string { return emptyProgram }
 
-// attachEmpty joins the members' groups for a moment, which suffices.
+// attachEmpty attaches the empty program to the members' SO_REUSEPORT groups. It adds a socket to each group for this
+// purpose only, because the program belongs to the group.
 func (f *fleet) attachEmpty() (programs []*ebpf.Program, err error) {
 	for kind, port := range map[int]uint16{unix.SOCK_STREAM: bmpPort, unix.SOCK_DGRAM: ipfixPort} {
 		p, err := ebpf.NewProgram(&ebpf.ProgramSpec{

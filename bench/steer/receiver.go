@@ -20,19 +20,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The receiver "only reads": the least that a collector can do. It answers
-// every line on stdin with its counters, and ends with stdin.
+// The receiver is a minimal collector, which only reads. It answers each line on stdin with its counters. It exits when
+// stdin is closed.
 
-// received is what a receiver has counted since it began.
+// received contains the counters of a receiver since its start.
 type received struct {
-	Datagrams   uint64        `json:"datagrams"` // with IPFIX data, templates apart
+	Datagrams   uint64        `json:"datagrams"` // with IPFIX data, without templates
 	Templates   uint64        `json:"templates"`
 	Bytes       uint64        `json:"bytes"` // UDP payload
 	Connections uint64        `json:"connections"`
 	StreamBytes uint64        `json:"stream_bytes"`
 	CPU         time.Duration `json:"cpu_ns"`
-	// With -sources: what came from whom. TCP counts the sessions by the sysName
-	// in their BMP Initiation, which survives a proxy.
+	// With -sources: counts by source. TCP sessions are counted by the sysName of their BMP Initiation, which a proxy
+	// does not change.
 	UDP map[string]uint64 `json:"udp,omitempty"`
 	TCP map[string]uint64 `json:"tcp,omitempty"`
 }
@@ -46,9 +46,8 @@ func receiver(args []string) error {
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
-	// The two loops block in raw system calls and so keep their P and thread,
-	// which spares the runtime's bookkeeping for each call; garbage collection
-	// would wait for them.
+	// The two loops block in raw system calls and keep their P and thread. This avoids the runtime's overhead for each
+	// call, but garbage collection would wait for the loops.
 	debug.SetGCPercent(-1)
 	runtime.GOMAXPROCS(4)
 	l, err := listen(unix.SOCK_STREAM, uint16(*tcp))
@@ -100,8 +99,8 @@ func ownCPU() time.Duration {
 	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
 }
 
-// listen makes a dual-stack socket on all addresses as nfacctd does. Raw calls,
-// because package net makes MPTCP listeners.
+// listen creates a dual-stack socket on all addresses, as nfacctd does. It uses system calls because package net
+// creates MPTCP listeners.
 func listen(kind int, port uint16) (int, error) {
 	fd, err := unix.Socket(unix.AF_INET6, kind|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -113,7 +112,7 @@ func listen(kind int, port uint16) (int, error) {
 		{unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer},
 	} {
 		if kind == unix.SOCK_STREAM && o[1] == unix.SO_RCVBUFFORCE {
-			continue // TCP tunes its own
+			continue // TCP has receive buffer auto-tuning
 		}
 		if err := unix.SetsockoptInt(fd, o[0], o[1], o[2]); err != nil {
 			return -1, fmt.Errorf("set option %d of port %d: %w", o[1], port, err)
@@ -174,7 +173,7 @@ func (c *datagramCounters) read(fd int, bySource bool) error {
 		var templates, bytes uint64
 		for i := range int(n) {
 			bytes += uint64(msgs[i].len)
-			if bufs[i][17] == 2 && bufs[i][16] == 0 { // the first set's ID
+			if bufs[i][17] == 2 && bufs[i][16] == 0 { // ID of the first set
 				templates++
 			} else if bySource {
 				seen[netip.AddrFrom16(names[i].Addr).Unmap().String()]++
@@ -235,7 +234,7 @@ func (c *streamCounters) read(listener int, bySource bool) error {
 				continue
 			}
 			n, _, errno := unix.RawSyscall(unix.SYS_READ, uintptr(fd), uintptr(unsafe.Pointer(&buf[0])), uintptr(len(buf)))
-			if errno != 0 || n == 0 { // level-triggered: nothing is lost by an EINTR
+			if errno != 0 || n == 0 { // level-triggered: an EINTR loses no event
 				if errno != unix.EINTR {
 					unix.Close(fd)
 					delete(fresh, fd)
@@ -255,8 +254,7 @@ func (c *streamCounters) read(listener int, bySource bool) error {
 	}
 }
 
-// initiationName is the sysName of a BMP Initiation, after a PROXY header of
-// version 2 if there is one.
+// initiationName returns the sysName of a BMP Initiation, which may follow a PROXY header of version 2.
 func initiationName(b []byte) string {
 	if strings.HasPrefix(string(b), "\r\n\r\n\x00\r\nQUIT\n") && len(b) > 16 {
 		b = b[min(len(b), 16+int(b[14])<<8+int(b[15])):]

@@ -39,7 +39,7 @@ func (p *part) by(arm string, figure func(m, plain *measurement) float64) (out [
 	return out
 }
 
-// ratio returns the spread of the ratios of two arms within each round.
+// ratio returns the spread of the ratio of two arms, computed within each round.
 func (p *part) ratio(arm, to string, figure func(m, plain *measurement) float64) harness.Spread {
 	a, b := p.by(arm, figure), p.by(to, figure)
 	var out []float64
@@ -53,9 +53,10 @@ func receivedRate(m, _ *measurement) float64 { return float64(m.Datagrams) / m.S
 
 func membersCPU(m, _ *measurement) float64 { return m.Members.Seconds() / m.million() }
 
-// balancingCPU is the CPU time of the processes between routers and members, plus what delivery costs the kernel beyond
-// the plain arm, which may be negative. On loopback the kernel delivers, and runs BPF programs, in the sender's CPU time:
-// the cost of delivery is the difference of the senders' CPU times in the two arms.
+// balancingCPU returns the CPU time of the processes between routers and members, plus the kernel's CPU time for
+// delivery in excess of the plain arm. This excess may be negative. On loopback the kernel delivers packets, and runs
+// BPF programs, in the sender's CPU time: the cost of delivery is the difference of the senders' CPU times in the two
+// arms.
 func balancingCPU(m, plain *measurement) float64 {
 	return m.Balance.Seconds()/m.million() + deliveryCPU(m, plain)
 }
@@ -74,11 +75,11 @@ func collectorsCPU(m, plain *measurement) float64 {
 
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
-	p("\n%d routers, four members, %d rounds of all arms in turn; medians [min .. max], ratios within each round.\n", r.Options.Routers, r.Options.Rounds)
+	p("\n%d routers, four members, %d rounds, arms in rotating order; medians [min .. max], ratios computed within each round.\n", r.Options.Routers, r.Options.Rounds)
 	p("Linux %s, %d CPUs for routers, balancing and members together.\n", r.Kernel, r.CPUs)
 
-	p("\nDatagrams per second into four sockets, one flow record each, as fast as one sender goes\n")
-	p("\treceived\tof plain\tof the sent lost\trouters with both streams in one member\n")
+	p("\nDatagrams per second, four sockets, one flow record per datagram, one sender at full speed\n")
+	p("\treceived\tratio to plain\tlost\trouters with both streams at one member\n")
 	for _, a := range r.arms {
 		if len(r.rate.by(a.name, receivedRate)) == 0 {
 			continue
@@ -92,12 +93,12 @@ func (r *report) Print(p harness.Printf) {
 		rates rates
 	}{
 		{"four nfacctd", r.nfacctd, r.Options.Nfacctd},
-		{"four receivers that only read", r.plain, r.Options.Plain},
+		{"four plain receivers", r.plain, r.Options.Plain},
 	} {
-		p("\nCPU seconds per million records, %s: %.0f datagrams of %d flow records and %.0f BMP route updates a second\n", c.title, c.rates.Datagrams, r.Options.Records, c.rates.Updates)
-		p("\tmembers\tbalancing\ttogether\tof plain\tof the proxy\tlost")
+		p("\nCPU seconds per million records, %s: %.0f datagrams of %d flow records and %.0f BMP route updates per second\n", c.title, c.rates.Datagrams, r.Options.Records, c.rates.Updates)
+		p("\tmembers\tbalancing\ttotal\tratio to plain\tratio to proxy\tlost")
 		if c.part == r.nfacctd {
-			p("\tflow records with BMP's routes")
+			p("\tflow records with BMP communities")
 		}
 		p("\n")
 		for _, a := range r.arms {
@@ -111,10 +112,10 @@ func (r *report) Print(p harness.Printf) {
 			p("\n")
 		}
 	}
-	p("\nBalancing is the CPU of the processes between routers and members, and what delivery took the kernel beyond the plain arm\n")
-	p("(on the sender's back, where BPF programs run too; it can be less). CPU is by cgroup, softirq on a process's back included.\n")
+	p("\nBalancing: CPU time of the processes between routers and members, plus the kernel's CPU time for delivery in excess of the plain arm\n")
+	p("(measured in the sender, where BPF programs also run; may be negative). CPU time is per cgroup and includes softirqs that interrupt a process.\n")
 	if len(r.programs) > 0 {
-		p("\nNanoseconds a run of the BPF program, by the kernel's statistics, whose own cost the empty program shows\n")
+		p("\nNanoseconds per run of the BPF program, from the kernel's BPF statistics; the empty program shows their cost\n")
 		p("\tdatagram\tSYN\n")
 		for _, a := range []arm{emptyArm{}, &sockeyeArm{steering: "reuseport"}, &sockeyeArm{steering: "lookup"}, &sockeyeArm{steering: "reuseport", deviceMap: furtherDevices}} {
 			if t, ok := r.programs[a.name()]; ok {
@@ -122,10 +123,10 @@ func (r *report) Print(p harness.Printf) {
 			}
 		}
 	}
-	p("\nTook %s. Of the CPU time meanwhile, %.0f %% went to others than the measured: more than a few make the figures uncertain.\n", r.Took, 100*r.others())
+	p("\nDuration %s. Other processes used %.0f %% of the consumed CPU time; more than a few percent make the figures uncertain.\n", r.Took, 100*r.others())
 }
 
-// others returns the share of the machine's CPU time, while measuring, that other processes used.
+// others returns the share of other processes in the machine's CPU time during the measurements.
 func (r *report) others() float64 {
 	var all, ours time.Duration
 	for _, p := range []*part{r.rate, r.plain, r.nfacctd} {
@@ -199,24 +200,23 @@ func (r *report) Figures() any {
 	}
 }
 
-// svg draws the CPU comparison: a panel for each kind of members, a bar for each
-// arm.
+// chart draws the CPU comparison: a panel for each kind of members, a bar for each arm.
 func (r *report) chart() plot.Chart {
 	chart := plot.Chart{
 		Title:  "CPU seconds per million records",
-		Legend: []string{"members", "balancing: processes, and delivery by the kernel"},
+		Legend: []string{"members", "balancing: processes and kernel delivery"},
 	}
 	for _, panel := range []struct {
 		title string
 		part  *part
-	}{{"four nfacctd", r.nfacctd}, {"four receivers that only read", r.plain}} {
+	}{{"four nfacctd", r.nfacctd}, {"four plain receivers", r.plain}} {
 		p := plot.Panel{Title: panel.title}
 		for _, a := range r.arms {
 			total := harness.SpreadOf(panel.part.by(a.name, collectorsCPU)).Median
 			members := min(total, harness.SpreadOf(panel.part.by(a.name, membersCPU)).Median)
 			note := fmt.Sprintf("%.3f", total)
 			if of := panel.part.ratio(a.name, "proxy", collectorsCPU).Median; !math.IsNaN(of) && a.name != "proxy" {
-				note += fmt.Sprintf(" (%.2f of the proxy)", of)
+				note += fmt.Sprintf(" (%.2f times proxy)", of)
 			}
 			p.Bars = append(p.Bars, plot.Bar{Label: a.title, Note: note, Parts: []float64{members, total - members}})
 		}

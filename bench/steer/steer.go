@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package steer is the benchmark of steering: Sockeye against plain SO_REUSEPORT, and against HAProxy with a replicator.
+// Package steer is the benchmark of steering. It compares Sockeye with plain SO_REUSEPORT and with HAProxy and a
+// replicator.
 package steer
 
 import (
@@ -39,7 +40,7 @@ type options struct {
 	Binary  string  `json:"-"`
 }
 
-// rates are over all routers.
+// rates are totals of all routers.
 type rates struct {
 	Datagrams float64 `json:"datagrams_per_second"`
 	Updates   float64 `json:"updates_per_second"`
@@ -55,23 +56,22 @@ type measurement struct {
 	Arm         string `json:"arm"`
 	Round       int    `json:"round"`
 	Sent        sent   `json:"sent"`
-	Datagrams   uint64 `json:"datagrams"` // received; with nfacctd, sent and not dropped
+	Datagrams   uint64 `json:"datagrams"` // received; for nfacctd: sent and not dropped
 	FlowRecords uint64 `json:"flow_records"`
 	StreamBytes uint64 `json:"stream_bytes,omitempty"`
-	Dropped     uint64 `json:"dropped"` // datagrams that found a socket full
+	Dropped     uint64 `json:"dropped"` // datagrams dropped at a full receive buffer
 
-	// By cgroup, see sandbox.cpu.
+	// CPU times by cgroup, see harness.Sandbox.CPU.
 	Members   time.Duration `json:"members_cpu_ns"`
 	Balance   time.Duration `json:"balance_cpu_ns"`
 	Generator time.Duration `json:"generator_cpu_ns"`
-	// Machine is by /proc/stat, all but idle: others' work is in it.
+	// Machine is the CPU time of all CPUs without idle time, from /proc/stat. It includes other processes.
 	Machine time.Duration `json:"machine_cpu_ns"`
 
 	sources []received
 }
 
-// million is how many million records, flow records and route updates, the
-// members have got.
+// million returns the number of records (flow records and route updates) that the members received, in millions.
 func (m *measurement) million() float64 { return float64(m.FlowRecords+m.Sent.Updates) / 1e6 }
 
 func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) {
@@ -135,7 +135,7 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 			m.StreamBytes += after[i].StreamBytes - before[i].StreamBytes
 		}
 		if m.StreamBytes != m.Sent.Bytes {
-			return m, fmt.Errorf("the members have got %d bytes of BMP, of %d", m.StreamBytes, m.Sent.Bytes)
+			return m, fmt.Errorf("the members received %d of %d bytes of BMP", m.StreamBytes, m.Sent.Bytes)
 		}
 	}
 	m.FlowRecords = m.Datagrams * uint64(l.Records)
@@ -145,7 +145,7 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 	return m, nil
 }
 
-// counters asks the receivers what they have received. nfacctd reports nothing before it ends.
+// counters returns the counters of the receivers. nfacctd reports nothing before it exits.
 func (f *fleet) counters() (all []received, err error) {
 	if f.kind == kindNfacctd {
 		return nil, nil
@@ -172,13 +172,13 @@ func together(members []received, routers int) (float64, error) {
 					continue
 				}
 				if other, ok := at[protocol]; ok {
-					return 0, fmt.Errorf("%s of router %s is in slots %d and %d", protocol, routerAddr(i), other, slot)
+					return 0, fmt.Errorf("%s of router %s reached slots %d and %d", protocol, routerAddr(i), other, slot)
 				}
 				at[protocol] = slot
 			}
 		}
 		if len(at) != 2 {
-			return 0, fmt.Errorf("of router %s only this arrived, in slot: %v", routerAddr(i), at)
+			return 0, fmt.Errorf("router %s: a stream is missing; received streams and slots: %v", routerAddr(i), at)
 		}
 		if at["tcp"] == at["udp"] {
 			n++
@@ -195,10 +195,10 @@ func collector(port uint16) string {
 type part struct {
 	runs []measurement
 	// Over all rounds, by arm.
-	together map[string]float64 // routers with both streams in one member
+	together map[string]float64 // share of routers with both streams at one member
 	records  map[string]uint64  // flow records that nfacctd wrote
-	routed   map[string]float64 // share of them with BMP's communities
-	lost     map[string]float64 // share of the flow records that no member got
+	routed   map[string]float64 // share of these records with BMP communities
+	lost     map[string]float64 // share of flow records that no member received
 }
 
 func (b *bench) compare(ctx context.Context, title string, arms []arm, kind string, rounds int, l load) (_ *part, err error) {
@@ -247,7 +247,7 @@ func (b *bench) compare(ctx context.Context, title string, arms []arm, kind stri
 	for _, f := range fleets {
 		name := f.arm.name()
 		if kind == kindNfacctd {
-			for _, m := range f.members { // all fleets at once: each takes two seconds
+			for _, m := range f.members { // all fleets in parallel: each stops in two seconds
 				m.Signal(harness.Interrupt)
 			}
 		}
@@ -270,17 +270,17 @@ func (b *bench) compare(ctx context.Context, title string, arms []arm, kind stri
 func inside(args []string) error {
 	o := options{Nfacctd: rates{4000, 4000}, Plain: rates{30000, 30000}}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
-	fs.BoolVar(&o.Quick, "quick", false, "one minute instead of six: fewer and shorter rounds, less certain figures")
-	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of all arms (default 5, quick 2)")
-	fs.Float64Var(&o.Seconds, "seconds", 0, "seconds of sending in each run (default 2, quick 0.5)")
-	fs.IntVar(&o.Routers, "routers", 64, "routers, 1 to 4096")
-	fs.IntVar(&o.Records, "records", 24, "flow records in a datagram, 1 to 25")
-	fs.Float64Var(&o.Nfacctd.Datagrams, "nfacctd-datagrams", o.Nfacctd.Datagrams, "datagrams per second to nfacctd, over all routers")
+	fs.BoolVar(&o.Quick, "quick", false, "run for one minute instead of six, with fewer and shorter rounds")
+	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms (default 5, quick 2)")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "duration of each run in seconds (default 2, quick 0.5)")
+	fs.IntVar(&o.Routers, "routers", 64, "number of routers, 1 to 4096")
+	fs.IntVar(&o.Records, "records", 24, "flow records per datagram, 1 to 25")
+	fs.Float64Var(&o.Nfacctd.Datagrams, "nfacctd-datagrams", o.Nfacctd.Datagrams, "datagrams per second to nfacctd, total of all routers")
 	fs.Float64Var(&o.Nfacctd.Updates, "nfacctd-updates", o.Nfacctd.Updates, "BMP route updates per second to nfacctd")
-	fs.Float64Var(&o.Plain.Datagrams, "plain-datagrams", o.Plain.Datagrams, "datagrams per second to receivers that only read")
-	fs.Float64Var(&o.Plain.Updates, "plain-updates", o.Plain.Updates, "BMP route updates per second to receivers that only read")
-	fs.StringVar(&o.Without, "without", "", "arms to leave out, by comma: reuseport, lookup, reuseport_device_map, proxy, proxy-buffered")
-	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
+	fs.Float64Var(&o.Plain.Datagrams, "plain-datagrams", o.Plain.Datagrams, "datagrams per second to plain receivers")
+	fs.Float64Var(&o.Plain.Updates, "plain-updates", o.Plain.Updates, "BMP route updates per second to plain receivers")
+	fs.StringVar(&o.Without, "without", "", "arms to omit, comma-separated: reuseport, lookup, reuseport_device_map, proxy, proxy-buffered")
+	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
@@ -299,7 +299,7 @@ func inside(args []string) error {
 	if o.Seconds == 0 {
 		o.Seconds = d.Seconds
 	}
-	runtime.LockOSThread() // children die with the thread that started them
+	runtime.LockOSThread() // the kernel kills the children when the thread that started them exits
 	return harness.InSandbox(func(ctx context.Context, s *harness.Sandbox) error {
 		b := &bench{Sandbox: s, options: o}
 		return b.steer(ctx)
@@ -362,7 +362,7 @@ func (b *bench) steer(ctx context.Context) error {
 	if r.rate, err = b.compare(ctx, "rate", b.arms("plain", "reuseport", "lookup", "proxy"), kindPlain, 2*b.Rounds, l); err != nil {
 		return err
 	}
-	if r.plain, err = b.compare(ctx, "cpu, receivers that only read", all, kindPlain, b.Rounds, mixed); err != nil {
+	if r.plain, err = b.compare(ctx, "cpu, plain receivers", all, kindPlain, b.Rounds, mixed); err != nil {
 		return err
 	}
 	l = mixed

@@ -60,7 +60,7 @@ func TestReport(t *testing.T) {
 		}
 	}
 	p := &part{runs: []measurement{
-		run("plain", 0, 2, 0, 1), run("proxy", 0, 2, 1, 2), // the proxy: 2 + 1 + 1 more to deliver
+		run("plain", 0, 2, 0, 1), run("proxy", 0, 2, 1, 2), // proxy arm: members 2, proxy 1, delivery 1
 		run("plain", 1, 1, 0, 1), run("proxy", 1, 1, 1, 1),
 	}}
 	if got, want := p.ratio("proxy", "plain", collectorsCPU), (harness.Spread{Median: 2, Min: 2, Max: 2}); got != want {
@@ -70,7 +70,7 @@ func TestReport(t *testing.T) {
 		t.Errorf("balancing: %+v, want %+v", got, want)
 	}
 	if got := harness.SpreadOf(p.by("reuseport", collectorsCPU)).Median; !math.IsNaN(got) {
-		t.Errorf("an arm that did not run: %v", got)
+		t.Errorf("figures of an arm that did not run: %v", got)
 	}
 	r := &report{arms: []armTitle{{"plain", "plain"}, {"proxy", "proxy"}}, placement: p, rate: p, plain: p, nfacctd: p}
 	b, err := harness.JSON(r)
@@ -78,7 +78,7 @@ func TestReport(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !strings.Contains(string(b), `"reuseport": null`) {
-		t.Error("what was not measured is not null in the JSON")
+		t.Error("a value that was not measured is not null in the JSON")
 	}
 	for d := xml.NewDecoder(strings.NewReader(string(r.chart().SVG()))); ; {
 		if _, err := d.Token(); errors.Is(err, io.EOF) {

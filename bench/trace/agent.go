@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// policies has the policy of each state.
+// policies contains the policy of each state.
 var policies = map[string]string{
 	tX: `trace:
   - {name: sampled_100, cgroup: %[1]s, match: {port: %[2]d}, messages: 1/100, group_by: remote/24}
@@ -90,10 +90,10 @@ func (t *bench) startTracing(ctx context.Context, state string) error {
 			return false, p.Err()
 		}
 		if err != nil {
-			return false, fmt.Errorf("%w; the agent's log ends with:\n%s", err, p.LogTail(15))
+			return false, fmt.Errorf("%w; last lines of the agent's log:\n%s", err, p.LogTail(15))
 		}
 		if !s.Timestamps {
-			return false, fmt.Errorf("the kernel cannot: it needs %s", s.Needs)
+			return false, fmt.Errorf("not supported by this kernel: requires %s", s.Needs)
 		}
 		for _, g := range s.Cgroups {
 			if g.Problem != "" {
@@ -176,7 +176,7 @@ func (t *bench) attached() (programs []*ebpf.Program, err error) {
 	return programs, nil
 }
 
-// program is the run time of a program while a load ran in an arm.
+// program contains the run time of a program during a load in an arm.
 type program struct {
 	Arm     string  `json:"arm"`
 	Load    string  `json:"load"`
@@ -216,8 +216,8 @@ func (t *bench) tracedRules(ctx context.Context) (rules []tracedRule, err error)
 	return rules, nil
 }
 
-// tracing runs all loads once in the arms of a state with the kernel's BPF statistics, whose own cost is included. It
-// returns an error if the arms are not traced as they should be.
+// tracing runs each load once in each arm of a state with the kernel's BPF statistics enabled, whose cost is included.
+// It returns an error if messages of an arm are not traced as its rule requires.
 func (t *bench) tracing(ctx context.Context, state string) (programs []program, rules []tracedRule, err error) {
 	stats, err := ebpf.EnableStats(unix.BPF_STATS_RUN_TIME)
 	if err != nil {
@@ -249,10 +249,10 @@ func (t *bench) tracing(ctx context.Context, state string) (programs []program, 
 	for _, name := range traced {
 		i := slices.IndexFunc(rules, func(r tracedRule) bool { return r.Rule == name })
 		if i < 0 || rules[i].Sent == 0 {
-			return nil, nil, fmt.Errorf("%s: no message is traced", name)
+			return nil, nil, fmt.Errorf("%s: no sent message is traced", name)
 		}
 		if state == rX && rules[i].Received == 0 {
-			return nil, nil, fmt.Errorf("%s: nothing received is traced", name)
+			return nil, nil, fmt.Errorf("%s: no received message is traced", name)
 		}
 	}
 	return programs, rules, nil
@@ -290,7 +290,7 @@ type programCount struct {
 	took time.Duration
 }
 
-// programCounts returns the sums over the programs of a name, one per cgroup.
+// programCounts returns the sums over the programs with the same name, one per cgroup.
 func (t *bench) programCounts() (map[string]programCount, error) {
 	programs, err := t.attached()
 	if err != nil {

@@ -38,9 +38,9 @@ func sampleGbit(s sample) float64 { return s.Rate * (64 << 10) * 8 / 1e9 }
 
 var measures = []traceMeasure{
 	{name: "throughput", load: loadStream, title: "A stream of 64 KB messages", unit: "Gbit/s", verb: "%.1f", aims: true, figure: sampleGbit},
-	{name: "rr", load: loadRR, title: "Request and response of 1 KB each", unit: "a second", verb: "%.0f", figure: sampleRate},
-	{name: "cpu", load: loadStream, title: "CPU of the stream, both ends", unit: "µs a message", verb: "%.2f", figure: sampleCPU},
-	{name: "rr_cpu", load: loadRR, title: "CPU of request and response, both ends", unit: "µs for both", verb: "%.2f", figure: sampleCPU},
+	{name: "rr", load: loadRR, title: "Request and response of 1 KB each", unit: "per second", verb: "%.0f", figure: sampleRate},
+	{name: "cpu", load: loadStream, title: "CPU time of the stream, both ends", unit: "µs per message", verb: "%.2f", figure: sampleCPU},
+	{name: "rr_cpu", load: loadRR, title: "CPU time of request and response, both ends", unit: "µs per pair", verb: "%.2f", figure: sampleCPU},
 }
 
 // figures returns a measure of an arm by round.
@@ -53,8 +53,8 @@ func (r *report) figures(arm string, m traceMeasure) (v []float64) {
 	return v
 }
 
-// ratios returns, by round, the ratio of an arm to the mean of both arms without a program. The second of these is
-// compared with the first.
+// ratios returns, by round, the ratio of an arm to the mean of the two arms without a program. For the second of these
+// two, it returns the ratio to the first.
 func (r *report) ratios(arm string, m traceMeasure) (v []float64) {
 	off, again := r.figures(armOff, m), r.figures(armOffAgain, m)
 	for i, f := range r.figures(arm, m) {
@@ -79,12 +79,12 @@ func (r *report) measures() []traceMeasure {
 
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
-	p("\nBoth ends on one CPU; %d rounds of all arms in random order, %v of each load on a connection of its own; Linux %s, %d CPUs.\n",
+	p("\nBoth ends on one CPU; %d rounds, arms in random order, %v per load on a new connection; Linux %s, %d CPUs.\n",
 		len(r.rounds), r.Options.Slice, r.Kernel, r.CPUs)
-	p("Medians; ratios to off within each round, [p25 .. p75], and between what their median lies with a confidence of 95 %%.\n")
+	p("Medians. Ratios to off are computed within each round: median [p25 .. p75], and the 95 %% confidence interval of the median.\n")
 	for _, m := range r.measures() {
 		p("\n%s\n", m.title)
-		p("\t%s\tof off\tmedian lies in\taim\n", m.unit)
+		p("\t%s\tratio to off\t95 %% interval\taim\n", m.unit)
 		for _, a := range r.arms() {
 			p("%s\t"+m.verb, a.title, harness.SpreadOf(r.figures(a.name, m)).Median)
 			if a.name == armOff {
@@ -99,14 +99,14 @@ func (r *report) Print(p harness.Printf) {
 			p("\n")
 		}
 	}
-	p("\nOff, again: nothing is attached either; it shows what the machine alone makes of a ratio. On for others: every message of another cgroup\n")
-	p("is traced. SO_TIMESTAMPING: nothing is attached, the application has each message stamped, and reads the stamps.\n")
+	p("\nOff, again: a second run without programs; its ratio shows the noise of the machine. On for others: every message of another cgroup\n")
+	p("is traced. SO_TIMESTAMPING: no programs; the application requests timestamps for each message and reads them.\n")
 	if len(r.programs) > 0 {
 		r.printPrograms(p)
 	}
-	p("\nTook %s. The ends had %.0f %% of their CPU, by the median; less than 95 %% makes throughput uncertain, not CPU.", r.Took, 100*r.share())
+	p("\nDuration %s. The ends used %.0f %% of their CPU (median); below 95 %%, the throughput is uncertain, but not the CPU time.", r.Took, 100*r.share())
 	if len(r.rules) > 0 {
-		p(" The agent took %.2f %% of another.", 100*r.agentShare())
+		p(" The agent used %.2f %% of another CPU.", 100*r.agentShare())
 	}
 	p("\n")
 }
@@ -117,8 +117,8 @@ const leastRuns = 0.005
 
 // printPrograms prints the programs of the run of each load before the rounds.
 func (r *report) printPrograms(p harness.Printf) {
-	p("\nPrograms that ran, with the kernel's BPF statistics on, whose own cost is in the figures\n")
-	p("\tload\tprogram\truns a message\tns each\tns a message\n")
+	p("\nPrograms that ran, from the kernel's BPF statistics, whose cost is included\n")
+	p("\tload\tprogram\truns per message\tns per run\tns per message\n")
 	for _, a := range r.arms() {
 		if a.state == traceOff {
 			continue
@@ -133,9 +133,9 @@ func (r *report) printPrograms(p harness.Printf) {
 			}
 		}
 	}
-	p("Of rr a message is a request and its response.\n")
-	p("\nWhat the agent says of these runs\n")
-	p("rule\tmessages chosen\taccounted for\tacknowledged, all stages known\treceived, chosen\n")
+	p("For rr, a message is a request with its response.\n")
+	p("\nCounters of the agent for these runs\n")
+	p("rule\tmessages traced\taccounted for\tacknowledged, all stages known\treceived messages traced\n")
 	for _, x := range r.rules {
 		p("%s\t%d\t%d\t%d\t%d\n", x.Rule, x.Sent, x.Accounted, x.Acked, x.Received)
 	}
@@ -178,7 +178,7 @@ func (r *report) share() float64 {
 	return min(1, harness.SpreadOf(v).Median) // the Go runtime also uses other CPUs
 }
 
-// tracedRatios has the median ratios of the main arms.
+// tracedRatios contains the median ratios of the main arms.
 type tracedRatios struct {
 	Others  harness.Figure `json:"others"`
 	Sampled harness.Figure `json:"sampled_100"`
@@ -239,9 +239,9 @@ func traceUnits() map[string]string {
 	return units
 }
 
-// svg draws the medians.
+// chart draws the medians.
 func (r *report) chart() plot.Chart {
-	chart := plot.Chart{Title: "Tracing on, of off: medians of the rounds' ratios"}
+	chart := plot.Chart{Title: "Tracing: median ratio to off"}
 	for _, m := range r.measures() {
 		p := plot.Panel{Title: m.title}
 		for _, a := range r.arms() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package trace is the benchmark of tracing: what it costs a load, against the same load without tracing.
+// Package trace is the benchmark of tracing. It measures the cost of tracing for a load.
 package trace
 
 import (
@@ -91,7 +91,7 @@ var traceArms = []traceArm{
 	{name: armStamping, title: "SO_TIMESTAMPING", state: traceOff, port: plainPort, stamped: true},
 }
 
-// visits has the states of a round with their arms. The two arms without a program are far apart in time, so that
+// visits contains the states of a round with their arms. The two arms without a program run far apart in time, so that
 // their ratio includes all changes during a round.
 var visits = [][]string{
 	{armOff},
@@ -125,16 +125,16 @@ type sample struct {
 	Agent float64 `json:"agent"`      // CPU time of the agent by elapsed time
 }
 
-// traceRound has a sample of each arm and load.
+// traceRound contains a sample for each arm and load.
 type traceRound map[string]map[string]sample
 
 type bench struct {
 	options
 	harness.LabBench
 
-	cpu            int // CPU of the loads only
+	cpu            int // CPU reserved for the loads
 	client, server *harness.Worker
-	workers        []int // processes of a load, with ksoftirqd
+	workers        []int // processes of a load, and ksoftirqd
 
 	state string
 	agent *lab.Process
@@ -143,13 +143,13 @@ type bench struct {
 func insideTrace(args []string) (err error) {
 	var o options
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
-	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six, less certain figures")
-	fs.DurationVar(&o.For, "for", 0, "how long to begin new rounds (default 5m, quick 40s)")
-	fs.DurationVar(&o.Slice, "slice", 200*time.Millisecond, "measured time of each arm and load in a round")
+	fs.BoolVar(&o.Quick, "quick", false, "run for one minute instead of six, with wider confidence intervals")
+	fs.DurationVar(&o.For, "for", 0, "time in which new rounds start (default 5m, quick 40s)")
+	fs.DurationVar(&o.Slice, "slice", 200*time.Millisecond, "measured time per arm and load in a round")
 	fs.DurationVar(&o.Warmup, "warmup", 40*time.Millisecond, "warm-up of each connection before it is measured")
 	fs.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "seed of the random order in which a round runs the arms")
-	fs.StringVar(&o.Arms, "arms", "", "arms to run, by comma, off and off_again besides (default: all)")
-	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
+	fs.StringVar(&o.Arms, "arms", "", "arms to run in addition to off and off_again, comma-separated (default: all)")
+	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
@@ -176,8 +176,8 @@ func insideTrace(args []string) (err error) {
 	})
 }
 
-// share reserves a CPU for the loads: this process and its children use the others, unless they bind themselves to
-// it.
+// share reserves a CPU for the loads. This process and its children use the other CPUs, unless they bind themselves to
+// the reserved one.
 func (t *bench) share() error {
 	var all unix.CPUSet
 	if err := unix.SchedGetaffinity(0, &all); err != nil {
@@ -341,7 +341,7 @@ func (t *bench) slice(ctx context.Context, a traceArm, l traceLoad) (s sample, e
 		stamps += p.Stamps
 	}
 	if a.stamped && stamps < messages {
-		return s, fmt.Errorf("the application got %d stamps of %d messages", stamps, messages)
+		return s, fmt.Errorf("the application received %d timestamps for %d messages", stamps, messages)
 	}
 	s.Rate, s.CPU, s.Share = harness.SpreadOf(rates).Median, harness.SpreadOf(cpus).Median, harness.SpreadOf(shares).Median
 	return s, nil
@@ -373,7 +373,7 @@ func (t *bench) drive(ctx context.Context, a traceArm, l traceLoad, warmup time.
 	}
 	for _, p := range pieces {
 		if p.Messages == 0 {
-			return nil, fmt.Errorf("no message got through in %v", p.Elapsed)
+			return nil, fmt.Errorf("no message was transferred in %v", p.Elapsed)
 		}
 	}
 	return pieces, t.server.Answer(&struct{}{})

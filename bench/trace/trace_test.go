@@ -25,8 +25,8 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// TestMain is also the ends of loads, which hold their processor in system calls
-// and so cannot be goroutines of one process.
+// TestMain also runs the ends of loads. An end blocks its processor in system calls, so the two ends cannot be
+// goroutines of one process.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && Benchmark.Workers[os.Args[1]] != nil {
 		os.Exit(harness.RunCommand(os.Args[1:], Benchmark))
@@ -110,7 +110,7 @@ func TestTraceWorkers(t *testing.T) {
 			var r piece
 			for _, p := range pieces {
 				if p.Messages == 0 {
-					t.Errorf("%s: nothing in a piece: %+v", name, pieces)
+					t.Errorf("%s: empty piece: %+v", name, pieces)
 				}
 				r.Messages += p.Messages
 				r.Elapsed += p.Elapsed
@@ -121,10 +121,10 @@ func TestTraceWorkers(t *testing.T) {
 				t.Errorf("%s: %+v", name, r)
 			}
 			if r.CPU <= 0 || r.CPU > r.Elapsed*3/2 {
-				t.Errorf("%s: %v of CPU in %v on one CPU", name, r.CPU, r.Elapsed)
+				t.Errorf("%s: %v of CPU time in %v on one CPU", name, r.CPU, r.Elapsed)
 			}
 			if stamped != (r.Stamps >= r.Messages) || !stamped && r.Stamps > 0 {
-				t.Errorf("%s: %d stamps of %d messages", name, r.Stamps, r.Messages)
+				t.Errorf("%s: %d timestamps for %d messages", name, r.Stamps, r.Messages)
 			}
 			end := map[string]any{"": nil}
 			server.hear(t, &end)
@@ -139,7 +139,7 @@ func TestTraceVisits(t *testing.T) {
 		for _, name := range arms {
 			at := slices.IndexFunc(traceArms, func(a traceArm) bool { return a.name == name })
 			if at < 0 {
-				t.Fatalf("no arm %s", name)
+				t.Fatalf("arm %s does not exist", name)
 			}
 			states[traceArms[at].state] = true
 			if _, ok := visit[name]; ok {
@@ -148,14 +148,14 @@ func TestTraceVisits(t *testing.T) {
 			visit[name] = i
 		}
 		if len(states) != 1 {
-			t.Errorf("visit %d needs %v at once", i, states)
+			t.Errorf("visit %d needs several states: %v", i, states)
 		}
 	}
 	if len(visit) != len(traceArms) {
-		t.Errorf("%d of %d arms are visited", len(visit), len(traceArms))
+		t.Errorf("%d arms are visited, want %d", len(visit), len(traceArms))
 	}
 	if visit[armOff] == visit[armOffAgain] {
-		t.Error("nothing changes between off and off, again")
+		t.Error("off and off, again are in the same visit")
 	}
 }
 
@@ -163,7 +163,7 @@ func TestTracePolicies(t *testing.T) {
 	for _, a := range traceArms {
 		if a.state == traceOff {
 			if a.traced {
-				t.Errorf("%s is traced by nothing", a.name)
+				t.Errorf("no rule traces %s", a.name)
 			}
 			continue
 		}
@@ -216,7 +216,7 @@ func TestTraceReport(t *testing.T) {
 		programs: []program{{armEvery, loadStream, "trace_sockops", 5, 200}},
 	}
 	if got := r.ratios(armOffAgain, measures[0]); got[0] <= 1.2 || got[1] != 1 {
-		t.Errorf("off, again, of off: %v", got)
+		t.Errorf("ratio of off, again to off: %v", got)
 	}
 	b, err := harness.JSON(r)
 	if err != nil {
@@ -233,13 +233,13 @@ func TestTraceReport(t *testing.T) {
 			t.Fatal(err)
 		}
 		if got := fmt.Sprint(token); got != want {
-			t.Fatalf("%s in place of %s in %s", got, want, b)
+			t.Fatalf("got %s, want %s in %s", got, want, b)
 		}
 	}
 	text := harness.Text(r)
 	for _, want := range []string{"0.950 [0.950 .. 0.950]", "0.97: missed", "0.99: met", "trace_sockops  5.000", "none"} {
 		if !strings.Contains(text, want) {
-			t.Errorf("no %q in\n%s", want, text)
+			t.Errorf("the report does not contain %q:\n%s", want, text)
 		}
 	}
 	for d := xml.NewDecoder(bytes.NewReader(r.chart().SVG())); ; {

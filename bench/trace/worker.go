@@ -36,7 +36,7 @@ type traceTask struct {
 	PIDs     []int         `json:"pids,omitempty"` // processes whose CPU time is measured
 }
 
-// piece is a part of a run. An interruption spoils one piece only.
+// piece is a part of a run. An interruption distorts only one piece.
 type piece struct {
 	Messages int64         `json:"messages"`
 	Elapsed  time.Duration `json:"elapsed_ns"`
@@ -46,8 +46,8 @@ type piece struct {
 
 const tracePieces = 5
 
-// worker runs tasks from stdin, one JSON object per line. System calls keep the processor of the Go runtime: handing
-// it over costs more than the measured difference.
+// worker runs tasks from stdin, one JSON object per line. System calls keep the processor of the Go runtime: releasing
+// it costs more than the measured difference.
 func worker([]string) error {
 	runtime.LockOSThread()
 	lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
@@ -79,8 +79,8 @@ func worker([]string) error {
 	}
 }
 
-// buffer is the requested size of the socket buffers, which the kernel doubles. The size that the kernel chooses
-// differs between connections, and with it the cost of a message by 10 %, because of cache misses.
+// buffer is the requested size of the socket buffers, which the kernel doubles. The auto-tuned size differs between
+// connections, and changes the cost of a message by 10 % because of cache misses.
 const buffer = 200 << 10
 
 func (t *traceTask) socket() (int, error) {
@@ -226,7 +226,7 @@ func (e *traceEnd) send() error {
 		case unix.EAGAIN:
 			return nil
 		default:
-			return fmt.Errorf("read stamps: %w", errno)
+			return fmt.Errorf("read timestamps: %w", errno)
 		}
 	}
 	return nil

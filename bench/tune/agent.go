@@ -104,7 +104,7 @@ func (t *bench) startAgent(ctx context.Context) error {
 			return false, p.Err()
 		}
 		if err != nil {
-			return false, fmt.Errorf("%w; the agent's log ends with:\n%s", err, p.LogTail(15))
+			return false, fmt.Errorf("%w; last lines of the agent's log:\n%s", err, p.LogTail(15))
 		}
 		for _, g := range groups {
 			if !g.Attached {

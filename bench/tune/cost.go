@@ -21,7 +21,7 @@ const (
 	costBatch = 500 // connections per measurement
 )
 
-// The arms of the part cost, by the rules of their cgroups.
+// Arms of the part cost, by the rules of their cgroups.
 const (
 	costNone      = "none"      // no program
 	costUnmatched = "unmatched" // rules that none of its connections matches
@@ -32,11 +32,11 @@ const (
 var (
 	costArms   = []string{costNone, costUnmatched, costMany, costMatched}
 	costTitles = map[string]string{
-		costNone: "no program", costUnmatched: "two rules, none matches", costMany: "a rule of 10000 prefixes, none matches", costMatched: "a rule of five options matches",
+		costNone: "no program", costUnmatched: "two rules, no match", costMany: "rule of 10000 prefixes, no match", costMatched: "rule of five options, match",
 	}
 )
 
-// cost has the CPU time in microseconds of connect, accept and close with both ends in the cgroup, by arm.
+// cost contains the CPU time in microseconds of connect, accept and close with both ends in the cgroup, by arm.
 type cost map[string][]float64
 
 // more returns the difference of an arm from the arm without a program, by round.
@@ -88,8 +88,8 @@ func (t *bench) cost(ctx context.Context) (cost, error) {
 	return c, nil
 }
 
-// tuneCost answers each line of stdin with the CPU time of a batch of connections in nanoseconds. One thread does
-// everything, so there are no wake-ups.
+// tuneCost answers each line of stdin with the CPU time of a batch of connections in nanoseconds. A single thread does
+// all work, which avoids wake-ups.
 func tuneCost([]string) error {
 	runtime.LockOSThread()
 	listener, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -133,7 +133,7 @@ func threadCPU() int64 {
 	return t.Nano()
 }
 
-// oneConnection opens a connection and closes it by a reset, so that no TIME_WAIT socket is left.
+// oneConnection opens a connection and resets it, so that no TIME_WAIT socket remains.
 func oneConnection(listener int, target unix.Sockaddr) error {
 	client, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -20,7 +20,7 @@ const (
 
 var incastFlows = []int{1, 2, 4, 8, 16} // numbers of flows with large RPCs
 
-// incastWarmup is the time until the connections have found their windows, which is not measured.
+// incastWarmup is the time in which the connections find their windows. It is not measured.
 const incastWarmup = time.Second
 
 // incastRun is one run of one arm.
@@ -39,7 +39,7 @@ type incastRun struct {
 	large, small []float64 // ms
 }
 
-// incastArm has the processes of the senders of an arm.
+// incastArm contains the sender processes of an arm.
 type incastArm struct {
 	name    string
 	target  netip.AddrPort
@@ -89,8 +89,8 @@ func (t *bench) incast(ctx context.Context) ([]incastRun, error) {
 	return runs, nil
 }
 
-// loadOf returns the part of a sender in x flows: the large RPCs are distributed over all senders in turn, the small
-// ones over the first two, and the last one sends the stream.
+// loadOf returns the part of one sender in a load of x flows: the large RPC flows are distributed over all senders in
+// turn, the small ones over the first two senders, and the last sender sends the stream.
 func loadOf(sender, x int) []rpcFlows {
 	flows := []rpcFlows{{Size: large, Count: (x + senders - 1 - sender) / senders}}
 	if sender < senders-1 {
@@ -109,7 +109,7 @@ func (t *bench) incastRun(ctx context.Context, n *incastNet, a *incastArm, x int
 		}
 	}
 	for _, c := range a.clients {
-		if err := c.Tell(struct{}{}); err != nil {
+		if err := c.Send(struct{}{}); err != nil {
 			return r, err
 		}
 	}

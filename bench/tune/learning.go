@@ -29,7 +29,7 @@ const (
 	learningQueue = 20
 )
 
-// learnedPrefix is the learned window of a prefix, and its evidence.
+// learnedPrefix contains the learned window of a prefix, and its evidence.
 type learnedPrefix struct {
 	api.TuneLearned
 	Link      string         `json:"link"`
@@ -38,8 +38,8 @@ type learnedPrefix struct {
 	Took      harness.Spread `json:"took_ms"` // transfers after the prefix had settled
 }
 
-// learning has a server send to two prefixes, over links with a long and with a short queue, until its rule has
-// settled for both.
+// learning runs transfers from a server to two prefixes, over links with a long and with a short queue, until the
+// server's rule has settled for both.
 func (t *bench) learning(ctx context.Context) ([]learnedPrefix, error) {
 	fmt.Fprint(os.Stderr, "learning: ")
 	defer fmt.Fprintln(os.Stderr)
@@ -114,5 +114,5 @@ func (t *bench) learned(ctx context.Context, n *linkNet) (api.TuneLearned, error
 			return l, nil
 		}
 	}
-	return api.TuneLearned{}, errors.New("nothing was learned about " + want)
+	return api.TuneLearned{}, errors.New("no learned window for " + want)
 }

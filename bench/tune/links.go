@@ -81,11 +81,11 @@ var (
 
 const (
 	iwGroup = "window"
-	iwRate  = 100e6 // bits a second
+	iwRate  = 100e6 // bits per second
 )
 
-// iwPoint has the completion times of transfers of one size at one RTT, in milliseconds from connect(2) to the last
-// byte.
+// iwPoint contains the completion times of transfers of one size at one RTT, in milliseconds from connect(2) to the
+// last byte.
 type iwPoint struct {
 	RTT      float64        `json:"rtt_ms"`
 	Bytes    int            `json:"bytes"`
@@ -93,7 +93,7 @@ type iwPoint struct {
 	Tuned    harness.Spread `json:"tuned_ms"`
 }
 
-// initialWindows measures all links at the same time, with sequential transfers on each.
+// initialWindows measures all links in parallel, with sequential transfers on each.
 func (t *bench) initialWindows(ctx context.Context) ([]iwPoint, error) {
 	fmt.Fprint(os.Stderr, "initial window: ")
 	defer fmt.Fprintln(os.Stderr)
@@ -141,7 +141,7 @@ func (t *bench) initialWindow(rtt time.Duration, arms map[string]endpoint) (poin
 
 const handshakeGroup = "handshake"
 
-// handshakeTimes has the duration of connect(2) in milliseconds if a packet of the handshake is lost.
+// handshakeTimes contains the durations of connect(2) in milliseconds when a packet of the handshake is lost.
 type handshakeTimes struct {
 	Baseline harness.Spread `json:"baseline_ms"`
 	Tuned    harness.Spread `json:"tuned_ms"`
@@ -189,10 +189,10 @@ func (t *bench) handshakes(ctx context.Context) (*handshakeLosses, error) {
 		}
 		*loss.to = handshakeTimes{harness.SpreadOf(took[baseline]), harness.SpreadOf(took[tuned])}
 	}
-	// Further drops are late packets of earlier connections.
+	// The link may also drop late packets of earlier connections.
 	c := n.link.Counts()
 	if want := uint64(2 * t.Rounds * handshakesAtOnce); c.AToB.Dropped < want || c.BToA.Dropped < want {
-		return nil, fmt.Errorf("the link lost %d SYNs and %d SYN-ACKs, not %d of each", c.AToB.Dropped, c.BToA.Dropped, want)
+		return nil, fmt.Errorf("the link dropped %d SYNs and %d SYN-ACKs, want %d of each", c.AToB.Dropped, c.BToA.Dropped, want)
 	}
 	return r, nil
 }
@@ -203,7 +203,7 @@ const (
 	tcpACK           = 16
 )
 
-// dropFirst drops the first packet of each TCP connection that has exactly these of the flags SYN and ACK, over IPv4.
+// dropFirst returns a filter that drops the first IPv4 TCP packet of each connection whose SYN and ACK flags are flags.
 func dropFirst(direction lab.Direction, flags byte) func(lab.Direction, []byte) bool {
 	seen := map[[12]byte]bool{}
 	return func(d lab.Direction, packet []byte) bool {

@@ -17,9 +17,9 @@ import (
 	"sockeye/lab"
 )
 
-// The incast network: senders and a receiver, each with its own link to a router, which is the switch of the rack.
-// The router routes instead of bridging: a routed packet no longer belongs to the socket of its sender, so that TCP
-// small queues do not see the queue of the bottleneck, as they would through the bridge of the lab.
+// The incast network consists of senders and a receiver, each with its own link to a router, which replaces the switch
+// of the rack. A router and not a bridge: a routed packet no longer belongs to the sender's socket, so TCP small queues
+// do not count the queue of the bottleneck, as they would with the bridge of the lab.
 const (
 	senders    = 3
 	packetSize = 1514 // size of a full packet in the queue in bytes
@@ -108,9 +108,9 @@ func (n *incastNet) attach(l *lab.Lab, name string, i int) (*lab.Namespace, int,
 	return host, index, host.AddRoute(netip.MustParsePrefix("10.79.0.0/16"), incastRouter(i))
 }
 
-// plainHost creates a namespace without TCP metrics of earlier connections, whose links keep the packet order of a
-// flow. Without receive packet steering, a veth queues packets on the CPU that sent them: two CPUs reorder a flow,
-// which TCP takes for losses.
+// plainHost creates a namespace without cached TCP metrics, whose links keep the packet order of a flow. Without
+// receive packet steering, a veth queues packets on the CPU that sent them: two CPUs reorder a flow, and TCP treats
+// reordering as loss.
 func plainHost(l *lab.Lab, name string) (*lab.Namespace, error) {
 	n, err := l.Namespace(name)
 	if err != nil {
@@ -123,7 +123,7 @@ func plainHost(l *lab.Lab, name string) (*lab.Namespace, error) {
 	return n, n.Sysctl("ipv4.tcp_no_metrics_save", "1")
 }
 
-// netCounts has counters of the senders and of the bottleneck.
+// netCounts contains counters of the senders and of the bottleneck.
 type netCounts struct {
 	retransmits, segments, drops uint64
 }

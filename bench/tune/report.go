@@ -27,8 +27,8 @@ type report struct {
 	rules []api.TuneRuleStatus
 }
 
-// incastPoint has all rounds of one arm with X flows of large RPCs: sums of counters, means of rates, and quantiles
-// of all latencies.
+// incastPoint contains the results of all rounds of one arm with X flows of large RPCs: sums of counters, means of
+// rates, and quantiles of all latencies.
 type incastPoint struct {
 	Rate        harness.Figure `json:"rate_1mb_mbit"` // rate of one flow
 	Retransmits uint64         `json:"retransmits"`
@@ -40,7 +40,7 @@ type incastPoint struct {
 	P99Large    harness.Figure `json:"p99_1mb_ms"`
 	SmallRate   harness.Figure `json:"rpc_10kb_per_second"`
 	StreamRate  harness.Figure `json:"rate_stream_mbit"`
-	CPU         harness.Figure `json:"cpu_share"` // share of all CPUs, with other processes
+	CPU         harness.Figure `json:"cpu_share"` // share of all CPUs, including other processes
 	SmallRPCs   int            `json:"samples_10kb"`
 	LargeRPCs   int            `json:"samples_1mb"`
 }
@@ -90,7 +90,7 @@ func (r *report) point(arm string, x int) (p incastPoint) {
 
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
-	p("\nBoth arms in turn, cubic in both; Linux %s, %d CPUs for all of it.\n", r.Kernel, r.CPUs)
+	p("\nBoth arms in rotating order, with cubic; Linux %s, %d CPUs in total.\n", r.Kernel, r.CPUs)
 	if pairs := r.pairs(); pairs != nil {
 		o := r.Options
 		p("\nIncast: %d senders, one receiver, %.0f Mbit/s with a queue of %d packets; X flows of 1 MB RPCs, a stream, two flows of 10 KB RPCs;\n", senders, float64(o.Rate)/1e6, o.Queue)
@@ -107,9 +107,9 @@ func (r *report) Print(p harness.Printf) {
 			}
 		}
 		if n := r.saturated(); n > 0 {
-			p("In %d of the %d runs the CPUs were busy to more than %.0f %%, others' work included: run it on an idle machine.\n", n, len(r.incast), 100*saturation)
+			p("In %d of %d runs the CPU utilization, including other processes, exceeded %.0f %%: repeat the benchmark on an idle machine.\n", n, len(r.incast), 100*saturation)
 		}
-		p("\nThe same, tuned of baseline\n")
+		p("\nIncast, ratio of tuned to baseline\n")
 		p("X\t1 MB flow, Mbit/s\tretransmits\t10 KB p99\t1 MB p99\t10 KB RPCs/s\n")
 		for _, pair := range pairs {
 			b, t := pair.Baseline, pair.Tuned
@@ -117,21 +117,21 @@ func (r *report) Print(p harness.Printf) {
 		}
 	}
 	if r.iw != nil {
-		p("\nMilliseconds of a transfer on a new connection, %.0f Mbit/s; medians of %d\n", iwRate/1e6, r.Options.Transfers)
-		p("RTT\tsize\tinitial window 10\t40\tof 10\n")
+		p("\nCompletion time of a transfer on a new connection in milliseconds, %.0f Mbit/s; medians of %d\n", iwRate/1e6, r.Options.Transfers)
+		p("RTT\tsize\tinitial window 10\t40\tratio of 40 to 10\n")
 		for _, f := range r.iw {
 			p("%.0f ms\t%s\t%.0f\t%.0f\t%.2f\n", f.RTT, sizeText(f.Bytes), f.Baseline.Median, f.Tuned.Median, f.Tuned.Median/f.Baseline.Median)
 		}
 	}
 	if h := r.handshake; h != nil {
-		p("\nMilliseconds that connect(2) takes, RTT %.0f ms; medians [min .. max] of %d\n", h.RTT, r.Options.Rounds*handshakesAtOnce)
-		p("\tkernel's 1 s\tsyn_rto, synack_rto 10 ms\n")
+		p("\nDuration of connect(2) in milliseconds, RTT %.0f ms; medians [min .. max] of %d\n", h.RTT, r.Options.Rounds*handshakesAtOnce)
+		p("\tkernel default, 1 s\tsyn_rto, synack_rto 10 ms\n")
 		p("first SYN lost\t%s\t%s\n", h.SYN.Baseline.Format("%.1f"), h.SYN.Tuned.Format("%.1f"))
 		p("first SYN-ACK lost\t%s\t%s\n", h.SYNACK.Baseline.Format("%.1f"), h.SYNACK.Tuned.Format("%.1f"))
 	}
 	if r.learned != nil {
-		p("\nInitial window learned for two prefixes, %.0f Mbit/s, RTT %v; by candidate: lossy of connections, and mean ms of the first 64 KB\n", learningRate/1e6, 2*learningDelay)
-		p("prefix\tlink\tsettled on\tafter transfers")
+		p("\nInitial window learned for two prefixes, %.0f Mbit/s, RTT %v; by candidate window: connections with losses, and mean ms for the first 64 KB\n", learningRate/1e6, 2*learningDelay)
+		p("prefix\tlink\tlearned window\ttransfers")
 		for _, c := range r.learned[0].Candidates {
 			p("\t%d", c.Window)
 		}
@@ -145,13 +145,13 @@ func (r *report) Print(p harness.Printf) {
 		}
 	}
 	if r.cost != nil {
-		p("\nMicroseconds of CPU for a connection on loopback, both ends in the cgroup: connect, accept, close; medians [min .. max] of %d batches of %d\n", r.Options.Batches, costBatch)
-		p("\ttogether\tmore than without a program\tratio\n")
+		p("\nCPU time of a loopback connection in microseconds (connect, accept, close), both ends in the cgroup; medians [min .. max] of %d batches of %d\n", r.Options.Batches, costBatch)
+		p("\ttotal\tdifference to no program\tratio\n")
 		for _, arm := range costArms {
 			p("%s\t%s\t%.2f\t%.3f\n", costTitles[arm], harness.SpreadOf(r.cost[arm]).Format("%.2f"), harness.SpreadOf(r.cost.more(arm)).Median, harness.SpreadOf(r.cost.ratio(arm)).Median)
 		}
 	}
-	p("\nWhat the rules did\n")
+	p("\nCounters of the rules\n")
 	p("rule\tconnections\toptions set\tfailed\n")
 	for _, rule := range r.rules {
 		if rule.Connections == 0 && len(r.Options.Only) > 0 {
@@ -163,13 +163,13 @@ func (r *report) Print(p harness.Printf) {
 		}
 		p("%s\t%d\t%d\t%s\n", rule.Name, rule.Connections, rule.OptionsSet, strings.Join(failed, "; "))
 	}
-	p("\nTook %s.\n", r.Took)
+	p("\nDuration %s.\n", r.Took)
 }
 
-// saturation is the share of CPU time above which a run of incast measures the CPUs instead of the bottleneck.
+// saturation is the CPU utilization above which an incast run measures the CPUs instead of the bottleneck.
 const saturation = 0.9
 
-// saturated counts such runs.
+// saturated returns the number of runs above this utilization.
 func (r *report) saturated() (n int) {
 	for _, run := range r.incast {
 		if run.CPU > saturation {
@@ -221,7 +221,7 @@ func bars(label, verb string, b, t harness.Figure) []plot.Bar {
 	}
 	return []plot.Bar{
 		{Label: label, Note: fmt.Sprintf(verb, b), Parts: []float64{float64(b)}},
-		{Note: fmt.Sprintf(verb+" (%s of baseline)", t, ofText("%.2f", t, b)), Parts: []float64{0, float64(t)}},
+		{Note: fmt.Sprintf(verb+" (%s times baseline)", t, ofText("%.2f", t, b)), Parts: []float64{0, float64(t)}},
 	}
 }
 
@@ -235,10 +235,10 @@ func (r *report) incastChart() plot.Chart {
 		figure      func(p incastPoint) harness.Figure
 	}{
 		{"retransmitted segments", "%.0f", func(p incastPoint) harness.Figure { return harness.Figure(p.Retransmits) }},
-		{"10 KB RPCs: milliseconds of the slowest 1 %", "%.1f", func(p incastPoint) harness.Figure { return p.P99Small }},
-		{"1 MB RPCs: milliseconds of the slowest 1 %", "%.0f", func(p incastPoint) harness.Figure { return p.P99Large }},
-		{"10 KB RPCs a second", "%.0f", func(p incastPoint) harness.Figure { return p.SmallRate }},
-		{"1 MB RPCs: Mbit/s of a flow", "%.1f", func(p incastPoint) harness.Figure { return p.Rate }},
+		{"10 KB RPCs: P99 latency, ms", "%.1f", func(p incastPoint) harness.Figure { return p.P99Small }},
+		{"1 MB RPCs: P99 latency, ms", "%.0f", func(p incastPoint) harness.Figure { return p.P99Large }},
+		{"10 KB RPCs per second", "%.0f", func(p incastPoint) harness.Figure { return p.SmallRate }},
+		{"1 MB RPCs: Mbit/s per flow", "%.1f", func(p incastPoint) harness.Figure { return p.Rate }},
 	} {
 		p := plot.Panel{Title: panel.title}
 		for _, pair := range r.pairs() {
@@ -250,7 +250,7 @@ func (r *report) incastChart() plot.Chart {
 }
 
 func (r *report) iwChart() plot.Chart {
-	chart := plot.Chart{Title: "Milliseconds of a transfer on a new connection", Legend: []string{"initial window 10", "40"}}
+	chart := plot.Chart{Title: "Completion time of a transfer on a new connection, ms", Legend: []string{"initial window 10", "40"}}
 	for _, rtt := range iwRTTs {
 		p := plot.Panel{Title: fmt.Sprintf("RTT %v", rtt)}
 		for _, f := range r.iw {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tune is the benchmark of tuning: Sockeye's rules against the kernel's defaults, in the lab.
+// Package tune is the benchmark of tuning. It compares Sockeye's rules with the kernel's defaults, in the lab.
 package tune
 
 import (
@@ -50,15 +50,15 @@ type bench struct {
 func insideTune(args []string) (err error) {
 	var o options
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
-	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six: fewer and shorter rounds, less certain figures")
-	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of both arms (default 5, quick 1)")
-	fs.Float64Var(&o.Seconds, "seconds", 0, "seconds measured in each run of incast (default 4, quick 2)")
+	fs.BoolVar(&o.Quick, "quick", false, "run for one minute instead of six, with fewer and shorter rounds")
+	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of both arms (default 5, quick 1)")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "measured seconds per incast run (default 4, quick 2)")
 	fs.Int64Var(&o.Rate, "rate", 300e6, "rate of the incast bottleneck, in bits per second")
 	fs.IntVar(&o.Queue, "queue", 300, "length of the bottleneck's queue, in full packets")
 	fs.IntVar(&o.Buffers, "buffers", 150_000, "sndbuf and rcvbuf of the tuned incast arm, in bytes")
 	fs.IntVar(&o.Clamp, "clamp", 16, "cwnd_clamp of the tuned incast arm")
-	fs.StringVar(&o.Only, "only", "", "parts to run, by comma: "+strings.Join(parts, ", "))
-	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
+	fs.StringVar(&o.Only, "only", "", "parts to run, comma-separated: "+strings.Join(parts, ", "))
+	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
@@ -87,7 +87,7 @@ func insideTune(args []string) (err error) {
 
 var parts = []string{"incast", "iw", "syn_rto", "learning", "cost"}
 
-// wants reports whether a part is run.
+// wants returns whether a part is run.
 func (t *bench) wants(part string) bool {
 	return t.Only == "" || slices.Contains(strings.Split(t.Only, ","), part)
 }

@@ -34,12 +34,12 @@ func TestLoadOf(t *testing.T) {
 			t.Errorf("%d flows: %v", x, sum)
 		}
 		if most-least > 1 {
-			t.Errorf("%d flows are not spread: %d to %d on a sender", x, least, most)
+			t.Errorf("%d flows are not distributed evenly: %d to %d per sender", x, least, most)
 		}
 	}
 }
 
-// pipe is a connection to serve, whose header is sent.
+// pipe returns the client's end of a connection that is served, after the header has been sent.
 func pipe(t *testing.T, h header) net.Conn {
 	t.Helper()
 	client, server := net.Pipe()
@@ -68,7 +68,7 @@ func TestServeAnswersEachRequest(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n, err := conn.Read(make([]byte, 1)); n > 0 || err == nil {
-		t.Errorf("an answer to no request: %d, %v", n, err)
+		t.Errorf("unexpected answer without a complete request: %d, %v", n, err)
 	}
 }
 
@@ -85,9 +85,9 @@ func TestRequestMeasuresWithinTheWindow(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Those that cross an end of the window are in one of the two alone.
+	// RPCs in flight at an end of the window are only in one of the two figures.
 	if n := int64(len(r.Took)); n == 0 || r.Bytes/1000 < n-1 || r.Bytes/1000 > n+1 {
-		t.Errorf("%d requests begun, %d bytes of completed ones", n, r.Bytes)
+		t.Errorf("%d requests started, %d bytes in completed requests", n, r.Bytes)
 	}
 }
 
@@ -172,7 +172,7 @@ func TestTuneReport(t *testing.T) {
 		}
 	}
 	if v, ok := got.Incast[1].Tuned["p99_1mb_ms"]; !ok || v != nil {
-		t.Errorf("what was not measured is not null: %v", v)
+		t.Errorf("a value that was not measured is not null: %v", v)
 	}
 	if len(got.IW) != 1 || got.SYNRTO["syn_lost"] == nil {
 		t.Errorf("iw %v, syn_rto %v", got.IW, got.SYNRTO)
@@ -191,7 +191,7 @@ func TestTuneReport(t *testing.T) {
 			}
 		}
 		if bytes.Contains(svg, []byte(`width="NaN"`)) {
-			t.Errorf("svg of %s has a bar without a length", name)
+			t.Errorf("svg of %s contains a bar without length", name)
 		}
 	}
 }

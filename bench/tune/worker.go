@@ -21,8 +21,8 @@ import (
 	"sockeye/lab"
 )
 
-// Clients and servers are processes of their own, so that a cgroup has one side of an arm. A client reads tasks from
-// stdin, one JSON object per line, and answers each with a line; both exit when stdin is closed.
+// Clients and servers are separate processes, so that a cgroup contains one end of one arm. A client reads tasks from
+// stdin, one JSON object per line, and answers each with a line. Clients and servers exit when stdin is closed.
 
 const (
 	serverRole = "tune-server"
@@ -41,7 +41,7 @@ func (t *bench) server(ctx context.Context, n *lab.Namespace, group, address str
 	return w.Answer(&struct{}{})
 }
 
-// header starts a connection and tells the server what to do.
+// header is the first data of a connection. It describes the work of the server.
 type header struct {
 	Request  uint32 // size of requests in bytes, each answered with one byte; 0 without answers
 	Response uint32 // bytes to send before closing; 0 to read

@@ -65,7 +65,7 @@ func (s *reconciler) assess(n *netif.Namespace, rules []config.BigTCPRule, expli
 			a.gone = append(a.gone, r)
 		case changedByOthers(r, all[at].Sizes) && all[at].Sizes != r.Before:
 			a.interfaces[index] = &interfaceState{name: all[at].Name, index: index, want: r.Want, from: all[at].Sizes, to: r.Before, state: api.SizesChanged,
-				err: fault.WithHint(errors.New("no rule matches the interface any more; its sizes were changed by somebody else and are kept"),
+				err: fault.WithHint(errors.New("no rule matches the interface any more; its sizes were changed externally and are kept"),
 					revertCommand(r.Netns, "--force "+all[at].Name)+" restores its previous sizes")}
 		default:
 			a.unwanted = append(a.unwanted, r)
@@ -216,7 +216,7 @@ func (s *reconciler) setState(i *interfaceState, r sizing.Record, explicit bool)
 		i.state = api.SizesApplied
 	case changed && !explicit:
 		i.state = api.SizesChanged
-		i.err = fault.WithHint(errors.New("its sizes were changed by somebody else and are kept"), "sockeye apply sets the sizes of the policy again")
+		i.err = fault.WithHint(errors.New("its sizes were changed externally and are kept"), "sockeye apply sets the sizes of the policy again")
 	default:
 		i.state, i.pending, i.override = api.SizesWaiting, true, changed
 	}

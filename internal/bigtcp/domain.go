@@ -94,8 +94,8 @@ func (d *Domain) Close() {
 	}
 }
 
-// Revert reverts the sizes of all interfaces, whoever has set them, and returns the names
-// of the interfaces.
+// Revert reverts the sizes of all interfaces, regardless of who set them, and returns the
+// names of the interfaces.
 func Revert(stateDir string) ([]string, error) {
 	store, err := sizing.OpenStore(stateDir)
 	if err != nil {
@@ -135,8 +135,8 @@ func Needs(policy *config.Policy) []rights.Need {
 // systemd unit.
 func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
 
-// namespaceRules has the rules of a policy for one network namespace; nil if the policy has
-// no rules for it any more.
+// namespaceRules contains the rules of a policy for one network namespace; nil if the
+// policy has no rules for it any more.
 type namespaceRules struct {
 	netns string
 	rules []config.BigTCPRule

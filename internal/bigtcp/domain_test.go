@@ -274,7 +274,7 @@ func TestBigTCPPath(t *testing.T) {
 	a.Start(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
 	wantSizes(t, "port0", other)
 	wantSizes(t, "bigbr", sizesOn)
-	wantState(t, a, "bigbr", api.SizesConflict, "not set, because of interface port0: its sizes were changed by somebody else and are kept")
+	wantState(t, a, "bigbr", api.SizesConflict, "not set, because of interface port0: its sizes were changed externally and are kept")
 	a.apply(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
 	sizes := netif.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 160000, GROIPv4: 160000}
 	wantSizes(t, "port0", sizes)
@@ -347,13 +347,13 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	waitFor(t, "changes are seen", func() bool {
 		return a.interfaceStatus(t, "big0").State == api.SizesChanged && a.interfaceStatus(t, "big1").State == api.SizesChanged
 	})
-	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed by somebody else and are kept")
+	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed externally and are kept")
 	addVeth(t, "big2") // the next reconcile keeps them, too
 	waitFor(t, "big2 is set", func() bool { return a.interfaceStatus(t, "big2").State == api.SizesApplied })
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", sizesOff)
 	for _, name := range []string{"big0", "big1"} {
-		if n := log.count(`level=WARN msg="sizes changed by somebody else and kept" netns="" interface=` + name); n != 1 {
+		if n := log.count(`level=WARN msg="sizes changed externally and kept" netns="" interface=` + name); n != 1 {
 			t.Errorf("%s: %d warnings", name, n)
 		}
 	}
@@ -374,8 +374,8 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantSizes(t, "big0", other)
-	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed by somebody else and are kept")
-	wantState(t, a, "big1", api.SizesChanged, "its sizes were changed by somebody else and are kept")
+	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed externally and are kept")
+	wantState(t, a, "big1", api.SizesChanged, "its sizes were changed externally and are kept")
 
 	// The next agent keeps them, too.
 	a.Stop()
@@ -383,11 +383,11 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", sizesOff)
-	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed by somebody else and are kept")
-	wantState(t, a, "big1", api.SizesChanged, "its sizes were changed by somebody else and are kept")
+	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed externally and are kept")
+	wantState(t, a, "big1", api.SizesChanged, "its sizes were changed externally and are kept")
 	wantChanges(t, "set again", a.apply(t, bigTCPPolicy),
-		"big0 change sizes ipv6 send 100000 -> 192000 (overwrites sizes that somebody else has set)",
-		"big1 change sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000 (overwrites sizes that somebody else has set)")
+		"big0 change sizes ipv6 send 100000 -> 192000 (overwrites sizes that were set externally)",
+		"big1 change sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000 (overwrites sizes that were set externally)")
 	for _, name := range []string{"big0", "big1", "big2"} {
 		wantSizes(t, name, sizesOn)
 		wantState(t, a, name, api.SizesApplied, "")
@@ -405,14 +405,14 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	setAsOther(t, "big0", other)
 	waitFor(t, "the change is seen", func() bool { return a.interfaceStatus(t, "big0").State == api.SizesChanged })
 	wantChanges(t, "another rule", a.apply(t, "bigtcp: [{interface: big1, ipv6: 192KB}]\n"),
-		"big* remove rule big*: ipv6 192KB, ipv4 160KB (its interfaces get their previous sizes; except big0, big1, changed by somebody else)",
+		"big* remove rule big*: ipv6 192KB, ipv4 160KB (its interfaces get their previous sizes; except big0, big1, changed externally)",
 		"big1 add rule big1: ipv6 192KB (for new connections)",
-		"big1 change sizes ipv6 65536 -> 192000 (overwrites sizes that somebody else has set)",
+		"big1 change sizes ipv6 65536 -> 192000 (overwrites sizes that were set externally)",
 		"big2 change sizes ipv6 192000 -> 65536, ipv4 160000 -> 65536 (previous sizes)")
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", netif.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 65536, GROIPv4: 65536})
 	wantSizes(t, "big2", sizesOff)
-	wantState(t, a, "big0", api.SizesChanged, "no rule matches the interface any more; its sizes were changed by somebody else and are kept")
+	wantState(t, a, "big0", api.SizesChanged, "no rule matches the interface any more; its sizes were changed externally and are kept")
 	wantChanges(t, "nothing more", a.apply(t, "bigtcp: [{interface: big1, ipv6: 192KB}]\n"))
 }
 

@@ -185,7 +185,7 @@ func (s *reconciler) exceptions(rule string) string {
 	if len(names) == 0 {
 		return ""
 	}
-	return "; except " + strings.Join(names, ", ") + ", changed by somebody else"
+	return "; except " + strings.Join(names, ", ") + ", changed externally"
 }
 
 // rows returns the changes of interfaces.
@@ -197,7 +197,7 @@ func (a *assessment) rows(netns string) []api.Change {
 		}
 		effect := "for new connections"
 		if i.override {
-			effect = "overwrites sizes that somebody else has set"
+			effect = "overwrites sizes that were set externally"
 		}
 		if i.upper != "" {
 			effect += "; lower interface of " + i.upper

@@ -220,7 +220,7 @@ func (s *reconciler) handleChanges(ctx context.Context, network *netif.Namespace
 			s.reconcileAndLog()
 		default:
 			s.closeNamespace()
-			s.setProblem(errors.New("the watch of its interfaces has ended"))
+			s.setProblem(errors.New("its interfaces are no longer watched"))
 			s.log.Warn("interfaces not watched", "netns", s.netns)
 		}
 		s.mu.Unlock()
@@ -465,7 +465,7 @@ func (s *reconciler) recordStates(a *assessment) {
 			log.Info("sizes applied", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4)
 		case api.SizesChanged:
-			log.Warn("sizes changed by somebody else and kept", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
+			log.Warn("sizes changed externally and kept", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4, "hint", fault.Hint(i.err))
 		default:
 			log.Warn("sizes not set", "state", i.state, "error", i.err)

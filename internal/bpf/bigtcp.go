@@ -52,7 +52,7 @@ type BigTCPCounts = bigtcpCountBigtcpCounts
 // BigTCPFlowKey identifies one direction of a connection.
 type BigTCPFlowKey = bigtcpCountBigtcpFlowKey
 
-// BigTCPFlow has the counts of packets with payload of one direction of a connection.
+// BigTCPFlow contains the counts of packets with payload of one direction of a connection.
 type BigTCPFlow = bigtcpCountBigtcpFlow
 
 // Ends returns the addresses and ports of a flow. IPv4-mapped addresses are unmapped.

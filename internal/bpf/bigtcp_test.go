@@ -207,7 +207,7 @@ func TestBigTCPPackets(t *testing.T) {
 	}
 }
 
-// TestBigTCPForgets has more flows than entries: the table stays bounded, and the counts include all flows.
+// TestBigTCPForgets uses more flows than entries: the table stays bounded, and the counts include all flows.
 func TestBigTCPForgets(t *testing.T) {
 	b := openBigTCP(t, bpf.BigTCPConfig{Index: 1, Flows: 64})
 	_, egress := b.Programs()
@@ -301,7 +301,7 @@ func TestBigTCPAttached(t *testing.T) {
 	}
 }
 
-// TestBigTCPOtherNamespace has an interface of the same index in another namespace, whose packets are not counted.
+// TestBigTCPOtherNamespace uses an interface of the same index in another namespace, whose packets are not counted.
 func TestBigTCPOtherNamespace(t *testing.T) {
 	b := openBigTCP(t, bpf.BigTCPConfig{Index: 1, Netns: netnsInode(t) + 1, Ethernet: true})
 	check(t, b.AttachDriver())

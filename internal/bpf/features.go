@@ -29,7 +29,7 @@ func HaveTimestamps() error {
 }
 
 // HaveSend returns an error that wraps ebpf.ErrNotSupported if the start of sendmsg(2) cannot be recorded: the kernel
-// has no fentry programs, or allows them to nobody.
+// does not support fentry programs, or does not permit them to any user.
 func HaveSend() error {
 	spec, err := loadTraceSend()
 	if err != nil {

@@ -22,7 +22,7 @@ var (
 	})
 )
 
-// steerUnhashed has the layouts of sk_reuseport and sk_lookup whose pins have no hash in their name: moving the
+// steerUnhashed contains the layouts of sk_reuseport and sk_lookup whose pins have no hash in their name: moving the
 // sockets to another directory would cost refusals.
 var steerUnhashed = map[bool]string{false: "260fd5cd21e0", true: "ed22a42a0fbb"}
 

@@ -54,19 +54,20 @@ type MatchRules struct {
 	Tags        []MatchTagEntry
 }
 
-// MatchPrefixEntry has the terms that match the addresses whose longest prefix it is.
+// MatchPrefixEntry contains the terms that match the addresses whose longest prefix it
+// is.
 type MatchPrefixEntry struct {
 	Prefix MatchPrefix
 	Set    MatchSet
 }
 
-// MatchPortEntry has the terms that match a port.
+// MatchPortEntry contains the terms that match a port.
 type MatchPortEntry struct {
 	Port MatchPort
 	Set  MatchSet
 }
 
-// MatchTagEntry has the terms that match a peer's tag.
+// MatchTagEntry contains the terms that match a peer's tag.
 type MatchTagEntry struct {
 	Tag MatchTag
 	Set MatchSet

@@ -12,9 +12,9 @@ import (
 
 // banks are the maps of the rule search: two of each, one of which is in force (bpf/include/match.bpf.h).
 type banks struct {
-	// maps has all maps of the program by name, also those outside of the banks.
+	// maps contains all maps of the program by name, also those outside of the banks.
 	maps map[string]*ebpf.Map
-	// inner has the specs of the inner maps.
+	// inner contains the specs of the inner maps.
 	inner map[string]*ebpf.MapSpec
 }
 

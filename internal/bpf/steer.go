@@ -38,7 +38,7 @@ type SteerConfig struct {
 	Dir string
 	// Lookup selects sk_lookup instead of sk_reuseport.
 	Lookup bool
-	// Listeners has the listeners by row. A zero Listener is an unused row.
+	// Listeners contains the listeners by row. A zero Listener is an unused row.
 	Listeners [MaxListeners]Listener
 	// Ports are the ports on which the hooks report members, at most MaxListeners ranges.
 	Ports []Ports

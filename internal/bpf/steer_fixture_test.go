@@ -295,7 +295,7 @@ func (k *socket) receive() (from netip.Addr, ok bool) {
 	return from, true
 }
 
-// receipts has the sources that each slot received.
+// receipts contains the sources that each slot received.
 type receipts map[int]map[netip.Addr]int
 
 // collect receives everything at all members of a row, and fails the test if the keeper socket received anything. It

@@ -107,7 +107,7 @@ func takeSockets(dir string) error {
 		err := m.Delete(key)
 		// The errors for an empty entry, by type of map.
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) && !errors.Is(err, unix.EINVAL) {
-			return fmt.Errorf("take sockets out of %s: %w", filepath.Base(dir), err)
+			return fmt.Errorf("remove sockets from %s: %w", filepath.Base(dir), err)
 		}
 	}
 	return nil
@@ -273,9 +273,9 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	})
 }
 
-// Admission of new devices to a table: half of the table at once, the whole table within 2 * admitGather. A flood of
-// forged sources fills half of the table and replaces the rest so slowly that known devices, which are looked up
-// meanwhile, stay: the kernel evicts entries that were not looked up.
+// admitGather limits the admission of new devices to the table: half of the table immediately, the whole table within 2
+// * admitGather. A flood of forged sources fills half of the table and replaces the rest slowly. Known devices, which
+// are looked up in the meantime, remain: the kernel evicts entries that were not looked up.
 const admitGather = 1024 * time.Second
 
 func setDevices(spec *ebpf.CollectionSpec, devices int) error {

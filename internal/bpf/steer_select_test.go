@@ -264,7 +264,7 @@ func TestStandby(t *testing.T) {
 	})
 }
 
-// TestConnectedSocketOfTheGroup has a connected socket beside the members, for which the kernel looks for a better
+// TestConnectedSocketOfTheGroup uses a connected socket beside the members, for which the kernel looks for a better
 // match than the program's selection.
 func TestConnectedSocketOfTheGroup(t *testing.T) {
 	const slots, empty = 4, 1
@@ -588,7 +588,7 @@ func TestDevicesSeen(t *testing.T) {
 	})
 }
 
-// TestDevicesSeenAreBounded has more addresses than the table has entries.
+// TestDevicesSeenAreBounded uses more addresses than the table has entries.
 func TestDevicesSeenAreBounded(t *testing.T) {
 	for _, size := range []int{0, 1, 64} {
 		c := config(t, false, pair[0])

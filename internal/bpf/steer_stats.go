@@ -77,7 +77,7 @@ func (s *Steer) pendingDatagrams() map[Address]uint64 {
 	return sum
 }
 
-// RunStats has the kernel's run statistics of the steering programs of a service.
+// RunStats contains the kernel's run statistics of the steering programs of a service.
 type RunStats struct {
 	Runs        uint64
 	Nanoseconds uint64

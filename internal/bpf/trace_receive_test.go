@@ -50,7 +50,7 @@ type traced struct {
 	*bpf.Trace
 	t      testing.TB
 	config bpf.TraceConfig
-	// before has the counts to subtract, by protocol.
+	// before contains the counts to subtract, by protocol.
 	before map[int]bpf.TraceRXStats
 }
 
@@ -189,7 +189,7 @@ func (e ends) read(t testing.TB, bytes int) {
 	}
 }
 
-// counts has the received and the waiting samples of one group.
+// counts contains the received and the waiting samples of one group.
 type rxCounts struct {
 	*bpf.TraceRXStats
 	waiting bpf.TraceWaiting

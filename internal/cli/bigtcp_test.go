@@ -350,12 +350,12 @@ func TestBigTCPChangedSince(t *testing.T) {
 		}
 	}
 	for _, args := range []string{"plan cli0 --ipv6 200KB", "apply cli0 --ipv6 200KB"} {
-		h.refuses(5, "the sizes of cli0 were changed by somebody else: gso_max_size 100000 instead of 192000", "--force overwrites them; its previous sizes stay recorded", args)
+		h.refuses(5, "the sizes of cli0 were changed externally: gso_max_size 100000 instead of 192000", "--force overwrites them; its previous sizes stay recorded", args)
 	}
 	h.has("cli0", 100000, 192000, 192000, 192000)
 
 	// The other interfaces are reverted.
-	message, hint := "sizes changed by somebody else: cli0 (gso_max_size 100000 instead of 192000)", "--force restores the previous sizes"
+	message, hint := "sizes changed externally: cli0 (gso_max_size 100000 instead of 192000)", "--force restores the previous sizes"
 	r := h.bigtcp("revert")
 	if r.code != 5 || !strings.Contains(r.out, "1 interface reverted\n") || !strings.Contains(r.out, "not reverted, because somebody else has changed the sizes: cli0\n") || r.err != "sockeye: "+message+"\nhint: "+hint+"\n" {
 		t.Errorf("%+v", r)

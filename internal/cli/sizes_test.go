@@ -130,13 +130,13 @@ func TestSizesByAgent(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.eventually("the change is seen", func() bool {
-		return strings.Contains(table(), "\nbig1: changed: its sizes were changed by somebody else and are kept\nhint: sockeye apply sets the sizes of the policy again\n")
+		return strings.Contains(table(), "\nbig1: changed: its sizes were changed externally and are kept\nhint: sockeye apply sets the sizes of the policy again\n")
 	})
 	status := must[api.Status](h, "status")
 	if n := status.BigTCP[0]; n.Applied != 1 || n.Changed != 1 || len(n.Problems) != 1 || n.Problems[0].Sizes.GSO != 100000 {
 		t.Errorf("%+v", status.BigTCP)
 	}
-	const row = "interface big1 change sizes ipv6 send 100000 -> 192000 overwrites sizes that somebody else has set\n"
+	const row = "interface big1 change sizes ipv6 send 100000 -> 192000 overwrites sizes that were set externally\n"
 	for _, command := range []string{"plan", "apply"} {
 		if got := regexp.MustCompile(` +`).ReplaceAllString(h.sockeye(command).out, " "); got != "WHERE ACTION WHAT EFFECT\n"+row {
 			t.Errorf("%s:\n%s", command, got)

@@ -337,7 +337,7 @@ func TestSocketsAdvice(t *testing.T) {
 		shown := must[socketscmd.Shown](h, "sockets", "--netns", a.Path(), "--limit-by", "send_buffer", "--processes")
 		if len(shown.Sockets) == 1 {
 			s := shown.Sockets[0]
-			if s.Advice == nil || s.Advice.Cause != sockdiag.FixedBuffer || !strings.Contains(s.Advice.Detail, "the application set SO_SNDBUF, which made a buffer of 100000 bytes, at most ") {
+			if s.Advice == nil || s.Advice.Cause != sockdiag.FixedBuffer || !strings.Contains(s.Advice.Detail, "the application set SO_SNDBUF to a buffer of 100000 bytes, at most ") {
 				t.Errorf("%+v", s.Advice)
 			}
 			break

@@ -118,12 +118,12 @@ func TestTraceCompareRefusals(t *testing.T) {
 
 	// There are no or too few measurements.
 	f.answers["GET /v1/trace/history"] = api.TraceHistory{Slices: []measure.Period{}}
-	f.refused(2, `no measured group matches "rule=a"`, "nothing was measured in this time", nil, "trace", "compare", "rule=a", "rule=b")
+	f.refused(2, `no measured group matches "rule=a"`, "no measurements exist for this time", nil, "trace", "compare", "rule=a", "rule=b")
 	little := twoArms(1)
 	little.Partial = true
 	f.answers["GET /v1/trace/history"] = little
 	r := f.at("trace", "compare", "arm=control", "arm=treated")
-	if r.code != 0 || !strings.Contains(r.out, "1000 messages in 1 slice of 10 s\nearlier measurements are not available\n") || !strings.HasSuffix(r.out, "this looks more certain than it is\n") {
+	if r.code != 0 || !strings.Contains(r.out, "1000 messages in 1 slice of 10 s\nearlier measurements are not available\n") || !strings.HasSuffix(r.out, "the significance is overestimated\n") {
 		t.Errorf("%+v", r)
 	}
 	for i := range little.Slices[0].Results {

@@ -37,7 +37,7 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace --since 1000000h1m1000000000h", `--since is "1000000h1m1000000000h"`, span},
 		{"trace --select rule", `--select is "rule": "rule" is not key=value`, keys},
 		{"trace --select rlue=x", `--select is "rlue=x": unknown key "rlue"`, "did you mean rule?"},
-		{"trace --select port=99999", `--select is "port=99999": port cannot be "99999"`, "it is a number from 1 to 65535"},
+		{"trace --select port=99999", `--select is "port=99999": port cannot be "99999"`, "use a number from 1 to 65535"},
 
 		{"trace slow 3", `unexpected argument "3"`, "usage: sockeye trace slow [flags]"},
 		{"trace slow -n 0", "--number is 0", "1 to 1000"},
@@ -59,7 +59,7 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace samples --buffer 2048B", `--buffer is "2048B"`, "4KB to 256MB"},
 		{"trace samples --buffer 300MB", `--buffer is "300MB"`, "4KB to 256MB"},
 		{"trace samples --buffer 999999999MiB", `--buffer is "999999999MiB"`, "4KB to 256MB"},
-		{"trace samples --select remote=here", `--select is "remote=here": remote cannot be "here"`, "write a prefix such as 192.0.2.0/24, or an address"},
+		{"trace samples --select remote=here", `--select is "remote=here": remote cannot be "here"`, "use a prefix such as 192.0.2.0/24, or an address"},
 
 		{"trace report", "FILE is missing", "usage: sockeye trace report FILE [flags]"},
 		{"trace report a b", `unexpected argument "b"`, "usage: sockeye trace report FILE [flags]"},

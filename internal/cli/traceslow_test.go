@@ -38,7 +38,7 @@ func slowMessages() []api.TraceSlow {
 	return []api.TraceSlow{
 		{Sample: message(), Explanation: measure.Explanation{Stage: config.StageStack, Cause: measure.CauseWindow,
 			Text:    "200 ms of 212 ms before it was sent: the peer's window was full",
-			Details: []string{"stack 200 ms, qdisc 12.3 µs, network 11.8 ms", "the peer's window held the connection for 200 ms"}}},
+			Details: []string{"stack 200 ms, qdisc 12.3 µs, network 11.8 ms", "the peer's window limited the connection for 200 ms"}}},
 		{Sample: lost, Explanation: measure.Explanation{Stage: measure.Total, Cause: measure.CauseLocalDrop, Text: "dropped\x1b]52;c;eA==\x07 here", Details: []string{}}},
 		{Sample: bare, Explanation: measure.Explanation{Stage: measure.Total, Cause: measure.CauseUnknown, Text: "nothing is known", Details: []string{}}},
 	}

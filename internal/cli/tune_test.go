@@ -207,7 +207,7 @@ rule bulk: sndbuf 150KB, cwnd_clamp 100
 		return []api.TuneExplanation{{Cgroup: cgroup, Role: "connect", Rule: rule, Steps: s, Set: []string{}}, {Cgroup: cgroup, Role: "accept", Rule: rule, Steps: s, Set: []string{}}}
 	}
 	differs := both("/c", "", miss)
-	differs[1].Steps = []match.Step{{Rule: "same-datacentre", Why: "it accepts, the rule is for connect"}}
+	differs[1].Steps = []match.Step{{Rule: "same-datacentre", Why: "role is accept, not connect"}}
 	asks(f, slices.Concat(both("/a", "bulk", hit), both("/b", "", miss), differs),
 		"GET /v1/tune/explain local=10.0.0.1:0 remote=10.1.2.3:0 tag=0x5eed", `
 /a, connect or accept
@@ -234,7 +234,7 @@ no rule matches: the kernel's defaults apply
 /c, accept
 
 RULE  MATCHES  WHY
-same-datacentre  no  it accepts, the rule is for connect
+same-datacentre  no  role is accept, not connect
 
 no rule matches: the kernel's defaults apply
 
@@ -416,7 +416,7 @@ func TestCheckTune(t *testing.T) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 	f.answers["GET /v1/tune/options"] = []api.TuneSkipped{{Option: "sndbuf", Needs: "Linux 4.13 or later"}}
-	f.refused(3, "rule bulk: this kernel cannot set sndbuf: it needs Linux 4.13 or later", "leave it out, or give the rule optional: true to have it skipped", nil, "check", both)
+	f.refused(3, "rule bulk: this kernel cannot set sndbuf: it needs Linux 4.13 or later", "remove it, or set optional: true in the rule to skip it", nil, "check", both)
 	skips := f.write("skips.yaml", strings.Replace(tuneOnly, "set:", "optional: true, set:", 1))
 	f.shows("DIR/skips.yaml is valid, 1 tune rule\nrule bulk skips sndbuf, which needs Linux 4.13 or later\n", nil, "check", skips)
 	f.answers["GET /v1/status"] = api.Status{}

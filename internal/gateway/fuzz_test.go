@@ -32,17 +32,17 @@ func FuzzParse(f *testing.F) {
 			return
 		}
 		if len(s.network) > len(p) || len(s.payload) > len(s.network) {
-			t.Fatalf("%d bytes of payload in a packet of %d, read from %d", len(s.payload), len(s.network), len(p))
+			t.Fatalf("payload of %d bytes in a packet of %d bytes, parsed from %d bytes", len(s.payload), len(s.network), len(p))
 		}
 		if s.from.Addr().Is4() != s.to.Addr().Is4() || !s.from.IsValid() {
-			t.Fatalf("from %v to %v", s.from, s.to)
+			t.Fatalf("invalid addresses: from %v to %v", s.from, s.to)
 		}
 		switch s.protocol {
 		case unix.IPPROTO_TCP:
-			// Packets that were parsed are serialized to the same bytes.
+			// The serialization of a parsed packet must equal the packet.
 			q := build(s.from, s.to, s.seq, s.ack, s.flags, s.window, nil, s.payload[:min(len(s.payload), 1000)])
 			if r, ok := parse(q); !ok || r.seq != s.seq || r.ack != s.ack || r.flags != s.flags || r.from != s.from || r.to != s.to {
-				t.Fatalf("%+v is written as %+v", s, r)
+				t.Fatalf("%+v, after serialization %+v", s, r)
 			}
 		case unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
 		default:
@@ -51,10 +51,10 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// workers are the host addresses of the fuzzing processes, which share a network namespace.
+// workers is the prefix of the host addresses of the fuzzing processes, which share a network namespace.
 var workers = netip.MustParsePrefix("10.98.0.0/16")
 
-// tap receives all packets on lo except those of other processes.
+// tap receives all packets on lo except those of other fuzzing processes.
 type tap struct {
 	fd  int
 	own netip.Addr
@@ -62,7 +62,7 @@ type tap struct {
 
 func newTap(t testing.TB, own netip.Addr) *tap {
 	t.Helper()
-	const all = unix.ETH_P_ALL<<8&0xff00 | unix.ETH_P_ALL>>8 // in network order
+	const all = unix.ETH_P_ALL<<8&0xff00 | unix.ETH_P_ALL>>8 // in network byte order
 	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, all)
 	if err != nil {
 		t.Fatal(err)
@@ -71,7 +71,7 @@ func newTap(t testing.TB, own netip.Addr) *tap {
 	return &tap{fd, own}
 }
 
-// strays are packets to destinations that are not allowed.
+// strays returns the destinations of packets that are not allowed.
 func (p *tap) strays(allowed func(protocol uint8, to netip.AddrPort) bool) (list []netip.AddrPort) {
 	b := make([]byte, 1<<17)
 	for {
@@ -80,14 +80,14 @@ func (p *tap) strays(allowed func(protocol uint8, to netip.AddrPort) bool) (list
 			return list
 		}
 		s, ok := parse(b[:n])
-		if !ok || s.protocol == unix.IPPROTO_ICMP && s.payload[0] == 3 { // the host's own: a port is closed
+		if !ok || s.protocol == unix.IPPROTO_ICMP && s.payload[0] == 3 { // of the host, for a closed port
 			continue
 		}
 		if workers.Contains(s.from.Addr()) && workers.Contains(s.to.Addr()) && s.to.Addr() != p.own && s.from.Addr() != p.own {
 			continue // of another fuzzing process
 		}
 		if s.from.Addr().IsLoopback() && s.to.Addr().IsLoopback() && min(s.from.Port(), s.to.Port()) >= 32768 {
-			continue // one that begins: room.Calibrate
+			continue // of a starting fuzzing process: room.Calibrate
 		}
 		// Replies from allowed destinations.
 		if !allowed(s.protocol, s.to) && !allowed(s.protocol, s.from) {
@@ -114,7 +114,7 @@ func FuzzGuest(f *testing.F) {
 	}
 	listener := listenOn(f, own)
 	allowed := listener.Addr().(*net.TCPAddr).AddrPort()
-	go func() { // sends a greeting and ends, or answers
+	go func() { // sends a greeting and closes, or replies
 		for i := 0; ; i++ {
 			c, err := listener.AcceptTCP()
 			if err != nil {
@@ -125,7 +125,7 @@ func FuzzGuest(f *testing.F) {
 				_ = c.SetDeadline(time.Now().Add(time.Second))
 				b := make([]byte, 1<<16)
 				if i%2 == 0 {
-					_, _ = c.Write(b) // a guest may reset
+					_, _ = c.Write(b) // fails if the guest resets the connection
 					return
 				}
 				for {
@@ -151,7 +151,7 @@ func FuzzGuest(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, script []byte) {
 		script = script[:min(len(script), 2000)]
-		watch.strays(may) // of the test itself
+		watch.strays(may) // discard the packets of the test itself
 		forward, _ := forward(t)
 		p := makePuppet(t, Config{Outbound: outbound, Kernel: kernel, Connections: 16, Forwards: []Forward{forward}})
 		if len(script) > 0 && script[0] == 255 {
@@ -173,13 +173,13 @@ func FuzzGuest(f *testing.F) {
 			backlog += len(c.rcv.backlog)
 		}
 		if backlog != p.g.backlog {
-			t.Errorf("%d bytes in backlogs, said to be %d", backlog, p.g.backlog)
+			t.Errorf("%d bytes in backlogs, accounted: %d", backlog, p.g.backlog)
 		}
 		if n := p.g.timers.Len(); n > len(p.g.conns)+len(p.g.flows.all)+len(p.g.echoes)+len(p.g.bound)+8 {
 			t.Errorf("%d timers", n)
 		}
 		if list := watch.strays(may); len(list) > 0 {
-			t.Errorf("packets to %v", list)
+			t.Errorf("packets to forbidden destinations: %v", list)
 		}
 	})
 }
@@ -205,12 +205,12 @@ func everyRoute(t testing.TB) {
 	})
 }
 
-// play sends a packet unmodified.
+// play sends a packet unmodified, except for its source address.
 func (p *puppet) play(packet []byte) {
 	if len(packet) == 0 || len(packet) > maxPacket {
 		return
 	}
-	// A packet with another source address is dropped first.
+	// The gateway drops packets with another source address.
 	packet = slices.Clone(packet)
 	switch {
 	case packet[0]>>4 == 4 && len(packet) >= ipv4Header:
@@ -222,7 +222,7 @@ func (p *puppet) play(packet []byte) {
 	p.turn(0)
 }
 
-// script plays a guest that follows the protocols, more or less.
+// script simulates a guest that more or less follows the protocols.
 func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 	type side struct{ seq, ack uint32 }
 	sides := map[netip.AddrPort]*side{}
@@ -256,7 +256,7 @@ func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 			s.seq += uint32(len(payload)) + uint32(a&flagFIN)
 		case 2: // out of order, with any flags
 			p.put(build(local, remote, s.seq+uint32(int8(b))*100, s.ack+uint32(int8(c))*100, a, uint16(c), nil, payload))
-		case 3: // the gateway's answers
+		case 3: // receive the segments of the gateway
 			for r, ok := p.receive(); ok; r, ok = p.receive() {
 				if x := sides[r.to]; x != nil && r.protocol == unix.IPPROTO_TCP && a%5 != 0 {
 					x.ack = r.seq + r.length()
@@ -266,7 +266,7 @@ func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 			p.wait(time.Duration(int(b)*int(c)) * time.Millisecond)
 		case 5:
 			p.turn(1)
-		case 6: // datagrams and echoes
+		case 6: // datagrams and echo requests
 			q := build(local, others[int(b)%len(others)], 0, 0, 0, 0, nil, payload)
 			q[9] = []byte{unix.IPPROTO_UDP, unix.IPPROTO_ICMP}[c%2]
 			binary.BigEndian.PutUint16(q[ipv4Header+4:], uint16(len(q)-ipv4Header))
@@ -283,7 +283,7 @@ func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 	}
 }
 
-// TestFloodOfSYNs checks that the memory and descriptors of a guest that sends SYNs without end are bounded.
+// TestFloodOfSYNs checks that the gateway's memory and descriptors are bounded for a guest that floods it with SYNs.
 func TestFloodOfSYNs(t *testing.T) {
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, Connections: 50})
 	listener := listenOn(t, host4)
@@ -296,7 +296,7 @@ func TestFloodOfSYNs(t *testing.T) {
 			t.Fatalf("%d connections", n)
 		}
 	}
-	for i := range maxSynAckTimeouts + 1 { // of which it takes the answer of none
+	for i := range maxSynAckTimeouts + 1 { // the guest ignores all SYN-ACKs
 		p.wait(initialRTO<<(i+1) + time.Second)
 	}
 	p.ended()

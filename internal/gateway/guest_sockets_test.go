@@ -21,13 +21,13 @@ import (
 	"sockeye/lab"
 )
 
-// behind is the gateway of a puppet that acts as a member in a namespace of its own; the test is its program.
+// behind is the gateway of a puppet that acts as a member in its own network namespace; the test acts as its program.
 type behind struct {
 	*puppet
 	inside *lab.Namespace
 }
 
-// The ports of the service, as the program inside has them.
+// Ports of the service on which the program inside listens.
 const (
 	serviceTCP = 1790
 	serviceUDP = 4739
@@ -42,7 +42,7 @@ func standFor(t *testing.T, sockets ...MemberSocket) *behind {
 	return standBehind(t, true, forwards...)
 }
 
-// standBehind starts to watch the guest's sockets only if a forward opens later.
+// standBehind creates the gateway. Without watches, it watches the guest's sockets only if a forward is deferred.
 func standBehind(t *testing.T, watches bool, forwards ...Forward) *behind {
 	t.Helper()
 	l, err := lab.New(t.Context(), lab.Options{Dir: t.TempDir()})
@@ -98,7 +98,7 @@ func (b *behind) program(protocol uint8) interface{ Close() error } {
 	return c
 }
 
-// asked lets the gateway query the guest's sock_diag several times.
+// asked waits until the gateway has dumped the guest's sockets several times.
 func (b *behind) asked() {
 	b.Helper()
 	for range 3 {
@@ -107,7 +107,7 @@ func (b *behind) asked() {
 	}
 }
 
-// reachable reports whether the host's TCP and UDP ports are open.
+// reachable returns whether the host's TCP and UDP ports are open.
 func reachable(t testing.TB, tcp, udp uint16) [2]bool {
 	t.Helper()
 	var open [2]bool
@@ -123,7 +123,7 @@ func reachable(t testing.TB, tcp, udp uint16) [2]bool {
 		t.Fatal(err)
 	}
 	defer u.Close()
-	for range 2 { // the second one hears of the first
+	for range 2 { // the second write returns the ICMP error of the first
 		_, err = u.Write([]byte("?"))
 	}
 	open[1] = !errors.Is(err, unix.ECONNREFUSED)
@@ -139,23 +139,23 @@ func TestMemberListensWithItsProgram(t *testing.T) {
 			expect := func(when string, want bool) {
 				t.Helper()
 				if got := reachable(t, 21790, 24739); got != [2]bool{want, want} {
-					t.Errorf("%s: TCP and UDP are open: %v, want both %v", when, got, want)
+					t.Errorf("%s: TCP and UDP ports open: %v, want both %v", when, got, want)
 				}
 			}
 			b.asked()
-			expect("before it listens", false)
+			expect("before the program listens", false)
 			open := map[uint8]interface{ Close() error }{unix.IPPROTO_TCP: b.program(unix.IPPROTO_TCP)}
 			b.asked()
-			expect("without UDP", false)
+			expect("with the TCP socket only", false)
 			open[unix.IPPROTO_UDP] = b.program(unix.IPPROTO_UDP)
 			b.until("the gateway to listen", func() bool { return b.g.guestSockets.listening })
-			expect("with both", true)
+			expect("with both sockets", true)
 			open[closes].Close()
 			b.until("the gateway to close", func() bool { return b.g.guestSockets.closed })
 			expect("without "+access.ProtocolName(closes), false)
 			b.program(closes)
 			b.asked()
-			expect("after that, for good", false)
+			expect("after one socket was closed", false)
 		})
 	}
 }
@@ -172,19 +172,19 @@ func TestMemberClosesWarns(t *testing.T) {
 		program.Close()
 		b.until("the gateway to close", func() bool { return b.g.guestSockets.closed })
 		if strings.Contains(said.String(), "nothing more") {
-			t.Errorf("said at once: %s", said.String())
+			t.Errorf("logged before the grace period: %s", said.String())
 		}
 		b.g.stopping = ended
 		b.wait(exitGracePeriod)
 		b.turn(1)
 		b.asked()
 		if n := strings.Count(said.String(), want+` msg="published ports closed" reason="a socket of the program was closed"`); n != 1 {
-			t.Errorf("ended %v: %d lines with %s\n%s", ended, n, want, said.String())
+			t.Errorf("program exited: %v: %d lines with %s\n%s", ended, n, want, said.String())
 		}
 	}
 }
 
-// TestMemberPorts checks that a member takes a free port of its choice, and first the port of its own place.
+// TestMemberPorts checks that a member uses a free port of its range, and prefers the port of its slot.
 func TestMemberPorts(t *testing.T) {
 	for _, network := range []string{"tcp", "udp"} {
 		for _, port := range []int{22002, 22003} {
@@ -208,19 +208,19 @@ func TestMemberPorts(t *testing.T) {
 	b.program(unix.IPPROTO_UDP)
 	b.until("the gateway to listen", func() bool { return b.g.guestSockets.listening })
 	if got := reachable(t, 22004, 22004); got != [2]bool{true, true} {
-		t.Errorf("TCP and UDP are open on the first free port: %v", got)
+		t.Errorf("TCP and UDP ports open on the first free port: %v", got)
 	}
 }
 
-// TestMemberPortTaken checks that the gateway waits, for a bounded time, for a port that the previous member still
-// has.
+// TestMemberPortTaken checks that the gateway waits, for a limited time, for a port that the previous member still
+// uses.
 func TestMemberPortTaken(t *testing.T) {
 	before := take(t, 23739)
 	b := standFor(t, member(unix.IPPROTO_UDP, 23739, 23739))
 	b.program(unix.IPPROTO_UDP)
 	b.asked()
 	if b.g.guestSockets.listening {
-		t.Error("it has a port that is taken")
+		t.Error("the gateway listens on a port that is in use")
 	}
 	before.Close()
 	b.until("the port", func() bool { b.wait(dumpInterval); return b.g.guestSockets.listening })
@@ -237,12 +237,12 @@ func TestMemberPortTaken(t *testing.T) {
 			t.Fatal(err)
 		}
 		if time.Now().After(end) {
-			t.Fatal("the gateway goes on without a port")
+			t.Fatal("the gateway continues without a port")
 		}
 		b.later += dumpInterval
 	}
 	if !errors.Is(failed, unix.EADDRINUSE) || failed.At.Port() != 23740 {
-		t.Errorf("it ends with %v", failed)
+		t.Errorf("Run returned %v", failed)
 	}
 }
 
@@ -255,7 +255,7 @@ func take(t *testing.T, port int) net.PacketConn {
 	return c
 }
 
-// TestMemberRefused checks that a TCP port that is in use is reported at once, and that nothing stays open.
+// TestMemberRefused checks that a TCP port in use is reported at once, and that no socket remains open.
 func TestMemberRefused(t *testing.T) {
 	l, err := net.Listen("tcp", ":24790")
 	if err != nil {
@@ -273,7 +273,7 @@ func TestMemberRefused(t *testing.T) {
 	}
 }
 
-// TestMemberWithoutDiag checks that the gateway exits if the guest's kernel has no sock_diag.
+// TestMemberWithoutDiag checks that the gateway exits if the guest's kernel does not support sock_diag.
 func TestMemberWithoutDiag(t *testing.T) {
 	b := standFor(t, member(unix.IPPROTO_UDP, 24740, 24740))
 	b.g.guestSockets.sendDump()
@@ -284,9 +284,9 @@ func TestMemberWithoutDiag(t *testing.T) {
 	binary.NativeEndian.PutUint32(message[unix.NLMSG_HDRLEN:], uint32(code))
 	b.g.guestSockets.read(message)
 	if _, err := b.g.poll(b.events, 0); !errors.Is(err, unix.ENOENT) {
-		t.Errorf("the gateway goes on: %v", err)
+		t.Errorf("the gateway continues: %v", err)
 	}
-	for n := range message { // what is cut short does no harm
+	for n := range message { // truncated messages must not cause a panic
 		b.g.guestSockets.read(message[:n])
 	}
 }

@@ -59,8 +59,8 @@ func allowPing(t *testing.T, j *joined, who string) {
 	}
 }
 
-// TestPing checks that echo replies of all sizes arrive complete. If the host forbids ping sockets, the guest gets an
-// error.
+// TestPing checks that echo replies of all sizes arrive complete, and that the guest receives an error if the host
+// denies ping sockets.
 func TestPing(t *testing.T) {
 	for _, mtu := range []int{1500, 65520} {
 		j := join(t, mtu, everywhere)
@@ -79,7 +79,7 @@ func TestPing(t *testing.T) {
 						t.Fatalf("%d bytes: %v", size, err)
 					}
 					if !bytes.Equal(b[icmpHeader:n], sent[icmpHeader:]) || binary.BigEndian.Uint16(b[6:]) != uint16(i) {
-						t.Errorf("%d bytes came back as %d others", size, n)
+						t.Errorf("sent %d bytes, received %d different bytes", size, n)
 					}
 				}
 			})
@@ -92,12 +92,12 @@ func TestPing(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := unix.Read(fd, make([]byte, 100)); !errors.Is(err, unix.EHOSTUNREACH) {
-		t.Errorf("nobody may ping: %v", err)
+		t.Errorf("ping without permission: %v", err)
 	}
 }
 
-// TestHops checks that the hop limit of the guest applies, and that the guest learns which router dropped the
-// datagram, as for traceroute(8).
+// TestHops checks that the guest's hop limit is used, and that the guest receives the address of the router that
+// dropped the datagram, as traceroute(8) needs.
 func TestHops(t *testing.T) {
 	s := newSite(t, 1500, lab.LinkOptions{}, 0)
 	for prefix, by := range map[string][2]string{"10.99.0.0/24": {"10.97.0.2", "10.97.0.1"}, "fd99::/64": {"fd97::2", "fd97::1"}} {
@@ -121,7 +121,7 @@ func TestHops(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		tellErrors(t, c)
+		enableErrors(t, c)
 		raw, err := c.SyscallConn()
 		if err != nil {
 			t.Fatal(err)
@@ -160,7 +160,7 @@ func TestHops(t *testing.T) {
 				return
 			}
 			if e, ok := parseSocketError(&messages[0]); !ok || e.offender != netip.MustParseAddr(test.router) {
-				t.Errorf("%v: told by %v, want %s", to, e.offender, test.router)
+				t.Errorf("%v: ICMP error from %v, want %s", to, e.offender, test.router)
 			}
 		}); err != nil {
 			t.Fatal(err)

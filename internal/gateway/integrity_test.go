@@ -27,14 +27,14 @@ import (
 	"sockeye/room"
 )
 
-// site is a guest with its own kernel, a gateway on a host, and a remote host behind a link.
+// site consists of a guest with its own kernel, a gateway on a host, and a remote host behind a link.
 type site struct {
 	testing.TB
 	guest, host, far *lab.Namespace
 	link             *lab.Link
 	g                *Gateway
-	stop             func()        // and wait
-	done             chan struct{} // closed when the gateway has ended
+	stop             func()        // stops the gateway and waits
+	done             chan struct{} // closed when the gateway has exited
 }
 
 var (
@@ -45,7 +45,7 @@ var (
 // sitePort is forwarded to the guest's innerPort.
 const sitePort = 1790
 
-// newSite creates a site whose gateway lingers for the given time when it is stopped.
+// newSite creates a site. When the gateway is stopped, it lingers for the given time.
 func newSite(t testing.TB, mtu int, o lab.LinkOptions, linger time.Duration) *site {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -164,10 +164,10 @@ func (s *site) settled(within time.Duration) {
 			return
 		}
 	}
-	s.Errorf("connections are left: %v", c)
+	s.Errorf("remaining connections: %v", c)
 }
 
-// plan is the behaviour of both ends of a connection. Both ends know it.
+// plan describes the behaviour of both ends of a connection. Both ends have a copy.
 type plan struct {
 	id   uint64
 	ends [2]endPlan
@@ -175,12 +175,12 @@ type plan struct {
 
 type endPlan struct {
 	size  int // bytes to send
-	write int // the most at once
-	pause int // writes between pauses, and reads; 0: none
+	write int // maximum bytes per write
+	pause int // number of writes or reads between pauses; 0: no pauses
 	long  time.Duration
-	most  int  // pauses, of sending and of receiving
-	reset int  // after how many bytes sent it resets the connection; -1: never
-	late  bool // it sends when it has got all
+	most  int  // maximum number of pauses, separately for sending and receiving
+	reset int  // number of sent bytes after which the end resets the connection; -1: never
+	late  bool // the end sends after it has received all data
 }
 
 func newPlan(rng *rand.Rand, id uint64) *plan {
@@ -210,7 +210,7 @@ func newPlan(rng *rand.Rand, id uint64) *plan {
 	return p
 }
 
-// stream returns the bytes that an end sends.
+// stream returns the data that an end sends.
 func (p *plan) stream(end int) *rand.ChaCha8 {
 	var seed [32]byte
 	binary.LittleEndian.PutUint64(seed[:], p.id)
@@ -218,16 +218,16 @@ func (p *plan) stream(end int) *rand.ChaCha8 {
 	return rand.NewChaCha8(seed)
 }
 
-// errReset is the result of an end that resets the connection.
+// errReset is the result of an end that resets the connection according to its plan.
 var errReset = errors.New("reset by plan")
 
-// play runs one end of a plan and compares the received bytes with the bytes that the other end sends.
+// play runs one end of a plan and compares the received data with the data that the other end sends.
 func (p *plan) play(c *net.TCPConn, end int) error {
 	defer c.Close()
 	if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 		return err
 	}
-	// The link may lose an RST, which is not retransmitted.
+	// The link may lose a RST, which is not retransmitted.
 	if err := c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 2 * time.Second, Interval: 2 * time.Second, Count: 9}); err != nil {
 		return err
 	}
@@ -265,9 +265,9 @@ func (p *plan) send(c *net.TCPConn, end int, me endPlan) error {
 			}
 			n = min(n, me.reset-sent)
 		}
-		_, _ = source.Read(b[:n]) // never fails
+		_, _ = source.Read(b[:n]) // cannot fail
 		if _, err := c.Write(b[:n]); err != nil {
-			return fmt.Errorf("after %d of %d bytes: %w", sent, me.size, err)
+			return fmt.Errorf("after sending %d of %d bytes: %w", sent, me.size, err)
 		}
 		sent += n
 		if me.pause > 0 && writes%me.pause == 0 && writes/me.pause < me.most {
@@ -285,18 +285,18 @@ func (p *plan) receive(c *net.TCPConn, end int, me, other endPlan) error {
 	b, want := make([]byte, 1<<16), make([]byte, 1<<16)
 	for got, reads := 0, 0; ; reads++ {
 		n, err := c.Read(b)
-		_, _ = source.Read(want[:n]) // never fails
+		_, _ = source.Read(want[:n]) // cannot fail
 		if !bytes.Equal(b[:n], want[:n]) {
-			return fmt.Errorf("data after %d bytes differ", got)
+			return fmt.Errorf("wrong data after %d bytes", got)
 		}
 		switch got += n; {
 		case errors.Is(err, io.EOF):
 			if got != other.size || other.reset >= 0 {
-				return fmt.Errorf("end after %d of %d bytes", got, other.size)
+				return fmt.Errorf("FIN after %d of %d bytes", got, other.size)
 			}
 			return nil
 		case err != nil:
-			return fmt.Errorf("after %d of %d bytes received: %w", got, other.size, err)
+			return fmt.Errorf("after receiving %d of %d bytes: %w", got, other.size, err)
 		}
 		if me.pause > 0 && reads%me.pause == 0 && reads/me.pause < me.most {
 			time.Sleep(me.long)
@@ -304,7 +304,7 @@ func (p *plan) receive(c *net.TCPConn, end int, me, other endPlan) error {
 	}
 }
 
-// verdict reports whether the plan permits the result of an end.
+// verdict returns an error if the plan does not permit the result of an end.
 func (p *plan) verdict(err error) error {
 	resets := p.ends[0].reset >= 0 || p.ends[1].reset >= 0
 	switch {
@@ -313,14 +313,13 @@ func (p *plan) verdict(err error) error {
 	case resets && (errors.Is(err, errReset) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ENOTCONN) || errors.Is(err, net.ErrClosed)):
 		return nil
 	case err == nil:
-		return errors.New("ends in order in spite of a reset")
+		return errors.New("no error, although the plan has a reset")
 	}
 	return err
 }
 
-// TestIntegrity moves random transfers through a gateway in both directions, over a link that delays, loses and
-// reorders packets, and compares each byte. SOCKEYE_INTEGRITY sets the duration in minutes; the default is some
-// seconds.
+// TestIntegrity runs random transfers through a gateway in both directions, over a link that delays, loses and reorders
+// packets, and compares all data. SOCKEYE_INTEGRITY is the duration in minutes; the default is a few seconds.
 func TestIntegrity(t *testing.T) {
 	duration := 12 * time.Second
 	if v := os.Getenv("SOCKEYE_INTEGRITY"); v != "" {
@@ -350,7 +349,7 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 	serve := func(c *net.TCPConn) {
 		var id [8]byte
 		if _, err := io.ReadFull(c, id[:]); err != nil {
-			c.Close() // reset before anything else
+			c.Close() // reset before the first data
 			return
 		}
 		v, ok := plans.Load(binary.LittleEndian.Uint64(id[:]))
@@ -395,7 +394,7 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 			}
 		})
 	}
-	// The quality of the link changes meanwhile.
+	// The quality of the link changes during the transfers.
 	rng := rand.New(rand.NewPCG(9, 9))
 	for time.Now().Before(end) {
 		time.Sleep(500 * time.Millisecond)
@@ -419,16 +418,16 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 	s.stop()
 	for _, c := range s.g.conns {
 		if c.state != timeWait {
-			t.Errorf("connection %v is left", c.flow)
+			t.Errorf("remaining connection: %v", c.flow)
 		}
 	}
 	if s.g.backlog != 0 {
-		t.Errorf("%d bytes are left in the backlog", s.g.backlog)
+		t.Errorf("%d bytes remain in the backlog", s.g.backlog)
 	}
-	t.Logf("%d MB announced, counts %v", bytesMoved.Load()>>20, s.g.Counts())
+	t.Logf("%d MB planned, counts %v", bytesMoved.Load()>>20, s.g.Counts())
 }
 
-// TestPeerGone checks that a program that uses keepalive detects a peer that is gone, even if the network lost the
+// TestPeerGone checks that a program that uses keepalive detects that its peer is gone, even if the network lost the
 // peer's RST.
 func TestPeerGone(t *testing.T) {
 	var lost atomic.Bool
@@ -465,11 +464,11 @@ func TestPeerGone(t *testing.T) {
 		t.Errorf("reads %v", err)
 	}
 	if !lost.Load() {
-		t.Error("no reset was lost")
+		t.Error("no RST was lost")
 	}
 }
 
-// TestSlowReader checks that a peer that reads slowly delays its own connection only.
+// TestSlowReader checks that a peer that reads slowly delays only its own connection.
 func TestSlowReader(t *testing.T) {
 	const size, part = 8 << 20, 32 << 10
 	s := newSite(t, 65520, lab.LinkOptions{Delay: time.Millisecond, Rate: 1e9, Offload: true}, patience)
@@ -496,9 +495,9 @@ func TestSlowReader(t *testing.T) {
 	}
 	c.Close()
 	got := <-took
-	// A part takes about 2 ms; a stall takes 200 ms.
+	// A part takes about 2 ms without a stall, and 200 ms with one.
 	if most := size / part * 8 * time.Millisecond; got > most {
-		t.Errorf("took %v, should take less than %v", got, most)
+		t.Errorf("took %v, want less than %v", got, most)
 	}
 	s.settled(patience)
 	counts := s.g.Counts()
@@ -508,7 +507,7 @@ func TestSlowReader(t *testing.T) {
 	}
 }
 
-// TestInterfaceGone checks that the gateway exits without an error when the guest's interface is deleted.
+// TestInterfaceGone checks that Run returns without an error when the guest's interface is deleted.
 func TestInterfaceGone(t *testing.T) {
 	s := newSite(t, 1500, lab.LinkOptions{}, patience)
 	_, err := dialIn(s.guest, "10.97.0.2:7000")
@@ -525,12 +524,12 @@ func TestInterfaceGone(t *testing.T) {
 	select {
 	case <-s.done:
 	case <-time.After(patience):
-		t.Error("does not end")
+		t.Error("Run does not return")
 	}
 }
 
-// TestStop checks that data that a program sent before it exited is delivered, and that an incomplete stream ends
-// with a reset.
+// TestStop checks that data that a program sent before it exited is delivered, and that an incomplete stream ends with
+// a RST.
 func TestStop(t *testing.T) {
 	const size = 4 << 20
 	s := newSite(t, 65520, lab.LinkOptions{Delay: 5 * time.Millisecond, Rate: 1e9, Offload: true}, patience)
@@ -539,7 +538,7 @@ func TestStop(t *testing.T) {
 		defer c.Close()
 		n, err := io.Copy(io.Discard, c)
 		if err == nil && n != size {
-			err = fmt.Errorf("end after %d bytes", n)
+			err = fmt.Errorf("FIN after %d bytes", n)
 		}
 		got <- err
 	})
@@ -565,8 +564,8 @@ func TestStop(t *testing.T) {
 	}
 }
 
-// TestStopConnecting checks that the gateway does not wait for connections that are not established: they have no
-// data to deliver.
+// TestStopConnecting checks that a stopping gateway does not wait for connections that are not established, because
+// they have no data to deliver.
 func TestStopConnecting(t *testing.T) {
 	var silent atomic.Bool
 	s := newSite(t, 65520, lab.LinkOptions{Drop: func(_ lab.Direction, packet []byte) bool {
@@ -598,7 +597,7 @@ func TestStopConnecting(t *testing.T) {
 	}
 }
 
-// TestStopInTheMiddle checks that a connection that the guest has not closed ends with a reset, not with a FIN.
+// TestStopInTheMiddle checks that a connection that the guest has not closed ends with a RST and not with a FIN.
 func TestStopInTheMiddle(t *testing.T) {
 	s := newSite(t, 65520, lab.LinkOptions{Delay: time.Millisecond}, 0)
 	got := make(chan error, 1)

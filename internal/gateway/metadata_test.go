@@ -14,7 +14,7 @@ import (
 )
 
 // TestMetadataAddresses checks that neither the default nor a prefix allows the metadata service of a cloud, in any
-// notation of the address; naming the address allows it.
+// notation of its address, and that a rule with exactly the address does.
 func TestMetadataAddresses(t *testing.T) {
 	everything := []access.Rule{{Prefix: netip.MustParsePrefix("0.0.0.0/0"), Last: 65535}, {Prefix: netip.MustParsePrefix("::/0"), Last: 65535}}
 	for _, text := range []string{
@@ -31,7 +31,7 @@ func TestMetadataAddresses(t *testing.T) {
 		} {
 			for _, protocol := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6} {
 				if o.Allowed(protocol, netip.AddrPortFrom(a, 80)) {
-					t.Errorf("%s: protocol %d may go to %v", name, protocol, a)
+					t.Errorf("%s: protocol %d to %v is allowed", name, protocol, a)
 				}
 			}
 		}
@@ -41,21 +41,21 @@ func TestMetadataAddresses(t *testing.T) {
 		}
 		o := access.Outbound{Rules: append(everything, r)}
 		if !o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 80)) || o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 81)) {
-			t.Errorf("%v named with port 80: %v, with port 81: %v", a, o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 80)), o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 81)))
+			t.Errorf("rule with %v and port 80: port 80 allowed: %v, port 81: %v", a, o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 80)), o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 81)))
 		}
 	}
 	// IPv4-mapped addresses are never allowed.
 	if (&access.Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.MustParseAddrPort("[::ffff:169.254.169.254]:80")) {
-		t.Error("a mapped address leads there")
+		t.Error("the IPv4-mapped address is allowed")
 	}
 	for _, text := range []string{"169.254.169.253", "10.0.0.1", "64:ff9b::10.0.0.1", "2001:db8::a9fe:a9fe", "fd00:ec2::1"} {
 		if !(&access.Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(netip.MustParseAddr(text), 80)) {
-			t.Errorf("%s is refused", text)
+			t.Errorf("%s is not allowed", text)
 		}
 	}
 }
 
-// TestResolversAreNamed checks that with --no-dns neither the default nor a prefix allows the DNS ports of the host's
+// TestResolversAreNamed checks that with --no-dns, neither the default nor a prefix allows the DNS ports of the host's
 // name servers.
 func TestResolversAreNamed(t *testing.T) {
 	resolvers := []netip.Addr{
@@ -65,7 +65,7 @@ func TestResolversAreNamed(t *testing.T) {
 	itself := append([]access.Rule{{Prefix: netip.MustParsePrefix("192.0.2.53/32"), Last: 53}, {Prefix: netip.MustParsePrefix("2001:db8::53/128"), Last: 53}}, everything...)
 	for _, test := range []struct {
 		to      string
-		allowed [3]bool // with everything by default, by prefixes, by the address and port 53
+		allowed [3]bool // by the default, by prefixes, by a rule with the address and port 53
 	}{
 		{"192.0.2.53:53", [3]bool{false, false, true}},
 		{"192.0.2.53:853", [3]bool{}},
@@ -89,7 +89,7 @@ func TestResolversAreNamed(t *testing.T) {
 }
 
 // TestMetadataForgedPeer checks that a datagram with the forged source address of a metadata service does not permit
-// replies to it.
+// replies.
 func TestMetadataForgedPeer(t *testing.T) {
 	own(t, "169.254.169.254/32")
 	f, port := forwardUDP(t)
@@ -111,7 +111,7 @@ func TestMetadataForgedPeer(t *testing.T) {
 			}
 		}
 		if _, err := c.Read(make([]byte, 10)); (err == nil) != answered {
-			t.Errorf("from %s: %v, answered should be %v", from, err, answered)
+			t.Errorf("reply to a datagram from %s: %v, want a reply: %v", from, err, answered)
 		}
 	}
 }

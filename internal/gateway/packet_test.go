@@ -39,13 +39,13 @@ func TestParse(t *testing.T) {
 	}{
 		{"IPv4", tcp4, true},
 		{"IPv6", tcp6, true},
-		{"padding behind", append(bytes.Clone(tcp4), 0, 0, 0), true},
-		{"padding behind IPv6", append(bytes.Clone(tcp6), 0, 0, 0), true},
+		{"IPv4 with padding", append(bytes.Clone(tcp4), 0, 0, 0), true},
+		{"IPv6 with padding", append(bytes.Clone(tcp6), 0, 0, 0), true},
 		{"larger than 64 KB", change(tcp4, func(p []byte) { p[2], p[3] = 0, 0 }), true},
 		{"empty", nil, false},
 		{"another version", change(tcp4, func(p []byte) { p[0] = 0x55 }), false},
 		{"cut", tcp4[:len(tcp4)-1], false},
-		{"cut IPv6", tcp6[:len(tcp6)-1], false},
+		{"truncated IPv6", tcp6[:len(tcp6)-1], false},
 		{"first fragment", change(tcp4, func(p []byte) { p[6] = 0x20 }), false},
 		{"last fragment", change(tcp4, func(p []byte) { p[7] = 1 }), false},
 		{"header of 16 bytes", change(tcp4, func(p []byte) { p[0] = 0x44 }), false},
@@ -91,13 +91,13 @@ func TestOptions(t *testing.T) {
 	}{
 		{nil, synOptions{}},
 		{[]byte{2, 4, 5, 180, 3, 3, 14}, synOptions{1460, 14, true}},
-		{[]byte{1, 1, 3, 3, 255}, synOptions{0, 14, true}},                           // RFC 7323: as 14
-		{[]byte{0, 2, 4, 5, 180}, synOptions{}},                                      // ended
+		{[]byte{1, 1, 3, 3, 255}, synOptions{0, 14, true}},                           // RFC 7323: limited to 14
+		{[]byte{0, 2, 4, 5, 180}, synOptions{}},                                      // end of options
 		{[]byte{2, 3, 5, 3, 3, 1}, synOptions{0, 1, true}},                           // MSS of one byte
 		{[]byte{8, 10, 0, 0, 0, 0, 0, 0, 0, 0, 2, 4, 5, 180}, synOptions{mss: 1460}}, // timestamps
-		{[]byte{5, 0, 2, 4, 5, 180}, synOptions{}},                                   // a length of 0
+		{[]byte{5, 0, 2, 4, 5, 180}, synOptions{}},                                   // length 0
 		{[]byte{5, 1, 2, 4, 5, 180}, synOptions{}},
-		{[]byte{2, 4, 5}, synOptions{}}, // cut
+		{[]byte{2, 4, 5}, synOptions{}}, // truncated
 		{[]byte{2}, synOptions{}},
 	} {
 		if got := parseOptions(c.in); got != c.want {
@@ -116,20 +116,20 @@ func TestChecksums(t *testing.T) {
 		}
 		b := make([]byte, a.headers()+len(payload))
 		for i := range b {
-			b[i] = 0xa5 // of a packet before
+			b[i] = 0xa5 // remains of an earlier packet
 		}
 		a.write(b, len(payload))
 		copy(b[a.headers():], payload)
 		network := b[vnetHeader:]
 		start, offset := int(binary.NativeEndian.Uint16(b[6:])), int(binary.NativeEndian.Uint16(b[8:]))
-		// As the kernel does for VIRTIO_NET_HDR_F_NEEDS_CSUM.
+		// Complete the checksum as the kernel does for VIRTIO_NET_HDR_F_NEEDS_CSUM.
 		binary.BigEndian.PutUint16(network[start+offset:], ^fold(sum(network[start:])))
 		if got := fold(sum(network[start:]) + pseudo(a.from.Addr(), a.to.Addr(), unix.IPPROTO_TCP, len(network)-start)); got != 0xffff {
-			t.Errorf("%s: checksum of TCP adds up to %#x", to, got)
+			t.Errorf("%s: sum of the TCP segment is %#x", to, got)
 		}
 		s, ok := parse(network)
 		if !ok || s.seq != a.seq || s.ack != a.ack || s.window != a.window || s.from != a.from || s.to != a.to || !bytes.Equal(s.payload, payload) {
-			t.Errorf("%s: written is %+v", to, s)
+			t.Errorf("%s: parsed after writing: %+v", to, s)
 		}
 	}
 }

@@ -79,10 +79,10 @@ func FuzzParseForward(f *testing.F) {
 			t.Errorf("%q: %+v", text, a)
 		}
 		if b, err := access.ParseForward(a.String()); err != nil || a != b {
-			t.Errorf("%q is %v, which is %v, %v", text, a, b, err)
+			t.Errorf("%q: parsed %v, then %v, %v", text, a, b, err)
 		}
 		if access.Overlap([]access.ForwardSpec{a, a}) == nil {
-			t.Errorf("%v does not overlap itself", a)
+			t.Errorf("%v does not overlap with itself", a)
 		}
 	})
 }
@@ -136,7 +136,7 @@ func FuzzParseRule(f *testing.F) {
 			t.Errorf("%q: %+v", text, a)
 		}
 		if b, err := access.ParseRule(a.String()); err != nil || a != b {
-			t.Errorf("%q is %v, which is %v, %v", text, a, b, err)
+			t.Errorf("%q: parsed %v, then %v, %v", text, a, b, err)
 		}
 	})
 }
@@ -175,7 +175,7 @@ func TestOverlap(t *testing.T) {
 	}
 }
 
-// TestListenBuffer checks that a UDP socket has a receive buffer for bursts, up to the limit of the user.
+// TestListenBuffer checks that a UDP socket has a receive buffer for bursts, up to the user's limit.
 func TestListenBuffer(t *testing.T) {
 	def, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -192,11 +192,11 @@ func TestListenBuffer(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF); err != nil || got <= usual {
-		t.Errorf("%d bytes, %v; usual are %d", got, err, usual)
+		t.Errorf("%d bytes, %v; default %d", got, err, usual)
 	}
 }
 
-// TestListen checks that no socket stays open if one of several ports is in use.
+// TestListen checks that no socket remains open if one of several ports is in use.
 func TestListen(t *testing.T) {
 	busy, err := access.ParseForward("127.0.0.1:7402")
 	if err != nil {
@@ -211,7 +211,7 @@ func TestListen(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	descriptors(t) // so that the runtime has its own
+	descriptors(t) // lets the runtime open its own descriptors
 	before := descriptors(t)
 	_, err = Listen([]access.ForwardSpec{wanted})
 	failed := new(ListenError)
@@ -280,13 +280,13 @@ func TestAllowed(t *testing.T) {
 			t.Errorf("everywhere, %d %s: %v", test.protocol, to, got)
 		}
 		if got := some.Allowed(test.protocol, to); got != test.some {
-			t.Errorf("with rules, %d %s: %v", test.protocol, to, got)
+			t.Errorf("with rules, protocol %d, %s: %v", test.protocol, to, got)
 		}
 		if nowhere := (access.Outbound{}); nowhere.Allowed(test.protocol, to) || !nowhere.None() || some.None() {
 			t.Errorf("nowhere, %d %s", test.protocol, to)
 		}
 	}
-	// The host's own addresses are only reachable by name.
+	// The aliases of the host's loopback addresses need a rule with exactly the address.
 	stands := []netip.Addr{netip.MustParseAddr("192.0.2.9"), netip.MustParseAddr("fd00::9")}
 	for _, test := range []struct {
 		rules, to, leads string
@@ -308,14 +308,14 @@ func TestAllowed(t *testing.T) {
 			leads = out.Translate(to).String()
 		}
 		if leads != test.leads {
-			t.Errorf("%s: %s leads to %q, want %q", test.rules, test.to, leads, test.leads)
+			t.Errorf("%s: %s is translated to %q, want %q", test.rules, test.to, leads, test.leads)
 		}
 		if out.Allowed(icmp, netip.AddrPortFrom(to.Addr(), 0)) {
-			t.Errorf("%s: an echo may go to %s", test.rules, test.to)
+			t.Errorf("%s: an echo request to %s is allowed", test.rules, test.to)
 		}
 	}
 	if got := some.Translate(netip.MustParseAddrPort("169.254.53.53:53")); got != dns[0].Server {
-		t.Errorf("the name server is %v", got)
+		t.Errorf("name server: %v", got)
 	}
 	if to := netip.MustParseAddrPort("10.0.0.1:53"); some.Translate(to) != to {
 		t.Errorf("%v is translated", to)

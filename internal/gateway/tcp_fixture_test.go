@@ -24,7 +24,7 @@ var (
 	guest6 = netip.MustParseAddr("fd95::1")
 	alias4 = netip.MustParseAddr("169.254.53.1")
 	alias6 = netip.MustParseAddr("fd53:6f63:6b65:7965::1")
-	// Addresses of the host, on lo.
+	// Addresses of the host on lo.
 	host4 = netip.MustParseAddr("10.96.0.1")
 	host6 = netip.MustParseAddr("fd96::1")
 )
@@ -54,21 +54,21 @@ func addAddresses(t testing.TB) {
 	}
 }
 
-// puppet is a guest that the test plays packet by packet. The test also runs the turns of its gateway and sets its
+// puppet is a guest whose packets the test sends and receives. The test also runs the turns of the gateway and sets its
 // clock.
 type puppet struct {
 	testing.TB
 	g      *Gateway
 	fd     int
-	later  time.Duration // that the gateway's clock is ahead
+	later  time.Duration // offset of the gateway's clock
 	events []unix.EpollEvent
-	queue  []seen // not looked at yet
+	queue  []seen // received segments that the test has not processed
 }
 
 // seen is a segment from the gateway.
 type seen struct {
 	segment
-	gso int // size of segments; 0: it is one
+	gso int // GSO segment size; 0: one segment
 }
 
 func (s seen) String() string {
@@ -78,7 +78,7 @@ func (s seen) String() string {
 // newPuppet creates a gateway with a socket in place of its TUN device, and checks for leaked descriptors at the end.
 func newPuppet(t testing.TB, c Config) *puppet {
 	t.Helper()
-	listenOn(t, host4).Close() // so that the runtime has its own
+	listenOn(t, host4).Close() // lets the runtime open its own descriptors
 	before := descriptors(t)
 	t.Cleanup(func() {
 		if now := descriptors(t); now > before {
@@ -132,7 +132,7 @@ func descriptors(t testing.TB) int {
 	return len(entries)
 }
 
-// turn lets the gateway handle all pending events.
+// turn runs one turn of the gateway's event loop.
 func (p *puppet) turn(timeout int) {
 	p.Helper()
 	if _, err := p.g.poll(p.events, timeout); err != nil {
@@ -140,15 +140,15 @@ func (p *puppet) turn(timeout int) {
 	}
 }
 
-// patience bounds the wait for an event.
+// patience is the maximum time to wait for an event.
 const patience = 5 * time.Second
 
-// until lets the gateway work until a condition holds.
+// until runs turns of the gateway until a condition holds.
 func (p *puppet) until(what string, ok func() bool) {
 	p.Helper()
 	for end := time.Now().Add(patience); !ok(); {
 		if time.Now().After(end) {
-			p.Fatalf("waiting for %s: %v", what, p.g.Counts())
+			p.Fatalf("timeout: %s: %v", what, p.g.Counts())
 		}
 		p.turn(1)
 	}
@@ -170,7 +170,7 @@ func (p *puppet) put(packet []byte) {
 	}
 }
 
-// receive returns the next segment of the gateway, if there is one.
+// receive returns the next segment of the gateway, if any.
 func (p *puppet) receive() (seen, bool) {
 	p.Helper()
 	for {
@@ -192,19 +192,19 @@ func (p *puppet) receive() (seen, bool) {
 	return s, true
 }
 
-// check parses a packet as a kernel does, and checks that its headers agree.
+// check parses a packet as a kernel does, and checks that its headers are consistent.
 func (p *puppet) check(b []byte) seen {
 	p.Helper()
 	packet := b[vnetHeader:]
 	s, ok := parse(packet)
 	if !ok {
-		p.Fatalf("no packet: % x", packet[:min(len(packet), 64)])
+		p.Fatalf("not a packet: % x", packet[:min(len(packet), 64)])
 	}
 	if s.network == nil || len(s.network) != len(packet) {
-		p.Fatalf("packet of %d bytes says that it has %d", len(packet), len(s.network))
+		p.Fatalf("packet of %d bytes, length field %d", len(packet), len(s.network))
 	}
 	if packet[0]>>4 == 4 && fold(sum(packet[:ipv4Header])) != 0xffff {
-		p.Fatal("checksum of IPv4 header is wrong")
+		p.Fatal("wrong checksum of the IPv4 header")
 	}
 	out := seen{segment: s}
 	if s.protocol != unix.IPPROTO_TCP {
@@ -212,7 +212,7 @@ func (p *puppet) check(b []byte) seen {
 	}
 	start := binary.NativeEndian.Uint16(b[6:])
 	if b[0] != vnetNeedsCsum || binary.NativeEndian.Uint16(b[8:]) != 16 {
-		p.Fatalf("header of virtio: % x", b[:vnetHeader])
+		p.Fatalf("struct virtio_net_hdr: % x", b[:vnetHeader])
 	}
 	tcp := packet[start:]
 	partial := fold(pseudo(s.from.Addr(), s.to.Addr(), unix.IPPROTO_TCP, len(tcp)))
@@ -222,10 +222,10 @@ func (p *puppet) check(b []byte) seen {
 	if b[1] != 0 {
 		out.gso = int(binary.NativeEndian.Uint16(b[4:]))
 		if headers := int(binary.NativeEndian.Uint16(b[2:])); headers != len(packet)-len(s.payload) {
-			p.Fatalf("headers of %d bytes said to be %d", len(packet)-len(s.payload), headers)
+			p.Fatalf("headers of %d bytes, hdr_len %d", len(packet)-len(s.payload), headers)
 		}
 		if len(s.payload) <= out.gso {
-			p.Fatalf("packet with %d bytes is segmented at %d", len(s.payload), out.gso)
+			p.Fatalf("payload of %d bytes with a GSO segment size of %d", len(s.payload), out.gso)
 		}
 	} else if len(packet) > p.g.config.MTU {
 		p.Fatalf("packet of %d bytes exceeds the MTU", len(packet))
@@ -244,7 +244,7 @@ func (p *puppet) next() seen {
 	return s
 }
 
-// quiet checks that the gateway sends nothing more.
+// quiet checks that the gateway sends no further segment.
 func (p *puppet) quiet() {
 	p.Helper()
 	for range 5 {
@@ -261,8 +261,8 @@ type link struct {
 	local, remote netip.AddrPort
 	seq, ack      uint32
 	window        uint16 // not scaled
-	scale         int    // of the gateway's windows; -1: none
-	acked         uint32 // by the gateway
+	scale         int    // window scale of the gateway; -1: none
+	acked         uint32 // SEG.ACK of the gateway
 	adv           uint32 // right edge of the widest window that the gateway has advertised
 	conn          *net.TCPConn
 }
@@ -297,7 +297,7 @@ func guestOptions(scale bool) []byte {
 	return o
 }
 
-// say sends a segment at SND.NXT of the connection.
+// say sends a segment at the guest's SND.NXT.
 func (l *link) say(flags uint8, payload []byte) {
 	l.Helper()
 	l.sayAt(l.seq, flags, payload)
@@ -313,8 +313,8 @@ func (l *link) sayAt(seq uint32, flags uint8, payload []byte) {
 	l.put(build(l.local, l.remote, seq, l.ack, flags, l.window, nil, payload))
 }
 
-// hear receives the next segment of the gateway and updates the connection. A right window edge that moves left is an
-// error.
+// hear receives the next segment of the gateway and updates the connection. It reports an error if the right edge of
+// the window moves left.
 func (l *link) hear() seen {
 	l.Helper()
 	s := l.next()
@@ -353,7 +353,7 @@ func (l *link) acknowledged() seen {
 			return s
 		}
 		if before(l.seq, s.ack) {
-			l.Fatalf("acknowledges what was not sent: %v", s)
+			l.Fatalf("acknowledgement of data that was not sent: %v", s)
 		}
 	}
 }
@@ -371,10 +371,10 @@ func (p *puppet) dialWith(to *net.TCPListener, scale bool) *link {
 	l := p.syn(to.Addr().(*net.TCPAddr).AddrPort(), scale)
 	s := l.hear()
 	if s.flags != flagSYN|flagACK || s.ack != l.seq {
-		p.Fatalf("answer to a SYN: %v", s)
+		p.Fatalf("reply to a SYN: %v", s)
 	}
 	if s.options.windowScaling != scale {
-		p.Fatalf("scale offered: %v, of a guest with one: %v", s.options.windowScaling, scale)
+		p.Fatalf("window scale offered: %v, guest's SYN has one: %v", s.options.windowScaling, scale)
 	}
 	l.scale = -1
 	if scale {
@@ -437,19 +437,19 @@ func (p *puppet) ended() {
 	})
 	p.wait(timeWaitTimeout + time.Second)
 	if n := len(p.g.conns); n != 0 {
-		p.Errorf("%d connections are left", n)
+		p.Errorf("%d connections remain", n)
 	}
 	if n := p.g.timers.Len(); n != 0 {
-		p.Errorf("%d timers are left", n)
+		p.Errorf("%d timers remain", n)
 	}
 	if p.g.backlog != 0 {
-		p.Errorf("%d bytes are left in the backlog", p.g.backlog)
+		p.Errorf("%d bytes remain in the backlog", p.g.backlog)
 	}
 	for _, ok := p.receive(); ok; _, ok = p.receive() {
 	}
 	for _, h := range p.g.handlers {
 		if c, ok := h.handler.(*conn); ok {
-			p.Errorf("descriptor %d is handled still", c.fd)
+			p.Errorf("descriptor %d still has a handler", c.fd)
 		}
 	}
 }

@@ -55,17 +55,17 @@ func reach(t testing.TB, from netip.AddrPort, to netip.AddrPort) *net.TCPConn {
 	return c.(*net.TCPConn)
 }
 
-// called waits for the SYN of a connection to the guest.
+// called waits for the SYN that the gateway sends to the guest.
 func (p *puppet) called() (*link, seen) {
 	p.Helper()
 	s := p.next()
 	if s.flags != flagSYN || s.to.Port() != innerPort || !s.options.windowScaling {
-		p.Fatalf("in place of a SYN: %v", s)
+		p.Fatalf("got %v, want a SYN", s)
 	}
 	return &link{puppet: p, local: s.to, remote: s.from, seq: 0x7ffffff0, ack: s.seq + 1, window: 65535}, s
 }
 
-// accept answers a SYN.
+// accept replies to a SYN.
 func (l *link) accept(syn seen, scale bool) {
 	l.Helper()
 	l.scale = -1
@@ -76,7 +76,7 @@ func (l *link) accept(syn seen, scale bool) {
 	l.put(build(l.local, l.remote, l.seq, l.ack, flagSYN|flagACK, l.window, guestOptions(scale), nil))
 	l.seq++
 	if s := l.hear(); s.flags != flagACK || s.ack != l.seq {
-		l.Fatalf("handshake ends with %v", s)
+		l.Fatalf("unexpected end of the handshake: %v", s)
 	}
 }
 
@@ -100,11 +100,11 @@ func TestInbound(t *testing.T) {
 			}
 			l, syn := p.called()
 			if l.remote.Addr() != c.seen || l.remote.Port() != conn.LocalAddr().(*net.TCPAddr).AddrPort().Port() {
-				t.Errorf("guest sees %v", l.remote)
+				t.Errorf("remote address seen by the guest: %v", l.remote)
 			}
 			p.wait(initialRTO + time.Millisecond)
 			if again := p.next(); again.flags != flagSYN || again.seq != syn.seq {
-				t.Errorf("after a while: %v", again)
+				t.Errorf("retransmitted SYN: %v", again)
 			}
 			l.conn = conn
 			l.accept(syn, c.scale)
@@ -131,14 +131,14 @@ func TestInboundRefused(t *testing.T) {
 	to := netip.AddrPortFrom(host4, port)
 	for _, answer := range []func(l *link){
 		func(l *link) { p.put(build(l.local, l.remote, 0, l.ack, flagRST|flagACK, 0, nil, nil)) },
-		func(l *link) { // a connection of the guest's from before: RFC 9293, figure 9
+		func(l *link) { // the guest has an old connection: RFC 9293, figure 9
 			p.put(build(l.local, l.remote, 700, l.ack+100, flagACK, 65535, nil, nil))
 			if s := l.hear(); s.flags != flagRST || s.seq != l.ack+100 {
-				t.Errorf("old connection gets %v", s)
+				t.Errorf("segment to the old connection: %v", s)
 			}
 			p.put(build(l.local, l.remote, 0, l.ack, flagRST|flagACK, 0, nil, nil))
 		},
-		func(*link) { // nobody is there
+		func(*link) { // the guest does not reply
 			for i := range maxSynTimeouts + 1 {
 				p.wait(initialRTO<<i + time.Millisecond)
 			}
@@ -158,8 +158,7 @@ func TestInboundRefused(t *testing.T) {
 	}
 }
 
-// TestAliasPorts opens two connections from the same port of the host, to addresses that the guest sees as one
-// address.
+// TestAliasPorts opens connections from the same port of the host to several addresses that have the same alias inside.
 func TestAliasPorts(t *testing.T) {
 	f, port := forward(t)
 	p := newPuppet(t, Config{Forwards: []Forward{f}})
@@ -173,7 +172,7 @@ func TestAliasPorts(t *testing.T) {
 		defer l.say(flagRST, nil)
 	}
 	if len(from) != 3 {
-		t.Errorf("guest sees %v", from)
+		t.Errorf("remote address seen by the guest: %v", from)
 	}
 }
 
@@ -183,20 +182,20 @@ func TestBound(t *testing.T) {
 	listener := listenOn(t, host4)
 	a, b := p.dial(listener), p.dial(listener)
 	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.flags != flagRST|flagACK {
-		t.Errorf("one too many gets %v", s)
+		t.Errorf("connection beyond the limit: %v", s)
 	}
 	c := reach(t, netip.AddrPortFrom(host4, 0), netip.AddrPortFrom(host4, port))
 	p.turn(10)
 	l := &link{puppet: p, conn: c}
 	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
-		t.Errorf("host's one too many reads %v", err)
+		t.Errorf("read on the host's connection beyond the limit: %v", err)
 	}
 	a.say(flagRST, nil)
 	b.say(flagRST, nil)
 	p.ended()
 }
 
-// TestNoDescriptors checks that a gateway without free descriptors waits and does not spin.
+// TestNoDescriptors checks that a gateway without free descriptors waits and does not busy-loop.
 func TestNoDescriptors(t *testing.T) {
 	f, port := forward(t)
 	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: access.Outbound{All: true}})
@@ -225,10 +224,10 @@ func TestNoDescriptors(t *testing.T) {
 		events += n
 	}
 	if events > 0 {
-		t.Errorf("%d events while nothing can be accepted", events)
+		t.Errorf("%d events while accept(2) fails", events)
 	}
 	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.protocol != unix.IPPROTO_ICMP || s.payload[0] != icmpUnreachable || s.payload[1] != 0 {
-		t.Errorf("a SYN gets %v", s)
+		t.Errorf("reply to a SYN: %v", s)
 	}
 	restore()
 	p.wait(acceptPause)
@@ -255,7 +254,7 @@ func resident(t *testing.T) int {
 	return n << 10
 }
 
-// TestMemory checks that 10,000 idle connections that have moved data take less than 100 MB, including the process
+// TestMemory checks that 10,000 idle connections that have transferred data use less than 100 MB, including the process
 // itself.
 func TestMemory(t *testing.T) {
 	const connections = 10_000
@@ -270,9 +269,9 @@ func TestMemory(t *testing.T) {
 	}
 	defer func() { _ = unix.Setrlimit(unix.RLIMIT_NOFILE, &limit) }()
 	if limit.Max < connections+100 {
-		t.Skipf("kernel: no more than %d descriptors", limit.Max)
+		t.Skipf("kernel: at most %d descriptors", limit.Max)
 	}
-	// The host's ends stay in the backlog of the listener, without descriptors.
+	// The host's ends remain in the accept queue of the listener, without descriptors.
 	const most = "/proc/sys/net/core/somaxconn"
 	old, err := os.ReadFile(most)
 	if err != nil {
@@ -341,13 +340,13 @@ func TestTimers(t *testing.T) {
 				want = 300
 			}
 			if now != want || i == 60 {
-				t.Errorf("timer %d expires at %d, not %d", i, now, want)
+				t.Errorf("timer %d expires at %d, want %d", i, now, want)
 			}
 		}
 		order = order[:0]
 	}
 	if list.Len() != 0 {
-		t.Errorf("%d are left", list.Len())
+		t.Errorf("%d timers remain", list.Len())
 	}
 }
 
@@ -356,7 +355,7 @@ type expirer func()
 func (f expirer) Expired() { f() }
 
 // TestLinger checks that data that a program sent before it exited is still delivered, and that a connection that the
-// program has not closed ends with a reset.
+// program has not closed ends with a RST.
 func TestLinger(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)
@@ -368,9 +367,9 @@ func TestLinger(t *testing.T) {
 	cut.say(flagACK, text(50_000))
 	p.turn(1)
 	if !p.g.unfinished() {
-		t.Error("all is finished")
+		t.Error("all connections are finished")
 	}
-	for _, c := range p.g.conns { // what close does
+	for _, c := range p.g.conns { // as a program's close(2) does
 		if !c.state.finReceived() {
 			c.resetHost()
 		}
@@ -378,9 +377,9 @@ func TestLinger(t *testing.T) {
 		delete(p.g.conns, c.flow)
 	}
 	if got, err := io.ReadAll(whole.conn); !bytes.Equal(got, text(50_000)) || err != nil {
-		t.Errorf("%d bytes of the one that ended, %v", len(got), err)
+		t.Errorf("%d bytes on the closed connection, %v", len(got), err)
 	}
 	if _, err := io.ReadAll(cut.conn); !errors.Is(err, unix.ECONNRESET) {
-		t.Errorf("the other one ends by %v", err)
+		t.Errorf("the open connection ends with %v", err)
 	}
 }

@@ -26,20 +26,20 @@ func (p *puppet) queued() (total int) {
 	return total
 }
 
-// hearAll receives all pending segments and passes them to their connections.
+// hearAll receives all pending segments and processes them on their connections.
 func hearAll(p *puppet, links []*link) {
 	p.Helper()
 	for s, ok := p.receive(); ok; s, ok = p.receive() {
 		i := slices.IndexFunc(links, func(l *link) bool { return l.local == s.to })
 		if i < 0 {
-			p.Fatalf("a segment to %v", s.to)
+			p.Fatalf("segment to an unknown connection: %v", s.to)
 		}
 		links[i].note(s)
 	}
 }
 
-// TestMemoryBound checks that uploads to peers that do not read are bounded in the TCP memory of the host, and go on
-// when the peers read.
+// TestMemoryBound checks that uploads to peers that do not read use a bounded amount of the host's TCP memory, and
+// continue when the peers read.
 func TestMemoryBound(t *testing.T) {
 	const uploads, memory = 24, 8 << 20
 	c := everywhere
@@ -71,7 +71,7 @@ func TestMemoryBound(t *testing.T) {
 	total := 0
 	for i, n := range sent {
 		if n < minQueued/2 {
-			t.Errorf("upload %d got %d bytes through", i, n)
+			t.Errorf("upload %d: %d bytes sent", i, n)
 		}
 		total += n
 	}
@@ -83,8 +83,8 @@ func TestMemoryBound(t *testing.T) {
 	if m := p.g.memory; m.queued > most || len(m.waiting) == 0 {
 		t.Errorf("%d bytes are counted, %d connections wait", m.queued, len(m.waiting))
 	}
-	t.Logf("%d bytes through, %d held", total, p.queued())
-	// The peers read one after the other, and all uploads go on.
+	t.Logf("%d bytes sent, %d in the send queues", total, p.queued())
+	// The peers read one after the other, and all uploads continue.
 	for i, l := range links {
 		l.read(sent[i])
 	}
@@ -95,7 +95,7 @@ func TestMemoryBound(t *testing.T) {
 	}
 	for i, l := range links {
 		if l.adv-l.seq < minQueued/2 {
-			t.Errorf("upload %d may go on for %d bytes", i, l.adv-l.seq)
+			t.Errorf("upload %d: window of %d bytes", i, l.adv-l.seq)
 		}
 		l.say(flagRST, nil)
 	}
@@ -103,11 +103,11 @@ func TestMemoryBound(t *testing.T) {
 	hearAll(p, links)
 	p.ended()
 	if m := p.g.memory; m.queued != 0 || m.advertised != 0 || len(m.waiting) != 0 {
-		t.Errorf("without connections, %d bytes are held, %d promised, %d wait", m.queued, m.advertised, len(m.waiting))
+		t.Errorf("without connections: %d bytes queued, %d advertised, %d waiting", m.queued, m.advertised, len(m.waiting))
 	}
 }
 
-// TestEndResetsGuest checks that the gateway resets connections inside when it exits: otherwise the sockets of a
+// TestEndResetsGuest checks that an exiting gateway resets the connections of the guest. Otherwise the sockets of a
 // program that has exited would keep their memory.
 func TestEndResetsGuest(t *testing.T) {
 	p := newPuppet(t, everywhere)
@@ -120,6 +120,6 @@ func TestEndResetsGuest(t *testing.T) {
 		s, ok = p.receive()
 	}
 	if !ok || s.seq != l.ack {
-		t.Errorf("the guest gets %v, want an RST at %d", s, l.ack)
+		t.Errorf("got %v, want a RST at %d", s, l.ack)
 	}
 }

@@ -41,7 +41,7 @@ func (l *link) read(n int) []byte {
 	return b
 }
 
-// readError returns the error that the host's end receives.
+// readError returns the error that the host's end reads.
 func (l *link) readError() error {
 	l.Helper()
 	if err := l.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
@@ -49,7 +49,7 @@ func (l *link) readError() error {
 	}
 	n, err := l.conn.Read(make([]byte, 1))
 	if n != 0 {
-		l.Fatal("host got data")
+		l.Fatal("the host received data")
 	}
 	return err
 }
@@ -77,7 +77,7 @@ func (l *link) take(n int) []byte {
 			continue
 		}
 		if s.seq != l.ack {
-			l.Fatalf("got seq %d, expected %d", s.seq, l.ack)
+			l.Fatalf("got seq %d, want %d", s.seq, l.ack)
 		}
 		got = append(got, s.payload...)
 		l.ack += uint32(len(s.payload))
@@ -93,12 +93,12 @@ func (l *link) fin() {
 		s := l.hear()
 		if s.flags&flagFIN == 0 {
 			if len(s.payload) > 0 || s.flags&flagRST != 0 {
-				l.Fatalf("in place of a FIN: %v", s)
+				l.Fatalf("got %v, want a FIN", s)
 			}
 			continue
 		}
 		if s.seq+uint32(len(s.payload)) != l.ack {
-			l.Fatalf("FIN at %d, expected at %d", s.seq, l.ack)
+			l.Fatalf("FIN at %d, want %d", s.seq, l.ack)
 		}
 		l.ack++
 		l.say(flagACK, nil)
@@ -138,11 +138,11 @@ func TestOpenAndClose(t *testing.T) {
 			l.say(flagFIN|flagACK, nil)
 			l.acknowledged()
 		}},
-		{"at once", host6, true, func(l *link) {
+		{"simultaneous close", host6, true, func(l *link) {
 			l.conn.Close()
-			s := l.hear() // its FIN, which is not acknowledged yet
+			s := l.hear() // the gateway's FIN, not yet acknowledged
 			if s.flags&flagFIN == 0 {
-				t.Errorf("in place of a FIN: %v", s)
+				t.Errorf("got %v, want a FIN", s)
 			}
 			l.say(flagFIN|flagACK, nil)
 			l.acknowledged()
@@ -192,7 +192,7 @@ func TestHalfClose(t *testing.T) {
 		}
 		l.write(text(100_000))
 		if got := l.take(100_000); !bytes.Equal(got, text(100_000)) {
-			t.Error("answer differs")
+			t.Error("wrong reply")
 		}
 		l.conn.Close()
 		l.fin()
@@ -209,7 +209,7 @@ func TestHalfClose(t *testing.T) {
 			l.say(flagACK|flagPSH, text(10_000))
 			l.acknowledged()
 			if got := l.read(10_000); !bytes.Equal(got, text(10_000)) {
-				t.Error("data differ")
+				t.Error("wrong data")
 			}
 		}
 		l.say(flagACK|flagFIN, nil)
@@ -221,8 +221,8 @@ func TestHalfClose(t *testing.T) {
 	})
 }
 
-// TestStragglers checks that the gateway acknowledges a FIN that the guest retransmits, and that the guest can use
-// the port again.
+// TestStragglers checks that the gateway acknowledges retransmissions of the guest's FIN, and that the guest can reuse
+// the port.
 func TestStragglers(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)
@@ -233,17 +233,17 @@ func TestStragglers(t *testing.T) {
 	l.acknowledged()
 	l.sayAt(l.seq-1, flagFIN|flagACK, nil)
 	if s := l.hear(); s.flags != flagACK || s.ack != l.seq {
-		t.Errorf("FIN sent again gets %v", s)
+		t.Errorf("reply to a retransmitted FIN: %v", s)
 	}
 	p.put(build(l.local, l.remote, l.seq+1000, 0, flagSYN, 65535, guestOptions(true), nil))
 	if s := p.next(); s.flags != flagSYN|flagACK || s.ack != l.seq+1001 {
-		t.Errorf("new connection from the port gets %v", s)
+		t.Errorf("reply to a new SYN from the same port: %v", s)
 	}
 	p.put(build(l.local, l.remote, l.seq+1001, 0, flagRST, 0, nil, nil))
 	p.ended()
 	l.sayAt(l.seq-1, flagFIN|flagACK, nil)
 	if s := p.next(); s.flags != flagRST || s.seq != l.ack {
-		t.Errorf("FIN of a forgotten connection gets %v", s)
+		t.Errorf("reply to a FIN of a removed connection: %v", s)
 	}
 }
 
@@ -253,17 +253,17 @@ func TestUnknownSegments(t *testing.T) {
 	from := netip.AddrPortFrom(guest4, 1)
 	p.put(build(from, to, 100, 200, flagACK, 0, nil, []byte("abc")))
 	if s := p.next(); s.flags != flagRST || s.seq != 200 {
-		t.Errorf("stray ACK gets %v", s)
+		t.Errorf("reply to an ACK without a connection: %v", s)
 	}
 	p.put(build(from, to, 100, 0, flagFIN, 0, nil, []byte("abc")))
 	if s := p.next(); s.flags != flagRST|flagACK || s.ack != 104 || s.seq != 0 {
-		t.Errorf("stray FIN gets %v", s)
+		t.Errorf("reply to a FIN without a connection: %v", s)
 	}
 	p.put(build(from, to, 100, 200, flagRST|flagACK, 0, nil, nil))
-	p.put(build(netip.AddrPortFrom(host4, 5), to, 100, 0, flagSYN, 0, nil, nil)) // not of the guest
+	p.put(build(netip.AddrPortFrom(host4, 5), to, 100, 0, flagSYN, 0, nil, nil)) // not an address of the guest
 	p.quiet()
 	if got := p.g.Counts()[Malformed]; got != 1 {
-		t.Errorf("%d packets malformed", got)
+		t.Errorf("%d malformed packets counted", got)
 	}
 }
 
@@ -301,7 +301,7 @@ func TestConnectFails(t *testing.T) {
 			ip = ipv6Header
 		}
 		if quote := s.payload[icmpHeader+ip:]; binary.BigEndian.Uint16(quote) != l.local.Port() || binary.BigEndian.Uint32(quote[4:]) != l.seq-1 {
-			t.Errorf("%s: quotes another segment", c.to)
+			t.Errorf("%s: wrong quoted segment", c.to)
 		}
 	}
 	if n := len(p.g.conns); n != 0 {
@@ -310,7 +310,7 @@ func TestConnectFails(t *testing.T) {
 	p.quiet()
 }
 
-// TestSlowConnect checks a host's peer that does not answer yet.
+// TestSlowConnect checks connections to a peer of the host that does not reply at first.
 func TestSlowConnect(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -326,7 +326,7 @@ func TestSlowConnect(t *testing.T) {
 		t.Fatal(err)
 	}
 	to, _ := addrPort(name)
-	// The backlog holds one connection.
+	// The accept queue holds one connection.
 	filler, err := net.Dial("tcp", to.String())
 	if err != nil {
 		t.Fatal(err)
@@ -334,12 +334,12 @@ func TestSlowConnect(t *testing.T) {
 	defer filler.Close()
 
 	l := p.syn(to, true)
-	p.put(build(l.local, l.remote, l.seq-1, 0, flagSYN, 65535, guestOptions(true), nil)) // again
+	p.put(build(l.local, l.remote, l.seq-1, 0, flagSYN, 65535, guestOptions(true), nil)) // retransmission
 	p.quiet()
 	if got := p.g.Counts()[Opened]; got != 1 {
 		t.Errorf("%d connections opened", got)
 	}
-	// The guest gives up and connects again from the same port.
+	// The guest aborts the attempt and connects again from the same port.
 	l.seq = 5000
 	p.put(build(l.local, l.remote, l.seq, 0, flagSYN, 65535, guestOptions(false), nil))
 	l.seq++
@@ -349,9 +349,9 @@ func TestSlowConnect(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unix.Close(peer)
-	s := l.hear() // after the host's kernel has sent its SYN again
+	s := l.hear() // after the host's kernel has retransmitted its SYN
 	if s.flags != flagSYN|flagACK || s.ack != l.seq || s.options.windowScaling {
-		t.Errorf("answer to the second SYN: %v, %+v", s, s.options)
+		t.Errorf("reply to the second SYN: %v, %+v", s, s.options)
 	}
 	p.put(build(l.local, l.remote, l.seq, 0, flagRST, 0, nil, nil))
 	p.ended()
@@ -365,25 +365,25 @@ func TestSYNAgain(t *testing.T) {
 	first := l.hear()
 	p.put(build(l.local, l.remote, l.seq-1, 0, flagSYN, 65535, guestOptions(true), nil))
 	if s := l.hear(); s.flags != flagSYN|flagACK || s.seq != first.seq {
-		t.Errorf("SYN sent again gets %v, not %v", s, first)
+		t.Errorf("reply to a retransmitted SYN: %v, want %v", s, first)
 	}
-	p.wait(initialRTO + time.Millisecond) // and by itself
+	p.wait(initialRTO + time.Millisecond) // retransmission timeout
 	if s := l.hear(); s.flags != flagSYN|flagACK || s.seq != first.seq {
-		t.Errorf("after a while: %v, not %v", s, first)
+		t.Errorf("retransmitted SYN-ACK: %v, want %v", s, first)
 	}
 	l.ack, l.scale = first.seq+1, int(first.options.windShift)
 	l.say(flagACK|flagPSH, []byte("x"))
 	l.acknowledged()
-	// In an established connection a SYN gets an ACK (RFC 5961), and only the RST that answers this ACK ends the
-	// connection.
+	// In an established connection, the reply to a SYN is a challenge ACK (RFC 5961); only a RST that matches this ACK
+	// closes the connection.
 	p.put(build(l.local, l.remote, 77, 0, flagSYN, 65535, guestOptions(true), nil))
 	s := l.hear()
 	if s.flags != flagACK || s.ack != l.seq {
-		t.Errorf("SYN in a connection gets %v", s)
+		t.Errorf("reply to a SYN in an established connection: %v", s)
 	}
 	p.put(build(l.local, l.remote, l.seq+5, 0, flagRST, 0, nil, nil))
 	if s := l.hear(); s.flags != flagACK {
-		t.Errorf("RST beside the point gets %v", s)
+		t.Errorf("reply to a RST with a wrong sequence number: %v", s)
 	}
 	p.put(build(l.local, l.remote, s.ack, 0, flagRST, 0, nil, nil))
 	p.ended()
@@ -399,8 +399,7 @@ func TestSYNAgain(t *testing.T) {
 	}
 }
 
-// TestHandshakeUnanswered checks that a guest that does not complete a handshake holds its resources only for a short
-// time.
+// TestHandshakeUnanswered checks that an incomplete handshake of the guest occupies resources for a short time only.
 func TestHandshakeUnanswered(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.syn(listenOn(t, host4).Addr().(*net.TCPAddr).AddrPort(), true)
@@ -413,7 +412,7 @@ func TestHandshakeUnanswered(t *testing.T) {
 		p.wait(initialRTO<<answers + time.Millisecond)
 	}
 	if s := l.hear(); s.flags&flagRST == 0 {
-		t.Errorf("at the end: %v", s)
+		t.Errorf("after the last timeout: %v", s)
 	}
 	p.ended()
 }
@@ -428,24 +427,24 @@ func TestHostResets(t *testing.T) {
 		}
 		l.conn.Close()
 		if s := l.rst(); s.seq != l.ack || s.ack != l.seq {
-			t.Errorf("%v, expected seq %d ack %d", s, l.ack, l.seq)
+			t.Errorf("got %v, want seq %d ack %d", s, l.ack, l.seq)
 		}
 		p.ended()
 	})
-	// As a server that responds without reading the whole request: data before the RST is not lost.
+	// A server may reply and close without reading the whole request: the guest must receive the data before the RST.
 	t.Run("after data", func(t *testing.T) {
 		l := p.dial(listener)
 		l.window = 100 // << 7 bytes
 		l.say(flagACK|flagPSH, []byte("x"))
 		l.acknowledged()
-		want := text(50_000) // fits into the socket's first window
+		want := text(50_000) // fits into the initial window of the socket
 		l.write(want)
-		l.conn.Close() // with a byte not read: an RST
+		l.conn.Close() // with an unread byte: sends a RST
 		if got := l.take(len(want)); !bytes.Equal(got, want) {
-			t.Error("data differ")
+			t.Error("wrong data")
 		}
 		if s := l.rst(); s.seq != l.ack {
-			t.Errorf("%v, expected seq %d", s, l.ack)
+			t.Errorf("got %v, want seq %d", s, l.ack)
 		}
 		p.ended()
 	})
@@ -463,7 +462,7 @@ func TestHostResets(t *testing.T) {
 		l := p.dial(listener)
 		l.conn.Close()
 		l.fin()
-		l.say(flagACK, text(1000)) // nobody is there: the host's kernel answers with an RST
+		l.say(flagACK, text(1000)) // the socket is closed: the host's kernel replies with a RST
 		l.rst()
 		p.ended()
 	})
@@ -508,9 +507,9 @@ func TestUrgent(t *testing.T) {
 		t.Errorf("host reads %v", err)
 	}
 	if got := p.g.Counts()[UrgentData]; got != 1 {
-		t.Errorf("counted %d times", got)
+		t.Errorf("UrgentData counter: %d", got)
 	}
-	// Urgent data of the host is delivered inline.
+	// Urgent data of the host is delivered in line.
 	l = p.dial(listener)
 	raw, err := l.conn.SyscallConn()
 	if err != nil {
@@ -534,11 +533,11 @@ func TestKeepalive(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)
 	l := p.dial(listener)
-	l.sayAt(l.seq-1, flagACK, nil) // the guest's
+	l.sayAt(l.seq-1, flagACK, nil) // keepalive of the guest
 	if s := l.hear(); s.flags != flagACK || s.ack != l.seq || s.seq != l.ack {
-		t.Errorf("keepalive gets %v", s)
+		t.Errorf("reply to a keepalive: %v", s)
 	}
-	for range 3 { // ours
+	for range 3 { // keepalives of the gateway
 		p.wait(idleTimeout - 2*time.Minute)
 		p.quiet()
 		p.wait(3 * time.Minute)
@@ -550,18 +549,18 @@ func TestKeepalive(t *testing.T) {
 		p.wait(time.Minute)
 		p.quiet()
 	}
-	// The guest is gone and does not answer.
+	// The guest no longer responds.
 	p.wait(idleTimeout)
 	for asked := 0; ; asked++ {
 		s := l.hear()
 		if s.flags&flagRST != 0 {
 			if asked < maxTimeouts {
-				t.Errorf("given up after %d questions", asked)
+				t.Errorf("aborted after %d probes", asked)
 			}
 			break
 		}
 		if asked > maxTimeouts {
-			t.Fatal("does not give up")
+			t.Fatal("the connection is not aborted")
 		}
 		p.wait(maxRTO + time.Millisecond)
 	}
@@ -571,8 +570,8 @@ func TestKeepalive(t *testing.T) {
 	}
 }
 
-// TestGuestKeepalive checks that keepalive probes of a guest start keepalive of the host's socket with the same
-// interval. A window probe does not.
+// TestGuestKeepalive checks that keepalives of the guest enable keepalive with the same interval on the host's socket,
+// and that a zero-window probe does not.
 func TestGuestKeepalive(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
@@ -599,7 +598,7 @@ func TestGuestKeepalive(t *testing.T) {
 		p.wait(tc.after)
 		l.sayAt(l.seq-1, flagACK, nil)
 		if s := l.hear(); s.ack != l.seq || s.length() != 0 {
-			t.Errorf("keepalive gets %v", s)
+			t.Errorf("reply to a keepalive: %v", s)
 		}
 		if got := set(); got != tc.want {
 			t.Errorf("after %v: idle and interval %v, want %v", tc.after, got, tc.want)
@@ -612,7 +611,7 @@ func TestGuestKeepalive(t *testing.T) {
 	l.sayAt(l.seq-1, flagACK, nil)
 	p.turn(0)
 	if got := set(); got != before {
-		t.Errorf("after a probe of a closed window: %v, was %v", got, before)
+		t.Errorf("after a zero-window probe: %v, before: %v", got, before)
 	}
 	l.say(flagRST, nil)
 	p.ended()
@@ -631,8 +630,8 @@ func (c *called) event(uint32) {
 	}
 }
 
-// TestStaleEvent checks that events of a descriptor that was closed in the same turn are not delivered to the new
-// owner of its number.
+// TestStaleEvent checks that events of a descriptor that was closed in the same turn do not reach the new handler of
+// the same descriptor number.
 func TestStaleEvent(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	event := func(value uint) int {
@@ -645,7 +644,7 @@ func TestStaleEvent(t *testing.T) {
 	}
 	fds := [2]int{event(1), event(1)}
 	var first, late called
-	var replaced int // the one whose event has not been handled yet
+	var replaced int // the descriptor whose event is still pending
 	handlers := [2]*called{{}, {}}
 	for i, h := range handlers {
 		h.then = func() {
@@ -671,14 +670,14 @@ func TestStaleEvent(t *testing.T) {
 	}
 	p.turn(100)
 	if first.events != 1 || late.events != 0 {
-		t.Errorf("%d events of the old ones, %d of the new one", first.events, late.events)
+		t.Errorf("%d events for the old handlers, %d for the new one", first.events, late.events)
 	}
 	if _, err := unix.Write(replaced, []byte{1, 0, 0, 0, 0, 0, 0, 0}); err != nil {
 		t.Fatal(err)
 	}
 	p.turn(100)
 	if late.events != 1 {
-		t.Errorf("%d events of the new one", late.events)
+		t.Errorf("%d events for the new handler", late.events)
 	}
 	for _, fd := range fds {
 		p.g.closeFD(fd)

@@ -31,8 +31,8 @@ func slow(t *testing.T, a netip.Addr) *net.TCPListener {
 	return l
 }
 
-// pour sends data up to the window, in segments of up to size bytes, until the window has stayed closed. It returns
-// the number of bytes sent.
+// pour sends data up to the window, in segments of up to size bytes, until the window remains closed. It returns the
+// number of bytes sent.
 func (l *link) pour(data []byte, size int) (n int) {
 	l.Helper()
 	for n < len(data) {
@@ -53,20 +53,20 @@ func (l *link) pour(data []byte, size int) (n int) {
 	return n
 }
 
-// mostAcked reports whether the gateway has acknowledged everything except less than one unit of its scaled window.
+// mostAcked returns whether the gateway has acknowledged all data except less than one unit of its window scale.
 func (l *link) mostAcked() bool {
 	l.allAcked()
 	return l.seq-l.acked < 1<<max(l.scale, 0)
 }
 
-// top calls pour until the host's socket takes nothing more at once.
+// top calls pour, and probes the window, until the host's socket accepts no more data.
 func (l *link) top(data []byte, size int) (n int) {
 	l.Helper()
 	for more := 1; more > 0; {
 		for range 10 {
 			l.turn(2)
 		}
-		l.sayAt(l.seq-1, flagACK, nil) // a probe
+		l.sayAt(l.seq-1, flagACK, nil) // window probe
 		l.turn(0)
 		l.allAcked()
 		more = l.pour(data[n:], size)
@@ -75,13 +75,13 @@ func (l *link) top(data []byte, size int) (n int) {
 	return n
 }
 
-// fill calls top until the host's socket takes nothing more at all, however slow its kernel is.
+// fill calls top until the host's socket accepts no more data and its kernel has processed all of it.
 func (l *link) fill(data []byte, size int) (n int) {
 	l.Helper()
 	for more := 1; more > 0; {
 		for end := time.Now().Add(patience); !l.settled() && !l.dropped(); l.turn(1) {
 			if time.Now().After(end) {
-				l.Fatalf("the host's kernel does not settle: %+v", *l.hostInfo())
+				l.Fatalf("the host's kernel still moves data: %+v", *l.hostInfo())
 			}
 		}
 		more = l.top(data[n:], size)
@@ -90,16 +90,16 @@ func (l *link) fill(data []byte, size int) (n int) {
 	return n
 }
 
-// settled reports whether no data moves between the gateway's socket and the host's end: everything is delivered, or
-// the rest waits for a closed window. If the window is not completely closed, the host's kernel sends the data that
-// fits only after a timeout.
+// settled returns whether no data moves between the gateway's socket and the host's end: all data is delivered, or the
+// rest waits for a closed window. If the window is not completely closed, the host's kernel sends the data that fits
+// only after a timeout.
 func (l *link) settled() bool {
 	info := l.hostInfo()
 	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0)
 }
 
-// dropped reports whether the host's end drops, for lack of memory, a segment that fits into its window: TCP then
-// retransmits it with exponential backoff until the program reads.
+// dropped returns whether the host's end drops, for lack of memory, a segment that fits into its window. TCP then
+// retransmits the segment with exponential backoff until the program reads.
 func (l *link) dropped() bool {
 	l.Helper()
 	info := l.hostInfo()
@@ -111,7 +111,7 @@ func (l *link) hostInfo() *unix.TCPInfo {
 	l.Helper()
 	c := l.g.conns[flow{l.local, l.remote}]
 	if c == nil {
-		l.Fatal("the gateway has forgotten the connection")
+		l.Fatal("the gateway has removed the connection")
 	}
 	info, err := unix.GetsockoptTCPInfo(c.fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -120,7 +120,7 @@ func (l *link) hostInfo() *unix.TCPInfo {
 	return info
 }
 
-// allAcked reports whether the gateway has acknowledged everything, after reading all of its segments.
+// allAcked returns whether the gateway has acknowledged all data, after receiving all of its segments.
 func (l *link) allAcked() bool {
 	for s, ok := l.receive(); ok; s, ok = l.receive() {
 		l.note(s)
@@ -138,7 +138,7 @@ func TestHostStops(t *testing.T) {
 		scale bool
 	}{
 		{"large segments", host4, 60_000, true},
-		{"segments of an Ethernet", host6, 1440, true},
+		{"Ethernet-sized segments", host6, 1440, true},
 		{"odd segments", host4, 1333, true},
 		{"no scale", host4, 1333, false},
 	} {
@@ -151,16 +151,16 @@ func TestHostStops(t *testing.T) {
 				n := l.fill(data[sent:], c.size)
 				sent += n
 				if n == 0 || sent == len(data) {
-					t.Fatalf("round %d: %d bytes taken", round, n)
+					t.Fatalf("round %d: %d bytes accepted", round, n)
 				}
 				if got := p.g.Counts()[PartialSend]; got != 0 {
 					t.Errorf("%d partial sends", got)
 				}
-				// The gateway answers a window probe, also one with a byte. The window may have opened since then,
-				// when the host's kernel sent data.
+				// The gateway must reply to a window probe, with or without a byte. Meanwhile the window may have
+				// opened, because the host's kernel sent data.
 				l.sayAt(l.seq-1, flagACK, nil)
 				if s := l.hear(); s.ack != l.seq {
-					t.Errorf("probe gets %v", s)
+					t.Errorf("reply to a window probe: %v", s)
 				}
 				l.sayAt(l.seq, flagACK|flagPSH, []byte{data[sent]})
 				s := l.hear()
@@ -169,11 +169,11 @@ func TestHostStops(t *testing.T) {
 				case taken == 1:
 					l.seq, sent, n = l.seq+1, sent+1, n+1
 				default:
-					t.Errorf("probe with a byte gets %v", s)
+					t.Errorf("reply to a window probe with a byte: %v", s)
 				}
 				p.quiet()
 				if got := l.read(n); !bytes.Equal(got, data[sent-n:sent]) {
-					t.Fatal("data differ")
+					t.Fatal("wrong data")
 				}
 				if s := l.hear(); s.window == 0 || s.length() != 0 {
 					t.Errorf("after reading: %v", s)
@@ -185,8 +185,7 @@ func TestHostStops(t *testing.T) {
 	}
 }
 
-// TestBeyondWindow checks that data that the guest sends beyond its window is neither buffered nor written to the
-// socket.
+// TestBeyondWindow checks that data beyond the advertised window is neither buffered nor written to the socket.
 func TestBeyondWindow(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(slow(t, host4))
@@ -198,25 +197,26 @@ func TestBeyondWindow(t *testing.T) {
 		p.turn(0)
 		l.allAcked()
 		if c := p.g.conns[flow{l.local, l.remote}]; c == nil || c.rcv.finPending || c.state.finReceived() {
-			t.Fatal("a FIN beyond the window was taken")
+			t.Fatal("a FIN beyond the window was accepted")
 		}
 	}
 	if counts := p.g.Counts(); p.g.backlog != 0 || counts[PartialSend] != 0 {
-		t.Errorf("%d bytes kept, %d partial sends", p.g.backlog, counts[PartialSend])
+		t.Errorf("%d bytes in the backlog, %d partial sends", p.g.backlog, counts[PartialSend])
 	}
 	l.seq = l.acked
 	l.say(flagRST, nil)
 	p.ended()
 }
 
-// TestBacklog checks that no data is lost when the socket takes a part of a send, even if the guest had sent more.
+// TestBacklog checks that no data is lost if the socket accepts a part of a send, even if the guest has sent more than
+// the advertised window.
 func TestBacklog(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(slow(t, host4))
 	data := text(64 << 20)
 	sent := l.fill(data, 60_000)
 	c := p.g.conns[flow{l.local, l.remote}]
-	c.rcv.adv = l.seq + maxBacklog // as if more had been promised
+	c.rcv.adv = l.seq + maxBacklog // simulates a larger advertised window
 	l.adv = c.rcv.adv
 	more := maxBacklog/40_000*40_000 + 40_000
 	for i := 0; i < more; i += 40_000 {
@@ -226,10 +226,10 @@ func TestBacklog(t *testing.T) {
 		p.turn(1)
 	}
 	if len(c.rcv.backlog) == 0 || len(c.rcv.backlog) > maxBacklog || p.g.backlog != len(c.rcv.backlog) {
-		t.Errorf("%d bytes kept, %d in all", len(c.rcv.backlog), p.g.backlog)
+		t.Errorf("%d bytes in the backlog, %d in all backlogs", len(c.rcv.backlog), p.g.backlog)
 	}
 	if got := p.g.Counts()[PartialSend]; got == 0 {
-		t.Error("no partial send counted")
+		t.Error("PartialSend counter is 0")
 	}
 	done := make(chan []byte)
 	go func() {
@@ -242,7 +242,7 @@ func TestBacklog(t *testing.T) {
 	var got []byte
 	turns := 0
 	p.until("the data", func() bool {
-		if turns++; !l.allAcked() && turns%50 == 0 { // what did not fit, as after a timeout
+		if turns++; !l.allAcked() && turns%50 == 0 { // retransmit dropped data, as after a timeout
 			rest := data[sent+more-int(l.seq-l.acked) : sent+more]
 			l.sayAt(l.acked, flagACK, rest[:min(len(rest), 40_000)])
 		}
@@ -254,7 +254,7 @@ func TestBacklog(t *testing.T) {
 		}
 	})
 	if !bytes.Equal(got, data[:sent+more]) {
-		t.Error("data differ")
+		t.Error("wrong data")
 	}
 	l.say(flagFIN|flagACK, nil)
 	l.acknowledged()
@@ -264,7 +264,7 @@ func TestBacklog(t *testing.T) {
 }
 
 // TestTurn checks that segments that arrive together are written to the socket in one call, in order and before a FIN
-// that arrives with them, and that the rest of a partial write is not lost.
+// in the same turn, and that the rest of a partial write is not lost.
 func TestTurn(t *testing.T) {
 	t.Run("end", func(t *testing.T) {
 		p := newPuppet(t, everywhere)
@@ -276,7 +276,7 @@ func TestTurn(t *testing.T) {
 		l.say(flagACK|flagFIN, nil)
 		p.turn(0)
 		if s := l.hear(); s.ack != l.seq {
-			t.Errorf("%v, should acknowledge %d", s, l.seq)
+			t.Errorf("got %v, want ack %d", s, l.seq)
 		}
 		if err := l.conn.CloseWrite(); err != nil {
 			t.Fatal(err)
@@ -304,19 +304,19 @@ func TestTurn(t *testing.T) {
 			t.Fatal(err)
 		}
 		if info.Bytes_received != 11 {
-			t.Errorf("%d bytes came before the reset", info.Bytes_received)
+			t.Errorf("%d bytes received before the RST", info.Bytes_received)
 		}
 	})
 	t.Run("no room", func(t *testing.T) {
 		p := newPuppet(t, everywhere)
 		l := p.dial(slow(t, host4))
 		c := p.g.conns[flow{l.local, l.remote}]
-		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 64<<10); err != nil { // it does not grow
+		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 64<<10); err != nil { // disables auto-tuning
 			t.Fatal(err)
 		}
 		data := text(64 << 20)
 		sent := l.fill(data, 60_000)
-		c.rcv.adv = l.seq + 2*maxBacklog // as if more had been promised
+		c.rcv.adv = l.seq + 2*maxBacklog // simulates a larger advertised window
 		l.adv = c.rcv.adv
 		more := maxBacklog + 200_000
 		for part := range slices.Chunk(data[sent:sent+more], 50_000) {
@@ -325,7 +325,7 @@ func TestTurn(t *testing.T) {
 		l.say(flagACK|flagFIN, nil)
 		p.turn(0)
 		if c.rcv.finPending || c.state.finReceived() || len(c.rcv.backlog) == 0 || len(c.rcv.backlog) > maxBacklog || p.g.backlog != len(c.rcv.backlog) {
-			t.Errorf("ended %v, %d bytes kept, %d in all", c.rcv.finPending || c.state.finReceived(), len(c.rcv.backlog), p.g.backlog)
+			t.Errorf("FIN processed: %v, %d bytes in the backlog, %d in all backlogs", c.rcv.finPending || c.state.finReceived(), len(c.rcv.backlog), p.g.backlog)
 		}
 		if got := p.g.Counts()[PartialSend]; got != 1 {
 			t.Errorf("%d partial sends", got)
@@ -341,7 +341,7 @@ func TestTurn(t *testing.T) {
 		var got []byte
 		turns := 0
 		p.until("the end", func() bool {
-			if turns++; !l.allAcked() && turns%50 == 0 { // what did not fit, as after a timeout
+			if turns++; !l.allAcked() && turns%50 == 0 { // retransmit dropped data, as after a timeout
 				rest := data[min(sent+more+1-int(l.seq-l.acked), sent+more) : sent+more]
 				if len(rest) > 40_000 {
 					l.sayAt(l.acked, flagACK, rest[:40_000])
@@ -357,7 +357,7 @@ func TestTurn(t *testing.T) {
 			}
 		})
 		if !bytes.Equal(got, data[:sent+more]) {
-			t.Errorf("%d bytes, should be %d", len(got), sent+more)
+			t.Errorf("%d bytes, want %d", len(got), sent+more)
 		}
 		l.conn.Close()
 		l.say(flagRST, nil)
@@ -365,7 +365,7 @@ func TestTurn(t *testing.T) {
 	})
 }
 
-// TestGuestStops checks that the gateway probes a guest with a closed window at growing intervals, and sends nothing
+// TestGuestStops checks that the gateway probes a guest with a closed window at increasing intervals, and sends no data
 // beyond the window.
 func TestGuestStops(t *testing.T) {
 	p := newPuppet(t, everywhere)
@@ -384,11 +384,11 @@ func TestGuestStops(t *testing.T) {
 	l.say(flagACK, nil)
 	p.quiet()
 	wait := initialRTO
-	for range maxTimeouts + 5 { // it is there, and may take as long as it likes
+	for range maxTimeouts + 5 { // a guest that responds may keep its window closed indefinitely
 		p.wait(wait + time.Millisecond)
 		s := l.hear()
 		if s.seq != l.ack-1 || s.length() != 0 {
-			t.Fatalf("asks by %v", s)
+			t.Fatalf("zero-window probe: %v", s)
 		}
 		l.say(flagACK, nil)
 		p.quiet()
@@ -398,9 +398,9 @@ func TestGuestStops(t *testing.T) {
 	l.say(flagACK, nil)
 	got = append(got, l.take(5000-len(got))...)
 	if !bytes.Equal(got, want) {
-		t.Error("data differ")
+		t.Error("wrong data")
 	}
-	// A window that opens in small steps does not cause silly-window segments while data are in flight.
+	// A window that opens in small steps must not cause silly-window segments while data are in flight.
 	l.write(want)
 	first := l.hear().payload
 	if len(first) != 5000 {
@@ -420,7 +420,7 @@ func TestGuestStops(t *testing.T) {
 	p.ended()
 }
 
-// TestLossToGuest checks that lost segments, and only these, are retransmitted to the guest.
+// TestLossToGuest checks that the gateway retransmits lost segments, and no others, to the guest.
 func TestLossToGuest(t *testing.T) {
 	const packets = 6
 	start := func(t *testing.T) (*link, []seen, []byte) {
@@ -454,7 +454,7 @@ func TestLossToGuest(t *testing.T) {
 		for range 4 {
 			l.wait(wait + time.Millisecond)
 			if s := l.hear(); s.seq != sent[0].seq || len(s.payload) == 0 {
-				t.Fatalf("again: %v, not %v", s, sent[0])
+				t.Fatalf("retransmission: %v, want %v", s, sent[0])
 			}
 			l.quiet()
 			wait *= 2
@@ -462,11 +462,11 @@ func TestLossToGuest(t *testing.T) {
 		l.wait(wait)
 		s := l.hear()
 		l.ack += uint32(len(s.payload))
-		for int(l.ack-sent[0].seq) < len(data) { // the rest comes without a timeout
+		for int(l.ack-sent[0].seq) < len(data) { // no further timeout
 			l.say(flagACK, nil)
 			s := l.hear()
 			if s.seq != l.ack {
-				t.Fatalf("%v, expected seq %d", s, l.ack)
+				t.Fatalf("got %v, want seq %d", s, l.ack)
 			}
 			l.ack += uint32(len(s.payload))
 		}
@@ -482,12 +482,12 @@ func TestLossToGuest(t *testing.T) {
 		}
 		s := l.hear()
 		if s.seq != sent[1].seq {
-			t.Fatalf("again: %v, not %v", s, sent[1])
+			t.Fatalf("retransmission: %v, want %v", s, sent[1])
 		}
 		for range 20 {
 			l.say(flagACK, nil)
 		}
-		l.quiet() // once only
+		l.quiet() // no second retransmission
 		l.ack = sent[0].seq + uint32(len(data))
 		l.say(flagACK, nil)
 		l.quiet()
@@ -496,7 +496,7 @@ func TestLossToGuest(t *testing.T) {
 		}
 		finish(l)
 	})
-	// Data of the guest in the other direction is complete.
+	// Data of the guest in the other direction is not lost.
 	t.Run("with data", func(t *testing.T) {
 		l, sent, data := start(t)
 		l.ack += 1000
@@ -504,12 +504,12 @@ func TestLossToGuest(t *testing.T) {
 			l.say(flagACK, nil)
 		}
 		if s := l.hear(); s.seq != sent[1].seq {
-			t.Fatalf("again: %v, not %v", s, sent[1])
+			t.Fatalf("retransmission: %v, want %v", s, sent[1])
 		}
 		l.ack += 1000
 		l.say(flagACK|flagPSH, []byte("hello"))
 		if s := l.hear(); s.seq != sent[2].seq {
-			t.Fatalf("again: %v, not %v", s, sent[2])
+			t.Fatalf("retransmission: %v, want %v", s, sent[2])
 		}
 		l.acknowledged()
 		if got := l.read(5); string(got) != "hello" {
@@ -523,7 +523,7 @@ func TestLossToGuest(t *testing.T) {
 		l, sent, data := start(t)
 		l.wait(initialRTO + time.Millisecond)
 		l.hear()
-		l.ack = sent[0].seq + uint32(len(data)) // it had all
+		l.ack = sent[0].seq + uint32(len(data)) // the guest had received all data
 		l.say(flagACK, nil)
 		l.quiet()
 		l.write([]byte("next"))
@@ -544,7 +544,7 @@ func TestLossToGuest(t *testing.T) {
 			t.Fatalf("again: %v", s)
 		}
 		l.ack += uint32(len(data))
-		l.say(flagACK, nil) // all but the FIN
+		l.say(flagACK, nil) // acknowledges all data, but not the FIN
 		if s := l.hear(); s.flags&flagFIN == 0 || s.seq != l.ack {
 			t.Fatalf("again: %v", s)
 		}
@@ -555,7 +555,7 @@ func TestLossToGuest(t *testing.T) {
 	})
 }
 
-// TestDisorder sends segments of the guest that are lost, duplicated, resegmented and reordered.
+// TestDisorder sends guest segments that are lost, duplicated, resegmented and reordered.
 func TestDisorder(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host6))
@@ -571,7 +571,7 @@ func TestDisorder(t *testing.T) {
 	}()
 	base := l.seq
 	for done := 0; done < len(data); {
-		// A burst of segments around RCV.NXT of the gateway.
+		// Send a burst of segments around the gateway's RCV.NXT.
 		for range rng.IntN(8) {
 			at := min(max(done+rng.IntN(6000)-2000, 0), len(data))
 			n := min(rng.IntN(3000), len(data)-at)
@@ -587,10 +587,10 @@ func TestDisorder(t *testing.T) {
 	}
 	b := <-got
 	if !bytes.Equal(b, data) {
-		t.Errorf("host read %d bytes of %d, or others", len(b), len(data))
+		t.Errorf("the host read %d of %d bytes, or wrong data", len(b), len(data))
 	}
 	if p.g.Counts()[OutOfOrder] == 0 {
-		t.Error("nothing was out of order")
+		t.Error("no out-of-order segment counted")
 	}
 	l.seq = base + uint32(len(data)) + 1
 	l.conn.Close()
@@ -598,8 +598,7 @@ func TestDisorder(t *testing.T) {
 	p.ended()
 }
 
-// TestSegmentSize checks that the gateway respects the guest's MSS, and offers an MSS that fits into the guest's
-// windows.
+// TestSegmentSize checks that the gateway uses the guest's MSS, and offers an MSS that fits into the guest's windows.
 func TestSegmentSize(t *testing.T) {
 	for _, mtu := range []int{1500, 65520} {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, MTU: mtu})
@@ -636,7 +635,7 @@ func TestSegmentSize(t *testing.T) {
 	}
 }
 
-// TestSmallBuffer checks that a socket with the smallest buffer still takes a segment.
+// TestSmallBuffer checks that a socket with the smallest send buffer accepts a segment.
 func TestSmallBuffer(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
@@ -653,20 +652,20 @@ func TestSmallBuffer(t *testing.T) {
 	for sent := 0; sent < len(data); {
 		n := l.pour(data[sent:], 1400)
 		sent += n
-		if n == 0 { // until it hears of a window
+		if n == 0 { // until the window opens
 			l.hear()
 		}
 	}
 	l.say(flagFIN|flagACK, nil)
 	l.acknowledged()
 	if b := <-got; !bytes.Equal(b, data) {
-		t.Error("data differ")
+		t.Error("wrong data")
 	}
 	l.say(flagRST, nil)
 	p.ended()
 }
 
-// TestWithoutPeekOffset runs the gateway as on a kernel without SO_PEEK_OFF for TCP.
+// TestWithoutPeekOffset runs the gateway without SO_PEEK_OFF for TCP, as on older kernels.
 func TestWithoutPeekOffset(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)
@@ -681,7 +680,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 	}
 	t.Run("end", func(t *testing.T) {
 		l := dial()
-		l.window = 100 // so that more goes when something was acknowledged
+		l.window = 100 // small, so that each acknowledgement permits more data
 		l.say(flagACK, nil)
 		p.turn(0)
 		want := text(300_000)
@@ -693,7 +692,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 		for len(first.payload) == 0 {
 			first = l.hear()
 		}
-		l.wait(initialRTO + time.Millisecond) // the first one is lost
+		l.wait(initialRTO + time.Millisecond) // the first segment is lost
 		var got []byte
 		ended := false
 		for !ended {
@@ -706,7 +705,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 			l.say(flagACK, nil)
 		}
 		if !bytes.Equal(got, want) {
-			t.Errorf("guest read %d bytes of %d, or others", len(got), len(want))
+			t.Errorf("the guest received %d of %d bytes, or wrong data", len(got), len(want))
 		}
 		l.say(flagFIN|flagACK, nil)
 		l.acknowledged()
@@ -714,20 +713,20 @@ func TestWithoutPeekOffset(t *testing.T) {
 	})
 	t.Run("reset", func(t *testing.T) {
 		l := dial()
-		l.say(flagACK|flagPSH, []byte("x")) // which stays unread
+		l.say(flagACK|flagPSH, []byte("x")) // the host does not read it
 		l.acknowledged()
 		l.write([]byte("data"))
 		for s := l.hear(); len(s.payload) == 0; s = l.hear() {
 		}
 		l.conn.Close()
 		if s := l.rst(); s.seq != l.ack+4 {
-			t.Errorf("%v, after data from %d on", s, l.ack)
+			t.Errorf("got %v, data begins at %d", s, l.ack)
 		}
 		p.ended()
 	})
 }
 
-// TestTUNFull checks that segments that the guest's interface does not take are sent again.
+// TestTUNFull checks that the gateway retransmits segments that the full queue of the guest's interface dropped.
 func TestTUNFull(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
@@ -758,7 +757,7 @@ func TestTUNFull(t *testing.T) {
 		p.turn(0)
 	}
 	if !bytes.Equal(got, want) {
-		t.Errorf("guest read %d bytes of %d, or others", len(got), len(want))
+		t.Errorf("the guest received %d of %d bytes, or wrong data", len(got), len(want))
 	}
 	l.say(flagFIN|flagACK, nil)
 	p.turn(1)

@@ -34,8 +34,8 @@ func fewPorts(t testing.TB, n int) {
 	})
 }
 
-// TestUDPFlowsLeavePorts checks that a guest that sends from many ports to many destinations uses a quarter of the
-// host's ephemeral ports at most, and keeps its established flow.
+// TestUDPFlowsLeavePorts checks that a guest that sends from many ports to many destinations occupies at most a quarter
+// of the host's ephemeral ports, and keeps its established flow.
 func TestUDPFlowsLeavePorts(t *testing.T) {
 	const ports, most = 1200, 300
 	fewPorts(t, ports)
@@ -63,7 +63,7 @@ func TestUDPFlowsLeavePorts(t *testing.T) {
 		return from.Port()
 	}
 	before := ask()
-	own(t, "10.99.0.0/16") // where nobody listens; its errors end nothing
+	own(t, "10.99.0.0/16") // no sockets; their ICMP errors must not remove flows
 	var flood *net.UDPConn
 	for i := range 3 * ports {
 		if i%maxConnectedFlows == 0 {
@@ -76,7 +76,7 @@ func TestUDPFlowsLeavePorts(t *testing.T) {
 			t.Fatal(err)
 		}
 		if i%50 == 0 {
-			time.Sleep(time.Millisecond) // so that the interface's queue takes all
+			time.Sleep(time.Millisecond) // avoids drops in the queue of the interface
 		}
 	}
 	for end := time.Now().Add(patience); j.g.Counts()[Evicted] < ports; time.Sleep(10 * time.Millisecond) {
@@ -85,20 +85,20 @@ func TestUDPFlowsLeavePorts(t *testing.T) {
 			break
 		}
 	}
-	// Three quarters are left to the host.
+	// The host can use the other three quarters.
 	for i := range ports - most - 10 {
 		c, err := net.ListenUDP("udp", nil)
 		if err != nil {
-			t.Fatalf("the host gets %d ports: %v", i, err)
+			t.Fatalf("the host can bind only %d ports: %v", i, err)
 		}
 		defer c.Close()
 	}
 	if after := ask(); after != before {
-		t.Errorf("the old flow came from port %d, and comes from %d now", before, after)
+		t.Errorf("the established flow has changed its port from %d to %d", before, after)
 	}
 }
 
-// TestTCPConnectionsLeavePorts checks the same bound for connections, and that inbound connections still work.
+// TestTCPConnectionsLeavePorts checks the same limit for TCP connections, and that inbound connections still work.
 func TestTCPConnectionsLeavePorts(t *testing.T) {
 	const ports, most = 200, 50
 	f, port := forward(t)
@@ -111,7 +111,7 @@ func TestTCPConnectionsLeavePorts(t *testing.T) {
 	}
 	to := listener.Addr().(*net.TCPAddr).AddrPort()
 	if s := p.syn(to, true).next(); s.flags != flagRST|flagACK {
-		t.Errorf("one too many gets %v", s)
+		t.Errorf("connection beyond the limit: %v", s)
 	}
 	list[0].say(flagRST, nil)
 	p.until("an end", func() bool { return p.g.outgoing == most-1 })
@@ -125,8 +125,8 @@ func TestTCPConnectionsLeavePorts(t *testing.T) {
 	p.until("all ends", func() bool { return p.g.outgoing == 0 })
 }
 
-// TestUDPEviction checks that queries to name servers have their own bounds, and that neither a flood of queries nor
-// a scan evicts a flow in use, including one that only sends.
+// TestUDPEviction checks that flows to name servers have a separate limit, and that neither a flood of queries nor a
+// scan evicts a flow in use, including a flow that only sends.
 func TestUDPEviction(t *testing.T) {
 	alias := netip.MustParseAddr("169.254.53.53")
 	server := netip.AddrPortFrom(host4, 53)
@@ -145,12 +145,12 @@ func TestUDPEviction(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}, Outgoing: 40})
 			lasting := flow{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, 9)}
-			for range 2 { // it only sends
+			for range 2 { // this flow only sends
 				p.put(datagram(lasting.guest, lasting.remote, []byte("?")))
 			}
 			p.until("a flow", func() bool { return p.g.flows.all[lasting] != nil })
 			p.wait(dnsIdle)
-			// Opening takes no time, so that openBudget refuses no flow on a loaded host.
+			// Stop the clock during the opening of flows, so that openBudget refuses no flow on a busy host.
 			clock := p.g.clock
 			p.g.clock = func() time.Time { return p.g.now }
 			for i := range 3000 {
@@ -168,14 +168,14 @@ func TestUDPEviction(t *testing.T) {
 			if n := p.g.Counts()[Evicted]; n != uint64(3000-c.most) {
 				t.Errorf("%d evicted", n)
 			}
-			// The last flow still exists.
+			// The last flow must exist.
 			from, to := c.flood(2999)
 			if p.g.flows.all[flow{from, to}] == nil {
-				t.Error("the last one has no flow")
+				t.Error("the last flow does not exist")
 			}
 			n := p.g.flows.connected.n
 			if n != len(p.g.flows.all) || p.g.timers.Len() != n {
-				t.Errorf("%d in order, %d by name, %d timers", n, len(p.g.flows.all), p.g.timers.Len())
+				t.Errorf("%d flows in the lists, %d in the map, %d timers", n, len(p.g.flows.all), p.g.timers.Len())
 			}
 			p.wait(udpIdle + time.Second)
 			p.wait(udpIdle + time.Second)
@@ -186,8 +186,8 @@ func TestUDPEviction(t *testing.T) {
 	}
 }
 
-// TestQuestionsKeepTheirFlows checks that a query to a name server keeps its flow until the reply, while answered
-// flows evict each other.
+// TestQuestionsKeepTheirFlows checks that the flow of an unanswered query to a name server is not evicted, while flows
+// of answered queries evict each other.
 func TestQuestionsKeepTheirFlows(t *testing.T) {
 	alias, server := netip.MustParseAddr("169.254.53.53"), netip.AddrPortFrom(host4, 53)
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}, Outgoing: 40})
@@ -206,7 +206,7 @@ func TestQuestionsKeepTheirFlows(t *testing.T) {
 	for i := range 200 {
 		lasting(100 + i)
 		if p.g.flows.all[question] == nil {
-			t.Fatalf("the question's flow was evicted by flow %d", i)
+			t.Fatalf("the flow of the unanswered query was evicted by flow %d", i)
 		}
 	}
 	if n := len(p.g.flows.all); n > 41 {
@@ -214,8 +214,8 @@ func TestQuestionsKeepTheirFlows(t *testing.T) {
 	}
 }
 
-// TestFlowsLeaveTime checks that a guest that sends to new destinations all the time does not occupy the gateway with
-// opening flows: queries to name servers and existing flows go on.
+// TestFlowsLeaveTime checks that a guest that keeps sending to new destinations does not keep the gateway busy with
+// opening flows: queries to name servers and existing flows continue.
 func TestFlowsLeaveTime(t *testing.T) {
 	alias, server := netip.MustParseAddr("169.254.53.53"), netip.AddrPortFrom(host4, 53)
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}})
@@ -232,43 +232,43 @@ func TestFlowsLeaveTime(t *testing.T) {
 			p.turn(0)
 		}
 	}
-	p.until("all are handled", func() bool {
+	p.until("all datagrams are processed", func() bool {
 		return len(p.g.flows.all)+int(p.g.Counts()[TooMany]) > flood
 	})
 	opened, spent := len(p.g.flows.all), time.Duration(looks)*time.Millisecond
 	if most := int((spent*openingPercent/100+openingBurst)/time.Millisecond) + 10; opened > most || opened < most/4 {
-		t.Errorf("%d flows were opened in %v, want up to %d", opened, spent, most)
+		t.Errorf("%d flows were opened in %v, want at most %d", opened, spent, most)
 	}
 	if p.g.flows.all[lasting] == nil {
-		t.Error("the flow that was there is gone")
+		t.Error("the existing flow was removed")
 	}
 	question := flow{netip.AddrPortFrom(guest4, 10000), netip.AddrPortFrom(alias, 53)}
 	p.put(datagram(question.guest, question.remote, []byte("?")))
 	p.turn(0)
 	if p.g.flows.all[question] == nil {
-		t.Error("a question to a name server is dropped")
+		t.Error("a query to a name server was dropped")
 	}
 	looks += 1000 // the flood is over
 	after := flow{netip.AddrPortFrom(guest4, 9999), netip.AddrPortFrom(host4, 9998)}
 	p.put(datagram(after.guest, after.remote, []byte("x")))
 	p.turn(0)
 	if p.g.flows.all[after] == nil {
-		t.Error("after the flood, no flow is opened")
+		t.Error("no flow is opened after the flood")
 	}
 }
 
-// TestPinhole checks that a peer that has sent one datagram, possibly with a forged source address, is not a
-// permitted destination for ever.
+// TestPinhole checks that a peer that has sent one datagram, possibly with a forged source address, does not remain a
+// permitted destination forever.
 func TestPinhole(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		config Config
-		again  bool // the peer says something now and then
+		again  bool // the peer sends from time to time
 		want   bool
 	}{
 		{"silent peer", Config{}, false, false},
-		{"peer that goes on", Config{}, true, true},
-		{"silent peer, guest that may go there", everywhere, false, true},
+		{"peer that continues to send", Config{}, true, true},
+		{"silent peer, allowed destination", everywhere, false, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f, port := forwardUDP(t)
@@ -309,7 +309,7 @@ func TestPinhole(t *testing.T) {
 				got++
 			}
 			if all := got == 40; all != c.want || got < 11 {
-				t.Errorf("%d answers of 40", got)
+				t.Errorf("%d of 40 replies", got)
 			}
 		})
 	}

@@ -79,7 +79,7 @@ func TestUDPSegmented(t *testing.T) {
 					}
 					send(clients[0], 100)
 				}
-				run() // all is there when the gateway looks
+				run() // all datagrams are queued when the gateway starts
 				b := make([]byte, 1<<16)
 				for i, want := range sent {
 					n, err := server.Read(b)
@@ -87,7 +87,7 @@ func TestUDPSegmented(t *testing.T) {
 						t.Fatalf("datagram %d of %d: %v; %v", i, len(sent), err, j.g.Counts())
 					}
 					if !bytes.Equal(b[:n], want) {
-						t.Fatalf("datagram %d has %d bytes, want the %d that were sent", i, n, len(want))
+						t.Fatalf("datagram %d has %d bytes, want %d", i, n, len(want))
 					}
 				}
 			})

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// reader is the socket of the program behind a member's gateway. Datagrams from the gateway go to the puppet, not to
-// this socket, which the test fills and empties.
+// reader is the socket of the program behind a member's gateway. Datagrams from the gateway reach the puppet and not
+// this socket; the test fills and empties the socket.
 type reader struct {
 	*behind
 	c      *net.UDPConn
@@ -48,7 +48,7 @@ func (r *reader) open(port uint16) {
 	}
 }
 
-// fill sends the program more datagrams than its socket takes.
+// fill sends the program more datagrams than its socket accepts.
 func (r *reader) fill() {
 	r.Helper()
 	for range 400 {
@@ -97,19 +97,19 @@ func (r *reader) gets(what string, n int) {
 	}
 }
 
-// keeps runs the gateway for a while and checks that at most n datagrams are sent to the guest.
+// keeps runs the gateway for some time and checks that at most n datagrams are sent to the guest.
 func (r *reader) keeps(where string, most int) {
 	r.Helper()
 	for range 20 {
 		r.turn(1)
 	}
 	if n := r.given(); n > most {
-		r.Errorf("%d datagrams go to %s, want %d or less", n, where, most)
+		r.Errorf("%d datagrams delivered to %s, want at most %d", n, where, most)
 	}
 }
 
-// TestPace checks that datagrams for which the program's socket has no room wait in the host's socket, and arrive in
-// order when there is room.
+// TestPace checks that datagrams wait in the host's socket while the receive buffer of the program's socket is full,
+// and arrive in order when it has space.
 func TestPace(t *testing.T) {
 	newReader(t, 25739).paced()
 }
@@ -145,7 +145,7 @@ func (r *reader) paced() {
 	})
 }
 
-// TestPaceSmallBuffer checks that a buffer smaller than a datagram takes one datagram at a time.
+// TestPaceSmallBuffer checks that a buffer smaller than a datagram accepts one datagram at a time.
 func TestPaceSmallBuffer(t *testing.T) {
 	r := newReader(t, 25740)
 	if err := r.c.SetReadBuffer(1); err != nil {
@@ -167,13 +167,13 @@ func TestPaceShrunkBuffer(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.write(r.peer, 1400)
-	r.keeps("a socket that is more than full", 0)
+	r.keeps("a socket above its limit", 0)
 	r.empty()
 	r.gets("into a small, empty socket", 1)
 }
 
-// TestPaceStuck checks that the gateway stops waiting for a program that has not read for long; its kernel drops
-// datagrams without room. When the program reads again, the gateway waits again.
+// TestPaceStuck checks that the gateway stops pacing if a program has not read for a long time; the guest's kernel then
+// drops datagrams. When the program reads again, the gateway paces again.
 func TestPaceStuck(t *testing.T) {
 	r := newReader(t, 25741)
 	r.write(r.peer, 1400)
@@ -187,18 +187,18 @@ func TestPaceStuck(t *testing.T) {
 	send()
 	r.keeps("a socket that is full", 0)
 	r.wait(stallTimeout)
-	r.gets("into a socket that nobody reads", 40)
+	r.gets("into a stalled socket", 40)
 	send()
-	r.gets("into a socket that nobody reads, without waiting again", 40)
+	r.gets("into a stalled socket, without a second wait", 40)
 	r.empty()
 	send()
 	r.gets("into a socket that is read again", 40)
 	r.fill()
 	send()
-	r.keeps("a socket that was read, and is full again", 39) // it had room when it was looked at last
+	r.keeps("a socket that is full again", 39) // the socket had space at the last update
 }
 
-// TestPaceEnds checks that a full socket that is closed ends the waiting, and the member.
+// TestPaceEnds checks that closing a full socket ends the pacing, and the member.
 func TestPaceEnds(t *testing.T) {
 	r := newReader(t, 25742)
 	r.write(r.peer, 1400)
@@ -208,13 +208,13 @@ func TestPaceEnds(t *testing.T) {
 		r.write(r.peer, 1400)
 	}
 	r.keeps("a socket that is full", 0)
-	// The kernel reports the closed socket from a worker, which may be late. Until then sock_diag finds no socket and
-	// the gateway would not wait, so its clock stands still meanwhile.
+	// A kernel worker reports the closed socket, possibly late. Before the report, sock_diag finds no socket and the
+	// gateway would not pace; stop its clock until then.
 	clock, now := r.g.clock, r.g.now
 	r.g.clock = func() time.Time { return now }
 	r.c.Close()
 	r.until("the gateway to close", func() bool { return r.g.guestSockets.closed })
 	r.g.clock = clock
 	r.wait(2 * stallTimeout)
-	r.keeps("a program that is gone", 0)
+	r.keeps("a program that has exited", 0)
 }

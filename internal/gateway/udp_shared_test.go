@@ -103,12 +103,12 @@ func (d *devices) answer(number int, from netip.Addr, to netip.AddrPort) error {
 	return err
 }
 
-// TestUDPManyDestinations checks that a program that queries 20,000 devices from one port, before the first one
-// replies, gets all replies, with far fewer descriptors.
+// TestUDPManyDestinations checks that a program that queries 20,000 devices from one port, before the first reply
+// arrives, receives all replies, and that the gateway needs far fewer descriptors.
 func TestUDPManyDestinations(t *testing.T) {
 	const (
 		files  = 300
-		window = 50 // that are under way at once, which no queue drops
+		window = 50 // datagrams in flight, few enough for all queues
 	)
 	own(t, "10.99.0.0/16")
 	own(t, "fd99::/64")
@@ -127,10 +127,10 @@ func TestUDPManyDestinations(t *testing.T) {
 			port := server.LocalAddr().(*net.UDPAddr).AddrPort().Port()
 			poller := j.inside(func() (*net.UDPConn, error) { return net.ListenUDP(test.network, nil) })
 			before := descriptors(t)
-			asked := make([]netip.AddrPort, test.all) // the host's ends
+			asked := make([]netip.AddrPort, test.all) // source addresses on the host
 			end := time.Now().Add(4 * patience)
 			for first := 0; first < test.all; first += window {
-				// The gateway drops datagrams if it opens too many flows at a time. The program sends these again.
+				// The gateway drops datagrams if the guest opens flows too fast. The program retransmits them.
 				for batch := asked[first:][:window]; slices.Contains(batch, netip.AddrPort{}); {
 					if time.Now().After(end) {
 						t.Fatalf("after %d devices: %v", first, j.g.Counts())
@@ -172,11 +172,11 @@ func TestUDPManyDestinations(t *testing.T) {
 				for range window {
 					n, from, err := poller.ReadFromUDPAddrPort(b)
 					if err != nil || n != 4 {
-						t.Fatalf("%d bytes, %v after %d answers: %v", n, err, first+len(got), j.g.Counts())
+						t.Fatalf("%d bytes, %v after %d replies: %v", n, err, first+len(got), j.g.Counts())
 					}
 					number := int(binary.BigEndian.Uint32(b))
 					if from != netip.AddrPortFrom(device(test.v6, number), port) || number/window != first/window || got[number] {
-						t.Fatalf("answer %d of %v, in the batch from %d", number, from, first)
+						t.Fatalf("reply %d of %v, in the batch from %d", number, from, first)
 					}
 					got[number] = true
 				}
@@ -222,13 +222,13 @@ func (p *puppet) peer(at netip.Addr) *peer {
 	return &peer{c, c.LocalAddr().(*net.UDPAddr).AddrPort()}
 }
 
-// hear receives a datagram that must have arrived, and returns its source and its hop limit.
+// hear receives a datagram, which must be available, and returns its source and its hop limit.
 func (c *peer) hear(p *puppet, want []byte) (from netip.AddrPort, hops int) {
 	p.Helper()
 	b, control := make([]byte, 1<<16), make([]byte, 64)
 	n, controls, _, from, err := c.ReadMsgUDPAddrPort(b, control)
 	if err != nil || !bytes.Equal(b[:n], want) {
-		p.Fatalf("%v got %d bytes, want %d, %v; %v", c.at, n, len(want), err, p.g.Counts())
+		p.Fatalf("%v received %d bytes, want %d, %v; %v", c.at, n, len(want), err, p.g.Counts())
 	}
 	messages, err := unix.ParseSocketControlMessage(control[:controls])
 	if err != nil || len(messages) != 1 {
@@ -237,8 +237,8 @@ func (c *peer) hear(p *puppet, want []byte) (from netip.AddrPort, hops int) {
 	return from, int(binary.NativeEndian.Uint32(messages[0].Data))
 }
 
-// sharing opens flows of one port of the guest until all sockets of their own are in use. It returns the port and two
-// peers for the next flows.
+// sharing opens flows of one port of the guest until the maximum number of connected sockets is reached. It returns the
+// port and two peers for further flows.
 func sharing(p *puppet, host netip.Addr) (from netip.AddrPort, peers [2]*peer) {
 	p.Helper()
 	if from = netip.AddrPortFrom(guest4, 5000); host.Is6() {
@@ -261,15 +261,15 @@ func sharing(p *puppet, host netip.Addr) (from netip.AddrPort, peers [2]*peer) {
 	return from, peers
 }
 
-// each runs a test with both families.
+// each runs a test with both address families.
 func each(t *testing.T, test func(t *testing.T, host netip.Addr)) {
 	for _, host := range []netip.Addr{host4, host6} {
 		t.Run(host.String(), func(t *testing.T) { test(t, host) })
 	}
 }
 
-// TestUDPSharedStranger checks that the peers of a shared socket reach the guest, each with its own address, and that
-// a stranger who sends to the same port does not, nor a peer whose flow has expired.
+// TestUDPSharedStranger checks that datagrams of the peers of a shared socket reach the guest, each with its own source
+// address, and that those of other senders, and of peers whose flow has expired, do not.
 func TestUDPSharedStranger(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
@@ -293,7 +293,7 @@ func TestUDPSharedStranger(t *testing.T) {
 		say(stranger, "psst")
 		p.quiet()
 		if n := p.g.Counts()[Unsolicited]; n != 1 {
-			t.Errorf("%d datagrams counted", n)
+			t.Errorf("Unsolicited counter: %d", n)
 		}
 		for _, c := range peers {
 			say(c, "!")
@@ -301,7 +301,7 @@ func TestUDPSharedStranger(t *testing.T) {
 				t.Errorf("%q from %v to %v, want it from %v", s.payload, s.from, s.to, c.at)
 			}
 		}
-		// One of the two flows of the socket goes on.
+		// One of the two flows of the socket remains in use.
 		p.wait(udpIdle / 2)
 		p.put(datagram(from, peers[0].at, []byte("more")))
 		p.turn(0)
@@ -344,11 +344,11 @@ func TestUDPSharedErrors(t *testing.T) {
 				t.Fatalf("protocol %d: % x", s.protocol, s.payload[:icmpHeader])
 			}
 			if about, ok := parse(s.payload[icmpHeader:]); !ok || about.from != from || about.to != gone {
-				t.Fatalf("told of what went from %v to %v, want %v to %v", about.from, about.to, from, gone)
+				t.Fatalf("ICMP error for a datagram from %v to %v, want %v to %v", about.from, about.to, from, gone)
 			}
 		}
 		p.quiet()
-		// A socket with pending errors of other flows still receives.
+		// A socket with pending errors of other flows must still receive.
 		text := []byte("!")
 		at := p.g.flows.all[flow{from, peers[0].at}]
 		p.put(datagram(from, peers[0].at, text))
@@ -364,24 +364,24 @@ func TestUDPSharedErrors(t *testing.T) {
 			heard = heard || s.protocol == unix.IPPROTO_UDP && s.from == peers[0].at
 		}
 		if !heard || p.g.flows.all[flow{from, peers[0].at}] != at {
-			t.Error("the answer of the other one is lost")
+			t.Error("the reply to the other flow is lost")
 		}
 	})
 }
 
-// TestUDPSharedHops checks that each datagram has the guest's hop limit, also if one socket sends to several peers,
-// one datagram or several per call.
+// TestUDPSharedHops checks that each datagram has the guest's hop limit, also if one socket sends to several peers, and
+// with one or several datagrams per call.
 func TestUDPSharedHops(t *testing.T) {
 	const usual = 64 // net.ipv4.ip_default_ttl and net.ipv6.conf.default.hop_limit
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, peers := sharing(p, host)
-		place := 8 // of the hop limit in a header
+		place := 8 // offset of the hop limit in the header
 		if host.Is6() {
 			place = 7
 		}
 		for _, train := range []int{1, 5} {
-			limits := []int{10, 20, 20, usual, 30, usual, 10} // for one peer and the other in turn
+			limits := []int{10, 20, 20, usual, 30, usual, 10} // alternating between the peers
 			for i, limit := range limits {
 				for n := range train {
 					b := datagram(from, peers[i%2].at, append(random(100), byte(i), byte(n)))
@@ -406,19 +406,19 @@ func TestUDPSharedHops(t *testing.T) {
 			p.g.udpArrives(&s)
 		}
 		if !p.g.gso.sendSegmented() {
-			t.Error("datagrams to one peer do not leave at once")
+			t.Error("the GSO batch was not sent")
 		}
 		p.g.gso.segments = p.g.gso.segments[:0]
 		for _, c := range peers {
 			if u := p.g.flows.all[flow{from, c.at}]; u.shared == nil || u.noGSO {
-				t.Errorf("%v shares a socket: %v, sends one by one: %v", c.at, u.shared != nil, u.noGSO)
+				t.Errorf("%v shared socket: %v, noGSO: %v", c.at, u.shared != nil, u.noGSO)
 			}
 		}
 	})
 }
 
-// TestUDPSharedForgotten checks that flows of a shared socket expire one by one, and that the last one closes the
-// socket.
+// TestUDPSharedForgotten checks that flows of a shared socket expire independently, and that the socket is closed with
+// the last flow.
 func TestUDPSharedForgotten(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
@@ -452,14 +452,14 @@ func TestUDPSharedForgotten(t *testing.T) {
 	})
 }
 
-// TestUDPSharedFull checks that flows use another shared socket when the first is full, and use the first again when
-// it has room.
+// TestUDPSharedFull checks that flows use another shared socket when the first one is full, and use the first one again
+// when it has space.
 func TestUDPSharedFull(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, _ := sharing(p, host)
 		empty := descriptors(t) - maxConnectedFlows
-		keep := slices.Collect(maps.Keys(p.g.flows.all)) // in use, so that the next ones share
+		keep := slices.Collect(maps.Keys(p.g.flows.all)) // kept in use, so that further flows share sockets
 		send := func(port uint16) *sharedSocket {
 			t.Helper()
 			f := flow{from, netip.AddrPortFrom(host, port)}
@@ -481,15 +481,15 @@ func TestUDPSharedFull(t *testing.T) {
 		}
 		second := send(4)
 		if second == nil || second == first || send(5) != second {
-			t.Fatal("the next ones do not share another socket")
+			t.Fatal("further flows do not share another socket")
 		}
 		wait(udpIdle / 2)
 		for _, port := range []uint16{2, 3, 4, 5} {
 			send(port)
 		}
-		wait(udpIdle/2 + time.Second) // the first one ends
+		wait(udpIdle/2 + time.Second) // the first flow expires
 		if send(6) != first || send(7) != second {
-			t.Error("the place of the flow that has ended is not taken")
+			t.Error("the space of the expired flow is not reused")
 		}
 		if n := descriptors(t) - empty - maxConnectedFlows; n != 2 {
 			t.Errorf("%d shared sockets", n)
@@ -502,8 +502,8 @@ func TestUDPSharedFull(t *testing.T) {
 	})
 }
 
-// TestUDPSharedNot checks that queries to name servers, and destinations that the host cannot tell apart, have
-// sockets of their own.
+// TestUDPSharedNot checks that queries to name servers, and destinations that have the same address on the host's side,
+// do not share sockets.
 func TestUDPSharedNot(t *testing.T) {
 	dns := netip.MustParseAddr("169.254.53.53")
 	loop := netip.MustParseAddr("127.0.0.1")
@@ -534,7 +534,7 @@ func TestUDPSharedNot(t *testing.T) {
 	}
 	got := map[netip.AddrPort]byte{}
 	for len(got) < len(aliases) {
-		if s := p.next(); s.protocol == unix.IPPROTO_UDP { // nobody answers names, of which the guest is told
+		if s := p.next(); s.protocol == unix.IPPROTO_UDP { // ICMP errors, because no name server listens
 			got[s.from] = s.payload[0]
 		}
 	}
@@ -545,15 +545,15 @@ func TestUDPSharedNot(t *testing.T) {
 	}
 }
 
-// TestUDPSharedBounds checks that flows of shared sockets are bounded, take no place of flows with sockets of their
-// own, and that shared sockets leave most ports to the latter.
+// TestUDPSharedBounds checks that the number of flows on shared sockets is limited, that they do not evict flows with
+// connected sockets, and that shared sockets leave most ports to connected sockets.
 func TestUDPSharedBounds(t *testing.T) {
 	const outgoing = 40
 	own(t, "10.99.0.0/16")
 	own(t, "10.98.0.0/16")
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, Outgoing: outgoing})
 	p.g.now = time.Now()
-	p.g.clock = func() time.Time { return p.g.now } // opening them takes no time
+	p.g.clock = func() time.Time { return p.g.now } // stops the clock, so that openBudget refuses no flow
 	send := func(port, i int) netip.AddrPort {
 		t.Helper()
 		to := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, byte(99 - i>>16), byte(i >> 8), byte(i)}), 9)
@@ -572,30 +572,30 @@ func TestUDPSharedBounds(t *testing.T) {
 	}
 	p.g.gso.send()
 	if l.shared.n != maxSharing || l.connected.n != maxConnectedFlows || p.g.Counts()[Evicted] != more {
-		t.Errorf("%d flows share sockets, %d have their own; %v", l.shared.n, l.connected.n, p.g.Counts())
+		t.Errorf("%d flows on shared sockets, %d with connected sockets; %v", l.shared.n, l.connected.n, p.g.Counts())
 	}
 	if l.all[flow{netip.AddrPortFrom(guest4, 1000), last}] == nil {
-		t.Error("the last one has no flow")
+		t.Error("the last flow does not exist")
 	}
 	for port := range 3 * outgoing {
 		for i := range 2 * maxConnectedFlows {
 			send(2000+port, i)
 		}
 		if l.sockets > outgoing/sharedDivisor || l.connected.n+l.sockets > outgoing {
-			t.Fatalf("%d shared sockets and %d of their own, of %d", l.sockets, l.connected.n, outgoing)
+			t.Fatalf("%d shared and %d connected sockets, limit %d", l.sockets, l.connected.n, outgoing)
 		}
 	}
 	p.g.gso.send()
 	if l.sockets != outgoing/sharedDivisor || l.connected.n != outgoing-l.sockets {
-		t.Errorf("%d shared sockets and %d of their own, of %d", l.sockets, l.connected.n, outgoing)
+		t.Errorf("%d shared and %d connected sockets, limit %d", l.sockets, l.connected.n, outgoing)
 	}
-	// Without free descriptors all shared sockets are given up, those with one flow first.
+	// Without free descriptors all shared sockets are closed, those with one flow first.
 	for n := outgoing; p.g.freeDescriptor(); n-- {
 		if l.connected.n+l.sockets != n-1 || l.connected.n > 0 && l.sockets != outgoing/sharedDivisor {
-			t.Fatalf("%d shared sockets and %d of their own, want %d", l.sockets, l.connected.n, n-1)
+			t.Fatalf("%d shared and %d connected sockets, want %d", l.sockets, l.connected.n, n-1)
 		}
 	}
 	if n := len(l.all) + l.connected.n + l.shared.n + l.sockets + len(l.sources) + p.g.timers.Len(); n != 0 {
-		t.Errorf("%d are left", n)
+		t.Errorf("%d flows remain", n)
 	}
 }

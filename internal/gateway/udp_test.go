@@ -68,14 +68,14 @@ func joinLater(t testing.TB, mtu int, c Config) (j *joined, run func()) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	// A kernel worker does this.
+	// A kernel worker configures IPv6 asynchronously.
 	for end := time.Now().Add(patience); ; {
 		routes, err := j.Netlink().RouteGet(guest6.AsSlice())
 		if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
 			break
 		}
 		if time.Now().After(end) {
-			t.Fatalf("the guest has no IPv6: %v, %v", routes, err)
+			t.Fatalf("IPv6 is not configured in the guest: %v, %v", routes, err)
 		}
 		runtime.Gosched()
 	}
@@ -126,7 +126,7 @@ func echoTo(c *net.UDPConn) {
 		if err != nil {
 			return
 		}
-		_, _ = c.WriteToUDPAddrPort(b[:n], from) // the peer may be gone
+		_, _ = c.WriteToUDPAddrPort(b[:n], from) // fails if the peer is closed
 	}
 }
 
@@ -136,7 +136,7 @@ func random(n int) []byte {
 	return b
 }
 
-// most is the largest payload of a datagram in bytes.
+// most returns the largest payload of a datagram in bytes.
 func most(a netip.Addr) int {
 	if a.Is4() {
 		return 65507
@@ -154,7 +154,7 @@ func (j *joined) listenUDP(at netip.AddrPort) *net.UDPConn {
 	return j.timed(c)
 }
 
-// TestUDP checks that datagrams of all sizes reach a server and that the replies are the same bytes.
+// TestUDP checks that datagrams of all sizes reach a server, and that the replies are identical.
 func TestUDP(t *testing.T) {
 	for _, mtu := range []int{1500, 65520} {
 		j := join(t, mtu, everywhere)
@@ -176,7 +176,7 @@ func TestUDP(t *testing.T) {
 						t.Fatalf("%d bytes: %v; %v", size, err, j.g.Counts())
 					}
 					if !bytes.Equal(b[:n], sent) {
-						t.Errorf("%d bytes came back as %d others", size, n)
+						t.Errorf("sent %d bytes, received %d different bytes", size, n)
 					}
 				}
 			})
@@ -227,7 +227,7 @@ func TestUDPInbound(t *testing.T) {
 		t.Fatal(err)
 	}
 	f, port := forwardUDP(t)
-	j := join(t, 1500, Config{Forwards: []Forward{f}}) // the guest may go nowhere by itself
+	j := join(t, 1500, Config{Forwards: []Forward{f}}) // no outbound destination is allowed
 	server := j.inside(func() (*net.UDPConn, error) { return net.ListenUDP("udp", &net.UDPAddr{Port: innerPort}) })
 	go func() {
 		b := make([]byte, 100)
@@ -252,13 +252,13 @@ func TestUDPInbound(t *testing.T) {
 		b := make([]byte, 100)
 		n, err := c.Read(b)
 		if want := netip.AddrPortFrom(seen, c.LocalAddr().(*net.UDPAddr).AddrPort().Port()).String(); err != nil || string(b[:n]) != want {
-			t.Errorf("%v to %v: answer %q, %v, want %q", from, to, b[:n], err, want)
+			t.Errorf("%v to %v: reply %q, %v, want %q", from, to, b[:n], err, want)
 		}
 	}
 	for i := range 200 {
 		from := netip.AddrFrom4([4]byte{10, 98, byte(i), 7})
 		ask(from, host4, from)
-		// To an address that the host would not select as a source.
+		// Send to an address that the host would not select as a source.
 		ask(from, netip.AddrFrom4([4]byte{10, 98, 255, byte(i)}), from)
 		from = netip.MustParseAddr(fmt.Sprintf("fd98::%x", i+1))
 		ask(from, host6, from)
@@ -266,7 +266,7 @@ func TestUDPInbound(t *testing.T) {
 	}
 	ask(netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("127.0.0.1"), alias4)
 	ask(netip.IPv6Loopback(), netip.IPv6Loopback(), alias6)
-	// Other hosts receive nothing from the guest.
+	// Other hosts must receive no datagrams of the guest.
 	stranger := j.listenUDP(netip.AddrPortFrom(host4, 0))
 	if _, err := server.WriteToUDPAddrPort([]byte("psst"), stranger.LocalAddr().(*net.UDPAddr).AddrPort()); err != nil {
 		t.Fatal(err)
@@ -276,7 +276,7 @@ func TestUDPInbound(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n, err := stranger.Read(make([]byte, 10)); err == nil {
-		t.Errorf("a stranger got %d bytes", n)
+		t.Errorf("another host received %d bytes", n)
 	}
 }
 
@@ -305,7 +305,7 @@ func TestUDPFromPublishedPort(t *testing.T) {
 	}
 }
 
-// TestUDPRefused checks that the guest's socket receives the ICMP errors of its datagrams.
+// TestUDPRefused checks that the guest's socket receives the ICMP errors for its datagrams.
 func TestUDPRefused(t *testing.T) {
 	j := join(t, 65520, Config{Outbound: access.Outbound{Rules: []access.Rule{
 		{Prefix: netip.MustParsePrefix("10.96.0.0/16"), Last: 65535}, {Prefix: netip.MustParsePrefix("fd96::/64"), Last: 65535},
@@ -322,7 +322,7 @@ func TestUDPRefused(t *testing.T) {
 		s := j.inside(func() (*net.UDPConn, error) {
 			return net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.MustParseAddrPort(c.to)))
 		})
-		tellErrors(t, s)
+		enableErrors(t, s)
 		for range 2 {
 			if _, err := s.Write([]byte("?")); err != nil {
 				t.Fatal(err)
@@ -334,8 +334,8 @@ func TestUDPRefused(t *testing.T) {
 	}
 }
 
-// tellErrors sets IP_RECVERR and IPV6_RECVERR.
-func tellErrors(t testing.TB, c *net.UDPConn) {
+// enableErrors sets IP_RECVERR and IPV6_RECVERR.
+func enableErrors(t testing.TB, c *net.UDPConn) {
 	t.Helper()
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -344,7 +344,7 @@ func tellErrors(t testing.TB, c *net.UDPConn) {
 	if err := raw.Control(func(fd uintptr) {
 		v4 := unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_RECVERR, 1)
 		if v6 := unix.SetsockoptInt(int(fd), unix.IPPROTO_IPV6, unix.IPV6_RECVERR, 1); v4 != nil && v6 != nil {
-			t.Errorf("ask to be told errors: %v, %v", v4, v6)
+			t.Errorf("enable the error queue: %v, %v", v4, v6)
 		}
 	}); err != nil {
 		t.Fatal(err)
@@ -385,13 +385,13 @@ func TestUDPBurst(t *testing.T) {
 		for i := range burst {
 			n, err := server.Read(b)
 			if err != nil {
-				t.Fatalf("%d of %d came: %v", i, burst, err)
+				t.Fatalf("received %d of %d: %v", i, burst, err)
 			}
 			if got := binary.BigEndian.Uint32(b[n-4:]); got != uint32(i) {
-				t.Fatalf("number %d came instead of %d", got, i)
+				t.Fatalf("received number %d, want %d", got, i)
 			}
 		}
-		t.Logf("%d datagrams sent in %v, had in %v", burst, sent, time.Since(start))
+		t.Logf("%d datagrams sent in %v, received in %v", burst, sent, time.Since(start))
 	}
 }
 
@@ -419,7 +419,7 @@ func TestUDPForgotten(t *testing.T) {
 	p.until("a peer", func() bool { return len(b.peers) == 1 })
 	p.wait(dnsIdle + time.Second)
 	if n := len(p.g.flows.all); n != 2 {
-		t.Errorf("%d flows after a while", n)
+		t.Errorf("%d flows after the idle timeout", n)
 	}
 	p.wait(udpIdle + time.Second)
 	p.wait(udpIdle + time.Second)
@@ -428,7 +428,8 @@ func TestUDPForgotten(t *testing.T) {
 	}
 }
 
-// TestUDPPeersBounded checks that a sender with many forged source addresses does not keep other peers out.
+// TestUDPPeersBounded checks that a sender with many forged source addresses does not prevent other peers from
+// communicating.
 func TestUDPPeersBounded(t *testing.T) {
 	f, _ := forwardUDP(t)
 	p := newPuppet(t, Config{Forwards: []Forward{f}})
@@ -441,7 +442,7 @@ func TestUDPPeersBounded(t *testing.T) {
 	}
 	last := maxPeers + 999
 	if b.peers[netip.AddrPortFrom(netip.AddrFrom4([4]byte{11, byte(last >> 16), byte(last >> 8), byte(last & 0xff)}), 5)] == nil {
-		t.Error("the last one is not known")
+		t.Error("the last peer is unknown")
 	}
 }
 
@@ -460,8 +461,7 @@ func datagram(from, to netip.AddrPort, payload []byte) []byte {
 	return b
 }
 
-// TestFragments checks that fragments that are malformed, too long, or never complete are dropped and free their
-// memory.
+// TestFragments checks that fragments that are malformed, too long or incomplete are dropped and their memory is freed.
 func TestFragments(t *testing.T) {
 	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 	piece := func(id uint16, at, n int, more bool) []byte {
@@ -484,15 +484,15 @@ func TestFragments(t *testing.T) {
 		return whole
 	}
 	if w := pieces(piece(1, 0, 800, true), piece(2, 0, 16, true), piece(1, 800, 7, false)); len(w) != ipv4Header+807 {
-		t.Errorf("two pieces make %d bytes", len(w))
+		t.Errorf("reassembled packet of two fragments has %d bytes", len(w))
 	}
 	for name, w := range map[string][]byte{
-		"a hole":          pieces(piece(3, 0, 800, true), piece(3, 808, 8, false)),
-		"an overlap":      pieces(piece(4, 0, 800, true), piece(4, 792, 8, false)),
-		"no beginning":    pieces(piece(5, 800, 8, false)),
-		"an odd length":   pieces(piece(6, 0, 801, true), piece(6, 800, 8, false)),
-		"nothing":         pieces(piece(7, 0, 0, true)),
-		"a ping of death": pieces(piece(8, 0, 65512, true), piece(8, 65512, 100, false)),
+		"a hole":                 pieces(piece(3, 0, 800, true), piece(3, 808, 8, false)),
+		"overlap":                pieces(piece(4, 0, 800, true), piece(4, 792, 8, false)),
+		"missing first fragment": pieces(piece(5, 800, 8, false)),
+		"odd length":             pieces(piece(6, 0, 801, true), piece(6, 800, 8, false)),
+		"nothing":                pieces(piece(7, 0, 0, true)),
+		"ping of death":          pieces(piece(8, 0, 65512, true), piece(8, 65512, 100, false)),
 	} {
 		if w != nil {
 			t.Errorf("%s: %d bytes", name, len(w))
@@ -502,6 +502,6 @@ func TestFragments(t *testing.T) {
 		pieces(piece(uint16(1000+i), 0, 8, true))
 	}
 	if n := len(p.g.partial); n > maxPartial {
-		t.Errorf("%d packets wait for the rest of them", n)
+		t.Errorf("%d incomplete packets remain", n)
 	}
 }

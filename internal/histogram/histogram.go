@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package histogram counts values in log-linear buckets, as the BPF programs do, and computes figures of them.
+// Package histogram counts values in log-linear buckets like the BPF programs, and computes figures from the counts.
 package histogram
 
 import (
@@ -15,23 +15,24 @@ import (
 	"time"
 )
 
-// Value is the type of a figure that a histogram computes, such as a quantile.
+// Value is the type of a computed figure, such as a quantile.
 type Value interface{ time.Duration | float64 }
 
-// Buckets counts values by bucket. Buckets are log-linear: a power of two is divided into buckets of equal width, and
-// below the first such power all buckets are as wide as in it. The BPF programs count in these arrays.
+// Buckets counts values by bucket. Buckets are log-linear: an octave (a power of two to the next) is divided into
+// buckets of equal width. Below the first octave, all buckets have the width of the buckets in the first octave. The
+// BPF programs use the same arrays.
 type Buckets interface {
 	Times | Quarters
 }
 
-// Times has the buckets of struct trace_histogram in bpf/include/trace.h: 16 of 16 ns each, then 16 for each power of
-// two from 256 ns on. From there, a time lies within 3.2 % of the middle of its bucket. The last bucket also counts all
-// times above its upper bound, 549.8 s.
+// Times contains the buckets of struct trace_histogram in bpf/include/trace.h: 16 buckets of 16 ns, then 16 buckets per
+// octave from 256 ns on. From there on, a time is within 3.2 % of the middle of its bucket. The last bucket also counts
+// all times above its upper bound, 549.8 s.
 type Times [512]uint64
 
-// Quarters has the buckets of TUNE_BUCKETS in bpf/include/tune.h, quarters of an octave: the values 0 to 3 have a
-// bucket each; above, a bucket is 14 % to 25 % of its lower bound wide. The last bucket also counts all values above its
-// upper bound, 2^33.
+// Quarters contains the buckets of TUNE_BUCKETS in bpf/include/tune.h, four per octave: the values 0 to 3 have one
+// bucket each; above, the width of a bucket is 14 % to 25 % of its lower bound. The last bucket also counts all values
+// above its upper bound, 2^33.
 type Quarters [128]uint64
 
 // layout returns the width of the first buckets and the number of buckets in an octave, as powers of two.
@@ -53,7 +54,7 @@ func Bucket[B Buckets](v uint64) int {
 	return min(shift<<octave+int(v>>shift), len(*new(B))-1)
 }
 
-// Bounds returns the values that bucket i counts: lo and more, less than hi.
+// Bounds returns the bounds of bucket i, which counts values from lo to less than hi.
 func Bounds[B Buckets](i int) (lo, hi uint64) {
 	width, octave := layout[B]()
 	if i < 1<<octave {
@@ -67,13 +68,13 @@ func Bounds[B Buckets](i int) (lo, hi uint64) {
 // Histogram counts values in buckets. Quantiles and means have type V. The zero value is an empty histogram.
 type Histogram[V Value, B Buckets] struct {
 	Count   uint64 // sum of Buckets
-	Sum     uint64 // of the values
-	Max     uint64 // the largest value, or the upper bound of its bucket where only that is known
+	Sum     uint64 // sum of the values
+	Max     uint64 // largest value, or the upper bound of its bucket if the value is unknown
 	Buckets B
 }
 
-// Of returns the histogram of which only the buckets are known. Its Sum is about that of the values: each counts as the
-// middle of its bucket, or exactly where the bucket counts one value.
+// Of returns a histogram from the counts of its buckets. Its Sum is approximate: each value counts as the middle of its
+// bucket, or exactly if the bucket counts a single value.
 func Of[V Value, B Buckets](counts B) Histogram[V, B] {
 	h := Histogram[V, B]{Buckets: counts}
 	var sum float64
@@ -96,7 +97,7 @@ func (h *Histogram[V, B]) Observe(v uint64) {
 	h.Buckets[Bucket[B](v)]++
 }
 
-// Add counts all that o has counted.
+// Add adds the counts of o.
 func (h *Histogram[V, B]) Add(o *Histogram[V, B]) {
 	h.Count += o.Count
 	h.Sum += o.Sum
@@ -106,8 +107,8 @@ func (h *Histogram[V, B]) Add(o *Histogram[V, B]) {
 	}
 }
 
-// Sub takes out what the same histogram had counted earlier. Max becomes that of what is left if it rose since;
-// otherwise the most that the highest bucket left allows.
+// Sub subtracts an earlier state of the same histogram. If Max has increased since, Max remains; otherwise Max becomes
+// the upper bound of the highest remaining bucket, if that is lower.
 func (h *Histogram[V, B]) Sub(earlier *Histogram[V, B]) {
 	rose := h.Max > earlier.Max
 	highest := -1
@@ -131,8 +132,8 @@ func (h *Histogram[V, B]) Sub(earlier *Histogram[V, B]) {
 
 func less(later, earlier uint64) uint64 { return later - min(earlier, later) }
 
-// End returns the upper bound of the values in bucket i, which Max may lower. What one CPU counts while it is read may
-// be in a bucket before it is in Max.
+// End returns the upper bound of the values in bucket i, limited by Max. While the kernel counts, a value may be
+// visible in its bucket before it is visible in Max.
 func (h *Histogram[V, B]) End(i int) uint64 {
 	lo, hi := Bounds[B](i)
 	if i == len(h.Buckets)-1 {
@@ -141,8 +142,8 @@ func (h *Histogram[V, B]) End(i int) uint64 {
 	return min(hi, max(h.Max, lo))
 }
 
-// Quantile returns the value below which the share q of the values lies, q from 0 to 1. It takes the values of a bucket
-// for evenly spread, up to Max. An empty histogram has 0.
+// Quantile returns the value below which the share q of the values is, q from 0 to 1. It assumes that the values of a
+// bucket are distributed uniformly up to Max. It returns 0 for an empty histogram.
 func (h *Histogram[V, B]) Quantile(q float64) V {
 	rank := min(max(q, 0), 1) * float64(h.Count)
 	var value float64
@@ -161,7 +162,7 @@ func (h *Histogram[V, B]) Quantile(q float64) V {
 	return valueOf[V](value)
 }
 
-// valueOf returns a figure as V. Durations end at 292 years.
+// valueOf converts a figure to V. The maximum duration is 292 years.
 func valueOf[V Value](v float64) V {
 	if _, ok := any(V(0)).(time.Duration); ok && v >= math.MaxInt64 {
 		longest := int64(math.MaxInt64)
@@ -170,7 +171,7 @@ func valueOf[V Value](v float64) V {
 	return V(v)
 }
 
-// Mean returns Sum / Count. An empty histogram has 0.
+// Mean returns Sum / Count, and 0 for an empty histogram.
 func (h *Histogram[V, B]) Mean() V {
 	if h.Count == 0 {
 		return 0
@@ -178,7 +179,7 @@ func (h *Histogram[V, B]) Mean() V {
 	return valueOf[V](float64(h.Sum) / float64(h.Count))
 }
 
-// UpTo returns about how many values are below v.
+// UpTo returns the approximate number of values below v.
 func (h *Histogram[V, B]) UpTo(v uint64) float64 {
 	at := Bucket[B](v)
 	var below uint64
@@ -193,9 +194,10 @@ func (h *Histogram[V, B]) UpTo(v uint64) float64 {
 	return float64(below) + part*float64(h.Buckets[at])
 }
 
-// Cumulative counts the values below each of the bounds. It is exact for bounds of buckets, such as powers of two; of a
-// bucket that a bound cuts, no value is counted. The last bucket is only in Count, as Prometheus' +Inf. A Prometheus
-// bucket le=bound would also have the values equal to the bound, which are counted in the next one here.
+// Cumulative returns the number of values below each bound. The result is exact for bounds of buckets, such as powers
+// of two; values in a bucket that contains the bound are not counted. Values in the last bucket are only in Count, like
+// +Inf in Prometheus. A Prometheus bucket le=bound would also contain the values equal to the bound, which are counted
+// in the next bucket here.
 func (h *Histogram[V, B]) Cumulative(bounds ...uint64) []uint64 {
 	below := make([]uint64, len(bounds))
 	for b, bound := range bounds {
@@ -213,7 +215,7 @@ func (h *Histogram[V, B]) Cumulative(bounds ...uint64) []uint64 {
 type Distribution struct {
 	count   float64
 	buckets []filled
-	below   []float64 // of each bucket, the number of values below it
+	below   []float64 // number of values below each bucket
 }
 
 // filled is a bucket that is not empty.
@@ -234,8 +236,8 @@ func (h *Histogram[V, B]) Distribution() *Distribution {
 	return d
 }
 
-// At returns a value below which the share q of the values may lie. Where in its bucket a value lies is not known, which
-// matters as far as the bucket has a large share of all values: spot, 0 to 1, chooses the place.
+// At returns a value below which the share q of the values may be. The position of a value within its bucket is
+// unknown, which matters if the bucket contains a large share of all values: spot, 0 to 1, selects the position.
 func (d *Distribution) At(q, spot float64) float64 {
 	rank := q * d.count
 	i, found := slices.BinarySearch(d.below, rank)
@@ -252,10 +254,10 @@ func (d *Distribution) At(q, spot float64) float64 {
 // NativeZero is the zero threshold of native histograms, in seconds.
 const NativeZero = 16e-9
 
-// Native returns the buckets of a Prometheus native histogram of seconds: the counts by index, where bucket i has the
-// values in (2^((i-1)/2^schema), 2^(i/2^schema)]; schema is -4 to 8. All times of a bucket count as its middle; those
-// below NativeZero, the first bucket, are in zero. Schema 3 has the resolution of the histogram: its buckets are 9 %
-// wide.
+// Native returns the buckets of a Prometheus native histogram in seconds: the counts by index, where bucket i contains
+// the values in (2^((i-1)/2^schema), 2^(i/2^schema)]. schema is -4 to 8. All times of a bucket count as the middle of
+// the bucket; times below NativeZero, the first bucket, are in zero. Schema 3 has the resolution of the histogram: its
+// buckets are 9 % wide.
 func (h *Histogram[V, B]) Native(schema int32) (positive map[int]int64, zero uint64) {
 	positive = make(map[int]int64)
 	for i := 1; i < len(h.Buckets); i++ {
@@ -270,14 +272,14 @@ func (h *Histogram[V, B]) Native(schema int32) (positive map[int]int64, zero uin
 	return positive, h.Buckets[0]
 }
 
-// Point is a point of a distribution function: a share of all values is at most Time.
+// Point is a point of a distribution function: a share of the values is at most Time.
 type Point[V Value] struct {
 	Time  V
 	Share float64
 }
 
-// CDF returns the points of the distribution function, from share 0 to share 1, which is linear between them. It is
-// flat over empty buckets. An empty histogram has no points.
+// CDF returns the points of the distribution function, from share 0 to share 1. The function is linear between the
+// points and flat over empty buckets. An empty histogram has no points.
 func (h *Histogram[V, B]) CDF() []Point[V] {
 	var points []Point[V]
 	var below uint64
@@ -296,7 +298,7 @@ func (h *Histogram[V, B]) CDF() []Point[V] {
 	return points
 }
 
-// jsonHistogram has the non-empty buckets as index and count, in their order.
+// jsonHistogram contains the non-empty buckets as pairs of index and count, in ascending order.
 type jsonHistogram struct {
 	Count   *uint64     `json:"count"`
 	Sum     *uint64     `json:"sum_ns"`
@@ -344,13 +346,13 @@ func (h *Histogram[V, B]) UnmarshalJSON(b []byte) error {
 			return fmt.Errorf("read histogram: bucket %d is out of order or range", i)
 		}
 		if count == 0 || count > left {
-			return fmt.Errorf("read histogram: bucket %d has a count of %d, of %d", i, count, left)
+			return fmt.Errorf("read histogram: bucket %d has a count of %d, at most %d possible", i, count, left)
 		}
 		read.Buckets[i] = count
 		left, next = left-count, i+1
 	}
 	if left > 0 {
-		return fmt.Errorf("read histogram: a count of %d is in no bucket", left)
+		return fmt.Errorf("read histogram: count exceeds the sum of the buckets by %d", left)
 	}
 	*h = read
 	return nil

@@ -20,7 +20,7 @@ import (
 // timing is the histogram of trace.
 type timing = Histogram[time.Duration, Times]
 
-// counted counts times.
+// counted returns a histogram of times.
 func counted(times ...uint64) *timing {
 	h := &timing{}
 	for _, v := range times {
@@ -51,8 +51,7 @@ func TestTimes(t *testing.T) {
 	}
 }
 
-// TestRelativeError looks at both ends of all buckets: no time in them is further
-// from the middle.
+// TestRelativeError checks that both ends of each bucket are within 3.2 % of its middle.
 func TestRelativeError(t *testing.T) {
 	var worst float64
 	for i := Bucket[Times](256); i <= Bucket[Times](500e9); i++ {
@@ -110,7 +109,7 @@ func TestQuantiles(t *testing.T) {
 		}
 		slices.Sort(values)
 		for _, q := range []float64{0.001, 0.01, 0.1, 0.25, 0.5, 0.9, 0.99, 0.999, 0.9999} {
-			// Between two values that are apart, all are right.
+			// Any value between two adjacent values is correct.
 			i := int(q * n)
 			low, high := float64(values[i-1]), float64(values[i])
 			if got := float64(h.Quantile(q)); got < low*0.95 || got > high*1.05 {
@@ -118,7 +117,7 @@ func TestQuantiles(t *testing.T) {
 			}
 		}
 		if got := h.Quantile(1); uint64(got) != values[n-1] {
-			t.Errorf("%s: got %d as the greatest, want %d", name, got, values[n-1])
+			t.Errorf("%s: got maximum %d, want %d", name, got, values[n-1])
 		}
 		if got := float64(h.Mean()); math.Abs(got-sum/n) > 1 {
 			t.Errorf("%s: mean %g, want %g", name, got, sum/n)
@@ -144,10 +143,10 @@ func TestQuantileEnds(t *testing.T) {
 	if got := counted(math.MaxUint64).Quantile(1); got != math.MaxInt64 {
 		t.Errorf("above all durations: got %d", got)
 	}
-	unread := &timing{Count: 1} // the bucket was read after the maximum
+	unread := &timing{Count: 1} // the bucket was read after the maximum, and Max is still 0
 	unread.Buckets[Bucket[Times](5000)] = 1
 	if got := unread.Quantile(0.99); got < 4800 || got > 5120 {
-		t.Errorf("maximum not known yet: got %d", got)
+		t.Errorf("maximum unknown: got %d", got)
 	}
 }
 
@@ -181,12 +180,12 @@ func TestAddAndSub(t *testing.T) {
 		default:
 			stayed++
 			if got.Max < since.Max || got.Max > later.Max || Bucket[Times](got.Max) != Bucket[Times](since.Max) {
-				t.Fatalf("maximum is %d, want a little more than %d, of %d", got.Max, since.Max, later.Max)
+				t.Fatalf("maximum is %d, want at least %d and at most %d", got.Max, since.Max, later.Max)
 			}
 		}
 	}
 	if rose < 100 || stayed < 100 {
-		t.Errorf("the maximum rose %d times, and stayed %d times", rose, stayed)
+		t.Errorf("the maximum increased %d times, and did not change %d times", rose, stayed)
 	}
 	long := counted(600e9, 550e9)
 	long.Sub(counted(600e9))
@@ -215,7 +214,7 @@ func TestCumulative(t *testing.T) {
 	}
 	cut := counted(1000, 1000, 600e9)
 	if got := cut.Cumulative(992, 1000, 1024, 1<<39, math.MaxUint64); !slices.Equal(got, []uint64{0, 0, 2, 2, 2}) {
-		t.Errorf("bounds that cut a bucket, and above all: got %v", got)
+		t.Errorf("bounds within a bucket, and above all values: got %v", got)
 	}
 }
 
@@ -241,7 +240,7 @@ func TestNative(t *testing.T) {
 			index := int(math.Ceil(math.Log(middle) / math.Log(base)))
 			want[index] += int64(count)
 			if above, upTo := math.Pow(base, float64(index-1)), math.Pow(base, float64(index)); middle <= above || middle > upTo*(1+1e-9) {
-				t.Fatalf("schema %d: %g is not in %g to %g", schema, middle, above, upTo)
+				t.Fatalf("schema %d: %g is not between %g and %g", schema, middle, above, upTo)
 			}
 		}
 		if !reflect.DeepEqual(positive, want) {
@@ -277,7 +276,7 @@ func TestCDF(t *testing.T) {
 		}
 		if p.Share > points[i].Share {
 			if got := h.Quantile(p.Share); math.Abs(float64(got-p.Time)) > 1 {
-				t.Errorf("quantile %g is %d, the distribution has %d", p.Share, got, p.Time)
+				t.Errorf("quantile %g is %d, value of the distribution: %d", p.Share, got, p.Time)
 			}
 		}
 	}
@@ -297,7 +296,7 @@ func TestHistogramJSON(t *testing.T) {
 		t.Fatal(err)
 	}
 	if *back["stack"] != *counted(3, 1000, 1001, 700e9) {
-		t.Errorf("came back as %+v", back["stack"])
+		t.Errorf("decoded as %+v", back["stack"])
 	}
 	if b, err = json.Marshal(timing{}); err != nil || string(b) != `{"count":0,"sum_ns":0,"max_ns":0,"buckets":[]}` {
 		t.Errorf("empty: %s, %v", b, err)
@@ -312,7 +311,7 @@ func TestHistogramJSONRefusals(t *testing.T) {
 		`{"count":0,"sum_ns":0,"max_ns":0,"buckets":null}`:                         "missing",
 		`{"count":0,"sum_ns":0,"max_ns":0,"buckets":[],"min_ns":0}`:                "unknown field",
 		`{"count":-1,"sum_ns":0,"max_ns":0,"buckets":[]}`:                          "cannot unmarshal",
-		`{"count":1,"sum_ns":0,"max_ns":0,"buckets":[]}`:                           "a count of 1 is in no bucket",
+		`{"count":1,"sum_ns":0,"max_ns":0,"buckets":[]}`:                           "count exceeds the sum of the buckets by 1",
 		`{"count":1,"sum_ns":0,"max_ns":0,"buckets":[[3]]}`:                        "not an index and a count",
 		`{"count":1,"sum_ns":0,"max_ns":0,"buckets":[[3,1,1]]}`:                    "not an index and a count",
 		`{"count":1,"sum_ns":0,"max_ns":0,"buckets":[null]}`:                       "not an index and a count",
@@ -326,7 +325,7 @@ func TestHistogramJSONRefusals(t *testing.T) {
 		`{"count":0,"sum_ns":0,"max_ns":0,"buckets":[]} {}`:                        "more than one value",
 		`{"count":1,"sum_ns":0,"max_ns":0,"buckets":[[4,18446744073709551615],1]}`: "cannot unmarshal",
 		`{"count":99999999999999999999,"sum_ns":0,"max_ns":0,"buckets":[[511,1]]}`: "cannot unmarshal",
-		`{"count":2,"sum_ns":0,"max_ns":0,"buckets":[[4,1],[5,1],[6,1]]}`:          "bucket 6 has a count of 1, of 0",
+		`{"count":2,"sum_ns":0,"max_ns":0,"buckets":[[4,1],[5,1],[6,1]]}`:          "bucket 6 has a count of 1, at most 0 possible",
 	} {
 		h := *counted(7)
 		err := h.UnmarshalJSON([]byte(text))
@@ -359,13 +358,13 @@ func FuzzHistogramJSON(f *testing.F) {
 		}
 		var back timing
 		if err := json.Unmarshal(out, &back); err != nil || back != h {
-			t.Errorf("%s came back as %+v, %v", out, back, err)
+			t.Errorf("%s decoded as %+v, %v", out, back, err)
 		}
 		before := time.Duration(0)
 		for _, q := range []float64{0, 0.5, 0.99, 1} {
 			v := h.Quantile(q)
 			if v < before {
-				t.Errorf("%s: quantile %g is %d, after %d", out, q, v, before)
+				t.Errorf("%s: quantile %g is %d, a lower quantile is %d", out, q, v, before)
 			}
 			before = v
 		}

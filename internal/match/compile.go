@@ -27,7 +27,7 @@ type term struct {
 	tag         []byte
 }
 
-// roleOf returns the role number of a side, MatchConnect or MatchAccept, of a protocol.
+// roleOf returns the role number for a side (MatchConnect or MatchAccept) and a protocol.
 func roleOf(side uint32, p config.Protocol) uint32 {
 	if p == config.UDP {
 		return bpf.MatchUDPConnect + side
@@ -35,7 +35,7 @@ func roleOf(side uint32, p config.Protocol) uint32 {
 	return side
 }
 
-// terms splits the rule with an index into terms. services has the services of the policy.
+// terms splits the rule with the given index into terms. services are the services of the policy.
 func terms(index int, m config.Match, protocols []config.Protocol, services []config.Service) []term {
 	base := term{rule: index, remote: m.Remote, local: m.Local, same: m.SamePrefix, tag: m.Tag,
 		remotePorts: m.RemotePorts, localPorts: m.LocalPorts}
@@ -109,7 +109,7 @@ func intersectPorts(a, b []config.PortRange) []config.PortRange {
 }
 
 // Compile compiles the matches of the rules of one cgroup, in their order, into the format of the programs. protocols
-// has the protocols of each rule; nil means TCP for all rules. services has the services of the policy. Compile returns
+// are the protocols of each rule; nil means TCP for all rules. services are the services of the policy. Compile returns
 // an error if the rules have more than bpf.MatchTerms terms.
 func Compile(matches []config.Match, protocols [][]config.Protocol, services []config.Service) (*bpf.MatchRules, error) {
 	compiled := &bpf.MatchRules{}
@@ -123,7 +123,7 @@ func Compile(matches []config.Match, protocols [][]config.Protocol, services []c
 		all = append(all, terms(i, m, of, services)...)
 	}
 	if len(all) > bpf.MatchTerms {
-		return nil, fmt.Errorf("compile rules: they have %d terms, at most %d; a list of ports counts twice, a service once a listener", len(all), bpf.MatchTerms)
+		return nil, fmt.Errorf("compile rules: %d terms, maximum %d; a list of ports counts twice, a service once per listener", len(all), bpf.MatchTerms)
 	}
 	set.Terms = uint32(len(all))
 	tags := make(map[bpf.MatchTag]int)
@@ -195,8 +195,8 @@ func TagOf(tag []byte) bpf.MatchTag {
 	return t
 }
 
-// prefixEntries lists, for each prefix of any term, the terms that allow an address whose longest prefix that is. Each
-// family has an entry of length 0, so that a lookup always finds an entry.
+// prefixEntries returns, for each prefix of any term, the terms that match an address whose longest prefix is this
+// prefix. Each family has an entry of length 0, so that a lookup always finds an entry.
 func prefixEntries(all []term, of func(*term) []config.PrefixTerm) []bpf.MatchPrefixEntry {
 	type use struct {
 		term int
@@ -226,7 +226,7 @@ func prefixEntries(all []term, of func(*term) []config.PrefixTerm) []bpf.MatchPr
 	for p := range uses {
 		ordered = append(ordered, p)
 	}
-	// A prefix comes before the prefixes that it contains.
+	// Sort a prefix before the prefixes that it contains.
 	slices.SortFunc(ordered, func(a, b netip.Prefix) int {
 		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
 	})
@@ -263,7 +263,7 @@ func prefixEntries(all []term, of func(*term) []config.PrefixTerm) []bpf.MatchPr
 	return entries
 }
 
-// portEntries lists prefixes of port numbers that cover all ports, with the terms that allow each.
+// portEntries returns prefixes of port numbers that cover all ports, with the terms that match each prefix.
 func portEntries(all []term, of func(*term) []config.PortRange) []bpf.MatchPortEntry {
 	type change struct{ at, term, by int }
 	var changes []change

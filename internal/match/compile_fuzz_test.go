@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/match"
 )
 
-// bytesDrawn draws from the input of a fuzzer, and 0 after its end.
+// bytesDrawn draws from a fuzzer's input, and returns 0 after its end.
 type bytesDrawn struct{ rest []byte }
 
 func (b *bytesDrawn) IntN(n int) int {
@@ -23,7 +23,7 @@ func (b *bytesDrawn) IntN(n int) int {
 	return int(binary.LittleEndian.Uint32(word[:]) % uint32(n))
 }
 
-// wild returns matches that the policy file may not contain.
+// wild returns matches that are not valid in a policy file.
 func (m *maker) wild() config.Match {
 	r := m.match()
 	if m.chance(20) {
@@ -77,18 +77,17 @@ func FuzzCompile(f *testing.F) {
 		}
 		for _, index := range c.Ruleset.Rule[:c.Ruleset.Terms] {
 			if index < 1 || int(index) > len(matches) {
-				t.Errorf("a term of rule %d", index)
+				t.Errorf("term of an unknown rule %d", index)
 			}
 		}
-		// One entry for each prefix and one for each family.
+		// There is at most one entry per prefix and one per family.
 		for _, entries := range [][]bpf.MatchPrefixEntry{c.Remotes, c.Locals} {
 			if len(entries) > prefixes+2 {
 				t.Errorf("%d prefixes gave %d entries", prefixes, len(entries))
 			}
 		}
 		for _, entries := range [][]bpf.MatchPortEntry{c.RemotePorts, c.LocalPorts} {
-			// A range has two ends, and what is between two of them is at most 30
-			// prefixes.
+			// A range has two ends; at most 30 prefixes cover the ports between two adjacent ends.
 			if len(entries) > 30*(2*2*ranges+1) {
 				t.Errorf("%d ranges gave %d entries", ranges, len(entries))
 			}

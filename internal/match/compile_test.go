@@ -24,8 +24,8 @@ import (
 // draws is the source of a maker's choices: random numbers or a fuzzer's bytes.
 type draws interface{ IntN(n int) int }
 
-// maker generates matches and questions from few addresses, ports and tags, so that prefixes nest, and questions match or
-// narrowly miss them.
+// maker generates matches and questions from a small set of addresses, ports and tags, so that prefixes nest, and
+// questions match the rules or narrowly miss them.
 type maker struct {
 	draws
 	prefixes []netip.Prefix
@@ -172,7 +172,7 @@ func lastOf(p netip.Prefix) netip.Addr {
 	return a
 }
 
-// sharing returns an address with the first bits of another, and often with no other common bits.
+// sharing returns an address that shares its first bits with another address.
 func (m *maker) sharing(a netip.Addr) netip.Addr {
 	b := a.AsSlice()
 	from := m.IntN(8*len(b) + 1)
@@ -208,7 +208,7 @@ func (m *maker) question() match.Question {
 	return q
 }
 
-// finder is a program that finds rules in given maps.
+// finder runs a program that finds rules in the given maps.
 type finder struct {
 	*bpf.Tune
 	t       testing.TB
@@ -234,7 +234,7 @@ func newFinder(t testing.TB) *finder {
 	return &finder{Tune: b, t: t, dir: dir}
 }
 
-// installed compiles and installs rules without settings. Their learning parameter is their index.
+// installed compiles and installs rules without settings. The learning parameter of a rule is its index.
 func (f *finder) installed(matches []config.Match, services []config.Service) {
 	f.t.Helper()
 	compiled, err := match.Compile(matches, nil, services)
@@ -266,7 +266,7 @@ func judged(matches []config.Match, services []config.Service, q match.Question)
 	return none, steps
 }
 
-// agree compares the program with Judge, and returns the number of questions per rule index.
+// agree compares the program with Judge, and returns the number of questions by rule index.
 func (f *finder) agree(services []config.Service, questions []match.Question) map[int]int {
 	f.t.Helper()
 	asked := make([]bpf.MatchQuestion, len(questions))
@@ -290,14 +290,14 @@ func (f *finder) agree(services []config.Service, questions []match.Question) ma
 		want, steps := judged(f.matches, services, q)
 		hits[want]++
 		if got != want {
-			f.t.Fatalf("%v from %v, %s, tag %q: the program says rule %d, the reference model %d: %+v", q.Local, q.Remote, q.Role, q.Tag, got, want, steps)
+			f.t.Fatalf("%v from %v, %s, tag %q: the program finds rule %d, the reference model rule %d: %+v", q.Local, q.Remote, q.Role, q.Tag, got, want, steps)
 		}
 	}
 	return hits
 }
 
-// TestTwin compares the program with the reference model for random connections and rules.
-func TestTwin(t *testing.T) {
+// TestReferenceModel compares the program with the reference model for random connections and rules.
+func TestReferenceModel(t *testing.T) {
 	f := newFinder(t)
 	hits, missed, late := 0, 0, 0
 	for seed := range uint64(twinRulesets) {
@@ -320,14 +320,14 @@ func TestTwin(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("%d questions got a rule, %d of them not the first, %d got none", hits, late, missed)
+	t.Logf("%d questions match a rule, %d of them not the first rule, %d match none", hits, late, missed)
 	if total := twinRulesets * twinQuestions; hits < total/4 || missed < total/50 || late < total/4 {
-		t.Errorf("the rules ask for too much or too little to compare anything")
+		t.Errorf("too few matching or too few non-matching questions for a comparison")
 	}
 }
 
-// TestTwinFewDimensions tests rulesets with one dimension each: the program skips the dimensions that no rule uses.
-func TestTwinFewDimensions(t *testing.T) {
+// TestReferenceModelFewDimensions tests rulesets with one dimension each: the program skips the dimensions that no rule uses.
+func TestReferenceModelFewDimensions(t *testing.T) {
 	f := newFinder(t)
 	keep := []func(to, from *config.Match){
 		func(to, from *config.Match) { to.Remote = from.Remote },
@@ -358,12 +358,12 @@ func TestTwinFewDimensions(t *testing.T) {
 		}
 		t.Log("dimension", d)
 		if hits := f.agree(m.services, asked); len(hits) < 2 {
-			t.Errorf("all questions got the same answer: %v", hits)
+			t.Errorf("all questions have the same result: %v", hits)
 		}
 	}
 }
 
-// prefixesOf returns many nested prefixes, of both families in turn.
+// prefixesOf returns many nested prefixes, alternating between both families.
 func prefixesOf(r *rand.Rand, n int) []config.PrefixTerm {
 	set := make([]config.PrefixTerm, n)
 	for i := range set {
@@ -379,7 +379,7 @@ func prefixesOf(r *rand.Rand, n int) []config.PrefixTerm {
 	return set
 }
 
-// TestManyPrefixes tests manyPrefixes prefixes in two rules.
+// TestManyPrefixes tests two rules with manyPrefixes prefixes in total.
 func TestManyPrefixes(t *testing.T) {
 	f := newFinder(t)
 	r := rand.New(rand.NewPCG(1, 3))
@@ -397,7 +397,7 @@ func TestManyPrefixes(t *testing.T) {
 	t.Log(hits)
 	for _, rule := range []int{0, 1, 2, none} {
 		if hits[rule] < manyQuestions/60 {
-			t.Errorf("rule %d got %d of %d questions", rule, hits[rule], len(asked))
+			t.Errorf("rule %d matches %d of %d questions", rule, hits[rule], len(asked))
 		}
 	}
 }
@@ -421,9 +421,9 @@ func TestMostTerms(t *testing.T) {
 	}
 	f.installed(matches, nil)
 	if hits := f.agree(nil, asked); len(hits) != len(matches) || hits[none] > 0 {
-		t.Errorf("%d rules of %d got connections, %d connections got none", len(hits), len(matches), hits[none])
+		t.Errorf("%d of %d rules match connections, %d connections match none", len(hits), len(matches), hits[none])
 	}
-	if _, err := match.Compile(append(matches, config.Match{}), nil, nil); err == nil || !strings.Contains(err.Error(), "513 terms, at most 512") {
+	if _, err := match.Compile(append(matches, config.Match{}), nil, nil); err == nil || !strings.Contains(err.Error(), "513 terms, maximum 512") {
 		t.Errorf("513 terms: got %v", err)
 	}
 }
@@ -435,15 +435,15 @@ func TestNoRules(t *testing.T) {
 	f.agree(nil, []match.Question{q})
 	f.installed([]config.Match{{}}, nil)
 	if hits := f.agree(nil, []match.Question{q}); hits[0] != 1 {
-		t.Errorf("one rule for all: got %v", hits)
+		t.Errorf("empty bank: got %v", hits)
 	}
 	f.installed(nil, nil)
 	f.agree(nil, []match.Question{q})
 }
 
-// BenchmarkDecide measures the time of the program to find a rule, by BPF_PROG_TEST_RUN with repetitions for one
-// connection after another. The time must not depend on the number of rules, and on the number of prefixes only through
-// the depth of the LPM trie.
+// BenchmarkDecide measures the time in which the program finds a rule, by BPF_PROG_TEST_RUN with repetitions for one
+// connection after another. The time must not depend on the number of rules, and must depend on the number of prefixes
+// only through the depth of the LPM trie.
 func BenchmarkDecide(b *testing.B) {
 	r := rand.New(rand.NewPCG(1, 5))
 	remotes := func(n int) []config.PrefixTerm {
@@ -454,7 +454,7 @@ func BenchmarkDecide(b *testing.B) {
 		return set
 	}
 	for _, test := range []struct {
-		rules, prefixes int // of each rule
+		rules, prefixes int // prefixes per rule
 	}{{0, 0}, {1, 1}, {10, 1}, {250, 1}, {10, 100}, {10, 1000}, {10, 10000}} {
 		b.Run(fmt.Sprintf("rules=%d/prefixes=%d", test.rules, test.rules*test.prefixes), func(b *testing.B) {
 			f := newFinder(b)

@@ -26,7 +26,7 @@ type Question struct {
 type Step struct {
 	Rule    string `json:"rule"`
 	Matches bool   `json:"matches"`
-	// Why names the first condition that does not hold, or all conditions if all hold.
+	// Why describes the first condition that does not hold, or all conditions if all hold.
 	Why string `json:"why"`
 }
 
@@ -42,7 +42,7 @@ func (q Question) BPF() bpf.MatchQuestion {
 	return b
 }
 
-// normalized returns the question with unmapped addresses without zones.
+// normalized returns the question with unmapped addresses and without zones.
 func (q Question) normalized() Question {
 	for _, end := range []*netip.AddrPort{&q.Local, &q.Remote} {
 		*end = netip.AddrPortFrom(end.Addr().Unmap().WithZone(""), end.Port())
@@ -53,10 +53,10 @@ func (q Question) normalized() Question {
 // condition is the evaluation of one key of a match.
 type condition struct {
 	holds bool
-	why   string // "": the key was not given
+	why   string // "": the match does not have the key
 }
 
-// conditionOf returns the condition of a key, with the text yes if the condition holds and no otherwise.
+// conditionOf returns the condition of a key, with the text yes if the condition holds, and otherwise with the text no.
 func conditionOf(holds bool, yes, no string) condition {
 	if holds {
 		return condition{true, yes}
@@ -65,7 +65,7 @@ func conditionOf(holds bool, yes, no string) condition {
 }
 
 // Judge evaluates a rule, given by its name and its match, for a connection. Judge is the reference model of the
-// programs in user space. services has the services of the policy.
+// programs in user space. services are the services of the policy.
 func Judge(q Question, rule string, m config.Match, services []config.Service) Step {
 	q = q.normalized()
 	port := q.Local.Port()
@@ -92,7 +92,7 @@ func Judge(q Question, rule string, m config.Match, services []config.Service) S
 		}
 	}
 	if reasons == nil {
-		return Step{Rule: rule, Matches: true, Why: "the rule is for all connections"}
+		return Step{Rule: rule, Matches: true, Why: "the rule matches all connections"}
 	}
 	return Step{Rule: rule, Matches: true, Why: strings.Join(reasons, ", ")}
 }
@@ -101,20 +101,17 @@ func (q Question) role(want config.Role) condition {
 	if want == "" {
 		return condition{holds: true}
 	}
-	is := "it is accepted"
-	if q.Role == config.RoleConnect {
-		is = "it connects"
-	}
-	return conditionOf(q.Role == want, is, fmt.Sprintf("%s, the rule is for %s", is, want))
+	is := fmt.Sprintf("role is %s", q.Role)
+	return conditionOf(q.Role == want, is, fmt.Sprintf("%s, not %s", is, want))
 }
 
-// service looks for the listener that accepted the connection.
+// service finds the listener that accepted the connection.
 func (q Question) service(name string, services []config.Service) condition {
 	if name == "" {
 		return condition{holds: true}
 	}
 	if q.Role == config.RoleConnect {
-		return condition{false, "it connects, service " + name + " accepts"}
+		return condition{false, "role is connect, service " + name + " requires accept"}
 	}
 	for _, s := range services {
 		for _, l := range s.Listeners {
@@ -126,7 +123,7 @@ func (q Question) service(name string, services []config.Service) condition {
 	return condition{false, fmt.Sprintf("local %v is not a listener of service %s", q.Local, name)}
 }
 
-// accepts reports whether a connection to an address reaches a listener. A listener on [::] also accepts IPv4 unless
+// accepts returns whether a connection to an address reaches a listener. A listener on [::] also accepts IPv4 unless
 // V6Only is set.
 func accepts(l config.Listener, local netip.AddrPort) bool {
 	addr := l.Address.Addr()
@@ -155,7 +152,7 @@ func inPorts(name string, port uint16, ranges []config.PortRange) condition {
 	}
 	switch r := ranges[0]; {
 	case len(ranges) > 1:
-		return condition{false, fmt.Sprintf("%sin none of its %d ranges", is, len(ranges))}
+		return condition{false, fmt.Sprintf("%snot in any of %d ranges", is, len(ranges))}
 	case r.First == r.Last:
 		return condition{false, fmt.Sprintf("%snot %v", is, r)}
 	default:
@@ -182,16 +179,16 @@ func inPrefixes(name string, addr netip.Addr, set []config.PrefixTerm) condition
 	case len(set) == 1:
 		return condition{false, fmt.Sprintf("%snot in %v", is, set[0])}
 	}
-	return condition{false, fmt.Sprintf("%sin none of its %d prefixes", is, len(set))}
+	return condition{false, fmt.Sprintf("%snot in any of %d prefixes", is, len(set))}
 }
 
 func (q Question) samePrefix(want *config.SamePrefix) condition {
 	if want == nil {
 		return condition{holds: true}
 	}
-	least, other := want.IPv6, "it is IPv6, same_prefix is for IPv4"
+	least, other := want.IPv6, "address family is IPv6, same_prefix requires IPv4"
 	if q.Remote.Addr().Is4() {
-		least, other = want.IPv4, "it is IPv4, same_prefix is for IPv6"
+		least, other = want.IPv4, "address family is IPv4, same_prefix requires IPv6"
 	}
 	if least < 0 {
 		return condition{false, other}

@@ -16,11 +16,11 @@ import (
 	"sockeye/internal/config"
 )
 
-// Host has the namespaces of the host. The owner of a process in other namespaces controls the names and paths that
-// the process shows.
+// Host contains the namespaces of the host. The owner of a process in other namespaces controls the names and paths
+// that the process shows.
 type Host struct {
 	user   FileID
-	mounts []FileID // mount namespaces of this process, which a hardened unit may have, and of process 1
+	mounts []FileID // mount namespaces of this process (a hardened unit has its own) and of process 1
 	roots  []string // paths to the root directories of these namespaces
 }
 
@@ -55,8 +55,8 @@ type Refusal struct {
 
 func (r *Refusal) Error() string { return r.Reason }
 
-// Admit checks the user, the namespaces and the executable of a process that matches the rule. service has the users of
-// the service. The error is a Refusal.
+// Admit checks the user, the namespaces and the executable of a process that matches the rule. service contains the
+// users of the service. The error is a Refusal.
 func (r *Rule) Admit(p *Process, service []uint32, h *Host) error {
 	if err := AdmitUser(p, r.Users(service)); err != nil {
 		return err
@@ -121,7 +121,7 @@ func UserNames(uids []uint32) string {
 	return strings.Join(names[:len(names)-1], ", ") + " or " + names[len(names)-1]
 }
 
-// hasFile reports whether a path refers to a file on the host.
+// hasFile returns whether a path refers to a file on the host.
 func (h *Host) hasFile(path string, file FileID) bool {
 	return slices.ContainsFunc(h.roots, func(root string) bool {
 		dir, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -139,9 +139,9 @@ func (h *Host) hasFile(path string, file FileID) bool {
 	})
 }
 
-// openInRoot opens a path below a directory and resolves absolute links in that directory, not in the
-// root of this process. The kernel answers EAGAIN to a path with ".." if anything on the host was
-// renamed or mounted meanwhile (openat2(2)); the path is resolved again then.
+// openInRoot opens a path below a directory. It resolves absolute links in that directory, not in the root of this
+// process. The kernel returns EAGAIN for a path with ".." if anything on the host was renamed or mounted in the
+// meantime (openat2(2)); openInRoot then resolves the path again.
 func openInRoot(dir int, path string) (fd int, err error) {
 	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT}
 	const attempts = 1000

@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// Admission depends on all user ids of a process.
+// TestAdmitUser checks that all user ids of a process are checked.
 func TestAdmitUser(t *testing.T) {
 	for _, test := range []struct {
 		uids  UIDs
@@ -64,7 +64,7 @@ func TestParseUIDs(t *testing.T) {
 	}
 }
 
-// The users of rules and of services.
+// TestUsers checks the users of rules and services.
 func TestUsers(t *testing.T) {
 	rules, err := Rules([]config.Member{{Match: config.MemberMatch{User: "7001"}}, {Match: config.MemberMatch{User: "root"}}, {Match: config.MemberMatch{User: "0"}}})
 	check(t, err)
@@ -88,15 +88,15 @@ func TestUsers(t *testing.T) {
 		t.Errorf("%v, want an error that names the user", err)
 	}
 	if got := rules[0].Users([]uint32{5}); !slices.Equal(got, []uint32{7001}) {
-		t.Errorf("of a rule with a user: %v", got)
+		t.Errorf("users of a rule with a user: %v", got)
 	}
 	var none Rule
 	if got := none.Users([]uint32{5, 6}); !slices.Equal(got, []uint32{5, 6}) {
-		t.Errorf("of a rule without one: %v", got)
+		t.Errorf("users of a rule without a user: %v", got)
 	}
 }
 
-// Admission of real processes in real namespaces.
+// TestAdmit checks processes in real namespaces.
 func TestAdmit(t *testing.T) {
 	host, err := ReadHost()
 	check(t, err)
@@ -151,7 +151,7 @@ func TestAdmit(t *testing.T) {
 	}
 }
 
-// hasFile follows links, and fails for a replaced file.
+// TestHostFile checks that hasFile follows links, and returns false for a replaced file.
 func TestHostFile(t *testing.T) {
 	host, err := ReadHost()
 	check(t, err)
@@ -167,7 +167,7 @@ func TestHostFile(t *testing.T) {
 	p, err := Read(c.pid())
 	check(t, err)
 	if p.Exe != program {
-		t.Errorf("it runs %s", p.Exe)
+		t.Errorf("executable %s", p.Exe)
 	}
 	for path, want := range map[string]bool{program: true, link: true, other: false, dir: false, dir + "/none": false, "": false, "/": false} {
 		if got := host.hasFile(path, p.File); got != want {
@@ -192,11 +192,12 @@ func TestHostFile(t *testing.T) {
 	now.File, now.exeVerified = FileID{1, 2}, false
 	now.RecallFirstSeen(FromRecord(p.PID, p.StartTime, p.Args, "", exe, file))
 	if r.Admit(now, []uint32{0}, host) == nil {
-		t.Error("another file is taken for the one that was seen")
+		t.Error("hasFile accepts another file")
 	}
 }
 
-// An agent in a hardened unit does not see all files, but the root of process 1 has them. Links are resolved in that root.
+// TestHostRoots checks an agent in a hardened unit, which does not see all files: files are found in the root of
+// process 1, and links are resolved in that root.
 func TestHostRoots(t *testing.T) {
 	blind, seeing := t.TempDir(), t.TempDir()
 	check(t, os.WriteFile(filepath.Join(seeing, "program"), nil, 0o755))
@@ -217,7 +218,7 @@ func TestHostRoots(t *testing.T) {
 	}
 }
 
-// TestHostRootsRenames resolves ".." while files are renamed, of which openat2 says EAGAIN.
+// TestHostRootsRenames resolves ".." while files are renamed, so that openat2 returns EAGAIN.
 func TestHostRootsRenames(t *testing.T) {
 	root := t.TempDir()
 	check(t, os.Mkdir(filepath.Join(root, "dir"), 0o755))
@@ -249,7 +250,7 @@ func TestHostRootsRenames(t *testing.T) {
 	<-done
 }
 
-// The owner and the network namespace of a socket do not depend on the process that has it.
+// TestSocketOwner checks that the owner and the network namespace of a socket do not depend on the process.
 func TestSocketOwner(t *testing.T) {
 	for _, test := range []struct {
 		name  string
@@ -275,7 +276,7 @@ func TestSocketOwner(t *testing.T) {
 		for _, s := range sockets {
 			netns, err := s.Netns()
 			if err != nil || netns != p.Netns || s.UID != test.uid {
-				t.Errorf("%s: %s is of user %d and namespace %d, %v, want %d and %d", test.name, s, s.UID, netns, err, test.uid, p.Netns)
+				t.Errorf("%s: %s has user %d and namespace %d, %v, want %d and %d", test.name, s, s.UID, netns, err, test.uid, p.Netns)
 			}
 		}
 		CloseAll(sockets)

@@ -23,7 +23,7 @@ import (
 // JSON, and exits when its standard input is closed.
 const childVariable = "SOCKEYE_TEST_CHILD"
 
-// children has the functions of child processes.
+// children contains the functions of child processes.
 var children = map[string]func() (any, error){
 	"sleep": func() (any, error) { return nil, nil },
 	"rename": func() (any, error) {
@@ -106,7 +106,7 @@ func start(t testing.TB, does string, result any, change func(cmd *exec.Cmd)) *c
 	})
 	line, err := bufio.NewReader(out).ReadBytes('\n')
 	if err != nil {
-		t.Fatalf("the child ends: %v", err)
+		t.Fatalf("the child exited: %v", err)
 	}
 	if result != nil {
 		check(t, json.Unmarshal(line, result))
@@ -130,7 +130,7 @@ func within(t testing.TB, what string, f func() error) error {
 	case err := <-done:
 		return err
 	case <-time.After(time.Minute):
-		t.Fatalf("%s: does not end", what)
+		t.Fatalf("%s: timeout", what)
 		return nil
 	}
 }

@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/cgroup"
 )
 
-// Process has the attributes of a process in /proc.
+// Process contains the attributes of a process in /proc.
 type Process struct {
 	PID       int
 	Parent    int
@@ -42,8 +42,8 @@ type Process struct {
 // UIDs are the user ids of a process: real, effective, saved, and file system.
 type UIDs [4]uint32
 
-// Within reports whether all ids are in users. The real id of a set-user-ID program is that of the user who started the
-// program, and who controls its arguments, environment and descriptors, and may send it signals.
+// Within returns whether all ids are in users. The real id of a set-user-ID program is the id of the user who started
+// the program; this user controls its arguments, environment and descriptors, and may send it signals.
 func (u UIDs) Within(users []uint32) bool {
 	return !slices.ContainsFunc(u[:], func(uid uint32) bool { return !slices.Contains(users, uid) })
 }
@@ -71,8 +71,8 @@ func (p *Process) RecallFirstSeen(first *Process) {
 	}
 }
 
-// MayRun reports whether the process may have run an executable: false if both executables are known and differ, as
-// after execve(2).
+// MayRun returns whether the process may have run an executable. It returns false if both executables are known and
+// differ, as after execve(2).
 func (p *Process) MayRun(file FileID) bool {
 	return p.File == file || p.File == FileID{} || file == FileID{}
 }
@@ -233,7 +233,7 @@ func parseUIDs(status []byte) (uids UIDs, err error) {
 	return uids, errors.New("unexpected format of status")
 }
 
-// Alive reports whether the process with this id and start time still runs. Alive costs a fraction of Read.
+// Alive returns whether the process with this id and start time is still running, at a fraction of the cost of Read.
 func Alive(pid int, startTime uint64) bool {
 	dir, err := openProcess(pid)
 	if err != nil {

@@ -40,8 +40,8 @@ func Rules(members []config.Member) ([]Rule, error) {
 	return rules, nil
 }
 
-// Users returns the users of the members of a service: the named users, or else the users of the rules. The result is
-// empty if there are neither.
+// Users returns the users of the members of a service: the named users, or otherwise the users of the rules. The result
+// is empty if there are no such users.
 func Users(names []string, rules []Rule) ([]uint32, error) {
 	var uids []uint32
 	for _, name := range names {
@@ -97,7 +97,7 @@ func CheckUsers(policy *config.Policy) error {
 	return flaws
 }
 
-// Users returns the users whose processes the rule admits: the user of the rule, or else the users of the service.
+// Users returns the users whose processes the rule admits: the user of the rule, or otherwise the users of the service.
 func (r *Rule) Users(service []uint32) []uint32 {
 	if r.uid != nil {
 		return []uint32{*r.uid}
@@ -121,13 +121,13 @@ func LookupUser(name string) (uint32, error) {
 	return uint32(uid), nil
 }
 
-// InCgroup reports whether a process is in a cgroup or in a descendant of it.
+// InCgroup returns whether a process is in a cgroup or in a descendant of it.
 func (p *Process) InCgroup(cgroup string) bool {
 	return cgroup == "/" || p.Cgroup == cgroup || strings.HasPrefix(p.Cgroup, cgroup+"/")
 }
 
-// Matches reports whether the process has the attributes that the rule gives. Admit then checks that the process may be
-// a member.
+// Matches returns whether the process has the attributes of the rule. Admit then checks whether the process may be a
+// member.
 func (r *Rule) Matches(p *Process) bool {
 	m := r.Match
 	unit, _ := p.Unit()

@@ -51,7 +51,7 @@ func (h *Handle) Wait() error {
 	return conn.Read(func(fd uintptr) bool { return ended(int(fd)) })
 }
 
-// Ended reports whether the process has exited.
+// Ended returns whether the process has exited.
 func (h *Handle) Ended() bool { return ended(h.fd) }
 
 func ended(pidfd int) bool {
@@ -99,7 +99,7 @@ func (s *Socket) String() string {
 	return protocols[s.Protocol] + " " + s.Local.String()
 }
 
-// SharesTraffic reports whether the kernel, without a program, would distribute traffic over two sockets.
+// SharesTraffic returns whether the kernel, without a program, would distribute traffic over the two sockets.
 func (s *Socket) SharesTraffic(other *Socket) bool {
 	return s.Protocol == other.Protocol && s.Local == other.Local && s.V6Only == other.V6Only && !s.Connected && !other.Connected
 }
@@ -126,7 +126,7 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	return sockets, nil
 }
 
-// HasSocket reports whether one of the first 1024 descriptors of a process is a bound TCP or UDP socket for which want
+// HasSocket returns whether one of the first 1024 descriptors of a process is a bound TCP or UDP socket for which want
 // returns true.
 func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 	const most = 1024

@@ -16,11 +16,10 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// pair is a connection over loopback: the side that connected and the side
-// that accepted.
+// pair is a loopback connection: the socket that connected and the socket that was accepted.
 type pair struct{ connected, accepted *net.TCPConn }
 
-// listen makes a listener that is no MPTCP socket.
+// listen opens a listener that is not an MPTCP socket.
 func listen(t testing.TB, address string) *net.TCPListener {
 	t.Helper()
 	var c net.ListenConfig
@@ -33,7 +32,7 @@ func listen(t testing.TB, address string) *net.TCPListener {
 	return l.(*net.TCPListener)
 }
 
-// connect makes a connection to a listener.
+// connect opens a connection to a listener.
 func connect(t testing.TB, l *net.TCPListener) pair {
 	t.Helper()
 	return connectTo(t, l, l.Addr().String())
@@ -56,8 +55,7 @@ func connectTo(t testing.TB, l *net.TCPListener, address string) pair {
 	return pair{c.(*net.TCPConn), a}
 }
 
-// newSocket makes a TCP socket that does not wait forever, closed when the test
-// ends.
+// newSocket opens a TCP socket with timeouts, which is closed at the end of the test.
 func newSocket(t testing.TB, domain int) int {
 	t.Helper()
 	fd, err := unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
@@ -96,13 +94,13 @@ func portOf(t testing.TB, fd int) int {
 	return 0
 }
 
-// subgroup makes a cgroup below that of the tests.
+// subgroup creates a cgroup below that of the tests.
 func subgroup(t testing.TB, name string) string {
 	t.Helper()
 	dir := filepath.Join(testenv.Cgroup(), name)
 	check(t, os.Mkdir(dir, 0o755))
 	t.Cleanup(func() {
-		within(t, "removing cgroup "+name, func() bool { return os.Remove(dir) == nil })
+		within(t, "remove cgroup "+name, func() bool { return os.Remove(dir) == nil })
 	})
 	return dir
 }
@@ -114,7 +112,7 @@ func check(t testing.TB, err error) {
 	}
 }
 
-// within fails unless f says yes soon.
+// within waits until f returns true, and fails the test after one minute.
 func within(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
@@ -124,7 +122,7 @@ func within(t testing.TB, what string, f func() bool) {
 		select {
 		case <-tick.C:
 		case <-deadline:
-			t.Errorf("%s: does not come about", what)
+			t.Errorf("timeout: %s", what)
 			return
 		}
 	}

@@ -10,5 +10,5 @@ import (
 
 func TestMain(m *testing.M) { testenv.Main(m) }
 
-// TestServer is the process of servers that tests start.
+// TestServer is the main function of server processes that tests start.
 func TestServer(t *testing.T) { testenv.Serve(t) }

@@ -29,23 +29,23 @@ type Socket struct {
 	Number  int    // number of the descriptor in the process
 	Command string // command line of the process
 	Cookie  uint64
-	// Local and Remote have IPv4-mapped addresses as IPv4. Remote is the zero value without a peer.
+	// In Local and Remote, IPv4-mapped addresses are IPv4 addresses. Remote is the zero value without a peer.
 	Local, Remote netip.AddrPort
 	State         uint8 // TCP_ESTABLISHED is 1; 0 if unknown
 	Listening     bool
-	// Role is accept if a listener that was seen has the local address, otherwise connect: the kernel does not
-	// record it. "" for a listener.
+	// Role is accept if the local address is that of a visited listener, otherwise connect: the kernel does not record
+	// the role. Role is "" for a listener.
 	Role   config.Role
 	Family int // unix.AF_INET or AF_INET6
-	// MPTCP reports an MPTCP socket, whose TCP options can be neither read nor set. Its connections are those of
-	// Subflows.
+	// MPTCP is set for an MPTCP socket, whose TCP options can be neither read nor set. Subflows returns its
+	// connections.
 	MPTCP bool
 
 	netns  uint64 // cookie of the network namespace
 	v6only bool
 }
 
-// String names the connection or the listener, and its process.
+// String returns the name of the connection or the listener, with its process.
 func (s *Socket) String() string {
 	name := s.Local.String()
 	if s.Remote.IsValid() {
@@ -54,20 +54,20 @@ func (s *Socket) String() string {
 	return fmt.Sprintf("%s (descriptor %d of pid %d)", name, s.Number, s.PID)
 }
 
-// Close closes the duplicate. Only the results of Find and Take need it.
+// Close closes the duplicate. Call it only for the results of Find and Take.
 func (s *Socket) Close() error { return unix.Close(s.FD) }
 
-// Connected reports whether the socket is a connection that can send.
+// Connected returns whether the socket is a connection that can send.
 func (s *Socket) Connected() bool {
 	return s.State == unix.BPF_TCP_ESTABLISHED || s.State == unix.BPF_TCP_CLOSE_WAIT
 }
 
 // Walk visits the TCP sockets of all processes in a cgroup directory and below. A socket that several processes share
-// is visited once, and its descriptor is closed after the visit. Connections that are not accepted yet have no
+// is visited once, and its duplicate is closed after the visit. Connections that are not yet accepted have no
 // descriptor and are not visited.
 //
-// Processes that exit concurrently are skipped. problems has the processes whose sockets cannot be duplicated. An
-// error of visit ends Walk, which returns it.
+// Processes that exit concurrently are skipped. problems contains an error for each process whose sockets cannot be
+// duplicated. If visit returns an error, Walk ends and returns it.
 func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error) {
 	heard := make(Listeners)
 	_, err = WalkOnce(cgroup, func(s *Socket) error {
@@ -83,8 +83,8 @@ func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error
 	})
 }
 
-// Find returns the connection of a process of a cgroup with these addresses, or an MPTCP connection with such a
-// subflow. The caller closes it. The error wraps fs.ErrNotExist if there is none.
+// Find returns the connection with these addresses of a process of a cgroup, or an MPTCP connection with such a
+// subflow. The caller closes it. The error wraps fs.ErrNotExist if there is no such connection.
 func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	local, remote = plain(local), plain(remote)
 	found := errors.New("found")
@@ -115,7 +115,7 @@ func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 }
 
 // Take returns the TCP socket of a descriptor of a process. The caller closes it. Its role is derived from the
-// listeners of that process only. The error wraps fs.ErrNotExist if there is no such socket.
+// listeners of this process only. The error wraps fs.ErrNotExist if there is no such socket.
 func Take(pid, number int) (*Socket, error) {
 	h, err := member.Open(pid)
 	if err != nil {
@@ -128,20 +128,21 @@ func Take(pid, number int) (*Socket, error) {
 	}
 	if m.Protocol == unix.IPPROTO_UDP {
 		m.Close()
-		return nil, fmt.Errorf("take descriptor %d of process %d: %s is no TCP socket: %w", number, pid, m, fs.ErrNotExist)
+		return nil, fmt.Errorf("duplicate descriptor %d of process %d: %s is not a TCP socket: %w", number, pid, m, fs.ErrNotExist)
 	}
 	s := describe(m, pid)
 	s.Command = command(pid)
 	heard := make(Listeners)
 	if err := walkProcess(pid, make(map[uint64]bool), heard.Add); err != nil {
 		s.Close()
-		return nil, fmt.Errorf("take sockets of pid %d: %w", pid, err)
+		return nil, fmt.Errorf("duplicate sockets of pid %d: %w", pid, err)
 	}
 	s.Role = heard.Role(s)
 	return s, nil
 }
 
-// WalkOnce is Walk at half the cost and without Role, which is unknown before the listener is seen (see Listeners).
+// WalkOnce is like Walk at half the cost, and without Role, which is unknown until all listeners are visited (see
+// Listeners).
 func WalkOnce(dir string, visit func(*Socket) error) (problems []error, err error) {
 	pids, err := cgroup.Processes(dir)
 	if err != nil {
@@ -159,7 +160,7 @@ func WalkOnce(dir string, visit func(*Socket) error) (problems []error, err erro
 		case failed != nil:
 			return problems, failed
 		case err != nil && !errors.Is(err, fs.ErrNotExist):
-			problems = append(problems, fmt.Errorf("take sockets of pid %d: %w", pid, err))
+			problems = append(problems, fmt.Errorf("duplicate sockets of pid %d: %w", pid, err))
 		}
 	}
 	return problems, nil
@@ -213,7 +214,7 @@ func describe(m *member.Socket, pid int) *Socket {
 	if info, err := unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO); err == nil {
 		s.State = info.State
 	}
-	// Before Linux 5.14, all sockets count as sockets of one namespace.
+	// Before Linux 5.14, netns is 0: all sockets count as sockets of one namespace.
 	s.netns, _ = unix.GetsockoptUint64(s.FD, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
 	return s
 }
@@ -222,7 +223,7 @@ func plain(a netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port())
 }
 
-// Listeners are the seen listeners by namespace and port.
+// Listeners contains the visited listeners by namespace and port.
 type Listeners map[listenerKey][]*Socket
 
 type listenerKey struct {
@@ -238,7 +239,7 @@ func (l Listeners) Add(s *Socket) {
 	}
 }
 
-// Role returns the role of a socket by the recorded listeners; "" for a listener.
+// Role returns the role of a socket according to the recorded listeners, and "" for a listener.
 func (l Listeners) Role(s *Socket) config.Role {
 	if s.Listening {
 		return ""

@@ -22,13 +22,13 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// visited are the sockets of the tests' cgroup, by cookie.
+// visited returns the sockets of the tests' cgroup, by cookie.
 func visited(t testing.TB) map[uint64]procsock.Socket {
 	t.Helper()
 	all := make(map[uint64]procsock.Socket)
 	problems, err := procsock.Walk(testenv.Cgroup(), func(s *procsock.Socket) error {
 		if got := cookie(t, s.FD); got != s.Cookie {
-			t.Errorf("the descriptor of %v is of socket %#x, want %#x", s, got, s.Cookie)
+			t.Errorf("the descriptor of %v refers to socket %#x, want %#x", s, got, s.Cookie)
 		}
 		if _, ok := all[s.Cookie]; ok {
 			t.Errorf("%v is visited twice", s)
@@ -54,7 +54,7 @@ func TestWalk(t *testing.T) {
 	ends := make(map[uint64]*net.TCPConn)
 	for _, c := range []struct {
 		listener, to string
-		family       int // of the accepted end
+		family       int // family of the accepted socket
 	}{
 		{"127.0.0.1:0", "127.0.0.1", unix.AF_INET},
 		{"[::1]:0", "[::1]", unix.AF_INET6},
@@ -81,7 +81,7 @@ func TestWalk(t *testing.T) {
 	check(t, err)
 	defer c.Close()
 
-	// One that has an own number for a socket that this process has, too.
+	// A process that has a different descriptor number for a socket of this process.
 	var files []*os.File
 	for _, end := range ends {
 		f, err := end.File()
@@ -99,7 +99,7 @@ func TestWalk(t *testing.T) {
 	defer udp.Close()
 
 	open := descriptors(t)
-	// The server accepts when it comes to it.
+	// The server accepts asynchronously.
 	var accepted *procsock.Socket
 	within(t, "the child accepts", func() bool {
 		for _, s := range visited(t) {
@@ -110,11 +110,11 @@ func TestWalk(t *testing.T) {
 		return accepted != nil
 	})
 	if got := descriptors(t); got != open || open <= had {
-		t.Errorf("%d open files, had %d", got, open)
+		t.Errorf("%d open descriptors, want %d", got, open)
 	}
 	if accepted.Role != config.RoleAccept || accepted.Local.String() != child.Address || accepted.Remote != addrPort(c.LocalAddr()) ||
 		!strings.Contains(accepted.Command, "-test.run=^TestServer$") {
-		t.Errorf("the child's connection is %+v", accepted)
+		t.Errorf("connection of the child: %+v", accepted)
 	}
 	all := visited(t)
 	if _, ok := all[cookie(t, unused)]; ok {
@@ -131,7 +131,7 @@ func TestWalk(t *testing.T) {
 			t.Errorf("%v -> %v is %+v, want %+v", ends[id].LocalAddr(), ends[id].RemoteAddr(), s, w)
 		}
 		if s.PID != self && s.PID != shared.Process.Pid {
-			t.Errorf("%v is of pid %d", &s, s.PID)
+			t.Errorf("%v belongs to pid %d", &s, s.PID)
 		}
 		taken, err := procsock.Take(s.PID, s.Number)
 		if err != nil {
@@ -139,18 +139,18 @@ func TestWalk(t *testing.T) {
 			continue
 		}
 		if taken.Cookie != id || taken.FD == s.Number {
-			t.Errorf("descriptor %d of pid %d is %v, want %v", s.Number, s.PID, taken, &s)
+			t.Errorf("descriptor %d of pid %d refers to %v, want %v", s.Number, s.PID, taken, &s)
 		}
 		check(t, taken.Close())
 	}
 	for id, local := range listening {
 		if s := all[id]; !s.Listening || s.Role != "" || s.Remote.IsValid() || s.Local != local {
-			t.Errorf("the listener %v is %+v", local, s)
+			t.Errorf("listener %v: %+v", local, s)
 		}
 	}
 	for _, s := range all {
 		if name := (&s).String(); !strings.HasPrefix(name, s.Local.String()) || !strings.HasSuffix(name, fmt.Sprintf("(descriptor %d of pid %d)", s.Number, s.PID)) {
-			t.Errorf("%+v is called %s", s, name)
+			t.Errorf("name of %+v: %s", s, name)
 		}
 	}
 	t.Run("MPTCP", func(t *testing.T) { testMPTCP(t) })
@@ -204,8 +204,7 @@ func testMPTCP(t *testing.T) {
 	}
 }
 
-// TestRoleByListener makes connections whose local port is that of a listener
-// which cannot have accepted them.
+// TestRoleByListener opens connections whose local port is that of a listener that cannot have accepted them.
 func TestRoleByListener(t *testing.T) {
 	other := listen(t, "127.0.0.1:0")
 	for _, c := range []struct {
@@ -223,11 +222,11 @@ func TestRoleByListener(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if _, err := unix.GetsockoptUint64(newSocket(t, unix.AF_INET), unix.SOL_SOCKET, unix.SO_NETNS_COOKIE); c.netns != 0 && errors.Is(err, unix.ENOPROTOOPT) {
-				t.Skip("kernel: it does not tell a socket's network namespace")
+				t.Skip("kernel: no SO_NETNS_COOKIE")
 			}
 			var fd int
-			// Another socket may have the port.
-			within(t, "binding", func() bool {
+			// Another socket may use the port.
+			within(t, "bind", func() bool {
 				fd = newSocket(t, unix.AF_INET)
 				check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
 				check(t, unix.Bind(fd, sockaddr(netip.MustParseAddrPort("127.0.0.1:0"))))
@@ -253,8 +252,8 @@ func TestRoleByListener(t *testing.T) {
 	}
 }
 
-// listenToo listens on a port that another socket of this test is bound to. It
-// says no if the address is somebody else's.
+// listenToo listens on a port to which another socket of this test is bound. It returns false if another process uses
+// the address.
 func listenToo(t testing.TB, at netip.AddrPort, v6only bool) bool {
 	t.Helper()
 	domain := unix.AF_INET
@@ -287,10 +286,10 @@ func TestWalkEndsWithAnError(t *testing.T) {
 		t.Errorf("%v after %d visits, want %v after 1", err, visits, stop)
 	}
 	if _, err := procsock.Walk(filepath.Join(testenv.Cgroup(), "none"), nil); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("of a cgroup that is not there: %v, want %v", err, fs.ErrNotExist)
+		t.Errorf("missing cgroup: %v, want %v", err, fs.ErrNotExist)
 	}
 	if got := descriptors(t); got != had {
-		t.Errorf("%d open files, had %d", got, had)
+		t.Errorf("%d open descriptors, want %d", got, had)
 	}
 }
 
@@ -315,14 +314,14 @@ func TestFind(t *testing.T) {
 	}
 	local := addrPort(l.Addr())
 	if s, err := procsock.Find(testenv.Cgroup(), local, netip.AddrPort{}); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("a listener is the connection %v, %v", s, err)
+		t.Errorf("Find returns a listener: %v, %v", s, err)
 	}
 	nobody := netip.MustParseAddrPort("192.0.2.1:80")
 	if s, err := procsock.Find(testenv.Cgroup(), local, nobody); !errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "\n") {
-		t.Errorf("%v, %v, want %v in one line", s, err, fs.ErrNotExist)
+		t.Errorf("%v, %v, want %v on one line", s, err, fs.ErrNotExist)
 	}
 	if got := descriptors(t); got != had {
-		t.Errorf("%d open files, had %d", got, had)
+		t.Errorf("%d open descriptors, want %d", got, had)
 	}
 }
 
@@ -335,21 +334,21 @@ func TestTakeRefuses(t *testing.T) {
 	had := descriptors(t)
 	check(t, raw.Control(func(fd uintptr) {
 		if s, err := procsock.Take(os.Getpid(), int(fd)); !errors.Is(err, fs.ErrNotExist) {
-			t.Errorf("a UDP socket is %v, %v", s, err)
+			t.Errorf("UDP socket: %v, %v", s, err)
 		}
 	}))
 	if s, err := procsock.Take(os.Getpid(), 9999); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("no descriptor is %v, %v", s, err)
+		t.Errorf("closed descriptor: %v, %v", s, err)
 	}
 	if s, err := procsock.Take(1<<22, 0); err == nil {
-		t.Errorf("no process has %v", s)
+		t.Errorf("missing process: %v", s)
 	}
 	if got := descriptors(t); got != had {
-		t.Errorf("%d open files, had %d", got, had)
+		t.Errorf("%d open descriptors, want %d", got, had)
 	}
 }
 
-// TestWalkWithoutRights still visits what it may.
+// TestWalkWithoutRights checks that Walk visits the sockets of processes that it may trace, and reports the others.
 func TestWalkWithoutRights(t *testing.T) {
 	l := listen(t, "127.0.0.1:0")
 	child := testenv.StartServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
@@ -361,18 +360,18 @@ func TestWalkWithoutRights(t *testing.T) {
 			return nil
 		})
 		if err != nil || !found {
-			t.Errorf("%v, the own listener is visited: %v", err, found)
+			t.Errorf("%v, own listener visited: %v", err, found)
 		}
 		if len(problems) != 1 || !errors.Is(problems[0], fs.ErrPermission) || !strings.Contains(problems[0].Error(), fmt.Sprintf("pid %d", child.Process.Pid)) {
 			t.Errorf("problems %v, want one of pid %d", problems, child.Process.Pid)
 		}
 		_, err = procsock.Find(testenv.Cgroup(), addrPort(l.Addr()), addrPort(l.Addr()))
 		if !errors.Is(err, fs.ErrPermission) || !errors.Is(err, fs.ErrNotExist) {
-			t.Errorf("a connection that may be the child's: %v", err)
+			t.Errorf("connection that may belong to the child: %v", err)
 		}
 	})
 	if got := descriptors(t); got != had {
-		t.Errorf("%d open files, had %d", got, had)
+		t.Errorf("%d open descriptors, want %d", got, had)
 	}
 }
 
@@ -421,6 +420,6 @@ func TestWalkOfProcessesThatEnd(t *testing.T) {
 		}()
 	}
 	if got := descriptors(t); got != had {
-		t.Errorf("%d open files, had %d", got, had)
+		t.Errorf("%d open descriptors, want %d", got, had)
 	}
 }

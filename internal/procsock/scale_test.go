@@ -4,5 +4,5 @@
 
 package procsock_test
 
-// killings is how often processes are killed whose sockets are visited.
+// killings is the number of times that processes are killed while their sockets are visited.
 const killings = 5

@@ -29,15 +29,15 @@ const usualSubflows = 8
 
 // Subflow is a TCP subflow of an MPTCP connection. It has no descriptor.
 type Subflow struct {
-	// Local and Remote have IPv4-mapped addresses as IPv4.
+	// In Local and Remote, IPv4-mapped addresses are IPv4 addresses.
 	Local, Remote netip.AddrPort
 }
 
-// ErrNoSubflows is the error of kernels before 5.16, which do not list subflows.
-var ErrNoSubflows = errors.New("this kernel does not tell the subflows of an MPTCP connection")
+// ErrNoSubflows is returned on kernels before 5.16, which do not list subflows.
+var ErrNoSubflows = errors.New("listing the subflows of an MPTCP connection requires Linux 5.16")
 
-// Subflows returns the current subflows of an MPTCP connection. fellBack reports a permanent fallback to TCP, with
-// one subflow. The error is ErrNoSubflows if the kernel does not list subflows.
+// Subflows returns the current subflows of an MPTCP connection. fellBack is true after a permanent fallback to TCP,
+// with one subflow. The error is ErrNoSubflows if the kernel does not list subflows.
 func (s *Socket) Subflows() (list []Subflow, fellBack bool, err error) {
 	list, err = readSubflows(s.FD)
 	if err == nil {
@@ -46,7 +46,7 @@ func (s *Socket) Subflows() (list []Subflow, fellBack bool, err error) {
 	if !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.ENOPROTOOPT) {
 		return nil, false, fmt.Errorf("read subflows of %s: %w", s, os.NewSyscallError("getsockopt", err))
 	}
-	// After a fallback, the kernel passes TCP options on to the subflow, and has no MPTCP options
+	// After a fallback, the kernel passes TCP options to the subflow, and does not support MPTCP options
 	// (mptcp_getsockopt, Linux 6.18).
 	if _, err := unix.GetsockoptInt(s.FD, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP); err != nil {
 		return nil, false, fmt.Errorf("read subflows of %s: %w", s, ErrNoSubflows)
@@ -54,7 +54,7 @@ func (s *Socket) Subflows() (list []Subflow, fellBack bool, err error) {
 	return []Subflow{{s.Local, s.Remote}}, true, nil
 }
 
-// has reports whether a connection or one of its subflows has these addresses.
+// has returns whether a connection or one of its subflows has these addresses.
 func (s *Socket) has(local, remote netip.AddrPort) bool {
 	if s.Local == local && s.Remote == remote {
 		return true
@@ -62,7 +62,7 @@ func (s *Socket) has(local, remote netip.AddrPort) bool {
 	if !s.MPTCP {
 		return false
 	}
-	// A connection with unreadable subflows does not match.
+	// A connection whose subflows cannot be read does not match.
 	list, _, _ := s.Subflows()
 	return slices.Contains(list, Subflow{local, remote})
 }

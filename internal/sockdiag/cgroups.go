@@ -16,7 +16,7 @@ import (
 type Cgroups map[uint64]string
 
 // ReadCgroups reads a cgroup directory and its descendants. Paths are relative to mount, as in /proc/PID/cgroup.
-// Directories that disappear or are not readable are left out.
+// Directories that disappear or are not readable are omitted.
 func ReadCgroups(mount, folder string) (Cgroups, error) {
 	found := make(Cgroups)
 	err := filepath.WalkDir(folder, func(path string, d fs.DirEntry, err error) error {

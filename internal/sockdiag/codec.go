@@ -27,8 +27,8 @@ type Request struct {
 	Protocol   uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
 	Attributes uint8 // idiag_ext: bit n-1 requests attribute n
 	States     States
-	// Source and Destination are the addresses of the socket. A dump uses the ports only; 0 matches any. To find
-	// one UDP socket, they are those of a datagram that the socket would receive (udp_dump_one).
+	// Source and Destination are the addresses of the socket. A dump only uses the ports; 0 matches any. To find a UDP
+	// socket, use the addresses of a datagram that the socket would receive (udp_dump_one).
 	Source, Destination netip.AddrPort
 	Device              uint32 // interface index; 0 matches any
 	Cookie              uint64 // AnyCookie matches any
@@ -58,8 +58,8 @@ func (r *Request) Append(b []byte) []byte {
 	return binary.NativeEndian.AppendUint32(b, uint32(r.Cookie>>32))
 }
 
-// appendAddress appends 16 bytes: an IPv4 address is mapped in a request for AF_INET6, and uses four bytes in one for
-// AF_INET.
+// appendAddress appends 16 bytes. An IPv4 address is IPv4-mapped in a request for AF_INET6, and uses four bytes in a
+// request for AF_INET.
 func (r *Request) appendAddress(b []byte, a netip.Addr) []byte {
 	var bytes [16]byte
 	if r.Family == unix.AF_INET && a.Is4() {
@@ -82,7 +82,7 @@ type Message struct {
 func NextMessage(b []byte) (m Message, rest []byte, err error) {
 	length := int(binary.NativeEndian.Uint32(b))
 	if length < HeaderSize || length > len(b) {
-		return Message{}, nil, fmt.Errorf("an answer has a message of %d bytes in %d", length, len(b))
+		return Message{}, nil, fmt.Errorf("malformed reply: message of %d bytes in %d bytes", length, len(b))
 	}
 	m = Message{
 		Type: binary.NativeEndian.Uint16(b[4:]), Flags: binary.NativeEndian.Uint16(b[6:]), Sequence: binary.NativeEndian.Uint32(b[8:]),
@@ -91,7 +91,7 @@ func NextMessage(b []byte) (m Message, rest []byte, err error) {
 	return m, b[min((length+unix.NLMSG_ALIGNTO-1)&^(unix.NLMSG_ALIGNTO-1), len(b)):], nil
 }
 
-// Errno returns the error of a message of type NLMSG_ERROR or NLMSG_DONE; 0 for none.
+// Errno returns the error of a message of type NLMSG_ERROR or NLMSG_DONE, or 0.
 func (m *Message) Errno() unix.Errno {
 	if len(m.Body) < 4 {
 		return 0

@@ -13,12 +13,12 @@ import (
 // sockDestroy is SOCK_DESTROY of linux/sock_diag.h.
 const sockDestroy = 21
 
-// ErrCannotDestroy is the error of a kernel before Linux 4.9, or without CONFIG_INET_DIAG_DESTROY.
-var ErrCannotDestroy = errors.New("this kernel closes no connections of other processes (CONFIG_INET_DIAG_DESTROY)")
+// ErrCannotDestroy is returned on kernels before Linux 4.9, or without CONFIG_INET_DIAG_DESTROY.
+var ErrCannotDestroy = errors.New("this kernel cannot close connections of other processes (CONFIG_INET_DIAG_DESTROY)")
 
-// Destroy closes a connection of any process (SOCK_DESTROY): the peer gets a RST, and the process ECONNABORTED. A
-// connection that has closed concurrently is no error; its cookie distinguishes it from a later one with the same
-// addresses. Destroy needs CAP_NET_ADMIN. The error is ErrCannotDestroy if the kernel does not support it.
+// Destroy closes a connection of any process (SOCK_DESTROY): the peer receives a RST, and the process ECONNABORTED. It
+// returns nil if the connection has closed concurrently; the cookie distinguishes the connection from a later one with
+// the same addresses. Destroy needs CAP_NET_ADMIN. It returns ErrCannotDestroy if the kernel does not support it.
 func (c *Conn) Destroy(s *Socket) error {
 	err := c.destroy(s)
 	switch {

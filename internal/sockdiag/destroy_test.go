@@ -16,8 +16,8 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// One connection is closed, by its ends and its cookie, and no other; that of a
-// listener for both families too.
+// TestDestroy checks that Destroy closes the connection with the given addresses and cookie, and no other, also for a
+// connection of a dual-stack listener.
 func TestDestroy(t *testing.T) {
 	diag, err := Open()
 	if err != nil {
@@ -90,10 +90,10 @@ func TestDestroy(t *testing.T) {
 			t.Errorf("%v: %v, alive %v and %v", c, err, lives(clients[0]), lives(clients[1]))
 		}
 		if err := diag.Destroy(first); err != nil {
-			t.Errorf("%v: once more: %v", c, err)
+			t.Errorf("%v: second call: %v", c, err)
 		}
 		if client, err := net.Dial("tcp", netip.AddrPortFrom(netip.MustParseAddr(c.dial), port).String()); err != nil {
-			t.Errorf("%v: the listener is gone: %v", c, err)
+			t.Errorf("%v: the listener was closed: %v", c, err)
 		} else {
 			client.Close()
 		}

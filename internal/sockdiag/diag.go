@@ -18,13 +18,13 @@ import (
 	"sockeye/internal/nlattr"
 )
 
-// Conn is a sock_diag connection for one network namespace. It must not be used by two goroutines at a time.
+// Conn is a sock_diag connection for one network namespace. It is not safe for concurrent use.
 type Conn struct {
 	fd     int
 	seq    uint32
 	buffer []byte
 	names  map[string]string // names of congestion controls
-	// Settings are those of the namespace when Open was called.
+	// Settings are the settings of the namespace at the time of Open.
 	Settings Settings
 }
 
@@ -36,16 +36,16 @@ type Settings struct {
 	NotSentLowat int
 }
 
-// ErrUnsupported is the error of a kernel without sock_diag for TCP.
-var ErrUnsupported = errors.New("this kernel does not show its TCP sockets")
+// ErrUnsupported is returned on kernels without sock_diag for TCP.
+var ErrUnsupported = errors.New("this kernel does not support sock_diag for TCP")
 
-// ErrInterrupted is the error for a dump that the kernel could not make consistent.
-var ErrInterrupted = errors.New("the sockets changed while they were read")
+// ErrInterrupted is returned if the kernel could not return a consistent dump.
+var ErrInterrupted = errors.New("the sockets changed during the dump")
 
-// receiveTimeout is the timeout of an answer, which the kernel computes while the caller waits.
+// receiveTimeout is the timeout of a reply, which the kernel computes synchronously.
 const receiveTimeout = 30 // seconds
 
-// Open opens sock_diag in the network namespace of the calling thread. The Conn stays in that namespace.
+// Open opens sock_diag in the network namespace of the calling thread. The Conn remains in this namespace.
 func Open() (*Conn, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_SOCK_DIAG)
 	if errors.Is(err, unix.EPROTONOSUPPORT) || errors.Is(err, unix.EAFNOSUPPORT) {
@@ -109,8 +109,8 @@ type Query struct {
 const mostTries = 3
 
 // Dump visits the sockets of both families. It calls begin before each attempt; a new attempt replaces the results of
-// the previous one. The socket is valid until visit returns. Sockets that are opened or closed concurrently may be
-// visited or not.
+// the previous one. The socket is valid until visit returns. Sockets opened or closed during the dump may be visited or
+// not.
 func (c *Conn) Dump(q Query, begin func(), visit func(*Socket)) error {
 	var err error
 	for range mostTries {
@@ -143,7 +143,7 @@ func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
 			return err
 		}
 		if flags&unix.MSG_TRUNC != 0 {
-			return errors.New("an answer is longer than any should be")
+			return errors.New("reply exceeds the maximum size")
 		}
 		done, changed, err := c.messages(c.buffer[:n], &s, visit)
 		interrupted = interrupted || changed
@@ -183,8 +183,8 @@ func dumpRequest(seq uint32, family uint8, q Query) []byte {
 	return b
 }
 
-// Find returns the socket with two addresses of the same family, or nil. Link-local addresses belong to the interface
-// with the index device.
+// Find returns the socket with two addresses of the same family, or nil. device is the interface index for link-local
+// addresses.
 func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
 	c.seq++
 	if err := c.send(exact(c.seq, local, remote, device)); err != nil {
@@ -263,7 +263,7 @@ func (c *Conn) messages(b []byte, s *Socket, visit func(*Socket)) (done, interru
 	return false, interrupted, nil
 }
 
-// failure returns the error of a message that ends the answer, or nil.
+// failure returns the error of a message that ends the reply, or nil.
 func failure(m *Message) error {
 	switch errno := m.Errno(); errno {
 	case 0:
@@ -310,7 +310,7 @@ func (s State) String() string {
 	return fmt.Sprintf("state %d", uint8(s))
 }
 
-// StateOf returns the state with a name, or 0.
+// StateOf returns the state with the given name, or 0.
 func StateOf(name string) State {
 	for i, known := range stateNames {
 		if i > 0 && known == name {
@@ -323,7 +323,7 @@ func StateOf(name string) State {
 // With returns the set with a state added.
 func (s States) With(state State) States { return s | 1<<state }
 
-// Has reports whether a state is in the set.
+// Has returns whether a state is in the set.
 func (s States) Has(state State) bool { return s&(1<<state) != 0 }
 
 const (

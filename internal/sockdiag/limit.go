@@ -27,7 +27,7 @@ const (
 // Limits lists all limits.
 var Limits = []Limit{Application, ReceiveWindow, CongestionWindow, SendBuffer, Transmit}
 
-// Times are the times that the kernel counts for a connection (tcp_chrono_type).
+// Times contains the times that the kernel counts for a connection (tcp_chrono_type).
 type Times struct {
 	Busy          time.Duration `json:"busy_ns"`           // data was queued
 	ReceiveWindow time.Duration `json:"receive_window_ns"` // part of Busy: the peer's window was full
@@ -51,13 +51,13 @@ func (t Times) Since(earlier Times) Times {
 
 // Verdict is the bottleneck of a connection, with its evidence.
 type Verdict struct {
-	By Limit // "" of a socket that cannot send
-	// Share is the share of the time between two readings, or of the busy time since the start, that the kernel
-	// attributes to the limit, 0 to 1; negative if unknown.
+	By Limit // "" for a socket that cannot send
+	// Share is the share of the time between two readings, or of the busy time since the start of the connection, that
+	// the kernel attributes to the limit, 0 to 1; negative if unknown.
 	Share float64
 }
 
-// Now returns the current bottleneck, or "" for a connection that cannot send. sure is false if one reading is not
+// Now returns the current bottleneck, or "" for a connection that cannot send. sure is false if a single reading is not
 // sufficient.
 func (s *Socket) Now() (by Limit, sure bool) {
 	i := &s.Info
@@ -70,9 +70,9 @@ func (s *Socket) Now() (by Limit, sure bool) {
 	flying := int64(i.Unacked) + int64(i.Retrans) - int64(i.Sacked) - int64(i.Lost)
 	full := flying >= int64(i.Snd_cwnd)
 	sent := int64(s.Payload) - int64(i.Notsent_bytes)
-	// The unsent data is less than the windows will take soon: the buffer would be the next limit.
+	// The windows will soon allow more than the unsent data: the send buffer would be the next limit.
 	dry := s.crowded() && 2*int64(i.Notsent_bytes) < sent
-	// As in tcp_snd_wnd_test, the next segment must fit completely.
+	// The next segment must fit completely, as in tcp_snd_wnd_test.
 	next := int64(min(i.Notsent_bytes, i.Snd_mss))
 	closed := i.Snd_wnd > 0 && sent+next > int64(i.Snd_wnd) || i.Snd_wnd == 0 && i.Probes > 0
 	switch {
@@ -89,18 +89,18 @@ func (s *Socket) Now() (by Limit, sure bool) {
 	case dry:
 		return SendBuffer, false
 	case next == int64(i.Snd_mss) && strings.HasPrefix(s.Congestion, "bbr"):
-		return CongestionWindow, false // by pacing
+		return CongestionWindow, false // limited by pacing
 	}
 	return Transmit, false
 }
 
-// crowded reports whether the send buffer is so full that a writer waits.
+// crowded returns whether the send buffer is so full that a writer waits.
 func (s *Socket) crowded() bool {
 	snapshot := s.Snapshot(Settings{})
 	return snapshot.Arming()
 }
 
-// Judge returns the bottleneck: the current one, or the one of most of the busy time if the current one is not sure.
+// Judge returns the current bottleneck, or the bottleneck of most of the busy time if the current one is not certain.
 func (s *Socket) Judge() Verdict {
 	now, sure := s.Now()
 	t := s.Times()
@@ -157,7 +157,7 @@ func (s *Socket) JudgeSince(earlier, look Look) Verdict {
 		return Verdict{by, share(part)}
 	}
 	// The kernel does not divide the rest of the busy time. A reading without data to send, or between an
-	// acknowledgement that opens the window and the next packet, is no evidence.
+	// acknowledgement that opens the window and the next packet, is not evidence.
 	switch {
 	case now == Transmit && earlier.now == CongestionWindow:
 		now = CongestionWindow
@@ -170,12 +170,12 @@ func (s *Socket) JudgeSince(earlier, look Look) Verdict {
 	return Verdict{now, share(t.Busy - t.ReceiveWindow - t.SendBuffer)}
 }
 
-// muchOfBusy is the share of the busy time from which on a limit is the bottleneck. A connection that is limited by
-// congestion control always has data and nearly no such time, while a connection that is limited by its buffer or by
-// the peer's window also needs time to send.
+// muchOfBusy is the minimum share of the busy time for a limit to be the bottleneck. A connection limited by congestion
+// control always has data to send and almost no such time, while a connection limited by its buffer or by the peer's
+// window also spends time on sending.
 const muchOfBusy = 0.25
 
-// mostly returns the limit of a large part of the busy time and that part, or "".
+// mostly returns the limit with a large share of the busy time, and its time, or "".
 func (t Times) mostly() (by Limit, part time.Duration) {
 	if by, part = SendBuffer, t.SendBuffer; t.ReceiveWindow > part {
 		by, part = ReceiveWindow, t.ReceiveWindow
@@ -205,10 +205,10 @@ type Advice struct {
 	Hint   string `json:"hint"`
 }
 
-// Asked has the options of a descriptor that sock_diag does not report.
+// Asked contains the options of a descriptor that sock_diag does not report.
 type Asked struct {
 	Fixed        bool // SO_BUF_LOCK has SOCK_SNDBUF_LOCK
-	NotSentLowat int  // TCP_NOTSENT_LOWAT in bytes; 0 is that of the namespace
+	NotSentLowat int  // TCP_NOTSENT_LOWAT in bytes; 0: the value of the namespace
 }
 
 // Advise returns the cause and the remedy for a connection that its send buffer limits. t are the times of the
@@ -219,38 +219,38 @@ func (s *Socket) Advise(settings Settings, kernel room.Kernel, t Times, asked *A
 	if asked != nil && asked.NotSentLowat > 0 {
 		lowat = asked.NotSentLowat
 	}
-	fixed := Advice{FixedBuffer, fmt.Sprintf("the application set SO_SNDBUF, which made a buffer of %d bytes%s", s.Buffer, s.ceiling()),
-		"without SO_SNDBUF the kernel grows it as needed, up to net.ipv4.tcp_wmem"}
+	fixed := Advice{FixedBuffer, fmt.Sprintf("the application set SO_SNDBUF to a buffer of %d bytes%s", s.Buffer, s.ceiling()),
+		"without SO_SNDBUF the kernel auto-tunes the buffer, up to net.ipv4.tcp_wmem"}
 	switch {
 	case most > 0 && s.Buffer >= most:
-		fixed.Hint = "set a larger one, up to net.core.wmem_max; without it the kernel grows the buffer up to net.ipv4.tcp_wmem"
+		fixed.Hint = "set a larger buffer, up to net.core.wmem_max; without SO_SNDBUF the kernel auto-tunes the buffer, up to net.ipv4.tcp_wmem"
 	case most > 0:
-		fixed.Hint = fmt.Sprintf("without SO_SNDBUF the kernel grows it as needed, up to the %d bytes of net.ipv4.tcp_wmem", most)
+		fixed.Hint = fmt.Sprintf("without SO_SNDBUF the kernel auto-tunes the buffer, up to %d bytes (net.ipv4.tcp_wmem)", most)
 	}
-	// The kernel starts with more (tcp_init_buffer_space). A smaller buffer was set by the application.
+	// The initial size of the kernel is larger (tcp_init_buffer_space). A smaller buffer was set by the application.
 	const firstSegments = 2 * 10
 	least := firstSegments * (int(s.Info.Snd_mss) + kernel.Overhead)
 	by, _ := t.mostly()
 	switch {
 	case !s.crowded() && lowat > 0 && lowat < s.Buffer:
-		return Advice{NotSentLowat, fmt.Sprintf("the buffer has room, and yet the application waits: no more than %d bytes may wait to be sent (TCP_NOTSENT_LOWAT)", lowat),
-			"a larger TCP_NOTSENT_LOWAT, or net.ipv4.tcp_notsent_lowat, leaves the application more time to follow"}
+		return Advice{NotSentLowat, fmt.Sprintf("the buffer is not full, but TCP_NOTSENT_LOWAT limits unsent data to %d bytes", lowat),
+			"set a larger TCP_NOTSENT_LOWAT, or net.ipv4.tcp_notsent_lowat"}
 	case asked != nil && asked.Fixed:
 		return fixed
 	case asked == nil && most > 0 && (s.Buffer > most || s.Buffer < min(least, most)):
 		return fixed
 	case most > 0 && s.Buffer >= most:
-		return Advice{WriteMemory, fmt.Sprintf("the buffer is as large as net.ipv4.tcp_wmem lets it become, %d bytes%s", most, s.ceiling()),
-			fmt.Sprintf("sysctl -w net.ipv4.tcp_wmem='%d %d %d' allows twice of that", settings.WriteMemory[0], settings.WriteMemory[1], 2*most)}
+		return Advice{WriteMemory, fmt.Sprintf("the buffer has the maximum size of net.ipv4.tcp_wmem, %d bytes%s", most, s.ceiling()),
+			fmt.Sprintf("sysctl -w net.ipv4.tcp_wmem='%d %d %d' doubles the maximum", settings.WriteMemory[0], settings.WriteMemory[1], 2*most)}
 	case asked == nil && by == SendBuffer:
-		fixed.Detail = fmt.Sprintf("the application waits for room, and the kernel does not grow the buffer of %d bytes%s: it seems that SO_SNDBUF was set", s.Buffer, s.ceiling())
+		fixed.Detail = fmt.Sprintf("the application waits for buffer space, but the kernel does not grow the buffer of %d bytes%s: SO_SNDBUF was probably set", s.Buffer, s.ceiling())
 		return fixed
 	case asked == nil:
-		return Advice{NotGrown, fmt.Sprintf("the buffer of %d bytes is full of what is under way%s; if the kernel does not grow it, SO_SNDBUF was set, or no write waits for room", s.Buffer, s.ceiling()),
-			"have the application leave SO_SNDBUF out and wait with poll(2), or in write; --processes tells which it is, with the rights to look"}
+		return Advice{NotGrown, fmt.Sprintf("the buffer of %d bytes is full of data in flight%s; if the kernel does not grow it, SO_SNDBUF was set, or no write waits for buffer space", s.Buffer, s.ceiling()),
+			"change the application: do not set SO_SNDBUF, and wait in poll(2) or write(2); --processes distinguishes the two causes, and needs the right to trace the process"}
 	}
-	return Advice{NotArmed, fmt.Sprintf("the buffer of %d bytes is full of what is under way%s, and the kernel grows it only for a writer that waits for room", s.Buffer, s.ceiling()),
-		"have the application wait with poll(2), or write until a write is refused"}
+	return Advice{NotArmed, fmt.Sprintf("the buffer of %d bytes is full of data in flight%s, and the kernel grows it only for a writer that waits for buffer space", s.Buffer, s.ceiling()),
+		"change the application: wait in poll(2), or write until write(2) returns EAGAIN"}
 }
 
 // ceiling describes the maximum rate of the connection with its buffer, with a leading comma, or returns "".

@@ -23,7 +23,7 @@ var (
 	receivers = []netip.Prefix{netip.MustParsePrefix("10.95.0.2/24")}
 )
 
-// scene is a connection whose limit is known.
+// scene is a connection with a known bottleneck.
 type scene struct {
 	name   string
 	link   lab.LinkOptions
@@ -32,21 +32,21 @@ type scene struct {
 	prepare func(fd int) error
 	// write is one turn of the sender, until stop is closed.
 	write      func(fd int, stop <-chan struct{}) error
-	asleep     bool // the reader
+	asleep     bool // the receiver does not read
 	want       sockdiag.Limit
 	congestion string
 	cause      sockdiag.Cause
-	told       string // what the advice has, besides
-	either     bool   // nobody but the process knows which of two causes it is
+	contains   string // further text of the advice
+	either     bool   // only the process can distinguish two causes
 }
 
-// bulk writes as much as it can, blocking.
+// bulk sends as much data as possible with blocking writes.
 func bulk(fd int, _ <-chan struct{}) error {
 	_, err := unix.Write(fd, make([]byte, 256<<10))
 	return err
 }
 
-// careful writes what is safe, so that no write ever waits, and does not poll.
+// careful writes the safe amount only, so that no write waits, and does not poll.
 func careful(fd int, _ <-chan struct{}) error {
 	s, err := room.ReadSnapshot(fd)
 	if err != nil {
@@ -151,10 +151,10 @@ func (s *scene) run(t *testing.T) (sender *lab.Namespace, cookie uint64) {
 			t.Errorf("write: %v", err)
 		}
 		close(stop)
-		// Ends a write that waits.
+		// Interrupt a waiting write.
 		check(t, unix.Shutdown(fd, unix.SHUT_RDWR))
 		<-written
-		// What is queued is not waited for.
+		// close(2) must not wait for queued data.
 		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 		check(t, unix.Close(fd))
 		_ = unix.Shutdown(to, unix.SHUT_RDWR)
@@ -168,8 +168,7 @@ func link(delay time.Duration, rate int64, loss float64) lab.LinkOptions {
 	return lab.LinkOptions{MTU: 1500, Delay: delay, Rate: rate, Loss: loss, Seed: 1}
 }
 
-// TestLimits has connections of which it is known what limits them, and holds against it
-// what is told of a moment, and what of a time.
+// TestLimits compares the current bottleneck and the bottleneck over a time with the known bottlenecks of connections.
 func TestLimits(t *testing.T) {
 	kernel, err := room.Calibrate()
 	check(t, err)
@@ -179,14 +178,14 @@ func TestLimits(t *testing.T) {
 		{name: "loss", link: link(5*time.Millisecond, 1e8, 0.02), write: bulk, want: sockdiag.CongestionWindow},
 		{name: "SO_SNDBUF", link: link(10*time.Millisecond, 1e9, 0), write: bulk,
 			prepare: func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 5000) },
-			want:    sockdiag.SendBuffer, cause: sockdiag.FixedBuffer, told: "the application set SO_SNDBUF, which made a buffer of 10000 bytes, at most "},
-		{name: "SO_SNDBUF within what the kernel takes", link: link(10*time.Millisecond, 1e9, 0), write: bulk,
+			want:    sockdiag.SendBuffer, cause: sockdiag.FixedBuffer, contains: "the application set SO_SNDBUF to a buffer of 10000 bytes, at most "},
+		{name: "SO_SNDBUF within the kernel's range", link: link(10*time.Millisecond, 1e9, 0), write: bulk,
 			prepare: func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 100000) },
-			want:    sockdiag.SendBuffer, cause: sockdiag.FixedBuffer, told: "SO_SNDBUF was set", either: true},
+			want:    sockdiag.SendBuffer, cause: sockdiag.FixedBuffer, contains: "SO_SNDBUF was", either: true},
 		{name: "tcp_wmem", link: link(20*time.Millisecond, 1e9, 0), write: bulk, sysctl: map[string]string{"ipv4.tcp_wmem": "4096 16384 131072"},
-			want: sockdiag.SendBuffer, cause: sockdiag.WriteMemory, told: "tcp_wmem='4096 16384 262144'"},
+			want: sockdiag.SendBuffer, cause: sockdiag.WriteMemory, contains: "tcp_wmem='4096 16384 262144'"},
 		{name: "not armed", link: link(10*time.Millisecond, 1e9, 0), write: careful,
-			want: sockdiag.SendBuffer, cause: sockdiag.NotArmed, told: "poll(2)", either: true},
+			want: sockdiag.SendBuffer, cause: sockdiag.NotArmed, contains: "poll(2)", either: true},
 	} {
 		for _, congestion := range []string{"cubic", "bbr"} {
 			t.Run(s.name+" "+congestion, func(t *testing.T) {
@@ -198,7 +197,7 @@ func TestLimits(t *testing.T) {
 					return err
 				}))
 				defer c.Close()
-				// What the connection is like after its start.
+				// looks is the number of readings after the start of the connection.
 				const looks = 30
 				time.Sleep(500 * time.Millisecond)
 				var last sockdiag.Socket
@@ -209,7 +208,7 @@ func TestLimits(t *testing.T) {
 					all := dump(t, c, sockdiag.Query{States: sockdiag.Connected, RemotePort: 7000})
 					found, ok := all[cookie]
 					if !ok {
-						t.Fatal("the connection is not there")
+						t.Fatal("the connection was not found")
 					}
 					if last = found; i == 0 {
 						first = found.Look(time.Now())
@@ -223,21 +222,21 @@ func TestLimits(t *testing.T) {
 					time.Sleep(25*time.Millisecond - time.Duration(i%7)*time.Millisecond)
 				}
 				if momentary[s.want] <= looks/2 {
-					t.Errorf("of %d moments: %v", looks, momentary)
+					t.Errorf("bottlenecks of %d readings: %v", looks, momentary)
 				}
 				look := last.Look(time.Now())
 				v := last.JudgeSince(first, look)
-				// A quarter of the busy time decides, and the share is of all the time.
+				// The bottleneck needs a quarter of the busy time; the share refers to the whole time.
 				least := 0.25 * min(1, float64(look.Times.Since(first.Times).Busy)/float64(look.At.Sub(first.At)))
 				if v.By != s.want || v.Share < least {
-					t.Errorf("of a time: %+v, times %+v since %+v", v, last.Times(), first.Times)
+					t.Errorf("bottleneck over a time: %+v, times %+v since %+v", v, last.Times(), first.Times)
 				}
 				t.Logf("%v, %+v, %v", momentary, v, causes)
 				if s.cause == "" {
 					return
 				}
 				for cause, text := range causes {
-					if known := cause == s.cause || s.either && cause == sockdiag.NotGrown; !known || !strings.Contains(text, s.told) {
+					if known := cause == s.cause || s.either && cause == sockdiag.NotGrown; !known || !strings.Contains(text, s.contains) {
 						t.Errorf("advice %s: %s", cause, text)
 					}
 				}

@@ -40,12 +40,12 @@ const (
 	storageValue      = 3
 )
 
-// Socket is a TCP socket as sock_diag describes it. Sizes are in bytes.
+// Socket is a TCP socket as reported by sock_diag. Sizes are in bytes.
 type Socket struct {
 	Family uint8 // unix.AF_INET or AF_INET6
 	State  State
-	// Local and Remote have IPv4-mapped addresses as IPv4. A link-local address has the index of its interface as
-	// its zone.
+	// In Local and Remote, IPv4-mapped addresses are IPv4 addresses. The zone of a link-local address is its interface
+	// index.
 	Local, Remote netip.AddrPort
 	Device        uint32 // index of the bound interface; 0 for none
 	Cookie        uint64
@@ -62,11 +62,11 @@ type Socket struct {
 	HasMemory      bool
 	Buffer, Queued int
 	ReceiveBuffer  int // sk_rcvbuf; 0 unless HasMemory
-	// Info is TCP_INFO, and zero unless HasInfo: connections in TIME_WAIT and handshakes have none. The length
+	// Info is TCP_INFO, and zero unless HasInfo: connections in TIME_WAIT and handshakes have no TCP_INFO. The length
 	// depends on the kernel.
 	HasInfo bool
 	Info    unix.TCPInfo
-	// AppLimited reports that the last measured rate was limited by the application.
+	// AppLimited is set if the application limited the last measured delivery rate.
 	AppLimited bool
 	// Options are set with Query.Options.
 	Options Options
@@ -102,11 +102,11 @@ func (s *Socket) Snapshot(settings Settings) room.Snapshot {
 // parse parses a struct inet_diag_msg and its attributes.
 func (c *Conn) parse(b []byte, s *Socket) error {
 	if len(b) < sizeofMessage {
-		return fmt.Errorf("an answer about a socket has %d bytes", len(b))
+		return fmt.Errorf("malformed reply: socket message of %d bytes", len(b))
 	}
 	*s = Socket{Family: b[0], State: State(b[1])}
 	if s.Family != unix.AF_INET && s.Family != unix.AF_INET6 {
-		return fmt.Errorf("an answer about a socket is of family %d", s.Family)
+		return fmt.Errorf("malformed reply: socket of family %d", s.Family)
 	}
 	device := binary.NativeEndian.Uint32(b[40:])
 	s.Local = end(s.Family, b[8:], b[4:], device)
@@ -118,7 +118,7 @@ func (c *Conn) parse(b []byte, s *Socket) error {
 	s.UID = binary.NativeEndian.Uint32(b[64:])
 	s.Inode = binary.NativeEndian.Uint32(b[68:])
 	if err := nlattr.Visit(b[sizeofMessage:], func(kind uint16, value []byte) { c.attribute(s, kind, value) }); err != nil {
-		return fmt.Errorf("an answer about a socket is malformed: %w", err)
+		return fmt.Errorf("malformed reply: %w", err)
 	}
 	return nil
 }
@@ -135,7 +135,7 @@ func end(family uint8, address, port []byte, device uint32) netip.AddrPort {
 	return netip.AddrPortFrom(a, p)
 }
 
-// attribute parses one attribute. Short and unknown attributes are ignored.
+// attribute parses one attribute. It ignores short and unknown attributes.
 func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 	switch kind {
 	case attrInfo:
@@ -178,7 +178,7 @@ func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 	case attrClassID:
 		s.Options.Priority = option(value)
 	case attrStorages:
-		// With broken nested attributes, the socket has no value.
+		// With malformed nested attributes, the socket has no value.
 		for kind, of := range nlattr.Attributes(value).All {
 			if kind == storageOfMap {
 				s.Storage = nlattr.Find(of, storageValue)
@@ -202,7 +202,7 @@ func option(value []byte) Option {
 	return Option{}
 }
 
-// mostNames is more than the number of congestion controls of a kernel.
+// mostNames is an upper bound for the number of congestion controls of a kernel.
 const mostNames = 64
 
 // lowestBit is the position of the first bit field of a byte with this compiler's ABI.

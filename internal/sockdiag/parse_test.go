@@ -16,7 +16,7 @@ import (
 	"sockeye/room"
 )
 
-// message is a struct nlmsghdr and what follows it.
+// message returns a struct nlmsghdr followed by a body.
 func message(kind, flags uint16, seq uint32, body []byte) []byte {
 	b := binary.NativeEndian.AppendUint32(nil, uint32(unix.SizeofNlMsghdr+len(body)))
 	b = binary.NativeEndian.AppendUint16(b, kind)
@@ -27,7 +27,7 @@ func message(kind, flags uint16, seq uint32, body []byte) []byte {
 	return append(b, make([]byte, -len(b)&3)...)
 }
 
-// about is an answer about a socket with a port.
+// about returns a reply for a socket with a port.
 func about(family uint8, port uint16, attributes ...[]byte) []byte {
 	b := make([]byte, sizeofMessage)
 	b[0], b[1] = family, uint8(Established)
@@ -45,8 +45,7 @@ func attr(kind uint16, value []byte) []byte {
 	return append(b, make([]byte, -len(b)&3)...)
 }
 
-// fakeKernel answers each request by the next of several answers, {SEQ} being that of
-// the request.
+// fakeKernel replies to each request with the next reply, and inserts the sequence number of the request.
 func fakeKernel(t *testing.T, answers ...func(family uint8, seq uint32) []byte) *Conn {
 	t.Helper()
 	ends, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
@@ -75,14 +74,15 @@ func fakeKernel(t *testing.T, answers ...func(family uint8, seq uint32) []byte) 
 	return c
 }
 
-// one answers with a socket whose port is n.
+// one returns a reply with a socket whose port is n.
 func one(n, flags uint16) func(uint8, uint32) []byte {
 	return func(family uint8, seq uint32) []byte {
 		return append(message(unix.SOCK_DIAG_BY_FAMILY, flags, seq, about(family, n)), message(unix.NLMSG_DONE, flags, seq, make([]byte, 4))...)
 	}
 }
 
-// What was seen before an interruption does not count, and there is an end of trying.
+// TestInterrupted checks that an interrupted dump is repeated, without the results of the previous attempt, and that
+// the number of attempts is limited.
 func TestInterrupted(t *testing.T) {
 	var ports []uint16
 	begin := func() { ports = nil }
@@ -112,7 +112,7 @@ func TestInterrupted(t *testing.T) {
 	}
 }
 
-// Kernels tell less of a socket, or more.
+// TestAttributes checks shorter and longer attributes of other kernels.
 func TestAttributes(t *testing.T) {
 	c := &Conn{names: make(map[string]string)}
 	var s Socket
@@ -134,7 +134,8 @@ func TestAttributes(t *testing.T) {
 	}
 }
 
-// The value of a map is nested in two attributes; what is broken counts as none.
+// TestStorage checks that the value of a map is read from two nested attributes, and that malformed attributes count as
+// no value.
 func TestStorage(t *testing.T) {
 	c := &Conn{names: make(map[string]string)}
 	value := []byte{1, 2, 3, 4, 5, 6, 7, 8}
@@ -170,7 +171,7 @@ func TestDumpRequest(t *testing.T) {
 	}
 }
 
-// The interface is named for link-local addresses alone.
+// TestExact checks that the request contains the interface for link-local addresses only.
 func TestExact(t *testing.T) {
 	const device = unix.SizeofNlMsghdr + 44
 	near, far := netip.MustParseAddrPort("[fe80::1]:1"), netip.MustParseAddrPort("[fd00::1]:2")
@@ -213,7 +214,8 @@ func FuzzMessages(f *testing.F) {
 	})
 }
 
-// The gateway asks and reads in its packet loop: neither allocates.
+// TestCodecAllocatesNothing checks that encoding and parsing do not allocate, because the gateway uses both in its
+// event loop.
 func TestCodecAllocatesNothing(t *testing.T) {
 	request := Request{
 		Type: unix.SOCK_DIAG_BY_FAMILY, Family: unix.AF_INET6, Protocol: unix.IPPROTO_UDP, Attributes: WithReceiveMemory,

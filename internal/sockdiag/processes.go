@@ -94,11 +94,11 @@ func (p *Process) Ask(cookie uint64) (*Asked, error) {
 	defer unix.Close(handle)
 	fd, err := unix.PidfdGetfd(handle, p.FD, 0)
 	if err != nil {
-		return nil, fmt.Errorf("take descriptor %d of pid %d: %w", p.FD, p.PID, err)
+		return nil, fmt.Errorf("duplicate descriptor %d of pid %d: %w", p.FD, p.PID, err)
 	}
 	defer unix.Close(fd)
 	if is, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || is != cookie {
-		return nil, fmt.Errorf("descriptor %d of pid %d is another socket by now", p.FD, p.PID)
+		return nil, fmt.Errorf("descriptor %d of pid %d now refers to another socket", p.FD, p.PID)
 	}
 	lock, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
 	if err != nil {

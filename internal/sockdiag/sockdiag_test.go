@@ -40,7 +40,7 @@ func listen(t testing.TB, address string) *net.TCPListener {
 	return l.(*net.TCPListener)
 }
 
-// connect makes a connection to a listener, of which nobody reads.
+// connect opens a connection to a listener. No end reads.
 func connect(t testing.TB, l *net.TCPListener, to string) (from, accepted *net.TCPConn) {
 	t.Helper()
 	var d net.Dialer
@@ -73,7 +73,7 @@ func cookie(t testing.TB, c *net.TCPConn) (cookie uint64) {
 	return cookie
 }
 
-// dump reads all sockets, by cookie.
+// dump returns all sockets, by cookie.
 func dump(t testing.TB, c *sockdiag.Conn, q sockdiag.Query) map[uint64]sockdiag.Socket {
 	t.Helper()
 	var all map[uint64]sockdiag.Socket
@@ -117,7 +117,7 @@ func TestDump(t *testing.T) {
 		}
 		s, ok := all[cookie(t, from)]
 		if !ok {
-			t.Fatalf("%s is not there", test.listen)
+			t.Fatalf("%s: socket not found", test.listen)
 		}
 		if got := s.Snapshot(c.Settings); got != want || want.Queued == 0 || want.Payload == 0 {
 			t.Errorf("%s: got %+v, want %+v", test.listen, got, want)
@@ -127,7 +127,7 @@ func TestDump(t *testing.T) {
 			t.Errorf("%+v, cgroup %q", s, cgroups[s.Cgroup])
 		}
 		if other := all[cookie(t, to)]; other.Remote != s.Local || other.Local != s.Remote || other.Unread == 0 {
-			t.Errorf("the other end is %+v", other)
+			t.Errorf("other end: %+v", other)
 		}
 		for name, q := range map[string]sockdiag.Query{
 			"local port":  {States: sockdiag.Connected, LocalPort: s.Local.Port()},
@@ -164,7 +164,8 @@ func TestDump(t *testing.T) {
 	}
 }
 
-// A process that has a socket is found, and asked what the others are not told.
+// TestProcesses checks that the process of a socket is found, and that the options that sock_diag does not report are
+// read from its descriptor.
 func TestProcesses(t *testing.T) {
 	l := listen(t, "127.0.0.1:0")
 	from, to := connect(t, l, l.Addr().String())
@@ -183,12 +184,12 @@ func TestProcesses(t *testing.T) {
 			t.Errorf("%+v", asked)
 		}
 		if _, err := found[s.Inode][0].Ask(s.Cookie + 1); err == nil {
-			t.Error("another socket is taken for it")
+			t.Error("Ask accepts another socket")
 		}
 	}
 }
 
-// Five thousand sockets take no more memory than a few.
+// TestMany checks that a dump of five thousand sockets needs no more memory than a dump of a few.
 func TestMany(t *testing.T) {
 	const connections = 2500
 	l := listen(t, "127.0.0.1:0")
@@ -206,7 +207,7 @@ func TestMany(t *testing.T) {
 		t.Errorf("%d sockets", n)
 	}
 	if took > 2*time.Second {
-		t.Errorf("it took %v", took)
+		t.Errorf("dump took %v", took)
 	}
 	if bytes := after.TotalAlloc - before.TotalAlloc; bytes > 1<<20 {
 		t.Errorf("%d bytes were allocated", bytes)
@@ -214,7 +215,7 @@ func TestMany(t *testing.T) {
 	t.Logf("%v for %d sockets, %d bytes", took, n, after.TotalAlloc-before.TotalAlloc)
 }
 
-// Sockets that come and go do not hide those that stay.
+// TestVanishing checks that sockets that are opened and closed during a dump do not hide permanent ones.
 func TestVanishing(t *testing.T) {
 	l := listen(t, "127.0.0.1:0")
 	var stay []uint64
@@ -236,7 +237,7 @@ func TestVanishing(t *testing.T) {
 				continue
 			}
 			if a, err := busy.AcceptTCP(); err == nil {
-				_ = a.SetLinger(0) // else the ports would stay in TIME_WAIT
+				_ = a.SetLinger(0) // avoids TIME_WAIT
 				a.Close()
 			}
 			c.Close()
@@ -248,18 +249,18 @@ func TestVanishing(t *testing.T) {
 		all := dump(t, c, sockdiag.Query{States: sockdiag.AllStates})
 		for _, cookie := range stay {
 			if _, ok := all[cookie]; !ok {
-				t.Fatal("a socket that is open is not there")
+				t.Fatal("an open socket was not found")
 			}
 		}
 	}
 	cancel()
 	<-done
 	if made.Load() < 500 {
-		t.Errorf("only %d connections came and went", made.Load())
+		t.Errorf("only %d connections were opened and closed", made.Load())
 	}
 }
 
-// Those of another namespace are seen by the Conn that was opened there.
+// TestNamespaces checks that a Conn returns the sockets of the namespace in which it was opened.
 func TestNamespaces(t *testing.T) {
 	l := listen(t, "127.0.0.1:0")
 	connect(t, l, l.Addr().String())
@@ -286,11 +287,11 @@ func TestStates(t *testing.T) {
 		}
 	}
 	if sockdiag.StateOf("") != 0 || sockdiag.StateOf("estab") != 0 || !strings.Contains(sockdiag.State(77).String(), "77") {
-		t.Error("there are others")
+		t.Error("sockets of another namespace were returned")
 	}
 }
 
-// No cgroup is an error, one that goes meanwhile is none.
+// TestNoCgroups checks that a missing cgroup is an error, and that a cgroup removed during the call is not.
 func TestNoCgroups(t *testing.T) {
 	if _, err := sockdiag.ReadCgroups("/nowhere", "/nowhere"); !errors.Is(err, os.ErrNotExist) {
 		t.Error(err)

@@ -56,9 +56,9 @@ type Collector struct {
 	kernel *room.Kernel // calibration; nil if unknown
 }
 
-// New returns a collector for the sockets of services and of cgroups of the policy. services calls a function for
-// each service, with the inode of its network namespace and a file to enter the namespace with (nil for the agent's
-// own). Each function of paths returns names of cgroups in the policy by their directories.
+// New returns a collector for the sockets of services and of cgroups of the policy. services calls a function for each
+// service, with the inode of its network namespace and a file to enter the namespace (nil for the agent's namespace).
+// Each function of paths returns names of cgroups in the policy by their directories.
 func New(h *domain.Host, services func(func(c config.Service, inode uint64, enter *os.File)), paths ...func() map[string]string) *Collector {
 	return &Collector{log: h.Log, cgroups: h.Cgroups, services: services, paths: paths}
 }
@@ -98,21 +98,21 @@ type Calibration struct {
 	Room   room.Kernel `json:"room"`
 }
 
-// Calibrate calibrates the room estimator unless known is for the running kernel, and stores the result in known. The
-// calibration opens a connection, which pinned programs of tune and trace may count.
+// Calibrate calibrates the room estimator unless known belongs to the running kernel, and stores the result in known.
+// The calibration opens a connection, which pinned programs of tune and trace may count.
 func (m *Collector) Calibrate(known *Calibration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var name unix.Utsname
 	if err := unix.Uname(&name); err != nil {
-		m.log.Warn("room of sockets is not known", "error", err)
+		m.log.Warn("cannot calibrate the room estimator", "error", err)
 		return
 	}
 	running := unix.ByteSliceToString(name.Release[:]) + " " + unix.ByteSliceToString(name.Version[:])
 	if known.Kernel != running || known.Room.Overhead <= 0 {
 		kernel, err := room.Calibrate()
 		if err != nil {
-			m.log.Warn("room of sockets is not known", "error", err)
+			m.log.Warn("cannot calibrate the room estimator", "error", err)
 			return
 		}
 		*known = Calibration{running, kernel}

@@ -35,7 +35,7 @@ const socketsPolicy = `services:
 tune: [{name: rest, cgroup: CGROUP, set: {congestion: reno}}]
 `
 
-// Connections are counted by service, cgroup and bottleneck.
+// TestSocketMetrics checks that connections are counted by service, cgroup and bottleneck.
 func TestSocketMetrics(t *testing.T) {
 	const address = "127.0.0.1:9734"
 	h := domaintest.Host(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", slog.DiscardHandler)
@@ -73,7 +73,7 @@ func TestSocketMetrics(t *testing.T) {
 		t.Helper()
 		m := regexp.MustCompile(`(?m)^` + regexp.QuoteMeta(metric) + ` (\S+)$`).FindStringSubmatch(text)
 		if m == nil {
-			t.Fatalf("no %s in\n%s", metric, text)
+			t.Fatalf("metric %s not found in\n%s", metric, text)
 		}
 		n, err := strconv.ParseFloat(m[1], 64)
 		if err != nil {
@@ -86,7 +86,7 @@ func TestSocketMetrics(t *testing.T) {
 	// Within cacheTime, a scrape does not dump the sockets again.
 	for range 2 {
 		if strings.Contains(text, accepted) {
-			t.Errorf("connections before there is one:\n%s", text)
+			t.Errorf("unexpected connections:\n%s", text)
 		}
 		text = domaintest.Scrape(t, address)
 	}
@@ -99,13 +99,13 @@ func TestSocketMetrics(t *testing.T) {
 		t.Errorf("%d connections", n)
 	}
 	if n := value(text, other); n <= before {
-		t.Errorf("%d connections of the cgroup, %d before there was one more", n, before)
+		t.Errorf("%d connections of the cgroup, %d before the new connection", n, before)
 	}
 	if n := value(text, strings.Replace(strings.Replace(accepted, "sockets{", "sockets_room_bytes{", 1), `limit="application",`, "", 1)); n < 1000 {
 		t.Errorf("room of %d bytes", n)
 	}
 	if n := value(text, `sockeye_sockets{cgroup="",limit="application",service="telemetry"}`); n != 0 {
-		t.Errorf("%d connections of the service, of no cgroup", n)
+		t.Errorf("%d connections of the service without a cgroup", n)
 	}
 
 	text = strings.Join(regexp.MustCompile(`(?m)^(# (HELP|TYPE) )?sockeye_sockets.*\n`).FindAllString(text, -1), "")
@@ -126,6 +126,6 @@ func TestSocketMetrics(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got != string(want) {
-		t.Errorf("the metrics changed; run with UPDATE=1 if they should, and mend docs/metrics.md.\ngot\n%s\nwant\n%s", got, want)
+		t.Errorf("the metrics changed; if this is intended, run with UPDATE=1 and update docs/metrics.md.\ngot\n%s\nwant\n%s", got, want)
 	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package stats has the statistics for comparisons of two samples. The caller defines the figures and the sample
+// Package stats contains the statistics for comparisons of two samples. The caller defines the figures and the sample
 // sizes.
 package stats
 
@@ -14,12 +14,13 @@ import (
 )
 
 const (
-	// Level is the chance of error that all intervals and verdicts accept.
+	// Level is the error probability of all intervals and verdicts.
 	Level = 0.05
-	// Draws is the number of random draws behind an interval of Ratio.
+	// Draws is the number of random draws for an interval of Ratio.
 	Draws = 2000
-	// MinBeyond is how many independent values must be expected above a quantile. Of fewer than 6 expected, a sample has
-	// none there, and so no idea of the quantile, more often (e^-6) than one of several verdicts may err.
+	// MinBeyond is the minimum expected number of independent values above a quantile. If fewer than 6 are expected,
+	// the probability that a sample has no value there, and no information about the quantile, exceeds e^-6, the error
+	// probability of one of several verdicts.
 	MinBeyond = 6
 )
 
@@ -51,8 +52,8 @@ func Quantile(v []float64, q float64) float64 {
 }
 
 // MedianInterval returns the interval that contains the median of a population with a confidence of at least 95 %, by
-// the sign test on a sample v. For fewer than six values it returns their extremes, with a lower confidence, and NaN for
-// none.
+// the sign test on a sample v. For fewer than six values it returns their minimum and maximum, with a lower confidence,
+// and NaN for an empty sample.
 func MedianInterval(v []float64) (low, high float64) {
 	if len(v) == 0 {
 		return math.NaN(), math.NaN()
@@ -62,12 +63,12 @@ func MedianInterval(v []float64) (low, high float64) {
 	return v[rank-1], v[len(v)-rank]
 }
 
-// medianRank returns the greatest rank such that the interval from the value of this rank to the value of the same rank
+// medianRank returns the largest rank for which the interval from the value of this rank to the value of the same rank
 // from above contains the median with a confidence of at least 95 %. For fewer than six values the rank is 1 and the
 // confidence is lower.
 func medianRank(n int) int {
 	rank := 1
-	term := math.Pow(0.5, float64(n)) // of rank-1 heads
+	term := math.Pow(0.5, float64(n)) // probability of rank-1 heads
 	for fewer := term; ; rank++ {
 		term *= float64(n-rank+1) / float64(rank)
 		if fewer += term; 2*fewer > Level {
@@ -76,8 +77,8 @@ func medianRank(n int) int {
 	}
 }
 
-// Holm returns which of several null hypotheses, given by their p values, are rejected such that the chance of any
-// false rejection is at most Level (Holm, A simple sequentially rejective multiple test procedure, 1979).
+// Holm returns the rejected null hypotheses, given by their p values. The probability of any false rejection is at most
+// Level (Holm, A simple sequentially rejective multiple test procedure, 1979).
 func Holm(p []float64) (rejected []bool) {
 	order := make([]int, len(p))
 	for i := range order {
@@ -94,7 +95,8 @@ func Holm(p []float64) (rejected []bool) {
 	return rejected
 }
 
-// Ratio returns the 95 % interval of b/a, and the two-sided p of no difference, from Draws draws of each.
+// Ratio returns the 95 % confidence interval of b/a, and the two-sided p value of no difference, from Draws draws of
+// each.
 func Ratio(r *rand.Rand, a, b func(*rand.Rand) float64) (low, high, p float64) {
 	ratios := make([]float64, Draws)
 	var below, above int
@@ -113,29 +115,30 @@ func Ratio(r *rand.Rand, a, b func(*rand.Rand) float64) (low, high, p float64) {
 	return ratios[int(tail)], ratios[Draws-1-int(tail)], min(1, 2*float64(min(below, above)+1)/(Draws+1))
 }
 
-// Distribution is a distribution of which the place of a value within a bucket is not known. At returns a value below
-// which the share q of all lies, with spot, 0 to 1, as the choice of the place.
+// Distribution is a distribution in which the position of a value within its bucket is unknown. At returns a value
+// below which the share q of the values is; spot, 0 to 1, selects the position.
 type Distribution interface {
 	At(q, spot float64) float64
 }
 
-// DrawQuantile draws what the quantile q of a distribution may be, given the number of independent values n that it is
-// known from. The distribution's form is not assumed: as many values are drawn from it. Where the q-th of n such values
-// falls in it is distributed as Beta(q(n+1), (1-q)(n+1)), so one number stands for all (Woodruff's interval, 1952, drawn).
-// An n that was derived from a variance with freedom degrees of freedom is as uncertain as that; freedom is +Inf where n
-// is known. Each draw also chooses the place in the bucket, so an interval does not get narrower than the buckets are.
+// DrawQuantile draws a possible value of the quantile q of a distribution that is estimated from n independent values.
+// It makes no assumption about the form of the distribution. The share of the distribution below the q-th of n values
+// drawn from it has the distribution Beta(q(n+1), (1-q)(n+1)), so a single random number replaces n draws (Woodruff's
+// interval, 1952, by simulation). If n was derived from a variance with freedom degrees of freedom, n has the
+// corresponding uncertainty; freedom is +Inf if n is exact. Each draw also selects a position in the bucket, so an
+// interval is never narrower than the buckets.
 func DrawQuantile(r *rand.Rand, d Distribution, q, n, freedom float64) float64 {
 	n *= Scale(r, freedom)
 	beta := distuv.Beta{Alpha: q * (n + 1), Beta: (1 - q) * (n + 1), Src: r}
 	share := beta.Rand()
-	if math.IsNaN(share) { // both gamma values are 0
+	if math.IsNaN(share) { // both gamma variates are 0
 		share = 0.5
 	}
 	return d.At(share, r.Float64())
 }
 
-// Scale draws chi-squared with the given degrees of freedom, divided by them; 1 for +Inf. A normal deviate divided by
-// its square root is one of Student's t.
+// Scale draws from the chi-squared distribution with the given degrees of freedom, divided by them; it returns 1 for
+// +Inf. A normal variate divided by the square root of the result has Student's t distribution.
 func Scale(r *rand.Rand, freedom float64) float64 {
 	if math.IsInf(freedom, 1) {
 		return 1
@@ -151,9 +154,9 @@ func StudentWidth(freedom float64) float64 {
 // NormalWidth is the 97.5 % quantile of the normal distribution.
 const NormalWidth = 1.959963984540054
 
-// RateRatio returns the 95 % interval of the ratio of two rates of independent events, a/exposureA by b/exposureB, and
-// the two-sided p of no difference. Of the events of both, those of a are binomial, so the interval is Clopper and
-// Pearson's, which is exact and rather too wide than too narrow. high is +Inf without events in b.
+// RateRatio returns the 95 % confidence interval of the ratio of two rates of independent events, a/exposureA by
+// b/exposureB, and the two-sided p value of no difference. Given the sum of the events, a is binomial; the interval is
+// that of Clopper and Pearson, which is exact and conservative. high is +Inf without events in b.
 func RateRatio(a, exposureA, b, exposureB float64) (low, high, p float64) {
 	share := exposureA / (exposureA + exposureB)
 	low, high = 0, math.Inf(1)
@@ -185,13 +188,13 @@ func betaQuantile(p, a, b float64) float64 {
 }
 
 // betaCDF returns the distribution function of Beta(a, b), the regularized incomplete beta function, by its continued
-// fraction: https://dlmf.nist.gov/8.17.E22. mathext.RegIncBeta of gonum 0.17 is wrong for the counts of a long trial: for
-// a = b = 1e8 at 0.5 it returns 0.79.
+// fraction: https://dlmf.nist.gov/8.17.E22. mathext.RegIncBeta of gonum 0.17 is inaccurate for the counts of a long
+// trial: for a = b = 1e8 at 0.5 it returns 0.79.
 func betaCDF(x, a, b float64) float64 {
 	if x <= 0 || x >= 1 {
 		return min(max(x, 0), 1)
 	}
-	mirrored := x > (a+1)/(a+b+2) // where it converges slowly
+	mirrored := x > (a+1)/(a+b+2) // avoids slow convergence
 	if mirrored {
 		x, a, b = 1-x, b, a
 	}

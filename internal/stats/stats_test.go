@@ -27,7 +27,7 @@ func TestMedianInterval(t *testing.T) {
 	low, high := MedianInterval(nil)
 	for _, got := range []float64{low, high, Median(nil), Quantile(nil, 0.5)} {
 		if !math.IsNaN(got) {
-			t.Errorf("of no values: %g", got)
+			t.Errorf("empty sample: %g", got)
 		}
 	}
 }
@@ -49,12 +49,12 @@ func TestHolm(t *testing.T) {
 	}
 }
 
-// uniform is the distribution of which a quantile is its share.
+// uniform is the uniform distribution, in which a quantile equals its share.
 type uniform struct{}
 
 func (uniform) At(q, _ float64) float64 { return q }
 
-// TestDraws compares the moments of what is drawn with those of the distributions.
+// TestDraws compares the moments of the draws with those of the distributions.
 func TestDraws(t *testing.T) {
 	const draws = 200000
 	moments := func(draw func(*rand.Rand) float64) (mean, variance float64) {
@@ -89,7 +89,7 @@ func TestDraws(t *testing.T) {
 	}
 }
 
-// TestRatio has a difference of twice its standard deviation.
+// TestRatio uses a difference of twice its standard deviation.
 func TestRatio(t *testing.T) {
 	normal := func(mean float64) func(*rand.Rand) float64 {
 		return func(r *rand.Rand) float64 { return math.Exp(mean + r.NormFloat64()/math.Sqrt2) }
@@ -101,7 +101,7 @@ func TestRatio(t *testing.T) {
 }
 
 func TestBeta(t *testing.T) {
-	// The chance of k or more of n is a sum of binomials.
+	// The probability of k or more of n is a sum of binomial terms.
 	for _, test := range []struct {
 		n, k int
 		p    float64
@@ -121,7 +121,7 @@ func TestBeta(t *testing.T) {
 			t.Errorf("quantile %g of Beta(%g, %g): got %g, want %g", want, a, b, got, test.p)
 		}
 	}
-	// Where the fraction would be mirrored back and forth.
+	// The continued fraction must not be mirrored repeatedly.
 	if got := betaCDF(0.25, 1.0/3, 3); math.IsNaN(got) || got < 0.7 || got > 0.9 {
 		t.Errorf("Beta(1/3, 3) at 0.25: %g", got)
 	}

@@ -29,7 +29,7 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// steerHost has the resources that the services share.
+// steerHost contains the resources that the services share.
 type steerHost struct {
 	*domain.Host
 	descriptors fdReserve
@@ -134,7 +134,7 @@ func (d *Domain) removeLeftover(name string) error {
 			return err
 		}
 	}
-	d.log.Info("service removed, it is not in the policy", "service", name)
+	d.log.Info("service removed: not in the policy", "service", name)
 	return bpf.Remove(d.host.Root.Service(name))
 }
 
@@ -167,9 +167,6 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	// The lock is not held: a large device map takes seconds.
 	devices, err := readDeviceMaps(policy)
 	if err != nil {
-		return nil, err
-	}
-	if err := checkOtherKeepers(d.host.Root.Dir, policy.Services); err != nil {
 		return nil, err
 	}
 	d.mu.Lock()
@@ -214,7 +211,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			add(change, diff...)
 		}
 	}
-	return steps, nil
+	return steps, checkOtherKeepers(d.host.Root.Dir, policy.Services)
 }
 
 // resolveTargets resolves the targets of all changed services before the first change is applied. Building a large

@@ -27,8 +27,8 @@ import (
 // that the next agent finds the keeper.
 const KeeperCommand = "keeper"
 
-// isKeeperCommand reports whether a command is that of a keeper of any version. Keepers that agents before the first
-// release started have the command hold, and outlive the upgrade.
+// isKeeperCommand returns whether a command is the command of a keeper of any version. Keepers started by agents before
+// the first release have the command hold, and survive the upgrade.
 func isKeeperCommand(command string) bool { return command == KeeperCommand || command == "hold" }
 
 // RunKeeper is the main function of the keeper process: RunKeeper drops all capabilities and waits for the end of ctx.

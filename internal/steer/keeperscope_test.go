@@ -193,7 +193,7 @@ func TestKeeperScope(t *testing.T) {
 	began := time.Now()
 	a = begin()
 	if took := time.Since(began); took > scopeTimeout/2 || !status(a).PortsSteered {
-		t.Errorf("the start took %v: %+v", took, status(a))
+		t.Errorf("start took %v: %+v", took, status(a))
 	}
 	third := status(a).Keeper
 	if cgroup := keepersCgroup(third); cgroup != testenv.CgroupPath() {

@@ -115,7 +115,7 @@ func (s *service) scheduleCheck(delay time.Duration) {
 	s.checks.timer = time.AfterFunc(delay, s.checkConnections)
 }
 
-// connectionScan has the established connections to the service and the slots of their processes.
+// connectionScan contains the established connections to the service and the slots of their processes.
 type connectionScan struct {
 	connections []sockdiag.Socket
 	slots       map[uint32][]int // of the owners of each by inode; -1: no member that is known
@@ -361,11 +361,11 @@ func (s *service) findSplitDevices(found *connectionScan) []splitDevice {
 	return list
 }
 
-// repair acts on split devices as on_start requires, and reports whether it changed anything.
+// repair acts on split devices as on_start requires, and returns whether it changed anything.
 func (s *service) repair(conn *sockdiag.Conn, devices []splitDevice) (bool, error) {
 	if s.config.OnStart == config.Report {
 		if len(devices) != len(s.checks.split) {
-			s.log.Warn("devices have connections at another member than their slot's", "devices", len(devices), "first", devices[0].String())
+			s.log.Warn("devices have connections at a member of another slot", "devices", len(devices), "first", devices[0].String())
 		}
 		return false, nil
 	}
@@ -376,14 +376,14 @@ func (s *service) repair(conn *sockdiag.Conn, devices []splitDevice) (bool, erro
 	for i := range devices {
 		for j := range devices[i].connections {
 			if err := conn.Destroy(&devices[i].connections[j]); err != nil {
-				s.log.Error("connections of split devices not closed", "devices", len(devices), "error", err)
+				s.log.Error("cannot close connections of split devices", "devices", len(devices), "error", err)
 				return false, err
 			}
 			closed++
 		}
 	}
 	if closed > 0 {
-		s.log.Warn("connections closed, they were at another member than their device's", "devices", len(devices), "connections", closed, "first", devices[0].String())
+		s.log.Warn("closed connections at a member of another slot", "devices", len(devices), "connections", closed, "first", devices[0].String())
 	}
 	return true, nil
 }
@@ -415,11 +415,11 @@ func (s *service) adoptDevices(devices []splitDevice) (others []splitDevice) {
 		err = s.installMapping()
 	}
 	if err != nil {
-		s.log.Error("devices not adopted", "devices", count, "error", err)
+		s.log.Error("cannot adopt devices", "devices", count, "error", err)
 		s.state.Adopted = before
 		return others
 	}
-	s.log.Warn("devices adopted, they stay with the member that has their connections", "devices", count)
+	s.log.Warn("devices adopted by the member that has their connections", "devices", count)
 	return others
 }
 
@@ -435,13 +435,13 @@ func (s *service) pruneAdopted() {
 	if len(kept) == len(s.state.Adopted) {
 		return
 	}
-	s.log.Info("devices have their own slot again", "devices", len(s.state.Adopted)-len(kept))
+	s.log.Info("devices returned to their own slot", "devices", len(s.state.Adopted)-len(kept))
 	s.state.Adopted = kept
 	if s.path == nil {
 		return
 	}
 	if err := errors.Join(s.installMapping(), s.state.save(s.statePath())); err != nil {
-		s.log.Error("devices not given their own slot", "error", err)
+		s.log.Error("cannot return devices to their own slot", "error", err)
 	}
 }
 

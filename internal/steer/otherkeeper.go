@@ -61,8 +61,8 @@ func checkOtherKeeper(pid int, pins string, services []config.Service) error {
 	return nil
 }
 
-// isInNetns reports whether a socket is in a network namespace, "" for the agent's own. If the kernel does not tell, the
-// result is true.
+// isInNetns reports whether a socket is in a network namespace, "" for the agent's own. If the socket's namespace is not
+// known, the result is true.
 func isInNetns(s *member.Socket, name string) bool {
 	if name == "" {
 		name = "/proc/thread-self/ns/net"
@@ -78,5 +78,5 @@ func isInNetns(s *member.Socket, name string) bool {
 		return true
 	}
 	service, err := os.Stat(name)
-	return err != nil || os.SameFile(socket, service)
+	return err == nil && os.SameFile(socket, service)
 }

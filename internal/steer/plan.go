@@ -268,7 +268,7 @@ func (s *service) applyTarget(t *target) error {
 		return nil
 	}
 	if back := s.switchTo(before); back != nil {
-		return fault.Join(err, fmt.Errorf("go back to the policy before: %w", back))
+		return fault.Join(err, fmt.Errorf("restore the previous policy: %w", back))
 	}
 	return err
 }

@@ -11,9 +11,9 @@ import (
 	"sockeye/internal/member"
 )
 
-// refusals has the processes that match a rule and have the service's ports, but are not admitted: they run as another
-// user, or in their own namespaces. Status shows them. The table is small and has no handles, because any user can start
-// any number of such processes.
+// refusals contains the processes that match a rule and have the service's ports, but are not admitted: they run as
+// another user, or in their own namespaces. Status shows them. The table is small and has no handles, because any user
+// can start any number of such processes.
 type refusals map[member.ID]refused
 
 type refused struct {
@@ -45,7 +45,7 @@ func (s *service) addRefusal(p *member.Process, source string, why *member.Refus
 		}
 		if now := time.Now(); now.Sub(s.lastRefusalLog) >= warnInterval {
 			s.lastRefusalLog = now
-			s.log.Warn("process refused, it only looks like a member", "pid", p.PID, "source", source, "problem", why.Reason)
+			s.log.Warn("process matches a rule, but is not admitted", "pid", p.PID, "source", source, "problem", why.Reason)
 		}
 	}
 	s.refusals[self] = refused{p, source, why}

@@ -26,23 +26,23 @@ type state struct {
 	ClaimedUID *uint32 `json:"claimed_uid,omitempty"`
 	// BootID is the boot that the process ids below belong to.
 	BootID string `json:"boot_id"`
-	// Members has the processes that match rules, with the attributes of their first inspection.
+	// Members contains the processes that match rules, with the attributes of their first inspection.
 	Members []firstSight `json:"members,omitempty"`
-	// Sockets has the registered sockets of members, also of members that have exited: a child of such a member may
-	// still have them open and is not a member.
+	// Sockets contains the registered sockets of members, also of members that have exited: a child of such a member
+	// may still have them open and is not a member.
 	Sockets []openedSockets `json:"sockets,omitempty"`
-	// Claims has the processes that run or register added.
+	// Claims contains the processes that run or register added.
 	Claims []claim `json:"claims,omitempty"`
-	// Released has the processes that unregister removed from their slot.
+	// Released contains the processes that unregister removed from their slot.
 	Released []member.ID `json:"released,omitempty"`
 	// Keeper is the keeper process.
 	Keeper *member.ID `json:"keeper,omitempty"`
-	// Adopted has the devices that on_start: adopt assigned to a member.
+	// Adopted contains the devices that on_start: adopt assigned to a member.
 	Adopted []adoptedDevice `json:"adopted,omitempty"`
 }
 
-// firstSight has the attributes of a process at its first inspection. Some programs overwrite their arguments and
-// their environment, and upgrades replace executables.
+// firstSight contains the attributes of a process at its first inspection. Some programs overwrite their arguments
+// and their environment, and upgrades replace executables.
 type firstSight struct {
 	member.ID
 	Args         []string `json:"args"`
@@ -52,7 +52,7 @@ type firstSight struct {
 	File member.FileID `json:"file,omitzero"`
 }
 
-// openedSockets has the cookies of the registered sockets of a member.
+// openedSockets contains the cookies of the registered sockets of a member.
 type openedSockets struct {
 	member.ID
 	Cookies []uint64 `json:"cookies"`

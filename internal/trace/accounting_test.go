@@ -208,11 +208,11 @@ func TestAccounting(t *testing.T) {
 		})
 	}
 	if total < 1_000_000/fewer && !t.Failed() {
-		t.Errorf("%d messages, not a million", total)
+		t.Errorf("%d messages, want a million", total)
 	}
 }
 
-// TestPartialWrites has a non-blocking application: the data that the kernel took may have left before sendmsg
+// TestPartialWrites uses a non-blocking application: the data that the kernel took may have left before sendmsg
 // returns, and then only a packet that waits for its acknowledgement can be marked.
 func TestPartialWrites(t *testing.T) {
 	k := newTracing(t, everything)
@@ -262,7 +262,7 @@ func hole(t testing.TB, o lab.LinkOptions) (w *world, open *atomic.Bool) {
 	return linked(t, o), open
 }
 
-// TestFull has more messages of a connection in flight than can be tracked, and reads the counts while nothing moves.
+// TestFull uses more messages of a connection in flight than can be tracked, and reads the counts while nothing moves.
 func TestFull(t *testing.T) {
 	k := newTracing(t, everything)
 	w, lost := hole(t, lab.LinkOptions{})

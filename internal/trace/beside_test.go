@@ -45,7 +45,7 @@ func countRuns(t testing.TB) {
 	t.Cleanup(func() { check(t, counting.Close()) })
 }
 
-// TestNoInterference has connections outside the traced cgroup, some of which were traced before: no program runs for
+// TestNoInterference uses connections outside the traced cgroup, some of which were traced before: no program runs for
 // them.
 func TestNoInterference(t *testing.T) {
 	countRuns(t)
@@ -68,7 +68,7 @@ func TestNoInterference(t *testing.T) {
 	exchange(outside, 1000)
 	shut(outside.connected, outside.accepted)
 	if n, _ := k.runs(); n != 0 {
-		t.Errorf("the program has run %d times for a connection outside of its cgroup", n)
+		t.Errorf("the program ran %d times for a connection outside of its cgroup", n)
 	}
 
 	var traced ends
@@ -156,11 +156,11 @@ func TestTwoTracings(t *testing.T) {
 	shut(c.connected)
 	<-done
 	if r := all.settled(); r.Chosen != one.Chosen+10 {
-		t.Errorf("%d messages after the other tracing has let go, want 10", r.Chosen-one.Chosen)
+		t.Errorf("%d messages after the other tracing released the connection, want 10", r.Chosen-one.Chosen)
 	}
 }
 
-// TestForeignProgram has another sock_ops program on the cgroup, which enables callbacks of its own.
+// TestForeignProgram uses another sock_ops program on the cgroup, which enables callbacks of its own.
 func TestForeignProgram(t *testing.T) {
 	const (
 		callbackFlags = 84 // offset of bpf_sock_ops_cb_flags in struct bpf_sock_ops

@@ -94,7 +94,7 @@ func TestCheckTrace(t *testing.T) {
 
 func checkNothingLeft(t *testing.T, err error, first api.TraceSkipped) {
 	t.Helper()
-	text := fmt.Sprintf("trace rule x: this kernel can measure none of its stages: %s needs %s", first.Stage, first.Needs)
+	text := fmt.Sprintf("trace rule x: this kernel cannot measure any of its stages: %s requires %s", first.Stage, first.Needs)
 	if err == nil || err.Error() != text || fault.Code(err) != fault.CodeUnsupported || !strings.Contains(fault.Hint(err), "sockeye trace packets") {
 		t.Errorf("%v, code %d, hint %q; want %s", err, fault.Code(err), fault.Hint(err), text)
 	}
@@ -113,9 +113,9 @@ func TestNothingLeft(t *testing.T) {
 	checkNothingLeft(t, unmeasurable(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {stack, network}}), stack)
 }
 
-// TestTraceWhatThisKernelCan starts an agent whose policy has stages that this kernel cannot measure: it traces the
+// TestTraceUnsupportedStages starts an agent whose policy has stages that this kernel cannot measure: it traces the
 // others, reports these, and refuses an apply that adds more of them.
-func TestTraceWhatThisKernelCan(t *testing.T) {
+func TestTraceUnsupportedStages(t *testing.T) {
 	lacks := lacks(t)
 	if !lacks[needsSend] && !lacks[needsTimestamps] {
 		t.Skip("kernel: it can measure all")
@@ -162,9 +162,9 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 	}
 }
 
-// TestTraceNothingThatThisKernelCan starts an agent whose policy has no stage that this kernel can measure: it
+// TestTraceOnlyUnsupportedStages starts an agent whose policy has no stage that this kernel can measure: it
 // starts, reports that, and attaches nothing.
-func TestTraceNothingThatThisKernelCan(t *testing.T) {
+func TestTraceOnlyUnsupportedStages(t *testing.T) {
 	lacks := lacks(t)
 	first := api.TraceSkipped{Stage: "send", Needs: needsTimestamps}
 	switch {

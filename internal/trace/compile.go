@@ -13,8 +13,8 @@ import (
 	"sockeye/internal/match"
 )
 
-// Compile compiles the rules of one cgroup, in their order, for the BPF programs. services are those of the policy; a
-// group refers to a service by its index, from 1.
+// Compile compiles the rules of one cgroup, in their order, for the BPF programs. services are the services of the
+// policy; a group refers to a service by its index, starting at 1.
 func Compile(rules []config.TraceRule, services []config.Service) (*bpf.TraceRules, error) {
 	matches, protocols := make([]config.Match, len(rules)), make([][]config.Protocol, len(rules))
 	compiled := &bpf.TraceRules{Services: make(map[bpf.TraceListener]uint32)}
@@ -53,7 +53,7 @@ func Compile(rules []config.TraceRule, services []config.Service) (*bpf.TraceRul
 		}
 	}
 	if len(compiled.Services) > bpf.TraceServices {
-		return nil, fmt.Errorf("compile services: they have %d listeners, at most %d", len(compiled.Services), bpf.TraceServices)
+		return nil, fmt.Errorf("compile services: %d listeners, maximum %d", len(compiled.Services), bpf.TraceServices)
 	}
 	return compiled, nil
 }

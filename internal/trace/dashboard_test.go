@@ -108,7 +108,7 @@ func traceMetrics(t *testing.T) map[string]storedMetric {
 	}
 	slices.Sort(defined)
 	if !slices.Equal(names, defined) {
-		t.Fatalf("this test knows %q, metrics.go has %q", names, defined)
+		t.Fatalf("metrics in this test: %q, in metrics.go: %q", names, defined)
 	}
 	return stored
 }
@@ -158,7 +158,7 @@ func readQuery(text string, stored map[string]storedMetric) (q query, err error)
 		case queryWord.MatchString(token):
 			m, ok := stored[token]
 			if !ok {
-				return q, fmt.Errorf("there is no metric %s", token)
+				return q, fmt.Errorf("unknown metric %s", token)
 			}
 			q.families = append(q.families, m.family)
 			labels = append(labels, m.labels...)
@@ -301,7 +301,7 @@ func TestDashboardMistakes(t *testing.T) {
 	for text, want := range map[string]string{
 		`sum by (rule) (rate(sockeye_trace_chosen_total{cgroup=~"$cgroup"}[5m]))`:            "",
 		`max (sockeye_trace_in_flight) > 0 or vector(0)`:                                     "",
-		`sum (rate(sockeye_trace_picked_total[5m]))`:                                         "there is no metric",
+		`sum (rate(sockeye_trace_picked_total[5m]))`:                                         "unknown metric",
 		`sum (rate(sockeye_trace_chosen_total{outcome="acked"}[5m]))`:                        "has no label outcome",
 		`sum by (stage) (rate(sockeye_trace_chosen_total[5m]))`:                              "by stage",
 		`sum by (le) (rate(sockeye_trace_stage_seconds[5m]))`:                                "by le",

@@ -32,7 +32,7 @@ import (
 
 // Tuning provides the tuning of connections, for rules that group messages by tune rule.
 type Tuning interface {
-	// Pins returns the pin directory of a tuned cgroup, or "" if the cgroup is not tuned at present.
+	// Pins returns the pin directory of a tuned cgroup, or "" if the cgroup is not tuned.
 	Pins(cgroup string) string
 	// RuleNames returns the names of all tune rules that connections of a cgroup may have, by rule number.
 	RuleNames(cgroup string) map[uint32]string
@@ -165,8 +165,8 @@ func (d *Domain) openTracer(c traceChange) error {
 	return nil
 }
 
-// open attaches the programs to the cgroup. Pins with the same rules are adopted with their counts. For a unit that
-// does not run, open sets the problem. If the kernel can measure no stage of the rules, nothing is attached.
+// open attaches the programs to the cgroup. It adopts pins with the same rules and their counts. For a unit that is not
+// running, open sets the problem. If the kernel cannot measure any stage of the rules, open attaches nothing.
 func (t *tracer) open() error {
 	t.problem = nil
 	var err error
@@ -273,8 +273,8 @@ func (t *tracer) resume() {
 	t.resumeSampler()
 }
 
-// selectOpen applies the rules to open connections. Connections that the rules selected before are traced again if
-// another tracing has released them.
+// selectOpen applies the rules to open connections. It traces connections again that the rules selected before and
+// another tracing has released.
 func (t *tracer) selectOpen() {
 	if t.trace == nil {
 		return
@@ -282,12 +282,12 @@ func (t *tracer) selectOpen() {
 	adopted, err := SelectOpen(t.trace, t.scope.Path)
 	switch {
 	case errors.Is(err, ebpf.ErrNotSupported):
-		t.log.Info("connections that were open before are not traced", "reason", err)
+		t.log.Info("cannot trace connections that are already open", "reason", err)
 	case err != nil:
-		t.log.Warn("connections that were open before are not traced", "error", err)
+		t.log.Warn("cannot trace connections that are already open", "error", err)
 	default:
 		for _, p := range adopted.Problems {
-			t.log.Debug("connection not looked at", "problem", p)
+			t.log.Debug("cannot inspect connection", "problem", p)
 		}
 		t.log.Info("cgroup traced", "path", t.scope.Path, "open_connections", adopted.Chosen)
 	}
@@ -300,7 +300,7 @@ func compileTrace(rules []config.TraceRule, services []config.Service, skipped m
 	}
 	compiled, err := Compile(able, services)
 	if err != nil {
-		return nil, fault.Usage(err, "join rules that trace the same")
+		return nil, fault.Usage(err, "merge rules that trace the same connections")
 	}
 	return compiled, nil
 }
@@ -312,7 +312,7 @@ func measurable(rule config.TraceRule, skipped []api.TraceSkipped) []config.Stag
 	})
 }
 
-// measures reports whether a rule measures the stage.
+// measures returns whether a rule measures the stage.
 func (t *tracer) measures(stage config.Stage) bool {
 	return slices.ContainsFunc(t.rules, func(r config.TraceRule) bool {
 		return slices.Contains(measurable(r, t.skipped[r.Name]), stage)
@@ -356,7 +356,7 @@ func (p *sendProbe) lackingStages(rules []config.TraceRule) (map[string][]api.Tr
 	return skipped, nil
 }
 
-// requirement returns what the kernel lacks for a stage of TCP, or "".
+// requirement returns the requirement of a TCP stage that the kernel does not meet, or "".
 func (p *sendProbe) requirement(rule config.TraceRule, stage config.Stage) (string, error) {
 	if !slices.Contains(rule.Protocols, config.TCP) {
 		return "", nil
@@ -412,7 +412,7 @@ func (t *tracer) renew() {
 	if err := t.open(); err != nil {
 		t.release()
 		if before == nil || before.Error() != err.Error() {
-			t.log.Warn("cgroup not traced", "error", err)
+			t.log.Warn("cannot trace cgroup", "error", err)
 		}
 		t.problem = err
 	}
@@ -424,7 +424,7 @@ func (t *tracer) release() {
 	t.closePrograms()
 }
 
-// closePrograms closes the attached programs, which stay attached, and the idle ones.
+// closePrograms closes the descriptors of the attached programs, which remain attached, and of the idle ones.
 func (t *tracing) closePrograms() {
 	if t.idle != nil {
 		t.idle.Close()
@@ -459,11 +459,11 @@ func (t *tracing) forgetConnections(log *slog.Logger) {
 		return
 	}
 	if err := DeselectOpen(t.trace, t.scope.Path); err != nil {
-		log.Info("connections keep the flag of those that were traced", "reason", err)
+		log.Info("connections keep the trace flag", "reason", err)
 	}
 }
 
-// retire ends the tracing.
+// retire removes the tracing.
 func (t *tracer) retire() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -473,7 +473,7 @@ func (t *tracer) retire() error {
 // asidePins is the suffix of a pin directory that is being replaced.
 const asidePins = "_before"
 
-// change replaces the rules, and counts start at 0. If change fails, the previous rules stay in force.
+// change replaces the rules and resets the counts. If change fails, the previous rules remain in force.
 func (t *tracer) change(c traceChange) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -495,7 +495,7 @@ func (t *tracer) change(c traceChange) error {
 	before.closePrograms()
 	t.resume()
 	if err := bpf.RemoveTrace(aside); err != nil {
-		t.log.Warn("programs of the rules before not removed", "error", err)
+		t.log.Warn("cannot remove programs of the previous rules", "error", err)
 	}
 	return nil
 }
@@ -611,7 +611,7 @@ func (t *tracer) setClock() {
 		return
 	}
 	if err := t.trace.RefreshClock(); err != nil {
-		t.log.Warn("clock not told", "error", err)
+		t.log.Warn("cannot update the clock offset", "error", err)
 	}
 }
 
@@ -635,7 +635,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if !slices.Contains(names, name) {
 			var changes []api.Change
 			for _, rule := range d.tracers[name].rules {
-				changes = append(changes, api.Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are gone"})
+				changes = append(changes, api.Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are deleted"})
 			}
 			add(traceChange{name: name}, changes)
 		}
@@ -687,9 +687,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 func unmeasurable(rules []config.TraceRule, skipped map[string][]api.TraceSkipped) error {
 	for _, rule := range rules {
 		if len(measurable(rule, skipped[rule.Name])) == 0 {
-			return &fault.Error{Err: fmt.Errorf("trace rule %s: this kernel can measure none of its stages: %s needs %s", rule.Name,
+			return &fault.Error{Err: fmt.Errorf("trace rule %s: this kernel cannot measure any of its stages: %s requires %s", rule.Name,
 				skipped[rule.Name][0].Stage, skipped[rule.Name][0].Needs),
-				Hint: "stages rx_stack and reader, and sockeye trace packets, need no such kernel", Code: fault.CodeUnsupported}
+				Hint: "stages rx_stack and reader, and sockeye trace packets, do not require this", Code: fault.CodeUnsupported}
 		}
 	}
 	return nil
@@ -699,7 +699,7 @@ func addedTrace(cgroup string, rule config.TraceRule, skipped []api.TraceSkipped
 	c := api.Change{Cgroup: cgroup, Action: "add", Effect: "of " + rule.Match.String(),
 		What: fmt.Sprintf("trace %s: %s of connections, %s of their messages", rule.Name, oneIn(rule.Connections), rule.Messages)}
 	for _, s := range skipped {
-		c.Effect += fmt.Sprintf("; without %s, which needs %s", s.Stage, s.Needs)
+		c.Effect += fmt.Sprintf("; without %s, which requires %s", s.Stage, s.Needs)
 	}
 	return c
 }
@@ -715,7 +715,7 @@ func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][
 	}
 	for _, old := range before {
 		if !slices.ContainsFunc(c.rules, func(r config.TraceRule) bool { return r.Name == old.Name }) {
-			changes = append(changes, api.Change{Cgroup: c.name, Action: "remove", What: "trace " + old.Name, Effect: "its counts are gone"})
+			changes = append(changes, api.Change{Cgroup: c.name, Action: "remove", What: "trace " + old.Name, Effect: "its counts are deleted"})
 		}
 	}
 	for _, rule := range c.rules {
@@ -724,11 +724,11 @@ func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][
 		case i < 0:
 			changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
 		case text(before[i]) != text(rule):
-			changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace " + rule.Name, Effect: "counts begin anew"})
+			changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace " + rule.Name, Effect: "counts restart at 0"})
 		}
 	}
 	if len(changes) == 0 {
-		changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace: order, or listeners of services", Effect: "counts begin anew"})
+		changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace: order, or listeners of services", Effect: "counts restart at 0"})
 	}
 	return changes
 }
@@ -746,7 +746,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	for _, c := range wanted {
 		if err := d.openTracer(c); err != nil {
 			// A cgroup that cannot be traced does not stop the others.
-			d.log.Warn("cgroup not traced", "cgroup", c.name, "error", err)
+			d.log.Warn("cannot trace cgroup", "cgroup", c.name, "error", err)
 			t := d.newTracer(c)
 			t.problem = err
 			d.tracers[c.name] = t
@@ -774,7 +774,7 @@ func (d *Domain) removeOthers(wanted []traceChange) error {
 		if err := fault.Join(d.removeLeftover(dir, left), scope.RemoveCreated([]scope.Scope{left.Scope})); err != nil {
 			return err
 		}
-		d.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
+		d.log.Info("tracing removed: not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
 	}
 	return nil
 }
@@ -782,7 +782,7 @@ func (d *Domain) removeOthers(wanted []traceChange) error {
 // Applied does nothing.
 func (d *Domain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
 
-// Close closes the descriptors of this process. The programs stay attached.
+// Close closes the descriptors of this process. The programs remain attached.
 func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -801,7 +801,7 @@ func (d *Domain) removeLeftover(dir string, scope traceScope) error {
 	var err error
 	old.trace, err = bpf.OpenTrace(bpf.TraceConfig{Dir: dir, Cgroup: scope.Path, Rules: &bpf.TraceRules{Groups: scope.Groups}, Adopt: true})
 	if err != nil {
-		d.log.Debug("connections keep the flag of those that were traced", "cgroup", scope.Cgroup, "reason", err)
+		d.log.Debug("connections keep the trace flag", "cgroup", scope.Cgroup, "reason", err)
 		return bpf.RemoveTrace(dir)
 	}
 	old.forgetConnections(d.log)

@@ -74,18 +74,18 @@ func TestPlanTrace(t *testing.T) {
 		want    []string
 	}{
 		{"nothing", nil, nil},
-		{"sampling", []string{"1/10", "1/20"}, []string{"change trace bmp (counts begin anew)"}},
-		{"match", []string{"1790", "1791"}, []string{"change trace bmp (counts begin anew)"}},
-		{"rename", []string{"name: bmp", "name: bgp"}, []string{"remove trace bmp (its counts are gone)",
+		{"sampling", []string{"1/10", "1/20"}, []string{"change trace bmp (counts restart at 0)"}},
+		{"match", []string{"1790", "1791"}, []string{"change trace bmp (counts restart at 0)"}},
+		{"rename", []string{"name: bmp", "name: bgp"}, []string{"remove trace bmp (its counts are deleted)",
 			"add trace bgp: 1/1 of connections, 1/10 of their messages (of port 1790)"}},
 		{"elsewhere", []string{"/telemetry\n    messages", "/other\n    messages"}, []string{
 			"add cgroup (the cgroup is created, and removed when the policy no longer names it)",
 			"add trace rest: 1/1 of connections, 100/s of their messages (of all)",
-			"remove trace rest (its counts are gone)"}},
+			"remove trace rest (its counts are deleted)"}},
 		{"a unit", []string{"CGROUP/telemetry\n    messages", "sockeye-test-none.service\n    messages"}, []string{
 			"add unit (the unit does not run now; it is traced as soon as it starts)",
 			"add trace rest: 1/1 of connections, 100/s of their messages (of all)",
-			"remove trace rest (its counts are gone)"}},
+			"remove trace rest (its counts are deleted)"}},
 	} {
 		changes, err := a.Plan(domaintest.Policy(tracePolicy, c.replace...))
 		if err != nil {

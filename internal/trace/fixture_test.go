@@ -538,7 +538,7 @@ func within(t testing.TB, what string, f func() bool) {
 		select {
 		case <-tick.C:
 		case <-deadline:
-			t.Errorf("%s: does not come about", what)
+			t.Errorf("timeout: %s", what)
 			return
 		}
 	}

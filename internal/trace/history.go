@@ -20,8 +20,8 @@ const (
 	traceSlices = 360 // 1 hour
 )
 
-// traceHistory has the measurements of the last hour in slices. The history starts with the agent; the counts in the
-// kernel are older.
+// traceHistory contains the measurements of the last hour in slices. It starts with the agent; the counts in the kernel
+// may be older.
 type traceHistory struct {
 	mu     sync.Mutex
 	last   map[*tracer]traceReading // counts at the end of the last slice
@@ -29,11 +29,11 @@ type traceHistory struct {
 	stop   chan struct{}
 }
 
-// traceReading has the counts of a tracer since its rules are in force.
+// traceReading contains the counts of a tracer since its rules came into force.
 type traceReading struct {
 	since  time.Time
 	period measure.Period
-	absent bool // the cgroup does not exist; its counts continue with the next one
+	absent bool // the cgroup does not exist; the counts continue when it is created again
 }
 
 // packedPeriod is a compressed period: histograms are mostly zeros.
@@ -52,7 +52,7 @@ func pack(p measure.Period) (packedPeriod, error) {
 		err = w.Close()
 	}
 	if err != nil {
-		return packedPeriod{}, fmt.Errorf("keep history: %w", err)
+		return packedPeriod{}, fmt.Errorf("compress history: %w", err)
 	}
 	return packedPeriod{p.From, p.To, bytes.Clone(b.Bytes())}, nil
 }
@@ -109,7 +109,7 @@ func (d *Domain) sliceNow() {
 		return
 	}
 	if err := d.endSlice(d.history); err != nil {
-		d.log.Warn("history of trace not kept", "error", err)
+		d.log.Warn("cannot record the trace history", "error", err)
 	}
 }
 
@@ -196,7 +196,7 @@ func (t *tracer) readLocked() (traceReading, error) {
 	return r, nil
 }
 
-// window returns the slices of a time, with the current one. partial reports that the history is shorter than the
+// window returns the slices of a time, including the current one. partial is true if the history is shorter than the
 // time.
 func (d *Domain) window(from, to time.Time) (periods []measure.Period, partial bool, err error) {
 	packed, current, oldest, err := d.slices()

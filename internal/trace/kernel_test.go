@@ -185,7 +185,7 @@ func inQueue(t *testing.T, r measure.Result, _ []measure.Sample) {
 		t.Errorf("half of the messages were in the queue for %v at most", p50)
 	}
 	if p50 := r.Stages[config.StageNetwork].Quantile(0.5); p50 > 5*slower*time.Millisecond {
-		t.Errorf("the network takes %v, by half of the messages", p50)
+		t.Errorf("median time in the network: %v", p50)
 	}
 }
 
@@ -210,7 +210,7 @@ func dropped(t *testing.T, r measure.Result, samples []measure.Sample) {
 	}
 }
 
-// TestStacked has a bridge in front of the link's device: packets pass through two queueing disciplines, and are not
+// TestStacked uses a bridge in front of the link's device: packets pass through two queueing disciplines, and are not
 // counted as sent twice.
 func TestStacked(t *testing.T) {
 	k := newTracing(t, everything)
@@ -268,7 +268,7 @@ func TestStacked(t *testing.T) {
 	driven(t, r, nil)
 }
 
-// TestZeroWindow has a peer that does not read until the window is closed, and then reads.
+// TestZeroWindow uses a peer that does not read until the window is closed, and then reads.
 func TestZeroWindow(t *testing.T) {
 	k := newTracing(t, everything)
 	s := k.samples()

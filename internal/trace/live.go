@@ -17,7 +17,7 @@ type Selected struct {
 }
 
 // SelectOpen applies the rules to the open connections of a cgroup directory. Connections that the rules selected
-// before stay traced.
+// before remain traced.
 func SelectOpen(t *bpf.Trace, cgroup string) (Selected, error) {
 	live, err := t.Live()
 	if err != nil {
@@ -60,7 +60,7 @@ func DeselectOpen(t *bpf.Trace, cgroup string) error {
 		return err
 	}
 	defer live.Close()
-	// A socket that cannot be opened only costs unneeded calls of the program.
+	// A socket that cannot be opened only causes unnecessary calls of the program.
 	_, err = procsock.Walk(cgroup, func(s *procsock.Socket) error {
 		if !s.Listening && !s.MPTCP {
 			_ = live.Forget(s.FD)

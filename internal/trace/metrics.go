@@ -34,7 +34,7 @@ var (
 	descTraceWaiting = prometheus.NewDesc("sockeye_trace_reader_waiting",
 		"Chosen segments and datagrams that wait in a socket.", traceLabels, nil)
 	descTraceOldest = prometheus.NewDesc("sockeye_trace_reader_oldest_seconds",
-		"Age of the oldest of them: how far the reader is behind.", traceLabels, nil)
+		"Age of the oldest chosen segment or datagram that waits in a socket.", traceLabels, nil)
 	descTraceStage = prometheus.NewDesc("sockeye_trace_stage_seconds",
 		"Time of traced messages in a stage.", append(slices.Clone(traceLabels), "stage"), nil)
 )

@@ -106,7 +106,7 @@ func TestSend(t *testing.T) {
 		}
 		sample := translate(&raw[i])
 		if took := sample.Stages[config.StageSend]; took < least {
-			t.Errorf("%v in sendmsg, want %v at least", took, least)
+			t.Errorf("%v in sendmsg, want at least %v", took, least)
 		}
 		if total := sample.Stages[measure.Total]; total != time.Duration(raw[i].Ended-m.Started) {
 			t.Errorf("%v in all, from %d to %d", total, m.Started, raw[i].Ended)
@@ -183,7 +183,7 @@ func TestSendOfOthers(t *testing.T) {
 		connection, err := k.Connection(way[0])
 		check(t, err)
 		if want := way[0] == chosen; (connection != nil) != want {
-			t.Errorf("there is a record of the connection: %v, want %v", connection != nil, want)
+			t.Errorf("record of the connection exists: %v, want %v", connection != nil, want)
 		}
 	}
 	acknowledged(t, chosen)
@@ -212,7 +212,7 @@ func TestSendBegins(t *testing.T) {
 		return s.wait(1)[0].Message
 	}
 	if m := exchange(); m.Started != 0 {
-		t.Errorf("sendmsg began at %d, of which nothing was noted", m.Started)
+		t.Errorf("start of sendmsg recorded: %d, want none", m.Started)
 	}
 	s.close()
 	for range 2 {

@@ -157,7 +157,7 @@ func TestAgainstTimestamping(t *testing.T) {
 			for kind, ours := range map[int]uint64{stampQueue: m.Queued, stampDriver: m.Driver, stampACK: sample.Ended} {
 				theirs, ok := at[stamp{kind, m.Key - first}]
 				if !ok {
-					t.Fatalf("message of key %#x has no stamp of kind %d", m.Key, kind)
+					t.Fatalf("message of key %#x has no timestamp of kind %d", m.Key, kind)
 				}
 				late[kind] = append(late[kind], theirs.Sub(time.Unix(0, int64(ours)).Add(offset)))
 			}
@@ -282,7 +282,7 @@ func TestTimestampingIsLeftAlone(t *testing.T) {
 					case wanted == nil:
 						wanted = stamps
 					case !slices.Equal(stamps, wanted):
-						t.Errorf("%s: the application has other stamps: %v", policy, difference(stamps, wanted))
+						t.Errorf("%s: the application received other timestamps: %v", policy, difference(stamps, wanted))
 					}
 					shut(c.connected)
 					<-done
@@ -352,13 +352,13 @@ func checkStamps(t testing.TB, stamps []stamp, messages, last int, asked func(in
 	had := make(map[stamp]int)
 	for _, s := range stamps {
 		if i := int(s.key) / size; s.key%size != size-1 || i >= messages || !asked(i) {
-			t.Errorf("there is a stamp that was not asked for: %v", s)
+			t.Errorf("unrequested timestamp: %v", s)
 		}
 		had[s]++
 	}
 	for s, n := range had {
 		if s.kind == stampACK && n > 1 {
-			t.Errorf("%d times there is %v", n, s)
+			t.Errorf("%d times: %v", n, s)
 		}
 	}
 	for first := 0; first < messages; first += last {
@@ -368,7 +368,7 @@ func checkStamps(t testing.TB, stamps []stamp, messages, last int, asked func(in
 		}
 		for kind := range kinds {
 			if s := (stamp{kind, uint32(i*size + size - 1)}); had[s] == 0 {
-				t.Errorf("there is no %v", s)
+				t.Errorf("missing: %v", s)
 			}
 		}
 	}

@@ -40,8 +40,8 @@ type stream struct {
 	encoder *json.Encoder
 }
 
-// newStream removes the deadlines of a request. Lines are flushed within a second. The caller calls stop before the
-// answer ends.
+// newStream removes the deadlines of a request. Lines are flushed within a second. The caller must call stop before the
+// end of the response.
 func newStream(w http.ResponseWriter) (s *stream, stop func(), err error) {
 	s = &stream{control: http.NewResponseController(w), encoder: json.NewEncoder(w)}
 	if err := errors.Join(s.control.SetReadDeadline(time.Time{}), s.control.SetWriteDeadline(time.Time{})); err != nil {
@@ -63,7 +63,7 @@ func newStream(w http.ResponseWriter) (s *stream, stop func(), err error) {
 			case <-tick.C:
 			}
 			if s.flush() != nil {
-				return // the client has disconnected; the next line fails
+				return // the client has disconnected; writing the next line fails
 			}
 		}
 	})
@@ -107,7 +107,7 @@ func ofBuffer(err error) error {
 	return err
 }
 
-// streamSamples writes each message that ends.
+// streamSamples writes each message that has ended.
 func (d *Domain) streamSamples(ctx context.Context, w http.ResponseWriter, q url.Values) error {
 	query, tracers, err := d.traceQuery(q)
 	if err != nil {
@@ -357,7 +357,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 		Command: socket.Command, Cookie: socket.Cookie}
 	// The duplicate descriptor would keep the connection open.
 	if err := socket.Close(); err != nil {
-		return fmt.Errorf("close copy of descriptor: %w", err)
+		return fmt.Errorf("close duplicate of descriptor: %w", err)
 	}
 	c.Clock = int64(clock.Offset())
 	p, err := bpf.OpenPackets(c.Cookie, buffer)
@@ -374,7 +374,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	}
 	defer ended()
 	if err := s.line(api.TracePacketLine{Connection: c}); err != nil {
-		return nil // the caller has left
+		return nil // the client has disconnected
 	}
 	_ = s.flush()
 	end := api.TracePacketsEnd{Reason: "time"}
@@ -407,7 +407,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	return nil
 }
 
-// connectionOf opens the connection that a request names, of any process.
+// connectionOf opens the connection of any process that a request identifies.
 func (d *Domain) connectionOf(q url.Values) (*procsock.Socket, error) {
 	var (
 		socket *procsock.Socket

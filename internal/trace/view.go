@@ -263,7 +263,7 @@ func (d *Domain) History(q url.Values) (*api.TraceHistory, error) {
 	return h, nil
 }
 
-// maxSlow is the maximum number of messages of an answer.
+// maxSlow is the maximum number of messages in a response.
 const maxSlow = 1000
 
 // Slow returns the slowest messages of the last minutes, slowest first.

@@ -10,7 +10,7 @@ import (
 	"sockeye/internal/tune"
 )
 
-// TestMostOptions has a rule that sets every option, and sets them again in its reaction, which fits into the map;
+// TestMostOptions uses a rule that sets every option, and sets them again in its reaction, which fits into the map;
 // and a rule with more settings than a policy can have.
 func TestMostOptions(t *testing.T) {
 	rule := config.TuneRule{Name: "all", React: &config.React{Retransmits: 0.01, RTOs: -1, Sample: 1}}
@@ -31,6 +31,6 @@ func TestMostOptions(t *testing.T) {
 	}
 	none := func(config.TuneRule, string) bool { return true }
 	if _, err := tune.Compile([]config.TuneRule{rule}, nil, none); err != nil {
-		t.Errorf("on a kernel that takes no option: got %v", err)
+		t.Errorf("kernel that supports no option: got %v", err)
 	}
 }

@@ -86,7 +86,7 @@ func (d *Domain) removeOthers(wanted []tuneChange) error {
 		if err := fault.Join(bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{left})); err != nil {
 			return err
 		}
-		d.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
+		d.log.Info("tuning removed: not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
 	}
 	return nil
 }

@@ -440,7 +440,7 @@ const infiniteThreshold = 0x7fffffff
 
 const notReadable = "not readable"
 
-// readable has the options that getsockopt(2) reports. The minimum RTO and the maximum delay of acknowledgements
+// readable contains the options that getsockopt(2) reports. The minimum RTO and the maximum delay of acknowledgements
 // exist since Linux 6.15 and have option numbers of their own.
 var readable = map[string]struct {
 	name   string

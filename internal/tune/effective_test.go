@@ -388,7 +388,7 @@ func TestEffectiveRefuses(t *testing.T) {
 		check(t, err)
 		defer s.Close()
 		if v, err := tune.Effective(s, config.TuneRule{}, nil); err == nil {
-			t.Errorf("a listener has values %v", v)
+			t.Errorf("values of a listener: %v", v)
 		}
 	}))
 }

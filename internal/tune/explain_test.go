@@ -23,7 +23,7 @@ func TestExplainEnds(t *testing.T) {
 		80: `[{"rule":"a","matches":true,"why":"port is 80"}]`,
 		81: `[{"rule":"a","matches":false,"why":"port 81 is not 80"},{"rule":"b","matches":true,"why":"port is 81"}]`,
 		83: `[{"rule":"a","matches":false,"why":"port 83 is not 80"},{"rule":"b","matches":false,"why":"port 83 is not 81"},` +
-			`{"rule":"c","matches":false,"why":"port 83 is in none of its 2 ranges"}]`,
+			`{"rule":"c","matches":false,"why":"port 83 is not in any of 2 ranges"}]`,
 	} {
 		local := netip.MustParseAddr("10.0.0.1")
 		got, err := json.Marshal(tune.Explain(p.Tune, nil, match.Question{

@@ -202,7 +202,7 @@ func (k *tuning) ruleOf(c *net.TCPConn) (name string) {
 	return name
 }
 
-// network has the addresses of one family.
+// network contains the addresses of one family.
 type network struct {
 	name   string
 	domain int
@@ -711,7 +711,7 @@ func within(t testing.TB, what string, f func() bool) {
 		select {
 		case <-tick.C:
 		case <-deadline:
-			t.Errorf("%s: does not come about", what)
+			t.Errorf("timeout: %s", what)
 			return
 		}
 	}

@@ -94,7 +94,7 @@ func (p *optionProbe) skippedOptions(rules []config.TuneRule) (map[string][]api.
 			}
 			if !rule.Optional {
 				return nil, &fault.Error{Err: fmt.Errorf("rule %s: this kernel cannot set %s: it needs %s", rule.Name, s.Option, needs),
-					Hint: "leave it out, or give the rule optional: true to have it skipped", Code: fault.CodeUnsupported}
+					Hint: "remove it, or set optional: true in the rule to skip it", Code: fault.CodeUnsupported}
 			}
 			skipped[rule.Name] = append(skipped[rule.Name], api.TuneSkipped{Option: s.Option, Needs: needs})
 		}
@@ -102,7 +102,7 @@ func (p *optionProbe) skippedOptions(rules []config.TuneRule) (map[string][]api.
 	return skipped, nil
 }
 
-// requirement returns what the kernel lacks for a setting, or "".
+// requirement returns the requirement of a setting that the kernel does not meet, or "".
 func (p *optionProbe) requirement(s config.Setting) (string, error) {
 	supported, err := p.probe()
 	if err != nil {

@@ -23,31 +23,31 @@ import (
 
 // Report is the result of Apply.
 type Report struct {
-	// Adopted counts the connections that got a rule. ByRule has the same by the name of the rule, and Control
-	// counts those in the control arm of a trial.
+	// Adopted is the number of connections that received a rule. ByRule contains this number by rule name. Control is
+	// the number of connections in the control arm of a trial.
 	Adopted int            `json:"adopted"`
 	ByRule  map[string]int `json:"by_rule"`
 	Control int            `json:"control"`
-	// AlreadyTuned counts connections that have the rule already, or a rule that matches on the tag of the peer,
-	// which is known only during the handshake.
+	// AlreadyTuned is the number of connections that already have the rule, or a rule that matches the tag of the peer,
+	// which is only known during the handshake.
 	AlreadyTuned int `json:"already_tuned"`
 	NoRule       int `json:"no_rule"`
-	// NotAsked counts connections of rules that the caller did not select.
+	// NotAsked is the number of connections of rules that the caller did not select.
 	NotAsked int `json:"not_asked"`
-	// Options counts the options that were set, without Failures.
+	// Options is the number of options that were set, without Failures.
 	Options int `json:"options"`
-	// Failures are the options that the kernel refused meanwhile, also on new connections of the same rules.
+	// Failures are the options that the kernel refused during Apply, also on new connections of the same rules.
 	Failures []api.TuneLiveFailure `json:"failures"`
 	// Problems lists sockets and processes that could not be read or changed completely, with the reason.
 	Problems []string `json:"problems"`
-	// Saved has the previous values, for Revert.
+	// Saved contains the previous values, for Revert.
 	Saved Saved `json:"-"`
 }
 
-// Saved has the values of connections before Apply, by socket cookie. Cookies are valid until the next boot.
+// Saved contains the values of connections before Apply, by socket cookie. Cookies are valid until the next boot.
 type Saved map[uint64]SavedConnection
 
-// SavedConnection has the previous values of one connection.
+// SavedConnection contains the previous values of one connection.
 type SavedConnection struct {
 	Rule   string         `json:"rule"`
 	Local  netip.AddrPort `json:"local"`
@@ -222,7 +222,7 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 			return err
 		}
 		if rule = a.rules[has.Rule]; rule == nil {
-			return fmt.Errorf("adopt %s: its rule %d is not known", s, has.Rule)
+			return fmt.Errorf("adopt %s: unknown rule %d", s, has.Rule)
 		}
 	}
 	name := bpf.Text(rule.Name[:])
@@ -294,7 +294,7 @@ func (a *liveApply) problem(s *procsock.Socket, err error) {
 // problem describes why a socket could not be changed.
 func problem(s *procsock.Socket, err error) string {
 	if errors.Is(err, unix.ENOPROTOOPT) {
-		err = errors.New("it was opened in another cgroup, whose it stays")
+		err = errors.New("it belongs to the cgroup in which it was opened")
 	}
 	return fmt.Sprintf("%s: %v", s, err)
 }
@@ -339,7 +339,7 @@ type Reverted struct {
 	// Left lists the options that were not reverted, or not completely, with the reason.
 	Left     []api.TuneNotReverted `json:"left"`
 	Problems []string              `json:"problems"`
-	// Remaining has the connections that were not found while some processes could not be read.
+	// Remaining contains the connections that were not found while some processes could not be read.
 	Remaining Saved `json:"-"`
 }
 
@@ -349,7 +349,7 @@ const (
 	leftPacing  = "the rate is not bounded any more; pacing goes on, which the kernel does not end"
 	leftBBR     = "pacing goes on, which bbr began and the kernel does not end"
 	leftClamp   = "the bound is gone; slow start begins anew, as its threshold cannot be set alone"
-	leftDefault = "set to 200ms, the kernel's default, as this kernel does not tell what it was"
+	leftDefault = "set to 200ms, the kernel's default: this kernel does not report the previous value"
 )
 
 // defaults are the kernel's default values of options that older kernels or no kernel can read: snd_cwnd_clamp, which

@@ -62,7 +62,7 @@ func checkLive(t testing.TB, err error) {
 	t.Helper()
 	if errors.Is(err, ebpf.ErrNotSupported) {
 		if !strings.HasPrefix(err.Error(), "set options of open connections: not supported before Linux 5.15: ") || strings.Contains(err.Error(), "\n") {
-			t.Errorf("it says %q", err)
+			t.Errorf("error text %q", err)
 		}
 		lacking(t, "5.15", err)
 	}
@@ -280,7 +280,7 @@ func TestApply(t *testing.T) {
 
 	again := connect(t, listen(t, "127.0.0.1:0"))
 	if k.ruleOf(again.connected) != "c" {
-		t.Fatal("a new connection has not its rule")
+		t.Fatal("a new connection does not have its rule")
 	}
 	r = k.apply(nil)
 	if r.Adopted != 0 || r.AlreadyTuned != 2*len(pairs)+4 || len(r.Saved) != 0 || r.Options != 0 {
@@ -329,7 +329,7 @@ func TestApplyAfterAChange(t *testing.T) {
 	s, err := k.Stats(old, bpf.TuneArmTreated)
 	check(t, err)
 	if s.Connections != 2 || s.Closed != 2 {
-		t.Errorf("the rule before has %d of %d connections closed, want all", s.Closed, s.Connections)
+		t.Errorf("previous rule: %d of %d connections closed, want all", s.Closed, s.Connections)
 	}
 	saved.Merge(r.Saved)
 	back := k.revert(saved)
@@ -571,7 +571,7 @@ func TestRevert(t *testing.T) {
 					t.Errorf("snd_ssthresh %d, want none", got)
 				}
 				if name := k.ruleOf(c); name != "" {
-					t.Errorf("it still has rule %s", name)
+					t.Errorf("the connection still has rule %s", name)
 				}
 			}
 			s := k.stats("r", bpf.TuneArmTreated)

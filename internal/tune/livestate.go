@@ -130,11 +130,11 @@ func (t *tuner) loadLive() (Saved, error) {
 		return make(Saved), nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read values before: %w", err)
+		return nil, fmt.Errorf("read previous values: %w", err)
 	}
 	var stored liveState
 	if err := json.Unmarshal(data, &stored); err != nil {
-		return nil, fault.WithHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
+		return nil, fault.WithHint(fmt.Errorf("read previous values, %s: %w", t.livePath(), err), "remove the file; the values that were applied live then remain")
 	}
 	if stored.BootID != statedir.BootID() || stored.Saved == nil {
 		return make(Saved), nil
@@ -145,7 +145,7 @@ func (t *tuner) loadLive() (Saved, error) {
 func (t *tuner) saveLive(saved Saved) error {
 	if len(saved) == 0 {
 		if err := os.Remove(t.livePath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove values before: %w", err)
+			return fmt.Errorf("remove previous values: %w", err)
 		}
 		return nil
 	}

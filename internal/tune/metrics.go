@@ -29,7 +29,7 @@ var (
 	descTuneSegments = prometheus.NewDesc("sockeye_tune_segments_total",
 		"Segments sent with data, retransmissions included.", tuneLabels, nil)
 	descTuneRetransmits = prometheus.NewDesc("sockeye_tune_retransmits_total",
-		"Segments sent again.", tuneLabels, nil)
+		"Retransmitted segments.", tuneLabels, nil)
 	descTuneRTOs = prometheus.NewDesc("sockeye_tune_rtos_total",
 		"Retransmission timeouts.", tuneLabels, nil)
 	descTuneReactions = prometheus.NewDesc("sockeye_tune_reactions_total",

@@ -21,9 +21,9 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// describeSubflows fills in what is known of an MPTCP socket. The rules' programs run for its
-// subflows, to which no descriptor leads: sock_diag(7) reads the rule of each, and the
-// options that it knows.
+// describeSubflows adds the subflows of an MPTCP socket to the view. The program runs for
+// the subflows, which have no descriptor: sock_diag(7) returns the rule of each subflow and
+// some of its options.
 func (t *tuner) describeSubflows(s *procsock.Socket, view *api.TuneSocket) error {
 	ends, fellBack, err := s.Subflows()
 	if errors.Is(err, procsock.ErrNoSubflows) {
@@ -62,8 +62,9 @@ func (t *tuner) describeSubflows(s *procsock.Socket, view *api.TuneSocket) error
 	return nil
 }
 
-// findSubflow reads a subflow, and what the program knows of it: nil if no rule has
-// matched it. It fails with fs.ErrNotExist if there is no such subflow.
+// findSubflow returns a subflow and its entry in the program's map of connections, which is
+// nil if no rule matches the subflow. The error wraps fs.ErrNotExist if there is no such
+// subflow.
 func (t *tuner) findSubflow(diag *sockdiag.Conn, end procsock.Subflow) (subflow *sockdiag.Socket, c *bpf.TuneConnection, err error) {
 	var value []byte
 	q := sockdiag.Query{States: sockdiag.Connected, LocalPort: end.Local.Port(), RemotePort: end.Remote.Port(), Options: true, Storage: t.tune.Storage()}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tune turns the rules of the policy into what the tune program
-// reads, and what the program counts into what a person reads.
+// Package tune compiles the tune rules of the policy for the tune program, and converts the
+// counters of the program for display.
 package tune
 
 import (

@@ -22,11 +22,11 @@ const enotsupp = unix.Errno(524)
 // probeWait is the timeout of each call on a probe's sockets.
 const probeWait = 2500 * time.Millisecond
 
-// Probe tries every option on the running kernel: the program sets the options on loopback connections of this
-// process. cgroup is the directory of the cgroup of this process, to which the program is attached meanwhile with a
-// rule that matches only the ports of the probe. Nothing is written to the cgroup file system. The directory pins is
-// in a bpffs and must not be used by two probes at a time. The error of an option wraps ebpf.ErrNotSupported if the
-// kernel lacks it.
+// Probe tries every option on the running kernel: the program sets the options on loopback connections of this process.
+// cgroup is the directory of the cgroup of this process. During the probe, the program is attached to it with a rule
+// that only matches the ports of the probe. Probe writes nothing to the cgroup file system. The directory pins is in a
+// bpffs and must not be used by two probes at the same time. The error of an option wraps ebpf.ErrNotSupported if the
+// kernel does not support the option.
 //
 // A probe that is killed leaves only its pins, which the next probe removes.
 func Probe(cgroup, pins string) (_ map[string]error, err error) {
@@ -54,7 +54,7 @@ func Probe(cgroup, pins string) (_ map[string]error, err error) {
 	ipv6 := false
 	for _, l := range listeners {
 		if err := l.connect(); err != nil {
-			return nil, fmt.Errorf("make connections to try options on: %w", err)
+			return nil, fmt.Errorf("open connections for the probe: %w", err)
 		}
 		ipv6 = ipv6 || l.domain == unix.AF_INET6
 	}
@@ -83,7 +83,7 @@ func Probe(cgroup, pins string) (_ map[string]error, err error) {
 	return result, nil
 }
 
-// openProbe opens a tuning whose pins are removed at once, so that it ends with this process.
+// openProbe opens a tuning and removes its pins immediately, so that it is detached when this process exits.
 func openProbe(dir, cgroup string) (*bpf.Tune, error) {
 	if err := bpf.RemoveTune(dir); err != nil {
 		return nil, err
@@ -124,7 +124,7 @@ func checkProbed(t *bpf.Tune, connections int) error {
 		established += s.Established
 	}
 	if want := uint64(2 * connections); established < want {
-		return fmt.Errorf("try options: the program has seen %d ends of connections, of %d", established, want)
+		return fmt.Errorf("probe options: the program has seen %d of %d ends of connections", established, want)
 	}
 	return nil
 }

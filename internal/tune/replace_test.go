@@ -256,7 +256,7 @@ func TestReplaceRules(t *testing.T) {
 		connections, took.Round(time.Millisecond), float64(connections)/took.Seconds(), installs, r.pairs)
 	for _, same := range []string{"first-first", "second-second"} {
 		if r.pairs[same] == 0 {
-			t.Errorf("no connection is %s", same)
+			t.Errorf("no connection with rules %s", same)
 		}
 	}
 	if failed := k.failed(); len(failed) > 0 {

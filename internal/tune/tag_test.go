@@ -218,7 +218,7 @@ func TestTagInSYN(t *testing.T) {
 			expectTags(t, "SYN-ACK", handshake, isSYNACK, "")
 			for _, p := range handshake {
 				if isSYN(p) && (p.option(kindTimestamps) == nil || p.option(kindSACKPermitted) == nil) {
-					t.Errorf("the SYN has lost its timestamps or SACK: % x", p.options)
+					t.Errorf("the SYN has no timestamps or SACK permitted option: % x", p.options)
 				}
 			}
 			k.expectRule("connected, tag "+tag, s.connected, "client", 1)
@@ -331,14 +331,14 @@ func TestTagInSYNACK(t *testing.T) {
 		expectTags(t, "later data", w.seen(at.Port()), dataFrom(at.Port()), "")
 	}
 	if c := k.stats("client", 0); c.Connections != 4 || c.Closed != 4 || c.Established != 0 {
-		t.Errorf("rule that tags took connections from: %d connections, %d established, %d closed, want 4, 0, 4", c.Connections, c.Established, c.Closed)
+		t.Errorf("rule whose connections moved to another rule: %d connections, %d established, %d closed, want 4, 0, 4", c.Connections, c.Established, c.Closed)
 	}
 	if c := k.stats("tagged", 0); c.Connections != 4 || c.Established != 4 || c.Closed != 0 || c.Tags != 4 {
 		t.Errorf("rule of tags: %d connections, %d established, %d closed, %d tags, want 4, 4, 0, 4", c.Connections, c.Established, c.Closed, c.Tags)
 	}
 }
 
-// TestTagBothWays has a server that answers connections with a tag with a tag, and sends none to other peers.
+// TestTagBothWays uses a server that answers connections with a tag with a tag, and sends none to other peers.
 func TestTagBothWays(t *testing.T) {
 	k := newTuning(t, "")
 	policy := `tune:
@@ -429,7 +429,7 @@ func inCgroup(t testing.TB, dir string, f func()) {
 	f()
 }
 
-// TestTagUnaware has a peer without Sockeye's programs, in either role.
+// TestTagUnaware uses a peer without Sockeye's programs, in either role.
 func TestTagUnaware(t *testing.T) {
 	tuned := filepath.Join(testenv.Cgroup(), "tagging")
 	if err := os.Mkdir(tuned, 0o755); err != nil {
@@ -664,7 +664,7 @@ func TestTagMalformed(t *testing.T) {
 			filterPath(t, flagSYN|flagACK, flagACK, noOptions)
 			s := connectSockets(t, listener, at)
 			if saved := savedSYN(t, s.accepted); !bytes.Contains(saved, []byte(options[:2])) {
-				t.Errorf("the SYN came as % x", saved)
+				t.Errorf("received SYN: % x", saved)
 			}
 			k.expectRule("accepted", s.accepted, "other", 4)
 			exchange(t, s, 100)
@@ -730,7 +730,7 @@ func TestTagSYNACKDropped(t *testing.T) {
 	exchange(t, s, 1<<20)
 }
 
-// TestTagOfOldListener has a listener that was opened before the rules.
+// TestTagOfOldListener uses a listener that was opened before the rules.
 func TestTagOfOldListener(t *testing.T) {
 	for _, addr := range loopbacks {
 		t.Run(addr.String(), func(t *testing.T) {
@@ -756,7 +756,7 @@ func TestTagOfOldListener(t *testing.T) {
 			check(t, live.Close())
 			if errors.Is(prepared, ebpf.ErrNotSupported) {
 				if !strings.HasPrefix(prepared.Error(), "write tags into SYN-ACKs of an open listener: not supported before Linux 6.12: ") {
-					t.Errorf("it says %q", prepared)
+					t.Errorf("error text %q", prepared)
 				}
 				lacking(t, "6.12", prepared)
 			}
@@ -765,7 +765,7 @@ func TestTagOfOldListener(t *testing.T) {
 			expectTags(t, "SYN-ACK of the prepared listener", w.seen(at.Port()), isSYNACK, "yes")
 			k.expectRule("accepted by the prepared listener", s.accepted, "tagged", 5)
 			if saved := savedSYN(t, s.accepted); !bytes.Contains(saved, []byte(longTag)) {
-				t.Errorf("the SYN that was kept has no tag: % x", saved)
+				t.Errorf("the saved SYN has no tag: % x", saved)
 			}
 			exchange(t, s, 100)
 			expectTags(t, "first data", w.seen(at.Port()), dataFrom(at.Port()), "yes")

@@ -94,7 +94,7 @@ func (t *tuner) open() error {
 			t.tune = idle
 			return t.record(idle)
 		}
-		t.log.Debug("program loaded again", "reason", err)
+		t.log.Debug("program reloaded", "reason", err)
 		idle.Close()
 	}
 	t.tune, err = bpf.OpenTune(bpf.TuneConfig{Dir: t.host.Root.Tuning(scope.PinName(t.name)), Cgroup: t.scope.Path,
@@ -148,7 +148,7 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 		return slices.ContainsFunc(skipped[rule.Name], func(s api.TuneSkipped) bool { return s.Option == option })
 	})
 	if err != nil {
-		return nil, fault.Usage(err, "join prefixes of rules that set the same")
+		return nil, fault.Usage(err, "merge rules with the same settings")
 	}
 	return compiled, nil
 }
@@ -191,8 +191,8 @@ func (t *tuner) reopen(others []tuneChange) error {
 	return t.open()
 }
 
-// detach gives up a cgroup that was removed. The loaded program is kept for the next cgroup, because loading takes
-// much longer than attaching.
+// detach closes the pins of a removed cgroup. It keeps the loaded program for the next cgroup, because loading is much
+// slower than attaching.
 func (t *tuner) detach() {
 	if t.tune == nil {
 		return

@@ -355,7 +355,7 @@ func (d *Domain) Trial(name string) (*api.TuneTrial, error) {
 		return nil, err
 	}
 	if rule.Trial == nil {
-		return nil, fault.Usage(fmt.Errorf("rule %s has no trial", name), "give it trial: {control: 10%}")
+		return nil, fault.Usage(fmt.Errorf("rule %s has no trial", name), "add trial: {control: 10%}")
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -394,7 +394,7 @@ func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
 			return nil, err
 		}
 		if exploreOf(rule) == nil {
-			return nil, fault.Usage(fmt.Errorf("rule %s learns nothing", name), "give it set: {initial_cwnd: {explore: [10, 16, 24, 40, 64]}}")
+			return nil, fault.Usage(fmt.Errorf("rule %s does not learn", name), "add set: {initial_cwnd: {explore: [10, 16, 24, 40, 64]}}")
 		}
 	}
 	tuners, err := d.tunersOf("")

@@ -285,7 +285,7 @@ func TestBigTCPCrash(t *testing.T) {
 	w.must(w.spaces["b0"].Netlink().LinkSetGSOMaxSize(dev, 100000)) // as another program
 	w.startAgent()
 	w.expectSizes("with the next agent,", 192000, 192000, "a0")
-	w.expectSizes("changed by somebody else,", 100000, 192000, "b0")
+	w.expectSizes("changed externally,", 100000, 192000, "b0")
 	var s api.BigTCPStatus
 	w.must(w.get("/v1/bigtcp", &s))
 	states := map[string]string{}

@@ -137,8 +137,8 @@ func TestTraceLifecycle(t *testing.T) {
 	h.setTrace(smaller, elsewhere)
 	h.show(&plan, "plan")
 	for what, want := range map[[2]string]string{
-		{near, "trace base"}:                     "change: counts begin anew",
-		{made, "trace fresh"}:                    "remove: its counts are gone",
+		{near, "trace base"}:                     "change: counts restart at 0",
+		{made, "trace fresh"}:                    "remove: its counts are deleted",
 		{other, "cgroup"}:                        "add: the cgroup is created",
 		{other, "trace elsewhere: 1/1 of conne"}: "add: of all",
 	} {

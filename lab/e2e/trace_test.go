@@ -250,7 +250,7 @@ func TestTraceLoss(t *testing.T) {
 	if r.Outcomes[measure.Retransmitted] != 1 {
 		t.Errorf("the last segment is lost: %v", r.Outcomes)
 	}
-	m := h.explained(fmt.Sprintf("port=%d", tracePort), size, config.StageNetwork, measure.CauseLoss, "its last segment was lost", "sent again")
+	m := h.explained(fmt.Sprintf("port=%d", tracePort), size, config.StageNetwork, measure.CauseLoss, "its last segment, or the acknowledgement, was lost", "retransmitted")
 	if m.Repeats == 0 || m.Outcome != measure.Retransmitted {
 		t.Errorf("the last segment is lost: %+v", m)
 	}
@@ -262,7 +262,7 @@ func TestTraceLoss(t *testing.T) {
 	if r.Outcomes[measure.Acked] != before+1 {
 		t.Errorf("a segment before the last is lost: %v", r.Outcomes)
 	}
-	m = h.explained(fmt.Sprintf("port=%d", tracePort+1), size, config.StageNetwork, measure.CauseLoss, "segments before its last were lost")
+	m = h.explained(fmt.Sprintf("port=%d", tracePort+1), size, config.StageNetwork, measure.CauseLoss, "earlier segments were lost")
 	if m.Retransmits == 0 || m.Repeats != 0 {
 		t.Errorf("a segment before the last is lost: %+v", m)
 	}
@@ -287,5 +287,5 @@ func TestTraceLoss(t *testing.T) {
 	if r.Outcomes[measure.Unacknowledged] != 1 || r.Bytes != before*100 {
 		t.Errorf("the peer vanishes: %v", r.Outcomes)
 	}
-	h.explained(fmt.Sprintf("port=%d", tracePort+2), size, config.StageNetwork, measure.CauseUnacknowledged, "given up after")
+	h.explained(fmt.Sprintf("port=%d", tracePort+2), size, config.StageNetwork, measure.CauseUnacknowledged, "unacknowledged after")
 }

@@ -37,7 +37,7 @@ func openCPUClock(cpu int, withSoftirq bool) cpuClock {
 
 func (c cpuClock) now() time.Duration {
 	var own, softirq unix.Timespec
-	// Both clocks exist, and what fails is left at 0.
+	// Both clocks exist; a clock that cannot be read counts as 0.
 	_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &own)
 	if c.softirq != 0 {
 		_ = unix.ClockGettime(c.softirq, &softirq)
@@ -45,8 +45,8 @@ func (c cpuClock) now() time.Duration {
 	return time.Duration(own.Nano() + softirq.Nano())
 }
 
-// lastCPUs returns the last of the CPUs that this process may use, and the one before
-// it; they are equal if there is only one.
+// lastCPUs returns the last two CPUs that this process may use. They are equal if the
+// process may use one CPU only.
 func lastCPUs() (last, other int, err error) {
 	var all unix.CPUSet
 	if err := unix.SchedGetaffinity(0, &all); err != nil {

@@ -53,7 +53,7 @@ type load struct {
 	SharesCPU bool
 }
 
-// measured is what an end has counted after the warm-up.
+// measured contains the counts of one end after the warm-up.
 type measured struct {
 	Count   int64 // transactions
 	Bytes   int64 // sent and received
@@ -239,7 +239,7 @@ func (e *end) sendRequests() (m measured, err error) {
 	return m, e.finish()
 }
 
-// answerRequests returns what it receives, message by message.
+// answerRequests sends each received message back.
 func (e *end) answerRequests() (m measured, err error) {
 	var cpu, start time.Duration
 	for measuring := false; ; {

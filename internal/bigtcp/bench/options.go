@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bench measures what BIG TCP gives between two network namespaces that it
-// makes: requests and responses, and streams, with BIG TCP off and on in turns.
+// Package bench measures the effect of BIG TCP between two network namespaces that it
+// creates: requests with responses, and streams, alternating between BIG TCP off and on.
 package bench
 
 import (

@@ -79,7 +79,7 @@ func sample(kind string, own, peer *measured) (*Sample, error) {
 	s := &Sample{}
 	if kind == loadStream {
 		if own.Bytes == 0 || peer.Bytes == 0 || peer.Elapsed == 0 {
-			return nil, errors.New("nothing got through")
+			return nil, errors.New("no data was transferred")
 		}
 		s.Rate = 8 * stats.Median(own.rates)
 		s.CPU = own.CPU.Seconds()/float64(own.Bytes) + peer.CPU.Seconds()/float64(peer.Bytes)
@@ -87,7 +87,7 @@ func sample(kind string, own, peer *measured) (*Sample, error) {
 		return s, nil
 	}
 	if own.Count == 0 || peer.Count == 0 {
-		return nil, errors.New("nothing got through")
+		return nil, errors.New("no data was transferred")
 	}
 	var rates, p50, p90, p99 []float64
 	for piece := range inPieces(own.took, own.Elapsed) {

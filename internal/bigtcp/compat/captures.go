@@ -102,7 +102,7 @@ func packetSockets(table string) map[string]int {
 // "tcpdump (812)". Processes that the caller may not inspect are skipped.
 func socketOwners(sockets map[string]int) map[string]string {
 	owners := map[string]string{}
-	// A process that ends meanwhile is skipped.
+	// Skip a process that exits concurrently.
 	processes, _ := filepath.Glob("/proc/[0-9]*")
 	for _, process := range processes {
 		descriptors, err := os.ReadDir(filepath.Join(process, "fd"))

@@ -52,7 +52,7 @@ func inspectedByTarget(name string) inspected {
 	return 0
 }
 
-// nftFamilies has the names of the families in nft(8).
+// nftFamilies contains the names of the families in nft(8).
 var nftFamilies = map[uint8]string{
 	unix.NFPROTO_INET:   "inet",
 	unix.NFPROTO_IPV4:   "ip",

@@ -18,7 +18,7 @@ import (
 // unknownNamespace is Related.Netns if the namespace cannot be found or entered.
 const unknownNamespace = "unknown"
 
-// snapshot has the interfaces of a namespace at one point in time.
+// snapshot contains the interfaces of a namespace at one point in time.
 type snapshot struct {
 	path    string
 	links   []link

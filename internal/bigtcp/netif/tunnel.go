@@ -4,8 +4,8 @@ package netif
 
 import "sockeye/internal/bigtcp/linux"
 
-// tunnelKinds has the kinds of interfaces that encapsulate packets. The value is true for
-// kinds that encapsulate packets above Legacy since Linux 7.3.
+// tunnelKinds contains the kinds of interfaces that encapsulate packets. The value is
+// true for kinds that encapsulate packets above Legacy since Linux 7.3.
 var tunnelKinds = map[string]bool{
 	"vxlan": true, "geneve": true,
 	"gre": false, "gretap": false, "erspan": false, "ip6gre": false, "ip6gretap": false, "ip6erspan": false,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package netif reads the interfaces of a network namespace by netlink and ethtool:
-// their GSO and GRO maximum sizes, what bounds these sizes, and the lower, peer and
-// upper interfaces. It sets the sizes of a single interface.
+// Package netif reads the interfaces of a network namespace by netlink and ethtool: their
+// GSO and GRO maximum sizes, the limits of these sizes, and the lower, peer and upper
+// interfaces. It sets the sizes of a single interface.
 package netif
 
 const (

@@ -184,7 +184,7 @@ func lowerSizesText(below []Related) string {
 	return fmt.Sprintf("the kernel segments packets above %s bytes to the MTU at %s", size, name)
 }
 
-// family has the sizes of an IP family, in bytes.
+// family contains the sizes of an IP family, in bytes.
 type family struct {
 	name           string
 	sent, received uint32

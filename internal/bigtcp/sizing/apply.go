@@ -184,7 +184,7 @@ func (j *job) checkOwner(owner Owner, force bool) error {
 		return fault.Conflict(fmt.Errorf("sizes of %s were set by %s", j.Interface, j.old.Owner.words()),
 			"force takes it over; its previous sizes stay recorded")
 	case changed && !j.old.isOurs(j.From):
-		return fault.Conflict(fmt.Errorf("the sizes of %s were changed by somebody else: %s", j.Interface, difference(j.old.Applied, j.From)),
+		return fault.Conflict(fmt.Errorf("the sizes of %s were changed externally: %s", j.Interface, difference(j.old.Applied, j.From)),
 			"force overwrites them; its previous sizes stay recorded")
 	}
 	return nil

@@ -324,7 +324,7 @@ func TestRefusesWhole(t *testing.T) {
 	}
 }
 
-// TestBridgeBounds has a bridge over a port with small sizes, then over a port without BIG TCP.
+// TestBridgeBounds uses a bridge over a port with small sizes, then over a port without BIG TCP.
 func TestBridgeBounds(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -377,7 +377,7 @@ func TestMeanwhile(t *testing.T) {
 		theirs := sizesOn
 		*[]*uint32{&theirs.GSO, &theirs.GRO, &theirs.GSOIPv4, &theirs.GROIPv4}[n] = 70000
 		h.set("big0", theirs)
-		what := fmt.Sprintf("the sizes of big0 were changed by somebody else: %s 70000 instead of 196608", name)
+		what := fmt.Sprintf("the sizes of big0 were changed externally: %s 70000 instead of 196608", name)
 
 		status, err := h.Check(h.network)
 		if err != nil || len(status) != 2 || status[0].Interface+status[1].Interface != "big0big1" && status[0].Interface+status[1].Interface != "big1big0" {
@@ -402,7 +402,7 @@ func TestMeanwhile(t *testing.T) {
 
 		done, err := h.Revert(nil, false)
 		failsAs(t, err, fault.CodeConflict)
-		if want := fmt.Sprintf("sizes changed by somebody else: big0 (%s 70000 instead of 196608)", name); err.Error() != want {
+		if want := fmt.Sprintf("sizes changed externally: big0 (%s 70000 instead of 196608)", name); err.Error() != want {
 			t.Errorf("error is %q, not %q", err, want)
 		}
 		if got := fmt.Sprint(results(done)); got != "map[big0:changed big1:reverted]" {

@@ -12,7 +12,7 @@ import (
 // netif.Legacy turns BIG TCP off.
 type Want struct {
 	IPv6 uint32 `json:"ipv6,omitempty"` // netif.Legacy to netif.MaxSize
-	IPv4 uint32 `json:"ipv4,omitempty"` // likewise
+	IPv4 uint32 `json:"ipv4,omitempty"` // netif.Legacy to netif.MaxSize
 }
 
 // Change is a change of the sizes of one interface.
@@ -51,10 +51,10 @@ type Record struct {
 	Want      Want        `json:"want"`
 	Before    netif.Sizes `json:"before"`  // to revert to
 	Applied   netif.Sizes `json:"applied"` // the record is written before the sizes are set
-	// From has the sizes at the time when Applied was written, until Applied is set;
+	// From contains the sizes at the time when Applied was written, until Applied is set;
 	// then it is zero.
 	From netif.Sizes `json:"from,omitzero"`
-	// For has the indexes of the interfaces for which the sizes were requested: its
+	// For contains the indexes of the interfaces for which the sizes were requested: its
 	// own, or those of upper interfaces in its namespace.
 	For   []int     `json:"for"`
 	Since time.Time `json:"since"`

@@ -20,7 +20,7 @@ const (
 	ResultReverted = "reverted"
 	ResultAlready  = "already" // it has its previous sizes
 	ResultGone     = "gone"    // the interface or its namespace has vanished
-	ResultChanged  = "changed" // by somebody else; not reverted
+	ResultChanged  = "changed" // changed externally; not reverted
 )
 
 // Reverted is the result of reverting one interface.
@@ -35,7 +35,7 @@ type Reverted struct {
 // last of these; selecting only the lower interface has no effect, unless force is
 // set.
 //
-// Sizes that somebody else has changed are not reverted, and their record is kept,
+// Sizes that were changed externally are not reverted, and their record is kept,
 // unless force is set; the error then has CodeConflict. A failure does not keep
 // other interfaces from being reverted. Revert may be repeated at any time, also after
 // an interrupted call.
@@ -234,7 +234,7 @@ func (d *folder) revert(items []*item, force bool) ([]Reverted, error) {
 		done = append(done, Reverted{p.Change, result})
 	}
 	if len(changed) > 0 {
-		failed = joined(failed, fault.Conflict(fmt.Errorf("sizes changed by somebody else: %s", strings.Join(changed, ", ")),
+		failed = joined(failed, fault.Conflict(fmt.Errorf("sizes changed externally: %s", strings.Join(changed, ", ")),
 			"force restores the previous sizes"))
 	}
 	return done, failed

@@ -11,7 +11,7 @@ import (
 // The states of applied sizes.
 const (
 	StatusOK         = "ok"
-	StatusChanged    = "changed"    // by somebody else
+	StatusChanged    = "changed"    // changed externally
 	StatusGone       = "gone"       // the interface has vanished
 	StatusUnfinished = "unfinished" // who was setting it was killed
 )

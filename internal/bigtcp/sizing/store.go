@@ -249,7 +249,7 @@ func (d *folder) list() (records []Record, rest map[string]error, err error) {
 		switch r, err := d.read(name); {
 		case err == nil:
 			records = append(records, r)
-		case errors.Is(err, fs.ErrNotExist): // removed meanwhile
+		case errors.Is(err, fs.ErrNotExist): // removed concurrently
 		case errors.Is(err, errEarlierBoot), errors.As(err, &damage):
 			rest[name] = err
 		default:

@@ -126,7 +126,7 @@ func mount(t *testing.T, dir, options string) {
 	})
 }
 
-// TestReadOnly has a state directory on a file system that becomes read-only.
+// TestReadOnly uses a state directory on a file system that becomes read-only.
 func TestReadOnly(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -273,12 +273,12 @@ func TestGarbage(t *testing.T) {
 	}
 	for _, name := range others {
 		if _, err := os.Stat(filepath.Join(dir, name)); err != nil {
-			t.Errorf("a file of somebody else: %v", err)
+			t.Errorf("a file of another user: %v", err)
 		}
 	}
 }
 
-// TestGarbageInTheWay has another file where a record is to be written.
+// TestGarbageInTheWay uses another file where a record is to be written.
 func TestGarbageInTheWay(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")

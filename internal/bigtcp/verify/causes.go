@@ -39,7 +39,7 @@ const (
 	pacingShift = 10
 )
 
-// evidence is what causes are derived from.
+// evidence is the data from which causes are derived.
 type evidence struct {
 	*netif.Interface
 	support netif.Support
@@ -48,7 +48,7 @@ type evidence struct {
 	queued  bool // a program receives packets from NFQUEUE
 }
 
-// causes returns at most maxCauses causes, those of most bytes.
+// causes returns at most maxCauses causes, those with the most bytes.
 func (s *evidence) causes(flows []*flow, p *Report) []Cause {
 	byName := make(map[string]*Cause)
 	most := make(map[string]uint64)

@@ -258,7 +258,7 @@ func TestVerifyClsactAfterKill(t *testing.T) {
 	}
 }
 
-// TestVerifyClsactConflict has a queueing discipline in the place of clsact.
+// TestVerifyClsactConflict uses a queueing discipline in the place of clsact.
 func TestVerifyClsactConflict(t *testing.T) {
 	a, _ := pair(t)
 	must(t, a.kernel.QdiscAdd(&netlink.Ingress{QdiscAttrs: netlink.QdiscAttrs{

@@ -29,7 +29,7 @@ type flow struct {
 	socket              *socketHistory // nil if none was found
 }
 
-// socketHistory has the maxima of all samples of a socket, in bytes; 0 if unknown.
+// socketHistory contains the maxima of all samples of a socket, in bytes; 0 if unknown.
 type socketHistory struct {
 	window     uint64 // receive window that the peer advertised
 	ownWindow  uint64 // receive window that this end advertised

@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// notes are what the reader of a report must know besides.
+// notes returns additional notes of a report.
 func (p *Report) notes(before *netif.Interface, refused tooBigCounters) []string {
 	notes := []string{}
 	var other, all uint64

@@ -77,7 +77,7 @@ var (
 	familyNames = [bpf.BigTCPFamilies]Family{bpf.BigTCPIPv4: TCP4, bpf.BigTCPIPv6: TCP6, bpf.BigTCPOther: Other}
 )
 
-// Count has the packets of a family at a point.
+// Count contains the packets of a family at a point.
 type Count struct {
 	Point      Point   `json:"point"`
 	Family     Family  `json:"family"`
@@ -90,7 +90,7 @@ type Count struct {
 	BySegments []Class `json:"by_segments"` // by segments, without empty classes
 }
 
-// Class has the packets of more than Above and up to UpTo bytes or segments.
+// Class contains the packets of more than Above and up to UpTo bytes or segments.
 type Class struct {
 	Above   uint32 `json:"above"`
 	UpTo    uint32 `json:"up_to,omitempty"` // 0: unbounded

@@ -380,7 +380,7 @@ func TestVerifyOldConnection(t *testing.T) {
 	}
 }
 
-// TestVerifySmallWrites has a program that waits for a reply to each write.
+// TestVerifySmallWrites uses a program that waits for a reply to each write.
 func TestVerifySmallWrites(t *testing.T) {
 	a, b := pair(t)
 	a.set("va", large, large)
@@ -396,7 +396,7 @@ func TestVerifySmallWrites(t *testing.T) {
 	first(t, p, "small_writes", 0.8)
 }
 
-// TestVerifyReceiveWindow has a receiver with a small buffer, which verify reports at both ends.
+// TestVerifyReceiveWindow uses a receiver with a small buffer, which verify reports at both ends.
 func TestVerifyReceiveWindow(t *testing.T) {
 	small := func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 10000) }
 	for _, address := range []string{"10.9.0.2", "fd09::2"} {
@@ -560,7 +560,7 @@ func TestVerifyTun(t *testing.T) {
 	t.Error(text(t, p))
 }
 
-// TestVerifyTwoNamespaces has an interface of the same name and index in another namespace, whose stream is not
+// TestVerifyTwoNamespaces uses an interface of the same name and index in another namespace, whose stream is not
 // counted.
 func TestVerifyTwoNamespaces(t *testing.T) {
 	a, b := pair(t)

@@ -90,7 +90,7 @@ func EnsureLink(dir, name string, p *ebpf.Program, target *os.File, attach func(
 			}
 			return pinned, nil
 		}
-		// What it is attached to is given up once the new one is pinned.
+		// The old link is closed, and thereby detached, after the new one is pinned.
 		defer pinned.Close()
 	}
 	fresh, err := attach()

@@ -86,7 +86,7 @@ func typeLayout(t btf.Type) string {
 	case *btf.Union:
 		return fmt.Sprintf("union%d%s", t.Size, memberLayout(t.Members))
 	default:
-		// Pointers, and what has no layout of its own.
+		// Pointers, and types without a layout.
 		return fmt.Sprintf("%T", t)
 	}
 }

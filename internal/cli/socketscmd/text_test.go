@@ -29,8 +29,8 @@ func shownSockets() *Shown {
 	held.Share = new(0.87)
 	held.Room = &socketRoom{}
 	held.Processes = []sockdiag.Process{{PID: 812, FD: 7, Command: "nfacctd"}, {PID: 813, FD: 7, Command: clitest.Hostile}, {PID: 814, FD: 7, Command: "c"}, {PID: 815, FD: 7, Command: "d"}}
-	held.Advice = &sockdiag.Advice{Cause: sockdiag.WriteMemory, Detail: "the buffer is as large as net.ipv4.tcp_wmem lets it become, 4194304 bytes, at most 118 Mbit/s with an RTT of 285ms",
-		Hint: "sysctl -w net.ipv4.tcp_wmem='4096 16384 8388608' allows twice of that"}
+	held.Advice = &sockdiag.Advice{Cause: sockdiag.WriteMemory, Detail: "the buffer has the maximum size of net.ipv4.tcp_wmem, 4194304 bytes, at most 118 Mbit/s with an RTT of 285ms",
+		Hint: "sysctl -w net.ipv4.tcp_wmem='4096 16384 8388608' doubles the maximum"}
 	long := one("[2001:db8:1234:5678:9abc:def0:1234:5678]:40000", "[2001:db8:aaaa:bbbb:cccc:dddd:eeee:ffff]:50000", sockdiag.ReceiveWindow, 67108864, 67000000, 66000000)
 	long.State, long.Unread, long.Path.Retransmitted = "close-wait", new(uint32(6291456)), 12
 	long.Buffer, long.Room, long.Share = new(67108864), &socketRoom{12345678, 12345678}, new(1.0)

@@ -4,7 +4,8 @@ package access
 
 import "net/netip"
 
-// metadata are the addresses at which clouds give credentials and user data to any program of a host. The addresses are public.
+// metadata contains the addresses of cloud metadata services, which give credentials and user data to any program of a
+// host. The addresses are public.
 var metadata = map[netip.Addr]bool{
 	netip.MustParseAddr("169.254.169.254"):    true, // AWS, Azure, Google, Oracle, OpenStack and most others
 	netip.MustParseAddr("fd00:ec2::254"):      true, // AWS
@@ -43,8 +44,8 @@ func anyForm(a netip.Addr, holds func(netip.Addr) bool) bool {
 	return false
 }
 
-// translated are the IPv6 prefixes with an embedded IPv4 address, and the positions of its bytes. A network-specific NAT64 prefix is
-// not known.
+// translated contains the IPv6 prefixes with an embedded IPv4 address, and the positions of its bytes. Network-specific
+// NAT64 prefixes are unknown.
 var translated = []struct {
 	prefix netip.Prefix
 	at     [4]int

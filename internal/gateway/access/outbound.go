@@ -24,8 +24,8 @@ type Outbound struct {
 	Host []netip.Addr
 }
 
-// NameServer is a name server of the host with its alias inside. The guest could not reach the server's own address if that were a
-// loopback address or an address of the guest.
+// NameServer is a name server of the host with its alias inside. The guest cannot reach the server's own address if
+// that is a loopback address or an address of the guest.
 type NameServer struct {
 	Alias  netip.Addr
 	Server netip.AddrPort

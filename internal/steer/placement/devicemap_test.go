@@ -204,7 +204,7 @@ func TestDeviceMapLookup(t *testing.T) {
 func TestDeviceMapNil(t *testing.T) {
 	var m *DeviceMap
 	for range m.All() {
-		t.Error("a nil map has an entry")
+		t.Error("a nil map contains an entry")
 	}
 	if _, ok := m.Lookup(netip.MustParseAddr("10.0.0.1")); ok || m.Len() != 0 || len(m.Devices()) != 0 {
 		t.Error("a nil map is not empty")

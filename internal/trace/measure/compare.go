@@ -19,15 +19,15 @@ import (
 // Verdict is the result of a comparison.
 type Verdict string
 
-// The verdicts: the sides differ, no difference is shown, or there is not enough data.
+// The verdicts: the sides differ, no significant difference, or there is not enough data.
 const (
 	Real      Verdict = "real"
 	NotShown  Verdict = "no difference shown"
 	NotEnough Verdict = "not enough data"
 )
 
-// Row compares one figure of a stage. Ratio is B/A, with the 95 % confidence interval Low to High. Nil is unknown: a
-// ratio to 0, and an interval without enough data.
+// Row compares one figure of a stage. Ratio is B/A, with the 95 % confidence interval Low to High. Unknown values are
+// nil: a ratio to 0, and an interval without enough data.
 type Row struct {
 	Stage   config.Stage  `json:"stage"`
 	Figure  string        `json:"figure"` // p50, p90, p99, mean
@@ -45,14 +45,14 @@ type Side struct {
 	Messages uint64 `json:"messages"`
 }
 
-// Comparison is the result of Compare. Each interval is for its row alone. The verdicts hold together: with Holm's
-// method over the rows that have enough data, the probability that any "real" is wrong is at most 5 %. An interval
-// may therefore exclude 1 while the verdict is "no difference shown".
+// Comparison is the result of Compare. Each interval applies to its row alone. The verdicts hold jointly: with Holm's
+// method over the rows that have enough data, the probability that any verdict "real" is wrong is at most 5 %. An
+// interval may therefore exclude 1 while the verdict is "no difference shown".
 type Comparison struct {
 	A Side `json:"a"`
 	B Side `json:"b"`
-	// Independent reports that a side has less than 6 slices, so that each message counts as independent.
-	// Messages of one connection or moment are similar, so differences appear more significant than they are.
+	// Independent is set if a side has fewer than 6 slices, so that each message counts as independent. Messages of one
+	// connection or time are similar, so the significance of differences is overestimated.
 	Independent bool  `json:"independent"`
 	Rows        []Row `json:"rows"`
 }
@@ -76,14 +76,14 @@ var compared = []struct {
 // Compare compares the stages of two sides. A side is a list of results of the same groups, one per slice of time in
 // order (see [Find]), or a single result. Compare compares the stages that both sides have.
 //
-// The slices, not the messages, are the independent observations (see evidence). The result is valid for the messages
-// their p-values times, and for other times or connections only as far as they are similar.
+// The independent observations are the slices, not the messages (see evidence). The result is valid for the compared
+// times, and for other times or connections only if they are similar.
 func Compare(a, b []*Result) Comparison {
 	var c Comparison
 	c.A, c.B = side(a), side(b)
 	c.Independent = min(c.A.Slices, c.B.Slices) < minSlices
 	var enough []int // indices of rows with enough data
-	var p []float64  // of these
+	var p []float64  // p values of these rows
 	for _, stage := range Stages {
 		sa, sb := newPopulation(a, stage), newPopulation(b, stage)
 		if sa.Count == 0 || sb.Count == 0 {
@@ -155,11 +155,10 @@ func newPopulation(results []*Result, stage config.Stage) *population {
 
 // evidence returns the variance of a share or a mean by the jackknife over parts of the time, and its degrees of
 // freedom; 0 if there are too few parts. x and y are numerator and denominator of a slice.
-//
-// Consecutive slices are similar, because slow periods last. Therefore, the parts are also formed of 2, 4 and more
-// slices, as long as there are at least 6 parts, and the widest interval is used. With enough parts, the variance
-// includes the autocorrelation of neighbours. In less than 3 minutes, a slow period that affects all slices cannot be
-// told from a difference.
+// Consecutive slices are similar, because slow periods last. Therefore evidence also forms parts of 2, 4 and more
+// slices, as long as there are at least 6 parts, and uses the widest interval. With enough parts, the variance includes
+// the autocorrelation of adjacent parts. In less than 3 minutes, a slow period that affects all slices cannot be
+// distinguished from a difference.
 func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom float64) {
 	var widest float64
 	for size := 1; (len(p.slices)+size-1)/size >= minSlices; size *= 2 {
@@ -200,8 +199,8 @@ func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom 
 	return variance, freedom
 }
 
-// quantile estimates the quantile q (stats.DrawQuantile). The number n of independent observations is that for which
-// the share up to the quantile varies as it does between slices; n has the uncertainty of their variance.
+// quantile estimates the quantile q (stats.DrawQuantile). The number n of independent observations is the number for
+// which the share up to the quantile has the same variance as between slices; n has the uncertainty of this variance.
 func (p *population) quantile(q float64, independent bool) estimate {
 	e := estimate{value: p.Quantile(q)}
 	n, df := float64(p.Count), math.Inf(1)
@@ -222,7 +221,7 @@ func (p *population) quantile(q float64, independent bool) estimate {
 	return e
 }
 
-// mean estimates the mean. Its logarithm is distributed by Student's t.
+// mean estimates the mean. The logarithm of the estimate has Student's t distribution.
 func (p *population) mean(independent bool) estimate {
 	e := estimate{value: p.Mean()}
 	mean := float64(p.Sum) / float64(p.Count)
@@ -248,8 +247,8 @@ func (p *population) mean(independent bool) estimate {
 	return e
 }
 
-// Most returns the row with the largest significant difference of a figure (p50, p90, p99, mean) in time, of all
-// stages but total. NIC replaces network, which contains it, if it has at least half of that difference.
+// Most returns the row of a figure (p50, p90, p99, mean) with the largest significant difference in time, among all
+// stages except total. NIC replaces network, which contains it, if it has at least half of that difference.
 func (c Comparison) Most(figure string) (Row, bool) {
 	var most, nic Row
 	for _, row := range c.Rows {
@@ -272,8 +271,8 @@ func (c Comparison) Most(figure string) (Row, bool) {
 // difference returns the absolute difference of the sides.
 func (r Row) difference() time.Duration { return max(r.B-r.A, r.A-r.B) }
 
-// Summary returns one sentence with the stage that differs most at p50 and p99, the difference, and whether it is
-// significant.
+// Summary returns one sentence with the stage that has the largest difference at p50 and p99, the difference, and its
+// significance.
 func (c Comparison) Summary() string {
 	if len(c.Rows) == 0 {
 		return "not enough data: no stage was measured on both sides"
@@ -293,11 +292,11 @@ func (c Comparison) Summary() string {
 	}
 	if _, p50 := c.Most("p50"); !p50 && len(besides) > 0 {
 		if _, p99 := c.Most("p99"); !p99 {
-			parts = append(parts, "real besides: "+strings.Join(besides, ", "))
+			parts = append(parts, "also significant: "+strings.Join(besides, ", "))
 		}
 	}
 	if c.Independent {
-		parts = append(parts, fmt.Sprintf("each message counts as independent, for a side has less than %d slices: this looks more certain than it is", minSlices))
+		parts = append(parts, fmt.Sprintf("a side has fewer than %d slices, so each message counts as independent: the significance is overestimated", minSlices))
 	}
 	return strings.Join(parts, "; ")
 }
@@ -319,11 +318,11 @@ func (c Comparison) summary(figure string) string {
 	case !shown:
 		return "there is not enough data"
 	case !ok && total.Verdict == Real:
-		return "B is " + total.words() + " in total, and no stage is shown to differ"
+		return "B is " + total.words() + " in total, without a significant difference of a stage"
 	case !ok:
-		return "no difference is shown"
+		return "no significant difference"
 	}
-	text := "B is " + most.words() + " in " + string(most.Stage) + ", which differs most"
+	text := "B is " + most.words() + " in " + string(most.Stage) + ", the largest difference"
 	if total.Verdict == Real {
 		text += ", and " + total.direction() + " in total"
 	}

@@ -163,7 +163,7 @@ func TestDifferencesAreFound(t *testing.T) {
 	}
 }
 
-// TestAnIncidentIsNoDifference has one bad slice on a side: its many messages are one piece of evidence.
+// TestAnIncidentIsNoDifference uses one bad slice on a side: its many messages are one piece of evidence.
 func TestAnIncidentIsNoDifference(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	w := traffic{slices: 36, messages: 100, sway: 0.05}
@@ -213,13 +213,13 @@ func TestComparisonOfTheSame(t *testing.T) {
 		if inJSON(t, side) != before {
 			t.Error("the sides were changed")
 		}
-		if !strings.HasPrefix(c.Summary(), "at p50 and p99 no difference is shown") {
+		if !strings.HasPrefix(c.Summary(), "at p50 and p99 no significant difference") {
 			t.Error(c.Summary())
 		}
 	}
 }
 
-// TestWithinABucket has times whose unknown position in their bucket would make a difference: all at its end, or
+// TestWithinABucket uses times whose unknown position in their bucket would make a difference: all at its end, or
 // around there.
 func TestWithinABucket(t *testing.T) {
 	r := rand.New(rand.NewPCG(17, 18))
@@ -326,7 +326,7 @@ func TestComparisonJSON(t *testing.T) {
 	}
 	var back Comparison
 	if err := json.Unmarshal([]byte(b), &back); err != nil || inJSON(t, back) != b {
-		t.Errorf("%s came back as %s, %v", b, inJSON(t, back), err)
+		t.Errorf("%s decoded as %s, %v", b, inJSON(t, back), err)
 	}
 }
 
@@ -346,20 +346,20 @@ func TestComparisonSummary(t *testing.T) {
 		"two stages": {[]Row{
 			row(config.StageQdisc, "p50", 5*us, 20*us, Real), row(config.StageQdisc, "p99", ms, 31*ms, Real),
 			network50, row(config.StageNetwork, "p99", 80*ms, 60*ms, NotShown), row(Total, "p50", 10100*us, 15200*us, Real),
-		}, false, "at p50 B is 5 ms slower (15 ms, A 10 ms, 1.50 times, 95 % interval 1.35 to 1.65) in network, which differs most, and 5.1 ms slower in total; " +
-			"at p99 B is 30 ms slower (31 ms, A 1 ms, 31.0 times, 95 % interval 27.9 to 34.1) in qdisc, which differs most"},
+		}, false, "at p50 B is 5 ms slower (15 ms, A 10 ms, 1.50 times, 95 % interval 1.35 to 1.65) in network, the largest difference, and 5.1 ms slower in total; " +
+			"at p99 B is 30 ms slower (31 ms, A 1 ms, 31.0 times, 95 % interval 27.9 to 34.1) in qdisc, the largest difference"},
 		"the NIC's part": {[]Row{network50, row(config.StageNIC, "p50", ms, 4*ms, Real)}, true,
-			"at p50 B is 3 ms slower (4 ms, A 1 ms, 4.00 times, 95 % interval 3.60 to 4.40) in nic, which differs most; at p99 there is not enough data; " +
-				"each message counts as independent, for a side has less than 6 slices: this looks more certain than it is"},
+			"at p50 B is 3 ms slower (4 ms, A 1 ms, 4.00 times, 95 % interval 3.60 to 4.40) in nic, the largest difference; at p99 there is not enough data; " +
+				"a side has fewer than 6 slices, so each message counts as independent: the significance is overestimated"},
 		"not the NIC's part": {[]Row{network50, row(config.StageNIC, "p50", ms, 2*ms, Real), row(config.StageNetwork, "p99", 10*ms, 5*ms, Real)}, false,
-			"at p50 B is 5 ms slower (15 ms, A 10 ms, 1.50 times, 95 % interval 1.35 to 1.65) in network, which differs most; " +
-				"at p99 B is 5 ms faster (5 ms, A 10 ms, 0.50 times, 95 % interval 0.45 to 0.55) in network, which differs most"},
+			"at p50 B is 5 ms slower (15 ms, A 10 ms, 1.50 times, 95 % interval 1.35 to 1.65) in network, the largest difference; " +
+				"at p99 B is 5 ms faster (5 ms, A 10 ms, 0.50 times, 95 % interval 0.45 to 0.55) in network, the largest difference"},
 		"the whole only": {[]Row{row(Total, "p50", 10*ms, 12*ms, Real), row(config.StageStack, "p50", ms, 2*ms, NotShown), row(Total, "p99", 1, 9, NotEnough)}, false,
-			"at p50 B is 2 ms slower (12 ms, A 10 ms, 1.20 times, 95 % interval 1.08 to 1.32) in total, and no stage is shown to differ; at p99 there is not enough data"},
+			"at p50 B is 2 ms slower (12 ms, A 10 ms, 1.20 times, 95 % interval 1.08 to 1.32) in total, without a significant difference of a stage; at p99 there is not enough data"},
 		"none": {[]Row{row(config.StageStack, "p50", ms, 2*ms, NotShown), row(config.StageStack, "p99", ms, 2*ms, NotShown)}, false,
-			"at p50 and p99 no difference is shown"},
+			"at p50 and p99 no significant difference"},
 		"others": {[]Row{row(config.StageStack, "p50", ms, 2*ms, NotShown), row(config.StageStack, "p90", ms, 2*ms, Real), row(config.StageStack, "mean", ms, 2*ms, Real)}, false,
-			"at p50 no difference is shown; at p99 there is not enough data; real besides: stack p90, stack mean"},
+			"at p50 no significant difference; at p99 there is not enough data; also significant: stack p90, stack mean"},
 	} {
 		if got := (Comparison{Rows: test.rows, Independent: test.independent}).Summary(); got != test.want {
 			t.Errorf("%s:\ngot  %s\nwant %s", name, got, test.want)
@@ -367,7 +367,7 @@ func TestComparisonSummary(t *testing.T) {
 	}
 }
 
-// TestHolmOverRows has a stage that would be significant alone, among others without a difference.
+// TestHolmOverRows uses a stage that would be significant alone, among others without a difference.
 func TestHolmOverRows(t *testing.T) {
 	r := rand.New(rand.NewPCG(13, 14))
 	single, among := 0, 0

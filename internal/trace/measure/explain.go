@@ -18,13 +18,13 @@ type Cause string
 // The causes.
 const (
 	CauseCwnd           Cause = "congestion window"
-	CauseWindow         Cause = "receive window" // the peer's
+	CauseWindow         Cause = "receive window" // window of the peer
 	CausePacing         Cause = "pacing"
 	CauseSendBuffer     Cause = "send buffer"
 	CauseNagle          Cause = "Nagle's algorithm"
 	CauseCork           Cause = "cork"
 	CauseLocalQueue     Cause = "local queue" // queueing discipline, driver or NIC of this host
-	CauseLocalDrop      Cause = "local drop"  // there
+	CauseLocalDrop      Cause = "local drop"  // dropped there
 	CauseLoss           Cause = "loss"        // loss and retransmission of its own segments, or of earlier ones that delayed its acknowledgement
 	CauseLate           Cause = "late acknowledgement"
 	CauseDistance       Cause = "distance"
@@ -35,32 +35,32 @@ const (
 
 // Explanation explains the latency of a message.
 type Explanation struct {
-	// Stage is the longest stage. Of the stage network, only the time above the minimum RTT of the connection
-	// counts, unless no stage is then a quarter of the total. Total means that the timestamps of the longest part
-	// are missing. NIC replaces network, which contains it, if it has half of that time.
+	// Stage is the longest stage. Of the stage network, only the time above the minimum RTT of the connection counts,
+	// unless no stage then has a quarter of the total. Total means that the timestamps of the longest part are missing.
+	// NIC replaces network, which contains it, if it has half of that time.
 	Stage config.Stage `json:"stage"`
 	Cause Cause        `json:"cause"`
 	// Text is one sentence without a full stop.
 	Text string `json:"text"`
-	// Details are more sentences: all stages, the state of the connection, other long stages, and evidence for or
+	// Details are further sentences: all stages, the state of the connection, other long stages, and evidence for or
 	// against the cause.
 	Details []string `json:"details"`
 }
 
 const (
-	// slight is a time below which no cause is given: other work of the host explains it.
+	// slight is the time below which no cause is given, because normal load of the host explains it.
 	slight = time.Millisecond
 
-	// coarse is the longest kernel tick (CONFIG_HZ=100). A time that the kernel counts in ticks is no evidence up
-	// to here, because a moment may count as one tick.
+	// coarse is the longest kernel tick (CONFIG_HZ=100). A time that the kernel counts in ticks is no evidence up to
+	// this value, because any short time may count as one tick.
 	coarse = 10 * time.Millisecond
 
 	// ackDelay is the maximum delay of an acknowledgement of a single segment: 500 ms (RFC 9293, 3.8.6.3).
 	ackDelay = 500 * time.Millisecond
 )
 
-// Explain explains the latency of a message by its stages and by the state of its connection when it was sent. Later
-// events are known only by retransmissions and by the time that the kernel counts for limits.
+// Explain explains the latency of a message from its stages and from the state of its connection when the message was
+// sent. Later events are only known from retransmissions and from the limited times that the kernel counts.
 func Explain(s *Sample) Explanation {
 	switch s.Outcome {
 	case Unacknowledged:
@@ -101,9 +101,9 @@ func Explain(s *Sample) Explanation {
 }
 
 var unmeasured = map[Outcome]string{
-	Overwritten: "a later message replaced it in its packet before it was sent",
+	Overwritten: "a later message in the same packet replaced its timestamp request before transmission",
 	Missed:      "it was acknowledged without timestamps",
-	Parted:      "TCP merged and split packets so that its last byte left in a packet without its key",
+	Parted:      "TCP merged and split packets, and its last byte was sent in a packet without its key",
 	Full:        "too many messages of the connection were in flight",
 	Application: "the application uses timestamps itself",
 	Refused:     "the kernel refused the timestamp request",
@@ -148,12 +148,12 @@ func (s *Sample) Legs() []Leg {
 		add(Leg{Stage: config.StageSend, Name: "send", place: "in sendmsg", why: (*Sample).whySend}, send)
 	}
 	if queued {
-		add(Leg{Stage: config.StageStack, Name: "stack", place: "before it was sent", why: (*Sample).whyStack}, stack)
+		add(Leg{Stage: config.StageStack, Name: "stack", place: "before transmission", why: (*Sample).whyStack}, stack)
 	}
 	if driven {
-		// Without the timestamp of the driver, any retransmission looks like a local drop.
+		// Without the timestamp of the driver, any retransmission appears as a local drop.
 		if s.Requeued > 0 {
-			add(Leg{Stage: config.StageQdisc, Name: "dropped and sent again", place: "until the host sent it again", why: (*Sample).whyRequeued}, s.Requeued)
+			add(Leg{Stage: config.StageQdisc, Name: "dropped and retransmitted", place: "until the retransmission", why: (*Sample).whyRequeued}, s.Requeued)
 		}
 		add(Leg{Stage: config.StageQdisc, Name: "qdisc", place: "in the queueing discipline", why: (*Sample).whyQdisc}, qdisc)
 	}
@@ -163,7 +163,7 @@ func (s *Sample) Legs() []Leg {
 	missing := Leg{Stage: Total, Name: "not stamped", place: "until the acknowledgement", distance: s.MinRTT, why: (*Sample).whyNetwork}
 	switch {
 	case acked:
-		missing.place, missing.distance, missing.why = "before the driver had it", 0, (*Sample).whyStack
+		missing.place, missing.distance, missing.why = "before the driver", 0, (*Sample).whyStack
 	case queued:
 		missing.place = "from the queueing discipline to the acknowledgement"
 	}
@@ -185,38 +185,38 @@ func (s *Sample) total() time.Duration {
 	return total
 }
 
-// explainGivenUp is Explain for a message without an acknowledgement.
+// explainGivenUp is Explain for an unacknowledged message.
 func (s *Sample) explainGivenUp() Explanation {
 	e := Explanation{Cause: CauseUnacknowledged, Details: s.State()}
 	total := s.total()
 	_, queued := s.Stages[config.StageStack]
 	_, driven := s.Stages[config.StageQdisc]
-	e.Text = fmt.Sprintf("given up after %s: the connection ended before the peer acknowledged it, ", FormatDuration(total))
+	e.Text = fmt.Sprintf("unacknowledged after %s: the connection closed before the acknowledgement, ", FormatDuration(total))
 	switch {
 	case driven:
 		e.Stage = config.StageNetwork
-		e.Text += "after the driver had it"
+		e.Text += "after the driver received it"
 	case queued:
 		e.Stage = Total
-		e.Text += "after it was sent; the driver gave no timestamp"
+		e.Text += "after transmission; no timestamp of the driver"
 	default:
 		e.Stage = config.StageStack
-		e.Text += "and it had not been sent"
+		e.Text += "before transmission"
 		if held := s.whyStack(total - s.Stages[config.StageSend]); held.cause != CauseUnknown && held.cause != CauseNothing {
 			e.Text += ": " + held.text
 			e.Details = append(e.Details, held.details...)
 		}
 	}
 	if s.Repeats > 0 {
-		e.Text += "; its last segment had been sent again " + times(uint64(s.Repeats))
+		e.Text += "; its last segment was retransmitted " + times(uint64(s.Repeats))
 	} else if s.Retransmits > 0 {
-		e.Text += "; segments of the connection had been sent again " + times(uint64(s.Retransmits))
+		e.Text += "; segments of the connection were retransmitted " + times(uint64(s.Retransmits))
 	}
 	return e
 }
 
-// room returns the bytes that the congestion window and the peer's window allowed when the message was sent. An
-// unknown window is unlimited.
+// room returns the number of bytes that the congestion window and the peer's window allowed when the message was sent.
+// An unknown window is unlimited.
 func (s *Sample) room() (cwnd, window uint64) {
 	if s.MSS == 0 || s.Cwnd == 0 {
 		return math.MaxUint64, math.MaxUint64
@@ -238,7 +238,7 @@ func (s *Sample) rounds() float64 {
 	return math.Ceil(float64(uint64(s.Unsent)-cwnd) / (float64(s.Cwnd) * float64(s.MSS)))
 }
 
-// paced returns the time that pacing needs for a number of bytes; 0 without pacing.
+// paced returns the time that pacing needs for a number of bytes, and 0 without pacing.
 func (s *Sample) paced(bytes uint64) time.Duration {
 	if s.PacingRate == 0 {
 		return 0
@@ -246,8 +246,8 @@ func (s *Sample) paced(bytes uint64) time.Duration {
 	return duration(float64(bytes) / float64(s.PacingRate) * 1e9)
 }
 
-// whySend explains time in sendmsg(2), which waits for memory (of the send buffer or of the host) and for the lock of
-// the socket only.
+// whySend explains time in sendmsg(2), which only waits for memory (of the send buffer or of the host) and for the lock
+// of the socket.
 func (s *Sample) whySend(took time.Duration) finding {
 	const (
 		copyRate = 8 // nanoseconds per byte of a slow copy
@@ -258,17 +258,17 @@ func (s *Sample) whySend(took time.Duration) finding {
 	case took < slight || took < time.Duration(s.Length)*copyRate:
 		return finding{cause: CauseNothing, text: fmt.Sprintf("copying %s", formatBytes(uint64(s.Length)))}
 	case held < least:
-		return finding{cause: CauseUnknown, text: fmt.Sprintf("with %s in the send buffer it was hardly full: the host was short of memory or of processors, or another thread held the socket", formatBytes(held))}
+		return finding{cause: CauseUnknown, text: fmt.Sprintf("the send buffer held only %s: the host was short of memory or CPU time, or another thread held the socket lock", formatBytes(held))}
 	}
-	f := finding{cause: CauseSendBuffer, text: fmt.Sprintf("the application was blocked, most likely by a full send buffer: at the end it held %s, %s of them not sent yet", formatBytes(held), formatBytes(uint64(s.Unsent)))}
+	f := finding{cause: CauseSendBuffer, text: fmt.Sprintf("the application was blocked, most likely by a full send buffer: at the end it held %s, %s of them unsent", formatBytes(held), formatBytes(uint64(s.Unsent)))}
 	cwnd, window := s.room()
 	switch unsent := uint64(s.Unsent); {
 	case window < unsent && window < cwnd:
-		f.details = append(f.details, "what kept the buffer full: "+s.windowText())
+		f.details = append(f.details, "reason for the full buffer: "+s.windowText())
 	case cwnd < unsent:
-		f.details = append(f.details, "what kept the buffer full: "+s.cwndText())
+		f.details = append(f.details, "reason for the full buffer: "+s.cwndText())
 	case unsent == 0 || s.Outstanding > s.Unsent:
-		f.details = append(f.details, "both windows had room, so a larger send buffer would have let more out")
+		f.details = append(f.details, "both windows allowed more, so a larger send buffer would have increased the throughput")
 	}
 	return f
 }
@@ -283,17 +283,17 @@ func (s *Sample) whyStack(took time.Duration) finding {
 	byCwnd, byPacing := duration(rounds*float64(s.SRTT)), s.paced(unsent)
 	counted := s.WindowLimited > coarse || s.WindowLimited > 0 && window < unsent
 	if counted && s.WindowLimited >= took/2 {
-		// The kernel counts this time only while the congestion window has room.
+		// The kernel counts this time only while the congestion window is open.
 		text := s.windowText()
 		if window >= unsent {
-			text = "the peer's window closed meanwhile"
+			text = "the peer's window closed in the meantime"
 		}
-		return finding{cause: CauseWindow, text: fmt.Sprintf("%s; it held the connection for %s", text, FormatDuration(s.WindowLimited)), details: s.windowDetails()}
+		return finding{cause: CauseWindow, text: fmt.Sprintf("%s; it limited the connection for %s", text, FormatDuration(s.WindowLimited)), details: s.windowDetails()}
 	}
 	windowShort := window < unsent
 	if windowShort && took >= 5*coarse && s.WindowLimited < took/10 {
 		windowShort = false
-		details = append(details, fmt.Sprintf("the peer's window had room for %s only, but held the connection for %s of the time", formatBytes(window), FormatDuration(s.WindowLimited)))
+		details = append(details, fmt.Sprintf("the peer's window allowed only %s, but limited the connection for %s of the time", formatBytes(window), FormatDuration(s.WindowLimited)))
 	}
 	if n := s.otherRetransmits(); n > 0 {
 		expected := byPacing
@@ -304,9 +304,9 @@ func (s *Sample) whyStack(took time.Duration) finding {
 			if expected > 0 {
 				details = append(details, fmt.Sprintf("without loss it would have taken about %s to send", FormatDuration(expected)))
 			}
-			return finding{cause: CauseLoss, text: "it waited while lost segments of the connection were sent again (" + times(n) + " until its acknowledgement)", details: details}
+			return finding{cause: CauseLoss, text: "it waited while lost segments of the connection were retransmitted (" + times(n) + " until its acknowledgement)", details: details}
 		}
-		details = append(details, "segments of the connection were sent again "+times(n)+", which makes the congestion window smaller")
+		details = append(details, "segments of the connection were retransmitted "+times(n)+", which reduces the congestion window")
 	}
 	switch pacing := byPacing >= took/2 && byPacing > 0; {
 	case windowShort && window < cwnd:
@@ -317,7 +317,7 @@ func (s *Sample) whyStack(took time.Duration) finding {
 		if s.SRTT > 0 {
 			details = append(details, fmt.Sprintf("that takes about %.0f round %s of %s", rounds, plural(uint64(rounds), "trip", "trips"), FormatDuration(s.SRTT)))
 			if took > 4*byCwnd {
-				details = append(details, "it took longer: what was on the way was acknowledged late")
+				details = append(details, "it took longer: data in flight was acknowledged late")
 			}
 		}
 		return finding{cause: CauseCwnd, text: s.cwndText(), details: details}
@@ -327,36 +327,36 @@ func (s *Sample) whyStack(took time.Duration) finding {
 		return f
 	}
 	if n := s.otherRetransmits(); n > 0 {
-		return finding{cause: CauseLoss, text: "segments of the connection were sent again " + times(n) + " meanwhile"}
+		return finding{cause: CauseLoss, text: "segments of the connection were retransmitted " + times(n) + " in the meantime"}
 	}
 	if took < slight {
-		return finding{cause: CauseNothing, text: "both windows had room, and the host took no longer than it may", details: details}
+		return finding{cause: CauseNothing, text: "both windows allowed it, and the delay is normal on a busy host", details: details}
 	}
-	return finding{cause: CauseUnknown, text: "both windows had room for it, and nothing was lost", details: append(details,
-		"what the kernel does not tell: the next hop's address was being resolved (ARP, neighbour discovery), packet filters queued it, or processors were busy")}
+	return finding{cause: CauseUnknown, text: "both windows allowed it, and nothing was lost", details: append(details,
+		"possible causes that the kernel does not report: the next hop's address was being resolved (ARP, neighbour discovery), packet filters queued it, or processors were busy")}
 }
 
-// whyHeld explains time in the stack while the windows had room.
+// whyHeld explains time in the stack while the windows were open.
 func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 	partial := s.MSS > 0 && s.Unsent%s.MSS != 0
 	size := formatBytes(uint64(s.Unsent))
 	if s.Cork && partial {
-		return finding{cause: CauseCork, text: fmt.Sprintf("the application asked to wait for more (TCP_CORK or MSG_MORE), and the last segment of the %s to be sent was not full", size)}, true
+		return finding{cause: CauseCork, text: fmt.Sprintf("the application requested to wait for more data (TCP_CORK or MSG_MORE), and the last segment of %s unsent was not full", size)}, true
 	}
 	if qdisc := s.Stages[config.StageQdisc]; qdisc >= slight && s.MSS > 0 {
 		// TCP small queues allow at least two segments below; each later segment waits for one of them.
 		if turns := max(1, float64(s.Unsent)/(2*float64(s.MSS))); 2*turns*float64(qdisc) >= float64(took) {
-			return finding{cause: CauseLocalQueue, text: fmt.Sprintf("the kernel lets no more of a connection into a queueing discipline that is behind, as %s in it show", FormatDuration(qdisc))}, true
+			return finding{cause: CauseLocalQueue, text: fmt.Sprintf("TCP small queues limit the data of a connection in a slow queueing discipline, where this message spent %s", FormatDuration(qdisc))}, true
 		}
 	}
 	if s.BufferLimited > coarse && s.BufferLimited >= took/2 {
 		return finding{cause: CauseSendBuffer, text: fmt.Sprintf("the send buffer was too small to keep the connection busy, for %s", FormatDuration(s.BufferLimited))}, true
 	}
 	if s.Nagle && partial && s.InFlight > 0 && s.otherRetransmits() == 0 && s.WindowLimited <= coarse && took <= 2*s.SRTT+ackDelay {
-		f := finding{cause: CauseNagle, text: fmt.Sprintf("its last segment was not full (%d B, a full one has %d B), and waited for the acknowledgement of what was on the way", s.Unsent%s.MSS, s.MSS)}
+		f := finding{cause: CauseNagle, text: fmt.Sprintf("its last segment was not full (%d B, full: %d B), and waited for the acknowledgement of data in flight", s.Unsent%s.MSS, s.MSS)}
 		f.details = append(f.details, "TCP_NODELAY sends such segments at once")
 		if s.SRTT > 0 && took > 2*s.SRTT {
-			f.details = append(f.details, fmt.Sprintf("a round trip takes %s: the peer delayed its acknowledgement", FormatDuration(s.SRTT)))
+			f.details = append(f.details, fmt.Sprintf("the RTT is %s: the peer delayed its acknowledgement", FormatDuration(s.SRTT)))
 		}
 		return f, true
 	}
@@ -365,23 +365,23 @@ func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 
 func (s *Sample) cwndText() string {
 	cwnd, _ := s.room()
-	return fmt.Sprintf("the congestion window, %d %s of %d B with %d in flight, had %s", s.Cwnd, plural(uint64(s.Cwnd), "packet", "packets"), s.MSS, s.InFlight, s.roomText(cwnd))
+	return fmt.Sprintf("the congestion window, %d %s of %d B with %d in flight, allowed %s", s.Cwnd, plural(uint64(s.Cwnd), "packet", "packets"), s.MSS, s.InFlight, s.roomText(cwnd))
 }
 
 func (s *Sample) windowText() string {
 	if s.Window == 0 {
-		return fmt.Sprintf("the peer's window was closed, with %s to be sent", formatBytes(uint64(s.Unsent)))
+		return fmt.Sprintf("the peer's window was closed, with %s unsent", formatBytes(uint64(s.Unsent)))
 	}
 	_, window := s.room()
-	return fmt.Sprintf("the peer's window, %s with %s on the way, had %s", formatBytes(uint64(s.Window)), formatBytes(uint64(s.Outstanding)), s.roomText(window))
+	return fmt.Sprintf("the peer's window, %s with %s in flight, allowed %s", formatBytes(uint64(s.Window)), formatBytes(uint64(s.Outstanding)), s.roomText(window))
 }
 
 func (s *Sample) roomText(room uint64) string {
 	unsent := formatBytes(uint64(s.Unsent))
 	if room == 0 {
-		return fmt.Sprintf("no room for the %s to be sent", unsent)
+		return fmt.Sprintf("none of %s unsent", unsent)
 	}
-	return fmt.Sprintf("room for %s of the %s to be sent", formatBytes(room), unsent)
+	return fmt.Sprintf("%s of %s unsent", formatBytes(room), unsent)
 }
 
 func (s *Sample) windowDetails() []string {
@@ -392,61 +392,61 @@ func (s *Sample) pacingText(bytes uint64, takes time.Duration) string {
 	return fmt.Sprintf("pacing at %s takes %s for %s", formatRate(s.PacingRate), FormatDuration(takes), formatBytes(bytes))
 }
 
-// whyRequeued explains a segment that was queued again before a driver got it.
+// whyRequeued explains a segment that was queued again before it reached a driver.
 func (s *Sample) whyRequeued(time.Duration) finding {
-	return finding{cause: CauseLocalDrop, text: "this host dropped it before a driver had it, and TCP sent it again", details: []string{
+	return finding{cause: CauseLocalDrop, text: "this host dropped it before a driver, and TCP retransmitted it", details: []string{
 		"most likely the queueing discipline was full: see the drops of tc -s qdisc"}}
 }
 
 // whyQdisc explains time in the queueing discipline, which also paces if it is fq.
 func (s *Sample) whyQdisc(took time.Duration) finding {
 	if took < slight {
-		return finding{cause: CauseNothing, text: "a busy interface takes this long"}
+		return finding{cause: CauseNothing, text: "normal for a busy interface"}
 	}
 	bytes := uint64(s.Unsent) + min(uint64(s.Outstanding), 2*uint64(s.MSS))
 	if takes := s.paced(bytes); takes >= took/2 && takes > 0 {
 		return finding{cause: CausePacing, text: s.pacingText(bytes, takes), details: []string{
-			"the queueing discipline fq holds segments for it; of another, it is a queue"}}
+			"fq delays segments for pacing; in another queueing discipline, this is queueing time"}}
 	}
-	return finding{cause: CauseLocalQueue, text: "it queued on this host: a rate limit, or an interface that was busy or stopped"}
+	return finding{cause: CauseLocalQueue, text: "it was queued on this host: a rate limit, or an interface that was busy or stopped"}
 }
 
-// whyNetwork explains time until the acknowledgement of the last byte. Acknowledgements are cumulative: any earlier
+// whyNetwork explains the time until the acknowledgement of the last byte. Acknowledgements are cumulative: any earlier
 // loss delays them, even if the peer has received the message.
 func (s *Sample) whyNetwork(took time.Duration) finding {
 	usual := took <= s.MinRTT+s.MinRTT/2+slight/10
 	switch n := s.otherRetransmits(); {
 	case usual && s.MinRTT > 0:
-		f := finding{cause: CauseDistance, text: fmt.Sprintf("the connection's least round trip is %s", FormatDuration(s.MinRTT))}
+		f := finding{cause: CauseDistance, text: fmt.Sprintf("the minimum RTT of the connection is %s", FormatDuration(s.MinRTT))}
 		if s.Repeats > 0 {
-			f.details = append(f.details, "its last segment was sent again "+times(uint64(s.Repeats))+", without need")
+			f.details = append(f.details, "its last segment was retransmitted "+times(uint64(s.Repeats))+" without need")
 		}
 		return f
 	case s.Repeats > 0 || s.Outcome == Retransmitted:
-		text := "its last segment was lost, or its acknowledgement, and sent again"
+		text := "its last segment, or the acknowledgement, was lost; retransmitted"
 		if s.Repeats > 0 {
 			text += " " + times(uint64(s.Repeats))
 		}
 		return finding{cause: CauseLoss, text: text + s.leastText()}
 	case n > 0:
-		return finding{cause: CauseLoss, text: "segments before its last were lost and sent again, " + times(n) + ", and the acknowledgement waits for all" + s.leastText()}
+		return finding{cause: CauseLoss, text: "earlier segments were lost and retransmitted " + times(n) + ", and the acknowledgement is cumulative" + s.leastText()}
 	}
 	if nic := s.Stages[config.StageNIC]; nic >= slight && nic >= (took-min(max(s.MinRTT, 0), took))/2 {
 		return finding{cause: CauseLocalQueue, nic: true, text: fmt.Sprintf("%s of them until the NIC's timestamp, in the queues of driver and NIC", FormatDuration(nic))}
 	}
 	if s.MinRTT <= 0 && s.SRTT <= 0 {
-		return finding{cause: CauseUnknown, text: "the connection's round trip is not known, and nothing was sent again"}
+		return finding{cause: CauseUnknown, text: "the RTT of the connection is unknown, and nothing was retransmitted"}
 	}
 	if s.MinRTT <= 0 {
 		if took <= s.SRTT+s.SRTT/2 {
-			return finding{cause: CauseNothing, text: fmt.Sprintf("round trips of the connection took %s", FormatDuration(s.SRTT))}
+			return finding{cause: CauseNothing, text: fmt.Sprintf("the RTT of the connection was %s", FormatDuration(s.SRTT))}
 		}
-		return finding{cause: CauseLate, text: fmt.Sprintf("round trips of the connection took %s, and nothing was sent again: a queue on the way, or a peer that acknowledges late", FormatDuration(s.SRTT)), details: s.lateDetails(took)}
+		return finding{cause: CauseLate, text: fmt.Sprintf("the RTT of the connection was %s, and nothing was retransmitted: a queue in the network, or a peer that acknowledges late", FormatDuration(s.SRTT)), details: s.lateDetails(took)}
 	}
 	if took < slight {
-		return finding{cause: CauseNothing, text: fmt.Sprintf("the least round trip is %s, and hosts that are not idle add so much", FormatDuration(s.MinRTT))}
+		return finding{cause: CauseNothing, text: fmt.Sprintf("the minimum RTT is %s, and the difference is normal on a busy host", FormatDuration(s.MinRTT))}
 	}
-	return finding{cause: CauseLate, text: fmt.Sprintf("%s the least round trip, %s, and nothing was sent again: a queue on the way, or a peer that acknowledges late",
+	return finding{cause: CauseLate, text: fmt.Sprintf("%s the minimum RTT, %s, and nothing was retransmitted: a queue in the network, or a peer that acknowledges late",
 		factor(float64(took)/float64(s.MinRTT)), FormatDuration(s.MinRTT)), details: s.lateDetails(took)}
 }
 
@@ -455,27 +455,27 @@ func (s *Sample) leastText() string {
 	if s.MinRTT <= 0 {
 		return ""
 	}
-	return "; the least round trip is " + FormatDuration(s.MinRTT)
+	return "; the minimum RTT is " + FormatDuration(s.MinRTT)
 }
 
-// lateDetails lists what distinguishes a queue in the network from a slow peer.
+// lateDetails returns evidence that distinguishes a queue in the network from a slow peer.
 func (s *Sample) lateDetails(took time.Duration) []string {
 	const leastDelay = 20 * time.Millisecond // typical delay of acknowledgements
 	var details []string
 	extra := took - s.MinRTT
 	if s.MinRTT > 0 && s.SRTT > 2*s.MinRTT {
-		details = append(details, fmt.Sprintf("it is so for messages before too: the smoothed RTT is %s", FormatDuration(s.SRTT)))
+		details = append(details, fmt.Sprintf("earlier messages were also late: the smoothed RTT is %s", FormatDuration(s.SRTT)))
 	}
 	if s.InFlight == 0 && s.Unsent <= s.MSS && extra >= leastDelay && extra <= ackDelay {
-		details = append(details, "it went out as a lone segment, which many hosts acknowledge 40 ms to 200 ms late if they have nothing to answer")
+		details = append(details, "it was sent as a single segment, which many hosts acknowledge 40 ms to 200 ms late if they have no data to send")
 	}
 	if ahead := uint64(s.Outstanding) + uint64(s.Unsent) - min(uint64(s.Length), uint64(s.Unsent)); ahead > 0 {
-		details = append(details, fmt.Sprintf("%s of the connection itself were on the way or waiting before it", formatBytes(ahead)))
+		details = append(details, fmt.Sprintf("%s of earlier data of the connection were in flight or queued", formatBytes(ahead)))
 	}
 	return details
 }
 
-// State lists all stages and the state of the connection.
+// State returns all stages and the state of the connection.
 func (s *Sample) State() []string {
 	var parts []string
 	for _, l := range s.Legs() {
@@ -488,13 +488,13 @@ func (s *Sample) State() []string {
 	if s.MSS == 0 || s.Cwnd == 0 {
 		return details
 	}
-	text := fmt.Sprintf("when it was sent: congestion window %d, in flight %d, to be sent %s, peer's window %s with %s on the way",
+	text := fmt.Sprintf("when it was sent: congestion window %d, in flight %d, unsent %s, peer's window %s with %s in flight",
 		s.Cwnd, s.InFlight, formatBytes(uint64(s.Unsent)), formatBytes(uint64(s.Window)), formatBytes(uint64(s.Outstanding)))
 	if s.SRTT > 0 {
 		text += ", RTT " + FormatDuration(s.SRTT)
 	}
 	if s.MinRTT > 0 {
-		text += ", at least " + FormatDuration(s.MinRTT)
+		text += ", minimum " + FormatDuration(s.MinRTT)
 	}
 	if s.PacingRate > 0 {
 		text += ", paced at " + formatRate(s.PacingRate)

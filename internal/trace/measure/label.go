@@ -13,8 +13,9 @@ import (
 	"sockeye/internal/config"
 )
 
-// Label names a group in one line: replies 192.0.2.0/24 :1790 udp tune_rule=x arm=control, or replies other. Groups
-// of different rules have different labels. TCP and unknown values are omitted, and text with spaces is quoted.
+// Label returns the name of a group on one line: replies 192.0.2.0/24 :1790 udp tune_rule=x arm=control, or replies
+// other. Groups of different rules have different labels. Label omits TCP and unknown values, and quotes text with
+// spaces.
 func (g Group) Label() string {
 	var words []string
 	add := func(key, value string) {
@@ -49,7 +50,7 @@ func (g Group) Label() string {
 	return strings.Join(words, " ")
 }
 
-// word quotes text that would read as several words or as none.
+// word quotes text that would be parsed as several words or as none.
 func word(s string) string {
 	if strings.ContainsFunc(s, func(r rune) bool {
 		return r == '"' || r == unicode.ReplacementChar || unicode.IsSpace(r) || !unicode.IsPrint(r)
@@ -59,11 +60,11 @@ func word(s string) string {
 	return s
 }
 
-// SelectorError is the error about a selector of groups.
+// SelectorError is the error for an invalid selector of groups.
 type SelectorError struct {
 	Selector string
 	Message  string
-	Hint     string // may be empty
+	Hint     string // "" for none
 }
 
 // Error returns one line, followed by a line "  hint: ..." if there is a hint.
@@ -104,7 +105,7 @@ func textOf(field func(Group) string) func(string) (condition, string) {
 func oneOf(field func(Group) string, known ...string) func(string) (condition, string) {
 	return func(value string) (condition, string) {
 		if !slices.Contains(known, value) {
-			return nil, "it is one of " + strings.Join(known, ", ")
+			return nil, "use one of " + strings.Join(known, ", ")
 		}
 		return textOf(field)(value)
 	}
@@ -115,13 +116,13 @@ func readRemote(value string) (condition, string) {
 	if err != nil {
 		a, err := netip.ParseAddr(value)
 		if err != nil || a.Zone() != "" {
-			return nil, "write a prefix such as 192.0.2.0/24, or an address"
+			return nil, "use a prefix such as 192.0.2.0/24, or an address"
 		}
 		prefix = netip.PrefixFrom(a, a.BitLen())
 	}
 	if a := prefix.Addr(); a.Is4In6() {
 		if prefix.Bits() < 96 {
-			return nil, "write IPv4 prefixes such as 192.0.2.0/24"
+			return nil, "use IPv4 prefixes such as 192.0.2.0/24"
 		}
 		prefix = netip.PrefixFrom(a.Unmap(), prefix.Bits()-96)
 	}
@@ -131,7 +132,7 @@ func readRemote(value string) (condition, string) {
 func readPort(value string) (condition, string) {
 	port, err := strconv.ParseUint(value, 10, 16)
 	if err != nil || port == 0 {
-		return nil, "it is a number from 1 to 65535"
+		return nil, "use a number from 1 to 65535"
 	}
 	return func(g Group) bool { return g.Port == uint16(port) }, ""
 }
@@ -143,7 +144,7 @@ func readCgroup(value string) (condition, string) {
 
 func readOther(value string) (condition, string) {
 	if value != "true" && value != "false" {
-		return nil, "it is true or false"
+		return nil, "use true or false"
 	}
 	return func(g Group) bool { return g.Other == (value == "true") }, ""
 }
@@ -177,7 +178,7 @@ func parseSelector(selector string) ([]condition, error) {
 			return nil, refuse(fmt.Sprintf("unknown key %q", key), hint)
 		}
 		if seen[key] {
-			return nil, refuse(key+" is given twice", "a group meets all that is given: select groups one by one, or by a shorter prefix")
+			return nil, refuse(key+" is given twice", "a group must meet all conditions: select groups one by one, or by a shorter prefix")
 		}
 		seen[key] = true
 		c, hint := selectorKeys[i].read(value)
@@ -198,11 +199,11 @@ func meets(g Group, conditions []condition) bool {
 	return true
 }
 
-// MatchGroup reports whether a selector matches a group. A selector has the form key=value[,key=value] with the keys
+// MatchGroup returns whether a selector matches a group. A selector has the form key=value[,key=value] with the keys
 // rule, protocol, remote, port, service, cgroup, tune_rule, arm and other; a group must meet all conditions. A remote
-// prefix or address matches groups whose prefix overlaps it; other=true matches what was counted together because
-// there were too many groups. service, tune_rule and arm may be none. The empty selector matches all groups. The
-// error is a [*SelectorError].
+// prefix or address matches groups whose prefix overlaps with it; other=true matches messages that were counted as
+// "other" because there were too many groups. service, tune_rule and arm may be none. The empty selector matches all
+// groups. The error is a [*SelectorError].
 func MatchGroup(selector string, g Group) (bool, error) {
 	conditions, err := parseSelector(selector)
 	if err != nil {

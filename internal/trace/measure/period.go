@@ -13,9 +13,9 @@ import (
 	"sockeye/internal/config"
 )
 
-// Merge merges periods into one, by group. Values of a moment (InFlight, RXWaiting, RXOldest) are those of the latest
-// period that has the group, or of all periods that end at that time together. Results are sorted by [Group.Label],
-// and other comes last. The result shares no memory with the periods.
+// Merge merges periods into one, by group. Gauges (InFlight, RXWaiting, RXOldest) are those of the latest period that
+// contains the group, or the sum over all periods that end at that time. Results are sorted by [Group.Label], and other
+// comes last. The result shares no memory with the periods.
 func Merge(periods []Period) Period {
 	var merged Period
 	groups := map[Group]*Sum{}
@@ -44,7 +44,7 @@ func Merge(periods []Period) Period {
 	return merged
 }
 
-// sortResults sorts results by label. other comes last of its rule.
+// sortResults sorts results by label. The group other is the last of its rule.
 func sortResults(results []Result) {
 	labels := make(map[Group]string, len(results))
 	for _, r := range results {
@@ -66,10 +66,10 @@ func sortResults(results []Result) {
 // Sum is a sum of results.
 type Sum struct {
 	Result
-	latest time.Time // time of the values of a moment
+	latest time.Time // time of the gauges
 }
 
-// Add adds a result of a period that ended at a time.
+// Add adds a result of a period with the given end.
 func (s *Sum) Add(r *Result, ended time.Time) {
 	s.Chosen += r.Chosen
 	s.Bytes += r.Bytes
@@ -111,10 +111,9 @@ func addOutcomes(to, from map[Outcome]uint64) map[Outcome]uint64 {
 	return to
 }
 
-// Diff returns the measurements between the ends of two periods that began at the same time. If a counter of a group
-// is lower in the later period, the group was restarted, and the result has all of its later counts. Values of a
-// moment are those of the later period. Stages without new counts are absent. The result shares no memory with the
-// periods.
+// Diff returns the measurements between the ends of two periods with the same start. If a counter of a group is lower
+// in the later period, the group was restarted, and the result contains all of its later counts. Gauges are those of
+// the later period. Stages without new counts are absent. The result shares no memory with the periods.
 func Diff(earlier, later Period) Period {
 	before := make(map[Group]*Result, len(earlier.Results))
 	for i := range earlier.Results {
@@ -132,7 +131,7 @@ func Diff(earlier, later Period) Period {
 	return d
 }
 
-// restarted reports whether a counter of r, the later result, is lower than before.
+// restarted returns whether a counter of r, the later result, is lower than before.
 func (r *Result) restarted(before *Result) bool {
 	if r.Chosen < before.Chosen || r.RXChosen < before.RXChosen || r.Bytes < before.Bytes {
 		return true
@@ -209,9 +208,9 @@ func Trim(periods []Period, from, to time.Time) []Period {
 	return kept
 }
 
-// Find returns, for each period, the sum of all groups that the selector matches, or an empty result if there are
-// none. [MatchGroup] describes selectors. The Group of a result has the common values of the groups. [Compare] takes
-// the results. If no period has such a group, the error is a [*SelectorError] that names existing groups.
+// Find returns, for each period, the sum of all groups that the selector matches, or an empty result if no group
+// matches. [MatchGroup] describes selectors. The Group of a result contains the common values of the groups. [Compare]
+// accepts the results. If no period has a matching group, the error is a [*SelectorError] that lists existing groups.
 func Find(periods []Period, selector string) ([]*Result, error) {
 	conditions, err := parseSelector(selector)
 	if err != nil {
@@ -239,7 +238,7 @@ func Find(periods []Period, selector string) ([]*Result, error) {
 		found[i] = &s.Result
 	}
 	if shared == nil {
-		return nil, &SelectorError{Selector: selector, Message: "no group is so", Hint: groupsHint(selected)}
+		return nil, &SelectorError{Selector: selector, Message: "no group matches", Hint: groupsHint(selected)}
 	}
 	for _, r := range found {
 		r.Group = *shared
@@ -247,7 +246,7 @@ func Find(periods []Period, selector string) ([]*Result, error) {
 	return found, nil
 }
 
-// common returns the values that two groups have in common; all of g if other is nil.
+// common returns the common values of two groups, or g if other is nil.
 func (g Group) common(other *Group) *Group {
 	if other == nil {
 		return &g
@@ -273,10 +272,10 @@ func keepEqual[T comparable](value *T, other T) {
 	}
 }
 
-// groupsHint names the first groups.
+// groupsHint returns a hint with the first groups.
 func groupsHint(groups map[Group]bool) string {
 	if len(groups) == 0 {
-		return "nothing was measured in this time"
+		return "no measurements exist for this time"
 	}
 	const named = 5
 	results := make([]Result, 0, len(groups))

@@ -87,7 +87,7 @@ func TestMerge(t *testing.T) {
 	reversed := slices.Clone(periods)
 	slices.Reverse(reversed)
 	if a, b := inJSON(t, Merge(periods)), inJSON(t, Merge(reversed)); a != b {
-		t.Errorf("in another order it is %s, not %s", b, a)
+		t.Errorf("in another order: %s, want %s", b, a)
 	}
 	if empty := Merge(nil); inJSON(t, empty.Results) != "[]" {
 		t.Errorf("of nothing: %s", inJSON(t, empty))
@@ -164,7 +164,7 @@ func TestDiffOfWhatIsSo(t *testing.T) {
 	}
 }
 
-// TestDiffOfANewCount has counts that restart, as after the programs were replaced.
+// TestDiffOfANewCount uses counts that restart, as after the programs were replaced.
 func TestDiffOfANewCount(t *testing.T) {
 	g := Group{Rule: "a", Protocol: config.TCP}
 	base := Result{Group: g, Chosen: 4, RXChosen: 4, Bytes: 10, Outcomes: map[Outcome]uint64{Acked: 4}, RXOutcomes: map[Outcome]uint64{Read: 4},
@@ -250,7 +250,7 @@ func TestFind(t *testing.T) {
 		t.Error("the periods were changed")
 	}
 	_, err = Find(periods, "port=81")
-	if err == nil || err.Error() != "selector \"port=81\": no group is so\n  hint: groups: a :22 arm=treated; a :80 arm=control; a :80 arm=treated; a :443 arm=treated" {
+	if err == nil || err.Error() != "selector \"port=81\": no group matches\n  hint: groups: a :22 arm=treated; a :80 arm=control; a :80 arm=treated; a :443 arm=treated" {
 		t.Errorf("no such group: %v", err)
 	}
 	for port := range uint16(4) {
@@ -259,7 +259,7 @@ func TestFind(t *testing.T) {
 	if _, err = Find(periods, "port=81"); err == nil || !strings.HasSuffix(err.Error(), "; a :1000 arm=control; and 3 more") {
 		t.Errorf("of many groups: %v", err)
 	}
-	if _, err = Find(nil, ""); err == nil || !strings.HasSuffix(err.Error(), "hint: nothing was measured in this time") {
+	if _, err = Find(nil, ""); err == nil || !strings.HasSuffix(err.Error(), "hint: no measurements exist for this time") {
 		t.Errorf("no group at all: %v", err)
 	}
 	var refused *SelectorError

@@ -20,8 +20,8 @@ import (
 type Names struct {
 	Rules    []config.TraceRule
 	Services []config.Service
-	TuneRule func(id uint32) string // "" if it is not known
-	Cgroup   func(id uint64) string // below the mount; "" if it is gone
+	TuneRule func(id uint32) string // "" if unknown
+	Cgroup   func(id uint64) string // path below the mount; "" if it was removed
 }
 
 // txStages are the stages in the order of the programs' counters.
@@ -92,7 +92,7 @@ func (n Names) Indexes(t *bpf.Trace, rules []bpf.TraceRule) (map[uint32]Group, e
 	return groups, nil
 }
 
-// Results reads the measurements since the rules are in force. Groups without messages are left out.
+// Results reads the measurements since the rules came into force. It omits groups without messages.
 func (n Names) Results(t *bpf.Trace, rules []bpf.TraceRule) ([]Result, error) {
 	groups, err := n.Indexes(t, rules)
 	if err != nil {
@@ -278,7 +278,8 @@ func (n Names) Slowest(t *bpf.Trace, rules []bpf.TraceRule) ([]Sample, error) {
 	return slowest, nil
 }
 
-// Translator returns a function that converts samples. A group that is created later has the name of its rule only.
+// Translator returns a function that converts samples. For a group that was created later, only the name of the rule is
+// known.
 func (n Names) Translator(t *bpf.Trace, rules []bpf.TraceRule) (func(*bpf.TraceSample) Sample, error) {
 	groups, err := n.Indexes(t, rules)
 	if err != nil {

@@ -32,8 +32,8 @@ type Outcome string
 const (
 	Acked          Outcome = "acked"
 	Retransmitted  Outcome = "retransmitted"  // acknowledged after a retransmission of its last segment
-	Overwritten    Outcome = "overwritten"    // replaced in its packet by a later message
-	Coalesced      Outcome = "coalesced"      // acknowledged; joined to the packet of a later message, with the timestamps of that packet
+	Overwritten    Outcome = "overwritten"    // a later message in the same packet replaced its timestamp request
+	Coalesced      Outcome = "coalesced"      // acknowledged; merged into the packet of a later message, with the timestamps of that packet
 	Missed         Outcome = "missed"         // acknowledged without timestamps
 	Unacknowledged Outcome = "unacknowledged" // connection closed before
 	Full           Outcome = "full"           // too many messages of the connection in flight
@@ -42,13 +42,13 @@ const (
 	Sent           Outcome = "sent"           // datagram reached a driver
 	Discarded      Outcome = "discarded"      // datagram dropped by the host before the driver
 	Split          Outcome = "split"          // datagram fragmented before the driver
-	Parted         Outcome = "parted"         // acknowledged; its last byte left in a packet without its key
+	Parted         Outcome = "parted"         // acknowledged; its last byte was sent in a packet without its key
 )
 
 // The outcomes of received segments and datagrams.
 const (
 	Read    Outcome = "read"
-	Dropped Outcome = "dropped" // no space in the socket
+	Dropped Outcome = "dropped" // receive buffer full
 	Unread  Outcome = "unread"  // socket closed before
 	RXFull  Outcome = "rx_full" // too many were waiting to be read
 )
@@ -65,7 +65,7 @@ var RXOutcomes = []Outcome{Read, Dropped, Unread, RXFull}
 // Group identifies the messages of a result. Fields that the rule does not group by are zero.
 type Group struct {
 	Rule     string          `json:"rule"`     // trace rule
-	Protocol config.Protocol `json:"protocol"` // "" of other
+	Protocol config.Protocol `json:"protocol"` // "" for other
 	Other    bool            `json:"other,omitempty"`
 	Remote   netip.Prefix    `json:"remote,omitzero"`
 	Port     uint16          `json:"port,omitempty"`
@@ -75,29 +75,29 @@ type Group struct {
 	Arm      string          `json:"arm,omitempty"` // treated, control
 }
 
-// Result has the measurements of a group.
+// Result contains the measurements of a group.
 type Result struct {
 	Group    Group              `json:"group"`
 	Chosen   uint64             `json:"chosen"`   // sent messages
 	Outcomes map[Outcome]uint64 `json:"outcomes"` // of Chosen; zero values may be absent
 	InFlight uint64             `json:"in_flight"`
 	Bytes    uint64             `json:"bytes"` // bytes of acknowledged messages
-	// Unqueued and Undriven count acknowledged messages without the timestamp of the queueing discipline and of
-	// the driver, whose stages are unknown.
+	// Unqueued and Undriven count acknowledged messages without the timestamp of the queueing discipline or of the
+	// driver. The stages that need this timestamp are unknown.
 	Unqueued uint64 `json:"unqueued,omitempty"`
 	Undriven uint64 `json:"undriven,omitempty"`
 
 	RXChosen    uint64             `json:"rx_chosen,omitempty"`
 	RXOutcomes  map[Outcome]uint64 `json:"rx_outcomes,omitempty"`
 	RXWaiting   uint64             `json:"rx_waiting,omitempty"`   // waiting to be read now
-	RXOldest    time.Duration      `json:"rx_oldest_ns,omitempty"` // age of the oldest of them
+	RXOldest    time.Duration      `json:"rx_oldest_ns,omitempty"` // age of the oldest waiting one
 	RXUnstamped uint64             `json:"rx_unstamped,omitempty"` // received without a timestamp
 
 	// Stages without measurements are absent.
 	Stages map[config.Stage]*Histogram `json:"stages"`
 }
 
-// Period has the measurements of a time.
+// Period contains the measurements of a time interval.
 type Period struct {
 	From    time.Time `json:"from"`
 	To      time.Time `json:"to"`
@@ -106,7 +106,7 @@ type Period struct {
 
 // Sample is a message that has ended, with the state of its connection when it was sent.
 type Sample struct {
-	Ended   time.Time      `json:"ended"` // time of the acknowledgement or of giving up
+	Ended   time.Time      `json:"ended"` // time of the acknowledgement, or of the end of the connection
 	Group   Group          `json:"group"`
 	Cookie  uint64         `json:"cookie"` // cookie of the socket
 	Local   netip.AddrPort `json:"local"`
@@ -117,8 +117,8 @@ type Sample struct {
 	Key    uint32 `json:"key"`    // sequence number of its last byte
 	Length uint32 `json:"length"` // bytes
 
-	// Unknown stages are absent. Total is always present; for a message without an acknowledgement it is the time
-	// until it was given up.
+	// Unknown stages are absent. Total is always present; for an unacknowledged message it is the time until the
+	// connection closed.
 	Stages map[config.Stage]time.Duration `json:"stages_ns"`
 
 	Cwnd        uint32        `json:"cwnd"`        // packets
@@ -136,8 +136,8 @@ type Sample struct {
 	// the last segment of the message.
 	Retransmits uint32 `json:"retransmits"`
 	Repeats     uint16 `json:"repeats"`
-	// Requeued is the time between the first and the last arrival at the queueing discipline of a segment that
-	// was retransmitted before a driver got it: the host dropped the segment.
+	// Requeued is the time between the first and the last arrival at the queueing discipline of a segment that was
+	// retransmitted before it reached a driver: the host dropped the segment.
 	Requeued time.Duration `json:"requeued_ns,omitempty"`
 	// WindowLimited and BufferLimited are the times in the stage stack during which the peer's window and the
 	// send buffer limited the connection, in whole kernel ticks.

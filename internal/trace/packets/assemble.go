@@ -29,7 +29,7 @@ const (
 	DefaultWindow = 16384
 	// maxPointers is the maximum number of segment positions per packet.
 	maxPointers = 1024
-	// maxCluster is the maximum number of overlapping packets that are told apart. TCP makes few.
+	// maxCluster is the maximum number of overlapping packets that are distinguished. TCP rarely creates more.
 	maxCluster = 256
 )
 
@@ -39,32 +39,32 @@ const (
 	nextHop = int64(50 * time.Millisecond)
 	// sameCall is the time from the queueing discipline to TCP's event of the retransmission.
 	sameCall = int64(time.Millisecond)
-	// settle is the time for further hops of a packet without acknowledgement.
+	// settle is the time to wait for further hops of a packet that is never acknowledged.
 	settle = int64(10 * time.Millisecond)
-	// giveUp is the maximum time to wait for a driver, or for a D-SACK.
+	// giveUp is the maximum time to wait for a driver event, or for a D-SACK.
 	giveUp = int64(time.Second)
 )
 
-// Assembler assembles packets from events. It keeps packets until no further event is expected, and emits them in the
-// order of their times.
+// Assembler assembles packets from events. It keeps a packet until no further event is expected, and emits the packets
+// in the order of their times.
 type Assembler struct {
 	clock  Clock
 	window int
 	emit   func(*Packet) error
 
 	mine, peer   sequence
-	order        []*packet // not emitted yet; starts with Number emitted+1
+	order        []*packet // packets not yet emitted, from Number emitted+1
 	emitted      int
 	flight       []*packet // sent packets with bytes that are not acknowledged or not assigned; sorted by start and number
 	widest       int64     // length of the longest packet in sequence numbers
-	resent       []*packet // packets of order that overlap others
+	resent       []*packet // packets in order that overlap other packets
 	byPointer    map[uint64]*packet
 	lastSent     *packet
 	lastReceived bpf.PacketHeader // last received packet
 	unaSet       bool
 	una          int64 // SND.UNA: first unacknowledged sequence number
 	sentSet      bool
-	sent         int64 // SND.MAX as seen: after the last sequence number
+	sent         int64 // end of the highest sequence number seen: SND.MAX
 	rtt          int64 // smoothed RTT in nanoseconds; 0 if unknown
 	leastRTT     int64
 	now          int64 // time of the last event
@@ -91,7 +91,7 @@ type packet struct {
 	resent                            bool    // in Assembler.resent
 	emitted                           bool
 	split                             bool
-	device                            bool // split below the driver
+	device                            bool // split by the device
 }
 
 type hop struct {
@@ -116,24 +116,23 @@ type Summary struct {
 	// Unseen counts sequence numbers between those of sent packets for which no packet was seen: events were lost
 	// or missing.
 	Unseen int64 `json:"unseen,omitempty"`
-	// Strays counts parts of packets whose start was not seen. Unreadable counts packets without a readable TCP
-	// header, such as encrypted ones.
+	// Strays counts parts of packets whose start was not seen. Unreadable counts packets without a readable TCP header,
+	// such as encrypted packets.
 	Strays     int `json:"strays,omitempty"`
 	Unreadable int `json:"unreadable,omitempty"`
-	// Unfinished counts packets that were dropped from memory before they were complete; their fate is
-	// incomplete.
+	// Unfinished counts packets that were evicted from memory before they were complete; their fate is incomplete.
 	Unfinished int    `json:"unfinished,omitempty"`
 	Events     uint64 `json:"events"`
 	State      string `json:"state,omitempty"` // last seen state of the connection
 
-	// The reader of the events sets the following fields.
-	LostEvents uint64   `json:"lost_events"`       // lost because the buffer was full
-	Missing    []string `json:"missing,omitempty"` // tracepoints that the kernel lacks
+	// The caller sets the following fields.
+	LostEvents uint64   `json:"lost_events"`       // events lost because the buffer was full
+	Missing    []string `json:"missing,omitempty"` // tracepoints that the kernel does not have
 	Stopped    Reason   `json:"stopped,omitempty"`
 }
 
-// NewAssembler returns an assembler that remembers at most window packets; 0 is DefaultWindow. An error of emit ends
-// Add or Close, which return it.
+// NewAssembler returns an assembler that remembers at most window packets, or DefaultWindow packets if window is 0. Add
+// and Close return errors of emit.
 func NewAssembler(clock Clock, window int, emit func(*Packet) error) *Assembler {
 	if window <= 0 {
 		window = DefaultWindow
@@ -145,8 +144,7 @@ func NewAssembler(clock Clock, window int, emit func(*Packet) error) *Assembler 
 	}
 }
 
-// Add processes an event. Events are expected in the order in which they happened; other orders give less complete
-// packets.
+// Add processes an event. Add the events in the order of occurrence; in another order, packets are less complete.
 func (a *Assembler) Add(e *bpf.PacketEvent) error {
 	h := &e.PacketHeader
 	a.summary.Events++
@@ -210,7 +208,7 @@ func stateName(state uint8) string {
 
 // add creates a packet for an event with sequence numbers.
 func (a *Assembler) add(e *bpf.PacketEvent) *packet {
-	// The name is taken here, because other hops may be in another namespace.
+	// Read the name now: later hops may be in another network namespace.
 	if e.Ifindex != 0 && e.Name[0] != 0 {
 		a.names[e.Ifindex] = name(&e.PacketHeader)
 	}
@@ -273,7 +271,7 @@ func (a *Assembler) handleQueue(e *bpf.PacketEvent) {
 	}
 	a.sentSet, a.sent = true, max(a.sent, p.span.end)
 	if a.unaSet {
-		// Parts that are already acknowledged.
+		// Remove the parts that are already acknowledged.
 		p.left = p.left.without(span{least, a.una})
 		p.needless = p.span.length() - p.left.length()
 		if len(p.left) == 0 {
@@ -301,8 +299,8 @@ func (p *packet) control() (n int64) {
 	return n
 }
 
-// continues reports whether an event of a queueing discipline is a further hop of the packet that the last driver
-// got: the interface is on top of another.
+// continues returns whether an event of a queueing discipline is a further hop of the packet that the last driver
+// received: an upper interface passed the packet to a lower one.
 func (p *packet) continues(h *bpf.PacketHeader) bool {
 	last := &p.last
 	return last.Time != 0 && last.Skb == h.Skb && last.Device != h.Device && int64(h.Time-last.Time) <= nextHop &&
@@ -328,7 +326,7 @@ func (a *Assembler) point(p *packet, pointer uint64) {
 	p.pointers = append(p.pointers, pointer)
 }
 
-// markRetransmission records that a packet repeats bytes that were sent before.
+// markRetransmission records that a packet repeats bytes of earlier packets.
 func (a *Assembler) markRetransmission(p *packet) {
 	p.Sent.Retransmission = &Retransmission{Ordinal: 1}
 	a.summary.Retransmissions++
@@ -395,7 +393,7 @@ func (a *Assembler) inFlight(s span) iter.Seq[*packet] {
 	}
 }
 
-// handleDriver processes the arrival of a packet, or of a part of it, at a driver.
+// handleDriver processes the event of a packet, or of a part of a packet, at a driver.
 func (a *Assembler) handleDriver(h *bpf.PacketHeader) {
 	at := int64(h.Time)
 	known := h.Flags&bpf.PacketTCP != 0
@@ -425,7 +423,8 @@ func (a *Assembler) handleDriver(h *bpf.PacketHeader) {
 
 func (p *packet) contains(s span) bool { return p.span.start <= s.start && s.end <= p.span.end }
 
-// holder finds the packet of a segment: the first one that waits for the driver, otherwise the last one.
+// holder returns the packet that contains a segment: the first packet that waits for the driver, otherwise the last
+// one.
 func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
 	waits := false
 	for p := range a.overlapping(s) {
@@ -442,7 +441,7 @@ func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
 	return found
 }
 
-// handleRetransmit processes TCP's event that the last packet was a retransmission.
+// handleRetransmit processes TCP's event that the last packet is a retransmission.
 func (a *Assembler) handleRetransmit(h *bpf.PacketHeader) {
 	p := a.lastSent
 	if p == nil || p.emitted || int64(h.Time)-p.at > sameCall {
@@ -480,7 +479,7 @@ func (a *Assembler) handleReceive(e *bpf.PacketEvent) {
 	early := h.Flags&bpf.PacketEarly != 0
 	if early && h.Skb == last.Skb && h.Device != last.Device && int64(h.Time-last.Time) <= nextHop &&
 		h.Seq == last.Seq && h.Ack == last.Ack && h.Length == last.Length && h.Tcp == last.Tcp {
-		return // the same packet on an upper interface
+		return // the same packet, seen again on an upper interface
 	}
 	p := a.add(e)
 	r := &Received{Early: early}
@@ -520,7 +519,7 @@ func (a *Assembler) selective(p *packet) (blocks []span) {
 	return blocks
 }
 
-// undoLoss records that a part counted as lost has arrived.
+// undoLoss records that a part counted as lost was received.
 func (p *packet) undoLoss(s span) {
 	p.Sent.Twice = true
 	before := p.lost.length()
@@ -601,7 +600,7 @@ func (a *Assembler) account(w *ackEvent, s span) {
 	a.settleCluster(w, s, cluster)
 }
 
-// settleCluster assigns an acknowledgement to a group of overlapping packets.
+// settleCluster assigns an acknowledgement to a set of overlapping packets.
 func (a *Assembler) settleCluster(w *ackEvent, s span, cluster []*packet) {
 	if len(cluster) == 0 {
 		return
@@ -663,8 +662,8 @@ func (a *Assembler) settleCluster(w *ackEvent, s span, cluster []*packet) {
 	}
 }
 
-// plausible reports whether an acknowledgement can be the answer to a packet that repeats earlier bytes: it arrives
-// at least half of the minimum RTT later, and it does not echo the timestamp of the earlier packet (RFC 3522).
+// plausible returns whether an acknowledgement can answer a packet that repeats earlier bytes: it arrives at least half
+// of the minimum RTT after the packet, and does not echo the timestamp of the earlier packet (RFC 3522).
 func (a *Assembler) plausible(w *ackEvent, p *packet, s span) bool {
 	if p.driver == 0 || w.at-p.driver < a.leastRTT/2 {
 		return false
@@ -682,7 +681,7 @@ func (a *Assembler) measure(rtt int64) {
 	a.leastRTT = min(a.leastRTT, rtt)
 }
 
-// acknowledgePart records that a part of the packet has arrived.
+// acknowledgePart records that a part of the packet was received.
 func (p *packet) acknowledgePart(w *ackEvent, s span) {
 	if s.length() <= 0 {
 		return
@@ -761,7 +760,7 @@ func (a *Assembler) flush(all bool) error {
 	return nil
 }
 
-// finished reports whether no further event of a packet is expected.
+// finished returns whether no further event of a packet is expected.
 func (a *Assembler) finished(p *packet) bool {
 	age := a.now - p.at
 	switch {
@@ -772,7 +771,7 @@ func (a *Assembler) finished(p *packet) bool {
 	case len(p.left) > 0:
 		return false
 	case p.resent:
-		// A D-SACK arrives one round trip later.
+		// The D-SACK arrives one round-trip time later.
 		wait := giveUp
 		if a.rtt > 0 {
 			wait = min(max(2*a.rtt, settle), giveUp)

@@ -15,20 +15,20 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// script creates events as the kernel would. Times are in milliseconds; sequence numbers are relative, starting at 1.
+// script creates events like the kernel. Times are in milliseconds; sequence numbers are relative and start at 1.
 type script struct {
 	t       testing.TB
 	a       *Assembler
 	got     []*Packet
 	isn     uint32 // sequence number 0
-	stamps  bool   // with TCP timestamps, one tick a millisecond
+	stamps  bool   // TCP timestamps, with one tick per millisecond
 	window  uint32
 	summary *Summary
 }
 
 const (
 	peerISN = 5000
-	boot    = 1e9 // what CLOCK_MONOTONIC is at 0 ms
+	boot    = 1e9 // CLOCK_MONOTONIC at 0 ms
 )
 
 func newScript(t testing.TB) *script {
@@ -85,7 +85,7 @@ func (d device) set(e *bpf.PacketEvent) {
 	}
 }
 
-// sent is a packet that is sent: seq to end, identified by the address of its sk_buff.
+// sent describes a sent packet: sequence numbers from seq to end, and the address of its sk_buff.
 type sent struct {
 	seq, end int64
 	skb      uint64
@@ -140,7 +140,7 @@ func (s *script) retransmit(ms float64, p sent, congestion uint8) {
 	})
 }
 
-// ack is an acknowledgement that echoes a timestamp, with SACK blocks.
+// ack receives an acknowledgement that echoes a timestamp, with SACK blocks.
 func (s *script) ack(ms float64, ack int64, reply float64, blocks ...Block) {
 	s.t.Helper()
 	s.add(ms, bpf.PacketReceive, func(e *bpf.PacketEvent) {
@@ -172,15 +172,15 @@ func (s *script) close() {
 	}
 }
 
-// checkEmpty checks that an assembler holds nothing after Close.
+// checkEmpty checks that an assembler keeps no packets after Close.
 func checkEmpty(t testing.TB, a *Assembler) {
 	t.Helper()
 	if len(a.order)+len(a.flight)+len(a.resent)+len(a.byPointer) != 0 {
-		t.Errorf("remembers %d packets, %d in flight, %d repeated, %d pointers after Close", len(a.order), len(a.flight), len(a.resent), len(a.byPointer))
+		t.Errorf("after Close: %d packets, %d in flight, %d retransmitted, %d pointers", len(a.order), len(a.flight), len(a.resent), len(a.byPointer))
 	}
 }
 
-// comments returns the comments of the packets sent, or received.
+// comments returns the comments of the sent or received packets.
 func (s *script) comments(sent bool) string {
 	var all []string
 	for _, p := range s.got {
@@ -207,14 +207,14 @@ func TestAssemble(t *testing.T) {
 			s.ack(11, 1001, 0)
 		}, "qdisc 10 µs, driver to ACK 10.5 ms", "acknowledges packet 1, 1000 bytes",
 			map[Fate]int{Acknowledged: 1}},
-		{"in parts", func(s *script) {
+		{"ACKs of parts", func(s *script) {
 			s.send(0, big)
 			s.ack(10, 4001, 0)
 			s.ack(12, 10001, 0)
 		}, "qdisc 10 µs, driver to ACK 12 ms; 10 segments of 1000 bytes, split by the device",
 			"acknowledges 4000 bytes\nacknowledges packet 1, 6000 bytes",
 			map[Fate]int{Acknowledged: 1}},
-		{"not to the end", func(s *script) {
+		{"ACK of a part only", func(s *script) {
 			s.send(0, big)
 			s.ack(10, 4001, 0)
 		}, "qdisc 10 µs, driver to ACK 9.99 ms; 10 segments of 1000 bytes, split by the device; 4000 of 10000 bytes acknowledged",
@@ -230,7 +230,7 @@ func TestAssemble(t *testing.T) {
 		}, "qdisc 5 ms, driver to ACK 10 ms; 10 segments of 1000 bytes, split by the host",
 			"acknowledges packet 1, 10000 bytes",
 			map[Fate]int{Acknowledged: 1}},
-		{"several at once", func(s *script) {
+		{"several packets, one ACK", func(s *script) {
 			s.send(0, p)
 			s.send(1, q)
 			s.send(2, r)
@@ -238,7 +238,7 @@ func TestAssemble(t *testing.T) {
 		}, "qdisc 10 µs, driver to ACK 11 ms\nqdisc 10 µs, driver to ACK 9.99 ms\nqdisc 10 µs, driver to ACK 8.99 ms",
 			"acknowledges packet 1-3, 3000 bytes",
 			map[Fate]int{Acknowledged: 3}},
-		{"selectively, then sent again", func(s *script) {
+		{"SACK and fast retransmit", func(s *script) {
 			s.send(0, p)
 			s.send(0.1, q)
 			s.send(0.2, r)
@@ -248,76 +248,76 @@ func TestAssemble(t *testing.T) {
 			s.send(11, again)
 			s.retransmit(11.02, again, 3)
 			s.ack(21, 3001, 0)
-		}, "qdisc 10 µs; lost; sent again as packet 6\n" +
-			"qdisc 10 µs, driver to ACK 9.89 ms; acknowledged selectively\n" +
-			"qdisc 10 µs, driver to ACK 9.89 ms; acknowledged selectively\n" +
+		}, "qdisc 10 µs; lost; retransmitted as packet 6\n" +
+			"qdisc 10 µs, driver to ACK 9.89 ms; acknowledged by SACK\n" +
+			"qdisc 10 µs, driver to ACK 9.89 ms; acknowledged by SACK\n" +
 			"qdisc 10 µs, driver to ACK 9.99 ms; retransmission 1 of seq 1 after 11 ms (fast)",
-			"acknowledges packet 2, 1000 bytes; selective 1001-2001\n" +
-				"acknowledges packet 3, 1000 bytes; duplicate; selective 1001-3001\n" +
+			"acknowledges packet 2, 1000 bytes; SACK 1001-2001\n" +
+				"acknowledges packet 3, 1000 bytes; duplicate ACK; SACK 1001-3001\n" +
 				"acknowledges packet 6, 1000 bytes",
 			map[Fate]int{Lost: 1, Acknowledged: 3}},
-		{"one segment of many lost", func(s *script) {
+		{"one of ten segments lost", func(s *script) {
 			s.send(0, big)
 			s.ack(10, 2001, 0)
 			s.ack(10.1, 2001, 0, Block{3001, 10001})
 			again := sent{2001, 3001, 4, 0}
 			s.send(11, again)
 			s.ack(21, 10001, 0)
-		}, "qdisc 10 µs, driver to ACK 10.1 ms; 10 segments of 1000 bytes, split by the device; 1000 of 10000 bytes lost; sent again as packet 4; acknowledged selectively\n" +
+		}, "qdisc 10 µs, driver to ACK 10.1 ms; 10 segments of 1000 bytes, split by the device; 1000 of 10000 bytes lost; retransmitted as packet 4; acknowledged by SACK\n" +
 			"qdisc 10 µs, driver to ACK 9.99 ms; retransmission 1 of seq 2001 after 11 ms",
-			"acknowledges 2000 bytes\nacknowledges 7000 bytes; duplicate; selective 3001-10001\nacknowledges packet 4, 1000 bytes",
+			"acknowledges 2000 bytes\nacknowledges 7000 bytes; duplicate ACK; SACK 3001-10001\nacknowledges packet 4, 1000 bytes",
 			map[Fate]int{PartlyLost: 1, Acknowledged: 1}},
-		{"twice after timeouts", func(s *script) {
+		{"two timeouts", func(s *script) {
 			s.send(0, p)
 			s.send(200, p)
 			s.retransmit(200.02, p, 4)
 			s.send(600, p)
 			s.retransmit(600.02, p, 4)
 			s.ack(610, 1001, 0)
-		}, "qdisc 10 µs; lost; sent again as packet 2\n" +
-			"qdisc 10 µs; retransmission 1 of seq 1 after 200 ms (timeout); lost; sent again as packet 3\n" +
+		}, "qdisc 10 µs; lost; retransmitted as packet 2\n" +
+			"qdisc 10 µs; retransmission 1 of seq 1 after 200 ms (timeout); lost; retransmitted as packet 3\n" +
 			"qdisc 10 µs, driver to ACK 9.99 ms; retransmission 2 of seq 1 after 400 ms (timeout)",
 			"acknowledges packet 3, 1000 bytes",
 			map[Fate]int{Lost: 2, Acknowledged: 1}},
-		{"needlessly, by the time", func(s *script) {
+		{"needless retransmission, detected by time", func(s *script) {
 			s.send(0, p)
 			s.ack(40, 1001, 0)
 			s.send(100, q)
 			s.send(300, q)
-			s.ack(305, 2001, 0) // much sooner than the answer to the second
+			s.ack(305, 2001, 0) // much earlier than an answer to the retransmission
 		}, "qdisc 10 µs, driver to ACK 40 ms\n" +
-			"qdisc 10 µs, driver to ACK 205 ms; sent again as packet 4\n" +
-			"qdisc 10 µs; retransmission 1 of seq 1001 after 200 ms; it had arrived before",
+			"qdisc 10 µs, driver to ACK 205 ms; retransmitted as packet 4\n" +
+			"qdisc 10 µs; retransmission 1 of seq 1001 after 200 ms; needless: already received",
 			"acknowledges packet 1, 1000 bytes\nacknowledges packet 3, 1000 bytes",
 			map[Fate]int{Acknowledged: 2, Needless: 1}},
-		{"needlessly, by the timestamp", func(s *script) {
+		{"needless retransmission, detected by the timestamp", func(s *script) {
 			s.stamps = true
 			s.ack(0, 1, 0)
 			s.send(100, p)
 			s.send(300, p)
 			s.ack(350, 1001, 100)
-		}, "qdisc 10 µs, driver to ACK 250 ms; sent again as packet 3\n" +
-			"qdisc 10 µs; retransmission 1 of seq 1 after 200 ms; it had arrived before",
+		}, "qdisc 10 µs, driver to ACK 250 ms; retransmitted as packet 3\n" +
+			"qdisc 10 µs; retransmission 1 of seq 1 after 200 ms; needless: already received",
 			"\nacknowledges packet 2, 1000 bytes",
 			map[Fate]int{Acknowledged: 1, Needless: 1}},
-		{"needed, by the timestamp", func(s *script) {
+		{"necessary retransmission, confirmed by the timestamp", func(s *script) {
 			s.stamps = true
 			s.ack(0, 1, 0)
 			s.send(100, p)
 			s.send(300, p)
 			s.ack(350, 1001, 300)
-		}, "qdisc 10 µs; lost; sent again as packet 3\n" +
+		}, "qdisc 10 µs; lost; retransmitted as packet 3\n" +
 			"qdisc 10 µs, driver to ACK 50 ms; retransmission 1 of seq 1 after 200 ms",
 			"\nacknowledges packet 3, 1000 bytes",
 			map[Fate]int{Acknowledged: 1, Lost: 1}},
-		{"the peer says that it came twice", func(s *script) {
+		{"D-SACK", func(s *script) {
 			s.send(0, p)
 			s.send(200, p)
 			s.ack(210, 1001, 0)
 			s.ack(215, 1001, 0, Block{1, 1001})
-		}, "qdisc 10 µs; sent again as packet 2; arrived more than once\n" +
-			"qdisc 10 µs, driver to ACK 9.99 ms; retransmission 1 of seq 1 after 200 ms; arrived more than once",
-			"acknowledges packet 2, 1000 bytes\n1-1001 came more than once",
+		}, "qdisc 10 µs; retransmitted as packet 2; received twice (D-SACK)\n" +
+			"qdisc 10 µs, driver to ACK 9.99 ms; retransmission 1 of seq 1 after 200 ms; received twice (D-SACK)",
+			"acknowledges packet 2, 1000 bytes\nD-SACK 1-1001",
 			map[Fate]int{Acknowledged: 2}},
 		{"dropped by this host", func(s *script) {
 			s.queue(0, p)
@@ -325,12 +325,12 @@ func TestAssemble(t *testing.T) {
 			s.ack(11, 1, 0, Block{1001, 2001})
 			s.send(12, p)
 			s.ack(22, 2001, 0)
-		}, "no driver got it; dropped by this host; sent again as packet 4\n" +
-			"qdisc 10 µs, driver to ACK 9.99 ms; acknowledged selectively\n" +
+		}, "not passed to a driver; dropped by this host; retransmitted as packet 4\n" +
+			"qdisc 10 µs, driver to ACK 9.99 ms; acknowledged by SACK\n" +
 			"qdisc 10 µs, driver to ACK 9.99 ms; retransmission 1 of seq 1 after 12 ms",
-			"acknowledges packet 2, 1000 bytes; selective 1001-2001\nacknowledges packet 4, 1000 bytes",
+			"acknowledges packet 2, 1000 bytes; SACK 1001-2001\nacknowledges packet 4, 1000 bytes",
 			map[Fate]int{Dropped: 1, Acknowledged: 2}},
-		{"sent first before it was followed", func(s *script) {
+		{"first transmission before the capture", func(s *script) {
 			s.send(0, q)
 			s.retransmit(0.02, q, 0)
 			s.ack(10, 2001, 0)
@@ -339,7 +339,7 @@ func TestAssemble(t *testing.T) {
 			map[Fate]int{Acknowledged: 1}},
 		{"other data between", func(s *script) {
 			s.send(0, p)
-			s.retransmit(150, p, 4) // of which nothing was sent
+			s.retransmit(150, p, 4) // no data of this range was sent
 			s.ack(160, 1001, 0)
 		}, "qdisc 10 µs, driver to ACK 160 ms", "acknowledges packet 1, 1000 bytes",
 			map[Fate]int{Acknowledged: 1}},
@@ -357,17 +357,17 @@ func TestAssemble(t *testing.T) {
 		}, "qdisc 2 ms, driver to ACK 10 ms; by bond0 1 ms, eth0 999 µs; 10 segments of 1000 bytes, split by the host",
 			"acknowledges packet 1, 10000 bytes",
 			map[Fate]int{Acknowledged: 1}},
-		{"the same sk_buff again, much later, by another device", func(s *script) {
+		{"sk_buff address reused later on another device", func(s *script) {
 			s.queueAt(0, p, bond0)
 			s.driveAt(0.01, p, bond0)
 			s.queueAt(300, p, eth0)
 			s.driveAt(300.01, p, eth0)
 			s.ack(310, 1001, 0)
-		}, "qdisc 10 µs; lost; sent again as packet 2\n" +
+		}, "qdisc 10 µs; lost; retransmitted as packet 2\n" +
 			"qdisc 10 µs, driver to ACK 9.99 ms; retransmission 1 of seq 1 after 300 ms",
 			"acknowledges packet 2, 1000 bytes",
 			map[Fate]int{Lost: 1, Acknowledged: 1}},
-		{"in a tunnel that hides it", func(s *script) {
+		{"tunnel that hides the TCP header", func(s *script) {
 			s.queueAt(0, p, bond0)
 			s.driveAt(0.1, p, bond0)
 			for _, kind := range []uint8{bpf.PacketQueue, bpf.PacketDriver} {
@@ -381,21 +381,21 @@ func TestAssemble(t *testing.T) {
 		}, "qdisc 200 µs, driver to ACK 10 ms; by bond0 100 µs, eth0 0 ns",
 			"acknowledges packet 1, 1000 bytes",
 			map[Fate]int{Acknowledged: 1}},
-		{"acknowledgements are not acknowledged", func(s *script) {
+		{"pure acknowledgements", func(s *script) {
 			s.send(0, sent{1, 1, 1, 0})
 			s.queue(1, sent{1, 1, 2, 0})
 			s.send(1500, p)
 			s.ack(1510, 1001, 0)
-		}, "qdisc 10 µs\nno driver got it; dropped by this host\nqdisc 10 µs, driver to ACK 9.99 ms",
+		}, "qdisc 10 µs\nnot passed to a driver; dropped by this host\nqdisc 10 µs, driver to ACK 9.99 ms",
 			"acknowledges packet 3, 1000 bytes",
 			map[Fate]int{Dropped: 1, Acknowledged: 1}},
-		{"FIN counts, and is no payload", func(s *script) {
+		{"FIN has a sequence number, but no payload", func(s *script) {
 			s.send(0, sent{1, 1001, 1, FlagFIN})
 			s.ack(10, 1001, 0)
 			s.ack(11, 1002, 0)
 		}, "qdisc 10 µs, driver to ACK 11 ms", "acknowledges 1000 bytes\nacknowledges packet 1, 0 bytes",
 			map[Fate]int{Acknowledged: 1}},
-		{"acknowledged by the connection's state alone", func(s *script) {
+		{"acknowledgement known from SND.UNA only", func(s *script) {
 			s.send(0, p)
 			s.add(10, bpf.PacketState, func(e *bpf.PacketEvent) { e.Ack, e.State = s.isn+1001, 5 })
 		}, "qdisc 10 µs, driver to ACK 9.99 ms", "", map[Fate]int{Acknowledged: 1}},
@@ -406,18 +406,18 @@ func TestAssemble(t *testing.T) {
 			s.ack(11, 1, 0)
 			s.ack(12, 1001, 0)
 			s.window = 1
-			s.ack(13, 1001, 0) // an update of the window
+			s.ack(13, 1001, 0) // window update
 		}, "qdisc 10 µs, driver to ACK 9.99 ms\nqdisc 10 µs; not acknowledged",
-			"acknowledges packet 1, 1000 bytes\n\nduplicate\n",
+			"acknowledges packet 1, 1000 bytes\n\nduplicate ACK\n",
 			map[Fate]int{Acknowledged: 1, Unacknowledged: 1}},
-		{"parts of what was not seen", func(s *script) {
+		{"parts of a packet that was not seen", func(s *script) {
 			s.drive(0, p)
 			s.send(1, q)
 			s.drive(1.1, sent{1, 900, 7, 0})
 			s.ack(11, 2001, 0)
 		}, "qdisc 10 µs, driver to ACK 9.99 ms", "acknowledges packet 1, 1000 bytes",
 			map[Fate]int{Acknowledged: 1}},
-		{"on two devices, before TCP", func(s *script) {
+		{"received on two devices", func(s *script) {
 			s.send(0, p)
 			for i, d := range []device{eth0, bond0} {
 				s.add(10+float64(i), bpf.PacketReceive, func(e *bpf.PacketEvent) {
@@ -429,7 +429,7 @@ func TestAssemble(t *testing.T) {
 			map[Fate]int{Acknowledged: 1}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			// The last script has sequence numbers that wrap in the first packet.
+			// In the last script, the sequence numbers wrap in the first packet.
 			for _, isn := range []uint32{0, 1 << 31, 1<<32 - 400} {
 				s := newScript(t)
 				s.isn = isn
@@ -449,7 +449,7 @@ func TestAssemble(t *testing.T) {
 	}
 }
 
-// TestAssembleFields checks the values from which the comments are made.
+// TestAssembleFields checks the fields from which the comments are made.
 func TestAssembleFields(t *testing.T) {
 	s := newScript(t)
 	s.send(100, sent{1, 10001, 1, FlagPSH})
@@ -488,12 +488,12 @@ func TestFlags(t *testing.T) {
 	for f := range Flags(255) {
 		var back Flags
 		if err := back.UnmarshalText([]byte(f.String())); err != nil || back != f {
-			t.Errorf("%d is %q, and that %d: %v", f, f, back, err)
+			t.Errorf("flags %d: text %q, parsed as %d: %v", f, f, back, err)
 		}
 	}
 	var f Flags
 	if err := f.UnmarshalText([]byte("ACK,XYZ")); err == nil || !strings.Contains(err.Error(), `"XYZ"`) {
-		t.Errorf("an unknown flag: %v", err)
+		t.Errorf("error for an unknown flag: %v", err)
 	}
 }
 
@@ -532,7 +532,7 @@ func TestWindow(t *testing.T) {
 	for i := range int64(1000) {
 		s.send(float64(i), sent{1 + i*1000, 1001 + i*1000, uint64(i), 0})
 		if n := len(s.a.order); n > 64 {
-			t.Fatalf("remembers %d packets, at most 64", n)
+			t.Fatalf("%d packets in memory, limit 64", n)
 		}
 	}
 	s.close()
@@ -565,13 +565,13 @@ func TestStreaming(t *testing.T) {
 		s.send(float64(20*i), sent{1 + i*1000, 1001 + i*1000, uint64(i), 0})
 		s.ack(float64(20*i+10), 1001+i*1000, 0)
 		if n := int(2*i + 2); len(s.got) != n {
-			t.Fatalf("%d packets are told of, want %d", len(s.got), n)
+			t.Fatalf("%d packets emitted, want %d", len(s.got), n)
 		}
 	}
 }
 
-// TestRandomLoss compares the assembler's conclusions with a simulated path: each segment takes 10 ms in each
-// direction or is lost, and the sender retransmits by the acknowledgements that it has received.
+// TestRandomLoss compares the assembler's conclusions with a simulated path. Each segment is delayed by 10 ms in each
+// direction or lost, and the sender retransmits according to the received acknowledgements.
 func TestRandomLoss(t *testing.T) {
 	for seed := range uint64(50) {
 		rnd := rand.New(rand.NewPCG(seed, 1))
@@ -581,7 +581,7 @@ func TestRandomLoss(t *testing.T) {
 			p  sent
 			at float64
 		}
-		lost := make(map[int64]int) // by sequence number, how often
+		lost := make(map[int64]int) // number of losses by sequence number
 		arrived := make(map[int64]bool)
 		var path []flying
 		skb, now := uint64(1), 0.0
@@ -647,7 +647,7 @@ func TestRandomLoss(t *testing.T) {
 	}
 }
 
-// FuzzAssemble feeds events in any order and with any content.
+// FuzzAssemble adds events in any order and with any content.
 func FuzzAssemble(f *testing.F) {
 	seed := make([]byte, 0, 400)
 	for i := range byte(40) {
@@ -684,10 +684,10 @@ func FuzzAssemble(f *testing.F) {
 				t.Fatal(err)
 			}
 			if len(a.order) > window || len(a.flight) > window || len(a.resent) > window || len(a.byPointer) > window*maxPointers {
-				t.Fatalf("remembers %d packets, %d in flight, %d repeated", len(a.order), len(a.flight), len(a.resent))
+				t.Fatalf("%d packets in memory, %d in flight, %d retransmitted", len(a.order), len(a.flight), len(a.resent))
 			}
 			if !slices.IsSortedFunc(a.flight, byStart) {
-				t.Fatal("what is in flight is not in order")
+				t.Fatal("the packets in flight are not in order")
 			}
 		}
 		s, err := a.Close()
@@ -696,7 +696,7 @@ func FuzzAssemble(f *testing.F) {
 		}
 		checkEmpty(t, a)
 		if s.Sent+s.Received != len(got) {
-			t.Fatalf("%d packets are told of, %d counted", len(got), s.Sent+s.Received)
+			t.Fatalf("%d packets emitted, %d counted", len(got), s.Sent+s.Received)
 		}
 		for i, p := range got {
 			if p.Number != i+1 || (p.Sent == nil) == (p.Received == nil) {

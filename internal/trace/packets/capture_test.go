@@ -21,18 +21,18 @@ type Source interface {
 	Missing() []string
 }
 
-// Options bound a capture.
+// Options limits a capture.
 type Options struct {
-	Deadline time.Time // when it ends
-	Events   uint64    // after so many it ends, too; 0: no bound
-	Window   int       // packets that are remembered; 0: DefaultWindow
+	Deadline time.Time // end of the capture
+	Events   uint64    // maximum number of events; 0: no limit
+	Window   int       // maximum number of packets in memory; 0: DefaultWindow
 }
 
 const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 
-// Capture reads the packets of a connection until a bound is reached, the connection ends, or ctx is done, which is
-// no error. Packets are emitted as soon as they and all packets before them are complete, and the rest at the end.
-// Capture stops the source; the caller closes it.
+// Capture reads the packets of a connection until a limit is reached, the connection closes, or ctx is done, which is
+// not an error. It emits a packet when this packet and all earlier packets are complete, and the remaining packets at
+// the end. Capture stops the source; the caller closes it.
 func Capture(ctx context.Context, s Source, o Options, emit func(*Packet) error) (_ *Summary, err error) {
 	clock := Clock(clock.Offset())
 	interrupted := make(chan error, 1)

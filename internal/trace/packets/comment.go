@@ -25,7 +25,7 @@ func (p *Packet) sentParts() []string {
 	s := p.Sent
 	var times []string
 	if s.Driver.IsZero() {
-		times = append(times, "no driver got it")
+		times = append(times, "not passed to a driver")
 	} else {
 		times = append(times, "qdisc "+short(s.Qdisc))
 		if !s.Acked.IsZero() {
@@ -65,7 +65,7 @@ func (p *Packet) sentParts() []string {
 	case Dropped:
 		parts = append(parts, "dropped by this host")
 	case Needless:
-		parts = append(parts, "it had arrived before")
+		parts = append(parts, "needless: already received")
 	case Unacknowledged:
 		text := "not acknowledged"
 		if s.AckedBytes > 0 {
@@ -74,13 +74,13 @@ func (p *Packet) sentParts() []string {
 		parts = append(parts, text)
 	}
 	if s.Again != 0 {
-		parts = append(parts, "sent again as packet "+strconv.Itoa(s.Again))
+		parts = append(parts, "retransmitted as packet "+strconv.Itoa(s.Again))
 	}
 	if s.Sacked {
-		parts = append(parts, "acknowledged selectively")
+		parts = append(parts, "acknowledged by SACK")
 	}
 	if s.Twice {
-		parts = append(parts, "arrived more than once")
+		parts = append(parts, "received twice (D-SACK)")
 	}
 	return parts
 }
@@ -101,17 +101,17 @@ func (r *Received) parts() []string {
 		parts = append(parts, fmt.Sprintf("acknowledges %d bytes", r.Acked))
 	}
 	if r.Duplicate {
-		parts = append(parts, "duplicate")
+		parts = append(parts, "duplicate ACK")
 	}
 	if len(r.Selective) > 0 {
 		var blocks []string
 		for _, b := range r.Selective {
 			blocks = append(blocks, b.String())
 		}
-		parts = append(parts, "selective "+strings.Join(blocks, ", "))
+		parts = append(parts, "SACK "+strings.Join(blocks, ", "))
 	}
 	if r.Twice != nil {
-		parts = append(parts, r.Twice.String()+" came more than once")
+		parts = append(parts, "D-SACK "+r.Twice.String())
 	}
 	return parts
 }

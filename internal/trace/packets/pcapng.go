@@ -58,7 +58,7 @@ func NewWriter(w io.Writer, about, program string) (*Writer, error) {
 	return p, nil
 }
 
-// Write writes a packet. Packets without a captured header are left out.
+// Write writes a packet. It skips packets without a captured header.
 func (p *Writer) Write(packet *Packet) error {
 	if len(packet.Header) == 0 {
 		return nil
@@ -111,7 +111,7 @@ func (p *Writer) Close(s *Summary) error {
 	p.u32(0)
 	p.u32(uint32(at >> 32))
 	p.u32(uint32(at))
-	p.text(optComment, fmt.Sprintf("%d events found no room in the ring buffer: packets, times or acknowledgements are missing", s.LostEvents))
+	p.text(optComment, fmt.Sprintf("%d events were lost because the ring buffer was full: packets, times or acknowledgements are missing", s.LostEvents))
 	p.option(isbIfdrop, binary.LittleEndian.AppendUint64(nil, s.LostEvents))
 	return p.end()
 }
@@ -119,10 +119,10 @@ func (p *Writer) Close(s *Summary) error {
 func (p *Writer) begin(kind uint32) {
 	p.block = p.block[:0]
 	p.u32(kind)
-	p.u32(0) // the length
+	p.u32(0) // block length, set by end
 }
 
-// end writes the block, with its length before and after.
+// end writes the block with its two length fields.
 func (p *Writer) end() error {
 	p.block = binary.LittleEndian.AppendUint32(p.block, 0) // opt_endofopt
 	length := uint32(len(p.block) + 4)

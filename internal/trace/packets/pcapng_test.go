@@ -14,7 +14,7 @@ import (
 	"unicode/utf8"
 )
 
-// pcapng is the content of a file, parsed by the specification of the format and without the code that writes it.
+// pcapng is the content of a file, parsed according to the specification of the format, independently of Writer.
 type pcapng struct {
 	comment, program string
 	interfaces       []string
@@ -57,7 +57,7 @@ func (r *reader) options() map[uint16][]byte {
 		code, length := r.u16(), int(r.u16())
 		if code == 0 {
 			if length != 0 || len(r.b) != 0 {
-				r.err = errors.New("there is something behind the end of options")
+				r.err = errors.New("data after opt_endofopt")
 			}
 			return all
 		}
@@ -133,7 +133,7 @@ func TestPcapng(t *testing.T) {
 	s.queueAt(2, sent{10001, 10001, 2, 0}, bond0)
 	s.ack(12, 10001, 0)
 	s.close()
-	s.got = append(s.got, &Packet{Sent: &Sent{}}) // of which nothing was captured
+	s.got = append(s.got, &Packet{Sent: &Sent{}}) // no header was captured
 	var b bytes.Buffer
 	w, err := NewWriter(&b, "192.0.2.1:1 -> 192.0.2.2:1790", "sockeye 1.0")
 	if err != nil {
@@ -157,7 +157,7 @@ func TestPcapng(t *testing.T) {
 		interfaces: []string{"eth0", "bond0", "unknown"},
 		packets: []pcapngPacket{
 			{at(1.5), "eth0", s.got[0].Header, 10040, "qdisc 10 µs, driver to ACK 10.5 ms; 10 segments of 1000 bytes, split by the device", 2},
-			{at(2), "bond0", s.got[1].Header, 40, "no driver got it", 2},
+			{at(2), "bond0", s.got[1].Header, 40, "not passed to a driver", 2},
 			{at(12), "unknown", s.got[2].Header, 40, "acknowledges packet 1, 10000 bytes", 1},
 		},
 		drops: 3,
@@ -194,7 +194,7 @@ type writerFunc func([]byte) (int, error)
 
 func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
 
-// FuzzPcapng parses files that were written from arbitrary packets.
+// FuzzPcapng parses files written from arbitrary packets.
 func FuzzPcapng(f *testing.F) {
 	f.Add("eth0", "about", []byte{0x45, 1, 2}, 1500, int64(1e18), 7, true)
 	f.Add("", "\xff\x00"+strings.Repeat("é", 40000), []byte{}, 0, int64(0), 0, false)

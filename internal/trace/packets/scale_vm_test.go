@@ -4,5 +4,5 @@
 
 package packets_test
 
-// Under software emulation: see scale_test.go.
+// slower is larger under software emulation, see scale_test.go.
 const slower = 10

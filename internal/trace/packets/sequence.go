@@ -17,7 +17,7 @@ func (s *sequence) at(raw uint32) int64 {
 	return s.last + int64(int32(raw-s.base-uint32(s.last)))
 }
 
-// sure is at for a number that was sent, not only acknowledged by the peer.
+// sure is at for a sequence number that was sent, and not only acknowledged by the peer.
 func (s *sequence) sure(raw uint32) int64 {
 	n := s.at(raw)
 	s.last = max(s.last, n)
@@ -30,7 +30,7 @@ const (
 	most  = 1 << 61
 )
 
-// span is a range of relative sequence numbers, without end.
+// span is a range of relative sequence numbers that excludes end.
 type span struct{ start, end int64 }
 
 func (s span) and(o span) span { return span{max(s.start, o.start), min(s.end, o.end)} }
@@ -56,7 +56,7 @@ func (s spans) overlap(o span) bool {
 	return false
 }
 
-// covers reports whether one span contains all of o.
+// covers returns whether a single span contains all of o.
 func (s spans) covers(o span) bool {
 	for _, one := range s {
 		if one.start <= o.start && o.end <= one.end {

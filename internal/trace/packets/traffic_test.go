@@ -72,7 +72,7 @@ func newWorld(t testing.TB, o lab.LinkOptions) *world {
 	}
 	w.Link, err = l.Connect(w.a, w.b, o, linkA, linkB)
 	check(t, err)
-	// Without tail loss probes: a busy host sends them needlessly, and the acknowledgement would be ambiguous.
+	// Disable tail loss probes: a busy host sends needless ones, and the acknowledgement would be ambiguous.
 	check(t, w.a.Sysctl("ipv4.tcp_early_retrans", "0"))
 	return w
 }
@@ -125,7 +125,7 @@ func capture(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, *
 	})
 	check(t, errors.Join(err, <-done))
 	if summary.LostEvents != 0 || summary.Unfinished != 0 || summary.Unreadable != 0 || len(summary.Missing) != 0 {
-		t.Errorf("not all is known: %+v", summary)
+		t.Errorf("the capture is incomplete: %+v", summary)
 	}
 	return all, summary
 }
@@ -168,7 +168,7 @@ func ports(header []byte) (tcp []byte, source, destination uint16) {
 	return tcp, binary.BigEndian.Uint16(tcp), binary.BigEndian.Uint16(tcp[2:])
 }
 
-// truth is what the link saw of a connection in one direction.
+// truth contains the traffic of a connection in one direction, as seen on the link.
 type truth struct {
 	source, destination uint16
 
@@ -177,7 +177,7 @@ type truth struct {
 	lost     int // bytes of payload
 	repeated int // segments
 	next     uint32
-	end      uint32 // after FIN; 0: it was not sent
+	end      uint32 // sequence number after the FIN; 0: no FIN was sent
 }
 
 // after reports whether a segment is a pure acknowledgement after the FIN. Such a segment is often sent from the
@@ -219,7 +219,7 @@ func (r *truth) see(packet []byte, drop bool) {
 	}
 }
 
-// segments returns the segments on the link that a packet became.
+// segments returns the segments of a packet on the link.
 func segments(p *packets.Packet) (all []segment) {
 	size := max(1, p.Length)
 	if p.Sent.Split != nil {
@@ -232,11 +232,13 @@ func segments(p *packets.Packet) (all []segment) {
 	return all
 }
 
-// attempts is how often a test is repeated if the kernel has not reported every event. A host may skip programs of
-// this kind while a packet's interrupt stops a process that it protects; packets sent at that time are not seen.
+// attempts is the maximum number of attempts of a test if the kernel does not report every event. The kernel may skip a
+// raw tracepoint program, for example if it interrupts a run of the same program (bpf_prog_get_recursion_context).
+// Packets sent at that time are not seen.
 const attempts = 10
 
-// TestTruth compares the events of a connection with the captured link, while another connection is as busy.
+// TestTruth compares the events of a connection with the traffic captured on the link, while another connection is
+// equally busy.
 func TestTruth(t *testing.T) {
 	const delay, share, size = 20 * time.Millisecond, 0.02, 300_000
 	for i, name := range []string{"IPv4", "IPv6"} {
@@ -263,13 +265,13 @@ func TestTruth(t *testing.T) {
 					return errors.Join(transfer(client, server, size), <-other)
 				})
 				if summary.Stopped != packets.StoppedClosed || summary.State != "CLOSE" {
-					t.Errorf("stopped because of %s, in state %s", summary.Stopped, summary.State)
+					t.Errorf("capture stopped by %s, connection in state %s", summary.Stopped, summary.State)
 				}
 				seen.onlyOurs(t, all)
 				if missing := seen.missing(t, all); missing > 0 {
-					t.Logf("%d segments of %d were not told of", missing, len(seen.segments))
+					t.Logf("%d of %d segments were not reported", missing, len(seen.segments))
 					if missing > len(seen.segments)/4 {
-						t.Error("too many")
+						t.Error("too many segments were not reported")
 					}
 					continue
 				}
@@ -278,7 +280,7 @@ func TestTruth(t *testing.T) {
 				roundTrip(t, all)
 				return
 			}
-			t.Errorf("never told of everything in %d attempts", attempts)
+			t.Errorf("incomplete events in all of %d attempts", attempts)
 		})
 	}
 }
@@ -292,7 +294,7 @@ func (r *truth) onlyOurs(t *testing.T, all []*packets.Packet) {
 			source, destination = destination, source
 		}
 		if source != r.source || destination != r.destination {
-			t.Fatalf("packet %d is of another connection", p.Number)
+			t.Fatalf("packet %d belongs to another connection", p.Number)
 		}
 	}
 }
@@ -314,7 +316,7 @@ func (r *truth) missing(t *testing.T, all []*packets.Packet) (n int) {
 		}
 		for _, s := range parts {
 			if left[s]--; left[s] < 0 {
-				t.Errorf("packet %d tells of %v, which was not on the link", p.Number, s)
+				t.Errorf("packet %d reports segment %v, which was not on the link", p.Number, s)
 			}
 		}
 		if len(p.Sent.Hops) > 0 {
@@ -333,7 +335,7 @@ func (r *truth) compare(t *testing.T, all []*packets.Packet, summary *packets.Su
 	lost, repeated, after := 0, 0, 0
 	for i, p := range all {
 		if p.Number != i+1 || i > 0 && p.Time.Before(all[i-1].Time) {
-			t.Errorf("packet %d, at %v, is number %d", p.Number, p.Time, i+1)
+			t.Errorf("packet %d at %v: number %d", p.Number, p.Time, i+1)
 		}
 		if p.Sent == nil {
 			continue
@@ -357,10 +359,10 @@ func (r *truth) compare(t *testing.T, all []*packets.Packet, summary *packets.Su
 		}
 	}
 	if lost != r.lost || repeated != r.repeated || summary.Segments-after != len(r.segments) || summary.Unseen != 0 || summary.Strays != 0 {
-		t.Errorf("%d bytes lost, %d segments repeated of %d, want %d, %d of %d; %+v", lost, repeated, summary.Segments, r.lost, r.repeated, len(r.segments), summary)
+		t.Errorf("%d bytes lost, %d of %d segments retransmitted, want %d bytes, %d of %d; %+v", lost, repeated, summary.Segments, r.lost, r.repeated, len(r.segments), summary)
 	}
 	if r.repeated == 0 {
-		t.Error("nothing was lost")
+		t.Error("no segment was lost")
 	}
 }
 
@@ -381,11 +383,11 @@ func checkTimes(t *testing.T, all []*packets.Packet, delay time.Duration) {
 			return r.First <= p.Number && p.Number <= r.Last
 		})
 		if by.Received == nil || !by.Time.Equal(p.Sent.Acked) || !told && p.Sent.Fate == packets.Acknowledged {
-			t.Errorf("packet %d is acknowledged by %d, which %s", p.Number, by.Number, by.Comment())
+			t.Errorf("packet %d is acknowledged by %d, whose comment is: %s", p.Number, by.Number, by.Comment())
 		}
 	}
 	if least > 3*slower*delay {
-		t.Errorf("the fastest acknowledgement took %v, want %v", least, 2*delay)
+		t.Errorf("fastest acknowledgement after %v, want %v", least, 2*delay)
 	}
 }
 
@@ -397,7 +399,7 @@ func roundTrip(t *testing.T, all []*packets.Packet) {
 	var back []*packets.Packet
 	check(t, json.Unmarshal(text, &back))
 	if !reflect.DeepEqual(all, back) {
-		t.Error("JSON gives other packets")
+		t.Error("the decoded packets differ from the encoded ones")
 	}
 }
 
@@ -410,7 +412,7 @@ func TestOffload(t *testing.T) {
 	for range attempts {
 		client, server := w.pair(t, linkB[0].Addr())
 		all, summary := capture(t, client, func() error { return transfer(client, server, size) })
-		largest, repeated := 0, int64(0) // bytes; a busy host sends some again without need
+		largest, repeated := 0, int64(0) // bytes; a busy host sends needless retransmissions
 		for _, p := range all {
 			if p.Sent != nil && p.Sent.Retransmission != nil {
 				repeated += int64(p.Length)
@@ -427,11 +429,11 @@ func TestOffload(t *testing.T) {
 			}
 		}
 		if largest < 4*1448 {
-			t.Errorf("the largest packet has %d bytes", largest)
+			t.Errorf("largest packet: %d bytes", largest)
 		}
 		seen := summary.SentBytes - repeated + summary.Unseen
 		if seen < size && summary.Strays > 0 {
-			// The packet that was not seen is the last one, so that no later packet reveals the gap.
+			// The last packet was not seen, so no later packet reveals the gap.
 			t.Logf("%d bytes at the end were not seen", size-seen)
 			continue
 		}
@@ -441,7 +443,7 @@ func TestOffload(t *testing.T) {
 		}
 		return
 	}
-	t.Errorf("never saw the last packet in %d attempts", attempts)
+	t.Errorf("the last packet was not seen in any of %d attempts", attempts)
 }
 
 // slowQdisc adds a slow queueing discipline at a: rate in bytes per second, limit in queued bytes.
@@ -474,7 +476,7 @@ func TestQdisc(t *testing.T) {
 		b := make([]byte, datagram)
 		for range 10 {
 			for range ahead {
-				// The datagrams are refused, because no socket is bound.
+				// Write returns errors because no socket is bound to the port.
 				_, _ = udp.Write(b)
 			}
 			if _, err := client.Write(b); err != nil {
@@ -496,14 +498,14 @@ func TestQdisc(t *testing.T) {
 	}
 	const wait = ahead * datagram * time.Second / rate
 	if longest < wait*3/4 || longest > wait*3*slower {
-		t.Errorf("the longest time in the queue is %v, want %v", longest, wait)
+		t.Errorf("longest time in the queue: %v, want %v", longest, wait)
 	}
 	if least < 2*delay || least > 3*slower*delay {
-		t.Errorf("the network takes %v, want %v", least, 2*delay)
+		t.Errorf("shortest time in the network: %v, want %v", least, 2*delay)
 	}
 }
 
-// TestDropped has a queue of one packet: the third packet of a burst is dropped.
+// TestDropped uses a queue of one packet, which drops the third packet of a burst.
 func TestDropped(t *testing.T) {
 	w := newWorld(t, lab.LinkOptions{Delay: 5 * time.Millisecond})
 	w.slowQdisc(t, 1<<20, 1600)
@@ -513,7 +515,7 @@ func TestDropped(t *testing.T) {
 		if p.Sent == nil || p.Sent.Fate != packets.Dropped {
 			continue
 		}
-		// A needless retransmission that is dropped is not sent again.
+		// TCP does not retransmit a dropped packet that was itself a needless retransmission.
 		again := p.Sent.Again != 0 || p.Sent.Retransmission != nil
 		if !p.Sent.Driver.IsZero() || p.Sent.AckedBytes > 0 || !again {
 			t.Errorf("packet %d: %s", p.Number, p.Comment())
@@ -572,7 +574,7 @@ func TestHops(t *testing.T) {
 						t.Errorf("packet %d: hops %+v", p.Number, p.Sent.Hops)
 					}
 				}
-				// The lab's bridge between them is in another namespace.
+				// The lab's bridge between them is in another network namespace.
 				if len(names) < 2 || names[0] != "upper" || names[1] != "eth0" {
 					t.Logf("packet %d went through %v", p.Number, names)
 					incomplete++
@@ -588,7 +590,7 @@ func TestHops(t *testing.T) {
 	}
 }
 
-// TestBounds ends captures of a connection that stays open.
+// TestBounds ends captures of a connection that remains open.
 func TestBounds(t *testing.T) {
 	w := newWorld(t, lab.LinkOptions{})
 	client, server := w.pair(t, linkB[0].Addr())

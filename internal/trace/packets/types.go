@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package packets follows the packets of one TCP connection from the queueing discipline to the acknowledgement of
-// the peer, by the events of bpf.Packets, and writes pcapng files.
+// Package packets follows the packets of one TCP connection from the queueing discipline to the acknowledgement of the
+// peer, using the events of bpf.Packets, and writes pcapng files.
 package packets
 
 import (
@@ -28,7 +28,7 @@ type Packet struct {
 	Size      int       `json:"size"`   // size of the IP packet in bytes
 	Flags     Flags     `json:"flags"`
 	Window    int       `json:"window"` // bytes
-	// Header is the start of the IP packet: its headers and little payload.
+	// Header is the start of the IP packet: the headers and a few bytes of payload.
 	Header []byte `json:"header,omitempty"`
 
 	Sent     *Sent     `json:"sent,omitempty"`
@@ -38,7 +38,7 @@ type Packet struct {
 // Sent describes a sent packet.
 type Sent struct {
 	Fate Fate `json:"fate,omitempty"`
-	// Driver is the time at which the last part reached the last driver; zero if none did.
+	// Driver is the time at which the last part reached the last driver; zero if no part did.
 	Driver time.Time `json:"driver,omitzero"`
 	// FirstAcked and Acked are the times of the first and the last acknowledgement of the bytes that were not
 	// lost.
@@ -48,45 +48,45 @@ type Sent struct {
 	// Qdisc is the time from Packet.Time to Driver, Network the time from Driver to Acked.
 	Qdisc   time.Duration `json:"qdisc_ns,omitempty"`
 	Network time.Duration `json:"network_ns,omitempty"`
-	// AckedBytes and LostBytes are bytes of payload. LostBytes is an estimate: the bytes were sent again, and the
-	// acknowledgement is that of the later transmission.
+	// AckedBytes and LostBytes count payload. LostBytes is an estimate: bytes that were retransmitted, and whose
+	// acknowledgement is attributed to a later transmission.
 	AckedBytes int `json:"acked_bytes"`
 	LostBytes  int `json:"lost_bytes,omitempty"`
-	// Sacked reports that a selective acknowledgement of a part came first.
+	// Sacked is set if a part was first acknowledged by SACK.
 	Sacked bool `json:"sacked,omitempty"`
-	// Twice reports that the peer received a part more than once (D-SACK, RFC 2883).
+	// Twice is set if the peer received a part more than once (D-SACK, RFC 2883).
 	Twice bool `json:"twice,omitempty"`
 	// Again is the number of the first packet that repeats a part; 0 for none.
 	Again          int             `json:"again,omitempty"`
 	Retransmission *Retransmission `json:"retransmission,omitempty"`
 	Split          *Split          `json:"split,omitempty"`
-	// Hops are the interfaces on the path in this host, in order: more than one with VLANs, bonds and tunnels.
+	// Hops are the interfaces of this host on the path, in order. VLANs, bonds and tunnels have more than one.
 	Hops []Hop `json:"hops,omitempty"`
 }
 
 // Received describes a received packet.
 type Received struct {
-	// Acked counts the bytes of seen packets that this packet acknowledges first; Packets are the packets that it
+	// Acked is the number of bytes of seen packets that this packet acknowledges first. Packets are the packets that it
 	// acknowledges completely.
 	Acked   int     `json:"acked"`
 	Packets []Range `json:"packets,omitempty"`
 	// Selective are the SACK blocks, and Twice the D-SACK block.
 	Selective []Block `json:"selective,omitempty"`
 	Twice     *Block  `json:"twice,omitempty"`
-	// Duplicate reports a duplicate acknowledgement (RFC 5681).
+	// Duplicate is set for a duplicate acknowledgement (RFC 5681).
 	Duplicate bool `json:"duplicate,omitempty"`
-	// Early reports that the packet was seen when the host received it, not when TCP did, because one side has
+	// Early is set if the packet was seen when the host received it instead of when TCP did, because one side has
 	// closed the connection.
 	Early bool `json:"early,omitempty"`
 }
 
-// Range is a range of packet numbers, both ends included.
+// Range is a range of packet numbers that includes both ends.
 type Range struct {
 	First int `json:"first"`
 	Last  int `json:"last"`
 }
 
-// Block is a range of relative sequence numbers, without End.
+// Block is a range of relative sequence numbers that excludes End.
 type Block struct {
 	Start int64 `json:"start"`
 	End   int64 `json:"end"`
@@ -95,11 +95,11 @@ type Block struct {
 // Retransmission describes a packet that repeats bytes.
 type Retransmission struct {
 	Ordinal int `json:"ordinal"` // 1 for the first retransmission seen
-	// Of is the number of the packet that sent its first byte first; 0 if not seen. After is the time since the
-	// last transmission of that byte; unknown if Of is 0.
+	// Of is the number of the packet that first sent its first byte; 0 if not seen. After is the time since the last
+	// transmission of that byte; unknown if Of is 0.
 	Of    int           `json:"of,omitempty"`
 	After time.Duration `json:"after_ns,omitempty"`
-	Cause Cause         `json:"cause,omitempty"` // "": not known
+	Cause Cause         `json:"cause,omitempty"` // "": unknown
 }
 
 // Cause is the reason of a retransmission.
@@ -115,7 +115,7 @@ const (
 // Split describes how a packet was split into segments.
 type Split struct {
 	Segments int     `json:"segments"` // segments that reached drivers
-	Size     int     `json:"size"`     // payload of each segment but the last, in bytes
+	Size     int     `json:"size"`     // payload of each segment except the last, in bytes
 	By       Divider `json:"by"`
 }
 
@@ -137,18 +137,18 @@ type Hop struct {
 	Segments  int       `json:"segments"`        // packets that reached the driver
 }
 
-// Fate is the fate of a sent packet. Lost and needless are estimates by the order and the times of events, and by the
-// peer's timestamps.
+// Fate is the fate of a sent packet. Lost and Needless are estimates from the order and the times of events, and from
+// the peer's timestamps.
 type Fate string
 
-// The fates. A packet that is never acknowledged, such as a pure acknowledgement, has no fate unless it was dropped.
+// The fates. A packet that needs no acknowledgement, such as a pure acknowledgement, has no fate unless it was dropped.
 const (
 	Acknowledged   Fate = "acknowledged"
 	PartlyLost     Fate = "partly_lost"
 	Lost           Fate = "lost"
 	Dropped        Fate = "dropped"        // dropped by this host before a driver
-	Needless       Fate = "needless"       // retransmission of bytes that had arrived
-	Unacknowledged Fate = "unacknowledged" // not acknowledged completely until the end
+	Needless       Fate = "needless"       // retransmission of bytes that the peer had received
+	Unacknowledged Fate = "unacknowledged" // not completely acknowledged at the end
 )
 
 // Flags are the flags of a TCP header.
@@ -193,7 +193,7 @@ names:
 				continue names
 			}
 		}
-		return fmt.Errorf("read TCP flags: there is no flag %q", name)
+		return fmt.Errorf("read TCP flags: unknown flag %q", name)
 	}
 	return nil
 }

@@ -26,15 +26,15 @@ const (
 )
 
 const (
-	heatColumns = 120 // at most
-	heatRows    = 44  // at most, plus one
+	heatColumns = 120 // maximum
+	heatRows    = 44  // maximum, minus one
 	heatLevels  = 8   // levels of colour
 
-	// A slice with fewer values has no 99th percentile.
+	// minP99 is the minimum number of values for a 99th percentile.
 	minP99 = 20
 )
 
-// tick is a mark on an axis. A faint mark has no label.
+// tick is a mark on an axis. A faint tick has no label.
 type tick struct {
 	At   float64
 	Text string
@@ -132,10 +132,10 @@ func buckets(h *measure.Histogram) (first, last int, ok bool) {
 type curve struct {
 	Stage config.Stage
 	Name  string
-	// Even is the path on a linear scale, Tail the path on a scale on which each step is a tenth of the remaining
+	// Even is the path on a linear scale. Tail is the path on a scale on which each step is a tenth of the remaining
 	// share.
 	Even, Tail string
-	// Data has the buckets as "index count,...", and Count their sum.
+	// Data contains the buckets as "index count,...", and Count their sum.
 	Data  string
 	Count uint64
 }
@@ -194,7 +194,7 @@ func newCurve(stage config.Stage, h *measure.Histogram, axis logAxis, nines floa
 	for _, p := range h.CDF() {
 		x := coordinate(axis.at(place(uint64(p.Time))))
 		fmt.Fprintf(&even, "%s%s %s", command, x, coordinate(evenHeight(p.Share)))
-		// The tail scale has no 100 %.
+		// The tail scale ends below 100 %.
 		fmt.Fprintf(&tail, "%s%s %s", command, x, coordinate(tailHeight(min(p.Share, 1-1/float64(2*h.Count)), nines)))
 		command = "L"
 	}
@@ -220,7 +220,7 @@ type timeAxis struct {
 	slice    time.Duration // length of most periods
 	width    time.Duration
 	columns  int
-	covered  []bool // columns with measurements
+	covered  []bool // columns that contain measurements
 }
 
 // newTimeAxis returns columns of one or several slices, at most heatColumns.
@@ -269,7 +269,7 @@ func (a timeAxis) column(t time.Time) int {
 // middle returns the column of the middle of a slice.
 func (a timeAxis) middle(p measure.Period) int { return a.column(p.From.Add(p.To.Sub(p.From) / 2)) }
 
-// start returns the start of column c; that of the column after the last is the end.
+// start returns the start of column c. The start of the column after the last one is the end of the axis.
 func (a timeAxis) start(c int) time.Time {
 	if c >= a.columns {
 		return a.to
@@ -329,8 +329,8 @@ type heat struct {
 	Gaps           string // columns without data
 	Median, P99    string
 	Peak           *span
-	// Values for the script: First and Each give the buckets of the rows, from the bottom; Start and Step the
-	// times of the columns in milliseconds of local time; Cells has "first row,count,count...:p50:p99:max" in
+	// Values for the script. First and Each are the buckets of the rows, from the bottom. Start and Step are the times
+	// of the columns in milliseconds of local time. Cells contains "first row,count,count...:p50:p99:max" in
 	// nanoseconds for each column.
 	First, Each int
 	Start, Step int64
@@ -340,8 +340,8 @@ type heat struct {
 // span is a part of the time axis.
 type span struct{ At, Length float64 }
 
-// newHeat returns the heat map of the histograms of a time axis's columns; nil histograms have no values. The result
-// is nil if there is only one column.
+// newHeat returns the heat map of the histograms of a time axis's columns, in which a nil histogram is empty. The
+// result is nil if there is only one column.
 func newHeat(stage config.Stage, axis timeAxis, columns []*measure.Histogram, peak *peak) *heat {
 	lo, hi := math.MaxInt, -1
 	for _, h := range columns {
@@ -453,7 +453,7 @@ func gaps(covered []bool) string {
 	return b.String()
 }
 
-// quantileLine returns the path of a quantile over the columns with at least least values.
+// quantileLine returns the path of a quantile over the columns that contain at least least values.
 func quantileLine(axis timeAxis, y logAxis, columns []*measure.Histogram, q float64, least uint64) string {
 	wide := float64(plotInnerWidth) / float64(axis.columns)
 	var b strings.Builder
@@ -560,7 +560,7 @@ func (c *groupCard) drawingSize() int {
 
 // part is a part of a bar, in units of the bar's box.
 type part struct {
-	Stage  config.Stage // "" of what no stage tells
+	Stage  config.Stage // "" for time without a known stage
 	At     float64
 	Length float64
 	Title  string
@@ -585,8 +585,8 @@ type bars struct {
 
 const barsWidth = 455
 
-// newBars returns stacked quantiles of the stages. The time of the NIC is a part of the network's and is drawn inside
-// it.
+// newBars returns stacked quantiles of the stages. The time of the NIC is a part of the network stage and is drawn
+// inside it.
 func newBars(title string, stages map[config.Stage]*measure.Histogram, order []config.Stage, whole config.Stage, quantiles ...quantile) *bars {
 	most := 0.0
 	type length struct{ parts, whole float64 }
@@ -627,7 +627,7 @@ func newBars(title string, stages map[config.Stage]*measure.Histogram, order []c
 			if nic := stages[config.StageNIC]; stage == config.StageNetwork && nic != nil && nic.Count > 0 {
 				inside := nic.Quantile(q.share)
 				row.Parts = append(row.Parts, part{Stage: config.StageNIC, At: at, Length: min(float64(inside)*scale, length), Inside: true,
-					Title: stageName(config.StageNIC) + ", in network: " + durationText(inside)})
+					Title: stageName(config.StageNIC) + ", part of network: " + durationText(inside)})
 			}
 			at += length
 		}
@@ -642,7 +642,7 @@ type quantile struct {
 	share float64
 }
 
-// evenTicks returns at most n round marks and 0.
+// evenTicks returns at most n ticks at round values, and a tick at 0.
 func evenTicks(most time.Duration, length float64, n int) []tick {
 	step := time.Duration(1)
 	for factors, i := []time.Duration{2, 5, 10}, 0; most/step > time.Duration(n); i++ {
@@ -687,7 +687,7 @@ func digits(v float64) string {
 	return strconv.FormatFloat(v, 'f', decimals, 64)
 }
 
-// roundText is durationText without trailing zeros.
+// roundText formats a duration like durationText, but without trailing zeros.
 func roundText(d time.Duration) string {
 	number, unit, _ := strings.Cut(durationText(d), "\u00a0")
 	if strings.Contains(number, ".") {
@@ -699,7 +699,7 @@ func roundText(d time.Duration) string {
 	return number + "\u00a0" + unit
 }
 
-// countText separates thousands.
+// countText formats a number with thousands separators.
 func countText(n uint64) string {
 	text := strconv.FormatUint(n, 10)
 	for i := len(text) - 3; i > 0; i -= 3 {
@@ -719,7 +719,8 @@ func bytesText(n uint64) string {
 	return digits(v) + "\u00a0" + unit
 }
 
-// shareText formats a share in percent. A share below 1 is never rounded to 100 %, and one above 0 never to 0.
+// shareText formats a share in percent. A share below 1 is never rounded up to 100 %, and a share above 0 never down to
+// 0.
 func shareText(n, of uint64) string {
 	switch {
 	case of == 0:

@@ -7,7 +7,7 @@ import (
 	"bytes"
 	"cmp"
 	"crypto/sha256"
-	_ "embed" // for the files of the report
+	_ "embed" // embeds the files of the report
 	"encoding/base64"
 	"fmt"
 	"html/template"
@@ -28,21 +28,21 @@ import (
 type Report struct {
 	Host    string
 	Version string // version of Sockeye
-	// Periods are the slices of the reported time, oldest first, of 10 s each for an agent. Times are shown in
-	// the location of the first one. Values of a moment (in flight, waiting) are those at the end of a slice.
+	// Periods are the slices of the reported time, oldest first. An agent records slices of 10 s. Times are shown in
+	// the time zone of the first slice. Gauges (in flight, waiting) are the values at the end of a slice.
 	Periods []measure.Period
 	Slow    []measure.Sample // in any order
-	Notes   []string         // notes to the reader, one sentence each
+	Notes   []string         // notes, one sentence each
 }
 
-// Limits of a page. Data beyond a limit is summed up or left out, and the page says so.
+// Limits of a page. Data beyond a limit is summed up or omitted, with a note on the page.
 const (
 	reportRows  = 64        // rows of the overview
 	reportCards = 16        // groups with plots
-	reportPlots = 3_000_000 // bytes of plots after which no further group has plots
-	reportSlow  = 40        // slowest messages
-	reportAlike = 6         // slowest messages of one group
-	reportLabel = 120       // characters of an external name
+	reportPlots = 3_000_000 // size of the plots in bytes above which no further group has plots
+	reportSlow  = 40        // number of slowest messages
+	reportAlike = 6         // number of slowest messages per group
+	reportLabel = 120       // maximum length of an external name in characters
 	reportNotes = 50
 )
 
@@ -55,8 +55,7 @@ var (
 	reportScript string
 )
 
-// WriteReport writes one HTML page that needs no other file. Its plots need no script. The same report gives the same
-// page.
+// WriteReport writes one self-contained HTML page. The plots need no script. The same report results in the same page.
 func WriteReport(w io.Writer, r Report) error {
 	page, err := template.New("report").Funcs(plotFunctions).Parse(reportHTML)
 	if err != nil {
@@ -90,14 +89,14 @@ type reportPage struct {
 	Host, Version  string
 	From, To, Span string
 	Slices         string
-	Empty          string // why the report is empty
+	Empty          string // reason why the report is empty
 	Notes          []string
 	Figures        []reportFigure
 	Peaks          []reportPeak
 	Ledgers        []ledger
 	Rows           []overviewRow
-	Sends, Reads   bool // with the columns for them
-	Courses        bool // with the column of sparklines
+	Sends, Reads   bool // the table has the columns for sent and received messages
+	Courses        bool // the table has a column of sparklines
 	RowsLeft       string
 	Cards          []groupCard
 	CardsLeft      string
@@ -122,11 +121,11 @@ type ledger struct {
 	In    []entry
 	Out   []endings
 	Sum   string
-	None  string // outcomes without messages
+	None  string // names of the outcomes without messages
 	Off   bool   // the counts differ
 }
 
-// endings are the outcomes of one kind with their sum; without a name they are no kind.
+// endings contains the outcomes of one kind and their sum. Name is empty for messages without an outcome.
 type endings struct {
 	Name, Count, Share string
 	Entries            []entry
@@ -136,16 +135,16 @@ type entry struct {
 	Name, Meaning string
 	Count, Share  string
 	Kind          string // stamped, lost, open or off
-	Width         string // width of the bar, of 100
+	Width         string // width of the bar, in percent
 }
 
 // overviewRow is a group of the overview.
 type overviewRow struct {
-	ID        string // of its card; "": none
+	ID        string // ID of the group's card; "": none
 	Label     string
 	Messages  string
 	Share     string
-	Whole     string // stage of the figures if it is not total
+	Whole     string // stage of the figures unless it is total
 	P50       figure
 	P99       figure
 	Max       figure
@@ -158,7 +157,8 @@ type overviewRow struct {
 	Many, Read, Sum uint64
 }
 
-// figure is a time, with its number for sorting. Few reports that the quantile has too few values.
+// figure is a formatted time, with its value for sorting. Few is a warning that the quantile is based on too few
+// values.
 type figure struct {
 	Text string
 	Sort int64
@@ -174,7 +174,7 @@ type groupCard struct {
 	Bars      []*bars
 	CDF       *distribution
 	Heats     []*heat
-	Whole     config.Stage // stage that is shown first
+	Whole     config.Stage // stage shown first
 	Peak      string
 	Ends      []entry // outcomes of the messages
 }
@@ -184,7 +184,7 @@ type stageRow struct {
 	Name, Meaning            string
 	Count                    string
 	P50, P90, P99, P999, Max figure
-	Inside                   bool // the part is inside the network stage
+	Inside                   bool // the stage is a part of the network stage
 }
 
 type slowMessage struct {
@@ -219,7 +219,7 @@ func newReportPage(r Report) *reportPage {
 		page.Notes = append(page.Notes, plainText(note))
 	}
 	if left := len(r.Notes) - len(page.Notes); left > 0 {
-		page.Notes = append(page.Notes, fmt.Sprintf("%d more notes are left out.", left))
+		page.Notes = append(page.Notes, fmt.Sprintf("%d more notes are omitted.", left))
 	}
 	axis := newTimeAxis(r.Periods)
 	location := time.UTC
@@ -232,9 +232,9 @@ func newReportPage(r Report) *reportPage {
 		}
 		page.Span = spanText(axis.to.Sub(axis.from))
 		if measured := measured(r.Periods); axis.to.Sub(axis.from)-measured > axis.slice {
-			page.Span += ", of which " + spanText(measured) + " was measured"
+			page.Span += ", " + spanText(measured) + " of it measured"
 		}
-		page.Slices = countOf(len(r.Periods), "slice", "slices") + " of time"
+		page.Slices = countOf(len(r.Periods), "time slice", "time slices")
 	} else if len(r.Slow) > 0 {
 		location = r.Slow[0].Ended.Location()
 	}
@@ -247,9 +247,9 @@ func newReportPage(r Report) *reportPage {
 	switch {
 	case chosen > 0:
 	case len(r.Periods) == 0 && len(r.Slow) == 0:
-		page.Empty = "Nothing was measured in this time: there is no slice of it. Is a trace rule in the policy, and has the agent run?"
+		page.Empty = "No measurements exist for this time. Check that the policy has a trace rule, and that the agent was running."
 	case len(r.Periods) > 0:
-		page.Empty = fmt.Sprintf("No message was chosen between %s and %s. Either the traced connections were silent, or no connection matches a trace rule.", page.From, page.To)
+		page.Empty = fmt.Sprintf("No message was chosen between %s and %s. Either the traced connections sent and received no data, or no connection matches a trace rule.", page.From, page.To)
 	}
 	if chosen == 0 {
 		return page
@@ -265,7 +265,7 @@ func newReportPage(r Report) *reportPage {
 	return page
 }
 
-// series has one group, or a sum of groups, over time.
+// series contains the slices of one group over time, or of a sum of groups.
 type series struct {
 	measure.Sum
 	label   string
@@ -279,7 +279,7 @@ type slice struct {
 	result *measure.Result
 }
 
-// newSeries returns the series of all groups, those with most messages first.
+// newSeries returns the series of all groups, sorted by descending number of messages.
 func newSeries(periods []measure.Period) []*series {
 	ordered := make([]*measure.Period, len(periods))
 	for i := range periods {
@@ -313,7 +313,7 @@ func (s *series) append(part slice) {
 
 // together returns the sum of several series.
 func together(all []*series) *series {
-	joined := &series{several: true, label: countOf(len(all), "further group", "further groups") + ", together"}
+	joined := &series{several: true, label: countOf(len(all), "further group", "further groups") + ", total"}
 	for _, s := range all {
 		for _, part := range s.slices {
 			joined.append(part)
@@ -336,7 +336,7 @@ func (s *series) whole() config.Stage {
 	return measure.Total
 }
 
-// first and last column sums up a stage by the columns of a time axis; nil without values.
+// columns returns the sums of a stage over the columns of a time axis. A column without values is nil.
 func (s *series) columns(stage config.Stage, axis timeAxis) []*measure.Histogram {
 	columns := make([]*measure.Histogram, axis.columns)
 	for _, part := range s.slices {
@@ -353,7 +353,7 @@ func (s *series) columns(stage config.Stage, axis timeAxis) []*measure.Histogram
 	return columns
 }
 
-// course returns a figure of each column; NaN without values.
+// course returns a figure of each column, and NaN for columns without values.
 func course(columns []*measure.Histogram, of func(*measure.Histogram) float64) []float64 {
 	values := make([]float64, len(columns))
 	for c, h := range columns {
@@ -395,19 +395,19 @@ func (page *reportPage) fillGroups(all []*series, axis timeAxis) {
 	}
 	if rest := all[len(rows):]; len(rest) > 0 {
 		page.Rows = append(page.Rows, newOverviewRow(together(rest), "", axis, chosen+received))
-		page.RowsLeft = fmt.Sprintf("The table has the %d groups with most messages; the last row is the other %s together.", len(rows), countText(uint64(len(rest))))
+		page.RowsLeft = fmt.Sprintf("The table shows the %d groups with the most messages; the last row is the total of the other %s.", len(rows), countText(uint64(len(rest))))
 	}
 	if rest := all[shown:]; len(rest) > 0 {
 		others := together(rest)
 		if others.messages() > 0 {
 			page.addCard(others, axis)
 		}
-		page.CardsLeft = fmt.Sprintf("Plots are of the %s with most messages, and of the other %s together: %s of %s messages.",
+		page.CardsLeft = fmt.Sprintf("Plots show the %s with the most messages, and the total of the other %s: %s of %s messages.",
 			countOf(shown, "group", "groups"), countText(uint64(len(rest))), countText(others.messages()), countText(chosen+received))
 	}
 }
 
-// fillFigures sets the figures of all groups together.
+// fillFigures sets the figures of the total of all groups.
 func (page *reportPage) fillFigures(all []*series) {
 	whole := together(all)
 	if n := whole.Chosen; n > 0 {
@@ -416,9 +416,9 @@ func (page *reportPage) fillFigures(all []*series) {
 			stamped += whole.Outcomes[o]
 		}
 		ended := sumOf(whole.Outcomes)
-		lost := "none lost"
+		lost := "no timestamps lost"
 		if ended > stamped {
-			lost = countText(ended-stamped) + " lost, by kind below"
+			lost = countText(ended-stamped) + " without timestamps, see Accounting"
 		}
 		page.Figures = append(page.Figures,
 			reportFigure{"Messages sent", countText(n), "in " + countOf(len(all), "group", "groups")},
@@ -426,17 +426,17 @@ func (page *reportPage) fillFigures(all []*series) {
 	}
 	if h := whole.Stages[measure.Total]; h != nil && h.Count > 0 {
 		page.Figures = append(page.Figures,
-			reportFigure{"Typical", durationText(h.Quantile(0.5)), "p50 of the whole way"},
-			reportFigure{"Slow", durationText(h.Quantile(0.99)), "p99; the slowest " + durationText(time.Duration(h.Max))})
+			reportFigure{"Typical", durationText(h.Quantile(0.5)), "p50 of total"},
+			reportFigure{"Slow", durationText(h.Quantile(0.99)), "p99; maximum " + durationText(time.Duration(h.Max))})
 	}
 	if n := whole.RXChosen; n > 0 {
-		room := "all found room in the socket"
+		room := "none dropped"
 		if dropped := whole.RXOutcomes[measure.Dropped]; dropped > 0 {
-			room = countText(dropped) + " found no room in the socket"
+			room = countText(dropped) + " dropped: receive buffer full"
 		}
 		page.Figures = append(page.Figures, reportFigure{"Received", countText(n), room})
 		if h := whole.Stages[config.StageReader]; h != nil && h.Count > 0 {
-			page.Figures = append(page.Figures, reportFigure{"Waiting for the reader", durationText(h.Quantile(0.99)), "p99; the longest " + durationText(time.Duration(h.Max))})
+			page.Figures = append(page.Figures, reportFigure{"Waiting for the reader", durationText(h.Quantile(0.99)), "p99; maximum " + durationText(time.Duration(h.Max))})
 		}
 	}
 }
@@ -448,7 +448,7 @@ func newFigure(h *measure.Histogram, q float64) figure {
 	v := h.Quantile(q)
 	f := figure{Text: durationText(v), Sort: int64(v)}
 	if need := 1 / (1 - q); q < 1 && float64(h.Count) < need-0.5 {
-		f.Few = fmt.Sprintf("of %s only", countOf(int(h.Count), "value", "values"))
+		f.Few = fmt.Sprintf("based on %s only", countOf(int(h.Count), "value", "values"))
 	}
 	return f
 }
@@ -460,7 +460,7 @@ func newMaxFigure(h *measure.Histogram) figure {
 	return figure{Text: durationText(time.Duration(h.Max)), Sort: int64(h.Max)}
 }
 
-// Stages of the send path and of the receive path. The time of the NIC is part of the network's.
+// Stages of the send path and of the receive path. The time of the NIC is part of the network stage.
 var (
 	legsOut = []config.Stage{config.StageSend, config.StageStack, config.StageQdisc, config.StageNetwork}
 	legsIn  = []config.Stage{config.StageRXStack, config.StageReader}
@@ -478,7 +478,7 @@ func newOverviewRow(s *series, id string, axis timeAxis, of uint64) overviewRow 
 		row.Whole = stageName(whole)
 	}
 	values := course(s.columns(whole, axis), func(h *measure.Histogram) float64 { return float64(h.Quantile(0.99)) })
-	row.Course = newSpark(values, "p99 over time, at most "+durationText(time.Duration(slices.Max(append(known(values), 0)))))
+	row.Course = newSpark(values, "p99 over time, maximum "+durationText(time.Duration(slices.Max(append(known(values), 0)))))
 	legs := legsOut
 	if s.Chosen == 0 {
 		legs = legsIn
@@ -531,9 +531,9 @@ func (page *reportPage) addCard(s *series, axis timeAxis) int {
 		n    uint64
 		text string
 	}{
-		{s.Unqueued, "of the messages were sent before they could be marked: their time in stack and qdisc is not known."},
-		{s.Undriven, "of the messages got no stamp from a driver: their time in qdisc, nic and network is not known."},
-		{s.RXUnstamped, "of the arrivals were not stamped by the host: their time in rx_stack is not known."},
+		{s.Unqueued, "messages were sent before they could be marked: their time in stack and qdisc is unknown."},
+		{s.Undriven, "messages have no timestamp of the driver: their time in qdisc, nic and network is unknown."},
+		{s.RXUnstamped, "received messages have no timestamp of the host: their time in rx_stack is unknown."},
 	} {
 		if lack.n > 0 {
 			card.Notes = append(card.Notes, countText(lack.n)+" "+lack.text)
@@ -585,7 +585,7 @@ func (page *reportPage) addCard(s *series, axis timeAxis) int {
 	return card.drawingSize()
 }
 
-// peak is a time in which a stage was slower than usual.
+// peak is an interval in which a stage was slower than usual.
 type peak struct {
 	first, last int // columns
 	worst       time.Duration
@@ -595,8 +595,8 @@ type peak struct {
 	within, outside time.Duration
 }
 
-// findPeak finds columns whose 99th percentile is at least 3 times the typical one, with slow adjacent columns, and
-// returns the slowest peak that is not explained by chance, or nil.
+// findPeak finds columns whose 99th percentile is at least 3 times the typical one, and their slow adjacent columns. It
+// returns the slowest statistically significant peak, or nil.
 func findPeak(columns map[config.Stage][]*measure.Histogram, whole config.Stage) *peak {
 	const minColumns, minValues, factor = 8, 50, 3
 	of := columns[whole]
@@ -644,7 +644,7 @@ func findPeak(columns map[config.Stage][]*measure.Histogram, whole config.Stage)
 	return found
 }
 
-// split returns the sums of the columns within the peak and outside of it.
+// split returns the sums of the columns inside and outside of the peak.
 func (p *peak) split(columns []*measure.Histogram) (within, outside *measure.Histogram) {
 	within, outside = &measure.Histogram{}, &measure.Histogram{}
 	for c, h := range columns {
@@ -667,9 +667,9 @@ func countAbove(h *measure.Histogram, d time.Duration) uint64 {
 	return n
 }
 
-// moreThanChance reports whether k of n is more than chance explains if the rest of the time has other of others: by
-// Chernoff's bound of the Poisson distribution with an error probability below 2e-9, because many columns of many
-// groups are tested.
+// moreThanChance returns whether k of n is significantly more than other of others, the counts of the remaining time.
+// It uses Chernoff's bound for the Poisson distribution with an error probability below 2e-9, because many columns of
+// many groups are tested.
 func moreThanChance(k, n, other, others uint64) bool {
 	expected := float64(n) * float64(other+1) / float64(others+1)
 	seen := float64(k)
@@ -678,23 +678,23 @@ func moreThanChance(k, n, other, others uint64) bool {
 
 func (p *peak) text(axis timeAxis, whole config.Stage) string {
 	layout := "15:04:05"
-	text := fmt.Sprintf("From %s to %s, p99 of %s was up to %s; usually it is %s.", axis.start(p.first).Format(layout),
+	text := fmt.Sprintf("From %s to %s, p99 of %s rose to %s; its typical value is %s.", axis.start(p.first).Format(layout),
 		axis.start(p.last+1).Format(layout), stageName(whole), durationText(p.worst), durationText(p.typical))
 	if p.cause != "" {
-		text += fmt.Sprintf(" Of its stages, %s rose most: p99 %s, otherwise %s.", stageName(p.cause), durationText(p.within), durationText(p.outside))
+		text += fmt.Sprintf(" The stage %s rose most: p99 %s, outside this time %s.", stageName(p.cause), durationText(p.within), durationText(p.outside))
 	}
 	return text
 }
 
-// balance has, for one series, the messages in flight before its first slice and after its last, and the messages
-// that the slices do not account for.
+// balance contains the accounting of one series: the messages in flight before its first slice and after its last
+// slice, and the messages that the slices do not account for.
 type balance struct {
 	start, end     uint64
-	missing, extra uint64 // chosen without an outcome, and outcomes without a choice
+	missing, extra uint64 // chosen messages without an outcome; outcomes of messages that were not counted as chosen
 }
 
-// balance checks each slice: in flight before + chosen = ended + in flight after. A group that is absent from a slice
-// is unchanged.
+// balance checks each slice: in flight before + chosen = ended + in flight after. A group that is missing in a slice
+// has not changed.
 func (s *series) balance(of func(*measure.Result) (chosen, ended, open uint64)) balance {
 	var b balance
 	for i, part := range s.slices {
@@ -732,7 +732,7 @@ func (page *reportPage) fillLedgers(all []*series) {
 		open     string
 		of       func(*measure.Result) (chosen, ended, open uint64)
 	}{
-		{"Messages sent", whole.Chosen, whole.Outcomes, measure.Outcomes, measure.Stamped, "under way",
+		{"Messages sent", whole.Chosen, whole.Outcomes, measure.Outcomes, measure.Stamped, "in flight",
 			func(r *measure.Result) (uint64, uint64, uint64) { return r.Chosen, sumOf(r.Outcomes), r.InFlight }},
 		{"Received", whole.RXChosen, whole.RXOutcomes, measure.RXOutcomes, []measure.Outcome{measure.Read}, "waiting",
 			func(r *measure.Result) (uint64, uint64, uint64) { return r.RXChosen, sumOf(r.RXOutcomes), r.RXWaiting }},
@@ -759,7 +759,7 @@ func (page *reportPage) fillLedgers(all []*series) {
 			add(&l.In, side.open+" before", "chosen before this time", "open", b.start)
 		}
 		if b.extra > 0 {
-			add(&l.In, "not accounted for", "ended, and no slice tells when it was chosen", "off", b.extra)
+			add(&l.In, "not accounted for", "ended, but not counted as chosen in any slice", "off", b.extra)
 		}
 		var none []string
 		var stamped, lost endings
@@ -782,7 +782,7 @@ func (page *reportPage) fillLedgers(all []*series) {
 		var open endings
 		add(&open.Entries, side.open, "at the end of this time", "open", b.end)
 		if b.missing > 0 {
-			add(&open.Entries, "not accounted for", "chosen, and no slice tells how it ended", "off", b.missing)
+			add(&open.Entries, "not accounted for", "chosen, but without an outcome in any slice", "off", b.missing)
 		}
 		l.Out = []endings{stamped, lost, open}
 		l.None = strings.Join(none, ", ")
@@ -812,7 +812,7 @@ func (page *reportPage) fillReaders(all []*series, axis timeAxis) {
 			}
 			most = max(most, part.result.RXOldest)
 		}
-		row.Course = newSpark(oldest, "the oldest that waited, over time, at most "+durationText(most))
+		row.Course = newSpark(oldest, "oldest waiting message over time, maximum "+durationText(most))
 		page.Readers = append(page.Readers, row)
 	}
 }
@@ -836,7 +836,7 @@ func (page *reportPage) fillSlow(samples []measure.Sample, location *time.Locati
 		page.Slow = append(page.Slow, newSlowMessage(s, len(page.Slow)+1, location))
 	}
 	if len(page.Slow) < len(samples) {
-		page.SlowLeft = fmt.Sprintf("%d of %s that were kept, at most %d of a group.", len(page.Slow), countText(uint64(len(samples))), reportAlike)
+		page.SlowLeft = fmt.Sprintf("%d of %s recorded messages, at most %d per group.", len(page.Slow), countText(uint64(len(samples))), reportAlike)
 	}
 }
 
@@ -850,7 +850,7 @@ func newSlowMessage(s *measure.Sample, rank int, location *time.Location) slowMe
 	if s.Outcome != measure.Acked && string(s.Outcome) != string(explanation.Cause) {
 		m.Ended = cmp.Or(outcomeNames[s.Outcome], plainText(string(s.Outcome)))
 	}
-	stages := s.State()[0] // shown by the bar
+	stages := s.State()[0] // the bar shows them
 	for _, detail := range explanation.Details {
 		if detail != stages {
 			m.Details = append(m.Details, sentence(detail))
@@ -863,8 +863,8 @@ func newSlowMessage(s *measure.Sample, rank int, location *time.Location) slowMe
 // wayWidth is the length of a message's bar.
 const wayWidth = 640
 
-// wayOf returns the stages of a message as a bar with its own axis. The time of the NIC is part of the network's and
-// is drawn inside it.
+// wayOf returns the stages of a message as a bar with its own axis. The time of the NIC is part of the network stage
+// and is drawn inside it.
 func wayOf(s *measure.Sample) ([]part, []tick) {
 	legs := s.Legs()
 	var sum time.Duration
@@ -889,14 +889,14 @@ func wayOf(s *measure.Sample) ([]part, []tick) {
 		parts = append(parts, p)
 		if nic, ok := s.Stages[config.StageNIC]; ok && l.Stage == config.StageNetwork {
 			parts = append(parts, part{Stage: config.StageNIC, At: at, Length: float64(min(max(nic, 0), l.Took)) * scale, Inside: true,
-				Title: "nic, in network: " + durationText(nic)})
+				Title: "nic, part of network: " + durationText(nic)})
 		}
 		at += p.Length
 	}
 	return parts, evenTicks(whole, wayWidth, 8)
 }
 
-// sentence converts a text for terminals to a sentence. A number and its unit stay on one line.
+// sentence converts a text for terminals to a sentence. A number and its unit remain on one line.
 func sentence(text string) string {
 	text = strings.ReplaceAll(plainText(text), " µs", "\u00a0µs")
 	if text != "" {
@@ -915,7 +915,7 @@ func plainText(s string) string {
 	}, strings.ToValidUTF8(s, string(unicode.ReplacementChar)))
 }
 
-// labelText is plainText with the middle of long text left out.
+// labelText returns the plain text of a label. It omits the middle of long labels.
 func labelText(s string) string {
 	runes := []rune(plainText(s))
 	if len(runes) > reportLabel {
@@ -985,39 +985,39 @@ func spanText(d time.Duration) string {
 func stageName(s config.Stage) string { return string(s) }
 
 var stageMeanings = map[config.Stage]string{
-	config.StageSend:    "in sendmsg(2) itself",
-	config.StageStack:   "from sendmsg to the queueing discipline: window, pacing, buffer",
-	config.StageQdisc:   "in the queueing discipline, until the driver has it",
-	config.StageNIC:     "from the driver to the hardware's stamp; part of network",
-	config.StageNetwork: "from the driver to the peer's acknowledgement",
-	measure.Total:       "the whole way, to the peer's acknowledgement",
-	config.StageRXStack: "received: from reaching the host to reaching the socket",
-	config.StageReader:  "received: in the socket, until the application takes it",
+	config.StageSend:    "in sendmsg(2)",
+	config.StageStack:   "from sendmsg(2) to the queueing discipline: windows, pacing, buffer",
+	config.StageQdisc:   "in the queueing discipline, until the driver receives the packet",
+	config.StageNIC:     "from the driver to the hardware timestamp; part of network",
+	config.StageNetwork: "from the driver to the acknowledgement by the peer",
+	measure.Total:       "all stages, until the acknowledgement by the peer",
+	config.StageRXStack: "receive path: from arrival at the host to arrival at the socket",
+	config.StageReader:  "receive path: in the socket, until the application reads the data",
 }
 
 var outcomeNames = map[measure.Outcome]string{
 	measure.Acked: "acknowledged", measure.Retransmitted: "retransmitted", measure.Overwritten: "overwritten", measure.Coalesced: "coalesced", measure.Missed: "missed",
-	measure.Unacknowledged: "unacknowledged", measure.Full: "too many", measure.Application: "the application's", measure.Refused: "refused",
+	measure.Unacknowledged: "unacknowledged", measure.Full: "too many in flight", measure.Application: "application's", measure.Refused: "refused",
 	measure.Sent: "sent", measure.Discarded: "discarded", measure.Split: "split", measure.Parted: "parted",
-	measure.Read: "read", measure.Dropped: "dropped", measure.Unread: "unread", measure.RXFull: "too many",
+	measure.Read: "read", measure.Dropped: "dropped", measure.Unread: "unread", measure.RXFull: "too many waiting",
 }
 
 var outcomeMeanings = map[measure.Outcome]string{
 	measure.Acked:          "stamped, and acknowledged by the peer",
-	measure.Retransmitted:  "stamped, and acknowledged after the last segment was sent again",
-	measure.Overwritten:    "a later message replaced it in its packet before it was sent",
-	measure.Coalesced:      "stamped, by the packet of a later message, to which its own was joined",
+	measure.Retransmitted:  "stamped, and acknowledged after a retransmission of the last segment",
+	measure.Overwritten:    "a later message in the same packet replaced its timestamp request before transmission",
+	measure.Coalesced:      "stamped in the packet of a later message, with which its packet was merged",
 	measure.Missed:         "acknowledged without timestamps",
-	measure.Unacknowledged: "the connection ended first",
+	measure.Unacknowledged: "the connection closed before the acknowledgement",
 	measure.Full:           "too many messages of the connection were in flight",
-	measure.Application:    "left to the application's own timestamps",
+	measure.Application:    "the application uses timestamps itself",
 	measure.Refused:        "the kernel refused the timestamp request",
-	measure.Sent:           "a datagram, stamped until a driver had it",
-	measure.Discarded:      "a datagram that the host dropped before a driver had it",
-	measure.Split:          "a datagram that was cut into fragments",
-	measure.Parted:         "acknowledged; TCP merged and split packets so that its last byte left in a packet without its key",
-	measure.Read:           "reached its reader, or its socket where no more was asked",
-	measure.Dropped:        "no room in the socket",
-	measure.Unread:         "the connection ended first",
-	measure.RXFull:         "too many were waiting",
+	measure.Sent:           "datagram stamped until the driver",
+	measure.Discarded:      "datagram dropped by the host before a driver",
+	measure.Split:          "datagram sent in fragments",
+	measure.Parted:         "acknowledged; TCP merged and split packets, and the last byte was sent in a packet without the message's key",
+	measure.Read:           "read by the application, or queued in the socket if the rule does not trace the reader",
+	measure.Dropped:        "receive buffer full",
+	measure.Unread:         "the connection closed before the data was read",
+	measure.RXFull:         "too many traced messages were waiting in the socket",
 }

@@ -2,7 +2,7 @@
 (function () {
   const tip = document.getElementById("tip");
 
-  // The times of bucket i, which may have a fraction: the inverse of place.
+  // Returns the time at position i on the log axis, the inverse of place in plot.go.
   function timeAt(i) {
     const whole = Math.min(Math.floor(i), 511), part = i - whole;
     if (whole < 16) return 16 * (whole + part);
@@ -35,7 +35,7 @@
     tip.style.top = Math.max(y, 4) + "px";
   }
 
-  // Where the pointer is in the plot's frame, 0 to 1 from the left and from below.
+  // Returns the position of the pointer in the frame, 0 to 1 from the left and from below, or null outside of the frame.
   function within(svg, event) {
     const box = svg.querySelector(".frame").getBoundingClientRect();
     const x = (event.clientX - box.left) / box.width, y = 1 - (event.clientY - box.top) / box.height;

@@ -26,7 +26,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// A world creates the slices of an hour as an agent would record them.
+// A world creates the slices of an hour like an agent.
 type world struct {
 	random *rand.Rand
 	from   time.Time
@@ -38,12 +38,12 @@ func newWorld() *world {
 	return &world{rand.New(rand.NewPCG(1, 2)), time.Date(2026, 11, 21, 14, 0, 0, 0, time.UTC), 10 * time.Second, map[measure.Group]uint64{}}
 }
 
-// around is a distribution of times with a long tail.
+// around returns a random time from a distribution with a long tail.
 func (w *world) around(middle time.Duration, spread float64) time.Duration {
 	return time.Duration(float64(middle) * math.Exp(spread*w.random.NormFloat64()))
 }
 
-// sent is a result of n messages. message returns the times of the stages of one message.
+// sent returns the result of n messages. message returns the times of the stages of one message.
 func (w *world) sent(g measure.Group, n int, message func() map[config.Stage]time.Duration) measure.Result {
 	r := measure.Result{Group: g, Chosen: uint64(n), Outcomes: map[measure.Outcome]uint64{}, Stages: map[config.Stage]*measure.Histogram{}}
 	before := w.open[g]
@@ -107,9 +107,9 @@ func bmpGroup(remote, arm string) measure.Group {
 	return measure.Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790, Service: "telemetry", TuneRule: "far", Arm: arm}
 }
 
-// An hour of a collector: a remote group with two paths, one of them congested on the host for 4 minutes; the other
-// arm; a near group; datagrams whose reader stops for a while; a group with few messages. The agent did not run for
-// two minutes.
+// hour returns an hour of a collector: a remote group with two paths, of which one is congested on the host for 4
+// minutes; the other arm; a near group; datagrams whose reader stops for some time; a group with few messages. The
+// agent did not run for two minutes.
 func hour() Report {
 	const slices = 360
 	w := newWorld()
@@ -219,7 +219,7 @@ func render(t *testing.T, r Report) string {
 	return b.String()
 }
 
-// text is the visible text of a page, without the labels of drawings.
+// pageText returns the visible text of a page, without the labels of drawings.
 func pageText(t *testing.T, page string) string {
 	t.Helper()
 	elements := parsePage(t, page)
@@ -283,38 +283,38 @@ func contained(t *testing.T, page string) []element {
 	for _, e := range elements {
 		if id, ok := e.attrs["id"]; ok {
 			if ids[id] {
-				t.Errorf("two elements have the id %q", id)
+				t.Errorf("several elements have the id %q", id)
 			}
 			ids[id] = true
 		}
 	}
 	for _, e := range elements {
 		if slices.Contains([]string{"link", "img", "image", "iframe", "object", "embed", "base", "use", "form", "audio", "video", "source"}, e.name) {
-			t.Errorf("the page has a <%s>", e.name)
+			t.Errorf("the page contains a <%s>", e.name)
 		}
 		for name, value := range e.attrs {
 			switch {
 			case name == "href":
 				if !strings.HasPrefix(value, "#") || !ids[value[1:]] {
-					t.Errorf("<%s> refers to %q, which is not in the page", e.name, value)
+					t.Errorf("<%s> refers to %q, which does not exist in the page", e.name, value)
 				}
 			case name == "for" || name == "aria-labelledby":
 				if !ids[value] {
-					t.Errorf("<%s %s=%q> names nothing in the page", e.name, name, value)
+					t.Errorf("<%s %s=%q> refers to no element of the page", e.name, name, value)
 				}
 			case name == "src" || name == "srcset" || name == "action" || name == "style" || strings.HasPrefix(name, "on"):
 				t.Errorf("<%s> has %s=%q", e.name, name, value)
 			case strings.Contains(value, "url("):
-				t.Errorf("<%s %s> refers to something: %q", e.name, name, value)
+				t.Errorf("<%s %s> contains a reference: %q", e.name, name, value)
 			case value == "ZgotmplZ" || strings.Contains(value, "NaN") || strings.Contains(value, "Inf"):
-				t.Errorf("<%s %s=%q> is no value", e.name, name, value)
+				t.Errorf("<%s %s=%q> is not a value", e.name, name, value)
 			}
 		}
 	}
 	for _, part := range inlined.FindAllString(page, -1) {
 		for _, external := range []string{"http:", "https:", "url(", "@import", "fetch(", "XMLHttpRequest", "import("} {
 			if strings.Contains(part, external) {
-				t.Errorf("a style or script has %q", external)
+				t.Errorf("a style or script contains %q", external)
 			}
 		}
 	}
@@ -338,20 +338,20 @@ func find(t *testing.T, elements []element, attr, value string) element {
 			return e
 		}
 	}
-	t.Fatalf("no element has %s=%q", attr, value)
+	t.Fatalf("no element with %s=%q", attr, value)
 	return element{}
 }
 
 func TestReportNeedsNothingElse(t *testing.T) {
 	elements := contained(t, render(t, hour()))
 	if count(elements, "script") != 1 || count(elements, "style") != 1 {
-		t.Error("the page does not have one script and one style")
+		t.Error("want one script and one style in the page")
 	}
 	for _, id := range []string{"overview", "accounting", "groups", "readers", "slow", "reading"} {
 		find(t, elements, "id", id)
 	}
 	if n := count(elements, "article"); n != 5 {
-		t.Errorf("%d groups have plots, of 5", n)
+		t.Errorf("%d groups have plots, want 5", n)
 	}
 }
 
@@ -365,11 +365,11 @@ func TestReportPolicy(t *testing.T) {
 		text, _, ok := strings.Cut(after, "</"+name+">")
 		sum := sha256.Sum256([]byte(text))
 		if want := name + "-src 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) + "'"; !ok || !strings.Contains(policy, want) {
-			t.Errorf("the policy %q has no %s", policy, want)
+			t.Errorf("the policy %q does not contain %s", policy, want)
 		}
 	}
 	if !strings.HasPrefix(policy, "default-src 'none';") {
-		t.Errorf("the policy %q allows more", policy)
+		t.Errorf("the policy %q does not begin with default-src 'none'", policy)
 	}
 }
 
@@ -382,7 +382,7 @@ func TestReportIsDetermined(t *testing.T) {
 	random.Shuffle(len(second.Slow), func(i, j int) { second.Slow[i], second.Slow[j] = second.Slow[j], second.Slow[i] })
 	page := render(t, first)
 	if render(t, first) != page {
-		t.Error("the same report gives two pages")
+		t.Error("two pages of the same report differ")
 	}
 	if render(t, second) != page {
 		t.Error("the order of results and samples changes the page")
@@ -407,17 +407,17 @@ func TestReportEscapes(t *testing.T) {
 	r.Slow = []measure.Sample{{Ended: w.from, Group: hostile, Role: config.Role(image), Outcome: measure.Outcome(script), Stages: map[config.Stage]time.Duration{measure.Total: 5}}}
 	page := render(t, r)
 	if n := count(contained(t, page), "script"); n != 1 {
-		t.Errorf("the page has %d scripts", n)
+		t.Errorf("%d scripts in the page, want 1", n)
 	}
 	for _, c := range page {
 		if c == '\u202e' || c < ' ' && c != '\n' && c != '\t' {
-			t.Errorf("the page has the character %U", c)
+			t.Errorf("the page contains the character %U", c)
 		}
 	}
 	text := pageText(t, page)
 	for _, shown := range []string{script, image, "javascript:alert(1)"} {
 		if !strings.Contains(text, shown) {
-			t.Errorf("the page does not show %q as it is", shown)
+			t.Errorf("the page does not show %q literally", shown)
 		}
 	}
 }
@@ -430,7 +430,7 @@ func TestReportWithoutData(t *testing.T) {
 		report Report
 		want   string
 	}{
-		{"nothing", Report{Host: "a"}, "Nothing was measured in this time"},
+		{"nothing", Report{Host: "a"}, "No measurements exist for this time"},
 		{"no group", Report{Host: "a", Periods: []measure.Period{{From: at, To: at.Add(time.Minute)}}}, "No message was chosen between 2026-11-21 14:00:00 and 14:01:00 UTC"},
 		{"silence", Report{Host: "a", Periods: []measure.Period{quiet, quiet}}, "No message was chosen"},
 	} {
@@ -438,15 +438,15 @@ func TestReportWithoutData(t *testing.T) {
 			page := render(t, test.report)
 			elements := contained(t, page)
 			if text := pageText(t, page); !strings.Contains(text, test.want) {
-				t.Errorf("the page does not say %q: %s", test.want, text)
+				t.Errorf("the page does not contain %q: %s", test.want, text)
 			}
 			if count(elements, "table") > 0 || count(elements, "svg") > 0 {
-				t.Error("there are tables or plots of nothing")
+				t.Error("the page contains tables or plots without data")
 			}
 		})
 	}
 	only := Report{Slow: slowSamples(newWorld(), bmpGroup("198.51.100.0/24", ""), bmpGroup("192.0.2.0/24", ""), bmpGroup("2001:db8::/48", ""))}
-	if text := pageText(t, render(t, only)); strings.Contains(text, "Nothing") || !strings.Contains(text, "Slowest messages") {
+	if text := pageText(t, render(t, only)); strings.Contains(text, "No measurements") || !strings.Contains(text, "Slowest messages") {
 		t.Errorf("slow messages without slices are not shown: %s", text)
 	}
 }
@@ -482,7 +482,7 @@ func section(t *testing.T, page, id string) string {
 	_, after, ok := strings.Cut(page, `<section id="`+id+`">`)
 	part, _, closed := strings.Cut(after, "</section>")
 	if !ok || !closed {
-		t.Fatalf("the page has no section %s", id)
+		t.Fatalf("section %s does not exist", id)
 	}
 	return part
 }
@@ -491,12 +491,13 @@ func number(t *testing.T, text string) uint64 {
 	t.Helper()
 	n, err := strconv.ParseUint(strings.ReplaceAll(text, ",", ""), 10, 64)
 	if err != nil {
-		t.Fatalf("%q is no count", text)
+		t.Fatalf("%q is not a number", text)
 	}
 	return n
 }
 
-// ledgerSums adds up the lines of a ledger and returns the incoming and outgoing sums with the sums that are shown.
+// ledgerSums adds up the lines of a ledger. It returns the incoming and outgoing sums, the displayed sums, and the
+// lines.
 func ledgerSums(t *testing.T, rows [][]string) (in, out, sumIn, sumOut uint64, lines map[string]uint64) {
 	t.Helper()
 	lines = map[string]uint64{}
@@ -541,20 +542,19 @@ func TestReportAddsUp(t *testing.T) {
 	for i, want := range []uint64{chosen, received} {
 		in, out, sumIn, sumOut, lines := ledgerSums(t, ledgers[i])
 		if in != want || sumIn != want || out != want || sumOut != want || lines["chosen in this time"] != want {
-			t.Errorf("ledger %d: %d chosen, in %d (shown %d), out %d (shown %d)", i, want, in, sumIn, out, sumOut)
+			t.Errorf("ledger %d: %d chosen; in %d (displayed %d), out %d (displayed %d)", i, want, in, sumIn, out, sumOut)
 		}
 		if i == 0 && (lines["stamped"] != stamped || lines["lost"] != lost) {
-			t.Errorf("%d stamped and %d lost are shown as %d and %d", stamped, lost, lines["stamped"], lines["lost"])
+			t.Errorf("%d stamped and %d lost displayed as %d and %d", stamped, lost, lines["stamped"], lines["lost"])
 		}
 	}
-	if text := pageText(t, page); !strings.Contains(text, "it adds up") || strings.Contains(text, "not accounted for") {
-		t.Error("the page does not say that it adds up")
+	if text := pageText(t, page); !strings.Contains(text, "both sums match") || strings.Contains(text, "not accounted for") {
+		t.Error("the page does not report that both sums match")
 	}
 }
 
-// TestReportAccountsForWhatIsUnderWay checks a report that starts with messages in flight, and one with missing
-// slices.
-func TestReportAccountsForWhatIsUnderWay(t *testing.T) {
+// TestReportInFlight checks a report that starts with messages in flight, and reports with missing slices.
+func TestReportInFlight(t *testing.T) {
 	at := newWorld().from
 	g := bmpGroup("192.0.2.0/24", "")
 	slice := func(i int, chosen, acked, lost, open uint64) measure.Period {
@@ -569,31 +569,31 @@ func TestReportAccountsForWhatIsUnderWay(t *testing.T) {
 		absent  string
 	}{
 		{"before", []measure.Period{slice(0, 10, 12, 1, 4), slice(1, 5, 5, 1, 3)},
-			map[string]uint64{"chosen in this time": 15, "under way before chosen before this time": 7, "under way at the end of this time": 3, "stamped": 17, "lost": 2}, "not accounted for"},
+			map[string]uint64{"chosen in this time": 15, "in flight before chosen before this time": 7, "in flight at the end of this time": 3, "stamped": 17, "lost": 2}, "not accounted for"},
 		{"silent slice", []measure.Period{slice(0, 10, 7, 0, 3), {From: at.Add(10 * time.Second), To: at.Add(20 * time.Second)}, slice(2, 1, 4, 0, 0)},
-			map[string]uint64{"chosen in this time": 11, "under way at the end of this time": 0, "stamped": 11}, "not accounted for"},
+			map[string]uint64{"chosen in this time": 11, "in flight at the end of this time": 0, "stamped": 11}, "not accounted for"},
 		{"gap", []measure.Period{slice(0, 10, 2, 0, 8), slice(9, 10, 9, 0, 1)},
-			map[string]uint64{"not accounted for chosen, and no slice tells how it ended": 8, "under way at the end of this time": 1}, "it adds up"},
+			map[string]uint64{"not accounted for chosen, but without an outcome in any slice": 8, "in flight at the end of this time": 1}, "both sums match"},
 		{"other gap", []measure.Period{slice(0, 10, 10, 0, 0), slice(9, 10, 14, 0, 1)},
-			map[string]uint64{"not accounted for ended, and no slice tells when it was chosen": 5}, "it adds up"},
+			map[string]uint64{"not accounted for ended, but not counted as chosen in any slice": 5}, "both sums match"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			page := render(t, Report{Periods: test.periods})
 			in, out, sumIn, sumOut, lines := ledgerSums(t, tables(t, section(t, page, "accounting"))[0])
 			if in != out || sumIn != in || sumOut != out {
-				t.Errorf("in %d (shown %d), out %d (shown %d)", in, sumIn, out, sumOut)
+				t.Errorf("in %d (displayed %d), out %d (displayed %d)", in, sumIn, out, sumOut)
 			}
 			for name, n := range test.want {
 				if got, ok := lines[name]; got != n || !ok {
-					t.Errorf("%s: %d, not %d; there are %v", name, got, n, lines)
+					t.Errorf("%s: %d, want %d; lines: %v", name, got, n, lines)
 				}
 			}
 			text := pageText(t, page)
 			if strings.Contains(text, test.absent) {
-				t.Errorf("the page says %q", test.absent)
+				t.Errorf("the page contains %q", test.absent)
 			}
-			if complete := test.absent == "not accounted for"; strings.Contains(text, "exactly one end") != complete {
-				t.Errorf("complete: %t, but the page says: exactly one end", complete)
+			if complete := test.absent == "not accounted for"; strings.Contains(text, "exactly one outcome") != complete {
+				t.Errorf("complete: %t, but the page contains \"exactly one outcome\": %t", complete, !complete)
 			}
 		})
 	}
@@ -624,28 +624,28 @@ func TestReportStages(t *testing.T) {
 		}
 		for _, cell := range row[2:6] {
 			if v, err := strconv.ParseFloat(strings.TrimSuffix(cell, " ms"), 64); err != nil || v < 9.4 || v > 10 {
-				t.Errorf("%s: %v, of 1000 messages that took 10 ms", row[0], row)
+				t.Errorf("%s: %v, want 1000 messages of 10 ms", row[0], row)
 			}
 		}
 	}
 	if want := []string{"qdisc", "network", "total"}; !slices.Equal(stages, want) {
-		t.Errorf("stages %v, not %v in the order of the way", stages, want)
+		t.Errorf("stages %v, want %v", stages, want)
 	}
 	text := pageText(t, page)
-	for _, want := range []string{"1.50 MB acknowledged", "3 of the messages got no stamp from a driver", "There is one slice of time only"} {
+	for _, want := range []string{"1.50 MB acknowledged", "3 messages have no timestamp of the driver", "only one time slice"} {
 		if !strings.Contains(text, want) {
-			t.Errorf("the page does not say %q", want)
+			t.Errorf("the page does not contain %q", want)
 		}
 	}
-	if !strings.Contains(groups, `title="of 1 value only"`) {
-		t.Error("a percentile of one value is not marked")
+	if !strings.Contains(groups, `title="based on 1 value only"`) {
+		t.Error("a percentile based on one value is not marked")
 	}
 	if strings.Contains(groups, `class="plot map"`) {
-		t.Error("there is a course over time of one slice")
+		t.Error("the page plots a single slice over time")
 	}
 }
 
-// points parses a path of M, L, H and V with absolute coordinates.
+// points parses a path of M, L, H and V commands with absolute coordinates.
 func points(t *testing.T, path string) [][2]float64 {
 	t.Helper()
 	var at [2]float64
@@ -696,25 +696,25 @@ func TestDistributionPlot(t *testing.T) {
 	}
 	for at, want := range map[time.Duration]float64{2 * time.Millisecond: 0.3, 50 * time.Millisecond: 0.3, 101 * time.Millisecond: 1} {
 		if got := height(d.Curves[0].Even, at); math.Abs(got-want) > 0.005 {
-			t.Errorf("%.3f of the messages took at most %v, not %.3f", got, at, want)
+			t.Errorf("share of messages up to %[2]v: %.3[1]f, want %.3[3]f", got, at, want)
 		}
 	}
-	// 30 % of the messages are -log10(0.7) of three steps up.
+	// A share of 30 % is at -log10(0.7) of three steps.
 	if got, want := height(d.Curves[0].Tail, 50*time.Millisecond), -math.Log10(0.7)/3; math.Abs(got-want) > 0.005 {
-		t.Errorf("the tail is at %.3f of its height, not %.3f", got, want)
+		t.Errorf("height of the tail: %.3f, want %.3f", got, want)
 	}
 	corners := points(t, d.Curves[0].Even)
 	for i := 1; i < len(corners); i++ {
 		if corners[i][0] < corners[i-1][0] || corners[i][1] > corners[i-1][1] {
-			t.Fatalf("the curve goes back at %v", corners[i])
+			t.Fatalf("the curve is not monotonic at %v", corners[i])
 		}
 	}
 	if newDistribution("", map[config.Stage]*measure.Histogram{config.StageNetwork: {}}) != nil {
-		t.Error("there is a plot of nothing")
+		t.Error("newDistribution returns a plot without data")
 	}
 }
 
-// cellsOf parses the strokes of a heat map: the level of each cell, by column and by row from the top.
+// cellsOf parses the strokes of a heat map. It returns the level of each cell, by column and by row from the top.
 func cellsOf(t *testing.T, levels []level) map[[2]int]int {
 	t.Helper()
 	cells := map[[2]int]int{}
@@ -753,7 +753,7 @@ func TestHeatMap(t *testing.T) {
 	}
 	axis := newTimeAxis(periods)
 	if axis.columns != 6 {
-		t.Fatalf("%d columns of 6 slices", axis.columns)
+		t.Fatalf("%d columns for 6 slices", axis.columns)
 	}
 	random := rand.New(rand.NewPCG(5, 6))
 	columns := make([]*measure.Histogram, axis.columns)
@@ -780,26 +780,26 @@ func TestHeatMap(t *testing.T) {
 		}
 	}
 	if len(cells) != len(counts) {
-		t.Errorf("%d cells are drawn, %d have messages", len(cells), len(counts))
+		t.Errorf("%d cells are drawn, %d contain messages", len(cells), len(counts))
 	}
 	for cell, n := range counts {
 		want := 1 + int(math.Log(float64(n))/math.Log(float64(most))*(heatLevels-0.001))
 		if cells[cell] != want {
-			t.Errorf("cell %v with %d of %d messages has level %d, not %d", cell, n, most, cells[cell], want)
+			t.Errorf("cell %v with %d of %d messages has level %d, want %d", cell, n, most, cells[cell], want)
 		}
 	}
 	if d.Gaps != "M3 0h1v1h-1z" {
 		t.Errorf("the gap is drawn as %q", d.Gaps)
 	}
-	told := strings.Split(d.Cells, ";")
+	dataset := strings.Split(d.Cells, ";")
 	for c, h := range columns {
 		if h == nil {
-			if told[c] != "" {
-				t.Errorf("column %d, with nothing, has %q", c, told[c])
+			if dataset[c] != "" {
+				t.Errorf("empty column %d has data %q", c, dataset[c])
 			}
 			continue
 		}
-		parts := strings.Split(told[c], ":")
+		parts := strings.Split(dataset[c], ":")
 		var sum uint64
 		for _, n := range strings.Split(parts[0], ",")[1:] {
 			if n != "" {
@@ -807,12 +807,12 @@ func TestHeatMap(t *testing.T) {
 			}
 		}
 		if sum != h.Count || number(t, parts[1]) != uint64(h.Quantile(0.5)) || number(t, parts[3]) != h.Max {
-			t.Errorf("column %d has %q: %d of %d messages", c, told[c], sum, h.Count)
+			t.Errorf("column %d has %q: %d of %d messages", c, dataset[c], sum, h.Count)
 		}
 	}
 	y := logAxis{float64(d.First), float64(d.First + d.Rows*d.Each), plotInnerHeight}
 	if got, want := points(t, d.Median)[0][1], plotInnerHeight-y.at(place(uint64(columns[0].Quantile(0.5)))); math.Abs(got-want) > 0.1 {
-		t.Errorf("the median is at %v, not %v", got, want)
+		t.Errorf("the median is at %v, want %v", got, want)
 	}
 }
 
@@ -845,7 +845,7 @@ func TestTimeAxis(t *testing.T) {
 		for _, p := range test.periods {
 			c := axis.middle(p)
 			if c < last || !axis.covered[c] {
-				t.Fatalf("the slice from %v is in column %d after %d, covered %v", p.From, c, last, axis.covered[c])
+				t.Fatalf("the slice from %v is in column %d, the previous one in %d, covered %v", p.From, c, last, axis.covered[c])
 			}
 			last = c
 		}
@@ -856,7 +856,7 @@ func TestTimeAxis(t *testing.T) {
 		texts = append(texts, tick.Text)
 	}
 	if want := "19:30 19:40 19:50 20:00 20:10 20:20 20:30"; strings.Join(texts, " ") != want || ticks[1].At != 100 {
-		t.Errorf("ticks %v, the second at %v", texts, ticks[1].At)
+		t.Errorf("ticks %v, second tick at %v", texts, ticks[1].At)
 	}
 }
 
@@ -865,7 +865,7 @@ func TestLogAxisTicks(t *testing.T) {
 		for last := first; last < 512; last += 13 {
 			axis := newLogAxis(first, last, plotInnerWidth)
 			if axis.first > float64(first) || axis.last < float64(last+1) {
-				t.Fatalf("the axis of %d to %d is from %v to %v", first, last, axis.first, axis.last)
+				t.Fatalf("axis for %d to %d: from %v to %v", first, last, axis.first, axis.last)
 			}
 			end, written := -1.0, -100.0
 			for _, tick := range axis.ticks(46) {
@@ -877,37 +877,37 @@ func TestLogAxisTicks(t *testing.T) {
 					continue
 				}
 				if tick.At-written < 40 {
-					t.Fatalf("%d to %d: text %q is %v from the last", first, last, tick.Text, tick.At-written)
+					t.Fatalf("%d to %d: text %q is %v from the previous text", first, last, tick.Text, tick.At-written)
 				}
 				written = tick.At
 			}
 			if written < 0 {
-				t.Fatalf("%d to %d: no tick has text", first, last)
+				t.Fatalf("%d to %d: no tick has a label", first, last)
 			}
 		}
 	}
 }
 
-func TestReportFindsWhatIsOutOfTheUsual(t *testing.T) {
+func TestReportAnomalies(t *testing.T) {
 	_, peaks, _ := strings.Cut(section(t, render(t, hour()), "overview"), `<div class="peaks">`)
 	peaks, _, _ = strings.Cut(peaks, "</div>")
 	lines := regexp.MustCompile(`(?s)<li>.*?</li>`).FindAllString(peaks, -1)
 	wants := []string{
-		`treated From 14:25:00 to 14:29:00, p99 of total was up to \d+ ms; usually it is [67]\d\.\d ms\. Of its stages, qdisc rose most`,
-		`nfacctd@2\.service From 14:5[23]:[03]0 to 15:00:00, p99 of reader was up to 3\.\d\d s`,
+		`treated From 14:25:00 to 14:29:00, p99 of total rose to \d+ ms; its typical value is [67]\d\.\d ms\. The stage qdisc rose most`,
+		`nfacctd@2\.service From 14:5[23]:[03]0 to 15:00:00, p99 of reader rose to 3\.\d\d s`,
 	}
 	if len(lines) != len(wants) {
-		t.Fatalf("%d things are out of the usual, not the congestion and the reader: %v", len(lines), lines)
+		t.Fatalf("%d anomalies, want the congestion and the reader: %v", len(lines), lines)
 	}
 	for i, want := range wants {
 		if text := pageText(t, "<!doctype html>"+lines[i]); !regexp.MustCompile(want).MatchString(text) {
-			t.Errorf("%q does not say %s", text, want)
+			t.Errorf("%q does not match %s", text, want)
 		}
 	}
 }
 
-// TestPeakIsNotChance has times with a long tail and few messages per column. Some column is always high; the report
-// must not point at it.
+// TestPeakIsNotChance uses times with a long tail and few messages per column. Some column is always high; the report
+// must not show this column as a peak.
 func TestPeakIsNotChance(t *testing.T) {
 	random := rand.New(rand.NewPCG(9, 10))
 	world := func(slow func(column int) bool) map[config.Stage][]*measure.Histogram {
@@ -931,11 +931,11 @@ func TestPeakIsNotChance(t *testing.T) {
 	}
 	for range 20 {
 		if p := findPeak(world(func(int) bool { return false }), measure.Total); p != nil {
-			t.Errorf("columns %d to %d of a steady time are out of the usual: %v, usually %v", p.first, p.last, p.worst, p.typical)
+			t.Errorf("peak without a change in the distribution: columns %d to %d, %v, typical %v", p.first, p.last, p.worst, p.typical)
 		}
 		p := findPeak(world(func(c int) bool { return c >= 70 && c <= 73 }), measure.Total)
 		if p == nil || p.first > 70 || p.last < 73 || p.first < 65 || p.last > 78 || p.cause != config.StageStack {
-			t.Errorf("the slow columns 70 to 73 are found as %+v", p)
+			t.Errorf("found peak %+v, want columns 70 to 73", p)
 		}
 	}
 }
@@ -947,13 +947,13 @@ func TestReportReaders(t *testing.T) {
 	flows := results[slices.IndexFunc(results, func(result measure.Result) bool { return result.RXChosen > 0 })]
 	label, waiting, oldest := flows.Group.Label(), countText(flows.RXWaiting), oneLine(durationText(flows.RXOldest))
 	if len(rows) != 2 || strings.ReplaceAll(rows[1][0], "= ", "=") != label || rows[1][1] != waiting || rows[1][2] != oldest {
-		t.Errorf("readers %q, not %s with %s waiting, the oldest for %s", rows[1:], label, waiting, oldest)
+		t.Errorf("readers %q, want %s with %s waiting, oldest %s", rows[1:], label, waiting, oldest)
 	}
 	for i := range r.Periods {
 		r.Periods[i].Results = slices.DeleteFunc(r.Periods[i].Results, func(result measure.Result) bool { return result.RXChosen > 0 })
 	}
 	if page := render(t, r); strings.Contains(page, `id="readers"`) || strings.Contains(page, "Received") {
-		t.Error("there are readers where nothing was received")
+		t.Error("the page shows readers without received messages")
 	}
 }
 
@@ -965,7 +965,7 @@ func TestReportSlowMessages(t *testing.T) {
 	for _, want := range []string{"3.20\u00a0s", "742\u00a0ms", "444\u00a0ms", "200\u00a0ms", "106\u00a0ms", "31.2\u00a0ms"} {
 		i := strings.Index(slow, "<b>"+want+"</b>")
 		if i <= at {
-			t.Errorf("%s is not in its place", want)
+			t.Errorf("%s is missing or not in order", want)
 		}
 		at = i
 	}
@@ -987,10 +987,10 @@ func TestReportSlowMessages(t *testing.T) {
 	}
 	page = render(t, Report{Slow: many})
 	if n := strings.Count(section(t, page, "slow"), `<div class="head">`); n != 3*reportAlike {
-		t.Errorf("%d messages are shown, not %d of each group", n, reportAlike)
+		t.Errorf("%d messages are shown, want %d of each group", n, reportAlike)
 	}
-	if text := pageText(t, page); !strings.Contains(text, "18 of 300 that were kept, at most 6 of a group") {
-		t.Error("the page does not say what it leaves out")
+	if text := pageText(t, page); !strings.Contains(text, "18 of 300 recorded messages, at most 6 per group") {
+		t.Error("the page does not report the omitted messages")
 	}
 }
 
@@ -1001,7 +1001,7 @@ func TestSentence(t *testing.T) {
 		"given up":                             "Given up.",
 	} {
 		if got := sentence(text); got != want {
-			t.Errorf("%q becomes %q, not %q", text, got, want)
+			t.Errorf("sentence(%q) = %q, want %q", text, got, want)
 		}
 	}
 }
@@ -1011,7 +1011,7 @@ func TestWayOfMessage(t *testing.T) {
 	for _, test := range []struct {
 		name   string
 		sample measure.Sample
-		want   string // stages, and how many hundredths of the bar they have
+		want   string // stages, and their percentage of the bar
 	}{
 		{"all", measure.Sample{Outcome: measure.Acked, Stages: map[config.Stage]time.Duration{config.StageSend: 10 * ms, config.StageStack: 20 * ms, config.StageQdisc: 30 * ms, config.StageNIC: 5 * ms, config.StageNetwork: 40 * ms, measure.Total: 100 * ms}},
 			"send 10, stack 20, qdisc 30, network 40, nic inside 5"},
@@ -1034,7 +1034,7 @@ func TestWayOfMessage(t *testing.T) {
 				continue
 			}
 			if math.Abs(p.At-at) > 1e-6 {
-				t.Errorf("%s: %s begins at %v, not %v", test.name, name, p.At, at)
+				t.Errorf("%s: %s begins at %v, want %v", test.name, name, p.At, at)
 			}
 			at = p.At + p.Length
 			texts = append(texts, name+" "+coordinate(p.Length/wayWidth*100))
@@ -1048,8 +1048,8 @@ func TestWayOfMessage(t *testing.T) {
 	}
 }
 
-// TestReportIsBounded has an hour of 64 groups with long names and widely spread times in each stage, and for a while
-// 70 more groups.
+// TestReportIsBounded creates a report of an hour with 64 groups that have long names and widely spread times in each
+// stage, and with 70 more groups for a part of the hour.
 func TestReportIsBounded(t *testing.T) {
 	random := rand.New(rand.NewPCG(7, 8))
 	var pool []*measure.Histogram
@@ -1088,11 +1088,11 @@ func TestReportIsBounded(t *testing.T) {
 	}
 	page := render(t, r)
 	if len(page) > 5_000_000 {
-		t.Errorf("the page has %d bytes", len(page))
+		t.Errorf("page size %d bytes", len(page))
 	}
 	elements := contained(t, page)
 	rows := tables(t, section(t, page, "overview"))[0][1:]
-	if len(rows) != 65 || !strings.HasPrefix(rows[64][0], "70 further groups, together") {
+	if len(rows) != 65 || !strings.HasPrefix(rows[64][0], "70 further groups, total") {
 		t.Fatalf("%d rows, the last %v", len(rows), rows[len(rows)-1])
 	}
 	var sum uint64
@@ -1100,7 +1100,7 @@ func TestReportIsBounded(t *testing.T) {
 		sum += number(t, row[1]) + number(t, row[2])
 	}
 	if sum != messages {
-		t.Errorf("the rows have %d of %d messages", sum, messages)
+		t.Errorf("the rows contain %d of %d messages", sum, messages)
 	}
 	cards := count(elements, "article") - 1
 	if cards < 5 || cards > reportCards {
@@ -1108,12 +1108,12 @@ func TestReportIsBounded(t *testing.T) {
 	}
 	text := pageText(t, page)
 	for _, want := range []string{
-		"The table has the 64 groups with most messages; the last row is the other 70 together.",
-		fmt.Sprintf("Plots are of the %d groups with most messages, and of the other %d together: ", cards, 134-cards),
-		"40 of 3,910 that were kept",
+		"The table shows the 64 groups with the most messages; the last row is the total of the other 70.",
+		fmt.Sprintf("Plots show the %d groups with the most messages, and the total of the other %d: ", cards, 134-cards),
+		"40 of 3,910 recorded messages",
 	} {
 		if !strings.Contains(text, want) {
-			t.Errorf("the page does not say %q", want)
+			t.Errorf("the page does not contain %q", want)
 		}
 	}
 	t.Logf("%d bytes, %d groups with plots", len(page), cards)
@@ -1126,7 +1126,7 @@ func (w brokenWriter) Write([]byte) (int, error) { return 0, w.err }
 func TestReportWriteError(t *testing.T) {
 	full := errors.New("no space left")
 	if err := WriteReport(brokenWriter{full}, Report{}); !errors.Is(err, full) || !strings.HasPrefix(err.Error(), "write the report: ") {
-		t.Errorf("the error is %v", err)
+		t.Errorf("error: %v", err)
 	}
 }
 
@@ -1136,7 +1136,7 @@ func TestReportTexts(t *testing.T) {
 		99_960_000: "100 ms", 999_600_000: "1.00 s", 75 * time.Second: "75.0 s", 549 * time.Second: "549 s",
 	} {
 		if got := strings.ReplaceAll(durationText(d), "\u00a0", " "); got != want {
-			t.Errorf("%d ns is %q, not %q", d, got, want)
+			t.Errorf("%d ns: %q, want %q", d, got, want)
 		}
 	}
 	for _, test := range []struct {
@@ -1144,17 +1144,17 @@ func TestReportTexts(t *testing.T) {
 		want  string
 	}{{0, 0, ""}, {0, 9, "0 %"}, {9, 9, "100 %"}, {1, 1_000_000, "< 0.01 %"}, {999_999, 1_000_000, "> 99.99 %"}, {1, 200, "0.50 %"}, {1, 3, "33.3 %"}, {997, 1000, "99.70 %"}} {
 		if got := strings.ReplaceAll(shareText(test.n, test.of), "\u00a0", " "); got != test.want {
-			t.Errorf("%d of %d is %q, not %q", test.n, test.of, got, test.want)
+			t.Errorf("%d of %d: %q, want %q", test.n, test.of, got, test.want)
 		}
 	}
 	for n, want := range map[uint64]string{0: "0", 999: "999", 1000: "1,000", 1234567: "1,234,567", 100000: "100,000"} {
 		if got := countText(n); got != want {
-			t.Errorf("%d is %q, not %q", n, got, want)
+			t.Errorf("%d: %q, want %q", n, got, want)
 		}
 	}
 	for d, want := range map[time.Duration]string{time.Hour: "1 h", 90 * time.Second: "1 min 30 s", 3 * time.Millisecond: "3.00 ms", 25*time.Hour + 5*time.Second: "1 d 1 h", 10 * time.Second: "10 s"} {
 		if got := strings.ReplaceAll(spanText(d), "\u00a0", " "); got != want {
-			t.Errorf("%v is %q, not %q", d, got, want)
+			t.Errorf("%v: %q, want %q", d, got, want)
 		}
 	}
 }

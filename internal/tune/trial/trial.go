@@ -14,11 +14,11 @@ import (
 	"sockeye/internal/stats"
 )
 
-// Histogram has the buckets of the tune program.
+// Histogram contains the buckets of the tune program.
 type Histogram = histogram.Histogram[float64, histogram.Quarters]
 
-// Sample has the sums over the connections of one arm (struct tune_stats in bpf/include/tune.h). RTT and Connect are
-// in microseconds, Rate in kilobytes per second.
+// Sample contains the sums over the connections of one arm (struct tune_stats in bpf/include/tune.h). RTT and Connect
+// are in microseconds, Rate in kilobytes per second.
 type Sample struct {
 	Connections, Established, Closed             uint64
 	Bytes, Segments, Retransmits, RTOs           uint64

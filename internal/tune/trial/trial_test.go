@@ -268,7 +268,7 @@ func text(t testing.TB, v any) string {
 	return string(b)
 }
 
-// TestShapeWithinABucket has values around 1000 in both arms, with less spread in one arm than a bucket can resolve.
+// TestShapeWithinABucket uses values around 1000 in both arms, with less spread in one arm than a bucket can resolve.
 func TestShapeWithinABucket(t *testing.T) {
 	around := func(spread float64) Sample {
 		s, r := Sample{Connections: 20000}, rand.New(rand.NewPCG(1, 2))
@@ -395,7 +395,7 @@ func TestIdenticalArms(t *testing.T) {
 	}
 }
 
-// TestHolm has an interval that excludes 0 by too little to be significant among several rows.
+// TestHolm uses an interval that excludes 0 by too little to be significant among several rows.
 func TestHolm(t *testing.T) {
 	c := Compare(same(1000).lose(75, 1, 0), same(1000).lose(105, 1, 0), Options{}).row(t, "retransmits")
 	if *c.High >= 0 || c.Verdict != NoDifference {
@@ -415,7 +415,7 @@ func TestJSON(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !bytes.Equal([]byte(text(t, back)), b) {
-		t.Errorf("%s came back as %s", b, text(t, back))
+		t.Errorf("%s decoded as %s", b, text(t, back))
 	}
 }
 
