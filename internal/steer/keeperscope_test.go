@@ -55,16 +55,18 @@ func (u *units) StartTransientUnit(name, mode string, properties []unitProperty,
 		return "", dbus.MakeFailedError(fmt.Errorf("Before=%q, want %q", before, want))
 	}
 	dir := filepath.Join(testenv.Cgroup(), name)
-	err := os.Mkdir(dir, 0o755)
-	if err == nil && len(pids) == 1 && mode == "fail" {
-		err = cgroup.Move(dir, int(pids[0]))
-	}
-	if err != nil {
+	if err := os.Mkdir(dir, 0o755); err != nil {
 		return "", dbus.MakeFailedError(err)
 	}
+	// Before the move, which the tests wait for.
 	u.mu.Lock()
-	defer u.mu.Unlock()
 	u.started = append(u.started, name)
+	u.mu.Unlock()
+	if len(pids) == 1 && mode == "fail" {
+		if err := cgroup.Move(dir, int(pids[0])); err != nil {
+			return "", dbus.MakeFailedError(err)
+		}
+	}
 	return "/org/freedesktop/systemd1/job/1", nil
 }
 
