@@ -6,23 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net/http"
 	"slices"
 	"time"
 
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
-	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 )
-
-// Routes adds GET /v1/bigtcp.
-func (d *Domain) Routes(r *domain.Router) {
-	r.Get("/v1/bigtcp", func(r *http.Request) (any, error) {
-		return d.Interfaces(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
-	})
-}
 
 // Interfaces returns the status of the interfaces that rules match, optionally only those
 // of a namespace or with a name.

@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 
 	"sockeye/internal/bpf/pin"
-	"sockeye/internal/clock"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -41,108 +40,6 @@ type Tune struct {
 	banks
 	link    link.Link
 	program *ebpf.Program
-}
-
-// OpenTune creates the tuning of a cgroup, or adopts the pins in c.Dir in the layout of this version: maps keep their
-// contents. In a new tuning, connections get no rule before Install.
-//
-// Pins of another layout are replaced: their link gets the new program atomically, then they are removed. Learned
-// windows are kept if their own layout is the same. Rules, their counts and the rules of open connections are not
-// kept; options that were set stay set.
-//
-// The error is a *pin.IncompatibleError for a pin that this version cannot use.
-func OpenTune(c TuneConfig) (_ *Tune, err error) {
-	dir, err := pin.InLayout(c.Dir, tuneLayout)
-	if err != nil {
-		return nil, err
-	}
-	t := &Tune{dir: dir, cgroup: c.Cgroup, banks: banks{maps: make(map[string]*ebpf.Map), inner: make(map[string]*ebpf.MapSpec)}}
-	defer func() {
-		if err != nil {
-			t.Close()
-		}
-	}()
-	cgroup, err := os.Open(c.Cgroup)
-	if err != nil {
-		return nil, fmt.Errorf("open cgroup: %w", err)
-	}
-	defer cgroup.Close()
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, fmt.Errorf("create pin directory: %w", err)
-	}
-	spec, err := loadTuneSockops()
-	if err != nil {
-		return nil, err
-	}
-	others, err := pin.OtherLayouts(c.Dir, dir)
-	if err != nil {
-		return nil, err
-	}
-	for name, m := range spec.Maps {
-		if m.Type == ebpf.ArrayOfMaps {
-			t.inner[name] = m.InnerMap
-		}
-		if pin.IsVariables(name) {
-			continue
-		}
-		pinned := name
-		if name == "learned" {
-			pinned += pin.LayoutMark + pin.LayoutHash(map[string]*ebpf.MapSpec{name: m}, nil)
-			if err := pin.Share(pinned, dir, others); err != nil {
-				return nil, err
-			}
-		}
-		if t.maps[name], err = pin.OpenMapAs(dir, pinned, m); err != nil {
-			return nil, err
-		}
-	}
-	hz, err := clock.Hz()
-	if err != nil {
-		return nil, err
-	}
-	if err := spec.Variables["hz"].Set(hz); err != nil {
-		return nil, err
-	}
-	if t.program, err = loadProgram(spec, "tune_sockops", t.maps); err != nil {
-		return nil, err
-	}
-	if c.Ready != nil {
-		if err := c.Ready(t); err != nil {
-			return nil, err
-		}
-	}
-	for _, other := range others {
-		if err := t.replace(other, cgroup); err != nil {
-			return nil, err
-		}
-	}
-	t.link, err = t.attach(cgroup)
-	return t, err
-}
-
-// replace updates the link that another layout has pinned to the program, moves the pin of the link, and removes the
-// other pins of that layout.
-func (t *Tune) replace(other string, cgroup *os.File) error {
-	from, to := filepath.Join(other, pinTuneLink), filepath.Join(t.dir, pinTuneLink)
-	_, err := os.Stat(to)
-	if l, linkErr := link.LoadPinnedLink(from, nil); linkErr == nil && errors.Is(err, os.ErrNotExist) {
-		defer l.Close()
-		if same, err := pin.AttachedTo(l, cgroup); err == nil && same {
-			if err := l.Update(t.program); err != nil {
-				return fmt.Errorf("update %s: %w", pinTuneLink, err)
-			}
-			if err := os.Rename(from, to); err != nil {
-				return fmt.Errorf("move %s: %w", pinTuneLink, err)
-			}
-		}
-	}
-	return removeTune(other)
-}
-
-func (t *Tune) attach(cgroup *os.File) (link.Link, error) {
-	return pin.EnsureLink(t.dir, pinTuneLink, t.program, cgroup, func() (link.Link, error) {
-		return link.AttachCgroup(link.CgroupOptions{Path: cgroup.Name(), Attach: ebpf.AttachCGroupSockOps, Program: t.program})
-	})
 }
 
 // Move attaches the loaded program with its rules to another cgroup directory, which was created in place of the

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"

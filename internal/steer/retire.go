@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
+	"sockeye/internal/member"
+)
+
+// retire detaches the programs of the service, clears its slots, and removes its pins. The kernel's hash selects
+// afterwards.
+func (s *service) retire() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	errs := []error{s.detachPrograms()}
+	for slot := range s.seats {
+		s.vacateSlot(slot, "service removed")
+	}
+	errs = append(errs, bpf.Remove(s.host.Root.Service(s.config.Name)))
+	s.closeLocked()
+	return fault.Join(errs...)
+}
+
+// detachPrograms detaches the program of each group. The keeper sockets are closed first: without a program, the kernel
+// would give them a share of the members' traffic.
+func (s *service) detachPrograms() error {
+	groups := s.groupSockets()
+	errs := []error{s.retireKeeper()}
+	for _, fd := range groups {
+		errs = append(errs, bpf.Detach(fd))
+		unix.Close(fd)
+	}
+	return fault.Join(errs...)
+}
+
+// groupSockets returns a descriptor of one socket of each SO_REUSEPORT group with a program: a keeper socket or a
+// member's socket. The caller closes the descriptors.
+func (s *service) groupSockets() (fds []int) {
+	if s.usesLookup() {
+		return nil
+	}
+	done := make(map[int]bool)
+	add := func(row, fd int) {
+		if copied, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0); err == nil {
+			fds, done[row] = append(fds, copied), true
+		}
+	}
+	for row, fd := range s.keeperSockets {
+		add(row, fd)
+	}
+	for _, seat := range s.seats {
+		if len(done) == len(s.listeners) {
+			break
+		}
+		sockets, err := seat.handle.Sockets(s.matchesListener)
+		if err != nil {
+			continue
+		}
+		for _, socket := range sockets {
+			for row, info := range seat.sockets {
+				if info.cookie == socket.Cookie && !done[row] {
+					add(row, socket.FD())
+				}
+			}
+		}
+		member.CloseAll(sockets)
+	}
+	return fds
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+
+	"sockeye/internal/api"
+	"sockeye/internal/domain"
+	"sockeye/internal/fault"
+	"sockeye/internal/peer"
+)
+
+// Routes adds the routes for services, slots and devices.
+func (d *Domain) Routes(r *domain.Router) {
+	r.Get("/v1/slots", func(r *http.Request) (any, error) {
+		return collectFrom(d, r, (*service).slots)
+	})
+	r.Get("/v1/devices", func(r *http.Request) (any, error) {
+		return collectFrom(d, r, func(s *service) ([]api.DeviceStatus, error) { return s.devices(), nil })
+	})
+	r.Get("/v1/where", func(r *http.Request) (any, error) {
+		addresses, err := api.ParseAddresses(r.URL.Query()["address"])
+		if err != nil {
+			return nil, err
+		}
+		return collectFrom(d, r, func(s *service) ([]api.WhereStatus, error) { return s.where(addresses), nil })
+	})
+	r.Post("/v1/register", func(r *http.Request) (any, error) {
+		m, s, err := d.decodeMembership(r, true)
+		if err != nil {
+			return nil, err
+		}
+		if m.PID == 0 {
+			return nil, fault.Usage(errors.New("no process given"), "name one with --pid")
+		}
+		slot, err := s.addClaim(m.PID, m.Slot, "register", nil)
+		return api.Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
+	})
+	r.Post("/v1/unregister", func(r *http.Request) (any, error) {
+		m, s, err := d.decodeMembership(r, true)
+		if err != nil {
+			return nil, err
+		}
+		if m.Slot == nil {
+			return nil, fault.Usage(errors.New("no slot given"), "name one with --slot")
+		}
+		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
+	})
+	r.Post("/v1/run", func(r *http.Request) (any, error) {
+		m, s, err := d.decodeMembership(r, false)
+		if err != nil {
+			return nil, err
+		}
+		// The request adds the calling process and no other.
+		k := peer.From(r)
+		slot, err := s.addClaim(k.ID.PID, m.Slot, "run", k)
+		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
+	})
+}
+
+// decodeMembership decodes the body of a request and finds the service. root restricts the request to root.
+func (d *Domain) decodeMembership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
+	if peer.From(r) == nil {
+		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
+	}
+	if root {
+		if err := peer.MustBeRoot(r); err != nil {
+			return m, nil, err
+		}
+	}
+	if err := domain.Decode(r, &m); err != nil {
+		return m, nil, err
+	}
+	s, err = d.findService(m.Service)
+	return m, s, err
+}
+
+// collectFrom concatenates the results of ask for the service that a request names, or for all services.
+func collectFrom[T any](d *Domain, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
+	services, err := d.selectServices(r.URL.Query().Get("service"))
+	if err != nil {
+		return nil, err
+	}
+	all := []T{}
+	for _, s := range services {
+		part, err := ask(s)
+		if err != nil {
+			return nil, fmt.Errorf("service %s: %w", s.config.Name, err)
+		}
+		all = append(all, part...)
+	}
+	return all, nil
+}

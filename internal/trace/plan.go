@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"slices"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/internal/domain"
+	"sockeye/internal/fault"
+)
+
+// Plan compares the rules of a policy with those in force, and checks that the kernel can measure their stages.
+func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var steps []domain.Step
+	add := func(c traceChange, changes []api.Change) {
+		steps = append(steps, domain.Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
+	}
+	wanted := tracings(policy)
+	names := make([]string, len(wanted))
+	for i, c := range wanted {
+		names[i] = c.name
+	}
+	for _, name := range slices.Sorted(maps.Keys(d.tracers)) {
+		if !slices.Contains(names, name) {
+			var changes []api.Change
+			for _, rule := range d.tracers[name].rules {
+				changes = append(changes, api.Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are deleted"})
+			}
+			add(traceChange{name: name}, changes)
+		}
+	}
+	for _, c := range wanted {
+		t := d.tracers[c.name]
+		if _, err := d.host.Cgroups.Find(c.name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, ofTraced(c.name, err)
+		}
+		if t == nil {
+			if err := d.host.Cgroups.MayCreate(c.name); err != nil {
+				return nil, ofTraced(c.name, err)
+			}
+		}
+		skipped, err := d.kernel.lackingStages(c.rules)
+		if err != nil {
+			return nil, ofTraced(c.name, err)
+		}
+		if _, err := compileTrace(c.rules, c.services, skipped); err != nil {
+			return nil, ofTraced(c.name, err)
+		}
+		if err := unmeasurable(c.rules, skipped); err != nil {
+			return nil, err
+		}
+		if t == nil {
+			changes := d.host.Cgroups.Added(c.name, "traced")
+			for _, rule := range c.rules {
+				changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
+			}
+			add(c, changes)
+			continue
+		}
+		before, err := traceChange{c.name, t.rules, t.services}.hash()
+		if err != nil {
+			return nil, err
+		}
+		after, err := c.hash()
+		if err != nil {
+			return nil, err
+		}
+		if before != after {
+			add(c, changedTrace(c, t.rules, skipped))
+		}
+	}
+	return steps, nil
+}
+
+// unmeasurable returns an error for a rule without any stage that the kernel can measure.
+func unmeasurable(rules []config.TraceRule, skipped map[string][]api.TraceSkipped) error {
+	for _, rule := range rules {
+		if len(measurable(rule, skipped[rule.Name])) == 0 {
+			return &fault.Error{Err: fmt.Errorf("trace rule %s: this kernel cannot measure any of its stages: %s requires %s", rule.Name,
+				skipped[rule.Name][0].Stage, skipped[rule.Name][0].Needs),
+				Hint: "stages rx_stack and reader, and sockeye trace packets, do not require this", Code: fault.CodeUnsupported}
+		}
+	}
+	return nil
+}
+
+func addedTrace(cgroup string, rule config.TraceRule, skipped []api.TraceSkipped) api.Change {
+	c := api.Change{Cgroup: cgroup, Action: "add", Effect: "of " + rule.Match.String(),
+		What: fmt.Sprintf("trace %s: %s of connections, %s of their messages", rule.Name, oneIn(rule.Connections), rule.Messages)}
+	for _, s := range skipped {
+		c.Effect += fmt.Sprintf("; without %s, which requires %s", s.Stage, s.Needs)
+	}
+	return c
+}
+
+func oneIn(n int) string { return fmt.Sprintf("1/%d", n) }
+
+// changedTrace compares two lists of rules by name. A change of one rule restarts the counts of the cgroup.
+func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][]api.TraceSkipped) []api.Change {
+	var changes []api.Change
+	text := func(r config.TraceRule) string {
+		encoded, _ := json.Marshal(r) // cannot fail for plain values
+		return string(encoded)
+	}
+	for _, old := range before {
+		if !slices.ContainsFunc(c.rules, func(r config.TraceRule) bool { return r.Name == old.Name }) {
+			changes = append(changes, api.Change{Cgroup: c.name, Action: "remove", What: "trace " + old.Name, Effect: "its counts are deleted"})
+		}
+	}
+	for _, rule := range c.rules {
+		i := slices.IndexFunc(before, func(r config.TraceRule) bool { return r.Name == rule.Name })
+		switch {
+		case i < 0:
+			changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
+		case text(before[i]) != text(rule):
+			changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace " + rule.Name, Effect: "counts restart at 0"})
+		}
+	}
+	if len(changes) == 0 {
+		changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace: order, or listeners of services", Effect: "counts restart at 0"})
+	}
+	return changes
+}
+
+// traceChange is the change of one cgroup's tracing by a new policy. rules is nil if the policy has no rules for the
+// cgroup.
+type traceChange struct {
+	name     string
+	rules    []config.TraceRule
+	services []config.Service
+}
+
+// tracings groups the rules of a policy by cgroup.
+func tracings(policy *config.Policy) []traceChange {
+	var all []traceChange
+	for _, rule := range policy.Trace {
+		i := slices.IndexFunc(all, func(c traceChange) bool { return c.name == rule.Cgroup })
+		if i < 0 {
+			i = len(all)
+			all = append(all, traceChange{name: rule.Cgroup, services: policy.Services})
+		}
+		all[i].rules = append(all[i].rules, rule)
+	}
+	return all
+}
+
+// listeners returns the listeners of the services by service name.
+func (c traceChange) listeners() map[string][]config.Listener {
+	listeners := make(map[string][]config.Listener)
+	for _, s := range c.services {
+		listeners[s.Name] = s.Listeners
+	}
+	return listeners
+}
+
+// hash returns a hash of everything that the programs depend on.
+func (c traceChange) hash() (string, error) {
+	text, err := json.Marshal(struct {
+		Version   int
+		Rules     []config.TraceRule
+		Listeners map[string][]config.Listener
+	}{1, c.rules, c.listeners()})
+	if err != nil {
+		return "", err
+	}
+	sum := sha256.Sum256(text)
+	return hex.EncodeToString(sum[:]), nil
+}
+
+// apply applies a change and returns the function that rolls it back.
+func (d *Domain) apply(c traceChange) (rollback func() error, err error) {
+	before := traceChange{name: c.name}
+	d.mu.Lock()
+	if t := d.tracers[c.name]; t != nil {
+		before.rules, before.services = t.rules, t.services
+	}
+	d.mu.Unlock()
+	return func() error { return d.setRules(before) }, d.setRules(c)
+}
+
+// setRules replaces the rules of a cgroup. If setRules fails, the previous rules stay in force.
+func (d *Domain) setRules(c traceChange) error {
+	defer d.host.Watch.Look()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.tracers[c.name]
+	if t != nil {
+		d.sliceNow() // before its counts are removed
+	}
+	switch {
+	case c.rules == nil:
+		delete(d.tracers, c.name)
+		if err := t.retire(); err != nil {
+			return ofTraced(c.name, fault.Join(err, d.openTracer(traceChange{c.name, t.rules, t.services})))
+		}
+	case t == nil:
+		if err := d.openTracer(c); err != nil {
+			return err
+		}
+	default:
+		if err := t.change(c); err != nil {
+			return ofTraced(c.name, err)
+		}
+	}
+	d.recordTrace()
+	if t != nil {
+		for _, other := range d.tracers {
+			if other != t {
+				other.retrace(t.scope.Path)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/cilium/ebpf"
+
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+)
+
+// sendProbe caches whether the kernel allows fentry programs.
+type sendProbe struct {
+	once sync.Once
+	err  error
+}
+
+// lackingStages returns the stages of each rule that the kernel cannot measure.
+func (p *sendProbe) lackingStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
+	skipped := make(map[string][]api.TraceSkipped)
+	for _, rule := range rules {
+		for _, stage := range rule.Stages {
+			needs, err := p.requirement(rule, stage)
+			if err != nil {
+				return nil, err
+			}
+			if needs != "" {
+				skipped[rule.Name] = append(skipped[rule.Name], api.TraceSkipped{Stage: string(stage), Needs: needs})
+			}
+		}
+	}
+	return skipped, nil
+}
+
+// requirement returns the requirement of a TCP stage that the kernel does not meet, or "".
+func (p *sendProbe) requirement(rule config.TraceRule, stage config.Stage) (string, error) {
+	if !slices.Contains(rule.Protocols, config.TCP) {
+		return "", nil
+	}
+	switch stage {
+	case config.StageRXStack, config.StageReader:
+		return "", nil
+	case config.StageStack, config.StageQdisc:
+		if slices.Contains(rule.Protocols, config.UDP) {
+			return "", nil
+		}
+	case config.StageSend:
+		err := p.probeSend()
+		if errors.Is(err, ebpf.ErrNotSupported) {
+			return "fentry programs, which this kernel does not allow", nil
+		}
+		if err != nil {
+			return "", fmt.Errorf("probe fentry: %w", err)
+		}
+	}
+	err := bpf.HaveTimestamps()
+	if errors.Is(err, ebpf.ErrNotSupported) {
+		return "BPF timestamping, Linux 6.15 or later", nil
+	}
+	return "", err
+}
+
+// probeSend probes the stage send on the first call and returns the cached result afterwards.
+func (p *sendProbe) probeSend() error {
+	p.once.Do(func() { p.err = bpf.HaveSend() })
+	return p.err
+}
