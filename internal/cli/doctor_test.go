@@ -100,7 +100,7 @@ func TestDoctorFindings(t *testing.T) {
 				t.Fatal(err)
 			}
 		},
-			doctor.Finding{Area: "mounts", Check: "pin directory", Result: "failure", Code: 2, Detail: "PINS is not in a bpffs", Hint: "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye"}},
+			doctor.Finding{Area: "mounts", Check: "pin directory", Result: "failure", Code: 2, Detail: "DIR/elsewhere is not in a bpffs", Hint: "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye"}},
 		{"no agent", nil,
 			doctor.Finding{Area: "agent", Check: "running", Result: "note", Detail: "no agent answers on DIR/run/agent.sock", Hint: "start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered"}},
 		{"no namespace", func(_ *testing.T, h *host) {

@@ -302,7 +302,7 @@ func TestOnStartManyConnections(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if strings.Contains(string(log), "connections closed") && status.SplitDevices == 0 {
+		if strings.Contains(string(log), "closed connections") && status.SplitDevices == 0 {
 			break
 		}
 		if time.Since(began) > patience {

@@ -558,7 +558,7 @@ func TestManyThieves(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if n := strings.Count(string(log), "only looks like a member"); n != 1 {
+	if n := strings.Count(string(log), "process matches a rule, but is not admitted"); n != 1 {
 		t.Errorf("the agent logged %d refusals, want 1", n)
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"sync"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
@@ -242,4 +243,21 @@ func nestedError(err error) error {
 
 func tuneError(name string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("tune %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
+}
+
+// Applied applies the rules to open connections if the candidate requests it.
+func (d *Domain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) error {
+	if !c.Live {
+		return nil
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	all := newTuneLive()
+	for _, t := range d.tuners {
+		if err := t.applyLive(all); err != nil {
+			return tuneError(t.name, err)
+		}
+	}
+	plan.Live = all
+	return nil
 }

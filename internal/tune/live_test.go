@@ -461,7 +461,7 @@ func TestApplyToOthers(t *testing.T) {
 		t.Fatalf("report %+v, want problems with the listener and the connection", r)
 	}
 	for _, p := range r.Problems {
-		if !strings.Contains(p, fmt.Sprintf("of pid %d", child.Process.Pid)) || !strings.Contains(p, "opened in another cgroup") {
+		if !strings.Contains(p, fmt.Sprintf("of pid %d", child.Process.Pid)) || !strings.Contains(p, "the cgroup in which it was opened") {
 			t.Errorf("problem %q", p)
 		}
 	}

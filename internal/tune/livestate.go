@@ -12,28 +12,10 @@ import (
 	"slices"
 
 	"sockeye/internal/api"
-	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
 	"sockeye/internal/statedir"
 )
-
-// Applied applies the rules to open connections if the candidate requests it.
-func (d *Domain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) error {
-	if !c.Live {
-		return nil
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	all := newTuneLive()
-	for _, t := range d.tuners {
-		if err := t.applyLive(all); err != nil {
-			return tuneError(t.name, err)
-		}
-	}
-	plan.Live = all
-	return nil
-}
 
 func (t *tuner) applyLive(all *api.TuneLive) error {
 	t.mu.Lock()

@@ -348,7 +348,7 @@ func TestTraceAgentKilled(t *testing.T) {
 	if !results.Partial || ended(h.results("", "since", "1m").Outcomes) != 0 {
 		t.Errorf("a new agent returns history of an earlier agent: %+v", results)
 	}
-	if out, _, code := h.cli("trace", "--since", "1m"); code != 0 || !strings.Contains(out, "of which the agent remembers") {
+	if out, _, code := h.cli("trace", "--since", "1m"); code != 0 || !strings.Contains(out, "of which measurements are available") {
 		t.Errorf("sockeye trace --since 1m of a new agent: exit code %d:\n%s", code, out)
 	}
 	if list := h.slowest("", 10); len(list) == 0 {
