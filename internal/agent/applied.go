@@ -87,9 +87,9 @@ func (a *Agent) choosePolicy() (*startPolicy, error) {
 
 // readPolicy reads and parses a policy file. After a parse error the result has the text.
 func readPolicy(path string) (loadedPolicy, error) {
-	text, err := os.ReadFile(path)
+	text, err := config.ReadFile(path)
 	if err != nil {
-		return loadedPolicy{}, fault.Unreadable(fmt.Errorf("read policy file: %w", err), "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
+		return loadedPolicy{}, fault.Unreadable(err, "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
 	}
 	policy, err := config.Parse(text, path)
 	return loadedPolicy{policy, text, path}, err

@@ -6,13 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
 	"sockeye/internal/fault"
 )
 
@@ -49,9 +49,9 @@ connections.`,
 
 // candidateOf reads a policy file for the agent, because the agent may have no access to the file.
 func candidateOf(file string) (candidate api.Candidate, err error) {
-	text, err := os.ReadFile(file)
+	text, err := config.ReadFile(file)
 	if err != nil {
-		return candidate, fault.Unreadable(fmt.Errorf("read policy file: %w", err), "name a policy file")
+		return candidate, fault.Unreadable(err, "name a policy file")
 	}
 	candidate.Text = string(text)
 	candidate.Path, err = filepath.Abs(file)

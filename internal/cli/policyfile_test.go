@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/api"
 )
 
@@ -128,6 +130,31 @@ func TestFirstPolicyBroken(t *testing.T) {
 	r = h.child(nil, "sockeye", h.agentArgs()...)
 	if r.code != 2 || !strings.Contains(r.err, "no such file") || !strings.Contains(r.err, "hint: write one (sockeye check") {
 		t.Errorf("%+v", r)
+	}
+}
+
+// TestPolicyFromFIFO checks that a policy file that is a FIFO without a writer is refused. Opening the FIFO blocked apply and
+// plan, which then ignored SIGTERM.
+func TestPolicyFromFIFO(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	fifo := h.dir + "/fifo.yaml"
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, command := range []string{"apply", "plan", "check"} {
+		if r := h.sockeye(command, fifo); r.code != 2 || !strings.Contains(r.err, "fifo.yaml: is empty") {
+			t.Errorf("%s: %+v", command, r)
+		}
+	}
+	h.kill()
+	if err := os.Rename(fifo, h.policy); err != nil {
+		t.Fatal(err)
+	}
+	h.start()
+	if problem := must[api.Status](h, "status").PolicyProblem; !strings.Contains(problem, "is empty") {
+		t.Errorf("problem %q", problem)
 	}
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"go.yaml.in/yaml/v4"
 	"go.yaml.in/yaml/v4/plugin/loaderlimits"
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -24,7 +25,17 @@ const (
 // Load reads and validates the policy file at path. The error of an unreadable file wraps [*os.PathError]; the error of
 // an invalid file is of type [Errors].
 func Load(path string) (*Policy, error) {
-	f, err := os.Open(path)
+	data, err := ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	return Parse(data, path)
+}
+
+// ReadFile reads a policy file, and at most one byte more than Parse accepts. The error wraps [*os.PathError].
+func ReadFile(path string) ([]byte, error) {
+	// O_NONBLOCK: opening a FIFO that nobody writes must not block.
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, fmt.Errorf("read policy file: %w", err)
 	}
@@ -33,7 +44,7 @@ func Load(path string) (*Policy, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read policy file: %w", err)
 	}
-	return Parse(data, path)
+	return data, nil
 }
 
 // Parse validates a policy file of at most 1 MiB. Messages name path, and paths in the policy are relative to its
