@@ -241,7 +241,7 @@ func TestFloodOfDatagrams(t *testing.T) {
 		connect(silent)
 
 		end := s.drain(0)
-		before := s.kernelMemory()
+		before, full := s.kernelMemory(), backlogFull(t)
 		sent := make(map[netip.Addr]uint64)
 		each := func() {
 			for _, a := range exporters {
@@ -282,8 +282,10 @@ func TestFloodOfDatagrams(t *testing.T) {
 		for _, count := range sent {
 			real += count
 		}
-		if want := uint64(flooded.Load()) + real; steered != want || received+dropped != want {
-			t.Errorf("of %d datagrams %d were steered, %d received and %d found a socket full", want, steered, received, dropped)
+		// On a busy host, the backlog of loopback overflows.
+		lost := backlogFull(t) - full
+		if want := uint64(flooded.Load()) + real; steered > want || steered+lost < want || received+dropped != steered {
+			t.Errorf("of %d datagrams %d were steered, %d found the backlog full, %d received and %d found a socket full", want, steered, lost, received, dropped)
 		}
 		listed := make(map[netip.Addr]bpf.Seen)
 		for address, seen := range s.Devices() {
@@ -291,7 +293,7 @@ func TestFloodOfDatagrams(t *testing.T) {
 			listed[a] = seen
 		}
 		for _, a := range exporters {
-			if seen, ok := listed[a]; !ok || seen.Datagrams != sent[a] || int(seen.Slot) != s.slotOf(a) {
+			if seen, ok := listed[a]; !ok || seen.Datagrams > sent[a] || seen.Datagrams+lost < sent[a] || int(seen.Slot) != s.slotOf(a) {
 				t.Errorf("%s: listed %v, %+v; it sent %d", a, ok, seen, sent[a])
 			}
 		}
