@@ -94,6 +94,20 @@ func listenerValue(l Listener) listenerOf {
 	return v
 }
 
+// UsesLookup reports whether the pinned data path in dir is that of steering by sk_lookup. The error wraps ErrNotExist if
+// no map of sockets is pinned.
+func UsesLookup(dir string) (bool, error) {
+	sockets, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinSockets), nil)
+	if err != nil {
+		return false, fmt.Errorf("open pin %s: %w", filepath.Join(dir, pinSockets), err)
+	}
+	defer sockets.Close()
+	if kind := sockets.Type(); kind != ebpf.SockMap && kind != ebpf.ReusePortSockArray {
+		return false, fmt.Errorf("open pin %s: it is a map of type %s", filepath.Join(dir, pinSockets), kind)
+	}
+	return sockets.Type() == ebpf.SockMap, nil
+}
+
 // ReadListeners returns the listeners of a pinned service by row. The error wraps os.ErrNotExist if dir has no pins.
 func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 	var listeners [MaxListeners]Listener

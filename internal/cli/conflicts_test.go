@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -20,6 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/member"
 )
 
 func TestNoAgent(t *testing.T) {
@@ -56,6 +59,90 @@ func TestSecondAgent(t *testing.T) {
 	}
 	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins+"2"); r.code != 0 || !strings.HasPrefix(r.out, "there was nothing to remove\nkept ") {
 		t.Errorf("reset again: %+v", r)
+	}
+}
+
+// keeperOf returns the process id of the keeper of telemetry.
+func keeperOf(h *host) int {
+	for _, s := range must[api.Status](h, "status").Services {
+		if s.Name == "telemetry" {
+			return s.Keeper
+		}
+	}
+	return 0
+}
+
+// TestResetOfAnotherBPFFS checks that reset in a mount namespace with another bpffs at the same path does not find the
+// agent's keeper: it killed the keeper and detached the program from the group.
+func TestResetOfAnotherBPFFS(t *testing.T) {
+	h, _ := running(t)
+	before, keeper := h.standing(), keeperOf(h)
+	r := h.child(both(inOwnMounts, inOwnNetwork), "other-bpffs", h.pins, "reset", "--pins", h.pins, "--state-dir", h.dir+"/state2")
+	if r.code != 0 || !strings.HasPrefix(h.plain(r.out), "removed PINS\n") {
+		t.Errorf("reset: %+v", r)
+	}
+	if now := keeperOf(h); now != keeper {
+		t.Errorf("keeper %d, was %d", now, keeper)
+	}
+	h.unchanged(before)
+}
+
+// TestKeeperDetached checks that an agent whose keeper is killed attaches the program to the groups again: whoever
+// killed the keeper may have detached the program.
+func TestKeeperDetached(t *testing.T) {
+	h, _ := running(t)
+	before, keeper := h.standing(), keeperOf(h)
+	handle, err := member.Open(keeper)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer handle.Close()
+	sockets, err := handle.Sockets(func(*member.Socket) bool { return true })
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range sockets {
+		if err := bpf.Detach(s.FD()); err != nil {
+			t.Error(err)
+		}
+	}
+	member.CloseAll(sockets)
+	if err := handle.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	h.eventually("another keeper", func() bool { now := keeperOf(h); return now != 0 && now != keeper })
+	h.unchanged(strings.Replace(before, fmt.Sprintf(`"keeper": %d`, keeper), fmt.Sprintf(`"keeper": %d`, keeperOf(h)), 1))
+}
+
+// TestSteeringChangedBeforeStart starts an agent whose policy file has the other steering mode than the policy that an
+// earlier agent had applied.
+func TestSteeringChangedBeforeStart(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	other := h.write("other.yaml", strings.Replace(mappedService, "user: root", "user: root\n    steering: lookup", 1))
+	h.start()
+	for _, mode := range []string{"reuseport", "lookup"} {
+		nonce := h.service().Nonce
+		member, end := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+		must[api.Membership](h, "register", "--slot", "0", "--pid", strconv.Itoa(member))
+		if mode == "lookup" {
+			other = h.write("first.yaml", mappedService)
+		}
+		must[api.Plan](h, "apply", other)
+		h.kill()
+		h.start() // applies the policy file
+		s := h.service()
+		if s.Steering != mode || s.Nonce != nonce {
+			t.Errorf("%s: steering %s, nonce %s, was %s", mode, s.Steering, s.Nonce, nonce)
+		}
+		end()
+		h.kill()
+		policy := mappedService
+		if mode == "reuseport" {
+			policy = strings.Replace(mappedService, "user: root", "user: root\n    steering: lookup", 1)
+		}
+		h.write("policy.yaml", policy)
+		h.start()
 	}
 }
 

@@ -82,6 +82,8 @@ func TestMain(m *testing.M) {
 		tryAttacks(os.Args[2:])
 	case "without-cgroups":
 		becomeCgroupless(os.Args[2:])
+	case "other-bpffs":
+		becomeOtherBPFFS(os.Args[2], os.Args[3:])
 	}
 	testenv.Main(m)
 }
@@ -247,6 +249,22 @@ func becomeCgroupless(args []string) {
 		if err = unix.Unmount(mount, unix.MNT_DETACH); err == nil {
 			mount, err = cgroup.Mount()
 		}
+	}
+	os.Exit(Main(args, Host()))
+}
+
+// becomeOtherBPFFS runs a command with another bpffs at the place of the agent's, and an empty pin directory in it.
+func becomeOtherBPFFS(pins string, args []string) {
+	err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, "")
+	if err == nil {
+		err = unix.Mount("bpffs", filepath.Dir(pins), "bpf", 0, "mode=0700")
+	}
+	if err == nil {
+		err = os.Mkdir(pins, 0o700)
+	}
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
 	}
 	os.Exit(Main(args, Host()))
 }

@@ -105,6 +105,12 @@ func isTrustedKeeper(self member.ID) bool {
 	return member.Alive(self.PID, self.StartTime)
 }
 
+// hasPins reports whether dir, as a keeper names its pin directory, is the pin directory pins of this process. In
+// another mount namespace the same path may be another bpffs.
+func hasPins(pid int, dir, pins string) bool {
+	return dir == pins && sameFile(procFile(pid, "root")+dir, pins)
+}
+
 func procFile(pid int, name string) string { return fmt.Sprintf("/proc/%d/%s", pid, name) }
 
 func sameFile(a, b string) bool {
@@ -185,7 +191,7 @@ func findKeepers(pins, service string, record *member.ID, rows func(service stri
 	var keepers []*keeper
 	for _, p := range processes {
 		dir, name, ok := parseKeeperArgs(p.Args)
-		if !ok || dir != pins || service != "" && name != service {
+		if !ok || !hasPins(p.PID, dir, pins) || service != "" && name != service {
 			continue
 		}
 		if k := openKeeper(p, name, record, rows(name)); k != nil {

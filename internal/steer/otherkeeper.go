@@ -27,7 +27,7 @@ func checkOtherKeepers(pins string, services []config.Service) error {
 	}
 	for _, p := range processes {
 		other, _, ok := parseKeeperArgs(p.Args)
-		if !ok || other == pins || !isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime}) {
+		if !ok || hasPins(p.PID, other, pins) || !isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime}) {
 			continue
 		}
 		if err := checkOtherKeeper(p.PID, other, services); err != nil {

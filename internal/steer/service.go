@@ -156,6 +156,9 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
+	if err := s.removeOtherMode(); err != nil {
+		return nil, err
+	}
 	s.previousRows = old
 	s.assignRows(old)
 	if err := s.openPath(); err != nil {
@@ -166,6 +169,18 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	}
 	s.suspectAll()
 	return s, nil
+}
+
+// removeOtherMode removes the pins and the keeper of an earlier agent that had the other steering mode: their maps have
+// another type. scan finds the members again.
+func (s *service) removeOtherMode() error {
+	dir := s.host.Root.Service(s.config.Name)
+	lookup, err := bpf.UsesLookup(dir)
+	if err != nil || lookup == s.usesLookup() {
+		return nil // bpf.OpenSteer reports pins that cannot be opened
+	}
+	s.log.Warn("steering differs from that of the previous agent; the data path is created anew")
+	return fault.Join(RetireKeepers(s.host.Root.Dir, s.config.Name), bpf.Remove(dir))
 }
 
 func (s *service) statePath() string { return s.host.statePath(s.config.Name) }

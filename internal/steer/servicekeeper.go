@@ -145,6 +145,9 @@ func (s *service) watchKeeper(k *keeper, started time.Time) {
 	s.log.Warn("keeper exited", "pid", k.pid)
 	k.close()
 	s.keeper = nil
+	if err := s.reattach(); err != nil {
+		s.log.Error("program not attached", "error", err)
+	}
 	if time.Since(started) < time.Second {
 		s.keeperProblem = errors.New("its keeper exits immediately; if the agent exits while there is no keeper, the ports are not held")
 		time.AfterFunc(time.Second, s.restartKeeper)
@@ -153,6 +156,19 @@ func (s *service) watchKeeper(k *keeper, started time.Time) {
 	if err := s.replaceKeeper(); err != nil {
 		s.keeperProblem = err
 	}
+}
+
+// reattach attaches the programs to the groups of the keeper sockets again, and rejects the connections that the kernel's
+// hash has given to these sockets: the process that killed the keeper may have detached the programs.
+func (s *service) reattach() error {
+	if s.path == nil {
+		return nil
+	}
+	var errs []error
+	for row, fd := range s.keeperSockets {
+		errs = append(errs, s.path.Attach(row, fd), rejectQueued(fd))
+	}
+	return fault.Join(errs...)
 }
 
 func (s *service) restartKeeper() {
