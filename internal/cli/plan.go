@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 
@@ -52,6 +53,11 @@ func candidateOf(file string) (candidate api.Candidate, err error) {
 	text, err := config.ReadFile(file)
 	if err != nil {
 		return candidate, fault.Unreadable(err, "name a policy file")
+	}
+	if !utf8.Valid(text) {
+		// JSON would replace the invalid bytes, and the agent would judge another text.
+		_, err := config.Parse(text, file)
+		return candidate, err
 	}
 	candidate.Text = string(text)
 	candidate.Path, err = filepath.Abs(file)

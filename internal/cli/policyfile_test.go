@@ -133,9 +133,9 @@ func TestFirstPolicyBroken(t *testing.T) {
 	}
 }
 
-// TestPolicyFromFIFO checks that a policy file that is a FIFO without a writer is refused. Opening the FIFO blocked apply and
-// plan, which then ignored SIGTERM.
-func TestPolicyFromFIFO(t *testing.T) {
+// TestPolicyOfOtherKinds checks that a policy file that is a FIFO without a writer is refused (opening the FIFO blocked
+// apply and plan, which then ignored SIGTERM), and one that is not UTF-8.
+func TestPolicyOfOtherKinds(t *testing.T) {
 	h := newHost(t, mappedService)
 	h.write("devices.csv", "127.0.0.1,edge\n")
 	h.start()
@@ -145,6 +145,12 @@ func TestPolicyFromFIFO(t *testing.T) {
 	}
 	for _, command := range []string{"apply", "plan", "check"} {
 		if r := h.sockeye(command, fifo); r.code != 2 || !strings.Contains(r.err, "fifo.yaml: is empty") {
+			t.Errorf("%s: %+v", command, r)
+		}
+	}
+	latin := h.write("latin.yaml", mappedService+"# Z\xfcrich\n")
+	for _, command := range []string{"apply", "plan", "check"} {
+		if r := h.sockeye(command, latin); r.code != 2 || !strings.Contains(r.err, "UTF-8") {
 			t.Errorf("%s: %+v", command, r)
 		}
 	}
