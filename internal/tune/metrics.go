@@ -10,7 +10,7 @@ import (
 	"sockeye/internal/histogram"
 )
 
-// Counters start at 0 when the content of a rule changes.
+// Counters start at 0 when the options of a rule change.
 var (
 	tuneLabels          = []string{"cgroup", "rule", "arm"}
 	descTuneAttached    = prometheus.NewDesc("sockeye_tune_attached", "1 while the cgroup is tuned.", []string{"cgroup"}, nil)

@@ -29,8 +29,8 @@ func (c *commands) tuneCommand() *cobra.Command {
 		Use:   "tune",
 		Short: "Show the rules for TCP parameters and their counters",
 		Long: `Tune shows the rules for TCP parameters by cgroup, in order: the first rule that
-matches a connection applies. Counters start at 0 when the content of a rule
-changes. OPEN, RETRANSMITS, RTOS and RTT (the median) are available depending on
+matches a connection applies. Counters start at 0 when the options of a rule
+change. OPEN, RETRANSMITS, RTOS and RTT (the median) are available depending on
 the key observe of the rule.
 
 Each table is followed by the options that could not be set, with the error of
