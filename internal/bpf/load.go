@@ -53,29 +53,30 @@ func loadError(what string, err error) error {
 	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
 		return &RefusedError{what, refused}
 	}
-	return &failedLoad{what, err}
+	return fmt.Errorf("load %s: %w", what, err)
 }
-
-// failedLoad is an error of loading programs that is not from the verifier.
-type failedLoad struct {
-	what string
-	err  error
-}
-
-// Error leaves out the library's advice to programmers: the agent raises RLIMIT_MEMLOCK where the kernel needs that.
-func (e *failedLoad) Error() string {
-	return "load " + e.what + ": " + strings.ReplaceAll(e.err.Error(), " (MEMLOCK may be too low, consider rlimit.RemoveMemlock)", "")
-}
-
-func (e *failedLoad) Unwrap() error { return e.err }
 
 // kernelTypes caches the kernel's BTF. Decoding it takes longer than loading a program.
 var kernelTypes = btf.NewCache()
 
 // loadCollection loads programs and maps. Maps of the given names replace those of the spec.
 func loadCollection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
-	return ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: kernelTypes})
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: kernelTypes})
+	if err != nil {
+		return nil, &collectionError{err}
+	}
+	return collection, nil
 }
+
+// collectionError is an error of the library.
+type collectionError struct{ err error }
+
+// Error leaves out the library's advice to programmers: the agent raises RLIMIT_MEMLOCK where the kernel needs that.
+func (e *collectionError) Error() string {
+	return strings.ReplaceAll(e.err.Error(), " (MEMLOCK may be too low, consider rlimit.RemoveMemlock)", "")
+}
+
+func (e *collectionError) Unwrap() error { return e.err }
 
 func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
 	used := make(map[string]*ebpf.Map)
