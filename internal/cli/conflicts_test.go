@@ -73,13 +73,17 @@ func keeperOf(h *host) int {
 }
 
 // TestResetOfAnotherBPFFS checks that reset in a mount namespace with another bpffs at the same path does not find the
-// agent's keeper: it killed the keeper and detached the program from the group.
+// agent's keeper: it killed the keeper and detached the program from the group. An agent there is refused the ports.
 func TestResetOfAnotherBPFFS(t *testing.T) {
 	h, _ := running(t)
 	before, keeper := h.standing(), keeperOf(h)
 	r := h.child(both(inOwnMounts, inOwnNetwork), "other-bpffs", h.pins, "reset", "--pins", h.pins, "--state-dir", h.dir+"/state2")
 	if r.code != 0 || !strings.HasPrefix(h.plain(r.out), "removed PINS\n") {
 		t.Errorf("reset: %+v", r)
+	}
+	r = h.child(inOwnMounts, "other-bpffs", h.pins, "agent", "--run-dir", h.dir+"/run2", "--state-dir", h.dir+"/state2", "--pins", h.pins, "--policy", h.policy)
+	if hint := fmt.Sprintf("run nsenter --mount --target %d sockeye reset --pins PINS\n", keeper); r.code != 5 || !strings.HasSuffix(h.plain(r.err), hint) {
+		t.Errorf("an agent with another bpffs: %+v, want hint %q", r, hint)
 	}
 	if now := keeperOf(h); now != keeper {
 		t.Errorf("keeper %d, was %d", now, keeper)

@@ -54,8 +54,12 @@ func checkOtherKeeper(pid int, pins string, services []config.Service) error {
 			if !slices.ContainsFunc(sockets, func(s *member.Socket) bool { return isKeeperSocket(s, row) && isInNetns(s, c.Netns) }) {
 				continue
 			}
+			reset := "sockeye reset --pins " + pins
+			if !sameFile(procFile(pid, "ns/mnt"), "/proc/self/ns/mnt") {
+				reset = fmt.Sprintf("nsenter --mount --target %d %s", pid, reset)
+			}
 			return ofService(c.Name, fault.Conflict(fmt.Errorf("%s belongs to another agent: its keeper, process %d, has the port", l, pid),
-				"use that agent (sockeye agent --pins "+pins+"), or stop it and run sockeye reset --pins "+pins))
+				"use that agent (sockeye agent --pins "+pins+"), or stop it and run "+reset))
 		}
 	}
 	return nil
