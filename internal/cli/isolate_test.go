@@ -197,10 +197,29 @@ func addAddresses(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, a := range []netip.Addr{own4, own6} {
-		err := netlink.AddrReplace(lo, &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}})
+		err := netlink.AddrReplace(lo, &netlink.Addr{
+			IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}, Flags: unix.IFA_F_NODAD,
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
+		awaitLocal(t, a)
+	}
+}
+
+// awaitLocal waits until an address can be used: the kernel adds the prefix route of an IPv6 address at once, but a worker
+// adds the local route, without which packets are not delivered and bind(2) fails (addrconf_dad_work, Linux 6.18).
+func awaitLocal(t *testing.T, a netip.Addr) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); ; {
+		routes, err := netlink.RouteGet(a.AsSlice())
+		if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s has no local route: %v, %v", a, routes, err)
+		}
+		_ = unix.Nanosleep(&unix.Timespec{Nsec: 1e6}, nil)
 	}
 }
 

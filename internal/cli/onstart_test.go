@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"slices"
 	"strconv"
@@ -168,18 +169,7 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 				t.Error(err)
 			}
 		})
-		// The kernel adds the prefix route at once, but a worker adds the local route, without which packets are not
-		// delivered (addrconf_dad_work, Linux 6.18).
-		for deadline := time.Now().Add(patience); ; {
-			routes, err := netlink.RouteGet(addr.IP)
-			if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
-				break
-			}
-			if time.Now().After(deadline) {
-				t.Fatalf("%s has no local route: %v, %v", text, routes, err)
-			}
-			_ = unix.Nanosleep(&unix.Timespec{Nsec: 1e6}, nil)
-		}
+		awaitLocal(t, netip.MustParseAddr(text))
 		list = append(list, text)
 	}
 	return list
