@@ -25,6 +25,14 @@ struct {
 	__type(value, __u64);
 } sockets SEC(".maps");
 
+/* The sockets of closed gates, by listener. */
+struct {
+	__uint(type, BPF_MAP_TYPE_SOCKMAP);
+	__uint(max_entries, STEER_MAX_LISTENERS);
+	__type(key, __u32);
+	__type(value, __u64);
+} gates SEC(".maps");
+
 static __always_inline bool same_address(const volatile struct steer_address *a,
 				 const struct steer_address *b)
 {
@@ -90,7 +98,15 @@ int steer_lookup(struct bpf_sk_lookup *ctx)
 
 	s.connection = ctx->protocol == IPPROTO_TCP;
 	steer_decide(&s);
-	if (s.slot != STEER_NO_SLOT) {
+	if (s.gated) {
+		sk = bpf_map_lookup_elem(&gates, &row);
+		if (sk) {
+			s.held = sk->state == BPF_TCP_LISTEN &&
+				 !bpf_sk_assign(ctx, sk, BPF_SK_LOOKUP_F_NO_REUSEPORT);
+			bpf_sk_release(sk);
+		}
+	}
+	if (s.slot != STEER_NO_SLOT && !s.held) {
 		index = row * STEER_MAX_SLOTS + s.slot;
 		sk = bpf_map_lookup_elem(&sockets, &index);
 		if (!sk) {

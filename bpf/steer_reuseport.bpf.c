@@ -32,6 +32,14 @@ struct {
 	__type(value, __u64);
 } sockets SEC(".maps");
 
+/* The sockets of closed gates, by listener. */
+struct {
+	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
+	__uint(max_entries, STEER_MAX_LISTENERS);
+	__type(key, __u32);
+	__type(value, __u64);
+} gates SEC(".maps");
+
 static __always_inline bool read_source(struct sk_reuseport_md *ctx,
 					struct steer_address *address)
 {
@@ -62,6 +70,12 @@ static __always_inline void select(struct sk_reuseport_md *ctx,
 	steer_decide(s);
 	if (s->slot == STEER_NO_SLOT)
 		return;
+	if (s->gated) {
+		index = listener;
+		s->held = !bpf_sk_select_reuseport(ctx, &gates, &index, 0);
+		if (s->held)
+			return;
+	}
 	index = listener * STEER_MAX_SLOTS + s->slot;
 	if (bpf_sk_select_reuseport(ctx, &sockets, &index, 0))
 		steer_refuse(s, STEER_REASON_SOCKET);

@@ -104,6 +104,17 @@ struct {
 	__type(value, struct steer_admission);
 } admission SEC(".maps");
 
+/*
+ * The number of SYNs that the gate of a slot lets pass. Each of several CPUs that
+ * let one pass at the same instant may let one too many pass.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, STEER_MAX_SLOTS);
+	__type(key, __u32);
+	__type(value, __s64);
+} passes SEC(".maps");
+
 /* Packets of sources that got no entry in the devices map. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -115,9 +126,11 @@ struct {
 /* The steering decision for one packet. */
 struct steer {
 	struct steer_address address;
-	__u32 home;  /* slot of the address in the bucket table */
+	__u32 home;  /* slot of the address by its pin or the bucket table */
 	__u32 slot;  /* home, the standby slot, or STEER_NO_SLOT */
 	__u32 refused; /* enum steer_reason, if slot is STEER_NO_SLOT */
+	bool gated; /* the gate of the slot is closed for SYNs of the device */
+	bool held;  /* the SYN was dropped silently */
 	bool connection; /* TCP */
 	bool uncounted; /* not the SYN of a connection */
 };
@@ -164,11 +177,11 @@ static __always_inline bool steer_ready(__u32 slot)
 }
 
 /*
- * Finds the hash of the device to which an address belongs. map is the field
- * "named" of the bucket table. Returns false if there is no such device.
+ * Finds the device to which an address belongs. map is the field "named" of the
+ * bucket table. Returns NULL if there is no such device.
  */
-static __always_inline bool steer_device_hash(const struct steer_address *address,
-					__u32 map, __u32 *hash)
+static __always_inline const struct steer_device_id *
+steer_find_name(const struct steer_address *address, __u32 map)
 {
 	struct steer_prefix prefix = { .prefixlen = 128, .address = *address };
 	struct steer_device_id *id;
@@ -180,11 +193,41 @@ static __always_inline bool steer_device_hash(const struct steer_address *addres
 	else
 		trie = bpf_map_lookup_elem(&device_maps, &zero);
 	if (!trie)
-		return false;
+		return NULL;
 	id = bpf_map_lookup_elem(trie, &prefix);
-	if (!id || id->device == STEER_NO_DEVICE)
+	return id && id->device != STEER_NO_DEVICE ? id : NULL;
+}
+
+/*
+ * Returns the slot of an address in the bucket table, with STEER_GATED, or the
+ * slot of its pin.
+ *
+ * While the gate of a bucket is closed, SYNs beyond those of passes get a
+ * listening socket of the agent whose socket filter drops all packets, so that
+ * the device sends its SYN again later. Without that socket, the gate is open.
+ */
+static __always_inline __u32 steer_home(const struct steer_table *table,
+					const struct steer_address *address)
+{
+	const struct steer_device_id *id = NULL;
+	__u32 hash;
+
+	if (table->named)
+		id = steer_find_name(address, table->named);
+	if (id && id->device & STEER_PINNED)
+		return id->hash;
+	hash = id ? id->hash : steer_hash(address, table->nonce);
+	return table->bucket[hash & (STEER_BUCKETS - 1)];
+}
+
+/* Reports whether the gate of a slot lets a SYN pass, and counts the SYN. */
+static __always_inline bool steer_pass(__u32 slot)
+{
+	__s64 *left = bpf_map_lookup_elem(&passes, &slot);
+
+	if (!left || *left <= 0)
 		return false;
-	*hash = id->hash;
+	__sync_fetch_and_add(left, -1);
 	return true;
 }
 
@@ -192,7 +235,7 @@ static __always_inline bool steer_device_hash(const struct steer_address *addres
 static __always_inline void steer_decide(struct steer *s)
 {
 	struct steer_table *table;
-	__u32 zero = 0, hash = 0;
+	__u32 zero = 0;
 	void *inner;
 
 	s->home = STEER_NO_SLOT;
@@ -204,13 +247,16 @@ static __always_inline void steer_decide(struct steer *s)
 	table = bpf_map_lookup_elem(inner, &zero);
 	if (!table)
 		return;
-	if (!table->named || !steer_device_hash(&s->address, table->named, &hash))
-		hash = steer_hash(&s->address, table->nonce);
-	s->home = table->bucket[hash & (STEER_BUCKETS - 1)];
+	s->home = steer_home(table, &s->address);
+	s->gated = s->connection && !s->uncounted && s->home & STEER_GATED;
+	s->home &= ~STEER_GATED;
 	if (steer_ready(s->home)) {
 		s->slot = s->home;
+		if (s->gated && steer_pass(s->home))
+			s->gated = false;
 		return;
 	}
+	s->gated = false;
 	s->refused = STEER_REASON_EMPTY;
 	if (table->standby != STEER_NO_SLOT && steer_ready(table->standby))
 		s->slot = table->standby;
@@ -259,6 +305,16 @@ steer_find_device(const struct steer_address *address)
 	if (seen)
 		return seen;
 	return steer_admit() ? steer_add_device(address) : NULL;
+}
+
+static __always_inline void steer_note_held(const struct steer *s)
+{
+	struct steer_seen *seen = steer_find_device(&s->address);
+
+	if (!seen)
+		return;
+	seen->last_seen = bpf_ktime_get_ns();
+	seen->held = seen->last_seen >> 30;
 }
 
 static __always_inline void steer_count_connection(const struct steer *s)
@@ -337,6 +393,11 @@ static __always_inline void steer_account(const struct steer *s)
 	__u32 index = served ? s->slot : s->home;
 	struct steer_counters *count, *home;
 
+	if (s->held) {
+		if (track_devices)
+			steer_note_held(s);
+		return;
+	}
 	if (index >= STEER_MAX_SLOTS)
 		index = STEER_MAX_SLOTS;
 	count = bpf_map_lookup_elem(&counters, &index);

@@ -17,6 +17,8 @@ enum steer_limit {
 	STEER_NEXT_DEVICES = 2, /* value of steer_table.named: the map next_devices */
 	STEER_NO_SLOT = 0xffff,
 	STEER_NO_DEVICE = 0x7fffffff,
+	STEER_GATED = 0x8000, /* bit of steer_table.bucket: SYNs wait, see steer_gated */
+	STEER_PINNED = 0x80000000, /* bit of steer_device_id.device */
 	/* Incremented when a pinned map or a type below changes its meaning. */
 	STEER_SCHEMA = 1,
 };
@@ -41,7 +43,7 @@ struct steer_table {
 	__u16 slots;
 	__u16 standby; /* slot; STEER_NO_SLOT: packets of an empty slot are refused */
 	__u32 named;   /* device map: 0 none, 1 device_maps, 2 next_devices */
-	__u16 bucket[STEER_BUCKETS];
+	__u16 bucket[STEER_BUCKETS]; /* slot; | STEER_GATED */
 };
 
 /* LPM trie key; prefixlen counts the bits of the mapped address. */
@@ -55,8 +57,8 @@ struct steer_prefix {
  * IPv6 prefix such as ::/0 does not cover IPv4.
  */
 struct steer_device_id {
-	__u32 hash;   /* of the device's name, with the table's nonce */
-	__u32 device; /* index into the device map's list of names, in user space */
+	__u32 hash;   /* of the device's name, with the table's nonce; of a pinned device: the slot */
+	__u32 device; /* index into the device map's list of names, in user space; | STEER_PINNED */
 };
 
 /*
@@ -85,7 +87,7 @@ struct steer_seen {
 	__u64 refused;
 	__u64 last_seen; /* CLOCK_MONOTONIC, nanoseconds; up to 64 jiffies old */
 	__u32 slot;
-	__u32 padding;
+	__u32 held; /* time of the last SYN that the gate held: last_seen >> 30 */
 };
 
 /* State of the token bucket for new devices, and the hash key of pending. */

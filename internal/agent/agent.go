@@ -114,7 +114,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	a := newAgent(o, root, scope.Tree{Mount: cgroups})
 	defer a.close()
-	if err := a.recordStart(); err != nil {
+	if err := a.recordStart(); errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+		o.Log.Error("start not recorded", "error", err) // steering must continue on a full disk
+	} else if err != nil {
 		return err
 	}
 	first, err := a.choosePolicy()

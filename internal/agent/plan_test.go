@@ -44,7 +44,7 @@ func TestPlanTexts(t *testing.T) {
 		want    []string
 	}{
 		{"nothing", nil, nil},
-		{"slots", []string{"slots: 4", "slots: 5"}, []string{"telemetry change slots: 4 -> 5 (0 of 0 devices seen move)"}},
+		{"slots", []string{"slots: 4", "slots: 5"}, []string{"telemetry change slots: 4 -> 5 (0 of 0 devices seen move; the devices of slot 4 stay until a member is registered there)"}},
 		{"standby", []string{"slots: 4", "slots: 4\n    when_empty: {standby: 2}"}, []string{"telemetry change when_empty: reject -> standby 2 ()"}},
 		{"on start", []string{"slots: 4", "slots: 4\n    on_start: adopt"}, []string{"telemetry change on_start: reset -> adopt ()"}},
 		{"steering", []string{"slots: 4", "slots: 4\n    steering: lookup"}, []string{"telemetry change steering: reuseport -> lookup (all traffic is refused until the members are registered again, immediately)"}},

@@ -52,6 +52,8 @@ type ServiceStatus struct {
 	DeviceMap    *DeviceMapStatus `json:"device_map,omitempty"`
 	// SplitDevices counts devices that have TCP connections with another member than that of their slot.
 	SplitDevices int `json:"split_devices"`
+	// Notes are the changes by commands that are in force, as in "slot 2 drains".
+	Notes []string `json:"notes"`
 	// AdoptedDevices counts devices that on_start: adopt assigned to the member that had their connections.
 	AdoptedDevices int             `json:"adopted_devices"`
 	Problem        string          `json:"problem,omitempty"`
@@ -89,15 +91,28 @@ type RefusedStatus struct {
 
 // SlotStatus is one entry of the answer to GET /v1/slots.
 type SlotStatus struct {
-	Service string         `json:"service"`
-	Slot    int            `json:"slot"`
-	Ready   bool           `json:"ready"`
-	PID     int            `json:"pid,omitempty"`
-	Command string         `json:"command,omitempty"`
-	Source  string         `json:"source,omitempty"`
-	Since   *time.Time     `json:"since,omitempty"` // start of the process
-	Sockets []SocketStatus `json:"sockets"`
+	Service string      `json:"service"`
+	Slot    int         `json:"slot"`
+	State   string      `json:"state"`  // ready, drain or maint; removed: the policy no longer has the slot
+	Weight  int         `json:"weight"` // 0 to 256
+	Share   float64     `json:"share"`  // of the devices by the table in force, 0 to 1
+	Pins    []PinStatus `json:"pins"`
+	// Sessions counts the open TCP connections that the member has.
+	Sessions int            `json:"sessions"`
+	Ready    bool           `json:"ready"`
+	PID      int            `json:"pid,omitempty"`
+	Command  string         `json:"command,omitempty"`
+	Source   string         `json:"source,omitempty"`
+	Since    *time.Time     `json:"since,omitempty"` // start of the process
+	Sockets  []SocketStatus `json:"sockets"`
 	Counts
+}
+
+// PinStatus is a device that is pinned to a slot.
+type PinStatus struct {
+	Device  string     `json:"device"` // name in the device map, address or prefix
+	Until   *time.Time `json:"until,omitempty"`
+	InForce bool       `json:"in_force"` // false: the slot has no member yet, or the device waits for its turn
 }
 
 // SocketStatus is a registered socket.
@@ -126,6 +141,13 @@ type DeviceStatus struct {
 	Connections uint64     `json:"connections"`
 	Refused     uint64     `json:"refused"`
 	LastSeen    time.Time  `json:"last_seen"`
+	Pinned      bool       `json:"pinned"`
+	Sessions    int        `json:"sessions"` // open TCP connections
+	// SessionSlots are the slots of the members that have the sessions; -1: no member.
+	SessionSlots []int `json:"session_slots"`
+	// Split is set if a session is at another member than the one that receives the device's datagrams.
+	Split   bool   `json:"split"`
+	Problem string `json:"problem,omitempty"` // reason why the agent cannot close the sessions of a split device
 }
 
 // WhereStatus is one entry of the answer to GET /v1/where.
@@ -135,6 +157,7 @@ type WhereStatus struct {
 	Device  string     `json:"device,omitempty"`
 	Bucket  int        `json:"bucket"`
 	Slot    int        `json:"slot"`
+	Pinned  bool       `json:"pinned"`          // by sockeye move or on_start: adopt
 	Ready   *bool      `json:"ready,omitempty"` // absent if unknown, as with --offline
 }
 
@@ -143,6 +166,98 @@ type Membership struct {
 	Service string `json:"service"`
 	Slot    *int   `json:"slot"`
 	PID     int    `json:"pid,omitempty"`
+}
+
+// SlotChange is the body of POST /v1/slot, which sets the state or the weight of a slot, or both.
+type SlotChange struct {
+	Service string `json:"service"`
+	Slot    *int   `json:"slot"`
+	State   string `json:"state,omitempty"` // ready, drain or maint
+	Weight  *int   `json:"weight,omitempty"`
+	DryRun  bool   `json:"dry_run,omitempty"`
+}
+
+// DeviceMove is the body of POST /v1/move, which pins a device to a slot.
+type DeviceMove struct {
+	Service string `json:"service"`
+	Device  string `json:"device"`        // name in the device map, address or prefix
+	All     bool   `json:"all,omitempty"` // instead of Device: remove all pins
+	Slot    *int   `json:"slot"`          // null: remove the pin
+	For     int64  `json:"for,omitempty"` // seconds; 0: without end
+	DryRun  bool   `json:"dry_run,omitempty"`
+}
+
+// RebalanceRequest is the body of POST /v1/rebalance.
+type RebalanceRequest struct {
+	Service string  `json:"service"`
+	Seconds float64 `json:"seconds"` // time of the measurement, 1 to 45
+	Apply   bool    `json:"apply,omitempty"`
+}
+
+// Rebalance is one entry of the answer to POST /v1/rebalance. Loads are shares of the load of the service, 0 to 1: the
+// mean of the share of the datagrams and the share of the TCP bytes.
+type Rebalance struct {
+	Service   string         `json:"service"`
+	Datagrams float64        `json:"datagrams"` // per second
+	Bytes     float64        `json:"bytes"`     // received by TCP, per second
+	Devices   int            `json:"devices"`   // with a load
+	Slots     []SlotLoad     `json:"slots"`
+	Moves     []ProposedMove `json:"moves"`
+	Applied   bool           `json:"applied"`
+}
+
+// SlotLoad is the load of a slot before and after the moves.
+type SlotLoad struct {
+	Slot   int     `json:"slot"`
+	Fair   float64 `json:"fair"` // by the weights
+	Before float64 `json:"before"`
+	After  float64 `json:"after"`
+}
+
+// ProposedMove is a move of a device that makes the load more even.
+type ProposedMove struct {
+	Device string  `json:"device"`
+	From   int     `json:"from"`
+	To     int     `json:"to"`
+	Load   float64 `json:"load"`
+}
+
+// MovesRequest is the body of POST /v1/moves, which stops or continues the moves of a service.
+type MovesRequest struct {
+	Service string `json:"service"`
+	Stop    bool   `json:"stop"`
+}
+
+// MovesStatus is one entry of the answer to GET /v1/moves.
+type MovesStatus struct {
+	Service string `json:"service"`
+	// State is none, running, stopped (by sockeye moves --cancel), or blocked: the target slots have no member yet.
+	State     string         `json:"state"`
+	Cause     string         `json:"cause,omitempty"` // the change that caused the moves
+	Paced     bool           `json:"paced"`
+	Done      int            `json:"done"` // devices with sessions
+	Running   []MovingDevice `json:"running"`
+	Waiting   int            `json:"waiting"` // devices that wait for their turn: with sessions, or at a gate
+	Gates     []int          `json:"gates"`   // slots that admit devices in turn, because their member is new
+	Blocked   []BlockedMoves `json:"blocked"`
+	Started   *time.Time     `json:"started,omitempty"`
+	Remaining *float64       `json:"remaining_seconds,omitempty"` // estimate
+}
+
+// MovingDevice is a device that has moved and sends its initial dump.
+type MovingDevice struct {
+	Device   string    `json:"device"`
+	Slot     int       `json:"slot"`
+	Since    time.Time `json:"since"`
+	Received uint64    `json:"received"` // bytes
+	Rate     float64   `json:"rate"`     // bytes per second
+}
+
+// BlockedMoves are devices that stay at their slot until another slot has a member.
+type BlockedMoves struct {
+	Slot   int     `json:"slot"`
+	Reason string  `json:"reason"` // "has no member" or "is in maint"
+	Share  float64 `json:"share"`  // of all devices, 0 to 1
 }
 
 // Place is the answer to POST /v1/run.

@@ -106,8 +106,19 @@ func (t *Trace) AgeSlowest(tb testing.TB, group uint32, last uint64) {
 	}
 }
 
-// SteerLayouts returns the layouts of a mode, including those of versions without hashes.
-var (
-	SteerLayouts  = steerLayouts
-	SteerUnhashed = steerUnhashed
-)
+// DoubleMaps makes OpenSteer behave as a version with another layout of some maps, separated by commas.
+func DoubleMaps(tb testing.TB, names string) {
+	tb.Helper()
+	doubledMaps = names
+	tb.Cleanup(func() { doubledMaps = "" })
+}
+
+// SteerPins returns the name of a service's directory in this layout, and the names of the pins by map.
+func SteerPins(tb testing.TB, base string, lookup bool) (dir string, names map[string]string) {
+	tb.Helper()
+	l, err := steerLayout(lookup)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return l.dir(base), l.names
+}

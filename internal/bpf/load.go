@@ -93,11 +93,18 @@ func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.M
 	return collection.DetachProgram(name), nil
 }
 
+// sameInstructions reports whether two programs are the same, apart from their maps and constants.
+func sameInstructions(a, b *ebpf.Program) bool {
+	ia, errA := a.Info()
+	ib, errB := b.Info()
+	return errA == nil && errB == nil && ia.Tag == ib.Tag && ia.Type == ib.Type
+}
+
 // sameProgram reports whether instructions, maps and constants of two programs are equal.
 func sameProgram(a, b *ebpf.Program) bool {
 	ia, errA := a.Info()
 	ib, errB := b.Info()
-	if errA != nil || errB != nil || ia.Tag != ib.Tag || ia.Type != ib.Type {
+	if errA != nil || errB != nil || !sameInstructions(a, b) {
 		return false
 	}
 	ma, okA := ia.MapIDs()

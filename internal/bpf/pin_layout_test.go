@@ -5,7 +5,6 @@ package bpf_test
 import (
 	"errors"
 	"fmt"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -241,66 +240,4 @@ func TestLayoutsAreOneName(t *testing.T) {
 	if names, err = root.Tunings(); err != nil || !slices.Equal(names, []string{"a_1_b"}) {
 		t.Errorf("tunings %q, %v", names, err)
 	}
-}
-
-// TestSteerLayouts detects a changed layout: every release adopts the maps of the release before, or loses the
-// sockets in them. Maps that can be created again get another name instead, and another hash here.
-func TestSteerLayouts(t *testing.T) {
-	for lookup, want := range bpf.SteerUnhashed {
-		set, free, err := bpf.SteerLayouts(lookup)
-		check(t, err)
-		if set != want {
-			t.Errorf("lookup %v: layout %s, want that of versions without hashes, %s", lookup, set, want)
-		}
-		if free != "e123b2f7153c" {
-			t.Errorf("lookup %v: layout of the other maps %s", lookup, free)
-		}
-	}
-}
-
-// TestSteerOfAnotherLayout checks that a service of another layout keeps its nonce, and with it the slots of its
-// devices; the other maps are created again, and sockets can be registered again.
-func TestSteerOfAnotherLayout(t *testing.T) {
-	const slots = 4
-	both(t, func(t *testing.T, lookup bool) {
-		s := serve(t, config(t, lookup, pair...), slots, bpf.NoSlot, nil)
-		s.seat(allSlots(slots)...)
-		udp := newSender(t)
-		var from []netip.Addr
-		for slot := range slots {
-			from = append(from, s.sourceIn(slot, false))
-		}
-		send := func() {
-			t.Helper()
-			for _, a := range from {
-				udp.send(a, netip.MustParseAddrPort("127.0.0.1:4739"))
-			}
-			s.expect(0, from)
-		}
-		send()
-		check(t, s.Close())
-		other := s.config.Dir + "@0123456789ab"
-		check(t, os.Rename(s.config.Dir, other))
-		if nonce, err := bpf.ReadNonce(s.config.Dir); err != nil || nonce != s.mapping.Table.Nonce {
-			t.Errorf("nonce %#x, %v", nonce, err)
-		}
-		s.Steer = open(t, s.config)
-		if _, err := os.Stat(other); !errors.Is(err, os.ErrNotExist) {
-			t.Errorf("pins of the other layout: %v", err)
-		}
-		s.install(s.mapping)
-		for slot, sockets := range s.seats {
-			for row, k := range sockets {
-				check(t, s.Insert(row, slot, k.fd, k.cookie()))
-			}
-			check(t, s.SetSlot(slot, bpf.Slot{Ready: 1, Pid: uint32(os.Getpid())}))
-		}
-		for row, k := range s.keepers {
-			check(t, s.Attach(row, k.fd))
-		}
-		send()
-		if _, refused := s.total(); refused != 0 {
-			t.Errorf("%d refused", refused)
-		}
-	})
 }

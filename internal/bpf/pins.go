@@ -19,6 +19,10 @@ const (
 	pinDeviceMap = "device_map" // device map in force; absent without one
 	pinDevices   = "devices"    // seen devices
 	pinSockets   = "sockets"    // registered sockets by row and slot
+	pinGates     = "gates"      // sockets of closed gates by row
+	pinPasses    = "passes"     // SYNs that closed gates let pass by slot
+	pinSlots     = "slots"      // member of each slot
+	pinCookies   = "cookies"    // slot of each registered socket
 
 	pinLookupLink  = linkPin + "lookup"
 	pinReleaseLink = linkPin + "release"

@@ -3,12 +3,14 @@
 package bpf
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"structs"
+	"time"
 
 	"sockeye/internal/bpf/pin"
 
@@ -48,25 +50,39 @@ type SteerConfig struct {
 	Netns *os.File
 	// Cgroup is the directory of the members' cgroup.
 	Cgroup string
+	// Ready is called before the programs of this version replace those of another version or are attached for the first
+	// time. The new data path has no mapping: Ready installs one.
+	Ready func(*Steer) error
 }
 
 // Steer is the data path of one service: pinned maps, programs and links, which stay attached without this process.
 type Steer struct {
 	dir    string
 	lookup bool
+	names  map[string]string // pins of this layout, by the names of the maps
+	others []string          // directories of other layouts
 
 	tables, slots, counters            *ebpf.Map
 	deviceMaps, nextDevices            *ebpf.Map
 	devices, pending, sockets, cookies *ebpf.Map
 	events, lost, listeners            *ebpf.Map
-	admission, unlisted                *ebpf.Map
+	admission, unlisted, owners, gates *ebpf.Map
+	passes                             *ebpf.Map
 
 	// Programs that select sockets: one per row, or one for all rows with sk_lookup.
 	programs map[int]*ebpf.Program
 	links    []link.Link
 	tableFor *ebpf.MapSpec
 	named    uint32 // device map in force (Table.Named)
+
+	created      map[string]bool      // maps that no pin of this layout existed for
+	unpinned     map[string]*ebpf.Map // maps for pinAll by the names of their pins; nil removes a pin
+	refusedSince time.Time
 }
+
+// RefusedSince returns the time since which slots have been refusing because their sockets had to be removed from the
+// map of another layout. It is zero if none had to.
+func (s *Steer) RefusedSince() time.Time { return s.refusedSince }
 
 // listenerOf is struct steer_listener.
 type listenerOf struct {
@@ -97,21 +113,26 @@ func listenerValue(l Listener) listenerOf {
 // UsesLookup reports whether the pinned data path in dir is that of steering by sk_lookup. The error wraps ErrNotExist if
 // no map of sockets is pinned.
 func UsesLookup(dir string) (bool, error) {
-	sockets, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinSockets), nil)
+	path, err := pin.Newest(dir, pinSockets)
 	if err != nil {
-		return false, fmt.Errorf("open pin %s: %w", filepath.Join(dir, pinSockets), err)
+		return false, err
+	}
+	sockets, err := ebpf.LoadPinnedMap(path, nil)
+	if err != nil {
+		return false, fmt.Errorf("open pin %s: %w", path, err)
 	}
 	defer sockets.Close()
 	if kind := sockets.Type(); kind != ebpf.SockMap && kind != ebpf.ReusePortSockArray {
-		return false, fmt.Errorf("open pin %s: it is a map of type %s", filepath.Join(dir, pinSockets), kind)
+		return false, fmt.Errorf("open pin %s: it is a map of type %s", path, kind)
 	}
 	return sockets.Type() == ebpf.SockMap, nil
 }
 
-// ReadListeners returns the listeners of a pinned service by row. The error wraps os.ErrNotExist if dir has no pins.
+// ReadListeners returns the listeners of a pinned service by row, in any layout: each begins with the fields of this
+// version. The error wraps os.ErrNotExist if dir has no pins.
 func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 	var listeners [MaxListeners]Listener
-	path, err := pin.Newest(dir, pinListeners)
+	path, err := newestOf(dir, pinListeners)
 	if err != nil {
 		return listeners, err
 	}
@@ -120,9 +141,13 @@ func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 		return listeners, fmt.Errorf("open pinned map %s: %w", path, err)
 	}
 	defer m.Close()
-	for row := range listeners {
+	for row := range min(len(listeners), int(m.MaxEntries())) {
 		var v listenerOf
-		if err := m.Lookup(uint32(row), &v); err != nil {
+		value, err := m.LookupBytes(uint32(row))
+		if err == nil {
+			_, err = binary.Decode(value, binary.NativeEndian, &v)
+		}
+		if err != nil {
 			return listeners, &pin.IncompatibleError{Path: path, Err: err}
 		}
 		if v.Port == 0 {
@@ -152,11 +177,14 @@ func (s *Steer) Close() error {
 	}
 	for _, m := range []*ebpf.Map{
 		s.tables, s.deviceMaps, s.nextDevices, s.slots, s.counters, s.devices, s.pending,
-		s.sockets, s.cookies, s.events, s.lost, s.listeners, s.admission, s.unlisted,
+		s.sockets, s.cookies, s.events, s.lost, s.listeners, s.admission, s.unlisted, s.owners, s.gates, s.passes,
 	} {
 		if m != nil {
 			errs = append(errs, m.Close())
 		}
+	}
+	for _, m := range s.unpinned {
+		errs = append(errs, m.Close())
 	}
 	return errors.Join(errs...)
 }
@@ -270,6 +298,31 @@ func (s *Steer) Delete(row, slot int) error {
 	}
 	if err := s.cookies.Delete(cookie); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return fmt.Errorf("forget socket %#x: %w", cookie, err)
+	}
+	return nil
+}
+
+// InsertGate registers the socket of a closed gate for a listener. The gate is open again once the socket is closed.
+func (s *Steer) InsertGate(row, fd int) error {
+	if err := s.gates.Put(uint32(row), uint64(fd)); err != nil {
+		return fmt.Errorf("register gate of listener %d: %w", row, err)
+	}
+	return nil
+}
+
+// Passes returns the number of SYNs that the closed gate of a slot still lets pass.
+func (s *Steer) Passes(slot int) (int, error) {
+	var left int64
+	if err := s.passes.Lookup(uint32(slot), &left); err != nil {
+		return 0, fmt.Errorf("read passes of slot %d: %w", slot, err)
+	}
+	return int(max(left, 0)), nil
+}
+
+// SetPasses sets the number of SYNs that the closed gate of a slot lets pass.
+func (s *Steer) SetPasses(slot, n int) error {
+	if err := s.passes.Put(uint32(slot), int64(n)); err != nil {
+		return fmt.Errorf("write passes of slot %d: %w", slot, err)
 	}
 	return nil
 }

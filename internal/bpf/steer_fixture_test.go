@@ -132,16 +132,24 @@ func (s *service) install(m *placement.Mapping) {
 }
 
 func setMapping(s *bpf.Steer, m *placement.Mapping) error {
-	entries := m.Entries()
+	entries, flips := m.Entries(), 0
+	flipped := func() { flips++ }
 	if entries.Size() == 0 {
-		return s.SetMapping(&m.Table, nil)
+		return errors.Join(s.SetMapping(&m.Table, nil, flipped), onceOnly(&flips))
 	}
 	trie, err := bpf.NewDeviceTrie(entries.Size(), entries.All())
 	if err != nil {
 		return err
 	}
 	defer trie.Close()
-	return s.SetMapping(&m.Table, trie)
+	return errors.Join(s.SetMapping(&m.Table, trie, flipped), onceOnly(&flips))
+}
+
+func onceOnly(flips *int) error {
+	if *flips != 1 {
+		return fmt.Errorf("SetMapping reported %d flips", *flips)
+	}
+	return nil
 }
 
 func (s *service) rows() map[int]bpf.Listener {

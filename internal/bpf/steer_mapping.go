@@ -44,16 +44,19 @@ func NewDeviceTrie(size int, prefixes iter.Seq2[Prefix, DeviceID]) (_ *DeviceTri
 func (d *DeviceTrie) Close() error { return d.m.Close() }
 
 // SetMapping replaces the bucket table and the device map atomically: every packet is steered by the old ones or by
-// the new ones. If devices is nil, the service has no device map.
-func (s *Steer) SetMapping(t *Table, devices *DeviceTrie) error {
-	path := filepath.Join(s.dir, pinDeviceMap)
+// the new ones. If devices is nil, the service has no device map. SetMapping calls flipped as soon as the new ones are in
+// force: the updates that follow wait for several grace periods of RCU.
+func (s *Steer) SetMapping(t *Table, devices *DeviceTrie, flipped func()) error {
 	if devices == nil {
 		err := s.setTable(t, 0)
+		if err == nil {
+			flipped()
+		}
 		// The kernel has waited for programs that use the previous table (maybe_wait_bpf_programs).
 		if err == nil {
 			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.nextDevices))
 		}
-		return errors.Join(err, pin.Remove(path))
+		return errors.Join(err, s.replacePin(pinDeviceMap, nil))
 	}
 	if s.named != 0 {
 		if err := s.nextDevices.Put(uint32(0), devices.m); err != nil {
@@ -62,21 +65,23 @@ func (s *Steer) SetMapping(t *Table, devices *DeviceTrie) error {
 		if err := s.setTable(t, nextDevices); err != nil {
 			return err
 		}
+		flipped()
 	}
+	first := s.named == 0
 	if err := s.deviceMaps.Put(uint32(0), devices.m); err != nil {
 		return fmt.Errorf("install device map: %w", err)
 	}
 	err := s.setTable(t, 1)
+	if err == nil && first {
+		flipped()
+	}
 	if err == nil {
 		err = emptyMap(s.nextDevices)
 	}
 	if err != nil {
 		return err
 	}
-	if err := pin.Replace(devices.m.Pin, path); err != nil {
-		return fmt.Errorf("pin device map: %w", err)
-	}
-	return nil
+	return s.replacePin(pinDeviceMap, devices.m)
 }
 
 // emptyMap removes the entry of a map of maps.
@@ -105,16 +110,13 @@ func (s *Steer) setTable(t *Table, named uint32) error {
 		return fmt.Errorf("install bucket table: %w", err)
 	}
 	s.named = named
-	if err := pin.Replace(inner.Pin, filepath.Join(s.dir, pinTable)); err != nil {
-		return fmt.Errorf("pin bucket table: %w", err)
-	}
-	return nil
+	return s.replacePin(pinTable, inner)
 }
 
 // readNamed reads which device map is in force. If an agent was killed during a change, the next change takes two
 // steps.
 func (s *Steer) readNamed() error {
-	table, err := ReadTable(s.dir)
+	table, err := readTable(filepath.Join(s.dir, s.names[pinTable]))
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
@@ -124,10 +126,10 @@ func (s *Steer) readNamed() error {
 	return err
 }
 
-// ReadNonce returns the nonce in the bucket table of a pinned service, in any layout. The error wraps os.ErrNotExist
+// ReadNonce returns the nonce in the bucket table of a pinned service, in any layout: a table begins with it. The error wraps os.ErrNotExist
 // if there is none.
 func ReadNonce(dir string) (uint64, error) {
-	path, err := pin.Newest(dir, pinTable)
+	path, err := newestOf(dir, pinTable)
 	if err != nil {
 		return 0, err
 	}
@@ -143,12 +145,16 @@ func ReadNonce(dir string) (uint64, error) {
 	return binary.NativeEndian.Uint64(value), nil
 }
 
-// ReadTable returns the bucket table of a pinned service. The error wraps os.ErrNotExist if there is none.
+// ReadTable returns the bucket table of a pinned service, without the flag Gated. The error wraps os.ErrNotExist if there is none.
 func ReadTable(dir string) (*Table, error) {
-	path, err := pin.Newest(dir, pinTable)
+	path, err := newestOwn(dir, pinTable)
 	if err != nil {
 		return nil, err
 	}
+	return readTable(path)
+}
+
+func readTable(path string) (*Table, error) {
 	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
 	if err != nil {
 		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
@@ -158,30 +164,32 @@ func ReadTable(dir string) (*Table, error) {
 	if err := m.Lookup(uint32(0), t); err != nil {
 		return nil, &pin.IncompatibleError{Path: path, Err: err}
 	}
+	for bucket := range t.Bucket {
+		t.Bucket[bucket] &^= Gated
+	}
 	return t, nil
 }
 
-// ReadDeviceHash looks up an address in the device map of a pinned service. found is false if no prefix matches or
-// there is no device map.
-func ReadDeviceHash(dir string, address Address) (hash uint32, found bool, err error) {
-	path, err := pin.Newest(dir, pinDeviceMap)
+// ReadDevice looks up an address in the device map of a pinned service. found is false if no prefix matches or there is
+// no device map.
+func ReadDevice(dir string, address Address) (id DeviceID, found bool, err error) {
+	path, err := newestOwn(dir, pinDeviceMap)
 	if errors.Is(err, os.ErrNotExist) {
-		return 0, false, nil
+		return id, false, nil
 	}
 	if err != nil {
-		return 0, false, err
+		return id, false, err
 	}
 	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
 	if err != nil {
-		return 0, false, fmt.Errorf("open pinned map %s: %w", path, err)
+		return id, false, fmt.Errorf("open pinned map %s: %w", path, err)
 	}
 	defer m.Close()
-	var id DeviceID
 	err = m.Lookup(&Prefix{Prefixlen: 128, Address: address}, &id)
 	if errors.Is(err, ebpf.ErrKeyNotExist) {
-		return 0, false, nil
+		return id, false, nil
 	}
-	return id.Hash, err == nil && id.Device != NoDevice, err
+	return id, err == nil && id.Device != NoDevice, err
 }
 
 func namedSpec(spec *ebpf.MapSpec, name string) *ebpf.MapSpec {

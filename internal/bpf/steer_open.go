@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -25,21 +26,30 @@ import (
 // and links are replaced atomically if they differ. OpenSteer attaches sk_lookup to the network namespace and the
 // member hooks to the cgroup. Attach attaches a reuseport program to its group.
 //
-// Pins of another layout are replaced. Their sockets are removed from the map, because a socket can be in one map at
-// a time, and must be registered again; until then their slots refuse. ReadNonce returns the nonce of the replaced
-// pins.
+// The data path of another version of Sockeye is replaced without an interruption: maps of the same layout are shared,
+// above all those of the members' sockets. The maps of the mapping are always new, because another version may
+// interpret them differently; c.Ready fills them. Then the links are updated, and at last the pins are replaced, those
+// of the programs after all others: if the process is killed before, the next OpenSteer repeats everything.
+//
+// If the map of sockets has another layout, its sockets are removed, because a socket can be in one map at a time, and
+// must be registered again; until then their slots refuse (RefusedSince).
 //
 // The error is a *pin.IncompatibleError for a pin that this version cannot use.
 func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	base := c.Dir
-	if c.Dir, err = steerDir(base, c.Lookup); err != nil {
+	layout, err := steerLayout(c.Lookup)
+	if err != nil {
 		return nil, err
 	}
+	c.Dir = layout.dir(base)
 	others, err := pin.OtherLayouts(base, c.Dir)
 	if err != nil {
 		return nil, err
 	}
-	s := &Steer{dir: c.Dir, lookup: c.Lookup, programs: make(map[int]*ebpf.Program)}
+	s := &Steer{
+		dir: c.Dir, lookup: c.Lookup, names: layout.names, others: others,
+		programs: make(map[int]*ebpf.Program), unpinned: make(map[string]*ebpf.Map), created: make(map[string]bool),
+	}
 	defer func() {
 		if err != nil {
 			s.Close()
@@ -48,21 +58,7 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	if err := os.MkdirAll(c.Dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create pin directory: %w", err)
 	}
-
-	load := loadSteerReuseport
-	if c.Lookup {
-		load = loadSteerLookup
-	}
-	steering, err := load()
-	if err != nil {
-		return nil, err
-	}
-	members, err := loadSteerMembers()
-	if err != nil {
-		return nil, err
-	}
-	staleDevices, err := s.openMaps(c, steering, members)
-	if err != nil {
+	if err := s.openMaps(c, layout); err != nil {
 		return nil, err
 	}
 	if err := s.checkPins(c); err != nil {
@@ -77,40 +73,35 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	if err := s.recordListeners(c); err != nil {
 		return nil, err
 	}
-	if err := s.openPrograms(c, steering); err != nil {
+	if err := s.openPrograms(c, layout.steering); err != nil {
 		return nil, err
 	}
-	if err := s.openHooks(c, members); err != nil {
+	copied, err := s.copyMembers(c)
+	if err != nil {
 		return nil, err
 	}
-	if staleDevices {
-		if err := pin.Replace(s.devices.Pin, filepath.Join(c.Dir, pinDevices)); err != nil {
-			return nil, fmt.Errorf("pin map %s: %w", pinDevices, err)
-		}
+	if s.created[pinSockets] && len(others) > 0 {
+		s.refusedSince = time.Now()
 	}
-	for _, other := range others {
-		if err := errors.Join(takeSockets(other), removeSteer(other)); err != nil {
+	if c.Lookup {
+		p := s.programs[0]
+		err := s.keepLink(pinLookupLink, p, c.Netns, func() (link.Link, error) {
+			return link.AttachNetNs(int(c.Netns.Fd()), p)
+		})
+		if err != nil {
 			return nil, err
 		}
 	}
-	return s, nil
-}
-
-// takeSockets removes all sockets from the array of another layout, because a program of a group may keep the array.
-func takeSockets(dir string) error {
-	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinSockets), nil)
-	if err != nil {
-		return nil // no usable array
+	if err := s.openHooks(c, layout.members); err != nil {
+		return nil, err
 	}
-	defer m.Close()
-	for key := range m.MaxEntries() {
-		err := m.Delete(key)
-		// The errors for an empty entry, by type of map.
-		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) && !errors.Is(err, unix.EINVAL) {
-			return fmt.Errorf("remove sockets from %s: %w", filepath.Base(dir), err)
-		}
+	if err := s.closeCopied(c, copied); err != nil {
+		return nil, err
 	}
-	return nil
+	if err := s.pinAll(c); err != nil {
+		return nil, err
+	}
+	return s, s.removeOthers()
 }
 
 func listenersSpec() (*ebpf.MapSpec, error) {
@@ -129,48 +120,70 @@ func listenersSpec() (*ebpf.MapSpec, error) {
 	}, nil
 }
 
-// openMaps creates or adopts the maps. A devices map of another size is created again, and pinned when the programs
-// use it.
-func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) (staleDevices bool, err error) {
-	steering.Maps[pinDevices].MaxEntries = uint32(max(c.Devices, 1))
-	s.tableFor = steering.Maps["tables"].InnerMap
-	listeners, err := listenersSpec()
-	if err != nil {
-		return false, err
-	}
+// openMaps creates or adopts the maps. A devices map of another size is created again.
+func (s *Steer) openMaps(c SteerConfig, l *steerMaps) error {
+	devices := l.steering.Maps[pinDevices]
+	devices.MaxEntries = uint32(max(c.Devices, 1))
+	s.tableFor = l.steering.Maps["tables"].InnerMap
 	for _, m := range []struct {
 		spec *ebpf.MapSpec
 		to   **ebpf.Map
 	}{
-		{steering.Maps["tables"], &s.tables},
-		{steering.Maps["device_maps"], &s.deviceMaps},
-		{steering.Maps["next_devices"], &s.nextDevices},
-		{steering.Maps["slots"], &s.slots},
-		{steering.Maps["counters"], &s.counters},
-		{steering.Maps[pinDevices], &s.devices},
-		{steering.Maps["pending"], &s.pending},
-		{steering.Maps["admission"], &s.admission},
-		{steering.Maps["unlisted"], &s.unlisted},
-		{steering.Maps[pinSockets], &s.sockets},
-		{members.Maps["cookies"], &s.cookies},
-		{members.Maps["events"], &s.events},
-		{members.Maps["lost_events"], &s.lost},
-		{listeners, &s.listeners},
+		{l.steering.Maps["tables"], &s.tables},
+		{l.steering.Maps["device_maps"], &s.deviceMaps},
+		{l.steering.Maps["next_devices"], &s.nextDevices},
+		{l.steering.Maps[pinSlots], &s.slots},
+		{l.steering.Maps["counters"], &s.counters},
+		{devices, &s.devices},
+		{l.steering.Maps["pending"], &s.pending},
+		{l.steering.Maps["admission"], &s.admission},
+		{l.steering.Maps["unlisted"], &s.unlisted},
+		{l.steering.Maps[pinSockets], &s.sockets},
+		{l.members.Maps[pinCookies], &s.cookies},
+		{l.members.Maps["events"], &s.events},
+		{l.members.Maps["lost_events"], &s.lost},
+		{l.listeners, &s.listeners},
+		{l.steering.Maps[pinGates], &s.gates},
+		{l.steering.Maps[pinPasses], &s.passes},
+		{l.owners, &s.owners},
 	} {
-		pinned, err := pin.OpenMap(c.Dir, m.spec)
-		var incompatible *pin.IncompatibleError
-		if errors.As(err, &incompatible) && m.spec.Name == pinDevices && incompatible.Kind == m.spec.Type {
-			staleDevices = true
-			if pinned, err = ebpf.NewMap(m.spec); err != nil {
-				return false, fmt.Errorf("create map %s: %w", m.spec.Name, err)
+		if err := s.openMap(m.spec, m.to); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// openMap adopts a pinned map of the same layout, from another layout's directory if necessary, or creates the map. An
+// adopted map of another directory and a new map are pinned by pinAll.
+func (s *Steer) openMap(spec *ebpf.MapSpec, to **ebpf.Map) (err error) {
+	*to, err = pin.LoadMap(filepath.Join(s.dir, s.names[spec.Name]), spec)
+	incompatible, ok := errors.AsType[*pin.IncompatibleError](err)
+	switch {
+	case ok && spec.Name == pinDevices && incompatible.Kind == spec.Type: // another size
+	case !errors.Is(err, os.ErrNotExist):
+		return err
+	case !slices.Contains(steerMapping, spec.Name):
+		for _, other := range slices.Backward(s.others) {
+			if m, err := pin.LoadMap(filepath.Join(other, s.names[spec.Name]), spec); err == nil {
+				*to = m
+				return s.pinLater(spec.Name, m)
 			}
 		}
-		if err != nil {
-			return false, err
-		}
-		*m.to = pinned
 	}
-	return staleDevices, nil
+	return s.createMap(spec, to)
+}
+
+func (s *Steer) createMap(spec *ebpf.MapSpec, to **ebpf.Map) error {
+	m, err := ebpf.NewMap(spec)
+	if err != nil {
+		return fmt.Errorf("create map %s: %w", spec.Name, err)
+	}
+	if *to != nil {
+		(*to).Close()
+	}
+	*to, s.created[spec.Name] = m, true
+	return s.pinLater(spec.Name, m)
 }
 
 // checkPins checks the pinned programs and links before any is replaced, so that a failure leaves the service
@@ -236,20 +249,44 @@ func (s *Steer) makeKeys() error {
 
 func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
-		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, "slots": s.slots,
-		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets,
+		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, pinSlots: s.slots,
+		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets, pinGates: s.gates, pinPasses: s.passes,
 		"admission": s.admission, "unlisted": s.unlisted,
 	}
 }
 
+// openPrograms adopts or loads the programs. If the pinned programs are those of another version, or if programs or maps
+// of the mapping are missing, openPrograms creates the maps of the mapping, and calls c.Ready.
 func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	if err := setDevices(spec, c.Devices); err != nil {
 		return err
 	}
-	if !c.Lookup {
-		return s.openReuseport(c, spec)
+	same, err := s.loadPrograms(c, spec)
+	if err != nil || same && !slices.ContainsFunc(steerMapping, func(name string) bool { return s.created[name] }) {
+		return err
 	}
+	for _, p := range s.programs {
+		p.Close()
+	}
+	clear(s.programs)
+	for name, to := range map[string]**ebpf.Map{"tables": &s.tables, "device_maps": &s.deviceMaps, "next_devices": &s.nextDevices} {
+		if err := s.createMap(spec.Maps[name], to); err != nil {
+			return err
+		}
+	}
+	s.named = 0
+	if _, err := s.loadPrograms(c, spec); err != nil || c.Ready == nil {
+		return err
+	}
+	return c.Ready(s)
+}
 
+// loadPrograms adopts pinned programs that are the same, and loads the others. It returns whether all pinned programs,
+// and at least one, have the instructions of this version.
+func (s *Steer) loadPrograms(c SteerConfig, spec *ebpf.CollectionSpec) (same bool, err error) {
+	if !c.Lookup {
+		return s.loadReuseport(c, spec)
+	}
 	var listeners [MaxListeners]listenerOf
 	count := 0
 	for row, l := range c.Listeners {
@@ -259,18 +296,13 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 		}
 	}
 	if err := spec.Variables["listeners"].Set(listeners); err != nil {
-		return err
+		return false, err
 	}
 	if err := spec.Variables["listener_count"].Set(uint32(count)); err != nil {
-		return err
+		return false, err
 	}
-	p, err := s.openProgram(spec, "steer_lookup", 0)
-	if err != nil {
-		return err
-	}
-	return s.keepLink(pinLookupLink, p, c.Netns, func() (link.Link, error) {
-		return link.AttachNetNs(int(c.Netns.Fd()), p)
-	})
+	version, err := s.openProgram(spec, "steer_lookup", 0)
+	return version == sameVersion, err
 }
 
 // admitGather limits the admission of new devices to the table: half of the table immediately, the whole table within 2
@@ -286,35 +318,43 @@ func setDevices(spec *ebpf.CollectionSpec, devices int) error {
 		spec.Variables["admit_gather"].Set(uint64(admitGather)))
 }
 
-func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
+func (s *Steer) loadReuseport(c SteerConfig, spec *ebpf.CollectionSpec) (same bool, err error) {
 	name := "steer_migrate"
 	switch err := probeMigration(); {
 	case errors.Is(err, ebpf.ErrNotSupported):
 		name = "steer_reuseport"
 	case err != nil:
-		return fmt.Errorf("probe sk_reuseport migration: %w", err)
+		return false, fmt.Errorf("probe sk_reuseport migration: %w", err)
 	}
+	found := make(map[version]bool)
 	for row, l := range c.Listeners {
 		if !l.Address.IsValid() {
-			// The row is unused now. Its group keeps the program.
-			if err := pin.Remove(filepath.Join(s.dir, programPin(s.lookup, row))); err != nil {
-				return err
-			}
 			continue
 		}
 		spec := spec.Copy()
 		if err := spec.Variables["listener"].Set(uint32(row)); err != nil {
-			return err
+			return false, err
 		}
-		if _, err := s.openProgram(spec, name, row); err != nil {
-			return err
+		v, err := s.openProgram(spec, name, row)
+		if err != nil {
+			return false, err
 		}
+		found[v] = true
 	}
-	return nil
+	return found[sameVersion] && !found[otherVersion], nil
 }
 
-// openProgram loads and pins the named program, unless the same program is pinned.
-func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*ebpf.Program, error) {
+// version is the version of a pinned program.
+type version int
+
+const (
+	noVersion version = iota // no program is pinned
+	sameVersion
+	otherVersion // other instructions
+)
+
+// openProgram adopts the pinned program of a row, or loads the named one if another program or none is pinned.
+func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (version, error) {
 	spec = spec.Copy()
 	for other := range spec.Programs {
 		if other != name {
@@ -323,31 +363,38 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*e
 	}
 	fresh, err := loadProgram(spec, name, s.replacements())
 	if err != nil {
-		return nil, err
+		return noVersion, err
 	}
 	path := filepath.Join(s.dir, programPin(s.lookup, row))
 	pinned, err := ebpf.LoadPinnedProgram(path, nil)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		fresh.Close()
-		return nil, &pin.IncompatibleError{Path: path, Err: err}
+		return noVersion, &pin.IncompatibleError{Path: path, Err: err}
 	}
-	if err == nil && sameProgram(pinned, fresh) {
+	if err != nil {
+		s.programs[row] = fresh
+		return noVersion, nil
+	}
+	if sameProgram(pinned, fresh) {
 		fresh.Close()
 		s.programs[row] = pinned
-		return pinned, nil
+		return sameVersion, nil
 	}
-	if err == nil {
-		pinned.Close()
-	}
+	defer pinned.Close()
 	s.programs[row] = fresh
-	if err := pin.Replace(fresh.Pin, path); err != nil {
-		return nil, fmt.Errorf("pin program %s: %w", name, err)
+	if sameInstructions(pinned, fresh) {
+		return sameVersion, nil
 	}
-	return fresh, nil
+	return otherVersion, nil
 }
 
-// keepLink is pin.EnsureLink for a link of the service.
+// keepLink is pin.EnsureLink for a link of the service, which another layout may have pinned.
 func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
+	for _, other := range s.others {
+		if err := pin.TakeLink(other, s.dir, name, p, target); err != nil {
+			return err
+		}
+	}
 	l, err := pin.EnsureLink(s.dir, name, p, target, attach)
 	if err == nil {
 		s.links = append(s.links, l)
@@ -407,7 +454,7 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	if err := errors.Join(spec.Variables["served"].Set(served), spec.Variables["served_count"].Set(count), setDevices(spec, c.Devices)); err != nil {
 		return err
 	}
-	used := map[string]*ebpf.Map{"cookies": s.cookies, "events": s.events, "lost_events": s.lost}
+	used := map[string]*ebpf.Map{pinCookies: s.cookies, "events": s.events, "lost_events": s.lost}
 	for name, m := range s.replacements() {
 		if spec.Maps[name] != nil {
 			used[name] = m

@@ -260,7 +260,7 @@ func TestReadWithoutPins(t *testing.T) {
 	if _, err := bpf.ReadListeners(dir); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("listeners: %v", err)
 	}
-	if _, found, err := bpf.ReadDeviceHash(dir, bpf.Address{}); found || err != nil {
+	if _, found, err := bpf.ReadDevice(dir, bpf.Address{}); found || err != nil {
 		t.Errorf("device: %v, %v", found, err)
 	}
 }
@@ -278,24 +278,24 @@ func TestListenersAreRecorded(t *testing.T) {
 	}
 }
 
-// TestDeviceHash compares the lookup in the pinned device map with the reference model.
-func TestDeviceHash(t *testing.T) {
+// TestReadDevice compares the lookup in the pinned device map with the reference model.
+func TestReadDevice(t *testing.T) {
 	m := deviceMap(t, "127.1.0.0/16,a", "::/0,b", "0.0.0.0/1,c")
 	s := serve(t, config(t, false, pair[0]), 4, bpf.NoSlot, m)
 	for text, in := range map[string]bool{"127.1.2.3": true, "127.2.0.0": true, "128.0.0.1": false, "::1": true} {
 		a := netip.MustParseAddr(text)
-		hash, found, err := bpf.ReadDeviceHash(s.config.Dir, placement.Address(a))
+		id, found, err := bpf.ReadDevice(s.config.Dir, placement.Address(a))
 		check(t, err)
 		if found != in {
 			t.Errorf("%s: found %v", a, found)
 		}
-		if found && int(s.mapping.Table.Bucket[hash%uint32(bpf.Buckets)]) != s.slotOf(a) {
+		if found && int(s.mapping.Table.Bucket[id.Hash%uint32(bpf.Buckets)]) != s.slotOf(a) {
 			t.Errorf("%s: another slot", a)
 		}
 	}
-	check(t, s.SetMapping(&s.mapping.Table, nil))
-	check(t, s.SetMapping(&s.mapping.Table, nil))
-	if _, found, err := bpf.ReadDeviceHash(s.config.Dir, placement.Address(netip.MustParseAddr("127.1.0.1"))); found || err != nil {
+	check(t, s.SetMapping(&s.mapping.Table, nil, func() {}))
+	check(t, s.SetMapping(&s.mapping.Table, nil, func() {}))
+	if _, found, err := bpf.ReadDevice(s.config.Dir, placement.Address(netip.MustParseAddr("127.1.0.1"))); found || err != nil {
 		t.Errorf("without a device map: %v, %v", found, err)
 	}
 }
@@ -322,7 +322,7 @@ func TestNothingLeaks(t *testing.T) {
 			check(t, err)
 			_, err = bpf.ReadListeners(c.Dir)
 			check(t, err)
-			_, _, err = bpf.ReadDeviceHash(c.Dir, bpf.Address{})
+			_, _, err = bpf.ReadDevice(c.Dir, bpf.Address{})
 			check(t, err)
 			_, err = bpf.ForeignPrograms(int(c.Netns.Fd()))
 			check(t, err)

@@ -11,6 +11,8 @@ const (
 	NoSlot       = int(steerMembersSteerLimitSTEER_NO_SLOT)
 	nextDevices  = uint32(steerMembersSteerLimitSTEER_NEXT_DEVICES)
 	NoDevice     = uint32(steerMembersSteerLimitSTEER_NO_DEVICE)
+	Pinned       = uint32(steerMembersSteerLimitSTEER_PINNED) // bit of DeviceID.Device: Hash is the slot
+	Gated        = uint16(steerMembersSteerLimitSTEER_GATED)  // bit of Table.Bucket: SYNs wait
 	Schema       = uint32(steerMembersSteerLimitSTEER_SCHEMA)
 )
 

@@ -20,7 +20,9 @@ const (
 	steerLookupMapCounters            = "counters"
 	steerLookupMapDeviceMaps          = "device_maps"
 	steerLookupMapDevices             = "devices"
+	steerLookupMapGates               = "gates"
 	steerLookupMapNextDevices         = "next_devices"
+	steerLookupMapPasses              = "passes"
 	steerLookupMapPending             = "pending"
 	steerLookupMapSlots               = "slots"
 	steerLookupMapSockets             = "sockets"
@@ -90,7 +92,9 @@ type steerLookupMapSpecs struct {
 	Counters    *ebpf.MapSpec `ebpf:"counters"`
 	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices     *ebpf.MapSpec `ebpf:"devices"`
+	Gates       *ebpf.MapSpec `ebpf:"gates"`
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
 	Sockets     *ebpf.MapSpec `ebpf:"sockets"`
@@ -136,7 +140,9 @@ type steerLookupMaps struct {
 	Counters    *ebpf.Map `ebpf:"counters"`
 	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
 	Devices     *ebpf.Map `ebpf:"devices"`
+	Gates       *ebpf.Map `ebpf:"gates"`
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
 	Slots       *ebpf.Map `ebpf:"slots"`
 	Sockets     *ebpf.Map `ebpf:"sockets"`
@@ -150,7 +156,9 @@ func (m *steerLookupMaps) Close() error {
 		m.Counters,
 		m.DeviceMaps,
 		m.Devices,
+		m.Gates,
 		m.NextDevices,
+		m.Passes,
 		m.Pending,
 		m.Slots,
 		m.Sockets,

@@ -38,6 +38,8 @@ const (
 	steerMembersSteerLimitSTEER_NEXT_DEVICES  steerMembersSteerLimit = 2
 	steerMembersSteerLimitSTEER_NO_SLOT       steerMembersSteerLimit = 65535
 	steerMembersSteerLimitSTEER_NO_DEVICE     steerMembersSteerLimit = 2147483647
+	steerMembersSteerLimitSTEER_GATED         steerMembersSteerLimit = 32768
+	steerMembersSteerLimitSTEER_PINNED        steerMembersSteerLimit = 2147483648
 	steerMembersSteerLimitSTEER_SCHEMA        steerMembersSteerLimit = 1
 )
 
@@ -63,6 +65,7 @@ const (
 	steerMembersMapEvents               = "events"
 	steerMembersMapLostEvents           = "lost_events"
 	steerMembersMapNextDevices          = "next_devices"
+	steerMembersMapPasses               = "passes"
 	steerMembersMapPending              = "pending"
 	steerMembersMapSlots                = "slots"
 	steerMembersMapTables               = "tables"
@@ -149,6 +152,7 @@ type steerMembersMapSpecs struct {
 	Events      *ebpf.MapSpec `ebpf:"events"`
 	LostEvents  *ebpf.MapSpec `ebpf:"lost_events"`
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
 	Tables      *ebpf.MapSpec `ebpf:"tables"`
@@ -205,6 +209,7 @@ type steerMembersMaps struct {
 	Events      *ebpf.Map `ebpf:"events"`
 	LostEvents  *ebpf.Map `ebpf:"lost_events"`
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
 	Slots       *ebpf.Map `ebpf:"slots"`
 	Tables      *ebpf.Map `ebpf:"tables"`
@@ -221,6 +226,7 @@ func (m *steerMembersMaps) Close() error {
 		m.Events,
 		m.LostEvents,
 		m.NextDevices,
+		m.Passes,
 		m.Pending,
 		m.Slots,
 		m.Tables,

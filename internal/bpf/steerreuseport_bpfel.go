@@ -61,7 +61,7 @@ type steerReuseportSteerSeen struct {
 	Refused     uint64
 	LastSeen    uint64
 	Slot        uint32
-	Padding     uint32
+	Held        uint32
 }
 
 type steerReuseportSteerSlot struct {
@@ -88,7 +88,9 @@ const (
 	steerReuseportMapCounters            = "counters"
 	steerReuseportMapDeviceMaps          = "device_maps"
 	steerReuseportMapDevices             = "devices"
+	steerReuseportMapGates               = "gates"
 	steerReuseportMapNextDevices         = "next_devices"
+	steerReuseportMapPasses              = "passes"
 	steerReuseportMapPending             = "pending"
 	steerReuseportMapSlots               = "slots"
 	steerReuseportMapSockets             = "sockets"
@@ -159,7 +161,9 @@ type steerReuseportMapSpecs struct {
 	Counters    *ebpf.MapSpec `ebpf:"counters"`
 	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices     *ebpf.MapSpec `ebpf:"devices"`
+	Gates       *ebpf.MapSpec `ebpf:"gates"`
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
 	Sockets     *ebpf.MapSpec `ebpf:"sockets"`
@@ -204,7 +208,9 @@ type steerReuseportMaps struct {
 	Counters    *ebpf.Map `ebpf:"counters"`
 	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
 	Devices     *ebpf.Map `ebpf:"devices"`
+	Gates       *ebpf.Map `ebpf:"gates"`
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
 	Slots       *ebpf.Map `ebpf:"slots"`
 	Sockets     *ebpf.Map `ebpf:"sockets"`
@@ -218,7 +224,9 @@ func (m *steerReuseportMaps) Close() error {
 		m.Counters,
 		m.DeviceMaps,
 		m.Devices,
+		m.Gates,
 		m.NextDevices,
+		m.Passes,
 		m.Pending,
 		m.Slots,
 		m.Sockets,

@@ -3,10 +3,8 @@
 package bpf
 
 import (
-	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/clock"
@@ -84,31 +82,15 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 		}
 	}
 	for _, other := range others {
-		if err := t.replace(other, cgroup); err != nil {
+		if err := pin.TakeLink(other, t.dir, pinTuneLink, t.program, cgroup); err != nil {
+			return nil, err
+		}
+		if err := removeTune(other); err != nil {
 			return nil, err
 		}
 	}
 	t.link, err = t.attach(cgroup)
 	return t, err
-}
-
-// replace updates the link that another layout has pinned to the program, moves the pin of the link, and removes the
-// other pins of that layout.
-func (t *Tune) replace(other string, cgroup *os.File) error {
-	from, to := filepath.Join(other, pinTuneLink), filepath.Join(t.dir, pinTuneLink)
-	_, err := os.Stat(to)
-	if l, linkErr := link.LoadPinnedLink(from, nil); linkErr == nil && errors.Is(err, os.ErrNotExist) {
-		defer l.Close()
-		if same, err := pin.AttachedTo(l, cgroup); err == nil && same {
-			if err := l.Update(t.program); err != nil {
-				return fmt.Errorf("update %s: %w", pinTuneLink, err)
-			}
-			if err := os.Rename(from, to); err != nil {
-				return fmt.Errorf("move %s: %w", pinTuneLink, err)
-			}
-		}
-	}
-	return removeTune(other)
 }
 
 func (t *Tune) attach(cgroup *os.File) (link.Link, error) {

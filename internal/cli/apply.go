@@ -48,7 +48,7 @@ connections, as far as possible; sockeye tune revert reverts these changes.`,
 				return err
 			}
 			return c.Show(&plan, func(w io.Writer) {
-				changes(w, plan.Changes, "nothing changed")
+				command.WriteChanges(w, plan.Changes, "nothing changed")
 				if plan.Live != nil {
 					tunecmd.WriteLive(w, plan.Live)
 				}

@@ -55,9 +55,9 @@ telemetry: device map DIR/devices.csv, 1 prefix of 1 device
 	h.shows("nothing changed\n", nil, "apply")
 	h.shows("DIR/policy.yaml is valid, 2 services\n", nil, "check", h.policy)
 	h.shows(`
-SERVICE  SLOT  READY  PID  CONNECTIONS  DATAGRAMS  REFUSED  DIVERTED  COMMAND
-spare  0  no  -  0  0  0  0  -
-spare  1  no  -  0  0  0  0  -
+SERVICE  SLOT  STATE  WEIGHT  SHARE  READY  PID  SESSIONS  CONNECTIONS  DATAGRAMS  REFUSED  DIVERTED  COMMAND
+spare  0  ready  100  50 %  no  -  0  0  0  0  0  -
+spare  1  ready  100  50 %  no  -  0  0  0  0  0  -
 `, nil, "slots", "--service", "spare")
 
 	var pids []int
@@ -74,17 +74,17 @@ spare  1  no  -  0  0  0  0  -
 		}
 	}
 	number := strconv.Itoa(slot)
-	h.shows("SERVICE  ADDRESS  DEVICE  SLOT  LAST SLOT  CONNECTIONS  DATAGRAMS  REFUSED  LAST SEEN\n"+
-		"telemetry  127.0.0.1  edge  "+number+"  "+number+"  1  1  0  0s ago\n", nil, "devices")
-	row := regexp.MustCompile(`(?m)^telemetry  ` + number + `  yes  PID  1  1  0  0  collector member tcp \[::\]:1790 udp \[::\]:4739$`)
+	h.shows("SERVICE  ADDRESS  DEVICE  SLOT  LAST SLOT  SESSIONS  CONNECTIONS  DATAGRAMS  REFUSED  LAST SEEN\n"+
+		"telemetry  127.0.0.1  edge  "+number+"  "+number+"  0  1  1  0  0s ago\n", nil, "devices")
+	row := regexp.MustCompile(`(?m)^telemetry  ` + number + `  ready  100  25 %  yes  PID  0  1  1  0  0  collector member tcp \[::\]:1790 udp \[::\]:4739$`)
 	if r := h.sockeye("slots"); !row.MatchString(gaps.ReplaceAllString(h.plain(r.out, pids...), "  ")) {
 		t.Errorf("slots:\n%s", r.out)
 	}
 	live := h.sockeye("where", "127.0.0.1", "::ffff:127.0.0.1", "2001:db8::1", "--service", "telemetry")
-	columns := regexp.MustCompile(`^SERVICE +ADDRESS +DEVICE +BUCKET +SLOT +READY
-telemetry +127.0.0.1 +edge +(\d+) +` + number + ` +yes
-telemetry +127.0.0.1 +edge +(\d+) +` + number + ` +yes
-telemetry +2001:db8::1 +- +\d+ +\d +yes
+	columns := regexp.MustCompile(`^SERVICE +ADDRESS +DEVICE +BUCKET +SLOT +PINNED +READY
+telemetry +127.0.0.1 +edge +(\d+) +` + number + ` +no +yes
+telemetry +127.0.0.1 +edge +(\d+) +` + number + ` +no +yes
+telemetry +2001:db8::1 +- +\d+ +\d +no +yes
 $`)
 	if m := columns.FindStringSubmatch(live.out); m == nil || m[1] != m[2] {
 		t.Errorf("where:\n%s", live.out)

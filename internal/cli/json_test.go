@@ -33,6 +33,8 @@ var answers = []struct {
 	{"slots", []api.SlotStatus{}},
 	{"devices", []api.DeviceStatus{}},
 	{"where", []api.WhereStatus{}},
+	{"moves", []api.MovesStatus{}},
+	{"rebalance", []api.Rebalance{}},
 	{"check", checked{}},
 	{"plan, apply", api.Plan{}},
 	{"tune", []api.TuneStatus{}},
@@ -92,7 +94,7 @@ func fieldsOf(path string, t reflect.Type, optional bool) []string {
 		if t.Elem().Kind() == reflect.Uint8 {
 			return []string{path + " string" + suffix}
 		}
-		return []string{path + "[] string" + suffix}
+		return fieldsOf(path+"[]", t.Elem(), optional)
 	case reflect.Map:
 		value := t.Elem()
 		if value.Kind() == reflect.Pointer {
@@ -180,7 +182,7 @@ func TestJSONAnswers(t *testing.T) {
 	for _, a := range answers {
 		var args [][]string
 		switch a.Command {
-		case "status", "slots", "devices", "version":
+		case "status", "slots", "devices", "moves", "version":
 			args = [][]string{{a.Command}}
 		case "where":
 			args = [][]string{{"where", "127.0.0.1", "::1"}, {"where", "--offline", "--pins", h.pins, "127.0.0.1"}, {"where", "--slots", "3", "--nonce", "7", "127.0.0.1"}}

@@ -458,7 +458,7 @@ func TestOnStartReport(t *testing.T) {
 	if n, adopted := ofDevices(t); n != split || adopted != 0 {
 		t.Errorf("metrics: %d devices split, %d adopted, want %d and 0", n, adopted, split)
 	}
-	if r := h.sockeye("status"); !strings.Contains(r.out, "telemetry: "+status.Problem+"\nhint: set on_start: reset, which closes such connections, or adopt, which leaves the device with that member, and restart the agent; or restart the member\n") {
+	if r := h.sockeye("status"); !strings.Contains(r.out, "telemetry: "+status.Problem+"\nhint: set on_start: reset, which closes such connections, or adopt, which leaves the device with that member; or restart the member\n") {
 		t.Errorf("status: %s", r.out)
 	}
 	findings, _ := h.examine(nil, "sockeye")

@@ -4,7 +4,6 @@ package cli
 
 import (
 	"errors"
-	"fmt"
 	"io"
 	"path/filepath"
 	"unicode/utf8"
@@ -41,7 +40,7 @@ connections.`,
 			if err := c.Client().Post(cmd.Context(), "/v1/plan", candidate, &plan); err != nil {
 				return err
 			}
-			return c.Show(&plan, func(w io.Writer) { changes(w, plan.Changes, "nothing would change") })
+			return c.Show(&plan, func(w io.Writer) { command.WriteChanges(w, plan.Changes, "nothing would change") })
 		},
 	}
 	cmd.Flags().BoolVar(&previous, "previous", false, "show the changes of apply --previous")
@@ -62,25 +61,4 @@ func candidateOf(file string) (candidate api.Candidate, err error) {
 	candidate.Text = string(text)
 	candidate.Path, err = filepath.Abs(file)
 	return candidate, err
-}
-
-func changes(w io.Writer, list []api.Change, none string) {
-	if len(list) == 0 {
-		fmt.Fprintln(w, none)
-		return
-	}
-	fmt.Fprintln(w, "WHERE\tACTION\tWHAT\tEFFECT")
-	for _, change := range list {
-		of := change.Service
-		switch {
-		case change.Cgroup != "":
-			of = "cgroup " + change.Cgroup
-		case change.Interface != "":
-			of = "interface " + change.Interface
-		}
-		if change.Netns != "" {
-			of += " of " + change.Netns
-		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", command.OrDash(of), change.Action, change.What, command.OrDash(change.Effect))
-	}
 }

@@ -97,6 +97,31 @@ func TestSlotsAs(t *testing.T) {
 	h.kill()
 	h.start()
 	together("after the agent's restart")
+	// A change of one service is a change of both.
+	first := where("--service", "bmp")[0]
+	away := (first.Slot + 1) % 4
+	for _, change := range []struct {
+		args  string
+		check func(api.SlotStatus) bool
+	}{
+		{"slot set 2 drain --service ipfix", func(s api.SlotStatus) bool { return s.Slot != 2 || s.State == "drain" && s.Share == 0 }},
+		{"slot set 3 --weight 10 --service bmp", func(s api.SlotStatus) bool { return s.Slot != 3 || s.Weight == 10 && s.Share < 0.2 }},
+		{"slot set 2 ready --service bmp", func(s api.SlotStatus) bool { return s.Slot != 2 || s.State == "ready" && s.Share > 0.2 }},
+		{fmt.Sprintf("move %s %d --service ipfix", first.Address, away), func(s api.SlotStatus) bool { return (s.Slot == away) == (len(s.Pins) == 1) }},
+		{"slot set 3 --weight 100 --service ipfix", func(s api.SlotStatus) bool { return s.Share == 0.25 }},
+		{fmt.Sprintf("move %s home --service bmp", first.Address), func(s api.SlotStatus) bool { return len(s.Pins) == 0 }},
+	} {
+		if plan := must[api.Plan](h, strings.Fields(change.args)...); len(plan.Changes) != 2 {
+			t.Errorf("%s: %+v", change.args, plan)
+		}
+		for _, s := range must[[]api.SlotStatus](h, "slots") {
+			if !change.check(s) {
+				t.Errorf("%s: %+v", change.args, s)
+			}
+		}
+		together(change.args)
+	}
+	h.refused(5, "service bmp shares its slots with another service", "move devices by sockeye move, which moves them in both services", nil, "rebalance", "--service", "bmp")
 	// The service whose slots the other one shares comes first, and is alone in the file at first.
 	if r := h.sockeye("apply", h.write("back.yaml", twoParts)); r.code != 0 {
 		t.Fatalf("%+v", r)

@@ -48,6 +48,12 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 			fmt.Fprintf(w, "\n%s: device map %s, %s of %s\n", v.Name, v.DeviceMap.Path,
 				command.Count(v.DeviceMap.Prefixes, "prefix", "prefixes"), command.Count(v.DeviceMap.Devices, "device", "devices"))
 		}
+		for i, note := range v.Notes {
+			if i == 0 {
+				fmt.Fprintln(w)
+			}
+			fmt.Fprintf(w, "%s: %s\n", v.Name, note)
+		}
 		if v.Problem != "" {
 			fmt.Fprintf(w, "\n%s: %s\n", v.Name, v.Problem)
 			command.Hint(w, v.Hint)

@@ -47,6 +47,8 @@ func (d *decoder) checkSlotsAs(path string, s Service, services []Service) {
 		return
 	}
 	other := services[i]
+	services[i].SharesSlots = true
+	services[slices.IndexFunc(services, func(o Service) bool { return o.Name == s.Name })].SharesSlots = true
 	if other.SlotsAs != "" {
 		d.refuseAt(at, fmt.Sprintf("service %s itself has the slots of %s", other.Name, other.SlotsAs), "name that one")
 	}
@@ -65,6 +67,9 @@ func (d *decoder) checkSlotsAs(path string, s Service, services []Service) {
 		}
 		if one.OnStart == Adopt {
 			d.refuseAt(one.path+".on_start", "adopt does not go with slots that two services share", "use reset")
+		}
+		if one.Pace != nil {
+			d.refuseAt(one.path+".pace", "does not go with slots that two services share", "the devices of both services move at once")
 		}
 	}
 }

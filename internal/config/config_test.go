@@ -33,6 +33,8 @@ services:
     steering: lookup
     when_empty: {standby: 3}
     on_start: adopt
+    on_move: keep
+    pace: {devices: 8, timeout: 90s}
     device_map: maps/../devices.csv
     backlog: 4096
     user: [1001, pmacct]
@@ -71,6 +73,7 @@ func TestParse(t *testing.T) {
 			Listeners:    []Listener{{Protocol: TCP, Address: netip.MustParseAddrPort("[fd00::1]:1790")}},
 			Steering:     Reuseport,
 			OnStart:      Reset,
+			OnMove:       CloseMoved,
 			Cgroup:       "/",
 			TrackDevices: 65536,
 		}, {
@@ -82,6 +85,8 @@ func TestParse(t *testing.T) {
 			},
 			Steering:  Lookup,
 			OnStart:   Adopt,
+			OnMove:    KeepMoved,
+			Pace:      &Pace{Devices: 8, Timeout: 90_000_000},
 			Standby:   new(3),
 			DeviceMap: "/etc/sockeye/devices.csv",
 			Backlog:   4096,

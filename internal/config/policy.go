@@ -48,12 +48,17 @@ type Service struct {
 	Name  string `yaml:"-"`
 	Slots int    `yaml:"slots" required:"true" min:"1" max:"1024" doc:"The number of slots; each has one member."`
 	// SlotsAs is another service of the policy, with the same slots and device map, or "".
-	SlotsAs   string     `yaml:"slots_as" form:"service" doc:"Another service to share slots with: each device has the same slot number in both services, for example for a BMP daemon and an IPFIX collector. Both services need the same slots and device_map, when_empty: reject, and no on_start: adopt."`
-	Listeners []Listener `yaml:"listeners" required:"true" min:"1" max:"16" doc:"The listeners of the service. A slot is ready only while its member listens on all of them."`
-	Steering  Steering   `yaml:"steering" enum:"reuseport,lookup" default:"reuseport" doc:"reuseport: members share the listener's port by SO_REUSEPORT. lookup: members need no SO_REUSEPORT and may listen on ports of their own or run under different users."`
+	SlotsAs string `yaml:"slots_as" form:"service" doc:"Another service to share slots with: each device has the same slot number in both services, for example for a BMP daemon and an IPFIX collector. Both services need the same slots and device_map, when_empty: reject, and no on_start: adopt."`
+	// SharesSlots is set if SlotsAs is, and for the service that another service names.
+	SharesSlots bool       `yaml:"-"`
+	Listeners   []Listener `yaml:"listeners" required:"true" min:"1" max:"16" doc:"The listeners of the service. A slot is ready only while its member listens on all of them."`
+	Steering    Steering   `yaml:"steering" enum:"reuseport,lookup" default:"reuseport" doc:"reuseport: members share the listener's port by SO_REUSEPORT. lookup: members need no SO_REUSEPORT and may listen on ports of their own or run under different users."`
 	// Standby is the slot that serves the devices of empty slots; nil rejects them.
 	Standby *int    `yaml:"when_empty" form:"when_empty" doc:"The treatment of devices whose slot is empty: reject refuses them until the slot has a member, standby sends them to another slot in the meantime."`
 	OnStart OnStart `yaml:"on_start" enum:"reset,adopt,report" default:"reset" doc:"The treatment of a device whose TCP connections are with another member than that of its slot, when the agent starts and when a slot opens for the first time. reset: close the connections, so that the device connects to the right member. adopt: assign the device to the member that has its connections until that member exits. report: change nothing; status lists the devices."`
+	OnMove  OnMove  `yaml:"on_move" enum:"reset,keep" default:"reset" doc:"The treatment of the TCP connections of a device that gets another slot. reset: close the connections, so that the device connects to the new member. keep: leave them open; until the device connects again, its TCP and UDP traffic is at two members."`
+	// Pace is nil if all devices move at once.
+	Pace *Pace `yaml:"pace" doc:"Moves of many devices in batches, because a device sends all its routes after it connects. Without pace, all devices move at once."`
 	// DeviceMap is an absolute path, or "" for none.
 	DeviceMap string `yaml:"device_map" form:"file" doc:"CSV file prefix,device that gives several addresses one device; relative to the policy file."`
 	// Backlog is the backlog of each TCP listener, in connections; 0 is net.core.somaxconn.
@@ -92,6 +97,23 @@ const (
 	// Report changes nothing.
 	Report OnStart = "report"
 )
+
+// OnMove is the treatment of the TCP connections of a device that gets another slot.
+type OnMove string
+
+const (
+	// CloseMoved closes the connections; it is the default.
+	CloseMoved OnMove = "reset"
+	// KeepMoved leaves the connections open.
+	KeepMoved OnMove = "keep"
+)
+
+// Pace limits the devices that move at the same time.
+type Pace struct {
+	Devices int `yaml:"devices" min:"1" max:"65536" default:"4" doc:"The number of devices per member that connect and send their initial dump at the same time."`
+	// Timeout is in microseconds.
+	Timeout int64 `yaml:"timeout" form:"pace_timeout" default:"2m" doc:"The time after which the next device moves even if an initial dump is not over, 1s to 24h."`
+}
 
 // Protocol is a transport protocol.
 type Protocol string

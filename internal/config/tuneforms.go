@@ -32,6 +32,9 @@ type exploring struct {
 var (
 	flight = TuneOption{Kind: KindSize, Min: 1000, Max: 16 * 1000 * 1000}
 	forget = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 365 * 24 * 60 * minute}
+
+	// paceTimeout is the value of pace.timeout of a service.
+	paceTimeout = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 24 * 60 * minute}
 )
 
 const (
@@ -97,6 +100,8 @@ func tuneFormOf(name string) form {
 		}}, decodeBy}
 	case "flight":
 		return form{valueSchema(flight), quantityForm(flight)}
+	case "pace_timeout":
+		return form{valueSchema(paceTimeout), quantityForm(paceTimeout)}
 	case "forget":
 		return form{valueSchema(forget), quantityForm(forget)}
 	}

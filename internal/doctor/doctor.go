@@ -88,7 +88,7 @@ func (d *Report) kernel() {
 
 // destroy checks whether the kernel can close connections of other processes.
 func (d *Report) destroy() {
-	const check, needed = "SOCK_DESTROY", "without it on_start: reset closes no connections"
+	const check, needed = "SOCK_DESTROY", "without it on_move: reset and on_start: reset close no connections, so that devices are split after a change"
 	conn, err := sockdiag.Open()
 	if err == nil {
 		err = conn.CanDestroy()

@@ -233,7 +233,11 @@ func (s *service) membership(p *member.Process, seat *seat) (slot int, err error
 			s.firstSeen[self] = p
 		}
 		seat.source, seat.allowedOwners = source, s.allowedSocketOwners(p, rule.Users(s.users))
-		return rule.Slot(p, s.config.Slots)
+		slots := s.config.Slots
+		if now := s.seatOf(p.PID); now != nil && now.slot >= slots || seat.sockets != nil && seat.slot >= slots {
+			slots = bpf.MaxSlots // a slot that the policy no longer has, until its devices have moved
+		}
+		return rule.Slot(p, slots)
 	}
 	return 0, err
 }
@@ -596,19 +600,32 @@ func (s *service) checkOrigin(seat *seat, socket *member.Socket) error {
 	return nil
 }
 
-// checkSeatSockets checks the origin of the registered sockets of a seat. Earlier versions of the agent did not.
+// checkSeatSockets checks the origin and the ports of the registered sockets of a seat, and records the member as the owner
+// of the connections. Earlier versions of the agent did neither at registration, and a policy may change the ports.
 func (s *service) checkSeatSockets(seat *seat) error {
-	sockets, err := seat.handle.Sockets(s.matchesListener)
+	rows := make(map[uint64]int)
+	for row, registered := range seat.sockets {
+		rows[registered.cookie] = row
+	}
+	sockets, err := seat.handle.Sockets(func(socket *member.Socket) bool {
+		_, registered := rows[socket.Cookie]
+		return registered
+	})
 	if err != nil {
 		return err
 	}
 	defer member.CloseAll(sockets)
 	for _, socket := range sockets {
-		for _, registered := range seat.sockets {
-			if registered.cookie != socket.Cookie {
-				continue
+		if err := s.checkOrigin(seat, socket); err != nil {
+			return err
+		}
+		if l, ok := s.listeners[rows[socket.Cookie]]; ok {
+			if first, last := memberPorts(l); socket.Local.Port() < first || socket.Local.Port() > last {
+				return fmt.Errorf("its socket %s is not on %s", socket, memberAddress(l))
 			}
-			if err := s.checkOrigin(seat, socket); err != nil {
+		}
+		if socket.Protocol == unix.IPPROTO_TCP {
+			if err := s.labelListener(seat.process, socket.FD()); err != nil {
 				return err
 			}
 		}
@@ -715,20 +732,17 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 			return explainInsert(socket, err)
 		}
 		seat.sockets[row] = socketInfo{socket.Cookie, socket.String()}
+		if socket.Protocol == unix.IPPROTO_TCP {
+			if err := s.labelListener(seat.process, socket.FD()); err != nil {
+				return err
+			}
+		}
 	}
-	value := bpf.Slot{Ready: 1, Pid: uint32(seat.process.PID), StartTime: seat.process.StartTime}
-	if err := s.path.SetSlot(seat.slot, value); err != nil {
+	if err := s.shutBefore(seat.slot); err != nil {
 		return err
 	}
-	// The close of a socket before SetSlot found no open slot to close.
-	for row := range sockets {
-		cookie, err := s.path.Cookie(row, seat.slot)
-		if err != nil {
-			return err
-		}
-		if cookie != seat.sockets[row].cookie {
-			return fmt.Errorf("its socket %s was closed", seat.sockets[row].local)
-		}
+	if err := s.setReady(seat); err != nil {
+		return err
 	}
 	if !s.usesLookup() {
 		for row, socket := range sockets {
@@ -742,10 +756,6 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	s.occupySlot(seat)
 	_, held := s.groupOwner()
 	s.learnGroupOwner(seat)
-	if !s.everOpened[seat.slot] {
-		s.everOpened[seat.slot] = true
-		s.suspectSlot(seat.slot)
-	}
 	s.scheduleSave()
 	for pid, w := range s.waiting {
 		if seat.isRelated(w.process, ancestors(w.process)) {
@@ -753,6 +763,10 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 		}
 	}
 	s.log.Info("member registered", "slot", seat.slot, "pid", seat.process.PID, "source", seat.source)
+	s.checkSoon()
+	if err := s.place(); err != nil {
+		s.log.Error("devices not moved", "error", err)
+	}
 	if !held && !s.usesLookup() {
 		if err := s.reconcileKeeper(); err != nil {
 			s.log.Error("ports not held", "error", err)
@@ -798,6 +812,10 @@ func (s *service) vacateSlot(slot int, reason string) {
 	}
 	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
 	s.pruneSocketOwners()
+	s.checkSoon()
+	if err := s.place(); err != nil {
+		s.log.Error("devices not moved", "error", err)
+	}
 	// A waiting process may get the slot.
 	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
 		return cmp.Compare(a.process.StartTime, b.process.StartTime)

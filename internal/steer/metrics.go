@@ -39,6 +39,17 @@ var (
 		"Time spent in the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
 	descSplit = prometheus.NewDesc("sockeye_devices_split",
 		"Devices that have TCP connections with another member than that of their slot.", []string{"service"}, nil)
+	descClosed = prometheus.NewDesc("sockeye_sessions_closed_total",
+		"TCP connections that the agent closed since its start, because their device has another slot.", []string{"service"}, nil)
+	descMoving = prometheus.NewDesc("sockeye_devices_moving",
+		"Devices that move to another slot: running devices connect and send their initial dump, waiting devices wait for their turn.",
+		[]string{"service", "state"}, nil)
+	descShare = prometheus.NewDesc("sockeye_slot_share",
+		"Share of the devices that the slot has by the bucket table, 0 to 1.", []string{"service", "slot"}, nil)
+	descWeight = prometheus.NewDesc("sockeye_slot_weight",
+		"Weight of the slot, 0 to 256.", []string{"service", "slot"}, nil)
+	descState = prometheus.NewDesc("sockeye_slot_state",
+		"1 for the state that the operator gave the slot: ready, drain or maint.", []string{"service", "slot", "state"}, nil)
 	descAdopted = prometheus.NewDesc("sockeye_devices_adopted",
 		"Devices that on_start: adopt assigned to another member than that of their slot by the hash.", []string{"service"}, nil)
 )
@@ -73,6 +84,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	if err != nil {
 		return err
 	}
+	shares := s.shares()
 	name := s.config.Name
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{name}, labels...)...)
@@ -85,6 +97,9 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descHeld, format.Bool(status.PortsSteered))
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
+	counter(descClosed, float64(s.checks.closed))
+	gauge(descMoving, float64(len(s.moves.running)), "running")
+	gauge(descMoving, float64(s.moves.waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))
 	counter(descRuns, float64(stats.Runs))
 	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())
@@ -93,7 +108,12 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 		if i == s.config.Slots {
 			slot = ""
 		} else {
-			gauge(descReady, format.Bool(s.seats[i] != nil), slot)
+			gauge(descReady, format.Bool(s.isReady(i)), slot)
+			gauge(descShare, shares[i], slot)
+			gauge(descWeight, float64(s.slotState(i).Weight), slot)
+			for _, state := range slotStates {
+				gauge(descState, format.Bool(string(s.slotState(i).State) == state), slot, state)
+			}
 			counter(descConnections, float64(c.Connections), slot)
 			counter(descDatagrams, float64(c.Datagrams), slot)
 			counter(descDiverted, float64(c.Diverted), slot)

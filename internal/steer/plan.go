@@ -7,12 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -33,6 +33,7 @@ type target struct {
 	rules          []member.Rule
 	users          []uint32
 	mapping        *placement.Mapping
+	settings       state          // state with the settings of the slots and the pins
 	pendingDevices builtDeviceMap // the built device map, if it differs from the installed one
 }
 
@@ -75,11 +76,15 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 	if err != nil {
 		return nil, err
 	}
-	if t.mapping, err = newMapping(c, nonce, devices); err == nil {
-		s.mu.Lock() // a connection check may adopt devices concurrently
-		t.mapping.Except(s.exceptions())
-		s.mu.Unlock()
+	s.mu.Lock() // commands change the settings concurrently
+	defer s.mu.Unlock()
+	t.settings = s.state
+	shared := &service{host: s.host, state: s.state}
+	if err := shared.shareSettings(c); err != nil {
+		return nil, err
 	}
+	t.settings = shared.state
+	t.mapping, err = newMapping(c, &t.settings, nonce, devices)
 	return t, err
 }
 
@@ -97,7 +102,16 @@ func (s *service) plan(t *target) []api.Change {
 			"all traffic is refused until the members are registered again, immediately")
 	}
 	if from.Slots != to.Slots {
-		effect := s.movedDevicesEffect(t)
+		effect := s.targetEffect(t)
+		var empty []int
+		for slot := from.Slots; slot < to.Slots; slot++ {
+			if s.seats[slot] == nil {
+				empty = append(empty, slot)
+			}
+		}
+		if len(empty) > 0 {
+			effect += fmt.Sprintf("; the devices of %s stay until a member is registered there", slotNames(empty))
+		}
 		if lost := s.countSeatsFrom(to.Slots); lost > 0 {
 			effect += "; " + format.Count(lost, "member loses its slot", "members lose their slots")
 		}
@@ -106,12 +120,25 @@ func (s *service) plan(t *target) []api.Change {
 	if from.SlotsAs != to.SlotsAs {
 		effect := ""
 		if from.Slots == to.Slots {
-			effect = s.movedDevicesEffect(t)
+			effect = s.targetEffect(t)
 		}
 		add(fmt.Sprintf("slots_as: %s -> %s", cmp.Or(from.SlotsAs, "unset"), cmp.Or(to.SlotsAs, "unset")), effect)
 	}
 	if a, b := whenEmpty(from), whenEmpty(to); a != b {
 		add(fmt.Sprintf("when_empty: %s -> %s", a, b), "")
+	}
+	if a, b := paceText(from.Pace), paceText(to.Pace); a != b {
+		add(fmt.Sprintf("pace: %s -> %s", a, b), "")
+	}
+	if from.OnMove != to.OnMove {
+		effect, sessions := "", 0
+		for _, d := range s.checks.split {
+			sessions += len(d.sessions)
+		}
+		if sessions > 0 && to.OnMove == config.CloseMoved {
+			effect = format.Count(sessions, "session of a split device is closed", "sessions of split devices are closed")
+		}
+		add(fmt.Sprintf("on_move: %s -> %s", from.OnMove, to.OnMove), effect)
 	}
 	if from.OnStart != to.OnStart {
 		add(fmt.Sprintf("on_start: %s -> %s", from.OnStart, to.OnStart), "")
@@ -129,7 +156,7 @@ func (s *service) plan(t *target) []api.Change {
 	if !s.mapping.Devices.Equal(t.mapping.Devices) {
 		effect := ""
 		if from.Slots == to.Slots {
-			effect = s.movedDevicesEffect(t)
+			effect = s.targetEffect(t)
 		}
 		add(fmt.Sprintf("device_map: %s -> %s", deviceMapSummary(s.mapping.Devices), deviceMapSummary(t.mapping.Devices)), effect)
 	}
@@ -196,31 +223,16 @@ func (s *service) countSeatsFrom(slots int) (n int) {
 	return n
 }
 
-// movedDevicesEffect describes how many tracked devices get another slot under the target.
-func (s *service) movedDevicesEffect(t *target) string {
-	if s.config.TrackDevices == 0 {
-		return "devices are not tracked, so it is not known how many move"
+func paceText(p *config.Pace) string {
+	if p == nil {
+		return "unset"
 	}
-	// A device is one address, or all addresses of one name in the device map in force.
-	type device struct {
-		id   uint32
-		addr netip.Addr
-	}
-	moves, moved := make(map[device]bool), 0
-	for address := range s.path.Devices() {
-		addr := placement.Addr(address)
-		d := device{addr: addr}
-		if id, ok := s.mapping.Devices.Lookup(addr); ok {
-			d = device{id: id + 1}
-		}
-		before, _ := s.mapping.Slot(addr)
-		after, _ := t.mapping.Slot(addr)
-		if before != after && !moves[d] {
-			moved++
-		}
-		moves[d] = moves[d] || before != after
-	}
-	return fmt.Sprintf("%d of %s seen move", moved, format.Count(len(moves), "device", "devices"))
+	return fmt.Sprintf("%s per member, timeout %s", format.Count(p.Devices, "device", "devices"), time.Duration(p.Timeout)*time.Microsecond)
+}
+
+// targetEffect describes the devices that get another slot under a target. Devices of slots without a member stay.
+func (s *service) targetEffect(t *target) string {
+	return s.movesEffect(s.settled(), t.mapping.WithPins(t.settings.pinsFor(t.config.Slots, nil)))
 }
 
 func deviceMapSummary(m *placement.DeviceMap) string {
@@ -237,12 +249,12 @@ func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap)
 	if err != nil {
 		return builtDeviceMap{}, err
 	}
-	m, err := newMapping(c, nonce, devices)
+	m, err := newMapping(c, &state{}, nonce, devices)
 	if err != nil {
 		return builtDeviceMap{}, err
 	}
 	s.mu.Lock()
-	m.Except(s.exceptions())
+	m = m.WithPins(s.state.pinsFor(c.Slots, nil))
 	installed := s.installedEntries
 	s.mu.Unlock()
 	if entries := m.Entries(); installed == nil || !installed.Equal(entries) {
@@ -253,7 +265,7 @@ func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap)
 
 // currentTarget returns the current state of the service as a target.
 func (s *service) currentTarget() *target {
-	return &target{config: s.config, rules: s.rules, users: s.users, mapping: s.mapping}
+	return &target{config: s.config, rules: s.rules, users: s.users, mapping: s.target, settings: s.state}
 }
 
 // applyTarget switches the service to a target. If that fails, applyTarget switches back to the previous target.
@@ -276,11 +288,16 @@ func (s *service) applyTarget(t *target) error {
 // switchTo switches the service to a target. Pinned maps are reused unless the network namespace or the kind of steering
 // changes.
 func (s *service) switchTo(t *target) error {
+	s.closeGateSockets()
 	if s.config.Netns != t.config.Netns || s.config.Steering != t.config.Steering {
 		return s.recreate(t)
 	}
 	old := s.rows
 	s.setTarget(t)
+	s.state.MovesStopped = false
+	s.moves.begin("policy", "policy")
+	next, pins := s.nextStep()
+	s.mapping = next
 	s.assignRows(old)
 	if err := s.removeListeners(old); err != nil {
 		return err
@@ -291,11 +308,8 @@ func (s *service) switchTo(t *target) error {
 	if err := s.openPath(); err != nil {
 		return err
 	}
-	// The new mapping has no devices in these slots.
-	for slot := range s.seats {
-		if slot >= s.config.Slots {
-			s.vacateSlot(slot, "slot removed")
-		}
+	if err := s.finishPlace(pins); err != nil {
+		return err
 	}
 	for slot, seat := range s.seats {
 		want, err := s.membership(seat.process, seat)
@@ -314,6 +328,10 @@ func (s *service) switchTo(t *target) error {
 		}
 	}
 	if err := s.scan(); err != nil {
+		return err
+	}
+	s.checkSoon()
+	if err := s.place(); err != nil {
 		return err
 	}
 	return s.reconcileKeeper()
@@ -377,9 +395,16 @@ func (s *service) reopen(t *target, groups []int) error {
 
 // setTarget makes a target the configuration of the service.
 func (s *service) setTarget(t *target) {
-	s.config, s.rules, s.users, s.mapping = t.config, t.rules, t.users, t.mapping
+	s.config, s.rules, s.users, s.target = t.config, t.rules, t.users, t.mapping
 	s.state.Nonce = t.mapping.Table.Nonce
-	s.clearSuspects()
+	for i := range s.state.Pins {
+		if s.state.Pins[i].Slot >= t.config.Slots {
+			s.state.Pins[i].InForce = false // the pin waits if the policy has the slot again
+		}
+	}
+	if t.config.SlotsAs != "" {
+		s.state.Slots, s.state.Pins = t.settings.Slots, t.settings.Pins
+	}
 }
 
 // saveGroupOwner saves the state. A policy that names users overrides the user of the first claim.

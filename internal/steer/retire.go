@@ -15,6 +15,7 @@ import (
 func (s *service) retire() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.closeGateSockets() // without a program, the kernel would give them connections
 	errs := []error{s.detachPrograms()}
 	for slot := range s.seats {
 		s.vacateSlot(slot, "service removed")

@@ -49,6 +49,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		}
 		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
+	d.changeRoutes(r)
 	r.Post("/v1/run", func(r *http.Request) (any, error) {
 		m, s, err := d.decodeMembership(r, false)
 		if err != nil {

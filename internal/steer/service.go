@@ -34,7 +34,8 @@ type service struct {
 	rules      []member.Rule
 	users      []uint32 // owners of the members and their sockets; empty: the first claim decides
 	memberHost *member.Host
-	mapping    *placement.Mapping
+	target     *placement.Mapping // the mapping that the policy, the settings of the slots, and the pins lead to, without the pins
+	mapping    *placement.Mapping // the mapping in force
 	// installedEntries are the contents of the device map in the kernel, nil if unknown; pendingDevices is the next
 	// device map, already built.
 	installedEntries *placement.Entries
@@ -64,7 +65,11 @@ type service struct {
 	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
 	scannedRecently, scanPending bool
 	checks                       checks
-	everOpened                   map[int]bool            // slots that this process has opened at least once
+	moves                        moves
+	gate                         gate
+	ignoresSettings              bool                    // the settings of the slots leave no slot for any device
+	pinTimer                     *time.Timer             // timer of the next end of a pin; nil: none is due
+	restoring                    bool                    // the members of an earlier agent are not all registered
 	adopters                     map[*member.Handle]bool // handles of former members that have adopted devices
 
 	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
@@ -90,6 +95,10 @@ type seat struct {
 	ancestors     []int              // process ids of its ancestors at registration; reparenting can only remove some of them
 }
 
+func (s *seat) id() member.ID {
+	return member.ID{PID: s.process.PID, StartTime: s.process.StartTime}
+}
+
 type socketInfo struct {
 	cookie uint64
 	local  string
@@ -111,8 +120,13 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 		firstSeen: make(map[member.ID]*member.Process),
 		seats:     make(map[int]*seat), waiting: make(map[int]*waitingProcess),
 		socketOwners: make(map[uint64]member.ID), boundBy: make(map[uint64]int), inspected: make(map[int]*inspections),
-		everOpened: make(map[int]bool), checks: checks{fresh: make(map[int]bool)}, adopters: make(map[*member.Handle]bool),
-		keeperSockets: make(map[int]int), refusals: make(refusals),
+		moves: moves{running: make(map[string]*move)},
+		gate: gate{
+			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
+			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
+			sockets: make(map[int]int),
+		}, adopters: make(map[*member.Handle]bool),
+		keeperSockets: make(map[int]int), refusals: make(refusals), restoring: true,
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -131,7 +145,8 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	if err != nil {
 		return nil, err
 	}
-	if s.state, _, err = loadState(s.statePath()); err != nil {
+	var known bool
+	if s.state, known, err = loadState(s.statePath()); err != nil {
 		return nil, err
 	}
 	s.state.Nonce = nonce
@@ -143,12 +158,28 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 		s.recordSocketOwner(o.ID, o.Cookies...)
 	}
 	if err := s.saveGroupOwner(); err != nil {
-		return nil, err
+		if !known {
+			return nil, err
+		}
+		s.log.Error("state not saved", "error", err) // the file has the state of the previous agent
 	}
 	if err := s.openNetns(); err != nil {
 		return nil, err
 	}
-	if s.mapping, err = newMapping(c, s.state.Nonce, devices); err != nil {
+	if err := s.shareSettings(c); err != nil {
+		return nil, err
+	}
+	s.target, err = newMapping(c, &s.state, s.state.Nonce, devices)
+	if errors.Is(err, placement.ErrNoWeight) {
+		// The policy has fewer slots than at the last start, and the remaining ones drain.
+		s.log.Warn("states and weights of the slots are ignored: no slot would be left for any device")
+		s.ignoresSettings = true
+		s.target, err = newMapping(c, &state{}, s.state.Nonce, devices)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if s.mapping, err = s.pinnedMapping(dir); err != nil {
 		return nil, err
 	}
 	s.pruneAdopted()
@@ -167,8 +198,44 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	if err := s.restore(); err != nil {
 		return nil, err
 	}
-	s.suspectAll()
+	s.expirePins()
+	if since := s.path.RefusedSince(); !since.IsZero() {
+		s.log.Warn("the map of sockets has another layout than the previous version's: members were registered again, and refused until then",
+			"members", len(s.seats), "refused", time.Since(since).Round(time.Millisecond))
+	}
 	return s, nil
+}
+
+// pinnedMapping returns the mapping that an earlier agent left in force, with the device map and the pins of this agent,
+// or the target if there is none.
+func (s *service) pinnedMapping(dir string) (*placement.Mapping, error) {
+	pinned, err := bpf.ReadTable(dir)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	m := s.target.WithPins(s.pinsInForce())
+	if err != nil || pinned.Nonce != s.target.Table.Nonce || s.config.SharesSlots {
+		return m, nil
+	}
+	for _, slot := range pinned.Bucket {
+		if int(slot) >= bpf.MaxSlots {
+			return m, nil
+		}
+	}
+	return m.WithBuckets(&pinned.Bucket), nil
+}
+
+// shareSettings copies the settings of the slots and the pins of the service that this service shares slots with.
+func (s *service) shareSettings(c config.Service) error {
+	if c.SlotsAs == "" {
+		return nil
+	}
+	of, _, err := loadState(s.host.statePath(c.SlotsAs))
+	if err != nil {
+		return err
+	}
+	s.state.Slots, s.state.Pins = of.Slots, of.Pins
+	return nil
 }
 
 // removeOtherMode removes the pins and the keeper of an earlier agent that had the other steering mode: their maps have
@@ -269,14 +336,6 @@ func readDevices(c config.Service) (*placement.DeviceMap, error) {
 	return devices, nil
 }
 
-func newMapping(c config.Service, nonce uint64, devices *placement.DeviceMap) (*placement.Mapping, error) {
-	standby := bpf.NoSlot
-	if c.Standby != nil {
-		standby = *c.Standby
-	}
-	return placement.NewMapping(c.Slots, standby, nonce, devices)
-}
-
 func bpfListener(l config.Listener) bpf.Listener {
 	protocol := uint8(unix.IPPROTO_TCP)
 	if l.Protocol == config.UDP {
@@ -322,7 +381,7 @@ func memberAddress(l config.Listener) string {
 
 func (s *service) usesLookup() bool { return s.config.Steering == config.Lookup }
 
-// openPath opens or creates the data path of the configuration, installs the mapping, and watches the events.
+// openPath opens or creates the data path of the configuration, installs the mapping in force, and watches the events.
 func (s *service) openPath() error {
 	c := bpf.SteerConfig{
 		Dir:       s.host.Root.Service(s.config.Name),
@@ -336,15 +395,24 @@ func (s *service) openPath() error {
 		first, last := memberPorts(s.listeners[row])
 		c.Ports = append(c.Ports, bpf.Ports{First: first, Last: last, Protocol: s.rows[row].Protocol})
 	}
+	previous := s.path
+	c.Ready = func(path *bpf.Steer) error {
+		s.path, s.installedEntries = path, nil
+		// Connections are closed after the flip.
+		s.checks.running = true
+		defer func() { s.checks.running = false }()
+		return s.installMapping()
+	}
 	path, err := bpf.OpenSteer(c)
 	if err != nil {
+		s.path, s.installedEntries = previous, nil
 		return err
 	}
 	if s.events != nil {
 		s.events.Close()
 	}
-	if s.path != nil {
-		s.path.Close()
+	if previous != nil {
+		previous.Close()
 	}
 	s.path = path
 	if err := s.installMapping(); err != nil {
@@ -382,13 +450,17 @@ func (b *builtDeviceMap) close() {
 	*b = builtDeviceMap{}
 }
 
-// installMapping replaces the mapping of the data path atomically. An unchanged device map stays in place.
+// installMapping replaces the mapping of the data path atomically, and closes the connections of the devices that have
+// moved. An unchanged device map stays in place.
 func (s *service) installMapping() error {
-	s.mapping.Except(s.exceptions())
 	entries := s.mapping.Entries()
 	if s.installedEntries != nil && s.installedEntries.Equal(entries) {
 		s.installedEntries = entries
-		return s.path.SetTable(&s.mapping.Table)
+		if err := s.path.SetTable(s.gatedTable()); err != nil {
+			return err
+		}
+		s.checkMoved()
+		return nil
 	}
 	if s.pendingDevices.entries == nil || !s.pendingDevices.entries.Equal(entries) {
 		s.pendingDevices.close()
@@ -400,7 +472,7 @@ func (s *service) installMapping() error {
 	}
 	defer s.pendingDevices.close()
 	s.installedEntries = nil
-	if err := s.path.SetMapping(&s.mapping.Table, s.pendingDevices.trie); err != nil {
+	if err := s.path.SetMapping(s.gatedTable(), s.pendingDevices.trie, s.checkMoved); err != nil {
 		return err
 	}
 	s.installedEntries = entries
@@ -410,6 +482,8 @@ func (s *service) installMapping() error {
 // restore takes over the keeper and the members of an earlier agent, then scans for new members. Afterwards the
 // program is attached to all groups.
 func (s *service) restore() error {
+	s.restoring = true
+	defer func() { s.restoring = false }()
 	if err := s.restoreKeeper(); err != nil {
 		return err
 	}
@@ -419,6 +493,10 @@ func (s *service) restore() error {
 		}
 	}
 	if err := s.scan(); err != nil {
+		return err
+	}
+	s.restoring = false
+	if err := s.applySettings(); err != nil {
 		return err
 	}
 	return s.reconcileKeeper()
@@ -435,7 +513,8 @@ func (s *service) restoreSlot(slot int) error {
 		return s.closeIncompleteSlot(slot)
 	}
 	p, err := s.read(int(value.Pid))
-	if err == nil && p.StartTime == value.StartTime && value.Ready == 1 && slot < s.config.Slots {
+	wasReady := value.Ready == 1 || s.slotState(slot).State == maintState
+	if err == nil && p.StartTime == value.StartTime && wasReady && (slot < s.config.Slots || s.inUse(slot)) {
 		var handle *member.Handle
 		if handle, err = member.Open(p.PID); err == nil {
 			seat := &seat{slot: slot, process: p, handle: handle, sockets: make(map[int]socketInfo)}
@@ -521,8 +600,14 @@ func (s *service) occupySlot(seat *seat) {
 // holds the lock.
 func (s *service) closeLocked() {
 	s.flushMembers()
-	if s.checks.timer != nil {
-		s.checks.timer.Stop()
+	for _, timer := range []*time.Timer{s.checks.timer, s.moves.timer, s.pinTimer} {
+		if timer != nil {
+			timer.Stop()
+		}
+	}
+	if s.checks.conn != nil {
+		s.checks.conn.Close()
+		s.checks.conn = nil
 	}
 	if s.events != nil {
 		s.events.Close()
@@ -544,6 +629,7 @@ func (s *service) closeLocked() {
 		unix.Close(fd)
 	}
 	clear(s.keeperSockets)
+	s.closeGateSockets()
 	if s.keeper != nil {
 		s.keeper.close()
 	}

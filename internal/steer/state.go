@@ -3,17 +3,21 @@
 package steer
 
 import (
+	"bytes"
 	"crypto/rand"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"time"
 
+	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/statedir"
+	"sockeye/internal/steer/placement"
 )
 
 // state is the contents of a service's file in the state directory, which outlives restarts and reboots. Everything
@@ -37,6 +41,12 @@ type state struct {
 	Released []member.ID `json:"released,omitempty"`
 	// Keeper is the keeper process.
 	Keeper *member.ID `json:"keeper,omitempty"`
+	// Slots contains the settings of slots by number, without those with the default setting.
+	Slots map[int]slotSetting `json:"slots,omitempty"`
+	// Pins contains the devices that the operator assigned to a slot.
+	Pins []pin `json:"pins,omitempty"`
+	// MovesStopped is set by sockeye moves --cancel until the next change.
+	MovesStopped bool `json:"moves_stopped,omitempty"`
 	// Adopted contains the devices that on_start: adopt assigned to a member.
 	Adopted []adoptedDevice `json:"adopted,omitempty"`
 }
@@ -76,14 +86,46 @@ func loadState(path string) (s state, known bool, err error) {
 	if err != nil {
 		return s, false, fmt.Errorf("read state: %w", err)
 	}
+	if bytes.Equal(bytes.TrimSpace(data), []byte("null")) {
+		return s, false, damaged(path, errors.New("no object"))
+	}
 	if err := json.Unmarshal(data, &s); err != nil {
-		return s, false, fault.WithHint(fmt.Errorf("read state %s: %w", path, err),
-			"remove the file: the nonce is also pinned, and members are found again")
+		return s, false, damaged(path, err)
+	}
+	if err := s.check(); err != nil {
+		return s, false, damaged(path, err)
 	}
 	if id := statedir.BootID(); s.BootID != id {
 		s.BootID, s.Members, s.Sockets, s.Claims, s.Released, s.Keeper, s.Adopted = id, nil, nil, nil, nil, nil, nil
 	}
 	return s, true, nil
+}
+
+func damaged(path string, err error) error {
+	return fault.WithHint(fmt.Errorf("read state %s: %w", path, err),
+		"remove the file: the nonce is also pinned, and members are found again; states and weights of slots and pins of devices are lost")
+}
+
+// check returns an error for settings and pins that no command makes.
+func (s *state) check() error {
+	for slot, set := range s.Slots {
+		if slot < 0 || slot >= bpf.MaxSlots || !slices.Contains(slotStates, string(set.State)) || set.Weight < 0 || set.Weight > placement.MaxWeight {
+			return fmt.Errorf("slot %d: state %q, weight %d", slot, set.State, set.Weight)
+		}
+	}
+	seen := make(map[pin]bool)
+	for _, p := range s.Pins {
+		key := pin{Device: p.Device, Prefix: p.Prefix}
+		valid := p.Device != "" || p.Prefix.IsValid() && p.Prefix == p.Prefix.Masked() && !p.Prefix.Addr().Is4In6()
+		if p.Slot < 0 || p.Slot >= bpf.MaxSlots || !valid || p.Device != "" && p.Prefix.IsValid() || seen[key] {
+			return fmt.Errorf("pin of %q to slot %d", p.name(), p.Slot)
+		}
+		seen[key] = true
+	}
+	if len(s.Pins) > maxPins {
+		return fmt.Errorf("%d pins, at most %d", len(s.Pins), maxPins)
+	}
+	return nil
 }
 
 func (s *state) save(path string) error {

@@ -9,14 +9,18 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
 )
 
@@ -26,7 +30,7 @@ func (s *service) status() api.ServiceStatus {
 	s.reevaluateWaiting()
 	status := api.ServiceStatus{
 		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: "reject",
-		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: len(s.seats), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
+		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: s.countReady(), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
 		PortsSteered: s.usesLookup() || (s.keeperProblem == nil && len(s.keeperSockets) == len(s.listeners) && s.keeper != nil),
 		Waiting:      []api.WaitingStatus{},
 	}
@@ -44,6 +48,7 @@ func (s *service) status() api.ServiceStatus {
 			Path: s.config.DeviceMap, Prefixes: s.mapping.Devices.Len(), Devices: len(s.mapping.Devices.Devices()),
 		}
 	}
+	status.Notes = s.notes()
 	status.SplitDevices, status.AdoptedDevices = len(s.checks.split), len(s.state.Adopted)
 	split, duplicate := s.splitProblem(), s.duplicateProblem()
 	switch {
@@ -87,17 +92,33 @@ func slotOrNil(slot int) *int {
 func (s *service) slots() ([]api.SlotStatus, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	counters, err := s.path.Counters(s.config.Slots)
+	slots := s.config.Slots
+	for slot := range s.seats {
+		slots = max(slots, slot+1) // a slot that the policy no longer has, until its devices have moved
+	}
+	counters, err := s.path.Counters(slots)
 	if err != nil {
 		return nil, err
 	}
-	list := make([]api.SlotStatus, s.config.Slots)
+	shares, sessions := s.shares(), s.countSessions()
+	list := make([]api.SlotStatus, slots)
 	for slot := range list {
-		status := api.SlotStatus{Service: s.config.Name, Slot: slot, Counts: counts(counters[slot]), Sockets: []api.SocketStatus{}}
+		set := s.slotState(slot)
+		status := api.SlotStatus{
+			Service: s.config.Name, Slot: slot, State: string(set.State), Weight: set.Weight, Share: shares[slot],
+			Pins: []api.PinStatus{}, Counts: counts(counters[slot]), Sockets: []api.SocketStatus{},
+		}
+		if slot >= s.config.Slots {
+			status.State, status.Weight = "removed", 0
+		}
+		for _, p := range s.pinsOf(slot) {
+			status.Pins = append(status.Pins, api.PinStatus{Device: p.name(), Until: p.Until, InForce: s.applies(&p)})
+		}
 		if seat := s.seats[slot]; seat != nil {
 			// The boot time is the difference of two clocks that are not read at the same time.
 			since := startedAt(seat.process.StartTime, bootTime()).Round(time.Second)
-			status.Ready, status.PID, status.Source = true, seat.process.PID, seat.source
+			status.Sessions = sessions[seat.id()]
+			status.Ready, status.PID, status.Source = s.isReady(slot), seat.process.PID, seat.source
 			status.Command, status.Since = seat.process.Command(), &since
 			for _, row := range slices.Sorted(maps.Keys(seat.sockets)) {
 				socket := seat.sockets[row]
@@ -136,18 +157,164 @@ func (s *service) devices() []api.DeviceStatus {
 	if s.config.TrackDevices == 0 {
 		return list
 	}
+	sessions := s.sessionSlots()
 	monotonic := time.Now().Add(-since(unix.CLOCK_MONOTONIC))
 	for address, seen := range s.path.Devices() {
 		addr := placement.Addr(address)
-		slot, name := s.mapping.Slot(addr)
-		list = append(list, api.DeviceStatus{
-			Service: s.config.Name, Address: addr, Device: name, Slot: slot, LastSlot: slotOrNil(int(seen.Slot)),
+		at := s.mapping.Locate(addr)
+		status := api.DeviceStatus{
+			Service: s.config.Name, Address: addr, Device: at.Device, Slot: at.Slot, Pinned: at.Pinned, LastSlot: slotOrNil(int(seen.Slot)),
 			Datagrams: seen.Datagrams, Connections: seen.Connections, Refused: seen.Refused,
-			LastSeen: monotonic.Add(time.Duration(seen.LastSeen)),
-		})
+			LastSeen: monotonic.Add(time.Duration(seen.LastSeen)), SessionSlots: []int{},
+		}
+		if of := sessions[addr]; of != nil {
+			status.Sessions, status.SessionSlots, status.Split = of.sessions, of.slots, of.split
+		}
+		if status.Split && s.config.OnMove == config.CloseMoved {
+			if err := s.canClose(); err != nil {
+				status.Problem = err.Error()
+			}
+		}
+		list = append(list, status)
 	}
 	slices.SortFunc(list, func(a, b api.DeviceStatus) int { return a.Address.Compare(b.Address) })
 	return list
+}
+
+// sessionsOf are the open sessions of an address.
+type sessionsOf struct {
+	sessions int
+	slots    []int // of the members that have them; -1: no member
+	split    bool  // a session is at another member than the one that serves the address
+}
+
+// sessionSlots returns the open sessions by address.
+func (s *service) sessionSlots() map[netip.Addr]*sessionsOf {
+	all := make(map[netip.Addr]*sessionsOf)
+	list, err := s.readSessions()
+	if err != nil {
+		s.log.Warn("sessions not read", "error", err)
+		return all
+	}
+	seated := make(map[member.ID]int)
+	for slot, seat := range s.seats {
+		seated[seat.id()] = slot
+	}
+	now := s.serving()
+	for _, one := range list {
+		if one.State != sockdiag.Established {
+			continue
+		}
+		of := all[one.address]
+		if !one.owned {
+			continue
+		}
+		if of == nil {
+			of = &sessionsOf{slots: []int{}}
+			all[one.address] = of
+		}
+		of.sessions++
+		slot, ok := seated[one.ownerID()]
+		if !ok {
+			slot = -1
+		}
+		if !slices.Contains(of.slots, slot) {
+			of.slots = append(of.slots, slot)
+		}
+		server, served := now.server(one.address)
+		of.split = of.split || served && server != one.ownerID()
+	}
+	for _, of := range all {
+		slices.Sort(of.slots)
+	}
+	return all
+}
+
+// countSessions returns the number of open sessions by member.
+func (s *service) countSessions() map[member.ID]int {
+	count := make(map[member.ID]int)
+	list, err := s.readSessions()
+	if err != nil {
+		s.log.Warn("sessions not read", "error", err)
+	}
+	for i := range list {
+		if list[i].State == sockdiag.Established && list[i].owned {
+			count[list[i].ownerID()]++
+		}
+	}
+	return count
+}
+
+// applies reports whether a pin is in force: the device has moved, the device map has the name, or does not name the
+// address, and the slot does not drain.
+func (s *service) applies(p *pin) bool {
+	known := p.Device == "" || slices.Contains(s.mapping.Devices.Devices(), p.Device)
+	if p.Device == "" {
+		_, named := s.mapping.Devices.Covers(p.Prefix)
+		known = !named
+	}
+	return known && p.InForce && p.Slot < s.config.Slots && s.slotState(p.Slot).State != drainState
+}
+
+// notes describes the changes by commands that are in force.
+func (s *service) notes() []string {
+	notes := []string{}
+	for _, slot := range slices.Sorted(maps.Keys(s.state.Slots)) {
+		set := s.state.Slots[slot]
+		if slot >= s.config.Slots {
+			notes = append(notes, fmt.Sprintf("slot %d, which the policy does not have, keeps its state and weight", slot))
+			continue
+		}
+		var parts []string
+		switch set.State {
+		case drainState:
+			parts = append(parts, "drains")
+		case maintState:
+			parts = append(parts, "is in maint")
+		}
+		if set.Weight != defaultSetting.Weight {
+			parts = append(parts, fmt.Sprintf("has weight %d", set.Weight))
+		}
+		notes = append(notes, fmt.Sprintf("slot %d %s", slot, strings.Join(parts, " and ")))
+	}
+	if n := len(s.state.Pins); n > 0 {
+		notes = append(notes, format.Count(n, "device or prefix is pinned", "devices or prefixes are pinned"))
+	}
+	removed := 0
+	for _, p := range s.state.Pins {
+		if p.Slot >= s.config.Slots {
+			removed++
+		}
+	}
+	if removed > 0 {
+		notes = append(notes, format.Count(removed, "pin is to a slot", "pins are to slots")+" that the policy does not have")
+	}
+	if s.ignoresSettings {
+		notes = append(notes, "states and weights of the slots are ignored: no slot would be left for any device")
+	}
+	if s.moves.stopped > 0 {
+		notes = append(notes, fmt.Sprintf("moves are stopped, and %s not at the target slot", format.Count(s.moves.stopped, "device is", "devices are")))
+	}
+	return notes
+}
+
+// countReady returns the number of slots that receive traffic.
+func (s *service) countReady() (n int) {
+	for slot := range s.seats {
+		if s.isReady(slot) {
+			n++
+		}
+	}
+	return n
+}
+
+// shares returns the share of the buckets in force by slot.
+func (s *service) shares() map[int]float64 {
+	shares := make(map[int]float64)
+	for _, slot := range s.mapping.Table.Bucket {
+		shares[int(slot)] += 1 / float64(bpf.Buckets)
+	}
+	return shares
 }
 
 func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
@@ -155,10 +322,34 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	defer s.mu.Unlock()
 	list := Where(s.config.Name, s.mapping, addresses)
 	for i := range list {
-		ready := s.seats[list[i].Slot] != nil
+		ready := s.isReady(list[i].Slot)
 		list[i].Ready = &ready
 	}
 	return list
+}
+
+// PlannedMapping returns the mapping that a service would have with a configuration and a device map, and with the states,
+// weights and pins of its slots.
+func PlannedMapping(c config.Service, nonce uint64, devices *placement.DeviceMap, slots []api.SlotStatus) (*placement.Mapping, error) {
+	st := state{Slots: make(map[int]slotSetting)}
+	for _, slot := range slots {
+		if slices.Contains(slotStates, slot.State) {
+			st.Slots[slot.Slot] = slotSetting{slotState(slot.State), slot.Weight}
+		}
+		for _, p := range slot.Pins {
+			one, err := parsePin(p.Device, devices)
+			if err != nil {
+				continue // the device map does not have the device, or names the address
+			}
+			one.Slot = slot.Slot
+			st.Pins = append(st.Pins, one)
+		}
+	}
+	m, err := newMapping(c, &st, nonce, devices)
+	if err != nil {
+		return nil, err
+	}
+	return m.WithPins(st.pinsFor(c.Slots, nil)), nil
 }
 
 // Where returns the slots of addresses in a mapping.
@@ -166,8 +357,8 @@ func Where(service string, mapping *placement.Mapping, addresses []netip.Addr) [
 	list := make([]api.WhereStatus, len(addresses))
 	for i, addr := range addresses {
 		list[i] = api.WhereStatus{Service: service, Address: addr.Unmap().WithZone("")}
-		list[i].Slot, list[i].Device = mapping.Slot(addr)
-		list[i].Bucket = mapping.Bucket(addr)
+		at := mapping.Locate(addr)
+		list[i].Slot, list[i].Device, list[i].Bucket, list[i].Pinned = at.Slot, at.Device, at.Bucket, at.Pinned
 	}
 	return list
 }

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -26,17 +27,27 @@ func OpenMap(dir string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
 // OpenMapAs is OpenMap with another name for the pin.
 func OpenMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
 	path := filepath.Join(dir, pin)
+	pinned, err := LoadMap(path, spec)
+	if !errors.Is(err, os.ErrNotExist) {
+		return pinned, err
+	}
+	fresh, err := ebpf.NewMap(spec)
+	if err != nil {
+		return nil, fmt.Errorf("create map %s: %w", spec.Name, err)
+	}
+	if err := fresh.Pin(path); err != nil {
+		fresh.Close()
+		return nil, fmt.Errorf("pin map %s: %w", spec.Name, err)
+	}
+	return fresh, nil
+}
+
+// LoadMap opens a pinned map. It returns an *IncompatibleError if the map has another type, size or flags than the
+// spec, and an error that wraps os.ErrNotExist if there is no pin.
+func LoadMap(path string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
 	pinned, err := ebpf.LoadPinnedMap(path, nil)
 	if errors.Is(err, os.ErrNotExist) {
-		fresh, err := ebpf.NewMap(spec)
-		if err != nil {
-			return nil, fmt.Errorf("create map %s: %w", spec.Name, err)
-		}
-		if err := fresh.Pin(path); err != nil {
-			fresh.Close()
-			return nil, fmt.Errorf("pin map %s: %w", spec.Name, err)
-		}
-		return fresh, nil
+		return nil, err
 	}
 	if err != nil {
 		return nil, &IncompatibleError{Path: path, Err: err}
@@ -49,9 +60,15 @@ func OpenMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
 	return pinned, nil
 }
 
+// besideMark ends the name of a pin that Replace has not renamed yet.
+const besideMark = "_new"
+
+// IsBeside reports whether a name is that of a pin that Replace has not renamed.
+func IsBeside(name string) bool { return strings.HasSuffix(name, besideMark) }
+
 // Replace replaces the pin at path atomically: pin creates a pin beside it, which is renamed.
 func Replace(pin func(string) error, path string) error {
-	beside := path + "_new"
+	beside := path + besideMark
 	if err := Remove(beside); err != nil {
 		return err
 	}
@@ -102,6 +119,29 @@ func EnsureLink(dir, name string, p *ebpf.Program, target *os.File, attach func(
 		return nil, fmt.Errorf("pin %s: %w", name, err)
 	}
 	return fresh, nil
+}
+
+// TakeLink updates the link that is pinned in the directory from to p, in one step, and moves its pin to the directory to.
+// It does nothing if to has such a pin, or if there is no link that is attached to target.
+func TakeLink(from, to, name string, p *ebpf.Program, target *os.File) error {
+	if _, err := os.Stat(filepath.Join(to, name)); !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	pinned, err := link.LoadPinnedLink(filepath.Join(from, name), nil)
+	if err != nil {
+		return nil // none, or none that can be used
+	}
+	defer pinned.Close()
+	if same, err := AttachedTo(pinned, target); err != nil || !same {
+		return nil
+	}
+	if err := pinned.Update(p); err != nil {
+		return fmt.Errorf("update %s: %w", name, err)
+	}
+	if err := os.Rename(filepath.Join(from, name), filepath.Join(to, name)); err != nil {
+		return fmt.Errorf("move %s: %w", name, err)
+	}
+	return nil
 }
 
 // AttachedTo reports whether a link is attached to target, an open cgroup directory or network namespace.

@@ -41,7 +41,7 @@ func (c *commands) slotsCommand() *cobra.Command {
 				fmt.Fprintln(w, "there are no services")
 				return
 			}
-			fmt.Fprintln(w, "SERVICE\tSLOT\tREADY\tPID\tCONNECTIONS\tDATAGRAMS\tREFUSED\tDIVERTED\tCOMMAND")
+			fmt.Fprintln(w, "SERVICE\tSLOT\tSTATE\tWEIGHT\tSHARE\tREADY\tPID\tSESSIONS\tCONNECTIONS\tDATAGRAMS\tREFUSED\tDIVERTED\tCOMMAND")
 			for _, s := range slots {
 				var refused uint64
 				for _, n := range s.Refused {
@@ -51,10 +51,30 @@ func (c *commands) slotsCommand() *cobra.Command {
 				if s.PID != 0 {
 					pid = fmt.Sprint(s.PID)
 				}
-				fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\t%s\n", s.Service, s.Slot, command.YesNo(s.Ready), pid,
+				fmt.Fprintf(w, "%s\t%d\t%s\t%d\t%s\t%s\t%s\t%d\t%d\t%d\t%d\t%d\t%s\n", s.Service, s.Slot, s.State, s.Weight,
+					command.Percentage(s.Share), command.YesNo(s.Ready), pid, s.Sessions,
 					s.Connections, s.Datagrams, refused, s.Diverted, command.OrDash(command.Shorten(s.Command, 50)))
 			}
+			c.pins(w, slots)
 		})
 	}
 	return cmd
+}
+
+// pins prints the pinned devices.
+func (c *commands) pins(w io.Writer, slots []api.SlotStatus) {
+	heading := "\nSERVICE\tPINNED DEVICE\tSLOT\tIN FORCE\tUNTIL"
+	for _, s := range slots {
+		for _, p := range s.Pins {
+			if heading != "" {
+				fmt.Fprintln(w, heading)
+				heading = ""
+			}
+			until := "-"
+			if p.Until != nil {
+				until = c.Clock(*p.Until)
+			}
+			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\n", s.Service, p.Device, s.Slot, command.YesNo(p.InForce), until)
+		}
+	}
 }

@@ -4,6 +4,7 @@ package steercmd
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -18,6 +19,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/steer"
 	"sockeye/internal/steer/placement"
@@ -79,13 +81,13 @@ an agent nor pins.`,
 				fmt.Fprintln(w, "there are no services")
 				return
 			}
-			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tBUCKET\tSLOT\tREADY")
+			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tBUCKET\tSLOT\tPINNED\tREADY")
 			for _, l := range list {
 				ready := "-"
 				if l.Ready != nil {
 					ready = command.YesNo(*l.Ready)
 				}
-				fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%d\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), l.Bucket, l.Slot, ready)
+				fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%d\t%s\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), l.Bucket, l.Slot, command.YesNo(l.Pinned), ready)
 			}
 		})
 	}
@@ -106,11 +108,9 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.Wh
 	if slots < 1 || slots > bpf.MaxSlots {
 		return nil, fault.Usage(fmt.Errorf("--slots is %d", slots), fmt.Sprintf("1 to %d", bpf.MaxSlots))
 	}
-	var devices *placement.DeviceMap
-	if file != "" {
-		if devices, err = placement.LoadDeviceMap(file); err != nil {
-			return nil, fault.Unreadable(err, "")
-		}
+	devices, err := loadDevices(file)
+	if err != nil {
+		return nil, err
 	}
 	mapping, err := placement.NewMapping(slots, bpf.NoSlot, seed, devices)
 	if err != nil {
@@ -119,8 +119,20 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.Wh
 	return steer.Where("", mapping, addresses), nil
 }
 
-// wherePlan computes the slots of another policy file with the nonces of the services in force, because a new policy does
-// not change nonces.
+// loadDevices reads a device map; "" is none.
+func loadDevices(file string) (*placement.DeviceMap, error) {
+	if file == "" {
+		return nil, nil
+	}
+	devices, err := placement.LoadDeviceMap(file)
+	if err != nil {
+		return nil, fault.Unreadable(err, "")
+	}
+	return devices, nil
+}
+
+// wherePlan computes the slots of another policy file with the nonces, the states and weights of the slots, and the pins of
+// the services in force, because a new policy does not change them.
 func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]api.WhereStatus, error) {
 	policy, err := command.LoadPolicy(file)
 	if err != nil {
@@ -144,12 +156,9 @@ func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service
 		if !ok {
 			return nil, fault.Usage(fmt.Errorf("service %s is not in force, its nonce is unknown", name), "use --slots and --nonce, or --service with a service in force")
 		}
-		part, err := whereTable(addresses, s.Slots, nonce, s.DeviceMap)
+		part, err := c.wherePlanned(cmd.Context(), addresses, s, name, nonce)
 		if err != nil {
 			return nil, err
-		}
-		for i := range part {
-			part[i].Service = s.Name
 		}
 		list = append(list, part...)
 	}
@@ -157,6 +166,27 @@ func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service
 		return nil, fault.Usage(fmt.Errorf("%s has no service %q", file, service), "name a service of the file, or omit --service")
 	}
 	return list, nil
+}
+
+// wherePlanned computes the slots of one service of another policy file. of is the service whose slots it has.
+func (c *commands) wherePlanned(ctx context.Context, addresses []netip.Addr, s config.Service, of, nonce string) ([]api.WhereStatus, error) {
+	var slots []api.SlotStatus
+	if err := c.Client().Get(ctx, "/v1/slots", ofService(of), &slots); err != nil {
+		return nil, err
+	}
+	seed, err := strconv.ParseUint(nonce, 0, 64)
+	if err != nil {
+		return nil, fmt.Errorf("read agent's answer: %w", err)
+	}
+	devices, err := loadDevices(s.DeviceMap)
+	if err != nil {
+		return nil, err
+	}
+	mapping, err := steer.PlannedMapping(s, seed, devices, slots)
+	if err != nil {
+		return nil, err
+	}
+	return steer.Where(s.Name, mapping, addresses), nil
 }
 
 func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStatus, error) {
@@ -183,17 +213,22 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStat
 		}
 		for _, addr := range addresses {
 			address := placement.Address(addr)
-			hash, found, err := bpf.ReadDeviceHash(dir, address)
+			id, found, err := bpf.ReadDevice(dir, address)
 			if err != nil {
 				return nil, err
 			}
-			if !found {
-				hash = placement.Hash(address, table.Nonce)
+			hash, pinned := placement.Hash(address, table.Nonce), found && id.Device&bpf.Pinned != 0
+			if found && !pinned {
+				hash = id.Hash
 			}
 			bucket := int(hash % uint32(bpf.Buckets))
+			slot := int(table.Bucket[bucket])
+			if pinned {
+				slot = int(id.Hash)
+			}
 			list = append(list, api.WhereStatus{
 				Service: filepath.Base(dir)[len(bpf.ServicePrefix):], Address: addr.Unmap().WithZone(""),
-				Bucket: bucket, Slot: int(table.Bucket[bucket]),
+				Bucket: bucket, Slot: slot, Pinned: pinned,
 			})
 		}
 	}

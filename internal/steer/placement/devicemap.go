@@ -188,8 +188,24 @@ func (m *DeviceMap) Lookup(addr netip.Addr) (id uint32, ok bool) {
 		p := &m.prefixes[i]
 		return p.hi > host.hi || p.hi == host.hi && p.lo > host.lo
 	})
-	for at := uint32(after) - 1; at != noParent; at = m.prefixes[at].parent {
-		if p := &m.prefixes[at]; p.holds(host) && p.is4() == host.is4() {
+	return m.longest(uint32(after)-1, host)
+}
+
+// Covers returns the id of the device with the longest prefix that contains all addresses of a prefix. IPv4 prefixes are
+// never IPv4-mapped.
+func (m *DeviceMap) Covers(prefix netip.Prefix) (id uint32, ok bool) {
+	if m == nil {
+		return 0, false
+	}
+	inner := newDevicePrefix(prefix)
+	after := sort.Search(len(m.prefixes), func(i int) bool { return m.prefixes[i].compare(inner) > 0 })
+	return m.longest(uint32(after)-1, inner)
+}
+
+// longest returns the device of the prefix with an index, or of the nearest of its parents, that contains inner.
+func (m *DeviceMap) longest(at uint32, inner devicePrefix) (id uint32, ok bool) {
+	for ; at != noParent; at = m.prefixes[at].parent {
+		if p := &m.prefixes[at]; p.holds(inner) && p.is4() == inner.is4() {
 			return p.device, true
 		}
 	}

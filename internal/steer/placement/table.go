@@ -7,49 +7,53 @@ import (
 	"iter"
 	"maps"
 	"net/netip"
+	"slices"
 
 	"sockeye/internal/bpf"
 )
 
-// Mapping maps addresses to slots. A mapping consists of the nonce, the bucket table and the device map of a service.
+// Mapping maps addresses to slots. A mapping consists of the nonce, the bucket table, the device map and the pins of a
+// service. A Mapping is immutable.
 type Mapping struct {
 	Table   bpf.Table
 	Devices *DeviceMap
-
-	// Buckets of the exceptions.
-	names     map[string]uint32
-	addresses map[netip.Addr]uint32
+	pins    Pins
+	lengths []int // lengths of the prefixes of pins as bits of 128, the longest first
 }
 
-// Exceptions are devices with another slot than that of their hash: by name if the device map has a name, otherwise by
-// address. An IPv4 address is never IPv4-mapped.
-type Exceptions struct {
-	Names     map[string]int
-	Addresses map[netip.Addr]int
+// Pins are the devices that have another slot than that of the bucket table: devices of the device map by name, and
+// other sources by prefix. The longest prefix applies. A pin of a prefix does not apply to addresses of the device map:
+// all addresses of a device have the same slot. IPv4 prefixes are never IPv4-mapped, and prefixes have no bits set after
+// their length.
+type Pins struct {
+	Names    map[string]int
+	Prefixes map[netip.Prefix]int
 }
 
-// Except replaces the exceptions of the mapping. Exceptions with a slot that has no bucket are ignored. An exception for
-// an address overrides the device map.
-func (m *Mapping) Except(e Exceptions) {
-	first := make(map[int]uint32)
-	if len(e.Names)+len(e.Addresses) > 0 {
-		for bucket, slot := range m.Table.Bucket {
-			if _, ok := first[int(slot)]; !ok {
-				first[int(slot)] = uint32(bucket)
-			}
-		}
+// WithPins returns a copy of the mapping with other pins. The caller must not change the pins afterwards.
+func (m *Mapping) WithPins(p Pins) *Mapping {
+	c := *m
+	c.pins, c.lengths = p, nil
+	for prefix := range p.Prefixes {
+		c.lengths = append(c.lengths, mappedBits(prefix))
 	}
-	m.names, m.addresses = make(map[string]uint32), make(map[netip.Addr]uint32)
-	for name, slot := range e.Names {
-		if bucket, ok := first[slot]; ok {
-			m.names[name] = bucket
-		}
-	}
-	for addr, slot := range e.Addresses {
-		if bucket, ok := first[slot]; ok {
-			m.addresses[addr] = bucket
-		}
-	}
+	slices.SortFunc(c.lengths, func(a, b int) int { return b - a })
+	c.lengths = slices.Compact(c.lengths)
+	return &c
+}
+
+// WithBuckets returns a copy of the mapping with another bucket table.
+func (m *Mapping) WithBuckets(table *[bpf.Buckets]uint16) *Mapping {
+	c := *m
+	c.Table.Bucket = *table
+	return &c
+}
+
+// SamePins reports whether two mappings have the same pins.
+func (m *Mapping) SamePins(o *Mapping) bool { return m.pins.equal(o.pins) }
+
+func (p Pins) equal(o Pins) bool {
+	return maps.Equal(p.Names, o.Names) && maps.Equal(p.Prefixes, o.Prefixes)
 }
 
 // NewMapping returns the mapping of a service with 1 to bpf.MaxSlots slots. standby is the slot that serves the devices
@@ -95,23 +99,20 @@ func buckets(slots int) [bpf.Buckets]uint16 {
 	return table
 }
 
-// Entries are the contents of the LPM trie that represents the device map and the exceptions in the kernel. Entries are
+// Entries are the contents of the LPM trie that represents the device map and the pins in the kernel. Entries are
 // immutable.
 type Entries struct {
-	devices   *DeviceMap
-	nonce     uint64
-	names     map[string]uint32
-	addresses map[netip.Addr]uint32
+	devices *DeviceMap
+	nonce   uint64
+	pins    Pins
 }
 
-// Entries returns the current trie entries of the mapping.
-func (m *Mapping) Entries() *Entries {
-	return &Entries{m.Devices, m.Table.Nonce, m.names, m.addresses} // Except makes new maps
-}
+// Entries returns the trie entries of the mapping.
+func (m *Mapping) Entries() *Entries { return &Entries{m.Devices, m.Table.Nonce, m.pins} }
 
-// Size returns the maximum number of entries; 0 without a device map and without exceptions for addresses.
+// Size returns the maximum number of entries; 0 without a device map and without pins of prefixes.
 func (e *Entries) Size() int {
-	if n := e.devices.Len() + len(e.addresses); n > 0 {
+	if n := e.devices.Len() + len(e.pins.Prefixes); n > 0 {
 		return n + 1
 	}
 	return 0
@@ -119,7 +120,7 @@ func (e *Entries) Size() int {
 
 // Equal reports whether the tries of both entries are the same.
 func (e *Entries) Equal(o *Entries) bool {
-	return e.nonce == o.nonce && maps.Equal(e.names, o.names) && maps.Equal(e.addresses, o.addresses) && e.devices.Equal(o.devices)
+	return e.nonce == o.nonce && e.pins.equal(o.pins) && e.devices.Equal(o.devices)
 }
 
 // All yields the entries.
@@ -129,65 +130,93 @@ func (e *Entries) All() iter.Seq2[bpf.Prefix, bpf.DeviceID] {
 			return
 		}
 		// One trie has both families; ::/0 must not match IPv4.
-		if !yield(trieKey(netip.PrefixFrom(netip.IPv4Unspecified(), 0)), bpf.DeviceID{Device: bpf.NoDevice}) {
-			return
-		}
-		hashes := make([]uint32, len(e.devices.Devices()))
-		for i, name := range e.devices.Devices() {
-			hashes[i] = deviceHash(e.names, name, e.nonce)
-		}
-		for prefix, device := range e.devices.All() {
-			if !yield(trieKey(prefix), bpf.DeviceID{Hash: hashes[device], Device: device}) {
+		if _, all := e.pins.Prefixes[netip.PrefixFrom(netip.IPv4Unspecified(), 0)]; !all {
+			if !yield(trieKey(netip.PrefixFrom(netip.IPv4Unspecified(), 0)), bpf.DeviceID{Device: bpf.NoDevice}) {
 				return
 			}
 		}
-		for addr, bucket := range e.addresses {
-			if !yield(trieKey(netip.PrefixFrom(addr, addr.BitLen())), bpf.DeviceID{Hash: bucket, Device: unnamed}) {
+		ids := make([]bpf.DeviceID, len(e.devices.Devices()))
+		for i, name := range e.devices.Devices() {
+			ids[i] = bpf.DeviceID{Hash: DeviceHash(name, e.nonce), Device: uint32(i)}
+			if slot, pinned := e.pins.Names[name]; pinned {
+				ids[i] = bpf.DeviceID{Hash: uint32(slot), Device: uint32(i) | bpf.Pinned}
+			}
+		}
+		for prefix, device := range e.devices.All() {
+			if !yield(trieKey(prefix), ids[device]) {
+				return
+			}
+		}
+		for prefix, slot := range e.pins.Prefixes {
+			if _, named := e.devices.Covers(prefix); named {
+				continue
+			}
+			if !yield(trieKey(prefix), bpf.DeviceID{Hash: uint32(slot), Device: unnamed | bpf.Pinned}) {
 				return
 			}
 		}
 	}
 }
 
-// unnamed is the device id of an exception for an address, which has no name in the device map.
+// unnamed is the device id of a pin of a prefix, which has no name in the device map.
 const unnamed = bpf.NoDevice - 1
 
-// deviceHash returns a hash in the bucket of a device: that of the exception, or the hash of the name.
-func deviceHash(exceptions map[string]uint32, name string, nonce uint64) uint32 {
-	if bucket, ok := exceptions[name]; ok {
-		return bucket
+// mappedBits returns the length of a prefix with IPv4 as IPv4-mapped IPv6.
+func mappedBits(prefix netip.Prefix) int {
+	if prefix.Addr().Is4() {
+		return prefix.Bits() + 96
 	}
-	return DeviceHash(name, nonce)
+	return prefix.Bits()
 }
 
 func trieKey(prefix netip.Prefix) bpf.Prefix {
-	bits := prefix.Bits()
-	if prefix.Addr().Is4() {
-		bits += 96
-	}
-	return bpf.Prefix{Prefixlen: uint32(bits), Address: Address(prefix.Addr())}
+	return bpf.Prefix{Prefixlen: uint32(mappedBits(prefix)), Address: Address(prefix.Addr())}
+}
+
+// Location is the place of an address in a mapping.
+type Location struct {
+	Slot   int
+	Bucket int    // bucket of the hash, also for a pinned device
+	Device string // name in the device map, or ""
+	Pinned bool
 }
 
 // Slot returns the slot of an address, and the name of the device, or "" if the device map has none.
 func (m *Mapping) Slot(addr netip.Addr) (slot int, device string) {
-	bucket, device := m.locate(addr)
-	return int(m.Table.Bucket[bucket]), device
+	l := m.Locate(addr)
+	return l.Slot, l.Device
 }
 
-// Bucket returns the bucket of an address.
-func (m *Mapping) Bucket(addr netip.Addr) int {
-	bucket, _ := m.locate(addr)
-	return bucket
-}
-
-func (m *Mapping) locate(addr netip.Addr) (bucket int, device string) {
-	hash := Hash(Address(addr), m.Table.Nonce)
+// Locate returns the place of an address.
+func (m *Mapping) Locate(addr netip.Addr) Location {
+	var l Location
 	if id, ok := m.Devices.Lookup(addr); ok {
-		device = m.Devices.Devices()[id]
-		hash = deviceHash(m.names, device, m.Table.Nonce)
+		l.Device = m.Devices.Devices()[id]
+		l.Bucket = int(DeviceHash(l.Device, m.Table.Nonce) % uint32(bpf.Buckets))
+		l.Slot, l.Pinned = m.pins.Names[l.Device]
+	} else {
+		l.Bucket = int(Hash(Address(addr), m.Table.Nonce) % uint32(bpf.Buckets))
+		l.Slot, l.Pinned = m.prefixPin(addr.Unmap().WithZone(""))
 	}
-	if bucket, ok := m.addresses[addr.Unmap().WithZone("")]; ok {
-		hash = bucket
+	if !l.Pinned {
+		l.Slot = int(m.Table.Bucket[l.Bucket])
 	}
-	return int(hash % uint32(bpf.Buckets)), device
+	return l
+}
+
+// prefixPin returns the slot of the longest pinned prefix that contains an address.
+func (m *Mapping) prefixPin(addr netip.Addr) (slot int, pinned bool) {
+	for _, bits := range m.lengths {
+		if addr.Is4() {
+			bits -= 96
+		}
+		prefix, err := addr.Prefix(bits)
+		if err != nil {
+			continue // the length of prefixes of the other family
+		}
+		if slot, pinned := m.pins.Prefixes[prefix]; pinned {
+			return slot, true
+		}
+	}
+	return 0, false
 }

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"errors"
+	"net/netip"
+	"slices"
+
+	"sockeye/internal/member"
+)
+
+// adoptedDevice is a device that is assigned to another member than that of its slot by the hash, until that member
+// exits.
+type adoptedDevice struct {
+	member.ID
+	Device  string     `json:"device,omitempty"` // name in the device map
+	Address netip.Addr `json:"address"`          // address of a device without a name
+	Slot    int        `json:"slot"`
+}
+
+// adoptDevices assigns each split device under on_start whose connections are all with one member to the slot of that
+// member, and reports whether there is one.
+func (s *service) adoptDevices(split []splitDevice) bool {
+	before := slices.Clone(s.state.Adopted)
+	for _, d := range split {
+		if d.partly || len(d.at) != 1 || s.seats[d.at[0]] == nil ||
+			slices.ContainsFunc(d.sessions, func(one session) bool { return !s.underOnStart(&one) }) {
+			continue
+		}
+		a := adoptedDevice{ID: s.seats[d.at[0]].id(), Device: d.name, Slot: d.at[0]}
+		if d.name == "" {
+			a.Address = d.address
+		}
+		s.state.Adopted = append(s.state.Adopted, a)
+	}
+	count := len(s.state.Adopted) - len(before)
+	if count == 0 {
+		return false
+	}
+	// The state is saved first: after a crash before place, the next agent installs the same mapping.
+	err := s.state.save(s.statePath())
+	if err == nil {
+		s.mapping = s.mapping.WithPins(s.pinsInForce())
+		err = s.installMapping()
+	}
+	if err != nil {
+		s.log.Error("cannot adopt devices", "devices", count, "error", err)
+		s.state.Adopted = before
+		return false
+	}
+	s.log.Warn("devices adopted by the member that has their connections", "devices", count)
+	return true
+}
+
+// pruneAdopted returns adopted devices to their own slots after the exit of their member, which has closed all their
+// connections.
+func (s *service) pruneAdopted() {
+	kept := slices.DeleteFunc(slices.Clone(s.state.Adopted), func(a adoptedDevice) bool {
+		if seat := s.seats[a.Slot]; seat != nil {
+			return seat.id() != a.ID
+		}
+		return !member.Alive(a.PID, a.StartTime)
+	})
+	if len(kept) == len(s.state.Adopted) {
+		return
+	}
+	s.log.Info("devices returned to their own slot", "devices", len(s.state.Adopted)-len(kept))
+	s.state.Adopted = kept
+	if s.path == nil {
+		return
+	}
+	if err := errors.Join(s.place(), s.state.save(s.statePath())); err != nil {
+		s.log.Error("cannot return devices to their own slot", "error", err)
+	}
+}
+
+// hasAdoptedDevices reports whether devices are adopted for a member.
+func (s *service) hasAdoptedDevices(seat *seat) bool {
+	return slices.ContainsFunc(s.state.Adopted, func(a adoptedDevice) bool { return a.ID == seat.id() })
+}
+
+// forgetAdopter releases the adopted devices of a member that has exited.
+func (s *service) forgetAdopter(handle *member.Handle) {
+	if s.adopters[handle] {
+		delete(s.adopters, handle)
+		handle.Close()
+	}
+	s.pruneAdopted()
+}

@@ -1,0 +1,562 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/format"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/placement"
+)
+
+// The target mapping follows from the policy, the settings of the slots, and the pins. The mapping in force becomes the
+// target step by step:
+//
+//   - A bucket stays at its slot while the target slot has no member or is in maint, so that a new slot refuses no
+//     device.
+//   - With pace, a bucket or pin with open sessions waits until its device may connect to the target member: at most
+//     pace.devices devices at a time per member.
+//
+// The kernel has the mapping in force. A new agent reads the pinned table and continues.
+
+// moves is the progress of the moves to the target mapping.
+type moves struct {
+	cause   string           // change that caused the moves
+	of      string           // slot or device of that change; see checkNoMoves
+	started time.Time        // of the first move
+	running map[string]*move // devices that connect and send their initial dump, by deviceKey
+	waiting int              // devices with sessions that wait for their turn
+	stopped int              // devices with sessions that stay because the moves are stopped
+	blocked map[int]int      // buckets and pins that wait for a member, by target slot
+	done    int              // devices
+	more    bool             // further devices move by the next write of the table
+	timer   *time.Timer
+}
+
+// move is a device that has moved, until its initial dump is over.
+type move struct {
+	device   string
+	slot     int
+	gated    bool // the device was admitted at the gate of the slot
+	since    time.Time
+	sent     time.Time // of the first sample with data; zero: the device has not connected yet
+	sampled  time.Time
+	received uint64  // bytes at the last sample
+	rate     float64 // bytes per second of the last sample
+	peak     float64
+	quiet    time.Time // time since when the rate is low; zero: the rate is not low
+}
+
+const (
+	// moveInterval is the time between two samples of the sessions of moving devices.
+	moveInterval = 500 * time.Millisecond
+	// quietTime is the time for which the receive rate must be low at the end of an initial dump.
+	quietTime = 2 * time.Second
+	// silentTime is the time for which a connected device may send nothing before the next device moves.
+	silentTime = 10 * time.Second
+	// A rate is low if it is less than peak/quietShare or than quietRate bytes per second.
+	quietShare = 16
+	quietRate  = 2048
+)
+
+// begin records the change of a slot, a device or the policy that causes the next moves.
+func (m *moves) begin(cause, of string) {
+	m.cause, m.of = cause, of
+	if m.ungated() == 0 {
+		m.started, m.done = time.Now(), 0
+	}
+}
+
+// ungated returns the number of devices that move, without those that were admitted at a gate.
+func (m *moves) ungated() int {
+	n := m.waiting
+	for _, one := range m.running {
+		if !one.gated {
+			n++
+		}
+	}
+	return n
+}
+
+func (m *moves) active() bool { return len(m.running)+m.waiting > 0 }
+
+// moving reports whether devices move or wait at a gate.
+func (s *service) moving() bool { return s.moves.active() || len(s.gate.closed) > 0 }
+
+// paced reports whether devices with sessions wait for their turn.
+func (s *service) paced() bool {
+	return s.config.Pace != nil && s.config.OnMove == config.CloseMoved
+}
+
+// maxFlip is the number of devices with sessions that move by one write of the table. To close the connections of more
+// devices takes so long that the last of them would be split for more than 100 ms.
+const maxFlip = 256
+
+// place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
+func (s *service) place() error {
+	const most = bpf.Buckets
+	for range most {
+		if err := s.placeSome(); err != nil || !s.moves.more {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *service) placeSome() error {
+	s.moves.more = false
+	if s.path == nil || s.restoring {
+		return nil
+	}
+	next, pins := s.nextStep()
+	if next.Table == s.mapping.Table && next.SamePins(s.mapping) && next.Devices == s.mapping.Devices {
+		return s.finishPlace(pins)
+	}
+	before := s.mapping
+	s.mapping = next
+	if err := s.installMapping(); err != nil {
+		s.mapping = before
+		return err
+	}
+	s.checkSoon()
+	return s.finishPlace(pins)
+}
+
+// finishPlace saves the pins that are in force now, schedules the next step, and clears the slots that the policy no longer
+// has and that have no devices.
+func (s *service) finishPlace(pins []int) error {
+	s.scheduleMoves()
+	if len(pins) > 0 {
+		for _, i := range pins {
+			s.state.Pins[i].InForce = true
+		}
+		if err := s.state.save(s.statePath()); err != nil {
+			return err
+		}
+	}
+	for _, slot := range slices.Sorted(maps.Keys(s.seats)) {
+		if slot >= s.config.Slots && !s.inUse(slot) {
+			s.vacateSlot(slot, "slot removed")
+		}
+	}
+	return nil
+}
+
+// inUse reports whether the mapping in force has devices in a slot.
+func (s *service) inUse(slot int) bool {
+	return slices.Contains(s.mapping.Table.Bucket[:], uint16(slot))
+}
+
+// nextStep returns the next mapping, and the indexes of the pins that it puts in force.
+func (s *service) nextStep() (next *placement.Mapping, pins []int) {
+	s.moves.waiting, s.moves.stopped, s.moves.blocked = 0, 0, make(map[int]int)
+	if s.config.SharesSlots || s.mapping.Table.Nonce != s.target.Table.Nonce {
+		for i := range s.state.Pins {
+			if !s.state.Pins[i].InForce {
+				pins = append(pins, i)
+			}
+		}
+		return s.target.WithPins(s.state.pinsFor(s.config.Slots, nil)), pins
+	}
+	ready := s.readySlots()
+	table := s.mapping.Table.Bucket
+	var candidates, stopped, free []int
+	for bucket, want := range s.target.Table.Bucket {
+		is := table[bucket]
+		switch {
+		case is == want:
+		case !ready[want] && (s.seats[int(is)] != nil || int(is) < s.config.Slots):
+			s.moves.blocked[int(want)]++
+		case s.state.MovesStopped:
+			stopped = append(stopped, bucket)
+		case s.paced() && s.seats[int(is)] != nil:
+			candidates = append(candidates, bucket)
+		default:
+			free = append(free, bucket)
+		}
+	}
+	for _, bucket := range s.limitFlip(free) {
+		table[bucket] = s.target.Table.Bucket[bucket]
+	}
+	var wantedPins []int
+	for i := range s.state.Pins {
+		switch one := &s.state.Pins[i]; {
+		case one.InForce || one.Slot >= s.config.Slots || s.slotState(one.Slot).State == drainState:
+		case !ready[one.Slot]:
+			s.moves.blocked[one.Slot]++
+		case s.state.MovesStopped:
+		case s.paced():
+			wantedPins = append(wantedPins, i)
+		default:
+			pins = append(pins, i)
+		}
+	}
+	if len(stopped) > 0 {
+		s.moves.stopped = s.countIn(stopped)
+	}
+	if len(candidates)+len(wantedPins) > 0 {
+		var chosen []int
+		chosen, pins = s.admit(candidates, wantedPins)
+		for _, bucket := range chosen {
+			table[bucket] = s.target.Table.Bucket[bucket]
+		}
+	}
+	inForce := func(p *pin) bool {
+		return slices.ContainsFunc(pins, func(i int) bool { return &s.state.Pins[i] == p })
+	}
+	return s.target.WithBuckets(&table).WithPins(s.state.pinsFor(s.config.Slots, inForce)), pins
+}
+
+// limitFlip returns the buckets that move by the next write of the table: all, or those without sessions and those of
+// maxFlip devices. In the second case, more is set.
+func (s *service) limitFlip(buckets []int) []int {
+	if len(buckets) <= maxFlip || s.events == nil || s.config.OnMove != config.CloseMoved {
+		return buckets
+	}
+	list, err := s.readSessions()
+	if err != nil {
+		return buckets
+	}
+	inBucket := make(map[int]int)
+	for _, d := range groupByDevice(s.mapping, list) {
+		if !d.location.Pinned {
+			inBucket[d.location.Bucket]++
+		}
+	}
+	var now []int
+	devices := 0
+	for _, bucket := range buckets {
+		if n := inBucket[bucket]; n > 0 {
+			if devices >= maxFlip {
+				s.moves.more = true
+				continue
+			}
+			devices += n
+		}
+		now = append(now, bucket)
+	}
+	return now
+}
+
+// admit chooses the buckets and pins that move now: those without sessions, and for each target slot as many devices as
+// pace permits.
+func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
+	list, err := s.readSessions()
+	if err != nil {
+		s.log.Warn("sessions not read, moving without pace", "error", err)
+		return buckets, pins
+	}
+	inBucket, devices := make(map[int][]string), groupByDevice(s.mapping, list)
+	for _, key := range slices.Sorted(maps.Keys(devices)) {
+		if at := devices[key].location; !at.Pinned {
+			inBucket[at.Bucket] = append(inBucket[at.Bucket], key)
+		}
+	}
+	free := s.freeMoves()
+	take := func(slot int, keys []string) bool {
+		if len(keys) > 0 && free[slot] <= 0 {
+			s.moves.waiting += len(keys)
+			return false
+		}
+		free[slot] -= len(keys)
+		for _, key := range keys {
+			s.moves.running[key] = &move{device: devices[key].String(), slot: slot, since: time.Now()}
+		}
+		return true
+	}
+	for _, bucket := range buckets {
+		if take(int(s.target.Table.Bucket[bucket]), inBucket[bucket]) {
+			if len(inBucket[bucket]) > 0 {
+				s.gate.admitted[uint16(bucket)] = true
+			}
+			chosenBuckets = append(chosenBuckets, bucket)
+		}
+	}
+	for _, i := range pins {
+		one := &s.state.Pins[i]
+		var keys []string
+		for _, key := range slices.Sorted(maps.Keys(devices)) {
+			d := devices[key]
+			if d.location.Slot != one.Slot && (one.Device != "" && d.name == one.Device || one.Device == "" && d.name == "" && one.Prefix.Contains(d.address)) {
+				keys = append(keys, key)
+			}
+		}
+		if take(one.Slot, keys) {
+			chosenPins = append(chosenPins, i)
+		}
+	}
+	return chosenBuckets, chosenPins
+}
+
+// scheduleMoves schedules the next step while devices move.
+func (s *service) scheduleMoves() {
+	if s.moving() && s.moves.timer == nil && s.events != nil {
+		s.moves.timer = time.AfterFunc(moveInterval, s.continueMoves)
+	}
+}
+
+// continueMoves ends the moves of the devices whose initial dump is over, and begins the next ones.
+func (s *service) continueMoves() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.moves.timer = nil
+	if s.events == nil {
+		return
+	}
+	s.sampleMoves()
+	var err error
+	if s.controlGates() {
+		err = s.installMapping()
+	}
+	if err = errors.Join(err, s.place()); err != nil {
+		s.log.Error("devices not moved", "error", err)
+	}
+	if !s.moving() {
+		s.log.Info("moves have ended", "devices", s.moves.done, "took", time.Since(s.moves.started).Round(time.Millisecond).String())
+	}
+}
+
+// sampleMoves measures the receive rates of the moving devices, and deletes those whose initial dump is over.
+func (s *service) sampleMoves() {
+	list, err := s.readSessions()
+	if err != nil {
+		s.log.Warn("sessions not read", "error", err)
+	}
+	received, now := make(map[string]uint64), time.Now()
+	connected := groupByDevice(s.mapping, list)
+	for key, d := range connected {
+		for _, one := range d.sessions {
+			received[key] += one.Info.Bytes_received
+		}
+	}
+	timeout := time.Duration(s.timeoutOfMoves()) * time.Microsecond
+	for key, m := range s.moves.running {
+		if m.sample(connected[key] != nil, received[key], now) || m.late(now, timeout) || m.gated && connected[key] == nil {
+			delete(s.moves.running, key)
+			s.moves.done++
+		}
+	}
+}
+
+// timeoutOfMoves returns pace.timeout; 0 if the policy has no pace any more.
+func (s *service) timeoutOfMoves() int64 {
+	if s.config.Pace == nil {
+		return 0
+	}
+	return s.config.Pace.Timeout
+}
+
+// sample updates the rate of a device, and reports whether its initial dump is over.
+func (m *move) sample(connected bool, received uint64, now time.Time) bool {
+	if received < m.received {
+		m.quiet, m.received = time.Time{}, 0 // another connection
+	}
+	if !m.sampled.IsZero() {
+		m.rate = float64(received-m.received) / now.Sub(m.sampled).Seconds()
+		m.peak = max(m.peak, m.rate)
+	}
+	m.received, m.sampled = received, now
+	if received > 0 && m.sent.IsZero() {
+		m.sent = now
+	}
+	switch {
+	case !connected || m.rate >= quietRate && m.rate >= m.peak/quietShare:
+		m.quiet = time.Time{}
+	case m.quiet.IsZero():
+		m.quiet = now
+	}
+	quiet := quietTime
+	if received == 0 {
+		quiet = silentTime // the dump may not have begun
+	}
+	return !m.quiet.IsZero() && now.Sub(m.quiet) >= quiet
+}
+
+// late reports whether a device has used its time. It has the timeout for its dump, and before that the same time for its
+// connection, because many routers wait 30 to 120 s before they connect again.
+func (m *move) late(now time.Time, timeout time.Duration) bool {
+	begin := m.sent
+	if begin.IsZero() {
+		begin = m.since
+	}
+	return now.Sub(begin) >= timeout
+}
+
+// checkNoMoves returns an error while devices move because of another change. of is the slot or device of the new
+// change.
+func (s *service) checkNoMoves(of string) error {
+	left := s.moves.ungated()
+	if left == 0 || of == s.moves.of {
+		return nil
+	}
+	return fault.Conflict(fmt.Errorf("devices move because of another change (%s): %d done, %d running, %d waiting",
+		s.moves.cause, s.moves.done, left-s.moves.waiting, s.moves.waiting),
+		"sockeye moves --wait waits for the end, sockeye moves --cancel stops them")
+}
+
+// stopMoves stops the moves, or continues them.
+func (s *service) stopMoves(stop bool) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if stop && s.moves.ungated()+len(s.moves.blocked) == 0 {
+		if gates := s.closedGates(); len(gates) > 0 {
+			return fault.Conflict(fmt.Errorf("no devices move; %s admits devices in turn, which cannot be stopped", slotNames(gates)),
+				"a policy without pace admits them at once")
+		}
+		return fault.Conflict(errors.New("no devices move"), "sockeye moves shows the moves")
+	}
+	if !stop && !s.state.MovesStopped {
+		return fault.Conflict(errors.New("the moves are not stopped"), "sockeye moves shows the moves")
+	}
+	s.state.MovesStopped = stop
+	if err := s.state.save(s.statePath()); err != nil {
+		return err
+	}
+	return s.place()
+}
+
+// movesStatus returns the progress of the moves.
+func (s *service) movesStatus() api.MovesStatus {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	m := &s.moves
+	status := api.MovesStatus{
+		Service: s.config.Name, State: "none", Cause: m.cause, Done: m.done, Running: []api.MovingDevice{},
+		Waiting: m.waiting + s.gate.waiting, Gates: s.closedGates(), Blocked: []api.BlockedMoves{}, Paced: s.paced(),
+	}
+	for _, slot := range slices.Sorted(maps.Keys(m.blocked)) {
+		reason := "has no member"
+		if s.slotState(slot).State == maintState {
+			reason = "is in maint"
+		}
+		status.Blocked = append(status.Blocked, api.BlockedMoves{Slot: slot, Reason: reason, Share: float64(m.blocked[slot]) / float64(bpf.Buckets)})
+	}
+	for _, key := range slices.Sorted(maps.Keys(m.running)) {
+		one := m.running[key]
+		status.Running = append(status.Running, api.MovingDevice{Device: one.device, Slot: one.slot, Since: one.since, Received: one.received, Rate: one.rate})
+	}
+	switch {
+	case s.state.MovesStopped && !slices.Equal(s.mapping.Table.Bucket[:], s.target.Table.Bucket[:]):
+		status.State, status.Waiting = "stopped", m.stopped
+	case m.active() || s.gate.waiting > 0:
+		status.State = "running"
+	case len(m.blocked) > 0:
+		status.State = "blocked"
+	}
+	if status.State == "running" {
+		started := m.started
+		status.Started = &started
+		if m.done > 0 {
+			left := time.Since(started).Seconds() / float64(m.done) * float64(len(m.running)+status.Waiting)
+			status.Remaining = &left
+		}
+	}
+	return status
+}
+
+// settled returns the mapping to which the present moves lead.
+func (s *service) settled() *placement.Mapping {
+	return s.target.WithPins(s.state.pinsFor(s.config.Slots, nil))
+}
+
+// movesEffect describes how many devices get another slot by a change of the mapping, and what becomes of their
+// sessions.
+func (s *service) movesEffect(from, target *placement.Mapping) string {
+	// A device is one address, or all addresses of one name in the device map in force.
+	moves, moved := make(map[string]bool), 0
+	note := func(addr netip.Addr) bool {
+		before, after := from.Locate(addr), target.Locate(addr)
+		key, away := deviceKey(before.Device, addr), before.Slot != after.Slot
+		if away && !moves[key] {
+			moved++
+		}
+		moves[key] = moves[key] || away
+		return away
+	}
+	for address := range s.path.Devices() {
+		note(placement.Addr(address))
+	}
+	sessions := 0
+	list, err := s.readSessions()
+	for _, one := range list {
+		if one.State == sockdiag.Established && one.owned && note(one.address) {
+			sessions++
+		}
+	}
+	if s.config.TrackDevices == 0 && sessions == 0 {
+		return "devices are not tracked, so it is not known how many move"
+	}
+	effect := fmt.Sprintf("%d of %s seen move", moved, format.Count(len(moves), "device", "devices"))
+	if err != nil {
+		return effect + "; the number of their sessions is not known"
+	}
+	return effect + s.sessionsEffect(sessions)
+}
+
+// sessionsEffect describes what becomes of the sessions of devices that move.
+func (s *service) sessionsEffect(sessions int) string {
+	if sessions == 0 {
+		return ""
+	}
+	text := "; " + format.Count(sessions, "session", "sessions")
+	stay, closed := " stay open, so that the devices are split", " are closed"
+	if sessions == 1 {
+		stay, closed = " stays open, so that the device is split", " is closed"
+	}
+	switch err := s.canClose(); {
+	case s.config.OnMove == config.KeepMoved:
+		return text + stay + " (on_move: keep)"
+	case err != nil:
+		return text + stay + ": " + err.Error()
+	case s.paced():
+		closed += fmt.Sprintf(", %d at a time per member; sockeye moves shows the progress", s.config.Pace.Devices)
+	}
+	return text + closed
+}
+
+// countIn returns the number of devices with sessions in some buckets.
+func (s *service) countIn(buckets []int) (n int) {
+	list, err := s.readSessions()
+	if err != nil {
+		s.log.Warn("sessions not read", "error", err)
+	}
+	for _, d := range groupByDevice(s.mapping, list) {
+		if !d.location.Pinned && slices.Contains(buckets, d.location.Bucket) {
+			n++
+		}
+	}
+	return n
+}
+
+// slotNames formats a list of slots.
+func slotNames(slots []int) string {
+	if len(slots) == 1 {
+		return fmt.Sprintf("slot %d", slots[0])
+	}
+	var names []string
+	for _, slot := range slots {
+		names = append(names, strconv.Itoa(slot))
+	}
+	return "slots " + strings.Join(names, ", ")
+}
+
+// canClose returns nil if the agent can close connections of other processes.
+func (s *service) canClose() error {
+	conn, err := s.diag()
+	if err == nil {
+		err = conn.CanDestroy()
+	}
+	return err
+}

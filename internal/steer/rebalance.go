@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
+	"sockeye/internal/format"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/placement"
+)
+
+// counted are the counters of a device at one instant.
+type counted struct {
+	device    string
+	slot      int
+	pinned    bool
+	datagrams uint64
+	bytes     map[uint64]uint64 // received bytes of each session, by cookie
+}
+
+// countDevices reads the counters of all devices by deviceKey.
+func (s *service) countDevices() (map[string]*counted, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.config.TrackDevices == 0 {
+		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", s.config.Name), "set track_devices in the policy")
+	}
+	all := make(map[string]*counted)
+	of := func(at placement.Location, address string, key string) *counted {
+		d := all[key]
+		if d == nil {
+			d = &counted{device: address, slot: at.Slot, pinned: at.Pinned, bytes: make(map[uint64]uint64)}
+			if at.Device != "" {
+				d.device = at.Device
+			}
+			all[key] = d
+		}
+		return d
+	}
+	for address, seen := range s.path.Devices() {
+		addr := placement.Addr(address)
+		at := s.mapping.Locate(addr)
+		of(at, addr.String(), deviceKey(at.Device, addr)).datagrams += seen.Datagrams
+	}
+	list, err := s.readSessions()
+	if err != nil {
+		return nil, err
+	}
+	for _, one := range list {
+		if one.State == sockdiag.Established {
+			at := s.mapping.Locate(one.address)
+			of(at, one.address.String(), deviceKey(at.Device, one.address)).bytes[one.Cookie] = one.Info.Bytes_received
+		}
+	}
+	return all, nil
+}
+
+// rebalance measures the load of the devices, and proposes moves that make the load of the slots more even. With apply,
+// the devices are pinned to their new slots.
+func (s *service) rebalance(ctx context.Context, period time.Duration, apply bool) (*api.Rebalance, error) {
+	before, err := s.countDevices()
+	if err != nil {
+		return nil, err
+	}
+	began := time.Now()
+	select {
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case <-time.After(period):
+	}
+	after, err := s.countDevices()
+	if err != nil {
+		return nil, err
+	}
+	seconds := time.Since(began).Seconds()
+	result := &api.Rebalance{Service: s.config.Name, Slots: []api.SlotLoad{}, Moves: []api.ProposedMove{}}
+	var loads []placement.Load
+	var datagrams, bytes uint64
+	for key, d := range after {
+		load := placement.Load{Key: key, Slot: d.slot, Datagrams: d.datagrams, Pinned: d.pinned}
+		was := before[key]
+		if was != nil {
+			load.Datagrams -= min(was.datagrams, d.datagrams)
+		}
+		for cookie, n := range d.bytes {
+			if was == nil || was.bytes[cookie] == 0 {
+				continue // a new session, whose dump does not last
+			}
+			load.Bytes += n - min(was.bytes[cookie], n)
+		}
+		datagrams, bytes = datagrams+load.Datagrams, bytes+load.Bytes
+		if load.Datagrams+load.Bytes > 0 {
+			result.Devices++
+		}
+		loads = append(loads, load)
+	}
+	result.Datagrams, result.Bytes = float64(datagrams)/seconds, float64(bytes)/seconds
+
+	weights := s.loadWeights(loads)
+	balance, err := placement.Rebalance(loads, weights, placement.RebalanceOptions{MaxMoves: maxProposed})
+	if err != nil {
+		return nil, fault.Conflict(err, "sockeye slots shows the members, states and weights")
+	}
+	for slot := range weights {
+		result.Slots = append(result.Slots, api.SlotLoad{Slot: slot, Fair: balance.Fair[slot], Before: balance.Before[slot], After: balance.After[slot]})
+	}
+	shares := make(map[string]float64)
+	for _, l := range loads {
+		shares[l.Key] = loadShare(&l, datagrams, bytes)
+	}
+	for _, m := range balance.Moves {
+		result.Moves = append(result.Moves, api.ProposedMove{Device: after[m.Key].device, From: m.From, To: m.To, Load: shares[m.Key]})
+	}
+	if !apply || len(result.Moves) == 0 {
+		return result, nil
+	}
+	result.Applied = true
+	return result, s.pinAll(result.Moves)
+}
+
+// maxProposed is the maximum number of proposed moves.
+const maxProposed = 256
+
+// loadWeights returns the weights of the slots that may receive devices, for the slots of the policy and of the loads.
+func (s *service) loadWeights(loads []placement.Load) placement.Weights {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	weights := placement.Weights(s.state.weights(s.config.Slots))
+	for _, l := range loads {
+		for len(weights) <= l.Slot { // a slot that the policy no longer has, until its devices have moved
+			weights = append(weights, 0)
+		}
+	}
+	for slot := range weights {
+		if !s.isReady(slot) {
+			weights[slot] = 0
+		}
+	}
+	return weights
+}
+
+// loadShare returns the share of a device in the load of all devices.
+func loadShare(l *placement.Load, datagrams, bytes uint64) (share float64) {
+	kinds := 0.0
+	for _, part := range [][2]uint64{{l.Datagrams, datagrams}, {l.Bytes, bytes}} {
+		if part[1] > 0 {
+			share += float64(part[0]) / float64(part[1])
+			kinds++
+		}
+	}
+	if kinds == 0 {
+		return 0
+	}
+	return share / kinds
+}
+
+// pinAll pins devices to the slots of proposed moves.
+func (s *service) pinAll(moves []api.ProposedMove) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := s.checkNoMoves("rebalance"); err != nil {
+		return err
+	}
+	next := s.state
+	next.Pins = append([]pin(nil), s.state.Pins...)
+	for _, m := range moves {
+		one, err := parsePin(m.Device, s.mapping.Devices)
+		if err != nil {
+			return err
+		}
+		one.Slot = m.To
+		if one.Slot >= s.config.Slots || s.slotState(one.Slot).State != readyState {
+			return fault.Conflict(fmt.Errorf("slot %d has changed during the measurement", one.Slot), "try again")
+		}
+		next.Pins = slices.DeleteFunc(next.Pins, func(o pin) bool { return o.sameDevice(&one) })
+		next.Pins = append(next.Pins, one)
+	}
+	if len(next.Pins) > maxPins {
+		return tooManyPins()
+	}
+	return s.replaceState(next, s.target, fmt.Sprintf("rebalance: %s pinned", format.Count(len(moves), "device", "devices")), "rebalance")
+}

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/format"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/placement"
+)
+
+// slotState is the state that the operator gives a slot, in HAProxy's words.
+type slotState string
+
+const (
+	// readyState is the default: the slot serves its devices while it has a member.
+	readyState slotState = "ready"
+	// drainState: the devices of the slot move to other slots.
+	drainState slotState = "drain"
+	// maintState: the devices of the slot are refused, or steered to the standby slot, although the slot has a member.
+	maintState slotState = "maint"
+)
+
+var slotStates = []string{string(readyState), string(drainState), string(maintState)}
+
+// slotSetting is the state and the weight of a slot.
+type slotSetting struct {
+	State  slotState `json:"state"`
+	Weight int       `json:"weight"`
+}
+
+var defaultSetting = slotSetting{readyState, placement.DefaultWeight}
+
+// slotState returns the setting of a slot.
+func (s *service) slotState(slot int) slotSetting { return s.state.setting(slot) }
+
+func (s *state) setting(slot int) slotSetting {
+	if set, ok := s.Slots[slot]; ok {
+		return set
+	}
+	return defaultSetting
+}
+
+// weights returns the weights for the bucket table: 0 for a slot that drains.
+func (s *state) weights(slots int) []int {
+	weights := make([]int, slots)
+	for slot := range weights {
+		if set := s.setting(slot); set.State != drainState {
+			weights[slot] = set.Weight
+		}
+	}
+	return weights
+}
+
+// isReady reports whether a slot receives traffic: the slot has a member, and is not in maint.
+func (s *service) isReady(slot int) bool {
+	return s.seats[slot] != nil && s.slotState(slot).State != maintState
+}
+
+// readySlots returns isReady for each slot of the data path.
+func (s *service) readySlots() [bpf.MaxSlots]bool {
+	var ready [bpf.MaxSlots]bool
+	for slot := range s.seats {
+		ready[slot] = s.isReady(slot)
+	}
+	return ready
+}
+
+// newMapping returns the mapping of a service with a configuration, settings of slots and pins, in which each device is at its
+// target slot.
+func newMapping(c config.Service, st *state, nonce uint64, devices *placement.DeviceMap) (*placement.Mapping, error) {
+	standby := bpf.NoSlot
+	if c.Standby != nil {
+		standby = *c.Standby
+	}
+	m, err := placement.NewMapping(c.Slots, standby, nonce, devices)
+	if err != nil {
+		return nil, err
+	}
+	table, err := st.buckets(c.Slots)
+	if err != nil {
+		return nil, fault.Conflict(err, "set a slot ready by sockeye slot set, with a weight above 0")
+	}
+	return m.WithBuckets(&table), nil
+}
+
+// buckets returns the bucket table for the settings of the slots. A slot in maint keeps its devices and receives none of
+// those of slots that drain.
+func (s *state) buckets(slots int) ([bpf.Buckets]uint16, error) {
+	weights := s.weights(slots)
+	table, err := weighted(weights)
+	if err != nil {
+		return table, err
+	}
+	full, ready := make([]int, slots), slices.Clone(weights)
+	drains, maint := false, false
+	for slot := range slots {
+		set := s.setting(slot)
+		full[slot] = set.Weight
+		drains = drains || set.State == drainState
+		if set.State == maintState {
+			ready[slot], maint = 0, true
+		}
+	}
+	if !drains || !maint {
+		return table, nil
+	}
+	own, err := weighted(full)
+	if err != nil {
+		return table, err
+	}
+	others, err := weighted(ready)
+	if err != nil {
+		return table, nil // no other slot takes devices
+	}
+	for bucket, slot := range table {
+		if s.setting(int(slot)).State == maintState && own[bucket] != slot {
+			table[bucket] = others[bucket]
+		}
+	}
+	return table, nil
+}
+
+// weighted is placement.WeightedBuckets, without the last slots that have no weight: a policy without these slots has the
+// same table.
+func weighted(weights []int) ([bpf.Buckets]uint16, error) {
+	last := len(weights)
+	for last > 1 && weights[last-1] == 0 {
+		last--
+	}
+	return placement.WeightedBuckets(weights[:last])
+}
+
+// changeSlot sets the state or the weight of a slot, or both, and returns the change. With dryRun, nothing is changed.
+func (s *service) changeSlot(slot int, to slotSetting, dryRun bool) (changes []string, effect string, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	from := s.slotState(slot)
+	if slot < 0 || slot >= s.config.Slots {
+		return nil, "", s.slotRange(slot)
+	}
+	if to.State == "" {
+		to.State = from.State
+	}
+	if to.Weight < 0 {
+		to.Weight = from.Weight
+	}
+	if from.State != to.State {
+		changes = append(changes, fmt.Sprintf("%s -> %s", from.State, to.State))
+	}
+	if from.Weight != to.Weight {
+		changes = append(changes, fmt.Sprintf("weight %d -> %d", from.Weight, to.Weight))
+	}
+	if len(changes) == 0 && !s.state.MovesStopped {
+		return nil, "", nil
+	}
+	if len(changes) == 0 {
+		changes = []string{"moves continue"}
+	}
+	next := s.state
+	next.Slots = maps.Clone(s.state.Slots)
+	if next.Slots == nil {
+		next.Slots = make(map[int]slotSetting)
+	}
+	if next.Slots[slot] = to; to == defaultSetting {
+		delete(next.Slots, slot)
+	}
+	target, err := newMapping(s.config, &next, s.state.Nonce, s.mapping.Devices)
+	if err != nil {
+		if from.State != drainState && to.State == drainState || from.Weight > 0 && to.Weight == 0 {
+			err = fault.Conflict(fmt.Errorf("slot %d is the last slot that takes devices", slot), "set another slot ready, with a weight, first")
+		}
+		return nil, "", err
+	}
+	of := fmt.Sprintf("slot %d", slot)
+	undo := to.State == readyState && from.State == drainState
+	if err := s.checkNoMoves(of); err != nil && !dryRun && !undo && to.State != maintState && from.State != maintState {
+		return nil, "", err
+	}
+	effect = s.movesEffect(s.settled(), target.WithPins(next.pinsFor(s.config.Slots, nil)))
+	switch {
+	case to.State == maintState && from.State != maintState:
+		effect = s.maintEffect(slot)
+	case from.State == maintState && to.State == readyState && from.Weight == to.Weight:
+		if effect = "its devices are accepted"; s.seats[slot] == nil {
+			effect = "it has no member"
+		}
+	}
+	if dryRun {
+		return changes, effect, nil
+	}
+	return changes, effect, s.replaceState(next, target, fmt.Sprintf("%s: %s", of, strings.Join(changes, ", ")), of)
+}
+
+// replaceState saves a new state, and applies its settings and pins. cause describes the change of a slot or device.
+func (s *service) replaceState(next state, target *placement.Mapping, cause, of string) error {
+	next.MovesStopped = false
+	before := s.state
+	if err := next.save(s.statePath()); err != nil {
+		return err
+	}
+	s.state, s.target = next, target
+	s.log.Info("changed by command", "change", cause)
+	s.moves.begin(cause, of)
+	err := s.applySettings()
+	if err != nil {
+		s.state = before
+		return fault.Join(err, before.save(s.statePath()))
+	}
+	return nil
+}
+
+// applySettings opens and closes slots for maint, and moves devices.
+func (s *service) applySettings() error {
+	var errs []error
+	for slot, seat := range s.seats {
+		value, err := s.path.Slot(slot)
+		if err == nil && (value.Ready == 1) != s.isReady(slot) {
+			err = s.setReady(seat)
+		}
+		errs = append(errs, err)
+	}
+	errs = append(errs, s.place())
+	s.checkSoon()
+	return fault.Join(errs...)
+}
+
+// setReady writes the member of a slot and the ready flag, and checks that the sockets of the member are still open: the
+// close of a socket of a slot that is not ready does not close the slot.
+func (s *service) setReady(seat *seat) error {
+	value := bpf.Slot{Pid: uint32(seat.process.PID), StartTime: seat.process.StartTime}
+	if s.slotState(seat.slot).State != maintState {
+		value.Ready = 1
+	}
+	if err := s.path.SetSlot(seat.slot, value); err != nil {
+		return err
+	}
+	for row, socket := range seat.sockets {
+		cookie, err := s.path.Cookie(row, seat.slot)
+		if err != nil {
+			return err
+		}
+		if cookie != socket.cookie {
+			return fmt.Errorf("its socket %s was closed", socket.local)
+		}
+	}
+	return nil
+}
+
+func (s *service) slotRange(slot int) error {
+	return fault.Usage(fmt.Errorf("slot %d is out of range", slot),
+		fmt.Sprintf("service %s has slots 0 to %d", s.config.Name, s.config.Slots-1))
+}
+
+// maintEffect describes the devices that a slot in maint refuses.
+func (s *service) maintEffect(slot int) string {
+	list, err := s.readSessions()
+	if err != nil {
+		return ""
+	}
+	seen, here, sessions := make(map[string]bool), 0, 0
+	note := func(addr netip.Addr) bool {
+		at := s.mapping.Locate(addr)
+		key := deviceKey(at.Device, addr)
+		if at.Slot == slot && !seen[key] {
+			here++
+		}
+		seen[key] = true
+		return at.Slot == slot
+	}
+	for address := range s.path.Devices() {
+		note(placement.Addr(address))
+	}
+	for _, one := range list {
+		if one.State == sockdiag.Established && one.owned && note(one.address) {
+			sessions++
+		}
+	}
+	what := "refused"
+	if s.config.Standby != nil && *s.config.Standby != slot {
+		what = fmt.Sprintf("steered to standby slot %d", *s.config.Standby)
+	}
+	effect := fmt.Sprintf("its devices are %s: %d of %s seen", what, here, format.Count(len(seen), "device", "devices"))
+	switch err := s.canClose(); {
+	case sessions == 0:
+	case s.config.OnMove == config.KeepMoved || err != nil:
+		effect += "; " + format.Count(sessions, "session stays open", "sessions stay open")
+	default:
+		effect += "; " + format.Count(sessions, "session is closed", "sessions are closed")
+	}
+	return effect
+}
+
+// parseSlotState returns the state with a name.
+func parseSlotState(name string) (slotState, error) {
+	if name == "" || slices.Contains(slotStates, name) {
+		return slotState(name), nil
+	}
+	hint := "ready, drain or maint"
+	if near := config.Nearest(name, slotStates); near != "" {
+		hint = "did you mean " + near + "?"
+	}
+	return "", fault.Usage(fmt.Errorf("there is no state %q", name), hint)
+}
