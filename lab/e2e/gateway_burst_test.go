@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/lab/swarm"
 	devices "sockeye/lab/traffic"
 )
 
@@ -37,7 +38,7 @@ func TestIsolatedMemberInBursts(t *testing.T) {
 			var lost [2]int
 			for slot := range lost {
 				i := slices.IndexFunc(addresses(100), func(a netip.Addr) bool { return home(a) == slot })
-				from := address(i)
+				from := swarm.Address(i)
 				before := h.counted(from)
 				for range rounds {
 					h.burst(from, datagrams)

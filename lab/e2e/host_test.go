@@ -28,6 +28,7 @@ import (
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
+	"sockeye/lab/swarm"
 )
 
 const (
@@ -61,6 +62,7 @@ type host struct {
 	dir        string // policy, state, socket
 	pins       string
 	agent      *lab.Process
+	binary     string // of the agent
 	members    map[int]*member
 	isolated   bool // members run in their own network namespaces with sockeye run as the gateway
 
@@ -96,6 +98,7 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 		t.Fatal(err)
 	}
 	h := &host{T: t, lab: l, mode: mode, pins: filepath.Join(testenv.BPFFS(t), "sockeye"), dir: l.Dir(),
+		binary:  os.Getenv(binaryEnv),
 		members: map[int]*member{}, got: map[arrival]int{}}
 	t.Cleanup(func() {
 		if t.Failed() && h.agent != nil {
@@ -117,34 +120,16 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 	if h.collectors, err = l.Namespace("collector"); err != nil {
 		t.Fatal(err)
 	}
-	if h.devices, err = l.Attach("devices", netip.MustParsePrefix("10.77.0.201/24"), netip.MustParsePrefix("fd77::201/64")); err != nil {
+	if h.devices, err = swarm.Attach(l); err != nil {
 		t.Fatal(err)
 	}
-	for prefix, gateway := range map[string]string{"10.80.0.0/16": "10.77.0.201", "fd80::/64": "fd77::201"} {
-		h.must(h.devices.Own(netip.MustParsePrefix(prefix)))
-		h.must(h.collectors.AddRoute(netip.MustParsePrefix(prefix), netip.MustParseAddr(gateway)))
-	}
-	// The test must receive every ICMP error.
-	for name, value := range map[string]string{
-		"ipv4.icmp_ratelimit": "0", "ipv4.icmp_msgs_per_sec": "1000000", "ipv4.icmp_msgs_burst": "100000", "ipv6.icmp.ratelimit": "0",
-	} {
-		h.must(h.collectors.Sysctl(name, value))
-	}
 	return h
-}
-
-// address of the i-th device: IPv4 if i is even, IPv6 if it is odd.
-func address(i int) netip.Addr {
-	if i%2 == 0 {
-		return netip.AddrFrom4([4]byte{10, 80, byte(i >> 9), byte(i >> 1)})
-	}
-	return netip.MustParseAddr(fmt.Sprintf("fd80::1:%x", i))
 }
 
 func addresses(n int) []netip.Addr {
 	all := make([]netip.Addr, n)
 	for i := range all {
-		all[i] = address(i)
+		all[i] = swarm.Address(i)
 	}
 	return all
 }
@@ -199,7 +184,14 @@ func (h *host) setPolicy(slots int, lines ...string) {
 		keys = slices.DeleteFunc(keys, func(k string) bool { return strings.HasPrefix(k, key+":") })
 	}
 	text := "services:\n  telemetry:\n    " + strings.Join(append(keys, lines...), "\n    ") + "\n"
-	h.must(os.WriteFile(h.policyPath(), []byte(text), 0o644))
+	h.replaceFile(h.policyPath(), text)
+}
+
+// replaceFile replaces a file at once, because a command may read it at the same time.
+func (h *host) replaceFile(path, text string) {
+	h.Helper()
+	h.must(os.WriteFile(path+".new", []byte(text), 0o644))
+	h.must(os.Rename(path+".new", path))
 }
 
 // startAgent starts the agent and waits until it answers.
@@ -217,7 +209,7 @@ func (h *host) startAgent() {
 
 func (h *host) launchAgent() {
 	h.Helper()
-	h.agent = h.collectors.Command(context.Background(), os.Getenv(binaryEnv), "agent", "--log-level", "debug",
+	h.agent = h.collectors.Command(context.Background(), h.binary, "agent", "--log-level", "debug",
 		"--policy", h.policyPath(), "--state-dir", filepath.Join(h.dir, "state"), "--run-dir", h.dir, "--pins", h.pins)
 	h.agent.Name = "agent"
 	h.must(h.agent.Start())

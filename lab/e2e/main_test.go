@@ -17,6 +17,7 @@ import (
 
 	_ "sockeye/internal/cli" // a dependency of the binary: invalidates the test cache if the binary changes
 	"sockeye/internal/testenv"
+	"sockeye/lab/swarm"
 )
 
 const binaryEnv = "SOCKEYE_E2E_BINARY"
@@ -26,6 +27,13 @@ func TestMain(m *testing.M) {
 	if os.Getenv(receiverEnv) != "" {
 		fmt.Fprintln(os.Stderr, receive(os.Getenv(receiverEnv)))
 		os.Exit(1)
+	}
+	if swarm.HasRole() {
+		if err := swarm.Run(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
 	}
 	if os.Getenv(peerEnv) != "" {
 		fmt.Fprintln(os.Stderr, bePeer())

@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/steer/placement"
+	"sockeye/lab/swarm"
 )
 
 // effect returns the output of plan or apply for the change whose name has the prefix.
@@ -58,7 +59,7 @@ func TestDeviceMap(t *testing.T) {
 			}
 			fmt.Fprintf(&second, "%v,router-%d\n%v,router-%d\n", all[i], name, all[i+1], name)
 		}
-		inPrefix := []netip.Addr{address(2 * 512), address(2*512 + 2), address(2*512 + 100)}
+		inPrefix := []netip.Addr{swarm.Address(2 * 512), swarm.Address(2*512 + 2), swarm.Address(2*512 + 100)}
 		first.WriteString("# a router with a prefix of its own\n10.80.2.0/24,edge\n10.80.2.1/32,inner\n")
 		second.WriteString("10.80.2.0/24,edge\n10.80.2.1/32,inner\n")
 
