@@ -114,6 +114,14 @@ bench-gateway: ## Measure isolate against pasta and no gateway (QUICK=1: two min
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench gateway $(if $(QUICK),-quick)
 
+.PHONY: bench-continuity
+bench-continuity: ## Measure what changes separate, lose and close (QUICK=1: a minute)
+	@tools/setup $(DEMO_PACKAGES)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@go build -o bin/bench ./bench
+	@mkdir -p "$(OUT)"
+	@unshare --mount --propagation private bin/bench continuity -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
+
 .PHONY: bench-flood
 bench-flood: ## Flood a service from ten million forged sources (twenty minutes)
 	SOCKEYE_FLOOD_SOURCES=10000000 go test -count=1 -timeout 60m -v -run TestFlood ./internal/bpf

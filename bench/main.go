@@ -8,12 +8,14 @@
 //	go run ./bench trace [-quick]
 //	go run ./bench bigtcp [-quick]
 //	go run ./bench gateway [-quick]
+//	go run ./bench continuity [-quick]
 package main
 
 import (
 	"os"
 
 	"sockeye/bench/bigtcp"
+	"sockeye/bench/continuity"
 	"sockeye/bench/gateway"
 	"sockeye/bench/harness"
 	"sockeye/bench/steer"
@@ -22,5 +24,6 @@ import (
 )
 
 func main() {
-	os.Exit(harness.RunCommand(os.Args[1:], steer.Benchmark, tune.Benchmark, trace.Benchmark, bigtcp.Benchmark, gateway.Benchmark))
+	os.Exit(harness.RunCommand(os.Args[1:], steer.Benchmark, tune.Benchmark, trace.Benchmark, bigtcp.Benchmark, gateway.Benchmark,
+		continuity.Benchmark))
 }
