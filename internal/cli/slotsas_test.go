@@ -121,7 +121,7 @@ func TestSlotsAs(t *testing.T) {
 		}
 		together(change.args)
 	}
-	h.refused(5, "service bmp shares its slots with another service", "move devices by sockeye move, which moves them in both services", nil, "rebalance", "--service", "bmp")
+	h.refused(5, "service bmp: the slots are shared with another service", "move devices by sockeye move, which moves them in both services", nil, "rebalance", "--service", "bmp")
 	// The service whose slots the other one shares comes first, and is alone in the file at first.
 	if r := h.sockeye("apply", h.write("back.yaml", twoParts)); r.code != 0 {
 		t.Fatalf("%+v", r)

@@ -3,6 +3,7 @@
 package steer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -77,17 +78,20 @@ func (d *Domain) slotGroup(name string) ([]*service, error) {
 	if err != nil {
 		return nil, err
 	}
-	leader := s.config.SlotsAs
-	if leader == "" {
-		leader = s.config.Name
-	}
-	group := []*service{s}
+	leader, group := s.slotsOf(), []*service{s}
 	for _, o := range all {
-		if o != s && (o.config.Name == leader || o.config.SlotsAs == leader) {
+		if o != s && o.slotsOf() == leader {
 			group = append(group, o)
 		}
 	}
 	return group, nil
+}
+
+// slotsOf returns the name of the service whose slots the service has: its own, or that of slots_as.
+func (s *service) slotsOf() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return cmp.Or(s.config.SlotsAs, s.config.Name)
 }
 
 // inGroup changes a service and the services that share slots with it: first as a dry run of all, so that an error
@@ -126,9 +130,6 @@ func (d *Domain) rebalance(ctx context.Context, r *api.RebalanceRequest) ([]*api
 	s, err := d.findService(r.Service)
 	if err != nil {
 		return nil, err
-	}
-	if s.config.SharesSlots {
-		return nil, fault.Conflict(fmt.Errorf("service %s shares its slots with another service", s.config.Name), "move devices by sockeye move, which moves them in both services")
 	}
 	result, err := s.rebalance(ctx, time.Duration(r.Seconds*float64(time.Second)), r.Apply)
 	if err != nil {

@@ -4,6 +4,7 @@ package steer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -28,6 +29,9 @@ type counted struct {
 func (s *service) countDevices() (map[string]*counted, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.config.SharesSlots {
+		return nil, fault.Conflict(errors.New("the slots are shared with another service"), "move devices by sockeye move, which moves them in both services")
+	}
 	if s.config.TrackDevices == 0 {
 		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", s.config.Name), "set track_devices in the policy")
 	}
