@@ -3,6 +3,8 @@
 package cli
 
 import (
+	"encoding/binary"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -10,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -777,46 +780,151 @@ func TestTogetherEmptySlots(t *testing.T) {
 	}
 }
 
-// TestUnrelatedConnections checks that connections of a program that is no member, from the service's port, are neither
-// counted nor closed.
+// TestUnrelatedConnections checks that connections of programs that are no members are neither counted nor closed: from
+// the service's port to another program, and to a program that listens on a more specific address with the service's port.
 func TestUnrelatedConnections(t *testing.T) {
-	h := steered(t, "lookup", "", 0, 1, 2, 3)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "0.0.0.0", "ON_START", "reset").Replace(onStartPolicy))
+	reuse := func(_, _ string, raw syscall.RawConn) (err error) {
+		control := raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) })
+		return errors.Join(control, err)
+	}
+	listen := net.ListenConfig{Control: reuse}
+	listen.SetMultipathTCP(false)
+	specific, err := listen.Listen(t.Context(), "tcp", "127.0.0.5:1796")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	defer specific.Close()
+	other, err := listen.Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer unix.Close(fd)
-	// Member's sockets are bound to [::]:1796: a program of the same host may use the port for a connection of its own.
-	for _, option := range []int{unix.SO_REUSEADDR, unix.SO_REUSEPORT} {
-		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, option, 1); err != nil {
+	defer other.Close()
+	var unrelated []net.Conn
+	dial := func(from, to string) {
+		t.Helper()
+		local, err := net.ResolveTCPAddr("tcp", from)
+		if err != nil {
 			t.Fatal(err)
 		}
+		d := net.Dialer{LocalAddr: local, Control: reuse, Timeout: patience}
+		d.SetMultipathTCP(false)
+		conn, err := d.Dial("tcp", to)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { conn.Close() })
+		unrelated = append(unrelated, conn)
 	}
-	if err := unix.Bind(fd, &unix.SockaddrInet4{Port: 1796, Addr: [4]byte{127, 0, 0, 77}}); err != nil {
-		t.Skipf("kernel: the port is taken: %v", err)
+	for i := range 12 {
+		dial(fmt.Sprintf("127.0.1.%d:0", i+1), "127.0.0.5:1796")
+		accepted, err := specific.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer accepted.Close()
 	}
-	if err := unix.Connect(fd, &unix.SockaddrInet4{Port: l.Addr().(*net.TCPAddr).Port, Addr: [4]byte{127, 0, 0, 1}}); err != nil {
-		t.Fatal(err)
+	dial("127.0.0.77:1796", other.Addr().String())
+	for slot := range 4 {
+		h.member(nil, "tcp 0.0.0.0:1796", fmt.Sprintf("udp 0.0.0.0:4746 slot%d", slot))
 	}
-	sessions := 0
-	for _, s := range must[[]api.SlotStatus](h.host, "slots") {
-		sessions += s.Sessions
+	h.start()
+	h.eventually("the members are registered", func() bool { return must[api.Status](h, "status").Services[0].Ready == 4 })
+	const devices = 8
+	for i := range devices {
+		connectEarly(t, fmt.Sprintf("127.0.1.%d", i+1))
 	}
-	if sessions != len(h.devices) {
-		t.Errorf("%d sessions of %d devices", sessions, len(h.devices))
+	dry := must[api.Plan](h, "slot", "set", "1", "drain", "--dry-run").Changes[0].Effect
+	for _, slot := range []string{"1", "2"} {
+		must[api.Plan](h, "slot", "set", slot, "drain")
 	}
-	for slot := range 3 {
-		must[api.Plan](h.host, "slot", "set", strconv.Itoa(slot), "drain")
+	_ = unix.Nanosleep(&unix.Timespec{Sec: 2}, nil)
+	if !strings.Contains(dry, fmt.Sprintf(" of %d devices seen", devices)) {
+		t.Errorf("dry run: %s", dry)
 	}
-	h.settle("drain")
-	_ = unix.Nanosleep(&unix.Timespec{Sec: 1}, nil)
-	poll := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN | unix.POLLHUP}}
-	if n, err := unix.Poll(poll, 0); n != 0 || err != nil {
-		t.Errorf("the connection of another program has ended: %v, %v", poll, err)
+	for _, conn := range unrelated {
+		if err := conn.SetReadDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("the connection from %s to %s has ended: %v", conn.LocalAddr(), conn.RemoteAddr(), err)
+		}
 	}
+}
+
+// forgeSYN sends a SYN with a forged source address over a raw socket. The answer leads to a RST, and not to a
+// connection.
+func forgeSYN(t *testing.T, raw int, from [4]byte, port uint16) {
+	t.Helper()
+	to := [4]byte{127, 0, 0, 1}
+	tcp := make([]byte, 20)
+	binary.BigEndian.PutUint16(tcp, 40000)
+	binary.BigEndian.PutUint16(tcp[2:], port)
+	binary.BigEndian.PutUint32(tcp[4:], 1)
+	tcp[12], tcp[13] = 5<<4, 2 // header length and SYN
+	binary.BigEndian.PutUint16(tcp[14:], 65535)
+	sum := uint32(unix.IPPROTO_TCP + len(tcp))
+	for _, part := range [][]byte{from[:], to[:], tcp} {
+		for i := 0; i < len(part); i += 2 {
+			sum += uint32(binary.BigEndian.Uint16(part[i:]))
+		}
+	}
+	for sum > 0xffff {
+		sum = sum>>16 + sum&0xffff
+	}
+	binary.BigEndian.PutUint16(tcp[16:], ^uint16(sum))
+	ip := append([]byte{0x45, 0, 0, 0, 0, 0, 0, 0, 64, unix.IPPROTO_TCP, 0, 0}, from[:]...)
+	if err := unix.Sendto(raw, append(append(ip, to[:]...), tcp...), 0, &unix.SockaddrInet4{Addr: to}); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestGateFlood sends SYNs from 2,000 forged sources to a gate: the agent finds that they lead to no connection and opens
+// the gate, and the devices connect.
+func TestGateFlood(t *testing.T) {
+	inBothModes(t, func(t *testing.T, steering string) {
+		h := steered(t, steering, "    pace: {devices: 4, timeout: 2m}\n")
+		raw, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer unix.Close(raw)
+		stop := make(chan struct{})
+		var flood sync.WaitGroup
+		defer flood.Wait()
+		defer close(stop)
+		flood.Go(func() {
+			tick := time.NewTicker(5 * time.Millisecond)
+			defer tick.Stop()
+			for i := 0; ; i = (i + 1) % 2000 {
+				select {
+				case <-stop:
+					return
+				case <-tick.C:
+					forgeSYN(t, raw, [4]byte{127, 66, byte(i / 250), byte(i%250 + 1)}, 1796)
+				}
+			}
+		})
+		for slot := range 4 {
+			h.join(slot)
+		}
+		results := make(chan error)
+		for i := range 12 {
+			go func() {
+				d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 1, byte(i+1))}, Timeout: patience}
+				d.SetMultipathTCP(false)
+				conn, err := d.Dial("tcp", "127.0.0.1:1796")
+				if err == nil {
+					t.Cleanup(func() { conn.Close() })
+				}
+				results <- err
+			}()
+		}
+		for range 12 {
+			if err := <-results; err != nil {
+				t.Error(err)
+			}
+		}
+		h.eventually("the gates are open", func() bool { return len(must[[]api.MovesStatus](h.host, "moves")[0].Gates) == 0 })
+	})
 }
