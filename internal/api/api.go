@@ -235,7 +235,8 @@ type MovesStatus struct {
 	State     string         `json:"state"`
 	Cause     string         `json:"cause,omitempty"` // the change that caused the moves
 	Paced     bool           `json:"paced"`
-	Done      int            `json:"done"` // devices with sessions
+	OnMove    string         `json:"on_move"` // reset or keep
+	Done      int            `json:"done"`    // devices with sessions
 	Running   []MovingDevice `json:"running"`
 	Waiting   int            `json:"waiting"` // devices that wait for their turn: with sessions, or at a gate
 	Gates     []int          `json:"gates"`   // slots that admit devices in turn, because their member is new

@@ -233,6 +233,9 @@ func TestOnMoveKeep(t *testing.T) {
 		if r := h.sockeye("devices"); strings.Count(r.out, " SPLIT at ?") != split {
 			t.Errorf("devices: %s", r.out)
 		}
+		// The sessions stay, so that the command does not wait for their end.
+		must[api.Plan](h.host, "slot", "set", "0", "drain", "--wait", "--timeout", "20s")
+		must[api.Plan](h.host, "slot", "set", "0", "ready", "--wait", "--timeout", "20s")
 		h.kill()
 		h.write("policy.yaml", strings.Replace(h.policy, "on_move: keep", "on_move: reset", 1))
 		h.start()

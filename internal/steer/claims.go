@@ -55,8 +55,17 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool { return r == self })
 	s.state.Claims = append(s.liveClaims(self), claim{self, assigned, source})
 	if caller == nil {
+		// The claim is saved first: an agent that is killed after the registration must not find a process that it
+		// released.
+		if err := s.state.save(s.statePath()); err != nil {
+			s.state = before
+			return 0, err
+		}
 		if err := s.register(p, &seat{slot: assigned, source: source}); err != nil {
 			s.state = before
+			if saved := s.state.save(s.statePath()); saved != nil {
+				err = fault.Join(err, saved)
+			}
 			if errors.Is(err, fs.ErrNotExist) {
 				return 0, explainMissing(pid, err)
 			}

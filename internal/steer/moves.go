@@ -434,7 +434,7 @@ func (s *service) movesStatus() api.MovesStatus {
 	m := &s.moves
 	status := api.MovesStatus{
 		Service: s.config.Name, State: "none", Cause: m.cause, Done: m.done, Running: []api.MovingDevice{},
-		Waiting: m.waiting + s.gate.waiting, Gates: s.closedGates(), Blocked: []api.BlockedMoves{}, Paced: s.paced(),
+		Waiting: m.waiting + s.gate.waiting, Gates: s.closedGates(), Blocked: []api.BlockedMoves{}, Paced: s.paced(), OnMove: string(s.config.OnMove),
 	}
 	for _, slot := range slices.Sorted(maps.Keys(m.blocked)) {
 		reason := "has no member"

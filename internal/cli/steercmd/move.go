@@ -111,7 +111,10 @@ next change. Moves continue after a restart of the agent.`,
 			return c.Show(&status, func(w io.Writer) { writeMoves(w, []api.MovesStatus{status}) })
 		}
 		if wait {
-			err := c.waitFor(cmd.Context(), limit, func() (string, error) { return c.moving(cmd.Context(), *service) })
+			err := c.waitFor(cmd.Context(), limit, func() (string, error) {
+				left, _, err := c.moving(cmd.Context(), *service)
+				return left, err
+			})
 			if err != nil {
 				return err
 			}

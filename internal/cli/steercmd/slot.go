@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
 	"sockeye/internal/fault"
 )
 
@@ -122,11 +123,11 @@ func (c *commands) showChanges(plan *api.Plan, dryRun bool) error {
 const waitInterval = 200 * time.Millisecond
 
 // waitForSlot waits until no device of a service moves and, if the slot drains or is in maint, until its member has no
-// sessions. limit 0 is no limit.
+// sessions; with on_move: keep the sessions stay. limit 0 is no limit.
 func (c *commands) waitForSlot(ctx context.Context, service string, slot int, limit time.Duration) error {
 	return c.waitFor(ctx, limit, func() (string, error) {
-		left, err := c.moving(ctx, service)
-		if err != nil || left != "" {
+		left, keep, err := c.moving(ctx, service)
+		if err != nil || left != "" || keep {
 			return left, err
 		}
 		var slots []api.SlotStatus
@@ -146,22 +147,24 @@ func (c *commands) waitForSlot(ctx context.Context, service string, slot int, li
 	})
 }
 
-// moving describes the devices that move or cannot move, or returns "".
-func (c *commands) moving(ctx context.Context, service string) (string, error) {
+// moving describes the devices that move or cannot move, or returns "". keep is true if sessions stay open
+// (on_move: keep).
+func (c *commands) moving(ctx context.Context, service string) (left string, keep bool, err error) {
 	var list []api.MovesStatus
 	if err := c.Client().Get(ctx, "/v1/moves", ofService(service), &list); err != nil {
-		return "", err
+		return "", false, err
 	}
 	for i := range list {
+		keep = keep || list[i].OnMove == string(config.KeepMoved)
 		switch m := &list[i]; m.State {
 		case "none":
 		case "stopped":
-			return "", fault.Conflict(fmt.Errorf("wait: the moves of %s are stopped: %s", m.Service, describeMoves(m)), "sockeye moves --resume continues them")
+			return "", false, fault.Conflict(fmt.Errorf("wait: the moves of %s are stopped: %s", m.Service, describeMoves(m)), "sockeye moves --resume continues them")
 		default:
-			return describeMoves(m), nil
+			return describeMoves(m), keep, nil
 		}
 	}
-	return "", nil
+	return "", keep, nil
 }
 
 // waitFor calls left until it returns "". After limit, the error contains the text of left.
