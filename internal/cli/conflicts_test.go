@@ -175,7 +175,7 @@ func TestAgentRefusals(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.isFailure(start(nil, "sockeye"), 1, "service spare: read state DIR/state/spare.json: unexpected end of JSON input",
-		"remove the file: the nonce is also pinned, and members are found again")
+		"remove the file: the nonce is also pinned, and members are found again; states and weights of slots and pins of devices are lost")
 	os.Remove(filepath.Join(h.state, "spare.json"))
 
 	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {

@@ -296,8 +296,6 @@ func (s *service) switchTo(t *target) error {
 	s.setTarget(t)
 	s.state.MovesStopped = false
 	s.moves.begin("policy", "policy")
-	next, pins := s.nextStep()
-	s.mapping = next
 	s.assignRows(old)
 	if err := s.removeListeners(old); err != nil {
 		return err
@@ -308,9 +306,9 @@ func (s *service) switchTo(t *target) error {
 	if err := s.openPath(); err != nil {
 		return err
 	}
-	if err := s.finishPlace(pins); err != nil {
-		return err
-	}
+	// The mapping in force stays until the members of new slots are registered, so that no device moves twice.
+	s.restoring = true
+	defer func() { s.restoring = false }()
 	for slot, seat := range s.seats {
 		want, err := s.membership(seat.process, seat)
 		if err == nil {
@@ -330,6 +328,7 @@ func (s *service) switchTo(t *target) error {
 	if err := s.scan(); err != nil {
 		return err
 	}
+	s.restoring = false
 	s.checkSoon()
 	if err := s.place(); err != nil {
 		return err

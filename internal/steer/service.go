@@ -69,7 +69,7 @@ type service struct {
 	gate                         gate
 	ignoresSettings              bool                    // the settings of the slots leave no slot for any device
 	pinTimer                     *time.Timer             // timer of the next end of a pin; nil: none is due
-	restoring                    bool                    // the members of an earlier agent are not all registered
+	restoring                    bool                    // the members of an earlier agent or of a new policy are being registered
 	adopters                     map[*member.Handle]bool // handles of former members that have adopted devices
 
 	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
