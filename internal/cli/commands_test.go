@@ -119,7 +119,7 @@ telemetry  change  when_empty: reject -> standby 0  -
 	h.shows(steps, nil, "apply")
 	h.shows(`
 WHERE  ACTION  WHAT  EFFECT
-telemetry  change  slots: 3 -> 4  `+moves+` of 1 device seen move
+telemetry  change  slots: 3 -> 4  `+moves+` of 1 device seen move; the devices of slot 3 stay until a member is registered there
 telemetry  change  when_empty: standby 0 -> reject  -
 `, nil, "apply", "--previous")
 	h.shows("slot 1 of telemetry is empty\n", nil, "unregister", "--service", "telemetry", "--slot", "1")
