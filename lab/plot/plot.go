@@ -39,10 +39,13 @@ func (b Bar) length() (sum float64) {
 
 // SVG draws the chart.
 func (c Chart) SVG() []byte {
-	const width, left, right, row, thick, head = 800, 230, 190, 30, 18, 62
-	height := head + 10
+	const width, left, row, thick, head = 800, 230, 30, 18, 62
+	height, right := head+10, 190
 	for _, p := range c.Panels {
 		height += 44 + row*len(p.Bars)
+		for _, bar := range p.Bars {
+			right = max(right, 20+7*len(bar.Note)) // a character is at most 7 wide on average
+		}
 	}
 	var b strings.Builder
 	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %[1]d %[2]d" width="%[1]d" height="%[2]d" font-family="system-ui, sans-serif" font-size="13" role="img">
