@@ -107,6 +107,9 @@ func (s *service) rebalance(ctx context.Context, period time.Duration, apply boo
 	result.Datagrams, result.Bytes = float64(datagrams)/seconds, float64(bytes)/seconds
 
 	weights := s.loadWeights(loads)
+	if slices.Max(weights) == 0 {
+		return nil, fault.Conflict(errors.New("no slot that is ready takes devices"), "sockeye slots shows the members, states and weights")
+	}
 	balance, err := placement.Rebalance(loads, weights, placement.RebalanceOptions{MaxMoves: maxProposed})
 	if err != nil {
 		return nil, fault.Conflict(err, "sockeye slots shows the members, states and weights")

@@ -148,7 +148,7 @@ func writeMoves(w io.Writer, list []api.MovesStatus) {
 		if total := m.Done + len(m.Running) + m.Waiting; total > 0 {
 			full := barWidth * m.Done / total
 			fmt.Fprintf(w, "%s: [%s%s] %s\n", m.Service, strings.Repeat("#", full), strings.Repeat("-", barWidth-full), describeMoves(m))
-		} else {
+		} else if len(m.Blocked) == 0 || m.State == "stopped" {
 			fmt.Fprintf(w, "%s: %s\n", m.Service, describeMoves(m))
 		}
 		for _, b := range m.Blocked {
