@@ -10,6 +10,7 @@ import (
 	"iter"
 	"os"
 	"path/filepath"
+	"time"
 
 	"sockeye/internal/bpf/pin"
 
@@ -45,36 +46,31 @@ func (d *DeviceTrie) Close() error { return d.m.Close() }
 
 // SetMapping replaces the bucket table and the device map atomically: every packet is steered by the old ones or by
 // the new ones. If devices is nil, the service has no device map. SetMapping calls flipped as soon as the new ones are in
-// force: the updates that follow wait for several grace periods of RCU.
+// force: the kernel waits for grace periods of RCU afterwards, each of which takes 10 to 250 ms.
 func (s *Steer) SetMapping(t *Table, devices *DeviceTrie, flipped func()) error {
 	if devices == nil {
-		err := s.setTable(t, 0)
-		if err == nil {
-			flipped()
-		}
+		err := s.setTable(t, 0, flipped)
 		// The kernel has waited for programs that use the previous table (maybe_wait_bpf_programs).
 		if err == nil {
 			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.nextDevices))
 		}
 		return errors.Join(err, s.replacePin(pinDeviceMap, nil))
 	}
-	if s.named != 0 {
+	again := func() {}
+	if s.named == 0 {
+		again = flipped
+	} else {
 		if err := s.nextDevices.Put(uint32(0), devices.m); err != nil {
 			return fmt.Errorf("install device map: %w", err)
 		}
-		if err := s.setTable(t, nextDevices); err != nil {
+		if err := s.setTable(t, nextDevices, flipped); err != nil {
 			return err
 		}
-		flipped()
 	}
-	first := s.named == 0
 	if err := s.deviceMaps.Put(uint32(0), devices.m); err != nil {
 		return fmt.Errorf("install device map: %w", err)
 	}
-	err := s.setTable(t, 1)
-	if err == nil && first {
-		flipped()
-	}
+	err := s.setTable(t, 1, again)
 	if err == nil {
 		err = emptyMap(s.nextDevices)
 	}
@@ -92,10 +88,11 @@ func emptyMap(m *ebpf.Map) error {
 	return nil
 }
 
-// SetTable replaces the bucket table atomically. The device map stays.
-func (s *Steer) SetTable(t *Table) error { return s.setTable(t, s.named) }
+// SetTable replaces the bucket table atomically, and calls flipped as soon as the new one is in force. The device map
+// stays.
+func (s *Steer) SetTable(t *Table, flipped func()) error { return s.setTable(t, s.named, flipped) }
 
-func (s *Steer) setTable(t *Table, named uint32) error {
+func (s *Steer) setTable(t *Table, named uint32, flipped func()) error {
 	table := *t
 	table.Named = named
 	inner, err := ebpf.NewMap(namedSpec(s.tableFor, pinTable))
@@ -106,11 +103,39 @@ func (s *Steer) setTable(t *Table, named uint32) error {
 	if err := inner.Put(uint32(0), &table); err != nil {
 		return fmt.Errorf("write bucket table: %w", err)
 	}
-	if err := s.tables.Put(uint32(0), inner); err != nil {
+	if err := s.putTable(inner, flipped); err != nil {
 		return fmt.Errorf("install bucket table: %w", err)
 	}
 	s.named = named
 	return s.replacePin(pinTable, inner)
+}
+
+// putTable installs a bucket table. The kernel replaces the table at once, and the system call returns after a grace
+// period of RCU (maybe_wait_bpf_programs), so another goroutine makes the call.
+func (s *Steer) putTable(inner *ebpf.Map, flipped func()) error {
+	info, err := inner.Info()
+	if err != nil {
+		return err
+	}
+	id, known := info.ID()
+	put := make(chan error, 1)
+	go func() { put <- s.tables.Put(uint32(0), inner) }()
+	const interval = 100 * time.Microsecond
+	for {
+		var current uint32
+		if known && s.tables.Lookup(uint32(0), &current) == nil && ebpf.MapID(current) == id {
+			flipped()
+			return <-put
+		}
+		select {
+		case err := <-put:
+			if err == nil {
+				flipped()
+			}
+			return err
+		case <-time.After(interval):
+		}
+	}
 }
 
 // readNamed reads which device map is in force. If an agent was killed during a change, the next change takes two

@@ -151,7 +151,7 @@ func TestGated(t *testing.T) {
 			}
 			table := s.mapping.Table
 			table.Bucket[s.mapping.Locate(held).Bucket] |= bpf.Gated
-			check(t, s.SetTable(&table))
+			check(t, s.SetTable(&table, func() {}))
 			pinned, err := bpf.ReadTable(s.config.Dir)
 			if err != nil || pinned.Bucket != s.mapping.Table.Bucket {
 				t.Errorf("the pinned table has flags, or %v", err)
@@ -187,7 +187,7 @@ func TestGated(t *testing.T) {
 			if v6 {
 				gate.close() // like the death of the agent
 			} else {
-				check(t, s.SetTable(&s.mapping.Table))
+				check(t, s.SetTable(&s.mapping.Table, func() {}))
 			}
 			// The next SYN, after 1 s.
 			wait(t, fd, unix.POLLOUT)

@@ -453,7 +453,7 @@ func TestTablesFlipAtomically(t *testing.T) {
 		flip  func(s *bpf.Steer, m *placement.Mapping) error
 	}{
 		{"tables", flips, [2]*placement.Mapping{mapping(1, nil), mapping(2, nil)}, func(s *bpf.Steer, m *placement.Mapping) error {
-			return s.SetTable(&m.Table)
+			return s.SetTable(&m.Table, func() {})
 		}},
 		{"device maps", flips / 5, [2]*placement.Mapping{
 			mapping(1, deviceMap(t, "127.0.0.0/10,a", "127.64.0.0/10,b", "127.128.0.0/9,c")),

@@ -456,11 +456,7 @@ func (s *service) installMapping() error {
 	entries := s.mapping.Entries()
 	if s.installedEntries != nil && s.installedEntries.Equal(entries) {
 		s.installedEntries = entries
-		if err := s.path.SetTable(s.gatedTable()); err != nil {
-			return err
-		}
-		s.checkMoved()
-		return nil
+		return s.path.SetTable(s.gatedTable(), s.checkMoved)
 	}
 	if s.pendingDevices.entries == nil || !s.pendingDevices.entries.Equal(entries) {
 		s.pendingDevices.close()

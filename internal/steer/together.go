@@ -52,7 +52,9 @@ type checks struct {
 	conn    *sockdiag.Conn // nil before the first check
 	timer   *time.Timer    // timer of the next pass
 	running bool
-	passes  []time.Duration
+	// flipping is set while a mapping is being installed: the check must not install another one.
+	flipping bool
+	passes   []time.Duration
 	// served is the decision of the data path at the last pass.
 	served *serving
 	// placed are the connections under on_start that have been at the right member once: on_move governs them.
@@ -173,7 +175,9 @@ func (s *service) check() {
 // makes the change.
 func (s *service) checkMoved() {
 	if s.events != nil && !s.restoring && !s.checks.running {
+		s.checks.flipping = true
 		s.checkNow()
+		s.checks.flipping = false
 	}
 }
 
@@ -193,7 +197,7 @@ func (s *service) checkNow() unlabeled {
 	}
 	now := s.serving()
 	split := s.findSplit(now, list, unknown)
-	if s.config.OnStart == config.Adopt && s.adoptDevices(split) {
+	if s.config.OnStart == config.Adopt && !s.checks.flipping && s.adoptDevices(split) {
 		now = s.serving()
 		split = s.findSplit(now, list, unknown)
 	}
