@@ -274,12 +274,18 @@ func (s *service) underOnStart(one *session) bool {
 	return !one.owner.Steered && !s.checks.placed[one.Cookie]
 }
 
+// actsOnStart reports whether on_start closes connections now: devices that can be adopted are adopted by the next pass
+// after a flip.
+func (s *service) actsOnStart() bool {
+	return s.config.OnStart == config.Reset || s.config.OnStart == config.Adopt && !s.checks.flipping
+}
+
 // doomedSessions returns the sessions that must be closed: misplaced ones by on_start or on_move, handshakes of devices
 // that have moved since the last pass, and the sessions at slots in maint.
 func (s *service) doomedSessions(now *serving, list []session, split []splitDevice, unknown map[uint64]bool) (doomed []session) {
 	for i := range split {
 		for _, one := range split[i].sessions {
-			if s.underOnStart(&one) && s.config.OnStart != config.Report || !s.underOnStart(&one) && s.config.OnMove == config.CloseMoved {
+			if s.underOnStart(&one) && s.actsOnStart() || !s.underOnStart(&one) && s.config.OnMove == config.CloseMoved {
 				doomed = append(doomed, one)
 			}
 		}
