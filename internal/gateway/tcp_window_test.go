@@ -171,7 +171,7 @@ func TestHostStops(t *testing.T) {
 				default:
 					t.Errorf("reply to a window probe with a byte: %v", s)
 				}
-				p.quiet()
+				// The gateway may have announced a window that has opened.
 				if got := l.read(n); !bytes.Equal(got, data[sent-n:sent]) {
 					t.Fatal("wrong data")
 				}
