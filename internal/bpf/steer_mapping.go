@@ -151,8 +151,8 @@ func (s *Steer) readNamed() error {
 	return err
 }
 
-// ReadNonce returns the nonce in the bucket table of a pinned service, in any layout: a table begins with it. The error wraps os.ErrNotExist
-// if there is none.
+// ReadNonce returns the nonce in the bucket table of a pinned service, in any layout: a table begins with it. The error
+// wraps os.ErrNotExist if there is none.
 func ReadNonce(dir string) (uint64, error) {
 	path, err := newestOf(dir, pinTable)
 	if err != nil {
@@ -170,7 +170,8 @@ func ReadNonce(dir string) (uint64, error) {
 	return binary.NativeEndian.Uint64(value), nil
 }
 
-// ReadTable returns the bucket table of a pinned service, without the flag Gated. The error wraps os.ErrNotExist if there is none.
+// ReadTable returns the bucket table of a pinned service, without the flag Gated. The error wraps os.ErrNotExist if there
+// is none.
 func ReadTable(dir string) (*Table, error) {
 	path, err := newestOwn(dir, pinTable)
 	if err != nil {

@@ -50,8 +50,9 @@ const (
 // checks is the state of the connection checks of one service.
 type checks struct {
 	conn    *sockdiag.Conn // nil before the first check
-	timer   *time.Timer    // timer of the next pass
-	running bool
+	timer   *time.Timer    // timer of the next pass; nil while a check runs and no change has scheduled another one
+	turn    int            // number of the scheduled check: a check that fired late gives way to a later one
+	running bool           // a pass runs
 	// flipping is set while a mapping is being installed: the check must not install another one.
 	flipping bool
 	passes   []time.Duration
@@ -129,7 +130,9 @@ func (s *service) scheduleCheck() {
 	if len(s.checks.passes) > 0 {
 		delay, s.checks.passes = s.checks.passes[0], s.checks.passes[1:]
 	}
-	s.checks.timer = time.AfterFunc(delay, s.check)
+	s.checks.turn++
+	turn := s.checks.turn
+	s.checks.timer = time.AfterFunc(delay, func() { s.check(turn) })
 }
 
 // scheduleNext schedules the next pass at the end of a check, unless a change has scheduled one in the meantime.
@@ -140,9 +143,9 @@ func (s *service) scheduleNext() {
 }
 
 // check runs one pass, finds the owners of unlabeled connections, and schedules the next pass.
-func (s *service) check() {
+func (s *service) check(turn int) {
 	s.mu.Lock()
-	if s.events == nil {
+	if s.events == nil || turn != s.checks.turn {
 		s.mu.Unlock()
 		return
 	}
