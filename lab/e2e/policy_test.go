@@ -39,8 +39,9 @@ func (h *host) inOneOf(t *traffic, homes ...home) {
 		for l, n := range landed {
 			// The connection of a device that moves in this instant is closed.
 			moves := slices.ContainsFunc(homes, func(home home) bool { return home(a) != homes[0](a) })
-			if !slices.ContainsFunc(homes, func(home home) bool { return l.tcp == home(a) }) && !(moves && l.tcp == broken) ||
-				!slices.ContainsFunc(homes, func(home home) bool { return l.udp == home(a) }) {
+			tcp := slices.ContainsFunc(homes, func(home home) bool { return l.tcp == home(a) }) || moves && l.tcp == broken
+			udp := slices.ContainsFunc(homes, func(home home) bool { return l.udp == home(a) })
+			if !tcp || !udp {
 				h.Errorf("%v: %v, %d times", a, l, n)
 			}
 		}
