@@ -38,7 +38,10 @@ const volatile bool listen_has_netns = false;
 const volatile struct steer_ports served[STEER_MAX_LISTENERS] = {};
 const volatile __u32 served_count = 0;
 
-/* Cookie of a registered socket -> its slot. */
+/*
+ * Cookie of a registered socket -> its slot; + STEER_MAX_SLOTS for a socket in
+ * successors.
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, STEER_MAX_LISTENERS * STEER_MAX_SLOTS);
@@ -179,14 +182,28 @@ int steer_release(struct bpf_sock *sk)
 {
 	__u64 cookie = bpf_get_socket_cookie(sk);
 	struct steer_slot *state;
-	__u32 *slot;
+	struct steer_wait *wait;
+	__u32 *place, slot, bank = 1;
 
-	slot = bpf_map_lookup_elem(&cookies, &cookie);
-	if (!slot)
+	place = bpf_map_lookup_elem(&cookies, &cookie);
+	if (!place)
 		return 1;
-	state = bpf_map_lookup_elem(&slots, slot);
-	if (state)
+	slot = *place;
+	if (slot >= STEER_MAX_SLOTS) {
+		slot -= STEER_MAX_SLOTS;
+		bank = 2;
+	}
+	state = bpf_map_lookup_elem(&slots, &slot);
+	wait = bpf_map_lookup_elem(&waits, &slot);
+	/* Another member may have taken the slot over. */
+	if (state && wait && (state->ready ? state->ready == bank :
+			      !wait->filling || (wait->filling & ~STEER_HOLD) == bank)) {
+		if (wait->length) {
+			wait->filling = 0;
+			wait->until = bpf_ktime_get_ns() + wait->length;
+		}
 		state->ready = 0;
+	}
 	bpf_map_delete_elem(&cookies, &cookie);
 	emit_event(STEER_EVENT_RELEASE, cookie, 0);
 	return 1;

@@ -32,6 +32,14 @@ struct {
 	__type(value, __u64);
 } sockets SEC(".maps");
 
+/* The sockets of members that took over from the one in sockets. */
+struct {
+	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
+	__uint(max_entries, STEER_MAX_LISTENERS * STEER_MAX_SLOTS);
+	__type(key, __u32);
+	__type(value, __u64);
+} successors SEC(".maps");
+
 /* The sockets of closed gates, by listener. */
 struct {
 	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
@@ -39,6 +47,20 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } gates SEC(".maps");
+
+/* The waiting rooms, by listener. */
+struct {
+	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
+	__uint(max_entries, STEER_MAX_LISTENERS);
+	__type(key, __u32);
+	__type(value, __u64);
+} rooms SEC(".maps");
+
+/*
+ * Whether the kernel completes the handshakes of connections that wait (Linux
+ * 5.14), or a socket filter of the room drops SYNs.
+ */
+const volatile bool room_accepts = false;
 
 static __always_inline bool read_source(struct sk_reuseport_md *ctx,
 					struct steer_address *address)
@@ -62,12 +84,58 @@ static __always_inline bool read_source(struct sk_reuseport_md *ctx,
 	return false;
 }
 
+/* Reports whether the agent sent a datagram again. */
+static __always_inline bool is_replayed(struct sk_reuseport_md *ctx)
+{
+	__u32 offset = offsetof(struct iphdr, ttl);
+	__u8 ttl;
+
+	if (ctx->eth_protocol == bpf_htons(ETH_P_IPV6))
+		offset = offsetof(struct ipv6hdr, hop_limit);
+	return !bpf_skb_load_bytes_relative(ctx, offset, &ttl, sizeof(ttl),
+					    BPF_HDR_START_NET) &&
+	       ttl == STEER_REPLAY_TTL;
+}
+
+/* Selects the socket of the member in a slot. Returns 0 on success. */
+static __always_inline long select_member(struct sk_reuseport_md *ctx,
+					  const struct steer *s, __u32 slot)
+{
+	__u32 index = listener * STEER_MAX_SLOTS + slot;
+
+	if (s->bank == 2)
+		return bpf_sk_select_reuseport(ctx, &successors, &index, 0);
+	return bpf_sk_select_reuseport(ctx, &sockets, &index, 0);
+}
+
+static __always_inline void wait_in_room(struct sk_reuseport_md *ctx,
+					 struct steer *s)
+{
+	__u32 index = listener;
+
+	/* A connection that migrates has no packet. */
+	if (!s->connection && steer_fills(s, is_replayed(ctx)) &&
+	    !select_member(ctx, s, s->home)) {
+		s->slot = s->home;
+		return;
+	}
+	if (steer_store(s, s->connection ? 0 : ctx->len) &&
+	    !bpf_sk_select_reuseport(ctx, &rooms, &index, 0)) {
+		s->slot = s->home;
+		s->held = !s->connection || !room_accepts;
+	}
+}
+
 static __always_inline void select(struct sk_reuseport_md *ctx,
 				   struct steer *s)
 {
 	__u32 index;
 
 	steer_decide(s);
+	if (s->waits) {
+		wait_in_room(ctx, s);
+		return;
+	}
 	if (s->slot == STEER_NO_SLOT)
 		return;
 	if (s->gated) {
@@ -76,8 +144,7 @@ static __always_inline void select(struct sk_reuseport_md *ctx,
 		if (s->held)
 			return;
 	}
-	index = listener * STEER_MAX_SLOTS + s->slot;
-	if (bpf_sk_select_reuseport(ctx, &sockets, &index, 0))
+	if (select_member(ctx, s, s->slot))
 		steer_refuse(s, STEER_REASON_SOCKET);
 }
 
@@ -122,6 +189,8 @@ int steer_migrate(struct sk_reuseport_md *ctx)
 		return steer(ctx);
 
 	/* There is no packet: the device is the peer of the connection. */
+	s.connection = true;
+	s.uncounted = true;
 	if (sk->family == AF_INET) {
 		steer_map_ipv4(&s.address, sk->dst_ip4);
 	} else {

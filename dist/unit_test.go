@@ -67,7 +67,7 @@ func TestDropInsCombine(t *testing.T) {
 	gives := map[string][]string{
 		"netns.conf":   {"CapabilityBoundingSet_CAP_SYS_ADMIN", "RestrictNamespaces_net"},
 		"cgroups.conf": {"ProtectControlGroups"},
-		"ports.conf":   {"CapabilityBoundingSet_CAP_NET_BIND_SERVICE"},
+		"ports.conf":   nil, // systemd-analyze has one field for CAP_NET_BIND_SERVICE and CAP_NET_RAW, which the unit has
 	}
 	files, err := filepath.Glob("sockeye.service.d/*.conf")
 	if err != nil || len(files) != len(gives) {

@@ -36,6 +36,7 @@ type CollectorConfig struct {
 	Env       []string       // added to the environment
 	Wrap      []string       // prefix of nfacctd's command; must end with exec, as sockeye run --slot 0 -- does
 	Extra     []string       // additional lines of configuration
+	Records   string         // base name of the records file; default: nfacctd-SLOT.json
 }
 
 // Collector is a running nfacctd.
@@ -75,6 +76,9 @@ func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 	out := &Collector{
 		Slot: c.Slot, BMP: c.BMP, IPFIX: c.IPFIX,
 		ConfigPath: filepath.Join(dir, name+".conf"), RecordsPath: filepath.Join(dir, name+".json"),
+	}
+	if c.Records != "" {
+		out.RecordsPath = filepath.Join(dir, c.Records)
 	}
 	conf := []string{
 		"daemonize: false",

@@ -20,6 +20,8 @@
 STEER_EXPORT(struct, steer_table);
 STEER_EXPORT(struct, steer_prefix);
 STEER_EXPORT(struct, steer_device_id);
+STEER_EXPORT(struct, steer_wait);
+STEER_EXPORT(struct, steer_room);
 
 /*
  * Whether sources are recorded in the devices map. The loader sets the size of
@@ -115,6 +117,32 @@ struct {
 	__type(value, __s64);
 } passes SEC(".maps");
 
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, STEER_MAX_SLOTS);
+	__type(key, __u32);
+	__type(value, struct steer_wait);
+} waits SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, STEER_MAX_SLOTS);
+	__type(key, __u32);
+	__type(value, struct steer_room);
+} stored SEC(".maps");
+
+/* Ports of the waiting rooms of UDP listeners with sk_lookup; 0: none. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, STEER_MAX_LISTENERS);
+	__type(key, __u32);
+	__type(value, __u32);
+} room_ports SEC(".maps");
+
+/* Bounds of the waiting room of each slot. */
+const volatile __u64 room_datagrams = 0;
+const volatile __u64 room_bytes = 0;
+
 /* Packets of sources that got no entry in the devices map. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -129,8 +157,10 @@ struct steer {
 	__u32 home;  /* slot of the address by its pin or the bucket table */
 	__u32 slot;  /* home, the standby slot, or STEER_NO_SLOT */
 	__u32 refused; /* enum steer_reason, if slot is STEER_NO_SLOT */
+	__u32 bank; /* steer_slot.ready of slot, or steer_wait.filling */
 	bool gated; /* the gate of the slot is closed for SYNs of the device */
-	bool held;  /* the SYN was dropped silently */
+	bool held;  /* the SYN was dropped silently, or the packet waits */
+	bool waits; /* the home slot is empty and has a waiting room */
 	bool connection; /* TCP */
 	bool uncounted; /* not the SYN of a connection */
 };
@@ -169,11 +199,12 @@ static __always_inline __u32 steer_hash(const struct steer_address *address,
 	return c;
 }
 
-static __always_inline bool steer_ready(__u32 slot)
+/* Returns steer_slot.ready. */
+static __always_inline __u32 steer_ready(__u32 slot)
 {
 	struct steer_slot *state = bpf_map_lookup_elem(&slots, &slot);
 
-	return state && state->ready;
+	return state ? state->ready : 0;
 }
 
 /*
@@ -231,7 +262,18 @@ static __always_inline bool steer_pass(__u32 slot)
 	return true;
 }
 
-/* Sets s->slot for s->address, or s->refused if no slot can be used. */
+/* Reports whether the packets of an empty slot wait for its next member. */
+static __always_inline bool steer_waits(__u32 slot)
+{
+	struct steer_wait *wait = bpf_map_lookup_elem(&waits, &slot);
+
+	return wait && wait->until && wait->until > bpf_ktime_get_ns();
+}
+
+/*
+ * Sets s->slot for s->address, or s->waits, or s->refused if no slot can be
+ * used.
+ */
 static __always_inline void steer_decide(struct steer *s)
 {
 	struct steer_table *table;
@@ -250,7 +292,8 @@ static __always_inline void steer_decide(struct steer *s)
 	s->home = steer_home(table, &s->address);
 	s->gated = s->connection && !s->uncounted && s->home & STEER_GATED;
 	s->home &= ~STEER_GATED;
-	if (steer_ready(s->home)) {
+	s->bank = steer_ready(s->home);
+	if (s->bank) {
 		s->slot = s->home;
 		if (s->gated && steer_pass(s->home))
 			s->gated = false;
@@ -258,8 +301,68 @@ static __always_inline void steer_decide(struct steer *s)
 	}
 	s->gated = false;
 	s->refused = STEER_REASON_EMPTY;
-	if (table->standby != STEER_NO_SLOT && steer_ready(table->standby))
+	if (table->standby != STEER_NO_SLOT)
+		s->bank = steer_ready(table->standby);
+	if (s->bank)
 		s->slot = table->standby;
+	else
+		s->waits = steer_waits(s->home);
+}
+
+static __always_inline void steer_refuse(struct steer *s, __u32 reason)
+{
+	s->slot = STEER_NO_SLOT;
+	s->refused = reason;
+}
+
+/*
+ * Reports whether a datagram of a waiting slot goes to the new member, whose
+ * slot is not ready yet.
+ *
+ * The agent sends the datagrams of the room again when the slot has a member,
+ * and then makes the slot ready. New datagrams go to the room until the last
+ * datagram has left the room, so that the member receives all in their order,
+ * and while STEER_HOLD is set, after the templates of their exporters.
+ */
+static __always_inline bool steer_fills(struct steer *s, bool replayed)
+{
+	struct steer_wait *wait = bpf_map_lookup_elem(&waits, &s->home);
+	struct steer_room *room = bpf_map_lookup_elem(&stored, &s->home);
+
+	if (!wait || !room || s->connection)
+		return false;
+	s->bank = wait->filling & ~STEER_HOLD;
+	return s->bank &&
+	       (replayed || (!(wait->filling & STEER_HOLD) &&
+			     room->datagrams == wait->left));
+}
+
+/*
+ * Reports whether the waiting room takes a packet, and counts the packet. bytes
+ * is the length from the transport header, or 0 if it is unknown.
+ */
+static __always_inline bool steer_store(const struct steer *s, __u64 bytes)
+{
+	struct steer_wait *wait = bpf_map_lookup_elem(&waits, &s->home);
+	struct steer_room *room = bpf_map_lookup_elem(&stored, &s->home);
+
+	if (!wait || !room)
+		return false;
+	if (s->connection) {
+		if (!s->uncounted)
+			__sync_fetch_and_add(&room->connections, 1);
+		return true;
+	}
+	if (room->datagrams - wait->left >= room_datagrams ||
+	    room->bytes - wait->left_bytes >= room_bytes) {
+		__sync_fetch_and_add(&room->full, 1);
+		return false;
+	}
+	__sync_fetch_and_add(&room->datagrams, 1);
+	/* clang makes an addition of 0 an atomic or, which is newer than 5.10. */
+	if (bytes)
+		__sync_fetch_and_add(&room->bytes, bytes);
+	return true;
 }
 
 /* Adds an address to the devices map, without a token. NULL: no memory. */
@@ -394,7 +497,7 @@ static __always_inline void steer_account(const struct steer *s)
 	struct steer_counters *count, *home;
 
 	if (s->held) {
-		if (track_devices)
+		if (track_devices && s->connection)
 			steer_note_held(s);
 		return;
 	}
@@ -426,12 +529,6 @@ static __always_inline void steer_account(const struct steer *s)
 		steer_count_datagram(s);
 	else
 		steer_count_connection(s);
-}
-
-static __always_inline void steer_refuse(struct steer *s, __u32 reason)
-{
-	s->slot = STEER_NO_SLOT;
-	s->refused = reason;
 }
 
 /*

@@ -19,6 +19,12 @@ enum steer_limit {
 	STEER_NO_DEVICE = 0x7fffffff,
 	STEER_GATED = 0x8000, /* bit of steer_table.bucket: SYNs wait, see steer_gated */
 	STEER_PINNED = 0x80000000, /* bit of steer_device_id.device */
+	/*
+	 * TTL or hop limit of a datagram that the agent sends again, with
+	 * sk_reuseport; see steer_fills.
+	 */
+	STEER_REPLAY_TTL = 1,
+	STEER_HOLD = 4, /* bit of steer_wait.filling: only datagrams of the agent pass */
 	/* Incremented when a pinned map or a type below changes its meaning. */
 	STEER_SCHEMA = 1,
 };
@@ -63,12 +69,35 @@ struct steer_device_id {
 
 /*
  * A slot and its member. The agent writes the entry, and the release hook clears
- * ready. Packets are steered to a slot only while ready is 1, on all listeners.
+ * ready. Packets are steered to a slot only while ready is not 0, on all
+ * listeners: 1 stands for the sockets in the map sockets, and 2 for those in
+ * successors. So one write replaces the member on all listeners.
  */
 struct steer_slot {
 	__u32 ready;
 	__u32 pid;
 	__u64 start_time; /* clock ticks since boot, as in /proc/PID/stat */
+};
+
+/*
+ * The waiting room of a slot. The agent writes the entry, and the release hook
+ * sets until. While the slot is not ready, packets wait before until.
+ */
+struct steer_wait {
+	__u64 length; /* for the release hook, nanoseconds; 0: packets are refused */
+	__u64 until;  /* CLOCK_MONOTONIC, nanoseconds */
+	__u64 left;   /* datagrams that have left the room, of steer_room.datagrams */
+	__u64 left_bytes;
+	__u32 filling; /* the sockets that receive what left, as ready; | STEER_HOLD */
+	__u32 padding;
+};
+
+/* The packets that a waiting room has received. */
+struct steer_room {
+	__u64 datagrams;
+	__u64 bytes; /* with UDP headers; 0 with sk_lookup, which sees no length */
+	__u64 connections; /* SYNs */
+	__u64 full; /* datagrams that were refused because the room was full */
 };
 
 /* Per slot and CPU. Index STEER_MAX_SLOTS counts packets without a slot. */
@@ -136,6 +165,15 @@ struct steer_event {
 	__u32 pid; /* of the binding process; 0 with LISTEN and RELEASE */
 };
 
+/* A datagram with template sets, which follows this header. */
+struct steer_templates {
+	struct steer_address address; /* source */
+	__u64 cookie; /* of the socket */
+	__u32 length; /* of the datagram */
+	__be16 port;
+	__u16 padding;
+};
+
 /* Keeps a type in the object's BTF, which bpf2go and the loader read. */
 #define STEER_EXPORT(kind, name) \
 	const kind name *unused_##name __attribute__((unused))
@@ -143,6 +181,8 @@ struct steer_event {
 _Static_assert(sizeof(struct steer_address) == 16, "address");
 _Static_assert(sizeof(struct steer_prefix) == 20, "prefix");
 _Static_assert(sizeof(struct steer_slot) == 16, "slot");
+_Static_assert(sizeof(struct steer_wait) == 40, "wait");
+_Static_assert(sizeof(struct steer_room) == 32, "room");
 _Static_assert(sizeof(struct steer_counters) == 88, "counters");
 _Static_assert(sizeof(struct steer_seen) == 40, "seen");
 _Static_assert(sizeof(struct steer_pending) == 32, "pending");
@@ -150,6 +190,7 @@ _Static_assert(sizeof(struct steer_admission) == 40, "admission");
 _Static_assert(sizeof(struct steer_listener) == 20, "listener");
 _Static_assert(sizeof(struct steer_ports) == 8, "ports");
 _Static_assert(sizeof(struct steer_event) == 16, "event");
+_Static_assert(sizeof(struct steer_templates) == 32, "templates");
 _Static_assert(sizeof(struct steer_table) == 16 + 2 * STEER_BUCKETS, "table");
 _Static_assert((STEER_BUCKETS & (STEER_BUCKETS - 1)) == 0, "buckets");
 _Static_assert((STEER_PENDING & (STEER_PENDING - 1)) == 0, "pending");

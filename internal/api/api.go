@@ -60,6 +60,7 @@ type ServiceStatus struct {
 	Hint           string          `json:"hint,omitempty"`
 	Waiting        []WaitingStatus `json:"waiting"`
 	Refused        []RefusedStatus `json:"refused"` // at most 16
+	Formers        []FormerStatus  `json:"formers,omitempty"`
 }
 
 // DeviceMapStatus is the device map in force.
@@ -67,6 +68,13 @@ type DeviceMapStatus struct {
 	Path     string `json:"path"`
 	Prefixes int    `json:"prefixes"`
 	Devices  int    `json:"devices"`
+}
+
+// FormerStatus is a running process whose slot another process has taken over.
+type FormerStatus struct {
+	Slot    int    `json:"slot"`
+	PID     int    `json:"pid"`
+	Command string `json:"command"`
 }
 
 // WaitingStatus is a process that matches a rule and cannot be registered yet.
@@ -105,7 +113,52 @@ type SlotStatus struct {
 	Source   string         `json:"source,omitempty"`
 	Since    *time.Time     `json:"since,omitempty"` // start of the process
 	Sockets  []SocketStatus `json:"sockets"`
+	// Room is absent unless empty slots have a waiting room.
+	Room *RoomStatus `json:"room,omitempty"`
 	Counts
+}
+
+// RoomStatus is the waiting room of a slot. The counts of what was stored are totals since the creation of the pins, the
+// others since the start of the agent.
+type RoomStatus struct {
+	Until       *time.Time `json:"until,omitempty"` // end of the wait; absent while no packets wait
+	Filling     bool       `json:"filling"`         // the member receives what has waited
+	Waiting     uint64     `json:"waiting"`         // datagrams that wait now
+	Datagrams   uint64     `json:"datagrams"`       // datagrams that were stored
+	Connections uint64     `json:"connections"`     // SYNs that were answered or held
+	Full        uint64     `json:"full"`            // datagrams that were refused because the room was full
+	Dropped     uint64     `json:"dropped"`         // datagrams of all slots that did not fit into the receive buffers of the rooms
+	Replayed    uint64     `json:"replayed"`        // datagrams that a member has received later
+	Lost        uint64     `json:"lost"`            // datagrams whose wait ended without a member
+}
+
+// TemplateStatus is a template of IPFIX or NetFlow v9.
+type TemplateStatus struct {
+	Service     string     `json:"service"`
+	Source      string     `json:"source"`           // address and port of the exporter
+	Device      string     `json:"device,omitempty"` // name in the device map
+	Slot        int        `json:"slot"`
+	Listener    string     `json:"listener"`
+	Protocol    string     `json:"protocol"` // ipfix or netflow-v9
+	Domain      uint32     `json:"domain"`   // observation domain, or source ID
+	Template    uint16     `json:"template"`
+	Options     bool       `json:"options"`
+	Fields      int        `json:"fields"` // scope fields included
+	ScopeFields int        `json:"scope_fields"`
+	Learned     time.Time  `json:"learned"`
+	Refreshed   time.Time  `json:"refreshed"`
+	Replayed    *time.Time `json:"replayed,omitempty"`
+	Replays     uint64     `json:"replays"` // of all templates of the domain
+	// Elements are only present if the request names a device.
+	Elements []TemplateField `json:"elements,omitempty"`
+}
+
+// TemplateField is a field of a template.
+type TemplateField struct {
+	Element    uint16 `json:"element"` // information element, or field type
+	Enterprise uint32 `json:"enterprise,omitempty"`
+	Length     uint16 `json:"length"` // bytes; 65535 is variable
+	Scope      bool   `json:"scope,omitempty"`
 }
 
 // PinStatus is a device that is pinned to a slot.

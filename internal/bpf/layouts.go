@@ -42,25 +42,32 @@ var (
 // The map of sockets, of sk_reuseport or of sk_lookup, has the same name in all layouts, because earlier versions look
 // for it; its keys and values have no fields.
 var steerUnhashed = map[string][]string{
-	"admission":    {"d7cf7b561da5"},
-	pinCookies:     {"78a89c4f8937"},
-	"counters":     {"201acef71a95"},
-	pinDeviceMap:   {"d1158b9c4ced"},
-	"device_maps":  {"e52365422dee"},
-	pinDevices:     {"5a61c2ad47bd", "1d4d639f650e"}, // held was padding
-	"events":       {"6d5be20a4dfb"},
-	pinGates:       {"a406ebeabaaf", "c0b427b226a6"}, // sk_reuseport and sk_lookup
-	pinListeners:   {"5788aa8d0be1"},
-	"lost_events":  {"531ca0855f3a"},
-	"next_devices": {"78f01b514980"},
-	pinPasses:      {"db9a659d43e2"},
-	"pending":      {"82bec0883f99"},
-	pinOwners:      {"8998f141a09e"},
-	pinSlots:       {"6051a4e5cfce"},
-	pinSockets:     {"b90a6568ad5e", "e12df5468c29"},
-	pinTable:       {"2c05e207f81a"},
-	"tables":       {"a7c46297254b"},
-	"unlisted":     {"474470f08a4f"},
+	"admission":      {"d7cf7b561da5"},
+	pinCookies:       {"78a89c4f8937"},
+	"counters":       {"201acef71a95"},
+	pinDeviceMap:     {"d1158b9c4ced"},
+	"device_maps":    {"e52365422dee"},
+	pinDevices:       {"5a61c2ad47bd", "1d4d639f650e"}, // held was padding
+	"events":         {"6d5be20a4dfb"},
+	pinGates:         {"a406ebeabaaf", "c0b427b226a6"}, // sk_reuseport and sk_lookup
+	pinListeners:     {"5788aa8d0be1"},
+	pinLostTemplates: {"3359a4f4afcf"},
+	"lost_events":    {"531ca0855f3a"},
+	"next_devices":   {"78f01b514980"},
+	pinPasses:        {"db9a659d43e2"},
+	"pending":        {"82bec0883f99"},
+	pinOwners:        {"8998f141a09e"},
+	pinRooms:         {"68093856b2a1", "ed9d4612c68f"}, // sk_reuseport and sk_lookup
+	"room_ports":     {"4b9b6b354e8b"},
+	pinSlots:         {"6051a4e5cfce"},
+	pinSockets:       {"b90a6568ad5e", "e12df5468c29"},
+	pinSuccessors:    {"b722c2d038b3", "8aa211d808d4"},
+	pinStored:        {"138c206825c9"},
+	pinTable:         {"2c05e207f81a"},
+	"tables":         {"a7c46297254b"},
+	"unlisted":       {"474470f08a4f"},
+	pinWaits:         {"4b15fdd71eb4"},
+	pinTemplateSets:  {"73d85109a1f1"},
 }
 
 // doubledMaps is a list of maps, separated by commas, whose number of entries is doubled. It is set by the linker, for
@@ -70,6 +77,7 @@ var doubledMaps string
 // steerMaps contains the maps and the programs of a service, and the names of its pins.
 type steerMaps struct {
 	steering, members *ebpf.CollectionSpec
+	templates         *ebpf.CollectionSpec
 	listeners, owners *ebpf.MapSpec
 	names             map[string]string // pins by the names of the maps
 	hash              string            // of steerCore; "" without a hash in the name of the directory
@@ -88,6 +96,9 @@ func steerLayout(lookup bool) (l *steerMaps, err error) {
 	if l.members, err = loadSteerMembers(); err != nil {
 		return nil, err
 	}
+	if l.templates, err = loadSteerTemplates(); err != nil {
+		return nil, err
+	}
 	if l.listeners, err = listenersSpec(); err != nil {
 		return nil, err
 	}
@@ -96,7 +107,7 @@ func steerLayout(lookup bool) (l *steerMaps, err error) {
 		pinTable:     l.steering.Maps["tables"].InnerMap,
 		pinDeviceMap: l.steering.Maps["device_maps"].InnerMap,
 	}
-	for _, specs := range []map[string]*ebpf.MapSpec{l.members.Maps, l.steering.Maps, {pinListeners: l.listeners, pinOwners: l.owners}} {
+	for _, specs := range []map[string]*ebpf.MapSpec{l.members.Maps, l.steering.Maps, l.templates.Maps, {pinListeners: l.listeners, pinOwners: l.owners}} {
 		for name, m := range specs {
 			if slices.Contains(strings.Split(doubledMaps, ","), name) {
 				m.MaxEntries *= 2

@@ -14,15 +14,21 @@ import (
 // Names of pins. Other maps are pinned under their names in bpf/*.c. A pin directory belongs to one service, one
 // tuning or one tracing (see Root).
 const (
-	pinListeners = "listeners"  // listener of each row, for the next agent and bpftool
-	pinTable     = "table"      // bucket table in force
-	pinDeviceMap = "device_map" // device map in force; absent without one
-	pinDevices   = "devices"    // seen devices
-	pinSockets   = "sockets"    // registered sockets by row and slot
-	pinGates     = "gates"      // sockets of closed gates by row
-	pinPasses    = "passes"     // SYNs that closed gates let pass by slot
-	pinSlots     = "slots"      // member of each slot
-	pinCookies   = "cookies"    // slot of each registered socket
+	pinListeners     = "listeners"      // listener of each row, for the next agent and bpftool
+	pinTable         = "table"          // bucket table in force
+	pinDeviceMap     = "device_map"     // device map in force; absent without one
+	pinDevices       = "devices"        // seen devices
+	pinSockets       = "sockets"        // registered sockets by row and slot
+	pinGates         = "gates"          // sockets of closed gates by row
+	pinPasses        = "passes"         // SYNs that closed gates let pass by slot
+	pinSuccessors    = "successors"     // registered sockets of members that took a slot over
+	pinRooms         = "rooms"          // sockets of waiting rooms by row
+	pinWaits         = "waits"          // waiting room of each slot
+	pinTemplateSets  = "template_sets"  // datagrams with template sets, for the agent
+	pinLostTemplates = "lost_templates" // number of those that did not fit
+	pinStored        = "stored"         // packets that each waiting room has received
+	pinSlots         = "slots"          // member of each slot
+	pinCookies       = "cookies"        // slot of each registered socket
 
 	pinLookupLink  = linkPin + "lookup"
 	pinReleaseLink = linkPin + "release"

@@ -44,6 +44,8 @@ type SteerConfig struct {
 	Listeners [MaxListeners]Listener
 	// Ports are the ports on which the hooks report members, at most MaxListeners ranges.
 	Ports []Ports
+	// RoomDatagrams and RoomBytes are the bounds of the waiting room of each slot.
+	RoomDatagrams, RoomBytes uint64
 	// Devices is the size of the table of seen devices; 0 disables the table.
 	Devices int
 	// Netns is the network namespace of sk_lookup.
@@ -67,13 +69,17 @@ type Steer struct {
 	devices, pending, sockets, cookies *ebpf.Map
 	events, lost, listeners            *ebpf.Map
 	admission, unlisted, owners, gates *ebpf.Map
-	passes                             *ebpf.Map
+	passes, rooms, waits, stored       *ebpf.Map
+	roomPorts, successors              *ebpf.Map
+	templateSets, lostTemplates        *ebpf.Map
 
 	// Programs that select sockets: one per row, or one for all rows with sk_lookup.
-	programs map[int]*ebpf.Program
-	links    []link.Link
-	tableFor *ebpf.MapSpec
-	named    uint32 // device map in force (Table.Named)
+	programs  map[int]*ebpf.Program
+	templates *ebpf.Program // socket filter; see CopyTemplates
+	links     []link.Link
+	migrates  bool // see Migrates
+	tableFor  *ebpf.MapSpec
+	named     uint32 // device map in force (Table.Named)
 
 	created      map[string]bool      // maps that no pin of this layout existed for
 	unpinned     map[string]*ebpf.Map // maps for pinAll by the names of their pins; nil removes a pin
@@ -175,9 +181,13 @@ func (s *Steer) Close() error {
 	for _, p := range s.programs {
 		errs = append(errs, p.Close())
 	}
+	if s.templates != nil {
+		errs = append(errs, s.templates.Close())
+	}
 	for _, m := range []*ebpf.Map{
 		s.tables, s.deviceMaps, s.nextDevices, s.slots, s.counters, s.devices, s.pending,
 		s.sockets, s.cookies, s.events, s.lost, s.listeners, s.admission, s.unlisted, s.owners, s.gates, s.passes,
+		s.rooms, s.waits, s.stored, s.roomPorts, s.successors, s.templateSets, s.lostTemplates,
 	} {
 		if m != nil {
 			errs = append(errs, m.Close())
@@ -236,34 +246,64 @@ func (s *Steer) Attach(row, fd int) error {
 	return nil
 }
 
-// Detach detaches the program from the SO_REUSEPORT group of a socket. The kernel's hash selects afterwards.
+// Detach detaches the program from the SO_REUSEPORT group of a socket. The kernel's hash selects afterwards. A socket without
+// a group has no program.
 func Detach(fd int) error {
 	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_REUSEPORT_BPF, 0)
-	if err != nil && !errors.Is(err, unix.ENOENT) {
+	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINVAL) {
 		return fmt.Errorf("detach program from socket: %w", err)
 	}
 	return nil
 }
 
-func index(row, slot int) uint32 { return uint32(row*MaxSlots + slot) }
+// Place is the place of a member's sockets: the slot, or the slot + MaxSlots for a member that took over from another one. In
+// this way one write of the slot replaces the sockets of all listeners.
+type Place int
 
-// Insert registers a socket for a listener and a slot and replaces the previous socket. The slot receives traffic
+// PlaceOf returns the place of a slot's sockets for a value of Slot.Ready other than 0.
+func PlaceOf(slot int, ready uint32) Place {
+	if ready == 2 {
+		return Place(slot + MaxSlots)
+	}
+	return Place(slot)
+}
+
+// Slot returns the slot of the place.
+func (p Place) Slot() int { return int(p) % MaxSlots }
+
+// Ready returns the value of Slot.Ready for the place.
+func (p Place) Ready() uint32 { return uint32(1 + int(p)/MaxSlots) }
+
+// Other returns the other place of the slot.
+func (p Place) Other() Place { return (p + Place(MaxSlots)) % Place(2*MaxSlots) }
+
+// socketOf returns the map and the index of a socket.
+func (s *Steer) socketOf(row int, place Place) (*ebpf.Map, uint32) {
+	m := s.sockets
+	if place.Ready() == 2 {
+		m = s.successors
+	}
+	return m, uint32(row*MaxSlots + place.Slot())
+}
+
+// Insert registers a socket for a listener and a place and replaces the previous socket. The slot receives traffic
 // after SetSlot. The error is EBUSY if the socket is registered already, and EINVAL if the socket is not bound, does
 // not listen, or was bound before SO_REUSEPORT was set.
-func (s *Steer) Insert(row, slot, fd int, cookie uint64) error {
-	old, err := s.Cookie(row, slot)
+func (s *Steer) Insert(row int, place Place, fd int, cookie uint64) error {
+	old, err := s.Cookie(row, place)
 	if err != nil {
 		return err
 	}
 	// A socket that the map refuses may be registered for another slot.
-	var slotBefore uint32
-	registered := s.cookies.Lookup(cookie, &slotBefore) == nil
-	if err := s.cookies.Put(cookie, uint32(slot)); err != nil {
+	var placeBefore uint32
+	registered := s.cookies.Lookup(cookie, &placeBefore) == nil
+	if err := s.cookies.Put(cookie, uint32(place)); err != nil {
 		return fmt.Errorf("note socket %#x: %w", cookie, err)
 	}
-	if err := s.sockets.Put(index(row, slot), uint64(fd)); err != nil {
+	m, index := s.socketOf(row, place)
+	if err := m.Put(index, uint64(fd)); err != nil {
 		if registered {
-			return errors.Join(err, s.cookies.Put(cookie, slotBefore))
+			return errors.Join(err, s.cookies.Put(cookie, placeBefore))
 		}
 		return errors.Join(err, s.cookies.Delete(cookie))
 	}
@@ -276,25 +316,27 @@ func (s *Steer) Insert(row, slot, fd int, cookie uint64) error {
 	return nil
 }
 
-// Cookie returns SO_COOKIE of the socket of a listener and a slot, or 0.
-func (s *Steer) Cookie(row, slot int) (uint64, error) {
+// Cookie returns SO_COOKIE of the socket of a listener and a place, or 0.
+func (s *Steer) Cookie(row int, place Place) (uint64, error) {
 	var cookie uint64
-	err := s.sockets.Lookup(index(row, slot), &cookie)
+	m, index := s.socketOf(row, place)
+	err := m.Lookup(index, &cookie)
 	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-		return 0, fmt.Errorf("look up socket of listener %d, slot %d: %w", row, slot, err)
+		return 0, fmt.Errorf("look up socket of listener %d, slot %d: %w", row, place.Slot(), err)
 	}
 	return cookie, nil
 }
 
-// Delete removes the socket of a listener and a slot, if there is one.
-func (s *Steer) Delete(row, slot int) error {
-	cookie, err := s.Cookie(row, slot)
+// Delete removes the socket of a listener and a place, if there is one.
+func (s *Steer) Delete(row int, place Place) error {
+	cookie, err := s.Cookie(row, place)
 	if err != nil || cookie == 0 {
 		return err
 	}
-	err = s.sockets.Delete(index(row, slot))
+	m, index := s.socketOf(row, place)
+	err = m.Delete(index)
 	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) && !errors.Is(err, unix.EINVAL) {
-		return fmt.Errorf("unregister socket of listener %d, slot %d: %w", row, slot, err)
+		return fmt.Errorf("unregister socket of listener %d, slot %d: %w", row, place.Slot(), err)
 	}
 	if err := s.cookies.Delete(cookie); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return fmt.Errorf("forget socket %#x: %w", cookie, err)

@@ -177,7 +177,7 @@ func (s *service) newSocket(row int) *socket {
 func (s *service) insert(row, slot int) *socket {
 	s.t.Helper()
 	k := s.newSocket(row)
-	if err := s.Insert(row, slot, k.fd, k.cookie()); err != nil {
+	if err := s.Insert(row, bpf.Place(slot), k.fd, k.cookie()); err != nil {
 		s.t.Fatalf("insert into row %d, slot %d: %v", row, slot, err)
 	}
 	return k

@@ -76,7 +76,7 @@ func (s *service) register(slot int, cmd *exec.Cmd) (release func()) {
 	for row, l := range s.rows() {
 		for _, k := range sockets {
 			if k.Protocol == int(l.Protocol) {
-				check(s.t, s.Insert(row, slot, k.FD(), k.Cookie))
+				check(s.t, s.Insert(row, bpf.Place(slot), k.FD(), k.Cookie))
 			}
 		}
 	}
@@ -310,7 +310,7 @@ func TestInsert(t *testing.T) {
 		}, 1, 2, unix.EINVAL},
 	} {
 		k := test.k()
-		if err := s.Insert(test.row, test.slot, k.fd, k.cookie()); !errors.Is(err, test.want) {
+		if err := s.Insert(test.row, bpf.Place(test.slot), k.fd, k.cookie()); !errors.Is(err, test.want) {
 			t.Errorf("%s: %v, want %v", test.name, err, test.want)
 		}
 		if k != s.seats[0][0] {

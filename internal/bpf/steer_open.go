@@ -76,6 +76,9 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	if err := s.openPrograms(c, layout.steering); err != nil {
 		return nil, err
 	}
+	if err := s.openTemplates(layout.templates); err != nil {
+		return nil, err
+	}
 	copied, err := s.copyMembers(c)
 	if err != nil {
 		return nil, err
@@ -145,7 +148,14 @@ func (s *Steer) openMaps(c SteerConfig, l *steerMaps) error {
 		{l.listeners, &s.listeners},
 		{l.steering.Maps[pinGates], &s.gates},
 		{l.steering.Maps[pinPasses], &s.passes},
+		{l.steering.Maps[pinRooms], &s.rooms},
+		{l.steering.Maps[pinWaits], &s.waits},
+		{l.steering.Maps[pinStored], &s.stored},
+		{l.steering.Maps["room_ports"], &s.roomPorts},
+		{l.steering.Maps[pinSuccessors], &s.successors},
 		{l.owners, &s.owners},
+		{l.templates.Maps[pinTemplateSets], &s.templateSets},
+		{l.templates.Maps[pinLostTemplates], &s.lostTemplates},
 	} {
 		if err := s.openMap(m.spec, m.to); err != nil {
 			return err
@@ -251,14 +261,15 @@ func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, pinSlots: s.slots,
 		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets, pinGates: s.gates, pinPasses: s.passes,
-		"admission": s.admission, "unlisted": s.unlisted,
+		"admission": s.admission, "unlisted": s.unlisted, pinRooms: s.rooms, pinWaits: s.waits, pinStored: s.stored,
+		"room_ports": s.roomPorts, pinSuccessors: s.successors,
 	}
 }
 
 // openPrograms adopts or loads the programs. If the pinned programs are those of another version, or if programs or maps
 // of the mapping are missing, openPrograms creates the maps of the mapping, and calls c.Ready.
 func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
-	if err := setDevices(spec, c.Devices); err != nil {
+	if err := errors.Join(setDevices(spec, c.Devices), s.setRoom(c, spec)); err != nil {
 		return err
 	}
 	same, err := s.loadPrograms(c, spec)
@@ -318,13 +329,28 @@ func setDevices(spec *ebpf.CollectionSpec, devices int) error {
 		spec.Variables["admit_gather"].Set(uint64(admitGather)))
 }
 
+// setRoom sets the bounds of the waiting rooms, and what the kernel has for them.
+func (s *Steer) setRoom(c SteerConfig, spec *ebpf.CollectionSpec) error {
+	err := errors.Join(
+		spec.Variables["room_datagrams"].Set(c.RoomDatagrams),
+		spec.Variables["room_bytes"].Set(c.RoomBytes))
+	if c.Lookup {
+		return err
+	}
+	switch probed := probeMigration(); {
+	case errors.Is(probed, ebpf.ErrNotSupported):
+	case probed != nil:
+		return fmt.Errorf("probe sk_reuseport migration: %w", probed)
+	default:
+		s.migrates = true
+	}
+	return errors.Join(err, spec.Variables["room_accepts"].Set(s.migrates))
+}
+
 func (s *Steer) loadReuseport(c SteerConfig, spec *ebpf.CollectionSpec) (same bool, err error) {
-	name := "steer_migrate"
-	switch err := probeMigration(); {
-	case errors.Is(err, ebpf.ErrNotSupported):
-		name = "steer_reuseport"
-	case err != nil:
-		return false, fmt.Errorf("probe sk_reuseport migration: %w", err)
+	name := "steer_reuseport"
+	if s.migrates {
+		name = "steer_migrate"
 	}
 	found := make(map[version]bool)
 	for row, l := range c.Listeners {

@@ -23,9 +23,13 @@ type Owner struct {
 	// Steered is set if a registered listening socket accepted the connection. Otherwise the agent found the connection
 	// at the process.
 	Steered bool
+	// Filtered is set for a UDP socket with the filter of CopyTemplates.
+	Filtered bool
 }
 
 const sizeofOwner = 16
+
+const steeredFlag, filteredFlag = 1, 2
 
 func ownersSpec() *ebpf.MapSpec {
 	u32, u64 := &btf.Int{Name: "unsigned int", Size: 4}, &btf.Int{Name: "unsigned long long", Size: 8}
@@ -47,12 +51,24 @@ func (s *Steer) SetOwner(fd int, o Owner) error {
 	binary.NativeEndian.PutUint64(value, o.StartTime)
 	binary.NativeEndian.PutUint32(value[8:], uint32(o.PID))
 	if o.Steered {
-		value[12] = 1
+		value[12] |= steeredFlag
+	}
+	if o.Filtered {
+		value[12] |= filteredFlag
 	}
 	if err := s.owners.Put(uint32(fd), value); err != nil {
 		return fmt.Errorf("record the owner of a socket: %w", err)
 	}
 	return nil
+}
+
+// Owner returns the owner of a socket. ok is false if none is recorded.
+func (s *Steer) Owner(fd int) (o Owner, ok bool) {
+	value, err := s.owners.LookupBytes(uint32(fd))
+	if err != nil {
+		return o, false
+	}
+	return ParseOwner(value)
 }
 
 // OwnersFD returns the descriptor of the map of owners, for sockdiag.Query.Storage.
@@ -66,6 +82,7 @@ func ParseOwner(value []byte) (o Owner, ok bool) {
 	return Owner{
 		PID:       int(binary.NativeEndian.Uint32(value[8:])),
 		StartTime: binary.NativeEndian.Uint64(value),
-		Steered:   value[12] != 0,
+		Steered:   value[12]&steeredFlag != 0,
+		Filtered:  value[12]&filteredFlag != 0,
 	}, true
 }

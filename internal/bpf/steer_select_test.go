@@ -324,7 +324,7 @@ func TestLookupMembers(t *testing.T) {
 			l.Address = netip.MustParseAddrPort(fmt.Sprintf("[::]:%d", 20000+slot))
 			k := newSocket(t, l, false)
 			check(t, unix.Fchown(k.fd, 1000+slot, -1))
-			check(t, s.Insert(row, slot, k.fd, k.cookie()))
+			check(t, s.Insert(row, bpf.Place(slot), k.fd, k.cookie()))
 			s.seats[slot][row] = k
 		}
 		check(t, s.SetSlot(slot, bpf.Slot{Ready: 1}))

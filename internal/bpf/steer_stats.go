@@ -32,6 +32,18 @@ func (s *Steer) Counters(slots int) ([]Counters, error) {
 	return sums, nil
 }
 
+// Datagrams returns the number of datagrams that were steered to a slot.
+func (s *Steer) Datagrams(slot int) (n uint64, err error) {
+	var perCPU []Counters
+	if err := s.counters.Lookup(uint32(slot), &perCPU); err != nil {
+		return 0, fmt.Errorf("read counters of slot %d: %w", slot, err)
+	}
+	for _, c := range perCPU {
+		n += c.Datagrams
+	}
+	return n, nil
+}
+
 // Devices yields the table of seen devices. Entries that the kernel evicts concurrently may be missing.
 func (s *Steer) Devices() iter.Seq2[Address, Seen] {
 	return func(yield func(Address, Seen) bool) {

@@ -13,6 +13,8 @@ const (
 	NoDevice     = uint32(steerMembersSteerLimitSTEER_NO_DEVICE)
 	Pinned       = uint32(steerMembersSteerLimitSTEER_PINNED) // bit of DeviceID.Device: Hash is the slot
 	Gated        = uint16(steerMembersSteerLimitSTEER_GATED)  // bit of Table.Bucket: SYNs wait
+	ReplayTTL    = int(steerMembersSteerLimitSTEER_REPLAY_TTL)
+	Hold         = uint32(steerMembersSteerLimitSTEER_HOLD) // bit of Wait.Filling: only datagrams of the agent pass
 	Schema       = uint32(steerMembersSteerLimitSTEER_SCHEMA)
 )
 
@@ -49,6 +51,8 @@ type (
 	DeviceID = steerReuseportSteerDeviceId
 	Slot     = steerReuseportSteerSlot
 	Counters = steerReuseportSteerCounters
+	Wait     = steerReuseportSteerWait
+	Room     = steerReuseportSteerRoom
 	Seen     = steerReuseportSteerSeen
 	Pending  = steerReuseportSteerPending
 	Event    = steerMembersSteerEvent

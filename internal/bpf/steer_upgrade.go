@@ -124,10 +124,10 @@ func (s *Steer) copyMembers(c SteerConfig) (from *ebpf.Map, err error) {
 	}
 	if s.created[pinCookies] {
 		for row := range MaxListeners {
-			for slot := range MaxSlots {
-				cookie, err := s.Cookie(row, slot)
+			for place := range Place(2 * MaxSlots) {
+				cookie, err := s.Cookie(row, place)
 				if err == nil && cookie != 0 {
-					err = s.cookies.Put(cookie, uint32(slot))
+					err = s.cookies.Put(cookie, uint32(place))
 				}
 				if err != nil {
 					return nil, fmt.Errorf("copy map %s: %w", pinCookies, err)
@@ -175,7 +175,7 @@ func (s *Steer) copySlot(c SteerConfig, slot int, value Slot) error {
 		if !l.Address.IsValid() {
 			continue
 		}
-		cookie, err := s.Cookie(row, slot)
+		cookie, err := s.Cookie(row, PlaceOf(slot, value.Ready))
 		if err != nil {
 			return err
 		}

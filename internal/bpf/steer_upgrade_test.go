@@ -218,11 +218,11 @@ func TestSteerUpgradeOfSockets(t *testing.T) {
 				t.Errorf("lookup %v: %v", uses, err)
 			}
 			for slot, sockets := range s.seats {
-				if cookie, err := s.Cookie(0, slot); err != nil || cookie != 0 {
+				if cookie, err := s.Cookie(0, bpf.Place(slot)); err != nil || cookie != 0 {
 					t.Errorf("slot %d: cookie %#x, %v", slot, cookie, err)
 				}
 				for row, k := range sockets {
-					check(t, s.Insert(row, slot, k.fd, k.cookie()))
+					check(t, s.Insert(row, bpf.Place(slot), k.fd, k.cookie()))
 				}
 				check(t, s.SetSlot(slot, bpf.Slot{Ready: 1, Pid: uint32(os.Getpid())}))
 			}

@@ -24,19 +24,28 @@ const (
 	steerLookupMapNextDevices         = "next_devices"
 	steerLookupMapPasses              = "passes"
 	steerLookupMapPending             = "pending"
+	steerLookupMapRoomPorts           = "room_ports"
+	steerLookupMapRooms               = "rooms"
 	steerLookupMapSlots               = "slots"
 	steerLookupMapSockets             = "sockets"
+	steerLookupMapStored              = "stored"
+	steerLookupMapSuccessors          = "successors"
 	steerLookupMapTables              = "tables"
 	steerLookupMapUnlisted            = "unlisted"
+	steerLookupMapWaits               = "waits"
 	steerLookupProgSteerLookup        = "steer_lookup"
 	steerLookupVarAdmitEvery          = "admit_every"
 	steerLookupVarAdmitGather         = "admit_gather"
 	steerLookupVarListenerCount       = "listener_count"
 	steerLookupVarListeners           = "listeners"
+	steerLookupVarRoomBytes           = "room_bytes"
+	steerLookupVarRoomDatagrams       = "room_datagrams"
 	steerLookupVarTrackDevices        = "track_devices"
 	steerLookupVarUnusedSteerDeviceId = "unused_steer_device_id"
 	steerLookupVarUnusedSteerPrefix   = "unused_steer_prefix"
+	steerLookupVarUnusedSteerRoom     = "unused_steer_room"
 	steerLookupVarUnusedSteerTable    = "unused_steer_table"
+	steerLookupVarUnusedSteerWait     = "unused_steer_wait"
 )
 
 // loadSteerLookup returns the embedded CollectionSpec for steerLookup.
@@ -96,10 +105,15 @@ type steerLookupMapSpecs struct {
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	RoomPorts   *ebpf.MapSpec `ebpf:"room_ports"`
+	Rooms       *ebpf.MapSpec `ebpf:"rooms"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
 	Sockets     *ebpf.MapSpec `ebpf:"sockets"`
+	Stored      *ebpf.MapSpec `ebpf:"stored"`
+	Successors  *ebpf.MapSpec `ebpf:"successors"`
 	Tables      *ebpf.MapSpec `ebpf:"tables"`
 	Unlisted    *ebpf.MapSpec `ebpf:"unlisted"`
+	Waits       *ebpf.MapSpec `ebpf:"waits"`
 }
 
 // steerLookupVariableSpecs contains global variables before they are loaded into the kernel.
@@ -110,10 +124,14 @@ type steerLookupVariableSpecs struct {
 	AdmitGather         *ebpf.VariableSpec `ebpf:"admit_gather"`
 	ListenerCount       *ebpf.VariableSpec `ebpf:"listener_count"`
 	Listeners           *ebpf.VariableSpec `ebpf:"listeners"`
+	RoomBytes           *ebpf.VariableSpec `ebpf:"room_bytes"`
+	RoomDatagrams       *ebpf.VariableSpec `ebpf:"room_datagrams"`
 	TrackDevices        *ebpf.VariableSpec `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
+	UnusedSteerRoom     *ebpf.VariableSpec `ebpf:"unused_steer_room"`
 	UnusedSteerTable    *ebpf.VariableSpec `ebpf:"unused_steer_table"`
+	UnusedSteerWait     *ebpf.VariableSpec `ebpf:"unused_steer_wait"`
 }
 
 // steerLookupObjects contains all objects after they have been loaded into the kernel.
@@ -144,10 +162,15 @@ type steerLookupMaps struct {
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
+	RoomPorts   *ebpf.Map `ebpf:"room_ports"`
+	Rooms       *ebpf.Map `ebpf:"rooms"`
 	Slots       *ebpf.Map `ebpf:"slots"`
 	Sockets     *ebpf.Map `ebpf:"sockets"`
+	Stored      *ebpf.Map `ebpf:"stored"`
+	Successors  *ebpf.Map `ebpf:"successors"`
 	Tables      *ebpf.Map `ebpf:"tables"`
 	Unlisted    *ebpf.Map `ebpf:"unlisted"`
+	Waits       *ebpf.Map `ebpf:"waits"`
 }
 
 func (m *steerLookupMaps) Close() error {
@@ -160,10 +183,15 @@ func (m *steerLookupMaps) Close() error {
 		m.NextDevices,
 		m.Passes,
 		m.Pending,
+		m.RoomPorts,
+		m.Rooms,
 		m.Slots,
 		m.Sockets,
+		m.Stored,
+		m.Successors,
 		m.Tables,
 		m.Unlisted,
+		m.Waits,
 	)
 }
 
@@ -175,10 +203,14 @@ type steerLookupVariables struct {
 	AdmitGather         *ebpf.Variable `ebpf:"admit_gather"`
 	ListenerCount       *ebpf.Variable `ebpf:"listener_count"`
 	Listeners           *ebpf.Variable `ebpf:"listeners"`
+	RoomBytes           *ebpf.Variable `ebpf:"room_bytes"`
+	RoomDatagrams       *ebpf.Variable `ebpf:"room_datagrams"`
 	TrackDevices        *ebpf.Variable `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.Variable `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.Variable `ebpf:"unused_steer_prefix"`
+	UnusedSteerRoom     *ebpf.Variable `ebpf:"unused_steer_room"`
 	UnusedSteerTable    *ebpf.Variable `ebpf:"unused_steer_table"`
+	UnusedSteerWait     *ebpf.Variable `ebpf:"unused_steer_wait"`
 }
 
 // steerLookupPrograms contains all programs after they have been loaded into the kernel.

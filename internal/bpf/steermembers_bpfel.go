@@ -40,6 +40,8 @@ const (
 	steerMembersSteerLimitSTEER_NO_DEVICE     steerMembersSteerLimit = 2147483647
 	steerMembersSteerLimitSTEER_GATED         steerMembersSteerLimit = 32768
 	steerMembersSteerLimitSTEER_PINNED        steerMembersSteerLimit = 2147483648
+	steerMembersSteerLimitSTEER_REPLAY_TTL    steerMembersSteerLimit = 1
+	steerMembersSteerLimitSTEER_HOLD          steerMembersSteerLimit = 4
 	steerMembersSteerLimitSTEER_SCHEMA        steerMembersSteerLimit = 1
 )
 
@@ -67,9 +69,12 @@ const (
 	steerMembersMapNextDevices          = "next_devices"
 	steerMembersMapPasses               = "passes"
 	steerMembersMapPending              = "pending"
+	steerMembersMapRoomPorts            = "room_ports"
 	steerMembersMapSlots                = "slots"
+	steerMembersMapStored               = "stored"
 	steerMembersMapTables               = "tables"
 	steerMembersMapUnlisted             = "unlisted"
+	steerMembersMapWaits                = "waits"
 	steerMembersProgSteerBind4          = "steer_bind4"
 	steerMembersProgSteerBind6          = "steer_bind6"
 	steerMembersProgSteerListen         = "steer_listen"
@@ -80,6 +85,8 @@ const (
 	steerMembersVarNetnsCookie          = "netns_cookie"
 	steerMembersVarPortCount            = "port_count"
 	steerMembersVarPorts                = "ports"
+	steerMembersVarRoomBytes            = "room_bytes"
+	steerMembersVarRoomDatagrams        = "room_datagrams"
 	steerMembersVarServed               = "served"
 	steerMembersVarServedCount          = "served_count"
 	steerMembersVarTrackDevices         = "track_devices"
@@ -89,7 +96,9 @@ const (
 	steerMembersVarUnusedSteerLimit     = "unused_steer_limit"
 	steerMembersVarUnusedSteerPrefix    = "unused_steer_prefix"
 	steerMembersVarUnusedSteerReason    = "unused_steer_reason"
+	steerMembersVarUnusedSteerRoom      = "unused_steer_room"
 	steerMembersVarUnusedSteerTable     = "unused_steer_table"
+	steerMembersVarUnusedSteerWait      = "unused_steer_wait"
 )
 
 // loadSteerMembers returns the embedded CollectionSpec for steerMembers.
@@ -154,9 +163,12 @@ type steerMembersMapSpecs struct {
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	RoomPorts   *ebpf.MapSpec `ebpf:"room_ports"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
+	Stored      *ebpf.MapSpec `ebpf:"stored"`
 	Tables      *ebpf.MapSpec `ebpf:"tables"`
 	Unlisted    *ebpf.MapSpec `ebpf:"unlisted"`
+	Waits       *ebpf.MapSpec `ebpf:"waits"`
 }
 
 // steerMembersVariableSpecs contains global variables before they are loaded into the kernel.
@@ -169,6 +181,8 @@ type steerMembersVariableSpecs struct {
 	NetnsCookie          *ebpf.VariableSpec `ebpf:"netns_cookie"`
 	PortCount            *ebpf.VariableSpec `ebpf:"port_count"`
 	Ports                *ebpf.VariableSpec `ebpf:"ports"`
+	RoomBytes            *ebpf.VariableSpec `ebpf:"room_bytes"`
+	RoomDatagrams        *ebpf.VariableSpec `ebpf:"room_datagrams"`
 	Served               *ebpf.VariableSpec `ebpf:"served"`
 	ServedCount          *ebpf.VariableSpec `ebpf:"served_count"`
 	TrackDevices         *ebpf.VariableSpec `ebpf:"track_devices"`
@@ -178,7 +192,9 @@ type steerMembersVariableSpecs struct {
 	UnusedSteerLimit     *ebpf.VariableSpec `ebpf:"unused_steer_limit"`
 	UnusedSteerPrefix    *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
 	UnusedSteerReason    *ebpf.VariableSpec `ebpf:"unused_steer_reason"`
+	UnusedSteerRoom      *ebpf.VariableSpec `ebpf:"unused_steer_room"`
 	UnusedSteerTable     *ebpf.VariableSpec `ebpf:"unused_steer_table"`
+	UnusedSteerWait      *ebpf.VariableSpec `ebpf:"unused_steer_wait"`
 }
 
 // steerMembersObjects contains all objects after they have been loaded into the kernel.
@@ -211,9 +227,12 @@ type steerMembersMaps struct {
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
+	RoomPorts   *ebpf.Map `ebpf:"room_ports"`
 	Slots       *ebpf.Map `ebpf:"slots"`
+	Stored      *ebpf.Map `ebpf:"stored"`
 	Tables      *ebpf.Map `ebpf:"tables"`
 	Unlisted    *ebpf.Map `ebpf:"unlisted"`
+	Waits       *ebpf.Map `ebpf:"waits"`
 }
 
 func (m *steerMembersMaps) Close() error {
@@ -228,9 +247,12 @@ func (m *steerMembersMaps) Close() error {
 		m.NextDevices,
 		m.Passes,
 		m.Pending,
+		m.RoomPorts,
 		m.Slots,
+		m.Stored,
 		m.Tables,
 		m.Unlisted,
+		m.Waits,
 	)
 }
 
@@ -244,6 +266,8 @@ type steerMembersVariables struct {
 	NetnsCookie          *ebpf.Variable `ebpf:"netns_cookie"`
 	PortCount            *ebpf.Variable `ebpf:"port_count"`
 	Ports                *ebpf.Variable `ebpf:"ports"`
+	RoomBytes            *ebpf.Variable `ebpf:"room_bytes"`
+	RoomDatagrams        *ebpf.Variable `ebpf:"room_datagrams"`
 	Served               *ebpf.Variable `ebpf:"served"`
 	ServedCount          *ebpf.Variable `ebpf:"served_count"`
 	TrackDevices         *ebpf.Variable `ebpf:"track_devices"`
@@ -253,7 +277,9 @@ type steerMembersVariables struct {
 	UnusedSteerLimit     *ebpf.Variable `ebpf:"unused_steer_limit"`
 	UnusedSteerPrefix    *ebpf.Variable `ebpf:"unused_steer_prefix"`
 	UnusedSteerReason    *ebpf.Variable `ebpf:"unused_steer_reason"`
+	UnusedSteerRoom      *ebpf.Variable `ebpf:"unused_steer_room"`
 	UnusedSteerTable     *ebpf.Variable `ebpf:"unused_steer_table"`
+	UnusedSteerWait      *ebpf.Variable `ebpf:"unused_steer_wait"`
 }
 
 // steerMembersPrograms contains all programs after they have been loaded into the kernel.

@@ -54,6 +54,14 @@ type steerReuseportSteerPrefix struct {
 	Address   steerReuseportSteerAddress
 }
 
+type steerReuseportSteerRoom struct {
+	_           structs.HostLayout
+	Datagrams   uint64
+	Bytes       uint64
+	Connections uint64
+	Full        uint64
+}
+
 type steerReuseportSteerSeen struct {
 	_           structs.HostLayout
 	Datagrams   uint64
@@ -80,6 +88,16 @@ type steerReuseportSteerTable struct {
 	Bucket  [16384]uint16
 }
 
+type steerReuseportSteerWait struct {
+	_         structs.HostLayout
+	Length    uint64
+	Until     uint64
+	Left      uint64
+	LeftBytes uint64
+	Filling   uint32
+	Padding   uint32
+}
+
 // Names of all BPF objects in the ELF.
 //
 // Used for safe lookups in a Collection or CollectionSpec.
@@ -92,19 +110,29 @@ const (
 	steerReuseportMapNextDevices         = "next_devices"
 	steerReuseportMapPasses              = "passes"
 	steerReuseportMapPending             = "pending"
+	steerReuseportMapRoomPorts           = "room_ports"
+	steerReuseportMapRooms               = "rooms"
 	steerReuseportMapSlots               = "slots"
 	steerReuseportMapSockets             = "sockets"
+	steerReuseportMapStored              = "stored"
+	steerReuseportMapSuccessors          = "successors"
 	steerReuseportMapTables              = "tables"
 	steerReuseportMapUnlisted            = "unlisted"
+	steerReuseportMapWaits               = "waits"
 	steerReuseportProgSteerMigrate       = "steer_migrate"
 	steerReuseportProgSteerReuseport     = "steer_reuseport"
 	steerReuseportVarAdmitEvery          = "admit_every"
 	steerReuseportVarAdmitGather         = "admit_gather"
 	steerReuseportVarListener            = "listener"
+	steerReuseportVarRoomAccepts         = "room_accepts"
+	steerReuseportVarRoomBytes           = "room_bytes"
+	steerReuseportVarRoomDatagrams       = "room_datagrams"
 	steerReuseportVarTrackDevices        = "track_devices"
 	steerReuseportVarUnusedSteerDeviceId = "unused_steer_device_id"
 	steerReuseportVarUnusedSteerPrefix   = "unused_steer_prefix"
+	steerReuseportVarUnusedSteerRoom     = "unused_steer_room"
 	steerReuseportVarUnusedSteerTable    = "unused_steer_table"
+	steerReuseportVarUnusedSteerWait     = "unused_steer_wait"
 )
 
 // loadSteerReuseport returns the embedded CollectionSpec for steerReuseport.
@@ -165,10 +193,15 @@ type steerReuseportMapSpecs struct {
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	RoomPorts   *ebpf.MapSpec `ebpf:"room_ports"`
+	Rooms       *ebpf.MapSpec `ebpf:"rooms"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
 	Sockets     *ebpf.MapSpec `ebpf:"sockets"`
+	Stored      *ebpf.MapSpec `ebpf:"stored"`
+	Successors  *ebpf.MapSpec `ebpf:"successors"`
 	Tables      *ebpf.MapSpec `ebpf:"tables"`
 	Unlisted    *ebpf.MapSpec `ebpf:"unlisted"`
+	Waits       *ebpf.MapSpec `ebpf:"waits"`
 }
 
 // steerReuseportVariableSpecs contains global variables before they are loaded into the kernel.
@@ -178,10 +211,15 @@ type steerReuseportVariableSpecs struct {
 	AdmitEvery          *ebpf.VariableSpec `ebpf:"admit_every"`
 	AdmitGather         *ebpf.VariableSpec `ebpf:"admit_gather"`
 	Listener            *ebpf.VariableSpec `ebpf:"listener"`
+	RoomAccepts         *ebpf.VariableSpec `ebpf:"room_accepts"`
+	RoomBytes           *ebpf.VariableSpec `ebpf:"room_bytes"`
+	RoomDatagrams       *ebpf.VariableSpec `ebpf:"room_datagrams"`
 	TrackDevices        *ebpf.VariableSpec `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
+	UnusedSteerRoom     *ebpf.VariableSpec `ebpf:"unused_steer_room"`
 	UnusedSteerTable    *ebpf.VariableSpec `ebpf:"unused_steer_table"`
+	UnusedSteerWait     *ebpf.VariableSpec `ebpf:"unused_steer_wait"`
 }
 
 // steerReuseportObjects contains all objects after they have been loaded into the kernel.
@@ -212,10 +250,15 @@ type steerReuseportMaps struct {
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
+	RoomPorts   *ebpf.Map `ebpf:"room_ports"`
+	Rooms       *ebpf.Map `ebpf:"rooms"`
 	Slots       *ebpf.Map `ebpf:"slots"`
 	Sockets     *ebpf.Map `ebpf:"sockets"`
+	Stored      *ebpf.Map `ebpf:"stored"`
+	Successors  *ebpf.Map `ebpf:"successors"`
 	Tables      *ebpf.Map `ebpf:"tables"`
 	Unlisted    *ebpf.Map `ebpf:"unlisted"`
+	Waits       *ebpf.Map `ebpf:"waits"`
 }
 
 func (m *steerReuseportMaps) Close() error {
@@ -228,10 +271,15 @@ func (m *steerReuseportMaps) Close() error {
 		m.NextDevices,
 		m.Passes,
 		m.Pending,
+		m.RoomPorts,
+		m.Rooms,
 		m.Slots,
 		m.Sockets,
+		m.Stored,
+		m.Successors,
 		m.Tables,
 		m.Unlisted,
+		m.Waits,
 	)
 }
 
@@ -242,10 +290,15 @@ type steerReuseportVariables struct {
 	AdmitEvery          *ebpf.Variable `ebpf:"admit_every"`
 	AdmitGather         *ebpf.Variable `ebpf:"admit_gather"`
 	Listener            *ebpf.Variable `ebpf:"listener"`
+	RoomAccepts         *ebpf.Variable `ebpf:"room_accepts"`
+	RoomBytes           *ebpf.Variable `ebpf:"room_bytes"`
+	RoomDatagrams       *ebpf.Variable `ebpf:"room_datagrams"`
 	TrackDevices        *ebpf.Variable `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.Variable `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.Variable `ebpf:"unused_steer_prefix"`
+	UnusedSteerRoom     *ebpf.Variable `ebpf:"unused_steer_room"`
 	UnusedSteerTable    *ebpf.Variable `ebpf:"unused_steer_table"`
+	UnusedSteerWait     *ebpf.Variable `ebpf:"unused_steer_wait"`
 }
 
 // steerReuseportPrograms contains all programs after they have been loaded into the kernel.

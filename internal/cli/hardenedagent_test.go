@@ -99,7 +99,7 @@ func TestHardenedUnit(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"\nNoNewPrivs:\t1\n", "\nSeccomp:\t2\n", "\nCapBnd:\t000000c000081005\n"} {
+	for _, want := range []string{"\nNoNewPrivs:\t1\n", "\nSeccomp:\t2\n", "\nCapBnd:\t000000c000083005\n"} {
 		if !strings.Contains(string(text), want) {
 			t.Errorf("the agent's status lacks %q:\n%s", want, text)
 		}

@@ -32,6 +32,7 @@ var answers = []struct {
 	{"status", api.Status{}},
 	{"slots", []api.SlotStatus{}},
 	{"devices", []api.DeviceStatus{}},
+	{"templates", []api.TemplateStatus{}},
 	{"where", []api.WhereStatus{}},
 	{"moves", []api.MovesStatus{}},
 	{"rebalance", []api.Rebalance{}},

@@ -16,8 +16,8 @@ func (d *decoder) check(p *Policy) {
 		path := join("services", s.Name)
 		d.checkPlaces(path, s, seen, v6only)
 		d.checkMemberPorts(path, s)
-		if s.Standby != nil {
-			d.checkSlot(path+".when_empty.standby", *s.Standby, s.Slots)
+		if s.WhenEmpty.Standby != nil {
+			d.checkSlot(path+".when_empty.standby", *s.WhenEmpty.Standby, s.Slots)
 		}
 		d.checkMembers(path, s)
 		d.checkUsers(path, s)
@@ -62,8 +62,8 @@ func (d *decoder) checkSlotsAs(path string, s Service, services []Service) {
 		path string
 		Service
 	}{{path, s}, {join("services", other.Name), other}} {
-		if one.Standby != nil {
-			d.refuseAt(one.path+".when_empty", "does not go with slots that two services share", "a slot may be empty in one of them alone: use reject")
+		if one.WhenEmpty.Standby != nil {
+			d.refuseAt(one.path+".when_empty", "standby does not go with slots that two services share", "a slot may be empty in one of them alone: use reject or wait")
 		}
 		if one.OnStart == Adopt {
 			d.refuseAt(one.path+".on_start", "adopt does not go with slots that two services share", "use reset")

@@ -52,7 +52,7 @@ func formOf(name string) form {
 			{Type: "string", Pattern: `^[1-9][0-9]{0,4}(-[1-9][0-9]{0,4})?$`},
 		}}, decodePorts}
 	case "when_empty":
-		return form{schema{Default: "reject", OneOf: []schema{{Enum: []string{"reject"}}, schemaOf(reflect.TypeFor[standby](), "")}}, decodeWhenEmpty}
+		return form{schema{Default: "reject", OneOf: []schema{{Enum: []string{"reject"}}, schemaOf(reflect.TypeFor[standby](), ""), schemaOf(reflect.TypeFor[Room](), "")}}, decodeWhenEmpty}
 	case "track_devices":
 		return form{schema{OneOf: []schema{
 			{Type: "integer", Minimum: new(0), Maximum: new(1 << 20)},
@@ -191,14 +191,27 @@ func decodePorts(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any
 
 func decodeWhenEmpty(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 	switch {
+	case n.Kind == yaml.MappingNode && hasKey(n, "wait"):
+		room := new(Room)
+		d.decode(path, n, room)
+		return WhenEmpty{Room: room}
 	case n.Kind == yaml.MappingNode:
 		var s standby
 		d.decode(path, n, &s)
-		return &s.Standby
+		return WhenEmpty{Standby: &s.Standby}
 	case n.Value != "reject":
-		d.refuse(path, positionOf(n), "must be reject or {standby: N}, is "+describe(n), "")
+		d.refuse(path, positionOf(n), "must be reject, {standby: N} or {wait: 30s}, is "+describe(n), "")
 	}
 	return nil
+}
+
+func hasKey(n *yaml.Node, key string) bool {
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		if n.Content[i].Value == key {
+			return true
+		}
+	}
+	return false
 }
 
 func decodeTrackDevices(d *decoder, path string, n *yaml.Node, tag reflect.StructTag) any {

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"net/netip"
 	"regexp"
+	"time"
 )
 
 // Policy is the contents of a policy file with all defaults. At least one of services, tune, trace and bigtcp is present.
@@ -48,15 +49,17 @@ type Service struct {
 	Name  string `yaml:"-"`
 	Slots int    `yaml:"slots" required:"true" min:"1" max:"1024" doc:"The number of slots; each has one member."`
 	// SlotsAs is another service of the policy, with the same slots and device map, or "".
-	SlotsAs string `yaml:"slots_as" form:"service" doc:"Another service to share slots with: each device has the same slot number in both services, for example for a BMP daemon and an IPFIX collector. Both services need the same slots and device_map, when_empty: reject, and no on_start: adopt."`
+	SlotsAs string `yaml:"slots_as" form:"service" doc:"Another service to share slots with: each device has the same slot number in both services, for example for a BMP daemon and an IPFIX collector. Both services need the same slots and device_map, no standby slot, and no on_start: adopt."`
 	// SharesSlots is set if SlotsAs is, and for the service that another service names.
 	SharesSlots bool       `yaml:"-"`
 	Listeners   []Listener `yaml:"listeners" required:"true" min:"1" max:"16" doc:"The listeners of the service. A slot is ready only while its member listens on all of them."`
 	Steering    Steering   `yaml:"steering" enum:"reuseport,lookup" default:"reuseport" doc:"reuseport: members share the listener's port by SO_REUSEPORT. lookup: members need no SO_REUSEPORT and may listen on ports of their own or run under different users."`
-	// Standby is the slot that serves the devices of empty slots; nil rejects them.
-	Standby *int    `yaml:"when_empty" form:"when_empty" doc:"The treatment of devices whose slot is empty: reject refuses them until the slot has a member, standby sends them to another slot in the meantime."`
-	OnStart OnStart `yaml:"on_start" enum:"reset,adopt,report" default:"reset" doc:"The treatment of a device whose TCP connections are with another member than that of its slot, when the agent starts and when a slot opens for the first time. reset: close the connections, so that the device connects to the right member. adopt: assign the device to the member that has its connections until that member exits. report: change nothing; status lists the devices."`
-	OnMove  OnMove  `yaml:"on_move" enum:"reset,keep" default:"reset" doc:"The treatment of the TCP connections of a device that gets another slot. reset: close the connections, so that the device connects to the new member. keep: leave them open; until the device connects again, its TCP and UDP traffic is at two members."`
+	// WhenEmpty is the zero value for reject.
+	WhenEmpty WhenEmpty `yaml:"when_empty" form:"when_empty" doc:"The treatment of devices whose slot is empty: reject refuses them until the slot has a member, standby sends them to another slot in the meantime, and wait keeps their packets for the next member."`
+	Templates Templates `yaml:"templates" enum:"keep,off" default:"keep" doc:"keep: the agent keeps the templates of IPFIX and NetFlow v9 exporters, and sends them to each member that newly serves the exporter. off: a member cannot decode an exporter's records until the exporter sends its templates again."`
+	Takeover  bool      `yaml:"takeover" default:"false" doc:"Whether a process that matches an occupied slot takes the slot over from a process that was started earlier, as soon as all its sockets are open. The connections of the earlier process are closed."`
+	OnStart   OnStart   `yaml:"on_start" enum:"reset,adopt,report" default:"reset" doc:"The treatment of a device whose TCP connections are with another member than that of its slot, when the agent starts and when a slot opens for the first time. reset: close the connections, so that the device connects to the right member. adopt: assign the device to the member that has its connections until that member exits. report: change nothing; status lists the devices."`
+	OnMove    OnMove    `yaml:"on_move" enum:"reset,keep" default:"reset" doc:"The treatment of the TCP connections of a device that gets another slot. reset: close the connections, so that the device connects to the new member. keep: leave them open; until the device connects again, its TCP and UDP traffic is at two members."`
 	// Pace is nil if all devices move at once.
 	Pace *Pace `yaml:"pace" doc:"Moves of many devices in batches, because a device sends all its routes after it connects. Without pace, all devices move at once."`
 	// DeviceMap is an absolute path, or "" for none.
@@ -73,6 +76,41 @@ type Service struct {
 	TrackDevices int `yaml:"track_devices" form:"track_devices" min:"0" max:"1048576" default:"65536" doc:"The size of the table of recent devices; 0 or off disables the table."`
 	// Members are in the order of the file: the first match wins.
 	Members []Member `yaml:"members" doc:"Rules that make processes members and assign their slots. The first matching rule applies."`
+}
+
+// WhenEmpty is the treatment of devices whose slot is empty; at most one field is set.
+type WhenEmpty struct {
+	Standby *int  // slot that serves them
+	Room    *Room // waiting room
+}
+
+// String returns the value in the notation of the policy.
+func (w WhenEmpty) String() string {
+	switch {
+	case w.Standby != nil:
+		return fmt.Sprintf("standby %d", *w.Standby)
+	case w.Room != nil:
+		return fmt.Sprintf("wait %s", time.Duration(w.Room.Wait)*time.Microsecond)
+	}
+	return "reject"
+}
+
+// Templates is whether the agent keeps the templates of exporters.
+type Templates string
+
+const (
+	// KeepTemplates keeps templates; it is the default.
+	KeepTemplates Templates = "keep"
+	// TemplatesOff does not.
+	TemplatesOff Templates = "off"
+)
+
+// Room is the waiting room of each slot. Beyond the bounds, packets are refused.
+type Room struct {
+	// Wait is in microseconds.
+	Wait      int64 `yaml:"wait" form:"room_wait" required:"true" doc:"The time for which the packets for an empty slot wait, 1s to 1h."`
+	Datagrams int   `yaml:"datagrams" min:"1" max:"10000000" default:"100000" doc:"The number of datagrams that wait, per slot."`
+	Bytes     int64 `yaml:"bytes" form:"room_bytes" default:"32MB" doc:"The size of the datagrams that wait, per slot, 64KB to 1GB."`
 }
 
 // Steering is how the kernel is made to choose a member's socket.

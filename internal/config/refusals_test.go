@@ -172,7 +172,7 @@ p.yaml:5:13: services.t.cgroup: must be relative to the cgroup v2 mount, is "/sy
 	{"cgroup upwards", minimal + "    cgroup: a/../../b\n", `
 p.yaml:5:13: services.t.cgroup: must not hold .., is "a/../../b"`},
 	{"when_empty", minimal + "    when_empty: standby\n", `
-p.yaml:5:17: services.t.when_empty: must be reject or {standby: N}, is "standby"`},
+p.yaml:5:17: services.t.when_empty: must be reject, {standby: N} or {wait: 30s}, is "standby"`},
 	{"slots_as of itself", minimal + "    slots_as: t\n", `
 p.yaml:5:15: services.t.slots_as: is the service itself`},
 	{"slots_as of none", minimal + "    slots_as: tt\n", `
@@ -185,8 +185,8 @@ p.yaml:7:12: services.b.slots: is 5, service a has 4
 p.yaml:8:15: services.b.slots_as: service a has another device_map
   hint: give both the same`},
 	{"slots_as with standby and adopt", sharing("slots: 4", "slots_as: a\n    when_empty: {standby: 1}\n    on_start: adopt"), `
-p.yaml:9:17: services.b.when_empty: does not go with slots that two services share
-  hint: a slot may be empty in one of them alone: use reject
+p.yaml:9:17: services.b.when_empty: standby does not go with slots that two services share
+  hint: a slot may be empty in one of them alone: use reject or wait
 p.yaml:10:15: services.b.on_start: adopt does not go with slots that two services share
   hint: use reset`},
 	{"slots_as of one that has it", sharing("slots: 4", "slots_as: c") + "  c:\n    slots: 4\n    slots_as: a\n    listeners: [{protocol: udp, address: \"[::]:3\"}]\n", `
@@ -195,9 +195,13 @@ p.yaml:8:15: services.b.slots_as: service c itself has the slots of a
 	{"on_start", minimal + "    on_start: ignore\n", `
 p.yaml:5:15: services.t.on_start: must be reset or adopt or report, is "ignore"`},
 	{"when_empty list", minimal + "    when_empty: []\n", `
-p.yaml:5:17: services.t.when_empty: must be reject or {standby: N}, is a list`},
+p.yaml:5:17: services.t.when_empty: must be reject, {standby: N} or {wait: 30s}, is a list`},
 	{"when_empty without standby", minimal + "    when_empty: {}\n", `
 p.yaml:5:17: services.t.when_empty.standby: is missing`},
+	{"waiting room bounds", minimal + "    when_empty: {wait: 2h, datagrams: 0, bytes: 2GB}\n", `
+p.yaml:5:24: services.t.when_empty.wait: must be 1s to 1h, is "2h"
+p.yaml:5:39: services.t.when_empty.datagrams: must be 1 to 10000000, is 0
+p.yaml:5:49: services.t.when_empty.bytes: must be 64KB to 1GB, is "2GB"`},
 	{"when_empty key", minimal + "    when_empty: {stanby: 1}\n", `
 p.yaml:5:17: services.t.when_empty.standby: is missing
 p.yaml:5:18: services.t.when_empty.stanby: unknown key

@@ -33,6 +33,9 @@ var (
 	flight = TuneOption{Kind: KindSize, Min: 1000, Max: 16 * 1000 * 1000}
 	forget = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 365 * 24 * 60 * minute}
 
+	// roomWait and roomBytes are values of when_empty of a service.
+	roomWait  = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 60 * minute}
+	roomBytes = TuneOption{Kind: KindSize, Min: 64 * 1000, Max: 1000 * 1000 * 1000}
 	// paceTimeout is the value of pace.timeout of a service.
 	paceTimeout = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 24 * 60 * minute}
 )
@@ -102,6 +105,10 @@ func tuneFormOf(name string) form {
 		return form{valueSchema(flight), quantityForm(flight)}
 	case "pace_timeout":
 		return form{valueSchema(paceTimeout), quantityForm(paceTimeout)}
+	case "room_wait":
+		return form{valueSchema(roomWait), quantityForm(roomWait)}
+	case "room_bytes":
+		return form{valueSchema(roomBytes), quantityForm(roomBytes)}
 	case "forget":
 		return form{valueSchema(forget), quantityForm(forget)}
 	}

@@ -24,10 +24,10 @@ var kept = []struct {
 	{cap.CHOWN, "give keeper sockets to the members' user"},
 }
 
-// Drop drops all capabilities except those in kept, the extra ones, and CAP_NET_BIND_SERVICE, which a later policy may
-// need. Drop applies to all threads and to programs started afterwards.
+// Drop drops all capabilities except those in kept, the extra ones, and CAP_NET_BIND_SERVICE and CAP_NET_RAW, which a later
+// policy may need. Drop applies to all threads and to programs started afterwards.
 func Drop(extra ...uintptr) error {
-	keep := []cap.Value{cap.NET_BIND_SERVICE}
+	keep := []cap.Value{cap.NET_BIND_SERVICE, cap.NET_RAW}
 	for _, c := range kept {
 		keep = append(keep, c.Value)
 	}

@@ -63,7 +63,7 @@ func TestDrop(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	some := uint64(1)<<unix.CAP_SYS_ADMIN | 1<<unix.CAP_NET_BIND_SERVICE
+	some := uint64(1)<<unix.CAP_SYS_ADMIN | 1<<unix.CAP_NET_BIND_SERVICE | 1<<unix.CAP_NET_RAW
 	for _, c := range kept {
 		some |= 1 << c.Value
 	}

@@ -117,7 +117,7 @@ func explainMissing(pid int, err error) error {
 // assignSlot returns the requested slot, or the first free slot for nil. The process has no slot yet.
 func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 	if slot == nil {
-		return s.findSlot(member.AnySlot)
+		return s.findSlot(member.AnySlot, self)
 	}
 	if *slot < 0 || *slot >= s.config.Slots {
 		return 0, fault.Usage(fmt.Errorf("slot %d is out of range", *slot),
@@ -129,7 +129,7 @@ func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 				"end that process, or give this one another slot")
 		}
 	}
-	return s.findSlot(*slot)
+	return s.findSlot(*slot, self)
 }
 
 // liveClaims returns the claims of running processes other than except.

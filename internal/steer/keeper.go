@@ -194,7 +194,7 @@ func findKeepers(pins, service string, record *member.ID, rows func(service stri
 		if !ok || !hasPins(p.PID, dir, pins) || service != "" && name != service {
 			continue
 		}
-		if k := openKeeper(p, name, record, rows(name)); k != nil {
+		if k := openKeeper(p, name, record, rows(name), pinnedRooms(pins, name)); k != nil {
 			keepers = append(keepers, k)
 		}
 	}
@@ -202,7 +202,7 @@ func findKeepers(pins, service string, record *member.ID, rows func(service stri
 }
 
 // openKeeper returns nil if the process is not a keeper or has exited.
-func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf.Listener) *keeper {
+func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf.Listener, rooms map[uint64]bool) *keeper {
 	handle, err := member.Open(p.PID)
 	if err != nil {
 		return nil
@@ -214,21 +214,30 @@ func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf
 	}
 	recorded := record != nil && *record == k.self
 	// The handle belongs to the process in p only if that process still runs.
-	if !isTrustedKeeper(k.self) || handle.Ended() || !recorded && !hasOnlyKeeperSockets(k.sockets, rows) {
+	if !isTrustedKeeper(k.self) || handle.Ended() || !recorded && !hasOnlyKeeperSockets(k.sockets, rows, rooms) {
 		k.close()
 		return nil
 	}
 	return k
 }
 
-// hasOnlyKeeperSockets reports whether all sockets are keeper sockets of listeners. If the listeners are unknown, as
+// pinnedRooms returns the cookies of the waiting rooms of a service. With sk_lookup they have ports of their own.
+func pinnedRooms(pins, service string) map[uint64]bool {
+	rooms, err := bpf.ReadRooms(filepath.Join(pins, bpf.ServicePrefix+service))
+	if err != nil {
+		return nil
+	}
+	return rooms
+}
+
+// hasOnlyKeeperSockets reports whether all sockets are keeper sockets of listeners, or waiting rooms. If the listeners are unknown, as
 // with the pins of another version, any sockets are accepted.
-func hasOnlyKeeperSockets(sockets []*member.Socket, rows []bpf.Listener) bool {
+func hasOnlyKeeperSockets(sockets []*member.Socket, rows []bpf.Listener, rooms map[uint64]bool) bool {
 	if len(rows) == 0 {
 		return true
 	}
 	foreign := func(s *member.Socket) bool {
-		return !slices.ContainsFunc(rows, func(l bpf.Listener) bool { return isKeeperSocket(s, l) })
+		return !rooms[s.Cookie] && !slices.ContainsFunc(rows, func(l bpf.Listener) bool { return isKeeperSocket(s, l) })
 	}
 	return len(sockets) > 0 && !slices.ContainsFunc(sockets, foreign)
 }

@@ -308,6 +308,10 @@ func (s *service) evaluate(p *member.Process) {
 			return
 		}
 	}
+	if former := s.formers[member.ID{PID: p.PID, StartTime: p.StartTime}]; former != nil && s.seats[former.slot] != nil {
+		s.forgetWaiting(p.PID)
+		return
+	}
 	if refusal, ok := errors.AsType[*member.Refusal](err); ok && !s.hasClaim(p) {
 		s.forgetWaiting(p.PID)
 		s.addRefusal(p, candidate.source, refusal)
@@ -472,7 +476,11 @@ func (s *service) register(p *member.Process, seat *seat) error {
 		seat.process, seat.handle = now, handle
 		var chosen map[int]*member.Socket
 		if chosen, err = s.chooseSockets(seat, sockets); err == nil {
-			seat.slot, err = s.findSlot(slot)
+			if s.isFormer(slot, now) {
+				s.addFormer(slot, seat)
+				return nil
+			}
+			seat.slot, err = s.findSlot(slot, seat.id())
 		}
 		if err == nil {
 			err = s.openSlot(seat, chosen)
@@ -629,6 +637,12 @@ func (s *service) checkSeatSockets(seat *seat) error {
 				return err
 			}
 		}
+		info := seat.sockets[rows[socket.Cookie]]
+		info.number = socket.Number
+		seat.sockets[rows[socket.Cookie]] = info
+		if err := s.copyTemplates(seat, socket); err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -691,9 +705,9 @@ func (s *service) checkSameFamily(chosen map[int]*member.Socket) error {
 }
 
 // findSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot.
-func (s *service) findSlot(slot int) (int, error) {
+func (s *service) findSlot(slot int, of member.ID) (int, error) {
 	if slot != member.AnySlot {
-		if seat := s.seats[slot]; seat != nil {
+		if seat := s.seats[slot]; seat != nil && !s.takesOver(of, seat) {
 			return 0, fault.Conflict(fmt.Errorf("slot %d is taken by process %d", slot, seat.process.PID),
 				"end that process, or give this one another slot")
 		}
@@ -711,14 +725,40 @@ func (s *service) findSlot(slot int) (int, error) {
 	return 0, fault.Conflict(fmt.Errorf("all %d slots are taken", s.config.Slots), "raise slots in the policy")
 }
 
+// takesOver reports whether a process takes the slot of a member over. Only a process that was started later does, so that
+// two processes do not take the slot from each other.
+func (s *service) takesOver(p member.ID, from *seat) bool {
+	return s.config.Takeover && p.StartTime > from.process.StartTime
+}
+
 // openSlot inserts a member's sockets into the data path and then opens the slot for all listeners at once.
 func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err error) {
-	defer func() {
-		if err != nil {
-			err = fault.Join(err, s.closeSlot(seat.slot))
+	former := s.seats[seat.slot]
+	seat.place = bpf.PlaceOf(seat.slot, 1)
+	if former != nil {
+		seat.place = former.place.Other()
+	}
+	flipped := false
+	closeSlot := func() error {
+		if former != nil && !flipped {
+			return s.closePlace(seat.place)
 		}
+		return s.closeSlot(seat.slot)
+	}
+	defer func() {
+		if err == nil {
+			return
+		}
+		if former == nil || !flipped {
+			err = fault.Join(err, closeSlot())
+			return
+		}
+		// The former member gets the slot back.
+		delete(s.formers, former.id())
+		s.vacateSlot(seat.slot, "its successor is not ready")
+		s.evaluatePID(former.process.PID)
 	}()
-	if err := s.closeSlot(seat.slot); err != nil {
+	if err := closeSlot(); err != nil {
 		return err
 	}
 	seat.sockets = make(map[int]socketInfo)
@@ -728,10 +768,13 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 				return err
 			}
 		}
-		if err := s.path.Insert(row, seat.slot, socket.FD(), socket.Cookie); err != nil {
+		if err := s.path.Insert(row, seat.place, socket.FD(), socket.Cookie); err != nil {
 			return explainInsert(socket, err)
 		}
-		seat.sockets[row] = socketInfo{socket.Cookie, socket.String()}
+		seat.sockets[row] = socketInfo{socket.Cookie, socket.String(), socket.Number}
+		if err := s.copyTemplates(seat, socket); err != nil {
+			return err
+		}
 		if socket.Protocol == unix.IPPROTO_TCP {
 			if err := s.labelListener(seat.process, socket.FD()); err != nil {
 				return err
@@ -741,8 +784,20 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	if err := s.shutBefore(seat.slot); err != nil {
 		return err
 	}
+	// The devices of a slot that is filling would be steered to the standby slot.
+	if former == nil || s.config.WhenEmpty.Standby == nil {
+		if err := s.beginFill(seat, former != nil); err != nil {
+			return err
+		}
+	}
+	flipped = true
 	if err := s.setReady(seat); err != nil {
 		return err
+	}
+	if former != nil {
+		if err := s.makeFormer(former, seat); err != nil {
+			return err
+		}
 	}
 	if !s.usesLookup() {
 		for row, socket := range sockets {
@@ -763,6 +818,8 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 		}
 	}
 	s.log.Info("member registered", "slot", seat.slot, "pid", seat.process.PID, "source", seat.source)
+	// A policy that is being applied may hold the lock for 100 ms before the next pass.
+	s.checkMoved()
 	s.checkSoon()
 	if err := s.place(); err != nil {
 		s.log.Error("devices not moved", "error", err)
@@ -773,6 +830,53 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 		}
 	}
 	return nil
+}
+
+// makeFormer removes the sockets of a member whose slot another process has taken over. Its process goes on with what it
+// has received; its connections are closed by the next check.
+func (s *service) makeFormer(former, by *seat) error {
+	s.formers[former.id()] = former
+	s.stopCopying(former)
+	s.log.Info("slot taken over", "slot", by.slot, "pid", by.process.PID, "former", former.process.PID)
+	return s.closePlace(former.place)
+}
+
+// isFormer reports whether the member of a slot has taken the slot over from a process, before this agent started.
+func (s *service) isFormer(slot int, p *member.Process) bool {
+	now := s.seats[slot]
+	return s.config.Takeover && now != nil && p.StartTime < now.process.StartTime
+}
+
+// addFormer records a former member until it exits.
+func (s *service) addFormer(slot int, former *seat) {
+	former.slot = slot
+	s.formers[former.id()] = former
+	go func() {
+		if former.handle.Wait() != nil {
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.forgetFormer(former)
+	}()
+}
+
+// forgetFormer forgets a former member that has exited.
+func (s *service) forgetFormer(former *seat) {
+	if s.formers[former.id()] == former {
+		s.log.Info("former member exited", "slot", former.slot, "pid", former.process.PID)
+		delete(s.formers, former.id())
+		former.handle.Close()
+	}
+}
+
+// closePlace removes the sockets of a place.
+func (s *service) closePlace(place bpf.Place) error {
+	var errs []error
+	for row := range bpf.MaxListeners {
+		errs = append(errs, s.path.Delete(row, place))
+	}
+	return fault.Join(errs...)
 }
 
 // backlog returns the backlog for listen(2).
@@ -797,6 +901,7 @@ func explainInsert(socket *member.Socket, err error) error {
 
 // vacateSlot closes a slot in the data path and removes its member, then evaluates the waiting processes.
 func (s *service) vacateSlot(slot int, reason string) {
+	s.beginWait(slot)
 	if err := s.closeSlot(slot); err != nil {
 		s.log.Error("slot not cleared", "slot", slot, "error", err)
 	}
@@ -805,6 +910,8 @@ func (s *service) vacateSlot(slot int, reason string) {
 		return
 	}
 	delete(s.seats, slot)
+	s.scheduleEnd(slot)
+	s.stopCopying(seat)
 	if s.hasAdoptedDevices(seat) {
 		s.adopters[seat.handle] = true // the goroutine of occupySlot still waits for the exit
 	} else {
@@ -812,9 +919,18 @@ func (s *service) vacateSlot(slot int, reason string) {
 	}
 	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
 	s.pruneSocketOwners()
+	s.checkMoved()
 	s.checkSoon()
 	if err := s.place(); err != nil {
 		s.log.Error("devices not moved", "error", err)
+	}
+	// A process whose slot was taken over may get the slot back.
+	for id, former := range s.formers {
+		if former.slot == slot {
+			delete(s.formers, id)
+			former.handle.Close()
+			s.evaluatePID(id.PID)
+		}
 	}
 	// A waiting process may get the slot.
 	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
@@ -847,9 +963,6 @@ func (s *service) pruneSocketOwners() {
 
 // closeSlot closes a slot in the data path, first for all listeners at once, and then deletes its sockets.
 func (s *service) closeSlot(slot int) error {
-	errs := []error{s.path.SetSlot(slot, bpf.Slot{})}
-	for row := range bpf.MaxListeners {
-		errs = append(errs, s.path.Delete(row, slot))
-	}
-	return fault.Join(errs...)
+	place := bpf.PlaceOf(slot, 1)
+	return fault.Join(s.path.SetSlot(slot, bpf.Slot{}), s.closePlace(place), s.closePlace(place.Other()))
 }

@@ -50,6 +50,30 @@ var (
 		"Weight of the slot, 0 to 256.", []string{"service", "slot"}, nil)
 	descState = prometheus.NewDesc("sockeye_slot_state",
 		"1 for the state that the operator gave the slot: ready, drain or maint.", []string{"service", "slot", "state"}, nil)
+	descWaiters = prometheus.NewDesc("sockeye_room_waiting_datagrams",
+		"Datagrams that wait for the next member of the empty slot.", []string{"service", "slot"}, nil)
+	descStored = prometheus.NewDesc("sockeye_room_stored_total",
+		"Datagrams (udp) and connection requests (tcp) that came while the slot was empty, and waited.", []string{"service", "slot", "protocol"}, nil)
+	descFull = prometheus.NewDesc("sockeye_room_full_total",
+		"Datagrams that were refused because the waiting room of the slot was full.", []string{"service", "slot"}, nil)
+	descReplayed = prometheus.NewDesc("sockeye_room_replayed_total",
+		"Datagrams that have waited and that a member has received, since the agent started.", []string{"service", "slot"}, nil)
+	descLost = prometheus.NewDesc("sockeye_room_lost_total",
+		"Datagrams that have waited in vain, since the agent started.", []string{"service", "slot"}, nil)
+	descExporters = prometheus.NewDesc("sockeye_template_exporters",
+		"Source addresses whose templates of IPFIX and NetFlow v9 the agent keeps.", []string{"service"}, nil)
+	descTemplates = prometheus.NewDesc("sockeye_templates",
+		"Templates of IPFIX and NetFlow v9 that the agent keeps.", []string{"service"}, nil)
+	descTemplateDatagrams = prometheus.NewDesc("sockeye_template_datagrams_total",
+		"Datagrams with templates that the agent has read since its start.", []string{"service"}, nil)
+	descMalformed = prometheus.NewDesc("sockeye_template_malformed_total",
+		"Datagrams with templates that were discarded since the agent started, because they are malformed.", []string{"service"}, nil)
+	descTemplatesRefused = prometheus.NewDesc("sockeye_templates_refused_total",
+		"Templates that exceeded the bounds of their device or of the service since the agent started.", []string{"service"}, nil)
+	descTemplatesLost = prometheus.NewDesc("sockeye_templates_lost_total",
+		"Datagrams with templates that did not fit into the ring buffer.", []string{"service"}, nil)
+	descReplays = prometheus.NewDesc("sockeye_template_replays_total",
+		"Exporters whose templates were sent to a member since the agent started.", []string{"service"}, nil)
 	descAdopted = prometheus.NewDesc("sockeye_devices_adopted",
 		"Devices that on_start: adopt assigned to another member than that of their slot by the hash.", []string{"service"}, nil)
 )
@@ -101,6 +125,24 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descMoving, float64(len(s.moves.running)), "running")
 	gauge(descMoving, float64(s.moves.waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))
+	if s.teaches() {
+		kept := s.teaching.store.Stats()
+		lost, err := s.path.LostTemplates()
+		if err != nil {
+			return err
+		}
+		malformed := uint64(0)
+		for _, n := range kept.Malformed {
+			malformed += n
+		}
+		gauge(descExporters, float64(kept.Sources))
+		gauge(descTemplates, float64(kept.Templates))
+		counter(descTemplateDatagrams, float64(kept.Datagrams))
+		counter(descMalformed, float64(malformed))
+		counter(descTemplatesRefused, float64(kept.RefusedDevice+kept.RefusedTotal))
+		counter(descTemplatesLost, float64(lost))
+		counter(descReplays, float64(s.teaching.replays))
+	}
 	counter(descRuns, float64(stats.Runs))
 	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())
 	for i, c := range counters {
@@ -113,6 +155,16 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 			gauge(descWeight, float64(s.slotState(i).Weight), slot)
 			for _, state := range slotStates {
 				gauge(descState, format.Bool(string(s.slotState(i).State) == state), slot, state)
+			}
+			if room, err := s.roomStatus(i); err != nil {
+				return err
+			} else if room != nil {
+				gauge(descWaiters, float64(room.Waiting), slot)
+				counter(descStored, float64(room.Datagrams), slot, "udp")
+				counter(descStored, float64(room.Connections), slot, "tcp")
+				counter(descFull, float64(room.Full), slot)
+				counter(descReplayed, float64(room.Replayed), slot)
+				counter(descLost, float64(room.Lost), slot)
 			}
 			counter(descConnections, float64(c.Connections), slot)
 			counter(descDatagrams, float64(c.Datagrams), slot)

@@ -124,8 +124,16 @@ func (s *service) plan(t *target) []api.Change {
 		}
 		add(fmt.Sprintf("slots_as: %s -> %s", cmp.Or(from.SlotsAs, "unset"), cmp.Or(to.SlotsAs, "unset")), effect)
 	}
-	if a, b := whenEmpty(from), whenEmpty(to); a != b {
+	if a, b := from.WhenEmpty.String(), to.WhenEmpty.String(); a != b {
 		add(fmt.Sprintf("when_empty: %s -> %s", a, b), "")
+	} else if !reflect.DeepEqual(from.WhenEmpty, to.WhenEmpty) {
+		add(fmt.Sprintf("when_empty: %s", roomText(from.WhenEmpty.Room, to.WhenEmpty.Room)), "")
+	}
+	if from.Takeover != to.Takeover {
+		add(fmt.Sprintf("takeover: %t -> %t", from.Takeover, to.Takeover), "")
+	}
+	if from.Templates != to.Templates {
+		add(fmt.Sprintf("templates: %s -> %s", from.Templates, to.Templates), "")
 	}
 	if a, b := paceText(from.Pace), paceText(to.Pace); a != b {
 		add(fmt.Sprintf("pace: %s -> %s", a, b), "")
@@ -207,11 +215,9 @@ func (s *service) lostSlotsEffect(t *target) string {
 	return format.Count(lost, "member loses its slot", "members lose their slots")
 }
 
-func whenEmpty(c config.Service) string {
-	if c.Standby == nil {
-		return "reject"
-	}
-	return fmt.Sprintf("standby %d", *c.Standby)
+// roomText describes a change of the bounds of the waiting rooms.
+func roomText(from, to *config.Room) string {
+	return fmt.Sprintf("%d datagrams, %d bytes -> %d datagrams, %d bytes", from.Datagrams, from.Bytes, to.Datagrams, to.Bytes)
 }
 
 func (s *service) countSeatsFrom(slots int) (n int) {
@@ -330,10 +336,11 @@ func (s *service) switchTo(t *target) error {
 	}
 	s.restoring = false
 	s.checkSoon()
-	if err := s.place(); err != nil {
+	if err := errors.Join(s.writeWaits(), s.place(), s.reconcileKeeper()); err != nil {
 		return err
 	}
-	return s.reconcileKeeper()
+	s.releaseWaiting()
+	return nil
 }
 
 // recreate replaces the data path, for changes that the pinned maps cannot represent. The old data path refuses all
@@ -427,8 +434,8 @@ func (s *service) removeListeners(old [bpf.MaxListeners]bpf.Listener) error {
 			dropped = append(dropped, fd)
 			delete(s.keeperSockets, row)
 		}
-		for slot, seat := range s.seats {
-			errs = append(errs, s.path.Delete(row, slot))
+		for _, seat := range s.seats {
+			errs = append(errs, s.path.Delete(row, seat.place))
 			delete(seat.sockets, row)
 		}
 	}

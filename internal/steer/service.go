@@ -67,6 +67,9 @@ type service struct {
 	checks                       checks
 	moves                        moves
 	gate                         gate
+	rooms                        rooms
+	teaching                     teaching
+	formers                      map[member.ID]*seat     // running processes whose slot another process has taken over
 	ignoresSettings              bool                    // the settings of the slots leave no slot for any device
 	pinTimer                     *time.Timer             // timer of the next end of a pin; nil: none is due
 	restoring                    bool                    // the members of an earlier agent or of a new policy are being registered
@@ -85,6 +88,7 @@ type service struct {
 // seat is a member in its slot.
 type seat struct {
 	slot          int
+	place         bpf.Place // of the sockets in the data path
 	process       *member.Process
 	handle        *member.Handle
 	source        string             // rule or command that made the process a member
@@ -102,6 +106,7 @@ func (s *seat) id() member.ID {
 type socketInfo struct {
 	cookie uint64
 	local  string
+	number int // descriptor of the member; not known for a member that an earlier agent registered
 }
 
 // waitingProcess is a process that matches a rule or has a claim and cannot be registered yet.
@@ -125,7 +130,7 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
 			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
 			sockets: make(map[int]int),
-		}, adopters: make(map[*member.Handle]bool),
+		}, rooms: newRooms(), teaching: newTeaching(), formers: make(map[member.ID]*seat), adopters: make(map[*member.Handle]bool),
 		keeperSockets: make(map[int]int), refusals: make(refusals), restoring: true,
 	}
 	s.mu.Lock()
@@ -391,6 +396,9 @@ func (s *service) openPath() error {
 		Netns:     s.netns,
 		Cgroup:    filepath.Join(s.host.Cgroups.Mount, s.config.Cgroup),
 	}
+	if s.hasRooms() {
+		c.RoomDatagrams, c.RoomBytes = uint64(s.room().Datagrams), uint64(s.room().Bytes)
+	}
 	for _, row := range slices.Sorted(maps.Keys(s.listeners)) {
 		first, last := memberPorts(s.listeners[row])
 		c.Ports = append(c.Ports, bpf.Ports{First: first, Last: last, Protocol: s.rows[row].Protocol})
@@ -425,7 +433,7 @@ func (s *service) openPath() error {
 		return err
 	}
 	go s.watch(s.events)
-	return nil
+	return s.openTeaching()
 }
 
 // builtDeviceMap is a device map for the kernel, and its contents.
@@ -488,6 +496,11 @@ func (s *service) restore() error {
 			return err
 		}
 	}
+	s.assumeTaught()
+	// The rooms come first, because the slots of members that are found now may be filling.
+	if err := s.reconcileKeeper(); err != nil {
+		return err
+	}
 	if err := s.scan(); err != nil {
 		return err
 	}
@@ -495,6 +508,8 @@ func (s *service) restore() error {
 	if err := s.applySettings(); err != nil {
 		return err
 	}
+	s.releaseWaiting()
+	s.teachMoved()
 	return s.reconcileKeeper()
 }
 
@@ -509,17 +524,21 @@ func (s *service) restoreSlot(slot int) error {
 		return s.closeIncompleteSlot(slot)
 	}
 	p, err := s.read(int(value.Pid))
-	wasReady := value.Ready == 1 || s.slotState(slot).State == maintState
+	wasReady := value.Ready > 0 || s.slotState(slot).State == maintState
 	if err == nil && p.StartTime == value.StartTime && wasReady && (slot < s.config.Slots || s.inUse(slot)) {
 		var handle *member.Handle
 		if handle, err = member.Open(p.PID); err == nil {
-			seat := &seat{slot: slot, process: p, handle: handle, sockets: make(map[int]socketInfo)}
+			seat := &seat{slot: slot, place: s.pinnedPlace(slot, value), process: p, handle: handle, sockets: make(map[int]socketInfo)}
 			if _, err = s.membership(p, seat); err == nil && s.loadSeatSockets(seat) {
 				err = s.checkSeatSockets(seat)
 			} else if err == nil {
 				err = fs.ErrNotExist
 			}
 			if err == nil {
+				// An earlier agent may have been killed during a takeover.
+				if err := s.closePlace(seat.place.Other()); err != nil {
+					return err
+				}
 				s.occupySlot(seat)
 				s.learnGroupOwner(seat)
 				s.log.Info("member restored", "slot", slot, "pid", p.PID)
@@ -530,7 +549,7 @@ func (s *service) restoreSlot(slot int) error {
 	}
 	// A child of the former member may still have its sockets open.
 	for row := range s.listeners {
-		if cookie, err := s.path.Cookie(row, slot); err == nil && cookie != 0 {
+		if cookie, err := s.path.Cookie(row, s.pinnedPlace(slot, value)); err == nil && cookie != 0 {
 			s.recordSocketOwner(member.ID{PID: int(value.Pid), StartTime: value.StartTime}, cookie)
 		}
 	}
@@ -548,25 +567,40 @@ func (s *service) restoreSlot(slot int) error {
 // closeIncompleteSlot removes the sockets of a slot that an earlier agent began to register.
 func (s *service) closeIncompleteSlot(slot int) error {
 	for row := range s.listeners {
-		cookie, err := s.path.Cookie(row, slot)
-		if err != nil {
-			return err
-		}
-		if cookie != 0 {
-			return s.closeSlot(slot)
+		for _, place := range []bpf.Place{bpf.PlaceOf(slot, 1), bpf.PlaceOf(slot, 2)} {
+			cookie, err := s.path.Cookie(row, place)
+			if err != nil {
+				return err
+			}
+			if cookie != 0 {
+				return s.closeSlot(slot)
+			}
 		}
 	}
 	return nil
 }
 
+// pinnedPlace returns the place of the sockets of a pinned slot. A slot in maint does not tell.
+func (s *service) pinnedPlace(slot int, value bpf.Slot) bpf.Place {
+	place := bpf.PlaceOf(slot, value.Ready)
+	for row := range s.listeners {
+		if cookie, err := s.path.Cookie(row, place); value.Ready == 0 && err == nil && cookie == 0 {
+			return place.Other()
+		}
+	}
+	return place
+}
+
 // loadSeatSockets reads the sockets of a seat from the pins, and reports whether each listener has one.
 func (s *service) loadSeatSockets(seat *seat) bool {
 	for row, l := range s.listeners {
-		cookie, err := s.path.Cookie(row, seat.slot)
+		cookie, err := s.path.Cookie(row, seat.place)
 		if err != nil || cookie == 0 {
 			return false
 		}
-		seat.sockets[row] = socketInfo{cookie, l.String()}
+		if seat.sockets[row].cookie != cookie {
+			seat.sockets[row] = socketInfo{cookie: cookie, local: l.String()}
+		}
 	}
 	return true
 }
@@ -589,6 +623,7 @@ func (s *service) occupySlot(seat *seat) {
 			s.vacateSlot(seat.slot, "process exited")
 		}
 		s.forgetAdopter(handle)
+		s.forgetFormer(seat)
 	}()
 }
 
@@ -609,6 +644,9 @@ func (s *service) closeLocked() {
 		s.events.Close()
 		s.events = nil
 	}
+	if s.path != nil && s.rooms.sender != nil {
+		s.returnQueued()
+	}
 	if s.path != nil {
 		s.path.Close()
 	}
@@ -618,6 +656,9 @@ func (s *service) closeLocked() {
 	for handle := range s.adopters {
 		handle.Close()
 	}
+	for _, former := range s.formers {
+		former.handle.Close()
+	}
 	for pid := range s.waiting {
 		s.forgetWaiting(pid)
 	}
@@ -625,6 +666,8 @@ func (s *service) closeLocked() {
 		unix.Close(fd)
 	}
 	clear(s.keeperSockets)
+	s.closeTeaching()
+	s.rooms.close()
 	s.closeGateSockets()
 	if s.keeper != nil {
 		s.keeper.close()

@@ -26,16 +26,16 @@ func (s *service) reconcileKeeper() error {
 	before := s.keeperProblem
 	defer func() { s.scheduleKeeperRetry(before) }()
 	s.keeperProblem = nil
-	if s.usesLookup() {
-		return s.retireKeeper()
+	if s.usesLookup() && !s.hasRooms() {
+		return errors.Join(s.prepareRooms(), s.retireKeeper())
 	}
 	owner, known := s.groupOwner()
-	if !known {
+	if !known && !s.usesLookup() {
 		return nil
 	}
 	changed := s.keeper == nil
 	for row, fd := range s.keeperSockets {
-		if s.rows[row] == (bpf.Listener{}) || socketOwner(fd) != owner {
+		if s.rows[row] == (bpf.Listener{}) || !s.usesLookup() && socketOwner(fd) != owner {
 			unix.Close(fd)
 			delete(s.keeperSockets, row)
 			changed = true
@@ -45,17 +45,28 @@ func (s *service) reconcileKeeper() error {
 	for row, l := range s.listeners {
 		attach := func(fd int) error { return s.path.Attach(row, fd) }
 		if fd, ok := s.keeperSockets[row]; ok {
-			errs = append(errs, attach(fd))
+			if !s.usesLookup() {
+				errs = append(errs, attach(fd))
+			}
 			continue
 		}
-		fd, err := openKeeperSocket(s.rows[row], owner, s.socketNetns(), attach)
+		var fd int
+		var err error
+		if s.usesLookup() {
+			if fd, err = s.openRoomSocket(row); err != nil {
+				err = fmt.Errorf("open the waiting room of %s: %w", l, err)
+			}
+		} else if fd, err = openKeeperSocket(s.rows[row], owner, s.socketNetns(), attach); err != nil {
+			err = fmt.Errorf("hold %s for user %s: %w", l, member.UserName(owner), err)
+		}
 		if err != nil {
-			errs = append(errs, fmt.Errorf("hold %s for user %s: %w", l, member.UserName(owner), err))
+			errs = append(errs, err)
 			continue
 		}
 		s.keeperSockets[row] = fd
 		changed = true
 	}
+	errs = append(errs, s.prepareRooms())
 	if changed {
 		errs = append(errs, s.replaceKeeper())
 	}
@@ -166,7 +177,13 @@ func (s *service) reattach() error {
 	}
 	var errs []error
 	for row, fd := range s.keeperSockets {
-		errs = append(errs, s.path.Attach(row, fd), rejectQueued(fd))
+		if s.usesLookup() {
+			continue
+		}
+		errs = append(errs, s.path.Attach(row, fd))
+		if s.rooms.prepared[row] == nil {
+			errs = append(errs, rejectQueued(fd))
+		}
 	}
 	return fault.Join(errs...)
 }
@@ -188,7 +205,7 @@ func (s *service) restoreKeeper() error {
 		return err
 	}
 	for _, k := range keepers {
-		if s.keeper != nil || s.usesLookup() {
+		if s.keeper != nil || s.usesLookup() && !s.hasRooms() {
 			if err := k.kill(); err != nil {
 				return err
 			}
@@ -196,6 +213,10 @@ func (s *service) restoreKeeper() error {
 		}
 		for row := range s.listeners {
 			i := slices.IndexFunc(k.sockets, func(socket *member.Socket) bool {
+				if s.usesLookup() {
+					cookie, err := s.path.RoomCookie(row)
+					return err == nil && cookie == socket.Cookie
+				}
 				return isKeeperSocket(socket, s.rows[row])
 			})
 			if i < 0 {

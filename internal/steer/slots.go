@@ -60,9 +60,10 @@ func (s *state) weights(slots int) []int {
 	return weights
 }
 
-// isReady reports whether a slot receives traffic: the slot has a member, and is not in maint.
+// isReady reports whether a slot receives traffic: the slot has a member that has received what had waited, and is not in
+// maint.
 func (s *service) isReady(slot int) bool {
-	return s.seats[slot] != nil && s.slotState(slot).State != maintState
+	return s.seats[slot] != nil && s.slotState(slot).State != maintState && s.rooms.filling[slot] == nil
 }
 
 // readySlots returns isReady for each slot of the data path.
@@ -78,8 +79,8 @@ func (s *service) readySlots() [bpf.MaxSlots]bool {
 // target slot.
 func newMapping(c config.Service, st *state, nonce uint64, devices *placement.DeviceMap) (*placement.Mapping, error) {
 	standby := bpf.NoSlot
-	if c.Standby != nil {
-		standby = *c.Standby
+	if c.WhenEmpty.Standby != nil {
+		standby = *c.WhenEmpty.Standby
 	}
 	m, err := placement.NewMapping(c.Slots, standby, nonce, devices)
 	if err != nil {
@@ -220,10 +221,10 @@ func (s *service) replaceState(next state, target *placement.Mapping, cause, of 
 
 // applySettings opens and closes slots for maint, and moves devices.
 func (s *service) applySettings() error {
-	var errs []error
+	errs := []error{s.writeWaits()}
 	for slot, seat := range s.seats {
 		value, err := s.path.Slot(slot)
-		if err == nil && (value.Ready == 1) != s.isReady(slot) {
+		if err == nil && (value.Ready > 0) != s.isReady(slot) {
 			err = s.setReady(seat)
 		}
 		errs = append(errs, err)
@@ -237,14 +238,14 @@ func (s *service) applySettings() error {
 // close of a socket of a slot that is not ready does not close the slot.
 func (s *service) setReady(seat *seat) error {
 	value := bpf.Slot{Pid: uint32(seat.process.PID), StartTime: seat.process.StartTime}
-	if s.slotState(seat.slot).State != maintState {
-		value.Ready = 1
+	if s.slotState(seat.slot).State != maintState && s.rooms.filling[seat.slot] == nil {
+		value.Ready = seat.place.Ready()
 	}
 	if err := s.path.SetSlot(seat.slot, value); err != nil {
 		return err
 	}
 	for row, socket := range seat.sockets {
-		cookie, err := s.path.Cookie(row, seat.slot)
+		cookie, err := s.path.Cookie(row, seat.place)
 		if err != nil {
 			return err
 		}
@@ -285,8 +286,8 @@ func (s *service) maintEffect(slot int) string {
 		}
 	}
 	what := "refused"
-	if s.config.Standby != nil && *s.config.Standby != slot {
-		what = fmt.Sprintf("steered to standby slot %d", *s.config.Standby)
+	if s.config.WhenEmpty.Standby != nil && *s.config.WhenEmpty.Standby != slot {
+		what = fmt.Sprintf("steered to standby slot %d", *s.config.WhenEmpty.Standby)
 	}
 	effect := fmt.Sprintf("its devices are %s: %d of %s seen", what, here, format.Count(len(seen), "device", "devices"))
 	switch err := s.canClose(); {

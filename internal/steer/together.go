@@ -91,8 +91,8 @@ func (s *service) serving() *serving {
 			v.members[slot] = seat.id()
 		}
 	}
-	if s.config.Standby != nil {
-		v.standby = *s.config.Standby
+	if s.config.WhenEmpty.Standby != nil {
+		v.standby = *s.config.WhenEmpty.Standby
 	}
 	return v
 }
@@ -152,6 +152,7 @@ func (s *service) check(turn int) {
 	s.checks.timer = nil
 	s.pruneAdopted()
 	s.expirePins()
+	s.releaseStragglers()
 	missing := s.checkNow()
 	seats := s.seatIDs()
 	scan := len(missing.sessions) > 0 && time.Since(s.checks.labeled) >= labelInterval
@@ -193,6 +194,8 @@ func (s *service) checkNow() unlabeled {
 		s.log.Warn("connections not checked", "error", err)
 		return unlabeled{}
 	}
+	s.noteSessions(list)
+	s.teachMoved()
 	missing := s.findUnlabeled(list)
 	unknown := make(map[uint64]bool)
 	for _, one := range missing.sessions {

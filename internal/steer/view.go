@@ -29,13 +29,10 @@ func (s *service) status() api.ServiceStatus {
 	defer s.mu.Unlock()
 	s.reevaluateWaiting()
 	status := api.ServiceStatus{
-		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: "reject",
+		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: s.config.WhenEmpty.String(),
 		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: s.countReady(), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
 		PortsSteered: s.usesLookup() || (s.keeperProblem == nil && len(s.keeperSockets) == len(s.listeners) && s.keeper != nil),
 		Waiting:      []api.WaitingStatus{},
-	}
-	if s.config.Standby != nil {
-		status.WhenEmpty = fmt.Sprintf("standby %d", *s.config.Standby)
 	}
 	if s.keeper != nil {
 		status.Keeper = s.keeper.pid
@@ -69,6 +66,9 @@ func (s *service) status() api.ServiceStatus {
 			Slot: slotOrNil(w.slot), PID: w.process.PID, Command: w.process.Command(),
 			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(fault.Hint(w.problem), waitingHint(w.problem)),
 		})
+	}
+	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *seat) int { return cmp.Compare(a.process.PID, b.process.PID) }) {
+		status.Formers = append(status.Formers, api.FormerStatus{Slot: former.slot, PID: former.process.PID, Command: former.process.Command()})
 	}
 	status.Refused = s.refusals.list()
 	return status
@@ -110,6 +110,9 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 		}
 		if slot >= s.config.Slots {
 			status.State, status.Weight = "removed", 0
+		}
+		if status.Room, err = s.roomStatus(slot); err != nil {
+			return nil, err
 		}
 		for _, p := range s.pinsOf(slot) {
 			status.Pins = append(status.Pins, api.PinStatus{Device: p.name(), Until: p.Until, InForce: s.applies(&p)})

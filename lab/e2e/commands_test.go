@@ -130,7 +130,9 @@ var metricNames = []string{
 	"sockeye_program_run_seconds_total", "sockeye_program_runs_total", "sockeye_refused_total", "sockeye_registrations_total",
 	"sockeye_service_ports_steered", "sockeye_sessions_closed_total", "sockeye_slot_ready", "sockeye_slot_share", "sockeye_slot_state",
 	"sockeye_slot_weight", "sockeye_sockets", "sockeye_sockets_payload_bytes", "sockeye_sockets_queued_bytes", "sockeye_sockets_room_bytes",
-	"sockeye_sockets_unread_bytes", "sockeye_sockets_unsent_bytes", "sockeye_unlisted_total",
+	"sockeye_sockets_unread_bytes", "sockeye_sockets_unsent_bytes", "sockeye_template_datagrams_total", "sockeye_template_exporters",
+	"sockeye_template_malformed_total", "sockeye_template_replays_total", "sockeye_templates", "sockeye_templates_lost_total",
+	"sockeye_templates_refused_total", "sockeye_unlisted_total",
 }
 
 // TestShown checks that the output of read-only commands matches the state of the kernel.
@@ -284,7 +286,7 @@ func (h *host) scrape(address string) map[string]float64 {
 // TestReset checks that reset removes all pins, and fails while an agent runs.
 func TestReset(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := up(t, mode, 4)
+		h := up(t, mode, 4, "takeover: true") // the keeper has waiting rooms
 		home, nonce := h.homes(4), h.service().Nonce
 		all := addresses(200)
 		h.refuse(5, []string{"hint:"}, "reset", "--pins", h.pins)

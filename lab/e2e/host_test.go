@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -66,8 +67,11 @@ type host struct {
 	members    map[int]*member
 	isolated   bool // members run in their own network namespaces with sockeye run as the gateway
 
-	mu  sync.Mutex
-	got map[arrival]int
+	mu    sync.Mutex
+	got   map[arrival]int
+	ports uint16 // added to the ports of members with lookup
+	// texts contains what receivers with Records have received, in order.
+	texts map[arrival][]string
 }
 
 // arrival is a connection or datagram that a member received.
@@ -99,7 +103,7 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 	}
 	h := &host{T: t, lab: l, mode: mode, pins: filepath.Join(testenv.BPFFS(t), "sockeye"), dir: l.Dir(),
 		binary:  os.Getenv(binaryEnv),
-		members: map[int]*member{}, got: map[arrival]int{}}
+		members: map[int]*member{}, got: map[arrival]int{}, texts: map[arrival][]string{}}
 	t.Cleanup(func() {
 		if t.Failed() && h.agent != nil {
 			t.Logf("end of the agent's log:\n%s", h.agent.LogTail(40))
@@ -287,7 +291,7 @@ func (h *host) refuse(code int, words []string, args ...string) {
 func (h *host) spec(slot int) receiver {
 	tcp, udp := uint16(bmpPort), uint16(ipfixPort)
 	if h.mode == config.Lookup && !h.isolated {
-		tcp, udp = 20000+uint16(slot), 21000+uint16(slot)
+		tcp, udp = 20000+h.ports+uint16(slot), 21000+h.ports+uint16(slot)
 	}
 	return receiver{Slot: slot, Sockets: []socket{
 		{"tcp", netip.AddrPortFrom(wildcard, tcp), false, h.mode == config.Lookup || h.isolated},
@@ -355,8 +359,13 @@ func (h *host) startReceiverIn(namespace *lab.Namespace, name string, r receiver
 				close(m.open)
 				continue
 			}
+			from, text, _ := strings.Cut(from, " ")
 			h.mu.Lock()
-			h.got[arrival{r.Slot, protocol, netip.MustParseAddr(from)}]++
+			a := arrival{r.Slot, protocol, netip.MustParseAddr(from)}
+			h.got[a]++
+			if b, err := hex.DecodeString(text); err == nil && text != "" {
+				h.texts[a] = append(h.texts[a], string(b))
+			}
 			h.mu.Unlock()
 		}
 	}()

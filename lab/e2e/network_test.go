@@ -67,6 +67,9 @@ func (n *network) startCollector(slot, peers int) {
 	if n.isolated {
 		c.User, c.Wrap = "root", n.isolation(slot)
 	}
+	if n.ports > 0 { // a successor
+		c.Records = fmt.Sprintf("nfacctd-%d-%d.json", slot, n.ports)
+	}
 	sockets := n.spec(slot).Sockets
 	c.BMP, c.IPFIX = sockets[0].Address, sockets[1].Address
 	// nfacctd 1.7.7 crashes if IPFIX arrives before its BMP thread has allocated its tables (KNOWN-ISSUES.md).

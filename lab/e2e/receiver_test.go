@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -28,6 +29,8 @@ type receiver struct {
 	// Counts makes the receiver count datagrams. It responds to a datagram of one byte with the number of longer
 	// datagrams before it, and does not log datagrams.
 	Counts bool
+	// Records makes the receiver log the payload of each datagram, and the first line of each connection.
+	Records bool
 }
 
 // socket is a socket of a receiver. Sockets are opened in order.
@@ -77,6 +80,9 @@ func receive(spec string) error {
 						continue
 					case r.Counts:
 						answer = fmt.Appendf(nil, "%d\n", counted)
+					case r.Records:
+						a, _ := netip.ParseAddrPort(from.String())
+						fmt.Fprintf(os.Stdout, "udp %v %x\n", a.Addr().Unmap(), b[:n])
 					default:
 						note("udp", from)
 					}
@@ -93,10 +99,19 @@ func receive(spec string) error {
 				for c, err := l.Accept(); err == nil; c, err = l.Accept() {
 					go func() {
 						defer c.Close()
-						note("tcp", c.RemoteAddr())
-						if _, err := c.Write(answer); err == nil {
-							_, _ = io.Copy(c, c)
+						if !r.Records {
+							note("tcp", c.RemoteAddr())
 						}
+						if _, err := c.Write(answer); err != nil {
+							return
+						}
+						data := bufio.NewReader(io.TeeReader(c, c))
+						if r.Records {
+							line, _ := data.ReadString('\n')
+							a, _ := netip.ParseAddrPort(c.RemoteAddr().String())
+							fmt.Fprintf(os.Stdout, "tcp %v %x\n", a.Addr().Unmap(), strings.TrimSpace(line))
+						}
+						_, _ = io.Copy(io.Discard, data)
 					}()
 				}
 			}()

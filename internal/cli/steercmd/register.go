@@ -21,7 +21,7 @@ type commands struct{ *command.Command }
 func New(c *command.Command) []*cobra.Command {
 	s := &commands{c}
 	return []*cobra.Command{
-		s.runCommand(), s.registerCommand(), s.unregisterCommand(), s.slotsCommand(), s.slotCommand(), s.devicesCommand(), s.whereCommand(),
+		s.runCommand(), s.registerCommand(), s.unregisterCommand(), s.slotsCommand(), s.slotCommand(), s.devicesCommand(), s.templatesCommand(), s.whereCommand(),
 		s.moveCommand(), s.movesCommand(), s.rebalanceCommand(),
 	}
 }

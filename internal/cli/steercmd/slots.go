@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/url"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -52,13 +53,45 @@ func (c *commands) slotsCommand() *cobra.Command {
 					pid = fmt.Sprint(s.PID)
 				}
 				fmt.Fprintf(w, "%s\t%d\t%s\t%d\t%s\t%s\t%s\t%d\t%d\t%d\t%d\t%d\t%s\n", s.Service, s.Slot, s.State, s.Weight,
-					command.Percentage(s.Share), command.YesNo(s.Ready), pid, s.Sessions,
+					command.Percentage(s.Share), readiness(&s), pid, s.Sessions,
 					s.Connections, s.Datagrams, refused, s.Diverted, command.OrDash(command.Shorten(s.Command, 50)))
 			}
 			c.pins(w, slots)
+			rooms(w, slots)
 		})
 	}
 	return cmd
+}
+
+// readiness returns yes or no, or what becomes of the packets for an empty slot in the meantime.
+func readiness(s *api.SlotStatus) string {
+	switch {
+	case s.Room != nil && s.Room.Filling:
+		return "fills"
+	case s.Room != nil && s.Room.Until != nil:
+		return "waits"
+	}
+	return command.YesNo(s.Ready)
+}
+
+// rooms prints the waiting rooms that have received packets.
+func rooms(w io.Writer, slots []api.SlotStatus) {
+	heading := "\nSERVICE\tWAITING ROOM\tENDS IN\tWAITING\tDATAGRAMS\tSYNS\tREFUSED\tREPLAYED\tLOST"
+	for _, s := range slots {
+		r := s.Room
+		if r == nil || r.Until == nil && r.Datagrams+r.Connections+r.Full == 0 {
+			continue
+		}
+		if heading != "" {
+			fmt.Fprintln(w, heading)
+			heading = ""
+		}
+		ends := "-"
+		if r.Until != nil {
+			ends = time.Until(*r.Until).Round(time.Second).String()
+		}
+		fmt.Fprintf(w, "%s\tslot %d\t%s\t%d\t%d\t%d\t%d\t%d\t%d\n", s.Service, s.Slot, ends, r.Waiting, r.Datagrams, r.Connections, r.Full, r.Replayed, r.Lost)
+	}
 }
 
 // pins prints the pinned devices.

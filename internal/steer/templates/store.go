@@ -27,6 +27,7 @@ import (
 	"cmp"
 	"container/list"
 	"iter"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -376,3 +377,9 @@ func (d *device) session(k Session) (*session, int) {
 func (e *session) template(id uint16) (i int, ok bool) {
 	return slices.BinarySearchFunc(e.templates, id, func(t template, id uint16) int { return cmp.Compare(t.id, id) })
 }
+
+// Addresses yields the source addresses that have templates, in no order. The Store must not change meanwhile.
+func (s *Store) Addresses() iter.Seq[netip.Addr] { return maps.Keys(s.devices) }
+
+// Has reports whether a source address has templates.
+func (s *Store) Has(addr netip.Addr) bool { return s.devices[normalize(addr)] != nil }

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/ringbuf"
+	"golang.org/x/sys/unix"
+)
+
+// TemplateSets is a UDP datagram with template sets of IPFIX or NetFlow v9 that a member has received.
+type TemplateSets struct {
+	Source   netip.AddrPort
+	Cookie   uint64 // of the member's socket
+	Datagram []byte // valid until the next call of Next
+}
+
+// TemplateReader reads the datagrams with template sets from the ring of a service.
+type TemplateReader struct {
+	reader *ringbuf.Reader
+	record ringbuf.Record
+}
+
+// openTemplates loads the socket filter that copies datagrams with template sets.
+func (s *Steer) openTemplates(spec *ebpf.CollectionSpec) error {
+	program, err := loadProgram(spec, "steer_copy_templates", map[string]*ebpf.Map{
+		pinTemplateSets: s.templateSets, pinLostTemplates: s.lostTemplates,
+	})
+	if err == nil {
+		s.templates = program
+	}
+	return err
+}
+
+// ErrFiltered is the error for a socket that has a filter of its own.
+var ErrFiltered = errors.New("the socket has a socket filter")
+
+// CopyTemplates attaches the filter that copies datagrams with template sets to a member's UDP socket. own is set if the
+// socket has this filter already, possibly that of another version, which is replaced. The error is ErrFiltered for a socket
+// with another filter.
+func (s *Steer) CopyTemplates(fd int, own bool) error {
+	if !own {
+		// The length of a filter of classic BPF, or EACCES for eBPF (sk_get_filter).
+		n, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_GET_FILTER)
+		if n > 0 || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EINVAL) {
+			return ErrFiltered
+		}
+		if err != nil {
+			return fmt.Errorf("read SO_GET_FILTER: %w", err)
+		}
+	}
+	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ATTACH_BPF, s.templates.FD())
+	if errors.Is(err, unix.EPERM) { // SO_LOCK_FILTER
+		return ErrFiltered
+	}
+	if err != nil {
+		return fmt.Errorf("set SO_ATTACH_BPF: %w", err)
+	}
+	return nil
+}
+
+// DetachFilter removes the filter of CopyTemplates from a socket.
+func DetachFilter(fd int) error {
+	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("set SO_DETACH_FILTER: %w", err)
+	}
+	return nil
+}
+
+// LostTemplates returns the number of datagrams with template sets that did not fit into the ring.
+func (s *Steer) LostTemplates() (sum uint64, err error) {
+	var perCPU []uint64
+	if err := s.lostTemplates.Lookup(uint32(0), &perCPU); err != nil {
+		return 0, fmt.Errorf("read lost templates: %w", err)
+	}
+	for _, n := range perCPU {
+		sum += n
+	}
+	return sum, nil
+}
+
+// Templates opens the ring. There is one reader at a time. The ring keeps what arrives while there is none.
+func (s *Steer) Templates() (*TemplateReader, error) {
+	reader, err := ringbuf.NewReader(s.templateSets)
+	if err != nil {
+		return nil, fmt.Errorf("open ring of template sets: %w", err)
+	}
+	return &TemplateReader{reader: reader}, nil
+}
+
+// Next waits for a datagram. The error is os.ErrClosed after Close.
+func (r *TemplateReader) Next() (t TemplateSets, err error) {
+	err = os.ErrDeadlineExceeded
+	for errors.Is(err, os.ErrDeadlineExceeded) {
+		r.reader.SetDeadline(time.Now().Add(time.Second)) // see Events.Next
+		err = r.reader.ReadInto(&r.record)
+	}
+	if err != nil {
+		return t, err
+	}
+	const header = 32 // struct steer_templates
+	b := r.record.RawSample
+	if len(b) < header {
+		return t, fmt.Errorf("read template sets: %d bytes", len(b))
+	}
+	length := binary.NativeEndian.Uint32(b[24:])
+	return TemplateSets{
+		Source:   netip.AddrPortFrom(netip.AddrFrom16([16]byte(b[:16])).Unmap(), binary.BigEndian.Uint16(b[28:])),
+		Cookie:   binary.NativeEndian.Uint64(b[16:]),
+		Datagram: b[header:min(header+int(length), len(b))],
+	}, nil
+}
+
+// Close ends Next.
+func (r *TemplateReader) Close() error { return r.reader.Close() }

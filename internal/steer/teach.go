@@ -1,0 +1,530 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/member"
+	"sockeye/internal/netns"
+	"sockeye/internal/rights"
+	"sockeye/internal/statedir"
+	"sockeye/internal/steer/replay"
+	"sockeye/internal/steer/templates"
+)
+
+// The records of IPFIX and NetFlow v9 cannot be decoded without the exporter's templates, which the exporter sends every few
+// minutes only. A socket filter of the members' UDP sockets copies the datagrams that contain templates to the agent. The
+// agent keeps the templates, and sends them to each member that newly serves the exporter, from the exporter's address and
+// port: to a registered member before its slot becomes ready, and to a member that gets a device right after the change of
+// the mapping.
+
+const (
+	// templatesPerSecond is the number of datagrams with templates that the agent parses in a second, about half of the
+	// time of one CPU if all of them are as expensive as possible. The others wait in the ring, or are lost and counted.
+	templatesPerSecond = 5000
+	// templatesSaveDelay is the time between a change of the templates and their save, and saveShare the maximum share of the
+	// time that saves take: what an agent has not saved is lost if it is killed.
+	templatesSaveDelay = 200 * time.Millisecond
+	saveShare          = 20
+)
+
+// teaching contains the templates of the exporters of a service.
+type teaching struct {
+	store  *templates.Store // nil: templates are off
+	reader *bpf.TemplateReader
+	// taught contains the member that knows the templates of an exporter.
+	taught map[netip.Addr]member.ID
+	proven map[netip.Addr]bool // addresses with an established TCP connection
+	// lessons are running replays to slots that are ready.
+	lessons   map[int]*fill
+	saved     uint64 // revision of the last save
+	saveTimer *time.Timer
+	saving    time.Duration // time that the last save took
+	replays   uint64        // exporters whose templates were sent to a member
+	temporary map[int]int   // descriptors of rooms that are open during a replay, by row
+	filtered  map[int]bool  // slots whose member has a socket filter of its own
+}
+
+func newTeaching() teaching {
+	return teaching{
+		taught: make(map[netip.Addr]member.ID), proven: make(map[netip.Addr]bool), lessons: make(map[int]*fill),
+		temporary: make(map[int]int), filtered: make(map[int]bool),
+	}
+}
+
+// teaches reports whether the service keeps templates.
+func (s *service) teaches() bool { return s.teaching.store != nil }
+
+// wantsTemplates reports whether the policy keeps templates.
+func wantsTemplates(c config.Service) bool {
+	return c.Templates == config.KeepTemplates && slices.ContainsFunc(c.Listeners, func(l config.Listener) bool { return l.Protocol == config.UDP })
+}
+
+// openTeaching begins or ends to keep templates, according to the policy. The path must be open.
+func (s *service) openTeaching() error {
+	s.closeReader()
+	if !wantsTemplates(s.config) {
+		if s.teaches() {
+			for _, seat := range s.seats {
+				s.stopCopying(seat)
+			}
+			s.teaching.store = nil
+			clear(s.teaching.taught)
+		}
+		return nil
+	}
+	if err := s.openSender(); err != nil {
+		s.log.Warn("templates are not replayed", "error", err)
+		return nil
+	}
+	if !s.teaches() {
+		s.teaching.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return s.teaching.proven[a] })
+		s.loadTemplates()
+	}
+	reader, err := s.path.Templates()
+	if err != nil {
+		return err
+	}
+	s.teaching.reader = reader
+	go s.watchTemplates(reader)
+	return nil
+}
+
+// openSender opens the raw sockets for replays.
+func (s *service) openSender() error {
+	if s.rooms.sender != nil {
+		return nil
+	}
+	err := netns.Do(s.socketNetns(), func() (err error) {
+		s.rooms.sender, err = replay.Open(bpf.ReplayTTL)
+		return err
+	})
+	if errors.Is(err, unix.EPERM) {
+		return fault.WithHint(err, rights.MissingHint(unix.CAP_NET_RAW, "restart the agent with CAP_NET_RAW"))
+	}
+	return err
+}
+
+func (s *service) closeReader() {
+	if s.teaching.reader != nil {
+		s.teaching.reader.Close()
+		s.teaching.reader = nil
+	}
+}
+
+// closeTeaching saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
+func (s *service) closeTeaching() {
+	s.closeReader()
+	if s.teaching.saveTimer != nil {
+		s.teaching.saveTimer.Stop()
+	}
+	s.closeTemporaryRooms()
+	if s.teaches() {
+		s.saveTemplates()
+	}
+}
+
+// watchTemplates learns templates until the ring is closed.
+func (s *service) watchTemplates(reader *bpf.TemplateReader) {
+	began, read := time.Now(), 0
+	for {
+		t, err := reader.Next()
+		if errors.Is(err, os.ErrClosed) {
+			return
+		}
+		if err != nil {
+			s.log.Error("ring of template sets failed", "error", err)
+			return
+		}
+		s.mu.Lock()
+		if s.teaching.reader == reader {
+			s.learnFrom(&t)
+		}
+		s.mu.Unlock()
+		if read++; read < templatesPerSecond/10 {
+			continue
+		}
+		time.Sleep(time.Second/10 - time.Since(began))
+		began, read = time.Now(), 0
+	}
+}
+
+// learnFrom keeps the templates of a datagram that a member has received.
+func (s *service) learnFrom(t *bpf.TemplateSets) {
+	for slot, seat := range s.seats {
+		for row, socket := range seat.sockets {
+			if socket.cookie != t.Cookie {
+				continue
+			}
+			if home, _ := s.mapping.Slot(t.Source.Addr()); home == slot {
+				s.learn(t.Source, row, t.Datagram, seat.id())
+			} else {
+				s.learn(t.Source, row, t.Datagram, member.ID{})
+			}
+			return
+		}
+	}
+}
+
+// learn keeps the templates of a datagram. at is the member that has received the datagram as the member of the device, or
+// zero.
+func (s *service) learn(source netip.AddrPort, row int, datagram []byte, at member.ID) {
+	err := s.teaching.store.Learn(source, row, datagram, time.Now())
+	if err != nil {
+		return // counted
+	}
+	if addr := source.Addr().Unmap().WithZone(""); at.PID != 0 {
+		if _, known := s.teaching.taught[addr]; !known {
+			s.teaching.taught[addr] = at
+		}
+	}
+	s.scheduleTemplatesSave()
+}
+
+func (s *service) scheduleTemplatesSave() {
+	if s.teaching.saveTimer != nil || s.teaching.store.Revision() == s.teaching.saved {
+		return
+	}
+	s.teaching.saveTimer = time.AfterFunc(max(templatesSaveDelay, saveShare*s.teaching.saving), func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.teaching.saveTimer = nil
+		if s.events != nil && s.teaches() {
+			s.saveTemplates()
+		}
+	})
+}
+
+func (s *service) templatesPath() string {
+	return filepath.Join(s.host.StateDir, s.config.Name+".templates")
+}
+
+// rowsLine identifies the listeners of the rows: the templates of a state file refer to them.
+func (s *service) rowsLine() string {
+	var rows []string
+	for _, row := range slices.Sorted(maps.Keys(s.listeners)) {
+		rows = append(rows, fmt.Sprintf("%d %s", row, s.listeners[row]))
+	}
+	return strings.Join(rows, ", ") + "\n"
+}
+
+func (s *service) saveTemplates() {
+	if s.teaching.store.Revision() == s.teaching.saved {
+		return
+	}
+	began := time.Now()
+	defer func() { s.teaching.saving = time.Since(began) }()
+	var b bytes.Buffer
+	b.WriteString(s.rowsLine())
+	err := s.teaching.store.Save(&b)
+	if err == nil {
+		err = statedir.Write(s.templatesPath(), b.Bytes())
+	}
+	if err != nil {
+		s.log.Error("templates not saved", "error", err)
+		return
+	}
+	s.teaching.saved = s.teaching.store.Revision()
+}
+
+// loadTemplates reads the templates of an earlier agent. A damaged file is discarded.
+func (s *service) loadTemplates() {
+	file, err := os.ReadFile(s.templatesPath())
+	if errors.Is(err, os.ErrNotExist) {
+		return
+	}
+	if err == nil {
+		rows, rest, _ := bytes.Cut(file, []byte("\n"))
+		if string(rows)+"\n" != s.rowsLine() {
+			err = errors.New("it is damaged, or for other listeners")
+		} else {
+			err = s.teaching.store.Load(bytes.NewReader(rest), time.Now())
+		}
+	}
+	if err != nil {
+		s.log.Warn("templates discarded: exporters must send theirs again", "file", s.templatesPath(), "error", errors.Join(err, os.Remove(s.templatesPath())))
+		return
+	}
+	s.teaching.saved = s.teaching.store.Revision()
+}
+
+// copyTemplates attaches the filter that copies templates to the UDP socket of a member.
+func (s *service) copyTemplates(seat *seat, socket *member.Socket) error {
+	if !s.teaches() || socket.Protocol != unix.IPPROTO_UDP {
+		return nil
+	}
+	owner, ok := s.path.Owner(socket.FD())
+	err := s.path.CopyTemplates(socket.FD(), ok && owner.Filtered)
+	if errors.Is(err, bpf.ErrFiltered) {
+		if !s.teaching.filtered[seat.slot] {
+			s.log.Warn("templates of the member are not kept: its socket has a socket filter", "slot", seat.slot, "pid", seat.process.PID)
+		}
+		s.teaching.filtered[seat.slot] = true
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	delete(s.teaching.filtered, seat.slot)
+	return s.path.SetOwner(socket.FD(), bpf.Owner{PID: seat.process.PID, StartTime: seat.process.StartTime, Filtered: true})
+}
+
+// stopCopying removes the filters of a member that still runs.
+func (s *service) stopCopying(seat *seat) {
+	for _, info := range seat.sockets {
+		socket, err := seat.handle.OpenSocket(info.number)
+		if err != nil {
+			continue
+		}
+		owner, ok := s.path.Owner(socket.FD())
+		if socket.Cookie == info.cookie && ok && owner.Filtered {
+			err = errors.Join(bpf.DetachFilter(socket.FD()), s.path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime}))
+		}
+		if err != nil {
+			s.log.Warn("socket filter not removed", "pid", seat.process.PID, "error", err)
+		}
+		socket.Close()
+	}
+}
+
+// untaught returns the exporters of a slot whose templates the member of the slot does not know.
+func (s *service) untaught(slot int, at member.ID) (addresses []netip.Addr) {
+	if !s.teaches() {
+		return nil
+	}
+	v := s.serving()
+	for addr := range s.teaching.store.Addresses() {
+		home, _ := s.mapping.Slot(addr)
+		if home != slot {
+			if served, ok := v.slot(home); !ok || served != slot {
+				continue
+			}
+		}
+		if s.teaching.taught[addr] != at {
+			addresses = append(addresses, addr)
+		}
+	}
+	slices.SortFunc(addresses, netip.Addr.Compare)
+	return addresses
+}
+
+// lesson returns the datagrams that teach a member the templates of exporters. next contains the sequence numbers of the
+// messages that follow.
+func (s *service) lesson(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
+	now := time.Now()
+	for _, addr := range addresses {
+		for _, m := range s.teaching.store.Replay(addr, now, 0, next) {
+			to, ok := s.lessonDestination(m.Row, addr, ready)
+			if !ok {
+				continue
+			}
+			list = append(list, waitingDatagram{replay.Datagram{From: m.Source, To: to, Payload: m.Data}, m.Row})
+		}
+	}
+	return list
+}
+
+// lessonDestination returns the address at which the data path finds the member of an exporter, also before its slot is
+// ready.
+func (s *service) lessonDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
+	l, ok := s.listeners[row]
+	if !ok || l.Protocol != config.UDP {
+		return to, false
+	}
+	if s.usesLookup() && !ready {
+		port := s.teaching.temporaryPort(row)
+		if p := s.rooms.prepared[row]; p != nil {
+			port = p.port
+		}
+		return netip.AddrPortFrom(loopback(of), port), port != 0
+	}
+	to = l.Address
+	if to.Addr().IsUnspecified() {
+		to = netip.AddrPortFrom(loopback(of), to.Port())
+	}
+	return to, to.Addr().Is4() == of.Is4()
+}
+
+func (t *teaching) temporaryPort(row int) uint16 {
+	fd, open := t.temporary[row]
+	if !open {
+		return 0
+	}
+	local, err := unix.Getsockname(fd)
+	if err != nil {
+		return 0
+	}
+	return addrPort(local).Port()
+}
+
+// openTemporaryRooms opens the addresses for replays to slots that are not ready, with steering by sk_lookup and without
+// waiting rooms.
+func (s *service) openTemporaryRooms() error {
+	if !s.usesLookup() || s.hasRooms() {
+		return nil
+	}
+	for row, l := range s.listeners {
+		if _, open := s.teaching.temporary[row]; open || l.Protocol != config.UDP {
+			continue
+		}
+		fd, err := s.openRoomSocket(row)
+		if err != nil {
+			return err
+		}
+		s.teaching.temporary[row] = fd
+		if err := s.path.InsertRoom(row, fd, s.teaching.temporaryPort(row)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// closeTemporaryRooms closes the addresses of openTemporaryRooms when no slot is filling.
+func (s *service) closeTemporaryRooms() {
+	if len(s.rooms.filling) > 0 {
+		return
+	}
+	for row, fd := range s.teaching.temporary {
+		if err := s.path.RemoveRoom(row); err != nil {
+			s.log.Error("waiting room not removed", "error", err)
+		}
+		unix.Close(fd)
+		delete(s.teaching.temporary, row)
+	}
+}
+
+// noteTaught notes that a member knows the templates of exporters.
+func (s *service) noteTaught(addresses []netip.Addr, at member.ID) {
+	now := time.Now()
+	s.teaching.replays += uint64(len(addresses))
+	for _, addr := range addresses {
+		s.teaching.taught[addr] = at
+		for row, l := range s.listeners {
+			if l.Protocol == config.UDP {
+				s.teaching.store.Replayed(addr, row, now)
+			}
+		}
+	}
+}
+
+// teachMoved sends the templates of devices that another member serves now to that member. The first templates are sent at
+// once.
+func (s *service) teachMoved() {
+	if !s.teaches() {
+		return
+	}
+	bySlot, v := make(map[int][]netip.Addr), s.serving()
+	for addr := range s.teaching.store.Addresses() {
+		home, _ := s.mapping.Slot(addr)
+		if slot, ok := v.slot(home); ok && s.teaching.taught[addr] != v.members[slot] && s.teaching.lessons[slot] == nil {
+			bySlot[slot] = append(bySlot[slot], addr)
+		}
+	}
+	for slot, addresses := range bySlot {
+		seat := s.seats[slot]
+		one := &fill{seat: seat, began: time.Now(), deadline: time.Now().Add(time.Minute), onlyTemplates: true,
+			addresses: addresses, templates: s.lesson(addresses, true, nil)}
+		var err error
+		if one.arrived, err = s.path.Datagrams(slot); err != nil {
+			s.log.Error("templates not replayed", "slot", slot, "error", err)
+			continue
+		}
+		s.teaching.lessons[slot] = one
+		if done, _ := s.fillSome(one); done {
+			s.endFill(one)
+			continue
+		}
+		go s.continueFill(one)
+	}
+}
+
+// noteSessions notes the addresses with an established TCP connection, which cannot be forged.
+func (s *service) noteSessions(list []session) {
+	if !s.teaches() {
+		return
+	}
+	clear(s.teaching.proven)
+	for i := range list {
+		if list[i].owned {
+			s.teaching.proven[list[i].address.Unmap()] = true
+		}
+	}
+	s.teaching.store.Expire(time.Now())
+	for addr := range s.teaching.taught {
+		if len(s.teaching.taught) > 4*s.teaching.store.Stats().Sources+1024 && !s.teaching.store.Has(addr) {
+			delete(s.teaching.taught, addr)
+		}
+	}
+}
+
+// assumeTaught notes that the members that an earlier agent registered know the templates of their devices.
+func (s *service) assumeTaught() {
+	if !s.teaches() {
+		return
+	}
+	v := s.serving()
+	for addr := range s.teaching.store.Addresses() {
+		if id, ok := v.server(addr); ok {
+			s.teaching.taught[addr] = id
+		}
+	}
+}
+
+// templatesOf returns the templates of a device, or of all devices for "".
+func (s *service) templatesOf(device string) ([]api.TemplateStatus, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := []api.TemplateStatus{}
+	if !s.teaches() {
+		return list, nil
+	}
+	address, _ := netip.ParseAddr(device)
+	for t := range s.teaching.store.List() {
+		addr := t.Source.Addr()
+		at := s.mapping.Locate(addr)
+		if device != "" && addr != address.Unmap() && at.Device != device {
+			continue
+		}
+		one := api.TemplateStatus{
+			Service: s.config.Name, Source: t.Source.String(), Device: at.Device, Slot: at.Slot, Protocol: protocolName(t.Version),
+			Domain: t.Domain, Template: t.ID, Options: t.Options, Fields: t.Fields, ScopeFields: t.ScopeFields,
+			Learned: t.Learned, Refreshed: t.Refreshed, Replays: t.Replays,
+		}
+		if l, ok := s.listeners[t.Row]; ok {
+			one.Listener = l.String()
+		}
+		if !t.Replayed.IsZero() {
+			one.Replayed = &t.Replayed
+		}
+		if device != "" {
+			for _, f := range t.FieldList() {
+				one.Elements = append(one.Elements, api.TemplateField{Element: f.Element, Enterprise: f.Enterprise, Length: f.Length, Scope: f.Scope})
+			}
+		}
+		list = append(list, one)
+	}
+	return list, nil
+}
+
+func protocolName(version uint16) string {
+	if version == templates.IPFIX {
+		return "ipfix"
+	}
+	return "netflow-v9"
+}

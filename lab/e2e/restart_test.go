@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+	"sockeye/lab"
+	devices "sockeye/lab/traffic"
+)
+
+// TestRestartNfacctd kills an nfacctd, and starts it again, under 2,000 IPFIX datagrams a second from exporters that have
+// sent their templates once, while their BMP sessions connect again. nfacctd needs 5 s until its sockets are open. It
+// decodes every datagram that was sent since, and no connection is refused.
+func TestRestartNfacctd(t *testing.T) {
+	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
+		t.Run(string(mode), func(t *testing.T) { newHost(t, mode).restartsNfacctd() })
+	}
+}
+
+// TestUpgradeNfacctd starts a second nfacctd for an occupied slot under traffic, and kills the first one afterwards. The two
+// decode every datagram.
+func TestUpgradeNfacctd(t *testing.T) {
+	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
+		t.Run(string(mode), func(t *testing.T) { newHost(t, mode).upgradesNfacctd() })
+	}
+}
+
+func (h *host) upgradesNfacctd() {
+	h.Helper()
+	f := h.newFlows("takeover: true")
+	f.drive(time.Second)
+	f.complete("before the upgrade")
+	former := h.members[0]
+	f.former = h.lab.Collectors()[:1]
+	var sending sync.WaitGroup
+	sending.Go(func() { f.drive(12 * time.Second) })
+	h.ports += 10
+	f.startCollector(0, 100)
+	f.ready(0, 1)
+	if s := h.service(); len(s.Formers) != 1 || s.Formers[0].PID != former.Pid() {
+		h.Errorf("formers: %+v", s.Formers)
+	}
+	sending.Wait()
+	f.complete("after the upgrade")
+	h.must(former.Signal(unix.SIGKILL))
+	<-former.Done()
+	h.eventually("no former member", func() error {
+		if s := h.service(); len(s.Formers) != 0 {
+			return fmt.Errorf("%+v", s.Formers)
+		}
+		return nil
+	})
+	f.drive(time.Second)
+	f.complete("after the exit of the former member")
+	f.checkExporters()
+}
+
+// flows are exporters that send their templates once, and two nfacctd.
+type flows struct {
+	*network
+	all       []netip.Addr
+	exporters []*devices.Exporter
+	decoded   map[netip.Addr]uint64
+	offsets   map[string]int64 // by records file
+	former    []*lab.Collector // whose slot another nfacctd has taken over
+}
+
+func (h *host) newFlows(policy string) *flows {
+	h.Helper()
+	h.setPolicy(2, policy)
+	h.startAgent()
+	f := &flows{network: &network{h, h.homes(2)}, all: addresses(40), decoded: map[netip.Addr]uint64{}, offsets: map[string]int64{}}
+	for slot := range 2 {
+		f.startCollector(slot, 100)
+	}
+	f.ready(0, 1)
+	h.must(h.devices.Do(func() error {
+		for _, a := range f.all {
+			e, err := devices.NewExporter(devices.ExporterConfig{Source: a, Target: target(a, ipfixPort), Messages: [][]devices.Flow{{loadFlow}}, TemplateRefresh: time.Hour})
+			if err != nil {
+				return err
+			}
+			f.exporters = append(f.exporters, e)
+		}
+		return nil
+	}))
+	h.Cleanup(func() {
+		for _, e := range f.exporters {
+			e.Close()
+		}
+	})
+	return f
+}
+
+// drive sends 2,000 datagrams a second: a loaded machine would lose more in the receive buffers of nfacctd.
+func (f *flows) drive(d time.Duration) {
+	f.Helper()
+	ctx, cancel := context.WithTimeout(f.Context(), d)
+	defer cancel()
+	if _, err := devices.Drive(ctx, devices.Limit{Rate: 2000, Batch: 1}, len(f.all), func(i, n int) (int, error) { return f.exporters[i].Send(n) }); err != nil {
+		f.Error(err)
+	}
+}
+
+// complete waits until all records that were sent are decoded.
+func (f *flows) complete(when string) {
+	f.Helper()
+	f.eventually(when+": all records to be decoded", func() error {
+		for _, c := range append(f.lab.Collectors(), f.former...) {
+			records, to, err := c.Records(f.offsets[c.RecordsPath])
+			f.must(err)
+			f.offsets[c.RecordsPath] = to
+			for _, r := range records {
+				if c.Slot != f.home(r.Peer) {
+					f.Errorf("collector %d has a record of %v", c.Slot, r.Peer)
+				}
+				f.decoded[r.Peer] += r.Packets
+			}
+		}
+		for i, a := range f.all {
+			if sent := f.exporters[i].Stats().Records; f.decoded[a] != sent {
+				return fmt.Errorf("%v: %d of %d decoded", a, f.decoded[a], sent)
+			}
+		}
+		return nil
+	})
+}
+
+// checkExporters checks that no datagram was refused, and that the templates were sent once.
+func (f *flows) checkExporters() {
+	f.Helper()
+	for i, e := range f.exporters {
+		if s := e.Stats(); s.Templates != 1 || s.Refused > 0 {
+			f.Errorf("%v: %d template messages, %d refused", f.all[i], s.Templates, s.Refused)
+		}
+	}
+}
+
+func (h *host) restartsNfacctd() {
+	h.Helper()
+	f := h.newFlows("when_empty: {wait: 60s}")
+	f.drive(time.Second)
+	f.complete("before the restart")
+	h.kill(0)
+	var sending sync.WaitGroup
+	sending.Go(func() { f.drive(10 * time.Second) })
+	f.startCollector(0, 100)
+	// The routers connect again at once, and none is refused.
+	greetings := map[netip.Addr][]byte{}
+	var routers []netip.Addr
+	for i, a := range f.all {
+		if f.home(a) == 0 && len(routers) < 8 {
+			routers = append(routers, a)
+			greetings[a] = h.routerGreeting(i)
+		}
+	}
+	_, failed := h.rush(routers, func(a netip.Addr) []byte { return greetings[a] })
+	for a, l := range failed {
+		if l == refused || l == broken {
+			h.Errorf("connection of %v: %v", a, landing{tcp: l})
+		}
+	}
+	f.ready(0, 1)
+	sending.Wait()
+	f.complete("after the restart")
+	f.checkExporters()
+}

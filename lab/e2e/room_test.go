@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"bufio"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+)
+
+// numbered sends numbered datagrams from devices, about 1000 a second.
+type numbered struct {
+	h      *host
+	paused sync.Mutex // held: no datagram is sent
+	stop   chan struct{}
+	once   sync.Once
+	done   sync.WaitGroup
+	sent   map[netip.Addr]int
+}
+
+func (h *host) sendNumbered(all []netip.Addr) *numbered {
+	n := &numbered{h: h, stop: make(chan struct{}), sent: make(map[netip.Addr]int)}
+	h.Cleanup(n.finish)
+	n.done.Go(func() {
+		err := h.devices.Do(func() error {
+			var conns []*net.UDPConn
+			for _, a := range all {
+				c, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(a, 2055)))
+				if err != nil {
+					return err
+				}
+				defer c.Close()
+				conns = append(conns, c)
+			}
+			for {
+				for i, a := range all {
+					select {
+					case <-n.stop:
+						return nil
+					case <-time.After(time.Millisecond):
+					}
+					n.paused.Lock()
+					n.sent[a]++
+					_, err := fmt.Fprintf(writer{conns[i], target(a, ipfixPort)}, "%d", n.sent[a])
+					n.paused.Unlock()
+					if err != nil {
+						return fmt.Errorf("send datagram %d from %v: %w", n.sent[a], a, err)
+					}
+				}
+			}
+		})
+		if err != nil {
+			h.Error(err)
+		}
+	})
+	return n
+}
+
+type writer struct {
+	*net.UDPConn
+	to netip.AddrPort
+}
+
+func (w writer) Write(b []byte) (int, error) { return w.WriteToUDPAddrPort(b, w.to) }
+
+func (n *numbered) finish() {
+	n.once.Do(func() { close(n.stop) })
+	n.done.Wait()
+}
+
+// end stops the datagrams, and checks that the member of each device has received all of them in their order.
+func (n *numbered) end(where home) {
+	n.h.Helper()
+	n.finish()
+	for a, sent := range n.sent {
+		var want []string
+		for i := range sent {
+			want = append(want, fmt.Sprint(i+1))
+		}
+		var got []string
+		n.h.eventually(fmt.Sprintf("all %d datagrams of %v", sent, a), func() error {
+			n.h.mu.Lock()
+			defer n.h.mu.Unlock()
+			if got = slices.Clone(n.h.texts[arrival{where(a), "udp", a}]); len(got) < sent {
+				return fmt.Errorf("%d arrived: %v", len(got), got)
+			}
+			return nil
+		})
+		if !slices.Equal(got, want) {
+			n.h.Errorf("%v: %d datagrams arrived in the order %v", a, len(got), got)
+		}
+	}
+}
+
+// recording returns a receiver that logs what it receives.
+func (h *host) recording(slot int) *member {
+	h.Helper()
+	spec := h.spec(slot)
+	spec.Records = true
+	return h.startReceiver(fmt.Sprintf("receiver-%d", slot), spec)
+}
+
+// TestWaitingRoom kills a member, and starts it again a second later. No datagram is lost, and no device is refused.
+func TestWaitingRoom(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(2, "when_empty: {wait: 20s}")
+		h.startAgent()
+		for slot := range 2 {
+			h.recording(slot)
+		}
+		h.ready(0, 1)
+		all := addresses(24)
+		where := h.homes(2)
+		n := h.sendNumbered(all)
+		time.Sleep(300 * time.Millisecond)
+		n.paused.Lock()
+		time.Sleep(50 * time.Millisecond) // the member reads what it has received
+		h.kill(0)
+		n.paused.Unlock()
+		time.Sleep(200 * time.Millisecond)
+		// All devices connect while slot 0 is empty.
+		began := time.Now()
+		var wait sync.WaitGroup
+		wait.Go(func() { h.connectAndGreet(all) })
+		time.Sleep(800 * time.Millisecond)
+		h.recording(0)
+		h.ready(0, 1)
+		t.Logf("ready after %v", time.Since(began))
+		wait.Wait()
+		time.Sleep(300 * time.Millisecond)
+		n.end(where)
+		for _, a := range all {
+			h.eventually(fmt.Sprintf("the connection of %v", a), func() error {
+				h.mu.Lock()
+				defer h.mu.Unlock()
+				if got := h.texts[arrival{where(a), "tcp", a}]; !slices.Equal(got, []string{"hello"}) {
+					return fmt.Errorf("%v", got)
+				}
+				return nil
+			})
+		}
+	})
+}
+
+// connectAndGreet opens a connection from each address, sends a line, and expects an answer.
+func (h *host) connectAndGreet(all []netip.Addr) {
+	h.fromDevices(all, func(a netip.Addr) {
+		d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(a, 0)), Timeout: patience}
+		c, err := d.Dial("tcp", target(a, bmpPort).String())
+		if err != nil {
+			h.Errorf("%v: %v", a, err)
+			return
+		}
+		defer c.Close()
+		if _, err := c.Write([]byte("hello\n")); err != nil {
+			h.Errorf("%v: %v", a, err)
+		}
+		_ = c.SetReadDeadline(time.Now().Add(patience))
+		if _, err := bufio.NewReader(c).ReadString('\n'); err != nil {
+			h.Errorf("%v: %v", a, err)
+		}
+	})
+}
+
+// TestTakeover starts successors of a member under traffic. No datagram is lost or overtakes another one, connections are
+// closed and return to the successor, and the former member may exit at any time.
+func TestTakeover(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(2, "takeover: true")
+		h.startAgent()
+		for slot := range 2 {
+			h.recording(slot)
+		}
+		h.ready(0, 1)
+		all := addresses(24)
+		where := h.homes(2)
+		open := h.connectAll(all)
+		n := h.sendNumbered(all)
+		former := h.members[0]
+		for range 3 {
+			time.Sleep(300 * time.Millisecond)
+			former = h.members[0]
+			h.successor(0)
+			h.ready(0, 1)
+			if s := h.service(); len(s.Formers) == 0 || s.Formers[len(s.Formers)-1].Slot != 0 {
+				t.Errorf("formers: %+v", s.Formers)
+			}
+		}
+		h.eventually("the connections of slot 0 to be closed", func() error {
+			for a, alive := range open.alive() {
+				if alive != (where(a) == 1) {
+					return fmt.Errorf("%v: %v", a, alive)
+				}
+			}
+			return nil
+		})
+		time.Sleep(300 * time.Millisecond)
+		h.must(former.Signal(unix.SIGKILL))
+		<-former.Done()
+		time.Sleep(300 * time.Millisecond)
+		n.end(where)
+		h.connectAndGreet(all)
+		// The successor exits: the processes before it are still there, and one gets the slot back.
+		h.must(h.members[0].Signal(unix.SIGKILL))
+		<-h.members[0].Done()
+		h.eventually("a former member to return", func() error {
+			if s := h.slots()[0]; !s.Ready {
+				return fmt.Errorf("%+v", s)
+			}
+			return nil
+		})
+	})
+}
+
+// successor starts another process for a slot.
+func (h *host) successor(slot int) {
+	h.Helper()
+	h.ports += 10
+	h.recording(slot)
+}
+
+// TestWaitingRoomBounds checks the bounds of a waiting room, what status, slots and metrics show, the end of the wait, and
+// that what waits outlives the agent.
+func TestWaitingRoomBounds(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(1, "when_empty: {wait: 6s, datagrams: 100}")
+		h.startAgent()
+		h.recording(0)
+		h.ready(0)
+		device := addresses(1)
+		room := func() *api.RoomStatus { return h.slots()[0].Room }
+		// The agent is dead when the member exits, and comes back. The packets wait.
+		h.killAgent()
+		h.kill(0)
+		h.flood(device, 60)
+		h.startAgent()
+		if r := room(); r == nil || r.Until == nil || r.Waiting != 60 {
+			t.Fatalf("the next agent: %+v", r)
+		}
+		h.recording(0)
+		h.ready(0)
+		h.eventually("the datagrams", func() error {
+			if got := h.datagramsOf(device[0]); got != 60 {
+				return fmt.Errorf("%d", got)
+			}
+			return nil
+		})
+		// Beyond the bound, datagrams are refused.
+		h.kill(0)
+		h.eventually("the slot to be empty", func() error {
+			if s := h.slots()[0]; s.PID != 0 {
+				return fmt.Errorf("%+v", s)
+			}
+			return nil
+		})
+		h.must(h.devices.Do(func() error {
+			c, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(device[0], 0)))
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			for range 250 {
+				if _, err := c.WriteToUDPAddrPort([]byte("?"), target(device[0], ipfixPort)); err != nil {
+					return err
+				}
+			}
+			return nil
+		}))
+		r := room()
+		if r.Waiting != 100 || r.Full != 150 || r.Until == nil {
+			t.Errorf("a full room: %+v", r)
+		}
+		out, _, _ := h.cli("slots")
+		if !strings.Contains(out, "waits") || !strings.Contains(out, "WAITING ROOM") {
+			t.Errorf("slots: %s", out)
+		}
+		// After the wait, devices are refused again.
+		h.eventually("the end of the wait", func() error {
+			if r := room(); r.Until != nil || r.Lost != 100 || r.Waiting != 0 {
+				return fmt.Errorf("%+v", r)
+			}
+			return nil
+		})
+		h.lands("after the wait", device, nowhere)
+		h.recording(0)
+		h.ready(0)
+		h.lands("with a member again", device, func(netip.Addr) int { return 0 })
+	})
+}
+
+// datagramsOf returns the number of datagrams that members have received from a device.
+func (h *host) datagramsOf(device netip.Addr) int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.got[arrival{0, "udp", device}]
+}
+
+// TestWaitingRoomAgents restarts the agent while the datagrams of two slots wait, also right after a member has returned.
+// The datagrams of the other slot stay.
+func TestWaitingRoomAgents(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(2, "when_empty: {wait: 60s}")
+		h.startAgent()
+		for slot := range 2 {
+			h.recording(slot)
+		}
+		h.ready(0, 1)
+		all, where := addresses(20), h.homes(2)
+		h.kill(0, 1)
+		n := h.sendNumbered(all)
+		restart := func(signal unix.Signal) {
+			h.must(h.agent.Signal(signal))
+			<-h.agent.Done()
+			h.startAgent()
+		}
+		time.Sleep(200 * time.Millisecond)
+		restart(unix.SIGKILL)
+		time.Sleep(200 * time.Millisecond)
+		restart(unix.SIGTERM)
+		restart(unix.SIGKILL)
+		n.finish()
+		h.recording(0)
+		h.ready(0)
+		restart(unix.SIGTERM)
+		h.recording(1)
+		h.ready(0, 1)
+		n.end(where)
+	})
+}
