@@ -5,7 +5,7 @@
  *
  * Hook: socket filter of a member's UDP socket.
  * Decision: none, all packets pass.
- * Cost: one load of the version; for IPFIX and NetFlow v9, one load for each
+ * Cost: one load of the version; for IPFIX and NetFlow v9, two loads for each
  * set. A datagram without template sets does not leave the kernel.
  */
 #include "kernel.h"

@@ -127,7 +127,7 @@ type RoomStatus struct {
 	Datagrams   uint64     `json:"datagrams"`       // datagrams that were stored
 	Connections uint64     `json:"connections"`     // SYNs that were answered or held
 	Full        uint64     `json:"full"`            // datagrams that were refused because the room was full
-	Dropped     uint64     `json:"dropped"`         // datagrams of all slots that did not fit into the receive buffers of the rooms
+	Dropped     uint64     `json:"dropped"`         // datagrams of all slots that did not fit into the receive buffers, or were sent to the port of a room
 	Replayed    uint64     `json:"replayed"`        // datagrams that a member has received later
 	Lost        uint64     `json:"lost"`            // datagrams whose wait ended without a member
 }

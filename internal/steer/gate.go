@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net/netip"
 	"slices"
 	"time"
 
@@ -200,12 +199,10 @@ func (s *service) openGateSockets() error {
 var dropAll = []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K}}
 
 func (s *service) openGateSocket(row int) (fd int, err error) {
-	drop := func(fd int) error {
-		return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(dropAll)), Filter: &dropAll[0]})
-	}
+	drop := func(fd int) error { return attachFilter(fd, dropAll) }
 	if s.usesLookup() {
 		err = netns.Do(s.socketNetns(), func() error {
-			fd, err = listenAnywhere(s.rows[row], drop)
+			fd, err = openAnywhere(s.rows[row], drop)
 			return err
 		})
 	} else {
@@ -221,31 +218,6 @@ func (s *service) openGateSocket(row int) (fd int, err error) {
 		return -1, err
 	}
 	if err := s.path.InsertGate(row, fd); err != nil {
-		unix.Close(fd)
-		return -1, err
-	}
-	return fd, nil
-}
-
-// listenAnywhere opens a listening socket on any free port of the loopback address that receives the packets of a
-// listener by sk_lookup.
-func listenAnywhere(l bpf.Listener, before func(fd int) error) (fd int, err error) {
-	domain, address := unix.AF_INET6, netip.IPv6Unspecified()
-	if l.Address.Addr().Is4() {
-		domain, address = unix.AF_INET, netip.MustParseAddr("127.0.0.1")
-	}
-	fd, err = unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
-	if err != nil {
-		return -1, fmt.Errorf("create socket: %w", err)
-	}
-	err = before(fd)
-	if err == nil {
-		err = bind(fd, netip.AddrPortFrom(address, 0))
-	}
-	if err == nil {
-		err = unix.Listen(fd, 1)
-	}
-	if err != nil {
 		unix.Close(fd)
 		return -1, err
 	}

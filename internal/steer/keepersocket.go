@@ -90,6 +90,44 @@ func tryKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(f
 	return fd, rejectQueued(fd)
 }
 
+// openAnywhere opens a socket on any free port that receives the packets of a listener by sk_lookup. before runs before bind.
+// A listener of IPv6 may receive IPv4, too, so that its socket is bound to [::] (bpf_sk_assign), and other hosts can reach the
+// port.
+func openAnywhere(l bpf.Listener, before func(fd int) error) (fd int, err error) {
+	domain, kind, address := unix.AF_INET6, unix.SOCK_DGRAM, netip.IPv6Unspecified()
+	if l.Address.Addr().Is4() {
+		domain, address = unix.AF_INET, loopback(l.Address.Addr())
+	}
+	if l.Protocol == unix.IPPROTO_TCP {
+		kind = unix.SOCK_STREAM
+	}
+	fd, err = unix.Socket(domain, kind|unix.SOCK_CLOEXEC, int(l.Protocol))
+	if err != nil {
+		return -1, fmt.Errorf("create socket: %w", err)
+	}
+	err = before(fd)
+	if err == nil {
+		err = bind(fd, netip.AddrPortFrom(address, 0))
+	}
+	if err == nil && kind == unix.SOCK_STREAM {
+		err = unix.Listen(fd, 1)
+	}
+	if err != nil {
+		unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
+}
+
+// attachFilter attaches a socket filter.
+func attachFilter(fd int, filter []unix.SockFilter) error {
+	program := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
+	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &program); err != nil {
+		return fmt.Errorf("set SO_ATTACH_FILTER: %w", err)
+	}
+	return nil
+}
+
 // rejectQueued resets the connections and discards the datagrams that a keeper socket received before the program was
 // attached. The queue is empty unless the group had no program.
 func rejectQueued(fd int) error {

@@ -637,9 +637,6 @@ func (s *service) checkSeatSockets(seat *seat) error {
 				return err
 			}
 		}
-		info := seat.sockets[rows[socket.Cookie]]
-		info.number = socket.Number
-		seat.sockets[rows[socket.Cookie]] = info
 		if err := s.copyTemplates(seat, socket); err != nil {
 			return err
 		}

@@ -125,8 +125,8 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descMoving, float64(len(s.moves.running)), "running")
 	gauge(descMoving, float64(s.moves.waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))
-	if s.teaches() {
-		kept := s.teaching.store.Stats()
+	if s.keepsTemplates() {
+		kept := s.kept.store.Stats()
 		lost, err := s.path.LostTemplates()
 		if err != nil {
 			return err
@@ -141,7 +141,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 		counter(descMalformed, float64(malformed))
 		counter(descTemplatesRefused, float64(kept.RefusedDevice+kept.RefusedTotal))
 		counter(descTemplatesLost, float64(lost))
-		counter(descReplays, float64(s.teaching.replays))
+		counter(descReplays, float64(s.kept.replays))
 	}
 	counter(descRuns, float64(stats.Runs))
 	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())

@@ -39,8 +39,8 @@ import (
 const (
 	// fillBatch is the maximum number of datagrams that are sent again while the lock is held.
 	fillBatch = 256
-	// lessonTime is the maximum time for which a slot without a waiting room waits until its member knows the templates.
-	lessonTime = 5 * time.Second
+	// templateTime is the maximum time for which a slot without a waiting room waits until its member knows the templates.
+	templateTime = 5 * time.Second
 	// passTime is the time after which a datagram that was sent again and has not arrived is considered lost.
 	passTime = 500 * time.Millisecond
 	// A member receives what has waited at fillFactor times the rate at which it came, and at leastRate datagrams a second.
@@ -49,9 +49,9 @@ const (
 	leastRate  = 5000
 	// fillPause is the time between two batches if the member's receive buffer is half full.
 	fillPause = time.Millisecond
-	// stragglerTime is the time after a change of a slot for which its rooms are searched for packets that were on their way
+	// lateTime is the time after a change of a slot for which its rooms are searched for packets that were on their way
 	// to the room.
-	stragglerTime = 5 * time.Second
+	lateTime = 5 * time.Second
 	// overhead is the approximate memory of the kernel for a datagram, without its payload (struct sk_buff).
 	overhead = 1024
 )
@@ -150,36 +150,18 @@ func (r *rooms) close() {
 	}
 }
 
-// openRoomSocket opens the waiting room of a listener with steering by sk_lookup: a socket on any free port of the loopback
-// address.
+// openRoomSocket opens the waiting room of a listener with steering by sk_lookup.
 func (s *service) openRoomSocket(row int) (fd int, err error) {
+	l := s.rows[row]
+	filter := dropSYN
+	if l.Protocol == unix.IPPROTO_UDP {
+		filter = onlyPort(l.Address.Port())
+	}
 	err = netns.Do(s.socketNetns(), func() error {
-		if s.listeners[row].Protocol == config.TCP {
-			fd, err = listenAnywhere(s.rows[row], func(int) error { return nil })
-		} else {
-			fd, err = receiveAnywhere(s.rows[row])
-		}
+		fd, err = openAnywhere(l, func(fd int) error { return attachFilter(fd, filter) })
 		return err
 	})
 	return fd, err
-}
-
-// receiveAnywhere opens a UDP socket on any free port of the loopback address that receives the datagrams of a listener
-// by sk_lookup.
-func receiveAnywhere(l bpf.Listener) (fd int, err error) {
-	domain, address := unix.AF_INET6, netip.IPv6Unspecified()
-	if l.Address.Addr().Is4() {
-		domain, address = unix.AF_INET, netip.MustParseAddr("127.0.0.1")
-	}
-	fd, err = unix.Socket(domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, unix.IPPROTO_UDP)
-	if err != nil {
-		return -1, fmt.Errorf("create socket: %w", err)
-	}
-	if err := bind(fd, netip.AddrPortFrom(address, 0)); err != nil {
-		unix.Close(fd)
-		return -1, err
-	}
-	return fd, nil
 }
 
 // prepareRooms makes the keeper sockets waiting rooms, or ends that.
@@ -269,7 +251,8 @@ var dropSYN = []unix.SockFilter{
 	{Code: unix.BPF_RET | unix.BPF_K, K: 0xffffffff},
 }
 
-// onlyPort returns a socket filter that drops datagrams to other ports.
+// onlyPort returns a socket filter that drops datagrams to other ports: a room with sk_lookup has a port of its own, which
+// other hosts can reach.
 func onlyPort(port uint16) []unix.SockFilter {
 	return []unix.SockFilter{
 		{Code: unix.BPF_LD | unix.BPF_H | unix.BPF_ABS, K: 2}, // destination port of the UDP header
@@ -287,11 +270,7 @@ func (s *service) prepareListener(fd int) error {
 		}
 		return nil
 	}
-	filter := unix.SockFprog{Len: uint16(len(dropSYN)), Filter: &dropSYN[0]}
-	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &filter); err != nil {
-		return fmt.Errorf("set SO_ATTACH_FILTER: %w", err)
-	}
-	return nil
+	return attachFilter(fd, dropSYN)
 }
 
 // prepareReceiver sizes the receive buffer for the datagrams of all slots, and makes the kernel report the destination of
@@ -301,14 +280,6 @@ func prepareReceiver(fd int, l bpf.Listener, p *prepared) error {
 	size := min(p.room.Bytes+int64(p.room.Datagrams)*overhead/2, 1<<29) * int64(p.slots)
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, int(min(size, 1<<30-1))); err != nil {
 		return fmt.Errorf("set SO_RCVBUFFORCE: %w", err)
-	}
-	if p.port != 0 {
-		// A room with sk_lookup has a port of its own, which other hosts can reach.
-		only := onlyPort(l.Address.Port())
-		filter := unix.SockFprog{Len: uint16(len(only)), Filter: &only[0]}
-		if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &filter); err != nil {
-			return fmt.Errorf("set SO_ATTACH_FILTER: %w", err)
-		}
 	}
 	if err := unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_RECVORIGDSTADDR, 1); err != nil {
 		return fmt.Errorf("set IP_RECVORIGDSTADDR: %w", err)
@@ -357,16 +328,16 @@ func (s *service) writeWaits() error {
 // beginWait makes the packets of a slot wait that is about to be closed.
 func (s *service) beginWait(slot int) {
 	delete(s.rooms.filling, slot)
-	delete(s.teaching.lessons, slot)
+	delete(s.kept.running, slot)
 	length := s.waitLengthOf(slot)
-	if length == 0 {
-		s.markEmpty(slot)
-		return
-	}
 	wait, _, err := s.path.Wait(slot)
 	if err == nil {
-		wait.Length, wait.Filling = uint64(length), 0
-		wait.Until = uint64(since(unix.CLOCK_MONOTONIC) + length)
+		wait.Length, wait.Filling, wait.Until = uint64(length), 0, 0
+		if length > 0 {
+			wait.Until = uint64(since(unix.CLOCK_MONOTONIC) + length)
+		} else {
+			s.rooms.released = time.Now() // the room may have packets of an unfinished takeover
+		}
 		err = s.path.SetWait(slot, wait)
 	}
 	if err != nil {
@@ -447,12 +418,12 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 	}
 	limit := s.waitLengthOf(seat.slot)
 	waits := limit > 0 && wait.Until > uint64(since(unix.CLOCK_MONOTONIC))
-	addresses := s.untaught(seat.slot, seat.id())
+	addresses := s.withoutTemplates(seat.slot, seat.id())
 	if s.slotState(seat.slot).State == maintState || !waits && !takesOver && len(addresses) == 0 {
 		return nil
 	}
 	if !waits {
-		limit = lessonTime
+		limit = templateTime
 	}
 	waited := time.Now()
 	if waits {
@@ -469,7 +440,7 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 		if err := s.openTemporaryRooms(); err != nil {
 			return err
 		}
-		one.templates = s.lesson(addresses, false, s.nextSequences(seat.slot))
+		one.templates = s.templateDatagrams(addresses, false, s.nextSequences(seat.slot))
 	}
 	s.rooms.filling[seat.slot] = one
 	time.AfterFunc(0, func() { s.continueFill(one) })
@@ -481,7 +452,7 @@ func (s *service) continueFill(f *fill) {
 	for {
 		s.mu.Lock()
 		if running := s.rooms.filling; s.events == nil || s.seats[f.seat.slot] != f.seat ||
-			!f.onlyTemplates && running[f.seat.slot] != f || f.onlyTemplates && s.teaching.lessons[f.seat.slot] != f {
+			!f.onlyTemplates && running[f.seat.slot] != f || f.onlyTemplates && s.kept.running[f.seat.slot] != f {
 			s.mu.Unlock()
 			return
 		}
@@ -630,7 +601,7 @@ func (s *service) deliver(slot int, d waitingDatagram) {
 // resend sends a datagram to the member of its slot.
 func (s *service) resend(slot int, d *waitingDatagram) bool {
 	s.countLeft(slot, d)
-	if s.teaches() && templates.HasTemplates(d.Payload) {
+	if s.keepsTemplates() && templates.HasTemplates(d.Payload) {
 		s.learn(d.From, d.row, d.Payload, member.ID{})
 	}
 	send := d.Datagram
@@ -712,10 +683,10 @@ func (s *service) flushLeft() {
 // endFill makes a slot ready whose member has received what has waited.
 func (s *service) endFill(f *fill) {
 	slot := f.seat.slot
-	s.noteTaught(f.addresses, f.seat.id())
+	s.noteReplayed(f.addresses, f.seat.id())
 	s.flushLeft()
 	if f.onlyTemplates {
-		delete(s.teaching.lessons, slot)
+		delete(s.kept.running, slot)
 		s.log.Info("templates sent to the member of moved devices", "slot", slot, "pid", f.seat.process.PID, "exporters", len(f.addresses), "datagrams", f.sent)
 		return
 	}
@@ -778,7 +749,7 @@ func (s *service) returnQueued() {
 		for i := range queue {
 			d := &queue[i]
 			s.countLeft(slot, d)
-			to, ok := s.lessonDestination(d.row, d.From.Addr(), true)
+			to, ok := s.replayDestination(d.row, d.From.Addr(), true)
 			if !ok {
 				to = d.To
 			}
@@ -791,9 +762,9 @@ func (s *service) returnQueued() {
 	s.flushLeft()
 }
 
-// releaseStragglers releases packets that were on their way to a room when it was emptied.
-func (s *service) releaseStragglers() {
-	if !s.hasRooms() || time.Since(s.rooms.released) > stragglerTime {
+// releaseLate releases packets that were on their way to a room when it was emptied.
+func (s *service) releaseLate() {
+	if !s.hasRooms() || time.Since(s.rooms.released) > lateTime {
 		return
 	}
 	s.emptyRooms()
@@ -806,7 +777,7 @@ func (s *service) releaseStragglers() {
 // whose wait has ended.
 func (s *service) releaseWaiting() {
 	s.rooms.released = time.Now()
-	s.releaseStragglers()
+	s.releaseLate()
 }
 
 // rotateRooms makes the kernel decide again about the connections that wait: each migrates to the member of its device, or
@@ -904,8 +875,7 @@ func (s *service) receiveWaiting(row int) (d waitingDatagram, ok bool) {
 			return d, false
 		}
 		source, destination := addrPort(from), originalDestination(control[:nc])
-		// The port of a room with sk_lookup can also be reached directly.
-		if !source.IsValid() || destination.Port() != s.listeners[row].Address.Port() {
+		if !source.IsValid() || !destination.IsValid() {
 			continue
 		}
 		return waitingDatagram{replay.Datagram{From: source, To: destination, Payload: slices.Clone(s.rooms.buffer[:n])}, row}, true
@@ -970,19 +940,16 @@ func (s *service) endHold(slot int) error {
 // that leave the room must not displace each other.
 func (s *service) receiveSpace(seat *seat) (map[int]int, error) {
 	space := make(map[int]int)
-	for row, info := range seat.sockets {
+	for row := range seat.sockets {
 		if s.listeners[row].Protocol != config.UDP {
 			continue
 		}
-		socket, err := seat.handle.OpenSocket(info.number)
+		socket, err := seat.openSocket(row)
 		if err != nil {
 			return nil, err
 		}
 		memory, err := socketMemory(socket.FD())
 		socket.Close()
-		if err == nil && socket.Cookie != info.cookie {
-			err = errors.New("the socket was closed")
-		}
 		if err != nil {
 			return nil, err
 		}

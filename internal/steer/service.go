@@ -68,7 +68,7 @@ type service struct {
 	moves                        moves
 	gate                         gate
 	rooms                        rooms
-	teaching                     teaching
+	kept                         keptTemplates
 	formers                      map[member.ID]*seat     // running processes whose slot another process has taken over
 	ignoresSettings              bool                    // the settings of the slots leave no slot for any device
 	pinTimer                     *time.Timer             // timer of the next end of a pin; nil: none is due
@@ -106,7 +106,30 @@ func (s *seat) id() member.ID {
 type socketInfo struct {
 	cookie uint64
 	local  string
-	number int // descriptor of the member; not known for a member that an earlier agent registered
+	number int // descriptor at the member, when it was opened last; 0 if it is not known
+}
+
+// openSocket returns a copy of the registered socket of a row. The caller closes the copy. Programs may move a socket to
+// another descriptor: those in Go do for inherited sockets.
+func (s *seat) openSocket(row int) (*member.Socket, error) {
+	info := s.sockets[row]
+	if socket, err := s.handle.OpenSocket(info.number); err == nil {
+		if socket.Cookie == info.cookie {
+			return socket, nil
+		}
+		socket.Close()
+	}
+	all, err := s.handle.Sockets(func(socket *member.Socket) bool { return socket.Cookie == info.cookie })
+	if err != nil {
+		return nil, err
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("open socket %s of process %d: %w", info.local, s.process.PID, fs.ErrNotExist)
+	}
+	member.CloseAll(all[1:])
+	info.number = all[0].Number
+	s.sockets[row] = info
+	return all[0], nil
 }
 
 // waitingProcess is a process that matches a rule or has a claim and cannot be registered yet.
@@ -130,7 +153,7 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
 			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
 			sockets: make(map[int]int),
-		}, rooms: newRooms(), teaching: newTeaching(), formers: make(map[member.ID]*seat), adopters: make(map[*member.Handle]bool),
+		}, rooms: newRooms(), kept: newKeptTemplates(), formers: make(map[member.ID]*seat), adopters: make(map[*member.Handle]bool),
 		keeperSockets: make(map[int]int), refusals: make(refusals), restoring: true,
 	}
 	s.mu.Lock()
@@ -433,7 +456,7 @@ func (s *service) openPath() error {
 		return err
 	}
 	go s.watch(s.events)
-	return s.openTeaching()
+	return s.openTemplateKeeper()
 }
 
 // builtDeviceMap is a device map for the kernel, and its contents.
@@ -496,7 +519,7 @@ func (s *service) restore() error {
 			return err
 		}
 	}
-	s.assumeTaught()
+	s.assumeReplayed()
 	// The rooms come first, because the slots of members that are found now may be filling.
 	if err := s.reconcileKeeper(); err != nil {
 		return err
@@ -509,7 +532,7 @@ func (s *service) restore() error {
 		return err
 	}
 	s.releaseWaiting()
-	s.teachMoved()
+	s.replayMoved()
 	return s.reconcileKeeper()
 }
 
@@ -666,7 +689,7 @@ func (s *service) closeLocked() {
 		unix.Close(fd)
 	}
 	clear(s.keeperSockets)
-	s.closeTeaching()
+	s.closeTemplateKeeper()
 	s.rooms.close()
 	s.closeGateSockets()
 	if s.keeper != nil {

@@ -152,7 +152,7 @@ func (s *service) check(turn int) {
 	s.checks.timer = nil
 	s.pruneAdopted()
 	s.expirePins()
-	s.releaseStragglers()
+	s.releaseLate()
 	missing := s.checkNow()
 	seats := s.seatIDs()
 	scan := len(missing.sessions) > 0 && time.Since(s.checks.labeled) >= labelInterval
@@ -195,7 +195,7 @@ func (s *service) checkNow() unlabeled {
 		return unlabeled{}
 	}
 	s.noteSessions(list)
-	s.teachMoved()
+	s.replayMoved()
 	missing := s.findUnlabeled(list)
 	unknown := make(map[uint64]bool)
 	for _, one := range missing.sessions {

@@ -31,6 +31,8 @@ type receiver struct {
 	Counts bool
 	// Records makes the receiver log the payload of each datagram, and the first line of each connection.
 	Records bool
+	// Deaf makes the receiver open its sockets and read nothing.
+	Deaf bool
 }
 
 // socket is a socket of a receiver. Sockets are opened in order.
@@ -62,6 +64,9 @@ func receive(spec string) error {
 		fd, err := s.open()
 		if err != nil {
 			return fmt.Errorf("open %s %v: %w", s.Protocol, s.Address, err)
+		}
+		if r.Deaf {
+			continue
 		}
 		f := os.NewFile(uintptr(fd), s.Protocol)
 		if s.Protocol == "udp" {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -103,6 +104,21 @@ func (n *numbered) end(where home) {
 	}
 }
 
+// upRecording returns a host whose slots have receivers that log what they receive.
+func upRecording(t *testing.T, mode config.Steering, slots int, line string) *host {
+	t.Helper()
+	h := newHost(t, mode)
+	h.setPolicy(slots, line)
+	h.startAgent()
+	var all []int
+	for slot := range slots {
+		h.recording(slot)
+		all = append(all, slot)
+	}
+	h.ready(all...)
+	return h
+}
+
 // recording returns a receiver that logs what it receives.
 func (h *host) recording(slot int) *member {
 	h.Helper()
@@ -114,13 +130,7 @@ func (h *host) recording(slot int) *member {
 // TestWaitingRoom kills a member, and starts it again a second later. No datagram is lost, and no device is refused.
 func TestWaitingRoom(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := newHost(t, mode)
-		h.setPolicy(2, "when_empty: {wait: 20s}")
-		h.startAgent()
-		for slot := range 2 {
-			h.recording(slot)
-		}
-		h.ready(0, 1)
+		h := upRecording(t, mode, 2, "when_empty: {wait: 20s}")
 		all := addresses(24)
 		where := h.homes(2)
 		n := h.sendNumbered(all)
@@ -178,13 +188,7 @@ func (h *host) connectAndGreet(all []netip.Addr) {
 // closed and return to the successor, and the former member may exit at any time.
 func TestTakeover(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := newHost(t, mode)
-		h.setPolicy(2, "takeover: true")
-		h.startAgent()
-		for slot := range 2 {
-			h.recording(slot)
-		}
-		h.ready(0, 1)
+		h := upRecording(t, mode, 2, "takeover: true")
 		all := addresses(24)
 		where := h.homes(2)
 		open := h.connectAll(all)
@@ -232,15 +236,125 @@ func (h *host) successor(slot int) {
 	h.recording(slot)
 }
 
-// TestWaitingRoomBounds checks the bounds of a waiting room, what status, slots and metrics show, the end of the wait, and
-// that what waits outlives the agent.
-func TestWaitingRoomBounds(t *testing.T) {
+// sendMany sends datagrams from a device, and ignores that they are refused.
+func (h *host) sendMany(from netip.Addr, to netip.AddrPort, n int) {
+	h.Helper()
+	h.must(h.devices.Do(func() error {
+		c, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(from, 0)))
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		for range n {
+			if _, err := c.WriteToUDPAddrPort([]byte("?"), to); err != nil {
+				return err
+			}
+		}
+		return nil
+	}))
+}
+
+// TestWaitingRoomDeaf gives a slot a member that reads nothing. When its time is over, the slot is ready, and what the member
+// has not received is lost, and counted.
+func TestWaitingRoomDeaf(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := newHost(t, mode)
-		h.setPolicy(1, "when_empty: {wait: 6s, datagrams: 100}")
-		h.startAgent()
+		const sent = 1000
+		h := upRecording(t, mode, 1, "when_empty: {wait: 3s}")
+		device := addresses(1)
+		h.kill(0)
+		h.sendMany(device[0], target(device[0], ipfixPort), sent)
+		spec := h.spec(0)
+		spec.Deaf = true
+		h.startReceiver("receiver-0", spec)
+		h.ready(0)
+		if r := h.slots()[0].Room; r.Lost == 0 || r.Replayed == 0 || r.Lost+r.Replayed != sent {
+			t.Errorf("%d datagrams: %+v", sent, r)
+		}
+	})
+}
+
+// TestWaitingRoomPolicy changes the policy while datagrams wait: without a waiting room they are discarded, and counted. A room
+// that is opened again works.
+func TestWaitingRoomPolicy(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := upRecording(t, mode, 1, "when_empty: {wait: 60s}")
+		device := addresses(1)
+		h.kill(0)
+		h.sendMany(device[0], target(device[0], ipfixPort), 50)
+		apply := func(line string) {
+			h.setPolicy(1, line)
+			h.show(new(any), "apply")
+		}
+		apply("when_empty: reject")
+		h.lands("reject", device, nowhere)
+		apply("when_empty: {wait: 60s}")
+		if r := h.slots()[0].Room; r.Waiting != 0 || r.Lost != 50 {
+			t.Errorf("after reject: %+v", r)
+		}
+		// The first wait of the slot begins with the new policy.
+		h.sendMany(device[0], target(device[0], ipfixPort), 20)
 		h.recording(0)
 		h.ready(0)
+		h.eventually("the datagrams of the second room", func() error {
+			if got := h.datagramsOf(device[0]); got != 20 {
+				return fmt.Errorf("%d", got)
+			}
+			return nil
+		})
+	})
+}
+
+// TestWaitingRoomPort floods the port that a waiting room has with steering by sk_lookup, from another host. Nothing of that
+// occupies the room.
+func TestWaitingRoomPort(t *testing.T) {
+	h := upRecording(t, config.Lookup, 1, "when_empty: {wait: 60s}")
+	device := addresses(1)
+	open := func() (ports []uint16, queued int) {
+		h.Helper()
+		h.must(h.collectors.Do(func() error {
+			table, err := os.ReadFile("/proc/thread-self/net/udp6")
+			if err != nil {
+				return err
+			}
+			for line := range strings.Lines(string(table)) {
+				var port, tx, rx int
+				if fields := strings.Fields(line); len(fields) > 4 {
+					_, local, _ := strings.Cut(fields[1], ":")
+					if _, err := fmt.Sscanf(local, "%x", &port); err != nil {
+						continue // the heading
+					}
+					if _, err := fmt.Sscanf(fields[4], "%x:%x", &tx, &rx); err != nil {
+						return err
+					}
+					ports, queued = append(ports, uint16(port)), queued+rx
+				}
+			}
+			return nil
+		}))
+		return ports, queued
+	}
+	ports, _ := open()
+	if len(ports) < 2 { // the member's and the room's
+		t.Fatalf("ports %v", ports)
+	}
+	h.hang(0)
+	_, before := open()
+	for _, port := range ports {
+		if port != h.spec(0).Sockets[1].Address.Port() {
+			h.sendMany(device[0], netip.AddrPortFrom(target(device[0], 0).Addr(), port), 500)
+		}
+	}
+	if _, after := open(); after != before {
+		t.Errorf("%d bytes are queued, %d before", after, before)
+	}
+	h.must(h.members[0].Signal(unix.SIGCONT))
+}
+
+// TestWaitingRoomBounds checks the bounds of a waiting room, what slots shows, the end of the wait, and that what waits
+// outlives the agent.
+func TestWaitingRoomBounds(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := upRecording(t, mode, 1, "when_empty: {wait: 6s, datagrams: 100}")
 		device := addresses(1)
 		room := func() *api.RoomStatus { return h.slots()[0].Room }
 		// The agent is dead when the member exits, and comes back. The packets wait.
@@ -267,19 +381,7 @@ func TestWaitingRoomBounds(t *testing.T) {
 			}
 			return nil
 		})
-		h.must(h.devices.Do(func() error {
-			c, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(device[0], 0)))
-			if err != nil {
-				return err
-			}
-			defer c.Close()
-			for range 250 {
-				if _, err := c.WriteToUDPAddrPort([]byte("?"), target(device[0], ipfixPort)); err != nil {
-					return err
-				}
-			}
-			return nil
-		}))
+		h.sendMany(device[0], target(device[0], ipfixPort), 250)
 		r := room()
 		if r.Waiting != 100 || r.Full != 150 || r.Until == nil {
 			t.Errorf("a full room: %+v", r)
@@ -313,13 +415,7 @@ func (h *host) datagramsOf(device netip.Addr) int {
 // The datagrams of the other slot stay.
 func TestWaitingRoomAgents(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := newHost(t, mode)
-		h.setPolicy(2, "when_empty: {wait: 60s}")
-		h.startAgent()
-		for slot := range 2 {
-			h.recording(slot)
-		}
-		h.ready(0, 1)
+		h := upRecording(t, mode, 2, "when_empty: {wait: 60s}")
 		all, where := addresses(20), h.homes(2)
 		h.kill(0, 1)
 		n := h.sendNumbered(all)

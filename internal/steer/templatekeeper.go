@@ -44,15 +44,15 @@ const (
 	saveShare          = 20
 )
 
-// teaching contains the templates of the exporters of a service.
-type teaching struct {
+// keptTemplates contains the templates of the exporters of a service.
+type keptTemplates struct {
 	store  *templates.Store // nil: templates are off
 	reader *bpf.TemplateReader
-	// taught contains the member that knows the templates of an exporter.
-	taught map[netip.Addr]member.ID
-	proven map[netip.Addr]bool // addresses with an established TCP connection
-	// lessons are running replays to slots that are ready.
-	lessons   map[int]*fill
+	// replayedTo contains the member that knows the templates of an exporter.
+	replayedTo map[netip.Addr]member.ID
+	proven     map[netip.Addr]bool // addresses with an established TCP connection
+	// running are the replays to slots that are ready.
+	running   map[int]*fill
 	saved     uint64 // revision of the last save
 	saveTimer *time.Timer
 	saving    time.Duration // time that the last save took
@@ -61,31 +61,31 @@ type teaching struct {
 	filtered  map[int]bool  // slots whose member has a socket filter of its own
 }
 
-func newTeaching() teaching {
-	return teaching{
-		taught: make(map[netip.Addr]member.ID), proven: make(map[netip.Addr]bool), lessons: make(map[int]*fill),
+func newKeptTemplates() keptTemplates {
+	return keptTemplates{
+		replayedTo: make(map[netip.Addr]member.ID), proven: make(map[netip.Addr]bool), running: make(map[int]*fill),
 		temporary: make(map[int]int), filtered: make(map[int]bool),
 	}
 }
 
-// teaches reports whether the service keeps templates.
-func (s *service) teaches() bool { return s.teaching.store != nil }
+// keepsTemplates reports whether the service keeps templates.
+func (s *service) keepsTemplates() bool { return s.kept.store != nil }
 
 // wantsTemplates reports whether the policy keeps templates.
 func wantsTemplates(c config.Service) bool {
 	return c.Templates == config.KeepTemplates && slices.ContainsFunc(c.Listeners, func(l config.Listener) bool { return l.Protocol == config.UDP })
 }
 
-// openTeaching begins or ends to keep templates, according to the policy. The path must be open.
-func (s *service) openTeaching() error {
+// openTemplateKeeper begins or ends to keep templates, according to the policy. The path must be open.
+func (s *service) openTemplateKeeper() error {
 	s.closeReader()
 	if !wantsTemplates(s.config) {
-		if s.teaches() {
+		if s.keepsTemplates() {
 			for _, seat := range s.seats {
 				s.stopCopying(seat)
 			}
-			s.teaching.store = nil
-			clear(s.teaching.taught)
+			s.kept.store = nil
+			clear(s.kept.replayedTo)
 		}
 		return nil
 	}
@@ -93,15 +93,15 @@ func (s *service) openTeaching() error {
 		s.log.Warn("templates are not replayed", "error", err)
 		return nil
 	}
-	if !s.teaches() {
-		s.teaching.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return s.teaching.proven[a] })
+	if !s.keepsTemplates() {
+		s.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return s.kept.proven[a] })
 		s.loadTemplates()
 	}
 	reader, err := s.path.Templates()
 	if err != nil {
 		return err
 	}
-	s.teaching.reader = reader
+	s.kept.reader = reader
 	go s.watchTemplates(reader)
 	return nil
 }
@@ -122,20 +122,20 @@ func (s *service) openSender() error {
 }
 
 func (s *service) closeReader() {
-	if s.teaching.reader != nil {
-		s.teaching.reader.Close()
-		s.teaching.reader = nil
+	if s.kept.reader != nil {
+		s.kept.reader.Close()
+		s.kept.reader = nil
 	}
 }
 
-// closeTeaching saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
-func (s *service) closeTeaching() {
+// closeTemplateKeeper saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
+func (s *service) closeTemplateKeeper() {
 	s.closeReader()
-	if s.teaching.saveTimer != nil {
-		s.teaching.saveTimer.Stop()
+	if s.kept.saveTimer != nil {
+		s.kept.saveTimer.Stop()
 	}
 	s.closeTemporaryRooms()
-	if s.teaches() {
+	if s.keepsTemplates() {
 		s.saveTemplates()
 	}
 }
@@ -153,7 +153,7 @@ func (s *service) watchTemplates(reader *bpf.TemplateReader) {
 			return
 		}
 		s.mu.Lock()
-		if s.teaching.reader == reader {
+		if s.kept.reader == reader {
 			s.learnFrom(&t)
 		}
 		s.mu.Unlock()
@@ -185,27 +185,27 @@ func (s *service) learnFrom(t *bpf.TemplateSets) {
 // learn keeps the templates of a datagram. at is the member that has received the datagram as the member of the device, or
 // zero.
 func (s *service) learn(source netip.AddrPort, row int, datagram []byte, at member.ID) {
-	err := s.teaching.store.Learn(source, row, datagram, time.Now())
+	err := s.kept.store.Learn(source, row, datagram, time.Now())
 	if err != nil {
 		return // counted
 	}
 	if addr := source.Addr().Unmap().WithZone(""); at.PID != 0 {
-		if _, known := s.teaching.taught[addr]; !known {
-			s.teaching.taught[addr] = at
+		if _, known := s.kept.replayedTo[addr]; !known {
+			s.kept.replayedTo[addr] = at
 		}
 	}
 	s.scheduleTemplatesSave()
 }
 
 func (s *service) scheduleTemplatesSave() {
-	if s.teaching.saveTimer != nil || s.teaching.store.Revision() == s.teaching.saved {
+	if s.kept.saveTimer != nil || s.kept.store.Revision() == s.kept.saved {
 		return
 	}
-	s.teaching.saveTimer = time.AfterFunc(max(templatesSaveDelay, saveShare*s.teaching.saving), func() {
+	s.kept.saveTimer = time.AfterFunc(max(templatesSaveDelay, saveShare*s.kept.saving), func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		s.teaching.saveTimer = nil
-		if s.events != nil && s.teaches() {
+		s.kept.saveTimer = nil
+		if s.events != nil && s.keepsTemplates() {
 			s.saveTemplates()
 		}
 	})
@@ -225,14 +225,14 @@ func (s *service) rowsLine() string {
 }
 
 func (s *service) saveTemplates() {
-	if s.teaching.store.Revision() == s.teaching.saved {
+	if s.kept.store.Revision() == s.kept.saved {
 		return
 	}
 	began := time.Now()
-	defer func() { s.teaching.saving = time.Since(began) }()
+	defer func() { s.kept.saving = time.Since(began) }()
 	var b bytes.Buffer
 	b.WriteString(s.rowsLine())
-	err := s.teaching.store.Save(&b)
+	err := s.kept.store.Save(&b)
 	if err == nil {
 		err = statedir.Write(s.templatesPath(), b.Bytes())
 	}
@@ -240,7 +240,7 @@ func (s *service) saveTemplates() {
 		s.log.Error("templates not saved", "error", err)
 		return
 	}
-	s.teaching.saved = s.teaching.store.Revision()
+	s.kept.saved = s.kept.store.Revision()
 }
 
 // loadTemplates reads the templates of an earlier agent. A damaged file is discarded.
@@ -254,46 +254,49 @@ func (s *service) loadTemplates() {
 		if string(rows)+"\n" != s.rowsLine() {
 			err = errors.New("it is damaged, or for other listeners")
 		} else {
-			err = s.teaching.store.Load(bytes.NewReader(rest), time.Now())
+			err = s.kept.store.Load(bytes.NewReader(rest), time.Now())
 		}
 	}
 	if err != nil {
 		s.log.Warn("templates discarded: exporters must send theirs again", "file", s.templatesPath(), "error", errors.Join(err, os.Remove(s.templatesPath())))
 		return
 	}
-	s.teaching.saved = s.teaching.store.Revision()
+	s.kept.saved = s.kept.store.Revision()
 }
 
 // copyTemplates attaches the filter that copies templates to the UDP socket of a member.
 func (s *service) copyTemplates(seat *seat, socket *member.Socket) error {
-	if !s.teaches() || socket.Protocol != unix.IPPROTO_UDP {
+	if !s.keepsTemplates() || socket.Protocol != unix.IPPROTO_UDP {
 		return nil
 	}
 	owner, ok := s.path.Owner(socket.FD())
 	err := s.path.CopyTemplates(socket.FD(), ok && owner.Filtered)
 	if errors.Is(err, bpf.ErrFiltered) {
-		if !s.teaching.filtered[seat.slot] {
+		if !s.kept.filtered[seat.slot] {
 			s.log.Warn("templates of the member are not kept: its socket has a socket filter", "slot", seat.slot, "pid", seat.process.PID)
 		}
-		s.teaching.filtered[seat.slot] = true
+		s.kept.filtered[seat.slot] = true
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	delete(s.teaching.filtered, seat.slot)
+	delete(s.kept.filtered, seat.slot)
 	return s.path.SetOwner(socket.FD(), bpf.Owner{PID: seat.process.PID, StartTime: seat.process.StartTime, Filtered: true})
 }
 
 // stopCopying removes the filters of a member that still runs.
 func (s *service) stopCopying(seat *seat) {
-	for _, info := range seat.sockets {
-		socket, err := seat.handle.OpenSocket(info.number)
+	for row := range seat.sockets {
+		if s.listeners[row].Protocol != config.UDP {
+			continue
+		}
+		socket, err := seat.openSocket(row)
 		if err != nil {
 			continue
 		}
 		owner, ok := s.path.Owner(socket.FD())
-		if socket.Cookie == info.cookie && ok && owner.Filtered {
+		if ok && owner.Filtered {
 			err = errors.Join(bpf.DetachFilter(socket.FD()), s.path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime}))
 		}
 		if err != nil {
@@ -303,20 +306,20 @@ func (s *service) stopCopying(seat *seat) {
 	}
 }
 
-// untaught returns the exporters of a slot whose templates the member of the slot does not know.
-func (s *service) untaught(slot int, at member.ID) (addresses []netip.Addr) {
-	if !s.teaches() {
+// withoutTemplates returns the exporters of a slot whose templates the member of the slot does not know.
+func (s *service) withoutTemplates(slot int, at member.ID) (addresses []netip.Addr) {
+	if !s.keepsTemplates() {
 		return nil
 	}
 	v := s.serving()
-	for addr := range s.teaching.store.Addresses() {
+	for addr := range s.kept.store.Addresses() {
 		home, _ := s.mapping.Slot(addr)
 		if home != slot {
 			if served, ok := v.slot(home); !ok || served != slot {
 				continue
 			}
 		}
-		if s.teaching.taught[addr] != at {
+		if s.kept.replayedTo[addr] != at {
 			addresses = append(addresses, addr)
 		}
 	}
@@ -324,13 +327,13 @@ func (s *service) untaught(slot int, at member.ID) (addresses []netip.Addr) {
 	return addresses
 }
 
-// lesson returns the datagrams that teach a member the templates of exporters. next contains the sequence numbers of the
+// templateDatagrams returns the datagrams with the templates of exporters. next contains the sequence numbers of the
 // messages that follow.
-func (s *service) lesson(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
+func (s *service) templateDatagrams(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
 	now := time.Now()
 	for _, addr := range addresses {
-		for _, m := range s.teaching.store.Replay(addr, now, 0, next) {
-			to, ok := s.lessonDestination(m.Row, addr, ready)
+		for _, m := range s.kept.store.Replay(addr, now, 0, next) {
+			to, ok := s.replayDestination(m.Row, addr, ready)
 			if !ok {
 				continue
 			}
@@ -340,15 +343,15 @@ func (s *service) lesson(addresses []netip.Addr, ready bool, next map[templates.
 	return list
 }
 
-// lessonDestination returns the address at which the data path finds the member of an exporter, also before its slot is
+// replayDestination returns the address at which the data path finds the member of an exporter, also before its slot is
 // ready.
-func (s *service) lessonDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
+func (s *service) replayDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
 	l, ok := s.listeners[row]
 	if !ok || l.Protocol != config.UDP {
 		return to, false
 	}
 	if s.usesLookup() && !ready {
-		port := s.teaching.temporaryPort(row)
+		port := s.kept.temporaryPort(row)
 		if p := s.rooms.prepared[row]; p != nil {
 			port = p.port
 		}
@@ -361,7 +364,7 @@ func (s *service) lessonDestination(row int, of netip.Addr, ready bool) (to neti
 	return to, to.Addr().Is4() == of.Is4()
 }
 
-func (t *teaching) temporaryPort(row int) uint16 {
+func (t *keptTemplates) temporaryPort(row int) uint16 {
 	fd, open := t.temporary[row]
 	if !open {
 		return 0
@@ -380,15 +383,15 @@ func (s *service) openTemporaryRooms() error {
 		return nil
 	}
 	for row, l := range s.listeners {
-		if _, open := s.teaching.temporary[row]; open || l.Protocol != config.UDP {
+		if _, open := s.kept.temporary[row]; open || l.Protocol != config.UDP {
 			continue
 		}
 		fd, err := s.openRoomSocket(row)
 		if err != nil {
 			return err
 		}
-		s.teaching.temporary[row] = fd
-		if err := s.path.InsertRoom(row, fd, s.teaching.temporaryPort(row)); err != nil {
+		s.kept.temporary[row] = fd
+		if err := s.path.InsertRoom(row, fd, s.kept.temporaryPort(row)); err != nil {
 			return err
 		}
 	}
@@ -400,52 +403,52 @@ func (s *service) closeTemporaryRooms() {
 	if len(s.rooms.filling) > 0 {
 		return
 	}
-	for row, fd := range s.teaching.temporary {
+	for row, fd := range s.kept.temporary {
 		if err := s.path.RemoveRoom(row); err != nil {
 			s.log.Error("waiting room not removed", "error", err)
 		}
 		unix.Close(fd)
-		delete(s.teaching.temporary, row)
+		delete(s.kept.temporary, row)
 	}
 }
 
-// noteTaught notes that a member knows the templates of exporters.
-func (s *service) noteTaught(addresses []netip.Addr, at member.ID) {
+// noteReplayed notes that a member knows the templates of exporters.
+func (s *service) noteReplayed(addresses []netip.Addr, at member.ID) {
 	now := time.Now()
-	s.teaching.replays += uint64(len(addresses))
+	s.kept.replays += uint64(len(addresses))
 	for _, addr := range addresses {
-		s.teaching.taught[addr] = at
+		s.kept.replayedTo[addr] = at
 		for row, l := range s.listeners {
 			if l.Protocol == config.UDP {
-				s.teaching.store.Replayed(addr, row, now)
+				s.kept.store.Replayed(addr, row, now)
 			}
 		}
 	}
 }
 
-// teachMoved sends the templates of devices that another member serves now to that member. The first templates are sent at
+// replayMoved sends the templates of devices that another member serves now to that member. The first templates are sent at
 // once.
-func (s *service) teachMoved() {
-	if !s.teaches() {
+func (s *service) replayMoved() {
+	if !s.keepsTemplates() {
 		return
 	}
 	bySlot, v := make(map[int][]netip.Addr), s.serving()
-	for addr := range s.teaching.store.Addresses() {
+	for addr := range s.kept.store.Addresses() {
 		home, _ := s.mapping.Slot(addr)
-		if slot, ok := v.slot(home); ok && s.teaching.taught[addr] != v.members[slot] && s.teaching.lessons[slot] == nil {
+		if slot, ok := v.slot(home); ok && s.kept.replayedTo[addr] != v.members[slot] && s.kept.running[slot] == nil {
 			bySlot[slot] = append(bySlot[slot], addr)
 		}
 	}
 	for slot, addresses := range bySlot {
 		seat := s.seats[slot]
 		one := &fill{seat: seat, began: time.Now(), deadline: time.Now().Add(time.Minute), onlyTemplates: true,
-			addresses: addresses, templates: s.lesson(addresses, true, nil)}
+			addresses: addresses, templates: s.templateDatagrams(addresses, true, nil)}
 		var err error
 		if one.arrived, err = s.path.Datagrams(slot); err != nil {
 			s.log.Error("templates not replayed", "slot", slot, "error", err)
 			continue
 		}
-		s.teaching.lessons[slot] = one
+		s.kept.running[slot] = one
 		if done, _ := s.fillSome(one); done {
 			s.endFill(one)
 			continue
@@ -456,32 +459,32 @@ func (s *service) teachMoved() {
 
 // noteSessions notes the addresses with an established TCP connection, which cannot be forged.
 func (s *service) noteSessions(list []session) {
-	if !s.teaches() {
+	if !s.keepsTemplates() {
 		return
 	}
-	clear(s.teaching.proven)
+	clear(s.kept.proven)
 	for i := range list {
 		if list[i].owned {
-			s.teaching.proven[list[i].address.Unmap()] = true
+			s.kept.proven[list[i].address.Unmap()] = true
 		}
 	}
-	s.teaching.store.Expire(time.Now())
-	for addr := range s.teaching.taught {
-		if len(s.teaching.taught) > 4*s.teaching.store.Stats().Sources+1024 && !s.teaching.store.Has(addr) {
-			delete(s.teaching.taught, addr)
+	s.kept.store.Expire(time.Now())
+	for addr := range s.kept.replayedTo {
+		if len(s.kept.replayedTo) > 4*s.kept.store.Stats().Sources+1024 && !s.kept.store.Has(addr) {
+			delete(s.kept.replayedTo, addr)
 		}
 	}
 }
 
-// assumeTaught notes that the members that an earlier agent registered know the templates of their devices.
-func (s *service) assumeTaught() {
-	if !s.teaches() {
+// assumeReplayed notes that the members that an earlier agent registered know the templates of their devices.
+func (s *service) assumeReplayed() {
+	if !s.keepsTemplates() {
 		return
 	}
 	v := s.serving()
-	for addr := range s.teaching.store.Addresses() {
+	for addr := range s.kept.store.Addresses() {
 		if id, ok := v.server(addr); ok {
-			s.teaching.taught[addr] = id
+			s.kept.replayedTo[addr] = id
 		}
 	}
 }
@@ -491,11 +494,11 @@ func (s *service) templatesOf(device string) ([]api.TemplateStatus, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list := []api.TemplateStatus{}
-	if !s.teaches() {
+	if !s.keepsTemplates() {
 		return list, nil
 	}
 	address, _ := netip.ParseAddr(device)
-	for t := range s.teaching.store.List() {
+	for t := range s.kept.store.List() {
 		addr := t.Source.Addr()
 		at := s.mapping.Locate(addr)
 		if device != "" && addr != address.Unmap() && at.Device != device {
