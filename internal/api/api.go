@@ -41,7 +41,7 @@ type TunedCgroup struct {
 type ServiceStatus struct {
 	Name         string           `json:"name"`
 	Steering     string           `json:"steering"`
-	WhenEmpty    string           `json:"when_empty"` // "reject" or "standby N"
+	WhenEmpty    string           `json:"when_empty"` // as text, as in "reject" or "standby 3"
 	Listeners    []string         `json:"listeners"`
 	Slots        int              `json:"slots"`
 	SlotsAs      string           `json:"slots_as,omitempty"` // another service with the same slots

@@ -157,7 +157,7 @@ func TestAgentRefusals(t *testing.T) {
 	start := func(change func(*exec.Cmd), role string, args ...string) result {
 		return h.child(change, role, append(append(args, h.agentArgs()...), "-o", "json")...)
 	}
-	missing := "start agent: missing CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH, CAP_CHOWN"
+	missing := "start agent: missing CAP_BPF, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH, CAP_CHOWN"
 	right := "run as root, or give these capabilities to the service"
 	h.isFailure(start(asNobody, "sockeye"), 4, missing, right)
 	h.isFailure(start(nil, "limited", fmt.Sprint(unix.CAP_BPF)), 4, "start agent: missing CAP_BPF", right)

@@ -154,7 +154,7 @@ func TestDoctorFailures(t *testing.T) {
 	}
 	findings, code = h.examine(asNobody, "sockeye")
 	find(findings, doctor.Finding{Area: "rights", Check: "capabilities", Result: "failure", Code: 4, Hint: right,
-		Detail: "missing CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH, CAP_CHOWN"})
+		Detail: "missing CAP_BPF, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH, CAP_CHOWN"})
 	if code != 4 {
 		t.Errorf("exit code %d, want 4", code)
 	}

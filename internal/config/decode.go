@@ -91,8 +91,11 @@ func (d *decoder) value(path string, key, n *yaml.Node, v reflect.Value, tag ref
 		b, _ := d.boolean(path, n)
 		v.SetBool(b)
 	case reflect.String:
-		if s, ok := d.text(path, n); ok {
-			if values := strings.Split(tag.Get("enum"), ","); slices.Contains(values, s) {
+		values := strings.Split(tag.Get("enum"), ",")
+		if tag := n.ShortTag(); n.Kind == yaml.ScalarNode && n.Value != "" && tag != "!!str" && tag != "!!null" {
+			d.refuse(path, positionOf(n), fmt.Sprintf("must be %s, is %s", strings.Join(values, " or "), describe(n)), "")
+		} else if s, ok := d.text(path, n); ok {
+			if slices.Contains(values, s) {
 				v.SetString(s)
 			} else {
 				d.refuse(path, positionOf(n), fmt.Sprintf("must be %s, is %s", strings.Join(values, " or "), describe(n)), didYouMean(s, values))

@@ -191,7 +191,11 @@ func decodePorts(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any
 
 func decodeWhenEmpty(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 	switch {
-	case n.Kind == yaml.MappingNode && hasKey(n, "wait"):
+	case n.Kind == yaml.MappingNode && len(n.Content) == 0:
+		d.refuse(path, positionOf(n), "must be reject, {standby: N} or {wait: 30s}, is empty", "")
+	case n.Kind == yaml.MappingNode && hasKey(n, "wait") && hasKey(n, "standby"):
+		d.refuse(path, positionOf(n), "has both standby and wait", "choose one of them")
+	case n.Kind == yaml.MappingNode && (hasKey(n, "wait") || hasKey(n, "datagrams") || hasKey(n, "bytes")):
 		room := new(Room)
 		d.decode(path, n, room)
 		return WhenEmpty{Room: room}

@@ -84,13 +84,13 @@ type WhenEmpty struct {
 	Room    *Room // waiting room
 }
 
-// String returns the value in the notation of the policy.
+// String describes the value.
 func (w WhenEmpty) String() string {
 	switch {
 	case w.Standby != nil:
 		return fmt.Sprintf("standby %d", *w.Standby)
 	case w.Room != nil:
-		return fmt.Sprintf("wait %s", time.Duration(w.Room.Wait)*time.Microsecond)
+		return fmt.Sprintf("wait %s, %d datagrams, %s", time.Duration(w.Room.Wait)*time.Microsecond, w.Room.Datagrams, FormatValue(roomBytes, w.Room.Bytes))
 	}
 	return "reject"
 }

@@ -197,7 +197,14 @@ p.yaml:5:15: services.t.on_start: must be reset or adopt or report, is "ignore"`
 	{"when_empty list", minimal + "    when_empty: []\n", `
 p.yaml:5:17: services.t.when_empty: must be reject, {standby: N} or {wait: 30s}, is a list`},
 	{"when_empty without standby", minimal + "    when_empty: {}\n", `
-p.yaml:5:17: services.t.when_empty.standby: is missing`},
+p.yaml:5:17: services.t.when_empty: must be reject, {standby: N} or {wait: 30s}, is empty`},
+	{"waiting room without wait", minimal + "    when_empty: {datagrams: 10}\n", `
+p.yaml:5:17: services.t.when_empty.wait: is missing`},
+	{"waiting room and standby", minimal + "    when_empty: {wait: 30s, standby: 1}\n", `
+p.yaml:5:17: services.t.when_empty: has both standby and wait
+  hint: choose one of them`},
+	{"enumeration", minimal + "    templates: true\n", `
+p.yaml:5:16: services.t.templates: must be keep or off, is true`},
 	{"waiting room bounds", minimal + "    when_empty: {wait: 2h, datagrams: 0, bytes: 2GB}\n", `
 p.yaml:5:24: services.t.when_empty.wait: must be 1s to 1h, is "2h"
 p.yaml:5:39: services.t.when_empty.datagrams: must be 1 to 10000000, is 0

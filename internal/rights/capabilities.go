@@ -18,16 +18,17 @@ var kept = []struct {
 }{
 	{cap.BPF, "load programs, make maps"},
 	{cap.NET_ADMIN, "attach programs to sockets, cgroups and network namespaces, set sizes of interfaces"},
+	{cap.NET_RAW, "send datagrams that waited, and templates, from the address of their device"},
 	{cap.PERFMON, "let the verifier follow pointers in programs"},
 	{cap.SYS_PTRACE, "take members' sockets by pidfd_getfd"},
 	{cap.DAC_READ_SEARCH, "read /proc/PID/fd of members"},
 	{cap.CHOWN, "give keeper sockets to the members' user"},
 }
 
-// Drop drops all capabilities except those in kept, the extra ones, and CAP_NET_BIND_SERVICE and CAP_NET_RAW, which a later
-// policy may need. Drop applies to all threads and to programs started afterwards.
+// Drop drops all capabilities except those in kept, the extra ones, and CAP_NET_BIND_SERVICE, which a later policy may
+// need. Drop applies to all threads and to programs started afterwards.
 func Drop(extra ...uintptr) error {
-	keep := []cap.Value{cap.NET_BIND_SERVICE, cap.NET_RAW}
+	keep := []cap.Value{cap.NET_BIND_SERVICE}
 	for _, c := range kept {
 		keep = append(keep, c.Value)
 	}

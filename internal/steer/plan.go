@@ -125,9 +125,11 @@ func (s *service) plan(t *target) []api.Change {
 		add(fmt.Sprintf("slots_as: %s -> %s", cmp.Or(from.SlotsAs, "unset"), cmp.Or(to.SlotsAs, "unset")), effect)
 	}
 	if a, b := from.WhenEmpty.String(), to.WhenEmpty.String(); a != b {
-		add(fmt.Sprintf("when_empty: %s -> %s", a, b), "")
-	} else if !reflect.DeepEqual(from.WhenEmpty, to.WhenEmpty) {
-		add(fmt.Sprintf("when_empty: %s", roomText(from.WhenEmpty.Room, to.WhenEmpty.Room)), "")
+		effect := ""
+		if from.WhenEmpty.Room != nil && to.WhenEmpty.Room == nil {
+			effect = s.waitingEffect()
+		}
+		add(fmt.Sprintf("when_empty: %s -> %s", a, b), effect)
 	}
 	if from.Takeover != to.Takeover {
 		add(fmt.Sprintf("takeover: %t -> %t", from.Takeover, to.Takeover), "")
@@ -215,9 +217,22 @@ func (s *service) lostSlotsEffect(t *target) string {
 	return format.Count(lost, "member loses its slot", "members lose their slots")
 }
 
-// roomText describes a change of the bounds of the waiting rooms.
-func roomText(from, to *config.Room) string {
-	return fmt.Sprintf("%d datagrams, %d bytes -> %d datagrams, %d bytes", from.Datagrams, from.Bytes, to.Datagrams, to.Bytes)
+// waitingEffect describes what waits now, and is discarded without a waiting room.
+func (s *service) waitingEffect() string {
+	var waiting uint64
+	slots := 0
+	for slot := range s.config.Slots {
+		room, err := s.roomStatus(slot)
+		if err != nil || room == nil || room.Until == nil {
+			continue
+		}
+		waiting += room.Waiting
+		slots++
+	}
+	if slots == 0 {
+		return ""
+	}
+	return format.Count(int(waiting), "datagram that waits is", "datagrams that wait are") + " discarded, and connections that wait are closed"
 }
 
 func (s *service) countSeatsFrom(slots int) (n int) {

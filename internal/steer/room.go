@@ -41,6 +41,9 @@ const (
 	fillBatch = 256
 	// templateTime is the maximum time for which a slot without a waiting room waits until its member knows the templates.
 	templateTime = 5 * time.Second
+	// templatePause is the time between the templates and the first records. Collectors with several threads, as goflow2, may
+	// decode a record before the datagram in front of it.
+	templatePause = 20 * time.Millisecond
 	// passTime is the time after which a datagram that was sent again and has not arrived is considered lost.
 	passTime = 500 * time.Millisecond
 	// A member receives what has waited at fillFactor times the rate at which it came, and at leastRate datagrams a second.
@@ -167,11 +170,8 @@ func (s *service) openRoomSocket(row int) (fd int, err error) {
 // prepareRooms makes the keeper sockets waiting rooms, or ends that.
 func (s *service) prepareRooms() error {
 	var errs []error
-	if !s.hasRooms() && s.rooms.sender != nil {
-		s.emptyRooms()
-		for slot := range s.config.Slots {
-			s.markEmpty(slot)
-		}
+	if !s.hasRooms() {
+		s.discardWaiting()
 	}
 	for row := range s.rows {
 		fd, open := s.keeperSockets[row]
@@ -185,10 +185,40 @@ func (s *service) prepareRooms() error {
 		}
 		errs = append(errs, s.prepareRoom(row, fd))
 	}
-	if s.hasRooms() {
-		errs = append(errs, s.openSender())
-	}
 	return fault.Join(errs...)
+}
+
+// send sends a datagram from the address of its sender.
+func (s *service) send(d replay.Datagram) error {
+	if s.rooms.sender == nil {
+		err := netns.Do(s.socketNetns(), func() (err error) {
+			s.rooms.sender, err = replay.Open(bpf.ReplayTTL)
+			return err
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return s.rooms.sender.Send(d)
+}
+
+// discardWaiting discards what waits under a policy that no longer has waiting rooms.
+func (s *service) discardWaiting() {
+	before := s.countLost()
+	s.emptyRooms()
+	if lost := s.countLost() - before; lost > 0 {
+		s.log.Warn("the policy has no waiting room any more", "discarded", lost)
+	}
+	for slot := range s.config.Slots {
+		s.markEmpty(slot)
+	}
+}
+
+func (s *service) countLost() (sum uint64) {
+	for _, n := range s.rooms.lost {
+		sum += n
+	}
+	return sum
 }
 
 // closeRoom makes a waiting room a socket that only holds the port.
@@ -497,6 +527,9 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 	// A datagram that has not arrived must not be overtaken by a new one.
 	s.flushLeft()
 	if f.holds && len(f.templates) == 0 {
+		if len(f.addresses) > 0 && time.Since(f.last) < templatePause {
+			return false, fillPause
+		}
 		f.holds = false
 		if err := s.endHold(slot); err != nil {
 			s.log.Error("datagrams wait", "slot", slot, "error", err)
@@ -540,7 +573,7 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 		space[d.row] -= need
 		if isTemplate {
 			f.templates = f.templates[1:]
-			if err := s.rooms.sender.Send(d.Datagram); err != nil {
+			if err := s.send(d.Datagram); err != nil {
 				s.noteSendError(slot, err)
 				continue
 			}
@@ -608,7 +641,7 @@ func (s *service) resend(slot int, d *waitingDatagram) bool {
 	if p := s.rooms.prepared[d.row]; p != nil && p.port != 0 {
 		send.To = netip.AddrPortFrom(loopback(send.From.Addr()), p.port)
 	}
-	if err := s.rooms.sender.Send(send); err != nil {
+	if err := s.send(send); err != nil {
 		s.rooms.lost[slot]++
 		s.noteSendError(slot, err)
 		return false
@@ -687,7 +720,7 @@ func (s *service) endFill(f *fill) {
 	s.flushLeft()
 	if f.onlyTemplates {
 		delete(s.kept.running, slot)
-		s.log.Info("templates sent to the member of moved devices", "slot", slot, "pid", f.seat.process.PID, "exporters", len(f.addresses), "datagrams", f.sent)
+		s.log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.process.PID, "exporters", len(f.addresses), "datagrams", f.sent)
 		return
 	}
 	delete(s.rooms.filling, slot)
@@ -753,7 +786,7 @@ func (s *service) returnQueued() {
 			if !ok {
 				to = d.To
 			}
-			if err := s.rooms.sender.Send(replay.Datagram{From: d.From, To: to, Payload: d.Payload}); err != nil {
+			if err := s.send(replay.Datagram{From: d.From, To: to, Payload: d.Payload}); err != nil {
 				s.noteSendError(slot, err)
 			}
 		}

@@ -667,7 +667,7 @@ func (s *service) closeLocked() {
 		s.events.Close()
 		s.events = nil
 	}
-	if s.path != nil && s.rooms.sender != nil {
+	if s.path != nil {
 		s.returnQueued()
 	}
 	if s.path != nil {

@@ -19,10 +19,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/fault"
 	"sockeye/internal/member"
-	"sockeye/internal/netns"
-	"sockeye/internal/rights"
 	"sockeye/internal/statedir"
 	"sockeye/internal/steer/replay"
 	"sockeye/internal/steer/templates"
@@ -87,10 +84,10 @@ func (s *service) openTemplateKeeper() error {
 			s.kept.store = nil
 			clear(s.kept.replayedTo)
 		}
-		return nil
-	}
-	if err := s.openSender(); err != nil {
-		s.log.Warn("templates are not replayed", "error", err)
+		// They would be outdated when the policy keeps templates again.
+		if err := os.Remove(s.templatesPath()); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("discard templates: %w", err)
+		}
 		return nil
 	}
 	if !s.keepsTemplates() {
@@ -104,21 +101,6 @@ func (s *service) openTemplateKeeper() error {
 	s.kept.reader = reader
 	go s.watchTemplates(reader)
 	return nil
-}
-
-// openSender opens the raw sockets for replays.
-func (s *service) openSender() error {
-	if s.rooms.sender != nil {
-		return nil
-	}
-	err := netns.Do(s.socketNetns(), func() (err error) {
-		s.rooms.sender, err = replay.Open(bpf.ReplayTTL)
-		return err
-	})
-	if errors.Is(err, unix.EPERM) {
-		return fault.WithHint(err, rights.MissingHint(unix.CAP_NET_RAW, "restart the agent with CAP_NET_RAW"))
-	}
-	return err
 }
 
 func (s *service) closeReader() {

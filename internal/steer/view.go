@@ -280,6 +280,21 @@ func (s *service) notes() []string {
 		}
 		notes = append(notes, fmt.Sprintf("slot %d %s", slot, strings.Join(parts, " and ")))
 	}
+	for slot := range s.config.Slots {
+		if room, err := s.roomStatus(slot); err == nil && room != nil && room.Until != nil && !s.isReady(slot) {
+			what := "waits for its next member"
+			if room.Filling {
+				what = "sends its member what has waited"
+			}
+			notes = append(notes, fmt.Sprintf("slot %d %s: %s", slot, what, format.Count(int(room.Waiting), "datagram", "datagrams")))
+		}
+	}
+	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *seat) int { return cmp.Compare(a.process.PID, b.process.PID) }) {
+		if by := s.seats[former.slot]; by != nil {
+			notes = append(notes, fmt.Sprintf("process %d was the member of slot %d, which process %d has taken over; it may be stopped",
+				former.process.PID, former.slot, by.process.PID))
+		}
+	}
 	if n := len(s.state.Pins); n > 0 {
 		notes = append(notes, format.Count(n, "device or prefix is pinned", "devices or prefixes are pinned"))
 	}

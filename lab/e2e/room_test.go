@@ -199,8 +199,9 @@ func TestTakeover(t *testing.T) {
 			former = h.members[0]
 			h.successor(0)
 			h.ready(0, 1)
-			if s := h.service(); len(s.Formers) == 0 || s.Formers[len(s.Formers)-1].Slot != 0 {
-				t.Errorf("formers: %+v", s.Formers)
+			if s := h.service(); len(s.Formers) == 0 || s.Formers[len(s.Formers)-1].Slot != 0 ||
+				!strings.Contains(strings.Join(s.Notes, "\n"), fmt.Sprintf("process %d was the member of slot 0", former.Pid())) {
+				t.Errorf("formers: %+v, notes %q", s.Formers, s.Notes)
 			}
 		}
 		h.eventually("the connections of slot 0 to be closed", func() error {
@@ -281,6 +282,13 @@ func TestWaitingRoomPolicy(t *testing.T) {
 		device := addresses(1)
 		h.kill(0)
 		h.sendMany(device[0], target(device[0], ipfixPort), 50)
+		if notes := h.service().Notes; !slices.Equal(notes, []string{"slot 0 waits for its next member: 50 datagrams"}) {
+			t.Errorf("notes %q", notes)
+		}
+		h.setPolicy(1, "when_empty: reject")
+		if out, _, _ := h.cli("plan"); !strings.Contains(out, "50 datagrams that wait are discarded") {
+			t.Errorf("plan: %s", out)
+		}
 		apply := func(line string) {
 			h.setPolicy(1, line)
 			h.show(new(any), "apply")

@@ -174,4 +174,23 @@ func templatesFollow(t *testing.T, mode config.Steering, empty string) {
 	from = before(moved)
 	h.show(new(any), "slot", "set", "1", "drain")
 	taught("move", from, moved)
+	// A policy without templates discards them: they may be outdated when it keeps templates again.
+	for _, templates := range []string{"off", "keep"} {
+		h.setPolicy(2, "when_empty: "+empty, "templates: "+templates)
+		h.show(new(any), "apply")
+		var list []any
+		if h.show(&list, "templates"); len(list) != 0 {
+			h.Errorf("templates: %s: %v", templates, list)
+		}
+	}
+	last := all[0]
+	count := len(received(last, 0))
+	send(last, ipfixTemplate(200, 1))
+	h.eventually("a template after templates: keep", func() error {
+		got := received(last, 0)
+		if len(got) != count+1 || got[count] != string(ipfixTemplate(200, 1)) {
+			return fmt.Errorf("%x after %d datagrams", got[count:], count)
+		}
+		return nil
+	})
 }

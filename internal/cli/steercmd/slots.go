@@ -30,6 +30,16 @@ func (c *commands) slotsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "slots",
 		Short: "List slots with their members and counters",
+		Long: `Slots lists the slots with their members and counters. READY is waits while
+the packets for an empty slot wait for its next member, and fills while the
+member receives what has waited (when_empty and takeover of the policy).
+
+The second table shows the waiting rooms: WAITING datagrams wait now,
+DATAGRAMS have waited since the pins were created, and SYNS are connection
+requests that were answered or held. REFUSED datagrams found the room full;
+REFUSED of the slot includes them. A member has received the REPLAYED ones
+later, and the LOST ones have waited in vain; both count since the start of
+the agent.`,
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {

@@ -42,14 +42,18 @@ enterprise number) and length.`,
 		if err := c.Client().Get(cmd.Context(), "/v1/templates", values, &list); err != nil {
 			return err
 		}
-		return c.Show(list, func(w io.Writer) { c.templates(w, list, len(args) > 0) })
+		return c.Show(list, func(w io.Writer) { c.templates(w, list, values.Get("device")) })
 	}
 	return cmd
 }
 
-func (c *commands) templates(w io.Writer, list []api.TemplateStatus, withFields bool) {
+func (c *commands) templates(w io.Writer, list []api.TemplateStatus, device string) {
+	if len(list) == 0 && device != "" {
+		fmt.Fprintln(w, "no templates of", device)
+		return
+	}
 	if len(list) == 0 {
-		fmt.Fprintln(w, "no templates (a service with templates: off keeps none)")
+		fmt.Fprintln(w, "no templates: no exporter of IPFIX or NetFlow v9 has sent any, or the services have templates: off")
 		return
 	}
 	fmt.Fprintln(w, "SERVICE\tEXPORTER\tDEVICE\tPROTOCOL\tDOMAIN\tTEMPLATE\tFIELDS\tLEARNED\tREFRESHED\tREPLAYED")
@@ -66,7 +70,7 @@ func (c *commands) templates(w io.Writer, list []api.TemplateStatus, withFields 
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\t%s\t%s\n", t.Service, t.Source, command.OrDash(t.Device), t.Protocol, t.Domain,
 			id, t.Fields, c.ago(t.Learned), c.ago(t.Refreshed), replayed)
 	}
-	if !withFields {
+	if device == "" {
 		return
 	}
 	for i := range list {
