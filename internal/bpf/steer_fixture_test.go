@@ -108,6 +108,7 @@ type service struct {
 // serve opens a service with a keeper socket in each group.
 func serve(t testing.TB, c bpf.SteerConfig, slots, standby int, devices *placement.DeviceMap) *service {
 	t.Helper()
+	routes(t)
 	mapping, err := placement.NewMapping(slots, standby, 0x5eed_0f_50c4e7e, devices)
 	check(t, err)
 	s := &service{

@@ -91,7 +91,6 @@ func TestKilledMember(t *testing.T) {
 		for _, survivor := range []string{"none", "tcp"} {
 			s := serve(t, config(t, lookup, pair...), 2, bpf.NoSlot, nil)
 			s.seat(1)
-			routes(t)
 			ports := pair
 			if lookup {
 				ports = []string{"udp [::]:20000", "tcp [::]:20000"}
@@ -282,7 +281,6 @@ func (discard) Cleanup(func()) {}
 func TestInsert(t *testing.T) {
 	s := serve(t, config(t, false, pair...), 4, bpf.NoSlot, nil)
 	s.seat(0, 1)
-	routes(t)
 	for _, test := range []struct {
 		name string
 		k    func() *socket
@@ -339,7 +337,6 @@ func TestReplace(t *testing.T) {
 	both(t, func(t *testing.T, lookup bool) {
 		s := serve(t, config(t, lookup, pair...), 2, bpf.NoSlot, nil)
 		s.seat(0, 1)
-		routes(t)
 		old := s.seats[0]
 		s.seats[0] = map[int]*socket{0: s.insert(0, 0), 1: s.insert(1, 0)}
 		for range 2 {
@@ -389,7 +386,6 @@ func TestMigration(t *testing.T) {
 					}
 					s := serve(t, config(t, false, pair...), slots, test.standby, nil)
 					s.seat(allSlots(slots)...)
-					routes(t)
 					from := s.sourceIn(1, v6)
 					fd, err := client(t, unix.IPPROTO_TCP, from, target(s.config.Listeners[1], v6))
 					check(t, err)

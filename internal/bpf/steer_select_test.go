@@ -173,7 +173,6 @@ func TestRefusals(t *testing.T) {
 			both(t, func(t *testing.T, lookup bool) {
 				s := serve(t, config(t, lookup, pair...), slots, bpf.NoSlot, nil)
 				s.seat(0, 2, 3)
-				routes(t)
 				test.prepare(s)
 				clients(func(row, protocol int, v6 bool) {
 					from := s.sourceIn(empty, v6)
@@ -221,7 +220,6 @@ func TestStandby(t *testing.T) {
 		const slots, standby, empty = 4, 3, 1
 		s := serve(t, config(t, lookup, pair...), slots, standby, nil)
 		s.seat(0, 2)
-		routes(t)
 		for _, step := range []struct {
 			does string
 			do   func()
