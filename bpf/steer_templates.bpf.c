@@ -5,7 +5,7 @@
  *
  * Hook: socket filter of a member's UDP socket.
  * Decision: none, all packets pass.
- * Cost: one load of the version; for IPFIX and NetFlow v9, two loads for each
+ * Cost: one load of the version; for IPFIX and NetFlow v9, one load for each
  * set. A datagram without template sets does not leave the kernel.
  */
 #include "kernel.h"
@@ -47,10 +47,11 @@ struct {
 } lost_templates SEC(".maps");
 
 /*
- * Loads two bytes in host byte order, without a call. A load beyond the end of
- * the packet would end the program, and drop the packet.
+ * Load two or four bytes in host byte order. A load beyond the end of the packet
+ * would end the program, and drop the packet.
  */
 unsigned long long load_half(void *skb, unsigned long long offset) asm("llvm.bpf.load.half");
+unsigned long long load_word(void *skb, unsigned long long offset) asm("llvm.bpf.load.word");
 
 enum { SET_HEADER = 4 };
 
@@ -62,14 +63,15 @@ enum { SET_HEADER = 4 };
 static __always_inline bool has_templates(struct __sk_buff *skb, __u32 offset,
 					  __u16 first)
 {
-	__u32 i, length, end = skb->len;
+	__u32 i, set, length, end = skb->len;
 
 	for (i = 0; i < MAX_SETS; i++) {
 		if (offset + SET_HEADER > end)
 			return false;
-		if ((__u16)(load_half(skb, offset) - first) <= 1)
+		set = load_word(skb, offset);
+		if ((__u16)((set >> 16) - first) <= 1)
 			return true;
-		length = load_half(skb, offset + 2);
+		length = (__u16)set;
 		if (length < SET_HEADER)
 			return false;
 		offset += length;

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -126,12 +127,20 @@ func (f *flows) complete(when string) {
 				f.decoded[r.Peer] += r.Packets
 			}
 		}
+		var differ []string
 		for i, a := range f.all {
 			if sent := f.exporters[i].Stats().Records; f.decoded[a] != sent {
-				return fmt.Errorf("%v: %d of %d decoded", a, f.decoded[a], sent)
+				differ = append(differ, fmt.Sprintf("%v: %d of %d", a, f.decoded[a], sent))
 			}
 		}
-		return nil
+		if len(differ) == 0 {
+			return nil
+		}
+		var served []string
+		for _, s := range f.slots() {
+			served = append(served, fmt.Sprintf("slot %d: %d datagrams, room %+v", s.Slot, s.Datagrams, s.Room))
+		}
+		return fmt.Errorf("decoded: %s\n%s", strings.Join(differ, ", "), strings.Join(served, "\n"))
 	})
 }
 
