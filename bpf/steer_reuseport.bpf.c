@@ -114,7 +114,7 @@ static __always_inline void wait_in_room(struct sk_reuseport_md *ctx,
 	__u32 index = listener;
 
 	/* A connection that migrates has no packet. */
-	if (!s->connection && steer_fills(s, is_replayed(ctx)) &&
+	if (steer_fills(s, !s->connection && is_replayed(ctx)) &&
 	    !select_member(ctx, s, s->home)) {
 		s->slot = s->home;
 		return;

@@ -316,25 +316,29 @@ static __always_inline void steer_refuse(struct steer *s, __u32 reason)
 }
 
 /*
- * Reports whether a datagram of a waiting slot goes to the new member, whose
- * slot is not ready yet.
+ * Reports whether a packet of a waiting slot goes to the new member, whose slot
+ * is not ready yet.
  *
- * The agent sends the datagrams of the room again when the slot has a member,
- * and then makes the slot ready. New datagrams go to the room until the last
- * datagram has left the room, so that the member receives all in their order,
- * and while STEER_HOLD is set, after the templates of their exporters.
+ * With STEER_CONNECT, connections pass first, so that the member has the routes
+ * of the devices. Then the agent sends the datagrams of the room again, and makes
+ * the slot ready. New datagrams go to the room until the last datagram has left
+ * the room, so that the member receives all in their order, and while STEER_HOLD
+ * is set, after the templates of their exporters.
  */
 static __always_inline bool steer_fills(struct steer *s, bool replayed)
 {
 	struct steer_wait *wait = bpf_map_lookup_elem(&waits, &s->home);
 	struct steer_room *room = bpf_map_lookup_elem(&stored, &s->home);
 
-	if (!wait || !room || s->connection)
+	if (!wait || !room)
 		return false;
-	s->bank = wait->filling & ~STEER_HOLD;
-	return s->bank &&
-	       (replayed || (!(wait->filling & STEER_HOLD) &&
-			     room->datagrams == wait->left));
+	s->bank = wait->filling & ~(STEER_HOLD | STEER_CONNECT);
+	if (!s->bank)
+		return false;
+	if (s->connection)
+		return wait->filling & STEER_CONNECT;
+	return replayed || (!(wait->filling & STEER_HOLD) &&
+			    room->datagrams == wait->left);
 }
 
 /*

@@ -24,7 +24,9 @@ enum steer_limit {
 	 * sk_reuseport; see steer_fills.
 	 */
 	STEER_REPLAY_TTL = 1,
-	STEER_HOLD = 4, /* bit of steer_wait.filling: only datagrams of the agent pass */
+	/* Bits of steer_wait.filling. */
+	STEER_HOLD = 4, /* only datagrams of the agent pass */
+	STEER_CONNECT = 8, /* connections pass */
 	/* Incremented when a pinned map or a type below changes its meaning. */
 	STEER_SCHEMA = 1,
 };
@@ -88,7 +90,7 @@ struct steer_wait {
 	__u64 until;  /* CLOCK_MONOTONIC, nanoseconds */
 	__u64 left;   /* datagrams that have left the room, of steer_room.datagrams */
 	__u64 left_bytes;
-	__u32 filling; /* the sockets that receive what left, as ready; | STEER_HOLD */
+	__u32 filling; /* the sockets that receive what left, as ready; | bits */
 	__u32 padding;
 };
 

@@ -14,7 +14,8 @@ const (
 	Pinned       = uint32(steerMembersSteerLimitSTEER_PINNED) // bit of DeviceID.Device: Hash is the slot
 	Gated        = uint16(steerMembersSteerLimitSTEER_GATED)  // bit of Table.Bucket: SYNs wait
 	ReplayTTL    = int(steerMembersSteerLimitSTEER_REPLAY_TTL)
-	Hold         = uint32(steerMembersSteerLimitSTEER_HOLD) // bit of Wait.Filling: only datagrams of the agent pass
+	Hold         = uint32(steerMembersSteerLimitSTEER_HOLD)    // bit of Wait.Filling: only datagrams of the agent pass
+	Connect      = uint32(steerMembersSteerLimitSTEER_CONNECT) // bit of Wait.Filling: connections pass
 	Schema       = uint32(steerMembersSteerLimitSTEER_SCHEMA)
 )
 

@@ -89,6 +89,10 @@ type fill struct {
 	addresses       []netip.Addr // exporters whose templates are sent
 	onlyTemplates   bool         // the slot is ready
 	holds           bool         // no new datagram passes until the templates have arrived
+	connects        bool         // connections pass
+	dumps           *dumps       // nil if the datagrams do not wait for the routes
+	limit           time.Duration
+	flows           time.Time // begin of the templates and datagrams
 }
 
 // waitingDatagram is a datagram that waits, and the row of its listener.
@@ -448,8 +452,7 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 	}
 	limit := s.waitLengthOf(seat.slot)
 	waits := limit > 0 && wait.Until > uint64(since(unix.CLOCK_MONOTONIC))
-	addresses := s.withoutTemplates(seat.slot, seat.id())
-	if s.slotState(seat.slot).State == maintState || !waits && !takesOver && len(addresses) == 0 {
+	if s.slotState(seat.slot).State == maintState || !waits && !takesOver && len(s.withoutTemplates(seat.slot, seat.id())) == 0 {
 		return nil
 	}
 	if !waits {
@@ -464,16 +467,32 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 	if err := s.path.SetWait(seat.slot, wait); err != nil {
 		return err
 	}
-	one := &fill{seat: seat, began: time.Now(), deadline: time.Now().Add(limit), addresses: addresses, holds: true,
-		waited: waited, stored: wait.Left}
-	if len(addresses) > 0 {
-		if err := s.openTemporaryRooms(); err != nil {
-			return err
-		}
-		one.templates = s.templateDatagrams(addresses, false, s.nextSequences(seat.slot))
+	one := &fill{seat: seat, began: time.Now(), holds: true, waited: waited, stored: wait.Left, limit: limit}
+	if (waits || takesOver) && s.hasSessions() {
+		err = s.beginDumps(one, wait)
+	} else {
+		err = s.beginFlows(one)
+	}
+	if err != nil {
+		return err
 	}
 	s.rooms.filling[seat.slot] = one
 	time.AfterFunc(0, func() { s.continueFill(one) })
+	return nil
+}
+
+// beginFlows begins with the templates and datagrams for the member of a filling slot.
+func (s *service) beginFlows(f *fill) error {
+	slot := f.seat.slot
+	f.flows, f.deadline = time.Now(), time.Now().Add(f.limit)
+	f.addresses = s.withoutTemplates(slot, f.seat.id())
+	if len(f.addresses) == 0 {
+		return nil
+	}
+	if err := s.openTemporaryRooms(); err != nil {
+		return err
+	}
+	f.templates = s.templateDatagrams(f.addresses, false, s.nextSequences(slot))
 	return nil
 }
 
@@ -500,6 +519,15 @@ func (s *service) continueFill(f *fill) {
 // fillSome sends one batch, and reports whether no datagram is left. The next batch follows after the pause.
 func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 	slot := f.seat.slot
+	if f.dumps != nil {
+		if !s.endDumps(f) {
+			return false, dumpInterval
+		}
+		f.dumps = nil
+		if err := s.beginFlows(f); err != nil {
+			s.log.Error("templates not sent", "slot", slot, "error", err)
+		}
+	}
 	if time.Now().After(f.deadline) {
 		before := s.rooms.lost[slot]
 		for !f.onlyTemplates {
@@ -531,7 +559,7 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 			return false, fillPause
 		}
 		f.holds = false
-		if err := s.endHold(slot); err != nil {
+		if err := s.endHold(f); err != nil {
 			s.log.Error("datagrams wait", "slot", slot, "error", err)
 		}
 	}
@@ -956,17 +984,18 @@ func (s *service) fillBudget(f *fill) int {
 	}
 	came := float64(room.Datagrams-f.stored) / max(time.Since(f.waited).Seconds(), 1e-3)
 	rate := max(leastRate, fillFactor*came)
-	return fillBatch + int(rate*time.Since(f.began).Seconds()) - f.replayed
+	return fillBatch + int(rate*time.Since(f.flows).Seconds()) - f.replayed
 }
 
 // endHold lets new datagrams of a filling slot pass when no other datagram waits.
-func (s *service) endHold(slot int) error {
-	wait, _, err := s.path.Wait(slot)
+func (s *service) endHold(f *fill) error {
+	wait, _, err := s.path.Wait(f.seat.slot)
 	if err != nil {
 		return err
 	}
 	wait.Filling &^= bpf.Hold
-	return s.path.SetWait(slot, wait)
+	wait.Until = max(wait.Until, uint64(since(unix.CLOCK_MONOTONIC)+f.limit))
+	return s.path.SetWait(f.seat.slot, wait)
 }
 
 // receiveSpace returns the free memory of the receive buffers of a member by row, half of their size at most: the datagrams

@@ -97,6 +97,18 @@ func (s *service) serving() *serving {
 	return v
 }
 
+// servingConnections returns the decision of the data path about connections: the member of a filling slot may have them
+// before the datagrams.
+func (s *service) servingConnections() *serving {
+	v := s.serving()
+	for slot, f := range s.rooms.filling {
+		if f.connects {
+			v.members[slot] = f.seat.id()
+		}
+	}
+	return v
+}
+
 // slot returns the slot that serves a home slot: the slot itself, or the standby slot. ok is false if neither is ready.
 func (v *serving) slot(home int) (slot int, ok bool) {
 	if _, ok := v.members[home]; ok {
@@ -201,10 +213,10 @@ func (s *service) checkNow() unlabeled {
 	for _, one := range missing.sessions {
 		unknown[one.Cookie] = true
 	}
-	now := s.serving()
+	now := s.servingConnections()
 	split := s.findSplit(now, list, unknown)
 	if s.config.OnStart == config.Adopt && !s.checks.flipping && s.adoptDevices(split) {
-		now = s.serving()
+		now = s.servingConnections()
 		split = s.findSplit(now, list, unknown)
 	}
 	doomed := s.doomedSessions(now, list, split, unknown)

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"time"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/placement"
+)
+
+// A collector has the routes of a device while the BMP session of the device is open. So a new member of a slot gets the
+// connections first, and the datagrams that have waited when the member has read what the routers had sent: the records
+// have routes then. With pace the gate admits the devices in turn, which takes longer than datagrams can wait: the datagrams
+// come first.
+
+const (
+	// dumpInterval is the time between two samples of the connections.
+	dumpInterval = 100 * time.Millisecond
+	// dumpLimit is the maximum time for which datagrams wait for the routes. It is shorter if the wait of the policy is
+	// less than twice as long, or if the waiting room is half full.
+	dumpLimit = 10 * time.Second
+	// returnTime is the time in which devices connect again whose connections were closed. Later ones are not waited for.
+	returnTime = 2 * time.Second
+)
+
+// dumps are the connections of the devices of a filling slot.
+type dumps struct {
+	expected map[string]bool // devices that have connected before, by deviceKey
+	returnBy time.Time       // end of the wait for these devices
+	limit    time.Time
+	over     int // samples in which no data was unread
+}
+
+// beginDumps lets the connections of the devices of a slot pass to its new member.
+func (s *service) beginDumps(f *fill, wait bpf.Wait) error {
+	f.connects = true
+	f.dumps = &dumps{expected: make(map[string]bool), returnBy: f.waited.Add(returnTime), limit: f.began.Add(min(dumpLimit, f.limit/2))}
+	for address, seen := range s.path.Devices() {
+		addr := placement.Addr(address)
+		if at := s.mapping.Locate(addr); at.Slot == f.seat.slot && seen.Connections > 0 {
+			f.dumps.expected[deviceKey(at.Device, addr)] = true
+		}
+	}
+	if !s.acceptsWaiting() {
+		if next := f.waited.Add(nextSYN(time.Since(f.waited))); next.After(f.dumps.returnBy) {
+			f.dumps.returnBy = next
+		}
+	}
+	wait.Filling |= bpf.Connect
+	if err := s.path.SetWait(f.seat.slot, wait); err != nil {
+		return err
+	}
+	return s.rotateRooms()
+}
+
+// nextSYN returns the time from the first SYN of a connection to the next one after a time, and some time for the
+// handshake. Retransmissions follow 1, 3, 7 s after the first SYN, and so on (RFC 6298).
+func nextSYN(after time.Duration) time.Duration {
+	next := time.Second
+	for next <= after {
+		next = 2*next + time.Second
+	}
+	return next + time.Second/2
+}
+
+// hasSessions reports whether the devices have connections whose routes the datagrams wait for.
+func (s *service) hasSessions() bool {
+	if s.gateable() {
+		return false
+	}
+	for _, l := range s.listeners {
+		if l.Protocol == config.TCP {
+			return true
+		}
+	}
+	return false
+}
+
+// endDumps reports whether the member has read what the devices had sent, or the datagrams wait no longer.
+func (s *service) endDumps(f *fill) bool {
+	d, now := f.dumps, time.Now()
+	wait, room, err := s.path.Wait(f.seat.slot)
+	bounds := s.room()
+	full := (room.Datagrams-wait.Left)*2 > uint64(bounds.Datagrams) || (room.Bytes-wait.LeftBytes)*2 > uint64(bounds.Bytes)
+	if err != nil || full || now.After(d.limit) {
+		return true
+	}
+	list, err := s.readSessions()
+	if err != nil {
+		s.log.Warn("sessions not read", "error", err)
+		return true
+	}
+	reads, back := true, 0
+	for _, device := range groupByDevice(s.mapping, list) {
+		if device.location.Slot != f.seat.slot {
+			continue
+		}
+		connected := false
+		for _, one := range device.sessions {
+			if one.owned && one.ownerID() != f.seat.id() {
+				continue // of the former member
+			}
+			connected = true
+			reads = reads && one.Inode != 0 && one.Unread == 0
+		}
+		if connected && d.expected[deviceKey(device.name, device.address)] {
+			back++
+		}
+	}
+	for _, one := range list {
+		if one.State == sockdiag.SynRecv && s.mapping.Locate(one.address).Slot == f.seat.slot {
+			reads = false
+		}
+	}
+	if !reads || back < len(d.expected) && now.Before(d.returnBy) {
+		d.over = 0
+		return false
+	}
+	d.over++
+	return d.over > 1
+}
