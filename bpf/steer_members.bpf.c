@@ -197,7 +197,7 @@ int steer_release(struct bpf_sock *sk)
 	wait = bpf_map_lookup_elem(&waits, &slot);
 	/* Another member may have taken the slot over. */
 	if (state && wait && (state->ready ? state->ready == bank :
-			      !wait->filling || (wait->filling & ~STEER_HOLD) == bank)) {
+			      !wait->filling || (wait->filling & STEER_FILLING_BANK) == bank)) {
 		if (wait->length) {
 			wait->filling = 0;
 			wait->until = bpf_ktime_get_ns() + wait->length;

@@ -38,6 +38,7 @@ type options struct {
 	Devices   int           `json:"devices"`
 	Rate      float64       `json:"datagrams_per_second"` // of each device
 	Exporters int           `json:"exporters_per_device"` // UDP ports
+	Down      time.Duration `json:"down_ns"`              // from the end of a member to the start of the next one
 	Steering  string        `json:"steering"`
 	Scenarios string        `json:"scenarios,omitempty"`
 	Dump      dump          `json:"dump"`
@@ -60,6 +61,7 @@ type arm struct {
 	agent       bool
 	onMove      string // key on_move of the policy
 	pace        string // key pace of the policy
+	lines       []string
 }
 
 var arms = []arm{
@@ -67,6 +69,15 @@ var arms = []arm{
 	{name: "keep", title: "Sockeye, on_move: keep", agent: true, onMove: "keep"},
 	{name: "sockeye", title: "Sockeye, on_move: reset", agent: true, onMove: "reset"},
 }
+
+// restartArms are the arms of the scenarios that replace a member.
+var restartArms = []arm{
+	{name: "plain", title: "plain SO_REUSEPORT"},
+	{name: "reject", title: "Sockeye, when_empty: reject, templates: off", agent: true, lines: []string{"when_empty: reject", "templates: off"}},
+	{name: "sockeye", title: "Sockeye, when_empty: {wait: 60s}, takeover: true", agent: true, lines: restartLines},
+}
+
+var restartLines = []string{"when_empty: {wait: 60s}", "takeover: true"}
 
 // memoryArms are the arms of the comparison of memory.
 var memoryArms = []arm{
@@ -94,26 +105,30 @@ func inside(args []string) error {
 	fs.IntVar(&o.Devices, "devices", 60, "number of devices, 4 to 4096")
 	fs.Float64Var(&o.Rate, "rate", 50, "datagrams per second of each device")
 	fs.IntVar(&o.Exporters, "exporters", 2, "UDP ports of each device")
+	fs.DurationVar(&o.Down, "down", 0, "time for which a restarted member is down (default 5s, quick 1s)")
 	fs.IntVar(&o.Dump.Routes, "routes", 0, "routes of a device, for the comparison of memory (default 50000, quick 15000)")
 	fs.IntVar(&o.Pacing.Routers, "pace-routers", 0, "number of routers, for the comparison of pacing (default 12, quick 4)")
 	fs.IntVar(&o.Pacing.Routes, "pace-routes", 0, "routes of a router, for the comparison of pacing (default 200000, quick 2000)")
 	fs.IntVar(&o.Pacing.Rounds, "pace-rounds", 1, "number of rounds of the comparison of pacing")
 	fs.StringVar(&o.Steering, "steering", "reuseport", "steering of the policy, reuseport or lookup")
-	fs.StringVar(&o.Scenarios, "scenarios", "", "scenarios to run, comma-separated: "+strings.Join(scenarioNames(), ", ")+", "+memoryPart+", "+pacingPart+" (default: all)")
+	fs.StringVar(&o.Scenarios, "scenarios", "", "scenarios to run, comma-separated: "+strings.Join(scenarioNames(), ", ")+", "+memoryPart+", "+pacingPart+", "+templatesPart+" (default: all)")
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
 	fs.StringVar(&o.Next, "next", "", "binary to which the scenario upgrade changes (default: the same)")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
-	d := options{Rounds: 5, Pause: 2500 * time.Millisecond, Dump: dump{Devices: 60, Routes: 50_000}, Pacing: pacing{Routers: 12, Routes: 200_000}}
+	d := options{Rounds: 5, Pause: 2500 * time.Millisecond, Down: 5 * time.Second, Dump: dump{Devices: 60, Routes: 50_000}, Pacing: pacing{Routers: 12, Routes: 200_000}}
 	if o.Quick {
-		d = options{Rounds: 1, Pause: 600 * time.Millisecond, Dump: dump{Devices: 24, Routes: 15_000}, Pacing: pacing{Routers: 4, Routes: 2000}}
+		d = options{Rounds: 1, Pause: 600 * time.Millisecond, Down: time.Second, Dump: dump{Devices: 24, Routes: 15_000}, Pacing: pacing{Routers: 4, Routes: 2000}}
 	}
 	if o.Rounds == 0 {
 		o.Rounds = d.Rounds
 	}
 	if o.Pause == 0 {
 		o.Pause = d.Pause
+	}
+	if o.Down == 0 {
+		o.Down = d.Down
 	}
 	if o.Dump.Routes == 0 {
 		o.Dump.Routes = d.Dump.Routes
@@ -127,9 +142,9 @@ func inside(args []string) error {
 	}
 	unknown := false
 	for name := range strings.SplitSeq(o.Scenarios, ",") {
-		unknown = unknown || name != "" && name != memoryPart && name != pacingPart && !slices.Contains(scenarioNames(), name)
+		unknown = unknown || name != "" && name != memoryPart && name != pacingPart && name != templatesPart && !slices.Contains(scenarioNames(), name)
 	}
-	if unknown || o.Rounds < 1 || o.Pause < 100*time.Millisecond || o.Devices < 4 || o.Devices > 4096 || o.Rate <= 0 || o.Exporters < 1 || o.Exporters > 16 ||
+	if unknown || o.Rounds < 1 || o.Pause < 100*time.Millisecond || o.Down < 0 || o.Down > 30*time.Second || o.Devices < 4 || o.Devices > 4096 || o.Rate <= 0 || o.Exporters < 1 || o.Exporters > 16 ||
 		o.Dump.Routes < 1 || o.Pacing.Routers < 1 || o.Pacing.Routers > 100 || o.Pacing.Routes < 1 || o.Pacing.Routes > maxTable || o.Pacing.Rounds < 1 || o.Steering != "reuseport" && o.Steering != "lookup" {
 		return harness.Misused(fs)
 	}
@@ -171,7 +186,11 @@ func (b *bench) run(ctx context.Context) (err error) {
 				r.skip(s.name, "the binary has no sockeye "+s.needs)
 				continue
 			}
-			for _, a := range harness.Turn(arms, round) {
+			if s.restarts && !b.keys["takeover"] {
+				r.skip(s.name, "the binary has no takeover")
+				continue
+			}
+			for _, a := range harness.Turn(s.arms(), round) {
 				m, err := b.measure(ctx, s, a)
 				if err != nil {
 					return fmt.Errorf("%s, %s, round %d: %w", s.name, a.name, round+1, err)
@@ -206,6 +225,11 @@ func (b *bench) run(ctx context.Context) (err error) {
 			if r.paced, err = b.comparePacing(ctx); err != nil {
 				return fmt.Errorf("%s: %w", pacingPart, err)
 			}
+		}
+	}
+	if b.includes(templatesPart) {
+		if r.templates, err = b.measureTemplates(); err != nil {
+			return fmt.Errorf("%s: %w", templatesPart, err)
 		}
 	}
 	fmt.Fprintln(os.Stderr)

@@ -18,6 +18,8 @@ type report struct {
 	memory  []memory
 	paced   []pacedRun
 	skipped []string // scenarios that were not run, with the reason
+
+	templates *templateCost // nil if not measured
 }
 
 // skip notes a scenario that is not run.
@@ -41,6 +43,10 @@ type outcome struct {
 	SplitMS       float64 `json:"split_ms_max"`
 	GapMS         float64 `json:"gap_ms_max"`
 	Memory        int     `json:"member_memory_peak_bytes"`
+	Undecodable   uint64  `json:"undecodable"`
+	FirstDecoded  float64 `json:"first_decoded_s"`
+	Refused       int     `json:"syns_refused"`
+	InProcess     uint64  `json:"in_process"`
 	Rounds        int     `json:"rounds"`
 }
 
@@ -60,6 +66,10 @@ func (r *report) outcome(scenario, arm string) (o outcome) {
 		o.Split, o.SplitEver = max(o.Split, m.Split), max(o.SplitEver, m.SplitEver)
 		o.SplitMS, o.GapMS = max(o.SplitMS, m.SplitMS), max(o.GapMS, m.GapMS)
 		o.Memory = max(o.Memory, m.Memory)
+		o.Undecodable += m.Undecodable
+		o.FirstDecoded = max(o.FirstDecoded, m.Undecoded)
+		o.Refused += m.Retries
+		o.InProcess += m.InProcess
 	}
 	return o
 }
@@ -73,20 +83,30 @@ type target struct {
 }
 
 func (r *report) targets() []target {
-	var lost, needless, split float64
+	var lost, needless, split, undecodable, refused float64
 	for _, s := range scenarios {
 		o := r.outcome(s.name, "sockeye")
+		if s.restarts {
+			undecodable, refused = undecodable+float64(o.Undecodable), refused+float64(o.Refused)
+		}
 		lost, needless, split = lost+float64(o.Lost), needless+float64(o.Needless), max(split, o.SplitMS)
 	}
 	for _, m := range r.memory {
 		lost, needless, split = lost+float64(m.Lost), needless+float64(m.Needless), max(split, m.SplitMS)
 	}
 	limit := inMS(splitLimit)
-	return []target{
+	all := []target{
 		{"datagrams lost", lost, 0, lost == 0},
 		{"sessions closed needlessly", needless, 0, needless == 0},
 		{"longest split of a device, ms", split, limit, split <= limit},
+		{"undecodable, member replaced", undecodable, 0, undecodable == 0},
+		{"SYNs refused, member replaced", refused, 0, refused == 0},
 	}
+	if r.templates != nil {
+		ns := float64(r.templates.IPFIX.Median)
+		all = append(all, target{"template filter, ns", ns, templateLimit, ns <= templateLimit})
+	}
+	return all
 }
 
 const megabyte = 1 << 20
@@ -97,10 +117,12 @@ func (r *report) Print(p harness.Printf) {
 	p("\n%d devices with one BMP session and %d UDP ports each, %.0f datagrams per second of each device; steering: %s; %d rounds, arms in rotating order.\n",
 		o.Devices, o.Exporters, o.Rate, o.Steering, o.Rounds)
 	p("Linux %s, %d CPUs for devices, members and agent together.\n", r.Kernel, r.CPUs)
+	printed := false
 	for _, s := range scenarios {
-		if r.outcome(s.name, arms[0].name).Rounds == 0 {
+		if s.restarts || r.outcome(s.name, arms[0].name).Rounds == 0 {
 			continue
 		}
+		printed = true
 		p("\n%s: %s\n", s.name, s.title)
 		p("\tdevices split\tlongest split\tdatagrams lost\twithout routes\tsessions closed\tclosed needlessly\tlongest gap\tmember's memory\n")
 		for _, a := range arms {
@@ -109,10 +131,13 @@ func (r *report) Print(p harness.Printf) {
 				100*float64(o.WithoutRoutes)/float64(max(1, o.Sent-o.Lost)), o.Closed, o.Needless, o.GapMS, float64(o.Memory)/megabyte)
 		}
 	}
-	p("\nDevices split: datagrams at another member than the session, for longer than %.0f ms; the worst round. Without routes: datagrams at a member that\n", inMS(splitLimit))
-	p("had not received the initial dump of the device's session. Longest gap: the longest time of a device without a session. Closed needlessly: the\n")
-	p("next session was at the same process. Counts of datagrams and sessions are sums of all rounds, times are those of the worst round.\n")
-	p("Without Sockeye only resize and drain change anything: a member starts, or exits.\n")
+	if printed {
+		p("\nDevices split: datagrams at another member than the session, for longer than %.0f ms; the worst round. Without routes: datagrams at a member that\n", inMS(splitLimit))
+		p("had not received the initial dump of the device's session. Longest gap: the longest time of a device without a session. Closed needlessly: the\n")
+		p("next session was at the same process. Counts of datagrams and sessions are sums of all rounds, times are those of the worst round.\n")
+		p("Without Sockeye only resize and drain change anything: a member starts, or exits.\n")
+	}
+	r.printRestarts(p)
 	if len(r.memory) > 0 {
 		p("\nMemory of members: each of %d devices sends %d routes when it connects, %.0f per second; a member processes %.0f per second\n", o.Dump.Devices, o.Dump.Routes, o.Dump.Rate, o.Dump.Process)
 		p("\tcold start: queue\tmemory\tseconds\tslot added: queue\tmemory\tseconds\tlost\tlongest split\n")
@@ -134,7 +159,7 @@ func (r *report) Print(p harness.Printf) {
 		p("%s\t%.1f\tat most %.0f: %s\n", t.Name, t.Value, t.Limit, verdict)
 	}
 	for _, s := range scenarios {
-		for _, a := range arms {
+		for _, a := range s.arms() {
 			if o := r.outcome(s.name, a.name); o.Overflowed > 0 {
 				p("%s, %s: %d packets were dropped at full queues, which the load of the host causes.\n", s.name, a.title, o.Overflowed)
 			}
@@ -169,13 +194,17 @@ func (r *report) Figures() any {
 	}
 	for _, s := range scenarios {
 		byArm := map[string]any{}
-		for _, a := range arms {
+		for _, a := range s.arms() {
 			byArm[a.name] = nil
 			if o := r.outcome(s.name, a.name); o.Rounds > 0 {
 				byArm[a.name] = o
 			}
 		}
 		figures[s.name] = byArm
+	}
+	figures["template_ns_per_datagram"] = nil
+	if r.templates != nil {
+		figures["template_ns_per_datagram"], figures[templatesPart] = r.templates.IPFIX.Median, r.templates
 	}
 	for _, m := range r.memory {
 		figures[memoryPart].(map[string]any)[m.Arm] = m
@@ -190,6 +219,9 @@ func (r *report) chart() plot.Chart {
 		Legend: []string{fmt.Sprintf("for longer than %.0f ms", inMS(splitLimit)), "for less"},
 	}
 	for _, s := range scenarios {
+		if s.restarts {
+			continue
+		}
 		p := plot.Panel{Title: s.name + ": " + s.title, Most: float64(r.Options.Devices)}
 		for _, a := range arms {
 			o := r.outcome(s.name, a.name)
@@ -233,6 +265,9 @@ func (r *report) Charts() map[string]plot.Chart {
 	charts := map[string]plot.Chart{"": r.chart()}
 	if len(r.memory) > 0 {
 		charts["-memory"] = r.memoryChart()
+	}
+	if chart := r.restartChart(); len(chart.Panels) > 0 {
+		charts["-restart"] = chart
 	}
 	return charts
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -20,6 +21,13 @@ import (
 // splitLimit is the time for which a device may be split by a change.
 const splitLimit = 100 * time.Millisecond
 
+// A datagram that was sent from endBefore before to endAfter after the signal that ended a member, and that no member has
+// counted, is one that this member had not read or counted. The times are those of the records, and the pauses of members.
+const (
+	endBefore = 20 * time.Millisecond
+	endAfter  = 2 * time.Millisecond
+)
+
 // scenario is a series of changes under load.
 type scenario struct {
 	name, title string
@@ -28,6 +36,15 @@ type scenario struct {
 	plain, change func(ctx context.Context, s *service) error
 	// needs is the command of Sockeye without which the scenario is not run.
 	needs string
+	// restarts is set if the scenario replaces a member, with restartArms.
+	restarts bool
+}
+
+func (s *scenario) arms() []arm {
+	if s.restarts {
+		return restartArms
+	}
+	return arms
 }
 
 // startSlots is the number of slots before the changes.
@@ -93,6 +110,36 @@ var scenarios = []scenario{
 			return inOrder(s.running(ctx, "rebalance", "--apply", "--measure", "1s"), s.moving(ctx))
 		},
 	},
+	{
+		name: "restart", title: "a member killed, and started again", restarts: true,
+		plain: restartMember, change: restartMember,
+	},
+	{
+		name: "upgrade_member", title: "a second process started for a slot, and the first one terminated", restarts: true,
+		plain: upgradeMember, change: upgradeMember,
+	},
+}
+
+// replaced is the slot whose member is replaced.
+const replaced = 1
+
+func restartMember(ctx context.Context, s *service) error {
+	p := s.members[replaced]
+	return inOrder(
+		func() error { return s.end(p, unix.SIGKILL) },
+		func() error { return harness.Pause(ctx, s.Down) },
+		s.starting(replaced), s.readying(ctx, startSlots),
+	)
+}
+
+func upgradeMember(ctx context.Context, s *service) error {
+	former := s.members[replaced]
+	return inOrder(
+		func() error { return s.startSuccessor(replaced) },
+		s.pausing(ctx), s.readying(ctx, startSlots),
+		func() error { return s.end(former, unix.SIGTERM) },
+		s.readying(ctx, startSlots),
+	)
 }
 
 // inOrder runs steps until one fails.
@@ -137,10 +184,13 @@ type measurement struct {
 	Round    int    `json:"round"`
 
 	Sent          uint64  `json:"sent"`           // datagrams
-	Lost          uint64  `json:"lost"`           // of these, not received by any member
+	Lost          uint64  `json:"lost"`           // of these, not received by any member, and not InProcess
+	InProcess     uint64  `json:"in_process"`     // received by the kernel for a process that was ended before it read or counted them
 	Overflowed    uint64  `json:"overflowed"`     // of these, dropped at a full queue of the kernel or of a member
 	Refused       uint64  `json:"refused"`        // ICMP errors that devices received
 	WithoutRoutes uint64  `json:"without_routes"` // datagrams at a member without the routes of the device
+	Undecodable   uint64  `json:"undecodable"`    // datagrams at a member without their template
+	Undecoded     float64 `json:"undecoded_s"`    // longest time in which no datagram of a UDP port was decoded
 	Split         int     `json:"split"`          // devices split for longer than splitLimit
 	SplitEver     int     `json:"split_ever"`     // devices split at any time
 	SplitMS       float64 `json:"split_ms_max"`
@@ -164,7 +214,7 @@ func (b *bench) measure(ctx context.Context, sc scenario, a arm) (m measurement,
 	if err := s.swarm.StartDevices(ctx, b.load(b.Rate, 20)); err != nil {
 		return m, err
 	}
-	analysis := &swarm.Analysis{Silence: b.silence()}
+	analysis := &swarm.Analysis{Silence: b.silence(), Period: time.Duration(float64(b.Exporters) / b.Rate * float64(time.Second))}
 	if err := s.dumped(ctx, analysis, b.Devices); err != nil {
 		return m, err
 	}
@@ -244,11 +294,18 @@ func (s *service) watch(ctx context.Context, a *swarm.Analysis, change func() er
 	split, _ := a.SplitDevices(splitLimit)
 	ever, longest := a.SplitDevices(-1)
 	m.Split, m.SplitEver, m.SplitMS = split, ever, inMS(longest)
-	m.Sent, m.Refused, m.WithoutRoutes = ended.Sent, ended.Refused, a.WithoutRoutes
+	m.Sent, m.Refused, m.WithoutRoutes, m.Undecodable = ended.Sent, ended.Refused, a.WithoutRoutes, a.Undecodable
+	m.Undecoded = (a.Undecoded.To - a.Undecoded.From).Seconds()
 	if a.Datagrams() > ended.Sent {
 		return m, fmt.Errorf("%d datagrams received, and only %d sent", a.Datagrams(), ended.Sent)
 	}
 	m.Lost = ended.Sent - a.Datagrams()
+	for _, at := range a.Missing() {
+		if slices.ContainsFunc(s.ended, func(end time.Duration) bool { return at > end-endBefore && at < end+endAfter }) {
+			m.InProcess++
+			m.Lost--
+		}
+	}
 	m.Closed, m.Needless, m.Retries = a.Closed, len(a.Needless), a.Refused
 	m.GapMS, m.Memory = inMS(a.LongestGap()), s.memory
 	for _, i := range a.Stalls {

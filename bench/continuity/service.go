@@ -45,8 +45,10 @@ func (b *bench) agentArgs() []string {
 // probe finds out which keys and commands the binary knows.
 func (b *bench) probe(ctx context.Context) error {
 	b.keys = map[string]bool{}
-	for key, lines := range map[string]string{"": "", "on_move": "on_move: keep", "pace": "pace: {devices: 4, timeout: 2m}"} {
-		if err := b.writePolicy(4, lines); err != nil {
+	for key, lines := range map[string][]string{
+		"": nil, "on_move": {"on_move: keep"}, "pace": {"pace: {devices: 4, timeout: 2m}"}, "takeover": restartLines,
+	} {
+		if err := b.writePolicy(4, lines...); err != nil {
 			return err
 		}
 		_, err := b.cli(ctx, "check", b.policyPath())
@@ -116,6 +118,7 @@ type service struct {
 	members map[int]*swarm.Process
 	// keepsSlots keeps the state of the agent, so that devices have the same slots in the next run.
 	keepsSlots bool
+	ended      []time.Duration // times at which members were ended
 	// memory and queue are the peaks of members that have exited.
 	memory, queue int
 }
@@ -158,6 +161,7 @@ func (s *service) policy(slots int, lines ...string) error {
 	if s.arm.pace != "" {
 		lines = append(lines, "pace: "+s.arm.pace)
 	}
+	lines = append(lines, s.arm.lines...)
 	return s.writePolicy(slots, lines...)
 }
 
@@ -194,10 +198,16 @@ func (s *service) killAgent(signal unix.Signal) error {
 	return nil
 }
 
-func (s *service) startMember(slot int) error {
+func (s *service) startMember(slot int) error { return s.startProcess(slot, 0) }
+
+// startSuccessor starts a second process for a slot.
+func (s *service) startSuccessor(slot int) error { return s.startProcess(slot, maxSlots/2) }
+
+// startProcess starts a member whose own ports, with lookup, have an offset.
+func (s *service) startProcess(slot, offset int) error {
 	m := swarm.Member{Slot: slot, TCP: bmpPort, UDP: ipfixPort, Process: s.process}
 	if s.arm.agent && s.lookup() {
-		m.TCP, m.UDP, m.Plain = ownTCP+uint16(slot), ownUDP+uint16(slot), true
+		m.TCP, m.UDP, m.Plain = ownTCP+uint16(slot+offset), ownUDP+uint16(slot+offset), true
 	}
 	p, err := s.swarm.StartMember(m, memberName(slot), "")
 	if err != nil {
@@ -210,11 +220,17 @@ func (s *service) startMember(slot int) error {
 // stopMember terminates a member.
 func (s *service) stopMember(slot int) error {
 	p := s.members[slot]
+	delete(s.members, slot)
+	return s.end(p, unix.SIGTERM)
+}
+
+// end sends a signal to a member that ends the process.
+func (s *service) end(p *swarm.Process, signal unix.Signal) error {
 	if err := s.peaks(p); err != nil {
 		return err
 	}
-	delete(s.members, slot)
-	if err := p.Signal(unix.SIGTERM); err != nil {
+	s.ended = append(s.ended, swarm.Now())
+	if err := p.Signal(signal); err != nil {
 		return fmt.Errorf("stop %s: %w", p.Name, err)
 	}
 	_ = p.Wait() // the status of a terminated process

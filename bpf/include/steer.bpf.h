@@ -332,7 +332,7 @@ static __always_inline bool steer_fills(struct steer *s, bool replayed)
 
 	if (!wait || !room)
 		return false;
-	s->bank = wait->filling & ~(STEER_HOLD | STEER_CONNECT);
+	s->bank = wait->filling & STEER_FILLING_BANK;
 	if (!s->bank)
 		return false;
 	if (s->connection)

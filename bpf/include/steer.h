@@ -24,7 +24,8 @@ enum steer_limit {
 	 * sk_reuseport; see steer_fills.
 	 */
 	STEER_REPLAY_TTL = 1,
-	/* Bits of steer_wait.filling. */
+	/* Bits of steer_wait.filling: the mask of steer_slot.ready, and flags. */
+	STEER_FILLING_BANK = 3,
 	STEER_HOLD = 4, /* only datagrams of the agent pass */
 	STEER_CONNECT = 8, /* connections pass */
 	/* Incremented when a pinned map or a type below changes its meaning. */

@@ -39,6 +39,20 @@ func (s *Steer) openTemplates(spec *ebpf.CollectionSpec) error {
 	return err
 }
 
+// LoadTemplateFilter loads the socket filter that copies datagrams with template sets, with a ring of its own, so that its
+// cost can be measured.
+func LoadTemplateFilter() (filter *ebpf.Program, unload func(), err error) {
+	spec, err := loadSteerTemplates()
+	if err != nil {
+		return nil, nil, fmt.Errorf("read program: %w", err)
+	}
+	collection, err := loadCollection(spec, nil)
+	if err != nil {
+		return nil, nil, err
+	}
+	return collection.Programs["steer_copy_templates"], collection.Close, nil
+}
+
 // ErrFiltered is the error for a socket that has a filter of its own.
 var ErrFiltered = errors.New("the socket has a socket filter")
 

@@ -10,12 +10,9 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
-	"slices"
 	"testing"
 	"time"
 
-	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/ringbuf"
 	"golang.org/x/sys/unix"
 
@@ -163,48 +160,5 @@ func control(t *testing.T, c *net.UDPConn, f func(fd int) error) {
 	}
 	if err != nil {
 		t.Fatal(err)
-	}
-}
-
-// BenchmarkCopyTemplates measures the filter for datagrams without templates, next to a filter that does nothing.
-func BenchmarkCopyTemplates(b *testing.B) {
-	spec, err := loadSteerTemplates()
-	if err != nil {
-		b.Fatal(err)
-	}
-	collection, err := loadCollection(spec, nil)
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer collection.Close()
-	empty, err := ebpf.NewProgram(&ebpf.ProgramSpec{Type: ebpf.SocketFilter, License: "Dual BSD/GPL",
-		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, -1), asm.Return()}})
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer empty.Close()
-	// The kernel runs the program on what follows the Ethernet header: here, the UDP header.
-	frame := make([]byte, 14+8)
-	message := append(binary.BigEndian.AppendUint16(nil, 10), make([]byte, 14)...)
-	message = append(message, 1, 0, 0, 200)
-	message = append(message, make([]byte, 196)...)
-	for _, one := range []struct {
-		name    string
-		program *ebpf.Program
-		payload []byte
-	}{{"empty filter", empty, message}, {"IPFIX", collection.Programs["steer_copy_templates"], message},
-		{"other protocol", collection.Programs["steer_copy_templates"], make([]byte, 216)}} {
-		b.Run(one.name, func(b *testing.B) {
-			const runs = 100_000
-			var total time.Duration
-			for b.Loop() {
-				_, took, err := one.program.Benchmark(slices.Concat(frame, one.payload), runs, func() {})
-				if err != nil {
-					b.Fatal(err)
-				}
-				total += took
-			}
-			b.ReportMetric(float64(total.Nanoseconds())/float64(b.N), "ns/datagram")
-		})
 	}
 }

@@ -41,6 +41,7 @@ const (
 	steerMembersSteerLimitSTEER_GATED         steerMembersSteerLimit = 32768
 	steerMembersSteerLimitSTEER_PINNED        steerMembersSteerLimit = 2147483648
 	steerMembersSteerLimitSTEER_REPLAY_TTL    steerMembersSteerLimit = 1
+	steerMembersSteerLimitSTEER_FILLING_BANK  steerMembersSteerLimit = 3
 	steerMembersSteerLimitSTEER_HOLD          steerMembersSteerLimit = 4
 	steerMembersSteerLimitSTEER_CONNECT       steerMembersSteerLimit = 8
 	steerMembersSteerLimitSTEER_SCHEMA        steerMembersSteerLimit = 1

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Analysis judges the records of a swarm. Records are added in any order. Judge judges those before an instant, in the
@@ -22,14 +24,19 @@ import (
 type Analysis struct {
 	Begin, End time.Duration
 	Silence    time.Duration
+	// Period is the time between two datagrams of a UDP port, for Missing; 0: Missing is not wanted.
+	Period time.Duration
 	Result
+	// Undecoded is the longest time in which no member decoded a datagram of a UDP port.
+	Undecoded Gap
 
 	devices   map[uint32]*device
 	waiting   []datagramAt
-	datagrams uint64        // added
-	judged    time.Duration // instant of the last call of Judge
-	last      time.Duration // time of the last record
-	dumped    time.Duration // time of the last record of a dump
+	numbers   map[exporter]map[uint32]time.Duration // sequence numbers of datagrams, and times, with Period
+	datagrams uint64                                // added
+	judged    time.Duration                         // instant of the last call of Judge
+	last      time.Duration                         // time of the last record
+	dumped    time.Duration                         // time of the last record of a dump
 }
 
 // Result contains what was counted.
@@ -37,6 +44,7 @@ type Result struct {
 	Received      uint64 // datagrams
 	Late          uint64 // datagrams that were added after their time was judged; they are only counted
 	WithoutRoutes uint64 // datagrams at a member that had not the device's initial dump in an open session
+	Undecodable   uint64 // datagrams at a member that had not their template
 	Opened        int    // connections that a member accepted
 	Closed        int    // of these, closed
 	Refused       int    // attempts of devices to connect
@@ -66,6 +74,12 @@ func (i Interval) Length(without ...Interval) time.Duration {
 		at = max(at, o.To)
 	}
 	return length + max(0, i.To-at)
+}
+
+// exporter is a UDP port of a device.
+type exporter struct {
+	device uint32
+	port   uint16
 }
 
 // Split is a time in which the datagrams of a device were at another member than one of its connections. It begins with
@@ -129,11 +143,12 @@ type device struct {
 	connections []*connection // not yet judged completely
 	open        []*connection // at the instant that is judged
 	split       *Split
-	last        time.Duration   // last datagram of the split
-	apart       map[uint16]bool // UDP ports whose last datagram was at another member than a connection
-	gap         time.Duration   // begin of the gap; 0: none
-	previous    *connection     // closed last
-	elsewhere   bool            // since then a datagram reached another member
+	last        time.Duration            // last datagram of the split
+	decoded     map[uint16]time.Duration // time of the last decoded datagram by UDP port
+	apart       map[uint16]bool          // UDP ports whose last datagram was at another member than a connection
+	gap         time.Duration            // begin of the gap; 0: none
+	previous    *connection              // closed last
+	elsewhere   bool                     // since then a datagram reached another member
 	seen        Seen
 	history     []Seen // unordered if records were late
 }
@@ -175,9 +190,10 @@ func (a *Analysis) Add(from int, records []Record) {
 	for _, r := range records {
 		a.last = max(a.last, r.At)
 		switch r.Kind {
-		case Datagram:
+		case Datagram, Undecodable:
 			a.waiting = append(a.waiting, datagramAt{r, from})
 			a.datagrams++
+			a.number(r)
 		case Connected:
 			c := a.connection(r)
 			c.opened = min(c.opened, r.At)
@@ -192,13 +208,46 @@ func (a *Analysis) Add(from int, records []Record) {
 				c.closed = r.At
 			}
 		case Refused:
-			if a.counts(r.At) {
+			if a.counts(r.At) && unix.Errno(r.Value) == unix.ECONNREFUSED {
 				a.Refused++
 			}
 		case Stalled:
 			a.Stalls = append(a.Stalls, Interval{r.At - time.Duration(r.Value)*time.Microsecond, r.At})
 		}
 	}
+}
+
+// number notes the sequence number of a datagram, for Missing.
+func (a *Analysis) number(r Record) {
+	if a.Period == 0 {
+		return
+	}
+	e := exporter{r.Device, r.Port}
+	if a.numbers == nil {
+		a.numbers = map[exporter]map[uint32]time.Duration{}
+	}
+	if a.numbers[e] == nil {
+		a.numbers[e] = map[uint32]time.Duration{}
+	}
+	a.numbers[e][r.Value] = r.At
+}
+
+// Missing returns the times at which datagrams were sent that no member has received, except those after the last received
+// one of their port: the time of the datagram before, and Period for each since then.
+func (a *Analysis) Missing() (times []time.Duration) {
+	for _, received := range a.numbers {
+		at, missing := a.Begin, time.Duration(0)
+		for number, left := uint32(0), len(received); left > 0; number++ {
+			if arrived, ok := received[number]; ok {
+				at, missing = arrived, 0
+				left--
+				continue
+			}
+			missing++
+			times = append(times, at+missing*a.Period)
+		}
+	}
+	return times
 }
 
 func (a *Analysis) counts(at time.Duration) bool {
@@ -335,6 +384,7 @@ func (a *Analysis) datagram(g datagramAt) {
 		if !routes {
 			a.WithoutRoutes++
 		}
+		a.decode(d, g.Record)
 	}
 	switch {
 	case other == FromDevices:
@@ -351,6 +401,30 @@ func (a *Analysis) datagram(g datagramAt) {
 		d.split.Datagrams, d.split.Connection = g.member, other
 		d.split.Count++
 		d.last = g.At
+	}
+}
+
+// decode counts a datagram by whether its member has decoded it.
+func (a *Analysis) decode(d *device, r Record) {
+	if d.decoded == nil {
+		d.decoded = map[uint16]time.Duration{}
+	}
+	last, seen := d.decoded[r.Port]
+	if !seen {
+		last = a.Begin
+		d.decoded[r.Port] = last
+	}
+	if r.Kind == Undecodable {
+		a.Undecodable++
+		return
+	}
+	a.addUndecoded(r.Device, Interval{last, r.At})
+	d.decoded[r.Port] = r.At
+}
+
+func (a *Analysis) addUndecoded(device uint32, i Interval) {
+	if i.To-i.From > a.Undecoded.To-a.Undecoded.From {
+		a.Undecoded = Gap{int(device), i}
 	}
 }
 
@@ -381,6 +455,9 @@ func (a *Analysis) Finish() {
 		if d.gap != 0 {
 			a.addGap(number, Interval{d.gap, last})
 			d.gap = 0
+		}
+		for _, at := range d.decoded {
+			a.addUndecoded(number, Interval{at, last})
 		}
 	}
 }

@@ -4,12 +4,17 @@ package swarm
 
 import (
 	"math/rand/v2"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
 	"slices"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/lab/traffic"
 )
 
 // ms is a time in milliseconds.
@@ -72,7 +77,9 @@ func TestAnalysis(t *testing.T) {
 	returned = append(returned, at(FromDevices, 650, Closed, 10000))
 	restarted := []observed{at(FromDevices, 0, Connected, 10000), at(0, 1, Accepted, 10000), at(0, 3, Dumped, 10000)}
 	restarted = append(restarted, sent(0, 10, 100)...)
-	restarted = append(restarted, at(FromDevices, 100, Closed, 10000), at(FromDevices, 101, Refused, 10001))
+	refused, reset := at(FromDevices, 101, Refused, 10001), at(FromDevices, 102, Refused, 10001)
+	refused.Value, reset.Value = uint32(unix.ECONNREFUSED), uint32(unix.ECONNRESET)
+	restarted = append(restarted, at(FromDevices, 100, Closed, 10000), refused, reset)
 	closed := slices.Clone(restarted)
 	restarted = append(restarted, at(FromDevices, 160, Connected, 10002), at(2, 161, Accepted, 10002), at(2, 163, Dumped, 10002))
 	restarted = append(restarted, sent(2, 170, 200)...)
@@ -225,6 +232,66 @@ func TestLate(t *testing.T) {
 	a.Finish()
 	if a.Late != 1 || a.Received != 50 || len(a.Splits) != 1 {
 		t.Errorf("%+v", a.Result)
+	}
+}
+
+// TestUndecodable counts the datagrams of a port whose member has not the template, and the longest time without a decoded
+// one.
+func TestUndecodable(t *testing.T) {
+	records := append(sent(0, 10, 100), sent(1, 250, 400)...)
+	for n := 100; n < 250; n += 10 {
+		records = append(records, at(1, n, Undecodable, 40000))
+	}
+	records = append(records, at(1, 20, Undecodable, 40001), at(1, 300, Datagram, 40001))
+	a := analyse(t, records, func(a *Analysis) { a.Begin, a.End = ms(5), ms(500) })
+	if a.Received != 41 || a.Undecodable != 16 || a.Undecoded != (Gap{7, Interval{ms(5), ms(300)}}) {
+		t.Errorf("%+v, %+v", a.Result, a.Undecoded)
+	}
+	a = analyse(t, sent(1, 250, 400), func(a *Analysis) { a.Begin, a.End = ms(240), ms(600) })
+	if a.Undecoded != (Gap{7, Interval{ms(390), ms(600)}}) {
+		t.Errorf("%+v", a.Undecoded)
+	}
+}
+
+// TestMissing finds the times of datagrams that no member has received.
+func TestMissing(t *testing.T) {
+	a := &Analysis{Begin: ms(100), Period: ms(10)}
+	for number, n := range map[uint32]int{1: 115, 2: 125, 5: 400} {
+		r := at(0, n, Datagram, 40000)
+		r.Value = number
+		a.Add(0, []Record{r.Record})
+	}
+	if got, want := a.Missing(), []time.Duration{ms(110), ms(135), ms(145)}; !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+}
+
+// TestKnowledge checks which messages a member can decode.
+func TestKnowledge(t *testing.T) {
+	one, other := netip.MustParseAddrPort("[fd80::1]:1000"), netip.MustParseAddrPort("[fd80::1]:1001")
+	now := time.Now()
+	flow := traffic.Flow{Src: netip.MustParseAddr("192.0.2.1"), Dst: netip.MustParseAddr("192.0.2.2"), Packets: 1, Octets: 1}
+	templates, records := traffic.AppendTemplates(nil, now, 0, 3), traffic.AppendData(nil, now, 0, 3, []traffic.Flow{flow})
+	k := knowledge{}
+	for i, c := range []struct {
+		from            netip.AddrPort
+		message         []byte
+		data, decodable bool
+	}{
+		{one, records, true, false},
+		{one, templates, false, true},
+		{one, records, true, true},
+		{other, records, true, false},
+		{one, traffic.AppendData(nil, now, 0, 4, []traffic.Flow{flow}), true, false},
+	} {
+		if data, decodable, err := k.message(c.from, c.message); data != c.data || decodable != c.decodable || err != nil {
+			t.Errorf("%d: %v, %v, %v", i, data, decodable, err)
+		}
+	}
+	for n := range templates {
+		if _, _, err := k.message(one, templates[:n]); err == nil && n != ipfixHeaderLen {
+			t.Errorf("%d of %d bytes are no error", n, len(templates))
+		}
 	}
 }
 

@@ -160,7 +160,7 @@ func (c *collector) options(network, _ string, raw syscall.RawConn) error {
 
 // receive reads datagrams.
 func (c *collector) receive(raw syscall.RawConn) error {
-	b, control := make([]byte, 2048), make([]byte, 128)
+	b, control, known := make([]byte, 2048), make([]byte, 128), knowledge{}
 	records := make([]Record, 0, 64)
 	var failed error
 	err := raw.Read(func(fd uintptr) bool {
@@ -172,7 +172,7 @@ func (c *collector) receive(raw syscall.RawConn) error {
 			}
 			if err == nil {
 				var r Record
-				if r, err = datagram(b[:n], control[:controlLen], from); err == nil && r.Kind != 0 {
+				if r, err = datagram(known, b[:n], control[:controlLen], from); err == nil && r.Kind != 0 {
 					records = append(records, r)
 				}
 			}
@@ -197,20 +197,26 @@ func (c *collector) receive(raw syscall.RawConn) error {
 }
 
 // datagram returns the record of a datagram, or a record without a kind for a datagram without data.
-func datagram(b, control []byte, from unix.Sockaddr) (r Record, err error) {
+func datagram(known knowledge, b, control []byte, from unix.Sockaddr) (r Record, err error) {
 	peer, ok := from.(*unix.SockaddrInet6)
-	if !ok || len(b) < 20 {
+	if !ok {
 		return r, fmt.Errorf("unexpected datagram of %d bytes from %v", len(b), from)
 	}
-	device, ok := Device(netip.AddrFrom16(peer.Addr))
+	source := netip.AddrPortFrom(netip.AddrFrom16(peer.Addr), uint16(peer.Port))
+	device, ok := Device(source.Addr())
 	if !ok {
-		return r, fmt.Errorf("unexpected datagram from %v", netip.AddrFrom16(peer.Addr))
+		return r, fmt.Errorf("unexpected datagram from %v", source)
 	}
-	if set := binary.BigEndian.Uint16(b[16:]); set < 256 { // templates
-		return r, nil
+	data, decodable, err := known.message(source, b)
+	if err != nil || !data {
+		return r, err
 	}
-	at, err := received(control)
-	return Record{At: at, Device: uint32(device), Value: binary.BigEndian.Uint32(b[8:]), Port: uint16(peer.Port), Kind: Datagram}, err
+	r = Record{Device: uint32(device), Value: binary.BigEndian.Uint32(b[ipfixSequenceAt:]), Port: source.Port(), Kind: Datagram}
+	if !decodable {
+		r.Kind = Undecodable
+	}
+	r.At, err = received(control)
+	return r, err
 }
 
 // received returns the time of SO_TIMESTAMPNS, in CLOCK_MONOTONIC.

@@ -30,8 +30,11 @@ const (
 	// Closed is a connection that was closed, as the member or the device noticed. Value is the errno; 0 means that the
 	// peer has closed the connection.
 	Closed
-	// Refused is a failed attempt of a device to connect. Value is the errno.
+	// Refused is a failed attempt of a device to connect. Value is the errno: ECONNREFUSED if the SYN got a RST, ECONNRESET if
+	// a listening socket was closed that had the connection.
 	Refused
+	// Undecodable is a Datagram whose template its member had not received.
+	Undecodable
 	// Stalled is a time that ended at At and in which the devices' process did not run, although it was due. Value is the
 	// length in microseconds.
 	Stalled
