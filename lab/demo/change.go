@@ -19,73 +19,70 @@ import (
 const rejoinTime = 15 * time.Second
 
 // change adds a fifth slot and drains the slot with the most routers. o is the outcome
-// before.
-func (d *demo) change(ctx context.Context, o lab.Outcome) error {
+// before. It returns the outcome afterwards.
+func (d *demo) change(ctx context.Context, o lab.Outcome) (lab.Outcome, error) {
 	say("slots: 5 in the policy; nfacctd-%d does not run yet", collectors)
 	if _, err := d.writePolicy(collectors + 1); err != nil {
-		return err
+		return o, err
 	}
 	before, err := d.devices(ctx)
 	if err != nil {
-		return err
+		return o, err
 	}
 	if err := d.show(ctx, "apply"); err != nil {
-		return err
+		return o, err
 	}
 	if err := d.waitReady(ctx, collectors); err != nil {
-		return err
+		return o, err
 	}
 	early, err := d.compare(ctx, before)
 	if err != nil {
-		return err
+		return o, err
 	}
 	if len(early) > 0 {
-		return fmt.Errorf("routers %v moved, although slot %d has no member", early, collectors)
+		return o, fmt.Errorf("routers %v moved, although slot %d has no member", early, collectors)
 	}
 	say("no router has moved to the slot without a member")
 
 	say("\nnfacctd-%d starts", collectors)
 	if _, err := d.startCollector(collectors); err != nil {
-		return err
+		return o, err
 	}
 	if err := d.waitReady(ctx, collectors+1); err != nil {
-		return err
+		return o, err
 	}
 	devices, err := d.devices(ctx)
 	if err != nil {
-		return err
+		return o, err
 	}
 	if !slices.ContainsFunc(devices, func(device api.DeviceStatus) bool { return device.Slot == collectors }) {
 		say("the hash gives it none of the six routers (one run in four), so one is moved by hand")
 		if err := d.show(ctx, "move", o.Routers[0].Address.String(), strconv.Itoa(collectors)); err != nil {
-			return err
+			return o, err
 		}
 	}
 	o, err = d.moved(ctx, o, before)
 	if err != nil {
-		return err
+		return o, err
 	}
 
 	victim, load := busiest(o)
 	say("\nnfacctd-%d, with %d routers, shall be stopped for maintenance: its slot is drained", victim, load)
 	if before, err = d.devices(ctx); err != nil {
-		return err
+		return o, err
 	}
 	if err := d.show(ctx, "slot", "set", strconv.Itoa(victim), "drain", "--wait", "--timeout", "20s"); err != nil {
-		return err
+		return o, err
 	}
 	o, err = d.moved(ctx, o, before)
 	if err != nil {
-		return err
+		return o, err
 	}
 	if i := slices.IndexFunc(o.Routers, func(r lab.RouterOutcome) bool { return r.TCPSlot == victim }); i >= 0 {
-		return fmt.Errorf("router %s is still at nfacctd-%d, which drains", o.Routers[i].Address, victim)
-	}
-	if err := d.show(ctx, "slots"); err != nil {
-		return err
+		return o, fmt.Errorf("router %s is still at nfacctd-%d, which drains", o.Routers[i].Address, victim)
 	}
 	say("\nnfacctd-%d has no router and can be stopped; sockeye slot set %d ready returns its routers to it", victim, victim)
-	return nil
+	return o, nil
 }
 
 // moved waits until each router has both streams in one collector, measures and shows

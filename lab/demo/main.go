@@ -3,8 +3,8 @@
 // Command demo demonstrates Sockeye with real programs: six routers (FRR) send BMP
 // over TCP and IPFIX over UDP to four unmodified collectors (nfacctd), first
 // distributed by the kernel's hash, then with Sockeye, then while a collector is
-// killed, and while slots are added and drained. "make demo" runs it in a new mount
-// namespace.
+// killed, while slots are added and drained, and while a collector is replaced by
+// another process. "make demo" runs it in a new mount namespace.
 package main
 
 import (
@@ -38,6 +38,7 @@ const (
 	collectors = 4
 	lineCards  = 4 // exporters of one router, each with its own socket
 	measure    = 4 * time.Second
+	limit      = 150 * time.Second
 	bmpPort    = 1790
 	ipfixPort  = 4739
 )
@@ -74,6 +75,7 @@ type demo struct {
 	result         result
 	slots          string             // as last shown
 	before         map[netip.Addr]int // slots of the routers before a change; nil: the table does not show them
+	takeover       bool               // key of the policy
 }
 
 // result is the content of demo.json.
@@ -100,7 +102,7 @@ func run(ctx context.Context, binary, out string, keep bool) (err error) {
 	if err := lab.CheckPrograms(); err != nil {
 		return err
 	}
-	bounded, cancel := context.WithTimeoutCause(ctx, 110*time.Second, errors.New("the demo took more than 110 s"))
+	bounded, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the demo took more than %v", limit))
 	defer cancel()
 	l, err := lab.New(bounded, lab.Options{Routers: routers})
 	if err != nil {
@@ -155,7 +157,13 @@ func run(ctx context.Context, binary, out string, keep bool) (err error) {
 	}
 
 	say("\n== 4. A slot is added and one is drained: BMP and IPFIX of a router move together")
-	if err := d.change(bounded, back); err != nil {
+	moved, err := d.change(bounded, back)
+	if err != nil {
+		return err
+	}
+
+	say("\n== 5. An nfacctd is replaced by another one under traffic: no flow record is lost")
+	if err := d.upgrade(bounded, moved); err != nil {
 		return err
 	}
 	say("\nFlow records that carry BGP communities: %s without Sockeye, %s with it.",
@@ -298,6 +306,9 @@ func (d *demo) policyPath() string { return filepath.Join(d.Dir(), "policy.yaml"
 // writePolicy writes the policy file with a number of slots, and returns its text.
 func (d *demo) writePolicy(slots int) (string, error) {
 	text := fmt.Sprintf(policy, slots, "/"+d.CgroupPath())
+	if d.takeover {
+		text += "    takeover: true\n"
+	}
 	return text, os.WriteFile(d.policyPath(), []byte(text), 0o600)
 }
 
