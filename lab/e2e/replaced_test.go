@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+	"sockeye/lab/swarm"
+)
+
+// TestMembersReplaced replaces the member of a slot under traffic: by a restart, by a start after which the new member is
+// killed, and another time the agent, while the slot fills, and by a successor. Seen from the devices and the members, no
+// datagram is lost, each is decoded, each is at a member with the routes of its device, and no SYN is refused.
+func TestMembersReplaced(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(2, "when_empty: {wait: 60s}", "takeover: true")
+		h.startAgent()
+		r := &replaced{host: h}
+		var err error
+		r.swarm, err = swarm.New(h.lab, h.devices)
+		h.must(err)
+		for slot := range r.receivers {
+			r.start(slot)
+		}
+		h.ready(0, 1)
+		const devices, rate, exporters = 24, 50, 2
+		h.must(r.swarm.StartDevices(t.Context(), swarm.Load{Devices: devices, TCP: bmpPort, UDP: ipfixPort, Rate: rate, Exporters: exporters, Routes: 50}))
+		r.analysis.Period = exporters * time.Second / rate
+		h.eventually("the dumps", func() error {
+			h.must(r.swarm.Read(&r.analysis))
+			if n := r.analysis.Dumped(); n != devices {
+				return fmt.Errorf("%d of %d devices", n, devices)
+			}
+			return nil
+		})
+		begun, err := r.swarm.Send()
+		h.must(err)
+		r.analysis.Begin = begun.At
+		time.Sleep(300 * time.Millisecond)
+
+		r.kill(0)
+		time.Sleep(800 * time.Millisecond)
+		r.start(0)
+		h.ready(0, 1)
+		time.Sleep(300 * time.Millisecond)
+
+		r.kill(0)
+		r.start(0)
+		r.fills(0)
+		r.kill(0)
+		time.Sleep(200 * time.Millisecond)
+		r.start(0)
+		h.ready(0, 1)
+		time.Sleep(300 * time.Millisecond)
+
+		r.kill(0)
+		r.start(0)
+		r.fills(0)
+		h.must(h.agent.Kill())
+		h.startAgent()
+		h.ready(0, 1)
+		time.Sleep(300 * time.Millisecond)
+
+		former := r.receivers[0]
+		h.ports += 10
+		r.start(0)
+		h.ready(0, 1)
+		time.Sleep(300 * time.Millisecond)
+		r.end(former)
+		time.Sleep(300 * time.Millisecond)
+		r.judge()
+	})
+}
+
+// replaced is a service whose members are replaced.
+type replaced struct {
+	*host
+	swarm     *swarm.Swarm
+	analysis  swarm.Analysis
+	receivers [2]*swarm.Process
+	ended     []time.Duration // times at which members were killed
+}
+
+func (r *replaced) start(slot int) {
+	r.Helper()
+	spec := r.spec(slot)
+	m := swarm.Member{Slot: slot, TCP: spec.Sockets[0].Address.Port(), UDP: spec.Sockets[1].Address.Port(), Plain: spec.Sockets[0].Plain}
+	p, err := r.swarm.StartMember(m, fmt.Sprintf("receiver-%d", slot), r.user(slot))
+	r.must(err)
+	r.receivers[slot], r.members[slot] = p, &member{Process: p.Process, slot: slot}
+}
+
+func (r *replaced) kill(slot int) {
+	r.Helper()
+	r.end(r.receivers[slot])
+}
+
+func (r *replaced) end(p *swarm.Process) {
+	r.Helper()
+	r.ended = append(r.ended, swarm.Now())
+	r.must(p.Signal(unix.SIGKILL))
+	<-p.Done()
+}
+
+// fills waits until the new member of a slot receives what has waited.
+func (r *replaced) fills(slot int) {
+	r.Helper()
+	r.eventually("a filling slot", func() error {
+		s := r.slots()[slot]
+		if s.Ready {
+			r.Fatalf("slot %d is ready at once", slot)
+		}
+		if s.PID != r.receivers[slot].Pid() || !s.Room.Filling {
+			return errors.New("not yet")
+		}
+		return nil
+	})
+}
+
+func (r *replaced) judge() {
+	r.Helper()
+	stopped, err := r.swarm.Stop()
+	r.must(err)
+	r.analysis.End = stopped.At
+	r.eventually("all datagrams", func() error {
+		r.must(r.swarm.Read(&r.analysis))
+		missing := r.analysis.Missing()
+		// The kernel had passed these to a process that had not read or counted them when it was killed.
+		missing = slices.DeleteFunc(missing, func(at time.Duration) bool {
+			return slices.ContainsFunc(r.ended, func(end time.Duration) bool {
+				return at > end-50*time.Millisecond && at < end+5*time.Millisecond
+			})
+		})
+		if len(missing) > 0 {
+			return fmt.Errorf("%d of %d datagrams are missing, sent at %v; members ended at %v", len(missing), stopped.Sent, missing[:min(5, len(missing))], r.ended)
+		}
+		if lost := stopped.Sent - r.analysis.Datagrams(); lost > uint64(10*len(r.ended)) {
+			return fmt.Errorf("%d of %d datagrams are missing", lost, stopped.Sent)
+		}
+		return nil
+	})
+	r.analysis.Finish()
+	if a := &r.analysis; a.Undecodable > 0 || a.WithoutRoutes > 0 || a.Refused > 0 || stopped.Refused > 0 {
+		r.Errorf("of %d datagrams, %d could not be decoded, and %d were at a member without routes; %d SYNs and %d datagrams were refused",
+			a.Received, a.Undecodable, a.WithoutRoutes, a.Refused, stopped.Refused)
+	}
+	for _, s := range r.slots() {
+		if s.Room.Lost > 0 || s.Room.Full > 0 {
+			r.Errorf("slot %d: %+v", s.Slot, s.Room)
+		}
+	}
+}
