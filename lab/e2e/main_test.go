@@ -7,6 +7,7 @@
 package e2e_test
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -73,7 +74,7 @@ func build() error {
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("%w\n%s", err, out)
 	}
-	return os.Setenv(binaryEnv, binary)
+	return errors.Join(os.Setenv(binaryEnv, binary), installGoflow2(dir))
 }
 
 var keepOpen io.Closer // closed by the exit of this process
