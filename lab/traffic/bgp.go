@@ -116,6 +116,21 @@ func (s *BGPSession) keepAlive() {
 	}
 }
 
+// Announce announces routes.
+func (s *BGPSession) Announce(routes ...Route) error {
+	var updates []byte
+	for _, r := range routes {
+		var err error
+		if updates, err = AppendUpdate(updates, r); err != nil {
+			return err
+		}
+	}
+	if _, err := s.conn.Write(updates); err != nil {
+		return fmt.Errorf("announce routes: %w", err)
+	}
+	return nil
+}
+
 // Err returns nil while the session is open, and afterwards why it ended.
 func (s *BGPSession) Err() error {
 	select {
