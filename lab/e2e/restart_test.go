@@ -162,7 +162,7 @@ func (f *flows) complete(when string) {
 		for _, s := range f.slots() {
 			served = append(served, fmt.Sprintf("slot %d: %d datagrams, room %+v", s.Slot, s.Datagrams, s.Room))
 		}
-		return fmt.Errorf("decoded: %s\n%s", strings.Join(differ, ", "), strings.Join(served, "\n"))
+		return fmt.Errorf("decoded: %s\n%s\n%d datagrams dropped at full receive buffers", strings.Join(differ, ", "), strings.Join(served, "\n"), f.overflows())
 	})
 }
 

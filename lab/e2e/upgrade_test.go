@@ -19,6 +19,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	"sockeye/internal/config"
 )
 
@@ -224,8 +225,12 @@ func (h *host) underTraffic(home home, mayRefuse bool, replace func()) (lost int
 func (h *host) overflows() (sum int) {
 	h.Helper()
 	h.must(h.collectors.Do(func() error {
-		text, err := os.ReadFile("/proc/thread-self/net/snmp6")
+		text, err := os.ReadFile("/proc/thread-self/net/snmp") // IPv4, also of sockets for both families
 		if err != nil {
+			return err
+		}
+		sum += int(harness.SNMP(string(text), "Udp", "RcvbufErrors"))
+		if text, err = os.ReadFile("/proc/thread-self/net/snmp6"); err != nil {
 			return err
 		}
 		for line := range strings.Lines(string(text)) {
