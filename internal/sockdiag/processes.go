@@ -42,6 +42,15 @@ func ReadProcesses(wanted func(inode uint32) bool) (byInode map[uint32][]Process
 	return byInode, hidden, nil
 }
 
+// ReadSocketsOf returns which of some processes have sockets, by inode, for wanted inodes.
+func ReadSocketsOf(pids []int, wanted func(inode uint32) bool) map[uint32][]Process {
+	byInode := make(map[uint32][]Process)
+	for _, pid := range pids {
+		_ = readProcess(pid, wanted, byInode) // a process that exits has no sockets
+	}
+	return byInode
+}
+
 func readProcess(pid int, wanted func(uint32) bool, byInode map[uint32][]Process) error {
 	dir := filepath.Join("/proc", strconv.Itoa(pid))
 	fds, err := os.ReadDir(filepath.Join(dir, "fd"))

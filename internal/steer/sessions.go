@@ -186,6 +186,44 @@ func (s *service) findUnlabeled(list []session) (u unlabeled) {
 	return u
 }
 
+// labelMembers finds the owners of unlabeled connections among the members, and reports whether it has recorded one. Each
+// connection is looked for once, so that a check finds quickly whether a device is split: when a member exits, the kernel
+// gives the connections that the member had not accepted to another member (Linux 5.14), and their label remains that of the
+// former one. label finds the others.
+func (s *service) labelMembers(list []session) (found bool) {
+	wanted := make(map[uint32]*session)
+	for i := range list {
+		if one := &list[i]; !s.checks.sought[one.Cookie] {
+			wanted[one.Inode] = one
+		}
+	}
+	s.checks.sought = make(map[uint64]bool)
+	for _, one := range list {
+		s.checks.sought[one.Cookie] = true
+	}
+	if len(wanted) == 0 {
+		return false
+	}
+	ids := s.seatIDs()
+	owners := sockdiag.ReadSocketsOf(slices.Collect(maps.Keys(ids)), func(inode uint32) bool { return wanted[inode] != nil })
+	handles := make(map[int]*member.Handle)
+	defer func() {
+		for _, h := range handles {
+			h.Close()
+		}
+	}()
+	defer s.host.descriptors.borrow()()
+	for inode, one := range wanted {
+		for _, p := range owners[inode] {
+			if s.labelConnection(handles, p, one, ids[p.PID]) == nil {
+				found = true
+				break
+			}
+		}
+	}
+	return found
+}
+
 // label finds the owners of unlabeled connections by a scan of /proc and records them. The owner is the member among the
 // process and its ancestors, or else the process itself if it or an ancestor listens on a port of the service. The scan
 // takes about 1 s on a host with many processes; the caller does not hold the lock.
@@ -287,7 +325,8 @@ func (s *service) labelConnection(handles map[int]*member.Handle, p sockdiag.Pro
 	if socket.Cookie != one.Cookie {
 		return fmt.Errorf("descriptor %d of process %d refers to another socket", p.FD, p.PID)
 	}
-	return s.path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime})
+	// A connection that the kernel gave to another listening socket was steered, too.
+	return s.path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime, Steered: one.owned && one.owner.Steered})
 }
 
 // processTree finds the member that is an ancestor of a process.

@@ -63,7 +63,8 @@ type checks struct {
 	// missed counts the scans that found no owner of a connection. After maxScans, or if the owner has nothing to do with
 	// the service, the connection is ignored.
 	missed  map[uint64]int
-	labeled time.Time // end of the last scan of /proc
+	sought  map[uint64]bool // unlabeled connections that were looked for among the members
+	labeled time.Time       // end of the last scan of /proc
 	split   []splitDevice
 	closed  uint64 // closed connections since the start of the agent
 	err     error  // error of the last SOCK_DESTROY
@@ -209,6 +210,12 @@ func (s *service) checkNow() unlabeled {
 	s.noteSessions(list)
 	s.replayMoved()
 	missing := s.findUnlabeled(list)
+	if s.labelMembers(missing.sessions) {
+		if again, err := s.readSessions(); err == nil {
+			list = again
+			missing = s.findUnlabeled(list)
+		}
+	}
 	unknown := make(map[uint64]bool)
 	for _, one := range missing.sessions {
 		unknown[one.Cookie] = true

@@ -3,6 +3,7 @@
 package e2e_test
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -421,4 +422,38 @@ func TestMigrateReq(t *testing.T) {
 		traffic.end()
 		h.nothingMisplaced(home, 200)
 	})
+}
+
+// TestQueuedAtStandby checks that the connections which the kernel gave to the standby member, because their member exited
+// before it accepted them, are closed as soon as their slot has a member again.
+func TestQueuedAtStandby(t *testing.T) {
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(2, "when_empty: {standby: 1}")
+	h.startAgent()
+	h.start(0, 1)
+	h.ready(0, 1)
+	home := h.homes(2)
+	mine := slices.DeleteFunc(addresses(20), func(a netip.Addr) bool { return home(a) != 0 })
+	for round := range 3 {
+		h.hang(0)
+		queued, failed := h.rush(mine, noGreeting)
+		if len(failed) > 0 {
+			t.Errorf("slot 0 hangs: %v", failed)
+		}
+		h.kill(0)
+		for a, fd := range queued {
+			if slot := said(fd); slot != 1 {
+				t.Errorf("connection of %v, which was in the accept queue of slot 0: %v", a, landing{tcp: slot})
+			}
+		}
+		h.start(0)
+		h.ready(0, 1)
+		// The agent closes them before it says that the slot is ready, and not a second later.
+		time.Sleep(200 * time.Millisecond)
+		for a, fd := range queued {
+			if _, err := unix.Read(fd, make([]byte, 16)); !errors.Is(err, unix.ECONNRESET) {
+				t.Errorf("round %d: the connection of %v is open at the standby member: %v", round, a, err)
+			}
+		}
+	}
 }

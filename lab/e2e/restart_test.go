@@ -127,6 +127,12 @@ func (f *flows) drive(d time.Duration) {
 	}
 }
 
+// countedTwice is the number of records that nfacctd may count twice. If its print plugin is woken up when it has already
+// read the buffer of its core process, it looks for a later one, does not find one, and reads the last buffer again
+// (pmacct 1.7.7, print_plugin.c: rg->ptr = rg->base + status->last_buf_off). This happens on a busy machine. That no datagram
+// arrives twice is tested by TestTakeover and TestWaitingRoom, whose members are no nfacctd.
+const countedTwice = 3
+
 // complete waits until all records that were sent are decoded.
 func (f *flows) complete(when string) {
 	f.Helper()
@@ -150,8 +156,13 @@ func (f *flows) complete(when string) {
 			}
 		}
 		var differ []string
+		more := uint64(0)
 		for i, a := range f.all {
-			if sent := f.exporters[i].Stats().Records; f.decoded[a] != sent {
+			sent := f.exporters[i].Stats().Records
+			if f.decoded[a] >= sent {
+				more += f.decoded[a] - sent
+			}
+			if f.decoded[a] < sent || more > countedTwice {
 				differ = append(differ, fmt.Sprintf("%v: %d of %d", a, f.decoded[a], sent))
 			}
 		}
