@@ -130,6 +130,7 @@ func (s *service) placeSome() error {
 		s.mapping = before
 		return err
 	}
+	s.releaseMoved(before)
 	s.checkSoon()
 	return s.finishPlace(pins)
 }

@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/netns"
+	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/replay"
 	"sockeye/internal/steer/templates"
 )
@@ -87,7 +88,7 @@ type fill struct {
 	alone           bool      // the receive buffer had no space for a datagram
 	templates       []waitingDatagram
 	addresses       []netip.Addr // exporters whose templates are sent
-	onlyTemplates   bool         // the slot is ready
+	late            bool         // the slot is ready: templates and datagrams for devices that have moved
 	holds           bool         // no new datagram passes until the templates have arrived
 	connects        bool         // connections pass
 	dumps           *dumps       // nil if the datagrams do not wait for the routes
@@ -501,11 +502,14 @@ func (s *service) continueFill(f *fill) {
 	for {
 		s.mu.Lock()
 		if running := s.rooms.filling; s.events == nil || s.seats[f.seat.slot] != f.seat ||
-			!f.onlyTemplates && running[f.seat.slot] != f || f.onlyTemplates && s.kept.running[f.seat.slot] != f {
+			!f.late && running[f.seat.slot] != f || f.late && s.kept.running[f.seat.slot] != f {
 			s.mu.Unlock()
 			return
 		}
 		done, pause := s.fillSome(f)
+		if !f.late {
+			s.sendQueued() // of other slots
+		}
 		if done {
 			s.endFill(f)
 			s.mu.Unlock()
@@ -530,8 +534,8 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 	}
 	if time.Now().After(f.deadline) {
 		before := s.rooms.lost[slot]
-		for !f.onlyTemplates {
-			d, ok := s.nextDatagram(slot)
+		for {
+			d, ok := s.nextFor(f)
 			if !ok {
 				break
 			}
@@ -542,7 +546,7 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 		s.log.Warn("the member did not receive what had waited", "slot", slot, "pid", f.seat.process.PID, "lost", s.rooms.lost[slot]-before)
 		return true, 0
 	}
-	if !f.onlyTemplates && f.sent == 0 {
+	if !f.late && f.sent == 0 {
 		var err error
 		if f.arrived, err = s.path.Datagrams(slot); err != nil {
 			s.log.Error("slot filled without pauses", "slot", slot, "error", err)
@@ -567,25 +571,23 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 	if err != nil {
 		return false, fillPause // the member is exiting
 	}
-	before, budget := f.sent, fillBatch
-	if !f.onlyTemplates {
-		budget = s.fillBudget(f)
+	if f.late && len(f.templates) == 0 && len(s.rooms.queued[slot]) > 0 && len(f.addresses) > 0 && time.Since(f.last) < templatePause {
+		return false, fillPause
 	}
+	before, budget := f.sent, s.fillBudget(f)
 	for range fillBatch {
 		var d waitingDatagram
 		isTemplate := len(f.templates) > 0
 		if isTemplate {
 			d = f.templates[0]
-		} else if f.onlyTemplates {
-			return true, 0
 		} else if f.holds {
 			return false, 0
 		} else if budget--; budget < 0 {
 			return false, fillPause
-		} else if next, ok := s.nextDatagram(slot); ok {
+		} else if next, ok := s.nextFor(f); ok {
 			d = next
 		} else {
-			return f.sent == before, 0
+			return f.late || f.sent == before, 0
 		}
 		need := 2*len(d.Payload) + overhead
 		// A buffer for less than one datagram takes one that is larger.
@@ -615,14 +617,17 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 	return false, 0
 }
 
-// nextDatagram returns the next datagram that waits for a filling slot. It delivers those of other slots that it reads
-// from a room.
-func (s *service) nextDatagram(slot int) (d waitingDatagram, ok bool) {
+// nextFor returns the next datagram for the member of a slot that fills, or that was ready before.
+func (s *service) nextFor(f *fill) (d waitingDatagram, ok bool) {
+	slot := f.seat.slot
 	if queue := s.rooms.queued[slot]; len(queue) > 0 {
 		if s.rooms.queued[slot] = queue[1:]; len(queue) == 1 {
 			delete(s.rooms.queued, slot)
 		}
 		return queue[0], true
+	}
+	if f.late {
+		return d, false
 	}
 	return s.nextUnread(slot)
 }
@@ -645,18 +650,86 @@ func (s *service) nextUnread(slot int) (d waitingDatagram, ok bool) {
 	return d, false
 }
 
-// deliver sends a datagram that was read from a room to the member of its slot, keeps it if the slot is still empty, or
-// discards it.
+// deliver keeps a datagram that was read from a room for the member of its slot, or for the next one, or discards it.
+// sendQueued must follow.
 func (s *service) deliver(slot int, d waitingDatagram) {
-	switch {
-	case s.isReady(slot):
-		s.resend(slot, &d)
-	case s.rooms.filling[slot] != nil || s.isWaiting(slot):
+	if s.isReady(slot) || s.rooms.filling[slot] != nil || s.isWaiting(slot) {
 		s.rooms.queued[slot] = append(s.rooms.queued[slot], d)
-	default:
-		s.rooms.lost[slot]++
-		s.countLeft(slot, &d)
+		return
 	}
+	s.rooms.lost[slot]++
+	s.countLeft(slot, &d)
+}
+
+// sendQueued begins to send the datagrams in memory whose slot is ready.
+func (s *service) sendQueued() {
+	for slot := range s.rooms.queued {
+		if !s.isReady(slot) || s.kept.running[slot] != nil {
+			continue
+		}
+		s.beginLate(&fill{seat: s.seats[slot], late: true})
+	}
+}
+
+// beginLate begins to send templates, and datagrams in memory, to a member whose slot is ready. The first ones are sent at
+// once.
+func (s *service) beginLate(f *fill) {
+	slot, now := f.seat.slot, time.Now()
+	f.began, f.flows, f.deadline = now, now, now.Add(time.Minute)
+	var err error
+	if f.arrived, err = s.path.Datagrams(slot); err != nil {
+		s.log.Error("datagrams not sent to the member", "slot", slot, "error", err)
+		return
+	}
+	s.kept.running[slot] = f
+	if done, _ := s.fillSome(f); done {
+		s.endFill(f)
+		return
+	}
+	go s.continueFill(f)
+}
+
+// releaseMoved sends what waited for slots whose devices have another slot now to the members of that slot. before is the
+// mapping before the change.
+func (s *service) releaseMoved(before *placement.Mapping) {
+	if !s.hasRooms() {
+		return
+	}
+	named := before.Devices != s.mapping.Devices || !before.SamePins(s.mapping)
+	moved := false
+	for slot := range s.config.Slots {
+		moved = moved || s.seats[slot] == nil && s.isWaiting(slot) && (named || s.loses(slot, before))
+	}
+	if !moved {
+		return
+	}
+	const nobody = -1
+	s.nextUnread(nobody)
+	s.deliverQueued()
+	for slot := range s.config.Slots {
+		if s.seats[slot] == nil && !s.hasDevices(slot) {
+			s.markEmpty(slot)
+		}
+	}
+	s.rooms.released = time.Now()
+	if err := s.rotateRooms(); err != nil {
+		s.log.Error("waiting connections not released", "error", err)
+	}
+}
+
+// loses reports whether a slot had buckets that it has no more.
+func (s *service) loses(slot int, before *placement.Mapping) bool {
+	for bucket, was := range before.Table.Bucket {
+		if int(was) == slot && int(s.mapping.Table.Bucket[bucket]) != slot {
+			return true
+		}
+	}
+	return false
+}
+
+// hasDevices reports whether devices can have a slot.
+func (s *service) hasDevices(slot int) bool {
+	return s.inUse(slot) || slices.ContainsFunc(s.state.Pins, func(p pin) bool { return p.Slot == slot })
 }
 
 // resend sends a datagram to the member of its slot.
@@ -746,9 +819,15 @@ func (s *service) endFill(f *fill) {
 	slot := f.seat.slot
 	s.noteReplayed(f.addresses, f.seat.id())
 	s.flushLeft()
-	if f.onlyTemplates {
+	if f.late {
 		delete(s.kept.running, slot)
-		s.log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.process.PID, "exporters", len(f.addresses), "datagrams", f.sent)
+		if len(f.addresses) > 0 {
+			s.log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.process.PID,
+				"exporters", len(f.addresses), "datagrams", f.sent-uint64(f.replayed))
+		}
+		if f.replayed > 0 {
+			s.log.Info("what had waited sent to the member that serves its devices now", "slot", slot, "pid", f.seat.process.PID, "datagrams", f.replayed)
+		}
 		return
 	}
 	delete(s.rooms.filling, slot)
@@ -783,25 +862,30 @@ func (s *service) endFill(f *fill) {
 func (s *service) emptyRooms() {
 	const nobody = -1
 	for slot := range s.config.Slots {
-		if s.rooms.filling[slot] != nil || s.isWaiting(slot) {
+		if s.rooms.filling[slot] != nil || s.isWaiting(slot) && s.hasDevices(slot) {
 			return
 		}
 	}
+	s.nextUnread(nobody)
 	s.deliverQueued()
-	s.nextDatagram(nobody)
 	s.flushLeft()
 }
 
-// deliverQueued delivers or discards the datagrams in memory whose slot does not wait any more.
+// deliverQueued delivers the datagrams in memory to the members of their devices, or discards those whose slot does not wait
+// any more.
 func (s *service) deliverQueued() {
+	var all []waitingDatagram
 	for slot, queue := range s.rooms.queued {
-		if s.rooms.filling[slot] == nil && !s.isWaiting(slot) {
+		if s.rooms.filling[slot] == nil {
 			delete(s.rooms.queued, slot)
-			for i := range queue {
-				s.deliver(slot, queue[i])
-			}
+			all = append(all, queue...)
 		}
 	}
+	for i := range all {
+		home, _ := s.mapping.Slot(all[i].From.Addr())
+		s.deliver(home, all[i])
+	}
+	s.sendQueued()
 }
 
 // returnQueued sends the datagrams in memory to the rooms again, where they outlive this agent.
@@ -978,6 +1062,9 @@ func originalDestination(control []byte) netip.AddrPort {
 // fillBudget returns the number of datagrams that the member may receive now. The first ones are free, because most rooms
 // have few.
 func (s *service) fillBudget(f *fill) int {
+	if f.late {
+		return fillBatch + int(leastRate*time.Since(f.flows).Seconds()) - f.replayed
+	}
 	_, room, err := s.path.Wait(f.seat.slot)
 	if err != nil {
 		return fillBatch

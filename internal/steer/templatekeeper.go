@@ -422,20 +422,7 @@ func (s *service) replayMoved() {
 		}
 	}
 	for slot, addresses := range bySlot {
-		seat := s.seats[slot]
-		one := &fill{seat: seat, began: time.Now(), deadline: time.Now().Add(time.Minute), onlyTemplates: true,
-			addresses: addresses, templates: s.templateDatagrams(addresses, true, nil)}
-		var err error
-		if one.arrived, err = s.path.Datagrams(slot); err != nil {
-			s.log.Error("templates not replayed", "slot", slot, "error", err)
-			continue
-		}
-		s.kept.running[slot] = one
-		if done, _ := s.fillSome(one); done {
-			s.endFill(one)
-			continue
-		}
-		go s.continueFill(one)
+		s.beginLate(&fill{seat: s.seats[slot], late: true, addresses: addresses, templates: s.templateDatagrams(addresses, true, nil)})
 	}
 }
 
