@@ -199,6 +199,14 @@ func decodeWhenEmpty(d *decoder, path string, n *yaml.Node, _ reflect.StructTag)
 		room := new(Room)
 		d.decode(path, n, room)
 		return WhenEmpty{Room: room}
+	case n.Kind == yaml.MappingNode && !hasKey(n, "standby"):
+		var any struct { // of both forms: no key is known
+			Standby   int    `yaml:"standby"`
+			Wait      string `yaml:"wait"`
+			Datagrams int    `yaml:"datagrams"`
+			Bytes     string `yaml:"bytes"`
+		}
+		d.decode(path, n, &any)
 	case n.Kind == yaml.MappingNode:
 		var s standby
 		d.decode(path, n, &s)

@@ -210,9 +210,11 @@ p.yaml:5:24: services.t.when_empty.wait: must be 1s to 1h, is "2h"
 p.yaml:5:39: services.t.when_empty.datagrams: must be 1 to 10000000, is 0
 p.yaml:5:49: services.t.when_empty.bytes: must be 64KB to 1GB, is "2GB"`},
 	{"when_empty key", minimal + "    when_empty: {stanby: 1}\n", `
-p.yaml:5:17: services.t.when_empty.standby: is missing
 p.yaml:5:18: services.t.when_empty.stanby: unknown key
   hint: did you mean standby?`},
+	{"when_empty wait key", minimal + "    when_empty: {wiat: 30s}\n", `
+p.yaml:5:18: services.t.when_empty.wiat: unknown key
+  hint: did you mean wait?`},
 	{"address name", `services:
   t:
     slots: 1

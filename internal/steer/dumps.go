@@ -7,7 +7,6 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
 )
 
@@ -22,6 +21,8 @@ const (
 	// dumpLimit is the maximum time for which datagrams wait for the routes. It is shorter if the wait of the policy is
 	// less than twice as long, or if the waiting room is half full.
 	dumpLimit = 10 * time.Second
+	// takeoverDumpLimit is the same for a takeover.
+	takeoverDumpLimit = 2500 * time.Millisecond
 	// returnTime is the time in which devices connect again whose connections were closed. Later ones are not waited for.
 	returnTime = 2 * time.Second
 )
@@ -35,9 +36,9 @@ type dumps struct {
 }
 
 // beginDumps lets the connections of the devices of a slot pass to its new member.
-func (s *service) beginDumps(f *fill, wait bpf.Wait) error {
+func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 	f.connects = true
-	f.dumps = &dumps{expected: make(map[string]bool), returnBy: f.waited.Add(returnTime), limit: f.began.Add(min(dumpLimit, f.limit/2))}
+	f.dumps = &dumps{expected: make(map[string]bool), returnBy: f.waited.Add(returnTime), limit: f.began.Add(most)}
 	for address, seen := range s.path.Devices() {
 		addr := placement.Addr(address)
 		if at := s.mapping.Locate(addr); at.Slot == f.seat.slot && seen.Connections > 0 {
@@ -93,7 +94,7 @@ func (s *service) endDumps(f *fill) bool {
 		s.log.Warn("sessions not read", "error", err)
 		return true
 	}
-	reads, back := true, 0
+	reads, back := true, 0 // handshakes do not count: forged SYNs would delay the datagrams
 	for _, device := range groupByDevice(s.mapping, list) {
 		if device.location.Slot != f.seat.slot {
 			continue
@@ -104,15 +105,12 @@ func (s *service) endDumps(f *fill) bool {
 				continue // of the former member
 			}
 			connected = true
-			reads = reads && one.Inode != 0 && one.Unread == 0
+			// A router begins to send at once. A client that does not is not waited for longer than for a device.
+			sent := one.Info.Bytes_received > 0 || now.After(d.returnBy)
+			reads = reads && one.Inode != 0 && one.Unread == 0 && sent
 		}
 		if connected && d.expected[deviceKey(device.name, device.address)] {
 			back++
-		}
-	}
-	for _, one := range list {
-		if one.State == sockdiag.SynRecv && s.mapping.Locate(one.address).Slot == f.seat.slot {
-			reads = false
 		}
 	}
 	if !reads || back < len(d.expected) && now.Before(d.returnBy) {

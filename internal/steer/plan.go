@@ -132,10 +132,18 @@ func (s *service) plan(t *target) []api.Change {
 		add(fmt.Sprintf("when_empty: %s -> %s", a, b), effect)
 	}
 	if from.Takeover != to.Takeover {
-		add(fmt.Sprintf("takeover: %t -> %t", from.Takeover, to.Takeover), "")
+		effect := ""
+		if to.Takeover && len(s.waiting) > 0 {
+			effect = "processes that wait for an occupied slot take the slot over, which closes its sessions"
+		}
+		add(fmt.Sprintf("takeover: %t -> %t", from.Takeover, to.Takeover), effect)
 	}
 	if from.Templates != to.Templates {
-		add(fmt.Sprintf("templates: %s -> %s", from.Templates, to.Templates), "")
+		effect := ""
+		if n := s.knownExporters(); n > 0 {
+			effect = fmt.Sprintf("the templates of %s are discarded", format.Count(n, "exporter", "exporters"))
+		}
+		add(fmt.Sprintf("templates: %s -> %s", from.Templates, to.Templates), effect)
 	}
 	if a, b := paceText(from.Pace), paceText(to.Pace); a != b {
 		add(fmt.Sprintf("pace: %s -> %s", a, b), "")
@@ -223,7 +231,7 @@ func (s *service) waitingEffect() string {
 	slots := 0
 	for slot := range s.config.Slots {
 		room, err := s.roomStatus(slot)
-		if err != nil || room == nil || room.Until == nil {
+		if err != nil || room == nil || room.Until == nil || room.Filling { // a member receives what waits there
 			continue
 		}
 		waiting += room.Waiting

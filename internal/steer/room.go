@@ -331,6 +331,7 @@ func prepareReceiver(fd int, l bpf.Listener, p *prepared) error {
 // first time.
 func (s *service) writeWaits() error {
 	var errs []error
+	ended := false
 	for slot := range bpf.MaxSlots {
 		wait, _, err := s.path.Wait(slot)
 		if err != nil {
@@ -349,6 +350,7 @@ func (s *service) writeWaits() error {
 			s.scheduleEnd(slot)
 			continue
 		case length == 0 && s.rooms.filling[slot] == nil:
+			ended = ended || wait.Until > 0
 			wait.Until = 0
 		case begins:
 			wait.Until = uint64(since(unix.CLOCK_MONOTONIC) + length)
@@ -356,6 +358,10 @@ func (s *service) writeWaits() error {
 		wait.Length = uint64(length)
 		errs = append(errs, s.path.SetWait(slot, wait))
 		s.scheduleEnd(slot)
+	}
+	if ended && s.hasRooms() { // discards, and counts, what waited
+		s.emptyRooms()
+		errs = append(errs, s.rotateRooms())
 	}
 	return fault.Join(errs...)
 }
@@ -452,12 +458,13 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 		return err
 	}
 	limit := s.waitLengthOf(seat.slot)
-	waits := limit > 0 && wait.Until > uint64(since(unix.CLOCK_MONOTONIC))
+	// At a takeover, until is that of the last time at which the slot was empty.
+	waits := !takesOver && limit > 0 && wait.Until > uint64(since(unix.CLOCK_MONOTONIC))
 	if s.slotState(seat.slot).State == maintState || !waits && !takesOver && len(s.withoutTemplates(seat.slot, seat.id())) == 0 {
 		return nil
 	}
 	if !waits {
-		limit = templateTime
+		limit = max(limit, templateTime)
 	}
 	waited := time.Now()
 	if waits {
@@ -470,7 +477,11 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 	}
 	one := &fill{seat: seat, began: time.Now(), holds: true, waited: waited, stored: wait.Left, limit: limit}
 	if (waits || takesOver) && s.hasSessions() {
-		err = s.beginDumps(one, wait)
+		most := min(dumpLimit, limit/2)
+		if takesOver {
+			most = takeoverDumpLimit
+		}
+		err = s.beginDumps(one, wait, most)
 	} else {
 		err = s.beginFlows(one)
 	}

@@ -426,6 +426,14 @@ func (s *service) replayMoved() {
 	}
 }
 
+// knownExporters returns the number of exporters whose templates are kept.
+func (s *service) knownExporters() int {
+	if !s.keepsTemplates() {
+		return 0
+	}
+	return s.kept.store.Stats().Sources
+}
+
 // noteSessions notes the addresses with an established TCP connection, which cannot be forged.
 func (s *service) noteSessions(list []session) {
 	if !s.keepsTemplates() {

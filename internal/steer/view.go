@@ -281,12 +281,8 @@ func (s *service) notes() []string {
 		notes = append(notes, fmt.Sprintf("slot %d %s", slot, strings.Join(parts, " and ")))
 	}
 	for slot := range s.config.Slots {
-		if room, err := s.roomStatus(slot); err == nil && room != nil && room.Until != nil && !s.isReady(slot) {
-			what := "waits for its next member"
-			if room.Filling {
-				what = "sends its member what has waited"
-			}
-			notes = append(notes, fmt.Sprintf("slot %d %s: %s", slot, what, format.Count(int(room.Waiting), "datagram", "datagrams")))
+		if note := s.roomNote(slot); note != "" {
+			notes = append(notes, note)
 		}
 	}
 	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *seat) int { return cmp.Compare(a.process.PID, b.process.PID) }) {
@@ -314,6 +310,31 @@ func (s *service) notes() []string {
 		notes = append(notes, fmt.Sprintf("moves are stopped, and %s not at the target slot", format.Count(s.moves.stopped, "device is", "devices are")))
 	}
 	return notes
+}
+
+// roomNote describes the waiting room of a slot whose packets wait, or have waited in vain.
+func (s *service) roomNote(slot int) string {
+	room, err := s.roomStatus(slot)
+	if err != nil || room == nil || s.isReady(slot) || s.slotState(slot).State == maintState || !s.hasDevices(slot) {
+		return ""
+	}
+	waiting := format.Count(int(room.Waiting), "datagram waits", "datagrams wait")
+	switch {
+	case room.Filling && s.rooms.filling[slot].dumps != nil:
+		return fmt.Sprintf("slot %d has a new member, which reads the connections first: %s", slot, waiting)
+	case room.Filling:
+		return fmt.Sprintf("slot %d sends its new member what has waited: %s", slot, waiting)
+	case room.Until != nil:
+		left := max(0, time.Until(*room.Until)).Round(time.Second)
+		note := fmt.Sprintf("slot %d waits for its next member, for another %s: %s", slot, left, waiting)
+		if room.Waiting >= uint64(s.room().Datagrams) {
+			note += "; the room is full, and datagrams are refused"
+		}
+		return note
+	case s.seats[slot] == nil && s.config.WhenEmpty.Room != nil:
+		return fmt.Sprintf("slot %d has no member, and its wait is over: its devices are refused", slot)
+	}
+	return ""
 }
 
 // countReady returns the number of slots that receive traffic.
