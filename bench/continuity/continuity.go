@@ -73,8 +73,8 @@ var arms = []arm{
 // restartArms are the arms of the scenarios that replace a member.
 var restartArms = []arm{
 	{name: "plain", title: "plain SO_REUSEPORT"},
-	{name: "reject", title: "Sockeye, when_empty: reject, templates: off", agent: true, lines: []string{"when_empty: reject", "templates: off"}},
-	{name: "sockeye", title: "Sockeye, when_empty: {wait: 60s}, takeover: true", agent: true, lines: restartLines},
+	{name: "reject", title: "Sockeye, reject, no templates", agent: true, lines: []string{"when_empty: reject", "templates: off"}},
+	{name: "sockeye", title: "Sockeye, wait and takeover", agent: true, lines: restartLines},
 }
 
 var restartLines = []string{"when_empty: {wait: 60s}", "takeover: true"}

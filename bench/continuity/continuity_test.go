@@ -86,7 +86,7 @@ func TestReport(t *testing.T) {
 		"datagrams lost                 0.0  at most 0: met\n", "sessions closed needlessly     1.0  at most 0: missed\n",
 		"longest split of a device, ms  3.5  at most 100: met\n", "not run: drain: no\n\nDuration",
 		"pace: {devices: 4}  3.0 MB",
-		"Sockeye, when_empty: reject, templates: off       20 of 100     1               10           0               0.00 s                7 ",
+		"Sockeye, reject, no templates  20 of 100     1               10           0               0.00 s             7 ",
 		"8.0 [7.5 .. 9.0] ns for an IPFIX datagram", "template filter, ns            8.0  at most 10: met\n",
 	} {
 		if !strings.Contains(text, want) {

@@ -18,7 +18,7 @@ func (r *report) printRestarts(p harness.Printf) {
 		}
 		printed = true
 		p("\n%s: %s\n", s.name, s.title)
-		p("\trecords lost\tin the process\tundecodable\twithout routes\tfirst decoded record\tSYNs refused\tsessions closed\tlongest split\n")
+		p("\trecords lost\tin the process\tundecodable\twithout routes\tlongest undecoded\tSYNs refused\tsessions closed\tlongest split\n")
 		for _, a := range restartArms {
 			o := r.outcome(s.name, a.name)
 			p("%s\t%d of %d\t%d\t%d\t%d\t%.2f s\t%d\t%d\t%.1f ms\n", a.title, o.Lost, o.Sent, o.InProcess, o.Undecodable, o.WithoutRoutes, o.FirstDecoded, o.Refused, o.Closed, o.SplitMS)
@@ -26,9 +26,10 @@ func (r *report) printRestarts(p harness.Printf) {
 	}
 	if printed {
 		p("\nThe member of one of %d slots is replaced; restart: %v after its end. Each datagram has one record. The exporters send their template once.\n", startSlots, r.Options.Down)
-		p("In the process: received by the kernel for the member that was ended, which had not read or counted them yet; not among the lost ones.\n")
-		p("Undecodable: at a member that had not received the template. First decoded record: the longest time in which no member decoded a\n")
-		p("datagram of a UDP port of a device; it ends at the latest with the run.\n")
+		p("Wait and takeover: when_empty: {wait: 60s}, takeover: true. Reject, no templates: when_empty: reject, templates: off. In the process: received by\n")
+		p("the kernel for the member that was ended, which had not read or counted them; not among the lost ones. Undecodable: at a member that had not\n")
+		p("received the template. Without routes: as above. Longest undecoded: the longest time without a decoded record of a UDP port; it ends at the\n")
+		p("latest with the run. Plain SO_REUSEPORT loses nothing, because other members receive the datagrams, without templates and routes.\n")
 	}
 	if t := r.templates; t != nil {
 		p("\nThe filter that copies templates, above an empty filter: %s ns for an IPFIX datagram without templates, %s ns for other datagrams\n",
@@ -44,8 +45,8 @@ func interval(d harness.Distribution) string {
 // restartChart draws the records that were lost or of less use.
 func (r *report) restartChart() plot.Chart {
 	chart := plot.Chart{
-		Title:  "Records when a member is replaced, % of those that were sent",
-		Legend: []string{"lost", "not decodable", "decodable, without routes"},
+		Title:  "Records when one of four members is replaced, % of those that were sent",
+		Legend: []string{"lost", "not decodable", "decodable, but without routes"},
 	}
 	for _, s := range scenarios {
 		if !s.restarts {
@@ -60,7 +61,7 @@ func (r *report) restartChart() plot.Chart {
 			percent := func(n uint64) float64 { return 100 * float64(n) / float64(max(1, o.Sent)) }
 			bare := o.WithoutRoutes - min(o.WithoutRoutes, o.Undecodable)
 			p.Bars = append(p.Bars, plot.Bar{
-				Label: a.title, Note: fmt.Sprintf("%d lost, %d undecodable, %d without routes; first decoded record %.1f s", o.Lost, o.Undecodable, o.WithoutRoutes, o.FirstDecoded),
+				Label: a.title, Note: fmt.Sprintf("%.1f, %.1f and %.1f %%; up to %.1f s without a decoded record", percent(o.Lost), percent(o.Undecodable), percent(bare), o.FirstDecoded),
 				Parts: []float64{percent(o.Lost), percent(o.Undecodable), percent(bare)},
 			})
 		}

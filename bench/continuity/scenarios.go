@@ -22,9 +22,9 @@ import (
 const splitLimit = 100 * time.Millisecond
 
 // A datagram that was sent from endBefore before to endAfter after the signal that ended a member, and that no member has
-// counted, is one that this member had not read or counted. The times are those of the records, and the pauses of members.
+// counted, is one that this member had not read or counted: a busy machine does not run a member for a while.
 const (
-	endBefore = 20 * time.Millisecond
+	endBefore = time.Second
 	endAfter  = 2 * time.Millisecond
 )
 

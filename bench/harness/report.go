@@ -61,6 +61,11 @@ func Publish(name string, r Report) error {
 	for suffix, chart := range r.Charts() {
 		files[suffix+".svg"] = chart.SVG()
 	}
+	if dir := os.Getenv("OUT"); dir != "" {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return fmt.Errorf("write figures: %w", err)
+		}
+	}
 	for suffix, content := range files {
 		if err := os.WriteFile(filepath.Join(os.Getenv("OUT"), "bench-"+name+suffix), content, 0o644); err != nil {
 			return fmt.Errorf("write figures: %w", err)
