@@ -21,8 +21,8 @@ import (
 // splitLimit is the time for which a device may be split by a change.
 const splitLimit = 100 * time.Millisecond
 
-// A datagram that was sent from endBefore before to endAfter after the signal that ended a member, and that no member has
-// counted, is one that this member had not read or counted: a busy machine does not run a member for a while.
+// A datagram that was sent from endBefore before the signal that ended a member to endAfter after its exit, and that no member
+// has counted, is one that this member had not read or counted: a busy machine does not run a member for a while.
 const (
 	endBefore = time.Second
 	endAfter  = 2 * time.Millisecond
@@ -301,7 +301,7 @@ func (s *service) watch(ctx context.Context, a *swarm.Analysis, change func() er
 	}
 	m.Lost = ended.Sent - a.Datagrams()
 	for _, at := range a.Missing() {
-		if slices.ContainsFunc(s.ended, func(end time.Duration) bool { return at > end-endBefore && at < end+endAfter }) {
+		if slices.ContainsFunc(s.ended, func(i swarm.Interval) bool { return at > i.From && at < i.To }) {
 			m.InProcess++
 			m.Lost--
 		}

@@ -118,7 +118,7 @@ type service struct {
 	members map[int]*swarm.Process
 	// keepsSlots keeps the state of the agent, so that devices have the same slots in the next run.
 	keepsSlots bool
-	ended      []time.Duration // times at which members were ended
+	ended      []swarm.Interval // in which missing datagrams were lost in a member that was ended
 	// memory and queue are the peaks of members that have exited.
 	memory, queue int
 }
@@ -229,11 +229,12 @@ func (s *service) end(p *swarm.Process, signal unix.Signal) error {
 	if err := s.peaks(p); err != nil {
 		return err
 	}
-	s.ended = append(s.ended, swarm.Now())
+	ended := swarm.Now()
 	if err := p.Signal(signal); err != nil {
 		return fmt.Errorf("stop %s: %w", p.Name, err)
 	}
 	_ = p.Wait() // the status of a terminated process
+	s.ended = append(s.ended, swarm.Interval{From: ended - endBefore, To: swarm.Now() + endAfter})
 	return nil
 }
 

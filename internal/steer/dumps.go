@@ -29,7 +29,7 @@ const (
 
 // dumps are the connections of the devices of a filling slot.
 type dumps struct {
-	expected map[string]bool // devices that have connected before, by deviceKey
+	expected map[string]bool // devices that were connected before, by deviceKey
 	returnBy time.Time       // end of the wait for these devices
 	limit    time.Time
 	over     int // samples in which no data was unread
@@ -37,14 +37,24 @@ type dumps struct {
 
 // beginDumps lets the connections of the devices of a slot pass to its new member.
 func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
+	if list, err := s.readSessions(); err == nil {
+		s.noteConnected(list) // of the former member
+	}
 	f.connects = true
-	f.dumps = &dumps{expected: make(map[string]bool), returnBy: f.waited.Add(returnTime), limit: f.began.Add(most)}
-	for address, seen := range s.path.Devices() {
-		addr := placement.Addr(address)
-		if at := s.mapping.Locate(addr); at.Slot == f.seat.slot && seen.Connections > 0 {
-			f.dumps.expected[deviceKey(at.Device, addr)] = true
+	expected := make(map[string]bool)
+	misses, known := s.checks.connected[f.seat.slot]
+	for key := range misses {
+		expected[key] = true
+	}
+	if !known { // this agent has not seen the former member
+		for address, seen := range s.path.Devices() {
+			addr := placement.Addr(address)
+			if at := s.mapping.Locate(addr); at.Slot == f.seat.slot && seen.Connections > 0 {
+				expected[deviceKey(at.Device, addr)] = true
+			}
 		}
 	}
+	f.dumps = &dumps{expected: expected, returnBy: f.waited.Add(returnTime), limit: f.began.Add(most)}
 	if !s.acceptsWaiting() {
 		if next := f.waited.Add(nextSYN(time.Since(f.waited))); next.After(f.dumps.returnBy) {
 			f.dumps.returnBy = next
@@ -55,6 +65,38 @@ func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 		return err
 	}
 	return s.rotateRooms()
+}
+
+// noteConnected notes the devices with connections by slot. Those of a slot without a member are the ones of the last member:
+// only devices that have completed a handshake, because forged ones would delay the datagrams. A device is forgotten when two
+// passes have not found it: the connections of a member that exits may be closed before the agent notices.
+func (s *service) noteConnected(list []session) {
+	connected := make(map[int]map[string]bool)
+	for key, d := range groupByDevice(s.mapping, list) {
+		slot := d.location.Slot
+		if connected[slot] == nil {
+			connected[slot] = make(map[string]bool)
+		}
+		connected[slot][key] = true
+	}
+	for slot := range s.config.Slots {
+		if state, err := s.path.Slot(slot); err != nil || state.Ready == 0 || !s.isReady(slot) {
+			continue
+		}
+		misses := s.checks.connected[slot]
+		if misses == nil {
+			misses = make(map[string]int)
+			s.checks.connected[slot] = misses
+		}
+		for key := range misses {
+			if misses[key]++; misses[key] > 1 && !connected[slot][key] {
+				delete(misses, key)
+			}
+		}
+		for key := range connected[slot] {
+			misses[key] = 0
+		}
+	}
 }
 
 // nextSYN returns the time from the first SYN of a connection to the next one after a time, and some time for the

@@ -386,9 +386,11 @@ func (s *service) beginWait(slot int) {
 	}
 }
 
-// isWaiting reports whether the data path makes the packets of a slot wait.
+// isWaiting reports whether the data path makes the packets of a slot wait. The data path knows before the agent that a member
+// has exited.
 func (s *service) isWaiting(slot int) bool {
-	if s.isReady(slot) {
+	state, err := s.path.Slot(slot)
+	if err != nil || state.Ready > 0 {
 		return false
 	}
 	wait, _, err := s.path.Wait(slot)
@@ -675,7 +677,7 @@ func (s *service) deliver(slot int, d waitingDatagram) {
 // sendQueued begins to send the datagrams in memory whose slot is ready.
 func (s *service) sendQueued() {
 	for slot := range s.rooms.queued {
-		if !s.isReady(slot) || s.kept.running[slot] != nil {
+		if !s.isReady(slot) || s.isWaiting(slot) || s.kept.running[slot] != nil {
 			continue
 		}
 		s.beginLate(&fill{seat: s.seats[slot], late: true})

@@ -153,7 +153,7 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
 			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
 			sockets: make(map[int]int),
-		}, rooms: newRooms(), kept: newKeptTemplates(), formers: make(map[member.ID]*seat), adopters: make(map[*member.Handle]bool),
+		}, rooms: newRooms(), checks: checks{connected: make(map[int]map[string]int)}, kept: newKeptTemplates(), formers: make(map[member.ID]*seat), adopters: make(map[*member.Handle]bool),
 		keeperSockets: make(map[int]int), refusals: make(refusals), restoring: true,
 	}
 	s.mu.Lock()

@@ -62,12 +62,14 @@ type checks struct {
 	placed map[uint64]bool
 	// missed counts the scans that found no owner of a connection. After maxScans, or if the owner has nothing to do with
 	// the service, the connection is ignored.
-	missed  map[uint64]int
-	sought  map[uint64]bool // unlabeled connections that were looked for among the members
-	labeled time.Time       // end of the last scan of /proc
-	split   []splitDevice
-	closed  uint64 // closed connections since the start of the agent
-	err     error  // error of the last SOCK_DESTROY
+	missed map[uint64]int
+	// connected counts the passes that have not found a device, by slot and deviceKey; see noteConnected.
+	connected map[int]map[string]int
+	sought    map[uint64]bool // unlabeled connections that were looked for among the members
+	labeled   time.Time       // end of the last scan of /proc
+	split     []splitDevice
+	closed    uint64 // closed connections since the start of the agent
+	err       error  // error of the last SOCK_DESTROY
 }
 
 // splitDevice is a device with connections at other processes than the member that serves the device.
@@ -208,6 +210,7 @@ func (s *service) checkNow() unlabeled {
 		return unlabeled{}
 	}
 	s.noteSessions(list)
+	s.noteConnected(list)
 	s.replayMoved()
 	missing := s.findUnlabeled(list)
 	if s.labelMembers(missing.sessions) {
