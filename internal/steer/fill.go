@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"net/netip"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/steer/templates"
+)
+
+// fill is a slot whose member receives what has waited.
+type fill struct {
+	seat            *seat
+	began, deadline time.Time
+	waited          time.Time // time at which the slot became empty
+	stored          uint64    // datagrams that the room had received by then
+	replayed        int       // datagrams of the room that were sent
+	arrived         uint64    // datagrams that were steered to the slot before the first one
+	sent            uint64    // datagrams that were sent
+	last            time.Time // time of the last one
+	alone           bool      // the receive buffer had no space for a datagram
+	templates       []waitingDatagram
+	addresses       []netip.Addr // exporters whose templates are sent
+	late            bool         // the slot is ready: templates and datagrams for devices that have moved
+	holds           bool         // no new datagram passes until the templates have arrived
+	connects        bool         // connections pass
+	dumps           *dumps       // nil if the datagrams do not wait for the routes
+	limit           time.Duration
+	flows           time.Time // begin of the templates and datagrams
+}
+
+// beginFill makes a slot filling whose sockets are registered, if packets wait for it. The slot must not be made ready
+// until the end.
+func (s *service) beginFill(seat *seat, takesOver bool) error {
+	wait, _, err := s.path.Wait(seat.slot)
+	if err != nil {
+		return err
+	}
+	limit := s.waitLengthOf(seat.slot)
+	// At a takeover, until is that of the last time at which the slot was empty.
+	waits := !takesOver && limit > 0 && wait.Until > uint64(since(unix.CLOCK_MONOTONIC))
+	if s.slotState(seat.slot).State == maintState || !waits && !takesOver && len(s.withoutTemplates(seat.slot, seat.id())) == 0 {
+		return nil
+	}
+	if !waits {
+		limit = max(limit, templateTime)
+	}
+	waited := time.Now()
+	if waits {
+		waited = waited.Add(-max(0, limit-(time.Duration(wait.Until)-since(unix.CLOCK_MONOTONIC))))
+	}
+	wait.Filling = seat.place.Ready() | bpf.Hold
+	wait.Until = uint64(since(unix.CLOCK_MONOTONIC) + limit)
+	if err := s.path.SetWait(seat.slot, wait); err != nil {
+		return err
+	}
+	one := &fill{seat: seat, began: time.Now(), holds: true, waited: waited, stored: wait.Left, limit: limit}
+	if (waits || takesOver) && s.hasSessions() {
+		most := min(dumpLimit, limit/2)
+		if takesOver {
+			most = takeoverDumpLimit
+		}
+		err = s.beginDumps(one, wait, most)
+	} else {
+		err = s.beginFlows(one)
+	}
+	if err != nil {
+		return err
+	}
+	s.rooms.filling[seat.slot] = one
+	time.AfterFunc(0, func() { s.continueFill(one) })
+	return nil
+}
+
+// beginFlows begins with the templates and datagrams for the member of a filling slot.
+func (s *service) beginFlows(f *fill) error {
+	slot := f.seat.slot
+	f.flows, f.deadline = time.Now(), time.Now().Add(f.limit)
+	f.addresses = s.withoutTemplates(slot, f.seat.id())
+	if len(f.addresses) == 0 {
+		return nil
+	}
+	if err := s.openTemporaryRooms(); err != nil {
+		return err
+	}
+	f.templates = s.templateDatagrams(f.addresses, false, s.nextSequences(slot))
+	return nil
+}
+
+// beginLate begins to send templates, and datagrams in memory, to a member whose slot is ready. The first ones are sent at
+// once.
+func (s *service) beginLate(f *fill) {
+	slot, now := f.seat.slot, time.Now()
+	f.began, f.flows, f.deadline = now, now, now.Add(time.Minute)
+	var err error
+	if f.arrived, err = s.path.Datagrams(slot); err != nil {
+		s.log.Error("datagrams not sent to the member", "slot", slot, "error", err)
+		return
+	}
+	s.kept.running[slot] = f
+	if done, _ := s.fillSome(f); done {
+		s.endFill(f)
+		return
+	}
+	go s.continueFill(f)
+}
+
+// continueFill sends the next datagrams to the member of a filling slot, or makes the slot ready if none is left.
+func (s *service) continueFill(f *fill) {
+	for {
+		s.mu.Lock()
+		if running := s.rooms.filling; s.events == nil || s.seats[f.seat.slot] != f.seat ||
+			!f.late && running[f.seat.slot] != f || f.late && s.kept.running[f.seat.slot] != f {
+			s.mu.Unlock()
+			return
+		}
+		done, pause := s.fillSome(f)
+		if !f.late {
+			s.sendQueued() // of other slots
+		}
+		if done {
+			s.endFill(f)
+			s.mu.Unlock()
+			return
+		}
+		s.mu.Unlock()
+		time.Sleep(pause)
+	}
+}
+
+// fillSome sends one batch, and reports whether no datagram is left. The next batch follows after the pause.
+func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
+	slot := f.seat.slot
+	if f.dumps != nil {
+		if !s.endDumps(f) {
+			return false, dumpInterval
+		}
+		f.dumps = nil
+		if err := s.beginFlows(f); err != nil {
+			s.log.Error("templates not sent", "slot", slot, "error", err)
+		}
+	}
+	if time.Now().After(f.deadline) {
+		before := s.rooms.lost[slot]
+		for {
+			d, ok := s.nextFor(f)
+			if !ok {
+				break
+			}
+			s.rooms.lost[slot]++
+			s.countLeft(slot, &d)
+		}
+		s.flushLeft()
+		s.log.Warn("the member did not receive what had waited", "slot", slot, "pid", f.seat.process.PID, "lost", s.rooms.lost[slot]-before)
+		return true, 0
+	}
+	if !f.late && f.sent == 0 {
+		var err error
+		if f.arrived, err = s.path.Datagrams(slot); err != nil {
+			s.log.Error("slot filled without pauses", "slot", slot, "error", err)
+		}
+	}
+	// The datagrams pass the loopback interface, whose queue is short. The next batch waits for the previous one.
+	if arrived, err := s.path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent && time.Since(f.last) < passTime {
+		return false, fillPause / 10
+	}
+	// A datagram that has not arrived must not be overtaken by a new one.
+	s.flushLeft()
+	if f.holds && len(f.templates) == 0 {
+		if len(f.addresses) > 0 && time.Since(f.last) < templatePause {
+			return false, fillPause
+		}
+		f.holds = false
+		if err := s.endHold(f); err != nil {
+			s.log.Error("datagrams wait", "slot", slot, "error", err)
+		}
+	}
+	space, err := s.receiveSpace(f.seat)
+	if err != nil {
+		return false, fillPause // the member is exiting
+	}
+	if f.late && len(f.templates) == 0 && len(s.rooms.queued[slot]) > 0 && len(f.addresses) > 0 && time.Since(f.last) < templatePause {
+		return false, fillPause
+	}
+	before, budget := f.sent, s.fillBudget(f)
+	for range fillBatch {
+		var d waitingDatagram
+		isTemplate := len(f.templates) > 0
+		if isTemplate {
+			d = f.templates[0]
+		} else if f.holds {
+			return false, 0
+		} else if budget--; budget < 0 {
+			return false, fillPause
+		} else if next, ok := s.nextFor(f); ok {
+			d = next
+		} else {
+			return f.late || f.sent == before, 0
+		}
+		need := 2*len(d.Payload) + overhead
+		// A buffer for less than one datagram takes one that is larger.
+		fits := space[d.row] >= need || f.alone && space[d.row] >= 0
+		if !fits {
+			if !isTemplate {
+				s.rooms.queued[slot] = slices.Insert(s.rooms.queued[slot], 0, d)
+			}
+			f.alone = true
+			return false, fillPause
+		}
+		f.alone = false
+		space[d.row] -= need
+		if isTemplate {
+			f.templates = f.templates[1:]
+			if err := s.send(d.Datagram); err != nil {
+				s.noteSendError(slot, err)
+				continue
+			}
+			f.sent++
+			f.last = time.Now()
+		} else if f.replayed++; s.resend(slot, &d) {
+			f.sent++
+			f.last = time.Now()
+		}
+	}
+	return false, 0
+}
+
+// nextFor returns the next datagram for the member of a slot that fills, or that was ready before.
+func (s *service) nextFor(f *fill) (d waitingDatagram, ok bool) {
+	slot := f.seat.slot
+	if queue := s.rooms.queued[slot]; len(queue) > 0 {
+		if s.rooms.queued[slot] = queue[1:]; len(queue) == 1 {
+			delete(s.rooms.queued, slot)
+		}
+		return queue[0], true
+	}
+	if f.late {
+		return d, false
+	}
+	return s.nextUnread(slot)
+}
+
+// maxPeeked is the number of datagrams that are read before the templates of their exporters are sent.
+const maxPeeked = 256
+
+// nextSequences reads datagrams from the rooms, and returns the sequence numbers of the first message of each exporter that
+// waits for a slot.
+func (s *service) nextSequences(slot int) map[templates.Session]uint32 {
+	next := make(map[templates.Session]uint32)
+	if !s.hasRooms() {
+		return next
+	}
+	for len(s.rooms.queued[slot]) < maxPeeked {
+		d, ok := s.nextUnread(slot)
+		if !ok {
+			break
+		}
+		s.rooms.queued[slot] = append(s.rooms.queued[slot], d)
+	}
+	s.flushLeft()
+	for i := range s.rooms.queued[slot] {
+		d := &s.rooms.queued[slot][i]
+		version, domain, sequence, ok := templates.Sequence(d.Payload)
+		session := templates.Session{Source: d.From, Row: d.row, Version: version, Domain: domain}
+		if _, known := next[session]; ok && !known {
+			next[session] = sequence
+		}
+	}
+	return next
+}
+
+// fillBudget returns the number of datagrams that the member may receive now. The first ones are free, because most rooms
+// have few.
+func (s *service) fillBudget(f *fill) int {
+	if f.late {
+		return fillBatch + int(leastRate*time.Since(f.flows).Seconds()) - f.replayed
+	}
+	_, room, err := s.path.Wait(f.seat.slot)
+	if err != nil {
+		return fillBatch
+	}
+	came := float64(room.Datagrams-f.stored) / max(time.Since(f.waited).Seconds(), 1e-3)
+	rate := max(leastRate, fillFactor*came)
+	return fillBatch + int(rate*time.Since(f.flows).Seconds()) - f.replayed
+}
+
+// endHold lets new datagrams of a filling slot pass when no other datagram waits.
+func (s *service) endHold(f *fill) error {
+	wait, _, err := s.path.Wait(f.seat.slot)
+	if err != nil {
+		return err
+	}
+	wait.Filling &^= bpf.Hold
+	wait.Until = max(wait.Until, uint64(since(unix.CLOCK_MONOTONIC)+f.limit))
+	return s.path.SetWait(f.seat.slot, wait)
+}
+
+// receiveSpace returns the free memory of the receive buffers of a member by row, half of their size at most: the datagrams
+// that leave the room must not displace each other.
+func (s *service) receiveSpace(seat *seat) (map[int]int, error) {
+	space := make(map[int]int)
+	for row := range seat.sockets {
+		if s.listeners[row].Protocol != config.UDP {
+			continue
+		}
+		socket, err := seat.openSocket(row)
+		if err != nil {
+			return nil, err
+		}
+		memory, err := socketMemory(socket.FD())
+		socket.Close()
+		if err != nil {
+			return nil, err
+		}
+		space[row] = int(memory[limitWord])/2 - int(memory[allocatedWord])
+	}
+	return space, nil
+}
+
+// endFill makes a slot ready whose member has received what has waited.
+func (s *service) endFill(f *fill) {
+	slot := f.seat.slot
+	s.noteReplayed(f.addresses, f.seat.id())
+	s.flushLeft()
+	if f.late {
+		delete(s.kept.running, slot)
+		if len(f.addresses) > 0 {
+			s.log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.process.PID,
+				"exporters", len(f.addresses), "datagrams", f.sent-uint64(f.replayed))
+		}
+		if f.replayed > 0 {
+			s.log.Info("what had waited sent to the member that serves its devices now", "slot", slot, "pid", f.seat.process.PID, "datagrams", f.replayed)
+		}
+		return
+	}
+	delete(s.rooms.filling, slot)
+	s.closeTemporaryRooms()
+	if err := s.setReady(f.seat); err != nil {
+		s.log.Error("slot not ready", "slot", slot, "error", err)
+		s.vacateSlot(slot, "socket closed")
+		return
+	}
+	s.deliverQueued()
+	s.emptyRooms()
+	s.markEmpty(slot)
+	s.rooms.released = time.Now()
+	if err := s.rotateRooms(); err != nil {
+		s.log.Error("waiting connections not released", "slot", slot, "error", err)
+	}
+	if arrived, err := s.path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent {
+		missing := f.sent - (arrived - f.arrived)
+		s.rooms.lost[slot] += missing
+		s.log.Warn("datagrams did not arrive over the loopback interface", "slot", slot, "lost", missing)
+	}
+	s.log.Info("slot filled", "slot", slot, "pid", f.seat.process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
+		"took", time.Since(f.began).Round(time.Millisecond).String())
+	if err := s.place(); err != nil {
+		s.log.Error("devices not moved", "error", err)
+	}
+	s.checkSoon()
+}
