@@ -7,16 +7,12 @@
 package e2e_test
 
 import (
-	"errors"
 	"fmt"
-	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"syscall"
 	"testing"
 
-	_ "sockeye/internal/cli" // a dependency of the binary: invalidates the test cache if the binary changes
+	"sockeye/internal/cli" // a dependency of the binary: invalidates the test cache if the binary changes
 	"sockeye/internal/testenv"
 	"sockeye/lab/swarm"
 )
@@ -25,6 +21,9 @@ const binaryEnv = "SOCKEYE_E2E_BINARY"
 
 // TestMain runs the role of this process. Each role other than the tests is selected by one environment variable.
 func TestMain(m *testing.M) {
+	if filepath.Base(os.Args[0]) == "sockeye" { // see build in binary_vm_test.go
+		os.Exit(cli.Main(os.Args[1:], cli.Host()))
+	}
 	if os.Getenv(receiverEnv) != "" {
 		fmt.Fprintln(os.Stderr, receive(os.Getenv(receiverEnv)))
 		os.Exit(1)
@@ -48,33 +47,3 @@ func TestMain(m *testing.M) {
 	}
 	testenv.Main(m)
 }
-
-// build builds the binary in a temporary directory.
-func build() error {
-	dir, err := os.MkdirTemp("", "sockeye-e2e-")
-	if err != nil {
-		return err
-	}
-	remover := exec.Command("sh", "-c", `cat; rm -rf "$1"`, "sockeye-e2e", dir)
-	remover.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	var pipe io.WriteCloser
-	if pipe, err = remover.StdinPipe(); err == nil {
-		err = remover.Start()
-	}
-	if err != nil {
-		return err
-	}
-	keepOpen = pipe
-	if err := os.Chmod(dir, 0o755); err != nil {
-		return err
-	}
-	binary := filepath.Join(dir, "sockeye")
-	cmd := exec.Command("go", "build", "-o", binary, "sockeye/cmd/sockeye")
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("%w\n%s", err, out)
-	}
-	return errors.Join(os.Setenv(binaryEnv, binary), installGoflow2(dir))
-}
-
-var keepOpen io.Closer // closed by the exit of this process
