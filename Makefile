@@ -37,6 +37,7 @@ CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
 CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer/placement ./lab/vm/selftest
 VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/procsock ./internal/tune ./internal/trace ./internal/trace/packets ./internal/bigtcp/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./room
+VM_E2E_TESTS := TestWaitingRoom$$|TestTakeover|TestTemplates$$|TestDrainedWhileWaiting
 
 .PHONY: help
 help: ## List the targets
@@ -67,6 +68,7 @@ test-race: ## Run the tests of packages with goroutines under the race detector
 test-vm: ## Run the kernel tests on other kernels, under qemu
 	@tools/setup $(VM_PACKAGES)
 	go run ./lab/vm -kernels $(VM_KERNELS) -timeout 20m $(VM_TESTS)
+	go run ./lab/vm -kernels $(VM_KERNELS) -timeout 20m -run '$(VM_E2E_TESTS)' ./lab/e2e
 
 .PHONY: test-debian
 test-debian: ## Test whole Debian systems under systemd and qemu (RELEASES=trixie, RUN=REGEXP)

@@ -14,6 +14,9 @@ import (
 	"syscall"
 )
 
+// emulated is set on the slow CPU of a virtual machine.
+const emulated = false
+
 // build builds the binary in a temporary directory.
 func build() error {
 	dir, err := os.MkdirTemp("", "sockeye-e2e-")

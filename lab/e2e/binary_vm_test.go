@@ -9,6 +9,9 @@ import (
 	"path/filepath"
 )
 
+// emulated is set on the slow CPU of a virtual machine.
+const emulated = true
+
 // build makes a link to the test binary, which runs as the agent under that name: a virtual machine of lab/vm has no Go.
 func build() error {
 	dir, err := os.MkdirTemp("", "sockeye-e2e-")

@@ -81,9 +81,16 @@ func TestDrainedWhileWaiting(t *testing.T) {
 
 const (
 	replacedDevices   = 24
-	replacedRate      = 50 // datagrams per second of each device
 	replacedExporters = 2
 )
+
+// replacedRate is the number of datagrams per second of each device.
+func replacedRate() float64 {
+	if emulated {
+		return 5
+	}
+	return 50
+}
 
 // newReplaced starts two members, and devices with connections that send datagrams.
 func newReplaced(t *testing.T, mode config.Steering) *replaced {
@@ -100,9 +107,9 @@ func newReplaced(t *testing.T, mode config.Steering) *replaced {
 	}
 	h.ready(0, 1)
 	h.must(r.swarm.StartDevices(t.Context(), swarm.Load{
-		Devices: replacedDevices, TCP: bmpPort, UDP: ipfixPort, Rate: replacedRate, Exporters: replacedExporters, Routes: 50,
+		Devices: replacedDevices, TCP: bmpPort, UDP: ipfixPort, Rate: replacedRate(), Exporters: replacedExporters, Routes: 50,
 	}))
-	r.analysis.Period = replacedExporters * time.Second / replacedRate
+	r.analysis.Period = time.Duration(replacedExporters / replacedRate() * float64(time.Second))
 	h.eventually("the dumps", func() error {
 		h.must(r.swarm.Read(&r.analysis))
 		if n := r.analysis.Dumped(); n != replacedDevices {

@@ -16,6 +16,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
 	"os"
 
@@ -75,7 +76,8 @@ func Attach(l *lab.Lab) (devices *lab.Namespace, err error) {
 	for name, value := range map[string]string{
 		"ipv4.icmp_ratelimit": "0", "ipv4.icmp_msgs_per_sec": "1000000", "ipv4.icmp_msgs_burst": "100000", "ipv6.icmp.ratelimit": "0",
 	} {
-		if err := collectors.Sysctl(name, value); err != nil {
+		// On older kernels, the limits of messages per second are not settings of a network namespace.
+		if err := collectors.Sysctl(name, value); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return nil, err
 		}
 	}
