@@ -413,7 +413,7 @@ func (s *service) endWait(slot int) {
 	if err != nil {
 		s.log.Error("waiting rooms not emptied", "slot", slot, "error", err)
 	}
-	if lost := s.rooms.lost[slot] - before; lost > 0 || room.Connections > 0 {
+	if lost := s.rooms.lost[slot] - before; s.hasDevices(slot) && (lost > 0 || room.Connections > 0) {
 		s.log.Warn("no member came in time: the devices of the slot are refused", "slot", slot, "waited", s.waitLength().String(), "datagrams", lost)
 	}
 	s.markEmpty(slot)
@@ -479,7 +479,7 @@ func (s *service) releaseMoved(before *placement.Mapping) {
 	named := before.Devices != s.mapping.Devices || !before.SamePins(s.mapping)
 	moved := false
 	for slot := range s.config.Slots {
-		moved = moved || s.seats[slot] == nil && s.isWaiting(slot) && (named || s.loses(slot, before))
+		moved = moved || s.isWaiting(slot) && (named || s.loses(slot, before)) // also while the slot fills
 	}
 	if !moved {
 		return

@@ -171,6 +171,25 @@ func (r *replaced) fills(slot int) {
 	})
 }
 
+// TestDrainedWhileFilling drains a slot whose new member does not have the datagrams yet: they go to the other member.
+func TestDrainedWhileFilling(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		r := newReplaced(t, mode)
+		r.kill(0)
+		r.start(0)
+		r.fills(0)
+		if out, stderr, code := r.cli("slot", "set", "0", "drain", "--wait"); code != 0 {
+			t.Fatal(out, stderr)
+		}
+		if s := r.slots(); s[0].Ready || s[1].Room.Replayed == 0 {
+			t.Errorf("slot 0 is ready: %v, room of slot 1: %+v", s[0].Ready, s[1].Room)
+		}
+		r.ready(0, 1)
+		time.Sleep(300 * time.Millisecond)
+		r.judge(false)
+	})
+}
+
 // judge checks that no datagram is lost, and that no SYN was refused. routes is set if each datagram must be at a member with
 // the templates and routes of its device: after a move, the templates follow within milliseconds.
 func (r *replaced) judge(routes bool) {

@@ -286,6 +286,16 @@ func TestWaitingRoomPolicy(t *testing.T) {
 		if notes := h.service().Notes; len(notes) != 1 || !regexp.MustCompile(`^slot 0 waits for its next member, for another \S+: 50 datagrams wait$`).MatchString(notes[0]) {
 			t.Errorf("notes %q", notes)
 		}
+		if out, stderr, code := h.cli("slot", "set", "0", "maint"); code != 0 {
+			t.Error(out, stderr)
+		}
+		if room := h.slots()[0].Room; room.Waiting != 0 || room.Lost != 50 {
+			t.Errorf("in maint: %+v", room)
+		}
+		if out, stderr, code := h.cli("slot", "set", "0", "ready"); code != 0 {
+			t.Error(out, stderr)
+		}
+		h.sendMany(device[0], target(device[0], ipfixPort), 50)
 		h.setPolicy(1, "when_empty: reject")
 		if out, _, _ := h.cli("plan"); !strings.Contains(out, "50 datagrams that wait are discarded") {
 			t.Errorf("plan: %s", out)
@@ -297,7 +307,7 @@ func TestWaitingRoomPolicy(t *testing.T) {
 		apply("when_empty: reject")
 		h.lands("reject", device, nowhere)
 		apply("when_empty: {wait: 60s}")
-		if r := h.slots()[0].Room; r.Waiting != 0 || r.Lost != 50 {
+		if r := h.slots()[0].Room; r.Waiting != 0 || r.Lost != 100 {
 			t.Errorf("after reject: %+v", r)
 		}
 		// The first wait of the slot begins with the new policy.
