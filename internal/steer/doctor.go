@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/listener"
 )
 
 // Examine checks the sockets on the ports of the services of a policy.
@@ -150,7 +151,7 @@ func (d checkup) isUnregistered(h portSocket, users []uint32) bool {
 }
 
 func (d checkup) listener(area string, c config.Service, l config.Listener, users []uint32, all []portSocket) {
-	first, last := memberPorts(l)
+	first, last := listener.MemberPorts(l)
 	var here []portSocket
 	for _, h := range all {
 		port := h.socket.Local.Port()

@@ -113,20 +113,3 @@ func (m *serviceManager) startScope(ctx context.Context, k *keeper) (string, err
 	}
 	return unit, nil
 }
-
-// moveKeeperToScope moves a keeper from the agent's unit to a scope unit, in the background.
-func (s *service) moveKeeperToScope(k *keeper) {
-	m := s.host.systemd
-	if m == nil {
-		return
-	}
-	go func() {
-		unit, err := m.startScope(context.Background(), k)
-		switch {
-		case err != nil:
-			s.log.Info("keeper stays in the agent's unit", "pid", k.pid, "error", err)
-		case unit != "":
-			s.log.Info("keeper has a unit of its own", "pid", k.pid, "unit", unit)
-		}
-	}()
-}

@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/netns"
+	"sockeye/internal/steer/listener"
 )
 
 // A keeper socket is a socket in the SO_REUSEPORT group of a listener that the program never selects. The keeper socket
@@ -96,7 +97,7 @@ func tryKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(f
 func openAnywhere(l bpf.Listener, before func(fd int) error) (fd int, err error) {
 	domain, kind, address := unix.AF_INET6, unix.SOCK_DGRAM, netip.IPv6Unspecified()
 	if l.Address.Addr().Is4() {
-		domain, address = unix.AF_INET, loopback(l.Address.Addr())
+		domain, address = unix.AF_INET, listener.Loopback(l.Address.Addr())
 	}
 	if l.Protocol == unix.IPPROTO_TCP {
 		kind = unix.SOCK_STREAM

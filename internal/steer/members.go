@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/listener"
 )
 
 // scan evaluates all processes of the host.
@@ -495,15 +496,7 @@ func (s *service) register(p *member.Process, seat *seat) error {
 
 // matchesListener reports whether a socket has the protocol and a member's port of one of the listeners.
 func (s *service) matchesListener(socket *member.Socket) bool {
-	for _, l := range s.listeners {
-		first, last := memberPorts(l)
-		tcp := socket.Protocol == unix.IPPROTO_TCP || socket.Protocol == unix.IPPROTO_MPTCP
-		if tcp == (l.Protocol == config.TCP) && (!tcp || !socket.Connected) &&
-			socket.Local.Port() >= first && socket.Local.Port() <= last {
-			return true
-		}
-	}
-	return false
+	return listener.MatchesAny(s.listeners, socket)
 }
 
 const duplicateHint = "make the program open one socket (nginx: without reuseport), or start one member per socket"
@@ -519,7 +512,7 @@ func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*
 			if (socket.Protocol == unix.IPPROTO_UDP) != (l.Protocol == config.UDP) {
 				continue
 			}
-			if first, last := memberPorts(l); socket.Local.Port() < first || socket.Local.Port() > last {
+			if first, last := listener.MemberPorts(l); socket.Local.Port() < first || socket.Local.Port() > last {
 				continue
 			}
 			if chosen[row] != nil {
@@ -534,7 +527,7 @@ func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*
 			}
 			err := s.checkOrigin(seat, socket)
 			if err == nil {
-				err = s.checkFit(l, socket)
+				err = listener.CheckFit(l, socket, s.usesLookup())
 			}
 			if err != nil {
 				problem = cmp.Or(problem, err)
@@ -546,12 +539,12 @@ func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*
 			continue
 		}
 		if problem == nil {
-			problem = fmt.Errorf("it has %w %s yet", errNotOpen, memberAddress(l))
+			problem = fmt.Errorf("it has %w %s yet", errNotOpen, listener.MemberAddress(l))
 		}
 		return nil, problem
 	}
 	if s.usesLookup() {
-		return chosen, s.checkSameFamily(chosen)
+		return chosen, listener.CheckSameFamily(s.listeners, chosen)
 	}
 	return chosen, nil
 }
@@ -628,8 +621,8 @@ func (s *service) checkSeatSockets(seat *seat) error {
 			return err
 		}
 		if l, ok := s.listeners[rows[socket.Cookie]]; ok {
-			if first, last := memberPorts(l); socket.Local.Port() < first || socket.Local.Port() > last {
-				return fmt.Errorf("its socket %s is not on %s", socket, memberAddress(l))
+			if first, last := listener.MemberPorts(l); socket.Local.Port() < first || socket.Local.Port() > last {
+				return fmt.Errorf("its socket %s is not on %s", socket, listener.MemberAddress(l))
 			}
 		}
 		if socket.Protocol == unix.IPPROTO_TCP {
@@ -642,63 +635,6 @@ func (s *service) checkSeatSockets(seat *seat) error {
 		}
 	}
 	return nil
-}
-
-// checkFit returns the reason why a socket cannot serve a listener, or nil.
-func (s *service) checkFit(l config.Listener, socket *member.Socket) error {
-	switch {
-	case socket.Protocol == unix.IPPROTO_MPTCP:
-		return fault.Conflict(fmt.Errorf("its socket %s is MPTCP, which the kernel does not steer", socket),
-			"programs in Go: GODEBUG=multipathtcp=0, or ListenConfig.SetMultipathTCP(false)")
-	case socket.Connected:
-		return fault.Conflict(fmt.Errorf("its socket %s is connected to one peer, and receives nothing from others", socket),
-			"make the program receive on a socket that is not connected")
-	case !socket.Listening:
-		return fmt.Errorf("its socket %s does not listen yet", socket)
-	case s.usesLookup():
-		return checkFamily(l, socket)
-	case socket.Local.Addr() != l.Address.Addr():
-		return fault.Conflict(fmt.Errorf("its socket %s is not bound to the listener's address %s", socket, l.Address.Addr()),
-			"make the listener's address what the member binds, or use steering: lookup")
-	case socket.Local.Addr().Is6() && socket.V6Only != l.V6Only:
-		return fault.Conflict(fmt.Errorf("its socket %s has IPV6_V6ONLY %v, the listener %v", socket, socket.V6Only, l.V6Only),
-			"set v6only of the listener to what the member does")
-	case !socket.ReusePort:
-		return fault.Conflict(fmt.Errorf("its socket %s lacks SO_REUSEPORT", socket),
-			"make the program set SO_REUSEPORT before bind, or use steering: lookup")
-	}
-	return nil
-}
-
-// checkFamily returns an error if a listener receives IPv4 and the socket is for IPv6 only: the kernel refuses such an
-// assignment (bpf_sk_lookup_assign).
-func checkFamily(l config.Listener, socket *member.Socket) error {
-	address := l.Address.Addr()
-	if socket.IPv6Alone && (address.Is4() || address.IsUnspecified() && !l.V6Only) {
-		return fault.Conflict(fmt.Errorf("its socket %s receives only IPv6, the listener %s also IPv4", socket, l),
-			"make the program clear IPV6_V6ONLY, or set v6only of the listener and give the service another one for IPv4")
-	}
-	return nil
-}
-
-// checkSameFamily returns an error if some sockets of a member receive IPv6 and others only IPv4. A device with IPv6
-// addresses would reach only some of the listeners.
-func (s *service) checkSameFamily(chosen map[int]*member.Socket) error {
-	var alone, both *member.Socket
-	for row, socket := range chosen {
-		switch address := s.listeners[row].Address.Addr(); {
-		case address.Is4():
-		case socket.Local.Addr().Is4():
-			alone = socket
-		default:
-			both = socket
-		}
-	}
-	if alone == nil || both == nil {
-		return nil
-	}
-	return fault.Conflict(fmt.Errorf("its socket %s receives only IPv4, its socket %s also IPv6", alone, both),
-		"make the program listen on addresses of the same family with all sockets")
 }
 
 // findSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot.
@@ -766,7 +702,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 			}
 		}
 		if err := s.path.Insert(row, seat.place, socket.FD(), socket.Cookie); err != nil {
-			return explainInsert(socket, err)
+			return listener.ExplainInsert(socket, err)
 		}
 		seat.sockets[row] = socketInfo{socket.Cookie, socket.String(), socket.Number}
 		if err := s.copyTemplates(seat, socket); err != nil {
@@ -883,17 +819,6 @@ func (s *service) backlog() int {
 	}
 	// The kernel limits the value to net.core.somaxconn.
 	return 1<<31 - 1
-}
-
-func explainInsert(socket *member.Socket, err error) error {
-	where := fmt.Errorf("its socket %s is refused: %w", socket, err)
-	switch {
-	case errors.Is(err, unix.EBUSY):
-		return fault.Conflict(where, "another service, or another program's SOCKMAP, holds this socket")
-	case errors.Is(err, unix.EINVAL):
-		return fault.Conflict(where, "it was bound before it set SO_REUSEPORT; the program must set it first")
-	}
-	return where
 }
 
 // vacateSlot closes a slot in the data path and removes its member, then evaluates the waiting processes.

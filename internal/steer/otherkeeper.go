@@ -12,6 +12,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/listener"
 )
 
 // checkOtherKeepers returns an error if the keeper of another pin directory has a listener of one of the services. The
@@ -50,7 +51,7 @@ func checkOtherKeeper(pid int, pins string, services []config.Service) error {
 	defer member.CloseAll(sockets)
 	for _, c := range services {
 		for _, l := range c.Listeners {
-			row := bpfListener(l)
+			row := listener.ForBPF(l)
 			if !slices.ContainsFunc(sockets, func(s *member.Socket) bool { return isKeeperSocket(s, row) && isInNetns(s, c.Netns) }) {
 				continue
 			}

@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/netns"
+	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/replay"
 	"sockeye/internal/steer/templates"
@@ -521,7 +522,7 @@ func (s *service) resend(slot int, d *waitingDatagram) bool {
 	}
 	send := d.Datagram
 	if p := s.rooms.prepared[d.row]; p != nil && p.port != 0 {
-		send.To = netip.AddrPortFrom(loopback(send.From.Addr()), p.port)
+		send.To = netip.AddrPortFrom(listener.Loopback(send.From.Addr()), p.port)
 	}
 	if err := s.send(send); err != nil {
 		s.rooms.lost[slot]++
@@ -734,14 +735,6 @@ func (s *service) receiveWaiting(row int) (d waitingDatagram, ok bool) {
 		}
 		return waitingDatagram{replay.Datagram{From: source, To: destination, Payload: slices.Clone(s.rooms.buffer[:n])}, row}, true
 	}
-}
-
-// loopback returns the loopback address of the family of an address.
-func loopback(of netip.Addr) netip.Addr {
-	if of.Is4() {
-		return netip.MustParseAddr("127.0.0.1")
-	}
-	return netip.IPv6Loopback()
 }
 
 func addrPort(sa unix.Sockaddr) netip.AddrPort {

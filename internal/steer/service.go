@@ -21,6 +21,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
 )
 
@@ -364,21 +365,13 @@ func readDevices(c config.Service) (*placement.DeviceMap, error) {
 	return devices, nil
 }
 
-func bpfListener(l config.Listener) bpf.Listener {
-	protocol := uint8(unix.IPPROTO_TCP)
-	if l.Protocol == config.UDP {
-		protocol = unix.IPPROTO_UDP
-	}
-	return bpf.Listener{Protocol: protocol, Address: l.Address, V6Only: l.V6Only}
-}
-
 // assignRows assigns each listener of the policy to its previous row, or to a free one.
 func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 	s.rows = [bpf.MaxListeners]bpf.Listener{}
 	s.listeners = make(map[int]config.Listener)
 	var fresh []config.Listener
 	for _, l := range s.config.Listeners {
-		row := slices.Index(old[:], bpfListener(l))
+		row := slices.Index(old[:], listener.ForBPF(l))
 		if row < 0 {
 			fresh = append(fresh, l)
 			continue
@@ -387,24 +380,8 @@ func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 	}
 	for _, l := range fresh {
 		row := slices.Index(s.rows[:], bpf.Listener{})
-		s.rows[row], s.listeners[row] = bpfListener(l), l
+		s.rows[row], s.listeners[row] = listener.ForBPF(l), l
 	}
-}
-
-// memberPorts returns the range of ports that members bind for a listener.
-func memberPorts(l config.Listener) (first, last uint16) {
-	if l.MemberPorts.First == 0 {
-		return l.Address.Port(), l.Address.Port()
-	}
-	return l.MemberPorts.First, l.MemberPorts.Last
-}
-
-// memberAddress describes the socket that a member must open for a listener.
-func memberAddress(l config.Listener) string {
-	if l.MemberPorts.First == 0 {
-		return l.String()
-	}
-	return fmt.Sprintf("%s port %s", l.Protocol, l.MemberPorts)
 }
 
 func (s *service) usesLookup() bool { return s.config.Steering == config.Lookup }
@@ -423,7 +400,7 @@ func (s *service) openPath() error {
 		c.RoomDatagrams, c.RoomBytes = uint64(s.room().Datagrams), uint64(s.room().Bytes)
 	}
 	for _, row := range slices.Sorted(maps.Keys(s.listeners)) {
-		first, last := memberPorts(s.listeners[row])
+		first, last := listener.MemberPorts(s.listeners[row])
 		c.Ports = append(c.Ports, bpf.Ports{First: first, Last: last, Protocol: s.rows[row].Protocol})
 	}
 	previous := s.path

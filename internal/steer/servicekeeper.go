@@ -3,6 +3,7 @@
 package steer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -247,4 +248,21 @@ func (s *service) retireKeeper() error {
 		delete(s.keeperSockets, row)
 	}
 	return s.replaceKeeper()
+}
+
+// moveKeeperToScope moves a keeper from the agent's unit to a scope unit, in the background.
+func (s *service) moveKeeperToScope(k *keeper) {
+	m := s.host.systemd
+	if m == nil {
+		return
+	}
+	go func() {
+		unit, err := m.startScope(context.Background(), k)
+		switch {
+		case err != nil:
+			s.log.Info("keeper stays in the agent's unit", "pid", k.pid, "error", err)
+		case unit != "":
+			s.log.Info("keeper has a unit of its own", "pid", k.pid, "unit", unit)
+		}
+	}()
 }

@@ -13,6 +13,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/netns"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
 )
 
@@ -87,7 +88,7 @@ func (s *service) readSessions() ([]session, error) {
 		}
 		err := conn.Dump(sockdiag.Query{States: states, LocalPort: l.Address.Port(), Storage: s.path.OwnersFD()}, begin, func(socket *sockdiag.Socket) {
 			switch {
-			case !acceptedBy(l, socket):
+			case !listener.Accepts(l, socket):
 				return
 			case socket.State == sockdiag.Listening:
 				// A socket with a more specific address receives its connections, whatever the group's program
@@ -108,18 +109,6 @@ func (s *service) readSessions() ([]session, error) {
 		list = append(list[:before], slices.DeleteFunc(list[before:], func(one session) bool { return others[one.Local.Addr()] })...)
 	}
 	return list, nil
-}
-
-// acceptedBy reports whether the local address of a TCP socket belongs to a listener.
-func acceptedBy(l config.Listener, socket *sockdiag.Socket) bool {
-	addr := socket.Local.Addr()
-	switch {
-	case l.Address.Addr() == netip.IPv4Unspecified():
-		return addr.Is4()
-	case l.Address.Addr() == netip.IPv6Unspecified():
-		return !l.V6Only || addr.Is6()
-	}
-	return addr.WithZone("") == l.Address.Addr()
 }
 
 // groupByDevice returns the established sessions by device.
@@ -297,7 +286,7 @@ func (s *service) listeningInodes() (map[uint32]bool, error) {
 		}
 		query := sockdiag.Query{States: sockdiag.States(0).With(sockdiag.Listening), LocalPort: l.Address.Port()}
 		if err := conn.Dump(query, func() {}, func(socket *sockdiag.Socket) {
-			if acceptedBy(l, socket) && (s.usesLookup() || socket.Local.Addr() == l.Address.Addr()) {
+			if listener.Accepts(l, socket) && (s.usesLookup() || socket.Local.Addr() == l.Address.Addr()) {
 				inodes[socket.Inode] = true
 			}
 		}); err != nil {

@@ -21,6 +21,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/member"
 	"sockeye/internal/statedir"
+	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/replay"
 	"sockeye/internal/steer/templates"
 )
@@ -337,11 +338,11 @@ func (s *service) replayDestination(row int, of netip.Addr, ready bool) (to neti
 		if p := s.rooms.prepared[row]; p != nil {
 			port = p.port
 		}
-		return netip.AddrPortFrom(loopback(of), port), port != 0
+		return netip.AddrPortFrom(listener.Loopback(of), port), port != 0
 	}
 	to = l.Address
 	if to.Addr().IsUnspecified() {
-		to = netip.AddrPortFrom(loopback(of), to.Port())
+		to = netip.AddrPortFrom(listener.Loopback(of), to.Port())
 	}
 	return to, to.Addr().Is4() == of.Is4()
 }
