@@ -4,7 +4,6 @@ package bigtcp
 
 import (
 	"cmp"
-	"fmt"
 	"log/slog"
 	"path/filepath"
 	"slices"
@@ -208,7 +207,7 @@ func (d *Domain) addNamespace(c namespaceRules, explicit bool) error {
 
 // inNamespace adds the network namespace to an error.
 func inNamespace(netns string, err error) error {
-	return &fault.Error{Err: fmt.Errorf("bigtcp in %s: %w", where(netns), err), Hint: fault.Hint(err), Code: fault.Code(err)}
+	return fault.In("bigtcp in "+where(netns), err)
 }
 
 // where returns the name of a network namespace for messages.

@@ -41,6 +41,11 @@ func WithHint(err error, hint string) error {
 	return &Error{Err: err, Hint: hint, Code: Code(err)}
 }
 
+// In returns err with the place of the error in front of the message, and with the same hint and code.
+func In(place string, err error) error {
+	return &Error{Err: fmt.Errorf("%s: %w", place, err), Hint: Hint(err), Code: Code(err)}
+}
+
 // Usage returns an error with CodeUsage, for a mistake of the caller.
 func Usage(err error, hint string) error {
 	return &Error{Err: err, Hint: hint, Code: CodeUsage}

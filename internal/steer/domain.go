@@ -388,7 +388,7 @@ func (d *Domain) selectServices(name string) ([]*service, error) {
 }
 
 func ofService(name string, err error) error {
-	return &fault.Error{Err: fmt.Errorf("service %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
+	return fault.In("service "+name, err)
 }
 
 // Status adds the state of the services.

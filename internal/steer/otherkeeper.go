@@ -59,7 +59,7 @@ func checkOtherKeeper(pid int, pins string, services []config.Service) error {
 			if !sameFile(procFile(pid, "ns/mnt"), "/proc/self/ns/mnt") {
 				reset = fmt.Sprintf("nsenter --mount --target %d %s", pid, reset)
 			}
-			return ofService(c.Name, fault.Conflict(fmt.Errorf("%s belongs to another agent: its keeper, process %d, has the port", l, pid),
+			return fault.In("service "+c.Name, fault.Conflict(fmt.Errorf("%s belongs to another agent: its keeper, process %d, has the port", l, pid),
 				"use that agent (sockeye agent --pins "+pins+"), or stop it and run "+reset))
 		}
 	}

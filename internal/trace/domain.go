@@ -5,7 +5,6 @@ package trace
 import (
 	"cmp"
 	"encoding/json"
-	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -193,5 +192,5 @@ func (d *Domain) Paths() map[string]string {
 }
 
 func ofTraced(name string, err error) error {
-	return &fault.Error{Err: fmt.Errorf("trace %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
+	return fault.In("trace "+name, err)
 }

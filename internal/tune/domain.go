@@ -5,7 +5,6 @@ package tune
 import (
 	"cmp"
 	"encoding/json"
-	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -238,11 +237,11 @@ func nestedError(err error) error {
 	if err == nil {
 		return nil
 	}
-	return &fault.Error{Err: fmt.Errorf("tune: %w", err), Hint: fault.Hint(err), Code: fault.Code(err)}
+	return fault.In("tune", err)
 }
 
 func tuneError(name string, err error) error {
-	return &fault.Error{Err: fmt.Errorf("tune %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
+	return fault.In("tune "+name, err)
 }
 
 // Applied applies the rules to open connections if the candidate requests it.
