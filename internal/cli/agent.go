@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
 	"sockeye/internal/journal"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/keeper"
 )
 
 func (c *commands) agentCommand() *cobra.Command {
@@ -61,10 +61,10 @@ Log lines to the systemd journal have a priority prefix and no timestamp.`,
 
 func (c *commands) keeperCommand() *cobra.Command {
 	cmd := &cobra.Command{
-		Use:    steer.KeeperCommand,
+		Use:    keeper.Command,
 		Short:  "Keep the keeper sockets of a service open (started by the agent)",
 		Hidden: true,
-		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.RunKeeper(cmd.Context()) },
+		RunE:   func(cmd *cobra.Command, _ []string) error { return keeper.Run(cmd.Context()) },
 	}
 	// The next agent reads these flags in /proc/PID/cmdline.
 	cmd.Flags().String("pins", "", "")

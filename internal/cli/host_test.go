@@ -29,7 +29,7 @@ import (
 	"sockeye/internal/cgroup"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/isolate"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/testenv"
 )
 
@@ -46,10 +46,10 @@ func TestMain(m *testing.M) {
 	switch role {
 	case "sockeye":
 		os.Exit(Main(os.Args[2:], Host()))
-	case steer.KeeperCommand, isolate.InsideCommand:
+	case keeper.Command, isolate.InsideCommand:
 		os.Exit(Main(os.Args[1:], Host()))
 	case oldKeeperCommand:
-		os.Exit(Main(append([]string{steer.KeeperCommand}, os.Args[2:]...), Host()))
+		os.Exit(Main(append([]string{keeper.Command}, os.Args[2:]...), Host()))
 	case "inside":
 		becomeInside(os.Args[2:])
 	case "without-landlock":

@@ -21,7 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/keeper"
 )
 
 // disguised is the environment variable that makes this binary a member with the sockets of its value, whatever its
@@ -144,7 +144,7 @@ func TestFakeKeeper(t *testing.T) {
 	if err := os.Chmod(program, 0o755|os.ModeSetuid); err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(program, steer.KeeperCommand, "--pins", h.pins, "--service", "telemetry")
+	cmd := exec.Command(program, keeper.Command, "--pins", h.pins, "--service", "telemetry")
 	cmd.Args[0] = "sockeye"
 	cmd.Dir = "/"
 	cmd.SysProcAttr = &syscall.SysProcAttr{}
@@ -268,7 +268,7 @@ func TestKeeperOfAnEarlierVersion(t *testing.T) {
 func TestMemberCalledKeeper(t *testing.T) {
 	h := newHost(t, policyOf("nobody"))
 	h.start()
-	pid, _ := h.as(steer.KeeperCommand, func(cmd *exec.Cmd) {
+	pid, _ := h.as(keeper.Command, func(cmd *exec.Cmd) {
 		cmd.Env = append(os.Environ(), disguised+"=tcp [::]:1795,udp [::]:4745")
 		asNobody(cmd)
 	}, "--pins", h.pins, "--service", "telemetry")

@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/keeper"
 )
 
 // resetPins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
@@ -27,7 +27,7 @@ func resetPins(pins string) (removed bool, err error) {
 	}
 	var scopes []scope.Scope
 	err = bpf.RemoveRoot(pins, func() error {
-		if err := steer.RetireKeepers(pins, ""); err != nil {
+		if err := keeper.Retire(pins, ""); err != nil {
 			return err
 		}
 		scopes = scope.Scopes(pins)

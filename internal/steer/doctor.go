@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 )
 
@@ -146,7 +147,7 @@ func (s *service) isOnServicePort(socket *member.Socket) bool {
 
 // isUnregistered reports whether a socket could serve the service, is not registered, and is not listed by status.
 func (d checkup) isUnregistered(h portSocket, users []uint32) bool {
-	return d.Known != nil && !isKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
+	return d.Known != nil && !keeper.IsKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
 		!d.Known.Sockets[h.socket.Cookie] && !d.Known.Processes[h.process.PID]
 }
 

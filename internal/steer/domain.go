@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/placement"
 )
 
@@ -31,7 +32,7 @@ import (
 type steerHost struct {
 	*domain.Host
 	descriptors fdReserve
-	systemd     *serviceManager
+	systemd     *keeper.Manager
 }
 
 // Domain implements [domain.Domain] for the services of the policy.
@@ -46,7 +47,7 @@ type Domain struct {
 
 // New returns the domain without any services.
 func New(h *domain.Host) *Domain {
-	d := &Domain{host: &steerHost{Host: h, systemd: findServiceManager()}, log: h.Log, services: make(map[string]*service)}
+	d := &Domain{host: &steerHost{Host: h, systemd: keeper.FindManager()}, log: h.Log, services: make(map[string]*service)}
 	h.AddPrograms(d.programIDs)
 	return d
 }
@@ -66,7 +67,7 @@ func (d *Domain) Check(policy *config.Policy) error {
 			return ofService(c.Name, err)
 		}
 	}
-	return checkOtherKeepers(d.host.Root.Dir, policy.Services)
+	return keeper.CheckOthers(d.host.Root.Dir, policy.Services)
 }
 
 // Start removes the services of an earlier agent that are not in the policy, and restores or creates the services of
@@ -118,17 +119,17 @@ func (d *Domain) addService(c config.Service, devices *placement.DeviceMap) erro
 
 // removeLeftover retires a service that is pinned and not in the policy.
 func (d *Domain) removeLeftover(name string) error {
-	keepers, err := findKeepers(d.host.Root.Dir, name, nil, pinnedRows(d.host.Root.Dir))
+	keepers, err := keeper.Find(d.host.Root.Dir, name, nil, keeper.PinnedRows(d.host.Root.Dir))
 	if err != nil {
 		return err
 	}
 	for _, k := range keepers {
-		for _, socket := range k.sockets {
+		for _, socket := range k.Sockets {
 			if err := bpf.Detach(socket.FD()); err != nil {
 				d.log.Warn("program not detached", "service", name, "error", err)
 			}
 		}
-		if err := k.kill(); err != nil {
+		if err := k.Kill(); err != nil {
 			return err
 		}
 	}
@@ -209,7 +210,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			add(change, diff...)
 		}
 	}
-	return steps, checkOtherKeepers(d.host.Root.Dir, policy.Services)
+	return steps, keeper.CheckOthers(d.host.Root.Dir, policy.Services)
 }
 
 // resolveTargets resolves the targets of all changed services before the first change is applied. Building a large

@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/netns"
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/placement"
 )
 
@@ -199,10 +200,10 @@ func (s *service) openGateSockets() error {
 var dropAll = []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K}}
 
 func (s *service) openGateSocket(row int) (fd int, err error) {
-	drop := func(fd int) error { return attachFilter(fd, dropAll) }
+	drop := func(fd int) error { return keeper.AttachFilter(fd, dropAll) }
 	if s.usesLookup() {
 		err = netns.Do(s.socketNetns(), func() error {
-			fd, err = openAnywhere(s.rows[row], drop)
+			fd, err = keeper.OpenAnywhere(s.rows[row], drop)
 			return err
 		})
 	} else {
@@ -210,7 +211,7 @@ func (s *service) openGateSocket(row int) (fd int, err error) {
 		if !known {
 			return -1, errors.New("the user of the members is not known")
 		}
-		fd, err = openKeeperSocket(s.rows[row], owner, s.socketNetns(), func(fd int) error {
+		fd, err = keeper.OpenSocket(s.rows[row], owner, s.socketNetns(), func(fd int) error {
 			return errors.Join(drop(fd), s.path.Attach(row, fd))
 		})
 	}

@@ -23,6 +23,7 @@ import (
 	"sockeye/internal/cgroup"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/testenv"
 )
 
@@ -34,7 +35,18 @@ type units struct {
 	block   chan struct{} // an answer waits for it, unless nil
 }
 
-func (u *units) StartTransientUnit(name, mode string, properties []unitProperty, _ []auxiliaryUnit) (dbus.ObjectPath, *dbus.Error) {
+// property and auxiliaryUnit are the D-Bus types (sv) and (sa(sv)).
+type property struct {
+	Name  string
+	Value dbus.Variant
+}
+
+type auxiliaryUnit struct {
+	Name       string
+	Properties []property
+}
+
+func (u *units) StartTransientUnit(name, mode string, properties []property, _ []auxiliaryUnit) (dbus.ObjectPath, *dbus.Error) {
 	u.mu.Lock()
 	block := u.block
 	u.mu.Unlock()
@@ -77,7 +89,7 @@ func (u *units) count() int {
 }
 
 // startBus starts a message bus with units as systemd.
-func startBus(t *testing.T, u *units) *serviceManager {
+func startBus(t *testing.T, u *units) *keeper.Manager {
 	t.Helper()
 	cmd := exec.Command("dbus-daemon", "--session", "--nofork", "--nopidfile", "--print-address", "--address=unix:path="+filepath.Join(t.TempDir(), "bus"))
 	out, err := cmd.StdoutPipe()
@@ -103,13 +115,13 @@ func startBus(t *testing.T, u *units) *serviceManager {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { conn.Close() })
-	if err := conn.Export(u, systemdPath, systemdManager); err != nil {
+	if err := conn.Export(u, "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"); err != nil {
 		t.Fatal(err)
 	}
-	if reply, err := conn.RequestName(systemdName, dbus.NameFlagDoNotQueue); err != nil || reply != dbus.RequestNameReplyPrimaryOwner {
+	if reply, err := conn.RequestName("org.freedesktop.systemd1", dbus.NameFlagDoNotQueue); err != nil || reply != dbus.RequestNameReplyPrimaryOwner {
 		t.Fatalf("%v, %v", reply, err)
 	}
-	return &serviceManager{dial, testenv.CgroupPath()}
+	return &keeper.Manager{Dial: dial, Unit: testenv.CgroupPath()}
 }
 
 func comesTrue(t *testing.T, what string, ok func() bool) {
@@ -194,7 +206,7 @@ func TestKeeperScope(t *testing.T) {
 	u.mu.Unlock()
 	began := time.Now()
 	a = begin()
-	if took := time.Since(began); took > scopeTimeout/2 || !status(a).PortsSteered {
+	if took := time.Since(began); took > keeper.ScopeTimeout/2 || !status(a).PortsSteered {
 		t.Errorf("start took %v: %+v", took, status(a))
 	}
 	third := status(a).Keeper
@@ -207,24 +219,24 @@ func TestKeeperScope(t *testing.T) {
 	a.Stop()
 }
 
-// Without a bus, startScope fails immediately. A keeper in another cgroup stays there.
+// Without a bus, StartScope fails immediately. A keeper in another cgroup stays there.
 func TestKeeperScopeRefused(t *testing.T) {
 	self, err := member.Read(os.Getpid())
 	if err != nil {
 		t.Fatal(err)
 	}
-	k := &keeper{pid: self.PID, self: member.ID{PID: self.PID, StartTime: self.StartTime}, service: "a"}
-	m := &serviceManager{func(ctx context.Context) (*dbus.Conn, error) {
+	k := &keeper.Process{Self: member.ID{PID: self.PID, StartTime: self.StartTime}, Service: "a"}
+	m := &keeper.Manager{Dial: func(ctx context.Context) (*dbus.Conn, error) {
 		return dbus.Connect("unix:path=/nonexistent", dbus.WithContext(ctx))
 	}, self.Cgroup}
-	if unit, err := m.startScope(t.Context(), k); err == nil || unit != "" {
+	if unit, err := m.StartScope(t.Context(), k); err == nil || unit != "" {
 		t.Errorf("%q, %v", unit, err)
 	}
-	m.unit = "/system.slice/sockeye.service"
-	if unit, err := m.startScope(t.Context(), k); err != nil || unit != "" {
+	m.Unit = "/system.slice/sockeye.service"
+	if unit, err := m.StartScope(t.Context(), k); err != nil || unit != "" {
 		t.Errorf("a keeper elsewhere: %q, %v", unit, err)
 	}
-	if m := findServiceManager(); m != nil && !strings.HasSuffix(self.Cgroup, ".service") {
+	if m := keeper.FindManager(); m != nil && !strings.HasSuffix(self.Cgroup, ".service") {
 		t.Errorf("found %+v", m)
 	}
 }

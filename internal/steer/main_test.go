@@ -10,14 +10,15 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/testenv"
 )
 
 // TestMain also runs the keeper process, which a service starts from its own executable.
 func TestMain(m *testing.M) {
-	if len(os.Args) > 1 && os.Args[1] == KeeperCommand {
+	if len(os.Args) > 1 && os.Args[1] == keeper.Command {
 		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
-		if RunKeeper(ctx) != nil {
+		if keeper.Run(ctx) != nil {
 			os.Exit(1)
 		}
 		os.Exit(0)

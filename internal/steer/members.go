@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 )
 
@@ -205,7 +206,7 @@ var errNotMember = errors.New("not a member")
 // rule and is not admitted.
 func (s *service) membership(p *member.Process, seat *seat) (slot int, err error) {
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
-	if p.PID == os.Getpid() || isKeeper(p) || slices.Contains(s.state.Released, self) {
+	if p.PID == os.Getpid() || keeper.IsKeeper(p) || slices.Contains(s.state.Released, self) {
 		return 0, errNotMember
 	}
 	for _, c := range s.state.Claims {

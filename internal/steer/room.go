@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/netns"
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/replay"
@@ -127,7 +128,7 @@ func (s *service) waitLengthOf(slot int) time.Duration {
 	return s.waitLength()
 }
 
-// close stops the timers and closes the sender. What waits stays in the sockets of the keeper.
+// Close stops the timers and closes the sender. What waits stays in the sockets of the keeper.
 func (r *rooms) close() {
 	for _, timer := range r.timers {
 		timer.Stop()
@@ -146,7 +147,7 @@ func (s *service) openRoomSocket(row int) (fd int, err error) {
 		filter = onlyPort(l.Address.Port())
 	}
 	err = netns.Do(s.socketNetns(), func() error {
-		fd, err = openAnywhere(l, func(fd int) error { return attachFilter(fd, filter) })
+		fd, err = keeper.OpenAnywhere(l, func(fd int) error { return keeper.AttachFilter(fd, filter) })
 		return err
 	})
 	return fd, err
@@ -209,10 +210,10 @@ func (s *service) countLost() (sum uint64) {
 // closeRoom makes a waiting room a socket that only holds the port.
 func (s *service) closeRoom(row, fd int) error {
 	if s.listeners[row].Protocol == config.UDP {
-		return errors.Join(rejectQueued(fd), unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 0))
+		return errors.Join(keeper.RejectQueued(fd), unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 0))
 	}
 	if s.acceptsWaiting() {
-		return errors.Join(unix.Listen(fd, 1), rejectQueued(fd))
+		return errors.Join(unix.Listen(fd, 1), keeper.RejectQueued(fd))
 	}
 	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
 }
@@ -285,7 +286,7 @@ func (s *service) prepareListener(fd int) error {
 		}
 		return nil
 	}
-	return attachFilter(fd, dropSYN)
+	return keeper.AttachFilter(fd, dropSYN)
 }
 
 // prepareReceiver sizes the receive buffer for the datagrams of all slots, and makes the kernel report the destination of
@@ -659,7 +660,7 @@ func (s *service) rotateRoom(row, fd int) error {
 		return nil
 	}
 	owner, _ := s.groupOwner()
-	other, err := openKeeperSocket(s.rows[row], owner, s.socketNetns(), func(fd int) error { return s.path.Attach(row, fd) })
+	other, err := keeper.OpenSocket(s.rows[row], owner, s.socketNetns(), func(fd int) error { return s.path.Attach(row, fd) })
 	if err != nil {
 		return fmt.Errorf("open a second waiting room: %w", err)
 	}

@@ -21,6 +21,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
 )
@@ -60,7 +61,7 @@ type service struct {
 	boundBy        map[uint64]int                // process id of sockets that do not listen yet, by cookie
 	inspected      map[int]*inspections          // by process id, for processes that bound a socket in this period
 	keeperSockets  map[int]int                   // descriptors by row
-	keeper         *keeper
+	keeper         *keeper.Process
 	previousRows   [bpf.MaxListeners]bpf.Listener // rows that the previous agent pinned
 	lostEvents     uint64
 	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
@@ -276,7 +277,7 @@ func (s *service) removeOtherMode() error {
 		return nil // bpf.OpenSteer reports pins that cannot be opened
 	}
 	s.log.Warn("steering differs from that of the previous agent; the data path is created anew")
-	return fault.Join(RetireKeepers(s.host.Root.Dir, s.config.Name), bpf.Remove(dir))
+	return fault.Join(keeper.Retire(s.host.Root.Dir, s.config.Name), bpf.Remove(dir))
 }
 
 func (s *service) statePath() string { return s.host.statePath(s.config.Name) }
@@ -670,7 +671,7 @@ func (s *service) closeLocked() {
 	s.rooms.close()
 	s.closeGateSockets()
 	if s.keeper != nil {
-		s.keeper.close()
+		s.keeper.Close()
 	}
 	if s.netns != nil {
 		s.netns.Close()

@@ -16,10 +16,11 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
+	"sockeye/internal/steer/keeper"
 )
 
 // reconcileKeeper opens the missing keeper sockets, attaches the current program to all of them, and replaces the
-// keeper process if its set of sockets has changed. Without a known user of the members, reconcileKeeper opens none:
+// Process process if its set of sockets has changed. Without a known user of the members, reconcileKeeper opens none:
 // a socket of another user would make the members' bind fail.
 //
 // Errors are logged, and the agent tries again: the process that has a port may close it.
@@ -57,7 +58,7 @@ func (s *service) reconcileKeeper() error {
 			if fd, err = s.openRoomSocket(row); err != nil {
 				err = fmt.Errorf("open the waiting room of %s: %w", l, err)
 			}
-		} else if fd, err = openKeeperSocket(s.rows[row], owner, s.socketNetns(), attach); err != nil {
+		} else if fd, err = keeper.OpenSocket(s.rows[row], owner, s.socketNetns(), attach); err != nil {
 			err = fmt.Errorf("hold %s for user %s: %w", l, member.UserName(owner), err)
 		}
 		if err != nil {
@@ -120,7 +121,7 @@ func (s *service) replaceKeeper() error {
 	old := s.keeper
 	s.keeper = nil
 	if len(s.keeperSockets) > 0 {
-		fresh, err := startKeeper(s.log, s.host.Root.Dir, s.config.Name, slices.Collect(maps.Values(s.keeperSockets)))
+		fresh, err := keeper.Start(s.log, s.host.Root.Dir, s.config.Name, slices.Collect(maps.Values(s.keeperSockets)))
 		if err != nil {
 			s.keeper = old
 			return err
@@ -131,22 +132,22 @@ func (s *service) replaceKeeper() error {
 		go s.watchKeeper(fresh, time.Now())
 	}
 	if old != nil {
-		return old.kill()
+		return old.Kill()
 	}
 	return nil
 }
 
 // recordKeeper saves the process id and the start time of the keeper for the next agent.
 func (s *service) recordKeeper() {
-	s.state.Keeper = &s.keeper.self
+	s.state.Keeper = &s.keeper.Self
 	if err := s.state.save(s.statePath()); err != nil {
 		s.log.Error("state not saved", "error", err)
 	}
 }
 
 // watchKeeper waits for the exit of a keeper and replaces the keeper, after 1 s if the keeper ran for less than 1 s.
-func (s *service) watchKeeper(k *keeper, started time.Time) {
-	if k.handle.Wait() != nil {
+func (s *service) watchKeeper(k *keeper.Process, started time.Time) {
+	if k.Handle.Wait() != nil {
 		return
 	}
 	s.mu.Lock()
@@ -154,8 +155,8 @@ func (s *service) watchKeeper(k *keeper, started time.Time) {
 	if s.keeper != k {
 		return
 	}
-	s.log.Warn("keeper exited", "pid", k.pid)
-	k.close()
+	s.log.Warn("keeper exited", "pid", k.Self.PID)
+	k.Close()
 	s.keeper = nil
 	if err := s.reattach(); err != nil {
 		s.log.Error("program not attached", "error", err)
@@ -183,7 +184,7 @@ func (s *service) reattach() error {
 		}
 		errs = append(errs, s.path.Attach(row, fd))
 		if s.rooms.prepared[row] == nil {
-			errs = append(errs, rejectQueued(fd))
+			errs = append(errs, keeper.RejectQueued(fd))
 		}
 	}
 	return fault.Join(errs...)
@@ -201,42 +202,42 @@ func (s *service) restartKeeper() {
 func (s *service) restoreKeeper() error {
 	// A keeper may have the listeners of the previous policy, which are no longer pinned.
 	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.previousRows[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
-	keepers, err := findKeepers(s.host.Root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
+	keepers, err := keeper.Find(s.host.Root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
 	if err != nil {
 		return err
 	}
 	for _, k := range keepers {
 		if s.keeper != nil || s.usesLookup() && !s.hasRooms() {
-			if err := k.kill(); err != nil {
+			if err := k.Kill(); err != nil {
 				return err
 			}
 			continue
 		}
 		for row := range s.listeners {
-			i := slices.IndexFunc(k.sockets, func(socket *member.Socket) bool {
+			i := slices.IndexFunc(k.Sockets, func(socket *member.Socket) bool {
 				if s.usesLookup() {
 					cookie, err := s.path.RoomCookie(row)
 					return err == nil && cookie == socket.Cookie
 				}
-				return isKeeperSocket(socket, s.rows[row])
+				return keeper.IsSocket(socket, s.rows[row])
 			})
 			if i < 0 {
 				continue
 			}
-			fd, err := unix.FcntlInt(uintptr(k.sockets[i].FD()), unix.F_DUPFD_CLOEXEC, 0)
+			fd, err := unix.FcntlInt(uintptr(k.Sockets[i].FD()), unix.F_DUPFD_CLOEXEC, 0)
 			if err != nil {
-				k.close()
+				k.Close()
 				return fmt.Errorf("copy keeper socket: %w", err)
 			}
 			s.keeperSockets[row] = fd
 		}
-		member.CloseAll(k.sockets)
-		k.sockets = nil
+		member.CloseAll(k.Sockets)
+		k.Sockets = nil
 		s.keeper = k
 		s.recordKeeper()
 		s.moveKeeperToScope(k)
 		go s.watchKeeper(k, time.Now())
-		s.log.Info("keeper restored", "pid", k.pid, "sockets", len(s.keeperSockets))
+		s.log.Info("keeper restored", "pid", k.Self.PID, "sockets", len(s.keeperSockets))
 	}
 	return nil
 }
@@ -251,18 +252,18 @@ func (s *service) retireKeeper() error {
 }
 
 // moveKeeperToScope moves a keeper from the agent's unit to a scope unit, in the background.
-func (s *service) moveKeeperToScope(k *keeper) {
+func (s *service) moveKeeperToScope(k *keeper.Process) {
 	m := s.host.systemd
 	if m == nil {
 		return
 	}
 	go func() {
-		unit, err := m.startScope(context.Background(), k)
+		unit, err := m.StartScope(context.Background(), k)
 		switch {
 		case err != nil:
-			s.log.Info("keeper stays in the agent's unit", "pid", k.pid, "error", err)
+			s.log.Info("keeper stays in the agent's unit", "pid", k.Self.PID, "error", err)
 		case unit != "":
-			s.log.Info("keeper has a unit of its own", "pid", k.pid, "unit", unit)
+			s.log.Info("keeper has a unit of its own", "pid", k.Self.PID, "unit", unit)
 		}
 	}()
 }

@@ -35,7 +35,7 @@ func (s *service) status() api.ServiceStatus {
 		Waiting:      []api.WaitingStatus{},
 	}
 	if s.keeper != nil {
-		status.Keeper = s.keeper.pid
+		status.Keeper = s.keeper.Self.PID
 	}
 	for _, l := range s.config.Listeners {
 		status.Listeners = append(status.Listeners, l.String())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package keeper
 
 import (
 	"errors"
@@ -20,19 +20,19 @@ import (
 // socket. Both the agent and the keeper have the keeper sockets open; the keeper is a process that does nothing else
 // and outlives the agent.
 
-// openKeeperSocket opens the keeper socket of a listener and attaches the program before a packet can reach the socket.
+// OpenSocket opens the keeper socket of a listener and attaches the program before a packet can reach the socket.
 // All sockets of a SO_REUSEPORT group belong to one user, uid.
-func openKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error) (int, error) {
+func OpenSocket(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error) (int, error) {
 	// A socket that has a program can only be the first of its group; otherwise bind fails
 	// (inet_csk_bind_conflict). In that case the program of the existing group already selects.
-	fd, err := tryKeeperSocket(l, uid, network, attach, true)
+	fd, err := trySocket(l, uid, network, attach, true)
 	if errors.Is(err, unix.EADDRINUSE) {
-		return tryKeeperSocket(l, uid, network, attach, false)
+		return trySocket(l, uid, network, attach, false)
 	}
 	return fd, err
 }
 
-func tryKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
+func trySocket(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
 	domain, kind := unix.AF_INET6, unix.SOCK_DGRAM
 	if l.Address.Addr().Is4() {
 		domain = unix.AF_INET
@@ -88,13 +88,13 @@ func tryKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(f
 	if err := attach(fd); err != nil {
 		return fd, err
 	}
-	return fd, rejectQueued(fd)
+	return fd, RejectQueued(fd)
 }
 
-// openAnywhere opens a socket on any free port that receives the packets of a listener by sk_lookup. before runs before bind.
+// OpenAnywhere opens a socket on any free port that receives the packets of a listener by sk_lookup. before runs before bind.
 // A listener of IPv6 may receive IPv4, too, so that its socket is bound to [::] (bpf_sk_assign), and other hosts can reach the
 // port.
-func openAnywhere(l bpf.Listener, before func(fd int) error) (fd int, err error) {
+func OpenAnywhere(l bpf.Listener, before func(fd int) error) (fd int, err error) {
 	domain, kind, address := unix.AF_INET6, unix.SOCK_DGRAM, netip.IPv6Unspecified()
 	if l.Address.Addr().Is4() {
 		domain, address = unix.AF_INET, listener.Loopback(l.Address.Addr())
@@ -120,8 +120,8 @@ func openAnywhere(l bpf.Listener, before func(fd int) error) (fd int, err error)
 	return fd, nil
 }
 
-// attachFilter attaches a socket filter.
-func attachFilter(fd int, filter []unix.SockFilter) error {
+// AttachFilter attaches a socket filter.
+func AttachFilter(fd int, filter []unix.SockFilter) error {
 	program := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
 	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &program); err != nil {
 		return fmt.Errorf("set SO_ATTACH_FILTER: %w", err)
@@ -129,9 +129,9 @@ func attachFilter(fd int, filter []unix.SockFilter) error {
 	return nil
 }
 
-// rejectQueued resets the connections and discards the datagrams that a keeper socket received before the program was
+// RejectQueued resets the connections and discards the datagrams that a keeper socket received before the program was
 // attached. The queue is empty unless the group had no program.
-func rejectQueued(fd int) error {
+func RejectQueued(fd int) error {
 	if err := unix.SetNonblock(fd, true); err != nil {
 		return fmt.Errorf("drain keeper socket: %w", err)
 	}

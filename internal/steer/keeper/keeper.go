@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+// Package keeper runs the process that keeps the sockets of a service open while no agent runs, and opens these sockets.
+package keeper
 
 import (
 	"bytes"
@@ -23,18 +24,18 @@ import (
 	"sockeye/internal/rights"
 )
 
-// KeeperCommand is the hidden command of the keeper process. Its arguments name the pin directory and the service, so
+// Command is the hidden command of the keeper process. Its arguments name the pin directory and the service, so
 // that the next agent finds the keeper.
-const KeeperCommand = "keeper"
+const Command = "keeper"
 
-// isKeeperCommand returns whether a command is the command of a keeper of any version. Keepers started by agents before
+// isCommand returns whether a command is the command of a keeper of any version. Keepers started by agents before
 // the first release have the command hold, and survive the upgrade.
-func isKeeperCommand(command string) bool { return command == KeeperCommand || command == "hold" }
+func isCommand(command string) bool { return command == Command || command == "hold" }
 
-// RunKeeper is the main function of the keeper process: RunKeeper drops all capabilities and waits for the end of ctx.
+// Run is the main function of the keeper process: Run drops all capabilities and waits for the end of ctx.
 // The command ends ctx at SIGTERM: systemd would wait 90 s at shutdown for a process that ignores SIGTERM. The inherited
 // sockets stay open until the process exits.
-func RunKeeper(ctx context.Context) error {
+func Run(ctx context.Context) error {
 	if err := rights.DropAll(); err != nil {
 		return err
 	}
@@ -42,54 +43,53 @@ func RunKeeper(ctx context.Context) error {
 	return nil
 }
 
-// RetireKeepers detaches the programs from the sockets of the keepers of a service, or of all services of the pin
+// Retire detaches the programs from the sockets of the keepers of a service, or of all services of the pin
 // directory for "", and kills these keepers. The kernel's hash selects afterwards.
-func RetireKeepers(pins, service string) error {
-	keepers, err := findKeepers(pins, service, nil, pinnedRows(pins))
+func Retire(pins, service string) error {
+	keepers, err := Find(pins, service, nil, PinnedRows(pins))
 	if err != nil {
 		return err
 	}
 	var errs []error
 	for _, k := range keepers {
-		for _, socket := range k.sockets {
+		for _, socket := range k.Sockets {
 			errs = append(errs, bpf.Detach(socket.FD()))
 		}
-		errs = append(errs, k.kill())
+		errs = append(errs, k.Kill())
 	}
 	return fault.Join(errs...)
 }
 
-// keeper is a running keeper process, started by this agent or an earlier one.
-type keeper struct {
-	handle  *member.Handle
-	pid     int
-	self    member.ID
-	service string
-	sockets []*member.Socket
+// Process is a running keeper process, started by this agent or an earlier one.
+type Process struct {
+	Handle  *member.Handle
+	Self    member.ID
+	Service string
+	Sockets []*member.Socket
 }
 
-func keeperArgs(pins, service string) []string {
-	return []string{KeeperCommand, "--pins", pins, "--service", service}
+func arguments(pins, service string) []string {
+	return []string{Command, "--pins", pins, "--service", service}
 }
 
-// parseKeeperArgs returns the pin directory and the service in the arguments of a keeper. Any process can have these
-// arguments; isTrustedKeeper checks the process itself.
-func parseKeeperArgs(args []string) (pins, service string, ok bool) {
-	if len(args) != 6 || !isKeeperCommand(args[1]) || args[2] != "--pins" || args[4] != "--service" {
+// parseArguments returns the pin directory and the service in the arguments of a keeper. Any process can have these
+// arguments; isTrusted checks the process itself.
+func parseArguments(args []string) (pins, service string, ok bool) {
+	if len(args) != 6 || !isCommand(args[1]) || args[2] != "--pins" || args[4] != "--service" {
 		return "", "", false
 	}
 	return args[3], args[5], true
 }
 
-// isKeeper reports whether a process is a keeper, which has sockets on the members' ports and is not a member.
-func isKeeper(p *member.Process) bool {
-	return len(p.Args) > 1 && isKeeperCommand(p.Args[1]) && isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime})
+// IsKeeper reports whether a process is a keeper, which has sockets on the members' ports and is not a member.
+func IsKeeper(p *member.Process) bool {
+	return len(p.Args) > 1 && isCommand(p.Args[1]) && isTrusted(member.ID{PID: p.PID, StartTime: p.StartTime})
 }
 
-// isTrustedKeeper reports whether an agent of any version can have started a process: all user ids of the process are
+// isTrusted reports whether an agent of any version can have started a process: all user ids of the process are
 // those of the agent, the process is in the agent's user namespace, and only root can have written its executable. A
 // process that a user starts by sudo(8) has the real id of that user until sudo has the password.
-func isTrustedKeeper(self member.ID) bool {
+func isTrusted(self member.ID) bool {
 	if !hasAgentUIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
 		return false
 	}
@@ -134,9 +134,9 @@ func hasAgentUIDs(pid int) bool {
 	return false
 }
 
-// startKeeper starts a keeper process that inherits the sockets.
-func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, error) {
-	cmd := exec.Command("/proc/self/exe", keeperArgs(pins, service)...)
+// Start starts a keeper process that inherits the sockets.
+func Start(log *slog.Logger, pins, service string, fds []int) (*Process, error) {
+	cmd := exec.Command("/proc/self/exe", arguments(pins, service)...)
 	cmd.Args[0] = "sockeye"
 	cmd.Dir = "/"
 	cmd.Env = []string{"GOMAXPROCS=1"}
@@ -177,45 +177,45 @@ func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, er
 			log.Debug("keeper exited", "pid", pid, "error", err)
 		}
 	}()
-	return &keeper{handle: handle, pid: pid, self: member.ID{PID: pid, StartTime: p.StartTime}, service: service}, nil
+	return &Process{Handle: handle, Self: member.ID{PID: pid, StartTime: p.StartTime}, Service: service}, nil
 }
 
-// findKeepers returns the running keepers of a service, or of all services for "", with copies of their sockets. record
+// Find returns the running keepers of a service, or of all services for "", with copies of their sockets. record
 // is the keeper in the state file, or nil. A process that is not recorded must have sockets of the service's listeners,
 // which rows returns, and no other sockets.
-func findKeepers(pins, service string, record *member.ID, rows func(service string) []bpf.Listener) ([]*keeper, error) {
+func Find(pins, service string, record *member.ID, rows func(service string) []bpf.Listener) ([]*Process, error) {
 	processes, err := member.All()
 	if err != nil {
 		return nil, err
 	}
-	var keepers []*keeper
+	var keepers []*Process
 	for _, p := range processes {
-		dir, name, ok := parseKeeperArgs(p.Args)
+		dir, name, ok := parseArguments(p.Args)
 		if !ok || !hasPins(p.PID, dir, pins) || service != "" && name != service {
 			continue
 		}
-		if k := openKeeper(p, name, record, rows(name), pinnedRooms(pins, name)); k != nil {
+		if k := open(p, name, record, rows(name), pinnedRooms(pins, name)); k != nil {
 			keepers = append(keepers, k)
 		}
 	}
 	return keepers, nil
 }
 
-// openKeeper returns nil if the process is not a keeper or has exited.
-func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf.Listener, rooms map[uint64]bool) *keeper {
+// open returns nil if the process is not a keeper or has exited.
+func open(p *member.Process, service string, record *member.ID, rows []bpf.Listener, rooms map[uint64]bool) *Process {
 	handle, err := member.Open(p.PID)
 	if err != nil {
 		return nil
 	}
-	k := &keeper{handle: handle, pid: p.PID, self: member.ID{PID: p.PID, StartTime: p.StartTime}, service: service}
-	if k.sockets, err = handle.Sockets(func(*member.Socket) bool { return true }); err != nil {
+	k := &Process{Handle: handle, Self: member.ID{PID: p.PID, StartTime: p.StartTime}, Service: service}
+	if k.Sockets, err = handle.Sockets(func(*member.Socket) bool { return true }); err != nil {
 		handle.Close()
 		return nil
 	}
-	recorded := record != nil && *record == k.self
+	recorded := record != nil && *record == k.Self
 	// The handle belongs to the process in p only if that process still runs.
-	if !isTrustedKeeper(k.self) || handle.Ended() || !recorded && !hasOnlyKeeperSockets(k.sockets, rows, rooms) {
-		k.close()
+	if !isTrusted(k.Self) || handle.Ended() || !recorded && !hasOnlySocketsOf(k.Sockets, rows, rooms) {
+		k.Close()
 		return nil
 	}
 	return k
@@ -230,26 +230,26 @@ func pinnedRooms(pins, service string) map[uint64]bool {
 	return rooms
 }
 
-// hasOnlyKeeperSockets reports whether all sockets are keeper sockets of listeners, or waiting rooms. If the listeners are unknown, as
+// hasOnlySocketsOf reports whether all sockets are keeper sockets of listeners, or waiting rooms. If the listeners are unknown, as
 // with the pins of another version, any sockets are accepted.
-func hasOnlyKeeperSockets(sockets []*member.Socket, rows []bpf.Listener, rooms map[uint64]bool) bool {
+func hasOnlySocketsOf(sockets []*member.Socket, rows []bpf.Listener, rooms map[uint64]bool) bool {
 	if len(rows) == 0 {
 		return true
 	}
 	foreign := func(s *member.Socket) bool {
-		return !rooms[s.Cookie] && !slices.ContainsFunc(rows, func(l bpf.Listener) bool { return isKeeperSocket(s, l) })
+		return !rooms[s.Cookie] && !slices.ContainsFunc(rows, func(l bpf.Listener) bool { return IsSocket(s, l) })
 	}
 	return len(sockets) > 0 && !slices.ContainsFunc(sockets, foreign)
 }
 
-// isKeeperSocket reports whether a socket can be a keeper socket of a listener.
-func isKeeperSocket(s *member.Socket, l bpf.Listener) bool {
+// IsSocket reports whether a socket can be a keeper socket of a listener.
+func IsSocket(s *member.Socket, l bpf.Listener) bool {
 	return s.Protocol == int(l.Protocol) && s.Local == l.Address && s.V6Only == l.V6Only && s.Listening && s.ReusePort
 }
 
-// pinnedRows returns a function that reads the listeners of a service from its pins. The function returns nil if the
+// PinnedRows returns a function that reads the listeners of a service from its pins. The function returns nil if the
 // pins cannot be read.
-func pinnedRows(pins string) func(service string) []bpf.Listener {
+func PinnedRows(pins string) func(service string) []bpf.Listener {
 	return func(service string) (rows []bpf.Listener) {
 		listeners, err := bpf.ReadListeners(filepath.Join(pins, bpf.ServicePrefix+service))
 		if err != nil {
@@ -264,16 +264,16 @@ func pinnedRows(pins string) func(service string) []bpf.Listener {
 	}
 }
 
-// kill kills a keeper and waits for its exit, which closes its sockets.
-func (k *keeper) kill() error {
-	defer k.close()
-	if err := k.handle.Kill(); err != nil && !errors.Is(err, unix.ESRCH) {
-		return fmt.Errorf("kill keeper %d: %w", k.pid, err)
+// Kill kills a keeper and waits for its exit, which closes its sockets.
+func (k *Process) Kill() error {
+	defer k.Close()
+	if err := k.Handle.Kill(); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("kill keeper %d: %w", k.Self.PID, err)
 	}
-	return k.handle.Wait()
+	return k.Handle.Wait()
 }
 
-func (k *keeper) close() {
-	member.CloseAll(k.sockets)
-	k.handle.Close()
+func (k *Process) Close() {
+	member.CloseAll(k.Sockets)
+	k.Handle.Close()
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package keeper
 
 import (
 	"fmt"
@@ -15,10 +15,10 @@ import (
 	"sockeye/internal/steer/listener"
 )
 
-// checkOtherKeepers returns an error if the keeper of another pin directory has a listener of one of the services. The
+// CheckOthers returns an error if the keeper of another pin directory has a listener of one of the services. The
 // kernel has one program for a SO_REUSEPORT group, so a second agent would replace the program of the first one, which
 // cannot notice that.
-func checkOtherKeepers(pins string, services []config.Service) error {
+func CheckOthers(pins string, services []config.Service) error {
 	if len(services) == 0 {
 		return nil
 	}
@@ -27,18 +27,18 @@ func checkOtherKeepers(pins string, services []config.Service) error {
 		return err
 	}
 	for _, p := range processes {
-		other, _, ok := parseKeeperArgs(p.Args)
-		if !ok || hasPins(p.PID, other, pins) || !isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime}) {
+		other, _, ok := parseArguments(p.Args)
+		if !ok || hasPins(p.PID, other, pins) || !isTrusted(member.ID{PID: p.PID, StartTime: p.StartTime}) {
 			continue
 		}
-		if err := checkOtherKeeper(p.PID, other, services); err != nil {
+		if err := checkOther(p.PID, other, services); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func checkOtherKeeper(pid int, pins string, services []config.Service) error {
+func checkOther(pid int, pins string, services []config.Service) error {
 	handle, err := member.Open(pid)
 	if err != nil {
 		return nil // the keeper has exited
@@ -52,7 +52,7 @@ func checkOtherKeeper(pid int, pins string, services []config.Service) error {
 	for _, c := range services {
 		for _, l := range c.Listeners {
 			row := listener.ForBPF(l)
-			if !slices.ContainsFunc(sockets, func(s *member.Socket) bool { return isKeeperSocket(s, row) && isInNetns(s, c.Netns) }) {
+			if !slices.ContainsFunc(sockets, func(s *member.Socket) bool { return IsSocket(s, row) && isInNetns(s, c.Netns) }) {
 				continue
 			}
 			reset := "sockeye reset --pins " + pins

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package keeper
 
 import (
 	"context"
@@ -21,8 +21,8 @@ import (
 // the keeper stays in the agent's unit and works there, too.
 
 const (
-	// scopeTimeout limits the exchange with systemd.
-	scopeTimeout = 10 * time.Second
+	// ScopeTimeout limits the exchange with systemd.
+	ScopeTimeout = 10 * time.Second
 	// stopTimeout is the time between SIGTERM and SIGKILL when systemd stops a keeper.
 	stopTimeout = 5 * time.Second
 
@@ -33,14 +33,14 @@ const (
 	systemdSocket = "/run/systemd/private"
 )
 
-// serviceManager is a connection to systemd for an agent that is a systemd service.
-type serviceManager struct {
-	dial func(context.Context) (*dbus.Conn, error)
-	unit string // cgroup of the agent's unit
+// Manager is a connection to systemd for an agent that is a systemd service.
+type Manager struct {
+	Dial func(context.Context) (*dbus.Conn, error)
+	Unit string // cgroup of the agent's unit
 }
 
-// findServiceManager returns nil if this process is not part of a systemd service.
-func findServiceManager() *serviceManager {
+// FindManager returns nil if this process is not part of a systemd service.
+func FindManager() *Manager {
 	self, err := member.Read(os.Getpid())
 	if err != nil || os.Getenv("INVOCATION_ID") == "" || !strings.HasSuffix(path.Base(self.Cgroup), ".service") {
 		return nil
@@ -48,7 +48,7 @@ func findServiceManager() *serviceManager {
 	if _, err := os.Stat("/run/systemd/system"); err != nil { // sd_booted(3)
 		return nil
 	}
-	return &serviceManager{dialSystemd, self.Cgroup}
+	return &Manager{dialSystemd, self.Cgroup}
 }
 
 // dialSystemd connects to the private socket of systemd, or to the system message bus.
@@ -77,30 +77,30 @@ type auxiliaryUnit struct {
 	Properties []unitProperty
 }
 
-// startScope moves a keeper from the agent's unit to a new scope unit, and returns the name of the scope. The name is ""
+// StartScope moves a keeper from the agent's unit to a new scope unit, and returns the name of the scope. The name is ""
 // if the keeper has exited or is not in the agent's unit.
-func (m *serviceManager) startScope(ctx context.Context, k *keeper) (string, error) {
-	p, err := member.Read(k.pid)
-	if err != nil || p.StartTime != k.self.StartTime {
+func (m *Manager) StartScope(ctx context.Context, k *Process) (string, error) {
+	p, err := member.Read(k.Self.PID)
+	if err != nil || p.StartTime != k.Self.StartTime {
 		return "", nil // exited
 	}
-	if p.Cgroup != m.unit {
+	if p.Cgroup != m.Unit {
 		return "", nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, scopeTimeout)
+	ctx, cancel := context.WithTimeout(ctx, ScopeTimeout)
 	defer cancel()
-	conn, err := m.dial(ctx)
+	conn, err := m.Dial(ctx)
 	if err != nil {
 		return "", fmt.Errorf("connect to systemd: %w", err)
 	}
 	defer conn.Close()
 	// A new keeper starts before the old one is killed, so the name has the process id.
-	unit := fmt.Sprintf("sockeye-keeper-%s-%d.scope", k.service, k.pid)
+	unit := fmt.Sprintf("sockeye-keeper-%s-%d.scope", k.Service, k.Self.PID)
 	properties := []unitProperty{
-		{"Description", dbus.MakeVariant("Sockeye keeper of service " + k.service)},
-		{"PIDs", dbus.MakeVariant([]uint32{uint32(k.pid)})},
+		{"Description", dbus.MakeVariant("Sockeye keeper of service " + k.Service)},
+		{"PIDs", dbus.MakeVariant([]uint32{uint32(k.Self.PID)})},
 		// At shutdown the agent stops first; a running agent would replace the keeper.
-		{"Before", dbus.MakeVariant([]string{path.Base(m.unit)})},
+		{"Before", dbus.MakeVariant([]string{path.Base(m.Unit)})},
 		// The keepers of earlier versions ignore SIGTERM.
 		{"TimeoutStopUSec", dbus.MakeVariant(uint64(stopTimeout / time.Microsecond))},
 		// The unit of a killed keeper fails; systemd removes it then, too.
