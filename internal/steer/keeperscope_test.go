@@ -35,7 +35,7 @@ type units struct {
 	block   chan struct{} // an answer waits for it, unless nil
 }
 
-// property and auxiliaryUnit are the D-Bus types (sv) and (sa(sv)).
+// property and AuxiliaryUnit are the D-Bus types (sv) and (sa(sv)).
 type property struct {
 	Name  string
 	Value dbus.Variant
@@ -228,7 +228,7 @@ func TestKeeperScopeRefused(t *testing.T) {
 	k := &keeper.Process{Self: member.ID{PID: self.PID, StartTime: self.StartTime}, Service: "a"}
 	m := &keeper.Manager{Dial: func(ctx context.Context) (*dbus.Conn, error) {
 		return dbus.Connect("unix:path=/nonexistent", dbus.WithContext(ctx))
-	}, self.Cgroup}
+	}, Unit: self.Cgroup}
 	if unit, err := m.StartScope(t.Context(), k); err == nil || unit != "" {
 		t.Errorf("%q, %v", unit, err)
 	}
