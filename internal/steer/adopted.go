@@ -4,20 +4,11 @@ package steer
 
 import (
 	"errors"
-	"net/netip"
 	"slices"
 
 	"sockeye/internal/member"
+	"sockeye/internal/steer/stored"
 )
-
-// adoptedDevice is a device that is assigned to another member than that of its slot by the hash, until that member
-// exits.
-type adoptedDevice struct {
-	member.ID
-	Device  string     `json:"device,omitempty"` // name in the device map
-	Address netip.Addr `json:"address"`          // address of a device without a name
-	Slot    int        `json:"slot"`
-}
 
 // adoptDevices assigns each split device under on_start whose connections are all with one member to the slot of that
 // member, and reports whether there is one.
@@ -28,7 +19,7 @@ func (s *service) adoptDevices(split []splitDevice) bool {
 			slices.ContainsFunc(d.sessions, func(one session) bool { return !s.underOnStart(&one) }) {
 			continue
 		}
-		a := adoptedDevice{ID: s.seats[d.at[0]].id(), Device: d.name, Slot: d.at[0]}
+		a := stored.AdoptedDevice{ID: s.seats[d.at[0]].id(), Device: d.name, Slot: d.at[0]}
 		if d.name == "" {
 			a.Address = d.address
 		}
@@ -39,7 +30,7 @@ func (s *service) adoptDevices(split []splitDevice) bool {
 		return false
 	}
 	// The state is saved first: after a crash before place, the next agent installs the same mapping.
-	err := s.state.save(s.statePath())
+	err := s.state.Save(s.statePath())
 	if err == nil {
 		s.mapping = s.mapping.WithPins(s.pinsInForce())
 		err = s.installMapping()
@@ -56,7 +47,7 @@ func (s *service) adoptDevices(split []splitDevice) bool {
 // pruneAdopted returns adopted devices to their own slots after the exit of their member, which has closed all their
 // connections.
 func (s *service) pruneAdopted() {
-	kept := slices.DeleteFunc(slices.Clone(s.state.Adopted), func(a adoptedDevice) bool {
+	kept := slices.DeleteFunc(slices.Clone(s.state.Adopted), func(a stored.AdoptedDevice) bool {
 		if seat := s.seats[a.Slot]; seat != nil {
 			return seat.id() != a.ID
 		}
@@ -70,14 +61,14 @@ func (s *service) pruneAdopted() {
 	if s.path == nil {
 		return
 	}
-	if err := errors.Join(s.place(), s.state.save(s.statePath())); err != nil {
+	if err := errors.Join(s.place(), s.state.Save(s.statePath())); err != nil {
 		s.log.Error("cannot return devices to their own slot", "error", err)
 	}
 }
 
 // hasAdoptedDevices reports whether devices are adopted for a member.
 func (s *service) hasAdoptedDevices(seat *seat) bool {
-	return slices.ContainsFunc(s.state.Adopted, func(a adoptedDevice) bool { return a.ID == seat.id() })
+	return slices.ContainsFunc(s.state.Adopted, func(a stored.AdoptedDevice) bool { return a.ID == seat.id() })
 }
 
 // forgetAdopter releases the adopted devices of a member that has exited.

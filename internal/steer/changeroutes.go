@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/peer"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/stored"
 )
 
 // changeRoutes adds the routes that move devices between slots.
@@ -142,11 +143,11 @@ func (d *Domain) changeSlots(c *api.SlotChange) (*api.Plan, error) {
 	if c.Slot == nil {
 		return nil, fault.Usage(errors.New("no slot given"), "as in sockeye slot set 2 drain")
 	}
-	state, err := parseSlotState(c.State)
+	state, err := stored.ParseState(c.State)
 	if err != nil {
 		return nil, err
 	}
-	to := slotSetting{State: state, Weight: -1}
+	to := stored.Setting{State: state, Weight: -1}
 	if c.Weight != nil {
 		if to.Weight = *c.Weight; to.Weight < 0 || to.Weight > placement.MaxWeight {
 			return nil, fault.Usage(fmt.Errorf("weight %d is out of range", to.Weight), fmt.Sprintf("0 to %d; the default is %d", placement.MaxWeight, placement.DefaultWeight))

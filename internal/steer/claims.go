@@ -13,6 +13,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/peer"
+	"sockeye/internal/steer/stored"
 )
 
 // addClaim assigns a slot to a process by command, and returns the slot. With register, caller is nil and the sockets
@@ -53,17 +54,17 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 	}
 	before := s.state
 	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool { return r == self })
-	s.state.Claims = append(s.liveClaims(self), claim{self, assigned, source})
+	s.state.Claims = append(s.liveClaims(self), stored.Claim{ID: self, Slot: assigned, Source: source})
 	if caller == nil {
 		// The claim is saved first: an agent that is killed after the registration must not find a process that it
 		// released.
-		if err := s.state.save(s.statePath()); err != nil {
+		if err := s.state.Save(s.statePath()); err != nil {
 			s.state = before
 			return 0, err
 		}
 		if err := s.register(p, &seat{slot: assigned, source: source}); err != nil {
 			s.state = before
-			if saved := s.state.save(s.statePath()); saved != nil {
+			if saved := s.state.Save(s.statePath()); saved != nil {
 				err = fault.Join(err, saved)
 			}
 			if errors.Is(err, fs.ErrNotExist) {
@@ -78,7 +79,7 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 	} else {
 		s.evaluate(p)
 	}
-	return assigned, s.state.save(s.statePath())
+	return assigned, s.state.Save(s.statePath())
 }
 
 // soleUser returns the user of the members if the policy names exactly one, or "".
@@ -133,8 +134,8 @@ func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 }
 
 // liveClaims returns the claims of running processes other than except.
-func (s *service) liveClaims(except member.ID) []claim {
-	return slices.DeleteFunc(slices.Clone(s.state.Claims), func(c claim) bool {
+func (s *service) liveClaims(except member.ID) []stored.Claim {
+	return slices.DeleteFunc(slices.Clone(s.state.Claims), func(c stored.Claim) bool {
 		return c.ID == except || !member.Alive(c.PID, c.StartTime)
 	})
 }
@@ -157,7 +158,7 @@ func (s *service) unregister(slot int) error {
 	s.state.Released = append(slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool {
 		return !member.Alive(r.PID, r.StartTime)
 	}), self)
-	if err := s.state.save(s.statePath()); err != nil {
+	if err := s.state.Save(s.statePath()); err != nil {
 		return err
 	}
 	s.vacateSlot(slot, "unregistered")

@@ -11,6 +11,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/templates"
 )
 
@@ -45,7 +46,7 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 	limit := s.waitLengthOf(seat.slot)
 	// At a takeover, until is that of the last time at which the slot was empty.
 	waits := !takesOver && limit > 0 && wait.Until > uint64(since(unix.CLOCK_MONOTONIC))
-	if s.slotState(seat.slot).State == maintState || !waits && !takesOver && len(s.withoutTemplates(seat.slot, seat.id())) == 0 {
+	if s.slotState(seat.slot).State == stored.Maint || !waits && !takesOver && len(s.withoutTemplates(seat.slot, seat.id())) == 0 {
 		return nil
 	}
 	if !waits {

@@ -21,6 +21,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
+	"sockeye/internal/steer/stored"
 )
 
 // scan evaluates all processes of the host.
@@ -180,7 +181,7 @@ func (s *service) saveMembers() {
 			continue
 		}
 		exe, file := p.VerifiedExecutable()
-		s.state.Members = append(s.state.Members, firstSight{self, p.Args, p.SlotVariable(), exe, file})
+		s.state.Members = append(s.state.Members, stored.FirstSight{ID: self, Args: p.Args, SlotVariable: p.SlotVariable(), Exe: exe, File: file})
 	}
 	cookies := make(map[member.ID][]uint64)
 	for cookie, self := range s.socketOwners {
@@ -188,9 +189,9 @@ func (s *service) saveMembers() {
 	}
 	s.state.Sockets = nil
 	for self, list := range cookies {
-		s.state.Sockets = append(s.state.Sockets, openedSockets{self, list})
+		s.state.Sockets = append(s.state.Sockets, stored.OpenedSockets{ID: self, Cookies: list})
 	}
-	if err := s.state.save(s.statePath()); err != nil {
+	if err := s.state.Save(s.statePath()); err != nil {
 		s.log.Error("state not saved", "error", err)
 	}
 }
@@ -331,7 +332,7 @@ func (s *service) evaluate(p *member.Process) {
 }
 
 func (s *service) hasClaim(p *member.Process) bool {
-	return slices.ContainsFunc(s.state.Claims, func(c claim) bool { return c.ID == member.ID{PID: p.PID, StartTime: p.StartTime} })
+	return slices.ContainsFunc(s.state.Claims, func(c stored.Claim) bool { return c.ID == member.ID{PID: p.PID, StartTime: p.StartTime} })
 }
 
 // isRelated reports whether a process is an ancestor or a descendant of a member, as a shell that started the member or
@@ -362,7 +363,7 @@ func (s *service) isIsolatedProgram(p *member.Process) bool {
 		return false
 	}
 	up := ancestors(p)
-	return slices.ContainsFunc(s.state.Claims, func(c claim) bool {
+	return slices.ContainsFunc(s.state.Claims, func(c stored.Claim) bool {
 		return slices.Contains(up, c.PID) && member.Alive(c.PID, c.StartTime)
 	})
 }

@@ -10,6 +10,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/format"
+	"sockeye/internal/steer/stored"
 )
 
 // Counters are totals since the creation of the pins. A restart of the agent does not reset them.
@@ -153,7 +154,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 			gauge(descReady, format.Bool(s.isReady(i)), slot)
 			gauge(descShare, shares[i], slot)
 			gauge(descWeight, float64(s.slotState(i).Weight), slot)
-			for _, state := range slotStates {
+			for _, state := range stored.States {
 				gauge(descState, format.Bool(string(s.slotState(i).State) == state), slot, state)
 			}
 			if room, err := s.roomStatus(i); err != nil {

@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/stored"
 )
 
 // The target mapping follows from the policy, the settings of the slots, and the pins. The mapping in force becomes the
@@ -143,7 +144,7 @@ func (s *service) finishPlace(pins []int) error {
 		for _, i := range pins {
 			s.state.Pins[i].InForce = true
 		}
-		if err := s.state.save(s.statePath()); err != nil {
+		if err := s.state.Save(s.statePath()); err != nil {
 			return err
 		}
 	}
@@ -169,7 +170,7 @@ func (s *service) nextStep() (next *placement.Mapping, pins []int) {
 				pins = append(pins, i)
 			}
 		}
-		return s.target.WithPins(s.state.pinsFor(s.config.Slots, nil)), pins
+		return s.target.WithPins(s.state.PinsFor(s.config.Slots, nil)), pins
 	}
 	ready := s.readySlots()
 	table := s.mapping.Table.Bucket
@@ -194,7 +195,7 @@ func (s *service) nextStep() (next *placement.Mapping, pins []int) {
 	var wantedPins []int
 	for i := range s.state.Pins {
 		switch one := &s.state.Pins[i]; {
-		case one.InForce || one.Slot >= s.config.Slots || s.slotState(one.Slot).State == drainState:
+		case one.InForce || one.Slot >= s.config.Slots || s.slotState(one.Slot).State == stored.Drain:
 		case !ready[one.Slot]:
 			s.moves.blocked[one.Slot]++
 		case s.state.MovesStopped:
@@ -214,10 +215,10 @@ func (s *service) nextStep() (next *placement.Mapping, pins []int) {
 			table[bucket] = s.target.Table.Bucket[bucket]
 		}
 	}
-	inForce := func(p *pin) bool {
+	inForce := func(p *stored.Pin) bool {
 		return slices.ContainsFunc(pins, func(i int) bool { return &s.state.Pins[i] == p })
 	}
-	return s.target.WithBuckets(&table).WithPins(s.state.pinsFor(s.config.Slots, inForce)), pins
+	return s.target.WithBuckets(&table).WithPins(s.state.PinsFor(s.config.Slots, inForce)), pins
 }
 
 // limitFlip returns the buckets that move by the next write of the table: all, or those without sessions and those of
@@ -422,7 +423,7 @@ func (s *service) stopMoves(stop bool) error {
 		return fault.Conflict(errors.New("the moves are not stopped"), "sockeye moves shows the moves")
 	}
 	s.state.MovesStopped = stop
-	if err := s.state.save(s.statePath()); err != nil {
+	if err := s.state.Save(s.statePath()); err != nil {
 		return err
 	}
 	return s.place()
@@ -439,7 +440,7 @@ func (s *service) movesStatus() api.MovesStatus {
 	}
 	for _, slot := range slices.Sorted(maps.Keys(m.blocked)) {
 		reason := "has no member"
-		if s.slotState(slot).State == maintState {
+		if s.slotState(slot).State == stored.Maint {
 			reason = "is in maint"
 		}
 		status.Blocked = append(status.Blocked, api.BlockedMoves{Slot: slot, Reason: reason, Share: float64(m.blocked[slot]) / float64(bpf.Buckets)})
@@ -469,7 +470,7 @@ func (s *service) movesStatus() api.MovesStatus {
 
 // settled returns the mapping to which the present moves lead.
 func (s *service) settled() *placement.Mapping {
-	return s.target.WithPins(s.state.pinsFor(s.config.Slots, nil))
+	return s.target.WithPins(s.state.PinsFor(s.config.Slots, nil))
 }
 
 // movesEffect describes how many devices get another slot by a change of the mapping, and what becomes of their

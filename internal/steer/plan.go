@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/stored"
 )
 
 // target is the desired state of a service: its configuration with all users, rules and device maps resolved, so that
@@ -33,7 +34,7 @@ type target struct {
 	rules          []member.Rule
 	users          []uint32
 	mapping        *placement.Mapping
-	settings       state          // state with the settings of the slots and the pins
+	settings       stored.State   // state with the settings of the slots and the pins
 	pendingDevices builtDeviceMap // the built device map, if it differs from the installed one
 }
 
@@ -84,7 +85,7 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 		return nil, err
 	}
 	t.settings = shared.state
-	t.mapping, err = newMapping(c, &t.settings, nonce, devices)
+	t.mapping, err = stored.NewMapping(c, &t.settings, nonce, devices)
 	return t, err
 }
 
@@ -261,7 +262,7 @@ func paceText(p *config.Pace) string {
 
 // targetEffect describes the devices that get another slot under a target. Devices of slots without a member stay.
 func (s *service) targetEffect(t *target) string {
-	return s.movesEffect(s.settled(), t.mapping.WithPins(t.settings.pinsFor(t.config.Slots, nil)))
+	return s.movesEffect(s.settled(), t.mapping.WithPins(t.settings.PinsFor(t.config.Slots, nil)))
 }
 
 func deviceMapSummary(m *placement.DeviceMap) string {
@@ -278,12 +279,12 @@ func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap)
 	if err != nil {
 		return builtDeviceMap{}, err
 	}
-	m, err := newMapping(c, &state{}, nonce, devices)
+	m, err := stored.NewMapping(c, &stored.State{}, nonce, devices)
 	if err != nil {
 		return builtDeviceMap{}, err
 	}
 	s.mu.Lock()
-	m = m.WithPins(s.state.pinsFor(c.Slots, nil))
+	m = m.WithPins(s.state.PinsFor(c.Slots, nil))
 	installed := s.installedEntries
 	s.mu.Unlock()
 	if entries := m.Entries(); installed == nil || !installed.Equal(entries) {
@@ -441,7 +442,7 @@ func (s *service) saveGroupOwner() error {
 	if len(s.users) > 0 {
 		s.state.ClaimedUID = nil
 	}
-	return s.state.save(s.statePath())
+	return s.state.Save(s.statePath())
 }
 
 // removeListeners removes the listeners of old that the policy no longer has. The keeper sockets of a listener are

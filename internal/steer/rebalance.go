@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/stored"
 )
 
 // counted are the counters of a device at one instant.
@@ -138,7 +139,7 @@ const maxProposed = 256
 func (s *service) loadWeights(loads []placement.Load) placement.Weights {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	weights := placement.Weights(s.state.weights(s.config.Slots))
+	weights := placement.Weights(s.state.Weights(s.config.Slots))
 	for _, l := range loads {
 		for len(weights) <= l.Slot { // a slot that the policy no longer has, until its devices have moved
 			weights = append(weights, 0)
@@ -175,21 +176,21 @@ func (s *service) pinAll(moves []api.ProposedMove) error {
 		return err
 	}
 	next := s.state
-	next.Pins = append([]pin(nil), s.state.Pins...)
+	next.Pins = append([]stored.Pin(nil), s.state.Pins...)
 	for _, m := range moves {
-		one, err := parsePin(m.Device, s.mapping.Devices)
+		one, err := stored.ParsePin(m.Device, s.mapping.Devices)
 		if err != nil {
 			return err
 		}
 		one.Slot = m.To
-		if one.Slot >= s.config.Slots || s.slotState(one.Slot).State != readyState {
+		if one.Slot >= s.config.Slots || s.slotState(one.Slot).State != stored.Ready {
 			return fault.Conflict(fmt.Errorf("slot %d has changed during the measurement", one.Slot), "try again")
 		}
-		next.Pins = slices.DeleteFunc(next.Pins, func(o pin) bool { return o.sameDevice(&one) })
+		next.Pins = slices.DeleteFunc(next.Pins, func(o stored.Pin) bool { return o.SameDevice(&one) })
 		next.Pins = append(next.Pins, one)
 	}
-	if len(next.Pins) > maxPins {
-		return tooManyPins()
+	if len(next.Pins) > stored.MaxPins {
+		return stored.TooManyPins()
 	}
 	return s.replaceState(next, s.target, fmt.Sprintf("rebalance: %s pinned", format.Count(len(moves), "device", "devices")), "rebalance")
 }

@@ -22,6 +22,7 @@ import (
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/replay"
+	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/templates"
 )
 
@@ -122,7 +123,7 @@ func (s *service) waitLength() time.Duration {
 
 // waitLengthOf returns the time for which the packets of a slot wait. Those of a slot in maint are refused.
 func (s *service) waitLengthOf(slot int) time.Duration {
-	if slot >= s.config.Slots || s.slotState(slot).State == maintState {
+	if slot >= s.config.Slots || s.slotState(slot).State == stored.Maint {
 		return 0
 	}
 	return s.waitLength()
@@ -319,7 +320,7 @@ func (s *service) writeWaits() error {
 			return err
 		}
 		length := s.waitLengthOf(slot)
-		if s.slotState(slot).State == maintState {
+		if s.slotState(slot).State == stored.Maint {
 			delete(s.rooms.filling, slot)
 		}
 		if length == 0 && wait == (bpf.Wait{}) {
@@ -512,7 +513,7 @@ func (s *service) loses(slot int, before *placement.Mapping) bool {
 
 // hasDevices reports whether devices can have a slot.
 func (s *service) hasDevices(slot int) bool {
-	return s.inUse(slot) || slices.ContainsFunc(s.state.Pins, func(p pin) bool { return p.Slot == slot })
+	return s.inUse(slot) || slices.ContainsFunc(s.state.Pins, func(p stored.Pin) bool { return p.Slot == slot })
 }
 
 // resend sends a datagram to the member of its slot.

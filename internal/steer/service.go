@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/stored"
 )
 
 // service reconciles one service of the policy with the host: the data path, and the member of each slot.
@@ -42,7 +43,7 @@ type service struct {
 	// device map, already built.
 	installedEntries *placement.Entries
 	pendingDevices   builtDeviceMap
-	state            state
+	state            stored.State
 	path             *bpf.Steer
 	events           *bpf.Events
 	netns            *os.File
@@ -176,7 +177,7 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 		return nil, err
 	}
 	var known bool
-	if s.state, known, err = loadState(s.statePath()); err != nil {
+	if s.state, known, err = stored.Load(s.statePath()); err != nil {
 		return nil, err
 	}
 	s.state.Nonce = nonce
@@ -199,12 +200,12 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	if err := s.shareSettings(c); err != nil {
 		return nil, err
 	}
-	s.target, err = newMapping(c, &s.state, s.state.Nonce, devices)
+	s.target, err = stored.NewMapping(c, &s.state, s.state.Nonce, devices)
 	if errors.Is(err, placement.ErrNoWeight) {
 		// The policy has fewer slots than at the last start, and the remaining ones drain.
 		s.log.Warn("states and weights of the slots are ignored: no slot would be left for any device")
 		s.ignoresSettings = true
-		s.target, err = newMapping(c, &state{}, s.state.Nonce, devices)
+		s.target, err = stored.NewMapping(c, &stored.State{}, s.state.Nonce, devices)
 	}
 	if err != nil {
 		return nil, err
@@ -260,7 +261,7 @@ func (s *service) shareSettings(c config.Service) error {
 	if c.SlotsAs == "" {
 		return nil
 	}
-	of, _, err := loadState(s.host.statePath(c.SlotsAs))
+	of, _, err := stored.Load(s.host.statePath(c.SlotsAs))
 	if err != nil {
 		return err
 	}
@@ -295,7 +296,7 @@ func (h *steerHost) lookupNonce(name string) (nonce uint64, known bool, err erro
 	case !errors.Is(err, os.ErrNotExist):
 		return 0, false, err
 	}
-	s, known, err := loadState(h.statePath(name))
+	s, known, err := stored.Load(h.statePath(name))
 	return s.Nonce, known, err
 }
 
@@ -305,12 +306,12 @@ func (h *steerHost) ensureNonce(name string) (uint64, error) {
 	if err != nil || known {
 		return nonce, err
 	}
-	s, _, err := loadState(h.statePath(name))
+	s, _, err := stored.Load(h.statePath(name))
 	if err != nil {
 		return 0, err
 	}
-	s.Nonce = newNonce()
-	return s.Nonce, s.save(h.statePath(name))
+	s.Nonce = stored.NewNonce()
+	return s.Nonce, s.Save(h.statePath(name))
 }
 
 // nonceFor returns the nonce of the service under a configuration: the nonce of the slots_as service, or its own.
@@ -525,7 +526,7 @@ func (s *service) restoreSlot(slot int) error {
 		return s.closeIncompleteSlot(slot)
 	}
 	p, err := s.read(int(value.Pid))
-	wasReady := value.Ready > 0 || s.slotState(slot).State == maintState
+	wasReady := value.Ready > 0 || s.slotState(slot).State == stored.Maint
 	if err == nil && p.StartTime == value.StartTime && wasReady && (slot < s.config.Slots || s.inUse(slot)) {
 		var handle *member.Handle
 		if handle, err = member.Open(p.PID); err == nil {

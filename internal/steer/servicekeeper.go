@@ -140,7 +140,7 @@ func (s *service) replaceKeeper() error {
 // recordKeeper saves the process id and the start time of the keeper for the next agent.
 func (s *service) recordKeeper() {
 	s.state.Keeper = &s.keeper.Self
-	if err := s.state.save(s.statePath()); err != nil {
+	if err := s.state.Save(s.statePath()); err != nil {
 		s.log.Error("state not saved", "error", err)
 	}
 }

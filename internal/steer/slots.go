@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
-	"slices"
 	"strings"
 
 	"sockeye/internal/bpf"
@@ -15,55 +14,16 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/stored"
 )
-
-// slotState is the state that the operator gives a slot, in HAProxy's words.
-type slotState string
-
-const (
-	// readyState is the default: the slot serves its devices while it has a member.
-	readyState slotState = "ready"
-	// drainState: the devices of the slot move to other slots.
-	drainState slotState = "drain"
-	// maintState: the devices of the slot are refused, or steered to the standby slot, although the slot has a member.
-	maintState slotState = "maint"
-)
-
-var slotStates = []string{string(readyState), string(drainState), string(maintState)}
-
-// slotSetting is the state and the weight of a slot.
-type slotSetting struct {
-	State  slotState `json:"state"`
-	Weight int       `json:"weight"`
-}
-
-var defaultSetting = slotSetting{readyState, placement.DefaultWeight}
 
 // slotState returns the setting of a slot.
-func (s *service) slotState(slot int) slotSetting { return s.state.setting(slot) }
-
-func (s *state) setting(slot int) slotSetting {
-	if set, ok := s.Slots[slot]; ok {
-		return set
-	}
-	return defaultSetting
-}
-
-// weights returns the weights for the bucket table: 0 for a slot that drains.
-func (s *state) weights(slots int) []int {
-	weights := make([]int, slots)
-	for slot := range weights {
-		if set := s.setting(slot); set.State != drainState {
-			weights[slot] = set.Weight
-		}
-	}
-	return weights
-}
+func (s *service) slotState(slot int) stored.Setting { return s.state.Setting(slot) }
 
 // isReady reports whether a slot receives traffic: the slot has a member that has received what had waited, and is not in
 // maint.
 func (s *service) isReady(slot int) bool {
-	return s.seats[slot] != nil && s.slotState(slot).State != maintState && s.rooms.filling[slot] == nil
+	return s.seats[slot] != nil && s.slotState(slot).State != stored.Maint && s.rooms.filling[slot] == nil
 }
 
 // readySlots returns isReady for each slot of the data path.
@@ -75,73 +35,8 @@ func (s *service) readySlots() [bpf.MaxSlots]bool {
 	return ready
 }
 
-// newMapping returns the mapping of a service with a configuration, settings of slots and pins, in which each device is at its
-// target slot.
-func newMapping(c config.Service, st *state, nonce uint64, devices *placement.DeviceMap) (*placement.Mapping, error) {
-	standby := bpf.NoSlot
-	if c.WhenEmpty.Standby != nil {
-		standby = *c.WhenEmpty.Standby
-	}
-	m, err := placement.NewMapping(c.Slots, standby, nonce, devices)
-	if err != nil {
-		return nil, err
-	}
-	table, err := st.buckets(c.Slots)
-	if err != nil {
-		return nil, fault.Conflict(err, "set a slot ready by sockeye slot set, with a weight above 0")
-	}
-	return m.WithBuckets(&table), nil
-}
-
-// buckets returns the bucket table for the settings of the slots. A slot in maint keeps its devices and receives none of
-// those of slots that drain.
-func (s *state) buckets(slots int) ([bpf.Buckets]uint16, error) {
-	weights := s.weights(slots)
-	table, err := weighted(weights)
-	if err != nil {
-		return table, err
-	}
-	full, ready := make([]int, slots), slices.Clone(weights)
-	drains, maint := false, false
-	for slot := range slots {
-		set := s.setting(slot)
-		full[slot] = set.Weight
-		drains = drains || set.State == drainState
-		if set.State == maintState {
-			ready[slot], maint = 0, true
-		}
-	}
-	if !drains || !maint {
-		return table, nil
-	}
-	own, err := weighted(full)
-	if err != nil {
-		return table, err
-	}
-	others, err := weighted(ready)
-	if err != nil {
-		return table, nil // no other slot takes devices
-	}
-	for bucket, slot := range table {
-		if s.setting(int(slot)).State == maintState && own[bucket] != slot {
-			table[bucket] = others[bucket]
-		}
-	}
-	return table, nil
-}
-
-// weighted is placement.WeightedBuckets, without the last slots that have no weight: a policy without these slots has the
-// same table.
-func weighted(weights []int) ([bpf.Buckets]uint16, error) {
-	last := len(weights)
-	for last > 1 && weights[last-1] == 0 {
-		last--
-	}
-	return placement.WeightedBuckets(weights[:last])
-}
-
 // changeSlot sets the state or the weight of a slot, or both, and returns the change. With dryRun, nothing is changed.
-func (s *service) changeSlot(slot int, to slotSetting, dryRun bool) (changes []string, effect string, err error) {
+func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes []string, effect string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	from := s.slotState(slot)
@@ -169,28 +64,28 @@ func (s *service) changeSlot(slot int, to slotSetting, dryRun bool) (changes []s
 	next := s.state
 	next.Slots = maps.Clone(s.state.Slots)
 	if next.Slots == nil {
-		next.Slots = make(map[int]slotSetting)
+		next.Slots = make(map[int]stored.Setting)
 	}
-	if next.Slots[slot] = to; to == defaultSetting {
+	if next.Slots[slot] = to; to == stored.DefaultSetting {
 		delete(next.Slots, slot)
 	}
-	target, err := newMapping(s.config, &next, s.state.Nonce, s.mapping.Devices)
+	target, err := stored.NewMapping(s.config, &next, s.state.Nonce, s.mapping.Devices)
 	if err != nil {
-		if from.State != drainState && to.State == drainState || from.Weight > 0 && to.Weight == 0 {
+		if from.State != stored.Drain && to.State == stored.Drain || from.Weight > 0 && to.Weight == 0 {
 			err = fault.Conflict(fmt.Errorf("slot %d is the last slot that takes devices", slot), "set another slot ready, with a weight, first")
 		}
 		return nil, "", err
 	}
 	of := fmt.Sprintf("slot %d", slot)
-	undo := to.State == readyState && from.State == drainState
-	if err := s.checkNoMoves(of); err != nil && !dryRun && !undo && to.State != maintState && from.State != maintState {
+	undo := to.State == stored.Ready && from.State == stored.Drain
+	if err := s.checkNoMoves(of); err != nil && !dryRun && !undo && to.State != stored.Maint && from.State != stored.Maint {
 		return nil, "", err
 	}
-	effect = s.movesEffect(s.settled(), target.WithPins(next.pinsFor(s.config.Slots, nil)))
+	effect = s.movesEffect(s.settled(), target.WithPins(next.PinsFor(s.config.Slots, nil)))
 	switch {
-	case to.State == maintState && from.State != maintState:
+	case to.State == stored.Maint && from.State != stored.Maint:
 		effect = s.maintEffect(slot)
-	case from.State == maintState && to.State == readyState && from.Weight == to.Weight:
+	case from.State == stored.Maint && to.State == stored.Ready && from.Weight == to.Weight:
 		if effect = "its devices are accepted"; s.seats[slot] == nil {
 			effect = "it has no member"
 		}
@@ -202,10 +97,10 @@ func (s *service) changeSlot(slot int, to slotSetting, dryRun bool) (changes []s
 }
 
 // replaceState saves a new state, and applies its settings and pins. cause describes the change of a slot or device.
-func (s *service) replaceState(next state, target *placement.Mapping, cause, of string) error {
+func (s *service) replaceState(next stored.State, target *placement.Mapping, cause, of string) error {
 	next.MovesStopped = false
 	before := s.state
-	if err := next.save(s.statePath()); err != nil {
+	if err := next.Save(s.statePath()); err != nil {
 		return err
 	}
 	s.state, s.target = next, target
@@ -214,7 +109,7 @@ func (s *service) replaceState(next state, target *placement.Mapping, cause, of 
 	err := s.applySettings()
 	if err != nil {
 		s.state = before
-		return fault.Join(err, before.save(s.statePath()))
+		return fault.Join(err, before.Save(s.statePath()))
 	}
 	return nil
 }
@@ -238,7 +133,7 @@ func (s *service) applySettings() error {
 // close of a socket of a slot that is not ready does not close the slot.
 func (s *service) setReady(seat *seat) error {
 	value := bpf.Slot{Pid: uint32(seat.process.PID), StartTime: seat.process.StartTime}
-	if s.slotState(seat.slot).State != maintState && s.rooms.filling[seat.slot] == nil {
+	if s.slotState(seat.slot).State != stored.Maint && s.rooms.filling[seat.slot] == nil {
 		value.Ready = seat.place.Ready()
 	}
 	if err := s.path.SetSlot(seat.slot, value); err != nil {
@@ -298,16 +193,4 @@ func (s *service) maintEffect(slot int) string {
 		effect += "; " + format.Count(sessions, "session is closed", "sessions are closed")
 	}
 	return effect
-}
-
-// parseSlotState returns the state with a name.
-func parseSlotState(name string) (slotState, error) {
-	if name == "" || slices.Contains(slotStates, name) {
-		return slotState(name), nil
-	}
-	hint := "ready, drain or maint"
-	if near := config.Nearest(name, slotStates); near != "" {
-		hint = "did you mean " + near + "?"
-	}
-	return "", fault.Usage(fmt.Errorf("there is no state %q", name), hint)
 }

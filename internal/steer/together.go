@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/stored"
 )
 
 // All TCP and UDP of a device must be at one member. A device is split if one of its TCP connections is with another
@@ -323,7 +324,7 @@ func (s *service) doomedSessions(now *serving, list []session, split []splitDevi
 	}
 	maint := make(map[member.ID]bool)
 	for slot, seat := range s.seats {
-		if s.slotState(slot).State == maintState {
+		if s.slotState(slot).State == stored.Maint {
 			maint[seat.id()] = true
 		}
 	}

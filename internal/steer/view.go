@@ -22,6 +22,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/stored"
 )
 
 func (s *service) status() api.ServiceStatus {
@@ -115,7 +116,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 			return nil, err
 		}
 		for _, p := range s.pinsOf(slot) {
-			status.Pins = append(status.Pins, api.PinStatus{Device: p.name(), Until: p.Until, InForce: s.applies(&p)})
+			status.Pins = append(status.Pins, api.PinStatus{Device: p.Name(), Until: p.Until, InForce: s.applies(&p)})
 		}
 		if seat := s.seats[slot]; seat != nil {
 			// The boot time is the difference of two clocks that are not read at the same time.
@@ -139,6 +140,11 @@ func counts(c bpf.Counters) api.Counts {
 		out.Refused[name] = c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
 	}
 	return out
+}
+
+// startedAt converts a start time in clock ticks since boot. USER_HZ is 100 on all architectures.
+func startedAt(startTime uint64, boot time.Time) time.Time {
+	return boot.Add(time.Duration(startTime) * 10 * time.Millisecond)
 }
 
 func bootTime() time.Time {
@@ -250,13 +256,13 @@ func (s *service) countSessions() map[member.ID]int {
 
 // applies reports whether a pin is in force: the device has moved, the device map has the name, or does not name the
 // address, and the slot does not drain.
-func (s *service) applies(p *pin) bool {
+func (s *service) applies(p *stored.Pin) bool {
 	known := p.Device == "" || slices.Contains(s.mapping.Devices.Devices(), p.Device)
 	if p.Device == "" {
 		_, named := s.mapping.Devices.Covers(p.Prefix)
 		known = !named
 	}
-	return known && p.InForce && p.Slot < s.config.Slots && s.slotState(p.Slot).State != drainState
+	return known && p.InForce && p.Slot < s.config.Slots && s.slotState(p.Slot).State != stored.Drain
 }
 
 // notes describes the changes by commands that are in force.
@@ -270,12 +276,12 @@ func (s *service) notes() []string {
 		}
 		var parts []string
 		switch set.State {
-		case drainState:
+		case stored.Drain:
 			parts = append(parts, "drains")
-		case maintState:
+		case stored.Maint:
 			parts = append(parts, "is in maint")
 		}
-		if set.Weight != defaultSetting.Weight {
+		if set.Weight != stored.DefaultSetting.Weight {
 			parts = append(parts, fmt.Sprintf("has weight %d", set.Weight))
 		}
 		notes = append(notes, fmt.Sprintf("slot %d %s", slot, strings.Join(parts, " and ")))
@@ -315,7 +321,7 @@ func (s *service) notes() []string {
 // roomNote describes the waiting room of a slot whose packets wait, or have waited in vain.
 func (s *service) roomNote(slot int) string {
 	room, err := s.roomStatus(slot)
-	if err != nil || room == nil || s.isReady(slot) || s.slotState(slot).State == maintState || !s.hasDevices(slot) {
+	if err != nil || room == nil || s.isReady(slot) || s.slotState(slot).State == stored.Maint || !s.hasDevices(slot) {
 		return ""
 	}
 	waiting := format.Count(int(room.Waiting), "datagram waits", "datagrams wait")
@@ -370,13 +376,13 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 // PlannedMapping returns the mapping that a service would have with a configuration and a device map, and with the states,
 // weights and pins of its slots.
 func PlannedMapping(c config.Service, nonce uint64, devices *placement.DeviceMap, slots []api.SlotStatus) (*placement.Mapping, error) {
-	st := state{Slots: make(map[int]slotSetting)}
+	st := stored.State{Slots: make(map[int]stored.Setting)}
 	for _, slot := range slots {
-		if slices.Contains(slotStates, slot.State) {
-			st.Slots[slot.Slot] = slotSetting{slotState(slot.State), slot.Weight}
+		if slices.Contains(stored.States, slot.State) {
+			st.Slots[slot.Slot] = stored.Setting{State: stored.SlotState(slot.State), Weight: slot.Weight}
 		}
 		for _, p := range slot.Pins {
-			one, err := parsePin(p.Device, devices)
+			one, err := stored.ParsePin(p.Device, devices)
 			if err != nil {
 				continue // the device map does not have the device, or names the address
 			}
@@ -384,11 +390,11 @@ func PlannedMapping(c config.Service, nonce uint64, devices *placement.DeviceMap
 			st.Pins = append(st.Pins, one)
 		}
 	}
-	m, err := newMapping(c, &st, nonce, devices)
+	m, err := stored.NewMapping(c, &st, nonce, devices)
 	if err != nil {
 		return nil, err
 	}
-	return m.WithPins(st.pinsFor(c.Slots, nil)), nil
+	return m.WithPins(st.PinsFor(c.Slots, nil)), nil
 }
 
 // Where returns the slots of addresses in a mapping.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package stored
 
 import (
 	"os"
@@ -8,7 +8,6 @@ import (
 	"reflect"
 	"strings"
 	"testing"
-	"time"
 
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
@@ -17,32 +16,32 @@ import (
 
 func TestStateRoundTrip(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "telemetry.json")
-	fresh, known, err := loadState(path)
+	fresh, known, err := Load(path)
 	if err != nil || known || fresh.BootID != statedir.BootID() || statedir.BootID() == "" {
 		t.Fatalf("no file: %+v %v %v", fresh, known, err)
 	}
 	uid := uint32(0)
-	s := state{
+	s := State{
 		Nonce: 1<<64 - 1, ClaimedUID: &uid, BootID: statedir.BootID(),
-		Members:  []firstSight{{member.ID{PID: 1, StartTime: 2}, []string{"a", "b c"}, "3", "/usr/sbin/a", member.FileID{Device: 4, Inode: 5}}, {member.ID{PID: 1, StartTime: 3}, nil, "", "", member.FileID{}}},
-		Claims:   []claim{{member.ID{PID: 4, StartTime: 5}, 6, "run"}},
+		Members:  []FirstSight{{member.ID{PID: 1, StartTime: 2}, []string{"a", "b c"}, "3", "/usr/sbin/a", member.FileID{Device: 4, Inode: 5}}, {member.ID{PID: 1, StartTime: 3}, nil, "", "", member.FileID{}}},
+		Claims:   []Claim{{member.ID{PID: 4, StartTime: 5}, 6, "run"}},
 		Released: []member.ID{{PID: 7, StartTime: 8}},
 	}
-	if err := s.save(path); err != nil {
+	if err := s.Save(path); err != nil {
 		t.Fatal(err)
 	}
-	back, known, err := loadState(path)
+	back, known, err := Load(path)
 	if err != nil || !known || !reflect.DeepEqual(back, s) {
 		t.Errorf("got %+v %v %v, want %+v", back, known, err, s)
 	}
 
 	// Process ids of another boot are discarded; the nonce and the user stay.
 	s.BootID = "another"
-	if err := s.save(path); err != nil {
+	if err := s.Save(path); err != nil {
 		t.Fatal(err)
 	}
-	want := state{Nonce: s.Nonce, ClaimedUID: &uid, BootID: statedir.BootID()}
-	if back, _, err := loadState(path); err != nil || !reflect.DeepEqual(back, want) {
+	want := State{Nonce: s.Nonce, ClaimedUID: &uid, BootID: statedir.BootID()}
+	if back, _, err := Load(path); err != nil || !reflect.DeepEqual(back, want) {
 		t.Errorf("after a reboot: got %+v %v, want %+v", back, err, want)
 	}
 }
@@ -53,13 +52,13 @@ func TestDamagedState(t *testing.T) {
 		"":                                  "unexpected end of JSON input",
 		"{":                                 "unexpected end of JSON input",
 		`{"nonce": 7}`:                      "json: invalid use of ,string struct tag, trying to unmarshal unquoted value into uint64",
-		`{"nonce": "7", "claimed_uid": -1}`: "json: cannot unmarshal number -1 into Go struct field state.claimed_uid of type uint32",
+		`{"nonce": "7", "claimed_uid": -1}`: "json: cannot unmarshal number -1 into Go struct field State.claimed_uid of type uint32",
 		"\x00\x00\x00\x00":                  "invalid character '\\x00' looking for beginning of value",
 	} {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		_, _, err := loadState(path)
+		_, _, err := Load(path)
 		if err == nil || err.Error() != "read state "+path+": "+message {
 			t.Errorf("%q: %v", text, err)
 			continue
@@ -129,18 +128,6 @@ func TestWriteFileFails(t *testing.T) {
 	}
 }
 
-func TestStartedAt(t *testing.T) {
-	boot := time.Unix(1000, 0)
-	if got, want := startedAt(250, boot), time.Unix(1002, 5e8); !got.Equal(want) {
-		t.Errorf("got %v, want %v", got, want)
-	}
-	s := uint64(0)
-	now := time.Now()
-	if got := bootTime(); got.After(now) || got.Before(now.AddDate(-10, 0, 0)) {
-		t.Errorf("boot at %v, start time %d", got, s)
-	}
-}
-
 // TestDamagedSettings checks that settings and pins that no command makes are refused, and not the others.
 func TestDamagedSettings(t *testing.T) {
 	for text, valid := range map[string]bool{
@@ -165,7 +152,7 @@ func TestDamagedSettings(t *testing.T) {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, _, err := loadState(path); (err == nil) != valid || err != nil && !strings.Contains(fault.Hint(err), "are lost") {
+		if _, _, err := Load(path); (err == nil) != valid || err != nil && !strings.Contains(fault.Hint(err), "are lost") {
 			t.Errorf("%s: %v, %s", text, err, fault.Hint(err))
 		}
 	}

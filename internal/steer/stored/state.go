@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+// Package stored defines the state file of a service: the nonce, the settings of the slots, the pins of devices, and the
+// processes of the present boot that an agent must know after a restart.
+package stored
 
 import (
 	"bytes"
@@ -9,9 +11,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"slices"
-	"time"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
@@ -20,9 +22,9 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// state is the contents of a service's file in the state directory, which outlives restarts and reboots. Everything
+// State is the contents of a service's file in the state directory, which outlives restarts and reboots. Everything
 // else is pinned, or read from the host.
-type state struct {
+type State struct {
 	// Nonce is the key of the hash. Devices keep their slots over a reboot because the nonce is saved.
 	Nonce uint64 `json:"nonce,string"`
 	// ClaimedUID is the owner of the members' sockets if the policy names no user and has no rules: the user of the
@@ -31,29 +33,29 @@ type state struct {
 	// BootID is the boot that the process ids below belong to.
 	BootID string `json:"boot_id"`
 	// Members contains the processes that match rules, with the attributes of their first inspection.
-	Members []firstSight `json:"members,omitempty"`
+	Members []FirstSight `json:"members,omitempty"`
 	// Sockets contains the registered sockets of members, also of members that have exited: a child of such a member
 	// may still have them open and is not a member.
-	Sockets []openedSockets `json:"sockets,omitempty"`
+	Sockets []OpenedSockets `json:"sockets,omitempty"`
 	// Claims contains the processes that run or register added.
-	Claims []claim `json:"claims,omitempty"`
+	Claims []Claim `json:"claims,omitempty"`
 	// Released contains the processes that unregister removed from their slot.
 	Released []member.ID `json:"released,omitempty"`
 	// Keeper is the keeper process.
 	Keeper *member.ID `json:"keeper,omitempty"`
 	// Slots contains the settings of slots by number, without those with the default setting.
-	Slots map[int]slotSetting `json:"slots,omitempty"`
+	Slots map[int]Setting `json:"slots,omitempty"`
 	// Pins contains the devices that the operator assigned to a slot.
-	Pins []pin `json:"pins,omitempty"`
+	Pins []Pin `json:"pins,omitempty"`
 	// MovesStopped is set by sockeye moves --cancel until the next change.
 	MovesStopped bool `json:"moves_stopped,omitempty"`
 	// Adopted contains the devices that on_start: adopt assigned to a member.
-	Adopted []adoptedDevice `json:"adopted,omitempty"`
+	Adopted []AdoptedDevice `json:"adopted,omitempty"`
 }
 
-// firstSight contains the attributes of a process at its first inspection. Some programs overwrite their arguments
+// FirstSight contains the attributes of a process at its first inspection. Some programs overwrite their arguments
 // and their environment, and upgrades replace executables.
-type firstSight struct {
+type FirstSight struct {
 	member.ID
 	Args         []string `json:"args"`
 	SlotVariable string   `json:"slot_variable,omitempty"`
@@ -62,22 +64,31 @@ type firstSight struct {
 	File member.FileID `json:"file,omitzero"`
 }
 
-// openedSockets contains the cookies of the registered sockets of a member.
-type openedSockets struct {
+// OpenedSockets contains the cookies of the registered sockets of a member.
+type OpenedSockets struct {
 	member.ID
 	Cookies []uint64 `json:"cookies"`
 }
 
-// claim is a process that run or register added.
-type claim struct {
+// Claim is a process that run or register added.
+type Claim struct {
 	member.ID
 	Slot   int    `json:"slot"`
 	Source string `json:"source"` // run or register
 }
 
-// loadState reads the state of a service. known is false if there is no state file. The processes of an earlier boot
+// AdoptedDevice is a device that is assigned to another member than that of its slot by the hash, until that member
+// exits.
+type AdoptedDevice struct {
+	member.ID
+	Device  string     `json:"device,omitempty"` // name in the device map
+	Address netip.Addr `json:"address"`          // address of a device without a name
+	Slot    int        `json:"slot"`
+}
+
+// Load reads the state of a service. known is false if there is no state file. The processes of an earlier boot
 // are discarded.
-func loadState(path string) (s state, known bool, err error) {
+func Load(path string) (s State, known bool, err error) {
 	data, err := os.ReadFile(path)
 	if errors.Is(err, os.ErrNotExist) {
 		s.BootID = statedir.BootID()
@@ -107,28 +118,29 @@ func damaged(path string, err error) error {
 }
 
 // check returns an error for settings and pins that no command makes.
-func (s *state) check() error {
+func (s *State) check() error {
 	for slot, set := range s.Slots {
-		if slot < 0 || slot >= bpf.MaxSlots || !slices.Contains(slotStates, string(set.State)) || set.Weight < 0 || set.Weight > placement.MaxWeight {
+		if slot < 0 || slot >= bpf.MaxSlots || !slices.Contains(States, string(set.State)) || set.Weight < 0 || set.Weight > placement.MaxWeight {
 			return fmt.Errorf("slot %d: state %q, weight %d", slot, set.State, set.Weight)
 		}
 	}
-	seen := make(map[pin]bool)
+	seen := make(map[Pin]bool)
 	for _, p := range s.Pins {
-		key := pin{Device: p.Device, Prefix: p.Prefix}
+		key := Pin{Device: p.Device, Prefix: p.Prefix}
 		valid := p.Device != "" || p.Prefix.IsValid() && p.Prefix == p.Prefix.Masked() && !p.Prefix.Addr().Is4In6()
 		if p.Slot < 0 || p.Slot >= bpf.MaxSlots || !valid || p.Device != "" && p.Prefix.IsValid() || seen[key] {
-			return fmt.Errorf("pin of %q to slot %d", p.name(), p.Slot)
+			return fmt.Errorf("pin of %q to slot %d", p.Name(), p.Slot)
 		}
 		seen[key] = true
 	}
-	if len(s.Pins) > maxPins {
-		return fmt.Errorf("%d pins, at most %d", len(s.Pins), maxPins)
+	if len(s.Pins) > MaxPins {
+		return fmt.Errorf("%d pins, at most %d", len(s.Pins), MaxPins)
 	}
 	return nil
 }
 
-func (s *state) save(path string) error {
+// Save writes the state to its file.
+func (s *State) Save(path string) error {
 	data, err := json.MarshalIndent(s, "", "  ")
 	if err != nil {
 		return fmt.Errorf("save state: %w", err)
@@ -136,13 +148,9 @@ func (s *state) save(path string) error {
 	return statedir.Write(path, append(data, '\n'))
 }
 
-func newNonce() uint64 {
+// NewNonce returns a random nonce.
+func NewNonce() uint64 {
 	var b [8]byte
 	rand.Read(b[:])
 	return binary.LittleEndian.Uint64(b[:])
-}
-
-// startedAt converts a start time in clock ticks since boot. USER_HZ is 100 on all architectures.
-func startedAt(startTime uint64, boot time.Time) time.Time {
-	return boot.Add(time.Duration(startTime) * 10 * time.Millisecond)
 }
