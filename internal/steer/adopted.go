@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"sockeye/internal/member"
+	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
 
@@ -16,12 +17,12 @@ func (s *service) adoptDevices(split []splitDevice) bool {
 	before := slices.Clone(s.state.Adopted)
 	for _, d := range split {
 		if d.partly || len(d.at) != 1 || s.seats[d.at[0]] == nil ||
-			slices.ContainsFunc(d.sessions, func(one session) bool { return !s.underOnStart(&one) }) {
+			slices.ContainsFunc(d.Sessions, func(one session.Session) bool { return !s.underOnStart(&one) }) {
 			continue
 		}
-		a := stored.AdoptedDevice{ID: s.seats[d.at[0]].id(), Device: d.name, Slot: d.at[0]}
-		if d.name == "" {
-			a.Address = d.address
+		a := stored.AdoptedDevice{ID: s.seats[d.at[0]].id(), Device: d.Name, Slot: d.at[0]}
+		if d.Name == "" {
+			a.Address = d.Address
 		}
 		s.state.Adopted = append(s.state.Adopted, a)
 	}

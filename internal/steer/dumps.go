@@ -8,6 +8,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/session"
 )
 
 // A collector has the routes of a device while the BMP session of the device is open. So a new member of a slot gets the
@@ -29,7 +30,7 @@ const (
 
 // dumps are the connections of the devices of a filling slot.
 type dumps struct {
-	expected map[string]bool // devices that were connected before, by deviceKey
+	expected map[string]bool // devices that were connected before, by session.Key
 	returnBy time.Time       // end of the wait for these devices
 	limit    time.Time
 	over     int // samples in which no data was unread
@@ -50,7 +51,7 @@ func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 		for address, seen := range s.path.Devices() {
 			addr := placement.Addr(address)
 			if at := s.mapping.Locate(addr); at.Slot == f.seat.slot && seen.Connections > 0 {
-				expected[deviceKey(at.Device, addr)] = true
+				expected[session.Key(at.Device, addr)] = true
 			}
 		}
 	}
@@ -70,10 +71,10 @@ func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 // noteConnected notes the devices with connections by slot. Those of a slot without a member are the ones of the last member:
 // only devices that have completed a handshake, because forged ones would delay the datagrams. A device is forgotten when two
 // passes have not found it: the connections of a member that exits may be closed before the agent notices.
-func (s *service) noteConnected(list []session) {
+func (s *service) noteConnected(list []session.Session) {
 	connected := make(map[int]map[string]bool)
-	for key, d := range groupByDevice(s.mapping, list) {
-		slot := d.location.Slot
+	for key, d := range session.ByDevice(s.mapping, list) {
+		slot := d.Location.Slot
 		if connected[slot] == nil {
 			connected[slot] = make(map[string]bool)
 		}
@@ -137,13 +138,13 @@ func (s *service) endDumps(f *fill) bool {
 		return true
 	}
 	reads, back := true, 0 // handshakes do not count: forged SYNs would delay the datagrams
-	for _, device := range groupByDevice(s.mapping, list) {
-		if device.location.Slot != f.seat.slot {
+	for _, device := range session.ByDevice(s.mapping, list) {
+		if device.Location.Slot != f.seat.slot {
 			continue
 		}
 		connected := false
-		for _, one := range device.sessions {
-			if one.owned && one.ownerID() != f.seat.id() {
+		for _, one := range device.Sessions {
+			if one.Owned && one.OwnerID() != f.seat.id() {
 				continue // of the former member
 			}
 			connected = true
@@ -151,7 +152,7 @@ func (s *service) endDumps(f *fill) bool {
 			sent := one.Info.Bytes_received > 0 || now.After(d.returnBy)
 			reads = reads && one.Inode != 0 && one.Unread == 0 && sent
 		}
-		if connected && d.expected[deviceKey(device.name, device.address)] {
+		if connected && d.expected[session.Key(device.Name, device.Address)] {
 			back++
 		}
 	}

@@ -268,9 +268,9 @@ func (s *service) nextSequences(slot int) map[templates.Session]uint32 {
 	for i := range s.rooms.queued[slot] {
 		d := &s.rooms.queued[slot][i]
 		version, domain, sequence, ok := templates.Sequence(d.Payload)
-		session := templates.Session{Source: d.From, Row: d.row, Version: version, Domain: domain}
-		if _, known := next[session]; ok && !known {
-			next[session] = sequence
+		of := templates.Session{Source: d.From, Row: d.row, Version: version, Domain: domain}
+		if _, known := next[of]; ok && !known {
+			next[of] = sequence
 		}
 	}
 	return next

@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/netns"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/session"
 )
 
 // With pace, the slot of a newly registered member has a gate, so that not all its devices send their initial dump at
@@ -83,8 +84,8 @@ func (s *service) closeGate(slot int) {
 	if err != nil {
 		s.log.Warn("sessions not read", "error", err)
 	}
-	for _, d := range groupByDevice(s.mapping, list) {
-		s.gate.admitted[uint16(d.location.Bucket)] = true
+	for _, d := range session.ByDevice(s.mapping, list) {
+		s.gate.admitted[uint16(d.Location.Bucket)] = true
 	}
 }
 
@@ -127,16 +128,16 @@ func (s *service) controlGates() (changed bool) {
 		s.log.Warn("sessions not read", "error", err)
 		return false
 	}
-	connected := groupByDevice(s.mapping, list)
+	connected := session.ByDevice(s.mapping, list)
 	for key, d := range connected {
-		bucket := uint16(d.location.Bucket)
-		if _, closed := s.gate.closed[d.location.Slot]; !closed || d.location.Pinned || s.gate.admitted[bucket] {
+		bucket := uint16(d.Location.Bucket)
+		if _, closed := s.gate.closed[d.Location.Slot]; !closed || d.Location.Pinned || s.gate.admitted[bucket] {
 			continue
 		}
 		s.gate.admitted[bucket], changed = true, true
-		s.gate.arrived[d.location.Slot]++
+		s.gate.arrived[d.Location.Slot]++
 		if s.moves.running[key] == nil {
-			s.moves.running[key] = &move{device: d.String(), slot: d.location.Slot, gated: true, since: time.Now()}
+			s.moves.running[key] = &move{device: d.String(), slot: d.Location.Slot, gated: true, since: time.Now()}
 		}
 	}
 	now := since(unix.CLOCK_MONOTONIC)
@@ -147,7 +148,7 @@ func (s *service) controlGates() (changed bool) {
 		}
 		addr := placement.Addr(address)
 		at := s.mapping.Locate(addr)
-		if _, closed := s.gate.closed[at.Slot]; !closed || at.Pinned || connected[deviceKey(at.Device, addr)] != nil {
+		if _, closed := s.gate.closed[at.Slot]; !closed || at.Pinned || connected[session.Key(at.Device, addr)] != nil {
 			continue
 		}
 		s.gate.waiting++

@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
 
@@ -37,7 +38,7 @@ type moves struct {
 	cause   string           // change that caused the moves
 	of      string           // slot or device of that change; see checkNoMoves
 	started time.Time        // of the first move
-	running map[string]*move // devices that connect and send their initial dump, by deviceKey
+	running map[string]*move // devices that connect and send their initial dump, by session.Key
 	waiting int              // devices with sessions that wait for their turn
 	stopped int              // devices with sessions that stay because the moves are stopped
 	blocked map[int]int      // buckets and pins that wait for a member, by target slot
@@ -232,9 +233,9 @@ func (s *service) limitFlip(buckets []int) []int {
 		return buckets
 	}
 	inBucket := make(map[int]int)
-	for _, d := range groupByDevice(s.mapping, list) {
-		if !d.location.Pinned {
-			inBucket[d.location.Bucket]++
+	for _, d := range session.ByDevice(s.mapping, list) {
+		if !d.Location.Pinned {
+			inBucket[d.Location.Bucket]++
 		}
 	}
 	var now []int
@@ -260,9 +261,9 @@ func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 		s.log.Warn("sessions not read, moving without pace", "error", err)
 		return buckets, pins
 	}
-	inBucket, devices := make(map[int][]string), groupByDevice(s.mapping, list)
+	inBucket, devices := make(map[int][]string), session.ByDevice(s.mapping, list)
 	for _, key := range slices.Sorted(maps.Keys(devices)) {
-		if at := devices[key].location; !at.Pinned {
+		if at := devices[key].Location; !at.Pinned {
 			inBucket[at.Bucket] = append(inBucket[at.Bucket], key)
 		}
 	}
@@ -291,7 +292,7 @@ func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 		var keys []string
 		for _, key := range slices.Sorted(maps.Keys(devices)) {
 			d := devices[key]
-			if d.location.Slot != one.Slot && (one.Device != "" && d.name == one.Device || one.Device == "" && d.name == "" && one.Prefix.Contains(d.address)) {
+			if d.Location.Slot != one.Slot && (one.Device != "" && d.Name == one.Device || one.Device == "" && d.Name == "" && one.Prefix.Contains(d.Address)) {
 				keys = append(keys, key)
 			}
 		}
@@ -337,9 +338,9 @@ func (s *service) sampleMoves() {
 		s.log.Warn("sessions not read", "error", err)
 	}
 	received, now := make(map[string]uint64), time.Now()
-	connected := groupByDevice(s.mapping, list)
+	connected := session.ByDevice(s.mapping, list)
 	for key, d := range connected {
-		for _, one := range d.sessions {
+		for _, one := range d.Sessions {
 			received[key] += one.Info.Bytes_received
 		}
 	}
@@ -480,7 +481,7 @@ func (s *service) movesEffect(from, target *placement.Mapping) string {
 	moves, moved := make(map[string]bool), 0
 	note := func(addr netip.Addr) bool {
 		before, after := from.Locate(addr), target.Locate(addr)
-		key, away := deviceKey(before.Device, addr), before.Slot != after.Slot
+		key, away := session.Key(before.Device, addr), before.Slot != after.Slot
 		if away && !moves[key] {
 			moved++
 		}
@@ -493,7 +494,7 @@ func (s *service) movesEffect(from, target *placement.Mapping) string {
 	sessions := 0
 	list, err := s.readSessions()
 	for _, one := range list {
-		if one.State == sockdiag.Established && one.owned && note(one.address) {
+		if one.State == sockdiag.Established && one.Owned && note(one.Address) {
 			sessions++
 		}
 	}
@@ -534,8 +535,8 @@ func (s *service) countIn(buckets []int) (n int) {
 	if err != nil {
 		s.log.Warn("sessions not read", "error", err)
 	}
-	for _, d := range groupByDevice(s.mapping, list) {
-		if !d.location.Pinned && slices.Contains(buckets, d.location.Bucket) {
+	for _, d := range session.ByDevice(s.mapping, list) {
+		if !d.Location.Pinned && slices.Contains(buckets, d.Location.Bucket) {
 			n++
 		}
 	}

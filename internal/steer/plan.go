@@ -152,7 +152,7 @@ func (s *service) plan(t *target) []api.Change {
 	if from.OnMove != to.OnMove {
 		effect, sessions := "", 0
 		for _, d := range s.checks.split {
-			sessions += len(d.sessions)
+			sessions += len(d.Sessions)
 		}
 		if sessions > 0 && to.OnMove == config.CloseMoved {
 			effect = format.Count(sessions, "session of a split device is closed", "sessions of split devices are closed")

@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
 
@@ -26,7 +27,7 @@ type counted struct {
 	bytes     map[uint64]uint64 // received bytes of each session, by cookie
 }
 
-// countDevices reads the counters of all devices by deviceKey.
+// countDevices reads the counters of all devices by session.Key.
 func (s *service) countDevices() (map[string]*counted, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -51,7 +52,7 @@ func (s *service) countDevices() (map[string]*counted, error) {
 	for address, seen := range s.path.Devices() {
 		addr := placement.Addr(address)
 		at := s.mapping.Locate(addr)
-		of(at, addr.String(), deviceKey(at.Device, addr)).datagrams += seen.Datagrams
+		of(at, addr.String(), session.Key(at.Device, addr)).datagrams += seen.Datagrams
 	}
 	list, err := s.readSessions()
 	if err != nil {
@@ -59,8 +60,8 @@ func (s *service) countDevices() (map[string]*counted, error) {
 	}
 	for _, one := range list {
 		if one.State == sockdiag.Established {
-			at := s.mapping.Locate(one.address)
-			of(at, one.address.String(), deviceKey(at.Device, one.address)).bytes[one.Cookie] = one.Info.Bytes_received
+			at := s.mapping.Locate(one.Address)
+			of(at, one.Address.String(), session.Key(at.Device, one.Address)).bytes[one.Cookie] = one.Info.Bytes_received
 		}
 	}
 	return all, nil

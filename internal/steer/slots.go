@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
 
@@ -165,7 +166,7 @@ func (s *service) maintEffect(slot int) string {
 	seen, here, sessions := make(map[string]bool), 0, 0
 	note := func(addr netip.Addr) bool {
 		at := s.mapping.Locate(addr)
-		key := deviceKey(at.Device, addr)
+		key := session.Key(at.Device, addr)
 		if at.Slot == slot && !seen[key] {
 			here++
 		}
@@ -176,7 +177,7 @@ func (s *service) maintEffect(slot int) string {
 		note(placement.Addr(address))
 	}
 	for _, one := range list {
-		if one.State == sockdiag.Established && one.owned && note(one.address) {
+		if one.State == sockdiag.Established && one.Owned && note(one.Address) {
 			sessions++
 		}
 	}

@@ -23,6 +23,7 @@ import (
 	"sockeye/internal/statedir"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/replay"
+	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/templates"
 )
 
@@ -436,14 +437,14 @@ func (s *service) knownExporters() int {
 }
 
 // noteSessions notes the addresses with an established TCP connection, which cannot be forged.
-func (s *service) noteSessions(list []session) {
+func (s *service) noteSessions(list []session.Session) {
 	if !s.keepsTemplates() {
 		return
 	}
 	clear(s.kept.proven)
 	for i := range list {
-		if list[i].owned {
-			s.kept.proven[list[i].address.Unmap()] = true
+		if list[i].Owned {
+			s.kept.proven[list[i].Address.Unmap()] = true
 		}
 	}
 	s.kept.store.Expire(time.Now())

@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
 
@@ -64,7 +65,7 @@ type checks struct {
 	// missed counts the scans that found no owner of a connection. After maxScans, or if the owner has nothing to do with
 	// the service, the connection is ignored.
 	missed map[uint64]int
-	// connected counts the passes that have not found a device, by slot and deviceKey; see noteConnected.
+	// connected counts the passes that have not found a device, by slot and session.Key; see noteConnected.
 	connected map[int]map[string]int
 	sought    map[uint64]bool // unlabeled connections that were looked for among the members
 	labeled   time.Time       // end of the last scan of /proc
@@ -75,7 +76,7 @@ type checks struct {
 
 // splitDevice is a device with connections at other processes than the member that serves the device.
 type splitDevice struct {
-	deviceSessions       // only the misplaced sessions
+	session.Device       // only the misplaced sessions
 	slot           int   // serving slot
 	at             []int // slots of the other members; -1: no member
 	partly         bool  // other sessions of the device are at the right member
@@ -244,27 +245,27 @@ func (s *service) checkNow() unlabeled {
 }
 
 // findSplit returns the split devices with their misplaced sessions, sorted by address.
-func (s *service) findSplit(now *serving, list []session, unknown map[uint64]bool) (split []splitDevice) {
+func (s *service) findSplit(now *serving, list []session.Session, unknown map[uint64]bool) (split []splitDevice) {
 	slots := make(map[member.ID]int)
 	for slot, seat := range s.seats {
 		slots[seat.id()] = slot
 	}
 	placed := make(map[uint64]bool)
-	for _, d := range groupByDevice(now.mapping, list) {
-		slot, ok := now.slot(d.location.Slot)
-		wrong := splitDevice{deviceSessions: *d, slot: slot}
-		wrong.sessions = nil
-		divided := !ok && d.owners(unknown) > 1
-		for _, one := range d.sessions {
+	for _, d := range session.ByDevice(now.mapping, list) {
+		slot, ok := now.slot(d.Location.Slot)
+		wrong := splitDevice{Device: *d, slot: slot}
+		wrong.Sessions = nil
+		divided := !ok && d.Owners(unknown) > 1
+		for _, one := range d.Sessions {
 			switch {
-			case !one.owned || unknown[one.Cookie] || one.Inode == 0 && !member.Alive(one.owner.PID, one.owner.StartTime):
-			case !ok && !divided || ok && one.ownerID() == now.members[slot]:
+			case !one.Owned || unknown[one.Cookie] || one.Inode == 0 && !member.Alive(one.Owner.PID, one.Owner.StartTime):
+			case !ok && !divided || ok && one.OwnerID() == now.members[slot]:
 				wrong.partly = true
-				if !one.owner.Steered && (ok || s.checks.placed[one.Cookie]) {
+				if !one.Owner.Steered && (ok || s.checks.placed[one.Cookie]) {
 					placed[one.Cookie] = true
 				}
 			default:
-				at, seated := slots[one.ownerID()]
+				at, seated := slots[one.OwnerID()]
 				if !seated {
 					at = -1
 				}
@@ -274,33 +275,22 @@ func (s *service) findSplit(now *serving, list []session, unknown map[uint64]boo
 				if s.checks.placed[one.Cookie] {
 					placed[one.Cookie] = true
 				}
-				wrong.sessions = append(wrong.sessions, one)
+				wrong.Sessions = append(wrong.Sessions, one)
 			}
 		}
-		if len(wrong.sessions) > 0 {
+		if len(wrong.Sessions) > 0 {
 			slices.Sort(wrong.at)
 			split = append(split, wrong)
 		}
 	}
 	s.checks.placed = placed
-	slices.SortFunc(split, func(a, b splitDevice) int { return a.address.Compare(b.address) })
+	slices.SortFunc(split, func(a, b splitDevice) int { return a.Address.Compare(b.Address) })
 	return split
 }
 
-// owners returns the number of processes that have the sessions of a device, without those of unknown.
-func (d *deviceSessions) owners(unknown map[uint64]bool) int {
-	owners := make(map[member.ID]bool)
-	for _, one := range d.sessions {
-		if one.owned && !unknown[one.Cookie] {
-			owners[one.ownerID()] = true
-		}
-	}
-	return len(owners)
-}
-
 // underOnStart reports whether on_start governs a misplaced session, and not on_move.
-func (s *service) underOnStart(one *session) bool {
-	return !one.owner.Steered && !s.checks.placed[one.Cookie]
+func (s *service) underOnStart(one *session.Session) bool {
+	return !one.Owner.Steered && !s.checks.placed[one.Cookie]
 }
 
 // actsOnStart reports whether on_start closes connections now: devices that can be adopted are adopted by the next pass
@@ -311,9 +301,9 @@ func (s *service) actsOnStart() bool {
 
 // doomedSessions returns the sessions that must be closed: misplaced ones by on_start or on_move, handshakes of devices
 // that have moved since the last pass, and the sessions at slots in maint.
-func (s *service) doomedSessions(now *serving, list []session, split []splitDevice, unknown map[uint64]bool) (doomed []session) {
+func (s *service) doomedSessions(now *serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
 	for i := range split {
-		for _, one := range split[i].sessions {
+		for _, one := range split[i].Sessions {
 			if s.underOnStart(&one) && s.actsOnStart() || !s.underOnStart(&one) && s.config.OnMove == config.CloseMoved {
 				doomed = append(doomed, one)
 			}
@@ -330,16 +320,16 @@ func (s *service) doomedSessions(now *serving, list []session, split []splitDevi
 	}
 	before := s.checks.served
 	for _, one := range list {
-		server, ok := now.server(one.address)
+		server, ok := now.server(one.Address)
 		switch {
 		case one.State == sockdiag.SynRecv:
 			if before == nil {
 				continue
 			}
-			if was, did := before.server(one.address); did && was != server && (ok || maint[was]) {
+			if was, did := before.server(one.Address); did && was != server && (ok || maint[was]) {
 				doomed = append(doomed, one)
 			}
-		case !ok && one.owned && !unknown[one.Cookie] && maint[one.ownerID()]:
+		case !ok && one.Owned && !unknown[one.Cookie] && maint[one.OwnerID()]:
 			doomed = append(doomed, one)
 		}
 	}
@@ -347,7 +337,7 @@ func (s *service) doomedSessions(now *serving, list []session, split []splitDevi
 }
 
 // destroy closes sessions by SOCK_DESTROY.
-func (s *service) destroy(list []session) {
+func (s *service) destroy(list []session.Session) {
 	conn, err := s.diag()
 	began, closed := time.Now(), 0
 	devices := make(map[string]bool)
@@ -359,13 +349,13 @@ func (s *service) destroy(list []session) {
 			break
 		}
 		closed++
-		_, name := s.mapping.Slot(list[i].address)
-		devices[deviceKey(name, list[i].address)] = true
+		_, name := s.mapping.Slot(list[i].Address)
+		devices[session.Key(name, list[i].Address)] = true
 	}
 	s.checks.closed += uint64(closed)
 	if closed > 0 {
 		s.log.Info("closed connections at a member of another slot", "devices", len(devices), "connections", closed,
-			"first", list[0].address.String(), "took", time.Since(began).Round(10*time.Microsecond).String())
+			"first", list[0].Address.String(), "took", time.Since(began).Round(10*time.Microsecond).String())
 	}
 	if err != nil && s.checks.err == nil {
 		s.log.Error("cannot close connections of split devices", "connections", len(list)-closed, "error", err)
@@ -374,7 +364,7 @@ func (s *service) destroy(list []session) {
 }
 
 // remaining returns the split devices without the sessions that were closed.
-func (s *service) remaining(split []splitDevice, doomed []session) (list []splitDevice) {
+func (s *service) remaining(split []splitDevice, doomed []session.Session) (list []splitDevice) {
 	if s.checks.err != nil {
 		return split
 	}
@@ -383,8 +373,8 @@ func (s *service) remaining(split []splitDevice, doomed []session) (list []split
 		closed[doomed[i].Cookie] = true
 	}
 	for _, d := range split {
-		d.sessions = slices.DeleteFunc(d.sessions, func(one session) bool { return closed[one.Cookie] })
-		if len(d.sessions) > 0 {
+		d.Sessions = slices.DeleteFunc(d.Sessions, func(one session.Session) bool { return closed[one.Cookie] })
+		if len(d.Sessions) > 0 {
 			list = append(list, d)
 		}
 	}
@@ -400,7 +390,7 @@ func (s *service) splitProblem() error {
 	var names []string
 	byOnStart := false
 	for i := range devices {
-		byOnStart = byOnStart || slices.ContainsFunc(devices[i].sessions, func(one session) bool { return s.underOnStart(&one) })
+		byOnStart = byOnStart || slices.ContainsFunc(devices[i].Sessions, func(one session.Session) bool { return s.underOnStart(&one) })
 		if i < maxNamed {
 			names = append(names, devices[i].String())
 		}

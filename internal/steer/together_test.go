@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/session"
 )
 
 // TestSplitHint checks that the hint about split devices depends on the next action of the agent.
@@ -39,8 +40,8 @@ func TestSplitHint(t *testing.T) {
 		{config.Reset, config.CloseMoved, steered, false, sockdiag.ErrCannotDestroy, "restart these members, "},
 	} {
 		s := &service{config: config.Service{OnStart: test.onStart, OnMove: test.onMove}}
-		one := session{Socket: sockdiag.Socket{Cookie: 7}, owner: test.owner, owned: true}
-		s.checks.split = []splitDevice{{deviceSessions: deviceSessions{address: netip.MustParseAddr("192.0.2.1"), sessions: []session{one}}}}
+		one := session.Session{Socket: sockdiag.Socket{Cookie: 7}, Owner: test.owner, Owned: true}
+		s.checks.split = []splitDevice{{Device: session.Device{Address: netip.MustParseAddr("192.0.2.1"), Sessions: []session.Session{one}}}}
 		s.checks.placed, s.checks.err = map[uint64]bool{7: test.placed}, test.err
 		if hint := fault.Hint(s.splitProblem()); !strings.HasPrefix(hint, test.hint) {
 			t.Errorf("%+v: %q", test, hint)

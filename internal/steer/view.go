@@ -214,24 +214,24 @@ func (s *service) sessionSlots() map[netip.Addr]*sessionsOf {
 		if one.State != sockdiag.Established {
 			continue
 		}
-		of := all[one.address]
-		if !one.owned {
+		of := all[one.Address]
+		if !one.Owned {
 			continue
 		}
 		if of == nil {
 			of = &sessionsOf{slots: []int{}}
-			all[one.address] = of
+			all[one.Address] = of
 		}
 		of.sessions++
-		slot, ok := seated[one.ownerID()]
+		slot, ok := seated[one.OwnerID()]
 		if !ok {
 			slot = -1
 		}
 		if !slices.Contains(of.slots, slot) {
 			of.slots = append(of.slots, slot)
 		}
-		server, served := now.server(one.address)
-		of.split = of.split || served && server != one.ownerID()
+		server, served := now.server(one.Address)
+		of.split = of.split || served && server != one.OwnerID()
 	}
 	for _, of := range all {
 		slices.Sort(of.slots)
@@ -247,8 +247,8 @@ func (s *service) countSessions() map[member.ID]int {
 		s.log.Warn("sessions not read", "error", err)
 	}
 	for i := range list {
-		if list[i].State == sockdiag.Established && list[i].owned {
-			count[list[i].ownerID()]++
+		if list[i].State == sockdiag.Established && list[i].Owned {
+			count[list[i].OwnerID()]++
 		}
 	}
 	return count
