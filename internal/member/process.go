@@ -275,7 +275,12 @@ func (f procDir) stat(pid int) (parent int, startTime uint64, err error) {
 	if !ok || len(fields) < 20 {
 		return 0, 0, fmt.Errorf("read process %d: unexpected format of stat", pid)
 	}
-	if fields[0] == "Z" || fields[0] == "X" {
+	// A process that exits closes its sockets before it becomes a zombie.
+	flags, err := strconv.ParseUint(fields[6], 10, 32)
+	if err != nil {
+		return 0, 0, fmt.Errorf("read process %d: flags: %w", pid, err)
+	}
+	if fields[0] == "Z" || fields[0] == "X" || flags&exiting != 0 {
 		return 0, 0, readError(pid, fs.ErrNotExist)
 	}
 	if parent, err = strconv.Atoi(fields[1]); err != nil {
@@ -286,6 +291,9 @@ func (f procDir) stat(pid int) (parent int, startTime uint64, err error) {
 	}
 	return parent, startTime, nil
 }
+
+// exiting is PF_EXITING, the flag of a process in do_exit (include/linux/sched.h).
+const exiting = 0x4
 
 func cutLast(s, sep string) (before, after string, found bool) {
 	if i := strings.LastIndex(s, sep); i >= 0 {
