@@ -299,7 +299,8 @@ func (r *truth) onlyOurs(t *testing.T, all []*packets.Packet) {
 	}
 }
 
-// missing counts the segments on the link without a packet or a driver event. There must be no other segments.
+// missing counts the segments on the link without a packet or a driver event, and those whose acknowledgement was not
+// reported. There must be no other segments.
 func (r *truth) missing(t *testing.T, all []*packets.Packet) (n int) {
 	t.Helper()
 	left := make(map[segment]int)
@@ -321,6 +322,9 @@ func (r *truth) missing(t *testing.T, all []*packets.Packet) (n int) {
 		}
 		if len(p.Sent.Hops) > 0 {
 			n += len(parts) - p.Sent.Hops[0].Segments
+		}
+		if !p.Sent.Acked.IsZero() && p.Sent.AckedBy == 0 {
+			n += len(parts)
 		}
 	}
 	for _, count := range left {
