@@ -62,7 +62,7 @@ func (s *service) pruneAdopted() {
 	if s.path == nil {
 		return
 	}
-	if err := errors.Join(s.place(), s.state.Save(s.statePath())); err != nil {
+	if err := errors.Join(s.Place(), s.state.Save(s.statePath())); err != nil {
 		s.log.Error("cannot return devices to their own slot", "error", err)
 	}
 }

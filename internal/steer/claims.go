@@ -161,6 +161,6 @@ func (s *service) unregister(slot int) error {
 	if err := s.state.Save(s.statePath()); err != nil {
 		return err
 	}
-	s.vacateSlot(slot, "unregistered")
+	s.VacateSlot(slot, "unregistered")
 	return nil
 }

@@ -28,13 +28,6 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// steerHost contains the resources that the services share.
-type steerHost struct {
-	*domain.Host
-	descriptors fdReserve
-	systemd     *keeper.Manager
-}
-
 // Domain implements [domain.Domain] for the services of the policy.
 type Domain struct {
 	host *steerHost
@@ -63,7 +56,7 @@ func (d *Domain) Check(policy *config.Policy) error {
 		return err
 	}
 	for _, c := range policy.Services {
-		if _, err := (&service{host: d.host}).resolveTarget(c, devices[c.Name]); err != nil {
+		if _, err := (&service{coreService: coreService{host: d.host}}).resolveTarget(c, devices[c.Name]); err != nil {
 			return ofService(c.Name, err)
 		}
 	}
@@ -196,7 +189,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		change := serviceChange{c.Name, &c, devices[c.Name]}
 		s := d.services[c.Name]
 		if s == nil {
-			if _, err := (&service{host: d.host}).resolveTarget(c, devices[c.Name]); err != nil {
+			if _, err := (&service{coreService: coreService{host: d.host}}).resolveTarget(c, devices[c.Name]); err != nil {
 				return nil, ofService(c.Name, err)
 			}
 			add(change, api.Change{Service: c.Name, Action: "add", What: "service"})

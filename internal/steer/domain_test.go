@@ -14,7 +14,7 @@ func TestSelected(t *testing.T) {
 	if _, err := d.findService(""); err == nil || err.Error() != "no service given" {
 		t.Error(err)
 	}
-	one := &service{config: config.Service{Name: "one"}}
+	one := &service{coreService: coreService{config: config.Service{Name: "one"}}}
 	d.services["one"] = one
 	if s, err := d.findService(""); err != nil || s != one {
 		t.Error(err)

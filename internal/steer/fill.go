@@ -344,7 +344,7 @@ func (s *service) endFill(f *fill) {
 	s.closeTemporaryRooms()
 	if err := s.setReady(f.seat); err != nil {
 		s.log.Error("slot not ready", "slot", slot, "error", err)
-		s.vacateSlot(slot, "socket closed")
+		s.VacateSlot(slot, "socket closed")
 		return
 	}
 	s.deliverQueued()
@@ -361,8 +361,8 @@ func (s *service) endFill(f *fill) {
 	}
 	s.log.Info("slot filled", "slot", slot, "pid", f.seat.process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
 		"took", time.Since(f.began).Round(time.Millisecond).String())
-	if err := s.place(); err != nil {
+	if err := s.Place(); err != nil {
 		s.log.Error("devices not moved", "error", err)
 	}
-	s.checkSoon()
+	s.CheckSoon()
 }

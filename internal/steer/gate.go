@@ -55,11 +55,6 @@ type gate struct {
 	sockets  map[int]int       // descriptors by row
 }
 
-// gateable reports whether slots have gates: the agent must see the SYNs.
-func (s *service) gateable() bool {
-	return s.paced() && !s.config.SharesSlots && s.config.TrackDevices > 0
-}
-
 // closeGate closes the gate of a slot whose member was just registered.
 func (s *service) closeGate(slot int) {
 	if !s.gateable() || s.restoring {

@@ -86,7 +86,7 @@ func (s *service) handle(event bpf.Event) {
 		for slot, seat := range s.seats {
 			for _, socket := range seat.sockets {
 				if socket.cookie == event.Cookie {
-					s.vacateSlot(slot, "socket closed")
+					s.VacateSlot(slot, "socket closed")
 					s.evaluatePID(seat.process.PID)
 					return
 				}
@@ -265,20 +265,6 @@ func (s *service) allowedSocketOwners(p *member.Process, users []uint32) []uint3
 	return slices.Compact(slices.Sorted(slices.Values(slices.Concat(s.users, users))))
 }
 
-// groupOwner returns the user that owns all sockets of a SO_REUSEPORT group. known is false with lookup, and until the
-// policy or the first claim determines the user.
-func (s *service) groupOwner() (uid uint32, known bool) {
-	switch {
-	case s.usesLookup():
-		return 0, false
-	case len(s.users) > 0:
-		return s.users[0], true
-	case s.state.ClaimedUID != nil:
-		return *s.state.ClaimedUID, true
-	}
-	return 0, false
-}
-
 // learnGroupOwner sets the group owner from a member if the policy does not determine the owner. Such a member has a
 // claim.
 func (s *service) learnGroupOwner(seat *seat) {
@@ -350,12 +336,6 @@ func (s *service) isRelated(p *member.Process) bool {
 	return false
 }
 
-// isRelated reports whether a process with the ancestors up is an ancestor or a descendant of the member. The recorded
-// ancestors of the member are read again, because their ids may have been reused.
-func (s *seat) isRelated(p *member.Process, up []int) bool {
-	return slices.Contains(up, s.process.PID) || slices.Contains(s.ancestors, p.PID) && slices.Contains(ancestors(s.process), p.PID)
-}
-
 // isIsolatedProgram reports whether a process runs in its own network namespace as a descendant of a process with a
 // claim: the gateway of run --isolated.
 func (s *service) isIsolatedProgram(p *member.Process) bool {
@@ -366,20 +346,6 @@ func (s *service) isIsolatedProgram(p *member.Process) bool {
 	return slices.ContainsFunc(s.state.Claims, func(c stored.Claim) bool {
 		return slices.Contains(up, c.PID) && member.Alive(c.PID, c.StartTime)
 	})
-}
-
-// ancestors returns the process ids of the ancestors of a process up to, and without, process 1.
-func ancestors(p *member.Process) (list []int) {
-	const generations = 32
-	for pid := p.Parent; pid > 1 && len(list) < generations; {
-		list = append(list, pid)
-		parent, err := member.Parent(pid)
-		if err != nil {
-			break
-		}
-		pid = parent
-	}
-	return list
 }
 
 // Limits of the waiting processes, each of which needs a descriptor.
@@ -690,7 +656,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 		}
 		// The former member gets the slot back.
 		delete(s.formers, former.id())
-		s.vacateSlot(seat.slot, "its successor is not ready")
+		s.VacateSlot(seat.slot, "its successor is not ready")
 		s.evaluatePID(former.process.PID)
 	}()
 	if err := closeSlot(); err != nil {
@@ -755,8 +721,8 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	s.log.Info("member registered", "slot", seat.slot, "pid", seat.process.PID, "source", seat.source)
 	// A policy that is being applied may hold the lock for 100 ms before the next pass.
 	s.checkMoved()
-	s.checkSoon()
-	if err := s.place(); err != nil {
+	s.CheckSoon()
+	if err := s.Place(); err != nil {
 		s.log.Error("devices not moved", "error", err)
 	}
 	if !held && !s.usesLookup() {
@@ -805,26 +771,8 @@ func (s *service) forgetFormer(former *seat) {
 	}
 }
 
-// closePlace removes the sockets of a place.
-func (s *service) closePlace(place bpf.Place) error {
-	var errs []error
-	for row := range bpf.MaxListeners {
-		errs = append(errs, s.path.Delete(row, place))
-	}
-	return fault.Join(errs...)
-}
-
-// backlog returns the backlog for listen(2).
-func (s *service) backlog() int {
-	if s.config.Backlog > 0 {
-		return s.config.Backlog
-	}
-	// The kernel limits the value to net.core.somaxconn.
-	return 1<<31 - 1
-}
-
-// vacateSlot closes a slot in the data path and removes its member, then evaluates the waiting processes.
-func (s *service) vacateSlot(slot int, reason string) {
+// VacateSlot closes a slot in the data path and removes its member, then evaluates the waiting processes.
+func (s *service) VacateSlot(slot int, reason string) {
 	s.beginWait(slot)
 	if err := s.closeSlot(slot); err != nil {
 		s.log.Error("slot not cleared", "slot", slot, "error", err)
@@ -844,8 +792,8 @@ func (s *service) vacateSlot(slot int, reason string) {
 	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
 	s.pruneSocketOwners()
 	s.checkMoved()
-	s.checkSoon()
-	if err := s.place(); err != nil {
+	s.CheckSoon()
+	if err := s.Place(); err != nil {
 		s.log.Error("devices not moved", "error", err)
 	}
 	// A process whose slot was taken over may get the slot back.

@@ -97,17 +97,12 @@ func (m *moves) active() bool { return len(m.running)+m.waiting > 0 }
 // moving reports whether devices move or wait at a gate.
 func (s *service) moving() bool { return s.moves.active() || len(s.gate.closed) > 0 }
 
-// paced reports whether devices with sessions wait for their turn.
-func (s *service) paced() bool {
-	return s.config.Pace != nil && s.config.OnMove == config.CloseMoved
-}
-
 // maxFlip is the number of devices with sessions that move by one write of the table. To close the connections of more
 // devices takes so long that the last of them would be split for more than 100 ms.
 const maxFlip = 256
 
-// place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
-func (s *service) place() error {
+// Place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
+func (s *service) Place() error {
 	const most = bpf.Buckets
 	for range most {
 		if err := s.placeSome(); err != nil || !s.moves.more {
@@ -133,7 +128,7 @@ func (s *service) placeSome() error {
 		return err
 	}
 	s.releaseMoved(before)
-	s.checkSoon()
+	s.CheckSoon()
 	return s.finishPlace(pins)
 }
 
@@ -151,15 +146,10 @@ func (s *service) finishPlace(pins []int) error {
 	}
 	for _, slot := range slices.Sorted(maps.Keys(s.seats)) {
 		if slot >= s.config.Slots && !s.inUse(slot) {
-			s.vacateSlot(slot, "slot removed")
+			s.VacateSlot(slot, "slot removed")
 		}
 	}
 	return nil
-}
-
-// inUse reports whether the mapping in force has devices in a slot.
-func (s *service) inUse(slot int) bool {
-	return slices.Contains(s.mapping.Table.Bucket[:], uint16(slot))
 }
 
 // nextStep returns the next mapping, and the indexes of the pins that it puts in force.
@@ -323,7 +313,7 @@ func (s *service) continueMoves() {
 	if s.controlGates() {
 		err = s.installMapping()
 	}
-	if err = errors.Join(err, s.place()); err != nil {
+	if err = errors.Join(err, s.Place()); err != nil {
 		s.log.Error("devices not moved", "error", err)
 	}
 	if !s.moving() {
@@ -427,7 +417,7 @@ func (s *service) stopMoves(stop bool) error {
 	if err := s.state.Save(s.statePath()); err != nil {
 		return err
 	}
-	return s.place()
+	return s.Place()
 }
 
 // movesStatus returns the progress of the moves.
@@ -553,13 +543,4 @@ func slotNames(slots []int) string {
 		names = append(names, strconv.Itoa(slot))
 	}
 	return "slots " + strings.Join(names, ", ")
-}
-
-// canClose returns nil if the agent can close connections of other processes.
-func (s *service) canClose() error {
-	conn, err := s.diag()
-	if err == nil {
-		err = conn.CanDestroy()
-	}
-	return err
 }

@@ -11,14 +11,8 @@ import (
 
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/stored"
 )
-
-// pinsInForce returns the pins of the mapping in force.
-func (s *service) pinsInForce() placement.Pins {
-	return s.state.PinsFor(s.config.Slots, func(*stored.Pin) bool { return false })
-}
 
 // movePin pins a device to a slot, or with slot -1 removes its pin, and returns the change. With dryRun, nothing is
 // changed.
@@ -141,7 +135,7 @@ func (s *service) expirePins() {
 		return
 	}
 	s.state.Pins = kept
-	if err := errors.Join(s.state.Save(s.statePath()), s.place()); err != nil {
+	if err := errors.Join(s.state.Save(s.statePath()), s.Place()); err != nil {
 		s.log.Error("pins not removed", "error", err)
 	}
 }

@@ -63,7 +63,7 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 		return nil, fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
 	}
 	if c.Netns != "" {
-		probe := &service{config: c}
+		probe := &service{coreService: coreService{config: c}}
 		if err := probe.openNetns(); err != nil {
 			return nil, err
 		}
@@ -80,7 +80,7 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 	s.mu.Lock() // commands change the settings concurrently
 	defer s.mu.Unlock()
 	t.settings = s.state
-	shared := &service{host: s.host, state: s.state}
+	shared := &service{coreService: coreService{host: s.host, state: s.state}}
 	if err := shared.shareSettings(c); err != nil {
 		return nil, err
 	}
@@ -212,7 +212,7 @@ func (s *service) userEffect(t *target) string {
 
 // lostSlotsEffect describes how many members lose their slot under the target.
 func (s *service) lostSlotsEffect(t *target) string {
-	then := &service{config: t.config, rules: t.rules, users: t.users, state: s.state, memberHost: s.memberHost, firstSeen: maps.Clone(s.firstSeen)}
+	then := &service{coreService: coreService{config: t.config, users: t.users, state: s.state}, rules: t.rules, memberHost: s.memberHost, firstSeen: maps.Clone(s.firstSeen)}
 	lost := 0
 	for slot, now := range s.seats {
 		want, err := then.membership(now.process, &seat{})
@@ -346,11 +346,11 @@ func (s *service) switchTo(t *target) error {
 		}
 		switch {
 		case err != nil:
-			s.vacateSlot(slot, err.Error())
+			s.VacateSlot(slot, err.Error())
 		case want != member.AnySlot && want != slot:
-			s.vacateSlot(slot, "another slot by the policy")
+			s.VacateSlot(slot, "another slot by the policy")
 		case !s.loadSeatSockets(seat):
-			s.vacateSlot(slot, "another listener by the policy")
+			s.VacateSlot(slot, "another listener by the policy")
 		default:
 			s.raiseBacklog(seat)
 		}
@@ -359,8 +359,8 @@ func (s *service) switchTo(t *target) error {
 		return err
 	}
 	s.restoring = false
-	s.checkSoon()
-	if err := errors.Join(s.writeWaits(), s.place(), s.reconcileKeeper()); err != nil {
+	s.CheckSoon()
+	if err := errors.Join(s.writeWaits(), s.Place(), s.reconcileKeeper()); err != nil {
 		return err
 	}
 	s.releaseWaiting()
@@ -382,7 +382,7 @@ func (s *service) recreate(t *target) error {
 	}
 	old, groups := s.path, s.groupSockets()
 	for slot := range s.seats {
-		s.vacateSlot(slot, "service restarted")
+		s.VacateSlot(slot, "service restarted")
 	}
 	s.events.Close()
 	s.events, s.path = nil, nil

@@ -18,7 +18,7 @@ func (s *service) retire() error {
 	s.closeGateSockets() // without a program, the kernel would give them connections
 	errs := []error{s.detachPrograms()}
 	for slot := range s.seats {
-		s.vacateSlot(slot, "service removed")
+		s.VacateSlot(slot, "service removed")
 	}
 	errs = append(errs, bpf.Remove(s.host.Root.Service(s.config.Name)))
 	s.closeLocked()

@@ -129,7 +129,10 @@ func (s *service) waitLengthOf(slot int) time.Duration {
 	return s.waitLength()
 }
 
-// Close stops the timers and closes the sender. What waits stays in the sockets of the keeper.
+// IsFilling reports whether the member of a slot receives what has waited.
+func (s *service) IsFilling(slot int) bool { return s.rooms.filling[slot] != nil }
+
+// close stops the timers and closes the sender. What waits stays in the sockets of the keeper.
 func (r *rooms) close() {
 	for _, timer := range r.timers {
 		timer.Stop()
@@ -509,11 +512,6 @@ func (s *service) loses(slot int, before *placement.Mapping) bool {
 		}
 	}
 	return false
-}
-
-// hasDevices reports whether devices can have a slot.
-func (s *service) hasDevices(slot int) bool {
-	return s.inUse(slot) || slices.ContainsFunc(s.state.Pins, func(p stored.Pin) bool { return p.Slot == slot })
 }
 
 // resend sends a datagram to the member of its slot.

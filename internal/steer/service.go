@@ -12,7 +12,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -29,30 +28,16 @@ import (
 
 // service reconciles one service of the policy with the host: the data path, and the member of each slot.
 type service struct {
-	host *steerHost
-	log  *slog.Logger
+	coreService
 
-	mu         sync.Mutex
-	config     config.Service
 	rules      []member.Rule
-	users      []uint32 // owners of the members and their sockets; empty: the first claim decides
 	memberHost *member.Host
-	target     *placement.Mapping // the mapping that the policy, the settings of the slots, and the pins lead to, without the pins
-	mapping    *placement.Mapping // the mapping in force
 	// installedEntries are the contents of the device map in the kernel, nil if unknown; pendingDevices is the next
 	// device map, already built.
 	installedEntries *placement.Entries
 	pendingDevices   builtDeviceMap
-	state            stored.State
-	path             *bpf.Steer
-	events           *bpf.Events
-	netns            *os.File
-	netnsInode       uint64                         // inode of netns
-	rows             [bpf.MaxListeners]bpf.Listener // listeners by row; zero: free row
-	listeners        map[int]config.Listener        // by row
 
 	firstSeen      map[member.ID]*member.Process // attributes of the first inspection: nfacctd overwrites its arguments
-	seats          map[int]*seat                 // by slot
 	waiting        map[int]*waitingProcess       // by process id
 	refusals       refusals                      // processes that match a rule and are not admitted
 	probesLeft     int                           // remaining number of processes whose descriptors may be read for a refusal
@@ -61,7 +46,6 @@ type service struct {
 	socketOwners   map[uint64]member.ID          // member that registered a socket, by cookie
 	boundBy        map[uint64]int                // process id of sockets that do not listen yet, by cookie
 	inspected      map[int]*inspections          // by process id, for processes that bound a socket in this period
-	keeperSockets  map[int]int                   // descriptors by row
 	keeper         *keeper.Process
 	previousRows   [bpf.MaxListeners]bpf.Listener // rows that the previous agent pinned
 	lostEvents     uint64
@@ -75,7 +59,6 @@ type service struct {
 	formers                      map[member.ID]*seat     // running processes whose slot another process has taken over
 	ignoresSettings              bool                    // the settings of the slots leave no slot for any device
 	pinTimer                     *time.Timer             // timer of the next end of a pin; nil: none is due
-	restoring                    bool                    // the members of an earlier agent or of a new policy are being registered
 	adopters                     map[*member.Handle]bool // handles of former members that have adopted devices
 
 	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
@@ -86,53 +69,6 @@ type service struct {
 	registrations      uint64
 	keeperProblem      error // error of reconcileKeeper; nil: the ports are held
 	keeperRetryPending bool  // the next attempt of reconcileKeeper is scheduled
-}
-
-// seat is a member in its slot.
-type seat struct {
-	slot          int
-	place         bpf.Place // of the sockets in the data path
-	process       *member.Process
-	handle        *member.Handle
-	source        string             // rule or command that made the process a member
-	claimed       bool               // true for run and register
-	allowedOwners []uint32           // permitted owners of the sockets
-	sockets       map[int]socketInfo // by row
-	duplicate     error              // error about another socket with the same address, which gets no traffic; nil for none
-	ancestors     []int              // process ids of its ancestors at registration; reparenting can only remove some of them
-}
-
-func (s *seat) id() member.ID {
-	return member.ID{PID: s.process.PID, StartTime: s.process.StartTime}
-}
-
-type socketInfo struct {
-	cookie uint64
-	local  string
-	number int // descriptor at the member, when it was opened last; 0 if it is not known
-}
-
-// openSocket returns a copy of the registered socket of a row. The caller closes the copy. Programs may move a socket to
-// another descriptor: those in Go do for inherited sockets.
-func (s *seat) openSocket(row int) (*member.Socket, error) {
-	info := s.sockets[row]
-	if socket, err := s.handle.OpenSocket(info.number); err == nil {
-		if socket.Cookie == info.cookie {
-			return socket, nil
-		}
-		socket.Close()
-	}
-	all, err := s.handle.Sockets(func(socket *member.Socket) bool { return socket.Cookie == info.cookie })
-	if err != nil {
-		return nil, err
-	}
-	if len(all) == 0 {
-		return nil, fmt.Errorf("open socket %s of process %d: %w", info.local, s.process.PID, fs.ErrNotExist)
-	}
-	member.CloseAll(all[1:])
-	info.number = all[0].Number
-	s.sockets[row] = info
-	return all[0], nil
 }
 
 // waitingProcess is a process that matches a rule or has a claim and cannot be registered yet.
@@ -147,9 +83,12 @@ type waitingProcess struct {
 // openService creates or restores a service and registers its members.
 func openService(h *steerHost, log *slog.Logger, c config.Service, devices *placement.DeviceMap) (_ *service, err error) {
 	s := &service{
-		host: h, log: log.With("service", c.Name), config: c,
-		firstSeen: make(map[member.ID]*member.Process),
-		seats:     make(map[int]*seat), waiting: make(map[int]*waitingProcess),
+		coreService: coreService{
+			host: h, log: log.With("service", c.Name), config: c,
+			seats: make(map[int]*seat), keeperSockets: make(map[int]int), restoring: true,
+		},
+		firstSeen:    make(map[member.ID]*member.Process),
+		waiting:      make(map[int]*waitingProcess),
 		socketOwners: make(map[uint64]member.ID), boundBy: make(map[uint64]int), inspected: make(map[int]*inspections),
 		moves: moves{running: make(map[string]*move)},
 		gate: gate{
@@ -157,8 +96,9 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
 			sockets: make(map[int]int),
 		}, rooms: newRooms(), checks: checks{connected: make(map[int]map[string]int)}, kept: newKeptTemplates(), formers: make(map[member.ID]*seat), adopters: make(map[*member.Handle]bool),
-		keeperSockets: make(map[int]int), refusals: make(refusals), restoring: true,
+		refusals: make(refusals),
 	}
+	s.actions = s
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer func() {
@@ -281,39 +221,6 @@ func (s *service) removeOtherMode() error {
 	return fault.Join(keeper.Retire(s.host.Root.Dir, s.config.Name), bpf.Remove(dir))
 }
 
-func (s *service) statePath() string { return s.host.statePath(s.config.Name) }
-
-func (h *steerHost) statePath(service string) string {
-	return filepath.Join(h.StateDir, service+".json")
-}
-
-// lookupNonce returns the nonce of a service of this host: the pinned nonce, or else the one in the state file. known
-// is false if there is neither.
-func (h *steerHost) lookupNonce(name string) (nonce uint64, known bool, err error) {
-	switch nonce, err := bpf.ReadNonce(h.Root.Service(name)); {
-	case err == nil:
-		return nonce, true, nil
-	case !errors.Is(err, os.ErrNotExist):
-		return 0, false, err
-	}
-	s, known, err := stored.Load(h.statePath(name))
-	return s.Nonce, known, err
-}
-
-// ensureNonce returns the nonce of a service. A missing nonce is created and saved.
-func (h *steerHost) ensureNonce(name string) (uint64, error) {
-	nonce, known, err := h.lookupNonce(name)
-	if err != nil || known {
-		return nonce, err
-	}
-	s, _, err := stored.Load(h.statePath(name))
-	if err != nil {
-		return 0, err
-	}
-	s.Nonce = stored.NewNonce()
-	return s.Nonce, s.Save(h.statePath(name))
-}
-
 // nonceFor returns the nonce of the service under a configuration: the nonce of the slots_as service, or its own.
 func (s *service) nonceFor(c config.Service) (uint64, error) {
 	if c.SlotsAs == "" {
@@ -324,15 +231,6 @@ func (s *service) nonceFor(c config.Service) (uint64, error) {
 		nonce = s.state.Nonce // the same policy adds the other service
 	}
 	return nonce, err
-}
-
-// socketNetns returns the network namespace for new sockets; nil is the agent's own, which needs no capability to
-// enter.
-func (s *service) socketNetns() *os.File {
-	if s.config.Netns == "" {
-		return nil
-	}
-	return s.netns
 }
 
 func (s *service) openNetns() error {
@@ -385,8 +283,6 @@ func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 		s.rows[row], s.listeners[row] = listener.ForBPF(l), l
 	}
 }
-
-func (s *service) usesLookup() bool { return s.config.Steering == config.Lookup }
 
 // openPath opens or creates the data path of the configuration, installs the mapping in force, and watches the events.
 func (s *service) openPath() error {
@@ -622,7 +518,7 @@ func (s *service) occupySlot(seat *seat) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.seats[seat.slot] == seat {
-			s.vacateSlot(seat.slot, "process exited")
+			s.VacateSlot(seat.slot, "process exited")
 		}
 		s.forgetAdopter(handle)
 		s.forgetFormer(seat)
@@ -638,9 +534,9 @@ func (s *service) closeLocked() {
 			timer.Stop()
 		}
 	}
-	if s.checks.conn != nil {
-		s.checks.conn.Close()
-		s.checks.conn = nil
+	if s.conn != nil {
+		s.conn.Close()
+		s.conn = nil
 	}
 	if s.events != nil {
 		s.events.Close()

@@ -9,40 +9,9 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/member"
-	"sockeye/internal/netns"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/session"
 )
-
-// diag returns the sock_diag connection of the service's network namespace.
-func (s *service) diag() (*sockdiag.Conn, error) {
-	if s.checks.conn != nil {
-		return s.checks.conn, nil
-	}
-	err := netns.Do(s.socketNetns(), func() (err error) {
-		s.checks.conn, err = sockdiag.Open()
-		return err
-	})
-	return s.checks.conn, err
-}
-
-// readSessions returns the established connections to the service and the unfinished handshakes.
-func (s *service) readSessions() ([]session.Session, error) {
-	conn, err := s.diag()
-	if err != nil {
-		return nil, err
-	}
-	return session.Read(conn, session.Source{Listeners: s.listeners, Lookup: s.usesLookup(), Owners: s.path.OwnersFD()})
-}
-
-// listeningSockets returns the inodes of the sockets that listen on the ports of the service.
-func (s *service) listeningSockets() (map[uint32]bool, error) {
-	conn, err := s.diag()
-	if err != nil {
-		return nil, err
-	}
-	return session.Listening(conn, s.listeners, s.usesLookup())
-}
 
 // labelListener records a member as the owner of the connections that a listening socket accepts from now on.
 func (s *service) labelListener(p *member.Process, fd int) error {
@@ -207,13 +176,4 @@ func (s *service) labelConnection(handles map[int]*member.Handle, p sockdiag.Pro
 	}
 	// A connection that the kernel gave to another listening socket was steered, too.
 	return s.path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime, Steered: one.Owned && one.Owner.Steered})
-}
-
-// seatIDs returns the members by process id.
-func (s *service) seatIDs() map[int]member.ID {
-	ids := make(map[int]member.ID)
-	for _, seat := range s.seats {
-		ids[seat.process.PID] = seat.id()
-	}
-	return ids
 }

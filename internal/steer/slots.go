@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"strings"
 
-	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
@@ -17,24 +16,6 @@ import (
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
-
-// slotState returns the setting of a slot.
-func (s *service) slotState(slot int) stored.Setting { return s.state.Setting(slot) }
-
-// isReady reports whether a slot receives traffic: the slot has a member that has received what had waited, and is not in
-// maint.
-func (s *service) isReady(slot int) bool {
-	return s.seats[slot] != nil && s.slotState(slot).State != stored.Maint && s.rooms.filling[slot] == nil
-}
-
-// readySlots returns isReady for each slot of the data path.
-func (s *service) readySlots() [bpf.MaxSlots]bool {
-	var ready [bpf.MaxSlots]bool
-	for slot := range s.seats {
-		ready[slot] = s.isReady(slot)
-	}
-	return ready
-}
 
 // changeSlot sets the state or the weight of a slot, or both, and returns the change. With dryRun, nothing is changed.
 func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes []string, effect string, err error) {
@@ -125,36 +106,9 @@ func (s *service) applySettings() error {
 		}
 		errs = append(errs, err)
 	}
-	errs = append(errs, s.place())
-	s.checkSoon()
+	errs = append(errs, s.Place())
+	s.CheckSoon()
 	return fault.Join(errs...)
-}
-
-// setReady writes the member of a slot and the ready flag, and checks that the sockets of the member are still open: the
-// close of a socket of a slot that is not ready does not close the slot.
-func (s *service) setReady(seat *seat) error {
-	value := bpf.Slot{Pid: uint32(seat.process.PID), StartTime: seat.process.StartTime}
-	if s.slotState(seat.slot).State != stored.Maint && s.rooms.filling[seat.slot] == nil {
-		value.Ready = seat.place.Ready()
-	}
-	if err := s.path.SetSlot(seat.slot, value); err != nil {
-		return err
-	}
-	for row, socket := range seat.sockets {
-		cookie, err := s.path.Cookie(row, seat.place)
-		if err != nil {
-			return err
-		}
-		if cookie != socket.cookie {
-			return fmt.Errorf("its socket %s was closed", socket.local)
-		}
-	}
-	return nil
-}
-
-func (s *service) slotRange(slot int) error {
-	return fault.Usage(fmt.Errorf("slot %d is out of range", slot),
-		fmt.Sprintf("service %s has slots 0 to %d", s.config.Name, s.config.Slots-1))
 }
 
 // maintEffect describes the devices that a slot in maint refuses.

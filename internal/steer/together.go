@@ -5,20 +5,17 @@ package steer
 import (
 	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
@@ -51,10 +48,9 @@ const (
 
 // checks is the state of the connection checks of one service.
 type checks struct {
-	conn    *sockdiag.Conn // nil before the first check
-	timer   *time.Timer    // timer of the next pass; nil while a check runs and no change has scheduled another one
-	turn    int            // number of the scheduled check: a check that fired late gives way to a later one
-	running bool           // a pass runs
+	timer   *time.Timer // timer of the next pass; nil while a check runs and no change has scheduled another one
+	turn    int         // number of the scheduled check: a check that fired late gives way to a later one
+	running bool        // a pass runs
 	// flipping is set while a mapping is being installed: the check must not install another one.
 	flipping bool
 	passes   []time.Duration
@@ -82,26 +78,6 @@ type splitDevice struct {
 	partly         bool  // other sessions of the device are at the right member
 }
 
-// serving is the decision of the data path about each address.
-type serving struct {
-	mapping *placement.Mapping
-	members map[int]member.ID // members of the ready slots
-	standby int               // or bpf.NoSlot
-}
-
-func (s *service) serving() *serving {
-	v := &serving{mapping: s.mapping, members: make(map[int]member.ID), standby: bpf.NoSlot}
-	for slot, seat := range s.seats {
-		if s.isReady(slot) {
-			v.members[slot] = seat.id()
-		}
-	}
-	if s.config.WhenEmpty.Standby != nil {
-		v.standby = *s.config.WhenEmpty.Standby
-	}
-	return v
-}
-
 // servingConnections returns the decision of the data path about connections: the member of a filling slot may have them
 // before the datagrams.
 func (s *service) servingConnections() *serving {
@@ -114,24 +90,8 @@ func (s *service) servingConnections() *serving {
 	return v
 }
 
-// slot returns the slot that serves a home slot: the slot itself, or the standby slot. ok is false if neither is ready.
-func (v *serving) slot(home int) (slot int, ok bool) {
-	if _, ok := v.members[home]; ok {
-		return home, true
-	}
-	_, ok = v.members[v.standby]
-	return v.standby, ok
-}
-
-// server returns the member that serves an address.
-func (v *serving) server(addr netip.Addr) (member.ID, bool) {
-	home, _ := v.mapping.Slot(addr)
-	slot, ok := v.slot(home)
-	return v.members[slot], ok
-}
-
-// checkSoon schedules the passes of a check after a change.
-func (s *service) checkSoon() {
+// CheckSoon schedules the passes of a check after a change.
+func (s *service) CheckSoon() {
 	if s.events == nil {
 		return
 	}

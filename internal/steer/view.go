@@ -151,14 +151,6 @@ func bootTime() time.Time {
 	return time.Now().Add(-since(unix.CLOCK_BOOTTIME))
 }
 
-func since(clock int32) time.Duration {
-	var now unix.Timespec
-	if err := unix.ClockGettime(clock, &now); err != nil {
-		return 0
-	}
-	return time.Duration(now.Nano())
-}
-
 func (s *service) devices() []api.DeviceStatus {
 	s.mu.Lock()
 	defer s.mu.Unlock()
