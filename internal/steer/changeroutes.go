@@ -90,9 +90,9 @@ func (d *Domain) slotGroup(name string) ([]*service, error) {
 
 // slotsOf returns the name of the service whose slots the service has: its own, or that of slots_as.
 func (s *service) slotsOf() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return cmp.Or(s.config.SlotsAs, s.config.Name)
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	return cmp.Or(s.Config.SlotsAs, s.Config.Name)
 }
 
 // inGroup changes a service and the services that share slots with it: first as a dry run of all, so that an error
@@ -111,10 +111,10 @@ func (d *Domain) inGroup(name string, dryRun bool, change func(s *service, dryRu
 		for _, s := range group {
 			what, effect, err := change(s, dry)
 			if err != nil {
-				return nil, ofService(s.config.Name, err)
+				return nil, ofService(s.Config.Name, err)
 			}
 			if what != "" {
-				plan.Changes = append(plan.Changes, api.Change{Service: s.config.Name, Action: "change", What: what, Effect: effect})
+				plan.Changes = append(plan.Changes, api.Change{Service: s.Config.Name, Action: "change", What: what, Effect: effect})
 			}
 		}
 	}
@@ -134,7 +134,7 @@ func (d *Domain) rebalance(ctx context.Context, r *api.RebalanceRequest) ([]*api
 	}
 	result, err := s.rebalance(ctx, time.Duration(r.Seconds*float64(time.Second)), r.Apply)
 	if err != nil {
-		return nil, ofService(s.config.Name, err)
+		return nil, ofService(s.Config.Name, err)
 	}
 	return []*api.Rebalance{result}, nil
 }

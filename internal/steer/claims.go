@@ -13,15 +13,16 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/peer"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
 )
 
 // addClaim assigns a slot to a process by command, and returns the slot. With register, caller is nil and the sockets
 // must exist already. With run, caller is the process itself, which is registered as soon as its sockets exist.
 func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Caller) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	defer s.host.descriptors.borrow()()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	defer s.Host.Descriptors.Borrow()()
 	p, err := member.Read(pid)
 	if err != nil {
 		return 0, explainMissing(pid, err)
@@ -33,17 +34,17 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 		}
 	}
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
-	for _, seat := range s.seats {
-		if (member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}) == self {
-			if slot == nil || *slot == seat.slot {
-				return seat.slot, nil
+	for _, seat := range s.Seats {
+		if (member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}) == self {
+			if slot == nil || *slot == seat.Slot {
+				return seat.Slot, nil
 			}
-			return 0, fault.Conflict(fmt.Errorf("process %d is in slot %d already", pid, seat.slot),
-				fmt.Sprintf("sockeye unregister --service %s --slot %d first", s.config.Name, seat.slot))
+			return 0, fault.Conflict(fmt.Errorf("process %d is in slot %d already", pid, seat.Slot),
+				fmt.Sprintf("sockeye unregister --service %s --slot %d first", s.Config.Name, seat.Slot))
 		}
 	}
 	// Root may change its user before it opens sockets, as run --isolated does.
-	if users := s.users; len(users) > 0 && !p.UIDs.Within([]uint32{0}) {
+	if users := s.Users; len(users) > 0 && !p.UIDs.Within([]uint32{0}) {
 		if err := member.AdmitUser(p, users); err != nil {
 			return 0, explainRefusal(fmt.Errorf("make process %d a member: %w", pid, err))
 		}
@@ -52,19 +53,19 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 	if err != nil {
 		return 0, err
 	}
-	before := s.state
-	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool { return r == self })
-	s.state.Claims = append(s.liveClaims(self), stored.Claim{ID: self, Slot: assigned, Source: source})
+	before := s.State
+	s.State.Released = slices.DeleteFunc(slices.Clone(s.State.Released), func(r member.ID) bool { return r == self })
+	s.State.Claims = append(s.liveClaims(self), stored.Claim{ID: self, Slot: assigned, Source: source})
 	if caller == nil {
 		// The claim is saved first: an agent that is killed after the registration must not find a process that it
 		// released.
-		if err := s.state.Save(s.statePath()); err != nil {
-			s.state = before
+		if err := s.State.Save(s.StatePath()); err != nil {
+			s.State = before
 			return 0, err
 		}
-		if err := s.register(p, &seat{slot: assigned, source: source}); err != nil {
-			s.state = before
-			if saved := s.state.Save(s.statePath()); saved != nil {
+		if err := s.register(p, &core.Seat{Slot: assigned, Source: source}); err != nil {
+			s.State = before
+			if saved := s.State.Save(s.StatePath()); saved != nil {
 				err = fault.Join(err, saved)
 			}
 			if errors.Is(err, fs.ErrNotExist) {
@@ -79,25 +80,25 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 	} else {
 		s.evaluate(p)
 	}
-	return assigned, s.state.Save(s.statePath())
+	return assigned, s.State.Save(s.StatePath())
 }
 
 // soleUser returns the user of the members if the policy names exactly one, or "".
 func (s *service) soleUser() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.config.Users) != 1 {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if len(s.Config.Users) != 1 {
 		return ""
 	}
-	return s.config.Users[0]
+	return s.Config.Users[0]
 }
 
 // memberListeners returns the addresses and ports that members listen on.
 func (s *service) memberListeners() []api.MemberListener {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	var list []api.MemberListener
-	for _, l := range s.config.Listeners {
+	for _, l := range s.Config.Listeners {
 		m := api.MemberListener{Protocol: string(l.Protocol), Address: l.Address, V6Only: l.V6Only, First: l.Address.Port(), Last: l.Address.Port()}
 		if l.MemberPorts != (config.PortRange{}) {
 			m.First, m.Last = l.MemberPorts.First, l.MemberPorts.Last
@@ -120,9 +121,9 @@ func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 	if slot == nil {
 		return s.findSlot(member.AnySlot, self)
 	}
-	if *slot < 0 || *slot >= s.config.Slots {
+	if *slot < 0 || *slot >= s.Config.Slots {
 		return 0, fault.Usage(fmt.Errorf("slot %d is out of range", *slot),
-			fmt.Sprintf("service %s has slots 0 to %d", s.config.Name, s.config.Slots-1))
+			fmt.Sprintf("service %s has slots 0 to %d", s.Config.Name, s.Config.Slots-1))
 	}
 	for _, c := range s.liveClaims(self) {
 		if c.Slot == *slot {
@@ -135,7 +136,7 @@ func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 
 // liveClaims returns the claims of running processes other than except.
 func (s *service) liveClaims(except member.ID) []stored.Claim {
-	return slices.DeleteFunc(slices.Clone(s.state.Claims), func(c stored.Claim) bool {
+	return slices.DeleteFunc(slices.Clone(s.State.Claims), func(c stored.Claim) bool {
 		return c.ID == except || !member.Alive(c.PID, c.StartTime)
 	})
 }
@@ -143,22 +144,22 @@ func (s *service) liveClaims(except member.ID) []stored.Claim {
 // unregister removes a member from its slot. The process is not registered again until a command does so or the
 // program is restarted.
 func (s *service) unregister(slot int) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if slot < 0 || slot >= s.config.Slots {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if slot < 0 || slot >= s.Config.Slots {
 		return fault.Usage(fmt.Errorf("slot %d is out of range", slot),
-			fmt.Sprintf("service %s has slots 0 to %d", s.config.Name, s.config.Slots-1))
+			fmt.Sprintf("service %s has slots 0 to %d", s.Config.Name, s.Config.Slots-1))
 	}
-	seat := s.seats[slot]
+	seat := s.Seats[slot]
 	if seat == nil {
 		return fault.Conflict(fmt.Errorf("slot %d is empty", slot), "sockeye slots lists the members")
 	}
-	self := member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
-	s.state.Claims = s.liveClaims(self)
-	s.state.Released = append(slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool {
+	self := member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}
+	s.State.Claims = s.liveClaims(self)
+	s.State.Released = append(slices.DeleteFunc(slices.Clone(s.State.Released), func(r member.ID) bool {
 		return !member.Alive(r.PID, r.StartTime)
 	}), self)
-	if err := s.state.Save(s.statePath()); err != nil {
+	if err := s.State.Save(s.StatePath()); err != nil {
 		return err
 	}
 	s.VacateSlot(slot, "unregistered")

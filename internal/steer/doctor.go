@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 )
@@ -43,14 +44,14 @@ type portSocket struct {
 
 func (d checkup) service(c config.Service) {
 	area := "service " + c.Name
-	s := &service{coreService: coreService{config: c}}
+	s := &service{Service: core.Service{Config: c}}
 	s.assignRows([bpf.MaxListeners]bpf.Listener{})
 	if err := s.openNetns(); err != nil {
 		d.Fail(area, "network namespace", fault.Code(err), err.Error(), "create it, or correct netns")
 		return
 	}
-	defer s.netns.Close()
-	d.foreignPrograms(area, int(s.netns.Fd()))
+	defer s.Netns.Close()
+	d.foreignPrograms(area, int(s.Netns.Fd()))
 	holders, err := s.findSockets()
 	if err != nil {
 		d.Add(area, "sockets", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
@@ -100,7 +101,7 @@ func (s *service) findSockets() ([]portSocket, error) {
 	var holders []portSocket
 	seen := make(map[uint64]bool)
 	for _, p := range processes {
-		if p.Netns != s.netnsInode {
+		if p.Netns != s.NetnsInode {
 			continue
 		}
 		handle, err := member.Open(p.PID)
@@ -139,7 +140,7 @@ func (s *service) isOnServicePort(socket *member.Socket) bool {
 	if s.matchesListener(socket) {
 		return true
 	}
-	return slices.ContainsFunc(s.config.Listeners, func(l config.Listener) bool {
+	return slices.ContainsFunc(s.Config.Listeners, func(l config.Listener) bool {
 		return (socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) &&
 			socket.Local.Port() == l.Address.Port()
 	})

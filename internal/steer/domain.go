@@ -24,13 +24,14 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/placement"
 )
 
 // Domain implements [domain.Domain] for the services of the policy.
 type Domain struct {
-	host *steerHost
+	host *core.Host
 	log  *slog.Logger
 
 	mu       sync.Mutex
@@ -40,7 +41,7 @@ type Domain struct {
 
 // New returns the domain without any services.
 func New(h *domain.Host) *Domain {
-	d := &Domain{host: &steerHost{Host: h, systemd: keeper.FindManager()}, log: h.Log, services: make(map[string]*service)}
+	d := &Domain{host: &core.Host{Host: h, Systemd: keeper.FindManager()}, log: h.Log, services: make(map[string]*service)}
 	h.AddPrograms(d.programIDs)
 	return d
 }
@@ -56,7 +57,7 @@ func (d *Domain) Check(policy *config.Policy) error {
 		return err
 	}
 	for _, c := range policy.Services {
-		if _, err := (&service{coreService: coreService{host: d.host}}).resolveTarget(c, devices[c.Name]); err != nil {
+		if _, err := (&service{Service: core.Service{Host: d.host}}).resolveTarget(c, devices[c.Name]); err != nil {
 			return ofService(c.Name, err)
 		}
 	}
@@ -68,7 +69,7 @@ func (d *Domain) Check(policy *config.Policy) error {
 func (d *Domain) Start(policy *config.Policy) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.host.descriptors.fill()
+	d.host.Descriptors.Fill()
 	pinned, err := d.host.Root.Services()
 	if err != nil {
 		return err
@@ -189,7 +190,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		change := serviceChange{c.Name, &c, devices[c.Name]}
 		s := d.services[c.Name]
 		if s == nil {
-			if _, err := (&service{coreService: coreService{host: d.host}}).resolveTarget(c, devices[c.Name]); err != nil {
+			if _, err := (&service{Service: core.Service{Host: d.host}}).resolveTarget(c, devices[c.Name]); err != nil {
 				return nil, ofService(c.Name, err)
 			}
 			add(change, api.Change{Service: c.Name, Action: "add", What: "service"})
@@ -220,7 +221,7 @@ func (d *Domain) resolveTargets(policy *config.Policy, changes []serviceChange) 
 		if c.SlotsAs == "" {
 			continue
 		}
-		if _, err := d.host.ensureNonce(c.SlotsAs); err != nil {
+		if _, err := d.host.EnsureNonce(c.SlotsAs); err != nil {
 			return nil, ofService(c.SlotsAs, err)
 		}
 	}
@@ -293,9 +294,9 @@ func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) er
 	defer d.mu.Unlock()
 	d.order = namesOf(policy)
 	for _, s := range d.services {
-		s.mu.Lock()
+		s.Mu.Lock()
 		s.scanRateLimited()
-		s.mu.Unlock()
+		s.Mu.Unlock()
 	}
 	return nil
 }
@@ -315,9 +316,9 @@ func (d *Domain) programIDs() ([]uint32, error) {
 	defer d.mu.Unlock()
 	var ids []uint32
 	for _, s := range d.services {
-		s.mu.Lock()
-		of, err := s.path.ProgramIDs()
-		s.mu.Unlock()
+		s.Mu.Lock()
+		of, err := s.Path.ProgramIDs()
+		s.Mu.Unlock()
 		if err != nil {
 			return nil, err
 		}
@@ -331,9 +332,9 @@ func (d *Domain) programIDs() ([]uint32, error) {
 func (d *Domain) EachService(f func(c config.Service, inode uint64, enter *os.File)) {
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
-		s.mu.Lock()
-		f(s.config, s.netnsInode, s.socketNetns())
-		s.mu.Unlock()
+		s.Mu.Lock()
+		f(s.Config, s.NetnsInode, s.SocketNetns())
+		s.Mu.Unlock()
 	}
 }
 

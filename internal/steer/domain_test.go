@@ -7,6 +7,7 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/steer/core"
 )
 
 func TestSelected(t *testing.T) {
@@ -14,7 +15,7 @@ func TestSelected(t *testing.T) {
 	if _, err := d.findService(""); err == nil || err.Error() != "no service given" {
 		t.Error(err)
 	}
-	one := &service{coreService: coreService{config: config.Service{Name: "one"}}}
+	one := &service{Service: core.Service{Config: config.Service{Name: "one"}}}
 	d.services["one"] = one
 	if s, err := d.findService(""); err != nil || s != one {
 		t.Error(err)

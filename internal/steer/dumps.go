@@ -38,19 +38,19 @@ type dumps struct {
 
 // beginDumps lets the connections of the devices of a slot pass to its new member.
 func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
-	if list, err := s.readSessions(); err == nil {
+	if list, err := s.ReadSessions(); err == nil {
 		s.noteConnected(list) // of the former member
 	}
 	f.connects = true
 	expected := make(map[string]bool)
-	misses, known := s.checks.connected[f.seat.slot]
+	misses, known := s.checks.connected[f.seat.Slot]
 	for key := range misses {
 		expected[key] = true
 	}
 	if !known { // this agent has not seen the former member
-		for address, seen := range s.path.Devices() {
+		for address, seen := range s.Path.Devices() {
 			addr := placement.Addr(address)
-			if at := s.mapping.Locate(addr); at.Slot == f.seat.slot && seen.Connections > 0 {
+			if at := s.Mapping.Locate(addr); at.Slot == f.seat.Slot && seen.Connections > 0 {
 				expected[session.Key(at.Device, addr)] = true
 			}
 		}
@@ -62,7 +62,7 @@ func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 		}
 	}
 	wait.Filling |= bpf.Connect
-	if err := s.path.SetWait(f.seat.slot, wait); err != nil {
+	if err := s.Path.SetWait(f.seat.Slot, wait); err != nil {
 		return err
 	}
 	return s.rotateRooms()
@@ -73,15 +73,15 @@ func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 // passes have not found it: the connections of a member that exits may be closed before the agent notices.
 func (s *service) noteConnected(list []session.Session) {
 	connected := make(map[int]map[string]bool)
-	for key, d := range session.ByDevice(s.mapping, list) {
+	for key, d := range session.ByDevice(s.Mapping, list) {
 		slot := d.Location.Slot
 		if connected[slot] == nil {
 			connected[slot] = make(map[string]bool)
 		}
 		connected[slot][key] = true
 	}
-	for slot := range s.config.Slots {
-		if state, err := s.path.Slot(slot); err != nil || state.Ready == 0 || !s.isReady(slot) {
+	for slot := range s.Config.Slots {
+		if state, err := s.Path.Slot(slot); err != nil || state.Ready == 0 || !s.IsReady(slot) {
 			continue
 		}
 		misses := s.checks.connected[slot]
@@ -112,10 +112,10 @@ func nextSYN(after time.Duration) time.Duration {
 
 // hasSessions reports whether the devices have connections whose routes the datagrams wait for.
 func (s *service) hasSessions() bool {
-	if s.gateable() {
+	if s.Gateable() {
 		return false
 	}
-	for _, l := range s.listeners {
+	for _, l := range s.Listeners {
 		if l.Protocol == config.TCP {
 			return true
 		}
@@ -126,25 +126,25 @@ func (s *service) hasSessions() bool {
 // endDumps reports whether the member has read what the devices had sent, or the datagrams wait no longer.
 func (s *service) endDumps(f *fill) bool {
 	d, now := f.dumps, time.Now()
-	wait, room, err := s.path.Wait(f.seat.slot)
+	wait, room, err := s.Path.Wait(f.seat.Slot)
 	bounds := s.room()
 	full := (room.Datagrams-wait.Left)*2 > uint64(bounds.Datagrams) || (room.Bytes-wait.LeftBytes)*2 > uint64(bounds.Bytes)
 	if err != nil || full || now.After(d.limit) {
 		return true
 	}
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("sessions not read", "error", err)
+		s.Log.Warn("sessions not read", "error", err)
 		return true
 	}
 	reads, back := true, 0 // handshakes do not count: forged SYNs would delay the datagrams
-	for _, device := range session.ByDevice(s.mapping, list) {
-		if device.Location.Slot != f.seat.slot {
+	for _, device := range session.ByDevice(s.Mapping, list) {
+		if device.Location.Slot != f.seat.Slot {
 			continue
 		}
 		connected := false
 		for _, one := range device.Sessions {
-			if one.Owned && one.OwnerID() != f.seat.id() {
+			if one.Owned && one.OwnerID() != f.seat.ID() {
 				continue // of the former member
 			}
 			connected = true

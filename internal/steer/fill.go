@@ -11,13 +11,14 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/templates"
 )
 
 // fill is a slot whose member receives what has waited.
 type fill struct {
-	seat            *seat
+	seat            *core.Seat
 	began, deadline time.Time
 	waited          time.Time // time at which the slot became empty
 	stored          uint64    // datagrams that the room had received by then
@@ -38,15 +39,15 @@ type fill struct {
 
 // beginFill makes a slot filling whose sockets are registered, if packets wait for it. The slot must not be made ready
 // until the end.
-func (s *service) beginFill(seat *seat, takesOver bool) error {
-	wait, _, err := s.path.Wait(seat.slot)
+func (s *service) beginFill(seat *core.Seat, takesOver bool) error {
+	wait, _, err := s.Path.Wait(seat.Slot)
 	if err != nil {
 		return err
 	}
-	limit := s.waitLengthOf(seat.slot)
+	limit := s.waitLengthOf(seat.Slot)
 	// At a takeover, until is that of the last time at which the slot was empty.
-	waits := !takesOver && limit > 0 && wait.Until > uint64(since(unix.CLOCK_MONOTONIC))
-	if s.slotState(seat.slot).State == stored.Maint || !waits && !takesOver && len(s.withoutTemplates(seat.slot, seat.id())) == 0 {
+	waits := !takesOver && limit > 0 && wait.Until > uint64(core.Since(unix.CLOCK_MONOTONIC))
+	if s.SlotState(seat.Slot).State == stored.Maint || !waits && !takesOver && len(s.withoutTemplates(seat.Slot, seat.ID())) == 0 {
 		return nil
 	}
 	if !waits {
@@ -54,11 +55,11 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 	}
 	waited := time.Now()
 	if waits {
-		waited = waited.Add(-max(0, limit-(time.Duration(wait.Until)-since(unix.CLOCK_MONOTONIC))))
+		waited = waited.Add(-max(0, limit-(time.Duration(wait.Until)-core.Since(unix.CLOCK_MONOTONIC))))
 	}
-	wait.Filling = seat.place.Ready() | bpf.Hold
-	wait.Until = uint64(since(unix.CLOCK_MONOTONIC) + limit)
-	if err := s.path.SetWait(seat.slot, wait); err != nil {
+	wait.Filling = seat.Place.Ready() | bpf.Hold
+	wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + limit)
+	if err := s.Path.SetWait(seat.Slot, wait); err != nil {
 		return err
 	}
 	one := &fill{seat: seat, began: time.Now(), holds: true, waited: waited, stored: wait.Left, limit: limit}
@@ -74,16 +75,16 @@ func (s *service) beginFill(seat *seat, takesOver bool) error {
 	if err != nil {
 		return err
 	}
-	s.rooms.filling[seat.slot] = one
+	s.rooms.filling[seat.Slot] = one
 	time.AfterFunc(0, func() { s.continueFill(one) })
 	return nil
 }
 
 // beginFlows begins with the templates and datagrams for the member of a filling slot.
 func (s *service) beginFlows(f *fill) error {
-	slot := f.seat.slot
+	slot := f.seat.Slot
 	f.flows, f.deadline = time.Now(), time.Now().Add(f.limit)
-	f.addresses = s.withoutTemplates(slot, f.seat.id())
+	f.addresses = s.withoutTemplates(slot, f.seat.ID())
 	if len(f.addresses) == 0 {
 		return nil
 	}
@@ -97,11 +98,11 @@ func (s *service) beginFlows(f *fill) error {
 // beginLate begins to send templates, and datagrams in memory, to a member whose slot is ready. The first ones are sent at
 // once.
 func (s *service) beginLate(f *fill) {
-	slot, now := f.seat.slot, time.Now()
+	slot, now := f.seat.Slot, time.Now()
 	f.began, f.flows, f.deadline = now, now, now.Add(time.Minute)
 	var err error
-	if f.arrived, err = s.path.Datagrams(slot); err != nil {
-		s.log.Error("datagrams not sent to the member", "slot", slot, "error", err)
+	if f.arrived, err = s.Path.Datagrams(slot); err != nil {
+		s.Log.Error("datagrams not sent to the member", "slot", slot, "error", err)
 		return
 	}
 	s.kept.running[slot] = f
@@ -115,10 +116,10 @@ func (s *service) beginLate(f *fill) {
 // continueFill sends the next datagrams to the member of a filling slot, or makes the slot ready if none is left.
 func (s *service) continueFill(f *fill) {
 	for {
-		s.mu.Lock()
-		if running := s.rooms.filling; s.events == nil || s.seats[f.seat.slot] != f.seat ||
-			!f.late && running[f.seat.slot] != f || f.late && s.kept.running[f.seat.slot] != f {
-			s.mu.Unlock()
+		s.Mu.Lock()
+		if running := s.rooms.filling; s.Events == nil || s.Seats[f.seat.Slot] != f.seat ||
+			!f.late && running[f.seat.Slot] != f || f.late && s.kept.running[f.seat.Slot] != f {
+			s.Mu.Unlock()
 			return
 		}
 		done, pause := s.fillSome(f)
@@ -127,24 +128,24 @@ func (s *service) continueFill(f *fill) {
 		}
 		if done {
 			s.endFill(f)
-			s.mu.Unlock()
+			s.Mu.Unlock()
 			return
 		}
-		s.mu.Unlock()
+		s.Mu.Unlock()
 		time.Sleep(pause)
 	}
 }
 
 // fillSome sends one batch, and reports whether no datagram is left. The next batch follows after the pause.
 func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
-	slot := f.seat.slot
+	slot := f.seat.Slot
 	if f.dumps != nil {
 		if !s.endDumps(f) {
 			return false, dumpInterval
 		}
 		f.dumps = nil
 		if err := s.beginFlows(f); err != nil {
-			s.log.Error("templates not sent", "slot", slot, "error", err)
+			s.Log.Error("templates not sent", "slot", slot, "error", err)
 		}
 	}
 	if time.Now().After(f.deadline) {
@@ -158,17 +159,17 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 			s.countLeft(slot, &d)
 		}
 		s.flushLeft()
-		s.log.Warn("the member did not receive what had waited", "slot", slot, "pid", f.seat.process.PID, "lost", s.rooms.lost[slot]-before)
+		s.Log.Warn("the member did not receive what had waited", "slot", slot, "pid", f.seat.Process.PID, "lost", s.rooms.lost[slot]-before)
 		return true, 0
 	}
 	if !f.late && f.sent == 0 {
 		var err error
-		if f.arrived, err = s.path.Datagrams(slot); err != nil {
-			s.log.Error("slot filled without pauses", "slot", slot, "error", err)
+		if f.arrived, err = s.Path.Datagrams(slot); err != nil {
+			s.Log.Error("slot filled without pauses", "slot", slot, "error", err)
 		}
 	}
 	// The datagrams pass the loopback interface, whose queue is short. The next batch waits for the previous one.
-	if arrived, err := s.path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent && time.Since(f.last) < passTime {
+	if arrived, err := s.Path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent && time.Since(f.last) < passTime {
 		return false, fillPause / 10
 	}
 	// A datagram that has not arrived must not be overtaken by a new one.
@@ -179,7 +180,7 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 		}
 		f.holds = false
 		if err := s.endHold(f); err != nil {
-			s.log.Error("datagrams wait", "slot", slot, "error", err)
+			s.Log.Error("datagrams wait", "slot", slot, "error", err)
 		}
 	}
 	space, err := s.receiveSpace(f.seat)
@@ -234,7 +235,7 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 
 // nextFor returns the next datagram for the member of a slot that fills, or that was ready before.
 func (s *service) nextFor(f *fill) (d waitingDatagram, ok bool) {
-	slot := f.seat.slot
+	slot := f.seat.Slot
 	if queue := s.rooms.queued[slot]; len(queue) > 0 {
 		if s.rooms.queued[slot] = queue[1:]; len(queue) == 1 {
 			delete(s.rooms.queued, slot)
@@ -282,7 +283,7 @@ func (s *service) fillBudget(f *fill) int {
 	if f.late {
 		return fillBatch + int(leastRate*time.Since(f.flows).Seconds()) - f.replayed
 	}
-	_, room, err := s.path.Wait(f.seat.slot)
+	_, room, err := s.Path.Wait(f.seat.Slot)
 	if err != nil {
 		return fillBatch
 	}
@@ -293,24 +294,24 @@ func (s *service) fillBudget(f *fill) int {
 
 // endHold lets new datagrams of a filling slot pass when no other datagram waits.
 func (s *service) endHold(f *fill) error {
-	wait, _, err := s.path.Wait(f.seat.slot)
+	wait, _, err := s.Path.Wait(f.seat.Slot)
 	if err != nil {
 		return err
 	}
 	wait.Filling &^= bpf.Hold
-	wait.Until = max(wait.Until, uint64(since(unix.CLOCK_MONOTONIC)+f.limit))
-	return s.path.SetWait(f.seat.slot, wait)
+	wait.Until = max(wait.Until, uint64(core.Since(unix.CLOCK_MONOTONIC)+f.limit))
+	return s.Path.SetWait(f.seat.Slot, wait)
 }
 
 // receiveSpace returns the free memory of the receive buffers of a member by row, half of their size at most: the datagrams
 // that leave the room must not displace each other.
-func (s *service) receiveSpace(seat *seat) (map[int]int, error) {
+func (s *service) receiveSpace(seat *core.Seat) (map[int]int, error) {
 	space := make(map[int]int)
-	for row := range seat.sockets {
-		if s.listeners[row].Protocol != config.UDP {
+	for row := range seat.Sockets {
+		if s.Listeners[row].Protocol != config.UDP {
 			continue
 		}
-		socket, err := seat.openSocket(row)
+		socket, err := seat.OpenSocket(row)
 		if err != nil {
 			return nil, err
 		}
@@ -326,24 +327,24 @@ func (s *service) receiveSpace(seat *seat) (map[int]int, error) {
 
 // endFill makes a slot ready whose member has received what has waited.
 func (s *service) endFill(f *fill) {
-	slot := f.seat.slot
-	s.noteReplayed(f.addresses, f.seat.id())
+	slot := f.seat.Slot
+	s.noteReplayed(f.addresses, f.seat.ID())
 	s.flushLeft()
 	if f.late {
 		delete(s.kept.running, slot)
 		if len(f.addresses) > 0 {
-			s.log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.process.PID,
+			s.Log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.Process.PID,
 				"exporters", len(f.addresses), "datagrams", f.sent-uint64(f.replayed))
 		}
 		if f.replayed > 0 {
-			s.log.Info("what had waited sent to the member that serves its devices now", "slot", slot, "pid", f.seat.process.PID, "datagrams", f.replayed)
+			s.Log.Info("what had waited sent to the member that serves its devices now", "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
 		}
 		return
 	}
 	delete(s.rooms.filling, slot)
 	s.closeTemporaryRooms()
-	if err := s.setReady(f.seat); err != nil {
-		s.log.Error("slot not ready", "slot", slot, "error", err)
+	if err := s.SetReady(f.seat); err != nil {
+		s.Log.Error("slot not ready", "slot", slot, "error", err)
 		s.VacateSlot(slot, "socket closed")
 		return
 	}
@@ -352,17 +353,17 @@ func (s *service) endFill(f *fill) {
 	s.markEmpty(slot)
 	s.rooms.released = time.Now()
 	if err := s.rotateRooms(); err != nil {
-		s.log.Error("waiting connections not released", "slot", slot, "error", err)
+		s.Log.Error("waiting connections not released", "slot", slot, "error", err)
 	}
-	if arrived, err := s.path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent {
+	if arrived, err := s.Path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent {
 		missing := f.sent - (arrived - f.arrived)
 		s.rooms.lost[slot] += missing
-		s.log.Warn("datagrams did not arrive over the loopback interface", "slot", slot, "lost", missing)
+		s.Log.Warn("datagrams did not arrive over the loopback interface", "slot", slot, "lost", missing)
 	}
-	s.log.Info("slot filled", "slot", slot, "pid", f.seat.process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
+	s.Log.Info("slot filled", "slot", slot, "pid", f.seat.Process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
 		"took", time.Since(f.began).Round(time.Millisecond).String())
 	if err := s.Place(); err != nil {
-		s.log.Error("devices not moved", "error", err)
+		s.Log.Error("devices not moved", "error", err)
 	}
 	s.CheckSoon()
 }

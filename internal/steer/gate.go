@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/netns"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
@@ -57,29 +58,29 @@ type gate struct {
 
 // closeGate closes the gate of a slot whose member was just registered.
 func (s *service) closeGate(slot int) {
-	if !s.gateable() || s.restoring {
+	if !s.Gateable() || s.Restoring {
 		return
 	}
 	if err := s.openGateSockets(); err != nil {
-		s.log.Warn("devices are admitted at once", "slot", slot, "error", err)
+		s.Log.Warn("devices are admitted at once", "slot", slot, "error", err)
 		return
 	}
-	if err := s.path.SetPasses(slot, s.config.Pace.Devices); err != nil {
-		s.log.Warn("devices are admitted at once", "slot", slot, "error", err)
+	if err := s.Path.SetPasses(slot, s.Config.Pace.Devices); err != nil {
+		s.Log.Warn("devices are admitted at once", "slot", slot, "error", err)
 		return
 	}
 	s.gate.closed[slot], s.gate.since[slot] = time.Now(), time.Now()
-	s.gate.given[slot], s.gate.passed[slot], s.gate.arrived[slot] = s.config.Pace.Devices, 0, 0
-	for bucket, of := range s.mapping.Table.Bucket {
+	s.gate.given[slot], s.gate.passed[slot], s.gate.arrived[slot] = s.Config.Pace.Devices, 0, 0
+	for bucket, of := range s.Mapping.Table.Bucket {
 		if int(of) == slot {
 			delete(s.gate.admitted, uint16(bucket))
 		}
 	}
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("sessions not read", "error", err)
+		s.Log.Warn("sessions not read", "error", err)
 	}
-	for _, d := range session.ByDevice(s.mapping, list) {
+	for _, d := range session.ByDevice(s.Mapping, list) {
 		s.gate.admitted[uint16(d.Location.Bucket)] = true
 	}
 }
@@ -87,7 +88,7 @@ func (s *service) closeGate(slot int) {
 // shutBefore closes the gate of a slot before the slot is ready, so that no device passes in between.
 func (s *service) shutBefore(slot int) error {
 	s.closeGate(slot)
-	if _, closed := s.gate.closed[slot]; !closed || s.mapping == nil {
+	if _, closed := s.gate.closed[slot]; !closed || s.Mapping == nil {
 		return nil
 	}
 	if !s.moves.active() {
@@ -99,7 +100,7 @@ func (s *service) shutBefore(slot int) error {
 
 // gatedTable returns the bucket table in force with the flag of the closed gates.
 func (s *service) gatedTable() *bpf.Table {
-	table := s.mapping.Table
+	table := s.Mapping.Table
 	if len(s.gate.closed) == 0 {
 		return &table
 	}
@@ -118,12 +119,12 @@ func (s *service) controlGates() (changed bool) {
 	if len(s.gate.closed) == 0 {
 		return false
 	}
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("sessions not read", "error", err)
+		s.Log.Warn("sessions not read", "error", err)
 		return false
 	}
-	connected := session.ByDevice(s.mapping, list)
+	connected := session.ByDevice(s.Mapping, list)
 	for key, d := range connected {
 		bucket := uint16(d.Location.Bucket)
 		if _, closed := s.gate.closed[d.Location.Slot]; !closed || d.Location.Pinned || s.gate.admitted[bucket] {
@@ -135,14 +136,14 @@ func (s *service) controlGates() (changed bool) {
 			s.moves.running[key] = &move{device: d.String(), slot: d.Location.Slot, gated: true, since: time.Now()}
 		}
 	}
-	now := since(unix.CLOCK_MONOTONIC)
-	for address, seen := range s.path.Devices() {
+	now := core.Since(unix.CLOCK_MONOTONIC)
+	for address, seen := range s.Path.Devices() {
 		age := now - time.Duration(uint64(seen.Held)<<30)
 		if seen.Held == 0 || age > heldTime {
 			continue
 		}
 		addr := placement.Addr(address)
-		at := s.mapping.Locate(addr)
+		at := s.Mapping.Locate(addr)
 		if _, closed := s.gate.closed[at.Slot]; !closed || at.Pinned || connected[session.Key(at.Device, addr)] != nil {
 			continue
 		}
@@ -152,22 +153,22 @@ func (s *service) controlGates() (changed bool) {
 	free := s.freeMoves()
 	for slot, last := range s.gate.closed {
 		limit := gateLimit * time.Duration(s.timeoutOfMoves()) * time.Microsecond
-		left, err := s.path.Passes(slot)
+		left, err := s.Path.Passes(slot)
 		if err != nil {
-			s.log.Error("devices wait", "slot", slot, "error", err)
+			s.Log.Error("devices wait", "slot", slot, "error", err)
 		}
 		s.gate.passed[slot] += max(0, s.gate.given[slot]-left)
 		forged := s.gate.passed[slot] >= forgedSYNs && s.gate.arrived[slot]*forgedShare < s.gate.passed[slot]
 		if forged || time.Since(last) >= gateIdle || time.Since(s.gate.since[slot]) >= limit {
 			delete(s.gate.closed, slot)
 			changed = true
-			s.log.Info("gate opened", "slot", slot, "closed", time.Since(s.gate.since[slot]).Round(time.Second).String(),
+			s.Log.Info("gate opened", "slot", slot, "closed", time.Since(s.gate.since[slot]).Round(time.Second).String(),
 				"passed", s.gate.passed[slot], "connected", s.gate.arrived[slot])
 			continue
 		}
 		s.gate.given[slot] = max(0, free[slot])
-		if err := s.path.SetPasses(slot, s.gate.given[slot]); err != nil {
-			s.log.Error("devices wait", "slot", slot, "error", err)
+		if err := s.Path.SetPasses(slot, s.gate.given[slot]); err != nil {
+			s.Log.Error("devices wait", "slot", slot, "error", err)
 		}
 	}
 	if len(s.gate.closed) == 0 {
@@ -178,7 +179,7 @@ func (s *service) controlGates() (changed bool) {
 
 // openGateSockets opens the socket of the gate for each TCP listener.
 func (s *service) openGateSockets() error {
-	for row, l := range s.listeners {
+	for row, l := range s.Listeners {
 		if _, open := s.gate.sockets[row]; open || l.Protocol != config.TCP {
 			continue
 		}
@@ -197,24 +198,24 @@ var dropAll = []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K}}
 
 func (s *service) openGateSocket(row int) (fd int, err error) {
 	drop := func(fd int) error { return keeper.AttachFilter(fd, dropAll) }
-	if s.usesLookup() {
-		err = netns.Do(s.socketNetns(), func() error {
-			fd, err = keeper.OpenAnywhere(s.rows[row], drop)
+	if s.UsesLookup() {
+		err = netns.Do(s.SocketNetns(), func() error {
+			fd, err = keeper.OpenAnywhere(s.Rows[row], drop)
 			return err
 		})
 	} else {
-		owner, known := s.groupOwner()
+		owner, known := s.GroupOwner()
 		if !known {
 			return -1, errors.New("the user of the members is not known")
 		}
-		fd, err = keeper.OpenSocket(s.rows[row], owner, s.socketNetns(), func(fd int) error {
-			return errors.Join(drop(fd), s.path.Attach(row, fd))
+		fd, err = keeper.OpenSocket(s.Rows[row], owner, s.SocketNetns(), func(fd int) error {
+			return errors.Join(drop(fd), s.Path.Attach(row, fd))
 		})
 	}
 	if err != nil {
 		return -1, err
 	}
-	if err := s.path.InsertGate(row, fd); err != nil {
+	if err := s.Path.InsertGate(row, fd); err != nil {
 		unix.Close(fd)
 		return -1, err
 	}
@@ -233,8 +234,8 @@ func (s *service) closeGateSockets() {
 // freeMoves returns the number of devices that may begin to move to each slot.
 func (s *service) freeMoves() map[int]int {
 	free := make(map[int]int)
-	for slot := range s.config.Slots {
-		free[slot] = s.config.Pace.Devices
+	for slot := range s.Config.Slots {
+		free[slot] = s.Config.Pace.Devices
 	}
 	for _, m := range s.moves.running {
 		free[m.slot]--

@@ -77,12 +77,12 @@ func (s *service) scanRateLimited() {
 	case s.scannedRecently:
 		s.scanPending = true
 		return
-	case s.path == nil:
+	case s.Path == nil:
 		return
 	}
 	s.scannedRecently, s.scanPending = true, false
 	if err := s.scan(); err != nil {
-		s.log.Error("scan failed", "error", err)
+		s.Log.Error("scan failed", "error", err)
 	}
 	s.afterInspectionPeriod(func() {
 		s.scannedRecently = false
@@ -95,9 +95,9 @@ func (s *service) scanRateLimited() {
 // afterInspectionPeriod calls f with the lock held after one period, unless the service is closed.
 func (s *service) afterInspectionPeriod(f func()) {
 	time.AfterFunc(inspectionPeriod, func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if s.events != nil {
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
+		if s.Events != nil {
 			f()
 		}
 	})

@@ -162,7 +162,7 @@ func TestKeeperScope(t *testing.T) {
 	begin := func() *domaintest.Runner {
 		t.Helper()
 		d := New(domaintest.Host(t, dir, pins, slog.DiscardHandler))
-		d.host.systemd = manager
+		d.host.Systemd = manager
 		a := domaintest.New(d.host.Host, d)
 		a.Start(t, policy)
 		return a

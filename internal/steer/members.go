@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/stored"
@@ -26,7 +27,7 @@ import (
 
 // scan evaluates all processes of the host.
 func (s *service) scan() error {
-	defer s.host.descriptors.borrow()()
+	defer s.Host.Descriptors.Borrow()()
 	processes, err := member.All()
 	if err != nil {
 		return err
@@ -49,20 +50,20 @@ func (s *service) watch(events *bpf.Events) {
 			return
 		}
 		if err != nil {
-			s.log.Error("event ring failed", "error", err)
+			s.Log.Error("event ring failed", "error", err)
 			return
 		}
-		s.mu.Lock()
-		if s.events == events {
+		s.Mu.Lock()
+		if s.Events == events {
 			s.handle(event)
 		}
-		s.mu.Unlock()
+		s.Mu.Unlock()
 	}
 }
 
 func (s *service) handle(event bpf.Event) {
-	if lost, err := s.path.LostEvents(); err == nil && lost != s.lostEvents {
-		s.log.Warn("events lost, scanning", "lost", lost-s.lostEvents)
+	if lost, err := s.Path.LostEvents(); err == nil && lost != s.lostEvents {
+		s.Log.Warn("events lost, scanning", "lost", lost-s.lostEvents)
 		s.lostEvents = lost
 		s.scanRateLimited()
 	}
@@ -83,11 +84,11 @@ func (s *service) handle(event bpf.Event) {
 		}
 	case bpf.EventRelease:
 		delete(s.socketOwners, event.Cookie)
-		for slot, seat := range s.seats {
-			for _, socket := range seat.sockets {
-				if socket.cookie == event.Cookie {
+		for slot, seat := range s.Seats {
+			for _, socket := range seat.Sockets {
+				if socket.Cookie == event.Cookie {
 					s.VacateSlot(slot, "socket closed")
-					s.evaluatePID(seat.process.PID)
+					s.evaluatePID(seat.Process.PID)
 					return
 				}
 			}
@@ -95,9 +96,9 @@ func (s *service) handle(event bpf.Event) {
 	}
 }
 
-func (s *service) seatOf(pid int) *seat {
-	for _, seat := range s.seats {
-		if seat.process.PID == pid {
+func (s *service) seatOf(pid int) *core.Seat {
+	for _, seat := range s.Seats {
+		if seat.Process.PID == pid {
 			return seat
 		}
 	}
@@ -105,7 +106,7 @@ func (s *service) seatOf(pid int) *seat {
 }
 
 func (s *service) evaluatePID(pid int) {
-	defer s.host.descriptors.borrow()()
+	defer s.Host.Descriptors.Borrow()()
 	p, err := s.read(pid)
 	if err != nil {
 		return // the process has exited
@@ -149,8 +150,8 @@ func (s *service) scheduleSave() {
 	}
 	if wait := saveInterval - time.Since(s.lastSave); wait > 0 {
 		s.saveTimer = time.AfterFunc(wait, func() {
-			s.mu.Lock()
-			defer s.mu.Unlock()
+			s.Mu.Lock()
+			defer s.Mu.Unlock()
 			s.flushMembers()
 		})
 		return
@@ -170,10 +171,10 @@ func (s *service) flushMembers() {
 // saveMembers saves the members, and deletes processes that have exited.
 func (s *service) saveMembers() {
 	s.lastSave = time.Now()
-	s.state.Members = nil
+	s.State.Members = nil
 	seated := make(map[member.ID]bool) // a goroutine waits for the exit of each of these
-	for _, seat := range s.seats {
-		seated[member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}] = true
+	for _, seat := range s.Seats {
+		seated[member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}] = true
 	}
 	for self, p := range s.firstSeen {
 		if !seated[self] && !member.Alive(self.PID, self.StartTime) {
@@ -181,18 +182,18 @@ func (s *service) saveMembers() {
 			continue
 		}
 		exe, file := p.VerifiedExecutable()
-		s.state.Members = append(s.state.Members, stored.FirstSight{ID: self, Args: p.Args, SlotVariable: p.SlotVariable(), Exe: exe, File: file})
+		s.State.Members = append(s.State.Members, stored.FirstSight{ID: self, Args: p.Args, SlotVariable: p.SlotVariable(), Exe: exe, File: file})
 	}
 	cookies := make(map[member.ID][]uint64)
 	for cookie, self := range s.socketOwners {
 		cookies[self] = append(cookies[self], cookie)
 	}
-	s.state.Sockets = nil
+	s.State.Sockets = nil
 	for self, list := range cookies {
-		s.state.Sockets = append(s.state.Sockets, stored.OpenedSockets{ID: self, Cookies: list})
+		s.State.Sockets = append(s.State.Sockets, stored.OpenedSockets{ID: self, Cookies: list})
 	}
-	if err := s.state.Save(s.statePath()); err != nil {
-		s.log.Error("state not saved", "error", err)
+	if err := s.State.Save(s.StatePath()); err != nil {
+		s.Log.Error("state not saved", "error", err)
 	}
 }
 
@@ -205,18 +206,18 @@ var errNotMember = errors.New("not a member")
 // membership returns the slot of a process by its claim or by the first rule that admits it, and sets the source and
 // the permitted socket owners of the seat. The error is errNotMember, or a member.Refusal for a process that matches a
 // rule and is not admitted.
-func (s *service) membership(p *member.Process, seat *seat) (slot int, err error) {
+func (s *service) membership(p *member.Process, seat *core.Seat) (slot int, err error) {
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
-	if p.PID == os.Getpid() || keeper.IsKeeper(p) || slices.Contains(s.state.Released, self) {
+	if p.PID == os.Getpid() || keeper.IsKeeper(p) || slices.Contains(s.State.Released, self) {
 		return 0, errNotMember
 	}
-	for _, c := range s.state.Claims {
+	for _, c := range s.State.Claims {
 		if c.ID == self {
-			seat.source, seat.claimed, seat.allowedOwners = c.Source, true, s.allowedSocketOwners(p, s.users)
+			seat.Source, seat.Claimed, seat.AllowedOwners = c.Source, true, s.allowedSocketOwners(p, s.Users)
 			return c.Slot, s.admitClaim(p)
 		}
 	}
-	if !p.InCgroup(s.config.Cgroup) {
+	if !p.InCgroup(s.Config.Cgroup) {
 		return 0, errNotMember
 	}
 	err = errNotMember
@@ -226,18 +227,18 @@ func (s *service) membership(p *member.Process, seat *seat) (slot int, err error
 			continue
 		}
 		source := fmt.Sprintf("members[%d]", i)
-		if refusal := rule.Admit(p, s.users, s.memberHost); refusal != nil {
+		if refusal := rule.Admit(p, s.Users, s.memberHost); refusal != nil {
 			if errors.Is(err, errNotMember) {
-				seat.source, err = source, refusal
+				seat.Source, err = source, refusal
 			}
 			continue
 		}
 		if len(p.Args) > 0 { // empty during execve(2), when the executable is already the new one
 			s.firstSeen[self] = p
 		}
-		seat.source, seat.allowedOwners = source, s.allowedSocketOwners(p, rule.Users(s.users))
-		slots := s.config.Slots
-		if now := s.seatOf(p.PID); now != nil && now.slot >= slots || seat.sockets != nil && seat.slot >= slots {
+		seat.Source, seat.AllowedOwners = source, s.allowedSocketOwners(p, rule.Users(s.Users))
+		slots := s.Config.Slots
+		if now := s.seatOf(p.PID); now != nil && now.Slot >= slots || seat.Sockets != nil && seat.Slot >= slots {
 			slots = bpf.MaxSlots // a slot that the policy no longer has, until its devices have moved
 		}
 		return rule.Slot(p, slots)
@@ -247,7 +248,7 @@ func (s *service) membership(p *member.Process, seat *seat) (slot int, err error
 
 // admitClaim returns an error if a process with a claim does not run as a user of the service.
 func (s *service) admitClaim(p *member.Process) error {
-	users := s.users
+	users := s.Users
 	if len(users) == 0 {
 		users = p.UIDs[:1]
 	}
@@ -256,21 +257,21 @@ func (s *service) admitClaim(p *member.Process) error {
 
 // allowedSocketOwners returns the permitted owners of the sockets of a process, which itself runs as one of users.
 func (s *service) allowedSocketOwners(p *member.Process, users []uint32) []uint32 {
-	if owner, known := s.groupOwner(); known {
+	if owner, known := s.GroupOwner(); known {
 		return []uint32{owner}
 	}
-	if len(s.users) == 0 {
+	if len(s.Users) == 0 {
 		return p.UIDs[:1]
 	}
-	return slices.Compact(slices.Sorted(slices.Values(slices.Concat(s.users, users))))
+	return slices.Compact(slices.Sorted(slices.Values(slices.Concat(s.Users, users))))
 }
 
 // learnGroupOwner sets the group owner from a member if the policy does not determine the owner. Such a member has a
 // claim.
-func (s *service) learnGroupOwner(seat *seat) {
-	if _, known := s.groupOwner(); !known && !s.usesLookup() {
-		uid := seat.process.UIDs[0]
-		s.state.ClaimedUID = &uid
+func (s *service) learnGroupOwner(seat *core.Seat) {
+	if _, known := s.GroupOwner(); !known && !s.UsesLookup() {
+		uid := seat.Process.UIDs[0]
+		s.State.ClaimedUID = &uid
 	}
 }
 
@@ -285,28 +286,28 @@ func explainRefusal(err error) error {
 // evaluate registers a process if a rule or a claim makes it a member and all its sockets exist. A process that is not
 // ready yet is added to the waiting processes.
 func (s *service) evaluate(p *member.Process) {
-	candidate := &seat{}
+	candidate := &core.Seat{}
 	slot, err := s.membership(p, candidate)
 	if errors.Is(err, errNotMember) {
 		s.forgetWaiting(p.PID)
 		delete(s.refusals, member.ID{PID: p.PID, StartTime: p.StartTime})
 		return
 	}
-	for _, seat := range s.seats {
-		if seat.process.PID == p.PID && seat.process.StartTime == p.StartTime {
+	for _, seat := range s.Seats {
+		if seat.Process.PID == p.PID && seat.Process.StartTime == p.StartTime {
 			return
 		}
 	}
-	if former := s.formers[member.ID{PID: p.PID, StartTime: p.StartTime}]; former != nil && s.seats[former.slot] != nil {
+	if former := s.formers[member.ID{PID: p.PID, StartTime: p.StartTime}]; former != nil && s.Seats[former.Slot] != nil {
 		s.forgetWaiting(p.PID)
 		return
 	}
 	if refusal, ok := errors.AsType[*member.Refusal](err); ok && !s.hasClaim(p) {
 		s.forgetWaiting(p.PID)
-		s.addRefusal(p, candidate.source, refusal)
+		s.addRefusal(p, candidate.Source, refusal)
 		return
 	}
-	candidate.slot = slot
+	candidate.Slot = slot
 	if err == nil {
 		err = s.register(p, candidate)
 	}
@@ -314,22 +315,22 @@ func (s *service) evaluate(p *member.Process) {
 		s.forgetWaiting(p.PID)
 		return
 	}
-	s.addWaiting(p, candidate.source, slot, err)
+	s.addWaiting(p, candidate.Source, slot, err)
 }
 
 func (s *service) hasClaim(p *member.Process) bool {
-	return slices.ContainsFunc(s.state.Claims, func(c stored.Claim) bool { return c.ID == member.ID{PID: p.PID, StartTime: p.StartTime} })
+	return slices.ContainsFunc(s.State.Claims, func(c stored.Claim) bool { return c.ID == member.ID{PID: p.PID, StartTime: p.StartTime} })
 }
 
 // isRelated reports whether a process is an ancestor or a descendant of a member, as a shell that started the member or
 // a plugin that the member forked.
 func (s *service) isRelated(p *member.Process) bool {
-	if len(s.seats) == 0 {
+	if len(s.Seats) == 0 {
 		return false
 	}
-	up := ancestors(p)
-	for _, seat := range s.seats {
-		if seat.isRelated(p, up) {
+	up := core.Ancestors(p)
+	for _, seat := range s.Seats {
+		if seat.IsRelated(p, up) {
 			return true
 		}
 	}
@@ -339,11 +340,11 @@ func (s *service) isRelated(p *member.Process) bool {
 // isIsolatedProgram reports whether a process runs in its own network namespace as a descendant of a process with a
 // claim: the gateway of run --isolated.
 func (s *service) isIsolatedProgram(p *member.Process) bool {
-	if p.Netns == s.netnsInode || len(s.state.Claims) == 0 {
+	if p.Netns == s.NetnsInode || len(s.State.Claims) == 0 {
 		return false
 	}
-	up := ancestors(p)
-	return slices.ContainsFunc(s.state.Claims, func(c stored.Claim) bool {
+	up := core.Ancestors(p)
+	return slices.ContainsFunc(s.State.Claims, func(c stored.Claim) bool {
 		return slices.Contains(up, c.PID) && member.Alive(c.PID, c.StartTime)
 	})
 }
@@ -356,7 +357,7 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 	w := s.waiting[p.PID]
 	if w != nil && w.process.StartTime == p.StartTime {
 		if w.problem.Error() != problem.Error() {
-			s.log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
+			s.Log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
 		}
 		w.process, w.problem, w.slot, w.source = p, problem, slot, source
 		return
@@ -364,7 +365,7 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 	s.forgetWaiting(p.PID)
 	if len(s.waiting) >= domain.ShareOfDescriptors(waitingShare, leastWaiting, mostWaiting) {
 		if !s.waitingFull {
-			s.log.Warn("too many waiting processes, further ones are not recorded", "recorded", len(s.waiting))
+			s.Log.Warn("too many waiting processes, further ones are not recorded", "recorded", len(s.waiting))
 		}
 		s.waitingFull = true
 		return
@@ -373,15 +374,15 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 	if err != nil {
 		return
 	}
-	s.log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
+	s.Log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
 	w = &waitingProcess{process: p, handle: handle, source: source, slot: slot, problem: problem}
 	s.waiting[p.PID] = w
 	go func() {
 		if handle.Wait() != nil {
 			return
 		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
 		if s.waiting[p.PID] == w {
 			s.forgetWaiting(p.PID)
 		}
@@ -391,7 +392,7 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 // reevaluateWaiting evaluates the waiting processes, at most once per period: no hook reports some changes of a process,
 // such as a change of its user before execve(2).
 func (s *service) reevaluateWaiting() {
-	if s.events == nil || time.Since(s.lastReevaluation) < inspectionPeriod {
+	if s.Events == nil || time.Since(s.lastReevaluation) < inspectionPeriod {
 		return
 	}
 	s.lastReevaluation = time.Now()
@@ -414,12 +415,12 @@ var errInherited = fault.Conflict(errors.New("its sockets are another member's")
 
 // register copies the sockets of a process and opens the slot of the seat. seat has the source and the slot, or
 // member.AnySlot.
-func (s *service) register(p *member.Process, seat *seat) error {
-	if seat.slot >= s.config.Slots {
-		return fault.Usage(fmt.Errorf("slot %d is out of range, the service has %d", seat.slot, s.config.Slots),
-			fmt.Sprintf("slots are numbered 0 to %d", s.config.Slots-1))
+func (s *service) register(p *member.Process, seat *core.Seat) error {
+	if seat.Slot >= s.Config.Slots {
+		return fault.Usage(fmt.Errorf("slot %d is out of range, the service has %d", seat.Slot, s.Config.Slots),
+			fmt.Sprintf("slots are numbered 0 to %d", s.Config.Slots-1))
 	}
-	if p.Netns != s.netnsInode {
+	if p.Netns != s.NetnsInode {
 		return fault.Conflict(errors.New("it is in another network namespace than the service"),
 			"set netns of the service to the members' namespace")
 	}
@@ -440,16 +441,16 @@ func (s *service) register(p *member.Process, seat *seat) error {
 		handle.Close()
 		return fs.ErrNotExist
 	}
-	slot := seat.slot
+	slot := seat.Slot
 	if _, err = s.membership(now, seat); err == nil {
-		seat.process, seat.handle = now, handle
+		seat.Process, seat.Handle = now, handle
 		var chosen map[int]*member.Socket
 		if chosen, err = s.chooseSockets(seat, sockets); err == nil {
 			if s.isFormer(slot, now) {
 				s.addFormer(slot, seat)
 				return nil
 			}
-			seat.slot, err = s.findSlot(slot, seat.id())
+			seat.Slot, err = s.findSlot(slot, seat.ID())
 		}
 		if err == nil {
 			err = s.openSlot(seat, chosen)
@@ -464,17 +465,17 @@ func (s *service) register(p *member.Process, seat *seat) error {
 
 // matchesListener reports whether a socket has the protocol and a member's port of one of the listeners.
 func (s *service) matchesListener(socket *member.Socket) bool {
-	return listener.MatchesAny(s.listeners, socket)
+	return listener.MatchesAny(s.Listeners, socket)
 }
 
 const duplicateHint = "make the program open one socket (nginx: without reuseport), or start one member per socket"
 
 // chooseSockets returns the socket for each row, or the reason why a listener has none.
-func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
-	self := member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
+func (s *service) chooseSockets(seat *core.Seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
+	self := member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}
 	chosen := make(map[int]*member.Socket)
-	for _, row := range slices.Sorted(maps.Keys(s.listeners)) {
-		l := s.listeners[row]
+	for _, row := range slices.Sorted(maps.Keys(s.Listeners)) {
+		l := s.Listeners[row]
 		var problem error
 		for _, socket := range sockets {
 			if (socket.Protocol == unix.IPPROTO_UDP) != (l.Protocol == config.UDP) {
@@ -490,12 +491,12 @@ func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*
 				continue
 			}
 			owner, owned := s.socketOwners[socket.Cookie]
-			if owned && owner != self && (!seat.claimed || member.Alive(owner.PID, owner.StartTime)) {
+			if owned && owner != self && (!seat.Claimed || member.Alive(owner.PID, owner.StartTime)) {
 				return nil, errInherited
 			}
 			err := s.checkOrigin(seat, socket)
 			if err == nil {
-				err = listener.CheckFit(l, socket, s.usesLookup())
+				err = listener.CheckFit(l, socket, s.UsesLookup())
 			}
 			if err != nil {
 				problem = cmp.Or(problem, err)
@@ -511,41 +512,41 @@ func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*
 		}
 		return nil, problem
 	}
-	if s.usesLookup() {
-		return chosen, listener.CheckSameFamily(s.listeners, chosen)
+	if s.UsesLookup() {
+		return chosen, listener.CheckSameFamily(s.Listeners, chosen)
 	}
 	return chosen, nil
 }
 
 // findDuplicate sets seat.duplicate if the member has a second socket with the address of a registered one. Without a
 // program, the kernel would distribute the traffic over both.
-func (s *service) findDuplicate(seat *seat) {
-	sockets, err := seat.handle.Sockets(s.matchesListener)
+func (s *service) findDuplicate(seat *core.Seat) {
+	sockets, err := seat.Handle.Sockets(s.matchesListener)
 	if err != nil {
 		return // the process is exiting
 	}
 	defer member.CloseAll(sockets)
-	seat.duplicate = nil
+	seat.Duplicate = nil
 	for _, registered := range sockets {
-		if !slices.ContainsFunc(slices.Collect(maps.Values(seat.sockets)), func(i socketInfo) bool { return i.cookie == registered.Cookie }) {
+		if !slices.ContainsFunc(slices.Collect(maps.Values(seat.Sockets)), func(i core.SocketInfo) bool { return i.Cookie == registered.Cookie }) {
 			continue
 		}
 		for _, socket := range sockets {
 			if socket.Cookie != registered.Cookie && socket.Listening && socket.SharesTraffic(registered) {
-				seat.duplicate = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets no traffic: a slot has one socket per listener",
-					seat.process.PID, seat.slot, socket), duplicateHint)
+				seat.Duplicate = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets no traffic: a slot has one socket per listener",
+					seat.Process.PID, seat.Slot, socket), duplicateHint)
 			}
 		}
 	}
-	if seat.duplicate != nil {
-		s.log.Warn("socket without traffic", "slot", seat.slot, "pid", seat.process.PID, "problem", seat.duplicate)
+	if seat.Duplicate != nil {
+		s.Log.Warn("socket without traffic", "slot", seat.Slot, "pid", seat.Process.PID, "problem", seat.Duplicate)
 	}
 }
 
 // duplicateProblem returns the duplicate error of the lowest slot that has one.
 func (s *service) duplicateProblem() error {
-	for _, slot := range slices.Sorted(maps.Keys(s.seats)) {
-		if duplicate := s.seats[slot].duplicate; duplicate != nil {
+	for _, slot := range slices.Sorted(maps.Keys(s.Seats)) {
+		if duplicate := s.Seats[slot].Duplicate; duplicate != nil {
 			return duplicate
 		}
 	}
@@ -554,15 +555,15 @@ func (s *service) duplicateProblem() error {
 
 // checkOrigin returns an error if another user opened a socket, or if it was opened in another network namespace. Such a
 // socket was passed to the process.
-func (s *service) checkOrigin(seat *seat, socket *member.Socket) error {
-	if !slices.Contains(seat.allowedOwners, socket.UID) {
-		return fault.Conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.allowedOwners)),
+func (s *service) checkOrigin(seat *core.Seat, socket *member.Socket) error {
+	if !slices.Contains(seat.AllowedOwners, socket.UID) {
+		return fault.Conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.AllowedOwners)),
 			"start the program as that user, or name the owner in user of the service")
 	}
 	switch netns, err := socket.Netns(); {
 	case err != nil:
 		return err
-	case netns != s.netnsInode:
+	case netns != s.NetnsInode:
 		return fault.Conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
 			"make the program open it in the service's namespace")
 	}
@@ -571,12 +572,12 @@ func (s *service) checkOrigin(seat *seat, socket *member.Socket) error {
 
 // checkSeatSockets checks the origin and the ports of the registered sockets of a seat, and records the member as the owner
 // of the connections. Earlier versions of the agent did neither at registration, and a policy may change the ports.
-func (s *service) checkSeatSockets(seat *seat) error {
+func (s *service) checkSeatSockets(seat *core.Seat) error {
 	rows := make(map[uint64]int)
-	for row, registered := range seat.sockets {
-		rows[registered.cookie] = row
+	for row, registered := range seat.Sockets {
+		rows[registered.Cookie] = row
 	}
-	sockets, err := seat.handle.Sockets(func(socket *member.Socket) bool {
+	sockets, err := seat.Handle.Sockets(func(socket *member.Socket) bool {
 		_, registered := rows[socket.Cookie]
 		return registered
 	})
@@ -588,13 +589,13 @@ func (s *service) checkSeatSockets(seat *seat) error {
 		if err := s.checkOrigin(seat, socket); err != nil {
 			return err
 		}
-		if l, ok := s.listeners[rows[socket.Cookie]]; ok {
+		if l, ok := s.Listeners[rows[socket.Cookie]]; ok {
 			if first, last := listener.MemberPorts(l); socket.Local.Port() < first || socket.Local.Port() > last {
 				return fmt.Errorf("its socket %s is not on %s", socket, listener.MemberAddress(l))
 			}
 		}
 		if socket.Protocol == unix.IPPROTO_TCP {
-			if err := s.labelListener(seat.process, socket.FD()); err != nil {
+			if err := s.labelListener(seat.Process, socket.FD()); err != nil {
 				return err
 			}
 		}
@@ -608,8 +609,8 @@ func (s *service) checkSeatSockets(seat *seat) error {
 // findSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot.
 func (s *service) findSlot(slot int, of member.ID) (int, error) {
 	if slot != member.AnySlot {
-		if seat := s.seats[slot]; seat != nil && !s.takesOver(of, seat) {
-			return 0, fault.Conflict(fmt.Errorf("slot %d is taken by process %d", slot, seat.process.PID),
+		if seat := s.Seats[slot]; seat != nil && !s.takesOver(of, seat) {
+			return 0, fault.Conflict(fmt.Errorf("slot %d is taken by process %d", slot, seat.Process.PID),
 				"end that process, or give this one another slot")
 		}
 		return slot, nil
@@ -618,33 +619,33 @@ func (s *service) findSlot(slot int, of member.ID) (int, error) {
 	for _, c := range s.liveClaims(member.ID{}) {
 		reserved[c.Slot] = true
 	}
-	for slot := range s.config.Slots {
-		if s.seats[slot] == nil && !reserved[slot] {
+	for slot := range s.Config.Slots {
+		if s.Seats[slot] == nil && !reserved[slot] {
 			return slot, nil
 		}
 	}
-	return 0, fault.Conflict(fmt.Errorf("all %d slots are taken", s.config.Slots), "raise slots in the policy")
+	return 0, fault.Conflict(fmt.Errorf("all %d slots are taken", s.Config.Slots), "raise slots in the policy")
 }
 
 // takesOver reports whether a process takes the slot of a member over. Only a process that was started later does, so that
 // two processes do not take the slot from each other.
-func (s *service) takesOver(p member.ID, from *seat) bool {
-	return s.config.Takeover && p.StartTime > from.process.StartTime
+func (s *service) takesOver(p member.ID, from *core.Seat) bool {
+	return s.Config.Takeover && p.StartTime > from.Process.StartTime
 }
 
 // openSlot inserts a member's sockets into the data path and then opens the slot for all listeners at once.
-func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err error) {
-	former := s.seats[seat.slot]
-	seat.place = bpf.PlaceOf(seat.slot, 1)
+func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err error) {
+	former := s.Seats[seat.Slot]
+	seat.Place = bpf.PlaceOf(seat.Slot, 1)
 	if former != nil {
-		seat.place = former.place.Other()
+		seat.Place = former.Place.Other()
 	}
 	flipped := false
 	closeSlot := func() error {
 		if former != nil && !flipped {
-			return s.closePlace(seat.place)
+			return s.ClosePlace(seat.Place)
 		}
-		return s.closeSlot(seat.slot)
+		return s.closeSlot(seat.Slot)
 	}
 	defer func() {
 		if err == nil {
@@ -655,44 +656,44 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 			return
 		}
 		// The former member gets the slot back.
-		delete(s.formers, former.id())
-		s.VacateSlot(seat.slot, "its successor is not ready")
-		s.evaluatePID(former.process.PID)
+		delete(s.formers, former.ID())
+		s.VacateSlot(seat.Slot, "its successor is not ready")
+		s.evaluatePID(former.Process.PID)
 	}()
 	if err := closeSlot(); err != nil {
 		return err
 	}
-	seat.sockets = make(map[int]socketInfo)
+	seat.Sockets = make(map[int]core.SocketInfo)
 	for row, socket := range sockets {
 		if socket.Protocol == unix.IPPROTO_TCP {
-			if err := socket.Listen(s.backlog()); err != nil {
+			if err := socket.Listen(s.Backlog()); err != nil {
 				return err
 			}
 		}
-		if err := s.path.Insert(row, seat.place, socket.FD(), socket.Cookie); err != nil {
+		if err := s.Path.Insert(row, seat.Place, socket.FD(), socket.Cookie); err != nil {
 			return listener.ExplainInsert(socket, err)
 		}
-		seat.sockets[row] = socketInfo{socket.Cookie, socket.String(), socket.Number}
+		seat.Sockets[row] = core.SocketInfo{Cookie: socket.Cookie, Local: socket.String(), Number: socket.Number}
 		if err := s.copyTemplates(seat, socket); err != nil {
 			return err
 		}
 		if socket.Protocol == unix.IPPROTO_TCP {
-			if err := s.labelListener(seat.process, socket.FD()); err != nil {
+			if err := s.labelListener(seat.Process, socket.FD()); err != nil {
 				return err
 			}
 		}
 	}
-	if err := s.shutBefore(seat.slot); err != nil {
+	if err := s.shutBefore(seat.Slot); err != nil {
 		return err
 	}
 	// The devices of a slot that is filling would be steered to the standby slot.
-	if former == nil || s.config.WhenEmpty.Standby == nil {
+	if former == nil || s.Config.WhenEmpty.Standby == nil {
 		if err := s.beginFill(seat, former != nil); err != nil {
 			return err
 		}
 	}
 	flipped = true
-	if err := s.setReady(seat); err != nil {
+	if err := s.SetReady(seat); err != nil {
 		return err
 	}
 	if former != nil {
@@ -700,34 +701,34 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 			return err
 		}
 	}
-	if !s.usesLookup() {
+	if !s.UsesLookup() {
 		for row, socket := range sockets {
-			if err := s.path.Attach(row, socket.FD()); err != nil {
+			if err := s.Path.Attach(row, socket.FD()); err != nil {
 				return err
 			}
 		}
 	}
 	s.registrations++
-	delete(s.refusals, member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime})
+	delete(s.refusals, member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime})
 	s.occupySlot(seat)
-	_, held := s.groupOwner()
+	_, held := s.GroupOwner()
 	s.learnGroupOwner(seat)
 	s.scheduleSave()
 	for pid, w := range s.waiting {
-		if seat.isRelated(w.process, ancestors(w.process)) {
+		if seat.IsRelated(w.process, core.Ancestors(w.process)) {
 			s.forgetWaiting(pid)
 		}
 	}
-	s.log.Info("member registered", "slot", seat.slot, "pid", seat.process.PID, "source", seat.source)
+	s.Log.Info("member registered", "slot", seat.Slot, "pid", seat.Process.PID, "source", seat.Source)
 	// A policy that is being applied may hold the lock for 100 ms before the next pass.
 	s.checkMoved()
 	s.CheckSoon()
 	if err := s.Place(); err != nil {
-		s.log.Error("devices not moved", "error", err)
+		s.Log.Error("devices not moved", "error", err)
 	}
-	if !held && !s.usesLookup() {
+	if !held && !s.UsesLookup() {
 		if err := s.reconcileKeeper(); err != nil {
-			s.log.Error("ports not held", "error", err)
+			s.Log.Error("ports not held", "error", err)
 		}
 	}
 	return nil
@@ -735,39 +736,39 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 
 // makeFormer removes the sockets of a member whose slot another process has taken over. Its process goes on with what it
 // has received; its connections are closed by the next check.
-func (s *service) makeFormer(former, by *seat) error {
-	s.formers[former.id()] = former
+func (s *service) makeFormer(former, by *core.Seat) error {
+	s.formers[former.ID()] = former
 	s.stopCopying(former)
-	s.log.Info("slot taken over", "slot", by.slot, "pid", by.process.PID, "former", former.process.PID)
-	return s.closePlace(former.place)
+	s.Log.Info("slot taken over", "slot", by.Slot, "pid", by.Process.PID, "former", former.Process.PID)
+	return s.ClosePlace(former.Place)
 }
 
 // isFormer reports whether the member of a slot has taken the slot over from a process, before this agent started.
 func (s *service) isFormer(slot int, p *member.Process) bool {
-	now := s.seats[slot]
-	return s.config.Takeover && now != nil && p.StartTime < now.process.StartTime
+	now := s.Seats[slot]
+	return s.Config.Takeover && now != nil && p.StartTime < now.Process.StartTime
 }
 
 // addFormer records a former member until it exits.
-func (s *service) addFormer(slot int, former *seat) {
-	former.slot = slot
-	s.formers[former.id()] = former
+func (s *service) addFormer(slot int, former *core.Seat) {
+	former.Slot = slot
+	s.formers[former.ID()] = former
 	go func() {
-		if former.handle.Wait() != nil {
+		if former.Handle.Wait() != nil {
 			return
 		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
 		s.forgetFormer(former)
 	}()
 }
 
 // forgetFormer forgets a former member that has exited.
-func (s *service) forgetFormer(former *seat) {
-	if s.formers[former.id()] == former {
-		s.log.Info("former member exited", "slot", former.slot, "pid", former.process.PID)
-		delete(s.formers, former.id())
-		former.handle.Close()
+func (s *service) forgetFormer(former *core.Seat) {
+	if s.formers[former.ID()] == former {
+		s.Log.Info("former member exited", "slot", former.Slot, "pid", former.Process.PID)
+		delete(s.formers, former.ID())
+		former.Handle.Close()
 	}
 }
 
@@ -775,32 +776,32 @@ func (s *service) forgetFormer(former *seat) {
 func (s *service) VacateSlot(slot int, reason string) {
 	s.beginWait(slot)
 	if err := s.closeSlot(slot); err != nil {
-		s.log.Error("slot not cleared", "slot", slot, "error", err)
+		s.Log.Error("slot not cleared", "slot", slot, "error", err)
 	}
-	seat := s.seats[slot]
+	seat := s.Seats[slot]
 	if seat == nil {
 		return
 	}
-	delete(s.seats, slot)
+	delete(s.Seats, slot)
 	s.scheduleEnd(slot)
 	s.stopCopying(seat)
 	if s.hasAdoptedDevices(seat) {
-		s.adopters[seat.handle] = true // the goroutine of occupySlot still waits for the exit
+		s.adopters[seat.Handle] = true // the goroutine of occupySlot still waits for the exit
 	} else {
-		seat.handle.Close()
+		seat.Handle.Close()
 	}
-	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
+	s.Log.Info("slot cleared", "slot", slot, "pid", seat.Process.PID, "reason", reason)
 	s.pruneSocketOwners()
 	s.checkMoved()
 	s.CheckSoon()
 	if err := s.Place(); err != nil {
-		s.log.Error("devices not moved", "error", err)
+		s.Log.Error("devices not moved", "error", err)
 	}
 	// A process whose slot was taken over may get the slot back.
 	for id, former := range s.formers {
-		if former.slot == slot {
+		if former.Slot == slot {
 			delete(s.formers, id)
-			former.handle.Close()
+			former.Handle.Close()
 			s.evaluatePID(id.PID)
 		}
 	}
@@ -825,9 +826,9 @@ func (s *service) pruneSocketOwners() {
 		return
 	}
 	live := make(map[uint64]member.ID)
-	for _, seat := range s.seats {
-		for _, socket := range seat.sockets {
-			live[socket.cookie] = member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
+	for _, seat := range s.Seats {
+		for _, socket := range seat.Sockets {
+			live[socket.Cookie] = member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}
 		}
 	}
 	s.socketOwners = live
@@ -836,5 +837,5 @@ func (s *service) pruneSocketOwners() {
 // closeSlot closes a slot in the data path, first for all listeners at once, and then deletes its sockets.
 func (s *service) closeSlot(slot int) error {
 	place := bpf.PlaceOf(slot, 1)
-	return fault.Join(s.path.SetSlot(slot, bpf.Slot{}), s.closePlace(place), s.closePlace(place.Other()))
+	return fault.Join(s.Path.SetSlot(slot, bpf.Slot{}), s.ClosePlace(place), s.ClosePlace(place.Other()))
 }

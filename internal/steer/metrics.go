@@ -88,29 +88,29 @@ func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	}
 	for _, s := range services {
 		if err := s.collect(out); err != nil {
-			d.log.Error("metrics failed", "service", s.config.Name, "error", err)
+			d.log.Error("metrics failed", "service", s.Config.Name, "error", err)
 		}
 	}
 }
 
 func (s *service) collect(out chan<- prometheus.Metric) error {
 	status := s.status()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	counters, err := s.path.Counters(s.config.Slots)
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	counters, err := s.Path.Counters(s.Config.Slots)
 	if err != nil {
 		return err
 	}
-	stats, err := s.path.RunStats()
+	stats, err := s.Path.RunStats()
 	if err != nil {
 		return err
 	}
-	unlisted, err := s.path.Unlisted()
+	unlisted, err := s.Path.Unlisted()
 	if err != nil {
 		return err
 	}
 	shares := s.shares()
-	name := s.config.Name
+	name := s.Config.Name
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{name}, labels...)...)
 	}
@@ -128,7 +128,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	counter(descUnlisted, float64(unlisted))
 	if s.keepsTemplates() {
 		kept := s.kept.store.Stats()
-		lost, err := s.path.LostTemplates()
+		lost, err := s.Path.LostTemplates()
 		if err != nil {
 			return err
 		}
@@ -148,14 +148,14 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())
 	for i, c := range counters {
 		slot := strconv.Itoa(i)
-		if i == s.config.Slots {
+		if i == s.Config.Slots {
 			slot = ""
 		} else {
-			gauge(descReady, format.Bool(s.isReady(i)), slot)
+			gauge(descReady, format.Bool(s.IsReady(i)), slot)
 			gauge(descShare, shares[i], slot)
-			gauge(descWeight, float64(s.slotState(i).Weight), slot)
+			gauge(descWeight, float64(s.SlotState(i).Weight), slot)
 			for _, state := range stored.States {
-				gauge(descState, format.Bool(string(s.slotState(i).State) == state), slot, state)
+				gauge(descState, format.Bool(string(s.SlotState(i).State) == state), slot, state)
 			}
 			if room, err := s.roomStatus(i); err != nil {
 				return err

@@ -114,17 +114,17 @@ func (s *service) Place() error {
 
 func (s *service) placeSome() error {
 	s.moves.more = false
-	if s.path == nil || s.restoring {
+	if s.Path == nil || s.Restoring {
 		return nil
 	}
 	next, pins := s.nextStep()
-	if next.Table == s.mapping.Table && next.SamePins(s.mapping) && next.Devices == s.mapping.Devices {
+	if next.Table == s.Mapping.Table && next.SamePins(s.Mapping) && next.Devices == s.Mapping.Devices {
 		return s.finishPlace(pins)
 	}
-	before := s.mapping
-	s.mapping = next
+	before := s.Mapping
+	s.Mapping = next
 	if err := s.installMapping(); err != nil {
-		s.mapping = before
+		s.Mapping = before
 		return err
 	}
 	s.releaseMoved(before)
@@ -138,14 +138,14 @@ func (s *service) finishPlace(pins []int) error {
 	s.scheduleMoves()
 	if len(pins) > 0 {
 		for _, i := range pins {
-			s.state.Pins[i].InForce = true
+			s.State.Pins[i].InForce = true
 		}
-		if err := s.state.Save(s.statePath()); err != nil {
+		if err := s.State.Save(s.StatePath()); err != nil {
 			return err
 		}
 	}
-	for _, slot := range slices.Sorted(maps.Keys(s.seats)) {
-		if slot >= s.config.Slots && !s.inUse(slot) {
+	for _, slot := range slices.Sorted(maps.Keys(s.Seats)) {
+		if slot >= s.Config.Slots && !s.InUse(slot) {
 			s.VacateSlot(slot, "slot removed")
 		}
 	}
@@ -155,42 +155,42 @@ func (s *service) finishPlace(pins []int) error {
 // nextStep returns the next mapping, and the indexes of the pins that it puts in force.
 func (s *service) nextStep() (next *placement.Mapping, pins []int) {
 	s.moves.waiting, s.moves.stopped, s.moves.blocked = 0, 0, make(map[int]int)
-	if s.config.SharesSlots || s.mapping.Table.Nonce != s.target.Table.Nonce {
-		for i := range s.state.Pins {
-			if !s.state.Pins[i].InForce {
+	if s.Config.SharesSlots || s.Mapping.Table.Nonce != s.Target.Table.Nonce {
+		for i := range s.State.Pins {
+			if !s.State.Pins[i].InForce {
 				pins = append(pins, i)
 			}
 		}
-		return s.target.WithPins(s.state.PinsFor(s.config.Slots, nil)), pins
+		return s.Target.WithPins(s.State.PinsFor(s.Config.Slots, nil)), pins
 	}
-	ready := s.readySlots()
-	table := s.mapping.Table.Bucket
+	ready := s.ReadySlots()
+	table := s.Mapping.Table.Bucket
 	var candidates, stopped, free []int
-	for bucket, want := range s.target.Table.Bucket {
+	for bucket, want := range s.Target.Table.Bucket {
 		is := table[bucket]
 		switch {
 		case is == want:
-		case !ready[want] && (s.seats[int(is)] != nil || int(is) < s.config.Slots):
+		case !ready[want] && (s.Seats[int(is)] != nil || int(is) < s.Config.Slots):
 			s.moves.blocked[int(want)]++
-		case s.state.MovesStopped:
+		case s.State.MovesStopped:
 			stopped = append(stopped, bucket)
-		case s.paced() && s.seats[int(is)] != nil:
+		case s.Paced() && s.Seats[int(is)] != nil:
 			candidates = append(candidates, bucket)
 		default:
 			free = append(free, bucket)
 		}
 	}
 	for _, bucket := range s.limitFlip(free) {
-		table[bucket] = s.target.Table.Bucket[bucket]
+		table[bucket] = s.Target.Table.Bucket[bucket]
 	}
 	var wantedPins []int
-	for i := range s.state.Pins {
-		switch one := &s.state.Pins[i]; {
-		case one.InForce || one.Slot >= s.config.Slots || s.slotState(one.Slot).State == stored.Drain:
+	for i := range s.State.Pins {
+		switch one := &s.State.Pins[i]; {
+		case one.InForce || one.Slot >= s.Config.Slots || s.SlotState(one.Slot).State == stored.Drain:
 		case !ready[one.Slot]:
 			s.moves.blocked[one.Slot]++
-		case s.state.MovesStopped:
-		case s.paced():
+		case s.State.MovesStopped:
+		case s.Paced():
 			wantedPins = append(wantedPins, i)
 		default:
 			pins = append(pins, i)
@@ -203,27 +203,27 @@ func (s *service) nextStep() (next *placement.Mapping, pins []int) {
 		var chosen []int
 		chosen, pins = s.admit(candidates, wantedPins)
 		for _, bucket := range chosen {
-			table[bucket] = s.target.Table.Bucket[bucket]
+			table[bucket] = s.Target.Table.Bucket[bucket]
 		}
 	}
 	inForce := func(p *stored.Pin) bool {
-		return slices.ContainsFunc(pins, func(i int) bool { return &s.state.Pins[i] == p })
+		return slices.ContainsFunc(pins, func(i int) bool { return &s.State.Pins[i] == p })
 	}
-	return s.target.WithBuckets(&table).WithPins(s.state.PinsFor(s.config.Slots, inForce)), pins
+	return s.Target.WithBuckets(&table).WithPins(s.State.PinsFor(s.Config.Slots, inForce)), pins
 }
 
 // limitFlip returns the buckets that move by the next write of the table: all, or those without sessions and those of
 // maxFlip devices. In the second case, more is set.
 func (s *service) limitFlip(buckets []int) []int {
-	if len(buckets) <= maxFlip || s.events == nil || s.config.OnMove != config.CloseMoved {
+	if len(buckets) <= maxFlip || s.Events == nil || s.Config.OnMove != config.CloseMoved {
 		return buckets
 	}
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
 		return buckets
 	}
 	inBucket := make(map[int]int)
-	for _, d := range session.ByDevice(s.mapping, list) {
+	for _, d := range session.ByDevice(s.Mapping, list) {
 		if !d.Location.Pinned {
 			inBucket[d.Location.Bucket]++
 		}
@@ -246,12 +246,12 @@ func (s *service) limitFlip(buckets []int) []int {
 // admit chooses the buckets and pins that move now: those without sessions, and for each target slot as many devices as
 // pace permits.
 func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("sessions not read, moving without pace", "error", err)
+		s.Log.Warn("sessions not read, moving without pace", "error", err)
 		return buckets, pins
 	}
-	inBucket, devices := make(map[int][]string), session.ByDevice(s.mapping, list)
+	inBucket, devices := make(map[int][]string), session.ByDevice(s.Mapping, list)
 	for _, key := range slices.Sorted(maps.Keys(devices)) {
 		if at := devices[key].Location; !at.Pinned {
 			inBucket[at.Bucket] = append(inBucket[at.Bucket], key)
@@ -270,7 +270,7 @@ func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 		return true
 	}
 	for _, bucket := range buckets {
-		if take(int(s.target.Table.Bucket[bucket]), inBucket[bucket]) {
+		if take(int(s.Target.Table.Bucket[bucket]), inBucket[bucket]) {
 			if len(inBucket[bucket]) > 0 {
 				s.gate.admitted[uint16(bucket)] = true
 			}
@@ -278,7 +278,7 @@ func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 		}
 	}
 	for _, i := range pins {
-		one := &s.state.Pins[i]
+		one := &s.State.Pins[i]
 		var keys []string
 		for _, key := range slices.Sorted(maps.Keys(devices)) {
 			d := devices[key]
@@ -295,17 +295,17 @@ func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 
 // scheduleMoves schedules the next step while devices move.
 func (s *service) scheduleMoves() {
-	if s.moving() && s.moves.timer == nil && s.events != nil {
+	if s.moving() && s.moves.timer == nil && s.Events != nil {
 		s.moves.timer = time.AfterFunc(moveInterval, s.continueMoves)
 	}
 }
 
 // continueMoves ends the moves of the devices whose initial dump is over, and begins the next ones.
 func (s *service) continueMoves() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	s.moves.timer = nil
-	if s.events == nil {
+	if s.Events == nil {
 		return
 	}
 	s.sampleMoves()
@@ -314,21 +314,21 @@ func (s *service) continueMoves() {
 		err = s.installMapping()
 	}
 	if err = errors.Join(err, s.Place()); err != nil {
-		s.log.Error("devices not moved", "error", err)
+		s.Log.Error("devices not moved", "error", err)
 	}
 	if !s.moving() {
-		s.log.Info("moves have ended", "devices", s.moves.done, "took", time.Since(s.moves.started).Round(time.Millisecond).String())
+		s.Log.Info("moves have ended", "devices", s.moves.done, "took", time.Since(s.moves.started).Round(time.Millisecond).String())
 	}
 }
 
 // sampleMoves measures the receive rates of the moving devices, and deletes those whose initial dump is over.
 func (s *service) sampleMoves() {
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("sessions not read", "error", err)
+		s.Log.Warn("sessions not read", "error", err)
 	}
 	received, now := make(map[string]uint64), time.Now()
-	connected := session.ByDevice(s.mapping, list)
+	connected := session.ByDevice(s.Mapping, list)
 	for key, d := range connected {
 		for _, one := range d.Sessions {
 			received[key] += one.Info.Bytes_received
@@ -345,10 +345,10 @@ func (s *service) sampleMoves() {
 
 // timeoutOfMoves returns pace.timeout; 0 if the policy has no pace any more.
 func (s *service) timeoutOfMoves() int64 {
-	if s.config.Pace == nil {
+	if s.Config.Pace == nil {
 		return 0
 	}
-	return s.config.Pace.Timeout
+	return s.Config.Pace.Timeout
 }
 
 // sample updates the rate of a device, and reports whether its initial dump is over.
@@ -401,8 +401,8 @@ func (s *service) checkNoMoves(of string) error {
 
 // stopMoves stops the moves, or continues them.
 func (s *service) stopMoves(stop bool) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	if stop && s.moves.ungated()+len(s.moves.blocked) == 0 {
 		if gates := s.closedGates(); len(gates) > 0 {
 			return fault.Conflict(fmt.Errorf("no devices move; %s admits devices in turn, which cannot be stopped", slotNames(gates)),
@@ -410,11 +410,11 @@ func (s *service) stopMoves(stop bool) error {
 		}
 		return fault.Conflict(errors.New("no devices move"), "sockeye moves shows the moves")
 	}
-	if !stop && !s.state.MovesStopped {
+	if !stop && !s.State.MovesStopped {
 		return fault.Conflict(errors.New("the moves are not stopped"), "sockeye moves shows the moves")
 	}
-	s.state.MovesStopped = stop
-	if err := s.state.Save(s.statePath()); err != nil {
+	s.State.MovesStopped = stop
+	if err := s.State.Save(s.StatePath()); err != nil {
 		return err
 	}
 	return s.Place()
@@ -422,16 +422,16 @@ func (s *service) stopMoves(stop bool) error {
 
 // movesStatus returns the progress of the moves.
 func (s *service) movesStatus() api.MovesStatus {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	m := &s.moves
 	status := api.MovesStatus{
-		Service: s.config.Name, State: "none", Cause: m.cause, Done: m.done, Running: []api.MovingDevice{},
-		Waiting: m.waiting + s.gate.waiting, Gates: s.closedGates(), Blocked: []api.BlockedMoves{}, Paced: s.paced(), OnMove: string(s.config.OnMove),
+		Service: s.Config.Name, State: "none", Cause: m.cause, Done: m.done, Running: []api.MovingDevice{},
+		Waiting: m.waiting + s.gate.waiting, Gates: s.closedGates(), Blocked: []api.BlockedMoves{}, Paced: s.Paced(), OnMove: string(s.Config.OnMove),
 	}
 	for _, slot := range slices.Sorted(maps.Keys(m.blocked)) {
 		reason := "has no member"
-		if s.slotState(slot).State == stored.Maint {
+		if s.SlotState(slot).State == stored.Maint {
 			reason = "is in maint"
 		}
 		status.Blocked = append(status.Blocked, api.BlockedMoves{Slot: slot, Reason: reason, Share: float64(m.blocked[slot]) / float64(bpf.Buckets)})
@@ -441,7 +441,7 @@ func (s *service) movesStatus() api.MovesStatus {
 		status.Running = append(status.Running, api.MovingDevice{Device: one.device, Slot: one.slot, Since: one.since, Received: one.received, Rate: one.rate})
 	}
 	switch {
-	case s.state.MovesStopped && !slices.Equal(s.mapping.Table.Bucket[:], s.target.Table.Bucket[:]):
+	case s.State.MovesStopped && !slices.Equal(s.Mapping.Table.Bucket[:], s.Target.Table.Bucket[:]):
 		status.State, status.Waiting = "stopped", m.stopped
 	case m.active() || s.gate.waiting > 0:
 		status.State = "running"
@@ -461,7 +461,7 @@ func (s *service) movesStatus() api.MovesStatus {
 
 // settled returns the mapping to which the present moves lead.
 func (s *service) settled() *placement.Mapping {
-	return s.target.WithPins(s.state.PinsFor(s.config.Slots, nil))
+	return s.Target.WithPins(s.State.PinsFor(s.Config.Slots, nil))
 }
 
 // movesEffect describes how many devices get another slot by a change of the mapping, and what becomes of their
@@ -478,17 +478,17 @@ func (s *service) movesEffect(from, target *placement.Mapping) string {
 		moves[key] = moves[key] || away
 		return away
 	}
-	for address := range s.path.Devices() {
+	for address := range s.Path.Devices() {
 		note(placement.Addr(address))
 	}
 	sessions := 0
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	for _, one := range list {
 		if one.State == sockdiag.Established && one.Owned && note(one.Address) {
 			sessions++
 		}
 	}
-	if s.config.TrackDevices == 0 && sessions == 0 {
+	if s.Config.TrackDevices == 0 && sessions == 0 {
 		return "devices are not tracked, so it is not known how many move"
 	}
 	effect := fmt.Sprintf("%d of %s seen move", moved, format.Count(len(moves), "device", "devices"))
@@ -508,24 +508,24 @@ func (s *service) sessionsEffect(sessions int) string {
 	if sessions == 1 {
 		stay, closed = " stays open, so that the device is split", " is closed"
 	}
-	switch err := s.canClose(); {
-	case s.config.OnMove == config.KeepMoved:
+	switch err := s.CanClose(); {
+	case s.Config.OnMove == config.KeepMoved:
 		return text + stay + " (on_move: keep)"
 	case err != nil:
 		return text + stay + ": " + err.Error()
-	case s.paced():
-		closed += fmt.Sprintf(", %d at a time per member; sockeye moves shows the progress", s.config.Pace.Devices)
+	case s.Paced():
+		closed += fmt.Sprintf(", %d at a time per member; sockeye moves shows the progress", s.Config.Pace.Devices)
 	}
 	return text + closed
 }
 
 // countIn returns the number of devices with sessions in some buckets.
 func (s *service) countIn(buckets []int) (n int) {
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("sessions not read", "error", err)
+		s.Log.Warn("sessions not read", "error", err)
 	}
-	for _, d := range session.ByDevice(s.mapping, list) {
+	for _, d := range session.ByDevice(s.Mapping, list) {
 		if !d.Location.Pinned && slices.Contains(buckets, d.Location.Bucket) {
 			n++
 		}

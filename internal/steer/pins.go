@@ -17,28 +17,28 @@ import (
 // movePin pins a device to a slot, or with slot -1 removes its pin, and returns the change. With dryRun, nothing is
 // changed.
 func (s *service) movePin(text string, slot int, until *time.Time, dryRun bool) (what, effect string, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if slot >= s.config.Slots || slot < -1 {
-		return "", "", s.slotRange(slot)
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if slot >= s.Config.Slots || slot < -1 {
+		return "", "", s.SlotRange(slot)
 	}
-	one, err := stored.ParsePin(text, s.mapping.Devices)
+	one, err := stored.ParsePin(text, s.Mapping.Devices)
 	if slot < 0 && err != nil {
 		// A pin of an earlier device map can be removed.
-		for i := range s.state.Pins {
-			if s.state.Pins[i].Name() == text {
-				one, err = s.state.Pins[i], nil
+		for i := range s.State.Pins {
+			if s.State.Pins[i].Name() == text {
+				one, err = s.State.Pins[i], nil
 			}
 		}
 	}
 	if err != nil {
 		return "", "", err
 	}
-	if slot >= 0 && s.slotState(slot).State != stored.Ready {
-		return "", "", fault.Conflict(fmt.Errorf("slot %d is in %s", slot, s.slotState(slot).State), fmt.Sprintf("name another slot, or sockeye slot set %d ready", slot))
+	if slot >= 0 && s.SlotState(slot).State != stored.Ready {
+		return "", "", fault.Conflict(fmt.Errorf("slot %d is in %s", slot, s.SlotState(slot).State), fmt.Sprintf("name another slot, or sockeye slot set %d ready", slot))
 	}
-	next := s.state
-	next.Pins = slices.Clone(s.state.Pins)
+	next := s.State
+	next.Pins = slices.Clone(s.State.Pins)
 	i := slices.IndexFunc(next.Pins, func(o stored.Pin) bool { return o.SameDevice(&one) })
 	switch {
 	case slot < 0 && i < 0:
@@ -66,35 +66,35 @@ func (s *service) movePin(text string, slot int, until *time.Time, dryRun bool) 
 	if err := s.checkNoMoves(of); err != nil && !dryRun {
 		return "", "", err
 	}
-	effect = s.movesEffect(s.mapping, s.mapping.WithPins(next.PinsFor(s.config.Slots, nil)))
-	if slot >= 0 && s.seats[slot] == nil {
+	effect = s.movesEffect(s.Mapping, s.Mapping.WithPins(next.PinsFor(s.Config.Slots, nil)))
+	if slot >= 0 && s.Seats[slot] == nil {
 		effect = fmt.Sprintf("waits until slot %d has a member; then %s", slot, effect)
 	}
 	if dryRun {
 		return what, effect, nil
 	}
-	return what, effect, s.replaceState(next, s.target, what, of)
+	return what, effect, s.replaceState(next, s.Target, what, of)
 }
 
 // removePins removes all pins, and returns the change.
 func (s *service) removePins(dryRun bool) (what, effect string, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.state.Pins) == 0 {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if len(s.State.Pins) == 0 {
 		return "", "", nil
 	}
 	const of = "pins"
 	if err := s.checkNoMoves(of); err != nil && !dryRun {
 		return "", "", err
 	}
-	next := s.state
+	next := s.State
 	next.Pins = nil
-	what = format.Count(len(s.state.Pins), "pin removed", "pins removed")
-	effect = s.movesEffect(s.mapping, s.mapping.WithPins(next.PinsFor(s.config.Slots, nil)))
+	what = format.Count(len(s.State.Pins), "pin removed", "pins removed")
+	effect = s.movesEffect(s.Mapping, s.Mapping.WithPins(next.PinsFor(s.Config.Slots, nil)))
 	if dryRun {
 		return what, effect, nil
 	}
-	return what, effect, s.replaceState(next, s.target, what, of)
+	return what, effect, s.replaceState(next, s.Target, what, of)
 }
 
 func equalTimes(a, b *time.Time) bool {
@@ -105,12 +105,12 @@ func equalTimes(a, b *time.Time) bool {
 func (s *service) expirePins() {
 	now := time.Now()
 	var next time.Time
-	kept := slices.DeleteFunc(slices.Clone(s.state.Pins), func(p stored.Pin) bool {
+	kept := slices.DeleteFunc(slices.Clone(s.State.Pins), func(p stored.Pin) bool {
 		if p.Until == nil {
 			return false
 		}
 		if !p.Until.After(now) {
-			s.log.Info("pin has ended", "device", p.Name(), "slot", p.Slot)
+			s.Log.Info("pin has ended", "device", p.Name(), "slot", p.Slot)
 			return true
 		}
 		if next.IsZero() || p.Until.Before(next) {
@@ -124,25 +124,25 @@ func (s *service) expirePins() {
 	}
 	if !next.IsZero() {
 		s.pinTimer = time.AfterFunc(next.Sub(now), func() {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			if s.events != nil {
+			s.Mu.Lock()
+			defer s.Mu.Unlock()
+			if s.Events != nil {
 				s.expirePins()
 			}
 		})
 	}
-	if len(kept) == len(s.state.Pins) {
+	if len(kept) == len(s.State.Pins) {
 		return
 	}
-	s.state.Pins = kept
-	if err := errors.Join(s.state.Save(s.statePath()), s.Place()); err != nil {
-		s.log.Error("pins not removed", "error", err)
+	s.State.Pins = kept
+	if err := errors.Join(s.State.Save(s.StatePath()), s.Place()); err != nil {
+		s.Log.Error("pins not removed", "error", err)
 	}
 }
 
 // pinsOf returns the pins of a slot, sorted by name.
 func (s *service) pinsOf(slot int) (list []stored.Pin) {
-	for _, p := range s.state.Pins {
+	for _, p := range s.State.Pins {
 		if p.Slot == slot {
 			list = append(list, p)
 		}

@@ -23,6 +23,7 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/stored"
 )
@@ -59,15 +60,15 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 	if t.rules, t.users, err = resolveMembers(c); err != nil {
 		return nil, err
 	}
-	if _, err := os.Stat(filepath.Join(s.host.Cgroups.Mount, c.Cgroup)); err != nil {
+	if _, err := os.Stat(filepath.Join(s.Host.Cgroups.Mount, c.Cgroup)); err != nil {
 		return nil, fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
 	}
 	if c.Netns != "" {
-		probe := &service{coreService: coreService{config: c}}
+		probe := &service{Service: core.Service{Config: c}}
 		if err := probe.openNetns(); err != nil {
 			return nil, err
 		}
-		probe.netns.Close()
+		probe.Netns.Close()
 		if c.Steering == config.Reuseport && !rights.Has(unix.CAP_SYS_ADMIN) {
 			return nil, &fault.Error{Err: errors.New("the agent has no right to enter network namespaces"),
 				Hint: rights.MissingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
@@ -77,27 +78,27 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 	if err != nil {
 		return nil, err
 	}
-	s.mu.Lock() // commands change the settings concurrently
-	defer s.mu.Unlock()
-	t.settings = s.state
-	shared := &service{coreService: coreService{host: s.host, state: s.state}}
+	s.Mu.Lock() // commands change the settings concurrently
+	defer s.Mu.Unlock()
+	t.settings = s.State
+	shared := &service{Service: core.Service{Host: s.Host, State: s.State}}
 	if err := shared.shareSettings(c); err != nil {
 		return nil, err
 	}
-	t.settings = shared.state
+	t.settings = shared.State
 	t.mapping, err = stored.NewMapping(c, &t.settings, nonce, devices)
 	return t, err
 }
 
 // plan lists the changes that a target makes, in the order of the policy keys.
 func (s *service) plan(t *target) []api.Change {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	var changes []api.Change
 	add := func(what, effect string) {
-		changes = append(changes, api.Change{Service: s.config.Name, Action: "change", What: what, Effect: effect})
+		changes = append(changes, api.Change{Service: s.Config.Name, Action: "change", What: what, Effect: effect})
 	}
-	from, to := s.config, t.config
+	from, to := s.Config, t.config
 	if from.Steering != to.Steering {
 		add(fmt.Sprintf("steering: %s -> %s", from.Steering, to.Steering),
 			"all traffic is refused until the members are registered again, immediately")
@@ -106,7 +107,7 @@ func (s *service) plan(t *target) []api.Change {
 		effect := s.targetEffect(t)
 		var empty []int
 		for slot := from.Slots; slot < to.Slots; slot++ {
-			if s.seats[slot] == nil {
+			if s.Seats[slot] == nil {
 				empty = append(empty, slot)
 			}
 		}
@@ -164,20 +165,20 @@ func (s *service) plan(t *target) []api.Change {
 	}
 	for _, l := range to.Listeners {
 		if !slices.Contains(from.Listeners, l) {
-			changes = append(changes, api.Change{Service: s.config.Name, Action: "add", What: "listener " + l.String(), Effect: "slots are not ready until their members listen on it"})
+			changes = append(changes, api.Change{Service: s.Config.Name, Action: "add", What: "listener " + l.String(), Effect: "slots are not ready until their members listen on it"})
 		}
 	}
 	for _, l := range from.Listeners {
 		if !slices.Contains(to.Listeners, l) {
-			changes = append(changes, api.Change{Service: s.config.Name, Action: "remove", What: "listener " + l.String(), Effect: "the kernel's hash decides there from then on"})
+			changes = append(changes, api.Change{Service: s.Config.Name, Action: "remove", What: "listener " + l.String(), Effect: "the kernel's hash decides there from then on"})
 		}
 	}
-	if !s.mapping.Devices.Equal(t.mapping.Devices) {
+	if !s.Mapping.Devices.Equal(t.mapping.Devices) {
 		effect := ""
 		if from.Slots == to.Slots {
 			effect = s.targetEffect(t)
 		}
-		add(fmt.Sprintf("device_map: %s -> %s", deviceMapSummary(s.mapping.Devices), deviceMapSummary(t.mapping.Devices)), effect)
+		add(fmt.Sprintf("device_map: %s -> %s", deviceMapSummary(s.Mapping.Devices), deviceMapSummary(t.mapping.Devices)), effect)
 	}
 	if from.Backlog != to.Backlog {
 		add(fmt.Sprintf("backlog: %d -> %d", from.Backlog, to.Backlog), "")
@@ -204,7 +205,7 @@ func (s *service) plan(t *target) []api.Change {
 }
 
 func (s *service) userEffect(t *target) string {
-	if s.usesLookup() {
+	if s.UsesLookup() {
 		return s.lostSlotsEffect(t)
 	}
 	return s.lostSlotsEffect(t) + "; the ports are held for that user"
@@ -212,10 +213,10 @@ func (s *service) userEffect(t *target) string {
 
 // lostSlotsEffect describes how many members lose their slot under the target.
 func (s *service) lostSlotsEffect(t *target) string {
-	then := &service{coreService: coreService{config: t.config, users: t.users, state: s.state}, rules: t.rules, memberHost: s.memberHost, firstSeen: maps.Clone(s.firstSeen)}
+	then := &service{Service: core.Service{Config: t.config, Users: t.users, State: s.State}, rules: t.rules, memberHost: s.memberHost, firstSeen: maps.Clone(s.firstSeen)}
 	lost := 0
-	for slot, now := range s.seats {
-		want, err := then.membership(now.process, &seat{})
+	for slot, now := range s.Seats {
+		want, err := then.membership(now.Process, &core.Seat{})
 		if err != nil || want != member.AnySlot && want != slot {
 			lost++
 		}
@@ -230,7 +231,7 @@ func (s *service) lostSlotsEffect(t *target) string {
 func (s *service) waitingEffect() string {
 	var waiting uint64
 	slots := 0
-	for slot := range s.config.Slots {
+	for slot := range s.Config.Slots {
 		room, err := s.roomStatus(slot)
 		if err != nil || room == nil || room.Until == nil || room.Filling { // a member receives what waits there
 			continue
@@ -245,7 +246,7 @@ func (s *service) waitingEffect() string {
 }
 
 func (s *service) countSeatsFrom(slots int) (n int) {
-	for slot := range s.seats {
+	for slot := range s.Seats {
 		if slot >= slots {
 			n++
 		}
@@ -283,10 +284,10 @@ func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap)
 	if err != nil {
 		return builtDeviceMap{}, err
 	}
-	s.mu.Lock()
-	m = m.WithPins(s.state.PinsFor(c.Slots, nil))
+	s.Mu.Lock()
+	m = m.WithPins(s.State.PinsFor(c.Slots, nil))
 	installed := s.installedEntries
-	s.mu.Unlock()
+	s.Mu.Unlock()
 	if entries := m.Entries(); installed == nil || !installed.Equal(entries) {
 		return buildDeviceMap(entries)
 	}
@@ -295,13 +296,13 @@ func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap)
 
 // currentTarget returns the current state of the service as a target.
 func (s *service) currentTarget() *target {
-	return &target{config: s.config, rules: s.rules, users: s.users, mapping: s.target, settings: s.state}
+	return &target{config: s.Config, rules: s.rules, users: s.Users, mapping: s.Target, settings: s.State}
 }
 
 // applyTarget switches the service to a target. If that fails, applyTarget switches back to the previous target.
 func (s *service) applyTarget(t *target) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	before := s.currentTarget()
 	s.pendingDevices, t.pendingDevices = t.pendingDevices, builtDeviceMap{}
 	defer s.pendingDevices.close()
@@ -319,12 +320,12 @@ func (s *service) applyTarget(t *target) error {
 // changes.
 func (s *service) switchTo(t *target) error {
 	s.closeGateSockets()
-	if s.config.Netns != t.config.Netns || s.config.Steering != t.config.Steering {
+	if s.Config.Netns != t.config.Netns || s.Config.Steering != t.config.Steering {
 		return s.recreate(t)
 	}
-	old := s.rows
+	old := s.Rows
 	s.setTarget(t)
-	s.state.MovesStopped = false
+	s.State.MovesStopped = false
 	s.moves.begin("policy", "policy")
 	s.assignRows(old)
 	if err := s.removeListeners(old); err != nil {
@@ -337,10 +338,10 @@ func (s *service) switchTo(t *target) error {
 		return err
 	}
 	// The mapping in force stays until the members of new slots are registered, so that no device moves twice.
-	s.restoring = true
-	defer func() { s.restoring = false }()
-	for slot, seat := range s.seats {
-		want, err := s.membership(seat.process, seat)
+	s.Restoring = true
+	defer func() { s.Restoring = false }()
+	for slot, seat := range s.Seats {
+		want, err := s.membership(seat.Process, seat)
 		if err == nil {
 			err = s.checkSeatSockets(seat)
 		}
@@ -358,7 +359,7 @@ func (s *service) switchTo(t *target) error {
 	if err := s.scan(); err != nil {
 		return err
 	}
-	s.restoring = false
+	s.Restoring = false
 	s.CheckSoon()
 	if err := errors.Join(s.writeWaits(), s.Place(), s.reconcileKeeper()); err != nil {
 		return err
@@ -374,19 +375,19 @@ func (s *service) recreate(t *target) error {
 	for pid := range s.waiting {
 		s.forgetWaiting(pid)
 	}
-	if s.path == nil {
-		if err := bpf.Remove(s.host.Root.Service(s.config.Name)); err != nil {
+	if s.Path == nil {
+		if err := bpf.Remove(s.Host.Root.Service(s.Config.Name)); err != nil {
 			return err
 		}
 		return s.reopen(t, nil)
 	}
-	old, groups := s.path, s.groupSockets()
-	for slot := range s.seats {
+	old, groups := s.Path, s.groupSockets()
+	for slot := range s.Seats {
 		s.VacateSlot(slot, "service restarted")
 	}
-	s.events.Close()
-	s.events, s.path = nil, nil
-	err := bpf.Unpin(s.host.Root.Service(s.config.Name))
+	s.Events.Close()
+	s.Events, s.Path = nil, nil
+	err := bpf.Unpin(s.Host.Root.Service(s.Config.Name))
 	if err == nil {
 		err = s.reopen(t, groups)
 	}
@@ -402,9 +403,9 @@ func (s *service) reopen(t *target, groups []int) error {
 	if err := s.saveGroupOwner(); err != nil {
 		return err
 	}
-	if s.netns != nil {
-		s.netns.Close()
-		s.netns = nil
+	if s.Netns != nil {
+		s.Netns.Close()
+		s.Netns = nil
 	}
 	if err := s.openNetns(); err != nil {
 		return err
@@ -425,24 +426,24 @@ func (s *service) reopen(t *target, groups []int) error {
 
 // setTarget makes a target the configuration of the service.
 func (s *service) setTarget(t *target) {
-	s.config, s.rules, s.users, s.target = t.config, t.rules, t.users, t.mapping
-	s.state.Nonce = t.mapping.Table.Nonce
-	for i := range s.state.Pins {
-		if s.state.Pins[i].Slot >= t.config.Slots {
-			s.state.Pins[i].InForce = false // the pin waits if the policy has the slot again
+	s.Config, s.rules, s.Users, s.Target = t.config, t.rules, t.users, t.mapping
+	s.State.Nonce = t.mapping.Table.Nonce
+	for i := range s.State.Pins {
+		if s.State.Pins[i].Slot >= t.config.Slots {
+			s.State.Pins[i].InForce = false // the pin waits if the policy has the slot again
 		}
 	}
 	if t.config.SlotsAs != "" {
-		s.state.Slots, s.state.Pins = t.settings.Slots, t.settings.Pins
+		s.State.Slots, s.State.Pins = t.settings.Slots, t.settings.Pins
 	}
 }
 
 // saveGroupOwner saves the state. A policy that names users overrides the user of the first claim.
 func (s *service) saveGroupOwner() error {
-	if len(s.users) > 0 {
-		s.state.ClaimedUID = nil
+	if len(s.Users) > 0 {
+		s.State.ClaimedUID = nil
 	}
-	return s.state.Save(s.statePath())
+	return s.State.Save(s.StatePath())
 }
 
 // removeListeners removes the listeners of old that the policy no longer has. The keeper sockets of a listener are
@@ -451,16 +452,16 @@ func (s *service) removeListeners(old [bpf.MaxListeners]bpf.Listener) error {
 	var errs []error
 	var dropped []int
 	for row, l := range old {
-		if l == (bpf.Listener{}) || l == s.rows[row] {
+		if l == (bpf.Listener{}) || l == s.Rows[row] {
 			continue
 		}
-		if fd, ok := s.keeperSockets[row]; ok {
+		if fd, ok := s.KeeperSockets[row]; ok {
 			dropped = append(dropped, fd)
-			delete(s.keeperSockets, row)
+			delete(s.KeeperSockets, row)
 		}
-		for _, seat := range s.seats {
-			errs = append(errs, s.path.Delete(row, seat.place))
-			delete(seat.sockets, row)
+		for _, seat := range s.Seats {
+			errs = append(errs, s.Path.Delete(row, seat.Place))
+			delete(seat.Sockets, row)
 		}
 	}
 	if len(dropped) > 0 {
@@ -473,16 +474,16 @@ func (s *service) removeListeners(old [bpf.MaxListeners]bpf.Listener) error {
 	return fault.Join(errs...)
 }
 
-func (s *service) raiseBacklog(seat *seat) {
-	sockets, err := seat.handle.Sockets(s.matchesListener)
+func (s *service) raiseBacklog(seat *core.Seat) {
+	sockets, err := seat.Handle.Sockets(s.matchesListener)
 	if err != nil {
 		return
 	}
 	defer member.CloseAll(sockets)
 	for _, socket := range sockets {
 		if socket.Protocol == unix.IPPROTO_TCP && socket.Listening {
-			if err := socket.Listen(s.backlog()); err != nil {
-				s.log.Warn("backlog not set", "slot", seat.slot, "pid", seat.process.PID, "error", err)
+			if err := socket.Listen(s.Backlog()); err != nil {
+				s.Log.Warn("backlog not set", "slot", seat.Slot, "pid", seat.Process.PID, "error", err)
 			}
 		}
 	}

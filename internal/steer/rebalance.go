@@ -29,13 +29,13 @@ type counted struct {
 
 // countDevices reads the counters of all devices by session.Key.
 func (s *service) countDevices() (map[string]*counted, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.config.SharesSlots {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if s.Config.SharesSlots {
 		return nil, fault.Conflict(errors.New("the slots are shared with another service"), "move devices by sockeye move, which moves them in both services")
 	}
-	if s.config.TrackDevices == 0 {
-		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", s.config.Name), "set track_devices in the policy")
+	if s.Config.TrackDevices == 0 {
+		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", s.Config.Name), "set track_devices in the policy")
 	}
 	all := make(map[string]*counted)
 	of := func(at placement.Location, address string, key string) *counted {
@@ -49,18 +49,18 @@ func (s *service) countDevices() (map[string]*counted, error) {
 		}
 		return d
 	}
-	for address, seen := range s.path.Devices() {
+	for address, seen := range s.Path.Devices() {
 		addr := placement.Addr(address)
-		at := s.mapping.Locate(addr)
+		at := s.Mapping.Locate(addr)
 		of(at, addr.String(), session.Key(at.Device, addr)).datagrams += seen.Datagrams
 	}
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
 		return nil, err
 	}
 	for _, one := range list {
 		if one.State == sockdiag.Established {
-			at := s.mapping.Locate(one.Address)
+			at := s.Mapping.Locate(one.Address)
 			of(at, one.Address.String(), session.Key(at.Device, one.Address)).bytes[one.Cookie] = one.Info.Bytes_received
 		}
 	}
@@ -85,7 +85,7 @@ func (s *service) rebalance(ctx context.Context, period time.Duration, apply boo
 		return nil, err
 	}
 	seconds := time.Since(began).Seconds()
-	result := &api.Rebalance{Service: s.config.Name, Slots: []api.SlotLoad{}, Moves: []api.ProposedMove{}}
+	result := &api.Rebalance{Service: s.Config.Name, Slots: []api.SlotLoad{}, Moves: []api.ProposedMove{}}
 	var loads []placement.Load
 	var datagrams, bytes uint64
 	for key, d := range after {
@@ -138,16 +138,16 @@ const maxProposed = 256
 
 // loadWeights returns the weights of the slots that may receive devices, for the slots of the policy and of the loads.
 func (s *service) loadWeights(loads []placement.Load) placement.Weights {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	weights := placement.Weights(s.state.Weights(s.config.Slots))
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	weights := placement.Weights(s.State.Weights(s.Config.Slots))
 	for _, l := range loads {
 		for len(weights) <= l.Slot { // a slot that the policy no longer has, until its devices have moved
 			weights = append(weights, 0)
 		}
 	}
 	for slot := range weights {
-		if !s.isReady(slot) {
+		if !s.IsReady(slot) {
 			weights[slot] = 0
 		}
 	}
@@ -171,20 +171,20 @@ func loadShare(l *placement.Load, datagrams, bytes uint64) (share float64) {
 
 // pinAll pins devices to the slots of proposed moves.
 func (s *service) pinAll(moves []api.ProposedMove) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	if err := s.checkNoMoves("rebalance"); err != nil {
 		return err
 	}
-	next := s.state
-	next.Pins = append([]stored.Pin(nil), s.state.Pins...)
+	next := s.State
+	next.Pins = append([]stored.Pin(nil), s.State.Pins...)
 	for _, m := range moves {
-		one, err := stored.ParsePin(m.Device, s.mapping.Devices)
+		one, err := stored.ParsePin(m.Device, s.Mapping.Devices)
 		if err != nil {
 			return err
 		}
 		one.Slot = m.To
-		if one.Slot >= s.config.Slots || s.slotState(one.Slot).State != stored.Ready {
+		if one.Slot >= s.Config.Slots || s.SlotState(one.Slot).State != stored.Ready {
 			return fault.Conflict(fmt.Errorf("slot %d has changed during the measurement", one.Slot), "try again")
 		}
 		next.Pins = slices.DeleteFunc(next.Pins, func(o stored.Pin) bool { return o.SameDevice(&one) })
@@ -193,5 +193,5 @@ func (s *service) pinAll(moves []api.ProposedMove) error {
 	if len(next.Pins) > stored.MaxPins {
 		return stored.TooManyPins()
 	}
-	return s.replaceState(next, s.target, fmt.Sprintf("rebalance: %s pinned", format.Count(len(moves), "device", "devices")), "rebalance")
+	return s.replaceState(next, s.Target, fmt.Sprintf("rebalance: %s pinned", format.Count(len(moves), "device", "devices")), "rebalance")
 }

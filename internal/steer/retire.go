@@ -13,14 +13,14 @@ import (
 // retire detaches the programs of the service, clears its slots, and removes its pins. The kernel's hash selects
 // afterwards.
 func (s *service) retire() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	s.closeGateSockets() // without a program, the kernel would give them connections
 	errs := []error{s.detachPrograms()}
-	for slot := range s.seats {
+	for slot := range s.Seats {
 		s.VacateSlot(slot, "service removed")
 	}
-	errs = append(errs, bpf.Remove(s.host.Root.Service(s.config.Name)))
+	errs = append(errs, bpf.Remove(s.Host.Root.Service(s.Config.Name)))
 	s.closeLocked()
 	return fault.Join(errs...)
 }
@@ -40,7 +40,7 @@ func (s *service) detachPrograms() error {
 // groupSockets returns a descriptor of one socket of each SO_REUSEPORT group with a program: a keeper socket or a
 // member's socket. The caller closes the descriptors.
 func (s *service) groupSockets() (fds []int) {
-	if s.usesLookup() {
+	if s.UsesLookup() {
 		return nil
 	}
 	done := make(map[int]bool)
@@ -49,20 +49,20 @@ func (s *service) groupSockets() (fds []int) {
 			fds, done[row] = append(fds, copied), true
 		}
 	}
-	for row, fd := range s.keeperSockets {
+	for row, fd := range s.KeeperSockets {
 		add(row, fd)
 	}
-	for _, seat := range s.seats {
-		if len(done) == len(s.listeners) {
+	for _, seat := range s.Seats {
+		if len(done) == len(s.Listeners) {
 			break
 		}
-		sockets, err := seat.handle.Sockets(s.matchesListener)
+		sockets, err := seat.Handle.Sockets(s.matchesListener)
 		if err != nil {
 			continue
 		}
 		for _, socket := range sockets {
-			for row, info := range seat.sockets {
-				if info.cookie == socket.Cookie && !done[row] {
+			for row, info := range seat.Sockets {
+				if info.Cookie == socket.Cookie && !done[row] {
 					add(row, socket.FD())
 				}
 			}

@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/netns"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
@@ -105,17 +106,17 @@ var defaultRoom = config.Room{Datagrams: 100_000, Bytes: 32_000_000}
 
 // room returns the bounds of the waiting room of each slot. Wait is 0 if the packets of empty slots do not wait.
 func (s *service) room() config.Room {
-	if room := s.config.WhenEmpty.Room; room != nil {
+	if room := s.Config.WhenEmpty.Room; room != nil {
 		return *room
 	}
 	return defaultRoom
 }
 
 // hasRooms reports whether the listeners have waiting rooms.
-func (s *service) hasRooms() bool { return s.config.WhenEmpty.Room != nil || s.config.Takeover }
+func (s *service) hasRooms() bool { return s.Config.WhenEmpty.Room != nil || s.Config.Takeover }
 
 // acceptsWaiting reports whether the kernel completes the handshakes of waiting connections.
-func (s *service) acceptsWaiting() bool { return !s.usesLookup() && s.path.Migrates() }
+func (s *service) acceptsWaiting() bool { return !s.UsesLookup() && s.Path.Migrates() }
 
 func (s *service) waitLength() time.Duration {
 	return time.Duration(s.room().Wait) * time.Microsecond
@@ -123,7 +124,7 @@ func (s *service) waitLength() time.Duration {
 
 // waitLengthOf returns the time for which the packets of a slot wait. Those of a slot in maint are refused.
 func (s *service) waitLengthOf(slot int) time.Duration {
-	if slot >= s.config.Slots || s.slotState(slot).State == stored.Maint {
+	if slot >= s.Config.Slots || s.SlotState(slot).State == stored.Maint {
 		return 0
 	}
 	return s.waitLength()
@@ -145,12 +146,12 @@ func (r *rooms) close() {
 
 // openRoomSocket opens the waiting room of a listener with steering by sk_lookup.
 func (s *service) openRoomSocket(row int) (fd int, err error) {
-	l := s.rows[row]
+	l := s.Rows[row]
 	filter := dropSYN
 	if l.Protocol == unix.IPPROTO_UDP {
 		filter = onlyPort(l.Address.Port())
 	}
-	err = netns.Do(s.socketNetns(), func() error {
+	err = netns.Do(s.SocketNetns(), func() error {
 		fd, err = keeper.OpenAnywhere(l, func(fd int) error { return keeper.AttachFilter(fd, filter) })
 		return err
 	})
@@ -163,13 +164,13 @@ func (s *service) prepareRooms() error {
 	if !s.hasRooms() {
 		s.discardWaiting()
 	}
-	for row := range s.rows {
-		fd, open := s.keeperSockets[row]
+	for row := range s.Rows {
+		fd, open := s.KeeperSockets[row]
 		if !open || !s.hasRooms() {
 			if s.rooms.prepared[row] != nil && open {
 				errs = append(errs, s.closeRoom(row, fd))
 			}
-			errs = append(errs, s.path.RemoveRoom(row))
+			errs = append(errs, s.Path.RemoveRoom(row))
 			s.rooms.prepared[row] = nil
 			continue
 		}
@@ -181,7 +182,7 @@ func (s *service) prepareRooms() error {
 // send sends a datagram from the address of its sender.
 func (s *service) send(d replay.Datagram) error {
 	if s.rooms.sender == nil {
-		err := netns.Do(s.socketNetns(), func() (err error) {
+		err := netns.Do(s.SocketNetns(), func() (err error) {
 			s.rooms.sender, err = replay.Open(bpf.ReplayTTL)
 			return err
 		})
@@ -197,9 +198,9 @@ func (s *service) discardWaiting() {
 	before := s.countLost()
 	s.emptyRooms()
 	if lost := s.countLost() - before; lost > 0 {
-		s.log.Warn("the policy has no waiting room any more", "discarded", lost)
+		s.Log.Warn("the policy has no waiting room any more", "discarded", lost)
 	}
-	for slot := range s.config.Slots {
+	for slot := range s.Config.Slots {
 		s.markEmpty(slot)
 	}
 }
@@ -213,7 +214,7 @@ func (s *service) countLost() (sum uint64) {
 
 // closeRoom makes a waiting room a socket that only holds the port.
 func (s *service) closeRoom(row, fd int) error {
-	if s.listeners[row].Protocol == config.UDP {
+	if s.Listeners[row].Protocol == config.UDP {
 		return errors.Join(keeper.RejectQueued(fd), unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 0))
 	}
 	if s.acceptsWaiting() {
@@ -227,8 +228,8 @@ func (s *service) prepareRoom(row, fd int) error {
 	if err != nil {
 		return err
 	}
-	want := prepared{cookie: cookie, room: s.room(), slots: s.config.Slots}
-	if s.usesLookup() && s.listeners[row].Protocol == config.UDP {
+	want := prepared{cookie: cookie, room: s.room(), slots: s.Config.Slots}
+	if s.UsesLookup() && s.Listeners[row].Protocol == config.UDP {
 		local, err := unix.Getsockname(fd)
 		if err != nil {
 			return fmt.Errorf("read the address of a waiting room: %w", err)
@@ -236,17 +237,17 @@ func (s *service) prepareRoom(row, fd int) error {
 		want.port = addrPort(local).Port()
 	}
 	if is := s.rooms.prepared[row]; is == nil || *is != want {
-		if s.listeners[row].Protocol == config.TCP {
+		if s.Listeners[row].Protocol == config.TCP {
 			err = s.prepareListener(fd)
 		} else {
-			err = prepareReceiver(fd, s.rows[row], &want)
+			err = prepareReceiver(fd, s.Rows[row], &want)
 		}
 		if err != nil {
-			return fmt.Errorf("prepare the waiting room of %s: %w", s.listeners[row], err)
+			return fmt.Errorf("prepare the waiting room of %s: %w", s.Listeners[row], err)
 		}
 	}
-	if registered, err := s.path.RoomCookie(row); err != nil || registered != cookie {
-		if err = errors.Join(err, s.path.InsertRoom(row, fd, want.port)); err != nil {
+	if registered, err := s.Path.RoomCookie(row); err != nil || registered != cookie {
+		if err = errors.Join(err, s.Path.InsertRoom(row, fd, want.port)); err != nil {
 			return err
 		}
 	}
@@ -285,7 +286,7 @@ func onlyPort(port uint16) []unix.SockFilter {
 // prepareListener makes a listening socket accept connections, or drop SYNs.
 func (s *service) prepareListener(fd int) error {
 	if s.acceptsWaiting() {
-		if err := unix.Listen(fd, s.backlog()); err != nil {
+		if err := unix.Listen(fd, s.Backlog()); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
 		return nil
@@ -318,18 +319,18 @@ func (s *service) writeWaits() error {
 	var errs []error
 	ended := false
 	for slot := range bpf.MaxSlots {
-		wait, _, err := s.path.Wait(slot)
+		wait, _, err := s.Path.Wait(slot)
 		if err != nil {
 			return err
 		}
 		length := s.waitLengthOf(slot)
-		if s.slotState(slot).State == stored.Maint {
+		if s.SlotState(slot).State == stored.Maint {
 			delete(s.rooms.filling, slot)
 		}
 		if length == 0 && wait == (bpf.Wait{}) {
 			continue
 		}
-		begins := length > 0 && wait.Until == 0 && s.seats[slot] == nil
+		begins := length > 0 && wait.Until == 0 && s.Seats[slot] == nil
 		switch {
 		case wait.Length == uint64(length) && !begins:
 			s.scheduleEnd(slot)
@@ -338,10 +339,10 @@ func (s *service) writeWaits() error {
 			ended = ended || wait.Until > 0
 			wait.Until = 0
 		case begins:
-			wait.Until = uint64(since(unix.CLOCK_MONOTONIC) + length)
+			wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + length)
 		}
 		wait.Length = uint64(length)
-		errs = append(errs, s.path.SetWait(slot, wait))
+		errs = append(errs, s.Path.SetWait(slot, wait))
 		s.scheduleEnd(slot)
 	}
 	if ended && s.hasRooms() { // discards, and counts, what waited
@@ -356,30 +357,30 @@ func (s *service) beginWait(slot int) {
 	delete(s.rooms.filling, slot)
 	delete(s.kept.running, slot)
 	length := s.waitLengthOf(slot)
-	wait, _, err := s.path.Wait(slot)
+	wait, _, err := s.Path.Wait(slot)
 	if err == nil {
 		wait.Length, wait.Filling, wait.Until = uint64(length), 0, 0
 		if length > 0 {
-			wait.Until = uint64(since(unix.CLOCK_MONOTONIC) + length)
+			wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + length)
 		} else {
 			s.rooms.released = time.Now() // the room may have packets of an unfinished takeover
 		}
-		err = s.path.SetWait(slot, wait)
+		err = s.Path.SetWait(slot, wait)
 	}
 	if err != nil {
-		s.log.Error("packets do not wait", "slot", slot, "error", err)
+		s.Log.Error("packets do not wait", "slot", slot, "error", err)
 	}
 }
 
 // isWaiting reports whether the data path makes the packets of a slot wait. The data path knows before the agent that a member
 // has exited.
 func (s *service) isWaiting(slot int) bool {
-	state, err := s.path.Slot(slot)
+	state, err := s.Path.Slot(slot)
 	if err != nil || state.Ready > 0 {
 		return false
 	}
-	wait, _, err := s.path.Wait(slot)
-	return err == nil && wait.Until > uint64(since(unix.CLOCK_MONOTONIC))
+	wait, _, err := s.Path.Wait(slot)
+	return err == nil && wait.Until > uint64(core.Since(unix.CLOCK_MONOTONIC))
 }
 
 // scheduleEnd schedules the end of the wait of a slot.
@@ -388,16 +389,16 @@ func (s *service) scheduleEnd(slot int) {
 		timer.Stop()
 		delete(s.rooms.timers, slot)
 	}
-	wait, _, err := s.path.Wait(slot)
-	if err != nil || wait.Until == 0 || s.seats[slot] != nil {
+	wait, _, err := s.Path.Wait(slot)
+	if err != nil || wait.Until == 0 || s.Seats[slot] != nil {
 		return
 	}
-	left := time.Duration(wait.Until) - since(unix.CLOCK_MONOTONIC)
+	left := time.Duration(wait.Until) - core.Since(unix.CLOCK_MONOTONIC)
 	var timer *time.Timer
 	timer = time.AfterFunc(max(left, 0)+time.Millisecond, func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if s.events == nil || s.rooms.timers[slot] != timer || s.seats[slot] != nil {
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
+		if s.Events == nil || s.rooms.timers[slot] != timer || s.Seats[slot] != nil {
 			return
 		}
 		delete(s.rooms.timers, slot)
@@ -410,42 +411,42 @@ func (s *service) scheduleEnd(slot int) {
 
 // endWait discards the packets that have waited for a slot in vain.
 func (s *service) endWait(slot int) {
-	_, room, err := s.path.Wait(slot)
+	_, room, err := s.Path.Wait(slot)
 	before := s.rooms.lost[slot]
 	if err == nil {
 		s.emptyRooms()
 		err = s.rotateRooms()
 	}
 	if err != nil {
-		s.log.Error("waiting rooms not emptied", "slot", slot, "error", err)
+		s.Log.Error("waiting rooms not emptied", "slot", slot, "error", err)
 	}
-	if lost := s.rooms.lost[slot] - before; s.hasDevices(slot) && (lost > 0 || room.Connections > 0) {
-		s.log.Warn("no member came in time: the devices of the slot are refused", "slot", slot, "waited", s.waitLength().String(), "datagrams", lost)
+	if lost := s.rooms.lost[slot] - before; s.HasDevices(slot) && (lost > 0 || room.Connections > 0) {
+		s.Log.Warn("no member came in time: the devices of the slot are refused", "slot", slot, "waited", s.waitLength().String(), "datagrams", lost)
 	}
 	s.markEmpty(slot)
 }
 
 // markEmpty notes that all datagrams of a slot have left the rooms.
 func (s *service) markEmpty(slot int) {
-	wait, room, err := s.path.Wait(slot)
+	wait, room, err := s.Path.Wait(slot)
 	if err == nil && (wait.Left != room.Datagrams || wait.LeftBytes != room.Bytes || wait.Filling != 0) {
 		wait.Left, wait.LeftBytes, wait.Filling = room.Datagrams, room.Bytes, 0
-		err = s.path.SetWait(slot, wait)
+		err = s.Path.SetWait(slot, wait)
 	}
 	if err != nil {
-		s.log.Error("waiting room not marked empty", "slot", slot, "error", err)
+		s.Log.Error("waiting room not marked empty", "slot", slot, "error", err)
 	}
 }
 
 // nextUnread reads the next datagram for a slot from the rooms, and delivers those of other slots.
 func (s *service) nextUnread(slot int) (d waitingDatagram, ok bool) {
 	for row := range s.rooms.prepared {
-		for s.rooms.prepared[row] != nil && s.listeners[row].Protocol == config.UDP {
+		for s.rooms.prepared[row] != nil && s.Listeners[row].Protocol == config.UDP {
 			d, ok := s.receiveWaiting(row)
 			if !ok {
 				break
 			}
-			home, _ := s.mapping.Slot(d.From.Addr())
+			home, _ := s.Mapping.Slot(d.From.Addr())
 			if home == slot {
 				return d, true
 			}
@@ -458,7 +459,7 @@ func (s *service) nextUnread(slot int) (d waitingDatagram, ok bool) {
 // deliver keeps a datagram that was read from a room for the member of its slot, or for the next one, or discards it.
 // sendQueued must follow.
 func (s *service) deliver(slot int, d waitingDatagram) {
-	if s.isReady(slot) || s.rooms.filling[slot] != nil || s.isWaiting(slot) {
+	if s.IsReady(slot) || s.rooms.filling[slot] != nil || s.isWaiting(slot) {
 		s.rooms.queued[slot] = append(s.rooms.queued[slot], d)
 		return
 	}
@@ -469,10 +470,10 @@ func (s *service) deliver(slot int, d waitingDatagram) {
 // sendQueued begins to send the datagrams in memory whose slot is ready.
 func (s *service) sendQueued() {
 	for slot := range s.rooms.queued {
-		if !s.isReady(slot) || s.isWaiting(slot) || s.kept.running[slot] != nil {
+		if !s.IsReady(slot) || s.isWaiting(slot) || s.kept.running[slot] != nil {
 			continue
 		}
-		s.beginLate(&fill{seat: s.seats[slot], late: true})
+		s.beginLate(&fill{seat: s.Seats[slot], late: true})
 	}
 }
 
@@ -482,9 +483,9 @@ func (s *service) releaseMoved(before *placement.Mapping) {
 	if !s.hasRooms() {
 		return
 	}
-	named := before.Devices != s.mapping.Devices || !before.SamePins(s.mapping)
+	named := before.Devices != s.Mapping.Devices || !before.SamePins(s.Mapping)
 	moved := false
-	for slot := range s.config.Slots {
+	for slot := range s.Config.Slots {
 		moved = moved || s.isWaiting(slot) && (named || s.loses(slot, before)) // also while the slot fills
 	}
 	if !moved {
@@ -493,21 +494,21 @@ func (s *service) releaseMoved(before *placement.Mapping) {
 	const nobody = -1
 	s.nextUnread(nobody)
 	s.deliverQueued()
-	for slot := range s.config.Slots {
-		if s.seats[slot] == nil && !s.hasDevices(slot) {
+	for slot := range s.Config.Slots {
+		if s.Seats[slot] == nil && !s.HasDevices(slot) {
 			s.markEmpty(slot)
 		}
 	}
 	s.rooms.released = time.Now()
 	if err := s.rotateRooms(); err != nil {
-		s.log.Error("waiting connections not released", "error", err)
+		s.Log.Error("waiting connections not released", "error", err)
 	}
 }
 
 // loses reports whether a slot had buckets that it has no more.
 func (s *service) loses(slot int, before *placement.Mapping) bool {
 	for bucket, was := range before.Table.Bucket {
-		if int(was) == slot && int(s.mapping.Table.Bucket[bucket]) != slot {
+		if int(was) == slot && int(s.Mapping.Table.Bucket[bucket]) != slot {
 			return true
 		}
 	}
@@ -536,7 +537,7 @@ func (s *service) resend(slot int, d *waitingDatagram) bool {
 // noteSendError logs the first error of the sender.
 func (s *service) noteSendError(slot int, err error) {
 	if s.rooms.err == nil {
-		s.log.Error("datagram not sent to the member", "slot", slot, "error", err)
+		s.Log.Error("datagram not sent to the member", "slot", slot, "error", err)
 	}
 	s.rooms.err = err
 }
@@ -545,7 +546,7 @@ func (s *service) noteSendError(slot int, err error) {
 func (s *service) countLeft(slot int, d *waitingDatagram) {
 	left := s.rooms.left[slot]
 	left.Datagrams++
-	if !s.usesLookup() {
+	if !s.UsesLookup() {
 		left.Bytes += uint64(len(d.Payload)) + 8 // UDP header
 	}
 	s.rooms.left[slot] = left
@@ -554,14 +555,14 @@ func (s *service) countLeft(slot int, d *waitingDatagram) {
 // flushLeft tells the data path which datagrams have left the rooms.
 func (s *service) flushLeft() {
 	for slot, left := range s.rooms.left {
-		wait, room, err := s.path.Wait(slot)
+		wait, room, err := s.Path.Wait(slot)
 		if err == nil {
 			wait.Left = min(wait.Left+left.Datagrams, room.Datagrams)
 			wait.LeftBytes = min(wait.LeftBytes+left.Bytes, room.Bytes)
-			err = s.path.SetWait(slot, wait)
+			err = s.Path.SetWait(slot, wait)
 		}
 		if err != nil {
-			s.log.Error("waiting room not updated", "slot", slot, "error", err)
+			s.Log.Error("waiting room not updated", "slot", slot, "error", err)
 		}
 	}
 	clear(s.rooms.left)
@@ -571,8 +572,8 @@ func (s *service) flushLeft() {
 // they outlive this agent, and those of other slots with them.
 func (s *service) emptyRooms() {
 	const nobody = -1
-	for slot := range s.config.Slots {
-		if s.rooms.filling[slot] != nil || s.isWaiting(slot) && s.hasDevices(slot) {
+	for slot := range s.Config.Slots {
+		if s.rooms.filling[slot] != nil || s.isWaiting(slot) && s.HasDevices(slot) {
 			return
 		}
 	}
@@ -592,7 +593,7 @@ func (s *service) deliverQueued() {
 		}
 	}
 	for i := range all {
-		home, _ := s.mapping.Slot(all[i].From.Addr())
+		home, _ := s.Mapping.Slot(all[i].From.Addr())
 		s.deliver(home, all[i])
 	}
 	s.sendQueued()
@@ -624,7 +625,7 @@ func (s *service) releaseLate() {
 	}
 	s.emptyRooms()
 	if err := s.rotateRooms(); err != nil {
-		s.log.Error("waiting connections not released", "error", err)
+		s.Log.Error("waiting connections not released", "error", err)
 	}
 }
 
@@ -642,9 +643,9 @@ func (s *service) rotateRooms() error {
 		return nil
 	}
 	var errs []error
-	for row, l := range s.listeners {
+	for row, l := range s.Listeners {
 		if s.rooms.prepared[row] != nil && l.Protocol == config.TCP {
-			errs = append(errs, s.rotateRoom(row, s.keeperSockets[row]))
+			errs = append(errs, s.rotateRoom(row, s.KeeperSockets[row]))
 		}
 	}
 	return fault.Join(errs...)
@@ -658,24 +659,24 @@ func (s *service) rotateRoom(row, fd int) error {
 	if info.State == unix.BPF_TCP_LISTEN && info.Unacked == 0 { // connections in the queue
 		return nil
 	}
-	owner, _ := s.groupOwner()
-	other, err := keeper.OpenSocket(s.rows[row], owner, s.socketNetns(), func(fd int) error { return s.path.Attach(row, fd) })
+	owner, _ := s.GroupOwner()
+	other, err := keeper.OpenSocket(s.Rows[row], owner, s.SocketNetns(), func(fd int) error { return s.Path.Attach(row, fd) })
 	if err != nil {
 		return fmt.Errorf("open a second waiting room: %w", err)
 	}
 	defer unix.Close(other)
-	err = unix.Listen(other, s.backlog())
+	err = unix.Listen(other, s.Backlog())
 	if err == nil {
-		err = s.path.InsertRoom(row, other, 0)
+		err = s.Path.InsertRoom(row, other, 0)
 	}
 	if err == nil {
 		err = unix.Shutdown(fd, unix.SHUT_RD)
 	}
 	if err == nil {
-		err = unix.Listen(fd, s.backlog())
+		err = unix.Listen(fd, s.Backlog())
 	}
 	if err == nil {
-		err = s.path.InsertRoom(row, fd, 0)
+		err = s.Path.InsertRoom(row, fd, 0)
 	}
 	if err == nil {
 		err = unix.Shutdown(other, unix.SHUT_RD)
@@ -688,7 +689,7 @@ func (s *service) roomStatus(slot int) (*api.RoomStatus, error) {
 	if !s.hasRooms() {
 		return nil, nil
 	}
-	wait, room, err := s.path.Wait(slot)
+	wait, room, err := s.Path.Wait(slot)
 	if err != nil {
 		return nil, err
 	}
@@ -696,17 +697,17 @@ func (s *service) roomStatus(slot int) (*api.RoomStatus, error) {
 		Filling: s.rooms.filling[slot] != nil, Waiting: room.Datagrams - wait.Left, Datagrams: room.Datagrams,
 		Connections: room.Connections, Full: room.Full, Replayed: s.rooms.replayed[slot], Lost: s.rooms.lost[slot],
 	}
-	if s.isReady(slot) {
+	if s.IsReady(slot) {
 		status.Waiting = 0
-	} else if now := since(unix.CLOCK_MONOTONIC); wait.Until > uint64(now) {
+	} else if now := core.Since(unix.CLOCK_MONOTONIC); wait.Until > uint64(now) {
 		until := time.Now().Add(time.Duration(wait.Until) - now)
 		status.Until = &until
 	}
 	for row, p := range s.rooms.prepared {
-		if p == nil || s.listeners[row].Protocol != config.UDP {
+		if p == nil || s.Listeners[row].Protocol != config.UDP {
 			continue
 		}
-		info, err := socketMemory(s.keeperSockets[row])
+		info, err := socketMemory(s.KeeperSockets[row])
 		if err != nil {
 			return nil, err
 		}
@@ -722,7 +723,7 @@ func (s *service) receiveWaiting(row int) (d waitingDatagram, ok bool) {
 	}
 	control := make([]byte, 128)
 	for {
-		n, nc, _, from, err := unix.Recvmsg(s.keeperSockets[row], s.rooms.buffer, control, unix.MSG_DONTWAIT)
+		n, nc, _, from, err := unix.Recvmsg(s.KeeperSockets[row], s.rooms.buffer, control, unix.MSG_DONTWAIT)
 		if errors.Is(err, unix.EINTR) {
 			continue
 		}

@@ -40,7 +40,7 @@ func (d *Domain) Routes(r *domain.Router) {
 			return nil, fault.Usage(errors.New("no process given"), "name one with --pid")
 		}
 		slot, err := s.addClaim(m.PID, m.Slot, "register", nil)
-		return api.Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
+		return api.Membership{Service: s.Config.Name, Slot: &slot, PID: m.PID}, err
 	})
 	r.Post("/v1/unregister", func(r *http.Request) (any, error) {
 		m, s, err := d.decodeMembership(r, true)
@@ -50,7 +50,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		if m.Slot == nil {
 			return nil, fault.Usage(errors.New("no slot given"), "name one with --slot")
 		}
-		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
+		return api.Membership{Service: s.Config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
 	d.changeRoutes(r)
 	r.Post("/v1/run", func(r *http.Request) (any, error) {
@@ -61,7 +61,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		// The request adds the calling process and no other.
 		k := peer.From(r)
 		slot, err := s.addClaim(k.ID.PID, m.Slot, "run", k)
-		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
+		return api.Place{Membership: api.Membership{Service: s.Config.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
 }
 
@@ -92,7 +92,7 @@ func collectFrom[T any](d *Domain, r *http.Request, ask func(*service) ([]T, err
 	for _, s := range services {
 		part, err := ask(s)
 		if err != nil {
-			return nil, fmt.Errorf("service %s: %w", s.config.Name, err)
+			return nil, fmt.Errorf("service %s: %w", s.Config.Name, err)
 		}
 		all = append(all, part...)
 	}

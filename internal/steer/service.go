@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
@@ -28,7 +29,7 @@ import (
 
 // service reconciles one service of the policy with the host: the data path, and the member of each slot.
 type service struct {
-	coreService
+	core.Service
 
 	rules      []member.Rule
 	memberHost *member.Host
@@ -56,10 +57,10 @@ type service struct {
 	gate                         gate
 	rooms                        rooms
 	kept                         keptTemplates
-	formers                      map[member.ID]*seat     // running processes whose slot another process has taken over
-	ignoresSettings              bool                    // the settings of the slots leave no slot for any device
-	pinTimer                     *time.Timer             // timer of the next end of a pin; nil: none is due
-	adopters                     map[*member.Handle]bool // handles of former members that have adopted devices
+	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
+	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
+	pinTimer                     *time.Timer              // timer of the next end of a pin; nil: none is due
+	adopters                     map[*member.Handle]bool  // handles of former members that have adopted devices
 
 	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
 
@@ -81,11 +82,11 @@ type waitingProcess struct {
 }
 
 // openService creates or restores a service and registers its members.
-func openService(h *steerHost, log *slog.Logger, c config.Service, devices *placement.DeviceMap) (_ *service, err error) {
+func openService(h *core.Host, log *slog.Logger, c config.Service, devices *placement.DeviceMap) (_ *service, err error) {
 	s := &service{
-		coreService: coreService{
-			host: h, log: log.With("service", c.Name), config: c,
-			seats: make(map[int]*seat), keeperSockets: make(map[int]int), restoring: true,
+		Service: core.Service{
+			Host: h, Log: log.With("service", c.Name), Config: c,
+			Seats: make(map[int]*core.Seat), KeeperSockets: make(map[int]int), Restoring: true,
 		},
 		firstSeen:    make(map[member.ID]*member.Process),
 		waiting:      make(map[int]*waitingProcess),
@@ -95,44 +96,44 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
 			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
 			sockets: make(map[int]int),
-		}, rooms: newRooms(), checks: checks{connected: make(map[int]map[string]int)}, kept: newKeptTemplates(), formers: make(map[member.ID]*seat), adopters: make(map[*member.Handle]bool),
+		}, rooms: newRooms(), checks: checks{connected: make(map[int]map[string]int)}, kept: newKeptTemplates(), formers: make(map[member.ID]*core.Seat), adopters: make(map[*member.Handle]bool),
 		refusals: make(refusals),
 	}
-	s.actions = s
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Actions = s
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	defer func() {
 		if err != nil {
 			s.closeLocked()
 		}
 	}()
-	if s.rules, s.users, err = resolveMembers(c); err != nil {
+	if s.rules, s.Users, err = resolveMembers(c); err != nil {
 		return nil, err
 	}
 	if s.memberHost, err = member.ReadHost(); err != nil {
 		return nil, err
 	}
-	nonce, err := h.ensureNonce(cmp.Or(c.SlotsAs, c.Name))
+	nonce, err := h.EnsureNonce(cmp.Or(c.SlotsAs, c.Name))
 	if err != nil {
 		return nil, err
 	}
 	var known bool
-	if s.state, known, err = stored.Load(s.statePath()); err != nil {
+	if s.State, known, err = stored.Load(s.StatePath()); err != nil {
 		return nil, err
 	}
-	s.state.Nonce = nonce
+	s.State.Nonce = nonce
 	dir := h.Root.Service(c.Name)
-	for _, m := range s.state.Members {
+	for _, m := range s.State.Members {
 		s.firstSeen[m.ID] = member.FromRecord(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
 	}
-	for _, o := range s.state.Sockets {
+	for _, o := range s.State.Sockets {
 		s.recordSocketOwner(o.ID, o.Cookies...)
 	}
 	if err := s.saveGroupOwner(); err != nil {
 		if !known {
 			return nil, err
 		}
-		s.log.Error("state not saved", "error", err) // the file has the state of the previous agent
+		s.Log.Error("state not saved", "error", err) // the file has the state of the previous agent
 	}
 	if err := s.openNetns(); err != nil {
 		return nil, err
@@ -140,17 +141,17 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	if err := s.shareSettings(c); err != nil {
 		return nil, err
 	}
-	s.target, err = stored.NewMapping(c, &s.state, s.state.Nonce, devices)
+	s.Target, err = stored.NewMapping(c, &s.State, s.State.Nonce, devices)
 	if errors.Is(err, placement.ErrNoWeight) {
 		// The policy has fewer slots than at the last start, and the remaining ones drain.
-		s.log.Warn("states and weights of the slots are ignored: no slot would be left for any device")
+		s.Log.Warn("states and weights of the slots are ignored: no slot would be left for any device")
 		s.ignoresSettings = true
-		s.target, err = stored.NewMapping(c, &stored.State{}, s.state.Nonce, devices)
+		s.Target, err = stored.NewMapping(c, &stored.State{}, s.State.Nonce, devices)
 	}
 	if err != nil {
 		return nil, err
 	}
-	if s.mapping, err = s.pinnedMapping(dir); err != nil {
+	if s.Mapping, err = s.pinnedMapping(dir); err != nil {
 		return nil, err
 	}
 	s.pruneAdopted()
@@ -170,9 +171,9 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 		return nil, err
 	}
 	s.expirePins()
-	if since := s.path.RefusedSince(); !since.IsZero() {
-		s.log.Warn("the map of sockets has another layout than the previous version's: members were registered again, and refused until then",
-			"members", len(s.seats), "refused", time.Since(since).Round(time.Millisecond))
+	if since := s.Path.RefusedSince(); !since.IsZero() {
+		s.Log.Warn("the map of sockets has another layout than the previous version's: members were registered again, and refused until then",
+			"members", len(s.Seats), "refused", time.Since(since).Round(time.Millisecond))
 	}
 	return s, nil
 }
@@ -184,8 +185,8 @@ func (s *service) pinnedMapping(dir string) (*placement.Mapping, error) {
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	m := s.target.WithPins(s.pinsInForce())
-	if err != nil || pinned.Nonce != s.target.Table.Nonce || s.config.SharesSlots {
+	m := s.Target.WithPins(s.PinsInForce())
+	if err != nil || pinned.Nonce != s.Target.Table.Nonce || s.Config.SharesSlots {
 		return m, nil
 	}
 	for _, slot := range pinned.Bucket {
@@ -201,40 +202,40 @@ func (s *service) shareSettings(c config.Service) error {
 	if c.SlotsAs == "" {
 		return nil
 	}
-	of, _, err := stored.Load(s.host.statePath(c.SlotsAs))
+	of, _, err := stored.Load(s.Host.StateFile(c.SlotsAs))
 	if err != nil {
 		return err
 	}
-	s.state.Slots, s.state.Pins = of.Slots, of.Pins
+	s.State.Slots, s.State.Pins = of.Slots, of.Pins
 	return nil
 }
 
 // removeOtherMode removes the pins and the keeper of an earlier agent that had the other steering mode: their maps have
 // another type. scan finds the members again.
 func (s *service) removeOtherMode() error {
-	dir := s.host.Root.Service(s.config.Name)
+	dir := s.Host.Root.Service(s.Config.Name)
 	lookup, err := bpf.UsesLookup(dir)
-	if err != nil || lookup == s.usesLookup() {
+	if err != nil || lookup == s.UsesLookup() {
 		return nil // bpf.OpenSteer reports pins that cannot be opened
 	}
-	s.log.Warn("steering differs from that of the previous agent; the data path is created anew")
-	return fault.Join(keeper.Retire(s.host.Root.Dir, s.config.Name), bpf.Remove(dir))
+	s.Log.Warn("steering differs from that of the previous agent; the data path is created anew")
+	return fault.Join(keeper.Retire(s.Host.Root.Dir, s.Config.Name), bpf.Remove(dir))
 }
 
 // nonceFor returns the nonce of the service under a configuration: the nonce of the slots_as service, or its own.
 func (s *service) nonceFor(c config.Service) (uint64, error) {
 	if c.SlotsAs == "" {
-		return s.state.Nonce, nil
+		return s.State.Nonce, nil
 	}
-	nonce, known, err := s.host.lookupNonce(c.SlotsAs)
+	nonce, known, err := s.Host.LookupNonce(c.SlotsAs)
 	if !known {
-		nonce = s.state.Nonce // the same policy adds the other service
+		nonce = s.State.Nonce // the same policy adds the other service
 	}
 	return nonce, err
 }
 
 func (s *service) openNetns() error {
-	name := cmp.Or(s.config.Netns, "/proc/thread-self/ns/net")
+	name := cmp.Or(s.Config.Netns, "/proc/thread-self/ns/net")
 	// O_NONBLOCK: opening a FIFO must not block.
 	netns, err := os.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -249,7 +250,7 @@ func (s *service) openNetns() error {
 		netns.Close()
 		return fault.Usage(fmt.Errorf("open network namespace: %s is none", name), "correct netns, as in /run/netns/NAME")
 	}
-	s.netns, s.netnsInode = netns, stat.Ino
+	s.Netns, s.NetnsInode = netns, stat.Ino
 	return nil
 }
 
@@ -267,43 +268,43 @@ func readDevices(c config.Service) (*placement.DeviceMap, error) {
 
 // assignRows assigns each listener of the policy to its previous row, or to a free one.
 func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
-	s.rows = [bpf.MaxListeners]bpf.Listener{}
-	s.listeners = make(map[int]config.Listener)
+	s.Rows = [bpf.MaxListeners]bpf.Listener{}
+	s.Listeners = make(map[int]config.Listener)
 	var fresh []config.Listener
-	for _, l := range s.config.Listeners {
+	for _, l := range s.Config.Listeners {
 		row := slices.Index(old[:], listener.ForBPF(l))
 		if row < 0 {
 			fresh = append(fresh, l)
 			continue
 		}
-		s.rows[row], s.listeners[row] = old[row], l
+		s.Rows[row], s.Listeners[row] = old[row], l
 	}
 	for _, l := range fresh {
-		row := slices.Index(s.rows[:], bpf.Listener{})
-		s.rows[row], s.listeners[row] = listener.ForBPF(l), l
+		row := slices.Index(s.Rows[:], bpf.Listener{})
+		s.Rows[row], s.Listeners[row] = listener.ForBPF(l), l
 	}
 }
 
 // openPath opens or creates the data path of the configuration, installs the mapping in force, and watches the events.
 func (s *service) openPath() error {
 	c := bpf.SteerConfig{
-		Dir:       s.host.Root.Service(s.config.Name),
-		Lookup:    s.usesLookup(),
-		Listeners: s.rows,
-		Devices:   s.config.TrackDevices,
-		Netns:     s.netns,
-		Cgroup:    filepath.Join(s.host.Cgroups.Mount, s.config.Cgroup),
+		Dir:       s.Host.Root.Service(s.Config.Name),
+		Lookup:    s.UsesLookup(),
+		Listeners: s.Rows,
+		Devices:   s.Config.TrackDevices,
+		Netns:     s.Netns,
+		Cgroup:    filepath.Join(s.Host.Cgroups.Mount, s.Config.Cgroup),
 	}
 	if s.hasRooms() {
 		c.RoomDatagrams, c.RoomBytes = uint64(s.room().Datagrams), uint64(s.room().Bytes)
 	}
-	for _, row := range slices.Sorted(maps.Keys(s.listeners)) {
-		first, last := listener.MemberPorts(s.listeners[row])
-		c.Ports = append(c.Ports, bpf.Ports{First: first, Last: last, Protocol: s.rows[row].Protocol})
+	for _, row := range slices.Sorted(maps.Keys(s.Listeners)) {
+		first, last := listener.MemberPorts(s.Listeners[row])
+		c.Ports = append(c.Ports, bpf.Ports{First: first, Last: last, Protocol: s.Rows[row].Protocol})
 	}
-	previous := s.path
+	previous := s.Path
 	c.Ready = func(path *bpf.Steer) error {
-		s.path, s.installedEntries = path, nil
+		s.Path, s.installedEntries = path, nil
 		// Connections are closed after the flip.
 		s.checks.running = true
 		defer func() { s.checks.running = false }()
@@ -311,26 +312,26 @@ func (s *service) openPath() error {
 	}
 	path, err := bpf.OpenSteer(c)
 	if err != nil {
-		s.path, s.installedEntries = previous, nil
+		s.Path, s.installedEntries = previous, nil
 		return err
 	}
-	if s.events != nil {
-		s.events.Close()
+	if s.Events != nil {
+		s.Events.Close()
 	}
 	if previous != nil {
 		previous.Close()
 	}
-	s.path = path
+	s.Path = path
 	if err := s.installMapping(); err != nil {
 		return err
 	}
 	if s.lostEvents, err = path.LostEvents(); err != nil {
 		return err
 	}
-	if s.events, err = path.Events(); err != nil {
+	if s.Events, err = path.Events(); err != nil {
 		return err
 	}
-	go s.watch(s.events)
+	go s.watch(s.Events)
 	return s.openTemplateKeeper()
 }
 
@@ -359,10 +360,10 @@ func (b *builtDeviceMap) close() {
 // installMapping replaces the mapping of the data path atomically, and closes the connections of the devices that have
 // moved. An unchanged device map stays in place.
 func (s *service) installMapping() error {
-	entries := s.mapping.Entries()
+	entries := s.Mapping.Entries()
 	if s.installedEntries != nil && s.installedEntries.Equal(entries) {
 		s.installedEntries = entries
-		return s.path.SetTable(s.gatedTable(), s.checkMoved)
+		return s.Path.SetTable(s.gatedTable(), s.checkMoved)
 	}
 	if s.pendingDevices.entries == nil || !s.pendingDevices.entries.Equal(entries) {
 		s.pendingDevices.close()
@@ -374,7 +375,7 @@ func (s *service) installMapping() error {
 	}
 	defer s.pendingDevices.close()
 	s.installedEntries = nil
-	if err := s.path.SetMapping(s.gatedTable(), s.pendingDevices.trie, s.checkMoved); err != nil {
+	if err := s.Path.SetMapping(s.gatedTable(), s.pendingDevices.trie, s.checkMoved); err != nil {
 		return err
 	}
 	s.installedEntries = entries
@@ -384,8 +385,8 @@ func (s *service) installMapping() error {
 // restore takes over the keeper and the members of an earlier agent, then scans for new members. Afterwards the
 // program is attached to all groups.
 func (s *service) restore() error {
-	s.restoring = true
-	defer func() { s.restoring = false }()
+	s.Restoring = true
+	defer func() { s.Restoring = false }()
 	if err := s.restoreKeeper(); err != nil {
 		return err
 	}
@@ -402,7 +403,7 @@ func (s *service) restore() error {
 	if err := s.scan(); err != nil {
 		return err
 	}
-	s.restoring = false
+	s.Restoring = false
 	if err := s.applySettings(); err != nil {
 		return err
 	}
@@ -414,7 +415,7 @@ func (s *service) restore() error {
 // restoreSlot takes over the member of a pinned slot if the process and its sockets are unchanged, and closes the slot
 // otherwise.
 func (s *service) restoreSlot(slot int) error {
-	value, err := s.path.Slot(slot)
+	value, err := s.Path.Slot(slot)
 	if err != nil {
 		return err
 	}
@@ -422,11 +423,11 @@ func (s *service) restoreSlot(slot int) error {
 		return s.closeIncompleteSlot(slot)
 	}
 	p, err := s.read(int(value.Pid))
-	wasReady := value.Ready > 0 || s.slotState(slot).State == stored.Maint
-	if err == nil && p.StartTime == value.StartTime && wasReady && (slot < s.config.Slots || s.inUse(slot)) {
+	wasReady := value.Ready > 0 || s.SlotState(slot).State == stored.Maint
+	if err == nil && p.StartTime == value.StartTime && wasReady && (slot < s.Config.Slots || s.InUse(slot)) {
 		var handle *member.Handle
 		if handle, err = member.Open(p.PID); err == nil {
-			seat := &seat{slot: slot, place: s.pinnedPlace(slot, value), process: p, handle: handle, sockets: make(map[int]socketInfo)}
+			seat := &core.Seat{Slot: slot, Place: s.pinnedPlace(slot, value), Process: p, Handle: handle, Sockets: make(map[int]core.SocketInfo)}
 			if _, err = s.membership(p, seat); err == nil && s.loadSeatSockets(seat) {
 				err = s.checkSeatSockets(seat)
 			} else if err == nil {
@@ -434,39 +435,39 @@ func (s *service) restoreSlot(slot int) error {
 			}
 			if err == nil {
 				// An earlier agent may have been killed during a takeover.
-				if err := s.closePlace(seat.place.Other()); err != nil {
+				if err := s.ClosePlace(seat.Place.Other()); err != nil {
 					return err
 				}
 				s.occupySlot(seat)
 				s.learnGroupOwner(seat)
-				s.log.Info("member restored", "slot", slot, "pid", p.PID)
+				s.Log.Info("member restored", "slot", slot, "pid", p.PID)
 				return nil
 			}
 			handle.Close()
 		}
 	}
 	// A child of the former member may still have its sockets open.
-	for row := range s.listeners {
-		if cookie, err := s.path.Cookie(row, s.pinnedPlace(slot, value)); err == nil && cookie != 0 {
+	for row := range s.Listeners {
+		if cookie, err := s.Path.Cookie(row, s.pinnedPlace(slot, value)); err == nil && cookie != 0 {
 			s.recordSocketOwner(member.ID{PID: int(value.Pid), StartTime: value.StartTime}, cookie)
 		}
 	}
 	switch {
-	case slot >= s.config.Slots:
-		s.log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "slot removed")
+	case slot >= s.Config.Slots:
+		s.Log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "slot removed")
 	case err == nil, errors.Is(err, fs.ErrNotExist):
-		s.log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "process exited, or lacks a socket")
+		s.Log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "process exited, or lacks a socket")
 	default:
-		s.log.Warn("member not restored", "slot", slot, "pid", value.Pid, "error", err)
+		s.Log.Warn("member not restored", "slot", slot, "pid", value.Pid, "error", err)
 	}
 	return s.closeSlot(slot)
 }
 
 // closeIncompleteSlot removes the sockets of a slot that an earlier agent began to register.
 func (s *service) closeIncompleteSlot(slot int) error {
-	for row := range s.listeners {
+	for row := range s.Listeners {
 		for _, place := range []bpf.Place{bpf.PlaceOf(slot, 1), bpf.PlaceOf(slot, 2)} {
-			cookie, err := s.path.Cookie(row, place)
+			cookie, err := s.Path.Cookie(row, place)
 			if err != nil {
 				return err
 			}
@@ -481,8 +482,8 @@ func (s *service) closeIncompleteSlot(slot int) error {
 // pinnedPlace returns the place of the sockets of a pinned slot. A slot in maint does not tell.
 func (s *service) pinnedPlace(slot int, value bpf.Slot) bpf.Place {
 	place := bpf.PlaceOf(slot, value.Ready)
-	for row := range s.listeners {
-		if cookie, err := s.path.Cookie(row, place); value.Ready == 0 && err == nil && cookie == 0 {
+	for row := range s.Listeners {
+		if cookie, err := s.Path.Cookie(row, place); value.Ready == 0 && err == nil && cookie == 0 {
 			return place.Other()
 		}
 	}
@@ -490,35 +491,35 @@ func (s *service) pinnedPlace(slot int, value bpf.Slot) bpf.Place {
 }
 
 // loadSeatSockets reads the sockets of a seat from the pins, and reports whether each listener has one.
-func (s *service) loadSeatSockets(seat *seat) bool {
-	for row, l := range s.listeners {
-		cookie, err := s.path.Cookie(row, seat.place)
+func (s *service) loadSeatSockets(seat *core.Seat) bool {
+	for row, l := range s.Listeners {
+		cookie, err := s.Path.Cookie(row, seat.Place)
 		if err != nil || cookie == 0 {
 			return false
 		}
-		if seat.sockets[row].cookie != cookie {
-			seat.sockets[row] = socketInfo{cookie: cookie, local: l.String()}
+		if seat.Sockets[row].Cookie != cookie {
+			seat.Sockets[row] = core.SocketInfo{Cookie: cookie, Local: l.String()}
 		}
 	}
 	return true
 }
 
 // occupySlot records the member of a slot and starts a goroutine that waits for the exit of the process.
-func (s *service) occupySlot(seat *seat) {
-	s.seats[seat.slot] = seat
-	seat.ancestors = ancestors(seat.process)
-	for _, socket := range seat.sockets {
-		s.recordSocketOwner(member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}, socket.cookie)
+func (s *service) occupySlot(seat *core.Seat) {
+	s.Seats[seat.Slot] = seat
+	seat.Ancestors = core.Ancestors(seat.Process)
+	for _, socket := range seat.Sockets {
+		s.recordSocketOwner(member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}, socket.Cookie)
 	}
-	handle := seat.handle
+	handle := seat.Handle
 	go func() {
 		if handle.Wait() != nil {
 			return // the handle is closed: the slot was vacated before
 		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if s.seats[seat.slot] == seat {
-			s.VacateSlot(seat.slot, "process exited")
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
+		if s.Seats[seat.Slot] == seat {
+			s.VacateSlot(seat.Slot, "process exited")
 		}
 		s.forgetAdopter(handle)
 		s.forgetFormer(seat)
@@ -534,49 +535,49 @@ func (s *service) closeLocked() {
 			timer.Stop()
 		}
 	}
-	if s.conn != nil {
-		s.conn.Close()
-		s.conn = nil
+	if s.Conn != nil {
+		s.Conn.Close()
+		s.Conn = nil
 	}
-	if s.events != nil {
-		s.events.Close()
-		s.events = nil
+	if s.Events != nil {
+		s.Events.Close()
+		s.Events = nil
 	}
-	if s.path != nil {
+	if s.Path != nil {
 		s.returnQueued()
 	}
-	if s.path != nil {
-		s.path.Close()
+	if s.Path != nil {
+		s.Path.Close()
 	}
-	for _, seat := range s.seats {
-		seat.handle.Close()
+	for _, seat := range s.Seats {
+		seat.Handle.Close()
 	}
 	for handle := range s.adopters {
 		handle.Close()
 	}
 	for _, former := range s.formers {
-		former.handle.Close()
+		former.Handle.Close()
 	}
 	for pid := range s.waiting {
 		s.forgetWaiting(pid)
 	}
-	for _, fd := range s.keeperSockets {
+	for _, fd := range s.KeeperSockets {
 		unix.Close(fd)
 	}
-	clear(s.keeperSockets)
+	clear(s.KeeperSockets)
 	s.closeTemplateKeeper()
 	s.rooms.close()
 	s.closeGateSockets()
 	if s.keeper != nil {
 		s.keeper.Close()
 	}
-	if s.netns != nil {
-		s.netns.Close()
+	if s.Netns != nil {
+		s.Netns.Close()
 	}
 }
 
 func (s *service) close() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	s.closeLocked()
 }

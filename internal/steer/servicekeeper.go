@@ -28,44 +28,44 @@ func (s *service) reconcileKeeper() error {
 	before := s.keeperProblem
 	defer func() { s.scheduleKeeperRetry(before) }()
 	s.keeperProblem = nil
-	if s.usesLookup() && !s.hasRooms() {
+	if s.UsesLookup() && !s.hasRooms() {
 		return errors.Join(s.prepareRooms(), s.retireKeeper())
 	}
-	owner, known := s.groupOwner()
-	if !known && !s.usesLookup() {
+	owner, known := s.GroupOwner()
+	if !known && !s.UsesLookup() {
 		return nil
 	}
 	changed := s.keeper == nil
-	for row, fd := range s.keeperSockets {
-		if s.rows[row] == (bpf.Listener{}) || !s.usesLookup() && socketOwner(fd) != owner {
+	for row, fd := range s.KeeperSockets {
+		if s.Rows[row] == (bpf.Listener{}) || !s.UsesLookup() && socketOwner(fd) != owner {
 			unix.Close(fd)
-			delete(s.keeperSockets, row)
+			delete(s.KeeperSockets, row)
 			changed = true
 		}
 	}
 	var errs []error
-	for row, l := range s.listeners {
-		attach := func(fd int) error { return s.path.Attach(row, fd) }
-		if fd, ok := s.keeperSockets[row]; ok {
-			if !s.usesLookup() {
+	for row, l := range s.Listeners {
+		attach := func(fd int) error { return s.Path.Attach(row, fd) }
+		if fd, ok := s.KeeperSockets[row]; ok {
+			if !s.UsesLookup() {
 				errs = append(errs, attach(fd))
 			}
 			continue
 		}
 		var fd int
 		var err error
-		if s.usesLookup() {
+		if s.UsesLookup() {
 			if fd, err = s.openRoomSocket(row); err != nil {
 				err = fmt.Errorf("open the waiting room of %s: %w", l, err)
 			}
-		} else if fd, err = keeper.OpenSocket(s.rows[row], owner, s.socketNetns(), attach); err != nil {
+		} else if fd, err = keeper.OpenSocket(s.Rows[row], owner, s.SocketNetns(), attach); err != nil {
 			err = fmt.Errorf("hold %s for user %s: %w", l, member.UserName(owner), err)
 		}
 		if err != nil {
 			errs = append(errs, err)
 			continue
 		}
-		s.keeperSockets[row] = fd
+		s.KeeperSockets[row] = fd
 		changed = true
 	}
 	errs = append(errs, s.prepareRooms())
@@ -87,23 +87,23 @@ const keeperRetryInterval = 2 * time.Second
 func (s *service) scheduleKeeperRetry(before error) {
 	switch {
 	case s.keeperProblem == nil && before != nil:
-		s.log.Info("ports held")
+		s.Log.Info("ports held")
 	case s.keeperProblem != nil && (before == nil || before.Error() != s.keeperProblem.Error()):
-		s.log.Warn("ports not held", "error", s.keeperProblem)
+		s.Log.Warn("ports not held", "error", s.keeperProblem)
 	}
 	if s.keeperProblem == nil || s.keeperRetryPending {
 		return
 	}
 	s.keeperRetryPending = true
 	time.AfterFunc(keeperRetryInterval, func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
 		s.keeperRetryPending = false
-		if s.events == nil || s.keeperProblem == nil {
+		if s.Events == nil || s.keeperProblem == nil {
 			return // the service is closed, or the problem is solved
 		}
 		if err := s.reconcileKeeper(); err != nil {
-			s.log.Error("ports not held", "error", err)
+			s.Log.Error("ports not held", "error", err)
 		}
 	})
 }
@@ -120,8 +120,8 @@ func socketOwner(fd int) uint32 {
 func (s *service) replaceKeeper() error {
 	old := s.keeper
 	s.keeper = nil
-	if len(s.keeperSockets) > 0 {
-		fresh, err := keeper.Start(s.log, s.host.Root.Dir, s.config.Name, slices.Collect(maps.Values(s.keeperSockets)))
+	if len(s.KeeperSockets) > 0 {
+		fresh, err := keeper.Start(s.Log, s.Host.Root.Dir, s.Config.Name, slices.Collect(maps.Values(s.KeeperSockets)))
 		if err != nil {
 			s.keeper = old
 			return err
@@ -139,9 +139,9 @@ func (s *service) replaceKeeper() error {
 
 // recordKeeper saves the process id and the start time of the keeper for the next agent.
 func (s *service) recordKeeper() {
-	s.state.Keeper = &s.keeper.Self
-	if err := s.state.Save(s.statePath()); err != nil {
-		s.log.Error("state not saved", "error", err)
+	s.State.Keeper = &s.keeper.Self
+	if err := s.State.Save(s.StatePath()); err != nil {
+		s.Log.Error("state not saved", "error", err)
 	}
 }
 
@@ -150,16 +150,16 @@ func (s *service) watchKeeper(k *keeper.Process, started time.Time) {
 	if k.Handle.Wait() != nil {
 		return
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	if s.keeper != k {
 		return
 	}
-	s.log.Warn("keeper exited", "pid", k.Self.PID)
+	s.Log.Warn("keeper exited", "pid", k.Self.PID)
 	k.Close()
 	s.keeper = nil
 	if err := s.reattach(); err != nil {
-		s.log.Error("program not attached", "error", err)
+		s.Log.Error("program not attached", "error", err)
 	}
 	if time.Since(started) < time.Second {
 		s.keeperProblem = errors.New("its keeper exits immediately; if the agent exits while there is no keeper, the ports are not held")
@@ -174,15 +174,15 @@ func (s *service) watchKeeper(k *keeper.Process, started time.Time) {
 // reattach attaches the programs to the groups of the keeper sockets again, and rejects the connections that the kernel's
 // hash has given to these sockets: the process that killed the keeper may have detached the programs.
 func (s *service) reattach() error {
-	if s.path == nil {
+	if s.Path == nil {
 		return nil
 	}
 	var errs []error
-	for row, fd := range s.keeperSockets {
-		if s.usesLookup() {
+	for row, fd := range s.KeeperSockets {
+		if s.UsesLookup() {
 			continue
 		}
-		errs = append(errs, s.path.Attach(row, fd))
+		errs = append(errs, s.Path.Attach(row, fd))
 		if s.rooms.prepared[row] == nil {
 			errs = append(errs, keeper.RejectQueued(fd))
 		}
@@ -191,9 +191,9 @@ func (s *service) reattach() error {
 }
 
 func (s *service) restartKeeper() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.keeper == nil && len(s.keeperSockets) > 0 {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if s.keeper == nil && len(s.KeeperSockets) > 0 {
 		s.keeperProblem = s.replaceKeeper()
 	}
 }
@@ -201,25 +201,25 @@ func (s *service) restartKeeper() {
 // restoreKeeper takes over the keeper of an earlier agent and copies its sockets.
 func (s *service) restoreKeeper() error {
 	// A keeper may have the listeners of the previous policy, which are no longer pinned.
-	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.previousRows[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
-	keepers, err := keeper.Find(s.host.Root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
+	rows := slices.DeleteFunc(slices.Concat(s.Rows[:], s.previousRows[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
+	keepers, err := keeper.Find(s.Host.Root.Dir, s.Config.Name, s.State.Keeper, func(string) []bpf.Listener { return rows })
 	if err != nil {
 		return err
 	}
 	for _, k := range keepers {
-		if s.keeper != nil || s.usesLookup() && !s.hasRooms() {
+		if s.keeper != nil || s.UsesLookup() && !s.hasRooms() {
 			if err := k.Kill(); err != nil {
 				return err
 			}
 			continue
 		}
-		for row := range s.listeners {
+		for row := range s.Listeners {
 			i := slices.IndexFunc(k.Sockets, func(socket *member.Socket) bool {
-				if s.usesLookup() {
-					cookie, err := s.path.RoomCookie(row)
+				if s.UsesLookup() {
+					cookie, err := s.Path.RoomCookie(row)
 					return err == nil && cookie == socket.Cookie
 				}
-				return keeper.IsSocket(socket, s.rows[row])
+				return keeper.IsSocket(socket, s.Rows[row])
 			})
 			if i < 0 {
 				continue
@@ -229,7 +229,7 @@ func (s *service) restoreKeeper() error {
 				k.Close()
 				return fmt.Errorf("copy keeper socket: %w", err)
 			}
-			s.keeperSockets[row] = fd
+			s.KeeperSockets[row] = fd
 		}
 		member.CloseAll(k.Sockets)
 		k.Sockets = nil
@@ -237,23 +237,23 @@ func (s *service) restoreKeeper() error {
 		s.recordKeeper()
 		s.moveKeeperToScope(k)
 		go s.watchKeeper(k, time.Now())
-		s.log.Info("keeper restored", "pid", k.Self.PID, "sockets", len(s.keeperSockets))
+		s.Log.Info("keeper restored", "pid", k.Self.PID, "sockets", len(s.KeeperSockets))
 	}
 	return nil
 }
 
 // retireKeeper closes the keeper sockets and kills the keeper.
 func (s *service) retireKeeper() error {
-	for row, fd := range s.keeperSockets {
+	for row, fd := range s.KeeperSockets {
 		unix.Close(fd)
-		delete(s.keeperSockets, row)
+		delete(s.KeeperSockets, row)
 	}
 	return s.replaceKeeper()
 }
 
 // moveKeeperToScope moves a keeper from the agent's unit to a scope unit, in the background.
 func (s *service) moveKeeperToScope(k *keeper.Process) {
-	m := s.host.systemd
+	m := s.Host.Systemd
 	if m == nil {
 		return
 	}
@@ -261,9 +261,9 @@ func (s *service) moveKeeperToScope(k *keeper.Process) {
 		unit, err := m.StartScope(context.Background(), k)
 		switch {
 		case err != nil:
-			s.log.Info("keeper stays in the agent's unit", "pid", k.Self.PID, "error", err)
+			s.Log.Info("keeper stays in the agent's unit", "pid", k.Self.PID, "error", err)
 		case unit != "":
-			s.log.Info("keeper has a unit of its own", "pid", k.Self.PID, "unit", unit)
+			s.Log.Info("keeper has a unit of its own", "pid", k.Self.PID, "unit", unit)
 		}
 	}()
 }

@@ -15,7 +15,7 @@ import (
 
 // labelListener records a member as the owner of the connections that a listening socket accepts from now on.
 func (s *service) labelListener(p *member.Process, fd int) error {
-	return s.path.SetOwner(fd, bpf.Owner{PID: p.PID, StartTime: p.StartTime, Steered: true})
+	return s.Path.SetOwner(fd, bpf.Owner{PID: p.PID, StartTime: p.StartTime, Steered: true})
 }
 
 // unlabeled are connections whose owner is not known: they were accepted before the member was registered. Their owner
@@ -76,7 +76,7 @@ func (s *service) labelMembers(list []session.Session) (found bool) {
 	if len(wanted) == 0 {
 		return false
 	}
-	ids := s.seatIDs()
+	ids := s.SeatIDs()
 	owners := sockdiag.ReadSocketsOf(slices.Collect(maps.Keys(ids)), func(inode uint32) bool { return wanted[inode] != nil })
 	handles := make(map[int]*member.Handle)
 	defer func() {
@@ -84,7 +84,7 @@ func (s *service) labelMembers(list []session.Session) (found bool) {
 			h.Close()
 		}
 	}()
-	defer s.host.descriptors.borrow()()
+	defer s.Host.Descriptors.Borrow()()
 	for inode, one := range wanted {
 		for _, p := range owners[inode] {
 			if s.labelConnection(handles, p, one, ids[p.PID]) == nil {
@@ -104,15 +104,15 @@ func (s *service) label(list []session.Session, seats map[int]member.ID) {
 	for i := range list {
 		wanted[list[i].Inode] = &list[i]
 	}
-	s.mu.Lock()
-	listening, err := s.listeningSockets()
-	s.mu.Unlock()
+	s.Mu.Lock()
+	listening, err := s.ListeningSockets()
+	s.Mu.Unlock()
 	var owners map[uint32][]sockdiag.Process
 	if err == nil {
 		owners, _, err = sockdiag.ReadProcesses(func(inode uint32) bool { return wanted[inode] != nil || listening[inode] })
 	}
 	if err != nil {
-		s.log.Warn("connections not checked", "error", err)
+		s.Log.Warn("connections not checked", "error", err)
 		return
 	}
 	listeners := make(map[int]bool)
@@ -122,9 +122,9 @@ func (s *service) label(list []session.Session, seats map[int]member.ID) {
 		}
 	}
 	family := session.ProcessTree{Seats: seats, Listeners: listeners, Parents: make(map[int]int)}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.events == nil {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if s.Events == nil {
 		return
 	}
 	handles := make(map[int]*member.Handle)
@@ -133,7 +133,7 @@ func (s *service) label(list []session.Session, seats map[int]member.ID) {
 			h.Close()
 		}
 	}()
-	defer s.host.descriptors.borrow()()
+	defer s.Host.Descriptors.Borrow()()
 	for inode, one := range wanted {
 		found := false
 		for _, p := range owners[inode] {
@@ -175,5 +175,5 @@ func (s *service) labelConnection(handles map[int]*member.Handle, p sockdiag.Pro
 		return fmt.Errorf("descriptor %d of process %d refers to another socket", p.FD, p.PID)
 	}
 	// A connection that the kernel gave to another listening socket was steered, too.
-	return s.path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime, Steered: one.Owned && one.Owner.Steered})
+	return s.Path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime, Steered: one.Owned && one.Owner.Steered})
 }

@@ -19,11 +19,11 @@ import (
 
 // changeSlot sets the state or the weight of a slot, or both, and returns the change. With dryRun, nothing is changed.
 func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes []string, effect string, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	from := s.slotState(slot)
-	if slot < 0 || slot >= s.config.Slots {
-		return nil, "", s.slotRange(slot)
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	from := s.SlotState(slot)
+	if slot < 0 || slot >= s.Config.Slots {
+		return nil, "", s.SlotRange(slot)
 	}
 	if to.State == "" {
 		to.State = from.State
@@ -37,21 +37,21 @@ func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes 
 	if from.Weight != to.Weight {
 		changes = append(changes, fmt.Sprintf("weight %d -> %d", from.Weight, to.Weight))
 	}
-	if len(changes) == 0 && !s.state.MovesStopped {
+	if len(changes) == 0 && !s.State.MovesStopped {
 		return nil, "", nil
 	}
 	if len(changes) == 0 {
 		changes = []string{"moves continue"}
 	}
-	next := s.state
-	next.Slots = maps.Clone(s.state.Slots)
+	next := s.State
+	next.Slots = maps.Clone(s.State.Slots)
 	if next.Slots == nil {
 		next.Slots = make(map[int]stored.Setting)
 	}
 	if next.Slots[slot] = to; to == stored.DefaultSetting {
 		delete(next.Slots, slot)
 	}
-	target, err := stored.NewMapping(s.config, &next, s.state.Nonce, s.mapping.Devices)
+	target, err := stored.NewMapping(s.Config, &next, s.State.Nonce, s.Mapping.Devices)
 	if err != nil {
 		if from.State != stored.Drain && to.State == stored.Drain || from.Weight > 0 && to.Weight == 0 {
 			err = fault.Conflict(fmt.Errorf("slot %d is the last slot that takes devices", slot), "set another slot ready, with a weight, first")
@@ -63,12 +63,12 @@ func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes 
 	if err := s.checkNoMoves(of); err != nil && !dryRun && !undo && to.State != stored.Maint && from.State != stored.Maint {
 		return nil, "", err
 	}
-	effect = s.movesEffect(s.settled(), target.WithPins(next.PinsFor(s.config.Slots, nil)))
+	effect = s.movesEffect(s.settled(), target.WithPins(next.PinsFor(s.Config.Slots, nil)))
 	switch {
 	case to.State == stored.Maint && from.State != stored.Maint:
 		effect = s.maintEffect(slot)
 	case from.State == stored.Maint && to.State == stored.Ready && from.Weight == to.Weight:
-		if effect = "its devices are accepted"; s.seats[slot] == nil {
+		if effect = "its devices are accepted"; s.Seats[slot] == nil {
 			effect = "it has no member"
 		}
 	}
@@ -81,17 +81,17 @@ func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes 
 // replaceState saves a new state, and applies its settings and pins. cause describes the change of a slot or device.
 func (s *service) replaceState(next stored.State, target *placement.Mapping, cause, of string) error {
 	next.MovesStopped = false
-	before := s.state
-	if err := next.Save(s.statePath()); err != nil {
+	before := s.State
+	if err := next.Save(s.StatePath()); err != nil {
 		return err
 	}
-	s.state, s.target = next, target
-	s.log.Info("changed by command", "change", cause)
+	s.State, s.Target = next, target
+	s.Log.Info("changed by command", "change", cause)
 	s.moves.begin(cause, of)
 	err := s.applySettings()
 	if err != nil {
-		s.state = before
-		return fault.Join(err, before.Save(s.statePath()))
+		s.State = before
+		return fault.Join(err, before.Save(s.StatePath()))
 	}
 	return nil
 }
@@ -99,10 +99,10 @@ func (s *service) replaceState(next stored.State, target *placement.Mapping, cau
 // applySettings opens and closes slots for maint, and moves devices.
 func (s *service) applySettings() error {
 	errs := []error{s.writeWaits()}
-	for slot, seat := range s.seats {
-		value, err := s.path.Slot(slot)
-		if err == nil && (value.Ready > 0) != s.isReady(slot) {
-			err = s.setReady(seat)
+	for slot, seat := range s.Seats {
+		value, err := s.Path.Slot(slot)
+		if err == nil && (value.Ready > 0) != s.IsReady(slot) {
+			err = s.SetReady(seat)
 		}
 		errs = append(errs, err)
 	}
@@ -113,13 +113,13 @@ func (s *service) applySettings() error {
 
 // maintEffect describes the devices that a slot in maint refuses.
 func (s *service) maintEffect(slot int) string {
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
 		return ""
 	}
 	seen, here, sessions := make(map[string]bool), 0, 0
 	note := func(addr netip.Addr) bool {
-		at := s.mapping.Locate(addr)
+		at := s.Mapping.Locate(addr)
 		key := session.Key(at.Device, addr)
 		if at.Slot == slot && !seen[key] {
 			here++
@@ -127,7 +127,7 @@ func (s *service) maintEffect(slot int) string {
 		seen[key] = true
 		return at.Slot == slot
 	}
-	for address := range s.path.Devices() {
+	for address := range s.Path.Devices() {
 		note(placement.Addr(address))
 	}
 	for _, one := range list {
@@ -136,13 +136,13 @@ func (s *service) maintEffect(slot int) string {
 		}
 	}
 	what := "refused"
-	if s.config.WhenEmpty.Standby != nil && *s.config.WhenEmpty.Standby != slot {
-		what = fmt.Sprintf("steered to standby slot %d", *s.config.WhenEmpty.Standby)
+	if s.Config.WhenEmpty.Standby != nil && *s.Config.WhenEmpty.Standby != slot {
+		what = fmt.Sprintf("steered to standby slot %d", *s.Config.WhenEmpty.Standby)
 	}
 	effect := fmt.Sprintf("its devices are %s: %d of %s seen", what, here, format.Count(len(seen), "device", "devices"))
-	switch err := s.canClose(); {
+	switch err := s.CanClose(); {
 	case sessions == 0:
-	case s.config.OnMove == config.KeepMoved || err != nil:
+	case s.Config.OnMove == config.KeepMoved || err != nil:
 		effect += "; " + format.Count(sessions, "session stays open", "sessions stay open")
 	default:
 		effect += "; " + format.Count(sessions, "session is closed", "sessions are closed")

@@ -21,6 +21,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/member"
 	"sockeye/internal/statedir"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/replay"
 	"sockeye/internal/steer/session"
@@ -78,9 +79,9 @@ func wantsTemplates(c config.Service) bool {
 // openTemplateKeeper begins or ends to keep templates, according to the policy. The path must be open.
 func (s *service) openTemplateKeeper() error {
 	s.closeReader()
-	if !wantsTemplates(s.config) {
+	if !wantsTemplates(s.Config) {
 		if s.keepsTemplates() {
-			for _, seat := range s.seats {
+			for _, seat := range s.Seats {
 				s.stopCopying(seat)
 			}
 			s.kept.store = nil
@@ -96,7 +97,7 @@ func (s *service) openTemplateKeeper() error {
 		s.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return s.kept.proven[a] })
 		s.loadTemplates()
 	}
-	reader, err := s.path.Templates()
+	reader, err := s.Path.Templates()
 	if err != nil {
 		return err
 	}
@@ -133,14 +134,14 @@ func (s *service) watchTemplates(reader *bpf.TemplateReader) {
 			return
 		}
 		if err != nil {
-			s.log.Error("ring of template sets failed", "error", err)
+			s.Log.Error("ring of template sets failed", "error", err)
 			return
 		}
-		s.mu.Lock()
+		s.Mu.Lock()
 		if s.kept.reader == reader {
 			s.learnFrom(&t)
 		}
-		s.mu.Unlock()
+		s.Mu.Unlock()
 		if read++; read < templatesPerSecond/10 {
 			continue
 		}
@@ -151,13 +152,13 @@ func (s *service) watchTemplates(reader *bpf.TemplateReader) {
 
 // learnFrom keeps the templates of a datagram that a member has received.
 func (s *service) learnFrom(t *bpf.TemplateSets) {
-	for slot, seat := range s.seats {
-		for row, socket := range seat.sockets {
-			if socket.cookie != t.Cookie {
+	for slot, seat := range s.Seats {
+		for row, socket := range seat.Sockets {
+			if socket.Cookie != t.Cookie {
 				continue
 			}
-			if home, _ := s.mapping.Slot(t.Source.Addr()); home == slot {
-				s.learn(t.Source, row, t.Datagram, seat.id())
+			if home, _ := s.Mapping.Slot(t.Source.Addr()); home == slot {
+				s.learn(t.Source, row, t.Datagram, seat.ID())
 			} else {
 				s.learn(t.Source, row, t.Datagram, member.ID{})
 			}
@@ -186,24 +187,24 @@ func (s *service) scheduleTemplatesSave() {
 		return
 	}
 	s.kept.saveTimer = time.AfterFunc(max(templatesSaveDelay, saveShare*s.kept.saving), func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
 		s.kept.saveTimer = nil
-		if s.events != nil && s.keepsTemplates() {
+		if s.Events != nil && s.keepsTemplates() {
 			s.saveTemplates()
 		}
 	})
 }
 
 func (s *service) templatesPath() string {
-	return filepath.Join(s.host.StateDir, s.config.Name+".templates")
+	return filepath.Join(s.Host.StateDir, s.Config.Name+".templates")
 }
 
 // rowsLine identifies the listeners of the rows: the templates of a state file refer to them.
 func (s *service) rowsLine() string {
 	var rows []string
-	for _, row := range slices.Sorted(maps.Keys(s.listeners)) {
-		rows = append(rows, fmt.Sprintf("%d %s", row, s.listeners[row]))
+	for _, row := range slices.Sorted(maps.Keys(s.Listeners)) {
+		rows = append(rows, fmt.Sprintf("%d %s", row, s.Listeners[row]))
 	}
 	return strings.Join(rows, ", ") + "\n"
 }
@@ -221,7 +222,7 @@ func (s *service) saveTemplates() {
 		err = statedir.Write(s.templatesPath(), b.Bytes())
 	}
 	if err != nil {
-		s.log.Error("templates not saved", "error", err)
+		s.Log.Error("templates not saved", "error", err)
 		return
 	}
 	s.kept.saved = s.kept.store.Revision()
@@ -242,49 +243,49 @@ func (s *service) loadTemplates() {
 		}
 	}
 	if err != nil {
-		s.log.Warn("templates discarded: exporters must send theirs again", "file", s.templatesPath(), "error", errors.Join(err, os.Remove(s.templatesPath())))
+		s.Log.Warn("templates discarded: exporters must send theirs again", "file", s.templatesPath(), "error", errors.Join(err, os.Remove(s.templatesPath())))
 		return
 	}
 	s.kept.saved = s.kept.store.Revision()
 }
 
 // copyTemplates attaches the filter that copies templates to the UDP socket of a member.
-func (s *service) copyTemplates(seat *seat, socket *member.Socket) error {
+func (s *service) copyTemplates(seat *core.Seat, socket *member.Socket) error {
 	if !s.keepsTemplates() || socket.Protocol != unix.IPPROTO_UDP {
 		return nil
 	}
-	owner, ok := s.path.Owner(socket.FD())
-	err := s.path.CopyTemplates(socket.FD(), ok && owner.Filtered)
+	owner, ok := s.Path.Owner(socket.FD())
+	err := s.Path.CopyTemplates(socket.FD(), ok && owner.Filtered)
 	if errors.Is(err, bpf.ErrFiltered) {
-		if !s.kept.filtered[seat.slot] {
-			s.log.Warn("templates of the member are not kept: its socket has a socket filter", "slot", seat.slot, "pid", seat.process.PID)
+		if !s.kept.filtered[seat.Slot] {
+			s.Log.Warn("templates of the member are not kept: its socket has a socket filter", "slot", seat.Slot, "pid", seat.Process.PID)
 		}
-		s.kept.filtered[seat.slot] = true
+		s.kept.filtered[seat.Slot] = true
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	delete(s.kept.filtered, seat.slot)
-	return s.path.SetOwner(socket.FD(), bpf.Owner{PID: seat.process.PID, StartTime: seat.process.StartTime, Filtered: true})
+	delete(s.kept.filtered, seat.Slot)
+	return s.Path.SetOwner(socket.FD(), bpf.Owner{PID: seat.Process.PID, StartTime: seat.Process.StartTime, Filtered: true})
 }
 
 // stopCopying removes the filters of a member that still runs.
-func (s *service) stopCopying(seat *seat) {
-	for row := range seat.sockets {
-		if s.listeners[row].Protocol != config.UDP {
+func (s *service) stopCopying(seat *core.Seat) {
+	for row := range seat.Sockets {
+		if s.Listeners[row].Protocol != config.UDP {
 			continue
 		}
-		socket, err := seat.openSocket(row)
+		socket, err := seat.OpenSocket(row)
 		if err != nil {
 			continue
 		}
-		owner, ok := s.path.Owner(socket.FD())
+		owner, ok := s.Path.Owner(socket.FD())
 		if ok && owner.Filtered {
-			err = errors.Join(bpf.DetachFilter(socket.FD()), s.path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime}))
+			err = errors.Join(bpf.DetachFilter(socket.FD()), s.Path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime}))
 		}
 		if err != nil {
-			s.log.Warn("socket filter not removed", "pid", seat.process.PID, "error", err)
+			s.Log.Warn("socket filter not removed", "pid", seat.Process.PID, "error", err)
 		}
 		socket.Close()
 	}
@@ -295,11 +296,11 @@ func (s *service) withoutTemplates(slot int, at member.ID) (addresses []netip.Ad
 	if !s.keepsTemplates() {
 		return nil
 	}
-	v := s.serving()
+	v := s.Serving()
 	for addr := range s.kept.store.Addresses() {
-		home, _ := s.mapping.Slot(addr)
+		home, _ := s.Mapping.Slot(addr)
 		if home != slot {
-			if served, ok := v.slot(home); !ok || served != slot {
+			if served, ok := v.Slot(home); !ok || served != slot {
 				continue
 			}
 		}
@@ -330,11 +331,11 @@ func (s *service) templateDatagrams(addresses []netip.Addr, ready bool, next map
 // replayDestination returns the address at which the data path finds the member of an exporter, also before its slot is
 // ready.
 func (s *service) replayDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
-	l, ok := s.listeners[row]
+	l, ok := s.Listeners[row]
 	if !ok || l.Protocol != config.UDP {
 		return to, false
 	}
-	if s.usesLookup() && !ready {
+	if s.UsesLookup() && !ready {
 		port := s.kept.temporaryPort(row)
 		if p := s.rooms.prepared[row]; p != nil {
 			port = p.port
@@ -363,10 +364,10 @@ func (t *keptTemplates) temporaryPort(row int) uint16 {
 // openTemporaryRooms opens the addresses for replays to slots that are not ready, with steering by sk_lookup and without
 // waiting rooms.
 func (s *service) openTemporaryRooms() error {
-	if !s.usesLookup() || s.hasRooms() {
+	if !s.UsesLookup() || s.hasRooms() {
 		return nil
 	}
-	for row, l := range s.listeners {
+	for row, l := range s.Listeners {
 		if _, open := s.kept.temporary[row]; open || l.Protocol != config.UDP {
 			continue
 		}
@@ -375,7 +376,7 @@ func (s *service) openTemporaryRooms() error {
 			return err
 		}
 		s.kept.temporary[row] = fd
-		if err := s.path.InsertRoom(row, fd, s.kept.temporaryPort(row)); err != nil {
+		if err := s.Path.InsertRoom(row, fd, s.kept.temporaryPort(row)); err != nil {
 			return err
 		}
 	}
@@ -388,8 +389,8 @@ func (s *service) closeTemporaryRooms() {
 		return
 	}
 	for row, fd := range s.kept.temporary {
-		if err := s.path.RemoveRoom(row); err != nil {
-			s.log.Error("waiting room not removed", "error", err)
+		if err := s.Path.RemoveRoom(row); err != nil {
+			s.Log.Error("waiting room not removed", "error", err)
 		}
 		unix.Close(fd)
 		delete(s.kept.temporary, row)
@@ -402,7 +403,7 @@ func (s *service) noteReplayed(addresses []netip.Addr, at member.ID) {
 	s.kept.replays += uint64(len(addresses))
 	for _, addr := range addresses {
 		s.kept.replayedTo[addr] = at
-		for row, l := range s.listeners {
+		for row, l := range s.Listeners {
 			if l.Protocol == config.UDP {
 				s.kept.store.Replayed(addr, row, now)
 			}
@@ -416,15 +417,15 @@ func (s *service) replayMoved() {
 	if !s.keepsTemplates() {
 		return
 	}
-	bySlot, v := make(map[int][]netip.Addr), s.serving()
+	bySlot, v := make(map[int][]netip.Addr), s.Serving()
 	for addr := range s.kept.store.Addresses() {
-		home, _ := s.mapping.Slot(addr)
-		if slot, ok := v.slot(home); ok && s.kept.replayedTo[addr] != v.members[slot] && s.kept.running[slot] == nil {
+		home, _ := s.Mapping.Slot(addr)
+		if slot, ok := v.Slot(home); ok && s.kept.replayedTo[addr] != v.Members[slot] && s.kept.running[slot] == nil {
 			bySlot[slot] = append(bySlot[slot], addr)
 		}
 	}
 	for slot, addresses := range bySlot {
-		s.beginLate(&fill{seat: s.seats[slot], late: true, addresses: addresses, templates: s.templateDatagrams(addresses, true, nil)})
+		s.beginLate(&fill{seat: s.Seats[slot], late: true, addresses: addresses, templates: s.templateDatagrams(addresses, true, nil)})
 	}
 }
 
@@ -460,9 +461,9 @@ func (s *service) assumeReplayed() {
 	if !s.keepsTemplates() {
 		return
 	}
-	v := s.serving()
+	v := s.Serving()
 	for addr := range s.kept.store.Addresses() {
-		if id, ok := v.server(addr); ok {
+		if id, ok := v.Server(addr); ok {
 			s.kept.replayedTo[addr] = id
 		}
 	}
@@ -470,8 +471,8 @@ func (s *service) assumeReplayed() {
 
 // templatesOf returns the templates of a device, or of all devices for "".
 func (s *service) templatesOf(device string) ([]api.TemplateStatus, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	list := []api.TemplateStatus{}
 	if !s.keepsTemplates() {
 		return list, nil
@@ -479,16 +480,16 @@ func (s *service) templatesOf(device string) ([]api.TemplateStatus, error) {
 	address, _ := netip.ParseAddr(device)
 	for t := range s.kept.store.List() {
 		addr := t.Source.Addr()
-		at := s.mapping.Locate(addr)
+		at := s.Mapping.Locate(addr)
 		if device != "" && addr != address.Unmap() && at.Device != device {
 			continue
 		}
 		one := api.TemplateStatus{
-			Service: s.config.Name, Source: t.Source.String(), Device: at.Device, Slot: at.Slot, Protocol: protocolName(t.Version),
+			Service: s.Config.Name, Source: t.Source.String(), Device: at.Device, Slot: at.Slot, Protocol: protocolName(t.Version),
 			Domain: t.Domain, Template: t.ID, Options: t.Options, Fields: t.Fields, ScopeFields: t.ScopeFields,
 			Learned: t.Learned, Refreshed: t.Refreshed, Replays: t.Replays,
 		}
-		if l, ok := s.listeners[t.Row]; ok {
+		if l, ok := s.Listeners[t.Row]; ok {
 			one.Listener = l.String()
 		}
 		if !t.Replayed.IsZero() {

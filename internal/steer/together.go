@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
@@ -55,7 +56,7 @@ type checks struct {
 	flipping bool
 	passes   []time.Duration
 	// served is the decision of the data path at the last pass.
-	served *serving
+	served *core.Serving
 	// placed are the connections under on_start that have been at the right member once: on_move governs them.
 	placed map[uint64]bool
 	// missed counts the scans that found no owner of a connection. After maxScans, or if the owner has nothing to do with
@@ -80,11 +81,11 @@ type splitDevice struct {
 
 // servingConnections returns the decision of the data path about connections: the member of a filling slot may have them
 // before the datagrams.
-func (s *service) servingConnections() *serving {
-	v := s.serving()
+func (s *service) servingConnections() *core.Serving {
+	v := s.Serving()
 	for slot, f := range s.rooms.filling {
 		if f.connects {
-			v.members[slot] = f.seat.id()
+			v.Members[slot] = f.seat.ID()
 		}
 	}
 	return v
@@ -92,7 +93,7 @@ func (s *service) servingConnections() *serving {
 
 // CheckSoon schedules the passes of a check after a change.
 func (s *service) CheckSoon() {
-	if s.events == nil {
+	if s.Events == nil {
 		return
 	}
 	s.checks.passes = checkPasses
@@ -121,9 +122,9 @@ func (s *service) scheduleNext() {
 
 // check runs one pass, finds the owners of unlabeled connections, and schedules the next pass.
 func (s *service) check(turn int) {
-	s.mu.Lock()
-	if s.events == nil || turn != s.checks.turn {
-		s.mu.Unlock()
+	s.Mu.Lock()
+	if s.Events == nil || turn != s.checks.turn {
+		s.Mu.Unlock()
 		return
 	}
 	s.checks.timer = nil
@@ -131,15 +132,15 @@ func (s *service) check(turn int) {
 	s.expirePins()
 	s.releaseLate()
 	missing := s.checkNow()
-	seats := s.seatIDs()
+	seats := s.SeatIDs()
 	scan := len(missing.sessions) > 0 && time.Since(s.checks.labeled) >= labelInterval
-	s.mu.Unlock()
+	s.Mu.Unlock()
 	if scan {
 		s.label(missing.sessions, seats)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.events == nil {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if s.Events == nil {
 		return
 	}
 	if scan {
@@ -155,7 +156,7 @@ func (s *service) check(turn int) {
 // checkMoved runs a pass right after a change of the mapping, unless the members are not known yet, or the pass itself
 // makes the change.
 func (s *service) checkMoved() {
-	if s.events != nil && !s.restoring && !s.checks.running {
+	if s.Events != nil && !s.Restoring && !s.checks.running {
 		s.checks.flipping = true
 		s.checkNow()
 		s.checks.flipping = false
@@ -166,9 +167,9 @@ func (s *service) checkMoved() {
 func (s *service) checkNow() unlabeled {
 	s.checks.running = true
 	defer func() { s.checks.running = false }()
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("connections not checked", "error", err)
+		s.Log.Warn("connections not checked", "error", err)
 		return unlabeled{}
 	}
 	s.noteSessions(list)
@@ -176,7 +177,7 @@ func (s *service) checkNow() unlabeled {
 	s.replayMoved()
 	missing := s.findUnlabeled(list)
 	if s.labelMembers(missing.sessions) {
-		if again, err := s.readSessions(); err == nil {
+		if again, err := s.ReadSessions(); err == nil {
 			list = again
 			missing = s.findUnlabeled(list)
 		}
@@ -187,7 +188,7 @@ func (s *service) checkNow() unlabeled {
 	}
 	now := s.servingConnections()
 	split := s.findSplit(now, list, unknown)
-	if s.config.OnStart == config.Adopt && !s.checks.flipping && s.adoptDevices(split) {
+	if s.Config.OnStart == config.Adopt && !s.checks.flipping && s.adoptDevices(split) {
 		now = s.servingConnections()
 		split = s.findSplit(now, list, unknown)
 	}
@@ -198,28 +199,28 @@ func (s *service) checkNow() unlabeled {
 		split = s.remaining(split, doomed)
 	}
 	if len(split) > 0 && len(split) != len(s.checks.split) {
-		s.log.Warn("devices are split", "devices", len(split), "first", split[0].String(), "slot", split[0].slot, "at", fmt.Sprint(split[0].at))
+		s.Log.Warn("devices are split", "devices", len(split), "first", split[0].String(), "slot", split[0].slot, "at", fmt.Sprint(split[0].at))
 	}
 	s.checks.split = split
 	return missing
 }
 
 // findSplit returns the split devices with their misplaced sessions, sorted by address.
-func (s *service) findSplit(now *serving, list []session.Session, unknown map[uint64]bool) (split []splitDevice) {
+func (s *service) findSplit(now *core.Serving, list []session.Session, unknown map[uint64]bool) (split []splitDevice) {
 	slots := make(map[member.ID]int)
-	for slot, seat := range s.seats {
-		slots[seat.id()] = slot
+	for slot, seat := range s.Seats {
+		slots[seat.ID()] = slot
 	}
 	placed := make(map[uint64]bool)
-	for _, d := range session.ByDevice(now.mapping, list) {
-		slot, ok := now.slot(d.Location.Slot)
+	for _, d := range session.ByDevice(now.Mapping, list) {
+		slot, ok := now.Slot(d.Location.Slot)
 		wrong := splitDevice{Device: *d, slot: slot}
 		wrong.Sessions = nil
 		divided := !ok && d.Owners(unknown) > 1
 		for _, one := range d.Sessions {
 			switch {
 			case !one.Owned || unknown[one.Cookie] || one.Inode == 0 && !member.Alive(one.Owner.PID, one.Owner.StartTime):
-			case !ok && !divided || ok && one.OwnerID() == now.members[slot]:
+			case !ok && !divided || ok && one.OwnerID() == now.Members[slot]:
 				wrong.partly = true
 				if !one.Owner.Steered && (ok || s.checks.placed[one.Cookie]) {
 					placed[one.Cookie] = true
@@ -256,37 +257,37 @@ func (s *service) underOnStart(one *session.Session) bool {
 // actsOnStart reports whether on_start closes connections now: devices that can be adopted are adopted by the next pass
 // after a flip.
 func (s *service) actsOnStart() bool {
-	return s.config.OnStart == config.Reset || s.config.OnStart == config.Adopt && !s.checks.flipping
+	return s.Config.OnStart == config.Reset || s.Config.OnStart == config.Adopt && !s.checks.flipping
 }
 
 // doomedSessions returns the sessions that must be closed: misplaced ones by on_start or on_move, handshakes of devices
 // that have moved since the last pass, and the sessions at slots in maint.
-func (s *service) doomedSessions(now *serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
+func (s *service) doomedSessions(now *core.Serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
 	for i := range split {
 		for _, one := range split[i].Sessions {
-			if s.underOnStart(&one) && s.actsOnStart() || !s.underOnStart(&one) && s.config.OnMove == config.CloseMoved {
+			if s.underOnStart(&one) && s.actsOnStart() || !s.underOnStart(&one) && s.Config.OnMove == config.CloseMoved {
 				doomed = append(doomed, one)
 			}
 		}
 	}
-	if s.config.OnMove != config.CloseMoved {
+	if s.Config.OnMove != config.CloseMoved {
 		return doomed
 	}
 	maint := make(map[member.ID]bool)
-	for slot, seat := range s.seats {
-		if s.slotState(slot).State == stored.Maint {
-			maint[seat.id()] = true
+	for slot, seat := range s.Seats {
+		if s.SlotState(slot).State == stored.Maint {
+			maint[seat.ID()] = true
 		}
 	}
 	before := s.checks.served
 	for _, one := range list {
-		server, ok := now.server(one.Address)
+		server, ok := now.Server(one.Address)
 		switch {
 		case one.State == sockdiag.SynRecv:
 			if before == nil {
 				continue
 			}
-			if was, did := before.server(one.Address); did && was != server && (ok || maint[was]) {
+			if was, did := before.Server(one.Address); did && was != server && (ok || maint[was]) {
 				doomed = append(doomed, one)
 			}
 		case !ok && one.Owned && !unknown[one.Cookie] && maint[one.OwnerID()]:
@@ -298,7 +299,7 @@ func (s *service) doomedSessions(now *serving, list []session.Session, split []s
 
 // destroy closes sessions by SOCK_DESTROY.
 func (s *service) destroy(list []session.Session) {
-	conn, err := s.diag()
+	conn, err := s.Diag()
 	began, closed := time.Now(), 0
 	devices := make(map[string]bool)
 	for i := range list {
@@ -309,16 +310,16 @@ func (s *service) destroy(list []session.Session) {
 			break
 		}
 		closed++
-		_, name := s.mapping.Slot(list[i].Address)
+		_, name := s.Mapping.Slot(list[i].Address)
 		devices[session.Key(name, list[i].Address)] = true
 	}
 	s.checks.closed += uint64(closed)
 	if closed > 0 {
-		s.log.Info("closed connections at a member of another slot", "devices", len(devices), "connections", closed,
+		s.Log.Info("closed connections at a member of another slot", "devices", len(devices), "connections", closed,
 			"first", list[0].Address.String(), "took", time.Since(began).Round(10*time.Microsecond).String())
 	}
 	if err != nil && s.checks.err == nil {
-		s.log.Error("cannot close connections of split devices", "connections", len(list)-closed, "error", err)
+		s.Log.Error("cannot close connections of split devices", "connections", len(list)-closed, "error", err)
 	}
 	s.checks.err = err
 }
@@ -368,9 +369,9 @@ func (s *service) splitProblem() error {
 	case s.checks.err != nil:
 		what += ": " + s.checks.err.Error()
 		hint = "restart these members, so that their devices connect again"
-	case byOnStart && s.config.OnStart == config.Report:
+	case byOnStart && s.Config.OnStart == config.Report:
 		hint = "set on_start: reset, which closes such connections, or adopt, which leaves the device with that member; or restart the member"
-	case !byOnStart && s.config.OnMove == config.KeepMoved:
+	case !byOnStart && s.Config.OnMove == config.KeepMoved:
 		hint = "set on_move: reset, which closes such connections; or restart the member"
 	}
 	return fault.WithHint(errors.New(what), hint)

@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/session"
 )
 
@@ -39,7 +40,7 @@ func TestSplitHint(t *testing.T) {
 		{config.Reset, config.CloseMoved, steered, false, unix.EPERM, "the agent needs CAP_NET_ADMIN"},
 		{config.Reset, config.CloseMoved, steered, false, sockdiag.ErrCannotDestroy, "restart these members, "},
 	} {
-		s := &service{coreService: coreService{config: config.Service{OnStart: test.onStart, OnMove: test.onMove}}}
+		s := &service{Service: core.Service{Config: config.Service{OnStart: test.onStart, OnMove: test.onMove}}}
 		one := session.Session{Socket: sockdiag.Socket{Cookie: 7}, Owner: test.owner, Owned: true}
 		s.checks.split = []splitDevice{{Device: session.Device{Address: netip.MustParseAddr("192.0.2.1"), Sessions: []session.Session{one}}}}
 		s.checks.placed, s.checks.err = map[uint64]bool{7: test.placed}, test.err

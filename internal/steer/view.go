@@ -21,33 +21,34 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/stored"
 )
 
 func (s *service) status() api.ServiceStatus {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	s.reevaluateWaiting()
 	status := api.ServiceStatus{
-		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: s.config.WhenEmpty.String(),
-		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: s.countReady(), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
-		PortsSteered: s.usesLookup() || (s.keeperProblem == nil && len(s.keeperSockets) == len(s.listeners) && s.keeper != nil),
+		Name: s.Config.Name, Steering: string(s.Config.Steering), WhenEmpty: s.Config.WhenEmpty.String(),
+		Slots: s.Config.Slots, SlotsAs: s.Config.SlotsAs, Ready: s.countReady(), Nonce: fmt.Sprintf("%#x", s.State.Nonce),
+		PortsSteered: s.UsesLookup() || (s.keeperProblem == nil && len(s.KeeperSockets) == len(s.Listeners) && s.keeper != nil),
 		Waiting:      []api.WaitingStatus{},
 	}
 	if s.keeper != nil {
 		status.Keeper = s.keeper.Self.PID
 	}
-	for _, l := range s.config.Listeners {
+	for _, l := range s.Config.Listeners {
 		status.Listeners = append(status.Listeners, l.String())
 	}
-	if s.mapping.Devices != nil {
+	if s.Mapping.Devices != nil {
 		status.DeviceMap = &api.DeviceMapStatus{
-			Path: s.config.DeviceMap, Prefixes: s.mapping.Devices.Len(), Devices: len(s.mapping.Devices.Devices()),
+			Path: s.Config.DeviceMap, Prefixes: s.Mapping.Devices.Len(), Devices: len(s.Mapping.Devices.Devices()),
 		}
 	}
 	status.Notes = s.notes()
-	status.SplitDevices, status.AdoptedDevices = len(s.checks.split), len(s.state.Adopted)
+	status.SplitDevices, status.AdoptedDevices = len(s.checks.split), len(s.State.Adopted)
 	split, duplicate := s.splitProblem(), s.duplicateProblem()
 	switch {
 	case s.keeperProblem != nil:
@@ -68,8 +69,8 @@ func (s *service) status() api.ServiceStatus {
 			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(fault.Hint(w.problem), waitingHint(w.problem)),
 		})
 	}
-	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *seat) int { return cmp.Compare(a.process.PID, b.process.PID) }) {
-		status.Formers = append(status.Formers, api.FormerStatus{Slot: former.slot, PID: former.process.PID, Command: former.process.Command()})
+	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
+		status.Formers = append(status.Formers, api.FormerStatus{Slot: former.Slot, PID: former.Process.PID, Command: former.Process.Command()})
 	}
 	status.Refused = s.refusals.list()
 	return status
@@ -91,25 +92,25 @@ func slotOrNil(slot int) *int {
 }
 
 func (s *service) slots() ([]api.SlotStatus, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	slots := s.config.Slots
-	for slot := range s.seats {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	slots := s.Config.Slots
+	for slot := range s.Seats {
 		slots = max(slots, slot+1) // a slot that the policy no longer has, until its devices have moved
 	}
-	counters, err := s.path.Counters(slots)
+	counters, err := s.Path.Counters(slots)
 	if err != nil {
 		return nil, err
 	}
 	shares, sessions := s.shares(), s.countSessions()
 	list := make([]api.SlotStatus, slots)
 	for slot := range list {
-		set := s.slotState(slot)
+		set := s.SlotState(slot)
 		status := api.SlotStatus{
-			Service: s.config.Name, Slot: slot, State: string(set.State), Weight: set.Weight, Share: shares[slot],
+			Service: s.Config.Name, Slot: slot, State: string(set.State), Weight: set.Weight, Share: shares[slot],
 			Pins: []api.PinStatus{}, Counts: counts(counters[slot]), Sockets: []api.SocketStatus{},
 		}
-		if slot >= s.config.Slots {
+		if slot >= s.Config.Slots {
 			status.State, status.Weight = "removed", 0
 		}
 		if status.Room, err = s.roomStatus(slot); err != nil {
@@ -118,15 +119,15 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 		for _, p := range s.pinsOf(slot) {
 			status.Pins = append(status.Pins, api.PinStatus{Device: p.Name(), Until: p.Until, InForce: s.applies(&p)})
 		}
-		if seat := s.seats[slot]; seat != nil {
+		if seat := s.Seats[slot]; seat != nil {
 			// The boot time is the difference of two clocks that are not read at the same time.
-			since := startedAt(seat.process.StartTime, bootTime()).Round(time.Second)
-			status.Sessions = sessions[seat.id()]
-			status.Ready, status.PID, status.Source = s.isReady(slot), seat.process.PID, seat.source
-			status.Command, status.Since = seat.process.Command(), &since
-			for _, row := range slices.Sorted(maps.Keys(seat.sockets)) {
-				socket := seat.sockets[row]
-				status.Sockets = append(status.Sockets, api.SocketStatus{Listener: s.listeners[row].String(), Local: socket.local, Cookie: socket.cookie})
+			since := startedAt(seat.Process.StartTime, bootTime()).Round(time.Second)
+			status.Sessions = sessions[seat.ID()]
+			status.Ready, status.PID, status.Source = s.IsReady(slot), seat.Process.PID, seat.Source
+			status.Command, status.Since = seat.Process.Command(), &since
+			for _, row := range slices.Sorted(maps.Keys(seat.Sockets)) {
+				socket := seat.Sockets[row]
+				status.Sockets = append(status.Sockets, api.SocketStatus{Listener: s.Listeners[row].String(), Local: socket.Local, Cookie: socket.Cookie})
 			}
 		}
 		list[slot] = status
@@ -148,31 +149,31 @@ func startedAt(startTime uint64, boot time.Time) time.Time {
 }
 
 func bootTime() time.Time {
-	return time.Now().Add(-since(unix.CLOCK_BOOTTIME))
+	return time.Now().Add(-core.Since(unix.CLOCK_BOOTTIME))
 }
 
 func (s *service) devices() []api.DeviceStatus {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	list := []api.DeviceStatus{}
-	if s.config.TrackDevices == 0 {
+	if s.Config.TrackDevices == 0 {
 		return list
 	}
 	sessions := s.sessionSlots()
-	monotonic := time.Now().Add(-since(unix.CLOCK_MONOTONIC))
-	for address, seen := range s.path.Devices() {
+	monotonic := time.Now().Add(-core.Since(unix.CLOCK_MONOTONIC))
+	for address, seen := range s.Path.Devices() {
 		addr := placement.Addr(address)
-		at := s.mapping.Locate(addr)
+		at := s.Mapping.Locate(addr)
 		status := api.DeviceStatus{
-			Service: s.config.Name, Address: addr, Device: at.Device, Slot: at.Slot, Pinned: at.Pinned, LastSlot: slotOrNil(int(seen.Slot)),
+			Service: s.Config.Name, Address: addr, Device: at.Device, Slot: at.Slot, Pinned: at.Pinned, LastSlot: slotOrNil(int(seen.Slot)),
 			Datagrams: seen.Datagrams, Connections: seen.Connections, Refused: seen.Refused,
 			LastSeen: monotonic.Add(time.Duration(seen.LastSeen)), SessionSlots: []int{},
 		}
 		if of := sessions[addr]; of != nil {
 			status.Sessions, status.SessionSlots, status.Split = of.sessions, of.slots, of.split
 		}
-		if status.Split && s.config.OnMove == config.CloseMoved {
-			if err := s.canClose(); err != nil {
+		if status.Split && s.Config.OnMove == config.CloseMoved {
+			if err := s.CanClose(); err != nil {
 				status.Problem = err.Error()
 			}
 		}
@@ -192,16 +193,16 @@ type sessionsOf struct {
 // sessionSlots returns the open sessions by address.
 func (s *service) sessionSlots() map[netip.Addr]*sessionsOf {
 	all := make(map[netip.Addr]*sessionsOf)
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("sessions not read", "error", err)
+		s.Log.Warn("sessions not read", "error", err)
 		return all
 	}
 	seated := make(map[member.ID]int)
-	for slot, seat := range s.seats {
-		seated[seat.id()] = slot
+	for slot, seat := range s.Seats {
+		seated[seat.ID()] = slot
 	}
-	now := s.serving()
+	now := s.Serving()
 	for _, one := range list {
 		if one.State != sockdiag.Established {
 			continue
@@ -222,7 +223,7 @@ func (s *service) sessionSlots() map[netip.Addr]*sessionsOf {
 		if !slices.Contains(of.slots, slot) {
 			of.slots = append(of.slots, slot)
 		}
-		server, served := now.server(one.Address)
+		server, served := now.Server(one.Address)
 		of.split = of.split || served && server != one.OwnerID()
 	}
 	for _, of := range all {
@@ -234,9 +235,9 @@ func (s *service) sessionSlots() map[netip.Addr]*sessionsOf {
 // countSessions returns the number of open sessions by member.
 func (s *service) countSessions() map[member.ID]int {
 	count := make(map[member.ID]int)
-	list, err := s.readSessions()
+	list, err := s.ReadSessions()
 	if err != nil {
-		s.log.Warn("sessions not read", "error", err)
+		s.Log.Warn("sessions not read", "error", err)
 	}
 	for i := range list {
 		if list[i].State == sockdiag.Established && list[i].Owned {
@@ -249,20 +250,20 @@ func (s *service) countSessions() map[member.ID]int {
 // applies reports whether a pin is in force: the device has moved, the device map has the name, or does not name the
 // address, and the slot does not drain.
 func (s *service) applies(p *stored.Pin) bool {
-	known := p.Device == "" || slices.Contains(s.mapping.Devices.Devices(), p.Device)
+	known := p.Device == "" || slices.Contains(s.Mapping.Devices.Devices(), p.Device)
 	if p.Device == "" {
-		_, named := s.mapping.Devices.Covers(p.Prefix)
+		_, named := s.Mapping.Devices.Covers(p.Prefix)
 		known = !named
 	}
-	return known && p.InForce && p.Slot < s.config.Slots && s.slotState(p.Slot).State != stored.Drain
+	return known && p.InForce && p.Slot < s.Config.Slots && s.SlotState(p.Slot).State != stored.Drain
 }
 
 // notes describes the changes by commands that are in force.
 func (s *service) notes() []string {
 	notes := []string{}
-	for _, slot := range slices.Sorted(maps.Keys(s.state.Slots)) {
-		set := s.state.Slots[slot]
-		if slot >= s.config.Slots {
+	for _, slot := range slices.Sorted(maps.Keys(s.State.Slots)) {
+		set := s.State.Slots[slot]
+		if slot >= s.Config.Slots {
 			notes = append(notes, fmt.Sprintf("slot %d, which the policy does not have, keeps its state and weight", slot))
 			continue
 		}
@@ -278,23 +279,23 @@ func (s *service) notes() []string {
 		}
 		notes = append(notes, fmt.Sprintf("slot %d %s", slot, strings.Join(parts, " and ")))
 	}
-	for slot := range s.config.Slots {
+	for slot := range s.Config.Slots {
 		if note := s.roomNote(slot); note != "" {
 			notes = append(notes, note)
 		}
 	}
-	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *seat) int { return cmp.Compare(a.process.PID, b.process.PID) }) {
-		if by := s.seats[former.slot]; by != nil {
+	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
+		if by := s.Seats[former.Slot]; by != nil {
 			notes = append(notes, fmt.Sprintf("process %d was the member of slot %d, which process %d has taken over; it may be stopped",
-				former.process.PID, former.slot, by.process.PID))
+				former.Process.PID, former.Slot, by.Process.PID))
 		}
 	}
-	if n := len(s.state.Pins); n > 0 {
+	if n := len(s.State.Pins); n > 0 {
 		notes = append(notes, format.Count(n, "device or prefix is pinned", "devices or prefixes are pinned"))
 	}
 	removed := 0
-	for _, p := range s.state.Pins {
-		if p.Slot >= s.config.Slots {
+	for _, p := range s.State.Pins {
+		if p.Slot >= s.Config.Slots {
 			removed++
 		}
 	}
@@ -313,7 +314,7 @@ func (s *service) notes() []string {
 // roomNote describes the waiting room of a slot whose packets wait, or have waited in vain.
 func (s *service) roomNote(slot int) string {
 	room, err := s.roomStatus(slot)
-	if err != nil || room == nil || s.isReady(slot) || s.slotState(slot).State == stored.Maint || !s.hasDevices(slot) {
+	if err != nil || room == nil || s.IsReady(slot) || s.SlotState(slot).State == stored.Maint || !s.HasDevices(slot) {
 		return ""
 	}
 	waiting := format.Count(int(room.Waiting), "datagram waits", "datagrams wait")
@@ -329,7 +330,7 @@ func (s *service) roomNote(slot int) string {
 			note += "; the room is full, and datagrams are refused"
 		}
 		return note
-	case s.seats[slot] == nil && s.config.WhenEmpty.Room != nil:
+	case s.Seats[slot] == nil && s.Config.WhenEmpty.Room != nil:
 		return fmt.Sprintf("slot %d has no member, and its wait is over: its devices are refused", slot)
 	}
 	return ""
@@ -337,8 +338,8 @@ func (s *service) roomNote(slot int) string {
 
 // countReady returns the number of slots that receive traffic.
 func (s *service) countReady() (n int) {
-	for slot := range s.seats {
-		if s.isReady(slot) {
+	for slot := range s.Seats {
+		if s.IsReady(slot) {
 			n++
 		}
 	}
@@ -348,18 +349,18 @@ func (s *service) countReady() (n int) {
 // shares returns the share of the buckets in force by slot.
 func (s *service) shares() map[int]float64 {
 	shares := make(map[int]float64)
-	for _, slot := range s.mapping.Table.Bucket {
+	for _, slot := range s.Mapping.Table.Bucket {
 		shares[int(slot)] += 1 / float64(bpf.Buckets)
 	}
 	return shares
 }
 
 func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	list := Where(s.config.Name, s.mapping, addresses)
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	list := Where(s.Config.Name, s.Mapping, addresses)
 	for i := range list {
-		ready := s.isReady(list[i].Slot)
+		ready := s.IsReady(list[i].Slot)
 		list[i].Ready = &ready
 	}
 	return list

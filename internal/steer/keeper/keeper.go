@@ -273,6 +273,7 @@ func (k *Process) Kill() error {
 	return k.Handle.Wait()
 }
 
+// Close closes the descriptors of this process; the keeper goes on.
 func (k *Process) Close() {
 	member.CloseAll(k.Sockets)
 	k.Handle.Close()

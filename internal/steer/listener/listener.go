@@ -113,6 +113,7 @@ func CheckSameFamily(listeners map[int]config.Listener, chosen map[int]*member.S
 		"make the program listen on addresses of the same family with all sockets")
 }
 
+// ExplainInsert explains why the data path refuses a socket.
 func ExplainInsert(socket *member.Socket, err error) error {
 	where := fmt.Errorf("its socket %s is refused: %w", socket, err)
 	switch {

@@ -37,6 +37,7 @@ type Device struct {
 	Sessions []Session
 }
 
+// String returns the name in the device map, or else the address.
 func (d *Device) String() string {
 	if d.Name != "" {
 		return d.Name

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package core
 
 import (
 	"sync"
@@ -22,8 +22,8 @@ type fdReserve struct {
 	fds []int
 }
 
-// fill opens the missing descriptors of the reserve if spareDescriptors others are free.
-func (r *fdReserve) fill() {
+// Fill opens the missing descriptors of the reserve if spareDescriptors others are free.
+func (r *fdReserve) Fill() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	others := openDescriptors(spareDescriptors)
@@ -33,9 +33,9 @@ func (r *fdReserve) fill() {
 	closeDescriptors(others)
 }
 
-// borrow closes the descriptors of the reserve if fewer than spareDescriptors are free. The caller calls the result to
+// Borrow closes the descriptors of the reserve if fewer than spareDescriptors are free. The caller calls the result to
 // fill the reserve again.
-func (r *fdReserve) borrow() (back func()) {
+func (r *fdReserve) Borrow() (back func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	others := openDescriptors(spareDescriptors)
@@ -45,7 +45,7 @@ func (r *fdReserve) borrow() (back func()) {
 	}
 	closeDescriptors(r.fds)
 	r.fds = nil
-	return r.fill
+	return r.Fill
 }
 
 // openDescriptors opens n descriptors, or fewer at the limit.

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package core
+
+import (
+	"net/netip"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/member"
+	"sockeye/internal/netns"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/session"
+)
+
+// Diag returns the sock_diag connection of the service's network namespace.
+func (s *Service) Diag() (*sockdiag.Conn, error) {
+	if s.Conn != nil {
+		return s.Conn, nil
+	}
+	err := netns.Do(s.SocketNetns(), func() (err error) {
+		s.Conn, err = sockdiag.Open()
+		return err
+	})
+	return s.Conn, err
+}
+
+// ReadSessions returns the established connections to the service and the unfinished handshakes.
+func (s *Service) ReadSessions() ([]session.Session, error) {
+	conn, err := s.Diag()
+	if err != nil {
+		return nil, err
+	}
+	return session.Read(conn, session.Source{Listeners: s.Listeners, Lookup: s.UsesLookup(), Owners: s.Path.OwnersFD()})
+}
+
+// ListeningSockets returns the inodes of the sockets that listen on the ports of the service.
+func (s *Service) ListeningSockets() (map[uint32]bool, error) {
+	conn, err := s.Diag()
+	if err != nil {
+		return nil, err
+	}
+	return session.Listening(conn, s.Listeners, s.UsesLookup())
+}
+
+// SeatIDs returns the members by process id.
+func (s *Service) SeatIDs() map[int]member.ID {
+	ids := make(map[int]member.ID)
+	for _, seat := range s.Seats {
+		ids[seat.Process.PID] = seat.ID()
+	}
+	return ids
+}
+
+// Serving is the decision of the data path about each address.
+type Serving struct {
+	Mapping *placement.Mapping
+	Members map[int]member.ID // members of the ready slots
+	standby int               // or bpf.NoSlot
+}
+
+// Serving returns the present decision of the data path.
+func (s *Service) Serving() *Serving {
+	v := &Serving{Mapping: s.Mapping, Members: make(map[int]member.ID), standby: bpf.NoSlot}
+	for slot, seat := range s.Seats {
+		if s.IsReady(slot) {
+			v.Members[slot] = seat.ID()
+		}
+	}
+	if s.Config.WhenEmpty.Standby != nil {
+		v.standby = *s.Config.WhenEmpty.Standby
+	}
+	return v
+}
+
+// Slot returns the slot that serves a home slot: the slot itself, or the standby slot. ok is false if neither is ready.
+func (v *Serving) Slot(home int) (slot int, ok bool) {
+	if _, ok := v.Members[home]; ok {
+		return home, true
+	}
+	_, ok = v.Members[v.standby]
+	return v.standby, ok
+}
+
+// Server returns the member that serves an address.
+func (v *Serving) Server(addr netip.Addr) (member.ID, bool) {
+	home, _ := v.Mapping.Slot(addr)
+	slot, ok := v.Slot(home)
+	return v.Members[slot], ok
+}
