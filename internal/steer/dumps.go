@@ -37,57 +37,57 @@ type dumps struct {
 }
 
 // beginDumps lets the connections of the devices of a slot pass to its new member.
-func (s *service) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
-	if list, err := s.ReadSessions(); err == nil {
-		s.noteConnected(list) // of the former member
+func (r *rooms) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
+	if list, err := r.ReadSessions(); err == nil {
+		r.noteConnected(list) // of the former member
 	}
 	f.connects = true
 	expected := make(map[string]bool)
-	misses, known := s.checks.connected[f.seat.Slot]
+	misses, known := r.connected[f.seat.Slot]
 	for key := range misses {
 		expected[key] = true
 	}
 	if !known { // this agent has not seen the former member
-		for address, seen := range s.Path.Devices() {
+		for address, seen := range r.Path.Devices() {
 			addr := placement.Addr(address)
-			if at := s.Mapping.Locate(addr); at.Slot == f.seat.Slot && seen.Connections > 0 {
+			if at := r.Mapping.Locate(addr); at.Slot == f.seat.Slot && seen.Connections > 0 {
 				expected[session.Key(at.Device, addr)] = true
 			}
 		}
 	}
 	f.dumps = &dumps{expected: expected, returnBy: f.waited.Add(returnTime), limit: f.began.Add(most)}
-	if !s.acceptsWaiting() {
+	if !r.acceptsWaiting() {
 		if next := f.waited.Add(nextSYN(time.Since(f.waited))); next.After(f.dumps.returnBy) {
 			f.dumps.returnBy = next
 		}
 	}
 	wait.Filling |= bpf.Connect
-	if err := s.Path.SetWait(f.seat.Slot, wait); err != nil {
+	if err := r.Path.SetWait(f.seat.Slot, wait); err != nil {
 		return err
 	}
-	return s.rotateRooms()
+	return r.rotateRooms()
 }
 
 // noteConnected notes the devices with connections by slot. Those of a slot without a member are the ones of the last member:
 // only devices that have completed a handshake, because forged ones would delay the datagrams. A device is forgotten when two
 // passes have not found it: the connections of a member that exits may be closed before the agent notices.
-func (s *service) noteConnected(list []session.Session) {
+func (r *rooms) noteConnected(list []session.Session) {
 	connected := make(map[int]map[string]bool)
-	for key, d := range session.ByDevice(s.Mapping, list) {
+	for key, d := range session.ByDevice(r.Mapping, list) {
 		slot := d.Location.Slot
 		if connected[slot] == nil {
 			connected[slot] = make(map[string]bool)
 		}
 		connected[slot][key] = true
 	}
-	for slot := range s.Config.Slots {
-		if state, err := s.Path.Slot(slot); err != nil || state.Ready == 0 || !s.IsReady(slot) {
+	for slot := range r.Config.Slots {
+		if state, err := r.Path.Slot(slot); err != nil || state.Ready == 0 || !r.IsReady(slot) {
 			continue
 		}
-		misses := s.checks.connected[slot]
+		misses := r.connected[slot]
 		if misses == nil {
 			misses = make(map[string]int)
-			s.checks.connected[slot] = misses
+			r.connected[slot] = misses
 		}
 		for key := range misses {
 			if misses[key]++; misses[key] > 1 && !connected[slot][key] {
@@ -111,11 +111,11 @@ func nextSYN(after time.Duration) time.Duration {
 }
 
 // hasSessions reports whether the devices have connections whose routes the datagrams wait for.
-func (s *service) hasSessions() bool {
-	if s.Gateable() {
+func (r *rooms) hasSessions() bool {
+	if r.Gateable() {
 		return false
 	}
-	for _, l := range s.Listeners {
+	for _, l := range r.Listeners {
 		if l.Protocol == config.TCP {
 			return true
 		}
@@ -124,21 +124,21 @@ func (s *service) hasSessions() bool {
 }
 
 // endDumps reports whether the member has read what the devices had sent, or the datagrams wait no longer.
-func (s *service) endDumps(f *fill) bool {
+func (r *rooms) endDumps(f *fill) bool {
 	d, now := f.dumps, time.Now()
-	wait, room, err := s.Path.Wait(f.seat.Slot)
-	bounds := s.room()
+	wait, room, err := r.Path.Wait(f.seat.Slot)
+	bounds := r.room()
 	full := (room.Datagrams-wait.Left)*2 > uint64(bounds.Datagrams) || (room.Bytes-wait.LeftBytes)*2 > uint64(bounds.Bytes)
 	if err != nil || full || now.After(d.limit) {
 		return true
 	}
-	list, err := s.ReadSessions()
+	list, err := r.ReadSessions()
 	if err != nil {
-		s.Log.Warn("sessions not read", "error", err)
+		r.Log.Warn("sessions not read", "error", err)
 		return true
 	}
 	reads, back := true, 0 // handshakes do not count: forged SYNs would delay the datagrams
-	for _, device := range session.ByDevice(s.Mapping, list) {
+	for _, device := range session.ByDevice(r.Mapping, list) {
 		if device.Location.Slot != f.seat.Slot {
 			continue
 		}

@@ -39,15 +39,15 @@ type fill struct {
 
 // beginFill makes a slot filling whose sockets are registered, if packets wait for it. The slot must not be made ready
 // until the end.
-func (s *service) beginFill(seat *core.Seat, takesOver bool) error {
-	wait, _, err := s.Path.Wait(seat.Slot)
+func (r *rooms) beginFill(seat *core.Seat, takesOver bool) error {
+	wait, _, err := r.Path.Wait(seat.Slot)
 	if err != nil {
 		return err
 	}
-	limit := s.waitLengthOf(seat.Slot)
+	limit := r.waitLengthOf(seat.Slot)
 	// At a takeover, until is that of the last time at which the slot was empty.
 	waits := !takesOver && limit > 0 && wait.Until > uint64(core.Since(unix.CLOCK_MONOTONIC))
-	if s.SlotState(seat.Slot).State == stored.Maint || !waits && !takesOver && len(s.withoutTemplates(seat.Slot, seat.ID())) == 0 {
+	if r.SlotState(seat.Slot).State == stored.Maint || !waits && !takesOver && len(r.withoutTemplates(seat.Slot, seat.ID())) == 0 {
 		return nil
 	}
 	if !waits {
@@ -59,138 +59,138 @@ func (s *service) beginFill(seat *core.Seat, takesOver bool) error {
 	}
 	wait.Filling = seat.Place.Ready() | bpf.Hold
 	wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + limit)
-	if err := s.Path.SetWait(seat.Slot, wait); err != nil {
+	if err := r.Path.SetWait(seat.Slot, wait); err != nil {
 		return err
 	}
 	one := &fill{seat: seat, began: time.Now(), holds: true, waited: waited, stored: wait.Left, limit: limit}
-	if (waits || takesOver) && s.hasSessions() {
+	if (waits || takesOver) && r.hasSessions() {
 		most := min(dumpLimit, limit/2)
 		if takesOver {
 			most = takeoverDumpLimit
 		}
-		err = s.beginDumps(one, wait, most)
+		err = r.beginDumps(one, wait, most)
 	} else {
-		err = s.beginFlows(one)
+		err = r.beginFlows(one)
 	}
 	if err != nil {
 		return err
 	}
-	s.rooms.filling[seat.Slot] = one
-	time.AfterFunc(0, func() { s.continueFill(one) })
+	r.filling[seat.Slot] = one
+	time.AfterFunc(0, func() { r.continueFill(one) })
 	return nil
 }
 
 // beginFlows begins with the templates and datagrams for the member of a filling slot.
-func (s *service) beginFlows(f *fill) error {
+func (r *rooms) beginFlows(f *fill) error {
 	slot := f.seat.Slot
 	f.flows, f.deadline = time.Now(), time.Now().Add(f.limit)
-	f.addresses = s.withoutTemplates(slot, f.seat.ID())
+	f.addresses = r.withoutTemplates(slot, f.seat.ID())
 	if len(f.addresses) == 0 {
 		return nil
 	}
-	if err := s.openTemporaryRooms(); err != nil {
+	if err := r.openTemporaryRooms(); err != nil {
 		return err
 	}
-	f.templates = s.templateDatagrams(f.addresses, false, s.nextSequences(slot))
+	f.templates = r.templateDatagrams(f.addresses, false, r.nextSequences(slot))
 	return nil
 }
 
 // beginLate begins to send templates, and datagrams in memory, to a member whose slot is ready. The first ones are sent at
 // once.
-func (s *service) beginLate(f *fill) {
+func (r *rooms) beginLate(f *fill) {
 	slot, now := f.seat.Slot, time.Now()
 	f.began, f.flows, f.deadline = now, now, now.Add(time.Minute)
 	var err error
-	if f.arrived, err = s.Path.Datagrams(slot); err != nil {
-		s.Log.Error("datagrams not sent to the member", "slot", slot, "error", err)
+	if f.arrived, err = r.Path.Datagrams(slot); err != nil {
+		r.Log.Error("datagrams not sent to the member", "slot", slot, "error", err)
 		return
 	}
-	s.kept.running[slot] = f
-	if done, _ := s.fillSome(f); done {
-		s.endFill(f)
+	r.kept.running[slot] = f
+	if done, _ := r.fillSome(f); done {
+		r.endFill(f)
 		return
 	}
-	go s.continueFill(f)
+	go r.continueFill(f)
 }
 
 // continueFill sends the next datagrams to the member of a filling slot, or makes the slot ready if none is left.
-func (s *service) continueFill(f *fill) {
+func (r *rooms) continueFill(f *fill) {
 	for {
-		s.Mu.Lock()
-		if running := s.rooms.filling; s.Events == nil || s.Seats[f.seat.Slot] != f.seat ||
-			!f.late && running[f.seat.Slot] != f || f.late && s.kept.running[f.seat.Slot] != f {
-			s.Mu.Unlock()
+		r.Mu.Lock()
+		if running := r.filling; r.Events == nil || r.Seats[f.seat.Slot] != f.seat ||
+			!f.late && running[f.seat.Slot] != f || f.late && r.kept.running[f.seat.Slot] != f {
+			r.Mu.Unlock()
 			return
 		}
-		done, pause := s.fillSome(f)
+		done, pause := r.fillSome(f)
 		if !f.late {
-			s.sendQueued() // of other slots
+			r.sendQueued() // of other slots
 		}
 		if done {
-			s.endFill(f)
-			s.Mu.Unlock()
+			r.endFill(f)
+			r.Mu.Unlock()
 			return
 		}
-		s.Mu.Unlock()
+		r.Mu.Unlock()
 		time.Sleep(pause)
 	}
 }
 
 // fillSome sends one batch, and reports whether no datagram is left. The next batch follows after the pause.
-func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
+func (r *rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 	slot := f.seat.Slot
 	if f.dumps != nil {
-		if !s.endDumps(f) {
+		if !r.endDumps(f) {
 			return false, dumpInterval
 		}
 		f.dumps = nil
-		if err := s.beginFlows(f); err != nil {
-			s.Log.Error("templates not sent", "slot", slot, "error", err)
+		if err := r.beginFlows(f); err != nil {
+			r.Log.Error("templates not sent", "slot", slot, "error", err)
 		}
 	}
 	if time.Now().After(f.deadline) {
-		before := s.rooms.lost[slot]
+		before := r.lost[slot]
 		for {
-			d, ok := s.nextFor(f)
+			d, ok := r.nextFor(f)
 			if !ok {
 				break
 			}
-			s.rooms.lost[slot]++
-			s.countLeft(slot, &d)
+			r.lost[slot]++
+			r.countLeft(slot, &d)
 		}
-		s.flushLeft()
-		s.Log.Warn("the member did not receive what had waited", "slot", slot, "pid", f.seat.Process.PID, "lost", s.rooms.lost[slot]-before)
+		r.flushLeft()
+		r.Log.Warn("the member did not receive what had waited", "slot", slot, "pid", f.seat.Process.PID, "lost", r.lost[slot]-before)
 		return true, 0
 	}
 	if !f.late && f.sent == 0 {
 		var err error
-		if f.arrived, err = s.Path.Datagrams(slot); err != nil {
-			s.Log.Error("slot filled without pauses", "slot", slot, "error", err)
+		if f.arrived, err = r.Path.Datagrams(slot); err != nil {
+			r.Log.Error("slot filled without pauses", "slot", slot, "error", err)
 		}
 	}
 	// The datagrams pass the loopback interface, whose queue is short. The next batch waits for the previous one.
-	if arrived, err := s.Path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent && time.Since(f.last) < passTime {
+	if arrived, err := r.Path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent && time.Since(f.last) < passTime {
 		return false, fillPause / 10
 	}
 	// A datagram that has not arrived must not be overtaken by a new one.
-	s.flushLeft()
+	r.flushLeft()
 	if f.holds && len(f.templates) == 0 {
 		if len(f.addresses) > 0 && time.Since(f.last) < templatePause {
 			return false, fillPause
 		}
 		f.holds = false
-		if err := s.endHold(f); err != nil {
-			s.Log.Error("datagrams wait", "slot", slot, "error", err)
+		if err := r.endHold(f); err != nil {
+			r.Log.Error("datagrams wait", "slot", slot, "error", err)
 		}
 	}
-	space, err := s.receiveSpace(f.seat)
+	space, err := r.receiveSpace(f.seat)
 	if err != nil {
 		return false, fillPause // the member is exiting
 	}
-	if f.late && len(f.templates) == 0 && len(s.rooms.queued[slot]) > 0 && len(f.addresses) > 0 && time.Since(f.last) < templatePause {
+	if f.late && len(f.templates) == 0 && len(r.queued[slot]) > 0 && len(f.addresses) > 0 && time.Since(f.last) < templatePause {
 		return false, fillPause
 	}
-	before, budget := f.sent, s.fillBudget(f)
+	before, budget := f.sent, r.fillBudget(f)
 	for range fillBatch {
 		var d waitingDatagram
 		isTemplate := len(f.templates) > 0
@@ -200,7 +200,7 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 			return false, 0
 		} else if budget--; budget < 0 {
 			return false, fillPause
-		} else if next, ok := s.nextFor(f); ok {
+		} else if next, ok := r.nextFor(f); ok {
 			d = next
 		} else {
 			return f.late || f.sent == before, 0
@@ -210,7 +210,7 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 		fits := space[d.row] >= need || f.alone && space[d.row] >= 0
 		if !fits {
 			if !isTemplate {
-				s.rooms.queued[slot] = slices.Insert(s.rooms.queued[slot], 0, d)
+				r.queued[slot] = slices.Insert(r.queued[slot], 0, d)
 			}
 			f.alone = true
 			return false, fillPause
@@ -219,13 +219,13 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 		space[d.row] -= need
 		if isTemplate {
 			f.templates = f.templates[1:]
-			if err := s.send(d.Datagram); err != nil {
-				s.noteSendError(slot, err)
+			if err := r.send(d.Datagram); err != nil {
+				r.noteSendError(slot, err)
 				continue
 			}
 			f.sent++
 			f.last = time.Now()
-		} else if f.replayed++; s.resend(slot, &d) {
+		} else if f.replayed++; r.resend(slot, &d) {
 			f.sent++
 			f.last = time.Now()
 		}
@@ -234,18 +234,18 @@ func (s *service) fillSome(f *fill) (done bool, pause time.Duration) {
 }
 
 // nextFor returns the next datagram for the member of a slot that fills, or that was ready before.
-func (s *service) nextFor(f *fill) (d waitingDatagram, ok bool) {
+func (r *rooms) nextFor(f *fill) (d waitingDatagram, ok bool) {
 	slot := f.seat.Slot
-	if queue := s.rooms.queued[slot]; len(queue) > 0 {
-		if s.rooms.queued[slot] = queue[1:]; len(queue) == 1 {
-			delete(s.rooms.queued, slot)
+	if queue := r.queued[slot]; len(queue) > 0 {
+		if r.queued[slot] = queue[1:]; len(queue) == 1 {
+			delete(r.queued, slot)
 		}
 		return queue[0], true
 	}
 	if f.late {
 		return d, false
 	}
-	return s.nextUnread(slot)
+	return r.nextUnread(slot)
 }
 
 // maxPeeked is the number of datagrams that are read before the templates of their exporters are sent.
@@ -253,21 +253,21 @@ const maxPeeked = 256
 
 // nextSequences reads datagrams from the rooms, and returns the sequence numbers of the first message of each exporter that
 // waits for a slot.
-func (s *service) nextSequences(slot int) map[templates.Session]uint32 {
+func (r *rooms) nextSequences(slot int) map[templates.Session]uint32 {
 	next := make(map[templates.Session]uint32)
-	if !s.hasRooms() {
+	if !r.hasRooms() {
 		return next
 	}
-	for len(s.rooms.queued[slot]) < maxPeeked {
-		d, ok := s.nextUnread(slot)
+	for len(r.queued[slot]) < maxPeeked {
+		d, ok := r.nextUnread(slot)
 		if !ok {
 			break
 		}
-		s.rooms.queued[slot] = append(s.rooms.queued[slot], d)
+		r.queued[slot] = append(r.queued[slot], d)
 	}
-	s.flushLeft()
-	for i := range s.rooms.queued[slot] {
-		d := &s.rooms.queued[slot][i]
+	r.flushLeft()
+	for i := range r.queued[slot] {
+		d := &r.queued[slot][i]
 		version, domain, sequence, ok := templates.Sequence(d.Payload)
 		of := templates.Session{Source: d.From, Row: d.row, Version: version, Domain: domain}
 		if _, known := next[of]; ok && !known {
@@ -279,11 +279,11 @@ func (s *service) nextSequences(slot int) map[templates.Session]uint32 {
 
 // fillBudget returns the number of datagrams that the member may receive now. The first ones are free, because most rooms
 // have few.
-func (s *service) fillBudget(f *fill) int {
+func (r *rooms) fillBudget(f *fill) int {
 	if f.late {
 		return fillBatch + int(leastRate*time.Since(f.flows).Seconds()) - f.replayed
 	}
-	_, room, err := s.Path.Wait(f.seat.Slot)
+	_, room, err := r.Path.Wait(f.seat.Slot)
 	if err != nil {
 		return fillBatch
 	}
@@ -293,22 +293,22 @@ func (s *service) fillBudget(f *fill) int {
 }
 
 // endHold lets new datagrams of a filling slot pass when no other datagram waits.
-func (s *service) endHold(f *fill) error {
-	wait, _, err := s.Path.Wait(f.seat.Slot)
+func (r *rooms) endHold(f *fill) error {
+	wait, _, err := r.Path.Wait(f.seat.Slot)
 	if err != nil {
 		return err
 	}
 	wait.Filling &^= bpf.Hold
 	wait.Until = max(wait.Until, uint64(core.Since(unix.CLOCK_MONOTONIC)+f.limit))
-	return s.Path.SetWait(f.seat.Slot, wait)
+	return r.Path.SetWait(f.seat.Slot, wait)
 }
 
 // receiveSpace returns the free memory of the receive buffers of a member by row, half of their size at most: the datagrams
 // that leave the room must not displace each other.
-func (s *service) receiveSpace(seat *core.Seat) (map[int]int, error) {
+func (r *rooms) receiveSpace(seat *core.Seat) (map[int]int, error) {
 	space := make(map[int]int)
 	for row := range seat.Sockets {
-		if s.Listeners[row].Protocol != config.UDP {
+		if r.Listeners[row].Protocol != config.UDP {
 			continue
 		}
 		socket, err := seat.OpenSocket(row)
@@ -326,44 +326,56 @@ func (s *service) receiveSpace(seat *core.Seat) (map[int]int, error) {
 }
 
 // endFill makes a slot ready whose member has received what has waited.
-func (s *service) endFill(f *fill) {
+func (r *rooms) endFill(f *fill) {
 	slot := f.seat.Slot
-	s.noteReplayed(f.addresses, f.seat.ID())
-	s.flushLeft()
+	r.noteReplayed(f.addresses, f.seat.ID())
+	r.flushLeft()
 	if f.late {
-		delete(s.kept.running, slot)
+		delete(r.kept.running, slot)
 		if len(f.addresses) > 0 {
-			s.Log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.Process.PID,
+			r.Log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.Process.PID,
 				"exporters", len(f.addresses), "datagrams", f.sent-uint64(f.replayed))
 		}
 		if f.replayed > 0 {
-			s.Log.Info("what had waited sent to the member that serves its devices now", "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
+			r.Log.Info("what had waited sent to the member that serves its devices now", "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
 		}
 		return
 	}
-	delete(s.rooms.filling, slot)
-	s.closeTemporaryRooms()
-	if err := s.SetReady(f.seat); err != nil {
-		s.Log.Error("slot not ready", "slot", slot, "error", err)
-		s.VacateSlot(slot, "socket closed")
+	delete(r.filling, slot)
+	r.closeTemporaryRooms()
+	if err := r.SetReady(f.seat); err != nil {
+		r.Log.Error("slot not ready", "slot", slot, "error", err)
+		r.Actions.VacateSlot(slot, "socket closed")
 		return
 	}
-	s.deliverQueued()
-	s.emptyRooms()
-	s.markEmpty(slot)
-	s.rooms.released = time.Now()
-	if err := s.rotateRooms(); err != nil {
-		s.Log.Error("waiting connections not released", "slot", slot, "error", err)
+	r.deliverQueued()
+	r.emptyRooms()
+	r.markEmpty(slot)
+	r.released = time.Now()
+	if err := r.rotateRooms(); err != nil {
+		r.Log.Error("waiting connections not released", "slot", slot, "error", err)
 	}
-	if arrived, err := s.Path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent {
+	if arrived, err := r.Path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent {
 		missing := f.sent - (arrived - f.arrived)
-		s.rooms.lost[slot] += missing
-		s.Log.Warn("datagrams did not arrive over the loopback interface", "slot", slot, "lost", missing)
+		r.lost[slot] += missing
+		r.Log.Warn("datagrams did not arrive over the loopback interface", "slot", slot, "lost", missing)
 	}
-	s.Log.Info("slot filled", "slot", slot, "pid", f.seat.Process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
+	r.Log.Info("slot filled", "slot", slot, "pid", f.seat.Process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
 		"took", time.Since(f.began).Round(time.Millisecond).String())
-	if err := s.Place(); err != nil {
-		s.Log.Error("devices not moved", "error", err)
+	if err := r.Actions.Place(); err != nil {
+		r.Log.Error("devices not moved", "error", err)
 	}
-	s.CheckSoon()
+	r.Actions.CheckSoon()
+}
+
+// servingConnections returns the decision of the data path about connections: the member of a filling slot may have them
+// before the datagrams.
+func (r *rooms) servingConnections() *core.Serving {
+	v := r.Serving()
+	for slot, f := range r.filling {
+		if f.connects {
+			v.Members[slot] = f.seat.ID()
+		}
+	}
+	return v
 }

@@ -127,7 +127,7 @@ func (s *service) placeSome() error {
 		s.Mapping = before
 		return err
 	}
-	s.releaseMoved(before)
+	s.rooms.releaseMoved(before)
 	s.CheckSoon()
 	return s.finishPlace(pins)
 }

@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/member"
 	"sockeye/internal/netns"
 	"sockeye/internal/steer/core"
@@ -66,17 +67,21 @@ const (
 
 // rooms contains the waiting rooms of a service. Their sockets are those of the keeper.
 type rooms struct {
-	filling  map[int]*fill               // by slot
-	queued   map[int][]waitingDatagram   // datagrams that were read from a room, by the slot for which they wait
-	timers   map[int]*time.Timer         // ends of the waits by slot
-	released time.Time                   // time of the last change that let packets leave a room
-	prepared [bpf.MaxListeners]*prepared // settings of the rooms' sockets
-	sender   *replay.Sender              // nil before the first replay
-	buffer   []byte
-	replayed map[int]uint64   // datagrams since the start of the agent, by slot
-	left     map[int]bpf.Room // datagrams that have left the rooms, before flushLeft
-	lost     map[int]uint64   // datagrams whose wait has ended, or that could not be sent again, by slot
-	err      error            // last error of the sender
+	*core.Service
+	kept keptTemplates
+	// connected counts the passes that have not found a device, by slot and session.Key; see noteConnected.
+	connected map[int]map[string]int
+	filling   map[int]*fill               // by slot
+	queued    map[int][]waitingDatagram   // datagrams that were read from a room, by the slot for which they wait
+	timers    map[int]*time.Timer         // ends of the waits by slot
+	released  time.Time                   // time of the last change that let packets leave a room
+	prepared  [bpf.MaxListeners]*prepared // settings of the rooms' sockets
+	sender    *replay.Sender              // nil before the first replay
+	buffer    []byte
+	replayed  map[int]uint64   // datagrams since the start of the agent, by slot
+	left      map[int]bpf.Room // datagrams that have left the rooms, before flushLeft
+	lost      map[int]uint64   // datagrams whose wait has ended, or that could not be sent again, by slot
+	err       error            // last error of the sender
 }
 
 // waitingDatagram is a datagram that waits, and the row of its listener.
@@ -93,8 +98,9 @@ type prepared struct {
 	slots  int
 }
 
-func newRooms() rooms {
-	return rooms{
+func newRooms(s *core.Service) *rooms {
+	return &rooms{
+		Service: s, kept: newKeptTemplates(), connected: make(map[int]map[string]int),
 		filling: make(map[int]*fill), queued: make(map[int][]waitingDatagram), timers: make(map[int]*time.Timer),
 		replayed: make(map[int]uint64), lost: make(map[int]uint64), left: make(map[int]bpf.Room),
 	}
@@ -105,33 +111,33 @@ func newRooms() rooms {
 var defaultRoom = config.Room{Datagrams: 100_000, Bytes: 32_000_000}
 
 // room returns the bounds of the waiting room of each slot. Wait is 0 if the packets of empty slots do not wait.
-func (s *service) room() config.Room {
-	if room := s.Config.WhenEmpty.Room; room != nil {
+func (r *rooms) room() config.Room {
+	if room := r.Config.WhenEmpty.Room; room != nil {
 		return *room
 	}
 	return defaultRoom
 }
 
 // hasRooms reports whether the listeners have waiting rooms.
-func (s *service) hasRooms() bool { return s.Config.WhenEmpty.Room != nil || s.Config.Takeover }
+func (r *rooms) hasRooms() bool { return r.Config.WhenEmpty.Room != nil || r.Config.Takeover }
 
 // acceptsWaiting reports whether the kernel completes the handshakes of waiting connections.
-func (s *service) acceptsWaiting() bool { return !s.UsesLookup() && s.Path.Migrates() }
+func (r *rooms) acceptsWaiting() bool { return !r.UsesLookup() && r.Path.Migrates() }
 
-func (s *service) waitLength() time.Duration {
-	return time.Duration(s.room().Wait) * time.Microsecond
+func (r *rooms) waitLength() time.Duration {
+	return time.Duration(r.room().Wait) * time.Microsecond
 }
 
 // waitLengthOf returns the time for which the packets of a slot wait. Those of a slot in maint are refused.
-func (s *service) waitLengthOf(slot int) time.Duration {
-	if slot >= s.Config.Slots || s.SlotState(slot).State == stored.Maint {
+func (r *rooms) waitLengthOf(slot int) time.Duration {
+	if slot >= r.Config.Slots || r.SlotState(slot).State == stored.Maint {
 		return 0
 	}
-	return s.waitLength()
+	return r.waitLength()
 }
 
 // IsFilling reports whether the member of a slot receives what has waited.
-func (s *service) IsFilling(slot int) bool { return s.rooms.filling[slot] != nil }
+func (r *rooms) IsFilling(slot int) bool { return r.filling[slot] != nil }
 
 // close stops the timers and closes the sender. What waits stays in the sockets of the keeper.
 func (r *rooms) close() {
@@ -145,13 +151,13 @@ func (r *rooms) close() {
 }
 
 // openRoomSocket opens the waiting room of a listener with steering by sk_lookup.
-func (s *service) openRoomSocket(row int) (fd int, err error) {
-	l := s.Rows[row]
+func (r *rooms) openRoomSocket(row int) (fd int, err error) {
+	l := r.Rows[row]
 	filter := dropSYN
 	if l.Protocol == unix.IPPROTO_UDP {
 		filter = onlyPort(l.Address.Port())
 	}
-	err = netns.Do(s.SocketNetns(), func() error {
+	err = netns.Do(r.SocketNetns(), func() error {
 		fd, err = keeper.OpenAnywhere(l, func(fd int) error { return keeper.AttachFilter(fd, filter) })
 		return err
 	})
@@ -159,99 +165,102 @@ func (s *service) openRoomSocket(row int) (fd int, err error) {
 }
 
 // prepareRooms makes the keeper sockets waiting rooms, or ends that.
-func (s *service) prepareRooms() error {
+func (r *rooms) prepareRooms() error {
 	var errs []error
-	if !s.hasRooms() {
-		s.discardWaiting()
+	if !r.hasRooms() {
+		r.discardWaiting()
 	}
-	for row := range s.Rows {
-		fd, open := s.KeeperSockets[row]
-		if !open || !s.hasRooms() {
-			if s.rooms.prepared[row] != nil && open {
-				errs = append(errs, s.closeRoom(row, fd))
+	for row := range r.Rows {
+		fd, open := r.KeeperSockets[row]
+		if !open || !r.hasRooms() {
+			if r.prepared[row] != nil && open {
+				errs = append(errs, r.closeRoom(row, fd))
 			}
-			errs = append(errs, s.Path.RemoveRoom(row))
-			s.rooms.prepared[row] = nil
+			errs = append(errs, r.Path.RemoveRoom(row))
+			r.prepared[row] = nil
 			continue
 		}
-		errs = append(errs, s.prepareRoom(row, fd))
+		errs = append(errs, r.prepareRoom(row, fd))
 	}
 	return fault.Join(errs...)
 }
 
 // send sends a datagram from the address of its sender.
-func (s *service) send(d replay.Datagram) error {
-	if s.rooms.sender == nil {
-		err := netns.Do(s.SocketNetns(), func() (err error) {
-			s.rooms.sender, err = replay.Open(bpf.ReplayTTL)
+func (r *rooms) send(d replay.Datagram) error {
+	if r.sender == nil {
+		err := netns.Do(r.SocketNetns(), func() (err error) {
+			r.sender, err = replay.Open(bpf.ReplayTTL)
 			return err
 		})
 		if err != nil {
 			return err
 		}
 	}
-	return s.rooms.sender.Send(d)
+	return r.sender.Send(d)
 }
 
 // discardWaiting discards what waits under a policy that no longer has waiting rooms.
-func (s *service) discardWaiting() {
-	before := s.countLost()
-	s.emptyRooms()
-	if lost := s.countLost() - before; lost > 0 {
-		s.Log.Warn("the policy has no waiting room any more", "discarded", lost)
+func (r *rooms) discardWaiting() {
+	before := r.countLost()
+	r.emptyRooms()
+	if lost := r.countLost() - before; lost > 0 {
+		r.Log.Warn("the policy has no waiting room any more", "discarded", lost)
 	}
-	for slot := range s.Config.Slots {
-		s.markEmpty(slot)
+	for slot := range r.Config.Slots {
+		r.markEmpty(slot)
 	}
 }
 
-func (s *service) countLost() (sum uint64) {
-	for _, n := range s.rooms.lost {
+func (r *rooms) countLost() (sum uint64) {
+	for _, n := range r.lost {
 		sum += n
 	}
 	return sum
 }
 
 // closeRoom makes a waiting room a socket that only holds the port.
-func (s *service) closeRoom(row, fd int) error {
-	if s.Listeners[row].Protocol == config.UDP {
+func (r *rooms) closeRoom(row, fd int) error {
+	if r.Listeners[row].Protocol == config.UDP {
 		return errors.Join(keeper.RejectQueued(fd), unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 0))
 	}
-	if s.acceptsWaiting() {
+	if r.acceptsWaiting() {
 		return errors.Join(unix.Listen(fd, 1), keeper.RejectQueued(fd))
 	}
 	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
 }
 
-func (s *service) prepareRoom(row, fd int) error {
+// isPrepared reports whether the socket of a row is a waiting room.
+func (r *rooms) isPrepared(row int) bool { return r.prepared[row] != nil }
+
+func (r *rooms) prepareRoom(row, fd int) error {
 	cookie, err := socketCookie(fd)
 	if err != nil {
 		return err
 	}
-	want := prepared{cookie: cookie, room: s.room(), slots: s.Config.Slots}
-	if s.UsesLookup() && s.Listeners[row].Protocol == config.UDP {
+	want := prepared{cookie: cookie, room: r.room(), slots: r.Config.Slots}
+	if r.UsesLookup() && r.Listeners[row].Protocol == config.UDP {
 		local, err := unix.Getsockname(fd)
 		if err != nil {
 			return fmt.Errorf("read the address of a waiting room: %w", err)
 		}
 		want.port = addrPort(local).Port()
 	}
-	if is := s.rooms.prepared[row]; is == nil || *is != want {
-		if s.Listeners[row].Protocol == config.TCP {
-			err = s.prepareListener(fd)
+	if is := r.prepared[row]; is == nil || *is != want {
+		if r.Listeners[row].Protocol == config.TCP {
+			err = r.prepareListener(fd)
 		} else {
-			err = prepareReceiver(fd, s.Rows[row], &want)
+			err = prepareReceiver(fd, r.Rows[row], &want)
 		}
 		if err != nil {
-			return fmt.Errorf("prepare the waiting room of %s: %w", s.Listeners[row], err)
+			return fmt.Errorf("prepare the waiting room of %s: %w", r.Listeners[row], err)
 		}
 	}
-	if registered, err := s.Path.RoomCookie(row); err != nil || registered != cookie {
-		if err = errors.Join(err, s.Path.InsertRoom(row, fd, want.port)); err != nil {
+	if registered, err := r.Path.RoomCookie(row); err != nil || registered != cookie {
+		if err = errors.Join(err, r.Path.InsertRoom(row, fd, want.port)); err != nil {
 			return err
 		}
 	}
-	s.rooms.prepared[row] = &want
+	r.prepared[row] = &want
 	return nil
 }
 
@@ -284,9 +293,9 @@ func onlyPort(port uint16) []unix.SockFilter {
 }
 
 // prepareListener makes a listening socket accept connections, or drop SYNs.
-func (s *service) prepareListener(fd int) error {
-	if s.acceptsWaiting() {
-		if err := unix.Listen(fd, s.Backlog()); err != nil {
+func (r *rooms) prepareListener(fd int) error {
+	if r.acceptsWaiting() {
+		if err := unix.Listen(fd, r.Backlog()); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
 		return nil
@@ -315,142 +324,142 @@ func prepareReceiver(fd int, l bpf.Listener, p *prepared) error {
 
 // writeWaits writes the time for which packets wait for each slot, and begins to wait for slots that are empty for the
 // first time.
-func (s *service) writeWaits() error {
+func (r *rooms) writeWaits() error {
 	var errs []error
 	ended := false
 	for slot := range bpf.MaxSlots {
-		wait, _, err := s.Path.Wait(slot)
+		wait, _, err := r.Path.Wait(slot)
 		if err != nil {
 			return err
 		}
-		length := s.waitLengthOf(slot)
-		if s.SlotState(slot).State == stored.Maint {
-			delete(s.rooms.filling, slot)
+		length := r.waitLengthOf(slot)
+		if r.SlotState(slot).State == stored.Maint {
+			delete(r.filling, slot)
 		}
 		if length == 0 && wait == (bpf.Wait{}) {
 			continue
 		}
-		begins := length > 0 && wait.Until == 0 && s.Seats[slot] == nil
+		begins := length > 0 && wait.Until == 0 && r.Seats[slot] == nil
 		switch {
 		case wait.Length == uint64(length) && !begins:
-			s.scheduleEnd(slot)
+			r.scheduleEnd(slot)
 			continue
-		case length == 0 && s.rooms.filling[slot] == nil:
+		case length == 0 && r.filling[slot] == nil:
 			ended = ended || wait.Until > 0
 			wait.Until = 0
 		case begins:
 			wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + length)
 		}
 		wait.Length = uint64(length)
-		errs = append(errs, s.Path.SetWait(slot, wait))
-		s.scheduleEnd(slot)
+		errs = append(errs, r.Path.SetWait(slot, wait))
+		r.scheduleEnd(slot)
 	}
-	if ended && s.hasRooms() { // discards, and counts, what waited
-		s.emptyRooms()
-		errs = append(errs, s.rotateRooms())
+	if ended && r.hasRooms() { // discards, and counts, what waited
+		r.emptyRooms()
+		errs = append(errs, r.rotateRooms())
 	}
 	return fault.Join(errs...)
 }
 
 // beginWait makes the packets of a slot wait that is about to be closed.
-func (s *service) beginWait(slot int) {
-	delete(s.rooms.filling, slot)
-	delete(s.kept.running, slot)
-	length := s.waitLengthOf(slot)
-	wait, _, err := s.Path.Wait(slot)
+func (r *rooms) beginWait(slot int) {
+	delete(r.filling, slot)
+	delete(r.kept.running, slot)
+	length := r.waitLengthOf(slot)
+	wait, _, err := r.Path.Wait(slot)
 	if err == nil {
 		wait.Length, wait.Filling, wait.Until = uint64(length), 0, 0
 		if length > 0 {
 			wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + length)
 		} else {
-			s.rooms.released = time.Now() // the room may have packets of an unfinished takeover
+			r.released = time.Now() // the room may have packets of an unfinished takeover
 		}
-		err = s.Path.SetWait(slot, wait)
+		err = r.Path.SetWait(slot, wait)
 	}
 	if err != nil {
-		s.Log.Error("packets do not wait", "slot", slot, "error", err)
+		r.Log.Error("packets do not wait", "slot", slot, "error", err)
 	}
 }
 
 // isWaiting reports whether the data path makes the packets of a slot wait. The data path knows before the agent that a member
 // has exited.
-func (s *service) isWaiting(slot int) bool {
-	state, err := s.Path.Slot(slot)
+func (r *rooms) isWaiting(slot int) bool {
+	state, err := r.Path.Slot(slot)
 	if err != nil || state.Ready > 0 {
 		return false
 	}
-	wait, _, err := s.Path.Wait(slot)
+	wait, _, err := r.Path.Wait(slot)
 	return err == nil && wait.Until > uint64(core.Since(unix.CLOCK_MONOTONIC))
 }
 
 // scheduleEnd schedules the end of the wait of a slot.
-func (s *service) scheduleEnd(slot int) {
-	if timer := s.rooms.timers[slot]; timer != nil {
+func (r *rooms) scheduleEnd(slot int) {
+	if timer := r.timers[slot]; timer != nil {
 		timer.Stop()
-		delete(s.rooms.timers, slot)
+		delete(r.timers, slot)
 	}
-	wait, _, err := s.Path.Wait(slot)
-	if err != nil || wait.Until == 0 || s.Seats[slot] != nil {
+	wait, _, err := r.Path.Wait(slot)
+	if err != nil || wait.Until == 0 || r.Seats[slot] != nil {
 		return
 	}
 	left := time.Duration(wait.Until) - core.Since(unix.CLOCK_MONOTONIC)
 	var timer *time.Timer
 	timer = time.AfterFunc(max(left, 0)+time.Millisecond, func() {
-		s.Mu.Lock()
-		defer s.Mu.Unlock()
-		if s.Events == nil || s.rooms.timers[slot] != timer || s.Seats[slot] != nil {
+		r.Mu.Lock()
+		defer r.Mu.Unlock()
+		if r.Events == nil || r.timers[slot] != timer || r.Seats[slot] != nil {
 			return
 		}
-		delete(s.rooms.timers, slot)
-		if !s.isWaiting(slot) {
-			s.endWait(slot)
+		delete(r.timers, slot)
+		if !r.isWaiting(slot) {
+			r.endWait(slot)
 		}
 	})
-	s.rooms.timers[slot] = timer
+	r.timers[slot] = timer
 }
 
 // endWait discards the packets that have waited for a slot in vain.
-func (s *service) endWait(slot int) {
-	_, room, err := s.Path.Wait(slot)
-	before := s.rooms.lost[slot]
+func (r *rooms) endWait(slot int) {
+	_, room, err := r.Path.Wait(slot)
+	before := r.lost[slot]
 	if err == nil {
-		s.emptyRooms()
-		err = s.rotateRooms()
+		r.emptyRooms()
+		err = r.rotateRooms()
 	}
 	if err != nil {
-		s.Log.Error("waiting rooms not emptied", "slot", slot, "error", err)
+		r.Log.Error("waiting rooms not emptied", "slot", slot, "error", err)
 	}
-	if lost := s.rooms.lost[slot] - before; s.HasDevices(slot) && (lost > 0 || room.Connections > 0) {
-		s.Log.Warn("no member came in time: the devices of the slot are refused", "slot", slot, "waited", s.waitLength().String(), "datagrams", lost)
+	if lost := r.lost[slot] - before; r.HasDevices(slot) && (lost > 0 || room.Connections > 0) {
+		r.Log.Warn("no member came in time: the devices of the slot are refused", "slot", slot, "waited", r.waitLength().String(), "datagrams", lost)
 	}
-	s.markEmpty(slot)
+	r.markEmpty(slot)
 }
 
 // markEmpty notes that all datagrams of a slot have left the rooms.
-func (s *service) markEmpty(slot int) {
-	wait, room, err := s.Path.Wait(slot)
+func (r *rooms) markEmpty(slot int) {
+	wait, room, err := r.Path.Wait(slot)
 	if err == nil && (wait.Left != room.Datagrams || wait.LeftBytes != room.Bytes || wait.Filling != 0) {
 		wait.Left, wait.LeftBytes, wait.Filling = room.Datagrams, room.Bytes, 0
-		err = s.Path.SetWait(slot, wait)
+		err = r.Path.SetWait(slot, wait)
 	}
 	if err != nil {
-		s.Log.Error("waiting room not marked empty", "slot", slot, "error", err)
+		r.Log.Error("waiting room not marked empty", "slot", slot, "error", err)
 	}
 }
 
 // nextUnread reads the next datagram for a slot from the rooms, and delivers those of other slots.
-func (s *service) nextUnread(slot int) (d waitingDatagram, ok bool) {
-	for row := range s.rooms.prepared {
-		for s.rooms.prepared[row] != nil && s.Listeners[row].Protocol == config.UDP {
-			d, ok := s.receiveWaiting(row)
+func (r *rooms) nextUnread(slot int) (d waitingDatagram, ok bool) {
+	for row := range r.prepared {
+		for r.prepared[row] != nil && r.Listeners[row].Protocol == config.UDP {
+			d, ok := r.receiveWaiting(row)
 			if !ok {
 				break
 			}
-			home, _ := s.Mapping.Slot(d.From.Addr())
+			home, _ := r.Mapping.Slot(d.From.Addr())
 			if home == slot {
 				return d, true
 			}
-			s.deliver(home, d)
+			r.deliver(home, d)
 		}
 	}
 	return d, false
@@ -458,57 +467,57 @@ func (s *service) nextUnread(slot int) (d waitingDatagram, ok bool) {
 
 // deliver keeps a datagram that was read from a room for the member of its slot, or for the next one, or discards it.
 // sendQueued must follow.
-func (s *service) deliver(slot int, d waitingDatagram) {
-	if s.IsReady(slot) || s.rooms.filling[slot] != nil || s.isWaiting(slot) {
-		s.rooms.queued[slot] = append(s.rooms.queued[slot], d)
+func (r *rooms) deliver(slot int, d waitingDatagram) {
+	if r.IsReady(slot) || r.filling[slot] != nil || r.isWaiting(slot) {
+		r.queued[slot] = append(r.queued[slot], d)
 		return
 	}
-	s.rooms.lost[slot]++
-	s.countLeft(slot, &d)
+	r.lost[slot]++
+	r.countLeft(slot, &d)
 }
 
 // sendQueued begins to send the datagrams in memory whose slot is ready.
-func (s *service) sendQueued() {
-	for slot := range s.rooms.queued {
-		if !s.IsReady(slot) || s.isWaiting(slot) || s.kept.running[slot] != nil {
+func (r *rooms) sendQueued() {
+	for slot := range r.queued {
+		if !r.IsReady(slot) || r.isWaiting(slot) || r.kept.running[slot] != nil {
 			continue
 		}
-		s.beginLate(&fill{seat: s.Seats[slot], late: true})
+		r.beginLate(&fill{seat: r.Seats[slot], late: true})
 	}
 }
 
 // releaseMoved sends what waited for slots whose devices have another slot now to the members of that slot. before is the
 // mapping before the change.
-func (s *service) releaseMoved(before *placement.Mapping) {
-	if !s.hasRooms() {
+func (r *rooms) releaseMoved(before *placement.Mapping) {
+	if !r.hasRooms() {
 		return
 	}
-	named := before.Devices != s.Mapping.Devices || !before.SamePins(s.Mapping)
+	named := before.Devices != r.Mapping.Devices || !before.SamePins(r.Mapping)
 	moved := false
-	for slot := range s.Config.Slots {
-		moved = moved || s.isWaiting(slot) && (named || s.loses(slot, before)) // also while the slot fills
+	for slot := range r.Config.Slots {
+		moved = moved || r.isWaiting(slot) && (named || r.loses(slot, before)) // also while the slot fills
 	}
 	if !moved {
 		return
 	}
 	const nobody = -1
-	s.nextUnread(nobody)
-	s.deliverQueued()
-	for slot := range s.Config.Slots {
-		if s.Seats[slot] == nil && !s.HasDevices(slot) {
-			s.markEmpty(slot)
+	r.nextUnread(nobody)
+	r.deliverQueued()
+	for slot := range r.Config.Slots {
+		if r.Seats[slot] == nil && !r.HasDevices(slot) {
+			r.markEmpty(slot)
 		}
 	}
-	s.rooms.released = time.Now()
-	if err := s.rotateRooms(); err != nil {
-		s.Log.Error("waiting connections not released", "error", err)
+	r.released = time.Now()
+	if err := r.rotateRooms(); err != nil {
+		r.Log.Error("waiting connections not released", "error", err)
 	}
 }
 
 // loses reports whether a slot had buckets that it has no more.
-func (s *service) loses(slot int, before *placement.Mapping) bool {
+func (r *rooms) loses(slot int, before *placement.Mapping) bool {
 	for bucket, was := range before.Table.Bucket {
-		if int(was) == slot && int(s.Mapping.Table.Bucket[bucket]) != slot {
+		if int(was) == slot && int(r.Mapping.Table.Bucket[bucket]) != slot {
 			return true
 		}
 	}
@@ -516,142 +525,142 @@ func (s *service) loses(slot int, before *placement.Mapping) bool {
 }
 
 // resend sends a datagram to the member of its slot.
-func (s *service) resend(slot int, d *waitingDatagram) bool {
-	s.countLeft(slot, d)
-	if s.keepsTemplates() && templates.HasTemplates(d.Payload) {
-		s.learn(d.From, d.row, d.Payload, member.ID{})
+func (r *rooms) resend(slot int, d *waitingDatagram) bool {
+	r.countLeft(slot, d)
+	if r.keepsTemplates() && templates.HasTemplates(d.Payload) {
+		r.learn(d.From, d.row, d.Payload, member.ID{})
 	}
 	send := d.Datagram
-	if p := s.rooms.prepared[d.row]; p != nil && p.port != 0 {
+	if p := r.prepared[d.row]; p != nil && p.port != 0 {
 		send.To = netip.AddrPortFrom(listener.Loopback(send.From.Addr()), p.port)
 	}
-	if err := s.send(send); err != nil {
-		s.rooms.lost[slot]++
-		s.noteSendError(slot, err)
+	if err := r.send(send); err != nil {
+		r.lost[slot]++
+		r.noteSendError(slot, err)
 		return false
 	}
-	s.rooms.replayed[slot]++
+	r.replayed[slot]++
 	return true
 }
 
 // noteSendError logs the first error of the sender.
-func (s *service) noteSendError(slot int, err error) {
-	if s.rooms.err == nil {
-		s.Log.Error("datagram not sent to the member", "slot", slot, "error", err)
+func (r *rooms) noteSendError(slot int, err error) {
+	if r.err == nil {
+		r.Log.Error("datagram not sent to the member", "slot", slot, "error", err)
 	}
-	s.rooms.err = err
+	r.err = err
 }
 
 // countLeft counts a datagram that has left the room, for flushLeft.
-func (s *service) countLeft(slot int, d *waitingDatagram) {
-	left := s.rooms.left[slot]
+func (r *rooms) countLeft(slot int, d *waitingDatagram) {
+	left := r.left[slot]
 	left.Datagrams++
-	if !s.UsesLookup() {
+	if !r.UsesLookup() {
 		left.Bytes += uint64(len(d.Payload)) + 8 // UDP header
 	}
-	s.rooms.left[slot] = left
+	r.left[slot] = left
 }
 
 // flushLeft tells the data path which datagrams have left the rooms.
-func (s *service) flushLeft() {
-	for slot, left := range s.rooms.left {
-		wait, room, err := s.Path.Wait(slot)
+func (r *rooms) flushLeft() {
+	for slot, left := range r.left {
+		wait, room, err := r.Path.Wait(slot)
 		if err == nil {
 			wait.Left = min(wait.Left+left.Datagrams, room.Datagrams)
 			wait.LeftBytes = min(wait.LeftBytes+left.Bytes, room.Bytes)
-			err = s.Path.SetWait(slot, wait)
+			err = r.Path.SetWait(slot, wait)
 		}
 		if err != nil {
-			s.Log.Error("waiting room not updated", "slot", slot, "error", err)
+			r.Log.Error("waiting room not updated", "slot", slot, "error", err)
 		}
 	}
-	clear(s.rooms.left)
+	clear(r.left)
 }
 
 // emptyRooms delivers or discards the datagrams in the rooms, unless a slot waits: its datagrams stay in the socket, where
 // they outlive this agent, and those of other slots with them.
-func (s *service) emptyRooms() {
+func (r *rooms) emptyRooms() {
 	const nobody = -1
-	for slot := range s.Config.Slots {
-		if s.rooms.filling[slot] != nil || s.isWaiting(slot) && s.HasDevices(slot) {
+	for slot := range r.Config.Slots {
+		if r.filling[slot] != nil || r.isWaiting(slot) && r.HasDevices(slot) {
 			return
 		}
 	}
-	s.nextUnread(nobody)
-	s.deliverQueued()
-	s.flushLeft()
+	r.nextUnread(nobody)
+	r.deliverQueued()
+	r.flushLeft()
 }
 
 // deliverQueued delivers the datagrams in memory to the members of their devices, or discards those whose slot does not wait
 // any more.
-func (s *service) deliverQueued() {
+func (r *rooms) deliverQueued() {
 	var all []waitingDatagram
-	for slot, queue := range s.rooms.queued {
-		if s.rooms.filling[slot] == nil {
-			delete(s.rooms.queued, slot)
+	for slot, queue := range r.queued {
+		if r.filling[slot] == nil {
+			delete(r.queued, slot)
 			all = append(all, queue...)
 		}
 	}
 	for i := range all {
-		home, _ := s.Mapping.Slot(all[i].From.Addr())
-		s.deliver(home, all[i])
+		home, _ := r.Mapping.Slot(all[i].From.Addr())
+		r.deliver(home, all[i])
 	}
-	s.sendQueued()
+	r.sendQueued()
 }
 
 // returnQueued sends the datagrams in memory to the rooms again, where they outlive this agent.
-func (s *service) returnQueued() {
-	for slot, queue := range s.rooms.queued {
+func (r *rooms) returnQueued() {
+	for slot, queue := range r.queued {
 		for i := range queue {
 			d := &queue[i]
-			s.countLeft(slot, d)
-			to, ok := s.replayDestination(d.row, d.From.Addr(), true)
+			r.countLeft(slot, d)
+			to, ok := r.replayDestination(d.row, d.From.Addr(), true)
 			if !ok {
 				to = d.To
 			}
-			if err := s.send(replay.Datagram{From: d.From, To: to, Payload: d.Payload}); err != nil {
-				s.noteSendError(slot, err)
+			if err := r.send(replay.Datagram{From: d.From, To: to, Payload: d.Payload}); err != nil {
+				r.noteSendError(slot, err)
 			}
 		}
 	}
-	clear(s.rooms.queued)
-	s.flushLeft()
+	clear(r.queued)
+	r.flushLeft()
 }
 
 // releaseLate releases packets that were on their way to a room when it was emptied.
-func (s *service) releaseLate() {
-	if !s.hasRooms() || time.Since(s.rooms.released) > lateTime {
+func (r *rooms) releaseLate() {
+	if !r.hasRooms() || time.Since(r.released) > lateTime {
 		return
 	}
-	s.emptyRooms()
-	if err := s.rotateRooms(); err != nil {
-		s.Log.Error("waiting connections not released", "error", err)
+	r.emptyRooms()
+	if err := r.rotateRooms(); err != nil {
+		r.Log.Error("waiting connections not released", "error", err)
 	}
 }
 
 // releaseWaiting releases what an earlier agent, or an earlier policy, has left in the rooms for slots that are ready or
 // whose wait has ended.
-func (s *service) releaseWaiting() {
-	s.rooms.released = time.Now()
-	s.releaseLate()
+func (r *rooms) releaseWaiting() {
+	r.released = time.Now()
+	r.releaseLate()
 }
 
 // rotateRooms makes the kernel decide again about the connections that wait: each migrates to the member of its device, or
 // to a new room if its slot is still empty, or is reset.
-func (s *service) rotateRooms() error {
-	if !s.acceptsWaiting() {
+func (r *rooms) rotateRooms() error {
+	if !r.acceptsWaiting() {
 		return nil
 	}
 	var errs []error
-	for row, l := range s.Listeners {
-		if s.rooms.prepared[row] != nil && l.Protocol == config.TCP {
-			errs = append(errs, s.rotateRoom(row, s.KeeperSockets[row]))
+	for row, l := range r.Listeners {
+		if r.prepared[row] != nil && l.Protocol == config.TCP {
+			errs = append(errs, r.rotateRoom(row, r.KeeperSockets[row]))
 		}
 	}
 	return fault.Join(errs...)
 }
 
-func (s *service) rotateRoom(row, fd int) error {
+func (r *rooms) rotateRoom(row, fd int) error {
 	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
 		return fmt.Errorf("read TCP_INFO: %w", err)
@@ -659,24 +668,24 @@ func (s *service) rotateRoom(row, fd int) error {
 	if info.State == unix.BPF_TCP_LISTEN && info.Unacked == 0 { // connections in the queue
 		return nil
 	}
-	owner, _ := s.GroupOwner()
-	other, err := keeper.OpenSocket(s.Rows[row], owner, s.SocketNetns(), func(fd int) error { return s.Path.Attach(row, fd) })
+	owner, _ := r.GroupOwner()
+	other, err := keeper.OpenSocket(r.Rows[row], owner, r.SocketNetns(), func(fd int) error { return r.Path.Attach(row, fd) })
 	if err != nil {
 		return fmt.Errorf("open a second waiting room: %w", err)
 	}
 	defer unix.Close(other)
-	err = unix.Listen(other, s.Backlog())
+	err = unix.Listen(other, r.Backlog())
 	if err == nil {
-		err = s.Path.InsertRoom(row, other, 0)
+		err = r.Path.InsertRoom(row, other, 0)
 	}
 	if err == nil {
 		err = unix.Shutdown(fd, unix.SHUT_RD)
 	}
 	if err == nil {
-		err = unix.Listen(fd, s.Backlog())
+		err = unix.Listen(fd, r.Backlog())
 	}
 	if err == nil {
-		err = s.Path.InsertRoom(row, fd, 0)
+		err = r.Path.InsertRoom(row, fd, 0)
 	}
 	if err == nil {
 		err = unix.Shutdown(other, unix.SHUT_RD)
@@ -685,29 +694,29 @@ func (s *service) rotateRoom(row, fd int) error {
 }
 
 // roomStatus returns the state of the waiting room of a slot, or nil without waiting rooms.
-func (s *service) roomStatus(slot int) (*api.RoomStatus, error) {
-	if !s.hasRooms() {
+func (r *rooms) roomStatus(slot int) (*api.RoomStatus, error) {
+	if !r.hasRooms() {
 		return nil, nil
 	}
-	wait, room, err := s.Path.Wait(slot)
+	wait, room, err := r.Path.Wait(slot)
 	if err != nil {
 		return nil, err
 	}
 	status := &api.RoomStatus{
-		Filling: s.rooms.filling[slot] != nil, Waiting: room.Datagrams - wait.Left, Datagrams: room.Datagrams,
-		Connections: room.Connections, Full: room.Full, Replayed: s.rooms.replayed[slot], Lost: s.rooms.lost[slot],
+		Filling: r.filling[slot] != nil, Waiting: room.Datagrams - wait.Left, Datagrams: room.Datagrams,
+		Connections: room.Connections, Full: room.Full, Replayed: r.replayed[slot], Lost: r.lost[slot],
 	}
-	if s.IsReady(slot) {
+	if r.IsReady(slot) {
 		status.Waiting = 0
 	} else if now := core.Since(unix.CLOCK_MONOTONIC); wait.Until > uint64(now) {
 		until := time.Now().Add(time.Duration(wait.Until) - now)
 		status.Until = &until
 	}
-	for row, p := range s.rooms.prepared {
-		if p == nil || s.Listeners[row].Protocol != config.UDP {
+	for row, p := range r.prepared {
+		if p == nil || r.Listeners[row].Protocol != config.UDP {
 			continue
 		}
-		info, err := socketMemory(s.KeeperSockets[row])
+		info, err := socketMemory(r.KeeperSockets[row])
 		if err != nil {
 			return nil, err
 		}
@@ -716,14 +725,39 @@ func (s *service) roomStatus(slot int) (*api.RoomStatus, error) {
 	return status, nil
 }
 
+// roomNote describes the waiting room of a slot whose packets wait, or have waited in vain.
+func (r *rooms) roomNote(slot int) string {
+	room, err := r.roomStatus(slot)
+	if err != nil || room == nil || r.IsReady(slot) || r.SlotState(slot).State == stored.Maint || !r.HasDevices(slot) {
+		return ""
+	}
+	waiting := format.Count(int(room.Waiting), "datagram waits", "datagrams wait")
+	switch {
+	case room.Filling && r.filling[slot].dumps != nil:
+		return fmt.Sprintf("slot %d has a new member, which reads the connections first: %s", slot, waiting)
+	case room.Filling:
+		return fmt.Sprintf("slot %d sends its new member what has waited: %s", slot, waiting)
+	case room.Until != nil:
+		left := max(0, time.Until(*room.Until)).Round(time.Second)
+		note := fmt.Sprintf("slot %d waits for its next member, for another %s: %s", slot, left, waiting)
+		if room.Waiting >= uint64(r.room().Datagrams) {
+			note += "; the room is full, and datagrams are refused"
+		}
+		return note
+	case r.Seats[slot] == nil && r.Config.WhenEmpty.Room != nil:
+		return fmt.Sprintf("slot %d has no member, and its wait is over: its devices are refused", slot)
+	}
+	return ""
+}
+
 // receiveWaiting reads a datagram from the room of a row. ok is false if there is none.
-func (s *service) receiveWaiting(row int) (d waitingDatagram, ok bool) {
-	if s.rooms.buffer == nil {
-		s.rooms.buffer = make([]byte, 1<<16)
+func (r *rooms) receiveWaiting(row int) (d waitingDatagram, ok bool) {
+	if r.buffer == nil {
+		r.buffer = make([]byte, 1<<16)
 	}
 	control := make([]byte, 128)
 	for {
-		n, nc, _, from, err := unix.Recvmsg(s.KeeperSockets[row], s.rooms.buffer, control, unix.MSG_DONTWAIT)
+		n, nc, _, from, err := unix.Recvmsg(r.KeeperSockets[row], r.buffer, control, unix.MSG_DONTWAIT)
 		if errors.Is(err, unix.EINTR) {
 			continue
 		}
@@ -734,7 +768,7 @@ func (s *service) receiveWaiting(row int) (d waitingDatagram, ok bool) {
 		if !source.IsValid() || !destination.IsValid() {
 			continue
 		}
-		return waitingDatagram{replay.Datagram{From: source, To: destination, Payload: slices.Clone(s.rooms.buffer[:n])}, row}, true
+		return waitingDatagram{replay.Datagram{From: source, To: destination, Payload: slices.Clone(r.buffer[:n])}, row}, true
 	}
 }
 

@@ -22,7 +22,9 @@ func (d *Domain) Routes(r *domain.Router) {
 		return collectFrom(d, r, func(s *service) ([]api.DeviceStatus, error) { return s.devices(), nil })
 	})
 	r.Get("/v1/templates", func(r *http.Request) (any, error) {
-		return collectFrom(d, r, func(s *service) ([]api.TemplateStatus, error) { return s.templatesOf(r.URL.Query().Get("device")) })
+		return collectFrom(d, r, func(s *service) ([]api.TemplateStatus, error) {
+			return s.rooms.templatesOf(r.URL.Query().Get("device"))
+		})
 	})
 	r.Get("/v1/where", func(r *http.Request) (any, error) {
 		addresses, err := api.ParseAddresses(r.URL.Query()["address"])

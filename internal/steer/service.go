@@ -55,8 +55,7 @@ type service struct {
 	checks                       checks
 	moves                        moves
 	gate                         gate
-	rooms                        rooms
-	kept                         keptTemplates
+	rooms                        *rooms
 	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
 	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
 	pinTimer                     *time.Timer              // timer of the next end of a pin; nil: none is due
@@ -96,10 +95,11 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
 			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
 			sockets: make(map[int]int),
-		}, rooms: newRooms(), checks: checks{connected: make(map[int]map[string]int)}, kept: newKeptTemplates(), formers: make(map[member.ID]*core.Seat), adopters: make(map[*member.Handle]bool),
+		}, formers: make(map[member.ID]*core.Seat), adopters: make(map[*member.Handle]bool),
 		refusals: make(refusals),
 	}
 	s.Actions = s
+	s.rooms = newRooms(&s.Service)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	defer func() {
@@ -295,8 +295,8 @@ func (s *service) openPath() error {
 		Netns:     s.Netns,
 		Cgroup:    filepath.Join(s.Host.Cgroups.Mount, s.Config.Cgroup),
 	}
-	if s.hasRooms() {
-		c.RoomDatagrams, c.RoomBytes = uint64(s.room().Datagrams), uint64(s.room().Bytes)
+	if s.rooms.hasRooms() {
+		c.RoomDatagrams, c.RoomBytes = uint64(s.rooms.room().Datagrams), uint64(s.rooms.room().Bytes)
 	}
 	for _, row := range slices.Sorted(maps.Keys(s.Listeners)) {
 		first, last := listener.MemberPorts(s.Listeners[row])
@@ -332,7 +332,7 @@ func (s *service) openPath() error {
 		return err
 	}
 	go s.watch(s.Events)
-	return s.openTemplateKeeper()
+	return s.rooms.openTemplateKeeper()
 }
 
 // builtDeviceMap is a device map for the kernel, and its contents.
@@ -395,7 +395,7 @@ func (s *service) restore() error {
 			return err
 		}
 	}
-	s.assumeReplayed()
+	s.rooms.assumeReplayed()
 	// The rooms come first, because the slots of members that are found now may be filling.
 	if err := s.reconcileKeeper(); err != nil {
 		return err
@@ -407,8 +407,8 @@ func (s *service) restore() error {
 	if err := s.applySettings(); err != nil {
 		return err
 	}
-	s.releaseWaiting()
-	s.replayMoved()
+	s.rooms.releaseWaiting()
+	s.rooms.replayMoved()
 	return s.reconcileKeeper()
 }
 
@@ -544,7 +544,7 @@ func (s *service) closeLocked() {
 		s.Events = nil
 	}
 	if s.Path != nil {
-		s.returnQueued()
+		s.rooms.returnQueued()
 	}
 	if s.Path != nil {
 		s.Path.Close()
@@ -565,7 +565,7 @@ func (s *service) closeLocked() {
 		unix.Close(fd)
 	}
 	clear(s.KeeperSockets)
-	s.closeTemplateKeeper()
+	s.rooms.closeTemplateKeeper()
 	s.rooms.close()
 	s.closeGateSockets()
 	if s.keeper != nil {
@@ -581,3 +581,6 @@ func (s *service) close() {
 	defer s.Mu.Unlock()
 	s.closeLocked()
 }
+
+// IsFilling reports whether the member of a slot receives what has waited.
+func (s *service) IsFilling(slot int) bool { return s.rooms.IsFilling(slot) }

@@ -69,7 +69,7 @@ func newKeptTemplates() keptTemplates {
 }
 
 // keepsTemplates reports whether the service keeps templates.
-func (s *service) keepsTemplates() bool { return s.kept.store != nil }
+func (r *rooms) keepsTemplates() bool { return r.kept.store != nil }
 
 // wantsTemplates reports whether the policy keeps templates.
 func wantsTemplates(c config.Service) bool {
@@ -77,56 +77,56 @@ func wantsTemplates(c config.Service) bool {
 }
 
 // openTemplateKeeper begins or ends to keep templates, according to the policy. The path must be open.
-func (s *service) openTemplateKeeper() error {
-	s.closeReader()
-	if !wantsTemplates(s.Config) {
-		if s.keepsTemplates() {
-			for _, seat := range s.Seats {
-				s.stopCopying(seat)
+func (r *rooms) openTemplateKeeper() error {
+	r.closeReader()
+	if !wantsTemplates(r.Config) {
+		if r.keepsTemplates() {
+			for _, seat := range r.Seats {
+				r.stopCopying(seat)
 			}
-			s.kept.store = nil
-			clear(s.kept.replayedTo)
+			r.kept.store = nil
+			clear(r.kept.replayedTo)
 		}
 		// They would be outdated when the policy keeps templates again.
-		if err := os.Remove(s.templatesPath()); err != nil && !errors.Is(err, os.ErrNotExist) {
+		if err := os.Remove(r.templatesPath()); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return fmt.Errorf("discard templates: %w", err)
 		}
 		return nil
 	}
-	if !s.keepsTemplates() {
-		s.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return s.kept.proven[a] })
-		s.loadTemplates()
+	if !r.keepsTemplates() {
+		r.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return r.kept.proven[a] })
+		r.loadTemplates()
 	}
-	reader, err := s.Path.Templates()
+	reader, err := r.Path.Templates()
 	if err != nil {
 		return err
 	}
-	s.kept.reader = reader
-	go s.watchTemplates(reader)
+	r.kept.reader = reader
+	go r.watchTemplates(reader)
 	return nil
 }
 
-func (s *service) closeReader() {
-	if s.kept.reader != nil {
-		s.kept.reader.Close()
-		s.kept.reader = nil
+func (r *rooms) closeReader() {
+	if r.kept.reader != nil {
+		r.kept.reader.Close()
+		r.kept.reader = nil
 	}
 }
 
 // closeTemplateKeeper saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
-func (s *service) closeTemplateKeeper() {
-	s.closeReader()
-	if s.kept.saveTimer != nil {
-		s.kept.saveTimer.Stop()
+func (r *rooms) closeTemplateKeeper() {
+	r.closeReader()
+	if r.kept.saveTimer != nil {
+		r.kept.saveTimer.Stop()
 	}
-	s.closeTemporaryRooms()
-	if s.keepsTemplates() {
-		s.saveTemplates()
+	r.closeTemporaryRooms()
+	if r.keepsTemplates() {
+		r.saveTemplates()
 	}
 }
 
 // watchTemplates learns templates until the ring is closed.
-func (s *service) watchTemplates(reader *bpf.TemplateReader) {
+func (r *rooms) watchTemplates(reader *bpf.TemplateReader) {
 	began, read := time.Now(), 0
 	for {
 		t, err := reader.Next()
@@ -134,14 +134,14 @@ func (s *service) watchTemplates(reader *bpf.TemplateReader) {
 			return
 		}
 		if err != nil {
-			s.Log.Error("ring of template sets failed", "error", err)
+			r.Log.Error("ring of template sets failed", "error", err)
 			return
 		}
-		s.Mu.Lock()
-		if s.kept.reader == reader {
-			s.learnFrom(&t)
+		r.Mu.Lock()
+		if r.kept.reader == reader {
+			r.learnFrom(&t)
 		}
-		s.Mu.Unlock()
+		r.Mu.Unlock()
 		if read++; read < templatesPerSecond/10 {
 			continue
 		}
@@ -151,16 +151,16 @@ func (s *service) watchTemplates(reader *bpf.TemplateReader) {
 }
 
 // learnFrom keeps the templates of a datagram that a member has received.
-func (s *service) learnFrom(t *bpf.TemplateSets) {
-	for slot, seat := range s.Seats {
+func (r *rooms) learnFrom(t *bpf.TemplateSets) {
+	for slot, seat := range r.Seats {
 		for row, socket := range seat.Sockets {
 			if socket.Cookie != t.Cookie {
 				continue
 			}
-			if home, _ := s.Mapping.Slot(t.Source.Addr()); home == slot {
-				s.learn(t.Source, row, t.Datagram, seat.ID())
+			if home, _ := r.Mapping.Slot(t.Source.Addr()); home == slot {
+				r.learn(t.Source, row, t.Datagram, seat.ID())
 			} else {
-				s.learn(t.Source, row, t.Datagram, member.ID{})
+				r.learn(t.Source, row, t.Datagram, member.ID{})
 			}
 			return
 		}
@@ -169,142 +169,142 @@ func (s *service) learnFrom(t *bpf.TemplateSets) {
 
 // learn keeps the templates of a datagram. at is the member that has received the datagram as the member of the device, or
 // zero.
-func (s *service) learn(source netip.AddrPort, row int, datagram []byte, at member.ID) {
-	err := s.kept.store.Learn(source, row, datagram, time.Now())
+func (r *rooms) learn(source netip.AddrPort, row int, datagram []byte, at member.ID) {
+	err := r.kept.store.Learn(source, row, datagram, time.Now())
 	if err != nil {
 		return // counted
 	}
 	if addr := source.Addr().Unmap().WithZone(""); at.PID != 0 {
-		if _, known := s.kept.replayedTo[addr]; !known {
-			s.kept.replayedTo[addr] = at
+		if _, known := r.kept.replayedTo[addr]; !known {
+			r.kept.replayedTo[addr] = at
 		}
 	}
-	s.scheduleTemplatesSave()
+	r.scheduleTemplatesSave()
 }
 
-func (s *service) scheduleTemplatesSave() {
-	if s.kept.saveTimer != nil || s.kept.store.Revision() == s.kept.saved {
+func (r *rooms) scheduleTemplatesSave() {
+	if r.kept.saveTimer != nil || r.kept.store.Revision() == r.kept.saved {
 		return
 	}
-	s.kept.saveTimer = time.AfterFunc(max(templatesSaveDelay, saveShare*s.kept.saving), func() {
-		s.Mu.Lock()
-		defer s.Mu.Unlock()
-		s.kept.saveTimer = nil
-		if s.Events != nil && s.keepsTemplates() {
-			s.saveTemplates()
+	r.kept.saveTimer = time.AfterFunc(max(templatesSaveDelay, saveShare*r.kept.saving), func() {
+		r.Mu.Lock()
+		defer r.Mu.Unlock()
+		r.kept.saveTimer = nil
+		if r.Events != nil && r.keepsTemplates() {
+			r.saveTemplates()
 		}
 	})
 }
 
-func (s *service) templatesPath() string {
-	return filepath.Join(s.Host.StateDir, s.Config.Name+".templates")
+func (r *rooms) templatesPath() string {
+	return filepath.Join(r.Host.StateDir, r.Config.Name+".templates")
 }
 
 // rowsLine identifies the listeners of the rows: the templates of a state file refer to them.
-func (s *service) rowsLine() string {
+func (r *rooms) rowsLine() string {
 	var rows []string
-	for _, row := range slices.Sorted(maps.Keys(s.Listeners)) {
-		rows = append(rows, fmt.Sprintf("%d %s", row, s.Listeners[row]))
+	for _, row := range slices.Sorted(maps.Keys(r.Listeners)) {
+		rows = append(rows, fmt.Sprintf("%d %s", row, r.Listeners[row]))
 	}
 	return strings.Join(rows, ", ") + "\n"
 }
 
-func (s *service) saveTemplates() {
-	if s.kept.store.Revision() == s.kept.saved {
+func (r *rooms) saveTemplates() {
+	if r.kept.store.Revision() == r.kept.saved {
 		return
 	}
 	began := time.Now()
-	defer func() { s.kept.saving = time.Since(began) }()
+	defer func() { r.kept.saving = time.Since(began) }()
 	var b bytes.Buffer
-	b.WriteString(s.rowsLine())
-	err := s.kept.store.Save(&b)
+	b.WriteString(r.rowsLine())
+	err := r.kept.store.Save(&b)
 	if err == nil {
-		err = statedir.Write(s.templatesPath(), b.Bytes())
+		err = statedir.Write(r.templatesPath(), b.Bytes())
 	}
 	if err != nil {
-		s.Log.Error("templates not saved", "error", err)
+		r.Log.Error("templates not saved", "error", err)
 		return
 	}
-	s.kept.saved = s.kept.store.Revision()
+	r.kept.saved = r.kept.store.Revision()
 }
 
 // loadTemplates reads the templates of an earlier agent. A damaged file is discarded.
-func (s *service) loadTemplates() {
-	file, err := os.ReadFile(s.templatesPath())
+func (r *rooms) loadTemplates() {
+	file, err := os.ReadFile(r.templatesPath())
 	if errors.Is(err, os.ErrNotExist) {
 		return
 	}
 	if err == nil {
 		rows, rest, _ := bytes.Cut(file, []byte("\n"))
-		if string(rows)+"\n" != s.rowsLine() {
+		if string(rows)+"\n" != r.rowsLine() {
 			err = errors.New("it is damaged, or for other listeners")
 		} else {
-			err = s.kept.store.Load(bytes.NewReader(rest), time.Now())
+			err = r.kept.store.Load(bytes.NewReader(rest), time.Now())
 		}
 	}
 	if err != nil {
-		s.Log.Warn("templates discarded: exporters must send theirs again", "file", s.templatesPath(), "error", errors.Join(err, os.Remove(s.templatesPath())))
+		r.Log.Warn("templates discarded: exporters must send theirs again", "file", r.templatesPath(), "error", errors.Join(err, os.Remove(r.templatesPath())))
 		return
 	}
-	s.kept.saved = s.kept.store.Revision()
+	r.kept.saved = r.kept.store.Revision()
 }
 
 // copyTemplates attaches the filter that copies templates to the UDP socket of a member.
-func (s *service) copyTemplates(seat *core.Seat, socket *member.Socket) error {
-	if !s.keepsTemplates() || socket.Protocol != unix.IPPROTO_UDP {
+func (r *rooms) copyTemplates(seat *core.Seat, socket *member.Socket) error {
+	if !r.keepsTemplates() || socket.Protocol != unix.IPPROTO_UDP {
 		return nil
 	}
-	owner, ok := s.Path.Owner(socket.FD())
-	err := s.Path.CopyTemplates(socket.FD(), ok && owner.Filtered)
+	owner, ok := r.Path.Owner(socket.FD())
+	err := r.Path.CopyTemplates(socket.FD(), ok && owner.Filtered)
 	if errors.Is(err, bpf.ErrFiltered) {
-		if !s.kept.filtered[seat.Slot] {
-			s.Log.Warn("templates of the member are not kept: its socket has a socket filter", "slot", seat.Slot, "pid", seat.Process.PID)
+		if !r.kept.filtered[seat.Slot] {
+			r.Log.Warn("templates of the member are not kept: its socket has a socket filter", "slot", seat.Slot, "pid", seat.Process.PID)
 		}
-		s.kept.filtered[seat.Slot] = true
+		r.kept.filtered[seat.Slot] = true
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	delete(s.kept.filtered, seat.Slot)
-	return s.Path.SetOwner(socket.FD(), bpf.Owner{PID: seat.Process.PID, StartTime: seat.Process.StartTime, Filtered: true})
+	delete(r.kept.filtered, seat.Slot)
+	return r.Path.SetOwner(socket.FD(), bpf.Owner{PID: seat.Process.PID, StartTime: seat.Process.StartTime, Filtered: true})
 }
 
 // stopCopying removes the filters of a member that still runs.
-func (s *service) stopCopying(seat *core.Seat) {
+func (r *rooms) stopCopying(seat *core.Seat) {
 	for row := range seat.Sockets {
-		if s.Listeners[row].Protocol != config.UDP {
+		if r.Listeners[row].Protocol != config.UDP {
 			continue
 		}
 		socket, err := seat.OpenSocket(row)
 		if err != nil {
 			continue
 		}
-		owner, ok := s.Path.Owner(socket.FD())
+		owner, ok := r.Path.Owner(socket.FD())
 		if ok && owner.Filtered {
-			err = errors.Join(bpf.DetachFilter(socket.FD()), s.Path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime}))
+			err = errors.Join(bpf.DetachFilter(socket.FD()), r.Path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime}))
 		}
 		if err != nil {
-			s.Log.Warn("socket filter not removed", "pid", seat.Process.PID, "error", err)
+			r.Log.Warn("socket filter not removed", "pid", seat.Process.PID, "error", err)
 		}
 		socket.Close()
 	}
 }
 
 // withoutTemplates returns the exporters of a slot whose templates the member of the slot does not know.
-func (s *service) withoutTemplates(slot int, at member.ID) (addresses []netip.Addr) {
-	if !s.keepsTemplates() {
+func (r *rooms) withoutTemplates(slot int, at member.ID) (addresses []netip.Addr) {
+	if !r.keepsTemplates() {
 		return nil
 	}
-	v := s.Serving()
-	for addr := range s.kept.store.Addresses() {
-		home, _ := s.Mapping.Slot(addr)
+	v := r.Serving()
+	for addr := range r.kept.store.Addresses() {
+		home, _ := r.Mapping.Slot(addr)
 		if home != slot {
 			if served, ok := v.Slot(home); !ok || served != slot {
 				continue
 			}
 		}
-		if s.kept.replayedTo[addr] != at {
+		if r.kept.replayedTo[addr] != at {
 			addresses = append(addresses, addr)
 		}
 	}
@@ -314,11 +314,11 @@ func (s *service) withoutTemplates(slot int, at member.ID) (addresses []netip.Ad
 
 // templateDatagrams returns the datagrams with the templates of exporters. next contains the sequence numbers of the
 // messages that follow.
-func (s *service) templateDatagrams(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
+func (r *rooms) templateDatagrams(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
 	now := time.Now()
 	for _, addr := range addresses {
-		for _, m := range s.kept.store.Replay(addr, now, 0, next) {
-			to, ok := s.replayDestination(m.Row, addr, ready)
+		for _, m := range r.kept.store.Replay(addr, now, 0, next) {
+			to, ok := r.replayDestination(m.Row, addr, ready)
 			if !ok {
 				continue
 			}
@@ -330,14 +330,14 @@ func (s *service) templateDatagrams(addresses []netip.Addr, ready bool, next map
 
 // replayDestination returns the address at which the data path finds the member of an exporter, also before its slot is
 // ready.
-func (s *service) replayDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
-	l, ok := s.Listeners[row]
+func (r *rooms) replayDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
+	l, ok := r.Listeners[row]
 	if !ok || l.Protocol != config.UDP {
 		return to, false
 	}
-	if s.UsesLookup() && !ready {
-		port := s.kept.temporaryPort(row)
-		if p := s.rooms.prepared[row]; p != nil {
+	if r.UsesLookup() && !ready {
+		port := r.kept.temporaryPort(row)
+		if p := r.prepared[row]; p != nil {
 			port = p.port
 		}
 		return netip.AddrPortFrom(listener.Loopback(of), port), port != 0
@@ -363,20 +363,20 @@ func (t *keptTemplates) temporaryPort(row int) uint16 {
 
 // openTemporaryRooms opens the addresses for replays to slots that are not ready, with steering by sk_lookup and without
 // waiting rooms.
-func (s *service) openTemporaryRooms() error {
-	if !s.UsesLookup() || s.hasRooms() {
+func (r *rooms) openTemporaryRooms() error {
+	if !r.UsesLookup() || r.hasRooms() {
 		return nil
 	}
-	for row, l := range s.Listeners {
-		if _, open := s.kept.temporary[row]; open || l.Protocol != config.UDP {
+	for row, l := range r.Listeners {
+		if _, open := r.kept.temporary[row]; open || l.Protocol != config.UDP {
 			continue
 		}
-		fd, err := s.openRoomSocket(row)
+		fd, err := r.openRoomSocket(row)
 		if err != nil {
 			return err
 		}
-		s.kept.temporary[row] = fd
-		if err := s.Path.InsertRoom(row, fd, s.kept.temporaryPort(row)); err != nil {
+		r.kept.temporary[row] = fd
+		if err := r.Path.InsertRoom(row, fd, r.kept.temporaryPort(row)); err != nil {
 			return err
 		}
 	}
@@ -384,28 +384,28 @@ func (s *service) openTemporaryRooms() error {
 }
 
 // closeTemporaryRooms closes the addresses of openTemporaryRooms when no slot is filling.
-func (s *service) closeTemporaryRooms() {
-	if len(s.rooms.filling) > 0 {
+func (r *rooms) closeTemporaryRooms() {
+	if len(r.filling) > 0 {
 		return
 	}
-	for row, fd := range s.kept.temporary {
-		if err := s.Path.RemoveRoom(row); err != nil {
-			s.Log.Error("waiting room not removed", "error", err)
+	for row, fd := range r.kept.temporary {
+		if err := r.Path.RemoveRoom(row); err != nil {
+			r.Log.Error("waiting room not removed", "error", err)
 		}
 		unix.Close(fd)
-		delete(s.kept.temporary, row)
+		delete(r.kept.temporary, row)
 	}
 }
 
 // noteReplayed notes that a member knows the templates of exporters.
-func (s *service) noteReplayed(addresses []netip.Addr, at member.ID) {
+func (r *rooms) noteReplayed(addresses []netip.Addr, at member.ID) {
 	now := time.Now()
-	s.kept.replays += uint64(len(addresses))
+	r.kept.replays += uint64(len(addresses))
 	for _, addr := range addresses {
-		s.kept.replayedTo[addr] = at
-		for row, l := range s.Listeners {
+		r.kept.replayedTo[addr] = at
+		for row, l := range r.Listeners {
 			if l.Protocol == config.UDP {
-				s.kept.store.Replayed(addr, row, now)
+				r.kept.store.Replayed(addr, row, now)
 			}
 		}
 	}
@@ -413,83 +413,83 @@ func (s *service) noteReplayed(addresses []netip.Addr, at member.ID) {
 
 // replayMoved sends the templates of devices that another member serves now to that member. The first templates are sent at
 // once.
-func (s *service) replayMoved() {
-	if !s.keepsTemplates() {
+func (r *rooms) replayMoved() {
+	if !r.keepsTemplates() {
 		return
 	}
-	bySlot, v := make(map[int][]netip.Addr), s.Serving()
-	for addr := range s.kept.store.Addresses() {
-		home, _ := s.Mapping.Slot(addr)
-		if slot, ok := v.Slot(home); ok && s.kept.replayedTo[addr] != v.Members[slot] && s.kept.running[slot] == nil {
+	bySlot, v := make(map[int][]netip.Addr), r.Serving()
+	for addr := range r.kept.store.Addresses() {
+		home, _ := r.Mapping.Slot(addr)
+		if slot, ok := v.Slot(home); ok && r.kept.replayedTo[addr] != v.Members[slot] && r.kept.running[slot] == nil {
 			bySlot[slot] = append(bySlot[slot], addr)
 		}
 	}
 	for slot, addresses := range bySlot {
-		s.beginLate(&fill{seat: s.Seats[slot], late: true, addresses: addresses, templates: s.templateDatagrams(addresses, true, nil)})
+		r.beginLate(&fill{seat: r.Seats[slot], late: true, addresses: addresses, templates: r.templateDatagrams(addresses, true, nil)})
 	}
 }
 
 // knownExporters returns the number of exporters whose templates are kept.
-func (s *service) knownExporters() int {
-	if !s.keepsTemplates() {
+func (r *rooms) knownExporters() int {
+	if !r.keepsTemplates() {
 		return 0
 	}
-	return s.kept.store.Stats().Sources
+	return r.kept.store.Stats().Sources
 }
 
 // noteSessions notes the addresses with an established TCP connection, which cannot be forged.
-func (s *service) noteSessions(list []session.Session) {
-	if !s.keepsTemplates() {
+func (r *rooms) noteSessions(list []session.Session) {
+	if !r.keepsTemplates() {
 		return
 	}
-	clear(s.kept.proven)
+	clear(r.kept.proven)
 	for i := range list {
 		if list[i].Owned {
-			s.kept.proven[list[i].Address.Unmap()] = true
+			r.kept.proven[list[i].Address.Unmap()] = true
 		}
 	}
-	s.kept.store.Expire(time.Now())
-	for addr := range s.kept.replayedTo {
-		if len(s.kept.replayedTo) > 4*s.kept.store.Stats().Sources+1024 && !s.kept.store.Has(addr) {
-			delete(s.kept.replayedTo, addr)
+	r.kept.store.Expire(time.Now())
+	for addr := range r.kept.replayedTo {
+		if len(r.kept.replayedTo) > 4*r.kept.store.Stats().Sources+1024 && !r.kept.store.Has(addr) {
+			delete(r.kept.replayedTo, addr)
 		}
 	}
 }
 
 // assumeReplayed notes that the members that an earlier agent registered know the templates of their devices.
-func (s *service) assumeReplayed() {
-	if !s.keepsTemplates() {
+func (r *rooms) assumeReplayed() {
+	if !r.keepsTemplates() {
 		return
 	}
-	v := s.Serving()
-	for addr := range s.kept.store.Addresses() {
+	v := r.Serving()
+	for addr := range r.kept.store.Addresses() {
 		if id, ok := v.Server(addr); ok {
-			s.kept.replayedTo[addr] = id
+			r.kept.replayedTo[addr] = id
 		}
 	}
 }
 
 // templatesOf returns the templates of a device, or of all devices for "".
-func (s *service) templatesOf(device string) ([]api.TemplateStatus, error) {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
+func (r *rooms) templatesOf(device string) ([]api.TemplateStatus, error) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
 	list := []api.TemplateStatus{}
-	if !s.keepsTemplates() {
+	if !r.keepsTemplates() {
 		return list, nil
 	}
 	address, _ := netip.ParseAddr(device)
-	for t := range s.kept.store.List() {
+	for t := range r.kept.store.List() {
 		addr := t.Source.Addr()
-		at := s.Mapping.Locate(addr)
+		at := r.Mapping.Locate(addr)
 		if device != "" && addr != address.Unmap() && at.Device != device {
 			continue
 		}
 		one := api.TemplateStatus{
-			Service: s.Config.Name, Source: t.Source.String(), Device: at.Device, Slot: at.Slot, Protocol: protocolName(t.Version),
+			Service: r.Config.Name, Source: t.Source.String(), Device: at.Device, Slot: at.Slot, Protocol: protocolName(t.Version),
 			Domain: t.Domain, Template: t.ID, Options: t.Options, Fields: t.Fields, ScopeFields: t.ScopeFields,
 			Learned: t.Learned, Refreshed: t.Refreshed, Replays: t.Replays,
 		}
-		if l, ok := s.Listeners[t.Row]; ok {
+		if l, ok := r.Listeners[t.Row]; ok {
 			one.Listener = l.String()
 		}
 		if !t.Replayed.IsZero() {
@@ -511,3 +511,9 @@ func protocolName(version uint16) string {
 	}
 	return "netflow-v9"
 }
+
+// templateStats returns the counters of the templates, which must be kept.
+func (r *rooms) templateStats() templates.Stats { return r.kept.store.Stats() }
+
+// templateReplays returns the number of exporters whose templates were sent to a member.
+func (r *rooms) templateReplays() uint64 { return r.kept.replays }

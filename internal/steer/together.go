@@ -61,14 +61,12 @@ type checks struct {
 	placed map[uint64]bool
 	// missed counts the scans that found no owner of a connection. After maxScans, or if the owner has nothing to do with
 	// the service, the connection is ignored.
-	missed map[uint64]int
-	// connected counts the passes that have not found a device, by slot and session.Key; see noteConnected.
-	connected map[int]map[string]int
-	sought    map[uint64]bool // unlabeled connections that were looked for among the members
-	labeled   time.Time       // end of the last scan of /proc
-	split     []splitDevice
-	closed    uint64 // closed connections since the start of the agent
-	err       error  // error of the last SOCK_DESTROY
+	missed  map[uint64]int
+	sought  map[uint64]bool // unlabeled connections that were looked for among the members
+	labeled time.Time       // end of the last scan of /proc
+	split   []splitDevice
+	closed  uint64 // closed connections since the start of the agent
+	err     error  // error of the last SOCK_DESTROY
 }
 
 // splitDevice is a device with connections at other processes than the member that serves the device.
@@ -77,18 +75,6 @@ type splitDevice struct {
 	slot           int   // serving slot
 	at             []int // slots of the other members; -1: no member
 	partly         bool  // other sessions of the device are at the right member
-}
-
-// servingConnections returns the decision of the data path about connections: the member of a filling slot may have them
-// before the datagrams.
-func (s *service) servingConnections() *core.Serving {
-	v := s.Serving()
-	for slot, f := range s.rooms.filling {
-		if f.connects {
-			v.Members[slot] = f.seat.ID()
-		}
-	}
-	return v
 }
 
 // CheckSoon schedules the passes of a check after a change.
@@ -130,7 +116,7 @@ func (s *service) check(turn int) {
 	s.checks.timer = nil
 	s.pruneAdopted()
 	s.expirePins()
-	s.releaseLate()
+	s.rooms.releaseLate()
 	missing := s.checkNow()
 	seats := s.SeatIDs()
 	scan := len(missing.sessions) > 0 && time.Since(s.checks.labeled) >= labelInterval
@@ -172,9 +158,9 @@ func (s *service) checkNow() unlabeled {
 		s.Log.Warn("connections not checked", "error", err)
 		return unlabeled{}
 	}
-	s.noteSessions(list)
-	s.noteConnected(list)
-	s.replayMoved()
+	s.rooms.noteSessions(list)
+	s.rooms.noteConnected(list)
+	s.rooms.replayMoved()
 	missing := s.findUnlabeled(list)
 	if s.labelMembers(missing.sessions) {
 		if again, err := s.ReadSessions(); err == nil {
@@ -186,10 +172,10 @@ func (s *service) checkNow() unlabeled {
 	for _, one := range missing.sessions {
 		unknown[one.Cookie] = true
 	}
-	now := s.servingConnections()
+	now := s.rooms.servingConnections()
 	split := s.findSplit(now, list, unknown)
 	if s.Config.OnStart == config.Adopt && !s.checks.flipping && s.adoptDevices(split) {
-		now = s.servingConnections()
+		now = s.rooms.servingConnections()
 		split = s.findSplit(now, list, unknown)
 	}
 	doomed := s.doomedSessions(now, list, split, unknown)

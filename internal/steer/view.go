@@ -113,7 +113,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 		if slot >= s.Config.Slots {
 			status.State, status.Weight = "removed", 0
 		}
-		if status.Room, err = s.roomStatus(slot); err != nil {
+		if status.Room, err = s.rooms.roomStatus(slot); err != nil {
 			return nil, err
 		}
 		for _, p := range s.pinsOf(slot) {
@@ -280,7 +280,7 @@ func (s *service) notes() []string {
 		notes = append(notes, fmt.Sprintf("slot %d %s", slot, strings.Join(parts, " and ")))
 	}
 	for slot := range s.Config.Slots {
-		if note := s.roomNote(slot); note != "" {
+		if note := s.rooms.roomNote(slot); note != "" {
 			notes = append(notes, note)
 		}
 	}
@@ -309,31 +309,6 @@ func (s *service) notes() []string {
 		notes = append(notes, fmt.Sprintf("moves are stopped, and %s not at the target slot", format.Count(s.moves.stopped, "device is", "devices are")))
 	}
 	return notes
-}
-
-// roomNote describes the waiting room of a slot whose packets wait, or have waited in vain.
-func (s *service) roomNote(slot int) string {
-	room, err := s.roomStatus(slot)
-	if err != nil || room == nil || s.IsReady(slot) || s.SlotState(slot).State == stored.Maint || !s.HasDevices(slot) {
-		return ""
-	}
-	waiting := format.Count(int(room.Waiting), "datagram waits", "datagrams wait")
-	switch {
-	case room.Filling && s.rooms.filling[slot].dumps != nil:
-		return fmt.Sprintf("slot %d has a new member, which reads the connections first: %s", slot, waiting)
-	case room.Filling:
-		return fmt.Sprintf("slot %d sends its new member what has waited: %s", slot, waiting)
-	case room.Until != nil:
-		left := max(0, time.Until(*room.Until)).Round(time.Second)
-		note := fmt.Sprintf("slot %d waits for its next member, for another %s: %s", slot, left, waiting)
-		if room.Waiting >= uint64(s.room().Datagrams) {
-			note += "; the room is full, and datagrams are refused"
-		}
-		return note
-	case s.Seats[slot] == nil && s.Config.WhenEmpty.Room != nil:
-		return fmt.Sprintf("slot %d has no member, and its wait is over: its devices are refused", slot)
-	}
-	return ""
 }
 
 // countReady returns the number of slots that receive traffic.
