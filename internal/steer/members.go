@@ -599,7 +599,7 @@ func (s *service) checkSeatSockets(seat *core.Seat) error {
 				return err
 			}
 		}
-		if err := s.rooms.copyTemplates(seat, socket); err != nil {
+		if err := s.rooms.CopyTemplates(seat, socket); err != nil {
 			return err
 		}
 	}
@@ -674,7 +674,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			return listener.ExplainInsert(socket, err)
 		}
 		seat.Sockets[row] = core.SocketInfo{Cookie: socket.Cookie, Local: socket.String(), Number: socket.Number}
-		if err := s.rooms.copyTemplates(seat, socket); err != nil {
+		if err := s.rooms.CopyTemplates(seat, socket); err != nil {
 			return err
 		}
 		if socket.Protocol == unix.IPPROTO_TCP {
@@ -688,7 +688,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	}
 	// The devices of a slot that is filling would be steered to the standby slot.
 	if former == nil || s.Config.WhenEmpty.Standby == nil {
-		if err := s.rooms.beginFill(seat, former != nil); err != nil {
+		if err := s.rooms.BeginFill(seat, former != nil); err != nil {
 			return err
 		}
 	}
@@ -738,7 +738,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 // has received; its connections are closed by the next check.
 func (s *service) makeFormer(former, by *core.Seat) error {
 	s.formers[former.ID()] = former
-	s.rooms.stopCopying(former)
+	s.rooms.StopCopying(former)
 	s.Log.Info("slot taken over", "slot", by.Slot, "pid", by.Process.PID, "former", former.Process.PID)
 	return s.ClosePlace(former.Place)
 }
@@ -774,7 +774,7 @@ func (s *service) forgetFormer(former *core.Seat) {
 
 // VacateSlot closes a slot in the data path and removes its member, then evaluates the waiting processes.
 func (s *service) VacateSlot(slot int, reason string) {
-	s.rooms.beginWait(slot)
+	s.rooms.BeginWait(slot)
 	if err := s.closeSlot(slot); err != nil {
 		s.Log.Error("slot not cleared", "slot", slot, "error", err)
 	}
@@ -783,8 +783,8 @@ func (s *service) VacateSlot(slot int, reason string) {
 		return
 	}
 	delete(s.Seats, slot)
-	s.rooms.scheduleEnd(slot)
-	s.rooms.stopCopying(seat)
+	s.rooms.ScheduleEnd(slot)
+	s.rooms.StopCopying(seat)
 	if s.hasAdoptedDevices(seat) {
 		s.adopters[seat.Handle] = true // the goroutine of occupySlot still waits for the exit
 	} else {

@@ -126,8 +126,8 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descMoving, float64(len(s.moves.running)), "running")
 	gauge(descMoving, float64(s.moves.waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))
-	if s.rooms.keepsTemplates() {
-		kept := s.rooms.templateStats()
+	if s.rooms.KeepsTemplates() {
+		kept := s.rooms.TemplateStats()
 		lost, err := s.Path.LostTemplates()
 		if err != nil {
 			return err
@@ -142,7 +142,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 		counter(descMalformed, float64(malformed))
 		counter(descTemplatesRefused, float64(kept.RefusedDevice+kept.RefusedTotal))
 		counter(descTemplatesLost, float64(lost))
-		counter(descReplays, float64(s.rooms.templateReplays()))
+		counter(descReplays, float64(s.rooms.TemplateReplays()))
 	}
 	counter(descRuns, float64(stats.Runs))
 	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())
@@ -157,7 +157,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 			for _, state := range stored.States {
 				gauge(descState, format.Bool(string(s.SlotState(i).State) == state), slot, state)
 			}
-			if room, err := s.rooms.roomStatus(i); err != nil {
+			if room, err := s.rooms.Status(i); err != nil {
 				return err
 			} else if room != nil {
 				gauge(descWaiters, float64(room.Waiting), slot)

@@ -127,7 +127,7 @@ func (s *service) placeSome() error {
 		s.Mapping = before
 		return err
 	}
-	s.rooms.releaseMoved(before)
+	s.rooms.ReleaseMoved(before)
 	s.CheckSoon()
 	return s.finishPlace(pins)
 }

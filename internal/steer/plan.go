@@ -142,7 +142,7 @@ func (s *service) plan(t *target) []api.Change {
 	}
 	if from.Templates != to.Templates {
 		effect := ""
-		if n := s.rooms.knownExporters(); n > 0 {
+		if n := s.rooms.Exporters(); n > 0 {
 			effect = fmt.Sprintf("the templates of %s are discarded", format.Count(n, "exporter", "exporters"))
 		}
 		add(fmt.Sprintf("templates: %s -> %s", from.Templates, to.Templates), effect)
@@ -232,7 +232,7 @@ func (s *service) waitingEffect() string {
 	var waiting uint64
 	slots := 0
 	for slot := range s.Config.Slots {
-		room, err := s.rooms.roomStatus(slot)
+		room, err := s.rooms.Status(slot)
 		if err != nil || room == nil || room.Until == nil || room.Filling { // a member receives what waits there
 			continue
 		}
@@ -361,10 +361,10 @@ func (s *service) switchTo(t *target) error {
 	}
 	s.Restoring = false
 	s.CheckSoon()
-	if err := errors.Join(s.rooms.writeWaits(), s.Place(), s.reconcileKeeper()); err != nil {
+	if err := errors.Join(s.rooms.WriteWaits(), s.Place(), s.reconcileKeeper()); err != nil {
 		return err
 	}
-	s.rooms.releaseWaiting()
+	s.rooms.ReleaseWaiting()
 	return nil
 }
 

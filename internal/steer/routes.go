@@ -23,7 +23,7 @@ func (d *Domain) Routes(r *domain.Router) {
 	})
 	r.Get("/v1/templates", func(r *http.Request) (any, error) {
 		return collectFrom(d, r, func(s *service) ([]api.TemplateStatus, error) {
-			return s.rooms.templatesOf(r.URL.Query().Get("device"))
+			return s.rooms.TemplatesOf(r.URL.Query().Get("device"))
 		})
 	})
 	r.Get("/v1/where", func(r *http.Request) (any, error) {

@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/rooms"
 	"sockeye/internal/steer/stored"
 )
 
@@ -55,7 +56,7 @@ type service struct {
 	checks                       checks
 	moves                        moves
 	gate                         gate
-	rooms                        *rooms
+	rooms                        *rooms.Rooms
 	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
 	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
 	pinTimer                     *time.Timer              // timer of the next end of a pin; nil: none is due
@@ -99,7 +100,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		refusals: make(refusals),
 	}
 	s.Actions = s
-	s.rooms = newRooms(&s.Service)
+	s.rooms = rooms.New(&s.Service)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	defer func() {
@@ -295,8 +296,8 @@ func (s *service) openPath() error {
 		Netns:     s.Netns,
 		Cgroup:    filepath.Join(s.Host.Cgroups.Mount, s.Config.Cgroup),
 	}
-	if s.rooms.hasRooms() {
-		c.RoomDatagrams, c.RoomBytes = uint64(s.rooms.room().Datagrams), uint64(s.rooms.room().Bytes)
+	if s.rooms.Exist() {
+		c.RoomDatagrams, c.RoomBytes = uint64(s.rooms.Room().Datagrams), uint64(s.rooms.Room().Bytes)
 	}
 	for _, row := range slices.Sorted(maps.Keys(s.Listeners)) {
 		first, last := listener.MemberPorts(s.Listeners[row])
@@ -332,7 +333,7 @@ func (s *service) openPath() error {
 		return err
 	}
 	go s.watch(s.Events)
-	return s.rooms.openTemplateKeeper()
+	return s.rooms.OpenTemplateKeeper()
 }
 
 // builtDeviceMap is a device map for the kernel, and its contents.
@@ -395,7 +396,7 @@ func (s *service) restore() error {
 			return err
 		}
 	}
-	s.rooms.assumeReplayed()
+	s.rooms.AssumeReplayed()
 	// The rooms come first, because the slots of members that are found now may be filling.
 	if err := s.reconcileKeeper(); err != nil {
 		return err
@@ -407,8 +408,8 @@ func (s *service) restore() error {
 	if err := s.applySettings(); err != nil {
 		return err
 	}
-	s.rooms.releaseWaiting()
-	s.rooms.replayMoved()
+	s.rooms.ReleaseWaiting()
+	s.rooms.ReplayMoved()
 	return s.reconcileKeeper()
 }
 
@@ -544,7 +545,7 @@ func (s *service) closeLocked() {
 		s.Events = nil
 	}
 	if s.Path != nil {
-		s.rooms.returnQueued()
+		s.rooms.ReturnQueued()
 	}
 	if s.Path != nil {
 		s.Path.Close()
@@ -565,8 +566,8 @@ func (s *service) closeLocked() {
 		unix.Close(fd)
 	}
 	clear(s.KeeperSockets)
-	s.rooms.closeTemplateKeeper()
-	s.rooms.close()
+	s.rooms.CloseTemplateKeeper()
+	s.rooms.Close()
 	s.closeGateSockets()
 	if s.keeper != nil {
 		s.keeper.Close()

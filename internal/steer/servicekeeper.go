@@ -28,8 +28,8 @@ func (s *service) reconcileKeeper() error {
 	before := s.keeperProblem
 	defer func() { s.scheduleKeeperRetry(before) }()
 	s.keeperProblem = nil
-	if s.UsesLookup() && !s.rooms.hasRooms() {
-		return errors.Join(s.rooms.prepareRooms(), s.retireKeeper())
+	if s.UsesLookup() && !s.rooms.Exist() {
+		return errors.Join(s.rooms.Prepare(), s.retireKeeper())
 	}
 	owner, known := s.GroupOwner()
 	if !known && !s.UsesLookup() {
@@ -55,7 +55,7 @@ func (s *service) reconcileKeeper() error {
 		var fd int
 		var err error
 		if s.UsesLookup() {
-			if fd, err = s.rooms.openRoomSocket(row); err != nil {
+			if fd, err = s.rooms.OpenSocket(row); err != nil {
 				err = fmt.Errorf("open the waiting room of %s: %w", l, err)
 			}
 		} else if fd, err = keeper.OpenSocket(s.Rows[row], owner, s.SocketNetns(), attach); err != nil {
@@ -68,7 +68,7 @@ func (s *service) reconcileKeeper() error {
 		s.KeeperSockets[row] = fd
 		changed = true
 	}
-	errs = append(errs, s.rooms.prepareRooms())
+	errs = append(errs, s.rooms.Prepare())
 	if changed {
 		errs = append(errs, s.replaceKeeper())
 	}
@@ -183,7 +183,7 @@ func (s *service) reattach() error {
 			continue
 		}
 		errs = append(errs, s.Path.Attach(row, fd))
-		if !s.rooms.isPrepared(row) {
+		if !s.rooms.IsPrepared(row) {
 			errs = append(errs, keeper.RejectQueued(fd))
 		}
 	}
@@ -207,7 +207,7 @@ func (s *service) restoreKeeper() error {
 		return err
 	}
 	for _, k := range keepers {
-		if s.keeper != nil || s.UsesLookup() && !s.rooms.hasRooms() {
+		if s.keeper != nil || s.UsesLookup() && !s.rooms.Exist() {
 			if err := k.Kill(); err != nil {
 				return err
 			}

@@ -98,7 +98,7 @@ func (s *service) replaceState(next stored.State, target *placement.Mapping, cau
 
 // applySettings opens and closes slots for maint, and moves devices.
 func (s *service) applySettings() error {
-	errs := []error{s.rooms.writeWaits()}
+	errs := []error{s.rooms.WriteWaits()}
 	for slot, seat := range s.Seats {
 		value, err := s.Path.Slot(slot)
 		if err == nil && (value.Ready > 0) != s.IsReady(slot) {

@@ -116,7 +116,7 @@ func (s *service) check(turn int) {
 	s.checks.timer = nil
 	s.pruneAdopted()
 	s.expirePins()
-	s.rooms.releaseLate()
+	s.rooms.ReleaseLate()
 	missing := s.checkNow()
 	seats := s.SeatIDs()
 	scan := len(missing.sessions) > 0 && time.Since(s.checks.labeled) >= labelInterval
@@ -158,9 +158,9 @@ func (s *service) checkNow() unlabeled {
 		s.Log.Warn("connections not checked", "error", err)
 		return unlabeled{}
 	}
-	s.rooms.noteSessions(list)
-	s.rooms.noteConnected(list)
-	s.rooms.replayMoved()
+	s.rooms.NoteSessions(list)
+	s.rooms.NoteConnected(list)
+	s.rooms.ReplayMoved()
 	missing := s.findUnlabeled(list)
 	if s.labelMembers(missing.sessions) {
 		if again, err := s.ReadSessions(); err == nil {
@@ -172,10 +172,10 @@ func (s *service) checkNow() unlabeled {
 	for _, one := range missing.sessions {
 		unknown[one.Cookie] = true
 	}
-	now := s.rooms.servingConnections()
+	now := s.rooms.ServingConnections()
 	split := s.findSplit(now, list, unknown)
 	if s.Config.OnStart == config.Adopt && !s.checks.flipping && s.adoptDevices(split) {
-		now = s.rooms.servingConnections()
+		now = s.rooms.ServingConnections()
 		split = s.findSplit(now, list, unknown)
 	}
 	doomed := s.doomedSessions(now, list, split, unknown)

@@ -113,7 +113,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 		if slot >= s.Config.Slots {
 			status.State, status.Weight = "removed", 0
 		}
-		if status.Room, err = s.rooms.roomStatus(slot); err != nil {
+		if status.Room, err = s.rooms.Status(slot); err != nil {
 			return nil, err
 		}
 		for _, p := range s.pinsOf(slot) {
@@ -280,7 +280,7 @@ func (s *service) notes() []string {
 		notes = append(notes, fmt.Sprintf("slot %d %s", slot, strings.Join(parts, " and ")))
 	}
 	for slot := range s.Config.Slots {
-		if note := s.rooms.roomNote(slot); note != "" {
+		if note := s.rooms.Note(slot); note != "" {
 			notes = append(notes, note)
 		}
 	}

@@ -35,6 +35,7 @@ func (p *Pin) Name() string {
 	return p.Prefix.String()
 }
 
+// SameDevice reports whether two pins are of the same device.
 func (p *Pin) SameDevice(o *Pin) bool { return p.Device == o.Device && p.Prefix == o.Prefix }
 
 // MaxPins is the maximum number of pins of a service.

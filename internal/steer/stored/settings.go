@@ -33,6 +33,7 @@ type Setting struct {
 	Weight int       `json:"weight"`
 }
 
+// DefaultSetting is the setting of a slot that no command has changed.
 var DefaultSetting = Setting{Ready, placement.DefaultWeight}
 
 // Setting returns the setting of a slot.

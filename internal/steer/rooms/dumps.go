@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package rooms
 
 import (
 	"time"
@@ -37,9 +37,9 @@ type dumps struct {
 }
 
 // beginDumps lets the connections of the devices of a slot pass to its new member.
-func (r *rooms) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
+func (r *Rooms) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 	if list, err := r.ReadSessions(); err == nil {
-		r.noteConnected(list) // of the former member
+		r.NoteConnected(list) // of the former member
 	}
 	f.connects = true
 	expected := make(map[string]bool)
@@ -68,10 +68,10 @@ func (r *rooms) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 	return r.rotateRooms()
 }
 
-// noteConnected notes the devices with connections by slot. Those of a slot without a member are the ones of the last member:
+// NoteConnected notes the devices with connections by slot. Those of a slot without a member are the ones of the last member:
 // only devices that have completed a handshake, because forged ones would delay the datagrams. A device is forgotten when two
 // passes have not found it: the connections of a member that exits may be closed before the agent notices.
-func (r *rooms) noteConnected(list []session.Session) {
+func (r *Rooms) NoteConnected(list []session.Session) {
 	connected := make(map[int]map[string]bool)
 	for key, d := range session.ByDevice(r.Mapping, list) {
 		slot := d.Location.Slot
@@ -111,7 +111,7 @@ func nextSYN(after time.Duration) time.Duration {
 }
 
 // hasSessions reports whether the devices have connections whose routes the datagrams wait for.
-func (r *rooms) hasSessions() bool {
+func (r *Rooms) hasSessions() bool {
 	if r.Gateable() {
 		return false
 	}
@@ -124,10 +124,10 @@ func (r *rooms) hasSessions() bool {
 }
 
 // endDumps reports whether the member has read what the devices had sent, or the datagrams wait no longer.
-func (r *rooms) endDumps(f *fill) bool {
+func (r *Rooms) endDumps(f *fill) bool {
 	d, now := f.dumps, time.Now()
 	wait, room, err := r.Path.Wait(f.seat.Slot)
-	bounds := r.room()
+	bounds := r.Room()
 	full := (room.Datagrams-wait.Left)*2 > uint64(bounds.Datagrams) || (room.Bytes-wait.LeftBytes)*2 > uint64(bounds.Bytes)
 	if err != nil || full || now.After(d.limit) {
 		return true

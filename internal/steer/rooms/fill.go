@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package rooms
 
 import (
 	"net/netip"
@@ -37,9 +37,9 @@ type fill struct {
 	flows           time.Time // begin of the templates and datagrams
 }
 
-// beginFill makes a slot filling whose sockets are registered, if packets wait for it. The slot must not be made ready
+// BeginFill makes a slot filling whose sockets are registered, if packets wait for it. The slot must not be made ready
 // until the end.
-func (r *rooms) beginFill(seat *core.Seat, takesOver bool) error {
+func (r *Rooms) BeginFill(seat *core.Seat, takesOver bool) error {
 	wait, _, err := r.Path.Wait(seat.Slot)
 	if err != nil {
 		return err
@@ -81,7 +81,7 @@ func (r *rooms) beginFill(seat *core.Seat, takesOver bool) error {
 }
 
 // beginFlows begins with the templates and datagrams for the member of a filling slot.
-func (r *rooms) beginFlows(f *fill) error {
+func (r *Rooms) beginFlows(f *fill) error {
 	slot := f.seat.Slot
 	f.flows, f.deadline = time.Now(), time.Now().Add(f.limit)
 	f.addresses = r.withoutTemplates(slot, f.seat.ID())
@@ -97,7 +97,7 @@ func (r *rooms) beginFlows(f *fill) error {
 
 // beginLate begins to send templates, and datagrams in memory, to a member whose slot is ready. The first ones are sent at
 // once.
-func (r *rooms) beginLate(f *fill) {
+func (r *Rooms) beginLate(f *fill) {
 	slot, now := f.seat.Slot, time.Now()
 	f.began, f.flows, f.deadline = now, now, now.Add(time.Minute)
 	var err error
@@ -114,7 +114,7 @@ func (r *rooms) beginLate(f *fill) {
 }
 
 // continueFill sends the next datagrams to the member of a filling slot, or makes the slot ready if none is left.
-func (r *rooms) continueFill(f *fill) {
+func (r *Rooms) continueFill(f *fill) {
 	for {
 		r.Mu.Lock()
 		if running := r.filling; r.Events == nil || r.Seats[f.seat.Slot] != f.seat ||
@@ -137,7 +137,7 @@ func (r *rooms) continueFill(f *fill) {
 }
 
 // fillSome sends one batch, and reports whether no datagram is left. The next batch follows after the pause.
-func (r *rooms) fillSome(f *fill) (done bool, pause time.Duration) {
+func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 	slot := f.seat.Slot
 	if f.dumps != nil {
 		if !r.endDumps(f) {
@@ -234,7 +234,7 @@ func (r *rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 }
 
 // nextFor returns the next datagram for the member of a slot that fills, or that was ready before.
-func (r *rooms) nextFor(f *fill) (d waitingDatagram, ok bool) {
+func (r *Rooms) nextFor(f *fill) (d waitingDatagram, ok bool) {
 	slot := f.seat.Slot
 	if queue := r.queued[slot]; len(queue) > 0 {
 		if r.queued[slot] = queue[1:]; len(queue) == 1 {
@@ -253,9 +253,9 @@ const maxPeeked = 256
 
 // nextSequences reads datagrams from the rooms, and returns the sequence numbers of the first message of each exporter that
 // waits for a slot.
-func (r *rooms) nextSequences(slot int) map[templates.Session]uint32 {
+func (r *Rooms) nextSequences(slot int) map[templates.Session]uint32 {
 	next := make(map[templates.Session]uint32)
-	if !r.hasRooms() {
+	if !r.Exist() {
 		return next
 	}
 	for len(r.queued[slot]) < maxPeeked {
@@ -279,7 +279,7 @@ func (r *rooms) nextSequences(slot int) map[templates.Session]uint32 {
 
 // fillBudget returns the number of datagrams that the member may receive now. The first ones are free, because most rooms
 // have few.
-func (r *rooms) fillBudget(f *fill) int {
+func (r *Rooms) fillBudget(f *fill) int {
 	if f.late {
 		return fillBatch + int(leastRate*time.Since(f.flows).Seconds()) - f.replayed
 	}
@@ -293,7 +293,7 @@ func (r *rooms) fillBudget(f *fill) int {
 }
 
 // endHold lets new datagrams of a filling slot pass when no other datagram waits.
-func (r *rooms) endHold(f *fill) error {
+func (r *Rooms) endHold(f *fill) error {
 	wait, _, err := r.Path.Wait(f.seat.Slot)
 	if err != nil {
 		return err
@@ -305,7 +305,7 @@ func (r *rooms) endHold(f *fill) error {
 
 // receiveSpace returns the free memory of the receive buffers of a member by row, half of their size at most: the datagrams
 // that leave the room must not displace each other.
-func (r *rooms) receiveSpace(seat *core.Seat) (map[int]int, error) {
+func (r *Rooms) receiveSpace(seat *core.Seat) (map[int]int, error) {
 	space := make(map[int]int)
 	for row := range seat.Sockets {
 		if r.Listeners[row].Protocol != config.UDP {
@@ -326,7 +326,7 @@ func (r *rooms) receiveSpace(seat *core.Seat) (map[int]int, error) {
 }
 
 // endFill makes a slot ready whose member has received what has waited.
-func (r *rooms) endFill(f *fill) {
+func (r *Rooms) endFill(f *fill) {
 	slot := f.seat.Slot
 	r.noteReplayed(f.addresses, f.seat.ID())
 	r.flushLeft()
@@ -368,9 +368,9 @@ func (r *rooms) endFill(f *fill) {
 	r.Actions.CheckSoon()
 }
 
-// servingConnections returns the decision of the data path about connections: the member of a filling slot may have them
+// ServingConnections returns the decision of the data path about connections: the member of a filling slot may have them
 // before the datagrams.
-func (r *rooms) servingConnections() *core.Serving {
+func (r *Rooms) ServingConnections() *core.Serving {
 	v := r.Serving()
 	for slot, f := range r.filling {
 		if f.connects {

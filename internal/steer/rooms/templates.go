@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package rooms
 
 import (
 	"bytes"
@@ -68,21 +68,21 @@ func newKeptTemplates() keptTemplates {
 	}
 }
 
-// keepsTemplates reports whether the service keeps templates.
-func (r *rooms) keepsTemplates() bool { return r.kept.store != nil }
+// KeepsTemplates reports whether the service keeps templates.
+func (r *Rooms) KeepsTemplates() bool { return r.kept.store != nil }
 
 // wantsTemplates reports whether the policy keeps templates.
 func wantsTemplates(c config.Service) bool {
 	return c.Templates == config.KeepTemplates && slices.ContainsFunc(c.Listeners, func(l config.Listener) bool { return l.Protocol == config.UDP })
 }
 
-// openTemplateKeeper begins or ends to keep templates, according to the policy. The path must be open.
-func (r *rooms) openTemplateKeeper() error {
+// OpenTemplateKeeper begins or ends to keep templates, according to the policy. The path must be open.
+func (r *Rooms) OpenTemplateKeeper() error {
 	r.closeReader()
 	if !wantsTemplates(r.Config) {
-		if r.keepsTemplates() {
+		if r.KeepsTemplates() {
 			for _, seat := range r.Seats {
-				r.stopCopying(seat)
+				r.StopCopying(seat)
 			}
 			r.kept.store = nil
 			clear(r.kept.replayedTo)
@@ -93,7 +93,7 @@ func (r *rooms) openTemplateKeeper() error {
 		}
 		return nil
 	}
-	if !r.keepsTemplates() {
+	if !r.KeepsTemplates() {
 		r.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return r.kept.proven[a] })
 		r.loadTemplates()
 	}
@@ -106,27 +106,27 @@ func (r *rooms) openTemplateKeeper() error {
 	return nil
 }
 
-func (r *rooms) closeReader() {
+func (r *Rooms) closeReader() {
 	if r.kept.reader != nil {
 		r.kept.reader.Close()
 		r.kept.reader = nil
 	}
 }
 
-// closeTemplateKeeper saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
-func (r *rooms) closeTemplateKeeper() {
+// CloseTemplateKeeper saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
+func (r *Rooms) CloseTemplateKeeper() {
 	r.closeReader()
 	if r.kept.saveTimer != nil {
 		r.kept.saveTimer.Stop()
 	}
 	r.closeTemporaryRooms()
-	if r.keepsTemplates() {
+	if r.KeepsTemplates() {
 		r.saveTemplates()
 	}
 }
 
 // watchTemplates learns templates until the ring is closed.
-func (r *rooms) watchTemplates(reader *bpf.TemplateReader) {
+func (r *Rooms) watchTemplates(reader *bpf.TemplateReader) {
 	began, read := time.Now(), 0
 	for {
 		t, err := reader.Next()
@@ -151,7 +151,7 @@ func (r *rooms) watchTemplates(reader *bpf.TemplateReader) {
 }
 
 // learnFrom keeps the templates of a datagram that a member has received.
-func (r *rooms) learnFrom(t *bpf.TemplateSets) {
+func (r *Rooms) learnFrom(t *bpf.TemplateSets) {
 	for slot, seat := range r.Seats {
 		for row, socket := range seat.Sockets {
 			if socket.Cookie != t.Cookie {
@@ -169,7 +169,7 @@ func (r *rooms) learnFrom(t *bpf.TemplateSets) {
 
 // learn keeps the templates of a datagram. at is the member that has received the datagram as the member of the device, or
 // zero.
-func (r *rooms) learn(source netip.AddrPort, row int, datagram []byte, at member.ID) {
+func (r *Rooms) learn(source netip.AddrPort, row int, datagram []byte, at member.ID) {
 	err := r.kept.store.Learn(source, row, datagram, time.Now())
 	if err != nil {
 		return // counted
@@ -182,7 +182,7 @@ func (r *rooms) learn(source netip.AddrPort, row int, datagram []byte, at member
 	r.scheduleTemplatesSave()
 }
 
-func (r *rooms) scheduleTemplatesSave() {
+func (r *Rooms) scheduleTemplatesSave() {
 	if r.kept.saveTimer != nil || r.kept.store.Revision() == r.kept.saved {
 		return
 	}
@@ -190,18 +190,18 @@ func (r *rooms) scheduleTemplatesSave() {
 		r.Mu.Lock()
 		defer r.Mu.Unlock()
 		r.kept.saveTimer = nil
-		if r.Events != nil && r.keepsTemplates() {
+		if r.Events != nil && r.KeepsTemplates() {
 			r.saveTemplates()
 		}
 	})
 }
 
-func (r *rooms) templatesPath() string {
+func (r *Rooms) templatesPath() string {
 	return filepath.Join(r.Host.StateDir, r.Config.Name+".templates")
 }
 
 // rowsLine identifies the listeners of the rows: the templates of a state file refer to them.
-func (r *rooms) rowsLine() string {
+func (r *Rooms) rowsLine() string {
 	var rows []string
 	for _, row := range slices.Sorted(maps.Keys(r.Listeners)) {
 		rows = append(rows, fmt.Sprintf("%d %s", row, r.Listeners[row]))
@@ -209,7 +209,7 @@ func (r *rooms) rowsLine() string {
 	return strings.Join(rows, ", ") + "\n"
 }
 
-func (r *rooms) saveTemplates() {
+func (r *Rooms) saveTemplates() {
 	if r.kept.store.Revision() == r.kept.saved {
 		return
 	}
@@ -229,7 +229,7 @@ func (r *rooms) saveTemplates() {
 }
 
 // loadTemplates reads the templates of an earlier agent. A damaged file is discarded.
-func (r *rooms) loadTemplates() {
+func (r *Rooms) loadTemplates() {
 	file, err := os.ReadFile(r.templatesPath())
 	if errors.Is(err, os.ErrNotExist) {
 		return
@@ -249,9 +249,9 @@ func (r *rooms) loadTemplates() {
 	r.kept.saved = r.kept.store.Revision()
 }
 
-// copyTemplates attaches the filter that copies templates to the UDP socket of a member.
-func (r *rooms) copyTemplates(seat *core.Seat, socket *member.Socket) error {
-	if !r.keepsTemplates() || socket.Protocol != unix.IPPROTO_UDP {
+// CopyTemplates attaches the filter that copies templates to the UDP socket of a member.
+func (r *Rooms) CopyTemplates(seat *core.Seat, socket *member.Socket) error {
+	if !r.KeepsTemplates() || socket.Protocol != unix.IPPROTO_UDP {
 		return nil
 	}
 	owner, ok := r.Path.Owner(socket.FD())
@@ -270,8 +270,8 @@ func (r *rooms) copyTemplates(seat *core.Seat, socket *member.Socket) error {
 	return r.Path.SetOwner(socket.FD(), bpf.Owner{PID: seat.Process.PID, StartTime: seat.Process.StartTime, Filtered: true})
 }
 
-// stopCopying removes the filters of a member that still runs.
-func (r *rooms) stopCopying(seat *core.Seat) {
+// StopCopying removes the filters of a member that still runs.
+func (r *Rooms) StopCopying(seat *core.Seat) {
 	for row := range seat.Sockets {
 		if r.Listeners[row].Protocol != config.UDP {
 			continue
@@ -292,8 +292,8 @@ func (r *rooms) stopCopying(seat *core.Seat) {
 }
 
 // withoutTemplates returns the exporters of a slot whose templates the member of the slot does not know.
-func (r *rooms) withoutTemplates(slot int, at member.ID) (addresses []netip.Addr) {
-	if !r.keepsTemplates() {
+func (r *Rooms) withoutTemplates(slot int, at member.ID) (addresses []netip.Addr) {
+	if !r.KeepsTemplates() {
 		return nil
 	}
 	v := r.Serving()
@@ -314,7 +314,7 @@ func (r *rooms) withoutTemplates(slot int, at member.ID) (addresses []netip.Addr
 
 // templateDatagrams returns the datagrams with the templates of exporters. next contains the sequence numbers of the
 // messages that follow.
-func (r *rooms) templateDatagrams(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
+func (r *Rooms) templateDatagrams(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
 	now := time.Now()
 	for _, addr := range addresses {
 		for _, m := range r.kept.store.Replay(addr, now, 0, next) {
@@ -330,7 +330,7 @@ func (r *rooms) templateDatagrams(addresses []netip.Addr, ready bool, next map[t
 
 // replayDestination returns the address at which the data path finds the member of an exporter, also before its slot is
 // ready.
-func (r *rooms) replayDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
+func (r *Rooms) replayDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
 	l, ok := r.Listeners[row]
 	if !ok || l.Protocol != config.UDP {
 		return to, false
@@ -363,15 +363,15 @@ func (t *keptTemplates) temporaryPort(row int) uint16 {
 
 // openTemporaryRooms opens the addresses for replays to slots that are not ready, with steering by sk_lookup and without
 // waiting rooms.
-func (r *rooms) openTemporaryRooms() error {
-	if !r.UsesLookup() || r.hasRooms() {
+func (r *Rooms) openTemporaryRooms() error {
+	if !r.UsesLookup() || r.Exist() {
 		return nil
 	}
 	for row, l := range r.Listeners {
 		if _, open := r.kept.temporary[row]; open || l.Protocol != config.UDP {
 			continue
 		}
-		fd, err := r.openRoomSocket(row)
+		fd, err := r.OpenSocket(row)
 		if err != nil {
 			return err
 		}
@@ -384,7 +384,7 @@ func (r *rooms) openTemporaryRooms() error {
 }
 
 // closeTemporaryRooms closes the addresses of openTemporaryRooms when no slot is filling.
-func (r *rooms) closeTemporaryRooms() {
+func (r *Rooms) closeTemporaryRooms() {
 	if len(r.filling) > 0 {
 		return
 	}
@@ -398,7 +398,7 @@ func (r *rooms) closeTemporaryRooms() {
 }
 
 // noteReplayed notes that a member knows the templates of exporters.
-func (r *rooms) noteReplayed(addresses []netip.Addr, at member.ID) {
+func (r *Rooms) noteReplayed(addresses []netip.Addr, at member.ID) {
 	now := time.Now()
 	r.kept.replays += uint64(len(addresses))
 	for _, addr := range addresses {
@@ -411,10 +411,10 @@ func (r *rooms) noteReplayed(addresses []netip.Addr, at member.ID) {
 	}
 }
 
-// replayMoved sends the templates of devices that another member serves now to that member. The first templates are sent at
+// ReplayMoved sends the templates of devices that another member serves now to that member. The first templates are sent at
 // once.
-func (r *rooms) replayMoved() {
-	if !r.keepsTemplates() {
+func (r *Rooms) ReplayMoved() {
+	if !r.KeepsTemplates() {
 		return
 	}
 	bySlot, v := make(map[int][]netip.Addr), r.Serving()
@@ -429,17 +429,17 @@ func (r *rooms) replayMoved() {
 	}
 }
 
-// knownExporters returns the number of exporters whose templates are kept.
-func (r *rooms) knownExporters() int {
-	if !r.keepsTemplates() {
+// Exporters returns the number of exporters whose templates are kept.
+func (r *Rooms) Exporters() int {
+	if !r.KeepsTemplates() {
 		return 0
 	}
 	return r.kept.store.Stats().Sources
 }
 
-// noteSessions notes the addresses with an established TCP connection, which cannot be forged.
-func (r *rooms) noteSessions(list []session.Session) {
-	if !r.keepsTemplates() {
+// NoteSessions notes the addresses with an established TCP connection, which cannot be forged.
+func (r *Rooms) NoteSessions(list []session.Session) {
+	if !r.KeepsTemplates() {
 		return
 	}
 	clear(r.kept.proven)
@@ -456,9 +456,9 @@ func (r *rooms) noteSessions(list []session.Session) {
 	}
 }
 
-// assumeReplayed notes that the members that an earlier agent registered know the templates of their devices.
-func (r *rooms) assumeReplayed() {
-	if !r.keepsTemplates() {
+// AssumeReplayed notes that the members that an earlier agent registered know the templates of their devices.
+func (r *Rooms) AssumeReplayed() {
+	if !r.KeepsTemplates() {
 		return
 	}
 	v := r.Serving()
@@ -469,12 +469,12 @@ func (r *rooms) assumeReplayed() {
 	}
 }
 
-// templatesOf returns the templates of a device, or of all devices for "".
-func (r *rooms) templatesOf(device string) ([]api.TemplateStatus, error) {
+// TemplatesOf returns the templates of a device, or of all devices for "".
+func (r *Rooms) TemplatesOf(device string) ([]api.TemplateStatus, error) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	list := []api.TemplateStatus{}
-	if !r.keepsTemplates() {
+	if !r.KeepsTemplates() {
 		return list, nil
 	}
 	address, _ := netip.ParseAddr(device)
@@ -512,8 +512,8 @@ func protocolName(version uint16) string {
 	return "netflow-v9"
 }
 
-// templateStats returns the counters of the templates, which must be kept.
-func (r *rooms) templateStats() templates.Stats { return r.kept.store.Stats() }
+// TemplateStats returns the counters of the templates, which must be kept.
+func (r *Rooms) TemplateStats() templates.Stats { return r.kept.store.Stats() }
 
-// templateReplays returns the number of exporters whose templates were sent to a member.
-func (r *rooms) templateReplays() uint64 { return r.kept.replays }
+// TemplateReplays returns the number of exporters whose templates were sent to a member.
+func (r *Rooms) TemplateReplays() uint64 { return r.kept.replays }

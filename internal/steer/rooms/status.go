@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rooms
+
+import (
+	"fmt"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/internal/format"
+	"sockeye/internal/steer/core"
+	"sockeye/internal/steer/stored"
+)
+
+// RoomStatus returns the state of the waiting room of a slot, or nil without waiting rooms.
+func (r *Rooms) Status(slot int) (*api.RoomStatus, error) {
+	if !r.Exist() {
+		return nil, nil
+	}
+	wait, room, err := r.Path.Wait(slot)
+	if err != nil {
+		return nil, err
+	}
+	status := &api.RoomStatus{
+		Filling: r.filling[slot] != nil, Waiting: room.Datagrams - wait.Left, Datagrams: room.Datagrams,
+		Connections: room.Connections, Full: room.Full, Replayed: r.replayed[slot], Lost: r.lost[slot],
+	}
+	if r.IsReady(slot) {
+		status.Waiting = 0
+	} else if now := core.Since(unix.CLOCK_MONOTONIC); wait.Until > uint64(now) {
+		until := time.Now().Add(time.Duration(wait.Until) - now)
+		status.Until = &until
+	}
+	for row, p := range r.prepared {
+		if p == nil || r.Listeners[row].Protocol != config.UDP {
+			continue
+		}
+		info, err := socketMemory(r.KeeperSockets[row])
+		if err != nil {
+			return nil, err
+		}
+		status.Dropped += uint64(info[droppedWord])
+	}
+	return status, nil
+}
+
+// Note describes the waiting room of a slot whose packets wait, or have waited in vain.
+func (r *Rooms) Note(slot int) string {
+	room, err := r.Status(slot)
+	if err != nil || room == nil || r.IsReady(slot) || r.SlotState(slot).State == stored.Maint || !r.HasDevices(slot) {
+		return ""
+	}
+	waiting := format.Count(int(room.Waiting), "datagram waits", "datagrams wait")
+	switch {
+	case room.Filling && r.filling[slot].dumps != nil:
+		return fmt.Sprintf("slot %d has a new member, which reads the connections first: %s", slot, waiting)
+	case room.Filling:
+		return fmt.Sprintf("slot %d sends its new member what has waited: %s", slot, waiting)
+	case room.Until != nil:
+		left := max(0, time.Until(*room.Until)).Round(time.Second)
+		note := fmt.Sprintf("slot %d waits for its next member, for another %s: %s", slot, left, waiting)
+		if room.Waiting >= uint64(r.Room().Datagrams) {
+			note += "; the room is full, and datagrams are refused"
+		}
+		return note
+	case r.Seats[slot] == nil && r.Config.WhenEmpty.Room != nil:
+		return fmt.Sprintf("slot %d has no member, and its wait is over: its devices are refused", slot)
+	}
+	return ""
+}
