@@ -35,7 +35,7 @@ func (s *service) adoptDevices(split []splitDevice) bool {
 	err := s.State.Save(s.StatePath())
 	if err == nil {
 		s.Mapping = s.Mapping.WithPins(s.PinsInForce())
-		err = s.installMapping()
+		err = s.InstallMapping()
 	}
 	if err != nil {
 		s.Log.Error("cannot adopt devices", "devices", count, "error", err)
@@ -63,7 +63,7 @@ func (s *service) pruneAdopted() {
 	if s.Path == nil {
 		return
 	}
-	if err := errors.Join(s.Place(), s.State.Save(s.StatePath())); err != nil {
+	if err := errors.Join(s.moves.Place(), s.State.Save(s.StatePath())); err != nil {
 		s.Log.Error("cannot return devices to their own slot", "error", err)
 	}
 }

@@ -57,55 +57,55 @@ type gate struct {
 }
 
 // closeGate closes the gate of a slot whose member was just registered.
-func (s *service) closeGate(slot int) {
-	if !s.Gateable() || s.Restoring {
+func (m *moves) closeGate(slot int) {
+	if !m.Gateable() || m.Restoring {
 		return
 	}
-	if err := s.openGateSockets(); err != nil {
-		s.Log.Warn("devices are admitted at once", "slot", slot, "error", err)
+	if err := m.openGateSockets(); err != nil {
+		m.Log.Warn("devices are admitted at once", "slot", slot, "error", err)
 		return
 	}
-	if err := s.Path.SetPasses(slot, s.Config.Pace.Devices); err != nil {
-		s.Log.Warn("devices are admitted at once", "slot", slot, "error", err)
+	if err := m.Path.SetPasses(slot, m.Config.Pace.Devices); err != nil {
+		m.Log.Warn("devices are admitted at once", "slot", slot, "error", err)
 		return
 	}
-	s.gate.closed[slot], s.gate.since[slot] = time.Now(), time.Now()
-	s.gate.given[slot], s.gate.passed[slot], s.gate.arrived[slot] = s.Config.Pace.Devices, 0, 0
-	for bucket, of := range s.Mapping.Table.Bucket {
+	m.gate.closed[slot], m.gate.since[slot] = time.Now(), time.Now()
+	m.gate.given[slot], m.gate.passed[slot], m.gate.arrived[slot] = m.Config.Pace.Devices, 0, 0
+	for bucket, of := range m.Mapping.Table.Bucket {
 		if int(of) == slot {
-			delete(s.gate.admitted, uint16(bucket))
+			delete(m.gate.admitted, uint16(bucket))
 		}
 	}
-	list, err := s.ReadSessions()
+	list, err := m.ReadSessions()
 	if err != nil {
-		s.Log.Warn("sessions not read", "error", err)
+		m.Log.Warn("sessions not read", "error", err)
 	}
-	for _, d := range session.ByDevice(s.Mapping, list) {
-		s.gate.admitted[uint16(d.Location.Bucket)] = true
+	for _, d := range session.ByDevice(m.Mapping, list) {
+		m.gate.admitted[uint16(d.Location.Bucket)] = true
 	}
 }
 
 // shutBefore closes the gate of a slot before the slot is ready, so that no device passes in between.
-func (s *service) shutBefore(slot int) error {
-	s.closeGate(slot)
-	if _, closed := s.gate.closed[slot]; !closed || s.Mapping == nil {
+func (m *moves) shutBefore(slot int) error {
+	m.closeGate(slot)
+	if _, closed := m.gate.closed[slot]; !closed || m.Mapping == nil {
 		return nil
 	}
-	if !s.moves.active() {
-		s.moves.begin(fmt.Sprintf("the member of slot %d is new", slot), "")
+	if !m.active() {
+		m.begin(fmt.Sprintf("the member of slot %d is new", slot), "")
 	}
-	s.scheduleMoves()
-	return s.installMapping()
+	m.scheduleMoves()
+	return m.Actions.InstallMapping()
 }
 
 // gatedTable returns the bucket table in force with the flag of the closed gates.
-func (s *service) gatedTable() *bpf.Table {
-	table := s.Mapping.Table
-	if len(s.gate.closed) == 0 {
+func (m *moves) gatedTable() *bpf.Table {
+	table := m.Mapping.Table
+	if len(m.gate.closed) == 0 {
 		return &table
 	}
 	for bucket, slot := range table.Bucket {
-		if _, closed := s.gate.closed[int(slot)]; closed && !s.gate.admitted[uint16(bucket)] {
+		if _, closed := m.gate.closed[int(slot)]; closed && !m.gate.admitted[uint16(bucket)] {
 			table.Bucket[bucket] |= bpf.Gated
 		}
 	}
@@ -114,81 +114,81 @@ func (s *service) gatedTable() *bpf.Table {
 
 // controlGates notes the devices that have passed a gate, lets further SYNs pass, and opens the gates to which no further
 // devices come. It reports whether the table must be installed.
-func (s *service) controlGates() (changed bool) {
-	s.gate.waiting = 0
-	if len(s.gate.closed) == 0 {
+func (m *moves) controlGates() (changed bool) {
+	m.gate.waiting = 0
+	if len(m.gate.closed) == 0 {
 		return false
 	}
-	list, err := s.ReadSessions()
+	list, err := m.ReadSessions()
 	if err != nil {
-		s.Log.Warn("sessions not read", "error", err)
+		m.Log.Warn("sessions not read", "error", err)
 		return false
 	}
-	connected := session.ByDevice(s.Mapping, list)
+	connected := session.ByDevice(m.Mapping, list)
 	for key, d := range connected {
 		bucket := uint16(d.Location.Bucket)
-		if _, closed := s.gate.closed[d.Location.Slot]; !closed || d.Location.Pinned || s.gate.admitted[bucket] {
+		if _, closed := m.gate.closed[d.Location.Slot]; !closed || d.Location.Pinned || m.gate.admitted[bucket] {
 			continue
 		}
-		s.gate.admitted[bucket], changed = true, true
-		s.gate.arrived[d.Location.Slot]++
-		if s.moves.running[key] == nil {
-			s.moves.running[key] = &move{device: d.String(), slot: d.Location.Slot, gated: true, since: time.Now()}
+		m.gate.admitted[bucket], changed = true, true
+		m.gate.arrived[d.Location.Slot]++
+		if m.running[key] == nil {
+			m.running[key] = &move{device: d.String(), slot: d.Location.Slot, gated: true, since: time.Now()}
 		}
 	}
 	now := core.Since(unix.CLOCK_MONOTONIC)
-	for address, seen := range s.Path.Devices() {
+	for address, seen := range m.Path.Devices() {
 		age := now - time.Duration(uint64(seen.Held)<<30)
 		if seen.Held == 0 || age > heldTime {
 			continue
 		}
 		addr := placement.Addr(address)
-		at := s.Mapping.Locate(addr)
-		if _, closed := s.gate.closed[at.Slot]; !closed || at.Pinned || connected[session.Key(at.Device, addr)] != nil {
+		at := m.Mapping.Locate(addr)
+		if _, closed := m.gate.closed[at.Slot]; !closed || at.Pinned || connected[session.Key(at.Device, addr)] != nil {
 			continue
 		}
-		s.gate.waiting++
-		s.gate.closed[at.Slot] = time.Now()
+		m.gate.waiting++
+		m.gate.closed[at.Slot] = time.Now()
 	}
-	free := s.freeMoves()
-	for slot, last := range s.gate.closed {
-		limit := gateLimit * time.Duration(s.timeoutOfMoves()) * time.Microsecond
-		left, err := s.Path.Passes(slot)
+	free := m.freeMoves()
+	for slot, last := range m.gate.closed {
+		limit := gateLimit * time.Duration(m.timeoutOfMoves()) * time.Microsecond
+		left, err := m.Path.Passes(slot)
 		if err != nil {
-			s.Log.Error("devices wait", "slot", slot, "error", err)
+			m.Log.Error("devices wait", "slot", slot, "error", err)
 		}
-		s.gate.passed[slot] += max(0, s.gate.given[slot]-left)
-		forged := s.gate.passed[slot] >= forgedSYNs && s.gate.arrived[slot]*forgedShare < s.gate.passed[slot]
-		if forged || time.Since(last) >= gateIdle || time.Since(s.gate.since[slot]) >= limit {
-			delete(s.gate.closed, slot)
+		m.gate.passed[slot] += max(0, m.gate.given[slot]-left)
+		forged := m.gate.passed[slot] >= forgedSYNs && m.gate.arrived[slot]*forgedShare < m.gate.passed[slot]
+		if forged || time.Since(last) >= gateIdle || time.Since(m.gate.since[slot]) >= limit {
+			delete(m.gate.closed, slot)
 			changed = true
-			s.Log.Info("gate opened", "slot", slot, "closed", time.Since(s.gate.since[slot]).Round(time.Second).String(),
-				"passed", s.gate.passed[slot], "connected", s.gate.arrived[slot])
+			m.Log.Info("gate opened", "slot", slot, "closed", time.Since(m.gate.since[slot]).Round(time.Second).String(),
+				"passed", m.gate.passed[slot], "connected", m.gate.arrived[slot])
 			continue
 		}
-		s.gate.given[slot] = max(0, free[slot])
-		if err := s.Path.SetPasses(slot, s.gate.given[slot]); err != nil {
-			s.Log.Error("devices wait", "slot", slot, "error", err)
+		m.gate.given[slot] = max(0, free[slot])
+		if err := m.Path.SetPasses(slot, m.gate.given[slot]); err != nil {
+			m.Log.Error("devices wait", "slot", slot, "error", err)
 		}
 	}
-	if len(s.gate.closed) == 0 {
-		s.closeGateSockets()
+	if len(m.gate.closed) == 0 {
+		m.closeGateSockets()
 	}
 	return changed
 }
 
 // openGateSockets opens the socket of the gate for each TCP listener.
-func (s *service) openGateSockets() error {
-	for row, l := range s.Listeners {
-		if _, open := s.gate.sockets[row]; open || l.Protocol != config.TCP {
+func (m *moves) openGateSockets() error {
+	for row, l := range m.Listeners {
+		if _, open := m.gate.sockets[row]; open || l.Protocol != config.TCP {
 			continue
 		}
-		fd, err := s.openGateSocket(row)
+		fd, err := m.openGateSocket(row)
 		if err != nil {
-			s.closeGateSockets()
+			m.closeGateSockets()
 			return fmt.Errorf("open the gate socket of %s: %w", l, err)
 		}
-		s.gate.sockets[row] = fd
+		m.gate.sockets[row] = fd
 	}
 	return nil
 }
@@ -196,54 +196,54 @@ func (s *service) openGateSockets() error {
 // dropAll is a socket filter that drops all packets: return 0.
 var dropAll = []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K}}
 
-func (s *service) openGateSocket(row int) (fd int, err error) {
+func (m *moves) openGateSocket(row int) (fd int, err error) {
 	drop := func(fd int) error { return keeper.AttachFilter(fd, dropAll) }
-	if s.UsesLookup() {
-		err = netns.Do(s.SocketNetns(), func() error {
-			fd, err = keeper.OpenAnywhere(s.Rows[row], drop)
+	if m.UsesLookup() {
+		err = netns.Do(m.SocketNetns(), func() error {
+			fd, err = keeper.OpenAnywhere(m.Rows[row], drop)
 			return err
 		})
 	} else {
-		owner, known := s.GroupOwner()
+		owner, known := m.GroupOwner()
 		if !known {
 			return -1, errors.New("the user of the members is not known")
 		}
-		fd, err = keeper.OpenSocket(s.Rows[row], owner, s.SocketNetns(), func(fd int) error {
-			return errors.Join(drop(fd), s.Path.Attach(row, fd))
+		fd, err = keeper.OpenSocket(m.Rows[row], owner, m.SocketNetns(), func(fd int) error {
+			return errors.Join(drop(fd), m.Path.Attach(row, fd))
 		})
 	}
 	if err != nil {
 		return -1, err
 	}
-	if err := s.Path.InsertGate(row, fd); err != nil {
+	if err := m.Path.InsertGate(row, fd); err != nil {
 		unix.Close(fd)
 		return -1, err
 	}
 	return fd, nil
 }
 
-func (s *service) closeGateSockets() {
-	for row, fd := range s.gate.sockets {
+func (m *moves) closeGateSockets() {
+	for row, fd := range m.gate.sockets {
 		unix.Close(fd)
-		delete(s.gate.sockets, row)
+		delete(m.gate.sockets, row)
 	}
-	clear(s.gate.admitted)
-	clear(s.gate.closed)
+	clear(m.gate.admitted)
+	clear(m.gate.closed)
 }
 
 // freeMoves returns the number of devices that may begin to move to each slot.
-func (s *service) freeMoves() map[int]int {
+func (m *moves) freeMoves() map[int]int {
 	free := make(map[int]int)
-	for slot := range s.Config.Slots {
-		free[slot] = s.Config.Pace.Devices
+	for slot := range m.Config.Slots {
+		free[slot] = m.Config.Pace.Devices
 	}
-	for _, m := range s.moves.running {
-		free[m.slot]--
+	for _, one := range m.running {
+		free[one.slot]--
 	}
 	return free
 }
 
 // closedGates returns the slots with a closed gate.
-func (s *service) closedGates() []int {
-	return slices.AppendSeq([]int{}, slices.Values(slices.Sorted(maps.Keys(s.gate.closed))))
+func (m *moves) closedGates() []int {
+	return slices.AppendSeq([]int{}, slices.Values(slices.Sorted(maps.Keys(m.gate.closed))))
 }

@@ -683,7 +683,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			}
 		}
 	}
-	if err := s.shutBefore(seat.Slot); err != nil {
+	if err := s.moves.shutBefore(seat.Slot); err != nil {
 		return err
 	}
 	// The devices of a slot that is filling would be steered to the standby slot.
@@ -723,7 +723,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	// A policy that is being applied may hold the lock for 100 ms before the next pass.
 	s.checkMoved()
 	s.CheckSoon()
-	if err := s.Place(); err != nil {
+	if err := s.moves.Place(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}
 	if !held && !s.UsesLookup() {
@@ -794,7 +794,7 @@ func (s *service) VacateSlot(slot int, reason string) {
 	s.pruneSocketOwners()
 	s.checkMoved()
 	s.CheckSoon()
-	if err := s.Place(); err != nil {
+	if err := s.moves.Place(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}
 	// A process whose slot was taken over may get the slot back.

@@ -123,8 +123,9 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
 	counter(descClosed, float64(s.checks.closed))
-	gauge(descMoving, float64(len(s.moves.running)), "running")
-	gauge(descMoving, float64(s.moves.waiting), "waiting")
+	running, waiting := s.moves.count()
+	gauge(descMoving, float64(running), "running")
+	gauge(descMoving, float64(waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))
 	if s.rooms.KeepsTemplates() {
 		kept := s.rooms.TemplateStats()

@@ -18,7 +18,9 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/steer/rooms"
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
@@ -33,8 +35,38 @@ import (
 //
 // The kernel has the mapping in force. A new agent reads the pinned table and continues.
 
-// moves is the progress of the moves to the target mapping.
+// moves brings the mapping in force to the target.
 type moves struct {
+	*core.Service
+	rooms *rooms.Rooms
+	progress
+	gate     gate
+	pinTimer *time.Timer // timer of the next end of a pin; nil: none is due
+}
+
+func newMoves(s *core.Service, r *rooms.Rooms) *moves {
+	return &moves{
+		Service: s, rooms: r, progress: progress{running: make(map[string]*move)},
+		gate: gate{
+			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
+			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
+			sockets: make(map[int]int),
+		},
+	}
+}
+
+// close stops the timers and closes the gates.
+func (m *moves) close() {
+	for _, timer := range []*time.Timer{m.timer, m.pinTimer} {
+		if timer != nil {
+			timer.Stop()
+		}
+	}
+	m.closeGateSockets()
+}
+
+// progress is the progress of the moves to the target mapping.
+type progress struct {
 	cause   string           // change that caused the moves
 	of      string           // slot or device of that change; see checkNoMoves
 	started time.Time        // of the first move
@@ -74,17 +106,17 @@ const (
 )
 
 // begin records the change of a slot, a device or the policy that causes the next moves.
-func (m *moves) begin(cause, of string) {
-	m.cause, m.of = cause, of
-	if m.ungated() == 0 {
-		m.started, m.done = time.Now(), 0
+func (p *progress) begin(cause, of string) {
+	p.cause, p.of = cause, of
+	if p.ungated() == 0 {
+		p.started, p.done = time.Now(), 0
 	}
 }
 
 // ungated returns the number of devices that move, without those that were admitted at a gate.
-func (m *moves) ungated() int {
-	n := m.waiting
-	for _, one := range m.running {
+func (p *progress) ungated() int {
+	n := p.waiting
+	for _, one := range p.running {
 		if !one.gated {
 			n++
 		}
@@ -92,138 +124,144 @@ func (m *moves) ungated() int {
 	return n
 }
 
-func (m *moves) active() bool { return len(m.running)+m.waiting > 0 }
+// count returns the numbers of devices that move, and that wait for their turn.
+func (p *progress) count() (running, waiting int) { return len(p.running), p.waiting }
+
+// countStopped returns the number of devices that stay because the moves are stopped.
+func (p *progress) countStopped() int { return p.stopped }
+
+func (p *progress) active() bool { return len(p.running)+p.waiting > 0 }
 
 // moving reports whether devices move or wait at a gate.
-func (s *service) moving() bool { return s.moves.active() || len(s.gate.closed) > 0 }
+func (m *moves) moving() bool { return m.active() || len(m.gate.closed) > 0 }
 
 // maxFlip is the number of devices with sessions that move by one write of the table. To close the connections of more
 // devices takes so long that the last of them would be split for more than 100 ms.
 const maxFlip = 256
 
 // Place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
-func (s *service) Place() error {
+func (m *moves) Place() error {
 	const most = bpf.Buckets
 	for range most {
-		if err := s.placeSome(); err != nil || !s.moves.more {
+		if err := m.placeSome(); err != nil || !m.more {
 			return err
 		}
 	}
 	return nil
 }
 
-func (s *service) placeSome() error {
-	s.moves.more = false
-	if s.Path == nil || s.Restoring {
+func (m *moves) placeSome() error {
+	m.more = false
+	if m.Path == nil || m.Restoring {
 		return nil
 	}
-	next, pins := s.nextStep()
-	if next.Table == s.Mapping.Table && next.SamePins(s.Mapping) && next.Devices == s.Mapping.Devices {
-		return s.finishPlace(pins)
+	next, pins := m.nextStep()
+	if next.Table == m.Mapping.Table && next.SamePins(m.Mapping) && next.Devices == m.Mapping.Devices {
+		return m.finishPlace(pins)
 	}
-	before := s.Mapping
-	s.Mapping = next
-	if err := s.installMapping(); err != nil {
-		s.Mapping = before
+	before := m.Mapping
+	m.Mapping = next
+	if err := m.Actions.InstallMapping(); err != nil {
+		m.Mapping = before
 		return err
 	}
-	s.rooms.ReleaseMoved(before)
-	s.CheckSoon()
-	return s.finishPlace(pins)
+	m.rooms.ReleaseMoved(before)
+	m.Actions.CheckSoon()
+	return m.finishPlace(pins)
 }
 
 // finishPlace saves the pins that are in force now, schedules the next step, and clears the slots that the policy no longer
 // has and that have no devices.
-func (s *service) finishPlace(pins []int) error {
-	s.scheduleMoves()
+func (m *moves) finishPlace(pins []int) error {
+	m.scheduleMoves()
 	if len(pins) > 0 {
 		for _, i := range pins {
-			s.State.Pins[i].InForce = true
+			m.State.Pins[i].InForce = true
 		}
-		if err := s.State.Save(s.StatePath()); err != nil {
+		if err := m.State.Save(m.StatePath()); err != nil {
 			return err
 		}
 	}
-	for _, slot := range slices.Sorted(maps.Keys(s.Seats)) {
-		if slot >= s.Config.Slots && !s.InUse(slot) {
-			s.VacateSlot(slot, "slot removed")
+	for _, slot := range slices.Sorted(maps.Keys(m.Seats)) {
+		if slot >= m.Config.Slots && !m.InUse(slot) {
+			m.Actions.VacateSlot(slot, "slot removed")
 		}
 	}
 	return nil
 }
 
 // nextStep returns the next mapping, and the indexes of the pins that it puts in force.
-func (s *service) nextStep() (next *placement.Mapping, pins []int) {
-	s.moves.waiting, s.moves.stopped, s.moves.blocked = 0, 0, make(map[int]int)
-	if s.Config.SharesSlots || s.Mapping.Table.Nonce != s.Target.Table.Nonce {
-		for i := range s.State.Pins {
-			if !s.State.Pins[i].InForce {
+func (m *moves) nextStep() (next *placement.Mapping, pins []int) {
+	m.waiting, m.stopped, m.blocked = 0, 0, make(map[int]int)
+	if m.Config.SharesSlots || m.Mapping.Table.Nonce != m.Target.Table.Nonce {
+		for i := range m.State.Pins {
+			if !m.State.Pins[i].InForce {
 				pins = append(pins, i)
 			}
 		}
-		return s.Target.WithPins(s.State.PinsFor(s.Config.Slots, nil)), pins
+		return m.Target.WithPins(m.State.PinsFor(m.Config.Slots, nil)), pins
 	}
-	ready := s.ReadySlots()
-	table := s.Mapping.Table.Bucket
+	ready := m.ReadySlots()
+	table := m.Mapping.Table.Bucket
 	var candidates, stopped, free []int
-	for bucket, want := range s.Target.Table.Bucket {
+	for bucket, want := range m.Target.Table.Bucket {
 		is := table[bucket]
 		switch {
 		case is == want:
-		case !ready[want] && (s.Seats[int(is)] != nil || int(is) < s.Config.Slots):
-			s.moves.blocked[int(want)]++
-		case s.State.MovesStopped:
+		case !ready[want] && (m.Seats[int(is)] != nil || int(is) < m.Config.Slots):
+			m.blocked[int(want)]++
+		case m.State.MovesStopped:
 			stopped = append(stopped, bucket)
-		case s.Paced() && s.Seats[int(is)] != nil:
+		case m.Paced() && m.Seats[int(is)] != nil:
 			candidates = append(candidates, bucket)
 		default:
 			free = append(free, bucket)
 		}
 	}
-	for _, bucket := range s.limitFlip(free) {
-		table[bucket] = s.Target.Table.Bucket[bucket]
+	for _, bucket := range m.limitFlip(free) {
+		table[bucket] = m.Target.Table.Bucket[bucket]
 	}
 	var wantedPins []int
-	for i := range s.State.Pins {
-		switch one := &s.State.Pins[i]; {
-		case one.InForce || one.Slot >= s.Config.Slots || s.SlotState(one.Slot).State == stored.Drain:
+	for i := range m.State.Pins {
+		switch one := &m.State.Pins[i]; {
+		case one.InForce || one.Slot >= m.Config.Slots || m.SlotState(one.Slot).State == stored.Drain:
 		case !ready[one.Slot]:
-			s.moves.blocked[one.Slot]++
-		case s.State.MovesStopped:
-		case s.Paced():
+			m.blocked[one.Slot]++
+		case m.State.MovesStopped:
+		case m.Paced():
 			wantedPins = append(wantedPins, i)
 		default:
 			pins = append(pins, i)
 		}
 	}
 	if len(stopped) > 0 {
-		s.moves.stopped = s.countIn(stopped)
+		m.stopped = m.countIn(stopped)
 	}
 	if len(candidates)+len(wantedPins) > 0 {
 		var chosen []int
-		chosen, pins = s.admit(candidates, wantedPins)
+		chosen, pins = m.admit(candidates, wantedPins)
 		for _, bucket := range chosen {
-			table[bucket] = s.Target.Table.Bucket[bucket]
+			table[bucket] = m.Target.Table.Bucket[bucket]
 		}
 	}
 	inForce := func(p *stored.Pin) bool {
-		return slices.ContainsFunc(pins, func(i int) bool { return &s.State.Pins[i] == p })
+		return slices.ContainsFunc(pins, func(i int) bool { return &m.State.Pins[i] == p })
 	}
-	return s.Target.WithBuckets(&table).WithPins(s.State.PinsFor(s.Config.Slots, inForce)), pins
+	return m.Target.WithBuckets(&table).WithPins(m.State.PinsFor(m.Config.Slots, inForce)), pins
 }
 
 // limitFlip returns the buckets that move by the next write of the table: all, or those without sessions and those of
 // maxFlip devices. In the second case, more is set.
-func (s *service) limitFlip(buckets []int) []int {
-	if len(buckets) <= maxFlip || s.Events == nil || s.Config.OnMove != config.CloseMoved {
+func (m *moves) limitFlip(buckets []int) []int {
+	if len(buckets) <= maxFlip || m.Events == nil || m.Config.OnMove != config.CloseMoved {
 		return buckets
 	}
-	list, err := s.ReadSessions()
+	list, err := m.ReadSessions()
 	if err != nil {
 		return buckets
 	}
 	inBucket := make(map[int]int)
-	for _, d := range session.ByDevice(s.Mapping, list) {
+	for _, d := range session.ByDevice(m.Mapping, list) {
 		if !d.Location.Pinned {
 			inBucket[d.Location.Bucket]++
 		}
@@ -233,7 +271,7 @@ func (s *service) limitFlip(buckets []int) []int {
 	for _, bucket := range buckets {
 		if n := inBucket[bucket]; n > 0 {
 			if devices >= maxFlip {
-				s.moves.more = true
+				m.more = true
 				continue
 			}
 			devices += n
@@ -245,40 +283,40 @@ func (s *service) limitFlip(buckets []int) []int {
 
 // admit chooses the buckets and pins that move now: those without sessions, and for each target slot as many devices as
 // pace permits.
-func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
-	list, err := s.ReadSessions()
+func (m *moves) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
+	list, err := m.ReadSessions()
 	if err != nil {
-		s.Log.Warn("sessions not read, moving without pace", "error", err)
+		m.Log.Warn("sessions not read, moving without pace", "error", err)
 		return buckets, pins
 	}
-	inBucket, devices := make(map[int][]string), session.ByDevice(s.Mapping, list)
+	inBucket, devices := make(map[int][]string), session.ByDevice(m.Mapping, list)
 	for _, key := range slices.Sorted(maps.Keys(devices)) {
 		if at := devices[key].Location; !at.Pinned {
 			inBucket[at.Bucket] = append(inBucket[at.Bucket], key)
 		}
 	}
-	free := s.freeMoves()
+	free := m.freeMoves()
 	take := func(slot int, keys []string) bool {
 		if len(keys) > 0 && free[slot] <= 0 {
-			s.moves.waiting += len(keys)
+			m.waiting += len(keys)
 			return false
 		}
 		free[slot] -= len(keys)
 		for _, key := range keys {
-			s.moves.running[key] = &move{device: devices[key].String(), slot: slot, since: time.Now()}
+			m.running[key] = &move{device: devices[key].String(), slot: slot, since: time.Now()}
 		}
 		return true
 	}
 	for _, bucket := range buckets {
-		if take(int(s.Target.Table.Bucket[bucket]), inBucket[bucket]) {
+		if take(int(m.Target.Table.Bucket[bucket]), inBucket[bucket]) {
 			if len(inBucket[bucket]) > 0 {
-				s.gate.admitted[uint16(bucket)] = true
+				m.gate.admitted[uint16(bucket)] = true
 			}
 			chosenBuckets = append(chosenBuckets, bucket)
 		}
 	}
 	for _, i := range pins {
-		one := &s.State.Pins[i]
+		one := &m.State.Pins[i]
 		var keys []string
 		for _, key := range slices.Sorted(maps.Keys(devices)) {
 			d := devices[key]
@@ -294,61 +332,61 @@ func (s *service) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 }
 
 // scheduleMoves schedules the next step while devices move.
-func (s *service) scheduleMoves() {
-	if s.moving() && s.moves.timer == nil && s.Events != nil {
-		s.moves.timer = time.AfterFunc(moveInterval, s.continueMoves)
+func (m *moves) scheduleMoves() {
+	if m.moving() && m.timer == nil && m.Events != nil {
+		m.timer = time.AfterFunc(moveInterval, m.continueMoves)
 	}
 }
 
 // continueMoves ends the moves of the devices whose initial dump is over, and begins the next ones.
-func (s *service) continueMoves() {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	s.moves.timer = nil
-	if s.Events == nil {
+func (m *moves) continueMoves() {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	m.timer = nil
+	if m.Events == nil {
 		return
 	}
-	s.sampleMoves()
+	m.sampleMoves()
 	var err error
-	if s.controlGates() {
-		err = s.installMapping()
+	if m.controlGates() {
+		err = m.Actions.InstallMapping()
 	}
-	if err = errors.Join(err, s.Place()); err != nil {
-		s.Log.Error("devices not moved", "error", err)
+	if err = errors.Join(err, m.Place()); err != nil {
+		m.Log.Error("devices not moved", "error", err)
 	}
-	if !s.moving() {
-		s.Log.Info("moves have ended", "devices", s.moves.done, "took", time.Since(s.moves.started).Round(time.Millisecond).String())
+	if !m.moving() {
+		m.Log.Info("moves have ended", "devices", m.done, "took", time.Since(m.started).Round(time.Millisecond).String())
 	}
 }
 
 // sampleMoves measures the receive rates of the moving devices, and deletes those whose initial dump is over.
-func (s *service) sampleMoves() {
-	list, err := s.ReadSessions()
+func (m *moves) sampleMoves() {
+	list, err := m.ReadSessions()
 	if err != nil {
-		s.Log.Warn("sessions not read", "error", err)
+		m.Log.Warn("sessions not read", "error", err)
 	}
 	received, now := make(map[string]uint64), time.Now()
-	connected := session.ByDevice(s.Mapping, list)
+	connected := session.ByDevice(m.Mapping, list)
 	for key, d := range connected {
 		for _, one := range d.Sessions {
 			received[key] += one.Info.Bytes_received
 		}
 	}
-	timeout := time.Duration(s.timeoutOfMoves()) * time.Microsecond
-	for key, m := range s.moves.running {
-		if m.sample(connected[key] != nil, received[key], now) || m.late(now, timeout) || m.gated && connected[key] == nil {
-			delete(s.moves.running, key)
-			s.moves.done++
+	timeout := time.Duration(m.timeoutOfMoves()) * time.Microsecond
+	for key, one := range m.running {
+		if one.sample(connected[key] != nil, received[key], now) || one.late(now, timeout) || one.gated && connected[key] == nil {
+			delete(m.running, key)
+			m.done++
 		}
 	}
 }
 
 // timeoutOfMoves returns pace.timeout; 0 if the policy has no pace any more.
-func (s *service) timeoutOfMoves() int64 {
-	if s.Config.Pace == nil {
+func (m *moves) timeoutOfMoves() int64 {
+	if m.Config.Pace == nil {
 		return 0
 	}
-	return s.Config.Pace.Timeout
+	return m.Config.Pace.Timeout
 }
 
 // sample updates the rate of a device, and reports whether its initial dump is over.
@@ -389,49 +427,48 @@ func (m *move) late(now time.Time, timeout time.Duration) bool {
 
 // checkNoMoves returns an error while devices move because of another change. of is the slot or device of the new
 // change.
-func (s *service) checkNoMoves(of string) error {
-	left := s.moves.ungated()
-	if left == 0 || of == s.moves.of {
+func (m *moves) checkNoMoves(of string) error {
+	left := m.ungated()
+	if left == 0 || of == m.of {
 		return nil
 	}
 	return fault.Conflict(fmt.Errorf("devices move because of another change (%s): %d done, %d running, %d waiting",
-		s.moves.cause, s.moves.done, left-s.moves.waiting, s.moves.waiting),
+		m.cause, m.done, left-m.waiting, m.waiting),
 		"sockeye moves --wait waits for the end, sockeye moves --cancel stops them")
 }
 
 // stopMoves stops the moves, or continues them.
-func (s *service) stopMoves(stop bool) error {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if stop && s.moves.ungated()+len(s.moves.blocked) == 0 {
-		if gates := s.closedGates(); len(gates) > 0 {
+func (m *moves) stopMoves(stop bool) error {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	if stop && m.ungated()+len(m.blocked) == 0 {
+		if gates := m.closedGates(); len(gates) > 0 {
 			return fault.Conflict(fmt.Errorf("no devices move; %s admits devices in turn, which cannot be stopped", slotNames(gates)),
 				"a policy without pace admits them at once")
 		}
 		return fault.Conflict(errors.New("no devices move"), "sockeye moves shows the moves")
 	}
-	if !stop && !s.State.MovesStopped {
+	if !stop && !m.State.MovesStopped {
 		return fault.Conflict(errors.New("the moves are not stopped"), "sockeye moves shows the moves")
 	}
-	s.State.MovesStopped = stop
-	if err := s.State.Save(s.StatePath()); err != nil {
+	m.State.MovesStopped = stop
+	if err := m.State.Save(m.StatePath()); err != nil {
 		return err
 	}
-	return s.Place()
+	return m.Place()
 }
 
 // movesStatus returns the progress of the moves.
-func (s *service) movesStatus() api.MovesStatus {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	m := &s.moves
+func (m *moves) movesStatus() api.MovesStatus {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
 	status := api.MovesStatus{
-		Service: s.Config.Name, State: "none", Cause: m.cause, Done: m.done, Running: []api.MovingDevice{},
-		Waiting: m.waiting + s.gate.waiting, Gates: s.closedGates(), Blocked: []api.BlockedMoves{}, Paced: s.Paced(), OnMove: string(s.Config.OnMove),
+		Service: m.Config.Name, State: "none", Cause: m.cause, Done: m.done, Running: []api.MovingDevice{},
+		Waiting: m.waiting + m.gate.waiting, Gates: m.closedGates(), Blocked: []api.BlockedMoves{}, Paced: m.Paced(), OnMove: string(m.Config.OnMove),
 	}
 	for _, slot := range slices.Sorted(maps.Keys(m.blocked)) {
 		reason := "has no member"
-		if s.SlotState(slot).State == stored.Maint {
+		if m.SlotState(slot).State == stored.Maint {
 			reason = "is in maint"
 		}
 		status.Blocked = append(status.Blocked, api.BlockedMoves{Slot: slot, Reason: reason, Share: float64(m.blocked[slot]) / float64(bpf.Buckets)})
@@ -441,9 +478,9 @@ func (s *service) movesStatus() api.MovesStatus {
 		status.Running = append(status.Running, api.MovingDevice{Device: one.device, Slot: one.slot, Since: one.since, Received: one.received, Rate: one.rate})
 	}
 	switch {
-	case s.State.MovesStopped && !slices.Equal(s.Mapping.Table.Bucket[:], s.Target.Table.Bucket[:]):
+	case m.State.MovesStopped && !slices.Equal(m.Mapping.Table.Bucket[:], m.Target.Table.Bucket[:]):
 		status.State, status.Waiting = "stopped", m.stopped
-	case m.active() || s.gate.waiting > 0:
+	case m.active() || m.gate.waiting > 0:
 		status.State = "running"
 	case len(m.blocked) > 0:
 		status.State = "blocked"
@@ -460,13 +497,13 @@ func (s *service) movesStatus() api.MovesStatus {
 }
 
 // settled returns the mapping to which the present moves lead.
-func (s *service) settled() *placement.Mapping {
-	return s.Target.WithPins(s.State.PinsFor(s.Config.Slots, nil))
+func (m *moves) settled() *placement.Mapping {
+	return m.Target.WithPins(m.State.PinsFor(m.Config.Slots, nil))
 }
 
 // movesEffect describes how many devices get another slot by a change of the mapping, and what becomes of their
 // sessions.
-func (s *service) movesEffect(from, target *placement.Mapping) string {
+func (m *moves) movesEffect(from, target *placement.Mapping) string {
 	// A device is one address, or all addresses of one name in the device map in force.
 	moves, moved := make(map[string]bool), 0
 	note := func(addr netip.Addr) bool {
@@ -478,28 +515,28 @@ func (s *service) movesEffect(from, target *placement.Mapping) string {
 		moves[key] = moves[key] || away
 		return away
 	}
-	for address := range s.Path.Devices() {
+	for address := range m.Path.Devices() {
 		note(placement.Addr(address))
 	}
 	sessions := 0
-	list, err := s.ReadSessions()
+	list, err := m.ReadSessions()
 	for _, one := range list {
 		if one.State == sockdiag.Established && one.Owned && note(one.Address) {
 			sessions++
 		}
 	}
-	if s.Config.TrackDevices == 0 && sessions == 0 {
+	if m.Config.TrackDevices == 0 && sessions == 0 {
 		return "devices are not tracked, so it is not known how many move"
 	}
 	effect := fmt.Sprintf("%d of %s seen move", moved, format.Count(len(moves), "device", "devices"))
 	if err != nil {
 		return effect + "; the number of their sessions is not known"
 	}
-	return effect + s.sessionsEffect(sessions)
+	return effect + m.sessionsEffect(sessions)
 }
 
 // sessionsEffect describes what becomes of the sessions of devices that move.
-func (s *service) sessionsEffect(sessions int) string {
+func (m *moves) sessionsEffect(sessions int) string {
 	if sessions == 0 {
 		return ""
 	}
@@ -508,24 +545,24 @@ func (s *service) sessionsEffect(sessions int) string {
 	if sessions == 1 {
 		stay, closed = " stays open, so that the device is split", " is closed"
 	}
-	switch err := s.CanClose(); {
-	case s.Config.OnMove == config.KeepMoved:
+	switch err := m.CanClose(); {
+	case m.Config.OnMove == config.KeepMoved:
 		return text + stay + " (on_move: keep)"
 	case err != nil:
 		return text + stay + ": " + err.Error()
-	case s.Paced():
-		closed += fmt.Sprintf(", %d at a time per member; sockeye moves shows the progress", s.Config.Pace.Devices)
+	case m.Paced():
+		closed += fmt.Sprintf(", %d at a time per member; sockeye moves shows the progress", m.Config.Pace.Devices)
 	}
 	return text + closed
 }
 
 // countIn returns the number of devices with sessions in some buckets.
-func (s *service) countIn(buckets []int) (n int) {
-	list, err := s.ReadSessions()
+func (m *moves) countIn(buckets []int) (n int) {
+	list, err := m.ReadSessions()
 	if err != nil {
-		s.Log.Warn("sessions not read", "error", err)
+		m.Log.Warn("sessions not read", "error", err)
 	}
-	for _, d := range session.ByDevice(s.Mapping, list) {
+	for _, d := range session.ByDevice(m.Mapping, list) {
 		if !d.Location.Pinned && slices.Contains(buckets, d.Location.Bucket) {
 			n++
 		}

@@ -16,29 +16,29 @@ import (
 
 // movePin pins a device to a slot, or with slot -1 removes its pin, and returns the change. With dryRun, nothing is
 // changed.
-func (s *service) movePin(text string, slot int, until *time.Time, dryRun bool) (what, effect string, err error) {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if slot >= s.Config.Slots || slot < -1 {
-		return "", "", s.SlotRange(slot)
+func (m *moves) movePin(text string, slot int, until *time.Time, dryRun bool) (what, effect string, err error) {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	if slot >= m.Config.Slots || slot < -1 {
+		return "", "", m.SlotRange(slot)
 	}
-	one, err := stored.ParsePin(text, s.Mapping.Devices)
+	one, err := stored.ParsePin(text, m.Mapping.Devices)
 	if slot < 0 && err != nil {
 		// A pin of an earlier device map can be removed.
-		for i := range s.State.Pins {
-			if s.State.Pins[i].Name() == text {
-				one, err = s.State.Pins[i], nil
+		for i := range m.State.Pins {
+			if m.State.Pins[i].Name() == text {
+				one, err = m.State.Pins[i], nil
 			}
 		}
 	}
 	if err != nil {
 		return "", "", err
 	}
-	if slot >= 0 && s.SlotState(slot).State != stored.Ready {
-		return "", "", fault.Conflict(fmt.Errorf("slot %d is in %s", slot, s.SlotState(slot).State), fmt.Sprintf("name another slot, or sockeye slot set %d ready", slot))
+	if slot >= 0 && m.SlotState(slot).State != stored.Ready {
+		return "", "", fault.Conflict(fmt.Errorf("slot %d is in %s", slot, m.SlotState(slot).State), fmt.Sprintf("name another slot, or sockeye slot set %d ready", slot))
 	}
-	next := s.State
-	next.Pins = slices.Clone(s.State.Pins)
+	next := m.State
+	next.Pins = slices.Clone(m.State.Pins)
 	i := slices.IndexFunc(next.Pins, func(o stored.Pin) bool { return o.SameDevice(&one) })
 	switch {
 	case slot < 0 && i < 0:
@@ -63,38 +63,38 @@ func (s *service) movePin(text string, slot int, until *time.Time, dryRun bool) 
 		next.Pins = append(next.Pins, one)
 	}
 	of := "device " + one.Name()
-	if err := s.checkNoMoves(of); err != nil && !dryRun {
+	if err := m.checkNoMoves(of); err != nil && !dryRun {
 		return "", "", err
 	}
-	effect = s.movesEffect(s.Mapping, s.Mapping.WithPins(next.PinsFor(s.Config.Slots, nil)))
-	if slot >= 0 && s.Seats[slot] == nil {
+	effect = m.movesEffect(m.Mapping, m.Mapping.WithPins(next.PinsFor(m.Config.Slots, nil)))
+	if slot >= 0 && m.Seats[slot] == nil {
 		effect = fmt.Sprintf("waits until slot %d has a member; then %s", slot, effect)
 	}
 	if dryRun {
 		return what, effect, nil
 	}
-	return what, effect, s.replaceState(next, s.Target, what, of)
+	return what, effect, m.replaceState(next, m.Target, what, of)
 }
 
 // removePins removes all pins, and returns the change.
-func (s *service) removePins(dryRun bool) (what, effect string, err error) {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if len(s.State.Pins) == 0 {
+func (m *moves) removePins(dryRun bool) (what, effect string, err error) {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	if len(m.State.Pins) == 0 {
 		return "", "", nil
 	}
 	const of = "pins"
-	if err := s.checkNoMoves(of); err != nil && !dryRun {
+	if err := m.checkNoMoves(of); err != nil && !dryRun {
 		return "", "", err
 	}
-	next := s.State
+	next := m.State
 	next.Pins = nil
-	what = format.Count(len(s.State.Pins), "pin removed", "pins removed")
-	effect = s.movesEffect(s.Mapping, s.Mapping.WithPins(next.PinsFor(s.Config.Slots, nil)))
+	what = format.Count(len(m.State.Pins), "pin removed", "pins removed")
+	effect = m.movesEffect(m.Mapping, m.Mapping.WithPins(next.PinsFor(m.Config.Slots, nil)))
 	if dryRun {
 		return what, effect, nil
 	}
-	return what, effect, s.replaceState(next, s.Target, what, of)
+	return what, effect, m.replaceState(next, m.Target, what, of)
 }
 
 func equalTimes(a, b *time.Time) bool {
@@ -102,15 +102,15 @@ func equalTimes(a, b *time.Time) bool {
 }
 
 // expirePins removes the pins whose time is over, and schedules the next end.
-func (s *service) expirePins() {
+func (m *moves) expirePins() {
 	now := time.Now()
 	var next time.Time
-	kept := slices.DeleteFunc(slices.Clone(s.State.Pins), func(p stored.Pin) bool {
+	kept := slices.DeleteFunc(slices.Clone(m.State.Pins), func(p stored.Pin) bool {
 		if p.Until == nil {
 			return false
 		}
 		if !p.Until.After(now) {
-			s.Log.Info("pin has ended", "device", p.Name(), "slot", p.Slot)
+			m.Log.Info("pin has ended", "device", p.Name(), "slot", p.Slot)
 			return true
 		}
 		if next.IsZero() || p.Until.Before(next) {
@@ -118,31 +118,31 @@ func (s *service) expirePins() {
 		}
 		return false
 	})
-	if s.pinTimer != nil {
-		s.pinTimer.Stop()
-		s.pinTimer = nil
+	if m.pinTimer != nil {
+		m.pinTimer.Stop()
+		m.pinTimer = nil
 	}
 	if !next.IsZero() {
-		s.pinTimer = time.AfterFunc(next.Sub(now), func() {
-			s.Mu.Lock()
-			defer s.Mu.Unlock()
-			if s.Events != nil {
-				s.expirePins()
+		m.pinTimer = time.AfterFunc(next.Sub(now), func() {
+			m.Mu.Lock()
+			defer m.Mu.Unlock()
+			if m.Events != nil {
+				m.expirePins()
 			}
 		})
 	}
-	if len(kept) == len(s.State.Pins) {
+	if len(kept) == len(m.State.Pins) {
 		return
 	}
-	s.State.Pins = kept
-	if err := errors.Join(s.State.Save(s.StatePath()), s.Place()); err != nil {
-		s.Log.Error("pins not removed", "error", err)
+	m.State.Pins = kept
+	if err := errors.Join(m.State.Save(m.StatePath()), m.Place()); err != nil {
+		m.Log.Error("pins not removed", "error", err)
 	}
 }
 
 // pinsOf returns the pins of a slot, sorted by name.
-func (s *service) pinsOf(slot int) (list []stored.Pin) {
-	for _, p := range s.State.Pins {
+func (m *moves) pinsOf(slot int) (list []stored.Pin) {
+	for _, p := range m.State.Pins {
 		if p.Slot == slot {
 			list = append(list, p)
 		}

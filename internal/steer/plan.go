@@ -263,7 +263,7 @@ func paceText(p *config.Pace) string {
 
 // targetEffect describes the devices that get another slot under a target. Devices of slots without a member stay.
 func (s *service) targetEffect(t *target) string {
-	return s.movesEffect(s.settled(), t.mapping.WithPins(t.settings.PinsFor(t.config.Slots, nil)))
+	return s.moves.movesEffect(s.moves.settled(), t.mapping.WithPins(t.settings.PinsFor(t.config.Slots, nil)))
 }
 
 func deviceMapSummary(m *placement.DeviceMap) string {
@@ -319,7 +319,7 @@ func (s *service) applyTarget(t *target) error {
 // switchTo switches the service to a target. Pinned maps are reused unless the network namespace or the kind of steering
 // changes.
 func (s *service) switchTo(t *target) error {
-	s.closeGateSockets()
+	s.moves.closeGateSockets()
 	if s.Config.Netns != t.config.Netns || s.Config.Steering != t.config.Steering {
 		return s.recreate(t)
 	}
@@ -361,7 +361,7 @@ func (s *service) switchTo(t *target) error {
 	}
 	s.Restoring = false
 	s.CheckSoon()
-	if err := errors.Join(s.rooms.WriteWaits(), s.Place(), s.reconcileKeeper()); err != nil {
+	if err := errors.Join(s.rooms.WriteWaits(), s.moves.Place(), s.reconcileKeeper()); err != nil {
 		return err
 	}
 	s.rooms.ReleaseWaiting()

@@ -28,14 +28,14 @@ type counted struct {
 }
 
 // countDevices reads the counters of all devices by session.Key.
-func (s *service) countDevices() (map[string]*counted, error) {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if s.Config.SharesSlots {
+func (m *moves) countDevices() (map[string]*counted, error) {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	if m.Config.SharesSlots {
 		return nil, fault.Conflict(errors.New("the slots are shared with another service"), "move devices by sockeye move, which moves them in both services")
 	}
-	if s.Config.TrackDevices == 0 {
-		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", s.Config.Name), "set track_devices in the policy")
+	if m.Config.TrackDevices == 0 {
+		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", m.Config.Name), "set track_devices in the policy")
 	}
 	all := make(map[string]*counted)
 	of := func(at placement.Location, address string, key string) *counted {
@@ -49,18 +49,18 @@ func (s *service) countDevices() (map[string]*counted, error) {
 		}
 		return d
 	}
-	for address, seen := range s.Path.Devices() {
+	for address, seen := range m.Path.Devices() {
 		addr := placement.Addr(address)
-		at := s.Mapping.Locate(addr)
+		at := m.Mapping.Locate(addr)
 		of(at, addr.String(), session.Key(at.Device, addr)).datagrams += seen.Datagrams
 	}
-	list, err := s.ReadSessions()
+	list, err := m.ReadSessions()
 	if err != nil {
 		return nil, err
 	}
 	for _, one := range list {
 		if one.State == sockdiag.Established {
-			at := s.Mapping.Locate(one.Address)
+			at := m.Mapping.Locate(one.Address)
 			of(at, one.Address.String(), session.Key(at.Device, one.Address)).bytes[one.Cookie] = one.Info.Bytes_received
 		}
 	}
@@ -69,8 +69,8 @@ func (s *service) countDevices() (map[string]*counted, error) {
 
 // rebalance measures the load of the devices, and proposes moves that make the load of the slots more even. With apply,
 // the devices are pinned to their new slots.
-func (s *service) rebalance(ctx context.Context, period time.Duration, apply bool) (*api.Rebalance, error) {
-	before, err := s.countDevices()
+func (m *moves) rebalance(ctx context.Context, period time.Duration, apply bool) (*api.Rebalance, error) {
+	before, err := m.countDevices()
 	if err != nil {
 		return nil, err
 	}
@@ -80,12 +80,12 @@ func (s *service) rebalance(ctx context.Context, period time.Duration, apply boo
 		return nil, ctx.Err()
 	case <-time.After(period):
 	}
-	after, err := s.countDevices()
+	after, err := m.countDevices()
 	if err != nil {
 		return nil, err
 	}
 	seconds := time.Since(began).Seconds()
-	result := &api.Rebalance{Service: s.Config.Name, Slots: []api.SlotLoad{}, Moves: []api.ProposedMove{}}
+	result := &api.Rebalance{Service: m.Config.Name, Slots: []api.SlotLoad{}, Moves: []api.ProposedMove{}}
 	var loads []placement.Load
 	var datagrams, bytes uint64
 	for key, d := range after {
@@ -108,7 +108,7 @@ func (s *service) rebalance(ctx context.Context, period time.Duration, apply boo
 	}
 	result.Datagrams, result.Bytes = float64(datagrams)/seconds, float64(bytes)/seconds
 
-	weights := s.loadWeights(loads)
+	weights := m.loadWeights(loads)
 	if slices.Max(weights) == 0 {
 		return nil, fault.Conflict(errors.New("no slot that is ready takes devices"), "sockeye slots shows the members, states and weights")
 	}
@@ -123,31 +123,31 @@ func (s *service) rebalance(ctx context.Context, period time.Duration, apply boo
 	for _, l := range loads {
 		shares[l.Key] = loadShare(&l, datagrams, bytes)
 	}
-	for _, m := range balance.Moves {
-		result.Moves = append(result.Moves, api.ProposedMove{Device: after[m.Key].device, From: m.From, To: m.To, Load: shares[m.Key]})
+	for _, one := range balance.Moves {
+		result.Moves = append(result.Moves, api.ProposedMove{Device: after[one.Key].device, From: one.From, To: one.To, Load: shares[one.Key]})
 	}
 	if !apply || len(result.Moves) == 0 {
 		return result, nil
 	}
 	result.Applied = true
-	return result, s.pinAll(result.Moves)
+	return result, m.pinAll(result.Moves)
 }
 
 // maxProposed is the maximum number of proposed moves.
 const maxProposed = 256
 
 // loadWeights returns the weights of the slots that may receive devices, for the slots of the policy and of the loads.
-func (s *service) loadWeights(loads []placement.Load) placement.Weights {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	weights := placement.Weights(s.State.Weights(s.Config.Slots))
+func (m *moves) loadWeights(loads []placement.Load) placement.Weights {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	weights := placement.Weights(m.State.Weights(m.Config.Slots))
 	for _, l := range loads {
 		for len(weights) <= l.Slot { // a slot that the policy no longer has, until its devices have moved
 			weights = append(weights, 0)
 		}
 	}
 	for slot := range weights {
-		if !s.IsReady(slot) {
+		if !m.IsReady(slot) {
 			weights[slot] = 0
 		}
 	}
@@ -170,21 +170,21 @@ func loadShare(l *placement.Load, datagrams, bytes uint64) (share float64) {
 }
 
 // pinAll pins devices to the slots of proposed moves.
-func (s *service) pinAll(moves []api.ProposedMove) error {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if err := s.checkNoMoves("rebalance"); err != nil {
+func (m *moves) pinAll(proposed []api.ProposedMove) error {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	if err := m.checkNoMoves("rebalance"); err != nil {
 		return err
 	}
-	next := s.State
-	next.Pins = append([]stored.Pin(nil), s.State.Pins...)
-	for _, m := range moves {
-		one, err := stored.ParsePin(m.Device, s.Mapping.Devices)
+	next := m.State
+	next.Pins = append([]stored.Pin(nil), m.State.Pins...)
+	for _, p := range proposed {
+		one, err := stored.ParsePin(p.Device, m.Mapping.Devices)
 		if err != nil {
 			return err
 		}
-		one.Slot = m.To
-		if one.Slot >= s.Config.Slots || s.SlotState(one.Slot).State != stored.Ready {
+		one.Slot = p.To
+		if one.Slot >= m.Config.Slots || m.SlotState(one.Slot).State != stored.Ready {
 			return fault.Conflict(fmt.Errorf("slot %d has changed during the measurement", one.Slot), "try again")
 		}
 		next.Pins = slices.DeleteFunc(next.Pins, func(o stored.Pin) bool { return o.SameDevice(&one) })
@@ -193,5 +193,5 @@ func (s *service) pinAll(moves []api.ProposedMove) error {
 	if len(next.Pins) > stored.MaxPins {
 		return stored.TooManyPins()
 	}
-	return s.replaceState(next, s.Target, fmt.Sprintf("rebalance: %s pinned", format.Count(len(moves), "device", "devices")), "rebalance")
+	return m.replaceState(next, m.Target, fmt.Sprintf("rebalance: %s pinned", format.Count(len(proposed), "device", "devices")), "rebalance")
 }

@@ -54,12 +54,10 @@ type service struct {
 	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
 	scannedRecently, scanPending bool
 	checks                       checks
-	moves                        moves
-	gate                         gate
+	moves                        *moves
 	rooms                        *rooms.Rooms
 	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
 	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
-	pinTimer                     *time.Timer              // timer of the next end of a pin; nil: none is due
 	adopters                     map[*member.Handle]bool  // handles of former members that have adopted devices
 
 	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
@@ -91,16 +89,12 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		firstSeen:    make(map[member.ID]*member.Process),
 		waiting:      make(map[int]*waitingProcess),
 		socketOwners: make(map[uint64]member.ID), boundBy: make(map[uint64]int), inspected: make(map[int]*inspections),
-		moves: moves{running: make(map[string]*move)},
-		gate: gate{
-			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
-			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
-			sockets: make(map[int]int),
-		}, formers: make(map[member.ID]*core.Seat), adopters: make(map[*member.Handle]bool),
+		formers: make(map[member.ID]*core.Seat), adopters: make(map[*member.Handle]bool),
 		refusals: make(refusals),
 	}
 	s.Actions = s
 	s.rooms = rooms.New(&s.Service)
+	s.moves = newMoves(&s.Service, s.rooms)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	defer func() {
@@ -171,7 +165,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	if err := s.restore(); err != nil {
 		return nil, err
 	}
-	s.expirePins()
+	s.moves.expirePins()
 	if since := s.Path.RefusedSince(); !since.IsZero() {
 		s.Log.Warn("the map of sockets has another layout than the previous version's: members were registered again, and refused until then",
 			"members", len(s.Seats), "refused", time.Since(since).Round(time.Millisecond))
@@ -309,7 +303,7 @@ func (s *service) openPath() error {
 		// Connections are closed after the flip.
 		s.checks.running = true
 		defer func() { s.checks.running = false }()
-		return s.installMapping()
+		return s.InstallMapping()
 	}
 	path, err := bpf.OpenSteer(c)
 	if err != nil {
@@ -323,7 +317,7 @@ func (s *service) openPath() error {
 		previous.Close()
 	}
 	s.Path = path
-	if err := s.installMapping(); err != nil {
+	if err := s.InstallMapping(); err != nil {
 		return err
 	}
 	if s.lostEvents, err = path.LostEvents(); err != nil {
@@ -358,13 +352,13 @@ func (b *builtDeviceMap) close() {
 	*b = builtDeviceMap{}
 }
 
-// installMapping replaces the mapping of the data path atomically, and closes the connections of the devices that have
+// InstallMapping replaces the mapping of the data path atomically, and closes the connections of the devices that have
 // moved. An unchanged device map stays in place.
-func (s *service) installMapping() error {
+func (s *service) InstallMapping() error {
 	entries := s.Mapping.Entries()
 	if s.installedEntries != nil && s.installedEntries.Equal(entries) {
 		s.installedEntries = entries
-		return s.Path.SetTable(s.gatedTable(), s.checkMoved)
+		return s.Path.SetTable(s.moves.gatedTable(), s.checkMoved)
 	}
 	if s.pendingDevices.entries == nil || !s.pendingDevices.entries.Equal(entries) {
 		s.pendingDevices.close()
@@ -376,7 +370,7 @@ func (s *service) installMapping() error {
 	}
 	defer s.pendingDevices.close()
 	s.installedEntries = nil
-	if err := s.Path.SetMapping(s.gatedTable(), s.pendingDevices.trie, s.checkMoved); err != nil {
+	if err := s.Path.SetMapping(s.moves.gatedTable(), s.pendingDevices.trie, s.checkMoved); err != nil {
 		return err
 	}
 	s.installedEntries = entries
@@ -405,7 +399,7 @@ func (s *service) restore() error {
 		return err
 	}
 	s.Restoring = false
-	if err := s.applySettings(); err != nil {
+	if err := s.moves.applySettings(); err != nil {
 		return err
 	}
 	s.rooms.ReleaseWaiting()
@@ -531,10 +525,8 @@ func (s *service) occupySlot(seat *core.Seat) {
 // holds the lock.
 func (s *service) closeLocked() {
 	s.flushMembers()
-	for _, timer := range []*time.Timer{s.checks.timer, s.moves.timer, s.pinTimer} {
-		if timer != nil {
-			timer.Stop()
-		}
+	if s.checks.timer != nil {
+		s.checks.timer.Stop()
 	}
 	if s.Conn != nil {
 		s.Conn.Close()
@@ -568,7 +560,7 @@ func (s *service) closeLocked() {
 	clear(s.KeeperSockets)
 	s.rooms.CloseTemplateKeeper()
 	s.rooms.Close()
-	s.closeGateSockets()
+	s.moves.close()
 	if s.keeper != nil {
 		s.keeper.Close()
 	}
@@ -585,3 +577,6 @@ func (s *service) close() {
 
 // IsFilling reports whether the member of a slot receives what has waited.
 func (s *service) IsFilling(slot int) bool { return s.rooms.IsFilling(slot) }
+
+// Place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
+func (s *service) Place() error { return s.moves.Place() }

@@ -18,12 +18,12 @@ import (
 )
 
 // changeSlot sets the state or the weight of a slot, or both, and returns the change. With dryRun, nothing is changed.
-func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes []string, effect string, err error) {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	from := s.SlotState(slot)
-	if slot < 0 || slot >= s.Config.Slots {
-		return nil, "", s.SlotRange(slot)
+func (m *moves) changeSlot(slot int, to stored.Setting, dryRun bool) (changes []string, effect string, err error) {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	from := m.SlotState(slot)
+	if slot < 0 || slot >= m.Config.Slots {
+		return nil, "", m.SlotRange(slot)
 	}
 	if to.State == "" {
 		to.State = from.State
@@ -37,21 +37,21 @@ func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes 
 	if from.Weight != to.Weight {
 		changes = append(changes, fmt.Sprintf("weight %d -> %d", from.Weight, to.Weight))
 	}
-	if len(changes) == 0 && !s.State.MovesStopped {
+	if len(changes) == 0 && !m.State.MovesStopped {
 		return nil, "", nil
 	}
 	if len(changes) == 0 {
 		changes = []string{"moves continue"}
 	}
-	next := s.State
-	next.Slots = maps.Clone(s.State.Slots)
+	next := m.State
+	next.Slots = maps.Clone(m.State.Slots)
 	if next.Slots == nil {
 		next.Slots = make(map[int]stored.Setting)
 	}
 	if next.Slots[slot] = to; to == stored.DefaultSetting {
 		delete(next.Slots, slot)
 	}
-	target, err := stored.NewMapping(s.Config, &next, s.State.Nonce, s.Mapping.Devices)
+	target, err := stored.NewMapping(m.Config, &next, m.State.Nonce, m.Mapping.Devices)
 	if err != nil {
 		if from.State != stored.Drain && to.State == stored.Drain || from.Weight > 0 && to.Weight == 0 {
 			err = fault.Conflict(fmt.Errorf("slot %d is the last slot that takes devices", slot), "set another slot ready, with a weight, first")
@@ -60,66 +60,66 @@ func (s *service) changeSlot(slot int, to stored.Setting, dryRun bool) (changes 
 	}
 	of := fmt.Sprintf("slot %d", slot)
 	undo := to.State == stored.Ready && from.State == stored.Drain
-	if err := s.checkNoMoves(of); err != nil && !dryRun && !undo && to.State != stored.Maint && from.State != stored.Maint {
+	if err := m.checkNoMoves(of); err != nil && !dryRun && !undo && to.State != stored.Maint && from.State != stored.Maint {
 		return nil, "", err
 	}
-	effect = s.movesEffect(s.settled(), target.WithPins(next.PinsFor(s.Config.Slots, nil)))
+	effect = m.movesEffect(m.settled(), target.WithPins(next.PinsFor(m.Config.Slots, nil)))
 	switch {
 	case to.State == stored.Maint && from.State != stored.Maint:
-		effect = s.maintEffect(slot)
+		effect = m.maintEffect(slot)
 	case from.State == stored.Maint && to.State == stored.Ready && from.Weight == to.Weight:
-		if effect = "its devices are accepted"; s.Seats[slot] == nil {
+		if effect = "its devices are accepted"; m.Seats[slot] == nil {
 			effect = "it has no member"
 		}
 	}
 	if dryRun {
 		return changes, effect, nil
 	}
-	return changes, effect, s.replaceState(next, target, fmt.Sprintf("%s: %s", of, strings.Join(changes, ", ")), of)
+	return changes, effect, m.replaceState(next, target, fmt.Sprintf("%s: %s", of, strings.Join(changes, ", ")), of)
 }
 
 // replaceState saves a new state, and applies its settings and pins. cause describes the change of a slot or device.
-func (s *service) replaceState(next stored.State, target *placement.Mapping, cause, of string) error {
+func (m *moves) replaceState(next stored.State, target *placement.Mapping, cause, of string) error {
 	next.MovesStopped = false
-	before := s.State
-	if err := next.Save(s.StatePath()); err != nil {
+	before := m.State
+	if err := next.Save(m.StatePath()); err != nil {
 		return err
 	}
-	s.State, s.Target = next, target
-	s.Log.Info("changed by command", "change", cause)
-	s.moves.begin(cause, of)
-	err := s.applySettings()
+	m.State, m.Target = next, target
+	m.Log.Info("changed by command", "change", cause)
+	m.begin(cause, of)
+	err := m.applySettings()
 	if err != nil {
-		s.State = before
-		return fault.Join(err, before.Save(s.StatePath()))
+		m.State = before
+		return fault.Join(err, before.Save(m.StatePath()))
 	}
 	return nil
 }
 
 // applySettings opens and closes slots for maint, and moves devices.
-func (s *service) applySettings() error {
-	errs := []error{s.rooms.WriteWaits()}
-	for slot, seat := range s.Seats {
-		value, err := s.Path.Slot(slot)
-		if err == nil && (value.Ready > 0) != s.IsReady(slot) {
-			err = s.SetReady(seat)
+func (m *moves) applySettings() error {
+	errs := []error{m.rooms.WriteWaits()}
+	for slot, seat := range m.Seats {
+		value, err := m.Path.Slot(slot)
+		if err == nil && (value.Ready > 0) != m.IsReady(slot) {
+			err = m.SetReady(seat)
 		}
 		errs = append(errs, err)
 	}
-	errs = append(errs, s.Place())
-	s.CheckSoon()
+	errs = append(errs, m.Place())
+	m.Actions.CheckSoon()
 	return fault.Join(errs...)
 }
 
 // maintEffect describes the devices that a slot in maint refuses.
-func (s *service) maintEffect(slot int) string {
-	list, err := s.ReadSessions()
+func (m *moves) maintEffect(slot int) string {
+	list, err := m.ReadSessions()
 	if err != nil {
 		return ""
 	}
 	seen, here, sessions := make(map[string]bool), 0, 0
 	note := func(addr netip.Addr) bool {
-		at := s.Mapping.Locate(addr)
+		at := m.Mapping.Locate(addr)
 		key := session.Key(at.Device, addr)
 		if at.Slot == slot && !seen[key] {
 			here++
@@ -127,7 +127,7 @@ func (s *service) maintEffect(slot int) string {
 		seen[key] = true
 		return at.Slot == slot
 	}
-	for address := range s.Path.Devices() {
+	for address := range m.Path.Devices() {
 		note(placement.Addr(address))
 	}
 	for _, one := range list {
@@ -136,13 +136,13 @@ func (s *service) maintEffect(slot int) string {
 		}
 	}
 	what := "refused"
-	if s.Config.WhenEmpty.Standby != nil && *s.Config.WhenEmpty.Standby != slot {
-		what = fmt.Sprintf("steered to standby slot %d", *s.Config.WhenEmpty.Standby)
+	if m.Config.WhenEmpty.Standby != nil && *m.Config.WhenEmpty.Standby != slot {
+		what = fmt.Sprintf("steered to standby slot %d", *m.Config.WhenEmpty.Standby)
 	}
 	effect := fmt.Sprintf("its devices are %s: %d of %s seen", what, here, format.Count(len(seen), "device", "devices"))
-	switch err := s.CanClose(); {
+	switch err := m.CanClose(); {
 	case sessions == 0:
-	case s.Config.OnMove == config.KeepMoved || err != nil:
+	case m.Config.OnMove == config.KeepMoved || err != nil:
 		effect += "; " + format.Count(sessions, "session stays open", "sessions stay open")
 	default:
 		effect += "; " + format.Count(sessions, "session is closed", "sessions are closed")

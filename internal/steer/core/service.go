@@ -56,6 +56,8 @@ type Actions interface {
 	VacateSlot(slot int, reason string)
 	// Place makes the mapping in force more like the target.
 	Place() error
+	// InstallMapping replaces the mapping of the data path by the mapping in force.
+	InstallMapping() error
 	// CheckSoon schedules a check of the connections.
 	CheckSoon()
 }
