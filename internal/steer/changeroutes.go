@@ -22,7 +22,7 @@ import (
 // changeRoutes adds the routes that move devices between slots.
 func (d *Domain) changeRoutes(r *domain.Router) {
 	r.Get("/v1/moves", func(r *http.Request) (any, error) {
-		return collectFrom(d, r, func(s *service) ([]api.MovesStatus, error) { return []api.MovesStatus{s.moves.movesStatus()}, nil })
+		return collectFrom(d, r, func(s *service) ([]api.MovesStatus, error) { return []api.MovesStatus{s.moves.Status()}, nil })
 	})
 	r.Post("/v1/moves", func(r *http.Request) (any, error) {
 		var m api.MovesRequest
@@ -33,10 +33,10 @@ func (d *Domain) changeRoutes(r *domain.Router) {
 		if err != nil {
 			return nil, err
 		}
-		if err := s.moves.stopMoves(m.Stop); err != nil {
+		if err := s.moves.Stop(m.Stop); err != nil {
 			return nil, err
 		}
-		return s.moves.movesStatus(), nil
+		return s.moves.Status(), nil
 	})
 	r.Post("/v1/rebalance", func(r *http.Request) (any, error) {
 		var request api.RebalanceRequest
@@ -132,7 +132,7 @@ func (d *Domain) rebalance(ctx context.Context, r *api.RebalanceRequest) ([]*api
 	if err != nil {
 		return nil, err
 	}
-	result, err := s.moves.rebalance(ctx, time.Duration(r.Seconds*float64(time.Second)), r.Apply)
+	result, err := s.moves.Rebalance(ctx, time.Duration(r.Seconds*float64(time.Second)), r.Apply)
 	if err != nil {
 		return nil, ofService(s.Config.Name, err)
 	}
@@ -157,7 +157,7 @@ func (d *Domain) changeSlots(c *api.SlotChange) (*api.Plan, error) {
 		return nil, fault.Usage(errors.New("no state and no weight given"), "as in sockeye slot set 2 drain, or sockeye slot set 2 --weight 50")
 	}
 	return d.inGroup(c.Service, c.DryRun, func(s *service, dryRun bool) (string, string, error) {
-		changes, effect, err := s.moves.changeSlot(*c.Slot, to, dryRun)
+		changes, effect, err := s.moves.ChangeSlot(*c.Slot, to, dryRun)
 		if err != nil || len(changes) == 0 {
 			return "", "", err
 		}
@@ -185,8 +185,8 @@ func (d *Domain) moveDevice(m *api.DeviceMove) (*api.Plan, error) {
 	}
 	return d.inGroup(m.Service, m.DryRun, func(s *service, dryRun bool) (string, string, error) {
 		if m.All {
-			return s.moves.removePins(dryRun)
+			return s.moves.RemovePins(dryRun)
 		}
-		return s.moves.movePin(m.Device, slot, until, dryRun)
+		return s.moves.MovePin(m.Device, slot, until, dryRun)
 	})
 }

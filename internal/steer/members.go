@@ -683,7 +683,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			}
 		}
 	}
-	if err := s.moves.shutBefore(seat.Slot); err != nil {
+	if err := s.moves.ShutBefore(seat.Slot); err != nil {
 		return err
 	}
 	// The devices of a slot that is filling would be steered to the standby slot.

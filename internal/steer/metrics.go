@@ -123,7 +123,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
 	counter(descClosed, float64(s.checks.closed))
-	running, waiting := s.moves.count()
+	running, waiting := s.moves.Count()
 	gauge(descMoving, float64(running), "running")
 	gauge(descMoving, float64(waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))

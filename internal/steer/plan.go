@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
 	"sockeye/internal/steer/core"
+	"sockeye/internal/steer/moves"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/stored"
 )
@@ -112,7 +113,7 @@ func (s *service) plan(t *target) []api.Change {
 			}
 		}
 		if len(empty) > 0 {
-			effect += fmt.Sprintf("; the devices of %s stay until a member is registered there", slotNames(empty))
+			effect += fmt.Sprintf("; the devices of %s stay until a member is registered there", moves.SlotNames(empty))
 		}
 		if lost := s.countSeatsFrom(to.Slots); lost > 0 {
 			effect += "; " + format.Count(lost, "member loses its slot", "members lose their slots")
@@ -263,7 +264,7 @@ func paceText(p *config.Pace) string {
 
 // targetEffect describes the devices that get another slot under a target. Devices of slots without a member stay.
 func (s *service) targetEffect(t *target) string {
-	return s.moves.movesEffect(s.moves.settled(), t.mapping.WithPins(t.settings.PinsFor(t.config.Slots, nil)))
+	return s.moves.Effect(s.moves.Settled(), t.mapping.WithPins(t.settings.PinsFor(t.config.Slots, nil)))
 }
 
 func deviceMapSummary(m *placement.DeviceMap) string {
@@ -319,14 +320,14 @@ func (s *service) applyTarget(t *target) error {
 // switchTo switches the service to a target. Pinned maps are reused unless the network namespace or the kind of steering
 // changes.
 func (s *service) switchTo(t *target) error {
-	s.moves.closeGateSockets()
+	s.moves.CloseGateSockets()
 	if s.Config.Netns != t.config.Netns || s.Config.Steering != t.config.Steering {
 		return s.recreate(t)
 	}
 	old := s.Rows
 	s.setTarget(t)
 	s.State.MovesStopped = false
-	s.moves.begin("policy", "policy")
+	s.moves.Begin("policy", "policy")
 	s.assignRows(old)
 	if err := s.removeListeners(old); err != nil {
 		return err

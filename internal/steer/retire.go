@@ -15,7 +15,7 @@ import (
 func (s *service) retire() error {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
-	s.moves.closeGateSockets() // without a program, the kernel would give them connections
+	s.moves.CloseGateSockets() // without a program, the kernel would give them connections
 	errs := []error{s.detachPrograms()}
 	for slot := range s.Seats {
 		s.VacateSlot(slot, "service removed")

@@ -23,6 +23,7 @@ import (
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
+	"sockeye/internal/steer/moves"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/rooms"
 	"sockeye/internal/steer/stored"
@@ -54,7 +55,7 @@ type service struct {
 	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
 	scannedRecently, scanPending bool
 	checks                       checks
-	moves                        *moves
+	moves                        *moves.Moves
 	rooms                        *rooms.Rooms
 	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
 	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
@@ -94,7 +95,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	}
 	s.Actions = s
 	s.rooms = rooms.New(&s.Service)
-	s.moves = newMoves(&s.Service, s.rooms)
+	s.moves = moves.New(&s.Service, s.rooms)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	defer func() {
@@ -165,7 +166,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	if err := s.restore(); err != nil {
 		return nil, err
 	}
-	s.moves.expirePins()
+	s.moves.ExpirePins()
 	if since := s.Path.RefusedSince(); !since.IsZero() {
 		s.Log.Warn("the map of sockets has another layout than the previous version's: members were registered again, and refused until then",
 			"members", len(s.Seats), "refused", time.Since(since).Round(time.Millisecond))
@@ -358,7 +359,7 @@ func (s *service) InstallMapping() error {
 	entries := s.Mapping.Entries()
 	if s.installedEntries != nil && s.installedEntries.Equal(entries) {
 		s.installedEntries = entries
-		return s.Path.SetTable(s.moves.gatedTable(), s.checkMoved)
+		return s.Path.SetTable(s.moves.GatedTable(), s.checkMoved)
 	}
 	if s.pendingDevices.entries == nil || !s.pendingDevices.entries.Equal(entries) {
 		s.pendingDevices.close()
@@ -370,7 +371,7 @@ func (s *service) InstallMapping() error {
 	}
 	defer s.pendingDevices.close()
 	s.installedEntries = nil
-	if err := s.Path.SetMapping(s.moves.gatedTable(), s.pendingDevices.trie, s.checkMoved); err != nil {
+	if err := s.Path.SetMapping(s.moves.GatedTable(), s.pendingDevices.trie, s.checkMoved); err != nil {
 		return err
 	}
 	s.installedEntries = entries
@@ -399,7 +400,7 @@ func (s *service) restore() error {
 		return err
 	}
 	s.Restoring = false
-	if err := s.moves.applySettings(); err != nil {
+	if err := s.moves.ApplySettings(); err != nil {
 		return err
 	}
 	s.rooms.ReleaseWaiting()
@@ -560,7 +561,7 @@ func (s *service) closeLocked() {
 	clear(s.KeeperSockets)
 	s.rooms.CloseTemplateKeeper()
 	s.rooms.Close()
-	s.moves.close()
+	s.moves.Close()
 	if s.keeper != nil {
 		s.keeper.Close()
 	}

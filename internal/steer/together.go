@@ -115,7 +115,7 @@ func (s *service) check(turn int) {
 	}
 	s.checks.timer = nil
 	s.pruneAdopted()
-	s.moves.expirePins()
+	s.moves.ExpirePins()
 	s.rooms.ReleaseLate()
 	missing := s.checkNow()
 	seats := s.SeatIDs()

@@ -116,7 +116,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 		if status.Room, err = s.rooms.Status(slot); err != nil {
 			return nil, err
 		}
-		for _, p := range s.moves.pinsOf(slot) {
+		for _, p := range s.moves.PinsOf(slot) {
 			status.Pins = append(status.Pins, api.PinStatus{Device: p.Name(), Until: p.Until, InForce: s.applies(&p)})
 		}
 		if seat := s.Seats[slot]; seat != nil {
@@ -305,7 +305,7 @@ func (s *service) notes() []string {
 	if s.ignoresSettings {
 		notes = append(notes, "states and weights of the slots are ignored: no slot would be left for any device")
 	}
-	if n := s.moves.countStopped(); n > 0 {
+	if n := s.moves.CountStopped(); n > 0 {
 		notes = append(notes, fmt.Sprintf("moves are stopped, and %s not at the target slot", format.Count(n, "device is", "devices are")))
 	}
 	return notes

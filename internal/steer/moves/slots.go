@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package moves
 
 import (
 	"fmt"
@@ -17,8 +17,8 @@ import (
 	"sockeye/internal/steer/stored"
 )
 
-// changeSlot sets the state or the weight of a slot, or both, and returns the change. With dryRun, nothing is changed.
-func (m *moves) changeSlot(slot int, to stored.Setting, dryRun bool) (changes []string, effect string, err error) {
+// ChangeSlot sets the state or the weight of a slot, or both, and returns the change. With dryRun, nothing is changed.
+func (m *Moves) ChangeSlot(slot int, to stored.Setting, dryRun bool) (changes []string, effect string, err error) {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	from := m.SlotState(slot)
@@ -63,7 +63,7 @@ func (m *moves) changeSlot(slot int, to stored.Setting, dryRun bool) (changes []
 	if err := m.checkNoMoves(of); err != nil && !dryRun && !undo && to.State != stored.Maint && from.State != stored.Maint {
 		return nil, "", err
 	}
-	effect = m.movesEffect(m.settled(), target.WithPins(next.PinsFor(m.Config.Slots, nil)))
+	effect = m.Effect(m.Settled(), target.WithPins(next.PinsFor(m.Config.Slots, nil)))
 	switch {
 	case to.State == stored.Maint && from.State != stored.Maint:
 		effect = m.maintEffect(slot)
@@ -79,7 +79,7 @@ func (m *moves) changeSlot(slot int, to stored.Setting, dryRun bool) (changes []
 }
 
 // replaceState saves a new state, and applies its settings and pins. cause describes the change of a slot or device.
-func (m *moves) replaceState(next stored.State, target *placement.Mapping, cause, of string) error {
+func (m *Moves) replaceState(next stored.State, target *placement.Mapping, cause, of string) error {
 	next.MovesStopped = false
 	before := m.State
 	if err := next.Save(m.StatePath()); err != nil {
@@ -87,8 +87,8 @@ func (m *moves) replaceState(next stored.State, target *placement.Mapping, cause
 	}
 	m.State, m.Target = next, target
 	m.Log.Info("changed by command", "change", cause)
-	m.begin(cause, of)
-	err := m.applySettings()
+	m.Begin(cause, of)
+	err := m.ApplySettings()
 	if err != nil {
 		m.State = before
 		return fault.Join(err, before.Save(m.StatePath()))
@@ -96,8 +96,8 @@ func (m *moves) replaceState(next stored.State, target *placement.Mapping, cause
 	return nil
 }
 
-// applySettings opens and closes slots for maint, and moves devices.
-func (m *moves) applySettings() error {
+// ApplySettings opens and closes slots for maint, and moves devices.
+func (m *Moves) ApplySettings() error {
 	errs := []error{m.rooms.WriteWaits()}
 	for slot, seat := range m.Seats {
 		value, err := m.Path.Slot(slot)
@@ -112,7 +112,7 @@ func (m *moves) applySettings() error {
 }
 
 // maintEffect describes the devices that a slot in maint refuses.
-func (m *moves) maintEffect(slot int) string {
+func (m *Moves) maintEffect(slot int) string {
 	list, err := m.ReadSessions()
 	if err != nil {
 		return ""

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+// Package moves decides which slot each device has: by the settings of the slots and the pins that commands make, and one
+// device after the other when a change moves devices.
+package moves
 
 import (
 	"errors"
@@ -35,8 +37,8 @@ import (
 //
 // The kernel has the mapping in force. A new agent reads the pinned table and continues.
 
-// moves brings the mapping in force to the target.
-type moves struct {
+// Moves brings the mapping in force to the target.
+type Moves struct {
 	*core.Service
 	rooms *rooms.Rooms
 	progress
@@ -44,8 +46,9 @@ type moves struct {
 	pinTimer *time.Timer // timer of the next end of a pin; nil: none is due
 }
 
-func newMoves(s *core.Service, r *rooms.Rooms) *moves {
-	return &moves{
+// New returns the moves of a service, whose packets wait in the rooms.
+func New(s *core.Service, r *rooms.Rooms) *Moves {
+	return &Moves{
 		Service: s, rooms: r, progress: progress{running: make(map[string]*move)},
 		gate: gate{
 			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
@@ -55,14 +58,14 @@ func newMoves(s *core.Service, r *rooms.Rooms) *moves {
 	}
 }
 
-// close stops the timers and closes the gates.
-func (m *moves) close() {
+// Close stops the timers and closes the gates.
+func (m *Moves) Close() {
 	for _, timer := range []*time.Timer{m.timer, m.pinTimer} {
 		if timer != nil {
 			timer.Stop()
 		}
 	}
-	m.closeGateSockets()
+	m.CloseGateSockets()
 }
 
 // progress is the progress of the moves to the target mapping.
@@ -105,8 +108,8 @@ const (
 	quietRate  = 2048
 )
 
-// begin records the change of a slot, a device or the policy that causes the next moves.
-func (p *progress) begin(cause, of string) {
+// Begin records the change of a slot, a device or the policy that causes the next moves.
+func (p *progress) Begin(cause, of string) {
 	p.cause, p.of = cause, of
 	if p.ungated() == 0 {
 		p.started, p.done = time.Now(), 0
@@ -124,23 +127,23 @@ func (p *progress) ungated() int {
 	return n
 }
 
-// count returns the numbers of devices that move, and that wait for their turn.
-func (p *progress) count() (running, waiting int) { return len(p.running), p.waiting }
+// Count returns the numbers of devices that move, and that wait for their turn.
+func (p *progress) Count() (running, waiting int) { return len(p.running), p.waiting }
 
-// countStopped returns the number of devices that stay because the moves are stopped.
-func (p *progress) countStopped() int { return p.stopped }
+// CountStopped returns the number of devices that stay because the moves are stopped.
+func (p *progress) CountStopped() int { return p.stopped }
 
 func (p *progress) active() bool { return len(p.running)+p.waiting > 0 }
 
 // moving reports whether devices move or wait at a gate.
-func (m *moves) moving() bool { return m.active() || len(m.gate.closed) > 0 }
+func (m *Moves) moving() bool { return m.active() || len(m.gate.closed) > 0 }
 
 // maxFlip is the number of devices with sessions that move by one write of the table. To close the connections of more
 // devices takes so long that the last of them would be split for more than 100 ms.
 const maxFlip = 256
 
 // Place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
-func (m *moves) Place() error {
+func (m *Moves) Place() error {
 	const most = bpf.Buckets
 	for range most {
 		if err := m.placeSome(); err != nil || !m.more {
@@ -150,7 +153,7 @@ func (m *moves) Place() error {
 	return nil
 }
 
-func (m *moves) placeSome() error {
+func (m *Moves) placeSome() error {
 	m.more = false
 	if m.Path == nil || m.Restoring {
 		return nil
@@ -172,7 +175,7 @@ func (m *moves) placeSome() error {
 
 // finishPlace saves the pins that are in force now, schedules the next step, and clears the slots that the policy no longer
 // has and that have no devices.
-func (m *moves) finishPlace(pins []int) error {
+func (m *Moves) finishPlace(pins []int) error {
 	m.scheduleMoves()
 	if len(pins) > 0 {
 		for _, i := range pins {
@@ -191,7 +194,7 @@ func (m *moves) finishPlace(pins []int) error {
 }
 
 // nextStep returns the next mapping, and the indexes of the pins that it puts in force.
-func (m *moves) nextStep() (next *placement.Mapping, pins []int) {
+func (m *Moves) nextStep() (next *placement.Mapping, pins []int) {
 	m.waiting, m.stopped, m.blocked = 0, 0, make(map[int]int)
 	if m.Config.SharesSlots || m.Mapping.Table.Nonce != m.Target.Table.Nonce {
 		for i := range m.State.Pins {
@@ -252,7 +255,7 @@ func (m *moves) nextStep() (next *placement.Mapping, pins []int) {
 
 // limitFlip returns the buckets that move by the next write of the table: all, or those without sessions and those of
 // maxFlip devices. In the second case, more is set.
-func (m *moves) limitFlip(buckets []int) []int {
+func (m *Moves) limitFlip(buckets []int) []int {
 	if len(buckets) <= maxFlip || m.Events == nil || m.Config.OnMove != config.CloseMoved {
 		return buckets
 	}
@@ -283,7 +286,7 @@ func (m *moves) limitFlip(buckets []int) []int {
 
 // admit chooses the buckets and pins that move now: those without sessions, and for each target slot as many devices as
 // pace permits.
-func (m *moves) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
+func (m *Moves) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 	list, err := m.ReadSessions()
 	if err != nil {
 		m.Log.Warn("sessions not read, moving without pace", "error", err)
@@ -332,14 +335,14 @@ func (m *moves) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 }
 
 // scheduleMoves schedules the next step while devices move.
-func (m *moves) scheduleMoves() {
+func (m *Moves) scheduleMoves() {
 	if m.moving() && m.timer == nil && m.Events != nil {
 		m.timer = time.AfterFunc(moveInterval, m.continueMoves)
 	}
 }
 
 // continueMoves ends the moves of the devices whose initial dump is over, and begins the next ones.
-func (m *moves) continueMoves() {
+func (m *Moves) continueMoves() {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	m.timer = nil
@@ -360,7 +363,7 @@ func (m *moves) continueMoves() {
 }
 
 // sampleMoves measures the receive rates of the moving devices, and deletes those whose initial dump is over.
-func (m *moves) sampleMoves() {
+func (m *Moves) sampleMoves() {
 	list, err := m.ReadSessions()
 	if err != nil {
 		m.Log.Warn("sessions not read", "error", err)
@@ -382,7 +385,7 @@ func (m *moves) sampleMoves() {
 }
 
 // timeoutOfMoves returns pace.timeout; 0 if the policy has no pace any more.
-func (m *moves) timeoutOfMoves() int64 {
+func (m *Moves) timeoutOfMoves() int64 {
 	if m.Config.Pace == nil {
 		return 0
 	}
@@ -427,7 +430,7 @@ func (m *move) late(now time.Time, timeout time.Duration) bool {
 
 // checkNoMoves returns an error while devices move because of another change. of is the slot or device of the new
 // change.
-func (m *moves) checkNoMoves(of string) error {
+func (m *Moves) checkNoMoves(of string) error {
 	left := m.ungated()
 	if left == 0 || of == m.of {
 		return nil
@@ -437,13 +440,13 @@ func (m *moves) checkNoMoves(of string) error {
 		"sockeye moves --wait waits for the end, sockeye moves --cancel stops them")
 }
 
-// stopMoves stops the moves, or continues them.
-func (m *moves) stopMoves(stop bool) error {
+// Stop stops the moves, or continues them.
+func (m *Moves) Stop(stop bool) error {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	if stop && m.ungated()+len(m.blocked) == 0 {
 		if gates := m.closedGates(); len(gates) > 0 {
-			return fault.Conflict(fmt.Errorf("no devices move; %s admits devices in turn, which cannot be stopped", slotNames(gates)),
+			return fault.Conflict(fmt.Errorf("no devices move; %s admits devices in turn, which cannot be stopped", SlotNames(gates)),
 				"a policy without pace admits them at once")
 		}
 		return fault.Conflict(errors.New("no devices move"), "sockeye moves shows the moves")
@@ -458,8 +461,8 @@ func (m *moves) stopMoves(stop bool) error {
 	return m.Place()
 }
 
-// movesStatus returns the progress of the moves.
-func (m *moves) movesStatus() api.MovesStatus {
+// Status returns the progress of the moves.
+func (m *Moves) Status() api.MovesStatus {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	status := api.MovesStatus{
@@ -496,14 +499,14 @@ func (m *moves) movesStatus() api.MovesStatus {
 	return status
 }
 
-// settled returns the mapping to which the present moves lead.
-func (m *moves) settled() *placement.Mapping {
+// Settled returns the mapping to which the present moves lead.
+func (m *Moves) Settled() *placement.Mapping {
 	return m.Target.WithPins(m.State.PinsFor(m.Config.Slots, nil))
 }
 
-// movesEffect describes how many devices get another slot by a change of the mapping, and what becomes of their
+// Effect describes how many devices get another slot by a change of the mapping, and what becomes of their
 // sessions.
-func (m *moves) movesEffect(from, target *placement.Mapping) string {
+func (m *Moves) Effect(from, target *placement.Mapping) string {
 	// A device is one address, or all addresses of one name in the device map in force.
 	moves, moved := make(map[string]bool), 0
 	note := func(addr netip.Addr) bool {
@@ -536,7 +539,7 @@ func (m *moves) movesEffect(from, target *placement.Mapping) string {
 }
 
 // sessionsEffect describes what becomes of the sessions of devices that move.
-func (m *moves) sessionsEffect(sessions int) string {
+func (m *Moves) sessionsEffect(sessions int) string {
 	if sessions == 0 {
 		return ""
 	}
@@ -557,7 +560,7 @@ func (m *moves) sessionsEffect(sessions int) string {
 }
 
 // countIn returns the number of devices with sessions in some buckets.
-func (m *moves) countIn(buckets []int) (n int) {
+func (m *Moves) countIn(buckets []int) (n int) {
 	list, err := m.ReadSessions()
 	if err != nil {
 		m.Log.Warn("sessions not read", "error", err)
@@ -570,8 +573,8 @@ func (m *moves) countIn(buckets []int) (n int) {
 	return n
 }
 
-// slotNames formats a list of slots.
-func slotNames(slots []int) string {
+// SlotNames formats a list of slots.
+func SlotNames(slots []int) string {
 	if len(slots) == 1 {
 		return fmt.Sprintf("slot %d", slots[0])
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package moves
 
 import (
 	"context"
@@ -28,7 +28,7 @@ type counted struct {
 }
 
 // countDevices reads the counters of all devices by session.Key.
-func (m *moves) countDevices() (map[string]*counted, error) {
+func (m *Moves) countDevices() (map[string]*counted, error) {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	if m.Config.SharesSlots {
@@ -67,9 +67,9 @@ func (m *moves) countDevices() (map[string]*counted, error) {
 	return all, nil
 }
 
-// rebalance measures the load of the devices, and proposes moves that make the load of the slots more even. With apply,
+// Rebalance measures the load of the devices, and proposes moves that make the load of the slots more even. With apply,
 // the devices are pinned to their new slots.
-func (m *moves) rebalance(ctx context.Context, period time.Duration, apply bool) (*api.Rebalance, error) {
+func (m *Moves) Rebalance(ctx context.Context, period time.Duration, apply bool) (*api.Rebalance, error) {
 	before, err := m.countDevices()
 	if err != nil {
 		return nil, err
@@ -137,7 +137,7 @@ func (m *moves) rebalance(ctx context.Context, period time.Duration, apply bool)
 const maxProposed = 256
 
 // loadWeights returns the weights of the slots that may receive devices, for the slots of the policy and of the loads.
-func (m *moves) loadWeights(loads []placement.Load) placement.Weights {
+func (m *Moves) loadWeights(loads []placement.Load) placement.Weights {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	weights := placement.Weights(m.State.Weights(m.Config.Slots))
@@ -170,7 +170,7 @@ func loadShare(l *placement.Load, datagrams, bytes uint64) (share float64) {
 }
 
 // pinAll pins devices to the slots of proposed moves.
-func (m *moves) pinAll(proposed []api.ProposedMove) error {
+func (m *Moves) pinAll(proposed []api.ProposedMove) error {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	if err := m.checkNoMoves("rebalance"); err != nil {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package moves
 
 import (
 	"cmp"
@@ -14,9 +14,9 @@ import (
 	"sockeye/internal/steer/stored"
 )
 
-// movePin pins a device to a slot, or with slot -1 removes its pin, and returns the change. With dryRun, nothing is
+// MovePin pins a device to a slot, or with slot -1 removes its pin, and returns the change. With dryRun, nothing is
 // changed.
-func (m *moves) movePin(text string, slot int, until *time.Time, dryRun bool) (what, effect string, err error) {
+func (m *Moves) MovePin(text string, slot int, until *time.Time, dryRun bool) (what, effect string, err error) {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	if slot >= m.Config.Slots || slot < -1 {
@@ -66,7 +66,7 @@ func (m *moves) movePin(text string, slot int, until *time.Time, dryRun bool) (w
 	if err := m.checkNoMoves(of); err != nil && !dryRun {
 		return "", "", err
 	}
-	effect = m.movesEffect(m.Mapping, m.Mapping.WithPins(next.PinsFor(m.Config.Slots, nil)))
+	effect = m.Effect(m.Mapping, m.Mapping.WithPins(next.PinsFor(m.Config.Slots, nil)))
 	if slot >= 0 && m.Seats[slot] == nil {
 		effect = fmt.Sprintf("waits until slot %d has a member; then %s", slot, effect)
 	}
@@ -76,8 +76,8 @@ func (m *moves) movePin(text string, slot int, until *time.Time, dryRun bool) (w
 	return what, effect, m.replaceState(next, m.Target, what, of)
 }
 
-// removePins removes all pins, and returns the change.
-func (m *moves) removePins(dryRun bool) (what, effect string, err error) {
+// RemovePins removes all pins, and returns the change.
+func (m *Moves) RemovePins(dryRun bool) (what, effect string, err error) {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	if len(m.State.Pins) == 0 {
@@ -90,7 +90,7 @@ func (m *moves) removePins(dryRun bool) (what, effect string, err error) {
 	next := m.State
 	next.Pins = nil
 	what = format.Count(len(m.State.Pins), "pin removed", "pins removed")
-	effect = m.movesEffect(m.Mapping, m.Mapping.WithPins(next.PinsFor(m.Config.Slots, nil)))
+	effect = m.Effect(m.Mapping, m.Mapping.WithPins(next.PinsFor(m.Config.Slots, nil)))
 	if dryRun {
 		return what, effect, nil
 	}
@@ -101,8 +101,8 @@ func equalTimes(a, b *time.Time) bool {
 	return a == nil && b == nil || a != nil && b != nil && a.Equal(*b)
 }
 
-// expirePins removes the pins whose time is over, and schedules the next end.
-func (m *moves) expirePins() {
+// ExpirePins removes the pins whose time is over, and schedules the next end.
+func (m *Moves) ExpirePins() {
 	now := time.Now()
 	var next time.Time
 	kept := slices.DeleteFunc(slices.Clone(m.State.Pins), func(p stored.Pin) bool {
@@ -127,7 +127,7 @@ func (m *moves) expirePins() {
 			m.Mu.Lock()
 			defer m.Mu.Unlock()
 			if m.Events != nil {
-				m.expirePins()
+				m.ExpirePins()
 			}
 		})
 	}
@@ -140,8 +140,8 @@ func (m *moves) expirePins() {
 	}
 }
 
-// pinsOf returns the pins of a slot, sorted by name.
-func (m *moves) pinsOf(slot int) (list []stored.Pin) {
+// PinsOf returns the pins of a slot, sorted by name.
+func (m *Moves) PinsOf(slot int) (list []stored.Pin) {
 	for _, p := range m.State.Pins {
 		if p.Slot == slot {
 			list = append(list, p)

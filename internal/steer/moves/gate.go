@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package moves
 
 import (
 	"errors"
@@ -57,7 +57,7 @@ type gate struct {
 }
 
 // closeGate closes the gate of a slot whose member was just registered.
-func (m *moves) closeGate(slot int) {
+func (m *Moves) closeGate(slot int) {
 	if !m.Gateable() || m.Restoring {
 		return
 	}
@@ -85,21 +85,21 @@ func (m *moves) closeGate(slot int) {
 	}
 }
 
-// shutBefore closes the gate of a slot before the slot is ready, so that no device passes in between.
-func (m *moves) shutBefore(slot int) error {
+// ShutBefore closes the gate of a slot before the slot is ready, so that no device passes in between.
+func (m *Moves) ShutBefore(slot int) error {
 	m.closeGate(slot)
 	if _, closed := m.gate.closed[slot]; !closed || m.Mapping == nil {
 		return nil
 	}
 	if !m.active() {
-		m.begin(fmt.Sprintf("the member of slot %d is new", slot), "")
+		m.Begin(fmt.Sprintf("the member of slot %d is new", slot), "")
 	}
 	m.scheduleMoves()
 	return m.Actions.InstallMapping()
 }
 
-// gatedTable returns the bucket table in force with the flag of the closed gates.
-func (m *moves) gatedTable() *bpf.Table {
+// GatedTable returns the bucket table in force with the flag of the closed gates.
+func (m *Moves) GatedTable() *bpf.Table {
 	table := m.Mapping.Table
 	if len(m.gate.closed) == 0 {
 		return &table
@@ -114,7 +114,7 @@ func (m *moves) gatedTable() *bpf.Table {
 
 // controlGates notes the devices that have passed a gate, lets further SYNs pass, and opens the gates to which no further
 // devices come. It reports whether the table must be installed.
-func (m *moves) controlGates() (changed bool) {
+func (m *Moves) controlGates() (changed bool) {
 	m.gate.waiting = 0
 	if len(m.gate.closed) == 0 {
 		return false
@@ -172,20 +172,20 @@ func (m *moves) controlGates() (changed bool) {
 		}
 	}
 	if len(m.gate.closed) == 0 {
-		m.closeGateSockets()
+		m.CloseGateSockets()
 	}
 	return changed
 }
 
 // openGateSockets opens the socket of the gate for each TCP listener.
-func (m *moves) openGateSockets() error {
+func (m *Moves) openGateSockets() error {
 	for row, l := range m.Listeners {
 		if _, open := m.gate.sockets[row]; open || l.Protocol != config.TCP {
 			continue
 		}
 		fd, err := m.openGateSocket(row)
 		if err != nil {
-			m.closeGateSockets()
+			m.CloseGateSockets()
 			return fmt.Errorf("open the gate socket of %s: %w", l, err)
 		}
 		m.gate.sockets[row] = fd
@@ -196,7 +196,7 @@ func (m *moves) openGateSockets() error {
 // dropAll is a socket filter that drops all packets: return 0.
 var dropAll = []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K}}
 
-func (m *moves) openGateSocket(row int) (fd int, err error) {
+func (m *Moves) openGateSocket(row int) (fd int, err error) {
 	drop := func(fd int) error { return keeper.AttachFilter(fd, dropAll) }
 	if m.UsesLookup() {
 		err = netns.Do(m.SocketNetns(), func() error {
@@ -222,7 +222,7 @@ func (m *moves) openGateSocket(row int) (fd int, err error) {
 	return fd, nil
 }
 
-func (m *moves) closeGateSockets() {
+func (m *Moves) CloseGateSockets() {
 	for row, fd := range m.gate.sockets {
 		unix.Close(fd)
 		delete(m.gate.sockets, row)
@@ -232,7 +232,7 @@ func (m *moves) closeGateSockets() {
 }
 
 // freeMoves returns the number of devices that may begin to move to each slot.
-func (m *moves) freeMoves() map[int]int {
+func (m *Moves) freeMoves() map[int]int {
 	free := make(map[int]int)
 	for slot := range m.Config.Slots {
 		free[slot] = m.Config.Pace.Devices
@@ -244,6 +244,6 @@ func (m *moves) freeMoves() map[int]int {
 }
 
 // closedGates returns the slots with a closed gate.
-func (m *moves) closedGates() []int {
+func (m *Moves) closedGates() []int {
 	return slices.AppendSeq([]int{}, slices.Values(slices.Sorted(maps.Keys(m.gate.closed))))
 }
