@@ -14,70 +14,79 @@ import (
 
 // adoptDevices assigns each split device under on_start whose connections are all with one member to the slot of that
 // member, and reports whether there is one.
-func (s *service) adoptDevices(split []splitDevice) bool {
-	before := slices.Clone(s.State.Adopted)
+func (c *checks) adoptDevices(split []splitDevice) bool {
+	before := slices.Clone(c.State.Adopted)
 	for _, d := range split {
-		if d.partly || len(d.at) != 1 || s.Seats[d.at[0]] == nil ||
-			slices.ContainsFunc(d.Sessions, func(one session.Session) bool { return !s.underOnStart(&one) }) {
+		if d.partly || len(d.at) != 1 || c.Seats[d.at[0]] == nil ||
+			slices.ContainsFunc(d.Sessions, func(one session.Session) bool { return !c.underOnStart(&one) }) {
 			continue
 		}
-		a := stored.AdoptedDevice{ID: s.Seats[d.at[0]].ID(), Device: d.Name, Slot: d.at[0]}
+		a := stored.AdoptedDevice{ID: c.Seats[d.at[0]].ID(), Device: d.Name, Slot: d.at[0]}
 		if d.Name == "" {
 			a.Address = d.Address
 		}
-		s.State.Adopted = append(s.State.Adopted, a)
+		c.State.Adopted = append(c.State.Adopted, a)
 	}
-	count := len(s.State.Adopted) - len(before)
+	count := len(c.State.Adopted) - len(before)
 	if count == 0 {
 		return false
 	}
 	// The state is saved first: after a crash before place, the next agent installs the same mapping.
-	err := s.State.Save(s.StatePath())
+	err := c.State.Save(c.StatePath())
 	if err == nil {
-		s.Mapping = s.Mapping.WithPins(s.PinsInForce())
-		err = s.InstallMapping()
+		c.Mapping = c.Mapping.WithPins(c.PinsInForce())
+		err = c.Actions.InstallMapping()
 	}
 	if err != nil {
-		s.Log.Error("cannot adopt devices", "devices", count, "error", err)
-		s.State.Adopted = before
+		c.Log.Error("cannot adopt devices", "devices", count, "error", err)
+		c.State.Adopted = before
 		return false
 	}
-	s.Log.Warn("devices adopted by the member that has their connections", "devices", count)
+	c.Log.Warn("devices adopted by the member that has their connections", "devices", count)
 	return true
 }
 
 // pruneAdopted returns adopted devices to their own slots after the exit of their member, which has closed all their
 // connections.
-func (s *service) pruneAdopted() {
-	kept := slices.DeleteFunc(slices.Clone(s.State.Adopted), func(a stored.AdoptedDevice) bool {
-		if seat := s.Seats[a.Slot]; seat != nil {
+func (c *checks) pruneAdopted() {
+	kept := slices.DeleteFunc(slices.Clone(c.State.Adopted), func(a stored.AdoptedDevice) bool {
+		if seat := c.Seats[a.Slot]; seat != nil {
 			return seat.ID() != a.ID
 		}
 		return !member.Alive(a.PID, a.StartTime)
 	})
-	if len(kept) == len(s.State.Adopted) {
+	if len(kept) == len(c.State.Adopted) {
 		return
 	}
-	s.Log.Info("devices returned to their own slot", "devices", len(s.State.Adopted)-len(kept))
-	s.State.Adopted = kept
-	if s.Path == nil {
+	c.Log.Info("devices returned to their own slot", "devices", len(c.State.Adopted)-len(kept))
+	c.State.Adopted = kept
+	if c.Path == nil {
 		return
 	}
-	if err := errors.Join(s.moves.Place(), s.State.Save(s.StatePath())); err != nil {
-		s.Log.Error("cannot return devices to their own slot", "error", err)
+	if err := errors.Join(c.moves.Place(), c.State.Save(c.StatePath())); err != nil {
+		c.Log.Error("cannot return devices to their own slot", "error", err)
 	}
 }
 
 // hasAdoptedDevices reports whether devices are adopted for a member.
-func (s *service) hasAdoptedDevices(seat *core.Seat) bool {
-	return slices.ContainsFunc(s.State.Adopted, func(a stored.AdoptedDevice) bool { return a.ID == seat.ID() })
+func (c *checks) hasAdoptedDevices(seat *core.Seat) bool {
+	return slices.ContainsFunc(c.State.Adopted, func(a stored.AdoptedDevice) bool { return a.ID == seat.ID() })
 }
 
 // forgetAdopter releases the adopted devices of a member that has exited.
-func (s *service) forgetAdopter(handle *member.Handle) {
-	if s.adopters[handle] {
-		delete(s.adopters, handle)
+func (c *checks) forgetAdopter(handle *member.Handle) {
+	if c.adopters[handle] {
+		delete(c.adopters, handle)
 		handle.Close()
 	}
-	s.pruneAdopted()
+	c.pruneAdopted()
+}
+
+// releaseHandle closes the handle of a former member, or keeps it open while devices are adopted for the member.
+func (c *checks) releaseHandle(seat *core.Seat) {
+	if c.hasAdoptedDevices(seat) {
+		c.adopters[seat.Handle] = true // a goroutine still waits for the exit
+		return
+	}
+	seat.Handle.Close()
 }

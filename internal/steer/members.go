@@ -595,7 +595,7 @@ func (s *service) checkSeatSockets(seat *core.Seat) error {
 			}
 		}
 		if socket.Protocol == unix.IPPROTO_TCP {
-			if err := s.labelListener(seat.Process, socket.FD()); err != nil {
+			if err := s.LabelListener(seat.Process, socket.FD()); err != nil {
 				return err
 			}
 		}
@@ -678,7 +678,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			return err
 		}
 		if socket.Protocol == unix.IPPROTO_TCP {
-			if err := s.labelListener(seat.Process, socket.FD()); err != nil {
+			if err := s.LabelListener(seat.Process, socket.FD()); err != nil {
 				return err
 			}
 		}
@@ -721,8 +721,8 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	}
 	s.Log.Info("member registered", "slot", seat.Slot, "pid", seat.Process.PID, "source", seat.Source)
 	// A policy that is being applied may hold the lock for 100 ms before the next pass.
-	s.checkMoved()
-	s.CheckSoon()
+	s.checks.checkMoved()
+	s.checks.soon()
 	if err := s.moves.Place(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}
@@ -785,15 +785,11 @@ func (s *service) VacateSlot(slot int, reason string) {
 	delete(s.Seats, slot)
 	s.rooms.ScheduleEnd(slot)
 	s.rooms.StopCopying(seat)
-	if s.hasAdoptedDevices(seat) {
-		s.adopters[seat.Handle] = true // the goroutine of occupySlot still waits for the exit
-	} else {
-		seat.Handle.Close()
-	}
+	s.checks.releaseHandle(seat)
 	s.Log.Info("slot cleared", "slot", slot, "pid", seat.Process.PID, "reason", reason)
 	s.pruneSocketOwners()
-	s.checkMoved()
-	s.CheckSoon()
+	s.checks.checkMoved()
+	s.checks.soon()
 	if err := s.moves.Place(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}

@@ -54,12 +54,11 @@ type service struct {
 	lostEvents     uint64
 	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
 	scannedRecently, scanPending bool
-	checks                       checks
+	checks                       *checks
 	moves                        *moves.Moves
 	rooms                        *rooms.Rooms
 	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
 	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
-	adopters                     map[*member.Handle]bool  // handles of former members that have adopted devices
 
 	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
 
@@ -90,12 +89,13 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		firstSeen:    make(map[member.ID]*member.Process),
 		waiting:      make(map[int]*waitingProcess),
 		socketOwners: make(map[uint64]member.ID), boundBy: make(map[uint64]int), inspected: make(map[int]*inspections),
-		formers: make(map[member.ID]*core.Seat), adopters: make(map[*member.Handle]bool),
+		formers:  make(map[member.ID]*core.Seat),
 		refusals: make(refusals),
 	}
 	s.Actions = s
 	s.rooms = rooms.New(&s.Service)
 	s.moves = moves.New(&s.Service, s.rooms)
+	s.checks = newChecks(&s.Service, s.rooms, s.moves)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	defer func() {
@@ -150,7 +150,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	if s.Mapping, err = s.pinnedMapping(dir); err != nil {
 		return nil, err
 	}
-	s.pruneAdopted()
+	s.checks.pruneAdopted()
 	old, err := bpf.ReadListeners(dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
@@ -302,8 +302,7 @@ func (s *service) openPath() error {
 	c.Ready = func(path *bpf.Steer) error {
 		s.Path, s.installedEntries = path, nil
 		// Connections are closed after the flip.
-		s.checks.running = true
-		defer func() { s.checks.running = false }()
+		defer s.checks.suspend()()
 		return s.InstallMapping()
 	}
 	path, err := bpf.OpenSteer(c)
@@ -359,7 +358,7 @@ func (s *service) InstallMapping() error {
 	entries := s.Mapping.Entries()
 	if s.installedEntries != nil && s.installedEntries.Equal(entries) {
 		s.installedEntries = entries
-		return s.Path.SetTable(s.moves.GatedTable(), s.checkMoved)
+		return s.Path.SetTable(s.moves.GatedTable(), s.checks.checkMoved)
 	}
 	if s.pendingDevices.entries == nil || !s.pendingDevices.entries.Equal(entries) {
 		s.pendingDevices.close()
@@ -371,7 +370,7 @@ func (s *service) InstallMapping() error {
 	}
 	defer s.pendingDevices.close()
 	s.installedEntries = nil
-	if err := s.Path.SetMapping(s.moves.GatedTable(), s.pendingDevices.trie, s.checkMoved); err != nil {
+	if err := s.Path.SetMapping(s.moves.GatedTable(), s.pendingDevices.trie, s.checks.checkMoved); err != nil {
 		return err
 	}
 	s.installedEntries = entries
@@ -517,7 +516,7 @@ func (s *service) occupySlot(seat *core.Seat) {
 		if s.Seats[seat.Slot] == seat {
 			s.VacateSlot(seat.Slot, "process exited")
 		}
-		s.forgetAdopter(handle)
+		s.checks.forgetAdopter(handle)
 		s.forgetFormer(seat)
 	}()
 }
@@ -526,9 +525,7 @@ func (s *service) occupySlot(seat *core.Seat) {
 // holds the lock.
 func (s *service) closeLocked() {
 	s.flushMembers()
-	if s.checks.timer != nil {
-		s.checks.timer.Stop()
-	}
+	s.checks.close()
 	if s.Conn != nil {
 		s.Conn.Close()
 		s.Conn = nil
@@ -545,9 +542,6 @@ func (s *service) closeLocked() {
 	}
 	for _, seat := range s.Seats {
 		seat.Handle.Close()
-	}
-	for handle := range s.adopters {
-		handle.Close()
 	}
 	for _, former := range s.formers {
 		former.Handle.Close()
@@ -581,3 +575,6 @@ func (s *service) IsFilling(slot int) bool { return s.rooms.IsFilling(slot) }
 
 // Place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
 func (s *service) Place() error { return s.moves.Place() }
+
+// CheckSoon schedules a check of the connections.
+func (s *service) CheckSoon() { s.checks.soon() }

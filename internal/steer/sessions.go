@@ -13,11 +13,6 @@ import (
 	"sockeye/internal/steer/session"
 )
 
-// labelListener records a member as the owner of the connections that a listening socket accepts from now on.
-func (s *service) labelListener(p *member.Process, fd int) error {
-	return s.Path.SetOwner(fd, bpf.Owner{PID: p.PID, StartTime: p.StartTime, Steered: true})
-}
-
 // unlabeled are connections whose owner is not known: they were accepted before the member was registered. Their owner
 // is found by a scan of /proc.
 type unlabeled struct {
@@ -28,10 +23,10 @@ type unlabeled struct {
 // findUnlabeled returns the established connections without an owner, except those of processes that have nothing to do
 // with the service. A dead owner is no owner: the kernel has given a connection that waited in the backlog of a closed
 // listener to another one.
-func (s *service) findUnlabeled(list []session.Session) (u unlabeled) {
+func (c *checks) findUnlabeled(list []session.Session) (u unlabeled) {
 	alive, missed := make(map[member.ID]bool), make(map[uint64]int)
 	for _, one := range list {
-		if n, scanned := s.checks.missed[one.Cookie]; scanned {
+		if n, scanned := c.missed[one.Cookie]; scanned {
 			missed[one.Cookie] = n
 		}
 		if one.State != sockdiag.Established || missed[one.Cookie] >= maxScans {
@@ -54,7 +49,7 @@ func (s *service) findUnlabeled(list []session.Session) (u unlabeled) {
 		}
 		u.sessions = append(u.sessions, one)
 	}
-	s.checks.missed = missed // without the connections that are closed
+	c.missed = missed // without the connections that are closed
 	return u
 }
 
@@ -62,21 +57,21 @@ func (s *service) findUnlabeled(list []session.Session) (u unlabeled) {
 // connection is looked for once, so that a check finds quickly whether a device is split: when a member exits, the kernel
 // gives the connections that the member had not accepted to another member (Linux 5.14), and their label remains that of the
 // former one. label finds the others.
-func (s *service) labelMembers(list []session.Session) (found bool) {
+func (c *checks) labelMembers(list []session.Session) (found bool) {
 	wanted := make(map[uint32]*session.Session)
 	for i := range list {
-		if one := &list[i]; !s.checks.sought[one.Cookie] {
+		if one := &list[i]; !c.sought[one.Cookie] {
 			wanted[one.Inode] = one
 		}
 	}
-	s.checks.sought = make(map[uint64]bool)
+	c.sought = make(map[uint64]bool)
 	for _, one := range list {
-		s.checks.sought[one.Cookie] = true
+		c.sought[one.Cookie] = true
 	}
 	if len(wanted) == 0 {
 		return false
 	}
-	ids := s.SeatIDs()
+	ids := c.SeatIDs()
 	owners := sockdiag.ReadSocketsOf(slices.Collect(maps.Keys(ids)), func(inode uint32) bool { return wanted[inode] != nil })
 	handles := make(map[int]*member.Handle)
 	defer func() {
@@ -84,10 +79,10 @@ func (s *service) labelMembers(list []session.Session) (found bool) {
 			h.Close()
 		}
 	}()
-	defer s.Host.Descriptors.Borrow()()
+	defer c.Host.Descriptors.Borrow()()
 	for inode, one := range wanted {
 		for _, p := range owners[inode] {
-			if s.labelConnection(handles, p, one, ids[p.PID]) == nil {
+			if c.labelConnection(handles, p, one, ids[p.PID]) == nil {
 				found = true
 				break
 			}
@@ -99,20 +94,20 @@ func (s *service) labelMembers(list []session.Session) (found bool) {
 // label finds the owners of unlabeled connections by a scan of /proc and records them. The owner is the member among the
 // process and its ancestors, or else the process itself if it or an ancestor listens on a port of the service. The scan
 // takes about 1 s on a host with many processes; the caller does not hold the lock.
-func (s *service) label(list []session.Session, seats map[int]member.ID) {
+func (c *checks) label(list []session.Session, seats map[int]member.ID) {
 	wanted := make(map[uint32]*session.Session)
 	for i := range list {
 		wanted[list[i].Inode] = &list[i]
 	}
-	s.Mu.Lock()
-	listening, err := s.ListeningSockets()
-	s.Mu.Unlock()
+	c.Mu.Lock()
+	listening, err := c.ListeningSockets()
+	c.Mu.Unlock()
 	var owners map[uint32][]sockdiag.Process
 	if err == nil {
 		owners, _, err = sockdiag.ReadProcesses(func(inode uint32) bool { return wanted[inode] != nil || listening[inode] })
 	}
 	if err != nil {
-		s.Log.Warn("connections not checked", "error", err)
+		c.Log.Warn("connections not checked", "error", err)
 		return
 	}
 	listeners := make(map[int]bool)
@@ -122,9 +117,9 @@ func (s *service) label(list []session.Session, seats map[int]member.ID) {
 		}
 	}
 	family := session.ProcessTree{Seats: seats, Listeners: listeners, Parents: make(map[int]int)}
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if s.Events == nil {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	if c.Events == nil {
 		return
 	}
 	handles := make(map[int]*member.Handle)
@@ -133,7 +128,7 @@ func (s *service) label(list []session.Session, seats map[int]member.ID) {
 			h.Close()
 		}
 	}()
-	defer s.Host.Descriptors.Borrow()()
+	defer c.Host.Descriptors.Borrow()()
 	for inode, one := range wanted {
 		found := false
 		for _, p := range owners[inode] {
@@ -142,22 +137,22 @@ func (s *service) label(list []session.Session, seats map[int]member.ID) {
 				continue
 			}
 			found = true
-			if err := s.labelConnection(handles, p, one, id); err == nil {
+			if err := c.labelConnection(handles, p, one, id); err == nil {
 				break
 			}
 		}
 		switch {
 		case found:
 		case len(owners[inode]) > 0:
-			s.checks.missed[one.Cookie] = maxScans
+			c.missed[one.Cookie] = maxScans
 		default:
-			s.checks.missed[one.Cookie]++
+			c.missed[one.Cookie]++
 		}
 	}
 }
 
 // labelConnection records the owner of a connection of a process. handles are the open handles by process id.
-func (s *service) labelConnection(handles map[int]*member.Handle, p sockdiag.Process, one *session.Session, owner member.ID) error {
+func (c *checks) labelConnection(handles map[int]*member.Handle, p sockdiag.Process, one *session.Session, owner member.ID) error {
 	handle := handles[p.PID]
 	if handle == nil {
 		var err error
@@ -175,5 +170,5 @@ func (s *service) labelConnection(handles map[int]*member.Handle, p sockdiag.Pro
 		return fmt.Errorf("descriptor %d of process %d refers to another socket", p.FD, p.PID)
 	}
 	// A connection that the kernel gave to another listening socket was steered, too.
-	return s.Path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime, Steered: one.Owned && one.Owner.Steered})
+	return c.Path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime, Steered: one.Owned && one.Owner.Steered})
 }

@@ -17,6 +17,8 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
+	"sockeye/internal/steer/moves"
+	"sockeye/internal/steer/rooms"
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )
@@ -49,6 +51,10 @@ const (
 
 // checks is the state of the connection checks of one service.
 type checks struct {
+	*core.Service
+	rooms *rooms.Rooms
+	moves *moves.Moves
+
 	timer   *time.Timer // timer of the next pass; nil while a check runs and no change has scheduled another one
 	turn    int         // number of the scheduled check: a check that fired late gives way to a later one
 	running bool        // a pass runs
@@ -61,13 +67,48 @@ type checks struct {
 	placed map[uint64]bool
 	// missed counts the scans that found no owner of a connection. After maxScans, or if the owner has nothing to do with
 	// the service, the connection is ignored.
-	missed  map[uint64]int
-	sought  map[uint64]bool // unlabeled connections that were looked for among the members
-	labeled time.Time       // end of the last scan of /proc
-	split   []splitDevice
-	closed  uint64 // closed connections since the start of the agent
-	err     error  // error of the last SOCK_DESTROY
+	missed   map[uint64]int
+	sought   map[uint64]bool // unlabeled connections that were looked for among the members
+	labeled  time.Time       // end of the last scan of /proc
+	split    []splitDevice
+	closed   uint64                  // closed connections since the start of the agent
+	err      error                   // error of the last SOCK_DESTROY
+	adopters map[*member.Handle]bool // handles of former members that have adopted devices
 }
+
+func newChecks(s *core.Service, r *rooms.Rooms, m *moves.Moves) *checks {
+	return &checks{Service: s, rooms: r, moves: m, adopters: make(map[*member.Handle]bool)}
+}
+
+// close stops the timer and closes the descriptors.
+func (c *checks) close() {
+	if c.timer != nil {
+		c.timer.Stop()
+	}
+	for handle := range c.adopters {
+		handle.Close()
+	}
+}
+
+// suspend lets no check run before resume is called.
+func (c *checks) suspend() (resume func()) {
+	c.running = true
+	return func() { c.running = false }
+}
+
+// splitDevices returns the number of split devices.
+func (c *checks) splitDevices() int { return len(c.split) }
+
+// splitSessions returns the number of misplaced sessions of split devices.
+func (c *checks) splitSessions() (n int) {
+	for _, d := range c.split {
+		n += len(d.Sessions)
+	}
+	return n
+}
+
+// closedSessions returns the number of connections that were closed since the start of the agent.
+func (c *checks) closedSessions() uint64 { return c.closed }
 
 // splitDevice is a device with connections at other processes than the member that serves the device.
 type splitDevice struct {
@@ -77,124 +118,124 @@ type splitDevice struct {
 	partly         bool  // other sessions of the device are at the right member
 }
 
-// CheckSoon schedules the passes of a check after a change.
-func (s *service) CheckSoon() {
-	if s.Events == nil {
+// soon schedules the passes of a check after a change.
+func (c *checks) soon() {
+	if c.Events == nil {
 		return
 	}
-	s.checks.passes = checkPasses
-	s.scheduleCheck()
+	c.passes = checkPasses
+	c.scheduleCheck()
 }
 
-func (s *service) scheduleCheck() {
-	if s.checks.timer != nil {
-		s.checks.timer.Stop()
+func (c *checks) scheduleCheck() {
+	if c.timer != nil {
+		c.timer.Stop()
 	}
 	delay := checkInterval
-	if len(s.checks.passes) > 0 {
-		delay, s.checks.passes = s.checks.passes[0], s.checks.passes[1:]
+	if len(c.passes) > 0 {
+		delay, c.passes = c.passes[0], c.passes[1:]
 	}
-	s.checks.turn++
-	turn := s.checks.turn
-	s.checks.timer = time.AfterFunc(delay, func() { s.check(turn) })
+	c.turn++
+	turn := c.turn
+	c.timer = time.AfterFunc(delay, func() { c.check(turn) })
 }
 
 // scheduleNext schedules the next pass at the end of a check, unless a change has scheduled one in the meantime.
-func (s *service) scheduleNext() {
-	if s.checks.timer == nil {
-		s.scheduleCheck()
+func (c *checks) scheduleNext() {
+	if c.timer == nil {
+		c.scheduleCheck()
 	}
 }
 
 // check runs one pass, finds the owners of unlabeled connections, and schedules the next pass.
-func (s *service) check(turn int) {
-	s.Mu.Lock()
-	if s.Events == nil || turn != s.checks.turn {
-		s.Mu.Unlock()
+func (c *checks) check(turn int) {
+	c.Mu.Lock()
+	if c.Events == nil || turn != c.turn {
+		c.Mu.Unlock()
 		return
 	}
-	s.checks.timer = nil
-	s.pruneAdopted()
-	s.moves.ExpirePins()
-	s.rooms.ReleaseLate()
-	missing := s.checkNow()
-	seats := s.SeatIDs()
-	scan := len(missing.sessions) > 0 && time.Since(s.checks.labeled) >= labelInterval
-	s.Mu.Unlock()
+	c.timer = nil
+	c.pruneAdopted()
+	c.moves.ExpirePins()
+	c.rooms.ReleaseLate()
+	missing := c.checkNow()
+	seats := c.SeatIDs()
+	scan := len(missing.sessions) > 0 && time.Since(c.labeled) >= labelInterval
+	c.Mu.Unlock()
 	if scan {
-		s.label(missing.sessions, seats)
+		c.label(missing.sessions, seats)
 	}
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if s.Events == nil {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	if c.Events == nil {
 		return
 	}
 	if scan {
-		s.checks.labeled = time.Now()
-		missing = s.checkNow()
+		c.labeled = time.Now()
+		missing = c.checkNow()
 	}
-	if (len(missing.sessions) > 0 || missing.waiting) && len(s.checks.passes) == 0 {
-		s.checks.passes = []time.Duration{labelInterval}
+	if (len(missing.sessions) > 0 || missing.waiting) && len(c.passes) == 0 {
+		c.passes = []time.Duration{labelInterval}
 	}
-	s.scheduleNext()
+	c.scheduleNext()
 }
 
 // checkMoved runs a pass right after a change of the mapping, unless the members are not known yet, or the pass itself
 // makes the change.
-func (s *service) checkMoved() {
-	if s.Events != nil && !s.Restoring && !s.checks.running {
-		s.checks.flipping = true
-		s.checkNow()
-		s.checks.flipping = false
+func (c *checks) checkMoved() {
+	if c.Events != nil && !c.Restoring && !c.running {
+		c.flipping = true
+		c.checkNow()
+		c.flipping = false
 	}
 }
 
 // checkNow runs one pass, and returns the connections whose owner is not known.
-func (s *service) checkNow() unlabeled {
-	s.checks.running = true
-	defer func() { s.checks.running = false }()
-	list, err := s.ReadSessions()
+func (c *checks) checkNow() unlabeled {
+	c.running = true
+	defer func() { c.running = false }()
+	list, err := c.ReadSessions()
 	if err != nil {
-		s.Log.Warn("connections not checked", "error", err)
+		c.Log.Warn("connections not checked", "error", err)
 		return unlabeled{}
 	}
-	s.rooms.NoteSessions(list)
-	s.rooms.NoteConnected(list)
-	s.rooms.ReplayMoved()
-	missing := s.findUnlabeled(list)
-	if s.labelMembers(missing.sessions) {
-		if again, err := s.ReadSessions(); err == nil {
+	c.rooms.NoteSessions(list)
+	c.rooms.NoteConnected(list)
+	c.rooms.ReplayMoved()
+	missing := c.findUnlabeled(list)
+	if c.labelMembers(missing.sessions) {
+		if again, err := c.ReadSessions(); err == nil {
 			list = again
-			missing = s.findUnlabeled(list)
+			missing = c.findUnlabeled(list)
 		}
 	}
 	unknown := make(map[uint64]bool)
 	for _, one := range missing.sessions {
 		unknown[one.Cookie] = true
 	}
-	now := s.rooms.ServingConnections()
-	split := s.findSplit(now, list, unknown)
-	if s.Config.OnStart == config.Adopt && !s.checks.flipping && s.adoptDevices(split) {
-		now = s.rooms.ServingConnections()
-		split = s.findSplit(now, list, unknown)
+	now := c.rooms.ServingConnections()
+	split := c.findSplit(now, list, unknown)
+	if c.Config.OnStart == config.Adopt && !c.flipping && c.adoptDevices(split) {
+		now = c.rooms.ServingConnections()
+		split = c.findSplit(now, list, unknown)
 	}
-	doomed := s.doomedSessions(now, list, split, unknown)
-	s.checks.served = now
+	doomed := c.doomedSessions(now, list, split, unknown)
+	c.served = now
 	if len(doomed) > 0 {
-		s.destroy(doomed)
-		split = s.remaining(split, doomed)
+		c.destroy(doomed)
+		split = c.remaining(split, doomed)
 	}
-	if len(split) > 0 && len(split) != len(s.checks.split) {
-		s.Log.Warn("devices are split", "devices", len(split), "first", split[0].String(), "slot", split[0].slot, "at", fmt.Sprint(split[0].at))
+	if len(split) > 0 && len(split) != len(c.split) {
+		c.Log.Warn("devices are split", "devices", len(split), "first", split[0].String(), "slot", split[0].slot, "at", fmt.Sprint(split[0].at))
 	}
-	s.checks.split = split
+	c.split = split
 	return missing
 }
 
 // findSplit returns the split devices with their misplaced sessions, sorted by address.
-func (s *service) findSplit(now *core.Serving, list []session.Session, unknown map[uint64]bool) (split []splitDevice) {
+func (c *checks) findSplit(now *core.Serving, list []session.Session, unknown map[uint64]bool) (split []splitDevice) {
 	slots := make(map[member.ID]int)
-	for slot, seat := range s.Seats {
+	for slot, seat := range c.Seats {
 		slots[seat.ID()] = slot
 	}
 	placed := make(map[uint64]bool)
@@ -208,7 +249,7 @@ func (s *service) findSplit(now *core.Serving, list []session.Session, unknown m
 			case !one.Owned || unknown[one.Cookie] || one.Inode == 0 && !member.Alive(one.Owner.PID, one.Owner.StartTime):
 			case !ok && !divided || ok && one.OwnerID() == now.Members[slot]:
 				wrong.partly = true
-				if !one.Owner.Steered && (ok || s.checks.placed[one.Cookie]) {
+				if !one.Owner.Steered && (ok || c.placed[one.Cookie]) {
 					placed[one.Cookie] = true
 				}
 			default:
@@ -219,7 +260,7 @@ func (s *service) findSplit(now *core.Serving, list []session.Session, unknown m
 				if !slices.Contains(wrong.at, at) {
 					wrong.at = append(wrong.at, at)
 				}
-				if s.checks.placed[one.Cookie] {
+				if c.placed[one.Cookie] {
 					placed[one.Cookie] = true
 				}
 				wrong.Sessions = append(wrong.Sessions, one)
@@ -230,42 +271,42 @@ func (s *service) findSplit(now *core.Serving, list []session.Session, unknown m
 			split = append(split, wrong)
 		}
 	}
-	s.checks.placed = placed
+	c.placed = placed
 	slices.SortFunc(split, func(a, b splitDevice) int { return a.Address.Compare(b.Address) })
 	return split
 }
 
 // underOnStart reports whether on_start governs a misplaced session, and not on_move.
-func (s *service) underOnStart(one *session.Session) bool {
-	return !one.Owner.Steered && !s.checks.placed[one.Cookie]
+func (c *checks) underOnStart(one *session.Session) bool {
+	return !one.Owner.Steered && !c.placed[one.Cookie]
 }
 
 // actsOnStart reports whether on_start closes connections now: devices that can be adopted are adopted by the next pass
 // after a flip.
-func (s *service) actsOnStart() bool {
-	return s.Config.OnStart == config.Reset || s.Config.OnStart == config.Adopt && !s.checks.flipping
+func (c *checks) actsOnStart() bool {
+	return c.Config.OnStart == config.Reset || c.Config.OnStart == config.Adopt && !c.flipping
 }
 
 // doomedSessions returns the sessions that must be closed: misplaced ones by on_start or on_move, handshakes of devices
 // that have moved since the last pass, and the sessions at slots in maint.
-func (s *service) doomedSessions(now *core.Serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
+func (c *checks) doomedSessions(now *core.Serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
 	for i := range split {
 		for _, one := range split[i].Sessions {
-			if s.underOnStart(&one) && s.actsOnStart() || !s.underOnStart(&one) && s.Config.OnMove == config.CloseMoved {
+			if c.underOnStart(&one) && c.actsOnStart() || !c.underOnStart(&one) && c.Config.OnMove == config.CloseMoved {
 				doomed = append(doomed, one)
 			}
 		}
 	}
-	if s.Config.OnMove != config.CloseMoved {
+	if c.Config.OnMove != config.CloseMoved {
 		return doomed
 	}
 	maint := make(map[member.ID]bool)
-	for slot, seat := range s.Seats {
-		if s.SlotState(slot).State == stored.Maint {
+	for slot, seat := range c.Seats {
+		if c.SlotState(slot).State == stored.Maint {
 			maint[seat.ID()] = true
 		}
 	}
-	before := s.checks.served
+	before := c.served
 	for _, one := range list {
 		server, ok := now.Server(one.Address)
 		switch {
@@ -284,8 +325,8 @@ func (s *service) doomedSessions(now *core.Serving, list []session.Session, spli
 }
 
 // destroy closes sessions by SOCK_DESTROY.
-func (s *service) destroy(list []session.Session) {
-	conn, err := s.Diag()
+func (c *checks) destroy(list []session.Session) {
+	conn, err := c.Diag()
 	began, closed := time.Now(), 0
 	devices := make(map[string]bool)
 	for i := range list {
@@ -296,23 +337,23 @@ func (s *service) destroy(list []session.Session) {
 			break
 		}
 		closed++
-		_, name := s.Mapping.Slot(list[i].Address)
+		_, name := c.Mapping.Slot(list[i].Address)
 		devices[session.Key(name, list[i].Address)] = true
 	}
-	s.checks.closed += uint64(closed)
+	c.closed += uint64(closed)
 	if closed > 0 {
-		s.Log.Info("closed connections at a member of another slot", "devices", len(devices), "connections", closed,
+		c.Log.Info("closed connections at a member of another slot", "devices", len(devices), "connections", closed,
 			"first", list[0].Address.String(), "took", time.Since(began).Round(10*time.Microsecond).String())
 	}
-	if err != nil && s.checks.err == nil {
-		s.Log.Error("cannot close connections of split devices", "connections", len(list)-closed, "error", err)
+	if err != nil && c.err == nil {
+		c.Log.Error("cannot close connections of split devices", "connections", len(list)-closed, "error", err)
 	}
-	s.checks.err = err
+	c.err = err
 }
 
 // remaining returns the split devices without the sessions that were closed.
-func (s *service) remaining(split []splitDevice, doomed []session.Session) (list []splitDevice) {
-	if s.checks.err != nil {
+func (c *checks) remaining(split []splitDevice, doomed []session.Session) (list []splitDevice) {
+	if c.err != nil {
 		return split
 	}
 	closed := make(map[uint64]bool)
@@ -329,15 +370,15 @@ func (s *service) remaining(split []splitDevice, doomed []session.Session) (list
 }
 
 // splitProblem returns an error that names the split devices, or nil.
-func (s *service) splitProblem() error {
-	devices := s.checks.split
+func (c *checks) splitProblem() error {
+	devices := c.split
 	if len(devices) == 0 {
 		return nil
 	}
 	var names []string
 	byOnStart := false
 	for i := range devices {
-		byOnStart = byOnStart || slices.ContainsFunc(devices[i].Sessions, func(one session.Session) bool { return s.underOnStart(&one) })
+		byOnStart = byOnStart || slices.ContainsFunc(devices[i].Sessions, func(one session.Session) bool { return c.underOnStart(&one) })
 		if i < maxNamed {
 			names = append(names, devices[i].String())
 		}
@@ -349,15 +390,15 @@ func (s *service) splitProblem() error {
 		format.Count(len(devices), "device has", "devices have"), strings.Join(names, ", "))
 	hint := "sockeye devices marks them; they are closed within seconds"
 	switch {
-	case errors.Is(s.checks.err, unix.EPERM):
-		what += ": " + s.checks.err.Error()
+	case errors.Is(c.err, unix.EPERM):
+		what += ": " + c.err.Error()
 		hint = "the agent needs CAP_NET_ADMIN"
-	case s.checks.err != nil:
-		what += ": " + s.checks.err.Error()
+	case c.err != nil:
+		what += ": " + c.err.Error()
 		hint = "restart these members, so that their devices connect again"
-	case byOnStart && s.Config.OnStart == config.Report:
+	case byOnStart && c.Config.OnStart == config.Report:
 		hint = "set on_start: reset, which closes such connections, or adopt, which leaves the device with that member; or restart the member"
-	case !byOnStart && s.Config.OnMove == config.KeepMoved:
+	case !byOnStart && c.Config.OnMove == config.KeepMoved:
 		hint = "set on_move: reset, which closes such connections; or restart the member"
 	}
 	return fault.WithHint(errors.New(what), hint)

@@ -39,11 +39,11 @@ func TestSplitHint(t *testing.T) {
 		{config.Reset, config.CloseMoved, steered, false, unix.EPERM, "the agent needs CAP_NET_ADMIN"},
 		{config.Reset, config.CloseMoved, steered, false, sockdiag.ErrCannotDestroy, "restart these members, "},
 	} {
-		s := &service{Service: core.Service{Config: config.Service{OnStart: test.onStart, OnMove: test.onMove}}}
+		c := newChecks(&core.Service{Config: config.Service{OnStart: test.onStart, OnMove: test.onMove}}, nil, nil)
 		one := session.Session{Socket: sockdiag.Socket{Cookie: 7}, Owner: test.owner, Owned: true}
-		s.checks.split = []splitDevice{{Device: session.Device{Address: netip.MustParseAddr("192.0.2.1"), Sessions: []session.Session{one}}}}
-		s.checks.placed, s.checks.err = map[uint64]bool{7: test.placed}, test.err
-		if hint := fault.Hint(s.splitProblem()); !strings.HasPrefix(hint, test.hint) {
+		c.split = []splitDevice{{Device: session.Device{Address: netip.MustParseAddr("192.0.2.1"), Sessions: []session.Session{one}}}}
+		c.placed, c.err = map[uint64]bool{7: test.placed}, test.err
+		if hint := fault.Hint(c.splitProblem()); !strings.HasPrefix(hint, test.hint) {
 			t.Errorf("%+v: %q", test, hint)
 		}
 	}

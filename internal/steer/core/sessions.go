@@ -88,3 +88,8 @@ func (v *Serving) Server(addr netip.Addr) (member.ID, bool) {
 	slot, ok := v.Slot(home)
 	return v.Members[slot], ok
 }
+
+// LabelListener records a member as the owner of the connections that a listening socket accepts from now on.
+func (s *Service) LabelListener(p *member.Process, fd int) error {
+	return s.Path.SetOwner(fd, bpf.Owner{PID: p.PID, StartTime: p.StartTime, Steered: true})
+}

@@ -222,6 +222,7 @@ func (m *Moves) openGateSocket(row int) (fd int, err error) {
 	return fd, nil
 }
 
+// CloseGateSockets opens all gates.
 func (m *Moves) CloseGateSockets() {
 	for row, fd := range m.gate.sockets {
 		unix.Close(fd)
