@@ -721,8 +721,8 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	}
 	s.Log.Info("member registered", "slot", seat.Slot, "pid", seat.Process.PID, "source", seat.Source)
 	// A policy that is being applied may hold the lock for 100 ms before the next pass.
-	s.checks.checkMoved()
-	s.checks.soon()
+	s.checks.Moved()
+	s.checks.Soon()
 	if err := s.moves.Place(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}
@@ -785,11 +785,11 @@ func (s *service) VacateSlot(slot int, reason string) {
 	delete(s.Seats, slot)
 	s.rooms.ScheduleEnd(slot)
 	s.rooms.StopCopying(seat)
-	s.checks.releaseHandle(seat)
+	s.checks.ReleaseHandle(seat)
 	s.Log.Info("slot cleared", "slot", slot, "pid", seat.Process.PID, "reason", reason)
 	s.pruneSocketOwners()
-	s.checks.checkMoved()
-	s.checks.soon()
+	s.checks.Moved()
+	s.checks.Soon()
 	if err := s.moves.Place(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}

@@ -122,7 +122,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descHeld, format.Bool(status.PortsSteered))
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
-	counter(descClosed, float64(s.checks.closedSessions()))
+	counter(descClosed, float64(s.checks.ClosedSessions()))
 	running, waiting := s.moves.Count()
 	gauge(descMoving, float64(running), "running")
 	gauge(descMoving, float64(waiting), "waiting")

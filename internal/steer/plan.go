@@ -152,7 +152,7 @@ func (s *service) plan(t *target) []api.Change {
 		add(fmt.Sprintf("pace: %s -> %s", a, b), "")
 	}
 	if from.OnMove != to.OnMove {
-		effect, sessions := "", s.checks.splitSessions()
+		effect, sessions := "", s.checks.SplitSessions()
 		if sessions > 0 && to.OnMove == config.CloseMoved {
 			effect = format.Count(sessions, "session of a split device is closed", "sessions of split devices are closed")
 		}
@@ -358,7 +358,7 @@ func (s *service) switchTo(t *target) error {
 		return err
 	}
 	s.Restoring = false
-	s.checks.soon()
+	s.checks.Soon()
 	if err := errors.Join(s.rooms.WriteWaits(), s.moves.Place(), s.reconcileKeeper()); err != nil {
 		return err
 	}

@@ -27,6 +27,7 @@ import (
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/rooms"
 	"sockeye/internal/steer/stored"
+	"sockeye/internal/steer/together"
 )
 
 // service reconciles one service of the policy with the host: the data path, and the member of each slot.
@@ -54,7 +55,7 @@ type service struct {
 	lostEvents     uint64
 	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
 	scannedRecently, scanPending bool
-	checks                       *checks
+	checks                       *together.Checks
 	moves                        *moves.Moves
 	rooms                        *rooms.Rooms
 	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
@@ -95,7 +96,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	s.Actions = s
 	s.rooms = rooms.New(&s.Service)
 	s.moves = moves.New(&s.Service, s.rooms)
-	s.checks = newChecks(&s.Service, s.rooms, s.moves)
+	s.checks = together.New(&s.Service, s.rooms, s.moves)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	defer func() {
@@ -150,7 +151,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	if s.Mapping, err = s.pinnedMapping(dir); err != nil {
 		return nil, err
 	}
-	s.checks.pruneAdopted()
+	s.checks.PruneAdopted()
 	old, err := bpf.ReadListeners(dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
@@ -302,7 +303,7 @@ func (s *service) openPath() error {
 	c.Ready = func(path *bpf.Steer) error {
 		s.Path, s.installedEntries = path, nil
 		// Connections are closed after the flip.
-		defer s.checks.suspend()()
+		defer s.checks.Suspend()()
 		return s.InstallMapping()
 	}
 	path, err := bpf.OpenSteer(c)
@@ -358,7 +359,7 @@ func (s *service) InstallMapping() error {
 	entries := s.Mapping.Entries()
 	if s.installedEntries != nil && s.installedEntries.Equal(entries) {
 		s.installedEntries = entries
-		return s.Path.SetTable(s.moves.GatedTable(), s.checks.checkMoved)
+		return s.Path.SetTable(s.moves.GatedTable(), s.checks.Moved)
 	}
 	if s.pendingDevices.entries == nil || !s.pendingDevices.entries.Equal(entries) {
 		s.pendingDevices.close()
@@ -370,7 +371,7 @@ func (s *service) InstallMapping() error {
 	}
 	defer s.pendingDevices.close()
 	s.installedEntries = nil
-	if err := s.Path.SetMapping(s.moves.GatedTable(), s.pendingDevices.trie, s.checks.checkMoved); err != nil {
+	if err := s.Path.SetMapping(s.moves.GatedTable(), s.pendingDevices.trie, s.checks.Moved); err != nil {
 		return err
 	}
 	s.installedEntries = entries
@@ -516,7 +517,7 @@ func (s *service) occupySlot(seat *core.Seat) {
 		if s.Seats[seat.Slot] == seat {
 			s.VacateSlot(seat.Slot, "process exited")
 		}
-		s.checks.forgetAdopter(handle)
+		s.checks.ForgetAdopter(handle)
 		s.forgetFormer(seat)
 	}()
 }
@@ -525,7 +526,7 @@ func (s *service) occupySlot(seat *core.Seat) {
 // holds the lock.
 func (s *service) closeLocked() {
 	s.flushMembers()
-	s.checks.close()
+	s.checks.Close()
 	if s.Conn != nil {
 		s.Conn.Close()
 		s.Conn = nil
@@ -577,4 +578,4 @@ func (s *service) IsFilling(slot int) bool { return s.rooms.IsFilling(slot) }
 func (s *service) Place() error { return s.moves.Place() }
 
 // CheckSoon schedules a check of the connections.
-func (s *service) CheckSoon() { s.checks.soon() }
+func (s *service) CheckSoon() { s.checks.Soon() }

@@ -48,8 +48,8 @@ func (s *service) status() api.ServiceStatus {
 		}
 	}
 	status.Notes = s.notes()
-	status.SplitDevices, status.AdoptedDevices = s.checks.splitDevices(), len(s.State.Adopted)
-	split, duplicate := s.checks.splitProblem(), s.duplicateProblem()
+	status.SplitDevices, status.AdoptedDevices = s.checks.SplitDevices(), len(s.State.Adopted)
+	split, duplicate := s.checks.Problem(), s.duplicateProblem()
 	switch {
 	case s.keeperProblem != nil:
 		status.Problem, status.Hint = s.keeperProblem.Error(), fault.Hint(s.keeperProblem)

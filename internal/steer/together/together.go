@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+// Package together keeps all TCP and UDP of a device at one member: it finds the connections at another member than the one
+// that receives the datagrams of the device, and closes them.
+package together
 
 import (
 	"errors"
@@ -49,8 +51,8 @@ const (
 	maxNamed = 3
 )
 
-// checks is the state of the connection checks of one service.
-type checks struct {
+// Checks is the state of the connection checks of one service.
+type Checks struct {
 	*core.Service
 	rooms *rooms.Rooms
 	moves *moves.Moves
@@ -76,12 +78,13 @@ type checks struct {
 	adopters map[*member.Handle]bool // handles of former members that have adopted devices
 }
 
-func newChecks(s *core.Service, r *rooms.Rooms, m *moves.Moves) *checks {
-	return &checks{Service: s, rooms: r, moves: m, adopters: make(map[*member.Handle]bool)}
+// New returns the checks of a service.
+func New(s *core.Service, r *rooms.Rooms, m *moves.Moves) *Checks {
+	return &Checks{Service: s, rooms: r, moves: m, adopters: make(map[*member.Handle]bool)}
 }
 
-// close stops the timer and closes the descriptors.
-func (c *checks) close() {
+// Close stops the timer and closes the descriptors.
+func (c *Checks) Close() {
 	if c.timer != nil {
 		c.timer.Stop()
 	}
@@ -90,25 +93,25 @@ func (c *checks) close() {
 	}
 }
 
-// suspend lets no check run before resume is called.
-func (c *checks) suspend() (resume func()) {
+// Suspend lets no check run before resume is called.
+func (c *Checks) Suspend() (resume func()) {
 	c.running = true
 	return func() { c.running = false }
 }
 
-// splitDevices returns the number of split devices.
-func (c *checks) splitDevices() int { return len(c.split) }
+// SplitDevices returns the number of split devices.
+func (c *Checks) SplitDevices() int { return len(c.split) }
 
-// splitSessions returns the number of misplaced sessions of split devices.
-func (c *checks) splitSessions() (n int) {
+// SplitSessions returns the number of misplaced sessions of split devices.
+func (c *Checks) SplitSessions() (n int) {
 	for _, d := range c.split {
 		n += len(d.Sessions)
 	}
 	return n
 }
 
-// closedSessions returns the number of connections that were closed since the start of the agent.
-func (c *checks) closedSessions() uint64 { return c.closed }
+// ClosedSessions returns the number of connections that were closed since the start of the agent.
+func (c *Checks) ClosedSessions() uint64 { return c.closed }
 
 // splitDevice is a device with connections at other processes than the member that serves the device.
 type splitDevice struct {
@@ -118,8 +121,8 @@ type splitDevice struct {
 	partly         bool  // other sessions of the device are at the right member
 }
 
-// soon schedules the passes of a check after a change.
-func (c *checks) soon() {
+// Soon schedules the passes of a check after a change.
+func (c *Checks) Soon() {
 	if c.Events == nil {
 		return
 	}
@@ -127,7 +130,7 @@ func (c *checks) soon() {
 	c.scheduleCheck()
 }
 
-func (c *checks) scheduleCheck() {
+func (c *Checks) scheduleCheck() {
 	if c.timer != nil {
 		c.timer.Stop()
 	}
@@ -141,21 +144,21 @@ func (c *checks) scheduleCheck() {
 }
 
 // scheduleNext schedules the next pass at the end of a check, unless a change has scheduled one in the meantime.
-func (c *checks) scheduleNext() {
+func (c *Checks) scheduleNext() {
 	if c.timer == nil {
 		c.scheduleCheck()
 	}
 }
 
 // check runs one pass, finds the owners of unlabeled connections, and schedules the next pass.
-func (c *checks) check(turn int) {
+func (c *Checks) check(turn int) {
 	c.Mu.Lock()
 	if c.Events == nil || turn != c.turn {
 		c.Mu.Unlock()
 		return
 	}
 	c.timer = nil
-	c.pruneAdopted()
+	c.PruneAdopted()
 	c.moves.ExpirePins()
 	c.rooms.ReleaseLate()
 	missing := c.checkNow()
@@ -180,9 +183,9 @@ func (c *checks) check(turn int) {
 	c.scheduleNext()
 }
 
-// checkMoved runs a pass right after a change of the mapping, unless the members are not known yet, or the pass itself
+// Moved runs a pass right after a change of the mapping, unless the members are not known yet, or the pass itself
 // makes the change.
-func (c *checks) checkMoved() {
+func (c *Checks) Moved() {
 	if c.Events != nil && !c.Restoring && !c.running {
 		c.flipping = true
 		c.checkNow()
@@ -191,7 +194,7 @@ func (c *checks) checkMoved() {
 }
 
 // checkNow runs one pass, and returns the connections whose owner is not known.
-func (c *checks) checkNow() unlabeled {
+func (c *Checks) checkNow() unlabeled {
 	c.running = true
 	defer func() { c.running = false }()
 	list, err := c.ReadSessions()
@@ -233,7 +236,7 @@ func (c *checks) checkNow() unlabeled {
 }
 
 // findSplit returns the split devices with their misplaced sessions, sorted by address.
-func (c *checks) findSplit(now *core.Serving, list []session.Session, unknown map[uint64]bool) (split []splitDevice) {
+func (c *Checks) findSplit(now *core.Serving, list []session.Session, unknown map[uint64]bool) (split []splitDevice) {
 	slots := make(map[member.ID]int)
 	for slot, seat := range c.Seats {
 		slots[seat.ID()] = slot
@@ -277,19 +280,19 @@ func (c *checks) findSplit(now *core.Serving, list []session.Session, unknown ma
 }
 
 // underOnStart reports whether on_start governs a misplaced session, and not on_move.
-func (c *checks) underOnStart(one *session.Session) bool {
+func (c *Checks) underOnStart(one *session.Session) bool {
 	return !one.Owner.Steered && !c.placed[one.Cookie]
 }
 
 // actsOnStart reports whether on_start closes connections now: devices that can be adopted are adopted by the next pass
 // after a flip.
-func (c *checks) actsOnStart() bool {
+func (c *Checks) actsOnStart() bool {
 	return c.Config.OnStart == config.Reset || c.Config.OnStart == config.Adopt && !c.flipping
 }
 
 // doomedSessions returns the sessions that must be closed: misplaced ones by on_start or on_move, handshakes of devices
 // that have moved since the last pass, and the sessions at slots in maint.
-func (c *checks) doomedSessions(now *core.Serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
+func (c *Checks) doomedSessions(now *core.Serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
 	for i := range split {
 		for _, one := range split[i].Sessions {
 			if c.underOnStart(&one) && c.actsOnStart() || !c.underOnStart(&one) && c.Config.OnMove == config.CloseMoved {
@@ -325,7 +328,7 @@ func (c *checks) doomedSessions(now *core.Serving, list []session.Session, split
 }
 
 // destroy closes sessions by SOCK_DESTROY.
-func (c *checks) destroy(list []session.Session) {
+func (c *Checks) destroy(list []session.Session) {
 	conn, err := c.Diag()
 	began, closed := time.Now(), 0
 	devices := make(map[string]bool)
@@ -352,7 +355,7 @@ func (c *checks) destroy(list []session.Session) {
 }
 
 // remaining returns the split devices without the sessions that were closed.
-func (c *checks) remaining(split []splitDevice, doomed []session.Session) (list []splitDevice) {
+func (c *Checks) remaining(split []splitDevice, doomed []session.Session) (list []splitDevice) {
 	if c.err != nil {
 		return split
 	}
@@ -369,8 +372,8 @@ func (c *checks) remaining(split []splitDevice, doomed []session.Session) (list 
 	return list
 }
 
-// splitProblem returns an error that names the split devices, or nil.
-func (c *checks) splitProblem() error {
+// Problem returns an error that names the split devices, or nil.
+func (c *Checks) Problem() error {
 	devices := c.split
 	if len(devices) == 0 {
 		return nil

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package together
 
 import (
 	"errors"
@@ -14,7 +14,7 @@ import (
 
 // adoptDevices assigns each split device under on_start whose connections are all with one member to the slot of that
 // member, and reports whether there is one.
-func (c *checks) adoptDevices(split []splitDevice) bool {
+func (c *Checks) adoptDevices(split []splitDevice) bool {
 	before := slices.Clone(c.State.Adopted)
 	for _, d := range split {
 		if d.partly || len(d.at) != 1 || c.Seats[d.at[0]] == nil ||
@@ -46,9 +46,9 @@ func (c *checks) adoptDevices(split []splitDevice) bool {
 	return true
 }
 
-// pruneAdopted returns adopted devices to their own slots after the exit of their member, which has closed all their
+// PruneAdopted returns adopted devices to their own slots after the exit of their member, which has closed all their
 // connections.
-func (c *checks) pruneAdopted() {
+func (c *Checks) PruneAdopted() {
 	kept := slices.DeleteFunc(slices.Clone(c.State.Adopted), func(a stored.AdoptedDevice) bool {
 		if seat := c.Seats[a.Slot]; seat != nil {
 			return seat.ID() != a.ID
@@ -69,21 +69,21 @@ func (c *checks) pruneAdopted() {
 }
 
 // hasAdoptedDevices reports whether devices are adopted for a member.
-func (c *checks) hasAdoptedDevices(seat *core.Seat) bool {
+func (c *Checks) hasAdoptedDevices(seat *core.Seat) bool {
 	return slices.ContainsFunc(c.State.Adopted, func(a stored.AdoptedDevice) bool { return a.ID == seat.ID() })
 }
 
-// forgetAdopter releases the adopted devices of a member that has exited.
-func (c *checks) forgetAdopter(handle *member.Handle) {
+// ForgetAdopter releases the adopted devices of a member that has exited.
+func (c *Checks) ForgetAdopter(handle *member.Handle) {
 	if c.adopters[handle] {
 		delete(c.adopters, handle)
 		handle.Close()
 	}
-	c.pruneAdopted()
+	c.PruneAdopted()
 }
 
-// releaseHandle closes the handle of a former member, or keeps it open while devices are adopted for the member.
-func (c *checks) releaseHandle(seat *core.Seat) {
+// ReleaseHandle closes the handle of a former member, or keeps it open while devices are adopted for the member.
+func (c *Checks) ReleaseHandle(seat *core.Seat) {
 	if c.hasAdoptedDevices(seat) {
 		c.adopters[seat.Handle] = true // a goroutine still waits for the exit
 		return

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package together
 
 import (
 	"net/netip"
@@ -39,11 +39,11 @@ func TestSplitHint(t *testing.T) {
 		{config.Reset, config.CloseMoved, steered, false, unix.EPERM, "the agent needs CAP_NET_ADMIN"},
 		{config.Reset, config.CloseMoved, steered, false, sockdiag.ErrCannotDestroy, "restart these members, "},
 	} {
-		c := newChecks(&core.Service{Config: config.Service{OnStart: test.onStart, OnMove: test.onMove}}, nil, nil)
+		c := New(&core.Service{Config: config.Service{OnStart: test.onStart, OnMove: test.onMove}}, nil, nil)
 		one := session.Session{Socket: sockdiag.Socket{Cookie: 7}, Owner: test.owner, Owned: true}
 		c.split = []splitDevice{{Device: session.Device{Address: netip.MustParseAddr("192.0.2.1"), Sessions: []session.Session{one}}}}
 		c.placed, c.err = map[uint64]bool{7: test.placed}, test.err
-		if hint := fault.Hint(c.splitProblem()); !strings.HasPrefix(hint, test.hint) {
+		if hint := fault.Hint(c.Problem()); !strings.HasPrefix(hint, test.hint) {
 			t.Errorf("%+v: %q", test, hint)
 		}
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package together
 
 import (
 	"fmt"
@@ -23,7 +23,7 @@ type unlabeled struct {
 // findUnlabeled returns the established connections without an owner, except those of processes that have nothing to do
 // with the service. A dead owner is no owner: the kernel has given a connection that waited in the backlog of a closed
 // listener to another one.
-func (c *checks) findUnlabeled(list []session.Session) (u unlabeled) {
+func (c *Checks) findUnlabeled(list []session.Session) (u unlabeled) {
 	alive, missed := make(map[member.ID]bool), make(map[uint64]int)
 	for _, one := range list {
 		if n, scanned := c.missed[one.Cookie]; scanned {
@@ -57,7 +57,7 @@ func (c *checks) findUnlabeled(list []session.Session) (u unlabeled) {
 // connection is looked for once, so that a check finds quickly whether a device is split: when a member exits, the kernel
 // gives the connections that the member had not accepted to another member (Linux 5.14), and their label remains that of the
 // former one. label finds the others.
-func (c *checks) labelMembers(list []session.Session) (found bool) {
+func (c *Checks) labelMembers(list []session.Session) (found bool) {
 	wanted := make(map[uint32]*session.Session)
 	for i := range list {
 		if one := &list[i]; !c.sought[one.Cookie] {
@@ -94,7 +94,7 @@ func (c *checks) labelMembers(list []session.Session) (found bool) {
 // label finds the owners of unlabeled connections by a scan of /proc and records them. The owner is the member among the
 // process and its ancestors, or else the process itself if it or an ancestor listens on a port of the service. The scan
 // takes about 1 s on a host with many processes; the caller does not hold the lock.
-func (c *checks) label(list []session.Session, seats map[int]member.ID) {
+func (c *Checks) label(list []session.Session, seats map[int]member.ID) {
 	wanted := make(map[uint32]*session.Session)
 	for i := range list {
 		wanted[list[i].Inode] = &list[i]
@@ -152,7 +152,7 @@ func (c *checks) label(list []session.Session, seats map[int]member.ID) {
 }
 
 // labelConnection records the owner of a connection of a process. handles are the open handles by process id.
-func (c *checks) labelConnection(handles map[int]*member.Handle, p sockdiag.Process, one *session.Session, owner member.ID) error {
+func (c *Checks) labelConnection(handles map[int]*member.Handle, p sockdiag.Process, one *session.Session, owner member.ID) error {
 	handle := handles[p.PID]
 	if handle == nil {
 		var err error
