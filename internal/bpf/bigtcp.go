@@ -11,6 +11,8 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf/load"
 )
 
 // Points and families of BigTCP (bpf/include/bigtcp.h).
@@ -102,7 +104,7 @@ func OpenBigTCP(c BigTCPConfig) (*BigTCP, error) {
 	if c.Flows > 0 {
 		spec.Maps["flows"].MaxEntries = uint32(c.Flows)
 	}
-	count, err := loadCollection(spec, nil)
+	count, err := load.Collection(spec, nil)
 	if err != nil {
 		return nil, fmt.Errorf("load programs that count packets: %w", err)
 	}
@@ -160,8 +162,8 @@ func (b *BigTCP) AttachDriver() error {
 	if err := spec.Variables["netns"].Set(b.config.Netns); err != nil {
 		return err
 	}
-	driver, err := loadCollection(spec, map[string]*ebpf.Map{"counts": b.count.Maps["counts"]})
-	if lacksHelper(err) {
+	driver, err := load.Collection(spec, map[string]*ebpf.Map{"counts": b.count.Maps["counts"]})
+	if load.LacksHelper(err) {
 		return fmt.Errorf("load program at the driver: %w: lockdown keeps the kernel's memory from programs: %w", ebpf.ErrNotSupported, err)
 	}
 	if err != nil {

@@ -6,10 +6,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/bpf/pin"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+
+	"sockeye/internal/bpf/load"
+	"sockeye/internal/bpf/pin"
 )
 
 // Program returns the program of a row, or with sk_lookup the program of all rows.
@@ -44,10 +45,10 @@ func (s *Steer) PendingPlaces(tb testing.TB) (used int) {
 func (s *Steer) Links() []link.Link { return s.links }
 
 // LoadProgram loads one program of an object.
-var LoadProgram = loadProgram
+var LoadProgram = load.Program
 
 // LacksHelper distinguishes a kernel without a helper from a program that the verifier rejects.
-var LacksHelper = lacksHelper
+var LacksHelper = load.LacksHelper
 
 // LoadSteering returns the programs that select sockets.
 var (

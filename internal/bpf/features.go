@@ -12,11 +12,13 @@ import (
 	"github.com/cilium/ebpf/features"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf/load"
 )
 
 // HaveTimestamps returns an error that wraps ebpf.ErrNotSupported if the kernel has no BPF timestamping (Linux 6.15).
 func HaveTimestamps() error {
-	kernel, err := kernelTypes.Kernel()
+	kernel, err := load.KernelTypes.Kernel()
 	if err != nil {
 		return fmt.Errorf("read types of the kernel: %w", err)
 	}
@@ -39,11 +41,11 @@ func HaveSend() error {
 	if err := probeProgram(ebpf.RawTracepoint, ebpf.AttachNone); err != nil {
 		return fmt.Errorf("load program that reads the kernel: %w", err)
 	}
-	collection, err := loadCollection(spec, nil)
+	collection, err := load.Collection(spec, nil)
 	switch {
 	case errors.Is(err, unix.EPERM):
 		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)
-	case lacksHelper(err):
+	case load.LacksHelper(err):
 		return fmt.Errorf("storage of sockets for fentry: %w before Linux 5.11: %w", ebpf.ErrNotSupported, err)
 	case err != nil:
 		return fmt.Errorf("load program trace_send: %w", err)

@@ -18,6 +18,7 @@ import (
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/netns"
 )
@@ -387,7 +388,7 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (ve
 			delete(spec.Programs, other)
 		}
 	}
-	fresh, err := loadProgram(spec, name, s.replacements())
+	fresh, err := load.Program(spec, name, s.replacements())
 	if err != nil {
 		return noVersion, err
 	}
@@ -401,14 +402,14 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (ve
 		s.programs[row] = fresh
 		return noVersion, nil
 	}
-	if sameProgram(pinned, fresh) {
+	if load.SameProgram(pinned, fresh) {
 		fresh.Close()
 		s.programs[row] = pinned
 		return sameVersion, nil
 	}
 	defer pinned.Close()
 	s.programs[row] = fresh
-	if sameInstructions(pinned, fresh) {
+	if load.SameInstructions(pinned, fresh) {
 		return sameVersion, nil
 	}
 	return otherVersion, nil
@@ -488,9 +489,9 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 			spec.Maps[name].MaxEntries = m.MaxEntries()
 		}
 	}
-	collection, err := loadCollection(spec, used)
+	collection, err := load.Collection(spec, used)
 	if err != nil {
-		return loadError("member hooks", err)
+		return load.Explain("member hooks", err)
 	}
 	defer collection.Close()
 	attach := func(name string, at ebpf.AttachType) (link.Link, error) {

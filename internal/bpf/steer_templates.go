@@ -13,6 +13,8 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/ringbuf"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf/load"
 )
 
 // TemplateSets is a UDP datagram with template sets of IPFIX or NetFlow v9 that a member has received.
@@ -30,7 +32,7 @@ type TemplateReader struct {
 
 // openTemplates loads the socket filter that copies datagrams with template sets.
 func (s *Steer) openTemplates(spec *ebpf.CollectionSpec) error {
-	program, err := loadProgram(spec, "steer_copy_templates", map[string]*ebpf.Map{
+	program, err := load.Program(spec, "steer_copy_templates", map[string]*ebpf.Map{
 		pinTemplateSets: s.templateSets, pinLostTemplates: s.lostTemplates,
 	})
 	if err == nil {
@@ -46,7 +48,7 @@ func LoadTemplateFilter() (filter *ebpf.Program, unload func(), err error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("read program: %w", err)
 	}
-	collection, err := loadCollection(spec, nil)
+	collection, err := load.Collection(spec, nil)
 	if err != nil {
 		return nil, nil, err
 	}

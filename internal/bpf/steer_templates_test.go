@@ -16,6 +16,7 @@ import (
 	"github.com/cilium/ebpf/ringbuf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/steer/templates"
 )
 
@@ -49,7 +50,7 @@ func TestCopyTemplates(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	collection, err := loadCollection(spec, nil)
+	collection, err := load.Collection(spec, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,8 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf/load"
 )
 
 // TraceLive applies the rules to open connections.
@@ -30,7 +32,7 @@ func (t *Trace) Live() (*TraceLive, error) {
 		return nil, err
 	}
 	hook, err := t.load(spec, "trace_live")
-	if lacksHelper(err) {
+	if load.LacksHelper(err) {
 		return nil, fmt.Errorf("trace open connections: %w before Linux 5.15: %w", ebpf.ErrNotSupported, err)
 	}
 	if err != nil {

@@ -10,10 +10,11 @@ import (
 	"os"
 	"path/filepath"
 
-	"sockeye/internal/bpf/pin"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+
+	"sockeye/internal/bpf/load"
+	"sockeye/internal/bpf/pin"
 )
 
 // OpenTrace creates the tracing of a cgroup, or adopts the pins in c.Dir in the layout of this version. Without BPF
@@ -119,7 +120,7 @@ func (t *Trace) load(spec *ebpf.CollectionSpec, program string) (*ebpf.Program, 
 			return nil, err
 		}
 	}
-	return loadProgram(spec, program, t.maps)
+	return load.Program(spec, program, t.maps)
 }
 
 func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {

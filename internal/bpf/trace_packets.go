@@ -17,6 +17,8 @@ import (
 	"github.com/cilium/ebpf/link"
 	"github.com/cilium/ebpf/ringbuf"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf/load"
 )
 
 // Kinds and flags of PacketEvent (bpf/include/packets.h).
@@ -84,7 +86,7 @@ var packetTracepoints = []struct {
 // OpenPackets follows the connection with a SO_COOKIE, through a ring buffer of buffer bytes: a power of two, at
 // least a page. It needs CAP_BPF and CAP_PERFMON.
 //
-// The error is a *BufferError for an invalid buffer, or wraps ebpf.ErrNotSupported if the kernel has no such
+// The error is a *load.BufferError for an invalid buffer, or wraps ebpf.ErrNotSupported if the kernel has no such
 // tracepoints, no BTF, or forbids programs to read its memory.
 func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
 	if cookie == 0 {
@@ -100,7 +102,7 @@ func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
 	if err != nil {
 		return nil, err
 	}
-	events, err := newRing(spec.Maps["events"], buffer)
+	events, err := load.NewRing(spec.Maps["events"], buffer)
 	if err != nil {
 		return nil, err
 	}
@@ -108,8 +110,8 @@ func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
 	if err := spec.Variables["cookie"].Set(cookie); err != nil {
 		return nil, err
 	}
-	p.collection, err = loadCollection(spec, map[string]*ebpf.Map{"events": events})
-	if lacksHelper(err) {
+	p.collection, err = load.Collection(spec, map[string]*ebpf.Map{"events": events})
+	if load.LacksHelper(err) {
 		return nil, fmt.Errorf("load programs for packets: %w: lockdown keeps the kernel's memory from programs: %w", ebpf.ErrNotSupported, err)
 	}
 	if err != nil {

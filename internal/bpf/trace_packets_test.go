@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/testenv"
 )
 
@@ -405,7 +406,7 @@ func TestPacketsCapabilities(t *testing.T) {
 		testenv.WithRights(t, test.caps, func() {
 			p, err := bpf.OpenPackets(cookie, 1<<16)
 			if !test.ok {
-				if !errors.Is(err, unix.EPERM) || errors.Is(err, ebpf.ErrNotSupported) || errors.As(err, new(*bpf.BufferError)) {
+				if !errors.Is(err, unix.EPERM) || errors.Is(err, ebpf.ErrNotSupported) || errors.As(err, new(*load.BufferError)) {
 					t.Errorf("%s: %v, want %v", test.name, err, unix.EPERM)
 				}
 				return
@@ -431,7 +432,7 @@ func TestPacketsRefuses(t *testing.T) {
 	for size, advice := range map[int]string{
 		-1: "take 4096", 0: "take 4096", 1: "take 4096", page / 2: "take 4096", 5000: "take 8192", 1<<20 + page: "take 2097152", 1 << 32: "take 2147483648",
 	} {
-		var e *bpf.BufferError
+		var e *load.BufferError
 		_, err := bpf.OpenPackets(1, size)
 		if !errors.As(err, &e) || e.Size != size || page == 4096 && !strings.Contains(err.Error(), advice) {
 			t.Errorf("buffer of %d bytes: %v", size, err)
@@ -454,7 +455,7 @@ func TestPacketsLockedMemory(t *testing.T) {
 		check(t, p.Close())
 		t.Skip("kernel: maps are not charged to the limit of locked memory")
 	}
-	var e *bpf.BufferError
+	var e *load.BufferError
 	if !errors.As(err, &e) || !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "limit of locked memory is 1048576 bytes") {
 		t.Errorf("%v", err)
 	}

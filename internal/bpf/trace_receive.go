@@ -7,10 +7,11 @@ import (
 	"os"
 	"path/filepath"
 
-	"sockeye/internal/bpf/pin"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+
+	"sockeye/internal/bpf/load"
+	"sockeye/internal/bpf/pin"
 )
 
 // hook is a program and its tracepoint, or its hook of the cgroup.
@@ -86,7 +87,7 @@ func (t *Trace) openReceived(c TraceConfig, segments, datagrams bool) error {
 		hooks = append(hooks, segmentHooks...)
 	}
 	if datagrams {
-		bySocket, err := haveTracepoint("sock_recv_length")
+		bySocket, err := load.HaveTracepoint("sock_recv_length")
 		if err != nil {
 			return err
 		}
@@ -143,9 +144,9 @@ func (t *Trace) openHooks(c TraceConfig, spec *ebpf.CollectionSpec, hooks []hook
 			used[name] = m
 		}
 	}
-	collection, err := loadCollection(spec, used)
+	collection, err := load.Collection(spec, used)
 	if err != nil {
-		return loadError("programs for what is received", err)
+		return load.Explain("programs for what is received", err)
 	}
 	defer collection.Close()
 	for _, h := range hooks {

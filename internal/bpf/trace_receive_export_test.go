@@ -2,7 +2,11 @@
 
 package bpf
 
-import "github.com/cilium/ebpf"
+import (
+	"github.com/cilium/ebpf"
+
+	"sockeye/internal/bpf/load"
+)
 
 // RXPrograms returns the ids of the programs of openRX, by name.
 func (t *Trace) RXPrograms() (map[string]ebpf.ProgramID, error) {
@@ -30,4 +34,4 @@ func (t *Trace) Readers() (n int) {
 }
 
 // HaveTracepoint reports whether the kernel has a tracepoint.
-var HaveTracepoint = haveTracepoint
+var HaveTracepoint = load.HaveTracepoint

@@ -11,6 +11,8 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/ringbuf"
+
+	"sockeye/internal/bpf/load"
 )
 
 // TraceReader reads samples.
@@ -21,10 +23,10 @@ type TraceReader struct {
 }
 
 // Samples makes the program emit a sample for each message that ends, through a ring buffer of a size in bytes: a
-// power of two, at least a page. The error is a *BufferError for an invalid size. There is one reader at a time: a
+// power of two, at least a page. The error is a *load.BufferError for an invalid size. There is one reader at a time: a
 // new one replaces it.
 func (t *Trace) Samples(bytes int) (_ *TraceReader, err error) {
-	m, err := newRing(t.inner["rings"], bytes)
+	m, err := load.NewRing(t.inner["rings"], bytes)
 	if err != nil {
 		return nil, err
 	}

@@ -13,6 +13,8 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf/load"
 )
 
 // Live applies rules to open sockets. It is attached to the cgroup until Close.
@@ -33,7 +35,7 @@ func (t *Tune) Live() (_ *Live, err error) {
 	rand.Read(b[:])
 	l.nonce = binary.LittleEndian.Uint64(b[:])
 	hook, err := t.loadLive("tune_live", l.nonce)
-	if lacksHelper(err) {
+	if load.LacksHelper(err) {
 		return nil, fmt.Errorf("set options of open connections: %w before Linux 5.15: %w", ebpf.ErrNotSupported, err)
 	}
 	if err != nil {
@@ -60,7 +62,7 @@ func (t *Tune) loadLive(name string, nonce uint64) (*ebpf.Program, error) {
 			delete(spec.Programs, other)
 		}
 	}
-	return loadProgram(spec, name, t.maps)
+	return load.Program(spec, name, t.maps)
 }
 
 // Close detaches the hook.

@@ -6,11 +6,12 @@ import (
 	"fmt"
 	"os"
 
-	"sockeye/internal/bpf/pin"
-	"sockeye/internal/clock"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+
+	"sockeye/internal/bpf/load"
+	"sockeye/internal/bpf/pin"
+	"sockeye/internal/clock"
 )
 
 // OpenTune creates the tuning of a cgroup, or adopts the pins in c.Dir in the layout of this version: maps keep their
@@ -73,7 +74,7 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 	if err := spec.Variables["hz"].Set(hz); err != nil {
 		return nil, err
 	}
-	if t.program, err = loadProgram(spec, "tune_sockops", t.maps); err != nil {
+	if t.program, err = load.Program(spec, "tune_sockops", t.maps); err != nil {
 		return nil, err
 	}
 	if c.Ready != nil {

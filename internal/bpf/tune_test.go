@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/testenv"
 )
@@ -188,7 +189,7 @@ func TestRefusedByTheVerifier(t *testing.T) {
 		}
 	}
 	_, err := bpf.LoadProgram(spec(), "over", nil)
-	refused, ok := errors.AsType[*bpf.RefusedError](err)
+	refused, ok := errors.AsType[*load.RefusedError](err)
 	if !ok || !errors.Is(refused.Err.Cause, unix.EACCES) || !strings.Contains(err.Error(), "program over: refused by the kernel's verifier: ") ||
 		strings.HasSuffix(err.Error(), ": ") || strings.Contains(err.Error(), "permission denied") ||
 		strings.Contains(strings.Join(refused.Err.Log, "\n"), "invalid") && !strings.Contains(err.Error(), "invalid") {
@@ -196,7 +197,7 @@ func TestRefusedByTheVerifier(t *testing.T) {
 	}
 	testenv.WithoutRights(t, func() {
 		_, err := bpf.LoadProgram(spec(), "over", nil)
-		if _, ok := errors.AsType[*bpf.RefusedError](err); ok || !errors.Is(err, unix.EPERM) {
+		if _, ok := errors.AsType[*load.RefusedError](err); ok || !errors.Is(err, unix.EPERM) {
 			t.Errorf("without rights: %v", err)
 		}
 	})

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
@@ -46,8 +47,8 @@ func TestCodeAndHint(t *testing.T) {
 		{"EPERM", wrap(unix.EPERM), 4, asRoot},
 		{"EACCES", wrap(unix.EACCES), 4, asRoot},
 		{"permission", wrap(fs.ErrPermission), 4, asRoot},
-		{"verifier", wrap(&bpf.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EACCES, Log: []string{"invalid access to map value"}}}), 3, report},
-		{"verifier, an old kernel", wrap(fmt.Errorf("%w before 5.15: %w", ebpf.ErrNotSupported, &bpf.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EINVAL, Log: []string{"unknown func"}}})), 3, doctor},
+		{"verifier", wrap(&load.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EACCES, Log: []string{"invalid access to map value"}}}), 3, report},
+		{"verifier, an old kernel", wrap(fmt.Errorf("%w before 5.15: %w", ebpf.ErrNotSupported, &load.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EINVAL, Log: []string{"unknown func"}}})), 3, doctor},
 		{"conflict", wrap(fault.Conflict(errors.New("x"), "y")), 5, "y"},
 		{"locked", wrap(bpf.ErrLocked), 5, oneEach},
 		{"pins", wrap(&pin.IncompatibleError{Path: "p", Err: unix.EPERM}), 5, reset},

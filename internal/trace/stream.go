@@ -20,6 +20,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/clock"
 	"sockeye/internal/fault"
 	"sockeye/internal/procsock"
@@ -97,7 +98,7 @@ func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
 
 // ofBuffer converts an error about a ring buffer to an error of the request.
 func ofBuffer(err error) error {
-	var buffer *bpf.BufferError
+	var buffer *load.BufferError
 	if errors.As(err, &buffer) {
 		return fault.Usage(err, "")
 	}

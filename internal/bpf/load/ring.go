@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf
+package load
 
 import (
 	"errors"
@@ -30,7 +30,8 @@ func (e *BufferError) Unwrap() error { return e.Err }
 // maxRing is the maximum size of a ring buffer: the largest power of two in the 32 bits of max_entries.
 const maxRing = 1 << 31
 
-func newRing(spec *ebpf.MapSpec, size int) (*ebpf.Map, error) {
+// NewRing creates a ring buffer of a size in bytes: a power of two, at least a page. The error is a *BufferError.
+func NewRing(spec *ebpf.MapSpec, size int) (*ebpf.Map, error) {
 	page := os.Getpagesize()
 	if size < page || size > maxRing || size&(size-1) != 0 {
 		near := page

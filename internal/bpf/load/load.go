@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf
+// Package load loads BPF programs and maps, and explains why the kernel refuses one.
+package load
 
 import (
 	"bytes"
@@ -47,8 +48,8 @@ func (e *RefusedError) Explain() (hint string, code int) {
 	return "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print", fault.CodeUnsupported
 }
 
-// loadError wraps an error of loading programs.
-func loadError(what string, err error) error {
+// Explain wraps an error of loading programs.
+func Explain(what string, err error) error {
 	// An error without a log is not from the verifier.
 	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
 		return &RefusedError{what, refused}
@@ -56,12 +57,12 @@ func loadError(what string, err error) error {
 	return fmt.Errorf("load %s: %w", what, err)
 }
 
-// kernelTypes caches the kernel's BTF. Decoding it takes longer than loading a program.
-var kernelTypes = btf.NewCache()
+// KernelTypes caches the kernel's BTF. Decoding it takes longer than loading a program.
+var KernelTypes = btf.NewCache()
 
-// loadCollection loads programs and maps. Maps of the given names replace those of the spec.
-func loadCollection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
-	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: kernelTypes})
+// Collection loads programs and maps. Maps of the given names replace those of the spec.
+func Collection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: KernelTypes})
 	if err != nil {
 		return nil, &collectionError{err}
 	}
@@ -78,33 +79,34 @@ func (e *collectionError) Error() string {
 
 func (e *collectionError) Unwrap() error { return e.err }
 
-func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
+// Program loads one program of a collection, with maps that exist by name.
+func Program(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
 	used := make(map[string]*ebpf.Map)
 	for name, m := range maps {
 		if spec.Maps[name] != nil {
 			used[name] = m
 		}
 	}
-	collection, err := loadCollection(spec, used)
+	collection, err := Collection(spec, used)
 	if err != nil {
-		return nil, loadError("program "+name, err)
+		return nil, Explain("program "+name, err)
 	}
 	defer collection.Close()
 	return collection.DetachProgram(name), nil
 }
 
-// sameInstructions reports whether two programs are the same, apart from their maps and constants.
-func sameInstructions(a, b *ebpf.Program) bool {
+// SameInstructions reports whether two programs are the same, apart from their maps and constants.
+func SameInstructions(a, b *ebpf.Program) bool {
 	ia, errA := a.Info()
 	ib, errB := b.Info()
 	return errA == nil && errB == nil && ia.Tag == ib.Tag && ia.Type == ib.Type
 }
 
-// sameProgram reports whether instructions, maps and constants of two programs are equal.
-func sameProgram(a, b *ebpf.Program) bool {
+// SameProgram reports whether instructions, maps and constants of two programs are equal.
+func SameProgram(a, b *ebpf.Program) bool {
 	ia, errA := a.Info()
 	ib, errB := b.Info()
-	if errA != nil || errB != nil || !sameInstructions(a, b) {
+	if errA != nil || errB != nil || !SameInstructions(a, b) {
 		return false
 	}
 	ma, okA := ia.MapIDs()
@@ -139,17 +141,17 @@ func sameConstants(a, b ebpf.MapID) bool {
 	return okA && okB && bytes.Equal(va, vb)
 }
 
-// lacksHelper reports whether the verifier rejected a helper or kfunc.
-func lacksHelper(err error) bool {
+// LacksHelper reports whether the verifier rejected a helper or kfunc.
+func LacksHelper(err error) bool {
 	var refused *ebpf.VerifierError
 	return errors.As(err, &refused) && slices.ContainsFunc(refused.Log, func(line string) bool {
 		return strings.Contains(line, "unknown func") || strings.Contains(line, "cannot use helper")
 	})
 }
 
-// haveTracepoint reports whether the kernel has a tracepoint.
-func haveTracepoint(name string) (bool, error) {
-	kernel, err := kernelTypes.Kernel()
+// HaveTracepoint reports whether the kernel has a tracepoint.
+func HaveTracepoint(name string) (bool, error) {
+	kernel, err := KernelTypes.Kernel()
 	if err != nil {
 		return false, fmt.Errorf("read types of the kernel: %w", err)
 	}
