@@ -15,7 +15,7 @@ PREFIX ?= /usr/local
 CLANG := clang-19
 export BPF2GO_CC := $(CLANG)
 export BPF2GO_STRIP := llvm-strip-19
-export BPF2GO_CFLAGS := -O2 -g -Wall -Werror -mcpu=v3 -I../../bpf/include -isystem /usr/include/$(shell uname -m)-linux-gnu
+export BPF2GO_CFLAGS := -O2 -g -Wall -Werror -mcpu=v3 -I../../bpf/include -I../../../bpf/include -isystem /usr/include/$(shell uname -m)-linux-gnu
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
@@ -35,7 +35,7 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 # What "make check" runs in VMs; "make test-vm" runs all.
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
-CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer/placement ./lab/vm/selftest
+CHECK_VM_TESTS := ./internal/bpf ./internal/bigtcp/programs ./internal/trace/capture ./internal/member ./internal/steer/placement ./lab/vm/selftest
 VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/procsock ./internal/tune ./internal/trace ./internal/trace/packets ./internal/bigtcp/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./room
 VM_E2E_TESTS := TestWaitingRoom$$|TestTakeover|TestTemplates$$|TestDrainedWhileWaiting
 
@@ -131,7 +131,7 @@ bench-flood: ## Flood a service from ten million forged sources (twenty minutes)
 .PHONY: generate
 generate: ## Compile the BPF programs and generate their Go
 	@tools/setup $(BPF_PACKAGES)
-	go generate ./internal/bpf
+	go generate ./internal/...
 
 .PHONY: verify-generated
 verify-generated: ## Prove that what is generated is what is committed, byte by byte

@@ -5,7 +5,7 @@ package api
 import (
 	"time"
 
-	"sockeye/internal/bpf"
+	"sockeye/internal/trace/capture"
 	"sockeye/internal/trace/measure"
 )
 
@@ -86,7 +86,7 @@ type TraceSampleLine struct {
 // first the connection, then the events for packets.Assembler, last the number of lost events.
 type TracePacketLine struct {
 	Connection *TraceConnection `json:"connection,omitempty"`
-	Event      *bpf.PacketEvent `json:"event,omitempty"`
+	Event      *capture.Event   `json:"event,omitempty"`
 	End        *TracePacketsEnd `json:"end,omitempty"`
 }
 

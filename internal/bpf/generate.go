@@ -15,8 +15,5 @@ package bpf
 //go:generate go tool bpf2go -target bpfel -no-global-types -type trace_live_name -type trace_live_request traceLive ../../bpf/trace_live.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types traceSend ../../bpf/trace_send.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types traceChoose ../../bpf/trace_choose.bpf.c
-//go:generate go tool bpf2go -target bpfel -no-global-types -type packets_limit -type packets_kind -type packets_flag -type packets_event -type packets_packet tracePackets ../../bpf/trace_packets.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types -type trace_rx_stats -type trace_waiting_key -type trace_waiting -type trace_rx_stage -type trace_rx_outcome traceRX ../../bpf/trace_rx.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types -type trace_sending traceUDP ../../bpf/trace_udp.bpf.c
-//go:generate go tool bpf2go -target bpfel -no-global-types -type bigtcp_limit -type bigtcp_point -type bigtcp_family -type bigtcp_size -type bigtcp_segment -type bigtcp_counts -type bigtcp_flow_key -type bigtcp_flow bigtcpCount ../../bpf/bigtcp_count.bpf.c
-//go:generate go tool bpf2go -target bpfel -no-global-types bigtcpDriver ../../bpf/bigtcp_driver.bpf.c

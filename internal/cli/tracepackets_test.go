@@ -13,23 +13,23 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bpf"
 	"sockeye/internal/cli/clitest"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/fault"
+	"sockeye/internal/trace/capture"
 	"sockeye/internal/trace/packets"
 )
 
 // event is an event of a packet, in microseconds.
 func event(kind uint8, at uint64, seq, ack, length uint32) api.TracePacketLine {
-	e := &bpf.PacketEvent{}
-	e.Kind, e.Time, e.Flags, e.Ifindex = kind, at*1000, bpf.PacketTCP, 2
+	e := &capture.Event{}
+	e.Kind, e.Time, e.Flags, e.Ifindex = kind, at*1000, capture.TCP, 2
 	e.Skb, e.Seq, e.Ack, e.Length, e.Size, e.Window, e.Tcp = uint64(seq), seq, ack, length, length+40, 65535, 1<<4
 	for i, c := range "eth0" {
 		e.Name[i] = int8(c)
 	}
-	if kind == bpf.PacketQueue || kind == bpf.PacketReceive {
+	if kind == capture.Queue || kind == capture.Receive {
 		e.Bytes = header(seq, ack, length)
 		e.Captured = uint16(len(e.Bytes))
 	}
@@ -62,17 +62,17 @@ func ending(lost uint64, reason string) api.TracePacketLine {
 
 // exchange has two data packets, one of them retransmitted, and their acknowledgements.
 func exchange(rest ...any) []any {
-	again := event(bpf.PacketQueue, 205_000, 2001, 500, 1000)
+	again := event(capture.Queue, 205_000, 2001, 500, 1000)
 	again.Event.Skb = 99
-	driver := event(bpf.PacketDriver, 205_100, 2001, 500, 1000)
+	driver := event(capture.Driver, 205_100, 2001, 500, 1000)
 	driver.Event.Skb = 99
 	return append([]any{
 		connection(),
-		event(bpf.PacketQueue, 1000, 1001, 500, 1000), event(bpf.PacketDriver, 1012, 1001, 500, 1000),
-		event(bpf.PacketQueue, 1020, 2001, 500, 1000), event(bpf.PacketDriver, 1040, 2001, 500, 1000),
-		event(bpf.PacketReceive, 11_000, 500, 2001, 0),
+		event(capture.Queue, 1000, 1001, 500, 1000), event(capture.Driver, 1012, 1001, 500, 1000),
+		event(capture.Queue, 1020, 2001, 500, 1000), event(capture.Driver, 1040, 2001, 500, 1000),
+		event(capture.Receive, 11_000, 500, 2001, 0),
 		again, driver,
-		event(bpf.PacketReceive, 215_000, 500, 3001, 0),
+		event(capture.Receive, 215_000, 500, 3001, 0),
 	}, rest...)
 }
 
@@ -118,9 +118,9 @@ func TestTracePackets(t *testing.T) {
 	// Missing values are reported.
 	first := connection()
 	first.Connection.Missing = []string{"tcp_probe", "inet_sock_set_state"}
-	stray := event(bpf.PacketDriver, 5, 77, 0, 10)
-	far := event(bpf.PacketQueue, 10, 50_077, 0, 10)
-	answer(nil, first, stray, event(bpf.PacketQueue, 6, 77, 0, 10), far, ending(12, "limit"))
+	stray := event(capture.Driver, 5, 77, 0, 10)
+	far := event(capture.Queue, 10, 50_077, 0, 10)
+	answer(nil, first, stray, event(capture.Queue, 6, 77, 0, 10), far, ending(12, "limit"))
 	f.printsGolden("trace-packets-lost", "trace", "packets", "--pid", "812", "--fd", "7", "--limit", "1")
 	answer(nil, connection(), ending(0, "closed"))
 	if r := f.at("trace", "packets", "--pid", "812", "--fd", "7"); r.code != 0 || !strings.HasSuffix(r.out, "\n0 packets sent (0 B in 0 segments), 0 packets received (0 B), in 0 ns\nthe connection has closed\n") {

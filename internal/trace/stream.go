@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/clock"
 	"sockeye/internal/fault"
 	"sockeye/internal/procsock"
+	"sockeye/internal/trace/capture"
 	"sockeye/internal/trace/measure"
 )
 
@@ -361,7 +362,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 		return fmt.Errorf("close duplicate of descriptor: %w", err)
 	}
 	c.Clock = int64(clock.Offset())
-	p, err := bpf.OpenPackets(c.Cookie, buffer)
+	p, err := capture.Open(c.Cookie, buffer)
 	if err != nil {
 		return ofBuffer(err)
 	}
@@ -380,7 +381,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	_ = s.flush()
 	end := api.TracePacketsEnd{Reason: "time"}
 	deadline := time.Now().Add(during)
-	var event bpf.PacketEvent
+	var event capture.Event
 	for n := 0; ; n++ {
 		if n == limit {
 			end.Reason = "limit"
@@ -393,7 +394,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 		if err == nil {
 			err = s.line(api.TracePacketLine{Event: &event})
 		}
-		if err == nil && event.Kind == bpf.PacketState && event.State == tcpClose {
+		if err == nil && event.Kind == capture.State && event.State == tcpClose {
 			end.Reason = "closed"
 			err = p.Stop()
 		}

@@ -12,7 +12,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
-	"sockeye/internal/bpf"
+	"sockeye/internal/bigtcp/programs"
 )
 
 const big = 196608
@@ -55,7 +55,7 @@ func TestCause(t *testing.T) {
 	sends := func(family Family, largest uint32, mean uint64, k *socketHistory) flow {
 		f := flow{sent: true, family: family, socket: k}
 		f.Largest, f.Packets, f.Bytes, f.Mss = largest, 1000, 1000*mean, 1448
-		if mean > uint64(bpf.BigTCPNearly) {
+		if mean > uint64(programs.Nearly) {
 			f.NearlyBytes = f.Bytes
 		}
 		return f

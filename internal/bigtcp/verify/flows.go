@@ -17,12 +17,12 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bpf"
+	"sockeye/internal/bigtcp/programs"
 )
 
 // flow is one direction of a connection.
 type flow struct {
-	bpf.BigTCPFlow
+	programs.Flow
 	source, destination netip.AddrPort
 	sent                bool // otherwise received
 	family              Family
@@ -46,17 +46,17 @@ type socketHistory struct {
 // sampleFlows reads the flows, and the sockets of those with most bytes in small
 // packets.
 func (v *verifier) sampleFlows() error {
-	err := v.counting.Flows(func(k *bpf.BigTCPFlowKey, f *bpf.BigTCPFlow) {
+	err := v.counting.Flows(func(k *programs.FlowKey, f *programs.Flow) {
 		known := v.flows[*k]
 		if known == nil {
 			if len(v.flows) >= maxFlows {
 				return
 			}
-			known = &flow{sent: int(k.Point) == bpf.BigTCPEgress, family: familyNames[k.Family]}
+			known = &flow{sent: int(k.Point) == programs.Egress, family: familyNames[k.Family]}
 			known.source, known.destination = k.Ends()
 			v.flows[*k] = known
 		}
-		known.BigTCPFlow = *f
+		known.Flow = *f
 	})
 	if err != nil {
 		return err

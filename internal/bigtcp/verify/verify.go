@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/netif"
-	"sockeye/internal/bpf"
+	"sockeye/internal/bigtcp/programs"
 	"sockeye/internal/fault"
 )
 
@@ -73,8 +73,8 @@ const (
 )
 
 var (
-	pointNames  = [bpf.BigTCPPoints]Point{bpf.BigTCPIngress: Received, bpf.BigTCPEgress: Sent, bpf.BigTCPDriver: Driver}
-	familyNames = [bpf.BigTCPFamilies]Family{bpf.BigTCPIPv4: TCP4, bpf.BigTCPIPv6: TCP6, bpf.BigTCPOther: Other}
+	pointNames  = [programs.Points]Point{programs.Ingress: Received, programs.Egress: Sent, programs.Driver: Driver}
+	familyNames = [programs.Families]Family{programs.IPv4: TCP4, programs.IPv6: TCP6, programs.Other: Other}
 )
 
 // Count contains the packets of a family at a point.
@@ -127,7 +127,7 @@ func run(ctx context.Context, n *netif.Namespace, name string, during time.Durat
 	if err != nil {
 		return nil, err
 	}
-	v := &verifier{network: n, before: i, flows: make(map[bpf.BigTCPFlowKey]*flow)}
+	v := &verifier{network: n, before: i, flows: make(map[programs.FlowKey]*flow)}
 	defer func() { err = errors.Join(err, v.Close()) }()
 	if err := n.Do(func() error { return v.attach(o) }); err != nil {
 		return nil, err
@@ -149,14 +149,14 @@ type verifier struct {
 	network  *netif.Namespace
 	before   *netif.Interface // at the start
 	result   Report
-	counting *bpf.BigTCP
+	counting *programs.Counter
 	filters  *clsact // nil if attached by TCX
 	method   string
 	noDriver string
 	diag     *diag
 	rttLog   uint           // sysctl tcp_tso_rtt_log
 	refused  tooBigCounters // at the start
-	flows    map[bpf.BigTCPFlowKey]*flow
+	flows    map[programs.FlowKey]*flow
 }
 
 // attach starts counting. It must run in the interface's namespace.
@@ -170,14 +170,14 @@ func (v *verifier) attach(o options) error {
 		return fmt.Errorf("identify network namespace: %w", err)
 	}
 	encapsulation := l.Attrs().EncapType
-	c := bpf.BigTCPConfig{
+	c := programs.Config{
 		Index: v.before.Index, Netns: uint32(stat.Ino),
 		Ethernet: encapsulation == "ether" || encapsulation == "loopback",
 	}
 	for f := range c.Limits {
 		c.Limits[f] = gsoSize(v.before.Sizes, familyNames[f])
 	}
-	if v.counting, err = bpf.OpenBigTCP(c); err != nil {
+	if v.counting, err = programs.Open(c); err != nil {
 		return fmt.Errorf("count packets of %s: %w", v.before.Name, err)
 	}
 	v.rttLog = tsoRTTLog()
@@ -335,9 +335,9 @@ func (v *verifier) current() (*netif.Interface, error) {
 }
 
 // fillCounts adds the counters to the report.
-func (v *verifier) fillCounts(counts *[bpf.BigTCPPoints][bpf.BigTCPFamilies]bpf.BigTCPCounts) {
+func (v *verifier) fillCounts(counts *[programs.Points][programs.Families]programs.Counts) {
 	p := &v.result
-	var tcp, large [bpf.BigTCPPoints]uint64
+	var tcp, large [programs.Points]uint64
 	var over uint64
 	for point := range counts {
 		for family := range counts[point] {
@@ -354,18 +354,18 @@ func (v *verifier) fillCounts(counts *[bpf.BigTCPPoints][bpf.BigTCPFamilies]bpf.
 			over += counts[point][family].OverBytes
 		}
 	}
-	sent := bpf.BigTCPDriver
+	sent := programs.Driver
 	if p.NoDriver != "" {
-		sent = bpf.BigTCPEgress
+		sent = programs.Egress
 		large[sent] -= min(over, large[sent])
 		p.Cut = share(over, tcp[sent])
-	} else if tcp[bpf.BigTCPDriver] > 0 {
+	} else if tcp[programs.Driver] > 0 {
 		// Shares are compared, because a qdisc drops or holds packets, and the tracepoint
 		// was seen to miss some.
-		p.Cut = max(0, share(large[bpf.BigTCPEgress], tcp[bpf.BigTCPEgress])-share(large[bpf.BigTCPDriver], tcp[bpf.BigTCPDriver]))
+		p.Cut = max(0, share(large[programs.Egress], tcp[programs.Egress])-share(large[programs.Driver], tcp[programs.Driver]))
 	}
-	p.TCPBytes = tcp[bpf.BigTCPIngress] + tcp[sent]
-	p.LargeBytes = large[bpf.BigTCPIngress] + large[sent]
+	p.TCPBytes = tcp[programs.Ingress] + tcp[sent]
+	p.LargeBytes = large[programs.Ingress] + large[sent]
 	if p.TCPBytes > 0 {
 		all := share(p.LargeBytes, p.TCPBytes)
 		p.Share = &all
@@ -379,13 +379,13 @@ func share(part, whole uint64) float64 {
 	return float64(part) / float64(whole)
 }
 
-func countOf(point Point, family Family, c *bpf.BigTCPCounts) Count {
+func countOf(point Point, family Family, c *programs.Counts) Count {
 	n := Count{Point: point, Family: family, Largest: c.Largest, Sizes: []Class{}, BySegments: []Class{}}
 	for i, s := range c.Sizes {
 		n.Packets += s.Packets
 		n.Bytes += s.Bytes
 		n.Segments += s.Segments
-		class := classOf(bpf.BigTCPSizes[:], i, s.Packets, s.Bytes)
+		class := classOf(programs.Sizes[:], i, s.Packets, s.Bytes)
 		if class.Above >= netif.Legacy {
 			n.LargeBytes += s.Bytes
 		}
@@ -395,7 +395,7 @@ func countOf(point Point, family Family, c *bpf.BigTCPCounts) Count {
 	}
 	for i, s := range c.Segments {
 		if s.Packets > 0 {
-			n.BySegments = append(n.BySegments, classOf(bpf.BigTCPSegments[:], i, s.Packets, s.Bytes))
+			n.BySegments = append(n.BySegments, classOf(programs.Segments[:], i, s.Packets, s.Bytes))
 		}
 	}
 	return n

@@ -9,7 +9,7 @@ import (
 	"strconv"
 	"time"
 
-	"sockeye/internal/bpf"
+	"sockeye/internal/trace/capture"
 )
 
 // Clock is CLOCK_REALTIME minus CLOCK_MONOTONIC.
@@ -60,7 +60,7 @@ type Assembler struct {
 	resent       []*packet // packets in order that overlap other packets
 	byPointer    map[uint64]*packet
 	lastSent     *packet
-	lastReceived bpf.PacketHeader // last received packet
+	lastReceived capture.Header // last received packet
 	unaSet       bool
 	una          int64 // SND.UNA: first unacknowledged sequence number
 	sentSet      bool
@@ -83,7 +83,7 @@ type packet struct {
 	firstAcked, acked, doneAt, driver int64
 	hops                              []hop
 	pointers                          []uint64
-	last                              bpf.PacketHeader // last event of a driver
+	last                              capture.Header // last event of a driver
 	options                           options
 	gso                               uint16
 	root                              *packet // first packet that sent its first byte, for retransmissions
@@ -145,8 +145,8 @@ func NewAssembler(clock Clock, window int, emit func(*Packet) error) *Assembler 
 }
 
 // Add processes an event. Add the events in the order of occurrence; in another order, packets are less complete.
-func (a *Assembler) Add(e *bpf.PacketEvent) error {
-	h := &e.PacketHeader
+func (a *Assembler) Add(e *capture.Event) error {
+	h := &e.Header
 	a.summary.Events++
 	at := int64(h.Time)
 	if a.summary.From.IsZero() {
@@ -155,17 +155,17 @@ func (a *Assembler) Add(e *bpf.PacketEvent) error {
 	a.now = max(a.now, at)
 	a.summary.To = a.clock.Time(a.now)
 	switch h.Kind {
-	case bpf.PacketQueue:
+	case capture.Queue:
 		a.handleQueue(e)
-	case bpf.PacketDriver:
+	case capture.Driver:
 		a.handleDriver(h)
-	case bpf.PacketRetransmit:
+	case capture.Retransmit:
 		a.handleRetransmit(h)
-	case bpf.PacketReceive:
+	case capture.Receive:
 		a.handleReceive(e)
-	case bpf.PacketState:
+	case capture.State:
 		a.summary.State = stateName(h.State)
-		if h.Flags&bpf.PacketTCP != 0 && a.mine.set {
+		if h.Flags&capture.TCP != 0 && a.mine.set {
 			a.acknowledge(at, nil, a.mine.at(h.Ack), options{}, nil)
 		}
 	}
@@ -178,7 +178,7 @@ func (a *Assembler) Close() (*Summary, error) {
 	return &a.summary, err
 }
 
-func name(h *bpf.PacketHeader) string {
+func name(h *capture.Header) string {
 	b := make([]byte, 0, len(h.Name))
 	for _, c := range h.Name {
 		if c == 0 {
@@ -207,10 +207,10 @@ func stateName(state uint8) string {
 }
 
 // add creates a packet for an event with sequence numbers.
-func (a *Assembler) add(e *bpf.PacketEvent) *packet {
+func (a *Assembler) add(e *capture.Event) *packet {
 	// Read the name now: later hops may be in another network namespace.
 	if e.Ifindex != 0 && e.Name[0] != 0 {
-		a.names[e.Ifindex] = name(&e.PacketHeader)
+		a.names[e.Ifindex] = name(&e.Header)
 	}
 	p := &packet{Packet: Packet{
 		Number:    a.emitted + len(a.order) + 1,
@@ -230,8 +230,8 @@ func (a *Assembler) add(e *bpf.PacketEvent) *packet {
 }
 
 // handleQueue processes the arrival of a packet at a queueing discipline.
-func (a *Assembler) handleQueue(e *bpf.PacketEvent) {
-	h := &e.PacketHeader
+func (a *Assembler) handleQueue(e *capture.Event) {
+	h := &e.Header
 	at := int64(h.Time)
 	if p := a.byPointer[h.Skb]; p != nil && p.continues(h) {
 		hop := p.hop(h)
@@ -240,7 +240,7 @@ func (a *Assembler) handleQueue(e *bpf.PacketEvent) {
 		}
 		return
 	}
-	if h.Flags&bpf.PacketTCP == 0 {
+	if h.Flags&capture.TCP == 0 {
 		a.summary.Unreadable++
 		return
 	}
@@ -301,14 +301,14 @@ func (p *packet) control() (n int64) {
 
 // continues returns whether an event of a queueing discipline is a further hop of the packet that the last driver
 // received: an upper interface passed the packet to a lower one.
-func (p *packet) continues(h *bpf.PacketHeader) bool {
+func (p *packet) continues(h *capture.Header) bool {
 	last := &p.last
 	return last.Time != 0 && last.Skb == h.Skb && last.Device != h.Device && int64(h.Time-last.Time) <= nextHop &&
-		(h.Flags&bpf.PacketTCP == 0 || last.Flags&bpf.PacketTCP == 0 || last.Seq == h.Seq && last.Length == h.Length)
+		(h.Flags&capture.TCP == 0 || last.Flags&capture.TCP == 0 || last.Seq == h.Seq && last.Length == h.Length)
 }
 
 // hop finds or creates the hop at the interface of an event.
-func (p *packet) hop(h *bpf.PacketHeader) *hop {
+func (p *packet) hop(h *capture.Header) *hop {
 	for i := range p.hops {
 		if p.hops[i].device == h.Device {
 			return &p.hops[i]
@@ -394,9 +394,9 @@ func (a *Assembler) inFlight(s span) iter.Seq[*packet] {
 }
 
 // handleDriver processes the event of a packet, or of a part of a packet, at a driver.
-func (a *Assembler) handleDriver(h *bpf.PacketHeader) {
+func (a *Assembler) handleDriver(h *capture.Header) {
 	at := int64(h.Time)
-	known := h.Flags&bpf.PacketTCP != 0
+	known := h.Flags&capture.TCP != 0
 	var s span
 	if known && a.mine.set {
 		start := a.mine.at(h.Seq)
@@ -425,7 +425,7 @@ func (p *packet) contains(s span) bool { return p.span.start <= s.start && s.end
 
 // holder returns the packet that contains a segment: the first packet that waits for the driver, otherwise the last
 // one.
-func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
+func (a *Assembler) holder(h *capture.Header, s span) (found *packet) {
 	waits := false
 	for p := range a.overlapping(s) {
 		if !p.contains(s) {
@@ -442,7 +442,7 @@ func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
 }
 
 // handleRetransmit processes TCP's event that the last packet is a retransmission.
-func (a *Assembler) handleRetransmit(h *bpf.PacketHeader) {
+func (a *Assembler) handleRetransmit(h *capture.Header) {
 	p := a.lastSent
 	if p == nil || p.emitted || int64(h.Time)-p.at > sameCall {
 		return
@@ -470,13 +470,13 @@ func cause(state uint8) Cause {
 }
 
 // handleReceive processes a received packet.
-func (a *Assembler) handleReceive(e *bpf.PacketEvent) {
-	h, last := &e.PacketHeader, &a.lastReceived
-	if h.Flags&bpf.PacketTCP == 0 {
+func (a *Assembler) handleReceive(e *capture.Event) {
+	h, last := &e.Header, &a.lastReceived
+	if h.Flags&capture.TCP == 0 {
 		a.summary.Unreadable++
 		return
 	}
-	early := h.Flags&bpf.PacketEarly != 0
+	early := h.Flags&capture.Early != 0
 	if early && h.Skb == last.Skb && h.Device != last.Device && int64(h.Time-last.Time) <= nextHop &&
 		h.Seq == last.Seq && h.Ack == last.Ack && h.Length == last.Length && h.Tcp == last.Tcp {
 		return // the same packet, seen again on an upper interface

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/bpf"
+	"sockeye/internal/trace/capture"
 )
 
 // script creates events like the kernel. Times are in milliseconds; sequence numbers are relative and start at 1.
@@ -40,10 +40,10 @@ func newScript(t testing.TB) *script {
 	return s
 }
 
-func (s *script) add(ms float64, kind uint8, set func(e *bpf.PacketEvent)) {
+func (s *script) add(ms float64, kind uint8, set func(e *capture.Event)) {
 	s.t.Helper()
-	e := &bpf.PacketEvent{}
-	e.Time, e.Kind, e.Flags = uint64(ms*1e6)+boot, kind, bpf.PacketTCP
+	e := &capture.Event{}
+	e.Time, e.Kind, e.Flags = uint64(ms*1e6)+boot, kind, capture.TCP
 	set(e)
 	e.Captured = uint16(len(e.Bytes))
 	if err := s.a.Add(e); err != nil {
@@ -78,7 +78,7 @@ type device struct {
 
 var eth0, bond0 = device{"eth0", 2}, device{"bond0", 3}
 
-func (d device) set(e *bpf.PacketEvent) {
+func (d device) set(e *capture.Event) {
 	e.Ifindex, e.Device = d.id, d.id
 	for i, c := range []byte(d.name) {
 		e.Name[i] = int8(c)
@@ -92,7 +92,7 @@ type sent struct {
 	flags    Flags
 }
 
-func (s *script) fill(e *bpf.PacketEvent, p sent) {
+func (s *script) fill(e *capture.Event, p sent) {
 	length := uint32(p.end - p.seq)
 	e.Skb, e.Seq, e.Ack, e.Length, e.Tcp = p.skb, s.isn+uint32(p.seq), peerISN+1, length, uint8(p.flags|FlagACK)
 	e.Size, e.Window = length+40, 1000
@@ -105,7 +105,7 @@ func (s *script) queue(ms float64, p sent) { s.t.Helper(); s.queueAt(ms, p, eth0
 
 func (s *script) queueAt(ms float64, p sent, d device) {
 	s.t.Helper()
-	s.add(ms, bpf.PacketQueue, func(e *bpf.PacketEvent) {
+	s.add(ms, capture.Queue, func(e *capture.Event) {
 		s.fill(e, p)
 		d.set(e)
 		var options []byte
@@ -120,7 +120,7 @@ func (s *script) drive(ms float64, p sent) { s.t.Helper(); s.driveAt(ms, p, eth0
 
 func (s *script) driveAt(ms float64, p sent, d device) {
 	s.t.Helper()
-	s.add(ms, bpf.PacketDriver, func(e *bpf.PacketEvent) {
+	s.add(ms, capture.Driver, func(e *capture.Event) {
 		s.fill(e, p)
 		d.set(e)
 	})
@@ -135,7 +135,7 @@ func (s *script) send(ms float64, p sent) {
 
 func (s *script) retransmit(ms float64, p sent, congestion uint8) {
 	s.t.Helper()
-	s.add(ms, bpf.PacketRetransmit, func(e *bpf.PacketEvent) {
+	s.add(ms, capture.Retransmit, func(e *capture.Event) {
 		e.Seq, e.Length, e.Congestion = s.isn+uint32(p.seq), uint32(p.end-p.seq), congestion
 	})
 }
@@ -143,7 +143,7 @@ func (s *script) retransmit(ms float64, p sent, congestion uint8) {
 // ack receives an acknowledgement that echoes a timestamp, with SACK blocks.
 func (s *script) ack(ms float64, ack int64, reply float64, blocks ...Block) {
 	s.t.Helper()
-	s.add(ms, bpf.PacketReceive, func(e *bpf.PacketEvent) {
+	s.add(ms, capture.Receive, func(e *capture.Event) {
 		e.Skb, e.Seq, e.Ack, e.Tcp, e.Size, e.Window = 99, peerISN+1, s.isn+uint32(ack), uint8(FlagACK), 40, s.window
 		var options []byte
 		if s.stamps {
@@ -370,8 +370,8 @@ func TestAssemble(t *testing.T) {
 		{"tunnel that hides the TCP header", func(s *script) {
 			s.queueAt(0, p, bond0)
 			s.driveAt(0.1, p, bond0)
-			for _, kind := range []uint8{bpf.PacketQueue, bpf.PacketDriver} {
-				s.add(0.2, kind, func(e *bpf.PacketEvent) {
+			for _, kind := range []uint8{capture.Queue, capture.Driver} {
+				s.add(0.2, kind, func(e *capture.Event) {
 					s.fill(e, p)
 					eth0.set(e)
 					e.Flags, e.Seq, e.Length = 0, 0, 0
@@ -397,7 +397,7 @@ func TestAssemble(t *testing.T) {
 			map[Fate]int{Acknowledged: 1}},
 		{"acknowledgement known from SND.UNA only", func(s *script) {
 			s.send(0, p)
-			s.add(10, bpf.PacketState, func(e *bpf.PacketEvent) { e.Ack, e.State = s.isn+1001, 5 })
+			s.add(10, capture.State, func(e *capture.Event) { e.Ack, e.State = s.isn+1001, 5 })
 		}, "qdisc 10 µs, driver to ACK 9.99 ms", "", map[Fate]int{Acknowledged: 1}},
 		{"old and duplicate acknowledgements", func(s *script) {
 			s.send(0, p)
@@ -420,8 +420,8 @@ func TestAssemble(t *testing.T) {
 		{"received on two devices", func(s *script) {
 			s.send(0, p)
 			for i, d := range []device{eth0, bond0} {
-				s.add(10+float64(i), bpf.PacketReceive, func(e *bpf.PacketEvent) {
-					e.Skb, e.Seq, e.Ack, e.Tcp, e.Flags = 99, peerISN+1, s.isn+1001, uint8(FlagACK), bpf.PacketTCP|bpf.PacketEarly
+				s.add(10+float64(i), capture.Receive, func(e *capture.Event) {
+					e.Skb, e.Seq, e.Ack, e.Tcp, e.Flags = 99, peerISN+1, s.isn+1001, uint8(FlagACK), capture.TCP|capture.Early
 					d.set(e)
 				})
 			}
@@ -664,7 +664,7 @@ func FuzzAssemble(f *testing.F) {
 		})
 		now := uint64(1)
 		for len(data) >= 10 {
-			e := &bpf.PacketEvent{}
+			e := &capture.Event{}
 			now += uint64(data[8]) << (data[9] % 32)
 			e.Time, e.Kind, e.Skb = now, data[0], uint64(data[1]%8)
 			e.Seq = uint32(data[2]%16)*500 - 4000 + uint32(data[7])<<25
@@ -674,7 +674,7 @@ func FuzzAssemble(f *testing.F) {
 			e.Ifindex, e.Device, e.GsoSize, e.GsoSegments = uint32(data[6]%3), uint32(data[6]%3), uint16(data[4]), uint16(data[4]%4)
 			e.State, e.Congestion = data[3], data[4]
 			data = data[10:]
-			if e.Kind%8 == bpf.PacketReceive || e.Kind%8 == bpf.PacketQueue {
+			if e.Kind%8 == capture.Receive || e.Kind%8 == capture.Queue {
 				n := min(len(data), int(e.Skb)*12)
 				e.Bytes = append(header(e.Seq, e.Ack, e.Tcp), data[:n]...)
 				e.Bytes[32] = first(data, 0x50)

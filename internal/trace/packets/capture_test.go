@@ -9,13 +9,13 @@ import (
 	"io"
 	"time"
 
-	"sockeye/internal/bpf"
 	"sockeye/internal/clock"
+	"sockeye/internal/trace/capture"
 )
 
 // Source is the source of events: a *bpf.Packets.
 type Source interface {
-	Read(deadline time.Time, e *bpf.PacketEvent) error
+	Read(deadline time.Time, e *capture.Event) error
 	Stop() error
 	Lost() (uint64, error)
 	Missing() []string
@@ -46,7 +46,7 @@ func Capture(ctx context.Context, s Source, o Options, emit func(*Packet) error)
 
 	a := NewAssembler(clock, o.Window, emit)
 	stopped := Reason("")
-	var e bpf.PacketEvent
+	var e capture.Event
 	for o.Events == 0 || a.summary.Events < o.Events {
 		err := s.Read(o.Deadline, &e)
 		if errors.Is(err, io.EOF) {
@@ -58,7 +58,7 @@ func Capture(ctx context.Context, s Source, o Options, emit func(*Packet) error)
 		if err := a.Add(&e); err != nil {
 			return nil, err
 		}
-		if e.Kind == bpf.PacketState && e.State == tcpClose {
+		if e.Kind == capture.State && e.State == tcpClose {
 			stopped = StoppedClosed
 			if err := s.Stop(); err != nil {
 				return nil, err

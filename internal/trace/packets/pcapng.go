@@ -8,7 +8,7 @@ import (
 	"io"
 	"strings"
 
-	"sockeye/internal/bpf"
+	"sockeye/internal/trace/capture"
 )
 
 // Blocks, options and values of pcapng (draft-ietf-opsawg-pcapng).
@@ -92,7 +92,7 @@ func (p *Writer) addInterface(name string) error {
 	p.begin(blockInterface)
 	p.block = binary.LittleEndian.AppendUint16(p.block, linkTypeRaw)
 	p.block = binary.LittleEndian.AppendUint16(p.block, 0)
-	p.u32(uint32(bpf.PacketBytes)) // snapshot length
+	p.u32(uint32(capture.Bytes)) // snapshot length
 	if name == "" {
 		name = "unknown"
 	}

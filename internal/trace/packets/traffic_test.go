@@ -24,8 +24,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bpf"
 	"sockeye/internal/testenv"
+	"sockeye/internal/trace/capture"
 	"sockeye/internal/trace/packets"
 	"sockeye/lab"
 )
@@ -112,8 +112,8 @@ func cookieOf(t testing.TB, c *net.TCPConn) (cookie uint64) {
 	return cookie
 }
 
-// capture captures a connection while f runs, until the connection ends.
-func capture(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, *packets.Summary) {
+// captured captures a connection while f runs, until the connection ends.
+func captured(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, *packets.Summary) {
 	t.Helper()
 	p := open(t, c)
 	done := make(chan error, 1)
@@ -130,9 +130,9 @@ func capture(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, *
 	return all, summary
 }
 
-func open(t testing.TB, c *net.TCPConn) *bpf.Packets {
+func open(t testing.TB, c *net.TCPConn) *capture.Capture {
 	t.Helper()
-	p, err := bpf.OpenPackets(cookieOf(t, c), 8<<20)
+	p, err := capture.Open(cookieOf(t, c), 8<<20)
 	if err != nil {
 		t.Fatalf("%+v", err)
 	}
@@ -258,7 +258,7 @@ func TestTruth(t *testing.T) {
 				client, server := w.pair(t, linkB[i].Addr())
 				otherClient, otherServer := w.pair(t, linkB[i].Addr())
 				seen := &truth{source: port(client.LocalAddr()), destination: port(client.RemoteAddr())}
-				all, summary := capture(t, client, func() error {
+				all, summary := captured(t, client, func() error {
 					r.Store(seen)
 					other := make(chan error)
 					go func() { other <- transfer(otherClient, otherServer, size) }()
@@ -415,7 +415,7 @@ func TestOffload(t *testing.T) {
 	w := newWorld(t, lab.LinkOptions{Delay: time.Millisecond, Offload: true})
 	for range attempts {
 		client, server := w.pair(t, linkB[0].Addr())
-		all, summary := capture(t, client, func() error { return transfer(client, server, size) })
+		all, summary := captured(t, client, func() error { return transfer(client, server, size) })
 		largest, repeated := 0, int64(0) // bytes; a busy host sends needless retransmissions
 		for _, p := range all {
 			if p.Sent != nil && p.Sent.Retransmission != nil {
@@ -476,7 +476,7 @@ func TestQdisc(t *testing.T) {
 		return err
 	}))
 	defer udp.Close()
-	all, _ := capture(t, client, func() error {
+	all, _ := captured(t, client, func() error {
 		b := make([]byte, datagram)
 		for range 10 {
 			for range ahead {
@@ -514,7 +514,7 @@ func TestDropped(t *testing.T) {
 	w := newWorld(t, lab.LinkOptions{Delay: 5 * time.Millisecond})
 	w.slowQdisc(t, 1<<20, 1600)
 	client, server := w.pair(t, linkB[0].Addr())
-	all, summary := capture(t, client, func() error { return transfer(client, server, 1<<17) })
+	all, summary := captured(t, client, func() error { return transfer(client, server, 1<<17) })
 	for _, p := range all {
 		if p.Sent == nil || p.Sent.Fate != packets.Dropped {
 			continue
@@ -565,7 +565,7 @@ func TestHops(t *testing.T) {
 			}
 			client, server := w.pair(t, linkB[0].Addr())
 			const size = 300_000
-			all, summary := capture(t, client, func() error { return transfer(client, server, size) })
+			all, summary := captured(t, client, func() error { return transfer(client, server, size) })
 			incomplete := 0
 			for _, p := range all {
 				if p.Sent == nil {

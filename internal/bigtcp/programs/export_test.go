@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf
+package programs
 
 import "github.com/cilium/ebpf"
 
 // Driver returns the program of AttachDriver.
-func (b *BigTCP) Driver() *ebpf.Program { return b.driver.Programs["bigtcp_driver"] }
+func (b *Counter) Driver() *ebpf.Program { return b.driver.Programs["bigtcp_driver"] }

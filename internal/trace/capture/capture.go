@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf
+// Package capture reports the packets of one TCP connection, from BPF programs at the tracepoints of the kernel.
+package capture
 
 import (
 	"errors"
@@ -21,37 +22,37 @@ import (
 	"sockeye/internal/bpf/load"
 )
 
-// Kinds and flags of PacketEvent (bpf/include/packets.h).
+// Kinds and flags of Event (bpf/include/packets.h).
 //
 //revive:disable:exported
 const (
-	PacketQueue      = uint8(tracePacketsPacketsKindPACKETS_QUEUE)
-	PacketDriver     = uint8(tracePacketsPacketsKindPACKETS_DRIVER)
-	PacketRetransmit = uint8(tracePacketsPacketsKindPACKETS_RETRANSMIT)
-	PacketReceive    = uint8(tracePacketsPacketsKindPACKETS_RECEIVE)
-	PacketState      = uint8(tracePacketsPacketsKindPACKETS_STATE)
+	Queue      = uint8(tracePacketsPacketsKindPACKETS_QUEUE)
+	Driver     = uint8(tracePacketsPacketsKindPACKETS_DRIVER)
+	Retransmit = uint8(tracePacketsPacketsKindPACKETS_RETRANSMIT)
+	Receive    = uint8(tracePacketsPacketsKindPACKETS_RECEIVE)
+	State      = uint8(tracePacketsPacketsKindPACKETS_STATE)
 
-	PacketTCP   = uint8(tracePacketsPacketsFlagPACKETS_TCP)
-	PacketInner = uint8(tracePacketsPacketsFlagPACKETS_INNER)
-	PacketEarly = uint8(tracePacketsPacketsFlagPACKETS_EARLY)
+	TCP   = uint8(tracePacketsPacketsFlagPACKETS_TCP)
+	Inner = uint8(tracePacketsPacketsFlagPACKETS_INNER)
+	Early = uint8(tracePacketsPacketsFlagPACKETS_EARLY)
 
-	PacketBytes = int(tracePacketsPacketsLimitPACKETS_BYTES)
+	Bytes = int(tracePacketsPacketsLimitPACKETS_BYTES)
 )
 
 //revive:enable:exported
 
-// PacketHeader is the common part of all events.
-type PacketHeader = tracePacketsPacketsEvent
+// Header is the common part of all events.
+type Header = tracePacketsPacketsEvent
 
-// PacketEvent is an event of a connection or of one of its packets. Bytes are the first bytes of the packet from the
-// network header; PacketQueue and PacketReceive have them.
-type PacketEvent struct {
-	PacketHeader
+// Event is an event of a connection or of one of its packets. Bytes are the first bytes of the packet from the
+// network header; Queue and Receive have them.
+type Event struct {
+	Header
 	Bytes []byte
 }
 
-// Packets follows the packets of one TCP connection. Nothing is pinned: the programs end with this process.
-type Packets struct {
+// Capture follows the packets of one TCP connection. Nothing is pinned: the programs end with this process.
+type Capture struct {
 	missing []string
 	stopped atomic.Bool
 	wake    *os.File // ring buffer, for poll
@@ -68,7 +69,7 @@ type Packets struct {
 
 // Tracepoints in the order of attachment: the start of a packet's path is attached last, so that no later event is
 // missed.
-var packetTracepoints = []struct {
+var tracepoints = []struct {
 	program, tracepoint string
 	needed              bool
 }{
@@ -83,16 +84,16 @@ var packetTracepoints = []struct {
 	{"packets_queue", "net_dev_queue", true},
 }
 
-// OpenPackets follows the connection with a SO_COOKIE, through a ring buffer of buffer bytes: a power of two, at
+// Open follows the connection with a SO_COOKIE, through a ring buffer of buffer bytes: a power of two, at
 // least a page. It needs CAP_BPF and CAP_PERFMON.
 //
 // The error is a *load.BufferError for an invalid buffer, or wraps ebpf.ErrNotSupported if the kernel has no such
 // tracepoints, no BTF, or forbids programs to read its memory.
-func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
+func Open(cookie uint64, buffer int) (_ *Capture, err error) {
 	if cookie == 0 {
 		return nil, errors.New("follow packets: a socket has no cookie 0")
 	}
-	p := &Packets{}
+	p := &Capture{}
 	defer func() {
 		if err != nil {
 			p.Close()
@@ -120,7 +121,7 @@ func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
 	if err := p.openRing(events); err != nil {
 		return nil, fmt.Errorf("open ring of packets: %w", err)
 	}
-	for _, t := range packetTracepoints {
+	for _, t := range tracepoints {
 		l, err := link.AttachRawTracepoint(link.RawTracepointOptions{
 			Name: t.tracepoint, Program: p.collection.Programs[t.program],
 		})
@@ -139,7 +140,7 @@ func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
 }
 
 // openRing prepares to wait for events in the network poller instead of a blocking system call (see Events.Next).
-func (p *Packets) openRing(events *ebpf.Map) (err error) {
+func (p *Capture) openRing(events *ebpf.Map) (err error) {
 	if p.reader, err = ringbuf.NewReader(events); err != nil {
 		return err
 	}
@@ -159,27 +160,27 @@ func (p *Packets) openRing(events *ebpf.Map) (err error) {
 // Missing returns the tracepoints that the kernel lacks. tcp_probe reports received packets of established
 // connections, netif_receive_skb those of closing connections, tcp_retransmit_skb the causes of retransmissions, and
 // inet_sock_set_state the end of the connection.
-func (p *Packets) Missing() []string { return slices.Clone(p.missing) }
+func (p *Capture) Missing() []string { return slices.Clone(p.missing) }
 
 // Read waits for the next event. At the deadline, Read calls Stop. After Stop, Read returns the remaining events and
 // then io.EOF. After Close, the error is os.ErrClosed. The next Read overwrites e.Bytes.
-func (p *Packets) Read(deadline time.Time, e *PacketEvent) error {
+func (p *Capture) Read(deadline time.Time, e *Event) error {
 	p.reading.Lock()
 	defer p.reading.Unlock()
 	if err := p.next(deadline); err != nil {
 		return err
 	}
 	raw := p.record.RawSample
-	const size = int(unsafe.Sizeof(PacketHeader{}))
+	const size = int(unsafe.Sizeof(Header{}))
 	if len(raw) < size {
 		return fmt.Errorf("read packet: %d bytes, want %d", len(raw), size)
 	}
-	copy(unsafe.Slice((*byte)(unsafe.Pointer(&e.PacketHeader)), size), raw)
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&e.Header)), size), raw)
 	e.Bytes = raw[size:min(len(raw), size+int(e.Captured))]
 	return nil
 }
 
-func (p *Packets) next(deadline time.Time) error {
+func (p *Capture) next(deadline time.Time) error {
 	for {
 		if !time.Now().Before(deadline) {
 			if err := p.Stop(); err != nil {
@@ -201,7 +202,7 @@ func (p *Packets) next(deadline time.Time) error {
 }
 
 // wait waits for an event, the deadline or Stop.
-func (p *Packets) wait(deadline time.Time) error {
+func (p *Capture) wait(deadline time.Time) error {
 	if err := p.wake.SetReadDeadline(deadline); err != nil {
 		return fmt.Errorf("wait for packets: %w", err)
 	}
@@ -217,7 +218,7 @@ func (p *Packets) wait(deadline time.Time) error {
 }
 
 // Stop detaches the programs. It may be called from any goroutine, and more than once.
-func (p *Packets) Stop() error {
+func (p *Capture) Stop() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var errs []error
@@ -238,13 +239,13 @@ func (p *Packets) Stop() error {
 }
 
 // Lost returns the number of events that were lost because the ring buffer was full.
-func (p *Packets) Lost() (uint64, error) {
+func (p *Capture) Lost() (uint64, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.lostSoFar()
 }
 
-func (p *Packets) lostSoFar() (uint64, error) {
+func (p *Capture) lostSoFar() (uint64, error) {
 	if p.collection == nil {
 		return p.lost, nil
 	}
@@ -255,7 +256,7 @@ func (p *Packets) lostSoFar() (uint64, error) {
 }
 
 // Close stops the capture and ends Read. Lost still works.
-func (p *Packets) Close() error {
+func (p *Capture) Close() error {
 	errs := []error{p.Stop()}
 	p.reading.Lock()
 	defer p.reading.Unlock()

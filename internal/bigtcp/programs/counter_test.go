@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf_test
+package programs_test
 
 import (
 	"encoding/binary"
@@ -19,7 +19,7 @@ import (
 	"github.com/cilium/ebpf/link"
 	"github.com/vishvananda/netlink"
 
-	"sockeye/internal/bpf"
+	"sockeye/internal/bigtcp/programs"
 	"sockeye/internal/testenv"
 )
 
@@ -31,9 +31,9 @@ func netnsInode(t testing.TB) uint32 {
 	return uint32(info.Sys().(*syscall.Stat_t).Ino)
 }
 
-func openBigTCP(t testing.TB, c bpf.BigTCPConfig) *bpf.BigTCP {
+func openBigTCP(t testing.TB, c programs.Config) *programs.Counter {
 	t.Helper()
-	b, err := bpf.OpenBigTCP(c)
+	b, err := programs.Open(c)
 	if err != nil {
 		t.Fatalf("%+v", err)
 	}
@@ -41,17 +41,17 @@ func openBigTCP(t testing.TB, c bpf.BigTCPConfig) *bpf.BigTCP {
 	return b
 }
 
-func counts(t testing.TB, b *bpf.BigTCP) [bpf.BigTCPPoints][bpf.BigTCPFamilies]bpf.BigTCPCounts {
+func counts(t testing.TB, b *programs.Counter) [programs.Points][programs.Families]programs.Counts {
 	t.Helper()
 	all, err := b.Counts()
 	check(t, err)
 	return all
 }
 
-func flows(t testing.TB, b *bpf.BigTCP) map[bpf.BigTCPFlowKey]bpf.BigTCPFlow {
+func flows(t testing.TB, b *programs.Counter) map[programs.FlowKey]programs.Flow {
 	t.Helper()
-	all := make(map[bpf.BigTCPFlowKey]bpf.BigTCPFlow)
-	check(t, b.Flows(func(k *bpf.BigTCPFlowKey, f *bpf.BigTCPFlow) { all[*k] = *f }))
+	all := make(map[programs.FlowKey]programs.Flow)
+	check(t, b.Flows(func(k *programs.FlowKey, f *programs.Flow) { all[*k] = *f }))
 	return all
 }
 
@@ -129,23 +129,23 @@ func TestBigTCPPackets(t *testing.T) {
 		length int
 		flow   bool
 	}{
-		{"TCP over IPv4", ethernet(ip4, nil, ipv4Packet(6, 0, tcpSegment(100))), true, bpf.BigTCPIPv4, 152, true},
-		{"TCP over IPv6", ethernet(ip6, nil, ipv6Packet(6, tcpSegment(100))), true, bpf.BigTCPIPv6, 172, true},
-		{"a jumbogram", ethernet(ip6, nil, jumbo), true, bpf.BigTCPIPv6, 40 + 8 + 32 + 1500, true},
-		{"several extensions", ethernet(ip6, nil, ipv6Packet(0, extension(60, 16, extension(43, 24, extension(6, 8, tcpSegment(9)))))), true, bpf.BigTCPIPv6, 40 + 48 + 41, true},
-		{"a VLAN", ethernet(ip4, []uint16{vlan}, ipv4Packet(6, 0, tcpSegment(10))), true, bpf.BigTCPIPv4, 62, true},
-		{"two VLANs", ethernet(ip6, []uint16{qinq, vlan}, ipv6Packet(6, tcpSegment(10))), true, bpf.BigTCPIPv6, 82, true},
-		{"without a link header", ipv6Packet(6, tcpSegment(10)), false, bpf.BigTCPIPv6, 82, true},
-		{"no data", ethernet(ip4, nil, ipv4Packet(6, 0, tcpSegment(0))), true, bpf.BigTCPIPv4, 52, false},
-		{"no data, padded", ethernet(ip4, nil, padded), true, bpf.BigTCPIPv4, 46, false},
-		{"UDP over IPv4", ethernet(ip4, nil, ipv4Packet(17, 0, make([]byte, 30))), true, bpf.BigTCPOther, 50, false},
-		{"UDP over IPv6", ethernet(ip6, nil, ipv6Packet(17, make([]byte, 30))), true, bpf.BigTCPOther, 70, false},
-		{"a later fragment", ethernet(ip4, nil, ipv4Packet(6, 185, tcpSegment(10))), true, bpf.BigTCPOther, 62, false},
-		{"ARP", ethernet(0x806, nil, make([]byte, 28)), true, bpf.BigTCPOther, 28, false},
-		{"cut in TCP", ethernet(ip4, nil, ipv4Packet(6, 0, tcpSegment(0)[:8])), true, bpf.BigTCPIPv4, 28, false},
+		{"TCP over IPv4", ethernet(ip4, nil, ipv4Packet(6, 0, tcpSegment(100))), true, programs.IPv4, 152, true},
+		{"TCP over IPv6", ethernet(ip6, nil, ipv6Packet(6, tcpSegment(100))), true, programs.IPv6, 172, true},
+		{"a jumbogram", ethernet(ip6, nil, jumbo), true, programs.IPv6, 40 + 8 + 32 + 1500, true},
+		{"several extensions", ethernet(ip6, nil, ipv6Packet(0, extension(60, 16, extension(43, 24, extension(6, 8, tcpSegment(9)))))), true, programs.IPv6, 40 + 48 + 41, true},
+		{"a VLAN", ethernet(ip4, []uint16{vlan}, ipv4Packet(6, 0, tcpSegment(10))), true, programs.IPv4, 62, true},
+		{"two VLANs", ethernet(ip6, []uint16{qinq, vlan}, ipv6Packet(6, tcpSegment(10))), true, programs.IPv6, 82, true},
+		{"without a link header", ipv6Packet(6, tcpSegment(10)), false, programs.IPv6, 82, true},
+		{"no data", ethernet(ip4, nil, ipv4Packet(6, 0, tcpSegment(0))), true, programs.IPv4, 52, false},
+		{"no data, padded", ethernet(ip4, nil, padded), true, programs.IPv4, 46, false},
+		{"UDP over IPv4", ethernet(ip4, nil, ipv4Packet(17, 0, make([]byte, 30))), true, programs.Other, 50, false},
+		{"UDP over IPv6", ethernet(ip6, nil, ipv6Packet(17, make([]byte, 30))), true, programs.Other, 70, false},
+		{"a later fragment", ethernet(ip4, nil, ipv4Packet(6, 185, tcpSegment(10))), true, programs.Other, 62, false},
+		{"ARP", ethernet(0x806, nil, make([]byte, 28)), true, programs.Other, 28, false},
+		{"cut in TCP", ethernet(ip4, nil, ipv4Packet(6, 0, tcpSegment(0)[:8])), true, programs.IPv4, 28, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			c := bpf.BigTCPConfig{Index: 1, Ethernet: test.ether}
+			c := programs.Config{Index: 1, Ethernet: test.ether}
 			c.Limits[test.family] = uint32(len(test.packet))
 			b := openBigTCP(t, c)
 			ingress, egress := b.Programs()
@@ -154,11 +154,11 @@ func TestBigTCPPackets(t *testing.T) {
 			give(t, egress, test.packet, 200, 700)
 			all := counts(t, b)
 			size := 0
-			for size < len(bpf.BigTCPSizes) && test.length > int(bpf.BigTCPSizes[size]) {
+			for size < len(programs.Sizes) && test.length > int(programs.Sizes[size]) {
 				size++
 			}
-			for family := range bpf.BigTCPFamilies {
-				var in, out bpf.BigTCPCounts
+			for family := range programs.Families {
+				var in, out programs.Counts
 				if family == test.family {
 					n := uint64(test.length)
 					in.Largest, out.Largest = n, n
@@ -169,10 +169,10 @@ func TestBigTCPPackets(t *testing.T) {
 					out.Segments[1].Packets, out.Segments[1].Bytes = 1, n
 					out.Segments[6].Packets, out.Segments[6].Bytes = 1, n
 				}
-				if got := all[bpf.BigTCPIngress][family]; got != in {
+				if got := all[programs.Ingress][family]; got != in {
 					t.Errorf("family %d at ingress: %+v", family, got)
 				}
-				if got := all[bpf.BigTCPEgress][family]; got != out {
+				if got := all[programs.Egress][family]; got != out {
 					t.Errorf("family %d at egress: %+v", family, got)
 				}
 			}
@@ -187,7 +187,7 @@ func TestBigTCPPackets(t *testing.T) {
 				t.Fatalf("flows %+v", found)
 			}
 			from, to := "10.0.0.1:1790", "192.0.2.7:40000"
-			if test.family == bpf.BigTCPIPv6 {
+			if test.family == programs.IPv6 {
 				from, to = "[2001:db8::1]:1790", "[2001:db8::7]:40000"
 			}
 			for key, f := range found {
@@ -195,8 +195,8 @@ func TestBigTCPPackets(t *testing.T) {
 				if source.String() != from || destination.String() != to || int(key.Family) != test.family {
 					t.Errorf("flow from %s to %s, family %d", source, destination, key.Family)
 				}
-				want := bpf.BigTCPFlow{Packets: 1, Bytes: uint64(test.length), Largest: uint32(test.length)}
-				if int(key.Point) == bpf.BigTCPEgress {
+				want := programs.Flow{Packets: 1, Bytes: uint64(test.length), Largest: uint32(test.length)}
+				if int(key.Point) == programs.Egress {
 					want.Packets, want.Bytes, want.Mss = 2, 2*uint64(test.length), 700
 				}
 				if f != want {
@@ -209,7 +209,7 @@ func TestBigTCPPackets(t *testing.T) {
 
 // TestBigTCPForgets uses more flows than entries: the table stays bounded, and the counts include all flows.
 func TestBigTCPForgets(t *testing.T) {
-	b := openBigTCP(t, bpf.BigTCPConfig{Index: 1, Flows: 64})
+	b := openBigTCP(t, programs.Config{Index: 1, Flows: 64})
 	_, egress := b.Programs()
 	const n = 5000
 	for i := range n {
@@ -217,7 +217,7 @@ func TestBigTCPForgets(t *testing.T) {
 		binary.BigEndian.PutUint16(segment, uint16(i))
 		give(t, egress, ipv4Packet(6, 0, segment), 0, 0)
 	}
-	if got := counts(t, b)[bpf.BigTCPEgress][bpf.BigTCPIPv4].Sizes[0].Packets; got != n {
+	if got := counts(t, b)[programs.Egress][programs.IPv4].Sizes[0].Packets; got != n {
 		t.Errorf("%d packets counted, want %d", got, n)
 	}
 	if found := len(flows(t, b)); found == 0 || found > 1000 { // the kernel rounds up, by its CPUs
@@ -247,24 +247,24 @@ func TestBigTCPAttached(t *testing.T) {
 	for _, test := range []struct {
 		name, address string
 		family        int
-	}{{"IPv4", "127.0.0.1", bpf.BigTCPIPv4}, {"IPv6", "::1", bpf.BigTCPIPv6}} {
+	}{{"IPv4", "127.0.0.1", programs.IPv4}, {"IPv6", "::1", programs.IPv6}} {
 		t.Run(test.name, func(t *testing.T) {
 			// With two segments, the smallest number, packets are large at lo's own MTU.
 			lo, err := netlink.LinkByIndex(1)
 			check(t, err)
 			check(t, netlink.LinkSetMTU(lo, 1500))
 			t.Cleanup(func() { check(t, netlink.LinkSetMTU(lo, lo.Attrs().MTU)) })
-			b := openBigTCP(t, bpf.BigTCPConfig{Index: 1, Netns: netnsInode(t), Ethernet: true})
-			points := []int{bpf.BigTCPDriver}
+			b := openBigTCP(t, programs.Config{Index: 1, Netns: netnsInode(t), Ethernet: true})
+			points := []int{programs.Driver}
 			check(t, b.AttachDriver())
 			switch err := b.AttachTCX(); {
 			case err == nil:
-				points = []int{bpf.BigTCPIngress, bpf.BigTCPEgress, bpf.BigTCPDriver}
+				points = []int{programs.Ingress, programs.Egress, programs.Driver}
 			case !errors.Is(err, ebpf.ErrNotSupported):
 				t.Fatal(err)
 			}
 			const n = 20 << 20
-			client, server := tcpPair(t, test.address, test.address)
+			client, server := testenv.TCPPair(t, test.address, test.address)
 			stream(t, client, server, n)
 			all := counts(t, b)
 			for _, point := range points {
@@ -281,7 +281,7 @@ func TestBigTCPAttached(t *testing.T) {
 				return
 			}
 			// Nothing is segmented on the way, so the driver gets the packets that were sent.
-			if sent, driver := all[bpf.BigTCPEgress][test.family], all[bpf.BigTCPDriver][test.family]; driver.Largest != sent.Largest {
+			if sent, driver := all[programs.Egress][test.family], all[programs.Driver][test.family]; driver.Largest != sent.Largest {
 				t.Errorf("egress %+v, driver %+v", sent, driver)
 			}
 			local, remote := client.LocalAddr().String(), client.RemoteAddr().String()
@@ -289,7 +289,7 @@ func TestBigTCPAttached(t *testing.T) {
 			for key, f := range flows(t, b) {
 				if from, to := key.Ends(); from.String() == local && to.String() == remote {
 					found++
-					if f.Bytes < n || f.Mss == 0 || f.Largest > bpf.BigTCPLegacy || f.NearlyBytes < n/2 || f.LargeBytes > 0 {
+					if f.Bytes < n || f.Mss == 0 || f.Largest > programs.Legacy || f.NearlyBytes < n/2 || f.LargeBytes > 0 {
 						t.Errorf("flow %+v", f)
 					}
 				}
@@ -303,11 +303,11 @@ func TestBigTCPAttached(t *testing.T) {
 
 // TestBigTCPOtherNamespace uses an interface of the same index in another namespace, whose packets are not counted.
 func TestBigTCPOtherNamespace(t *testing.T) {
-	b := openBigTCP(t, bpf.BigTCPConfig{Index: 1, Netns: netnsInode(t) + 1, Ethernet: true})
+	b := openBigTCP(t, programs.Config{Index: 1, Netns: netnsInode(t) + 1, Ethernet: true})
 	check(t, b.AttachDriver())
-	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	stream(t, client, server, 1<<20)
-	if got := counts(t, b); got != ([bpf.BigTCPPoints][bpf.BigTCPFamilies]bpf.BigTCPCounts{}) {
+	if got := counts(t, b); got != ([programs.Points][programs.Families]programs.Counts{}) {
 		t.Errorf("counts %+v", got)
 	}
 }
@@ -315,7 +315,7 @@ func TestBigTCPOtherNamespace(t *testing.T) {
 // TestBigTCPRights checks that missing capabilities are reported as such, not as a missing feature.
 func TestBigTCPRights(t *testing.T) {
 	testenv.WithoutRights(t, func() {
-		_, err := bpf.OpenBigTCP(bpf.BigTCPConfig{Index: 1})
+		_, err := programs.Open(programs.Config{Index: 1})
 		if !errors.Is(err, os.ErrPermission) {
 			t.Errorf("without rights: %v", err)
 		}
@@ -324,7 +324,7 @@ func TestBigTCPRights(t *testing.T) {
 
 // BenchmarkBigTCP measures the cost of the programs per packet.
 func BenchmarkBigTCP(b *testing.B) {
-	counting, err := bpf.OpenBigTCP(bpf.BigTCPConfig{Index: 1, Ethernet: true})
+	counting, err := programs.Open(programs.Config{Index: 1, Ethernet: true})
 	check(b, err)
 	defer counting.Close()
 	ingress, _ := counting.Programs()
@@ -347,7 +347,7 @@ func BenchmarkBigTCP(b *testing.B) {
 func BenchmarkBigTCPDriver(b *testing.B) {
 	for name, index := range map[string]int{"counted": 1, "of others": 99} {
 		b.Run(name, func(b *testing.B) {
-			counting, err := bpf.OpenBigTCP(bpf.BigTCPConfig{Index: index, Netns: netnsInode(b), Ethernet: true})
+			counting, err := programs.Open(programs.Config{Index: index, Netns: netnsInode(b), Ethernet: true})
 			check(b, err)
 			defer counting.Close()
 			stats, err := ebpf.EnableStats(0) // BPF_STATS_RUN_TIME
@@ -362,7 +362,7 @@ func BenchmarkBigTCPDriver(b *testing.B) {
 			check(b, err)
 			defer l.Close()
 			check(b, counting.AttachDriver())
-			client, server := tcpPair(b, "127.0.0.1", "127.0.0.1")
+			client, server := testenv.TCPPair(b, "127.0.0.1", "127.0.0.1")
 			stream(b, client, server, 1<<30)
 			took := func(p *ebpf.Program) float64 {
 				s, err := p.Stats()

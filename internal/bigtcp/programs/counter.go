@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf
+// Package programs counts the packets of an interface by size, in BPF programs.
+package programs
 
 import (
 	"encoding/binary"
@@ -15,22 +16,22 @@ import (
 	"sockeye/internal/bpf/load"
 )
 
-// Points and families of BigTCP (bpf/include/bigtcp.h).
+// Points and families of Counter (bpf/include/bigtcp.h).
 //
 //revive:disable:exported
 const (
-	BigTCPIngress = int(bigtcpCountBigtcpPointBIGTCP_INGRESS)
-	BigTCPEgress  = int(bigtcpCountBigtcpPointBIGTCP_EGRESS)
-	BigTCPDriver  = int(bigtcpCountBigtcpPointBIGTCP_DRIVER)
-	BigTCPPoints  = int(bigtcpCountBigtcpPointBIGTCP_POINTS)
+	Ingress = int(bigtcpCountBigtcpPointBIGTCP_INGRESS)
+	Egress  = int(bigtcpCountBigtcpPointBIGTCP_EGRESS)
+	Driver  = int(bigtcpCountBigtcpPointBIGTCP_DRIVER)
+	Points  = int(bigtcpCountBigtcpPointBIGTCP_POINTS)
 
-	BigTCPIPv4     = int(bigtcpCountBigtcpFamilyBIGTCP_TCP4)
-	BigTCPIPv6     = int(bigtcpCountBigtcpFamilyBIGTCP_TCP6)
-	BigTCPOther    = int(bigtcpCountBigtcpFamilyBIGTCP_OTHER)
-	BigTCPFamilies = int(bigtcpCountBigtcpFamilyBIGTCP_FAMILIES)
+	IPv4     = int(bigtcpCountBigtcpFamilyBIGTCP_TCP4)
+	IPv6     = int(bigtcpCountBigtcpFamilyBIGTCP_TCP6)
+	Other    = int(bigtcpCountBigtcpFamilyBIGTCP_OTHER)
+	Families = int(bigtcpCountBigtcpFamilyBIGTCP_FAMILIES)
 
-	BigTCPLegacy = uint32(bigtcpCountBigtcpLimitBIGTCP_LEGACY)
-	BigTCPNearly = uint32(bigtcpCountBigtcpLimitBIGTCP_NEARLY)
+	Legacy = uint32(bigtcpCountBigtcpLimitBIGTCP_LEGACY)
+	Nearly = uint32(bigtcpCountBigtcpLimitBIGTCP_NEARLY)
 
 	bigtcpSizes    = int(bigtcpCountBigtcpLimitBIGTCP_SIZES)
 	bigtcpSegments = int(bigtcpCountBigtcpLimitBIGTCP_SEGMENTS)
@@ -38,24 +39,24 @@ const (
 
 //revive:enable:exported
 
-// BigTCPSizes and BigTCPSegments are the upper bounds of the size classes, in bytes of IP packets and in segments.
+// Sizes and Segments are the upper bounds of the size classes, in bytes of IP packets and in segments.
 // The last class is unbounded.
 var (
-	BigTCPSizes = [bigtcpSizes - 1]uint32{
-		128, 1500, 4096, 9216, 16384, 32768, BigTCPNearly, BigTCPLegacy,
+	Sizes = [bigtcpSizes - 1]uint32{
+		128, 1500, 4096, 9216, 16384, 32768, Nearly, Legacy,
 		98304, 131072, 163840, 196608, 262144, 393216, 524288,
 	}
-	BigTCPSegments = [bigtcpSegments - 1]uint32{1, 4, 16, 45, 90, 180, 360}
+	Segments = [bigtcpSegments - 1]uint32{1, 4, 16, 45, 90, 180, 360}
 )
 
-// BigTCPCounts are the counts of the packets of a family at a point.
-type BigTCPCounts = bigtcpCountBigtcpCounts
+// Counts are the counts of the packets of a family at a point.
+type Counts = bigtcpCountBigtcpCounts
 
-// BigTCPFlowKey identifies one direction of a connection.
-type BigTCPFlowKey = bigtcpCountBigtcpFlowKey
+// FlowKey identifies one direction of a connection.
+type FlowKey = bigtcpCountBigtcpFlowKey
 
-// BigTCPFlow contains the counts of packets with payload of one direction of a connection.
-type BigTCPFlow = bigtcpCountBigtcpFlow
+// Flow contains the counts of packets with payload of one direction of a connection.
+type Flow = bigtcpCountBigtcpFlow
 
 // Ends returns the addresses and ports of a flow. IPv4-mapped addresses are unmapped.
 func (k *bigtcpCountBigtcpFlowKey) Ends() (source, destination netip.AddrPort) {
@@ -67,32 +68,32 @@ func (k *bigtcpCountBigtcpFlowKey) Ends() (source, destination netip.AddrPort) {
 	return end(k.Source, k.SourcePort), end(k.Destination, k.DestinationPort)
 }
 
-// BigTCPConfig is the configuration of BigTCP.
-type BigTCPConfig struct {
+// Config is the configuration of Counter.
+type Config struct {
 	Index    int    // interface index
 	Netns    uint32 // inode of the network namespace
 	Ethernet bool   // packets start with an Ethernet header
 	// Limits are sizes of sent packets of several segments, with the Ethernet header; packets of at least this
 	// size are counted as over the limit. 0 is no limit.
-	Limits [BigTCPFamilies]uint32
+	Limits [Families]uint32
 	Flows  int // maximum number of flows
 }
 
-// BigTCP counts the packets of an interface by size. Nothing is pinned: the programs end with this process.
-type BigTCP struct {
-	config BigTCPConfig
+// Counter counts the packets of an interface by size. Nothing is pinned: the programs end with this process.
+type Counter struct {
+	config Config
 	count  *ebpf.Collection
 	driver *ebpf.Collection
 	links  []link.Link
 }
 
-// OpenBigTCP loads the programs without attaching them. It needs CAP_BPF and CAP_NET_ADMIN.
-func OpenBigTCP(c BigTCPConfig) (*BigTCP, error) {
+// Open loads the programs without attaching them. It needs CAP_BPF and CAP_NET_ADMIN.
+func Open(c Config) (*Counter, error) {
 	spec, err := loadBigtcpCount()
 	if err != nil {
 		return nil, err
 	}
-	if err := setBigTCPEdges(spec); err != nil {
+	if err := setEdges(spec); err != nil {
 		return nil, err
 	}
 	if err := spec.Variables["ethernet"].Set(c.Ethernet); err != nil {
@@ -108,14 +109,14 @@ func OpenBigTCP(c BigTCPConfig) (*BigTCP, error) {
 	if err != nil {
 		return nil, fmt.Errorf("load programs that count packets: %w", err)
 	}
-	return &BigTCP{config: c, count: count}, nil
+	return &Counter{config: c, count: count}, nil
 }
 
-func setBigTCPEdges(spec *ebpf.CollectionSpec) error {
+func setEdges(spec *ebpf.CollectionSpec) error {
 	var sizes [bigtcpSizes]uint32
 	var segments [bigtcpSegments]uint32
-	copy(sizes[:], BigTCPSizes[:])
-	copy(segments[:], BigTCPSegments[:])
+	copy(sizes[:], Sizes[:])
+	copy(segments[:], Segments[:])
 	if err := spec.Variables["size_edges"].Set(sizes); err != nil {
 		return err
 	}
@@ -123,13 +124,13 @@ func setBigTCPEdges(spec *ebpf.CollectionSpec) error {
 }
 
 // Programs returns the sched_cls programs, which pass every packet on (TCX_NEXT).
-func (b *BigTCP) Programs() (ingress, egress *ebpf.Program) {
+func (b *Counter) Programs() (ingress, egress *ebpf.Program) {
 	return b.count.Programs["bigtcp_ingress"], b.count.Programs["bigtcp_egress"]
 }
 
 // AttachTCX attaches the programs to the interface, before all others. The caller is in the namespace of the
 // interface. The error wraps ebpf.ErrNotSupported before Linux 6.6.
-func (b *BigTCP) AttachTCX() error {
+func (b *Counter) AttachTCX() error {
 	ingress, egress := b.Programs()
 	for _, a := range []struct {
 		at      ebpf.AttachType
@@ -148,12 +149,12 @@ func (b *BigTCP) AttachTCX() error {
 
 // AttachDriver also counts at the driver. It needs CAP_PERFMON. The error wraps ebpf.ErrNotSupported if the kernel
 // has no such tracepoint, no BTF, or forbids programs to read its memory.
-func (b *BigTCP) AttachDriver() error {
+func (b *Counter) AttachDriver() error {
 	spec, err := loadBigtcpDriver()
 	if err != nil {
 		return err
 	}
-	if err := setBigTCPEdges(spec); err != nil {
+	if err := setEdges(spec); err != nil {
 		return err
 	}
 	if err := spec.Variables["ifindex"].Set(uint32(b.config.Index)); err != nil {
@@ -185,23 +186,23 @@ func (b *BigTCP) AttachDriver() error {
 }
 
 // Counts returns the counts by point and family, summed over all CPUs.
-func (b *BigTCP) Counts() (all [BigTCPPoints][BigTCPFamilies]BigTCPCounts, err error) {
+func (b *Counter) Counts() (all [Points][Families]Counts, err error) {
 	for point := range all {
 		for family := range all[point] {
-			var each []BigTCPCounts
-			if err := b.count.Maps["counts"].Lookup(uint32(point*BigTCPFamilies+family), &each); err != nil {
+			var each []Counts
+			if err := b.count.Maps["counts"].Lookup(uint32(point*Families+family), &each); err != nil {
 				return all, fmt.Errorf("read counts of packets: %w", err)
 			}
 			sum := &all[point][family]
 			for i := range each {
-				addBigTCP(sum, &each[i])
+				add(sum, &each[i])
 			}
 		}
 	}
 	return all, nil
 }
 
-func addBigTCP(sum, c *BigTCPCounts) {
+func add(sum, c *Counts) {
 	for i := range c.Sizes {
 		sum.Sizes[i].Packets += c.Sizes[i].Packets
 		sum.Sizes[i].Bytes += c.Sizes[i].Bytes
@@ -216,9 +217,9 @@ func addBigTCP(sum, c *BigTCPCounts) {
 }
 
 // Flows calls f for each flow. Flows that are created or evicted concurrently may be missing or repeated.
-func (b *BigTCP) Flows(f func(*BigTCPFlowKey, *BigTCPFlow)) error {
-	var key BigTCPFlowKey
-	var flow BigTCPFlow
+func (b *Counter) Flows(f func(*FlowKey, *Flow)) error {
+	var key FlowKey
+	var flow Flow
 	all := b.count.Maps["flows"].Iterate()
 	for all.Next(&key, &flow) {
 		f(&key, &flow)
@@ -230,7 +231,7 @@ func (b *BigTCP) Flows(f func(*BigTCPFlowKey, *BigTCPFlow)) error {
 }
 
 // Close detaches and unloads the programs. The caller of Programs detaches its own attachments.
-func (b *BigTCP) Close() error {
+func (b *Counter) Close() error {
 	var errs []error
 	for _, l := range b.links {
 		errs = append(errs, l.Close())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf_test
+package capture_test
 
 import (
 	"encoding/binary"
@@ -19,32 +19,10 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/load"
 	"sockeye/internal/testenv"
+	"sockeye/internal/trace/capture"
 )
-
-// tcpPair has both ends of a connection through lo.
-func tcpPair(t testing.TB, listener, to string) (client, server *net.TCPConn) {
-	t.Helper()
-	listen := net.ListenConfig{}
-	listen.SetMultipathTCP(false)
-	l, err := listen.Listen(t.Context(), "tcp", net.JoinHostPort(listener, "0"))
-	check(t, err)
-	defer l.Close()
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	check(t, err)
-	dial := net.Dialer{}
-	dial.SetMultipathTCP(false)
-	c, err := dial.DialContext(t.Context(), "tcp", net.JoinHostPort(to, port))
-	check(t, err)
-	s, err := l.Accept()
-	check(t, err)
-	t.Cleanup(func() { c.Close(); s.Close() })
-	deadline := time.Now().Add(patience)
-	check(t, errors.Join(c.SetDeadline(deadline), s.SetDeadline(deadline)))
-	return c.(*net.TCPConn), s.(*net.TCPConn)
-}
 
 func control(t testing.TB, c syscall.Conn, f func(fd int) error) {
 	t.Helper()
@@ -63,9 +41,9 @@ func cookieOf(t testing.TB, c syscall.Conn) (cookie uint64) {
 	return cookie
 }
 
-func openPackets(t testing.TB, c syscall.Conn) *bpf.Packets {
+func openPackets(t testing.TB, c syscall.Conn) *capture.Capture {
 	t.Helper()
-	p, err := bpf.OpenPackets(cookieOf(t, c), 1<<20)
+	p, err := capture.Open(cookieOf(t, c), 1<<20)
 	if err != nil {
 		t.Fatalf("%+v", err)
 	}
@@ -77,9 +55,9 @@ func openPackets(t testing.TB, c syscall.Conn) *bpf.Packets {
 }
 
 // readPacket returns the next event with a copy of its bytes.
-func readPacket(t testing.TB, p *bpf.Packets) *bpf.PacketEvent {
+func readPacket(t testing.TB, p *capture.Capture) *capture.Event {
 	t.Helper()
-	e := &bpf.PacketEvent{}
+	e := &capture.Event{}
 	if err := p.Read(time.Now().Add(patience), e); err != nil {
 		t.Fatalf("%+v", err)
 	}
@@ -88,7 +66,7 @@ func readPacket(t testing.TB, p *bpf.Packets) *bpf.PacketEvent {
 }
 
 // nextPacket returns the next event of a kind.
-func nextPacket(t testing.TB, p *bpf.Packets, kind uint8) *bpf.PacketEvent {
+func nextPacket(t testing.TB, p *capture.Capture, kind uint8) *capture.Event {
 	t.Helper()
 	for {
 		if e := readPacket(t, p); e.Kind == kind {
@@ -98,11 +76,11 @@ func nextPacket(t testing.TB, p *bpf.Packets, kind uint8) *bpf.PacketEvent {
 }
 
 // rest stops the events and returns the remaining ones.
-func rest(t testing.TB, p *bpf.Packets) (all []bpf.PacketEvent) {
+func rest(t testing.TB, p *capture.Capture) (all []capture.Event) {
 	t.Helper()
 	check(t, p.Stop())
 	for {
-		var e bpf.PacketEvent
+		var e capture.Event
 		err := p.Read(time.Now().Add(patience), &e)
 		if errors.Is(err, io.EOF) {
 			return all
@@ -127,7 +105,7 @@ func TestPacketsLeftOut(t *testing.T) {
 	for _, tracepoint := range []string{"tcp_probe", "inet_sock_set_state", "tcp_retransmit_skb"} {
 		for but := range 2 {
 			t.Run(fmt.Sprintf("%s/%d", tracepoint, but), func(t *testing.T) {
-				other, client := tcpPair(t, "127.0.0.1", "127.0.0.1")
+				other, client := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 				p := openPackets(t, client)
 				for i := range messages {
 					if i == messages/2 {
@@ -139,9 +117,9 @@ func TestPacketsLeftOut(t *testing.T) {
 				received, states := 0, 0
 				for _, e := range rest(t, p) {
 					switch {
-					case e.Kind == bpf.PacketReceive && e.Length > 0:
+					case e.Kind == capture.Receive && e.Length > 0:
 						received++
-					case e.Kind == bpf.PacketState:
+					case e.Kind == capture.State:
 						states++
 					}
 				}
@@ -164,13 +142,13 @@ func TestPackets(t *testing.T) {
 		{"IPv4 by an IPv6 socket", "::", "127.0.0.1", 20, 32},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			other, client := tcpPair(t, test.listener, test.to)
+			other, client := testenv.TCPPair(t, test.listener, test.to)
 			p := openPackets(t, client) // the accepted end: of IPv6 in the last case
 			exchange(t, client, other, 1000)
 
-			q := nextPacket(t, p, bpf.PacketQueue)
+			q := nextPacket(t, p, capture.Queue)
 			headers := test.ip + test.tcp
-			if q.Flags != bpf.PacketTCP || q.Length != 1000 || int(q.Size) != 1000+headers || q.Tcp != 0x18 || q.State != 1 || len(q.Bytes) < headers {
+			if q.Flags != capture.TCP || q.Length != 1000 || int(q.Size) != 1000+headers || q.Tcp != 0x18 || q.State != 1 || len(q.Bytes) < headers {
 				t.Fatalf("queued %+v", q)
 			}
 			local := client.LocalAddr().(*net.TCPAddr)
@@ -184,37 +162,37 @@ func TestPackets(t *testing.T) {
 			if shift := windowShift(t, client); q.Window != uint32(binary.BigEndian.Uint16(tcp[14:]))<<shift || shift == 0 {
 				t.Errorf("window %d, of %d shifted by %d", q.Window, binary.BigEndian.Uint16(tcp[14:]), shift)
 			}
-			d := nextPacket(t, p, bpf.PacketDriver)
+			d := nextPacket(t, p, capture.Driver)
 			if d.Skb != q.Skb || d.Seq != q.Seq || d.Length != q.Length || d.Time < q.Time || interfaceOf(d) != "lo" {
 				t.Errorf("queued %+v, driver %+v", q, d)
 			}
-			r := nextPacket(t, p, bpf.PacketReceive)
-			if r.Flags != bpf.PacketTCP || r.Ack != q.Seq+1000 || r.Seq != q.Ack || r.Length != 0 || int(r.Size) != headers || len(r.Bytes) != headers || r.Time < d.Time || r.Ifindex != 1 {
+			r := nextPacket(t, p, capture.Receive)
+			if r.Flags != capture.TCP || r.Ack != q.Seq+1000 || r.Seq != q.Ack || r.Length != 0 || int(r.Size) != headers || len(r.Bytes) != headers || r.Time < d.Time || r.Ifindex != 1 {
 				t.Errorf("received %+v", r)
 			}
 
 			// From here on TCP has no tracepoint for received segments.
 			check(t, client.CloseWrite())
-			s := nextPacket(t, p, bpf.PacketState)
-			if s.State != 4 || s.Flags != bpf.PacketTCP || s.Ack != q.Seq+1000 {
+			s := nextPacket(t, p, capture.State)
+			if s.State != 4 || s.Flags != capture.TCP || s.Ack != q.Seq+1000 {
 				t.Errorf("state %+v", s)
 			}
-			if fin := nextPacket(t, p, bpf.PacketQueue); fin.Tcp != 0x11 || fin.State != 4 {
+			if fin := nextPacket(t, p, capture.Queue); fin.Tcp != 0x11 || fin.State != 4 {
 				t.Errorf("queued %+v", fin)
 			}
-			r = nextPacket(t, p, bpf.PacketReceive)
-			if r.Flags != bpf.PacketTCP|bpf.PacketEarly || r.Ack != q.Seq+1001 || r.Length != 0 || int(r.Size) != headers || len(r.Bytes) != headers || interfaceOf(r) != "lo" {
+			r = nextPacket(t, p, capture.Receive)
+			if r.Flags != capture.TCP|capture.Early || r.Ack != q.Seq+1001 || r.Length != 0 || int(r.Size) != headers || len(r.Bytes) != headers || interfaceOf(r) != "lo" {
 				t.Errorf("received %+v", r)
 			}
 			exchange(t, other, client, 7)
-			r = nextPacket(t, p, bpf.PacketReceive)
-			if r.Flags != bpf.PacketTCP|bpf.PacketEarly || r.Length != 7 || r.Seq != q.Ack || windowShift(t, other) == 0 ||
+			r = nextPacket(t, p, capture.Receive)
+			if r.Flags != capture.TCP|capture.Early || r.Length != 7 || r.Seq != q.Ack || windowShift(t, other) == 0 ||
 				r.Window != uint32(binary.BigEndian.Uint16(r.Bytes[test.ip+14:]))<<windowShift(t, other) {
 				t.Errorf("received %+v", r)
 			}
 			check(t, other.Close())
 			for s.State != 7 {
-				s = nextPacket(t, p, bpf.PacketState)
+				s = nextPacket(t, p, capture.State)
 			}
 			if left := rest(t, p); len(left) > 0 {
 				t.Errorf("after the end: %+v", left)
@@ -223,7 +201,7 @@ func TestPackets(t *testing.T) {
 	}
 }
 
-func interfaceOf(e *bpf.PacketEvent) string {
+func interfaceOf(e *capture.Event) string {
 	var b strings.Builder
 	for _, c := range e.Name {
 		if c == 0 {
@@ -252,7 +230,7 @@ func windowShift(t testing.TB, c syscall.Conn) (shift uint8) {
 // TestPacketsPeerCloses sends after the peer has closed its side: received segments are seen from the first sent
 // packet on.
 func TestPacketsPeerCloses(t *testing.T) {
-	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	check(t, server.CloseWrite())
 	_, err := client.Read(make([]byte, 1))
 	if !errors.Is(err, io.EOF) {
@@ -260,16 +238,16 @@ func TestPacketsPeerCloses(t *testing.T) {
 	}
 	p := openPackets(t, client)
 	exchange(t, client, server, 10)
-	q := nextPacket(t, p, bpf.PacketQueue)
-	if r := nextPacket(t, p, bpf.PacketReceive); r.Ack != q.Seq+10 || r.Flags&bpf.PacketEarly == 0 {
+	q := nextPacket(t, p, capture.Queue)
+	if r := nextPacket(t, p, capture.Receive); r.Ack != q.Seq+10 || r.Flags&capture.Early == 0 {
 		t.Errorf("sent %+v, received %+v", q, r)
 	}
 }
 
 // TestPacketsOfOthers checks that packets of other connections are not reported.
 func TestPacketsOfOthers(t *testing.T) {
-	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
-	a, b := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
+	a, b := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	p := openPackets(t, client)
 	for range 10 {
 		exchange(t, a, b, 100)
@@ -281,7 +259,7 @@ func TestPacketsOfOthers(t *testing.T) {
 	ours := 0
 	for _, e := range rest(t, p) {
 		switch {
-		case e.Kind == bpf.PacketReceive && e.Length == 1, e.Kind == bpf.PacketQueue && e.Length == 0, e.Kind == bpf.PacketDriver && e.Length == 0:
+		case e.Kind == capture.Receive && e.Length == 1, e.Kind == capture.Queue && e.Length == 0, e.Kind == capture.Driver && e.Length == 0:
 			ours++
 		default:
 			t.Errorf("an event of another connection: %+v", e)
@@ -294,9 +272,9 @@ func TestPacketsOfOthers(t *testing.T) {
 
 // TestPacketsLost counts events without space in the ring; nothing reads it.
 func TestPacketsLost(t *testing.T) {
-	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	page := os.Getpagesize()
-	p, err := bpf.OpenPackets(cookieOf(t, client), page)
+	p, err := capture.Open(cookieOf(t, client), page)
 	check(t, err)
 	defer p.Close()
 	for range 100 {
@@ -317,12 +295,12 @@ func TestPacketsLost(t *testing.T) {
 
 // TestPacketsDeadline checks that the events end at the deadline.
 func TestPacketsDeadline(t *testing.T) {
-	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	p := openPackets(t, client)
 	start := time.Now()
 	deadline := start.Add(100 * time.Millisecond)
 	exchange(t, client, server, 1)
-	var e bpf.PacketEvent
+	var e capture.Event
 	n := 0
 	var err error
 	for ; err == nil; n++ {
@@ -340,12 +318,12 @@ func TestPacketsDeadline(t *testing.T) {
 
 // TestPacketsClose ends a Read from another goroutine.
 func TestPacketsClose(t *testing.T) {
-	for name, end := range map[string]func(*bpf.Packets) error{"stop": (*bpf.Packets).Stop, "close": (*bpf.Packets).Close} {
-		client, _ := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	for name, end := range map[string]func(*capture.Capture) error{"stop": (*capture.Capture).Stop, "close": (*capture.Capture).Close} {
+		client, _ := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 		p := openPackets(t, client)
 		var reading sync.WaitGroup
 		reading.Go(func() {
-			var e bpf.PacketEvent
+			var e capture.Event
 			if err := p.Read(time.Now().Add(time.Hour), &e); !errors.Is(err, io.EOF) && !errors.Is(err, os.ErrClosed) {
 				t.Errorf("%s: read %+v, %v", name, e, err)
 			}
@@ -353,7 +331,7 @@ func TestPacketsClose(t *testing.T) {
 		check(t, end(p))
 		reading.Wait()
 		check(t, p.Close())
-		if err := p.Read(time.Now(), &bpf.PacketEvent{}); !errors.Is(err, os.ErrClosed) {
+		if err := p.Read(time.Now(), &capture.Event{}); !errors.Is(err, os.ErrClosed) {
 			t.Errorf("after Close: %v", err)
 		}
 	}
@@ -361,7 +339,7 @@ func TestPacketsClose(t *testing.T) {
 
 // TestPacketsLeavesNothing counts descriptors and programs.
 func TestPacketsLeavesNothing(t *testing.T) {
-	client, _ := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	client, _ := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	descriptors := func() int {
 		entries, err := os.ReadDir("/proc/self/fd")
 		check(t, err)
@@ -392,7 +370,7 @@ func TestPacketsLeavesNothing(t *testing.T) {
 
 // TestPacketsCapabilities runs with the capabilities that an agent keeps.
 func TestPacketsCapabilities(t *testing.T) {
-	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	cookie := cookieOf(t, client)
 	for _, test := range []struct {
 		name string
@@ -404,7 +382,7 @@ func TestPacketsCapabilities(t *testing.T) {
 		{"none", nil, false},
 	} {
 		testenv.WithRights(t, test.caps, func() {
-			p, err := bpf.OpenPackets(cookie, 1<<16)
+			p, err := capture.Open(cookie, 1<<16)
 			if !test.ok {
 				if !errors.Is(err, unix.EPERM) || errors.Is(err, ebpf.ErrNotSupported) || errors.As(err, new(*load.BufferError)) {
 					t.Errorf("%s: %v, want %v", test.name, err, unix.EPERM)
@@ -416,7 +394,7 @@ func TestPacketsCapabilities(t *testing.T) {
 				return
 			}
 			exchange(t, client, server, 1)
-			if q := nextPacket(t, p, bpf.PacketQueue); q.Length != 1 {
+			if q := nextPacket(t, p, capture.Queue); q.Length != 1 {
 				t.Errorf("%s: %+v", test.name, q)
 			}
 			check(t, p.Close())
@@ -425,7 +403,7 @@ func TestPacketsCapabilities(t *testing.T) {
 }
 
 func TestPacketsRefuses(t *testing.T) {
-	if _, err := bpf.OpenPackets(0, 1<<20); err == nil || !strings.Contains(err.Error(), "cookie 0") {
+	if _, err := capture.Open(0, 1<<20); err == nil || !strings.Contains(err.Error(), "cookie 0") {
 		t.Errorf("no cookie: %v", err)
 	}
 	page := os.Getpagesize()
@@ -433,7 +411,7 @@ func TestPacketsRefuses(t *testing.T) {
 		-1: "take 4096", 0: "take 4096", 1: "take 4096", page / 2: "take 4096", 5000: "take 8192", 1<<20 + page: "take 2097152", 1 << 32: "take 2147483648",
 	} {
 		var e *load.BufferError
-		_, err := bpf.OpenPackets(1, size)
+		_, err := capture.Open(1, size)
 		if !errors.As(err, &e) || e.Size != size || page == 4096 && !strings.Contains(err.Error(), advice) {
 			t.Errorf("buffer of %d bytes: %v", size, err)
 		}
@@ -442,7 +420,7 @@ func TestPacketsRefuses(t *testing.T) {
 
 // TestPacketsLockedMemory sets a low RLIMIT_MEMLOCK on kernels that charge maps to it.
 func TestPacketsLockedMemory(t *testing.T) {
-	client, _ := tcpPair(t, "127.0.0.1", "127.0.0.1")
+	client, _ := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	cookie := cookieOf(t, client)
 	var before unix.Rlimit
 	check(t, unix.Getrlimit(unix.RLIMIT_MEMLOCK, &before))
@@ -450,7 +428,7 @@ func TestPacketsLockedMemory(t *testing.T) {
 	low.Cur = 1 << 20
 	check(t, unix.Setrlimit(unix.RLIMIT_MEMLOCK, &low))
 	defer func() { check(t, unix.Setrlimit(unix.RLIMIT_MEMLOCK, &before)) }()
-	p, err := bpf.OpenPackets(cookie, 1<<22)
+	p, err := capture.Open(cookie, 1<<22)
 	if err == nil {
 		check(t, p.Close())
 		t.Skip("kernel: maps are not charged to the limit of locked memory")
@@ -459,16 +437,16 @@ func TestPacketsLockedMemory(t *testing.T) {
 	if !errors.As(err, &e) || !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "limit of locked memory is 1048576 bytes") {
 		t.Errorf("%v", err)
 	}
-	p, err = bpf.OpenPackets(cookie, 1<<14)
+	p, err = capture.Open(cookie, 1<<14)
 	check(t, err)
 	check(t, p.Close())
 }
 
 // TestPacketsMissing simulates a kernel without a tracepoint.
 func TestPacketsMissing(t *testing.T) {
-	client, server := tcpPair(t, "127.0.0.1", "127.0.0.1")
-	restore := bpf.RenameTracepoint("tcp_probe", "tcp_probe_of_old")
-	p, err := bpf.OpenPackets(cookieOf(t, client), 1<<16)
+	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
+	restore := capture.RenameTracepoint("tcp_probe", "tcp_probe_of_old")
+	p, err := capture.Open(cookieOf(t, client), 1<<16)
 	restore()
 	check(t, err)
 	defer p.Close()
@@ -476,10 +454,10 @@ func TestPacketsMissing(t *testing.T) {
 		t.Errorf("missing %v", missing)
 	}
 	exchange(t, client, server, 1)
-	nextPacket(t, p, bpf.PacketDriver)
+	nextPacket(t, p, capture.Driver)
 
-	defer bpf.RenameTracepoint("net_dev_queue", "net_dev_queue_of_old")()
-	if _, err = bpf.OpenPackets(cookieOf(t, client), 1<<16); !errors.Is(err, ebpf.ErrNotSupported) || !strings.Contains(err.Error(), "no tracepoint net_dev_queue_of_old") {
+	defer capture.RenameTracepoint("net_dev_queue", "net_dev_queue_of_old")()
+	if _, err = capture.Open(cookieOf(t, client), 1<<16); !errors.Is(err, ebpf.ErrNotSupported) || !strings.Contains(err.Error(), "no tracepoint net_dev_queue_of_old") {
 		t.Errorf("%v", err)
 	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf
+package capture
 
 import (
 	"testing"
@@ -9,7 +9,7 @@ import (
 )
 
 // ProgramIDs returns the ids of the programs.
-func (p *Packets) ProgramIDs() (ids []ebpf.ProgramID) {
+func (p *Capture) ProgramIDs() (ids []ebpf.ProgramID) {
 	for _, program := range p.collection.Programs {
 		if info, err := program.Info(); err == nil {
 			if id, ok := info.ID(); ok {
@@ -20,10 +20,10 @@ func (p *Packets) ProgramIDs() (ids []ebpf.ProgramID) {
 	return ids
 }
 
-// RenameTracepoint makes OpenPackets look for another tracepoint.
+// RenameTracepoint makes Open look for another tracepoint.
 func RenameTracepoint(from, to string) (restore func()) {
-	for i := range packetTracepoints {
-		if t := &packetTracepoints[i]; t.tracepoint == from {
+	for i := range tracepoints {
+		if t := &tracepoints[i]; t.tracepoint == from {
 			t.tracepoint = to
 			return func() { t.tracepoint = from }
 		}
@@ -33,10 +33,10 @@ func RenameTracepoint(from, to string) (restore func()) {
 
 // LeaveOut detaches all programs at a tracepoint except one, which has the effect of the kernel skipping them because
 // one was interrupted.
-func (p *Packets) LeaveOut(tb testing.TB, tracepoint string, but int) {
+func (p *Capture) LeaveOut(tb testing.TB, tracepoint string, but int) {
 	tb.Helper()
 	seen := 0
-	for i, t := range packetTracepoints {
+	for i, t := range tracepoints {
 		if t.tracepoint != tracepoint {
 			continue
 		}
