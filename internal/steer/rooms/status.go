@@ -15,7 +15,7 @@ import (
 	"sockeye/internal/steer/stored"
 )
 
-// RoomStatus returns the state of the waiting room of a slot, or nil without waiting rooms.
+// Status returns the state of the waiting room of a slot, or nil without waiting rooms.
 func (r *Rooms) Status(slot int) (*api.RoomStatus, error) {
 	if !r.Exist() {
 		return nil, nil

@@ -18,9 +18,9 @@ type SlotState string
 const (
 	// Ready is the default: the slot serves its devices while it has a member.
 	Ready SlotState = "ready"
-	// Drain: the devices of the slot move to other slots.
+	// Drain moves the devices of the slot to other slots.
 	Drain SlotState = "drain"
-	// Maint: the devices of the slot are refused, or steered to the standby slot, although the slot has a member.
+	// Maint refuses the devices of the slot, or steers them to the standby slot, although the slot has a member.
 	Maint SlotState = "maint"
 )
 
