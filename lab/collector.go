@@ -30,6 +30,7 @@ type CollectorConfig struct {
 	BMP       netip.AddrPort // default [::]:1790
 	IPFIX     netip.AddrPort // default [::]:4739
 	User      string         // name or number; default: root
+	Nice      int            // niceness, -20 to 19
 	MaxPeers  int            // maximum number of BMP sessions; each needs 2.2 MB of memory from the start. Default: 100 (default of nfacctd: 4)
 	Refresh   time.Duration  // interval of writing records, in whole seconds; default 1 s
 	Namespace *Namespace     // default: the namespace "collector"
@@ -107,7 +108,7 @@ func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 		return nil, fmt.Errorf("start collector %d: %w", c.Slot, err)
 	}
 	out.Process = c.Namespace.Command(context.Background(), append(slices.Clone(c.Wrap), nfacctd, "-f", out.ConfigPath)...)
-	out.Name, out.User = name, c.User
+	out.Name, out.User, out.Nice = name, c.User, c.Nice
 	out.Cmd.Env = append(os.Environ(), c.Env...)
 	if err := out.Start(); err != nil {
 		return nil, err

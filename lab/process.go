@@ -19,6 +19,8 @@ import (
 
 	"sockeye/internal/cgroup"
 	"sockeye/internal/netns"
+
+	"golang.org/x/sys/unix"
 )
 
 // Process is a program in a namespace and a cgroup of the lab, which is killed when the lab closes. Set the fields
@@ -31,6 +33,8 @@ type Process struct {
 	Name string
 	// User is a user name or uid; default: root. The process gets the user's groups.
 	User string
+	// Nice is the niceness, -20 to 19 (sched(7)).
+	Nice int
 
 	lab     *Lab
 	ns      *Namespace
@@ -43,6 +47,18 @@ type Process struct {
 // Command prepares a program for the namespace. The main process is killed when ctx is done.
 func (n *Namespace) Command(ctx context.Context, argv ...string) *Process {
 	return &Process{Cmd: exec.CommandContext(ctx, argv[0], argv[1:]...), lab: n.lab, ns: n, done: make(chan struct{})}
+}
+
+// startNice starts the command with the niceness, which a process inherits from the thread that starts it.
+func (p *Process) startNice() error {
+	if p.Nice == 0 {
+		return p.Cmd.Start()
+	}
+	const thisThread = 0
+	if err := unix.Setpriority(unix.PRIO_PROCESS, thisThread, p.Nice); err != nil {
+		return fmt.Errorf("set niceness: %w", err)
+	}
+	return errors.Join(p.Cmd.Start(), unix.Setpriority(unix.PRIO_PROCESS, thisThread, 0))
 }
 
 // Start starts the program and returns. The output is appended to LogPath.
@@ -104,7 +120,7 @@ func (p *Process) Start() (err error) {
 		// The thread stays in the namespace of the previous start. Each start sets the namespace.
 		err := netns.Enter(p.ns.file)
 		if err == nil {
-			err = p.Cmd.Start()
+			err = p.startNice()
 		}
 		result <- err
 	}
