@@ -54,7 +54,7 @@ type TraceSkipped struct {
 
 // TraceResults is the answer to GET /v1/trace/results: one period, from the start of the counts or as the query
 // requests. The query has since, a duration, or from and to, times in RFC 3339; select has the syntax of
-// trace.MatchGroup.
+// measure.MatchGroup.
 type TraceResults struct {
 	measure.Period
 	// Partial reports that the history starts after the requested time.

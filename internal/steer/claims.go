@@ -35,7 +35,7 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 	}
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
 	for _, seat := range s.Seats {
-		if (member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}) == self {
+		if seat.ID() == self {
 			if slot == nil || *slot == seat.Slot {
 				return seat.Slot, nil
 			}
@@ -122,8 +122,7 @@ func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 		return s.findSlot(member.AnySlot, self)
 	}
 	if *slot < 0 || *slot >= s.Config.Slots {
-		return 0, fault.Usage(fmt.Errorf("slot %d is out of range", *slot),
-			fmt.Sprintf("service %s has slots 0 to %d", s.Config.Name, s.Config.Slots-1))
+		return 0, s.SlotRange(*slot)
 	}
 	for _, c := range s.liveClaims(self) {
 		if c.Slot == *slot {
@@ -147,14 +146,13 @@ func (s *service) unregister(slot int) error {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	if slot < 0 || slot >= s.Config.Slots {
-		return fault.Usage(fmt.Errorf("slot %d is out of range", slot),
-			fmt.Sprintf("service %s has slots 0 to %d", s.Config.Name, s.Config.Slots-1))
+		return s.SlotRange(slot)
 	}
 	seat := s.Seats[slot]
 	if seat == nil {
 		return fault.Conflict(fmt.Errorf("slot %d is empty", slot), "sockeye slots lists the members")
 	}
-	self := member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}
+	self := seat.ID()
 	s.State.Claims = s.liveClaims(self)
 	s.State.Released = append(slices.DeleteFunc(slices.Clone(s.State.Released), func(r member.ID) bool {
 		return !member.Alive(r.PID, r.StartTime)

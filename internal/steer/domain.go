@@ -411,7 +411,7 @@ func Needs(policy *config.Policy) []rights.Need {
 			needs = append(needs, rights.Need{Right: rights.SysAdmin, For: "netns of service " + s.Name})
 		}
 		if s.Steering == config.Lookup {
-			continue // lookup has no keeper sockets
+			continue // the sockets of waiting rooms with lookup have ports of their own
 		}
 		for _, l := range s.Listeners {
 			if l.Address.Port() < first {

@@ -35,7 +35,7 @@ type units struct {
 	block   chan struct{} // an answer waits for it, unless nil
 }
 
-// property and AuxiliaryUnit are the D-Bus types (sv) and (sa(sv)).
+// property and auxiliaryUnit are the D-Bus types (sv) and (sa(sv)).
 type property struct {
 	Name  string
 	Value dbus.Variant
@@ -151,7 +151,7 @@ const keptPolicy = `services:
     cgroup: CGROUP
 `
 
-// A keeper gets one scope unit, and so does its replacement. The keeper does not become a member by that. An agent
+// TestKeeperScope: a keeper gets one scope unit, and so does its replacement. The keeper does not become a member by that. An agent
 // without an answer of systemd works, too.
 func TestKeeperScope(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
@@ -219,7 +219,7 @@ func TestKeeperScope(t *testing.T) {
 	a.Stop()
 }
 
-// Without a bus, StartScope fails immediately. A keeper in another cgroup stays there.
+// TestKeeperScopeRefused: without a bus, StartScope fails immediately. A keeper in another cgroup stays there.
 func TestKeeperScopeRefused(t *testing.T) {
 	self, err := member.Read(os.Getpid())
 	if err != nil {

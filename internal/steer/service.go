@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"io/fs"
 	"log/slog"
 	"maps"
 	"os"
@@ -69,15 +68,6 @@ type service struct {
 	registrations      uint64
 	keeperProblem      error // error of reconcileKeeper; nil: the ports are held
 	keeperRetryPending bool  // the next attempt of reconcileKeeper is scheduled
-}
-
-// waitingProcess is a process that matches a rule or has a claim and cannot be registered yet.
-type waitingProcess struct {
-	process *member.Process
-	handle  *member.Handle
-	source  string
-	slot    int   // or member.AnySlot
-	problem error // reason
 }
 
 // openService creates or restores a service and registers its members.
@@ -328,7 +318,7 @@ func (s *service) openPath() error {
 		return err
 	}
 	go s.watch(s.Events)
-	return s.rooms.OpenTemplateKeeper()
+	return s.rooms.OpenTemplates()
 }
 
 // builtDeviceMap is a device map for the kernel, and its contents.
@@ -378,150 +368,6 @@ func (s *service) InstallMapping() error {
 	return nil
 }
 
-// restore takes over the keeper and the members of an earlier agent, then scans for new members. Afterwards the
-// program is attached to all groups.
-func (s *service) restore() error {
-	s.Restoring = true
-	defer func() { s.Restoring = false }()
-	if err := s.restoreKeeper(); err != nil {
-		return err
-	}
-	for slot := range bpf.MaxSlots {
-		if err := s.restoreSlot(slot); err != nil {
-			return err
-		}
-	}
-	s.rooms.AssumeReplayed()
-	// The rooms come first, because the slots of members that are found now may be filling.
-	if err := s.reconcileKeeper(); err != nil {
-		return err
-	}
-	if err := s.scan(); err != nil {
-		return err
-	}
-	s.Restoring = false
-	if err := s.moves.ApplySettings(); err != nil {
-		return err
-	}
-	s.rooms.ReleaseWaiting()
-	s.rooms.ReplayMoved()
-	return s.reconcileKeeper()
-}
-
-// restoreSlot takes over the member of a pinned slot if the process and its sockets are unchanged, and closes the slot
-// otherwise.
-func (s *service) restoreSlot(slot int) error {
-	value, err := s.Path.Slot(slot)
-	if err != nil {
-		return err
-	}
-	if value == (bpf.Slot{}) {
-		return s.closeIncompleteSlot(slot)
-	}
-	p, err := s.read(int(value.Pid))
-	wasReady := value.Ready > 0 || s.SlotState(slot).State == stored.Maint
-	if err == nil && p.StartTime == value.StartTime && wasReady && (slot < s.Config.Slots || s.InUse(slot)) {
-		var handle *member.Handle
-		if handle, err = member.Open(p.PID); err == nil {
-			seat := &core.Seat{Slot: slot, Place: s.pinnedPlace(slot, value), Process: p, Handle: handle, Sockets: make(map[int]core.SocketInfo)}
-			if _, err = s.membership(p, seat); err == nil && s.loadSeatSockets(seat) {
-				err = s.checkSeatSockets(seat)
-			} else if err == nil {
-				err = fs.ErrNotExist
-			}
-			if err == nil {
-				// An earlier agent may have been killed during a takeover.
-				if err := s.ClosePlace(seat.Place.Other()); err != nil {
-					return err
-				}
-				s.occupySlot(seat)
-				s.learnGroupOwner(seat)
-				s.Log.Info("member restored", "slot", slot, "pid", p.PID)
-				return nil
-			}
-			handle.Close()
-		}
-	}
-	// A child of the former member may still have its sockets open.
-	for row := range s.Listeners {
-		if cookie, err := s.Path.Cookie(row, s.pinnedPlace(slot, value)); err == nil && cookie != 0 {
-			s.recordSocketOwner(member.ID{PID: int(value.Pid), StartTime: value.StartTime}, cookie)
-		}
-	}
-	switch {
-	case slot >= s.Config.Slots:
-		s.Log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "slot removed")
-	case err == nil, errors.Is(err, fs.ErrNotExist):
-		s.Log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "process exited, or lacks a socket")
-	default:
-		s.Log.Warn("member not restored", "slot", slot, "pid", value.Pid, "error", err)
-	}
-	return s.closeSlot(slot)
-}
-
-// closeIncompleteSlot removes the sockets of a slot that an earlier agent began to register.
-func (s *service) closeIncompleteSlot(slot int) error {
-	for row := range s.Listeners {
-		for _, place := range []bpf.Place{bpf.PlaceOf(slot, 1), bpf.PlaceOf(slot, 2)} {
-			cookie, err := s.Path.Cookie(row, place)
-			if err != nil {
-				return err
-			}
-			if cookie != 0 {
-				return s.closeSlot(slot)
-			}
-		}
-	}
-	return nil
-}
-
-// pinnedPlace returns the place of the sockets of a pinned slot. A slot in maint does not tell.
-func (s *service) pinnedPlace(slot int, value bpf.Slot) bpf.Place {
-	place := bpf.PlaceOf(slot, value.Ready)
-	for row := range s.Listeners {
-		if cookie, err := s.Path.Cookie(row, place); value.Ready == 0 && err == nil && cookie == 0 {
-			return place.Other()
-		}
-	}
-	return place
-}
-
-// loadSeatSockets reads the sockets of a seat from the pins, and reports whether each listener has one.
-func (s *service) loadSeatSockets(seat *core.Seat) bool {
-	for row, l := range s.Listeners {
-		cookie, err := s.Path.Cookie(row, seat.Place)
-		if err != nil || cookie == 0 {
-			return false
-		}
-		if seat.Sockets[row].Cookie != cookie {
-			seat.Sockets[row] = core.SocketInfo{Cookie: cookie, Local: l.String()}
-		}
-	}
-	return true
-}
-
-// occupySlot records the member of a slot and starts a goroutine that waits for the exit of the process.
-func (s *service) occupySlot(seat *core.Seat) {
-	s.Seats[seat.Slot] = seat
-	seat.Ancestors = core.Ancestors(seat.Process)
-	for _, socket := range seat.Sockets {
-		s.recordSocketOwner(member.ID{PID: seat.Process.PID, StartTime: seat.Process.StartTime}, socket.Cookie)
-	}
-	handle := seat.Handle
-	go func() {
-		if handle.Wait() != nil {
-			return // the handle is closed: the slot was vacated before
-		}
-		s.Mu.Lock()
-		defer s.Mu.Unlock()
-		if s.Seats[seat.Slot] == seat {
-			s.VacateSlot(seat.Slot, "process exited")
-		}
-		s.checks.ForgetAdopter(handle)
-		s.forgetFormer(seat)
-	}()
-}
-
 // closeLocked closes the descriptors of this process and saves pending state. Pinned programs stay attached. The caller
 // holds the lock.
 func (s *service) closeLocked() {
@@ -554,7 +400,7 @@ func (s *service) closeLocked() {
 		unix.Close(fd)
 	}
 	clear(s.KeeperSockets)
-	s.rooms.CloseTemplateKeeper()
+	s.rooms.CloseTemplates()
 	s.rooms.Close()
 	s.moves.Close()
 	if s.keeper != nil {

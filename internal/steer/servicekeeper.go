@@ -20,7 +20,7 @@ import (
 )
 
 // reconcileKeeper opens the missing keeper sockets, attaches the current program to all of them, and replaces the
-// Process process if its set of sockets has changed. Without a known user of the members, reconcileKeeper opens none:
+// keeper process if its set of sockets has changed. Without a known user of the members, reconcileKeeper opens none:
 // a socket of another user would make the members' bind fail.
 //
 // Errors are logged, and the agent tries again: the process that has a port may close it.

@@ -22,7 +22,8 @@ import (
 	"sockeye/internal/steer/stored"
 )
 
-// Service is the data of a service that the parts of its reconciliation share. All parts hold the lock.
+// Service is the data of a service that the parts of its reconciliation share. Who reads or writes the data holds Mu. Methods for
+// requests take it themselves, and say so; all others are called with it held.
 type Service struct {
 	Host    *Host
 	Log     *slog.Logger
@@ -39,7 +40,7 @@ type Service struct {
 	Restoring bool        // the members of an earlier agent or of a new policy are being registered
 
 	Netns      *os.File
-	NetnsInode uint64                         // inode of netns
+	NetnsInode uint64                         // inode of Netns
 	Rows       [bpf.MaxListeners]bpf.Listener // listeners by row; zero: free row
 	Listeners  map[int]config.Listener        // by row
 

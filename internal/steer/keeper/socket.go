@@ -15,7 +15,7 @@ import (
 	"sockeye/internal/steer/listener"
 )
 
-// A keeper socket is a socket in the SO_REUSEPORT group of a listener that the program never selects. The keeper socket
+// A keeper socket is a socket in the SO_REUSEPORT group of a listener that the program never selects, unless it is a waiting room (see package rooms). The keeper socket
 // keeps the group and its program alive while the service has no member, so that the kernel's hash never selects a
 // socket. Both the agent and the keeper have the keeper sockets open; the keeper is a process that does nothing else
 // and outlives the agent.

@@ -80,6 +80,9 @@ type Rooms struct {
 	err       error            // last error of the sender
 }
 
+// nobody is the slot of no device: nextUnread delivers all datagrams.
+const nobody = -1
+
 // waitingDatagram is a datagram that waits, and the row of its listener.
 type waitingDatagram struct {
 	replay.Datagram
@@ -325,7 +328,6 @@ func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
 	if !moved {
 		return
 	}
-	const nobody = -1
 	r.nextUnread(nobody)
 	r.deliverQueued()
 	for slot := range r.Config.Slots {
@@ -405,7 +407,6 @@ func (r *Rooms) flushLeft() {
 // emptyRooms delivers or discards the datagrams in the rooms, unless a slot waits: its datagrams stay in the socket, where
 // they outlive this agent, and those of other slots with them.
 func (r *Rooms) emptyRooms() {
-	const nobody = -1
 	for slot := range r.Config.Slots {
 		if r.filling[slot] != nil || r.isWaiting(slot) && r.HasDevices(slot) {
 			return

@@ -76,8 +76,8 @@ func wantsTemplates(c config.Service) bool {
 	return c.Templates == config.KeepTemplates && slices.ContainsFunc(c.Listeners, func(l config.Listener) bool { return l.Protocol == config.UDP })
 }
 
-// OpenTemplateKeeper begins or ends to keep templates, according to the policy. The path must be open.
-func (r *Rooms) OpenTemplateKeeper() error {
+// OpenTemplates begins or ends to keep templates, according to the policy. The path must be open.
+func (r *Rooms) OpenTemplates() error {
 	r.closeReader()
 	if !wantsTemplates(r.Config) {
 		if r.KeepsTemplates() {
@@ -113,8 +113,8 @@ func (r *Rooms) closeReader() {
 	}
 }
 
-// CloseTemplateKeeper saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
-func (r *Rooms) CloseTemplateKeeper() {
+// CloseTemplates saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
+func (r *Rooms) CloseTemplates() {
 	r.closeReader()
 	if r.kept.saveTimer != nil {
 		r.kept.saveTimer.Stop()

@@ -160,20 +160,20 @@ type ProcessTree struct {
 
 // Owner returns the nearest member among a process and its ancestors, or else the process itself if the process or one
 // of its ancestors listens on a port of the service. ok is false if neither is the case.
-func (f *ProcessTree) Owner(pid int) (id member.ID, ok bool) {
+func (t *ProcessTree) Owner(pid int) (id member.ID, ok bool) {
 	const generations = 32
 	self := pid
 	for range generations {
-		if id, seated := f.Seats[pid]; seated {
+		if id, seated := t.Seats[pid]; seated {
 			return id, true
 		}
-		ok = ok || f.Listeners[pid]
-		parent, read := f.Parents[pid]
+		ok = ok || t.Listeners[pid]
+		parent, read := t.Parents[pid]
 		if !read {
 			if p, err := member.Read(pid); err == nil {
 				parent = p.Parent
 			}
-			f.Parents[pid] = parent
+			t.Parents[pid] = parent
 		}
 		if parent <= 1 {
 			break

@@ -69,7 +69,7 @@ func TestDamagedState(t *testing.T) {
 	}
 }
 
-// A reader of a file that is replaced repeatedly reads one complete version.
+// TestWriteFileIsAtomic: a reader of a file that is replaced repeatedly reads one complete version.
 func TestWriteFileIsAtomic(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "f")
@@ -109,7 +109,7 @@ func TestWriteFileIsAtomic(t *testing.T) {
 	}
 }
 
-// A failed write leaves the old file and no temporary file.
+// TestWriteFileFails: a failed write leaves the old file and no temporary file.
 func TestWriteFileFails(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "d")

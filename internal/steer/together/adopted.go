@@ -31,7 +31,7 @@ func (c *Checks) adoptDevices(split []splitDevice) bool {
 	if count == 0 {
 		return false
 	}
-	// The state is saved first: after a crash before place, the next agent installs the same mapping.
+	// The state is saved first: after a crash before the mapping is installed, the next agent installs the same mapping.
 	err := c.State.Save(c.StatePath())
 	if err == nil {
 		c.Mapping = c.Mapping.WithPins(c.PinsInForce())

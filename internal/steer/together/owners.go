@@ -116,7 +116,7 @@ func (c *Checks) label(list []session.Session, seats map[int]member.ID) {
 			listeners[p.PID] = true
 		}
 	}
-	family := session.ProcessTree{Seats: seats, Listeners: listeners, Parents: make(map[int]int)}
+	tree := session.ProcessTree{Seats: seats, Listeners: listeners, Parents: make(map[int]int)}
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
 	if c.Events == nil {
@@ -132,7 +132,7 @@ func (c *Checks) label(list []session.Session, seats map[int]member.ID) {
 	for inode, one := range wanted {
 		found := false
 		for _, p := range owners[inode] {
-			id, ok := family.Owner(p.PID)
+			id, ok := tree.Owner(p.PID)
 			if !ok {
 				continue
 			}

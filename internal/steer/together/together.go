@@ -28,7 +28,7 @@ import (
 // All TCP and UDP of a device must be at one member. A device is split if one of its TCP connections is with another
 // process than the member that receives its datagrams. The slot of a device changes with the bucket table, the device
 // map, the pins, and with the members of its slot and of the standby slot. After each such change, a check compares the
-// owner of each connection (see sessions.go) with the member that serves the device, and acts on the others: on_move
+// owner of each connection (see owners.go) with the member that serves the device, and acts on the others: on_move
 // governs connections that the member accepted as a registered member, and on_start the connections that it accepted
 // before. The check depends on the present state only, so that it also finishes the work of an agent that was killed
 // between a change and its check.

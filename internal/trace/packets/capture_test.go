@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/trace/capture"
 )
 
-// Source is the source of events: a *bpf.Packets.
+// Source is the source of events: a *capture.Capture.
 type Source interface {
 	Read(deadline time.Time, e *capture.Event) error
 	Stop() error

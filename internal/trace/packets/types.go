@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package packets follows the packets of one TCP connection from the queueing discipline to the acknowledgement of the
-// peer, using the events of bpf.Packets, and writes pcapng files.
+// peer, using the events of package capture, and writes pcapng files.
 package packets
 
 import (

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
+	"sockeye/internal/member"
+	"sockeye/internal/steer/core"
+	"sockeye/internal/steer/listener"
+)
+
+// openSlot inserts a member's sockets into the data path and then opens the slot for all listeners at once.
+func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err error) {
+	former := s.Seats[seat.Slot]
+	seat.Place = bpf.PlaceOf(seat.Slot, 1)
+	if former != nil {
+		seat.Place = former.Place.Other()
+	}
+	flipped := false
+	undo := func() error {
+		if former != nil && !flipped {
+			return s.ClosePlace(seat.Place)
+		}
+		return s.closeSlot(seat.Slot)
+	}
+	defer func() {
+		if err == nil {
+			return
+		}
+		if former == nil || !flipped {
+			err = fault.Join(err, undo())
+			return
+		}
+		// The former member gets the slot back.
+		delete(s.formers, former.ID())
+		s.VacateSlot(seat.Slot, "its successor is not ready")
+		s.evaluatePID(former.Process.PID)
+	}()
+	if err := undo(); err != nil {
+		return err
+	}
+	seat.Sockets = make(map[int]core.SocketInfo)
+	for row, socket := range sockets {
+		if socket.Protocol == unix.IPPROTO_TCP {
+			if err := socket.Listen(s.Backlog()); err != nil {
+				return err
+			}
+		}
+		if err := s.Path.Insert(row, seat.Place, socket.FD(), socket.Cookie); err != nil {
+			return listener.ExplainInsert(socket, err)
+		}
+		seat.Sockets[row] = core.SocketInfo{Cookie: socket.Cookie, Local: socket.String(), Number: socket.Number}
+		if err := s.rooms.CopyTemplates(seat, socket); err != nil {
+			return err
+		}
+		if socket.Protocol == unix.IPPROTO_TCP {
+			if err := s.LabelListener(seat.Process, socket.FD()); err != nil {
+				return err
+			}
+		}
+	}
+	if err := s.moves.ShutBefore(seat.Slot); err != nil {
+		return err
+	}
+	// The devices of a slot that is filling would be steered to the standby slot.
+	if former == nil || s.Config.WhenEmpty.Standby == nil {
+		if err := s.rooms.BeginFill(seat, former != nil); err != nil {
+			return err
+		}
+	}
+	flipped = true
+	if err := s.SetReady(seat); err != nil {
+		return err
+	}
+	if former != nil {
+		if err := s.makeFormer(former, seat); err != nil {
+			return err
+		}
+	}
+	if !s.UsesLookup() {
+		for row, socket := range sockets {
+			if err := s.Path.Attach(row, socket.FD()); err != nil {
+				return err
+			}
+		}
+	}
+	s.registrations++
+	delete(s.refusals, seat.ID())
+	s.occupySlot(seat)
+	_, held := s.GroupOwner()
+	s.learnGroupOwner(seat)
+	s.scheduleSave()
+	for pid, w := range s.waiting {
+		if seat.IsRelated(w.process, core.Ancestors(w.process)) {
+			s.forgetWaiting(pid)
+		}
+	}
+	s.Log.Info("member registered", "slot", seat.Slot, "pid", seat.Process.PID, "source", seat.Source)
+	// A policy that is being applied may hold the lock for 100 ms before the next pass.
+	s.checks.Moved()
+	s.checks.Soon()
+	if err := s.moves.Place(); err != nil {
+		s.Log.Error("devices not moved", "error", err)
+	}
+	if !held && !s.UsesLookup() {
+		if err := s.reconcileKeeper(); err != nil {
+			s.Log.Error("ports not held", "error", err)
+		}
+	}
+	return nil
+}
+
+// makeFormer removes the sockets of a member whose slot another process has taken over. Its process goes on with what it
+// has received; its connections are closed by the next check.
+func (s *service) makeFormer(former, by *core.Seat) error {
+	s.formers[former.ID()] = former
+	s.rooms.StopCopying(former)
+	s.Log.Info("slot taken over", "slot", by.Slot, "pid", by.Process.PID, "former", former.Process.PID)
+	return s.ClosePlace(former.Place)
+}
+
+// isFormer reports whether the member of a slot has taken the slot over from a process, before this agent started.
+func (s *service) isFormer(slot int, p *member.Process) bool {
+	now := s.Seats[slot]
+	return s.Config.Takeover && now != nil && p.StartTime < now.Process.StartTime
+}
+
+// addFormer records a former member until it exits.
+func (s *service) addFormer(slot int, former *core.Seat) {
+	former.Slot = slot
+	s.formers[former.ID()] = former
+	go func() {
+		if former.Handle.Wait() != nil {
+			return
+		}
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
+		s.forgetFormer(former)
+	}()
+}
+
+// forgetFormer forgets a former member that has exited.
+func (s *service) forgetFormer(former *core.Seat) {
+	if s.formers[former.ID()] == former {
+		s.Log.Info("former member exited", "slot", former.Slot, "pid", former.Process.PID)
+		delete(s.formers, former.ID())
+		former.Handle.Close()
+	}
+}
+
+// VacateSlot closes a slot in the data path and removes its member, then evaluates the waiting processes.
+func (s *service) VacateSlot(slot int, reason string) {
+	s.rooms.BeginWait(slot)
+	if err := s.closeSlot(slot); err != nil {
+		s.Log.Error("slot not cleared", "slot", slot, "error", err)
+	}
+	seat := s.Seats[slot]
+	if seat == nil {
+		return
+	}
+	delete(s.Seats, slot)
+	s.rooms.ScheduleEnd(slot)
+	s.rooms.StopCopying(seat)
+	s.checks.ReleaseHandle(seat)
+	s.Log.Info("slot cleared", "slot", slot, "pid", seat.Process.PID, "reason", reason)
+	s.pruneSocketOwners()
+	s.checks.Moved()
+	s.checks.Soon()
+	if err := s.moves.Place(); err != nil {
+		s.Log.Error("devices not moved", "error", err)
+	}
+	// A process whose slot was taken over may get the slot back.
+	for id, former := range s.formers {
+		if former.Slot == slot {
+			delete(s.formers, id)
+			former.Handle.Close()
+			s.evaluatePID(id.PID)
+		}
+	}
+	// A waiting process may get the slot.
+	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
+		return cmp.Compare(a.process.StartTime, b.process.StartTime)
+	}) {
+		s.evaluatePID(w.process.PID)
+	}
+}
+
+// recordSocketOwner records the member that registered sockets.
+func (s *service) recordSocketOwner(self member.ID, cookies ...uint64) {
+	for _, cookie := range cookies {
+		s.socketOwners[cookie] = self
+	}
+}
+
+// pruneSocketOwners deletes the sockets of former members when the table is large.
+func (s *service) pruneSocketOwners() {
+	if len(s.socketOwners) <= 8*bpf.MaxSlots {
+		return
+	}
+	live := make(map[uint64]member.ID)
+	for _, seat := range s.Seats {
+		for _, socket := range seat.Sockets {
+			live[socket.Cookie] = seat.ID()
+		}
+	}
+	s.socketOwners = live
+}
+
+// closeSlot closes a slot in the data path, first for all listeners at once, and then deletes its sockets.
+func (s *service) closeSlot(slot int) error {
+	place := bpf.PlaceOf(slot, 1)
+	return fault.Join(s.Path.SetSlot(slot, bpf.Slot{}), s.ClosePlace(place), s.ClosePlace(place.Other()))
+}
+
+// occupySlot records the member of a slot and starts a goroutine that waits for the exit of the process.
+func (s *service) occupySlot(seat *core.Seat) {
+	s.Seats[seat.Slot] = seat
+	seat.Ancestors = core.Ancestors(seat.Process)
+	for _, socket := range seat.Sockets {
+		s.recordSocketOwner(seat.ID(), socket.Cookie)
+	}
+	handle := seat.Handle
+	go func() {
+		if handle.Wait() != nil {
+			return // the handle is closed: the slot was vacated before
+		}
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
+		if s.Seats[seat.Slot] == seat {
+			s.VacateSlot(seat.Slot, "process exited")
+		}
+		s.checks.ForgetAdopter(handle)
+		s.forgetFormer(seat)
+	}()
+}
