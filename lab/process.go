@@ -17,10 +17,10 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/cgroup"
 	"sockeye/internal/netns"
-
-	"golang.org/x/sys/unix"
 )
 
 // Process is a program in a namespace and a cgroup of the lab, which is killed when the lab closes. Set the fields

@@ -13,10 +13,9 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/bench/harness"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	bigtcp "sockeye/internal/bigtcp/bench"
 	"sockeye/lab/plot"
 )

@@ -18,7 +18,6 @@ import (
 	"time"
 
 	"sockeye/bench/harness"
-
 	"sockeye/internal/isolate"
 	"sockeye/lab"
 )

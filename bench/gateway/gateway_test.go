@@ -17,10 +17,9 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/bench/harness"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
 )

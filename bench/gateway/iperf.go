@@ -12,11 +12,10 @@ import (
 	"strconv"
 	"time"
 
-	"sockeye/bench/harness"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	"sockeye/lab"
 )
 

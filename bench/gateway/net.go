@@ -14,11 +14,10 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/bench/harness"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	"sockeye/internal/netns"
 	"sockeye/lab"
 )

@@ -9,7 +9,6 @@ import (
 	"strings"
 
 	"sockeye/bench/harness"
-
 	"sockeye/lab/plot"
 )
 

@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"sockeye/bench/harness"
-
 	"sockeye/lab"
 )
 

@@ -18,10 +18,9 @@ import (
 	"syscall"
 	"time"
 
-	"sockeye/bench/harness"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	"sockeye/internal/gateway"
 	"sockeye/internal/gateway/access"
 	"sockeye/internal/netns"

@@ -13,9 +13,9 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/bench/harness"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/bench/harness"
 )
 
 const (

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"sockeye/bench/harness"
-
 	"sockeye/lab/plot"
 )
 

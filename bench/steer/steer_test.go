@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"sockeye/bench/harness"
-
 	"sockeye/lab/traffic"
 )
 

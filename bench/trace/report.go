@@ -7,7 +7,6 @@ import (
 	"slices"
 
 	"sockeye/bench/harness"
-
 	"sockeye/lab/plot"
 )
 

@@ -17,10 +17,9 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/bench/harness"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	"sockeye/internal/cgroup"
 	"sockeye/lab"
 )

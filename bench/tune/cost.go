@@ -11,9 +11,9 @@ import (
 	"os"
 	"runtime"
 
-	"sockeye/bench/harness"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/bench/harness"
 )
 
 const (

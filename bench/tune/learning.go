@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"sockeye/bench/harness"
-
 	"sockeye/internal/api"
 	"sockeye/lab"
 )

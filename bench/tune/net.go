@@ -9,11 +9,10 @@ import (
 	"runtime"
 	"unsafe"
 
-	"sockeye/bench/harness"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	"sockeye/lab"
 )
 

@@ -8,7 +8,6 @@ import (
 	"strings"
 
 	"sockeye/bench/harness"
-
 	"sockeye/internal/api"
 	"sockeye/lab/plot"
 )

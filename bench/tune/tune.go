@@ -11,7 +11,6 @@ import (
 	"strings"
 
 	"sockeye/bench/harness"
-
 	"sockeye/lab"
 )
 

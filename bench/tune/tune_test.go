@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"sockeye/bench/harness"
-
 	"sockeye/internal/api"
 	"sockeye/lab"
 )

@@ -10,9 +10,9 @@ import (
 	"path/filepath"
 	"slices"
 
-	"sockeye/internal/bpf/pin"
-
 	"github.com/cilium/ebpf"
+
+	"sockeye/internal/bpf/pin"
 )
 
 // Scope is a record of the caller that is stored with the pins of a cgroup, at most 4096 bytes.

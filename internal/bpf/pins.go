@@ -6,9 +6,9 @@ import (
 	"fmt"
 	"path/filepath"
 
-	"sockeye/internal/bpf/pin"
-
 	"github.com/cilium/ebpf"
+
+	"sockeye/internal/bpf/pin"
 )
 
 // Names of pins. Other maps are pinned under their names in bpf/*.c. A pin directory belongs to one service, one

@@ -12,11 +12,11 @@ import (
 	"structs"
 	"time"
 
-	"sockeye/internal/bpf/pin"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf/pin"
 )
 
 // Listener is a listener of a service in the form of the programs.

@@ -12,9 +12,9 @@ import (
 	"path/filepath"
 	"time"
 
-	"sockeye/internal/bpf/pin"
-
 	"github.com/cilium/ebpf"
+
+	"sockeye/internal/bpf/pin"
 )
 
 // DeviceTrie is a device map in the kernel.

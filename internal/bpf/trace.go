@@ -10,11 +10,11 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/bpf/pin"
-	"sockeye/internal/clock"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+
+	"sockeye/internal/bpf/pin"
+	"sockeye/internal/clock"
 )
 
 // TraceConfig is the configuration of the tracing of one cgroup.

@@ -7,9 +7,9 @@ import (
 	"fmt"
 	"time"
 
-	"sockeye/internal/clock"
-
 	"github.com/cilium/ebpf"
+
+	"sockeye/internal/clock"
 )
 
 // Groups returns the groups by index, without the "other" group of each rule at TraceRule.First.

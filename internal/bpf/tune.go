@@ -9,10 +9,10 @@ import (
 	"os"
 	"path/filepath"
 
-	"sockeye/internal/bpf/pin"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+
+	"sockeye/internal/bpf/pin"
 )
 
 // TuneConfig is the configuration of the tuning of one cgroup.

@@ -11,9 +11,9 @@ import (
 	"slices"
 	"time"
 
-	"sockeye/internal/clock"
-
 	"github.com/cilium/ebpf"
+
+	"sockeye/internal/clock"
 )
 
 // Install replaces the rules atomically: a connection is decided by the old rules or by the new ones. Open

@@ -8,12 +8,12 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/clitest"
 	"sockeye/internal/fault"
 	"sockeye/internal/trace/measure"
 )

@@ -5,12 +5,12 @@ package cli
 import (
 	"net/netip"
 	"reflect"
-	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/clitest"
 	"sockeye/internal/config"
 	"sockeye/internal/trace/measure"
 )
