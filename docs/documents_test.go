@@ -18,7 +18,9 @@ const root = ".."
 var (
 	code       = regexp.MustCompile("`[^`]+`")
 	word       = regexp.MustCompile(`[A-Za-z_][A-Za-z0-9_]*`)
-	identifier = regexp.MustCompile(`[a-z][A-Z]`) // of Go, as in openSlot
+	identifier = regexp.MustCompile(`[a-z][A-Z]`)                              // of Go, as in openSlot
+	qualified  = regexp.MustCompile(`\b([a-z][a-z0-9]*)\.([A-Z][A-Za-z0-9]*)`) // of a package, as in fault.Join
+	declared   = regexp.MustCompile(`(?m)^(?:func (?:\([^)]*\) )?|type |var |const |\t)([A-Z][A-Za-z0-9]*)\b`)
 	path       = regexp.MustCompile(`^(?:internal|bpf|bench|lab|tools|dist|room|cmd)/[A-Za-z0-9_./-]*$`)
 	fenced     = regexp.MustCompile("(?s)```.*?```")
 	link       = regexp.MustCompile(`\]\(([^)#:]+)(?:#[^)]*)?\)`)
@@ -69,7 +71,17 @@ func walk(t *testing.T, visit func(path string, text []byte)) {
 // TestIdentifiers finds identifiers and files of the code that the documents name and that do not exist.
 func TestIdentifiers(t *testing.T) {
 	known := make(map[string]bool)
+	inPackage := make(map[string]map[string]bool) // declarations, by the name of the directory
 	walk(t, func(path string, text []byte) {
+		if filepath.Ext(path) == ".go" && !strings.HasSuffix(path, "_test.go") {
+			name := filepath.Base(filepath.Dir(path))
+			if inPackage[name] == nil {
+				inPackage[name] = make(map[string]bool)
+			}
+			for _, d := range declared.FindAllSubmatch(text, -1) {
+				inPackage[name][string(d[1])] = true
+			}
+		}
 		switch ext := filepath.Ext(path); {
 		case ext == ".go", ext == ".c", ext == ".h", ext == ".service", filepath.Base(path) == "Makefile":
 			for _, w := range word.FindAll(text, -1) {
@@ -92,6 +104,11 @@ func TestIdentifiers(t *testing.T) {
 			for _, w := range word.FindAllString(quoted, -1) {
 				if identifier.MatchString(w) && !known[w] && !external[w] {
 					t.Errorf("%s: there is no %s, in `%s`", name, w, quoted)
+				}
+			}
+			for _, q := range qualified.FindAllStringSubmatch(quoted, -1) {
+				if words := inPackage[q[1]]; words != nil && !words[q[2]] {
+					t.Errorf("%s: package %s has no %s, in `%s`", name, q[1], q[2], quoted)
 				}
 			}
 		}
