@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"runtime"
 	"strconv"
 	"syscall"
 	"testing"
@@ -45,6 +46,7 @@ var children = map[string]func() (any, error){
 		}
 		return nil, nil
 	},
+	"execute": func() (any, error) { return nil, nil },
 	"read": func() (any, error) {
 		pid, err := strconv.Atoi(os.Getenv("PROCESS"))
 		if err != nil {
@@ -73,8 +75,25 @@ func runChild(f func() (any, error)) error {
 	if err := json.NewEncoder(os.Stdout).Encode(result); err != nil {
 		return err
 	}
+	if times, err := strconv.Atoi(os.Getenv("TIMES")); err == nil && times > 0 {
+		return executeAgain(times - 1)
+	}
 	_, err = io.Copy(io.Discard, os.Stdin)
 	return err
+}
+
+// executeAgain executes the test binary again, by a thread that is not the first one.
+func executeAgain(times int) error {
+	if err := os.Setenv("TIMES", strconv.Itoa(times)); err != nil {
+		return err
+	}
+	result := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		result <- unix.Exec("/proc/self/exe", os.Args, os.Environ())
+	}()
+	runtime.LockOSThread() // the first thread waits
+	return <-result
 }
 
 // child is a running child process.

@@ -263,25 +263,22 @@ func openProcess(pid int) (procDir, error) {
 	return procDir(fd), nil
 }
 
-// stat reads /proc/PID/stat (proc_pid_stat(5)). A zombie counts as exited.
+// stat reads /proc/PID/stat (proc_pid_stat(5)). A process whose threads all exit, or have exited, counts as exited.
 func (f procDir) stat(pid int) (parent int, startTime uint64, err error) {
-	stat, err := f.read("stat")
+	fields, err := f.statFields("stat")
 	if err != nil {
 		return 0, 0, readError(pid, err)
 	}
-	// The name in parentheses may contain any characters, also parentheses.
-	_, rest, ok := cutLast(string(stat), ") ")
-	fields := strings.Fields(rest)
-	if !ok || len(fields) < 20 {
-		return 0, 0, fmt.Errorf("read process %d: unexpected format of stat", pid)
-	}
-	// A process that exits closes its sockets before it becomes a zombie.
-	flags, err := strconv.ParseUint(fields[6], 10, 32)
-	if err != nil {
-		return 0, 0, fmt.Errorf("read process %d: flags: %w", pid, err)
-	}
-	if fields[0] == "Z" || fields[0] == "X" || flags&exiting != 0 {
-		return 0, 0, readError(pid, fs.ErrNotExist)
+	// A thread that calls execve(2) takes the place of the first one, and the list of the threads may end early while threads
+	// exit (next_tid, fs/proc/base.c).
+	const attempts = 5
+	for n := 0; isExiting(fields) && f.allExit(); n++ {
+		if n == attempts {
+			return 0, 0, readError(pid, fs.ErrNotExist)
+		}
+		if fields, err = f.statFields("stat"); err != nil {
+			return 0, 0, readError(pid, err)
+		}
 	}
 	if parent, err = strconv.Atoi(fields[1]); err != nil {
 		return 0, 0, fmt.Errorf("read process %d: parent: %w", pid, err)
@@ -292,8 +289,49 @@ func (f procDir) stat(pid int) (parent int, startTime uint64, err error) {
 	return parent, startTime, nil
 }
 
-// exiting is PF_EXITING, the flag of a process in do_exit (include/linux/sched.h).
-const exiting = 0x4
+// statFields returns the fields of a stat file from the state on. The name in parentheses may contain any characters, also
+// parentheses.
+func (f procDir) statFields(file string) ([]string, error) {
+	text, err := f.read(file)
+	if err != nil {
+		return nil, err
+	}
+	_, rest, ok := cutLast(string(text), ") ")
+	fields := strings.Fields(rest)
+	if !ok || len(fields) < 20 {
+		return nil, errors.New("unexpected format of stat")
+	}
+	return fields, nil
+}
+
+// isExiting reports whether a thread is in do_exit or has exited. A process closes its sockets in do_exit, before it becomes
+// a zombie.
+func isExiting(fields []string) bool {
+	const exiting = 0x4 // PF_EXITING (include/linux/sched.h)
+	flags, err := strconv.ParseUint(fields[6], 10, 32)
+	return fields[0] == "Z" || fields[0] == "X" || err == nil && flags&exiting != 0
+}
+
+// allExit reports whether all threads of a process exit or have exited. The first thread alone also exits when another thread
+// calls execve(2) (de_thread).
+func (f procDir) allExit() bool {
+	fd, err := unix.Openat(int(f), "task", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return true
+	}
+	dir := os.NewFile(uintptr(fd), "task")
+	defer dir.Close()
+	threads, err := dir.Readdirnames(-1)
+	if err != nil {
+		return true
+	}
+	for _, thread := range threads {
+		if fields, err := f.statFields("task/" + thread + "/stat"); err == nil && !isExiting(fields) {
+			return false
+		}
+	}
+	return true
+}
 
 func cutLast(s, sep string) (before, after string, found bool) {
 	if i := strings.LastIndex(s, sep); i >= 0 {

@@ -134,37 +134,30 @@ func TestReadNothing(t *testing.T) {
 	}
 }
 
-// TestAliveAtExit checks that a process which exits is not alive from the beginning of its exit: the kernel closes its
-// sockets later, and the process becomes a zombie after that.
-func TestAliveAtExit(t *testing.T) {
-	const attempts = 10
-	for range attempts {
-		// A process with one thread, whose memory the kernel frees before it closes the sockets.
-		c := exec.Command("sh", "-c", `x=$(head -c 64000000 /dev/zero | tr '\0' a); echo; read y`)
-		in, err := c.StdinPipe()
-		check(t, err)
-		out, err := c.StdoutPipe()
-		check(t, err)
-		check(t, c.Start())
-		defer func() {
-			in.Close()
-			c.Wait()
-		}()
-		_, err = out.Read(make([]byte, 1))
-		check(t, err)
-		p, err := Read(c.Process.Pid)
-		check(t, err)
-		h, err := Open(c.Process.Pid)
-		check(t, err)
-		defer h.Close()
-		check(t, h.Kill())
-		for !h.Ended() {
-			if !Alive(p.PID, p.StartTime) && !h.Ended() {
-				return
-			}
+// TestAliveAtExecve checks that a process is alive while a thread other than the first calls execve(2): the first thread exits
+// then.
+func TestAliveAtExecve(t *testing.T) {
+	c := start(t, "execute", nil, func(cmd *exec.Cmd) { cmd.Env = append(cmd.Env, "TIMES=100") })
+	h, err := Open(c.pid())
+	check(t, err)
+	defer h.Close()
+	first, err := Read(c.pid())
+	for errors.Is(err, fs.ErrNotExist) && !h.Ended() { // the first thread has no executable while it exits
+		first, err = Read(c.pid())
+	}
+	check(t, err)
+	n := 0
+	for ; !h.Ended(); n++ {
+		if !Alive(c.pid(), first.StartTime) && !h.Ended() {
+			t.Fatalf("not alive at check %d", n)
+		}
+		if text, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(c.pid()), "environ")); err == nil && strings.Contains(string(text), "TIMES=0") {
+			break
 		}
 	}
-	t.Errorf("alive until the end of the exit in %d attempts", attempts)
+	if n < 100 {
+		t.Errorf("%d checks", n)
+	}
 }
 
 func TestAll(t *testing.T) {
