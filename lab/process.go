@@ -49,16 +49,15 @@ func (n *Namespace) Command(ctx context.Context, argv ...string) *Process {
 	return &Process{Cmd: exec.CommandContext(ctx, argv[0], argv[1:]...), lab: n.lab, ns: n, done: make(chan struct{})}
 }
 
-// startNice starts the command with the niceness, which a process inherits from the thread that starts it.
+// startNice starts the command with the niceness, which a process inherits from the thread that starts it. Without
+// CAP_SYS_NICE, it has the niceness of this process.
 func (p *Process) startNice() error {
-	if p.Nice == 0 {
-		return p.Cmd.Start()
-	}
 	const thisThread = 0
-	if err := unix.Setpriority(unix.PRIO_PROCESS, thisThread, p.Nice); err != nil {
-		return fmt.Errorf("set niceness: %w", err)
+	before, err := unix.Getpriority(unix.PRIO_PROCESS, thisThread)
+	if p.Nice != 0 && err == nil && unix.Setpriority(unix.PRIO_PROCESS, thisThread, p.Nice) == nil {
+		defer func() { _ = unix.Setpriority(unix.PRIO_PROCESS, thisThread, 20-before) }() // the call returns 20 minus the niceness
 	}
-	return errors.Join(p.Cmd.Start(), unix.Setpriority(unix.PRIO_PROCESS, thisThread, 0))
+	return p.Cmd.Start()
 }
 
 // Start starts the program and returns. The output is appended to LogPath.

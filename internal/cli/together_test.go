@@ -492,18 +492,20 @@ func TestGate(t *testing.T) {
 		}
 		results := make(chan time.Duration, len(mine))
 		began := time.Now()
+		var dials sync.WaitGroup
+		t.Cleanup(dials.Wait)
 		for _, address := range mine {
-			go func() {
+			dials.Go(func() {
 				d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(address)}, Timeout: patience}
 				d.SetMultipathTCP(false)
-				conn, err := d.Dial("tcp", target(address, "1796"))
+				conn, err := d.DialContext(t.Context(), "tcp", target(address, "1796"))
 				if err != nil {
 					t.Errorf("%s: %v", address, err)
 				} else {
 					t.Cleanup(func() { conn.Close() })
 				}
 				results <- time.Since(began)
-			}()
+			})
 		}
 		var waiting bool
 		h.eventually("devices wait at the gate", func() bool {
