@@ -48,14 +48,14 @@ func TestGoflow2(t *testing.T) {
 	if !filepath.IsAbs(binary) {
 		t.Fatal(binary)
 	}
-	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		for _, templates := range []string{"keep", "off"} {
-			t.Run(string(mode)+"/"+templates, func(t *testing.T) {
+			t.Run(templates, func(t *testing.T) {
 				g := &goflows{host: newHost(t, mode), binary: binary, read: map[string]int64{}, decoded: map[netip.Addr]map[string]*decodedRecords{}}
 				g.run(templates == "keep")
 			})
 		}
-	}
+	})
 }
 
 // goflows are exporters, and two goflow2.

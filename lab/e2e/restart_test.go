@@ -24,17 +24,13 @@ import (
 // sent their templates once, while their BMP sessions connect again. nfacctd needs 5 s until its sockets are open. It
 // decodes every datagram that was sent since, and no connection is refused.
 func TestRestartNfacctd(t *testing.T) {
-	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
-		t.Run(string(mode), func(t *testing.T) { newHost(t, mode).restartsNfacctd() })
-	}
+	inBothModes(t, func(t *testing.T, mode config.Steering) { newHost(t, mode).restartsNfacctd() })
 }
 
 // TestUpgradeNfacctd starts a second nfacctd for an occupied slot under traffic, and kills the first one afterwards. The two
 // decode every datagram.
 func TestUpgradeNfacctd(t *testing.T) {
-	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
-		t.Run(string(mode), func(t *testing.T) { newHost(t, mode).upgradesNfacctd() })
-	}
+	inBothModes(t, func(t *testing.T, mode config.Steering) { newHost(t, mode).upgradesNfacctd() })
 }
 
 func (h *host) upgradesNfacctd() {

@@ -18,40 +18,38 @@ import (
 // TestRestartRouters kills an nfacctd, and starts it again, while four FRR routers send 500 route updates a second by BMP, and
 // export flows: by nfprobe, and by exporters that have sent their templates once. All records are decoded and have routes.
 func TestRestartRouters(t *testing.T) {
-	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
-		t.Run(string(mode), func(t *testing.T) {
-			h := newHostWith(t, mode, 4)
-			h.setPolicy(2, "when_empty: {wait: 60s}")
-			h.startAgent()
-			f := h.newRouters()
-			f.drive(time.Second)
-			f.complete("before the restart")
-			f.bare, f.others = 0, 0
-			refused := f.refused()
-			slot := f.home(f.all[0])
-			h.kill(slot)
-			var sending sync.WaitGroup
-			sending.Go(func() { f.drive(10 * time.Second) })
-			f.startCollector(slot, 100)
-			f.ready(0, 1)
-			sending.Wait()
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHostWith(t, mode, 4)
+		h.setPolicy(2, "when_empty: {wait: 60s}")
+		h.startAgent()
+		f := h.newRouters()
+		f.drive(time.Second)
+		f.complete("before the restart")
+		f.bare, f.others = 0, 0
+		refused := f.refused()
+		slot := f.home(f.all[0])
+		h.kill(slot)
+		var sending sync.WaitGroup
+		sending.Go(func() { f.drive(10 * time.Second) })
+		f.startCollector(slot, 100)
+		f.ready(0, 1)
+		sending.Wait()
+		f.complete("after the restart")
+		f.checkExporters()
+		if f.bare > 0 {
+			t.Errorf("%d records have no routes", f.bare)
+		}
+		f.eventually("records of nfprobe", func() error {
 			f.complete("after the restart")
-			f.checkExporters()
-			if f.bare > 0 {
-				t.Errorf("%d records have no routes", f.bare)
+			if f.others == 0 {
+				return fmt.Errorf("none")
 			}
-			f.eventually("records of nfprobe", func() error {
-				f.complete("after the restart")
-				if f.others == 0 {
-					return fmt.Errorf("none")
-				}
-				return nil
-			})
-			if after := f.refused(); after != refused {
-				t.Errorf("%d SYNs and datagrams refused", after-refused)
-			}
+			return nil
 		})
-	}
+		if after := f.refused(); after != refused {
+			t.Errorf("%d SYNs and datagrams refused", after-refused)
+		}
+	})
 }
 
 // refused returns the number of SYNs and datagrams that were refused.
