@@ -231,6 +231,38 @@ func TestTakeover(t *testing.T) {
 	})
 }
 
+// TestTakeoverPlanned checks that plan says what becomes of a process that waits for an occupied slot, before a policy with
+// takeover gives the slot to it.
+func TestTakeoverPlanned(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := upRecording(t, mode, 1, "takeover: false")
+		h.successor(0)
+		h.eventually("a process that waits", func() error {
+			if waiting := h.service().Waiting; len(waiting) != 1 || waiting[0].PID != h.members[0].Pid() {
+				return fmt.Errorf("%+v", waiting)
+			}
+			return nil
+		})
+		h.setPolicy(1, "takeover: true")
+		h.plans("takeover: false -> true", "processes that wait for an occupied slot take the slot over, which closes its sessions")
+		h.show(new(any), "apply")
+		h.ready(0)
+		if s := h.service(); len(s.Formers) != 1 || len(s.Waiting) != 0 {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+// plans checks that the policy file makes one change.
+func (h *host) plans(what, effect string) {
+	h.Helper()
+	var plan api.Plan
+	h.show(&plan, "plan")
+	if len(plan.Changes) != 1 || plan.Changes[0].What != what || plan.Changes[0].Effect != effect {
+		h.Errorf("plan: %+v, want %s: %s", plan.Changes, what, effect)
+	}
+}
+
 // successor starts another process for a slot.
 func (h *host) successor(slot int) {
 	h.Helper()
@@ -417,6 +449,9 @@ func TestWaitingRoomBounds(t *testing.T) {
 			return nil
 		})
 		h.lands("after the wait", device, nowhere)
+		if notes, want := h.service().Notes, "slot 0 has no member, and its wait is over: its devices are refused"; !slices.Contains(notes, want) {
+			t.Errorf("notes %q, want %q", notes, want)
+		}
 		h.recording(0)
 		h.ready(0)
 		h.lands("with a member again", device, func(netip.Addr) int { return 0 })

@@ -177,6 +177,9 @@ func templatesFollow(t *testing.T, mode config.Steering, empty string) {
 	// A policy without templates discards them: they may be outdated when it keeps templates again.
 	for _, templates := range []string{"off", "keep"} {
 		h.setPolicy(2, "when_empty: "+empty, "templates: "+templates)
+		if templates == "off" {
+			h.plans("templates: keep -> off", "the templates of 20 exporters are discarded")
+		}
 		h.show(new(any), "apply")
 		var list []any
 		if h.show(&list, "templates"); len(list) != 0 {

@@ -73,16 +73,12 @@ func (c *Checks) labelMembers(list []session.Session) (found bool) {
 	}
 	ids := c.SeatIDs()
 	owners := sockdiag.ReadSocketsOf(slices.Collect(maps.Keys(ids)), func(inode uint32) bool { return wanted[inode] != nil })
-	handles := make(map[int]*member.Handle)
-	defer func() {
-		for _, h := range handles {
-			h.Close()
-		}
-	}()
+	open := make(handles)
+	defer open.close()
 	defer c.Host.Descriptors.Borrow()()
 	for inode, one := range wanted {
 		for _, p := range owners[inode] {
-			if c.labelConnection(handles, p, one, ids[p.PID]) == nil {
+			if c.labelConnection(open, p, one, ids[p.PID]) == nil {
 				found = true
 				break
 			}
@@ -122,12 +118,8 @@ func (c *Checks) label(list []session.Session, seats map[int]member.ID) {
 	if c.Events == nil {
 		return
 	}
-	handles := make(map[int]*member.Handle)
-	defer func() {
-		for _, h := range handles {
-			h.Close()
-		}
-	}()
+	open := make(handles)
+	defer open.close()
 	defer c.Host.Descriptors.Borrow()()
 	for inode, one := range wanted {
 		found := false
@@ -137,7 +129,7 @@ func (c *Checks) label(list []session.Session, seats map[int]member.ID) {
 				continue
 			}
 			found = true
-			if err := c.labelConnection(handles, p, one, id); err == nil {
+			if err := c.labelConnection(open, p, one, id); err == nil {
 				break
 			}
 		}
@@ -151,15 +143,24 @@ func (c *Checks) label(list []session.Session, seats map[int]member.ID) {
 	}
 }
 
-// labelConnection records the owner of a connection of a process. handles are the open handles by process id.
-func (c *Checks) labelConnection(handles map[int]*member.Handle, p sockdiag.Process, one *session.Session, owner member.ID) error {
-	handle := handles[p.PID]
+// handles are open handles by process id.
+type handles map[int]*member.Handle
+
+func (h handles) close() {
+	for _, handle := range h {
+		handle.Close()
+	}
+}
+
+// labelConnection records the owner of a connection of a process.
+func (c *Checks) labelConnection(open handles, p sockdiag.Process, one *session.Session, owner member.ID) error {
+	handle := open[p.PID]
 	if handle == nil {
 		var err error
 		if handle, err = member.Open(p.PID); err != nil {
 			return err
 		}
-		handles[p.PID] = handle
+		open[p.PID] = handle
 	}
 	socket, err := handle.OpenSocket(p.FD)
 	if err != nil {
