@@ -29,6 +29,8 @@ type Member struct {
 	// Process is the number of BMP messages that the member processes per second. Messages that it has read and not yet
 	// processed wait in its memory. 0: no limit.
 	Process float64 `json:"process"`
+	// Pause is the time for which the member accepts no connection.
+	Pause time.Duration `json:"pause"`
 }
 
 // MemberState is the answer of a member to each line on its standard input.
@@ -80,7 +82,10 @@ func (m *Member) run(records recorder) error {
 	}
 	failed := make(chan error, 3)
 	go func() { failed <- c.receive(raw) }()
-	go func() { failed <- c.accept(l, failed) }()
+	go func() {
+		time.Sleep(c.Pause)
+		failed <- c.accept(l, failed)
+	}()
 	if c.Process > 0 {
 		go func() { failed <- c.process() }()
 	}
