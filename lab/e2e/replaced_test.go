@@ -110,7 +110,7 @@ func newReplaced(t *testing.T, mode config.Steering) *replaced {
 	}
 	h.ready(0, 1)
 	h.must(r.swarm.StartDevices(t.Context(), swarm.Load{
-		Devices: replacedDevices, TCP: bmpPort, UDP: ipfixPort, Rate: replacedRate(), Exporters: replacedExporters, Routes: 50,
+		Devices: replacedDevices, TCP: bmpPort, UDP: ipfixPort, Rate: replacedRate(), Exporters: replacedExporters, Routes: 50, Noted: true,
 	}))
 	r.analysis.Period = time.Duration(replacedExporters / replacedRate() * float64(time.Second))
 	h.eventually("the dumps", func() error {

@@ -33,6 +33,7 @@ type Analysis struct {
 	devices   map[uint32]*device
 	waiting   []datagramAt
 	numbers   map[exporter]map[uint32]time.Duration // sequence numbers of datagrams, and times, with Period
+	sent      map[exporter]map[uint32]time.Duration // the same of datagrams that were sent, with Load.Noted
 	datagrams uint64                                // added
 	judged    time.Duration                         // instant of the last call of Judge
 	last      time.Duration                         // time of the last record
@@ -193,7 +194,9 @@ func (a *Analysis) Add(from int, records []Record) {
 		case Datagram, Undecodable:
 			a.waiting = append(a.waiting, datagramAt{r, from})
 			a.datagrams++
-			a.number(r)
+			a.number(&a.numbers, r)
+		case Sent:
+			a.number(&a.sent, r)
 		case Connected:
 			c := a.connection(r)
 			c.opened = min(c.opened, r.At)
@@ -218,24 +221,25 @@ func (a *Analysis) Add(from int, records []Record) {
 }
 
 // number notes the sequence number of a datagram, for Missing.
-func (a *Analysis) number(r Record) {
+func (a *Analysis) number(in *map[exporter]map[uint32]time.Duration, r Record) {
 	if a.Period == 0 {
 		return
 	}
 	e := exporter{r.Device, r.Port}
-	if a.numbers == nil {
-		a.numbers = map[exporter]map[uint32]time.Duration{}
+	if *in == nil {
+		*in = map[exporter]map[uint32]time.Duration{}
 	}
-	if a.numbers[e] == nil {
-		a.numbers[e] = map[uint32]time.Duration{}
+	if (*in)[e] == nil {
+		(*in)[e] = map[uint32]time.Duration{}
 	}
-	a.numbers[e][r.Value] = r.At
+	(*in)[e][r.Value] = r.At
 }
 
 // Missing returns the times at which datagrams were sent that no member has received, except those after the last received
-// one of their port: the time of the datagram before, and Period for each since then.
+// one of their port: the recorded time, or else the time of the datagram before, and Period for each since then. The second is
+// as late as the datagram before was.
 func (a *Analysis) Missing() (times []time.Duration) {
-	for _, received := range a.numbers {
+	for from, received := range a.numbers {
 		at, missing := a.Begin, time.Duration(0)
 		for number, left := uint32(0), len(received); left > 0; number++ {
 			if arrived, ok := received[number]; ok {
@@ -244,7 +248,11 @@ func (a *Analysis) Missing() (times []time.Duration) {
 				continue
 			}
 			missing++
-			times = append(times, at+missing*a.Period)
+			sent, recorded := a.sent[from][number]
+			if !recorded {
+				sent = at + missing*a.Period
+			}
+			times = append(times, sent)
 		}
 	}
 	return times

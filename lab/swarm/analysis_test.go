@@ -264,6 +264,14 @@ func TestMissing(t *testing.T) {
 	if got, want := a.Missing(), []time.Duration{ms(110), ms(135), ms(145)}; !slices.Equal(got, want) {
 		t.Errorf("%v, want %v", got, want)
 	}
+	for number, n := range []int{102, 112, 122, 132, 142, 395} {
+		r := at(FromDevices, n, Sent, 40000)
+		r.Value = uint32(number)
+		a.Add(FromDevices, []Record{r.Record})
+	}
+	if got, want := a.Missing(), []time.Duration{ms(102), ms(132), ms(142)}; !slices.Equal(got, want) {
+		t.Errorf("with recorded times: %v, want %v", got, want)
+	}
 }
 
 // TestKnowledge checks which messages a member can decode.

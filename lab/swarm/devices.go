@@ -36,6 +36,8 @@ type Load struct {
 	DumpRate float64 `json:"dump_rate"`
 	// Interval is the time between the updates after the dump. Default: 200 ms.
 	Interval time.Duration `json:"interval_ns"`
+	// Noted devices record each datagram that they send.
+	Noted bool `json:"noted"`
 }
 
 // DevicesState is the answer of the devices to each line on their standard input.
@@ -117,7 +119,12 @@ func (l *Load) run(records recorder) error {
 		case cmdSend:
 			go func() {
 				limit := traffic.Limit{Rate: s.Rate * float64(s.Devices), Batch: 1}
-				_, err := traffic.Drive(ctx, limit, len(exporters), func(i, n int) (int, error) { return exporters[i].Send(n) })
+				_, err := traffic.Drive(ctx, limit, len(exporters), func(i, n int) (int, error) {
+					if err := s.noteSent(i, exporters[i]); err != nil {
+						return 0, err
+					}
+					return exporters[i].Send(n)
+				})
 				sending <- err
 			}()
 		case cmdStop:
@@ -138,6 +145,14 @@ func (l *Load) run(records recorder) error {
 			return err
 		}
 	}
+}
+
+// noteSent records the next datagram of an exporter.
+func (s *sender) noteSent(i int, e *traffic.Exporter) error {
+	if !s.Noted {
+		return nil
+	}
+	return s.records.note(Record{At: Now(), Device: uint32(i % s.Devices), Port: e.Port(), Value: e.Sequence(), Kind: Sent})
 }
 
 func target(from netip.Addr, port uint16) netip.AddrPort {

@@ -38,6 +38,9 @@ const (
 	// Stalled is a time that ended at At and in which the devices' process did not run, although it was due. Value is the
 	// length in microseconds.
 	Stalled
+	// Sent is a datagram with data that a device sends, with [Load.Noted]. Value is its sequence number, At the time before the
+	// system call.
+	Sent
 )
 
 // Record is an observation of a member or of the devices.

@@ -157,6 +157,7 @@ type ExporterStats struct {
 // one sendmmsg call, without segmentation offload. It is not safe for concurrent use.
 type Exporter struct {
 	fd        int
+	port      uint16
 	refresh   time.Duration
 	domain    uint32
 	sequence  uint32
@@ -210,6 +211,17 @@ func NewExporter(c ExporterConfig) (*Exporter, error) {
 		return nil, fmt.Errorf("make exporter: %w", err)
 	}
 	e.fd = fd
+	local, err := unix.Getsockname(fd)
+	if err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("make exporter: read the port: %w", err)
+	}
+	switch sa := local.(type) {
+	case *unix.SockaddrInet4:
+		e.port = uint16(sa.Port)
+	case *unix.SockaddrInet6:
+		e.port = uint16(sa.Port)
+	}
 	return e, nil
 }
 
@@ -300,6 +312,12 @@ func (e *Exporter) Send(n int) (int, error) {
 	}
 	return sent, nil
 }
+
+// Port returns the source port.
+func (e *Exporter) Port() uint16 { return e.port }
+
+// Sequence returns the sequence number of the next message.
+func (e *Exporter) Sequence() uint32 { return e.sequence }
 
 // Stats returns the current counts.
 func (e *Exporter) Stats() ExporterStats { return e.stats }
