@@ -9,7 +9,6 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 
-	"sockeye/internal/bpf/load"
 	"sockeye/internal/bpf/pin"
 )
 
@@ -43,12 +42,6 @@ func (s *Steer) PendingPlaces(tb testing.TB) (used int) {
 
 // Links returns the links of both kinds, pinned or not.
 func (s *Steer) Links() []link.Link { return s.links }
-
-// LoadProgram loads one program of an object.
-var LoadProgram = load.Program
-
-// LacksHelper distinguishes a kernel without a helper from a program that the verifier rejects.
-var LacksHelper = load.LacksHelper
 
 // LoadSteering returns the programs that select sockets.
 var (

@@ -188,7 +188,7 @@ func TestRefusedByTheVerifier(t *testing.T) {
 			}}},
 		}
 	}
-	_, err := bpf.LoadProgram(spec(), "over", nil)
+	_, err := load.Program(spec(), "over", nil)
 	refused, ok := errors.AsType[*load.RefusedError](err)
 	if !ok || !errors.Is(refused.Err.Cause, unix.EACCES) || !strings.Contains(err.Error(), "program over: refused by the kernel's verifier: ") ||
 		strings.HasSuffix(err.Error(), ": ") || strings.Contains(err.Error(), "permission denied") ||
@@ -196,7 +196,7 @@ func TestRefusedByTheVerifier(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	testenv.WithoutRights(t, func() {
-		_, err := bpf.LoadProgram(spec(), "over", nil)
+		_, err := load.Program(spec(), "over", nil)
 		if _, ok := errors.AsType[*load.RefusedError](err); ok || !errors.Is(err, unix.EPERM) {
 			t.Errorf("without rights: %v", err)
 		}
@@ -214,7 +214,7 @@ func TestLacksHelper(t *testing.T) {
 		{unix.EPERM, false},
 		{errors.New("unknown func"), false},
 	} {
-		if got := bpf.LacksHelper(c.err); got != c.want {
+		if got := load.LacksHelper(c.err); got != c.want {
 			t.Errorf("%v: %v, want %v", c.err, got, c.want)
 		}
 	}

@@ -3,20 +3,11 @@
 package match_test
 
 import (
-	"fmt"
-	"os"
 	"testing"
-
-	"github.com/cilium/ebpf/rlimit"
 
 	"sockeye/internal/testenv"
 )
 
 func TestMain(m *testing.M) {
-	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
-	if err := rlimit.RemoveMemlock(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	testenv.Main(m)
+	testenv.MainWithMaps(m)
 }

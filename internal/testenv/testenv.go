@@ -17,6 +17,7 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/btf"
+	"github.com/cilium/ebpf/rlimit"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -37,6 +38,16 @@ func Main(m *testing.M) {
 		os.Exit(Run(m))
 	}
 	os.Exit(isolate())
+}
+
+// MainWithMaps is Main for tests that create BPF maps: before Linux 5.11, maps are
+// charged to RLIMIT_MEMLOCK.
+func MainWithMaps(m *testing.M) {
+	if err := rlimit.RemoveMemlock(); err != nil {
+		fmt.Fprintln(os.Stderr, "testenv:", err)
+		os.Exit(1)
+	}
+	Main(m)
 }
 
 // isolate runs this program again in new namespaces and a new cgroup, and returns

@@ -3,22 +3,13 @@
 package trace_test
 
 import (
-	"fmt"
-	"os"
 	"testing"
-
-	"github.com/cilium/ebpf/rlimit"
 
 	"sockeye/internal/testenv"
 )
 
 func TestMain(m *testing.M) {
-	// Before Linux 5.11, maps are charged to RLIMIT_MEMLOCK.
-	if err := rlimit.RemoveMemlock(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	testenv.Main(m)
+	testenv.MainWithMaps(m)
 }
 
 // TestServer is the entry point of the server processes of tests.

@@ -7,17 +7,10 @@ import (
 	"os"
 	"testing"
 
-	"github.com/cilium/ebpf/rlimit"
-
 	"sockeye/internal/testenv"
 )
 
 func TestMain(m *testing.M) {
-	// Before Linux 5.11, maps are charged to RLIMIT_MEMLOCK.
-	if err := rlimit.RemoveMemlock(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
 	// With the metrics cache of peers, tests would depend on earlier tests.
 	if testenv.Cgroup() != "" {
 		if err := os.WriteFile("/proc/sys/net/ipv4/tcp_no_metrics_save", []byte("1"), 0); err != nil {
@@ -25,7 +18,7 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 	}
-	testenv.Main(m)
+	testenv.MainWithMaps(m)
 }
 
 // TestServer is the entry point of the server processes of tests.

@@ -3,23 +3,14 @@
 package capture_test
 
 import (
-	"fmt"
-	"os"
 	"testing"
 	"time"
-
-	"github.com/cilium/ebpf/rlimit"
 
 	"sockeye/internal/testenv"
 )
 
 func TestMain(m *testing.M) {
-	// Before Linux 5.11, maps are charged to RLIMIT_MEMLOCK.
-	if err := rlimit.RemoveMemlock(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	testenv.Main(m)
+	testenv.MainWithMaps(m)
 }
 
 func check(t testing.TB, err error) {
