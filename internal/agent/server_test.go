@@ -3,9 +3,22 @@
 package agent
 
 import (
+	"context"
+	"net/http"
+	"net/http/httptest"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/fault"
+	"sockeye/internal/member"
+	"sockeye/internal/peer"
+	"sockeye/internal/testenv"
 )
 
 func TestHTTPStatus(t *testing.T) {
@@ -14,4 +27,75 @@ func TestHTTPStatus(t *testing.T) {
 			t.Errorf("code %d has no HTTP status", code)
 		}
 	}
+}
+
+// Commands while policies are applied: each command is answered, and with -race no state is read without its lock. Two
+// services change together, so that the second one waits between the plan and its change. Each fourth policy removes a
+// service.
+func TestCommandsDuringApply(t *testing.T) {
+	dir := t.TempDir()
+	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
+	defer a.stop()
+	const second = `  second:
+    slots: 4
+    listeners: [{protocol: tcp, address: "[::]:1791"}]
+    user: root
+    cgroup: CGROUP
+`
+	policy := policyText(onePolicy + second)
+	a.begin(t, policy)
+	defer retire(t, a)
+	a.metrics = &metricsServer{}
+	handler := a.handler()
+	request := func(path, body string) {
+		ctx := context.WithValue(t.Context(), peer.Key{}, &peer.Caller{Cred: unix.Ucred{Uid: 0, Pid: 1}, ID: member.ID{PID: 1}})
+		method := http.MethodGet
+		if body != "" {
+			method = http.MethodPost
+		}
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, httptest.NewRequestWithContext(ctx, method, "http://agent"+path, strings.NewReader(body)))
+		missing := w.Code == http.StatusBadRequest && strings.Contains(w.Body.String(), "there is no service") ||
+			w.Code == http.StatusConflict && strings.Contains(w.Body.String(), "the service is closed")
+		if w.Code != http.StatusOK && !(missing && strings.Contains(path+body, "second")) {
+			t.Errorf("%s %s: %d %s", path, body, w.Code, w.Body)
+		}
+	}
+	done := make(chan struct{})
+	var commands sync.WaitGroup
+	for _, service := range []string{"telemetry", "second"} {
+		commands.Go(func() {
+			for i := 0; ; i++ {
+				select {
+				case <-done:
+					return
+				default:
+				}
+				state := []string{"drain", "ready"}[i%2]
+				request("/v1/slot", `{"service": "`+service+`", "slot": 1, "state": "`+state+`"}`)
+				request("/v1/move", `{"service": "`+service+`", "device": "192.0.2.1", "slot": `+strconv.Itoa(i%2*2)+`}`)
+				for _, view := range []string{"slots", "devices", "moves", "templates"} {
+					request("/v1/"+view+"?service="+service, "")
+				}
+				request("/v1/where?service="+service+"&address=192.0.2.1", "")
+				request("/v1/status", "")
+				metrics := make(chan prometheus.Metric)
+				go func() {
+					defer close(metrics)
+					a.Collect(metrics)
+				}()
+				for range metrics {
+				}
+			}
+		})
+	}
+	for i := range 20 {
+		next := strings.ReplaceAll(policy, "slots: 4", "slots: "+strconv.Itoa(3+i%2))
+		if i%4 == 0 {
+			next = policyText(onePolicy)
+		}
+		request("/v1/apply", `{"path": `+strconv.Quote(filepath.Join(dir, "policy.yaml"))+`, "text": `+strconv.Quote(next)+`}`)
+	}
+	close(done)
+	commands.Wait()
 }

@@ -92,7 +92,7 @@ func (d *Domain) slotGroup(name string) ([]*service, error) {
 func (s *service) slotsOf() string {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
-	return cmp.Or(s.Config.SlotsAs, s.Config.Name)
+	return cmp.Or(s.Config.SlotsAs, s.Name)
 }
 
 // inGroup changes a service and the services that share slots with it: first as a dry run of all, so that an error
@@ -111,10 +111,10 @@ func (d *Domain) inGroup(name string, dryRun bool, change func(s *service, dryRu
 		for _, s := range group {
 			what, effect, err := change(s, dry)
 			if err != nil {
-				return nil, ofService(s.Config.Name, err)
+				return nil, ofService(s.Name, err)
 			}
 			if what != "" {
-				plan.Changes = append(plan.Changes, api.Change{Service: s.Config.Name, Action: "change", What: what, Effect: effect})
+				plan.Changes = append(plan.Changes, api.Change{Service: s.Name, Action: "change", What: what, Effect: effect})
 			}
 		}
 	}
@@ -134,7 +134,7 @@ func (d *Domain) rebalance(ctx context.Context, r *api.RebalanceRequest) ([]*api
 	}
 	result, err := s.moves.Rebalance(ctx, time.Duration(r.Seconds*float64(time.Second)), r.Apply)
 	if err != nil {
-		return nil, ofService(s.Config.Name, err)
+		return nil, ofService(s.Name, err)
 	}
 	return []*api.Rebalance{result}, nil
 }

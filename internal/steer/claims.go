@@ -22,6 +22,9 @@ import (
 func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Caller) (int, error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
+	if err := s.CheckOpen(); err != nil {
+		return 0, err
+	}
 	defer s.Host.Descriptors.Borrow()()
 	p, err := member.Read(pid)
 	if err != nil {
@@ -40,7 +43,7 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 				return seat.Slot, nil
 			}
 			return 0, fault.Conflict(fmt.Errorf("process %d is in slot %d already", pid, seat.Slot),
-				fmt.Sprintf("sockeye unregister --service %s --slot %d first", s.Config.Name, seat.Slot))
+				fmt.Sprintf("sockeye unregister --service %s --slot %d first", s.Name, seat.Slot))
 		}
 	}
 	// Root may change its user before it opens sockets, as run --isolated does.
@@ -145,6 +148,9 @@ func (s *service) liveClaims(except member.ID) []stored.Claim {
 func (s *service) unregister(slot int) error {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
+	if err := s.CheckOpen(); err != nil {
+		return err
+	}
 	if slot < 0 || slot >= s.Config.Slots {
 		return s.SlotRange(slot)
 	}

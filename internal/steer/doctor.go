@@ -44,7 +44,7 @@ type portSocket struct {
 
 func (d checkup) service(c config.Service) {
 	area := "service " + c.Name
-	s := &service{Service: core.Service{Config: c}}
+	s := &service{Service: core.Service{Name: c.Name, Config: c}}
 	s.assignRows([bpf.MaxListeners]bpf.Listener{})
 	if err := s.openNetns(); err != nil {
 		d.Fail(area, "network namespace", fault.Code(err), err.Error(), "create it, or correct netns")

@@ -259,26 +259,30 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 	var undo func() error
 	switch s := d.services[c.name]; {
 	case c.config == nil:
-		before := s.currentTarget()
+		before, err := s.retire()
 		undo = func() error { return d.addService(before.config, before.mapping.Devices) }
 		delete(d.services, c.name)
-		if err := s.retire(); err != nil {
+		if err != nil {
 			return nil, ofService(c.name, fault.Join(err, undo()))
 		}
 	case s == nil:
 		undo = func() error {
 			s := d.services[c.name]
 			delete(d.services, c.name)
-			return s.retire()
+			_, err := s.retire()
+			return err
 		}
 		if err := d.addService(*c.config, c.devices); err != nil {
 			return nil, err
 		}
 	default:
-		before := s.currentTarget()
-		undo = func() error { return s.applyTarget(before) }
-		if err := s.applyTarget(t); err != nil {
+		before, err := s.applyTarget(t)
+		if err != nil {
 			return nil, ofService(c.name, err)
+		}
+		undo = func() error {
+			_, err := s.applyTarget(before)
+			return err
 		}
 	}
 	return func() error {
@@ -317,7 +321,11 @@ func (d *Domain) programIDs() ([]uint32, error) {
 	var ids []uint32
 	for _, s := range d.services {
 		s.Mu.Lock()
-		of, err := s.Path.ProgramIDs()
+		var of []uint32
+		var err error
+		if s.CheckOpen() == nil {
+			of, err = s.Path.ProgramIDs()
+		}
 		s.Mu.Unlock()
 		if err != nil {
 			return nil, err

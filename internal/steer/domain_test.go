@@ -5,7 +5,6 @@ package steer
 import (
 	"testing"
 
-	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/steer/core"
 )
@@ -15,7 +14,7 @@ func TestSelected(t *testing.T) {
 	if _, err := d.findService(""); err == nil || err.Error() != "no service given" {
 		t.Error(err)
 	}
-	one := &service{Service: core.Service{Config: config.Service{Name: "one"}}}
+	one := &service{Service: core.Service{Name: "one"}}
 	d.services["one"] = one
 	if s, err := d.findService(""); err != nil || s != one {
 		t.Error(err)

@@ -88,7 +88,7 @@ func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	}
 	for _, s := range services {
 		if err := s.collect(out); err != nil {
-			d.log.Error("metrics failed", "service", s.Config.Name, "error", err)
+			d.log.Error("metrics failed", "service", s.Name, "error", err)
 		}
 	}
 }
@@ -97,6 +97,9 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	status := s.status()
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
+	if err := s.CheckOpen(); err != nil {
+		return nil // status reports a service without a data path
+	}
 	counters, err := s.Path.Counters(s.Config.Slots)
 	if err != nil {
 		return err
@@ -110,7 +113,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 		return err
 	}
 	shares := s.shares()
-	name := s.Config.Name
+	name := s.Name
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{name}, labels...)...)
 	}

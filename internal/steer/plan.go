@@ -65,7 +65,7 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 		return nil, fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
 	}
 	if c.Netns != "" {
-		probe := &service{Service: core.Service{Config: c}}
+		probe := &service{Service: core.Service{Name: c.Name, Config: c}}
 		if err := probe.openNetns(); err != nil {
 			return nil, err
 		}
@@ -75,12 +75,12 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 				Hint: rights.MissingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
 		}
 	}
+	s.Mu.Lock() // commands change the settings concurrently
+	defer s.Mu.Unlock()
 	nonce, err := s.nonceFor(c)
 	if err != nil {
 		return nil, err
 	}
-	s.Mu.Lock() // commands change the settings concurrently
-	defer s.Mu.Unlock()
 	t.settings = s.State
 	shared := &service{Service: core.Service{Host: s.Host, State: s.State}}
 	if err := shared.shareSettings(c); err != nil {
@@ -97,7 +97,7 @@ func (s *service) plan(t *target) []api.Change {
 	defer s.Mu.Unlock()
 	var changes []api.Change
 	add := func(what, effect string) {
-		changes = append(changes, api.Change{Service: s.Config.Name, Action: "change", What: what, Effect: effect})
+		changes = append(changes, api.Change{Service: s.Name, Action: "change", What: what, Effect: effect})
 	}
 	from, to := s.Config, t.config
 	if from.Steering != to.Steering {
@@ -163,12 +163,12 @@ func (s *service) plan(t *target) []api.Change {
 	}
 	for _, l := range to.Listeners {
 		if !slices.Contains(from.Listeners, l) {
-			changes = append(changes, api.Change{Service: s.Config.Name, Action: "add", What: "listener " + l.String(), Effect: "slots are not ready until their members listen on it"})
+			changes = append(changes, api.Change{Service: s.Name, Action: "add", What: "listener " + l.String(), Effect: "slots are not ready until their members listen on it"})
 		}
 	}
 	for _, l := range from.Listeners {
 		if !slices.Contains(to.Listeners, l) {
-			changes = append(changes, api.Change{Service: s.Config.Name, Action: "remove", What: "listener " + l.String(), Effect: "the kernel's hash decides there from then on"})
+			changes = append(changes, api.Change{Service: s.Name, Action: "remove", What: "listener " + l.String(), Effect: "the kernel's hash decides there from then on"})
 		}
 	}
 	if !s.Mapping.Devices.Equal(t.mapping.Devices) {
@@ -211,7 +211,7 @@ func (s *service) userEffect(t *target) string {
 
 // lostSlotsEffect describes how many members lose their slot under the target.
 func (s *service) lostSlotsEffect(t *target) string {
-	then := &service{Service: core.Service{Config: t.config, Users: t.users, State: s.State}, rules: t.rules, memberHost: s.memberHost, firstSeen: maps.Clone(s.firstSeen)}
+	then := &service{Service: core.Service{Name: s.Name, Config: t.config, Users: t.users, State: s.State}, rules: t.rules, memberHost: s.memberHost, firstSeen: maps.Clone(s.firstSeen)}
 	lost := 0
 	for slot, now := range s.Seats {
 		want, err := then.membership(now.Process, &core.Seat{})
@@ -274,7 +274,11 @@ func deviceMapSummary(m *placement.DeviceMap) string {
 // buildDeviceMap builds the device map of a configuration for the kernel if it differs from the installed one.
 // The lock is not held during the build.
 func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap) (builtDeviceMap, error) {
+	s.Mu.Lock()
 	nonce, err := s.nonceFor(c)
+	pins := s.State.PinsFor(c.Slots, nil)
+	installed := s.installedEntries
+	s.Mu.Unlock()
 	if err != nil {
 		return builtDeviceMap{}, err
 	}
@@ -282,10 +286,7 @@ func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap)
 	if err != nil {
 		return builtDeviceMap{}, err
 	}
-	s.Mu.Lock()
-	m = m.WithPins(s.State.PinsFor(c.Slots, nil))
-	installed := s.installedEntries
-	s.Mu.Unlock()
+	m = m.WithPins(pins)
 	if entries := m.Entries(); installed == nil || !installed.Equal(entries) {
 		return buildDeviceMap(entries)
 	}
@@ -297,21 +298,21 @@ func (s *service) currentTarget() *target {
 	return &target{config: s.Config, rules: s.rules, users: s.Users, mapping: s.Target, settings: s.State}
 }
 
-// applyTarget switches the service to a target. If that fails, applyTarget switches back to the previous target.
-func (s *service) applyTarget(t *target) error {
+// applyTarget switches the service to a target and returns the previous one. If that fails, applyTarget switches back to
+// the previous target.
+func (s *service) applyTarget(t *target) (before *target, err error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
-	before := s.currentTarget()
+	before = s.currentTarget()
 	s.pendingDevices, t.pendingDevices = t.pendingDevices, builtDeviceMap{}
 	defer s.pendingDevices.close()
-	err := s.switchTo(t)
-	if err == nil {
-		return nil
+	if err := s.switchTo(t); err != nil {
+		if back := s.switchTo(before); back != nil {
+			return nil, fault.Join(err, fmt.Errorf("restore the previous policy: %w", back))
+		}
+		return nil, err
 	}
-	if back := s.switchTo(before); back != nil {
-		return fault.Join(err, fmt.Errorf("restore the previous policy: %w", back))
-	}
-	return err
+	return before, nil
 }
 
 // switchTo switches the service to a target. Pinned maps are reused unless the network namespace or the kind of steering
@@ -374,7 +375,7 @@ func (s *service) recreate(t *target) error {
 		s.forgetWaiting(pid)
 	}
 	if s.Path == nil {
-		if err := bpf.Remove(s.Host.Root.Service(s.Config.Name)); err != nil {
+		if err := bpf.Remove(s.Host.Root.Service(s.Name)); err != nil {
 			return err
 		}
 		return s.reopen(t, nil)
@@ -385,7 +386,7 @@ func (s *service) recreate(t *target) error {
 	}
 	s.Events.Close()
 	s.Events, s.Path = nil, nil
-	err := bpf.Unpin(s.Host.Root.Service(s.Config.Name))
+	err := bpf.Unpin(s.Host.Root.Service(s.Name))
 	if err == nil {
 		err = s.reopen(t, groups)
 	}

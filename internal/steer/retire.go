@@ -11,18 +11,19 @@ import (
 )
 
 // retire detaches the programs of the service, clears its slots, and removes its pins. The kernel's hash selects
-// afterwards.
-func (s *service) retire() error {
+// afterwards. retire returns the target that was in force, also with an error.
+func (s *service) retire() (before *target, err error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
+	before = s.currentTarget()
 	s.moves.CloseGateSockets() // without a program, the kernel would give them connections
 	errs := []error{s.detachPrograms()}
 	for slot := range s.Seats {
 		s.VacateSlot(slot, "service removed")
 	}
-	errs = append(errs, bpf.Remove(s.Host.Root.Service(s.Config.Name)))
+	errs = append(errs, bpf.Remove(s.Host.Root.Service(s.Name)))
 	s.closeLocked()
-	return fault.Join(errs...)
+	return before, fault.Join(errs...)
 }
 
 // detachPrograms detaches the program of each group. The keeper sockets are closed first: without a program, the kernel

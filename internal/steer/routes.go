@@ -42,7 +42,7 @@ func (d *Domain) Routes(r *domain.Router) {
 			return nil, fault.Usage(errors.New("no process given"), "name one with --pid")
 		}
 		slot, err := s.addClaim(m.PID, m.Slot, "register", nil)
-		return api.Membership{Service: s.Config.Name, Slot: &slot, PID: m.PID}, err
+		return api.Membership{Service: s.Name, Slot: &slot, PID: m.PID}, err
 	})
 	r.Post("/v1/unregister", func(r *http.Request) (any, error) {
 		m, s, err := d.decodeMembership(r, true)
@@ -52,7 +52,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		if m.Slot == nil {
 			return nil, fault.Usage(errors.New("no slot given"), "name one with --slot")
 		}
-		return api.Membership{Service: s.Config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
+		return api.Membership{Service: s.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
 	d.changeRoutes(r)
 	r.Post("/v1/run", func(r *http.Request) (any, error) {
@@ -63,7 +63,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		// The request adds the calling process and no other.
 		k := peer.From(r)
 		slot, err := s.addClaim(k.ID.PID, m.Slot, "run", k)
-		return api.Place{Membership: api.Membership{Service: s.Config.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
+		return api.Place{Membership: api.Membership{Service: s.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
 }
 
@@ -94,7 +94,7 @@ func collectFrom[T any](d *Domain, r *http.Request, ask func(*service) ([]T, err
 	for _, s := range services {
 		part, err := ask(s)
 		if err != nil {
-			return nil, fmt.Errorf("service %s: %w", s.Config.Name, err)
+			return nil, fmt.Errorf("service %s: %w", s.Name, err)
 		}
 		all = append(all, part...)
 	}

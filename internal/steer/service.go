@@ -74,7 +74,7 @@ type service struct {
 func openService(h *core.Host, log *slog.Logger, c config.Service, devices *placement.DeviceMap) (_ *service, err error) {
 	s := &service{
 		Service: core.Service{
-			Host: h, Log: log.With("service", c.Name), Config: c,
+			Host: h, Log: log.With("service", c.Name), Name: c.Name, Config: c,
 			Seats: make(map[int]*core.Seat), KeeperSockets: make(map[int]int), Restoring: true,
 		},
 		firstSeen:    make(map[member.ID]*member.Process),
@@ -200,13 +200,13 @@ func (s *service) shareSettings(c config.Service) error {
 // removeOtherMode removes the pins and the keeper of an earlier agent that had the other steering mode: their maps have
 // another type. scan finds the members again.
 func (s *service) removeOtherMode() error {
-	dir := s.Host.Root.Service(s.Config.Name)
+	dir := s.Host.Root.Service(s.Name)
 	lookup, err := bpf.UsesLookup(dir)
 	if err != nil || lookup == s.UsesLookup() {
 		return nil // bpf.OpenSteer reports pins that cannot be opened
 	}
 	s.Log.Warn("steering differs from that of the previous agent; the data path is created anew")
-	return fault.Join(keeper.Retire(s.Host.Root.Dir, s.Config.Name), bpf.Remove(dir))
+	return fault.Join(keeper.Retire(s.Host.Root.Dir, s.Name), bpf.Remove(dir))
 }
 
 // nonceFor returns the nonce of the service under a configuration: the nonce of the slots_as service, or its own.
@@ -275,7 +275,7 @@ func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 // openPath opens or creates the data path of the configuration, installs the mapping in force, and watches the events.
 func (s *service) openPath() error {
 	c := bpf.SteerConfig{
-		Dir:       s.Host.Root.Service(s.Config.Name),
+		Dir:       s.Host.Root.Service(s.Name),
 		Lookup:    s.UsesLookup(),
 		Listeners: s.Rows,
 		Devices:   s.Config.TrackDevices,

@@ -121,7 +121,7 @@ func (s *service) replaceKeeper() error {
 	old := s.keeper
 	s.keeper = nil
 	if len(s.KeeperSockets) > 0 {
-		fresh, err := keeper.Start(s.Log, s.Host.Root.Dir, s.Config.Name, slices.Collect(maps.Values(s.KeeperSockets)))
+		fresh, err := keeper.Start(s.Log, s.Host.Root.Dir, s.Name, slices.Collect(maps.Values(s.KeeperSockets)))
 		if err != nil {
 			s.keeper = old
 			return err
@@ -202,7 +202,7 @@ func (s *service) restartKeeper() {
 func (s *service) restoreKeeper() error {
 	// A keeper may have the listeners of the previous policy, which are no longer pinned.
 	rows := slices.DeleteFunc(slices.Concat(s.Rows[:], s.previousRows[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
-	keepers, err := keeper.Find(s.Host.Root.Dir, s.Config.Name, s.State.Keeper, func(string) []bpf.Listener { return rows })
+	keepers, err := keeper.Find(s.Host.Root.Dir, s.Name, s.State.Keeper, func(string) []bpf.Listener { return rows })
 	if err != nil {
 		return err
 	}

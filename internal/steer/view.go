@@ -31,7 +31,7 @@ func (s *service) status() api.ServiceStatus {
 	defer s.Mu.Unlock()
 	s.reevaluateWaiting()
 	status := api.ServiceStatus{
-		Name: s.Config.Name, Steering: string(s.Config.Steering), WhenEmpty: s.Config.WhenEmpty.String(),
+		Name: s.Name, Steering: string(s.Config.Steering), WhenEmpty: s.Config.WhenEmpty.String(),
 		Slots: s.Config.Slots, SlotsAs: s.Config.SlotsAs, Ready: s.countReady(), Nonce: fmt.Sprintf("%#x", s.State.Nonce),
 		PortsSteered: s.UsesLookup() || (s.keeperProblem == nil && len(s.KeeperSockets) == len(s.Listeners) && s.keeper != nil),
 		Waiting:      []api.WaitingStatus{},
@@ -46,6 +46,10 @@ func (s *service) status() api.ServiceStatus {
 		status.DeviceMap = &api.DeviceMapStatus{
 			Path: s.Config.DeviceMap, Prefixes: s.Mapping.Devices.Len(), Devices: len(s.Mapping.Devices.Devices()),
 		}
+	}
+	if err := s.CheckOpen(); err != nil {
+		status.PortsSteered, status.Problem, status.Hint = false, err.Error(), fault.Hint(err)
+		return status
 	}
 	status.Notes = s.notes()
 	status.SplitDevices, status.AdoptedDevices = s.checks.SplitDevices(), len(s.State.Adopted)
@@ -94,6 +98,9 @@ func slotOrNil(slot int) *int {
 func (s *service) slots() ([]api.SlotStatus, error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
+	if err := s.CheckOpen(); err != nil {
+		return nil, err
+	}
 	slots := s.Config.Slots
 	for slot := range s.Seats {
 		slots = max(slots, slot+1) // a slot that the policy no longer has, until its devices have moved
@@ -107,7 +114,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 	for slot := range list {
 		set := s.SlotState(slot)
 		status := api.SlotStatus{
-			Service: s.Config.Name, Slot: slot, State: string(set.State), Weight: set.Weight, Share: shares[slot],
+			Service: s.Name, Slot: slot, State: string(set.State), Weight: set.Weight, Share: shares[slot],
 			Pins: []api.PinStatus{}, Counts: counts(counters[slot]), Sockets: []api.SocketStatus{},
 		}
 		if slot >= s.Config.Slots {
@@ -156,7 +163,7 @@ func (s *service) devices() []api.DeviceStatus {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	list := []api.DeviceStatus{}
-	if s.Config.TrackDevices == 0 {
+	if s.Config.TrackDevices == 0 || s.CheckOpen() != nil {
 		return list
 	}
 	sessions := s.sessionSlots()
@@ -165,7 +172,7 @@ func (s *service) devices() []api.DeviceStatus {
 		addr := placement.Addr(address)
 		at := s.Mapping.Locate(addr)
 		status := api.DeviceStatus{
-			Service: s.Config.Name, Address: addr, Device: at.Device, Slot: at.Slot, Pinned: at.Pinned, LastSlot: slotOrNil(int(seen.Slot)),
+			Service: s.Name, Address: addr, Device: at.Device, Slot: at.Slot, Pinned: at.Pinned, LastSlot: slotOrNil(int(seen.Slot)),
 			Datagrams: seen.Datagrams, Connections: seen.Connections, Refused: seen.Refused,
 			LastSeen: monotonic.Add(time.Duration(seen.LastSeen)), SessionSlots: []int{},
 		}
@@ -333,7 +340,7 @@ func (s *service) shares() map[int]float64 {
 func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
-	list := Where(s.Config.Name, s.Mapping, addresses)
+	list := Where(s.Name, s.Mapping, addresses)
 	for i := range list {
 		ready := s.IsReady(list[i].Slot)
 		list[i].Ready = &ready

@@ -5,6 +5,7 @@
 package core
 
 import (
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -28,6 +29,7 @@ type Service struct {
 	Host    *Host
 	Log     *slog.Logger
 	Actions Actions
+	Name    string // never changes, and is read without Mu
 
 	Mu        sync.Mutex
 	Config    config.Service
@@ -64,7 +66,7 @@ type Actions interface {
 }
 
 // StatePath returns the path of the state file.
-func (s *Service) StatePath() string { return s.Host.StateFile(s.Config.Name) }
+func (s *Service) StatePath() string { return s.Host.StateFile(s.Name) }
 
 // SocketNetns returns the network namespace for new sockets; nil is the agent's own, which needs no capability to
 // enter.
@@ -80,6 +82,16 @@ func (s *Service) UsesLookup() bool { return s.Config.Steering == config.Lookup 
 
 // SlotState returns the setting of a slot.
 func (s *Service) SlotState(slot int) stored.Setting { return s.State.Setting(slot) }
+
+// CheckOpen returns an error if the service is closed: a policy has removed it since a request found it, or its data path
+// could not be replaced.
+func (s *Service) CheckOpen() error {
+	if s.Events != nil {
+		return nil
+	}
+	return fault.Conflict(errors.New("the service is closed"),
+		"a policy has removed the service, or could not be applied: see sockeye status, and the log of the agent")
+}
 
 // IsReady reports whether a slot receives traffic: the slot has a member that has received what had waited, and is not in
 // maint.
@@ -121,7 +133,7 @@ func (s *Service) SetReady(seat *Seat) error {
 // SlotRange returns the error for a slot that the policy does not have.
 func (s *Service) SlotRange(slot int) error {
 	return fault.Usage(fmt.Errorf("slot %d is out of range", slot),
-		fmt.Sprintf("service %s has slots 0 to %d", s.Config.Name, s.Config.Slots-1))
+		fmt.Sprintf("service %s has slots 0 to %d", s.Name, s.Config.Slots-1))
 }
 
 // InUse reports whether the mapping in force has devices in a slot.

@@ -439,6 +439,9 @@ func (m *Moves) checkNoMoves(of string) error {
 func (m *Moves) Stop(stop bool) error {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
+	if err := m.CheckOpen(); err != nil {
+		return err
+	}
 	if stop && m.ungated()+len(m.blocked) == 0 {
 		if gates := m.closedGates(); len(gates) > 0 {
 			return fault.Conflict(fmt.Errorf("no devices move; %s admits devices in turn, which cannot be stopped", SlotNames(gates)),
@@ -461,7 +464,7 @@ func (m *Moves) Status() api.MovesStatus {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
 	status := api.MovesStatus{
-		Service: m.Config.Name, State: "none", Cause: m.cause, Done: m.done, Running: []api.MovingDevice{},
+		Service: m.Name, State: "none", Cause: m.cause, Done: m.done, Running: []api.MovingDevice{},
 		Waiting: m.waiting + m.gate.waiting, Gates: m.closedGates(), Blocked: []api.BlockedMoves{}, Paced: m.Paced(), OnMove: string(m.Config.OnMove),
 	}
 	for _, slot := range slices.Sorted(maps.Keys(m.blocked)) {

@@ -19,6 +19,9 @@ import (
 func (m *Moves) MovePin(text string, slot int, until *time.Time, dryRun bool) (what, effect string, err error) {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
+	if err := m.CheckOpen(); err != nil {
+		return "", "", err
+	}
 	if slot >= m.Config.Slots || slot < -1 {
 		return "", "", m.SlotRange(slot)
 	}
@@ -80,6 +83,9 @@ func (m *Moves) MovePin(text string, slot int, until *time.Time, dryRun bool) (w
 func (m *Moves) RemovePins(dryRun bool) (what, effect string, err error) {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
+	if err := m.CheckOpen(); err != nil {
+		return "", "", err
+	}
 	if len(m.State.Pins) == 0 {
 		return "", "", nil
 	}

@@ -31,11 +31,14 @@ type counted struct {
 func (m *Moves) countDevices() (map[string]*counted, error) {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
+	if err := m.CheckOpen(); err != nil {
+		return nil, err
+	}
 	if m.Config.SharesSlots {
 		return nil, fault.Conflict(errors.New("the slots are shared with another service"), "move devices by sockeye move, which moves them in both services")
 	}
 	if m.Config.TrackDevices == 0 {
-		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", m.Config.Name), "set track_devices in the policy")
+		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", m.Name), "set track_devices in the policy")
 	}
 	all := make(map[string]*counted)
 	of := func(at placement.Location, address string, key string) *counted {
@@ -85,7 +88,7 @@ func (m *Moves) Rebalance(ctx context.Context, period time.Duration, apply bool)
 		return nil, err
 	}
 	seconds := time.Since(began).Seconds()
-	result := &api.Rebalance{Service: m.Config.Name, Slots: []api.SlotLoad{}, Moves: []api.ProposedMove{}}
+	result := &api.Rebalance{Service: m.Name, Slots: []api.SlotLoad{}, Moves: []api.ProposedMove{}}
 	var loads []placement.Load
 	var datagrams, bytes uint64
 	for key, d := range after {
@@ -173,6 +176,9 @@ func loadShare(l *placement.Load, datagrams, bytes uint64) (share float64) {
 func (m *Moves) pinAll(proposed []api.ProposedMove) error {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
+	if err := m.CheckOpen(); err != nil {
+		return err
+	}
 	if err := m.checkNoMoves("rebalance"); err != nil {
 		return err
 	}

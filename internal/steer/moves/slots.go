@@ -21,6 +21,9 @@ import (
 func (m *Moves) ChangeSlot(slot int, to stored.Setting, dryRun bool) (changes []string, effect string, err error) {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
+	if err := m.CheckOpen(); err != nil {
+		return nil, "", err
+	}
 	from := m.SlotState(slot)
 	if slot < 0 || slot >= m.Config.Slots {
 		return nil, "", m.SlotRange(slot)

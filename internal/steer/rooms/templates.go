@@ -197,7 +197,7 @@ func (r *Rooms) scheduleTemplatesSave() {
 }
 
 func (r *Rooms) templatesPath() string {
-	return filepath.Join(r.Host.StateDir, r.Config.Name+".templates")
+	return filepath.Join(r.Host.StateDir, r.Name+".templates")
 }
 
 // rowsLine identifies the listeners of the rows: the templates of a state file refer to them.
@@ -473,6 +473,9 @@ func (r *Rooms) AssumeReplayed() {
 func (r *Rooms) TemplatesOf(device string) ([]api.TemplateStatus, error) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
+	if err := r.CheckOpen(); err != nil {
+		return nil, err
+	}
 	list := []api.TemplateStatus{}
 	if !r.KeepsTemplates() {
 		return list, nil
@@ -485,7 +488,7 @@ func (r *Rooms) TemplatesOf(device string) ([]api.TemplateStatus, error) {
 			continue
 		}
 		one := api.TemplateStatus{
-			Service: r.Config.Name, Source: t.Source.String(), Device: at.Device, Slot: at.Slot, Protocol: protocolName(t.Version),
+			Service: r.Name, Source: t.Source.String(), Device: at.Device, Slot: at.Slot, Protocol: protocolName(t.Version),
 			Domain: t.Domain, Template: t.ID, Options: t.Options, Fields: t.Fields, ScopeFields: t.ScopeFields,
 			Learned: t.Learned, Refreshed: t.Refreshed, Replays: t.Replays,
 		}
