@@ -42,7 +42,12 @@ func TestCommandsDuringApply(t *testing.T) {
     user: root
     cgroup: CGROUP
 `
-	policy := policyText(onePolicy + second)
+	const others = `tune:
+  - {name: small, cgroup: CGROUP, set: {mss: 1400}}
+trace:
+  - {name: bmp, cgroup: CGROUP, connections: 1/4, messages: 1/4}
+`
+	policy := policyText(onePolicy + second + others)
 	a.begin(t, policy)
 	defer retire(t, a)
 	a.metrics = &metricsServer{}
@@ -78,7 +83,9 @@ func TestCommandsDuringApply(t *testing.T) {
 					request("/v1/"+view+"?service="+service, "")
 				}
 				request("/v1/where?service="+service+"&address=192.0.2.1", "")
-				request("/v1/status", "")
+				for _, view := range []string{"status", "tune", "tune/learned", "trace", "trace/results", "trace/history", "bigtcp"} {
+					request("/v1/"+view, "")
+				}
 				metrics := make(chan prometheus.Metric)
 				go func() {
 					defer close(metrics)
@@ -93,6 +100,9 @@ func TestCommandsDuringApply(t *testing.T) {
 		next := strings.ReplaceAll(policy, "slots: 4", "slots: "+strconv.Itoa(3+i%2))
 		if i%4 == 0 {
 			next = policyText(onePolicy)
+		}
+		if i%4 == 2 {
+			next = strings.NewReplacer("1400", "1300", "1/4", "1/8").Replace(next)
 		}
 		request("/v1/apply", `{"path": `+strconv.Quote(filepath.Join(dir, "policy.yaml"))+`, "text": `+strconv.Quote(next)+`}`)
 	}
