@@ -78,8 +78,9 @@ func isolate() (code int) {
 		Cloneflags: unix.CLONE_NEWNET | unix.CLONE_NEWNS,
 		Pdeathsig:  unix.SIGKILL,
 	}
-	// The terminal also sends SIGINT and SIGQUIT to the child, which then exits.
-	signal.Ignore(unix.SIGINT, unix.SIGQUIT)
+	// The terminal also sends SIGINT and SIGQUIT to the child, which then exits. signal.Ignore would make the child
+	// ignore the signals too.
+	signal.Notify(make(chan os.Signal, 1), unix.SIGINT, unix.SIGQUIT)
 	terminated := make(chan os.Signal, 1)
 	signal.Notify(terminated, unix.SIGTERM, unix.SIGHUP)
 	if err = cmd.Start(); err == nil {

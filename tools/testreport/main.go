@@ -1,17 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command testreport reads the output of go test -json and prints a summary:
-// failures with their output and the seed of the random order, a line for each
-// package, and each skipped test with its reason.
+// Command testreport runs commands like go test -json, several at a time, separated by
+// "--", and prints a summary: failures with their output and the seed of the random
+// order, a line for each package, and each skipped test with its reason.
 package main
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"os/exec"
+	"os/signal"
+	"slices"
 	"strings"
+	"sync"
 )
 
 // event is a line of go test -json (go doc test2json).
@@ -24,13 +30,55 @@ type event struct {
 // skipped only if the kernel does not support it.
 var reasons = []string{"kernel: ", "not supported: "}
 
-func main() { os.Exit(report(os.Stdin, os.Stdout)) }
+func main() {
+	// On Ctrl-C, the terminal interrupts the tests too, which then clean up.
+	signal.Notify(make(chan os.Signal, 1), os.Interrupt)
+	var inputs []io.Reader
+	for command := range strings.SplitSeq(strings.Join(os.Args[1:], "\x00"), "\x00--\x00") {
+		args := strings.Split(command, "\x00")
+		cmd := exec.Command(args[0], args[1:]...)
+		cmd.Stderr = os.Stderr
+		out, err := cmd.StdoutPipe()
+		if err == nil {
+			err = cmd.Start()
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "testreport:", err)
+			os.Exit(1)
+		}
+		inputs = append(inputs, out)
+	}
+	os.Exit(report(inputs, os.Stdout)) // an end without a result is a failure, so the exit codes add nothing
+}
+
+// readLines sends the lines of all inputs, and then closes the channel. Errors are sent as lines, which are no events.
+func readLines(inputs []io.Reader) <-chan []byte {
+	lines := make(chan []byte)
+	var readers sync.WaitGroup
+	for _, in := range inputs {
+		readers.Go(func() {
+			scanner := bufio.NewScanner(in)
+			scanner.Buffer(nil, 16<<20)
+			for scanner.Scan() {
+				lines <- bytes.Clone(scanner.Bytes())
+			}
+			if err := scanner.Err(); err != nil {
+				lines <- fmt.Appendf(nil, "testreport: %v", err)
+			}
+		})
+	}
+	go func() {
+		readers.Wait()
+		close(lines)
+	}()
+	return lines
+}
 
 type key struct{ pkg, test string }
 
-// report prints the summary and returns the exit code: 1 if a test failed, or if no
-// test passed.
-func report(in io.Reader, out io.Writer) int {
+// report prints the summary and returns the exit code: 1 if a test failed, if a package
+// did not end, or if no test passed.
+func report(inputs []io.Reader, out io.Writer) int {
 	var (
 		output  = make(map[key]*strings.Builder)
 		parents = make(map[key]bool)
@@ -38,14 +86,19 @@ func report(in io.Reader, out io.Writer) int {
 		passed  int
 		failed  int
 		broken  int
-		lines   = bufio.NewScanner(in)
+		running = make(map[string]int) // processes by package
 	)
-	lines.Buffer(nil, 16<<20)
-	for lines.Scan() {
+	for line := range readLines(inputs) {
 		var e event
-		if json.Unmarshal(lines.Bytes(), &e) != nil {
-			fmt.Fprintln(out, lines.Text())
+		if json.Unmarshal(line, &e) != nil {
+			fmt.Fprintf(out, "%s\n", line)
 			continue
+		}
+		switch {
+		case e.Action == "start":
+			running[e.Package]++
+		case e.Test == "" && (e.Action == "pass" || e.Action == "fail" || e.Action == "skip"):
+			running[e.Package]--
 		}
 		k := key{e.Package, e.Test}
 		if i := strings.LastIndex(e.Test, "/"); i > 0 {
@@ -73,9 +126,11 @@ func report(in io.Reader, out io.Writer) int {
 			passed++
 		}
 	}
-	if err := lines.Err(); err != nil {
-		fmt.Fprintln(out, "testreport:", err)
-		return 1
+	for _, pkg := range slices.Sorted(maps.Keys(running)) {
+		if running[pkg] > 0 {
+			fmt.Fprintf(out, "FAIL\t%s\tdid not end\n", pkg)
+			broken++
+		}
 	}
 	unexcused := 0
 	for _, k := range skipped {

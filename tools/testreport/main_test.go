@@ -3,6 +3,7 @@
 package main
 
 import (
+	"io"
 	"strings"
 	"testing"
 )
@@ -33,13 +34,30 @@ func TestReport(t *testing.T) {
 		{"does not build", `{"Action":"pass","Package":"q","Test":"A"}
 {"Action":"fail","Package":"p","Elapsed":0}`,
 			"FAIL\tp\t0.000s\n1 passed, 0 failed, 0 skipped\n", 1},
+		{"killed", `{"Action":"start","Package":"p"}
+{"Action":"pass","Package":"p","Test":"A"}`,
+			"FAIL\tp\tdid not end\n1 passed, 0 failed, 0 skipped\n", 1},
 		{"nothing", "", "0 passed, 0 failed, 0 skipped\n", 1},
 	} {
 		var out strings.Builder
-		code := report(strings.NewReader(test.in), &out)
+		code := report([]io.Reader{strings.NewReader(test.in)}, &out)
 		if code != test.code || out.String() != test.want {
 			t.Errorf("%s: code %d, output:\n%s\nwant code %d:\n%s",
 				test.name, code, out.String(), test.code, test.want)
 		}
+	}
+}
+
+// Two processes that run tests of one package.
+func TestReportOfTwo(t *testing.T) {
+	half := func(test string) io.Reader {
+		return strings.NewReader(`{"Action":"start","Package":"p"}
+{"Action":"pass","Package":"p","Test":"` + test + `"}
+{"Action":"pass","Package":"p","Elapsed":1}`)
+	}
+	var out strings.Builder
+	code := report([]io.Reader{half("A"), half("B")}, &out)
+	if want := "ok  \tp\t1.000s\nok  \tp\t1.000s\n2 passed, 0 failed, 0 skipped\n"; code != 0 || out.String() != want {
+		t.Errorf("code %d, output:\n%s\nwant:\n%s", code, out.String(), want)
 	}
 }
