@@ -368,12 +368,11 @@ const patience = time.Minute
 
 func (h *host) eventually(what string, ok func() bool) {
 	h.t.Helper()
-	for deadline := time.Now().Add(patience); !ok(); {
-		if time.Now().After(deadline) {
+	for start := time.Now(); !ok(); time.Sleep(testenv.Backoff(start)) {
+		if time.Since(start) > patience {
 			text, _ := os.ReadFile(h.log)
 			h.t.Fatalf("not within %v: %s\n%s", patience, what, text)
 		}
-		_ = unix.Nanosleep(&unix.Timespec{Nsec: 5e6}, nil)
 	}
 }
 

@@ -3,6 +3,7 @@
 package gateway
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -59,14 +60,21 @@ func (r *reader) fill() {
 // empty reads all datagrams of the socket.
 func (r *reader) empty() {
 	r.Helper()
+	raw, err := r.c.SyscallConn()
+	if err != nil {
+		r.Fatal(err)
+	}
 	b := make([]byte, 2048)
-	for {
-		if err := r.c.SetReadDeadline(time.Now().Add(time.Millisecond)); err != nil {
-			r.Fatal(err)
+	if err := raw.Read(func(fd uintptr) bool {
+		for err == nil {
+			_, _, err = unix.Recvfrom(int(fd), b, unix.MSG_DONTWAIT)
 		}
-		if _, err := r.c.Read(b); err != nil {
-			return
-		}
+		return true
+	}); err != nil {
+		r.Fatal(err)
+	}
+	if !errors.Is(err, unix.EAGAIN) {
+		r.Fatal(err)
 	}
 }
 

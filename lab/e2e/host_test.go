@@ -150,9 +150,7 @@ func (h *host) eventually(what string, f func() error) {
 	h.Helper()
 	ctx, cancel := context.WithTimeout(h.Context(), patience)
 	defer cancel()
-	tick := time.NewTicker(10 * time.Millisecond)
-	defer tick.Stop()
-	for {
+	for start := time.Now(); ; {
 		err := f()
 		if err == nil {
 			return
@@ -160,7 +158,7 @@ func (h *host) eventually(what string, f func() error) {
 		select {
 		case <-ctx.Done():
 			h.Fatalf("timeout: wait for %s: %v", what, err)
-		case <-tick.C:
+		case <-time.After(testenv.Backoff(start)):
 		}
 	}
 }
