@@ -28,14 +28,17 @@ func upIsolated(t *testing.T, mode config.Steering, slots int) *host {
 }
 
 func TestIsolatedMembersAreStable(t *testing.T) {
+	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).stable() })
 }
 
 func TestIsolatedMembersFailAlone(t *testing.T) {
+	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).faults() })
 }
 
 func TestIsolatedMembersRestart(t *testing.T) {
+	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
 		h.isolated = true
@@ -44,15 +47,18 @@ func TestIsolatedMembersRestart(t *testing.T) {
 }
 
 func TestIsolatedMembersOutliveTheAgent(t *testing.T) {
+	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).agentKilled() })
 }
 
 func TestIsolatedMembersStartWhileTheAgentIsKilled(t *testing.T) {
+	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).agentKilledDuringRegistration() })
 }
 
 // TestIsolatedLoadNfacctd connects 512 routers to four isolated nfacctd processes at the same time.
 func TestIsolatedLoadNfacctd(t *testing.T) {
+	t.Parallel()
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
 		t.Run(string(mode), func(t *testing.T) {
 			h := newHost(t, mode)
@@ -146,6 +152,7 @@ func child(t *testing.T, pid int) int {
 // TestIsolatedNfacctd runs Debian's nfacctd isolated, with BMP of FRR and IPFIX. Both streams of each router reach it
 // with the router's address. A dead collector empties only its own slot.
 func TestIsolatedNfacctd(t *testing.T) {
+	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHostWith(t, mode, 6)
 		h.isolated = true

@@ -51,6 +51,7 @@ func TestKernelHashMisplaces(t *testing.T) {
 // TestRequirement1DeviceScoped checks that all streams of a device reach one member: six routers, four nfacctd
 // processes, and flow records with the fields of BMP.
 func TestRequirement1DeviceScoped(t *testing.T) {
+	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		newNetwork(t, mode).together()
 	})
@@ -124,6 +125,7 @@ func others(all []netip.Addr, home home, slot int) []netip.Addr {
 
 // TestRequirement4ExistingTools runs Debian's unmodified nfacctd, with a crash of each collector and of all collectors.
 func TestRequirement4ExistingTools(t *testing.T) {
+	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		n := newNetwork(t, mode)
 		n.crashes()
