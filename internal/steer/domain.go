@@ -341,7 +341,9 @@ func (d *Domain) EachService(f func(c config.Service, inode uint64, enter *os.Fi
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
 		s.Mu.Lock()
-		f(s.Config, s.NetnsInode, s.SocketNetns())
+		if s.CheckOpen() == nil {
+			f(s.Config, s.NetnsInode, s.SocketNetns())
+		}
 		s.Mu.Unlock()
 	}
 }
@@ -388,6 +390,13 @@ func (d *Domain) selectServices(name string) ([]*service, error) {
 		}
 	}
 	return all, nil
+}
+
+// isRemoved reports whether a policy has removed the service since a request found it.
+func (s *service) isRemoved() bool {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	return s.Removed
 }
 
 func ofService(name string, err error) error {

@@ -97,8 +97,12 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	status := s.status()
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
-	if err := s.CheckOpen(); err != nil {
-		return nil // status reports a service without a data path
+	switch err := s.CheckOpen(); {
+	case s.Removed:
+		return nil
+	case err != nil:
+		out <- prometheus.MustNewConstMetric(descHeld, prometheus.GaugeValue, 0, s.Name)
+		return err
 	}
 	counters, err := s.Path.Counters(s.Config.Slots)
 	if err != nil {

@@ -95,6 +95,9 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 func (s *service) plan(t *target) []api.Change {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
+	if err := s.CheckOpen(); err != nil {
+		return []api.Change{{Service: s.Name, Action: "change", What: "data path", Effect: "opened again"}}
+	}
 	var changes []api.Change
 	add := func(what, effect string) {
 		changes = append(changes, api.Change{Service: s.Name, Action: "change", What: what, Effect: effect})
@@ -319,7 +322,7 @@ func (s *service) applyTarget(t *target) (before *target, err error) {
 // changes.
 func (s *service) switchTo(t *target) error {
 	s.moves.CloseGateSockets()
-	if s.Config.Netns != t.config.Netns || s.Config.Steering != t.config.Steering {
+	if s.Events == nil || s.Config.Netns != t.config.Netns || s.Config.Steering != t.config.Steering {
 		return s.recreate(t)
 	}
 	old := s.Rows
@@ -384,7 +387,9 @@ func (s *service) recreate(t *target) error {
 	for slot := range s.Seats {
 		s.VacateSlot(slot, "service restarted")
 	}
-	s.Events.Close()
+	if s.Events != nil {
+		s.Events.Close()
+	}
 	s.Events, s.Path = nil, nil
 	err := bpf.Unpin(s.Host.Root.Service(s.Name))
 	if err == nil {

@@ -19,7 +19,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		return collectFrom(d, r, (*service).slots)
 	})
 	r.Get("/v1/devices", func(r *http.Request) (any, error) {
-		return collectFrom(d, r, func(s *service) ([]api.DeviceStatus, error) { return s.devices(), nil })
+		return collectFrom(d, r, (*service).devices)
 	})
 	r.Get("/v1/templates", func(r *http.Request) (any, error) {
 		return collectFrom(d, r, func(s *service) ([]api.TemplateStatus, error) {
@@ -93,6 +93,9 @@ func collectFrom[T any](d *Domain, r *http.Request, ask func(*service) ([]T, err
 	all := []T{}
 	for _, s := range services {
 		part, err := ask(s)
+		if err != nil && r.URL.Query().Get("service") == "" && s.isRemoved() {
+			continue
+		}
 		if err != nil {
 			return nil, fmt.Errorf("service %s: %w", s.Name, err)
 		}

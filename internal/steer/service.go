@@ -371,6 +371,7 @@ func (s *service) InstallMapping() error {
 // closeLocked closes the descriptors of this process and saves pending state. Pinned programs stay attached. The caller
 // holds the lock.
 func (s *service) closeLocked() {
+	s.Removed = true
 	s.flushMembers()
 	s.checks.Close()
 	if s.Conn != nil {

@@ -34,7 +34,7 @@ func (s *service) status() api.ServiceStatus {
 		Name: s.Name, Steering: string(s.Config.Steering), WhenEmpty: s.Config.WhenEmpty.String(),
 		Slots: s.Config.Slots, SlotsAs: s.Config.SlotsAs, Ready: s.countReady(), Nonce: fmt.Sprintf("%#x", s.State.Nonce),
 		PortsSteered: s.UsesLookup() || (s.keeperProblem == nil && len(s.KeeperSockets) == len(s.Listeners) && s.keeper != nil),
-		Waiting:      []api.WaitingStatus{},
+		Notes:        []string{}, Waiting: []api.WaitingStatus{}, Refused: []api.RefusedStatus{},
 	}
 	if s.keeper != nil {
 		status.Keeper = s.keeper.Self.PID
@@ -159,12 +159,15 @@ func bootTime() time.Time {
 	return time.Now().Add(-core.Since(unix.CLOCK_BOOTTIME))
 }
 
-func (s *service) devices() []api.DeviceStatus {
+func (s *service) devices() ([]api.DeviceStatus, error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
+	if err := s.CheckOpen(); err != nil {
+		return nil, err
+	}
 	list := []api.DeviceStatus{}
-	if s.Config.TrackDevices == 0 || s.CheckOpen() != nil {
-		return list
+	if s.Config.TrackDevices == 0 {
+		return list, nil
 	}
 	sessions := s.sessionSlots()
 	monotonic := time.Now().Add(-core.Since(unix.CLOCK_MONOTONIC))
@@ -187,7 +190,7 @@ func (s *service) devices() []api.DeviceStatus {
 		list = append(list, status)
 	}
 	slices.SortFunc(list, func(a, b api.DeviceStatus) int { return a.Address.Compare(b.Address) })
-	return list
+	return list, nil
 }
 
 // sessionsOf are the open sessions of an address.

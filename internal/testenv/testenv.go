@@ -213,7 +213,7 @@ func probeKernel() error {
 }
 
 // Backoff returns the pause between two attempts of a test that has waited for a condition since start: a tenth of the
-// time waited, within 5 and 100 ms. The test waits a tenth longer at most, and leaves the CPUs to the tests beside it.
+// time waited, between 5 and 100 ms. The CPUs are left to the tests beside it.
 func Backoff(start time.Time) time.Duration {
 	return min(max(time.Since(start)/10, 5*time.Millisecond), 100*time.Millisecond)
 }

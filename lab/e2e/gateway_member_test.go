@@ -58,7 +58,6 @@ func TestIsolatedMembersStartWhileTheAgentIsKilled(t *testing.T) {
 
 // TestIsolatedLoadNfacctd connects 512 routers to four isolated nfacctd processes at the same time.
 func TestIsolatedLoadNfacctd(t *testing.T) {
-	t.Parallel()
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
 		t.Run(string(mode), func(t *testing.T) {
 			h := newHost(t, mode)

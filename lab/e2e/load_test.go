@@ -20,7 +20,6 @@ import (
 // TestLoadNfacctd connects 512 routers at the same time to four nfacctd processes, which listen with a backlog of 1,
 // and sends flows. Each nfacctd receives both streams of its routers with their addresses.
 func TestLoadNfacctd(t *testing.T) {
-	t.Parallel()
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
 		t.Run(string(mode), func(t *testing.T) { newHost(t, mode).loadsNfacctd() })
 	}

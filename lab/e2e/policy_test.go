@@ -137,7 +137,6 @@ func TestDeviceMap(t *testing.T) {
 // TestLargeDeviceMap changes a large device map and the number of slots, together and separately. No device is rejected
 // or reaches a slot that is not its home in the old or the new policy, and the agent answers requests in the meantime.
 func TestLargeDeviceMap(t *testing.T) {
-	t.Parallel()
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		all := addresses(100)
 		text := func(version int) string {

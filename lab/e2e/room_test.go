@@ -315,9 +315,12 @@ func TestWaitingRoomPolicy(t *testing.T) {
 		device := addresses(1)
 		h.kill(0)
 		h.sendMany(device[0], target(device[0], ipfixPort), 50)
-		if notes := h.service().Notes; len(notes) != 1 || !regexp.MustCompile(`^slot 0 waits for its next member, for another \S+: 50 datagrams wait$`).MatchString(notes[0]) {
-			t.Errorf("notes %q", notes)
-		}
+		h.eventually("a note about the datagrams", func() error { // when the agent has noticed the exit of the member
+			if notes := h.service().Notes; len(notes) != 1 || !regexp.MustCompile(`^slot 0 waits for its next member, for another \S+: 50 datagrams wait$`).MatchString(notes[0]) {
+				return fmt.Errorf("%q", notes)
+			}
+			return nil
+		})
 		if out, stderr, code := h.cli("slot", "set", "0", "maint"); code != 0 {
 			t.Error(out, stderr)
 		}

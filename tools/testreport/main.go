@@ -8,6 +8,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -30,40 +31,61 @@ type event struct {
 // skipped only if the kernel does not support it.
 var reasons = []string{"kernel: ", "not supported: "}
 
-func main() {
-	// On Ctrl-C, the terminal interrupts the tests too, which then clean up.
+func main() { os.Exit(run(os.Args[1:], os.Stdout)) }
+
+// run runs the commands and returns the exit code: that of report, or 1 if a command failed. A command that fails before
+// its first test prints no event.
+func run(args []string, out io.Writer) int {
+	// On Ctrl-C, the terminal interrupts the tests too, and report prints what they have done.
 	signal.Notify(make(chan os.Signal, 1), os.Interrupt)
+	var commands []*exec.Cmd
 	var inputs []io.Reader
-	for command := range strings.SplitSeq(strings.Join(os.Args[1:], "\x00"), "\x00--\x00") {
+	for command := range strings.SplitSeq(strings.Join(args, "\x00"), "\x00--\x00") {
 		args := strings.Split(command, "\x00")
 		cmd := exec.Command(args[0], args[1:]...)
 		cmd.Stderr = os.Stderr
-		out, err := cmd.StdoutPipe()
+		in, err := cmd.StdoutPipe()
 		if err == nil {
 			err = cmd.Start()
 		}
 		if err != nil {
-			fmt.Fprintln(os.Stderr, "testreport:", err)
-			os.Exit(1)
+			fmt.Fprintln(out, "testreport:", err)
+			for _, started := range commands {
+				_ = started.Process.Kill()
+			}
+			return 1
 		}
-		inputs = append(inputs, out)
+		commands, inputs = append(commands, cmd), append(inputs, in)
 	}
-	os.Exit(report(inputs, os.Stdout)) // an end without a result is a failure, so the exit codes add nothing
+	code := report(inputs, out)
+	for _, cmd := range commands {
+		if err := cmd.Wait(); err != nil && code == 0 {
+			fmt.Fprintf(out, "FAIL\t%s: %v\n", strings.Join(cmd.Args, " "), err)
+			code = 1
+		}
+	}
+	return code
+}
+
+// line is a line of the output of a command.
+type line struct {
+	input int
+	text  []byte
 }
 
 // readLines sends the lines of all inputs, and then closes the channel. Errors are sent as lines, which are no events.
-func readLines(inputs []io.Reader) <-chan []byte {
-	lines := make(chan []byte)
+func readLines(inputs []io.Reader) <-chan line {
+	lines := make(chan line)
 	var readers sync.WaitGroup
-	for _, in := range inputs {
+	for i, in := range inputs {
 		readers.Go(func() {
 			scanner := bufio.NewScanner(in)
 			scanner.Buffer(nil, 16<<20)
 			for scanner.Scan() {
-				lines <- bytes.Clone(scanner.Bytes())
+				lines <- line{i, bytes.Clone(scanner.Bytes())}
 			}
 			if err := scanner.Err(); err != nil {
-				lines <- fmt.Appendf(nil, "testreport: %v", err)
+				lines <- line{i, fmt.Appendf(nil, "testreport: %v", err)}
 			}
 		})
 	}
@@ -74,7 +96,11 @@ func readLines(inputs []io.Reader) <-chan []byte {
 	return lines
 }
 
-type key struct{ pkg, test string }
+// key is a test, or a package if test is "". The tests of a package may be shared by several inputs.
+type key struct {
+	input     int
+	pkg, test string
+}
 
 // report prints the summary and returns the exit code: 1 if a test failed, if a package
 // did not end, or if no test passed.
@@ -86,23 +112,23 @@ func report(inputs []io.Reader, out io.Writer) int {
 		passed  int
 		failed  int
 		broken  int
-		running = make(map[string]int) // processes by package
+		running = make(map[key]bool)
 	)
-	for line := range readLines(inputs) {
+	for l := range readLines(inputs) {
 		var e event
-		if json.Unmarshal(line, &e) != nil {
-			fmt.Fprintf(out, "%s\n", line)
+		if json.Unmarshal(l.text, &e) != nil {
+			fmt.Fprintf(out, "%s\n", l.text)
 			continue
 		}
-		switch {
-		case e.Action == "start":
-			running[e.Package]++
-		case e.Test == "" && (e.Action == "pass" || e.Action == "fail" || e.Action == "skip"):
-			running[e.Package]--
+		k := key{l.input, e.Package, e.Test}
+		switch e.Action {
+		case "start", "run":
+			running[k] = true
+		case "pass", "fail", "skip":
+			delete(running, k)
 		}
-		k := key{e.Package, e.Test}
 		if i := strings.LastIndex(e.Test, "/"); i > 0 {
-			parents[key{e.Package, e.Test[:i]}] = true
+			parents[key{l.input, e.Package, e.Test[:i]}] = true
 		}
 		switch {
 		case e.Action == "output" || e.Action == "build-output":
@@ -126,11 +152,11 @@ func report(inputs []io.Reader, out io.Writer) int {
 			passed++
 		}
 	}
-	for _, pkg := range slices.Sorted(maps.Keys(running)) {
-		if running[pkg] > 0 {
-			fmt.Fprintf(out, "FAIL\t%s\tdid not end\n", pkg)
-			broken++
-		}
+	for _, k := range slices.SortedFunc(maps.Keys(running), func(a, b key) int {
+		return cmp.Or(strings.Compare(a.pkg, b.pkg), cmp.Compare(a.input, b.input), strings.Compare(a.test, b.test))
+	}) {
+		fmt.Fprintf(out, "FAIL\t%s %s did not end\n%s", k.pkg, k.test, text(output[k]))
+		broken++
 	}
 	unexcused := 0
 	for _, k := range skipped {

@@ -35,8 +35,11 @@ func TestReport(t *testing.T) {
 {"Action":"fail","Package":"p","Elapsed":0}`,
 			"FAIL\tp\t0.000s\n1 passed, 0 failed, 0 skipped\n", 1},
 		{"killed", `{"Action":"start","Package":"p"}
-{"Action":"pass","Package":"p","Test":"A"}`,
-			"FAIL\tp\tdid not end\n1 passed, 0 failed, 0 skipped\n", 1},
+{"Action":"run","Package":"p","Test":"A"}
+{"Action":"pass","Package":"p","Test":"A"}
+{"Action":"run","Package":"p","Test":"B"}
+{"Action":"output","Package":"p","Test":"B","Output":"half\n"}`,
+			"FAIL\tp  did not end\nFAIL\tp B did not end\nhalf\n1 passed, 0 failed, 0 skipped\n", 1},
 		{"nothing", "", "0 passed, 0 failed, 0 skipped\n", 1},
 	} {
 		var out strings.Builder
@@ -48,16 +51,45 @@ func TestReport(t *testing.T) {
 	}
 }
 
-// Two processes that run tests of one package.
+// Two commands run tests of one package. Each failure has the output of its command.
 func TestReportOfTwo(t *testing.T) {
-	half := func(test string) io.Reader {
+	half := func(test, result string) io.Reader {
 		return strings.NewReader(`{"Action":"start","Package":"p"}
-{"Action":"pass","Package":"p","Test":"` + test + `"}
-{"Action":"pass","Package":"p","Elapsed":1}`)
+{"Action":"` + result + `","Package":"p","Test":"` + test + `"}
+{"Action":"output","Package":"p","Output":"shuffle ` + test + `\n"}
+{"Action":"` + result + `","Package":"p","Elapsed":1}`)
 	}
 	var out strings.Builder
-	code := report([]io.Reader{half("A"), half("B")}, &out)
+	code := report([]io.Reader{half("A", "pass"), half("B", "pass")}, &out)
 	if want := "ok  \tp\t1.000s\nok  \tp\t1.000s\n2 passed, 0 failed, 0 skipped\n"; code != 0 || out.String() != want {
 		t.Errorf("code %d, output:\n%s\nwant:\n%s", code, out.String(), want)
+	}
+	out.Reset()
+	if code := report([]io.Reader{half("A", "pass"), half("B", "fail")}, &out); code != 1 || strings.Contains(out.String(), "shuffle A") || !strings.Contains(out.String(), "shuffle B") {
+		t.Errorf("code %d, output:\n%s", code, out.String())
+	}
+}
+
+// A command that fails before its first test has no event, and is a failure.
+func TestCommandFails(t *testing.T) {
+	passes := []string{"echo", `{"Action":"pass","Package":"p","Test":"A"}`}
+	for _, test := range []struct {
+		second []string
+		code   int
+		want   string
+	}{
+		{passes, 0, "2 passed, 0 failed, 0 skipped\n"},
+		{[]string{"false"}, 1, "1 passed, 0 failed, 0 skipped\nFAIL\tfalse: exit status 1\n"},
+		{[]string{"sh", "-c", "kill -KILL $$"}, 1, "1 passed, 0 failed, 0 skipped\nFAIL\tsh -c kill -KILL $$: signal: killed\n"},
+	} {
+		var out strings.Builder
+		code := run(append(append(passes[:2:2], "--"), test.second...), &out)
+		if code != test.code || out.String() != test.want {
+			t.Errorf("%q: code %d, output:\n%s\nwant:\n%s", test.second, code, out.String(), test.want)
+		}
+	}
+	var out strings.Builder
+	if code := run(append(append(passes[:2:2], "--"), "/nonexistent"), &out); code != 1 || !strings.Contains(out.String(), "no such file") {
+		t.Errorf("code %d, output:\n%s", code, out.String())
 	}
 }

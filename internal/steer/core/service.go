@@ -39,6 +39,7 @@ type Service struct {
 	State     stored.State
 	Path      *bpf.Steer
 	Events    *bpf.Events // nil: the service is closed
+	Removed   bool        // the service is closed for good
 	Restoring bool        // the members of an earlier agent or of a new policy are being registered
 
 	Netns      *os.File
@@ -86,11 +87,14 @@ func (s *Service) SlotState(slot int) stored.Setting { return s.State.Setting(sl
 // CheckOpen returns an error if the service is closed: a policy has removed it since a request found it, or its data path
 // could not be replaced.
 func (s *Service) CheckOpen() error {
-	if s.Events != nil {
-		return nil
+	switch {
+	case s.Removed:
+		return fault.Usage(fmt.Errorf("there is no service %q", s.Name), "a policy has just removed it")
+	case s.Events == nil:
+		return &fault.Error{Err: errors.New("the data path is not open"),
+			Hint: "sockeye apply opens it again; the log of the agent has the reason", Code: fault.CodeFailed}
 	}
-	return fault.Conflict(errors.New("the service is closed"),
-		"a policy has removed the service, or could not be applied: see sockeye status, and the log of the agent")
+	return nil
 }
 
 // IsReady reports whether a slot receives traffic: the slot has a member that has received what had waited, and is not in
