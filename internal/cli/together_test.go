@@ -933,3 +933,24 @@ func TestGateFlood(t *testing.T) {
 		h.eventually("the gates are open", func() bool { return len(must[[]api.MovesStatus](h.host, "moves")[0].Gates) == 0 })
 	})
 }
+
+// TestRemovedWhileProcessWaits removes a service while a process waits for an occupied slot. The process must not become a
+// member in the middle of the removal, which would attach the program again: the kernel's hash decides from then on.
+func TestRemovedWhileProcessWaits(t *testing.T) {
+	h := steered(t, "reuseport", "")
+	h.join(0)
+	pid, _ := h.member(nil, "tcp [::]:1796", "udp [::]:4746 slot0")
+	h.eventually("a process waits", func() bool {
+		waiting := must[api.Status](h.host, "status").Services[0].Waiting
+		return len(waiting) == 1 && waiting[0].PID == pid
+	})
+	h.write("policy.yaml", "services: {}\n")
+	must[api.Plan](h.host, "apply")
+	byBoth := make(map[string]bool)
+	for _, address := range addresses(t, true) {
+		byBoth[connectEarly(t, address).pid] = true
+	}
+	if len(byBoth) != 2 {
+		t.Errorf("connections at %v, want both processes", byBoth)
+	}
+}

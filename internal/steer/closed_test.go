@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -155,6 +156,57 @@ func TestLostDataPath(t *testing.T) {
 			}
 		}
 		apply(t, d, &config.Policy{}) // the next service has the same ports
+	}
+}
+
+// When a service moves to another network namespace, none of its sockets stays in the old one.
+func TestNetnsChange(t *testing.T) {
+	d, s, policy := startService(t, "reuseport")
+	s.Mu.Lock()
+	conn, err := s.Diag()
+	s.Mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	changed := *policy
+	changed.Services = slices.Clone(policy.Services)
+	changed.Services[0].Netns = "/proc/self/ns/net"
+	if changes := apply(t, d, &changed); len(changes) != 1 {
+		t.Fatalf("%+v", changes)
+	}
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if again, err := s.Diag(); err != nil || again == conn {
+		t.Errorf("sock_diag still asks the old namespace: %v", err)
+	}
+}
+
+// An apply that is running when the agent exits changes nothing any more.
+func TestApplyAtExit(t *testing.T) {
+	d, s, policy := startService(t, "lookup")
+	changed := *policy
+	changed.Services = slices.Clone(policy.Services)
+	changed.Services[0].Slots = 1
+	for _, to := range []*config.Policy{{}, &changed} {
+		steps, err := d.Plan(to)
+		if err != nil || len(steps) != 1 {
+			t.Fatalf("%+v, %v", steps, err)
+		}
+		d.Close()
+		if _, err := steps[0].Apply(); err == nil || err.Error() != "the agent stops" {
+			t.Errorf("apply: %v", err)
+		}
+		if services, err := d.host.Root.Services(); err != nil || len(services) != 1 {
+			t.Errorf("pinned: %v, %v", services, err)
+		}
+		d.closed = false
+		s.Mu.Lock()
+		s.Removed = false
+		s.Mu.Unlock()
+		if err := d.Start(policy); err != nil { // the next agent
+			t.Fatal(err)
+		}
+		s = d.services["telemetry"]
 	}
 }
 

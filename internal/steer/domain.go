@@ -35,6 +35,7 @@ type Domain struct {
 	log  *slog.Logger
 
 	mu       sync.Mutex
+	closed   bool // the agent exits
 	services map[string]*service
 	order    []string // names of the services in the order of the policy
 }
@@ -251,11 +252,17 @@ func closeTargets(targets map[string]*target) {
 	}
 }
 
+// errStopping ends an apply that runs when the agent exits: the services keep the data path that they have.
+var errStopping = errors.New("the agent stops")
+
 // applyChange applies the change of one service and returns a function that rolls the change back. If applyChange
 // fails, the service is unchanged.
 func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if d.closed {
+		return nil, errStopping
+	}
 	var undo func() error
 	switch s := d.services[c.name]; {
 	case c.config == nil:
@@ -288,6 +295,9 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 	return func() error {
 		d.mu.Lock()
 		defer d.mu.Unlock()
+		if d.closed {
+			return errStopping
+		}
 		return undo()
 	}, nil
 }
@@ -309,6 +319,7 @@ func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) er
 func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	d.closed = true
 	for _, s := range d.services {
 		s.close()
 	}

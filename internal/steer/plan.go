@@ -377,6 +377,9 @@ func (s *service) recreate(t *target) error {
 	for pid := range s.waiting {
 		s.forgetWaiting(pid)
 	}
+	// Their timers do nothing while the service is closed.
+	s.scannedRecently, s.scanPending = false, false
+	clear(s.inspected)
 	if s.Path == nil {
 		if err := bpf.Remove(s.Host.Root.Service(s.Name)); err != nil {
 			return err
@@ -384,9 +387,11 @@ func (s *service) recreate(t *target) error {
 		return s.reopen(t, nil)
 	}
 	old, groups := s.Path, s.groupSockets()
+	s.emptying = true
 	for slot := range s.Seats {
 		s.VacateSlot(slot, "service restarted")
 	}
+	s.emptying = false
 	if s.Events != nil {
 		s.Events.Close()
 	}
@@ -411,6 +416,11 @@ func (s *service) reopen(t *target, groups []int) error {
 		s.Netns.Close()
 		s.Netns = nil
 	}
+	if s.Conn != nil {
+		s.Conn.Close()
+		s.Conn = nil
+	}
+	s.rooms.LeaveNetns()
 	if err := s.openNetns(); err != nil {
 		return err
 	}

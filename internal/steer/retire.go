@@ -17,6 +17,7 @@ func (s *service) retire() (before *target, err error) {
 	defer s.Mu.Unlock()
 	before = s.currentTarget()
 	s.moves.CloseGateSockets() // without a program, the kernel would give them connections
+	s.emptying = true
 	errs := []error{s.detachPrograms()}
 	for slot := range s.Seats {
 		s.VacateSlot(slot, "service removed")

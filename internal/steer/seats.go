@@ -176,6 +176,9 @@ func (s *service) VacateSlot(slot int, reason string) {
 	if err := s.moves.Place(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}
+	if s.emptying {
+		return
+	}
 	// A process whose slot was taken over may get the slot back.
 	for id, former := range s.formers {
 		if former.Slot == slot {
@@ -233,6 +236,9 @@ func (s *service) occupySlot(seat *core.Seat) {
 		}
 		s.Mu.Lock()
 		defer s.Mu.Unlock()
+		if s.Removed {
+			return
+		}
 		if s.Seats[seat.Slot] == seat {
 			s.VacateSlot(seat.Slot, "process exited")
 		}

@@ -58,6 +58,7 @@ type service struct {
 	moves                        *moves.Moves
 	rooms                        *rooms.Rooms
 	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
+	emptying                     bool                     // all members are removed: no process gets a slot that becomes empty
 	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
 
 	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
@@ -308,14 +309,18 @@ func (s *service) openPath() error {
 		previous.Close()
 	}
 	s.Path = path
-	if err := s.InstallMapping(); err != nil {
+	fail := func(err error) error {
+		s.Events = nil // closed: see CheckOpen
 		return err
+	}
+	if err := s.InstallMapping(); err != nil {
+		return fail(err)
 	}
 	if s.lostEvents, err = path.LostEvents(); err != nil {
-		return err
+		return fail(err)
 	}
 	if s.Events, err = path.Events(); err != nil {
-		return err
+		return fail(err)
 	}
 	go s.watch(s.Events)
 	return s.rooms.OpenTemplates()

@@ -144,10 +144,17 @@ func (r *Rooms) Close() {
 	for _, timer := range r.timers {
 		timer.Stop()
 	}
+	r.LeaveNetns()
+}
+
+// LeaveNetns closes the sockets that send to the members, and those of openTemporaryRooms, which are in the network
+// namespace of the service.
+func (r *Rooms) LeaveNetns() {
 	if r.sender != nil {
 		r.sender.Close()
 		r.sender = nil
 	}
+	r.closeTemporaryRooms()
 }
 
 // WriteWaits writes the time for which packets wait for each slot, and begins to wait for slots that are empty for the

@@ -119,7 +119,6 @@ func (r *Rooms) CloseTemplates() {
 	if r.kept.saveTimer != nil {
 		r.kept.saveTimer.Stop()
 	}
-	r.closeTemporaryRooms()
 	if r.KeepsTemplates() {
 		r.saveTemplates()
 	}
@@ -389,8 +388,10 @@ func (r *Rooms) closeTemporaryRooms() {
 		return
 	}
 	for row, fd := range r.kept.temporary {
-		if err := r.Path.RemoveRoom(row); err != nil {
-			r.Log.Error("waiting room not removed", "error", err)
+		if r.Path != nil {
+			if err := r.Path.RemoveRoom(row); err != nil {
+				r.Log.Error("waiting room not removed", "error", err)
+			}
 		}
 		unix.Close(fd)
 		delete(r.kept.temporary, row)

@@ -96,6 +96,10 @@ func (c *Checks) label(list []session.Session, seats map[int]member.ID) {
 		wanted[list[i].Inode] = &list[i]
 	}
 	c.Mu.Lock()
+	if c.Events == nil {
+		c.Mu.Unlock()
+		return
+	}
 	listening, err := c.ListeningSockets()
 	c.Mu.Unlock()
 	var owners map[uint32][]sockdiag.Process
