@@ -184,8 +184,11 @@ func inQueue(t *testing.T, r measure.Result, _ []measure.Sample) {
 	if p50 := r.Stages[config.StageQdisc].Quantile(0.5); p50 < time.Millisecond {
 		t.Errorf("half of the messages were in the queue for %v at most", p50)
 	}
-	if p50 := r.Stages[config.StageNetwork].Quantile(0.5); p50 > 5*slower*time.Millisecond {
-		t.Errorf("median time in the network: %v", p50)
+	// On a busy machine, the receiver often acknowledges late.
+	queue, network := r.Stages[config.StageQdisc].Quantile(0.1), r.Stages[config.StageNetwork].Quantile(0.1)
+	t.Logf("a tenth of the messages: %v in the queue, %v in the network", queue, network)
+	if network > queue {
+		t.Errorf("nine of ten messages were in the network for %v at least, in the queue for %v", network, queue)
 	}
 }
 
