@@ -253,7 +253,7 @@ func closeTargets(targets map[string]*target) {
 }
 
 // errStopping ends an apply that runs when the agent exits: the services keep the data path that they have.
-var errStopping = errors.New("the agent stops")
+var errStopping = errors.New("the agent is stopping")
 
 // applyChange applies the change of one service and returns a function that rolls the change back. If applyChange
 // fails, the service is unchanged.
