@@ -29,13 +29,13 @@ func TestKernelHash(t *testing.T) {
 	_, err := l.StartTraffic(TrafficConfig{})
 	must(t, err)
 	must(t, l.WaitCollectors(ctx))
+	must(t, l.WaitSessions(ctx))
 	for i := range 6 {
 		for k := range 2 {
 			_, err := l.StartExporter(ExporterConfig{Router: i, Instance: k})
 			must(t, err)
 		}
 	}
-	must(t, l.WaitSessions(ctx))
 	must(t, l.WaitBGP(ctx))
 	must(t, l.WaitRecords(ctx))
 	var o Outcome

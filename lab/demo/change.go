@@ -45,7 +45,7 @@ func (d *demo) change(ctx context.Context, o lab.Outcome) (lab.Outcome, error) {
 	say("no router has moved to the slot without a member")
 
 	say("\nnfacctd-%d starts", collectors)
-	if _, err := d.startCollector(collectors); err != nil {
+	if _, err := d.StartCollector(lab.CollectorConfig{Slot: collectors}); err != nil {
 		return o, err
 	}
 	if err := d.waitReady(ctx, collectors+1); err != nil {

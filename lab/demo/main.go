@@ -186,7 +186,7 @@ func percent(share float64) string { return fmt.Sprintf("%.0f %%", 100*share) }
 // startAll starts all programs except Sockeye.
 func (d *demo) startAll(ctx context.Context) error {
 	for slot := range collectors {
-		if _, err := d.startCollector(slot); err != nil {
+		if _, err := d.StartCollector(lab.CollectorConfig{Slot: slot}); err != nil {
 			return err
 		}
 	}
@@ -209,14 +209,10 @@ func (d *demo) startAll(ctx context.Context) error {
 	if err := d.WaitCollectors(ctx); err != nil {
 		return err
 	}
+	if err := d.WaitSessions(ctx); err != nil {
+		return err
+	}
 	return d.startExporters()
-}
-
-// startCollector starts the collector of a slot. It has room for two sessions of each
-// router: with more room, nfacctd needs longer to allocate its tables, and crashes if
-// flow records arrive before (KNOWN-ISSUES.md).
-func (d *demo) startCollector(slot int) (*lab.Collector, error) {
-	return d.StartCollector(lab.CollectorConfig{Slot: slot, MaxPeers: 2 * routers})
 }
 
 func (d *demo) startExporters() error {
@@ -294,7 +290,7 @@ func (d *demo) startSockeye(ctx context.Context) error {
 		return err
 	}
 	for slot := range collectors {
-		if _, err := d.startCollector(slot); err != nil {
+		if _, err := d.StartCollector(lab.CollectorConfig{Slot: slot}); err != nil {
 			return err
 		}
 	}
@@ -440,7 +436,7 @@ func (d *demo) crash(ctx context.Context, o lab.Outcome) (back lab.Outcome, err 
 	if err := d.waitReady(ctx, collectors-1); err != nil {
 		return back, err
 	}
-	if _, err := d.startCollector(victim); err != nil {
+	if _, err := d.StartCollector(lab.CollectorConfig{Slot: victim}); err != nil {
 		return back, err
 	}
 	if err := d.waitReady(ctx, collectors); err != nil {

@@ -74,8 +74,6 @@ func (n *network) startCollector(slot, peers int) {
 	c.BMP, c.IPFIX = sockets[0].Address, sockets[1].Address
 	// The receive buffer of nfacctd has space for the datagrams of 0.2 s, and other tests run beside this one.
 	c.Nice = -15
-	// nfacctd 1.7.7 crashes if IPFIX arrives before its BMP thread has allocated its tables (KNOWN-ISSUES.md).
-	c.Env = []string{"MALLOC_ARENA_MAX=1", "MALLOC_TOP_PAD_=67108864"}
 	p, err := n.lab.StartCollector(c)
 	n.must(err)
 	n.members[slot] = &member{Process: p.Process, slot: slot}

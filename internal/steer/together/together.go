@@ -291,7 +291,7 @@ func (c *Checks) actsOnStart() bool {
 }
 
 // doomedSessions returns the sessions that must be closed: misplaced ones by on_start or on_move, handshakes of devices
-// that have moved since the last pass, and the sessions at slots in maint.
+// that have moved since the last pass from a member that still runs, and the sessions at slots in maint.
 func (c *Checks) doomedSessions(now *core.Serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
 	for i := range split {
 		for _, one := range split[i].Sessions {
@@ -317,7 +317,9 @@ func (c *Checks) doomedSessions(now *core.Serving, list []session.Session, split
 			if before == nil {
 				continue
 			}
-			if was, did := before.Server(one.Address); did && was != server && (ok || maint[was]) {
+			// A handshake cannot be at a process that no longer exists: the kernel has given it to the member that serves
+			// the device now (tcp_migrate_req), or it began there before the agent noticed the exit.
+			if was, did := before.Server(one.Address); did && was != server && (ok || maint[was]) && member.Alive(was.PID, was.StartTime) {
 				doomed = append(doomed, one)
 			}
 		case !ok && one.Owned && !unknown[one.Cookie] && maint[one.OwnerID()]:

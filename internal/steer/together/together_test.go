@@ -4,6 +4,8 @@ package together
 
 import (
 	"net/netip"
+	"os"
+	"os/exec"
 	"strings"
 	"testing"
 
@@ -12,8 +14,10 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
+	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 )
 
@@ -45,6 +49,54 @@ func TestSplitHint(t *testing.T) {
 		c.placed, c.err = map[uint64]bool{7: test.placed}, test.err
 		if hint := fault.Hint(c.Problem()); !strings.HasPrefix(hint, test.hint) {
 			t.Errorf("%+v: %q", test, hint)
+		}
+	}
+}
+
+// TestHandshakesOfAFormerMember checks that the handshakes of devices that have moved are closed if their former member
+// still runs, and stay open if it has exited: then they are at the member that serves the device now.
+func TestHandshakesOfAFormerMember(t *testing.T) {
+	const standby = 1
+	mapping, err := placement.NewMapping(2, standby, 1, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	self, err := member.Read(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	exited := exec.Command("true")
+	if err := exited.Run(); err != nil {
+		t.Fatal(err)
+	}
+	serves := func(slot int, who member.ID) *core.Serving {
+		s := &core.Service{Config: config.Service{WhenEmpty: config.WhenEmpty{Standby: new(int)}}, Mapping: mapping}
+		*s.Config.WhenEmpty.Standby = standby
+		v := s.Serving()
+		v.Members[slot] = who
+		return v
+	}
+	var device netip.Addr
+	for device = netip.MustParseAddr("192.0.2.1"); ; device = device.Next() {
+		if slot, _ := mapping.Slot(device); slot != standby {
+			break
+		}
+	}
+	handshake := session.Session{Socket: sockdiag.Socket{Cookie: 7, State: sockdiag.SynRecv}, Address: device}
+	for _, test := range []struct {
+		name   string
+		former member.ID
+		doomed int
+	}{
+		{"runs", member.ID{PID: self.PID, StartTime: self.StartTime}, 1},
+		{"has exited", member.ID{PID: exited.Process.Pid, StartTime: self.StartTime}, 0},
+		{"process id is that of another process", member.ID{PID: self.PID, StartTime: self.StartTime + 1}, 0},
+	} {
+		c := New(&core.Service{Config: config.Service{OnMove: config.CloseMoved}}, nil, nil)
+		c.served = serves(0, test.former)
+		now := serves(standby, member.ID{PID: 1})
+		if doomed := c.doomedSessions(now, []session.Session{handshake}, nil, nil); len(doomed) != test.doomed {
+			t.Errorf("the former member %s: %d handshakes are closed, want %d", test.name, len(doomed), test.doomed)
 		}
 	}
 }
