@@ -7,7 +7,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -75,13 +77,11 @@ func (d *Domain) slotGroup(name string) ([]*service, error) {
 	if err != nil {
 		return nil, err
 	}
-	all, err := d.selectServices("")
-	if err != nil {
-		return nil, err
-	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	leader, group := s.slotsOf(), []*service{s}
-	for _, o := range all {
-		if o != s && o.slotsOf() == leader {
+	for _, name := range slices.Sorted(maps.Keys(d.services)) {
+		if o := d.services[name]; o != s && o.slotsOf() == leader {
 			group = append(group, o)
 		}
 	}
@@ -98,6 +98,8 @@ func (s *service) slotsOf() string {
 // inGroup changes a service and the services that share slots with it: first as a dry run of all, so that an error
 // changes none.
 func (d *Domain) inGroup(name string, dryRun bool, change func(s *service, dryRun bool) (what, effect string, err error)) (*api.Plan, error) {
+	d.changing.Lock()
+	defer d.changing.Unlock()
 	group, err := d.slotGroup(name)
 	if err != nil {
 		return nil, err

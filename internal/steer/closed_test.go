@@ -24,8 +24,20 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// startService starts a domain with one service.
-func startService(t *testing.T, steering string) (*Domain, *service, *config.Policy) {
+// startService starts a domain with one service. extra are lines of the policy.
+func startService(t *testing.T, steering string, extra ...string) (*Domain, *service, *config.Policy) {
+	t.Helper()
+	d := startDomain(t)
+	policy := parse(t, oneService(steering, extra...))
+	apply(t, d, policy)
+	if err := d.Applied(policy, api.Candidate{}, nil); err != nil {
+		t.Fatal(err)
+	}
+	return d, d.services["telemetry"], policy
+}
+
+// startDomain starts a domain without services.
+func startDomain(t *testing.T) *Domain {
 	t.Helper()
 	root, err := bpf.OpenRoot(testenv.BPFFS(t) + "/sockeye")
 	if err != nil {
@@ -34,25 +46,34 @@ func startService(t *testing.T, steering string) (*Domain, *service, *config.Pol
 	t.Cleanup(func() { root.Close() })
 	tree, log := scope.Tree{Mount: filepath.Dir(testenv.Cgroup())}, slog.New(slog.DiscardHandler)
 	d := New(&domain.Host{Log: log, Root: root, StateDir: t.TempDir(), Cgroups: tree, Watch: &scope.Watch{Tree: tree, Log: log}})
-	policy, err := config.Parse([]byte(`services:
-  telemetry:
-    slots: 2
-    steering: `+steering+`
-    listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "[::]:4739"}]
-    user: root
-    cgroup: `+testenv.CgroupPath()+"\n"), "policy.yaml")
-	if err != nil {
+	if err := d.Start(&config.Policy{}); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Start(policy); err != nil {
-		t.Fatal(err)
-	}
-	s := d.services["telemetry"]
 	t.Cleanup(func() {
 		apply(t, d, &config.Policy{})
 		d.Close()
 	})
-	return d, s, policy
+	return d
+}
+
+// oneService returns a policy with the service telemetry, and lines that follow it.
+func oneService(steering string, extra ...string) string {
+	return `services:
+  telemetry:
+    slots: 2
+    steering: ` + steering + `
+    listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "[::]:4739"}]
+    user: root
+    cgroup: ` + testenv.CgroupPath() + "\n" + strings.Join(extra, "\n")
+}
+
+func parse(t *testing.T, text string) *config.Policy {
+	t.Helper()
+	policy, err := config.Parse([]byte(text), "policy.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return policy
 }
 
 // apply applies a policy, and returns the changes.

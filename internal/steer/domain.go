@@ -34,6 +34,10 @@ type Domain struct {
 	host *core.Host
 	log  *slog.Logger
 
+	// changing is held while a command or a policy changes services, so that the services that share slots get the same
+	// settings. It is locked before mu and before the lock of a service.
+	changing sync.Mutex
+
 	mu       sync.Mutex
 	closed   bool // the agent exits
 	services map[string]*service
@@ -258,6 +262,8 @@ var errStopping = errors.New("the agent is stopping")
 // applyChange applies the change of one service and returns a function that rolls the change back. If applyChange
 // fails, the service is unchanged.
 func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error, err error) {
+	d.changing.Lock()
+	defer d.changing.Unlock()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
@@ -293,6 +299,8 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 		}
 	}
 	return func() error {
+		d.changing.Lock()
+		defer d.changing.Unlock()
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		if d.closed {

@@ -81,14 +81,21 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 	if err != nil {
 		return nil, err
 	}
-	t.settings = s.State
-	shared := &service{Service: core.Service{Host: s.Host, State: s.State}}
-	if err := shared.shareSettings(c); err != nil {
+	if err := s.resolveMapping(t, nonce, devices); err != nil {
 		return nil, err
 	}
+	return t, nil
+}
+
+// resolveMapping sets the settings and the mapping of a target by the present settings of the slots.
+func (s *service) resolveMapping(t *target, nonce uint64, devices *placement.DeviceMap) (err error) {
+	shared := &service{Service: core.Service{Host: s.Host, State: s.State}}
+	if err := shared.shareSettings(t.config); err != nil {
+		return err
+	}
 	t.settings = shared.State
-	t.mapping, err = stored.NewMapping(c, &t.settings, nonce, devices)
-	return t, err
+	t.mapping, err = stored.NewMapping(t.config, &t.settings, nonce, devices)
+	return err
 }
 
 // plan lists the changes that a target makes, in the order of the policy keys.
@@ -309,6 +316,11 @@ func (s *service) applyTarget(t *target) (before *target, err error) {
 	before = s.currentTarget()
 	s.pendingDevices, t.pendingDevices = t.pendingDevices, builtDeviceMap{}
 	defer s.pendingDevices.close()
+	// Commands and the ends of pins have changed the settings since the target was resolved: a large device map takes
+	// seconds.
+	if err := s.resolveMapping(t, t.mapping.Table.Nonce, t.mapping.Devices); err != nil {
+		return nil, err
+	}
 	if err := s.switchTo(t); err != nil {
 		if back := s.switchTo(before); back != nil {
 			return nil, fault.Join(err, fmt.Errorf("restore the previous policy: %w", back))

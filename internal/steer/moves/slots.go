@@ -84,17 +84,16 @@ func (m *Moves) ChangeSlot(slot int, to stored.Setting, dryRun bool) (changes []
 // replaceState saves a new state, and applies its settings and pins. cause describes the change of a slot or device.
 func (m *Moves) replaceState(next stored.State, target *placement.Mapping, cause, of string) error {
 	next.MovesStopped = false
-	before := m.State
+	before, mapping := m.State, m.Target
 	if err := next.Save(m.StatePath()); err != nil {
 		return err
 	}
 	m.State, m.Target = next, target
 	m.Log.Info("changed by command", "change", cause)
 	m.Begin(cause, of)
-	err := m.ApplySettings()
-	if err != nil {
-		m.State = before
-		return fault.Join(err, before.Save(m.StatePath()))
+	if err := m.ApplySettings(); err != nil {
+		m.State, m.Target = before, mapping
+		return fault.Join(err, before.Save(m.StatePath()), m.ApplySettings())
 	}
 	return nil
 }

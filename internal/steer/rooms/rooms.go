@@ -486,8 +486,8 @@ func (r *Rooms) rotateRooms() error {
 	}
 	var errs []error
 	for row, l := range r.Listeners {
-		if r.prepared[row] != nil && l.Protocol == config.TCP {
-			errs = append(errs, r.rotateRoom(row, r.KeeperSockets[row]))
+		if fd, open := r.KeeperSockets[row]; open && r.prepared[row] != nil && l.Protocol == config.TCP {
+			errs = append(errs, r.rotateRoom(row, fd))
 		}
 	}
 	return fault.Join(errs...)

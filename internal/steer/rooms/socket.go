@@ -186,12 +186,16 @@ func (r *Rooms) send(d replay.Datagram) error {
 
 // receiveWaiting reads a datagram from the room of a row. ok is false if there is none.
 func (r *Rooms) receiveWaiting(row int) (d waitingDatagram, ok bool) {
+	fd, open := r.KeeperSockets[row]
+	if !open {
+		return d, false
+	}
 	if r.buffer == nil {
 		r.buffer = make([]byte, 1<<16)
 	}
 	control := make([]byte, 128)
 	for {
-		n, nc, _, from, err := unix.Recvmsg(r.KeeperSockets[row], r.buffer, control, unix.MSG_DONTWAIT)
+		n, nc, _, from, err := unix.Recvmsg(fd, r.buffer, control, unix.MSG_DONTWAIT)
 		if errors.Is(err, unix.EINTR) {
 			continue
 		}

@@ -35,10 +35,11 @@ func (r *Rooms) Status(slot int) (*api.RoomStatus, error) {
 		status.Until = &until
 	}
 	for row, p := range r.prepared {
-		if p == nil || r.Listeners[row].Protocol != config.UDP {
+		fd, open := r.KeeperSockets[row]
+		if p == nil || !open || r.Listeners[row].Protocol != config.UDP {
 			continue
 		}
-		info, err := socketMemory(r.KeeperSockets[row])
+		info, err := socketMemory(fd)
 		if err != nil {
 			return nil, err
 		}
