@@ -139,7 +139,10 @@ func newMountWatch(changed func()) (*mountWatch, error) {
 			switch {
 			case errors.Is(err, unix.EINTR):
 				continue
-			case err != nil || watched[1].Revents != 0:
+			case err != nil:
+				time.Sleep(time.Second) // ENOMEM
+				continue
+			case watched[1].Revents != 0:
 				return
 			}
 			changed()
