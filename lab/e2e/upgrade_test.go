@@ -72,7 +72,7 @@ func version(t *testing.T, name string) string {
 	tree := must(run("", "go", "list", "-m", "-f", "{{.Dir}}"))
 	binary := filepath.Join(filepath.Dir(this), fmt.Sprintf("sockeye-%d", len(built.binaries)))
 	if name == otherMaps || name == otherSockets {
-		must(run(tree, "go", "build", "-o", binary, "-ldflags=-X=sockeye/internal/bpf.doubledMaps="+name, "./cmd/sockeye"))
+		must(run(tree, "go", "build", "-o", binary, "-ldflags=-s -w -X=sockeye/internal/bpf.doubledMaps="+name, "./cmd/sockeye"))
 	} else {
 		if _, err := run(tree, "git", "cat-file", "-e", name+"^{commit}"); err != nil {
 			t.Skipf("not supported: the source has no history with commit %s (hint: git fetch --unshallow)", name)
@@ -80,7 +80,7 @@ func version(t *testing.T, name string) string {
 		source := t.TempDir()
 		must(run(tree, "git", "archive", "-o", filepath.Join(source, "tar"), name))
 		must(run(source, "tar", "-xf", "tar"))
-		must(run(source, "go", "build", "-o", binary, "./cmd/sockeye"))
+		must(run(source, "go", "build", "-trimpath", "-ldflags=-s -w", "-o", binary, "./cmd/sockeye")) // with -trimpath, the build cache does not depend on the directory
 	}
 	if built.binaries == nil {
 		built.binaries = make(map[string]string)
