@@ -72,8 +72,10 @@ func (n *network) startCollector(slot, peers int) {
 	}
 	sockets := n.spec(slot).Sockets
 	c.BMP, c.IPFIX = sockets[0].Address, sockets[1].Address
-	// The receive buffer of nfacctd has space for the datagrams of 0.2 s, and other tests run beside this one.
+	// nfacctd may wait long for a CPU, because other tests run beside this one. The default receive buffer has space for the
+	// datagrams of 0.2 s.
 	c.Nice = -15
+	c.Extra = []string{"nfacctd_pipe_size: 4194304"}
 	p, err := n.lab.StartCollector(c)
 	n.must(err)
 	n.members[slot] = &member{Process: p.Process, slot: slot}
