@@ -27,7 +27,7 @@ type Report struct {
 	tests         map[string]*result // by package and test
 	problems      []string           // failures outside of tests
 	out           io.Writer
-	lineStart     bool
+	line          string // without its end, which has not arrived yet
 }
 
 type result struct {
@@ -39,7 +39,7 @@ type result struct {
 // NewReport returns a report for the machine with a name. The report prints to
 // standard output.
 func NewReport(machine string) *Report {
-	return &Report{machine: machine, tests: map[string]*result{}, out: os.Stdout, lineStart: true}
+	return &Report{machine: machine, tests: map[string]*result{}, out: os.Stdout}
 }
 
 // Problem adds a failure outside of a test.
@@ -100,24 +100,22 @@ func (r *Report) brief(name string, t *result, seconds float64) {
 	}
 }
 
-// echo prints output with the machine's name before each line.
+// echo prints output with the machine's name before each line. It prints whole lines: several machines run at the same time.
 func (r *Report) echo(text string) {
-	for line := range strings.SplitAfterSeq(text, "\n") {
-		if line == "" {
-			continue
+	r.line += text
+	for {
+		line, rest, whole := strings.Cut(r.line, "\n")
+		if !whole {
+			return
 		}
-		prefix := ""
-		if r.lineStart {
-			prefix = r.machine + " | "
-		}
-		fmt.Fprint(r.out, prefix+line)
-		r.lineStart = strings.HasSuffix(line, "\n")
+		fmt.Fprintln(r.out, r.machine+" | "+line)
+		r.line = rest
 	}
 }
 
 // close is called after a suite's last event.
 func (r *Report) close(pkg, how string) {
-	if !r.lineStart {
+	if r.line != "" {
 		r.echo("\n")
 	}
 	failed := false

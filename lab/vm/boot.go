@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"os"
 	"path/filepath"
 	"time"
 
@@ -16,8 +17,12 @@ const bootTimeout = 90 * time.Second
 // boot runs all suites in a virtual machine. Errors in the guest are in the report;
 // boot returns errors of the host.
 func boot(ctx context.Context, tmp string, k *qemu.Kernel, suites []suite, o *options) (*qemu.Report, error) {
+	dir, err := os.MkdirTemp(tmp, "machine-")
+	if err != nil {
+		return nil, err
+	}
 	m := &qemu.Machine{
-		Kernel: k, Initramfs: filepath.Join(tmp, "initramfs"), Console: filepath.Join(tmp, "console"),
+		Kernel: k, Initramfs: filepath.Join(dir, "initramfs"), Console: filepath.Join(dir, "console"),
 		CPUs: 2, Memory: 1024, Args: []string{"-cpu", "max"}, BootTimeout: bootTimeout, Timeout: o.timeout,
 	}
 	for _, s := range suites {

@@ -6,7 +6,8 @@
 //
 // It downloads Debian's cloud kernels (amd64) from the Debian mirror that this
 // machine's apt uses, and unpacks them into a cache without installing them. It
-// boots each kernel under qemu's software emulation, with the static test binaries of
+// boots each kernel under qemu's software emulation, as many at the same time as the
+// host has CPUs, with the static test binaries of
 // the packages and their testdata in an initramfs. Tests are built with the tag "vm"
 // and run as root, one package after the other, in the directory of the package below
 // /src.
@@ -33,6 +34,7 @@ import (
 	"regexp"
 	"runtime"
 	"strings"
+	"sync"
 	"time"
 
 	"sockeye/lab/qemu"
@@ -132,31 +134,52 @@ func run(ctx context.Context, o *options) error {
 	if err != nil {
 		return err
 	}
-	failed := false
-	var reports []*qemu.Report
-	for _, name := range o.kernels {
-		k, err := qemu.FindKernel(ctx, o.cache, name, o.update)
-		if err != nil {
+	kernels := make([]*qemu.Kernel, len(o.kernels))
+	for i, name := range o.kernels {
+		if kernels[i], err = qemu.FindKernel(ctx, o.cache, name, o.update); err != nil {
 			return fmt.Errorf("get kernel %s: %w", name, err)
 		}
-		r, err := boot(ctx, tmp, k, suites, o)
-		if err != nil {
-			return fmt.Errorf("run kernel %s: %w", k.Release, err)
-		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		reports = append(reports, r)
-		failed = failed || r.Failed()
 	}
+	reports, err := bootAll(ctx, tmp, kernels, suites, o)
+	if err != nil {
+		return err
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	failed := false
 	fmt.Println()
 	for _, r := range reports {
 		r.Print(os.Stdout)
+		failed = failed || r.Failed()
 	}
 	if failed {
 		return errors.New("tests failed")
 	}
 	return nil
+}
+
+// bootAll runs all suites on each kernel. qemu emulates all CPUs of a machine in one thread: as many machines run at the
+// same time as the host has CPUs.
+func bootAll(ctx context.Context, tmp string, kernels []*qemu.Kernel, suites []suite, o *options) ([]*qemu.Report, error) {
+	reports, errs := make([]*qemu.Report, len(kernels)), make([]error, len(kernels))
+	free := make(chan bool, runtime.NumCPU())
+	var all sync.WaitGroup
+	for i, k := range kernels {
+		free <- true
+		all.Go(func() {
+			defer func() { <-free }()
+			// The kernel kills qemu when this thread exits (see qemu.Command). The goroutine keeps the thread until qemu has
+			// exited.
+			runtime.LockOSThread()
+			var err error
+			if reports[i], err = boot(ctx, tmp, k, suites, o); err != nil {
+				errs[i] = fmt.Errorf("run kernel %s: %w", k.Release, err)
+			}
+		})
+	}
+	all.Wait()
+	return reports, errors.Join(errs...)
 }
 
 // suite is the test binary of one package. The guest reads it from its initramfs.
