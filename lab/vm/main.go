@@ -7,10 +7,9 @@
 // It downloads Debian's cloud kernels (amd64) from the Debian mirror that this
 // machine's apt uses, and unpacks them into a cache without installing them. It
 // boots each kernel under qemu's software emulation, as many at the same time as the
-// host has CPUs, with the static test binaries of
-// the packages and their testdata in an initramfs. Tests are built with the tag "vm"
-// and run as root, one package after the other, in the directory of the package below
-// /src.
+// host has CPUs, with the static test binaries of the packages and their testdata in
+// an initramfs. Tests are built with the tag "vm" and run as root, one package after
+// the other, in the directory of the package below /src.
 //
 // The host needs Go, apt, dpkg, debian-archive-keyring, xz-utils and
 // qemu-system-x86.
