@@ -36,6 +36,7 @@ var answers = []struct {
 	{"where", []api.WhereStatus{}},
 	{"moves", []api.MovesStatus{}},
 	{"rebalance", []api.Rebalance{}},
+	{"init", initial{}},
 	{"check", checked{}},
 	{"plan, apply", api.Plan{}},
 	{"tune", []api.TuneStatus{}},
