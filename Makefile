@@ -178,6 +178,7 @@ install: docs ## Install binary, man pages, completions, unit and examples (PREF
 	install -D -m 755 bin/sockeye $(DESTDIR)$(PREFIX)/bin/sockeye
 	install -d $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 644 "$(OUT)"/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1
+	install -D -m 644 "$(OUT)/man/sockeye-policy.5" $(DESTDIR)$(PREFIX)/share/man/man5/sockeye-policy.5
 	install -D -m 644 "$(OUT)/completion/sockeye.bash" $(DESTDIR)$(PREFIX)/share/bash-completion/completions/sockeye
 	install -D -m 644 "$(OUT)/completion/sockeye.zsh" $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_sockeye
 	install -D -m 644 "$(OUT)/completion/sockeye.fish" $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/sockeye.fish
@@ -186,6 +187,13 @@ install: docs ## Install binary, man pages, completions, unit and examples (PREF
 	install -d $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d $(DESTDIR)$(PREFIX)/share/sockeye/examples
 	install -m 644 dist/sockeye.service.d/*.conf $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d
 	install -m 644 dist/examples/* $(DESTDIR)$(PREFIX)/share/sockeye/examples
+
+.PHONY: uninstall
+uninstall: ## Remove what install has installed (PREFIX, DESTDIR)
+	rm -f $(DESTDIR)$(PREFIX)/bin/sockeye $(DESTDIR)/etc/systemd/system/sockeye.service
+	rm -f $(DESTDIR)$(PREFIX)/share/man/man1/sockeye.1 $(DESTDIR)$(PREFIX)/share/man/man1/sockeye-*.1 $(DESTDIR)$(PREFIX)/share/man/man5/sockeye-policy.5
+	rm -f $(DESTDIR)$(PREFIX)/share/bash-completion/completions/sockeye $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_sockeye $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/sockeye.fish
+	rm -rf $(DESTDIR)$(PREFIX)/share/sockeye
 
 .PHONY: hooks
 hooks: ## Use the git hooks in tools/hooks
