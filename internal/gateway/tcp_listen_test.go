@@ -214,6 +214,7 @@ func TestNoDescriptors(t *testing.T) {
 		}
 	}
 	defer restore()
+	begin := time.Now()
 	p.turn(1000)
 	events := 0
 	for range 20 {
@@ -223,8 +224,9 @@ func TestNoDescriptors(t *testing.T) {
 		}
 		events += n
 	}
-	if events > 0 {
-		t.Errorf("%d events while accept(2) fails", events)
+	// On a busy host, the polls take longer than a pause.
+	if took := time.Since(begin); events > int(took/acceptPause) {
+		t.Errorf("%d events in %v while accept(2) fails", events, took)
 	}
 	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.protocol != unix.IPPROTO_ICMP || s.payload[0] != icmpUnreachable || s.payload[1] != 0 {
 		t.Errorf("reply to a SYN: %v", s)
