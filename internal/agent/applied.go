@@ -89,7 +89,7 @@ func (a *Agent) choosePolicy() (*startPolicy, error) {
 func readPolicy(path string) (loadedPolicy, error) {
 	text, err := config.ReadFile(path)
 	if err != nil {
-		return loadedPolicy{}, fault.Unreadable(err, "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
+		return loadedPolicy{}, fault.Unreadable(err, "sockeye init --write writes one from the processes that share ports; a file with the line services: {} is a policy that does nothing")
 	}
 	policy, err := config.Parse(text, path)
 	return loadedPolicy{policy, text, path}, err

@@ -169,7 +169,7 @@ func TestAgentRefusals(t *testing.T) {
 	h.isFailure(r, 2, "DIR is not in a bpffs and not empty, so the agent cannot mount a bpffs there", "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
 
 	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", h.state, "--policy", h.dir+"/none.yaml", "-o", "json")
-	h.isFailure(r, 2, "read policy file: open DIR/none.yaml: no such file or directory", "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
+	h.isFailure(r, 2, "read policy file: open DIR/none.yaml: no such file or directory", "sockeye init --write writes one from the processes that share ports; a file with the line services: {} is a policy that does nothing")
 
 	if err := os.WriteFile(filepath.Join(h.state, "spare.json"), []byte(`{"nonce": 7`), 0o600); err != nil {
 		t.Fatal(err)

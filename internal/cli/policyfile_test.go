@@ -128,7 +128,7 @@ func TestFirstPolicyBroken(t *testing.T) {
 		t.Fatal(err)
 	}
 	r = h.child(nil, "sockeye", h.agentArgs()...)
-	if r.code != 2 || !strings.Contains(r.err, "no such file") || !strings.Contains(r.err, "hint: write one (sockeye check") {
+	if r.code != 2 || !strings.Contains(r.err, "no such file") || !strings.Contains(r.err, "hint: sockeye init --write writes one") {
 		t.Errorf("%+v", r)
 	}
 }
