@@ -193,6 +193,8 @@ int steer_lookup(struct bpf_sk_lookup *ctx)
 
 	s.connection = ctx->protocol == IPPROTO_TCP;
 	steer_decide(&s);
+	if (replayed && s.slot != s.home && steer_fills_instead(&s))
+		s.slot = s.home;
 	if (s.waits)
 		wait_in_room(ctx, &s, row, replayed);
 	else if (s.gated && assign(ctx, &gates, row, true))

@@ -138,6 +138,9 @@ static __always_inline void select(struct sk_reuseport_md *ctx,
 	}
 	if (s->slot == STEER_NO_SLOT)
 		return;
+	if (s->slot != s->home && !s->connection && is_replayed(ctx) &&
+	    steer_fills_instead(s))
+		s->slot = s->home;
 	if (s->gated) {
 		index = listener;
 		s->held = !bpf_sk_select_reuseport(ctx, &gates, &index, 0);

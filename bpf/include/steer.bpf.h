@@ -342,6 +342,23 @@ static __always_inline bool steer_fills(struct steer *s, bool replayed)
 }
 
 /*
+ * Reports whether a datagram that was diverted to the standby slot goes to the
+ * new member of its own slot, which is not ready yet: the agent sends templates
+ * again before new datagrams.
+ */
+static __always_inline bool steer_fills_instead(struct steer *s)
+{
+	__u32 bank = s->bank;
+
+	if (s->slot == STEER_NO_SLOT)
+		return false;
+	if (steer_fills(s, true))
+		return true;
+	s->bank = bank;
+	return false;
+}
+
+/*
  * Reports whether the waiting room takes a packet, and counts the packet. bytes
  * is the length from the transport header, or 0 if it is unknown.
  */

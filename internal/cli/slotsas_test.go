@@ -72,6 +72,10 @@ func TestSlotsAs(t *testing.T) {
 	if n := apart(where()); n == 0 {
 		t.Error("a plan changes slots")
 	}
+	more := h.write("more.yaml", strings.ReplaceAll(strings.ReplaceAll(twoParts, "slots: 4", "slots: 5"), "  ipfix:\n", "  ipfix:\n    slots_as: bmp\n"))
+	if r := h.sockeye("plan", more); r.code != 0 || strings.Count(r.out, "the devices of slot 4 are refused until a member is registered there") != 2 {
+		t.Errorf("plan of another slot: %+v", r)
+	}
 	h.write("policy.yaml", next)
 	if r := h.sockeye("apply"); r.code != 0 {
 		t.Fatalf("%+v", r)

@@ -14,8 +14,14 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// TestMain also runs the keeper process, which a service starts from its own executable.
+// memberRole is the argument of a process that listens on the ports of startService.
+const memberRole = "member"
+
+// TestMain also runs the keeper process, which a service starts from its own executable, and members.
 func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == memberRole {
+		beMember()
+	}
 	if len(os.Args) > 1 && os.Args[1] == keeper.Command {
 		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
 		if keeper.Run(ctx) != nil {

@@ -122,7 +122,11 @@ func (s *service) plan(t *target) []api.Change {
 				empty = append(empty, slot)
 			}
 		}
-		if len(empty) > 0 {
+		switch {
+		case len(empty) == 0:
+		case to.SharesSlots: // the services move their devices together
+			effect += fmt.Sprintf("; the devices of %s %s until a member is registered there", moves.SlotNames(empty), whenEmptyEffect(to.WhenEmpty))
+		default:
 			effect += fmt.Sprintf("; the devices of %s stay until a member is registered there", moves.SlotNames(empty))
 		}
 		if lost := s.countSeatsFrom(to.Slots); lost > 0 {
@@ -251,6 +255,14 @@ func (s *service) waitingEffect() string {
 		return ""
 	}
 	return format.Count(int(waiting), "datagram that waits is", "datagrams that wait are") + " discarded, and connections that wait are closed"
+}
+
+// whenEmptyEffect describes what happens to the devices of a slot without a member.
+func whenEmptyEffect(w config.WhenEmpty) string {
+	if w.Room != nil {
+		return "wait"
+	}
+	return "are refused"
 }
 
 func (s *service) countSeatsFrom(slots int) (n int) {

@@ -31,10 +31,10 @@ func ipfixTemplate(sequence uint32, length uint16) []byte {
 }
 
 // TestTemplates checks that a member that newly serves a device receives the templates of the device before any other
-// datagram: after a restart, with and without a waiting room, after a move, and with another agent.
+// datagram: after a restart, without and with a standby slot or a waiting room, after a move, and with another agent.
 func TestTemplates(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		for _, empty := range []string{"reject", "{wait: 20s}"} {
+		for _, empty := range []string{"reject", "{standby: 1}", "{wait: 20s}"} {
 			t.Run(empty, func(t *testing.T) { templatesFollow(t, mode, empty) })
 		}
 	})

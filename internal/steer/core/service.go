@@ -112,23 +112,41 @@ func (s *Service) ReadySlots() [bpf.MaxSlots]bool {
 	return ready
 }
 
-// SetReady writes the member of a slot and the ready flag, and checks that the sockets of the member are still open: the
-// close of a socket of a slot that is not ready does not close the slot.
+// ErrSocketClosed means that a member has closed a socket, or has exited. The release hook has closed the slot, and an event
+// follows.
+var ErrSocketClosed = errors.New("was closed")
+
+// SetReady writes the member of a slot and the ready flag. If a socket of the member was closed, SetReady leaves the slot
+// closed and returns ErrSocketClosed: the close of a socket of a slot that is not ready does not close the slot.
 func (s *Service) SetReady(seat *Seat) error {
 	value := bpf.Slot{Pid: uint32(seat.Process.PID), StartTime: seat.Process.StartTime}
-	if s.SlotState(seat.Slot).State != stored.Maint && !s.Actions.IsFilling(seat.Slot) {
-		value.Ready = seat.Place.Ready()
+	if s.SlotState(seat.Slot).State == stored.Maint || s.Actions.IsFilling(seat.Slot) {
+		return s.Path.SetSlot(seat.Slot, value)
 	}
-	if err := s.Path.SetSlot(seat.Slot, value); err != nil {
-		return err
+	open := value
+	open.Ready = seat.Place.Ready()
+	err := s.checkOpen(seat)
+	if err == nil {
+		if err = s.Path.SetSlot(seat.Slot, open); err != nil {
+			return err
+		}
+		err = s.checkOpen(seat)
 	}
+	if err != nil {
+		return fault.Join(err, s.Path.SetSlot(seat.Slot, value))
+	}
+	return nil
+}
+
+// checkOpen returns ErrSocketClosed if a registered socket of a member was closed.
+func (s *Service) checkOpen(seat *Seat) error {
 	for row, socket := range seat.Sockets {
 		cookie, err := s.Path.Cookie(row, seat.Place)
 		if err != nil {
 			return err
 		}
 		if cookie != socket.Cookie {
-			return fmt.Errorf("its socket %s was closed", socket.Local)
+			return fmt.Errorf("its socket %s %w", socket.Local, ErrSocketClosed)
 		}
 	}
 	return nil

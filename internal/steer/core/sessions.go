@@ -59,11 +59,12 @@ type Serving struct {
 	standby int               // or bpf.NoSlot
 }
 
-// Serving returns the present decision of the data path.
+// Serving returns the present decision of the data path. The kernel closes the slot of a member that exits before the agent
+// notices the exit.
 func (s *Service) Serving() *Serving {
 	v := &Serving{Mapping: s.Mapping, Members: make(map[int]member.ID), standby: bpf.NoSlot}
 	for slot, seat := range s.Seats {
-		if s.IsReady(slot) {
+		if s.IsReady(slot) && !s.closedByKernel(slot) {
 			v.Members[slot] = seat.ID()
 		}
 	}
@@ -71,6 +72,15 @@ func (s *Service) Serving() *Serving {
 		v.standby = *s.Config.WhenEmpty.Standby
 	}
 	return v
+}
+
+// closedByKernel reports whether the release hook has closed a slot.
+func (s *Service) closedByKernel(slot int) bool {
+	if s.Path == nil {
+		return false
+	}
+	value, err := s.Path.Slot(slot)
+	return err == nil && value.Ready == 0
 }
 
 // Slot returns the slot that serves a home slot: the slot itself, or the standby slot. ok is false if neither is ready.

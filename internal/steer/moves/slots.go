@@ -3,6 +3,7 @@
 package moves
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -12,6 +13,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
@@ -104,7 +106,10 @@ func (m *Moves) ApplySettings() error {
 	for slot, seat := range m.Seats {
 		value, err := m.Path.Slot(slot)
 		if err == nil && (value.Ready > 0) != m.IsReady(slot) {
-			err = m.SetReady(seat)
+			// A member that has exited in this instant is no reason to fail: its slot is cleared when the event arrives.
+			if err = m.SetReady(seat); errors.Is(err, core.ErrSocketClosed) {
+				err = nil
+			}
 		}
 		errs = append(errs, err)
 	}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"net"
+	"os/exec"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// beMember listens with SO_REUSEPORT, says so, and waits.
+func beMember() {
+	share := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
+		_ = c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) })
+		return err
+	}}
+	share.SetMultipathTCP(false)
+	_, err := share.Listen(context.Background(), "tcp", "[::]:1790")
+	if err == nil {
+		_, err = share.ListenPacket(context.Background(), "udp", "[::]:4739")
+	}
+	fmt.Println(err)
+	for {
+		_ = unix.Pause()
+	}
+}
+
+// startMember starts a process and makes it the member of a slot.
+func startMember(t *testing.T, s *service, slot int) *exec.Cmd {
+	t.Helper()
+	cmd := exec.Command("/proc/self/exe", memberRole)
+	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { cmd.Process.Kill(); cmd.Wait() })
+	if line, _ := bufio.NewReader(out).ReadString('\n'); line != "<nil>\n" {
+		t.Fatalf("member: %s", line)
+	}
+	if _, err := s.addClaim(cmd.Process.Pid, &slot, "register", nil); err != nil {
+		t.Fatal(err)
+	}
+	return cmd
+}
+
+// In the time between the exit of a member, at which the kernel closes its slot, and the moment at which the agent notices
+// the exit, the standby slot serves the devices: no check may close their connections there, and no command may open the
+// slot again.
+func TestExitNotNoticedYet(t *testing.T) {
+	for _, steering := range []string{"reuseport", "lookup"} {
+		t.Run(steering, func(t *testing.T) {
+			_, s, _ := startService(t, steering, "    when_empty: {standby: 1}")
+			dies, standby := startMember(t, s, 0), startMember(t, s, 1)
+			s.Mu.Lock() // the agent notices nothing
+			defer s.Mu.Unlock()
+			ready := func(slot int) bool {
+				t.Helper()
+				value, err := s.Path.Slot(slot)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return value.Ready > 0
+			}
+			if !ready(0) || !ready(1) || s.Serving().Members[0].PID != dies.Process.Pid {
+				t.Fatalf("serving %+v", s.Serving())
+			}
+			dies.Process.Kill()
+			for begin := time.Now(); ready(0); time.Sleep(time.Millisecond) {
+				if time.Since(begin) > 10*time.Second {
+					t.Fatal("the kernel has not closed the slot")
+				}
+			}
+			now := s.Serving()
+			if slot, ok := now.Slot(0); !ok || slot != 1 || now.Members[1].PID != standby.Process.Pid {
+				t.Errorf("devices of slot 0: slot %d, %v; serving %+v", slot, ok, now)
+			}
+			if err := s.moves.ApplySettings(); err != nil {
+				t.Errorf("settings: %v", err)
+			}
+			if ready(0) || !ready(1) {
+				t.Errorf("ready after a command: %v, %v", ready(0), ready(1))
+			}
+		})
+	}
+}
