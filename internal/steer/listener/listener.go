@@ -118,7 +118,12 @@ func ExplainInsert(socket *member.Socket, err error) error {
 	where := fmt.Errorf("its socket %s is refused: %w", socket, err)
 	switch {
 	case errors.Is(err, unix.EBUSY):
-		return fault.Conflict(where, "another service, or another program's SOCKMAP, holds this socket")
+		hint := "another service, or another program's SOCKMAP, holds this socket"
+		if socket.Protocol == unix.IPPROTO_UDP {
+			// udp_bpf_recvmsg (Linux 6.18) keeps the psock of the socket, also after the socket has left the SOCKMAP.
+			hint += "; after steering: lookup, a read in which the program waits does: kill -STOP PID; kill -CONT PID ends the read"
+		}
+		return fault.Conflict(where, hint)
 	case errors.Is(err, unix.EINVAL):
 		return fault.Conflict(where, "it was bound before it set SO_REUSEPORT; the program must set it first")
 	}
