@@ -5,6 +5,8 @@ package e2e_test
 import (
 	"errors"
 	"fmt"
+	"net"
+	"net/netip"
 	"slices"
 	"testing"
 	"time"
@@ -76,6 +78,56 @@ func TestDrainedWhileWaiting(t *testing.T) {
 			}
 		}
 		r.judge(false)
+	})
+}
+
+// TestMovedWhileWaiting moves one device of a slot whose packets wait, and then ends the wait: each datagram is counted once.
+func TestMovedWhileWaiting(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		const devices, each = 5, 3
+		h := newHost(t, mode)
+		h.setPolicy(2, "when_empty: {wait: 60s}")
+		h.startAgent()
+		h.start(0, 1)
+		h.ready(0, 1)
+		home := h.homes(2)
+		h.kill(1)
+		h.ready(0)
+		var waiting []netip.Addr
+		for _, a := range addresses(100) {
+			if home(a) == 1 && len(waiting) < devices {
+				waiting = append(waiting, a)
+			}
+		}
+		h.must(h.devices.Do(func() error {
+			for _, a := range waiting {
+				c, err := net.DialUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(a, 0)), net.UDPAddrFromAddrPort(target(a, ipfixPort)))
+				if err != nil {
+					return err
+				}
+				for range each {
+					_, err = c.Write([]byte("waits"))
+					h.must(err)
+				}
+				c.Close()
+			}
+			return nil
+		}))
+		counts := func(when string, replayed, waits, lost uint64) {
+			h.Helper()
+			h.eventually(when, func() error {
+				from, to := h.slots()[1].Room, h.slots()[0].Room
+				if to.Replayed != replayed || from.Waiting != waits || from.Lost != lost || from.Datagrams != devices*each || to.Waiting != 0 {
+					return fmt.Errorf("from %+v to %+v", from, to)
+				}
+				return nil
+			})
+		}
+		counts("before the move", 0, devices*each, 0)
+		h.show(new(any), "move", waiting[0].String(), "0")
+		counts("after the move", each, (devices-1)*each, 0)
+		h.show(new(any), "slot", "set", "1", "maint")
+		counts("after the end of the wait", each, 0, (devices-1)*each)
 	})
 }
 

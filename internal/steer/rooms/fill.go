@@ -156,7 +156,7 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 				break
 			}
 			r.lost[slot]++
-			r.countLeft(slot, &d)
+			r.countLeft(&d)
 		}
 		r.flushLeft()
 		r.Log.Warn("the member did not receive what had waited", "slot", slot, "pid", f.seat.Process.PID, "lost", r.lost[slot]-before)

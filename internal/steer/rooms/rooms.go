@@ -74,10 +74,11 @@ type Rooms struct {
 	prepared  [bpf.MaxListeners]*prepared // settings of the rooms' sockets
 	sender    *replay.Sender              // nil before the first replay
 	buffer    []byte
-	replayed  map[int]uint64   // datagrams since the start of the agent, by slot
-	left      map[int]bpf.Room // datagrams that have left the rooms, before flushLeft
-	lost      map[int]uint64   // datagrams whose wait has ended, or that could not be sent again, by slot
-	err       error            // last error of the sender
+	replayed  map[int]uint64     // datagrams since the start of the agent, by slot
+	left      map[int]bpf.Room   // datagrams that have left the rooms, before flushLeft
+	unread    *placement.Mapping // by which unread datagrams were stored; nil: the mapping in force
+	lost      map[int]uint64     // datagrams whose wait has ended, or that could not be sent again, by slot
+	err       error              // last error of the sender
 }
 
 // nobody is the slot of no device: nextUnread delivers all datagrams.
@@ -86,7 +87,8 @@ const nobody = -1
 // waitingDatagram is a datagram that waits, and the row of its listener.
 type waitingDatagram struct {
 	replay.Datagram
-	row int
+	row    int
+	stored int // slot for which the data path has counted it
 }
 
 // prepared contains the settings of the socket of a room.
@@ -308,7 +310,7 @@ func (r *Rooms) deliver(slot int, d waitingDatagram) {
 		return
 	}
 	r.lost[slot]++
-	r.countLeft(slot, &d)
+	r.countLeft(&d)
 }
 
 // sendQueued begins to send the datagrams in memory whose slot is ready.
@@ -335,8 +337,11 @@ func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
 	if !moved {
 		return
 	}
+	r.unread = before
 	r.nextUnread(nobody)
+	r.unread = nil
 	r.deliverQueued()
+	r.flushLeft()
 	for slot := range r.Config.Slots {
 		if r.Seats[slot] == nil && !r.HasDevices(slot) {
 			r.markEmpty(slot)
@@ -360,7 +365,7 @@ func (r *Rooms) loses(slot int, before *placement.Mapping) bool {
 
 // resend sends a datagram to the member of its slot.
 func (r *Rooms) resend(slot int, d *waitingDatagram) bool {
-	r.countLeft(slot, d)
+	r.countLeft(d)
 	if r.KeepsTemplates() && templates.HasTemplates(d.Payload) {
 		r.learn(d.From, d.row, d.Payload, member.ID{})
 	}
@@ -386,13 +391,13 @@ func (r *Rooms) noteSendError(slot int, err error) {
 }
 
 // countLeft counts a datagram that has left the room, for flushLeft.
-func (r *Rooms) countLeft(slot int, d *waitingDatagram) {
-	left := r.left[slot]
+func (r *Rooms) countLeft(d *waitingDatagram) {
+	left := r.left[d.stored]
 	left.Datagrams++
 	if !r.UsesLookup() {
 		left.Bytes += uint64(len(d.Payload)) + 8 // UDP header
 	}
-	r.left[slot] = left
+	r.left[d.stored] = left
 }
 
 // flushLeft tells the data path which datagrams have left the rooms.
@@ -446,7 +451,7 @@ func (r *Rooms) ReturnQueued() {
 	for slot, queue := range r.queued {
 		for i := range queue {
 			d := &queue[i]
-			r.countLeft(slot, d)
+			r.countLeft(d)
 			to, ok := r.replayDestination(d.row, d.From.Addr(), true)
 			if !ok {
 				to = d.To

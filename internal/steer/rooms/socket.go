@@ -206,7 +206,12 @@ func (r *Rooms) receiveWaiting(row int) (d waitingDatagram, ok bool) {
 		if !source.IsValid() || !destination.IsValid() {
 			continue
 		}
-		return waitingDatagram{replay.Datagram{From: source, To: destination, Payload: slices.Clone(r.buffer[:n])}, row}, true
+		mapping := r.Mapping
+		if r.unread != nil {
+			mapping = r.unread
+		}
+		stored, _ := mapping.Slot(source.Addr())
+		return waitingDatagram{replay.Datagram{From: source, To: destination, Payload: slices.Clone(r.buffer[:n])}, row, stored}, true
 	}
 }
 

@@ -321,7 +321,7 @@ func (r *Rooms) templateDatagrams(addresses []netip.Addr, ready bool, next map[t
 			if !ok {
 				continue
 			}
-			list = append(list, waitingDatagram{replay.Datagram{From: m.Source, To: to, Payload: m.Data}, m.Row})
+			list = append(list, waitingDatagram{Datagram: replay.Datagram{From: m.Source, To: to, Payload: m.Data}, row: m.Row})
 		}
 	}
 	return list
