@@ -188,7 +188,7 @@ func (w *way) verify(to netip.Addr, names ...string) map[string]verify.Report {
 	for i, name := range names {
 		go func() {
 			defer func() { done <- true }()
-			w.show(&proofs[i], "bigtcp", "verify", name, "--netns", w.spaces[name].Path(), "--for", "1s")
+			w.show(&proofs[i], "bigtcp", "verify", name, "--netns", w.spaces[name].Path(), "--for", "2s")
 		}()
 	}
 	ctx, cancel := context.WithCancel(w.Context())
