@@ -27,6 +27,9 @@ const (
 	warnInterval = time.Minute
 	// idleTimeout is the time after which the server closes a connection without a request.
 	idleTimeout = 30 * time.Second
+	// crowdPause is the time before the next connection is accepted while the gate closes the oldest ones: those that it has
+	// admitted read their requests in this time.
+	crowdPause = time.Millisecond
 )
 
 // gate limits the connections of a server. At the limit, the gate closes the oldest idle connection; if no connection
@@ -43,6 +46,8 @@ type gate struct {
 	evictsOldest bool
 	// refusal is written to a connection before the gate closes it.
 	refusal []byte
+
+	crowded bool // the last connection was admitted at the limit; only for Accept
 
 	mu     sync.Mutex
 	conns  []*gateConn // oldest first
@@ -87,6 +92,9 @@ func (g *gate) wrap(server *http.Server) {
 // Accept returns the next connection that the limits admit.
 func (g *gate) Accept() (net.Conn, error) {
 	for {
+		if g.crowded && g.evictsOldest {
+			time.Sleep(crowdPause)
+		}
 		c, err := g.Listener.Accept()
 		if err != nil {
 			return nil, err
@@ -108,6 +116,7 @@ func (g *gate) Accept() (net.Conn, error) {
 func (g *gate) admit(e *gateConn) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	g.crowded = false
 	if g.userOf != nil && e.uid != 0 {
 		own := func(o *gateConn) bool { return o.uid == e.uid }
 		others := func(o *gateConn) bool { return o.uid != 0 }
@@ -140,6 +149,7 @@ func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	if n < most {
 		return true
 	}
+	g.crowded = true
 	if now := time.Now(); now.Sub(g.warned) >= warnInterval {
 		g.warned = now
 		g.log.Warn("too many connections, some are closed", "to", g.name, "most", most)

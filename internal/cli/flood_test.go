@@ -139,7 +139,9 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 		h.eventually("the slot is empty", func() bool { r := h.sockeye("slots"); return r.code == 0 && !strings.Contains(r.out, fmt.Sprint(pid)) })
 	}
 	client := &http.Client{Timeout: 10 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	begin, attempts := time.Now(), 0
 	h.eventually("a scrape is answered", func() bool {
+		attempts++
 		answer, err := client.Get("http://127.0.0.1:9745/metrics")
 		if err != nil {
 			return false
@@ -148,6 +150,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 		text, err := io.ReadAll(answer.Body)
 		return err == nil && strings.Contains(string(text), "sockeye_slot_ready")
 	})
+	t.Logf("attempt %d of a scrape answered after %v", attempts, time.Since(begin))
 	if list, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", h.agent.Process.Pid)); err != nil || len(list) > 200 {
 		t.Errorf("the agent has %d descriptors, %v", len(list), err)
 	}
