@@ -104,15 +104,19 @@ func Run(ctx context.Context, guest *Guest, o *Options) (code int, err error) {
 	return code, err
 }
 
+// keyTime is the maximum time between the exit of the process inside by a terminal key and the arrival of the key's signal.
+const keyTime = 500 * time.Millisecond
+
 // prepareFailed returns 128 plus the number of the signal if a terminal key terminated the process inside, which is in the process
-// group of the gateway.
+// group of the gateway. The process inside, the init of its PID namespace, exits with a code of the Go runtime then, and the runtime of
+// the gateway may deliver the signal later.
 func prepareFailed(err error, signals <-chan os.Signal) (code int, _ error) {
-	select {
-	case s := <-signals:
-		if number, ok := s.(unix.Signal); ok {
-			return 128 + int(number), nil
-		}
-	default:
+	var wait time.Duration
+	if _, ok := errors.AsType[*StepError](err); !ok {
+		wait = keyTime
+	}
+	if number, ok := nextSignal(signals, wait).(unix.Signal); ok {
+		return 128 + int(number), nil
 	}
 	if ended, ok := errors.AsType[*EndedError](err); ok && slices.Contains(PassedSignals, os.Signal(ended.Signal)) {
 		return 128 + int(ended.Signal), nil
@@ -121,6 +125,20 @@ func prepareFailed(err error, signals <-chan os.Signal) (code int, _ error) {
 		err = &StepError{StepPrepare, err}
 	}
 	return 0, err
+}
+
+// nextSignal returns a signal that has arrived or arrives in time, or nil.
+func nextSignal(signals <-chan os.Signal, wait time.Duration) (s os.Signal) {
+	select {
+	case s = <-signals:
+		return s
+	default:
+	}
+	select {
+	case s = <-signals:
+	case <-time.After(wait):
+	}
+	return s
 }
 
 // start creates the gateway of a prepared guest and confines this process.
