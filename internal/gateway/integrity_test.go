@@ -13,6 +13,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -418,7 +419,13 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 		time.Sleep(10 * time.Millisecond)
 	}
 	if now > before {
-		t.Errorf("%d descriptors before, %d after", before, now)
+		var open []string
+		links, _ := filepath.Glob("/proc/self/fd/*")
+		for _, link := range links {
+			to, _ := os.Readlink(link)
+			open = append(open, to)
+		}
+		t.Errorf("%d descriptors before, %d after: %q", before, now, open)
 	}
 	s.stop()
 	for _, c := range s.g.conns {
