@@ -161,7 +161,7 @@ vulnerabilities: ## Look for known vulnerabilities in what is called; says so if
 .PHONY: check
 check: verify-generated lint licences vulnerabilities security test test-race ## What CI runs
 	@tools/setup $(VM_PACKAGES)
-	go run ./lab/vm -kernels $(CHECK_KERNELS) -timeout 10m $(CHECK_VM_TESTS)
+	go run ./lab/vm -kernels $(CHECK_KERNELS) -timeout 20m $(CHECK_VM_TESTS)
 	@cat "$(OUT)/vulnerabilities"
 
 .PHONY: check-all
