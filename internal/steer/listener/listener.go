@@ -121,7 +121,7 @@ func ExplainInsert(socket *member.Socket, err error) error {
 		hint := "another service, or another program's SOCKMAP, holds this socket"
 		if socket.Protocol == unix.IPPROTO_UDP {
 			// udp_bpf_recvmsg (Linux 6.18) keeps the psock of the socket, also after the socket has left the SOCKMAP.
-			hint += "; after steering: lookup, a read in which the program waits does: kill -STOP PID; kill -CONT PID ends the read"
+			hint += "; after a change from steering: lookup, a blocked read of the program holds it: kill -STOP PID; kill -CONT PID ends the read"
 		}
 		return fault.Conflict(where, hint)
 	case errors.Is(err, unix.EINVAL):
