@@ -10,6 +10,7 @@ import (
 	"os"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -141,11 +142,15 @@ func TestWaitingRoom(t *testing.T) {
 		h.kill(0)
 		n.paused.Unlock()
 		time.Sleep(200 * time.Millisecond)
-		// All devices connect while slot 0 is empty.
-		began := time.Now()
+		// All devices connect while slot 0 is empty. The connections of slot 0 stay in one listener until the slot has a
+		// member: a listener that is shut down while a handshake ends resets the connection.
+		began, migrated := time.Now(), h.migrated()
 		var wait sync.WaitGroup
 		wait.Go(func() { h.connectAndGreet(all) })
 		time.Sleep(800 * time.Millisecond)
+		if n := h.migrated(); n != migrated {
+			t.Errorf("%d connections migrated while their slot was empty", n-migrated)
+		}
 		h.recording(0)
 		h.ready(0, 1)
 		t.Logf("ready after %v", time.Since(began))
@@ -163,6 +168,26 @@ func TestWaitingRoom(t *testing.T) {
 			})
 		}
 	})
+}
+
+// migrated returns the number of connections that the kernel has given to another listener.
+func (h *host) migrated() (n int) {
+	h.Helper()
+	h.must(h.collectors.Do(func() error {
+		b, err := os.ReadFile("/proc/thread-self/net/netstat")
+		if err != nil {
+			return err
+		}
+		lines := strings.Split(string(b), "\n") // names, then values
+		names, values := strings.Fields(lines[0]), strings.Fields(lines[1])
+		i := slices.Index(names, "TCPMigrateReqSuccess")
+		if i < 0 {
+			return nil // before Linux 5.14
+		}
+		n, err = strconv.Atoi(values[i])
+		return err
+	}))
+	return n
 }
 
 // connectAndGreet opens a connection from each address, sends a line, and expects an answer.

@@ -67,18 +67,22 @@ type Rooms struct {
 	kept keptTemplates
 	// connected counts the passes that have not found a device, by slot and session.Key; see NoteConnected.
 	connected map[int]map[string]int
-	filling   map[int]*fill               // by slot
-	queued    map[int][]waitingDatagram   // datagrams that were read from a room, by the slot for which they wait
-	timers    map[int]*time.Timer         // ends of the waits by slot
-	released  time.Time                   // time of the last change that let packets leave a room
-	prepared  [bpf.MaxListeners]*prepared // settings of the rooms' sockets
-	sender    *replay.Sender              // nil before the first replay
-	buffer    []byte
-	replayed  map[int]uint64     // datagrams since the start of the agent, by slot
-	left      map[int]bpf.Room   // datagrams that have left the rooms, before flushLeft
-	unread    *placement.Mapping // by which unread datagrams were stored; nil: the mapping in force
-	lost      map[int]uint64     // datagrams whose wait has ended, or that could not be sent again, by slot
-	err       error              // last error of the sender
+	filling   map[int]*fill             // by slot
+	queued    map[int][]waitingDatagram // datagrams that were read from a room, by the slot for which they wait
+	timers    map[int]*time.Timer       // ends of the waits by slot
+	released  time.Time                 // time of the last change that let packets leave a room
+	// arrived counts the connections by slot that had come to the rooms when the slot was last seen not to wait, and departed
+	// is the last time when such connections could be in the rooms; see rotateRooms.
+	arrived  map[int]uint64
+	departed time.Time
+	prepared [bpf.MaxListeners]*prepared // settings of the rooms' sockets
+	sender   *replay.Sender              // nil before the first replay
+	buffer   []byte
+	replayed map[int]uint64     // datagrams since the start of the agent, by slot
+	left     map[int]bpf.Room   // datagrams that have left the rooms, before flushLeft
+	unread   *placement.Mapping // by which unread datagrams were stored; nil: the mapping in force
+	lost     map[int]uint64     // datagrams whose wait has ended, or that could not be sent again, by slot
+	err      error              // last error of the sender
 }
 
 // nobody is the slot of no device: nextUnread delivers all datagrams.
@@ -104,7 +108,7 @@ func New(s *core.Service) *Rooms {
 	return &Rooms{
 		Service: s, kept: newKeptTemplates(), connected: make(map[int]map[string]int),
 		filling: make(map[int]*fill), queued: make(map[int][]waitingDatagram), timers: make(map[int]*time.Timer),
-		replayed: make(map[int]uint64), lost: make(map[int]uint64), left: make(map[int]bpf.Room),
+		replayed: make(map[int]uint64), lost: make(map[int]uint64), left: make(map[int]bpf.Room), arrived: make(map[int]uint64),
 	}
 }
 
@@ -221,12 +225,13 @@ func (r *Rooms) BeginWait(slot int) {
 // isWaiting reports whether the data path makes the packets of a slot wait. The data path knows before the agent that a member
 // has exited.
 func (r *Rooms) isWaiting(slot int) bool {
-	state, err := r.Path.Slot(slot)
-	if err != nil || state.Ready > 0 {
-		return false
-	}
 	wait, _, err := r.Path.Wait(slot)
-	return err == nil && wait.Until > uint64(core.Since(unix.CLOCK_MONOTONIC))
+	return err == nil && r.waits(slot, wait)
+}
+
+func (r *Rooms) waits(slot int, wait bpf.Wait) bool {
+	state, err := r.Path.Slot(slot)
+	return err == nil && state.Ready == 0 && wait.Until > uint64(core.Since(unix.CLOCK_MONOTONIC))
 }
 
 // ScheduleEnd schedules the end of the wait of a slot.
@@ -347,7 +352,7 @@ func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
 			r.markEmpty(slot)
 		}
 	}
-	r.released = time.Now()
+	r.released, r.departed = time.Now(), time.Now()
 	if err := r.rotateRooms(); err != nil {
 		r.Log.Error("waiting connections not released", "error", err)
 	}
@@ -480,13 +485,20 @@ func (r *Rooms) ReleaseLate() {
 // whose wait has ended.
 func (r *Rooms) ReleaseWaiting() {
 	r.released = time.Now()
+	for slot := range bpf.MaxSlots { // the earlier agent may have moved devices of slots that wait
+		if _, room, err := r.Path.Wait(slot); err == nil && room.Connections != r.arrived[slot] {
+			r.departed = r.released
+		}
+	}
 	r.ReleaseLate()
 }
 
 // rotateRooms makes the kernel decide again about the connections that wait: each migrates to the member of its device, or
-// to a new room if its slot is still empty, or is reset.
+// to a new room if its slot is still empty, or is reset. The rooms are left alone while they have only connections that
+// wait: if a handshake ends in the microseconds in which a listener is shut down, the kernel resets the connection
+// (inet_csk_reqsk_queue_add, Linux 6.18).
 func (r *Rooms) rotateRooms() error {
-	if !r.acceptsWaiting() {
+	if !r.acceptsWaiting() || !r.mayHaveDeparted() {
 		return nil
 	}
 	var errs []error
@@ -496,6 +508,20 @@ func (r *Rooms) rotateRooms() error {
 		}
 	}
 	return fault.Join(errs...)
+}
+
+// mayHaveDeparted reports whether connections may be in the rooms whose slots do not wait for a member any more. Handshakes
+// may end in a room for lateTime after their SYN.
+func (r *Rooms) mayHaveDeparted() bool {
+	for slot := range bpf.MaxSlots {
+		wait, room, err := r.Path.Wait(slot)
+		f := r.filling[slot]
+		if err != nil || room.Connections == r.arrived[slot] || f != nil && !f.connects || f == nil && r.waits(slot, wait) {
+			continue
+		}
+		r.arrived[slot], r.departed = room.Connections, time.Now()
+	}
+	return time.Since(r.departed) <= lateTime
 }
 
 func (r *Rooms) rotateRoom(row, fd int) error {
