@@ -42,7 +42,9 @@ type gate struct {
 	// userOf returns the user of a connection; nil if the gate does not distinguish users. All users other than root
 	// together have half of the connections, and each of them a quarter.
 	userOf func(net.Conn) uint32
-	// evictsOldest makes the gate close the oldest connection where none is idle, instead of refusing the new one.
+	// evictsOldest makes the gate close the oldest connection whose answer is being sent where none is idle, instead of
+	// refusing the new one. Where there is none either, the new one waits: a request whose answer is not known yet is not
+	// interrupted, because a flood of requests would interrupt all of them.
 	evictsOldest bool
 	// refusal is written to a connection before the gate closes it.
 	refusal []byte
@@ -57,7 +59,8 @@ type gate struct {
 type gateConn struct {
 	net.Conn
 	uid     uint32
-	serving int // requests in progress: 0 or 1
+	serving int  // requests in progress: 0 or 1
+	sending bool // the answer to the request is known: its client may read it slowly, or not at all
 }
 
 type gateConnKey struct{}
@@ -69,6 +72,9 @@ func (g *gate) wrap(server *http.Server) {
 		if e, ok := r.Context().Value(gateConnKey{}).(*gateConn); ok {
 			g.addServing(e, 1)
 			defer g.addServing(e, -1)
+			if g.evictsOldest {
+				w = &sendingWriter{ResponseWriter: w, gate: g, conn: e}
+			}
 		}
 		handler.ServeHTTP(w, r)
 	})
@@ -103,7 +109,11 @@ func (g *gate) Accept() (net.Conn, error) {
 		if g.userOf != nil {
 			e.uid = g.userOf(c)
 		}
-		if g.admit(e) {
+		admitted := g.admit(e)
+		for ; !admitted && g.evictsOldest; admitted = g.admit(e) {
+			time.Sleep(crowdPause)
+		}
+		if admitted {
 			return c, nil
 		}
 		// The refusal is smaller than any socket buffer, so the write does not block.
@@ -132,18 +142,19 @@ func (g *gate) admit(e *gateConn) bool {
 }
 
 // makeRoom reports whether one more connection of a kind is within the limit. At the limit, makeRoom closes an idle
-// connection of that kind, or the oldest one with evictsOldest.
+// connection of that kind or, with evictsOldest, the oldest one whose answer is being sent.
 func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
-	n, oldest, waits := 0, -1, -1
+	n, waits, sends := 0, -1, -1
 	for i, e := range g.conns {
 		if !kind(e) {
 			continue
 		}
-		if n++; oldest < 0 {
-			oldest = i
-		}
+		n++
 		if e.serving == 0 && waits < 0 {
 			waits = i
+		}
+		if e.sending && sends < 0 {
+			sends = i
 		}
 	}
 	if n < most {
@@ -155,7 +166,7 @@ func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 		g.log.Warn("too many connections, some are closed", "to", g.name, "most", most)
 	}
 	if waits < 0 && g.evictsOldest {
-		waits = oldest
+		waits = sends
 	}
 	if waits < 0 {
 		return false
@@ -169,6 +180,22 @@ func (g *gate) addServing(e *gateConn, by int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.serving += by
+	e.sending = false
+}
+
+// sendingWriter notes when the answer to a request is known.
+type sendingWriter struct {
+	http.ResponseWriter
+	gate *gate
+	conn *gateConn
+}
+
+// WriteHeader begins the answer.
+func (w *sendingWriter) WriteHeader(status int) {
+	w.gate.mu.Lock()
+	w.conn.sending = true
+	w.gate.mu.Unlock()
+	w.ResponseWriter.WriteHeader(status)
 }
 
 func (g *gate) find(c net.Conn) *gateConn {
