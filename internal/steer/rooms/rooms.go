@@ -515,8 +515,7 @@ func (r *Rooms) rotateRooms() error {
 func (r *Rooms) mayHaveDeparted() bool {
 	for slot := range bpf.MaxSlots {
 		wait, room, err := r.Path.Wait(slot)
-		f := r.filling[slot]
-		if err != nil || room.Connections == r.arrived[slot] || f != nil && !f.connects || f == nil && r.waits(slot, wait) {
+		if err != nil || room.Connections == r.arrived[slot] || wait.Filling&bpf.Connect == 0 && r.waits(slot, wait) {
 			continue
 		}
 		r.arrived[slot], r.departed = room.Connections, time.Now()
