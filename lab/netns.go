@@ -60,7 +60,7 @@ func (l *Lab) Namespace(name string) (*Namespace, error) {
 	}
 	n := &Namespace{lab: l, name: name}
 	var err error
-	if n.file, err = netns.New(); err != nil {
+	if n.file, err = netns.NewSmall(); err != nil {
 		return nil, fmt.Errorf("make namespace %s: %w", name, err)
 	}
 	err = n.Do(func() (err error) {

@@ -216,3 +216,25 @@ func TestCookie(t *testing.T) {
 		}
 	})
 }
+
+// TestNewSmall checks that a namespace has a connection table of its own, and that the caller stays where it is. A negative
+// number of entries means that the table is shared (tcp_ehash_entries, Linux 6.1).
+func TestNewSmall(t *testing.T) {
+	home := inode(t)
+	n, err := netns.NewSmall()
+	check(t, err)
+	defer n.Close()
+	if got := inode(t); got != home {
+		t.Errorf("in namespace %d, want %d", got, home)
+	}
+	check(t, netns.Do(n, func() error {
+		text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_ehash_entries")
+		if errors.Is(err, fs.ErrNotExist) {
+			t.Skip("kernel: no tables of namespaces before Linux 6.1")
+		}
+		if strings.TrimSpace(string(text)) != "4096" {
+			t.Errorf("tcp_ehash_entries: %s, %v", text, err)
+		}
+		return nil
+	}))
+}

@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"syscall"
 	"testing"
 	"time"
@@ -71,6 +72,12 @@ func isolate() (code int) {
 			fmt.Fprintln(os.Stderr, "testenv:", err)
 		}
 	}()
+	// The parent keeps the thread: Pdeathsig is sent when the thread exits that has started the child.
+	runtime.LockOSThread()
+	if err := netns.EnterParent(); err != nil {
+		fmt.Fprintln(os.Stderr, "testenv:", err)
+		return 1
+	}
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
 	cmd.Env = append(os.Environ(), marker+"="+dir)
