@@ -9,8 +9,10 @@ export CGO_ENABLED := 0
 export OUT ?= $(CURDIR)/out
 
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
-GOBUILD := go build -trimpath -ldflags "-X sockeye/internal/cli/command.Version=$(VERSION)"
+GOBUILD = go build -trimpath -ldflags "$(LDFLAGS) -X sockeye/internal/cli/command.Version=$(VERSION)"
 PREFIX ?= /usr/local
+UNITDIR ?= /etc/systemd/system
+BINARY ?= bin/sockeye
 
 CLANG := clang-19
 export BPF2GO_CC := $(CLANG)
@@ -75,7 +77,9 @@ test-debian: ## Test whole Debian systems under systemd and qemu (RELEASES=trixi
 	@tools/setup $(DEBIAN_PACKAGES)
 	@rm -rf "$(OUT)/debian-install"
 	@$(MAKE) --no-print-directory install PREFIX=/usr/local DESTDIR="$(OUT)/debian-install" >/dev/null
-	go run ./lab/debian -install "$(OUT)/debian-install" -out "$(OUT)" $(if $(RELEASES),-releases $(RELEASES)) $(if $(RUN),-run '$(RUN)')
+	@rm -rf "$(OUT)/debian-packages"
+	@for suffix in "" +1; do VERSION_SUFFIX=$$suffix tools/package/build "$(OUT)/debian-packages" amd64 deb; done
+	go run ./lab/debian -install "$(OUT)/debian-install" -packages "$(OUT)/debian-packages" -out "$(OUT)" $(if $(RELEASES),-releases $(RELEASES)) $(if $(RUN),-run '$(RUN)')
 
 .PHONY: fuzz
 fuzz: ## Fuzz each parser for a while (FUZZTIME=30s)
@@ -167,33 +171,48 @@ check: verify-generated lint licences vulnerabilities security test test-race ##
 .PHONY: check-all
 check-all: check test-vm test-debian ## What CI runs, all kernels, and whole Debian systems
 
+.PHONY: binary
+binary:
+	$(GOBUILD) -o "$(BINARY)" ./cmd/sockeye
+
 .PHONY: docs
-docs: build ## Write man pages and completions to out/
+docs: ## Write man pages and completions to out/
 	@mkdir -p "$(OUT)/man" "$(OUT)/completion"
 	go run ./tools/man "$(OUT)/man"
-	@for shell in bash zsh fish; do bin/sockeye completion $$shell > "$(OUT)/completion/sockeye.$$shell"; done
+	@for shell in bash zsh fish; do go run ./cmd/sockeye completion $$shell > "$(OUT)/completion/sockeye.$$shell"; done
 
 .PHONY: install
-install: docs ## Install binary, man pages, completions, unit and examples (PREFIX, DESTDIR)
-	install -D -m 755 bin/sockeye $(DESTDIR)$(PREFIX)/bin/sockeye
+install: build install-files ## Install binary, man pages, completions, unit and examples (PREFIX, DESTDIR)
+
+.PHONY: install-files
+install-files: docs
+	install -D -m 755 "$(BINARY)" $(DESTDIR)$(PREFIX)/bin/sockeye
 	install -d $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 644 "$(OUT)"/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1
 	install -D -m 644 "$(OUT)/man/sockeye-policy.5" $(DESTDIR)$(PREFIX)/share/man/man5/sockeye-policy.5
 	install -D -m 644 "$(OUT)/completion/sockeye.bash" $(DESTDIR)$(PREFIX)/share/bash-completion/completions/sockeye
 	install -D -m 644 "$(OUT)/completion/sockeye.zsh" $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_sockeye
 	install -D -m 644 "$(OUT)/completion/sockeye.fish" $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/sockeye.fish
-	install -d $(DESTDIR)/etc/systemd/system
-	sed 's|@PREFIX@|$(PREFIX)|' dist/sockeye.service > $(DESTDIR)/etc/systemd/system/sockeye.service
-	install -d $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d $(DESTDIR)$(PREFIX)/share/sockeye/examples
+	install -d $(DESTDIR)$(UNITDIR)
+	sed 's|@PREFIX@|$(PREFIX)|' dist/sockeye.service > $(DESTDIR)$(UNITDIR)/sockeye.service
+	install -d $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d
 	install -m 644 dist/sockeye.service.d/*.conf $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d
-	install -m 644 dist/examples/* $(DESTDIR)$(PREFIX)/share/sockeye/examples
+	find examples -type f -printf '%P\n' | xargs -I% install -D -m 644 examples/% $(DESTDIR)$(PREFIX)/share/sockeye/examples/%
 
 .PHONY: uninstall
 uninstall: ## Remove what install has installed (PREFIX, DESTDIR)
-	rm -f $(DESTDIR)$(PREFIX)/bin/sockeye $(DESTDIR)/etc/systemd/system/sockeye.service
+	rm -f $(DESTDIR)$(PREFIX)/bin/sockeye $(DESTDIR)$(UNITDIR)/sockeye.service
 	rm -f $(DESTDIR)$(PREFIX)/share/man/man1/sockeye.1 $(DESTDIR)$(PREFIX)/share/man/man1/sockeye-*.1 $(DESTDIR)$(PREFIX)/share/man/man5/sockeye-policy.5
 	rm -f $(DESTDIR)$(PREFIX)/share/bash-completion/completions/sockeye $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_sockeye $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/sockeye.fish
 	rm -rf $(DESTDIR)$(PREFIX)/share/sockeye
+
+.PHONY: deb
+deb: ## Build the Debian package in out/ (ARCH=arm64)
+	@tools/package/build "$(OUT)" $(or $(ARCH),$(shell go env GOARCH)) deb
+
+.PHONY: rpm
+rpm: ## Build the rpm package in out/ (ARCH=arm64)
+	@tools/package/build "$(OUT)" $(or $(ARCH),$(shell go env GOARCH)) rpm
 
 .PHONY: hooks
 hooks: ## Use the git hooks in tools/hooks

@@ -38,7 +38,7 @@ func TestInstall(t *testing.T) {
 	installed := files()
 	for _, want := range []string{
 		"/usr/bin/sockeye", "/usr/share/man/man1/sockeye.1", "/usr/share/man/man1/sockeye-init.1", "/usr/share/man/man5/sockeye-policy.5",
-		"/etc/systemd/system/sockeye.service", "/usr/share/bash-completion/completions/sockeye", "/usr/share/sockeye/examples/policy.yaml",
+		"/etc/systemd/system/sockeye.service", "/usr/share/bash-completion/completions/sockeye", "/usr/share/sockeye/examples/nfacctd/etc/sockeye/policy.yaml",
 	} {
 		if !slices.Contains(installed, want) {
 			t.Errorf("no %s in %q", want, installed)

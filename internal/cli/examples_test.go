@@ -80,7 +80,7 @@ func TestExamplesAreSafe(t *testing.T) {
 			}
 		}
 	}
-	installed, err := os.ReadFile("../../dist/examples/policy.yaml")
+	installed, err := os.ReadFile("../../examples/nfacctd/etc/sockeye/policy.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -89,7 +89,7 @@ func TestExamplesAreSafe(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, policy, _ := strings.Cut(string(installed), "services:"); !strings.Contains(string(readme), "services:"+policy) {
-		t.Error("dist/examples/policy.yaml is not README's first policy")
+		t.Error("examples/nfacctd/etc/sockeye/policy.yaml is not README's first policy")
 	}
 	if services < 3 { // the parser may no longer find the examples
 		t.Errorf("%d examples of services", services)

@@ -2,13 +2,13 @@
 
 // Command debian tests Sockeye on whole Debian systems, under systemd.
 //
-//	go run ./lab/debian [-releases bookworm,trixie] [-run REGEXP] [-update] [-timeout 15m]
+//	go run ./lab/debian -install DIR -packages DIR [-releases bookworm,trixie] [-run REGEXP] [-update] [-timeout 15m]
 //
 // It builds a minimal root file system of each release with mmdebstrap, from the
 // Debian mirror that this machine's apt uses, and keeps it in a cache. It boots a
 // copy of each root under qemu's software emulation with that release's kernel, all
-// releases in parallel, and copies the files that "make install" has installed into
-// -install. Then the tests of lab/debian/guest run in the guest as a service of
+// releases in parallel. The first boot installs the Debian package in -packages, and the
+// others the files that "make install" has installed into -install. Then the tests of lab/debian/guest run in the guest as a service of
 // systemd, in several boots.
 //
 // The host needs root, Go, git, apt, mmdebstrap, e2fsprogs, qemu-utils,
@@ -38,6 +38,7 @@ import (
 type options struct {
 	releases []string
 	install  string
+	packages string
 	out      string
 	cache    string
 	run      string
@@ -81,6 +82,7 @@ func parse(args []string) (*options, error) {
 	}
 	list := fs.String("releases", strings.Join(releases, ","), "Debian `releases`")
 	fs.StringVar(&o.install, "install", "", "`directory`: DESTDIR of make install")
+	fs.StringVar(&o.packages, "packages", "", "`directory` with two versions of the Debian package")
 	fs.StringVar(&o.out, "out", "out", "`directory` for the journals of guests in which tests failed")
 	fs.StringVar(&o.cache, "cache", "", "`directory` of roots, kernels and earlier versions (default $XDG_CACHE_HOME/sockeye)")
 	fs.StringVar(&o.run, "run", "", "run only the subtests that match `REGEXP`")
@@ -107,6 +109,9 @@ func parse(args []string) (*options, error) {
 	}
 	if _, err := os.Stat(filepath.Join(o.install, "etc/systemd/system/sockeye.service")); err != nil {
 		return nil, fmt.Errorf("-install: no installation in %q: %w", o.install, err)
+	}
+	if debs, err := filepath.Glob(filepath.Join(o.packages, "*.deb")); err != nil || len(debs) != 2 {
+		return nil, fmt.Errorf("-packages: %d packages in %q, want 2", len(debs), o.packages)
 	}
 	if o.cache == "" {
 		dir, err := os.UserCacheDir()

@@ -37,6 +37,9 @@ func buildPayload(ctx context.Context, tmp string, o *options) (string, error) {
 	if _, err := qemu.Output(qemu.Command(ctx, "cp", "-a", o.install, filepath.Join(dir, "install"))); err != nil {
 		return "", fmt.Errorf("copy the installation: %w", err)
 	}
+	if _, err := qemu.Output(qemu.Command(ctx, "cp", "-a", o.packages, filepath.Join(dir, "packages"))); err != nil {
+		return "", fmt.Errorf("copy the packages: %w", err)
+	}
 	static := func(args ...string) *exec.Cmd {
 		c := qemu.Command(ctx, "go", args...)
 		c.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64")

@@ -126,7 +126,7 @@ func installAsDocumented(t *testing.T, w *world) {
 	if r := run(t, binary, "--version"); r.code != 0 || !strings.Contains(r.stdout, "sockeye") {
 		t.Errorf("%s", r)
 	}
-	example := filepath.Join(shared, "examples/nfacctd@.service")
+	example := filepath.Join(shared, "examples/nfacctd/etc/systemd/system/nfacctd@.service")
 	if !exists(example) {
 		t.Errorf("make install does not install the example of a member's unit %s", example)
 		write(t, "/etc/systemd/system/nfacctd@.service", "[Unit]\nAfter=sockeye.service\n[Service]\nUser=pmacct\nExecStart=/usr/sbin/nfacctd -f /etc/pmacct/nfacctd-%i.conf\nRestart=always\nRestartSec=1\n[Install]\nWantedBy=multi-user.target\n")
@@ -135,7 +135,8 @@ func installAsDocumented(t *testing.T, w *world) {
 	}
 	// A single malloc arena that grows in large steps halves the start time of nfacctd.
 	write(t, "/etc/systemd/system/nfacctd@.service.d/lab.conf",
-		"[Service]\nSlice=telemetry.slice\nEnvironment=MALLOC_ARENA_MAX=1 MALLOC_TOP_PAD_=67108864\n")
+		"[Service]\nSlice=telemetry.slice\nEnvironment=MALLOC_ARENA_MAX=1 MALLOC_TOP_PAD_=67108864\n"+
+			"ExecStartPre=\nExecStart=\nExecStart=/usr/sbin/nfacctd -f /etc/pmacct/nfacctd-%i.conf\n")
 	must(t, "systemctl", "daemon-reload")
 	if unit := read(t, "/etc/systemd/system/nfacctd@.service"); !regexp.MustCompile(`(?m)^After=.*\bsockeye\.service`).MatchString(unit) {
 		t.Errorf("the example of a member's unit does not start after the agent:\n%s", unit)

@@ -208,7 +208,7 @@ func waitReady(t *testing.T, slots ...int) {
 		}
 		for _, s := range all {
 			if s.Ready != want[s.Slot] {
-				return fmt.Sprintf("slot %d is ready: %v, pid %d; %s", s.Slot, s.Ready, s.PID, run(t, binary, "status"))
+				return fmt.Sprintf("slot %d is ready: %v, pid %d; %s", s.Slot, s.Ready, s.PID, run(t, "sockeye", "status"))
 			}
 			if unit := fmt.Sprintf("nfacctd@%d.service", s.Slot); s.Ready && systemUnit(s.PID) != unit {
 				return fmt.Sprintf("slot %d has process %d of %q", s.Slot, s.PID, systemUnit(s.PID))
