@@ -214,6 +214,11 @@ deb: ## Build the Debian package in out/ (ARCH=arm64)
 rpm: ## Build the rpm package in out/ (ARCH=arm64)
 	@tools/package/build "$(OUT)" $(or $(ARCH),$(shell go env GOARCH)) rpm
 
+.PHONY: release
+release: ## Build binaries, packages, checksums and an SBOM for all architectures in out/release
+	@rm -rf "$(OUT)/release"
+	@TZ=UTC tools/package/release "$(OUT)/release"
+
 .PHONY: hooks
 hooks: ## Use the git hooks in tools/hooks
 	git config core.hooksPath tools/hooks
