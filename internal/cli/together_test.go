@@ -418,7 +418,11 @@ func TestPace(t *testing.T) {
 		must[api.Plan](h.host, "slot", "set", slot, "drain")
 		first := moves()
 		total := first.Done + len(first.Running) + first.Waiting
-		if first.State != "running" || !first.Paced || len(first.Running) > 3 || total < 5 {
+		buckets := make(map[int]bool) // whose devices move together
+		for _, d := range first.Running {
+			buckets[must[[]api.WhereStatus](h.host, "where", d.Device)[0].Bucket] = true
+		}
+		if first.State != "running" || !first.Paced || len(buckets) > 3 || total < 5 {
 			t.Fatalf("moves: %+v", first)
 		}
 		if r := h.sockeye("move", h.devices[0].address, map[bool]string{true: "1", false: "0"}[slot == "0"]); r.code != 5 || !strings.Contains(r.err, "devices move because of another change (slot "+slot+": ready -> drain)") {

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/fault"
+	"sockeye/internal/support"
+)
+
+// supported is the JSON output of support.
+type supported struct {
+	File  string         `json:"file"`
+	Files []support.File `json:"files"`
+}
+
+// supportTimeout is the maximum time for each command.
+const supportTimeout = 30 * time.Second
+
+// supportCommands are the commands whose output is packed. devices is packed on request.
+var supportCommands = [][]string{
+	{"version"}, {"status"}, {"slots"}, {"moves"}, {"templates"}, {"doctor"}, {"plan"}, {"tune"}, {"trace"}, {"bigtcp"},
+}
+
+func (c *commands) supportCommand() *cobra.Command {
+	var file, policy, pins string
+	var devices bool
+	cmd := &cobra.Command{
+		Use:   "support",
+		Short: "Pack what a maintainer needs to understand a problem",
+		Long: `Support writes an archive with the policy without its comments, the output of
+status, slots, doctor and other commands, the last lines of the agent's journal,
+the kernel, sysctls, and the sizes of maps. It lists the contents, changes
+nothing else, and works without an agent. Read the archive before you pass it
+on: it contains addresses of devices in messages, and with --devices all of
+them.`,
+		Args: command.Arguments(0, 0, ""),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return c.support(cmd.Context(), file, policy, pins, cmd.Flags().Changed("policy"), devices)
+		},
+	}
+	cmd.Flags().StringVar(&file, "file", "", "file to write (default sockeye-support-TIME.tar.gz in the working directory)")
+	cmd.Flags().StringVar(&policy, "policy", command.DefaultPolicy, "policy file")
+	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins")
+	cmd.Flags().BoolVar(&devices, "devices", false, "pack the list of devices, too")
+	return cmd
+}
+
+func (c *commands) support(ctx context.Context, file, policy, pins string, named, devices bool) error {
+	now := c.Now().UTC()
+	name := "sockeye-support-" + now.Format("20060102T150405Z")
+	if file == "" {
+		file = name + ".tar.gz"
+	}
+	// Only root reads the archive, and nothing is replaced.
+	out, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if errors.Is(err, fs.ErrExist) {
+		return fault.Conflict(fmt.Errorf("%s exists", file), "name another file with --file")
+	}
+	if err != nil {
+		return fmt.Errorf("write the archive: %w", err)
+	}
+	files := []support.File{support.Policy(policy)}
+	list := supportCommands
+	if devices {
+		list = append(slices.Clone(list), []string{"devices"})
+	}
+	for _, args := range list {
+		flags := []string{"--run-dir", c.RunDir, "-o", "json"}
+		switch {
+		case args[0] == "doctor":
+			flags = append(flags, "--pins", pins)
+			if named {
+				flags = append(flags, "--policy", policy)
+			}
+		case args[0] == "plan" && named:
+			flags = append(flags, "--", policy)
+		}
+		files = append(files, c.outputOf(ctx, args, flags))
+	}
+	files = append(files, support.Pins(pins), support.Journal(ctx))
+	files = append(files, support.Host()...)
+	err = support.Write(out, name, files, now)
+	if err = errors.Join(err, ctx.Err(), out.Close()); err != nil {
+		return errors.Join(fmt.Errorf("write the archive: %w", err), os.Remove(file))
+	}
+	return c.Show(&supported{file, files}, func(w io.Writer) {
+		support.Table(w, files)
+		fmt.Fprintf(c.Err, "%s written; read it before you pass it on\n", file)
+	})
+}
+
+// outputOf runs a command of this program.
+func (c *commands) outputOf(ctx context.Context, args, flags []string) support.File {
+	ctx, cancel := context.WithTimeout(ctx, supportTimeout)
+	defer cancel()
+	var out bytes.Buffer
+	env := c.Environment
+	env.Out, env.Err, env.In = &out, io.Discard, strings.NewReader("")
+	var err error
+	if code := Run(ctx, append(slices.Clone(args), flags...), env); code != 0 {
+		var failure api.Failure // of a command without a result
+		_ = json.Unmarshal(out.Bytes(), &failure)
+		err = fmt.Errorf("exit code %d%s", code, strings.TrimSuffix(": "+failure.Error, ": "))
+	}
+	return support.New("commands/"+strings.Join(args, "-")+".json", "sockeye "+strings.Join(args, " "), out.Bytes(), err)
+}
