@@ -32,6 +32,7 @@ VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
 BENCH_GATEWAY_PACKAGES := passt iperf3
+PACKAGE_PACKAGES := lintian
 BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 
 # What "make check" runs in VMs; "make test-vm" runs all.
@@ -163,7 +164,7 @@ vulnerabilities: ## Look for known vulnerabilities in what is called; says so if
 	go run ./tools/vulncheck -scanner $(GOVULNCHECK) -o "$(OUT)/vulnerabilities" ./...
 
 .PHONY: check
-check: verify-generated lint licences vulnerabilities security test test-race ## What CI runs
+check: verify-generated lint licences vulnerabilities security test-package test test-race ## What CI runs
 	@tools/setup $(VM_PACKAGES)
 	go run ./lab/vm -kernels $(CHECK_KERNELS) -timeout 20m $(CHECK_VM_TESTS)
 	@cat "$(OUT)/vulnerabilities"
@@ -213,6 +214,11 @@ deb: ## Build the Debian package in out/ (ARCH=arm64)
 .PHONY: rpm
 rpm: ## Build the rpm package in out/ (ARCH=arm64)
 	@tools/package/build "$(OUT)" $(or $(ARCH),$(shell go env GOARCH)) rpm
+
+.PHONY: test-package
+test-package: ## Compare two builds of the packages, and run lintian; writes install.json
+	@tools/setup $(PACKAGE_PACKAGES)
+	@tools/package/test "$(OUT)"
 
 .PHONY: release
 release: ## Build binaries, packages, checksums and an SBOM for all architectures in out/release

@@ -152,7 +152,7 @@ func Pins(dir string) File {
 		fmt.Fprintf(w, "%s\t%s\n", rel, row)
 		return nil
 	})
-	w.Flush()
+	_ = w.Flush() // to memory
 	if errors.Is(err, fs.ErrNotExist) {
 		err = nil
 		fmt.Fprintln(&text, "no", dir)
@@ -190,7 +190,7 @@ func Write(w io.Writer, dir string, files []File, now time.Time) error {
 	var contents bytes.Buffer
 	table := tabwriter.NewWriter(&contents, 0, 0, 2, ' ', 0)
 	Table(table, files)
-	table.Flush()
+	_ = table.Flush()
 	files = append([]File{New("contents.txt", "list of the files", contents.Bytes(), nil)}, files...)
 	compressed := gzip.NewWriter(w)
 	archive := tar.NewWriter(compressed)
