@@ -107,7 +107,7 @@ func TestDropInsCombine(t *testing.T) {
 func TestUnitVerifies(t *testing.T) {
 	for _, dropIns := range [][]string{nil, {"netns.conf", "cgroups.conf", "ports.conf"}} {
 		_, unit := install(t, dropIns...)
-		text, err := os.ReadFile("examples/nfacctd@.service")
+		text, err := os.ReadFile("../examples/nfacctd/etc/systemd/system/nfacctd@.service")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -148,7 +148,7 @@ func TestAgentRestartsFirst(t *testing.T) {
 		t.Fatalf("%s has no RestartSec", unit)
 		return 0
 	}
-	if agent, member := restart("sockeye.service"), restart("examples/nfacctd@.service"); agent > member/2 {
+	if agent, member := restart("sockeye.service"), restart("../examples/nfacctd/etc/systemd/system/nfacctd@.service"); agent > member/2 {
 		t.Errorf("the agent restarts after %v, a member after %v", agent, member)
 	}
 }
