@@ -26,7 +26,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
-TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server systemd
+TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server systemd syslog-ng-core
 RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils

@@ -103,19 +103,27 @@ func TestDropInsCombine(t *testing.T) {
 }
 
 // TestUnitVerifies checks that systemd-analyze verify accepts the unit, with and without
-// its drop-ins, and the example without warnings.
+// its drop-ins, and the units of the examples without warnings.
 func TestUnitVerifies(t *testing.T) {
+	examples, err := filepath.Glob("../examples/*/etc/systemd/system/*@.service")
+	if err != nil || len(examples) < 2 {
+		t.Fatalf("units of examples: %q, %v", examples, err)
+	}
 	for _, dropIns := range [][]string{nil, {"netns.conf", "cgroups.conf", "ports.conf"}} {
 		_, unit := install(t, dropIns...)
-		text, err := os.ReadFile("../examples/nfacctd/etc/systemd/system/nfacctd@.service")
-		if err != nil {
-			t.Fatal(err)
+		arguments := []string{"verify", "--man=no", unit}
+		for _, example := range examples {
+			text, err := os.ReadFile(example)
+			if err != nil {
+				t.Fatal(err)
+			}
+			member := filepath.Join(filepath.Dir(unit), strings.Replace(filepath.Base(example), "@.", "@0.", 1))
+			if err := os.WriteFile(member, text, 0o644); err != nil {
+				t.Fatal(err)
+			}
+			arguments = append(arguments, member)
 		}
-		member := filepath.Join(filepath.Dir(unit), "nfacctd@0.service")
-		if err := os.WriteFile(member, text, 0o644); err != nil {
-			t.Fatal(err)
-		}
-		out, err := exec.Command("systemd-analyze", "verify", "--man=no", unit, member).CombinedOutput()
+		out, err := exec.Command("systemd-analyze", arguments...).CombinedOutput()
 		if err != nil || len(out) > 0 {
 			t.Errorf("drop-ins %v: %v\n%s", dropIns, err, out)
 		}

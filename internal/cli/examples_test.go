@@ -47,7 +47,7 @@ func TestExamplesAreSafe(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	passwd := h.write("passwd", strings.TrimRight(string(users), "\n")+"\npmacct:x:7999:7999::/:/bin/false\nbmp:x:7998:7998::/:/bin/false\ngoflow2:x:7997:7997::/:/bin/false\n")
+	passwd := h.write("passwd", strings.TrimRight(string(users), "\n")+"\npmacct:x:7999:7999::/:/bin/false\nbmp:x:7998:7998::/:/bin/false\ngoflow2:x:7997:7997::/:/bin/false\nsyslog-collector:x:7996:7996::/:/bin/false\n")
 	if err := unix.Mount(passwd, "/etc/passwd", "", unix.MS_BIND, ""); err != nil {
 		t.Fatal(err)
 	}
@@ -78,6 +78,15 @@ func TestExamplesAreSafe(t *testing.T) {
 					t.Errorf("%s: without a user: exit code of check %d, %s, for\n%s", document, r.code, r.err, without)
 				}
 			}
+		}
+	}
+	policyFiles, err := filepath.Glob("../../examples/*/etc/sockeye/policy.yaml")
+	if err != nil || len(policyFiles) < 2 {
+		t.Errorf("policies of the examples: %q, %v", policyFiles, err)
+	}
+	for _, file := range append(policyFiles, "../../dist/package/policy.yaml") {
+		if r := h.sockeye("check", file); r.code != 0 {
+			t.Errorf("%s: %s%s", file, r.out, r.err)
 		}
 	}
 	installed, err := os.ReadFile("../../examples/nfacctd/etc/sockeye/policy.yaml")
