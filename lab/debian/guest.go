@@ -25,7 +25,7 @@ type boot struct {
 // boots are the boots of the guest in order, with the test of lab/debian/guest
 // that runs in each of them.
 var boots = []boot{
-	{"TestPackage", 6 * time.Minute},
+	{"TestPackage", 10 * time.Minute},
 	{"TestFirstBoot", 11 * time.Minute},
 	{"TestReboot", 3 * time.Minute},
 	{"TestMembersBeforeAgent", 4 * time.Minute},

@@ -2,7 +2,7 @@
 
 // Command debian tests Sockeye on whole Debian systems, under systemd.
 //
-//	go run ./lab/debian -install DIR -packages DIR [-releases bookworm,trixie] [-run REGEXP] [-update] [-timeout 15m]
+//	go run ./lab/debian -install DIR -packages DIR [-releases bookworm,trixie] [-run REGEXP] [-update] [-timeout 25m]
 //
 // It builds a minimal root file system of each release with mmdebstrap, from the
 // Debian mirror that this machine's apt uses, and keeps it in a cache. It boots a
@@ -87,7 +87,7 @@ func parse(args []string) (*options, error) {
 	fs.StringVar(&o.cache, "cache", "", "`directory` of roots, kernels and earlier versions (default $XDG_CACHE_HOME/sockeye)")
 	fs.StringVar(&o.run, "run", "", "run only the subtests that match `REGEXP`")
 	fs.IntVar(&o.boots, "boots", len(boots), "maximum number of boots")
-	fs.DurationVar(&o.timeout, "timeout", 15*time.Minute, "timeout of all tests")
+	fs.DurationVar(&o.timeout, "timeout", 25*time.Minute, "timeout of all tests")
 	fs.BoolVar(&o.update, "update", false, "rebuild the roots and search for newer kernels")
 	if err := fs.Parse(args); err != nil {
 		return nil, err

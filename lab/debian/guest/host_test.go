@@ -37,6 +37,8 @@ const (
 	patience = 120 * time.Second
 	// commandTimeout is the timeout of a command.
 	commandTimeout = 90 * time.Second
+	// aptTimeout is the timeout of a command that unpacks a package and restarts the agent.
+	aptTimeout = 4 * time.Minute
 )
 
 // result is the result of a command.
@@ -53,14 +55,20 @@ func (r result) String() string {
 // run runs a command and waits for it, also during cleanup.
 func run(t *testing.T, args ...string) result {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
+	return runFor(t, commandTimeout, args...)
+}
+
+// runFor is run with another timeout.
+func runFor(t *testing.T, limit time.Duration, args ...string) result {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	c := exec.CommandContext(ctx, args[0], args[1:]...)
 	var stdout, stderr bytes.Buffer
 	c.Stdout, c.Stderr, c.WaitDelay = &stdout, &stderr, 2*time.Second
 	err := c.Run()
 	if ctx.Err() != nil {
-		t.Fatalf("%s: not done within %v\n%s%s", strings.Join(args, " "), commandTimeout, stdout.Bytes(), stderr.Bytes())
+		t.Fatalf("%s: not done within %v\n%s%s", strings.Join(args, " "), limit, stdout.Bytes(), stderr.Bytes())
 	}
 	if exit := (*exec.ExitError)(nil); err != nil && !errors.As(err, &exit) {
 		t.Fatalf("%s: %v", strings.Join(args, " "), err)

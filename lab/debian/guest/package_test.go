@@ -32,7 +32,7 @@ func TestPackage(t *testing.T) {
 			t.Fatalf("README.md has %d commands: %q", len(commands), commands)
 		}
 		for _, command := range commands {
-			if r := run(t, "bash", "-c", "cd /root && export DEBIAN_FRONTEND=noninteractive && "+strings.Replace(command, "apt-get install", "apt-get -y install", 1)); r.code != 0 {
+			if r := runFor(t, aptTimeout, "bash", "-c", "cd /root && export DEBIAN_FRONTEND=noninteractive && "+strings.Replace(command, "apt-get install", "apt-get -y install", 1)); r.code != 0 {
 				t.Fatal(r)
 			}
 		}
@@ -47,7 +47,7 @@ func TestPackage(t *testing.T) {
 	traffic := sendDatagrams(t)
 	t.Run("steering continues during an upgrade", func(t *testing.T) {
 		agent, was := mainPID(t, "sockeye"), memberPIDs(t)
-		must(t, "apt-get", "-y", "install", debs[1])
+		apt(t, "install", debs[1])
 		waitAgent(t)
 		if now := mainPID(t, "sockeye"); now == agent {
 			t.Errorf("the agent %d was not restarted", agent)
@@ -82,8 +82,8 @@ func TestPackage(t *testing.T) {
 	t.Run("a policy that the new version refuses leaves the agent alone", func(t *testing.T) {
 		agent, good := mainPID(t, "sockeye"), read(t, policyPath)
 		write(t, policyPath, "services: {telemetry: {sluts: 4}}\n")
-		r := run(t, "apt-get", "-y", "install", "--reinstall", debs[1])
-		if r.code != 0 || !strings.Contains(r.stdout+r.stderr, "the agent was not restarted") || !strings.Contains(r.stdout+r.stderr, "sluts") {
+		r := apt(t, "install", "--reinstall", debs[1])
+		if !strings.Contains(r.stdout+r.stderr, "the agent was not restarted") || !strings.Contains(r.stdout+r.stderr, "sluts") {
 			t.Error(r)
 		}
 		if now := mainPID(t, "sockeye"); now != agent {
@@ -94,14 +94,14 @@ func TestPackage(t *testing.T) {
 	})
 	t.Run("an installation from source is named", func(t *testing.T) {
 		write(t, binary, "")
-		if r := run(t, "apt-get", "-y", "install", "--reinstall", debs[1]); r.code != 0 || !strings.Contains(r.stdout+r.stderr, binary+" takes precedence") {
+		if r := apt(t, "install", "--reinstall", debs[1]); !strings.Contains(r.stdout+r.stderr, binary+" takes precedence") {
 			t.Error(r)
 		}
 		must(t, "rm", binary)
 	})
 	t.Run("a removal ends steering and keeps the members", func(t *testing.T) {
 		was := memberPIDs(t)
-		must(t, "apt-get", "-y", "remove", "sockeye")
+		apt(t, "remove", "sockeye")
 		if exists("/sys/fs/bpf/sockeye") {
 			t.Error("/sys/fs/bpf/sockeye exists")
 		}
@@ -121,13 +121,23 @@ func TestPackage(t *testing.T) {
 	})
 	t.Run("a purge leaves nothing", func(t *testing.T) {
 		forMembers(t, "disable", "--now")
-		must(t, "apt-get", "-y", "purge", "sockeye")
+		apt(t, "purge", "sockeye")
 		must(t, "rm", "/etc/systemd/system/nfacctd@.service", "/etc/sysusers.d/nfacctd.conf", "/etc/pmacct/nfacctd@.conf")
 		must(t, "systemctl", "daemon-reload")
 		if after := leftovers(t); after != before {
 			t.Errorf("files:\n%s\nbefore the installation:\n%s", after, before)
 		}
 	})
+}
+
+// apt runs apt-get, which must succeed.
+func apt(t *testing.T, args ...string) result {
+	t.Helper()
+	r := runFor(t, aptTimeout, append([]string{"apt-get", "-y"}, args...)...)
+	if r.code != 0 {
+		t.Fatal(r)
+	}
+	return r
 }
 
 // readmeCommands returns the commands of the first example in the README's section "Install".
