@@ -190,6 +190,31 @@ func (h *host) migrated() (n int) {
 	return n
 }
 
+// TestQueuedAtExit kills a member that has not accepted the connections of its devices. They wait for the next member, although
+// no SYN has come to the waiting room.
+func TestQueuedAtExit(t *testing.T) {
+	h := upRecording(t, config.Reuseport, 2, "when_empty: {wait: 20s}")
+	where := h.homes(2)
+	all := slices.DeleteFunc(addresses(24), func(a netip.Addr) bool { return where(a) != 0 })[:3] // as many as its queue takes
+	h.hang(0)
+	var wait sync.WaitGroup
+	wait.Go(func() { h.connectAndGreet(all) })
+	h.eventually("all connections in the queue of the member", func() error {
+		if n := h.slots()[0].Sessions; n != len(all) {
+			return fmt.Errorf("%d of %d", n, len(all))
+		}
+		return nil
+	})
+	h.kill(0)
+	time.Sleep(300 * time.Millisecond)
+	if r := h.slots()[0].Room; r.Connections > 0 {
+		t.Errorf("%d SYNs came to the room", r.Connections)
+	}
+	h.recording(0)
+	h.ready(0, 1)
+	wait.Wait()
+}
+
 // connectAndGreet opens a connection from each address, sends a line, and expects an answer.
 func (h *host) connectAndGreet(all []netip.Addr) {
 	h.fromDevices(all, func(a netip.Addr) {

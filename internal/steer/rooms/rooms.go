@@ -71,8 +71,8 @@ type Rooms struct {
 	queued    map[int][]waitingDatagram // datagrams that were read from a room, by the slot for which they wait
 	timers    map[int]*time.Timer       // ends of the waits by slot
 	released  time.Time                 // time of the last change that let packets leave a room
-	// arrived counts the connections by slot that had come to the rooms when the slot was last seen not to wait, and departed
-	// is the last time when such connections could be in the rooms; see rotateRooms.
+	// arrived counts the SYNs by slot that had come to the rooms when the slot was last seen not to wait, and departed is the
+	// last time when handshakes of such a slot could be unfinished; see mayHaveDeparted.
 	arrived  map[int]uint64
 	departed time.Time
 	prepared [bpf.MaxListeners]*prepared // settings of the rooms' sockets
@@ -161,6 +161,7 @@ func (r *Rooms) LeaveNetns() {
 		r.sender = nil
 	}
 	r.closeTemporaryRooms()
+	clear(r.arrived) // the next data path may count from 0
 }
 
 // WriteWaits writes the time for which packets wait for each slot, and begins to wait for slots that are empty for the
@@ -476,6 +477,9 @@ func (r *Rooms) ReleaseLate() {
 		return
 	}
 	r.emptyRooms()
+	if !r.mayHaveDeparted() {
+		return
+	}
 	if err := r.rotateRooms(); err != nil {
 		r.Log.Error("waiting connections not released", "error", err)
 	}
@@ -485,20 +489,17 @@ func (r *Rooms) ReleaseLate() {
 // whose wait has ended.
 func (r *Rooms) ReleaseWaiting() {
 	r.released = time.Now()
-	for slot := range bpf.MaxSlots { // the earlier agent may have moved devices of slots that wait
-		if _, room, err := r.Path.Wait(slot); err == nil && room.Connections != r.arrived[slot] {
-			r.departed = r.released
-		}
+	r.emptyRooms()
+	if err := r.rotateRooms(); err != nil {
+		r.Log.Error("waiting connections not released", "error", err)
 	}
-	r.ReleaseLate()
 }
 
 // rotateRooms makes the kernel decide again about the connections that wait: each migrates to the member of its device, or
-// to a new room if its slot is still empty, or is reset. The rooms are left alone while they have only connections that
-// wait: if a handshake ends in the microseconds in which a listener is shut down, the kernel resets the connection
-// (inet_csk_reqsk_queue_add, Linux 6.18).
+// to a new room if its slot is still empty, or is reset. If a handshake ends in the microseconds in which a listener is shut
+// down, the kernel resets the connection (inet_csk_reqsk_queue_add, Linux 6.18).
 func (r *Rooms) rotateRooms() error {
-	if !r.acceptsWaiting() || !r.mayHaveDeparted() {
+	if !r.acceptsWaiting() {
 		return nil
 	}
 	var errs []error
@@ -510,8 +511,9 @@ func (r *Rooms) rotateRooms() error {
 	return fault.Join(errs...)
 }
 
-// mayHaveDeparted reports whether connections may be in the rooms whose slots do not wait for a member any more. Handshakes
-// may end in a room for lateTime after their SYN.
+// mayHaveDeparted reports whether handshakes may have ended in a room whose slot did not wait any more: those whose SYN came
+// before the slot got its member. Connections that the kernel moves to a room from the queue of a member that exits are not
+// counted; they are in the room before the next change.
 func (r *Rooms) mayHaveDeparted() bool {
 	for slot := range bpf.MaxSlots {
 		wait, room, err := r.Path.Wait(slot)
