@@ -30,6 +30,8 @@ const (
 	// crowdPause is the time before the next connection is accepted while the gate closes the oldest ones: those that it has
 	// admitted read their requests in this time.
 	crowdPause = time.Millisecond
+	// sendTime is the time that a client has for reading an answer before its connection may be closed for another one.
+	sendTime = 100 * time.Millisecond
 )
 
 // gate limits the connections of a server. At the limit, the gate closes the oldest idle connection; if no connection
@@ -59,8 +61,8 @@ type gate struct {
 type gateConn struct {
 	net.Conn
 	uid     uint32
-	serving int  // requests in progress: 0 or 1
-	sending bool // the answer to the request is known: its client may read it slowly, or not at all
+	serving int       // requests in progress: 0 or 1
+	sending time.Time // when the answer to the request was known: its client may read it slowly, or not at all
 }
 
 type gateConnKey struct{}
@@ -153,7 +155,7 @@ func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 		if e.serving == 0 && waits < 0 {
 			waits = i
 		}
-		if e.sending && sends < 0 {
+		if !e.sending.IsZero() && time.Since(e.sending) > sendTime && sends < 0 {
 			sends = i
 		}
 	}
@@ -180,7 +182,7 @@ func (g *gate) addServing(e *gateConn, by int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.serving += by
-	e.sending = false
+	e.sending = time.Time{}
 }
 
 // sendingWriter notes when the answer to a request is known.
@@ -193,7 +195,7 @@ type sendingWriter struct {
 // WriteHeader begins the answer.
 func (w *sendingWriter) WriteHeader(status int) {
 	w.gate.mu.Lock()
-	w.conn.sending = true
+	w.conn.sending = time.Now()
 	w.gate.mu.Unlock()
 	w.ResponseWriter.WriteHeader(status)
 }
