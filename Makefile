@@ -79,7 +79,7 @@ test-debian: ## Test whole Debian systems under systemd and qemu (RELEASES=trixi
 	@rm -rf "$(OUT)/debian-install"
 	@$(MAKE) --no-print-directory install PREFIX=/usr/local DESTDIR="$(OUT)/debian-install" >/dev/null
 	@rm -rf "$(OUT)/debian-packages"
-	@for suffix in "" +1; do VERSION_SUFFIX=$$suffix tools/package/build "$(OUT)/debian-packages" amd64 deb; done
+	@for suffix in "" +1; do VERSION_SUFFIX=$$suffix tools/package/build "$(OUT)/debian-packages" amd64 deb || exit; done
 	go run ./lab/debian -install "$(OUT)/debian-install" -packages "$(OUT)/debian-packages" -out "$(OUT)" $(if $(RELEASES),-releases $(RELEASES)) $(if $(RUN),-run '$(RUN)')
 
 .PHONY: fuzz
@@ -183,7 +183,8 @@ docs: ## Write man pages and completions to out/
 	@for shell in bash zsh fish; do go run ./cmd/sockeye completion $$shell > "$(OUT)/completion/sockeye.$$shell"; done
 
 .PHONY: install
-install: build install-files ## Install binary, man pages, completions, unit and examples (PREFIX, DESTDIR)
+install: build ## Install binary, man pages, completions, unit and examples (PREFIX, DESTDIR)
+	@$(MAKE) --no-print-directory install-files
 
 .PHONY: install-files
 install-files: docs

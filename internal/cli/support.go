@@ -47,8 +47,8 @@ func (c *commands) supportCommand() *cobra.Command {
 status, slots, doctor and other commands, the last lines of the agent's journal,
 the kernel, sysctls, and the sizes of maps. It lists the contents, changes
 nothing else, and works without an agent. Read the archive before you pass it
-on: it contains addresses of devices in messages, and with --devices all of
-them.`,
+on: it contains arguments of processes, mounts, addresses of exporters, and with
+--devices those of all devices.`,
 		Args: command.Arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return c.support(cmd.Context(), file, policy, pins, cmd.Flags().Changed("policy"), devices)
@@ -67,13 +67,9 @@ func (c *commands) support(ctx context.Context, file, policy, pins string, named
 	if file == "" {
 		file = name + ".tar.gz"
 	}
-	// Only root reads the archive, and nothing is replaced.
-	out, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if errors.Is(err, fs.ErrExist) {
-		return fault.Conflict(fmt.Errorf("%s exists", file), "name another file with --file")
-	}
-	if err != nil {
-		return fmt.Errorf("write the archive: %w", err)
+	exists := fault.Conflict(fmt.Errorf("%s exists", file), "name another file with --file")
+	if _, err := os.Lstat(file); err == nil {
+		return exists
 	}
 	files := []support.File{support.Policy(policy)}
 	list := supportCommands
@@ -95,8 +91,20 @@ func (c *commands) support(ctx context.Context, file, policy, pins string, named
 	}
 	files = append(files, support.Pins(pins), support.Journal(ctx))
 	files = append(files, support.Host()...)
-	err = support.Write(out, name, files, now)
-	if err = errors.Join(err, ctx.Err(), out.Close()); err != nil {
+	var archive bytes.Buffer
+	if err := errors.Join(support.Write(&archive, name, files, now), ctx.Err()); err != nil {
+		return fmt.Errorf("write the archive: %w", err)
+	}
+	// Only its owner reads the archive, and nothing is replaced.
+	out, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if errors.Is(err, fs.ErrExist) {
+		return exists
+	}
+	if err != nil {
+		return fmt.Errorf("write the archive: %w", err)
+	}
+	_, err = out.Write(archive.Bytes())
+	if err = errors.Join(err, out.Close()); err != nil {
 		return errors.Join(fmt.Errorf("write the archive: %w", err), os.Remove(file))
 	}
 	return c.Show(&supported{file, files}, func(w io.Writer) {

@@ -24,6 +24,8 @@ import (
 
 	"github.com/cilium/ebpf"
 	"go.yaml.in/yaml/v4"
+
+	"sockeye/internal/config"
 )
 
 const (
@@ -60,7 +62,7 @@ func New(name, about string, content []byte, err error) File {
 
 // Policy returns a policy file without its comments, which may have names and secrets that the agent does not need.
 func Policy(file string) File {
-	text, err := os.ReadFile(file)
+	text, err := config.ReadFile(file)
 	if err == nil {
 		text, err = withoutComments(text)
 	}
