@@ -605,8 +605,11 @@ func TestChangeRefusals(t *testing.T) {
 	}
 	must[api.Plan](h.host, "slot", "set", "1", "drain")
 	h.settle("drain 1")
-	h.refused(5, telemetry+"slot 0 is the last slot that takes devices", "set another slot ready, with a weight, first", nil, "slot", "set", "0", "drain")
-	h.refused(5, telemetry+"slot 0 is the last slot that takes devices", "set another slot ready, with a weight, first", nil, "slot", "set", "0", "--weight", "0")
+	h.refused(5, telemetry+"no other slot takes the devices of slot 0", "set another slot ready, with a weight, first", nil, "slot", "set", "0", "drain")
+	h.refused(5, telemetry+"no other slot takes the devices of slot 0", "set another slot ready, with a weight, first", nil, "slot", "set", "0", "--weight", "0")
+	must[api.Plan](h.host, "slot", "set", "1", "maint")
+	h.settle("maint 1")
+	h.refused(5, telemetry+"no other slot takes the devices of slot 0", "set another slot ready, with a weight, first", nil, "slot", "set", "0", "drain")
 	must[api.Plan](h.host, "slot", "set", "1", "ready")
 	h.settle("ready 1")
 	h.unchanged(before)

@@ -56,11 +56,12 @@ func (m *Moves) ChangeSlot(slot int, to stored.Setting, dryRun bool) (changes []
 	if next.Slots[slot] = to; to == stored.DefaultSetting {
 		delete(next.Slots, slot)
 	}
+	drained := from.State != stored.Drain && to.State == stored.Drain || from.State == stored.Ready && from.Weight > 0 && to.Weight == 0
+	if drained && !next.AnyTakes(m.Config.Slots) {
+		return nil, "", fault.Conflict(fmt.Errorf("no other slot takes the devices of slot %d", slot), "set another slot ready, with a weight, first")
+	}
 	target, err := stored.NewMapping(m.Config, &next, m.State.Nonce, m.Mapping.Devices)
 	if err != nil {
-		if from.State != stored.Drain && to.State == stored.Drain || from.Weight > 0 && to.Weight == 0 {
-			err = fault.Conflict(fmt.Errorf("slot %d is the last slot that takes devices", slot), "set another slot ready, with a weight, first")
-		}
 		return nil, "", err
 	}
 	of := fmt.Sprintf("slot %d", slot)

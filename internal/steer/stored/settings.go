@@ -55,6 +55,16 @@ func (s *State) Weights(slots int) []int {
 	return weights
 }
 
+// AnyTakes reports whether a slot takes devices of slots that drain.
+func (s *State) AnyTakes(slots int) bool {
+	for slot := range slots {
+		if set := s.Setting(slot); set.State == Ready && set.Weight > 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // ParseState returns the state with a name.
 func ParseState(name string) (SlotState, error) {
 	if name == "" || slices.Contains(States, name) {
