@@ -2,7 +2,8 @@
 
 // Command testreport runs commands like go test -json, several at a time, separated by
 // "--", and prints a summary: failures with their output and the seed of the random
-// order, a line for each package, and each skipped test with its reason.
+// order, a line for each package, and each skipped test with its reason. With TEST_EVENTS,
+// the lines of go test -json, which have the time of each test, go to this file as well.
 package main
 
 import (
@@ -38,6 +39,16 @@ func main() { os.Exit(run(os.Args[1:], os.Stdout)) }
 func run(args []string, out io.Writer) int {
 	// On Ctrl-C, the terminal interrupts the tests too, and report prints what they have done.
 	signal.Notify(make(chan os.Signal, 1), os.Interrupt)
+	events := io.Discard
+	if name := os.Getenv("TEST_EVENTS"); name != "" {
+		file, err := os.Create(name)
+		if err != nil {
+			fmt.Fprintln(out, "testreport:", err)
+			return 1
+		}
+		defer file.Close()
+		events = file
+	}
 	var commands []*exec.Cmd
 	var inputs []io.Reader
 	for command := range strings.SplitSeq(strings.Join(args, "\x00"), "\x00--\x00") {
@@ -57,7 +68,7 @@ func run(args []string, out io.Writer) int {
 		}
 		commands, inputs = append(commands, cmd), append(inputs, in)
 	}
-	code := report(inputs, out)
+	code := report(inputs, out, events)
 	for _, cmd := range commands {
 		if err := cmd.Wait(); err != nil && code == 0 {
 			fmt.Fprintf(out, "FAIL\t%s: %v\n", strings.Join(cmd.Args, " "), err)
@@ -103,8 +114,8 @@ type key struct {
 }
 
 // report prints the summary and returns the exit code: 1 if a test failed, if a package
-// did not end, or if no test passed.
-func report(inputs []io.Reader, out io.Writer) int {
+// did not end, or if no test passed. It copies all lines to events.
+func report(inputs []io.Reader, out, events io.Writer) int {
 	var (
 		output  = make(map[key]*strings.Builder)
 		parents = make(map[key]bool)
@@ -115,6 +126,7 @@ func report(inputs []io.Reader, out io.Writer) int {
 		running = make(map[key]bool)
 	)
 	for l := range readLines(inputs) {
+		fmt.Fprintf(events, "%s\n", l.text)
 		var e event
 		if json.Unmarshal(l.text, &e) != nil {
 			fmt.Fprintf(out, "%s\n", l.text)

@@ -4,6 +4,8 @@ package main
 
 import (
 	"io"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 )
@@ -43,7 +45,7 @@ func TestReport(t *testing.T) {
 		{"nothing", "", "0 passed, 0 failed, 0 skipped\n", 1},
 	} {
 		var out strings.Builder
-		code := report([]io.Reader{strings.NewReader(test.in)}, &out)
+		code := report([]io.Reader{strings.NewReader(test.in)}, &out, io.Discard)
 		if code != test.code || out.String() != test.want {
 			t.Errorf("%s: code %d, output:\n%s\nwant code %d:\n%s",
 				test.name, code, out.String(), test.code, test.want)
@@ -60,12 +62,12 @@ func TestReportOfTwo(t *testing.T) {
 {"Action":"` + result + `","Package":"p","Elapsed":1}`)
 	}
 	var out strings.Builder
-	code := report([]io.Reader{half("A", "pass"), half("B", "pass")}, &out)
+	code := report([]io.Reader{half("A", "pass"), half("B", "pass")}, &out, io.Discard)
 	if want := "ok  \tp\t1.000s\nok  \tp\t1.000s\n2 passed, 0 failed, 0 skipped\n"; code != 0 || out.String() != want {
 		t.Errorf("code %d, output:\n%s\nwant:\n%s", code, out.String(), want)
 	}
 	out.Reset()
-	if code := report([]io.Reader{half("A", "pass"), half("B", "fail")}, &out); code != 1 || strings.Contains(out.String(), "shuffle A") || !strings.Contains(out.String(), "shuffle B") {
+	if code := report([]io.Reader{half("A", "pass"), half("B", "fail")}, &out, io.Discard); code != 1 || strings.Contains(out.String(), "shuffle A") || !strings.Contains(out.String(), "shuffle B") {
 		t.Errorf("code %d, output:\n%s", code, out.String())
 	}
 }
@@ -90,6 +92,23 @@ func TestCommandFails(t *testing.T) {
 	}
 	var out strings.Builder
 	if code := run(append(append(passes[:2:2], "--"), "/nonexistent"), &out); code != 1 || !strings.Contains(out.String(), "no such file") {
+		t.Errorf("code %d, output:\n%s", code, out.String())
+	}
+}
+
+func TestEvents(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "events")
+	t.Setenv("TEST_EVENTS", name)
+	event := `{"Action":"pass","Package":"p","Test":"A","Elapsed":7}`
+	if code := run([]string{"echo", event}, io.Discard); code != 0 {
+		t.Errorf("code %d", code)
+	}
+	if text, err := os.ReadFile(name); err != nil || string(text) != event+"\n" {
+		t.Errorf("%q, %v", text, err)
+	}
+	t.Setenv("TEST_EVENTS", name+"/below")
+	var out strings.Builder
+	if code := run([]string{"echo", event}, &out); code != 1 || !strings.Contains(out.String(), "not a directory") {
 		t.Errorf("code %d, output:\n%s", code, out.String())
 	}
 }
