@@ -5,11 +5,13 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 export CGO_ENABLED := 0
+# Clones in other directories share what go has compiled.
+export GOFLAGS := -trimpath $(GOFLAGS)
 # Where the demo and the benchmarks write their figures.
 export OUT ?= $(CURDIR)/out
 
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
-GOBUILD = go build -trimpath -ldflags "$(LDFLAGS) -X sockeye/internal/cli/command.Version=$(VERSION)"
+GOBUILD = go build -ldflags "$(LDFLAGS) -X sockeye/internal/cli/command.Version=$(VERSION)"
 PREFIX ?= /usr/local
 UNITDIR ?= /etc/systemd/system
 BINARY ?= bin/sockeye
