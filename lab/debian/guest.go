@@ -38,7 +38,6 @@ const guestCommand = "guest"
 const (
 	payloadDir = "/payload"
 	jobPath    = "/run/sockeye-lab.json"
-	portPath   = "/dev/ttyS1"
 )
 
 // unit runs the tests as a service of the guest's systemd.
@@ -101,7 +100,7 @@ func mountDisk(device, dir string, flags uintptr) {
 // Then it reboots, which terminates the virtual machine. The host starts the next
 // boot.
 func guest() {
-	p := qemu.OpenPort(portPath)
+	p := qemu.OpenPort(qemu.GuestPort())
 	func() {
 		defer func() {
 			if e := recover(); e != nil {

@@ -31,7 +31,7 @@ var packages = []string{
 // findRoot returns an ext4 image of a release's root and the kernel whose modules are
 // in it. If the image is not in the cache, findRoot builds it.
 func findRoot(ctx context.Context, cache, release string, update bool) (string, *qemu.Kernel, error) {
-	k, err := qemu.FindKernel(ctx, filepath.Join(cache, "vm"), kernelOf[release], update)
+	k, err := qemu.FindKernel(ctx, filepath.Join(cache, "vm"), qemu.AMD64, kernelOf[release], update)
 	if err != nil {
 		return "", nil, fmt.Errorf("get its kernel: %w", err)
 	}
@@ -77,7 +77,7 @@ func findRoot(ctx context.Context, cache, release string, update bool) (string, 
 
 // bootstrap installs the release's packages and the kernel's modules in root.
 func bootstrap(ctx context.Context, tmp, root, release string, k *qemu.Kernel) error {
-	sources, err := qemu.Sources(ctx, release, release+"-security")
+	sources, err := qemu.Sources(ctx, qemu.AMD64, release, release+"-security")
 	if err != nil {
 		return err
 	}

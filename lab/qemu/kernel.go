@@ -18,14 +18,15 @@ import (
 
 // Kernel is an unpacked Debian kernel.
 type Kernel struct {
+	Arch    *Arch
 	Release string // as in uname -r
-	Image   string // file of the bzImage
+	Image   string // file that qemu boots
 	Modules string // directory of the modules
 }
 
-// Short returns the kernel's release without the flavour, which is the same for all
-// kernels.
-func (k *Kernel) Short() string { return strings.TrimSuffix(k.Release, "-cloud-amd64") }
+// Short returns the kernel's release without the flavour of amd64. The flavour of
+// another architecture names the architecture in reports.
+func (k *Kernel) Short() string { return strings.TrimSuffix(k.Release, "-cloud-"+AMD64.Name) }
 
 // suitesOf returns the Debian suites that contain a kernel. A suite may be missing on
 // the mirror if another suite has the kernel.
@@ -43,28 +44,32 @@ func suitesOf(name string) []string {
 	return []string{"trixie-backports"}
 }
 
-// FindKernel returns a kernel from the cache. If the kernel is not in the cache, or if
-// update is set, FindKernel downloads it. The name is MAJOR.MINOR, "newest", or a
-// Debian release for the kernel of this release.
-func FindKernel(ctx context.Context, cache, name string, update bool) (*Kernel, error) {
+// FindKernel returns a kernel of an architecture from the cache. If the kernel is not
+// in the cache, or if update is set, FindKernel downloads it. The name is MAJOR.MINOR,
+// "newest", or a Debian release for the kernel of this release.
+func FindKernel(ctx context.Context, cache string, arch *Arch, name string, update bool) (*Kernel, error) {
 	if err := os.MkdirAll(cache, 0o755); err != nil {
 		return nil, fmt.Errorf("make the cache: %w", err)
 	}
-	lock, err := Lock(filepath.Join(cache, name+".lock"))
+	entry := name
+	if arch != AMD64 {
+		entry += "-" + arch.Name
+	}
+	lock, err := Lock(filepath.Join(cache, entry+".lock"))
 	if err != nil {
 		return nil, err
 	}
 	defer lock.Close()
-	dir := filepath.Join(cache, name)
-	if k, err := unpacked(dir); err == nil && !update {
+	dir := filepath.Join(cache, entry)
+	if k, err := unpacked(arch, dir); err == nil && !update {
 		return k, nil
 	}
-	tmp, err := os.MkdirTemp(cache, "tmp-"+name+"-")
+	tmp, err := os.MkdirTemp(cache, "tmp-"+entry+"-")
 	if err != nil {
 		return nil, fmt.Errorf("make a work folder: %w", err)
 	}
 	defer os.RemoveAll(tmp)
-	debs, err := download(ctx, tmp, name)
+	debs, err := download(ctx, tmp, arch, name)
 	if err != nil {
 		return nil, err
 	}
@@ -74,7 +79,7 @@ func FindKernel(ctx context.Context, cache, name string, update bool) (*Kernel, 
 			return nil, fmt.Errorf("unpack %s: %w", filepath.Base(deb), err)
 		}
 	}
-	if _, err := unpacked(root); err != nil {
+	if _, err := unpacked(arch, root); err != nil {
 		return nil, err
 	}
 	if err := os.RemoveAll(dir); err != nil {
@@ -83,18 +88,18 @@ func FindKernel(ctx context.Context, cache, name string, update bool) (*Kernel, 
 	if err := os.Rename(root, dir); err != nil {
 		return nil, fmt.Errorf("replace the cached kernel: %w", err)
 	}
-	return unpacked(dir)
+	return unpacked(arch, dir)
 }
 
 // unpacked returns the kernel in a directory with unpacked packages.
-func unpacked(dir string) (*Kernel, error) {
+func unpacked(arch *Arch, dir string) (*Kernel, error) {
 	for _, lib := range []string{"lib", "usr/lib"} {
 		found, _ := filepath.Glob(filepath.Join(dir, lib, "modules", "*"))
 		for _, mods := range found {
 			release := filepath.Base(mods)
 			for _, image := range []string{filepath.Join(dir, "boot", "vmlinuz-"+release), filepath.Join(mods, "vmlinuz")} {
 				if _, err := os.Stat(image); err == nil {
-					return &Kernel{Release: release, Image: image, Modules: mods}, nil
+					return &Kernel{Arch: arch, Release: release, Image: image, Modules: mods}, nil
 				}
 			}
 		}
@@ -105,18 +110,18 @@ func unpacked(dir string) (*Kernel, error) {
 // download downloads the packages of the latest kernel with a name. apt verifies
 // their signatures and hashes. apt uses directories below dir, and otherwise the
 // configuration of this machine, such as proxies.
-func download(ctx context.Context, dir, name string) ([]string, error) {
-	sources, err := Sources(ctx, suitesOf(name)...)
+func download(ctx context.Context, dir string, arch *Arch, name string) ([]string, error) {
+	sources, err := Sources(ctx, arch, suitesOf(name)...)
 	if err != nil {
 		return nil, err
 	}
 	// Suites of a release after its end of life have a valid signature and an expired date.
-	conf := strings.ReplaceAll(`
+	conf := strings.NewReplacer("DIR", dir, "ARCH", arch.Name).Replace(`
 		#clear APT::Update::Pre-Invoke;
 		#clear APT::Update::Post-Invoke;
 		#clear APT::Update::Post-Invoke-Success;
-		APT::Architecture "amd64";
-		APT::Architectures "amd64";
+		APT::Architecture "ARCH";
+		APT::Architectures "ARCH";
 		APT::Sandbox::User "root";
 		Acquire::Check-Valid-Until "false";
 		Acquire::Retries "3";
@@ -125,7 +130,7 @@ func download(ctx context.Context, dir, name string) ([]string, error) {
 		Dir::State "DIR/state";
 		Dir::State::Status "DIR/status";
 		Dir::Cache "DIR/cache";
-		`, "DIR", dir)
+		`)
 	for path, text := range map[string]string{"apt.conf": conf, "sources.list": sources, "status": ""} {
 		if err := os.WriteFile(filepath.Join(dir, path), []byte(text), 0o644); err != nil {
 			return nil, fmt.Errorf("write apt's settings: %w", err)
@@ -142,13 +147,13 @@ func download(ctx context.Context, dir, name string) ([]string, error) {
 		c.Env = append(os.Environ(), "LC_ALL=C")
 		return Output(c)
 	}
-	fmt.Printf("downloading kernel %s\n", name)
+	fmt.Printf("downloading kernel %s for %s\n", name, arch.Name)
 	_, updateErr := apt("apt-get", "update") // may have failed for one suite only
 	names, err := apt("apt-cache", "pkgnames", "linux-image-")
 	if err != nil {
 		return nil, fmt.Errorf("list kernels: %w", err)
 	}
-	image := latest(strings.Fields(string(names)), name)
+	image := latest(strings.Fields(string(names)), arch, name)
 	if image == "" {
 		return nil, errors.Join(fmt.Errorf("no package of kernel %s in %s", name, strings.Join(suitesOf(name), ", ")), updateErr)
 	}
@@ -164,14 +169,14 @@ func download(ctx context.Context, dir, name string) ([]string, error) {
 	return filepath.Glob(filepath.Join(dir, "*.deb"))
 }
 
-// Sources returns apt sources for Debian suites, from the mirrors that this
+// Sources returns apt sources of an architecture for Debian suites, from the mirrors that this
 // machine's apt uses.
-func Sources(ctx context.Context, suites ...string) (string, error) {
+func Sources(ctx context.Context, arch *Arch, suites ...string) (string, error) {
 	uris, err := Output(Command(ctx, "apt-get", "--print-uris", "update"))
 	if err != nil {
 		return "", fmt.Errorf("find the Debian mirror: %w", err)
 	}
-	sources := sourcesList(string(uris), suites)
+	sources := sourcesList(string(uris), arch, suites)
 	if sources == "" {
 		return "", errors.New("find the Debian mirror: no source of apt has the name of a Debian release")
 	}
@@ -183,7 +188,7 @@ var debianURI = regexp.MustCompile(`(?m)^'([^']+)/dists/(?:bullseye|bookworm|tri
 // sourcesList returns apt sources for suites, with the mirrors in the output of
 // "apt-get --print-uris update". apt ignores other archives with Debian's release
 // names, because they are not signed by Debian.
-func sourcesList(uris string, suites []string) string {
+func sourcesList(uris string, arch *Arch, suites []string) string {
 	var mirrors, security []string
 	for _, m := range debianURI.FindAllStringSubmatch(uris, -1) {
 		if m[2] == "" {
@@ -204,7 +209,7 @@ func sourcesList(uris string, suites []string) string {
 			from = security
 		}
 		for _, uri := range slices.Compact(slices.Sorted(slices.Values(from))) {
-			fmt.Fprintf(&b, "deb [arch=amd64 lang=none target=Packages signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s %s main\n", uri, suite)
+			fmt.Fprintf(&b, "deb [arch=%s lang=none target=Packages signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s %s main\n", arch.Name, uri, suite)
 		}
 	}
 	return b.String()
@@ -212,13 +217,13 @@ func sourcesList(uris string, suites []string) string {
 
 var kernelVersion = regexp.MustCompile(`^\d+\.\d+$`)
 
-// latest returns the highest version of the kernel images with a name.
-func latest(packages []string, name string) string {
+// latest returns the package with the highest version of the kernel images with a name.
+func latest(packages []string, arch *Arch, name string) string {
 	version := `\d+\.\d+\.`
 	if kernelVersion.MatchString(name) {
 		version = regexp.QuoteMeta(name + ".")
 	}
-	want := regexp.MustCompile(`^linux-image-(` + version + `\d.*)-cloud-amd64$`)
+	want := regexp.MustCompile(`^linux-image-(` + version + `\d.*)-cloud-` + arch.Name + `$`)
 	best, bestNumbers := "", []int(nil)
 	for _, p := range packages {
 		if m := want.FindStringSubmatch(p); m != nil {

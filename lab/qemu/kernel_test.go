@@ -10,6 +10,7 @@ import (
 
 func TestLatest(t *testing.T) {
 	packages := []string{
+		"linux-image-6.12.91+deb12-cloud-arm64", "linux-image-6.1.0-59-arm64",
 		"linux-image-cloud-amd64", "linux-image-6.12-cloud-amd64", "linux-image-6.1.0-9-cloud-amd64",
 		"linux-image-6.1.0-56-cloud-amd64", "linux-image-6.1.0-57-cloud-amd64-unsigned", "linux-image-6.1.0-58-amd64",
 		"linux-image-6.12.90+deb12-cloud-amd64", "linux-image-6.12.90+deb12.1-cloud-amd64", "linux-image-6.12.9+deb12-cloud-amd64",
@@ -22,9 +23,12 @@ func TestLatest(t *testing.T) {
 		"5.10":   "",
 		"trixie": "linux-image-6.12.90+deb12.1-cloud-amd64",
 	} {
-		if got := latest(packages, name); got != want {
+		if got := latest(packages, AMD64, name); got != want {
 			t.Errorf("latest of %s is %q, want %q", name, got, want)
 		}
+	}
+	if got, want := latest(packages, ARM64, "newest"), "linux-image-6.12.91+deb12-cloud-arm64"; got != want {
+		t.Errorf("latest for arm64 is %q, want %q", got, want)
 	}
 }
 
@@ -40,8 +44,11 @@ func TestSourcesList(t *testing.T) {
 		"":              nil,
 	} {
 		var got []string
-		for line := range strings.Lines(sourcesList(uris, []string{"bullseye", "bullseye-security"})) {
-			_, source, _ := strings.Cut(strings.TrimSpace(line), "] ")
+		for line := range strings.Lines(sourcesList(uris, ARM64, []string{"bullseye", "bullseye-security"})) {
+			options, source, _ := strings.Cut(strings.TrimSpace(line), "] ")
+			if !strings.HasPrefix(options, "deb [arch=arm64 ") {
+				t.Errorf("source for another architecture: %s", line)
+			}
 			got = append(got, source)
 		}
 		if !slices.Equal(got, want) {

@@ -12,6 +12,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -40,15 +41,14 @@ type Machine struct {
 func (m *Machine) Run(ctx context.Context, r *Report) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	// Multi-threaded emulation is faster, but sometimes loses a breakpoint that the
-	// kernel sets to modify its own code, and crashes. RCU grace periods are
-	// expedited, because each write to a map of maps waits for one.
-	machine := Command(ctx, "qemu-system-x86_64", append([]string{
-		"-accel", "tcg,thread=single", "-smp", strconv.Itoa(m.CPUs), "-m", strconv.Itoa(m.Memory),
+	arch := m.Kernel.Arch
+	// RCU grace periods are expedited, because each write to a map of maps waits for one.
+	machine := Command(ctx, arch.command, slices.Concat(arch.machine, []string{
+		"-smp", strconv.Itoa(m.CPUs), "-m", strconv.Itoa(m.Memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none",
 		"-kernel", m.Kernel.Image, "-initrd", m.Initramfs,
-		"-append", strings.TrimSpace("console=ttyS0 panic=-1 oops=panic mitigations=off rcupdate.rcu_expedited=1 " + m.Append),
-		"-serial", "file:" + m.Console, "-serial", "stdio"}, m.Args...)...)
+		"-append", strings.TrimSpace("console=" + arch.console + " panic=-1 oops=panic mitigations=off rcupdate.rcu_expedited=1 " + m.Append),
+		"-serial", "file:" + m.Console}, arch.port, m.Args)...)
 	results, err := machine.StdoutPipe()
 	if err != nil {
 		return err

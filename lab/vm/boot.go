@@ -23,7 +23,7 @@ func boot(ctx context.Context, tmp string, k *qemu.Kernel, suites []suite, o *op
 	}
 	m := &qemu.Machine{
 		Kernel: k, Initramfs: filepath.Join(dir, "initramfs"), Console: filepath.Join(dir, "console"),
-		CPUs: 2, Memory: 1024, Args: []string{"-cpu", "max"}, BootTimeout: bootTimeout, Timeout: o.timeout,
+		CPUs: 2, Memory: 1024, Args: []string{"-cpu", k.Arch.CPU}, BootTimeout: bootTimeout, Timeout: o.timeout,
 	}
 	for _, s := range suites {
 		m.Suites = append(m.Suites, s.Package)

@@ -22,7 +22,7 @@ import (
 // sends the event Done.
 func guest() {
 	qemu.Must(unix.Mount("dev", "/dev", "devtmpfs", 0, "mode=0755"), "mount /dev")
-	p := qemu.OpenPort("/dev/ttyS1")
+	p := qemu.OpenPort(qemu.GuestPort())
 	func() {
 		defer func() {
 			if e := recover(); e != nil {

@@ -2,9 +2,9 @@
 
 // Command vm runs Go tests on other Linux kernels.
 //
-//	go run ./lab/vm [-kernels 5.10,newest] [-run REGEXP] [-cache DIR] [-timeout 5m] PACKAGE...
+//	go run ./lab/vm [-arch amd64] [-kernels 5.10,newest] [-run REGEXP] [-leave-out "REGEXP: REASON"]... [-cache DIR] [-timeout 5m] PACKAGE...
 //
-// It downloads Debian's cloud kernels (amd64) from the Debian mirror that this
+// It downloads Debian's cloud kernels (amd64 or arm64) from the Debian mirror that this
 // machine's apt uses, and unpacks them into a cache without installing them. It
 // boots each kernel under qemu's software emulation, as many at the same time as the
 // host has CPUs, with the static test binaries of the packages and their testdata in
@@ -12,7 +12,7 @@
 // the other, in the directory of the package below /src.
 //
 // The host needs Go, apt, dpkg, debian-archive-keyring, xz-utils and
-// qemu-system-x86.
+// qemu-system-x86, or qemu-system-arm for arm64.
 //
 // Exit codes: 0 each test passed, or was skipped because the kernel does not support
 // it; 1 a test failed, was skipped for another reason or did not return, no test ran,
@@ -45,14 +45,19 @@ const modules = "veth,tun,dummy,ifb,bridge,vrf,macvlan,vxlan,sch_ingress,cls_bpf
 	"tcp_bbr,tcp_dctcp,tcp_nv,tcp_diag,udp_diag"
 
 type options struct {
+	arch     *qemu.Arch
 	kernels  []string
 	modules  []string
 	packages []string
 	run      string
+	leftOut  []exclusion
 	cache    string
 	timeout  time.Duration
 	update   bool
 }
+
+// exclusion leaves tests out.
+type exclusion struct{ tests, reason string }
 
 var kernelName = regexp.MustCompile(`^(newest|\d+\.\d+)$`)
 
@@ -86,9 +91,21 @@ func parse(args []string) (*options, error) {
 		fs.SetOutput(os.Stderr)
 		fs.PrintDefaults()
 	}
+	arch := fs.String("arch", "amd64", "`architecture` of the machines: amd64 or arm64")
 	kernels := fs.String("kernels", "5.10,newest", "kernel `versions`, each MAJOR.MINOR or newest")
 	mods := fs.String("modules", modules, "`names` of kernel modules to load")
 	fs.StringVar(&o.run, "run", "", "run only the tests that match `REGEXP`")
+	fs.Func("leave-out", "leave out the tests that match a regular expression, `REGEXP: REASON`; may be repeated", func(s string) error {
+		tests, reason, _ := strings.Cut(s, ": ")
+		if _, err := regexp.Compile(tests); err != nil {
+			return err
+		}
+		if tests == "" || reason == "" {
+			return errors.New("want REGEXP: REASON")
+		}
+		o.leftOut = append(o.leftOut, exclusion{tests, reason})
+		return nil
+	})
 	fs.StringVar(&o.cache, "cache", "", "`directory` for unpacked kernels (default $XDG_CACHE_HOME/sockeye/vm)")
 	fs.DurationVar(&o.timeout, "timeout", 5*time.Minute, "timeout of the tests of one package")
 	fs.BoolVar(&o.update, "update", false, "search for newer kernels than in the cache")
@@ -100,6 +117,10 @@ func parse(args []string) (*options, error) {
 		if !kernelName.MatchString(k) {
 			return nil, fmt.Errorf("kernel %q: want MAJOR.MINOR or \"newest\"", k)
 		}
+	}
+	var err error
+	if o.arch, err = qemu.FindArch(*arch); err != nil {
+		return nil, fmt.Errorf("-arch: %w", err)
 	}
 	if _, err := regexp.Compile(o.run); err != nil {
 		return nil, fmt.Errorf("-run: %w", err)
@@ -117,7 +138,6 @@ func parse(args []string) (*options, error) {
 		}
 		o.cache = filepath.Join(dir, "sockeye", "vm")
 	}
-	var err error
 	o.cache, err = filepath.Abs(o.cache)
 	return o, err
 }
@@ -135,7 +155,7 @@ func run(ctx context.Context, o *options) error {
 	}
 	kernels := make([]*qemu.Kernel, len(o.kernels))
 	for i, name := range o.kernels {
-		if kernels[i], err = qemu.FindKernel(ctx, o.cache, name, o.update); err != nil {
+		if kernels[i], err = qemu.FindKernel(ctx, o.cache, o.arch, name, o.update); err != nil {
 			return fmt.Errorf("get kernel %s: %w", name, err)
 		}
 	}
@@ -151,6 +171,9 @@ func run(ctx context.Context, o *options) error {
 	for _, r := range reports {
 		r.Print(os.Stdout)
 		failed = failed || r.Failed()
+	}
+	for _, e := range o.leftOut {
+		fmt.Printf("left out %s: %s\n", e.tests, e.reason)
 	}
 	if failed {
 		return errors.New("tests failed")
@@ -194,7 +217,7 @@ type suite struct {
 func build(ctx context.Context, tmp string, o *options) ([]suite, error) {
 	static := func(args ...string) *exec.Cmd {
 		c := qemu.Command(ctx, "go", args...)
-		c.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64")
+		c.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH="+o.arch.Name)
 		return c
 	}
 	const stripped = "-ldflags=-s -w"
@@ -204,6 +227,10 @@ func build(ctx context.Context, tmp string, o *options) ([]suite, error) {
 	list, err := qemu.Output(static(append([]string{"list", "-tags=vm", "-json=Dir,ImportPath,Module,TestGoFiles,XTestGoFiles"}, o.packages...)...))
 	if err != nil {
 		return nil, fmt.Errorf("list packages: %w", err)
+	}
+	var skip []string
+	for _, e := range o.leftOut {
+		skip = append(skip, e.tests)
 	}
 	var suites []suite
 	for dec := json.NewDecoder(bytes.NewReader(list)); ; {
@@ -227,7 +254,7 @@ func build(ctx context.Context, tmp string, o *options) ([]suite, error) {
 		bin := fmt.Sprintf("%d.test", len(suites))
 		s := suite{
 			Package: p.ImportPath, Dir: filepath.Join("/src", rel), hostDir: p.Dir, hostBinary: filepath.Join(tmp, bin),
-			Args: []string{"/tests/" + bin, "-test.v=test2json", "-test.timeout=" + o.timeout.String(), "-test.run=" + o.run, "-test.paniconexit0"},
+			Args: []string{"/tests/" + bin, "-test.v=test2json", "-test.timeout=" + o.timeout.String(), "-test.run=" + o.run, "-test.skip=" + strings.Join(skip, "|"), "-test.paniconexit0"},
 		}
 		if _, err := qemu.Output(static("test", "-c", "-vet=off", "-tags=vm", stripped, "-o", s.hostBinary, p.ImportPath)); err != nil {
 			return nil, fmt.Errorf("build the tests of %s: %w", p.ImportPath, err)
