@@ -15,6 +15,7 @@ type Arch struct {
 
 	command string   // of qemu
 	machine []string // arguments for the machine type and the emulation
+	kernel  string   // parameters of the kernel
 	console string   // device of the first serial port, for the kernel's console
 	port    []string // arguments for the second serial port, which is qemu's standard output
 	device  string   // path of the second serial port in the guest
@@ -27,6 +28,8 @@ var (
 		// Multi-threaded emulation is faster, but sometimes loses a breakpoint that the kernel sets to modify its own
 		// code, and crashes.
 		machine: []string{"-accel", "tcg,thread=single"},
+		// On a busy host, the timer has not fired when the kernel checks it, and the kernel panics.
+		kernel:  "no_timer_check",
 		console: "ttyS0", port: []string{"-serial", "stdio"}, device: "/dev/ttyS1",
 	}
 	ARM64 = &Arch{

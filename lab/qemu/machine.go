@@ -47,7 +47,7 @@ func (m *Machine) Run(ctx context.Context, r *Report) error {
 		"-smp", strconv.Itoa(m.CPUs), "-m", strconv.Itoa(m.Memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none",
 		"-kernel", m.Kernel.Image, "-initrd", m.Initramfs,
-		"-append", strings.TrimSpace("console=" + arch.console + " panic=-1 oops=panic mitigations=off rcupdate.rcu_expedited=1 " + m.Append),
+		"-append", strings.TrimSpace(strings.Join([]string{"console=" + arch.console, "panic=-1 oops=panic mitigations=off rcupdate.rcu_expedited=1", arch.kernel, m.Append}, " ")),
 		"-serial", "file:" + m.Console}, arch.port, m.Args)...)
 	results, err := machine.StdoutPipe()
 	if err != nil {
