@@ -27,17 +27,23 @@ const (
 )
 
 // NotMountedError is the error of a host without a mounted cgroup v2 hierarchy.
-type NotMountedError struct{}
+type NotMountedError struct {
+	V1 bool // hierarchies of cgroup v1 are mounted
+}
 
 func (NotMountedError) Error() string { return "find cgroup v2: it is not mounted" }
 
 // Explain returns the hint for the user, and the exit code of what the kernel cannot do.
-func (NotMountedError) Explain() (hint string, code int) {
-	dir := "/sys/fs/cgroup/unified" // beside the hierarchies of v1
-	if _, err := os.Stat(dir); err != nil {
-		dir = "/sys/fs/cgroup"
+func (e NotMountedError) Explain() (hint string, code int) {
+	const unified = "/sys/fs/cgroup/unified" // beside the hierarchies of v1
+	if _, err := os.Stat(unified); err == nil {
+		return "mount -t cgroup2 none " + unified, 3
 	}
-	return "mount -t cgroup2 none " + dir, 3
+	if e.V1 {
+		// A mount at /sys/fs/cgroup would hide the hierarchies of v1, and systemd may have made that directory read-only.
+		return "this host has cgroup v1 only: boot with systemd.unified_cgroup_hierarchy=1, or mkdir /run/cgroup2 && mount -t cgroup2 none /run/cgroup2", 3
+	}
+	return "mount -t cgroup2 none /sys/fs/cgroup", 3
 }
 
 // Mount returns where the cgroup v2 hierarchy is mounted: on hybrid hosts not at /sys/fs/cgroup. It returns a
@@ -47,20 +53,22 @@ func Mount() (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("find cgroup v2: %w", err)
 	}
-	if mount, ok := parseMounts(string(text)); ok {
+	if mount, ok := findMount(string(text), "cgroup2"); ok {
 		return mount, nil
 	}
-	return "", NotMountedError{}
+	_, v1 := findMount(string(text), "cgroup")
+	return "", NotMountedError{V1: v1}
 }
 
 // unescape decodes the characters that the kernel escapes in mountinfo (mangle_path in fs/seq_file.c).
 var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
 
-func parseMounts(text string) (mount string, ok bool) {
+// findMount returns the first mount point of a file system type in the text of mountinfo.
+func findMount(text, fstype string) (mount string, ok bool) {
 	for line := range strings.Lines(text) {
 		// proc_pid_mountinfo(5): ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS [FIELDS] - TYPE SOURCE OPTIONS
 		before, after, _ := strings.Cut(line, " - ")
-		if fields := strings.Fields(before); strings.HasPrefix(after, "cgroup2 ") && len(fields) > 5 {
+		if fields := strings.Fields(before); strings.HasPrefix(after, fstype+" ") && len(fields) > 5 {
 			return unescape.Replace(fields[4]), true
 		}
 	}
