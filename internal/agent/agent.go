@@ -28,6 +28,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
@@ -93,7 +94,14 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
+		// If bpf(2) is not permitted, the library takes the kernel for an older one.
+		if unavailable := load.Available(); unavailable != nil {
+			return fault.In("start agent", unavailable)
+		}
 		return fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
+	}
+	if err := bpf.CheckKernel(); err != nil {
+		return fault.In("start agent", err)
 	}
 	cgroups, err := cgroup.Mount()
 	if err != nil {

@@ -5,6 +5,7 @@ package bpf
 import (
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -14,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf/load"
+	"sockeye/internal/fault"
 )
 
 // HaveTimestamps returns an error that wraps ebpf.ErrNotSupported if the kernel has no BPF timestamping (Linux 6.15).
@@ -125,6 +127,24 @@ var Features = []Feature{
 		}
 		return nil
 	}},
+}
+
+// CheckKernel returns a *load.UnavailableError if this process cannot call bpf(2), or an error that lists the features
+// without which Sockeye does not work and that the kernel lacks. A probe that fails for another reason is no error.
+func CheckKernel() error {
+	if err := load.Available(); err != nil {
+		return err
+	}
+	var missing []string
+	for _, f := range Features {
+		if !f.Optional && errors.Is(f.Probe(), ebpf.ErrNotSupported) {
+			missing = append(missing, fmt.Sprintf("%s (Linux %s)", f.Name, f.Since))
+		}
+	}
+	if len(missing) > 0 {
+		return fault.Unsupported(fmt.Errorf("this kernel lacks %s", strings.Join(missing, ", ")), "Sockeye needs Linux 5.10 or later; sockeye doctor shows all features")
+	}
+	return nil
 }
 
 // probeProgram loads a program that accepts everything.

@@ -126,10 +126,14 @@ func ensureBPFFS(dir string) error {
 	} else if len(entries) > 0 {
 		return fmt.Errorf("mount bpffs at %s: the folder is not empty", dir)
 	}
-	if err := unix.Mount("bpffs", dir, "bpf", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0700"); err != nil {
-		return fmt.Errorf("mount bpffs at %s: %w", dir, err)
+	err = unix.Mount("bpffs", dir, "bpf", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0700")
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, unix.ENODEV):
+		return fault.Unsupported(fmt.Errorf("mount bpffs at %s: the kernel has none", dir), "Sockeye needs a kernel with CONFIG_BPF_SYSCALL")
 	}
-	return nil
+	return fault.WithHint(fmt.Errorf("mount bpffs at %s: %w", dir, err), "as root, before the agent starts: mount -t bpf -o mode=0700 bpffs "+dir)
 }
 
 func checkSchema(path string) error {

@@ -14,8 +14,10 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/rlimit"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
@@ -72,6 +74,11 @@ func (d *Report) pidNamespace() {
 }
 
 func (d *Report) kernel() {
+	// Without the capabilities, the probes say less about the kernel than about the caller.
+	if err := load.Available(); err != nil && rights.Has(unix.CAP_BPF) {
+		d.Fail("kernel", "bpf(2)", fault.Code(err), err.Error(), fault.Hint(err))
+		return
+	}
 	for _, f := range bpf.Features {
 		switch err := f.Probe(); {
 		case err == nil:

@@ -51,7 +51,7 @@ func TestCodeAndHint(t *testing.T) {
 		{"verifier, an old kernel", wrap(fmt.Errorf("%w before 5.15: %w", ebpf.ErrNotSupported, &load.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EINVAL, Log: []string{"unknown func"}}})), 3, doctor},
 		{"conflict", wrap(fault.Conflict(errors.New("x"), "y")), 5, "y"},
 		{"locked", wrap(bpf.ErrLocked), 5, oneEach},
-		{"pins", wrap(&pin.IncompatibleError{Path: "p", Err: unix.EPERM}), 5, reset},
+		{"pins", wrap(&pin.IncompatibleError{Path: "p", Err: unix.EACCES}), 5, reset},
 		{"address", wrap(unix.EADDRINUSE), 5, ""},
 		{"hint kept", fault.WithHint(bpf.ErrLocked, "y"), 5, "y"},
 		{"an own error without a hint", fault.Usage(unix.EPERM, ""), 2, asRoot},
@@ -64,6 +64,14 @@ func TestCodeAndHint(t *testing.T) {
 		if code, hint := fault.Code(c.err), fault.Hint(c.err); code != c.code || hint != c.hint {
 			t.Errorf("%s: code %d, hint %q; want %d, %q", c.name, code, hint, c.code, c.hint)
 		}
+	}
+}
+
+// TestForbiddenPins checks that a pin that bpf(2) may not open is no pin of another version.
+func TestForbiddenPins(t *testing.T) {
+	err := fmt.Errorf("service a: %w", &pin.IncompatibleError{Path: "p", Err: fmt.Errorf("open: %w", unix.EPERM)})
+	if code, hint := fault.Code(err), fault.Hint(err); code != fault.CodeNotPermitted || hint == "" || strings.Contains(hint, "reset") {
+		t.Errorf("code %d, hint %q", code, hint)
 	}
 }
 

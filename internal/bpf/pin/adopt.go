@@ -15,6 +15,7 @@ import (
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bpf/load"
 	"sockeye/internal/fault"
 )
 
@@ -191,7 +192,8 @@ func Share(name, dir string, others []string) error {
 	return nil
 }
 
-// IncompatibleError is the error for a pin that another version or another program has created.
+// IncompatibleError is the error for a pin that cannot be used. Another version or another program has created the pin,
+// unless Err wraps EPERM: bpf(2) is not permitted then.
 type IncompatibleError struct {
 	Path string
 	Err  error
@@ -206,5 +208,8 @@ func (e *IncompatibleError) Unwrap() error { return e.Err }
 
 // Explain returns the hint and the exit code of the error.
 func (e *IncompatibleError) Explain() (hint string, code int) {
+	if errors.Is(e.Err, unix.EPERM) {
+		return load.Forbidden().Explain()
+	}
 	return "sockeye reset removes the pins of another version; steering stops until the agent starts again", fault.CodeConflict
 }
