@@ -5,6 +5,7 @@ package bpf
 import (
 	"errors"
 	"fmt"
+	"runtime"
 	"strings"
 
 	"github.com/cilium/ebpf"
@@ -48,7 +49,7 @@ func HaveSend() error {
 	case errors.Is(err, unix.EPERM):
 		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)
 	case load.LacksHelper(err):
-		return fmt.Errorf("storage of sockets for fentry: %w before Linux 5.11: %w", ebpf.ErrNotSupported, err)
+		return fmt.Errorf("storage of sockets for fentry: %w before Linux %s: %w", ebpf.ErrNotSupported, fentrySince(), err)
 	case err != nil:
 		return fmt.Errorf("load program trace_send: %w", err)
 	}
@@ -58,6 +59,15 @@ func HaveSend() error {
 		return fmt.Errorf("attach trace_send: %w", err)
 	}
 	return l.Close()
+}
+
+// fentrySince returns the release from which fentry programs can use the storage of sockets. On arm64, they attach to
+// functions of the kernel since it has direct calls of ftrace (kernel commit 2aa6ac03516d).
+func fentrySince() string {
+	if runtime.GOARCH == "arm64" {
+		return "6.4"
+	}
+	return "5.11"
 }
 
 // Feature is a kernel feature that Sockeye uses.
@@ -110,7 +120,7 @@ var Features = []Feature{
 		return probeLive()
 	}},
 	{"BPF timestamping", "6.15", "without it trace measures only what is received, and packets", true, HaveTimestamps},
-	{"fentry programs", "5.11", "without them trace has no stage send", true, HaveSend},
+	{"fentry programs", fentrySince(), "without them trace has no stage send", true, HaveSend},
 	{"raw tracepoints", "4.17", "without them trace has no stage reader, no packets, and nothing of what is sent over UDP", true, func() error {
 		return probeProgram(ebpf.RawTracepoint, ebpf.AttachNone)
 	}},
