@@ -107,6 +107,15 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
+	started, before := false, newFootprint(&o)
+	defer func() {
+		if started {
+			return
+		}
+		if failed := before.erase(); failed != nil {
+			o.Log.Warn("a start that failed has left something on the host", "error", failed, "hint", "sockeye reset --state removes it")
+		}
+	}()
 	root, err := bpf.OpenRoot(o.Pins)
 	if err != nil {
 		return err
@@ -122,13 +131,13 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	a := newAgent(o, root, scope.Tree{Mount: cgroups})
 	defer a.close()
+	first, err := a.choosePolicy()
+	if err != nil {
+		return err
+	}
 	if err := a.recordStart(); errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
 		o.Log.Error("start not recorded", "error", err) // steering must continue on a full disk
 	} else if err != nil {
-		return err
-	}
-	first, err := a.choosePolicy()
-	if err != nil {
 		return err
 	}
 	if first.refused != nil {
@@ -153,6 +162,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := rights.Drop(extra...); err != nil {
 		return err
 	}
+	started = true
 	reload := make(chan os.Signal, 1)
 	signal.Notify(reload, unix.SIGHUP)
 	defer signal.Stop(reload)

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -54,11 +55,19 @@ func TestSecondAgent(t *testing.T) {
 		t.Errorf("an agent with pins of its own: %v, %+v", err, r)
 	}
 	h.unchanged(before)
-	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins+"2"); r.code != 0 || !strings.HasPrefix(h.plain(r.out), "removed PINS2\nkept ") {
+	h.missing(h.dir+"/run2", h.dir+"/state2", h.pins+"2")
+	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins+"2"); r.code != 0 || !strings.HasPrefix(r.out, "there was nothing to remove\nkept ") {
 		t.Errorf("reset: %+v", r)
 	}
-	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins+"2"); r.code != 0 || !strings.HasPrefix(r.out, "there was nothing to remove\nkept ") {
-		t.Errorf("reset again: %+v", r)
+}
+
+// missing checks that a refused agent has left no file at the paths.
+func (h *host) missing(paths ...string) {
+	h.t.Helper()
+	for _, path := range paths {
+		if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+			h.t.Errorf("%s is there: %v", path, err)
+		}
 	}
 }
 
@@ -171,12 +180,21 @@ func TestAgentRefusals(t *testing.T) {
 	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", h.state, "--policy", h.dir+"/none.yaml", "-o", "json")
 	h.isFailure(r, 2, "read policy file: open DIR/none.yaml: no such file or directory", "sockeye init --write writes one from the processes that share ports; a file with the line services: {} is a policy that does nothing")
 
-	if err := os.WriteFile(filepath.Join(h.state, "spare.json"), []byte(`{"nonce": 7`), 0o600); err != nil {
+	h.missing(h.state, h.run, h.pins)
+
+	err := os.Mkdir(h.state, 0o700)
+	if err == nil {
+		err = os.WriteFile(filepath.Join(h.state, "spare.json"), []byte(`{"nonce": 7`), 0o600)
+	}
+	if err != nil {
 		t.Fatal(err)
 	}
 	h.isFailure(start(nil, "sockeye"), 1, "service spare: read state DIR/state/spare.json: unexpected end of JSON input",
 		"remove the file: the nonce is also pinned, and members are found again; states and weights of slots and pins of devices are lost")
-	os.Remove(filepath.Join(h.state, "spare.json"))
+	h.missing(h.run, h.pins)
+	if err := os.Remove(filepath.Join(h.state, "spare.json")); err != nil {
+		t.Errorf("the state of an earlier agent is gone: %v", err)
+	}
 
 	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
 		t.Errorf("reset: %+v", r)

@@ -11,6 +11,7 @@ import (
 
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/reset"
 	"sockeye/internal/statedir"
 )
 
@@ -39,7 +40,7 @@ options. Stop the agent before reset.
 Without --state, the state directory is kept, so that the next agent assigns
 each device to its previous slot.`,
 		RunE: func(*cobra.Command, []string) error {
-			removed, err := resetPins(pins)
+			removed, err := reset.Pins(pins)
 			if err != nil {
 				return err
 			}

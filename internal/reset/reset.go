@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package cli
+// Package reset removes what agents have created in the kernel.
+package reset
 
 import (
 	"errors"
@@ -16,9 +17,9 @@ import (
 	"sockeye/internal/steer/keeper"
 )
 
-// resetPins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
+// Pins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
 // kernel selects members' sockets by its own hash. removed is false if there was nothing to remove.
-func resetPins(pins string) (removed bool, err error) {
+func Pins(pins string) (removed bool, err error) {
 	if pins, err = filepath.Abs(pins); err != nil {
 		return false, err
 	}
