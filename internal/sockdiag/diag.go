@@ -36,8 +36,8 @@ type Settings struct {
 	NotSentLowat int
 }
 
-// ErrUnsupported is returned on kernels without sock_diag for TCP.
-var ErrUnsupported = errors.New("this kernel does not support sock_diag for TCP")
+// ErrUnsupported is returned on kernels without sock_diag for the protocol.
+var ErrUnsupported = errors.New("this kernel does not support sock_diag for this protocol")
 
 // ErrInterrupted is returned if the kernel could not return a consistent dump.
 var ErrInterrupted = errors.New("the sockets changed during the dump")
@@ -95,7 +95,9 @@ func readNumbers(file string) (numbers []int) {
 
 // Query selects sockets.
 type Query struct {
-	States States
+	// Protocol is unix.IPPROTO_TCP or IPPROTO_UDP; 0 is TCP. A UDP socket without a peer has the state Closed.
+	Protocol uint8
+	States   States
 	// Ports of both ends; 0 matches any.
 	LocalPort, RemotePort uint16
 	// Options also requests Socket.Options.
@@ -125,6 +127,9 @@ func (c *Conn) Dump(q Query, begin func(), visit func(*Socket)) error {
 		}
 	}
 	if err != nil {
+		if q.Protocol == unix.IPPROTO_UDP {
+			return fmt.Errorf("read UDP sockets: %w", err)
+		}
 		return fmt.Errorf("read TCP sockets: %w", err)
 	}
 	return nil
@@ -170,6 +175,9 @@ func tcpRequest(seq uint32, family uint8, flags uint16) Request {
 func dumpRequest(seq uint32, family uint8, q Query) []byte {
 	r := tcpRequest(seq, family, unix.NLM_F_DUMP)
 	r.States = q.States
+	if q.Protocol != 0 {
+		r.Protocol = q.Protocol
+	}
 	r.Source, r.Destination = netip.AddrPortFrom(netip.Addr{}, q.LocalPort), netip.AddrPortFrom(netip.Addr{}, q.RemotePort)
 	if q.Options {
 		r.Attributes |= 1<<(attrTOS-1) | 1<<(attrTrafficClass-1)

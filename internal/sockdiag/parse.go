@@ -40,7 +40,7 @@ const (
 	storageValue      = 3
 )
 
-// Socket is a TCP socket as reported by sock_diag. Sizes are in bytes.
+// Socket is a TCP or UDP socket as reported by sock_diag. Sizes are in bytes.
 type Socket struct {
 	Family uint8 // unix.AF_INET or AF_INET6
 	State  State
@@ -62,10 +62,17 @@ type Socket struct {
 	HasMemory      bool
 	Buffer, Queued int
 	ReceiveBuffer  int // sk_rcvbuf; 0 unless HasMemory
+	// ReceiveQueued is the memory of the receive queue (sk_rmem_alloc), and Dropped the number of packets that the kernel
+	// has dropped at the socket (sk_drops); both are 0 unless HasMemory.
+	ReceiveQueued int
+	Dropped       uint32
 	// Info is TCP_INFO, and zero unless HasInfo: connections in TIME_WAIT and handshakes have no TCP_INFO. The length
 	// depends on the kernel.
 	HasInfo bool
 	Info    unix.TCPInfo
+	// ZeroWindow is set if the socket has closed its receive window, because the application does not read. The kernel
+	// reports the window since Linux 6.2.
+	ZeroWindow bool
 	// AppLimited is set if the application limited the last measured delivery rate.
 	AppLimited bool
 	// Options are set with Query.Options.
@@ -146,6 +153,7 @@ func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 		s.HasInfo = true
 		copy((*[unsafe.Sizeof(s.Info)]byte)(unsafe.Pointer(&s.Info))[:], value)
 		s.AppLimited = value[bitfields]&lowestBit != 0
+		s.ZeroWindow = s.State == Established && len(value) >= int(unsafe.Offsetof(s.Info.Rehash)) && s.Info.Rcv_wnd == 0
 	case attrCongestion:
 		for i, b := range value {
 			if b == 0 {
@@ -169,6 +177,10 @@ func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 		s.Buffer = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_SNDBUF*4:])))
 		s.Queued = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_WMEM_QUEUED*4:])))
 		s.ReceiveBuffer = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_RCVBUF*4:])))
+		s.ReceiveQueued = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_RMEM_ALLOC*4:])))
+		if len(value) >= (unix.SK_MEMINFO_DROPS+1)*4 {
+			s.Dropped = binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_DROPS*4:])
+		}
 	case attrTOS:
 		s.Options.TOS = option(value)
 	case attrTrafficClass:

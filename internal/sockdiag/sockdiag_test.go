@@ -5,6 +5,7 @@ package sockdiag_test
 import (
 	"context"
 	"errors"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -295,5 +296,87 @@ func TestStates(t *testing.T) {
 func TestNoCgroups(t *testing.T) {
 	if _, err := sockdiag.ReadCgroups("/nowhere", "/nowhere"); !errors.Is(err, os.ErrNotExist) {
 		t.Error(err)
+	}
+}
+
+// TestDatagrams checks that a dump of UDP sockets has what waits and what was dropped at a socket.
+func TestDatagrams(t *testing.T) {
+	c := open(t)
+	receiver, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.MustParseAddrPort("[::1]:0")))
+	check(t, err)
+	defer receiver.Close()
+	check(t, receiver.SetReadBuffer(1))
+	sender, err := net.DialUDP("udp", nil, receiver.LocalAddr().(*net.UDPAddr))
+	check(t, err)
+	defer sender.Close()
+	const sent = 50
+	for range sent {
+		_, err := sender.Write(make([]byte, 1000))
+		check(t, err)
+	}
+	at := receiver.LocalAddr().(*net.UDPAddr).AddrPort()
+	query := sockdiag.Query{Protocol: unix.IPPROTO_UDP, States: sockdiag.States(0).With(sockdiag.Closed), LocalPort: at.Port()}
+	all := dump(t, c, query)
+	if len(all) != 1 {
+		t.Fatalf("sockets %+v", all)
+	}
+	for _, s := range all {
+		if s.Local != at || !s.HasMemory || s.ReceiveQueued < 1000 || s.ReceiveBuffer == 0 || s.Dropped == 0 || s.Dropped >= sent {
+			t.Errorf("%+v", s)
+		}
+		received := make([]byte, 2000)
+		count := 0
+		for {
+			check(t, receiver.SetReadDeadline(time.Now().Add(100*time.Millisecond)))
+			if _, err := receiver.Read(received); err != nil {
+				break
+			}
+			count++
+		}
+		if count+int(s.Dropped) != sent {
+			t.Errorf("%d received and %d dropped, want %d together", count, s.Dropped, sent)
+		}
+	}
+	for _, s := range dump(t, c, query) {
+		if s.ReceiveQueued != 0 {
+			t.Errorf("%d bytes after all were read", s.ReceiveQueued)
+		}
+	}
+}
+
+// TestZeroWindow checks that only the end that does not read has a closed window, and has it until the end reads.
+func TestZeroWindow(t *testing.T) {
+	c := open(t)
+	l := listen(t, "127.0.0.1:0")
+	from, to := connect(t, l, l.Addr().String())
+	states := func() (sender, reader bool) {
+		all := dump(t, c, sockdiag.Query{States: sockdiag.Connected})
+		return all[cookie(t, from)].ZeroWindow, all[cookie(t, to)].ZeroWindow
+	}
+	if sender, reader := states(); sender || reader {
+		t.Fatalf("at first: %v, %v", sender, reader)
+	}
+	check(t, from.SetWriteDeadline(time.Now().Add(time.Minute)))
+	written := make(chan error, 1)
+	go func() {
+		_, err := from.Write(make([]byte, 32<<20))
+		written <- err
+	}()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		sender, reader := states()
+		if sender {
+			t.Fatal("the window of the sender is closed")
+		}
+		if reader {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the window stays open")
+		}
+	}
+	_, err := io.CopyN(io.Discard, to, 32<<20)
+	check(t, errors.Join(err, <-written))
+	if sender, reader := states(); sender || reader {
+		t.Errorf("after all was read: %v, %v", sender, reader)
 	}
 }
