@@ -34,6 +34,7 @@ var (
 	descSocketsPayload = prometheus.NewDesc("sockeye_sockets_payload_bytes", "Payload bytes in the send queues of the connections.", socketLabels, nil)
 	descSocketsUnsent  = prometheus.NewDesc("sockeye_sockets_unsent_bytes", "Payload bytes that are not sent yet.", socketLabels, nil)
 	descSocketsUnread  = prometheus.NewDesc("sockeye_sockets_unread_bytes", "Received bytes that the applications have not read.", socketLabels, nil)
+	descSocketsStuck   = prometheus.NewDesc("sockeye_sockets_zero_window", "TCP connections whose receive window is closed, because the application does not read.", socketLabels, nil)
 	descSocketsRoom    = prometheus.NewDesc("sockeye_sockets_room_bytes", "Bytes that the connections together accept now without a partial send.", socketLabels, nil)
 )
 
@@ -70,6 +71,7 @@ type socketKey struct{ service, cgroup string }
 type socketSum struct {
 	byLimit                               map[sockdiag.Limit]int
 	queued, payload, unsent, unread, room int
+	zeroWindow                            int
 }
 
 // socketNetwork is a network namespace, and the services in it.
@@ -143,6 +145,7 @@ func (m *Collector) Collect(out chan<- prometheus.Metric) error {
 		gauge(descSocketsPayload, sum.payload)
 		gauge(descSocketsUnsent, sum.unsent)
 		gauge(descSocketsUnread, sum.unread)
+		gauge(descSocketsStuck, sum.zeroWindow)
 		if m.kernel != nil {
 			gauge(descSocketsRoom, sum.room)
 		}
@@ -202,6 +205,9 @@ func (t *socketSum) add(s *sockdiag.Socket, settings sockdiag.Settings, kernel *
 	t.payload += int(s.Payload)
 	t.unsent += int(s.Info.Notsent_bytes)
 	t.unread += int(s.Unread)
+	if s.ZeroWindow {
+		t.zeroWindow++
+	}
 	if kernel != nil {
 		t.room += kernel.Estimate(s.Snapshot(settings), 0, nil).Safe
 	}
@@ -215,6 +221,7 @@ func (t *socketSum) addSum(o *socketSum) {
 	t.payload += o.payload
 	t.unsent += o.unsent
 	t.unread += o.unread
+	t.zeroWindow += o.zeroWindow
 	t.room += o.room
 }
 

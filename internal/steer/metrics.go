@@ -3,12 +3,14 @@
 package steer
 
 import (
+	"errors"
 	"strconv"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/config"
 	"sockeye/internal/format"
 	"sockeye/internal/steer/stored"
 )
@@ -27,9 +29,25 @@ var (
 		"Refused connection requests (tcp) and datagrams (udp), by their slot; the label is empty if no slot was found.",
 		[]string{"service", "slot", "protocol", "reason"}, nil)
 	descRegistrations = prometheus.NewDesc("sockeye_registrations_total",
-		"Members registered since the agent started.", []string{"service"}, nil)
+		"Members registered in the slot since the agent started.", []string{"service", "slot"}, nil)
 	descWaiting = prometheus.NewDesc("sockeye_members_waiting",
 		"Processes that match a rule and cannot be registered yet.", []string{"service"}, nil)
+	descNotAdmitted = prometheus.NewDesc("sockeye_members_refused",
+		"Processes that match a rule and listen on the ports, but are not admitted, at most 16.", []string{"service"}, nil)
+	descDrops = prometheus.NewDesc("sockeye_member_drops_total",
+		"Packets that the kernel dropped at the sockets of the member: datagrams (udp) without space in the receive buffer, connection requests (tcp) beyond the backlog.",
+		[]string{"service", "slot", "protocol"}, nil)
+	descQueue = prometheus.NewDesc("sockeye_member_receive_queue_bytes",
+		"Memory of the datagrams that the member has not read.", []string{"service", "slot"}, nil)
+	descBuffer = prometheus.NewDesc("sockeye_member_receive_buffer_bytes",
+		"Size of the receive buffer of the member's UDP sockets.", []string{"service", "slot"}, nil)
+	descAccept = prometheus.NewDesc("sockeye_member_accept_queue",
+		"TCP connections that the member has not accepted.", []string{"service", "slot"}, nil)
+	descBacklog = prometheus.NewDesc("sockeye_member_accept_backlog",
+		"TCP connections that may wait for the member to accept them.", []string{"service", "slot"}, nil)
+	descOneStream = prometheus.NewDesc("sockeye_devices_one_stream",
+		"Devices that send only one stream: tcp have a connection and have sent no datagrams for 10 minutes, udp send datagrams and have no connection.",
+		[]string{"service", "stream"}, nil)
 	descHeld = prometheus.NewDesc("sockeye_service_ports_steered",
 		"1 while the service's ports stay steered even if all members exit.", []string{"service"}, nil)
 	descUnlisted = prometheus.NewDesc("sockeye_unlisted_total",
@@ -55,6 +73,8 @@ var (
 		"Datagrams that wait for the next member of the empty slot.", []string{"service", "slot"}, nil)
 	descStored = prometheus.NewDesc("sockeye_room_stored_total",
 		"Datagrams (udp) and connection requests (tcp) that came while the slot was empty, and waited.", []string{"service", "slot", "protocol"}, nil)
+	descRoomLimit = prometheus.NewDesc("sockeye_room_limit_datagrams",
+		"Datagrams that may wait in the waiting room of a slot.", []string{"service"}, nil)
 	descFull = prometheus.NewDesc("sockeye_room_full_total",
 		"Datagrams that were refused because the waiting room of the slot was full.", []string{"service", "slot"}, nil)
 	descReplayed = prometheus.NewDesc("sockeye_room_replayed_total",
@@ -116,6 +136,10 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	if err != nil {
 		return err
 	}
+	// Without sock_diag, the other metrics are sent.
+	datagramQueues, failed := s.readQueues(config.UDP)
+	acceptQueues, err := s.readQueues(config.TCP)
+	failed = errors.Join(failed, err)
 	shares := s.shares()
 	name := s.Name
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
@@ -124,8 +148,8 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	counter := func(desc *prometheus.Desc, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(desc, prometheus.CounterValue, value, append([]string{name}, labels...)...)
 	}
-	counter(descRegistrations, float64(s.registrations))
 	gauge(descWaiting, float64(len(status.Waiting)))
+	gauge(descNotAdmitted, float64(len(status.Refused)))
 	gauge(descHeld, format.Bool(status.PortsSteered))
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
@@ -134,6 +158,17 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descMoving, float64(running), "running")
 	gauge(descMoving, float64(waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))
+	if s.hasBothStreams() {
+		if err := s.updateStreams(); err != nil {
+			failed = errors.Join(failed, err)
+		} else {
+			gauge(descOneStream, float64(s.streams.tcp), "tcp")
+			gauge(descOneStream, float64(s.streams.udp), "udp")
+		}
+	}
+	if s.rooms.Exist() {
+		gauge(descRoomLimit, float64(s.rooms.Room().Datagrams))
+	}
 	if s.rooms.KeepsTemplates() {
 		kept := s.rooms.TemplateStats()
 		lost, err := s.Path.LostTemplates()
@@ -175,6 +210,17 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 				counter(descReplayed, float64(room.Replayed), slot)
 				counter(descLost, float64(room.Lost), slot)
 			}
+			counter(descRegistrations, float64(s.registrations[i]), slot)
+			if q := datagramQueues[i]; q != nil {
+				counter(descDrops, float64(q.drops), slot, "udp")
+				gauge(descQueue, float64(q.used), slot)
+				gauge(descBuffer, float64(q.limit), slot)
+			}
+			if q := acceptQueues[i]; q != nil {
+				counter(descDrops, float64(q.drops), slot, "tcp")
+				gauge(descAccept, float64(q.used), slot)
+				gauge(descBacklog, float64(q.limit), slot)
+			}
 			counter(descConnections, float64(c.Connections), slot)
 			counter(descDatagrams, float64(c.Datagrams), slot)
 			counter(descDiverted, float64(c.Diverted), slot)
@@ -187,5 +233,5 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 			counter(descRefused, float64(c.RefusedDatagrams[reason]), slot, "udp", text)
 		}
 	}
-	return nil
+	return failed
 }

@@ -91,7 +91,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			}
 		}
 	}
-	s.registrations++
+	s.registrations[seat.Slot]++
 	delete(s.refusals, seat.ID())
 	s.occupySlot(seat)
 	_, held := s.GroupOwner()

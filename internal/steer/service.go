@@ -66,7 +66,8 @@ type service struct {
 	lastSave  time.Time   // time of the last save of the members
 	saveTimer *time.Timer // timer of the next save; nil: none is due
 
-	registrations      uint64
+	registrations      map[int]uint64 // by slot
+	streams            streams
 	keeperProblem      error // error of reconcileKeeper; nil: the ports are held
 	keeperRetryPending bool  // the next attempt of reconcileKeeper is scheduled
 }
@@ -82,7 +83,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		waiting:      make(map[int]*waitingProcess),
 		socketOwners: make(map[uint64]member.ID), boundBy: make(map[uint64]int), inspected: make(map[int]*inspections),
 		formers:  make(map[member.ID]*core.Seat),
-		refusals: make(refusals),
+		refusals: make(refusals), registrations: make(map[int]uint64),
 	}
 	s.Actions = s
 	s.rooms = rooms.New(&s.Service)

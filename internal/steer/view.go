@@ -159,6 +159,11 @@ func bootTime() time.Time {
 	return time.Now().Add(-core.Since(unix.CLOCK_BOOTTIME))
 }
 
+// monotonicZero returns the time at which CLOCK_MONOTONIC was 0.
+func monotonicZero() time.Time {
+	return time.Now().Add(-core.Since(unix.CLOCK_MONOTONIC))
+}
+
 func (s *service) devices() ([]api.DeviceStatus, error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -170,7 +175,7 @@ func (s *service) devices() ([]api.DeviceStatus, error) {
 		return list, nil
 	}
 	sessions := s.sessionSlots()
-	monotonic := time.Now().Add(-core.Since(unix.CLOCK_MONOTONIC))
+	monotonic := monotonicZero()
 	for address, seen := range s.Path.Devices() {
 		addr := placement.Addr(address)
 		at := s.Mapping.Locate(addr)

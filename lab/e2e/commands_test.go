@@ -126,11 +126,13 @@ func TestMembersByCommand(t *testing.T) {
 
 var metricNames = []string{
 	"sockeye_agent_starts_total", "sockeye_build_info", "sockeye_connections_total", "sockeye_datagrams_total", "sockeye_devices_adopted",
-	"sockeye_devices_moving", "sockeye_devices_split", "sockeye_diverted_total", "sockeye_members_waiting", "sockeye_policy_in_force",
+	"sockeye_devices_moving", "sockeye_devices_one_stream", "sockeye_devices_split", "sockeye_diverted_total",
+	"sockeye_member_accept_backlog", "sockeye_member_accept_queue", "sockeye_member_drops_total", "sockeye_member_receive_buffer_bytes",
+	"sockeye_member_receive_queue_bytes", "sockeye_members_refused", "sockeye_members_waiting", "sockeye_policy_in_force",
 	"sockeye_program_run_seconds_total", "sockeye_program_runs_total", "sockeye_refused_total", "sockeye_registrations_total",
 	"sockeye_service_ports_steered", "sockeye_sessions_closed_total", "sockeye_slot_ready", "sockeye_slot_share", "sockeye_slot_state",
 	"sockeye_slot_weight", "sockeye_sockets", "sockeye_sockets_payload_bytes", "sockeye_sockets_queued_bytes", "sockeye_sockets_room_bytes",
-	"sockeye_sockets_unread_bytes", "sockeye_sockets_unsent_bytes", "sockeye_template_datagrams_total", "sockeye_template_exporters",
+	"sockeye_sockets_unread_bytes", "sockeye_sockets_unsent_bytes", "sockeye_sockets_zero_window", "sockeye_template_datagrams_total", "sockeye_template_exporters",
 	"sockeye_template_malformed_total", "sockeye_template_replays_total", "sockeye_templates", "sockeye_templates_lost_total",
 	"sockeye_templates_refused_total", "sockeye_unlisted_total",
 }
@@ -140,9 +142,7 @@ func TestShown(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		h := newHost(t, mode)
 		h.setPolicy(4)
-		text, err := os.ReadFile(h.policyPath())
-		h.must(err)
-		h.must(os.WriteFile(h.policyPath(), append(text, "metrics: {listen: \"127.0.0.1:9732\"}\n"...), 0o644))
+		h.serveMetrics()
 		h.startAgent()
 		h.start(0, 1, 2, 3)
 		h.ready(0, 1, 2, 3)
@@ -189,6 +189,9 @@ func TestShown(t *testing.T) {
 			}
 			label := `{service="telemetry",slot="%d"}`
 			ready := metric("slot_ready", label, i) == 1
+			if metric("registrations_total", label, i) != 1 {
+				t.Errorf("slot %d: %d registrations", i, metric("registrations_total", label, i))
+			}
 			if metric("connections_total", label, i) != sent || metric("datagrams_total", label, i) != sent || ready != s.Ready {
 				t.Errorf("metrics of slot %d are not %+v", i, s)
 			}
@@ -198,7 +201,7 @@ func TestShown(t *testing.T) {
 				}
 			}
 		}
-		if metric("registrations_total", `{service="telemetry"}`) != 4 || metric("service_ports_steered", `{service="telemetry"}`) != 1 ||
+		if metric("service_ports_steered", `{service="telemetry"}`) != 1 ||
 			metric("agent_starts_total", "") != 1 || metric("members_waiting", `{service="telemetry"}`) != 0 {
 			t.Errorf("metrics: %v", metrics)
 		}
@@ -243,6 +246,14 @@ func TestShown(t *testing.T) {
 			}
 		}
 	})
+}
+
+// serveMetrics adds the address of the metrics to the policy file.
+func (h *host) serveMetrics() {
+	h.Helper()
+	text, err := os.ReadFile(h.policyPath())
+	h.must(err)
+	h.replaceFile(h.policyPath(), string(text)+"metrics: {listen: \"127.0.0.1:9732\"}\n")
 }
 
 // scrape reads metrics in the collectors' namespace.
