@@ -3,8 +3,10 @@
 package dist_test
 
 import (
+	"encoding/json"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -120,18 +122,160 @@ func TestRunbook(t *testing.T) {
 	}
 }
 
-// TestRulesMetrics checks that the agent has the metrics of the alerts.
-func TestRulesMetrics(t *testing.T) {
-	documented := readFile(t, "../docs/metrics.md")
-	for _, a := range alerts(t) {
-		names := regexp.MustCompile(`sockeye_\w+`).FindAllString(a.Expr, -1)
-		if len(names) == 0 && a.Alert != "SockeyeAgentDown" {
-			t.Errorf("%s has no metric: %s", a.Alert, a.Expr)
-		}
-		for _, name := range names {
-			if !strings.Contains(documented, "| `"+name+"` |") {
-				t.Errorf("%s: docs/metrics.md has no %s", a.Alert, name)
+// documentedLabels returns the labels of the metrics of docs/metrics.md.
+func documentedLabels(t *testing.T) map[string][]string {
+	t.Helper()
+	labels := make(map[string][]string)
+	for _, m := range regexp.MustCompile("(?m)^\\| `(sockeye_\\w+)` \\|([^|]*)\\|").FindAllStringSubmatch(readFile(t, "../docs/metrics.md"), -1) {
+		labels[m[1]] = []string{"instance", "job"}
+		for label := range strings.SplitSeq(m[2], ",") {
+			if label = strings.TrimSpace(label); label == "group" {
+				labels[m[1]] = append(labels[m[1]], "protocol", "remote", "port", "service", "group_cgroup", "tune_rule", "arm")
+			} else {
+				labels[m[1]] = append(labels[m[1]], label)
 			}
+		}
+	}
+	if len(labels) < 70 {
+		t.Fatalf("%d metrics", len(labels))
+	}
+	return labels
+}
+
+var (
+	selector = regexp.MustCompile(`\b(sockeye_\w+)(?:\{([^}]*)\})?`)
+	matcher  = regexp.MustCompile(`(\w+)(?:=~|!~|!=|=)"`)
+	grouping = regexp.MustCompile(`\bby \(([^)]*)\)`)
+	series   = regexp.MustCompile(`_(bucket|sum|count)$`)
+)
+
+// checkLabels checks that the metrics of an expression exist and have the labels by which the expression selects and groups,
+// and returns their names. Prometheus accepts labels that no metric has.
+func checkLabels(t *testing.T, where, expr string, documented map[string][]string) (names []string) {
+	t.Helper()
+	var known []string
+	for _, s := range selector.FindAllStringSubmatch(expr, -1) {
+		name := s[1]
+		if documented[name] == nil {
+			name = series.ReplaceAllString(name, "") // of a histogram
+			known = append(known, "le")
+		}
+		labels := documented[name]
+		if labels == nil {
+			t.Errorf("%s: docs/metrics.md has no %s", where, s[1])
+		}
+		for _, m := range matcher.FindAllStringSubmatch(s[2], -1) {
+			if !slices.Contains(labels, m[1]) {
+				t.Errorf("%s: %s has no label %s", where, name, m[1])
+			}
+		}
+		names, known = append(names, name), append(known, labels...)
+	}
+	for _, g := range grouping.FindAllStringSubmatch(expr, -1) {
+		for label := range strings.SplitSeq(g[1], ", ") {
+			if len(names) > 0 && !slices.Contains(known, label) {
+				t.Errorf("%s: no metric has the label %s: %s", where, label, expr)
+			}
+		}
+	}
+	return names
+}
+
+// dashboard is a dashboard for Grafana.
+type dashboard struct {
+	Title, UID, Description string
+	ID                      *int
+	Templating              struct {
+		List []struct{ Name, Type, Label, Query any }
+	}
+	Panels []struct {
+		ID                       int
+		Type, Title, Description string
+		GridPos                  struct{ X, Y, W, H int }
+		Datasource               struct{ UID string }
+		FieldConfig              struct{ Defaults struct{ Unit string } }
+		Targets                  []struct {
+			RefID, Expr, LegendFormat string
+			Datasource                struct{ UID string }
+		}
+	}
+}
+
+// TestDashboardPanels checks that panels have a title, a unit, a description and the data source of the variable, that they do
+// not overlap, and that legends have labels of the results. TestDashboards of lab/e2e runs their queries.
+func TestDashboardPanels(t *testing.T) {
+	files, err := filepath.Glob("grafana/*.json")
+	if err != nil || len(files) != 5 {
+		t.Fatalf("dashboards %q, %v", files, err)
+	}
+	documented := documentedLabels(t)
+	unused := make(map[string]bool)
+	for name := range documented {
+		unused[name] = true
+	}
+	legend := regexp.MustCompile(`\{\{(\w+)\}\}`)
+	for _, file := range files {
+		var d dashboard
+		if err := json.Unmarshal([]byte(readFile(t, file)), &d); err != nil {
+			t.Fatal(err)
+		}
+		if d.Title == "" || d.UID+".json" != filepath.Base(file) || d.Description == "" || d.ID != nil {
+			t.Errorf("%s: title %q, uid %q, description %q, id %v", file, d.Title, d.UID, d.Description, d.ID)
+		}
+		if v := d.Templating.List[0]; v.Name != "datasource" || v.Type != "datasource" || v.Query != "prometheus" {
+			t.Errorf("%s: variable %+v", file, v)
+		}
+		ids := make(map[int]bool)
+		for i, p := range d.Panels {
+			where := file + ": " + p.Title
+			if p.Title == "" || ids[p.ID] {
+				t.Errorf("%s: no title, or the id %d twice", where, p.ID)
+			}
+			ids[p.ID] = true
+			a := p.GridPos
+			for _, other := range d.Panels[:i] {
+				b := other.GridPos
+				if a.X < b.X+b.W && b.X < a.X+a.W && a.Y < b.Y+b.H && b.Y < a.Y+a.H {
+					t.Errorf("%s overlaps %s", where, other.Title)
+				}
+			}
+			if a.X < 0 || a.W < 1 || a.H < 1 || a.X+a.W > 24 {
+				t.Errorf("%s: %+v", where, a)
+			}
+			if p.Type == "row" {
+				continue
+			}
+			if p.Description == "" || p.FieldConfig.Defaults.Unit == "" || p.Datasource.UID != "${datasource}" || len(p.Targets) == 0 {
+				t.Errorf("%s lacks a description, a unit, the data source or a query", where)
+			}
+			for _, q := range p.Targets {
+				if q.Datasource.UID != "${datasource}" || p.Type != "table" && q.LegendFormat == "" {
+					t.Errorf("%s: %s lacks the data source or a legend", where, q.RefID)
+				}
+				for _, name := range checkLabels(t, where, q.Expr, documented) {
+					delete(unused, name)
+				}
+				if by := grouping.FindAllStringSubmatch(q.Expr, -1); by != nil {
+					for _, m := range legend.FindAllStringSubmatch(q.LegendFormat, -1) {
+						if !slices.Contains(strings.Split(by[len(by)-1][1], ", "), m[1]) {
+							t.Errorf("%s: the legend has %s, by which the query does not group: %s", where, m[1], q.Expr)
+						}
+					}
+				}
+			}
+		}
+	}
+	for name := range unused {
+		t.Errorf("no dashboard shows %s", name)
+	}
+}
+
+// TestRulesMetrics checks that the agent has the metrics of the alerts, with their labels.
+func TestRulesMetrics(t *testing.T) {
+	documented := documentedLabels(t)
+	for _, a := range alerts(t) {
+		if names := checkLabels(t, a.Alert, a.Expr, documented); len(names) == 0 && a.Alert != "SockeyeAgentDown" {
+			t.Errorf("%s has no metric: %s", a.Alert, a.Expr)
 		}
 	}
 }
