@@ -5,6 +5,8 @@ package bpf
 import (
 	"fmt"
 	"iter"
+
+	"github.com/cilium/ebpf"
 )
 
 // Counters returns the counters by slot, summed over all CPUs. The last entry has the counts without a slot.
@@ -44,18 +46,24 @@ func (s *Steer) Datagrams(slot int) (n uint64, err error) {
 	return n, nil
 }
 
+// devicesBatch is the number of devices that one call of the kernel returns. A hash bucket must fit into a batch.
+const devicesBatch = 4096
+
 // Devices yields the table of seen devices. Entries that the kernel evicts concurrently may be missing.
 func (s *Steer) Devices() iter.Seq2[Address, Seen] {
 	return func(yield func(Address, Seen) bool) {
 		pending := s.pendingDatagrams()
-		var (
-			address Address
-			seen    Seen
-		)
-		entries := s.devices.Iterate()
-		for entries.Next(&address, &seen) {
-			seen.Datagrams += pending[address]
-			if !yield(address, seen) {
+		var cursor ebpf.MapBatchCursor
+		addresses, all := make([]Address, devicesBatch), make([]Seen, devicesBatch)
+		for {
+			n, err := s.devices.BatchLookup(&cursor, addresses, all, nil)
+			for i, address := range addresses[:n] {
+				all[i].Datagrams += pending[address]
+				if !yield(address, all[i]) {
+					return
+				}
+			}
+			if err != nil { // ErrKeyNotExist: the end
 				return
 			}
 		}
