@@ -28,7 +28,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
-TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server systemd syslog-ng-core
+TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server prometheus systemd syslog-ng-core
 RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring
@@ -143,9 +143,10 @@ bench-flood: ## Flood a service from ten million forged sources (twenty minutes)
 	SOCKEYE_FLOOD_SOURCES=10000000 go test -count=1 -timeout 60m -v -run TestFlood ./internal/bpf
 
 .PHONY: generate
-generate: ## Compile the BPF programs and generate their Go
+generate: ## Compile the BPF programs, generate their Go, and generate the dashboards
 	@tools/setup $(BPF_PACKAGES)
 	go generate ./internal/...
+	go run ./tools/dashboards dist/grafana
 
 .PHONY: verify-generated
 verify-generated: ## Prove that what is generated is what is committed, byte by byte
@@ -192,7 +193,7 @@ docs: ## Write man pages and completions to out/
 	@for shell in bash zsh fish; do go run ./cmd/sockeye completion $$shell > "$(OUT)/completion/sockeye.$$shell"; done
 
 .PHONY: install
-install: build ## Install binary, man pages, completions, unit and examples (PREFIX, DESTDIR)
+install: build ## Install binary, man pages, completions, unit, examples, alerts and dashboards (PREFIX, DESTDIR)
 	@$(MAKE) --no-print-directory install-files
 
 .PHONY: install-files
@@ -208,6 +209,10 @@ install-files: docs
 	sed 's|@PREFIX@|$(PREFIX)|' dist/sockeye.service > $(DESTDIR)$(UNITDIR)/sockeye.service
 	install -d $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d
 	install -m 644 dist/sockeye.service.d/*.conf $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d
+	install -d $(DESTDIR)$(PREFIX)/share/sockeye/prometheus $(DESTDIR)$(PREFIX)/share/sockeye/grafana
+	sed 's|file:///usr/share/|file://$(PREFIX)/share/|' dist/prometheus/sockeye.rules.yml > $(DESTDIR)$(PREFIX)/share/sockeye/prometheus/sockeye.rules.yml
+	install -m 644 dist/grafana/*.json $(DESTDIR)$(PREFIX)/share/sockeye/grafana
+	install -D -m 644 docs/runbook.md $(DESTDIR)$(PREFIX)/share/doc/sockeye/runbook.md
 	find examples -type f -printf '%P\n' | xargs -I% install -D -m 644 examples/% $(DESTDIR)$(PREFIX)/share/sockeye/examples/%
 
 .PHONY: uninstall
@@ -215,6 +220,7 @@ uninstall: ## Remove what install has installed (PREFIX, DESTDIR)
 	rm -f $(DESTDIR)$(PREFIX)/bin/sockeye $(DESTDIR)$(UNITDIR)/sockeye.service
 	rm -f $(DESTDIR)$(PREFIX)/share/man/man1/sockeye.1 $(DESTDIR)$(PREFIX)/share/man/man1/sockeye-*.1 $(DESTDIR)$(PREFIX)/share/man/man5/sockeye-policy.5
 	rm -f $(DESTDIR)$(PREFIX)/share/bash-completion/completions/sockeye $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_sockeye $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/sockeye.fish
+	rm -f $(DESTDIR)$(PREFIX)/share/doc/sockeye/runbook.md
 	rm -rf $(DESTDIR)$(PREFIX)/share/sockeye
 
 .PHONY: deb

@@ -39,6 +39,7 @@ func TestInstall(t *testing.T) {
 	for _, want := range []string{
 		"/usr/bin/sockeye", "/usr/share/man/man1/sockeye.1", "/usr/share/man/man1/sockeye-init.1", "/usr/share/man/man5/sockeye-policy.5",
 		"/etc/systemd/system/sockeye.service", "/usr/share/bash-completion/completions/sockeye", "/usr/share/sockeye/examples/nfacctd/etc/sockeye/policy.yaml",
+		"/usr/share/sockeye/prometheus/sockeye.rules.yml", "/usr/share/sockeye/grafana/sockeye-overview.json", "/usr/share/doc/sockeye/runbook.md",
 	} {
 		if !slices.Contains(installed, want) {
 			t.Errorf("no %s in %q", want, installed)
