@@ -32,7 +32,7 @@ func install(t *testing.T, dropIns ...string) (root, unit string) {
 // safe.
 func analyze(t *testing.T, root string) (score float64, unsafe []string) {
 	t.Helper()
-	score, unsafe, err := exposure.Analyze(root)
+	score, unsafe, err := exposure.Analyze(root, "sockeye.service")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -166,6 +166,6 @@ func score(dist string) (float64, error) {
 	if _, err := exposure.Install(root, dist); err != nil {
 		return 0, err
 	}
-	score, _, err := exposure.Analyze(root)
+	score, _, err := exposure.Analyze(root, "sockeye.service")
 	return score, err
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package exposure runs systemd-analyze(1) to compute the exposure score of the agent's unit.
+// Package exposure runs systemd-analyze(1) to compute the exposure score of a unit.
 package exposure
 
 import (
@@ -50,12 +50,12 @@ type finding struct {
 	Field string `json:"json_field"`
 }
 
-var overall = regexp.MustCompile(`exposure level for sockeye\.service: ([0-9.]+)`)
+var overall = regexp.MustCompile(`exposure level for \S+: ([0-9.]+)`)
 
-// Analyze returns the exposure score (0 to 10) of the unit that is installed below root, and the names of the
+// Analyze returns the exposure score (0 to 10) of a unit that is installed below root, and the names of the
 // settings that are not safe.
-func Analyze(root string) (score float64, unsafe []string, err error) {
-	text, err := analyze(root)
+func Analyze(root, unit string) (score float64, unsafe []string, err error) {
+	text, err := analyze(root, unit)
 	if err != nil {
 		return 0, nil, err
 	}
@@ -66,7 +66,7 @@ func Analyze(root string) (score float64, unsafe []string, err error) {
 	if score, err = strconv.ParseFloat(string(match[1]), 64); err != nil {
 		return 0, nil, err
 	}
-	if text, err = analyze(root, "--json=short"); err != nil {
+	if text, err = analyze(root, unit, "--json=short"); err != nil {
 		return 0, nil, err
 	}
 	var findings []finding
@@ -88,8 +88,8 @@ func Analyze(root string) (score float64, unsafe []string, err error) {
 	return score, unsafe, nil
 }
 
-func analyze(root string, more ...string) ([]byte, error) {
-	cmd := exec.Command("systemd-analyze", append([]string{"security", "--offline=true", "--no-pager", "--root=" + root, "sockeye.service"}, more...)...)
+func analyze(root, unit string, more ...string) ([]byte, error) {
+	cmd := exec.Command("systemd-analyze", append([]string{"security", "--offline=true", "--no-pager", "--root=" + root, unit}, more...)...)
 	var errs bytes.Buffer
 	cmd.Stderr = &errs
 	out, err := cmd.Output()
