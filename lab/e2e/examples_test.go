@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -39,7 +40,7 @@ func TestExampleSyslog(t *testing.T) {
 	if together > 20 {
 		t.Errorf("without Sockeye, %d of %d devices are at one process", together, len(e.all))
 	}
-	e.setExamplePolicy()
+	e.setExamplePolicy("syslog-ng", "syslog-collector", "root", `{match: {command_line: 'syslog-ng .*/slot-(\d+)\.conf'}, slot: group}`)
 	h.startAgent()
 	e.ready(0, 1, 2, 3)
 	e.send("with")
@@ -53,6 +54,49 @@ func TestExampleSyslog(t *testing.T) {
 	if n := e.count("restart", h.homes(4)); n != len(e.all) {
 		t.Errorf("during a restart, TCP and UDP of %d of %d devices reach the same process", n, len(e.all))
 	}
+}
+
+// setExamplePolicy writes the policy of an example, whose members are instances of a unit. There is no systemd in the lab:
+// the rule describes the processes in its place. The user of the members is that of the lab's processes.
+func (h *host) setExamplePolicy(example, unit, user, rule string) {
+	h.Helper()
+	policy := h.readExample(example + "/etc/sockeye/policy.yaml")
+	policy = h.replaceOnce(policy, fmt.Sprintf(`{match: {systemd_unit: "%s@*.service"}, slot: instance}`, unit), rule)
+	policy = regexp.MustCompile(`(?m)^    user: \S+`).ReplaceAllLiteralString(policy, "    user: "+user)
+	policy = h.replaceOnce(policy, "    slots: 4\n", fmt.Sprintf("    slots: 4\n    cgroup: /%s\n", h.lab.CgroupPath()))
+	policy, _, _ = strings.Cut(policy, "metrics:")
+	h.replaceFile(h.policyPath(), policy)
+}
+
+// exampleUnit returns the values of a setting in the unit of an example, for the instance of a slot.
+func (h *host) exampleUnit(file, setting string, slot int) (values []string) {
+	h.Helper()
+	for line := range strings.Lines(h.readExample(file)) {
+		if value, ok := strings.CutPrefix(strings.TrimSpace(line), setting+"="); ok {
+			values = append(values, strings.ReplaceAll(value, "%i", fmt.Sprint(slot)))
+		}
+	}
+	if len(values) == 0 {
+		h.Fatalf("%s has no %s", file, setting)
+	}
+	return values
+}
+
+// bound waits until a number of sockets is bound to a port of [::]. The table is tcp6 or udp6 (proc_net(5)).
+func (h *host) bound(table string, port, sockets int) {
+	h.Helper()
+	h.eventually("all sockets", func() error {
+		return h.collectors.Do(func() error {
+			text, err := os.ReadFile("/proc/thread-self/net/" + table)
+			if err != nil {
+				return err
+			}
+			if n := strings.Count(string(text), fmt.Sprintf(":%04X 00000000000000000000000000000000:0000 ", port)); n != sockets {
+				return fmt.Errorf("%s: %d sockets", table, n)
+			}
+			return nil
+		})
+	})
 }
 
 // syslogExample are four syslog-ng processes and the devices that send to them.
@@ -79,17 +123,6 @@ func (h *host) replaceOnce(text, from, to string) string {
 	return strings.Replace(text, from, to, 1)
 }
 
-// setExamplePolicy writes the example's policy. There is no systemd in the lab: the processes are matched by their arguments.
-func (e *syslogExample) setExamplePolicy() {
-	e.Helper()
-	policy := e.readExample("syslog-ng/etc/sockeye/policy.yaml")
-	policy = e.replaceOnce(policy, `{match: {systemd_unit: "syslog-collector@*.service"}, slot: instance}`, `{match: {command_line: 'syslog-ng .*/slot-(\d+)\.conf'}, slot: group}`)
-	policy = e.replaceOnce(policy, "user: syslog-collector", "user: root")
-	policy = e.replaceOnce(policy, "    slots: 4\n", fmt.Sprintf("    slots: 4\n    cgroup: /%s\n", e.lab.CgroupPath()))
-	policy, _, _ = strings.Cut(policy, "metrics:")
-	e.replaceFile(e.policyPath(), policy)
-}
-
 func (e *syslogExample) log(slot int) string {
 	return filepath.Join(e.dir, fmt.Sprintf("slot-%d.log", slot))
 }
@@ -97,12 +130,14 @@ func (e *syslogExample) log(slot int) string {
 // start starts a syslog-ng as the example's unit does.
 func (e *syslogExample) start(slot int) {
 	e.Helper()
+	run := filepath.Join(e.dir, fmt.Sprintf("run-%d", slot))
+	e.must(os.MkdirAll(run, 0o755))
 	text := strings.ReplaceAll(e.readExample("syslog-ng/etc/syslog-ng/syslog-collector@.conf"), "@SLOT@", fmt.Sprint(slot))
-	file := filepath.Join(e.dir, fmt.Sprintf("slot-%d.conf", slot))
-	e.must(os.WriteFile(file, []byte(strings.ReplaceAll(text, "/var/log/syslog-collector", e.dir)), 0o644))
-	base := filepath.Join(e.dir, fmt.Sprintf("syslog-%d", slot))
-	p := e.collectors.Command(context.Background(), "/usr/sbin/syslog-ng", "--foreground", "--no-caps", "--cfgfile="+file,
-		"--persist-file="+base+".persist", "--pidfile="+base+".pid", "--control="+base+".ctl")
+	text = e.replaceOnce(text, "/var/log/syslog-collector", e.dir)
+	e.must(os.WriteFile(filepath.Join(run, fmt.Sprintf("slot-%d.conf", slot)), []byte(text), 0o644))
+	command := e.exampleUnit("syslog-ng/etc/systemd/system/syslog-collector@.service", "ExecStart", slot)[0]
+	command = strings.ReplaceAll(command, fmt.Sprintf("/run/syslog-collector-%d", slot), run)
+	p := e.collectors.Command(context.Background(), strings.Fields(e.replaceOnce(command, "/var/lib/syslog-collector", e.dir))...)
 	p.Name = fmt.Sprintf("syslog-ng-%d", slot)
 	e.must(p.Start())
 	e.members[slot] = &member{Process: p, slot: slot}
@@ -111,20 +146,8 @@ func (e *syslogExample) start(slot int) {
 // listening waits until all processes have opened both sockets.
 func (e *syslogExample) listening() {
 	e.Helper()
-	e.eventually("all sockets", func() error {
-		return e.collectors.Do(func() error {
-			for _, table := range []string{"tcp6", "udp6"} {
-				text, err := os.ReadFile("/proc/thread-self/net/" + table)
-				if err != nil {
-					return err
-				}
-				if n := strings.Count(string(text), fmt.Sprintf(":%04X 00000000000000000000000000000000:0000 ", syslogPort)); n != 4 {
-					return fmt.Errorf("%s: %d sockets", table, n)
-				}
-			}
-			return nil
-		})
-	})
+	e.bound("tcp6", syslogPort, 4)
+	e.bound("udp6", syslogPort, 4)
 }
 
 // send sends a message over TCP, and one over UDP, from each device. The connections stay open.
