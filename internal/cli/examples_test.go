@@ -47,7 +47,7 @@ func TestExamplesAreSafe(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	passwd := h.write("passwd", strings.TrimRight(string(users), "\n")+"\npmacct:x:7999:7999::/:/bin/false\nbmp:x:7998:7998::/:/bin/false\ngoflow2:x:7997:7997::/:/bin/false\nsyslog-collector:x:7996:7996::/:/bin/false\n")
+	passwd := h.write("passwd", strings.TrimRight(string(users), "\n")+"\npmacct:x:7999:7999::/:/bin/false\nbmp:x:7998:7998::/:/bin/false\ngoflow2:x:7997:7997::/:/bin/false\nsyslog-collector:x:7996:7996::/:/bin/false\nradius:x:7995:7995::/:/bin/false\n")
 	if err := unix.Mount(passwd, "/etc/passwd", "", unix.MS_BIND, ""); err != nil {
 		t.Fatal(err)
 	}
@@ -81,7 +81,7 @@ func TestExamplesAreSafe(t *testing.T) {
 		}
 	}
 	policyFiles, err := filepath.Glob("../../examples/*/etc/sockeye/policy.yaml")
-	if err != nil || len(policyFiles) < 2 {
+	if err != nil || len(policyFiles) < 3 {
 		t.Errorf("policies of the examples: %q, %v", policyFiles, err)
 	}
 	for _, file := range append(policyFiles, "../../dist/package/policy.yaml") {
