@@ -4,6 +4,7 @@
 package dist_test
 
 import (
+	"bytes"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -102,26 +103,50 @@ func TestDropInsCombine(t *testing.T) {
 	check(given, all...)
 }
 
+// TestExampleUnitScore checks that the exposure scores of the hardened units of examples are at most 2.0.
+func TestExampleUnitScore(t *testing.T) {
+	for _, example := range []string{"freeradius", "goflow2"} {
+		root, unit := install(t)
+		member := installExample(t, filepath.Dir(unit), "../examples/"+example+"/etc/systemd/system/"+example+"@.service")
+		score, unsafe, err := exposure.Analyze(root, filepath.Base(member))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%s: score %.1f, not safe: %s", example, score, strings.Join(unsafe, " "))
+		if score > 2.0 {
+			t.Errorf("%s scores %.1f, want 2.0 or less", example, score)
+		}
+	}
+}
+
+// installExample copies the unit of an example to a directory, as instance 0, and returns the path. A program that is not
+// in Debian is replaced by true(1), because systemd-analyze looks for it.
+func installExample(t *testing.T, dir, example string) (unit string) {
+	t.Helper()
+	text, err := os.ReadFile(example)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text = bytes.ReplaceAll(text, []byte("=/usr/local/bin/goflow2 "), []byte("=/usr/bin/true "))
+	unit = filepath.Join(dir, strings.Replace(filepath.Base(example), "@.", "@0.", 1))
+	if err := os.WriteFile(unit, text, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	return unit
+}
+
 // TestUnitVerifies checks that systemd-analyze verify accepts the unit, with and without
 // its drop-ins, and the units of the examples without warnings.
 func TestUnitVerifies(t *testing.T) {
 	examples, err := filepath.Glob("../examples/*/etc/systemd/system/*@.service")
-	if err != nil || len(examples) < 2 {
+	if err != nil || len(examples) < 4 {
 		t.Fatalf("units of examples: %q, %v", examples, err)
 	}
 	for _, dropIns := range [][]string{nil, {"netns.conf", "cgroups.conf", "ports.conf"}} {
 		_, unit := install(t, dropIns...)
 		arguments := []string{"verify", "--man=no", unit}
 		for _, example := range examples {
-			text, err := os.ReadFile(example)
-			if err != nil {
-				t.Fatal(err)
-			}
-			member := filepath.Join(filepath.Dir(unit), strings.Replace(filepath.Base(example), "@.", "@0.", 1))
-			if err := os.WriteFile(member, text, 0o644); err != nil {
-				t.Fatal(err)
-			}
-			arguments = append(arguments, member)
+			arguments = append(arguments, installExample(t, filepath.Dir(unit), example))
 		}
 		out, err := exec.Command("systemd-analyze", arguments...).CombinedOutput()
 		if err != nil || len(out) > 0 {

@@ -81,7 +81,7 @@ func TestExamplesAreSafe(t *testing.T) {
 		}
 	}
 	policyFiles, err := filepath.Glob("../../examples/*/etc/sockeye/policy.yaml")
-	if err != nil || len(policyFiles) < 3 {
+	if err != nil || len(policyFiles) < 4 {
 		t.Errorf("policies of the examples: %q, %v", policyFiles, err)
 	}
 	for _, file := range append(policyFiles, "../../dist/package/policy.yaml") {
