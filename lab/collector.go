@@ -4,6 +4,7 @@ package lab
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -37,7 +38,19 @@ type CollectorConfig struct {
 	Env       []string       // added to the environment
 	Wrap      []string       // prefix of nfacctd's command; must end with exec, as sockeye run --slot 0 -- does
 	Extra     []string       // additional lines of configuration
-	Records   string         // base name of the records file; default: nfacctd-SLOT.json
+	Records   string         // name of its records; default: nfacctd-SLOT
+	Output    Output         // where it writes records; default: the file RecordsPath
+}
+
+// Output stores the flow records of collectors. The records of each collector have a name.
+type Output interface {
+	// Config returns the lines of nfacctd's configuration that select the plugin and its target. A plugin writes records
+	// every refresh seconds.
+	Config(name string, refresh int) []string
+	// Records returns the records after an offset (0: all) and the offset for the next call.
+	Records(name string, from int64) ([]Record, int64, error)
+	// End returns the offset of the next record.
+	End(name string) (int64, error)
 }
 
 // Collector is a running nfacctd.
@@ -46,8 +59,11 @@ type Collector struct {
 	Slot       int
 	BMP, IPFIX netip.AddrPort
 	// The base names are nfacctd-SLOT.conf and nfacctd-SLOT.json. nfacctd appends one JSON object per line to the
-	// records.
+	// records. RecordsPath is empty if the collector has another output.
 	ConfigPath, RecordsPath string
+
+	output  Output
+	records string // name in the output
 }
 
 // StartCollector starts Debian's unmodified nfacctd, which correlates IPFIX flows with BMP routes. nfacctd binds its
@@ -76,10 +92,11 @@ func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 	dir := filepath.Join(l.dir, name)
 	out := &Collector{
 		Slot: c.Slot, BMP: c.BMP, IPFIX: c.IPFIX,
-		ConfigPath: filepath.Join(dir, name+".conf"), RecordsPath: filepath.Join(dir, name+".json"),
+		ConfigPath: filepath.Join(dir, name+".conf"), output: c.Output, records: cmp.Or(c.Records, name),
 	}
-	if c.Records != "" {
-		out.RecordsPath = filepath.Join(dir, c.Records)
+	if out.output == nil {
+		files := files(dir)
+		out.output, out.RecordsPath = files, files.path(out.records)
 	}
 	conf := []string{
 		"daemonize: false",
@@ -91,12 +108,8 @@ func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 		"nfacctd_as: bmp",
 		"nfacctd_net: bmp",
 		"aggregate: peer_src_ip, src_host, dst_host, dst_net, dst_as, std_comm, as_path",
-		"plugins: print",
-		"print_output: json",
-		"print_output_file: " + out.RecordsPath,
-		"print_output_file_append: true",
-		fmt.Sprintf("print_refresh_time: %d", max(1, int(c.Refresh/time.Second))),
 	}
+	conf = append(conf, out.output.Config(out.records, max(1, int(c.Refresh/time.Second)))...)
 	// Without an address, nfacctd binds [::], which includes IPv4.
 	if a := c.IPFIX.Addr(); a != netip.IPv6Unspecified() {
 		conf = append(conf, fmt.Sprintf("nfacctd_ip: %v", a))
@@ -189,32 +202,70 @@ type Record struct {
 // Correlated reports whether the record has fields that only BMP provides.
 func (r Record) Correlated() bool { return r.Comms != "" || r.ASPath != "" }
 
-// Records returns the records after an offset in the records file (0: all) and the offset for the next call. It skips
-// incomplete lines of killed writers.
+// ParseRecord parses a flow record in nfacctd's JSON output.
+func ParseRecord(text []byte) (r Record, err error) {
+	err = json.Unmarshal(text, &r)
+	r.Peer = r.Peer.Unmap()
+	return r, err
+}
+
+// Records returns the collector's records after an offset (0: all) and the offset for the next call.
 func (c *Collector) Records(from int64) ([]Record, int64, error) {
-	f, err := os.Open(c.RecordsPath)
+	records, next, err := c.output.Records(c.records, from)
+	if err != nil {
+		err = fmt.Errorf("read records of %s: %w", c.Name, err)
+	}
+	return records, next, err
+}
+
+// files is the default output: one file per collector in this directory, with an offset in bytes.
+type files string
+
+func (dir files) path(name string) string { return filepath.Join(string(dir), name+".json") }
+
+func (dir files) Config(name string, refresh int) []string {
+	return []string{
+		"plugins: print",
+		"print_output: json",
+		"print_output_file: " + dir.path(name),
+		"print_output_file_append: true",
+		fmt.Sprintf("print_refresh_time: %d", refresh),
+	}
+}
+
+// Records skips incomplete lines of killed writers.
+func (dir files) Records(name string, from int64) ([]Record, int64, error) {
+	f, err := os.Open(dir.path(name))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, from, nil
 	}
 	if err != nil {
-		return nil, from, fmt.Errorf("read records of %s: %w", c.Name, err)
+		return nil, from, err
 	}
 	defer f.Close()
 	b, err := io.ReadAll(io.NewSectionReader(f, from, 1<<40))
 	if err != nil {
-		return nil, from, fmt.Errorf("read records of %s: %w", c.Name, err)
+		return nil, from, err
 	}
 	b = b[:bytes.LastIndexByte(b, '\n')+1] // the last line may be incomplete
 	var records []Record
 	for line := range bytes.Lines(b) {
-		var r Record
-		if json.Unmarshal(line, &r) != nil {
-			continue
+		if r, err := ParseRecord(line); err == nil {
+			records = append(records, r)
 		}
-		r.Peer = r.Peer.Unmap()
-		records = append(records, r)
 	}
 	return records, from + int64(len(b)), nil
+}
+
+func (dir files) End(name string) (int64, error) {
+	fi, err := os.Stat(dir.path(name))
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	return fi.Size(), nil
 }
 
 const (

@@ -4,12 +4,9 @@ package lab
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
 	"net/netip"
-	"os"
 	"slices"
 	"time"
 )
@@ -63,12 +60,11 @@ type Meter struct {
 func (l *Lab) NewMeter() (*Meter, error) {
 	m := &Meter{lab: l, offsets: map[int]int64{}, count: map[netip.Addr]map[int][2]int{}}
 	for _, c := range l.Collectors() {
-		switch fi, err := os.Stat(c.RecordsPath); {
-		case err == nil:
-			m.offsets[c.Slot] = fi.Size()
-		case !errors.Is(err, fs.ErrNotExist):
+		end, err := c.output.End(c.records)
+		if err != nil {
 			return nil, fmt.Errorf("start to count records of %s: %w", c.Name, err)
 		}
+		m.offsets[c.Slot] = end
 	}
 	return m, nil
 }

@@ -70,7 +70,7 @@ func (d *demo) upgrade(ctx context.Context, o lab.Outcome) error {
 	if err := pause(time.Second); err != nil {
 		return err
 	}
-	next, err := d.StartCollector(lab.CollectorConfig{Slot: slot, Records: fmt.Sprintf("nfacctd-%d-next.json", slot)})
+	next, err := d.StartCollector(lab.CollectorConfig{Slot: slot, Records: fmt.Sprintf("nfacctd-%d-next", slot)})
 	if err != nil {
 		return err
 	}
