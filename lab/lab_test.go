@@ -55,6 +55,14 @@ func hold() {
 		if err != nil {
 			return err
 		}
+		// As an agent's bpffs.
+		mounted := filepath.Join(l.Dir(), "mounted")
+		if err := os.Mkdir(mounted, 0o755); err != nil {
+			return err
+		}
+		if err := unix.Mount("none", mounted, "tmpfs", 0, ""); err != nil {
+			return err
+		}
 		// A program that detaches from its parent and its process group, like a daemon.
 		if err := l.Router(0).Namespace.Command(context.Background(), "sh", "-c", "setsid sleep 1000 & setsid sleep 1000 & wait").Start(); err != nil {
 			return err
@@ -367,7 +375,7 @@ func TestKillLeavesNothing(t *testing.T) {
 	helper := exec.Command(exe)
 	helper.Env = append(os.Environ(), helperEnv+"="+dir)
 	helper.Stderr = t.Output()
-	helper.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	helper.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Unshareflags: unix.CLONE_NEWNS}
 	out, err := helper.StdoutPipe()
 	must(t, err)
 	must(t, helper.Start())
