@@ -18,9 +18,9 @@ import (
 // are in the collector that has its BMP session.
 const rejoinTime = 15 * time.Second
 
-// change adds a fifth slot and drains the slot with the most routers. o is the outcome
-// before. It returns the outcome afterwards.
-func (d *demo) change(ctx context.Context, o lab.Outcome) (lab.Outcome, error) {
+// addSlot adds a fifth slot. o is the outcome before. It returns the outcome
+// afterwards.
+func (d *demo) addSlot(ctx context.Context, o lab.Outcome) (lab.Outcome, error) {
 	say("slots: 5 in the policy; nfacctd-%d does not run yet", collectors)
 	if _, err := d.writePolicy(collectors + 1); err != nil {
 		return o, err
@@ -45,7 +45,7 @@ func (d *demo) change(ctx context.Context, o lab.Outcome) (lab.Outcome, error) {
 	say("no router has moved to the slot without a member")
 
 	say("\nnfacctd-%d starts", collectors)
-	if _, err := d.StartCollector(lab.CollectorConfig{Slot: collectors}); err != nil {
+	if _, err := d.startCollector(collectors, ""); err != nil {
 		return o, err
 	}
 	if err := d.waitReady(ctx, collectors+1); err != nil {
@@ -61,14 +61,16 @@ func (d *demo) change(ctx context.Context, o lab.Outcome) (lab.Outcome, error) {
 			return o, err
 		}
 	}
-	o, err = d.moved(ctx, o, before)
-	if err != nil {
-		return o, err
-	}
+	return d.moved(ctx, o, before)
+}
 
+// drain drains the slot with the most routers. o is the outcome before. It returns the
+// outcome afterwards.
+func (d *demo) drain(ctx context.Context, o lab.Outcome) (lab.Outcome, error) {
 	victim, load := busiest(o)
 	say("\nnfacctd-%d, with %d routers, shall be stopped for maintenance: its slot is drained", victim, load)
-	if before, err = d.devices(ctx); err != nil {
+	before, err := d.devices(ctx)
+	if err != nil {
 		return o, err
 	}
 	if err := d.show(ctx, "slot", "set", strconv.Itoa(victim), "drain", "--wait", "--timeout", "20s"); err != nil {

@@ -4,7 +4,8 @@
 // over TCP and IPFIX over UDP to four unmodified collectors (nfacctd), first
 // distributed by the kernel's hash, then with Sockeye, then while a collector is
 // killed, while slots are added and drained, and while a collector is replaced by
-// another process. "make demo" runs it in a new mount namespace.
+// another process. With -chain, the collectors write into Kafka, and the records are
+// counted there. "make demo" and "make demo-chain" run it in a new mount namespace.
 package main
 
 import (
@@ -39,6 +40,7 @@ const (
 	lineCards  = 4 // exporters of one router, each with its own socket
 	measure    = 4 * time.Second
 	limit      = 150 * time.Second
+	chainLimit = 220 * time.Second // with the start of Kafka, and records that arrive a second later
 	bmpPort    = 1790
 	ipfixPort  = 4739
 )
@@ -57,12 +59,13 @@ const policy = `services:
 
 func main() {
 	binary := flag.String("sockeye", "", "path of the sockeye binary")
-	out := flag.String("out", "", "directory for demo.json and demo.svg (default: do not write files)")
+	out := flag.String("out", "", "directory for demo.json and demo.svg, or chain.json (default: do not write files)")
+	chain := flag.Bool("chain", false, "let the collectors write into Kafka, and count the records there")
 	keep := flag.Bool("keep", false, "keep the network and the programs running until Ctrl-C")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 	defer stop()
-	if err := run(ctx, *binary, *out, *keep); err != nil {
+	if err := run(ctx, *binary, *out, *chain, *keep); err != nil {
 		fmt.Fprintln(os.Stderr, "demo:", err)
 		os.Exit(1)
 	}
@@ -72,6 +75,7 @@ func main() {
 type demo struct {
 	*lab.Lab
 	binary, runDir string
+	output         lab.Output // of the collectors; nil: files
 	result         result
 	slots          string             // as last shown
 	before         map[netip.Addr]int // slots of the routers before a change; nil: the table does not show them
@@ -95,14 +99,22 @@ type share struct {
 	KernelHash float64 `json:"kernel_hash"`
 }
 
-func run(ctx context.Context, binary, out string, keep bool) (err error) {
+func run(ctx context.Context, binary, out string, chain, keep bool) (err error) {
 	if doctor.InOwnPIDs() {
 		return errors.New("the demo needs the host's PID namespace: the agent would not find new members (KNOWN-ISSUES.md)")
 	}
 	if err := lab.CheckPrograms(); err != nil {
 		return err
 	}
-	bounded, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the demo took more than %v", limit))
+	most := limit
+	var jars []string
+	if chain {
+		most = chainLimit
+		if jars, err = fetchKafka(ctx); err != nil {
+			return err
+		}
+	}
+	bounded, cancel := context.WithTimeoutCause(ctx, most, fmt.Errorf("the demo took more than %v", most))
 	defer cancel()
 	l, err := lab.New(bounded, lab.Options{Routers: routers})
 	if err != nil {
@@ -118,25 +130,38 @@ func run(ctx context.Context, binary, out string, keep bool) (err error) {
 		}
 		return nil
 	})
+	if chain {
+		err = d.chain(bounded, jars, out)
+	} else {
+		err = d.steer(bounded, out)
+	}
+	if err != nil || !keep {
+		return err
+	}
+	return d.wait(ctx)
+}
 
+// steer is the demonstration of make demo. It writes its results into the directory
+// out, unless out is empty.
+func (d *demo) steer(ctx context.Context, out string) error {
 	say("Six routers (FRR: BGP, BMP over TCP; pmacctd: IPFIX over UDP, four line cards each)")
 	say("and four unmodified nfacctd that all listen on tcp [::]:%d and udp [::]:%d.", bmpPort, ipfixPort)
 	say("\n== 1. Without Sockeye: the kernel's hash of addresses and ports decides")
-	if err := d.startAll(bounded); err != nil {
+	if err := d.startAll(ctx); err != nil {
 		return err
 	}
 	// The kernel's hash selects a collector again for each new socket of a line card.
-	before, err := d.outcome(bounded, 3)
+	before, err := d.outcome(ctx, 3)
 	if err != nil {
 		return err
 	}
 	d.result.Share.KernelHash = before.CorrelatedShare
 
 	say("\n== 2. With Sockeye: the router decides")
-	if err := d.startSockeye(bounded); err != nil {
+	if err := d.startSockeye(ctx); err != nil {
 		return err
 	}
-	after, err := d.outcome(bounded, 1)
+	after, err := d.outcome(ctx, 1)
 	if err != nil {
 		return err
 	}
@@ -145,38 +170,37 @@ func run(ctx context.Context, binary, out string, keep bool) (err error) {
 		d.result.Routers = append(d.result.Routers, router{r.Address, r.TCPSlot, r.UDPSlot})
 	}
 	for _, command := range [][]string{{"slots"}, {"devices"}} {
-		if err := d.show(bounded, command...); err != nil {
+		if err := d.show(ctx, command...); err != nil {
 			return err
 		}
 	}
 
 	say("\n== 3. kill -9 of one nfacctd: its routers wait for it, nobody else notices")
-	back, err := d.crash(bounded, after)
+	back, err := d.crash(ctx, after)
 	if err != nil {
 		return err
 	}
 
 	say("\n== 4. A slot is added and one is drained: BMP and IPFIX of a router move together")
-	moved, err := d.change(bounded, back)
+	added, err := d.addSlot(ctx, back)
+	if err != nil {
+		return err
+	}
+	moved, err := d.drain(ctx, added)
 	if err != nil {
 		return err
 	}
 
 	say("\n== 5. An nfacctd is replaced by another one under traffic: no flow record is lost")
-	if err := d.upgrade(bounded, moved); err != nil {
+	if _, err := d.upgrade(ctx, moved); err != nil {
 		return err
 	}
 	say("\nFlow records that carry BGP communities: %s without Sockeye, %s with it.",
 		percent(before.CorrelatedShare), percent(after.CorrelatedShare))
-	if out != "" {
-		if err := d.write(out); err != nil {
-			return err
-		}
+	if out == "" {
+		return nil
 	}
-	if keep {
-		return d.wait(ctx)
-	}
-	return nil
+	return d.write(out)
 }
 
 func say(format string, args ...any) { fmt.Printf(format+"\n", args...) }
@@ -186,7 +210,7 @@ func percent(share float64) string { return fmt.Sprintf("%.0f %%", 100*share) }
 // startAll starts all programs except Sockeye.
 func (d *demo) startAll(ctx context.Context) error {
 	for slot := range collectors {
-		if _, err := d.StartCollector(lab.CollectorConfig{Slot: slot}); err != nil {
+		if _, err := d.startCollector(slot, ""); err != nil {
 			return err
 		}
 	}
@@ -213,6 +237,12 @@ func (d *demo) startAll(ctx context.Context) error {
 		return err
 	}
 	return d.startExporters()
+}
+
+// startCollector starts the nfacctd of a slot. records is the name of its flow records
+// (empty: the same for each nfacctd of the slot).
+func (d *demo) startCollector(slot int, records string) (*lab.Collector, error) {
+	return d.StartCollector(lab.CollectorConfig{Slot: slot, Records: records, Output: d.output})
 }
 
 func (d *demo) startExporters() error {
@@ -290,7 +320,7 @@ func (d *demo) startSockeye(ctx context.Context) error {
 		return err
 	}
 	for slot := range collectors {
-		if _, err := d.StartCollector(lab.CollectorConfig{Slot: slot}); err != nil {
+		if _, err := d.startCollector(slot, ""); err != nil {
 			return err
 		}
 	}
@@ -402,7 +432,11 @@ func (d *demo) outcomeTable(w io.Writer, o lab.Outcome) {
 	if d.before == nil {
 		before, heading, blank = func(*lab.RouterOutcome) string { return "" }, "", ""
 	}
-	fmt.Fprintf(w, "ROUTER\t%sBMP (TCP) IN\tIPFIX (UDP) IN\tFLOW RECORDS\tWITH COMMUNITIES\n", heading)
+	records := "FLOW RECORDS"
+	if d.output != nil {
+		records = "RECORDS IN KAFKA"
+	}
+	fmt.Fprintf(w, "ROUTER\t%sBMP (TCP) IN\tIPFIX (UDP) IN\t%s\tWITH COMMUNITIES\n", heading, records)
 	for _, r := range o.Routers {
 		share := "-"
 		if r.Records > 0 {
@@ -436,7 +470,7 @@ func (d *demo) crash(ctx context.Context, o lab.Outcome) (back lab.Outcome, err 
 	if err := d.waitReady(ctx, collectors-1); err != nil {
 		return back, err
 	}
-	if _, err := d.StartCollector(lab.CollectorConfig{Slot: victim}); err != nil {
+	if _, err := d.startCollector(victim, ""); err != nil {
 		return back, err
 	}
 	if err := d.waitReady(ctx, collectors); err != nil {
@@ -507,14 +541,7 @@ func (d *demo) show(ctx context.Context, args ...string) error {
 }
 
 func (d *demo) write(dir string) error {
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return err
-	}
-	data, err := json.MarshalIndent(d.result, "", "  ")
-	if err != nil {
-		return err
-	}
-	if err := os.WriteFile(filepath.Join(dir, "demo.json"), append(data, '\n'), 0o644); err != nil {
+	if err := writeJSON(dir, "demo.json", d.result); err != nil {
 		return err
 	}
 	chart := plot.Chart{
@@ -525,6 +552,18 @@ func (d *demo) write(dir string) error {
 		}}},
 	}
 	return os.WriteFile(filepath.Join(dir, "demo.svg"), chart.SVG(), 0o644)
+}
+
+// writeJSON writes a value into a file of a directory, which it makes.
+func writeJSON(dir, name string, value any) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	data, err := json.MarshalIndent(value, "", "  ")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, name), append(data, '\n'), 0o644)
 }
 
 // wait keeps the network and the programs running until Ctrl-C.

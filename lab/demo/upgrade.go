@@ -29,26 +29,32 @@ const (
 // upgradeSource is the source address of the flows that the act counts.
 var upgradeSource = netip.AddrFrom4([4]byte{198, 51, 100, 77})
 
+// upgraded is the result of an upgrade.
+type upgraded struct {
+	Sent uint64 `json:"sent"` // flow records of the line card
+	Lost uint64 `json:"lost"` // of these, records that no collector has written
+}
+
 // upgrade starts a second nfacctd for the slot of a router, which takes the slot over,
 // and ends the first one. A line card sends flow records meanwhile, and its templates
-// only once. o is the outcome before.
-func (d *demo) upgrade(ctx context.Context, o lab.Outcome) error {
+// only once. o is the outcome before. A lost record is an error.
+func (d *demo) upgrade(ctx context.Context, o lab.Outcome) (u upgraded, err error) {
 	if err := d.show(ctx, "slots"); err != nil {
-		return err
+		return u, err
 	}
 	d.takeover = true
 	if _, err := d.writePolicy(collectors + 1); err != nil {
-		return err
+		return u, err
 	}
 	say("\ntakeover: true in the policy")
 	if err := d.show(ctx, "apply"); err != nil {
-		return err
+		return u, err
 	}
 	r, slot := d.Routers()[0], o.Routers[0].TCPSlot
 	former := d.collector(slot)
 	e, err := d.newLineCard(r)
 	if err != nil {
-		return err
+		return u, err
 	}
 	defer e.Close()
 	sending, stop := context.WithCancel(ctx)
@@ -68,29 +74,29 @@ func (d *demo) upgrade(ctx context.Context, o lab.Outcome) error {
 		}
 	}
 	if err := pause(time.Second); err != nil {
-		return err
+		return u, err
 	}
-	next, err := d.StartCollector(lab.CollectorConfig{Slot: slot, Records: fmt.Sprintf("nfacctd-%d-next", slot)})
+	next, err := d.startCollector(slot, fmt.Sprintf("nfacctd-%d-next", slot))
 	if err != nil {
-		return err
+		return u, err
 	}
 	say("a second nfacctd-%d starts (pid %d)", slot, next.Pid())
 	if err := d.waitTakeover(ctx, slot, next.Pid()); err != nil {
-		return err
+		return u, err
 	}
 	say("it has taken slot %d over; the first one is terminated two seconds later", slot)
 	if err := pause(2 * time.Second); err != nil {
-		return err
+		return u, err
 	}
 	if err := former.Signal(unix.SIGTERM); err != nil {
-		return err
+		return u, err
 	}
 	if err := pause(2 * time.Second); err != nil {
-		return err
+		return u, err
 	}
 	stop()
 	if err := <-ended; err != nil {
-		return err
+		return u, err
 	}
 	return d.account(ctx, e.Stats(), former, next)
 }
@@ -135,7 +141,7 @@ func (d *demo) waitTakeover(ctx context.Context, slot, pid int) error {
 
 // account waits until the two processes have written all flow records, and shows how
 // many of them.
-func (d *demo) account(ctx context.Context, sent traffic.ExporterStats, former, next *lab.Collector) error {
+func (d *demo) account(ctx context.Context, sent traffic.ExporterStats, former, next *lab.Collector) (u upgraded, err error) {
 	bounded, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	both := [...]struct {
@@ -145,7 +151,7 @@ func (d *demo) account(ctx context.Context, sent traffic.ExporterStats, former, 
 		all, communities uint64
 	}{{title: "first", Collector: former}, {title: "second", Collector: next}}
 	var all uint64
-	err := d.WaitFor(bounded, "the flow records of both processes", func() (bool, error) {
+	err = d.WaitFor(bounded, "the flow records of both processes", func() (bool, error) {
 		all = 0
 		for i := range both {
 			c := &both[i]
@@ -173,12 +179,15 @@ func (d *demo) account(ctx context.Context, sent traffic.ExporterStats, former, 
 		fmt.Fprintf(w, "%s\t%d\t%d\t%d\n", c.title, c.Pid(), c.all, c.communities)
 	}
 	if ferr := w.Flush(); ferr != nil {
-		return ferr
+		return u, ferr
 	}
-	lost := sent.Records - min(all, sent.Records)
-	say("%d flow records sent after one template message, %d lost; %d datagrams refused", sent.Records, lost, sent.Refused)
-	if lost > 0 {
-		return fmt.Errorf("flow records lost by the upgrade: %d: %w", lost, err)
+	u = upgraded{Sent: sent.Records, Lost: sent.Records - min(all, sent.Records)}
+	say("%d flow records sent after one template message, %d lost; %d datagrams refused", u.Sent, u.Lost, sent.Refused)
+	if all > u.Sent {
+		say("nfacctd counted %d records twice (KNOWN-ISSUES.md)", all-u.Sent)
 	}
-	return nil
+	if u.Lost > 0 {
+		return u, fmt.Errorf("flow records lost by the upgrade: %d: %w", u.Lost, err)
+	}
+	return u, nil
 }
