@@ -28,6 +28,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
+CHAIN_PACKAGES := $(DEMO_PACKAGES) default-jre-headless maven
 TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon eapoltest freeradius iperf3 nftables openssh-client openssh-server prometheus systemd syslog-ng-core
 RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
@@ -60,6 +61,13 @@ demo: ## Six routers, four nfacctd, with and without Sockeye (KEEP=1 leaves it u
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
 	@go build -o bin/demo ./lab/demo
 	@unshare --mount --propagation private bin/demo -sockeye $(CURDIR)/bin/sockeye -out "$(OUT)" $(if $(KEEP),-keep)
+
+.PHONY: demo-chain
+demo-chain: ## The demo with Kafka: count the records that its readers get (KEEP=1)
+	@tools/setup $(CHAIN_PACKAGES)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@go build -o bin/demo ./lab/demo
+	@unshare --mount --propagation private bin/demo -chain -sockeye $(CURDIR)/bin/sockeye -out "$(OUT)" $(if $(KEEP),-keep)
 
 .PHONY: test
 test: ## Run all tests that this host can run
