@@ -147,6 +147,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	if doctor.InOwnPIDs() && len(first.policy.Services) > 0 {
 		a.log.Warn("the agent is in " + doctor.OwnPIDs)
 	}
+	if doctor.HostCgroupsHidden() {
+		a.log.Warn("the agent is in "+doctor.HiddenCgroups, "hint", doctor.HiddenHint)
+	}
 	server, err := a.listen()
 	if err != nil {
 		return err

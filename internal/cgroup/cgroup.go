@@ -46,37 +46,8 @@ func (e NotMountedError) Explain() (hint string, code int) {
 	return "mount -t cgroup2 none /sys/fs/cgroup", 3
 }
 
-// Mount returns where the cgroup v2 hierarchy is mounted: on hybrid hosts not at /sys/fs/cgroup. It returns a
-// NotMountedError if the hierarchy is not mounted in this mount namespace.
-func Mount() (string, error) {
-	text, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return "", fmt.Errorf("find cgroup v2: %w", err)
-	}
-	if mount, ok := findMount(string(text), "cgroup2"); ok {
-		return mount, nil
-	}
-	_, v1 := findMount(string(text), "cgroup")
-	return "", NotMountedError{V1: v1}
-}
-
-// unescape decodes the characters that the kernel escapes in mountinfo (mangle_path in fs/seq_file.c).
-var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
-
-// findMount returns the first mount point of a file system type in the text of mountinfo.
-func findMount(text, fstype string) (mount string, ok bool) {
-	for line := range strings.Lines(text) {
-		// proc_pid_mountinfo(5): ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS [FIELDS] - TYPE SOURCE OPTIONS
-		before, after, _ := strings.Cut(line, " - ")
-		if fields := strings.Fields(before); strings.HasPrefix(after, fstype+" ") && len(fields) > 5 {
-			return unescape.Replace(fields[4]), true
-		}
-	}
-	return "", false
-}
-
-// Of returns the cgroup of a process as a path from the root of the hierarchy that this process sees. It returns
-// fs.ErrNotExist if there is no such process, or if the process is in no cgroup v2.
+// Of returns the path of the cgroup of a process below the mount of [Mount]. It returns fs.ErrNotExist if there is no
+// such process, or if the process is in no cgroup v2.
 func Of(pid int) (string, error) {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
@@ -89,9 +60,16 @@ func Of(pid int) (string, error) {
 	return strings.TrimSuffix(path, " (deleted)"), nil
 }
 
-// Parse returns the path of the cgroup v2 in the text of a /proc/PID/cgroup. The path of a removed cgroup, which a
-// zombie may be in, ends in " (deleted)".
+// Parse returns the path of the cgroup v2 in the text of a /proc/PID/cgroup, below the mount of [Mount]. The path of a
+// removed cgroup, which a zombie may be in, ends in " (deleted)". The path of a cgroup that is not below the mount
+// starts with "/..".
 func Parse(text string) (path string, ok bool) {
+	path, ok = parse(text)
+	return current().translate(path), ok
+}
+
+// parse is Parse with a path from the root of the cgroup namespace of this process.
+func parse(text string) (path string, ok bool) {
 	for line := range strings.Lines(text) {
 		if path, ok := strings.CutPrefix(line, "0::"); ok {
 			return strings.TrimSuffix(path, "\n"), true

@@ -13,19 +13,19 @@ import (
 	"testing"
 )
 
-func TestFindMount(t *testing.T) {
+func TestParseMounts(t *testing.T) {
 	const hybrid = `25 30 0:23 / /sys rw,nosuid shared:7 - sysfs sysfs rw
 31 25 0:26 / /sys/fs/cgroup ro shared:9 - tmpfs tmpfs ro,mode=755
 33 31 0:28 / /sys/fs/cgroup/systemd rw shared:11 - cgroup cgroup rw,name=systemd
-32 31 0:27 / /sys/fs/cgroup/a\040b\134c rw,nosuid - cgroup2 cgroup2 rw,nsdelegate
-34 31 0:27 / /later rw,nosuid shared:10 master:3 - cgroup2 cgroup2 rw
+32 31 0:27 / /sys/fs/cgroup/a\040b\134c rw,nosuid - cgroup2 cgroup2 rw
+34 31 0:27 / /later rw,nosuid shared:10 master:3 - cgroup2 cgroup2 rw,nsdelegate
 `
-	if got, ok := findMount(hybrid, "cgroup2"); !ok || got != `/sys/fs/cgroup/a b\c` {
-		t.Errorf("got %q, %t", got, ok)
+	if got := parseMounts(hybrid, "cgroup2"); !slices.Equal(got, []mount{{32, "/", `/sys/fs/cgroup/a b\c`}, {34, "/", "/later"}}) {
+		t.Errorf("got %v", got)
 	}
 	for _, text := range []string{"", "x", strings.ReplaceAll(hybrid, "cgroup2 ", "cgroup "), "1 - cgroup2 x"} {
-		if got, ok := findMount(text, "cgroup2"); ok {
-			t.Errorf("found %q in %q", got, text)
+		if got := parseMounts(text, "cgroup2"); len(got) > 0 {
+			t.Errorf("found %v in %q", got, text)
 		}
 	}
 }

@@ -73,6 +73,20 @@ func (d *Report) pidNamespace() {
 	}
 }
 
+// HostCgroupsHidden reports whether the cgroups of the host are not below the cgroup v2 mount of this process, as in a
+// container that shows only its own cgroup: process 1 is then in a cgroup outside of the mount.
+func HostCgroupsHidden() bool {
+	path, err := cgroup.Of(1)
+	return err == nil && cgroup.Outside(path)
+}
+
+// HiddenCgroups describes an agent that does not see the cgroups of the host, and the consequences, and HiddenHint what
+// to do.
+const (
+	HiddenCgroups = "a cgroup namespace whose mount shows only its own cgroup: no rule by cgroup or systemd_unit finds members, and tune and trace reach no cgroup of the host"
+	HiddenHint    = "mount the host's /sys/fs/cgroup in the container of the agent"
+)
+
 func (d *Report) kernel() {
 	// Without the capabilities, the probes say less about the kernel than about the caller.
 	if err := load.Available(); err != nil && rights.Has(unix.CAP_BPF) {
@@ -114,6 +128,8 @@ func (d *Report) destroy() {
 func (d *Report) mounts(pins string) {
 	if mount, err := cgroup.Mount(); err != nil {
 		d.Fail("mounts", "cgroup v2", fault.Code(err), err.Error(), fault.Hint(err))
+	} else if HostCgroupsHidden() {
+		d.Add("mounts", "cgroup v2", Warning, HiddenCgroups, HiddenHint)
 	} else {
 		d.Add("mounts", "cgroup v2", OK, mount, "")
 	}
