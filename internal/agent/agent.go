@@ -43,6 +43,7 @@ import (
 	"sockeye/internal/steer"
 	"sockeye/internal/trace"
 	"sockeye/internal/tune"
+	"sockeye/internal/watch"
 )
 
 // Options are the agent's flags.
@@ -54,6 +55,8 @@ type Options struct {
 	Group    string // group that may connect to the API socket besides root; "" for none
 	Version  string
 	Log      *slog.Logger
+	// WatchPolicy has the agent apply the policy file when files of its directory are replaced.
+	WatchPolicy bool
 }
 
 // Agent is a running agent.
@@ -169,6 +172,16 @@ func Run(ctx context.Context, o Options) (err error) {
 	reload := make(chan os.Signal, 1)
 	signal.Notify(reload, unix.SIGHUP)
 	defer signal.Stop(reload)
+	changed := make(chan struct{}, 1)
+	if o.WatchPolicy {
+		folders, err := watchPolicy(o.Policy, changed)
+		if err != nil {
+			return err
+		}
+		defer folders.Close()
+	}
+	settled := time.NewTimer(0)
+	<-settled.C
 	failed := server.serve()
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		a.log.Warn("service manager not notified", "error", err)
@@ -185,7 +198,46 @@ func Run(ctx context.Context, o Options) (err error) {
 			if _, err := a.Apply(api.Candidate{}); err != nil {
 				a.log.Error("policy not applied", "policy", o.Policy, "error", firstLine(err))
 			}
+		case <-changed:
+			settled.Reset(settleTime)
+		case <-settled.C:
+			a.applyChanged()
 		}
+	}
+}
+
+// settleTime is how long the files of the policy have to be unchanged. The kubelet replaces the files of a ConfigMap by
+// several changes of their directory.
+const settleTime = 500 * time.Millisecond
+
+// watchPolicy reports changes in the directory of the policy file, until the caller closes the result.
+func watchPolicy(policy string, changed chan<- struct{}) (*watch.Folders, error) {
+	folders, err := watch.NewFolders(func() {
+		select {
+		case changed <- struct{}{}:
+		default:
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	// What the agent has read before may have been replaced meanwhile.
+	changed <- struct{}{}
+	if err := folders.Add(filepath.Dir(policy)); err != nil {
+		folders.Close()
+		return nil, err
+	}
+	return folders, nil
+}
+
+// applyChanged applies the policy file if the file, or one that it names, differs from what is in force.
+func (a *Agent) applyChanged() {
+	problem, _ := a.policyProblem()
+	if problem == "" {
+		return
+	}
+	if _, err := a.Apply(api.Candidate{}); err != nil {
+		a.log.Error("policy not applied", "policy", a.options.Policy, "error", firstLine(err))
 	}
 }
 

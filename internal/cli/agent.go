@@ -24,10 +24,11 @@ func (c *commands) agentCommand() *cobra.Command {
 		Long: `The agent loads the BPF programs, finds members, and registers their sockets.
 It can be stopped, killed or upgraded at any time: pinned programs stay
 attached, and the next agent adopts them. On SIGHUP, the agent applies the
-policy file again. If the policy file is invalid at startup, the agent starts
-with the last applied policy, logs an error, and reports the error in sockeye
-status. If the last applied policy is invalid too, for example after an upgrade,
-the agent does not start.
+policy file again; with --watch-policy also when the file is replaced. If the
+policy file is invalid at startup, the agent starts with the last applied
+policy, logs an error, and reports the error in sockeye status. If the last
+applied policy is invalid too, for example after an upgrade, the agent does not
+start.
 
 Log lines to the systemd journal have a priority prefix and no timestamp.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -54,6 +55,7 @@ Log lines to the systemd journal have a priority prefix and no timestamp.`,
 	cmd.Flags().StringVar(&o.StateDir, "state-dir", command.DefaultStateDir, "persistent state directory")
 	cmd.Flags().StringVar(&o.Pins, "pins", command.DefaultPins, "pin directory, in a bpffs")
 	cmd.Flags().StringVar(&o.Group, "group", "", "group with access to the agent's socket, for read-only commands and run")
+	cmd.Flags().BoolVar(&o.WatchPolicy, "watch-policy", false, "apply the policy when it, or another file of its directory, is replaced by another file, as the kubelet replaces those of a ConfigMap")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	cmd.Flags().StringVar(&format, "log-format", "text", "text or json")
 	return cmd
