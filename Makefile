@@ -37,6 +37,7 @@ DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
 BENCH_GATEWAY_PACKAGES := passt iperf3
 PACKAGE_PACKAGES := lintian
+HELM_PACKAGES := runc
 BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 
 # What "make check" runs in VMs; "make test-vm" runs all.
@@ -182,7 +183,7 @@ vulnerabilities: ## Look for known vulnerabilities in what is called; says so if
 	go run ./tools/vulncheck -scanner $(GOVULNCHECK) -o "$(OUT)/vulnerabilities" ./...
 
 .PHONY: check
-check: verify-generated lint licences vulnerabilities security test-package test test-race ## What CI runs
+check: verify-generated lint licences vulnerabilities security test-package test-helm test test-race ## What CI runs
 	@tools/setup $(VM_PACKAGES)
 	go run ./lab/vm -kernels $(CHECK_KERNELS) -timeout 20m $(CHECK_VM_TESTS)
 	@cat "$(OUT)/vulnerabilities"
@@ -243,6 +244,11 @@ rpm: ## Build the rpm package in out/ (ARCH=arm64)
 test-package: ## Compare two builds of the packages, and run lintian; writes install.json
 	@tools/setup $(PACKAGE_PACKAGES)
 	@tools/package/test "$(OUT)"
+
+.PHONY: test-helm
+test-helm: build ## Lint and render the Helm chart, and run its container by runc
+	@tools/setup $(HELM_PACKAGES)
+	cd tools/helm && go vet ./... && go test -count=1 ./...
 
 .PHONY: release
 release: ## Build binaries, packages, checksums and an SBOM for all architectures in out/release
