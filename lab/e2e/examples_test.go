@@ -40,7 +40,7 @@ func TestExampleSyslog(t *testing.T) {
 	if together > 20 {
 		t.Errorf("without Sockeye, %d of %d devices are at one process", together, len(e.all))
 	}
-	e.setExamplePolicy("syslog-ng", "syslog-collector", "root", `{match: {command_line: 'syslog-ng .*/slot-(\d+)\.conf'}, slot: group}`)
+	e.setExamplePolicy("syslog-ng", "syslog-collector", "root", `{match: {command_line: 'syslog-ng .*/slot-(\d+)\.persist'}, slot: group}`)
 	h.startAgent()
 	e.ready(0, 1, 2, 3)
 	e.send("with")
@@ -132,12 +132,13 @@ func (e *syslogExample) start(slot int) {
 	e.Helper()
 	run := filepath.Join(e.dir, fmt.Sprintf("run-%d", slot))
 	e.must(os.MkdirAll(run, 0o755))
-	text := strings.ReplaceAll(e.readExample("syslog-ng/etc/syslog-ng/syslog-collector@.conf"), "@SLOT@", fmt.Sprint(slot))
-	text = e.replaceOnce(text, "/var/log/syslog-collector", e.dir)
-	e.must(os.WriteFile(filepath.Join(run, fmt.Sprintf("slot-%d.conf", slot)), []byte(text), 0o644))
-	command := e.exampleUnit("syslog-ng/etc/systemd/system/syslog-collector@.service", "ExecStart", slot)[0]
+	text := e.replaceOnce(e.readExample("syslog-ng/etc/syslog-ng/syslog-collector@.conf"), "/var/log/syslog-collector", e.dir)
+	e.must(os.WriteFile(filepath.Join(run, "syslog-ng.conf"), []byte(text), 0o644))
+	const unit = "syslog-ng/etc/systemd/system/syslog-collector@.service"
+	command := e.replaceOnce(e.exampleUnit(unit, "ExecStart", slot)[0], "${CREDENTIALS_DIRECTORY}", run)
 	command = strings.ReplaceAll(command, fmt.Sprintf("/run/syslog-collector-%d", slot), run)
 	p := e.collectors.Command(context.Background(), strings.Fields(e.replaceOnce(command, "/var/lib/syslog-collector", e.dir))...)
+	p.Cmd.Env = append(os.Environ(), e.exampleUnit(unit, "Environment", slot)...)
 	p.Name = fmt.Sprintf("syslog-ng-%d", slot)
 	e.must(p.Start())
 	e.members[slot] = &member{Process: p, slot: slot}

@@ -136,7 +136,7 @@ func installAsDocumented(t *testing.T, w *world) {
 	// A single malloc arena that grows in large steps halves the start time of nfacctd.
 	write(t, "/etc/systemd/system/nfacctd@.service.d/lab.conf",
 		"[Service]\nSlice=telemetry.slice\nEnvironment=MALLOC_ARENA_MAX=1 MALLOC_TOP_PAD_=67108864\n"+
-			"ExecStartPre=\nExecStart=\nExecStart=/usr/sbin/nfacctd -f /etc/pmacct/nfacctd-%i.conf\n")
+			"LoadCredential=\nReadWritePaths=/var/lib/nfacctd\nExecStart=\nExecStart=/usr/sbin/nfacctd -f /etc/pmacct/nfacctd-%i.conf\n")
 	must(t, "systemctl", "daemon-reload")
 	if unit := read(t, "/etc/systemd/system/nfacctd@.service"); !regexp.MustCompile(`(?m)^After=.*\bsockeye\.service`).MatchString(unit) {
 		t.Errorf("the example of a member's unit does not start after the agent:\n%s", unit)
