@@ -234,3 +234,13 @@ func TestMisfitsOfLookup(t *testing.T) {
 		h.eventually("the slot is empty", func() bool { return h.slotPIDs()[0] == 0 })
 	}
 }
+
+// TestNoServices checks that a command for a service says that the policy of a new installation has none.
+func TestNoServices(t *testing.T) {
+	h := newHost(t, "services: {}\n")
+	h.start()
+	const hint = "sockeye init prints services for the collectors of this host"
+	h.refused(2, "the policy has no services", hint, nil, "run", "--", "true")
+	h.refused(2, "the policy has no services", hint, nil, "register", "--pid", "1")
+	h.refused(2, `there is no service "telemetry"`, "the policy has no services; "+hint, nil, "slots", "--service", "telemetry")
+}

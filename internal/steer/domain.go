@@ -379,6 +379,14 @@ func (d *Domain) findService(name string) (*service, error) {
 	if s := d.services[name]; s != nil {
 		return s, nil
 	}
+	const first = "sockeye init prints services for the collectors of this host"
+	switch {
+	case len(d.services) > 0:
+	case name == "":
+		return nil, fault.Usage(errors.New("the policy has no services"), first)
+	default:
+		return nil, fault.Usage(fmt.Errorf("there is no service %q", name), "the policy has no services; "+first)
+	}
 	known := make([]string, 0, len(d.services))
 	for name := range d.services {
 		known = append(known, name)
