@@ -137,7 +137,7 @@ func (c *commands) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, unt
 	return lacks, "", nil
 }
 
-// contents counts the parts of a policy, as in "1 service, 3 tune rules".
+// contents counts the parts of a policy, as in "1 service, 3 tune rules, metrics".
 func contents(policy *config.Policy) string {
 	var parts []string
 	for _, part := range []struct {
@@ -152,6 +152,9 @@ func contents(policy *config.Policy) string {
 		if part.n > 0 {
 			parts = append(parts, command.Count(part.n, part.one, part.many))
 		}
+	}
+	if policy.Metrics.Listen != "" {
+		parts = append(parts, "metrics")
 	}
 	if parts == nil {
 		return "without services and rules"

@@ -50,8 +50,8 @@ func (c *commands) initCommand() *cobra.Command {
 		Short: "Write a first policy from the processes that share ports",
 		Long: `Init finds the processes of this host that share ports by SO_REUSEPORT, with
 their units and users, and prints a policy with a service for each group. It
-changes nothing without --write, and never replaces a policy that has services
-or rules. Read the policy before the agent applies it: any local user can start
+changes nothing without --write, and replaces only a policy that does nothing.
+Read the policy before the agent applies it: any local user can start
 processes that share a port.`,
 		Args: command.Arguments(0, 0, ""),
 		RunE: func(*cobra.Command, []string) error { return c.init(file, write) },
@@ -67,10 +67,7 @@ func (c *commands) init(file string, write bool) error {
 		return err
 	}
 	services, alone := host.Services()
-	text, ok, err := firstpolicy.Policy(services)
-	if err != nil {
-		return err
-	}
+	text, ok := firstpolicy.Policy(services)
 	if !ok {
 		return nothingShared(services, alone)
 	}
@@ -102,14 +99,14 @@ func (c *commands) init(file string, write bool) error {
 			}
 		}
 		if write {
-			command.Hint(c.Err, "read it, then: sockeye doctor; systemctl enable --now sockeye")
+			command.Hint(c.Err, "read it, then: sockeye doctor; systemctl enable sockeye; systemctl reload-or-restart sockeye")
 		}
 	})
 }
 
 // nothingShared returns the error of a host without a service, and names the programs that could share their ports.
 func nothingShared(services []*firstpolicy.Service, alone []*firstpolicy.Program) error {
-	hint := "start at least two processes that listen on the same ports with SO_REUSEPORT, as nfacctd does (docs/operate.md)"
+	hint := "start at least two processes that listen on the same ports with SO_REUSEPORT, as nfacctd does"
 	switch {
 	case len(services) > 0:
 		return fault.WithHint(fmt.Errorf("no policy for %s: %s", describePrograms(services[0].Programs), services[0].Problem()), hint)
@@ -128,13 +125,13 @@ func describePrograms(list []*firstpolicy.Program) string {
 	return fmt.Sprintf("%s (process %d%s)", list[0].Name(), list[0].PID, more)
 }
 
-// writePolicy writes a policy file, unless the file has services or rules.
+// writePolicy writes a policy file. It replaces only a policy that does nothing, as that of the packages.
 func writePolicy(file, text string) error {
 	switch old, err := config.Load(file); {
 	case errors.Is(err, fs.ErrNotExist):
 	case err != nil:
 		return fault.Conflict(fmt.Errorf("%s exists and is no valid policy: %w", file, err), "correct it, or name another file with --policy")
-	case len(old.Services)+len(old.Tune)+len(old.Trace)+len(old.BigTCP) > 0:
+	case !old.DoesNothing():
 		return fault.Conflict(fmt.Errorf("%s exists and has %s", file, contents(old)), "name another file with --policy")
 	}
 	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {

@@ -29,7 +29,7 @@ func TestInit(t *testing.T) {
 		t.Fatal(err)
 	}
 	name := filepath.Base(program)
-	h.refused(1, noneShared, "start at least two processes that listen on the same ports with SO_REUSEPORT, as nfacctd does (docs/operate.md)", nil, "init")
+	h.refused(1, noneShared, "start at least two processes that listen on the same ports with SO_REUSEPORT, as nfacctd does", nil, "init")
 	first, endFirst := h.member(nil, collectorPorts...)
 	h.refused(1, noneShared, name+" (process PID) could share its ports: start another one", []int{first}, "init")
 	// The second one has another socket, which the first one does not share.
@@ -53,7 +53,7 @@ func TestInit(t *testing.T) {
 		t.Errorf("init without --write has written %s, %v", text, err)
 	}
 	if r := h.sockeye("init", "--write", "--policy", h.policy); r.code != 0 || r.out != h.policy+" written\n" ||
-		r.err != "hint: read it, then: sockeye doctor; systemctl enable --now sockeye\n" {
+		r.err != "hint: read it, then: sockeye doctor; systemctl enable sockeye; systemctl reload-or-restart sockeye\n" {
 		t.Errorf("%+v", r)
 	}
 	text, err := os.ReadFile(h.policy)
@@ -64,6 +64,8 @@ func TestInit(t *testing.T) {
 		t.Errorf("mode %v, %v", info.Mode(), err)
 	}
 	h.refused(5, "DIR/policy.yaml exists and has 1 service", "name another file with --policy", nil, "init", "--write", "--policy", h.policy)
+	h.write("metrics.yaml", "services: {}\nmetrics: {listen: \"127.0.0.1:9732\"}\n")
+	h.refused(5, "DIR/metrics.yaml exists and has metrics", "name another file with --policy", nil, "init", "--write", "--policy", h.dir+"/metrics.yaml")
 	h.write("broken.yaml", "services: 7\n")
 	if r := h.sockeye("init", "--write", "--policy", h.dir+"/broken.yaml"); r.code != 5 || !strings.Contains(r.err, "is no valid policy") {
 		t.Errorf("%+v", r)
@@ -83,7 +85,7 @@ func TestInit(t *testing.T) {
 	// Keepers hold the ports now, but are no members of a policy.
 	endFirst()
 	endSecond()
-	h.refused(1, noneShared, "start at least two processes that listen on the same ports with SO_REUSEPORT, as nfacctd does (docs/operate.md)", nil, "init")
+	h.refused(1, noneShared, "start at least two processes that listen on the same ports with SO_REUSEPORT, as nfacctd does", nil, "init")
 }
 
 // TestInitUnits checks the rules for processes of units.

@@ -11,6 +11,7 @@ package config
 import (
 	"fmt"
 	"net/netip"
+	"reflect"
 	"regexp"
 	"time"
 )
@@ -29,6 +30,16 @@ type Policy struct {
 
 	file   string              `yaml:"-"`
 	places map[string]position `yaml:"-"` // positions of the values, by path
+}
+
+// DoesNothing reports whether a policy has no part, as "services: {}" of the packages.
+func (p *Policy) DoesNothing() bool {
+	for field, value := range reflect.ValueOf(p).Elem().Fields() {
+		if field.IsExported() && !value.IsZero() && (value.Kind() != reflect.Slice || value.Len() > 0) {
+			return false
+		}
+	}
+	return true
 }
 
 // Flaw returns an error about the value at a path such as services.telemetry.user. Callers use Flaw for a value that

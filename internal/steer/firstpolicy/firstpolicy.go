@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
@@ -52,12 +53,15 @@ type Program struct {
 	Ports    map[Port]bool
 }
 
-// Name returns the base name of the executable.
+// Name returns the base name of the executable, quoted if it has characters that a terminal does not print.
 func (p *Program) Name() string {
 	if p.Exe == "" {
 		return "unknown"
 	}
-	return filepath.Base(p.Exe)
+	if name := filepath.Base(p.Exe); isPrintable(name) {
+		return name
+	}
+	return strconv.Quote(filepath.Base(p.Exe))
 }
 
 // Host is what listens on a host, in the network namespace of this process.
@@ -158,6 +162,8 @@ type Service struct {
 	Slots    int
 	Members  []Rule
 	Others   []Port // that some programs have
+
+	refused string // the reason why a policy with the service is not valid
 }
 
 // Rule is a member rule.
@@ -307,26 +313,37 @@ func (s *Service) Problem() string {
 		return fmt.Sprintf("more than %d shared ports", bpf.MaxListeners)
 	case len(s.Members) == 0:
 		return "their executables are not files of this host"
-	case slices.ContainsFunc(s.Members, func(r Rule) bool { return strings.ContainsAny(r.Executable, `*?[\`) || !utf8.ValidString(r.Executable) }):
-		return "the path of an executable is a pattern, or is not UTF-8"
+	case slices.ContainsFunc(s.Members, func(r Rule) bool { return strings.ContainsAny(r.Executable, `*?[\`) }):
+		return "the path of an executable is a pattern"
+	case slices.ContainsFunc(s.Members, func(r Rule) bool { return !isPrintable(r.Executable) || !isPrintable(r.Unit) }):
+		return "the path of an executable, or a unit, has control characters or is not UTF-8"
 	}
-	return ""
+	return s.refused
 }
 
-// Policy returns the text of a policy with the services that have no problem. ok is false if there is none.
-func Policy(services []*Service) (text string, ok bool, err error) {
-	var b strings.Builder
-	b.WriteString("# Written by sockeye init from the processes that shared ports at that time. docs/policy.md describes all keys.\nservices:\n")
+// isPrintable reports whether a text is UTF-8 without characters that YAML or a terminal interprets.
+func isPrintable(text string) bool {
+	return utf8.ValidString(text) && !strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) })
+}
+
+// Policy returns the text of a policy with the services that have no problem. ok is false if there is none. Any user can
+// start processes that share a port: a service with which the policy would not be valid is left out, and has this problem
+// from then on.
+func Policy(services []*Service) (text string, ok bool) {
+	text = "# Written by sockeye init from the processes that shared ports at that time. man sockeye-policy describes all keys.\nservices:\n"
 	for _, s := range services {
-		if s.Problem() == "" {
-			s.write(&b)
-			ok = true
+		if s.Problem() != "" {
+			continue
 		}
+		var b strings.Builder
+		s.write(&b)
+		if _, err := config.Parse([]byte(text+b.String()), "policy.yaml"); err != nil {
+			s.refused, _, _ = strings.Cut(err.Error(), "\n")
+			continue
+		}
+		text, ok = text+b.String(), true
 	}
-	if _, err := config.Parse([]byte(b.String()), "policy.yaml"); ok && err != nil {
-		return "", false, fmt.Errorf("the policy from what this host runs is not valid: %w", err)
-	}
-	return b.String(), ok, nil
+	return text, ok
 }
 
 func (s *Service) write(b *strings.Builder) {
