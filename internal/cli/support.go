@@ -46,9 +46,12 @@ func (c *commands) supportCommand() *cobra.Command {
 		Long: `Support writes an archive with the policy without its comments, the output of
 status, slots, doctor and other commands, the last lines of the agent's journal,
 the kernel, sysctls, and the sizes of maps. It lists the contents, changes
-nothing else, and works without an agent. Read the archive before you pass it
-on: it contains arguments of processes, mounts, addresses of exporters, and with
---devices those of all devices.`,
+nothing else, and works without an agent. Run it as root: for other users, the
+journal, the pins and what only root may ask the agent are missing. Read the
+archive before you pass it on: it contains arguments of processes, mounts,
+addresses of exporters, and with --devices those of all devices. In the
+arguments, values after names such as password, secret or token are masked;
+other secrets are not recognized.`,
 		Args: command.Arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return c.support(cmd.Context(), file, policy, pins, cmd.Flags().Changed("policy"), devices)
@@ -110,6 +113,9 @@ func (c *commands) support(ctx context.Context, file, policy, pins string, named
 	return c.Show(&supported{file, files}, func(w io.Writer) {
 		support.Table(w, files)
 		fmt.Fprintf(c.Err, "%s written; read it before you pass it on\n", file)
+		if os.Geteuid() != 0 {
+			command.Hint(c.Err, "the archive is incomplete, because only root may read the journal, the pins and the whole state: run it as root")
+		}
 	})
 }
 
@@ -126,5 +132,5 @@ func (c *commands) outputOf(ctx context.Context, args, flags []string) support.F
 		_ = json.Unmarshal(out.Bytes(), &failure)
 		err = fmt.Errorf("exit code %d%s", code, strings.TrimSuffix(": "+failure.Error, ": "))
 	}
-	return support.New("commands/"+strings.Join(args, "-")+".json", "sockeye "+strings.Join(args, " "), out.Bytes(), err)
+	return support.New("commands/"+strings.Join(args, "-")+".json", "sockeye "+strings.Join(args, " "), support.MaskCommands(out.Bytes()), err)
 }

@@ -52,6 +52,19 @@ func TestSupport(t *testing.T) {
 	if slices.ContainsFunc(without.Files, func(f support.File) bool { return f.Name == "commands/devices.json" }) {
 		t.Error("the list of devices is packed without --devices")
 	}
+	dir, err := os.MkdirTemp("", "support") // the parent of t.TempDir() is closed to other users
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	if err := os.Chown(dir, 65534, 65534); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(dir, "archive.tar.gz")
+	r := h.child(asNobody, "sockeye", "support", "--run-dir", h.run, "--policy", h.policy, "--pins", h.pins, "--file", file)
+	if hint := "\nhint: the archive is incomplete, because only root may read the journal, the pins and the whole state: run it as root\n"; r.code != 0 || !strings.HasSuffix(r.err, hint) {
+		t.Errorf("as nobody: %+v", r)
+	}
 	used := h.write("used.tar.gz", "")
 	h.refused(5, "DIR/used.tar.gz exists", "name another file with --file", nil, "support", "--file", used)
 }

@@ -87,16 +87,25 @@ const (
 	HiddenHint    = "mount the host's /sys/fs/cgroup in the container of the agent"
 )
 
+// probeNeeds are the capabilities with which the kernel loads the programs and maps of the probes.
+var probeNeeds = []string{"CAP_BPF", "CAP_NET_ADMIN", "CAP_PERFMON"}
+
 func (d *Report) kernel() {
 	// Without the capabilities, the probes say less about the kernel than about the caller.
 	if err := load.Available(); err != nil && rights.Has(unix.CAP_BPF) {
 		d.Fail("kernel", "bpf(2)", fault.Code(err), err.Error(), fault.Hint(err))
 		return
 	}
+	// The errors of a caller without these capabilities say nothing about the kernel. The check of the capabilities has
+	// the hint.
+	missing, _ := rights.Missing()
+	missing = slices.DeleteFunc(missing, func(name string) bool { return !slices.Contains(probeNeeds, name) })
 	for _, f := range bpf.Features {
 		switch err := f.Probe(); {
 		case err == nil:
 			d.Add("kernel", f.Name, OK, "", "")
+		case errors.Is(err, unix.EPERM) && len(missing) > 0:
+			d.Add("kernel", f.Name, Warning, "not known: the check needs "+strings.Join(missing, ", "), "")
 		case !errors.Is(err, ebpf.ErrNotSupported):
 			d.Add("kernel", f.Name, Warning, "not known: "+err.Error(), fault.Hint(err))
 		case f.Optional:

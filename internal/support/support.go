@@ -9,6 +9,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -17,6 +18,7 @@ import (
 	"os/exec"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -88,6 +90,27 @@ func withoutComments(text []byte) ([]byte, error) {
 	return yaml.Marshal(&document)
 }
 
+var (
+	commandValues = regexp.MustCompile(`"command": *"(?:[^"\\]|\\.)*"`)
+	secretOptions = regexp.MustCompile(`(?i)([\w.-]*(?:passw(?:or)?d|passphrase|secret|token|api-?key|private-?key|credential)[\w.-]*(?:[=:]| +))[^ ]+`)
+	secretURLs    = regexp.MustCompile(`(://[^ /:@]*:)[^ /@]+@`)
+)
+
+// MaskCommands replaces secrets in the command lines of JSON output: what follows an option or a key whose name contains
+// password, secret, token and the like, and the passwords of URLs. It cannot know other secrets.
+func MaskCommands(output []byte) []byte {
+	return commandValues.ReplaceAllFunc(output, func(field []byte) []byte {
+		key, value, _ := bytes.Cut(field, []byte(":"))
+		var command string
+		if err := json.Unmarshal(value, &command); err != nil {
+			return []byte(`"command": "(left out)"`)
+		}
+		command = secretOptions.ReplaceAllString(command, "${1}(masked)")
+		masked, _ := json.Marshal(secretURLs.ReplaceAllString(command, "${1}(masked)@")) // it never fails for a string
+		return fmt.Appendf(nil, "%s: %s", key, masked)
+	})
+}
+
 // Host returns files about the kernel and the distribution.
 func Host() []File {
 	files := []File{}
@@ -129,8 +152,11 @@ func Journal(ctx context.Context) File {
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	text, err := cmd.Output()
-	if err != nil && stderr.Len() > 0 {
+	switch {
+	case err != nil && stderr.Len() > 0:
 		err = fmt.Errorf("%w: %s", err, bytes.TrimSpace(stderr.Bytes()))
+	case err == nil && os.Geteuid() != 0 && stderr.Len() > 0: // journalctl succeeds without the lines that the caller may not read
+		err = errors.New("only the lines that this user may read")
 	}
 	return New("journal.txt", fmt.Sprintf("last %d lines of sockeye.service in the journal", journalLines), text, err)
 }

@@ -6,7 +6,9 @@ import (
 	"archive/tar"
 	"bytes"
 	"compress/gzip"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -84,6 +86,31 @@ func TestPolicy(t *testing.T) {
 	}
 	if f := support.Policy("/nonexistent"); !strings.Contains(f.Problem, "no such file") {
 		t.Errorf("problem %q of a missing policy", f.Problem)
+	}
+}
+
+// TestMaskCommands checks that secrets of command lines are masked, and that everything else stays as it was.
+func TestMaskCommands(t *testing.T) {
+	for in, want := range map[string]string{
+		`nfacctd -f /etc/a.conf`:                    `nfacctd -f /etc/a.conf`,
+		`a --password x --token=y --verbose`:        `a --password (masked) --token=(masked) --verbose`,
+		`a DB_PASSWORD=x sasl.password=y,z -p 1`:    `a DB_PASSWORD=(masked) sasl.password=(masked) -p 1`,
+		`a --Api-Key "x y`:                          `a --Api-Key (masked) y`,
+		`a --brokers amqp://user:secret1@host/v -x`: `a --brokers amqp://user:(masked)@host/v -x`,
+		`a --url http://host:9092/ -x`:              `a --url http://host:9092/ -x`,
+		`a --token`:                                 `a --token`,
+		`a "quoted" \ \u0001`:                       `a "quoted" \ \u0001`,
+	} {
+		field := func(command string) string {
+			text, err := json.Marshal(command)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return fmt.Sprintf("{\n  \"pid\": 18446744073709551615,\n  \"command\": %s,\n  \"password\": \"x\"\n}\n", text)
+		}
+		if got := string(support.MaskCommands([]byte(field(in)))); got != field(want) {
+			t.Errorf("got  %s\nwant %s", got, field(want))
+		}
 	}
 }
 
