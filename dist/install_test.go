@@ -4,8 +4,10 @@ package dist_test
 
 import (
 	"io/fs"
+	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -43,6 +45,21 @@ func TestInstall(t *testing.T) {
 	} {
 		if !slices.Contains(installed, want) {
 			t.Errorf("no %s in %q", want, installed)
+		}
+	}
+	link := regexp.MustCompile(`\]\(([^):#]+)[^):]*\)`)
+	for _, name := range installed {
+		if filepath.Ext(name) != ".md" {
+			continue
+		}
+		text, err := os.ReadFile(root + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, target := range link.FindAllStringSubmatch(string(text), -1) {
+			if _, err := os.Stat(filepath.Join(filepath.Dir(root+name), target[1])); err != nil {
+				t.Errorf("%s has a link to %s, which is not installed", name, target[1])
+			}
 		}
 	}
 	run("uninstall")
