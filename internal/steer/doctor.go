@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/rights"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
@@ -78,6 +79,10 @@ func (d checkup) service(c config.Service) {
 
 func (d checkup) foreignPrograms(area string, netns int) {
 	programs, err := bpf.ForeignPrograms(netns)
+	if err != nil && !rights.Has(unix.CAP_SYS_ADMIN) {
+		d.Add(area, "foreign programs", doctor.Warning, "not known: the check needs CAP_SYS_ADMIN", "run sockeye doctor as root")
+		return
+	}
 	if err != nil {
 		d.Add(area, "foreign programs", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
