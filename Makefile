@@ -36,7 +36,7 @@ ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring
 DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
 BENCH_GATEWAY_PACKAGES := passt iperf3
-PACKAGE_PACKAGES := lintian
+PACKAGE_PACKAGES := iproute2 lintian pmacct rpm syslog-ng-core systemd
 HELM_PACKAGES := runc
 BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 
@@ -241,7 +241,7 @@ rpm: ## Build the rpm package in out/ (ARCH=arm64)
 	@tools/package/build "$(OUT)" $(or $(ARCH),$(shell go env GOARCH)) rpm
 
 .PHONY: test-package
-test-package: ## Compare two builds of the packages, and run lintian; writes install.json
+test-package: ## Compare two builds of the packages, run lintian, install them and the examples in copies of the file system; writes install.json
 	@tools/setup $(PACKAGE_PACKAGES)
 	@tools/package/test "$(OUT)"
 
