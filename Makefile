@@ -221,7 +221,9 @@ install-files: docs
 	install -d $(DESTDIR)$(PREFIX)/share/sockeye/prometheus $(DESTDIR)$(PREFIX)/share/sockeye/grafana
 	sed 's|file:///usr/share/|file://$(PREFIX)/share/|' dist/prometheus/sockeye.rules.yml > $(DESTDIR)$(PREFIX)/share/sockeye/prometheus/sockeye.rules.yml
 	install -m 644 dist/grafana/*.json $(DESTDIR)$(PREFIX)/share/sockeye/grafana
-	install -D -m 644 docs/runbook.md $(DESTDIR)$(PREFIX)/share/doc/sockeye/runbook.md
+	@# Links to documents that are not installed become text.
+	install -d $(DESTDIR)$(PREFIX)/share/doc/sockeye
+	sed -E 's/\[([^][]+)\]\([^()#][^()]*\)/\1/g' docs/runbook.md > $(DESTDIR)$(PREFIX)/share/doc/sockeye/runbook.md
 	find examples -type f -printf '%P\n' | xargs -I% install -D -m 644 examples/% $(DESTDIR)$(PREFIX)/share/sockeye/examples/%
 
 .PHONY: uninstall
