@@ -34,8 +34,15 @@ var (
 	optional = []Right{SysAdmin, DACOverride, NetBindService}
 )
 
-// DropInHint returns the commands that add the capability to the unit.
+// DropInHint returns the commands that add the capability to the unit. In a pod of Kubernetes, it returns the value of the
+// chart that adds the capability.
 func (r Right) DropInHint() string {
+	if os.Getenv("KUBERNETES_SERVICE_HOST") != "" { // the kubelet sets it in all containers
+		if r == SysAdmin {
+			return "the chart does not give this capability: run the agent as a service of the node"
+		}
+		return fmt.Sprintf("add %s to extraCapabilities in the values of the chart", strings.TrimPrefix(r.Name, "CAP_"))
+	}
 	from := r.DropIn
 	if exe, err := os.Executable(); err == nil {
 		from = filepath.Join(filepath.Dir(filepath.Dir(exe)), "share/sockeye/sockeye.service.d", r.DropIn)

@@ -48,7 +48,8 @@ type lastDatagram struct {
 // connection, and monotonic is the time of the zero of Seen.LastSeen.
 func (t *streams) update(now, monotonic time.Time, devices iter.Seq2[bpf.Address, bpf.Seen], key func(netip.Addr) deviceKey, connected map[deviceKey]bool) {
 	next := make(map[bpf.Address]lastDatagram, len(t.last))
-	sending := make(map[deviceKey]bool)
+	t.tcp, t.udp = 0, 0
+	sending := make(map[deviceKey]bool) // without devices that have one address and no connection: there may be a million
 	for address, seen := range devices {
 		if seen.Datagrams == 0 {
 			continue
@@ -64,10 +65,14 @@ func (t *streams) update(now, monotonic time.Time, devices iter.Seq2[bpf.Address
 		last.datagrams = uint32(seen.Datagrams)
 		next[address] = last
 		if now.Sub(time.Unix(int64(last.at), 0)) < silence {
-			sending[key(placement.Addr(address))] = true
+			if device := key(placement.Addr(address)); connected[device] || device.name != "" {
+				sending[device] = true
+			} else {
+				t.udp++
+			}
 		}
 	}
-	t.at, t.last, t.tcp, t.udp = now, next, 0, 0
+	t.at, t.last = now, next
 	for device := range connected {
 		if !sending[device] {
 			t.tcp++

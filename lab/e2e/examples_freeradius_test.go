@@ -44,7 +44,7 @@ func TestExampleFreeRADIUS(t *testing.T) {
 			}
 		}
 	})
-	e := &radiusExample{host: h}
+	e := &radiusExample{host: h, port: 20000}
 	for i := range 32 {
 		e.all = append(e.all, netip.AddrFrom4([4]byte{10, 80, 1, byte(i)}))
 	}
@@ -91,6 +91,7 @@ type radiusExample struct {
 	all         []netip.Addr
 	credentials string
 	supplicant  string // configuration of eapol_test
+	port        int    // the last one that an access server has used
 }
 
 // prepare writes the files that systemd gives to the unit, with the access servers and a user of the network.
@@ -189,11 +190,14 @@ table ip balance {
 // authenticate runs a conversation of each access server at the same time, and returns the number of those that succeed.
 func (e *radiusExample) authenticate(limit time.Duration) (succeeded int) {
 	e.Helper()
+	// Each port is used once: the kernel passes the packets of a known flow to the process that earlier rules have chosen.
+	firstPort := e.port + 1
+	e.port += len(nas{}.ports)
 	conversations := make([]*lab.Process, len(e.all))
 	var relays sync.WaitGroup
 	defer relays.Wait()
 	for i, a := range e.all {
-		n, err := e.openNAS(a)
+		n, err := e.openNAS(a, firstPort)
 		e.must(err)
 		relays.Go(n.relay)
 		defer n.Close()
@@ -218,14 +222,14 @@ type nas struct {
 	peer  atomic.Pointer[netip.AddrPort] // of local
 }
 
-func (e *radiusExample) openNAS(a netip.Addr) (*nas, error) {
+func (e *radiusExample) openNAS(a netip.Addr, firstPort int) (*nas, error) {
 	n := new(nas)
 	err := e.devices.Do(func() (err error) {
 		if n.local, err = net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)}); err != nil {
 			return err
 		}
 		for i := range n.ports {
-			if n.ports[i], err = dialRADIUS(a, radiusPort); err != nil {
+			if n.ports[i], err = dialRADIUS(netip.AddrPortFrom(a, uint16(firstPort+i)), radiusPort); err != nil {
 				return err
 			}
 		}
@@ -234,8 +238,8 @@ func (e *radiusExample) openNAS(a netip.Addr) (*nas, error) {
 	return n, err
 }
 
-func dialRADIUS(a netip.Addr, port uint16) (*net.UDPConn, error) {
-	return net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(a, 0)), net.UDPAddrFromAddrPort(target(a, port)))
+func dialRADIUS(from netip.AddrPort, port uint16) (*net.UDPConn, error) {
+	return net.DialUDP("udp4", net.UDPAddrFromAddrPort(from), net.UDPAddrFromAddrPort(target(from.Addr(), port)))
 }
 
 // relay passes requests and replies on until Close.
@@ -279,7 +283,7 @@ func (e *radiusExample) account() {
 	e.Helper()
 	home := e.homes(4)
 	e.fromDevices(e.all, func(a netip.Addr) {
-		c, err := dialRADIUS(a, accountingPort)
+		c, err := dialRADIUS(netip.AddrPortFrom(a, 0), accountingPort)
 		if err != nil {
 			e.Error(err)
 			return

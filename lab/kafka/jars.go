@@ -23,10 +23,10 @@ import (
 var pom []byte
 
 // sums is a list for sha256sum, relative to a Maven repository. After a change of pom.xml, fetch the files into an
-// empty repository and list them:
+// empty directory with an absolute path, and list them:
 //
-//	mvn -f lab/kafka/pom.xml -Dmaven.repo.local=DIR dependency:build-classpath -Dmdep.outputFile=classpath
-//	tr : '\n' < classpath | sed "s|^DIR/||" | LC_ALL=C sort | (cd DIR && xargs sha256sum) > lab/kafka/jars.sha256
+//	mvn -f lab/kafka/pom.xml -Dmaven.repo.local=$DIR dependency:build-classpath -Dmdep.outputFile=$DIR/classpath
+//	(cd $DIR && tr : '\n' <classpath | sed "s|^$DIR/||" | LC_ALL=C sort | xargs sha256sum) >lab/kafka/jars.sha256
 //
 //go:embed jars.sha256
 var sums string

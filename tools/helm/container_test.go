@@ -130,7 +130,9 @@ func (n *node) spec() *specs.Spec {
 		Version: "1.0.2",
 		Root:    &specs.Root{Path: "rootfs", Readonly: *c.SecurityContext.ReadOnlyRootFilesystem},
 		Process: &specs.Process{
-			Args: append([]string{"/sockeye"}, c.Args...), Cwd: "/", Env: []string{"PATH=/usr/bin:/bin"},
+			Args: append([]string{"/sockeye"}, c.Args...), Cwd: "/",
+			// The kubelet sets this variable in all containers.
+			Env:             []string{"PATH=/usr/bin:/bin", "KUBERNETES_SERVICE_HOST=192.0.2.1"},
 			User:            specs.User{UID: uint32(*c.SecurityContext.RunAsUser), GID: uint32(*c.SecurityContext.RunAsGroup)},
 			NoNewPrivileges: !*c.SecurityContext.AllowPrivilegeEscalation,
 		},
@@ -476,6 +478,49 @@ func testContainer(t *testing.T, steering string) {
 			t.Error(line)
 		}
 	}
+}
+
+// TestExtraCapabilities applies a policy that needs more capabilities than the chart gives: the agent names the value of the
+// chart, and with this value the policy is in force.
+func TestExtraCapabilities(t *testing.T) {
+	policy := fmt.Sprintf(`services:
+  syslog:
+    slots: 2
+    user: "1000"
+    listeners: [{protocol: udp, address: "[::]:514"}]
+tune: [{name: new, cgroup: %s/new, set: {nodelay: true}}]
+`, testenv.CgroupPath())
+	run := func(t *testing.T, values map[string]any) api.Status {
+		t.Helper()
+		n := newNode(t, mustRender(t, values).DaemonSet.Spec.Template.Spec)
+		n.writeConfigMap(map[string]string{"policy.yaml": policy})
+		n.start()
+		status := ask[api.Status](n, "status")
+		n.writeConfigMap(map[string]string{"policy.yaml": "services: {}\n"}) // removes the cgroup
+		n.eventually("nothing is left", func() bool {
+			status := ask[api.Status](n, "status")
+			return len(status.Services)+len(status.Tune) == 0
+		})
+		if _, err := os.Stat("/sys/fs/cgroup" + testenv.CgroupPath() + "/new"); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the cgroup is still there: %v", err)
+		}
+		return status
+	}
+	t.Run("without", func(t *testing.T) {
+		status := run(t, nil)
+		if s := status.Services[0]; s.PortsSteered || s.Hint != "add NET_BIND_SERVICE to extraCapabilities in the values of the chart" {
+			t.Errorf("service %+v", s)
+		}
+		if s := status.Tune[0]; s.Attached || s.Hint != "add DAC_OVERRIDE to extraCapabilities in the values of the chart" {
+			t.Errorf("tune %+v", s)
+		}
+	})
+	t.Run("with", func(t *testing.T) {
+		status := run(t, map[string]any{"extraCapabilities": []any{"NET_BIND_SERVICE", "DAC_OVERRIDE"}})
+		if !status.Services[0].PortsSteered || !status.Tune[0].Attached {
+			t.Errorf("status %+v", status)
+		}
+	})
 }
 
 // checkPrivileges checks what the kernel reports of the agent's process.
