@@ -380,11 +380,10 @@ func (d *Domain) findService(name string) (*service, error) {
 		return s, nil
 	}
 	const first = "sockeye init prints services for the collectors of this host"
-	switch {
-	case len(d.services) > 0:
-	case name == "":
+	if len(d.services) == 0 && name == "" {
 		return nil, fault.Usage(errors.New("the policy has no services"), first)
-	default:
+	}
+	if len(d.services) == 0 {
 		return nil, fault.Usage(fmt.Errorf("there is no service %q", name), "the policy has no services; "+first)
 	}
 	known := make([]string, 0, len(d.services))

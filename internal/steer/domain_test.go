@@ -11,7 +11,7 @@ import (
 
 func TestSelected(t *testing.T) {
 	d := &Domain{services: make(map[string]*service)}
-	if _, err := d.findService(""); err == nil || err.Error() != "no service given" {
+	if _, err := d.findService(""); err == nil || err.Error() != "the policy has no services" {
 		t.Error(err)
 	}
 	one := &service{Service: core.Service{Name: "one"}}
