@@ -285,6 +285,10 @@ func TestExample(t *testing.T) {
 		}
 	}
 	c := pod.Containers[0]
+	pattern := regexp.MustCompile(`command_line: "(.*?)"`).FindSubmatch(policy)
+	if pattern == nil || !regexp.MustCompile(string(pattern[1])).MatchString(strings.Join(c.Command, " ")) {
+		t.Errorf("the command %q does not match %q", c.Command, pattern)
+	}
 	if !pod.HostNetwork || len(c.Ports) > 0 || c.Env[0].Name != "SOCKEYE_SLOT" || c.Env[0].ValueFrom.FieldRef.FieldPath != fmt.Sprintf("metadata.labels['%s']", appsv1.PodIndexLabel) {
 		t.Errorf("pod %+v", pod)
 	}

@@ -80,6 +80,7 @@ func TestPackage(t *testing.T) {
 			return ""
 		})
 	})
+	traffic() // if -run has left out the test above
 	t.Run("a policy that the new version refuses leaves the agent alone", func(t *testing.T) {
 		agent, good := mainPID(t, "sockeye"), read(t, policyPath)
 		write(t, policyPath, "services: {telemetry: {sluts: 4}}\n")
