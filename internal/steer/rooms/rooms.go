@@ -7,6 +7,7 @@ package rooms
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -343,6 +344,7 @@ func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
 	if !moved {
 		return
 	}
+	r.rehome()
 	r.unread = before
 	r.nextUnread(nobody)
 	r.unread = nil
@@ -356,6 +358,30 @@ func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
 	r.released, r.departed = time.Now(), time.Now()
 	if err := r.rotateRooms(); err != nil {
 		r.Log.Error("waiting connections not released", "error", err)
+	}
+}
+
+// rehome moves what is in memory for filling slots, and belongs to another slot now, to that slot. The data path steers by
+// the new mapping what the agent sends again. What was sent just before may be at the other slot, and is not missing here.
+func (r *Rooms) rehome() {
+	for slot, f := range r.filling {
+		moved := func(d waitingDatagram) bool {
+			home, _ := r.Mapping.Slot(d.From.Addr())
+			return home != slot
+		}
+		f.templates = slices.DeleteFunc(f.templates, moved)
+		if arrived, err := r.Path.Datagrams(slot); err == nil && f.sent > 0 {
+			f.sent = min(f.sent, arrived-f.arrived)
+		}
+		queue := r.queued[slot]
+		delete(r.queued, slot)
+		for _, d := range queue {
+			if home, _ := r.Mapping.Slot(d.From.Addr()); home != slot {
+				r.deliver(home, d)
+			} else {
+				r.queued[slot] = append(r.queued[slot], d)
+			}
+		}
 	}
 }
 
