@@ -237,8 +237,11 @@ func runOnHost(name string, args []string) error {
 		return err
 	}
 	var o outcome
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
+	ended := make(chan struct{})
+	go func() {
+		_ = cmd.Wait() // ProcessState has the exit code
+		close(ended)
+	}()
 	deadline := time.After(2 * time.Minute)
 	for exited := false; !exited; {
 		select {
