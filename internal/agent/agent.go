@@ -110,13 +110,11 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
-	started, before := false, newFootprint(&o)
+	started, dirs := false, missingDirs(&o)
 	defer func() {
-		if started {
-			return
-		}
-		if failed := before.erase(); failed != nil {
-			o.Log.Warn("a start that failed has left something on the host", "error", failed, "hint", "sockeye reset --state removes it")
+		// The agent that holds the lock may just have created them.
+		if !started && !errors.Is(err, bpf.ErrLocked) {
+			removeEmpty(dirs)
 		}
 	}()
 	root, err := bpf.OpenRoot(o.Pins)
@@ -124,6 +122,18 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer root.Close()
+	left, err := newFootprint(&o, root)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if started || left == nil {
+			return
+		}
+		if failed := left.erase(); failed != nil {
+			o.Log.Warn("a start that failed has left something on the host", "error", failed, "hint", "sockeye reset removes it")
+		}
+	}()
 	for _, dir := range []string{o.StateDir, o.RunDir} {
 		if err := owned.Make(dir, 0o755); err != nil {
 			return err
@@ -266,14 +276,17 @@ func checkMountPoint(dir string) error {
 	return nil
 }
 
+// startRecord is the content of statedir.AgentFile.
+type startRecord struct {
+	Starts int                     `json:"starts"`
+	Room   sockmetrics.Calibration `json:"room"`
+}
+
 // recordStart increments the agent's start counter in the state directory, and calibrates the room estimator unless
 // the directory has the calibration of the running kernel.
 func (a *Agent) recordStart() error {
 	path := filepath.Join(a.options.StateDir, statedir.AgentFile)
-	var record struct {
-		Starts int                     `json:"starts"`
-		Room   sockmetrics.Calibration `json:"room"`
-	}
+	var record startRecord
 	if data, err := os.ReadFile(path); err == nil {
 		// A damaged file resets the counter and does not stop the agent.
 		_ = json.Unmarshal(data, &record)

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -15,35 +16,20 @@ import (
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
-	"sockeye/internal/reset"
+	"sockeye/internal/member"
+	"sockeye/internal/scope"
 	"sockeye/internal/statedir"
+	"sockeye/internal/steer/keeper"
 )
 
-// footprint is what did not exist on the host before a start of the agent. If the start fails, erase removes it, so that
-// nothing is left half done. What an earlier agent left is not in it: steering continues with the pins of that agent.
-type footprint struct {
-	pins, stateDir string   // "" if the directory existed
-	bpffs          string   // mount point without a bpffs; "" if there was one
-	dirs           []string // missing directories, each before its parent
-}
-
-func newFootprint(o *Options) *footprint {
-	f := &footprint{}
-	if missing(o.Pins) {
-		f.pins = o.Pins
-	}
-	if missing(o.StateDir) {
-		f.stateDir = o.StateDir
-	}
-	if dir := filepath.Dir(o.Pins); !bpf.IsBPFFS(dir) {
-		f.bpffs = dir
-	}
+// missingDirs returns the directories that a start creates, each before its parent.
+func missingDirs(o *Options) (dirs []string) {
 	for _, dir := range []string{o.Pins, o.StateDir, o.RunDir} {
-		for ; missing(dir) && !slices.Contains(f.dirs, dir); dir = filepath.Dir(dir) {
-			f.dirs = append(f.dirs, dir)
+		for ; missing(dir) && !slices.Contains(dirs, dir); dir = filepath.Dir(dir) {
+			dirs = append(dirs, dir)
 		}
 	}
-	return f
+	return dirs
 }
 
 func missing(path string) bool {
@@ -51,28 +37,88 @@ func missing(path string) bool {
 	return errors.Is(err, fs.ErrNotExist)
 }
 
-// erase removes pins, programs, keepers, cgroups, sizes of interfaces, the mount and the directories that were created
-// since newFootprint. The pin directory must not be locked.
-func (f *footprint) erase() error {
-	var errs []error
-	if f.pins != "" {
-		_, err := reset.Pins(f.pins)
-		errs = append(errs, err)
-	}
-	if f.stateDir != "" && statedir.Is(f.stateDir) == nil {
-		_, err := bigtcp.Revert(f.stateDir)
-		errs = append(errs, err)
-		if err == nil {
-			errs = append(errs, statedir.Remove(f.stateDir))
-		}
-	}
-	if f.bpffs != "" && bpf.IsBPFFS(f.bpffs) {
-		if err := unix.Unmount(f.bpffs, 0); err != nil {
-			errs = append(errs, fmt.Errorf("unmount %s: %w", f.bpffs, err))
-		}
-	}
-	for _, dir := range f.dirs {
+// removeEmpty removes the directories that are empty.
+func removeEmpty(dirs []string) {
+	for _, dir := range dirs {
 		_ = unix.Rmdir(dir) // a directory that has files of others stays
+	}
+}
+
+// footprint is what a start of the agent leaves on a host that no earlier agent has used. If the start fails, erase removes
+// it, so that nothing is half done. The lock of the pin directory protects both functions from other agents.
+type footprint struct {
+	root     *bpf.Root
+	stateDir string // "" if an earlier agent has left its state
+}
+
+// newFootprint returns nil if an earlier agent has left pins: steering continues with them, also if the start fails.
+func newFootprint(o *Options, root *bpf.Root) (*footprint, error) {
+	if isNew, err := root.IsNew(); err != nil || !isNew {
+		return nil, err
+	}
+	f := &footprint{root: root}
+	entries, err := os.ReadDir(o.StateDir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("read state directory: %w", err)
+	}
+	if len(entries) == 0 {
+		f.stateDir = o.StateDir
+	}
+	return f, nil
+}
+
+// erase removes pins, programs, keepers and cgroups of this start, and the state with the sizes of interfaces. It removes
+// nothing if a keeper of an earlier agent runs: its service may still be steered.
+func (f *footprint) erase() error {
+	self, err := member.Read(os.Getpid())
+	if err != nil {
+		return err
+	}
+	keepers, err := keeper.Find(f.root.Dir, "", nil, keeper.PinnedRows(f.root.Dir))
+	if err != nil {
+		return err
+	}
+	earlier := slices.ContainsFunc(keepers, func(k *keeper.Process) bool { return k.Self.StartTime < self.StartTime })
+	for _, k := range keepers {
+		k.Close()
+	}
+	if earlier {
+		return nil
+	}
+	scopes := scope.Scopes(f.root.Dir)
+	if err := fault.Join(keeper.Retire(f.root.Dir, ""), f.root.Clear()); err != nil {
+		return err
+	}
+	return fault.Join(scope.RemoveCreated(scopes), f.eraseState())
+}
+
+// eraseState reverts the sizes of interfaces and empties the state directory, unless an agent with another pin directory
+// has recorded a start there.
+func (f *footprint) eraseState() error {
+	if f.stateDir == "" {
+		return nil
+	}
+	var record startRecord
+	data, err := os.ReadFile(filepath.Join(f.stateDir, statedir.AgentFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // the start was not recorded, and has changed nothing
+	}
+	if err != nil {
+		return fmt.Errorf("read state: %w", err)
+	}
+	if err := json.Unmarshal(data, &record); err != nil || record.Starts != 1 {
+		return nil
+	}
+	if _, err := bigtcp.Revert(f.stateDir); err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(f.stateDir)
+	if err != nil {
+		return fmt.Errorf("read state directory: %w", err)
+	}
+	var errs []error
+	for _, e := range entries {
+		errs = append(errs, os.RemoveAll(filepath.Join(f.stateDir, e.Name())))
 	}
 	return fault.Join(errs...)
 }

@@ -109,6 +109,15 @@ func PinnedNames(dir, prefix string) ([]string, error) {
 // Tracings lists the tracings with pins, unsorted.
 func (r *Root) Tracings() ([]string, error) { return PinnedNames(r.Dir, TracePins) }
 
+// IsNew reports whether no agent has left pins in the directory.
+func (r *Root) IsNew() (bool, error) {
+	entries, err := os.ReadDir(r.Dir)
+	if err != nil {
+		return false, fmt.Errorf("read pin directory: %w", err)
+	}
+	return !slices.ContainsFunc(entries, func(e os.DirEntry) bool { return e.Name() != pinSchema }), nil
+}
+
 // Close unlocks the directory. The pins stay.
 func (r *Root) Close() error { return r.lock.Close() }
 
@@ -183,6 +192,25 @@ func RemoveRoot(dir string, before func() error) error {
 	if err := before(); err != nil {
 		return err
 	}
+	if err := removePins(dir); err != nil {
+		return err
+	}
+	return os.RemoveAll(dir)
+}
+
+// Clear removes what is in the directory: pins, programs and the schema version. The directory stays locked.
+func (r *Root) Clear() error {
+	if err := removePins(r.Dir); err != nil {
+		return err
+	}
+	if err := os.Remove(filepath.Join(r.Dir, pinSchema)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove schema version: %w", err)
+	}
+	return nil
+}
+
+// removePins removes the pins of all services, tunings and tracings, which detaches their programs.
+func removePins(dir string) error {
 	for prefix, remove := range map[string]func(string) error{ServicePrefix: Remove, TunePins: RemoveTune, TracePins: RemoveTrace} {
 		names, err := PinnedNames(dir, prefix)
 		if err != nil {
@@ -194,7 +222,7 @@ func RemoveRoot(dir string, before func() error) error {
 			}
 		}
 	}
-	return os.RemoveAll(dir)
+	return nil
 }
 
 // IsBPFFS reports whether dir is in a bpffs.

@@ -100,6 +100,26 @@ func TestResetOfAnotherBPFFS(t *testing.T) {
 	h.unchanged(before)
 }
 
+// TestKeeperOfAnEarlierAgent checks that a start that fails leaves the keeper of an earlier agent alone whose pins are gone.
+func TestKeeperOfAnEarlierAgent(t *testing.T) {
+	h, _ := running(t)
+	keeper := keeperOf(h)
+	h.kill()
+	if err := os.RemoveAll(h.pins); err != nil {
+		t.Fatal(err)
+	}
+	none := h.write("none.yaml", "services: 7\n")
+	if r := h.child(nil, "sockeye", "agent", "--run-dir", h.run, "--state-dir", h.dir+"/state2", "--pins", h.pins, "--policy", none); r.code != 2 {
+		t.Errorf("%+v", r)
+	}
+	if err := unix.Kill(keeper, 0); err != nil {
+		t.Errorf("keeper %d: %v", keeper, err)
+	}
+	if err := unix.Kill(keeper, unix.SIGKILL); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestKeeperDetached checks that an agent whose keeper is killed attaches the program to the groups again: whoever
 // killed the keeper may have detached the program.
 func TestKeeperDetached(t *testing.T) {
@@ -192,6 +212,17 @@ func TestAgentRefusals(t *testing.T) {
 	h.isFailure(start(nil, "sockeye"), 1, "service spare: read state DIR/state/spare.json: unexpected end of JSON input",
 		"remove the file: the nonce is also pinned, and members are found again; states and weights of slots and pins of devices are lost")
 	h.missing(h.run, h.pins)
+
+	// systemd makes the directories of its unit before the start.
+	if err := os.Mkdir(h.pins, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if r := start(nil, "sockeye"); r.code != 1 {
+		t.Errorf("%+v", r)
+	}
+	if left, err := os.ReadDir(h.pins); err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
 	if err := os.Remove(filepath.Join(h.state, "spare.json")); err != nil {
 		t.Errorf("the state of an earlier agent is gone: %v", err)
 	}

@@ -11,7 +11,6 @@ import (
 
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/cli/command"
-	"sockeye/internal/reset"
 	"sockeye/internal/statedir"
 )
 
@@ -40,7 +39,7 @@ options. Stop the agent before reset.
 Without --state, the state directory is kept, so that the next agent assigns
 each device to its previous slot.`,
 		RunE: func(*cobra.Command, []string) error {
-			removed, err := reset.Pins(pins)
+			removed, err := resetPins(pins)
 			if err != nil {
 				return err
 			}

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package reset removes what agents have created in the kernel.
-package reset
+package cli
 
 import (
 	"errors"
@@ -17,9 +16,9 @@ import (
 	"sockeye/internal/steer/keeper"
 )
 
-// Pins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
+// resetPins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
 // kernel selects members' sockets by its own hash. removed is false if there was nothing to remove.
-func Pins(pins string) (removed bool, err error) {
+func resetPins(pins string) (removed bool, err error) {
 	if pins, err = filepath.Abs(pins); err != nil {
 		return false, err
 	}
