@@ -27,14 +27,14 @@ install_policy() {
 	elif [ -e "$policy" ]; then
 		return 0
 	# Renamed when it is complete: a full disk leaves no empty policy.
-	elif mkdir -p "$dir" && cp /usr/share/sockeye/policy.yaml "$policy.new" && chmod 644 "$policy.new" && mv "$policy.new" "$policy"; then
+	elif mkdir -p "$dir" && new=$(mktemp "$policy.XXXXXXXXXX") && cp /usr/share/sockeye/policy.yaml "$new" && chmod 644 "$new" && mv -T "$new" "$policy"; then
 		return 0
 	else
-		rm -f "$policy.new"
+		[ -z "${new-}" ] || rm -f "$new"
 		say "$policy could not be written; correct the reason, then: $1"
 		exit 1
 	fi
-	say "the agent was not started, because $wrong; correct it, then: cp -n /usr/share/sockeye/policy.yaml $dir; systemctl restart sockeye"
+	say "the agent was not started, because $wrong; correct it, then: install -D -m 644 /usr/share/sockeye/policy.yaml $policy; systemctl restart sockeye"
 	return 1
 }
 

@@ -190,7 +190,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		}
 		defer folders.Close()
 	}
-	settled := time.NewTimer(0)
+	settled, unsettled := time.NewTimer(0), time.Time{} // time of the first change that was not examined
 	<-settled.C
 	failed := server.serve()
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
@@ -209,8 +209,12 @@ func Run(ctx context.Context, o Options) (err error) {
 				a.log.Error("policy not applied", "policy", o.Policy, "error", firstLine(err))
 			}
 		case <-changed:
-			settled.Reset(settleTime)
+			if unsettled.IsZero() {
+				unsettled = time.Now()
+			}
+			settled.Reset(min(settleTime, time.Until(unsettled.Add(settleLimit))))
 		case <-settled.C:
+			unsettled = time.Time{}
 			a.applyChanged()
 		}
 	}
@@ -219,6 +223,9 @@ func Run(ctx context.Context, o Options) (err error) {
 // settleTime is how long the files of the policy have to be unchanged. The kubelet replaces the files of a ConfigMap by
 // several changes of their directory.
 const settleTime = 500 * time.Millisecond
+
+// settleLimit is the time after which a change is examined although other changes follow.
+const settleLimit = 5 * time.Second
 
 // watchPolicy reports changes in the directory of the policy file, until the caller closes the result.
 func watchPolicy(policy string, changed chan<- struct{}) (*watch.Folders, error) {

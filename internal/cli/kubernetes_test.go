@@ -8,7 +8,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -218,4 +220,25 @@ func TestWatchedPolicy(t *testing.T) {
 	files["policy.yaml"] = policy
 	c.write(files)
 	slots(4)
+
+	// A file of the directory that is replaced again and again does not delay the policy for ever.
+	stop := make(chan struct{})
+	var noise sync.WaitGroup
+	noise.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				return
+			case <-time.After(50 * time.Millisecond):
+				name := filepath.Join(c.dir, "noise")
+				_ = os.WriteFile(name+".new", fmt.Append(nil, i), 0o600)
+				_ = os.Rename(name+".new", name)
+			}
+		}
+	})
+	defer noise.Wait()
+	defer close(stop)
+	files["policy.yaml"] = strings.Replace(policy, "slots: 4", "slots: 2", 1)
+	c.write(files)
+	slots(2)
 }

@@ -64,7 +64,7 @@ func (d *demo) upgrade(ctx context.Context, o lab.Outcome) (u upgraded, err erro
 		_, err := traffic.Drive(sending, traffic.Limit{Rate: upgradeRate, Batch: 1}, 1, func(_, n int) (int, error) { return e.Send(n) })
 		ended <- err
 	}()
-	say("\nrouter %s sends %d more flow records a second to nfacctd-%d (pid %d), and its templates once", r.BMP, upgradeRate, slot, former.Pid())
+	say("\nrouter %s sends %d more flow records a second to nfacctd-%d (pid %d), and its templates only once", r.BMP, upgradeRate, slot, former.Pid())
 	pause := func(length time.Duration) error {
 		select {
 		case <-time.After(length):
@@ -187,7 +187,7 @@ func (d *demo) account(ctx context.Context, sent traffic.ExporterStats, former, 
 		say("nfacctd counted %d records twice (KNOWN-ISSUES.md)", all-u.Sent)
 	}
 	if u.Lost > 0 {
-		return u, fmt.Errorf("flow records lost by the upgrade: %d: %w", u.Lost, err)
+		return u, fmt.Errorf("%d of %d flow records have not arrived: the upgrade has lost them, or this host is too busy for nfacctd (its socket drops datagrams): %w", u.Lost, u.Sent, err)
 	}
 	return u, nil
 }

@@ -27,7 +27,7 @@ func main() {
 func write(dir string) error {
 	root := cli.Root(cli.Host())
 	root.DisableAutoGenTag = true
-	if err := doc.GenManTree(root, &doc.GenManHeader{Title: "SOCKEYE", Section: "1", Source: "Sockeye"}, dir); err != nil {
+	if err := doc.GenManTree(root, &doc.GenManHeader{Section: "1", Source: "Sockeye"}, dir); err != nil {
 		return err
 	}
 	policy, err := os.ReadFile("docs/policy.md")
