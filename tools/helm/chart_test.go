@@ -71,6 +71,7 @@ type podMonitor struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata"`
 	Spec              struct {
+		JobLabel            string               `json:"jobLabel"`
 		Selector            metav1.LabelSelector `json:"selector"`
 		PodMetricsEndpoints []struct {
 			Port     string `json:"port"`
@@ -234,7 +235,8 @@ func TestValues(t *testing.T) {
 		t.Errorf("volume %+v", volume)
 	}
 	if len(c.Ports) != 1 || c.Ports[0].ContainerPort != 9732 || o.Service.Spec.Ports[0].Port != 9732 || o.Service.Spec.ClusterIP != "None" ||
-		o.PodMonitor.Spec.PodMetricsEndpoints[0].Port != c.Ports[0].Name || o.PodMonitor.Spec.PodMetricsEndpoints[0].Interval != "10s" {
+		o.PodMonitor.Spec.PodMetricsEndpoints[0].Port != c.Ports[0].Name || o.PodMonitor.Spec.PodMetricsEndpoints[0].Interval != "10s" ||
+		o.DaemonSet.Spec.Template.Labels[o.PodMonitor.Spec.JobLabel] != "sockeye" { // the job of the rules in dist/prometheus
 		t.Errorf("metrics: ports %+v, service %+v, monitor %+v", c.Ports, o.Service, o.PodMonitor)
 	}
 	o = mustRender(t, readValues(t, ""))
