@@ -46,7 +46,7 @@ var (
 	descBacklog = prometheus.NewDesc("sockeye_member_accept_backlog",
 		"TCP connections that may wait for the member to accept them.", []string{"service", "slot"}, nil)
 	descOneStream = prometheus.NewDesc("sockeye_devices_one_stream",
-		"Devices that send only one stream: tcp have a connection and have sent no datagrams for 10 minutes, udp send datagrams and have no connection.",
+		"Devices that send only one stream: tcp have a connection and have sent no datagrams in the last 10 minutes or none yet, udp send datagrams and have no connection.",
 		[]string{"service", "stream"}, nil)
 	descHeld = prometheus.NewDesc("sockeye_service_ports_steered",
 		"1 while the service's ports stay steered even if all members exit.", []string{"service"}, nil)

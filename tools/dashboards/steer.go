@@ -51,7 +51,7 @@ func steer() *dashboard {
 		query{sum(byService, all.gauge("members_refused")), "refused " + serviceLegend})
 
 	d.row("Devices")
-	d.graph("Devices with one stream", "tcp: devices that have a connection and have sent no datagrams for 10 minutes. udp: devices that send datagrams and have no connection.", style{unit: "none"},
+	d.graph("Devices with one stream", "tcp: devices that have a connection and have sent no datagrams in the last 10 minutes or none yet. udp: devices that send datagrams and have no connection.", style{unit: "none"},
 		query{sum(byService+", stream", all.gauge("devices_one_stream")), "{{stream}} " + serviceLegend})
 	d.graph("Split, moving and adopted devices", "Split: connections and datagrams are at different members. Running and waiting: devices that move to another slot. Adopted: devices that stay with the member that has their connections.",
 		style{unit: "none"},
