@@ -1086,7 +1086,7 @@ func TestTuneReact(t *testing.T) {
 	})})
 	near, sampled := h.makeGroup("near"), h.makeGroup("sampled")
 	h.setRules(
-		`{name: all, cgroup: `+near+`, react: {retransmits: "> 6%", set: {congestion: cubic, flow_label: 0x5eed0, sndbuf: 300KB}}}`,
+		`{name: all, cgroup: `+near+`, react: {retransmits: "> 6%", set: {congestion: cubic, flow_label: 0x5eed0, txrehash: false, sndbuf: 300KB}}}`,
 		`{name: some, cgroup: `+sampled+`, react: {retransmits: "> 6%", sample: 1/4, set: {congestion: cubic}}}`,
 	)
 	h.startAgent()
