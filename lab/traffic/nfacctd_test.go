@@ -97,7 +97,7 @@ print_refresh_time: 1
 	nfacctd := exec.Command("nfacctd", "-f", conf)
 	var stderr bytes.Buffer
 	nfacctd.Stderr = &stderr
-	nfacctd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	nfacctd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL, Setpgid: true}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	if err := nfacctd.Start(); err != nil {
@@ -105,6 +105,10 @@ print_refresh_time: 1
 	}
 	defer func() {
 		_ = nfacctd.Process.Signal(unix.SIGINT) // nfacctd also stops its plugins
+		// The signal handler of the plugin allocates memory: if the signal interrupts an allocation, the plugin waits
+		// for a lock of malloc(3) forever, and nfacctd for the plugin (pmacct 1.7.7).
+		stuck := time.AfterFunc(10*time.Second, func() { _ = unix.Kill(-nfacctd.Process.Pid, unix.SIGKILL) })
+		defer stuck.Stop()
 		_ = nfacctd.Wait()
 		if t.Failed() {
 			b, _ := os.ReadFile(logFile)
