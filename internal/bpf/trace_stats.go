@@ -160,7 +160,7 @@ func readWaiting[K, V any](m *ebpf.Map, of func(*V) (group uint32, since uint64)
 			group, since := of(&values[i])
 			w := waiting[group]
 			w.Count++
-			w.Oldest = max(w.Oldest, time.Duration(now-int64(since)))
+			w.Oldest = max(w.Oldest, now-time.Duration(since))
 			waiting[group] = w
 		}
 		if err != nil {

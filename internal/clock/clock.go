@@ -27,12 +27,7 @@ func Hz() (uint32, error) {
 }
 
 // Boottime returns CLOCK_BOOTTIME, which bpf_ktime_get_boot_ns reads.
-func Boottime() time.Duration {
-	var now unix.Timespec
-	// clock_gettime fails for unknown clocks only.
-	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &now)
-	return time.Duration(now.Nano())
-}
+func Boottime() time.Duration { return read(unix.CLOCK_BOOTTIME) }
 
 // Stamping makes the kernel timestamp all received packets of the host, in all network namespaces, until Close.
 type Stamping struct{ fd int }
@@ -57,22 +52,22 @@ func (s *Stamping) Close() error { return unix.Close(s.fd) }
 // Offset returns CLOCK_REALTIME minus CLOCK_MONOTONIC, with an error below a microsecond: the fastest of 16 readings.
 func Offset() time.Duration {
 	const tries = 16
-	var offset, least int64
+	var offset, least time.Duration
 	for i := range tries {
 		before, real, after := Monotonic(), read(unix.CLOCK_REALTIME), Monotonic()
 		if took := after - before; i == 0 || took < least {
 			least, offset = took, real-before-took/2
 		}
 	}
-	return time.Duration(offset)
+	return offset
 }
 
-// Monotonic returns CLOCK_MONOTONIC in nanoseconds, which bpf_ktime_get_ns reads.
-func Monotonic() int64 { return read(unix.CLOCK_MONOTONIC) }
+// Monotonic returns CLOCK_MONOTONIC, which bpf_ktime_get_ns reads.
+func Monotonic() time.Duration { return read(unix.CLOCK_MONOTONIC) }
 
-func read(id int32) int64 {
+func read(id int32) time.Duration {
 	var now unix.Timespec
 	// clock_gettime fails for unknown clocks only.
 	_ = unix.ClockGettime(id, &now)
-	return now.Nano()
+	return time.Duration(now.Nano())
 }

@@ -12,10 +12,9 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
@@ -156,12 +155,12 @@ func startedAt(startTime uint64, boot time.Time) time.Time {
 }
 
 func bootTime() time.Time {
-	return time.Now().Add(-core.Since(unix.CLOCK_BOOTTIME))
+	return time.Now().Add(-clock.Boottime())
 }
 
 // monotonicZero returns the time at which CLOCK_MONOTONIC was 0.
 func monotonicZero() time.Time {
-	return time.Now().Add(-core.Since(unix.CLOCK_MONOTONIC))
+	return time.Now().Add(-clock.Monotonic())
 }
 
 func (s *service) devices() ([]api.DeviceStatus, error) {

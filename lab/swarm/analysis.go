@@ -30,6 +30,9 @@ type Analysis struct {
 	// Undecoded is the longest time in which no member decoded a datagram of a UDP port.
 	Undecoded Gap
 
+	// Unrouted explains Result.WithoutRoutes.
+	Unrouted []Unrouted
+
 	devices   map[uint32]*device
 	waiting   []datagramAt
 	numbers   map[exporter]map[uint32]time.Duration // sequence numbers of datagrams, and times, with Period
@@ -96,6 +99,18 @@ type Split struct {
 func (s Split) String() string {
 	return fmt.Sprintf("device %d (%v): for %v, %d datagrams at member %d, connection at member %d",
 		s.Device, Address(s.Device), (s.To - s.From).Round(100*time.Microsecond), s.Count, s.Datagrams, s.Connection)
+}
+
+// Unrouted are the datagrams of a device at a member without its routes, while the device had a number of open connections,
+// at this member or another one.
+type Unrouted struct {
+	Device, Member, Open int
+	Interval
+	Count int
+}
+
+func (u Unrouted) String() string {
+	return fmt.Sprintf("device %d: %d at member %d from %v to %v, %d connections open", u.Device, u.Count, u.Member, u.From, u.To, u.Open)
 }
 
 // Closing is a connection that was closed, although the next connection of the device reached the same process, and no
@@ -391,6 +406,7 @@ func (a *Analysis) datagram(g datagramAt) {
 		a.Received++
 		if !routes {
 			a.WithoutRoutes++
+			a.addUnrouted(d, g)
 		}
 		a.decode(d, g.Record)
 	}
@@ -410,6 +426,18 @@ func (a *Analysis) datagram(g datagramAt) {
 		d.split.Count++
 		d.last = g.At
 	}
+}
+
+// addUnrouted adds a datagram without routes to those before at the same member.
+func (a *Analysis) addUnrouted(d *device, g datagramAt) {
+	u := Unrouted{Device: int(g.Device), Member: g.member, Open: len(d.open), Interval: Interval{g.At, g.At}}
+	i := slices.IndexFunc(a.Unrouted, func(o Unrouted) bool { return o.Device == u.Device && o.Member == u.Member && o.Open == u.Open })
+	if i < 0 {
+		i = len(a.Unrouted)
+		a.Unrouted = append(a.Unrouted, u)
+	}
+	a.Unrouted[i].From, a.Unrouted[i].To = min(a.Unrouted[i].From, g.At), max(a.Unrouted[i].To, g.At)
+	a.Unrouted[i].Count++
 }
 
 // decode counts a datagram by whether its member has decoded it.

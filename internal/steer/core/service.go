@@ -11,9 +11,6 @@ import (
 	"os"
 	"slices"
 	"sync"
-	"time"
-
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
@@ -222,13 +219,4 @@ func (s *Service) ClosePlace(place bpf.Place) error {
 // PinsInForce returns the pins of the mapping in force.
 func (s *Service) PinsInForce() placement.Pins {
 	return s.State.PinsFor(s.Config.Slots, func(*stored.Pin) bool { return false })
-}
-
-// Since returns the time of a clock of clock_gettime(2).
-func Since(clock int32) time.Duration {
-	var now unix.Timespec
-	if err := unix.ClockGettime(clock, &now); err != nil {
-		return 0
-	}
-	return time.Duration(now.Nano())
 }

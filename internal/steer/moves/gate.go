@@ -12,9 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/netns"
-	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
@@ -136,7 +136,7 @@ func (m *Moves) controlGates() (changed bool) {
 			m.running[key] = &move{device: d.String(), slot: d.Location.Slot, gated: true, since: time.Now()}
 		}
 	}
-	now := core.Since(unix.CLOCK_MONOTONIC)
+	now := clock.Monotonic()
 	for address, seen := range m.Path.Devices() {
 		age := now - time.Duration(uint64(seen.Held)<<30)
 		if seen.Held == 0 || age > heldTime {

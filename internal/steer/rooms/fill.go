@@ -7,9 +7,8 @@ import (
 	"slices"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
@@ -46,7 +45,7 @@ func (r *Rooms) BeginFill(seat *core.Seat, takesOver bool) error {
 	}
 	limit := r.waitLengthOf(seat.Slot)
 	// At a takeover, until is that of the last time at which the slot was empty.
-	waits := !takesOver && limit > 0 && wait.Until > uint64(core.Since(unix.CLOCK_MONOTONIC))
+	waits := !takesOver && limit > 0 && wait.Until > uint64(clock.Monotonic())
 	if r.SlotState(seat.Slot).State == stored.Maint || !waits && !takesOver && len(r.withoutTemplates(seat.Slot, seat.ID())) == 0 {
 		return nil
 	}
@@ -55,10 +54,10 @@ func (r *Rooms) BeginFill(seat *core.Seat, takesOver bool) error {
 	}
 	waited := time.Now()
 	if waits {
-		waited = waited.Add(-max(0, limit-(time.Duration(wait.Until)-core.Since(unix.CLOCK_MONOTONIC))))
+		waited = waited.Add(-max(0, limit-(time.Duration(wait.Until)-clock.Monotonic())))
 	}
 	wait.Filling = seat.Place.Ready() | bpf.Hold
-	wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + limit)
+	wait.Until = uint64(clock.Monotonic() + limit)
 	if err := r.Path.SetWait(seat.Slot, wait); err != nil {
 		return err
 	}
@@ -299,7 +298,7 @@ func (r *Rooms) endHold(f *fill) error {
 		return err
 	}
 	wait.Filling &^= bpf.Hold
-	wait.Until = max(wait.Until, uint64(core.Since(unix.CLOCK_MONOTONIC)+f.limit))
+	wait.Until = max(wait.Until, uint64(clock.Monotonic()+f.limit))
 	return r.Path.SetWait(f.seat.Slot, wait)
 }
 

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
@@ -191,7 +192,7 @@ func (r *Rooms) WriteWaits() error {
 			ended = ended || wait.Until > 0
 			wait.Until = 0
 		case begins:
-			wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + length)
+			wait.Until = uint64(clock.Monotonic() + length)
 		}
 		wait.Length = uint64(length)
 		errs = append(errs, r.Path.SetWait(slot, wait))
@@ -213,7 +214,7 @@ func (r *Rooms) BeginWait(slot int) {
 	if err == nil {
 		wait.Length, wait.Filling, wait.Until = uint64(length), 0, 0
 		if length > 0 {
-			wait.Until = uint64(core.Since(unix.CLOCK_MONOTONIC) + length)
+			wait.Until = uint64(clock.Monotonic() + length)
 		} else {
 			r.released = time.Now() // the room may have packets of an unfinished takeover
 		}
@@ -233,7 +234,7 @@ func (r *Rooms) isWaiting(slot int) bool {
 
 func (r *Rooms) waits(slot int, wait bpf.Wait) bool {
 	state, err := r.Path.Slot(slot)
-	return err == nil && state.Ready == 0 && wait.Until > uint64(core.Since(unix.CLOCK_MONOTONIC))
+	return err == nil && state.Ready == 0 && wait.Until > uint64(clock.Monotonic())
 }
 
 // ScheduleEnd schedules the end of the wait of a slot.
@@ -246,7 +247,7 @@ func (r *Rooms) ScheduleEnd(slot int) {
 	if err != nil || wait.Until == 0 || r.Seats[slot] != nil {
 		return
 	}
-	left := time.Duration(wait.Until) - core.Since(unix.CLOCK_MONOTONIC)
+	left := time.Duration(wait.Until) - clock.Monotonic()
 	var timer *time.Timer
 	timer = time.AfterFunc(max(left, 0)+time.Millisecond, func() {
 		r.Mu.Lock()

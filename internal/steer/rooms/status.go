@@ -6,12 +6,10 @@ import (
 	"fmt"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"sockeye/internal/api"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/format"
-	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
 )
 
@@ -30,7 +28,7 @@ func (r *Rooms) Status(slot int) (*api.RoomStatus, error) {
 	}
 	if r.IsReady(slot) {
 		status.Waiting = 0
-	} else if now := core.Since(unix.CLOCK_MONOTONIC); wait.Until > uint64(now) {
+	} else if now := clock.Monotonic(); wait.Until > uint64(now) {
 		until := time.Now().Add(time.Duration(wait.Until) - now)
 		status.Until = &until
 	}
