@@ -523,10 +523,10 @@ func (a *Analysis) LastSeen(number int) Seen { return a.device(uint32(number)).s
 // History returns the last events of a device that were judged.
 func (a *Analysis) History(number int) []Seen { return slices.Clone(a.device(uint32(number)).history) }
 
-// LastDump returns the time at which a member had processed an initial dump, the last one of all members.
+// LastDump returns the time at which a member had read an initial dump, the last one of all members.
 func (a *Analysis) LastDump() time.Duration { return a.dumped }
 
-// Dumped returns the number of devices with an open connection whose initial dump its member has processed, as far as
+// Dumped returns the number of devices with an open connection whose initial dump its member has read, as far as
 // records were added.
 func (a *Analysis) Dumped() (n int) {
 	for _, d := range a.devices {

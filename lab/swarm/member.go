@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -273,14 +274,15 @@ func (c *collector) accept(l *net.TCPListener, failed chan<- error) error {
 
 // read reads a connection until it is closed.
 func (c *collector) read(conn net.Conn, s *collected) error {
-	in := bufio.NewReaderSize(conn, 64<<10)
+	stamped := &stampedReader{Reader: conn}
+	in := bufio.NewReaderSize(stamped, 64<<10)
 	for {
 		b, err := readBMP(in)
 		if err != nil {
 			return c.records.note(Record{At: Now(), Device: uint32(s.device), Value: errno(err), Port: s.port, Kind: Closed})
 		}
 		if c.Process == 0 {
-			if err := c.handle(message{s, b}); err != nil {
+			if err := c.handle(message{s, b}, stamped.at); err != nil {
 				return err
 			}
 			continue
@@ -294,17 +296,30 @@ func (c *collector) read(conn net.Conn, s *collected) error {
 	}
 }
 
+// stampedReader records the time at which its last Read has returned. A process that does not run for a while has read
+// data, as the kernel shows, long before it has processed them.
+type stampedReader struct {
+	io.Reader
+	at time.Duration
+}
+
+func (r *stampedReader) Read(p []byte) (int, error) {
+	n, err := r.Reader.Read(p)
+	r.at = Now()
+	return n, err
+}
+
 func errno(err error) uint32 {
 	var number unix.Errno
 	errors.As(err, &number)
 	return uint32(number)
 }
 
-// handle processes a message.
-func (c *collector) handle(m message) error {
+// handle processes a message. at is the time of the read, or with Process that of the processing.
+func (c *collector) handle(m message, at time.Duration) error {
 	dumped, err := m.session.next(m.bytes)
 	if err == nil && dumped {
-		err = c.records.note(Record{At: Now(), Device: uint32(m.session.device), Value: m.session.routes, Port: m.session.port, Kind: Dumped})
+		err = c.records.note(Record{At: at, Device: uint32(m.session.device), Value: m.session.routes, Port: m.session.port, Kind: Dumped})
 	}
 	c.mu.Lock()
 	c.state.Messages++
@@ -329,7 +344,7 @@ func (c *collector) process() error {
 		}
 		c.mu.Unlock()
 		for i, m := range batch {
-			if err := c.handle(m); err != nil {
+			if err := c.handle(m, Now()); err != nil {
 				return err
 			}
 			batch[i] = message{} // the queue's array must not keep processed messages

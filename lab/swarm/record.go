@@ -23,7 +23,8 @@ const (
 	Datagram Kind = iota + 1
 	// Accepted is a connection that a member accepted.
 	Accepted
-	// Dumped is a connection whose initial dump a member has processed. Value is the number of its messages.
+	// Dumped is a connection whose initial dump a member has read, or with Member.Process processed. Value is the number of
+	// its messages.
 	Dumped
 	// Connected is a connection that a device opened.
 	Connected
