@@ -159,7 +159,7 @@ func TestTraceArms(t *testing.T) {
 	slow := h.slowest("arm=treated", 100)
 	small := slices.DeleteFunc(slices.Clone(slow), func(m api.TraceSlow) bool {
 		paused := m.Stages[config.StageNetwork] > m.Stages[config.StageStack] &&
-			strings.Contains(strings.Join(m.Explanation.Details, "\n"), "before it was sent: the congestion window, 3 packets")
+			strings.Contains(strings.Join(m.Explanation.Details, "\n"), "before transmission: the congestion window, 3 packets")
 		return m.Cwnd != 3 || m.Explanation.Cause != measure.CauseCwnd && !paused
 	})
 	if len(slow) == 0 || len(small) <= len(slow)/2 {
