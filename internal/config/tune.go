@@ -138,7 +138,7 @@ var TuneOptions = []TuneOption{
 	// After tos, which sets the priority too.
 	{"priority", KindNumber, 0, 6, true, false, "SO_PRIORITY: band or class of the queueing discipline; without it tos sets it on IPv4."},
 	{"auto_flow_label", KindSwitch, 0, 1, false, false, "IPV6_AUTOFLOWLABEL, on IPv6 sockets: label flows by their hash."},
-	{"flow_label", KindNumber, 0, 1<<20 - 1, true, false, "IPv6 flow label; 0: a random one. The label is the socket's hash, which also selects paths and queues, on IPv4 too. The kernel replaces it after retransmission timeouts, unless txrehash is off."},
+	{"flow_label", KindNumber, 0, 1<<20 - 1, true, false, "IPv6 flow label; 0: a random one. The label is the socket's hash, which also selects paths and queues, on IPv4 too. The kernel replaces the hash after retransmission timeouts, unless txrehash is off."},
 }
 
 // FindTuneOption returns the option with a name.

@@ -281,7 +281,7 @@ func (r *replaced) judge(routes bool) {
 	if a := &r.analysis; routes && (a.Undecodable > 0 || a.WithoutRoutes > 0) || a.Refused > 0 || stopped.Refused > 0 {
 		r.Errorf("of %d datagrams, %d could not be decoded, and %d were at a member without routes; %d SYNs and %d datagrams were refused",
 			a.Received, a.Undecodable, a.WithoutRoutes, a.Refused, stopped.Refused)
-		for _, u := range a.Unrouted {
+		for _, u := range a.Unrouted() {
 			r.Logf("without routes: %v", u)
 		}
 		r.Logf("members ended at %v, the devices stalled at %v", r.ended, a.Stalls)

@@ -30,9 +30,7 @@ type Analysis struct {
 	// Undecoded is the longest time in which no member decoded a datagram of a UDP port.
 	Undecoded Gap
 
-	// Unrouted explains Result.WithoutRoutes.
-	Unrouted []Unrouted
-
+	unrouted  map[place]*Unrouted
 	devices   map[uint32]*device
 	waiting   []datagramAt
 	numbers   map[exporter]map[uint32]time.Duration // sequence numbers of datagrams, and times, with Period
@@ -101,10 +99,12 @@ func (s Split) String() string {
 		s.Device, Address(s.Device), (s.To - s.From).Round(100*time.Microsecond), s.Count, s.Datagrams, s.Connection)
 }
 
-// Unrouted are the datagrams of a device at a member without its routes, while the device had a number of open connections,
-// at this member or another one.
+// place is a device, a member, and the number of open connections that the device has, at this member or another one.
+type place struct{ Device, Member, Open int }
+
+// Unrouted are the datagrams of a device at a member that had not the routes of the device.
 type Unrouted struct {
-	Device, Member, Open int
+	place
 	Interval
 	Count int
 }
@@ -430,14 +430,26 @@ func (a *Analysis) datagram(g datagramAt) {
 
 // addUnrouted adds a datagram without routes to those before at the same member.
 func (a *Analysis) addUnrouted(d *device, g datagramAt) {
-	u := Unrouted{Device: int(g.Device), Member: g.member, Open: len(d.open), Interval: Interval{g.At, g.At}}
-	i := slices.IndexFunc(a.Unrouted, func(o Unrouted) bool { return o.Device == u.Device && o.Member == u.Member && o.Open == u.Open })
-	if i < 0 {
-		i = len(a.Unrouted)
-		a.Unrouted = append(a.Unrouted, u)
+	at := place{int(g.Device), g.member, len(d.open)}
+	u := a.unrouted[at]
+	if u == nil {
+		if a.unrouted == nil {
+			a.unrouted = map[place]*Unrouted{}
+		}
+		u = &Unrouted{place: at, Interval: Interval{g.At, g.At}}
+		a.unrouted[at] = u
 	}
-	a.Unrouted[i].From, a.Unrouted[i].To = min(a.Unrouted[i].From, g.At), max(a.Unrouted[i].To, g.At)
-	a.Unrouted[i].Count++
+	u.From, u.To = min(u.From, g.At), max(u.To, g.At)
+	u.Count++
+}
+
+// Unrouted explains Result.WithoutRoutes.
+func (a *Analysis) Unrouted() (list []Unrouted) {
+	for _, u := range a.unrouted {
+		list = append(list, *u)
+	}
+	slices.SortFunc(list, func(x, y Unrouted) int { return cmp.Or(cmp.Compare(x.From, y.From), cmp.Compare(x.Device, y.Device)) })
+	return list
 }
 
 // decode counts a datagram by whether its member has decoded it.
@@ -523,7 +535,7 @@ func (a *Analysis) LastSeen(number int) Seen { return a.device(uint32(number)).s
 // History returns the last events of a device that were judged.
 func (a *Analysis) History(number int) []Seen { return slices.Clone(a.device(uint32(number)).history) }
 
-// LastDump returns the time at which a member had read an initial dump, the last one of all members.
+// LastDump returns the time at which a member had read an initial dump (see Dumped), the last one of all members.
 func (a *Analysis) LastDump() time.Duration { return a.dumped }
 
 // Dumped returns the number of devices with an open connection whose initial dump its member has read, as far as

@@ -103,8 +103,16 @@ func TestAnalysis(t *testing.T) {
 			Received: 12, WithoutRoutes: 1, Opened: 2, Closed: 1, Refused: 1,
 			Needless: []Closing{{7, ms(100), 0}}, Gaps: []Gap{{7, Interval{ms(100), ms(120)}}}}},
 	} {
-		if got := analyse(t, c.records).Result; !reflect.DeepEqual(got, c.want) {
-			t.Errorf("%s:\n%+v, want\n%+v", name, got, c.want)
+		a := analyse(t, c.records)
+		if !reflect.DeepEqual(a.Result, c.want) {
+			t.Errorf("%s:\n%+v, want\n%+v", name, a.Result, c.want)
+		}
+		explained := 0
+		for _, u := range a.Unrouted() {
+			explained += u.Count
+		}
+		if uint64(explained) != c.want.WithoutRoutes {
+			t.Errorf("%s: %v explains %d datagrams without routes, want %d", name, a.Unrouted(), explained, c.want.WithoutRoutes)
 		}
 	}
 }
