@@ -110,7 +110,7 @@ type Unrouted struct {
 }
 
 func (u Unrouted) String() string {
-	return fmt.Sprintf("device %d: %d at member %d from %v to %v, %d connections open", u.Device, u.Count, u.Member, u.From, u.To, u.Open)
+	return fmt.Sprintf("device %d: %d at member %d from %v to %v, open connections: %d", u.Device, u.Count, u.Member, u.From, u.To, u.Open)
 }
 
 // Closing is a connection that was closed, although the next connection of the device reached the same process, and no
