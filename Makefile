@@ -147,6 +147,13 @@ bench-continuity: ## Measure what changes separate, lose and close (QUICK=1: a m
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench continuity -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
+.PHONY: bench-watch
+bench-watch: ## Measure what 100,000 refusals per second cost (QUICK=1: a minute and a half)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@go build -o bin/bench ./bench
+	@mkdir -p "$(OUT)"
+	@unshare --mount --propagation private bin/bench watch -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
+
 .PHONY: bench-flood
 bench-flood: ## Flood a service from ten million forged sources (twenty minutes)
 	SOCKEYE_FLOOD_SOURCES=10000000 go test -count=1 -timeout 60m -v -run TestFlood ./internal/bpf

@@ -9,6 +9,7 @@
 //	go run ./bench bigtcp [-quick]
 //	go run ./bench gateway [-quick]
 //	go run ./bench continuity [-quick]
+//	go run ./bench watch [-quick]
 package main
 
 import (
@@ -21,9 +22,10 @@ import (
 	"sockeye/bench/steer"
 	"sockeye/bench/trace"
 	"sockeye/bench/tune"
+	"sockeye/bench/watch"
 )
 
 func main() {
 	os.Exit(harness.RunCommand(os.Args[1:], steer.Benchmark, tune.Benchmark, trace.Benchmark, bigtcp.Benchmark, gateway.Benchmark,
-		continuity.Benchmark))
+		continuity.Benchmark, watch.Benchmark))
 }

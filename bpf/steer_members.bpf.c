@@ -12,6 +12,8 @@
  */
 #include "steer.bpf.h"
 
+#include <bpf/bpf_core_read.h>
+
 char _license[] SEC("license") = "Dual BSD/GPL";
 
 STEER_EXPORT(enum, steer_limit);
@@ -33,6 +35,12 @@ const volatile __u64 netns_cookie = 0;
  * not, the verifier removes the call as dead code.
  */
 const volatile bool listen_has_netns = false;
+
+/*
+ * Whether sock_release programs have bpf_get_current_task and
+ * bpf_probe_read_kernel.
+ */
+const volatile bool release_has_task = false;
 
 /* Ports of the listeners. Members may bind to other ports: see ports. */
 const volatile struct steer_ports served[STEER_MAX_LISTENERS] = {};
@@ -177,6 +185,23 @@ int steer_listen(struct bpf_sock_ops *ctx)
 	return 1;
 }
 
+/*
+ * Returns how the process that closes a socket ends, for steer_event.pid, or 0
+ * if it goes on. do_exit() sets exit_code before it closes the files (Linux 5.10
+ * to 6.18).
+ */
+static __always_inline __u32 exit_status(void)
+{
+	struct task_struct *task;
+
+	if (!release_has_task)
+		return 0;
+	task = (void *)bpf_get_current_task();
+	if (!(BPF_CORE_READ(task, flags) & PF_EXITING))
+		return 0;
+	return (BPF_CORE_READ(task, exit_code) & 0xffff) | STEER_EXITS;
+}
+
 SEC("cgroup/sock_release")
 int steer_release(struct bpf_sock *sk)
 {
@@ -205,6 +230,6 @@ int steer_release(struct bpf_sock *sk)
 		state->ready = 0;
 	}
 	bpf_map_delete_elem(&cookies, &cookie);
-	emit_event(STEER_EVENT_RELEASE, cookie, 0);
+	emit_event(STEER_EVENT_RELEASE, cookie, exit_status());
 	return 1;
 }

@@ -55,6 +55,9 @@
 /* include/net/tcp.h: option kind of RFC 6994. */
 #define TCPOPT_EXP 254
 
+/* include/linux/sched.h: bit of task_struct.flags. */
+#define PF_EXITING 0x00000004
+
 /* include/linux/tcp.h: bits of tcp_sock.nonagle. */
 #define TCP_NAGLE_OFF 1
 #define TCP_NAGLE_CORK 2
@@ -83,6 +86,11 @@
 typedef struct {
 	long long counter;
 } atomic64_t;
+
+struct task_struct {
+	unsigned int flags;
+	int exit_code;
+};
 
 struct ns_common {
 	unsigned int inum; /* inode of /proc/PID/ns/net, which user space knows */

@@ -22,6 +22,7 @@ STEER_EXPORT(struct, steer_prefix);
 STEER_EXPORT(struct, steer_device_id);
 STEER_EXPORT(struct, steer_wait);
 STEER_EXPORT(struct, steer_room);
+STEER_EXPORT(struct, steer_refusal);
 
 /*
  * Whether sources are recorded in the devices map. The loader sets the size of
@@ -150,6 +151,31 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } unlisted SEC(".maps");
+
+/*
+ * Refusals for the record of events. A device is reported when its packets begin
+ * to be refused: the packets before were served, or refused more than
+ * STEER_REFUSAL_PAUSE ago. A token bucket limits the reports of a service; all
+ * refusals are in counters. The agent reads the ring once a second and is not
+ * woken up.
+ */
+#define STEER_REFUSAL_PAUSE 10000000000ULL
+
+const volatile __u64 report_every = 1;
+const volatile __u64 report_gather = 0;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 128 * 1024);
+} refusals SEC(".maps");
+
+/* Reports use tokens up to here, CLOCK_MONOTONIC, nanoseconds. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} reports SEC(".maps");
 
 /* The steering decision for one packet. */
 struct steer {
@@ -441,16 +467,49 @@ static __always_inline void steer_note_held(const struct steer *s)
 	seen->held = seen->last_seen >> 30;
 }
 
+/*
+ * Reports a refusal if it begins: see refusals. seen is not updated yet. Each of
+ * several CPUs may take one token too many.
+ */
+static __always_inline void steer_report(const struct steer *s,
+					 const struct steer_seen *seen)
+{
+	__u64 now = bpf_ktime_get_ns(), *until;
+	struct steer_refusal refusal = {};
+	__u32 zero = 0;
+
+	if (seen->last_seen && seen->slot == STEER_NO_SLOT &&
+	    now - seen->last_seen <= STEER_REFUSAL_PAUSE)
+		return;
+	until = bpf_map_lookup_elem(&reports, &zero);
+	if (!until)
+		return;
+	if (*until < now)
+		*until = now;
+	if (*until - now > report_gather)
+		return;
+	__sync_fetch_and_add(until, report_every);
+	refusal.address = s->address;
+	refusal.time = now;
+	refusal.slot = s->home;
+	refusal.reason = s->refused;
+	refusal.protocol = s->connection ? IPPROTO_TCP : IPPROTO_UDP;
+	bpf_ringbuf_output(&refusals, &refusal, sizeof(refusal),
+			   BPF_RB_NO_WAKEUP);
+}
+
 static __always_inline void steer_count_connection(const struct steer *s)
 {
 	struct steer_seen *seen = steer_find_device(&s->address);
 
 	if (!seen)
 		return;
-	if (s->slot == STEER_NO_SLOT)
+	if (s->slot == STEER_NO_SLOT) {
+		steer_report(s, seen);
 		__sync_fetch_and_add(&seen->refused, 1);
-	else
+	} else {
 		__sync_fetch_and_add(&seen->connections, 1);
+	}
 	seen->slot = s->slot;
 	seen->last_seen = bpf_ktime_get_ns();
 }
@@ -506,6 +565,8 @@ static __always_inline void steer_count_datagram(const struct steer *s)
 		p->tick = tick;
 	}
 	__sync_fetch_and_add(&seen->datagrams, before + 1);
+	if (s->slot == STEER_NO_SLOT)
+		steer_report(s, seen);
 	seen->slot = s->slot;
 	seen->last_seen = bpf_ktime_get_ns();
 }

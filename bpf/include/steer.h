@@ -28,6 +28,7 @@ enum steer_limit {
 	STEER_FILLING_BANK = 3,
 	STEER_HOLD = 4, /* only datagrams of the agent pass */
 	STEER_CONNECT = 8, /* connections pass */
+	STEER_EXITS = 0x10000, /* bit of steer_event.pid */
 	/* Incremented when a pinned map or a type below changes its meaning. */
 	STEER_SCHEMA = 1,
 };
@@ -165,7 +166,21 @@ enum steer_event_kind {
 struct steer_event {
 	__u64 cookie;
 	__u32 kind;
-	__u32 pid; /* of the binding process; 0 with LISTEN and RELEASE */
+	/*
+	 * BIND: the binding process. RELEASE: if the process that closed the
+	 * socket exits, its wait status, as in wait(2), | STEER_EXITS.
+	 */
+	__u32 pid;
+};
+
+/* A refusal that begins: the packets before were served, or long ago. */
+struct steer_refusal {
+	struct steer_address address;
+	__u64 time;	/* CLOCK_MONOTONIC, nanoseconds */
+	__u32 slot;	/* of the device, or STEER_NO_SLOT */
+	__u16 reason;	/* enum steer_reason */
+	__u8 protocol;	/* IPPROTO_TCP or IPPROTO_UDP */
+	__u8 padding;
 };
 
 /* A datagram with template sets, which follows this header. */
@@ -193,6 +208,7 @@ _Static_assert(sizeof(struct steer_admission) == 40, "admission");
 _Static_assert(sizeof(struct steer_listener) == 20, "listener");
 _Static_assert(sizeof(struct steer_ports) == 8, "ports");
 _Static_assert(sizeof(struct steer_event) == 16, "event");
+_Static_assert(sizeof(struct steer_refusal) == 32, "refusal");
 _Static_assert(sizeof(struct steer_templates) == 32, "templates");
 _Static_assert(sizeof(struct steer_table) == 16 + 2 * STEER_BUCKETS, "table");
 _Static_assert((STEER_BUCKETS & (STEER_BUCKETS - 1)) == 0, "buckets");

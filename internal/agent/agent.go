@@ -33,6 +33,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/owned"
@@ -74,8 +75,10 @@ type Agent struct {
 	// metricsProblem is the error of the metrics listener that the policy in force names.
 	metricsProblem error
 	inForce        inForce
+	events         *events.Log
 	metrics        *metricsServer
 	sockets        *sockmetrics.Collector
+	live           *liveView
 }
 
 // Run runs an agent until ctx is canceled or the API server fails. Pinned programs stay attached.
@@ -149,12 +152,15 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	if err := a.recordStart(); errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-		o.Log.Error("start not recorded", "error", err) // steering must continue on a full disk
+		a.log.Error("start not recorded", "error", err) // steering must continue on a full disk
 	} else if err != nil {
 		return err
 	}
+	if err := a.events.Open(); err != nil {
+		a.log.Error("events are not recorded", "error", err) // steering must continue on a full disk
+	}
 	if first.refused != nil {
-		a.log.Error("policy file refused; the last applied policy is in force", "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
+		a.log.Error("policy file refused; the last applied policy is in force", events.PolicyRefused, "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
 	}
 	a.warnOfMissingCapabilities(first.policy)
 	if doctor.InOwnPIDs() && len(first.policy.Services) > 0 {
@@ -192,21 +198,26 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	settled, unsettled := time.NewTimer(0), time.Time{} // time of the first change that was not examined
 	<-settled.C
+	var background sync.WaitGroup
+	defer background.Wait()
+	viewing, endViews := context.WithCancel(ctx)
+	defer endViews()
+	background.Go(func() { a.live.run(viewing) })
 	failed := server.serve()
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		a.log.Warn("service manager not notified", "error", err)
 	}
-	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(first.policy.Services), "tune", len(first.policy.Tune), "trace", len(first.policy.Trace), "bigtcp", len(first.policy.BigTCP))
+	a.log.Info("agent started", events.AgentStarted, "version", o.Version, "policy", o.Policy, "services", len(first.policy.Services), "tune", len(first.policy.Tune), "trace", len(first.policy.Trace), "bigtcp", len(first.policy.BigTCP))
 	for {
 		select {
 		case <-ctx.Done():
-			a.log.Info("agent stops; pinned programs stay attached")
+			a.log.Info("agent stops; pinned programs stay attached", events.AgentStopped)
 			return nil
 		case err := <-failed:
 			return err
 		case <-reload:
 			if _, err := a.Apply(api.Candidate{}); err != nil {
-				a.log.Error("policy not applied", "policy", o.Policy, "error", firstLine(err))
+				a.log.Error("policy not applied", events.PolicyNotApplied, "policy", o.Policy, "error", firstLine(err))
 			}
 		case <-changed:
 			if unsettled.IsZero() {
@@ -254,21 +265,25 @@ func (a *Agent) applyChanged() {
 		return
 	}
 	if _, err := a.Apply(api.Candidate{}); err != nil {
-		a.log.Error("policy not applied", "policy", a.options.Policy, "error", firstLine(err))
+		a.log.Error("policy not applied", events.PolicyNotApplied, "policy", a.options.Policy, "error", firstLine(err))
 	}
 }
 
 // newAgent returns an agent without a policy. The caller calls startDomains.
 func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
-	h := &domain.Host{Log: o.Log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: o.Log}}
+	record := events.New(filepath.Join(o.StateDir, eventsDir), config.DefaultEventsSize)
+	log := slog.New(events.NewHandler(record, o.Log.Handler()))
+	h := &domain.Host{Log: log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: log}}
 	services := steer.New(h)
 	tuning := tune.New(h)
 	tracing := trace.New(h, tuning)
-	return &Agent{
-		options: o, log: o.Log, started: time.Now(), host: h, policy: &config.Policy{},
+	a := &Agent{
+		options: o, log: log, events: record, started: time.Now(), host: h, policy: &config.Policy{},
 		domains: []domain.Domain{services, tuning, tracing, bigtcp.New(h)},
 		sockets: sockmetrics.New(h, services.EachService, tuning.Paths, tracing.Paths),
 	}
+	a.live = newLiveView(a.fillFrame, &recording{dir: filepath.Join(o.StateDir, framesDir)}, log)
+	return a
 }
 
 // checkMountPoint returns an error if dir is not in a bpffs and contains files, which a mount would hide.
@@ -339,6 +354,7 @@ func (a *Agent) close() {
 	if a.metrics != nil {
 		a.metrics.close()
 	}
+	a.events.Close()
 }
 
 // Plan returns what Apply would change. Plan changes nothing.
@@ -430,6 +446,9 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change",
 			What: fmt.Sprintf("metrics: %s -> %s", format.OrNone(a.policy.Metrics.Listen), format.OrNone(policy.Metrics.Listen))})
 	}
+	if was, is := eventsSize(a.policy), eventsSize(policy); was != is {
+		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("size of the events: %d -> %d bytes", was, is)})
+	}
 	return plan
 }
 
@@ -444,7 +463,7 @@ func (a *Agent) openChangedMetrics(policy *config.Policy) (*metricsServer, error
 
 func (a *Agent) logChanges(plan *api.Plan) {
 	for _, change := range plan.Changes {
-		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
+		a.log.Info("policy applied", events.PolicyApplied, "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}
 }
 
@@ -459,9 +478,15 @@ func (a *Agent) putInForce(p loadedPolicy, metrics *metricsServer) error {
 	return a.setPolicy(p)
 }
 
+// eventsSize returns the size of the files of events by a policy, in bytes.
+func eventsSize(policy *config.Policy) int64 {
+	return cmp.Or(policy.Events.Size, config.DefaultEventsSize)
+}
+
 // setPolicy sets the policy in force and saves the policy. The caller holds a.mu.
 func (a *Agent) setPolicy(p loadedPolicy) error {
 	a.policy = p.policy
+	a.events.Resize(eventsSize(p.policy))
 	a.inForce = inForce{text: p.text, referenced: referencedFiles(p.policy)}
 	return a.savePolicy(p)
 }

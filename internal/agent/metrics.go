@@ -25,6 +25,12 @@ var (
 		"1 while the policy file is the policy in force.", nil, nil)
 	descStarts = prometheus.NewDesc("sockeye_agent_starts_total",
 		"Starts of the agent since the creation of its state directory.", nil, nil)
+	descEvents = prometheus.NewDesc("sockeye_events_recorded_total",
+		"Events that were recorded since the start of the agent.", nil, nil)
+	descEventsLost = prometheus.NewDesc("sockeye_events_lost_total",
+		"Events that could not be recorded since the start of the agent, as on a full disk.", nil, nil)
+	descEventsBytes = prometheus.NewDesc("sockeye_events_bytes",
+		"Size of the files of events.", nil, nil)
 	descBuild = prometheus.NewDesc("sockeye_build_info",
 		"1, with the agent's version.", []string{"version"}, nil)
 )
@@ -38,6 +44,10 @@ func (a *Agent) Collect(out chan<- prometheus.Metric) {
 	problem, _ := a.policyProblem()
 	out <- prometheus.MustNewConstMetric(descInForce, prometheus.GaugeValue, format.Bool(problem == ""))
 	out <- prometheus.MustNewConstMetric(descStarts, prometheus.CounterValue, float64(a.starts))
+	recorded := a.events.Stats()
+	out <- prometheus.MustNewConstMetric(descEvents, prometheus.CounterValue, float64(recorded.Recorded))
+	out <- prometheus.MustNewConstMetric(descEventsLost, prometheus.CounterValue, float64(recorded.Lost))
+	out <- prometheus.MustNewConstMetric(descEventsBytes, prometheus.GaugeValue, float64(recorded.Bytes))
 	for _, d := range a.domains {
 		d.Collect(out)
 	}

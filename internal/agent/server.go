@@ -18,6 +18,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/peer"
 )
@@ -89,7 +90,7 @@ func (s *server) close() {
 
 func (a *Agent) handler() http.Handler {
 	mux := http.NewServeMux()
-	router := domain.NewRouter(mux, reply)
+	router := domain.NewRouter(mux, a.answer)
 	for _, d := range a.domains {
 		d.Routes(router)
 	}
@@ -117,6 +118,8 @@ func (a *Agent) handler() http.Handler {
 		}
 		return a.Apply(c)
 	})
+	router.Stream("/v1/events", a.streamEvents)
+	router.Stream("/v1/live", a.live.stream)
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		reply(w, r, func(r *http.Request) (any, error) {
 			return nil, fault.Usage(fmt.Errorf("the agent has no %s %s", r.Method, r.URL.Path), "is it of another version? see sockeye version and status")
@@ -131,6 +134,17 @@ var httpStatus = map[int]int{
 	fault.CodeUnsupported:  http.StatusNotImplemented,
 	fault.CodeNotPermitted: http.StatusForbidden,
 	fault.CodeConflict:     http.StatusConflict,
+}
+
+// answer replies to a request, and records requests that have changed something.
+func (a *Agent) answer(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error)) {
+	reply(w, r, func(r *http.Request) (any, error) {
+		body, err := answer(r)
+		if k := peer.From(r); k != nil && err == nil && r.Method == http.MethodPost && r.URL.Path != "/v1/plan" {
+			a.log.Info("request", append([]any{events.Requested, "path", r.URL.Path}, k.Attrs()...)...)
+		}
+		return body, err
+	})
 }
 
 func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error)) {

@@ -13,6 +13,7 @@ import (
 	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 )
@@ -66,7 +67,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	for _, c := range requested {
 		// A failure does not keep the other namespaces from being configured.
 		if err := d.addNamespace(c, false); err != nil {
-			d.log.Warn("sizes not set", "netns", c.netns, "error", err)
+			d.log.Warn("sizes not set", events.SizesNotSet, "netns", c.netns, "error", err)
 			s := d.reconcilers[c.netns]
 			s.mu.Lock()
 			s.setProblem(err)

@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 )
@@ -304,7 +305,7 @@ func (s *reconciler) update() {
 func (s *reconciler) reconcileAndLog() {
 	if err := s.reconcile(false); err != nil {
 		if s.problem == nil || s.problem.Error() != err.Error() {
-			s.log.Warn("sizes not set", "netns", s.netns, "error", err)
+			s.log.Warn("sizes not set", events.SizesNotSet, "netns", s.netns, "error", err)
 		}
 		s.setProblem(err)
 	}
@@ -369,7 +370,7 @@ func (s *reconciler) revertRecords(only func(sizing.Record) bool) error {
 	done, err := s.store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByPolicy && only(r) }, false)
 	for _, r := range done {
 		if r.Result == sizing.ResultReverted {
-			s.log.Info("sizes reverted", "netns", r.Netns, "interface", r.Interface)
+			s.log.Info("sizes reverted", events.SizesReverted, "netns", r.Netns, "interface", r.Interface)
 		}
 	}
 	if fault.Code(err) == fault.CodeConflict {
@@ -392,7 +393,7 @@ func (s *reconciler) applyGroups(a *assessment, groups []*interfaceGroup, explic
 	}
 	for _, p := range groups {
 		if err := s.applyTogether(a, []*interfaceGroup{p}); err != nil {
-			s.log.Warn("sizes not set", "netns", s.netns, "interface", p.targets[0].Interface, "error", err)
+			s.log.Warn("sizes not set", events.SizesNotSet, "netns", s.netns, "interface", p.targets[0].Interface, "error", err)
 		}
 	}
 	return nil
@@ -462,13 +463,13 @@ func (s *reconciler) recordStates(a *assessment) {
 		log := s.log.With("netns", s.netns, "interface", i.name)
 		switch i.state {
 		case api.SizesApplied:
-			log.Info("sizes applied", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
+			log.Info("sizes applied", events.SizesApplied, "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4)
 		case api.SizesChanged:
-			log.Warn("sizes changed externally and kept", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
+			log.Warn("sizes changed externally and kept", events.SizesChanged, "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4, "hint", fault.Hint(i.err))
 		default:
-			log.Warn("sizes not set", "state", i.state, "error", i.err)
+			log.Warn("sizes not set", events.SizesNotSet, "state", i.state, "error", i.err)
 		}
 	}
 	unmatched := make(map[config.BigTCPRule]time.Time)

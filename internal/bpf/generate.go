@@ -5,7 +5,7 @@ package bpf
 // Run "make generate": BPF2GO_CC, BPF2GO_CFLAGS and BPF2GO_STRIP of the Makefile select the compiler, its flags and
 // the strip tool.
 
-//go:generate go tool bpf2go -target bpfel -type steer_table -type steer_prefix -type steer_device_id -type steer_wait -type steer_room steerReuseport ../../bpf/steer_reuseport.bpf.c
+//go:generate go tool bpf2go -target bpfel -type steer_table -type steer_prefix -type steer_device_id -type steer_wait -type steer_room -type steer_refusal steerReuseport ../../bpf/steer_reuseport.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types steerLookup ../../bpf/steer_lookup.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types -type steer_limit -type steer_reason -type steer_event_kind -type steer_event steerMembers ../../bpf/steer_members.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types -type steer_templates steerTemplates ../../bpf/steer_templates.bpf.c

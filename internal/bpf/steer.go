@@ -72,6 +72,7 @@ type Steer struct {
 	passes, rooms, waits, stored       *ebpf.Map
 	roomPorts, successors              *ebpf.Map
 	templateSets, lostTemplates        *ebpf.Map
+	refusals, reports                  *ebpf.Map
 
 	// Programs that select sockets: one per row, or one for all rows with sk_lookup.
 	programs  map[int]*ebpf.Program
@@ -187,7 +188,7 @@ func (s *Steer) Close() error {
 	for _, m := range []*ebpf.Map{
 		s.tables, s.deviceMaps, s.nextDevices, s.slots, s.counters, s.devices, s.pending,
 		s.sockets, s.cookies, s.events, s.lost, s.listeners, s.admission, s.unlisted, s.owners, s.gates, s.passes,
-		s.rooms, s.waits, s.stored, s.roomPorts, s.successors, s.templateSets, s.lostTemplates,
+		s.rooms, s.waits, s.stored, s.roomPorts, s.successors, s.templateSets, s.lostTemplates, s.refusals, s.reports,
 	} {
 		if m != nil {
 			errs = append(errs, m.Close())

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/cilium/ebpf/ringbuf"
+	"golang.org/x/sys/unix"
 )
 
 // Events reads the events of the member hooks.
@@ -48,6 +49,15 @@ func (e *Events) Next() (Event, error) {
 		Kind:   binary.LittleEndian.Uint32(record.RawSample[8:]),
 		Pid:    binary.LittleEndian.Uint32(record.RawSample[12:]),
 	}, nil
+}
+
+// ExitStatus returns how the process that closed the socket of a release event has ended. ok is false if it goes on, or if
+// the kernel does not tell.
+func ExitStatus(e Event) (status unix.WaitStatus, ok bool) {
+	if EventKind(e.Kind) != EventRelease || e.Pid&exits == 0 {
+		return 0, false
+	}
+	return unix.WaitStatus(e.Pid &^ exits), true
 }
 
 // Close ends Next.

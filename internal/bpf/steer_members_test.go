@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"os/signal"
 	"strings"
 	"testing"
 	"time"
@@ -20,8 +21,11 @@ import (
 )
 
 // memberVariable makes the test binary a member: it opens the listeners in the variable, prints a line, and waits for
-// its end.
-const memberVariable = "SOCKEYE_TEST_MEMBER"
+// its end. SIGUSR1 makes it exit with the status memberExit.
+const (
+	memberVariable = "SOCKEYE_TEST_MEMBER"
+	memberExit     = 3
+)
 
 func runMember(listeners string) {
 	t := &testing.T{}
@@ -33,10 +37,11 @@ func runMember(listeners string) {
 		newSocket(t, l, reuseport)
 		fmt.Println(i)
 	}
+	end := make(chan os.Signal, 1)
+	signal.Notify(end, unix.SIGUSR1)
 	fmt.Println("ready")
-	for {
-		_ = unix.Pause()
-	}
+	<-end
+	os.Exit(memberExit)
 }
 
 // startMember starts a member in the tests' cgroup.

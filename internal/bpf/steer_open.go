@@ -154,6 +154,8 @@ func (s *Steer) openMaps(c SteerConfig, l *steerMaps) error {
 		{l.steering.Maps[pinStored], &s.stored},
 		{l.steering.Maps["room_ports"], &s.roomPorts},
 		{l.steering.Maps[pinSuccessors], &s.successors},
+		{l.steering.Maps["refusals"], &s.refusals},
+		{l.steering.Maps["reports"], &s.reports},
 		{l.owners, &s.owners},
 		{l.templates.Maps[pinTemplateSets], &s.templateSets},
 		{l.templates.Maps[pinLostTemplates], &s.lostTemplates},
@@ -263,7 +265,7 @@ func (s *Steer) replacements() map[string]*ebpf.Map {
 		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, pinSlots: s.slots,
 		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets, pinGates: s.gates, pinPasses: s.passes,
 		"admission": s.admission, "unlisted": s.unlisted, pinRooms: s.rooms, pinWaits: s.waits, pinStored: s.stored,
-		"room_ports": s.roomPorts, pinSuccessors: s.successors,
+		"room_ports": s.roomPorts, pinSuccessors: s.successors, "refusals": s.refusals, "reports": s.reports,
 	}
 }
 
@@ -326,6 +328,8 @@ func setDevices(spec *ebpf.CollectionSpec, devices int) error {
 	every := 2 * admitGather / time.Duration(max(devices, 1))
 	return errors.Join(
 		spec.Variables["track_devices"].Set(devices > 0),
+		spec.Variables["report_every"].Set(uint64(reportEvery)),
+		spec.Variables["report_gather"].Set(uint64(reportBurst*reportEvery)),
 		spec.Variables["admit_every"].Set(uint64(every)),
 		spec.Variables["admit_gather"].Set(uint64(admitGather)))
 }
@@ -443,6 +447,20 @@ func netnsCookie(namespace *os.File) (uint64, error) {
 	return cookie, err
 }
 
+// haveExitStatus reports whether sock_release programs can read the exit status of a process.
+func haveExitStatus() (bool, error) {
+	for _, helper := range []asm.BuiltinFunc{asm.FnGetCurrentTask, asm.FnProbeReadKernel} {
+		err := features.HaveProgramHelper(ebpf.CGroupSock, helper)
+		if errors.Is(err, ebpf.ErrNotSupported) {
+			return false, nil
+		}
+		if err != nil {
+			return false, fmt.Errorf("probe %v of sock_release: %w", helper, err)
+		}
+	}
+	return true, nil
+}
+
 // openHooks attaches the member hooks. Only the release hook is pinned: it closes slots without an agent. The other
 // hooks report to the agent only.
 func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
@@ -468,6 +486,13 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 		return fmt.Errorf("probe bpf_get_netns_cookie of sockops: %w", known)
 	}
 	if err := spec.Variables["listen_has_netns"].Set(known == nil); err != nil {
+		return err
+	}
+	hasTask, err := haveExitStatus()
+	if err != nil {
+		return err
+	}
+	if err := spec.Variables["release_has_task"].Set(hasTask); err != nil {
 		return err
 	}
 	var served [MaxListeners]Ports

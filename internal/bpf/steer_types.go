@@ -16,6 +16,7 @@ const (
 	ReplayTTL    = int(steerMembersSteerLimitSTEER_REPLAY_TTL)
 	Hold         = uint32(steerMembersSteerLimitSTEER_HOLD)    // bit of Wait.Filling: only datagrams of the agent pass
 	Connect      = uint32(steerMembersSteerLimitSTEER_CONNECT) // bit of Wait.Filling: connections pass
+	exits        = uint32(steerMembersSteerLimitSTEER_EXITS)   // bit of Event.Pid
 	Schema       = uint32(steerMembersSteerLimitSTEER_SCHEMA)
 )
 
@@ -57,6 +58,7 @@ type (
 	Seen     = steerReuseportSteerSeen
 	Pending  = steerReuseportSteerPending
 	Event    = steerMembersSteerEvent
+	Refusal  = steerReuseportSteerRefusal
 )
 
 //revive:enable:exported

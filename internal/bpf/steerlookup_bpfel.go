@@ -24,6 +24,8 @@ const (
 	steerLookupMapNextDevices         = "next_devices"
 	steerLookupMapPasses              = "passes"
 	steerLookupMapPending             = "pending"
+	steerLookupMapRefusals            = "refusals"
+	steerLookupMapReports             = "reports"
 	steerLookupMapRoomPorts           = "room_ports"
 	steerLookupMapRooms               = "rooms"
 	steerLookupMapSlots               = "slots"
@@ -38,11 +40,14 @@ const (
 	steerLookupVarAdmitGather         = "admit_gather"
 	steerLookupVarListenerCount       = "listener_count"
 	steerLookupVarListeners           = "listeners"
+	steerLookupVarReportEvery         = "report_every"
+	steerLookupVarReportGather        = "report_gather"
 	steerLookupVarRoomBytes           = "room_bytes"
 	steerLookupVarRoomDatagrams       = "room_datagrams"
 	steerLookupVarTrackDevices        = "track_devices"
 	steerLookupVarUnusedSteerDeviceId = "unused_steer_device_id"
 	steerLookupVarUnusedSteerPrefix   = "unused_steer_prefix"
+	steerLookupVarUnusedSteerRefusal  = "unused_steer_refusal"
 	steerLookupVarUnusedSteerRoom     = "unused_steer_room"
 	steerLookupVarUnusedSteerTable    = "unused_steer_table"
 	steerLookupVarUnusedSteerWait     = "unused_steer_wait"
@@ -105,6 +110,8 @@ type steerLookupMapSpecs struct {
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	Refusals    *ebpf.MapSpec `ebpf:"refusals"`
+	Reports     *ebpf.MapSpec `ebpf:"reports"`
 	RoomPorts   *ebpf.MapSpec `ebpf:"room_ports"`
 	Rooms       *ebpf.MapSpec `ebpf:"rooms"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
@@ -124,11 +131,14 @@ type steerLookupVariableSpecs struct {
 	AdmitGather         *ebpf.VariableSpec `ebpf:"admit_gather"`
 	ListenerCount       *ebpf.VariableSpec `ebpf:"listener_count"`
 	Listeners           *ebpf.VariableSpec `ebpf:"listeners"`
+	ReportEvery         *ebpf.VariableSpec `ebpf:"report_every"`
+	ReportGather        *ebpf.VariableSpec `ebpf:"report_gather"`
 	RoomBytes           *ebpf.VariableSpec `ebpf:"room_bytes"`
 	RoomDatagrams       *ebpf.VariableSpec `ebpf:"room_datagrams"`
 	TrackDevices        *ebpf.VariableSpec `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
+	UnusedSteerRefusal  *ebpf.VariableSpec `ebpf:"unused_steer_refusal"`
 	UnusedSteerRoom     *ebpf.VariableSpec `ebpf:"unused_steer_room"`
 	UnusedSteerTable    *ebpf.VariableSpec `ebpf:"unused_steer_table"`
 	UnusedSteerWait     *ebpf.VariableSpec `ebpf:"unused_steer_wait"`
@@ -162,6 +172,8 @@ type steerLookupMaps struct {
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
+	Refusals    *ebpf.Map `ebpf:"refusals"`
+	Reports     *ebpf.Map `ebpf:"reports"`
 	RoomPorts   *ebpf.Map `ebpf:"room_ports"`
 	Rooms       *ebpf.Map `ebpf:"rooms"`
 	Slots       *ebpf.Map `ebpf:"slots"`
@@ -183,6 +195,8 @@ func (m *steerLookupMaps) Close() error {
 		m.NextDevices,
 		m.Passes,
 		m.Pending,
+		m.Refusals,
+		m.Reports,
 		m.RoomPorts,
 		m.Rooms,
 		m.Slots,
@@ -203,11 +217,14 @@ type steerLookupVariables struct {
 	AdmitGather         *ebpf.Variable `ebpf:"admit_gather"`
 	ListenerCount       *ebpf.Variable `ebpf:"listener_count"`
 	Listeners           *ebpf.Variable `ebpf:"listeners"`
+	ReportEvery         *ebpf.Variable `ebpf:"report_every"`
+	ReportGather        *ebpf.Variable `ebpf:"report_gather"`
 	RoomBytes           *ebpf.Variable `ebpf:"room_bytes"`
 	RoomDatagrams       *ebpf.Variable `ebpf:"room_datagrams"`
 	TrackDevices        *ebpf.Variable `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.Variable `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.Variable `ebpf:"unused_steer_prefix"`
+	UnusedSteerRefusal  *ebpf.Variable `ebpf:"unused_steer_refusal"`
 	UnusedSteerRoom     *ebpf.Variable `ebpf:"unused_steer_room"`
 	UnusedSteerTable    *ebpf.Variable `ebpf:"unused_steer_table"`
 	UnusedSteerWait     *ebpf.Variable `ebpf:"unused_steer_wait"`

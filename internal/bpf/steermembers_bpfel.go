@@ -44,6 +44,7 @@ const (
 	steerMembersSteerLimitSTEER_FILLING_BANK  steerMembersSteerLimit = 3
 	steerMembersSteerLimitSTEER_HOLD          steerMembersSteerLimit = 4
 	steerMembersSteerLimitSTEER_CONNECT       steerMembersSteerLimit = 8
+	steerMembersSteerLimitSTEER_EXITS         steerMembersSteerLimit = 65536
 	steerMembersSteerLimitSTEER_SCHEMA        steerMembersSteerLimit = 1
 )
 
@@ -71,6 +72,8 @@ const (
 	steerMembersMapNextDevices          = "next_devices"
 	steerMembersMapPasses               = "passes"
 	steerMembersMapPending              = "pending"
+	steerMembersMapRefusals             = "refusals"
+	steerMembersMapReports              = "reports"
 	steerMembersMapRoomPorts            = "room_ports"
 	steerMembersMapSlots                = "slots"
 	steerMembersMapStored               = "stored"
@@ -87,6 +90,9 @@ const (
 	steerMembersVarNetnsCookie          = "netns_cookie"
 	steerMembersVarPortCount            = "port_count"
 	steerMembersVarPorts                = "ports"
+	steerMembersVarReleaseHasTask       = "release_has_task"
+	steerMembersVarReportEvery          = "report_every"
+	steerMembersVarReportGather         = "report_gather"
 	steerMembersVarRoomBytes            = "room_bytes"
 	steerMembersVarRoomDatagrams        = "room_datagrams"
 	steerMembersVarServed               = "served"
@@ -98,6 +104,7 @@ const (
 	steerMembersVarUnusedSteerLimit     = "unused_steer_limit"
 	steerMembersVarUnusedSteerPrefix    = "unused_steer_prefix"
 	steerMembersVarUnusedSteerReason    = "unused_steer_reason"
+	steerMembersVarUnusedSteerRefusal   = "unused_steer_refusal"
 	steerMembersVarUnusedSteerRoom      = "unused_steer_room"
 	steerMembersVarUnusedSteerTable     = "unused_steer_table"
 	steerMembersVarUnusedSteerWait      = "unused_steer_wait"
@@ -165,6 +172,8 @@ type steerMembersMapSpecs struct {
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	Refusals    *ebpf.MapSpec `ebpf:"refusals"`
+	Reports     *ebpf.MapSpec `ebpf:"reports"`
 	RoomPorts   *ebpf.MapSpec `ebpf:"room_ports"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
 	Stored      *ebpf.MapSpec `ebpf:"stored"`
@@ -183,6 +192,9 @@ type steerMembersVariableSpecs struct {
 	NetnsCookie          *ebpf.VariableSpec `ebpf:"netns_cookie"`
 	PortCount            *ebpf.VariableSpec `ebpf:"port_count"`
 	Ports                *ebpf.VariableSpec `ebpf:"ports"`
+	ReleaseHasTask       *ebpf.VariableSpec `ebpf:"release_has_task"`
+	ReportEvery          *ebpf.VariableSpec `ebpf:"report_every"`
+	ReportGather         *ebpf.VariableSpec `ebpf:"report_gather"`
 	RoomBytes            *ebpf.VariableSpec `ebpf:"room_bytes"`
 	RoomDatagrams        *ebpf.VariableSpec `ebpf:"room_datagrams"`
 	Served               *ebpf.VariableSpec `ebpf:"served"`
@@ -194,6 +206,7 @@ type steerMembersVariableSpecs struct {
 	UnusedSteerLimit     *ebpf.VariableSpec `ebpf:"unused_steer_limit"`
 	UnusedSteerPrefix    *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
 	UnusedSteerReason    *ebpf.VariableSpec `ebpf:"unused_steer_reason"`
+	UnusedSteerRefusal   *ebpf.VariableSpec `ebpf:"unused_steer_refusal"`
 	UnusedSteerRoom      *ebpf.VariableSpec `ebpf:"unused_steer_room"`
 	UnusedSteerTable     *ebpf.VariableSpec `ebpf:"unused_steer_table"`
 	UnusedSteerWait      *ebpf.VariableSpec `ebpf:"unused_steer_wait"`
@@ -229,6 +242,8 @@ type steerMembersMaps struct {
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
+	Refusals    *ebpf.Map `ebpf:"refusals"`
+	Reports     *ebpf.Map `ebpf:"reports"`
 	RoomPorts   *ebpf.Map `ebpf:"room_ports"`
 	Slots       *ebpf.Map `ebpf:"slots"`
 	Stored      *ebpf.Map `ebpf:"stored"`
@@ -249,6 +264,8 @@ func (m *steerMembersMaps) Close() error {
 		m.NextDevices,
 		m.Passes,
 		m.Pending,
+		m.Refusals,
+		m.Reports,
 		m.RoomPorts,
 		m.Slots,
 		m.Stored,
@@ -268,6 +285,9 @@ type steerMembersVariables struct {
 	NetnsCookie          *ebpf.Variable `ebpf:"netns_cookie"`
 	PortCount            *ebpf.Variable `ebpf:"port_count"`
 	Ports                *ebpf.Variable `ebpf:"ports"`
+	ReleaseHasTask       *ebpf.Variable `ebpf:"release_has_task"`
+	ReportEvery          *ebpf.Variable `ebpf:"report_every"`
+	ReportGather         *ebpf.Variable `ebpf:"report_gather"`
 	RoomBytes            *ebpf.Variable `ebpf:"room_bytes"`
 	RoomDatagrams        *ebpf.Variable `ebpf:"room_datagrams"`
 	Served               *ebpf.Variable `ebpf:"served"`
@@ -279,6 +299,7 @@ type steerMembersVariables struct {
 	UnusedSteerLimit     *ebpf.Variable `ebpf:"unused_steer_limit"`
 	UnusedSteerPrefix    *ebpf.Variable `ebpf:"unused_steer_prefix"`
 	UnusedSteerReason    *ebpf.Variable `ebpf:"unused_steer_reason"`
+	UnusedSteerRefusal   *ebpf.Variable `ebpf:"unused_steer_refusal"`
 	UnusedSteerRoom      *ebpf.Variable `ebpf:"unused_steer_room"`
 	UnusedSteerTable     *ebpf.Variable `ebpf:"unused_steer_table"`
 	UnusedSteerWait      *ebpf.Variable `ebpf:"unused_steer_wait"`

@@ -54,6 +54,16 @@ type steerReuseportSteerPrefix struct {
 	Address   steerReuseportSteerAddress
 }
 
+type steerReuseportSteerRefusal struct {
+	_        structs.HostLayout
+	Address  steerReuseportSteerAddress
+	Time     uint64
+	Slot     uint32
+	Reason   uint16
+	Protocol uint8
+	Padding  uint8
+}
+
 type steerReuseportSteerRoom struct {
 	_           structs.HostLayout
 	Datagrams   uint64
@@ -110,6 +120,8 @@ const (
 	steerReuseportMapNextDevices         = "next_devices"
 	steerReuseportMapPasses              = "passes"
 	steerReuseportMapPending             = "pending"
+	steerReuseportMapRefusals            = "refusals"
+	steerReuseportMapReports             = "reports"
 	steerReuseportMapRoomPorts           = "room_ports"
 	steerReuseportMapRooms               = "rooms"
 	steerReuseportMapSlots               = "slots"
@@ -124,12 +136,15 @@ const (
 	steerReuseportVarAdmitEvery          = "admit_every"
 	steerReuseportVarAdmitGather         = "admit_gather"
 	steerReuseportVarListener            = "listener"
+	steerReuseportVarReportEvery         = "report_every"
+	steerReuseportVarReportGather        = "report_gather"
 	steerReuseportVarRoomAccepts         = "room_accepts"
 	steerReuseportVarRoomBytes           = "room_bytes"
 	steerReuseportVarRoomDatagrams       = "room_datagrams"
 	steerReuseportVarTrackDevices        = "track_devices"
 	steerReuseportVarUnusedSteerDeviceId = "unused_steer_device_id"
 	steerReuseportVarUnusedSteerPrefix   = "unused_steer_prefix"
+	steerReuseportVarUnusedSteerRefusal  = "unused_steer_refusal"
 	steerReuseportVarUnusedSteerRoom     = "unused_steer_room"
 	steerReuseportVarUnusedSteerTable    = "unused_steer_table"
 	steerReuseportVarUnusedSteerWait     = "unused_steer_wait"
@@ -193,6 +208,8 @@ type steerReuseportMapSpecs struct {
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	Refusals    *ebpf.MapSpec `ebpf:"refusals"`
+	Reports     *ebpf.MapSpec `ebpf:"reports"`
 	RoomPorts   *ebpf.MapSpec `ebpf:"room_ports"`
 	Rooms       *ebpf.MapSpec `ebpf:"rooms"`
 	Slots       *ebpf.MapSpec `ebpf:"slots"`
@@ -211,12 +228,15 @@ type steerReuseportVariableSpecs struct {
 	AdmitEvery          *ebpf.VariableSpec `ebpf:"admit_every"`
 	AdmitGather         *ebpf.VariableSpec `ebpf:"admit_gather"`
 	Listener            *ebpf.VariableSpec `ebpf:"listener"`
+	ReportEvery         *ebpf.VariableSpec `ebpf:"report_every"`
+	ReportGather        *ebpf.VariableSpec `ebpf:"report_gather"`
 	RoomAccepts         *ebpf.VariableSpec `ebpf:"room_accepts"`
 	RoomBytes           *ebpf.VariableSpec `ebpf:"room_bytes"`
 	RoomDatagrams       *ebpf.VariableSpec `ebpf:"room_datagrams"`
 	TrackDevices        *ebpf.VariableSpec `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
+	UnusedSteerRefusal  *ebpf.VariableSpec `ebpf:"unused_steer_refusal"`
 	UnusedSteerRoom     *ebpf.VariableSpec `ebpf:"unused_steer_room"`
 	UnusedSteerTable    *ebpf.VariableSpec `ebpf:"unused_steer_table"`
 	UnusedSteerWait     *ebpf.VariableSpec `ebpf:"unused_steer_wait"`
@@ -250,6 +270,8 @@ type steerReuseportMaps struct {
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
+	Refusals    *ebpf.Map `ebpf:"refusals"`
+	Reports     *ebpf.Map `ebpf:"reports"`
 	RoomPorts   *ebpf.Map `ebpf:"room_ports"`
 	Rooms       *ebpf.Map `ebpf:"rooms"`
 	Slots       *ebpf.Map `ebpf:"slots"`
@@ -271,6 +293,8 @@ func (m *steerReuseportMaps) Close() error {
 		m.NextDevices,
 		m.Passes,
 		m.Pending,
+		m.Refusals,
+		m.Reports,
 		m.RoomPorts,
 		m.Rooms,
 		m.Slots,
@@ -290,12 +314,15 @@ type steerReuseportVariables struct {
 	AdmitEvery          *ebpf.Variable `ebpf:"admit_every"`
 	AdmitGather         *ebpf.Variable `ebpf:"admit_gather"`
 	Listener            *ebpf.Variable `ebpf:"listener"`
+	ReportEvery         *ebpf.Variable `ebpf:"report_every"`
+	ReportGather        *ebpf.Variable `ebpf:"report_gather"`
 	RoomAccepts         *ebpf.Variable `ebpf:"room_accepts"`
 	RoomBytes           *ebpf.Variable `ebpf:"room_bytes"`
 	RoomDatagrams       *ebpf.Variable `ebpf:"room_datagrams"`
 	TrackDevices        *ebpf.Variable `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.Variable `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.Variable `ebpf:"unused_steer_prefix"`
+	UnusedSteerRefusal  *ebpf.Variable `ebpf:"unused_steer_refusal"`
 	UnusedSteerRoom     *ebpf.Variable `ebpf:"unused_steer_room"`
 	UnusedSteerTable    *ebpf.Variable `ebpf:"unused_steer_table"`
 	UnusedSteerWait     *ebpf.Variable `ebpf:"unused_steer_wait"`

@@ -212,7 +212,7 @@ func TestMembersWithoutDescriptors(t *testing.T) {
 	}
 	for round := range 8 {
 		pid, end := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
-		line := fmt.Sprintf(`msg="member registered" service=telemetry slot=0 pid=%d `, pid)
+		line := fmt.Sprintf(`msg="member registered" service=telemetry event=member_registered slot=0 pid=%d `, pid)
 		h.eventually(fmt.Sprintf("member %d is registered", round), func() bool {
 			text, err := os.ReadFile(h.log)
 			return err == nil && strings.Contains(string(text), line)
@@ -223,7 +223,7 @@ func TestMembersWithoutDescriptors(t *testing.T) {
 		end()
 		h.eventually("its slot is empty", func() bool {
 			text, err := os.ReadFile(h.log)
-			return err == nil && strings.Contains(string(text), fmt.Sprintf(`msg="slot cleared" service=telemetry slot=0 pid=%d `, pid))
+			return err == nil && strings.Contains(string(text), fmt.Sprintf(`msg="slot cleared" service=telemetry event=slot_closed slot=0 pid=%d `, pid))
 		})
 	}
 }

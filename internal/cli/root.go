@@ -123,7 +123,7 @@ kernel, 4 not permitted, 5 conflict.`,
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
 		c.agentCommand(), c.keeperCommand(), c.initCommand(), c.resetCommand(), c.statusCommand(), c.checkCommand(), c.planCommand(), c.applyCommand(),
-		c.doctorCommand(), c.supportCommand(), c.versionCommand(),
+		c.doctorCommand(), c.eventsCommand(), c.supportCommand(), c.versionCommand(),
 		tunecmd.New(c.Command), tracecmd.New(c.Command), bigtcpcmd.New(c.Command), socketscmd.New(c.Command),
 	)
 	root.AddCommand(steercmd.New(c.Command)...)

@@ -27,6 +27,7 @@ type Policy struct {
 	// BigTCP is in the order of the file.
 	BigTCP  []BigTCPRule `yaml:"bigtcp" min:"0" max:"64" doc:"Rules for the maximum packet size of network interfaces (BIG TCP). The first matching rule of a network namespace applies."`
 	Metrics Metrics      `yaml:"metrics" doc:"The metrics endpoint; none by default."`
+	Events  Events       `yaml:"events" doc:"The record of events."`
 
 	file   string              `yaml:"-"`
 	places map[string]position `yaml:"-"` // positions of the values, by path
@@ -53,6 +54,15 @@ func (p *Policy) Flaw(path, message, hint string) *Error {
 type Metrics struct {
 	// Listen is a literal IP:port, or "" for no endpoint.
 	Listen string `yaml:"listen" required:"true" form:"endpoint" doc:"The address of the metrics endpoint."`
+}
+
+// DefaultEventsSize is the default of Events.Size.
+const DefaultEventsSize = 64_000_000
+
+// Events is the record of events.
+type Events struct {
+	// Size is in bytes.
+	Size int64 `yaml:"size" form:"events_size" default:"64MB" doc:"The size of all files of events, 1MB to 10GB. The oldest events are removed."`
 }
 
 // Service is a set of listeners that share slots.

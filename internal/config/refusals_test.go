@@ -40,7 +40,7 @@ x: *m
 `, `
 p.yaml:2:10: metrics: anchors are not supported
 p.yaml:3:1: x: unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics`},
+  hint: known keys: services, tune, trace, bigtcp, metrics, events`},
 	{"alias in use", minimal + `    user: &u a
     netns: *u
 `, `
@@ -65,12 +65,12 @@ p.yaml:5:5: services.t.sterring: unknown key
 colour: []
 `, `
 p.yaml:2:1: colour: unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics`},
+  hint: known keys: services, tune, trace, bigtcp, metrics, events`},
 	{"unknown key, long", `services: {}
 kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk: 1
 `, `
 p.yaml:2:1: "kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...": unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics`},
+  hint: known keys: services, tune, trace, bigtcp, metrics, events`},
 	{"duplicate key", minimal + "    slots: 5\n", `
 p.yaml:5:5: services.t.slots: is given twice, first in line 3`},
 	{"duplicate service", `services:

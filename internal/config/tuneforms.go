@@ -34,8 +34,10 @@ var (
 	forget = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 365 * 24 * 60 * minute}
 
 	// roomWait and roomBytes are values of when_empty of a service.
-	roomWait  = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 60 * minute}
-	roomBytes = TuneOption{Kind: KindSize, Min: 64 * 1000, Max: 1000 * 1000 * 1000}
+	roomWait = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 60 * minute}
+	// eventsSize is a value of events.
+	eventsSize = TuneOption{Kind: KindSize, Min: 1000 * 1000, Max: 10 * 1000 * 1000 * 1000}
+	roomBytes  = TuneOption{Kind: KindSize, Min: 64 * 1000, Max: 1000 * 1000 * 1000}
 	// paceTimeout is the value of pace.timeout of a service.
 	paceTimeout = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 24 * 60 * minute}
 )
@@ -107,6 +109,8 @@ func tuneFormOf(name string) form {
 		return form{valueSchema(paceTimeout), quantityForm(paceTimeout)}
 	case "room_wait":
 		return form{valueSchema(roomWait), quantityForm(roomWait)}
+	case "events_size":
+		return form{valueSchema(eventsSize), quantityForm(eventsSize)}
 	case "room_bytes":
 		return form{valueSchema(roomBytes), quantityForm(roomBytes)}
 	case "forget":

@@ -41,6 +41,8 @@ type Domain interface {
 	Applied(policy *config.Policy, c api.Candidate, plan *api.Plan) error
 	// Status adds the state of the domain to status.
 	Status(status *api.Status) error
+	// Frame adds the state of the domain to a frame of the live views.
+	Frame(frame *api.Frame) error
 	// Collect sends the metrics of the domain. Errors are logged, and the remaining metrics are sent.
 	Collect(out chan<- prometheus.Metric)
 	// Routes adds the API routes of the domain.

@@ -7,8 +7,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"net/http"
+	"os"
+	"strconv"
 
 	"golang.org/x/sys/unix"
 
@@ -96,6 +99,21 @@ func (k *Caller) Alive() error {
 		return ErrGone
 	}
 	return nil
+}
+
+// Attrs returns attributes of a log record that describe the caller: the process, its user, the user who has logged in
+// (audit, "" if unknown), and the command line. The process chooses the command line itself.
+func (k *Caller) Attrs() []any {
+	attrs := []any{"pid", k.ID.PID, "user", member.UserName(k.Cred.Uid)}
+	if data, err := os.ReadFile(fmt.Sprintf("/proc/%d/loginuid", k.ID.PID)); err == nil {
+		if uid, err := strconv.ParseUint(string(data), 10, 32); err == nil && uid != math.MaxUint32 {
+			attrs = append(attrs, "login", member.UserName(uint32(uid)))
+		}
+	}
+	if p, err := member.Read(k.ID.PID); err == nil && p.StartTime == k.ID.StartTime {
+		attrs = append(attrs, "command", p.Command())
+	}
+	return attrs
 }
 
 // Close closes the pidfd of the caller.

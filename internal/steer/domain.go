@@ -21,6 +21,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
@@ -132,7 +133,7 @@ func (d *Domain) removeLeftover(name string) error {
 			return err
 		}
 	}
-	d.log.Info("service removed: not in the policy", "service", name)
+	d.log.Info("service removed: not in the policy", events.ServiceRemoved, "service", name)
 	return bpf.Remove(d.host.Root.Service(name))
 }
 

@@ -4,14 +4,18 @@ package steer
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"maps"
 	"os"
 	"slices"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/bpf"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
@@ -79,13 +83,25 @@ func (s *service) handle(event bpf.Event) {
 		for slot, seat := range s.Seats {
 			for _, socket := range seat.Sockets {
 				if socket.Cookie == event.Cookie {
-					s.VacateSlot(slot, "socket closed")
+					s.VacateSlot(slot, whyClosed(event))
 					s.evaluatePID(seat.Process.PID)
 					return
 				}
 			}
 		}
 	}
+}
+
+// whyClosed describes the end of the process that closed a member's socket.
+func whyClosed(event bpf.Event) string {
+	status, ok := bpf.ExitStatus(event)
+	switch {
+	case !ok:
+		return "socket closed"
+	case status.Signaled():
+		return "process ended by " + unix.SignalName(status.Signal())
+	}
+	return fmt.Sprintf("process exited with status %d", status.ExitStatus())
 }
 
 func (s *service) seatOf(pid int) *core.Seat {
@@ -232,7 +248,7 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 	w := s.waiting[p.PID]
 	if w != nil && w.process.StartTime == p.StartTime {
 		if w.problem.Error() != problem.Error() {
-			s.Log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
+			s.Log.Info("member not ready", events.MemberWaiting, "slot", slot, "pid", p.PID, "problem", problem)
 		}
 		w.process, w.problem, w.slot, w.source = p, problem, slot, source
 		return
@@ -249,7 +265,7 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 	if err != nil {
 		return
 	}
-	s.Log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
+	s.Log.Info("member not ready", events.MemberWaiting, "slot", slot, "pid", p.PID, "problem", problem)
 	w = &waitingProcess{process: p, handle: handle, source: source, slot: slot, problem: problem}
 	s.waiting[p.PID] = w
 	go func() {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/events"
 	"sockeye/internal/member"
 )
 
@@ -45,7 +46,7 @@ func (s *service) addRefusal(p *member.Process, source string, why *member.Refus
 		}
 		if now := time.Now(); now.Sub(s.lastRefusalLog) >= warnInterval {
 			s.lastRefusalLog = now
-			s.Log.Warn("process matches a rule, but is not admitted", "pid", p.PID, "source", source, "problem", why.Reason)
+			s.Log.Warn("process matches a rule, but is not admitted", events.MemberRefused, "pid", p.PID, "source", source, "problem", why.Reason)
 		}
 	}
 	s.refusals[self] = refused{p, source, why}

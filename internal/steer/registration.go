@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
@@ -151,7 +152,7 @@ func (s *service) findDuplicate(seat *core.Seat) {
 		}
 	}
 	if seat.Duplicate != nil {
-		s.Log.Warn("socket without traffic", "slot", seat.Slot, "pid", seat.Process.PID, "problem", seat.Duplicate)
+		s.Log.Warn("socket without traffic", events.SocketIdle, "slot", seat.Slot, "pid", seat.Process.PID, "problem", seat.Duplicate)
 	}
 }
 

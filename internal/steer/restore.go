@@ -7,6 +7,7 @@ import (
 	"io/fs"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/events"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
@@ -70,7 +71,7 @@ func (s *service) restoreSlot(slot int) error {
 				}
 				s.occupySlot(seat)
 				s.learnGroupOwner(seat)
-				s.Log.Info("member restored", "slot", slot, "pid", p.PID)
+				s.Log.Info("member restored", events.MemberRestored, "slot", slot, "pid", p.PID)
 				return nil
 			}
 			handle.Close()
@@ -84,9 +85,9 @@ func (s *service) restoreSlot(slot int) error {
 	}
 	switch {
 	case slot >= s.Config.Slots:
-		s.Log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "slot removed")
+		s.Log.Info("slot cleared", events.SlotClosed, "slot", slot, "pid", value.Pid, "reason", "slot removed")
 	case err == nil, errors.Is(err, fs.ErrNotExist):
-		s.Log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "process exited, or lacks a socket")
+		s.Log.Info("slot cleared", events.SlotClosed, "slot", slot, "pid", value.Pid, "reason", "process exited, or lacks a socket")
 	default:
 		s.Log.Warn("member not restored", "slot", slot, "pid", value.Pid, "error", err)
 	}

@@ -6,10 +6,12 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
@@ -102,7 +104,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			s.forgetWaiting(pid)
 		}
 	}
-	s.Log.Info("member registered", "slot", seat.Slot, "pid", seat.Process.PID, "source", seat.Source)
+	s.Log.Info("member registered", events.MemberRegistered, "slot", seat.Slot, "pid", seat.Process.PID, "source", seat.Source)
 	// A policy that is being applied may hold the lock for 100 ms before the next pass.
 	s.checks.Moved()
 	s.checks.Soon()
@@ -111,7 +113,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	}
 	if !held && !s.UsesLookup() {
 		if err := s.reconcileKeeper(); err != nil {
-			s.Log.Error("ports not held", "error", err)
+			s.Log.Error("ports not held", events.PortsNotHeld, "error", err)
 		}
 	}
 	return nil
@@ -122,7 +124,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 func (s *service) makeFormer(former, by *core.Seat) error {
 	s.formers[former.ID()] = former
 	s.rooms.StopCopying(former)
-	s.Log.Info("slot taken over", "slot", by.Slot, "pid", by.Process.PID, "former", former.Process.PID)
+	s.Log.Info("slot taken over", events.SlotTakenOver, "slot", by.Slot, "pid", by.Process.PID, "former", former.Process.PID)
 	return s.ClosePlace(former.Place)
 }
 
@@ -149,7 +151,7 @@ func (s *service) addFormer(slot int, former *core.Seat) {
 // forgetFormer forgets a former member that has exited.
 func (s *service) forgetFormer(former *core.Seat) {
 	if s.formers[former.ID()] == former {
-		s.Log.Info("former member exited", "slot", former.Slot, "pid", former.Process.PID)
+		s.Log.Info("former member exited", events.FormerExited, "slot", former.Slot, "pid", former.Process.PID)
 		delete(s.formers, former.ID())
 		former.Handle.Close()
 	}
@@ -169,7 +171,10 @@ func (s *service) VacateSlot(slot int, reason string) {
 	s.rooms.ScheduleEnd(slot)
 	s.rooms.StopCopying(seat)
 	s.checks.ReleaseHandle(seat)
-	s.Log.Info("slot cleared", "slot", slot, "pid", seat.Process.PID, "reason", reason)
+	s.Log.Info("slot cleared", events.SlotClosed, "slot", slot, "pid", seat.Process.PID, "reason", reason)
+	if s.rooms.IsWaiting(slot) {
+		s.Log.Info("the packets of the slot wait for its next member", events.TrafficHeld, "slot", slot, "wait", s.Config.WhenEmpty.String())
+	}
 	s.pruneSocketOwners()
 	s.checks.Moved()
 	s.checks.Soon()
@@ -234,6 +239,8 @@ func (s *service) occupySlot(seat *core.Seat) {
 		if handle.Wait() != nil {
 			return // the handle is closed: the slot was vacated before
 		}
+		// The release event is in the ring already, and says how the process has ended.
+		s.awaitVacated(seat)
 		s.Mu.Lock()
 		defer s.Mu.Unlock()
 		if s.Removed {
@@ -245,4 +252,17 @@ func (s *service) occupySlot(seat *core.Seat) {
 		s.checks.ForgetAdopter(handle)
 		s.forgetFormer(seat)
 	}()
+}
+
+// awaitVacated waits until the release event of a seat is handled, at most for eventTime.
+func (s *service) awaitVacated(seat *core.Seat) {
+	const eventTime, step = 100 * time.Millisecond, 5 * time.Millisecond
+	for begin := time.Now(); time.Since(begin) < eventTime; time.Sleep(step) {
+		s.Mu.Lock()
+		seated := s.Seats[seat.Slot] == seat && !s.Removed
+		s.Mu.Unlock()
+		if !seated {
+			return
+		}
+	}
 }

@@ -49,6 +49,7 @@ type service struct {
 	socketOwners   map[uint64]member.ID          // member that registered a socket, by cookie
 	boundBy        map[uint64]int                // process id of sockets that do not listen yet, by cookie
 	inspected      map[int]*inspections          // by process id, for processes that bound a socket in this period
+	reported       *refusalWatch
 	keeper         *keeper.Process
 	previousRows   [bpf.MaxListeners]bpf.Listener // rows that the previous agent pinned
 	lostEvents     uint64
@@ -68,8 +69,9 @@ type service struct {
 
 	registrations      map[int]uint64 // by slot
 	streams            streams
-	keeperProblem      error // error of reconcileKeeper; nil: the ports are held
-	keeperRetryPending bool  // the next attempt of reconcileKeeper is scheduled
+	liveBefore         *liveCounts // totals at the time of the last frame
+	keeperProblem      error       // error of reconcileKeeper; nil: the ports are held
+	keeperRetryPending bool        // the next attempt of reconcileKeeper is scheduled
 }
 
 // openService creates or restores a service and registers its members.
@@ -306,6 +308,7 @@ func (s *service) openPath() error {
 	if s.Events != nil {
 		s.Events.Close()
 	}
+	s.endRefusals()
 	if previous != nil {
 		previous.Close()
 	}
@@ -321,6 +324,9 @@ func (s *service) openPath() error {
 		return fail(err)
 	}
 	if s.Events, err = path.Events(); err != nil {
+		return fail(err)
+	}
+	if err := s.watchRefusals(); err != nil {
 		return fail(err)
 	}
 	go s.watch(s.Events)
@@ -388,6 +394,7 @@ func (s *service) closeLocked() {
 		s.Events.Close()
 		s.Events = nil
 	}
+	s.endRefusals()
 	if s.Path != nil {
 		s.rooms.ReturnQueued()
 	}

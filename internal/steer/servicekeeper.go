@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
@@ -87,9 +88,9 @@ const keeperRetryInterval = 2 * time.Second
 func (s *service) scheduleKeeperRetry(before error) {
 	switch {
 	case s.keeperProblem == nil && before != nil:
-		s.Log.Info("ports held")
+		s.Log.Info("ports held", events.PortsHeld)
 	case s.keeperProblem != nil && (before == nil || before.Error() != s.keeperProblem.Error()):
-		s.Log.Warn("ports not held", "error", s.keeperProblem)
+		s.Log.Warn("ports not held", events.PortsNotHeld, "error", s.keeperProblem)
 	}
 	if s.keeperProblem == nil || s.keeperRetryPending {
 		return
@@ -103,7 +104,7 @@ func (s *service) scheduleKeeperRetry(before error) {
 			return // the service is closed, or the problem is solved
 		}
 		if err := s.reconcileKeeper(); err != nil {
-			s.Log.Error("ports not held", "error", err)
+			s.Log.Error("ports not held", events.PortsNotHeld, "error", err)
 		}
 	})
 }
@@ -127,6 +128,7 @@ func (s *service) replaceKeeper() error {
 			return err
 		}
 		s.keeper = fresh
+		s.Log.Info("keeper started", events.KeeperStarted, "pid", fresh.Self.PID, "sockets", len(s.KeeperSockets))
 		s.recordKeeper()
 		s.moveKeeperToScope(fresh)
 		go s.watchKeeper(fresh, time.Now())
@@ -155,7 +157,7 @@ func (s *service) watchKeeper(k *keeper.Process, started time.Time) {
 	if s.keeper != k {
 		return
 	}
-	s.Log.Warn("keeper exited", "pid", k.Self.PID)
+	s.Log.Warn("keeper exited", events.KeeperExited, "pid", k.Self.PID)
 	k.Close()
 	s.keeper = nil
 	if err := s.reattach(); err != nil {
@@ -237,7 +239,7 @@ func (s *service) restoreKeeper() error {
 		s.recordKeeper()
 		s.moveKeeperToScope(k)
 		go s.watchKeeper(k, time.Now())
-		s.Log.Info("keeper restored", "pid", k.Self.PID, "sockets", len(s.KeeperSockets))
+		s.Log.Info("keeper restored", events.KeeperRestored, "pid", k.Self.PID, "sockets", len(s.KeeperSockets))
 	}
 	return nil
 }

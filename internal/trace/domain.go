@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
@@ -78,7 +79,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	for _, c := range wanted {
 		if err := d.openTracer(c); err != nil {
 			// A cgroup that cannot be traced does not stop the others.
-			d.log.Warn("cannot trace cgroup", "cgroup", c.name, "error", err)
+			d.log.Warn("cannot trace cgroup", events.CgroupNotTraced, "cgroup", c.name, "error", err)
 			t := d.newTracer(c)
 			t.problem = err
 			d.tracers[c.name] = t
@@ -106,7 +107,7 @@ func (d *Domain) removeOthers(wanted []traceChange) error {
 		if err := fault.Join(d.removeLeftover(dir, left), scope.RemoveCreated([]scope.Scope{left.Scope})); err != nil {
 			return err
 		}
-		d.log.Info("tracing removed: not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
+		d.log.Info("tracing removed: not in the policy", events.TracingRemoved, "cgroup", cmp.Or(left.Cgroup, name))
 	}
 	return nil
 }

@@ -4,7 +4,6 @@ package trace
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -13,7 +12,6 @@ import (
 	"net/url"
 	"os"
 	"strconv"
-	"sync"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -22,6 +20,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/load"
 	"sockeye/internal/clock"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/procsock"
 	"sockeye/internal/trace/capture"
@@ -34,55 +33,6 @@ const (
 	maxPacketsFor      = 10 * time.Minute
 	maxPacketEvents    = 10_000_000
 )
-
-// stream writes lines of JSON until it ends or the client disconnects.
-type stream struct {
-	control *http.ResponseController
-	mu      sync.Mutex
-	encoder *json.Encoder
-}
-
-// newStream removes the deadlines of a request. Lines are flushed within a second. The caller must call stop before the
-// end of the response.
-func newStream(w http.ResponseWriter) (s *stream, stop func(), err error) {
-	s = &stream{control: http.NewResponseController(w), encoder: json.NewEncoder(w)}
-	if err := errors.Join(s.control.SetReadDeadline(time.Time{}), s.control.SetWriteDeadline(time.Time{})); err != nil {
-		return nil, nil, fmt.Errorf("begin answer: %w", err)
-	}
-	w.Header().Set("Content-Type", "application/x-ndjson")
-	if err := s.flush(); err != nil {
-		return nil, nil, err
-	}
-	ended := make(chan struct{})
-	var flushing sync.WaitGroup
-	flushing.Go(func() {
-		tick := time.NewTicker(time.Second)
-		defer tick.Stop()
-		for {
-			select {
-			case <-ended:
-				return
-			case <-tick.C:
-			}
-			if s.flush() != nil {
-				return // the client has disconnected; writing the next line fails
-			}
-		}
-	})
-	return s, func() { close(ended); flushing.Wait() }, nil
-}
-
-func (s *stream) line(v any) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.encoder.Encode(v)
-}
-
-func (s *stream) flush() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.control.Flush()
-}
 
 // queryNumber reads a number of a query, or returns the default.
 func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
@@ -136,7 +86,7 @@ func (d *Domain) streamSamples(ctx context.Context, w http.ResponseWriter, q url
 			r.run(ctx, lines)
 		}()
 	}
-	s, ended, err := newStream(w)
+	s, ended, err := domain.NewStream(w)
 	if err != nil {
 		return err
 	}
@@ -154,7 +104,7 @@ func (d *Domain) streamSamples(ctx context.Context, w http.ResponseWriter, q url
 				lost += line.Lost
 				line.Lost = lost
 			}
-			if s.line(line) != nil {
+			if s.Line(line) != nil {
 				return nil // the client has disconnected
 			}
 		}
@@ -370,15 +320,15 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	stop := context.AfterFunc(ctx, func() { p.Close() })
 	defer stop()
 	c.Missing = append([]string{}, p.Missing()...)
-	s, ended, err := newStream(w)
+	s, ended, err := domain.NewStream(w)
 	if err != nil {
 		return err
 	}
 	defer ended()
-	if err := s.line(api.TracePacketLine{Connection: c}); err != nil {
+	if err := s.Line(api.TracePacketLine{Connection: c}); err != nil {
 		return nil // the client has disconnected
 	}
-	_ = s.flush()
+	_ = s.Flush()
 	end := api.TracePacketsEnd{Reason: "time"}
 	deadline := time.Now().Add(during)
 	var event capture.Event
@@ -392,7 +342,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 			break
 		}
 		if err == nil {
-			err = s.line(api.TracePacketLine{Event: &event})
+			err = s.Line(api.TracePacketLine{Event: &event})
 		}
 		if err == nil && event.Kind == capture.State && event.State == tcpClose {
 			end.Reason = "closed"
@@ -405,7 +355,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	if end.Lost, err = p.Lost(); err != nil {
 		return nil
 	}
-	_ = s.line(api.TracePacketLine{End: &end})
+	_ = s.Line(api.TracePacketLine{End: &end})
 	return nil
 }
 

@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
 	"sockeye/internal/trace/measure"
@@ -209,7 +210,7 @@ func (t *tracer) selectOpen() {
 		for _, p := range adopted.Problems {
 			t.log.Debug("cannot inspect connection", "problem", p)
 		}
-		t.log.Info("cgroup traced", "path", t.scope.Path, "open_connections", adopted.Chosen)
+		t.log.Info("cgroup traced", events.CgroupTraced, "path", t.scope.Path, "open_connections", adopted.Chosen)
 	}
 }
 
@@ -275,7 +276,7 @@ func (t *tracer) renew() {
 	if err := t.open(); err != nil {
 		t.release()
 		if before == nil || before.Error() != err.Error() {
-			t.log.Warn("cannot trace cgroup", "error", err)
+			t.log.Warn("cannot trace cgroup", events.CgroupNotTraced, "error", err)
 		}
 		t.problem = err
 	}

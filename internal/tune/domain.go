@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
@@ -27,6 +28,8 @@ type Domain struct {
 
 	mu     sync.Mutex
 	tuners map[string]*tuner // by cgroup
+
+	frameBefore map[[2]string]frameCounts // by cgroup and rule, of the last frame; used by Frame only
 }
 
 // New returns the domain without any rules.
@@ -60,7 +63,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 		}
 		// A policy that was valid can fail after a reboot with another kernel. The other cgroups are tuned
 		// nevertheless.
-		d.log.Warn("cgroup not tuned", "cgroup", c.name, "error", err)
+		d.log.Warn("cgroup not tuned", events.CgroupNotTuned, "cgroup", c.name, "error", err)
 		t := d.newTuner(c.name)
 		t.rules, t.services, t.problem = c.rules, c.services, err
 		d.tuners[c.name] = t
@@ -86,7 +89,7 @@ func (d *Domain) removeOthers(wanted []tuneChange) error {
 		if err := fault.Join(bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{left})); err != nil {
 			return err
 		}
-		d.log.Info("tuning removed: not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
+		d.log.Info("tuning removed: not in the policy", events.TuningRemoved, "cgroup", cmp.Or(left.Cgroup, name))
 	}
 	return nil
 }

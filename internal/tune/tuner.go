@@ -17,6 +17,7 @@ import (
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
 )
@@ -166,13 +167,13 @@ func (t *tuner) renew(others []tuneChange) {
 	t.detach()
 	if err := t.reopen(others); err != nil {
 		if before == nil || before.Error() != err.Error() {
-			t.log.Warn("cgroup not tuned", "error", err)
+			t.log.Warn("cgroup not tuned", events.CgroupNotTuned, "error", err)
 		}
 		t.problem = err
 		return
 	}
 	if t.tune != nil {
-		t.log.Info("cgroup tuned", "path", t.scope.Path)
+		t.log.Info("cgroup tuned", events.CgroupTuned, "path", t.scope.Path)
 	}
 }
 

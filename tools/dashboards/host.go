@@ -34,6 +34,9 @@ func host() *dashboard {
 	own := " and on (job, instance) " + all.gauge("build_info")
 	d.row("Agent")
 	d.graph("Starts", "Starts of the agent since its state directory was created.", style{unit: "none"}, query{all.gauge("agent_starts_total"), "{{instance}}"})
+	d.graph("Events", "Events that were recorded, and events that could not be recorded, as on a full disk.", style{unit: "cps"},
+		query{all.rate("events_recorded_total"), "recorded {{instance}}"}, query{all.rate("events_lost_total"), "lost {{instance}}"})
+	d.graph("Files of events", "Size of the files of events.", style{unit: "bytes"}, query{all.gauge("events_bytes"), "{{instance}}"})
 	d.graph("Descriptors", "Open descriptors of the agent, as part of its limit.", style{unit: "percentunit"},
 		query{`process_open_fds{instance=~"$instance"} / process_max_fds{instance=~"$instance"}` + own, "{{instance}}"})
 	d.graph("Goroutines", "Goroutines of the agent.", style{unit: "none"}, query{`go_goroutines{instance=~"$instance"}` + own, "{{instance}}"})

@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/netns"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/placement"
@@ -162,7 +163,7 @@ func (m *Moves) controlGates() (changed bool) {
 		if forged || time.Since(last) >= gateIdle || time.Since(m.gate.since[slot]) >= limit {
 			delete(m.gate.closed, slot)
 			changed = true
-			m.Log.Info("gate opened", "slot", slot, "closed", time.Since(m.gate.since[slot]).Round(time.Second).String(),
+			m.Log.Info("gate opened", events.GateOpened, "slot", slot, "closed", time.Since(m.gate.since[slot]).Round(time.Second).String(),
 				"passed", m.gate.passed[slot], "connected", m.gate.arrived[slot])
 			continue
 		}

@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/placement"
@@ -75,6 +76,8 @@ type progress struct {
 	done    int              // devices
 	more    bool             // further devices move by the next write of the table
 	timer   *time.Timer
+	// announced: the log has the begin of the moves, and not yet their end.
+	announced bool
 }
 
 // move is a device that has moved, until its initial dump is over.
@@ -331,6 +334,10 @@ func (m *Moves) admit(buckets, pins []int) (chosenBuckets, chosenPins []int) {
 
 // scheduleMoves schedules the next step while devices move.
 func (m *Moves) scheduleMoves() {
+	if m.moving() && !m.announced {
+		m.announced = true
+		m.Log.Info("moves have begun", events.MovesBegun, "cause", m.cause, "moving", len(m.running), "waiting", m.waiting)
+	}
 	if m.moving() && m.timer == nil && m.Events != nil {
 		m.timer = time.AfterFunc(moveInterval, m.continueMoves)
 	}
@@ -353,7 +360,8 @@ func (m *Moves) continueMoves() {
 		m.Log.Error("devices not moved", "error", err)
 	}
 	if !m.moving() {
-		m.Log.Info("moves have ended", "devices", m.done, "took", time.Since(m.started).Round(time.Millisecond).String())
+		m.announced = false
+		m.Log.Info("moves have ended", events.MovesEnded, "devices", m.done, "took", time.Since(m.started).Round(time.Millisecond).String())
 	}
 }
 

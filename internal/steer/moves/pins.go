@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/steer/stored"
@@ -116,7 +117,7 @@ func (m *Moves) ExpirePins() {
 			return false
 		}
 		if !p.Until.After(now) {
-			m.Log.Info("pin has ended", "device", p.Name(), "slot", p.Slot)
+			m.Log.Info("pin has ended", events.PinEnded, "device", p.Name(), "slot", p.Slot)
 			return true
 		}
 		if next.IsZero() || p.Until.Before(next) {

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
@@ -92,7 +93,7 @@ func (m *Moves) replaceState(next stored.State, target *placement.Mapping, cause
 		return err
 	}
 	m.State, m.Target = next, target
-	m.Log.Info("changed by command", "change", cause)
+	m.Log.Info("changed by command", events.SlotChanged, "change", cause)
 	m.Begin(cause, of)
 	if err := m.ApplySettings(); err != nil {
 		m.State, m.Target = before, mapping

@@ -10,6 +10,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/templates"
@@ -158,7 +159,7 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 			r.countLeft(&d)
 		}
 		r.flushLeft()
-		r.Log.Warn("the member did not receive what had waited", "slot", slot, "pid", f.seat.Process.PID, "lost", r.lost[slot]-before)
+		r.Log.Warn("the member did not receive what had waited", events.MemberNotReachable, "slot", slot, "pid", f.seat.Process.PID, "lost", r.lost[slot]-before)
 		return true, 0
 	}
 	if !f.late && f.sent == 0 {
@@ -332,11 +333,11 @@ func (r *Rooms) endFill(f *fill) {
 	if f.late {
 		delete(r.kept.running, slot)
 		if len(f.addresses) > 0 {
-			r.Log.Info("templates sent to the member that newly serves their exporters", "slot", slot, "pid", f.seat.Process.PID,
+			r.Log.Info("templates sent to the member that newly serves their exporters", events.TemplatesReplayed, "slot", slot, "pid", f.seat.Process.PID,
 				"exporters", len(f.addresses), "datagrams", f.sent-uint64(f.replayed))
 		}
 		if f.replayed > 0 {
-			r.Log.Info("what had waited sent to the member that serves its devices now", "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
+			r.Log.Info("what had waited sent to the member that serves its devices now", events.ReplayedToMember, "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
 		}
 		return
 	}
@@ -357,9 +358,9 @@ func (r *Rooms) endFill(f *fill) {
 	if arrived, err := r.Path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent {
 		missing := f.sent - (arrived - f.arrived)
 		r.lost[slot] += missing
-		r.Log.Warn("datagrams did not arrive over the loopback interface", "slot", slot, "lost", missing)
+		r.Log.Warn("datagrams did not arrive over the loopback interface", events.ReplayIncomplete, "slot", slot, "lost", missing)
 	}
-	r.Log.Info("slot filled", "slot", slot, "pid", f.seat.Process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
+	r.Log.Info("slot filled", events.TrafficReleased, "slot", slot, "pid", f.seat.Process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
 		"took", time.Since(f.began).Round(time.Millisecond).String())
 	if err := r.Actions.Place(); err != nil {
 		r.Log.Error("devices not moved", "error", err)

@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
@@ -225,9 +226,9 @@ func (r *Rooms) BeginWait(slot int) {
 	}
 }
 
-// isWaiting reports whether the data path makes the packets of a slot wait. The data path knows before the agent that a member
+// IsWaiting reports whether the data path makes the packets of a slot wait. The data path knows before the agent that a member
 // has exited.
-func (r *Rooms) isWaiting(slot int) bool {
+func (r *Rooms) IsWaiting(slot int) bool {
 	wait, _, err := r.Path.Wait(slot)
 	return err == nil && r.waits(slot, wait)
 }
@@ -256,7 +257,7 @@ func (r *Rooms) ScheduleEnd(slot int) {
 			return
 		}
 		delete(r.timers, slot)
-		if !r.isWaiting(slot) {
+		if !r.IsWaiting(slot) {
 			r.endWait(slot)
 		}
 	})
@@ -275,7 +276,7 @@ func (r *Rooms) endWait(slot int) {
 		r.Log.Error("waiting rooms not emptied", "slot", slot, "error", err)
 	}
 	if lost := r.lost[slot] - before; r.HasDevices(slot) && (lost > 0 || room.Connections > 0) {
-		r.Log.Warn("no member came in time: the devices of the slot are refused", "slot", slot, "waited", r.waitLength().String(), "datagrams", lost)
+		r.Log.Warn("no member came in time: the devices of the slot are refused", events.TrafficDiscarded, "slot", slot, "waited", r.waitLength().String(), "datagrams", lost)
 	}
 	r.markEmpty(slot)
 }
@@ -313,7 +314,7 @@ func (r *Rooms) nextUnread(slot int) (d waitingDatagram, ok bool) {
 // deliver keeps a datagram that was read from a room for the member of its slot, or for the next one, or discards it.
 // sendQueued must follow.
 func (r *Rooms) deliver(slot int, d waitingDatagram) {
-	if r.IsReady(slot) || r.filling[slot] != nil || r.isWaiting(slot) {
+	if r.IsReady(slot) || r.filling[slot] != nil || r.IsWaiting(slot) {
 		r.queued[slot] = append(r.queued[slot], d)
 		return
 	}
@@ -324,7 +325,7 @@ func (r *Rooms) deliver(slot int, d waitingDatagram) {
 // sendQueued begins to send the datagrams in memory whose slot is ready.
 func (r *Rooms) sendQueued() {
 	for slot := range r.queued {
-		if !r.IsReady(slot) || r.isWaiting(slot) || r.kept.running[slot] != nil {
+		if !r.IsReady(slot) || r.IsWaiting(slot) || r.kept.running[slot] != nil {
 			continue
 		}
 		r.beginLate(&fill{seat: r.Seats[slot], late: true})
@@ -340,7 +341,7 @@ func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
 	named := before.Devices != r.Mapping.Devices || !before.SamePins(r.Mapping)
 	moved := false
 	for slot := range r.Config.Slots {
-		moved = moved || r.isWaiting(slot) && (named || r.loses(slot, before)) // also while the slot fills
+		moved = moved || r.IsWaiting(slot) && (named || r.loses(slot, before)) // also while the slot fills
 	}
 	if !moved {
 		return
@@ -453,7 +454,7 @@ func (r *Rooms) flushLeft() {
 // they outlive this agent, and those of other slots with them.
 func (r *Rooms) emptyRooms() {
 	for slot := range r.Config.Slots {
-		if r.filling[slot] != nil || r.isWaiting(slot) && r.HasDevices(slot) {
+		if r.filling[slot] != nil || r.IsWaiting(slot) && r.HasDevices(slot) {
 			return
 		}
 	}

@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/member"
 	"sockeye/internal/statedir"
 	"sockeye/internal/steer/core"
@@ -242,7 +243,7 @@ func (r *Rooms) loadTemplates() {
 		}
 	}
 	if err != nil {
-		r.Log.Warn("templates discarded: exporters must send theirs again", "file", r.templatesPath(), "error", errors.Join(err, os.Remove(r.templatesPath())))
+		r.Log.Warn("templates discarded: exporters must send theirs again", events.TemplatesDiscarded, "file", r.templatesPath(), "error", errors.Join(err, os.Remove(r.templatesPath())))
 		return
 	}
 	r.kept.saved = r.kept.store.Revision()

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"slices"
 
+	"sockeye/internal/events"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/session"
@@ -42,7 +43,7 @@ func (c *Checks) adoptDevices(split []splitDevice) bool {
 		c.State.Adopted = before
 		return false
 	}
-	c.Log.Warn("devices adopted by the member that has their connections", "devices", count)
+	c.Log.Warn("devices adopted by the member that has their connections", events.DevicesAdopted, "devices", count)
 	return true
 }
 
@@ -58,7 +59,7 @@ func (c *Checks) PruneAdopted() {
 	if len(kept) == len(c.State.Adopted) {
 		return
 	}
-	c.Log.Info("devices returned to their own slot", "devices", len(c.State.Adopted)-len(kept))
+	c.Log.Info("devices returned to their own slot", events.DevicesReturned, "devices", len(c.State.Adopted)-len(kept))
 	c.State.Adopted = kept
 	if c.Path == nil {
 		return

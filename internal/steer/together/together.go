@@ -5,8 +5,11 @@
 package together
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -14,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
@@ -229,7 +233,7 @@ func (c *Checks) checkNow() unlabeled {
 		split = c.remaining(split, doomed)
 	}
 	if len(split) > 0 && len(split) != len(c.split) {
-		c.Log.Warn("devices are split", "devices", len(split), "first", split[0].String(), "slot", split[0].slot, "at", fmt.Sprint(split[0].at))
+		c.Log.Warn("devices are split", events.DevicesSplit, "devices", len(split), "first", split[0].String(), "slot", split[0].slot, "at", fmt.Sprint(split[0].at))
 	}
 	c.split = split
 	return missing
@@ -329,11 +333,23 @@ func (c *Checks) doomedSessions(now *core.Serving, list []session.Session, split
 	return doomed
 }
 
+// closedDevice is a device whose sessions were closed.
+type closedDevice struct {
+	name        string
+	address     netip.Addr
+	slot, from  int // from is -1 if the process has no slot
+	connections int
+}
+
 // destroy closes sessions by SOCK_DESTROY.
 func (c *Checks) destroy(list []session.Session) {
 	conn, err := c.Diag()
 	began, closed := time.Now(), 0
-	devices := make(map[string]bool)
+	slots := make(map[member.ID]int)
+	for slot, seat := range c.Seats {
+		slots[seat.ID()] = slot
+	}
+	devices := make(map[string]*closedDevice)
 	for i := range list {
 		if err == nil {
 			err = conn.Destroy(&list[i].Socket)
@@ -342,12 +358,27 @@ func (c *Checks) destroy(list []session.Session) {
 			break
 		}
 		closed++
-		_, name := c.Mapping.Slot(list[i].Address)
-		devices[session.Key(name, list[i].Address)] = true
+		slot, name := c.Mapping.Slot(list[i].Address)
+		key := session.Key(name, list[i].Address)
+		if devices[key] == nil {
+			devices[key] = &closedDevice{name: name, address: list[i].Address, slot: slot, from: -1}
+		}
+		devices[key].connections++
+		if from, seated := slots[list[i].OwnerID()]; seated {
+			devices[key].from = from
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(devices)) {
+		d := devices[key]
+		attrs := []any{events.DeviceMoved, "device", cmp.Or(d.name, d.address.String()), "address", d.address.String(), "slot", d.slot, "connections", d.connections}
+		if d.from >= 0 {
+			attrs = append(attrs, "from", d.from)
+		}
+		c.Log.Info("connections closed at the member of another slot", attrs...)
 	}
 	c.closed += uint64(closed)
 	if closed > 0 {
-		c.Log.Info("closed connections at a member of another slot", "devices", len(devices), "connections", closed,
+		c.Log.Info("closed connections at a member of another slot", events.DevicesMoved, "devices", len(devices), "connections", closed,
 			"first", list[0].Address.String(), "took", time.Since(began).Round(10*time.Microsecond).String())
 	}
 	if err != nil && c.err == nil {

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/events"
+	"sockeye/internal/fault"
+)
+
+func (c *commands) eventsCommand() *cobra.Command {
+	var follow bool
+	var since, service, device string
+	var kinds []string
+	var slot, last int
+	cmd := &cobra.Command{
+		Use:   "events",
+		Short: "Show what has happened: members, slots, devices, refusals, policies",
+		Long: `Events prints a line for each recorded event, the oldest one first: the last 50
+events, or all since --since. With --follow, it goes on with new events until
+Ctrl-C. With -o jsonl, the lines are JSON.
+
+The agent keeps events in files of a limited size (events.size of the policy),
+which outlive the agent. Events of a kind that are too frequent are counted
+instead of recorded: see events_suppressed. The systemd journal has the same
+events, with the fields SOCKEYE_EVENT, SOCKEYE_SERVICE, SOCKEYE_SLOT,
+SOCKEYE_DEVICE and others.`,
+		Example: `  sockeye events --follow
+  sockeye events --since 1h --slot 2
+  sockeye events --device 192.0.2.1 -o jsonl
+  sockeye events --kind device --kind slot_closed`,
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			if c.Output != "table" && c.Output != "json" && c.Output != "jsonl" {
+				return fault.Usage(fmt.Errorf("--output is %q", c.Output), "table or jsonl")
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			q := url.Values{}
+			if cmd.Flags().Changed("since") {
+				begin, err := sinceTime(since, c.Now())
+				if err != nil {
+					return err
+				}
+				q.Set("since", begin.Format(time.RFC3339Nano))
+			}
+			if cmd.Flags().Changed("last") && last < 1 {
+				return fault.Usage(fmt.Errorf("--last is %d", last), "1 or more")
+			}
+			if !cmd.Flags().Changed("since") || cmd.Flags().Changed("last") {
+				q.Set("last", strconv.Itoa(last))
+			}
+			if cmd.Flags().Changed("slot") {
+				q.Set("slot", strconv.Itoa(slot))
+			}
+			for _, kind := range kinds {
+				if !events.Known(kind) {
+					return fault.Usage(fmt.Errorf("--kind is %q", kind), "a kind, or its first word: "+strings.Join(events.Words(), ", "))
+				}
+				q.Add("kind", kind)
+			}
+			for key, value := range map[string]string{"service": service, "device": device} {
+				if value != "" {
+					q.Set(key, value)
+				}
+			}
+			if follow {
+				q.Set("follow", "1")
+			}
+			return c.events(cmd.Context(), q)
+		},
+	}
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with new events until Ctrl-C")
+	cmd.Flags().StringVar(&since, "since", "", "begin at this time: a duration, as in 1h or 90s, or a time, as in 2026-01-02T15:04:05Z")
+	cmd.Flags().IntVarP(&last, "last", "n", 50, "show only the last events before --follow")
+	cmd.Flags().StringVar(&service, "service", "", "show only this service")
+	cmd.Flags().StringVar(&device, "device", "", "show only this device: an address, or a name of the device map")
+	cmd.Flags().IntVar(&slot, "slot", 0, "show only this slot")
+	cmd.Flags().StringArrayVar(&kinds, "kind", nil, "show only events of this kind, or of the kinds that begin with this word; may be repeated")
+	return cmd
+}
+
+// sinceTime parses a duration before now, or a time.
+func sinceTime(text string, now time.Time) (time.Time, error) {
+	if d, err := time.ParseDuration(text); err == nil && d >= 0 {
+		return now.Add(-d), nil
+	}
+	if t, err := time.Parse(time.RFC3339Nano, text); err == nil {
+		return t, nil
+	}
+	return time.Time{}, fault.Usage(fmt.Errorf("--since is %q", text), "a duration, as in 1h or 90s, or a time, as in 2026-01-02T15:04:05Z")
+}
+
+// events prints the events of a query.
+func (c *commands) events(ctx context.Context, q url.Values) error {
+	stream, err := c.Client().Stream(ctx, "/v1/events", q)
+	if err != nil {
+		return err
+	}
+	defer stream.Close()
+	for {
+		var raw json.RawMessage
+		err := stream.Next(&raw)
+		if errors.Is(err, io.EOF) || ctx.Err() != nil {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		line := string(command.EscapeJSON(raw)) + "\n"
+		if c.Output == "table" {
+			var e api.Event
+			if err := json.Unmarshal(raw, &e); err != nil {
+				return fmt.Errorf("read agent's answer: %w", err)
+			}
+			line = c.eventLine(&e)
+		}
+		if _, err := io.WriteString(c.Out, line); err != nil {
+			return err
+		}
+	}
+}
+
+// eventLine returns an event as a line: the time, the level unless it is info, where, what, and the details.
+func (c *commands) eventLine(e *api.Event) string {
+	layout := "2006-01-02 15:04:05"
+	if now := c.Now(); e.Time.Local().Format(time.DateOnly) == now.Format(time.DateOnly) {
+		layout = "15:04:05.000"
+	}
+	words := []string{e.Time.Local().Format(layout)}
+	if e.Level != "info" {
+		words = append(words, strings.ToUpper(e.Level))
+	}
+	var where []string
+	for _, text := range []string{e.Service, e.Cgroup, e.Netns, e.Interface, e.Device} {
+		if text != "" {
+			where = append(where, text)
+		}
+	}
+	if e.Address != "" && e.Address != e.Device {
+		where = append(where, e.Address)
+	}
+	if e.Slot != nil {
+		where = append(where, fmt.Sprintf("slot %d", *e.Slot))
+	}
+	text := e.Text
+	if len(where) > 0 {
+		text = strings.Join(where, " ") + ": " + text
+	}
+	words = append(words, text)
+	var details []string
+	if e.PID > 0 {
+		details = append(details, fmt.Sprintf("pid %d", e.PID))
+	}
+	for _, key := range slices.Sorted(maps.Keys(e.Details)) {
+		details = append(details, key+" "+e.Details[key])
+	}
+	if len(details) > 0 {
+		words = append(words, "("+strings.Join(details, ", ")+")")
+	}
+	return command.Printable(strings.Join(words, "  ")) + "\n"
+}

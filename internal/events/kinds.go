@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package events
+
+import (
+	"log/slog"
+	"slices"
+	"strings"
+
+	"sockeye/internal/api"
+)
+
+// A Kind is a kind of events. docs/events.md lists the kinds.
+type Kind struct {
+	Name string
+	Doc  string // when the event occurs, as a sentence without a subject
+}
+
+var kinds []Kind
+
+// Problem is the kind of warnings and errors without the attribute [Key].
+const Problem = "problem"
+
+// Kinds returns all kinds, in the order of the documentation.
+func Kinds() []Kind { return append(slices.Clone(kinds), own...) }
+
+// Known reports whether there is a kind with a name, or kinds whose first words are the name.
+func Known(name string) bool {
+	return slices.ContainsFunc(Kinds(), func(k Kind) bool { return k.Name == name || strings.HasPrefix(k.Name, name+"_") })
+}
+
+// Words returns the first words of the kinds, sorted.
+func Words() []string {
+	var words []string
+	for _, k := range Kinds() {
+		word, _, _ := strings.Cut(k.Name, "_")
+		words = append(words, word)
+	}
+	slices.Sort(words)
+	return slices.Compact(words)
+}
+
+// own are the kinds that no log record names.
+var own = []Kind{
+	{Problem, "A warning or an error of another kind."},
+	{api.EventsSuppressed, "Events of a kind were too frequent, and were counted instead of recorded."},
+	{api.EventsMissing, "Events are missing: they were removed before they were read, or are damaged. It is not recorded, and has no `id`."},
+}
+
+// kind adds a kind and returns the attribute for log records.
+func kind(name, doc string) slog.Attr {
+	kinds = append(kinds, Kind{name, doc})
+	return slog.String(Key, name)
+}
+
+// Members and slots.
+var (
+	MemberRegistered = kind("member_registered", "A process has taken a slot, and the slot is open. `source` is the rule, or the command.")
+	MemberRestored   = kind("member_restored", "A new agent has found the member of a slot unchanged.")
+	MemberWaiting    = kind("member_waiting", "A process matches a rule and cannot take its slot yet. `problem` is the reason.")
+	MemberRefused    = kind("member_refused", "A process matches a rule and has the ports, but is not admitted. At most one event a minute.")
+	SlotClosed       = kind("slot_closed", "A slot has lost its member. `reason` says why, `exit` how the process has ended.")
+	SlotTakenOver    = kind("slot_taken_over", "A new process has taken the slot of a process that still runs.")
+	FormerExited     = kind("former_exited", "A process whose slot was taken over has exited.")
+	SlotChanged      = kind("slot_changed", "A command has changed the state or the weight of a slot, or a pin.")
+	SocketIdle       = kind("socket_without_traffic", "A member has a socket that can receive nothing.")
+)
+
+// Devices.
+var (
+	DeviceMoved     = kind("device_moved", "The connections of a device were closed at a member of another slot, so that the device connects to the member of its slot.")
+	DevicesMoved    = kind("devices_moved", "The summary of `device_moved`: numbers of devices and connections.")
+	MovesBegun      = kind("moves_begun", "Devices begin to move to other slots one after the other (`pace`). `cause` is the change.")
+	MovesEnded      = kind("moves_ended", "All devices that moved one after the other are at their slots.")
+	GateOpened      = kind("gate_opened", "A new member accepts all devices; before, devices had to wait for their turn.")
+	PinEnded        = kind("pin_ended", "The time of a pin is over.")
+	DevicesSplit    = kind("devices_split", "Devices have connections at another member than that of their slot, and they are not closed.")
+	DevicesAdopted  = kind("devices_adopted", "Devices were assigned to the member that has their connections (on_start: adopt).")
+	DevicesReturned = kind("devices_returned", "Adopted devices are back at their own slots.")
+	DeviceRefused   = kind("device_refused", "The kernel has refused packets of a device. At most one event for a device in ten seconds.")
+	Refusals        = kind("refusals", "The number of refused packets of a service in the last ten seconds, by reason. It includes those without a `device_refused`.")
+)
+
+// Waiting rooms and templates.
+var (
+	TrafficHeld        = kind("traffic_held", "A slot is empty, and the packets of its devices wait for the next member.")
+	TrafficReleased    = kind("traffic_released", "A new member has received what had waited for its slot.")
+	TrafficDiscarded   = kind("traffic_discarded", "No member came in time; what had waited is lost, and the devices are refused.")
+	TemplatesReplayed  = kind("templates_replayed", "A member has received the templates of the exporters that it newly serves.")
+	TemplatesDiscarded = kind("templates_discarded", "The saved templates could not be read.")
+	ReplayedToMember   = kind("datagrams_replayed", "Datagrams that had waited were sent to the member that serves their devices now.")
+	ReplayIncomplete   = kind("datagrams_lost", "Datagrams that had waited did not reach the member.")
+	MemberNotReachable = kind("fill_failed", "A member did not receive what had waited for its slot.")
+)
+
+// Ports and keepers.
+var (
+	PortsHeld      = kind("ports_held", "The ports of a service stay steered without members again.")
+	PortsNotHeld   = kind("ports_not_held", "The keeper sockets of a service could not be opened.")
+	KeeperStarted  = kind("keeper_started", "A keeper process was started.")
+	KeeperRestored = kind("keeper_restored", "A new agent has found the keeper process of the previous one.")
+	KeeperExited   = kind("keeper_exited", "A keeper process has exited; the agent starts another one.")
+	ServiceRemoved = kind("service_removed", "A service of a previous agent is not in the policy, and was removed.")
+)
+
+// Agent and policy.
+var (
+	AgentStarted     = kind("agent_started", "The agent is ready.")
+	AgentStopped     = kind("agent_stopped", "The agent stops. Pinned programs stay attached.")
+	PolicyApplied    = kind("policy_applied", "One change of an apply. `action` and `what` describe the change.")
+	PolicyNotApplied = kind("policy_not_applied", "A policy was refused, or could not be applied. Nothing has changed.")
+	PolicyRefused    = kind("policy_refused", "The policy file is invalid at the start; the last applied policy is in force.")
+	Requested        = kind("requested", "A process has changed something through the API of the agent. `pid`, `user`, `login` and `command` describe the process.")
+)
+
+// Tune, trace, and bigtcp.
+var (
+	CgroupTuned     = kind("cgroup_tuned", "The connections of a cgroup are tuned.")
+	CgroupNotTuned  = kind("cgroup_not_tuned", "A cgroup cannot be tuned now.")
+	TuningRemoved   = kind("tuning_removed", "A cgroup is no longer tuned.")
+	CgroupTraced    = kind("cgroup_traced", "The connections of a cgroup are traced.")
+	CgroupNotTraced = kind("cgroup_not_traced", "A cgroup cannot be traced now.")
+	TracingRemoved  = kind("tracing_removed", "A cgroup is no longer traced.")
+	SizesApplied    = kind("sizes_applied", "The packet sizes of an interface were set.")
+	SizesChanged    = kind("sizes_changed", "Somebody else has changed the packet sizes of an interface; the agent leaves them.")
+	SizesNotSet     = kind("sizes_not_set", "The packet sizes of an interface could not be set.")
+	SizesReverted   = kind("sizes_reverted", "The packet sizes of an interface are as before Sockeye changed them.")
+)

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"time"
+
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/member"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/placement"
+)
+
+const (
+	// mostLiveDevices is the number of devices of a frame.
+	mostLiveDevices = 20_000
+	// mostStuck is the number of connections without progress in a frame.
+	mostStuck = 100
+	// stuckTime is the time without data after which a closed window is reported.
+	stuckTime = time.Second
+)
+
+// liveCounts are the totals of a service at the time of a frame.
+type liveCounts struct {
+	slots     []bpf.Counters
+	drops     map[int]uint64                // by slot
+	datagrams map[bpf.Address]addressCounts // by address
+	bytes     map[uint64]uint64             // by socket cookie
+}
+
+// addressCounts are the totals of an address.
+type addressCounts struct{ datagrams, refused uint64 }
+
+// Frame adds the services to a frame. The caller makes one frame at a time, because a frame has the rates since the one
+// before.
+func (d *Domain) Frame(frame *api.Frame) error {
+	services, err := d.selectServices("")
+	if err != nil {
+		return err
+	}
+	for _, s := range services {
+		one, stuck, err := s.frame(frame.Seconds)
+		if err != nil {
+			one.Problem = err.Error()
+		}
+		frame.Services = append(frame.Services, one)
+		frame.Stuck = append(frame.Stuck, stuck...)
+	}
+	return nil
+}
+
+// frame returns the service of a frame, with rates since the frame before, seconds ago.
+func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveSocket, err error) {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	one = api.LiveService{Name: s.Name, Slots: []api.LiveSlot{}, Devices: []api.LiveDevice{}}
+	if err := s.CheckOpen(); err != nil {
+		return one, nil, err
+	}
+	before := s.liveBefore
+	now := &liveCounts{drops: make(map[int]uint64), datagrams: make(map[bpf.Address]addressCounts), bytes: make(map[uint64]uint64)}
+	if before == nil {
+		seconds = 0
+	}
+	// rate returns a rate; a counter that was created anew has none.
+	rate := func(now, before uint64) float64 {
+		if seconds <= 0 || now < before {
+			return 0
+		}
+		return float64(now-before) / seconds
+	}
+	slots := s.Config.Slots
+	for slot := range s.Seats {
+		slots = max(slots, slot+1)
+	}
+	if now.slots, err = s.Path.Counters(slots); err != nil {
+		return one, nil, err
+	}
+	udp, err := s.readQueues(config.UDP)
+	if err != nil {
+		return one, nil, err
+	}
+	tcp, err := s.readQueues(config.TCP)
+	if err != nil {
+		return one, nil, err
+	}
+	list, err := s.ReadSessions()
+	if err != nil {
+		return one, nil, err
+	}
+	one.Split = s.checks.SplitDevices()
+	for slot := range slots {
+		set := s.SlotState(slot)
+		v := api.LiveSlot{Slot: slot, State: string(set.State), Ready: s.IsReady(slot)}
+		if seat := s.Seats[slot]; seat != nil {
+			v.PID, v.Command, v.Cgroup = seat.Process.PID, seat.Process.Command(), seat.Process.Cgroup
+		}
+		if q := udp[slot]; q != nil {
+			v.Queued, v.QueueLimit, now.drops[slot] = q.used, q.limit, q.drops
+		}
+		if q := tcp[slot]; q != nil {
+			v.Backlog = q.used
+		}
+		if room, err := s.rooms.Status(slot); err == nil && room != nil {
+			v.Waiting = room.Waiting
+		}
+		if before != nil && slot < len(before.slots)-1 {
+			is, was := &now.slots[slot], &before.slots[slot]
+			v.Datagrams, v.Connections = rate(is.Datagrams, was.Datagrams), rate(is.Connections, was.Connections)
+			v.Refused, v.Drops = rate(refusedBy(is), refusedBy(was)), rate(now.drops[slot], before.drops[slot])
+		}
+		one.Slots = append(one.Slots, v)
+	}
+	if before != nil {
+		one.Refused = rate(refusedByAll(now.slots), refusedByAll(before.slots))
+	}
+	seated := make(map[member.ID]int)
+	for slot, seat := range s.Seats {
+		seated[seat.ID()] = slot
+	}
+	devices := make(map[netip.Addr]*api.LiveDevice)
+	device := func(address netip.Addr) *api.LiveDevice {
+		d := devices[address]
+		if d == nil {
+			at := s.Mapping.Locate(address)
+			d = &api.LiveDevice{Address: address, Device: at.Device, Slot: at.Slot, Pinned: at.Pinned}
+			devices[address] = d
+		}
+		return d
+	}
+	serving := s.Serving()
+	for i := range list {
+		x := &list[i]
+		if x.State != sockdiag.Established {
+			continue
+		}
+		now.bytes[x.Cookie] = x.Info.Bytes_received
+		d := device(x.Address)
+		d.Sessions++
+		bytes := 0.0
+		if before != nil {
+			if was, ok := before.bytes[x.Cookie]; ok {
+				bytes = rate(x.Info.Bytes_received, was)
+			}
+		}
+		d.Bytes += bytes
+		if server, served := serving.Server(x.Address); served && x.Owned && server != x.OwnerID() {
+			d.Split = true
+		}
+		slot, ok := seated[x.OwnerID()]
+		if !ok || slot >= len(one.Slots) {
+			continue
+		}
+		v := &one.Slots[slot]
+		v.Sessions++
+		v.Bytes += bytes
+		v.Unread += uint64(x.Unread)
+		idle := time.Duration(x.Info.Last_data_recv) * time.Millisecond
+		if !x.ZeroWindow {
+			continue
+		}
+		v.ZeroWindows++
+		if idle >= stuckTime {
+			stuck = append(stuck, api.LiveSocket{Service: s.Name, Local: x.Local, Remote: x.Remote, Slot: &v.Slot, PID: v.PID,
+				Reason: "zero_window", Bytes: uint64(x.Unread), Since: idle.Seconds()})
+		}
+	}
+	recent := time.Now().Add(-silence)
+	zero := monotonicZero()
+	for address, seen := range s.Path.Devices() {
+		addr, last := placement.Addr(address), zero.Add(time.Duration(seen.LastSeen))
+		if last.Before(recent) && devices[addr] == nil {
+			continue
+		}
+		now.datagrams[address] = addressCounts{seen.Datagrams, seen.Refused}
+		d := device(addr)
+		d.LastSeen = last
+		if before == nil {
+			continue
+		}
+		if was, ok := before.datagrams[address]; ok {
+			d.Datagrams, d.Refused = rate(seen.Datagrams, was.datagrams), rate(seen.Refused, was.refused)
+		}
+	}
+	for _, d := range devices {
+		if d.Slot < len(one.Slots) {
+			one.Slots[d.Slot].Devices++
+		}
+		one.Devices = append(one.Devices, *d)
+	}
+	if len(one.Devices) > mostLiveDevices {
+		slices.SortFunc(one.Devices, func(a, b api.LiveDevice) int {
+			return cmp.Or(cmp.Compare(b.Total(), a.Total()), a.Address.Compare(b.Address))
+		})
+		one.Omitted = len(one.Devices) - mostLiveDevices
+		one.Devices = one.Devices[:mostLiveDevices]
+	}
+	slices.SortFunc(one.Devices, func(a, b api.LiveDevice) int { return a.Address.Compare(b.Address) })
+	s.liveBefore = now
+	return one, stuck, nil
+}
+
+// refusedBy returns the refused packets of a slot.
+func refusedBy(c *bpf.Counters) (n uint64) {
+	for reason := range bpf.Reasons {
+		n += c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
+	}
+	return n
+}
+
+func refusedByAll(list []bpf.Counters) (n uint64) {
+	for i := range list {
+		n += refusedBy(&list[i])
+	}
+	return n
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/events"
+	"sockeye/internal/steer/placement"
+)
+
+const (
+	// refusalsInterval is the time between two reads of the ring of refusals.
+	refusalsInterval = time.Second
+	// summaryInterval is the time between two summaries of refusals.
+	summaryInterval = 10 * time.Second
+)
+
+// refusalCounts are refused packets, SYNs and datagrams, by reason.
+type refusalCounts [len(bpf.Reasons)]uint64
+
+// refusalWatch records the refusals of one data path until end is closed.
+type refusalWatch struct {
+	reader *bpf.RefusalReader
+	end    chan struct{}
+}
+
+// watchRefusals records the refusals of devices, and a summary of all refusals. The caller holds the lock.
+func (s *service) watchRefusals() error {
+	reader, err := s.Path.Refusals()
+	if err != nil {
+		return err
+	}
+	w := &refusalWatch{reader, make(chan struct{})}
+	s.reported = w
+	before, err := s.countRefusals()
+	if err != nil {
+		return err
+	}
+	go s.recordRefusals(w, before)
+	return nil
+}
+
+// endRefusals ends the goroutine of watchRefusals. The caller holds the lock.
+func (s *service) endRefusals() {
+	if s.reported != nil {
+		close(s.reported.end)
+		s.reported = nil
+	}
+}
+
+func (s *service) recordRefusals(w *refusalWatch, before refusalCounts) {
+	defer w.reader.Close()
+	summed := time.Now()
+	tick := time.NewTicker(refusalsInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-w.end:
+			return
+		case <-tick.C:
+		}
+		list, err := w.reader.Read()
+		if err != nil {
+			s.Log.Warn("refusals not recorded", "error", err)
+			return
+		}
+		s.Mu.Lock()
+		if s.reported != w {
+			s.Mu.Unlock()
+			return
+		}
+		s.logRefusals(list)
+		if took := time.Since(summed); took >= summaryInterval {
+			if now, err := s.countRefusals(); err == nil {
+				s.summarizeRefusals(before, now, took)
+				before, summed = now, time.Now()
+			}
+		}
+		s.Mu.Unlock()
+	}
+}
+
+// countRefusals returns the refused packets of all slots.
+func (s *service) countRefusals() (sum refusalCounts, err error) {
+	counters, err := s.Path.Counters(bpf.MaxSlots)
+	for _, c := range counters {
+		for reason := range sum {
+			sum[reason] += c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
+		}
+	}
+	return sum, err
+}
+
+func (s *service) logRefusals(list []bpf.Refusal) {
+	zero := monotonicZero()
+	for i := range list {
+		r := &list[i]
+		address := placement.Addr(r.Address)
+		at := s.Mapping.Locate(address)
+		record := slog.NewRecord(zero.Add(time.Duration(r.Time)), slog.LevelInfo, "packets of the device are refused", 0)
+		record.Add(events.DeviceRefused, "device", cmp.Or(at.Device, address.String()), "address", address.String(),
+			"protocol", map[uint8]string{unix.IPPROTO_TCP: "tcp", unix.IPPROTO_UDP: "udp"}[r.Protocol])
+		if int(r.Slot) < bpf.MaxSlots {
+			record.Add("slot", r.Slot)
+		}
+		if int(r.Reason) < len(bpf.Reasons) {
+			record.Add("reason", bpf.Reasons[r.Reason])
+		}
+		_ = s.Log.Handler().Handle(context.Background(), record) // logging has no place for errors
+	}
+}
+
+func (s *service) summarizeRefusals(before, now refusalCounts, took time.Duration) {
+	total := uint64(0)
+	attrs := []any{events.Refusals}
+	for reason, name := range bpf.Reasons {
+		if n := now[reason] - before[reason]; n > 0 && now[reason] > before[reason] {
+			total += n
+			attrs = append(attrs, slog.String(name, strconv.FormatUint(n, 10)))
+		}
+	}
+	if total > 0 {
+		s.Log.Info("packets refused", append(attrs, "packets", total, "in", took.Round(time.Second).String())...)
+	}
+}
