@@ -66,6 +66,7 @@ type Agent struct {
 	log     *slog.Logger
 	host    *domain.Host
 	domains []domain.Domain
+	steer   *steer.Domain // one of domains
 	started time.Time
 	starts  int
 
@@ -79,6 +80,7 @@ type Agent struct {
 	metrics        *metricsServer
 	sockets        *sockmetrics.Collector
 	live           *liveView
+	explaining     sync.Mutex // serializes the plans of /v1/why
 }
 
 // Run runs an agent until ctx is canceled or the API server fails. Pinned programs stay attached.
@@ -278,7 +280,7 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	tuning := tune.New(h)
 	tracing := trace.New(h, tuning)
 	a := &Agent{
-		options: o, log: log, events: record, started: time.Now(), host: h, policy: &config.Policy{},
+		options: o, log: log, events: record, started: time.Now(), host: h, policy: &config.Policy{}, steer: services,
 		domains: []domain.Domain{services, tuning, tracing, bigtcp.New(h)},
 		sockets: sockmetrics.New(h, services.EachService, tuning.Paths, tracing.Paths),
 	}

@@ -145,3 +145,40 @@ func (a *Agent) streamEvents(w http.ResponseWriter, r *http.Request) error {
 	}
 	return nil
 }
+
+// lastEvents returns the last n events that each of the selections selects, the oldest one first.
+func (a *Agent) lastEvents(ctx context.Context, n int, selections ...func(*api.Event) bool) ([][]api.Event, error) {
+	select {
+	case eventReaders <- struct{}{}:
+		defer func() { <-eventReaders }()
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	reader, err := a.events.Read(time.Time{})
+	if err != nil {
+		return nil, err
+	}
+	defer reader.Close()
+	last := make([][]api.Event, len(selections))
+	for {
+		e, err := reader.Next(ctx, false)
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return nil, err
+		}
+		for i, selects := range selections {
+			if !selects(&e) {
+				continue
+			}
+			if last[i] = append(last[i], e); len(last[i]) >= 2*n {
+				last[i] = append(last[i][:0], last[i][len(last[i])-n:]...)
+			}
+		}
+	}
+	for i, list := range last {
+		last[i] = list[max(0, len(list)-n):]
+	}
+	return last, nil
+}

@@ -118,6 +118,7 @@ func (a *Agent) handler() http.Handler {
 		}
 		return a.Apply(c)
 	})
+	router.Get("/v1/why", a.why)
 	router.Stream("/v1/events", a.streamEvents)
 	router.Stream("/v1/live", a.live.stream)
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {

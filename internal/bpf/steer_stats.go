@@ -130,3 +130,12 @@ func (s *Steer) ProgramIDs() ([]uint32, error) {
 	}
 	return ids, nil
 }
+
+// Device returns the entry of one address in the table of devices. found is false if the table has none.
+func (s *Steer) Device(address Address) (seen Seen, found bool) {
+	if s.devices.Lookup(address, &seen) != nil {
+		return Seen{}, false
+	}
+	seen.Datagrams += s.pendingDatagrams()[address]
+	return seen, true
+}

@@ -28,7 +28,7 @@ import (
 
 func TestNoAgent(t *testing.T) {
 	h := newHost(t, twoServices)
-	for _, args := range [][]string{{"status"}, {"slots"}, {"devices"}, {"where", "192.0.2.1"}, {"plan"}, {"apply"},
+	for _, args := range [][]string{{"status"}, {"slots"}, {"devices"}, {"where", "192.0.2.1"}, {"why", "192.0.2.1"}, {"plan"}, {"apply"},
 		{"register", "--pid", "1"}, {"unregister", "--slot", "1"}, {"run", "--", "true"}} {
 		h.refused(1, "no agent answers on DIR/run/agent.sock",
 			"start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered", nil, args...)

@@ -48,7 +48,7 @@ tune:
 	h.member(hostile, "tcp [::]:1790")
 	h.eventually("another one waits", func() bool { return len(must[api.Status](h, "status").Services[0].Waiting) == 1 })
 	for _, args := range [][]string{
-		{"slots"}, {"status"}, {"tune", "explain", "--socket", fmt.Sprintf("%d:3", pid)}, {"sockets", "--processes"}, {"doctor"}, {"where", "192.0.2.1"},
+		{"slots"}, {"status"}, {"tune", "explain", "--socket", fmt.Sprintf("%d:3", pid)}, {"sockets", "--processes"}, {"doctor"}, {"where", "192.0.2.1"}, {"why", "192.0.2.1"},
 	} {
 		table := h.sockeye(args...)
 		if !clitest.Safe(table.out+table.err) || strings.Contains(table.out, "collector\n") || table.code != 0 && args[0] != "doctor" {

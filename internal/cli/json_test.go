@@ -34,6 +34,7 @@ var answers = []struct {
 	{"devices", []api.DeviceStatus{}},
 	{"templates", []api.TemplateStatus{}},
 	{"where", []api.WhereStatus{}},
+	{"why", []api.Why{}},
 	{"moves", []api.MovesStatus{}},
 	{"rebalance", []api.Rebalance{}},
 	{"init", initial{}},
@@ -188,6 +189,8 @@ func TestJSONAnswers(t *testing.T) {
 			args = [][]string{{a.Command}}
 		case "where":
 			args = [][]string{{"where", "127.0.0.1", "::1"}, {"where", "--offline", "--pins", h.pins, "127.0.0.1"}, {"where", "--slots", "3", "--nonce", "7", "127.0.0.1"}}
+		case "why":
+			args = [][]string{{"why", "127.0.0.1"}}
 		case "plan, apply":
 			args = [][]string{{"plan"}, {"apply"}}
 		case "register, unregister":

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package steercmd implements the commands for members, slots and devices: run, register, unregister, slots, slot, devices,
-// where, move, moves and rebalance.
+// where, why, move, moves and rebalance.
 package steercmd
 
 import (
@@ -21,7 +21,7 @@ type commands struct{ *command.Command }
 func New(c *command.Command) []*cobra.Command {
 	s := &commands{c}
 	return []*cobra.Command{
-		s.runCommand(), s.registerCommand(), s.unregisterCommand(), s.slotsCommand(), s.slotCommand(), s.devicesCommand(), s.templatesCommand(), s.whereCommand(),
+		s.runCommand(), s.registerCommand(), s.unregisterCommand(), s.slotsCommand(), s.slotCommand(), s.devicesCommand(), s.templatesCommand(), s.whereCommand(), s.whyCommand(),
 		s.moveCommand(), s.movesCommand(), s.rebalanceCommand(),
 	}
 }

@@ -191,6 +191,22 @@ func (m *DeviceMap) Lookup(addr netip.Addr) (id uint32, ok bool) {
 	return m.longest(uint32(after)-1, host)
 }
 
+// Prefix returns the longest prefix that contains addr. ok is false if there is none.
+func (m *DeviceMap) Prefix(addr netip.Addr) (prefix netip.Prefix, ok bool) {
+	if _, ok := m.Lookup(addr); !ok {
+		return prefix, false
+	}
+	addr = addr.Unmap().WithZone("")
+	for bits := addr.BitLen(); bits >= 0; bits-- {
+		prefix, _ = addr.Prefix(bits) // the length is in range
+		want := newDevicePrefix(prefix)
+		if _, ok := slices.BinarySearchFunc(m.prefixes, want, devicePrefix.compare); ok {
+			return prefix, true
+		}
+	}
+	return prefix, false
+}
+
 // Covers returns the id of the device with the longest prefix that contains all addresses of a prefix. IPv4 prefixes are
 // never IPv4-mapped.
 func (m *DeviceMap) Covers(prefix netip.Prefix) (id uint32, ok bool) {

@@ -355,3 +355,26 @@ func TestDeviceMapMustBeAFile(t *testing.T) {
 		}
 	}
 }
+
+// TestDeviceMapPrefix checks the longest prefix of addresses of both families.
+func TestDeviceMapPrefix(t *testing.T) {
+	m, err := ParseDeviceMap(strings.NewReader("0.0.0.0/0,rest\n10.0.0.0/8,ten\n10.1.0.0/16,one\n10.1.2.3,host\n2001:db8::/32,six\n"), "map")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for address, want := range map[string]string{
+		"10.1.2.3": "10.1.2.3/32", "::ffff:10.1.2.4": "10.1.0.0/16", "10.2.0.0": "10.0.0.0/8", "192.0.2.1": "0.0.0.0/0",
+		"2001:db8::1": "2001:db8::/32", "2001:db9::1": "none", "fe80::1%1": "none",
+	} {
+		got := "none"
+		if prefix, ok := m.Prefix(netip.MustParseAddr(address)); ok {
+			got = prefix.String()
+		}
+		if got != want {
+			t.Errorf("%s: %s, want %s", address, got, want)
+		}
+	}
+	if _, ok := (*DeviceMap)(nil).Prefix(netip.MustParseAddr("10.1.2.3")); ok {
+		t.Error("an empty map has a prefix")
+	}
+}
