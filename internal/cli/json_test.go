@@ -32,6 +32,7 @@ var answers = []struct {
 	{"status", api.Status{}},
 	{"slots", []api.SlotStatus{}},
 	{"devices", []api.DeviceStatus{}},
+	{"devices --missing", []api.Missing{}},
 	{"templates", []api.TemplateStatus{}},
 	{"where", []api.WhereStatus{}},
 	{"why", []api.Why{}},
@@ -189,6 +190,8 @@ func TestJSONAnswers(t *testing.T) {
 			args = [][]string{{a.Command}}
 		case "where":
 			args = [][]string{{"where", "127.0.0.1", "::1"}, {"where", "--offline", "--pins", h.pins, "127.0.0.1"}, {"where", "--slots", "3", "--nonce", "7", "127.0.0.1"}}
+		case "devices --missing":
+			args = [][]string{{"devices", "--missing"}}
 		case "why":
 			args = [][]string{{"why", "127.0.0.1"}}
 		case "plan, apply":

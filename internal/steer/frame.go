@@ -45,6 +45,9 @@ func (d *Domain) Frame(frame *api.Frame) error {
 	}
 	for _, s := range services {
 		one, stuck, err := s.frame(frame.Seconds)
+		if err == nil {
+			err = s.learn()
+		}
 		if err != nil {
 			one.Problem = err.Error()
 		}

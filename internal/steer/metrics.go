@@ -159,7 +159,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descMoving, float64(waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))
 	if s.hasBothStreams() {
-		if err := s.updateStreams(); err != nil {
+		if err := s.updateStreams(streamsInterval); err != nil {
 			failed = errors.Join(failed, err)
 		} else {
 			gauge(descOneStream, float64(s.streams.tcp), "tcp")

@@ -21,6 +21,13 @@ func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/devices", func(r *http.Request) (any, error) {
 		return collectFrom(d, r, (*service).devices)
 	})
+	r.Get("/v1/missing", func(r *http.Request) (any, error) {
+		limit, err := missingLimit(r.URL.Query().Get("limit"))
+		if err != nil {
+			return nil, err
+		}
+		return collectFrom(d, r, func(s *service) ([]api.Missing, error) { return s.missing(limit) })
+	})
 	r.Get("/v1/templates", func(r *http.Request) (any, error) {
 		return collectFrom(d, r, func(s *service) ([]api.TemplateStatus, error) {
 			return s.rooms.TemplatesOf(r.URL.Query().Get("device"))

@@ -69,6 +69,7 @@ type service struct {
 
 	registrations      map[int]uint64 // by slot
 	streams            streams
+	learned            learned
 	liveBefore         *liveCounts // totals at the time of the last frame
 	keeperProblem      error       // error of reconcileKeeper; nil: the ports are held
 	keeperRetryPending bool        // the next attempt of reconcileKeeper is scheduled
@@ -113,6 +114,9 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		return nil, err
 	}
 	s.State.Nonce = nonce
+	if err := s.learned.load(s.learnedPath()); err != nil {
+		s.Log.Warn("learned devices discarded", "error", err)
+	}
 	dir := h.Root.Service(c.Name)
 	for _, m := range s.State.Members {
 		s.firstSeen[m.ID] = member.FromRecord(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
@@ -385,6 +389,7 @@ func (s *service) InstallMapping() error {
 func (s *service) closeLocked() {
 	s.Removed = true
 	s.flushMembers()
+	s.closeLearned()
 	s.checks.Close()
 	if s.Conn != nil {
 		s.Conn.Close()

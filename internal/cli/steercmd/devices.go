@@ -3,8 +3,12 @@
 package steercmd
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"io"
+	"net/url"
+	"strconv"
 	"strings"
 	"time"
 
@@ -12,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/fault"
 )
 
 func (c *commands) devicesCommand() *cobra.Command {
@@ -22,10 +27,29 @@ func (c *commands) devicesCommand() *cobra.Command {
 counters. The kernel keeps the most recent addresses, at most track_devices of
 the policy. SESSIONS counts the open TCP connections. SPLIT marks a device with
 a session at another member than the one that receives its datagrams, and is
-followed by the slots of its sessions (? for a process that is no member).`,
+followed by the slots of its sessions (? for a process that is no member).
+
+With --missing, the command lists the expected devices that do not send, or send
+only one of TCP and UDP: a device sends TCP while it has a connection, and UDP
+if it has sent a datagram in the last 10 minutes. Expected are the devices of
+the device map, and others that the agent has learned: those with a connection,
+and those that have sent datagrams for 10 minutes. The agent forgets a learned
+device that has been silent for 30 days.`,
+		Example: `  sockeye devices --service telemetry
+  sockeye devices --missing`,
 	}
 	query := serviceFlag(cmd)
+	missing := cmd.Flags().Bool("missing", false, "list the expected devices that do not send, or send only one stream")
+	limit := cmd.Flags().Int("limit", api.DefaultMissing, "maximum number of devices of a service, with --missing")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		if *missing {
+			q := query()
+			q.Set("limit", strconv.Itoa(*limit))
+			return c.missing(cmd.Context(), q)
+		}
+		if cmd.Flags().Changed("limit") {
+			return fault.Usage(errors.New("--limit requires --missing"), "usage: "+cmd.UseLine())
+		}
 		var devices []api.DeviceStatus
 		if err := c.Client().Get(cmd.Context(), "/v1/devices", query(), &devices); err != nil {
 			return err
@@ -73,4 +97,64 @@ func sessions(d *api.DeviceStatus) string {
 		}
 	}
 	return fmt.Sprintf("%d SPLIT at %s", d.Sessions, strings.Join(at, ","))
+}
+
+// missing shows the expected devices that do not send all streams.
+func (c *commands) missing(ctx context.Context, q url.Values) error {
+	var list []api.Missing
+	if err := c.Client().Get(ctx, "/v1/missing", q, &list); err != nil {
+		return err
+	}
+	return c.Show(list, func(w io.Writer) {
+		any := false
+		for i := range list {
+			m := &list[i]
+			for j := range m.Devices {
+				if !any {
+					fmt.Fprintln(w, "SERVICE\tDEVICE\tADDRESS\tSLOT\tMISSING\tSINCE\tLAST SEEN")
+				}
+				any = true
+				c.writeMissing(w, m.Service, &m.Devices[j])
+			}
+		}
+		for i := range list {
+			if any || i > 0 {
+				fmt.Fprintln(w)
+			}
+			m := &list[i]
+			fmt.Fprintf(w, "%s: %d of %s missing\n", m.Service, m.Missing, command.Count(m.Expected, "expected device is", "expected devices are"))
+			if m.Omitted > 0 {
+				fmt.Fprintf(w, "%d of them are not listed\nhint: --limit %d lists more\n", m.Omitted, min(m.Missing, api.MostMissing))
+			}
+			if m.Problem != "" {
+				fmt.Fprintf(w, "%s: %s\n", m.Service, m.Problem)
+			}
+		}
+	})
+}
+
+// writeMissing writes the row of a device.
+func (c *commands) writeMissing(w io.Writer, service string, d *api.MissingDevice) {
+	address := d.Prefix
+	if d.Address != nil {
+		address = d.Address.String()
+	}
+	ago := func(times ...*time.Time) string {
+		var last time.Time
+		for _, t := range times {
+			if t != nil && t.After(last) {
+				last = *t
+			}
+		}
+		if last.IsZero() {
+			return "never"
+		}
+		return age(c.Now(), last) + " ago"
+	}
+	since := ago(d.Since)
+	if since == "never" {
+		since = "always"
+	}
+	fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s\t%s\n", service, command.OrDash(d.Device), address, d.Slot, strings.Join(d.Missing, ","),
+		since, ago(d.LastConnection, d.LastDatagram))
 }

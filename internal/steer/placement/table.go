@@ -191,14 +191,20 @@ func (m *Mapping) Slot(addr netip.Addr) (slot int, device string) {
 func (m *Mapping) Locate(addr netip.Addr) Location {
 	var l Location
 	if id, ok := m.Devices.Lookup(addr); ok {
-		l.Device = m.Devices.Devices()[id]
-		l.Bucket = int(DeviceHash(l.Device, m.Table.Nonce) % uint32(bpf.Buckets))
-		l.Slot, l.Pinned = m.pins.Names[l.Device]
-	} else {
-		l.Bucket = int(Hash(Address(addr), m.Table.Nonce) % uint32(bpf.Buckets))
-		l.Slot, l.Pinned = m.prefixPin(addr.Unmap().WithZone(""))
+		return m.LocateName(m.Devices.Devices()[id])
 	}
+	l.Bucket = int(Hash(Address(addr), m.Table.Nonce) % uint32(bpf.Buckets))
+	l.Slot, l.Pinned = m.prefixPin(addr.Unmap().WithZone(""))
 	if !l.Pinned {
+		l.Slot = int(m.Table.Bucket[l.Bucket])
+	}
+	return l
+}
+
+// LocateName returns the place of a device of the device map.
+func (m *Mapping) LocateName(name string) Location {
+	l := Location{Device: name, Bucket: int(DeviceHash(name, m.Table.Nonce) % uint32(bpf.Buckets))}
+	if l.Slot, l.Pinned = m.pins.Names[name]; !l.Pinned {
 		l.Slot = int(m.Table.Bucket[l.Bucket])
 	}
 	return l
