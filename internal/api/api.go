@@ -61,6 +61,21 @@ type ServiceStatus struct {
 	Waiting        []WaitingStatus `json:"waiting"`
 	Refused        []RefusedStatus `json:"refused"` // at most 16
 	Formers        []FormerStatus  `json:"formers,omitempty"`
+	// Drops are the members at whose sockets the kernel has dropped packets in the last ten minutes.
+	Drops []DropStatus `json:"drops,omitempty"`
+}
+
+// DropStatus is a member at whose sockets of a protocol the kernel has dropped packets: datagrams (udp) without space in the
+// receive buffer, or connection requests (tcp) beyond the backlog.
+type DropStatus struct {
+	Slot     int       `json:"slot"`
+	PID      int       `json:"pid"`
+	Protocol string    `json:"protocol"`
+	Dropped  uint64    `json:"dropped"` // since the member opened the sockets
+	Last     time.Time `json:"last"`    // of the last reading with new drops
+	// Limit is the smallest receive buffer in bytes, as the kernel counts, or the smallest backlog in connections.
+	Limit uint64 `json:"limit"`
+	Hint  string `json:"hint"`
 }
 
 // DeviceMapStatus is the device map in force.

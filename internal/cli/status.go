@@ -67,6 +67,17 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 			command.Hint(w, r.Hint)
 		}
 	}
+	for _, v := range s.Services {
+		for _, d := range v.Drops {
+			what, limit := command.Count(int(d.Dropped), "datagram", "datagrams"), "receive buffer "+command.Bytes(d.Limit)
+			if d.Protocol == "tcp" {
+				what, limit = command.Count(int(d.Dropped), "connection request", "connection requests"), fmt.Sprintf("backlog %d", d.Limit)
+			}
+			fmt.Fprintf(w, "\n%s: the kernel has dropped %s at process %d in slot %d, the last ones %s ago (%s)\n", v.Name, what, d.PID, d.Slot,
+				max(0, c.Now().Sub(d.Last)).Round(time.Second), limit)
+			command.Hint(w, d.Hint)
+		}
+	}
 	for i, t := range s.Tune {
 		if i == 0 && len(s.Services) > 0 {
 			fmt.Fprintln(w)

@@ -166,12 +166,13 @@ func (s *service) closeLearned() {
 	}
 }
 
-// learn updates the learned devices unless the last update is recent.
+// learn updates the learned devices and the drops of members, unless the last updates are recent.
 func (s *service) learn() error {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	if err := s.CheckOpen(); err != nil {
 		return err
 	}
+	s.noteDrops(time.Now())
 	return s.updateStreams(streamsInterval)
 }

@@ -21,6 +21,8 @@ type queue struct {
 	drops uint64
 	// used and limit are the sizes of the queues: bytes of datagrams, or connections that the member has not accepted.
 	used, limit uint64
+	// smallest is the smallest limit of one socket.
+	smallest uint64
 }
 
 // readQueues returns the queues of the members' sockets of a protocol by slot, or nil if the kernel has no sock_diag for
@@ -65,12 +67,13 @@ func (s *service) readQueues(protocol config.Protocol) (map[int]*queue, error) {
 			queues[slot] = q
 		}
 		q.drops += uint64(socket.Dropped)
+		used, limit := uint64(socket.Unread), uint64(socket.Payload)
 		if protocol == config.UDP {
-			q.used += uint64(socket.ReceiveQueued)
-			q.limit += uint64(socket.ReceiveBuffer)
-		} else {
-			q.used += uint64(socket.Unread)
-			q.limit += uint64(socket.Payload)
+			used, limit = uint64(socket.ReceiveQueued), uint64(socket.ReceiveBuffer)
+		}
+		q.used, q.limit = q.used+used, q.limit+limit
+		if q.smallest == 0 || limit < q.smallest {
+			q.smallest = limit
 		}
 	})
 	if errors.Is(err, sockdiag.ErrUnsupported) {

@@ -70,6 +70,7 @@ type service struct {
 	registrations      map[int]uint64 // by slot
 	streams            streams
 	learned            learned
+	drops              memberDrops
 	liveBefore         *liveCounts // totals at the time of the last frame
 	keeperProblem      error       // error of reconcileKeeper; nil: the ports are held
 	keeperRetryPending bool        // the next attempt of reconcileKeeper is scheduled

@@ -76,6 +76,7 @@ func (s *service) status() api.ServiceStatus {
 		status.Formers = append(status.Formers, api.FormerStatus{Slot: former.Slot, PID: former.Process.PID, Command: former.Process.Command()})
 	}
 	status.Refused = s.refusals.list()
+	status.Drops = s.recentDrops(time.Now())
 	return status
 }
 
