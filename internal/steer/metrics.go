@@ -50,6 +50,8 @@ var (
 		[]string{"service", "stream"}, nil)
 	descHeld = prometheus.NewDesc("sockeye_service_ports_steered",
 		"1 while the service's ports stay steered even if all members exit.", []string{"service"}, nil)
+	descKeeper = prometheus.NewDesc("sockeye_keeper_running",
+		"1 while the keeper process of the service runs; absent for a service that needs none.", []string{"service"}, nil)
 	descUnlisted = prometheus.NewDesc("sockeye_unlisted_total",
 		"Connection requests and datagrams from sources that did not fit into the table of devices.", []string{"service"}, nil)
 	descRuns = prometheus.NewDesc("sockeye_program_runs_total",
@@ -151,6 +153,9 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descWaiting, float64(len(status.Waiting)))
 	gauge(descNotAdmitted, float64(len(status.Refused)))
 	gauge(descHeld, format.Bool(status.PortsSteered))
+	if s.needsKeeper() {
+		gauge(descKeeper, format.Bool(s.keeper != nil))
+	}
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
 	counter(descClosed, float64(s.checks.ClosedSessions()))

@@ -20,6 +20,12 @@ import (
 	"sockeye/internal/steer/keeper"
 )
 
+// needsKeeper reports whether sockets of the service must stay open without an agent, and their user is known.
+func (s *service) needsKeeper() bool {
+	_, known := s.GroupOwner()
+	return known || s.UsesLookup() && s.rooms.Exist()
+}
+
 // reconcileKeeper opens the missing keeper sockets, attaches the current program to all of them, and replaces the
 // keeper process if its set of sockets has changed. Without a known user of the members, reconcileKeeper opens none:
 // a socket of another user would make the members' bind fail.

@@ -32,8 +32,9 @@ func steer() *dashboard {
 		style{unit: "pps", stacked: true}, query{sum("service, slot, protocol, reason", slots.rate("refused_total")), "{{service}} {{slot}} {{protocol}} {{reason}}"})
 	d.graph("Diverted to the standby slot", "Connection requests and datagrams for the slot that the standby slot received.", style{unit: "pps"},
 		query{sum(bySlot, slots.rate("diverted_total")), slotLegend})
-	d.graph("Ports steered", "1 while the ports stay steered even if all members exit.", style{unit: "none"},
-		query{sum(byService, all.gauge("service_ports_steered")), serviceLegend})
+	d.graph("Ports steered", "1 while the ports stay steered even if all members exit; keeper: 1 while the process that holds them runs.", style{unit: "none"},
+		query{sum(byService, all.gauge("service_ports_steered")), serviceLegend},
+		query{sum(byService, all.gauge("keeper_running")), "keeper " + serviceLegend})
 	d.graph("Run time of the programs", "Time in the steering programs, as part of one CPU. Counted only while kernel.bpf_stats_enabled is 1.", style{unit: "percentunit"},
 		query{sum(byService, all.rate("program_run_seconds_total")), serviceLegend})
 	d.graph("Runs of the programs", "Runs of the steering programs. Counted only while kernel.bpf_stats_enabled is 1.", style{unit: "ops"},
