@@ -75,12 +75,16 @@ type Agent struct {
 	policy   *config.Policy
 	// metricsProblem is the error of the metrics listener that the policy in force names.
 	metricsProblem error
-	inForce        inForce
-	events         *events.Log
-	metrics        *metricsServer
-	sockets        *sockmetrics.Collector
-	live           *liveView
-	explaining     sync.Mutex // serializes the plans of /v1/why
+	// exportProblem is the error of the export of metrics that the policy in force names.
+	exportProblem error
+	inForce       inForce
+	events        *events.Log
+	metrics       *metricsServer
+	export        *otlpExport
+	sockets       *sockmetrics.Collector
+	live          *liveView
+	explaining    sync.Mutex // serializes the plans of /v1/why
+	gathering     sync.Mutex // serializes Collect
 }
 
 // Run runs an agent until ctx is canceled or the API server fails. Pinned programs stay attached.
@@ -338,6 +342,7 @@ func (a *Agent) startDomains(first *startPolicy) error {
 		a.log.Error("metrics are not served", "error", err, "hint", fault.Hint(err))
 		metrics = &metricsServer{}
 	}
+	a.startExport(first.policy)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.metrics, a.metricsProblem = metrics, err
@@ -348,6 +353,7 @@ func (a *Agent) startDomains(first *startPolicy) error {
 
 func (a *Agent) close() {
 	a.host.Watch.Close()
+	a.stopExport()
 	for _, d := range a.domains {
 		d.Close()
 	}
@@ -371,6 +377,9 @@ func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
 	if err != nil {
 		return nil, err
 	}
+	if _, err := a.newExport(candidate.policy); err != nil {
+		return nil, err
+	}
 	return a.describe(candidate.policy, steps), nil
 }
 
@@ -391,12 +400,17 @@ func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := domain.ApplySteps(steps); err != nil {
+	export, err := a.newExport(candidate.policy)
+	if err == nil {
+		err = domain.ApplySteps(steps)
+	}
+	if err != nil {
 		metrics.close()
 		return nil, err
 	}
 	plan := a.describe(candidate.policy, steps)
 	a.logChanges(plan)
+	a.replaceExport(export)
 	if err := a.putInForce(candidate, metrics); err != nil {
 		return nil, err
 	}
@@ -444,9 +458,12 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 	for _, s := range steps {
 		plan.Changes = append(plan.Changes, s.Changes...)
 	}
-	if a.policy.Metrics != policy.Metrics {
+	if a.policy.Metrics.Listen != policy.Metrics.Listen {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change",
 			What: fmt.Sprintf("metrics: %s -> %s", format.OrNone(a.policy.Metrics.Listen), format.OrNone(policy.Metrics.Listen))})
+	}
+	if from, to := describeExport(a.policy.Metrics.OTLP), describeExport(policy.Metrics.OTLP); from != to {
+		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("metrics.otlp: %s -> %s", from, to)})
 	}
 	if was, is := eventsSize(a.policy), eventsSize(policy); was != is {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("size of the events: %d -> %d bytes", was, is)})
@@ -457,7 +474,7 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 // openChangedMetrics opens the metrics listener of a policy. The result is nil if the agent serves that address
 // already.
 func (a *Agent) openChangedMetrics(policy *config.Policy) (*metricsServer, error) {
-	if a.policy.Metrics == policy.Metrics && a.metricsProblem == nil {
+	if a.policy.Metrics.Listen == policy.Metrics.Listen && a.metricsProblem == nil {
 		return nil, nil
 	}
 	return a.serveMetrics(policy.Metrics.Listen)

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -158,7 +159,7 @@ func (a *Agent) checkHost(policy *config.Policy) error {
 // listener. Both results are "" if there is neither.
 func (a *Agent) policyProblem() (problem, hint string) {
 	a.mu.Lock()
-	now, metrics := a.inForce, a.metricsProblem
+	now, metrics := a.inForce, cmp.Or(a.metricsProblem, a.exportProblem)
 	a.mu.Unlock()
 	const show = "sockeye plan shows what sockeye apply would change"
 	path := a.options.Policy
@@ -195,6 +196,10 @@ func referencedFiles(policy *config.Policy) map[string]fileMark {
 	}
 	for _, r := range policy.Tune {
 		add(r.Match.RemoteFile)
+	}
+	if o := policy.Metrics.OTLP; o != nil {
+		add(o.HeadersFile)
+		add(o.CA)
 	}
 	for _, r := range policy.Trace {
 		add(r.Match.RemoteFile)

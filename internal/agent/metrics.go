@@ -14,6 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	dto "github.com/prometheus/client_model/go"
 
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
@@ -56,6 +57,18 @@ func (a *Agent) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
+// gatherer returns a gatherer of all metrics, which works for one caller at a time: a scrape and an export read the same
+// kernel maps.
+func (a *Agent) gatherer() prometheus.Gatherer {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
+		a.gathering.Lock()
+		defer a.gathering.Unlock()
+		return registry.Gather()
+	})
+}
+
 type metricsServer struct {
 	http *http.Server
 }
@@ -69,10 +82,8 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	if err != nil {
 		return nil, fault.WithHint(fmt.Errorf("serve metrics: %w", err), "set metrics.listen to a free address")
 	}
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", serialize(promhttp.HandlerFor(registry, promhttp.HandlerOpts{})))
+	mux.Handle("GET /metrics", serialize(promhttp.HandlerFor(a.gatherer(), promhttp.HandlerOpts{})))
 	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
 	g := &gate{Listener: listener, name: "metrics", log: a.log, limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), evictsOldest: true}

@@ -153,7 +153,7 @@ func contents(policy *config.Policy) string {
 			parts = append(parts, command.Count(part.n, part.one, part.many))
 		}
 	}
-	if policy.Metrics.Listen != "" {
+	if policy.Metrics != (config.Metrics{}) {
 		parts = append(parts, "metrics")
 	}
 	if parts == nil {

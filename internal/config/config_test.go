@@ -50,7 +50,7 @@ services:
   bare:
     slots: 1
     listeners: [{protocol: tcp, address: "[fd00::1]:1790"}]
-metrics: {listen: "127.0.0.1:9732"}
+metrics: {listen: "127.0.0.1:9732", otlp: {endpoint: "https://collector.example.net:4318", interval: 1m, headers_file: headers, ca: /etc/ssl/ca.pem}}
 `
 
 // minimal is the shortest policy; what a test appends to it is a key of the
@@ -103,7 +103,8 @@ func TestParse(t *testing.T) {
 				{MemberMatch{User: "65534"}, SlotRule{SlotNumber, 3}, AnyNamespaces},
 			},
 		}},
-		Metrics: Metrics{Listen: "127.0.0.1:9732"},
+		Metrics: Metrics{Listen: "127.0.0.1:9732", OTLP: &OTLP{Endpoint: "https://collector.example.net:4318/v1/metrics",
+			Interval: 60_000_000, HeadersFile: "/etc/sockeye/headers", CA: "/etc/ssl/ca.pem"}},
 	}
 	got.file, got.places = "", nil
 	if !reflect.DeepEqual(got, want) {

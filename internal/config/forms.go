@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"fmt"
 	"net/netip"
+	"net/url"
 	"path"
 	"path/filepath"
 	"reflect"
@@ -46,6 +47,8 @@ func formOf(name string) form {
 			addr, message, hint := parseAddress(s)
 			return addr.String(), message, hint
 		})}
+	case "otlp_endpoint":
+		return form{schema{Type: "string", Pattern: "^https?://[^/?#@]+(/[^?#]*)?$"}, textForm(parseCollector)}
 	case "ports":
 		return form{schema{OneOf: []schema{
 			{Type: "integer", Minimum: new(1), Maximum: new(65535)},
@@ -124,6 +127,23 @@ func textForm(parse func(string) (x any, message, hint string)) func(*decoder, s
 		}
 		return x
 	}
+}
+
+// parseCollector parses the URL of a collector, and adds the default path.
+func parseCollector(s string) (x any, message, hint string) {
+	u, err := url.Parse(s)
+	switch {
+	case err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" || u.Opaque != "":
+		return nil, "must be an http or https URL, is " + strconv.Quote(s), "as in https://collector.example.net:4318/v1/metrics"
+	case u.User != nil:
+		return nil, "must not have a user or a password", "put credentials into headers_file, as in Authorization: Basic ..."
+	case u.RawQuery != "" || u.ForceQuery || u.Fragment != "":
+		return nil, "must not have a query or a fragment", "use headers_file"
+	}
+	if u.Path == "" {
+		u.Path = "/v1/metrics"
+	}
+	return u.String(), "", ""
 }
 
 // badPort matches an address with a port of 5 or more digits, for the message when netip.ParseAddrPort fails.

@@ -26,7 +26,7 @@ type Policy struct {
 	Trace []TraceRule `yaml:"trace" min:"0" max:"64" doc:"Rules that select messages for latency measurement. The first matching rule of a cgroup applies."`
 	// BigTCP is in the order of the file.
 	BigTCP  []BigTCPRule `yaml:"bigtcp" min:"0" max:"64" doc:"Rules for the maximum packet size of network interfaces (BIG TCP). The first matching rule of a network namespace applies."`
-	Metrics Metrics      `yaml:"metrics" doc:"The metrics endpoint; none by default."`
+	Metrics Metrics      `yaml:"metrics" min:"1" doc:"Where metrics are served or sent; nowhere by default."`
 	Events  Events       `yaml:"events" doc:"The record of events."`
 
 	file   string              `yaml:"-"`
@@ -50,10 +50,23 @@ func (p *Policy) Flaw(path, message, hint string) *Error {
 	return &Error{p.file, at.line, at.column, path, message, hint}
 }
 
-// Metrics is the HTTP endpoint for metrics.
+// Metrics is where metrics are served or sent.
 type Metrics struct {
 	// Listen is a literal IP:port, or "" for no endpoint.
-	Listen string `yaml:"listen" required:"true" form:"endpoint" doc:"The address of the metrics endpoint."`
+	Listen string `yaml:"listen" form:"endpoint" doc:"The address of the endpoint for Prometheus."`
+	// OTLP is nil if metrics are not sent.
+	OTLP *OTLP `yaml:"otlp" doc:"A collector of OpenTelemetry that the agent sends metrics to."`
+}
+
+// OTLP is a collector that receives metrics by OTLP over HTTP, as protobuf.
+type OTLP struct {
+	// Endpoint is an http or https URL with a host, and without a user, a query and a fragment.
+	Endpoint string `yaml:"endpoint" required:"true" form:"otlp_endpoint" doc:"The URL of the collector, as in https://collector.example.net:4318/v1/metrics; the path is /v1/metrics by default."`
+	// Interval is in microseconds.
+	Interval int64 `yaml:"interval" form:"otlp_interval" default:"30s" doc:"The time between two exports, 1s to 1h."`
+	// HeadersFile and CA are absolute paths, or "" for none.
+	HeadersFile string `yaml:"headers_file" form:"file" doc:"File with HTTP headers for the collector, such as credentials, one a line as Name: value, with # comments; relative to the policy file. Only its owner may have access to the file."`
+	CA          string `yaml:"ca" form:"file" doc:"File with the certificates, in PEM, of the authorities that may sign the certificate of the collector; those of the host by default; relative to the policy file."`
 }
 
 // DefaultEventsSize is the default of Events.Size.

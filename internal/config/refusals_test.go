@@ -94,7 +94,33 @@ p.yaml:1:1: must have services, tune, trace or bigtcp
 	{"missing listen", `services: {}
 metrics: {}
 `, `
-p.yaml:2:1: metrics.listen: is missing`},
+p.yaml:2:10: metrics: must have at least one key`},
+	{"otlp", `services: {}
+metrics: {otlp: {interval: 10ms, endpoint: 'collector:4318', ca: ''}}
+`, `
+p.yaml:2:28: metrics.otlp.interval: must be 1s to 1h, is "10ms"
+p.yaml:2:44: metrics.otlp.endpoint: must be an http or https URL, is "collector:4318"
+  hint: as in https://collector.example.net:4318/v1/metrics
+p.yaml:2:66: metrics.otlp.ca: must not be empty`},
+	{"otlp without an endpoint", `services: {}
+metrics: {otlp: {interval: 10s}}
+`, `
+p.yaml:2:11: metrics.otlp.endpoint: is missing`},
+	{"otlp with credentials", `services: {}
+metrics: {otlp: {endpoint: 'https://user:secret@collector:4318'}}
+`, `
+p.yaml:2:28: metrics.otlp.endpoint: must not have a user or a password
+  hint: put credentials into headers_file, as in Authorization: Basic ...`},
+	{"otlp with a query", `services: {}
+metrics: {otlp: {endpoint: 'http://[::1]:4318/v1/metrics?key=secret'}}
+`, `
+p.yaml:2:28: metrics.otlp.endpoint: must not have a query or a fragment
+  hint: use headers_file`},
+	{"otlp over another protocol", `services: {}
+metrics: {otlp: {endpoint: 'grpc://collector:4317'}}
+`, `
+p.yaml:2:28: metrics.otlp.endpoint: must be an http or https URL, is "grpc://collector:4317"
+  hint: as in https://collector.example.net:4318/v1/metrics`},
 	{"service name", `services:
   Tele.metry: {slots: 0, listeners: [{protocol: tcp, address: '[::]:1'}]}
 `, `
@@ -550,9 +576,8 @@ services:
       - {match: {user: a}, slot: 1023}
       - {match: {user: a}, slot: instance}
 `, `
-p.yaml:1:1: metrics.listen: is missing
 p.yaml:1:11: metrics.port: unknown key
-  hint: known keys: listen
+  hint: known keys: listen, otlp
 p.yaml:4:12: services.t.slots: must be 1 to 1024, is 5000
 p.yaml:6:20: services.t.listeners[0].protocol: must be tcp or udp, is "tpc"
   hint: did you mean tcp?

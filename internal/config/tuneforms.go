@@ -38,6 +38,8 @@ var (
 	// eventsSize is a value of events.
 	eventsSize = TuneOption{Kind: KindSize, Min: 1000 * 1000, Max: 10 * 1000 * 1000 * 1000}
 	roomBytes  = TuneOption{Kind: KindSize, Min: 64 * 1000, Max: 1000 * 1000 * 1000}
+	// otlpInterval is the value of metrics.otlp.interval.
+	otlpInterval = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 60 * minute}
 	// paceTimeout is the value of pace.timeout of a service.
 	paceTimeout = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 24 * 60 * minute}
 )
@@ -107,6 +109,8 @@ func tuneFormOf(name string) form {
 		return form{valueSchema(flight), quantityForm(flight)}
 	case "pace_timeout":
 		return form{valueSchema(paceTimeout), quantityForm(paceTimeout)}
+	case "otlp_interval":
+		return form{valueSchema(otlpInterval), quantityForm(otlpInterval)}
 	case "room_wait":
 		return form{valueSchema(roomWait), quantityForm(roomWait)}
 	case "events_size":
