@@ -76,6 +76,16 @@ type DropStatus struct {
 	// Limit is the smallest receive buffer in bytes, as the kernel counts, or the smallest backlog in connections.
 	Limit uint64 `json:"limit"`
 	Hint  string `json:"hint"`
+	// Devices are at most 5 addresses of the slot with the most dropped datagrams since the start of the agent; none if the
+	// kernel does not report them.
+	Devices []DroppedDevice `json:"devices,omitempty"`
+}
+
+// DroppedDevice is an address whose datagrams the kernel has dropped at a member.
+type DroppedDevice struct {
+	Address netip.Addr `json:"address"`
+	Device  string     `json:"device,omitempty"` // name in the device map
+	Dropped uint64     `json:"dropped"`
 }
 
 // DeviceMapStatus is the device map in force.
@@ -208,9 +218,12 @@ type DeviceStatus struct {
 	Datagrams   uint64     `json:"datagrams"`
 	Connections uint64     `json:"connections"`
 	Refused     uint64     `json:"refused"`
-	LastSeen    time.Time  `json:"last_seen"`
-	Pinned      bool       `json:"pinned"`
-	Sessions    int        `json:"sessions"` // open TCP connections
+	// Dropped counts the datagrams that the kernel has dropped at the member since the start of the agent, for lack of space
+	// in the receive buffer; absent if the kernel does not report them (before Linux 6.10).
+	Dropped  *uint64   `json:"dropped,omitempty"`
+	LastSeen time.Time `json:"last_seen"`
+	Pinned   bool      `json:"pinned"`
+	Sessions int       `json:"sessions"` // open TCP connections
 	// SessionSlots are the slots of the members that have the sessions; -1: no member.
 	SessionSlots []int `json:"session_slots"`
 	// Split is set if a session is at another member than the one that receives the device's datagrams.

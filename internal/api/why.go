@@ -48,11 +48,13 @@ type WhyMember struct {
 
 // WhySeen are the counts of an address since it was last added to the table of devices.
 type WhySeen struct {
-	Connections uint64    `json:"connections"` // SYNs
-	Datagrams   uint64    `json:"datagrams"`
-	Refused     uint64    `json:"refused"` // SYNs and datagrams
-	LastSeen    time.Time `json:"last_seen"`
-	LastSlot    *int      `json:"last_slot"` // slot of the last packet; null: refused
+	Connections uint64 `json:"connections"` // SYNs
+	Datagrams   uint64 `json:"datagrams"`
+	Refused     uint64 `json:"refused"` // SYNs and datagrams
+	// Dropped are the datagrams that the kernel has dropped at the member, as in DeviceStatus.
+	Dropped  *uint64   `json:"dropped,omitempty"`
+	LastSeen time.Time `json:"last_seen"`
+	LastSlot *int      `json:"last_slot"` // slot of the last packet; null: refused
 }
 
 // WhyRates are rates of an address, measured over Seconds.

@@ -17,7 +17,11 @@ import (
 // TestDrops checks that the status names a member whose receive buffer overflows, and which buffer helps.
 func TestDrops(t *testing.T) {
 	h, pids := running(t)
-	if drops := must[api.Status](h, "status").Services[1].Drops; len(drops) != 0 {
+	telemetry := func() api.ServiceStatus {
+		status := must[api.Status](h, "status").Services
+		return status[slices.IndexFunc(status, func(s api.ServiceStatus) bool { return s.Name == "telemetry" })]
+	}
+	if drops := telemetry().Drops; len(drops) != 0 {
 		t.Errorf("before: %+v", drops)
 	}
 	must[api.Plan](h, "move", "edge", "1", "--service", "telemetry")
@@ -36,8 +40,7 @@ func TestDrops(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		status := must[api.Status](h, "status").Services
-		drops = status[slices.IndexFunc(status, func(s api.ServiceStatus) bool { return s.Name == "telemetry" })].Drops
+		drops = telemetry().Drops
 		return len(drops) > 0
 	})
 	d := drops[0]
@@ -48,6 +51,25 @@ func TestDrops(t *testing.T) {
 	for _, want := range []string{"telemetry: the kernel has dropped ", " at process " + strconv.Itoa(pids[1]) + " in slot 1, ", "hint: the program uses the default buffer"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("no %q in\n%s", want, text)
+		}
+	}
+	// Where the kernel reports the datagrams, the device has them all.
+	devices := must[[]api.DeviceStatus](h, "devices", "--service", "telemetry")
+	if len(devices) != 1 {
+		t.Fatalf("devices: %+v", devices)
+	}
+	if devices[0].Dropped == nil {
+		t.Skip("the kernel does not report the datagrams that it drops") // since Linux 6.10
+	}
+	h.eventually("the status has all drops", func() bool { d = telemetry().Drops[0]; return d.Dropped >= *devices[0].Dropped })
+	w := h.why("127.0.0.1")
+	if *devices[0].Dropped != d.Dropped || w.Seen.Dropped == nil || *w.Seen.Dropped != d.Dropped ||
+		len(d.Devices) != 1 || d.Devices[0].Device != "edge" || d.Devices[0].Dropped != d.Dropped {
+		t.Errorf("by device: %+v, %+v, %+v; by member: %d", devices, w.Seen, d.Devices, d.Dropped)
+	}
+	for _, args := range [][]string{{"devices"}, {"why", "127.0.0.1", "--service", "telemetry"}, {"status"}} {
+		if text := h.sockeye(args...).out; !strings.Contains(text, strconv.FormatUint(d.Dropped, 10)) || !strings.Contains(strings.ToLower(text), "dropped") {
+			t.Errorf("no %d in\n%s", d.Dropped, text)
 		}
 	}
 }

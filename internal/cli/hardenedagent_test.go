@@ -167,7 +167,7 @@ func TestHardenedUnit(t *testing.T) {
 	}
 	defer open.Close()
 	commands := [][]string{
-		{"status"}, {"slots"}, {"devices"}, {"where", "192.0.2.1"}, {"check", h.policy}, {"plan"}, {"sockets"},
+		{"status"}, {"slots"}, {"devices"}, {"where", "192.0.2.1"}, {"why", "192.0.2.1"}, {"devices", "--missing"}, {"check", h.policy}, {"plan"}, {"sockets"},
 		{"tune"}, {"tune", "explain", "127.0.0.1:1790", "127.0.0.2:999"}, {"tune", "trial", "near"}, {"tune", "learned"},
 		{"apply", "--live"}, {"tune", "revert"}, {"trace"}, {"trace", "slow"}, {"bigtcp"}, {"version"}, {"metrics"},
 		{"unregister", "--service", "telemetry", "--slot", "2"}, {"register", "--service", "telemetry", "--slot", "2", "--pid", strconv.Itoa(pids[2])},

@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"strings"
@@ -75,6 +76,10 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 			}
 			fmt.Fprintf(w, "\n%s: the kernel has dropped %s at process %d in slot %d, the last ones %s ago (%s)\n", v.Name, what, d.PID, d.Slot,
 				max(0, c.Now().Sub(d.Last)).Round(time.Second), limit)
+			if len(d.Devices) > 0 {
+				most := &d.Devices[0]
+				fmt.Fprintf(w, "most of them are of %s (%d since the start of the agent)\n", cmp.Or(most.Device, most.Address.String()), most.Dropped)
+			}
 			command.Hint(w, d.Hint)
 		}
 	}

@@ -4,6 +4,7 @@ package steer
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -12,8 +13,10 @@ import (
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/placement"
 )
 
 const (
@@ -21,6 +24,8 @@ const (
 	recentDropTime = 10 * time.Minute
 	// dropsInterval is the minimum time between two readings of the members' sockets for the status.
 	dropsInterval = time.Second
+	// mostDroppedDevices is the number of devices that the status names for a member.
+	mostDroppedDevices = 5
 )
 
 // memberDrops finds the members at whose sockets the kernel drops packets now. The kernel has totals only.
@@ -88,15 +93,69 @@ func (s *service) recentDrops(now time.Time) (list []api.DropStatus) {
 		if seat == nil || seat.ID() != d.member || d.at.IsZero() || now.Sub(d.at) > recentDropTime {
 			continue
 		}
-		list = append(list, api.DropStatus{
+		one := api.DropStatus{
 			Slot: key.slot, PID: seat.Process.PID, Protocol: string(key.protocol), Dropped: d.queue.drops, Last: d.at, Limit: d.queue.smallest,
 			Hint: dropHint(key.protocol, d.queue.smallest, sysctl("rmem_max"), sysctl("rmem_default"), sysctl("somaxconn")),
-		})
+		}
+		if key.protocol == config.UDP {
+			one.Devices = s.droppedDevices(key.slot)
+		}
+		list = append(list, one)
 	}
 	slices.SortFunc(list, func(a, b api.DropStatus) int {
 		return cmp.Or(cmp.Compare(a.Slot, b.Slot), cmp.Compare(a.Protocol, b.Protocol))
 	})
 	return list
+}
+
+// openDrops begins to count the dropped datagrams by source, instead of an earlier count.
+func (s *service) openDrops() {
+	s.closeDrops()
+	if !s.hasStream(config.UDP) {
+		return
+	}
+	var err error
+	if s.dropsBySource, err = s.Path.Drops(); err != nil && !errors.Is(err, bpf.ErrNoDrops) {
+		s.Log.Warn("dropped datagrams are not counted by device", "error", err) // they are by member
+	}
+}
+
+func (s *service) closeDrops() {
+	if s.dropsBySource != nil {
+		s.dropsBySource.Close()
+		s.dropsBySource = nil
+	}
+}
+
+// droppedDevices returns the addresses of a slot with the most dropped datagrams.
+func (s *service) droppedDevices(slot int) (list []api.DroppedDevice) {
+	if s.dropsBySource == nil {
+		return nil
+	}
+	counts, err := s.dropsBySource.BySource()
+	if err != nil {
+		s.Log.Debug("dropped datagrams not read", "error", err)
+		return nil
+	}
+	for address, n := range counts {
+		addr := placement.Addr(address)
+		if at := s.Mapping.Locate(addr); at.Slot == slot {
+			list = append(list, api.DroppedDevice{Address: addr, Device: at.Device, Dropped: n})
+		}
+	}
+	slices.SortFunc(list, func(a, b api.DroppedDevice) int {
+		return cmp.Or(cmp.Compare(b.Dropped, a.Dropped), a.Address.Compare(b.Address))
+	})
+	return list[:min(len(list), mostDroppedDevices)]
+}
+
+// dropped returns the dropped datagrams of an address, or nil if they are not known.
+func (s *service) dropped(address bpf.Address) *uint64 {
+	if s.dropsBySource == nil {
+		return nil
+	}
+	n := s.dropsBySource.Source(address)
+	return &n
 }
 
 // sysctl returns net.core.NAME, or 0 if it cannot be read: network namespaces have no copy of some.

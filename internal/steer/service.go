@@ -71,6 +71,7 @@ type service struct {
 	streams            streams
 	learned            learned
 	drops              memberDrops
+	dropsBySource      *bpf.Drops  // nil: not known
 	liveBefore         *liveCounts // totals at the time of the last frame
 	keeperProblem      error       // error of reconcileKeeper; nil: the ports are held
 	keeperRetryPending bool        // the next attempt of reconcileKeeper is scheduled
@@ -334,6 +335,7 @@ func (s *service) openPath() error {
 	if err := s.watchRefusals(); err != nil {
 		return fail(err)
 	}
+	s.openDrops()
 	go s.watch(s.Events)
 	return s.rooms.OpenTemplates()
 }
@@ -401,6 +403,7 @@ func (s *service) closeLocked() {
 		s.Events = nil
 	}
 	s.endRefusals()
+	s.closeDrops()
 	if s.Path != nil {
 		s.rooms.ReturnQueued()
 	}

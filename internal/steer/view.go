@@ -176,6 +176,13 @@ func (s *service) devices() ([]api.DeviceStatus, error) {
 	}
 	sessions := s.sessionSlots()
 	monotonic := monotonicZero()
+	var dropped map[bpf.Address]uint64
+	if s.dropsBySource != nil {
+		var err error
+		if dropped, err = s.dropsBySource.BySource(); err != nil {
+			return nil, err
+		}
+	}
 	for address, seen := range s.Path.Devices() {
 		addr := placement.Addr(address)
 		at := s.Mapping.Locate(addr)
@@ -183,6 +190,10 @@ func (s *service) devices() ([]api.DeviceStatus, error) {
 			Service: s.Name, Address: addr, Device: at.Device, Slot: at.Slot, Pinned: at.Pinned, LastSlot: slotOrNil(int(seen.Slot)),
 			Datagrams: seen.Datagrams, Connections: seen.Connections, Refused: seen.Refused,
 			LastSeen: monotonic.Add(time.Duration(seen.LastSeen)), SessionSlots: []int{},
+		}
+		if dropped != nil {
+			n := dropped[address]
+			status.Dropped = &n
 		}
 		if of := sessions[addr]; of != nil {
 			status.Sessions, status.SessionSlots, status.Split = of.sessions, of.slots, of.split

@@ -191,7 +191,7 @@ func (s *service) explain(address netip.Addr) (*api.Why, *whyReading, error) {
 	now := &whyReading{at: time.Now(), bytes: make(map[uint64]uint64)}
 	if seen, ok := s.Path.Device(placement.Address(address)); ok {
 		w.Seen = &api.WhySeen{
-			Connections: seen.Connections, Datagrams: seen.Datagrams, Refused: seen.Refused,
+			Connections: seen.Connections, Datagrams: seen.Datagrams, Refused: seen.Refused, Dropped: s.dropped(placement.Address(address)),
 			LastSeen: monotonicZero().Add(time.Duration(seen.LastSeen)), LastSlot: slotOrNil(int(seen.Slot)),
 		}
 		now.datagrams, now.refused = seen.Datagrams, seen.Refused

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -28,6 +29,9 @@ counters. The kernel keeps the most recent addresses, at most track_devices of
 the policy. SESSIONS counts the open TCP connections. SPLIT marks a device with
 a session at another member than the one that receives its datagrams, and is
 followed by the slots of its sessions (? for a process that is no member).
+DROPPED counts datagrams that the member's receive buffer had no space for,
+since the start of the agent; the column appears with the first one (Linux 6.10
+or later).
 
 With --missing, the command lists the expected devices that do not send, or send
 only one of TCP and UDP: a device sends TCP while it has a connection, and UDP
@@ -59,7 +63,15 @@ device that has been silent for 30 days.`,
 				fmt.Fprintln(w, "no devices seen yet (a service with track_devices off records no devices)")
 				return
 			}
-			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tSLOT\tLAST SLOT\tSESSIONS\tCONNECTIONS\tDATAGRAMS\tREFUSED\tLAST SEEN")
+			// The column is there only if it says something.
+			anyDropped := slices.ContainsFunc(devices, func(d api.DeviceStatus) bool { return d.Dropped != nil && *d.Dropped > 0 })
+			column := func(text string) string {
+				if anyDropped {
+					return text + "\t"
+				}
+				return ""
+			}
+			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tSLOT\tLAST SLOT\tSESSIONS\tCONNECTIONS\tDATAGRAMS\tREFUSED\t"+column("DROPPED")+"LAST SEEN")
 			for _, d := range devices {
 				served := "-"
 				if d.LastSlot != nil {
@@ -69,8 +81,12 @@ device that has been silent for 30 days.`,
 				if d.Pinned {
 					slot += " pinned"
 				}
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%s ago\n", d.Service, d.Address, command.OrDash(d.Device), slot,
-					served, sessions(&d), d.Connections, d.Datagrams, d.Refused, max(0, c.Now().Sub(d.LastSeen)).Round(time.Second))
+				dropped := "-"
+				if d.Dropped != nil {
+					dropped = fmt.Sprint(*d.Dropped)
+				}
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%s%s ago\n", d.Service, d.Address, command.OrDash(d.Device), slot,
+					served, sessions(&d), d.Connections, d.Datagrams, d.Refused, column(dropped), max(0, c.Now().Sub(d.LastSeen)).Round(time.Second))
 			}
 			for i := range devices {
 				if devices[i].Problem != "" {

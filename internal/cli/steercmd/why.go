@@ -104,8 +104,12 @@ func (t *whyWriter) write(w *api.Why) {
 		if s.LastSlot != nil {
 			served = fmt.Sprintf("to slot %d", *s.LastSlot)
 		}
-		t.add("seen", "last packet %s ago, %s; %s, %s, %s refused", age(t.Now(), s.LastSeen), served,
-			command.Count(int(s.Connections), "SYN", "SYNs"), command.Count(int(s.Datagrams), "datagram", "datagrams"), fmt.Sprint(s.Refused))
+		dropped := ""
+		if s.Dropped != nil && *s.Dropped > 0 {
+			dropped = fmt.Sprintf(", %d dropped", *s.Dropped)
+		}
+		t.add("seen", "last packet %s ago, %s; %s, %s, %d refused%s", age(t.Now(), s.LastSeen), served,
+			command.Count(int(s.Connections), "SYN", "SYNs"), command.Count(int(s.Datagrams), "datagram", "datagrams"), s.Refused, dropped)
 	}
 	t.add("now", "%s datagrams/s, %s/s by TCP, %s refused/s", command.Digits(w.Rates.Datagrams), command.Bytes(int64(w.Rates.Bytes)),
 		command.Digits(w.Rates.Refused))
