@@ -23,6 +23,7 @@ import (
 	"sockeye/internal/cli/isolatecmd"
 	"sockeye/internal/cli/socketscmd"
 	"sockeye/internal/cli/steercmd"
+	"sockeye/internal/cli/topcmd"
 	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/cli/tunecmd"
 	"sockeye/internal/config"
@@ -124,7 +125,7 @@ kernel, 4 not permitted, 5 conflict.`,
 	root.AddCommand(
 		c.agentCommand(), c.keeperCommand(), c.initCommand(), c.resetCommand(), c.statusCommand(), c.checkCommand(), c.planCommand(), c.applyCommand(),
 		c.doctorCommand(), c.eventsCommand(), c.supportCommand(), c.versionCommand(),
-		tunecmd.New(c.Command), tracecmd.New(c.Command), bigtcpcmd.New(c.Command), socketscmd.New(c.Command),
+		tunecmd.New(c.Command), tracecmd.New(c.Command), bigtcpcmd.New(c.Command), socketscmd.New(c.Command), topcmd.New(c.Command),
 	)
 	root.AddCommand(steercmd.New(c.Command)...)
 	root.AddCommand(isolatecmd.New(c.Command)...)

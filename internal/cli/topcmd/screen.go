@@ -3,116 +3,207 @@
 package topcmd
 
 import (
-	"cmp"
 	"fmt"
 	"strconv"
 	"strings"
 	"time"
 
 	tea "charm.land/bubbletea/v2"
+	"github.com/charmbracelet/x/ansi"
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/fault"
 )
 
-// column is a column of a list.
-type column[T any] struct {
-	title string
-	width int // at most; the last column takes the rest
-	right bool
-	cell  func(*T) string
-	// compare orders rows by the column.
-	compare func(a, b *T) int
+// style is the appearance of a line.
+type style int
+
+const (
+	plain style = iota
+	title
+	chosen
+	warning
+	alarm
+)
+
+// sequences begin a style: bold, inverse, yellow, red (console_codes(4)).
+var sequences = map[style]string{title: "\x1b[1m", chosen: "\x1b[7m", warning: "\x1b[33m", alarm: "\x1b[31m"}
+
+// line is a line of the screen. Lines are the only way to the terminal: the text may have any characters, render
+// replaces those that a terminal interprets.
+type line struct {
+	text  string
+	style style
 }
 
-// number returns a column of numbers, the largest first.
-func number[T any, N cmp.Ordered](title string, width int, of func(*T) N, show func(N) string) column[T] {
-	return column[T]{title, width, true, func(v *T) string { return show(of(v)) }, func(a, b *T) int { return cmp.Compare(of(b), of(a)) }}
-}
-
-// text returns a column of texts.
-func text[T any](title string, width int, of func(*T) string) column[T] {
-	return column[T]{title, width, false, of, func(a, b *T) int { return cmp.Compare(of(a), of(b)) }}
-}
-
-// ordinal returns a column of small numbers, the smallest first.
-func ordinal[T any](title string, width int, of func(*T) int) column[T] {
-	return column[T]{title, width, true, func(v *T) string { return strconv.Itoa(of(v)) }, func(a, b *T) int { return cmp.Compare(of(a), of(b)) }}
+// render returns a line for the terminal.
+func (l line) render(width int, colors bool) string {
+	text := cut(command.Printable(l.text), width)
+	begin := sequences[l.style]
+	if !colors || begin == "" {
+		return text
+	}
+	if l.style == chosen {
+		text += strings.Repeat(" ", max(0, width-ansi.StringWidth(text)))
+	}
+	return begin + text + "\x1b[m"
 }
 
 var (
 	slotColumns = []column[api.LiveSlot]{
 		ordinal("SLOT", 4, func(s *api.LiveSlot) int { return s.Slot }),
-		text("STATE", 7, func(s *api.LiveSlot) string {
-			if s.PID == 0 {
-				return "empty"
-			}
-			if !s.Ready {
-				return "filling"
-			}
-			return s.State
-		}),
-		number("DEVICES", 7, func(s *api.LiveSlot) int { return s.Devices }, strconv.Itoa),
+		text("STATE", 7, stateOf),
+		number("DEVS", 5, func(s *api.LiveSlot) int { return s.Devices }, strconv.Itoa),
 		number("SESS", 5, func(s *api.LiveSlot) int { return s.Sessions }, strconv.Itoa),
-		number("DGRAM/s", 8, func(s *api.LiveSlot) float64 { return s.Datagrams }, rate),
-		number("BYTE/s", 7, func(s *api.LiveSlot) float64 { return s.Bytes }, rate),
-		number("REF/s", 6, func(s *api.LiveSlot) float64 { return s.Refused }, rate),
+		number("DGRAM/s", 7, func(s *api.LiveSlot) float64 { return s.Datagrams }, rate),
+		number("BYTE/s", 6, func(s *api.LiveSlot) float64 { return s.Bytes }, rate),
+		number("CONN/s", 6, func(s *api.LiveSlot) float64 { return s.Connections }, rate).from(100),
+		number("REF/s", 5, func(s *api.LiveSlot) float64 { return s.Refused }, rate),
 		number("DROP/s", 6, func(s *api.LiveSlot) float64 { return s.Drops }, rate),
 		number("QUEUE", 5, func(s *api.LiveSlot) float64 { return fill(s.Queued, s.QueueLimit) }, percent),
+		number("BACKLOG", 7, func(s *api.LiveSlot) uint64 { return s.Backlog }, count).from(100),
+		number("UNREAD", 6, func(s *api.LiveSlot) uint64 { return s.Unread }, count).from(100),
+		number("WAITING", 7, func(s *api.LiveSlot) uint64 { return s.Waiting }, count).from(110),
 		number("0WIN", 4, func(s *api.LiveSlot) int { return s.ZeroWindows }, strconv.Itoa),
-		text("MEMBER", 0, func(s *api.LiveSlot) string {
-			if s.PID == 0 {
-				return "-"
-			}
-			return fmt.Sprintf("%d %s", s.PID, s.Command)
-		}),
+		lagColumn(),
+		text("MEMBER", 0, memberOf),
 	}
 	deviceColumns = []column[api.LiveDevice]{
-		number("DGRAM/s", 8, func(d *api.LiveDevice) float64 { return d.Datagrams }, rate),
-		number("BYTE/s", 8, func(d *api.LiveDevice) float64 { return d.Bytes }, rate),
-		number("REF/s", 7, func(d *api.LiveDevice) float64 { return d.Refused }, rate),
+		number("DGRAM/s", 7, func(d *api.LiveDevice) float64 { return d.Datagrams }, rate),
+		number("BYTE/s", 6, func(d *api.LiveDevice) float64 { return d.Bytes }, rate),
+		number("REF/s", 5, func(d *api.LiveDevice) float64 { return d.Refused }, rate),
 		ordinal("SLOT", 4, func(d *api.LiveDevice) int { return d.Slot }),
 		number("SESS", 4, func(d *api.LiveDevice) int { return d.Sessions }, strconv.Itoa),
-		{"ADDRESS", 39, false, func(d *api.LiveDevice) string { return d.Address.String() }, func(a, b *api.LiveDevice) int { return a.Address.Compare(b.Address) }},
-		text("DEVICE", 0, func(d *api.LiveDevice) string {
-			marks := d.Device
-			if d.Pinned {
-				marks += " pinned"
-			}
-			if d.Split {
-				marks += " SPLIT"
-			}
-			return strings.TrimSpace(marks)
-		}),
+		{title: "ADDRESS", width: 26, cell: func(d *api.LiveDevice) string { return d.Address.String() },
+			compare: func(a, b *api.LiveDevice) int { return a.Address.Compare(b.Address) }},
+		text("DEVICE", 0, nameOf),
 	}
 	groupColumns = []column[api.LiveGroup]{
 		text("KIND", 5, func(g *api.LiveGroup) string { return g.Kind }),
-		number("RATE/s", 8, func(g *api.LiveGroup) float64 { return g.Rate }, rate),
-		number("OPEN", 6, func(g *api.LiveGroup) uint64 { return g.Connections }, func(n uint64) string { return strconv.FormatUint(n, 10) }),
+		number("RATE/s", 6, func(g *api.LiveGroup) float64 { return g.Rate }, rate),
+		number("OPEN", 5, func(g *api.LiveGroup) uint64 { return g.Connections }, count),
+		number("RETR/s", 6, func(g *api.LiveGroup) float64 { return g.Retransmits }, rate).from(100),
+		text("STAGE", 10, func(g *api.LiveGroup) string { return command.OrDash(g.Stage) }).from(100),
 		number("P50", 8, func(g *api.LiveGroup) int64 { return g.Median }, latency),
 		number("P99", 8, func(g *api.LiveGroup) int64 { return g.P99 }, latency),
-		text("CGROUP", 20, func(g *api.LiveGroup) string { return g.Cgroup }),
-		text("NAME", 0, func(g *api.LiveGroup) string { return g.Name }),
+		number("OLDEST", 8, func(g *api.LiveGroup) int64 { return orMinus(g.Oldest) }, age),
+		text("CGROUP", 16, func(g *api.LiveGroup) string { return command.Shorten(g.Cgroup, 16) }),
+		text("NAME", 0, func(g *api.LiveGroup) string {
+			if g.Problem != "" {
+				return strings.TrimSpace(g.Name + " PROBLEM: " + g.Problem)
+			}
+			return g.Name
+		}),
 	}
 	stuckColumns = []column[api.LiveSocket]{
-		number("IDLE", 7, func(s *api.LiveSocket) float64 { return s.Since }, func(s float64) string {
-			return (time.Duration(s*1000) * time.Millisecond).Round(100 * time.Millisecond).String()
-		}),
-		number("BYTES", 7, func(s *api.LiveSocket) uint64 { return s.Bytes }, func(n uint64) string { return rate(float64(n)) }),
+		number("IDLE", 7, func(s *api.LiveSocket) float64 { return s.Since }, seconds),
+		number("BYTES", 5, func(s *api.LiveSocket) uint64 { return s.Bytes }, count),
 		text("REASON", 11, func(s *api.LiveSocket) string { return s.Reason }),
 		number("PID", 7, func(s *api.LiveSocket) int { return s.PID }, strconv.Itoa),
-		text("REMOTE", 24, func(s *api.LiveSocket) string { return s.Remote.String() }),
+		text("REMOTE", 21, func(s *api.LiveSocket) string { return s.Remote.String() }),
 		text("LOCAL", 0, func(s *api.LiveSocket) string { return s.Local.String() }),
 	}
 )
 
-// rate returns a number with three digits and a unit, as in 12.3k.
+func slotTexts(s *api.LiveSlot) []string {
+	return []string{strconv.Itoa(s.Slot), stateOf(s), s.Command, strconv.Itoa(s.PID)}
+}
+
+func deviceTexts(d *api.LiveDevice) []string { return []string{d.Address.String(), nameOf(d)} }
+
+func groupTexts(g *api.LiveGroup) []string { return []string{g.Kind, g.Cgroup, g.Name, g.Stage} }
+
+func stuckTexts(s *api.LiveSocket) []string {
+	return []string{s.Service, s.Remote.String(), s.Local.String(), s.Reason, strconv.Itoa(s.PID)}
+}
+
+// slotMark marks slots that lose data or have no member.
+func slotMark(s *api.LiveSlot) style {
+	switch {
+	case s.Drops > 0 || s.ZeroWindows > 0 || s.Refused > 0:
+		return alarm
+	case stateOf(s) != "ready":
+		return warning
+	}
+	return plain
+}
+
+func deviceMark(d *api.LiveDevice) style {
+	if d.Split || d.Refused > 0 {
+		return alarm
+	}
+	return plain
+}
+
+func groupMark(g *api.LiveGroup) style {
+	if g.Problem != "" {
+		return alarm
+	}
+	return plain
+}
+
+// stateOf returns the state of a slot, or of its member if the slot is ready.
+func stateOf(s *api.LiveSlot) string {
+	switch {
+	case s.State != "ready", s.Ready:
+		return s.State
+	case s.Waiting > 0:
+		return "waits"
+	case s.PID == 0:
+		return "empty"
+	}
+	return "unready"
+}
+
+func memberOf(s *api.LiveSlot) string {
+	if s.PID == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%d %s", s.PID, s.Command)
+}
+
+// nameOf returns the name of a device with its marks.
+func nameOf(d *api.LiveDevice) string {
+	name := d.Device
+	if d.Pinned {
+		name += " pinned"
+	}
+	if d.Split {
+		name += " SPLIT"
+	}
+	return strings.TrimSpace(name)
+}
+
+// lagColumn returns the column of the reader lag, which is shown if a member is traced.
+func lagColumn() column[api.LiveSlot] {
+	c := number("LAG", 7, func(s *api.LiveSlot) int64 { return orMinus(s.ReaderLag) }, age)
+	c.used = func(rows []*api.LiveSlot) bool {
+		for _, s := range rows {
+			if s.ReaderLag != nil {
+				return true
+			}
+		}
+		return false
+	}
+	return c
+}
+
+// orMinus returns -1 for an unknown age.
+func orMinus(ns *int64) int64 {
+	if ns == nil {
+		return -1
+	}
+	return *ns
+}
+
+// rate returns a number with at most three digits, and a decimal unit, as in 1.2k.
 func rate(n float64) string {
-	units := []string{"", "k", "M", "G", "T"}
-	for _, unit := range units {
+	if n <= 0 {
+		return "0"
+	}
+	for _, unit := range []string{"", "k", "M", "G", "T"} {
 		switch {
-		case n == 0:
-			return "0"
 		case n < 9.95:
 			return strconv.FormatFloat(n, 'f', 1, 64) + unit
 		case n < 999.5:
@@ -121,6 +212,14 @@ func rate(n float64) string {
 		n /= 1000
 	}
 	return "huge"
+}
+
+// count returns a number, from 10,000 on as rate.
+func count(n uint64) string {
+	if n < 10_000 {
+		return strconv.FormatUint(n, 10)
+	}
+	return rate(float64(n))
 }
 
 func fill(used, limit uint64) float64 {
@@ -133,117 +232,144 @@ func fill(used, limit uint64) float64 {
 func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 0, 64) + "%" }
 
 func latency(ns int64) string {
-	switch d := time.Duration(ns); {
-	case d == 0:
+	if ns == 0 {
 		return "-"
-	case d < time.Millisecond:
-		return d.Round(time.Microsecond).String()
-	case d < time.Second:
-		return d.Round(10 * time.Microsecond).String()
-	default:
-		return d.Round(10 * time.Millisecond).String()
 	}
+	return command.Duration(time.Duration(ns))
 }
 
-// columns returns the titles of the current list.
-func (m *model) columns() (titles []string) {
-	add := func(title string) { titles = append(titles, title) }
-	switch m.view {
-	case slotsView:
-		for _, c := range slotColumns {
-			add(c.title)
-		}
-	case devicesView:
-		for _, c := range deviceColumns {
-			add(c.title)
-		}
-	case groupsView:
-		for _, c := range groupColumns {
-			add(c.title)
-		}
-	case stuckView:
-		for _, c := range stuckColumns {
-			add(c.title)
-		}
+// age returns a time in nanoseconds; a negative one is unknown.
+func age(ns int64) string {
+	if ns < 0 {
+		return "-"
 	}
-	return titles
+	return command.Duration(time.Duration(ns))
 }
 
-// rows returns the number of rows of a list that fit on the screen.
-func (m *model) rows() int { return max(1, m.height-5) }
+func seconds(s float64) string { return command.Duration(time.Duration(s * float64(time.Second))) }
 
-// View returns the screen.
+// View implements tea.Model.
 func (m *model) View() tea.View {
-	v := tea.NewView(m.screen())
+	lines := m.screen()
+	text := make([]string, len(lines))
+	for i, l := range lines {
+		text[i] = l.render(m.width, m.colors)
+	}
+	v := tea.NewView(strings.Join(text, "\n"))
 	v.AltScreen = true
-	v.WindowTitle = "sockeye top"
 	return v
 }
 
-// screen returns the lines of the screen, cut to its size.
-func (m *model) screen() string {
-	if m.width == 0 {
-		return ""
+// screen returns the lines of the screen: at most as many as it has. The last lines, with the question or the keys,
+// take precedence.
+func (m *model) screen() []line {
+	if m.width <= 0 || m.height <= 0 {
+		return nil
 	}
-	lines := []string{m.summary(), m.tabs()}
-	switch {
-	case m.frame == nil && m.ended != nil:
-		lines = append(lines, m.ended.Error())
-	case m.frame == nil:
-		lines = append(lines, "waiting for the agent")
-	case m.device != "":
-		lines = append(lines, m.page()...)
-	case m.view == slotsView:
-		lines = append(lines, table(m, slotsView, m.slots(), slotColumns)...)
-	case m.view == devicesView:
-		lines = append(lines, table(m, devicesView, m.devices(), deviceColumns)...)
-	case m.view == groupsView:
-		lines = append(lines, table(m, groupsView, m.groups(), groupColumns)...)
-	default:
-		lines = append(lines, table(m, stuckView, m.stuck(), stuckColumns)...)
+	top, bottom := m.top(), m.bottom()
+	bottom = bottom[max(0, len(bottom)-m.height):]
+	top = top[:min(len(top), m.height-len(bottom))]
+	height := m.height - len(top) - len(bottom)
+	lines := append(top, m.body(height)...)
+	lines = lines[:min(len(lines), m.height-len(bottom))]
+	for len(lines) < m.height-len(bottom) {
+		lines = append(lines, line{})
 	}
-	for len(lines) < m.height-1 {
-		lines = append(lines, "")
-	}
-	lines = append(lines[:max(0, min(len(lines), m.height-1))], m.bottom())
-	for i, line := range lines {
-		lines[i] = cut(line, m.width)
-	}
-	return strings.Join(lines, "\n")
+	return append(lines, bottom...)
 }
 
-func (m *model) summary() string {
-	s := m.shown()
-	if s == nil {
-		return "sockeye top"
+// rows returns the number of rows of a list that the screen has.
+func (m *model) rows() int { return max(1, m.height-len(m.top())-len(m.bottom())-1) }
+
+func (m *model) body(height int) []line {
+	switch {
+	case m.help:
+		return m.keys()
+	case m.frame == nil:
+		return []line{{"waiting for the agent", plain}}
+	case m.page != nil && m.page.device.IsValid():
+		return m.deviceLines()
+	case m.page != nil:
+		return m.slotLines()
 	}
-	ready, datagrams := 0, 0.0
-	for i := range s.Slots {
-		if s.Slots[i].Ready {
-			ready++
-		}
-		datagrams += s.Slots[i].Datagrams
-	}
-	words := []string{s.Name, fmt.Sprintf("%d of %d ready", ready, len(s.Slots)), command.Count(len(s.Devices)+s.Omitted, "device", "devices"),
-		rate(datagrams) + " datagrams/s", rate(s.Refused) + " refused/s"}
-	if s.Split > 0 {
-		words = append(words, command.Count(s.Split, "SPLIT device", "SPLIT devices"))
-	}
+	return m.table().lines(m.width, height, true)
+}
+
+// top returns the first lines: the service, the lists, and problems.
+func (m *model) top() []line {
+	lines := []line{m.summary(), m.tabs()}
 	if m.ended != nil {
-		words = append(words, "ENDED: "+m.ended.Error())
-	} else if m.paused {
+		lines = append(lines, line{"no agent, tried again each second: " + fault.Message(m.ended), alarm})
+	} else if m.replay == nil && m.frame != nil && m.now().Sub(m.arrived) >= staleTime {
+		lines = append(lines, line{fmt.Sprintf("the agent has sent nothing for %s", m.now().Sub(m.arrived).Round(time.Second)), alarm})
+	}
+	if m.frame != nil && m.frame.Problem != "" {
+		lines = append(lines, line{m.frame.Problem, alarm})
+	}
+	if s := m.shown(); s != nil && s.Problem != "" {
+		lines = append(lines, line{s.Name + ": " + s.Problem, alarm})
+	}
+	return lines
+}
+
+func (m *model) summary() line {
+	var words []string
+	look := plain
+	if m.replay != nil {
+		words = append(words, m.replay.describe())
+	}
+	if m.paused {
 		words = append(words, "PAUSED")
 	}
-	if m.replay {
-		words = append(words, "replay of")
+	if m.frame == nil {
+		return line{strings.Join(append(words, "sockeye top"), "  "), look}
 	}
-	return strings.Join(append(words, m.frame.Time.Local().Format(time.TimeOnly)), "  ")
+	at := m.frame.Time.In(m.now().Location())
+	if m.replay == nil || at.Format(time.DateOnly) == m.now().Format(time.DateOnly) {
+		words = append(words, at.Format(time.TimeOnly))
+	} else {
+		words = append(words, at.Format(time.DateTime))
+	}
+	s := m.shown()
+	switch {
+	case s != nil:
+		ready, datagrams := 0, 0.0
+		for i := range s.Slots {
+			if s.Slots[i].Ready {
+				ready++
+			}
+			datagrams += s.Slots[i].Datagrams
+		}
+		name := s.Name
+		if n := len(m.frame.Services); n > 1 {
+			name += fmt.Sprintf(" (of %d)", n)
+		}
+		words = append(words, name, fmt.Sprintf("%d of %d ready", ready, len(s.Slots)))
+		if s.Split > 0 {
+			words = append(words, command.Count(s.Split, "SPLIT device", "SPLIT devices"))
+			look = alarm
+		}
+		words = append(words, rate(datagrams)+" datagrams/s", rate(s.Refused)+" refused/s")
+	case m.service != "":
+		words = append(words, "no service "+m.service)
+	default:
+		words = append(words, "no services")
+	}
+	return line{strings.Join(words, "  "), look}
 }
 
-func (m *model) tabs() string {
+func (m *model) tabs() line {
+	var sizes [views]int
+	omitted := 0
+	if m.frame != nil {
+		if s := m.shown(); s != nil {
+			sizes[slotsView], sizes[devicesView], omitted = len(s.Slots), len(s.Devices)+s.Omitted, s.Omitted
+		}
+		sizes[groupsView], sizes[stuckView] = len(m.frame.Groups), len(m.frame.Stuck)
+	}
 	var words []string
 	for v, name := range viewNames {
-		word := fmt.Sprintf("%d %s", v+1, name)
+		word := fmt.Sprintf("%d %s (%d)", v+1, name, sizes[v])
 		if view(v) == m.view {
 			word = "[" + word + "]"
 		}
@@ -251,102 +377,180 @@ func (m *model) tabs() string {
 	}
 	if m.filter != "" || m.typing {
 		words = append(words, "filter: "+m.filter)
+	} else {
+		words = append(words, "sort: "+m.table().sorted())
 	}
-	return strings.Join(words, "  ")
+	if m.view == devicesView && omitted > 0 {
+		words = append(words, fmt.Sprintf("%d omitted", omitted))
+	}
+	return line{strings.Join(words, "  "), title}
 }
 
-func (m *model) bottom() string {
+// bottom returns the last lines: a question, or the keys.
+func (m *model) bottom() []line {
 	switch {
 	case m.prompt != nil:
-		return m.prompt.text + " " + m.prompt.typed + "_   esc: cancel"
+		var lines []line
+		for _, text := range wrap(command.Printable(m.prompt.text+" "+m.prompt.typed+"_"), m.width) {
+			lines = append(lines, line{text, title})
+		}
+		return append(lines, line{"enter: confirm  esc: cancel", plain})
 	case m.typing:
-		return "type to filter   enter: keep   esc: clear"
+		return []line{{"type to filter  enter: keep  esc: clear", title}}
+	case m.status != "" && m.failed:
+		return []line{{m.status, alarm}}
 	case m.status != "":
-		return m.status
+		return []line{{m.status, title}}
+	case m.help:
+		return []line{{"any key: back", plain}}
 	}
-	keys := "tab view  / filter  s sort  r reverse  enter device  d drain  m move  n service  space pause  q quit"
-	if m.width < len(keys) {
-		keys = "tab view / filter s sort enter device d drain m move space pause q quit"
+	hints := []string{"? keys", "q quit"}
+	switch {
+	case m.page != nil && m.replay != nil:
+		hints = []string{"? keys", "q back", "space play", "left/right step"}
+	case m.page != nil && m.page.device.IsValid():
+		hints = []string{"? keys", "q back", "m move", "space pause"}
+	case m.page != nil:
+		hints = []string{"? keys", "q back", "d drain or ready", "space pause"}
+	case m.replay != nil:
+		hints = append(hints, "space play", "left/right step", "+/- speed", "tab list", "/ filter", "s sort")
+	default:
+		hints = append(hints, "tab list", "/ filter", "s sort", "r reverse")
+		switch m.view {
+		case slotsView:
+			hints = append(hints, "enter page", "d drain")
+		case devicesView:
+			hints = append(hints, "enter page", "m move")
+		}
+		hints = append(hints, "space pause", "n service")
 	}
-	return keys
+	text := hints[0]
+	for _, hint := range hints[1:] {
+		if len(text)+2+len(hint) > m.width {
+			break
+		}
+		text += "  " + hint
+	}
+	return []line{{text, plain}}
 }
 
-// table returns the header and the visible rows of a list.
-func table[T any](m *model, v view, list []T, columns []column[T]) []string {
-	m.cursor[v] = max(0, min(m.cursor[v], len(list)-1))
-	first := max(0, min(m.cursor[v]-m.rows()/2, len(list)-m.rows()))
-	header := " "
-	for i, c := range columns {
-		title := c.title
-		if i == m.order[v]%len(columns) {
-			title += map[bool]string{false: "*", true: "^"}[m.reverse[v]]
+// wrap splits a text into lines of a width, at spaces where possible, because names have hyphens.
+func wrap(text string, width int) []string {
+	var lines []string
+	now := ""
+	for i, word := range strings.Split(text, " ") {
+		if i > 0 && ansi.StringWidth(now+" "+word) <= width {
+			now += " " + word
+			continue
 		}
-		header += pad(title, c.width, c.right) + " "
-	}
-	lines := []string{header}
-	for i := first; i < min(first+m.rows(), len(list)); i++ {
-		line := " "
-		if i == m.cursor[v] {
-			line = ">"
+		if i > 0 {
+			lines = append(lines, now)
 		}
-		for _, c := range columns {
-			line += pad(command.Printable(c.cell(&list[i])), c.width, c.right) + " "
-		}
-		lines = append(lines, line)
+		parts := strings.Split(ansi.Hardwrap(word, max(1, width), true), "\n")
+		lines, now = append(lines, parts[:len(parts)-1]...), parts[len(parts)-1]
 	}
-	if len(list) == 0 {
-		lines = append(lines, "  none")
+	return append(lines, now)
+}
+
+// keys returns the lines of the help.
+func (m *model) keys() []line {
+	lines := []line{{"KEY              ACTION", title}}
+	add := func(key, action string) { lines = append(lines, line{fmt.Sprintf("%-16s %s", key, action), plain}) }
+	add("tab, 1 to 4", "another list")
+	add("up, down, k, j", "move the cursor; also by pgup, pgdown, home, end, g, G")
+	add("s, S", "sort by the next or previous column")
+	add("r", "reverse the order")
+	add("/", "filter by a text")
+	add("enter", "page of the slot or the device, with its events")
+	add("n", "next service")
+	if m.replay != nil {
+		add("space", "play or pause")
+		add("left, right", "one frame back or forth")
+		add("b, e", "begin or end of the recording")
+		add("+, -", "faster or slower")
+	} else {
+		add("space", "pause or continue")
+		add("d", "drain the slot, or make it ready; asks for its number")
+		add("m", "move the device to a slot; asks for its name")
 	}
+	add("q, esc", "back; q in a list: quit")
+	add("ctrl+z, ctrl+c", "suspend, quit")
 	return lines
 }
 
-// pad brings a text to a width; 0 leaves the text as it is.
-func pad(s string, width int, right bool) string {
-	n := len([]rune(s))
-	switch {
-	case width == 0 || n == width:
-		return s
-	case n > width:
-		return cut(s, width)
-	case right:
-		return strings.Repeat(" ", width-n) + s
+// slotLines returns the page of a slot.
+func (m *model) slotLines() []line {
+	s := m.slotOfPage()
+	if s == nil {
+		return []line{{fmt.Sprintf("there is no slot %d", m.page.slot), plain}}
 	}
-	return s + strings.Repeat(" ", width-n)
+	lines := []line{
+		{fmt.Sprintf("slot          %d of %s, %s", s.Slot, m.page.service, stateOf(s)), title},
+		{"member        " + memberOf(s), plain},
+		{"cgroup        " + command.OrDash(s.Cgroup), plain},
+		{fmt.Sprintf("load          %s, %s", command.Count(s.Devices, "device", "devices"), command.Count(s.Sessions, "session", "sessions")), plain},
+		{fmt.Sprintf("per second    %s datagrams, %s bytes, %s connections", rate(s.Datagrams), rate(s.Bytes), rate(s.Connections)), plain},
+		{fmt.Sprintf("lost          %s refused/s, %s dropped/s", rate(s.Refused), rate(s.Drops)), plain},
+		{fmt.Sprintf("queued        %s of %s, %s unread, backlog %d", command.Bytes(s.Queued), command.Bytes(s.QueueLimit), command.Bytes(s.Unread), s.Backlog), plain},
+		{"waiting room  " + command.Count(s.Waiting, "datagram", "datagrams"), plain},
+		{fmt.Sprintf("zero windows  %d", s.ZeroWindows), plain},
+	}
+	if s.ReaderLag != nil {
+		lines = append(lines, line{"reader lag    " + age(*s.ReaderLag), plain})
+	}
+	return append(lines, m.eventLines()...)
 }
 
-// cut cuts a text to a width in columns.
-func cut(s string, width int) string {
-	r := []rune(s)
-	if len(r) <= width {
-		return s
-	}
-	if width < 2 {
-		return string(r[:max(0, width)])
-	}
-	return string(r[:width-1]) + "…"
-}
-
-// page returns the page of a device.
-func (m *model) page() []string {
-	d := m.selectedDevice()
+// deviceLines returns the page of a device.
+func (m *model) deviceLines() []line {
+	d, s := m.deviceOfPage(), m.shown()
 	if d == nil {
-		return []string{m.device + " sends nothing now"}
+		return append([]line{{m.page.device.String() + " is not in the list: it has been silent for 10 minutes, or the list is too long", plain}}, m.eventLines()...)
 	}
-	lines := []string{
-		fmt.Sprintf("device   %s %s", d.Address, d.Device),
-		fmt.Sprintf("slot     %d", d.Slot),
-		fmt.Sprintf("rates    %s datagrams/s, %s bytes/s, %s refused/s", rate(d.Datagrams), rate(d.Bytes), rate(d.Refused)),
-		fmt.Sprintf("sessions %d", d.Sessions),
-		"last     " + d.LastSeen.Local().Format(time.TimeOnly),
-		"", "events",
+	look := title
+	if d.Split {
+		look = alarm
 	}
-	if s := m.shown(); d.Slot < len(s.Slots) {
-		v := s.Slots[d.Slot]
-		lines[1] = fmt.Sprintf("slot     %d, %s, member %d %s", d.Slot, v.State, v.PID, command.Printable(v.Command))
+	at := fmt.Sprintf("slot        %d", d.Slot)
+	if v := slotOf(s, d.Slot); v != nil {
+		at += fmt.Sprintf(", %s, member %s", stateOf(v), memberOf(v))
 	}
-	for i := range m.events {
-		e := &m.events[len(m.events)-1-i]
-		lines = append(lines, "  "+e.Time.Local().Format(time.DateTime)+"  "+command.Printable(e.Text))
+	seen := "-"
+	if !d.LastSeen.IsZero() {
+		seen = d.LastSeen.In(m.now().Location()).Format(time.DateTime)
+	}
+	lines := []line{
+		{fmt.Sprintf("device      %s %s", d.Address, nameOf(d)), look},
+		{at, plain},
+		{fmt.Sprintf("per second  %s datagrams, %s bytes, %s refused", rate(d.Datagrams), rate(d.Bytes), rate(d.Refused)), plain},
+		{fmt.Sprintf("sessions    %d", d.Sessions), plain},
+		{"last seen   " + seen, plain},
+	}
+	return append(lines, m.eventLines()...)
+}
+
+// eventLines returns the events of the page until the shown frame, the newest first.
+func (m *model) eventLines() []line {
+	lines := []line{{}, {"events", title}}
+	if m.page.problem != nil {
+		return append(lines, line{"  " + fault.Message(m.page.problem), alarm})
+	}
+	for i := len(m.page.events) - 1; i >= 0; i-- {
+		e := &m.page.events[i]
+		if m.replay != nil && e.Time.After(m.frame.Time) {
+			continue
+		}
+		look := plain
+		switch e.Level {
+		case "warning":
+			look = warning
+		case "error":
+			look = alarm
+		}
+		lines = append(lines, line{"  " + e.Time.In(m.now().Location()).Format(time.DateTime) + "  " + e.Text, look})
+	}
+	if len(lines) == 2 {
+		lines = append(lines, line{"  none", plain})
 	}
 	return lines
 }
