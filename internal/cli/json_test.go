@@ -58,6 +58,7 @@ var answers = []struct {
 	{"bigtcp revert", bigtcpcmd.Reverted{}},
 	{"bigtcp verify", verify.Report{}},
 	{"sockets", socketscmd.Shown{}},
+	{"top", api.Frame{}},
 	{"register, unregister", api.Membership{}},
 	{"doctor", []doctor.Finding{}},
 	{"version", version{}},
@@ -186,7 +187,7 @@ func TestJSONAnswers(t *testing.T) {
 	for _, a := range answers {
 		var args [][]string
 		switch a.Command {
-		case "status", "slots", "devices", "moves", "version":
+		case "status", "slots", "devices", "moves", "top", "version":
 			args = [][]string{{a.Command}}
 		case "where":
 			args = [][]string{{"where", "127.0.0.1", "::1"}, {"where", "--offline", "--pins", h.pins, "127.0.0.1"}, {"where", "--slots", "3", "--nonce", "7", "127.0.0.1"}}

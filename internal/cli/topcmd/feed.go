@@ -34,7 +34,8 @@ var errEnded = errors.New("the agent has ended")
 // feed gets frames from the agent.
 type feed struct {
 	client   *api.Client
-	replay   string // duration of the replay; "": live
+	replay   string        // duration of the replay; "": live
+	retry    time.Duration // between two attempts to connect to an agent
 	messages chan tea.Msg
 }
 
@@ -93,7 +94,7 @@ func (f *feed) run(ctx context.Context, stream *api.Stream, first *api.Frame) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(retryInterval):
+		case <-time.After(f.retry):
 		}
 		if stream, err = f.open(ctx); err == nil {
 			err = f.frames(ctx, stream)

@@ -105,7 +105,7 @@ func (c *commands) top(ctx context.Context, o options) error {
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	f := &feed{client: c.Client(), replay: o.replay, messages: make(chan tea.Msg)}
+	f := &feed{client: c.Client(), replay: o.replay, retry: retryInterval, messages: make(chan tea.Msg)}
 	stream, first, err := f.begin(ctx, o.once)
 	if err != nil {
 		return err
