@@ -20,6 +20,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
 	"sockeye/internal/fault"
 )
 
@@ -78,7 +79,7 @@ one state as JSON. Colors are omitted if NO_COLOR is set.`,
 		if len(args) > 0 {
 			o.replay = args[0]
 		}
-		if o.replay != "" {
+		if cmd.Flags().Changed("replay") {
 			if d, err := time.ParseDuration(o.replay); err != nil || d <= 0 {
 				return fault.Usage(fmt.Errorf("--replay is %q", o.replay), command.IntervalHint)
 			}
@@ -167,9 +168,11 @@ func hasService(f *api.Frame, name string) error {
 	for i := range f.Services {
 		names = append(names, f.Services[i].Name)
 	}
-	hint := "there are no services"
-	if len(names) > 0 {
-		hint = "one of " + strings.Join(names, ", ")
+	hint := "the policy has no services"
+	if near := config.Nearest(name, names); near != "" {
+		hint = fmt.Sprintf("did you mean %s?", near)
+	} else if len(names) > 0 {
+		hint = "the policy has " + strings.Join(names, ", ")
 	}
 	return fault.Usage(fmt.Errorf("there is no service %q", name), hint)
 }
