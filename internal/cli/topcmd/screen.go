@@ -58,13 +58,13 @@ var (
 		number("SESS", 5, func(s *api.LiveSlot) int { return s.Sessions }, strconv.Itoa),
 		number("DGRAM/s", 7, func(s *api.LiveSlot) float64 { return s.Datagrams }, rate),
 		number("BYTE/s", 6, func(s *api.LiveSlot) float64 { return s.Bytes }, rate),
-		number("CONN/s", 6, func(s *api.LiveSlot) float64 { return s.Connections }, rate).from(100),
+		number("CONN/s", 6, func(s *api.LiveSlot) float64 { return s.Connections }, rate).from(120),
 		number("REF/s", 5, func(s *api.LiveSlot) float64 { return s.Refused }, rate),
 		number("DROP/s", 6, func(s *api.LiveSlot) float64 { return s.Drops }, rate),
 		number("QUEUE", 5, func(s *api.LiveSlot) float64 { return fill(s.Queued, s.QueueLimit) }, percent),
-		number("BACKLOG", 7, func(s *api.LiveSlot) uint64 { return s.Backlog }, count).from(100),
-		number("UNREAD", 6, func(s *api.LiveSlot) uint64 { return s.Unread }, count).from(100),
-		number("WAITING", 7, func(s *api.LiveSlot) uint64 { return s.Waiting }, count).from(110),
+		number("BACKLOG", 7, func(s *api.LiveSlot) uint64 { return s.Backlog }, count).from(120),
+		number("UNREAD", 6, func(s *api.LiveSlot) uint64 { return s.Unread }, count).from(120),
+		number("WAITING", 7, func(s *api.LiveSlot) uint64 { return s.Waiting }, count).from(130),
 		number("0WIN", 4, func(s *api.LiveSlot) int { return s.ZeroWindows }, strconv.Itoa),
 		lagColumn(),
 		text("MEMBER", 0, memberOf),
@@ -456,7 +456,7 @@ func wrap(text string, width int) []string {
 func (m *model) keys() []line {
 	lines := []line{{"KEY              ACTION", title}}
 	add := func(key, action string) { lines = append(lines, line{fmt.Sprintf("%-16s %s", key, action), plain}) }
-	add("tab, 1 to 4", "another list")
+	add("tab, 1-4", "another list")
 	add("up, down, k, j", "move the cursor; also by pgup, pgdown, home, end, g, G")
 	add("s, S", "sort by the next or previous column")
 	add("r", "reverse the order")
