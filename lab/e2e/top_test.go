@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"net/netip"
 	"os"
@@ -399,4 +400,52 @@ func TestTopCounts(t *testing.T) {
 			t.Errorf("the devices have sent %v datagrams, want %d", devices, sent)
 		}
 	})
+}
+
+// TestTopStuck checks that a member that does not read has closed windows, and that the connections are listed.
+func TestTopStuck(t *testing.T) {
+	h := up(t, config.Reuseport, 2)
+	home := h.homes(2)
+	device := addresses(1)[0]
+	open := h.connectAll([]netip.Addr{device})[device]
+	slot := home(device)
+	h.hang(slot)
+	written := make(chan error, 1)
+	go func() {
+		_, err := open.Write(make([]byte, 64<<20)) // more than both buffers
+		written <- err
+	}()
+	s := h.top(140, 24, nil)
+	h.on(s, "4 stuck (1)")
+	h.must(open.SetWriteDeadline(time.Now()))
+	if err := <-written; !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatal(err)
+	}
+	const zeroWindows = 13 // the column, at this width
+	if got := row(s.text(), slot); got == nil || got[3] != "1" || got[zeroWindows] != "1" {
+		t.Errorf("%q", got)
+	}
+	if got := row(s.text(), 1-slot); got == nil || got[3] != "0" || got[zeroWindows] != "0" {
+		t.Errorf("%q", got)
+	}
+	s.keys("4")
+	h.on(s, "[4 stuck (1)]", "zero_window", device.String(), fmt.Sprint(h.members[slot].Pid()))
+	var frame api.Frame
+	h.show(&frame, "top")
+	v := frame.Services[0].Slots[slot]
+	if len(frame.Stuck) != 1 || v.ZeroWindows != 1 || frame.Services[0].Slots[1-slot].ZeroWindows != 0 || frame.Stuck[0].Bytes != v.Unread || v.Unread < 4096 || frame.Stuck[0].Remote.Addr() != device {
+		t.Errorf("%+v, %+v", v, frame.Stuck)
+	}
+	s.keys("1")
+	h.on(s, "[1 slots (2)]")
+	s.keys("/receiver-" + fmt.Sprint(slot) + "\r")
+	h.on(s, "s sort")
+	s.keys("\r")
+	h.on(s, "zero windows  1")
+	// A member that reads again, and whose answers the device reads, is not listed.
+	go func() { _, _ = io.Copy(io.Discard, open) }()
+	h.must(h.members[slot].Signal(unix.SIGCONT))
+	h.on(s, "zero windows  0", "4 stuck (0)")
+	s.keys("\x03")
+	h.ends(s)
 }
