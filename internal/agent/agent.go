@@ -530,7 +530,7 @@ func (a *Agent) neededCapabilities(policy *config.Policy) []rights.Need {
 	for _, d := range a.domains {
 		all = append(all, d.Needs(policy)...)
 	}
-	return rights.FirstNeeds(append(all, rights.MetricsNeeds(policy)...))
+	return rights.FirstNeeds(append(all, rights.EndpointNeeds(policy)...))
 }
 
 // warnOfMissingCapabilities logs the capabilities that the policy needs and this process lacks.

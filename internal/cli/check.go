@@ -156,6 +156,9 @@ func contents(policy *config.Policy) string {
 	if policy.Metrics != (config.Metrics{}) {
 		parts = append(parts, "metrics")
 	}
+	if policy.UI.Listen != "" {
+		parts = append(parts, "web page")
+	}
 	if parts == nil {
 		return "without services and rules"
 	}

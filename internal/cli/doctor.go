@@ -119,7 +119,7 @@ func examineRights(policy *config.Policy, pid int) []doctor.Finding {
 // needsOf lists the capabilities that a policy needs beyond those of the unit, without duplicates.
 func needsOf(policy *config.Policy) []rights.Need {
 	var all []rights.Need
-	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, tune.Needs, trace.Needs, bigtcp.Needs, rights.MetricsNeeds} {
+	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, tune.Needs, trace.Needs, bigtcp.Needs, rights.EndpointNeeds} {
 		all = append(all, needs(policy)...)
 	}
 	return rights.FirstNeeds(all)

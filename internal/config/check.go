@@ -26,6 +26,37 @@ func (d *decoder) check(p *Policy) {
 	d.checkTune(p)
 	d.checkTrace(p)
 	d.checkBigTCP(p)
+	d.checkUI(p)
+}
+
+// checkUI checks that only users of this host see the page without TLS and without authentication.
+func (d *decoder) checkUI(p *Policy) {
+	u := &p.UI
+	if u.Listen == "" {
+		return
+	}
+	if u.SocketPath() != "" {
+		if u.TLS != (UITLS{}) {
+			d.refuseAt("ui.tls", "does not go with a Unix socket", "let the proxy in front of the socket do TLS")
+		}
+		return
+	}
+	at, err := netip.ParseAddrPort(u.Listen)
+	if err != nil {
+		return // refused before
+	}
+	if m := p.Metrics.Listen; m == u.Listen {
+		d.refuseAt("ui.listen", "is the address of metrics.listen", "use another port")
+	}
+	if at.Addr().IsLoopback() {
+		return
+	}
+	if !d.given("ui.tls") {
+		d.refuseAt("ui.listen", "needs tls, because "+at.Addr().String()+" is not a loopback address", "add tls: {cert: FILE, key: FILE}, or listen on 127.0.0.1")
+	}
+	if !d.given("ui.tls.client_ca") && !d.given("ui.token_file") {
+		d.refuseAt("ui.listen", "needs token_file or tls.client_ca, because "+at.Addr().String()+" is not a loopback address", "add token_file: FILE with a token (openssl rand -hex 32), or listen on 127.0.0.1")
+	}
 }
 
 // checkSlotsAs checks that two services with shared slots place each device in the same slot at all times.

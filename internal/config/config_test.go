@@ -51,6 +51,7 @@ services:
     slots: 1
     listeners: [{protocol: tcp, address: "[fd00::1]:1790"}]
 metrics: {listen: "127.0.0.1:9732", otlp: {endpoint: "https://collector.example.net:4318", interval: 1m, headers_file: headers, ca: /etc/ssl/ca.pem}}
+ui: {listen: "[2001:db8::1]:9733", tls: {cert: /etc/ui.pem, key: /etc/ui.key, client_ca: /etc/ca.pem}, token_file: /etc/token}
 `
 
 // minimal is the shortest policy; what a test appends to it is a key of the
@@ -105,6 +106,7 @@ func TestParse(t *testing.T) {
 		}},
 		Metrics: Metrics{Listen: "127.0.0.1:9732", OTLP: &OTLP{Endpoint: "https://collector.example.net:4318/v1/metrics",
 			Interval: 60_000_000, HeadersFile: "/etc/sockeye/headers", CA: "/etc/ssl/ca.pem"}},
+		UI:      UI{Listen: "[2001:db8::1]:9733", TLS: UITLS{Cert: "/etc/ui.pem", Key: "/etc/ui.key", ClientCA: "/etc/ca.pem"}, TokenFile: "/etc/token"},
 	}
 	got.file, got.places = "", nil
 	if !reflect.DeepEqual(got, want) {

@@ -49,6 +49,8 @@ func formOf(name string) form {
 		})}
 	case "otlp_endpoint":
 		return form{schema{Type: "string", Pattern: "^https?://[^/?#@]+(/[^?#]*)?$"}, textForm(parseCollector)}
+	case "ui_listen":
+		return form{text, textForm(parseUIListen)}
 	case "ports":
 		return form{schema{OneOf: []schema{
 			{Type: "integer", Minimum: new(1), Maximum: new(65535)},
@@ -144,6 +146,27 @@ func parseCollector(s string) (x any, message, hint string) {
 		u.Path = "/v1/metrics"
 	}
 	return u.String(), "", ""
+}
+
+// unixPrefix begins the address of a Unix socket.
+const unixPrefix = "unix:"
+
+// maxSocketPath is the longest path of a Unix socket in bytes (unix(7)).
+const maxSocketPath = 107
+
+// parseUIListen parses an IP:port, or unix: and a path.
+func parseUIListen(s string) (x any, message, hint string) {
+	path, ok := strings.CutPrefix(s, unixPrefix)
+	switch {
+	case !ok:
+		addr, message, hint := parseAddress(s)
+		return addr.String(), message, hint
+	case !filepath.IsAbs(path) || filepath.Clean(path) == "/":
+		return nil, "must have an absolute path after unix:, is " + strconv.Quote(s), "write unix:/run/sockeye/ui.sock"
+	case len(filepath.Clean(path)) > maxSocketPath:
+		return nil, fmt.Sprintf("must have a path of at most %d bytes, has %d", maxSocketPath, len(filepath.Clean(path))), ""
+	}
+	return unixPrefix + filepath.Clean(path), "", ""
 }
 
 // badPort matches an address with a port of 5 or more digits, for the message when netip.ParseAddrPort fails.

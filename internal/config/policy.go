@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"reflect"
 	"regexp"
+	"strings"
 	"time"
 )
 
@@ -27,6 +28,7 @@ type Policy struct {
 	// BigTCP is in the order of the file.
 	BigTCP  []BigTCPRule `yaml:"bigtcp" min:"0" max:"64" doc:"Rules for the maximum packet size of network interfaces (BIG TCP). The first matching rule of a network namespace applies."`
 	Metrics Metrics      `yaml:"metrics" min:"1" doc:"Where metrics are served or sent; nowhere by default."`
+	UI      UI           `yaml:"ui" doc:"The web page; none by default."`
 	Events  Events       `yaml:"events" doc:"The record of events."`
 
 	file   string              `yaml:"-"`
@@ -67,6 +69,31 @@ type OTLP struct {
 	// HeadersFile and CA are absolute paths, or "" for none.
 	HeadersFile string `yaml:"headers_file" form:"file" doc:"File with HTTP headers for the collector, such as credentials, one a line as Name: value, with # comments; relative to the policy file. Only its owner may have access to the file."`
 	CA          string `yaml:"ca" form:"file" doc:"File with the certificates, in PEM, of the authorities that may sign the certificate of the collector; those of the host by default; relative to the policy file."`
+}
+
+// UI is the web page.
+type UI struct {
+	// Listen is a literal IP:port, or unix: and an absolute path, or "" for no page.
+	Listen string `yaml:"listen" required:"true" form:"ui_listen" doc:"The address of the web page: a literal IP:port, or unix:/path for a Unix socket that a proxy connects to."`
+	TLS    UITLS  `yaml:"tls" doc:"TLS of the web page; required unless the address is a loopback address or a Unix socket."`
+	// TokenFile is an absolute path, or "" for no token.
+	TokenFile string `yaml:"token_file" form:"file" doc:"A file with a token of at least 32 characters, which users enter to see the page; relative to the policy file. The page needs a token or client certificates unless the address is a loopback address or a Unix socket."`
+}
+
+// UITLS has the files of TLS as absolute paths. Cert is "" without TLS.
+type UITLS struct {
+	Cert     string `yaml:"cert" required:"true" form:"file" doc:"The certificate and its chain, in PEM; relative to the policy file."`
+	Key      string `yaml:"key" required:"true" form:"file" doc:"The key of the certificate, in PEM; relative to the policy file."`
+	ClientCA string `yaml:"client_ca" form:"file" doc:"The certificates that sign client certificates, in PEM; relative to the policy file. With this key, a browser needs a client certificate."`
+}
+
+// SocketPath returns the path of the Unix socket, or "" for a TCP address.
+func (u *UI) SocketPath() string {
+	path, ok := strings.CutPrefix(u.Listen, unixPrefix)
+	if !ok {
+		return ""
+	}
+	return path
 }
 
 // DefaultEventsSize is the default of Events.Size.

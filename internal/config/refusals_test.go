@@ -40,7 +40,7 @@ x: *m
 `, `
 p.yaml:2:10: metrics: anchors are not supported
 p.yaml:3:1: x: unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics, events`},
+  hint: known keys: services, tune, trace, bigtcp, metrics, ui, events`},
 	{"alias in use", minimal + `    user: &u a
     netns: *u
 `, `
@@ -65,12 +65,12 @@ p.yaml:5:5: services.t.sterring: unknown key
 colour: []
 `, `
 p.yaml:2:1: colour: unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics, events`},
+  hint: known keys: services, tune, trace, bigtcp, metrics, ui, events`},
 	{"unknown key, long", `services: {}
 kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk: 1
 `, `
 p.yaml:2:1: "kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...": unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics, events`},
+  hint: known keys: services, tune, trace, bigtcp, metrics, ui, events`},
 	{"duplicate key", minimal + "    slots: 5\n", `
 p.yaml:5:5: services.t.slots: is given twice, first in line 3`},
 	{"duplicate service", `services:
@@ -315,6 +315,38 @@ metrics: {listen: ':9732'}
 `, `
 p.yaml:2:19: metrics.listen: must be a literal IP:port, is ":9732"
   hint: write [::]:9732 for all addresses`},
+	{"web page", `services: {}
+metrics: {listen: '127.0.0.1:9732'}
+ui: {listen: '127.0.0.1:9732'}
+`, `
+p.yaml:3:14: ui.listen: is the address of metrics.listen
+  hint: use another port`},
+	{"web page for other hosts", `services: {}
+ui: {listen: '[::]:9733'}
+`, `
+p.yaml:2:14: ui.listen: needs tls, because :: is not a loopback address
+  hint: add tls: {cert: FILE, key: FILE}, or listen on 127.0.0.1
+p.yaml:2:14: ui.listen: needs token_file or tls.client_ca, because :: is not a loopback address
+  hint: add token_file: FILE with a token (openssl rand -hex 32), or listen on 127.0.0.1`},
+	{"web page for everybody", `services: {}
+ui: {listen: '192.0.2.1:9733', tls: {cert: c.pem, key: k.pem}}
+`, `
+p.yaml:2:14: ui.listen: needs token_file or tls.client_ca, because 192.0.2.1 is not a loopback address
+  hint: add token_file: FILE with a token (openssl rand -hex 32), or listen on 127.0.0.1`},
+	{"web page without a key", `services: {}
+ui: {listen: '127.0.0.1:9733', tls: {cert: c.pem}}
+`, `
+p.yaml:2:32: ui.tls.key: is missing`},
+	{"web page at a relative socket", `services: {}
+ui: {listen: 'unix:ui.sock', tls: {cert: c.pem, key: k.pem}}
+`, `
+p.yaml:2:14: ui.listen: must have an absolute path after unix:, is "unix:ui.sock"
+  hint: write unix:/run/sockeye/ui.sock`},
+	{"web page at a socket with TLS", `services: {}
+ui: {listen: 'unix:/run/ui.sock', tls: {cert: c.pem, key: k.pem}}
+`, `
+p.yaml:2:40: ui.tls: does not go with a Unix socket
+  hint: let the proxy in front of the socket do TLS`},
 	{"duplicate listener", `services:
   t:
     slots: 1

@@ -114,10 +114,13 @@ func Of(pid int) (permitted, bounding uint64, err error) {
 	return permitted, bounding, lines.Err()
 }
 
-// MetricsNeeds lists the capabilities that the metrics of a policy need beyond those of the unit.
-func MetricsNeeds(policy *config.Policy) []Need {
-	if at, err := netip.ParseAddrPort(policy.Metrics.Listen); err == nil && at.Port() < FirstUnprivilegedPort() {
-		return []Need{{NetBindService, "metrics on " + policy.Metrics.Listen}}
+// EndpointNeeds lists the capabilities that the metrics and the web page of a policy need beyond those of the unit.
+func EndpointNeeds(policy *config.Policy) []Need {
+	var needs []Need
+	for _, e := range []struct{ name, listen string }{{"metrics", policy.Metrics.Listen}, {"web page", policy.UI.Listen}} {
+		if at, err := netip.ParseAddrPort(e.listen); err == nil && at.Port() < FirstUnprivilegedPort() {
+			needs = append(needs, Need{NetBindService, e.name + " on " + e.listen})
+		}
 	}
-	return nil
+	return needs
 }
