@@ -17,7 +17,7 @@ import (
 
 	"sockeye/bench/harness"
 	bigtcp "sockeye/internal/bigtcp/bench"
-	"sockeye/lab/plot"
+	"sockeye/internal/chart"
 )
 
 const command = "bigtcp"
@@ -192,8 +192,8 @@ func (r *report) Figures() any {
 }
 
 // chart draws the reported setup, off and on, and the ratios of the other setups.
-func (r *report) chart() plot.Chart {
-	chart := plot.Chart{Title: "BIG TCP off and on, two namespaces on a bridge, both on one CPU", Legend: []string{"off", "on"}}
+func (r *report) chart() chart.Chart {
+	drawing := chart.Chart{Title: "BIG TCP off and on, two namespaces on a bridge, both on one CPU", Legend: []string{"off", "on"}}
 	for _, m := range []struct{ row, title, verb string }{
 		{"rr_rate", "Transactions per second, request and response of 80000 bytes", "%.0f"},
 		{"rr_min", "Latency, minimum, µs", "%.1f"},
@@ -202,7 +202,7 @@ func (r *report) chart() plot.Chart {
 		{"stream_rate", "Stream, Gbit/s", "%.1f"},
 		{"stream_cpu_gb", "CPU of a stream, both ends, s/GB", "%.3f"},
 	} {
-		p := plot.Panel{Title: m.title}
+		p := chart.Panel{Title: m.title}
 		for _, family := range bigtcp.Families {
 			row, ok := r.Setups[0].Row(family, m.row)
 			if !ok {
@@ -210,27 +210,27 @@ func (r *report) chart() plot.Chart {
 			}
 			name := families[family]
 			p.Bars = append(p.Bars,
-				plot.Bar{Label: name + ", off", Note: fmt.Sprintf(m.verb, row.Off), Parts: []float64{row.Off}},
-				plot.Bar{Label: name + ", on", Note: fmt.Sprintf(m.verb+" (× %.2f)", row.On, row.Ratio), Parts: []float64{0, row.On}})
+				chart.Bar{Label: name + ", off", Note: fmt.Sprintf(m.verb, row.Off), Parts: []float64{row.Off}},
+				chart.Bar{Label: name + ", on", Note: fmt.Sprintf(m.verb+" (× %.2f)", row.On, row.Ratio), Parts: []float64{0, row.On}})
 		}
-		chart.Panels = append(chart.Panels, p)
+		drawing.Panels = append(drawing.Panels, p)
 	}
 	for _, m := range []struct{ row, title string }{
 		{"rr_rate", "Transactions, ratio of on to off by path"}, {"stream_rate", "Stream, ratio of on to off by path"},
 	} {
-		p := plot.Panel{Title: m.title}
+		p := chart.Panel{Title: m.title}
 		for i, s := range setups {
 			for _, family := range bigtcp.Families {
 				row, ok := r.Setups[i].Row(family, m.row)
 				if ok {
-					p.Bars = append(p.Bars, plot.Bar{Label: s.title + ", " + families[family], Note: ratioText(row), Parts: []float64{0, row.Ratio}})
+					p.Bars = append(p.Bars, chart.Bar{Label: s.title + ", " + families[family], Note: ratioText(row), Parts: []float64{0, row.Ratio}})
 				}
 			}
 		}
-		chart.Panels = append(chart.Panels, p)
+		drawing.Panels = append(drawing.Panels, p)
 	}
-	return chart
+	return drawing
 }
 
 // Charts implements harness.Report.
-func (r *report) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }
+func (r *report) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }

@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"sockeye/bench/harness"
-	"sockeye/lab/plot"
+	"sockeye/internal/chart"
 )
 
 type report struct {
@@ -213,8 +213,8 @@ func (r *report) Figures() any {
 }
 
 // chart draws the devices that changes split.
-func (r *report) chart() plot.Chart {
-	chart := plot.Chart{
+func (r *report) chart() chart.Chart {
+	drawing := chart.Chart{
 		Title:  "Devices whose datagrams and session are at two members",
 		Legend: []string{fmt.Sprintf("for longer than %.0f ms", inMS(splitLimit)), "for less"},
 	}
@@ -222,52 +222,52 @@ func (r *report) chart() plot.Chart {
 		if s.restarts {
 			continue
 		}
-		p := plot.Panel{Title: s.name + ": " + s.title, Most: float64(r.Options.Devices)}
+		p := chart.Panel{Title: s.name + ": " + s.title, Most: float64(r.Options.Devices)}
 		for _, a := range arms {
 			o := r.outcome(s.name, a.name)
 			if o.Rounds == 0 {
 				continue
 			}
-			p.Bars = append(p.Bars, plot.Bar{
+			p.Bars = append(p.Bars, chart.Bar{
 				Label: a.title, Note: fmt.Sprintf("%d of %d, up to %.0f ms; %d lost", o.Split, r.Options.Devices, o.SplitMS, o.Lost),
 				Parts: []float64{float64(o.Split), float64(o.SplitEver - o.Split)},
 			})
 		}
 		if len(p.Bars) > 0 {
-			chart.Panels = append(chart.Panels, p)
+			drawing.Panels = append(drawing.Panels, p)
 		}
 	}
-	return chart
+	return drawing
 }
 
 // memoryChart draws the queues of members.
-func (r *report) memoryChart() plot.Chart {
-	chart := plot.Chart{Title: "Largest queue of a member while devices send their initial dumps, MB"}
+func (r *report) memoryChart() chart.Chart {
+	drawing := chart.Chart{Title: "Largest queue of a member while devices send their initial dumps, MB"}
 	for _, x := range []struct {
 		title string
 		of    func(memory) peak
 	}{{"all members start", func(m memory) peak { return m.Cold }}, {"a slot is added", func(m memory) peak { return m.Move }}} {
-		p := plot.Panel{Title: x.title}
+		p := chart.Panel{Title: x.title}
 		for _, m := range r.memory {
 			k := x.of(m)
-			p.Bars = append(p.Bars, plot.Bar{
+			p.Bars = append(p.Bars, chart.Bar{
 				Label: memoryTitle(m.Arm), Note: fmt.Sprintf("%.1f MB, resident %.1f MB", float64(k.Queue)/megabyte, float64(k.Memory)/megabyte),
 				Parts: []float64{float64(k.Queue) / megabyte},
 			})
 		}
-		chart.Panels = append(chart.Panels, p)
+		drawing.Panels = append(drawing.Panels, p)
 	}
-	return chart
+	return drawing
 }
 
 // Charts implements harness.Report.
-func (r *report) Charts() map[string]plot.Chart {
-	charts := map[string]plot.Chart{"": r.chart()}
+func (r *report) Charts() map[string]chart.Chart {
+	charts := map[string]chart.Chart{"": r.chart()}
 	if len(r.memory) > 0 {
 		charts["-memory"] = r.memoryChart()
 	}
-	if chart := r.restartChart(); len(chart.Panels) > 0 {
-		charts["-restart"] = chart
+	if drawing := r.restartChart(); len(drawing.Panels) > 0 {
+		charts["-restart"] = drawing
 	}
 	return charts
 }

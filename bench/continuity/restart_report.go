@@ -6,7 +6,7 @@ import (
 	"fmt"
 
 	"sockeye/bench/harness"
-	"sockeye/lab/plot"
+	"sockeye/internal/chart"
 )
 
 // printRestarts prints the scenarios that replace a member, and the cost of the template filter.
@@ -43,8 +43,8 @@ func interval(d harness.Distribution) string {
 }
 
 // restartChart draws the records that were lost or of less use.
-func (r *report) restartChart() plot.Chart {
-	chart := plot.Chart{
+func (r *report) restartChart() chart.Chart {
+	drawing := chart.Chart{
 		Title:  "Records when one of four members is replaced, % of those that were sent",
 		Legend: []string{"lost", "not decodable", "decodable, but without routes"},
 	}
@@ -52,7 +52,7 @@ func (r *report) restartChart() plot.Chart {
 		if !s.restarts {
 			continue
 		}
-		p := plot.Panel{Title: s.name + ": " + s.title}
+		p := chart.Panel{Title: s.name + ": " + s.title}
 		for _, a := range restartArms {
 			o := r.outcome(s.name, a.name)
 			if o.Rounds == 0 {
@@ -60,14 +60,14 @@ func (r *report) restartChart() plot.Chart {
 			}
 			percent := func(n uint64) float64 { return 100 * float64(n) / float64(max(1, o.Sent)) }
 			bare := o.WithoutRoutes - min(o.WithoutRoutes, o.Undecodable)
-			p.Bars = append(p.Bars, plot.Bar{
+			p.Bars = append(p.Bars, chart.Bar{
 				Label: a.title, Note: fmt.Sprintf("%.1f, %.1f and %.1f %%; up to %.1f s without a decoded record", percent(o.Lost), percent(o.Undecodable), percent(bare), o.FirstDecoded),
 				Parts: []float64{percent(o.Lost), percent(o.Undecodable), percent(bare)},
 			})
 		}
 		if len(p.Bars) > 0 {
-			chart.Panels = append(chart.Panels, p)
+			drawing.Panels = append(drawing.Panels, p)
 		}
 	}
-	return chart
+	return drawing
 }

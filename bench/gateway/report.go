@@ -9,7 +9,7 @@ import (
 	"strings"
 
 	"sockeye/bench/harness"
-	"sockeye/lab/plot"
+	"sockeye/internal/chart"
 )
 
 type gatewayReport struct {
@@ -389,14 +389,14 @@ func (r *gatewayReport) Figures() any {
 }
 
 // chart draws the throughput of one connection with cubic by RTT.
-func (r *gatewayReport) chart() plot.Chart {
-	chart := plot.Chart{
+func (r *gatewayReport) chart() chart.Chart {
+	drawing := chart.Chart{
 		Title: "Throughput of one cubic connection, Mbit/s: native, guest of Sockeye, guest of pasta", Legend: gatewaySides,
 	}
 	for _, link := range r.Options.Links {
 		for _, direction := range r.Options.Directions {
 			for _, mtu := range r.Options.MTUs {
-				p := plot.Panel{Title: fmt.Sprintf("%s, %s, guest MTU %d", link, direction, mtu)}
+				p := chart.Panel{Title: fmt.Sprintf("%s, %s, guest MTU %d", link, direction, mtu)}
 				for _, x := range r.Points {
 					if x.Link != link || x.Direction != direction || x.MTU != mtu || x.Connections != 1 || x.CC != r.Options.CCs[0] {
 						continue
@@ -405,17 +405,17 @@ func (r *gatewayReport) chart() plot.Chart {
 						v := x.median(side, runMbit)
 						parts := make([]float64, i+1)
 						parts[i] = v
-						p.Bars = append(p.Bars, plot.Bar{Label: fmt.Sprintf("%d ms, %s", x.RTT, side), Note: fmt.Sprintf("%.0f", v), Parts: parts})
+						p.Bars = append(p.Bars, chart.Bar{Label: fmt.Sprintf("%d ms, %s", x.RTT, side), Note: fmt.Sprintf("%.0f", v), Parts: parts})
 					}
 				}
 				if len(p.Bars) > 0 {
-					chart.Panels = append(chart.Panels, p)
+					drawing.Panels = append(drawing.Panels, p)
 				}
 			}
 		}
 	}
-	return chart
+	return drawing
 }
 
 // Charts implements harness.Report.
-func (r *gatewayReport) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }
+func (r *gatewayReport) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }

@@ -12,7 +12,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"sockeye/lab/plot"
+	"sockeye/internal/chart"
 )
 
 // Run describes the machine and the duration of a benchmark.
@@ -44,7 +44,7 @@ type Report interface {
 	// Figures returns the content of the JSON file.
 	Figures() any
 	// Charts returns the content of the SVG files, by the suffix that their names add to that of the JSON file.
-	Charts() map[string]plot.Chart
+	Charts() map[string]chart.Chart
 }
 
 // Publish prints the report of a benchmark, and writes the files bench-NAME.json and bench-NAMESUFFIX.svg into the
@@ -58,8 +58,8 @@ func Publish(name string, r Report) error {
 		return err
 	}
 	files := map[string][]byte{".json": figures}
-	for suffix, chart := range r.Charts() {
-		files[suffix+".svg"] = chart.SVG()
+	for suffix, drawing := range r.Charts() {
+		files[suffix+".svg"] = drawing.SVG()
 	}
 	if dir := os.Getenv("OUT"); dir != "" {
 		if err := os.MkdirAll(dir, 0o755); err != nil {

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"sockeye/bench/harness"
-	"sockeye/lab/plot"
+	"sockeye/internal/chart"
 )
 
 type armTitle struct{ name, title string }
@@ -200,8 +200,8 @@ func (r *report) Figures() any {
 }
 
 // chart draws the CPU comparison: a panel for each kind of members, a bar for each arm.
-func (r *report) chart() plot.Chart {
-	chart := plot.Chart{
+func (r *report) chart() chart.Chart {
+	drawing := chart.Chart{
 		Title:  "CPU seconds per million records",
 		Legend: []string{"members", "balancing: processes and kernel delivery"},
 	}
@@ -209,7 +209,7 @@ func (r *report) chart() plot.Chart {
 		title string
 		part  *part
 	}{{"four nfacctd", r.nfacctd}, {"four plain receivers", r.plain}} {
-		p := plot.Panel{Title: panel.title}
+		p := chart.Panel{Title: panel.title}
 		for _, a := range r.arms {
 			total := harness.SpreadOf(panel.part.by(a.name, collectorsCPU)).Median
 			members := min(total, harness.SpreadOf(panel.part.by(a.name, membersCPU)).Median)
@@ -217,12 +217,12 @@ func (r *report) chart() plot.Chart {
 			if of := panel.part.ratio(a.name, "proxy", collectorsCPU).Median; !math.IsNaN(of) && a.name != "proxy" {
 				note += fmt.Sprintf(" (%.2f times proxy)", of)
 			}
-			p.Bars = append(p.Bars, plot.Bar{Label: a.title, Note: note, Parts: []float64{members, total - members}})
+			p.Bars = append(p.Bars, chart.Bar{Label: a.title, Note: note, Parts: []float64{members, total - members}})
 		}
-		chart.Panels = append(chart.Panels, p)
+		drawing.Panels = append(drawing.Panels, p)
 	}
-	return chart
+	return drawing
 }
 
 // Charts implements harness.Report.
-func (r *report) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }
+func (r *report) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }

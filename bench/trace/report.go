@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"sockeye/bench/harness"
-	"sockeye/lab/plot"
+	"sockeye/internal/chart"
 )
 
 type report struct {
@@ -239,21 +239,21 @@ func traceUnits() map[string]string {
 }
 
 // chart draws the medians.
-func (r *report) chart() plot.Chart {
-	chart := plot.Chart{Title: "Tracing: median ratio to off"}
+func (r *report) chart() chart.Chart {
+	drawing := chart.Chart{Title: "Tracing: median ratio to off"}
 	for _, m := range r.measures() {
-		p := plot.Panel{Title: m.title}
+		p := chart.Panel{Title: m.title}
 		for _, a := range r.arms() {
 			if a.name == armOff {
 				continue
 			}
 			d := harness.DistributionOf(r.ratios(a.name, m))
-			p.Bars = append(p.Bars, plot.Bar{Label: a.title, Note: d.String(), Parts: []float64{float64(d.Median)}})
+			p.Bars = append(p.Bars, chart.Bar{Label: a.title, Note: d.String(), Parts: []float64{float64(d.Median)}})
 		}
-		chart.Panels = append(chart.Panels, p)
+		drawing.Panels = append(drawing.Panels, p)
 	}
-	return chart
+	return drawing
 }
 
 // Charts implements harness.Report.
-func (r *report) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }
+func (r *report) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }

@@ -9,7 +9,7 @@ import (
 
 	"sockeye/bench/harness"
 	"sockeye/internal/api"
-	"sockeye/lab/plot"
+	"sockeye/internal/chart"
 )
 
 type report struct {
@@ -214,18 +214,18 @@ func (r *report) Figures() any {
 }
 
 // bars returns the bars of both arms, or nil unless both were measured.
-func bars(label, verb string, b, t harness.Figure) []plot.Bar {
+func bars(label, verb string, b, t harness.Figure) []chart.Bar {
 	if math.IsNaN(float64(b + t)) {
 		return nil
 	}
-	return []plot.Bar{
+	return []chart.Bar{
 		{Label: label, Note: fmt.Sprintf(verb, b), Parts: []float64{float64(b)}},
 		{Note: fmt.Sprintf(verb+" (%s times baseline)", t, ofText("%.2f", t, b)), Parts: []float64{0, float64(t)}},
 	}
 }
 
-func (r *report) incastChart() plot.Chart {
-	chart := plot.Chart{
+func (r *report) incastChart() chart.Chart {
+	drawing := chart.Chart{
 		Title:  fmt.Sprintf("Incast: three senders, one receiver, a queue of %d packets", r.Options.Queue),
 		Legend: []string{"baseline", "tuned"},
 	}
@@ -239,32 +239,32 @@ func (r *report) incastChart() plot.Chart {
 		{"10 KB RPCs per second", "%.0f", func(p incastPoint) harness.Figure { return p.SmallRate }},
 		{"1 MB RPCs: Mbit/s per flow", "%.1f", func(p incastPoint) harness.Figure { return p.Rate }},
 	} {
-		p := plot.Panel{Title: panel.title}
+		p := chart.Panel{Title: panel.title}
 		for _, pair := range r.pairs() {
 			p.Bars = append(p.Bars, bars(fmt.Sprintf("X = %d", pair.X), panel.verb, panel.figure(pair.Baseline), panel.figure(pair.Tuned))...)
 		}
-		chart.Panels = append(chart.Panels, p)
+		drawing.Panels = append(drawing.Panels, p)
 	}
-	return chart
+	return drawing
 }
 
-func (r *report) iwChart() plot.Chart {
-	chart := plot.Chart{Title: "Completion time of a transfer on a new connection, ms", Legend: []string{"initial window 10", "40"}}
+func (r *report) iwChart() chart.Chart {
+	drawing := chart.Chart{Title: "Completion time of a transfer on a new connection, ms", Legend: []string{"initial window 10", "40"}}
 	for _, rtt := range iwRTTs {
-		p := plot.Panel{Title: fmt.Sprintf("RTT %v", rtt)}
+		p := chart.Panel{Title: fmt.Sprintf("RTT %v", rtt)}
 		for _, f := range r.iw {
 			if f.RTT == float64(rtt.Milliseconds()) {
 				p.Bars = append(p.Bars, bars(sizeText(f.Bytes), "%.0f", harness.Figure(f.Baseline.Median), harness.Figure(f.Tuned.Median))...)
 			}
 		}
-		chart.Panels = append(chart.Panels, p)
+		drawing.Panels = append(drawing.Panels, p)
 	}
-	return chart
+	return drawing
 }
 
 // Charts implements harness.Report.
-func (r *report) Charts() map[string]plot.Chart {
-	charts := map[string]plot.Chart{}
+func (r *report) Charts() map[string]chart.Chart {
+	charts := map[string]chart.Chart{}
 	if r.incast != nil {
 		charts["-incast"] = r.incastChart()
 	}

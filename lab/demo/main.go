@@ -29,9 +29,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/chart"
 	"sockeye/internal/doctor"
 	"sockeye/lab"
-	"sockeye/lab/plot"
 )
 
 const (
@@ -544,14 +544,14 @@ func (d *demo) write(dir string) error {
 	if err := writeJSON(dir, "demo.json", d.result); err != nil {
 		return err
 	}
-	chart := plot.Chart{
+	drawing := chart.Chart{
 		Title: "Flow records that carry BGP communities",
-		Panels: []plot.Panel{{Title: "six routers, four nfacctd", Most: 1, Bars: []plot.Bar{
+		Panels: []chart.Panel{{Title: "six routers, four nfacctd", Most: 1, Bars: []chart.Bar{
 			{Label: "the kernel's hash", Note: percent(d.result.Share.KernelHash), Parts: []float64{d.result.Share.KernelHash}},
 			{Label: "Sockeye", Note: percent(d.result.Share.Sockeye), Parts: []float64{d.result.Share.Sockeye}},
 		}}},
 	}
-	return os.WriteFile(filepath.Join(dir, "demo.svg"), chart.SVG(), 0o644)
+	return os.WriteFile(filepath.Join(dir, "demo.svg"), drawing.SVG(), 0o644)
 }
 
 // writeJSON writes a value into a file of a directory, which it makes.

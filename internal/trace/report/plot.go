@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/chart"
 	"sockeye/internal/config"
 	"sockeye/internal/histogram"
 	"sockeye/internal/trace/measure"
@@ -192,13 +193,13 @@ func newCurve(stage config.Stage, h *measure.Histogram, axis logAxis, nines floa
 	var even, tail, data strings.Builder
 	command := "M"
 	for _, p := range h.CDF() {
-		x := coordinate(axis.at(place(uint64(p.Time))))
-		fmt.Fprintf(&even, "%s%s %s", command, x, coordinate(evenHeight(p.Share)))
+		x := chart.Coordinate(axis.at(place(uint64(p.Time))))
+		fmt.Fprintf(&even, "%s%s %s", command, x, chart.Coordinate(evenHeight(p.Share)))
 		// The tail scale ends below 100 %.
-		fmt.Fprintf(&tail, "%s%s %s", command, x, coordinate(tailHeight(min(p.Share, 1-1/float64(2*h.Count)), nines)))
+		fmt.Fprintf(&tail, "%s%s %s", command, x, chart.Coordinate(tailHeight(min(p.Share, 1-1/float64(2*h.Count)), nines)))
 		command = "L"
 	}
-	fmt.Fprintf(&even, "H%s", coordinate(axis.length))
+	fmt.Fprintf(&even, "H%s", chart.Coordinate(axis.length))
 	separator := ""
 	for i, n := range h.Buckets {
 		if n > 0 {
@@ -207,11 +208,6 @@ func newCurve(stage config.Stage, h *measure.Histogram, axis logAxis, nines floa
 		}
 	}
 	return curve{Stage: stage, Name: stageName(stage), Even: even.String(), Tail: tail.String(), Data: data.String(), Count: h.Count}
-}
-
-// coordinate formats a number of a path with the needed precision.
-func coordinate(v float64) string {
-	return strconv.FormatFloat(math.Round(v*10)/10, 'f', -1, 64)
 }
 
 // timeAxis divides the time of a report into columns of equal width.
@@ -386,7 +382,7 @@ func newHeat(stage config.Stage, axis timeAxis, columns []*measure.Histogram, pe
 		d.Y = append(d.Y, tick{plotInnerHeight - t.At, t.Text})
 	}
 	d.Levels = newLevels(cells, most)
-	d.Gaps = gaps(axis.covered)
+	d.Gaps = chart.Gaps(axis.covered)
 	d.Median = quantileLine(axis, y, columns, 0.5, 1)
 	d.P99 = quantileLine(axis, y, columns, 0.99, minP99)
 	d.Cells = cellData(cells, columns)
@@ -397,60 +393,30 @@ func newHeat(stage config.Stage, axis timeAxis, columns []*measure.Histogram, pe
 	return d
 }
 
-// newLevels groups the cells by the logarithm of their count, and joins adjacent cells of a row.
+// newLevels groups the cells by the logarithm of their count.
 func newLevels(cells [][]uint64, most uint64) []level {
-	var paths [heatLevels]strings.Builder
-	var at [heatLevels]struct{ column, row int } // position of the path's pen; row 0 is unset
-	of := func(count uint64) int {
-		if most < 2 {
-			return heatLevels - 1
+	of := func(count uint64) uint8 {
+		switch {
+		case count == 0:
+			return 0
+		case most < 2:
+			return heatLevels
 		}
-		return int(math.Log(float64(count)) / math.Log(float64(most)) * (heatLevels - 0.001))
+		return 1 + uint8(math.Log(float64(count))/math.Log(float64(most))*(heatLevels-0.001))
 	}
-	rows := len(cells[0])
+	rows := make([][]uint8, len(cells[0])) // from the top, cells are from the bottom
 	for row := range rows {
-		y := rows - row // rows start at the bottom; 0 is unset
-		for c := 0; c < len(cells); {
-			count := cells[c][row]
-			if count == 0 {
-				c++
-				continue
-			}
-			l, end := of(count), c+1
-			for end < len(cells) && cells[end][row] > 0 && of(cells[end][row]) == l {
-				end++
-			}
-			if at[l].row == y {
-				fmt.Fprintf(&paths[l], "m%d 0h%d", c-at[l].column, end-c)
-			} else {
-				fmt.Fprintf(&paths[l], "M%d %d.5h%d", c, y-1, end-c)
-			}
-			at[l].column, at[l].row = end, y
-			c = end
+		rows[row] = make([]uint8, len(cells))
+		for c := range cells {
+			rows[row][c] = of(cells[c][len(rows)-1-row])
 		}
 	}
 	var levels []level
-	for l := range paths {
+	for l, path := range chart.Cells(rows, heatLevels) {
 		from := uint64(math.Ceil(math.Pow(float64(max(most, 1)), float64(l)/(heatLevels-0.001)) - 1e-9))
-		levels = append(levels, level{Number: l + 1, Path: paths[l].String(), From: countText(from)})
+		levels = append(levels, level{Number: l + 1, Path: path, From: countText(from)})
 	}
 	return levels
-}
-
-// gaps returns the path of the columns without data, in a box of height 1.
-func gaps(covered []bool) string {
-	var b strings.Builder
-	for c := 0; c < len(covered); {
-		end := c
-		for end < len(covered) && !covered[end] {
-			end++
-		}
-		if end > c {
-			fmt.Fprintf(&b, "M%d 0h%dv1h-%dz", c, end-c, end-c)
-		}
-		c = end + 1
-	}
-	return b.String()
 }
 
 // quantileLine returns the path of a quantile over the columns that contain at least least values.
@@ -466,9 +432,9 @@ func quantileLine(axis timeAxis, y logAxis, columns []*measure.Histogram, q floa
 		height := plotInnerHeight - y.at(place(uint64(h.Quantile(q))))
 		from, to := float64(c)*wide, float64(c+1)*wide
 		if pen {
-			fmt.Fprintf(&b, "V%sH%s", coordinate(height), coordinate(to))
+			fmt.Fprintf(&b, "V%sH%s", chart.Coordinate(height), chart.Coordinate(to))
 		} else {
-			fmt.Fprintf(&b, "M%s %sH%s", coordinate(from), coordinate(height), coordinate(to))
+			fmt.Fprintf(&b, "M%s %sH%s", chart.Coordinate(from), chart.Coordinate(height), chart.Coordinate(to))
 		}
 		pen = true
 	}
@@ -504,41 +470,17 @@ func cellData(cells [][]uint64, columns []*measure.Histogram) string {
 	return b.String()
 }
 
-// spark is a sparkline of a figure over time, in a box of 120 x 24.
+// spark is a sparkline of a figure over time, in a box of chart.SparkWidth x chart.SparkHeight.
 type spark struct {
 	Path, Title string
 }
 
 func newSpark(values []float64, title string) *spark {
-	const width, height = 120, 24
-	most, known := 0.0, 0
-	for _, v := range values {
-		if !math.IsNaN(v) {
-			most, known = max(most, v), known+1
-		}
-	}
-	if most == 0 || known < 2 {
+	path := chart.Spark(values)
+	if path == "" {
 		return nil
 	}
-	var b strings.Builder
-	pen := false
-	for i, v := range values {
-		if math.IsNaN(v) {
-			pen = false
-			continue
-		}
-		command := "L"
-		if !pen {
-			command = "M"
-		}
-		x := float64(i) / float64(len(values)-1) * width
-		fmt.Fprintf(&b, "%s%s %s", command, coordinate(x), coordinate(1+(1-v/most)*(height-2)))
-		if !pen && (i+1 == len(values) || math.IsNaN(values[i+1])) {
-			b.WriteString("h0.1")
-		}
-		pen = true
-	}
-	return &spark{Path: b.String(), Title: title}
+	return &spark{Path: path, Title: title}
 }
 
 // drawingSize returns the approximate size of the drawings in bytes.
@@ -608,7 +550,7 @@ func newBars(title string, stages map[config.Stage]*measure.Histogram, order []c
 		return nil
 	}
 	scale := barsWidth / most
-	chart := &bars{Title: title, X: evenTicks(time.Duration(most), barsWidth, 6)}
+	drawing := &bars{Title: title, X: evenTicks(time.Duration(most), barsWidth, 6)}
 	for i, q := range quantiles {
 		row := bar{Name: q.name, After: max(sums[i].parts, sums[i].whole)*scale + 8, Mark: sums[i].whole * scale, Text: stageName(whole) + " " + durationText(time.Duration(sums[i].whole))}
 		longest := time.Duration(-1)
@@ -631,9 +573,9 @@ func newBars(title string, stages map[config.Stage]*measure.Histogram, order []c
 			}
 			at += length
 		}
-		chart.Rows = append(chart.Rows, row)
+		drawing.Rows = append(drawing.Rows, row)
 	}
-	return chart
+	return drawing
 }
 
 // quantile is a quantile with its name.
@@ -743,7 +685,7 @@ func shareText(n, of uint64) string {
 }
 
 var plotFunctions = template.FuncMap{
-	"coordinate": coordinate,
+	"coordinate": chart.Coordinate,
 	"words":      labelWords,
 	"frame": func() map[string]int {
 		return map[string]int{"Width": plotWidth, "Height": plotHeight, "Left": plotLeft, "Top": plotTop,

@@ -19,6 +19,7 @@ import (
 	"time"
 	"unicode"
 
+	"sockeye/internal/chart"
 	"sockeye/internal/config"
 	"sockeye/internal/histogram"
 	"sockeye/internal/trace/measure"
@@ -752,7 +753,7 @@ func (page *reportPage) fillLedgers(all []*series) {
 		count := side.chosen + b.start + b.extra
 		l := ledger{Title: side.title, Sum: countText(count), Off: b.missing+b.extra > 0}
 		add := func(to *[]entry, name, meaning, kind string, n uint64) {
-			*to = append(*to, entry{Name: name, Meaning: meaning, Kind: kind, Count: countText(n), Share: shareText(n, count), Width: coordinate(100 * float64(n) / float64(count))})
+			*to = append(*to, entry{Name: name, Meaning: meaning, Kind: kind, Count: countText(n), Share: shareText(n, count), Width: chart.Coordinate(100 * float64(n) / float64(count))})
 		}
 		add(&l.In, "chosen", "in this time", "chosen", side.chosen)
 		if b.start > 0 {

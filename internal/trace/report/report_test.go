@@ -22,6 +22,7 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/chart"
 	"sockeye/internal/config"
 	"sockeye/internal/trace/measure"
 )
@@ -1030,14 +1031,14 @@ func TestWayOfMessage(t *testing.T) {
 				name = "?"
 			}
 			if p.Inside {
-				texts = append(texts, name+" inside "+coordinate(p.Length/wayWidth*100))
+				texts = append(texts, name+" inside "+chart.Coordinate(p.Length/wayWidth*100))
 				continue
 			}
 			if math.Abs(p.At-at) > 1e-6 {
 				t.Errorf("%s: %s begins at %v, want %v", test.name, name, p.At, at)
 			}
 			at = p.At + p.Length
-			texts = append(texts, name+" "+coordinate(p.Length/wayWidth*100))
+			texts = append(texts, name+" "+chart.Coordinate(p.Length/wayWidth*100))
 		}
 		if got := strings.Join(texts, ", "); got != test.want {
 			t.Errorf("%s: %s, not %s", test.name, got, test.want)

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package plot draws the results of the demo and the benchmarks as horizontal bars,
-// in an SVG for light and dark backgrounds.
-package plot
+package chart
 
 import (
 	"fmt"
@@ -10,7 +8,7 @@ import (
 	"strings"
 )
 
-// Chart is one or more panels of bars of the same kind.
+// Chart is one or more panels of horizontal bars of the same kind. The SVG is for light and dark backgrounds.
 type Chart struct {
 	Title  string
 	Legend []string // meaning of the parts of a bar; at most three
