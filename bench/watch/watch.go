@@ -21,9 +21,9 @@ import (
 
 	"sockeye/bench/harness"
 	"sockeye/internal/api"
+	"sockeye/internal/chart"
 	"sockeye/internal/stats"
 	"sockeye/lab"
-	"sockeye/lab/plot"
 	"sockeye/lab/swarm"
 )
 
@@ -348,4 +348,4 @@ func (r *report) Figures() any {
 }
 
 // Charts implements harness.Report.
-func (r *report) Charts() map[string]plot.Chart { return nil }
+func (r *report) Charts() map[string]chart.Chart { return nil }

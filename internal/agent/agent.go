@@ -85,6 +85,9 @@ type Agent struct {
 	live          *liveView
 	explaining    sync.Mutex // serializes the plans of /v1/why
 	gathering     sync.Mutex // serializes Collect
+	page          *webPage   // the web page; nil for none
+	pageProblem   error      // why the web page that the policy in force names is not served
+	tracing       *trace.Domain
 }
 
 // Run runs an agent until ctx is canceled or the API server fails. Pinned programs stay attached.
@@ -287,6 +290,7 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 		options: o, log: log, events: record, started: time.Now(), host: h, policy: &config.Policy{}, steer: services,
 		domains: []domain.Domain{services, tuning, tracing, bigtcp.New(h)},
 		sockets: sockmetrics.New(h, services.EachService, tuning.Paths, tracing.Paths),
+		tracing: tracing,
 	}
 	a.live = newLiveView(a.fillFrame, &recording{dir: filepath.Join(o.StateDir, framesDir)}, log)
 	return a
@@ -329,8 +333,8 @@ func (a *Agent) recordStart() error {
 	return statedir.Write(path, append(data, '\n'))
 }
 
-// startDomains applies the first policy of this process. A metrics listener that fails is logged: steering works
-// without metrics.
+// startDomains applies the first policy of this process. A listener for metrics or the web page that fails is logged:
+// steering works without them.
 func (a *Agent) startDomains(first *startPolicy) error {
 	for _, d := range a.domains {
 		if err := d.Start(first.policy); err != nil {
@@ -343,9 +347,14 @@ func (a *Agent) startDomains(first *startPolicy) error {
 		metrics = &metricsServer{}
 	}
 	a.startExport(first.policy)
+	page, failed := a.openPage(first.policy)
+	if failed != nil {
+		a.log.Error("the web page is not served", "error", failed, "hint", fault.Hint(failed))
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.metrics, a.metricsProblem = metrics, err
+	a.setPage(page, failed)
 	err = a.setPolicy(first.loadedPolicy)
 	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
 	return err
@@ -362,6 +371,7 @@ func (a *Agent) close() {
 	if a.metrics != nil {
 		a.metrics.close()
 	}
+	a.page.close()
 	a.events.Close()
 }
 
@@ -400,18 +410,24 @@ func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 	if err != nil {
 		return nil, err
 	}
+	page, err := a.openPage(candidate.policy)
+	if err != nil {
+		metrics.close()
+		return nil, err
+	}
 	export, err := a.newExport(candidate.policy)
 	if err == nil {
 		err = domain.ApplySteps(steps)
 	}
 	if err != nil {
 		metrics.close()
+		page.discard()
 		return nil, err
 	}
 	plan := a.describe(candidate.policy, steps)
 	a.logChanges(plan)
 	a.replaceExport(export)
-	if err := a.putInForce(candidate, metrics); err != nil {
+	if err := a.putInForce(candidate, metrics, page); err != nil {
 		return nil, err
 	}
 	for _, d := range a.domains {
@@ -452,7 +468,7 @@ func (a *Agent) planSteps(policy *config.Policy) ([]domain.Step, error) {
 	return steps, nil
 }
 
-// describe lists the changes of steps, and the change of the metrics address.
+// describe lists the changes of steps, and those of the metrics address and of the web page.
 func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 	plan := &api.Plan{Policy: a.options.Policy, Changes: []api.Change{}}
 	for _, s := range steps {
@@ -467,6 +483,9 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 	}
 	if was, is := eventsSize(a.policy), eventsSize(policy); was != is {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("size of the events: %d -> %d bytes", was, is)})
+	}
+	if a.policy.UI != policy.UI {
+		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("web page: %s -> %s", describeUI(a.policy.UI), describeUI(policy.UI))})
 	}
 	return plan
 }
@@ -487,9 +506,10 @@ func (a *Agent) logChanges(plan *api.Plan) {
 }
 
 // putInForce records an applied policy as the one in force. A non-nil metrics server replaces the current one.
-func (a *Agent) putInForce(p loadedPolicy, metrics *metricsServer) error {
+func (a *Agent) putInForce(p loadedPolicy, metrics *metricsServer, page *pageChange) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	a.setPage(page, nil)
 	if metrics != nil {
 		a.metrics.close()
 		a.metrics, a.metricsProblem = metrics, nil

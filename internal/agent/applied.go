@@ -155,11 +155,11 @@ func (a *Agent) checkHost(policy *config.Policy) error {
 	return nil
 }
 
-// policyProblem describes the difference between the policy file and the policy in force, or the error of the metrics
-// listener. Both results are "" if there is neither.
+// policyProblem describes the difference between the policy file and the policy in force, or the error of the
+// listeners for metrics and the web page. Both results are "" if there is none.
 func (a *Agent) policyProblem() (problem, hint string) {
 	a.mu.Lock()
-	now, metrics := a.inForce, cmp.Or(a.metricsProblem, a.exportProblem)
+	now, metrics, page := a.inForce, cmp.Or(a.metricsProblem, a.exportProblem), a.pageProblem
 	a.mu.Unlock()
 	const show = "sockeye plan shows what sockeye apply would change"
 	path := a.options.Policy
@@ -177,8 +177,10 @@ func (a *Agent) policyProblem() (problem, hint string) {
 			return name + ", which the policy names, has changed since it was applied", show
 		}
 	}
-	if metrics != nil {
-		return fault.Message(metrics), fault.Hint(metrics) + ", then sockeye apply"
+	for _, listener := range []error{metrics, page} {
+		if listener != nil {
+			return fault.Message(listener), strings.TrimPrefix(fault.Hint(listener)+", then sockeye apply", ", then ")
+		}
 	}
 	return "", ""
 }
@@ -190,6 +192,9 @@ func referencedFiles(policy *config.Policy) map[string]fileMark {
 		if path != "" {
 			files[path] = statMark(path)
 		}
+	}
+	for _, path := range []string{policy.UI.TLS.Cert, policy.UI.TLS.Key, policy.UI.TLS.ClientCA, policy.UI.TokenFile} {
+		add(path)
 	}
 	for _, s := range policy.Services {
 		add(s.DeviceMap)

@@ -23,6 +23,7 @@ import (
 const (
 	apiShare, leastAPI, mostAPI             = 16, 8, 128 // each connection has a pidfd of its caller, too
 	metricsShare, leastMetrics, mostMetrics = 16, 4, 64
+	pageShare, leastPage, mostPage          = 16, 8, 128
 	// warnInterval is the minimum time between two warnings about closed connections.
 	warnInterval = time.Minute
 	// idleTimeout is the time after which the server closes a connection without a request.
@@ -176,6 +177,15 @@ func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	g.conns[waits].Close()
 	g.conns = append(g.conns[:waits], g.conns[waits+1:]...)
 	return true
+}
+
+// closeAll closes all connections.
+func (g *gate) closeAll() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, e := range g.conns {
+		e.Close()
+	}
 }
 
 func (g *gate) addServing(e *gateConn, by int) {

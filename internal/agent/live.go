@@ -34,7 +34,8 @@ type liveView struct {
 
 	mu       sync.Mutex
 	watchers int
-	line     []byte        // the newest frame
+	frame    *api.Frame    // the newest one; nobody changes it
+	line     []byte        // the newest frame, encoded
 	changed  chan struct{} // closed and replaced with each frame
 	wake     chan struct{} // a first watcher
 }
@@ -87,7 +88,7 @@ func (v *liveView) run(ctx context.Context) {
 			continue // no field can fail
 		}
 		v.mu.Lock()
-		v.line = append(line, '\n')
+		v.frame, v.line = &frame, append(line, '\n')
 		close(v.changed)
 		v.changed = make(chan struct{})
 		v.mu.Unlock()
@@ -109,7 +110,7 @@ func (v *liveView) admit() bool {
 		return false
 	}
 	if v.watchers++; v.watchers == 1 {
-		v.line = nil // old
+		v.frame, v.line = nil, nil // old
 		select {
 		case v.wake <- struct{}{}:
 		default:

@@ -31,15 +31,9 @@ type server struct {
 // listen opens the agent's socket. The socket file of an agent that was killed is replaced.
 func (a *Agent) listen() (*server, error) {
 	path := api.SocketPath(a.options.RunDir)
-	gid := -1
-	if a.options.Group != "" {
-		group, err := user.LookupGroup(a.options.Group)
-		if err != nil {
-			return nil, fault.Usage(fmt.Errorf("look up group %s: %w", a.options.Group, err), "create the group, or leave --group out")
-		}
-		if gid, err = strconv.Atoi(group.Gid); err != nil {
-			return nil, fmt.Errorf("look up group %s: %w", a.options.Group, err)
-		}
+	gid, err := a.group()
+	if err != nil {
+		return nil, err
 	}
 	if other, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		other.Close()
@@ -71,6 +65,22 @@ func (a *Agent) listen() (*server, error) {
 		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
 		ConnContext:       peer.WithCaller,
 	}}), nil
+}
+
+// group returns the group that may connect to the agent's sockets, or -1 for none.
+func (a *Agent) group() (int, error) {
+	if a.options.Group == "" {
+		return -1, nil
+	}
+	group, err := user.LookupGroup(a.options.Group)
+	if err != nil {
+		return -1, fault.Usage(fmt.Errorf("look up group %s: %w", a.options.Group, err), "create the group, or leave --group out")
+	}
+	gid, err := strconv.Atoi(group.Gid)
+	if err != nil {
+		return -1, fmt.Errorf("look up group %s: %w", a.options.Group, err)
+	}
+	return gid, nil
 }
 
 func (s *server) serve() <-chan error {

@@ -106,7 +106,7 @@ func TestParse(t *testing.T) {
 		}},
 		Metrics: Metrics{Listen: "127.0.0.1:9732", OTLP: &OTLP{Endpoint: "https://collector.example.net:4318/v1/metrics",
 			Interval: 60_000_000, HeadersFile: "/etc/sockeye/headers", CA: "/etc/ssl/ca.pem"}},
-		UI:      UI{Listen: "[2001:db8::1]:9733", TLS: UITLS{Cert: "/etc/ui.pem", Key: "/etc/ui.key", ClientCA: "/etc/ca.pem"}, TokenFile: "/etc/token"},
+		UI: UI{Listen: "[2001:db8::1]:9733", TLS: UITLS{Cert: "/etc/ui.pem", Key: "/etc/ui.key", ClientCA: "/etc/ca.pem"}, TokenFile: "/etc/token"},
 	}
 	got.file, got.places = "", nil
 	if !reflect.DeepEqual(got, want) {

@@ -13,7 +13,6 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
-	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/trace/measure"
 	"sockeye/internal/trace/report"
@@ -134,27 +133,8 @@ func (c *commands) reportNotes(status *api.TraceStatus, history *api.TraceHistor
 	if selector != "" {
 		note("Only groups with %s are shown.", selector)
 	}
-	if !status.Timestamps {
-		note("Messages sent over TCP were not measured: this needs %s.", status.Needs)
-	}
-	for _, g := range status.Cgroups {
-		if g.Problem != "" {
-			note("Cgroup %s: %s.", g.Cgroup, g.Problem)
-		}
-		for _, r := range g.Rules {
-			for _, s := range r.Skipped {
-				note("Rule %s does not measure %s: it needs %s.", r.Name, s.Stage, s.Needs)
-			}
-			if r.Messages != everyMessage || r.Connections != everyMessage {
-				note("Rule %s chooses %s of the connections and %s of their messages.", r.Name, r.Connections, r.Messages)
-			}
-		}
-	}
-	return notes
+	return append(notes, report.Notes(status)...)
 }
-
-// everyMessage is the sampling of a rule that chooses all messages.
-var everyMessage = config.TraceSampling{OneIn: 1}.String()
 
 func (c *commands) reported(l *command.Text, w *Report) {
 	if w.Slices == 0 {

@@ -64,8 +64,7 @@ func WriteReport(w io.Writer, r Report) error {
 	}
 	view := newReportPage(r)
 	view.Style, view.Script = template.CSS(reportStyle), template.JS(reportScript)
-	view.Policy = fmt.Sprintf("default-src 'none'; style-src '%s'; script-src '%s'; base-uri 'none'; form-action 'none'",
-		hashSource(reportStyle), hashSource(reportScript))
+	view.Policy = ContentPolicy()
 	var out bytes.Buffer
 	if err := page.Execute(&out, view); err != nil {
 		return fmt.Errorf("fill the report's template: %w", err)
@@ -74,6 +73,12 @@ func WriteReport(w io.Writer, r Report) error {
 		return fmt.Errorf("write the report: %w", err)
 	}
 	return nil
+}
+
+// ContentPolicy returns the content security policy of a page. A server of the page may send it as a header.
+func ContentPolicy() string {
+	return fmt.Sprintf("default-src 'none'; style-src '%s'; script-src '%s'; base-uri 'none'; form-action 'none'",
+		hashSource(reportStyle), hashSource(reportScript))
 }
 
 // hashSource returns the hash of a script or a style for the content security policy.

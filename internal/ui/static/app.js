@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of Sockeye: it shows the frames of /live, one per second, and the events of /events.
+// The page of Sockeye. It shows the frames of live, one per second, the events of events, and the trace report.
 "use strict";
 
-const state = { frame: null, paused: false, service: "", history: new Map(), sort: { column: "datagrams_per_second", down: true }, filter: "", page: 0, kind: "" };
-const pageSize = 200;
+const pageSize = 100, tileColumns = 48, mostEvents = 500;
 const main = document.getElementById("main");
+const state = {
+  frame: null, paused: false, service: "", events: [], kind: "",
+  devices: { sort: { key: "datagrams", down: true }, filter: "", page: 0, order: [] },
+};
 
-// element creates an element; text is never parsed as HTML.
+// --- elements
+
+// element creates an element. Text is never parsed as HTML.
 function element(name, attributes = {}, ...children) {
-  const svg = ["svg", "polyline", "title"].includes(name);
+  const svg = ["svg", "path", "title", "g"].includes(name);
   const e = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) e.addEventListener(key.slice(2), value);
@@ -17,6 +22,78 @@ function element(name, attributes = {}, ...children) {
   e.append(...children.filter((c) => c !== null && c !== undefined));
   return e;
 }
+
+// setText, setAttribute and setClass change an element only where there is a difference: each change costs layout, and
+// screen readers follow changes.
+function setText(e, text) {
+  if (e.textContent !== text) e.textContent = text;
+}
+
+function setAttribute(e, name, value) {
+  if (e.getAttribute(name) !== value) e.setAttribute(name, value);
+}
+
+function setClass(e, value) {
+  if (e.className !== value) e.className = value;
+}
+
+// part returns the element with an ID, which create makes the first time.
+function part(id, create) {
+  let e = document.getElementById(id);
+  if (!e) {
+    e = create();
+    e.id = id;
+    main.append(e);
+  }
+  return e;
+}
+
+// fit makes a parent have n children.
+function fit(parent, n, create) {
+  while (parent.children.length > n) parent.lastElementChild.remove();
+  while (parent.children.length < n) parent.append(create());
+}
+
+function heading(text) {
+  setText(part("title", () => element("h2")), text);
+  document.title = text + " - Sockeye";
+}
+
+// table shows rows in a region that can be scrolled. A column has title, number (right-aligned), wide, key (the table is
+// sorted by it) and show(cell, row). Cells are kept, so that focus and scroll position stay.
+function table(id, columns, rows, caption, sort) {
+  const box = part(id, () => {
+    const head = element("tr", {}, ...columns.map((c) => element("th", { scope: "col", class: c.number ? "number" : false },
+      c.key ? element("button", { type: "button", onclick: () => { sort.by(c.key, c.number); draw(); } }, c.title) : c.title)));
+    return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-labelledby": id + "-caption" },
+      element("table", {}, element("caption", { id: id + "-caption" }), element("thead", {}, head), element("tbody")));
+  });
+  setText(box.querySelector("caption"), caption);
+  if (sort) {
+    columns.forEach((c, i) => {
+      const th = box.querySelector("thead").rows[0].cells[i];
+      if (c.key && sort.key === c.key) setAttribute(th, "aria-sort", sort.down ? "descending" : "ascending");
+      else th.removeAttribute("aria-sort");
+    });
+  }
+  const body = box.querySelector("tbody");
+  fit(body, rows.length, () => element("tr", {}, ...columns.map((c, i) => i === 0 && !c.wide ? element("th", { scope: "row" })
+    : element("td", { class: c.number ? "number" : c.wide ? "wide" : false }))));
+  rows.forEach((row, i) => columns.forEach((c, j) => c.show(body.rows[i].cells[j], row)));
+  return box;
+}
+
+// link shows a link in a cell.
+function link(cell, href, text) {
+  if (!cell.firstElementChild) cell.append(element("a"));
+  setAttribute(cell.firstElementChild, "href", href);
+  setText(cell.firstElementChild, text);
+}
+
+const text = (title, of, more = {}) => ({ title, show: (cell, row) => setText(cell, of(row)), ...more });
+const number = (title, of, key) => ({ title, number: true, key, show: (cell, row) => setText(cell, of(row)) });
+
+// --- text
 
 function rate(n) {
   for (const unit of ["", "k", "M", "G", "T"]) {
@@ -29,311 +106,524 @@ function rate(n) {
 }
 
 const count = (n, one, many) => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
-const shown = () => state.frame?.services.find((s) => s.name === state.service) ?? state.frame?.services[0];
-const nameOf = (d) => d.device || d.address;
 
-// stateOf returns the word for a slot and its class.
-function stateOf(slot) {
-  if (!slot.pid) return ["empty", "bad"];
-  if (slot.state !== "ready") return [slot.state, "warn"];
-  return slot.ready ? ["ready", "good"] : ["filling", "warn"];
+function latency(ns) {
+  if (ns === undefined || ns === null) return "-";
+  if (ns < 1e3) return ns + " ns";
+  return ns < 1e6 ? (ns / 1e3).toFixed(0) + " µs" : ns < 1e9 ? (ns / 1e6).toFixed(1) + " ms" : (ns / 1e9).toFixed(2) + " s";
 }
+
+const two = (n) => String(n).padStart(2, "0");
+
+function clock(t) {
+  const d = new Date(t);
+  return `${d.getFullYear()}-${two(d.getMonth() + 1)}-${two(d.getDate())} ${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}`;
+}
+
+function percent(part, whole) { return whole ? Math.round(100 * part / whole) + " %" : "-"; }
+
+const slotLink = (service, slot) => `#slot/${encodeURIComponent(service)}/${slot}`;
+const deviceLink = (service, address) => `#device/${encodeURIComponent(service)}/${address}`;
 
 // --- frames
 
+// take stores a frame. A device arrives as an array, see encodeDevices of the server.
 function take(frame) {
   for (const s of frame.services) {
-    for (const slot of s.slots) {
-      const key = s.name + "/" + slot.slot;
-      const list = state.history.get(key) ?? [];
-      list.push(slot.datagrams_per_second);
-      if (list.length > 120) list.shift();
-      state.history.set(key, list);
-    }
+    s.devices = s.devices.map(([address, device, slot, datagrams, bytes, refused, sessions, seen, flags]) =>
+      ({ address, device, slot, datagrams, bytes, refused, sessions, seen, pinned: Boolean(flags & 1), split: Boolean(flags & 2) }));
   }
-  if (state.paused) return;
   state.frame = frame;
-  status();
-  services();
-  draw();
+}
+
+const shown = () => state.frame?.services.find((s) => s.name === state.service) ?? state.frame?.services[0];
+const sum = (list, of) => list.reduce((n, x) => n + of(x), 0);
+const ready = (s) => s.slots.filter((x) => x.ready).length;
+
+// stateOf returns the word for the state of a slot, and its class.
+function stateOf(slot) {
+  if (slot.state !== "ready") return [slot.state, "warn"];
+  if (!slot.pid) return ["empty", "bad"];
+  return slot.ready ? ["ready", "good"] : ["opening", "warn"];
+}
+
+// problems lists what needs attention: [severe, text, link].
+function problems(frame) {
+  const list = [];
+  if (frame.problem) list.push([true, frame.problem]);
+  for (const s of frame.services) {
+    if (s.problem) list.push([true, `${s.name}: ${s.problem}`]);
+    for (const slot of s.slots) {
+      const at = [`${s.name} slot ${slot.slot}`, slotLink(s.name, slot.slot)];
+      if (!slot.ready) list.push([!slot.pid, `${at[0]} is ${stateOf(slot)[0]}` + (slot.refused_per_second ? `, ${rate(slot.refused_per_second)} packets/s are refused` : ""), at[1]]);
+      else if (slot.refused_per_second) list.push([true, `${at[0]} refuses ${rate(slot.refused_per_second)} packets/s`, at[1]]);
+      if (slot.drops_per_second) list.push([true, `${at[0]} drops ${rate(slot.drops_per_second)} datagrams/s at its sockets: the member reads too slowly`, at[1]]);
+      if (slot.zero_windows) list.push([false, `${at[0]} has ${count(slot.zero_windows, "closed window", "closed windows")}: the member does not read`, at[1]]);
+      if (slot.waiting) list.push([false, `${at[0]}: ${count(slot.waiting, "datagram waits", "datagrams wait")} for a member`, at[1]]);
+    }
+    if (s.split) list.push([false, `${s.name}: the connections of ${count(s.split, "device are", "devices are")} not all at the member of the slot`, "#devices"]);
+  }
+  for (const g of frame.groups) if (g.problem) list.push([false, `${g.kind} ${g.cgroup}: ${g.problem}`, "#trace"]);
+  return list.sort((a, b) => b[0] - a[0]);
 }
 
 function status() {
-  const p = document.getElementById("state");
-  const s = shown();
-  p.classList.toggle("bad", Boolean(state.frame.problem));
-  if (!s) {
-    p.textContent = state.frame.problem || "the policy has no service";
-    return;
-  }
-  const ready = s.slots.filter((x) => x.ready).length;
-  const text = [`${ready} of ${s.slots.length} slots ready`, count(s.devices.length + s.omitted, "device", "devices")];
-  if (s.split) text.push(count(s.split, "split device", "split devices"));
-  if (state.frame.problem) text.push(state.frame.problem);
-  // A screen reader repeats the status only if it changes.
-  if (p.textContent !== text.join(", ")) p.textContent = text.join(", ");
+  const p = document.getElementById("state"), list = problems(state.frame);
+  const slots = state.frame.services.flatMap((s) => s.slots);
+  const words = slots.length ? `${slots.filter((x) => x.ready).length} of ${slots.length} slots ready` : "no service";
+  // A screen reader says the status when it changes.
+  setText(p, words + ", " + (list.length ? count(list.length, "problem", "problems") : "no problems"));
+  setClass(p, list.some((x) => x[0]) ? "bad" : "");
 }
 
 function services() {
   const select = document.getElementById("service");
   const names = state.frame.services.map((s) => s.name);
-  if ([...select.options].map((o) => o.value).join() === names.join()) return;
-  select.replaceChildren(...names.map((n) => element("option", { value: n, selected: n === state.service }, n)));
-  state.service = select.value;
+  if ([...select.options].map((o) => o.value).join("\n") !== names.join("\n")) {
+    select.replaceChildren(...names.map((n) => element("option", { value: n }, n)));
+    select.closest("label").hidden = names.length < 2;
+  }
+  if (!names.includes(state.service)) state.service = names[0] ?? "";
+  select.value = state.service;
 }
 
 // --- views
 
-const routes = {
-  slots: drawSlots, slot: drawSlot, devices: drawDevices, device: drawDevice, groups: drawGroups, events: drawEvents,
-};
-
-function route() {
-  const [name, ...rest] = decodeURIComponent(location.hash.slice(1) || "slots").split("/");
-  return routes[name] ? [name, rest.join("/")] : ["slots", ""];
-}
-
+const routes = { overview: drawOverview, slot: drawSlot, devices: drawDevices, device: drawDevice, events: drawEvents, trace: drawTrace };
+const views = { slot: "overview", device: "devices" };
 let drawn = "";
 
+function route() {
+  const [name, ...rest] = location.hash.slice(1).split("/");
+  const parts = rest.map((r) => { try { return decodeURIComponent(r); } catch { return r; } });
+  return routes[name] ? [name, parts] : ["overview", []];
+}
+
 function draw() {
-  const [name, argument] = route();
-  if (!state.frame && name !== "events") return;
-  const fresh = drawn !== location.hash;
+  if (!state.frame) return;
+  services();
+  const [name, parts] = route(), here = name + "/" + parts.join("/");
+  const fresh = drawn !== here;
   if (fresh) {
-    drawn = location.hash;
+    drawn = here;
+    follower?.abort();
     main.replaceChildren();
     for (const a of document.querySelectorAll("nav a")) {
-      const current = a.hash.slice(1) === { slot: "slots", device: "devices" }[name] || a.hash.slice(1) === name;
-      if (current) a.setAttribute("aria-current", "page");
+      if (a.hash.slice(1) === (views[name] ?? name)) a.setAttribute("aria-current", "page");
       else a.removeAttribute("aria-current");
     }
   }
-  routes[name](argument, fresh);
+  if (parts.length > 1 && state.frame.services.some((s) => s.name === parts[0])) state.service = parts[0];
+  routes[name](parts, fresh);
+  document.getElementById("service").value = state.service;
 }
 
-function part(id, create) {
-  let e = document.getElementById(id);
-  if (!e) {
-    e = create();
-    e.id = id;
-    main.append(e);
-  }
-  return e;
-}
+function drawOverview() {
+  heading("Overview");
+  const list = problems(state.frame), most = 12;
+  const box = part("problems", () => element("section", { "aria-labelledby": "problems-title" }, element("h3", { id: "problems-title" }), element("ul", { class: "problems" })));
+  setText(box.querySelector("h3"), list.length ? `Problems (${list.length})` : "No problems");
+  const items = list.slice(0, most);
+  if (list.length > most) items.push([false, `${list.length - most} more`]);
+  const ul = box.querySelector("ul");
+  ul.hidden = items.length === 0;
+  fit(ul, items.length, () => element("li", {}, element("a")));
+  items.forEach(([severe, words, to], i) => {
+    const li = ul.children[i], a = li.firstElementChild;
+    setClass(li, severe ? "severe" : "");
+    setText(a, words);
+    if (to) setAttribute(a, "href", to);
+    else a.removeAttribute("href");
+  });
 
-function drawSlots() {
+  part("services-title", () => element("h2", {}, "Services"));
+  table("services", [
+    { title: "Service", show: (cell, s) => setText(cell, s.name) },
+    number("Slots ready", (s) => `${ready(s)} of ${s.slots.length}`), number("Devices", (s) => (s.devices.length + s.omitted).toLocaleString("en")),
+    number("Sessions", (s) => sum(s.slots, (x) => x.sessions).toLocaleString("en")),
+    number("Datagrams/s", (s) => rate(sum(s.slots, (x) => x.datagrams_per_second))), number("Bytes/s", (s) => rate(sum(s.slots, (x) => x.bytes_per_second))),
+    number("Refused/s", (s) => rate(s.refused_per_second)), number("Split", (s) => String(s.split)),
+  ], state.frame.services, state.frame.services.length ? "rates over the last second" : "the policy has no service");
+
   const s = shown();
-  part("title", () => element("h2", {}, "Slots and the devices that flow into them"));
-  const list = part("flow", () => element("ul", { class: "flow" }));
-  if (!s) return list.replaceChildren();
-  const bySlot = new Map(s.slots.map((x) => [x.slot, []]));
-  for (const d of s.devices) bySlot.get(d.slot)?.push(d);
-  const most = Math.max(1, ...s.devices.map((d) => d.datagrams_per_second));
-  while (list.children.length > s.slots.length) list.lastChild.remove();
-  s.slots.forEach((slot, i) => {
-    let item = list.children[i];
-    if (!item) {
-      item = element("li", {},
-        element("h3", {}, element("a"), element("span")), element("p", { class: "member" }), element("p", { class: "numbers" }),
-        element("svg", { viewBox: "0 0 120 24", preserveAspectRatio: "none", "aria-hidden": "true" },
-          element("polyline", { fill: "none", stroke: "currentColor", "stroke-width": "1", "vector-effect": "non-scaling-stroke" })),
-        element("canvas", { "aria-hidden": "true" }));
-      list.append(item);
-    }
-    const [word, kind] = stateOf(slot);
-    const link = item.querySelector("a");
-    link.href = "#slot/" + slot.slot;
-    link.textContent = "Slot " + slot.slot;
-    const mark = item.querySelector("h3 span");
-    mark.textContent = word;
-    mark.className = kind;
-    item.querySelector(".member").textContent = slot.pid ? `${slot.pid} ${slot.command}` : "no member";
-    const numbers = [count(slot.devices, "device", "devices"), rate(slot.datagrams_per_second) + " datagrams/s", rate(slot.bytes_per_second) + " bytes/s"];
-    if (slot.refused_per_second) numbers.push(rate(slot.refused_per_second) + " refused/s");
-    if (slot.drops_per_second) numbers.push(rate(slot.drops_per_second) + " dropped/s");
-    if (slot.zero_windows) numbers.push(count(slot.zero_windows, "closed window", "closed windows"));
-    item.querySelector(".numbers").textContent = numbers.join(", ");
-    sparkline(item.querySelector("polyline"), state.history.get(s.name + "/" + slot.slot) ?? []);
-    tiles(item.querySelector("canvas"), bySlot.get(slot.slot), most);
-  });
+  if (!s) return;
+  setText(part("flow-title", () => element("h2")), `Slots of ${s.name} and the devices that flow into them`);
+  part("flow-legend", () => element("p", { class: "under" }, element("svg", { class: "legend", viewBox: "0 0 7 1", width: "5.6rem", "aria-hidden": "true" },
+    ...[1, 2, 3, 4, 5, 6, 7].map((l) => element("path", { class: "t" + l, d: `M${l - 1} .5h1` }))), "a square is a device, from little to much traffic (logarithmic); ",
+    element("svg", { class: "legend", viewBox: "0 0 1 1", width: ".9rem", "aria-hidden": "true" }, element("path", { class: "t8", d: "M0 .5h1" })), "refused, or split over members. The line is the rate of the last two minutes."));
+  part("under", () => element("p", { class: "under", id: "under", "aria-hidden": "true" }, "Point to a square for its device."));
+  const flow = part("flow", () => element("ul", { class: "flow" }));
+  fit(flow, s.slots.length, slotCard);
+  s.slots.forEach((slot, i) => showCard(flow.children[i], s, slot));
 }
 
-function sparkline(line, values) {
-  const most = Math.max(1, ...values);
-  line.setAttribute("points", values.map((v, i) => `${120 - values.length + i},${(23 - 22 * v / most).toFixed(1)}`).join(" "));
-}
-
-// tiles draws one tile for each device: the stronger, the more it sends.
-function tiles(canvas, devices, most) {
-  const width = canvas.clientWidth || 280, scale = devicePixelRatio || 1, size = devices.length > 600 ? 4 : 7, gap = 1;
-  const columns = Math.max(1, Math.floor(width / (size + gap)));
-  const height = Math.max(size, Math.ceil(devices.length / columns) * (size + gap));
-  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
-    canvas.style.height = height + "px";
-  }
-  const g = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
-  g.setTransform(scale, 0, 0, scale, 0, 0);
-  g.clearRect(0, 0, width, height);
-  const colors = { ok: style.getPropertyValue("--accent"), bad: style.getPropertyValue("--bad") };
-  devices.forEach((d, i) => {
-    g.globalAlpha = 0.15 + 0.85 * Math.sqrt(Math.min(1, d.datagrams_per_second / most));
-    g.fillStyle = d.split || d.refused_per_second ? colors.bad : colors.ok;
-    g.fillRect((i % columns) * (size + gap), Math.floor(i / columns) * (size + gap), size, size);
-  });
-  g.globalAlpha = 1;
-}
-
-const deviceColumns = [
-  ["address", "Address", false], ["device", "Device", false], ["slot", "Slot", true], ["datagrams_per_second", "Datagrams/s", true],
-  ["bytes_per_second", "Bytes/s", true], ["refused_per_second", "Refused/s", true], ["sessions", "Sessions", true],
+const cardFigures = [
+  ["Devices", (x) => x.devices.toLocaleString("en")], ["Sessions", (x) => x.sessions.toLocaleString("en")], ["Datagrams/s", (x) => rate(x.datagrams_per_second)],
+  ["Bytes/s", (x) => rate(x.bytes_per_second)], ["UDP queue", (x) => percent(x.queued_bytes, x.queue_limit_bytes)], ["Reader lag", (x) => latency(x.reader_lag_ns)],
 ];
 
-function sorted(devices) {
-  const { column, down } = state.sort;
-  const order = down ? -1 : 1;
-  return devices.sort((a, b) => {
-    const x = a[column] ?? "", y = b[column] ?? "";
-    return (typeof x === "number" ? x - y : String(x).localeCompare(String(y))) * order || a.address.localeCompare(b.address);
-  });
+function slotCard() {
+  const tiles = element("svg", { class: "tiles", "aria-hidden": "true", onclick: (e) => { const d = deviceAt(e); if (d) location.hash = deviceLink(state.service, d.address); },
+    onpointermove: (e) => { const d = deviceAt(e); if (d) setText(document.getElementById("under"), describe(d)); } },
+  ...[1, 2, 3, 4, 5, 6, 7, 8].map((l) => element("path", { class: "t" + l })));
+  return element("li", {}, element("h3", {}, element("a"), element("span")), element("p", { class: "member" }),
+    element("dl", { class: "figures" }, ...cardFigures.map(([name]) => element("div", {}, element("dt", {}, name), element("dd")))),
+    element("p", { class: "alarm" }), element("svg", { class: "spark", viewBox: "0 0 120 24", preserveAspectRatio: "none", "aria-hidden": "true" }, element("path")), tiles);
 }
 
-function deviceTable(id, devices, caption) {
-  const box = part(id, () => element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }));
-  const focus = document.activeElement?.dataset?.column;
-  const head = element("tr", {}, ...deviceColumns.map(([key, title, number]) => element("th",
-    { class: number ? "number" : false, "aria-sort": state.sort.column === key ? (state.sort.down ? "descending" : "ascending") : false },
-    element("button", { type: "button", "data-column": key, onclick: () => {
-      state.sort = { column: key, down: state.sort.column === key ? !state.sort.down : number };
-      draw();
-    } }, title))));
-  const rows = devices.map((d) => element("tr", {},
-    element("td", {}, element("a", { href: "#device/" + d.address }, d.address)),
-    element("td", {}, d.device ?? "", d.pinned ? " (pinned)" : "", d.split ? element("strong", { class: "bad" }, " split") : ""),
-    element("td", { class: "number" }, element("a", { href: "#slot/" + d.slot }, String(d.slot))),
-    ...["datagrams_per_second", "bytes_per_second", "refused_per_second"].map((key) => element("td", { class: "number" }, rate(d[key]))),
-    element("td", { class: "number" }, String(d.sessions))));
-  box.replaceChildren(element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...rows)));
-  if (focus) box.querySelector(`[data-column="${focus}"]`)?.focus();
+function showCard(li, s, slot) {
+  const [word, kind] = stateOf(slot), a = li.querySelector("a"), mark = li.querySelector("h3 span");
+  setAttribute(a, "href", slotLink(s.name, slot.slot));
+  setText(a, "Slot " + slot.slot);
+  setText(mark, word);
+  setClass(mark, kind);
+  setText(li.querySelector(".member"), slot.pid ? `${slot.command}, pid ${slot.pid}` : "no member");
+  li.querySelectorAll("dd").forEach((dd, i) => setText(dd, cardFigures[i][1](slot)));
+  const alarms = [];
+  if (slot.refused_per_second) alarms.push(rate(slot.refused_per_second) + " refused/s");
+  if (slot.drops_per_second) alarms.push(rate(slot.drops_per_second) + " dropped/s");
+  if (slot.zero_windows) alarms.push(count(slot.zero_windows, "closed window", "closed windows"));
+  if (slot.backlog) alarms.push(count(slot.backlog, "connection", "connections") + " in the backlog");
+  if (slot.waiting) alarms.push(count(slot.waiting, "datagram waits", "datagrams wait"));
+  setText(li.querySelector(".alarm"), alarms.join(", "));
+  setAttribute(li.querySelector(".spark path"), "d", slot.spark);
+  const tiles = li.querySelector(".tiles");
+  tiles.dataset.slot = slot.slot;
+  // Few devices have the size of a square as many have.
+  setAttribute(tiles, "viewBox", `0 0 ${tileColumns} ${Math.max(1, slot.rows)}`);
+  slot.tiles.forEach((d, i) => setAttribute(tiles.children[i], "d", d));
+}
+
+// deviceAt returns the device of a square under the pointer.
+function deviceAt(event) {
+  const svg = event.currentTarget, box = svg.getBoundingClientRect(), s = shown();
+  const size = box.width / tileColumns;
+  const column = Math.floor((event.clientX - box.left) / size), row = Math.floor((event.clientY - box.top) / size);
+  if (!s || column < 0 || column >= tileColumns || row < 0) return undefined;
+  return s.devices.filter((d) => d.slot === Number(svg.dataset.slot))[row * tileColumns + column];
+}
+
+const describe = (d) => `${d.device ? d.device + " " : ""}${d.address}: ${rate(d.datagrams)} datagrams/s, ${rate(d.bytes)} bytes/s, ${count(d.sessions, "session", "sessions")}`
+  + (d.refused ? `, ${rate(d.refused)} refused/s` : "") + (d.split ? ", split" : "");
+
+function deviceColumns(service) {
+  return [
+    { title: "Address", key: "address", show: (cell, d) => link(cell, deviceLink(service, d.address), d.address) },
+    text("Device", (d) => d.device + (d.pinned ? " (pinned)" : "") + (d.split ? " (split)" : ""), { key: "device" }),
+    { title: "Slot", number: true, key: "slot", show: (cell, d) => link(cell, slotLink(service, d.slot), String(d.slot)) },
+    number("Datagrams/s", (d) => rate(d.datagrams), "datagrams"), number("Bytes/s", (d) => rate(d.bytes), "bytes"),
+    number("Refused/s", (d) => rate(d.refused), "refused"), number("Sessions", (d) => String(d.sessions), "sessions"),
+  ];
+}
+
+// by changes the order of the devices.
+function by(key, down) {
+  const v = state.devices;
+  v.sort = { key, down: v.sort.key === key ? !v.sort.down : Boolean(down) };
+  v.page = 0;
+  v.order = [];
+}
+
+// ordered sorts devices. While the focus or the pointer is in the rows, they keep their places, so that a link does not
+// become one to another device.
+function ordered(devices) {
+  const v = state.devices, { key, down } = v.sort, body = document.querySelector("#devices tbody");
+  const held = body && (body.contains(document.activeElement) || body.matches(":hover"));
+  const places = new Map(held ? v.order.map((address, i) => [address, i]) : []);
+  const compare = (a, b) => {
+    const x = a[key], y = b[key];
+    const order = typeof x === "number" ? x - y : x < y ? -1 : x > y ? 1 : 0;
+    return down ? -order : order; // sort keeps the order of the frame, by address, where values are equal
+  };
+  const list = key === "address" && !down ? devices.slice() : devices.slice().sort(compare);
+  if (places.size) list.sort((a, b) => (places.get(a.address) ?? places.size) - (places.get(b.address) ?? places.size));
+  v.order = list.map((d) => d.address);
+  return list;
+}
+
+// deviceList shows the devices of a list in pages.
+function deviceList(service, devices, none) {
+  const v = state.devices;
+  part("tools", () => element("div", { class: "tools" },
+    element("label", {}, "Filter ", element("input", { type: "search", value: v.filter, oninput: (e) => { v.filter = e.target.value; v.page = 0; v.order = []; draw(); } })),
+    element("button", { type: "button", class: "previous", onclick: () => { v.page--; draw(); } }, "Previous"),
+    element("button", { type: "button", class: "next", onclick: () => { v.page++; draw(); } }, "Next")));
+  const filter = v.filter.trim().toLowerCase();
+  const all = ordered(filter ? devices.filter((d) => d.address.includes(filter) || d.device.toLowerCase().includes(filter)) : devices);
+  const pages = Math.max(1, Math.ceil(all.length / pageSize));
+  v.page = Math.max(0, Math.min(v.page, pages - 1));
+  document.querySelector(".previous").disabled = v.page === 0;
+  document.querySelector(".next").disabled = v.page === pages - 1;
+  const from = v.page * pageSize, rows = all.slice(from, from + pageSize);
+  table("devices", deviceColumns(service), rows, all.length ? `${(from + 1).toLocaleString("en")} to ${(from + rows.length).toLocaleString("en")} of ${count(all.length, "device", "devices")}` : none,
+    { ...v.sort, by });
 }
 
 function drawDevices() {
   const s = shown();
-  part("title", () => element("h2", {}, "Devices"));
-  part("tools", () => element("div", { class: "tools" },
-    element("label", {}, "Filter ", element("input", { type: "search", id: "filter", value: state.filter, oninput: (e) => { state.filter = e.target.value; state.page = 0; draw(); } })),
-    element("button", { type: "button", onclick: () => { state.page = Math.max(0, state.page - 1); draw(); } }, "Previous"),
-    element("button", { type: "button", onclick: () => { state.page++; draw(); } }, "Next")));
-  const filter = state.filter.toLowerCase();
-  const all = sorted((s?.devices ?? []).filter((d) => !filter || d.address.includes(filter) || (d.device ?? "").toLowerCase().includes(filter)));
-  state.page = Math.min(state.page, Math.max(0, Math.ceil(all.length / pageSize) - 1));
-  const from = state.page * pageSize;
-  const rows = all.slice(from, from + pageSize);
-  deviceTable("devices-table", rows, all.length ? `${from + 1} to ${from + rows.length} of ${count(all.length, "device", "devices")}` : "no devices");
+  heading("Devices" + (s ? " of " + s.name : ""));
+  if (s?.omitted) part("omitted", () => element("p", { class: "under" }, count(s.omitted, "device", "devices") + " with the lowest rates are not shown."));
+  deviceList(s?.name ?? "", s?.devices ?? [], "no devices");
 }
 
-function definitions(id, list) {
-  const dl = part(id, () => element("dl"));
-  dl.replaceChildren(...list.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text)]));
+// facts shows names and values; a value is a text, or [text, href].
+function facts(id, list) {
+  const dl = part(id, () => element("dl", { class: "facts" }));
+  fit(dl, 2 * list.length, () => element(dl.children.length % 2 ? "dd" : "dt"));
+  list.forEach(([name, value], i) => {
+    const dd = dl.children[2 * i + 1];
+    setText(dl.children[2 * i], name);
+    if (Array.isArray(value)) {
+      if (!dd.firstElementChild) dd.replaceChildren(element("a"));
+      link(dd, value[1], value[0]);
+    } else setText(dd, value);
+  });
 }
 
-function drawSlot(number, fresh) {
-  const s = shown(), slot = s?.slots.find((x) => String(x.slot) === number);
-  part("title", () => element("h2", {}, "Slot " + number));
-  if (!slot) return definitions("facts", [["State", "the policy has no such slot"]]);
-  definitions("facts", [
-    ["State", stateOf(slot)[0]], ["Member", slot.pid ? `${slot.pid} ${slot.command}` : "none"], ["Sessions", String(slot.sessions)],
+// stuck lists connections that do not progress.
+function stuck(list) {
+  part("stuck-title", () => element("h2", {}, "Connections without progress"));
+  table("stuck", [text("Remote", (x) => x.remote), text("Local", (x) => x.local), text("Reason", (x) => x.reason === "zero_window" ? "the member does not read" : "the peer does not read"),
+    number("Waiting bytes", (x) => x.bytes.toLocaleString("en")), number("Idle", (x) => x.idle_seconds.toFixed(0) + " s")], list, list.length ? count(list.length, "connection", "connections") : "none");
+}
+
+function drawSlot([name, at], fresh) {
+  const s = state.frame.services.find((x) => x.name === name), slot = s?.slots.find((x) => String(x.slot) === at);
+  heading(`Slot ${at} of ${name}`);
+  if (!slot) {
+    facts("facts", [["State", "the policy has no such slot"]]);
+    return;
+  }
+  facts("facts", [
+    ["State", stateOf(slot)[0]], ["Member", slot.pid ? `${slot.command}, pid ${slot.pid}` : "none"], ["Cgroup", slot.cgroup || "-"],
+    ["Devices", slot.devices.toLocaleString("en")], ["Sessions", slot.sessions.toLocaleString("en")],
     ["Receives", `${rate(slot.datagrams_per_second)} datagrams/s, ${rate(slot.bytes_per_second)} bytes/s, ${rate(slot.connections_per_second)} connections/s`],
-    ["Refused", rate(slot.refused_per_second) + "/s"], ["Dropped at its sockets", rate(slot.drops_per_second) + "/s"],
-    ["UDP queue", `${rate(slot.queued_bytes)} of ${rate(slot.queue_limit_bytes)} bytes`], ["Unread by TCP", rate(slot.unread_bytes) + " bytes"],
-    ["Closed windows", String(slot.zero_windows)], ["Waiting", count(slot.waiting, "datagram", "datagrams")],
+    ["Refused", rate(slot.refused_per_second) + " packets/s"], ["Dropped at its sockets", rate(slot.drops_per_second) + " datagrams/s"],
+    ["UDP queue", `${rate(slot.queued_bytes)} of ${rate(slot.queue_limit_bytes)} bytes`], ["TCP backlog", count(slot.backlog, "connection", "connections")],
+    ["Unread by TCP", rate(slot.unread_bytes) + " bytes"], ["Closed windows", String(slot.zero_windows)],
+    ["Reader lag", latency(slot.reader_lag_ns)], ["Waiting room", count(slot.waiting, "datagram", "datagrams")],
   ]);
-  deviceTable("devices-table", sorted(s.devices.filter((d) => d.slot === slot.slot)).slice(0, pageSize), `devices of slot ${number}`);
-  if (fresh) pastEvents("slot=" + encodeURIComponent(number));
+  part("spark-title", () => element("h2", {}, "Datagrams and kilobytes per second"));
+  const spark = part("spark", () => element("svg", { class: "spark tall", viewBox: "0 0 120 24", preserveAspectRatio: "none", role: "img", "aria-label": "rate of the last two minutes" }, element("path")));
+  setAttribute(spark.firstElementChild, "d", slot.spark);
+  part("devices-title", () => element("h2", {}, "Devices"));
+  deviceList(name, s.devices.filter((d) => d.slot === slot.slot), "no devices");
+  stuck(state.frame.stuck.filter((x) => x.service === name && x.slot === slot.slot));
+  if (fresh) follow(`service=${encodeURIComponent(name)}&slot=${encodeURIComponent(at)}&last=100`);
+  eventTable();
 }
 
-function drawDevice(address, fresh) {
-  const s = shown(), d = s?.devices.find((x) => x.address === address);
-  part("title", () => element("h2", {}, "Device " + address));
-  definitions("facts", d ? [
-    ["Name", d.device || "none in the device map"], ["Slot", element("a", { href: "#slot/" + d.slot }, String(d.slot))],
-    ["Sends", `${rate(d.datagrams_per_second)} datagrams/s, ${rate(d.bytes_per_second)} bytes/s`], ["Refused", rate(d.refused_per_second) + "/s"],
-    ["Sessions", String(d.sessions)], ["Last seen", new Date(d.last_seen).toLocaleTimeString()], ["Split", d.split ? "yes" : "no"],
-  ] : [["State", "sends nothing now"]]);
-  if (fresh) pastEvents("device=" + encodeURIComponent(d ? nameOf(d) : address));
+// addressOf returns the address of an address and port, as in [2001:db8::1]:179.
+const addressOf = (remote) => remote.slice(0, remote.lastIndexOf(":")).replace(/^\[|\]$/g, "");
+
+// reasons says why a device is in its slot, and what is wrong.
+function reasons(s, d) {
+  const slot = s.slots.find((x) => x.slot === d.slot), list = [];
+  if (d.pinned) list.push("a command has pinned the device to this slot");
+  else if (d.device) list.push(`the device map gives the address to ${d.device}, whose name decides the slot`);
+  else list.push("the hash of the address decides the slot");
+  if (slot && !slot.ready) list.push(`the slot is ${stateOf(slot)[0]}`);
+  if (d.split) list.push("its connections are not all at the member of its slot");
+  if (d.refused) list.push(rate(d.refused) + " of its packets per second are refused");
+  return list.join("; ");
 }
 
-function drawGroups() {
-  part("title", () => element("h2", {}, "Tuned and traced connections"));
-  const box = part("groups", () => element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "groups" }));
-  box.replaceChildren(element("table", {}, element("caption", {}, count(state.frame.groups.length, "group", "groups")),
-    element("thead", {}, element("tr", {}, ...["Kind", "Cgroup", "Name", "Rate/s", "Open", "P50", "P99"].map((t) => element("th", {}, t)))),
-    element("tbody", {}, ...state.frame.groups.map((g) => element("tr", {}, ...[g.kind, g.cgroup, g.name, rate(g.per_second), String(g.connections),
-      latency(g.median_ns), latency(g.p99_ns)].map((t) => element("td", {}, t)))))));
-}
-
-function latency(ns) {
-  if (!ns) return "-";
-  return ns < 1e6 ? (ns / 1e3).toFixed(0) + " µs" : ns < 1e9 ? (ns / 1e6).toFixed(1) + " ms" : (ns / 1e9).toFixed(2) + " s";
+function drawDevice([name, address], fresh) {
+  const s = state.frame.services.find((x) => x.name === name), d = s?.devices.find((x) => x.address === address);
+  heading("Device " + (d?.device ? `${d.device} (${address})` : address));
+  facts("facts", d ? [
+    ["Name in the device map", d.device || "none"], ["Slot", [`${d.slot} of ${name}`, slotLink(name, d.slot)]], ["Why", reasons(s, d)],
+    ["Sends", `${rate(d.datagrams)} datagrams/s, ${rate(d.bytes)} bytes/s`], ["Refused", rate(d.refused) + " packets/s"],
+    ["Sessions", String(d.sessions)], ["Last datagram or connection", d.seen > 0 ? clock(d.seen * 1000) : "before the last ten minutes"],
+  ] : [["State", "the device has no connection, and has sent nothing in the last ten minutes"]]);
+  stuck(state.frame.stuck.filter((x) => x.service === name && addressOf(x.remote) === address));
+  if (fresh) follow(`device=${encodeURIComponent(d?.device || address)}&last=100`);
+  eventTable();
 }
 
 // --- events
 
-let stream = null;
+let follower = null;
 
-function eventRow(e) {
-  const where = [e.service, e.cgroup, e.interface, e.device, e.slot === undefined ? "" : "slot " + e.slot].filter(Boolean).join(" ");
-  const details = Object.entries(e.details ?? {}).map(([k, v]) => `${k} ${v}`);
-  if (e.pid) details.unshift("pid " + e.pid);
-  return element("tr", {}, element("td", {}, new Date(e.time).toLocaleString()),
-    element("td", { class: { warning: "warn", error: "bad" }[e.level] ?? false }, e.kind), element("td", {}, where),
-    element("td", {}, e.text + (details.length ? ` (${details.join(", ")})` : "")));
+// follow requests events and those that follow, until the next view.
+async function follow(query) {
+  follower?.abort();
+  const abort = follower = new AbortController();
+  state.events = [];
+  while (!abort.signal.aborted) {
+    try {
+      // After an interruption only new events are missing; the list begins anew, because it is short.
+      const answer = await fetch(`events?follow=1&${query}`, { signal: abort.signal });
+      if (!answer.ok) throw new Error(await answer.text());
+      state.events = [];
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let rest = "";;) {
+        const { value, done } = await reader.read();
+        if (done) break;
+        const lines = (rest + value).split("\n");
+        rest = lines.pop();
+        for (const line of lines) state.events.unshift(JSON.parse(line));
+        state.events.length = Math.min(state.events.length, mostEvents);
+        if (!state.paused && !abort.signal.aborted) eventTable();
+      }
+    } catch (e) {
+      if (abort.signal.aborted) return;
+      setText(part("events-problem", () => element("p", { class: "bad", role: "alert" })), "The events are not available: " + e.message.trim());
+    }
+    await new Promise((resolve) => setTimeout(resolve, 5000));
+  }
 }
 
-function eventTable(id, caption) {
-  const box = part(id, () => element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    element("table", {}, element("caption", {}, caption),
-      element("thead", {}, element("tr", {}, ...["Time", "Kind", "Where", "What"].map((t) => element("th", {}, t)))), element("tbody"))));
-  return box.querySelector("tbody");
-}
-
-async function pastEvents(query) {
-  const body = eventTable("events-table", "last events");
-  const answer = await fetch("events?last=50&" + query);
-  const list = (await answer.text()).trim().split("\n").filter(Boolean).map((l) => JSON.parse(l));
-  body.replaceChildren(...list.reverse().map(eventRow));
+function eventTable() {
+  const filter = state.kind.trim().toLowerCase();
+  const list = filter ? state.events.filter((e) => JSON.stringify(e).toLowerCase().includes(filter)) : state.events;
+  part("log-title", () => element("h2", {}, "Events"));
+  table("log", [
+    text("Time", (e) => clock(e.time)),
+    { title: "Level", show: (cell, e) => { setText(cell, e.level); setClass(cell, { warning: "warn", error: "bad" }[e.level] ?? ""); } },
+    text("Kind", (e) => e.kind),
+    text("Where", (e) => [e.service, e.slot === undefined ? "" : "slot " + e.slot, e.device, e.cgroup, e.interface].filter(Boolean).join(" ")),
+    text("What", (e) => {
+      const details = Object.entries(e.details ?? {}).map(([k, v]) => `${k} ${v}`);
+      if (e.pid) details.unshift("pid " + e.pid);
+      return e.text + (details.length ? ` (${details.join(", ")})` : "");
+    }, { wide: true }),
+  ], list, list.length ? `${count(list.length, "event", "events")}, the newest first` : "no events");
 }
 
 function drawEvents(_, fresh) {
-  part("title", () => element("h2", {}, "Events"));
-  const body = eventTable("events-table", "the newest first");
-  if (!fresh) return;
-  stream?.close();
-  stream = new EventSource("events/follow?last=200");
-  stream.onmessage = (m) => {
-    body.prepend(eventRow(JSON.parse(m.data)));
-    while (body.children.length > 500) body.lastChild.remove();
-  };
+  heading("Events");
+  part("tools", () => element("div", { class: "tools" }, element("label", {}, "Filter ",
+    element("input", { type: "search", value: state.kind, oninput: (e) => { state.kind = e.target.value; eventTable(); } }))));
+  part("log-title", () => element("h3", {}, "The last 500 events, and those that follow"));
+  if (fresh) follow("last=" + mostEvents);
+  eventTable();
+}
+
+// --- trace
+
+function drawTrace() {
+  heading("Tuned and traced connections");
+  const groups = state.frame.groups, traced = groups.some((g) => g.kind === "trace");
+  table("groups", [
+    text("Cgroup", (g) => g.cgroup), text("Kind", (g) => g.kind), text("Name", (g) => g.name), number("Rate/s", (g) => rate(g.per_second)),
+    number("Open", (g) => g.kind === "tune" ? String(g.connections ?? 0) : "-"), number("Retransmits/s", (g) => g.kind === "tune" ? rate(g.retransmits_per_second ?? 0) : "-"),
+    text("Slowest stage", (g) => g.stage ?? "-"), number("p50", (g) => latency(g.median_ns)), number("p99", (g) => latency(g.p99_ns)), number("Oldest unread", (g) => latency(g.oldest_ns)),
+    text("Problem", (g) => g.problem ?? "", { wide: true }),
+  ], groups, groups.length ? count(groups.length, "rule or group", "rules and groups") + ", over the last 10 to 20 seconds" : "the policy has no rules of tune and trace");
+  part("report-title", () => element("h2", {}, "Trace report"));
+  if (!traced) {
+    part("untraced", () => element("p", {}, "No cgroup is traced: the policy has no rule of trace that applies."));
+    return;
+  }
+  document.getElementById("untraced")?.remove();
+  part("tools", () => element("div", { class: "tools" },
+    element("label", {}, "Last ", element("select", { id: "last", onchange: renewReport }, ...["5m", "15m", "1h"].map((v) => element("option", { value: v }, v)))),
+    element("button", { type: "button", onclick: renewReport }, "Update"),
+    element("label", {}, element("input", { type: "checkbox", id: "renew", checked: true }), " every 10 seconds")));
+  const frame = part("report", () => element("iframe", { title: "Trace report", src: "report?last=5m" }));
+  frame.dataset.since ??= String(Date.now());
+  if (document.getElementById("renew").checked && !state.paused && Date.now() - Number(frame.dataset.since) > 10000
+    && !frame.contains(document.activeElement) && document.activeElement !== frame) renewReport();
+}
+
+// renewReport loads the report again, at the same place.
+function renewReport() {
+  const frame = document.getElementById("report"), top = frame.contentWindow.scrollY;
+  frame.dataset.since = String(Date.now());
+  frame.addEventListener("load", () => frame.contentWindow.scrollTo(0, top), { once: true });
+  frame.contentWindow.location.replace("report?last=" + document.getElementById("last").value);
 }
 
 // --- start
 
-document.getElementById("service").addEventListener("change", (e) => { state.service = e.target.value; drawn = ""; draw(); });
+document.getElementById("service").addEventListener("change", (e) => {
+  state.service = e.target.value;
+  if (route()[1].length) location.hash = views[route()[0]];
+  else draw();
+});
+
 document.getElementById("pause").addEventListener("click", (e) => {
   state.paused = !state.paused;
   e.target.setAttribute("aria-pressed", String(state.paused));
 });
+
+const themes = ["auto", "light", "dark"];
+
+function showTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  setText(document.getElementById("theme"), "Theme: " + theme);
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const next = themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % themes.length];
+  localStorage.setItem("theme", next);
+  showTheme(next);
+});
+showTheme(themes.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "auto");
+
 addEventListener("hashchange", () => {
-  if (route()[0] !== "events") { stream?.close(); stream = null; }
+  if (location.hash === "#main") return; // the link that skips the header
+  state.devices.page = 0;
   draw();
+  main.focus({ preventScroll: true });
+  scrollTo(0, 0);
+});
+
+document.querySelector(".skip").addEventListener("click", (e) => {
+  e.preventDefault();
   main.focus();
 });
-const live = new EventSource("live");
-live.onmessage = (m) => take(JSON.parse(m.data));
-live.onerror = () => {
+
+let live = null;
+
+// receive draws a frame. The measure "frame" is the time from the message to the picture.
+function receive(message) {
+  const start = performance.now();
+  if (state.paused) return;
+  take(JSON.parse(message.data));
+  status();
+  draw();
+  requestAnimationFrame(() => {
+    // The task after the callback is after the picture.
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => {
+      if (performance.getEntriesByName("frame").length >= 300) performance.clearMeasures("frame");
+      performance.measure("frame", { start });
+      port1.close();
+    };
+    port2.postMessage(null);
+  });
+}
+
+async function lost() {
   const p = document.getElementById("state");
-  p.textContent = "the agent does not answer; trying again";
-  p.classList.add("bad");
-};
-draw();
+  setText(p, "the agent does not answer; trying again");
+  setClass(p, "bad");
+  if (live?.readyState !== EventSource.CLOSED) return; // the browser tries again
+  live = null;
+  try {
+    const answer = await fetch("live", { method: "HEAD" });
+    if (answer.status === 401) {
+      location.assign("login");
+      return;
+    }
+  } catch { /* the agent is away */ }
+  setTimeout(connect, 5000);
+}
+
+// connect requests frames while the page is visible: a browser has few connections for all its tabs.
+function connect() {
+  if (document.hidden || live) return;
+  live = new EventSource("live");
+  live.onmessage = receive;
+  live.onerror = lost;
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) {
+    live?.close();
+    live = null;
+  } else connect();
+});
+connect();

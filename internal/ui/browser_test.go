@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !vm
+
+package ui
+
+import (
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/internal/trace/report"
+	"sockeye/lab/browser"
+)
+
+// fake is a source for tests.
+type fake struct {
+	mu       sync.Mutex
+	frame    *api.Frame
+	changed  chan struct{}
+	watchers int
+	refusal  error // of Watch
+	events   []api.Event
+	asked    []string // queries for events
+}
+
+func newFake(frame *api.Frame) *fake { return &fake{frame: frame, changed: make(chan struct{})} }
+
+func (f *fake) Watch() (func(), error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.refusal != nil {
+		return nil, f.refusal
+	}
+	f.watchers++
+	return func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.watchers--
+	}, nil
+}
+
+func (f *fake) Frame() (*api.Frame, <-chan struct{}) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.frame, f.changed
+}
+
+// set makes a frame the newest one.
+func (f *fake) set(frame *api.Frame) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.frame = frame
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+func (f *fake) Events(w http.ResponseWriter, r *http.Request) error {
+	f.mu.Lock()
+	f.asked = append(f.asked, r.URL.RawQuery)
+	list := slices.Clone(f.events)
+	f.mu.Unlock()
+	control := http.NewResponseController(w)
+	for i := range list {
+		if err := json.NewEncoder(w).Encode(&list[i]); err != nil {
+			return nil
+		}
+	}
+	if err := control.Flush(); err != nil {
+		return nil
+	}
+	if r.URL.Query().Get("follow") != "" {
+		<-r.Context().Done()
+	}
+	return nil
+}
+
+func (f *fake) Report(time.Duration) (report.Report, error) {
+	return report.Report{Host: "test", Notes: []string{"a note"}}, nil
+}
+
+// serve serves the page until the end of the test, and returns its address.
+func serve(t *testing.T, source Source, streams int) string {
+	t.Helper()
+	settings, err := ReadSettings(config.UI{Listen: "127.0.0.1:1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return serveWith(t, settings, source, streams)
+}
+
+func serveWith(t *testing.T, settings *Settings, source Source, streams int) string {
+	t.Helper()
+	s, err := New(settings, source, slog.New(slog.DiscardHandler), streams)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := &http.Server{Handler: s, ReadHeaderTimeout: time.Minute, ReadTimeout: time.Minute, WriteTimeout: time.Minute, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0)}
+	ended := make(chan error, 1)
+	go func() { ended <- server.Serve(s.Listener(l)) }()
+	t.Cleanup(func() {
+		server.Close()
+		<-ended
+	})
+	return l.Addr().String()
+}
+
+// devicesFrame returns a frame with devices in slots; n changes their rates.
+func devicesFrame(slots, devices, n int) *api.Frame {
+	f := &api.Frame{Time: time.Date(2026, 1, 2, 3, 4, n, 0, time.UTC), Seconds: 1, Groups: []api.LiveGroup{}, Stuck: []api.LiveSocket{}}
+	s := api.LiveService{Name: "telemetry", Devices: []api.LiveDevice{}}
+	for i := range slots {
+		s.Slots = append(s.Slots, api.LiveSlot{Slot: i, State: "ready", Ready: true, PID: 1000 + i, Command: "nfacctd", QueueLimit: 1 << 20, Queued: uint64(i) << 16})
+	}
+	for i := range devices {
+		d := api.LiveDevice{Address: netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), Device: fmt.Sprintf("router-%d", i), Slot: i * 7919 % slots,
+			Datagrams: float64((i*i+n*17)%2000) / 2, Bytes: float64(i * (n % 5) * 10), Sessions: 1, LastSeen: f.Time}
+		slot := &s.Slots[d.Slot]
+		slot.Devices++
+		slot.Sessions++
+		slot.Datagrams += d.Datagrams
+		slot.Bytes += d.Bytes
+		s.Devices = append(s.Devices, d)
+	}
+	f.Services = append(f.Services, s)
+	return f
+}
+
+// troubledFrame returns a frame with problems of each kind.
+func troubledFrame() *api.Frame {
+	f := devicesFrame(6, 300, 1)
+	f.Problem = "the policy file differs from the policy in force"
+	lag := int64(2_300_000_000)
+	s := &f.Services[0]
+	s.Split, s.Refused = 1, 40
+	s.Slots[1].PID, s.Slots[1].Ready, s.Slots[1].Refused = 0, false, 40
+	s.Slots[2].Drops, s.Slots[2].Queued = 130, 1<<20-1
+	s.Slots[3].ZeroWindows, s.Slots[3].ReaderLag, s.Slots[3].Backlog = 2, &lag, 3
+	s.Slots[4].Waiting = 800
+	s.Slots[5].State = "drain"
+	s.Devices[0].Split, s.Devices[7].Refused, s.Devices[9].Pinned = true, 40, true
+	f.Stuck = append(f.Stuck, api.LiveSocket{Service: "telemetry", Local: netip.MustParseAddrPort("192.0.2.1:1790"), Remote: netip.AddrPortFrom(s.Devices[0].Address, 40000),
+		Slot: &s.Devices[0].Slot, PID: 1000, Reason: "zero_window", Bytes: 65000, Since: 12})
+	f.Groups = append(f.Groups, api.LiveGroup{Kind: "tune", Cgroup: "web.slice", Path: "/web.slice", Name: "replies", Connections: 120, Rate: 33},
+		api.LiveGroup{Kind: "trace", Cgroup: "web.slice", Path: "/web.slice", Name: "port=443", Rate: 512, Stage: "network", Median: 1_200_000, P99: 38_000_000},
+		api.LiveGroup{Kind: "tune", Cgroup: "old.slice", Name: "old", Problem: "the cgroup does not exist"})
+	f.Services = append(f.Services, devicesFrame(2, 10, 1).Services...)
+	f.Services[1].Name = "flows"
+	return f
+}
+
+// pictures is the directory for screenshots, or "".
+var pictures = os.Getenv("SOCKEYE_SCREENSHOTS")
+
+// The page has no violation that axe-core finds, in all views, in light and dark, for three widths.
+func TestAccessible(t *testing.T) {
+	source := newFake(troubledFrame())
+	slot := 3
+	for i := range 30 {
+		source.events = append(source.events, api.Event{ID: uint64(i), Time: time.Date(2026, 1, 2, 3, 4, i, 0, time.UTC), Kind: "member_registered", Level: []string{"info", "warning", "error"}[i%3],
+			Text: "member registered", Service: "telemetry", Slot: &slot, PID: 1003, Details: map[string]string{"rule": "command line", "after": "12 ms"}})
+	}
+	page := "http://" + serve(t, source, 8) + "/"
+	b := browser.Start(t)
+	b.Open(page)
+	b.Eventually("document.querySelector('#problems li')")
+	for _, view := range []string{"overview", "slot/telemetry/3", "devices", "device/telemetry/10.0.0.0", "events", "trace"} {
+		b.Open(page + "#" + view)
+		if strings.HasPrefix(view, "event") || strings.Contains(view, "/") {
+			b.Eventually("document.querySelectorAll('#log tbody tr').length === 30")
+		}
+		if view == "trace" {
+			b.Eventually("document.querySelector('iframe').contentDocument.querySelector('h1')")
+		}
+		for _, width := range []int64{360, 768, 1440} {
+			for _, scheme := range []string{"light", "dark"} {
+				b.Size(width, 900, scheme)
+				b.Frame()
+				for _, v := range b.Axe() {
+					t.Errorf("%s, %d pixels, %s: %s", view, width, scheme, v)
+				}
+				if wide := browser.Eval[int64](b, "document.documentElement.scrollWidth"); wide > width {
+					t.Errorf("%s: the page has a width of %d of %d pixels", view, wide, width)
+				}
+				b.Screenshot(pictures, fmt.Sprintf("%s-%d-%s", strings.ReplaceAll(view, "/", "-"), width, scheme))
+			}
+		}
+	}
+	if p := b.Problems(); len(p) > 0 {
+		t.Errorf("errors of the page: %q", p)
+	}
+	for _, r := range b.Requests() {
+		if u, err := url.Parse(r); err != nil || u.Scheme != "http" || "http://"+u.Host+"/" != page {
+			t.Errorf("the page requests %s", r)
+		}
+	}
+}
+
+// measured is what watch.json has of the page.
+type measured struct {
+	Devices int     `json:"ui_devices"`
+	P99     float64 `json:"ui_update_ms_p99"` // from the message to the picture
+}
+
+// The page draws 5,000 devices within the second that a frame has.
+func TestManyDevices(t *testing.T) {
+	const devices, frames = 5000, 60
+	source := newFake(devicesFrame(8, devices, 0))
+	page := "http://" + serve(t, source, 8) + "/"
+	b := browser.Start(t)
+	b.Size(1440, 900, "light")
+	var all []float64
+	for _, view := range []string{"overview", "devices"} {
+		b.Open(page + "#" + view)
+		b.Eventually("document.querySelectorAll('main table tbody tr').length > 0")
+		for n := 1; n <= frames; n++ {
+			before := browser.Eval[int](b, "performance.getEntriesByName('frame').length")
+			source.set(devicesFrame(8, devices, n))
+			b.Eventually(fmt.Sprintf("performance.getEntriesByName('frame').length > %d", before))
+		}
+		all = append(all, browser.Eval[[]float64](b, "performance.getEntriesByName('frame').map((m) => m.duration)")...)
+		// The page shows the last frame.
+		last := devicesFrame(8, devices, frames)
+		if got := browser.Eval[string](b, "state.frame.time"); got != last.Time.Format(time.RFC3339) {
+			t.Errorf("%s shows the frame of %s", view, got)
+		}
+		b.Screenshot(pictures, "many-"+view)
+	}
+	slices.Sort(all)
+	m := measured{devices, all[len(all)*99/100]}
+	t.Logf("%+v, median %.1f ms", m, all[len(all)/2])
+	if m.P99 > 1000 {
+		t.Errorf("the page falls behind: %.0f ms for a frame", m.P99)
+	}
+	if rows := browser.Eval[int](b, "document.querySelectorAll('#devices tbody tr').length"); rows != 100 {
+		t.Errorf("%d rows in a page of the table", rows)
+	}
+	writeMeasured(t, m)
+}
+
+// writeMeasured writes a result to the directory OUT, for watch.json.
+func writeMeasured(t *testing.T, m measured) {
+	out := os.Getenv("OUT")
+	if out == "" {
+		return
+	}
+	text, err := json.Marshal(m)
+	if err == nil {
+		err = os.WriteFile(filepath.Join(out, "ui.json"), append(text, '\n'), 0o644)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
