@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/scope"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/testenv"
@@ -43,6 +44,7 @@ func testAgent(t testing.TB, dir, pins string) *Agent {
 	a := newAgent(Options{StateDir: dir, RunDir: dir, Policy: filepath.Join(dir, "policy.yaml"), Version: "1.2.3",
 		Log: slog.New(slog.DiscardHandler)}, root, scope.Tree{Mount: filepath.Dir(testenv.Cgroup())})
 	a.starts = 7
+	a.events = events.New(filepath.Join(dir, eventsDir), config.DefaultEventsSize)
 	return a
 }
 

@@ -59,6 +59,7 @@ func TestPlanTexts(t *testing.T) {
 		{"members", []string{"slots: 4", "slots: 4\n    members: [{match: {user: root, command_line: collector}, slot: free}]"}, []string{"telemetry change members (no member loses its slot)"}},
 		{"rename", []string{"telemetry:", "collectors:"}, []string{"telemetry remove service (the kernel's hash decides from then on)", "collectors add service ()"}},
 		{"metrics", []string{"services:", "metrics: {listen: \"127.0.0.1:9732\"}\nservices:"}, []string{" change metrics: none -> 127.0.0.1:9732 ()"}},
+		{"web page", []string{"services:", "ui: {listen: \"127.0.0.1:9733\", token_file: token}\nservices:"}, []string{" change web page: none -> 127.0.0.1:9733, token ()"}},
 		{"two", []string{"slots: 4", "slots: 3\n    backlog: 9"}, []string{"telemetry change slots: 4 -> 3 (0 of 0 devices seen move)", "telemetry change backlog: 0 -> 9 ()"}},
 	} {
 		plan, err := a.Plan(api.Candidate{Text: policyText(onePolicy, c.replace...), Path: a.options.Policy})
