@@ -20,6 +20,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/chromedp/chromedp/kb"
+
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/trace/report"
@@ -267,5 +269,56 @@ func writeMeasured(t *testing.T, m measured) {
 	}
 	if err != nil {
 		t.Error(err)
+	}
+}
+
+// A user without a pointer gets everywhere: the first link skips the header, heads of columns sort, and the focus stays
+// while frames arrive.
+func TestKeyboard(t *testing.T) {
+	source := newFake(devicesFrame(4, 300, 1))
+	page := "http://" + serve(t, source, 8) + "/"
+	b := browser.Start(t)
+	b.Open(page)
+	b.Eventually("document.querySelector('#flow li')")
+	focused := func(want string) {
+		t.Helper()
+		if got := browser.Eval[string](b, "document.activeElement.id || document.activeElement.textContent"); got != want {
+			t.Errorf("the focus is at %q, want %q", got, want)
+		}
+	}
+	b.Press(kb.Tab)
+	focused("Skip to the content")
+	b.Press(kb.Enter)
+	focused("main")
+	for _, want := range []string{"services", "Slot 0", "Slot 1"} {
+		b.Press(kb.Tab)
+		if want == "services" {
+			continue // the region of the table, which can be scrolled
+		}
+		focused(want)
+	}
+	b.Press(kb.Enter)
+	b.Eventually("document.getElementById('title').textContent === 'Slot 1 of telemetry'")
+	b.Open(page + "#devices")
+	b.Eventually("document.querySelectorAll('#devices tbody tr').length === 100")
+	browser.Eval[bool](b, "document.querySelector('.next').focus(), true")
+	b.Press(kb.Enter)
+	b.Eventually("document.querySelector('#devices caption').textContent === '101 to 200 of 300 devices'")
+	browser.Eval[bool](b, "document.querySelector('#devices thead button').focus(), true")
+	b.Press(kb.Enter)
+	b.Eventually("document.querySelector('#devices thead th').getAttribute('aria-sort') === 'ascending'")
+	focused("Address")
+	browser.Eval[bool](b, "document.querySelectorAll('#devices thead button')[3].focus(), true")
+	b.Press(kb.Enter)
+	b.Eventually("document.querySelectorAll('#devices thead th')[3].getAttribute('aria-sort') === 'descending'")
+
+	// A focused link remains a link to its device, while others get more traffic.
+	address := browser.Eval[string](b, "(() => { const a = document.querySelectorAll('#devices tbody a')[20]; a.focus(); return a.textContent })()")
+	source.set(devicesFrame(4, 300, 40))
+	b.Eventually("state.frame.time.includes('04:40')")
+	b.Frame()
+	focused(address)
+	if got := browser.Eval[string](b, "document.querySelector('#devices tbody').textContent"); !strings.Contains(got, address) {
+		t.Errorf("the row of %s is away", address)
 	}
 }

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !vm
+
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/lab/browser"
+)
+
+// serveUI adds a web page at a Unix socket to the policy file.
+func (h *host) serveUI() {
+	h.Helper()
+	text, err := os.ReadFile(h.policyPath())
+	h.must(err)
+	h.replaceFile(h.policyPath(), string(text)+"ui: {listen: \"unix:"+filepath.Join(h.dir, "ui.sock")+"\"}\n")
+}
+
+// proxyUI starts a proxy in front of the socket until the end of the test, and returns the address of the page. The browser
+// runs in the network namespace of the test.
+func (h *host) proxyUI() string {
+	h.Helper()
+	transport := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(h.dir, "ui.sock"))
+	}}
+	proxy := httptest.NewServer(&httputil.ReverseProxy{Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0),
+		Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(&url.URL{Scheme: "http", Host: "sockeye"}) }})
+	h.Cleanup(func() {
+		proxy.CloseClientConnections()
+		proxy.Close()
+		transport.CloseIdleConnections()
+	})
+	return proxy.URL + "/"
+}
+
+// cells is the text of the cells of a table of the page, in rows.
+func cells(b *browser.Browser, id string) [][]string {
+	return browser.Eval[[][]string](b, fmt.Sprintf("[...document.querySelectorAll('#%s tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))", id))
+}
+
+// facts is the list of names and values of a page of a slot or a device.
+func facts(b *browser.Browser) map[string]string {
+	return browser.Eval[map[string]string](b, "Object.fromEntries([...document.querySelectorAll('#facts dt')].map((t) => [t.textContent, t.nextElementSibling.textContent]))")
+}
+
+// TestUI compares the page with the output of the commands, while a member is there and after it was killed.
+func TestUI(t *testing.T) {
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(4)
+	h.serveUI()
+	h.startAgent()
+	h.start(upTo(4)...)
+	h.ready(upTo(4)...)
+	all := addresses(60)
+	h.connectAll(all)
+
+	b := browser.Start(t)
+	page := h.proxyUI()
+	b.Size(1440, 900, "light")
+	b.Open(page)
+	b.Eventually("document.querySelector('#services tbody tr').cells[2].textContent === '60' && document.querySelector('#services tbody tr').cells[3].textContent === '60'")
+
+	var status api.Status
+	h.show(&status, "status")
+	var slots []api.SlotStatus
+	h.show(&slots, "slots")
+	var devices []api.DeviceStatus
+	h.show(&devices, "devices")
+	home := h.homes(4)
+	at := make(map[int]int)
+	for _, a := range all {
+		at[home(a)]++
+	}
+	if got, want := browser.Eval[string](b, "document.getElementById('state').textContent"), fmt.Sprintf("%d of %d slots ready, no problems", status.Services[0].Ready, status.Services[0].Slots); got != want {
+		t.Errorf("the state is %q, want %q", got, want)
+	}
+	cards := browser.Eval[[][]string](b, "[...document.querySelectorAll('#flow > li')].map((li) => [li.querySelector('a').textContent, li.querySelector('h3 span').textContent, li.querySelector('.member').textContent, ...[...li.querySelectorAll('dd')].map((d) => d.textContent)])")
+	if len(cards) != len(slots) {
+		t.Fatalf("%d slots on the page, %d in the output", len(cards), len(slots))
+	}
+	for i, s := range slots {
+		want := []string{fmt.Sprintf("Slot %d", s.Slot), "ready", fmt.Sprintf("%s, pid %d", s.Command, s.PID), fmt.Sprint(at[s.Slot]), fmt.Sprint(s.Sessions)}
+		if got := cards[i][:len(want)]; !slices.Equal(got, want) {
+			t.Errorf("slot %d is %q, want %q", s.Slot, got, want)
+		}
+	}
+	tiles := browser.Eval[[]int](b, `[...document.querySelectorAll('.tiles')].map((svg) => [...svg.children].reduce((n, p) => n + [...p.getAttribute('d').matchAll(/h(\d+)/g)].reduce((m, x) => m + Number(x[1]), 0), 0))`)
+	for slot, n := range tiles {
+		if n != at[slot] {
+			t.Errorf("slot %d has %d squares, want %d", slot, n, at[slot])
+		}
+	}
+
+	b.Open(page + "#devices")
+	b.Eventually("document.querySelectorAll('#devices tbody tr').length === 60")
+	shown := make(map[string][]string)
+	for _, row := range cells(b, "devices") {
+		shown[row[0]] = row
+	}
+	for _, d := range devices {
+		row := shown[d.Address.String()]
+		if len(row) != 7 || row[2] != fmt.Sprint(home(d.Address)) || row[6] != "1" {
+			t.Errorf("device %v is %q on the page", d.Address, row)
+		}
+	}
+
+	h.kill(1)
+	b.Open(page + "#slot/telemetry/1")
+	b.Eventually("document.querySelector('#facts dd').textContent === 'empty'")
+	b.Eventually("[...document.querySelectorAll('#log tbody tr')].some((r) => r.textContent.includes('slot_closed'))")
+	if got := facts(b); got["Member"] != "none" || got["Sessions"] != "0" {
+		t.Errorf("after the member was killed: %v", got)
+	}
+	b.Open(page + "#overview")
+	b.Eventually("document.querySelector('#problems li')?.textContent.includes('telemetry slot 1 is empty')")
+	if got := browser.Eval[string](b, "document.getElementById('state').textContent"); !strings.HasPrefix(got, "3 of 4 slots ready, ") {
+		t.Errorf("the state is %q", got)
+	}
+
+	// The page says when the agent is away, and goes on when the agent is back.
+	h.killAgent()
+	b.Eventually("document.getElementById('state').textContent.includes('does not answer')")
+	h.startAgent()
+	b.Eventually("document.getElementById('state').textContent.includes('3 of 4 slots ready')")
+}
