@@ -34,12 +34,13 @@ type fake struct {
 	frame    *api.Frame
 	changed  chan struct{}
 	watchers int
+	idle     chan struct{} // a value when the last watcher leaves
 	refusal  error // of Watch
 	events   []api.Event
 	asked    []string // queries for events
 }
 
-func newFake(frame *api.Frame) *fake { return &fake{frame: frame, changed: make(chan struct{})} }
+func newFake(frame *api.Frame) *fake { return &fake{frame: frame, changed: make(chan struct{}), idle: make(chan struct{}, 100)} }
 
 func (f *fake) Watch() (func(), error) {
 	f.mu.Lock()
@@ -51,7 +52,9 @@ func (f *fake) Watch() (func(), error) {
 	return func() {
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		f.watchers--
+		if f.watchers--; f.watchers == 0 {
+			f.idle <- struct{}{}
+		}
 	}, nil
 }
 
@@ -208,10 +211,37 @@ func TestAccessible(t *testing.T) {
 	if p := b.Problems(); len(p) > 0 {
 		t.Errorf("errors of the page: %q", p)
 	}
+	// The report is a page of its own in a frame.
+	b.Open(page + "report?last=5m")
+	for _, v := range b.Axe() {
+		t.Errorf("report: %s", v)
+	}
 	for _, r := range b.Requests() {
 		if u, err := url.Parse(r); err != nil || u.Scheme != "http" || "http://"+u.Host+"/" != page {
 			t.Errorf("the page requests %s", r)
 		}
+	}
+}
+
+// A user enters the token, and a browser without a session comes to the form.
+func TestLogin(t *testing.T) {
+	page := "http://" + serveWith(t, &Settings{Config: config.UI{Listen: "127.0.0.1:1", TokenFile: "/token"}, token: []byte(token)}, newFake(devicesFrame(2, 10, 1)), 8) + "/"
+	b := browser.Start(t)
+	b.Open(page)
+	b.Eventually("document.activeElement.id === 'token'")
+	for _, scheme := range []string{"light", "dark"} {
+		b.Size(768, 600, scheme)
+		for _, v := range b.Axe() {
+			t.Errorf("login: %s", v)
+		}
+		b.Screenshot(pictures, "login-"+scheme)
+	}
+	b.Press("wrong" + kb.Enter)
+	b.Eventually("document.querySelector('[role=alert]').textContent === 'This is not the token.' && document.activeElement.id === 'token'")
+	b.Press(token + kb.Enter)
+	b.Eventually("document.querySelector('#flow li')")
+	if got := browser.Eval[string](b, "document.cookie"); got != "" {
+		t.Errorf("scripts see the cookie %q", got)
 	}
 }
 

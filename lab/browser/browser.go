@@ -136,14 +136,22 @@ func (b *Browser) Text() string {
 	return Eval[string](b, "document.body.innerText")
 }
 
-// Eventually waits until an expression is true. An error of the expression is false.
+// Eventually waits until an expression is true. An error of the expression is false, as is a page that another one is
+// replacing.
 func (b *Browser) Eventually(expression string) {
 	b.t.Helper()
-	for end := time.Now().Add(wait); !Eval[bool](b, "(() => { try { return Boolean("+expression+") } catch { return false } })()"); {
-		if time.Now().After(end) {
-			b.t.Fatalf("browser: %s is not true; the page:\n%s", expression, b.Text())
+	ctx, cancel := context.WithTimeout(b.ctx, wait)
+	defer cancel()
+	// The promise ends when the page is drawn again, or by the timer where nothing is drawn.
+	const next = "await new Promise((done) => { requestAnimationFrame(() => setTimeout(done, 20)); setTimeout(done, 100) })"
+	for {
+		done, err := chromedp.Run(ctx, chromedp.Evaluate[bool]("(async () => { try { if ("+expression+") return true } catch {} "+next+"; return false })()", chromedp.EvalAwaitPromise))
+		if done {
+			return
 		}
-		b.Frame()
+		if ctx.Err() != nil {
+			b.t.Fatalf("browser: %s is not true: %v; the page:\n%s", expression, err, b.Text())
+		}
 	}
 }
 
