@@ -29,7 +29,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
 CHAIN_PACKAGES := $(DEMO_PACKAGES) default-jre-headless maven
-TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon eapoltest freeradius iperf3 nftables openssh-client openssh-server prometheus systemd syslog-ng-core
+TEST_PACKAGES := $(DEMO_PACKAGES) chromium curl dbus-daemon eapoltest freeradius iperf3 nftables openssh-client openssh-server prometheus systemd syslog-ng-core
 RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring
@@ -73,11 +73,13 @@ demo-chain: ## The demo with Kafka: count the records that its readers get (KEEP
 .PHONY: test
 test: ## Run all tests that this host can run
 	@tools/setup $(TEST_PACKAGES)
+	@tools/axe
 	@tools/gotest ./...
 
 .PHONY: test-race
 test-race: ## Run the tests of packages with goroutines under the race detector
 	@tools/setup $(TEST_PACKAGES) $(RACE_PACKAGES)
+	@tools/axe
 	@tools/gorace
 
 .PHONY: test-vm

@@ -8,12 +8,12 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"net/http"
 	"net/netip"
 	"net/url"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -24,6 +24,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/testenv"
 	"sockeye/internal/trace/report"
 	"sockeye/lab/browser"
 )
@@ -35,12 +36,14 @@ type fake struct {
 	changed  chan struct{}
 	watchers int
 	idle     chan struct{} // a value when the last watcher leaves
-	refusal  error // of Watch
+	refusal  error         // of Watch
 	events   []api.Event
 	asked    []string // queries for events
 }
 
-func newFake(frame *api.Frame) *fake { return &fake{frame: frame, changed: make(chan struct{}), idle: make(chan struct{}, 100)} }
+func newFake(frame *api.Frame) *fake {
+	return &fake{frame: frame, changed: make(chan struct{}), idle: make(chan struct{}, 100)}
+}
 
 func (f *fake) Watch() (func(), error) {
 	f.mu.Lock()
@@ -174,6 +177,9 @@ func troubledFrame() *api.Frame {
 // pictures is the directory for screenshots, or "".
 var pictures = os.Getenv("SOCKEYE_SCREENSHOTS")
 
+// watchFile has what tests measure of the live views, in the directory OUT.
+const watchFile = "watch.json"
+
 // The page has no violation that axe-core finds, in all views, in light and dark, for three widths.
 func TestAccessible(t *testing.T) {
 	source := newFake(troubledFrame())
@@ -186,6 +192,7 @@ func TestAccessible(t *testing.T) {
 	b := browser.Start(t)
 	b.Open(page)
 	b.Eventually("document.querySelector('#problems li')")
+	violations := 0
 	for _, view := range []string{"overview", "slot/telemetry/3", "devices", "device/telemetry/10.0.0.0", "events", "trace"} {
 		b.Open(page + "#" + view)
 		if strings.HasPrefix(view, "event") || strings.Contains(view, "/") {
@@ -200,6 +207,7 @@ func TestAccessible(t *testing.T) {
 				b.Frame()
 				for _, v := range b.Axe() {
 					t.Errorf("%s, %d pixels, %s: %s", view, width, scheme, v)
+					violations++
 				}
 				if wide := browser.Eval[int64](b, "document.documentElement.scrollWidth"); wide > width {
 					t.Errorf("%s: the page has a width of %d of %d pixels", view, wide, width)
@@ -215,11 +223,37 @@ func TestAccessible(t *testing.T) {
 	b.Open(page + "report?last=5m")
 	for _, v := range b.Axe() {
 		t.Errorf("report: %s", v)
+		violations++
 	}
+	testenv.Record(t, watchFile, map[string]any{"axe_violations": violations})
 	for _, r := range b.Requests() {
 		if u, err := url.Parse(r); err != nil || u.Scheme != "http" || "http://"+u.Host+"/" != page {
 			t.Errorf("the page requests %s", r)
 		}
+	}
+}
+
+// Names of devices and commands are text, whatever they are.
+func TestNamesAreText(t *testing.T) {
+	const name = `<img src=x onerror="document.title='owned'"><script>document.title='owned'</script>`
+	frame := troubledFrame()
+	frame.Problem = name
+	s := &frame.Services[0]
+	s.Slots[0].Command, s.Devices[0].Device, s.Devices[0].Datagrams = name, name, 1e6
+	frame.Groups[1].Name, frame.Groups[2].Problem = name, name
+	source := newFake(frame)
+	source.events = []api.Event{{Kind: name, Text: name, Device: name, Details: map[string]string{name: name}}}
+	page := "http://" + serve(t, source, 8) + "/"
+	b := browser.Start(t)
+	for _, view := range []string{"overview", "slot/telemetry/0", "devices", "device/telemetry/10.0.0.0", "events", "trace"} {
+		b.Open(page + "#" + view)
+		b.Eventually("document.getElementById('main').textContent.includes('onerror=')")
+		if n := browser.Eval[int](b, "document.querySelectorAll('img, main script').length"); n > 0 || strings.HasPrefix(browser.Eval[string](b, "document.title"), "owned") {
+			t.Errorf("%s: a name is HTML", view)
+		}
+	}
+	if p := b.Problems(); len(p) > 0 {
+		t.Errorf("errors of the page: %q", p)
 	}
 }
 
@@ -243,12 +277,6 @@ func TestLogin(t *testing.T) {
 	if got := browser.Eval[string](b, "document.cookie"); got != "" {
 		t.Errorf("scripts see the cookie %q", got)
 	}
-}
-
-// measured is what watch.json has of the page.
-type measured struct {
-	Devices int     `json:"ui_devices"`
-	P99     float64 `json:"ui_update_ms_p99"` // from the message to the picture
 }
 
 // The page draws 5,000 devices within the second that a frame has.
@@ -276,30 +304,15 @@ func TestManyDevices(t *testing.T) {
 		b.Screenshot(pictures, "many-"+view)
 	}
 	slices.Sort(all)
-	m := measured{devices, all[len(all)*99/100]}
-	t.Logf("%+v, median %.1f ms", m, all[len(all)/2])
-	if m.P99 > 1000 {
-		t.Errorf("the page falls behind: %.0f ms for a frame", m.P99)
+	p99 := all[len(all)*99/100] // from the message to the picture
+	t.Logf("%d frames, median %.1f ms, p99 %.1f ms, max %.1f ms", len(all), all[len(all)/2], p99, all[len(all)-1])
+	if p99 > 1000 {
+		t.Errorf("the page falls behind: %.0f ms for a frame", p99)
 	}
 	if rows := browser.Eval[int](b, "document.querySelectorAll('#devices tbody tr').length"); rows != 100 {
 		t.Errorf("%d rows in a page of the table", rows)
 	}
-	writeMeasured(t, m)
-}
-
-// writeMeasured writes a result to the directory OUT, for watch.json.
-func writeMeasured(t *testing.T, m measured) {
-	out := os.Getenv("OUT")
-	if out == "" {
-		return
-	}
-	text, err := json.Marshal(m)
-	if err == nil {
-		err = os.WriteFile(filepath.Join(out, "ui.json"), append(text, '\n'), 0o644)
-	}
-	if err != nil {
-		t.Error(err)
-	}
+	testenv.Record(t, watchFile, map[string]any{"ui_devices": devices, "ui_update_ms_p99": math.Round(p99*10) / 10})
 }
 
 // A user without a pointer gets everywhere: the first link skips the header, heads of columns sort, and the focus stays
