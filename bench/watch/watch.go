@@ -5,6 +5,7 @@
 package watch
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -23,6 +24,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/chart"
 	"sockeye/internal/stats"
+	"sockeye/internal/testenv"
 	"sockeye/lab"
 	"sockeye/lab/swarm"
 )
@@ -135,6 +137,9 @@ func (b *bench) run(ctx context.Context) (err error) {
 	}
 	fmt.Fprintln(os.Stderr)
 	r.End()
+	if err := testenv.Merge(cmp.Or(os.Getenv("OUT"), "."), "watch.json", map[string]any{"events_per_s_bounded": r.events()}); err != nil {
+		return fmt.Errorf("write figures: %w", err)
+	}
 	return harness.Publish(command, r)
 }
 
@@ -303,6 +308,11 @@ func missing(list []measurement) (datagrams, refusals uint64) {
 	return datagrams, refusals
 }
 
+// events is the number of events per second with refusals.
+func (r *report) events() harness.Figure {
+	return harness.Figure(stats.Median(values(r.Refused, func(m *measurement) float64 { return float64(m.Events) / m.Seconds })))
+}
+
 // ratio is the member's CPU time with refusals, divided by that without.
 func (r *report) ratio() harness.Distribution {
 	quiet, refused := values(r.Quiet, memberCPU), values(r.Refused, memberCPU)
@@ -343,8 +353,7 @@ func (r *report) Figures() any {
 		Events    harness.Figure       `json:"events_per_s_bounded"`
 		Missed    uint64               `json:"datagrams_missed"`
 		Uncounted uint64               `json:"refusals_uncounted"`
-	}{r, harness.Figure(stats.Median(values(r.Refused, agentCPU))), r.ratio(),
-		harness.Figure(stats.Median(values(r.Refused, func(m *measurement) float64 { return float64(m.Events) / m.Seconds }))), lost, uncounted}
+	}{r, harness.Figure(stats.Median(values(r.Refused, agentCPU))), r.ratio(), r.events(), lost, uncounted}
 }
 
 // Charts implements harness.Report.

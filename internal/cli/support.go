@@ -12,6 +12,7 @@ import (
 	"io/fs"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -19,6 +20,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/support"
 )
@@ -34,7 +36,7 @@ const supportTimeout = 30 * time.Second
 
 // supportCommands are the commands whose output is packed. devices is packed on request.
 var supportCommands = [][]string{
-	{"version"}, {"status"}, {"slots"}, {"moves"}, {"templates"}, {"doctor"}, {"plan"}, {"tune"}, {"trace"}, {"bigtcp"},
+	{"version"}, {"status"}, {"slots"}, {"moves"}, {"templates"}, {"doctor"}, {"plan"}, {"tune"}, {"trace"}, {"bigtcp"}, {"events"},
 }
 
 func (c *commands) supportCommand() *cobra.Command {
@@ -44,7 +46,7 @@ func (c *commands) supportCommand() *cobra.Command {
 		Use:   "support",
 		Short: "Pack what a maintainer needs to understand a problem",
 		Long: `Support writes an archive with the policy without its comments, the output of
-status, slots, doctor and other commands, the last lines of the agent's journal,
+status, slots, doctor, events and other commands, the agent's journal,
 the kernel, sysctls, and the sizes of maps. It lists the contents, changes
 nothing else, and works without an agent. Run it as root: for other users, the
 journal, the pins and what only root may ask the agent are missing. Read the
@@ -60,7 +62,7 @@ other secrets are not recognized.`,
 	cmd.Flags().StringVar(&file, "file", "", "file to write (default sockeye-support-TIME.tar.gz in the working directory)")
 	cmd.Flags().StringVar(&policy, "policy", command.DefaultPolicy, "policy file")
 	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins")
-	cmd.Flags().BoolVar(&devices, "devices", false, "pack the list of devices, too")
+	cmd.Flags().BoolVar(&devices, "devices", false, "pack the list of devices and their events, too")
 	return cmd
 }
 
@@ -82,6 +84,13 @@ func (c *commands) support(ctx context.Context, file, policy, pins string, named
 	for _, args := range list {
 		flags := []string{"--run-dir", c.RunDir, "-o", "json"}
 		switch {
+		case args[0] == "events":
+			flags = append(flags, "--last", strconv.Itoa(supportEvents))
+			for _, word := range events.Words() {
+				if devices || !strings.HasPrefix(word, "device") {
+					flags = append(flags, "--kind", word)
+				}
+			}
 		case args[0] == "doctor":
 			flags = append(flags, "--pins", pins)
 			if named {
@@ -118,6 +127,9 @@ func (c *commands) support(ctx context.Context, file, policy, pins string, named
 		}
 	})
 }
+
+// supportEvents is the number of events in the archive.
+const supportEvents = 5000
 
 // outputOf runs a command of this program.
 func (c *commands) outputOf(ctx context.Context, args, flags []string) support.File {

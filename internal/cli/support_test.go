@@ -44,7 +44,7 @@ func TestSupport(t *testing.T) {
 	}
 	h.start()
 	s := pack("--devices")
-	for _, name := range []string{"policy.yaml", "commands/status.json", "commands/slots.json", "commands/plan.json", "commands/devices.json", "pins.txt", "host/sysctls.txt"} {
+	for _, name := range []string{"policy.yaml", "commands/status.json", "commands/slots.json", "commands/plan.json", "commands/devices.json", "commands/events.json", "pins.txt", "host/sysctls.txt"} {
 		if p := problem(s, name); p != "" && name != "commands/status.json" { // the slots have no members
 			t.Errorf("%s: %s", name, p)
 		}

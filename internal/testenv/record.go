@@ -22,12 +22,13 @@ func Record(t testing.TB, name string, values map[string]any) {
 	if dir == "" {
 		return
 	}
-	if err := record(dir, name, values); err != nil {
+	if err := Merge(dir, name, values); err != nil {
 		t.Errorf("record %s: %v", name, err)
 	}
 }
 
-func record(dir, name string, values map[string]any) error {
+// Merge adds values to a JSON file in a directory, which other processes may write to at the same time.
+func Merge(dir, name string, values map[string]any) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
