@@ -83,7 +83,9 @@ func TestMissing(t *testing.T) {
 	}
 
 	// The learned device, which the kernel does not know after a reset, is still expected.
-	h.agent.Process.Signal(unix.SIGTERM)
+	if err := h.agent.Process.Signal(unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
 	h.agent.Wait()
 	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
 		t.Fatalf("reset: %+v", r)

@@ -150,9 +150,9 @@ func planText(w *api.Why) string {
 	if *p.Slot != settled {
 		parts = append(parts, fmt.Sprintf("moves the device to slot %d", *p.Slot))
 	}
-	switch {
-	case p.Device == w.Device:
-	case p.Device == "":
+	switch p.Device {
+	case w.Device:
+	case "":
 		parts = append(parts, "removes the device from the device map")
 	default:
 		parts = append(parts, "makes the address part of device "+p.Device)
@@ -163,11 +163,16 @@ func planText(w *api.Why) string {
 	if len(parts) == 0 {
 		parts = append(parts, "keeps the device at its slot")
 	}
-	var what []string
-	for _, change := range p.Changes {
-		what = append(what, change.What)
+	text := "the file on disk " + strings.Join(parts, " and ")
+	for i, change := range p.Changes {
+		if i == 0 {
+			text += ": "
+		} else {
+			text += "; "
+		}
+		text += change.What
 	}
-	return "the file on disk " + strings.Join(parts, " and ") + " (" + strings.Join(what, "; ") + ")"
+	return text
 }
 
 // addSessions adds the open connections, in at most half of the lines that are left.
