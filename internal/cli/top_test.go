@@ -47,6 +47,12 @@ func TestTopOnce(t *testing.T) {
 			t.Errorf("%q is missing: %+v", want, r)
 		}
 	}
+	for args, want := range map[string]string{"--service ": "spare\ntelemetry\n:4\n", "--replay=": "15m\n30m\n1h\n:4\n"} {
+		r := h.sockeye(append([]string{"__complete", "top"}, strings.Split(args, " ")...)...)
+		if r.out != want {
+			t.Errorf("completions of %s: %q, want %q", args, r.out, want)
+		}
+	}
 	frame := must[api.Frame](h, "top", "--service", "telemetry")
 	if len(frame.Services) != 1 || frame.Services[0].Slots[0].PID != pids[0] || frame.Seconds <= 0 {
 		t.Errorf("%+v", frame)

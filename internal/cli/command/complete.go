@@ -34,6 +34,21 @@ func (c *Command) RuleNames(most int) cobra.CompletionFunc {
 	}
 }
 
+// CompleteService completes --service with the services of the policy in force.
+func (c *Command) CompleteService(cmd *cobra.Command) {
+	// An error occurs only if the command does not have the flag.
+	_ = cmd.RegisterFlagCompletionFunc("service", func(cmd *cobra.Command, _ []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
+		var status api.Status
+		var names []cobra.Completion
+		if c.Client().Get(cmd.Context(), "/v1/status", nil, &status) == nil {
+			for _, s := range status.Services {
+				names = append(names, s.Name)
+			}
+		}
+		return names, cobra.ShellCompDirectiveNoFileComp
+	})
+}
+
 // Query returns a query with the pairs of keys and values whose value is not empty.
 func Query(pairs ...string) url.Values {
 	q := url.Values{}

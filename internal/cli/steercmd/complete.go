@@ -64,18 +64,3 @@ func (c *commands) deviceNames(cmd *cobra.Command, query url.Values) []cobra.Com
 	}
 	return list
 }
-
-// completeService completes --service with the services of the policy in force.
-func (c *commands) completeService(cmd *cobra.Command) {
-	// An error occurs only if the command does not have the flag.
-	_ = cmd.RegisterFlagCompletionFunc("service", func(cmd *cobra.Command, _ []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
-		var status api.Status
-		var names []cobra.Completion
-		if c.Client().Get(cmd.Context(), "/v1/status", nil, &status) == nil {
-			for _, s := range status.Services {
-				names = append(names, s.Name)
-			}
-		}
-		return names, cobra.ShellCompDirectiveNoFileComp
-	})
-}

@@ -70,7 +70,7 @@ a slot that drains are not applied until the slot is ready again.`,
 	}
 	cmd.Flags().StringVar(&m.Service, "service", "", "service; optional if there is only one")
 	cmd.ValidArgsFunction = c.complete(c.deviceNames, c.slotsAnd("home"))
-	c.completeService(cmd)
+	c.CompleteService(cmd)
 	cmd.Flags().BoolVar(&m.All, "all", false, "remove all pins, with home")
 	cmd.Flags().BoolVar(&m.DryRun, "dry-run", false, "show the effect and change nothing")
 	return cmd
@@ -125,7 +125,7 @@ next change. Moves continue after a restart of the agent.`,
 		}
 		return c.Show(list, func(w io.Writer) { writeMoves(w, list) })
 	}
-	c.completeService(cmd)
+	c.CompleteService(cmd)
 	cmd.Flags().BoolVar(&wait, "wait", false, "wait until no devices move")
 	cmd.Flags().BoolVar(&cancel, "cancel", false, "stop the moves")
 	cmd.Flags().BoolVar(&resume, "resume", false, "continue the moves")

@@ -45,7 +45,7 @@ With --apply, the devices are pinned to the proposed slots, as by sockeye move.`
 		return c.Show(list, func(w io.Writer) { writeRebalance(w, list, r.Apply) })
 	}
 	cmd.Flags().StringVar(&r.Service, "service", "", "service; optional if there is only one")
-	c.completeService(cmd)
+	c.CompleteService(cmd)
 	cmd.Flags().BoolVar(&r.Apply, "apply", false, "pin the devices to the proposed slots")
 	return cmd
 }

@@ -96,7 +96,7 @@ before, the command fails, and the moves continue.`,
 	cmd.Flags().StringVar(&change.Service, "service", "", "service; optional if there is only one")
 	cmd.Flags().IntVar(&weight, "weight", 0, "weight of the slot, 0 to 256")
 	cmd.ValidArgsFunction = c.complete(c.slotsAnd(), words("ready", "drain", "maint"))
-	c.completeService(cmd)
+	c.CompleteService(cmd)
 	cmd.Flags().BoolVar(&wait, "wait", false, "wait until the devices have moved")
 	cmd.Flags().BoolVar(&change.DryRun, "dry-run", false, "show the effect and change nothing")
 	return cmd

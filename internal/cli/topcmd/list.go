@@ -88,13 +88,10 @@ func (l *list[T]) fill(all []T, filter string) {
 		}
 		return compare(a, b)
 	})
-	switch {
-	case l.chosen == nil:
+	if l.chosen == nil {
 		l.at = 0
-	default:
-		if i := slices.IndexFunc(l.rows, func(row *T) bool { return l.same(row, l.chosen) }); i >= 0 {
-			l.at = i
-		}
+	} else if i := slices.IndexFunc(l.rows, func(row *T) bool { return l.same(row, l.chosen) }); i >= 0 {
+		l.at = i
 	}
 	l.at = max(0, min(l.at, len(l.rows)-1))
 }

@@ -72,6 +72,9 @@ one state as JSON. Colors are omitted if NO_COLOR is set.`,
 	cmd.Flags().StringVar(&o.replay, "replay", "", "show the recorded states of this time")
 	cmd.Flag("replay").NoOptDefVal = recordedTime
 	cmd.Flags().BoolVar(&o.once, "once", false, "print the lists once")
+	c.CompleteService(cmd)
+	command.CompleteFlag(cmd, "replay", "15m", "30m", recordedTime)
+	cmd.ValidArgsFunction = cobra.NoFileCompletions
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		if len(args) > 0 && o.replay != recordedTime {
 			return fault.Usage(fmt.Errorf("unexpected argument %q", args[0]), "usage: "+cmd.UseLine())
