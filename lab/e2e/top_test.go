@@ -449,3 +449,47 @@ func TestTopStuck(t *testing.T) {
 	s.keys("\x03")
 	h.ends(s)
 }
+
+// TestTopGroups checks the tuned and traced groups, and the lag of a traced member that does not read.
+func TestTopGroups(t *testing.T) {
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(2)
+	text, err := os.ReadFile(h.policyPath())
+	h.must(err)
+	h.replaceFile(h.policyPath(), string(text)+fmt.Sprintf(`tune:
+  - {name: bulk, cgroup: /%[1]s, set: {nodelay: true}}
+trace:
+  - {name: arrivals, cgroup: /%[1]s, messages: 1/1, stages: [rx_stack, reader], protocols: [tcp, udp], group_by: cgroup}
+`, h.lab.CgroupPath()))
+	h.startAgent()
+	h.start(0, 1)
+	h.ready(0, 1)
+	all := addresses(10)
+	h.connectAll(all)
+	s := h.top(120, 24, nil)
+	h.on(s, "[1 slots (2)]")
+	if s.lacks(" LAG ") == nil {
+		t.Error("there is a lag before the first measurement")
+	}
+	const stopped = 0
+	h.hang(stopped)
+	h.flood(all, 100)
+	var frame api.Frame
+	h.eventually("the lag of the stopped member", func() error {
+		h.show(&frame, "top")
+		for _, v := range frame.Services[0].Slots {
+			if lag := v.ReaderLag; lag == nil || (*lag > int64(time.Second)) != (v.Slot == stopped) {
+				return fmt.Errorf("slot %d: %v", v.Slot, lag)
+			}
+		}
+		return nil
+	})
+	h.on(s, " LAG MEMBER")
+	s.keys("3")
+	h.on(s, "[3 groups (3)]")
+	h.on(s, " bulk\n", " arrivals ")
+	s.keys("/bulk\r")
+	h.off(s, " arrivals ")
+	s.keys("q")
+	h.ends(s)
+}
