@@ -18,7 +18,8 @@ func Coordinate(v float64) string {
 
 // Size of the box of a sparkline.
 const (
-	SparkWidth, SparkHeight = 120, 24
+	SparkWidth  = 120
+	SparkHeight = 24
 )
 
 // Spark returns the path of values over time in a box of SparkWidth x SparkHeight, from 0 to the maximum. A NaN is a gap.

@@ -6,6 +6,7 @@ package ui
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math"
@@ -121,11 +122,15 @@ func serveWith(t *testing.T, settings *Settings, source Source, streams int) str
 		t.Fatal(err)
 	}
 	server := &http.Server{Handler: s, ReadHeaderTimeout: time.Minute, ReadTimeout: time.Minute, WriteTimeout: time.Minute, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0)}
-	ended := make(chan error, 1)
-	go func() { ended <- server.Serve(s.Listener(l)) }()
+	var serving sync.WaitGroup
+	serving.Go(func() {
+		if err := server.Serve(s.Listener(l)); !errors.Is(err, http.ErrServerClosed) {
+			t.Error(err)
+		}
+	})
 	t.Cleanup(func() {
 		server.Close()
-		<-ended
+		serving.Wait()
 	})
 	return l.Addr().String()
 }
