@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
@@ -61,6 +62,7 @@ func facts(b *browser.Browser) map[string]string {
 
 // TestUI compares the page with the output of the commands, while a member is there and after it was killed.
 func TestUI(t *testing.T) {
+	t.Parallel()
 	h := newHost(t, config.Reuseport)
 	h.setPolicy(4)
 	h.serveUI()
@@ -138,4 +140,48 @@ func TestUI(t *testing.T) {
 	b.Eventually("document.getElementById('state').textContent.includes('does not answer')")
 	h.startAgent()
 	b.Eventually("document.getElementById('state').textContent.includes('3 of 4 slots ready')")
+}
+
+// TestUITrace compares the trace report of the page with the measurements, in the theme of the page.
+func TestUITrace(t *testing.T) {
+	t.Parallel()
+	h := newTraced(t, 5*time.Millisecond)
+	h.setTrace("{name: all, cgroup: " + h.group("near") + ", messages: 1/1, group_by: port}")
+	h.serveUI()
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	far.listen(tracePort)
+	p.connect(4, at(tracePort, far4, far6)...)
+	p.do(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 10}})
+	sent := h.ended(fmt.Sprintf("port=%d", tracePort), 44).Chosen
+
+	b := browser.Start(t)
+	page := h.proxyUI()
+	b.Open(page + "#trace")
+	const report = "document.getElementById('report').contentDocument"
+	b.Eventually(report + ".querySelector('#overview tbody tr')")
+	if got, want := browser.Eval[string](b, report+".querySelector('.figures b').textContent"), fmt.Sprint(sent); got != want {
+		t.Errorf("the report has %s messages, want %s", got, want)
+	}
+	row := cells(b, "groups")
+	if len(row) != 1 || row[0][1] != "trace" || row[0][2] == "" {
+		t.Errorf("groups %q", row)
+	}
+	for _, theme := range []string{"light", "dark"} {
+		for browser.Eval[string](b, "document.documentElement.dataset.theme") != theme {
+			browser.Eval[bool](b, "document.getElementById('theme').click(), true")
+		}
+		// The frame has the scheme of the page around it, whatever the system prefers.
+		b.Eventually(fmt.Sprintf("document.getElementById('report').contentWindow.matchMedia('(prefers-color-scheme: %s)').matches", theme))
+		b.Screenshot(os.Getenv("SOCKEYE_SCREENSHOTS"), "e2e-trace-"+theme)
+	}
+	// The script of the report runs, and the plots are drawn by the same generator as the report of the command.
+	if n := browser.Eval[int](b, report+".querySelectorAll('table.sortable button').length"); n == 0 {
+		t.Error("the script of the report does not run")
+	}
+	browser.Eval[bool](b, "document.querySelector('.tools button').click(), true")
+	b.Eventually(report + ".querySelector('#overview tbody tr')")
+	if problems := b.Problems(); len(problems) > 0 {
+		t.Errorf("errors of the page: %q", problems)
+	}
 }
