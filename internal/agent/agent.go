@@ -44,6 +44,7 @@ import (
 	"sockeye/internal/steer"
 	"sockeye/internal/trace"
 	"sockeye/internal/tune"
+	"sockeye/internal/ui"
 	"sockeye/internal/watch"
 )
 
@@ -381,6 +382,9 @@ func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
 	defer a.applying.Unlock()
 	candidate, err := a.readCandidate(c)
 	if err != nil {
+		return nil, err
+	}
+	if _, err := ui.ReadSettings(candidate.policy.UI); err != nil {
 		return nil, err
 	}
 	steps, err := a.planSteps(candidate.policy)

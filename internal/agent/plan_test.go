@@ -35,6 +35,9 @@ func TestPlanTexts(t *testing.T) {
 	defer a.stop()
 	a.begin(t, policyText(onePolicy))
 	defer retire(t, a)
+	if err := os.WriteFile(filepath.Join(dir, "token"), []byte(testToken), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	if err := os.WriteFile(filepath.Join(dir, "devices.csv"), []byte("192.0.2.0/24,edge\n198.51.100.1,edge\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}

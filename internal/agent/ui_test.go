@@ -91,6 +91,9 @@ func TestPageApplied(t *testing.T) {
 	if err := apply(`ui: {listen: "127.0.0.1:9733", token_file: nowhere}`); err == nil {
 		t.Error("a missing token was applied")
 	}
+	if _, err := a.Plan(api.Candidate{Text: "services: {}\nui: {listen: '127.0.0.1:9733', token_file: nowhere}\n", Path: a.options.Policy}); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("plan with a missing token: %v", err)
+	}
 	if got := get(t, client, page); got != http.StatusOK {
 		t.Errorf("after applies that failed: status %d", got)
 	}

@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/trace"
 	"sockeye/internal/tune"
+	"sockeye/internal/ui"
 )
 
 // checked is the JSON output of check.
@@ -165,9 +166,12 @@ func contents(policy *config.Policy) string {
 	return strings.Join(parts, ", ")
 }
 
-// checkNamed checks the users and the device maps that the policy refers to.
+// checkNamed checks the users, the device maps and the files of the web page that the policy refers to.
 func checkNamed(policy *config.Policy) error {
 	if err := member.CheckUsers(policy); err != nil {
+		return err
+	}
+	if _, err := ui.ReadSettings(policy.UI); err != nil {
 		return err
 	}
 	for _, s := range policy.Services {

@@ -26,6 +26,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -486,6 +487,26 @@ func TestSettingsRefused(t *testing.T) {
 		} else if want != "no such file" && want != "not a regular file" && fault.Hint(err) == "" {
 			t.Errorf("%v has no hint", err)
 		}
+	}
+}
+
+// The group may connect to the socket, and nobody else.
+func TestSocketMode(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "ui.sock")
+	l, err := Listen(config.UI{Listen: "unix:" + path}, 65534)
+	if err != nil {
+		t.Fatal(err)
+	}
+	info, err := os.Stat(path)
+	if err != nil || info.Mode().Perm() != 0o660 || info.Sys().(*syscall.Stat_t).Gid != 65534 {
+		t.Errorf("%v, %v", info.Mode(), err)
+	}
+	if _, err := Listen(config.UI{Listen: "unix:" + path}, -1); err == nil || fault.Code(err) != fault.CodeConflict {
+		t.Errorf("a socket in use: %v", err)
+	}
+	l.Close()
+	if _, err := Listen(config.UI{Listen: "unix:" + filepath.Join(t.TempDir(), "no", "ui.sock")}, -1); err == nil || fault.Hint(err) == "" {
+		t.Errorf("a directory that does not exist: %v", err)
 	}
 }
 

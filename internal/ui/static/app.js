@@ -181,8 +181,8 @@ function services() {
   const names = state.frame.services.map((s) => s.name);
   if ([...select.options].map((o) => o.value).join("\n") !== names.join("\n")) {
     select.replaceChildren(...names.map((n) => element("option", { value: n }, n)));
-    select.closest("label").hidden = names.length < 2;
   }
+  select.closest("label").hidden = names.length < 2;
   if (!names.includes(state.service)) state.service = names[0] ?? "";
   select.value = state.service;
 }
