@@ -17,6 +17,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -183,5 +184,53 @@ func TestUITrace(t *testing.T) {
 	b.Eventually(report + ".querySelector('#overview tbody tr')")
 	if problems := b.Problems(); len(problems) > 0 {
 		t.Errorf("errors of the page: %q", problems)
+	}
+}
+
+// TestUIManyDevices has 5,000 devices that send, and the page shows each frame before the next one.
+func TestUIManyDevices(t *testing.T) {
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(4)
+	h.serveUI()
+	h.startAgent()
+	h.start(upTo(4)...)
+	h.ready(upTo(4)...)
+	const devices, frames = 5000, 20
+	all := addresses(devices)
+	ctx, cancel := context.WithCancel(t.Context())
+	var sending sync.WaitGroup
+	sending.Go(func() {
+		for ctx.Err() == nil {
+			h.flood(all, 2*devices)
+		}
+	})
+	defer sending.Wait()
+	defer cancel()
+
+	b := browser.Start(t)
+	b.Size(1440, 900, "light")
+	b.Open(h.proxyUI())
+	b.Eventually("document.querySelector('#services tbody tr').cells[2].textContent === '5,000'")
+	// lags has the time from the frame's time to its picture, in milliseconds.
+	browser.Eval[bool](b, `(() => {
+		window.lags = [];
+		new PerformanceObserver((list) => { for (const e of list.getEntries()) lags.push([Date.now() - Date.parse(state.frame.time), e.duration]); }).observe({ type: "measure" });
+		return true;
+	})()`)
+	b.Eventually(fmt.Sprintf("lags.length >= %d", frames))
+	if got := browser.Eval[int](b, "state.frame.services[0].devices.filter((d) => d.datagrams > 0).length"); got < devices/2 {
+		t.Errorf("%d of %d devices send", got, devices)
+	}
+	b.Screenshot(os.Getenv("SOCKEYE_SCREENSHOTS"), "e2e-many")
+	var lags, updates []float64
+	for _, pair := range browser.Eval[[][2]float64](b, "lags") {
+		lags, updates = append(lags, pair[0]), append(updates, pair[1])
+	}
+	slices.Sort(lags)
+	slices.Sort(updates)
+	t.Logf("lag: median %.0f ms, max %.0f ms; update: median %.0f ms, max %.0f ms", lags[len(lags)/2], lags[len(lags)-1], updates[len(updates)/2], updates[len(updates)-1])
+	// A page that falls behind would be later with each frame.
+	if late := lags[len(lags)/2]; late > 5000 {
+		t.Errorf("the page is %.0f ms behind", late)
 	}
 }
