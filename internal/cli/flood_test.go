@@ -94,7 +94,7 @@ func manyFiles(t *testing.T, n uint64) {
 	})
 }
 
-// TestConnectionsLeaveDescriptors opens thousands of connections to the metrics port, and as a member of the agent's
+// TestConnectionsLeaveDescriptors opens thousands of connections to the metrics port and to the web page, and as a member of the agent's
 // group to the socket, of an agent with few descriptors. The agent still registers members, answers root, and answers
 // the next scrape.
 func TestConnectionsLeaveDescriptors(t *testing.T) {
@@ -103,11 +103,13 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := newHost(t, oneService+"    members: [{match: {command_line: ^collector}, slot: free}]\nmetrics: {listen: \"127.0.0.1:9745\"}\n")
+	h := newHost(t, oneService+"    members: [{match: {command_line: ^collector}, slot: free}]\nmetrics: {listen: \"127.0.0.1:9745\"}\nui: {listen: \"127.0.0.1:9746\"}\n")
 	h.files = 256
 	h.start("--group", group.Name)
 	anybody := attack(t, 1500, func() (net.Conn, error) { return net.DialTimeout("tcp", "127.0.0.1:9745", 5*time.Second) },
 		"", "GET /metrics HTTP/1.1\r\n", unread)
+	browsers := attack(t, 1500, func() (net.Conn, error) { return net.DialTimeout("tcp", "127.0.0.1:9746", 5*time.Second) },
+		"", "GET / HTTP/1.1\r\n", "GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n", "GET /events?follow=1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
 	nobody := attack(t, 1500, func() (c net.Conn, err error) {
 		failed := netns.Thread(func() error {
 			for _, trap := range []uintptr{unix.SYS_SETRESGID, unix.SYS_SETRESUID} {
@@ -120,7 +122,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 		})
 		return c, errors.Join(err, failed)
 	}, "", "GET /v1/status HTTP/1.1\r\n", "POST /v1/run HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-	h.eventually("the attack has begun", func() bool { return anybody.dialled.Load() >= 1500 && nobody.dialled.Load() >= 1500 })
+	h.eventually("the attack has begun", func() bool { return anybody.dialled.Load() >= 1500 && browsers.dialled.Load() >= 1500 && nobody.dialled.Load() >= 1500 })
 	for round := range 4 {
 		pid, end := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
 		start := time.Now()
