@@ -94,9 +94,9 @@ func manyFiles(t *testing.T, n uint64) {
 	})
 }
 
-// TestConnectionsLeaveDescriptors opens thousands of connections to the metrics port and to the web page, and as a member of the agent's
-// group to the socket, of an agent with few descriptors. The agent still registers members, answers root, and answers
-// the next scrape.
+// TestConnectionsLeaveDescriptors opens thousands of connections to the metrics port and to the web page, and as a member
+// of the agent's group to the socket, of an agent with few descriptors. The agent still registers members, answers root,
+// and answers the next scrape.
 func TestConnectionsLeaveDescriptors(t *testing.T) {
 	manyFiles(t, 8192)
 	group, err := user.LookupGroupId("65534")
@@ -122,7 +122,9 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 		})
 		return c, errors.Join(err, failed)
 	}, "", "GET /v1/status HTTP/1.1\r\n", "POST /v1/run HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-	h.eventually("the attack has begun", func() bool { return anybody.dialled.Load() >= 1500 && browsers.dialled.Load() >= 1500 && nobody.dialled.Load() >= 1500 })
+	h.eventually("the attack has begun", func() bool {
+		return anybody.dialled.Load() >= 1500 && browsers.dialled.Load() >= 1500 && nobody.dialled.Load() >= 1500
+	})
 	for round := range 4 {
 		pid, end := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
 		start := time.Now()

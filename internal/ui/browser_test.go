@@ -131,7 +131,8 @@ func TestNamesAreText(t *testing.T) {
 
 // A user enters the token, and a browser without a session comes to the form.
 func TestLogin(t *testing.T) {
-	page := "http://" + serveWith(t, &Settings{Config: config.UI{Listen: "127.0.0.1:1", TokenFile: "/token"}, token: []byte(token)}, newFake(devicesFrame(2, 10, 1)), 8) + "/"
+	_, address := serveWith(t, &Settings{Config: config.UI{Listen: "127.0.0.1:1", TokenFile: "/token"}, token: []byte(token)}, newFake(devicesFrame(2, 10, 1)), 8)
+	page := "http://" + address + "/"
 	b := browser.Start(t)
 	b.Open(page)
 	b.Eventually("document.activeElement.id === 'token'")

@@ -94,14 +94,11 @@ func (f *fake) Report(time.Duration) (report.Report, error) {
 // serve serves the page until the end of the test, and returns its address.
 func serve(t *testing.T, source Source, streams int) string {
 	t.Helper()
-	settings, err := ReadSettings(config.UI{Listen: "127.0.0.1:1"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return serveWith(t, settings, source, streams)
+	_, address := serveWith(t, &Settings{Config: config.UI{Listen: "127.0.0.1:1"}}, source, streams)
+	return address
 }
 
-func serveWith(t *testing.T, settings *Settings, source Source, streams int) string {
+func serveWith(t *testing.T, settings *Settings, source Source, streams int) (s *Server, address string) {
 	t.Helper()
 	s, err := New(settings, source, slog.New(slog.DiscardHandler), streams)
 	if err != nil {
@@ -122,7 +119,7 @@ func serveWith(t *testing.T, settings *Settings, source Source, streams int) str
 		server.Close()
 		serving.Wait()
 	})
-	return l.Addr().String()
+	return s, l.Addr().String()
 }
 
 // devicesFrame returns a frame with devices in slots; n changes their rates.

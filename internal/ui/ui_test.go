@@ -425,7 +425,7 @@ func TestTLS(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	at := serveWith(t, settings, newFake(devicesFrame(2, 10, 1)), 4)
+	s, at := serveWith(t, settings, newFake(devicesFrame(2, 10, 1)), 4)
 	request := func(scheme string, config *tls.Config, header string) (int, error) {
 		transport := &http.Transport{TLSClientConfig: config}
 		defer transport.CloseIdleConnections()
@@ -455,6 +455,18 @@ func TestTLS(t *testing.T) {
 	}
 	if status, _ := request("http", nil, token); status == http.StatusOK {
 		t.Error("the page answers without TLS")
+	}
+	// Other settings are in force for the next connection.
+	s.Set(&Settings{Config: config.UI{Listen: "127.0.0.1:1"}})
+	if status, err := request("http", nil, ""); status != http.StatusOK {
+		t.Errorf("after a change to no TLS: status %d, %v", status, err)
+	}
+	s.Set(settings)
+	if status, _ := request("http", nil, token); status == http.StatusOK {
+		t.Error("the page answers without TLS after a change to TLS")
+	}
+	if status, err := request("https", with(client), token); status != http.StatusOK {
+		t.Errorf("after a change to TLS: status %d, %v", status, err)
 	}
 }
 
