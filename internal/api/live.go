@@ -67,7 +67,7 @@ type LiveDevice struct {
 	Bytes     float64    `json:"bytes_per_second"` // received by TCP
 	Refused   float64    `json:"refused_per_second"`
 	Sessions  int        `json:"sessions"`
-	LastSeen  time.Time  `json:"last_seen"`
+	LastSeen  time.Time  `json:"last_seen,omitzero"` // last connection request or datagram
 	Pinned    bool       `json:"pinned,omitempty"`
 	Split     bool       `json:"split,omitempty"`
 }
@@ -104,7 +104,7 @@ type LiveSocket struct {
 	Remote  netip.AddrPort `json:"remote"`
 	Slot    *int           `json:"slot,omitempty"`
 	PID     int            `json:"pid,omitempty"`
-	Reason  string         `json:"reason"`       // zero_window: the member does not read; peer_window: the peer does not read
+	Reason  string         `json:"reason"`       // zero_window: the receive window is closed, because the member does not read
 	Bytes   uint64         `json:"bytes"`        // that wait
 	Since   float64        `json:"idle_seconds"` // since the last data
 }

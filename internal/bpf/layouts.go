@@ -57,6 +57,8 @@ var steerUnhashed = map[string][]string{
 	pinPasses:        {"db9a659d43e2"},
 	"pending":        {"82bec0883f99"},
 	pinOwners:        {"8998f141a09e"},
+	"refusals":       {"e0d4a7b6f98a"},
+	"reports":        {"8d05d1207c93"},
 	pinRooms:         {"68093856b2a1", "ed9d4612c68f"}, // sk_reuseport and sk_lookup
 	"room_ports":     {"4b9b6b354e8b"},
 	pinSlots:         {"6051a4e5cfce"},

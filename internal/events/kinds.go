@@ -75,6 +75,7 @@ var (
 	GateOpened      = kind("gate_opened", "A new member accepts all devices; before, devices had to wait for their turn.")
 	PinEnded        = kind("pin_ended", "The time of a pin is over.")
 	DevicesSplit    = kind("devices_split", "Devices have connections at another member than that of their slot, and they are not closed.")
+	DevicesRepaired = kind("devices_repaired", "No device has connections at another member than that of its slot any more.")
 	DevicesAdopted  = kind("devices_adopted", "Devices were assigned to the member that has their connections (on_start: adopt).")
 	DevicesReturned = kind("devices_returned", "Adopted devices are back at their own slots.")
 	DeviceRefused   = kind("device_refused", "The kernel has refused packets of a device. At most one event for a device in ten seconds.")

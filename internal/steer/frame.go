@@ -177,18 +177,17 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 	zero := monotonicZero()
 	for address, seen := range s.Path.Devices() {
 		addr, last := placement.Addr(address), zero.Add(time.Duration(seen.LastSeen))
+		now.datagrams[address] = addressCounts{seen.Datagrams, seen.Refused}
 		if last.Before(recent) && devices[addr] == nil {
 			continue
 		}
-		now.datagrams[address] = addressCounts{seen.Datagrams, seen.Refused}
 		d := device(addr)
 		d.LastSeen = last
 		if before == nil {
 			continue
 		}
-		if was, ok := before.datagrams[address]; ok {
-			d.Datagrams, d.Refused = rate(seen.Datagrams, was.datagrams), rate(seen.Refused, was.refused)
-		}
+		was := before.datagrams[address] // 0 for a new entry
+		d.Datagrams, d.Refused = rate(seen.Datagrams, was.datagrams), rate(seen.Refused, was.refused)
 	}
 	for _, d := range devices {
 		if d.Slot < len(one.Slots) {

@@ -235,6 +235,9 @@ func (c *Checks) checkNow() unlabeled {
 	if len(split) > 0 && len(split) != len(c.split) {
 		c.Log.Warn("devices are split", events.DevicesSplit, "devices", len(split), "first", split[0].String(), "slot", split[0].slot, "at", fmt.Sprint(split[0].at))
 	}
+	if len(split) == 0 && len(c.split) > 0 {
+		c.Log.Info("no device is split any more", events.DevicesRepaired, "devices", len(c.split))
+	}
 	c.split = split
 	return missing
 }
