@@ -185,6 +185,14 @@ func TestUITrace(t *testing.T) {
 	if problems := b.Problems(); len(problems) > 0 {
 		t.Errorf("errors of the page: %q", problems)
 	}
+	b.Open(page + "report?last=5m")
+	for _, scheme := range []string{"light", "dark"} {
+		b.Size(1440, 900, scheme)
+		for _, v := range b.Axe() {
+			t.Errorf("report, %s: %s", scheme, v)
+		}
+		b.Screenshot(os.Getenv("SOCKEYE_SCREENSHOTS"), "e2e-report-"+scheme)
+	}
 }
 
 // TestUIManyDevices has 5,000 devices that send, and the page shows each frame before the next one.
