@@ -230,7 +230,7 @@ func (b *bench) count(ctx context.Context) (c counts, err error) {
 
 // cpu returns the CPU time of a process.
 func cpu(pid int) (time.Duration, error) {
-	var clock int32 = ^int32(pid)<<3 | 2 // CPUCLOCK_SCHED of a process, include/linux/posix-timers.h
+	clock := ^int32(pid)<<3 | 2 // CPUCLOCK_SCHED of a process, include/linux/posix-timers.h
 	var t unix.Timespec
 	if err := unix.ClockGettime(clock, &t); err != nil {
 		return 0, fmt.Errorf("read CPU time of process %d: %w", pid, err)

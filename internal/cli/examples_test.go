@@ -5,6 +5,7 @@ package cli
 import (
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -60,6 +61,19 @@ func TestExamplesAreSafe(t *testing.T) {
 		h.write(name, "")
 	}
 	h.write("prefixes.txt", "192.0.2.0/24\n")
+	if err := os.Chmod(h.write("ui.token", strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=example", "-keyout", "ui.key", "-out", "ui.pem")
+	cmd.Dir = filepath.Dir(h.policy)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("openssl: %v\n%s", err, out)
+	}
+	certificate, err := os.ReadFile(filepath.Join(cmd.Dir, "ui.pem"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.write("clients.pem", string(certificate))
 	services := 0
 	for _, document := range documents {
 		text, err := os.ReadFile(document)

@@ -59,7 +59,7 @@ var (
 	MemberRestored   = kind("member_restored", "A new agent has found the member of a slot unchanged.")
 	MemberWaiting    = kind("member_waiting", "A process matches a rule and cannot take its slot yet. `problem` is the reason.")
 	MemberRefused    = kind("member_refused", "A process matches a rule and has the ports, but is not admitted. At most one event a minute.")
-	SlotClosed       = kind("slot_closed", "A slot has lost its member. `reason` says why, `exit` how the process has ended.")
+	SlotClosed       = kind("slot_closed", "A slot has lost its member. `reason` is the exit status or the signal of its process (not on kernels whose release hook cannot read it), a command, or a change of the policy.")
 	SlotTakenOver    = kind("slot_taken_over", "A new process has taken the slot of a process that still runs.")
 	FormerExited     = kind("former_exited", "A process whose slot was taken over has exited.")
 	SlotChanged      = kind("slot_changed", "A command has changed the state or the weight of a slot, or a pin.")

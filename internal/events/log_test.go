@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -33,6 +34,15 @@ func check(t testing.TB, err error) {
 	if err != nil {
 		t.Fatal(err)
 	}
+}
+
+func atoi(t testing.TB, text string) int {
+	t.Helper()
+	n, err := strconv.Atoi(text)
+	if err != nil {
+		t.Error(err)
+	}
+	return n
 }
 
 func openLog(t testing.TB, dir string, limit int64) *Log {
@@ -158,7 +168,7 @@ func TestFollow(t *testing.T) {
 				}
 				var n int
 				if e.Kind == api.EventsMissing {
-					fmt.Sscan(e.Details["count"], &n)
+					n = atoi(t, e.Details["count"])
 					got.missing += n
 					continue
 				}
@@ -227,7 +237,7 @@ func TestSuppressed(t *testing.T) {
 	for _, e := range all(t, l) {
 		counts[e.Kind]++
 		if e.Kind == api.EventsSuppressed {
-			fmt.Sscan(e.Details["count"], &suppressed)
+			suppressed = atoi(t, e.Details["count"])
 		}
 	}
 	if counts["flood"] != kindBurst || counts["rare"] != 1 || counts["flood"]+suppressed != flood {
@@ -317,7 +327,7 @@ func TestSuppressedInJournal(t *testing.T) {
 	l.Close()
 	passed, suppressed := strings.Count(text.String(), "msg=flooded"), 0
 	if _, counts, ok := strings.Cut(text.String(), "count="); ok {
-		fmt.Sscan(counts, &suppressed)
+		suppressed = atoi(t, strings.TrimSpace(counts))
 	}
 	if passed < kindBurst || passed+suppressed != flood {
 		t.Errorf("%d lines, %d suppressed, want %d in all", passed, suppressed, flood)

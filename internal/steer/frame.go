@@ -54,6 +54,8 @@ func (d *Domain) Frame(frame *api.Frame) error {
 		frame.Services = append(frame.Services, one)
 		frame.Stuck = append(frame.Stuck, stuck...)
 	}
+	slices.SortStableFunc(frame.Stuck, func(a, b api.LiveSocket) int { return cmp.Compare(b.Since, a.Since) })
+	frame.Stuck = frame.Stuck[:min(len(frame.Stuck), mostStuck)]
 	return nil
 }
 
