@@ -226,9 +226,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		case err := <-failed:
 			return err
 		case <-reload:
-			if _, err := a.Apply(api.Candidate{}); err != nil {
-				a.log.Error("policy not applied", events.PolicyNotApplied, "policy", o.Policy, "error", firstLine(err))
-			}
+			_, _ = a.Apply(api.Candidate{}) // logs its error
 		case <-changed:
 			if unsettled.IsZero() {
 				unsettled = time.Now()
@@ -274,9 +272,7 @@ func (a *Agent) applyChanged() {
 	if problem == "" {
 		return
 	}
-	if _, err := a.Apply(api.Candidate{}); err != nil {
-		a.log.Error("policy not applied", events.PolicyNotApplied, "policy", a.options.Policy, "error", firstLine(err))
-	}
+	_, _ = a.Apply(api.Candidate{}) // logs its error
 }
 
 // newAgent returns an agent without a policy. The caller calls startDomains.
@@ -399,9 +395,14 @@ func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
 
 // Apply applies a policy to all domains and saves the policy as the one in force. If a step fails, the steps before it
 // are rolled back, and the previous policy stays in force.
-func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
+func (a *Agent) Apply(c api.Candidate) (_ *api.Plan, err error) {
 	a.applying.Lock()
 	defer a.applying.Unlock()
+	defer func() {
+		if err != nil {
+			a.log.Error("policy not applied", events.PolicyNotApplied, "policy", cmp.Or(c.Path, a.options.Policy), "error", firstLine(err))
+		}
+	}()
 	candidate, err := a.readCandidate(c)
 	if err != nil {
 		return nil, err

@@ -63,18 +63,18 @@ func parseEventQuery(q url.Values) (e eventQuery, err error) {
 	return e, nil
 }
 
-// selects reports whether an event is among those of the query. Events about missing events always are.
+// selects reports whether an event is among those of the query. Events about missing events are, at any time of the query.
 func (q *eventQuery) selects(e *api.Event) bool {
-	if e.Kind == api.EventsMissing {
-		return true
+	if e.Time.Before(q.since) {
+		return false
 	}
-	return !e.Time.Before(q.since) &&
+	return e.Kind == api.EventsMissing ||
 		(q.service == "" || e.Service == q.service) &&
-		(q.device == "" || e.Device == q.device || e.Address == q.device) &&
-		(q.slot == nil || e.Slot != nil && *e.Slot == *q.slot) &&
-		(len(q.kinds) == 0 || slices.ContainsFunc(q.kinds, func(kind string) bool {
-			return e.Kind == kind || strings.HasPrefix(e.Kind, kind+"_")
-		}))
+			(q.device == "" || e.Device == q.device || e.Address == q.device) &&
+			(q.slot == nil || e.Slot != nil && *e.Slot == *q.slot) &&
+			(len(q.kinds) == 0 || slices.ContainsFunc(q.kinds, func(kind string) bool {
+				return e.Kind == kind || strings.HasPrefix(e.Kind, kind+"_")
+			}))
 }
 
 // streamEvents sends the recorded events of a query, and with follow those that are added until the client disconnects.

@@ -46,7 +46,7 @@ SOCKEYE_DEVICE and others.`,
   sockeye events --kind device --kind slot_closed`,
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if c.Output != "table" && c.Output != "json" && c.Output != "jsonl" {
-				return fault.Usage(fmt.Errorf("--output is %q", c.Output), "table or jsonl")
+				return fault.Usage(fmt.Errorf("--output is %q", c.Output), "table or jsonl; json is the same as jsonl")
 			}
 			return nil
 		},
@@ -82,7 +82,7 @@ SOCKEYE_DEVICE and others.`,
 			if follow {
 				q.Set("follow", "1")
 			}
-			return c.events(cmd.Context(), q)
+			return c.events(cmd.Context(), q, follow)
 		},
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with new events until Ctrl-C")
@@ -106,33 +106,72 @@ func sinceTime(text string, now time.Time) (time.Time, error) {
 	return time.Time{}, fault.Usage(fmt.Errorf("--since is %q", text), "a duration, as in 1h or 90s, or a time, as in 2026-01-02T15:04:05Z")
 }
 
-// events prints the events of a query.
-func (c *commands) events(ctx context.Context, q url.Values) error {
-	stream, err := c.Client().Stream(ctx, "/v1/events", q)
+// events prints the events of a query. With follow, it goes on with the events of the next agent when the agent ends.
+func (c *commands) events(ctx context.Context, q url.Values, follow bool) error {
+	p := &eventPrinter{commands: c, last: api.Event{Time: c.Now()}}
+	err := p.print(ctx, q)
+	for told := uint64(0); follow && p.connected && p.failed == nil && ctx.Err() == nil; {
+		if told != p.last.ID+1 { // once for each end of an agent
+			told = p.last.ID + 1
+			command.Hint(c.Err, "the agent has ended; waiting for the next one")
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(time.Second):
+		}
+		q.Del("last")
+		q.Set("since", p.last.Time.Format(time.RFC3339Nano))
+		err = p.print(ctx, q)
+	}
+	if ctx.Err() != nil {
+		return nil
+	}
+	if err == nil && p.failed == nil && p.last.ID == 0 && c.Output == "table" {
+		command.Hint(c.Err, "no recorded event is among those that were asked for")
+	}
+	return errors.Join(p.failed, err)
+}
+
+// eventPrinter prints events once.
+type eventPrinter struct {
+	*commands
+	connected bool      // the agent has answered
+	last      api.Event // that was printed
+	failed    error     // of the output
+}
+
+// print prints the events of a query until the end of the answer.
+func (p *eventPrinter) print(ctx context.Context, q url.Values) error {
+	stream, err := p.Client().Stream(ctx, "/v1/events", q)
 	if err != nil {
 		return err
 	}
 	defer stream.Close()
+	p.connected = true
 	for {
 		var raw json.RawMessage
 		err := stream.Next(&raw)
-		if errors.Is(err, io.EOF) || ctx.Err() != nil {
+		if errors.Is(err, io.EOF) {
 			return nil
 		}
 		if err != nil {
 			return err
 		}
+		var e api.Event
+		if err := json.Unmarshal(raw, &e); err != nil {
+			return fmt.Errorf("read agent's answer: %w", err)
+		}
+		if e.ID > 0 && e.ID <= p.last.ID && !e.Time.After(p.last.Time) {
+			continue // printed before
+		}
 		line := string(command.EscapeJSON(raw)) + "\n"
-		if c.Output == "table" {
-			var e api.Event
-			if err := json.Unmarshal(raw, &e); err != nil {
-				return fmt.Errorf("read agent's answer: %w", err)
-			}
-			line = c.eventLine(&e)
+		if p.Output == "table" {
+			line = p.eventLine(&e)
 		}
-		if _, err := io.WriteString(c.Out, line); err != nil {
-			return err
+		if _, p.failed = io.WriteString(p.Out, line); p.failed != nil {
+			return nil
 		}
+		p.last = e
 	}
 }
 

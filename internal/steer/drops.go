@@ -30,8 +30,9 @@ const (
 
 // memberDrops finds the members at whose sockets the kernel drops packets now. The kernel has totals only.
 type memberDrops struct {
-	at   time.Time
-	last map[dropKey]drop
+	begun time.Time // first reading
+	at    time.Time // last reading
+	last  map[dropKey]drop
 }
 
 type dropKey struct {
@@ -46,12 +47,12 @@ type drop struct {
 	at     time.Time
 }
 
-// note compares a reading with the one before. A young member has had no drops before the first reading.
+// note compares a reading with the one before. A member that has started after the first reading has had no drops before.
 func (d *memberDrops) note(now time.Time, key dropKey, id member.ID, started time.Time, q *queue) {
 	before, known := d.last[key]
 	if !known || before.member != id {
 		before = drop{member: id}
-		if now.Sub(started) > recentDropTime {
+		if !started.After(d.begun) {
 			before.queue.drops = q.drops // of unknown age
 		}
 	}
@@ -71,6 +72,9 @@ func (s *service) noteDrops(now time.Time) {
 		return
 	}
 	s.drops.at = now
+	if s.drops.begun.IsZero() {
+		s.drops.begun = now
+	}
 	boot := bootTime()
 	for _, protocol := range []config.Protocol{config.UDP, config.TCP} {
 		queues, err := s.readQueues(protocol)

@@ -15,14 +15,14 @@ import (
 func TestNoteDrops(t *testing.T) {
 	start := time.Unix(1_700_000_000, 0)
 	key, old := dropKey{2, config.UDP}, member.ID{PID: 7, StartTime: 1}
-	var d memberDrops
+	d := memberDrops{begun: start}
 	for i, step := range []struct {
 		after, age time.Duration
 		id         member.ID
 		drops      uint64
 		at         time.Duration // of the last drops; -1: none
 	}{
-		{0, time.Hour, old, 5, -1}, // dropped before the agent started, perhaps long ago
+		{0, time.Second, old, 5, -1}, // dropped before the first reading, nobody knows when
 		{10 * time.Second, time.Hour, old, 5, -1},
 		{20 * time.Second, time.Hour, old, 6, 20 * time.Second},
 		{30 * time.Second, time.Hour, old, 6, 20 * time.Second},

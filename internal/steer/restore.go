@@ -89,7 +89,7 @@ func (s *service) restoreSlot(slot int) error {
 	case err == nil, errors.Is(err, fs.ErrNotExist):
 		s.Log.Info("slot cleared", events.SlotClosed, "slot", slot, "pid", value.Pid, "reason", "process exited, or lacks a socket")
 	default:
-		s.Log.Warn("member not restored", "slot", slot, "pid", value.Pid, "error", err)
+		s.Log.Warn("member not restored", events.SlotClosed, "slot", slot, "pid", value.Pid, "reason", err)
 	}
 	return s.closeSlot(slot)
 }

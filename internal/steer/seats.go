@@ -173,7 +173,7 @@ func (s *service) VacateSlot(slot int, reason string) {
 	s.checks.ReleaseHandle(seat)
 	s.Log.Info("slot cleared", events.SlotClosed, "slot", slot, "pid", seat.Process.PID, "reason", reason)
 	if s.rooms.IsWaiting(slot) {
-		s.Log.Info("the packets of the slot wait for its next member", events.TrafficHeld, "slot", slot, "wait", s.Config.WhenEmpty.String())
+		s.Log.Info("the packets of the slot wait for its next member", events.TrafficHeld, "slot", slot, "when_empty", s.Config.WhenEmpty.String())
 	}
 	s.pruneSocketOwners()
 	s.checks.Moved()

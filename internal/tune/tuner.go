@@ -73,6 +73,9 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 		}
 		return nil, err
 	}
+	if t.tune != nil {
+		t.log.Info("cgroup tuned", events.CgroupTuned, "path", t.scope.Path)
+	}
 	return t, nil
 }
 

@@ -51,6 +51,14 @@ func (h *host) event(kind string, meets func(api.Event) bool) (found api.Event) 
 	return found
 }
 
+// badPolicy writes a policy that is refused to a file of its own.
+func (h *host) badPolicy() string {
+	h.Helper()
+	path := h.dir + "/bad.yaml"
+	h.replaceFile(path, "services: {t: {slots: 1, on_start: leave, listeners: [{protocol: tcp, address: \"[::]:1790\"}]}}\n")
+	return path
+}
+
 func ofSlot(slot int) func(api.Event) bool {
 	return func(e api.Event) bool { return e.Slot != nil && *e.Slot == slot }
 }
@@ -117,6 +125,7 @@ func TestEvents(t *testing.T) {
 				break
 			}
 		}
+		h.event("slot_changed", ofSlot(0))
 		if !slices.Contains(live, "slot_changed") {
 			t.Errorf("followed events: %q", live)
 		}
@@ -133,11 +142,31 @@ func TestEvents(t *testing.T) {
 		if out, errs, code := h.cli("apply"); code != 0 {
 			t.Fatal(out, errs)
 		}
+		h.refuse(2, []string{"on_start"}, "apply", h.badPolicy())
+		h.event("policy_not_applied", func(e api.Event) bool { return strings.Contains(e.Details["error"], "on_start") })
 		h.event("policy_applied", func(e api.Event) bool { return strings.Contains(e.Details["what"], "on_start") })
 
+		follow = exec.CommandContext(t.Context(), h.binary, "--run-dir", h.dir, "events", "--follow", "--last", "1", "-o", "jsonl")
+		pipe, err = follow.StdoutPipe()
+		h.must(err)
+		h.must(follow.Start())
+		lines = bufio.NewScanner(pipe)
+		if !lines.Scan() {
+			t.Fatal("no line")
+		}
 		before := h.events("--last", "1000")
 		h.killAgent()
 		h.startAgent()
+		for kind := ""; kind != "agent_started"; {
+			if !lines.Scan() {
+				t.Fatal("the command does not follow the new agent")
+			}
+			var e api.Event
+			h.must(json.Unmarshal(lines.Bytes(), &e))
+			kind = e.Kind
+		}
+		h.must(follow.Process.Signal(unix.SIGINT))
+		h.must(follow.Wait())
 		h.event("member_restored", ofSlot(2))
 		after := h.events("--last", "1000")
 		if len(after) <= len(before) || after[0].ID != before[0].ID || after[len(before)-1].ID != before[len(before)-1].ID {

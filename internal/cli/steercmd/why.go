@@ -89,7 +89,7 @@ func (t *whyWriter) write(w *api.Why) {
 	}
 	t.add("effect", "%s", effect)
 	if m := w.Member; m != nil {
-		t.add("member", "process %d in slot %d by %s, since %s (%s): %s", m.PID, m.Slot, m.Source, t.Clock(m.Since),
+		t.add("member", "process %d in slot %d by %s, started %s (%s ago): %s", m.PID, m.Slot, m.Source, t.Clock(m.Since),
 			age(t.Now(), m.Since), command.Shorten(m.Command, 40))
 	} else {
 		t.add("member", "none")

@@ -77,7 +77,11 @@ func (m *Moves) MovePin(text string, slot int, until *time.Time, dryRun bool) (w
 	if dryRun {
 		return what, effect, nil
 	}
-	return what, effect, m.replaceState(next, m.Target, what, of)
+	attrs := []any{"device", one.Name()}
+	if slot >= 0 {
+		attrs = append(attrs, "slot", slot)
+	}
+	return what, effect, m.replaceState(next, m.Target, what, of, attrs...)
 }
 
 // RemovePins removes all pins, and returns the change.

@@ -82,18 +82,19 @@ func (m *Moves) ChangeSlot(slot int, to stored.Setting, dryRun bool) (changes []
 	if dryRun {
 		return changes, effect, nil
 	}
-	return changes, effect, m.replaceState(next, target, fmt.Sprintf("%s: %s", of, strings.Join(changes, ", ")), of)
+	return changes, effect, m.replaceState(next, target, fmt.Sprintf("%s: %s", of, strings.Join(changes, ", ")), of, "slot", slot)
 }
 
-// replaceState saves a new state, and applies its settings and pins. cause describes the change of a slot or device.
-func (m *Moves) replaceState(next stored.State, target *placement.Mapping, cause, of string) error {
+// replaceState saves a new state, and applies its settings and pins. cause describes the change of a slot or device, and
+// attrs are the attributes of its event.
+func (m *Moves) replaceState(next stored.State, target *placement.Mapping, cause, of string, attrs ...any) error {
 	next.MovesStopped = false
 	before, mapping := m.State, m.Target
 	if err := next.Save(m.StatePath()); err != nil {
 		return err
 	}
 	m.State, m.Target = next, target
-	m.Log.Info("changed by command", events.SlotChanged, "change", cause)
+	m.Log.Info("changed by command", append([]any{events.SlotChanged, "change", cause}, attrs...)...)
 	m.Begin(cause, of)
 	if err := m.ApplySettings(); err != nil {
 		m.State, m.Target = before, mapping
