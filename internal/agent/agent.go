@@ -506,7 +506,14 @@ func (a *Agent) openChangedMetrics(policy *config.Policy) (*metricsServer, error
 
 func (a *Agent) logChanges(plan *api.Plan) {
 	for _, change := range plan.Changes {
-		a.log.Info("policy applied", events.PolicyApplied, "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
+		attrs := []any{events.PolicyApplied}
+		for _, one := range [][2]string{{"service", change.Service}, {"cgroup", change.Cgroup}, {"netns", change.Netns}, {"interface", change.Interface},
+			{"action", change.Action}, {"what", change.What}, {"effect", change.Effect}} {
+			if one[1] != "" {
+				attrs = append(attrs, one[0], one[1])
+			}
+		}
+		a.log.Info("policy applied", attrs...)
 	}
 }
 
@@ -541,6 +548,9 @@ func (a *Agent) Status() (*api.Status, error) {
 		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts, Policy: a.options.Policy,
 	}
 	status.PolicyProblem, status.PolicyHint = a.policyProblem()
+	if problem := a.events.Stats().Problem; problem != nil {
+		status.EventsProblem = firstLine(problem)
+	}
 	for _, d := range a.domains {
 		if err := d.Status(status); err != nil {
 			return nil, err

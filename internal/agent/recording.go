@@ -23,6 +23,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/owned"
+	"sockeye/internal/statedir"
 )
 
 const (
@@ -57,6 +58,9 @@ func (r *recording) add(frame *api.Frame) error {
 	err := json.NewEncoder(w).Encode(withFewerDevices(frame))
 	if err = errors.Join(err, w.Close()); err != nil {
 		return err
+	}
+	if err := statedir.CheckSpace(r.file); err != nil {
+		return fmt.Errorf("record frame: %w", err)
 	}
 	if _, err := r.file.Write(packed.Bytes()); err != nil {
 		// A part of the frame may be in the file.

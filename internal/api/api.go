@@ -22,6 +22,7 @@ type Status struct {
 	// PolicyProblem describes the difference between the policy in force and the policy file; "" for none.
 	PolicyProblem string          `json:"policy_problem,omitempty"`
 	PolicyHint    string          `json:"policy_hint,omitempty"`
+	EventsProblem string          `json:"events_problem,omitempty"` // why events are not recorded now
 	Services      []ServiceStatus `json:"services"`
 	Tune          []TunedCgroup   `json:"tune"`
 	Trace         []TracedCgroup  `json:"trace"`

@@ -37,6 +37,11 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 		command.Hint(w, s.PolicyHint)
 		fmt.Fprintln(w)
 	}
+	if s.EventsProblem != "" {
+		fmt.Fprintln(w, "events are not recorded: "+command.Printable(s.EventsProblem))
+		command.Hint(w, "make space in the state directory, or remove what is in the way")
+		fmt.Fprintln(w)
+	}
 	if len(s.Services) > 0 {
 		fmt.Fprintln(w, "SERVICE\tSTEERING\tREADY\tWHEN EMPTY\tHELD\tLISTENERS")
 	}

@@ -79,7 +79,7 @@ var (
 	DevicesAdopted  = kind("devices_adopted", "Devices were assigned to the member that has their connections (on_start: adopt).")
 	DevicesReturned = kind("devices_returned", "Adopted devices are back at their own slots.")
 	DeviceRefused   = kind("device_refused", "The kernel has refused packets of a device. At most one event for a device in ten seconds.")
-	Refusals        = kind("refusals", "The number of refused packets of a service in the last ten seconds, by reason. It includes those without a `device_refused`.")
+	Refusals        = kind("refusals", "The number of refused packets of a service by reason, every ten seconds and when the agent stops. It includes those without a `device_refused`, and not those while no agent ran, which `sockeye_refused_total` has.")
 )
 
 // Waiting rooms and templates.

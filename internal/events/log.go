@@ -30,6 +30,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/owned"
+	"sockeye/internal/statedir"
 )
 
 const (
@@ -45,6 +46,8 @@ const (
 	suppressedInterval = 10 * time.Second
 	// retryInterval is the time between two attempts to open the files.
 	retryInterval = 10 * time.Second
+	// spaceInterval is the time between two readings of the free space.
+	spaceInterval = time.Second
 	// maxEarly is the number of events that wait for Open.
 	maxEarly = 1000
 )
@@ -66,6 +69,8 @@ type Log struct {
 	flush    *time.Timer
 	next     slog.Handler // also gets the counts of suppressed events; nil for none
 	failed   time.Time    // of the last attempt to open the files; zero: they are open, or Open was not called
+	checked  time.Time    // of the last reading of the free space
+	full     error        // at that time
 	recorded uint64
 	lost     uint64
 	problem  error
@@ -350,6 +355,10 @@ func (l *Log) write(e api.Event) {
 			return
 		}
 	}
+	if err := l.checkSpace(); err != nil {
+		l.lose(err)
+		return
+	}
 	if _, err := l.file.Write(line); err != nil {
 		// A part of the line may be in the file.
 		l.lose(errors.Join(err, l.file.Truncate(l.size)))
@@ -363,9 +372,23 @@ func (l *Log) write(e api.Event) {
 	l.changed = make(chan struct{})
 }
 
+// lose counts an event that cannot be written. The first one of several is logged. The caller holds l.mu.
 func (l *Log) lose(err error) {
 	l.lost++
+	if l.problem == nil && l.next != nil {
+		r := slog.NewRecord(time.Now(), slog.LevelError, "events are not recorded", 0)
+		r.AddAttrs(slog.Any("error", err))
+		_ = l.next.Handle(context.Background(), r) // logging has no place for errors
+	}
 	l.problem = err
+}
+
+// checkSpace returns an error if the file system is nearly full. The caller holds l.mu.
+func (l *Log) checkSpace() error {
+	if now := time.Now(); now.Sub(l.checked) >= spaceInterval {
+		l.checked, l.full = now, statedir.CheckSpace(l.file)
+	}
+	return l.full
 }
 
 // encode returns an event as a line of at most maxLine bytes.

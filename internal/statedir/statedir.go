@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/fault"
 )
 
@@ -61,6 +63,22 @@ func Remove(dir string) error {
 	}
 	if err := os.RemoveAll(dir); err != nil {
 		return fmt.Errorf("remove state directory: %w", err)
+	}
+	return nil
+}
+
+// reserved is the free space in bytes that records leave for the state, unless an eighth of the file system is less.
+const reserved = 4 << 20
+
+// CheckSpace returns an error if the rest of the file system of a file is reserved for the state of the agent, without
+// which no policy can be applied. Records, which are useful only, are not written then.
+func CheckSpace(f *os.File) error {
+	var stat unix.Statfs_t
+	if err := unix.Fstatfs(int(f.Fd()), &stat); err != nil {
+		return fmt.Errorf("read free space: %w", err)
+	}
+	if free, all := stat.Bavail*uint64(stat.Bsize), stat.Blocks*uint64(stat.Bsize); free < min(reserved, all/8) {
+		return fmt.Errorf("the last %d bytes of the file system are for the state of the agent: %w", free, unix.ENOSPC)
 	}
 	return nil
 }

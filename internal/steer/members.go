@@ -3,6 +3,7 @@
 package steer
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -99,7 +100,7 @@ func whyClosed(event bpf.Event) string {
 	case !ok:
 		return "socket closed"
 	case status.Signaled():
-		return "process ended by " + unix.SignalName(status.Signal())
+		return "process ended by " + cmp.Or(unix.SignalName(status.Signal()), fmt.Sprintf("signal %d", status.Signal()))
 	}
 	return fmt.Sprintf("process exited with status %d", status.ExitStatus())
 }

@@ -30,35 +30,40 @@ type refusalCounts [len(bpf.Reasons)]uint64
 type refusalWatch struct {
 	reader *bpf.RefusalReader
 	end    chan struct{}
+	// before are the counts at the time of the last summary. The lock of the service guards them.
+	before refusalCounts
+	summed time.Time
 }
 
 // watchRefusals records the refusals of devices, and a summary of all refusals. The caller holds the lock.
 func (s *service) watchRefusals() error {
-	reader, err := s.Path.Refusals()
-	if err != nil {
-		return err
-	}
-	w := &refusalWatch{reader, make(chan struct{})}
-	s.reported = w
 	before, err := s.countRefusals()
 	if err != nil {
 		return err
 	}
-	go s.recordRefusals(w, before)
+	reader, err := s.Path.Refusals()
+	if err != nil {
+		return err
+	}
+	s.reported = &refusalWatch{reader: reader, end: make(chan struct{}), before: before, summed: time.Now()}
+	go s.recordRefusals(s.reported)
 	return nil
 }
 
-// endRefusals ends the goroutine of watchRefusals. The caller holds the lock.
+// endRefusals ends the goroutine of watchRefusals, after a last summary. The caller holds the lock.
 func (s *service) endRefusals() {
-	if s.reported != nil {
-		close(s.reported.end)
-		s.reported = nil
+	if s.reported == nil {
+		return
 	}
+	if s.Path != nil {
+		s.summarizeRefusals(s.reported)
+	}
+	close(s.reported.end)
+	s.reported = nil
 }
 
-func (s *service) recordRefusals(w *refusalWatch, before refusalCounts) {
+func (s *service) recordRefusals(w *refusalWatch) {
 	defer w.reader.Close()
-	summed := time.Now()
 	tick := time.NewTicker(refusalsInterval)
 	defer tick.Stop()
 	for {
@@ -73,15 +78,10 @@ func (s *service) recordRefusals(w *refusalWatch, before refusalCounts) {
 			return
 		}
 		s.Mu.Lock()
-		if s.reported != w {
-			s.Mu.Unlock()
-			return
-		}
-		s.logRefusals(list)
-		if took := time.Since(summed); took >= summaryInterval {
-			if now, err := s.countRefusals(); err == nil {
-				s.summarizeRefusals(before, now, took)
-				before, summed = now, time.Now()
+		if s.reported == w {
+			s.logRefusals(list)
+			if time.Since(w.summed) >= summaryInterval {
+				s.summarizeRefusals(w)
 			}
 		}
 		s.Mu.Unlock()
@@ -118,16 +118,23 @@ func (s *service) logRefusals(list []bpf.Refusal) {
 	}
 }
 
-func (s *service) summarizeRefusals(before, now refusalCounts, took time.Duration) {
+// summarizeRefusals records the number of refusals since the last summary. The caller holds the lock.
+func (s *service) summarizeRefusals(w *refusalWatch) {
+	now, err := s.countRefusals()
+	if err != nil {
+		return // the next summary has them
+	}
 	total := uint64(0)
 	attrs := []any{events.Refusals}
 	for reason, name := range bpf.Reasons {
-		if n := now[reason] - before[reason]; n > 0 && now[reason] > before[reason] {
+		if now[reason] > w.before[reason] {
+			n := now[reason] - w.before[reason]
 			total += n
 			attrs = append(attrs, slog.String(name, strconv.FormatUint(n, 10)))
 		}
 	}
 	if total > 0 {
-		s.Log.Info("packets refused", append(attrs, "packets", total, "in", took.Round(time.Second).String())...)
+		s.Log.Info("packets refused", append(attrs, "packets", total, "in", time.Since(w.summed).Round(time.Second).String())...)
 	}
+	w.before, w.summed = now, time.Now()
 }

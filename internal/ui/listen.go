@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"syscall"
 	"time"
 
@@ -16,6 +17,7 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/owned"
 )
 
 // Listen opens the address of the page. The file of a Unix socket that an agent has left behind is replaced; the group
@@ -37,6 +39,13 @@ func Listen(c config.UI, gid int) (net.Listener, error) {
 }
 
 func listenUnix(path string, gid int) (net.Listener, error) {
+	// A user who can replace the file would get the rights of the socket for another file.
+	if err := owned.Check(filepath.Dir(path)); err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			return nil, fault.WithHint(err, "create the directory of ui.listen")
+		}
+		return nil, err
+	}
 	if other, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		other.Close()
 		return nil, fault.Conflict(fmt.Errorf("another program listens on %s", path), "set ui.listen to another path")
@@ -62,14 +71,10 @@ func listenUnix(path string, gid int) (net.Listener, error) {
 	}}
 	l, err := lc.Listen(context.Background(), "unix", path)
 	if err != nil {
-		return nil, fault.WithHint(err, "create the directory of ui.listen")
+		return nil, err
 	}
 	if gid >= 0 {
-		err = os.Chown(path, -1, gid)
-		if err == nil {
-			err = os.Chmod(path, 0o660)
-		}
-		if err != nil {
+		if err := errors.Join(os.Lchown(path, -1, gid), os.Chmod(path, 0o660)); err != nil {
 			l.Close()
 			return nil, fmt.Errorf("give socket to the group: %w", err)
 		}

@@ -17,7 +17,10 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
@@ -78,9 +81,10 @@ func parseToken(text []byte) ([]byte, error) {
 	return token, nil
 }
 
-// readFile reads a file of limited size. Users other than the owner and the group must not be able to read a secret.
+// readFile reads a file of limited size. A secret belongs to root or to the user of the agent, and users other than the owner
+// and the group must not be able to read it.
 func readFile(path string, secret bool) ([]byte, error) {
-	f, err := os.Open(path)
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // a FIFO would wait for a writer
 	if err != nil {
 		return nil, fault.Unreadable(err, "")
 	}
@@ -94,6 +98,9 @@ func readFile(path string, secret bool) ([]byte, error) {
 	}
 	if secret && info.Mode()&0o007 != 0 {
 		return nil, fault.Usage(fmt.Errorf("%s has mode %04o, so that all users may use it", path, info.Mode().Perm()), "chmod 0600 "+path)
+	}
+	if owner := info.Sys().(*syscall.Stat_t).Uid; secret && owner != 0 && owner != uint32(os.Geteuid()) {
+		return nil, fault.Usage(fmt.Errorf("%s belongs to user %d, who can read and replace it", path, owner), "chown root "+path)
 	}
 	text, err := io.ReadAll(io.LimitReader(f, maxFile+1))
 	if err == nil && len(text) > maxFile {

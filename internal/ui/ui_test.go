@@ -30,6 +30,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
@@ -482,21 +484,27 @@ func TestSettingsRefused(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	theirs, fifo := filepath.Join(dir, "theirs"), filepath.Join(dir, "fifo")
+	if err := errors.Join(os.WriteFile(theirs, []byte(token), 0o600), os.Chown(theirs, 65533, -1), unix.Mkfifo(fifo, 0o600)); err != nil {
+		t.Fatal(err)
+	}
 	for want, c := range map[string]config.UI{
-		"does not match":       {TLS: config.UITLS{Cert: cert, Key: otherKey}},
-		"has expired":          {TLS: config.UITLS{Cert: old, Key: oldKey}},
-		"failed to find any":   {TLS: config.UITLS{Cert: empty, Key: key}},
-		"no such file":         {TLS: config.UITLS{Cert: other, Key: filepath.Join(dir, "nowhere")}},
-		"has no certificate":   {TLS: config.UITLS{Cert: other, Key: otherKey, ClientCA: key}},
-		"all users may use it": {TokenFile: open},
-		"has 6 characters":     {TokenFile: short},
-		"has 0 characters":     {TokenFile: empty},
-		"not a regular file":   {TokenFile: dir},
+		"belongs to user 65533": {TokenFile: theirs},
+		"fifo is not a regular": {TokenFile: fifo},
+		"does not match":        {TLS: config.UITLS{Cert: cert, Key: otherKey}},
+		"has expired":           {TLS: config.UITLS{Cert: old, Key: oldKey}},
+		"failed to find any":    {TLS: config.UITLS{Cert: empty, Key: key}},
+		"no such file":          {TLS: config.UITLS{Cert: other, Key: filepath.Join(dir, "nowhere")}},
+		"has no certificate":    {TLS: config.UITLS{Cert: other, Key: otherKey, ClientCA: key}},
+		"all users may use it":  {TokenFile: open},
+		"has 6 characters":      {TokenFile: short},
+		"has 0 characters":      {TokenFile: empty},
+		"not a regular file":    {TokenFile: dir},
 	} {
 		c.Listen = "127.0.0.1:9733"
 		if _, err := ReadSettings(c); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%+v: got %v, want %s", c, err, want)
-		} else if want != "no such file" && want != "not a regular file" && fault.Hint(err) == "" {
+		} else if want != "no such file" && !strings.Contains(want, "not a regular") && fault.Hint(err) == "" {
 			t.Errorf("%v has no hint", err)
 		}
 	}
@@ -519,6 +527,13 @@ func TestSocketMode(t *testing.T) {
 	l.Close()
 	if _, err := Listen(config.UI{Listen: "unix:" + filepath.Join(t.TempDir(), "no", "ui.sock")}, -1); err == nil || fault.Hint(err) == "" {
 		t.Errorf("a directory that does not exist: %v", err)
+	}
+	open := t.TempDir()
+	if err := os.Chmod(open, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Listen(config.UI{Listen: "unix:" + open + "/ui.sock"}, 65534); err == nil || !strings.Contains(err.Error(), "writable for others") {
+		t.Errorf("a directory in which every user can replace the socket: %v", err)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
+	"os"
 	"os/exec"
 	"slices"
 	"strconv"
@@ -220,4 +221,20 @@ func TestEventsDamaged(t *testing.T) {
 		}
 		last = max(last, e.ID)
 	}
+}
+
+// TestEventsNotRecorded starts an agent that cannot record events: status says so, and steering works.
+func TestEventsNotRecorded(t *testing.T) {
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(2)
+	h.must(os.MkdirAll(h.dir+"/state", 0o700))
+	h.must(os.WriteFile(h.dir+"/state/events", nil, 0o600))
+	h.startAgent()
+	h.start(0, 1)
+	h.ready(0, 1)
+	h.lands("without events", addresses(8), h.homes(2))
+	if text, _, code := h.cli("status"); code != 0 || !strings.Contains(text, "events are not recorded: ") {
+		t.Errorf("status, exit code %d:\n%s", code, text)
+	}
+	h.refuse(1, []string{"cannot record events", "log"}, "events")
 }

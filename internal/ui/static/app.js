@@ -12,6 +12,11 @@ const state = {
 // --- elements
 
 // element creates an element. Text is never parsed as HTML.
+// printable replaces control characters and those that change the direction of text, which names can have.
+function printable(text) {
+  return typeof text === "string" ? text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd") : text;
+}
+
 function element(name, attributes = {}, ...children) {
   const svg = ["svg", "path", "title", "g"].includes(name);
   const e = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
@@ -19,13 +24,14 @@ function element(name, attributes = {}, ...children) {
     if (key.startsWith("on")) e.addEventListener(key.slice(2), value);
     else if (value !== false && value !== undefined) e.setAttribute(key, value === true ? "" : value);
   }
-  e.append(...children.filter((c) => c !== null && c !== undefined));
+  e.append(...children.filter((c) => c !== null && c !== undefined).map(printable));
   return e;
 }
 
 // setText, setAttribute and setClass change an element only where there is a difference: each change costs layout, and
 // screen readers follow changes.
-function setText(e, text) {
+function setText(e, value) {
+  const text = printable(value);
   if (e.textContent !== text) e.textContent = text;
 }
 
@@ -196,7 +202,7 @@ let drawn = "";
 function route() {
   const [name, ...rest] = location.hash.slice(1).split("/");
   const parts = rest.map((r) => { try { return decodeURIComponent(r); } catch { return r; } });
-  return routes[name] ? [name, parts] : ["overview", []];
+  return Object.hasOwn(routes, name) ? [name, parts] : ["overview", []];
 }
 
 function draw() {
