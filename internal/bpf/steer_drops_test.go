@@ -22,7 +22,7 @@ func TestDropsBySource(t *testing.T) {
 		s.seat(0)
 		drops, err := s.Drops()
 		if errors.Is(err, bpf.ErrNoDrops) {
-			t.Skip(err)
+			t.Skipf("kernel: %v", err)
 		}
 		check(t, err)
 		defer drops.Close()
