@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/domain"
+	"sockeye/internal/events"
 	"sockeye/internal/fault"
 )
 
@@ -24,6 +25,8 @@ const (
 	eventsDir = "events"
 	// mostEvents is the maximum of the parameter last.
 	mostEvents = 100_000
+	// eventBatch is the number of old events that are read at once.
+	eventBatch = 500
 	// mostEventReaders is the number of requests that may read old events at the same time, which costs CPU time.
 	mostEventReaders = 2
 )
@@ -77,25 +80,49 @@ func (q *eventQuery) selects(e *api.Event) bool {
 			}))
 }
 
+// tail keeps the last n events.
+type tail struct {
+	n    int
+	list []api.Event
+}
+
+func (t *tail) add(e api.Event) {
+	if t.list = append(t.list, e); len(t.list) >= 2*t.n {
+		t.list = append(t.list[:0], t.list[len(t.list)-t.n:]...)
+	}
+}
+
+// last returns the events, the oldest one first.
+func (t *tail) last() []api.Event { return t.list[max(0, len(t.list)-t.n):] }
+
+// readOld calls f with old events until it returns false, at the end, or after an error. more is true if f returned false.
+func readOld(ctx context.Context, reader *events.Reader, f func(*api.Event) bool) (more bool, err error) {
+	select {
+	case eventReaders <- struct{}{}:
+		defer func() { <-eventReaders }()
+	case <-ctx.Done():
+		return false, ctx.Err()
+	}
+	for {
+		e, err := reader.Next(ctx, false)
+		if errors.Is(err, io.EOF) {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+		if !f(&e) {
+			return true, nil
+		}
+	}
+}
+
 // streamEvents sends the recorded events of a query, and with follow those that are added until the client disconnects.
 func (a *Agent) streamEvents(w http.ResponseWriter, r *http.Request) error {
 	q, err := parseEventQuery(r.URL.Query())
 	if err != nil {
 		return err
 	}
-	select {
-	case eventReaders <- struct{}{}:
-	case <-r.Context().Done():
-		return nil
-	}
-	reading := true
-	release := func() {
-		if reading {
-			reading = false
-			<-eventReaders
-		}
-	}
-	defer release()
 	reader, err := a.events.Read(q.since)
 	if err != nil {
 		return err
@@ -106,31 +133,27 @@ func (a *Agent) streamEvents(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	defer stop()
-	var kept []api.Event // the last ones, if the query limits their number
-	for {
-		e, err := reader.Next(r.Context(), false)
-		if errors.Is(err, io.EOF) {
-			break
+	for more := true; more; {
+		// A client that does not read must not keep others from reading: nothing is written inside readOld.
+		kept, most := tail{n: q.last}, 0
+		if q.last == 0 {
+			kept.n, most = eventBatch, eventBatch
 		}
+		more, err = readOld(r.Context(), reader, func(e *api.Event) bool {
+			if q.selects(e) {
+				kept.add(*e)
+			}
+			return most == 0 || len(kept.list) < most
+		})
 		if err != nil {
 			return err
 		}
-		switch {
-		case !q.selects(&e):
-		case q.last > 0:
-			if kept = append(kept, e); len(kept) >= 2*q.last {
-				kept = append(kept[:0], kept[len(kept)-q.last:]...)
+		for _, e := range kept.last() {
+			if s.Line(e) != nil {
+				return nil // the client has disconnected
 			}
-		case s.Line(e) != nil:
-			return nil // the client has disconnected
 		}
 	}
-	for _, e := range kept[max(0, len(kept)-q.last):] {
-		if s.Line(e) != nil {
-			return nil
-		}
-	}
-	release()
 	for q.follow {
 		e, err := reader.Next(r.Context(), true)
 		if errors.Is(err, io.EOF) || errors.Is(err, context.Canceled) {
@@ -148,37 +171,23 @@ func (a *Agent) streamEvents(w http.ResponseWriter, r *http.Request) error {
 
 // lastEvents returns the last n events that each of the selections selects, the oldest one first.
 func (a *Agent) lastEvents(ctx context.Context, n int, selections ...func(*api.Event) bool) ([][]api.Event, error) {
-	select {
-	case eventReaders <- struct{}{}:
-		defer func() { <-eventReaders }()
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
 	reader, err := a.events.Read(time.Time{})
 	if err != nil {
 		return nil, err
 	}
 	defer reader.Close()
-	last := make([][]api.Event, len(selections))
-	for {
-		e, err := reader.Next(ctx, false)
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		if err != nil {
-			return nil, err
-		}
+	kept := make([]tail, len(selections))
+	_, err = readOld(ctx, reader, func(e *api.Event) bool {
 		for i, selects := range selections {
-			if !selects(&e) {
-				continue
-			}
-			if last[i] = append(last[i], e); len(last[i]) >= 2*n {
-				last[i] = append(last[i][:0], last[i][len(last[i])-n:]...)
+			if kept[i].n = n; selects(e) {
+				kept[i].add(*e)
 			}
 		}
+		return true
+	})
+	last := make([][]api.Event, len(selections))
+	for i := range kept {
+		last[i] = kept[i].last()
 	}
-	for i, list := range last {
-		last[i] = list[max(0, len(list)-n):]
-	}
-	return last, nil
+	return last, err
 }
