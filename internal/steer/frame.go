@@ -31,6 +31,7 @@ type liveCounts struct {
 	drops     map[int]uint64                // by slot
 	datagrams map[bpf.Address]addressCounts // by address
 	bytes     map[uint64]uint64             // by socket cookie
+	closed    map[int]int                   // connections with a closed window, by slot
 }
 
 // addressCounts are the totals of an address.
@@ -68,7 +69,7 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		return one, nil, err
 	}
 	before := s.liveBefore
-	now := &liveCounts{drops: make(map[int]uint64), datagrams: make(map[bpf.Address]addressCounts), bytes: make(map[uint64]uint64)}
+	now := &liveCounts{drops: make(map[int]uint64), datagrams: make(map[bpf.Address]addressCounts), bytes: make(map[uint64]uint64), closed: make(map[int]int)}
 	if before == nil {
 		seconds = 0
 	}
@@ -171,6 +172,7 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		}
 		v.ZeroWindows++
 		if idle >= stuckTime {
+			now.closed[slot]++
 			stuck = append(stuck, api.LiveSocket{Service: s.Name, Local: x.Local, Remote: x.Remote, Slot: &v.Slot, PID: v.PID,
 				Reason: "zero_window", Bytes: uint64(x.Unread), Since: idle.Seconds()})
 		}

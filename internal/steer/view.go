@@ -9,6 +9,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -284,7 +285,10 @@ func (s *service) applies(p *stored.Pin) bool {
 	return known && p.InForce && p.Slot < s.Config.Slots && s.SlotState(p.Slot).State != stored.Drain
 }
 
-// notes describes the changes by commands that are in force.
+// mostEmptySlots is the number of empty slots that a note names.
+const mostEmptySlots = 8
+
+// notes describes the changes by commands that are in force, and the slots whose devices are not served.
 func (s *service) notes() []string {
 	notes := []string{}
 	for _, slot := range slices.Sorted(maps.Keys(s.State.Slots)) {
@@ -305,9 +309,22 @@ func (s *service) notes() []string {
 		}
 		notes = append(notes, fmt.Sprintf("slot %d %s", slot, strings.Join(parts, " and ")))
 	}
+	var empty []int
 	for slot := range s.Config.Slots {
-		if note := s.rooms.Note(slot); note != "" {
+		switch note := s.rooms.Note(slot); {
+		case note != "":
 			notes = append(notes, note)
+		case !s.IsReady(slot) && s.SlotState(slot).State != stored.Maint && s.HasDevices(slot):
+			empty = append(empty, slot)
+		}
+	}
+	if len(empty) > 0 {
+		notes = append(notes, s.emptyNote(empty))
+	}
+	if last := s.liveBefore; last != nil {
+		for _, slot := range slices.Sorted(maps.Keys(last.closed)) {
+			notes = append(notes, fmt.Sprintf("the member of slot %d does not read from %s: the receive windows are closed", slot,
+				format.Count(last.closed[slot], "connection", "connections")))
 		}
 	}
 	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
@@ -335,6 +352,25 @@ func (s *service) notes() []string {
 		notes = append(notes, fmt.Sprintf("moves are stopped, and %s not at the target slot", format.Count(n, "device is", "devices are")))
 	}
 	return notes
+}
+
+// emptyNote describes slots without a member, and what becomes of the packets of their devices.
+func (s *service) emptyNote(slots []int) string {
+	effect := "refused"
+	if standby := s.Config.WhenEmpty.Standby; standby != nil && s.IsReady(*standby) {
+		effect = fmt.Sprintf("diverted to slot %d", *standby)
+	}
+	if len(slots) == 1 {
+		return fmt.Sprintf("slot %d is empty: the packets of its devices are %s", slots[0], effect)
+	}
+	var names []string
+	for _, slot := range slots[:min(len(slots), mostEmptySlots)] {
+		names = append(names, strconv.Itoa(slot))
+	}
+	if more := len(slots) - len(names); more > 0 {
+		names = append(names, fmt.Sprintf("%d more", more))
+	}
+	return fmt.Sprintf("slots %s are empty: the packets of their devices are %s", strings.Join(names, ", "), effect)
 }
 
 // countReady returns the number of slots that receive traffic.

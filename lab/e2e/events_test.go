@@ -81,6 +81,9 @@ func TestEvents(t *testing.T) {
 			t.Errorf("end of the member: %+v", closed)
 		}
 		h.lands("slot 1 is empty", all, homes.but(1))
+		if notes := h.service().Notes; len(notes) != 1 || notes[0] != "slot 1 is empty: the packets of its devices are refused" {
+			t.Errorf("notes %q", notes)
+		}
 		lost := slices.IndexFunc(all, func(a netip.Addr) bool { return homes(a) == 1 })
 		device := all[lost].Unmap().String()
 		refused := h.event("device_refused", func(e api.Event) bool { return e.Device == device })

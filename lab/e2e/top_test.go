@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -436,6 +437,14 @@ func TestTopStuck(t *testing.T) {
 	if len(frame.Stuck) != 1 || v.ZeroWindows != 1 || frame.Services[0].Slots[1-slot].ZeroWindows != 0 || frame.Stuck[0].Bytes != v.Unread || v.Unread < 4096 || frame.Stuck[0].Remote.Addr() != device {
 		t.Errorf("%+v, %+v", v, frame.Stuck)
 	}
+	// A status has the note, too.
+	h.eventually("note of closed windows", func() error {
+		want := fmt.Sprintf("the member of slot %d does not read from 1 connection: the receive windows are closed", slot)
+		if notes := h.service().Notes; !slices.Contains(notes, want) {
+			return fmt.Errorf("notes %q", notes)
+		}
+		return nil
+	})
 	s.keys("1")
 	h.on(s, "[1 slots (2)]")
 	s.keys("/receiver-" + fmt.Sprint(slot) + "\r")
