@@ -487,12 +487,37 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("metrics.otlp: %s -> %s", from, to)})
 	}
 	if was, is := eventsSize(a.policy), eventsSize(policy); was != is {
-		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("size of the events: %d -> %d bytes", was, is)})
+		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("events.size: %d -> %d bytes", was, is)})
 	}
 	if a.policy.UI != policy.UI {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("web page: %s -> %s", describeUI(a.policy.UI), describeUI(policy.UI))})
 	}
+	plan.Changes = append(plan.Changes, a.describeRetries(policy)...)
 	return plan
+}
+
+// describeRetries lists what an apply of the same settings changes: listeners that could not be opened before, and files
+// of the agent's own settings that have changed. The domains list the changes of their files.
+func (a *Agent) describeRetries(policy *config.Policy) []api.Change {
+	a.mu.Lock()
+	before, metrics, page := a.inForce.referenced, a.metricsProblem, a.pageProblem
+	a.mu.Unlock()
+	var changes []api.Change
+	add := func(format string, args ...any) {
+		changes = append(changes, api.Change{Action: "change", What: fmt.Sprintf(format, args...)})
+	}
+	if metrics != nil && a.policy.Metrics.Listen == policy.Metrics.Listen {
+		add("metrics: not served -> %s", policy.Metrics.Listen)
+	}
+	if page != nil && a.policy.UI == policy.UI {
+		add("web page: not served -> %s", describeUI(policy.UI))
+	}
+	for _, path := range ownFiles(policy) {
+		if mark, ok := before[path]; ok && mark != statMark(path) {
+			add("contents of %s", path)
+		}
+	}
+	return changes
 }
 
 // openChangedMetrics opens the metrics listener of a policy. The result is nil if the agent serves that address

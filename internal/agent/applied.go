@@ -193,7 +193,7 @@ func referencedFiles(policy *config.Policy) map[string]fileMark {
 			files[path] = statMark(path)
 		}
 	}
-	for _, path := range []string{policy.UI.TLS.Cert, policy.UI.TLS.Key, policy.UI.TLS.ClientCA, policy.UI.TokenFile} {
+	for _, path := range ownFiles(policy) {
 		add(path)
 	}
 	for _, s := range policy.Services {
@@ -202,12 +202,17 @@ func referencedFiles(policy *config.Policy) map[string]fileMark {
 	for _, r := range policy.Tune {
 		add(r.Match.RemoteFile)
 	}
-	if o := policy.Metrics.OTLP; o != nil {
-		add(o.HeadersFile)
-		add(o.CA)
-	}
 	for _, r := range policy.Trace {
 		add(r.Match.RemoteFile)
+	}
+	return files
+}
+
+// ownFiles returns the files that the settings of the agent itself name: those of the web page and of metrics.otlp.
+func ownFiles(policy *config.Policy) []string {
+	files := []string{policy.UI.TLS.Cert, policy.UI.TLS.Key, policy.UI.TLS.ClientCA, policy.UI.TokenFile}
+	if o := policy.Metrics.OTLP; o != nil {
+		files = append(files, o.HeadersFile, o.CA)
 	}
 	return files
 }

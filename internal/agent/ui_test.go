@@ -153,6 +153,13 @@ func TestPageInUseAtStart(t *testing.T) {
 		t.Errorf("problem %q, hint %q", problem, hint)
 	}
 	taken.Close()
+	plan, err := a.Plan(api.Candidate{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(plan.Changes) != 1 || plan.Changes[0].What != "web page: not served -> 127.0.0.1:9733" {
+		t.Errorf("plan: %+v", plan.Changes)
+	}
 	if err := apply(ui); err != nil {
 		t.Fatal(err)
 	}
@@ -161,6 +168,40 @@ func TestPageInUseAtStart(t *testing.T) {
 	}
 	if got := get(t, newClient(t), "http://127.0.0.1:9733/"); got != http.StatusOK {
 		t.Errorf("status %d", got)
+	}
+}
+
+// A plan names a token that was replaced, although the policy is the same, and the apply that reads the token is recorded.
+func TestPageTokenReplaced(t *testing.T) {
+	const ui = `ui: {listen: "127.0.0.1:9733", token_file: token}`
+	a, apply := pageAgent(t, ui)
+	dir := filepath.Dir(a.options.Policy)
+	candidate := api.Candidate{Text: "services: {}\n" + ui + "\n", Path: filepath.Join(dir, "policy.yaml")}
+	changes := func() []api.Change {
+		plan, err := a.Plan(candidate)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return plan.Changes
+	}
+	if list := changes(); len(list) != 0 {
+		t.Errorf("plan of the same policy: %+v", list)
+	}
+	token := filepath.Join(dir, "token")
+	if err := os.WriteFile(token+".new", []byte(strings.Repeat("f", 40)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(token+".new", token); err != nil {
+		t.Fatal(err)
+	}
+	if list := changes(); len(list) != 1 || list[0].What != "contents of "+token {
+		t.Errorf("plan with another token: %+v", list)
+	}
+	if err := apply(ui); err != nil {
+		t.Fatal(err)
+	}
+	if list := changes(); len(list) != 0 {
+		t.Errorf("plan after the apply: %+v", list)
 	}
 }
 
