@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
+	"math"
 	"net/http"
 	"net/url"
 	"slices"
@@ -169,25 +171,37 @@ func (a *Agent) streamEvents(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// lastEvents returns the last n events that each of the selections selects, the oldest one first.
+// lastEvents returns the last n events that each of the selections selects, the oldest one first. It reads the newest
+// segment first, and no more segments than it needs.
 func (a *Agent) lastEvents(ctx context.Context, n int, selections ...func(*api.Event) bool) ([][]api.Event, error) {
-	reader, err := a.events.Read(time.Time{})
-	if err != nil {
-		return nil, err
-	}
-	defer reader.Close()
-	kept := make([]tail, len(selections))
-	_, err = readOld(ctx, reader, func(e *api.Event) bool {
-		for i, selects := range selections {
-			if kept[i].n = n; selects(e) {
-				kept[i].add(*e)
-			}
-		}
-		return true
-	})
 	last := make([][]api.Event, len(selections))
-	for i := range kept {
-		last[i] = kept[i].last()
+	for before := uint64(math.MaxUint64); ; {
+		reader, number, err := a.events.ReadBefore(before)
+		if reader == nil || errors.Is(err, fs.ErrNotExist) {
+			return last, nil // older segments are removed first
+		}
+		if err != nil {
+			return last, err
+		}
+		kept := make([]tail, len(selections))
+		_, err = readOld(ctx, reader, func(e *api.Event) bool {
+			for i, selects := range selections {
+				if kept[i].n = n; selects(e) {
+					kept[i].add(*e)
+				}
+			}
+			return true
+		})
+		reader.Close()
+		enough := true
+		for i := range kept {
+			all := append(kept[i].last(), last[i]...)
+			last[i] = all[max(0, len(all)-n):]
+			enough = enough && len(last[i]) == n
+		}
+		if err != nil || enough {
+			return last, err
+		}
+		before = number
 	}
-	return last, err
 }

@@ -108,6 +108,33 @@ func TestBounded(t *testing.T) {
 	if len(list) < 1000 {
 		t.Errorf("%d events are left", len(list))
 	}
+	// The segments one by one, the newest first, have the same events.
+	var backward []api.Event
+	parts := 0
+	for before := uint64(1 << 62); ; parts++ {
+		r, number, err := l.ReadBefore(before)
+		check(t, err)
+		if r == nil {
+			break
+		}
+		var part []api.Event
+		for {
+			e, err := r.Next(t.Context(), false)
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			check(t, err)
+			part = append(part, e)
+		}
+		r.Close()
+		if number >= before {
+			t.Fatalf("segment %d after segment %d", number, before)
+		}
+		backward, before = append(part, backward...), number
+	}
+	if parts != len(names) || len(backward) != len(list) || backward[0].ID != list[0].ID || backward[len(backward)-1].ID != list[len(list)-1].ID {
+		t.Errorf("%d segments with %d events, want %d with %d", parts, len(backward), len(names), len(list))
+	}
 	if s := l.Stats(); s.Bytes != size || s.Recorded != 0 || s.Problem != nil {
 		t.Errorf("statistics %+v, %d bytes", s, size)
 	}

@@ -29,6 +29,7 @@ type Reader struct {
 	partial []byte // of the current line
 	expect  uint64 // ID of the next event; 0: unknown
 	pending *api.Event
+	one     bool // segment is read, not the later ones
 }
 
 // Read returns a reader that begins with the oldest segment that can contain events since a time.
@@ -45,6 +46,20 @@ func (l *Log) Read(since time.Time) (*Reader, error) {
 		return r, r.open(n)
 	}
 	return r, &fault.Error{Err: errors.New("the agent cannot record events"), Hint: "the agent's log says why, as in journalctl -u sockeye", Code: fault.CodeFailed}
+}
+
+// ReadBefore returns a reader of the newest segment whose number is below another one, and the number of the segment. It
+// returns nil if there is none. Next does not continue with later segments.
+func (l *Log) ReadBefore(number uint64) (*Reader, uint64, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, n := range slices.Backward(l.numbers) {
+		if n < number {
+			r := &Reader{log: l, one: true}
+			return r, n, r.open(n)
+		}
+	}
+	return nil, 0, nil
 }
 
 func (r *Reader) open(number uint64) error {
@@ -107,6 +122,9 @@ func (r *Reader) read(ctx context.Context, wait bool) (api.Event, error) {
 		}
 		if !errors.Is(err, io.EOF) {
 			return api.Event{}, fmt.Errorf("read events: %w", err)
+		}
+		if r.one {
+			return api.Event{}, io.EOF
 		}
 		if next > 0 {
 			r.number = next
