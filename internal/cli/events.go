@@ -66,6 +66,9 @@ SOCKEYE_DEVICE and others.`,
 				q.Set("last", strconv.Itoa(last))
 			}
 			if cmd.Flags().Changed("slot") {
+				if slot < 0 {
+					return fault.Usage(fmt.Errorf("--slot is %d", slot), "the number of a slot, from 0")
+				}
 				q.Set("slot", strconv.Itoa(slot))
 			}
 			for _, kind := range kinds {
@@ -86,7 +89,7 @@ SOCKEYE_DEVICE and others.`,
 		},
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with new events until Ctrl-C")
-	cmd.Flags().StringVar(&since, "since", "", "begin at this time: a duration, as in 1h or 90s, or a time, as in 2026-01-02T15:04:05Z")
+	cmd.Flags().StringVar(&since, "since", "", "begin at this time: a duration, as in 1h, 90s or 2d, or a time, as in 2026-01-02T15:04:05Z")
 	cmd.Flags().IntVarP(&last, "last", "n", 50, "show only the last events before --follow")
 	cmd.Flags().StringVar(&service, "service", "", "show only this service")
 	cmd.Flags().StringVar(&device, "device", "", "show only this device: an address, or a name of the device map")
@@ -100,10 +103,15 @@ func sinceTime(text string, now time.Time) (time.Time, error) {
 	if d, err := time.ParseDuration(text); err == nil && d >= 0 {
 		return now.Add(-d), nil
 	}
+	if days, ok := strings.CutSuffix(text, "d"); ok {
+		if n, err := strconv.ParseUint(days, 10, 16); err == nil {
+			return now.Add(-time.Duration(n) * 24 * time.Hour), nil
+		}
+	}
 	if t, err := time.Parse(time.RFC3339Nano, text); err == nil {
 		return t, nil
 	}
-	return time.Time{}, fault.Usage(fmt.Errorf("--since is %q", text), "a duration, as in 1h or 90s, or a time, as in 2026-01-02T15:04:05Z")
+	return time.Time{}, fault.Usage(fmt.Errorf("--since is %q", text), "a duration, as in 1h, 90s or 2d, or a time, as in 2026-01-02T15:04:05Z")
 }
 
 // events prints the events of a query. With follow, it goes on with the events of the next agent when the agent ends.

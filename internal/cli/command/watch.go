@@ -67,6 +67,16 @@ func (c *Command) Fit(l *Text) string {
 	return strings.Join(lines, "")
 }
 
+// IsTerminal reports whether the output is a terminal.
+func (c *Command) IsTerminal() bool {
+	file, ok := Underlying(c.Out).(*os.File)
+	if !ok {
+		return false
+	}
+	_, err := unix.IoctlGetTermios(int(file.Fd()), unix.TCGETS)
+	return err == nil
+}
+
 // height returns the number of lines that the terminal shows, less the line of the cursor.
 func (c *Command) height() int {
 	const endless = 1 << 20

@@ -50,7 +50,7 @@ the slots of many addresses, and needs no agent.`,
 		}
 		return c.Print(list, func(t *command.Text) {
 			for i := range list {
-				(&whyWriter{t, c.Command, max(whyLines/len(list), leastWhyLines)}).write(&list[i])
+				(&whyWriter{t, c.Command, max(whyLines/len(list), leastWhyLines), c.IsTerminal()}).write(&list[i])
 			}
 		})
 	}
@@ -61,13 +61,14 @@ the slots of many addresses, and needs no agent.`,
 type whyWriter struct {
 	*command.Text
 	*command.Command
-	left int // lines
+	left int  // lines
+	cut  bool // long lines
 }
 
-// add adds a line with a label, and cuts it to the width of the screen.
+// add adds a line with a label, and cuts it to the width of a screen if the output is a terminal.
 func (t *whyWriter) add(label, format string, args ...any) {
 	text := []rune(command.Printable(fmt.Sprintf("%-9s", label) + " " + fmt.Sprintf(format, args...)))
-	if len(text) > command.LineWidth {
+	if t.cut && len(text) > command.LineWidth {
 		text = append(text[:command.LineWidth-1], '…')
 	}
 	t.Line("%s", string(text))
@@ -108,7 +109,7 @@ func (t *whyWriter) write(w *api.Why) {
 		if s.Dropped != nil && *s.Dropped > 0 {
 			dropped = fmt.Sprintf(", %d dropped", *s.Dropped)
 		}
-		t.add("seen", "last packet %s ago, %s; %s, %s, %d refused%s", age(t.Now(), s.LastSeen), served,
+		t.add("seen", "last SYN or datagram %s ago, %s; %s, %s, %d refused%s", age(t.Now(), s.LastSeen), served,
 			command.Count(int(s.Connections), "SYN", "SYNs"), command.Count(int(s.Datagrams), "datagram", "datagrams"), s.Refused, dropped)
 	}
 	t.add("now", "%s datagrams/s, %s/s by TCP, %s refused/s", command.Digits(w.Rates.Datagrams), command.Bytes(int64(w.Rates.Bytes)),

@@ -52,11 +52,17 @@ func TestWhyText(t *testing.T) {
 		w    *api.Why
 		most int
 	}{"why-full": {fullWhy(now), whyLines}, "why-many-services": {fullWhy(now), leastWhyLines}, "why-empty": {short, whyLines}} {
-		clitest.GoldenText(t, name, func(text *command.Text) { (&whyWriter{text, c, one.most}).write(one.w) })
+		clitest.GoldenText(t, name, func(text *command.Text) { (&whyWriter{text, c, one.most, true}).write(one.w) })
 		var text command.Text
-		(&whyWriter{&text, c, one.most}).write(one.w)
+		(&whyWriter{&text, c, one.most, true}).write(one.w)
 		if lines := strings.Count(text.String(), "\n"); lines > one.most {
 			t.Errorf("%s: %d lines, at most %d are allowed", name, lines, one.most)
 		}
+	}
+	// A pipe gets whole lines: a script searches them.
+	var text command.Text
+	(&whyWriter{&text, c, whyLines, false}).write(fullWhy(now))
+	if !strings.Contains(text.String(), "device_map: 1 prefix of 1 device -> 2 prefixes of 2 devices\n") {
+		t.Errorf("lines are cut without a terminal:\n%s", text.String())
 	}
 }
