@@ -43,7 +43,7 @@ func (h *host) upgradesNfacctd() {
 	var sending sync.WaitGroup
 	sending.Go(func() { f.drive(12 * time.Second) })
 	h.ports += 10
-	f.startCollector(0, 100)
+	f.startCollector(0, 20)
 	f.ready(0, 1)
 	if s := h.service(); len(s.Formers) != 1 || s.Formers[0].PID != former.Pid() {
 		h.Errorf("formers: %+v", s.Formers)
@@ -81,7 +81,7 @@ func (h *host) newFlows(policy string) *flows {
 	h.startAgent()
 	f := &flows{network: &network{h, h.homes(2)}, all: addresses(40), decoded: map[netip.Addr]uint64{}, offsets: map[string]int64{}}
 	for slot := range 2 {
-		f.startCollector(slot, 100)
+		f.startCollector(slot, 20)
 	}
 	f.ready(0, 1)
 	h.must(h.devices.Do(func() error {
@@ -191,7 +191,7 @@ func (h *host) restartsNfacctd() {
 	h.kill(0)
 	var sending sync.WaitGroup
 	sending.Go(func() { f.drive(10 * time.Second) })
-	f.startCollector(0, 100)
+	f.startCollector(0, 20)
 	// The routers connect again at once, and none is refused.
 	greetings := map[netip.Addr][]byte{}
 	var routers []netip.Addr

@@ -31,7 +31,7 @@ func TestRestartRouters(t *testing.T) {
 		h.kill(slot)
 		var sending sync.WaitGroup
 		sending.Go(func() { f.drive(10 * time.Second) })
-		f.startCollector(slot, 100)
+		f.startCollector(slot, 20)
 		f.ready(0, 1)
 		sending.Wait()
 		f.complete("after the restart")
@@ -76,7 +76,7 @@ func (h *host) newRouters() *flows {
 	h.Helper()
 	f := &flows{network: &network{h, h.homes(2)}, decoded: map[netip.Addr]uint64{}, offsets: map[string]int64{}}
 	for slot := range 2 {
-		f.startCollector(slot, 100)
+		f.startCollector(slot, 20)
 	}
 	f.ready(0, 1)
 	feeder, err := h.lab.Attach("feeder", netip.PrefixFrom(feederAddress, 24))
