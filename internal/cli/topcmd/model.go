@@ -95,7 +95,7 @@ type model struct {
 	paused  bool
 	ended   error   // the reason why there is no stream; nil: there is one
 	replay  *replay // nil: live
-	service string  // name of the shown service; "": the first one
+	service string  // name of the shown service; "": no frame has had a service
 
 	view    view
 	slots   list[api.LiveSlot]
@@ -194,8 +194,13 @@ func (m *model) take(f *api.Frame) tea.Cmd {
 	return m.events(false)
 }
 
-// show shows a frame.
-func (m *model) show(f *api.Frame) { m.frame, m.filled = f, false }
+// show shows a frame. The first service that is shown stays selected: another frame may have others before it.
+func (m *model) show(f *api.Frame) {
+	m.frame, m.filled = f, false
+	if m.service == "" && len(f.Services) > 0 {
+		m.service = f.Services[0].Name
+	}
+}
 
 // say shows a result in the last line: an error, or a text.
 func (m *model) say(err error, text string) {
@@ -285,9 +290,6 @@ func (m *model) nextService() {
 		return
 	}
 	i := slices.IndexFunc(m.frame.Services, func(s api.LiveService) bool { return s.Name == m.service })
-	if m.service == "" {
-		i = 0
-	}
 	m.service = m.frame.Services[(i+1)%len(m.frame.Services)].Name
 	m.page, m.filled = nil, false
 }
@@ -471,7 +473,7 @@ func (m *model) shown() *api.LiveService {
 		return nil
 	}
 	for i := range m.frame.Services {
-		if s := &m.frame.Services[i]; m.service == "" || s.Name == m.service {
+		if s := &m.frame.Services[i]; s.Name == m.service {
 			return s
 		}
 	}

@@ -614,6 +614,33 @@ func TestReplay(t *testing.T) {
 	s.shows("cut short")
 }
 
+// TestReplayKeepsService checks that the shown service and its page stay while the recording gets a service before it, and
+// loses it.
+func TestReplayKeepsService(t *testing.T) {
+	s := newScreen(t, 80, 24)
+	s.replay = &replay{speed: 1}
+	without, alone, both := sample(10), sample(10), sample(10)
+	without.Services = nil
+	alone.Services = alone.Services[:1]
+	both.Services = []api.LiveService{{Name: "flows", Slots: []api.LiveSlot{{State: "ready", PID: 4711}}}, both.Services[0]}
+	for _, f := range []*api.Frame{without, alone, both, without, both} {
+		s.send(frameMsg{f})
+	}
+	s.press("1")
+	s.shows("REPLAY 1/5", "no services")
+	s.press("right")
+	s.shows("REPLAY 2/5", "telemetry  ", "812 nf")
+	s.press("right")
+	s.shows("REPLAY 3/5", "telemetry (of 2)", "812 nf")
+	s.press("enter", "right")
+	s.shows("REPLAY 4/5", "no service telemetry", "there is no slot 0")
+	s.press("right")
+	s.shows("REPLAY 5/5", "slot          0 of telemetry", "812 nf")
+	s.lacks("4711")
+	s.press("q", "n")
+	s.shows("flows (of 2)", "4711")
+}
+
 // TestReplayWaits checks the time between two frames.
 func TestReplayWaits(t *testing.T) {
 	s := newScreen(t, 80, 24)
