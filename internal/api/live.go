@@ -53,6 +53,8 @@ type LiveSlot struct {
 	Unread      uint64  `json:"unread_bytes"` // in TCP receive buffers
 	ZeroWindows int     `json:"zero_windows"` // sessions whose receive window is closed
 	Waiting     uint64  `json:"waiting"`      // datagrams in the waiting room
+	// WaitUntil is the end of the wait for the next member, as RoomStatus.Until; absent if the waiting room is closed.
+	WaitUntil *time.Time `json:"wait_until,omitempty"`
 	// ReaderLag is the age of the oldest traced segment or datagram that waits in a socket of the member's cgroup; absent
 	// if the cgroup is not traced. A group of several members has the lag of the slowest one.
 	ReaderLag *int64 `json:"reader_lag_ns,omitempty"`

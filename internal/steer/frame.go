@@ -113,7 +113,7 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 			v.Backlog = q.used
 		}
 		if room, err := s.rooms.Status(slot); err == nil && room != nil {
-			v.Waiting = room.Waiting
+			v.Waiting, v.WaitUntil = room.Waiting, room.Until
 		}
 		if before != nil && slot < len(before.slots)-1 {
 			is, was := &now.slots[slot], &before.slots[slot]

@@ -614,6 +614,18 @@ func TestReplay(t *testing.T) {
 	s.shows("cut short")
 }
 
+// TestWaits checks that a slot whose waiting room is open waits before its first packet does.
+func TestWaits(t *testing.T) {
+	f := sample(3)
+	until := noon.Add(20 * time.Second)
+	f.Services[0].Slots[3].WaitUntil = &until
+	s := newScreen(t, 80, 24, f)
+	s.press("end")
+	s.cursorAt("3 waits ")
+	s.press("enter")
+	s.shows("slot          3 of telemetry, waits", "waiting room  0 datagrams, open until 12:00:20")
+}
+
 // TestReplayKeepsService checks that the shown service and its page stay while the recording gets a service before it, and
 // loses it.
 func TestReplayKeepsService(t *testing.T) {

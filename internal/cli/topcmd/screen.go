@@ -148,7 +148,7 @@ func stateOf(s *api.LiveSlot) string {
 	switch {
 	case s.State != "ready", s.Ready:
 		return s.State
-	case s.Waiting > 0:
+	case s.Waiting > 0, s.WaitUntil != nil:
 		return "waits"
 	case s.PID == 0:
 		return "empty"
@@ -492,13 +492,22 @@ func (m *model) slotLines() []line {
 		{fmt.Sprintf("per second    %s datagrams, %s bytes, %s connections", rate(s.Datagrams), rate(s.Bytes), rate(s.Connections)), plain},
 		{fmt.Sprintf("lost          %s refused/s, %s dropped/s", rate(s.Refused), rate(s.Drops)), plain},
 		{fmt.Sprintf("queued        %s of %s, %s unread, backlog %d", command.Bytes(s.Queued), command.Bytes(s.QueueLimit), command.Bytes(s.Unread), s.Backlog), plain},
-		{"waiting room  " + command.Count(s.Waiting, "datagram", "datagrams"), plain},
+		{"waiting room  " + m.roomOf(s), plain},
 		{fmt.Sprintf("zero windows  %d", s.ZeroWindows), plain},
 	}
 	if s.ReaderLag != nil {
 		lines = append(lines, line{"reader lag    " + age(*s.ReaderLag), plain})
 	}
 	return append(lines, m.eventLines()...)
+}
+
+// roomOf describes the waiting room of a slot.
+func (m *model) roomOf(s *api.LiveSlot) string {
+	text := command.Count(s.Waiting, "datagram", "datagrams")
+	if s.WaitUntil != nil {
+		text += ", open until " + s.WaitUntil.In(m.now().Location()).Format(time.TimeOnly)
+	}
+	return text
 }
 
 // deviceLines returns the page of a device.

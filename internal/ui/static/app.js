@@ -149,8 +149,15 @@ const ready = (s) => s.slots.filter((x) => x.ready).length;
 // stateOf returns the word for the state of a slot, and its class.
 function stateOf(slot) {
   if (slot.state !== "ready") return [slot.state, "warn"];
-  if (!slot.pid) return ["empty", "bad"];
-  return slot.ready ? ["ready", "good"] : ["opening", "warn"];
+  if (slot.ready) return ["ready", "good"];
+  if (slot.waiting || slot.wait_until) return ["waits", "warn"];
+  return slot.pid ? ["opening", "warn"] : ["empty", "bad"];
+}
+
+// condition says the state of a slot after its name.
+function condition(slot) {
+  const [word] = stateOf(slot);
+  return word === "waits" ? "waits for its next member" : "is " + word;
 }
 
 // problems lists what needs attention: [severe, text, link].
@@ -161,7 +168,7 @@ function problems(frame) {
     if (s.problem) list.push([true, `${s.name}: ${s.problem}`]);
     for (const slot of s.slots) {
       const at = [`${s.name} slot ${slot.slot}`, slotLink(s.name, slot.slot)];
-      if (!slot.ready) list.push([!slot.pid, `${at[0]} is ${stateOf(slot)[0]}` + (slot.refused_per_second ? `, ${rate(slot.refused_per_second)} packets/s are refused` : ""), at[1]]);
+      if (!slot.ready) list.push([stateOf(slot)[1] === "bad", `${at[0]} ${condition(slot)}` + (slot.refused_per_second ? `, ${rate(slot.refused_per_second)} packets/s are refused` : ""), at[1]]);
       else if (slot.refused_per_second) list.push([true, `${at[0]} refuses ${rate(slot.refused_per_second)} packets/s`, at[1]]);
       if (slot.drops_per_second) list.push([true, `${at[0]} drops ${rate(slot.drops_per_second)} datagrams/s at its sockets: the member reads too slowly`, at[1]]);
       if (slot.zero_windows) list.push([false, `${at[0]} has ${count(slot.zero_windows, "closed window", "closed windows")}: the member does not read`, at[1]]);
@@ -407,7 +414,7 @@ function drawSlot([name, at], fresh) {
     ["Refused", rate(slot.refused_per_second) + " packets/s"], ["Dropped at its sockets", rate(slot.drops_per_second) + " datagrams/s"],
     ["UDP queue", `${rate(slot.queued_bytes)} of ${rate(slot.queue_limit_bytes)} bytes`], ["TCP backlog", count(slot.backlog, "connection", "connections")],
     ["Unread by TCP", rate(slot.unread_bytes) + " bytes"], ["Closed windows", String(slot.zero_windows)],
-    ["Reader lag", latency(slot.reader_lag_ns)], ["Waiting room", count(slot.waiting, "datagram", "datagrams")],
+    ["Reader lag", latency(slot.reader_lag_ns)], ["Waiting room", count(slot.waiting, "datagram", "datagrams") + (slot.wait_until ? ", open until " + clock(slot.wait_until) : "")],
   ]);
   part("spark-title", () => element("h2", {}, "Datagrams and kilobytes per second"));
   const spark = part("spark", () => element("svg", { class: "spark tall", viewBox: "0 0 120 24", preserveAspectRatio: "none", role: "img", "aria-label": "rate of the last two minutes" }, element("path")));
@@ -428,7 +435,7 @@ function reasons(s, d) {
   if (d.pinned) list.push("a command has pinned the device to this slot");
   else if (d.device) list.push(`the device map gives the address to ${d.device}, whose name decides the slot`);
   else list.push("the hash of the address decides the slot");
-  if (slot && !slot.ready) list.push(`the slot is ${stateOf(slot)[0]}`);
+  if (slot && !slot.ready) list.push(`the slot ${condition(slot)}`);
   if (d.split) list.push("its connections are not all at the member of its slot");
   if (d.refused) list.push(rate(d.refused) + " of its packets per second are refused");
   return list.join("; ");
