@@ -8,9 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"net/url"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -174,51 +172,11 @@ func (p *eventPrinter) print(ctx context.Context, q url.Values) error {
 		}
 		line := string(command.EscapeJSON(raw)) + "\n"
 		if p.Output == "table" {
-			line = p.eventLine(&e)
+			line = command.EventLine(&e, p.Now()) + "\n"
 		}
 		if _, p.failed = io.WriteString(p.Out, line); p.failed != nil {
 			return nil
 		}
 		p.last = e
 	}
-}
-
-// eventLine returns an event as a line: the time, the level unless it is info, where, what, and the details.
-func (c *commands) eventLine(e *api.Event) string {
-	layout := "2006-01-02 15:04:05"
-	if now := c.Now(); e.Time.Local().Format(time.DateOnly) == now.Format(time.DateOnly) {
-		layout = "15:04:05.000"
-	}
-	words := []string{e.Time.Local().Format(layout)}
-	if e.Level != "info" {
-		words = append(words, strings.ToUpper(e.Level))
-	}
-	var where []string
-	for _, text := range []string{e.Service, e.Cgroup, e.Netns, e.Interface, e.Device} {
-		if text != "" {
-			where = append(where, text)
-		}
-	}
-	if e.Address != "" && e.Address != e.Device {
-		where = append(where, e.Address)
-	}
-	if e.Slot != nil {
-		where = append(where, fmt.Sprintf("slot %d", *e.Slot))
-	}
-	text := e.Text
-	if len(where) > 0 {
-		text = strings.Join(where, " ") + ": " + text
-	}
-	words = append(words, text)
-	var details []string
-	if e.PID > 0 {
-		details = append(details, fmt.Sprintf("pid %d", e.PID))
-	}
-	for _, key := range slices.Sorted(maps.Keys(e.Details)) {
-		details = append(details, key+" "+e.Details[key])
-	}
-	if len(details) > 0 {
-		words = append(words, "("+strings.Join(details, ", ")+")")
-	}
-	return command.Printable(strings.Join(words, "  ")) + "\n"
 }

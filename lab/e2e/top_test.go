@@ -135,7 +135,7 @@ func TestTop(t *testing.T) {
 	}
 
 	s.keys("\r")
-	h.on(s, fmt.Sprintf("member        %d receiver-0", h.members[0].Pid()), "  member registered")
+	h.on(s, fmt.Sprintf("member        %d receiver-0", h.members[0].Pid()), "telemetry slot 0: member registered")
 	s.keys("q")
 	h.on(s, "SLOT STATE")
 

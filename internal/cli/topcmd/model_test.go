@@ -18,6 +18,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/clitest"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
 )
 
@@ -184,7 +185,7 @@ func TestScreens(t *testing.T) {
 			s.press(keys...)
 			if s.page != nil {
 				slot := 1
-				s.send(eventsMsg{page: s.page, list: []api.Event{{Time: noon, Text: "member registered", Slot: &slot}, {Time: noon.Add(time.Second), Level: "warning", Text: "device is split"}}})
+				s.send(eventsMsg{page: s.page, list: []api.Event{{Time: noon, Level: "info", Text: "member registered", Slot: &slot}, {Time: noon.Add(time.Second), Level: "warning", Text: "device is split"}}})
 			}
 			s.fits()
 			fmt.Fprintf(&all, "--- %s\n%s\n", strings.Join(keys, " "), s.text())
@@ -612,6 +613,21 @@ func TestReplay(t *testing.T) {
 	s.lacks("after")
 	s.send(loadedMsg{errors.New("cut short")})
 	s.shows("cut short")
+}
+
+// TestEventsOfPage checks that a page shows an event as the command events does, over several lines of the screen.
+func TestEventsOfPage(t *testing.T) {
+	s := newScreen(t, 80, 24, sample(10))
+	s.press("2", "enter")
+	slot := 1
+	e := api.Event{Time: noon.Add(-time.Second), Level: "warning", Text: "device moves to another slot", Service: "telemetry", Device: "edge-router-1", Address: "10.0.0.1",
+		Slot: &slot, PID: 813, Details: map[string]string{"from": "slot 0", "cause": "sockeye move by root"}}
+	s.send(eventsMsg{page: s.page, list: []api.Event{e}})
+	s.shows("11:59:59.000  WARNING  telemetry edge-router-1 10.0.0.1 slot 1: device moves",
+		"\n    to another slot  (pid 813, cause sockeye move by root, from slot 0)")
+	s.fits()
+	s.send(tea.WindowSizeMsg{Width: 200, Height: 24})
+	s.shows("\n  " + command.EventLine(&e, noon) + "\n")
 }
 
 // TestWaits checks that a slot whose waiting room is open waits before its first packet does.

@@ -556,7 +556,13 @@ func (m *model) eventLines() []line {
 		case "error":
 			look = alarm
 		}
-		lines = append(lines, line{"  " + e.Time.In(m.now().Location()).Format(time.DateTime) + "  " + e.Text, look})
+		for j, text := range wrap(command.EventLine(e, m.now()), m.width-4) {
+			indent := "  "
+			if j > 0 {
+				indent = "    "
+			}
+			lines = append(lines, line{indent + text, look})
+		}
 	}
 	if len(lines) == 2 {
 		lines = append(lines, line{"  none", plain})
