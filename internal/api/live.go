@@ -68,6 +68,8 @@ type LiveDevice struct {
 	Datagrams float64    `json:"datagrams_per_second"`
 	Bytes     float64    `json:"bytes_per_second"` // received by TCP
 	Refused   float64    `json:"refused_per_second"`
+	Drops     float64    `json:"drops_per_second,omitempty"` // datagrams, as Dropped
+	Dropped   *uint64    `json:"dropped,omitempty"`          // as DeviceStatus.Dropped
 	Sessions  int        `json:"sessions"`
 	LastSeen  time.Time  `json:"last_seen,omitzero"` // last connection request or datagram
 	Pinned    bool       `json:"pinned,omitempty"`

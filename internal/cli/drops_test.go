@@ -72,4 +72,17 @@ func TestDrops(t *testing.T) {
 			t.Errorf("no %d in\n%s", d.Dropped, text)
 		}
 	}
+	frame := must[api.Frame](h, "top", "--service", "telemetry")
+	if one := &frame.Services[0].Devices[0]; one.Dropped == nil || *one.Dropped != d.Dropped {
+		t.Errorf("top: %+v; by member: %d", one, d.Dropped)
+	}
+	h.eventually("top has the rate of the drops", func() bool {
+		for range 1000 {
+			if _, err := conn.Write(make([]byte, 1000)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		frame := must[api.Frame](h, "top", "--service", "telemetry")
+		return frame.Services[0].Devices[0].Drops > 0
+	})
 }

@@ -32,6 +32,7 @@ type liveCounts struct {
 	datagrams map[bpf.Address]addressCounts // by address
 	bytes     map[uint64]uint64             // by socket cookie
 	closed    map[int]int                   // connections with a closed window, by slot
+	dropped   map[bpf.Address]uint64        // by address; nil: not known
 }
 
 // addressCounts are the totals of an address.
@@ -94,6 +95,11 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 	tcp, err := s.readQueues(config.TCP)
 	if err != nil {
 		return one, nil, err
+	}
+	if s.dropsBySource != nil {
+		if now.dropped, err = s.dropsBySource.BySource(); err != nil {
+			return one, nil, err
+		}
 	}
 	list, err := s.ReadSessions()
 	if err != nil {
@@ -193,7 +199,15 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		was := before.datagrams[address] // 0 for a new entry
 		d.Datagrams, d.Refused = rate(seen.Datagrams, was.datagrams), rate(seen.Refused, was.refused)
 	}
-	for _, d := range devices {
+	for addr, d := range devices {
+		if now.dropped != nil {
+			address := placement.Address(addr)
+			n := now.dropped[address]
+			d.Dropped = &n
+			if before != nil && before.dropped != nil {
+				d.Drops = rate(n, before.dropped[address])
+			}
+		}
 		if d.Slot < len(one.Slots) {
 			one.Slots[d.Slot].Devices++
 		}

@@ -132,6 +132,20 @@ func TestWaits(t *testing.T) {
 	b.Eventually("document.getElementById('facts')?.textContent.includes('; the slot waits for its next member')")
 }
 
+// The page of a device has its drops, where the kernel counts them.
+func TestDeviceDrops(t *testing.T) {
+	frame := devicesFrame(2, 10, 1)
+	dropped := uint64(12_345)
+	frame.Services[0].Devices[3].Drops, frame.Services[0].Devices[3].Dropped = 17, &dropped
+	b := browser.Start(t)
+	page := "http://" + serve(t, newFake(frame), 8) + "/#device/telemetry/10.0.0."
+	b.Open(page + "3")
+	b.Eventually("document.getElementById('facts')?.textContent.includes('17 datagrams/s, 12,345 since the start of the agent')")
+	b.Eventually("document.getElementById('facts').textContent.includes('17 of its datagrams per second are dropped')")
+	b.Open(page + "4")
+	b.Eventually("document.getElementById('facts')?.textContent.includes('not counted by this kernel')")
+}
+
 // Names of devices and commands are text, whatever they are.
 func TestNamesAreText(t *testing.T) {
 	const name = `<img src=x onerror="document.title='owned'"><script>document.title='owned'</script>`

@@ -159,15 +159,15 @@ func newTiles(s *api.LiveService) map[int][][]uint8 {
 	return tiles
 }
 
-// Bits of the last element of a device.
+// Bits of the flags of a device.
 const (
 	devicePinned = 1 << iota
 	deviceSplit
 )
 
 // encodeDevices encodes devices as arrays, because the names of the fields would be most of a message: address, device,
-// slot, datagrams, bytes and refused packets per second, sessions, the time at which it was last seen in seconds, and
-// flags.
+// slot, datagrams, bytes and refused packets per second, sessions, the time at which it was last seen in seconds, flags,
+// and, if the kernel counts them, the datagrams dropped per second and since the start of the agent.
 func encodeDevices(devices []api.LiveDevice) json.RawMessage {
 	out := make([]byte, 0, 2+64*len(devices))
 	out = append(out, '[')
@@ -203,6 +203,12 @@ func encodeDevices(devices []api.LiveDevice) json.RawMessage {
 		out = strconv.AppendInt(out, d.LastSeen.Unix(), 10)
 		out = append(out, ',')
 		out = strconv.AppendInt(out, int64(flags), 10)
+		if d.Dropped != nil {
+			out = append(out, ',')
+			out = strconv.AppendFloat(out, math.Round(d.Drops*10)/10, 'f', -1, 64)
+			out = append(out, ',')
+			out = strconv.AppendUint(out, *d.Dropped, 10)
+		}
 		out = append(out, ']')
 	}
 	return append(out, ']')

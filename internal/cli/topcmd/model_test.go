@@ -444,6 +444,14 @@ func TestPages(t *testing.T) {
 	s.press("/", "edge", "enter", "enter")
 	s.requests("events telemetry 0 10.0.0.1")
 	s.shows("device      10.0.0.1 edge-router-1 pinned", "slot        1, ready, member 813 nfacctd", "last seen   2026-03-14 12:00:00")
+	s.lacks("dropped")
+	dropped := uint64(12_345)
+	f.Services[0].Devices[1].Drops, f.Services[0].Devices[1].Dropped = 17, &dropped
+	s.send(frameMsg{f})
+	s.shows("dropped     17/s at the member, 12345 since the start of the agent")
+	if deviceMark(&f.Services[0].Devices[1]) != alarm {
+		t.Error("a device that loses data is not marked")
+	}
 	// Events are asked for again with a later frame.
 	s.clock = noon.Add(eventsInterval)
 	if _, command := s.Update(frameMsg{f}); command == nil {

@@ -130,7 +130,7 @@ func slotMark(s *api.LiveSlot) style {
 }
 
 func deviceMark(d *api.LiveDevice) style {
-	if d.Split || d.Refused > 0 {
+	if d.Split || d.Refused > 0 || d.Drops > 0 {
 		return alarm
 	}
 	return plain
@@ -532,9 +532,15 @@ func (m *model) deviceLines() []line {
 		{fmt.Sprintf("device      %s %s", d.Address, nameOf(d)), look},
 		{at, plain},
 		{fmt.Sprintf("per second  %s datagrams, %s bytes, %s refused", rate(d.Datagrams), rate(d.Bytes), rate(d.Refused)), plain},
-		{fmt.Sprintf("sessions    %d", d.Sessions), plain},
-		{"last seen   " + seen, plain},
 	}
+	if d.Dropped != nil {
+		dropped := line{fmt.Sprintf("dropped     %s/s at the member, %d since the start of the agent", rate(d.Drops), *d.Dropped), plain}
+		if d.Drops > 0 {
+			dropped.style = alarm
+		}
+		lines = append(lines, dropped)
+	}
+	lines = append(lines, line{fmt.Sprintf("sessions    %d", d.Sessions), plain}, line{"last seen   " + seen, plain})
 	return append(lines, m.eventLines()...)
 }
 

@@ -136,8 +136,8 @@ const deviceLink = (service, address) => `#device/${encodeURIComponent(service)}
 // take stores a frame. A device arrives as an array, see encodeDevices of the server.
 function take(frame) {
   for (const s of frame.services) {
-    s.devices = s.devices.map(([address, device, slot, datagrams, bytes, refused, sessions, seen, flags]) =>
-      ({ address, device, slot, datagrams, bytes, refused, sessions, seen, pinned: Boolean(flags & 1), split: Boolean(flags & 2) }));
+    s.devices = s.devices.map(([address, device, slot, datagrams, bytes, refused, sessions, seen, flags, drops, dropped]) =>
+      ({ address, device, slot, datagrams, bytes, refused, sessions, seen, drops, dropped, pinned: Boolean(flags & 1), split: Boolean(flags & 2) }));
   }
   state.frame = frame;
 }
@@ -438,6 +438,7 @@ function reasons(s, d) {
   if (slot && !slot.ready) list.push(`the slot ${condition(slot)}`);
   if (d.split) list.push("its connections are not all at the member of its slot");
   if (d.refused) list.push(rate(d.refused) + " of its packets per second are refused");
+  if (d.drops) list.push(`the member reads too slowly, and ${rate(d.drops)} of its datagrams per second are dropped`);
   return list.join("; ");
 }
 
@@ -447,6 +448,7 @@ function drawDevice([name, address], fresh) {
   facts("facts", d ? [
     ["Name in the device map", d.device || "none"], ["Slot", [`${d.slot} of ${name}`, slotLink(name, d.slot)]], ["Why", reasons(s, d)],
     ["Sends", `${rate(d.datagrams)} datagrams/s, ${rate(d.bytes)} bytes/s`], ["Refused", rate(d.refused) + " packets/s"],
+    ["Dropped at the member", d.dropped === undefined ? "not counted by this kernel" : `${rate(d.drops)} datagrams/s, ${d.dropped.toLocaleString("en")} since the start of the agent`],
     ["Sessions", String(d.sessions)], ["Last datagram or connection", d.seen > 0 ? clock(d.seen * 1000) : "before the last ten minutes"],
   ] : [["State", "the device has no connection, and has sent nothing in the last ten minutes"]]);
   stuck(state.frame.stuck.filter((x) => x.service === name && addressOf(x.remote) === address));
