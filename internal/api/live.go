@@ -22,12 +22,15 @@ type Frame struct {
 
 // LiveService is a service of a Frame.
 type LiveService struct {
-	Name    string       `json:"name"`
-	Problem string       `json:"problem,omitempty"`
-	Split   int          `json:"split"` // devices
-	Refused float64      `json:"refused_per_second"`
-	Slots   []LiveSlot   `json:"slots"`
-	Devices []LiveDevice `json:"devices"` // sorted by address; those seen in the last ten minutes, or connected
+	Name    string  `json:"name"`
+	Problem string  `json:"problem,omitempty"`
+	Split   int     `json:"split"` // devices
+	Refused float64 `json:"refused_per_second"`
+	// Waiting has at most 32 processes of ServiceStatus.Waiting, and NotAdmitted those of ServiceStatus.Refused.
+	Waiting     []WaitingStatus `json:"waiting,omitempty"`
+	NotAdmitted []RefusedStatus `json:"refused,omitempty"`
+	Slots       []LiveSlot      `json:"slots"`
+	Devices     []LiveDevice    `json:"devices"` // sorted by address; those seen in the last ten minutes, or connected
 	// Omitted counts devices beyond the limit of a frame, 20,000: those with the lowest rates.
 	Omitted int `json:"omitted"`
 }

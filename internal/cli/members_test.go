@@ -5,6 +5,7 @@ package cli
 import (
 	"fmt"
 	"os/exec"
+	"reflect"
 	"strings"
 	"testing"
 
@@ -33,6 +34,15 @@ func TestServiceInAnotherNamespace(t *testing.T) {
 			if !status.PortsSteered || len(status.Waiting) != 1 || status.Waiting[0].PID != stranger ||
 				status.Waiting[0].Problem != "it is in another network namespace than the service" {
 				t.Errorf("status: %+v, want the ports held and process %d waiting", status, stranger)
+			}
+			if live := must[api.Frame](h, "top").Services[0].Waiting; !reflect.DeepEqual(live, status.Waiting) {
+				t.Errorf("top has %+v waiting, status %+v", live, status.Waiting)
+			}
+			line := fmt.Sprintf("is not ready: %s\n", status.Waiting[0].Problem)
+			for _, args := range [][]string{{"status"}, {"top", "--once"}} {
+				if r := h.sockeye(args...); !strings.Contains(r.out, fmt.Sprintf("telemetry: process %d (", stranger)) || !strings.Contains(r.out, line) {
+					t.Errorf("%q lacks %q: %+v", args, line, r)
+				}
 			}
 			// This namespace has no steering program: requests reach the other server.
 			if got := ask("tcp", "127.0.0.1"); got != fmt.Sprint(stranger) {

@@ -65,11 +65,11 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 			command.Hint(w, v.Hint)
 		}
 		for _, m := range v.Waiting {
-			fmt.Fprintf(w, "\n%s: process %d (%s) is not ready: %s\n", v.Name, m.PID, command.Shorten(m.Command, 50), m.Problem)
+			fmt.Fprintf(w, "\n%s\n", command.WaitingLine(v.Name, &m))
 			command.Hint(w, m.Hint)
 		}
 		for _, r := range v.Refused {
-			fmt.Fprintf(w, "\n%s: process %d (%s) is refused as a member: %s\n", v.Name, r.PID, command.Shorten(r.Command, 50), r.Problem)
+			fmt.Fprintf(w, "\n%s\n", command.RefusedLine(v.Name, &r))
 			command.Hint(w, r.Hint)
 		}
 	}

@@ -21,6 +21,8 @@ const (
 	mostLiveDevices = 20_000
 	// mostStuck is the number of connections without progress in a frame.
 	mostStuck = 100
+	// mostWaitingLive is the number of processes of a frame that wait to be members of a service.
+	mostWaitingLive = 32
 	// stuckTime is the time without data after which a closed window is reported.
 	stuckTime = time.Second
 )
@@ -106,6 +108,8 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		return one, nil, err
 	}
 	one.Split = s.checks.SplitDevices()
+	one.Waiting, one.NotAdmitted = s.waitingStatus(), s.refusals.list()
+	one.Waiting = one.Waiting[:min(len(one.Waiting), mostWaitingLive)]
 	for slot := range slots {
 		set := s.SlotState(slot)
 		v := api.LiveSlot{Slot: slot, State: string(set.State), Ready: s.IsReady(slot)}

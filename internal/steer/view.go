@@ -65,20 +65,27 @@ func (s *service) status() api.ServiceStatus {
 	case duplicate != nil:
 		status.Problem, status.Hint = duplicate.Error(), fault.Hint(duplicate)
 	}
-	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
-		return cmp.Compare(a.process.PID, b.process.PID)
-	}) {
-		status.Waiting = append(status.Waiting, api.WaitingStatus{
-			Slot: slotOrNil(w.slot), PID: w.process.PID, Command: w.process.Command(),
-			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(fault.Hint(w.problem), waitingHint(w.problem)),
-		})
-	}
+	status.Waiting = s.waitingStatus()
 	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
 		status.Formers = append(status.Formers, api.FormerStatus{Slot: former.Slot, PID: former.Process.PID, Command: former.Process.Command()})
 	}
 	status.Refused = s.refusals.list()
 	status.Drops = s.recentDrops(time.Now())
 	return status
+}
+
+// waitingStatus returns the processes that are not members yet, sorted by process id.
+func (s *service) waitingStatus() []api.WaitingStatus {
+	list := []api.WaitingStatus{}
+	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
+		return cmp.Compare(a.process.PID, b.process.PID)
+	}) {
+		list = append(list, api.WaitingStatus{
+			Slot: slotOrNil(w.slot), PID: w.process.PID, Command: w.process.Command(),
+			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(fault.Hint(w.problem), waitingHint(w.problem)),
+		})
+	}
+	return list
 }
 
 // waitingHint returns the hint for a process that may wait forever.

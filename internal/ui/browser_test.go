@@ -43,6 +43,10 @@ func troubledFrame() *api.Frame {
 		api.LiveGroup{Kind: "tune", Cgroup: "old.slice", Name: "old", Problem: "the cgroup does not exist"})
 	f.Services = append(f.Services, devicesFrame(2, 10, 1).Services...)
 	f.Services[1].Name = "flows"
+	s = &f.Services[0]
+	s.Waiting = append(s.Waiting, api.WaitingStatus{Slot: &s.Slots[1].Slot, PID: 4711, Command: "nfacctd -f /etc/pmacct/1.conf", Problem: "it does not listen on udp [::]:4739",
+		Hint: "if this persists, compare the ports of its configuration with the listeners of the policy"})
+	f.Services[1].NotAdmitted = append(f.Services[1].NotAdmitted, api.RefusedStatus{PID: 4712, Command: "nfacctd", Problem: "it runs as user 65534", Hint: "set user of the service"})
 	return f
 }
 
@@ -146,6 +150,32 @@ func TestDeviceDrops(t *testing.T) {
 	b.Eventually("document.getElementById('facts')?.textContent.includes('not counted by this kernel')")
 }
 
+// Processes that are not members are on the overview, and those of a slot on its page. There is no empty table.
+func TestOutside(t *testing.T) {
+	source := newFake(troubledFrame())
+	b := browser.Start(t)
+	page := "http://" + serve(t, source, 8) + "/"
+	b.Open(page)
+	rows := "[...document.querySelectorAll('#outside tbody tr')].map((r) => [...r.cells].map((c) => c.textContent).join('|')).join(' / ')"
+	waits := "4711|telemetry|not ready|1|it does not listen on udp [::]:4739; hint: if this persists, compare the ports of its configuration with the listeners of the policy|nfacctd -f /etc/pmacct/1.conf"
+	b.Eventually("document.getElementById('outside')?.checkVisibility()")
+	if got, want := browser.Eval[string](b, rows), waits+" / 4712|flows|refused|-|it runs as user 65534; hint: set user of the service|nfacctd"; got != want {
+		t.Errorf("the overview has %q, want %q", got, want)
+	}
+	for slot, want := range []string{"", waits} {
+		b.Open(fmt.Sprintf("%s#slot/telemetry/%d", page, slot))
+		b.Eventually(fmt.Sprintf("document.getElementById('title')?.textContent === 'Slot %d of telemetry'", slot))
+		if got := browser.Eval[string](b, rows); got != want {
+			t.Errorf("the page of slot %d has %q, want %q", slot, got, want)
+		}
+		if got := browser.Eval[bool](b, "document.getElementById('outside').checkVisibility()"); got != (want != "") {
+			t.Errorf("the page of slot %d: the table is visible: %t", slot, got)
+		}
+	}
+	source.set(devicesFrame(2, 10, 9))
+	b.Eventually("!document.getElementById('outside').checkVisibility() && !document.getElementById('outside-title').checkVisibility()")
+}
+
 // Names of devices and commands are text, whatever they are.
 func TestNamesAreText(t *testing.T) {
 	const name = `<img src=x onerror="document.title='owned'"><script>document.title='owned'</script>`
@@ -153,6 +183,7 @@ func TestNamesAreText(t *testing.T) {
 	frame.Problem = name
 	s := &frame.Services[0]
 	s.Slots[0].Command, s.Devices[0].Device, s.Devices[0].Datagrams = name, name, 1e6
+	s.Waiting[0].Command, s.Waiting[0].Problem, s.Waiting[0].Hint = name, name, name
 	frame.Groups[1].Name, frame.Groups[2].Problem = name, name
 	source := newFake(frame)
 	source.events = []api.Event{{Kind: name, Text: name, Device: name, Details: map[string]string{name: name}}}

@@ -94,13 +94,15 @@ type message struct {
 }
 
 type service struct {
-	Name    string          `json:"name"`
-	Problem string          `json:"problem,omitempty"`
-	Split   int             `json:"split"`
-	Refused float64         `json:"refused_per_second"`
-	Omitted int             `json:"omitted"`
-	Slots   []slot          `json:"slots"`
-	Devices json.RawMessage `json:"devices"` // see appendDevice
+	Name        string              `json:"name"`
+	Problem     string              `json:"problem,omitempty"`
+	Split       int                 `json:"split"`
+	Refused     float64             `json:"refused_per_second"`
+	Omitted     int                 `json:"omitted"`
+	Waiting     []api.WaitingStatus `json:"waiting,omitempty"`
+	NotAdmitted []api.RefusedStatus `json:"refused,omitempty"`
+	Slots       []slot              `json:"slots"`
+	Devices     json.RawMessage     `json:"devices"` // see appendDevice
 }
 
 type slot struct {
@@ -116,7 +118,8 @@ func (h *hub) encode(frame *api.Frame) []byte {
 	sparks := make(map[sparkKey][]float64)
 	for i := range frame.Services {
 		s := &frame.Services[i]
-		one := service{Name: s.Name, Problem: s.Problem, Split: s.Split, Refused: s.Refused, Omitted: s.Omitted, Slots: []slot{}, Devices: encodeDevices(s.Devices)}
+		one := service{Name: s.Name, Problem: s.Problem, Split: s.Split, Refused: s.Refused, Omitted: s.Omitted,
+			Waiting: s.Waiting, NotAdmitted: s.NotAdmitted, Slots: []slot{}, Devices: encodeDevices(s.Devices)}
 		tiles := newTiles(s)
 		for _, v := range s.Slots {
 			key := sparkKey{s.Name, v.Slot}

@@ -242,6 +242,8 @@ func TestHostileNames(t *testing.T) {
 		v := &f.Services[0]
 		v.Name, v.Problem, f.Problem = name, name, name
 		v.Slots[0].Command, v.Slots[0].Cgroup, v.Slots[0].State = name, name, name
+		v.Waiting = []api.WaitingStatus{{Command: name, Problem: name}}
+		v.NotAdmitted = []api.RefusedStatus{{Command: name, Problem: name}}
 		for i := range v.Devices {
 			v.Devices[i].Device = name
 		}
@@ -636,6 +638,35 @@ func TestEventsOfPage(t *testing.T) {
 	s.fits()
 	s.send(tea.WindowSizeMsg{Width: 200, Height: 24})
 	s.shows("\n  " + command.EventLine(&e, noon) + "\n")
+}
+
+// TestOutside checks that processes that are not members take at most four lines of the list of slots, and none of a low
+// screen, of other lists and of pages.
+func TestOutside(t *testing.T) {
+	f := sample(60)
+	v := &f.Services[0]
+	v.Waiting = []api.WaitingStatus{{PID: 4711, Command: "nfacctd -f new.conf", Problem: "it does not listen on udp [::]:4739"}}
+	v.NotAdmitted = []api.RefusedStatus{{PID: 4712, Command: "nfacctd", Problem: "it runs as user 65534"}}
+	waits, refused := "telemetry: process 4711 (nfacctd -f new.conf) is not ready: it does not listen …", "telemetry: process 4712 (nfacctd) is refused as a member: it runs as user 65534\n"
+	s := newScreen(t, 80, 24, f)
+	s.shows(waits, refused, "    3 empty")
+	s.fits()
+	s.press("2")
+	s.lacks("process 4711")
+	s.press("1", "enter")
+	s.lacks("process 4711")
+	s.press("q", "n")
+	s.lacks("process 4711")
+	s.press("n")
+	s.shows(waits)
+	s.send(tea.WindowSizeMsg{Width: 80, Height: heightOfOutside - 1})
+	s.lacks("process 4711")
+	for range 3 {
+		v.NotAdmitted = append(v.NotAdmitted, v.NotAdmitted[0])
+	}
+	s.send(tea.WindowSizeMsg{Width: 80, Height: heightOfOutside})
+	s.shows(waits, refused+"telemetry: 2 other processes are not members; see sockeye status\n", "    3 empty")
+	s.fits()
 }
 
 // TestWaits checks that a slot whose waiting room is open waits before its first packet does.

@@ -16,6 +16,13 @@ import (
 	"sockeye/internal/fault"
 )
 
+const (
+	// mostOutside is the number of lines for processes that are not members.
+	mostOutside = 3
+	// heightOfOutside is the height of the screen from which on it has these lines.
+	heightOfOutside = 20
+)
+
 // style is the appearance of a line.
 type style int
 
@@ -306,8 +313,27 @@ func (m *model) top() []line {
 	if m.frame != nil && m.frame.Problem != "" {
 		lines = append(lines, line{m.frame.Problem, alarm})
 	}
-	if s := m.shown(); s != nil && s.Problem != "" {
+	s := m.shown()
+	if s != nil && s.Problem != "" {
 		lines = append(lines, line{s.Name + ": " + s.Problem, alarm})
+	}
+	if s == nil || m.view != slotsView || m.page != nil || m.height < heightOfOutside {
+		return lines
+	}
+	outside := outsideLines(s)
+	if more := len(outside) - mostOutside; more > 0 {
+		outside = append(outside[:mostOutside], line{fmt.Sprintf("%s: %s not members; see sockeye status", s.Name, command.Count(more, "other process is", "other processes are")), warning})
+	}
+	return append(lines, outside...)
+}
+
+// outsideLines returns a line for each process that is not ready as a member, or refused.
+func outsideLines(s *api.LiveService) (lines []line) {
+	for i := range s.Waiting {
+		lines = append(lines, line{command.WaitingLine(s.Name, &s.Waiting[i]), warning})
+	}
+	for i := range s.NotAdmitted {
+		lines = append(lines, line{command.RefusedLine(s.Name, &s.NotAdmitted[i]), warning})
 	}
 	return lines
 }

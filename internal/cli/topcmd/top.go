@@ -218,6 +218,7 @@ func report(f *api.Frame, now time.Time) []line {
 		if p := f.Services[i].Problem; p != "" {
 			lines = append(lines, line{text: p})
 		}
+		lines = append(lines, outsideLines(&f.Services[i])...)
 		show(slotsView)
 		show(devicesView)
 	}

@@ -258,6 +258,7 @@ function drawOverview() {
     number("Refused/s", (s) => rate(s.refused_per_second)), number("Split", (s) => String(s.split)),
   ], state.frame.services, state.frame.services.length ? "rates over the last second" : "the policy has no service");
 
+  outside(state.frame.services.flatMap((s) => processes(s)));
   const s = shown();
   if (!s) return;
   setText(part("flow-title", () => element("h2")), `Slots of ${s.name} and the devices that flow into them`);
@@ -268,6 +269,19 @@ function drawOverview() {
   const flow = part("flow", () => element("ul", { class: "flow" }));
   fit(flow, s.slots.length, slotCard);
   s.slots.forEach((slot, i) => showCard(flow.children[i], s, slot));
+}
+
+// processes lists the processes of a service that wait to be a member, or are refused.
+const processes = (s) => [...(s.waiting ?? []).map((p) => ({ ...p, service: s.name, state: "not ready" })),
+  ...(s.refused ?? []).map((p) => ({ ...p, service: s.name, state: "refused" }))];
+
+// outside shows processes that are not members. It is hidden without any, and keeps its place on the page.
+function outside(list) {
+  part("outside-title", () => element("h2", {}, "Processes that are not members")).hidden = !list.length;
+  table("outside", [
+    text("Process", (p) => String(p.pid)), text("Service", (p) => p.service), text("State", (p) => p.state), text("Slot", (p) => String(p.slot ?? "-")),
+    text("Problem", (p) => p.problem + (p.hint ? "; hint: " + p.hint : ""), { wide: true }), text("Command", (p) => p.command, { wide: true }),
+  ], list, count(list.length, "process", "processes")).hidden = !list.length;
 }
 
 const cardFigures = [
@@ -416,6 +430,7 @@ function drawSlot([name, at], fresh) {
     ["Unread by TCP", rate(slot.unread_bytes) + " bytes"], ["Closed windows", String(slot.zero_windows)],
     ["Reader lag", latency(slot.reader_lag_ns)], ["Waiting room", count(slot.waiting, "datagram", "datagrams") + (slot.wait_until ? ", open until " + clock(slot.wait_until) : "")],
   ]);
+  outside(processes(s).filter((p) => p.slot === slot.slot));
   part("spark-title", () => element("h2", {}, "Datagrams and kilobytes per second"));
   const spark = part("spark", () => element("svg", { class: "spark tall", viewBox: "0 0 120 24", preserveAspectRatio: "none", role: "img", "aria-label": "rate of the last two minutes" }, element("path")));
   setAttribute(spark.firstElementChild, "d", slot.spark);
