@@ -176,6 +176,47 @@ func TestOutside(t *testing.T) {
 	b.Eventually("!document.getElementById('outside').checkVisibility() && !document.getElementById('outside-title').checkVisibility()")
 }
 
+// On a phone, no name makes the page wider than the screen: tables scroll in their regions, which the keyboard reaches.
+func TestNarrow(t *testing.T) {
+	const width = 375
+	long := strings.Repeat("verylongname", 16)
+	frame := troubledFrame()
+	frame.Problem = long
+	s := &frame.Services[0]
+	s.Slots[3].Command, s.Slots[3].Cgroup, s.Devices[0].Device = long, long, long
+	s.Devices[1].Address = netip.MustParseAddr("2001:db8:1111:2222:3333:4444:5555:6666")
+	s.Waiting[0].Command, s.Waiting[0].Problem = long, long
+	frame.Groups[0].Cgroup, frame.Groups[1].Name, frame.Groups[2].Problem = long, long, long
+	frame.Services[1].Name = long[:60]
+	frame.Stuck[0].Remote, frame.Stuck[0].Local = netip.AddrPortFrom(s.Devices[1].Address, 40_000), netip.AddrPortFrom(s.Devices[1].Address, 1790)
+	source := newFake(frame)
+	source.events = []api.Event{{Kind: "member_registered", Level: "error", Text: long, Service: "telemetry", Cgroup: long, Details: map[string]string{"rule": long}}}
+	page := "http://" + serve(t, source, 8) + "/"
+	b := browser.Start(t)
+	b.Size(width, 800, "light")
+	for _, view := range []string{"overview", "slot/telemetry/3", "devices", "device/telemetry/10.0.0.0", "device/telemetry/" + s.Devices[1].Address.String(), "events", "trace"} {
+		b.Open(page + "#" + view)
+		b.Eventually("document.querySelector('#main table tbody tr')")
+		if strings.HasPrefix(view, "event") || strings.Contains(view, "/") {
+			b.Eventually("document.querySelector('#log tbody tr')")
+		}
+		b.Frame()
+		wide := browser.Eval[string](b, `[...document.querySelectorAll("body *")].filter((e) => (e.matches(".scroll") || !e.closest(".scroll")) && e.getBoundingClientRect().right > innerWidth)
+			.map((e) => e.tagName + " " + e.id + " " + e.className).join()`)
+		if got := browser.Eval[int](b, "document.documentElement.scrollWidth"); got > width || wide != "" {
+			t.Errorf("%s: the page has a width of %d of %d pixels: %s", view, got, width, wide)
+		}
+		if bad := browser.Eval[int](b, `[...document.querySelectorAll("#main table")].filter((e) => { const box = e.closest(".scroll"); return !box || box.tabIndex !== 0 || !document.getElementById(box.getAttribute("aria-labelledby"))?.textContent }).length`); bad > 0 {
+			t.Errorf("%s: %d tables are in no named region that the keyboard reaches", view, bad)
+		}
+	}
+	b.Open(page + "#devices")
+	b.Eventually("document.querySelector('#devices tbody tr')")
+	browser.Eval[bool](b, "document.getElementById('devices').focus(), true")
+	b.Press(kb.ArrowRight)
+	b.Eventually("document.getElementById('devices').scrollLeft > 0 && scrollX === 0")
+}
+
 // Names of devices and commands are text, whatever they are.
 func TestNamesAreText(t *testing.T) {
 	const name = `<img src=x onerror="document.title='owned'"><script>document.title='owned'</script>`
