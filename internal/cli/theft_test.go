@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"syscall"
@@ -552,6 +553,9 @@ func TestManyThieves(t *testing.T) {
 		h.member(asNobody, "tcp "+address+":20001 alone", "udp "+address+":21001 alone")
 	}
 	h.eventually("some are refused", func() bool { return len(h.service().Refused) == 16 })
+	if live := must[api.Frame](h, "top").Services[0].NotAdmitted; !reflect.DeepEqual(live, h.service().Refused) {
+		t.Errorf("top has %+v, status %+v", live, h.service().Refused)
+	}
 	member, _ := h.member(nil, secondSpecs...)
 	h.served(0, member)
 	log, err := os.ReadFile(h.log)
