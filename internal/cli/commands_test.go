@@ -43,10 +43,14 @@ SERVICE  STEERING  READY  WHEN EMPTY  HELD  LISTENERS
 spare  reuseport  0 of 2  reject  no  tcp [::]:1791, udp [::]:4740
 telemetry  reuseport  0 of 4  reject  yes  tcp [::]:1790, udp [::]:4739
 
+spare: slots 0, 1 are empty: the packets of their devices are refused
+
 spare: the members' user is not known before the first member; until then the ports are not held
 hint: set user of the service
 
 telemetry: device map DIR/devices.csv, 1 prefix of 1 device
+
+telemetry: slots 0, 1, 2, 3 are empty: the packets of their devices are refused
 ` {
 		t.Errorf("status:\n%s", got)
 	}
