@@ -111,20 +111,25 @@ func TestAccessible(t *testing.T) {
 
 // A slot whose waiting room is open waits, also before the first packet; one without a member and a wait is empty.
 func TestWaits(t *testing.T) {
-	frame := devicesFrame(3, 10, 1)
+	frame := devicesFrame(5, 10, 1)
 	until := time.Date(2026, 1, 2, 3, 5, 0, 0, time.UTC)
 	s := &frame.Services[0]
 	for i := range 2 {
 		s.Slots[i].PID, s.Slots[i].Ready = 0, false
 	}
 	s.Slots[0].WaitUntil = &until
+	for i, state := range []string{3: "drain", 4: "maint"} {
+		if state != "" {
+			s.Slots[i].State, s.Slots[i].Ready = state, false
+		}
+	}
 	b := browser.Start(t)
 	page := "http://" + serve(t, newFake(frame), 8) + "/"
 	b.Open(page)
 	b.Eventually("document.querySelector('#problems li')")
 	for script, want := range map[string]string{
-		"[...document.querySelectorAll('#flow h3 span')].map((e) => e.textContent + '/' + e.className).join()": "waits/warn,empty/bad,ready/good",
-		"[...document.querySelectorAll('#problems li')].map((e) => e.className + ':' + e.textContent).join()":  "severe:telemetry slot 1 is empty,:telemetry slot 0 waits for its next member",
+		"[...document.querySelectorAll('#flow h3 span')].map((e) => e.textContent + '/' + e.className).join()": "waits/warn,empty/bad,ready/good,drain/warn,maint/warn",
+		"[...document.querySelectorAll('#problems li')].map((e) => e.className + ':' + e.textContent).join()":  "severe:telemetry slot 1 is empty,:telemetry slot 0 waits for its next member,:telemetry slot 3 drains,:telemetry slot 4 is in maint",
 	} {
 		if got := browser.Eval[string](b, script); got != want {
 			t.Errorf("%q, want %q", got, want)

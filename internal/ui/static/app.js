@@ -157,7 +157,7 @@ function stateOf(slot) {
 // condition says the state of a slot after its name.
 function condition(slot) {
   const [word] = stateOf(slot);
-  return word === "waits" ? "waits for its next member" : "is " + word;
+  return { waits: "waits for its next member", drain: "drains", maint: "is in maint" }[word] ?? "is " + word;
 }
 
 // problems lists what needs attention: [severe, text, link].
