@@ -201,6 +201,6 @@ int steer_lookup(struct bpf_sk_lookup *ctx)
 		s.held = true;
 	else if (s.slot != STEER_NO_SLOT && !assign_member(ctx, &s, row, s.slot))
 		steer_refuse(&s, STEER_REASON_SOCKET);
-	steer_account(&s);
+	steer_conclude(&s);
 	return s.slot == STEER_NO_SLOT ? SK_DROP : SK_PASS;
 }

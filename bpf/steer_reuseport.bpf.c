@@ -172,7 +172,7 @@ static __always_inline int steer(struct sk_reuseport_md *ctx)
 		select(ctx, &s);
 	else
 		steer_refuse(&s, STEER_REASON_ADDRESS);
-	steer_account(&s);
+	steer_conclude(&s);
 	return s.slot == STEER_NO_SLOT ? SK_DROP : SK_PASS;
 }
 

@@ -225,6 +225,20 @@ static __always_inline __u32 steer_hash(const struct steer_address *address,
 	return c;
 }
 
+/* The two halves of an address, in the order of memory. */
+static __always_inline __u64 steer_half(const struct steer_address *address,
+					int half)
+{
+	return address->word[2 * half] |
+	       (__u64)address->word[2 * half + 1] << 32;
+}
+
+static __always_inline struct steer_address steer_address_of(__u64 high,
+							      __u64 low)
+{
+	return (struct steer_address){ { high, high >> 32, low, low >> 32 } };
+}
+
 /* Returns steer_slot.ready. */
 static __always_inline __u32 steer_ready(__u32 slot)
 {
@@ -277,6 +291,34 @@ static __always_inline __u32 steer_home(const struct steer_table *table,
 	return table->bucket[hash & (STEER_BUCKETS - 1)];
 }
 
+/*
+ * steer_place and steer_account are not inlined, and all of their arguments are
+ * numbers: the verifier checks such a global function once, with unknown
+ * arguments, instead of once for each path that leads to the call (Linux 5.6;
+ * before 5.12 the arguments may not be pointers to memory).
+ */
+#define STEER_NO_TABLE (~0ULL)
+
+/*
+ * Returns steer_home of an address in the lower 32 bits and the standby slot in
+ * the upper 32 bits, or STEER_NO_TABLE.
+ */
+__noinline __u64 steer_place(__u64 high, __u64 low)
+{
+	struct steer_address address = steer_address_of(high, low);
+	struct steer_table *table;
+	__u32 zero = 0;
+	void *inner;
+
+	inner = bpf_map_lookup_elem(&tables, &zero);
+	if (!inner)
+		return STEER_NO_TABLE;
+	table = bpf_map_lookup_elem(inner, &zero);
+	if (!table)
+		return STEER_NO_TABLE;
+	return steer_home(table, &address) | (__u64)table->standby << 32;
+}
+
 /* Reports whether the gate of a slot lets a SYN pass, and counts the SYN. */
 static __always_inline bool steer_pass(__u32 slot)
 {
@@ -302,20 +344,17 @@ static __always_inline bool steer_waits(__u32 slot)
  */
 static __always_inline void steer_decide(struct steer *s)
 {
-	struct steer_table *table;
-	__u32 zero = 0;
-	void *inner;
+	__u32 standby;
+	__u64 placed;
 
 	s->home = STEER_NO_SLOT;
 	s->slot = STEER_NO_SLOT;
 	s->refused = STEER_REASON_TABLE;
-	inner = bpf_map_lookup_elem(&tables, &zero);
-	if (!inner)
+	placed = steer_place(steer_half(&s->address, 0), steer_half(&s->address, 1));
+	if (placed == STEER_NO_TABLE)
 		return;
-	table = bpf_map_lookup_elem(inner, &zero);
-	if (!table)
-		return;
-	s->home = steer_home(table, &s->address);
+	s->home = placed;
+	standby = placed >> 32;
 	s->gated = s->connection && !s->uncounted && s->home & STEER_GATED;
 	s->home &= ~STEER_GATED;
 	s->bank = steer_ready(s->home);
@@ -327,10 +366,10 @@ static __always_inline void steer_decide(struct steer *s)
 	}
 	s->gated = false;
 	s->refused = STEER_REASON_EMPTY;
-	if (table->standby != STEER_NO_SLOT)
-		s->bank = steer_ready(table->standby);
+	if (standby != STEER_NO_SLOT)
+		s->bank = steer_ready(standby);
 	if (s->bank)
-		s->slot = table->standby;
+		s->slot = standby;
 	else
 		s->waits = steer_waits(s->home);
 }
@@ -571,8 +610,7 @@ static __always_inline void steer_count_datagram(const struct steer *s)
 	seen->last_seen = bpf_ktime_get_ns();
 }
 
-/* Counts the outcome of a decision. STEER_NO_SLOT stands for a refusal. */
-static __always_inline void steer_account(const struct steer *s)
+static __always_inline void steer_count(const struct steer *s)
 {
 	bool served = s->slot != STEER_NO_SLOT;
 	__u32 index = served ? s->slot : s->home;
@@ -611,6 +649,41 @@ static __always_inline void steer_account(const struct steer *s)
 		steer_count_datagram(s);
 	else
 		steer_count_connection(s);
+}
+
+/* Bits of the argument of steer_account, above home, slot and refused. */
+#define STEER_SHIFT_SLOT 16
+#define STEER_SHIFT_REFUSED 32
+#define STEER_HELD (1ULL << 40)
+#define STEER_CONNECTION (1ULL << 41)
+#define STEER_UNCOUNTED (1ULL << 42)
+
+/* See steer_place. */
+__noinline int steer_account(__u64 high, __u64 low, __u64 outcome)
+{
+	struct steer s = {
+		.address = steer_address_of(high, low),
+		.home = outcome & 0xffff,
+		.slot = outcome >> STEER_SHIFT_SLOT & 0xffff,
+		.refused = outcome >> STEER_SHIFT_REFUSED & 0xff,
+		.held = outcome & STEER_HELD,
+		.connection = outcome & STEER_CONNECTION,
+		.uncounted = outcome & STEER_UNCOUNTED,
+	};
+
+	steer_count(&s);
+	return 0;
+}
+
+/* Counts the outcome of a decision. STEER_NO_SLOT stands for a refusal. */
+static __always_inline void steer_conclude(const struct steer *s)
+{
+	steer_account(steer_half(&s->address, 0), steer_half(&s->address, 1),
+		      (s->home & 0xffff) | (__u64)s->slot << STEER_SHIFT_SLOT |
+			      (__u64)s->refused << STEER_SHIFT_REFUSED |
+			      (s->held ? STEER_HELD : 0) |
+			      (s->connection ? STEER_CONNECTION : 0) |
+			      (s->uncounted ? STEER_UNCOUNTED : 0));
 }
 
 /*
