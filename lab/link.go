@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -76,6 +77,7 @@ type Link struct {
 	options atomic.Pointer[LinkOptions]
 	ways    [2]*way
 	files   []*os.File
+	ends    []*Namespace // that have an interface
 	moving  sync.WaitGroup
 
 	mu     sync.Mutex
@@ -118,7 +120,7 @@ func (l *Lab) Connect(a, b *Namespace, o LinkOptions, addrA, addrB []netip.Prefi
 		if ends[i], err = n.openTUN(o); err != nil {
 			return nil, err
 		}
-		k.files = append(k.files, ends[i])
+		k.files, k.ends = append(k.files, ends[i]), append(k.ends, n)
 		if err := n.setTUN(o, [][]netip.Prefix{addrA, addrB}[i]); err != nil {
 			return nil, err
 		}
@@ -206,6 +208,21 @@ func (n *Namespace) openTUN(o LinkOptions) (*os.File, error) {
 	return os.NewFile(uintptr(fd), o.Name), nil
 }
 
+// removeLink removes an interface, if it exists.
+func (n *Namespace) removeLink(name string) error {
+	dev, err := n.nl.LinkByName(name)
+	if err == nil {
+		err = n.nl.LinkDel(dev)
+	}
+	if errors.As(err, new(netlink.LinkNotFoundError)) || errors.Is(err, unix.ENODEV) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("remove %s in %s: %w", name, n.name, err)
+	}
+	return nil
+}
+
 func (n *Namespace) setTUN(o LinkOptions, addresses []netip.Prefix) error {
 	dev, err := n.nl.LinkByName(o.Name)
 	if err == nil {
@@ -274,6 +291,10 @@ func (k *Link) end() error {
 		errs = append(errs, f.Close())
 	}
 	k.moving.Wait()
+	// A process that another goroutine has just forked has the descriptors until it executes its program.
+	for _, n := range k.ends {
+		errs = append(errs, n.removeLink(k.Options().Name))
+	}
 	if err := errors.Join(append(errs, k.failed...)...); err != nil {
 		return fmt.Errorf("close link: %w", err)
 	}

@@ -249,6 +249,20 @@ func TestLinkDropsFirstSYN(t *testing.T) {
 	}
 }
 
+// A process that is being started has the descriptors of all files for a moment.
+func TestLinkCloseWhileForked(t *testing.T) {
+	l, _ := newLab(t, Options{})
+	c := connect(t, l, LinkOptions{})
+	files, err := c.files[0].SyscallConn()
+	must(t, err)
+	held := -1
+	must(t, errors.Join(files.Control(func(fd uintptr) { held, err = unix.Dup(int(fd)) }), err))
+	defer unix.Close(held)
+	must(t, c.Close())
+	again := connect(t, l, LinkOptions{})
+	must(t, again.Close())
+}
+
 func TestLinkLoss(t *testing.T) {
 	l, ctx := newLab(t, Options{})
 	const sent, share = 1000, 0.2
