@@ -3,6 +3,7 @@
 package bpf
 
 import (
+	"errors"
 	"testing"
 	"time"
 
@@ -18,7 +19,7 @@ func (s *Steer) Program(row int) *ebpf.Program { return s.programs[row] }
 // Maps returns the maps that are pinned under their own names.
 func (s *Steer) Maps() []*ebpf.Map {
 	return []*ebpf.Map{
-		s.tables, s.deviceMaps, s.slots, s.counters, s.devices,
+		s.tables, s.deviceMaps, s.hostMaps, s.slots, s.counters, s.devices,
 		s.sockets, s.cookies, s.events, s.lost, s.listeners,
 	}
 }
@@ -115,4 +116,30 @@ func SteerPins(tb testing.TB, base string, lookup bool) (dir string, names map[s
 		tb.Fatal(err)
 	}
 	return l.dir(base), l.names
+}
+
+// Hosts returns the device IDs in force for prefixes of one address, and whether next_hosts has a map.
+func (s *Steer) Hosts(tb testing.TB) (hosts map[Address]DeviceID, next bool) {
+	tb.Helper()
+	var id ebpf.MapID
+	if s.nextHosts.Lookup(uint32(0), &id) == nil {
+		next = true
+	}
+	if err := s.hostMaps.Lookup(uint32(0), &id); errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil, next
+	} else if err != nil {
+		tb.Fatal(err)
+	}
+	m, err := ebpf.NewMapFromID(id)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	defer m.Close()
+	hosts = make(map[Address]DeviceID)
+	var address Address
+	var device DeviceID
+	for entries := m.Iterate(); entries.Next(&address, &device); {
+		hosts[address] = device
+	}
+	return hosts, next
 }

@@ -32,7 +32,7 @@ var (
 	// of adopting a part.
 	steerCore = []string{pinSlots, pinCookies, pinListeners, pinSockets}
 	// steerMapping are the maps of the mapping. Versions with different programs do not share them.
-	steerMapping = []string{"tables", "device_maps", "next_devices", pinTable, pinDeviceMap}
+	steerMapping = []string{"tables", "device_maps", "next_devices", "host_maps", "next_hosts", pinTable, pinDeviceMap}
 )
 
 // steerUnhashed contains the layouts of the maps whose pins have no hash in their names: those of the first versions, and
@@ -49,11 +49,13 @@ var steerUnhashed = map[string][]string{
 	"device_maps":    {"e52365422dee"},
 	pinDevices:       {"5a61c2ad47bd", "1d4d639f650e"}, // held was padding
 	"events":         {"6d5be20a4dfb"},
+	"host_maps":      {"ac0612f8bda3"},
 	pinGates:         {"a406ebeabaaf", "c0b427b226a6"}, // sk_reuseport and sk_lookup
 	pinListeners:     {"5788aa8d0be1"},
 	pinLostTemplates: {"3359a4f4afcf"},
 	"lost_events":    {"531ca0855f3a"},
 	"next_devices":   {"78f01b514980"},
+	"next_hosts":     {"3506e68f5c46"},
 	pinPasses:        {"db9a659d43e2"},
 	"pending":        {"82bec0883f99"},
 	pinOwners:        {"8998f141a09e"},

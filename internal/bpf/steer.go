@@ -66,6 +66,7 @@ type Steer struct {
 
 	tables, slots, counters            *ebpf.Map
 	deviceMaps, nextDevices            *ebpf.Map
+	hostMaps, nextHosts                *ebpf.Map
 	devices, pending, sockets, cookies *ebpf.Map
 	events, lost, listeners            *ebpf.Map
 	admission, unlisted, owners, gates *ebpf.Map
@@ -186,7 +187,7 @@ func (s *Steer) Close() error {
 		errs = append(errs, s.templates.Close())
 	}
 	for _, m := range []*ebpf.Map{
-		s.tables, s.deviceMaps, s.nextDevices, s.slots, s.counters, s.devices, s.pending,
+		s.tables, s.deviceMaps, s.nextDevices, s.hostMaps, s.nextHosts, s.slots, s.counters, s.devices, s.pending,
 		s.sockets, s.cookies, s.events, s.lost, s.listeners, s.admission, s.unlisted, s.owners, s.gates, s.passes,
 		s.rooms, s.waits, s.stored, s.roomPorts, s.successors, s.templateSets, s.lostTemplates, s.refusals, s.reports,
 	} {

@@ -138,12 +138,12 @@ func setMapping(s *bpf.Steer, m *placement.Mapping) error {
 	if entries.Size() == 0 {
 		return errors.Join(s.SetMapping(&m.Table, nil, flipped), onceOnly(&flips))
 	}
-	trie, err := bpf.NewDeviceTrie(entries.Size(), entries.All())
+	devices, err := bpf.NewDeviceMap(entries.Size(), entries.All())
 	if err != nil {
 		return err
 	}
-	defer trie.Close()
-	return errors.Join(s.SetMapping(&m.Table, trie, flipped), onceOnly(&flips))
+	defer devices.Close()
+	return errors.Join(s.SetMapping(&m.Table, devices, flipped), onceOnly(&flips))
 }
 
 func onceOnly(flips *int) error {

@@ -17,42 +17,74 @@ import (
 	"sockeye/internal/bpf/pin"
 )
 
-// DeviceTrie is a device map in the kernel.
-type DeviceTrie struct{ m *ebpf.Map }
+// DeviceMap is a device map in the kernel.
+type DeviceMap struct {
+	trie  *ebpf.Map // all prefixes
+	hosts *ebpf.Map // the prefixes of one address; nil if there are none
+}
 
-// NewDeviceTrie creates a device map for SetMapping. size is the maximum number of prefixes.
-func NewDeviceTrie(size int, prefixes iter.Seq2[Prefix, DeviceID]) (_ *DeviceTrie, err error) {
+// NewDeviceMap creates a device map for SetMapping. size is the maximum number of prefixes.
+func NewDeviceMap(size int, prefixes iter.Seq2[Prefix, DeviceID]) (_ *DeviceMap, err error) {
 	steering, err := loadSteerReuseport()
 	if err != nil {
 		return nil, err
 	}
-	spec := namedSpec(steering.Maps["device_maps"].InnerMap, pinDeviceMap)
-	spec.MaxEntries = uint32(size)
-	m, err := ebpf.NewMap(spec)
-	if err != nil {
-		return nil, fmt.Errorf("create device map of %d prefixes: %w", size, err)
+	d := new(DeviceMap)
+	defer func() {
+		if err != nil {
+			d.Close()
+		}
+	}()
+	create := func(name, outer string, entries int) (*ebpf.Map, error) {
+		spec := namedSpec(steering.Maps[outer].InnerMap, name)
+		spec.MaxEntries = uint32(entries)
+		m, err := ebpf.NewMap(spec)
+		if err != nil {
+			return nil, fmt.Errorf("create device map of %d prefixes: %w", entries, err)
+		}
+		return m, nil
 	}
+	if d.trie, err = create(pinDeviceMap, "device_maps", size); err != nil {
+		return nil, err
+	}
+	hosts := make(map[Address]DeviceID)
 	for prefix, id := range prefixes {
-		if err := m.Put(&prefix, &id); err != nil {
-			m.Close()
+		if err := d.trie.Put(&prefix, &id); err != nil {
+			return nil, fmt.Errorf("write device map: %w", err)
+		}
+		if prefix.Prefixlen == hostLength {
+			hosts[prefix.Address] = id
+		}
+	}
+	if len(hosts) == 0 {
+		return d, nil
+	}
+	if d.hosts, err = create("device_hosts", "host_maps", len(hosts)); err != nil {
+		return nil, err
+	}
+	for address, id := range hosts {
+		if err := d.hosts.Put(&address, &id); err != nil {
 			return nil, fmt.Errorf("write device map: %w", err)
 		}
 	}
-	return &DeviceTrie{m}, nil
+	return d, nil
 }
 
-// Close closes the descriptor. A device map in force stays.
-func (d *DeviceTrie) Close() error { return d.m.Close() }
+// Close closes the descriptors. A device map in force stays.
+func (d *DeviceMap) Close() error { return errors.Join(d.trie.Close(), d.hosts.Close()) }
+
+// hostLength is the length of a prefix of one address, in bits.
+const hostLength = 128
 
 // SetMapping replaces the bucket table and the device map atomically: every packet is steered by the old ones or by
 // the new ones. If devices is nil, the service has no device map. SetMapping calls flipped as soon as the new ones are in
 // force: the kernel waits for grace periods of RCU afterwards, each of which takes 10 to 250 ms.
-func (s *Steer) SetMapping(t *Table, devices *DeviceTrie, flipped func()) error {
+func (s *Steer) SetMapping(t *Table, devices *DeviceMap, flipped func()) error {
 	if devices == nil {
 		err := s.setTable(t, 0, flipped)
 		// The kernel has waited for programs that use the previous table (maybe_wait_bpf_programs).
 		if err == nil {
-			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.nextDevices))
+			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.hostMaps), s.emptyNext())
 		}
 		return errors.Join(err, s.replacePin(pinDeviceMap, nil))
 	}
@@ -60,25 +92,41 @@ func (s *Steer) SetMapping(t *Table, devices *DeviceTrie, flipped func()) error 
 	if s.named == 0 {
 		again = flipped
 	} else {
-		if err := s.nextDevices.Put(uint32(0), devices.m); err != nil {
-			return fmt.Errorf("install device map: %w", err)
+		if err := devices.install(s.nextDevices, s.nextHosts); err != nil {
+			return err
 		}
 		if err := s.setTable(t, nextDevices, flipped); err != nil {
 			return err
 		}
 	}
-	if err := s.deviceMaps.Put(uint32(0), devices.m); err != nil {
-		return fmt.Errorf("install device map: %w", err)
+	if err := devices.install(s.deviceMaps, s.hostMaps); err != nil {
+		return err
 	}
 	err := s.setTable(t, 1, again)
 	if err == nil {
-		err = emptyMap(s.nextDevices)
+		err = s.emptyNext()
 	}
 	if err != nil {
 		return err
 	}
-	return s.replacePin(pinDeviceMap, devices.m)
+	return s.replacePin(pinDeviceMap, devices.trie)
 }
+
+// install stores the two maps of a device map in maps of maps that are not in force.
+func (d *DeviceMap) install(tries, hosts *ebpf.Map) error {
+	if err := tries.Put(uint32(0), d.trie); err != nil {
+		return fmt.Errorf("install device map: %w", err)
+	}
+	if d.hosts == nil {
+		return emptyMap(hosts)
+	}
+	if err := hosts.Put(uint32(0), d.hosts); err != nil {
+		return fmt.Errorf("install device map: %w", err)
+	}
+	return nil
+}
+
+func (s *Steer) emptyNext() error { return errors.Join(emptyMap(s.nextDevices), emptyMap(s.nextHosts)) }
 
 // emptyMap removes the entry of a map of maps.
 func emptyMap(m *ebpf.Map) error {
@@ -211,7 +259,7 @@ func ReadDevice(dir string, address Address) (id DeviceID, found bool, err error
 		return id, false, fmt.Errorf("open pinned map %s: %w", path, err)
 	}
 	defer m.Close()
-	err = m.Lookup(&Prefix{Prefixlen: 128, Address: address}, &id)
+	err = m.Lookup(&Prefix{Prefixlen: hostLength, Address: address}, &id)
 	if errors.Is(err, ebpf.ErrKeyNotExist) {
 		return id, false, nil
 	}

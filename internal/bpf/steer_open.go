@@ -136,6 +136,8 @@ func (s *Steer) openMaps(c SteerConfig, l *steerMaps) error {
 		{l.steering.Maps["tables"], &s.tables},
 		{l.steering.Maps["device_maps"], &s.deviceMaps},
 		{l.steering.Maps["next_devices"], &s.nextDevices},
+		{l.steering.Maps["host_maps"], &s.hostMaps},
+		{l.steering.Maps["next_hosts"], &s.nextHosts},
 		{l.steering.Maps[pinSlots], &s.slots},
 		{l.steering.Maps["counters"], &s.counters},
 		{devices, &s.devices},
@@ -262,7 +264,7 @@ func (s *Steer) makeKeys() error {
 
 func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
-		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, pinSlots: s.slots,
+		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, "host_maps": s.hostMaps, "next_hosts": s.nextHosts, pinSlots: s.slots,
 		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets, pinGates: s.gates, pinPasses: s.passes,
 		"admission": s.admission, "unlisted": s.unlisted, pinRooms: s.rooms, pinWaits: s.waits, pinStored: s.stored,
 		"room_ports": s.roomPorts, pinSuccessors: s.successors, "refusals": s.refusals, "reports": s.reports,
@@ -283,7 +285,9 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 		p.Close()
 	}
 	clear(s.programs)
-	for name, to := range map[string]**ebpf.Map{"tables": &s.tables, "device_maps": &s.deviceMaps, "next_devices": &s.nextDevices} {
+	for name, to := range map[string]**ebpf.Map{
+		"tables": &s.tables, "device_maps": &s.deviceMaps, "next_devices": &s.nextDevices, "host_maps": &s.hostMaps, "next_hosts": &s.nextHosts,
+	} {
 		if err := s.createMap(spec.Maps[name], to); err != nil {
 			return err
 		}

@@ -606,3 +606,51 @@ func TestDevicesSeenAreBounded(t *testing.T) {
 		closeAll(s)
 	}
 }
+
+// TestHostMaps checks that the prefixes of one address, and no others, are in the hash that the programs look up first,
+// that the hash changes with the device map, and that it decides.
+func TestHostMaps(t *testing.T) {
+	both(t, func(t *testing.T, lookup bool) {
+		const slots = 4
+		s := serve(t, config(t, lookup, pair...), slots, bpf.NoSlot, nil)
+		s.seat(allSlots(slots)...)
+		udp := newSender(t)
+		for _, test := range []struct {
+			devices string
+			hosts   []string
+		}{
+			{"", nil},
+			{"127.1.0.0/16,a\n127.1.0.1/32,b\n127.1.0.2,c\n::1,d", []string{"127.1.0.1", "127.1.0.2", "::1"}},
+			{"127.1.0.0/16,a\n127.1.0.1,a", []string{"127.1.0.1"}},
+			{"127.1.0.0/16,a", nil},
+			{"127.1.0.3,b", []string{"127.1.0.3"}},
+			{"", nil},
+		} {
+			var devices *placement.DeviceMap
+			if test.devices != "" {
+				devices = deviceMap(t, test.devices)
+			}
+			m, err := placement.NewMapping(slots, bpf.NoSlot, 0x5eed_0f_50c4e7e, devices)
+			check(t, err)
+			s.install(m)
+			hosts, next := s.Hosts(t)
+			want := make(map[bpf.Address]bool)
+			for _, text := range test.hosts {
+				want[bpf.Address(bpf.MappedAddress(netip.MustParseAddr(text)))] = true
+			}
+			for address := range hosts {
+				if !want[address] {
+					t.Errorf("%q: %v is in the hash", test.devices, address)
+				}
+			}
+			if len(hosts) != len(want) || next {
+				t.Errorf("%q: %d addresses in the hash, want %d; next_hosts has a map: %v", test.devices, len(hosts), len(want), next)
+			}
+			for _, text := range []string{"127.1.0.1", "127.1.0.2", "127.1.0.3", "127.1.0.4"} {
+				from := netip.MustParseAddr(text)
+				udp.send(from, target(s.rows()[0], false))
+				s.expect(0, []netip.Addr{from})
+			}
+		}
+	})
+}

@@ -143,8 +143,8 @@ const oneSlot = 2 // the slot that a test asks for
 func TestSteerUpgrade(t *testing.T) {
 	const slots = 4
 	for _, doubled := range []string{
-		"counters", "devices", "events,lost_events", "tables", "tables,device_maps,next_devices",
-		"slots", "cookies", "listeners", "slots,cookies,listeners,counters,tables,device_maps,next_devices,events,lost_events,pending,admission,unlisted",
+		"counters", "devices", "events,lost_events", "tables", "tables,device_maps,next_devices,host_maps,next_hosts",
+		"slots", "cookies", "listeners", "slots,cookies,listeners,counters,tables,device_maps,next_devices,host_maps,next_hosts,events,lost_events,pending,admission,unlisted",
 	} {
 		t.Run(doubled, func(t *testing.T) {
 			both(t, func(t *testing.T, lookup bool) {
@@ -236,7 +236,7 @@ func TestSteerUpgradeOfSockets(t *testing.T) {
 // TestSteerUpgradeFails stops an upgrade before and after the new data path is built. Packets continue to be steered by the
 // old one, and the next attempt succeeds.
 func TestSteerUpgradeFails(t *testing.T) {
-	const slots, everything = 4, "slots,cookies,listeners,counters,tables,device_maps,next_devices"
+	const slots, everything = 4, "slots,cookies,listeners,counters,tables,device_maps,next_devices,host_maps,next_hosts"
 	both(t, func(t *testing.T, lookup bool) {
 		s := serve(t, config(t, lookup, pair...), slots, bpf.NoSlot, deviceMap(t, "127.1.0.0/16,a"))
 		s.seat(allSlots(slots)...)
@@ -295,7 +295,7 @@ func TestSteerOtherPrograms(t *testing.T) {
 		s.reopen("")
 		f.more()
 		f.end()
-		want := []string{"device_map", "device_maps", "next_devices", name, "table", "tables"}
+		want := []string{"device_map", "device_maps", "host_maps", "next_devices", "next_hosts", name, "table", "tables"}
 		if !lookup {
 			want = slices.Insert(want, 4, "prog_reuseport_1")
 		}
@@ -308,7 +308,7 @@ func TestSteerOtherPrograms(t *testing.T) {
 
 // TestSteerInterrupted repeats an upgrade that was killed while it replaced pins, after each of them.
 func TestSteerInterrupted(t *testing.T) {
-	const slots, everything = 2, "slots,cookies,listeners,counters,tables,device_maps,next_devices"
+	const slots, everything = 2, "slots,cookies,listeners,counters,tables,device_maps,next_devices,host_maps,next_hosts"
 	both(t, func(t *testing.T, lookup bool) {
 		s := serve(t, config(t, lookup, pair...), slots, bpf.NoSlot, deviceMap(t, "127.1.0.0/16,a"))
 		s.seat(allSlots(slots)...)

@@ -21,7 +21,9 @@ const (
 	steerLookupMapDeviceMaps          = "device_maps"
 	steerLookupMapDevices             = "devices"
 	steerLookupMapGates               = "gates"
+	steerLookupMapHostMaps            = "host_maps"
 	steerLookupMapNextDevices         = "next_devices"
+	steerLookupMapNextHosts           = "next_hosts"
 	steerLookupMapPasses              = "passes"
 	steerLookupMapPending             = "pending"
 	steerLookupMapRefusals            = "refusals"
@@ -107,7 +109,9 @@ type steerLookupMapSpecs struct {
 	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices     *ebpf.MapSpec `ebpf:"devices"`
 	Gates       *ebpf.MapSpec `ebpf:"gates"`
+	HostMaps    *ebpf.MapSpec `ebpf:"host_maps"`
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	NextHosts   *ebpf.MapSpec `ebpf:"next_hosts"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
 	Refusals    *ebpf.MapSpec `ebpf:"refusals"`
@@ -169,7 +173,9 @@ type steerLookupMaps struct {
 	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
 	Devices     *ebpf.Map `ebpf:"devices"`
 	Gates       *ebpf.Map `ebpf:"gates"`
+	HostMaps    *ebpf.Map `ebpf:"host_maps"`
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	NextHosts   *ebpf.Map `ebpf:"next_hosts"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
 	Refusals    *ebpf.Map `ebpf:"refusals"`
@@ -192,7 +198,9 @@ func (m *steerLookupMaps) Close() error {
 		m.DeviceMaps,
 		m.Devices,
 		m.Gates,
+		m.HostMaps,
 		m.NextDevices,
+		m.NextHosts,
 		m.Passes,
 		m.Pending,
 		m.Refusals,

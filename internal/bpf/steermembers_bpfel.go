@@ -68,8 +68,10 @@ const (
 	steerMembersMapDeviceMaps           = "device_maps"
 	steerMembersMapDevices              = "devices"
 	steerMembersMapEvents               = "events"
+	steerMembersMapHostMaps             = "host_maps"
 	steerMembersMapLostEvents           = "lost_events"
 	steerMembersMapNextDevices          = "next_devices"
+	steerMembersMapNextHosts            = "next_hosts"
 	steerMembersMapPasses               = "passes"
 	steerMembersMapPending              = "pending"
 	steerMembersMapRefusals             = "refusals"
@@ -168,8 +170,10 @@ type steerMembersMapSpecs struct {
 	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices     *ebpf.MapSpec `ebpf:"devices"`
 	Events      *ebpf.MapSpec `ebpf:"events"`
+	HostMaps    *ebpf.MapSpec `ebpf:"host_maps"`
 	LostEvents  *ebpf.MapSpec `ebpf:"lost_events"`
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	NextHosts   *ebpf.MapSpec `ebpf:"next_hosts"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
 	Refusals    *ebpf.MapSpec `ebpf:"refusals"`
@@ -238,8 +242,10 @@ type steerMembersMaps struct {
 	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
 	Devices     *ebpf.Map `ebpf:"devices"`
 	Events      *ebpf.Map `ebpf:"events"`
+	HostMaps    *ebpf.Map `ebpf:"host_maps"`
 	LostEvents  *ebpf.Map `ebpf:"lost_events"`
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	NextHosts   *ebpf.Map `ebpf:"next_hosts"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
 	Refusals    *ebpf.Map `ebpf:"refusals"`
@@ -260,8 +266,10 @@ func (m *steerMembersMaps) Close() error {
 		m.DeviceMaps,
 		m.Devices,
 		m.Events,
+		m.HostMaps,
 		m.LostEvents,
 		m.NextDevices,
+		m.NextHosts,
 		m.Passes,
 		m.Pending,
 		m.Refusals,

@@ -117,7 +117,9 @@ const (
 	steerReuseportMapDeviceMaps          = "device_maps"
 	steerReuseportMapDevices             = "devices"
 	steerReuseportMapGates               = "gates"
+	steerReuseportMapHostMaps            = "host_maps"
 	steerReuseportMapNextDevices         = "next_devices"
+	steerReuseportMapNextHosts           = "next_hosts"
 	steerReuseportMapPasses              = "passes"
 	steerReuseportMapPending             = "pending"
 	steerReuseportMapRefusals            = "refusals"
@@ -205,7 +207,9 @@ type steerReuseportMapSpecs struct {
 	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices     *ebpf.MapSpec `ebpf:"devices"`
 	Gates       *ebpf.MapSpec `ebpf:"gates"`
+	HostMaps    *ebpf.MapSpec `ebpf:"host_maps"`
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	NextHosts   *ebpf.MapSpec `ebpf:"next_hosts"`
 	Passes      *ebpf.MapSpec `ebpf:"passes"`
 	Pending     *ebpf.MapSpec `ebpf:"pending"`
 	Refusals    *ebpf.MapSpec `ebpf:"refusals"`
@@ -267,7 +271,9 @@ type steerReuseportMaps struct {
 	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
 	Devices     *ebpf.Map `ebpf:"devices"`
 	Gates       *ebpf.Map `ebpf:"gates"`
+	HostMaps    *ebpf.Map `ebpf:"host_maps"`
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	NextHosts   *ebpf.Map `ebpf:"next_hosts"`
 	Passes      *ebpf.Map `ebpf:"passes"`
 	Pending     *ebpf.Map `ebpf:"pending"`
 	Refusals    *ebpf.Map `ebpf:"refusals"`
@@ -290,7 +296,9 @@ func (m *steerReuseportMaps) Close() error {
 		m.DeviceMaps,
 		m.Devices,
 		m.Gates,
+		m.HostMaps,
 		m.NextDevices,
+		m.NextHosts,
 		m.Passes,
 		m.Pending,
 		m.Refusals,

@@ -343,21 +343,21 @@ func (s *service) openPath() error {
 // builtDeviceMap is a device map for the kernel, and its contents.
 type builtDeviceMap struct {
 	entries *placement.Entries
-	trie    *bpf.DeviceTrie // nil if there are no entries
+	devices *bpf.DeviceMap // nil if there are no entries
 }
 
-// buildDeviceMap creates the LPM trie of entries. A million prefixes take seconds.
+// buildDeviceMap creates the maps of entries in the kernel. A million prefixes take seconds.
 func buildDeviceMap(entries *placement.Entries) (b builtDeviceMap, err error) {
 	b.entries = entries
 	if size := entries.Size(); size > 0 {
-		b.trie, err = bpf.NewDeviceTrie(size, entries.All())
+		b.devices, err = bpf.NewDeviceMap(size, entries.All())
 	}
 	return b, err
 }
 
 func (b *builtDeviceMap) close() {
-	if b.trie != nil {
-		b.trie.Close()
+	if b.devices != nil {
+		b.devices.Close()
 	}
 	*b = builtDeviceMap{}
 }
@@ -380,7 +380,7 @@ func (s *service) InstallMapping() error {
 	}
 	defer s.pendingDevices.close()
 	s.installedEntries = nil
-	if err := s.Path.SetMapping(s.moves.GatedTable(), s.pendingDevices.trie, s.checks.Moved); err != nil {
+	if err := s.Path.SetMapping(s.moves.GatedTable(), s.pendingDevices.devices, s.checks.Moved); err != nil {
 		return err
 	}
 	s.installedEntries = entries

@@ -31,7 +31,7 @@ const (
 	// firstVersion has other programs, and no map next_devices.
 	firstVersion = "9d484f16c12fee465ef1f01853781b3f6661289c"
 	// otherMaps has another layout of all maps of a service except sockets.
-	otherMaps = "slots,cookies,listeners,counters,tables,device_maps,next_devices,devices,pending,admission,unlisted,events,lost_events"
+	otherMaps = "slots,cookies,listeners,counters,tables,device_maps,next_devices,host_maps,next_hosts,devices,pending,admission,unlisted,events,lost_events"
 	// otherSockets has another layout of the map of sockets.
 	otherSockets = "sockets"
 )
