@@ -269,6 +269,36 @@ static __always_inline __u32 steer_ready(__u32 slot)
 	return state ? state->ready : 0;
 }
 
+static __always_inline const struct steer_device_id *
+steer_find_in(const struct steer_address *address, void *hosts, void *tries)
+{
+	struct steer_prefix prefix = { .prefixlen = 128, .address = *address };
+	struct steer_device_id *id = NULL;
+	__u32 zero = 0;
+	void *inner;
+
+	inner = bpf_map_lookup_elem(hosts, &zero);
+	if (inner)
+		id = bpf_map_lookup_elem(inner, address);
+	if (!id) {
+		inner = bpf_map_lookup_elem(tries, &zero);
+		if (!inner)
+			return NULL;
+		id = bpf_map_lookup_elem(inner, &prefix);
+	}
+	return id && id->device != STEER_NO_DEVICE ? id : NULL;
+}
+
+/*
+ * The kernel inlines a lookup only if one map reaches the call, and clang would
+ * merge the calls of two branches.
+ */
+static __noinline const struct steer_device_id *
+steer_find_next(const struct steer_address *address)
+{
+	return steer_find_in(address, &next_hosts, &next_devices);
+}
+
 /*
  * Finds the device to which an address belongs. map is the field "named" of the
  * bucket table. Returns NULL if there is no such device.
@@ -276,28 +306,9 @@ static __always_inline __u32 steer_ready(__u32 slot)
 static __always_inline const struct steer_device_id *
 steer_find_name(const struct steer_address *address, __u32 map)
 {
-	struct steer_prefix prefix = { .prefixlen = 128, .address = *address };
-	bool next = map == STEER_NEXT_DEVICES;
-	struct steer_device_id *id = NULL;
-	void *hosts, *trie;
-	__u32 zero = 0;
-
-	if (next)
-		hosts = bpf_map_lookup_elem(&next_hosts, &zero);
-	else
-		hosts = bpf_map_lookup_elem(&host_maps, &zero);
-	if (hosts)
-		id = bpf_map_lookup_elem(hosts, address);
-	if (!id) {
-		if (next)
-			trie = bpf_map_lookup_elem(&next_devices, &zero);
-		else
-			trie = bpf_map_lookup_elem(&device_maps, &zero);
-		if (!trie)
-			return NULL;
-		id = bpf_map_lookup_elem(trie, &prefix);
-	}
-	return id && id->device != STEER_NO_DEVICE ? id : NULL;
+	if (map == STEER_NEXT_DEVICES)
+		return steer_find_next(address);
+	return steer_find_in(address, &host_maps, &device_maps);
 }
 
 /*
@@ -320,34 +331,6 @@ static __always_inline __u32 steer_home(const struct steer_table *table,
 		return id->hash;
 	hash = id ? id->hash : steer_hash(address, table->nonce);
 	return table->bucket[hash & (STEER_BUCKETS - 1)];
-}
-
-/*
- * steer_place and steer_account are not inlined, and all of their arguments are
- * numbers: the verifier checks such a global function once, with unknown
- * arguments, instead of once for each path that leads to the call (Linux 5.6;
- * before 5.12 the arguments may not be pointers to memory).
- */
-#define STEER_NO_TABLE (~0ULL)
-
-/*
- * Returns steer_home of an address in the lower 32 bits and the standby slot in
- * the upper 32 bits, or STEER_NO_TABLE.
- */
-__noinline __u64 steer_place(__u64 high, __u64 low)
-{
-	struct steer_address address = steer_address_of(high, low);
-	struct steer_table *table;
-	__u32 zero = 0;
-	void *inner;
-
-	inner = bpf_map_lookup_elem(&tables, &zero);
-	if (!inner)
-		return STEER_NO_TABLE;
-	table = bpf_map_lookup_elem(inner, &zero);
-	if (!table)
-		return STEER_NO_TABLE;
-	return steer_home(table, &address) | (__u64)table->standby << 32;
 }
 
 /* Reports whether the gate of a slot lets a SYN pass, and counts the SYN. */
@@ -375,17 +358,20 @@ static __always_inline bool steer_waits(__u32 slot)
  */
 static __always_inline void steer_decide(struct steer *s)
 {
-	__u32 standby;
-	__u64 placed;
+	struct steer_table *table;
+	__u32 zero = 0;
+	void *inner;
 
 	s->home = STEER_NO_SLOT;
 	s->slot = STEER_NO_SLOT;
 	s->refused = STEER_REASON_TABLE;
-	placed = steer_place(steer_half(&s->address, 0), steer_half(&s->address, 1));
-	if (placed == STEER_NO_TABLE)
+	inner = bpf_map_lookup_elem(&tables, &zero);
+	if (!inner)
 		return;
-	s->home = placed;
-	standby = placed >> 32;
+	table = bpf_map_lookup_elem(inner, &zero);
+	if (!table)
+		return;
+	s->home = steer_home(table, &s->address);
 	s->gated = s->connection && !s->uncounted && s->home & STEER_GATED;
 	s->home &= ~STEER_GATED;
 	s->bank = steer_ready(s->home);
@@ -397,10 +383,10 @@ static __always_inline void steer_decide(struct steer *s)
 	}
 	s->gated = false;
 	s->refused = STEER_REASON_EMPTY;
-	if (standby != STEER_NO_SLOT)
-		s->bank = steer_ready(standby);
+	if (table->standby != STEER_NO_SLOT)
+		s->bank = steer_ready(table->standby);
 	if (s->bank)
-		s->slot = standby;
+		s->slot = table->standby;
 	else
 		s->waits = steer_waits(s->home);
 }
@@ -584,36 +570,55 @@ static __always_inline void steer_count_connection(const struct steer *s)
 	seen->last_seen = bpf_ktime_get_ns();
 }
 
+/* Returns the entry of an address in pending, which may have another address. */
+static __always_inline struct steer_pending *
+steer_pending_of(const struct steer_address *address)
+{
+	struct steer_admission *a;
+	__u32 index, zero = 0;
+
+	a = bpf_map_lookup_elem(&admission, &zero);
+	if (!a)
+		return NULL;
+	/* Multilinear hash: any two addresses collide under few keys only. */
+	index = (a->key[0] * address->word[0] + a->key[1] * address->word[1] +
+		 a->key[2] * address->word[2] + a->key[3] * address->word[3]) >> 56;
+	index &= STEER_PENDING - 1;
+	return bpf_map_lookup_elem(&pending, &index);
+}
+
+static __always_inline bool steer_pending_is(const struct steer_pending *p,
+					     const struct steer_address *address)
+{
+	return p->address.word[3] == address->word[3] &&
+	       p->address.word[2] == address->word[2] &&
+	       p->address.word[1] == address->word[1] &&
+	       p->address.word[0] == address->word[0];
+}
+
+static __always_inline __u32 steer_tick(void)
+{
+	return bpf_jiffies64() >> 6;
+}
+
 /*
  * Counts a datagram of a device. A lookup in the LRU map costs as much as the
  * rest of the program, so each CPU does one lookup in 64 jiffies (256 ms with
  * HZ = 250) for each device, and counts the other datagrams in its own table,
- * pending. User space adds both. If several addresses share an entry of
- * pending, the first one in 64 jiffies uses the entry; the others use the LRU
- * map.
+ * pending, see steer_served_again. User space adds both. If several addresses
+ * share an entry of pending, the first one in 64 jiffies uses the entry; the
+ * others use the LRU map.
  */
 static __always_inline void steer_count_datagram(const struct steer *s)
 {
-	__u32 tick = bpf_jiffies64() >> 6, index, before = 0, zero = 0;
+	struct steer_pending *p = steer_pending_of(&s->address);
+	__u32 tick = steer_tick(), before = 0;
 	struct steer_seen *seen, *others;
-	struct steer_admission *a;
-	struct steer_pending *p;
 	bool same;
 
-	a = bpf_map_lookup_elem(&admission, &zero);
-	if (!a)
-		return;
-	/* Multilinear hash: any two addresses collide under few keys only. */
-	index = (a->key[0] * s->address.word[0] + a->key[1] * s->address.word[1] +
-		 a->key[2] * s->address.word[2] + a->key[3] * s->address.word[3]) >> 56;
-	index &= STEER_PENDING - 1;
-	p = bpf_map_lookup_elem(&pending, &index);
 	if (!p)
 		return;
-	same = p->address.word[3] == s->address.word[3] &&
-	       p->address.word[2] == s->address.word[2] &&
-	       p->address.word[1] == s->address.word[1] &&
-	       p->address.word[0] == s->address.word[0];
+	same = steer_pending_is(p, &s->address);
 	if (same && p->tick == tick && p->slot == s->slot) {
 		p->datagrams++;
 		return;
@@ -635,10 +640,33 @@ static __always_inline void steer_count_datagram(const struct steer *s)
 		p->tick = tick;
 	}
 	__sync_fetch_and_add(&seen->datagrams, before + 1);
-	if (s->slot == STEER_NO_SLOT)
-		steer_report(s, seen);
 	seen->slot = s->slot;
 	seen->last_seen = bpf_ktime_get_ns();
+}
+
+/*
+ * Counts a datagram that the member of its own slot receives, if the device had
+ * another one on this CPU in the same 64 jiffies, which is the usual case.
+ */
+static __always_inline bool steer_served_again(const struct steer *s)
+{
+	struct steer_counters *count;
+	struct steer_pending *p;
+
+	if (s->connection || s->held || s->slot != s->home)
+		return false;
+	count = bpf_map_lookup_elem(&counters, &s->slot);
+	if (!count)
+		return false;
+	if (track_devices) {
+		p = steer_pending_of(&s->address);
+		if (!p || p->slot != s->slot || p->tick != steer_tick() ||
+		    !steer_pending_is(p, &s->address))
+			return false;
+		p->datagrams++;
+	}
+	count->datagrams++;
+	return true;
 }
 
 static __always_inline void steer_count(const struct steer *s)
@@ -689,7 +717,11 @@ static __always_inline void steer_count(const struct steer *s)
 #define STEER_CONNECTION (1ULL << 41)
 #define STEER_UNCOUNTED (1ULL << 42)
 
-/* See steer_place. */
+/*
+ * The arguments are numbers, and the function is global: the verifier checks it
+ * once, with unknown arguments, instead of once for each path that leads to the
+ * call (Linux 5.6; before 5.12 the arguments may not be pointers to memory).
+ */
 __noinline int steer_account(__u64 high, __u64 low, __u64 outcome)
 {
 	struct steer s = {
@@ -709,6 +741,8 @@ __noinline int steer_account(__u64 high, __u64 low, __u64 outcome)
 /* Counts the outcome of a decision. STEER_NO_SLOT stands for a refusal. */
 static __always_inline void steer_conclude(const struct steer *s)
 {
+	if (steer_served_again(s))
+		return;
 	steer_account(steer_half(&s->address, 0), steer_half(&s->address, 1),
 		      (s->home & 0xffff) | (__u64)s->slot << STEER_SHIFT_SLOT |
 			      (__u64)s->refused << STEER_SHIFT_REFUSED |
