@@ -139,7 +139,9 @@ bench-gateway: ## Measure isolate against pasta and no gateway (QUICK=1: two min
 	@tools/setup $(BENCH_GATEWAY_PACKAGES)
 	@go build -o bin/bench ./bench
 	@mkdir -p "$(OUT)"
-	@unshare --mount --propagation private bin/bench gateway $(if $(QUICK),-quick)
+	@if new=$$(tools/pasta-sid 2>"$(OUT)/pasta-sid.log"); then set -- -pasta-new "$$new"; \
+		else set -- -no-pasta-new "$$(tail -n 1 "$(OUT)/pasta-sid.log")"; fi; \
+		unshare --mount --propagation private bin/bench gateway $(if $(QUICK),-quick) "$$@"
 
 .PHONY: bench-continuity
 bench-continuity: ## Measure what changes separate, lose and close (QUICK=1: a minute)

@@ -12,6 +12,7 @@ import (
 	"math"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -28,7 +29,7 @@ const command = "gateway"
 var Benchmark = harness.Benchmark{
 	Name: command, Run: insideGateway, Sandboxed: true,
 	Workers: map[string]func([]string) error{
-		serverRole: gatewayServer, clientRole: gatewayClient, gatewayRole: worker, datagramRole: datagramWorker,
+		serverRole: gatewayServer, echoRole: echoServer, clientRole: gatewayClient, gatewayRole: worker, datagramRole: datagramWorker,
 		isolateCommand:        isolateAsUser,
 		isolate.InsideCommand: isolateAsItself, // program of isolateCommand
 	},
@@ -43,12 +44,17 @@ type options struct {
 	CCs         []string `json:"cc"`
 	Directions  []string `json:"directions"`
 	Connections []int    `json:"connections"`
+	Sides       []string `json:"sides"`
 	Only        []string `json:"only"` // parts to run
+
+	newPasta   string // directory of tools/pasta-sid
+	noNewPasta string // why there is none
 }
 
 const (
 	partPoints   = "points"
 	partRequests = "requests"
+	partRR       = "rr"
 	partIperf    = "iperf3"
 	partUDP      = "udp"
 )
@@ -89,7 +95,8 @@ func oneOf(names ...string) func(string) (string, error) {
 func insideGateway(args []string) (err error) {
 	o := options{
 		Links: []string{linkVeth, linkLimited}, RTTs: []int{0, 1, 15, 100, 285}, MTUs: []int{1500, 65520}, CCs: []string{"cubic", "bbr"},
-		Directions: []string{upload, download}, Connections: []int{1, 16}, Only: []string{partPoints, partRequests, partIperf, partUDP},
+		Directions: []string{upload, download}, Connections: []int{1, 16}, Sides: slices.Clone(gatewaySides),
+		Only: []string{partPoints, partRequests, partRR, partIperf, partUDP},
 	}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "run for two minutes instead of twenty, with fewer points")
@@ -100,7 +107,10 @@ func insideGateway(args []string) (err error) {
 	list(fs, &o.CCs, "ccs", "congestion controls: cubic, bbr", oneOf("cubic", "bbr"))
 	list(fs, &o.Directions, "directions", "directions: upload, download", oneOf(upload, download))
 	list(fs, &o.Connections, "connections", "numbers of connections", strconv.Atoi)
-	list(fs, &o.Only, "only", "parts to run: points, requests, iperf3, udp", oneOf(o.Only...))
+	list(fs, &o.Only, "only", "parts to run: points, requests, rr, iperf3, udp", oneOf(o.Only...))
+	list(fs, &o.Sides, "sides", "sides to measure: native, sockeye, pasta, pasta_new", oneOf(gatewaySides...))
+	fs.StringVar(&o.newPasta, "pasta-new", "", "`directory` that tools/pasta-sid has printed; empty: leave this pasta out")
+	fs.StringVar(&o.noNewPasta, "no-pasta-new", "-pasta-new is not given", "`reason` for an empty -pasta-new, for the report")
 	given := map[string]bool{}
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
@@ -123,6 +133,12 @@ func insideGateway(args []string) (err error) {
 			return fmt.Errorf("find %s: %w (Debian's packages are passt and iperf3)", program, err)
 		}
 	}
+	if o.newPasta == "" {
+		o.Sides = slices.DeleteFunc(o.Sides, func(side string) bool { return side == sidePastaNew })
+	}
+	if len(o.Sides) == 0 {
+		return harness.Misused(fs)
+	}
 	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
 		b := &bench{options: o, lab: l}
 		return b.all(ctx)
@@ -131,12 +147,15 @@ func insideGateway(args []string) (err error) {
 
 func (b *bench) all(ctx context.Context) error {
 	b.report = &gatewayReport{Options: b.options, Run: harness.Begin()}
+	if err := b.readVersions(ctx); err != nil {
+		return err
+	}
 	links := b.Links
 	if !slices.Contains(b.Only, partPoints) && !slices.Contains(b.Only, partRequests) {
 		links = nil
 	}
 	for _, link := range links {
-		p, err := newGatewayPath(ctx, b.lab, link)
+		p, err := newGatewayPath(ctx, b.lab, link, b.newPasta)
 		if err != nil {
 			return err
 		}
@@ -148,6 +167,11 @@ func (b *bench) all(ctx context.Context) error {
 			if err := b.path(ctx, p, mtu, rtts); err != nil {
 				return fmt.Errorf("%s, MTU %d: %w", link, mtu, err)
 			}
+		}
+	}
+	if slices.Contains(b.Only, partRR) {
+		if err := b.rr(ctx); err != nil {
+			return err
 		}
 	}
 	if slices.Contains(b.Only, partIperf) {
@@ -164,6 +188,24 @@ func (b *bench) all(ctx context.Context) error {
 	return harness.Publish(command, b.report)
 }
 
+// readVersions reads the versions of the packages of pasta. The programs of some packages do not know theirs.
+func (b *bench) readVersions(ctx context.Context) error {
+	out, err := exec.CommandContext(ctx, "dpkg-query", "--show", "--showformat", "${Version}", "passt").Output()
+	if err != nil {
+		return fmt.Errorf("read the version of passt: %w", err)
+	}
+	b.report.PastaVersion = string(out)
+	if b.newPasta == "" {
+		return nil
+	}
+	text, err := os.ReadFile(filepath.Join(b.newPasta, "version"))
+	if err != nil {
+		return fmt.Errorf("read the version of the newer pasta: %w", err)
+	}
+	b.report.PastaNewVersion = strings.TrimSpace(string(text))
+	return nil
+}
+
 // path measures all points of a path with one MTU.
 func (b *bench) path(ctx context.Context, p *gatewayPath, mtu int, rtts []int) (err error) {
 	sides := map[string]*gatewaySide{}
@@ -172,7 +214,7 @@ func (b *bench) path(ctx context.Context, p *gatewayPath, mtu int, rtts []int) (
 			err = errors.Join(err, s.stop())
 		}
 	}()
-	for _, name := range gatewaySides {
+	for _, name := range b.Sides {
 		if sides[name], err = p.newSide(ctx, name, mtu); err != nil {
 			return err
 		}
@@ -231,7 +273,7 @@ func (b *bench) duration(rtt int) (all, warmup time.Duration) {
 func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gatewayPoint) error {
 	all, warmup := b.duration(point.RTT)
 	for range b.Rounds {
-		for _, name := range harness.Turn(gatewaySides, b.round) {
+		for _, name := range harness.Turn(b.Sides, b.round) {
 			r, err := b.load(p, sides[name], task{
 				Kind: point.Direction, CC: point.CC, Connections: point.Connections, Duration: all,
 			}, warmup)
@@ -342,20 +384,12 @@ func (b *bench) requests(p *gatewayPath, sides map[string]*gatewaySide, mtu, rtt
 	}
 	rates := map[string][]float64{}
 	for range b.Rounds {
-		for _, name := range harness.Turn(gatewaySides, b.round) {
-			var result gatewayResult
-			t := task{
-				Kind: requests, CC: "cubic", Connections: 1, Target: p.target(),
-				Duration: requestsTime + 5*time.Duration(rtt)*time.Millisecond,
-			}
-			if err := sides[name].client.Ask(t, &result); err != nil {
+		for _, name := range harness.Turn(b.Sides, b.round) {
+			r, err := b.trips(p, sides[name], task{Kind: roundTrips, Connections: 1, Duration: requestsTime + 5*time.Duration(rtt)*time.Millisecond})
+			if err != nil {
 				return err
 			}
-			rate := math.NaN()
-			if result.Elapsed > 0 {
-				rate = float64(result.Requests) / (float64(result.Elapsed) / 1e9)
-			}
-			rates[name] = append(rates[name], rate)
+			rates[name] = append(rates[name], float64(r.Rate))
 		}
 		b.round++
 	}

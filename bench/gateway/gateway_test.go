@@ -104,23 +104,44 @@ func testPoint(rtt int, native, sockeye, pasta, cpu float64, partial uint64) *ga
 	}
 	p := &gatewayPoint{
 		Link: linkLimited, RTT: rtt, MTU: 1500, CC: "cubic", Direction: upload, Connections: 1,
-		sides: map[string][]gatewayRun{sideNative: run(native, math.NaN()), sideSockeye: run(sockeye, cpu), sidePasta: run(pasta, 1)},
+		sides: map[string][]gatewayRun{
+			sideNative: run(native, math.NaN()), sideSockeye: run(sockeye, cpu), sidePasta: run(pasta, 1), sidePastaNew: run(2*pasta, 0.6),
+		},
 	}
 	p.sides[sideSockeye][0].Partial, p.sides[sideSockeye][0].Resent, p.sides[sideSockeye][0].Inside = partial, 3, 4
 	return p
 }
 
+// tripsOf returns three rounds of each side, with the given times in us as medians.
+func tripsOf(times ...float64) map[string][]rrResult {
+	runs := map[string][]rrResult{}
+	for i, side := range gatewaySides {
+		for _, factor := range []float64{1, 0.5, 3} {
+			us := harness.Figure(times[i] * factor)
+			runs[side] = append(runs[side], rrResult{us, 2 * us, 1e6 / us, 5})
+		}
+	}
+	return runs
+}
+
 func TestGatewayReport(t *testing.T) {
 	r := &gatewayReport{
-		Options: options{Rounds: 1, Links: []string{linkLimited}, MTUs: []int{1500}, CCs: []string{"cubic"}, Directions: []string{upload}},
-		Run:     harness.Run{Kernel: "6.18", CPUs: 2, Took: "1m0s"},
+		Options:      options{Rounds: 1, Links: []string{linkLimited}, MTUs: []int{1500}, CCs: []string{"cubic"}, Directions: []string{upload}, Sides: gatewaySides},
+		PastaVersion: "1", PastaNewVersion: "2",
+		Run: harness.Run{Kernel: "6.18", CPUs: 2, Took: "1m0s"},
 		Points: []*gatewayPoint{
 			testPoint(15, 960, 950, 13, 0.5, 0),
 			testPoint(285, 490, 400, 13, 1.5, 2),
 			testPoint(0, 960, 900, 700, 0.5, 0),
 		},
-		Requests: []gatewayRequests{{Link: linkLimited, RTT: 15, MTU: 1500, PerSecond: map[string]harness.Figure{sideNative: 66, sideSockeye: 65, sidePasta: harness.Figure(math.NaN())}}},
-		Seeds:    []gatewaySeed{{RTT: 15, Seconds: map[string][]float64{sideNative: {900, 950}}, Mean: map[string]harness.Figure{sideNative: 925}}},
+		Requests: []gatewayRequests{{Link: linkLimited, RTT: 15, MTU: 1500, PerSecond: map[string]harness.Figure{sideNative: 66, sideSockeye: 65, sidePasta: harness.Figure(math.NaN()), sidePastaNew: 64}}},
+		RR: []*gatewayRR{
+			{
+				Connections: 1, MTU: 1500, Trips: tripsOf(10, 16, 40, 18), Connects: tripsOf(30, 60, 90, 50),
+			},
+			{Connections: 16, MTU: 1500, Trips: tripsOf(10, 18, 40, 15), Connects: tripsOf(30, 40, 90, 50)},
+		},
+		Seeds: []gatewaySeed{{RTT: 15, Seconds: map[string][]float64{sideNative: {900, 950}}, Mean: map[string]harness.Figure{sideNative: 925}}},
 	}
 	// The load stalls in one round of three, which the median does not show.
 	stalled := testPoint(1, 960, 960, 13, 0.5, 0)
@@ -134,6 +155,19 @@ func TestGatewayReport(t *testing.T) {
 		t.Fatal(err)
 	}
 	var got struct {
+		PastaVersion    string `json:"pasta_version"`
+		PastaNewVersion string `json:"pasta_new_version"`
+		RR              []struct {
+			Connections int                `json:"connections"`
+			MTU         int                `json:"mtu"`
+			Native      float64            `json:"native"`
+			Sockeye     float64            `json:"sockeye"`
+			Pasta       float64            `json:"pasta"`
+			PastaNew    float64            `json:"pasta_new"`
+			P99         map[string]float64 `json:"p99_us"`
+			Connect     map[string]float64 `json:"connect_us"`
+			CPU         map[string]float64 `json:"connect_cpu_us"`
+		} `json:"rr"`
 		Points []struct {
 			RTT         int     `json:"rtt_ms"`
 			MTU         int     `json:"mtu"`
@@ -143,11 +177,13 @@ func TestGatewayReport(t *testing.T) {
 			Native      float64 `json:"native_mbit"`
 			Sockeye     float64 `json:"sockeye_mbit"`
 			Pasta       float64 `json:"pasta_mbit"`
+			PastaNew    float64 `json:"pasta_new_mbit"`
 			Partial     int     `json:"partial_sends"`
 			Resent      int     `json:"retransmits"`
 			CPU         struct {
-				Sockeye float64 `json:"sockeye"`
-				Pasta   float64 `json:"pasta"`
+				Sockeye  float64 `json:"sockeye"`
+				Pasta    float64 `json:"pasta"`
+				PastaNew float64 `json:"pasta_new"`
 			} `json:"cpu_s_per_gb"`
 		} `json:"points"`
 	}
@@ -159,8 +195,16 @@ func TestGatewayReport(t *testing.T) {
 	}
 	p := got.Points[1]
 	if p.RTT != 285 || p.MTU != 1500 || p.CC != "cubic" || p.Direction != "upload" || p.Connections != 1 ||
-		p.Native != 490 || p.Sockeye != 400 || p.Pasta != 13 || p.Partial != 2 || p.Resent != 7 || p.CPU.Sockeye != 1.5 || p.CPU.Pasta != 1 {
+		p.Native != 490 || p.Sockeye != 400 || p.Pasta != 13 || p.Partial != 2 || p.Resent != 7 || p.CPU.Sockeye != 1.5 || p.CPU.Pasta != 1 ||
+		p.PastaNew != 26 || p.CPU.PastaNew != 0.6 {
 		t.Errorf("point = %+v", p)
+	}
+	if got.PastaVersion != "1" || got.PastaNewVersion != "2" || len(got.RR) != 2 {
+		t.Fatalf("versions %q, %q, %d round trips", got.PastaVersion, got.PastaNewVersion, len(got.RR))
+	}
+	if r := got.RR[1]; r.Connections != 16 || r.MTU != 1500 || r.Native != 10 || r.Sockeye != 18 || r.Pasta != 40 || r.PastaNew != 15 ||
+		r.P99[sideSockeye] != 36 || r.Connect[sidePasta] != 90 || r.CPU[sidePastaNew] != 5 {
+		t.Errorf("round trips = %+v", r)
 	}
 	text := harness.Text(r)
 	for _, want := range []string{
@@ -168,7 +212,10 @@ func TestGatewayReport(t *testing.T) {
 		"without delay, at least 1.5 times pasta: met at 0 of 1 points\n  missed: 1gbit 0 ms, MTU 1500, cubic, upload, 1 connection: 1.29 times pasta, 0.94 times native\n",
 		"without delay, at least 1.5 times pasta, or 0.95 times native: met at 0 of 1 points\n",
 		"no partial send: met at 3 of 4 points\n", "no stall: met at 3 of 4 points\n", "less CPU per GB than pasta: met at 3 of 4 points\n",
-		"66      65       -\n", "900 950\n",
+		"66      65       -      64\n", "900 950\n", "pasta: passt 1; pasta_new: passt 2\n",
+		"less CPU per GB than the newest pasta: met at 3 of 4 points\n",
+		"round trips, median at most 1.7 times native's: met at 1 of 2 points\n  missed: MTU 1500, 16 connections: 1.80 times\n",
+		"round trips, P99 below that of pasta_new: met at 1 of 2 points\n", "connects, median below that of pasta_new: met at 1 of 2 points\n",
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("the report does not contain %q:\n%s", want, text)
@@ -224,7 +271,7 @@ func TestDatagramReport(t *testing.T) {
 			t.Errorf("the highest rate of %s is %s, want %s", side, got, want)
 		}
 	}
-	r := &gatewayReport{Options: options{Rounds: 1}, Datagrams: []*gatewayDatagrams{d}, DatagramBuffers: datagramBuffers{8192, 4096, 2048}}
+	r := &gatewayReport{Options: options{Rounds: 1, Sides: gatewaySides[:3]}, Datagrams: []*gatewayDatagrams{d}, DatagramBuffers: datagramBuffers{8192, 4096, 2048, 0}}
 	text := harness.Text(r)
 	for _, want := range []string{
 		"medians of 3", "in bytes: programs 8192, Sockeye's gateway 4096, pasta 2048",
@@ -303,7 +350,7 @@ func TestGatewayLoad(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	p, err := newGatewayPath(ctx, l, linkLimited)
+	p, err := newGatewayPath(ctx, l, linkLimited, "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -329,6 +376,19 @@ func TestGatewayLoad(t *testing.T) {
 	}
 	b := &bench{lab: l, report: &gatewayReport{}}
 	for name, side := range sides {
+		for _, kind := range []string{roundTrips, connects} {
+			r, err := b.trips(p, side, task{Kind: kind, Connections: 3, Duration: 20 * rtt})
+			switch {
+			case err != nil:
+				t.Fatal(err)
+			case r.Median < harness.Figure(rtt.Microseconds()), r.P99 < r.Median:
+				t.Errorf("%s %s: median %v us, P99 %v us over a link of %v", name, kind, r.Median, r.P99, rtt)
+			case r.Rate <= 0 || r.Rate > harness.Figure(3/rtt.Seconds()):
+				t.Errorf("%s %s: %v per second on 3 connections over a link of %v", name, kind, r.Rate, rtt)
+			case (name == sideSockeye) != (r.CPU > 0):
+				t.Errorf("%s %s: CPU of the gateway %v us", name, kind, r.CPU)
+			}
+		}
 		for _, direction := range []string{upload, download} {
 			r, err := b.load(p, side, task{Kind: direction, CC: "cubic", Connections: 2, Duration: time.Second}, time.Second/2)
 			switch {

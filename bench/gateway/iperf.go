@@ -39,7 +39,7 @@ type gatewaySeed struct {
 }
 
 func (b *bench) seeds(ctx context.Context) error {
-	p, err := newGatewayPath(ctx, b.lab, linkSeed)
+	p, err := newGatewayPath(ctx, b.lab, linkSeed, b.newPasta)
 	if err != nil {
 		return err
 	}
@@ -69,15 +69,15 @@ func (b *bench) seeds(ctx context.Context) error {
 			return err
 		}
 		seed := gatewaySeed{RTT: rtt, Seconds: map[string][]float64{}, Mean: map[string]harness.Figure{}}
-		for _, name := range harness.Turn(gatewaySides, i) {
+		for _, name := range harness.Turn(b.Sides, i) {
 			in, command := p.host, []string{"iperf3", "--client", p.addresses[1].String(), "--port", strconv.Itoa(iperfPort), "--time", strconv.Itoa(seconds), "--json"}
 			switch name {
 			case sideSockeye:
 				in = guest.in
-			case sidePasta:
+			case sidePasta, sidePastaNew:
 				// pasta's guest has its own sysctls; set the same values.
 				script := `echo "$0" >/proc/sys/net/ipv4/tcp_wmem; echo "$0" >/proc/sys/net/ipv4/tcp_rmem; exec "$@"`
-				command = append(append(pasta(seedMTU, 0), "sh", "-c", script, seedBuffers), command...)
+				command = append(append(p.pasta(name, seedMTU, 0), "sh", "-c", script, seedBuffers), command...)
 			}
 			server, err := b.iperfServer(ctx, p)
 			if err != nil {
@@ -176,7 +176,7 @@ func parseIperf(text []byte) (rates []float64, mean float64, err error) {
 
 func (s gatewaySeed) String() string {
 	text := fmt.Sprintf("iperf3 %3d ms", s.RTT)
-	for _, side := range gatewaySides {
+	for _, side := range having(s.Mean) {
 		text += fmt.Sprintf("; %s %.0f Mbit/s:", side, s.Mean[side])
 		for _, rate := range s.Seconds[side] {
 			text += fmt.Sprintf(" %.0f", rate)

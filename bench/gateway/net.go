@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -27,17 +28,30 @@ const (
 	sideNative  = "native"
 	sideSockeye = "sockeye"
 	sidePasta   = "pasta"
+	// sidePastaNew is the pasta of Debian sid, which tools/pasta-sid unpacks.
+	sidePastaNew = "pasta_new"
 )
 
-var gatewaySides = []string{sideNative, sideSockeye, sidePasta}
+var gatewaySides = []string{sideNative, sideSockeye, sidePasta, sidePastaNew}
+
+// having returns the sides that have values, in the order of gatewaySides.
+func having[V any](values map[string]V) (sides []string) {
+	for _, side := range gatewaySides {
+		if _, ok := values[side]; ok {
+			sides = append(sides, side)
+		}
+	}
+	return sides
+}
 
 // Paths between host and server.
 const (
 	linkVeth    = "veth"
 	linkLimited = "1gbit"
 	linkSeed    = "seed" // rate-limited link, larger socket buffers
-	// linkDatagrams is a veth pair for the UDP loads.
+	// linkDatagrams is a veth pair for the UDP loads, and linkTrips one for round trips.
 	linkDatagrams = "udp"
+	linkTrips     = "rr"
 )
 
 // gatewayPath is a host with gateways and a remote server.
@@ -49,14 +63,16 @@ type gatewayPath struct {
 	device    string        // interface of the host
 	link      *lab.Link     // nil for a veth pair
 	server    *harness.Worker
+	echo      *harness.Worker // server of round trips
+	newPasta  string          // directory of tools/pasta-sid; empty: there is no side sidePastaNew
 }
 
 const gatewayRate = 1e9 // bits/s of the link
 
-// newGatewayPath creates a path with a server.
-func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPath, err error) {
-	p = &gatewayPath{lab: l, name: link, device: "eth0"}
-	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams}, link))
+// newGatewayPath creates a path with servers of loads and of round trips.
+func newGatewayPath(ctx context.Context, l *lab.Lab, link, newPasta string) (p *gatewayPath, err error) {
+	p = &gatewayPath{lab: l, name: link, device: "eth0", newPasta: newPasta}
+	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams, linkTrips}, link))
 	for i := range p.addresses {
 		p.addresses[i] = netip.AddrFrom4([4]byte{10, 84, subnet, byte(1 + i)})
 	}
@@ -71,7 +87,7 @@ func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPat
 	}
 	p.host, p.far = hosts[0], hosts[1]
 	prefixes := [2]netip.Prefix{netip.PrefixFrom(p.addresses[0], 24), netip.PrefixFrom(p.addresses[1], 24)}
-	if link == linkVeth || link == linkDatagrams {
+	if slices.Contains([]string{linkVeth, linkDatagrams, linkTrips}, link) {
 		err = joinByVeth(hosts, p.device, prefixes)
 	} else {
 		p.device = "link0"
@@ -84,11 +100,18 @@ func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPat
 	if err := p.host.AddRoute(netip.MustParsePrefix("0.0.0.0/0"), p.addresses[1]); err != nil {
 		return nil, err
 	}
-	p.server, err = harness.StartWorker(ctx, l, p.far, serverRole+"-"+link, "/proc/self/exe", serverRole, "-listen", p.target().String())
-	if err != nil {
+	start := func(role string, port uint16) (w *harness.Worker, err error) {
+		at := netip.AddrPortFrom(p.addresses[1], port)
+		if w, err = harness.StartWorker(ctx, l, p.far, role+"-"+link, "/proc/self/exe", role, "-listen", at.String()); err != nil {
+			return nil, err
+		}
+		return w, w.Answer(&struct{}{})
+	}
+	if p.server, err = start(serverRole, gatewayPort); err != nil {
 		return nil, err
 	}
-	return p, p.server.Answer(&struct{}{})
+	p.echo, err = start(echoRole, echoPort)
+	return p, err
 }
 
 func joinByVeth(hosts [2]*lab.Namespace, name string, prefixes [2]netip.Prefix) error {
@@ -213,8 +236,8 @@ func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port 
 			return s, err
 		}
 		s.around = s.gateway.Process
-	case side == sidePasta:
-		client = append(pasta(mtu, port), client...)
+	case side == sidePasta || side == sidePastaNew:
+		client = append(p.pasta(side, mtu, port), client...)
 	}
 	if s.client, err = harness.StartWorker(ctx, p.lab, s.in, group, client...); err != nil {
 		return s, err
@@ -260,17 +283,23 @@ func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 	})
 }
 
-// pasta returns the prefix of a command that runs a program in pasta as root, because pasta otherwise switches to the
+// pasta returns the prefix of a command that runs a program in a side's pasta as root, because pasta otherwise switches to the
 // user nobody. pasta forwards one UDP port, or none if port is 0.
-func pasta(mtu int, port uint16) []string {
+func (p *gatewayPath) pasta(side string, mtu int, port uint16) []string {
+	program := []string{"pasta"}
+	if side == sidePastaNew {
+		file := func(name string) string { return filepath.Join(p.newPasta, name) }
+		// Root may not map its own ID in a user namespace without CAP_SETFCAP, which this pasta drops before.
+		program = []string{file("pasta.avx2"), "--library-path", file("lib"), "--argv0", "pasta", file("program"), "--netns-only"}
+	}
 	inside := "none"
 	if port != 0 {
 		inside = strconv.Itoa(int(port))
 	}
-	return []string{
-		"pasta", "--config-net", "--no-map-gw", "--runas", "0", "--mtu", strconv.Itoa(mtu), "--mac-addr", "02:00:00:00:00:01",
+	return append(program,
+		"--config-net", "--no-map-gw", "--runas", "0", "--mtu", strconv.Itoa(mtu), "--mac-addr", "02:00:00:00:00:01",
 		"-t", "none", "-u", inside, "-T", "none", "-U", "none", "--",
-	}
+	)
 }
 
 // stop terminates the processes of the side.
@@ -327,7 +356,7 @@ func (s *gatewaySide) isGateway(pid int) bool {
 	if s.around == nil || pid == s.around.Pid() {
 		return s.around != nil
 	}
-	if s.name != sidePasta {
+	if s.name == sideSockeye {
 		return isInit(pid)
 	}
 	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // the process may have exited

@@ -17,7 +17,11 @@ type gatewayReport struct {
 	harness.Run
 	Points   []*gatewayPoint   `json:"-"`
 	Requests []gatewayRequests `json:"-"`
+	RR       []*gatewayRR      `json:"-"`
 	Seeds    []gatewaySeed     `json:"-"`
+	// Versions are those of the packages of the two pastas; empty without sidePastaNew.
+	PastaVersion    string `json:"-"`
+	PastaNewVersion string `json:"-"`
 
 	Datagrams       []*gatewayDatagrams `json:"-"`
 	DatagramBuffers datagramBuffers     `json:"udp_receive_buffers"`
@@ -44,8 +48,11 @@ type gatewayRequests struct {
 }
 
 func (r gatewayRequests) String() string {
-	return fmt.Sprintf("%s %d ms, MTU %d: requests/s: native %.0f, sockeye %.0f, pasta %.0f", r.Link, r.RTT, r.MTU,
-		r.PerSecond[sideNative], r.PerSecond[sideSockeye], r.PerSecond[sidePasta])
+	s := fmt.Sprintf("%s %d ms, MTU %d: requests/s:", r.Link, r.RTT, r.MTU)
+	for _, side := range having(r.PerSecond) {
+		s += fmt.Sprintf(" %s %.0f", side, r.PerSecond[side])
+	}
+	return s
 }
 
 func runMbit(r *gatewayRun) float64    { return r.Mbit }
@@ -97,7 +104,7 @@ func (p *gatewayPoint) name() string {
 
 func (p *gatewayPoint) String() string {
 	s := p.name() + ": Mbit/s"
-	for _, side := range gatewaySides {
+	for _, side := range having(p.sides) {
 		s += fmt.Sprintf(" %s %.0f", side, p.median(side, runMbit))
 		for _, r := range p.sides[side] {
 			if r.Error != "" {
@@ -105,7 +112,16 @@ func (p *gatewayPoint) String() string {
 			}
 		}
 	}
-	return s + fmt.Sprintf("; s/GB sockeye %.2f pasta %.2f", p.median(sideSockeye, runCPU), p.median(sidePasta, runCPU))
+	s += "; s/GB"
+	for _, side := range gatewaysOf(having(p.sides)) {
+		s += fmt.Sprintf(" %s %.2f", side, p.median(side, runCPU))
+	}
+	return s
+}
+
+// gatewaysOf returns the sides with a gateway.
+func gatewaysOf(sides []string) []string {
+	return slices.DeleteFunc(slices.Clone(sides), func(side string) bool { return side == sideNative })
 }
 
 // longestGap returns the longest gap of all rounds, in seconds.
@@ -174,6 +190,26 @@ var gatewayAims = []gatewayAim{
 		func(p *gatewayPoint) string { return fmt.Sprintf("%.1f s", p.longestGap(sideSockeye)) },
 	},
 	{
+		"at least 1.5 times the newest pasta, or 0.95 times native",
+		func(p *gatewayPoint) bool { return len(p.sides[sidePastaNew]) > 0 },
+		func(p *gatewayPoint) bool {
+			return p.ratio(sideSockeye, sidePastaNew, runMbit) >= aimPasta || p.likeNative()
+		},
+		func(p *gatewayPoint) string {
+			return fmt.Sprintf("%.2f times the newest pasta, %.2f times native", p.ratio(sideSockeye, sidePastaNew, runMbit), p.ratio(sideSockeye, sideNative, runMbit))
+		},
+	},
+	{
+		"less CPU per GB than the newest pasta", func(p *gatewayPoint) bool { return len(p.sides[sidePastaNew]) > 0 },
+		func(p *gatewayPoint) bool {
+			theirs := p.median(sidePastaNew, runCPU)
+			return math.IsNaN(theirs) || p.median(sideSockeye, runCPU) < theirs
+		},
+		func(p *gatewayPoint) string {
+			return fmt.Sprintf("%.2f to %.2f s", p.median(sideSockeye, runCPU), p.median(sidePastaNew, runCPU))
+		},
+	},
+	{
 		"less CPU per GB than pasta", everyPoint,
 		func(p *gatewayPoint) bool {
 			theirs := p.median(sidePasta, runCPU)
@@ -203,49 +239,82 @@ func (r *gatewayReport) held(a gatewayAim) (all int, missed []*gatewayPoint) {
 // Print implements harness.Report.
 func (r *gatewayReport) Print(p harness.Printf) {
 	p("\nGuest of Sockeye, guest of pasta, and native; %d CPUs, Linux %s; medians of %d rounds, sides in rotating order\n", r.CPUs, r.Kernel, r.Options.Rounds)
+	p("%s\n", r.versions())
+	sides := r.Options.Sides
+	through := gatewaysOf(sides)
+	columns := func(title string, sides []string) (above, names string) {
+		return "\t" + title + strings.Repeat("\t", len(sides)-1), "\t" + strings.Join(sides, "\t")
+	}
+	heading := func(titles ...string) {
+		var above, below string
+		for i, title := range titles {
+			of := sides
+			if i > 0 && strings.HasPrefix(title, "CPU") {
+				of = through
+			}
+			a, names := columns(title, of)
+			above, below = above+a, below+names
+		}
+		p("%s\n%s\n", above, below)
+	}
 	if len(r.Points) > 0 {
-		p("\tMbit/s\t\t\tratio to native\tfirst 10 MB, s\t\t\tCPU, s/GB\t\tpartial\tretransmitted segments\t\t\n")
-		p("\tnative\tsockeye\tpasta\tsockeye\tnative\tsockeye\tpasta\tsockeye\tpasta\tsends\tnative\tsockeye\tpasta\n")
+		heading("Mbit/s", "first 10 MB, s", "CPU, s/GB", "retransmitted segments")
 	}
 	for _, x := range r.Points {
 		p("%s", x.name())
-		for _, side := range gatewaySides {
-			p("\t%.0f", x.median(side, runMbit))
+		for _, side := range sides {
+			p("\t%s", orDash("%.0f", x.median(side, runMbit)))
 		}
-		p("\t%.2f", x.ratio(sideSockeye, sideNative, runMbit))
-		for _, side := range gatewaySides {
+		for _, side := range sides {
 			p("\t%s", orDash("%.2f", x.median(side, runFirst)))
 		}
-		p("\t%s\t%s\t%d", orDash("%.2f", x.median(sideSockeye, runCPU)), orDash("%.2f", x.median(sidePasta, runCPU)), x.sum(sideSockeye, runPartial))
-		p("\t%d\t%d+%d\t%d+%d\n", x.sum(sideNative, runResent), x.sum(sideSockeye, runResent), x.sum(sideSockeye, runInside),
-			x.sum(sidePasta, runResent), x.sum(sidePasta, runInside))
+		for _, side := range through {
+			p("\t%s", orDash("%.2f", x.median(side, runCPU)))
+		}
+		for _, side := range sides {
+			if side == sideNative {
+				p("\t%d", x.sum(side, runResent))
+			} else {
+				p("\t%d+%d", x.sum(side, runResent), x.sum(side, runInside))
+			}
+		}
+		p("\n")
 	}
 	if len(r.Points) > 0 {
-		p("Partial sends and retransmitted segments are sums over all rounds. Retransmitted segments: host and server + guest and gateway; with pasta, the guest only.\n")
+		p("Retransmitted segments are sums over all rounds. Retransmitted segments: host and server + guest and gateway; with pasta, the guest only.\n")
 		p("-: less than 10 MB was transferred, or nothing.\n")
 	}
 	if len(r.Requests) > 0 {
-		p("\nRequests per second, request and response of one byte\n\tnative\tsockeye\tpasta\n")
+		p("\nRequests per second on one connection, request and response of one byte\n\t%s\n", strings.Join(sides, "\t"))
 		for _, x := range r.Requests {
 			p("%s %d ms, MTU %d", x.Link, x.RTT, x.MTU)
-			for _, side := range gatewaySides {
+			for _, side := range sides {
 				p("\t%s", orDash("%.0f", float64(x.PerSecond[side])))
 			}
 			p("\n")
 		}
 	}
+	if len(r.RR) > 0 {
+		p("\nRound trips of one byte over veth, and connects (time of connect; rate and CPU with a round trip and a reset)\n")
+		heading("median, us", "P99, us", "per second", "CPU of the gateway, us")
+		for _, x := range r.RR {
+			x.print(p, "", x.Trips, sides)
+			x.print(p, ", connects", x.Connects, sides)
+		}
+	}
 	if len(r.Seeds) > 0 {
 		p("\niperf3, upload over one connection: mean Mbit/s received, and Mbit/s sent in each second\n")
 		for _, x := range r.Seeds {
-			for _, side := range gatewaySides {
+			for _, side := range having(x.Mean) {
 				p("%d ms, %s\t%.0f\t%s\n", x.RTT, side, x.Mean[side], strings.Trim(fmt.Sprintf("%.0f", x.Seconds[side]), "[]"))
 			}
 		}
 	}
 	r.printDatagrams(p)
-	if len(r.Points) > 0 {
+	if len(r.Points)+len(r.RR) > 0 {
 		p("\nAims\n")
 	}
+	r.printTripAims(p)
 	for _, a := range gatewayAims {
 		if all, missed := r.held(a); all > 0 {
 			p("%s: met at %d of %d points\n", a.title, all-len(missed), all)
@@ -260,6 +329,15 @@ func (r *gatewayReport) Print(p harness.Printf) {
 	p("\nDuration %s.\n", r.Took)
 }
 
+// versions names the versions of pasta.
+func (r *gatewayReport) versions() string {
+	s := "pasta: passt " + r.PastaVersion
+	if r.PastaNewVersion == "" {
+		return s + "; pasta_new, that of Debian sid, is left out: " + r.Options.noNewPasta
+	}
+	return s + "; pasta_new: passt " + r.PastaNewVersion
+}
+
 func (r *gatewayReport) printDatagrams(p harness.Printf) {
 	if len(r.Datagrams) == 0 {
 		return
@@ -268,29 +346,37 @@ func (r *gatewayReport) printDatagrams(p harness.Printf) {
 		r.Options.datagramRounds())
 	p("less than %g %% lost (tested: %s per second; the better of %d attempts; +: the sender did not reach the next rate).\n",
 		100*datagramLoss, strings.ReplaceAll(strings.Trim(fmt.Sprint(datagramRates), "[]"), " ", ", "), datagramTries)
-	p("Receive buffers, in bytes: programs %d, Sockeye's gateway %d, pasta %d.\n",
-		r.DatagramBuffers.Program, r.DatagramBuffers.Sockeye, r.DatagramBuffers.Pasta)
-	for _, n := range datagramBursts {
-		p("\tburst of %d\t\t", n)
+	p("Receive buffers, in bytes: programs %d, Sockeye's gateway %d, pasta %d", r.DatagramBuffers.Program, r.DatagramBuffers.Sockeye, r.DatagramBuffers.Pasta)
+	if r.DatagramBuffers.PastaNew > 0 {
+		p(", pasta_new %d", r.DatagramBuffers.PastaNew)
 	}
-	p("\thighest rate/s\t\t\tgateway CPU, us/datagram at %d/s\n", datagramRates[0])
-	p("%s\tsockeye\tpasta\n", strings.Repeat("\tnative\tsockeye\tpasta", len(datagramBursts)+1))
+	p(".\n")
+	sides := r.Options.Sides
+	empty := strings.Repeat("\t", len(sides)-1)
+	for _, n := range datagramBursts {
+		p("\tburst of %d%s", n, empty)
+	}
+	p("\thighest rate/s%s\tgateway CPU, us/datagram at %d/s\n", empty, datagramRates[0])
+	p("%s\t%s\n", strings.Repeat("\t"+strings.Join(sides, "\t"), len(datagramBursts)+1), strings.Join(gatewaysOf(sides), "\t"))
 	for _, d := range r.Datagrams {
 		p("%s", d.name())
 		for _, l := range d.Bursts {
-			for _, side := range gatewaySides {
+			for _, side := range sides {
 				p("\t%.0f", l.arrived(side))
 			}
 		}
-		for _, side := range gatewaySides {
+		for _, side := range sides {
 			p("\t%s", d.highestText(side))
 		}
-		p("\t%s\t%s\n", orDash("%.1f", d.cpu(sideSockeye)), orDash("%.1f", d.cpu(sidePasta)))
+		for _, side := range gatewaysOf(sides) {
+			p("\t%s", orDash("%.1f", d.cpu(side)))
+		}
+		p("\n")
 	}
 	p("Losses in all rounds, of bursts and at the lowest rate that was not carried:\n")
 	for _, d := range r.Datagrams {
 		for _, l := range slices.Concat(d.Bursts, d.Rates) {
-			for _, side := range gatewaySides {
+			for _, side := range sides {
 				if l.Rate > 0 && (l.carried(side) || l.slow(side)) {
 					continue
 				}
@@ -312,13 +398,13 @@ func orDash(format string, v float64) string {
 // Figures implements harness.Report.
 func (r *gatewayReport) Figures() any {
 	type gateways struct {
-		Sockeye harness.Figure `json:"sockeye"`
-		Pasta   harness.Figure `json:"pasta"`
+		Sockeye  harness.Figure `json:"sockeye"`
+		Pasta    harness.Figure `json:"pasta"`
+		PastaNew harness.Figure `json:"pasta_new"`
 	}
 	type sides struct {
-		Native  harness.Figure `json:"native"`
-		Sockeye harness.Figure `json:"sockeye"`
-		Pasta   harness.Figure `json:"pasta"`
+		Native harness.Figure `json:"native"`
+		gateways
 	}
 	type point struct {
 		RTT         int                     `json:"rtt_ms"`
@@ -330,6 +416,7 @@ func (r *gatewayReport) Figures() any {
 		Native      harness.Figure          `json:"native_mbit"`
 		Sockeye     harness.Figure          `json:"sockeye_mbit"`
 		Pasta       harness.Figure          `json:"pasta_mbit"`
+		PastaNew    harness.Figure          `json:"pasta_new_mbit"`
 		Partial     int                     `json:"partial_sends"`
 		Resent      int                     `json:"retransmits"`
 		CPU         gateways                `json:"cpu_s_per_gb"`
@@ -347,24 +434,55 @@ func (r *gatewayReport) Figures() any {
 		m := func(side string, of func(*gatewayRun) float64) harness.Figure {
 			return harness.Figure(p.median(side, of))
 		}
-		all := func(of func(*gatewayRun) float64) sides {
-			return sides{m(sideNative, of), m(sideSockeye, of), m(sidePasta, of)}
+		through := func(of func(*gatewayRun) float64) gateways {
+			return gateways{m(sideSockeye, of), m(sidePasta, of), m(sidePastaNew, of)}
 		}
+		all := func(of func(*gatewayRun) float64) sides { return sides{m(sideNative, of), through(of)} }
 		points = append(points, point{
 			RTT: p.RTT, Link: p.Link, MTU: p.MTU, CC: p.CC, Direction: p.Direction, Connections: p.Connections,
-			Native: m(sideNative, runMbit), Sockeye: m(sideSockeye, runMbit), Pasta: m(sidePasta, runMbit),
+			Native: m(sideNative, runMbit), Sockeye: m(sideSockeye, runMbit), Pasta: m(sidePasta, runMbit), PastaNew: m(sidePastaNew, runMbit),
 			Partial: p.sum(sideSockeye, runPartial), Resent: p.sum(sideSockeye, runResent) + p.sum(sideSockeye, runInside),
-			CPU: gateways{m(sideSockeye, runCPU), m(sidePasta, runCPU)}, First: all(runFirst), Gap: all(runGap), Runs: p.sides,
+			CPU: through(runCPU), First: all(runFirst), Gap: all(runGap), Runs: p.sides,
 		})
 	}
 	for _, a := range gatewayAims {
 		n, missed := r.held(a)
 		aims = append(aims, aim{a.title, n, n - len(missed)})
 	}
+	type trips struct {
+		Connections int      `json:"connections"`
+		MTU         int      `json:"mtu"`
+		sides                // median of a round trip, us
+		P99         sides    `json:"p99_us"`
+		Rate        sides    `json:"per_second"`
+		CPU         gateways `json:"cpu_us"`
+		Connect     sides    `json:"connect_us"`
+		ConnectP99  sides    `json:"connect_p99_us"`
+		ConnectRate sides    `json:"connects_per_second"`
+		ConnectCPU  gateways `json:"connect_cpu_us"`
+
+		Runs map[string]map[string][]rrResult `json:"runs"`
+	}
+	rr := []trips{}
+	for _, x := range r.RR {
+		through := func(runs map[string][]rrResult, of func(*rrResult) float64) gateways {
+			f := func(side string) harness.Figure { return harness.Figure(medianOf(runs[side], of)) }
+			return gateways{f(sideSockeye), f(sidePasta), f(sidePastaNew)}
+		}
+		all := func(runs map[string][]rrResult, of func(*rrResult) float64) sides {
+			return sides{harness.Figure(medianOf(runs[sideNative], of)), through(runs, of)}
+		}
+		rr = append(rr, trips{
+			x.Connections, x.MTU, all(x.Trips, rrMedian), all(x.Trips, rrP99), all(x.Trips, rrRate), through(x.Trips, rrCPU),
+			all(x.Connects, rrMedian), all(x.Connects, rrP99), all(x.Connects, rrRate), through(x.Connects, rrCPU),
+			map[string]map[string][]rrResult{"round_trips": x.Trips, "connects": x.Connects},
+		})
+	}
 	type counts struct {
-		Native  int `json:"native"`
-		Sockeye int `json:"sockeye"`
-		Pasta   int `json:"pasta"`
+		Native   int `json:"native"`
+		Sockeye  int `json:"sockeye"`
+		Pasta    int `json:"pasta"`
+		PastaNew int `json:"pasta_new"`
 	}
 	type datagrams struct {
 		*gatewayDatagrams
@@ -374,24 +492,28 @@ func (r *gatewayReport) Figures() any {
 	udp := []datagrams{}
 	for _, d := range r.Datagrams {
 		udp = append(udp, datagrams{
-			d, counts{d.highest(sideNative), d.highest(sideSockeye), d.highest(sidePasta)},
-			gateways{harness.Figure(d.cpu(sideSockeye)), harness.Figure(d.cpu(sidePasta))},
+			d, counts{d.highest(sideNative), d.highest(sideSockeye), d.highest(sidePasta), d.highest(sidePastaNew)},
+			gateways{harness.Figure(d.cpu(sideSockeye)), harness.Figure(d.cpu(sidePasta)), harness.Figure(d.cpu(sidePastaNew))},
 		})
 	}
 	return struct {
+		PastaVersion    string `json:"pasta_version"`
+		PastaNewVersion string `json:"pasta_new_version,omitempty"`
+
 		Points   []point           `json:"points"`
 		Requests []gatewayRequests `json:"requests"`
+		RR       []trips           `json:"rr"`
 		Seeds    []gatewaySeed     `json:"iperf3"`
 		UDP      []datagrams       `json:"udp"`
 		Aims     []aim             `json:"aims"`
 		Run      *gatewayReport    `json:"run"`
-	}{points, r.Requests, r.Seeds, udp, aims, r}
+	}{r.PastaVersion, r.PastaNewVersion, points, r.Requests, rr, r.Seeds, udp, aims, r}
 }
 
 // chart draws the throughput of one connection with cubic by RTT.
 func (r *gatewayReport) chart() chart.Chart {
 	drawing := chart.Chart{
-		Title: "Throughput of one cubic connection, Mbit/s: native, guest of Sockeye, guest of pasta", Legend: gatewaySides,
+		Title: "Throughput of one cubic connection, Mbit/s: native, guest of Sockeye, guests of pasta", Legend: r.Options.Sides,
 	}
 	for _, link := range r.Options.Links {
 		for _, direction := range r.Options.Directions {
@@ -401,7 +523,7 @@ func (r *gatewayReport) chart() chart.Chart {
 					if x.Link != link || x.Direction != direction || x.MTU != mtu || x.Connections != 1 || x.CC != r.Options.CCs[0] {
 						continue
 					}
-					for i, side := range gatewaySides {
+					for i, side := range r.Options.Sides {
 						v := x.median(side, runMbit)
 						parts := make([]float64, i+1)
 						parts[i] = v

@@ -86,6 +86,8 @@ type datagramBuffers struct {
 	Program int `json:"program"` // of all sides
 	Sockeye int `json:"sockeye"` // of the gateway's socket of the host
 	Pasta   int `json:"pasta"`
+	// PastaNew is 0 without sidePastaNew.
+	PastaNew int `json:"pasta_new"`
 }
 
 // A datagramRun is the result of one load on one side.
@@ -204,11 +206,19 @@ func (d *gatewayDatagrams) cpu(side string) float64 {
 	return math.NaN()
 }
 
+// sides returns the sides that were measured.
+func (d *gatewayDatagrams) sides() []string {
+	if len(d.Bursts) == 0 {
+		return nil
+	}
+	return having(d.Bursts[0].Runs)
+}
+
 func (d *gatewayDatagrams) name() string { return fmt.Sprintf("%s, %d bytes", d.Direction, d.Bytes) }
 
 func (d *gatewayDatagrams) String() string {
 	s := "udp " + d.name() + ":"
-	for _, side := range gatewaySides {
+	for _, side := range d.sides() {
 		s += " " + side
 		for _, l := range d.Bursts {
 			s += fmt.Sprintf(" %.0f of %d,", l.arrived(side), l.Burst)
@@ -222,7 +232,7 @@ func (d *gatewayDatagrams) String() string {
 // sides, also after an error.
 func (b *bench) datagramSides(ctx context.Context, names []string) (p *gatewayPath, far *harness.Worker, sides map[string]*gatewaySide, err error) {
 	sides = map[string]*gatewaySide{}
-	if p, err = newGatewayPath(ctx, b.lab, linkDatagrams); err != nil {
+	if p, err = newGatewayPath(ctx, b.lab, linkDatagrams, b.newPasta); err != nil {
 		return p, far, sides, err
 	}
 	buffers := &b.report.DatagramBuffers
@@ -250,7 +260,7 @@ func (b *bench) datagramSides(ctx context.Context, names []string) (p *gatewayPa
 			err = ready(sides[name].client)
 		}
 		if s := sides[name]; err == nil && s.around != nil {
-			to := map[string]*int{sideSockeye: &buffers.Sockeye, sidePasta: &buffers.Pasta}[name]
+			to := map[string]*int{sideSockeye: &buffers.Sockeye, sidePasta: &buffers.Pasta, sidePastaNew: &buffers.PastaNew}[name]
 			*to, err = receiveBufferOf(s.around.Pid(), port)
 		}
 	}
@@ -259,7 +269,7 @@ func (b *bench) datagramSides(ctx context.Context, names []string) (p *gatewayPa
 
 // datagrams measures all loads of datagrams.
 func (b *bench) datagrams(ctx context.Context) (err error) {
-	p, far, sides, err := b.datagramSides(ctx, gatewaySides)
+	p, far, sides, err := b.datagramSides(ctx, b.Sides)
 	defer func() {
 		for _, s := range sides {
 			err = errors.Join(err, s.stop())
@@ -289,7 +299,7 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 		}
 		return err
 	}
-	for _, name := range gatewaySides {
+	for _, name := range b.Sides {
 		// Warm-up: resolve the addresses of neighbours and create the flows.
 		l := &datagramLoad{Burst: 10, Runs: map[string][]datagramRun{}}
 		if err := measure(l, name); err != nil {
@@ -302,7 +312,7 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 	for _, n := range datagramBursts {
 		l := &datagramLoad{Burst: n, Runs: map[string][]datagramRun{}}
 		for range b.datagramRounds() {
-			for _, name := range harness.Turn(gatewaySides, b.round) {
+			for _, name := range harness.Turn(b.Sides, b.round) {
 				if err := measure(l, name); err != nil {
 					return err
 				}
@@ -311,11 +321,11 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 		}
 		d.Bursts = append(d.Bursts, l)
 	}
-	left := slices.Clone(gatewaySides) // sides that carried the previous rate
+	left := slices.Clone(b.Sides) // sides that carried the previous rate
 	for _, rate := range datagramRates {
 		l := &datagramLoad{Rate: rate, Runs: map[string][]datagramRun{}}
 		for range datagramTries {
-			for _, name := range harness.Turn(gatewaySides, b.round) {
+			for _, name := range harness.Turn(b.Sides, b.round) {
 				if !slices.Contains(left, name) || l.carried(name) {
 					continue
 				}

@@ -50,7 +50,6 @@ const (
 const (
 	upload   = "upload"   // from the client
 	download = "download" // to the client
-	requests = "requests" // request and response of one byte each
 )
 
 // A task is a load for a client.
@@ -65,12 +64,11 @@ type task struct {
 
 // A gatewayResult is the result of a load at the client.
 type gatewayResult struct {
-	Start    int64     `json:"start"` // of the load, ns of CLOCK_MONOTONIC
-	Requests int       `json:"requests"`
-	Elapsed  int64     `json:"elapsed"` // duration of the requests in ns
-	Arrived  *arrivals `json:"arrived"` // bytes that the client received
-	Resent   uint64    `json:"resent"`  // segments that the client's namespace retransmitted
-	Error    string    `json:"error"`   // first error of a connection; empty without one
+	Start   int64     `json:"start"`   // of the load, ns of CLOCK_MONOTONIC
+	Arrived *arrivals `json:"arrived"` // bytes that the client received
+	Trips   *rrResult `json:"trips,omitempty"`
+	Resent  uint64    `json:"resent"` // segments that the client's namespace retransmitted
+	Error   string    `json:"error"`  // first error of a connection; empty without one
 }
 
 // arrivals records the bytes received by all connections of a load, over time.
@@ -228,15 +226,6 @@ func serveLoad(conn net.Conn, arrived func(run uint32) *arrivals) {
 		for err := error(nil); err == nil; {
 			_, err = conn.Write(b)
 		}
-	case requests:
-		for {
-			if _, err := conn.Read(b[:1]); err != nil {
-				return
-			}
-			if _, err := conn.Write(b[:1]); err != nil {
-				return
-			}
-		}
 	}
 }
 
@@ -292,6 +281,13 @@ func gatewayClient([]string) error {
 // run starts all connections of a load, and resets them at the end.
 func (t *task) run() *gatewayResult {
 	r := &gatewayResult{Start: monotonic(), Arrived: &arrivals{}}
+	if t.Kind == roundTrips || t.Kind == connects {
+		var err error
+		if r.Trips, err = t.roundTrips(); err != nil {
+			r.Error = err.Error()
+		}
+		return r
+	}
 	end := time.Now().Add(t.Duration)
 	before := ownSNMP("Tcp", "RetransSegs")
 	errs := make(chan error, t.Connections)
@@ -332,18 +328,6 @@ func (t *task) load(end time.Time, r *gatewayResult) error {
 		}
 	case download:
 		err = receiveLoad(conn, b, r.Arrived)
-	case requests:
-		start := monotonic()
-		for {
-			if _, err = conn.Write(b[:1]); err != nil {
-				return err
-			}
-			if _, err = conn.Read(b[:1]); err != nil {
-				return err
-			}
-			r.Requests++
-			r.Elapsed = monotonic() - start
-		}
 	}
 	return err
 }
