@@ -87,10 +87,12 @@ type Gateway struct {
 	stopping      bool         // the context of Run has ended
 
 	// Packets.
-	readBuffer  []byte                 // packets of the guest that were read in this turn
-	writeBuffer []byte                 // for a packet to the guest
-	partial     map[fragmentKey][]byte // incomplete datagrams of the guest
-	fragmentID  uint32                 // identification of the last fragmented datagram to the guest
+	readBuffer    []byte                 // packets of the guest that were read in this turn
+	writeBuffer   []byte                 // for a packet to the guest
+	partial       map[fragmentKey][]byte // incomplete datagrams of the guest
+	fragmentID    uint32                 // identification of the last fragmented datagram to the guest
+	onlyEvent     bool                   // the turn has one event
+	singlePackets int                    // turns since one has read more than one packet
 
 	// TCP.
 	conns       map[flow]*conn
@@ -98,6 +100,7 @@ type Gateway struct {
 	seed        maphash.Seed    // of initial sequence numbers
 	windShift   uint8           // Rcv.Wind.Shift of every connection with window scaling
 	ackQueue    []*conn         // connections that acknowledge at the end of the turn
+	lateAcks    []lateAck       // acknowledgements that wait for a response
 	outputQueue []*conn         // connections that exceeded their budget of a turn
 	outputTurn  []*conn         // the output queue of the previous turn
 	flushQueue  []*conn         // connections to flush when the TUN's packets of the turn are processed
@@ -127,6 +130,9 @@ const (
 	maxPacket          = 1 << 16
 	readSize           = vnetHeader + maxPacket + maxHeaders
 	tunBudget          = 64 // maximum number of packets read in a turn
+	// After minSinglePackets turns that found one packet, a turn reads one packet only: the second read(2) would find the queue
+	// empty. Every turn of that number tries again. The cost of a wrong guess is one epoll_wait(2) per packet.
+	minSinglePackets = 16
 )
 
 // New returns a gateway. The gateway owns the descriptors of the configuration, and New closes them if it fails.

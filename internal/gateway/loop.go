@@ -61,6 +61,7 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 		return 0, fmt.Errorf("wait for events: %w", err)
 	}
 	n = max(n, 0)
+	g.onlyEvent = n == 1
 	for _, e := range events[:n] {
 		h := g.handlers[e.Fd]
 		if h.handler == nil || h.number != e.Pad {
@@ -121,6 +122,11 @@ func (g *Gateway) timeout(end time.Time) int {
 		return 0
 	}
 	next, ok := g.timers.Next()
+	if len(g.lateAcks) > 0 {
+		if due := g.lateAcks[0].due; !ok || due.Before(next) {
+			next, ok = due, true
+		}
+	}
 	if !end.IsZero() {
 		soon := g.clock().Add(lingerInterval)
 		if soon.After(end) {
@@ -151,11 +157,12 @@ func (g *Gateway) finishTurn() {
 	for _, c := range g.ackQueue {
 		c.queued.ack = false
 		if c.fd >= 0 {
-			c.acknowledge()
+			c.acknowledgeTurn()
 		}
 	}
 	clear(g.ackQueue)
 	g.ackQueue = g.ackQueue[:0]
+	g.sendLateAcks()
 	g.outputQueue, g.outputTurn = g.outputTurn[:0], g.outputQueue
 	for _, c := range g.outputTurn {
 		c.queued.output = false

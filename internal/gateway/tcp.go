@@ -105,9 +105,9 @@ import (
 //
 // Toward the guest there is no congestion control: the link is a queue in one host, and SND.WND is the bound. The gateway
 // offers neither SACK nor timestamps and drops out-of-order segments: the guest's kernel sends in order and passes up to
-// 64 KB as one packet (IFF_VNET_HDR, TUN_F_TSO4/6), so that losses are rare and their recovery is cheap. Acknowledgements
-// are not delayed: one turn of the event loop reads up to 64 packets and sends one acknowledgement per connection. The host's
-// socket has TCP_NODELAY, because the guest's TCP has applied Nagle's algorithm already.
+// 64 KB as one packet (IFF_VNET_HDR, TUN_F_TSO4/6), so that losses are rare and their recovery is cheap. One turn of
+// the event loop reads up to 64 packets and sends one acknowledgement per connection; only those of requests are delayed (tcp_ack.go).
+// The host's socket has TCP_NODELAY, because the guest's TCP has applied Nagle's algorithm already.
 
 // state is the connection state (RFC 9293, section 3.3.2) of the gateway's end toward the guest. The methods compare states
 // by their order.
@@ -167,6 +167,7 @@ type sendSide struct {
 	unconsumed int
 	peekOffset bool // the kernel keeps the offset of MSG_PEEK (SO_PEEK_OFF, for TCP since Linux 6.9)
 	drained    bool // the receive queue ended at SND.NXT, and epoll has reported no event since
+	special    bool // the last event reported more than data: recv(2) is repeated until it returns 0 or an error
 	blocked    bool // SND.WND is too small to send
 }
 
@@ -183,6 +184,12 @@ type receiveSide struct {
 
 	batch   *segmentBatch // payload of this turn, from RCV.NXT on; nil: none
 	backlog []byte        // payload from RCV.NXT on that the socket did not accept; excludes a batch
+
+	opened   uint32    // RCV.WND when it was computed last
+	received time.Time // time of the last payload
+	request  bool      // the last payload was small and complete, as a request is
+	answered bool      // data for the guest followed a payload within ackDelay
+	acked    bool      // a segment to the guest has acknowledged all payload
 
 	armed       bool // the kernel will report EPOLLOUT
 	moreFollows bool // the last segment had neither PSH nor FIN: the guest has more to send
@@ -224,7 +231,7 @@ const (
 )
 
 // queued marks the queues of the event loop that contain the connection.
-type queued struct{ ack, output, flush bool }
+type queued struct{ ack, lateAck, output, flush bool }
 
 // tcpArrives processes a TCP segment of the guest.
 func (g *Gateway) tcpArrives(s *segment) {
@@ -246,6 +253,7 @@ func (g *Gateway) tcpArrives(s *segment) {
 // socket and returns nil.
 func (g *Gateway) newConn(f flow, fd int, s state) *conn {
 	c := &conn{g: g, flow: f, fd: fd, state: s, snd: sendSide{mss: defaultMSS4}, rcv: receiveSide{recentWrite: maxPacket}}
+	c.snd.drained = true // registering the socket reports data that are there already
 	if f.guest.Addr().Is6() {
 		c.snd.mss = defaultMSS6
 	}
@@ -259,7 +267,7 @@ func (g *Gateway) newConn(f flow, fd int, s state) *conn {
 	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_OOBINLINE, 1)
 	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1)
 	c.snd.peekOffset = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, 0) == nil
-	if err := g.register(fd, unix.EPOLLIN|unix.EPOLLOUT|unix.EPOLLRDHUP|unix.EPOLLET, c); err != nil {
+	if err := g.register(fd, unix.EPOLLIN|unix.EPOLLOUT|unix.EPOLLPRI|unix.EPOLLRDHUP|unix.EPOLLET, c); err != nil {
 		g.log.Warn("cannot register the socket of a connection", "error", err)
 		unix.Close(fd)
 		return nil
@@ -271,6 +279,10 @@ func (g *Gateway) newConn(f flow, fd int, s state) *conn {
 
 // event processes events of the host's socket.
 func (c *conn) event(events uint32) {
+	if events&^unix.EPOLLOUT != 0 {
+		c.snd.drained = false
+	}
+	c.snd.special = events&^(unix.EPOLLIN|unix.EPOLLOUT) != 0
 	switch c.state {
 	case synPending:
 		if events&(unix.EPOLLOUT|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
@@ -292,13 +304,10 @@ func (c *conn) event(events uint32) {
 		}
 		c.hostError = max(c.hostError, hostFailed)
 	}
-	if events&^unix.EPOLLOUT != 0 {
-		c.snd.drained = false
-	}
 	if events&unix.EPOLLOUT != 0 && (c.rcv.armed || len(c.rcv.backlog) > 0) {
 		c.hostWritable()
 	}
-	if c.fd >= 0 && events&(unix.EPOLLIN|unix.EPOLLRDHUP|unix.EPOLLHUP|unix.EPOLLERR) != 0 {
+	if c.fd >= 0 && events&^unix.EPOLLOUT != 0 {
 		c.output()
 	}
 }

@@ -108,9 +108,9 @@ func (g *Gateway) mss(a netip.Addr) uint16 {
 // chooseMSS chooses the MSS option for the guest. The guest's kernel waits for a window of a whole segment, but the free
 // space of the host's socket grows by segments of the path's MSS, at first to a third of the send buffer: the guest could
 // wait forever for the space of a larger segment. A multiple of the path's MSS avoids a small last segment per write.
-func (c *conn) chooseMSS() {
+func (c *conn) chooseMSS(s room.Snapshot) {
 	c.rcv.mss = c.g.mss(c.flow.guest.Addr())
-	if s, err := room.ReadSnapshot(c.fd); err == nil && s.MSS > 0 {
+	if s.MSS > 0 {
 		mss := min(int(c.rcv.mss), max(s.SendBuffer/8, s.MSS))
 		if mss > s.MSS {
 			mss -= mss % s.MSS
@@ -121,6 +121,10 @@ func (c *conn) chooseMSS() {
 
 // connected replies to the guest's SYN when connect(2) of the host's socket has succeeded or failed.
 func (c *conn) connected() {
+	if s, err := room.ReadSnapshot(c.fd); err == nil && !s.Closed {
+		c.acceptedByHost(s)
+		return
+	}
 	if code, err := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR); err != nil || code != 0 {
 		s := segment{from: c.flow.guest, to: c.flow.remote, flags: flagSYN, seq: c.rcv.irs, protocol: unix.IPPROTO_TCP}
 		var short [ipv6Header + 8]byte
@@ -132,15 +136,27 @@ func (c *conn) connected() {
 	if _, err := unix.Getpeername(c.fd); err != nil {
 		return // in progress
 	}
-	c.state = synReceived
-	c.snd.nxt = c.snd.iss + 1
-	c.sendSYN()
+	c.acceptedByHost(room.Snapshot{})
 }
 
-// sendSYN sends the SYN-ACK of a connection that the guest opens, or the SYN of a connection that the host accepted.
-func (c *conn) sendSYN() {
-	c.chooseMSS()
-	c.advanceWindow()
+// acceptedByHost sends the SYN-ACK of a connection that the guest opens.
+func (c *conn) acceptedByHost(s room.Snapshot) {
+	c.state = synReceived
+	c.snd.nxt = c.snd.iss + 1
+	c.sendSYN(s)
+}
+
+// resendSYN sends the SYN-ACK or the SYN again.
+func (c *conn) resendSYN() {
+	s, _ := room.ReadSnapshot(c.fd) // the SYN advertises a whole segment if there is no snapshot
+	c.sendSYN(s)
+}
+
+// sendSYN sends the SYN-ACK of a connection that the guest opens, or the SYN of a connection that the host accepted, with a window
+// for a snapshot of the host's socket.
+func (c *conn) sendSYN(s room.Snapshot) {
+	c.chooseMSS(s)
+	c.advanceWindowTo(s)
 	a := outSegment{
 		from: c.flow.remote, to: c.flow.guest, seq: c.snd.iss, flags: flagSYN, mss: c.rcv.mss, windShift: c.g.windShift, windowScaling: c.windowScaling,
 		window: uint16(min(c.rcv.wnd(), 65535)), // not scaled

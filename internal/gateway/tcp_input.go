@@ -31,7 +31,7 @@ func (c *conn) segmentArrives(s *segment) {
 	}
 	if s.flags&flagSYN != 0 {
 		if c.state == synReceived && s.flags&flagACK == 0 && s.seq == c.rcv.irs {
-			c.sendSYN()
+			c.resendSYN()
 			return
 		}
 		c.acknowledge() // challenge ACK (RFC 5961, section 4.2)

@@ -9,6 +9,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/room"
+
 	"sockeye/internal/gateway/timer"
 )
 
@@ -87,6 +89,7 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 		return
 	}
 	c.snd.nxt = c.snd.iss + 1
-	c.windowScaling = true // offered; the SYN-ACK accepts or declines
-	c.sendSYN()
+	c.windowScaling = true        // offered; the SYN-ACK accepts or declines
+	s, _ := room.ReadSnapshot(fd) // as in resendSYN
+	c.sendSYN(s)
 }

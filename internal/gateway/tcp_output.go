@@ -30,7 +30,8 @@ func (c *conn) output() {
 		}
 		a := c.newSegment(c.snd.nxt, flagACK|flagPSH)
 		headers := a.headers()
-		n, err := c.peekUnsent(c.g.writeBuffer[headers : headers+min(usable, c.maxPayload(headers))])
+		asked := min(usable, c.maxPayload(headers))
+		n, err := c.peekUnsent(c.g.writeBuffer[headers : headers+asked])
 		switch {
 		case errors.Is(err, unix.EAGAIN):
 			c.snd.drained = true
@@ -47,6 +48,12 @@ func (c *conn) output() {
 		c.snd.nxt += uint32(n)
 		if idle {
 			c.startRetransmitTimer()
+		}
+		c.rcv.answered = c.g.now.Sub(c.rcv.received) < ackDelay
+		// recv(2) returns less than asked for at the end of the queue and at an urgent mark. An event follows when the end moves.
+		if n < asked && !c.snd.special {
+			c.snd.drained = true
+			return
 		}
 	}
 	if !c.queued.output {
@@ -125,6 +132,7 @@ func (c *conn) transmit(a *outSegment, payload []byte) {
 	}
 	if a.flags&flagSYN == 0 {
 		c.setWindow(a)
+		c.rcv.acked = a.ack == c.rcv.nxt
 	}
 	a.write(b, len(payload))
 	c.g.send(b)

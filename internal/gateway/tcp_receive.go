@@ -56,6 +56,7 @@ func (c *conn) addToBatch(payload []byte) bool {
 		return c.addToBacklog(payload)
 	}
 	c.rcv.recentWrite += (len(payload) - c.rcv.recentWrite) / 4
+	c.rcv.received = c.g.now
 	if c.rcv.batch == nil {
 		c.rcv.batch = c.g.newBatch()
 		c.scheduleFlush()
@@ -102,6 +103,7 @@ func (c *conn) writeBatch() {
 	}
 	c.rcv.nxt += uint32(n)
 	c.rcv.tracker.Wrote(n, b.bytes)
+	c.rcv.acked, c.rcv.request = false, b.bytes <= maxRequest && !c.rcv.moreFollows
 	if n < b.bytes {
 		c.g.count(PartialSend)
 		for _, part := range b.parts {

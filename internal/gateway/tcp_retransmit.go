@@ -8,7 +8,7 @@ import "golang.org/x/sys/unix"
 func (c *conn) retransmit() {
 	c.g.count(Retransmitted)
 	if c.state < established {
-		c.sendSYN()
+		c.resendSYN()
 		return
 	}
 	if !c.consume() {

@@ -9,15 +9,19 @@ func (c *conn) advanceWindow() {
 	if c.state.finReceived() || c.hostError != hostOK || len(c.rcv.backlog) > 0 {
 		return
 	}
-	s, err := room.ReadSnapshot(c.fd)
-	if err != nil {
-		return
+	if s, err := room.ReadSnapshot(c.fd); err == nil {
+		c.advanceWindowTo(s)
 	}
+}
+
+// advanceWindowTo is advanceWindow with a snapshot of the host's socket.
+func (c *conn) advanceWindowTo(s room.Snapshot) {
 	c.rcv.armed = false
 	if s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat {
 		// Like room.Arm. If the socket has become writable since the snapshot, the kernel reports no event, and the snapshot
 		// is stale.
 		if c.rcv.armed = !isWritable(c.fd); !c.rcv.armed {
+			var err error
 			if s, err = room.ReadSnapshot(c.fd); err != nil {
 				return
 			}
@@ -36,10 +40,11 @@ func (c *conn) advanceWindow() {
 		wnd = whole
 	}
 	gain := int(int32(c.rcv.nxt + uint32(wnd) - c.rcv.adv))
-	if gain <= 0 || c.rcv.armed && gain < min(s.SendBuffer/8, maxPacket) {
-		return // silly-window avoidance (RFC 9293, section 3.8.6.2.2) until EPOLLOUT
+	// Silly-window avoidance (RFC 9293, section 3.8.6.2.2) until EPOLLOUT.
+	if gain > 0 && (!c.rcv.armed || gain >= min(s.SendBuffer/8, maxPacket)) {
+		c.rcv.adv += uint32(gain)
 	}
-	c.rcv.adv += uint32(gain)
+	c.rcv.opened = c.rcv.wnd()
 }
 
 // rcvWindShift returns Rcv.Wind.Shift (RFC 7323, section 2.2).

@@ -13,13 +13,24 @@ type guestPackets Gateway
 
 func (t *guestPackets) event(uint32) {
 	g := (*Gateway)(t)
-	for i, free := 0, g.readBuffer; i < tunBudget; i++ {
+	single := g.onlyEvent && g.singlePackets >= minSinglePackets && g.singlePackets%minSinglePackets != 0
+	packets := 0
+	for free := g.readBuffer; packets < tunBudget; {
 		n, err := direct(unix.SYS_READ, g.config.TUN, free[:readSize], 0)
 		if err != nil || n <= vnetHeader {
 			break
 		}
+		packets++
 		g.input(free[vnetHeader:n])
 		free = free[n:]
+		if single && n <= maxRequest {
+			break
+		}
+	}
+	if packets > 1 {
+		g.singlePackets = 0
+	} else {
+		g.singlePackets++
 	}
 	g.gso.send()
 	for _, c := range g.flushQueue {

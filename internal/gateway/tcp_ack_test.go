@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"io"
+	"testing"
+	"time"
+)
+
+// TestLateAck checks that the response to a request carries the acknowledgement, once the peer has responded in time, and that a
+// late response ends this.
+func TestLateAck(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host4))
+	start := time.Now()
+	p.g.clock = func() time.Time { return start.Add(p.later) }
+	request := func() {
+		t.Helper()
+		l.say(flagACK|flagPSH, []byte("request"))
+		p.turn(0)
+		b := make([]byte, len("request"))
+		if _, err := io.ReadFull(l.conn, b); err != nil || string(b) != "request" {
+			t.Fatalf("received %q, error %v", b, err)
+		}
+	}
+	respond := func() {
+		t.Helper()
+		l.write([]byte("response"))
+		s := l.hear()
+		if string(s.payload) != "response" || s.ack != l.seq {
+			t.Errorf("response: %v, want ack %d", s, l.seq)
+		}
+		l.ack += uint32(len(s.payload))
+	}
+	request()
+	l.acknowledged() // at once: no response is known
+	respond()
+	for range 40 { // more than minSinglePackets
+		request()
+		p.quiet()
+		respond()
+	}
+	p.wait(ackDelay)
+	p.quiet() // the response has acknowledged the request
+	request()
+	p.wait(ackDelay / 2)
+	p.quiet()
+	p.wait(ackDelay / 2)
+	if s := l.hear(); s.ack != l.seq || s.length() != 0 {
+		t.Errorf("late acknowledgement: %v, want ack %d", s, l.seq)
+	}
+	respond()
+	request()
+	l.acknowledged() // at once: the last response was late
+	respond()
+	// A window of which half is used is recomputed and advertised.
+	c := p.g.conns[flow{l.local, l.remote}]
+	c.rcv.opened = 2*c.rcv.wnd() + 1
+	request()
+	l.acknowledged()
+	if c.rcv.opened > c.rcv.wnd() {
+		t.Errorf("the window of %d bytes was not recomputed", c.rcv.wnd())
+	}
+	l.say(flagRST, nil)
+	p.ended()
+}
+
+// TestSinglePackets checks that packets that arrive together are read in few turns after turns that read one packet each.
+func TestSinglePackets(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host4))
+	for range 3 * minSinglePackets {
+		l.say(flagACK|flagPSH, []byte("x"))
+		p.turn(0)
+	}
+	const packets = 3 * minSinglePackets
+	for range packets {
+		l.say(flagACK|flagPSH, []byte("y"))
+	}
+	for range minSinglePackets {
+		p.turn(0)
+	}
+	if got := p.g.conns[flow{l.local, l.remote}].nextSequence(); got != l.seq {
+		t.Errorf("%d bytes are not read after %d turns", l.seq-got, minSinglePackets)
+	}
+	l.acknowledged()
+	l.say(flagRST, nil)
+	p.ended()
+}
