@@ -9,6 +9,8 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -16,56 +18,45 @@ import (
 	"sockeye/internal/api"
 )
 
-// tuneRules is the policy for the cgroups of the tuned arms. The cgroups of the baseline have no program.
-const tuneRules = `tune:
-  - name: incast
-    cgroup: %[1]s/incast-tuned
-    match: {remote: 10.79.0.0/16}
-    set: {syn_rto: 10ms, synack_rto: 10ms, sndbuf: %[2]d, rcvbuf: %[2]d, cwnd_clamp: %[3]d}
-  - name: far-receive
-    cgroup: %[1]s/window-tuned
-    match: {role: connect}
-    set: {initial_rwnd: 40}
-  - name: far-send
-    cgroup: %[1]s/window-tuned
-    match: {role: accept}
-    set: {initial_cwnd: 40}
-  - name: near-connect
-    cgroup: %[1]s/handshake-tuned
-    match: {role: connect}
-    set: {syn_rto: 10ms}
-  - name: near-accept
-    cgroup: %[1]s/handshake-tuned
-    match: {role: accept}
-    set: {synack_rto: 10ms}
-  - name: learning
-    cgroup: %[1]s/learning
-    match: {role: accept}
-    set: {initial_cwnd: {explore: [10, 16, 24, 40, 64], by: remote/24, share: 100%%, bytes: 64KB}}
-  - name: elsewhere
-    cgroup: %[1]s/cost-unmatched
-    match: {remote: 192.0.2.0/24}
-    set: {initial_cwnd: 40}
-  - name: other-ports
-    cgroup: %[1]s/cost-unmatched
-    match: {port: 1790, role: accept}
-    set: {sndbuf: 150KB}
-  - name: many
-    cgroup: %[1]s/cost-unmatched_10000_prefixes
-    match: {remote_file: prefixes.txt}
-    set: {initial_cwnd: 40}
-  - name: here
-    cgroup: %[1]s/cost-matched
-    match: {remote: 127.0.0.0/8}
-    set: {syn_rto: 10ms, synack_rto: 10ms, sndbuf: 150KB, rcvbuf: 150KB, cwnd_clamp: 100}
-`
+// rulesOf returns the rules of the parts for the cgroups of the arms, which are below a cgroup. The cgroups of the baseline
+// have no program. The rules of the incast are those of the TCP-BPF paper, with another clamp.
+func (t *bench) rulesOf(cgroup string) string {
+	var b strings.Builder
+	b.WriteString("tune:\n")
+	rule := func(part, name, group, match, set string) {
+		if t.wants(part) {
+			fmt.Fprintf(&b, "  - {name: %s, cgroup: %s/%s, match: {%s}, set: {%s}}\n", name, cgroup, group, match, set)
+		}
+	}
+	rule(incastPart, "incast", "incast-"+tuned, "same_prefix: {ipv6: 44}", fmt.Sprintf("syn_rto: 10ms, synack_rto: 10ms, sndbuf: %[1]d, rcvbuf: %[1]d, cwnd_clamp: %[2]d", t.Buffers, t.Clamp))
+	if slices.Contains(t.Arms, byDCTCP) {
+		rule(incastPart, "incast-dctcp", "incast-"+byDCTCP, "same_prefix: {ipv6: 44}", "syn_rto: 10ms, synack_rto: 10ms, ecn: true, congestion: dctcp")
+	}
+	for _, window := range []struct{ arm, receive, send string }{
+		{fixed40, "40", "40"},
+		{explored, "64", "{explore: [10, 16, 24, 40, 64], by: remote/24, share: 100%, bytes: 64KB}"},
+	} {
+		rule(iwPart, window.arm+"-receive", iwGroup+"-"+window.arm, "role: connect", "initial_rwnd: "+window.receive)
+		rule(iwPart, window.arm+"-send", iwGroup+"-"+window.arm, "role: accept", "initial_cwnd: "+window.send)
+	}
+	rule(synPart, "near-connect", handshakeGroup+"-"+tuned, "role: connect", "syn_rto: 10ms")
+	rule(synPart, "near-accept", handshakeGroup+"-"+tuned, "role: accept", "synack_rto: 10ms")
+	rule(learningPart, "learning", learningGroup, "role: accept", "initial_cwnd: {explore: [10, 16, 24, 40, 64], by: remote/24, share: 100%, bytes: 64KB}")
+	rule(costPart, "elsewhere", "cost-"+costUnmatched, "remote: 192.0.2.0/24", "initial_cwnd: 40")
+	rule(costPart, "other-ports", "cost-"+costUnmatched, "port: 1790, role: accept", "sndbuf: 150KB")
+	rule(costPart, "many", "cost-"+costMany, "remote_file: prefixes.txt", "initial_cwnd: 40")
+	rule(costPart, "here", "cost-"+costMatched, "remote: 127.0.0.0/8", "syn_rto: 10ms, synack_rto: 10ms, sndbuf: 150KB, rcvbuf: 150KB, cwnd_clamp: 100")
+	return b.String()
+}
+
+var ruleGroup = regexp.MustCompile(`cgroup: \S+/([^/,]+),`)
 
 // startAgent starts an agent with the policy, and returns when its programs are attached.
 func (t *bench) startAgent(ctx context.Context) error {
 	dir := t.Lab.Dir()
-	for _, group := range []string{"incast-" + tuned, iwGroup + "-" + tuned, handshakeGroup + "-" + tuned, learningGroup,
-		"cost-" + costUnmatched, "cost-" + costMany, "cost-" + costMatched} {
-		if _, err := t.Group(group); err != nil {
+	rules := t.rulesOf("/" + t.Lab.CgroupPath())
+	for _, m := range ruleGroup.FindAllStringSubmatch(rules, -1) {
+		if _, err := t.Group(m[1]); err != nil {
 			return err
 		}
 	}
@@ -73,8 +64,7 @@ func (t *bench) startAgent(ctx context.Context) error {
 	for i := range 10_000 {
 		fmt.Fprintln(&prefixes, netip.PrefixFrom(netip.AddrFrom4([4]byte{172, 16 + byte(i>>12), byte(i >> 4), byte(i << 4)}), 28))
 	}
-	policy := fmt.Sprintf(tuneRules, "/"+t.Lab.CgroupPath(), t.Buffers, t.Clamp)
-	for name, text := range map[string]string{"prefixes.txt": prefixes.String(), "policy.yaml": policy} {
+	for name, text := range map[string]string{"prefixes.txt": prefixes.String(), "policy.yaml": rules} {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
 			return fmt.Errorf("write policy: %w", err)
 		}

@@ -8,103 +8,180 @@ import (
 	"net/netip"
 	"os"
 	"runtime"
+	"slices"
 	"time"
 
 	"sockeye/bench/harness"
 )
 
+// Sizes of the RPCs of an incast in bytes; stream is the size of a flow that sends without answers.
 const (
-	large = 1_000_000 // size of a large RPC in bytes
-	small = 10_000
+	large  = 1_000_000
+	small  = 10_000
+	stream = 0
 )
 
-var incastFlows = []int{1, 2, 4, 8, 16} // numbers of flows with large RPCs
+// The load of the TCP-BPF paper: each sender has X flows of large RPCs, one stream and two flows of small RPCs.
+const (
+	streamFlows = 1
+	smallFlows  = 2
+)
+
+// paperX are the X of the paper. beyondX has so many flows that their smallest windows fill the queue.
+var paperX = []int{1, 2, 4, 8, 16}
+
+const beyondX = 32
+
+// flowsOf returns the number of flows of all senders.
+func flowsOf(x int) int { return senders * (x + streamFlows + smallFlows) }
+
+// loadOf returns the load of each sender.
+func loadOf(x int) []rpcFlows {
+	return []rpcFlows{{Size: large, Count: x}, {Size: stream, Count: streamFlows}, {Size: small, Count: smallFlows}}
+}
+
+// flowClasses are the classes of flows, with their names in the figures.
+var flowClasses = []struct {
+	size       int
+	title, key string
+}{{large, "1 MB", "1mb"}, {stream, "stream", "stream"}, {small, "10 KB", "10kb"}}
 
 // incastWarmup is the time in which the connections find their windows. It is not measured.
 const incastWarmup = time.Second
 
+// Arms of the incast in addition to baseline and tuned. The application of the arm setsockopt limits windows and buffers
+// itself. The routes of the arm route limit the windows. bpftune and DCTCP need a kernel that has kprobes or the module:
+// they are arms in a virtual machine.
+const (
+	byRoute   = "route"
+	byApp     = "setsockopt"
+	byDCTCP   = "dctcp"
+	byBPFTune = "bpftune"
+)
+
 // incastRun is one run of one arm.
 type incastRun struct {
-	Arm         string  `json:"arm"`
-	X           int     `json:"x"`
-	Round       int     `json:"round"`
-	Retransmits uint64  `json:"retransmits"`
-	Segments    uint64  `json:"segments"`
-	Drops       uint64  `json:"bottleneck_drops"`
-	Rate        float64 `json:"rate_1mb_mbit"` // mean of the X flows
-	SmallRate   float64 `json:"rpc_10kb_per_second"`
-	StreamRate  float64 `json:"rate_stream_mbit"`
-	CPU         float64 `json:"cpu_share"` // share of all CPUs
-
-	large, small []float64 // ms
+	Arm      string               `json:"arm"`
+	X        int                  `json:"x"`
+	Round    int                  `json:"round"`
+	Segments uint64               `json:"segments"`
+	Drops    uint64               `json:"bottleneck_drops"`
+	Marks    uint64               `json:"bottleneck_marks"` // packets that the bottleneck marked by ECN
+	CPU      float64              `json:"cpu_share"`        // share of all CPUs
+	Classes  map[string]*classRun `json:"classes"`          // by flowClasses.key
 }
 
-// incastArm contains the sender processes of an arm.
+// classRun has the flows of one class in one run.
+type classRun struct {
+	Retransmits uint64  `json:"retransmits"`
+	Rate        float64 `json:"rate_mbit"` // mean of the flows
+
+	took []float64 // ms, of an RPC or of 1 MB of a stream
+}
+
+// incastArm contains the processes of an arm.
 type incastArm struct {
 	name    string
+	options socketOptions
 	target  netip.AddrPort
 	clients []*harness.Worker
 }
 
+// segment is the payload of a full segment over IPv6 with timestamps, in bytes.
+const segment = 1500 - 40 - 20 - 12
+
 func (t *bench) incast(ctx context.Context) ([]incastRun, error) {
-	n, err := newIncastNet(t.Lab, t.Rate, t.Queue)
+	n, err := newIncastNet(t.Lab, t.Rate, t.Queue, len(t.Arms), t.Mark)
 	if err != nil {
 		return nil, err
 	}
 	var arms []*incastArm
-	for i, name := range []string{baseline, tuned} {
-		a := &incastArm{name: name, target: netip.AddrPortFrom(incastHost(senders), tunePort+uint16(i))}
-		group, err := t.Group("incast-" + name)
-		if err != nil {
-			return nil, err
-		}
-		if err := t.server(ctx, n.receiver, group, a.target.String()); err != nil {
-			return nil, err
-		}
-		for _, s := range n.senders {
-			c, err := t.Worker(ctx, s, group, clientRole)
-			if err != nil {
+	for i, name := range t.Arms {
+		a := &incastArm{name: name, target: netip.AddrPortFrom(incastTarget(i), tunePort)}
+		switch name {
+		case byApp:
+			a.options = socketOptions{Buffers: t.Buffers, Window: t.Clamp * segment}
+		case byRoute:
+			if err := n.limitRoutes(i, t.Clamp); err != nil {
 				return nil, err
 			}
-			a.clients = append(a.clients, c)
+		}
+		if err := t.startArm(ctx, n, a); err != nil {
+			return nil, fmt.Errorf("start arm %s: %w", name, err)
 		}
 		arms = append(arms, a)
 	}
 	fmt.Fprint(os.Stderr, "incast: ")
 	defer fmt.Fprintln(os.Stderr)
 	var runs []incastRun
+	run := func(round, x int, a *incastArm) error {
+		r, err := t.incastRun(ctx, n, a, x)
+		if err != nil {
+			return fmt.Errorf("%d flows, %s: %w", flowsOf(x), a.name, err)
+		}
+		r.Round = round
+		runs = append(runs, r)
+		fmt.Fprint(os.Stderr, ".")
+		return nil
+	}
+	others := slices.DeleteFunc(slices.Clone(arms), func(a *incastArm) bool { return a.name == byBPFTune })
 	for round := range t.Rounds {
-		for _, x := range incastFlows {
-			for _, a := range arms {
-				r, err := t.incastRun(ctx, n, a, x)
-				if err != nil {
-					return nil, fmt.Errorf("incast, %d flows, %s: %w", x, a.name, err)
+		for _, x := range t.X {
+			for _, a := range harness.Turn(others, round) {
+				if err := run(round, x, a); err != nil {
+					return nil, err
 				}
-				r.Round = round
-				runs = append(runs, r)
-				fmt.Fprint(os.Stderr, ".")
 			}
+		}
+		if len(others) == len(arms) {
+			continue
+		}
+		// bpftune tunes all namespaces, and learns from one run to the next: it runs during its own runs only.
+		stop, err := t.startBPFTune(ctx)
+		if err != nil {
+			return nil, err
+		}
+		for _, x := range t.X {
+			if err := run(round, x, arms[len(arms)-1]); err != nil {
+				return nil, err
+			}
+		}
+		if err := stop(); err != nil {
+			return nil, err
 		}
 	}
 	return runs, nil
 }
 
-// loadOf returns the part of one sender in a load of x flows: the large RPC flows are distributed over all senders in
-// turn, the small ones over the first two senders, and the last sender sends the stream.
-func loadOf(sender, x int) []rpcFlows {
-	flows := []rpcFlows{{Size: large, Count: (x + senders - 1 - sender) / senders}}
-	if sender < senders-1 {
-		return append(flows, rpcFlows{Size: small, Count: 1})
+// startArm starts the processes of an arm in its cgroup. Each sender closes one connection: the kernel applies the locked
+// cwnd of a route only to destinations to which a connection was closed before.
+func (t *bench) startArm(ctx context.Context, n *incastNet, a *incastArm) error {
+	group, err := t.Group("incast-" + a.name)
+	if err != nil {
+		return err
 	}
-	return append(flows, rpcFlows{Size: 0, Count: 1})
+	if err := t.server(ctx, n.receiver, group, a.target.String(), a.options); err != nil {
+		return err
+	}
+	for _, s := range n.senders {
+		c, err := t.Worker(ctx, s, group, clientRole)
+		if err != nil {
+			return err
+		}
+		if err := c.Ask(task{Target: a.target.String(), Fetch: small}, new(int64)); err != nil {
+			return err
+		}
+		a.clients = append(a.clients, c)
+	}
+	return nil
 }
 
 func (t *bench) incastRun(ctx context.Context, n *incastNet, a *incastArm, x int) (incastRun, error) {
-	r := incastRun{Arm: a.name, X: x}
+	r := incastRun{Arm: a.name, X: x, Classes: map[string]*classRun{}}
 	window := time.Duration(t.Seconds * float64(time.Second))
-	for i, c := range a.clients {
-		l := &rpcLoad{Flows: loadOf(i, x), Warmup: incastWarmup, Duration: window}
-		if err := c.Ask(task{Target: a.target.String(), Load: l}, &struct{}{}); err != nil {
+	for _, c := range a.clients {
+		l := &rpcLoad{Flows: loadOf(x), Warmup: incastWarmup, Duration: window}
+		if err := c.Ask(task{Target: a.target.String(), Options: a.options, Load: l}, &struct{}{}); err != nil {
 			return r, err
 		}
 	}
@@ -130,25 +207,29 @@ func (t *bench) incastRun(ctx context.Context, n *incastNet, a *incastArm, x int
 	if err != nil {
 		return r, err
 	}
-	r.Retransmits, r.Segments, r.Drops = after.retransmits-before.retransmits, after.segments-before.segments, after.drops-before.drops
+	r.Segments, r.Drops, r.Marks = after.segments-before.segments, after.drops-before.drops, after.marks-before.marks
+	var results []rpcResult
 	for _, c := range a.clients {
-		var results []rpcResult
-		if err := c.Answer(&results); err != nil {
+		var some []rpcResult
+		if err := c.Answer(&some); err != nil {
 			return r, err
 		}
+		results = append(results, some...)
+	}
+	for _, class := range flowClasses {
+		c := &classRun{}
+		flows := 0
 		for _, f := range results {
-			mbit := float64(f.Bytes) * 8 / 1e6 / window.Seconds()
-			switch f.Size {
-			case large:
-				r.Rate += mbit / float64(x)
-				r.large = appendMilliseconds(r.large, f.Took)
-			case small:
-				r.SmallRate += float64(f.Bytes) / small / window.Seconds()
-				r.small = appendMilliseconds(r.small, f.Took)
-			default:
-				r.StreamRate += mbit
+			if f.Size != class.size {
+				continue
 			}
+			flows++
+			c.Retransmits += f.Retransmits
+			c.Rate += float64(f.Bytes) * 8 / 1e6 / window.Seconds()
+			c.took = appendMilliseconds(c.took, f.Took)
 		}
+		c.Rate /= float64(flows)
+		r.Classes[class.key] = c
 	}
 	return r, nil
 }

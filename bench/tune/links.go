@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"sync"
 	"time"
 
 	"sockeye/bench/harness"
@@ -54,88 +53,23 @@ func (t *bench) endpoints(ctx context.Context, n *linkNet, group string, port ui
 		return e, err
 	}
 	e.target = netip.AddrPortFrom(n.address, port).String()
-	if err := t.server(ctx, n.server, group, e.target); err != nil {
+	if err := t.server(ctx, n.server, group, e.target, socketOptions{}); err != nil {
 		return e, err
 	}
 	e.client, err = t.Worker(ctx, n.client, group, clientRole)
 	return e, err
 }
 
-// arms starts both arms of a comparison over a link.
-func (t *bench) arms(ctx context.Context, n *linkNet, part string) (map[string]endpoint, error) {
+// arms starts the arms of a comparison over a link.
+func (t *bench) arms(ctx context.Context, n *linkNet, part string, names ...string) (map[string]endpoint, error) {
 	out := map[string]endpoint{}
-	for i, arm := range []string{baseline, tuned} {
+	for i, arm := range names {
 		var err error
 		if out[arm], err = t.endpoints(ctx, n, part+"-"+arm, tunePort+uint16(i)); err != nil {
 			return nil, err
 		}
 	}
 	return out, nil
-}
-
-var (
-	iwRTTs  = []time.Duration{15 * time.Millisecond, 50 * time.Millisecond, 150 * time.Millisecond}
-	iwSizes = []int{10_000, 30_000, 100_000, 300_000, 1_000_000} // bytes
-)
-
-const (
-	iwGroup = "window"
-	iwRate  = 100e6 // bits per second
-)
-
-// iwPoint contains the completion times of transfers of one size at one RTT, in milliseconds from connect(2) to the
-// last byte.
-type iwPoint struct {
-	RTT      float64        `json:"rtt_ms"`
-	Bytes    int            `json:"bytes"`
-	Baseline harness.Spread `json:"baseline_ms"`
-	Tuned    harness.Spread `json:"tuned_ms"`
-}
-
-// initialWindows measures all links in parallel, with sequential transfers on each.
-func (t *bench) initialWindows(ctx context.Context) ([]iwPoint, error) {
-	fmt.Fprint(os.Stderr, "initial window: ")
-	defer fmt.Fprintln(os.Stderr)
-	points, errs := make([][]iwPoint, len(iwRTTs)), make([]error, len(iwRTTs))
-	var wg sync.WaitGroup
-	for i, rtt := range iwRTTs {
-		n, err := t.linkNet(fmt.Sprintf("iw%d", rtt.Milliseconds()), byte(i), lab.LinkOptions{Delay: rtt / 2, Rate: iwRate, Limit: 1 << 20})
-		if err != nil {
-			return nil, err
-		}
-		arms, err := t.arms(ctx, n, iwGroup)
-		if err != nil {
-			return nil, err
-		}
-		wg.Go(func() { points[i], errs[i] = t.initialWindow(rtt, arms) })
-	}
-	wg.Wait()
-	var all []iwPoint
-	for i := range iwRTTs {
-		if errs[i] != nil {
-			return nil, fmt.Errorf("initial window at %v: %w", iwRTTs[i], errs[i])
-		}
-		all = append(all, points[i]...)
-	}
-	return all, nil
-}
-
-func (t *bench) initialWindow(rtt time.Duration, arms map[string]endpoint) (points []iwPoint, err error) {
-	for _, size := range iwSizes {
-		took := map[string][]float64{}
-		for range t.Transfers {
-			for _, arm := range []string{baseline, tuned} {
-				var us int64
-				if err := arms[arm].client.Ask(task{Target: arms[arm].target, Fetch: size}, &us); err != nil {
-					return nil, err
-				}
-				took[arm] = append(took[arm], float64(us)/1000)
-			}
-			fmt.Fprint(os.Stderr, ".")
-		}
-		points = append(points, iwPoint{float64(rtt.Milliseconds()), size, harness.SpreadOf(took[baseline]), harness.SpreadOf(took[tuned])})
-	}
-	return points, nil
 }
 
 const handshakeGroup = "handshake"
@@ -160,7 +94,7 @@ func (t *bench) handshakes(ctx context.Context) (*handshakeLosses, error) {
 	if err != nil {
 		return nil, err
 	}
-	arms, err := t.arms(ctx, n, handshakeGroup)
+	arms, err := t.arms(ctx, n, handshakeGroup, baseline, tuned)
 	if err != nil {
 		return nil, err
 	}

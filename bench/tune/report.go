@@ -18,7 +18,7 @@ type report struct {
 
 	// Parts that were not run are nil.
 	incast    []incastRun
-	iw        []iwPoint
+	iw        []iwLink
 	handshake *handshakeLosses
 	learned   []learnedPrefix
 	cost      cost
@@ -26,101 +26,95 @@ type report struct {
 	rules []api.TuneRuleStatus
 }
 
-// incastPoint contains the results of all rounds of one arm with X flows of large RPCs: sums of counters, means of
+// incastPoint contains the results of all rounds of one arm with X large flows per sender: sums of counters, means of
 // rates, and quantiles of all latencies.
 type incastPoint struct {
-	Rate        harness.Figure `json:"rate_1mb_mbit"` // rate of one flow
+	Retransmits uint64                `json:"retransmits"`
+	Segments    uint64                `json:"segments"`
+	Drops       uint64                `json:"bottleneck_drops"`
+	Marks       uint64                `json:"bottleneck_marks"`
+	CPU         harness.Figure        `json:"cpu_share"` // share of all CPUs, including other processes
+	Classes     map[string]classPoint `json:"classes"`   // by flowClasses.key
+}
+
+// classPoint contains the results of one class of flows. Latencies are those of RPCs, or of 1 MB of a stream.
+type classPoint struct {
 	Retransmits uint64         `json:"retransmits"`
-	Segments    uint64         `json:"segments"`
-	Drops       uint64         `json:"bottleneck_drops"`
-	P50Small    harness.Figure `json:"p50_10kb_ms"`
-	P99Small    harness.Figure `json:"p99_10kb_ms"`
-	P50Large    harness.Figure `json:"p50_1mb_ms"`
-	P99Large    harness.Figure `json:"p99_1mb_ms"`
-	SmallRate   harness.Figure `json:"rpc_10kb_per_second"`
-	StreamRate  harness.Figure `json:"rate_stream_mbit"`
-	CPU         harness.Figure `json:"cpu_share"` // share of all CPUs, including other processes
-	SmallRPCs   int            `json:"samples_10kb"`
-	LargeRPCs   int            `json:"samples_1mb"`
+	Rate        harness.Figure `json:"rate_mbit"` // mean of the flows
+	P50         harness.Figure `json:"p50_ms"`
+	P99         harness.Figure `json:"p99_ms"`
+	Samples     int            `json:"samples"`
 }
 
-type incastPair struct {
-	X        int         `json:"x"`
-	Baseline incastPoint `json:"baseline"`
-	Tuned    incastPoint `json:"tuned"`
-}
+func p50(c classPoint) harness.Figure  { return c.P50 }
+func p99(c classPoint) harness.Figure  { return c.P99 }
+func rate(c classPoint) harness.Figure { return c.Rate }
 
-func (r *report) pairs() (pairs []incastPair) {
-	if r.incast == nil {
-		return nil
-	}
-	for _, x := range incastFlows {
-		pairs = append(pairs, incastPair{x, r.point(baseline, x), r.point(tuned, x)})
-	}
-	return pairs
-}
-
-func (r *report) point(arm string, x int) (p incastPoint) {
-	var smalls, larges []float64
+// point returns the results of an arm.
+func (r *report) point(arm string, x int) incastPoint {
+	p := incastPoint{Classes: map[string]classPoint{}}
 	var rounds harness.Figure
+	took := map[string][]float64{}
 	for _, run := range r.incast {
 		if run.Arm != arm || run.X != x {
 			continue
 		}
 		rounds++
-		p.Retransmits += run.Retransmits
 		p.Segments += run.Segments
 		p.Drops += run.Drops
-		p.Rate += harness.Figure(run.Rate)
-		p.SmallRate += harness.Figure(run.SmallRate)
-		p.StreamRate += harness.Figure(run.StreamRate)
+		p.Marks += run.Marks
 		p.CPU += harness.Figure(run.CPU)
-		smalls = append(smalls, run.small...)
-		larges = append(larges, run.large...)
+		for key, c := range run.Classes {
+			sum := p.Classes[key]
+			sum.Retransmits += c.Retransmits
+			sum.Rate += harness.Figure(c.Rate)
+			p.Classes[key] = sum
+			took[key] = append(took[key], c.took...)
+		}
 	}
-	for _, f := range []*harness.Figure{&p.Rate, &p.SmallRate, &p.StreamRate, &p.CPU} {
-		*f /= rounds
+	p.CPU /= rounds
+	for key, c := range p.Classes {
+		p.Retransmits += c.Retransmits
+		c.Rate /= rounds
+		c.P50, c.P99, c.Samples = harness.Quantile(took[key], 0.5), harness.Quantile(took[key], 0.99), len(took[key])
+		p.Classes[key] = c
 	}
-	p.P50Small, p.P99Small = harness.Quantile(smalls, 0.5), harness.Quantile(smalls, 0.99)
-	p.P50Large, p.P99Large = harness.Quantile(larges, 0.5), harness.Quantile(larges, 0.99)
-	p.SmallRPCs, p.LargeRPCs = len(smalls), len(larges)
 	return p
+}
+
+// incastFigures returns the points of all arms, by X.
+func (r *report) incastFigures() (rows []map[string]any) {
+	if r.incast == nil {
+		return nil
+	}
+	for _, x := range r.Options.X {
+		row := map[string]any{"x": x, "flows": flowsOf(x)}
+		for _, arm := range r.Options.Arms {
+			row[arm] = r.point(arm, x)
+		}
+		rows = append(rows, row)
+	}
+	return rows
+}
+
+// effectEnd returns the smallest X at which the rule no longer reduces the retransmissions by half, and 0 if there is none.
+func (r *report) effectEnd() int {
+	for _, x := range r.Options.X {
+		if b, t := r.point(baseline, x), r.point(tuned, x); b.Segments > 0 && 2*t.Retransmits > b.Retransmits {
+			return x
+		}
+	}
+	return 0
 }
 
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
-	p("\nBoth arms in rotating order, with cubic; Linux %s, %d CPUs in total.\n", r.Kernel, r.CPUs)
-	if pairs := r.pairs(); pairs != nil {
-		o := r.Options
-		p("\nIncast: %d senders, one receiver, %.0f Mbit/s with a queue of %d packets; X flows of 1 MB RPCs, a stream, two flows of 10 KB RPCs;\n", senders, float64(o.Rate)/1e6, o.Queue)
-		p("%d rounds of %g s for each arm. Tuned: sndbuf and rcvbuf %d bytes, cwnd_clamp %d, syn_rto and synack_rto 10 ms\n", o.Rounds, o.Seconds, o.Buffers, o.Clamp)
-		p("X\t\t1 MB flow, Mbit/s\tretransmits\tdropped\t10 KB p50\tp99, ms\t1 MB p50\tp99, ms\t10 KB RPCs/s\tstream, Mbit/s\tCPU\n")
-		for _, pair := range pairs {
-			for _, arm := range []struct {
-				name string
-				f    incastPoint
-			}{{baseline, pair.Baseline}, {tuned, pair.Tuned}} {
-				f := arm.f
-				p("%d\t%s\t%.1f\t%d\t%d\t%.1f\t%.1f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f %%\n", pair.X, arm.name, f.Rate, f.Retransmits, f.Drops,
-					f.P50Small, f.P99Small, f.P50Large, f.P99Large, f.SmallRate, f.StreamRate, 100*f.CPU)
-			}
-		}
-		if n := r.saturated(); n > 0 {
-			p("In %d of %d runs the CPU utilization, including other processes, exceeded %.0f %%: repeat the benchmark on an idle machine.\n", n, len(r.incast), 100*saturation)
-		}
-		p("\nIncast, ratio of tuned to baseline\n")
-		p("X\t1 MB flow, Mbit/s\tretransmits\t10 KB p99\t1 MB p99\t10 KB RPCs/s\n")
-		for _, pair := range pairs {
-			b, t := pair.Baseline, pair.Tuned
-			p("%d\t%.2f\t%s\t%.2f\t%.2f\t%.2f\n", pair.X, t.Rate/b.Rate, ofText("%.3f", harness.Figure(t.Retransmits), harness.Figure(b.Retransmits)), t.P99Small/b.P99Small, t.P99Large/b.P99Large, t.SmallRate/b.SmallRate)
-		}
+	p("\nAll arms of a comparison in rotating order, with cubic; Linux %s, %d CPUs in total.\n", r.Kernel, r.CPUs)
+	if r.incast != nil {
+		r.printIncast(p)
 	}
 	if r.iw != nil {
-		p("\nCompletion time of a transfer on a new connection in milliseconds, %.0f Mbit/s; medians of %d\n", iwRate/1e6, r.Options.Transfers)
-		p("RTT\tsize\tinitial window 10\t40\tratio of 40 to 10\n")
-		for _, f := range r.iw {
-			p("%.0f ms\t%s\t%.0f\t%.0f\t%.2f\n", f.RTT, sizeText(f.Bytes), f.Baseline.Median, f.Tuned.Median, f.Tuned.Median/f.Baseline.Median)
-		}
+		r.printWindows(p)
 	}
 	if h := r.handshake; h != nil {
 		p("\nDuration of connect(2) in milliseconds, RTT %.0f ms; medians [min .. max] of %d\n", h.RTT, r.Options.Rounds*handshakesAtOnce)
@@ -165,6 +159,74 @@ func (r *report) Print(p harness.Printf) {
 	p("\nDuration %s.\n", r.Took)
 }
 
+func (r *report) printIncast(p harness.Printf) {
+	o := r.Options
+	p("\nIncast over IPv6: %d senders, one receiver, %.0f Mbit/s with a queue of %d packets. Each sender has X flows of 1 MB RPCs, %d stream and %d flows of 10 KB RPCs;\n",
+		senders, float64(o.Rate)/1e6, o.Queue, streamFlows, smallFlows)
+	p("%d rounds of %g s for each arm. %s: same_prefix 44 bits, sndbuf and rcvbuf %d bytes, cwnd_clamp %d, syn_rto and synack_rto 10 ms.\n", o.Rounds, o.Seconds, tuned, o.Buffers, o.Clamp)
+	p("%s: cwnd lock %d. %s: SO_SNDBUF and SO_RCVBUF %d, TCP_WINDOW_CLAMP %d at the receiver. Times of a stream are those of 1 MB; rates are means of a flow.\n",
+		byRoute, o.Clamp, byApp, o.Buffers, o.Clamp*segment)
+	p("X\tflows\t\tdropped\tmarked")
+	for _, class := range flowClasses {
+		p("\t%s: retransmits\tP50\tP99, ms\tMbit/s", class.title)
+	}
+	p("\tCPU\n")
+	for _, x := range o.X {
+		for _, arm := range o.Arms {
+			f := r.point(arm, x)
+			p("%d\t%d\t%s\t%d\t%d", x, flowsOf(x), arm, f.Drops, f.Marks)
+			for _, class := range flowClasses {
+				c := f.Classes[class.key]
+				p("\t%d\t%s\t%s\t%s", c.Retransmits, text("%.1f", c.P50), text("%.1f", c.P99), text("%.2f", c.Rate))
+			}
+			p("\t%s %%\n", text("%.0f", 100*f.CPU))
+		}
+	}
+	if n := r.saturated(); n > 0 {
+		p("In %d of %d runs the CPU utilization, including other processes, exceeded %.0f %%: repeat the benchmark on an idle machine.\n", n, len(r.incast), 100*saturation)
+	}
+	p("\nIncast, ratio to %s\n", baseline)
+	p("X\tflows\t\tretransmits\t1 MB P99\t1 MB rate\tstream rate\t10 KB P50\t10 KB P99\t10 KB rate\n")
+	for _, x := range r.Options.X {
+		b := r.point(baseline, x)
+		for _, arm := range o.Arms[1:] {
+			f := r.point(arm, x)
+			p("%d\t%d\t%s\t%s", x, flowsOf(x), arm, ofText("%.3f", harness.Figure(f.Retransmits), harness.Figure(b.Retransmits)))
+			for _, c := range []struct {
+				key    string
+				figure func(classPoint) harness.Figure
+			}{{"1mb", p99}, {"1mb", rate}, {"stream", rate}, {"10kb", p50}, {"10kb", p99}, {"10kb", rate}} {
+				p("\t%s", ofText("%.2f", c.figure(f.Classes[c.key]), c.figure(b.Classes[c.key])))
+			}
+			p("\n")
+		}
+	}
+	if x := r.effectEnd(); x > 0 {
+		p("The effect on retransmissions ends at X = %d, with %d flows: %s has more than half of %s's.\n", x, flowsOf(x), tuned, baseline)
+	}
+}
+
+func (r *report) printWindows(p harness.Printf) {
+	p("\nCompletion time of a transfer of %s to %s on a new connection in milliseconds, %.0f Mbit/s; ratios to the fixed window of 10 are medians [p25 .. p75] of transfers of the same size\n",
+		sizeText(iwSmallest), sizeText(iwLargest), iwRate/1e6)
+	p("RTT\tqueue\tinitial window\ttransfers\tmean\tP10\tP25\tP50\tP75\tP90\tP99\tratio\n")
+	for _, l := range r.iw {
+		for _, arm := range []string{fixed10, fixed40, exploring, explored} {
+			title := iwTitles[arm]
+			if arm == explored {
+				title = fmt.Sprintf("%s: %d", title, l.window)
+			}
+			f := l.times(arm)
+			p("%d ms\t%d\t%s\t%d\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f", l.rtt.Milliseconds(), l.queue, title, f.Transfers, f.Mean, f.P10, f.P25, f.P50, f.P75, f.P90, f.P99)
+			if f.Ratio != nil {
+				p("\t%v\n", f.Ratio)
+			} else {
+				p("\t-\n")
+			}
+		}
+	}
+}
+
 // saturation is the CPU utilization above which an incast run measures the CPUs instead of the bottleneck.
 const saturation = 0.9
 
@@ -178,13 +240,16 @@ func (r *report) saturated() (n int) {
 	return n
 }
 
-// ofText formats a ratio, or "-".
-func ofText(verb string, part, of harness.Figure) string {
-	if !(of > 0) {
+// text formats a figure, or "-" if it was not measured.
+func text(verb string, f harness.Figure) string {
+	if math.IsNaN(float64(f)) || math.IsInf(float64(f), 0) {
 		return "-"
 	}
-	return fmt.Sprintf(verb, part/of)
+	return fmt.Sprintf(verb, f)
 }
+
+// ofText formats a ratio, or "-".
+func ofText(verb string, part, of harness.Figure) string { return text(verb, part/of) }
 
 func sizeText(bytes int) string {
 	if bytes >= 1_000_000 {
@@ -195,7 +260,11 @@ func sizeText(bytes int) string {
 
 // Figures implements harness.Report.
 func (r *report) Figures() any {
-	out := map[string]any{"incast": r.pairs(), "iw": r.iw, "syn_rto": r.handshake, "learning": r.learned, "cost_us": nil}
+	var iw []any
+	for _, l := range r.iw {
+		iw = append(iw, l.figures())
+	}
+	out := map[string]any{"incast": r.incastFigures(), "iw": iw, "syn_rto": r.handshake, "learning": r.learned, "cost_us": nil}
 	if r.cost != nil {
 		us, detail := map[string]any{}, map[string]any{}
 		for _, arm := range costArms {
@@ -209,53 +278,65 @@ func (r *report) Figures() any {
 		us["arms"] = detail
 		out["cost_us"] = us
 	}
+	if x := r.effectEnd(); r.incast != nil && x > 0 {
+		out["incast_effect_ends"] = map[string]int{"x": x, "flows": flowsOf(x)}
+	}
 	out["detail"] = map[string]any{"run": r, "incast_runs": r.incast, "incast_runs_saturated": r.saturated(), "rules": r.rules}
 	return out
 }
 
-// bars returns the bars of both arms, or nil unless both were measured.
-func bars(label, verb string, b, t harness.Figure) []chart.Bar {
-	if math.IsNaN(float64(b + t)) {
-		return nil
-	}
-	return []chart.Bar{
-		{Label: label, Note: fmt.Sprintf(verb, b), Parts: []float64{float64(b)}},
-		{Note: fmt.Sprintf(verb+" (%s times baseline)", t, ofText("%.2f", t, b)), Parts: []float64{0, float64(t)}},
-	}
-}
+// incastCharts is the number of arms that a chart of the incast shows.
+const incastCharts = 4
 
 func (r *report) incastChart() chart.Chart {
+	arms := r.Options.Arms[:min(incastCharts, len(r.Options.Arms))]
 	drawing := chart.Chart{
 		Title:  fmt.Sprintf("Incast: three senders, one receiver, a queue of %d packets", r.Options.Queue),
-		Legend: []string{"baseline", "tuned"},
+		Legend: arms,
 	}
 	for _, panel := range []struct {
 		title, verb string
 		figure      func(p incastPoint) harness.Figure
 	}{
 		{"retransmitted segments", "%.0f", func(p incastPoint) harness.Figure { return harness.Figure(p.Retransmits) }},
-		{"10 KB RPCs: P99 latency, ms", "%.1f", func(p incastPoint) harness.Figure { return p.P99Small }},
-		{"1 MB RPCs: P99 latency, ms", "%.0f", func(p incastPoint) harness.Figure { return p.P99Large }},
-		{"10 KB RPCs per second", "%.0f", func(p incastPoint) harness.Figure { return p.SmallRate }},
-		{"1 MB RPCs: Mbit/s per flow", "%.1f", func(p incastPoint) harness.Figure { return p.Rate }},
+		{"10 KB RPCs: P99 latency, ms", "%.1f", func(p incastPoint) harness.Figure { return p.Classes["10kb"].P99 }},
+		{"1 MB RPCs: P99 latency, ms", "%.0f", func(p incastPoint) harness.Figure { return p.Classes["1mb"].P99 }},
+		{"10 KB RPCs: Mbit/s per flow", "%.2f", func(p incastPoint) harness.Figure { return p.Classes["10kb"].Rate }},
+		{"1 MB RPCs: Mbit/s per flow", "%.1f", func(p incastPoint) harness.Figure { return p.Classes["1mb"].Rate }},
 	} {
 		p := chart.Panel{Title: panel.title}
-		for _, pair := range r.pairs() {
-			p.Bars = append(p.Bars, bars(fmt.Sprintf("X = %d", pair.X), panel.verb, panel.figure(pair.Baseline), panel.figure(pair.Tuned))...)
+		for _, x := range r.Options.X {
+			b := panel.figure(r.point(baseline, x))
+			for i, arm := range arms {
+				f := panel.figure(r.point(arm, x))
+				if math.IsNaN(float64(f)) {
+					continue
+				}
+				bar := chart.Bar{Note: fmt.Sprintf(panel.verb, f), Parts: make([]float64, i+1)}
+				bar.Parts[i] = float64(f)
+				if i == 0 {
+					bar.Label = fmt.Sprintf("X = %d, %d flows", x, flowsOf(x))
+				} else {
+					bar.Note += fmt.Sprintf(" (%s times baseline)", ofText("%.2f", f, b))
+				}
+				p.Bars = append(p.Bars, bar)
+			}
 		}
 		drawing.Panels = append(drawing.Panels, p)
 	}
 	return drawing
 }
 
+// iwChart draws the distributions of completion times.
 func (r *report) iwChart() chart.Chart {
-	drawing := chart.Chart{Title: "Completion time of a transfer on a new connection, ms", Legend: []string{"initial window 10", "40"}}
-	for _, rtt := range iwRTTs {
-		p := chart.Panel{Title: fmt.Sprintf("RTT %v", rtt)}
-		for _, f := range r.iw {
-			if f.RTT == float64(rtt.Milliseconds()) {
-				p.Bars = append(p.Bars, bars(sizeText(f.Bytes), "%.0f", harness.Figure(f.Baseline.Median), harness.Figure(f.Tuned.Median))...)
-			}
+	drawing := chart.Chart{Title: fmt.Sprintf("Transfers of %s to %s on new connections, by initial window: share completed, by ms", sizeText(iwSmallest), sizeText(iwLargest))}
+	for _, arm := range iwArms {
+		drawing.Legend = append(drawing.Legend, iwTitles[arm])
+	}
+	for _, l := range r.iw {
+		p := chart.Panel{Title: fmt.Sprintf("RTT %d ms, queue of %d packets; explored: %d", l.rtt.Milliseconds(), l.queue, l.window)}
+		for _, arm := range iwArms {
+			p.Samples = append(p.Samples, l.took[arm])
 		}
 		drawing.Panels = append(drawing.Panels, p)
 	}

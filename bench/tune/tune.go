@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"sockeye/bench/harness"
 	"sockeye/lab"
@@ -35,10 +36,15 @@ type options struct {
 	Queue     int     `json:"bottleneck_packets"`
 	Buffers   int     `json:"tuned_buffer_bytes"`
 	Clamp     int     `json:"tuned_cwnd_clamp"`
-	Transfers int     `json:"transfers"` // transfers of each size at each RTT per arm
+	Transfers int     `json:"transfers"` // transfers on each link per arm
 	Batches   int     `json:"cost_batches"`
 	Only      string  `json:"only,omitempty"`
-	Binary    string  `json:"-"`
+	// X are the numbers of large flows per sender.
+	X    []int         `json:"incast_x"`
+	Arms []string      `json:"incast_arms"`
+	Mark time.Duration `json:"bottleneck_marks_after_ns"` // 0: never
+
+	Binary string `json:"-"`
 }
 
 type bench struct {
@@ -49,13 +55,13 @@ type bench struct {
 func insideTune(args []string) (err error) {
 	var o options
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
-	fs.BoolVar(&o.Quick, "quick", false, "run for one minute instead of six, with fewer and shorter rounds")
-	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of both arms (default 5, quick 1)")
-	fs.Float64Var(&o.Seconds, "seconds", 0, "measured seconds per incast run (default 4, quick 2)")
+	fs.BoolVar(&o.Quick, "quick", false, "run for two minutes instead of fifteen, with fewer and shorter rounds")
+	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms (default 4, quick 1)")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "measured seconds per incast run (default 3, quick 1)")
 	fs.Int64Var(&o.Rate, "rate", 300e6, "rate of the incast bottleneck, in bits per second")
-	fs.IntVar(&o.Queue, "queue", 300, "length of the bottleneck's queue, in full packets")
-	fs.IntVar(&o.Buffers, "buffers", 150_000, "sndbuf and rcvbuf of the tuned incast arm, in bytes")
-	fs.IntVar(&o.Clamp, "clamp", 16, "cwnd_clamp of the tuned incast arm")
+	fs.IntVar(&o.Queue, "queue", 600, "length of the bottleneck's queue, in full packets")
+	fs.IntVar(&o.Buffers, "buffers", 150_000, "socket buffers of the tuned incast arms, in bytes")
+	fs.IntVar(&o.Clamp, "clamp", 16, "maximum window of the tuned incast arms, in segments")
 	fs.StringVar(&o.Only, "only", "", "parts to run, comma-separated: "+strings.Join(parts, ", "))
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
@@ -66,11 +72,11 @@ func insideTune(args []string) (err error) {
 			return harness.Misused(fs)
 		}
 	}
-	o.Transfers, o.Batches = 7, 200
-	rounds, seconds := 5, 4.0
+	o.Transfers, o.Batches = 60, 200
+	rounds, seconds := 4, 3.0
 	if o.Quick {
-		o.Transfers, o.Batches = 3, 40
-		rounds, seconds = 1, 2
+		o.Transfers, o.Batches = 15, 40
+		rounds, seconds = 1, 1
 	}
 	if o.Rounds == 0 {
 		o.Rounds = rounds
@@ -78,13 +84,24 @@ func insideTune(args []string) (err error) {
 	if o.Seconds == 0 {
 		o.Seconds = seconds
 	}
+	o.X = append(o.X, paperX...)
+	o.X = append(o.X, beyondX)
+	o.Arms = []string{baseline, tuned, byRoute, byApp}
 	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
 		t := &bench{options: o, LabBench: harness.LabBench{Lab: l}}
 		return t.run(ctx)
 	})
 }
 
-var parts = []string{"incast", "iw", "syn_rto", "learning", "cost"}
+const (
+	incastPart   = "incast"
+	iwPart       = "iw"
+	synPart      = "syn_rto"
+	learningPart = "learning"
+	costPart     = "cost"
+)
+
+var parts = []string{incastPart, iwPart, synPart, learningPart, costPart}
 
 // wants returns whether a part is run.
 func (t *bench) wants(part string) bool {
@@ -106,11 +123,11 @@ func (t *bench) run(ctx context.Context) error {
 		name string
 		run  func() error
 	}{
-		{"incast", func() (err error) { r.incast, err = t.incast(ctx); return err }},
-		{"iw", func() (err error) { r.iw, err = t.initialWindows(ctx); return err }},
-		{"syn_rto", func() (err error) { r.handshake, err = t.handshakes(ctx); return err }},
-		{"learning", func() (err error) { r.learned, err = t.learning(ctx); return err }},
-		{"cost", func() (err error) { r.cost, err = t.cost(ctx); return err }},
+		{incastPart, func() (err error) { r.incast, err = t.incast(ctx); return err }},
+		{iwPart, func() (err error) { r.iw, err = t.initialWindows(ctx); return err }},
+		{synPart, func() (err error) { r.handshake, err = t.handshakes(ctx); return err }},
+		{learningPart, func() (err error) { r.learned, err = t.learning(ctx); return err }},
+		{costPart, func() (err error) { r.cost, err = t.cost(ctx); return err }},
 	} {
 		if !t.wants(part.name) {
 			continue

@@ -10,31 +10,121 @@ import (
 	"errors"
 	"io"
 	"net"
+	"net/netip"
+	"slices"
+	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"sockeye/bench/harness"
 	"sockeye/internal/api"
 	"sockeye/lab"
 )
 
-func TestLoadOf(t *testing.T) {
-	for _, x := range incastFlows {
-		sum, most, least := map[int]int{}, 0, x
-		for sender := range senders {
-			for _, f := range loadOf(sender, x) {
-				sum[f.Size] += f.Count
-				if f.Size == large {
-					most, least = max(most, f.Count), min(least, f.Count)
-				}
-			}
+func TestFlowsOf(t *testing.T) {
+	// The numbers of flows of the paper.
+	for x, want := range map[int]int{1: 12, 2: 15, 4: 21, 8: 33, 16: 57} {
+		n := 0
+		for _, f := range loadOf(x) {
+			n += senders * f.Count
 		}
-		if sum[large] != x || sum[small] != 2 || sum[0] != 1 {
-			t.Errorf("%d flows: %v", x, sum)
+		if n != want || flowsOf(x) != want {
+			t.Errorf("X = %d: load of %d flows, flowsOf is %d, want %d", x, n, flowsOf(x), want)
 		}
-		if most-least > 1 {
-			t.Errorf("%d flows are not distributed evenly: %d to %d per sender", x, least, most)
+	}
+}
+
+func TestSamePrefix(t *testing.T) {
+	router := incastAddr(1, 0xfe)
+	for _, a := range []netip.Addr{incastAddr(0, 1), incastTarget(0), incastTarget(5), router} {
+		if !incastPrefix.Contains(a) {
+			t.Errorf("%v is not in %v", a, incastPrefix)
 		}
+	}
+	if incastTarget(0) == incastTarget(1) || incastAddr(0, 1) == incastAddr(1, 1) {
+		t.Error("addresses are equal")
+	}
+}
+
+func TestRulesOf(t *testing.T) {
+	b := &bench{options: options{Buffers: 150_000, Clamp: 16, Only: incastPart, Arms: []string{baseline, tuned}}}
+	if got, want := strings.Count(b.rulesOf("/lab"), "name:"), 1; got != want {
+		t.Errorf("%d rules of one part, want %d", got, want)
+	}
+	b.Arms = append(b.Arms, byDCTCP)
+	if rules := b.rulesOf("/lab"); !strings.Contains(rules, "cgroup: /lab/incast-dctcp,") || !strings.Contains(rules, "ecn: true, congestion: dctcp") {
+		t.Errorf("no rule for DCTCP in\n%s", rules)
+	}
+	b.Only = ""
+	if got := len(ruleGroup.FindAllString(b.rulesOf("/lab"), -1)); got != 13 {
+		t.Errorf("%d rules of all parts with a cgroup, want 13", got)
+	}
+}
+
+func TestTransferSizes(t *testing.T) {
+	sizes := iwTransferSizes(40)
+	if lo, hi := slices.Min(sizes), slices.Max(sizes); lo != iwSmallest || hi < iwLargest-1 || hi > iwLargest {
+		t.Errorf("sizes from %d to %d", lo, hi)
+	}
+	if !slices.Equal(sizes, iwTransferSizes(40)) {
+		t.Error("the order differs between runs")
+	}
+	below := 0
+	for _, s := range sizes {
+		if s < 122_000 { // the geometric mean
+			below++
+		}
+	}
+	if below != 20 {
+		t.Errorf("%d of 40 sizes are below the geometric mean", below)
+	}
+}
+
+func TestSocketOptions(t *testing.T) {
+	l, err := (&net.ListenConfig{Control: socketOptions{}.set}).Listen(t.Context(), "tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	conn, err := dialer(socketOptions{Buffers: 30_000, Window: 20_000}).Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	raw, err := conn.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []struct{ level, option, value int }{
+		{unix.SOL_SOCKET, unix.SO_SNDBUF, 60_000}, {unix.SOL_SOCKET, unix.SO_RCVBUF, 60_000}, {unix.IPPROTO_TCP, unix.TCP_WINDOW_CLAMP, 20_000},
+	} {
+		var got int
+		var gerr error
+		if err := raw.Control(func(fd uintptr) { got, gerr = unix.GetsockoptInt(int(fd), want.level, want.option) }); err != nil || gerr != nil {
+			t.Fatal(err, gerr)
+		}
+		if got != want.value {
+			t.Errorf("option %d: %d, want %d", want.option, got, want.value)
+		}
+	}
+}
+
+func TestStreamMeasuresEachMegabyte(t *testing.T) {
+	client, server := net.Pipe()
+	defer client.Close()
+	go func() {
+		_, _ = io.Copy(io.Discard, server)
+	}()
+	defer server.Close()
+	begin := time.Now()
+	r, err := send(client, begin, begin.Add(100*time.Millisecond))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := r.Bytes / large; n == 0 || int64(len(r.Took)) < n-1 || int64(len(r.Took)) > n {
+		t.Errorf("%d bytes, times of %d MB", r.Bytes, len(r.Took))
 	}
 }
 
@@ -128,53 +218,81 @@ func TestDropFirst(t *testing.T) {
 }
 
 func TestTuneReport(t *testing.T) {
+	class := func(retransmits uint64, rate float64, took ...float64) map[string]*classRun {
+		return map[string]*classRun{"1mb": {retransmits, rate, took}, "stream": {1, 5, nil}, "10kb": {0, 1, []float64{1}}}
+	}
 	r := &report{
+		Options: options{X: paperX, Arms: []string{baseline, tuned, byRoute}},
 		incast: []incastRun{
-			{Arm: baseline, X: 1, Rate: 10, Retransmits: 5, large: []float64{3, 1, 2}, small: []float64{1}},
-			{Arm: baseline, X: 1, Rate: 20, Retransmits: 7, CPU: 0.95, large: []float64{100}, small: []float64{2}},
-			{Arm: tuned, X: 1, Rate: 15, large: []float64{4}, small: []float64{1}},
+			{Arm: baseline, X: 1, Segments: 100, Classes: class(5, 10, 3, 1, 2)},
+			{Arm: baseline, X: 1, CPU: 0.95, Classes: class(7, 20, 100)},
+			{Arm: tuned, X: 1, Classes: class(0, 15, 4)},
+			{Arm: baseline, X: 2, Segments: 100, Classes: class(9, 1, 1)},
+			{Arm: tuned, X: 2, Classes: class(8, 1, 1)},
 		},
-		iw:        []iwPoint{{RTT: 15, Bytes: 10_000, Baseline: harness.Spread{Median: 45, Min: 44, Max: 46}, Tuned: harness.Spread{Median: 30, Min: 29, Max: 31}}},
+		iw: []iwLink{{rtt: 20 * time.Millisecond, queue: 20, window: 16, took: map[string][]float64{
+			fixed10: {100, 200, 300}, fixed40: {50, 100, 600}, explored: {80, 160, 240}, exploring: {90},
+		}}},
 		handshake: &handshakeLosses{},
 		learned:   []learnedPrefix{{TuneLearned: api.TuneLearned{Prefix: "10.81.20.0/24", Window: 64}}},
 		cost:      cost{costNone: {10, 20}, costUnmatched: {11, 20.5}, costMany: {11, 21}, costMatched: {13, 22}},
 	}
 	p := r.point(baseline, 1)
-	if p.Rate != 15 || p.Retransmits != 12 || p.P50Large != 2 || p.P99Large != 100 {
+	if c := p.Classes["1mb"]; p.Retransmits != 14 || c.Retransmits != 12 || c.Rate != 15 || c.P50 != 2 || c.P99 != 100 || c.Samples != 4 {
 		t.Errorf("point: %+v", p)
 	}
 	if n := r.saturated(); n != 1 {
 		t.Errorf("%d saturated runs, want 1", n)
 	}
+	if x := r.effectEnd(); x != 2 {
+		t.Errorf("the effect ends at %d, want 2", x)
+	}
 	b, err := harness.JSON(r)
 	if err != nil {
 		t.Fatal(err)
 	}
+	type point struct {
+		Classes map[string]map[string]*float64
+	}
 	var got struct {
 		Incast []struct {
-			X               int
-			Baseline, Tuned map[string]*float64
+			X, Flows               int
+			Baseline, Tuned, Route *point
 		}
-		IW     []map[string]any           `json:"iw"`
+		Ends map[string]int `json:"incast_effect_ends"`
+		IW   []struct {
+			RTT  float64 `json:"rtt_ms"`
+			Arms map[string]struct {
+				P50   float64               `json:"p50_ms"`
+				Ratio *harness.Distribution `json:"ratio_to_fixed_10"`
+			}
+		} `json:"iw"`
 		SYNRTO map[string]any             `json:"syn_rto"`
 		Cost   map[string]json.RawMessage `json:"cost_us"`
 	}
 	if err := json.Unmarshal(b, &got); err != nil {
 		t.Fatal(err)
 	}
-	if len(got.Incast) != len(incastFlows) || got.Incast[0].X != 1 {
+	if len(got.Incast) != len(paperX) || got.Incast[0].X != 1 || got.Incast[0].Flows != 12 || got.Ends["flows"] != 15 {
 		t.Fatalf("incast: %s", b)
 	}
-	for key, want := range map[string]float64{"rate_1mb_mbit": 15, "retransmits": 12, "p99_10kb_ms": 2, "p99_1mb_ms": 100} {
-		if v := got.Incast[0].Baseline[key]; v == nil || *v != want {
+	for key, want := range map[string]float64{"rate_mbit": 15, "retransmits": 12, "p50_ms": 2, "p99_ms": 100} {
+		if v := got.Incast[0].Baseline.Classes["1mb"][key]; v == nil || *v != want {
 			t.Errorf("%s: %v, want %v", key, v, want)
 		}
 	}
-	if v, ok := got.Incast[1].Tuned["p99_1mb_ms"]; !ok || v != nil {
+	if v, ok := got.Incast[0].Tuned.Classes["stream"]["p99_ms"]; !ok || v != nil {
 		t.Errorf("a value that was not measured is not null: %v", v)
 	}
-	if len(got.IW) != 1 || got.SYNRTO["syn_lost"] == nil {
-		t.Errorf("iw %v, syn_rto %v", got.IW, got.SYNRTO)
+	if len(got.IW) != 1 || got.IW[0].RTT != 20 || got.SYNRTO["syn_lost"] == nil {
+		t.Fatalf("iw %v, syn_rto %v", got.IW, got.SYNRTO)
+	}
+	// The median is of the ratios by transfer, 0.5, 0.5 and 2, not the ratio of medians.
+	if a := got.IW[0].Arms[fixed40]; a.P50 != 100 || a.Ratio == nil || a.Ratio.Median != 0.5 {
+		t.Errorf("fixed window of 40: %+v", a)
+	}
+	if a := got.IW[0].Arms[exploring]; a.P50 != 90 || a.Ratio != nil {
+		t.Errorf("while exploring: %+v", a)
 	}
 	for key, want := range map[string]string{"matched": "2.5", "unmatched": "0.75"} {
 		if string(got.Cost[key]) != want {
@@ -189,8 +307,11 @@ func TestTuneReport(t *testing.T) {
 				t.Fatalf("svg of %s: %v", name, err)
 			}
 		}
-		if bytes.Contains(svg, []byte(`width="NaN"`)) {
+		if bytes.Contains(svg, []byte("NaN")) {
 			t.Errorf("svg of %s contains a bar without length", name)
 		}
+	}
+	if text := harness.Text(r); strings.Contains(text, "NaN") || !strings.Contains(text, "ends at X = 2, with 15 flows") {
+		t.Errorf("text:\n%s", text)
 	}
 }

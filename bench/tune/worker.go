@@ -12,6 +12,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"strconv"
 	"sync"
 	"syscall"
 	"time"
@@ -33,8 +34,8 @@ const (
 )
 
 // server starts a server and returns when it listens.
-func (t *bench) server(ctx context.Context, n *lab.Namespace, group, address string) error {
-	w, err := t.Worker(ctx, n, group, serverRole, "-listen", address)
+func (t *bench) server(ctx context.Context, n *lab.Namespace, group, address string, o socketOptions) error {
+	w, err := t.Worker(ctx, n, group, serverRole, "-listen", address, "-buffers", strconv.Itoa(o.Buffers), "-window", strconv.Itoa(o.Window))
 	if err != nil {
 		return err
 	}
@@ -50,10 +51,13 @@ type header struct {
 func tuneServer(args []string) error {
 	fs := flag.NewFlagSet(serverRole, flag.ContinueOnError)
 	address := fs.String("listen", "", "address and port")
+	var o socketOptions
+	fs.IntVar(&o.Buffers, "buffers", 0, "size of socket buffers in bytes")
+	fs.IntVar(&o.Window, "window", 0, "maximum window in bytes")
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
-	lc := net.ListenConfig{Control: cubic}
+	lc := net.ListenConfig{Control: o.set}
 	lc.SetMultipathTCP(false)
 	l, err := lc.Listen(context.Background(), "tcp", *address)
 	if err != nil {
@@ -106,12 +110,13 @@ func serve(conn net.Conn) {
 	}
 }
 
-// task is a request to a client; one field is set.
+// task is a request to a client; one of Load, Fetch and Connect is set.
 type task struct {
-	Target  string   `json:"target"`
-	Load    *rpcLoad `json:"load,omitempty"`
-	Fetch   int      `json:"fetch,omitempty"`   // bytes to fetch on a new connection
-	Connect int      `json:"connect,omitempty"` // number of simultaneous connections
+	Target  string        `json:"target"`
+	Options socketOptions `json:"options"`
+	Load    *rpcLoad      `json:"load,omitempty"`
+	Fetch   int           `json:"fetch,omitempty"`   // bytes to fetch on a new connection
+	Connect int           `json:"connect,omitempty"` // number of simultaneous connections
 }
 
 // rpcLoad has concurrent flows.
@@ -128,11 +133,12 @@ type rpcFlows struct {
 	Count int `json:"count"`
 }
 
-// rpcResult is the result of all flows of one size after the warm-up.
+// rpcResult is the result of a flow after the warm-up.
 type rpcResult struct {
-	Size  int     `json:"size"`
-	Bytes int64   `json:"bytes"`        // of requests completed within the duration
-	Took  []int64 `json:"microseconds"` // of requests started within the duration
+	Size        int     `json:"size"`
+	Bytes       int64   `json:"bytes"` // of requests completed within the duration
+	Retransmits uint64  `json:"retransmits"`
+	Took        []int64 `json:"microseconds"` // of requests started within the duration, or of each MB of a stream
 }
 
 func tuneClient([]string) error {
@@ -148,7 +154,7 @@ func tuneClient([]string) error {
 		var err error
 		switch {
 		case t.Load != nil:
-			answer, err = t.Load.run(t.Target, func() error {
+			answer, err = t.Load.run(t.Target, t.Options, func() error {
 				if err := answers.Encode(struct{}{}); err != nil {
 					return err
 				}
@@ -168,29 +174,46 @@ func tuneClient([]string) error {
 	}
 }
 
-// cubic sets the congestion control of a socket. The sysctl of a namespace only accepts congestion controls that the
-// host allows for ordinary users.
-func cubic(_, _ string, c syscall.RawConn) error {
+// socketOptions are the options that an application sets itself. 0 is the kernel's default.
+type socketOptions struct {
+	Buffers int `json:"buffers,omitempty"` // SO_SNDBUF and SO_RCVBUF in bytes
+	// Window is TCP_WINDOW_CLAMP in bytes. It limits what the peer has in flight, as no option limits the own congestion
+	// window.
+	Window int `json:"window,omitempty"`
+}
+
+// set sets the options and the congestion control cubic: the sysctl of a namespace only accepts congestion controls that
+// the host allows for ordinary users.
+func (o socketOptions) set(_, _ string, c syscall.RawConn) error {
 	var err error
 	if cerr := c.Control(func(fd uintptr) {
 		err = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
+		for _, option := range []struct{ level, name, value int }{
+			{unix.SOL_SOCKET, unix.SO_SNDBUF, o.Buffers},
+			{unix.SOL_SOCKET, unix.SO_RCVBUF, o.Buffers},
+			{unix.IPPROTO_TCP, unix.TCP_WINDOW_CLAMP, o.Window},
+		} {
+			if err == nil && option.value > 0 {
+				err = unix.SetsockoptInt(int(fd), option.level, option.name, option.value)
+			}
+		}
 	}); cerr != nil {
 		return cerr
 	}
 	if err != nil {
-		return fmt.Errorf("choose cubic: %w", err)
+		return fmt.Errorf("set socket options: %w", err)
 	}
 	return nil
 }
 
-func dialer() *net.Dialer {
-	d := &net.Dialer{Timeout: rpcGrace, Control: cubic}
+func dialer(o socketOptions) *net.Dialer {
+	d := &net.Dialer{Timeout: rpcGrace, Control: o.set}
 	d.SetMultipathTCP(false)
 	return d
 }
 
-func dial(target string, h header) (net.Conn, error) {
-	conn, err := dialer().Dial("tcp", target)
+func dial(target string, o socketOptions, h header) (net.Conn, error) {
+	conn, err := dialer(o).Dial("tcp", target)
 	if err != nil {
 		return nil, err
 	}
@@ -202,7 +225,7 @@ func dial(target string, h header) (net.Conn, error) {
 }
 
 // run opens all connections, calls ready, and starts the load.
-func (l *rpcLoad) run(target string, ready func() error) ([]rpcResult, error) {
+func (l *rpcLoad) run(target string, o socketOptions, ready func() error) ([]rpcResult, error) {
 	type flow struct {
 		size int
 		conn net.Conn
@@ -210,7 +233,7 @@ func (l *rpcLoad) run(target string, ready func() error) ([]rpcResult, error) {
 	var flows []flow
 	for _, f := range l.Flows {
 		for range f.Count {
-			conn, err := dial(target, header{Request: uint32(f.Size)})
+			conn, err := dial(target, o, header{Request: uint32(f.Size)})
 			if err != nil {
 				return nil, err
 			}
@@ -223,29 +246,63 @@ func (l *rpcLoad) run(target string, ready func() error) ([]rpcResult, error) {
 	}
 	begin := time.Now().Add(l.Warmup)
 	end := begin.Add(l.Duration)
-	results, errs := make([]rpcResult, len(flows)), make([]error, len(flows))
+	results, errs := make([]rpcResult, len(flows)), make([]error, len(flows)+1)
 	var wg sync.WaitGroup
 	for i, f := range flows {
 		wg.Go(func() {
-			if f.size > 0 {
-				results[i], errs[i] = request(f.conn, f.size, begin, end)
+			if f.size == stream {
+				results[i], errs[i] = send(f.conn, begin, end)
 			} else {
-				results[i], errs[i] = stream(f.conn, begin, end)
+				results[i], errs[i] = request(f.conn, f.size, begin, end)
 			}
 		})
 	}
+	// The total of retransmissions is read at both ends of the measured time.
+	var retransmits [2][]uint64
+	for i, when := range []time.Time{begin, end} {
+		time.Sleep(time.Until(when))
+		for _, f := range flows {
+			n, err := retransmitted(f.conn)
+			retransmits[i] = append(retransmits[i], n)
+			errs[len(flows)] = errors.Join(errs[len(flows)], err)
+		}
+	}
 	wg.Wait()
+	for i := range flows {
+		results[i].Retransmits = retransmits[1][i] - retransmits[0][i]
+	}
 	return results, errors.Join(errs...)
 }
 
+// retransmitted returns the number of segments that a connection has retransmitted.
+func retransmitted(conn net.Conn) (n uint64, err error) {
+	raw, err := conn.(syscall.Conn).SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	cerr := raw.Control(func(fd uintptr) {
+		var info *unix.TCPInfo
+		if info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+			n = uint64(info.Total_retrans)
+		}
+	})
+	if err = errors.Join(cerr, err); err != nil {
+		return 0, fmt.Errorf("count retransmissions: %w", err)
+	}
+	return n, nil
+}
+
+// payload is the data of all requests and streams.
+var payload = make([]byte, large)
+
 func request(conn net.Conn, size int, begin, end time.Time) (r rpcResult, err error) {
 	r.Size = size
-	payload, reply := make([]byte, size), make([]byte, 1)
+	reply := make([]byte, 1)
 	if err := conn.SetDeadline(end.Add(rpcGrace)); err != nil {
 		return r, err
 	}
 	for start := time.Now(); start.Before(end); {
-		if _, err := conn.Write(payload); err != nil {
+		if _, err := conn.Write(payload[:size]); err != nil {
 			return r, fmt.Errorf("request of %d bytes: %w", size, err)
 		}
 		if _, err := conn.Read(reply); err != nil {
@@ -263,14 +320,20 @@ func request(conn net.Conn, size int, begin, end time.Time) (r rpcResult, err er
 	return r, nil
 }
 
-func stream(conn net.Conn, begin, end time.Time) (r rpcResult, err error) {
+// streamWrite is the size of a write to a stream in bytes, a fraction of large.
+const streamWrite = 50_000
+
+// send sends a stream. It measures the time of each MB from its first to its last write.
+func send(conn net.Conn, begin, end time.Time) (r rpcResult, err error) {
+	r.Size = stream
 	if err := conn.SetDeadline(end); err != nil {
 		return r, err
 	}
-	payload := make([]byte, 64<<10)
-	for {
-		n, err := conn.Write(payload)
-		if !time.Now().Before(begin) {
+	start := time.Now()
+	for sent := 0; ; {
+		n, err := conn.Write(payload[:streamWrite])
+		now := time.Now()
+		if !now.Before(begin) {
 			r.Bytes += int64(n)
 		}
 		if errors.Is(err, os.ErrDeadlineExceeded) {
@@ -279,13 +342,19 @@ func stream(conn net.Conn, begin, end time.Time) (r rpcResult, err error) {
 		if err != nil {
 			return r, fmt.Errorf("stream: %w", err)
 		}
+		if sent += n; sent == large {
+			if !start.Before(begin) {
+				r.Took = append(r.Took, now.Sub(start).Microseconds())
+			}
+			start, sent = now, 0
+		}
 	}
 }
 
 // fetch returns the time in microseconds for size bytes on a new connection, from connect(2) to the last byte.
 func fetch(target string, size int) (int64, error) {
 	start := time.Now()
-	conn, err := dial(target, header{Response: uint32(size)})
+	conn, err := dial(target, socketOptions{}, header{Response: uint32(size)})
 	if err != nil {
 		return 0, err
 	}
@@ -310,7 +379,7 @@ func connect(target string, n int) ([]int64, error) {
 	for i := range n {
 		wg.Go(func() {
 			start := time.Now()
-			conn, err := dialer().Dial("tcp", target)
+			conn, err := dialer(socketOptions{}).Dial("tcp", target)
 			if err != nil {
 				errs[i] = err
 				return
