@@ -35,6 +35,7 @@ VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring
 DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
+BPFTUNE_PACKAGES := make gcc pkg-config bpftool clang-19 libbpf-dev libcap-dev libnl-3-dev libnl-route-3-dev
 BENCH_GATEWAY_PACKAGES := passt iperf3
 PACKAGE_PACKAGES := iproute2 lintian pmacct rpm syslog-ng-core systemd
 HELM_PACKAGES := runc
@@ -115,11 +116,20 @@ bench: ## Measure against plain SO_REUSEPORT, HAProxy and a replicator (QUICK=1:
 	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-tune
-bench-tune: ## Measure tune against the kernel's defaults, in the lab (QUICK=1: a minute)
+bench-tune: ## Measure tune against defaults, routes and setsockopt, in the lab (QUICK=1: two minutes)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
 	@go build -o bin/bench ./bench
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench tune -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
+
+.PHONY: bench-tune-vm
+bench-tune-vm: ## Measure the incast with DCTCP, and with bpftune (BPFTUNE=its sources), in a VM
+	@tools/setup $(VM_PACKAGES) $(if $(BPFTUNE),$(BPFTUNE_PACKAGES))
+	@mkdir -p "$(OUT)"
+	@rm -rf "$(OUT)/bpftune"
+	$(if $(BPFTUNE),tools/bpftune "$(BPFTUNE)" "$(OUT)/bpftune")
+	go run ./lab/vm -kernels newest -timeout 90m -virtual-time $(if $(BPFTUNE),-files "$(OUT)/bpftune") -run 'TestIncastWithPeers$$' ./bench/tune | tee "$(OUT)/bench-tune-vm.log"
+	@sed -n 's/^.*bench-tune-vm.json: //p' "$(OUT)/bench-tune-vm.log" >"$(OUT)/bench-tune-vm.json"
 
 .PHONY: bench-trace
 bench-trace: ## Measure what tracing costs, against none (QUICK=1: a minute)

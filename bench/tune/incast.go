@@ -46,12 +46,13 @@ var flowClasses = []struct {
 	title, key string
 }{{large, "1 MB", "1mb"}, {stream, "stream", "stream"}, {small, "10 KB", "10kb"}}
 
-// incastWarmup is the time in which the connections find their windows. It is not measured.
+// incastWarmup is the time in which the connections find their windows, unless the options say otherwise. It is not
+// measured.
 const incastWarmup = time.Second
 
 // Arms of the incast in addition to baseline and tuned. The application of the arm setsockopt limits windows and buffers
-// itself. The routes of the arm route limit the windows. bpftune and DCTCP need a kernel that has kprobes or the module:
-// they are arms in a virtual machine.
+// itself. The routes of the arm route limit the windows. bpftune tunes the whole host, and DCTCP is a module that the host
+// may not have: they are arms in a virtual machine.
 const (
 	byRoute   = "route"
 	byApp     = "setsockopt"
@@ -180,7 +181,7 @@ func (t *bench) incastRun(ctx context.Context, n *incastNet, a *incastArm, x int
 	r := incastRun{Arm: a.name, X: x, Classes: map[string]*classRun{}}
 	window := time.Duration(t.Seconds * float64(time.Second))
 	for _, c := range a.clients {
-		l := &rpcLoad{Flows: loadOf(x), Warmup: incastWarmup, Duration: window}
+		l := &rpcLoad{Flows: loadOf(x), Warmup: t.Warmup, Duration: window}
 		if err := c.Ask(task{Target: a.target.String(), Options: a.options, Load: l}, &struct{}{}); err != nil {
 			return r, err
 		}
@@ -190,7 +191,7 @@ func (t *bench) incastRun(ctx context.Context, n *incastNet, a *incastArm, x int
 			return r, err
 		}
 	}
-	if err := harness.Pause(ctx, incastWarmup); err != nil {
+	if err := harness.Pause(ctx, t.Warmup); err != nil {
 		return r, err
 	}
 	before, err := n.counts()

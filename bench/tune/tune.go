@@ -44,12 +44,17 @@ type options struct {
 	Arms []string      `json:"incast_arms"`
 	Mark time.Duration `json:"bottleneck_marks_after_ns"` // 0: never
 
+	Warmup time.Duration `json:"incast_warmup_ns"`
+
 	Binary string `json:"-"`
 }
 
 type bench struct {
 	options
 	harness.LabBench
+
+	// startBPFTune is set if Arms has bpftune, as the last arm.
+	startBPFTune func(context.Context) (stop func() error, err error)
 }
 
 func insideTune(args []string) (err error) {
@@ -84,8 +89,7 @@ func insideTune(args []string) (err error) {
 	if o.Seconds == 0 {
 		o.Seconds = seconds
 	}
-	o.X = append(o.X, paperX...)
-	o.X = append(o.X, beyondX)
+	o.Warmup, o.X = incastWarmup, append(slices.Clone(paperX), beyondX)
 	o.Arms = []string{baseline, tuned, byRoute, byApp}
 	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
 		t := &bench{options: o, LabBench: harness.LabBench{Lab: l}}

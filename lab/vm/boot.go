@@ -25,6 +25,10 @@ func boot(ctx context.Context, tmp string, k *qemu.Kernel, suites []suite, o *op
 		Kernel: k, Initramfs: filepath.Join(dir, "initramfs"), Console: filepath.Join(dir, "console"),
 		CPUs: 2, Memory: 1024, Args: []string{"-cpu", k.Arch.CPU}, BootTimeout: bootTimeout, Timeout: o.timeout,
 	}
+	if o.virtual {
+		// With sleep=off, the clock jumps to the next timer while the guest is idle.
+		m.CPUs, m.Args = 1, append(m.Args, "-icount", "shift=0,sleep=off")
+	}
 	for _, s := range suites {
 		m.Suites = append(m.Suites, s.Package)
 	}

@@ -55,6 +55,9 @@ func writeInitramfs(ctx context.Context, file, tmp string, k *qemu.Kernel, suite
 		a.Mkdir(dir)
 		a.CopyTree(dir+"/testdata", filepath.Join(s.hostDir, "testdata"))
 	}
+	if o.files != "" {
+		a.CopyTree("files", o.files)
+	}
 	text, err := json.Marshal(j)
 	if err != nil {
 		return fmt.Errorf("write the job: %w", err)

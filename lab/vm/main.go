@@ -2,7 +2,7 @@
 
 // Command vm runs Go tests on other Linux kernels.
 //
-//	go run ./lab/vm [-arch amd64] [-kernels 5.10,newest] [-run REGEXP] [-leave-out "REGEXP: REASON"]... [-cache DIR] [-timeout 5m] PACKAGE...
+//	go run ./lab/vm [-arch amd64] [-kernels 5.10,newest] [-run REGEXP] [-leave-out "REGEXP: REASON"]... [-cache DIR] [-timeout 5m] [-files DIR] [-virtual-time] PACKAGE...
 //
 // It downloads Debian's cloud kernels (amd64 or arm64) from the Debian mirror that this
 // machine's apt uses, and unpacks them into a cache without installing them. It
@@ -10,6 +10,9 @@
 // host has CPUs, with the static test binaries of the packages and their testdata in
 // an initramfs. Tests are built with the tag "vm" and run as root, one package after
 // the other, in the directory of the package below /src.
+//
+// With -virtual-time, the guest's clock counts instructions instead of time: durations that a guest measures do not depend
+// on the speed of the emulation or on other load of the host.
 //
 // The host needs Go, apt, dpkg, debian-archive-keyring, xz-utils and
 // qemu-system-x86, or qemu-system-arm for arm64.
@@ -41,7 +44,7 @@ import (
 
 // modules are the kernel modules that the guest loads with their dependencies, unless
 // they are built into the kernel.
-const modules = "veth,tun,dummy,ifb,bridge,vrf,macvlan,vxlan,sch_ingress,cls_bpf,sch_fq,sch_htb,sch_tbf,sch_netem," +
+const modules = "veth,tun,dummy,ifb,bridge,vrf,macvlan,vxlan,sch_ingress,cls_bpf,sch_codel,sch_fq,sch_htb,sch_tbf,sch_netem," +
 	"tcp_bbr,tcp_dctcp,tcp_nv,tcp_diag,udp_diag"
 
 type options struct {
@@ -54,6 +57,10 @@ type options struct {
 	cache    string
 	timeout  time.Duration
 	update   bool
+	// files is a directory of the host that the guest has as /files, or "".
+	files string
+	// virtual lets the clock of the guest advance by a nanosecond per instruction.
+	virtual bool
 }
 
 // exclusion leaves tests out.
@@ -108,6 +115,8 @@ func parse(args []string) (*options, error) {
 	})
 	fs.StringVar(&o.cache, "cache", "", "`directory` for unpacked kernels (default $XDG_CACHE_HOME/sockeye/vm)")
 	fs.DurationVar(&o.timeout, "timeout", 5*time.Minute, "timeout of the tests of one package")
+	fs.StringVar(&o.files, "files", "", "`directory` that the guest has as /files")
+	fs.BoolVar(&o.virtual, "virtual-time", false, "count instructions: the guest has one CPU of 10^9 instructions a second of its clock, however long they take; -timeout is by both clocks")
 	fs.BoolVar(&o.update, "update", false, "search for newer kernels than in the cache")
 	if err := fs.Parse(args); err != nil {
 		return nil, err
@@ -130,6 +139,11 @@ func parse(args []string) (*options, error) {
 	}
 	if len(o.packages) == 0 {
 		return nil, errors.New("no package given")
+	}
+	if o.files != "" {
+		if _, err := os.ReadDir(o.files); err != nil {
+			return nil, fmt.Errorf("-files: %w", err)
+		}
 	}
 	if o.cache == "" {
 		dir, err := os.UserCacheDir()
