@@ -57,6 +57,7 @@ const (
 	byRoute   = "route"
 	byApp     = "setsockopt"
 	byDCTCP   = "dctcp"
+	appDCTCP  = "setsockopt_dctcp"
 	byBPFTune = "bpftune"
 )
 
@@ -88,6 +89,10 @@ type incastArm struct {
 	clients []*harness.Worker
 }
 
+// receiveBuffer returns the SO_RCVBUF for about a window in segments of 1428 bytes: the kernel doubles it, and counts the
+// memory of the packets. The factor is from the queue of the bottleneck, which X = 1 fills with the windows of all flows.
+func receiveBuffer(window int) int { return window * segment * 7 / 8 }
+
 // segment is the payload of a full segment over IPv6 with timestamps, in bytes.
 const segment = 1500 - 40 - 20 - 12
 
@@ -101,7 +106,9 @@ func (t *bench) incast(ctx context.Context) ([]incastRun, error) {
 		a := &incastArm{name: name, target: netip.AddrPortFrom(incastTarget(i), tunePort)}
 		switch name {
 		case byApp:
-			a.options = socketOptions{Buffers: t.Buffers, Window: t.Clamp * segment}
+			a.options = socketOptions{SendBuffer: t.Buffers, ReceiveBuffer: receiveBuffer(t.Clamp), Window: t.Clamp * segment}
+		case appDCTCP:
+			a.options = socketOptions{Congestion: "dctcp"}
 		case byRoute:
 			if err := n.limitRoutes(i, t.Clamp); err != nil {
 				return nil, err

@@ -25,7 +25,7 @@ const (
 	vmQueue   = 600   // packets
 	vmBuffers = 150_000
 	vmClamp   = 16
-	vmSeconds = 3.0
+	vmSeconds = 2.5
 	vmWarmup  = 1500 * time.Millisecond
 	// vmMark is the time in the queue after which it marks packets: that of 65 packets, the threshold of the DCTCP paper
 	// for 10 Gbit/s (K = 65).
@@ -53,7 +53,7 @@ func TestIncastWithPeers(t *testing.T) {
 	}
 	o := options{
 		Rounds: 1, Seconds: vmSeconds, Warmup: vmWarmup, Rate: vmRate, Queue: vmQueue, Buffers: vmBuffers, Clamp: vmClamp, Mark: vmMark,
-		X: []int{1, 16}, Only: incastPart, Binary: filepath.Join(l.Dir(), "sockeye"), Arms: []string{baseline, tuned, byRoute, byApp, byDCTCP},
+		X: vmX, Only: incastPart, Binary: filepath.Join(l.Dir(), "sockeye"), Arms: []string{baseline, tuned, byRoute, byApp, byDCTCP, appDCTCP},
 	}
 	if err := os.Symlink(self, o.Binary); err != nil {
 		t.Fatal(err)
@@ -88,7 +88,9 @@ func TestIncastWithPeers(t *testing.T) {
 			t.Errorf("arm %s has sent nothing", arm)
 		}
 	}
-	if p := r.point(byDCTCP, o.X[0]); p.Marks == 0 {
-		t.Error("the bottleneck has marked no packet of DCTCP")
+	for _, arm := range []string{byDCTCP, appDCTCP} {
+		if p := r.point(arm, o.X[0]); p.Marks == 0 {
+			t.Errorf("the bottleneck has marked no packet of %s", arm)
+		}
 	}
 }

@@ -97,10 +97,11 @@ func (r *report) incastFigures() (rows []map[string]any) {
 	return rows
 }
 
-// effectEnd returns the smallest X at which the rule no longer reduces the retransmissions by half, and 0 if there is none.
+// effectEnd returns the smallest X at which the rule no longer reduces the drops of the bottleneck by half, and 0 if there
+// is none. Drops and not retransmissions: on a busy host, TCP also probes for losses that did not happen.
 func (r *report) effectEnd() int {
 	for _, x := range r.Options.X {
-		if b, t := r.point(baseline, x), r.point(tuned, x); b.Segments > 0 && 2*t.Retransmits > b.Retransmits {
+		if b, t := r.point(baseline, x), r.point(tuned, x); b.Segments > 0 && 2*t.Drops > b.Drops {
 			return x
 		}
 	}
@@ -164,8 +165,8 @@ func (r *report) printIncast(p harness.Printf) {
 	p("\nIncast over IPv6: %d senders, one receiver, %.0f Mbit/s with a queue of %d packets. Each sender has X flows of 1 MB RPCs, %d stream and %d flows of 10 KB RPCs;\n",
 		senders, float64(o.Rate)/1e6, o.Queue, streamFlows, smallFlows)
 	p("%d rounds of %g s for each arm. %s: same_prefix 44 bits, sndbuf and rcvbuf %d bytes, cwnd_clamp %d, syn_rto and synack_rto 10 ms.\n", o.Rounds, o.Seconds, tuned, o.Buffers, o.Clamp)
-	p("%s: cwnd lock %d. %s: SO_SNDBUF and SO_RCVBUF %d, TCP_WINDOW_CLAMP %d at the receiver. Times of a stream are those of 1 MB; rates are means of a flow.\n",
-		byRoute, o.Clamp, byApp, o.Buffers, o.Clamp*segment)
+	p("%s: cwnd lock %d. %s: SO_SNDBUF %d; SO_RCVBUF %d and TCP_WINDOW_CLAMP %d at the receiver. Times of a stream are those of 1 MB; rates are means of a flow.\n",
+		byRoute, o.Clamp, byApp, o.Buffers, receiveBuffer(o.Clamp), o.Clamp*segment)
 	p("X\tflows\t\tdropped\tmarked")
 	for _, class := range flowClasses {
 		p("\t%s: retransmits\tP50\tP99, ms\tMbit/s", class.title)
@@ -186,12 +187,13 @@ func (r *report) printIncast(p harness.Printf) {
 		p("In %d of %d runs the CPU utilization, including other processes, exceeded %.0f %%: repeat the benchmark on an idle machine.\n", n, len(r.incast), 100*saturation)
 	}
 	p("\nIncast, ratio to %s\n", baseline)
-	p("X\tflows\t\tretransmits\t1 MB P99\t1 MB rate\tstream rate\t10 KB P50\t10 KB P99\t10 KB rate\n")
+	p("X\tflows\t\tdropped\tretransmits\t1 MB P99\t1 MB rate\tstream rate\t10 KB P50\t10 KB P99\t10 KB rate\n")
 	for _, x := range r.Options.X {
 		b := r.point(baseline, x)
 		for _, arm := range o.Arms[1:] {
 			f := r.point(arm, x)
-			p("%d\t%d\t%s\t%s", x, flowsOf(x), arm, ofText("%.3f", harness.Figure(f.Retransmits), harness.Figure(b.Retransmits)))
+			p("%d\t%d\t%s\t%s\t%s", x, flowsOf(x), arm, ofText("%.3f", harness.Figure(f.Drops), harness.Figure(b.Drops)),
+				ofText("%.3f", harness.Figure(f.Retransmits), harness.Figure(b.Retransmits)))
 			for _, c := range []struct {
 				key    string
 				figure func(classPoint) harness.Figure
@@ -202,7 +204,7 @@ func (r *report) printIncast(p harness.Printf) {
 		}
 	}
 	if x := r.effectEnd(); x > 0 {
-		p("The effect on retransmissions ends at X = %d, with %d flows: %s has more than half of %s's.\n", x, flowsOf(x), tuned, baseline)
+		p("The effect on losses ends at X = %d, with %d flows: the bottleneck drops more than half as many packets of %s as of %s.\n", x, flowsOf(x), tuned, baseline)
 	}
 }
 

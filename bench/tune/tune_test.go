@@ -88,7 +88,7 @@ func TestSocketOptions(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	conn, err := dialer(socketOptions{Buffers: 30_000, Window: 20_000}).Dial("tcp", l.Addr().String())
+	conn, err := dialer(socketOptions{SendBuffer: 30_000, ReceiveBuffer: 20_000, Window: 20_000, Congestion: "reno"}).Dial("tcp", l.Addr().String())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -98,7 +98,7 @@ func TestSocketOptions(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []struct{ level, option, value int }{
-		{unix.SOL_SOCKET, unix.SO_SNDBUF, 60_000}, {unix.SOL_SOCKET, unix.SO_RCVBUF, 60_000}, {unix.IPPROTO_TCP, unix.TCP_WINDOW_CLAMP, 20_000},
+		{unix.SOL_SOCKET, unix.SO_SNDBUF, 60_000}, {unix.SOL_SOCKET, unix.SO_RCVBUF, 40_000}, {unix.IPPROTO_TCP, unix.TCP_WINDOW_CLAMP, 20_000},
 	} {
 		var got int
 		var gerr error
@@ -108,6 +108,12 @@ func TestSocketOptions(t *testing.T) {
 		if got != want.value {
 			t.Errorf("option %d: %d, want %d", want.option, got, want.value)
 		}
+	}
+	var congestion string
+	if err := raw.Control(func(fd uintptr) {
+		congestion, err = unix.GetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION)
+	}); err != nil || strings.TrimRight(congestion, "\x00") != "reno" {
+		t.Errorf("congestion control %q, want reno; %v", congestion, err)
 	}
 }
 
@@ -224,11 +230,11 @@ func TestTuneReport(t *testing.T) {
 	r := &report{
 		Options: options{X: paperX, Arms: []string{baseline, tuned, byRoute}},
 		incast: []incastRun{
-			{Arm: baseline, X: 1, Segments: 100, Classes: class(5, 10, 3, 1, 2)},
+			{Arm: baseline, X: 1, Segments: 100, Drops: 9, Classes: class(5, 10, 3, 1, 2)},
 			{Arm: baseline, X: 1, CPU: 0.95, Classes: class(7, 20, 100)},
 			{Arm: tuned, X: 1, Classes: class(0, 15, 4)},
-			{Arm: baseline, X: 2, Segments: 100, Classes: class(9, 1, 1)},
-			{Arm: tuned, X: 2, Classes: class(8, 1, 1)},
+			{Arm: baseline, X: 2, Segments: 100, Drops: 9, Classes: class(9, 1, 1)},
+			{Arm: tuned, X: 2, Drops: 5, Classes: class(8, 1, 1)},
 		},
 		iw: []iwLink{{rtt: 20 * time.Millisecond, queue: 20, window: 16, took: map[string][]float64{
 			fixed10: {100, 200, 300}, fixed40: {50, 100, 600}, explored: {80, 160, 240}, exploring: {90},

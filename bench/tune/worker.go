@@ -3,6 +3,7 @@
 package tune
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -35,7 +36,8 @@ const (
 
 // server starts a server and returns when it listens.
 func (t *bench) server(ctx context.Context, n *lab.Namespace, group, address string, o socketOptions) error {
-	w, err := t.Worker(ctx, n, group, serverRole, "-listen", address, "-buffers", strconv.Itoa(o.Buffers), "-window", strconv.Itoa(o.Window))
+	w, err := t.Worker(ctx, n, group, serverRole, "-listen", address, "-rcvbuf", strconv.Itoa(o.ReceiveBuffer), "-window", strconv.Itoa(o.Window),
+		"-congestion", o.Congestion)
 	if err != nil {
 		return err
 	}
@@ -52,8 +54,9 @@ func tuneServer(args []string) error {
 	fs := flag.NewFlagSet(serverRole, flag.ContinueOnError)
 	address := fs.String("listen", "", "address and port")
 	var o socketOptions
-	fs.IntVar(&o.Buffers, "buffers", 0, "size of socket buffers in bytes")
+	fs.IntVar(&o.ReceiveBuffer, "rcvbuf", 0, "receive buffer in bytes")
 	fs.IntVar(&o.Window, "window", 0, "maximum window in bytes")
+	fs.StringVar(&o.Congestion, "congestion", "", "congestion control")
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
@@ -176,21 +179,24 @@ func tuneClient([]string) error {
 
 // socketOptions are the options that an application sets itself. 0 is the kernel's default.
 type socketOptions struct {
-	Buffers int `json:"buffers,omitempty"` // SO_SNDBUF and SO_RCVBUF in bytes
-	// Window is TCP_WINDOW_CLAMP in bytes. It limits what the peer has in flight, as no option limits the own congestion
-	// window.
+	SendBuffer    int `json:"send_buffer,omitempty"`    // SO_SNDBUF in bytes
+	ReceiveBuffer int `json:"receive_buffer,omitempty"` // SO_RCVBUF in bytes
+	// Window is TCP_WINDOW_CLAMP in bytes. It limits what the peer has in flight, until the kernel sizes the window anew by
+	// the receive buffer (tcp_measure_rcv_mss). No option limits the own congestion window.
 	Window int `json:"window,omitempty"`
+	// Congestion is TCP_CONGESTION; "" is cubic, as the sysctl of a namespace only accepts congestion controls that the host
+	// allows for ordinary users. With dctcp, the kernel also negotiates ECN.
+	Congestion string `json:"congestion,omitempty"`
 }
 
-// set sets the options and the congestion control cubic: the sysctl of a namespace only accepts congestion controls that
-// the host allows for ordinary users.
+// set sets the options of a socket before it connects or listens.
 func (o socketOptions) set(_, _ string, c syscall.RawConn) error {
 	var err error
 	if cerr := c.Control(func(fd uintptr) {
-		err = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
+		err = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, cmp.Or(o.Congestion, "cubic"))
 		for _, option := range []struct{ level, name, value int }{
-			{unix.SOL_SOCKET, unix.SO_SNDBUF, o.Buffers},
-			{unix.SOL_SOCKET, unix.SO_RCVBUF, o.Buffers},
+			{unix.SOL_SOCKET, unix.SO_SNDBUF, o.SendBuffer},
+			{unix.SOL_SOCKET, unix.SO_RCVBUF, o.ReceiveBuffer},
 			{unix.IPPROTO_TCP, unix.TCP_WINDOW_CLAMP, o.Window},
 		} {
 			if err == nil && option.value > 0 {
