@@ -30,7 +30,7 @@ int BPF_PROG(trace_send, struct sock *sk)
 	struct trace_connection *c;
 
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
-	if (c)
+	if (c && !c->skip)
 		c->started = bpf_ktime_get_ns();
 	return 0;
 }

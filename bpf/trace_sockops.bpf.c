@@ -9,8 +9,9 @@
  * reach the queueing discipline, the driver and the NIC, and when they are
  * acknowledged.
  * Decision: which connections and messages are sampled; packets are not changed.
- * Cost: one lookup in the socket's storage for each callback; at the
- * acknowledgement the additions of trace.bpf.h. Other connections of the cgroup
+ * Cost: one lookup in the socket's storage for each callback. A message that is
+ * not chosen costs nothing more. A chosen one has four callbacks, of which the last
+ * adds up to six times to histograms of this CPU. Other connections of the cgroup
  * cost one search when they are established, see match.bpf.h.
  */
 #include "trace.bpf.h"
@@ -60,16 +61,10 @@ struct {
 	});
 } rings SEC(".maps");
 
+void bpf_local_irq_save(unsigned long *flags) __ksym;
+void bpf_local_irq_restore(unsigned long *flags) __ksym;
 int bpf_sock_ops_enable_tx_tstamp(struct bpf_sock_ops_kern *skops,
 				  __u64 flags) __ksym;
-
-static __always_inline struct trace_connection *
-trace_connection(struct bpf_sock_ops *ctx)
-{
-	struct bpf_sock *sk = ctx->sk;
-
-	return sk ? bpf_sk_storage_get(&connections, sk, NULL, 0) : NULL;
-}
 
 /*
  * Assigns the group of a connection at its first chosen message: tune has
@@ -187,11 +182,13 @@ __noinline int trace_keep_slowest(struct trace_sample *s)
 	return 0;
 }
 
+#define TRACE_IS_SLOW 0x100 /* flag of an outcome: the message is among the slowest */
+
 /* Writes a sample to the slowest messages and to the ring buffer. */
-__noinline int trace_emit_sample(struct bpf_sock_ops *ctx, struct trace_message *m,
-			  __u64 now, __u32 outcome, bool slow)
+__noinline int trace_emit_sample(struct bpf_sock_ops *ctx,
+			  const struct trace_connection *c,
+			  const struct trace_message *m, __u64 now, __u32 outcome)
 {
-	struct trace_connection *c = trace_connection(ctx);
 	struct trace_state *st = trace_state();
 	struct trace_counts *counts;
 	struct trace_sample s = {};
@@ -206,10 +203,10 @@ __noinline int trace_emit_sample(struct bpf_sock_ops *ctx, struct trace_message 
 	s.cookie = bpf_get_socket_cookie(ctx);
 	s.group = c->group;
 	s.rule = c->rule;
-	s.outcome = outcome;
+	s.outcome = outcome & 0xff;
 	s.role = c->role;
 	s.message = *m;
-	if (slow)
+	if (outcome & TRACE_IS_SLOW)
 		trace_keep_slowest(&s);
 	if (!st->samples)
 		return 0;
@@ -231,25 +228,36 @@ __noinline int trace_emit_sample(struct bpf_sock_ops *ctx, struct trace_message 
 	return 0;
 }
 
-/* Counts the outcome of a message. */
-__noinline int trace_end_message(struct bpf_sock_ops *ctx, struct trace_message *m,
-			 __u64 now, __u32 outcome)
+/* Reports a message that has ended, if somebody reads it. */
+static __always_inline void trace_report_message(struct bpf_sock_ops *ctx,
+				 const struct trace_connection *c,
+				 const struct trace_message *m, __u64 now,
+				 __u32 outcome)
 {
-	struct trace_connection *c = trace_connection(ctx);
 	struct trace_state *st = trace_state();
-	struct trace_stats *s;
 	bool slow;
+
+	slow = outcome != TRACE_OVERWRITTEN && outcome != TRACE_MISSED &&
+	       outcome != TRACE_PARTED &&
+	       trace_is_slow(c->group, now, now - (m->started ? m->started : m->sent));
+	if (slow || (st && st->samples))
+		trace_emit_sample(ctx, c, m, now, outcome | (slow ? TRACE_IS_SLOW : 0));
+}
+
+/* Counts the outcome of a message that was not acknowledged. */
+__noinline int trace_end_message(struct bpf_sock_ops *ctx,
+			 const struct trace_connection *c,
+			 const struct trace_message *m, __u64 now,
+			 __u32 outcome)
+{
+	struct trace_stats *s;
 
 	if (!c || !m || outcome >= TRACE_OUTCOMES)
 		return 0;
 	s = trace_stats(c->group);
 	if (s)
 		__sync_fetch_and_add(&s->outcome[outcome], 1);
-	slow = outcome != TRACE_OVERWRITTEN && outcome != TRACE_MISSED &&
-	       outcome != TRACE_PARTED &&
-	       trace_is_slow(c->group, now, now - (m->started ? m->started : m->sent));
-	if (slow || (st && st->samples))
-		trace_emit_sample(ctx, m, now, outcome, slow);
+	trace_report_message(ctx, c, m, now, outcome);
 	return 0;
 }
 
@@ -281,18 +289,62 @@ static __always_inline bool trace_left_to_application(struct trace_connection *c
 	return !(marked && own);
 }
 
+/* Starts an empty ring again, whose first entry is probably cached. */
+static __always_inline void trace_rewind(struct trace_connection *c)
+{
+	if (c->head != c->tail)
+		return;
+	c->head = c->tail = c->queue = TRACE_IN_FLIGHT;
+	/* 0: no driver has reported a packet of the connection yet. */
+	if (c->driver)
+		c->driver = TRACE_IN_FLIGHT;
+}
+
+/*
+ * Reports whether nothing is to be done for a message, and counts the message. It
+ * reads nothing but the first cache line of the socket's storage, as most messages
+ * end here. The message before a chosen one is not skipped, because the chosen one
+ * starts after it.
+ */
+static __always_inline bool trace_skipped(struct trace_connection *c)
+{
+	if (c->skip < 2 || c->head != c->tail || c->watched)
+		return false;
+	c->skip--;
+	c->skipped = 1;
+	return true;
+}
+
+/*
+ * Notices that the application uses timestamps of its own: no further message is
+ * skipped. Any that was skipped before may have requested some. An application that
+ * has enabled, used and disabled timestamps within the skipped messages is not
+ * noticed.
+ */
+static __always_inline void trace_watch_application(struct trace_connection *c,
+					 const struct sock *sk)
+{
+	c->watched = sk->sk_tsflags != 0;
+	if (c->watched && c->skipped) {
+		c->stamping = 1;
+		c->application = c->write_seq;
+	}
+	c->skipped = 0;
+}
+
 /*
  * Handles the end of a sendmsg(2) on a chosen connection. The socket is locked.
  * The last byte of the message is in the last unsent skb or, if there is none,
  * in the last unacknowledged skb: the kernel passes that skb.
  */
-__noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
+__noinline int trace_sendmsg(struct bpf_sock_ops *ctx, struct trace_connection *c)
 {
 	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
-	struct trace_connection *c = trace_connection(ctx);
 	bool chosen, within = false, marked;
 	struct skb_shared_info *shared;
 	struct trace_message *m, *last;
+	struct bpf_tcp_sock *tcp;
+	struct bpf_sock *bsk;
 	struct trace_rule *rule;
 	struct trace_stats *s;
 	struct tcp_skb_cb *cb;
@@ -316,7 +368,8 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	c->write_seq = seq;
 	now = rule->interval ? bpf_ktime_get_ns() : 0;
 	chosen = trace_sampled(rule, &c->skip, &c->next, now);
-	if (!chosen && c->head == c->tail && !sk->sk_tsflags)
+	trace_watch_application(c, sk);
+	if (!chosen && c->head == c->tail && !c->watched)
 		return 0;
 	if (!now)
 		now = bpf_ktime_get_ns();
@@ -338,7 +391,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 		within = true;
 	if (within && shared->tskey != last->key) {
 		c->head--;
-		trace_end_message(ctx, last, now, TRACE_OVERWRITTEN);
+		trace_end_message(ctx, c, last, now, TRACE_OVERWRITTEN);
 		within = false;
 	}
 	if (!chosen)
@@ -363,8 +416,14 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	}
 	if (within) {
 		c->head--;
-		trace_end_message(ctx, last, now, TRACE_OVERWRITTEN);
+		trace_end_message(ctx, c, last, now, TRACE_OVERWRITTEN);
 	}
+	/* Fields of this view are read directly, without the checks of other pointers. */
+	bsk = ctx->sk;
+	tcp = bsk ? bpf_tcp_sock(bsk) : NULL;
+	if (!tcp)
+		return 0;
+	trace_rewind(c);
 	m = trace_message(c, c->head);
 	if (!m)
 		return 0;
@@ -376,22 +435,22 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	m->requeued = 0;
 	m->driver = 0;
 	m->hardware = 0;
-	m->cwnd = tp->snd_cwnd;
-	left = tp->sacked_out + tp->lost_out;
-	m->in_flight = tp->packets_out - left + tp->retrans_out;
-	m->outstanding = tp->snd_nxt - tp->snd_una;
-	m->unsent = seq - tp->snd_nxt;
+	m->cwnd = tcp->snd_cwnd;
+	left = tcp->sacked_out + tcp->lost_out;
+	m->in_flight = tcp->packets_out - left + tcp->retrans_out;
+	m->outstanding = tcp->snd_nxt - tcp->snd_una;
+	m->unsent = seq - tcp->snd_nxt;
 	m->window = tp->snd_wnd;
-	m->mss = tp->mss_cache;
-	m->srtt = tp->srtt_us >> 3;
-	m->min_rtt = tp->rtt_min.s[0].v;
-	m->retransmits = tp->total_retrans;
+	m->mss = tcp->mss_cache;
+	m->srtt = tcp->srtt_us >> 3;
+	m->min_rtt = tcp->rtt_min;
+	m->retransmits = tcp->total_retrans;
 	m->window_limited = trace_chrono(tp, TCP_CHRONO_RWND_LIMITED);
 	m->buffer_limited = trace_chrono(tp, TCP_CHRONO_SNDBUF_LIMITED);
 	m->pacing = sk->sk_pacing_rate;
 	m->repeats = 0;
 	m->flags = 0;
-	m->seen = tp->total_retrans;
+	m->seen = m->retransmits;
 	if (sk->sk_pacing_status)
 		m->flags |= TRACE_MESSAGE_PACED;
 	nonagle = BPF_CORE_READ_BITFIELD(tp, nonagle);
@@ -543,10 +602,9 @@ static __always_inline __u32 trace_packet_seq(struct bpf_sock_ops *ctx,
  * it, its key stays behind (tcp_grow_skb), and may then be that of a byte before
  * the packet.
  */
-__noinline int trace_queued(struct bpf_sock_ops *ctx)
+__noinline int trace_queued(struct bpf_sock_ops *ctx, struct trace_connection *c)
 {
 	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
-	struct trace_connection *c = trace_connection(ctx);
 	struct trace_message *m;
 	__u32 i, n, found = 0;
 	bool first, retransmitted = false, refused = false;
@@ -597,9 +655,8 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 	return 0;
 }
 
-__noinline int trace_driver(struct bpf_sock_ops *ctx)
+__noinline int trace_driver(struct bpf_sock_ops *ctx, struct trace_connection *c)
 {
-	struct trace_connection *c = trace_connection(ctx);
 	__u32 i, n, key, found = 0;
 	struct trace_message *m;
 	__u64 now;
@@ -634,9 +691,8 @@ __noinline int trace_driver(struct bpf_sock_ops *ctx)
  * synchronized to the host's, as by phc2sys(8). Otherwise the time of the report
  * is an upper bound.
  */
-__noinline int trace_hardware(struct bpf_sock_ops *ctx)
+__noinline int trace_hardware(struct bpf_sock_ops *ctx, struct trace_connection *c)
 {
-	struct trace_connection *c = trace_connection(ctx);
 	struct trace_state *st = trace_state();
 	struct skb_shared_info *shared;
 	struct trace_message *m;
@@ -657,29 +713,71 @@ __noinline int trace_hardware(struct bpf_sock_ops *ctx)
 	return 0;
 }
 
-/* Adds the stages of an acknowledged message to the histograms. */
-__noinline int trace_add_stages(struct trace_stats *s,
-			     const struct trace_message *m, __u64 now)
-{
-	__u64 queued;
+/* The buckets of a message's stages; TRACE_BUCKETS: the stage is not known. */
+struct trace_times {
+	__u64 ns[TRACE_STAGES];
+	__u32 bucket[TRACE_STAGES];
+};
 
-	if (!s || !m)
+static __always_inline void trace_set_time(struct trace_times *t, __u32 stage,
+					   __u64 from, __u64 to)
+{
+	__u64 ns = to > from ? to - from : 0;
+
+	t->ns[stage] = ns;
+	t->bucket[stage] = from && to ? trace_bucket(ns) : TRACE_BUCKETS;
+}
+
+/* A global function: the verifier follows its branches once. */
+__noinline int trace_find_times(struct trace_times *t,
+				const struct trace_message *m, __u64 now)
+{
+	if (!t || !m)
 		return 0;
+	trace_set_time(t, TRACE_SEND, m->started, m->sent);
+	trace_set_time(t, TRACE_STACK, m->sent, m->queued);
 	/* A dropped packet waited only in the queue that it left. */
-	queued = m->requeued ? m->requeued : m->queued;
-	trace_add_interval(&s->stage[TRACE_SEND], m->started, m->sent);
-	trace_add_interval(&s->stage[TRACE_STACK], m->sent, m->queued);
-	trace_add_interval(&s->stage[TRACE_QDISC], queued, m->driver);
-	if (m->hardware)
-		trace_histogram_add(&s->stage[TRACE_NIC], m->hardware - 1);
-	trace_add_interval(&s->stage[TRACE_NETWORK], m->driver, now);
-	trace_add_interval(&s->stage[TRACE_TOTAL], m->started ? m->started : m->sent, now);
-	__sync_fetch_and_add(&s->bytes, m->length);
-	if (!m->queued)
-		__sync_fetch_and_add(&s->unqueued, 1);
-	if (!m->driver)
-		__sync_fetch_and_add(&s->undriven, 1);
+	trace_set_time(t, TRACE_QDISC, m->requeued ? m->requeued : m->queued, m->driver);
+	trace_set_time(t, TRACE_NIC, m->hardware ? 1 : 0, m->hardware);
+	trace_set_time(t, TRACE_NETWORK, m->driver, now);
+	trace_set_time(t, TRACE_TOTAL, m->started ? m->started : m->sent, now);
 	return 0;
+}
+
+/*
+ * Counts an acknowledged message, and adds its stages to the histograms. A process
+ * and an interrupt of a CPU may use the same group: interrupts are disabled, which
+ * takes less time than an atomic operation for each number.
+ */
+static __always_inline void trace_count_acked(struct trace_stats *s,
+			const struct trace_message *m,
+			const struct trace_times *t, __u32 outcome)
+{
+	struct trace_histogram *h;
+	unsigned long irq;
+	__u32 i, b;
+
+	bpf_local_irq_save(&irq);
+	if (outcome < TRACE_OUTCOMES)
+		s->outcome[outcome]++;
+	s->bytes += m->length;
+	if (!m->queued)
+		s->unqueued++;
+	if (!m->driver)
+		s->undriven++;
+#pragma unroll
+	for (i = 0; i < TRACE_STAGES; i++) {
+		h = &s->stage[i];
+		b = t->bucket[i];
+		barrier_var(b);
+		if (b >= TRACE_BUCKETS)
+			continue;
+		h->bucket[b]++;
+		h->sum += t->ns[i];
+		if (t->ns[i] > h->max)
+			h->max = t->ns[i];
+	}
+	bpf_local_irq_restore(&irq);
 }
 
 /*
@@ -706,6 +804,7 @@ __noinline int trace_acknowledge(struct bpf_sock_ops *ctx,
 {
 	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct trace_stats *s = c ? trace_stats(c->group) : NULL;
+	struct trace_times times = {};
 	__u32 outcome;
 
 	if (!m || !s)
@@ -718,15 +817,18 @@ __noinline int trace_acknowledge(struct bpf_sock_ops *ctx,
 		outcome = m->queued ? TRACE_COALESCED : TRACE_MISSED;
 	if (m->flags & TRACE_MESSAGE_UNMARKED)
 		trace_end_unmarked(c, m);
-	if (outcome != TRACE_MISSED && outcome != TRACE_PARTED)
-		trace_add_stages(s, m, now);
-	return trace_end_message(ctx, m, now, outcome);
+	if (outcome == TRACE_MISSED || outcome == TRACE_PARTED)
+		return trace_end_message(ctx, c, m, now, outcome);
+	trace_find_times(&times, m, now);
+	trace_count_acked(s, m, &times, outcome);
+	trace_report_message(ctx, c, m, now, outcome);
+	return 0;
 }
 
 /* Handles an acknowledgement. They come in the order of keys. */
-__noinline int trace_acked(struct bpf_sock_ops *ctx)
+__noinline int trace_acked(struct bpf_sock_ops *ctx, struct trace_connection *c)
 {
-	struct trace_connection *c = trace_connection(ctx);
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct trace_message *m;
 	__u32 key, i;
 	__u64 now;
@@ -734,7 +836,8 @@ __noinline int trace_acked(struct bpf_sock_ops *ctx)
 	if (!c || c->head == c->tail)
 		return 0;
 	key = trace_shared(ctx)->tskey;
-	now = bpf_ktime_get_ns();
+	/* TCP has read the clock when it received the acknowledgement. */
+	now = trace_cast(kern->sk, struct tcp_sock)->tcp_clock_cache;
 	for (i = 0; i < TRACE_IN_FLIGHT; i++) {
 		if (c->head == c->tail)
 			return 0;
@@ -760,14 +863,13 @@ __noinline int trace_abandon(struct bpf_sock_ops *ctx,
 	m->retransmits = tp->total_retrans - m->retransmits;
 	if (m->flags & TRACE_MESSAGE_UNMARKED)
 		trace_end_unmarked(c, m);
-	return trace_end_message(ctx, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
+	return trace_end_message(ctx, c, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
 					      TRACE_MISSED :
 					      TRACE_UNACKNOWLEDGED);
 }
 
-__noinline int trace_closed(struct bpf_sock_ops *ctx)
+__noinline int trace_closed(struct bpf_sock_ops *ctx, struct trace_connection *c)
 {
-	struct trace_connection *c = trace_connection(ctx);
 	__u64 now = bpf_ktime_get_ns();
 	__u32 i;
 
@@ -778,36 +880,52 @@ __noinline int trace_closed(struct bpf_sock_ops *ctx)
 	return 0;
 }
 
+/* Handles a callback of a message, or the end of a connection. */
+static __always_inline void trace_callback(struct bpf_sock_ops *ctx, __u32 op)
+{
+	struct trace_connection *c;
+	struct bpf_sock *sk = ctx->sk;
+
+	c = sk ? bpf_sk_storage_get(&connections, sk, NULL, 0) : NULL;
+	if (!c)
+		return;
+	switch (op) {
+	case BPF_SOCK_OPS_TSTAMP_SENDMSG_CB:
+		if (!trace_skipped(c))
+			trace_sendmsg(ctx, c);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_SCHED_CB:
+		trace_queued(ctx, c);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_SND_SW_CB:
+		trace_driver(ctx, c);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_SND_HW_CB:
+		trace_hardware(ctx, c);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_ACK_CB:
+		trace_acked(ctx, c);
+		break;
+	case BPF_SOCK_OPS_STATE_CB:
+		trace_closed(ctx, c);
+		break;
+	}
+}
+
 SEC("sockops")
 int trace_sockops(struct bpf_sock_ops *ctx)
 {
-	switch (ctx->op) {
-	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB:
+	__u32 op = ctx->op;
+
+	if (op >= BPF_SOCK_OPS_TSTAMP_SCHED_CB &&
+	    op <= BPF_SOCK_OPS_TSTAMP_SENDMSG_CB)
+		trace_callback(ctx, op);
+	else if (op == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
 		trace_established(ctx, MATCH_CONNECT);
-		break;
-	case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
+	else if (op == BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB)
 		trace_established(ctx, MATCH_ACCEPT);
-		break;
-	case BPF_SOCK_OPS_TSTAMP_SENDMSG_CB:
-		trace_sendmsg(ctx);
-		break;
-	case BPF_SOCK_OPS_TSTAMP_SCHED_CB:
-		trace_queued(ctx);
-		break;
-	case BPF_SOCK_OPS_TSTAMP_SND_SW_CB:
-		trace_driver(ctx);
-		break;
-	case BPF_SOCK_OPS_TSTAMP_SND_HW_CB:
-		trace_hardware(ctx);
-		break;
-	case BPF_SOCK_OPS_TSTAMP_ACK_CB:
-		trace_acked(ctx);
-		break;
-	case BPF_SOCK_OPS_STATE_CB:
-		if (ctx->args[1] == BPF_TCP_CLOSE)
-			trace_closed(ctx);
-		break;
-	}
+	else if (op == BPF_SOCK_OPS_STATE_CB && ctx->args[1] == BPF_TCP_CLOSE)
+		trace_callback(ctx, op);
 	return 1;
 }
 

@@ -221,6 +221,7 @@ struct tcp_sock {
 	__u32 data_segs_out;
 	__u32 srtt_us; /* 8 times the smoothed RTT */
 	__u32 mss_cache;
+	__u64 tcp_clock_cache; /* CLOCK_MONOTONIC at the start of the current packet, ns */
 	__u64 delivered_mstamp; /* when data was last acknowledged, us */
 	__u32 chrono_start; /* jiffies, start of the period in chrono_type */
 	__u32 chrono_stat[3]; /* jiffies, by enum tcp_chrono - 1 */

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * Chooses connections, finds their groups and adds times to histograms. Cost of
- * a time: computing the bucket, and two or three atomic operations on memory of
- * this CPU.
+ * Chooses connections and messages, finds the groups of connections and the buckets
+ * of times.
  */
 #ifndef SOCKEYE_TRACE_BPF_H
 #define SOCKEYE_TRACE_BPF_H
@@ -128,38 +127,6 @@ static __always_inline __u32 trace_bucket(__u64 v)
 	e = high ? 63 - match_clz(high) : 31 - match_clz((__u32)v);
 	i = 16 + (e - 8) * 16 + ((v >> (e - 4)) & 15);
 	return i < TRACE_BUCKETS ? i : TRACE_BUCKETS - 1;
-}
-
-/*
- * Adds a time in nanoseconds to a histogram. A process and an interrupt of a CPU
- * may use the same histogram: hence the atomic operations.
- */
-__noinline int trace_histogram_add(struct trace_histogram *h, __u64 ns)
-{
-	__u64 max;
-	__u32 i;
-
-	if (!h)
-		return 0;
-	i = trace_bucket(ns);
-	barrier_var(i);
-	if (i >= TRACE_BUCKETS)
-		return 0;
-	__sync_fetch_and_add(&h->bucket[i], 1);
-	__sync_fetch_and_add(&h->sum, ns);
-	max = h->max;
-	if (ns > max && __sync_val_compare_and_swap(&h->max, max, ns) != max &&
-	    ns > h->max)
-		h->max = ns;
-	return 0;
-}
-
-/* Adds the interval between two times, if both are known. */
-static __always_inline void trace_add_interval(struct trace_histogram *h, __u64 from,
-				      __u64 to)
-{
-	if (from && to)
-		trace_histogram_add(h, to > from ? to - from : 0);
 }
 
 /* Reports whether a message is chosen. *skip counts those to skip before. */
@@ -310,6 +277,8 @@ static __always_inline void trace_init_connection(struct trace_connection *c, __
 	c->role = role;
 	c->grouped = 0;
 	c->stamping = 0;
+	c->watched = 0;
+	c->skipped = 0;
 	c->skip = trace_first_gap(rule);
 	c->rx_skip = trace_first_gap(rule);
 }

@@ -169,26 +169,29 @@ enum trace_message_flag {
 	TRACE_MESSAGE_PARTED = 1 << 5, /* was sent before that packet, unnoticed */
 };
 
+/* What each message needs comes first, in one cache line. */
 struct trace_connection {
-	__u64 started; /* start of sendmsg(2), set by trace_send */
-	__u64 next; /* when the next message may be chosen, if the rule has an interval */
-	__u32 rule;
-	__u32 group;
 	__u32 skip; /* messages to skip before the next is chosen */
-	__u32 rx_skip; /* received segments to skip */
-	__u64 rx_next; /* when the next segment may be chosen */
-	__u32 write_seq; /* sequence number after the last message */
 	__u32 head; /* of the ring of messages; not reduced modulo its size */
 	__u32 tail;
+	__u8 watched; /* the application uses SO_TIMESTAMPING: no message is skipped */
+	__u8 skipped; /* messages were skipped since the last that was not */
+	__u8 stamping; /* the packet of "application" may be in flight */
+	__u8 grouped; /* group is valid */
+	__u32 rule;
+	__u32 write_seq; /* sequence number after the last message that was not skipped */
+	__u64 started; /* start of sendmsg(2), set by trace_send */
+	__u32 group;
 	__u32 queue; /* message that is expected next at the queueing discipline */
 	__u32 driver; /* message that is expected next at the driver */
+	__u32 segments; /* data_segs_out when a packet was queued last */
 	__u32 application; /* sequence number after the last packet that the
 			    * application marked itself */
-	__u8 grouped; /* group is valid */
+	__u32 rx_skip; /* received segments to skip */
+	__u64 next; /* when the next message may be chosen, if the rule has an interval */
+	__u64 rx_next; /* when the next segment may be chosen */
 	__u8 role;
-	__u8 stamping; /* that packet may be in flight */
-	__u8 padding;
-	__u32 segments; /* data_segs_out when a packet was queued last */
+	__u8 padding[7];
 	struct trace_message message[TRACE_IN_FLIGHT];
 };
 

@@ -33,8 +33,9 @@ static __always_inline __u64 trace_pointer_value(const void *pointer)
 }
 
 /*
- * As trace_histogram_add, for old kernels. If an interrupt adds a larger value
- * between the last two statements, that maximum is lost.
+ * Adds a time in nanoseconds to a histogram. A process and an interrupt of a CPU
+ * may use the same histogram: hence the atomic operations. If an interrupt adds a
+ * larger value between the last two statements, that maximum is lost.
  */
 static __always_inline void trace_histogram_count(struct trace_histogram *h, __u64 ns)
 {

@@ -15,24 +15,26 @@ import (
 
 type traceSockopsTraceConnection struct {
 	_           structs.HostLayout
-	Started     uint64
-	Next        uint64
-	Rule        uint32
-	Group       uint32
 	Skip        uint32
-	RxSkip      uint32
-	RxNext      uint64
-	WriteSeq    uint32
 	Head        uint32
 	Tail        uint32
+	Watched     uint8
+	Skipped     uint8
+	Stamping    uint8
+	Grouped     uint8
+	Rule        uint32
+	WriteSeq    uint32
+	Started     uint64
+	Group       uint32
 	Queue       uint32
 	Driver      uint32
-	Application uint32
-	Grouped     uint8
-	Role        uint8
-	Stamping    uint8
-	Padding     uint8
 	Segments    uint32
+	Application uint32
+	RxSkip      uint32
+	Next        uint64
+	RxNext      uint64
+	Role        uint8
+	Padding     [7]uint8
 	Message     [64]traceSockopsTraceMessage
 }
 

@@ -108,6 +108,34 @@ func TestShares(t *testing.T) {
 	})
 }
 
+// TestSkipped checks that messages that are not chosen are only counted, unless the application uses timestamps.
+func TestSkipped(t *testing.T) {
+	k := newTracing(t, "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/1000000}]")
+	c := loopback(t).connect(unix.AF_INET, noDelay)
+	done := drain(c.accepted)
+	state := func() *bpf.TraceConnection {
+		t.Helper()
+		s, err := k.Connection(c.connected)
+		check(t, err)
+		if s == nil {
+			t.Fatal("the connection is not traced")
+		}
+		return s
+	}
+	first := state()
+	const messages = 10
+	for range messages {
+		check(t, send(c.connected, make([]byte, size), 0))
+	}
+	s := state()
+	// By chance, one of 100,000 runs chooses one of them.
+	if s.Skip != first.Skip-messages || s.WriteSeq != first.WriteSeq || s.Skipped != 1 {
+		t.Errorf("%d messages to skip after %d messages, had %d; key %#x, had %#x", s.Skip, messages, first.Skip, s.WriteSeq, first.WriteSeq)
+	}
+	shut(c.connected, c.accepted)
+	<-done
+}
+
 // TestRates samples a limited number of messages of a connection per second.
 func TestRates(t *testing.T) {
 	for _, most := range []int{3, 1000} {
