@@ -51,6 +51,8 @@ var answers = []struct {
 	{"trace slow", []api.TraceSlow{}},
 	{"trace samples", measure.Sample{}},
 	{"trace report", tracecmd.Report{}},
+	{"trace save", tracecmd.Saved{}},
+	{"file of trace save", tracecmd.SavedTrace{}},
 	{"trace compare", tracecmd.Compared{}},
 	{"trace packets", tracecmd.Packets{}},
 	{"bigtcp", bigtcpcmd.Shown{}},

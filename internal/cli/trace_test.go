@@ -278,13 +278,15 @@ func TestTraceCompletion(t *testing.T) {
 		"trace --cgroup ":                    "telemetry.slice\n:4\n",
 		"trace samples --cgroup ":            "telemetry.slice\n:4\n",
 		"trace --select ":                    keys,
-		"trace compare ":                     keys,
+		"trace compare ":                     strings.Replace(keys, ":6", ":2", 1), // or files
 		"trace slow --select rule=x,":        "rule=x," + strings.ReplaceAll(strings.TrimSuffix(keys, "\n:6\n"), "\n", "\nrule=x,") + "\n:6\n",
 		"trace compare --trial ":             "same-datacentre\nbulk\nrest\n:4\n",
 		"trace compare --period-a ":          ":4\n",
 		"trace samples --buffer ":            ":4\n",
 		"trace packets --pid ":               ":4\n",
 		"trace report ":                      ":0\n",
+		"trace save ":                        ":0\n",
+		"trace compare --svg ":               ":0\n",
 		"trace packets --write ":             ":0\n",
 		"trace packets --pid 1 --fd 2 --lim": "--limit\n:4\n",
 	} {
@@ -297,7 +299,7 @@ func TestTraceCompletion(t *testing.T) {
 
 func TestTraceWithoutAgent(t *testing.T) {
 	h := newHost(t, "services: {}\n")
-	for _, args := range []string{"trace", "trace slow", "trace samples", "trace samples -o jsonl", "trace report DIR/x.html", "trace compare rule=a rule=b",
+	for _, args := range []string{"trace", "trace slow", "trace samples", "trace samples -o jsonl", "trace report DIR/x.html", "trace save DIR/x.json", "trace compare rule=a rule=b",
 		"trace compare --period-a -2m..-1m --period-b -1m..", "trace packets --pid 1 --fd 2", "trace packets --pid 1 --fd 2 -w DIR/x.pcapng"} {
 		words := strings.Fields(strings.ReplaceAll(args, "DIR", h.dir))
 		message, hint := "no agent answers on DIR/run/agent.sock", "start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered"

@@ -15,7 +15,7 @@ func TestTraceRefusals(t *testing.T) {
 	span := "a duration, as in 90s, 5m or 1h"
 	keys := "keys: rule, protocol, remote, port, service, cgroup, tune_rule, arm, other"
 	stages := "stages: send, stack, qdisc, nic, network, total, rx_stack, reader"
-	compare := "usage: sockeye trace compare SELECT-A SELECT-B [flags]"
+	compare := "usage: sockeye trace compare {SELECT-A SELECT-B | A.json B.json} [flags]"
 	times := "FROM..TO in the format 14:05, 2026-01-31T14:05:00Z or -10m; without TO, the period ends now"
 	name := "use --pid and --fd, or --local and --remote, with the values of ss -tnp"
 	address := "as in 192.0.2.1, 192.0.2.1:1790 or [2001:db8::1]:1790"
@@ -67,6 +67,10 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace report x.html --since x", `--since is "x"`, span},
 		{"trace report x.html --select x", `--select is "x": "x" is not key=value`, keys},
 
+		{"trace save", "FILE is missing", "usage: sockeye trace save FILE [flags]"},
+		{"trace save EMPTY", `FILE is ""`, "usage: sockeye trace save FILE [flags]"},
+		{"trace save x.json --since x", `--since is "x"`, span},
+
 		{"trace compare", "SELECT-A is missing", compare},
 		{"trace compare rule=a", "SELECT-B is missing", compare},
 		{"trace compare rule=a rule=b rule=c", `unexpected argument "rule=c"`, compare},
@@ -74,7 +78,7 @@ func TestTraceRefusals(t *testing.T) {
 		{"trace compare rule=a b", `SELECT-B is "b": "b" is not key=value`, keys},
 		{"trace compare amr=treated rule=b", `SELECT-A is "amr=treated": unknown key "amr"`, "did you mean arm?"},
 		{"trace compare rule=a --trial x", `unexpected argument "rule=a"`, compare},
-		{"trace compare rule=a rule=b --select rule=c", "--select requires --period-a and --period-b", "without --period-a and --period-b, SELECT-A and SELECT-B select the groups"},
+		{"trace compare rule=a rule=b --select rule=c", "--select requires --period-a and --period-b, or two files", "without --period-a and --period-b, SELECT-A and SELECT-B select the groups"},
 		{"trace compare --trial=", `--trial is ""`, "sockeye tune lists the rules"},
 		{"trace compare --trial a,arm=x", `--trial is "a,arm=x"`, "sockeye tune lists the rules"},
 		{"trace compare --period-a -2m..-1m", "--period-a and --period-b must be used together", compare},

@@ -13,8 +13,10 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/trace/measure"
+	"sockeye/internal/trace/report"
 )
 
 // Compared is the JSON output of trace compare.
@@ -23,11 +25,31 @@ type Compared struct {
 	B          comparedSide       `json:"b"`
 	Partial    bool               `json:"partial"` // the history of the agent is shorter than the requested period
 	Comparison measure.Comparison `json:"comparison"`
+	CDF        []comparedCDF      `json:"cdf"` // stages that both sides have
 	Summary    string             `json:"summary"`
+	Chart      string             `json:"chart,omitempty"` // file of the distributions
+
+	stages []report.ComparedStage
+}
+
+// comparedCDF contains the cumulative distributions of a stage. They are linear between the points.
+type comparedCDF struct {
+	Stage config.Stage `json:"stage"`
+	A     []cdfPoint   `json:"a"`
+	B     []cdfPoint   `json:"b"`
+}
+
+// cdfPoint is the share of the messages that are not slower than a time.
+type cdfPoint struct {
+	Time  time.Duration `json:"ns"`
+	Share float64       `json:"share"`
 }
 
 // comparedSide is one side of the comparison.
 type comparedSide struct {
+	File   string    `json:"file,omitempty"` // of trace save; "": this host
+	Host   string    `json:"host,omitempty"`
+	Kernel string    `json:"kernel,omitempty"`
 	Select string    `json:"select"`
 	From   time.Time `json:"from"` // start of the available history
 	To     time.Time `json:"to"`
@@ -35,15 +57,21 @@ type comparedSide struct {
 }
 
 func (c *commands) traceCompareCommand() *cobra.Command {
-	var trial, selector, periodA, periodB string
+	var trial, selector, periodA, periodB, picture string
+	var force bool
 	cmd := &cobra.Command{
-		Use:   "compare SELECT-A SELECT-B",
-		Short: "Compare two groups, two periods, or the arms of a trial",
+		Use:   "compare {SELECT-A SELECT-B | A.json B.json}",
+		Short: "Compare two groups, periods, hosts or days, or the arms of a trial",
 		Long: `Compare shows which stages differ between A and B, by how much, and whether the
 difference is significant. A and B are one of: two groups, in the syntax of
---select; the control and the treated arm of a tune rule with --trial; or two
-periods FROM..TO with --period-a and --period-b. FROM and TO have the format
-14:05, RFC 3339, or -10m (10 minutes ago). Without TO, the period ends now.
+--select; the control and the treated arm of a tune rule with --trial; two
+periods FROM..TO with --period-a and --period-b; or two files of trace save, of
+other hosts or days, with names that end in .json, which need no agent. FROM and
+TO have the format 14:05, RFC 3339, or -10m (10 minutes ago). Without TO, the
+period ends now.
+
+The distributions of both sides are shown beside each other; --svg writes them
+as a picture.
 
 RATIO is B/A with its 95 % confidence interval. The verdicts are corrected for
 multiple comparisons: if A and B do not differ, one of 20 comparisons has a row
@@ -52,7 +80,8 @@ keeps one hour of history.`,
 		Example: `  sockeye trace compare remote=192.0.2.0/24 remote=198.51.100.0/24 --since 15m
   sockeye trace compare --trial same-datacentre
   sockeye trace compare --period-a 13:50..14:05 --period-b 14:05..
-  sockeye trace compare --period-a -9m..-5m --period-b -5m.. --select rule=bulk`,
+  sockeye trace compare --period-a -9m..-5m --period-b -5m.. --select rule=bulk
+  sockeye trace compare monday.json tuesday.json --select rule=bmp --svg bmp.svg`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			for _, flag := range []string{"trial", "period-a", "period-b"} {
 				if cmd.Flags().Changed(flag) {
@@ -64,7 +93,10 @@ keeps one hour of history.`,
 			}
 			return command.Arguments(2, 2, "SELECT-A")(cmd, args)
 		},
-		ValidArgsFunction: completeSelector,
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
+			keys, _ := completeSelector(cmd, args, typed)
+			return keys, cobra.ShellCompDirectiveNoSpace // or files
+		},
 	}
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		since, err := command.Interval(cmd, "since")
@@ -73,7 +105,19 @@ keeps one hour of history.`,
 		}
 		changed := cmd.Flags().Changed
 		var r *Compared
+		var file *newFile
+		if changed("svg") {
+			if file, err = createFile(picture, force); err != nil {
+				return err
+			}
+			defer file.discard()
+		}
 		switch {
+		case len(args) == 2 && (isSaved(args[0]) || isSaved(args[1])):
+			if changed("since") {
+				return fault.Usage(errors.New("--since and files are mutually exclusive"), "use trace save --since")
+			}
+			r, err = c.compareSaved(selector, args[0], args[1])
 		case changed("period-a") || changed("period-b"):
 			if !changed("period-a") || !changed("period-b") {
 				return fault.Usage(errors.New("--period-a and --period-b must be used together"), "usage: "+cmd.UseLine())
@@ -85,7 +129,7 @@ keeps one hour of history.`,
 			}
 			r, err = c.comparePeriods(cmd.Context(), selector, periodA, periodB)
 		case changed("select"):
-			return fault.Usage(errors.New("--select requires --period-a and --period-b"), "without --period-a and --period-b, SELECT-A and SELECT-B select the groups")
+			return fault.Usage(errors.New("--select requires --period-a and --period-b, or two files"), "without --period-a and --period-b, SELECT-A and SELECT-B select the groups")
 		case changed("trial"):
 			if trial == "" || strings.Contains(trial, ",") {
 				return fault.Usage(fmt.Errorf("--trial is %q", trial), "sockeye tune lists the rules")
@@ -109,12 +153,19 @@ keeps one hour of history.`,
 		if err != nil {
 			return err
 		}
+		if file != nil {
+			if err := r.draw(file); err != nil {
+				return err
+			}
+		}
 		return c.Print(r, func(l *command.Text) { c.comparison(l, r) })
 	}
 	cmd.Flags().String("since", "", "show only measurements of the last DURATION, as in 15m")
 	cmd.Flags().StringVar(&trial, "trial", "", "compare the arms of the trial of this tune rule")
 	cmd.Flags().StringVar(&periodA, "period-a", "", "period of A, FROM..TO")
 	cmd.Flags().StringVar(&periodB, "period-b", "", "period of B, FROM..TO")
+	cmd.Flags().StringVar(&picture, "svg", "", "write the distributions to this `FILE`")
+	cmd.Flags().BoolVar(&force, "force", false, "replace an existing file")
 	selectFlag(cmd, &selector)
 	_ = cmd.RegisterFlagCompletionFunc("trial", c.RuleNames(-1))
 	for _, free := range []string{"since", "period-a", "period-b"} {
@@ -215,9 +266,86 @@ func compare(partial bool, a, b comparedSide) (*Compared, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &Compared{A: a, B: b, Partial: partial, Comparison: measure.Compare(resultsA, resultsB)}
+	r := &Compared{A: a, B: b, Partial: partial, Comparison: measure.Compare(resultsA, resultsB), CDF: []comparedCDF{}}
 	r.Summary = r.Comparison.Summary()
+	of := [2]map[config.Stage]*measure.Histogram{measure.StagesOf(resultsA), measure.StagesOf(resultsB)}
+	for _, stage := range measure.Stages {
+		sides := [2]*measure.Histogram{of[0][stage], of[1][stage]}
+		if sides[0] == nil || sides[1] == nil {
+			continue
+		}
+		r.stages = append(r.stages, report.ComparedStage{Stage: stage, A: sides[0], B: sides[1]})
+		r.CDF = append(r.CDF, comparedCDF{Stage: stage, A: cdfPoints(sides[0]), B: cdfPoints(sides[1])})
+	}
 	return r, nil
+}
+
+func cdfPoints(h *measure.Histogram) []cdfPoint {
+	var points []cdfPoint
+	for _, p := range h.CDF() {
+		points = append(points, cdfPoint(p))
+	}
+	return points
+}
+
+// isSaved reports whether an argument is the name of a file of trace save: no selector of groups, and ending in .json.
+func isSaved(arg string) bool { return strings.HasSuffix(arg, ".json") && selection("", arg) != nil }
+
+// compareSaved compares the same groups in two files of trace save.
+func (c *commands) compareSaved(selector, fileA, fileB string) (*Compared, error) {
+	if err := selection("--select", selector); err != nil {
+		return nil, err
+	}
+	if fileA == fileB {
+		return nil, fault.Usage(errors.New("both sides are the same"), "name two different files")
+	}
+	var sides [2]comparedSide
+	partial := false
+	for i, file := range []string{fileA, fileB} {
+		if !isSaved(file) {
+			return nil, fault.Usage(fmt.Errorf("%s is not a file of trace save", file), "compare two files with names that end in .json, or two groups")
+		}
+		s, err := readSaved(file)
+		if err != nil {
+			return nil, err
+		}
+		partial = partial || s.Partial
+		sides[i] = comparedSide{File: file, Host: s.Host, Kernel: s.Kernel, Select: selector, slices: s.Slices}
+	}
+	r, err := compare(partial, sides[0], sides[1])
+	if failed, ok := errors.AsType[*unknownGroup](err); ok {
+		for _, side := range sides {
+			if _, missing := measure.Find(side.slices, selector); missing != nil {
+				return nil, fault.Usage(fmt.Errorf("%s: %w", side.File, failed), failed.hint)
+			}
+		}
+	}
+	return r, err
+}
+
+// draw writes the distributions.
+func (r *Compared) draw(file *newFile) error {
+	if len(r.stages) == 0 {
+		return fault.WithHint(errors.New("there is nothing to draw: no stage was measured on both sides"), "without --svg, the summary shows what is missing")
+	}
+	err := report.WriteComparison(file, report.Compared{A: r.A.name(), B: r.B.name(), Stages: r.stages})
+	if err != nil {
+		return fmt.Errorf("write %s: %w", file.path, err)
+	}
+	r.Chart = file.path
+	return file.finish()
+}
+
+// name describes a side.
+func (s *comparedSide) name() string {
+	words := s.Select
+	if words == "" {
+		words = "all groups"
+	}
+	if s.File != "" {
+		words = fmt.Sprintf("%s, %s, Linux %s, %s", s.File, s.Host, s.Kernel, words)
+	}
+	return words
 }
 
 // find returns the results of a side.
@@ -286,11 +414,7 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 		of   *comparedSide
 		has  measure.Side
 	}{{"A", &r.A, r.Comparison.A}, {"B", &r.B, r.Comparison.B}} {
-		words := side.of.Select
-		if words == "" {
-			words = "all groups"
-		}
-		l.Line("%s: %s, %s to %s: %s in %s of 10 s", side.name, words, c.Clock(side.of.From), c.Clock(side.of.To),
+		l.Line("%s: %s, %s to %s: %s in %s of 10 s", side.name, side.of.name(), c.Clock(side.of.From), c.Clock(side.of.To),
 			command.Count(side.has.Messages, "message", "messages"), command.Count(side.has.Slices, "slice", "slices"))
 	}
 	if r.Partial {
@@ -307,9 +431,39 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 		l.Line("")
 		l.Table("llrrrll", rows)
 	}
+	if len(r.stages) > 0 {
+		header := []string{"CDF", ""}
+		for _, q := range cdfShares {
+			header = append(header, q.name)
+		}
+		table := [][]string{header}
+		for _, s := range r.stages {
+			for i, side := range []*measure.Histogram{s.A, s.B} {
+				row := []string{string(s.Stage), "A"}
+				if i == 1 {
+					row = []string{"", "B"}
+				}
+				for _, q := range cdfShares {
+					row = append(row, command.Duration(side.Quantile(q.share)))
+				}
+				table = append(table, row)
+			}
+		}
+		l.Line("")
+		l.Table("llrrrrrrr", table)
+	}
 	l.Line("")
 	l.Line("%s", r.Summary)
+	if r.Chart != "" {
+		l.Line("wrote %s", r.Chart)
+	}
 }
+
+// cdfShares are the shares of the table of distributions.
+var cdfShares = []struct {
+	name  string
+	share float64
+}{{"10 %", 0.1}, {"25 %", 0.25}, {"50 %", 0.5}, {"75 %", 0.75}, {"90 %", 0.9}, {"99 %", 0.99}, {"99.9 %", 0.999}}
 
 // Times formats a ratio.
 func Times(ratio *float64) string {

@@ -104,7 +104,7 @@ limits them to the last DURATION, at most one hour.`,
 	}
 	command.CompleteFlag(cmd, "stage", words...)
 	_ = cmd.RegisterFlagCompletionFunc("cgroup", c.tracedCgroups)
-	cmd.AddCommand(c.traceSlowCommand(), c.traceSamplesCommand(), c.traceReportCommand(), c.traceCompareCommand(), c.tracePacketsCommand())
+	cmd.AddCommand(c.traceSlowCommand(), c.traceSamplesCommand(), c.traceReportCommand(), c.traceSaveCommand(), c.traceCompareCommand(), c.tracePacketsCommand())
 	return cmd
 }
 

@@ -115,6 +115,17 @@ func Compare(a, b []*Result) Comparison {
 	return c
 }
 
+// StagesOf returns the sums of the stages of results. Stages without measurements are absent.
+func StagesOf(results []*Result) map[config.Stage]*Histogram {
+	stages := make(map[config.Stage]*Histogram)
+	for _, stage := range Stages {
+		if p := newPopulation(results, stage); p.Count > 0 {
+			stages[stage] = &p.Histogram
+		}
+	}
+	return stages
+}
+
 func side(results []*Result) Side {
 	var s Side
 	for _, r := range results {

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tracecmd
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
+)
+
+// Saved is the JSON output of trace save.
+type Saved struct {
+	File     string    `json:"file"`
+	Bytes    int64     `json:"bytes"`
+	From     time.Time `json:"from"`
+	To       time.Time `json:"to"`
+	Slices   int       `json:"slices"`
+	Groups   int       `json:"groups"`
+	Messages uint64    `json:"messages"`
+	Partial  bool      `json:"partial"`
+}
+
+// SavedTrace is the content of a file of trace save.
+type SavedTrace struct {
+	Format  string           `json:"format"`         // savedFormat
+	Number  int              `json:"format_version"` // savedVersion; readers refuse others
+	Version string           `json:"version"`        // of Sockeye
+	Host    string           `json:"host"`
+	Kernel  string           `json:"kernel"`
+	Saved   time.Time        `json:"saved"`
+	Select  string           `json:"select"`
+	Partial bool             `json:"partial"`
+	Slices  []measure.Period `json:"slices"` // oldest first
+}
+
+const (
+	savedFormat  = "sockeye-trace"
+	savedVersion = 1
+	// savedLimit bounds the size of a file that is read. An hour of 4096 groups is smaller.
+	savedLimit = 1 << 30
+)
+
+func (c *commands) traceSaveCommand() *cobra.Command {
+	var selector string
+	var force bool
+	cmd := &cobra.Command{
+		Use:   "save FILE",
+		Short: "Save the measurements to a file, for trace compare",
+		Long: `Save writes the measurements of the last hour, or of the last DURATION with
+--since, to a JSON file, in slices of 10 s. trace compare compares two such files
+of different hosts or days. The file contains no data of the messages, but the
+addresses, cgroups and rules by which the trace rules group.`,
+		Example: `  sockeye trace save monday.json
+  sockeye trace save slow-host.json --since 10m --select rule=bmp`,
+		Args: command.Arguments(1, 1, "FILE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			since, err := command.Interval(cmd, "since")
+			if err != nil {
+				return err
+			}
+			if err := selection("--select", selector); err != nil {
+				return err
+			}
+			if args[0] == "" {
+				return fault.Usage(fmt.Errorf("FILE is %q", args[0]), "usage: "+cmd.UseLine())
+			}
+			file, err := createFile(args[0], force)
+			if err != nil {
+				return err
+			}
+			defer file.discard()
+			s, err := c.traceSave(cmd.Context(), file, since, selector)
+			if err != nil {
+				return err
+			}
+			if err := file.finish(); err != nil {
+				return err
+			}
+			return c.Print(s, func(l *command.Text) {
+				l.Line("%s: %s of %s, from %s to %s; %s", s.File, command.Count(s.Messages, "message", "messages"), command.Count(s.Groups, "group", "groups"),
+					c.Clock(s.From), c.Clock(s.To), command.Bytes(s.Bytes))
+				if s.Partial {
+					l.Line("earlier measurements are not available")
+				}
+			})
+		},
+	}
+	cmd.Flags().String("since", "", "save only measurements of the last DURATION, as in 15m")
+	cmd.Flags().BoolVar(&force, "force", false, "replace an existing file")
+	selectFlag(cmd, &selector)
+	command.CompleteFlag(cmd, "since")
+	return cmd
+}
+
+// traceSave requests the measurements and writes them.
+func (c *commands) traceSave(ctx context.Context, file *newFile, since time.Duration, selector string) (*Saved, error) {
+	if _, err := c.traceStatus(ctx, ""); err != nil {
+		return nil, err
+	}
+	var history api.TraceHistory
+	if err := c.Client().Get(ctx, "/v1/trace/history", query(since, selector), &history); err != nil {
+		return nil, err
+	}
+	whole := measure.Merge(history.Slices)
+	s := &Saved{File: file.path, From: whole.From, To: whole.To, Slices: len(history.Slices), Groups: len(whole.Results), Partial: history.Partial}
+	for _, r := range whole.Results {
+		s.Messages += r.Chosen + r.RXChosen
+	}
+	if s.Messages == 0 {
+		return nil, fault.WithHint(errors.New("nothing was measured in this time"), "sockeye trace shows the rules and their groups")
+	}
+	content := SavedTrace{Format: savedFormat, Number: savedVersion, Version: command.Version, Saved: c.Now(), Select: selector,
+		Partial: history.Partial, Slices: history.Slices}
+	var err error
+	if content.Host, err = os.Hostname(); err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	var kernel unix.Utsname
+	if err := unix.Uname(&kernel); err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	content.Kernel = unix.ByteSliceToString(kernel.Release[:])
+	data, err := json.Marshal(content)
+	if err == nil {
+		_, err = file.Write(append(data, '\n'))
+	}
+	if err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	s.Bytes = int64(len(data)) + 1
+	return s, nil
+}
+
+// readSaved reads a file of trace save.
+func readSaved(path string) (*SavedTrace, error) {
+	const hint = "save the measurements with sockeye trace save FILE"
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fault.Unreadable(fmt.Errorf("read saved trace: %w", err), hint)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("read saved trace: %w", err)
+	}
+	switch {
+	case !info.Mode().IsRegular():
+		return nil, fault.Usage(fmt.Errorf("%s is not a regular file", path), hint)
+	case info.Size() == 0:
+		return nil, fault.Usage(fmt.Errorf("%s is empty", path), hint)
+	case info.Size() > savedLimit:
+		return nil, fault.Usage(fmt.Errorf("%s has %s, maximum %s", path, command.Bytes(info.Size()), command.Bytes(int64(savedLimit))), hint)
+	}
+	data, err := io.ReadAll(io.LimitReader(f, savedLimit))
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, err)
+	}
+	var kind struct {
+		Format  string `json:"format"`
+		Number  int    `json:"format_version"`
+		Version string `json:"version"`
+	}
+	if json.Unmarshal(data, &kind) != nil || kind.Format != savedFormat {
+		return nil, fault.Usage(fmt.Errorf("%s is not a saved trace", path), hint)
+	}
+	if kind.Number != savedVersion {
+		return nil, fault.Usage(fmt.Errorf("%s has format %d of Sockeye %s; this version reads format %d", path, kind.Number, command.Printable(kind.Version), savedVersion),
+			"compare the files with the newer of the two versions, or save the measurements again")
+	}
+	var s SavedTrace
+	if err := json.Unmarshal(data, &s); err != nil {
+		return nil, fault.Usage(fmt.Errorf("%s is damaged: %s", path, command.Printable(err.Error())), "copy the file again, or save the measurements again")
+	}
+	for _, p := range s.Slices {
+		for _, r := range p.Results {
+			if r.Chosen+r.RXChosen > 0 {
+				return &s, nil
+			}
+		}
+	}
+	return nil, fault.Usage(fmt.Errorf("%s has no measurements", path), "save the measurements again, after messages were sent")
+}
