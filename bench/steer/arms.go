@@ -147,11 +147,17 @@ func (p *proxyArm) ready(ctx context.Context, _ *fleet) error {
 type sockeyeArm struct {
 	binary    string
 	steering  string
-	deviceMap int // further devices in a device map that has all routers; 0: no device map
+	deviceMap int    // further devices in a device map that has all routers; 0: no device map
+	against   string // the name of the binary, if it is one of the flag -against
 	agent     *harness.Process
 }
 
 func (s *sockeyeArm) name() string {
+	if s.against != "" {
+		plain := *s
+		plain.against = ""
+		return plain.name() + "_" + s.against
+	}
 	if s.deviceMap > 0 {
 		return s.steering + "_device_map"
 	}
@@ -159,6 +165,11 @@ func (s *sockeyeArm) name() string {
 }
 
 func (s *sockeyeArm) title() string {
+	if s.against != "" {
+		plain := *s
+		plain.against = ""
+		return plain.title() + ", " + s.against
+	}
 	if s.deviceMap > 0 {
 		return "Sockeye " + s.steering + ", device map"
 	}

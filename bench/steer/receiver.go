@@ -31,6 +31,9 @@ type received struct {
 	Connections uint64        `json:"connections"`
 	StreamBytes uint64        `json:"stream_bytes"`
 	CPU         time.Duration `json:"cpu_ns"`
+	// The process and its UDP socket, for the arms whose program selects that socket.
+	PID int `json:"pid"`
+	FD  int `json:"fd"`
 	// With -sources: counts by source. TCP sessions are counted by the sysName of their BMP Initiation, which a proxy
 	// does not change.
 	UDP map[string]uint64 `json:"udp,omitempty"`
@@ -83,6 +86,7 @@ func receiver(args []string) error {
 		r := received{
 			Datagrams: d.datagrams.Load(), Templates: d.templates.Load(), Bytes: d.bytes.Load(),
 			Connections: s.connections.Load(), StreamBytes: s.bytes.Load(), CPU: ownCPU(),
+			PID: os.Getpid(), FD: u,
 		}
 		if *sources {
 			r.UDP, r.TCP = *d.sources.Load(), *s.sources.Load()

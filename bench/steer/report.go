@@ -19,7 +19,7 @@ type report struct {
 
 	arms                            []armTitle
 	placement, rate, plain, nfacctd *part
-	programs                        map[string]programTime
+	programs                        programSet
 }
 
 // by returns a figure of an arm for each round.
@@ -113,15 +113,7 @@ func (r *report) Print(p harness.Printf) {
 	}
 	p("\nBalancing: CPU time of the processes between routers and members, plus the kernel's CPU time for delivery in excess of the plain arm\n")
 	p("(measured in the sender, where BPF programs also run; may be negative). CPU time is per cgroup and includes softirqs that interrupt a process.\n")
-	if len(r.programs) > 0 {
-		p("\nNanoseconds per run of the BPF program, from the kernel's BPF statistics; the empty program shows their cost\n")
-		p("\tdatagram\tSYN\n")
-		for _, a := range []arm{emptyArm{}, &sockeyeArm{steering: "reuseport"}, &sockeyeArm{steering: "lookup"}, &sockeyeArm{steering: "reuseport", deviceMap: furtherDevices}} {
-			if t, ok := r.programs[a.name()]; ok {
-				p("%s\t%.0f\t%.0f\n", a.title(), t.Datagram, t.SYN)
-			}
-		}
-	}
+	r.programs.print(p, r.Options.Rounds)
 	p("\nDuration %s. Other processes used %.0f %% of the consumed CPU time; more than a few percent make the figures uncertain.\n", r.Took, 100*r.others())
 }
 
@@ -172,11 +164,8 @@ func (r *report) Figures() any {
 		return map[string]any{"arms": out, "runs": p.runs}
 	}
 	ns := map[string]*float64{}
-	for _, name := range []string{"reuseport", "lookup", "reuseport_device_map"} {
-		ns[name] = nil
-		if t, ok := r.programs[name]; ok {
-			ns[name] = harness.Number(math.Round(t.Datagram*10) / 10)
-		}
+	for _, name := range steered {
+		ns[name] = harness.Number(float64(r.programs.find(name).distribution("cold").Median))
 	}
 	against := func(to string) map[string]*float64 {
 		return map[string]*float64{
@@ -193,7 +182,7 @@ func (r *report) Figures() any {
 		"cpu_vs_proxy": against("proxy"),
 		"cpu_vs_plain": against("plain"),
 		"detail": map[string]any{
-			"run": r, "share_of_cpu_of_others": harness.Number(r.others()), "programs_ns": r.programs, "both_streams_in_one_member": r.placement.together,
+			"run": r, "share_of_cpu_of_others": harness.Number(r.others()), "programs_ns": r.programs.figures(), "both_streams_in_one_member": r.placement.together,
 			"rate": figures(r.rate), "cpu_nfacctd": figures(r.nfacctd), "cpu_plain": figures(r.plain),
 		},
 	}

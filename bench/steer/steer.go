@@ -37,7 +37,9 @@ type options struct {
 	Nfacctd rates   `json:"nfacctd"`
 	Plain   rates   `json:"plain"`
 	Without string  `json:"without"`
+	Only    bool    `json:"programs_only"`
 	Binary  string  `json:"-"`
+	Against string  `json:"-"`
 }
 
 // rates are totals of all routers.
@@ -279,8 +281,10 @@ func inside(args []string) error {
 	fs.Float64Var(&o.Nfacctd.Updates, "nfacctd-updates", o.Nfacctd.Updates, "BMP route updates per second to nfacctd")
 	fs.Float64Var(&o.Plain.Datagrams, "plain-datagrams", o.Plain.Datagrams, "datagrams per second to plain receivers")
 	fs.Float64Var(&o.Plain.Updates, "plain-updates", o.Plain.Updates, "BMP route updates per second to plain receivers")
-	fs.StringVar(&o.Without, "without", "", "arms to omit, comma-separated: reuseport, lookup, reuseport_device_map, proxy, proxy-buffered")
+	fs.StringVar(&o.Without, "without", "", "arms to omit, comma-separated: reuseport, lookup, reuseport_device_map, lookup_device_map, proxy, proxy-buffered")
+	fs.BoolVar(&o.Only, "programs", false, "measure only the run times of the programs")
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
+	fs.StringVar(&o.Against, "against", "", "further binaries, comma-separated, whose programs are measured in the same rounds")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
@@ -318,8 +322,8 @@ func (b *bench) arms(names ...string) (arms []arm) {
 			arms = append(arms, &proxyArm{})
 		case "proxy-buffered":
 			arms = append(arms, &proxyArm{buffer: 64 << 10})
-		case "reuseport_device_map":
-			arms = append(arms, &sockeyeArm{binary: b.Binary, steering: "reuseport", deviceMap: furtherDevices})
+		case "reuseport_device_map", "lookup_device_map":
+			arms = append(arms, &sockeyeArm{binary: b.Binary, steering: strings.TrimSuffix(name, "_device_map"), deviceMap: furtherDevices})
 		default:
 			arms = append(arms, &sockeyeArm{binary: b.Binary, steering: name})
 		}
@@ -328,11 +332,20 @@ func (b *bench) arms(names ...string) (arms []arm) {
 }
 
 func (b *bench) steer(ctx context.Context) error {
-	if b.Binary == "" && len(b.arms("reuseport", "lookup", "reuseport_device_map")) > 0 {
+	if b.Binary == "" && len(b.arms(steered...)) > 0 {
 		var err error
 		if b.Binary, err = harness.BuildSockeye(ctx, b.Dir); err != nil {
 			return err
 		}
+	}
+	if b.Only {
+		r := &programReport{Options: b.options, Run: harness.Begin()}
+		var err error
+		if r.programs, err = b.programTimes(ctx); err != nil {
+			return err
+		}
+		r.End()
+		return harness.Publish(command+"-programs", r)
 	}
 	for _, program := range []string{"haproxy", "nfacctd"} {
 		if _, err := exec.LookPath(program); err != nil {
@@ -370,7 +383,7 @@ func (b *bench) steer(ctx context.Context) error {
 	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", all, kindNfacctd, b.Rounds, l); err != nil {
 		return err
 	}
-	if r.programs, err = b.programTimes(ctx, b.arms("reuseport", "lookup", "reuseport_device_map")); err != nil {
+	if r.programs, err = b.programTimes(ctx); err != nil {
 		return err
 	}
 	r.End()
