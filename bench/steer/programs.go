@@ -80,7 +80,7 @@ func (s programSet) print(p harness.Printf, rounds int) {
 		return
 	}
 	p("\nNanoseconds per run of the BPF program, from the kernel's BPF statistics, whose own cost the empty program shows: median\n")
-	p("[95 %% confidence interval] over %d rounds. Cold: 20,000 datagrams per second. Hot: the full rate of one sender.\n", 4*rounds)
+	p("[95 %% confidence interval] over %d rounds, with new processes every %d. Cold: 20,000 datagrams per second. Hot: the full rate of one sender.\n", launchRounds*rounds, launchRounds)
 	p("\tcold\tabove empty\tabove select\thot\tabove empty\tabove select\tSYN\n")
 	show := func(d harness.Distribution) string {
 		if math.IsNaN(float64(d.Median)) {
@@ -166,33 +166,49 @@ func (b *bench) programTimes(ctx context.Context) (all programSet, err error) {
 	defer stats.Close()
 	fmt.Fprint(os.Stderr, "programs: ")
 	defer fmt.Fprintln(os.Stderr)
+	for _, a := range arms {
+		all = append(all, &programRuns{name: a.name(), title: a.title(), ns: map[string][]float64{}})
+	}
+	for launch := range b.Rounds {
+		if err := b.programLaunch(ctx, arms, all, launch); err != nil {
+			return nil, err
+		}
+		fmt.Fprint(os.Stderr, ".")
+	}
+	return all, nil
+}
+
+// launchRounds is the number of rounds of each launch.
+const launchRounds = 4
+
+// programLaunch starts the fleets of all arms and measures them for some rounds. The placement of a fleet's memory and
+// its secret keys change its figures by more than the variation between rounds, so the benchmark starts fleets again.
+func (b *bench) programLaunch(ctx context.Context, arms []arm, all programSet, launch int) error {
 	var measured []*measuredProgram
 	defer func() {
 		for _, m := range measured {
 			m.close()
 		}
 	}()
-	for _, a := range arms {
-		m, err := b.measureProgram(ctx, a)
+	for i, a := range arms {
+		m, err := b.measureProgram(ctx, a, all[i])
 		if m != nil {
 			measured = append(measured, m)
 		}
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", a.name(), err)
+			return fmt.Errorf("%s: %w", a.name(), err)
 		}
-		all = append(all, m.runs)
 	}
-	for round := range 4 * b.Rounds {
-		for _, m := range harness.Turn(measured, round) {
+	for round := range launchRounds {
+		for _, m := range harness.Turn(measured, launch*launchRounds+round) {
 			for _, pass := range b.passes() {
 				if err := m.round(pass); err != nil {
-					return nil, fmt.Errorf("%s: %w", m.arm.name(), err)
+					return fmt.Errorf("%s: %w", m.arm.name(), err)
 				}
 			}
 		}
-		fmt.Fprint(os.Stderr, ".")
 	}
-	return all, nil
+	return nil
 }
 
 // measuredProgram is a fleet and the programs that select its members.
@@ -202,12 +218,12 @@ type measuredProgram struct {
 	runs     *programRuns
 }
 
-func (b *bench) measureProgram(ctx context.Context, a arm) (*measuredProgram, error) {
+func (b *bench) measureProgram(ctx context.Context, a arm, runs *programRuns) (*measuredProgram, error) {
 	f, err := b.launch(ctx, a, kindPlain)
 	if f == nil {
 		return nil, err
 	}
-	m := &measuredProgram{fleet: f, runs: &programRuns{name: a.name(), title: a.title(), ns: map[string][]float64{}}}
+	m := &measuredProgram{fleet: f, runs: runs}
 	if err != nil {
 		return m, err
 	}
