@@ -22,6 +22,7 @@ import (
 
 	"sockeye/bench/harness"
 	"sockeye/internal/chart"
+	"sockeye/internal/stats"
 )
 
 // steered are the arms of Sockeye.
@@ -42,24 +43,40 @@ func (b *bench) passes() []pass {
 	return []pass{{"cold", datagrams}, {"hot", hot}, {"syn", load{Routers: 250, Prefixes: 1, BMP: collector(bmpPort)}}}
 }
 
-// programRuns contains the mean run times of a program in nanoseconds, one value for each round, from the kernel's BPF
-// statistics. They include two clock reads by the statistics, whose cost the empty program shows.
+// programRuns contains the mean run times of a program in nanoseconds, from the kernel's BPF statistics. They include two
+// clock reads by the statistics, whose cost the empty program shows.
 type programRuns struct {
 	name, title, mode string
-	ns                map[string][]float64 // by the name of the pass
+	ns                map[string][][]float64 // by the name of the pass: for each launch, a value for each round
 }
 
+// distribution returns the distribution over the launches of the median of their rounds. The rounds of a launch have the
+// same processes, keys and memory and are not independent.
 func (p *programRuns) distribution(pass string) harness.Distribution {
-	return harness.DistributionOf(p.ns[pass])
+	var medians []float64
+	for _, rounds := range p.ns[pass] {
+		medians = append(medians, stats.Median(rounds))
+	}
+	return harness.DistributionOf(medians)
 }
 
-// above returns the distribution of the difference to another program, computed within each round.
+// above returns the distribution over the launches of the median difference to another program in their rounds.
 func (p *programRuns) above(other *programRuns, pass string) harness.Distribution {
-	var d []float64
-	for i := range min(len(p.ns[pass]), len(other.ns[pass])) {
-		d = append(d, p.ns[pass][i]-other.ns[pass][i])
+	difference := &programRuns{ns: map[string][][]float64{}}
+	for launch := range min(len(p.ns[pass]), len(other.ns[pass])) {
+		var d []float64
+		for i := range min(len(p.ns[pass][launch]), len(other.ns[pass][launch])) {
+			d = append(d, p.ns[pass][launch][i]-other.ns[pass][launch][i])
+		}
+		difference.ns[pass] = append(difference.ns[pass], d)
 	}
-	return harness.DistributionOf(d)
+	return difference.distribution(pass)
+}
+
+// add adds a value to the last launch.
+func (p *programRuns) add(pass string, ns float64) {
+	last := len(p.ns[pass]) - 1
+	p.ns[pass][last] = append(p.ns[pass][last], ns)
 }
 
 // programSet contains the run times of several programs, measured in the same rounds.
@@ -75,12 +92,15 @@ func (s programSet) find(name string) *programRuns {
 	return &programRuns{}
 }
 
-func (s programSet) print(p harness.Printf, rounds int) {
+func (s programSet) print(p harness.Printf, launches int) {
 	if len(s) == 0 {
 		return
 	}
 	p("\nNanoseconds per run of the BPF program, from the kernel's BPF statistics, whose own cost the empty program shows: median\n")
-	p("[95 %% confidence interval] over %d rounds, with new processes every %d. Cold: 20,000 datagrams per second. Hot: the full rate of one sender.\n", launchRounds*rounds, launchRounds)
+	p("[95 %% confidence interval] over %d launches of %d rounds. Cold: 20,000 datagrams per second. Hot: the full rate of one sender.\n", launches, launchRounds)
+	if launches < 6 {
+		p("The intervals of fewer than six launches are their extremes, with less confidence.\n")
+	}
 	p("\tcold\tabove empty\tabove select\thot\tabove empty\tabove select\tSYN\n")
 	show := func(d harness.Distribution) string {
 		if math.IsNaN(float64(d.Median)) {
@@ -106,10 +126,22 @@ func (s programSet) figures() map[string]any {
 		for pass := range a.ns {
 			passes[pass] = map[string]any{
 				"ns": a.distribution(pass), "above_empty": a.above(s.find(a.mode+"_empty"), pass),
-				"above_select": a.above(s.find(a.mode+"_select"), pass), "rounds": a.ns[pass],
+				"above_select": a.above(s.find(a.mode+"_select"), pass), "launches": a.ns[pass],
 			}
 		}
 		out[a.name] = passes
+	}
+	return out
+}
+
+// aboveEmpty returns the medians of the differences to the empty program by mode of steering and pass.
+func (s programSet) aboveEmpty() map[string]map[string]harness.Figure {
+	out := map[string]map[string]harness.Figure{}
+	for _, mode := range []string{"reuseport", "lookup"} {
+		out[mode] = map[string]harness.Figure{}
+		for _, pass := range []string{"cold", "hot"} {
+			out[mode][pass] = s.find(mode).above(s.find(mode+"_empty"), pass).Median
+		}
 	}
 	return out
 }
@@ -130,7 +162,7 @@ func (r *programReport) Print(p harness.Printf) {
 
 // Figures implements harness.Report.
 func (r *programReport) Figures() any {
-	return map[string]any{"run": r, "programs_ns": r.programs.figures()}
+	return map[string]any{"run": r, "ns_above_empty": r.programs.aboveEmpty(), "programs_ns": r.programs.figures()}
 }
 
 // Charts implements harness.Report.
@@ -159,15 +191,15 @@ func (b *bench) programTimes(ctx context.Context) (all programSet, err error) {
 	if len(arms) == 0 {
 		return nil, nil
 	}
-	stats, err := ebpf.EnableStats(unix.BPF_STATS_RUN_TIME)
+	enabled, err := ebpf.EnableStats(unix.BPF_STATS_RUN_TIME)
 	if err != nil {
 		return nil, fmt.Errorf("enable BPF statistics: %w", err)
 	}
-	defer stats.Close()
+	defer enabled.Close()
 	fmt.Fprint(os.Stderr, "programs: ")
 	defer fmt.Fprintln(os.Stderr)
 	for _, a := range arms {
-		all = append(all, &programRuns{name: a.name(), title: a.title(), ns: map[string][]float64{}})
+		all = append(all, &programRuns{name: a.name(), title: a.title(), ns: map[string][][]float64{}})
 	}
 	for launch := range b.Rounds {
 		if err := b.programLaunch(ctx, arms, all, launch); err != nil {
@@ -224,6 +256,9 @@ func (b *bench) measureProgram(ctx context.Context, a arm, runs *programRuns) (*
 		return nil, err
 	}
 	m := &measuredProgram{fleet: f, runs: runs}
+	for _, p := range b.passes() {
+		runs.ns[p.name] = append(runs.ns[p.name], nil)
+	}
 	if err != nil {
 		return m, err
 	}
@@ -258,7 +293,7 @@ func (m *measuredProgram) round(p pass) error {
 	if more == runs {
 		return errors.New("the program did not run")
 	}
-	m.runs.ns[p.name] = append(m.runs.ns[p.name], float64(after-before)/float64(more-runs))
+	m.runs.add(p.name, float64(after-before)/float64(more-runs))
 	return nil
 }
 
