@@ -3,9 +3,16 @@
 package harness
 
 import (
+	"fmt"
+	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cgroup"
 )
 
 func TestDistribution(t *testing.T) {
@@ -85,4 +92,46 @@ func TestDispatch(t *testing.T) {
 	if want := []string{"run a", "run a -quick", "run b -quick", "worker 1 2"}; !slices.Equal(ran, want) {
 		t.Errorf("ran %q, want %q", ran, want)
 	}
+}
+
+// TestUsage reads the CPU time and the memory of a process that uses both.
+func TestUsage(t *testing.T) {
+	root, err := cgroup.Mount()
+	if err != nil {
+		t.Skip("kernel: no cgroup v2: ", err)
+	}
+	if os.Geteuid() != 0 {
+		t.Fatal("needs root")
+	}
+	dir, err := cgroup.Make(root, "sockeye-bench-test-", "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { removeCgroup(dir) })
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	s := &Sandbox{Dir: t.TempDir(), Cgroup: dir, groups: map[string]int{}}
+	const mib = 64
+	p, err := s.Start("busy", "busy", "/bin/sh", "-c", fmt.Sprintf("x=$(head -c %d /dev/zero | tr '\\0' x); echo 1; read line", mib<<20))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Ask("", new(int)); err != nil {
+		t.Fatal(err)
+	}
+	u := s.Usage("busy")
+	if u.User <= 0 || u.System <= 0 || u.Total() != s.CPU("busy") {
+		t.Errorf("usage %+v, total %v", u, s.CPU("busy"))
+	}
+	if later := s.Usage("busy").Sub(u); later.Total() < 0 || later.Total() > u.Total() {
+		t.Errorf("usage since the first reading: %+v", later)
+	}
+	if m := s.Memory("busy"); m < mib<<20 || m > 8*mib<<20 {
+		t.Errorf("memory %d bytes of a process that has a string of %d", m, mib<<20)
+	}
+	if m := s.BPFMemory("busy"); m != 0 {
+		t.Errorf("%d bytes of BPF maps of a shell", m)
+	}
+	p.Stop(unix.SIGKILL)
+	s.KillGroups("busy")
 }

@@ -235,16 +235,90 @@ func (s *Sandbox) Group(name string) (int, error) {
 	return fd, nil
 }
 
-// CPU returns the CPU time of all current and former processes of a cgroup. Unless the kernel was built with
+// Usage is CPU time, divided into that of programs and that of the kernel on their behalf.
+type Usage struct {
+	User   time.Duration `json:"user_ns"`
+	System time.Duration `json:"system_ns"`
+}
+
+// Total returns the CPU time of both.
+func (u Usage) Total() time.Duration { return u.User + u.System }
+
+// Sub returns the CPU time since an earlier reading.
+func (u Usage) Sub(earlier Usage) Usage {
+	return Usage{u.User - earlier.User, u.System - earlier.System}
+}
+
+// Usage returns the CPU time of all current and former processes of a cgroup. Unless the kernel was built with
 // CONFIG_IRQ_TIME_ACCOUNTING, this includes softirqs that interrupt these processes.
-func (s *Sandbox) CPU(group string) time.Duration {
+func (s *Sandbox) Usage(group string) (u Usage) {
 	b, err := os.ReadFile(filepath.Join(s.Cgroup, group, "cpu.stat"))
+	if err != nil {
+		return u
+	}
+	for line := range strings.Lines(string(b)) { // usage_usec N, user_usec N, system_usec N, ...
+		name, value, _ := strings.Cut(strings.TrimSpace(line), " ")
+		us, _ := strconv.ParseInt(value, 10, 64)
+		switch name {
+		case "user_usec":
+			u.User = time.Duration(us) * time.Microsecond
+		case "system_usec":
+			u.System = time.Duration(us) * time.Microsecond
+		}
+	}
+	return u
+}
+
+// CPU returns the total of Usage.
+func (s *Sandbox) CPU(group string) time.Duration { return s.Usage(group).Total() }
+
+// Memory returns the proportional set size of all processes of a cgroup in bytes: a page that several processes map
+// counts once. It excludes memory of the kernel, such as socket buffers and BPF maps.
+func (s *Sandbox) Memory(group string) (bytes uint64) {
+	pids, err := cgroup.Processes(filepath.Join(s.Cgroup, group))
 	if err != nil {
 		return 0
 	}
-	f := strings.Fields(string(b)) // usage_usec N ...
-	us, _ := strconv.ParseInt(f[1], 10, 64)
-	return time.Duration(us) * time.Microsecond
+	for _, pid := range pids {
+		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid)) // the process may have exited
+		for line := range strings.Lines(string(b)) {
+			if f := strings.Fields(line); len(f) > 1 && f[0] == "Pss:" {
+				kb, _ := strconv.ParseUint(f[1], 10, 64)
+				bytes += kb << 10
+			}
+		}
+	}
+	return bytes
+}
+
+// BPFMemory returns the memory of the BPF maps and programs that processes of a cgroup have open, in bytes.
+func (s *Sandbox) BPFMemory(group string) (bytes uint64) {
+	pids, err := cgroup.Processes(filepath.Join(s.Cgroup, group))
+	if err != nil {
+		return 0
+	}
+	seen := map[string]bool{}
+	for _, pid := range pids {
+		files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fdinfo/*", pid))
+		for _, file := range files {
+			b, _ := os.ReadFile(file)
+			var id string
+			var size uint64
+			for line := range strings.Lines(string(b)) {
+				switch name, value, _ := strings.Cut(strings.TrimSpace(line), ":\t"); name {
+				case "map_id", "prog_id":
+					id = name + value
+				case "memlock":
+					size, _ = strconv.ParseUint(value, 10, 64)
+				}
+			}
+			if id != "" && !seen[id] {
+				seen[id] = true
+				bytes += size
+			}
+		}
+	}
+	return bytes
 }
 
 // Quiesce waits up to 20 seconds until the cgroups use almost no CPU. There is no other external sign that a collector

@@ -68,6 +68,22 @@ func perSent(m *measurement) float64 {
 	return m.Generator.Seconds() / (float64(m.Sent.Records+m.Sent.Updates) / 1e6)
 }
 
+// usage returns a figure of the CPU seconds per million records of the processes of a role: all, or a part of them.
+func usage(role string, part func(harness.Usage) time.Duration) func(m, _ *measurement) float64 {
+	return func(m, _ *measurement) float64 { return part(m.Usage[role]).Seconds() / m.million() }
+}
+
+func user(u harness.Usage) time.Duration   { return u.User }
+func system(u harness.Usage) time.Duration { return u.System }
+
+// memory returns a figure of the memory of a role in MB.
+func memory(role string) func(m, _ *measurement) float64 {
+	return func(m, _ *measurement) float64 { return m.Memory[role] }
+}
+
+// roles are the cgroups of an arm, with their names in the report.
+var roles = []struct{ group, title string }{{membersGroup, "members"}, {balanceGroup, "balancing"}, {generatorGroup, "senders"}}
+
 func collectorsCPU(m, plain *measurement) float64 {
 	return membersCPU(m, plain) + balancingCPU(m, plain)
 }
@@ -111,6 +127,28 @@ func (r *report) Print(p harness.Printf) {
 			p("\n")
 		}
 	}
+	for _, c := range []struct {
+		title string
+		part  *part
+	}{{"four nfacctd", r.nfacctd}, {"four plain receivers", r.plain}} {
+		p("\nUser and system CPU seconds per million records, and memory, %s: medians\n\t", c.title)
+		for _, role := range roles {
+			p("%s user\tsystem\t", role.title)
+		}
+		p("members MB\tbalancing MB\tBPF MB\n")
+		for _, a := range r.arms {
+			p("%s", a.title)
+			for _, role := range roles {
+				p("\t%.3f\t%.3f", harness.SpreadOf(c.part.by(a.name, usage(role.group, user))).Median,
+					harness.SpreadOf(c.part.by(a.name, usage(role.group, system))).Median)
+			}
+			for _, role := range []string{membersGroup, balanceGroup, bpfMemory} {
+				p("\t%.1f", harness.SpreadOf(c.part.by(a.name, memory(role))).Median)
+			}
+			p("\n")
+		}
+	}
+	p("The kernel delivers packets, and runs BPF programs and rules of nftables, in the system time of the senders. Memory excludes socket buffers.\n")
 	p("\nBalancing: CPU time of the processes between routers and members, plus the kernel's CPU time for delivery in excess of the plain arm\n")
 	p("(measured in the sender, where BPF programs also run; may be negative). CPU time is per cgroup and includes softirqs that interrupt a process.\n")
 	r.programs.print(p, r.Options.Rounds)
@@ -152,6 +190,10 @@ func (r *report) Figures() any {
 				} {
 					add(key+"_cpu_s_per_million", harness.SpreadOf(p.by(a.name, f)))
 				}
+				for _, role := range roles {
+					add(role.title+"_user_cpu_s_per_million", harness.SpreadOf(p.by(a.name, usage(role.group, user))))
+					add(role.title+"_system_cpu_s_per_million", harness.SpreadOf(p.by(a.name, usage(role.group, system))))
+				}
 				add("of_plain", p.ratio(a.name, "plain", collectorsCPU))
 				add("of_proxy", p.ratio(a.name, "proxy", collectorsCPU))
 				add("of_proxy_buffered", p.ratio(a.name, "proxy-buffered", collectorsCPU))
@@ -175,6 +217,8 @@ func (r *report) Figures() any {
 	}
 	return map[string]any{
 		"ns_per_datagram": ns,
+		"memory_mb":       r.memoryByArm(),
+		"ns_above_empty":  r.programs.aboveEmpty(),
 		"rate_vs_plain": map[string]*float64{
 			"reuseport": harness.Number(r.rate.ratio("reuseport", "plain", receivedRate).Median),
 			"lookup":    harness.Number(r.rate.ratio("lookup", "plain", receivedRate).Median),
@@ -186,6 +230,18 @@ func (r *report) Figures() any {
 			"rate": figures(r.rate), "cpu_nfacctd": figures(r.nfacctd), "cpu_plain": figures(r.plain),
 		},
 	}
+}
+
+// memoryByArm returns the medians of the memory with nfacctd as members.
+func (r *report) memoryByArm() map[string]map[string]*float64 {
+	out := map[string]map[string]*float64{}
+	for _, a := range r.arms {
+		out[a.name] = map[string]*float64{}
+		for key, role := range map[string]string{"members": membersGroup, "balancing": balanceGroup, "bpf": bpfMemory} {
+			out[a.name][key] = harness.Number(harness.SpreadOf(r.nfacctd.by(a.name, memory(role))).Median)
+		}
+	}
+	return out
 }
 
 // chart draws the CPU comparison: a panel for each kind of members, a bar for each arm.

@@ -67,6 +67,11 @@ type measurement struct {
 	Members   time.Duration `json:"members_cpu_ns"`
 	Balance   time.Duration `json:"balance_cpu_ns"`
 	Generator time.Duration `json:"generator_cpu_ns"`
+	// Usage divides these times into user and system, by the name of the cgroup's role.
+	Usage map[string]harness.Usage `json:"usage"`
+	// Memory is the memory at the end of the run in MB, by role. That of bpf is the memory of the BPF maps and programs of
+	// the processes of balance, and is not part of it.
+	Memory map[string]float64 `json:"memory_mb"`
 	// Machine is the CPU time of all CPUs without idle time, from /proc/stat. It includes other processes.
 	Machine time.Duration `json:"machine_cpu_ns"`
 
@@ -111,8 +116,9 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 		role string
 		cpu  *time.Duration
 	}{{membersGroup, &m.Members}, {balanceGroup, &m.Balance}, {generatorGroup, &m.Generator}}
+	m.Usage = map[string]harness.Usage{}
 	for _, u := range used {
-		*u.cpu = -f.b.CPU(f.group(u.role))
+		m.Usage[u.role] = f.b.Usage(f.group(u.role))
 	}
 	if err := gen.Ask("go", &m.Sent); err != nil {
 		return m, err
@@ -121,8 +127,10 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 		return m, err
 	}
 	for _, u := range used {
-		*u.cpu += f.b.CPU(f.group(u.role))
+		m.Usage[u.role] = f.b.Usage(f.group(u.role)).Sub(m.Usage[u.role])
+		*u.cpu = m.Usage[u.role].Total()
 	}
+	m.Memory = f.memory()
 	m.Machine, m.Dropped = harness.MachineCPU()-machine, harness.Drops()-dropped
 
 	after, err := f.counters()
@@ -145,6 +153,18 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 	gen.In.Close()
 	<-gen.Done
 	return m, nil
+}
+
+const bpfMemory = "bpf" // key of the memory of BPF maps and programs
+
+// memory returns the memory of the members and of the processes between them and the routers in MB.
+func (f *fleet) memory() map[string]float64 {
+	const mb = 1e6
+	return map[string]float64{
+		membersGroup: float64(f.b.Memory(f.group(membersGroup))) / mb,
+		balanceGroup: float64(f.b.Memory(f.group(balanceGroup))) / mb,
+		bpfMemory:    float64(f.b.BPFMemory(f.group(balanceGroup))) / mb,
+	}
 }
 
 // counters returns the counters of the receivers. nfacctd reports nothing before it exits.
