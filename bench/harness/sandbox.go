@@ -428,7 +428,8 @@ func (p *Process) fail(err error) error {
 	return fmt.Errorf("%w\n%s", err, p.LastWords())
 }
 
-func (p *Process) ended() bool {
+// Ended returns whether the process has exited.
+func (p *Process) Ended() bool {
 	select {
 	case <-p.Done:
 		return true
@@ -445,7 +446,7 @@ func (p *Process) Signal(sig syscall.Signal) { _ = p.cmd.Process.Signal(sig) }
 
 // Stop sends a signal and waits until the process has exited. It kills the process after KillTimeout.
 func (p *Process) Stop(sig syscall.Signal) {
-	if !p.ended() {
+	if !p.Ended() {
 		p.Signal(sig)
 	}
 	select {
@@ -455,6 +456,14 @@ func (p *Process) Stop(sig syscall.Signal) {
 		<-p.Done
 	}
 	p.In.Close()
+}
+
+// Exit returns how the process ended, or nil.
+func (p *Process) Exit() error {
+	if !p.Ended() {
+		return nil
+	}
+	return p.err
 }
 
 // LastWords returns the last five lines of the process's stderr.
@@ -511,14 +520,15 @@ func Drops() (n uint64) {
 	return n
 }
 
-// Await polls done for up to 20 seconds. It returns an error at once if one of the processes exits.
+// Await polls done for up to a minute: nfacctd with room for 512 routers needs a second of CPU time to start. It returns
+// an error at once if one of the processes exits.
 func Await(ctx context.Context, what string, procs []*Process, done func() bool) error {
-	for end := time.Now().Add(20 * time.Second); !done(); {
-		if i := slices.IndexFunc(procs, (*Process).ended); i >= 0 {
+	for end := time.Now().Add(time.Minute); !done(); {
+		if i := slices.IndexFunc(procs, (*Process).Ended); i >= 0 {
 			return fmt.Errorf("wait for %s: %s exited (%v)\n%s", what, procs[i].name, fmt.Sprint(procs[i].err), procs[i].LastWords())
 		}
 		if time.Now().After(end) {
-			return fmt.Errorf("wait for %s: timeout after 20 s", what)
+			return fmt.Errorf("wait for %s: timeout after a minute", what)
 		}
 		if err := Pause(ctx, 20*time.Millisecond); err != nil {
 			return err

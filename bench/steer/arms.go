@@ -26,6 +26,9 @@ const (
 	ownUDP         = 21000
 	furtherDevices = 10_000  // in the device map, besides the routers
 	receiveBuffer  = 4 << 20 // bytes, for each UDP socket of a collector
+	// minPeers is the least number of routers for which a collector has room. nfacctd has 2.3 MB for each: a fleet that
+	// had room for 512 at each member would use 5 GB.
+	minPeers = 65
 )
 
 // arm is one method to distribute the routers' traffic over four members.
@@ -54,22 +57,42 @@ func (plainArm) ready(context.Context, *fleet) error { return nil }
 type proxyArm struct {
 	// buffer is plugin_buffer_size. 0 is the default of pmacct, as in its documentation. A larger buffer saves CPU
 	// time, and delays datagrams until the buffer is full.
-	buffer int
-	procs  []*harness.Process
+	buffer  int
+	splice  bool // option splice-auto of HAProxy
+	threads int  // of HAProxy; 0: its default, one for each CPU
+	procs   []*harness.Process
 }
 
 func (p *proxyArm) name() string {
+	name := "proxy"
 	if p.buffer > 0 {
-		return "proxy-buffered"
+		name += "-buffered"
 	}
-	return "proxy"
+	if p.splice {
+		name += "-splice"
+	}
+	if p.threads > 0 {
+		name += fmt.Sprintf("-%d", p.threads)
+	}
+	return name
 }
 
 func (p *proxyArm) title() string {
 	if p.buffer > 0 {
 		return fmt.Sprintf("the same, %d KB buffers", p.buffer>>10)
 	}
-	return "HAProxy + nfacctd replicator"
+	title := "HAProxy + nfacctd replicator"
+	var options []string
+	if p.splice {
+		options = append(options, "splice-auto")
+	}
+	if p.threads > 0 {
+		options = append(options, fmt.Sprintf("%d thread", p.threads))
+	}
+	if options != nil {
+		title = "the same, " + strings.Join(options, ", ")
+	}
+	return title
 }
 
 func (*proxyArm) ports(slot int) (tcp, udp uint16) {
@@ -78,9 +101,18 @@ func (*proxyArm) ports(slot int) (tcp, udp uint16) {
 
 func (p *proxyArm) start(_ context.Context, f *fleet) error {
 	var byRouter, tags, receivers, backends strings.Builder
-	for i := range f.b.Routers {
-		fmt.Fprintf(&byRouter, "%s slot%d\n", routerAddr(i), i%slots)
-		fmt.Fprintf(&tags, "set_tag=%d ip=%s\n", i%slots+1, routerAddr(i))
+	for i := range f.devices {
+		for _, address := range deviceAddrs(i) {
+			fmt.Fprintf(&byRouter, "%s slot%d\n", address, i%slots)
+			fmt.Fprintf(&tags, "set_tag=%d ip=%s\n", i%slots+1, address)
+		}
+	}
+	var global, defaults string
+	if p.threads > 0 {
+		global = fmt.Sprintf("  nbthread %d\n", p.threads)
+	}
+	if p.splice {
+		defaults = "  option splice-auto\n"
 	}
 	// nfacctd needs the router's address to join the two streams; the plain receiver does not.
 	header := ""
@@ -96,15 +128,15 @@ func (p *proxyArm) start(_ context.Context, f *fleet) error {
 		"routers.map": byRouter.String(), "tags.map": tags.String(), "receivers.lst": receivers.String(),
 		"haproxy.cfg": fmt.Sprintf(`global
   maxconn %d
-defaults
+%sdefaults
   mode tcp
-  timeout connect 5s
+%s  timeout connect 5s
   timeout client 1h
   timeout server 1h
 frontend bmp
-  bind :%d
+  bind :::%d v4v6
   use_backend %%[src,map_ip(%s)]
-%s`, f.b.Routers+100, bmpPort, f.path("routers.map"), backends.String()),
+%s`, f.devices+100, global, defaults, bmpPort, f.path("routers.map"), backends.String()),
 		"tee.conf": fmt.Sprintf(`daemonize: false
 logfile: %[1]s/tee.log
 nfacctd_port: %[2]d
@@ -117,7 +149,7 @@ plugin_pipe_size[a]: 67108864
 plugin_buffer_size[a]: %[5]d
 tee_receivers[a]: %[1]s/receivers.lst
 tee_transparent[a]: true
-`, f.dir, ipfixPort, f.b.Routers+slots, receiveBuffer, p.buffer),
+`, f.dir, ipfixPort, len(deviceAddrs(0))*f.devices+slots, receiveBuffer, p.buffer),
 	} {
 		if err := os.WriteFile(f.path(name), []byte(text), 0o600); err != nil {
 			return fmt.Errorf("write configuration of the proxy: %w", err)
@@ -191,8 +223,10 @@ func (s *sockeyeArm) start(_ context.Context, f *fleet) error {
 	}
 	if s.deviceMap > 0 {
 		var csv strings.Builder
-		for i := range f.b.Routers {
-			fmt.Fprintf(&csv, "%s/32,router-%d\n", routerAddr(i), i)
+		for i := range f.devices {
+			for _, address := range deviceAddrs(i) {
+				fmt.Fprintf(&csv, "%s,router-%d\n", netip.PrefixFrom(address, address.BitLen()), i)
+			}
 		}
 		for i := range s.deviceMap {
 			fmt.Fprintf(&csv, "%s/32,other-%d\n", netip.AddrFrom4([4]byte{172, 16 + byte(i>>16), byte(i >> 8), byte(i)}), i)
@@ -259,9 +293,11 @@ type fleet struct {
 	b       *bench
 	arm     arm
 	kind    string
+	devices int // number of routers that the arm knows
 	net     harness.Space
 	dir     string
 	members []*harness.Process
+	killed  *harness.Process // the member that the benchmark has killed
 }
 
 func (f *fleet) path(name string) string  { return filepath.Join(f.dir, name) }
@@ -270,8 +306,8 @@ func (f *fleet) pins() string             { return f.path("bpf/sockeye") }
 
 // launch starts a fleet and does not wait until it is ready: nfacctd starts in five seconds, so several fleets start in
 // parallel.
-func (b *bench) launch(ctx context.Context, a arm, kind string) (*fleet, error) {
-	f := &fleet{b: b, arm: a, kind: kind, dir: filepath.Join(b.Dir, a.name())}
+func (b *bench) launch(ctx context.Context, a arm, kind string, devices int) (*fleet, error) {
+	f := &fleet{b: b, arm: a, kind: kind, devices: devices, dir: filepath.Join(b.Dir, a.name())}
 	var err error
 	if f.net, err = harness.NewSpace(); err != nil {
 		return nil, err
@@ -353,7 +389,7 @@ plugin_buffer_size: 65536
 print_output: json
 print_output_file: %[1]s/records-%[2]d.json
 print_refresh_time: 86400
-`, f.dir, slot, tcp, udp, f.b.Routers+1, receiveBuffer, proxied)
+`, f.dir, slot, tcp, udp, max(minPeers, f.devices*3/8), receiveBuffer, proxied)
 	if err := os.WriteFile(f.path(fmt.Sprintf("member-%d.conf", slot)), []byte(text), 0o600); err != nil {
 		return fmt.Errorf("write configuration of nfacctd: %w", err)
 	}

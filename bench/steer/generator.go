@@ -32,6 +32,30 @@ type load struct {
 	// Spacing is the interval between the starts of sessions. nfacctd's listeners have a backlog of 1, and HAProxy,
 	// which connects to them at once, closes a session if the backlog is full.
 	Spacing time.Duration `json:"spacing_ns"`
+	// Within is the time in which a session must be open if all sessions start at once; 0: they start one after the other,
+	// and an error ends the load.
+	Within time.Duration `json:"within_ns,omitempty"`
+	From   addresses     `json:"from,omitempty"`
+}
+
+// addresses selects the source addresses of a router.
+type addresses string
+
+const (
+	fromOne  addresses = ""       // routerAddr
+	fromTwo  addresses = "second" // routerAddr for BMP, secondAddr for IPFIX
+	fromIPv6 addresses = "ipv6"   // routerAddr6
+)
+
+// of returns the addresses of a router for its streams.
+func (a addresses) of(router int) (bmp, ipfix netip.Addr) {
+	switch a {
+	case fromTwo:
+		return routerAddr(router), secondAddr(router)
+	case fromIPv6:
+		return routerAddr6(router), routerAddr6(router)
+	}
+	return routerAddr(router), routerAddr(router)
 }
 
 // sent contains the number of items sent within the duration, and the elapsed time.
@@ -47,6 +71,23 @@ type sent struct {
 
 // routerAddr returns the address of a router. Addresses in 127.0.0.0/8 need not be added to lo.
 func routerAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{127, 10, byte(i >> 8), byte(i)}) }
+
+// secondAddr returns the second address of a router.
+func secondAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{127, 11, byte(i >> 8), byte(i)}) }
+
+// addresses6 has the IPv6 addresses of the routers.
+var addresses6 = netip.MustParsePrefix("fd00:10::/64")
+
+func routerAddr6(i int) netip.Addr {
+	a := addresses6.Addr().As16()
+	a[14], a[15] = byte(i>>8), byte(i)
+	return netip.AddrFrom16(a)
+}
+
+// deviceAddrs returns all addresses of a router.
+func deviceAddrs(i int) []netip.Addr {
+	return []netip.Addr{routerAddr(i), secondAddr(i), routerAddr6(i)}
+}
 
 func routerPrefix(router, i int) netip.Prefix {
 	n := router*64 + i
@@ -83,6 +124,22 @@ func (l load) messages(router int) [][]traffic.Flow {
 	return messages
 }
 
+// session opens the BMP session of a router. Its sysName is routerAddr, whatever its source.
+func (l load) session(ctx context.Context, router int) (*traffic.Session, error) {
+	source, _ := l.From.of(router)
+	return traffic.DialBMP(ctx, traffic.SessionConfig{
+		Source: source, Target: netip.MustParseAddrPort(l.BMP), Name: routerAddr(router).String(), Routes: l.routes(router),
+	})
+}
+
+func (l load) exporter(router int) (*traffic.Exporter, error) {
+	_, source := l.From.of(router)
+	return traffic.NewExporter(traffic.ExporterConfig{
+		Source: source, Target: netip.MustParseAddrPort(l.IPFIX), Domain: uint32(router + 1),
+		Messages: l.messages(router), TemplateRefresh: time.Hour,
+	})
+}
+
 func generator([]string) error {
 	debug.SetGCPercent(400)
 	lines, answers := bufio.NewReader(os.Stdin), json.NewEncoder(os.Stdout)
@@ -94,12 +151,15 @@ func generator([]string) error {
 	if err := json.Unmarshal(line, &l); err != nil {
 		return fmt.Errorf("read load: %w", err)
 	}
+	if l.Within > 0 {
+		return l.atOnce(lines, answers)
+	}
 	var sessions []*traffic.Session
 	var exporters []*traffic.Exporter
 	for i := range l.Routers {
 		if l.BMP != "" {
 			ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-			s, err := traffic.DialBMP(ctx, traffic.SessionConfig{Source: routerAddr(i), Target: netip.MustParseAddrPort(l.BMP), Routes: l.routes(i)})
+			s, err := l.session(ctx, i)
 			cancel()
 			if err != nil {
 				return err
@@ -108,10 +168,7 @@ func generator([]string) error {
 			time.Sleep(l.Spacing)
 		}
 		if l.IPFIX != "" {
-			e, err := traffic.NewExporter(traffic.ExporterConfig{
-				Source: routerAddr(i), Target: netip.MustParseAddrPort(l.IPFIX), Domain: uint32(i + 1),
-				Messages: l.messages(i), TemplateRefresh: time.Hour,
-			})
+			e, err := l.exporter(i)
 			if err != nil {
 				return err
 			}
@@ -165,4 +222,91 @@ func generator([]string) error {
 	}
 	_, _ = lines.ReadBytes('\n') // keep the sessions open until all data is read
 	return nil
+}
+
+// onset contains the state of sessions that started at once, and the datagrams sent.
+type onset struct {
+	Open      int    `json:"open"`
+	Pending   int    `json:"pending"` // not open yet, within the time
+	Refused   int    `json:"refused"` // not open within the time, or refused
+	Closed    int    `json:"closed"`  // by the other end, after they were open
+	Datagrams uint64 `json:"datagrams"`
+	Sending   bool   `json:"sending"`
+}
+
+// atOnce opens the exporters and answers. After a line it starts all sessions at once, and sends datagrams for the
+// duration of the load. It answers this line and each following one with the state. The line "again" sends datagrams for
+// this duration again.
+func (l load) atOnce(lines *bufio.Reader, answers *json.Encoder) error {
+	var exporters []*traffic.Exporter
+	for i := range l.Routers {
+		e, err := l.exporter(i)
+		if err != nil {
+			return err
+		}
+		exporters = append(exporters, e)
+	}
+	if err := answers.Encode(struct{}{}); err != nil {
+		return err
+	}
+	if _, err := lines.ReadBytes('\n'); err != nil {
+		return nil // this protocol is not part of the load
+	}
+	var mu sync.Mutex
+	state := onset{Pending: l.Routers}
+	change := func(f func(*onset)) {
+		mu.Lock()
+		defer mu.Unlock()
+		f(&state)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), l.Within)
+	defer cancel()
+	start := make(chan struct{})
+	for i := range l.Routers {
+		go func() {
+			<-start
+			s, err := l.session(ctx, i)
+			if err != nil {
+				change(func(o *onset) { o.Pending--; o.Refused++ })
+				return
+			}
+			change(func(o *onset) { o.Pending--; o.Open++ })
+			_ = s.WaitClosed() // whatever ends the session
+			change(func(o *onset) { o.Open--; o.Closed++ })
+		}()
+	}
+	failed := make(chan error, 1)
+	send := func() {
+		change(func(o *onset) { o.Sending = true })
+		go func() {
+			limit := traffic.Limit{Rate: l.Datagrams, Duration: l.Duration, Batch: 1}
+			r, err := traffic.Drive(context.Background(), limit, len(exporters), func(i, n int) (int, error) { return exporters[i].Send(n) })
+			if err != nil {
+				failed <- err
+			}
+			change(func(o *onset) { o.Sending = false; o.Datagrams += r.Messages })
+		}()
+	}
+	close(start)
+	send()
+	for {
+		select {
+		case err := <-failed:
+			return err
+		default:
+		}
+		mu.Lock()
+		now := state
+		mu.Unlock()
+		if err := answers.Encode(now); err != nil {
+			return err
+		}
+		line, err := lines.ReadString('\n')
+		if err != nil {
+			return nil
+		}
+		if line == "again\n" {
+			send()
+		}
+	}
 }

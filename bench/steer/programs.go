@@ -251,7 +251,7 @@ type measuredProgram struct {
 }
 
 func (b *bench) measureProgram(ctx context.Context, a arm, runs *programRuns) (*measuredProgram, error) {
-	f, err := b.launch(ctx, a, kindPlain)
+	f, err := b.launch(ctx, a, kindPlain, b.Routers)
 	if f == nil {
 		return nil, err
 	}

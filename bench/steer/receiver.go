@@ -38,6 +38,8 @@ type received struct {
 	// does not change.
 	UDP map[string]uint64 `json:"udp,omitempty"`
 	TCP map[string]uint64 `json:"tcp,omitempty"`
+	// Kept is the number of TCP sessions whose peer has the address that is their sysName.
+	Kept uint64 `json:"kept,omitempty"`
 }
 
 func receiver(args []string) error {
@@ -89,7 +91,7 @@ func receiver(args []string) error {
 			PID: os.Getpid(), FD: u,
 		}
 		if *sources {
-			r.UDP, r.TCP = *d.sources.Load(), *s.sources.Load()
+			r.UDP, r.TCP, r.Kept = *d.sources.Load(), *s.sources.Load(), s.kept.Load()
 		}
 		if err := enc.Encode(r); err != nil {
 			return err
@@ -197,8 +199,8 @@ func (c *datagramCounters) read(fd int, bySource bool) error {
 }
 
 type streamCounters struct {
-	connections, bytes atomic.Uint64
-	sources            atomic.Pointer[map[string]uint64]
+	connections, bytes, kept atomic.Uint64
+	sources                  atomic.Pointer[map[string]uint64]
 }
 
 func (c *streamCounters) read(listener int, bySource bool) error {
@@ -213,7 +215,7 @@ func (c *streamCounters) read(listener int, bySource bool) error {
 		return fmt.Errorf("read streams: %w", err)
 	}
 	c.sources.Store(&map[string]uint64{})
-	fresh := map[int]bool{}
+	fresh := map[int]string{} // peer addresses of the connections of which nothing was read
 	events, buf := make([]unix.EpollEvent, 128), make([]byte, 64<<10)
 	for {
 		n, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(ep), uintptr(unsafe.Pointer(&events[0])), uintptr(len(events)), ^uintptr(0), 0, 0)
@@ -226,7 +228,7 @@ func (c *streamCounters) read(listener int, bySource bool) error {
 		for _, e := range events[:n] {
 			fd := int(e.Fd)
 			if fd == listener {
-				conn, _, err := unix.Accept4(listener, unix.SOCK_CLOEXEC)
+				conn, peer, err := unix.Accept4(listener, unix.SOCK_CLOEXEC)
 				if err == nil {
 					err = watch(conn)
 				}
@@ -234,7 +236,9 @@ func (c *streamCounters) read(listener int, bySource bool) error {
 					return fmt.Errorf("accept: %w", err)
 				}
 				c.connections.Add(1)
-				fresh[conn] = bySource
+				if from, ok := peer.(*unix.SockaddrInet6); ok && bySource {
+					fresh[conn] = netip.AddrFrom16(from.Addr).Unmap().String()
+				}
 				continue
 			}
 			n, _, errno := unix.RawSyscall(unix.SYS_READ, uintptr(fd), uintptr(unsafe.Pointer(&buf[0])), uintptr(len(buf)))
@@ -246,9 +250,13 @@ func (c *streamCounters) read(listener int, bySource bool) error {
 				continue
 			}
 			c.bytes.Add(uint64(n))
-			if fresh[fd] {
-				fresh[fd] = false
-				copied := map[string]uint64{initiationName(buf[:n]): 1}
+			if peer, ok := fresh[fd]; ok {
+				delete(fresh, fd)
+				name := initiationName(buf[:n])
+				if name == peer {
+					c.kept.Add(1)
+				}
+				copied := map[string]uint64{name: 1}
 				for k, v := range *c.sources.Load() {
 					copied[k] += v
 				}

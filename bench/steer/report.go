@@ -19,6 +19,9 @@ type report struct {
 
 	arms                            []armTitle
 	placement, rate, plain, nfacctd *part
+	examined                        []armTitle // of traits
+	traits                          map[string]traits
+	storms                          stormSet
 	programs                        programSet
 }
 
@@ -93,66 +96,70 @@ func (r *report) Print(p harness.Printf) {
 	p("\n%d routers, four members, %d rounds, arms in rotating order; medians [min .. max], ratios computed within each round.\n", r.Options.Routers, r.Options.Rounds)
 	p("Linux %s, %d CPUs for routers, balancing and members together.\n", r.Kernel, r.CPUs)
 
-	p("\nDatagrams per second, four sockets, one flow record per datagram, one sender at full speed\n")
-	p("\treceived\tratio to plain\tlost\trouters with both streams at one member\n")
-	for _, a := range r.arms {
-		if len(r.rate.by(a.name, receivedRate)) == 0 {
-			continue
-		}
-		p("%s\t%s\t%s\t%.2f %%\t%.0f %%\n", a.title, harness.SpreadOf(r.rate.by(a.name, receivedRate)).Format("%.0f"),
-			r.rate.ratio(a.name, "plain", receivedRate).Format("%.3f"), 100*r.rate.lost[a.name], 100*r.placement.together[a.name])
-	}
-	for _, c := range []struct {
-		title string
-		part  *part
-		rates rates
-	}{
-		{"four nfacctd", r.nfacctd, r.Options.Nfacctd},
-		{"four plain receivers", r.plain, r.Options.Plain},
-	} {
-		p("\nCPU seconds per million records, %s: %.0f datagrams of %d flow records and %.0f BMP route updates per second\n", c.title, c.rates.Datagrams, r.Options.Records, c.rates.Updates)
-		p("\tmembers\tbalancing\ttotal\tratio to plain\tratio to proxy\tlost")
-		if c.part == r.nfacctd {
-			p("\tflow records with BMP communities")
-		}
-		p("\n")
-		for _, a := range r.arms {
-			p("%s\t%.3f\t%.3f\t%s\t%s\t%s\t%.2f %%", a.title,
-				harness.SpreadOf(c.part.by(a.name, membersCPU)).Median, harness.SpreadOf(c.part.by(a.name, balancingCPU)).Median,
-				harness.SpreadOf(c.part.by(a.name, collectorsCPU)).Format("%.3f"),
-				c.part.ratio(a.name, "plain", collectorsCPU).Format("%.2f"), c.part.ratio(a.name, "proxy", collectorsCPU).Format("%.2f"), 100*c.part.lost[a.name])
-			if c.part == r.nfacctd {
-				p("\t%.0f %%", 100*c.part.routed[a.name])
-			}
-			p("\n")
-		}
-	}
-	for _, c := range []struct {
-		title string
-		part  *part
-	}{{"four nfacctd", r.nfacctd}, {"four plain receivers", r.plain}} {
-		p("\nUser and system CPU seconds per million records, and memory, %s: medians\n\t", c.title)
-		for _, role := range roles {
-			p("%s user\tsystem\t", role.title)
-		}
-		p("members MB\tbalancing MB\tBPF MB\n")
-		for _, a := range r.arms {
-			p("%s", a.title)
-			for _, role := range roles {
-				p("\t%.3f\t%.3f", harness.SpreadOf(c.part.by(a.name, usage(role.group, user))).Median,
-					harness.SpreadOf(c.part.by(a.name, usage(role.group, system))).Median)
-			}
-			for _, role := range []string{membersGroup, balanceGroup, bpfMemory} {
-				p("\t%.1f", harness.SpreadOf(c.part.by(a.name, memory(role))).Median)
-			}
-			p("\n")
-		}
-	}
+	printRate(p, r.arms, r.rate, r.placement.together)
+	printCPU(p, r.arms, r.nfacctd, "four nfacctd", r.Options.Nfacctd, r.Options.Records)
+	printCPU(p, r.arms, r.plain, "four plain receivers", r.Options.Plain, r.Options.Records)
+	printUsage(p, r.arms, r.nfacctd, "four nfacctd")
+	printUsage(p, r.arms, r.plain, "four plain receivers")
 	p("The kernel delivers packets, and runs BPF programs and rules of nftables, in the system time of the senders. Memory excludes socket buffers.\n")
 	p("\nBalancing: CPU time of the processes between routers and members, plus the kernel's CPU time for delivery in excess of the plain arm\n")
 	p("(measured in the sender, where BPF programs also run; may be negative). CPU time is per cgroup and includes softirqs that interrupt a process.\n")
+	printTraits(p, r.examined, r.traits)
+	r.storms.print(p, r.arms)
 	r.programs.print(p, r.Options.Rounds)
 	p("\nDuration %s. Other processes used %.0f %% of the consumed CPU time; more than a few percent make the figures uncertain.\n", r.Took, 100*r.others())
+}
+
+func printRate(p harness.Printf, arms []armTitle, rate *part, together map[string]float64) {
+	p("\nDatagrams per second, four sockets, one flow record per datagram, one sender at full speed\n")
+	p("\treceived\tratio to plain\tlost\trouters with both streams at one member\n")
+	for _, a := range arms {
+		if len(rate.by(a.name, receivedRate)) == 0 {
+			continue
+		}
+		p("%s\t%s\t%s\t%.2f %%\t%.0f %%\n", a.title, harness.SpreadOf(rate.by(a.name, receivedRate)).Format("%.0f"),
+			rate.ratio(a.name, "plain", receivedRate).Format("%.3f"), 100*rate.lost[a.name], 100*together[a.name])
+	}
+}
+
+// printCPU prints the CPU time of the arms for one kind of members.
+func printCPU(p harness.Printf, arms []armTitle, c *part, members string, total rates, records int) {
+	p("\nCPU seconds per million records, %s: %.0f datagrams of %d flow records and %.0f BMP route updates per second\n", members, total.Datagrams, records, total.Updates)
+	p("\tmembers\tbalancing\ttotal\tratio to plain\tratio to proxy\tlost")
+	if len(c.routed) > 0 {
+		p("\tflow records with BMP communities")
+	}
+	p("\n")
+	for _, a := range arms {
+		p("%s\t%.3f\t%.3f\t%s\t%s\t%s\t%.2f %%", a.title,
+			harness.SpreadOf(c.by(a.name, membersCPU)).Median, harness.SpreadOf(c.by(a.name, balancingCPU)).Median,
+			harness.SpreadOf(c.by(a.name, collectorsCPU)).Format("%.3f"),
+			c.ratio(a.name, "plain", collectorsCPU).Format("%.2f"), c.ratio(a.name, "proxy", collectorsCPU).Format("%.2f"), 100*c.lost[a.name])
+		if len(c.routed) > 0 {
+			p("\t%.0f %%", 100*c.routed[a.name])
+		}
+		p("\n")
+	}
+}
+
+// printUsage prints the division of the CPU time into user and system, and the memory.
+func printUsage(p harness.Printf, arms []armTitle, c *part, members string) {
+	p("\nUser and system CPU seconds per million records, and memory, %s: medians\n\t", members)
+	for _, role := range roles {
+		p("%s user\tsystem\t", role.title)
+	}
+	p("members MB\tbalancing MB\tBPF MB\n")
+	for _, a := range arms {
+		p("%s", a.title)
+		for _, role := range roles {
+			p("\t%.3f\t%.3f", harness.SpreadOf(c.by(a.name, usage(role.group, user))).Median,
+				harness.SpreadOf(c.by(a.name, usage(role.group, system))).Median)
+		}
+		for _, role := range []string{membersGroup, balanceGroup, bpfMemory} {
+			p("\t%.1f", harness.SpreadOf(c.by(a.name, memory(role))).Median)
+		}
+		p("\n")
+	}
 }
 
 // others returns the share of other processes in the machine's CPU time during the measurements.
@@ -223,6 +230,8 @@ func (r *report) Figures() any {
 			"reuseport": harness.Number(r.rate.ratio("reuseport", "plain", receivedRate).Median),
 			"lookup":    harness.Number(r.rate.ratio("lookup", "plain", receivedRate).Median),
 		},
+		"storm":        r.storms.figures(),
+		"peers":        peerFigures(r.examined, r.traits, r.rate, r.nfacctd, r.plain),
 		"cpu_vs_proxy": against("proxy"),
 		"cpu_vs_plain": against("plain"),
 		"detail": map[string]any{

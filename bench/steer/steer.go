@@ -38,6 +38,8 @@ type options struct {
 	Plain   rates   `json:"plain"`
 	Without string  `json:"without"`
 	Only    bool    `json:"programs_only"`
+	Peers   bool    `json:"peers_only"`
+	Storm   bool    `json:"storm_only"`
 	Binary  string  `json:"-"`
 	Against string  `json:"-"`
 }
@@ -167,14 +169,14 @@ func (f *fleet) memory() map[string]float64 {
 	}
 }
 
-// counters returns the counters of the receivers. nfacctd reports nothing before it exits.
+// counters returns the counters of the receivers, which are 0 for a killed one. nfacctd reports nothing before it exits.
 func (f *fleet) counters() (all []received, err error) {
 	if f.kind == kindNfacctd {
 		return nil, nil
 	}
 	for _, p := range f.members {
 		var r received
-		if err := p.Ask("?", &r); err != nil {
+		if err := p.Ask("?", &r); err != nil && p != f.killed {
 			return nil, err
 		}
 		all = append(all, r)
@@ -223,8 +225,12 @@ type part struct {
 	lost     map[string]float64 // share of flow records that no member received
 }
 
-func (b *bench) compare(ctx context.Context, title string, arms []arm, kind string, rounds int, l load) (_ *part, err error) {
-	p := &part{together: map[string]float64{}, records: map[string]uint64{}, routed: map[string]float64{}, lost: map[string]float64{}}
+// parallelStarts is the number of fleets that start at the same time. nfacctd sleeps for five seconds at its start, and
+// fills its buffers.
+const parallelStarts = 3
+
+// withFleets starts the fleets of arms, calls do when all are ready, and stops them. It prints the title to stderr.
+func (b *bench) withFleets(ctx context.Context, title string, arms []arm, kind string, devices int, do func([]*fleet) error) error {
 	var fleets []*fleet
 	defer func() {
 		for _, f := range fleets {
@@ -233,33 +239,49 @@ func (b *bench) compare(ctx context.Context, title string, arms []arm, kind stri
 	}()
 	fmt.Fprintf(os.Stderr, "%s: ", title)
 	defer fmt.Fprintln(os.Stderr)
-	for _, a := range arms {
-		f, err := b.launch(ctx, a, kind)
-		if f != nil {
-			fleets = append(fleets, f)
+	for some := range slices.Chunk(arms, parallelStarts) {
+		starting := len(fleets)
+		for _, a := range some {
+			f, err := b.launch(ctx, a, kind, devices)
+			if f != nil {
+				fleets = append(fleets, f)
+			}
+			if err != nil {
+				return fmt.Errorf("start %s: %w", a.name(), err)
+			}
 		}
-		if err != nil {
-			return nil, err
+		for _, f := range fleets[starting:] {
+			if err := f.ready(ctx); err != nil {
+				return fmt.Errorf("start %s: %w", f.arm.name(), err)
+			}
 		}
 	}
-	for _, f := range fleets {
-		if err := f.ready(ctx); err != nil {
-			return nil, fmt.Errorf("start %s: %w", f.arm.name(), err)
-		}
-	}
+	return do(fleets)
+}
+
+func (b *bench) compare(ctx context.Context, title string, arms []arm, kind string, rounds int, l load) (*part, error) {
+	p := &part{together: map[string]float64{}, records: map[string]uint64{}, routed: map[string]float64{}, lost: map[string]float64{}}
+	err := b.withFleets(ctx, title, arms, kind, l.Routers, func(fleets []*fleet) error {
+		return p.run(ctx, fleets, kind, rounds, l)
+	})
+	return p, err
+}
+
+// run measures the fleets in turn.
+func (p *part) run(ctx context.Context, fleets []*fleet, kind string, rounds int, l load) error {
 	sent, got := map[string]uint64{}, map[string]uint64{}
 	for round := range rounds {
-		for _, f := range fleets {
+		for _, f := range harness.Turn(fleets, round) {
 			m, err := f.measure(ctx, l)
 			if err != nil {
-				return nil, err
+				return err
 			}
 			m.Round = round
 			sent[m.Arm] += m.Sent.Records
 			got[m.Arm] += m.FlowRecords
 			if kind == kindSources {
 				if p.together[m.Arm], err = together(m.sources, l.Routers); err != nil {
-					return nil, fmt.Errorf("%s: %w", m.Arm, err)
+					return fmt.Errorf("%s: %w", m.Arm, err)
 				}
 			}
 			p.runs = append(p.runs, m)
@@ -280,13 +302,13 @@ func (b *bench) compare(ctx context.Context, title string, arms []arm, kind stri
 			name := f.arm.name()
 			records, routed, err := f.finish(ctx)
 			if err != nil {
-				return nil, err
+				return err
 			}
 			p.records[name], p.routed[name] = records, float64(routed)/float64(max(1, records))
 			p.lost[name] = 1 - float64(records)/float64(max(1, sent[name]))
 		}
 	}
-	return p, nil
+	return nil
 }
 
 func inside(args []string) error {
@@ -301,8 +323,10 @@ func inside(args []string) error {
 	fs.Float64Var(&o.Nfacctd.Updates, "nfacctd-updates", o.Nfacctd.Updates, "BMP route updates per second to nfacctd")
 	fs.Float64Var(&o.Plain.Datagrams, "plain-datagrams", o.Plain.Datagrams, "datagrams per second to plain receivers")
 	fs.Float64Var(&o.Plain.Updates, "plain-updates", o.Plain.Updates, "BMP route updates per second to plain receivers")
-	fs.StringVar(&o.Without, "without", "", "arms to omit, comma-separated: reuseport, lookup, reuseport_device_map, lookup_device_map, proxy, proxy-buffered")
+	fs.StringVar(&o.Without, "without", "", "arms to omit, comma-separated: reuseport, lookup, reuseport_device_map, lookup_device_map, nft, ipvs, proxy, proxy-buffered, proxy-1, proxy-splice, proxy-splice-1, and others of the report")
 	fs.BoolVar(&o.Only, "programs", false, "measure only the run times of the programs")
+	fs.BoolVar(&o.Peers, "peers", false, "measure only plain sockets, Sockeye and the balancers in the kernel, with plain receivers")
+	fs.BoolVar(&o.Storm, "storm", false, "measure only the connection storm")
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
 	fs.StringVar(&o.Against, "against", "", "further binaries, comma-separated, whose programs are measured in the same rounds")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
@@ -311,7 +335,7 @@ func inside(args []string) error {
 	if o.Routers < 1 || o.Routers > 4096 || o.Records < 1 || o.Records > 25 {
 		return harness.Misused(fs)
 	}
-	defaults := [2]options{{Rounds: 5, Seconds: 2}, {Rounds: 2, Seconds: 0.5, Without: "proxy-buffered"}}
+	defaults := [2]options{{Rounds: 5, Seconds: 2}, {Rounds: 2, Seconds: 0.5, Without: "proxy-buffered,proxy-1,proxy-splice-1"}}
 	d := defaults[0]
 	if o.Quick {
 		d = defaults[1]
@@ -330,6 +354,7 @@ func inside(args []string) error {
 	})
 }
 
+// arms returns the arms with these names, without those that the options omit or that this host cannot run.
 func (b *bench) arms(names ...string) (arms []arm) {
 	for _, name := range names {
 		if slices.Contains(strings.Split(b.Without, ","), name) {
@@ -338,17 +363,37 @@ func (b *bench) arms(names ...string) (arms []arm) {
 		switch name {
 		case "plain":
 			arms = append(arms, plainArm{})
+		case "nft", "nft-replace":
+			arms = append(arms, &nftArm{replace: name == "nft-replace"})
+		case "ipvs":
+			arms = append(arms, &ipvsArm{scheduler: "sh"})
+		case "ipvs-mh":
+			arms = append(arms, &ipvsArm{scheduler: "mh"})
 		case "proxy":
 			arms = append(arms, &proxyArm{})
 		case "proxy-buffered":
 			arms = append(arms, &proxyArm{buffer: 64 << 10})
+		case "proxy-1":
+			arms = append(arms, &proxyArm{threads: 1})
+		case "proxy-splice":
+			arms = append(arms, &proxyArm{splice: true})
+		case "proxy-splice-1":
+			arms = append(arms, &proxyArm{splice: true, threads: 1})
 		case "reuseport_device_map", "lookup_device_map":
 			arms = append(arms, &sockeyeArm{binary: b.Binary, steering: strings.TrimSuffix(name, "_device_map"), deviceMap: furtherDevices})
 		default:
 			arms = append(arms, &sockeyeArm{binary: b.Binary, steering: name})
 		}
 	}
-	return arms
+	return slices.DeleteFunc(arms, func(a arm) bool { return missing(a) != nil })
+}
+
+// titles returns the names and titles of arms.
+func titles(arms []arm) (all []armTitle) {
+	for _, a := range arms {
+		all = append(all, armTitle{a.name(), a.title()})
+	}
+	return all
 }
 
 func (b *bench) steer(ctx context.Context) error {
@@ -367,22 +412,30 @@ func (b *bench) steer(ctx context.Context) error {
 		r.End()
 		return harness.Publish(command+"-programs", r)
 	}
-	for _, program := range []string{"haproxy", "nfacctd"} {
-		if _, err := exec.LookPath(program); err != nil {
-			return fmt.Errorf("find %s: %w (Debian's packages: haproxy, pmacct)", program, err)
-		}
-	}
-	r := &report{Options: b.options, Run: harness.Begin()}
 	window := time.Duration(b.Seconds * float64(time.Second))
 	mixed := load{
 		Routers: b.Routers, Records: b.Records, Prefixes: 16, Duration: window,
 		BMP: collector(bmpPort), IPFIX: collector(ipfixPort),
 		Datagrams: b.Plain.Datagrams, Updates: b.Plain.Updates,
 	}
-	all := b.arms("plain", "reuseport", "lookup", "proxy", "proxy-buffered")
-	for _, a := range all {
-		r.arms = append(r.arms, armTitle{a.name(), a.title()})
+	small := mixed
+	small.Records, small.BMP, small.Datagrams, small.Updates, small.Duration = 1, "", 0, 0, window/2
+	if b.Peers {
+		return b.peers(ctx, small, mixed)
 	}
+	for _, program := range []string{"haproxy", "nfacctd"} {
+		if _, err := exec.LookPath(program); err != nil {
+			return fmt.Errorf("find %s: %w (Debian's packages: haproxy, pmacct)", program, err)
+		}
+	}
+	storm := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1")
+	if b.Storm {
+		return b.stormOnly(ctx, storm)
+	}
+	r := &report{Options: b.options, Run: harness.Begin()}
+	all := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1", "proxy-buffered")
+	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh", "proxy")
+	r.arms, r.examined = titles(all), titles(examined)
 	var err error
 
 	l := mixed
@@ -390,9 +443,10 @@ func (b *bench) steer(ctx context.Context) error {
 	if r.placement, err = b.compare(ctx, "placement", all, kindSources, 1, l); err != nil {
 		return err
 	}
-	l = mixed
-	l.Records, l.BMP, l.Datagrams, l.Updates, l.Duration = 1, "", 0, 0, window/2
-	if r.rate, err = b.compare(ctx, "rate", b.arms("plain", "reuseport", "lookup", "proxy"), kindPlain, 2*b.Rounds, l); err != nil {
+	if r.traits, err = b.allTraits(ctx, examined); err != nil {
+		return err
+	}
+	if r.rate, err = b.compare(ctx, "rate", b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy"), kindPlain, 2*b.Rounds, small); err != nil {
 		return err
 	}
 	if r.plain, err = b.compare(ctx, "cpu, plain receivers", all, kindPlain, b.Rounds, mixed); err != nil {
@@ -401,6 +455,9 @@ func (b *bench) steer(ctx context.Context) error {
 	l = mixed
 	l.Datagrams, l.Updates, l.Spacing = b.Nfacctd.Datagrams, b.Nfacctd.Updates, 10*time.Millisecond
 	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", all, kindNfacctd, b.Rounds, l); err != nil {
+		return err
+	}
+	if r.storms, err = b.storms(ctx, storm); err != nil {
 		return err
 	}
 	if r.programs, err = b.programTimes(ctx); err != nil {

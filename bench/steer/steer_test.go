@@ -55,7 +55,8 @@ func TestReport(t *testing.T) {
 		s := func(v float64) time.Duration { return time.Duration(v * float64(time.Second)) }
 		return measurement{
 			Arm: arm, Round: round, Sent: sent{Records: 900_000, Updates: 100_000, Elapsed: time.Second},
-			Datagrams: 1000, FlowRecords: 900_000, Members: s(members), Balance: s(balance), Generator: s(generator),
+			Datagrams: 1000, FlowRecords: 900_000, Usage: map[string]harness.Usage{membersGroup: {User: time.Second / 4, System: s(members)}},
+			Memory: map[string]float64{membersGroup: 10, balanceGroup: 20}, Members: s(members), Balance: s(balance), Generator: s(generator),
 		}
 	}
 	p := &part{runs: []measurement{
@@ -71,10 +72,25 @@ func TestReport(t *testing.T) {
 	if got := harness.SpreadOf(p.by("reuseport", collectorsCPU)).Median; !math.IsNaN(got) {
 		t.Errorf("figures of an arm that did not run: %v", got)
 	}
-	r := &report{arms: []armTitle{{"plain", "plain"}, {"proxy", "proxy"}}, placement: p, rate: p, plain: p, nfacctd: p}
+	r := &report{
+		arms: []armTitle{{"plain", "plain"}, {"proxy", "proxy"}}, placement: p, rate: &part{runs: p.runs}, plain: p, nfacctd: p,
+		examined: []armTitle{{"nft", "nft"}}, traits: map[string]traits{"nft": {MovedExporters: 0.5}},
+		storms: stormSet{{Arm: "proxy", Failed: 9}, {Arm: "lookup", Failed: 3}},
+	}
 	b, err := harness.JSON(r)
 	if err != nil {
 		t.Fatal(err)
+	}
+	text := strings.Join(strings.Fields(string(b)), "")
+	for _, want := range []string{
+		`"memory_mb":{"plain":{"balancing":20,"bpf":0,"members":10},"proxy":`,
+		`"members_user_cpu_s_per_million":{"median":0.25,`,
+		`"storm":{"failed":{`, `"haproxy_failed":9,`, `"sockeye_failed":3}`,
+		`"peers":{"nft":{`, `"moved_exporters":0.5,`,
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("the JSON has no %s", want)
+		}
 	}
 	if !strings.Contains(string(b), `"reuseport": null`) {
 		t.Error("a value that was not measured is not null in the JSON")

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+
+	"sockeye/bench/harness"
+)
+
+// at returns counters of sources, n each.
+func at(n uint64, sources ...string) map[string]uint64 {
+	m := map[string]uint64{}
+	for _, s := range sources {
+		m[s] = n
+	}
+	return m
+}
+
+func TestPlacesOf(t *testing.T) {
+	one, two, three := routerAddr(1).String(), routerAddr(2).String(), routerAddr(3).String()
+	before := []received{{TCP: at(1, one), UDP: at(5, one)}, {}}
+	after := []received{
+		{TCP: at(1, one), UDP: at(5, one)}, // nothing new
+		{TCP: at(1, one, two), UDP: at(3, routerAddr6(1).String(), secondAddr(2).String(), three, "192.0.2.1")},
+	}
+	tcp, udp := placesOf(before, after)
+	if want := (places{1: {1}, 2: {1}}); !maps.EqualFunc(tcp, want, slices.Equal) {
+		t.Errorf("sessions %v, want %v", tcp, want)
+	}
+	if want := (places{1: {1}, 2: {1}, 3: {1}}); !maps.EqualFunc(udp, want, slices.Equal) {
+		t.Errorf("datagrams %v, want %v", udp, want)
+	}
+	if got, want := togetherShare(tcp, udp), harness.Figure(2.0/traitRouters); got != want {
+		t.Errorf("together %v, want %v", got, want)
+	}
+	if got := togetherShare(places{1: {0}, 2: {0, 1}}, places{1: {1}, 2: {0}}); got != 0 {
+		t.Errorf("routers at different or several members are together: %v", got)
+	}
+}
+
+func TestChange(t *testing.T) {
+	before := places{0: {0}, 1: {0}, 2: {2}, 3: {3}, 4: {deadSlot}, 5: {deadSlot}, 6: {0, 2}}
+	after := places{0: {0}, 1: {2}, 2: {2}, 4: {0}, 6: {0}}
+	moved, lost := change(before, after)
+	if moved != 0.5 { // 1 is at another member and 3 at none
+		t.Errorf("moved %v, want 0.5", moved)
+	}
+	if lost != 0.5 { // 5
+		t.Errorf("lost %v, want 0.5", lost)
+	}
+}
+
+func TestServed(t *testing.T) {
+	const heading = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+	line := func(local, state, rx, inode string) string {
+		return "   0: 0100007F:" + local + " 0100007F:9C40 " + state + " 00000000:" + rx + " 00:00000000 00000000     0        0 " + inode + " 1 0\n"
+	}
+	text := heading +
+		line("4E20", "01", "00000000", "4711") + // served
+		line("4E21", "01", "00000000", "4712") + // served
+		line("4E20", "01", "00000000", "0") + // in the accept queue
+		line("4E20", "01", "00000010", "4713") + // not read yet
+		line("4E20", "08", "00000000", "4714") + // CLOSE_WAIT
+		line("4E20", "0A", "00000000", "4715") + // the listener
+		line("06FE", "01", "00000000", "4716") // the port of HAProxy
+	if n := served(text, []uint16{ownTCP, ownTCP + 1}); n != 2 {
+		t.Errorf("%d sessions served, want 2", n)
+	}
+}
+
+// TestStormFigures checks that the headline has the best of HAProxy and the worst of Sockeye.
+func TestStormFigures(t *testing.T) {
+	var s stormSet
+	for arm, failed := range map[string]int{"plain": 1, "reuseport": 2, "lookup": 5, "proxy": 400, "proxy-splice": 300, "nft": 7} {
+		s = append(s, stormRun{Arm: arm, Failed: failed})
+	}
+	f := s.figures()
+	if f["haproxy_failed"] != 300.0 || f["sockeye_failed"] != 5.0 {
+		t.Errorf("HAProxy %v, want 300; Sockeye %v, want 5", f["haproxy_failed"], f["sockeye_failed"])
+	}
+	text := harness.Text(&stormReport{arms: []armTitle{{"plain", "plain"}, {"proxy", "proxy"}, {"ipvs", "not run"}}, storms: s})
+	if !strings.Contains(text, "plain  1 [1 .. 1]") || strings.Contains(text, "not run") {
+		t.Error(text)
+	}
+}
+
+// TestUnrunnable has arms without programs and without a kernel's part.
+func TestUnrunnable(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	for _, a := range []arm{&nftArm{}, &ipvsArm{scheduler: "sh"}} {
+		if missing(a) == nil {
+			t.Errorf("%s can run without its program", a.title())
+		}
+	}
+	if got := (&bench{}).arms("plain", "nft", "lookup"); len(got) != 2 {
+		t.Errorf("%d arms, want plain and lookup", len(got))
+	}
+}
