@@ -168,6 +168,10 @@ bench-watch: ## Measure what 100,000 refusals per second cost (QUICK=1: a minute
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench watch -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
+.PHONY: bench-all
+bench-all: bench bench-tune bench-trace bench-bigtcp bench-gateway bench-continuity bench-watch ## Run all of these, and write docs/benchmarks.md (two hours; QUICK=1: ten minutes, and no page)
+	@$(if $(QUICK),,bin/bench summary)
+
 .PHONY: bench-flood
 bench-flood: ## Flood a service from ten million forged sources (twenty minutes)
 	SOCKEYE_FLOOD_SOURCES=10000000 go test -count=1 -timeout 60m -v -run TestFlood ./internal/bpf

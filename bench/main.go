@@ -10,6 +10,7 @@
 //	go run ./bench gateway [-quick]
 //	go run ./bench continuity [-quick]
 //	go run ./bench watch [-quick]
+//	go run ./bench summary [-docs docs]
 package main
 
 import (
@@ -20,6 +21,7 @@ import (
 	"sockeye/bench/gateway"
 	"sockeye/bench/harness"
 	"sockeye/bench/steer"
+	"sockeye/bench/summary"
 	"sockeye/bench/trace"
 	"sockeye/bench/tune"
 	"sockeye/bench/watch"
@@ -27,5 +29,5 @@ import (
 
 func main() {
 	os.Exit(harness.RunCommand(os.Args[1:], steer.Benchmark, tune.Benchmark, trace.Benchmark, bigtcp.Benchmark, gateway.Benchmark,
-		continuity.Benchmark, watch.Benchmark))
+		continuity.Benchmark, watch.Benchmark, summary.Benchmark))
 }

@@ -3,11 +3,17 @@
 package harness
 
 import (
+	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime"
+	"runtime/debug"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -15,12 +21,14 @@ import (
 	"sockeye/internal/chart"
 )
 
-// Run describes the machine and the duration of a benchmark.
+// Run describes a run of a benchmark.
 type Run struct {
-	Kernel  string    `json:"kernel"` // release
-	CPUs    int       `json:"cpus"`
-	Started time.Time `json:"started"` // to the second
-	Took    string    `json:"took"`    // to the second
+	Commit   string            `json:"commit,omitzero"` // of the source; "+changes" follows that of a changed tree
+	Kernel   string            `json:"kernel"`          // release
+	CPUs     int               `json:"cpus"`
+	Versions map[string]string `json:"versions,omitzero"` // of the compared programs, by name
+	Started  time.Time         `json:"started"`           // to the second
+	Took     string            `json:"took"`              // to the second
 
 	begun time.Time
 }
@@ -28,17 +36,70 @@ type Run struct {
 // Begin returns a Run that starts now.
 func Begin() Run {
 	now := time.Now()
-	return Run{Kernel: KernelRelease(), CPUs: runtime.NumCPU(), Started: now.UTC().Truncate(time.Second), begun: now}
+	return Run{Commit: commit(), Kernel: KernelRelease(), CPUs: runtime.NumCPU(), Started: now.UTC().Truncate(time.Second), begun: now}
+}
+
+// commit returns the commit of this program, or "" if it was not built in a clone.
+func commit() (c string) {
+	info, _ := debug.ReadBuildInfo()
+	if info == nil {
+		return ""
+	}
+	for _, s := range info.Settings {
+		switch {
+		case s.Key == "vcs.revision":
+			c = s.Value[:min(len(s.Value), 12)]
+		case s.Key == "vcs.modified" && s.Value == "true":
+			c += "+changes"
+		}
+	}
+	return c
 }
 
 // End sets Took.
 func (r *Run) End() { r.Took = time.Since(r.begun).Round(time.Second).String() }
+
+// About returns the description of the run.
+func (r Run) About() Run { return r }
+
+// Targets returns no goals, for benchmarks without any.
+func (Run) Targets() []Target { return nil }
+
+// Compare records the versions of programs, each of which prints its version with the given option. Programs that are not
+// installed are left out.
+func (r *Run) Compare(ctx context.Context, options map[string]string) {
+	if r.Versions == nil {
+		r.Versions = make(map[string]string)
+	}
+	for program, option := range options {
+		out, err := exec.CommandContext(ctx, program, option).CombinedOutput()
+		version := versionNumber.FindString(string(out))
+		if err == nil && version != "" {
+			r.Versions[program] = version
+		}
+	}
+}
+
+// versionNumber is the first number with a point in the output of a program; passt has dates.
+var versionNumber = regexp.MustCompile(`[0-9]+\.[0-9][-.0-9A-Za-z_+~]*|20[0-9]{2}_[0-9]{2}_[0-9]{2}\.[0-9a-f]+`)
+
+// Target is a goal of a benchmark.
+type Target struct {
+	Claim    string `json:"claim"` // the figure, with its unit
+	Goal     string `json:"goal"`
+	Measured string `json:"measured"`
+	Verdict  string `json:"verdict"` // see Distribution.Verdict
+}
 
 // Printf writes text. Consecutive lines with tabs are a table, whose cells the tabs separate.
 type Printf func(format string, args ...any)
 
 // Report is the result of a benchmark.
 type Report interface {
+	// About describes the run.
+	About() Run
+	// Targets returns the goals of the benchmark, met or missed.
+	Targets() []Target
 	// Print writes the report as text.
 	Print(p Printf)
 	// Figures returns the content of the JSON file.
@@ -86,11 +147,28 @@ func Text(r Report) string {
 	return text.String()
 }
 
+// Common are the fields that the JSON files of all benchmarks have besides their own.
+type Common struct {
+	About   Run      `json:"about"`
+	Targets []Target `json:"targets"`
+	Text    string   `json:"text"` // the printed report
+}
+
 // JSON returns the content of a report's JSON file.
 func JSON(r Report) ([]byte, error) {
-	b, err := json.MarshalIndent(r.Figures(), "", "  ")
-	if err != nil {
-		return nil, fmt.Errorf("write figures: %w", err)
+	targets := r.Targets()
+	if targets == nil {
+		targets = []Target{}
 	}
-	return append(b, '\n'), nil
+	var parts [2][]byte
+	for i, part := range []any{r.Figures(), Common{r.About(), targets, Text(r)}} {
+		b, err := json.MarshalIndent(part, "", "  ")
+		if err != nil {
+			return nil, fmt.Errorf("write figures: %w", err)
+		}
+		parts[i] = b
+	}
+	// Both are objects.
+	own := bytes.TrimRight(parts[0][:len(parts[0])-1], "\n ")
+	return slices.Concat(own, []byte(","), parts[1][1:], []byte("\n")), nil
 }
