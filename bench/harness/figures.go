@@ -81,6 +81,8 @@ func (d Distribution) String() string {
 // Verdict returns whether the median is at least aim.
 func (d Distribution) Verdict(aim float64) string {
 	switch a := Figure(aim); {
+	case math.IsNaN(float64(d.Median)):
+		return "not measured"
 	case d.Low >= a:
 		return "met"
 	case d.High < a:

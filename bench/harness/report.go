@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -89,6 +90,24 @@ type Target struct {
 	Goal     string `json:"goal"`
 	Measured string `json:"measured"`
 	Verdict  string `json:"verdict"` // see Distribution.Verdict
+}
+
+// AtLeast returns a target that a median shall reach. format is that of the figures, with the unit.
+func AtLeast(claim, format string, goal float64, d Distribution) Target {
+	return Target{claim, "at least " + fmt.Sprintf(format, goal), measured(format, d), d.Verdict(goal)}
+}
+
+// AtMost returns a target that a median shall not exceed.
+func AtMost(claim, format string, goal float64, d Distribution) Target {
+	less := Distribution{Median: -d.Median, Low: -d.High, High: -d.Low}
+	return Target{claim, "at most " + fmt.Sprintf(format, goal), measured(format, d), less.Verdict(-goal)}
+}
+
+func measured(format string, d Distribution) string {
+	if math.IsNaN(float64(d.Median)) {
+		return "not measured"
+	}
+	return fmt.Sprintf(format+" ["+format+" .. "+format+"]", d.Median, d.Low, d.High)
 }
 
 // Printf writes text. Consecutive lines with tabs are a table, whose cells the tabs separate.

@@ -2,7 +2,10 @@
 
 package harness
 
-import "testing"
+import (
+	"math"
+	"testing"
+)
 
 func TestVersionNumber(t *testing.T) {
 	for output, want := range map[string]string{
@@ -15,6 +18,21 @@ func TestVersionNumber(t *testing.T) {
 	} {
 		if got := versionNumber.FindString(output); got != want {
 			t.Errorf("%q: version %q, want %q", output, got, want)
+		}
+	}
+}
+
+func TestTargets(t *testing.T) {
+	d := Distribution{Low: 1.9, Median: 2, High: 2.1}
+	for _, x := range []struct{ got, want Target }{
+		{AtLeast("rate", "%.1f", 1.5, d), Target{"rate", "at least 1.5", "2.0 [1.9 .. 2.1]", "met"}},
+		{AtLeast("rate", "%.1f", 2.5, d), Target{"rate", "at least 2.5", "2.0 [1.9 .. 2.1]", "missed"}},
+		{AtMost("time", "%.1f ns", 1.5, d), Target{"time", "at most 1.5 ns", "2.0 ns [1.9 ns .. 2.1 ns]", "missed"}},
+		{AtMost("time", "%.1f ns", 2.05, d), Target{"time", "at most 2.0 ns", "2.0 ns [1.9 ns .. 2.1 ns]", "met, within the noise"}},
+		{AtMost("time", "%.0f", 1, Distribution{Median: Figure(math.NaN())}), Target{"time", "at most 1", "not measured", "not measured"}},
+	} {
+		if x.got != x.want {
+			t.Errorf("%+v, want %+v", x.got, x.want)
 		}
 	}
 }

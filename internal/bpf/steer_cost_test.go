@@ -5,6 +5,7 @@ package bpf_test
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -12,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/stats"
 )
 
 // BenchmarkLookup measures one run of the sk_lookup program without the cost of BPF statistics: the kernel repeats
@@ -58,5 +60,52 @@ func BenchmarkLookup(b *testing.B) {
 			b.ReportMetric(float64(total.Nanoseconds())/float64(b.N*addresses*repeat), "ns/run")
 			b.ReportMetric(float64(least.Nanoseconds())/repeat, "least-ns/run")
 		})
+	}
+}
+
+// BenchmarkReader measures recvfrom(2) of a UDP socket that is in a map of sockets, as a member's socket is with sk_lookup,
+// and of one that is not, in turns: least and median of the rounds.
+func BenchmarkReader(b *testing.B) {
+	members, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.SockMap, KeySize: 4, ValueSize: 8, MaxEntries: 1})
+	check(b, err)
+	defer members.Close()
+	open := func() (fd int, address unix.Sockaddr) {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		check(b, err)
+		b.Cleanup(func() { unix.Close(fd) })
+		check(b, unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}))
+		check(b, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 8<<20))
+		address, err = unix.Getsockname(fd)
+		check(b, err)
+		return fd, address
+	}
+	const rounds, datagrams, bytes = 200, 1000, 1200
+	arms := []string{"plain", "sockmap"}
+	var fds [2]int
+	var to [2]unix.Sockaddr
+	for i := range arms {
+		fds[i], to[i] = open()
+	}
+	check(b, members.Put(uint32(0), uint64(fds[1])))
+	sender, _ := open()
+	buffer, payload := make([]byte, 2*bytes), make([]byte, bytes)
+	var ns [2][]float64
+	for range b.N {
+		for round := range rounds * len(arms) {
+			arm := (round + round/2) % len(arms)
+			for range datagrams {
+				check(b, unix.Sendto(sender, payload, 0, to[arm]))
+			}
+			start := time.Now()
+			for range datagrams {
+				_, _, err := unix.Recvfrom(fds[arm], buffer, 0)
+				check(b, err)
+			}
+			ns[arm] = append(ns[arm], float64(time.Since(start).Nanoseconds())/datagrams)
+		}
+	}
+	for i, arm := range arms {
+		b.ReportMetric(slices.Min(ns[i]), arm+"-least-ns")
+		b.ReportMetric(stats.Median(ns[i]), arm+"-median-ns")
 	}
 }
