@@ -13,8 +13,9 @@
  *
  * The data of one sendmsg(2) is one datagram, even if the kernel segments it
  * after the queueing discipline (UDP_SEGMENT). A datagram that exceeds the MTU is
- * followed by its first fragment or, if the kernel copies it into fragments, not
- * at all.
+ * followed by its first fragment. If the kernel copies the datagram into fragments
+ * (the slow path of ip_do_fragment and ip6_fragment), the first fragment is a new
+ * skb, which is recognized by its socket, ports and length.
  */
 #include "trace_skb.bpf.h"
 
@@ -27,6 +28,18 @@ struct {
 	__type(key, __u64);
 	__type(value, struct trace_sending);
 } sending SEC(".maps");
+
+/*
+ * The last datagram that a CPU has chosen. The kernel fragments a datagram next. If
+ * the process is interrupted by another chosen datagram, or continues on another
+ * CPU, the fragments are not recognized.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} last_sending SEC(".maps");
 
 /* Counts the outcome of a datagram, unless another CPU does. */
 __noinline int udp_end_datagram(__u64 skb, __u64 now, __u32 outcome)
@@ -62,8 +75,9 @@ static __always_inline void udp_track(__u64 skb, const struct trace_sending *d)
 {
 	struct trace_sending *other = bpf_map_lookup_elem(&sending, &skb);
 	struct trace_counts *c = trace_counts();
+	__u32 group, zero = 0;
 	struct trace_stats *s;
-	__u32 group;
+	__u64 *last;
 
 	if (!d || !c)
 		return;
@@ -74,10 +88,14 @@ static __always_inline void udp_track(__u64 skb, const struct trace_sending *d)
 	if (!s)
 		return;
 	__sync_fetch_and_add(&s->chosen, 1);
-	if (bpf_map_update_elem(&sending, &skb, d, BPF_NOEXIST))
+	if (bpf_map_update_elem(&sending, &skb, d, BPF_NOEXIST)) {
 		__sync_fetch_and_add(&s->outcome[TRACE_FULL], 1);
-	else
-		__sync_fetch_and_add(&c->sending, 1);
+		return;
+	}
+	__sync_fetch_and_add(&c->sending, 1);
+	last = bpf_map_lookup_elem(&last_sending, &zero);
+	if (last)
+		*last = skb;
 }
 
 SEC("cgroup_skb/egress")
@@ -96,6 +114,8 @@ int trace_udp(struct __sk_buff *ctx)
 		return 1;
 	d.length -= 8;
 	d.segments = ctx->gso_segs;
+	d.local_port = q.tuple.local_port;
+	d.remote_port = q.tuple.remote_port;
 	d.sk = trace_pointer_value(sk);
 	d.sent = bpf_ktime_get_ns();
 	udp_track(trace_pointer_value(ctx), &d);
@@ -117,14 +137,84 @@ static __always_inline bool udp_same_datagram(struct sk_buff *skb, const struct 
 	return (__u64)BPF_CORE_READ(skb, sk) == d->sk;
 }
 
+struct udp_header {
+	__be16 source;
+	__be16 destination;
+	__be16 length;
+};
+
+/*
+ * Reads the UDP header of a first fragment. Returns false if the packet is none, or
+ * has IPv6 extension headers.
+ */
+static __always_inline bool udp_first_fragment(struct sk_buff *skb,
+					       struct udp_header *udp)
+{
+	const __u8 *ip = BPF_CORE_READ(skb, head) + BPF_CORE_READ(skb, network_header);
+	__u8 start[48]; /* of an IPv6 header with a fragment header */
+	__u32 at = sizeof(start), offset;
+
+	if (bpf_probe_read_kernel(start, sizeof(start), ip))
+		return false;
+	if (start[0] >> 4 == 4) {
+		offset = start[6] << 8 | start[7];
+		if (!(offset & IP_MF) || (offset & IP_OFFSET) || start[9] != IPPROTO_UDP)
+			return false;
+		at = (start[0] & 15) * 4;
+	} else {
+		offset = start[42] << 8 | start[43];
+		if (start[6] != IPPROTO_FRAGMENT || start[40] != IPPROTO_UDP ||
+		    !(offset & IP6_MF) || (offset & IP6_OFFSET))
+			return false;
+	}
+	return !bpf_probe_read_kernel(udp, sizeof(*udp), ip + at);
+}
+
+/*
+ * If a packet is the first fragment of the datagram that this CPU sends, which the
+ * kernel has copied, the packet takes the place of the datagram.
+ */
+static __always_inline void udp_follow_fragment(struct sk_buff *skb)
+{
+	struct trace_counts *c = trace_counts();
+	__u64 key = (__u64)skb, *last;
+	struct trace_sending *d, copy;
+	struct udp_header udp = {};
+	struct trace_stats *s;
+	__u32 zero = 0;
+
+	if (!c || !c->sending)
+		return;
+	last = bpf_map_lookup_elem(&last_sending, &zero);
+	d = last ? bpf_map_lookup_elem(&sending, last) : NULL;
+	if (!d || d->queued || !udp_same_datagram(skb, d) || !udp_first_fragment(skb, &udp))
+		return;
+	copy = *d;
+	if (bpf_ntohs(udp.source) != copy.local_port ||
+	    bpf_ntohs(udp.destination) != copy.remote_port ||
+	    bpf_ntohs(udp.length) != (__u16)(copy.length + 8))
+		return;
+	if (bpf_map_delete_elem(&sending, last))
+		return;
+	copy.queued = bpf_ktime_get_ns();
+	if (!bpf_map_update_elem(&sending, &key, &copy, BPF_NOEXIST))
+		return;
+	__sync_fetch_and_add(&c->sending, -1);
+	s = trace_stats(copy.group);
+	if (s)
+		__sync_fetch_and_add(&s->outcome[TRACE_SPLIT], 1);
+}
+
 SEC("raw_tp/net_dev_queue")
 int trace_udp_queue(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sk_buff *skb = (void *)ctx->args[0];
 	struct trace_sending *d = udp_find(skb);
 
-	if (!d)
+	if (!d) {
+		udp_follow_fragment(skb);
 		return 0;
+	}
 	/* A second time: the end of the first was missed, and the skb reused. */
 	if (d->queued || !udp_same_datagram(skb, d))
 		udp_end_datagram((__u64)skb, 0, TRACE_MISSED);

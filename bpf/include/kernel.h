@@ -80,6 +80,11 @@
 
 /* include/net/ip.h: the fragment offset in the third word of an IPv4 header. */
 #define IP_OFFSET 0x1fff
+#define IP_MF 0x2000 /* more fragments */
+
+/* include/net/ipv6.h: the same fields of an IPv6 fragment header. */
+#define IP6_OFFSET 0xfff8
+#define IP6_MF 0x0001
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
 

@@ -62,7 +62,8 @@ enum trace_outcome {
 	TRACE_REFUSED, /* the kernel refused to mark the message */
 	TRACE_SENT, /* a datagram that reached a driver */
 	TRACE_DISCARDED, /* a datagram that the host dropped before a driver */
-	TRACE_SPLIT, /* a datagram that was fragmented before a driver */
+	TRACE_SPLIT, /* a datagram that was split before a driver, into packets that
+		      * were not recognized */
 	TRACE_PARTED, /* acknowledged; TCP merged and split packets so that its last
 		       * byte left in a packet without its key */
 	TRACE_OUTCOMES,
@@ -294,7 +295,8 @@ struct trace_sending {
 	__u32 length; /* payload, bytes */
 	__u32 group;
 	__u32 segments; /* gso_segs: number of segments with UDP_SEGMENT; otherwise 0 */
-	__u32 padding;
+	__u16 local_port;
+	__u16 remote_port;
 };
 
 /* State of the sampling of a socket's datagrams for one rule. */

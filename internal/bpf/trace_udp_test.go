@@ -247,8 +247,8 @@ func TestUDPUnresolved(t *testing.T) {
 	tr.expectSent(1, 0, 1, 0, 0, 0)
 }
 
-// TestUDPFragments checks that a datagram longer than the MTU is traced by its first fragment if the kernel built it
-// from fragments, and is not traced otherwise.
+// TestUDPFragments checks that a datagram longer than the MTU is traced by its first fragment, whether the kernel built it
+// from fragments or copies it into fragments.
 func TestUDPFragments(t *testing.T) {
 	w := newWire(t)
 	tr := trace(t, rxRules(udpTX, 1))
@@ -261,7 +261,15 @@ func TestUDPFragments(t *testing.T) {
 	write(t, fd, 1400)
 	check(t, netlink.LinkSetMTU(w.link, 1000))
 	check(t, unix.SetsockoptInt(fd, unix.IPPROTO_UDP, cork, 0))
-	tr.expectSent(2, 1, 0, 1, 0, 4000)
+	tr.expectSent(2, 2, 0, 0, 0, 5400)
+	for range 20 {
+		check(t, netlink.LinkSetMTU(w.link, 1500))
+		check(t, unix.SetsockoptInt(fd, unix.IPPROTO_UDP, cork, 1))
+		write(t, fd, 1400)
+		check(t, netlink.LinkSetMTU(w.link, 1000))
+		check(t, unix.SetsockoptInt(fd, unix.IPPROTO_UDP, cork, 0))
+	}
+	tr.expectSent(22, 22, 0, 0, 0, 33400)
 }
 
 // TestUDPMany checks that many datagrams of one sendmsg count as one, whether the kernel or the device segments them.

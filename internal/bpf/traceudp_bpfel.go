@@ -14,14 +14,15 @@ import (
 )
 
 type traceUDPTraceSending struct {
-	_        structs.HostLayout
-	Sent     uint64
-	Queued   uint64
-	Sk       uint64
-	Length   uint32
-	Group    uint32
-	Segments uint32
-	Padding  uint32
+	_          structs.HostLayout
+	Sent       uint64
+	Queued     uint64
+	Sk         uint64
+	Length     uint32
+	Group      uint32
+	Segments   uint32
+	LocalPort  uint16
+	RemotePort uint16
 }
 
 // Names of all BPF objects in the ELF.
@@ -32,6 +33,7 @@ const (
 	traceUDPMapConnections         = "connections"
 	traceUDPMapCounts              = "counts"
 	traceUDPMapGroups              = "groups"
+	traceUDPMapLastSending         = "last_sending"
 	traceUDPMapLocalPorts          = "local_ports"
 	traceUDPMapLocals              = "locals"
 	traceUDPMapLocks               = "locks"
@@ -124,6 +126,7 @@ type traceUDPMapSpecs struct {
 	Connections *ebpf.MapSpec `ebpf:"connections"`
 	Counts      *ebpf.MapSpec `ebpf:"counts"`
 	Groups      *ebpf.MapSpec `ebpf:"groups"`
+	LastSending *ebpf.MapSpec `ebpf:"last_sending"`
 	LocalPorts  *ebpf.MapSpec `ebpf:"local_ports"`
 	Locals      *ebpf.MapSpec `ebpf:"locals"`
 	Locks       *ebpf.MapSpec `ebpf:"locks"`
@@ -184,6 +187,7 @@ type traceUDPMaps struct {
 	Connections *ebpf.Map `ebpf:"connections"`
 	Counts      *ebpf.Map `ebpf:"counts"`
 	Groups      *ebpf.Map `ebpf:"groups"`
+	LastSending *ebpf.Map `ebpf:"last_sending"`
 	LocalPorts  *ebpf.Map `ebpf:"local_ports"`
 	Locals      *ebpf.Map `ebpf:"locals"`
 	Locks       *ebpf.Map `ebpf:"locks"`
@@ -206,6 +210,7 @@ func (m *traceUDPMaps) Close() error {
 		m.Connections,
 		m.Counts,
 		m.Groups,
+		m.LastSending,
 		m.LocalPorts,
 		m.Locals,
 		m.Locks,

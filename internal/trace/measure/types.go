@@ -41,7 +41,7 @@ const (
 	Refused        Outcome = "refused"        // the kernel refused the timestamp request
 	Sent           Outcome = "sent"           // datagram reached a driver
 	Discarded      Outcome = "discarded"      // datagram dropped by the host before the driver
-	Split          Outcome = "split"          // datagram fragmented before the driver
+	Split          Outcome = "split"          // datagram split before the driver into packets that were not recognized
 	Parted         Outcome = "parted"         // acknowledged; its last byte was sent in a packet without its key
 )
 

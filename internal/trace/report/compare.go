@@ -29,7 +29,7 @@ type ComparedStage struct {
 // Size of a panel, and of the text above all of them.
 const (
 	panelWidth  = plotLeft + plotInnerWidth + 30
-	panelHeight = plotTop + plotInnerHeight + 70
+	panelHeight = plotTop + plotInnerHeight + 90
 	titleHeight = 56
 )
 

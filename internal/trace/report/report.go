@@ -1020,7 +1020,7 @@ var outcomeMeanings = map[measure.Outcome]string{
 	measure.Refused:        "the kernel refused the timestamp request",
 	measure.Sent:           "datagram stamped until the driver",
 	measure.Discarded:      "datagram dropped by the host before a driver",
-	measure.Split:          "datagram sent in fragments",
+	measure.Split:          "datagram split into packets that were not recognized",
 	measure.Parted:         "acknowledged; TCP merged and split packets, and the last byte was sent in a packet without the message's key",
 	measure.Read:           "read by the application, or queued in the socket if the rule does not trace the reader",
 	measure.Dropped:        "receive buffer full",
