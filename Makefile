@@ -179,7 +179,7 @@ bench-flood: ## Flood a service from ten million forged sources (twenty minutes)
 .PHONY: generate
 generate: ## Compile the BPF programs, generate their Go, and generate the dashboards
 	@tools/setup $(BPF_PACKAGES)
-	go generate ./internal/...
+	go generate ./internal/... ./bench/...
 	go run ./tools/dashboards dist/grafana
 
 .PHONY: verify-generated

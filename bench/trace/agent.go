@@ -42,18 +42,27 @@ func tracePolicy(state, cgroup string) []byte {
 
 const agentGrace = 10 * time.Second
 
-// attach starts an agent that attaches the programs of a state, or none.
+// attach attaches the programs of a state, most of them by an agent, or none.
 func (t *bench) attach(ctx context.Context, state string) error {
 	if t.state == state {
 		return nil
+	}
+	if err := t.detachOthers(); err != nil {
+		return err
 	}
 	if t.agent != nil {
 		if err := t.detach(ctx); err != nil {
 			return err
 		}
 	}
-	if state != traceOff {
+	switch state {
+	case traceOff:
+	case tX, rX:
 		if err := t.startTracing(ctx, state); err != nil {
+			return err
+		}
+	default:
+		if err := t.attachOthers(state); err != nil {
 			return err
 		}
 	}

@@ -18,6 +18,7 @@ type report struct {
 	// Results of one run of each load before the rounds.
 	programs []program
 	rules    []tracedRule
+	left     map[string]string // arms whose programs this kernel does not run, with the reason
 }
 
 // traceMeasure is a figure of a load by which arms are compared.
@@ -25,8 +26,16 @@ type traceMeasure struct {
 	name, load  string
 	title, unit string
 	verb        string
-	aims        bool // the aims of the arms apply to this measure
+	aim         func(traceArm) float64 // minimum ratio; nil: none
 	figure      func(sample) float64
+}
+
+// aimOf returns the aim of an arm; 0 for none.
+func (m traceMeasure) aimOf(a traceArm) float64 {
+	if m.aim == nil {
+		return 0
+	}
+	return m.aim(a)
 }
 
 func sampleRate(s sample) float64 { return s.Rate }
@@ -36,8 +45,8 @@ func sampleCPU(s sample) float64  { return s.CPU }
 func sampleGbit(s sample) float64 { return s.Rate * (64 << 10) * 8 / 1e9 }
 
 var measures = []traceMeasure{
-	{name: "throughput", load: loadStream, title: "A stream of 64 KB messages", unit: "Gbit/s", verb: "%.1f", aims: true, figure: sampleGbit},
-	{name: "rr", load: loadRR, title: "Request and response of 1 KB each", unit: "per second", verb: "%.0f", figure: sampleRate},
+	{name: "throughput", load: loadStream, title: "A stream of 64 KB messages", unit: "Gbit/s", verb: "%.1f", aim: func(a traceArm) float64 { return a.aim }, figure: sampleGbit},
+	{name: "rr", load: loadRR, title: "Request and response of 1 KB each", unit: "per second", verb: "%.0f", aim: func(a traceArm) float64 { return a.rrAim }, figure: sampleRate},
 	{name: "cpu", load: loadStream, title: "CPU time of the stream, both ends", unit: "µs per message", verb: "%.2f", figure: sampleCPU},
 	{name: "rr_cpu", load: loadRR, title: "CPU time of request and response, both ends", unit: "µs per pair", verb: "%.2f", figure: sampleCPU},
 }
@@ -68,7 +77,7 @@ func (r *report) ratios(arm string, m traceMeasure) (v []float64) {
 
 // arms returns the arms that were run.
 func (r *report) arms() []traceArm {
-	return slices.DeleteFunc(slices.Clone(traceArms), func(a traceArm) bool { return !r.Options.includes(a) })
+	return slices.DeleteFunc(slices.Clone(traceArms), func(a traceArm) bool { return !r.Options.includes(a) || r.left[a.name] != "" })
 }
 
 // measures returns the measures of the loads that were run.
@@ -92,14 +101,21 @@ func (r *report) Print(p harness.Printf) {
 			}
 			d := harness.DistributionOf(r.ratios(a.name, m))
 			p("\t%v\t%.3f .. %.3f\t", d, d.Low, d.High)
-			if m.aims && a.aim > 0 {
-				p("%.2f: %s", a.aim, d.Verdict(a.aim))
+			if aim := m.aimOf(a); aim > 0 {
+				p("%.2f: %s", aim, d.Verdict(aim))
 			}
 			p("\n")
 		}
 	}
 	p("\nOff, again: a second run without programs; its ratio shows the noise of the machine. On for others: every message of another cgroup\n")
 	p("is traced. SO_TIMESTAMPING: no programs; the application requests timestamps for each message and reads them.\n")
+	p("Empty program: the kernel calls it for each message, or it also marks each message: the kernel's own part of the cost.\n")
+	p("fentry, kprobes: programs at tcp_sendmsg for the whole host.\n")
+	for _, a := range traceArms {
+		if why := r.left[a.name]; why != "" {
+			p("Not run: %s: %s.\n", a.title, why)
+		}
+	}
 	if len(r.programs) > 0 {
 		r.printPrograms(p)
 	}
@@ -119,7 +135,7 @@ func (r *report) printPrograms(p harness.Printf) {
 	p("\nPrograms that ran, from the kernel's BPF statistics, whose cost is included\n")
 	p("\tload\tprogram\truns per message\tns per run\tns per message\n")
 	for _, a := range r.arms() {
-		if a.state == traceOff {
+		if a.state != tX && a.state != rX {
 			continue
 		}
 		for _, l := range traceLoads {
@@ -154,7 +170,7 @@ func (r *report) agentShare() float64 {
 	sum, n := 0.0, 0
 	for _, a := range r.arms() {
 		for _, m := range r.measures() {
-			if a.state == traceOff {
+			if a.state != tX && a.state != rX {
 				continue
 			}
 			for _, round := range r.rounds {
@@ -163,7 +179,7 @@ func (r *report) agentShare() float64 {
 			}
 		}
 	}
-	return sum / float64(n)
+	return sum / max(float64(n), 1)
 }
 
 // share returns the median CPU share of both ends.
@@ -195,9 +211,9 @@ func (r *report) medians(measure string) tracedRatios {
 func (r *report) Figures() any {
 	ratios := map[string]map[string]harness.Distribution{}
 	medians := map[string]map[string]harness.Figure{}
-	aims := map[string]string{}
+	aims := map[string]map[string]string{}
 	for _, m := range r.measures() {
-		ratios[m.name], medians[m.name] = map[string]harness.Distribution{}, map[string]harness.Figure{}
+		ratios[m.name], medians[m.name], aims[m.name] = map[string]harness.Distribution{}, map[string]harness.Figure{}, map[string]string{}
 		for _, a := range r.arms() {
 			medians[m.name][a.name] = harness.Figure(harness.SpreadOf(r.figures(a.name, m)).Median)
 			if a.name == armOff {
@@ -205,8 +221,8 @@ func (r *report) Figures() any {
 			}
 			d := harness.DistributionOf(r.ratios(a.name, m))
 			ratios[m.name][a.name] = d
-			if m.name == "throughput" && a.aim > 0 {
-				aims[a.name] = fmt.Sprintf("%.2f: %s", a.aim, d.Verdict(a.aim))
+			if aim := m.aimOf(a); aim > 0 {
+				aims[m.name][a.name] = fmt.Sprintf("%.2f: %s", aim, d.Verdict(aim))
 			}
 		}
 	}
@@ -215,18 +231,20 @@ func (r *report) Figures() any {
 		RR         tracedRatios                               `json:"rr_ratio"`
 		CPU        tracedRatios                               `json:"cpu_ratio"`
 		Aims       map[string]string                          `json:"throughput_aims"`
+		RRAims     map[string]string                          `json:"rr_aims"`
 		Ratios     map[string]map[string]harness.Distribution `json:"ratios"`
 		Medians    map[string]map[string]harness.Figure       `json:"medians"`
 		Units      map[string]string                          `json:"units"`
 		Programs   []program                                  `json:"programs"`
 		Rules      []tracedRule                               `json:"rules"`
+		Left       map[string]string                          `json:"left_out"`
 		Agent      harness.Figure                             `json:"agent_cpu_share"`
 		Share      harness.Figure                             `json:"load_cpu_share"`
 		Run        *report                                    `json:"run"`
 		Rounds     []traceRound                               `json:"rounds"`
 	}{
-		r.medians("throughput"), r.medians("rr"), r.medians("cpu"), aims, ratios, medians, traceUnits(),
-		r.programs, r.rules, harness.Figure(r.agentShare()), harness.Figure(r.share()), r, r.rounds,
+		r.medians("throughput"), r.medians("rr"), r.medians("cpu"), aims["throughput"], aims["rr"], ratios, medians, traceUnits(),
+		r.programs, r.rules, r.left, harness.Figure(r.agentShare()), harness.Figure(r.share()), r, r.rounds,
 	}
 }
 

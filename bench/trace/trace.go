@@ -17,6 +17,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
 	"sockeye/bench/harness"
@@ -50,6 +51,13 @@ const (
 	traceOff = "off" // no program and no agent
 	tX       = "tx"  // sent messages are traced
 	rX       = "rx"  // received messages too
+
+	// Without an agent; see bench_trace.bpf.c.
+	called        = "called"
+	marking       = "marking"
+	fentry        = "fentry"
+	fentryReading = "fentry_reading"
+	kprobe        = "kprobe"
 )
 
 const (
@@ -61,6 +69,11 @@ const (
 	armRX       = "rx"
 	armOthersRX = "others_rx"
 	armStamping = "so_timestamping"
+	armCalled   = "called"
+	armMarking  = "marking"
+	armFentry   = "fentry"
+	armReading  = "fentry_reading"
+	armKprobe   = "kprobe"
 
 	tracedGroup  = "traced"  // cgroup with rules
 	outsideGroup = "outside" // cgroup without rules
@@ -77,17 +90,23 @@ type traceArm struct {
 	port        int     // port of the server
 	stamped     bool    // the application requests timestamps
 	aim         float64 // minimum ratio of the throughput; 0 for none
+	rrAim       float64 // of the requests
 }
 
 var traceArms = []traceArm{
 	{name: armOff, title: "off", state: traceOff, port: plainPort},
 	{name: armOffAgain, title: "off, again", state: traceOff, port: plainPort},
 	{name: armOthers, title: "on for others", state: tX, port: plainPort, aim: 1},
-	{name: armSampled, title: "1/100 messages", state: tX, traced: true, port: sampledPort, aim: 0.99},
-	{name: armEvery, title: "every message", state: tX, traced: true, port: plainPort, aim: 0.97},
+	{name: armSampled, title: "1/100 messages", state: tX, traced: true, port: sampledPort, aim: 0.99, rrAim: 0.98},
+	{name: armEvery, title: "every message", state: tX, traced: true, port: plainPort, aim: 0.97, rrAim: 0.93},
 	{name: armRX, title: "1/100, and received", state: rX, traced: true, port: plainPort},
 	{name: armOthersRX, title: "on for others, and received", state: rX, port: plainPort},
 	{name: armStamping, title: "SO_TIMESTAMPING", state: traceOff, port: plainPort, stamped: true},
+	{name: armCalled, title: "empty program, called", state: called, traced: true, port: plainPort},
+	{name: armMarking, title: "empty program, marks all", state: marking, traced: true, port: plainPort},
+	{name: armFentry, title: "fentry, empty", state: fentry, port: plainPort},
+	{name: armReading, title: "fentry, reads addresses", state: fentryReading, port: plainPort},
+	{name: armKprobe, title: "kprobes, a histogram", state: kprobe, port: plainPort},
 }
 
 // visits contains the states of a round with their arms. The two arms without a program run far apart in time, so that
@@ -97,6 +116,11 @@ var visits = [][]string{
 	{armOffAgain, armStamping},
 	{armOthers, armSampled, armEvery},
 	{armRX, armOthersRX},
+	{armCalled},
+	{armMarking},
+	{armFentry},
+	{armReading},
+	{armKprobe},
 }
 
 const (
@@ -137,6 +161,10 @@ type bench struct {
 
 	state string
 	agent *lab.Process
+	// others are the links of the programs of a state without an agent, and left the states whose programs this kernel
+	// does not run, with the reason.
+	others []link.Link
+	left   map[string]string
 }
 
 func insideTrace(args []string) (err error) {
@@ -209,13 +237,23 @@ func (t *bench) share() error {
 func (t *bench) run(ctx context.Context) error {
 	r := &report{Options: t.options, Run: harness.Begin()}
 	var err error
-	if t.Binary == "" {
+	agents := slices.ContainsFunc(traceArms, func(a traceArm) bool { return (a.state == tX || a.state == rX) && t.includes(a) })
+	if t.Binary == "" && agents {
 		if t.Binary, err = harness.BuildSockeye(ctx, t.Lab.Dir()); err != nil {
 			return err
 		}
 	}
 	if err := t.prepare(ctx); err != nil {
 		return err
+	}
+	t.left, r.left = map[string]string{}, map[string]string{}
+	for _, a := range traceArms {
+		if others[a.state] == nil || !t.includes(a) {
+			continue
+		}
+		if why := t.forbidden(a.state); why != "" {
+			t.left[a.state], r.left[a.name] = why, why
+		}
 	}
 	for _, state := range []string{tX, rX} {
 		if !slices.ContainsFunc(traceArms, func(a traceArm) bool { return a.state == state && t.includes(a) }) {
@@ -291,7 +329,7 @@ func (t *bench) round(ctx context.Context, random *rand.Rand) (traceRound, error
 	for _, v := range random.Perm(len(visits)) {
 		var arms []traceArm
 		for _, a := range traceArms {
-			if slices.Contains(visits[v], a.name) && t.includes(a) {
+			if slices.Contains(visits[v], a.name) && t.includes(a) && t.left[a.state] == "" {
 				arms = append(arms, a)
 			}
 		}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build vm
+
+package trace
+
+import (
+	"testing"
+	"time"
+
+	"sockeye/lab"
+)
+
+// TestOtherProbes measures the arms that many hosts forbid, on a kernel that permits them. The machine is emulated: its
+// times are not those of hardware.
+func TestOtherProbes(t *testing.T) {
+	l, err := lab.New(t.Context(), lab.Options{Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Setenv("OUT", t.TempDir())
+	b := &bench{state: traceOff, options: options{For: 90 * time.Second, Slice: 400 * time.Millisecond, Warmup: 100 * time.Millisecond, Seed: 1,
+		Arms: armStamping + "," + armCalled + "," + armMarking + "," + armFentry + "," + armReading + "," + armKprobe}}
+	b.Lab = l
+	if err := b.share(); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.run(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range []string{fentry, fentryReading, kprobe} {
+		if why := b.left[a]; why != "" {
+			t.Errorf("%s: %s", a, why)
+		}
+	}
+}
