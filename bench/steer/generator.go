@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -16,8 +17,8 @@ import (
 	"sockeye/lab/traffic"
 )
 
-// The generator simulates all routers in one process. It reads a load from stdin, opens the sessions, answers, waits
-// for a line, sends the load, and answers. It exits when stdin is closed.
+// The generator simulates all routers in one process. It reads a load from stdin, opens the sessions, and answers. For each
+// following line it sends the load, and answers. It exits when stdin is closed.
 
 // A load describes the traffic of the routers. Rates are totals of all routers.
 type load struct {
@@ -181,13 +182,29 @@ func generator([]string) error {
 	if err := answers.Encode(struct{}{}); err != nil {
 		return err
 	}
-	if _, err := lines.ReadBytes('\n'); err != nil {
-		return nil // this protocol is not part of the load
+	for { // sessions stay open from one line to the next
+		if _, err := lines.ReadBytes('\n'); err != nil {
+			return nil // this protocol is not part of the load
+		}
+		out, err := l.drive(sessions, exporters)
+		if err != nil {
+			return err
+		}
+		if err := answers.Encode(out); err != nil {
+			return err
+		}
 	}
+}
 
+// drive sends the load once.
+func (l load) drive(sessions []*traffic.Session, exporters []*traffic.Exporter) (sent, error) {
 	var out sent
 	var wg sync.WaitGroup
 	var errs [2]error
+	for _, e := range exporters {
+		out.Records -= e.Stats().Records
+		out.Refused -= e.Stats().Refused
+	}
 	start, cpu := time.Now(), ownCPU()
 	if l.Updates > 0 {
 		wg.Go(func() {
@@ -212,16 +229,7 @@ func generator([]string) error {
 	for _, s := range sessions {
 		out.Bytes += s.Stats().Bytes
 	}
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	if err := answers.Encode(out); err != nil {
-		return err
-	}
-	_, _ = lines.ReadBytes('\n') // keep the sessions open until all data is read
-	return nil
+	return out, errors.Join(errs[:]...)
 }
 
 // onset contains the state of sessions that started at once, and the datagrams sent.

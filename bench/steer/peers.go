@@ -404,7 +404,7 @@ func (r *peersReport) Print(p harness.Printf) {
 // Figures implements harness.Report.
 func (r *peersReport) Figures() any {
 	return map[string]any{
-		"run": r, "peers": peerFigures(r.arms, r.traits, r.rate, nil, r.plain),
+		"run": r, "peers": peerFigures(r.arms, r.traits, r.rate, nil, r.plain), "text": harness.Text(r),
 		"rate": r.rate.runs, "cpu_plain": r.plain.runs,
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"sockeye/bench/harness"
+	"sockeye/internal/chart"
 )
 
 // at returns counters of sources, n each.
@@ -78,6 +79,7 @@ func TestStormFigures(t *testing.T) {
 	for arm, failed := range map[string]int{"plain": 1, "reuseport": 2, "lookup": 5, "proxy": 400, "proxy-splice": 300, "nft": 7} {
 		s = append(s, stormRun{Arm: arm, Failed: failed})
 	}
+	s = append(s, stormRun{Arm: "lookup", Failed: 500, Exits: []string{"member 2: segmentation fault"}})
 	f := s.figures()
 	if f["haproxy_failed"] != 300.0 || f["sockeye_failed"] != 5.0 {
 		t.Errorf("HAProxy %v, want 300; Sockeye %v, want 5", f["haproxy_failed"], f["sockeye_failed"])
@@ -100,3 +102,29 @@ func TestUnrunnable(t *testing.T) {
 		t.Errorf("%d arms, want plain and lookup", len(got))
 	}
 }
+
+// TestGuestFigures reads figures from the output of a machine, as lab/vm prints it.
+func TestGuestFigures(t *testing.T) {
+	const figures = `{"run":{"kernel":"7.3.4","cpus":2},"text":"a\nb\n","peers":{"plain":{},"ipvs":{"rate_vs_plain":0.5}}}`
+	g, err := guestFigures("downloading\n7.3.4 | === RUN   TestPeersInGuest\n7.3.4 | " + guestMark + figures + "\n7.3.4 | --- PASS\n")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &report{plain: &part{}, guest: g}
+	peers := r.peers()
+	if len(peers) != 1 || peers["ipvs"] == nil {
+		t.Errorf("peers %v, want ipvs only", peers)
+	}
+	if text := harness.Text(&guestReport{g}); !strings.Contains(text, "\na\nb\n") {
+		t.Error(text)
+	}
+	if _, err := guestFigures("7.3.4 | --- SKIP: TestPeersInGuest\n"); err == nil {
+		t.Error("no error without figures")
+	}
+}
+
+type guestReport struct{ g *guest }
+
+func (r *guestReport) Print(p harness.Printf)       { r.g.print(p) }
+func (*guestReport) Figures() any                   { return nil }
+func (*guestReport) Charts() map[string]chart.Chart { return nil }

@@ -5,6 +5,7 @@ package steer
 import (
 	"fmt"
 	"math"
+	"strings"
 	"time"
 
 	"sockeye/bench/harness"
@@ -22,6 +23,8 @@ type report struct {
 	examined                        []armTitle // of traits
 	traits                          map[string]traits
 	storms                          stormSet
+	series                          seriesSet
+	guest                           *guest // nil if not measured
 	programs                        programSet
 }
 
@@ -106,7 +109,9 @@ func (r *report) Print(p harness.Printf) {
 	p("(measured in the sender, where BPF programs also run; may be negative). CPU time is per cgroup and includes softirqs that interrupt a process.\n")
 	printTraits(p, r.examined, r.traits)
 	r.storms.print(p, r.arms)
+	r.series.print(p, r.arms, r.Options.Long)
 	r.programs.print(p, r.Options.Rounds)
+	r.guest.print(p)
 	p("\nDuration %s. Other processes used %.0f %% of the consumed CPU time; more than a few percent make the figures uncertain.\n", r.Took, 100*r.others())
 }
 
@@ -231,14 +236,28 @@ func (r *report) Figures() any {
 			"lookup":    harness.Number(r.rate.ratio("lookup", "plain", receivedRate).Median),
 		},
 		"storm":        r.storms.figures(),
-		"peers":        peerFigures(r.examined, r.traits, r.rate, r.nfacctd, r.plain),
+		"peers":        r.peers(),
 		"cpu_vs_proxy": against("proxy"),
 		"cpu_vs_plain": against("plain"),
 		"detail": map[string]any{
 			"run": r, "share_of_cpu_of_others": harness.Number(r.others()), "programs_ns": r.programs.figures(), "both_streams_in_one_member": r.placement.together,
-			"rate": figures(r.rate), "cpu_nfacctd": figures(r.nfacctd), "cpu_plain": figures(r.plain),
+			"virtual_machine": r.guest, "series": r.series, "rate": figures(r.rate), "cpu_nfacctd": figures(r.nfacctd), "cpu_plain": figures(r.plain),
 		},
 	}
+}
+
+// peers returns the figures of all peers. Those of IPVS are from the virtual machine if this kernel has no IPVS; its other
+// arms are in detail.
+func (r *report) peers() map[string]any {
+	out := peerFigures(r.examined, r.traits, r.rate, r.nfacctd, r.plain)
+	if r.guest != nil {
+		for name, figures := range r.guest.Peers {
+			if strings.HasPrefix(name, "ipvs") {
+				out[name] = map[string]any{"kernel": r.guest.Run.Kernel, "emulated": true, "figures": figures}
+			}
+		}
+	}
+	return out
 }
 
 // memoryByArm returns the medians of the memory with nfacctd as members.
@@ -279,4 +298,10 @@ func (r *report) chart() chart.Chart {
 }
 
 // Charts implements harness.Report.
-func (r *report) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }
+func (r *report) Charts() map[string]chart.Chart {
+	charts := map[string]chart.Chart{"": r.chart()}
+	if len(r.series) > 0 {
+		charts["-series"] = r.series.chart(r.arms)
+	}
+	return charts
+}

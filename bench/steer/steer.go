@@ -42,6 +42,10 @@ type options struct {
 	Storm   bool    `json:"storm_only"`
 	Binary  string  `json:"-"`
 	Against string  `json:"-"`
+	VM      bool    `json:"vm"`
+	// Long is the load of each arm in the long run.
+	Long     time.Duration `json:"long_run_ns"`
+	LongOnly bool          `json:"long_run_only"`
 }
 
 // rates are totals of all routers.
@@ -327,15 +331,18 @@ func inside(args []string) error {
 	fs.BoolVar(&o.Only, "programs", false, "measure only the run times of the programs")
 	fs.BoolVar(&o.Peers, "peers", false, "measure only plain sockets, Sockeye and the balancers in the kernel, with plain receivers")
 	fs.BoolVar(&o.Storm, "storm", false, "measure only the connection storm")
+	fs.DurationVar(&o.Long, "long", 0, "duration of the load of each arm in the long run (default 10m, quick 4s)")
+	fs.BoolVar(&o.LongOnly, "long-only", false, "measure only the long run")
+	fs.BoolVar(&o.VM, "vm", false, "measure IPVS in a virtual machine if this kernel has none (ten minutes; run this in the repository)")
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
 	fs.StringVar(&o.Against, "against", "", "further binaries, comma-separated, whose programs are measured in the same rounds")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
-	if o.Routers < 1 || o.Routers > 4096 || o.Records < 1 || o.Records > 25 {
+	if o.Routers < 1 || o.Routers > 4096 || o.Records < 1 || o.Records > 25 || o.Long < 0 {
 		return harness.Misused(fs)
 	}
-	defaults := [2]options{{Rounds: 5, Seconds: 2}, {Rounds: 2, Seconds: 0.5, Without: "proxy-buffered,proxy-1,proxy-splice-1"}}
+	defaults := [2]options{{Rounds: 5, Seconds: 2, Long: 10 * time.Minute}, {Rounds: 2, Seconds: 0.5, Long: 4 * time.Second, Without: "proxy-buffered,proxy-1,proxy-splice-1"}}
 	d := defaults[0]
 	if o.Quick {
 		d = defaults[1]
@@ -346,6 +353,9 @@ func inside(args []string) error {
 	}
 	if o.Seconds == 0 {
 		o.Seconds = d.Seconds
+	}
+	if o.Long == 0 {
+		o.Long = d.Long
 	}
 	runtime.LockOSThread() // the kernel kills the children when the thread that started them exits
 	return harness.InSandbox(func(ctx context.Context, s *harness.Sandbox) error {
@@ -432,6 +442,12 @@ func (b *bench) steer(ctx context.Context) error {
 	if b.Storm {
 		return b.stormOnly(ctx, storm)
 	}
+	spaced := mixed
+	spaced.Datagrams, spaced.Updates, spaced.Spacing = b.Nfacctd.Datagrams, b.Nfacctd.Updates, 10*time.Millisecond
+	lasting := b.arms("plain", "reuseport", "lookup", "nft", "proxy")
+	if b.LongOnly {
+		return b.longRunOnly(ctx, lasting, spaced)
+	}
 	r := &report{Options: b.options, Run: harness.Begin()}
 	all := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1", "proxy-buffered")
 	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh", "proxy")
@@ -452,9 +468,7 @@ func (b *bench) steer(ctx context.Context) error {
 	if r.plain, err = b.compare(ctx, "cpu, plain receivers", all, kindPlain, b.Rounds, mixed); err != nil {
 		return err
 	}
-	l = mixed
-	l.Datagrams, l.Updates, l.Spacing = b.Nfacctd.Datagrams, b.Nfacctd.Updates, 10*time.Millisecond
-	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", all, kindNfacctd, b.Rounds, l); err != nil {
+	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", all, kindNfacctd, b.Rounds, spaced); err != nil {
 		return err
 	}
 	if r.storms, err = b.storms(ctx, storm); err != nil {
@@ -462,6 +476,14 @@ func (b *bench) steer(ctx context.Context) error {
 	}
 	if r.programs, err = b.programTimes(ctx); err != nil {
 		return err
+	}
+	if r.series, err = b.longRun(ctx, lasting, b.Long, spaced); err != nil {
+		return err
+	}
+	if b.VM && missing(&ipvsArm{}) != nil {
+		if r.guest, err = measureGuest(ctx); err != nil {
+			return err
+		}
 	}
 	r.End()
 	return harness.Publish(command, r)

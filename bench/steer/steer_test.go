@@ -85,7 +85,7 @@ func TestReport(t *testing.T) {
 	for _, want := range []string{
 		`"memory_mb":{"plain":{"balancing":20,"bpf":0,"members":10},"proxy":`,
 		`"members_user_cpu_s_per_million":{"median":0.25,`,
-		`"storm":{"failed":{`, `"haproxy_failed":9,`, `"sockeye_failed":3}`,
+		`"storm":{"arms":{`, `"haproxy_failed":9,`, `"sockeye_failed":3}`,
 		`"peers":{"nft":{`, `"moved_exporters":0.5,`,
 	} {
 		if !strings.Contains(text, want) {

@@ -6,6 +6,7 @@ import (
 	"encoding/xml"
 	"errors"
 	"io"
+	"math"
 	"strings"
 	"testing"
 )
@@ -25,6 +26,25 @@ func TestChart(t *testing.T) {
 	// The longest bar fills the space for bars, the others are in proportion.
 	for _, want := range []string{"a &lt; b", "x &amp; y", `class="part0" x="230.0" y="92" width="63.3"`, `class="part1" x="293.3" y="92" width="126.7"`,
 		`class="part0" x="230.0" y="122" width="380.0"`} {
+		if !strings.Contains(svg, want) {
+			t.Errorf("%s is not in\n%s", want, svg)
+		}
+	}
+}
+
+func TestLines(t *testing.T) {
+	svg := string(Chart{Title: "t", Panels: []Panel{{Title: "p", Step: "s", Lines: []Line{
+		{"a & b", []float64{0, 5, math.NaN(), 10, 0}}, {"c", nil},
+	}}}}.SVG())
+	for d := xml.NewDecoder(strings.NewReader(svg)); ; {
+		if _, err := d.Token(); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	// The highest value is at the top, the last one at the right end; the missing one is a gap.
+	for _, want := range []string{`points="60.0,242.0 190.0,167.0"`, `points="450.0,92.0 580.0,242.0"`, ">10<", ">4 s<", "a &amp; b"} {
 		if !strings.Contains(svg, want) {
 			t.Errorf("%s is not in\n%s", want, svg)
 		}

@@ -23,7 +23,7 @@ func boot(ctx context.Context, tmp string, k *qemu.Kernel, suites []suite, o *op
 	}
 	m := &qemu.Machine{
 		Kernel: k, Initramfs: filepath.Join(dir, "initramfs"), Console: filepath.Join(dir, "console"),
-		CPUs: 2, Memory: 1024, Args: []string{"-cpu", k.Arch.CPU}, BootTimeout: bootTimeout, Timeout: o.timeout,
+		CPUs: 2, Memory: o.memory, Args: []string{"-cpu", k.Arch.CPU}, BootTimeout: bootTimeout, Timeout: o.timeout,
 	}
 	if o.virtual {
 		// With sleep=off, the clock jumps to the next timer while the guest is idle.

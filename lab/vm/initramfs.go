@@ -8,7 +8,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 
 	"sockeye/lab/qemu"
@@ -39,6 +41,9 @@ func writeInitramfs(ctx context.Context, file, tmp string, k *qemu.Kernel, suite
 	a.File("etc/group", 0o644, []byte("root:x:0:\nnogroup:x:65534:\n"))
 	a.File("etc/hosts", 0o644, []byte("127.0.0.1 localhost\n::1 localhost\n"))
 	a.Copy("init", filepath.Join(tmp, "init"))
+	if err := addPrograms(ctx, a, o.programs); err != nil {
+		return err
+	}
 
 	mods, err := k.Load(ctx, o.modules)
 	if err != nil {
@@ -68,6 +73,32 @@ func writeInitramfs(ctx context.Context, file, tmp string, k *qemu.Kernel, suite
 	}
 	if err != nil {
 		return fmt.Errorf("write the initramfs: %w", err)
+	}
+	return nil
+}
+
+// library matches the path of a library in the output of ldd(1).
+var library = regexp.MustCompile(`(?m)(/\S+) \(0x`)
+
+// addPrograms adds programs of the host to /bin, and the libraries that they need to their paths.
+func addPrograms(ctx context.Context, a *qemu.Archive, names []string) error {
+	added := map[string]bool{}
+	for _, name := range names {
+		file, err := exec.LookPath(name)
+		if err != nil {
+			return fmt.Errorf("find program: %w", err)
+		}
+		a.Copy("bin/"+filepath.Base(file), file)
+		out, err := qemu.Command(ctx, "ldd", file).CombinedOutput()
+		if err != nil && !strings.Contains(string(out), "not a dynamic executable") {
+			return fmt.Errorf("find the libraries of %s: %w\n%s", name, err, out)
+		}
+		for _, m := range library.FindAllStringSubmatch(string(out), -1) {
+			if !added[m[1]] {
+				added[m[1]] = true
+				a.Copy(strings.TrimPrefix(m[1], "/"), m[1])
+			}
+		}
 	}
 	return nil
 }

@@ -2,7 +2,8 @@
 
 // Command vm runs Go tests on other Linux kernels.
 //
-//	go run ./lab/vm [-arch amd64] [-kernels 5.10,newest] [-run REGEXP] [-leave-out "REGEXP: REASON"]... [-cache DIR] [-timeout 5m] [-files DIR] [-virtual-time] PACKAGE...
+//	go run ./lab/vm [-arch amd64] [-kernels 5.10,newest] [-run REGEXP] [-leave-out "REGEXP: REASON"]... [-cache DIR] [-timeout 5m]
+//	                [-files DIR] [-virtual-time] [-modules NAMES] [-programs NAMES] [-memory MIB] PACKAGE...
 //
 // It downloads Debian's cloud kernels (amd64 or arm64) from the Debian mirror that this
 // machine's apt uses, and unpacks them into a cache without installing them. It
@@ -52,6 +53,8 @@ type options struct {
 	kernels  []string
 	modules  []string
 	packages []string
+	programs []string
+	memory   int // MiB
 	run      string
 	leftOut  []exclusion
 	cache    string
@@ -101,6 +104,8 @@ func parse(args []string) (*options, error) {
 	arch := fs.String("arch", "amd64", "`architecture` of the machines: amd64 or arm64")
 	kernels := fs.String("kernels", "5.10,newest", "kernel `versions`, each MAJOR.MINOR or newest")
 	mods := fs.String("modules", modules, "`names` of kernel modules to load")
+	programs := fs.String("programs", "", "`files` of the host to copy into the guest's /bin, with the libraries that they need")
+	fs.IntVar(&o.memory, "memory", 1024, "memory of a machine in `MiB`")
 	fs.StringVar(&o.run, "run", "", "run only the tests that match `REGEXP`")
 	fs.Func("leave-out", "leave out the tests that match a regular expression, `REGEXP: REASON`; may be repeated", func(s string) error {
 		tests, reason, _ := strings.Cut(s, ": ")
@@ -122,6 +127,12 @@ func parse(args []string) (*options, error) {
 		return nil, err
 	}
 	o.kernels, o.modules, o.packages = strings.Split(*kernels, ","), strings.Split(*mods, ","), fs.Args()
+	if *programs != "" {
+		o.programs = strings.Split(*programs, ",")
+	}
+	if o.memory < 256 {
+		return nil, fmt.Errorf("-memory is %d, want at least 256", o.memory)
+	}
 	for _, k := range o.kernels {
 		if !kernelName.MatchString(k) {
 			return nil, fmt.Errorf("kernel %q: want MAJOR.MINOR or \"newest\"", k)

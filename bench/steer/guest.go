@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os/exec"
+	"strings"
+
+	"sockeye/bench/harness"
+)
+
+// If the host's kernel has no IPVS, its figures come from a virtual machine with Debian's newest kernel. qemu emulates the
+// CPU, which takes ten times and more as long: only the ratios to other arms in the same machine say something, and the
+// properties, which do not depend on speed.
+
+const (
+	guestMark    = "PEERS " // before the figures in the output of the test
+	guestModules = "ip_vs,ip_vs_sh,ip_vs_mh,nf_tables,nft_hash,nft_nat,nft_chain_nat"
+)
+
+// guestArguments are the arguments of bench in the machine: rates that the emulated CPUs can send. The host compares Sockeye
+// with nftables, and the machine nftables with IPVS.
+var guestArguments = []string{
+	command, "-peers", "-quick", "-seconds=2", "-plain-datagrams=1000", "-plain-updates=1000", "-without=reuseport,lookup,lookup_device_map",
+}
+
+// A guest contains the figures that were measured in a virtual machine.
+type guest struct {
+	Run struct {
+		Kernel string `json:"kernel"`
+		CPUs   int    `json:"cpus"`
+	} `json:"run"`
+	Peers map[string]json.RawMessage `json:"peers"`
+	Text  string                     `json:"text"`
+}
+
+func compact(to *bytes.Buffer, figures []byte) error {
+	if err := json.Compact(to, figures); err != nil {
+		return fmt.Errorf("shorten figures: %w", err)
+	}
+	return nil
+}
+
+// guestFigures returns the figures in the output of lab/vm.
+func guestFigures(output string) (*guest, error) {
+	for line := range strings.Lines(output) {
+		_, figures, ok := strings.Cut(line, "| "+guestMark)
+		if !ok {
+			continue
+		}
+		g := &guest{}
+		if err := json.Unmarshal([]byte(figures), g); err != nil {
+			return nil, fmt.Errorf("read the figures of the virtual machine: %w", err)
+		}
+		return g, nil
+	}
+	return nil, errors.New("the virtual machine printed no figures")
+}
+
+// measureGuest measures the balancers in the kernel in a virtual machine.
+func measureGuest(ctx context.Context) (*guest, error) {
+	cmd := exec.CommandContext(ctx, "go", "run", "./lab/vm", "-kernels=newest", "-timeout=20m", "-memory=2048", "-modules="+guestModules,
+		"-programs=nft,ipvsadm", "-run=^TestPeersInGuest$", "./bench/steer")
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return nil, fmt.Errorf("measure IPVS in a virtual machine: %w\n%s", err, out)
+	}
+	return guestFigures(string(out))
+}
+
+// print prints the report of the machine.
+func (g *guest) print(p harness.Printf) {
+	if g == nil {
+		return
+	}
+	p("\nIn a virtual machine with emulated CPUs: compare only its arms with each other.\n")
+	for line := range strings.Lines(g.Text) {
+		p("%s", line)
+	}
+}
