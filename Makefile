@@ -34,7 +34,7 @@ RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring
 DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
-BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
+BENCH_PACKAGES := $(DEMO_PACKAGES) $(VM_PACKAGES) haproxy ipvsadm nftables
 BPFTUNE_PACKAGES := make gcc pkg-config bpftool clang-19 libbpf-dev libcap-dev libnl-3-dev libnl-route-3-dev
 BENCH_GATEWAY_PACKAGES := passt iperf3
 PACKAGE_PACKAGES := iproute2 lintian pmacct rpm syslog-ng-core systemd
@@ -108,12 +108,12 @@ fuzz: ## Fuzz each parser for a while (FUZZTIME=30s)
 	@tools/fuzz $(or $(FUZZTIME),30s)
 
 .PHONY: bench
-bench: ## Measure against plain SO_REUSEPORT, HAProxy and a replicator (QUICK=1: a minute)
+bench: ## Measure against plain SO_REUSEPORT, HAProxy, nftables and IPVS (QUICK=1: six minutes; LONG=1: an hour for each arm)
 	@tools/setup $(BENCH_PACKAGES)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
 	@go build -o bin/bench ./bench
 	@mkdir -p "$(OUT)"
-	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
+	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick,-vm) $(if $(LONG),-long 1h)
 
 .PHONY: bench-tune
 bench-tune: ## Measure tune against defaults, routes and setsockopt, in the lab (QUICK=1: two minutes)

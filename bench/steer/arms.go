@@ -26,9 +26,6 @@ const (
 	ownUDP         = 21000
 	furtherDevices = 10_000  // in the device map, besides the routers
 	receiveBuffer  = 4 << 20 // bytes, for each UDP socket of a collector
-	// minPeers is the least number of routers for which a collector has room. nfacctd has 2.3 MB for each: a fleet that
-	// had room for 512 at each member would use 5 GB.
-	minPeers = 65
 )
 
 // arm is one method to distribute the routers' traffic over four members.
@@ -389,7 +386,7 @@ plugin_buffer_size: 65536
 print_output: json
 print_output_file: %[1]s/records-%[2]d.json
 print_refresh_time: 86400
-`, f.dir, slot, tcp, udp, max(minPeers, f.devices*3/8), receiveBuffer, proxied)
+`, f.dir, slot, tcp, udp, f.devices+1, receiveBuffer, proxied)
 	if err := os.WriteFile(f.path(fmt.Sprintf("member-%d.conf", slot)), []byte(text), 0o600); err != nil {
 		return fmt.Errorf("write configuration of nfacctd: %w", err)
 	}

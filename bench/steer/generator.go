@@ -14,6 +14,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/lab/traffic"
 )
 
@@ -288,7 +290,13 @@ func (l load) atOnce(lines *bufio.Reader, answers *json.Encoder) error {
 		change(func(o *onset) { o.Sending = true })
 		go func() {
 			limit := traffic.Limit{Rate: l.Datagrams, Duration: l.Duration, Batch: 1}
-			r, err := traffic.Drive(context.Background(), limit, len(exporters), func(i, n int) (int, error) { return exporters[i].Send(n) })
+			r, err := traffic.Drive(context.Background(), limit, len(exporters), func(i, n int) (int, error) {
+				sent, err := exporters[i].Send(n)
+				if errors.Is(err, unix.EPERM) { // IPVS drops what has no member
+					return n, nil
+				}
+				return sent, err
+			})
 			if err != nil {
 				failed <- err
 			}

@@ -26,7 +26,7 @@ const (
 // guestArguments are the arguments of bench in the machine: rates that the emulated CPUs can send. The host compares Sockeye
 // with nftables, and the machine nftables with IPVS.
 var guestArguments = []string{
-	command, "-peers", "-quick", "-seconds=2", "-plain-datagrams=1000", "-plain-updates=1000", "-without=reuseport,lookup,lookup_device_map",
+	command, "-peers", "-quick", "-seconds=2", "-plain-datagrams=1000", "-plain-updates=1000", "-without=reuseport,lookup,reuseport_device_map,lookup_device_map",
 }
 
 // A guest contains the figures that were measured in a virtual machine.

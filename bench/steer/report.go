@@ -109,7 +109,7 @@ func (r *report) Print(p harness.Printf) {
 	p("(measured in the sender, where BPF programs also run; may be negative). CPU time is per cgroup and includes softirqs that interrupt a process.\n")
 	printTraits(p, r.examined, r.traits)
 	r.storms.print(p, r.arms)
-	r.series.print(p, r.arms, r.Options.Long)
+	r.series.print(p, r.arms, &r.Options)
 	r.programs.print(p, r.Options.Rounds)
 	r.guest.print(p)
 	p("\nDuration %s. Other processes used %.0f %% of the consumed CPU time; more than a few percent make the figures uncertain.\n", r.Took, 100*r.others())
@@ -301,7 +301,7 @@ func (r *report) chart() chart.Chart {
 func (r *report) Charts() map[string]chart.Chart {
 	charts := map[string]chart.Chart{"": r.chart()}
 	if len(r.series) > 0 {
-		charts["-series"] = r.series.chart(r.arms)
+		charts["-series"] = r.series.chart(r.arms, &r.Options)
 	}
 	return charts
 }

@@ -18,6 +18,7 @@ import (
 
 const (
 	seriesRouters = 512
+	quickRouters  = 128 // in a quick long run: nfacctd has some 9 MB for each session
 	seriesSlice   = 10 * time.Second
 	seriesStep    = time.Second
 	// seriesSpacing is the interval between the starts of sessions: nfacctd accepts more slowly the more sessions it has.
@@ -97,15 +98,22 @@ func (r *seriesRun) slice(ctx context.Context, f *fleet, gen *harness.Process) e
 	return nil
 }
 
+func (o *options) seriesRouters() int {
+	if o.Quick {
+		return quickRouters
+	}
+	return seriesRouters
+}
+
 // longRun applies the load to all arms, each for a time.
 func (b *bench) longRun(ctx context.Context, arms []arm, each time.Duration, l load) (runs seriesSet, err error) {
-	l.Routers, l.Spacing = seriesRouters, seriesSpacing
+	l.Routers, l.Spacing = b.seriesRouters(), seriesSpacing
 	l.Duration = min(seriesSlice, each)
 	spec, err := json.Marshal(l)
 	if err != nil {
 		return nil, err
 	}
-	err = b.withFleets(ctx, "long run", arms, kindNfacctd, seriesRouters, func(fleets []*fleet) error {
+	err = b.withFleets(ctx, "long run", arms, kindNfacctd, l.Routers, func(fleets []*fleet) error {
 		generators := map[*fleet]*harness.Process{}
 		byFleet := map[*fleet]*seriesRun{}
 		for _, f := range fleets {
@@ -162,11 +170,11 @@ func (r *seriesRun) mean(role string, part func(harness.Usage) time.Duration) fl
 	return used.Seconds() / all.Seconds()
 }
 
-func (s seriesSet) print(p harness.Printf, arms []armTitle, each time.Duration) {
+func (s seriesSet) print(p harness.Printf, arms []armTitle, o *options) {
 	if len(s) == 0 {
 		return
 	}
-	p("\nLong run: %d BMP sessions and as many exporters, four nfacctd, %s of load for each arm in slices of up to %s.\n", seriesRouters, each, seriesSlice)
+	p("\nLong run: %d BMP sessions and as many exporters, four nfacctd, %s of load for each arm in slices of up to %s.\n", o.seriesRouters(), o.Long, seriesSlice)
 	p("CPU seconds per second, mean; memory in MB, highest\n\t")
 	for _, role := range roles {
 		p("%s user\tsystem\t", role.title)
@@ -198,8 +206,8 @@ func (s seriesSet) print(p harness.Printf, arms []armTitle, each time.Duration) 
 }
 
 // chart draws the samples: a panel for each figure, a line for each arm.
-func (s seriesSet) chart(arms []armTitle) chart.Chart {
-	drawing := chart.Chart{Title: fmt.Sprintf("%d BMP sessions and exporters, four nfacctd: each second of load", seriesRouters)}
+func (s seriesSet) chart(arms []armTitle, o *options) chart.Chart {
+	drawing := chart.Chart{Title: fmt.Sprintf("%d BMP sessions and exporters, four nfacctd: each second of load", o.seriesRouters())}
 	for _, panel := range []struct {
 		title  string
 		figure func(*sample) float64
@@ -235,7 +243,7 @@ type seriesReport struct {
 // Print implements harness.Report.
 func (r *seriesReport) Print(p harness.Printf) {
 	p("\nLinux %s, %d CPUs for routers, balancing and members together.\n", r.Kernel, r.CPUs)
-	r.series.print(p, r.arms, r.Options.Long)
+	r.series.print(p, r.arms, &r.Options)
 	p("\nDuration %s.\n", r.Took)
 }
 
@@ -244,7 +252,7 @@ func (r *seriesReport) Figures() any { return map[string]any{"run": r, "series":
 
 // Charts implements harness.Report.
 func (r *seriesReport) Charts() map[string]chart.Chart {
-	return map[string]chart.Chart{"": r.series.chart(r.arms)}
+	return map[string]chart.Chart{"": r.series.chart(r.arms, &r.Options)}
 }
 
 func (b *bench) longRunOnly(ctx context.Context, arms []arm, l load) error {

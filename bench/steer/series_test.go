@@ -28,7 +28,7 @@ func TestSeries(t *testing.T) {
 	if want := "plain 0.300 0.150 0.000 0.000 0.000 0.000 7.0 0.0 0.0 30 3"; !strings.Contains(text, want) || strings.Contains(text, "not run") {
 		t.Errorf("no %q in %s", want, text)
 	}
-	members := r.series.chart(r.arms).Panels[0]
+	members := r.series.chart(r.arms, &r.Options).Panels[0]
 	if len(members.Lines) != 1 || members.Lines[0].Values[1] != 0.525 {
 		t.Errorf("lines %+v, want one with 1.05 s of 2 s in its second sample", members.Lines)
 	}

@@ -149,7 +149,7 @@ func (b *bench) storms(ctx context.Context, arms []arm) (runs stormSet, err erro
 	}
 	for round := range rounds {
 		for _, a := range harness.Turn(arms, round) {
-			// One fleet at a time: four nfacctd with room for so many routers have gigabytes of memory.
+			// One fleet at a time: four nfacctd with so many sessions have 5 GB of memory.
 			for whole, try := false, 0; !whole && try < stormTries; try++ {
 				err := b.withFleets(ctx, "storm of "+a.name(), []arm{a}, kindNfacctd, l.Routers, func(fleets []*fleet) error {
 					r, err := fleets[0].storm(ctx, l)
