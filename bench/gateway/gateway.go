@@ -57,6 +57,7 @@ const (
 	partRR       = "rr"
 	partIperf    = "iperf3"
 	partUDP      = "udp"
+	partRoom     = "room"
 )
 
 type bench struct {
@@ -96,7 +97,7 @@ func insideGateway(args []string) (err error) {
 	o := options{
 		Links: []string{linkVeth, linkLimited}, RTTs: []int{0, 1, 15, 100, 285}, MTUs: []int{1500, 65520}, CCs: []string{"cubic", "bbr"},
 		Directions: []string{upload, download}, Connections: []int{1, 16}, Sides: slices.Clone(gatewaySides),
-		Only: []string{partPoints, partRequests, partRR, partIperf, partUDP},
+		Only: []string{partPoints, partRequests, partRR, partIperf, partUDP, partRoom},
 	}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "run for two minutes instead of twenty, with fewer points")
@@ -107,7 +108,7 @@ func insideGateway(args []string) (err error) {
 	list(fs, &o.CCs, "ccs", "congestion controls: cubic, bbr", oneOf("cubic", "bbr"))
 	list(fs, &o.Directions, "directions", "directions: upload, download", oneOf(upload, download))
 	list(fs, &o.Connections, "connections", "numbers of connections", strconv.Atoi)
-	list(fs, &o.Only, "only", "parts to run: points, requests, rr, iperf3, udp", oneOf(o.Only...))
+	list(fs, &o.Only, "only", "parts to run: points, requests, rr, iperf3, udp, room", oneOf(o.Only...))
 	list(fs, &o.Sides, "sides", "sides to measure: native, sockeye, pasta, pasta_new", oneOf(gatewaySides...))
 	fs.StringVar(&o.newPasta, "pasta-new", "", "`directory` that tools/pasta-sid has printed; empty: leave this pasta out")
 	fs.StringVar(&o.noNewPasta, "no-pasta-new", "-pasta-new is not given", "`reason` for an empty -pasta-new, for the report")
@@ -182,6 +183,14 @@ func (b *bench) all(ctx context.Context) error {
 	if slices.Contains(b.Only, partUDP) {
 		if err := b.datagrams(ctx); err != nil {
 			return err
+		}
+	}
+	if slices.Contains(b.Only, partRoom) {
+		if err := b.ablation(ctx); err != nil {
+			return err
+		}
+		if len(b.Only) == 1 {
+			return nil
 		}
 	}
 	b.report.End()

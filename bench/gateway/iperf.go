@@ -38,15 +38,16 @@ type gatewaySeed struct {
 	Mean    map[string]harness.Figure `json:"mbit"` // received, over the whole time
 }
 
+// enlarge sets the largest buffers of sockets in a namespace. A gateway reads these sysctls when it starts.
+func enlarge(n *lab.Namespace) error {
+	return errors.Join(n.Sysctl("ipv4.tcp_wmem", seedBuffers), n.Sysctl("ipv4.tcp_rmem", seedBuffers))
+}
+
 func (b *bench) seeds(ctx context.Context) error {
 	p, err := newGatewayPath(ctx, b.lab, linkSeed, b.newPasta)
 	if err != nil {
 		return err
 	}
-	enlarge := func(n *lab.Namespace) error {
-		return errors.Join(n.Sysctl("ipv4.tcp_wmem", seedBuffers), n.Sysctl("ipv4.tcp_rmem", seedBuffers))
-	}
-	// The gateway reads these sysctls when it starts.
 	if err := errors.Join(enlarge(p.host), enlarge(p.far)); err != nil {
 		return err
 	}

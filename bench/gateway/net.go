@@ -52,6 +52,7 @@ const (
 	// linkDatagrams is a veth pair for the UDP loads, and linkTrips one for round trips.
 	linkDatagrams = "udp"
 	linkTrips     = "rr"
+	linkRoom      = "room" // as linkSeed, for the comparison of formulas
 )
 
 // gatewayPath is a host with gateways and a remote server.
@@ -65,6 +66,8 @@ type gatewayPath struct {
 	server    *harness.Worker
 	echo      *harness.Worker // server of round trips
 	newPasta  string          // directory of tools/pasta-sid; empty: there is no side sidePastaNew
+	formula   string          // of Sockeye's gateway; empty: that of package room
+	started   int             // number of sides started so far
 }
 
 const gatewayRate = 1e9 // bits/s of the link
@@ -72,7 +75,7 @@ const gatewayRate = 1e9 // bits/s of the link
 // newGatewayPath creates a path with servers of loads and of round trips.
 func newGatewayPath(ctx context.Context, l *lab.Lab, link, newPasta string) (p *gatewayPath, err error) {
 	p = &gatewayPath{lab: l, name: link, device: "eth0", newPasta: newPasta}
-	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams, linkTrips}, link))
+	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams, linkTrips, linkRoom}, link))
 	for i := range p.addresses {
 		p.addresses[i] = netip.AddrFrom4([4]byte{10, 84, subnet, byte(1 + i)})
 	}
@@ -212,7 +215,8 @@ func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gat
 // returned side, also after an error.
 func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port uint16, role ...string) (s *gatewaySide, err error) {
 	s = &gatewaySide{name: side, device: p.device, in: p.host}
-	group := fmt.Sprintf("%s-%s-%d", side, p.name, mtu)
+	group := fmt.Sprintf("%s-%s-%d-%d", side, p.name, mtu, p.started)
+	p.started++
 	exe, err := os.Executable()
 	if err != nil {
 		return s, err
@@ -228,7 +232,7 @@ func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port 
 		}
 		s.device = guestDevice
 		s.gateway, err = harness.StartWorker(ctx, p.lab, p.host, group+"-gateway", exe, gatewayRole,
-			"-guest", s.in.Path(), "-address", p.addresses[0].String(), "-mtu", strconv.Itoa(mtu))
+			"-guest", s.in.Path(), "-address", p.addresses[0].String(), "-mtu", strconv.Itoa(mtu), "-formula", p.formula)
 		if err == nil {
 			err = s.gateway.Answer(&struct{}{})
 		}

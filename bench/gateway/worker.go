@@ -350,6 +350,7 @@ func worker(args []string) error {
 	guest := fs.String("guest", "", "path of the guest's network namespace")
 	address := fs.String("address", "", "address of the guest")
 	mtu := fs.Int("mtu", 0, "MTU of the guest, in bytes")
+	formula := fs.String("formula", "", "formula of the room of a socket; empty: that of package room")
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
@@ -369,6 +370,7 @@ func worker(args []string) error {
 	out := access.Outbound{All: true}
 	g, err := gateway.New(gateway.Config{
 		TUN: device, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"), Outbound: out, Kernel: kernel,
+		Formula: formulas(kernel)[*formula],
 	})
 	if err != nil {
 		return err

@@ -43,6 +43,7 @@ type Config struct {
 	Diag     int
 	Outbound access.Outbound
 	Kernel   room.Kernel
+	Formula  Formula // nil: the estimate of package room
 	// Connections is the maximum number of TCP connections in both directions. Default: 65536.
 	Connections int
 	// Outgoing is the maximum number of TCP connections that the guest opens, and separately of UDP sockets, each of which
@@ -107,6 +108,7 @@ type Gateway struct {
 	freeBatches []*segmentBatch // for reuse
 	backlog     int             // bytes of all backlogs
 	memory      sendMemory
+	windows     windowTimer // with Config.Formula
 
 	// UDP and ICMP.
 	flows        udpFlows
@@ -145,6 +147,9 @@ func New(c Config) (_ *Gateway, err error) {
 	}
 	g.memory = sendMemory{g: g, limit: cmp.Or(c.Memory, defaultMemory()), waiting: map[*conn]bool{}}
 	g.memory.timer.Owner = &g.memory
+	if c.Formula != nil {
+		g.windows.start(g)
+	}
 	if g.log == nil {
 		g.log = slog.New(slog.DiscardHandler)
 	}

@@ -17,6 +17,10 @@ func (c *conn) advanceWindow() {
 // advanceWindowTo is advanceWindow with a snapshot of the host's socket.
 func (c *conn) advanceWindowTo(s room.Snapshot) {
 	c.rcv.armed = false
+	if f := c.g.config.Formula; f != nil {
+		c.openWindow(s, f(s))
+		return
+	}
 	if s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat {
 		// Like room.Arm. If the socket has become writable since the snapshot, the kernel reports no event, and the snapshot
 		// is stale.
@@ -32,9 +36,14 @@ func (c *conn) advanceWindowTo(s room.Snapshot) {
 		// A writable socket accepts one whole segment, and no later event would report more space.
 		safe = max(safe, int(c.rcv.mss))
 	}
-	safe = c.g.memory.limitWindow(c, s.Queued, safe)
+	c.openWindow(s, safe)
+}
+
+// openWindow moves the right edge of the receive window to the right, if the host's socket has space for room bytes.
+func (c *conn) openWindow(s room.Snapshot, room int) {
+	room = c.g.memory.limitWindow(c, s.Queued, room)
 	shift := c.rcvWindShift()
-	wnd := min(safe, 65535<<shift)
+	wnd := min(room, 65535<<shift)
 	// Round down to the unit of the window scale, so that setWindow does not round up.
 	if whole := wnd &^ (1<<shift - 1); whole >= int(c.rcv.mss) {
 		wnd = whole

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"time"
+
+	"sockeye/internal/gateway/timer"
+	"sockeye/room"
+)
+
+// Formula returns the number of bytes that a host's socket is assumed to accept, for comparisons with the estimate of package
+// room. With a formula, the gateway does not poll full sockets, for which the kernel would grow their buffers, but recomputes all
+// windows every windowInterval, the interval of passt (ACK_INTERVAL).
+type Formula func(s room.Snapshot) int
+
+const windowInterval = 10 * time.Millisecond
+
+// windowTimer recomputes the windows.
+type windowTimer struct {
+	g     *Gateway
+	timer timer.Timer
+}
+
+func (w *windowTimer) start(g *Gateway) {
+	w.g, w.timer.Owner = g, w
+	w.Expired()
+}
+
+// Expired recomputes all windows.
+func (w *windowTimer) Expired() {
+	for _, c := range w.g.conns {
+		if c.fd >= 0 && c.state >= established {
+			c.sendWindowUpdate()
+		}
+	}
+	w.g.timers.Set(&w.timer, w.g.now.Add(windowInterval))
+}
