@@ -115,7 +115,7 @@ func TestGuestFigures(t *testing.T) {
 	if len(peers) != 1 || peers["ipvs"] == nil {
 		t.Errorf("peers %v, want ipvs only", peers)
 	}
-	if text := harness.Text(&guestReport{g}); !strings.Contains(text, "\na\nb\n") {
+	if text := harness.Text(&guestReport{g: g}); !strings.Contains(text, "\na\nb\n") {
 		t.Error(text)
 	}
 	if _, err := guestFigures("7.3.4 | --- SKIP: TestPeersInGuest\n"); err == nil {
@@ -123,7 +123,10 @@ func TestGuestFigures(t *testing.T) {
 	}
 }
 
-type guestReport struct{ g *guest }
+type guestReport struct {
+	harness.Run
+	g *guest
+}
 
 func (r *guestReport) Print(p harness.Printf)       { r.g.print(p) }
 func (*guestReport) Figures() any                   { return nil }
