@@ -133,7 +133,7 @@ func (p *proxyArm) start(_ context.Context, f *fleet) error {
 frontend bmp
   bind :::%d v4v6
   use_backend %%[src,map_ip(%s)]
-%s`, f.devices+100, global, defaults, bmpPort, f.path("routers.map"), backends.String()),
+%s`, 4*f.devices+100, global, defaults, bmpPort, f.path("routers.map"), backends.String()),
 		"tee.conf": fmt.Sprintf(`daemonize: false
 logfile: %[1]s/tee.log
 nfacctd_port: %[2]d

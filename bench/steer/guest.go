@@ -3,7 +3,6 @@
 package steer
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -23,12 +22,6 @@ const (
 	guestModules = "ip_vs,ip_vs_sh,ip_vs_mh,nf_tables,nft_hash,nft_nat,nft_chain_nat"
 )
 
-// guestArguments are the arguments of bench in the machine: rates that the emulated CPUs can send. The host compares Sockeye
-// with nftables, and the machine nftables with IPVS.
-var guestArguments = []string{
-	command, "-peers", "-quick", "-seconds=2", "-plain-datagrams=1000", "-plain-updates=1000", "-without=reuseport,lookup,reuseport_device_map,lookup_device_map",
-}
-
 // A guest contains the figures that were measured in a virtual machine.
 type guest struct {
 	Run struct {
@@ -37,13 +30,6 @@ type guest struct {
 	} `json:"run"`
 	Peers map[string]json.RawMessage `json:"peers"`
 	Text  string                     `json:"text"`
-}
-
-func compact(to *bytes.Buffer, figures []byte) error {
-	if err := json.Compact(to, figures); err != nil {
-		return fmt.Errorf("shorten figures: %w", err)
-	}
-	return nil
 }
 
 // guestFigures returns the figures in the output of lab/vm.

@@ -6,12 +6,19 @@ package steer
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"testing"
 )
+
+// guestArguments are the arguments of bench in the machine: rates that the emulated CPUs can send, and CPU times that an
+// idle Go program has on them. The host compares Sockeye with nftables, and the machine nftables with IPVS.
+var guestArguments = []string{
+	command, "-peers", "-quick", "-seconds=1", "-idle=100ms", "-plain-datagrams=1000", "-plain-updates=1000", "-without=reuseport,lookup,reuseport_device_map,lookup_device_map",
+}
 
 // TestPeersInGuest measures the balancers of this kernel. bench steer runs it in a virtual machine if its own kernel has no
 // IPVS, and reads the line that begins with guestMark.
@@ -30,7 +37,7 @@ func TestPeersInGuest(t *testing.T) {
 		t.Fatal(err)
 	}
 	var line bytes.Buffer
-	if err := compact(&line, figures); err != nil {
+	if err := json.Compact(&line, figures); err != nil {
 		t.Fatal(err)
 	}
 	fmt.Printf("%s%s\n", guestMark, line.Bytes())

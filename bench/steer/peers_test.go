@@ -81,8 +81,12 @@ func TestStormFigures(t *testing.T) {
 	}
 	s = append(s, stormRun{Arm: "lookup", Failed: 500, Exits: []string{"member 2: segmentation fault"}})
 	f := s.figures()
-	if f["haproxy_failed"] != 300.0 || f["sockeye_failed"] != 5.0 {
-		t.Errorf("HAProxy %v, want 300; Sockeye %v, want 5", f["haproxy_failed"], f["sockeye_failed"])
+	if h, k := f["haproxy_failed"].(*float64), f["sockeye_failed"].(*float64); *h != 300 || *k != 5 {
+		t.Errorf("HAProxy %v, want 300; Sockeye %v, want 5", *h, *k)
+	}
+	crashed := append(slices.DeleteFunc(slices.Clone(s), func(r stormRun) bool { return r.Arm == "lookup" }), stormRun{Arm: "lookup", Exits: []string{"x"}})
+	if k := crashed.figures()["sockeye_failed"].(*float64); k != nil {
+		t.Errorf("Sockeye %v although a mode has no storm that counts", *k)
 	}
 	text := harness.Text(&stormReport{arms: []armTitle{{"plain", "plain"}, {"proxy", "proxy"}, {"ipvs", "not run"}}, storms: s})
 	if !strings.Contains(text, "plain  1 [1 .. 1]") || strings.Contains(text, "not run") {

@@ -29,20 +29,21 @@ var Benchmark = harness.Benchmark{
 }
 
 type options struct {
-	Quick   bool    `json:"quick"`
-	Rounds  int     `json:"rounds"`
-	Seconds float64 `json:"seconds_per_run"`
-	Routers int     `json:"routers"`
-	Records int     `json:"records_per_datagram"`
-	Nfacctd rates   `json:"nfacctd"`
-	Plain   rates   `json:"plain"`
-	Without string  `json:"without"`
-	Only    bool    `json:"programs_only"`
-	Peers   bool    `json:"peers_only"`
-	Storm   bool    `json:"storm_only"`
-	Binary  string  `json:"-"`
-	Against string  `json:"-"`
-	VM      bool    `json:"vm"`
+	Quick   bool          `json:"quick"`
+	Rounds  int           `json:"rounds"`
+	Seconds float64       `json:"seconds_per_run"`
+	Routers int           `json:"routers"`
+	Records int           `json:"records_per_datagram"`
+	Nfacctd rates         `json:"nfacctd"`
+	Plain   rates         `json:"plain"`
+	Without string        `json:"without"`
+	Only    bool          `json:"programs_only"`
+	Peers   bool          `json:"peers_only"`
+	Storm   bool          `json:"storm_only"`
+	Binary  string        `json:"-"`
+	Against string        `json:"-"`
+	Idle    time.Duration `json:"idle_ns,omitempty"`
+	VM      bool          `json:"vm"`
 	// Long is the load of each arm in the long run.
 	Long     time.Duration `json:"long_run_ns"`
 	LongOnly bool          `json:"long_run_only"`
@@ -333,6 +334,7 @@ func inside(args []string) error {
 	fs.BoolVar(&o.Storm, "storm", false, "measure only the connection storm")
 	fs.DurationVar(&o.Long, "long", 0, "duration of the load of each arm in the long run (default 10m, quick 4s)")
 	fs.BoolVar(&o.LongOnly, "long-only", false, "measure only the long run")
+	fs.DurationVar(&o.Idle, "idle", 0, "CPU time per 200 ms below which processes are idle (default 6ms)")
 	fs.BoolVar(&o.VM, "vm", false, "measure IPVS in a virtual machine if this kernel has none (ten minutes; run this in the repository)")
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
 	fs.StringVar(&o.Against, "against", "", "further binaries, comma-separated, whose programs are measured in the same rounds")
@@ -359,6 +361,7 @@ func inside(args []string) error {
 	}
 	runtime.LockOSThread() // the kernel kills the children when the thread that started them exits
 	return harness.InSandbox(func(ctx context.Context, s *harness.Sandbox) error {
+		s.Idle = o.Idle
 		b := &bench{Sandbox: s, options: o}
 		return b.steer(ctx)
 	})
