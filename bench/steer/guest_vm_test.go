@@ -17,7 +17,7 @@ import (
 // guestArguments are the arguments of bench in the machine: rates that the emulated CPUs can send, and CPU times that an
 // idle Go program has on them. The host compares Sockeye with nftables, and the machine nftables with IPVS.
 var guestArguments = []string{
-	command, "-peers", "-quick", "-seconds=1", "-idle=100ms", "-plain-datagrams=1000", "-plain-updates=1000", "-without=reuseport,lookup,reuseport_device_map,lookup_device_map",
+	command, "-peers", "-quick", "-seconds=1", "-idle=100ms", "-property-routers=64", "-property-time=20s", "-plain-datagrams=1000", "-plain-updates=1000", "-without=reuseport,lookup,reuseport_device_map,lookup_device_map",
 }
 
 // TestPeersInGuest measures the balancers of this kernel. bench steer runs it in a virtual machine if its own kernel has no

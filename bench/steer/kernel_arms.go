@@ -157,6 +157,12 @@ func (v *ipvsArm) remove(ctx context.Context, _ *fleet, slot int) error {
 // missing returns what keeps an arm from running on this host, or nil.
 func missing(a arm) error {
 	switch a.(type) {
+	case *proxyArm:
+		for _, program := range []string{"haproxy", "nfacctd"} {
+			if _, err := exec.LookPath(program); err != nil {
+				return fmt.Errorf("%w (Debian's packages haproxy, pmacct)", err)
+			}
+		}
 	case *nftArm:
 		if _, err := exec.LookPath("nft"); err != nil {
 			return fmt.Errorf("%w (Debian's package nftables)", err)

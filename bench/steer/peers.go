@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"math"
 	"net"
 	"net/netip"
 	"os"
@@ -21,13 +22,11 @@ import (
 )
 
 // Traits are the properties of an arm that do not depend on speed: what it does with the addresses of routers, what the
-// kernel keeps, and what becomes of the routers when a member dies. Each is measured, with traitRouters routers.
+// kernel keeps, and what becomes of the routers when a member dies. Each is measured.
 
 const (
-	traitRouters = 512
-	deadSlot     = 1
-	// traitTime is the time in which a session must be open.
-	traitTime = 3 * time.Second
+	deadSlot   = 1
+	maxRouters = 4096
 	// settle is the time after which a process has read what has arrived, and the agent has noticed an exit.
 	settle = 500 * time.Millisecond
 )
@@ -75,7 +74,7 @@ func (p places) only(router int) (slot int, ok bool) {
 
 var routerOf = func() map[string]int {
 	all := map[string]int{}
-	for i := range traitRouters {
+	for i := range maxRouters {
 		for _, a := range deviceAddrs(i) {
 			all[a.String()] = i
 		}
@@ -103,7 +102,7 @@ func placesOf(before, after []received) (tcp, udp places) {
 }
 
 // togetherShare returns the share of routers whose two streams have reached the same member and no other.
-func togetherShare(tcp, udp places) harness.Figure {
+func togetherShare(tcp, udp places, routers int) harness.Figure {
 	n := 0
 	for router := range tcp {
 		a, ok := tcp.only(router)
@@ -111,7 +110,7 @@ func togetherShare(tcp, udp places) harness.Figure {
 			n++
 		}
 	}
-	return harness.Figure(float64(n) / traitRouters)
+	return harness.Figure(float64(n) / float64(routers))
 }
 
 // change returns the share of the routers of living members that reach another member than before, and the share of
@@ -157,9 +156,9 @@ func (f *fleet) traffic(ctx context.Context, from addresses) (*harness.Process, 
 		host = loopback[1]
 	}
 	l := load{
-		Routers: traitRouters, Records: 1, Prefixes: 1, From: from, Within: traitTime,
+		Routers: f.devices, Records: 1, Prefixes: 1, From: from, Within: f.b.TraitTime,
 		BMP: netip.AddrPortFrom(host, bmpPort).String(), IPFIX: netip.AddrPortFrom(host, ipfixPort).String(),
-		Datagrams: 10 * traitRouters, Duration: time.Second,
+		Datagrams: float64(10 * f.devices), Duration: time.Second,
 	}
 	gen, err := f.b.Start(f.group(generatorGroup), "generator", "/proc/self/exe", "generator")
 	if err != nil {
@@ -250,15 +249,15 @@ func (f *fleet) traits(ctx context.Context) (t traits, err error) {
 		return t, err
 	}
 	defer end(first)
-	t.Together = togetherShare(tcp, udp)
-	t.Entries = harness.Figure(float64(connectionEntries()-entries) / traitRouters)
-	t.KeptUDP = harness.Figure(float64(len(udp)) / traitRouters)
+	t.Together = togetherShare(tcp, udp, f.devices)
+	t.Entries = harness.Figure(float64(connectionEntries()-entries) / float64(f.devices))
+	t.KeptUDP = harness.Figure(float64(len(udp)) / float64(f.devices))
 	after, err := f.counters()
 	if err != nil {
 		return t, err
 	}
 	for slot := range after {
-		t.KeptTCP += harness.Figure(float64(after[slot].Kept-before[slot].Kept) / traitRouters)
+		t.KeptTCP += harness.Figure(float64(after[slot].Kept-before[slot].Kept) / float64(f.devices))
 	}
 	for _, more := range []struct {
 		from  addresses
@@ -269,7 +268,7 @@ func (f *fleet) traits(ctx context.Context) (t traits, err error) {
 			return t, err
 		}
 		end(gen)
-		*more.share = togetherShare(sessions, datagrams)
+		*more.share = togetherShare(sessions, datagrams, f.devices)
 	}
 
 	f.killed = f.members[deadSlot]
@@ -307,7 +306,7 @@ func (f *fleet) traits(ctx context.Context) (t traits, err error) {
 // allTraits measures the properties of all arms.
 func (b *bench) allTraits(ctx context.Context, arms []arm) (map[string]traits, error) {
 	all := map[string]traits{}
-	err := b.withFleets(ctx, "properties", arms, kindSources, traitRouters, func(fleets []*fleet) error {
+	err := b.withFleets(ctx, "properties", arms, kindSources, b.TraitRouters, func(fleets []*fleet) error {
 		for _, f := range fleets {
 			t, err := f.traits(ctx)
 			if err != nil {
@@ -322,11 +321,11 @@ func (b *bench) allTraits(ctx context.Context, arms []arm) (map[string]traits, e
 }
 
 // printTraits prints the properties of the arms that have some.
-func printTraits(p harness.Printf, arms []armTitle, all map[string]traits) {
+func printTraits(p harness.Printf, arms []armTitle, all map[string]traits, routers int) {
 	if len(all) == 0 {
 		return
 	}
-	p("\nProperties with %d routers, in %% of routers. Entries: of nf_conntrack and IPVS, per router with a session and an exporter.\n", traitRouters)
+	p("\nProperties with %d routers, in %% of routers. Entries: of nf_conntrack and IPVS, per router with a session and an exporter.\n", routers)
 	p("Moved: routers of the other members that reach another one, or none, after a member has died. Lost: routers of that member that reach none.\n")
 	p("\tentries\tsource kept: TCP\tUDP\ttogether: IPv4\tIPv6\ttwo addresses\tmoved: open exporters\tnew sessions\tlost: open exporters\tnew sessions\n")
 	for _, a := range arms {
@@ -336,6 +335,10 @@ func printTraits(p harness.Printf, arms []armTitle, all map[string]traits) {
 		}
 		p("%s\t%.1f", a.title, t.Entries)
 		for _, share := range []harness.Figure{t.KeptTCP, t.KeptUDP, t.Together, t.TogetherIPv6, t.TogetherTwo, t.MovedExporters, t.MovedSessions, t.LostExporters, t.LostSessions} {
+			if math.IsNaN(float64(share)) { // no router was at such a member before
+				p("\t-")
+				continue
+			}
 			p("\t%.0f", 100*share)
 		}
 		p("\n")
@@ -397,7 +400,7 @@ func (r *peersReport) Print(p harness.Printf) {
 	}
 	printCPU(p, measured, r.plain, "four plain receivers", r.Options.Plain, r.Options.Records)
 	printUsage(p, measured, r.plain, "four plain receivers")
-	printTraits(p, r.arms, r.traits)
+	printTraits(p, r.arms, r.traits, r.Options.TraitRouters)
 	p("\nDuration %s.\n", r.Took)
 }
 
@@ -414,7 +417,7 @@ func (*peersReport) Charts() map[string]chart.Chart { return nil }
 
 // peers compares the balancers in the kernel with each other, and with plain sockets.
 func (b *bench) peers(ctx context.Context, small, mixed load) error {
-	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh")
+	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh", "proxy")
 	r := &peersReport{Options: b.options, Run: harness.Begin(), arms: titles(examined)}
 	var err error
 	if r.traits, err = b.allTraits(ctx, examined); err != nil {

@@ -35,10 +35,10 @@ func TestPlacesOf(t *testing.T) {
 	if want := (places{1: {1}, 2: {1}, 3: {1}}); !maps.EqualFunc(udp, want, slices.Equal) {
 		t.Errorf("datagrams %v, want %v", udp, want)
 	}
-	if got, want := togetherShare(tcp, udp), harness.Figure(2.0/traitRouters); got != want {
+	if got, want := togetherShare(tcp, udp, 8), harness.Figure(2.0/8); got != want {
 		t.Errorf("together %v, want %v", got, want)
 	}
-	if got := togetherShare(places{1: {0}, 2: {0, 1}}, places{1: {1}, 2: {0}}); got != 0 {
+	if got := togetherShare(places{1: {0}, 2: {0, 1}}, places{1: {1}, 2: {0}}, 2); got != 0 {
 		t.Errorf("routers at different or several members are together: %v", got)
 	}
 }
@@ -97,7 +97,7 @@ func TestStormFigures(t *testing.T) {
 // TestUnrunnable has arms without programs and without a kernel's part.
 func TestUnrunnable(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
-	for _, a := range []arm{&nftArm{}, &ipvsArm{scheduler: "sh"}} {
+	for _, a := range []arm{&nftArm{}, &ipvsArm{scheduler: "sh"}, &proxyArm{}} {
 		if missing(a) == nil {
 			t.Errorf("%s can run without its program", a.title())
 		}

@@ -107,7 +107,7 @@ func (r *report) Print(p harness.Printf) {
 	p("The kernel delivers packets, and runs BPF programs and rules of nftables, in the system time of the senders. Memory excludes socket buffers.\n")
 	p("\nBalancing: CPU time of the processes between routers and members, plus the kernel's CPU time for delivery in excess of the plain arm\n")
 	p("(measured in the sender, where BPF programs also run; may be negative). CPU time is per cgroup and includes softirqs that interrupt a process.\n")
-	printTraits(p, r.examined, r.traits)
+	printTraits(p, r.examined, r.traits, r.Options.TraitRouters)
 	r.storms.print(p, r.arms)
 	r.series.print(p, r.arms, &r.Options)
 	r.programs.print(p, r.Options.Rounds)

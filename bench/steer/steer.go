@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"os/exec"
 	"runtime"
 	"slices"
 	"strings"
@@ -43,7 +42,10 @@ type options struct {
 	Binary  string        `json:"-"`
 	Against string        `json:"-"`
 	Idle    time.Duration `json:"idle_ns,omitempty"`
-	VM      bool          `json:"vm"`
+	// TraitRouters is the number of routers for the properties, and TraitTime the time in which their sessions must be open.
+	TraitRouters int           `json:"property_routers"`
+	TraitTime    time.Duration `json:"property_time_ns"`
+	VM           bool          `json:"vm"`
 	// Long is the load of each arm in the long run.
 	Long     time.Duration `json:"long_run_ns"`
 	LongOnly bool          `json:"long_run_only"`
@@ -334,6 +336,8 @@ func inside(args []string) error {
 	fs.BoolVar(&o.Storm, "storm", false, "measure only the connection storm")
 	fs.DurationVar(&o.Long, "long", 0, "duration of the load of each arm in the long run (default 10m, quick 4s)")
 	fs.BoolVar(&o.LongOnly, "long-only", false, "measure only the long run")
+	fs.IntVar(&o.TraitRouters, "property-routers", 512, "number of routers for the properties, 1 to 4096")
+	fs.DurationVar(&o.TraitTime, "property-time", 3*time.Second, "time in which a session must be open for the properties")
 	fs.DurationVar(&o.Idle, "idle", 0, "CPU time per 200 ms below which processes are idle (default 6ms)")
 	fs.BoolVar(&o.VM, "vm", false, "measure IPVS in a virtual machine if this kernel has none (ten minutes; run this in the repository)")
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
@@ -341,7 +345,7 @@ func inside(args []string) error {
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
-	if o.Routers < 1 || o.Routers > 4096 || o.Records < 1 || o.Records > 25 || o.Long < 0 {
+	if o.Routers < 1 || o.Routers > maxRouters || o.TraitRouters < 1 || o.TraitRouters > maxRouters || o.Records < 1 || o.Records > 25 || o.Long < 0 {
 		return harness.Misused(fs)
 	}
 	defaults := [2]options{{Rounds: 5, Seconds: 2, Long: 10 * time.Minute}, {Rounds: 2, Seconds: 0.5, Long: 4 * time.Second, Without: "proxy-buffered,proxy-1,proxy-splice-1"}}
@@ -436,10 +440,8 @@ func (b *bench) steer(ctx context.Context) error {
 	if b.Peers {
 		return b.peers(ctx, small, mixed)
 	}
-	for _, program := range []string{"haproxy", "nfacctd"} {
-		if _, err := exec.LookPath(program); err != nil {
-			return fmt.Errorf("find %s: %w (Debian's packages: haproxy, pmacct)", program, err)
-		}
+	if err := missing(&proxyArm{}); err != nil {
+		return err
 	}
 	storm := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1")
 	if b.Storm {
