@@ -101,7 +101,11 @@ func (p *proxyArm) start(_ context.Context, f *fleet) error {
 	for i := range f.devices {
 		for _, address := range deviceAddrs(i) {
 			fmt.Fprintf(&byRouter, "%s slot%d\n", address, i%slots)
-			fmt.Fprintf(&tags, "set_tag=%d ip=%s\n", i%slots+1, address)
+			tag := i%slots + 1
+			if address.Is6() {
+				tag += slots
+			}
+			fmt.Fprintf(&tags, "set_tag=%d ip=%s\n", tag, address)
 		}
 	}
 	var global, defaults string
@@ -118,7 +122,8 @@ func (p *proxyArm) start(_ context.Context, f *fleet) error {
 	}
 	for i := range slots {
 		tcp, udp := p.ports(i)
-		fmt.Fprintf(&receivers, "id=%d ip=127.0.0.1:%d tag=%d\n", i+1, udp, i+1)
+		// A transparent replicator sends to an address of the router's family.
+		fmt.Fprintf(&receivers, "id=%d ip=127.0.0.1:%d tag=%d\nid=%d ip=[::1]:%d tag=%d\n", i+1, udp, i+1, i+1+slots, udp, i+1+slots)
 		fmt.Fprintf(&backends, "backend slot%d\n  server member 127.0.0.1:%d%s\n", i, tcp, header)
 	}
 	for name, text := range map[string]string{
