@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/api"
 	"sockeye/internal/cli/clitest"
 	"sockeye/internal/cli/command"
@@ -141,7 +143,11 @@ func TestTraceCompareSaved(t *testing.T) {
 	} {
 		f.write(name, content)
 	}
+	if err := unix.Mkfifo(f.dir+"/fifo.json", 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct{ args, message, hint string }{
+		{"DIR/a.json DIR/fifo.json", "DIR/fifo.json is not a regular file", save},
 		{"DIR/a.json DIR/no.json", "read saved trace: open DIR/no.json: no such file or directory", save},
 		{"DIR/a.json DIR/empty.json", "DIR/empty.json is empty", save},
 		{"DIR/other.json DIR/a.json", "DIR/other.json is not a saved trace", save},

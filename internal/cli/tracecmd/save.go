@@ -146,7 +146,8 @@ func (c *commands) traceSave(ctx context.Context, file *newFile, since time.Dura
 // readSaved reads a file of trace save.
 func readSaved(path string) (*SavedTrace, error) {
 	const hint = "save the measurements with sockeye trace save FILE"
-	f, err := os.Open(path)
+	// O_NONBLOCK: opening a FIFO must not block.
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, fault.Unreadable(fmt.Errorf("read saved trace: %w", err), hint)
 	}
