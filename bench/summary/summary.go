@@ -47,6 +47,9 @@ type result struct {
 	harness.Common
 }
 
+// figures returns the text of a block.
+func (r *result) figures() string { return strings.TrimLeft(r.Text, "\n") }
+
 // read reads the files bench-NAME.json of a directory, in the order of the names.
 func read(dir string) (all []result, err error) {
 	paths, err := filepath.Glob(filepath.Join(dir, "bench-*.json"))
@@ -99,13 +102,13 @@ func summary(results []result) string {
 			cmp.Or(r.About.Commit, "unknown"), r.About.Kernel, r.About.CPUs, strings.Join(versions, ", "))
 	}
 	for _, r := range results {
-		fmt.Fprintf(&b, "\n## %s\n\n```\n%s```\n", r.name, r.Text)
+		fmt.Fprintf(&b, "\n## %s\n\n```\n%s```\n", r.name, r.figures())
 	}
 	return b.String()
 }
 
-// figures is a block of figures in a page: a comment that names the benchmark, and the code block that follows it.
-var figures = regexp.MustCompile("(?s)(<!-- bench ([a-z-]+) -->\n\n?```\n).*?(```\n)")
+// block is a block of figures in a page: a comment that names the benchmark, and the code block that follows it.
+var block = regexp.MustCompile("(?s)(<!-- bench ([a-z-]+) -->\n\n?```\n).*?(```\n)")
 
 // writeFigures replaces the figures in all pages of a directory. Pages keep the figures of benchmarks that did not run.
 func writeFigures(docs string, results []result) error {
@@ -119,13 +122,13 @@ func writeFigures(docs string, results []result) error {
 		if err != nil {
 			return fmt.Errorf("read page: %w", err)
 		}
-		after := figures.ReplaceAllFunc(before, func(block []byte) []byte {
-			parts := figures.FindSubmatch(block)
+		after := block.ReplaceAllFunc(before, func(whole []byte) []byte {
+			parts := block.FindSubmatch(whole)
 			i := slices.IndexFunc(results, func(r result) bool { return r.name == string(parts[2]) })
 			if i < 0 {
-				return block
+				return whole
 			}
-			return slices.Concat(parts[1], []byte(results[i].Text), parts[3])
+			return slices.Concat(parts[1], []byte(results[i].figures()), parts[3])
 		})
 		if string(after) != string(before) {
 			errs = append(errs, os.WriteFile(path, after, 0o644))

@@ -18,7 +18,7 @@ type example struct {
 	Rate int `json:"rate"`
 }
 
-func (example) Print(p harness.Printf) { p("arm\trate\nnative\t1\n") }
+func (example) Print(p harness.Printf) { p("\narm\trate\nnative\t1\n") }
 
 func (e example) Figures() any { return e }
 
