@@ -35,7 +35,7 @@ func (r *gatewayReport) Targets() (all []harness.Target) {
 					goal        float64
 				}{{sideNative, "native's", aimTrips}, {sidePastaNew, "the newest pasta's", 1}} {
 					d := harness.DistributionOf(ratiosOf(kind.runs, sideSockeye, to.side, figure.of))
-					claim := fmt.Sprintf("%s of a %s to %s, %d connections, MTU %d", figure.name, kind.name, to.title, x.Connections, x.MTU)
+					claim := fmt.Sprintf("%s of a %s to %s, %s", figure.name, kind.name, to.title, x.name())
 					all = append(all, harness.AtMost(claim, "%.2f", to.goal, d))
 				}
 			}
