@@ -215,19 +215,32 @@ func (b *bench) readVersions(ctx context.Context) error {
 	return nil
 }
 
-// path measures all points of a path with one MTU.
-func (b *bench) path(ctx context.Context, p *gatewayPath, mtu int, rtts []int) (err error) {
-	sides := map[string]*gatewaySide{}
-	defer func() {
+// newSides creates the sides of a path. stop stops all of them.
+func (p *gatewayPath) newSides(ctx context.Context, names []string, mtu int) (sides map[string]*gatewaySide, stop func() error, err error) {
+	sides = map[string]*gatewaySide{}
+	stop = func() (err error) {
 		for _, s := range sides {
 			err = errors.Join(err, s.stop())
 		}
-	}()
-	for _, name := range b.Sides {
-		if sides[name], err = p.newSide(ctx, name, mtu); err != nil {
-			return err
-		}
+		return err
 	}
+	for _, name := range names {
+		side, err := p.newSide(ctx, name, mtu)
+		if err != nil {
+			return nil, nil, errors.Join(err, stop())
+		}
+		sides[name] = side
+	}
+	return sides, stop, nil
+}
+
+// path measures all points of a path with one MTU.
+func (b *bench) path(ctx context.Context, p *gatewayPath, mtu int, rtts []int) (err error) {
+	sides, stop, err := p.newSides(ctx, b.Sides, mtu)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, stop()) }()
 	for _, rtt := range rtts {
 		if err := p.delay(time.Duration(rtt) * time.Millisecond); err != nil {
 			return err

@@ -441,17 +441,11 @@ func (b *bench) rr(ctx context.Context) error {
 }
 
 func (b *bench) rrMTU(ctx context.Context, p *gatewayPath, mtu int) (err error) {
-	sides := map[string]*gatewaySide{}
-	defer func() {
-		for _, s := range sides {
-			err = errors.Join(err, s.stop())
-		}
-	}()
-	for _, name := range b.Sides {
-		if sides[name], err = p.newSide(ctx, name, mtu); err != nil {
-			return err
-		}
+	sides, stop, err := p.newSides(ctx, b.Sides, mtu)
+	if err != nil {
+		return err
 	}
+	defer func() { err = errors.Join(err, stop()) }()
 	duration, rounds := b.rrTime()
 	for _, n := range rrLoads {
 		r := &gatewayRR{Connections: n, MTU: mtu, Trips: map[string][]rrResult{}, Connects: map[string][]rrResult{}}

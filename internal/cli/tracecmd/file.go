@@ -3,14 +3,18 @@
 package tracecmd
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"time"
 
+	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
 )
 
@@ -82,4 +86,29 @@ func (f *newFile) discard() {
 	// After finish, both calls fail: the file is closed and renamed.
 	_ = f.Close()
 	_ = os.Remove(f.Name())
+}
+
+// writeMeasurements writes the measurements that --since and --select choose to a new file, and returns what write returns.
+func writeMeasurements[T any](cmd *cobra.Command, path, selector string, force bool,
+	write func(ctx context.Context, file *newFile, since time.Duration, selector string) (*T, error)) (*T, error) {
+	since, err := command.Interval(cmd, "since")
+	if err != nil {
+		return nil, err
+	}
+	if err := selection("--select", selector); err != nil {
+		return nil, err
+	}
+	if path == "" {
+		return nil, fault.Usage(fmt.Errorf("FILE is %q", path), "usage: "+cmd.UseLine())
+	}
+	file, err := createFile(path, force)
+	if err != nil {
+		return nil, err
+	}
+	defer file.discard()
+	written, err := write(cmd.Context(), file, since, selector)
+	if err != nil {
+		return nil, err
+	}
+	return written, file.finish()
 }

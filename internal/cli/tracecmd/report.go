@@ -13,7 +13,6 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
-	"sockeye/internal/fault"
 	"sockeye/internal/trace/measure"
 	"sockeye/internal/trace/report"
 )
@@ -45,26 +44,8 @@ the report to the most recent part.`,
   sockeye trace report trace.html --since 15m --select rule=replies --force`,
 		Args: command.Arguments(1, 1, "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			since, err := command.Interval(cmd, "since")
+			w, err := writeMeasurements(cmd, args[0], selector, force, c.traceReport)
 			if err != nil {
-				return err
-			}
-			if err := selection("--select", selector); err != nil {
-				return err
-			}
-			if args[0] == "" {
-				return fault.Usage(fmt.Errorf("FILE is %q", args[0]), "usage: "+cmd.UseLine())
-			}
-			file, err := createFile(args[0], force)
-			if err != nil {
-				return err
-			}
-			defer file.discard()
-			w, err := c.traceReport(cmd.Context(), file, since, selector)
-			if err != nil {
-				return err
-			}
-			if err := file.finish(); err != nil {
 				return err
 			}
 			return c.Print(w, func(l *command.Text) { c.reported(l, w) })

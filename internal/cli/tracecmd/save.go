@@ -66,26 +66,8 @@ addresses, cgroups and rules by which the trace rules group.`,
   sockeye trace save slow-host.json --since 10m --select rule=bmp`,
 		Args: command.Arguments(1, 1, "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			since, err := command.Interval(cmd, "since")
+			s, err := writeMeasurements(cmd, args[0], selector, force, c.traceSave)
 			if err != nil {
-				return err
-			}
-			if err := selection("--select", selector); err != nil {
-				return err
-			}
-			if args[0] == "" {
-				return fault.Usage(fmt.Errorf("FILE is %q", args[0]), "usage: "+cmd.UseLine())
-			}
-			file, err := createFile(args[0], force)
-			if err != nil {
-				return err
-			}
-			defer file.discard()
-			s, err := c.traceSave(cmd.Context(), file, since, selector)
-			if err != nil {
-				return err
-			}
-			if err := file.finish(); err != nil {
 				return err
 			}
 			return c.Print(s, func(l *command.Text) {
