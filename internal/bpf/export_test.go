@@ -118,28 +118,20 @@ func SteerPins(tb testing.TB, base string, lookup bool) (dir string, names map[s
 	return l.dir(base), l.names
 }
 
-// Hosts returns the device IDs in force for prefixes of one address, and whether next_hosts has a map.
-func (s *Steer) Hosts(tb testing.TB) (hosts map[Address]DeviceID, next bool) {
+// Hosts returns the map in force for prefixes of one address, nil if there is none, and whether next_hosts has a map.
+func (s *Steer) Hosts(tb testing.TB) (hosts *ebpf.Map, next bool) {
 	tb.Helper()
 	var id ebpf.MapID
-	if s.nextHosts.Lookup(uint32(0), &id) == nil {
-		next = true
-	}
+	next = s.nextHosts.Lookup(uint32(0), &id) == nil
 	if err := s.hostMaps.Lookup(uint32(0), &id); errors.Is(err, ebpf.ErrKeyNotExist) {
 		return nil, next
 	} else if err != nil {
 		tb.Fatal(err)
 	}
-	m, err := ebpf.NewMapFromID(id)
+	hosts, err := ebpf.NewMapFromID(id)
 	if err != nil {
 		tb.Fatal(err)
 	}
-	defer m.Close()
-	hosts = make(map[Address]DeviceID)
-	var address Address
-	var device DeviceID
-	for entries := m.Iterate(); entries.Next(&address, &device); {
-		hosts[address] = device
-	}
+	tb.Cleanup(func() { hosts.Close() })
 	return hosts, next
 }

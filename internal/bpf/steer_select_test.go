@@ -633,7 +633,15 @@ func TestHostMaps(t *testing.T) {
 			m, err := placement.NewMapping(slots, bpf.NoSlot, 0x5eed_0f_50c4e7e, devices)
 			check(t, err)
 			s.install(m)
-			hosts, next := s.Hosts(t)
+			kernel, next := s.Hosts(t)
+			hosts := make(map[bpf.Address]bpf.DeviceID)
+			if kernel != nil {
+				var address bpf.Address
+				var id bpf.DeviceID
+				for entries := kernel.Iterate(); entries.Next(&address, &id); {
+					hosts[address] = id
+				}
+			}
 			want := make(map[bpf.Address]bool)
 			for _, text := range test.hosts {
 				want[bpf.Address(bpf.MappedAddress(netip.MustParseAddr(text)))] = true
@@ -650,6 +658,20 @@ func TestHostMaps(t *testing.T) {
 				from := netip.MustParseAddr(text)
 				udp.send(from, target(s.rows()[0], false))
 				s.expect(0, []netip.Addr{from})
+			}
+			if kernel == nil {
+				continue
+			}
+			// The programs look up the hash before the trie, which has another slot.
+			from := netip.MustParseAddr(test.hosts[0])
+			if !from.Is4() {
+				continue
+			}
+			other := (s.slotOf(from) + 1) % slots
+			check(t, kernel.Put(bpf.Address(bpf.MappedAddress(from)), bpf.DeviceID{Device: bpf.Pinned, Hash: uint32(other)}))
+			udp.send(from, target(s.rows()[0], false))
+			if got := s.collect(0, 1)[other]; len(got) != 1 {
+				t.Errorf("%q: %s did not come to slot %d of the hash", test.devices, from, other)
 			}
 		}
 	})
