@@ -169,7 +169,7 @@ bench-watch: ## Measure what 100,000 refusals per second cost (QUICK=1: a minute
 	@unshare --mount --propagation private bin/bench watch -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-all
-bench-all: bench bench-tune bench-trace bench-bigtcp bench-gateway bench-continuity bench-watch ## Run all of these, and write docs/benchmarks.md (two hours; QUICK=1: ten minutes, and no page)
+bench-all: bench bench-tune bench-trace bench-bigtcp bench-gateway bench-continuity bench-watch ## Run all of these, and write docs/benchmarks.md (hours; QUICK=1: twenty minutes, and no page)
 	@$(if $(QUICK),,bin/bench summary)
 
 .PHONY: bench-flood
