@@ -143,6 +143,10 @@ func TestTraceCompareSaved(t *testing.T) {
 	} {
 		f.write(name, content)
 	}
+	if err := os.Symlink("a.json", f.dir+"/link.json"); err != nil {
+		t.Fatal(err)
+	}
+	f.refused(2, "the name DIR/a.txt does not end in .json", "trace compare knows saved measurements by .json", nil, "trace", "save", f.dir+"/a.txt")
 	if err := unix.Mkfifo(f.dir+"/fifo.json", 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -156,6 +160,8 @@ func TestTraceCompareSaved(t *testing.T) {
 		{"DIR/a.json DIR/new.json", "DIR/new.json has format 2 of Sockeye 9.0; this version reads format 1",
 			"compare the files with the newer of the two versions, or save the measurements again"},
 		{"DIR/a.json DIR/none.json", "DIR/none.json has no measurements", "save the measurements again, after messages were sent"},
+		{"DIR/a.json DIR/link.json", "both sides are the same", "name two different files"},
+		{"DIR/a.json DIR/b.json --svg DIR/b.json --force", "--svg DIR/b.json is a file that is compared", "name another file"},
 		{"DIR/a.json DIR/a.json", "both sides are the same", "name two different files"},
 		{"DIR/a.json rule=x", "rule=x is not a file of trace save", "compare two files with names that end in .json, or two groups"},
 		{"DIR/a.json DIR/b.json --since 5m", "--since and files are mutually exclusive", "use trace save --since"},

@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -51,6 +53,7 @@ type comparedSide struct {
 	Host   string    `json:"host,omitempty"`
 	Kernel string    `json:"kernel,omitempty"`
 	Select string    `json:"select"`
+	Saved  string    `json:"saved_select,omitempty"` // --select of trace save
 	From   time.Time `json:"from"` // start of the available history
 	To     time.Time `json:"to"`
 	slices []measure.Period
@@ -106,6 +109,9 @@ keeps one hour of history.`,
 		changed := cmd.Flags().Changed
 		var r *Compared
 		var file *newFile
+		if changed("svg") && slices.ContainsFunc(args, func(arg string) bool { return sameFile(arg, picture) }) {
+			return fault.Usage(fmt.Errorf("--svg %s is a file that is compared", picture), "name another file")
+		}
 		if changed("svg") {
 			if file, err = createFile(picture, force); err != nil {
 				return err
@@ -291,12 +297,19 @@ func cdfPoints(h *measure.Histogram) []cdfPoint {
 // isSaved reports whether an argument is the name of a file of trace save: no selector of groups, and ending in .json.
 func isSaved(arg string) bool { return strings.HasSuffix(arg, ".json") && selection("", arg) != nil }
 
+// sameFile reports whether two paths are of the same file.
+func sameFile(a, b string) bool {
+	infoA, errA := os.Stat(a)
+	infoB, errB := os.Stat(b)
+	return errA == nil && errB == nil && os.SameFile(infoA, infoB)
+}
+
 // compareSaved compares the same groups in two files of trace save.
 func (c *commands) compareSaved(selector, fileA, fileB string) (*Compared, error) {
 	if err := selection("--select", selector); err != nil {
 		return nil, err
 	}
-	if fileA == fileB {
+	if fileA == fileB || sameFile(fileA, fileB) {
 		return nil, fault.Usage(errors.New("both sides are the same"), "name two different files")
 	}
 	var sides [2]comparedSide
@@ -310,7 +323,7 @@ func (c *commands) compareSaved(selector, fileA, fileB string) (*Compared, error
 			return nil, err
 		}
 		partial = partial || s.Partial
-		sides[i] = comparedSide{File: file, Host: s.Host, Kernel: s.Kernel, Select: selector, slices: s.Slices}
+		sides[i] = comparedSide{File: file, Host: s.Host, Kernel: s.Kernel, Select: selector, Saved: s.Select, slices: s.Slices}
 	}
 	r, err := compare(partial, sides[0], sides[1])
 	if failed, ok := errors.AsType[*unknownGroup](err); ok {
@@ -344,6 +357,9 @@ func (s *comparedSide) name() string {
 	}
 	if s.File != "" {
 		words = fmt.Sprintf("%s, %s, Linux %s, %s", s.File, s.Host, s.Kernel, words)
+		if s.Saved != "" {
+			words += ", saved with --select " + s.Saved
+		}
 	}
 	return words
 }

@@ -66,6 +66,9 @@ addresses, cgroups and rules by which the trace rules group.`,
   sockeye trace save slow-host.json --since 10m --select rule=bmp`,
 		Args: command.Arguments(1, 1, "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if args[0] != "" && !isSaved(args[0]) {
+				return fault.Usage(fmt.Errorf("the name %s does not end in .json", args[0]), "trace compare knows saved measurements by .json")
+			}
 			s, err := writeMeasurements(cmd, args[0], selector, force, c.traceSave)
 			if err != nil {
 				return err
