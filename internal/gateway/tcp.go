@@ -188,7 +188,7 @@ type receiveSide struct {
 	opened   uint32    // RCV.WND when it was computed last
 	received time.Time // time of the last payload
 	request  bool      // the last payload was small and complete, as a request is
-	answered bool      // data for the guest followed a payload within ackDelay
+	answers  int       // above 0: acknowledgements wait for a response; see tcp_ack.go
 	acked    bool      // a segment to the guest has acknowledged all payload
 
 	armed       bool // the kernel will report EPOLLOUT

@@ -9,7 +9,7 @@ import (
 )
 
 // TestLateAck checks that the response to a request carries the acknowledgement, once the peer has responded in time, and that a
-// late response ends this.
+// acknowledgement that waited in vain ends this for many responses.
 func TestLateAck(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
@@ -53,6 +53,14 @@ func TestLateAck(t *testing.T) {
 	respond()
 	request()
 	l.acknowledged() // at once: the last response was late
+	respond()
+	for range answersAfterLate {
+		request()
+		l.acknowledged()
+		respond()
+	}
+	request()
+	p.quiet()
 	respond()
 	// A window of which half is used is recomputed and advertised.
 	c := p.g.conns[flow{l.local, l.remote}]

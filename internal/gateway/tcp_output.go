@@ -49,7 +49,7 @@ func (c *conn) output() {
 		if idle {
 			c.startRetransmitTimer()
 		}
-		c.rcv.answered = c.g.now.Sub(c.rcv.received) < ackDelay
+		c.responded()
 		// recv(2) returns less than asked for at the end of the queue and at an urgent mark. An event follows when the end moves.
 		if n < asked && !c.snd.special {
 			c.snd.drained = true
