@@ -54,7 +54,7 @@ type comparedSide struct {
 	Kernel string    `json:"kernel,omitempty"`
 	Select string    `json:"select"`
 	Saved  string    `json:"saved_select,omitempty"` // --select of trace save
-	From   time.Time `json:"from"` // start of the available history
+	From   time.Time `json:"from"`                   // start of the available history
 	To     time.Time `json:"to"`
 	slices []measure.Period
 }
