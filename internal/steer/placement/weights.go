@@ -6,10 +6,10 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"math/bits"
 	"slices"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/rendezvous"
 )
 
 // Weights of a slot. A slot is assigned buckets in proportion to its weight; a slot with weight 0 is assigned none.
@@ -109,42 +109,12 @@ type receiver struct {
 	left       int // buckets still to be assigned
 }
 
-// preferred returns the index of the receiver with the lowest score for a bucket. The score is an exponential variate
-// with the rate room, so that a bucket prefers a receiver with a probability proportional to its room.
+// preferred returns the index of the receiver of a bucket. A bucket prefers a receiver with a probability proportional to
+// its room.
 func preferred(receivers []receiver, bucket int) int {
-	best := 0
-	lowest, rate := uint64(0), uint64(0) // the score is lowest/rate; no score yet
-	for i, r := range receivers {
-		hash := mix(uint64(bucket)<<16 | r.slot)
-		// -log2(u) >= 1-u, so most logarithms need not be computed.
-		if rate > 0 && ^hash>>32*rate >= lowest*r.room {
-			continue
-		}
-		if l := negLog2(hash); rate == 0 || l*rate < lowest*r.room {
-			best, lowest, rate = i, l, r.room
-		}
-	}
-	return best
-}
-
-// negLog2 returns -log2((hash+1)/2^64) in units of 2^-32, rounded up. Integers give the same result on all
-// architectures, floating point does not.
-func negLog2(hash uint64) uint64 {
-	if hash++; hash == 0 {
-		return 0
-	}
-	exponent := bits.Len64(hash) - 1
-	log, m := uint64(exponent), hash<<(63-exponent)
-	for range 32 {
-		hi, lo := bits.Mul64(m, m)
-		log <<= 1
-		if hi>>63 == 1 {
-			log, m = log|1, hi
-		} else {
-			m = hi<<1 | lo>>63
-		}
-	}
-	return 64<<32 - log
+	return rendezvous.Preferred(len(receivers),
+		func(i int) uint64 { return receivers[i].room },
+		func(i int) uint64 { return rendezvous.Mix(uint64(bucket)<<16 | receivers[i].slot) })
 }
 
 // bucketOrder returns all buckets in the order in which a slot releases them.
@@ -153,15 +123,9 @@ func bucketOrder() []int {
 	for b := range order {
 		order[b] = b
 	}
-	// mix is a bijection, so the order does not depend on the sort algorithm.
-	slices.SortFunc(order, func(a, b int) int { return cmp.Compare(mix(1<<32|uint64(a)), mix(1<<32|uint64(b))) })
+	// Mix is a bijection, so the order does not depend on the sort algorithm.
+	slices.SortFunc(order, func(a, b int) int {
+		return cmp.Compare(rendezvous.Mix(1<<32|uint64(a)), rendezvous.Mix(1<<32|uint64(b)))
+	})
 	return order
-}
-
-// mix is the finalizer of SplitMix64, a bijection whose result looks random.
-func mix(x uint64) uint64 {
-	x += 0x9e3779b97f4a7c15
-	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
-	x = (x ^ x>>27) * 0x94d049bb133111eb
-	return x ^ x>>31
 }

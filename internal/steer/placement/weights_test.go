@@ -198,47 +198,6 @@ func TestWeightsStay(t *testing.T) {
 	}
 }
 
-func TestNegLog2(t *testing.T) {
-	rnd := rand.New(rand.NewPCG(1, 2))
-	for i := range 10_000 {
-		hash := rnd.Uint64() >> (i % 64)
-		got, want := float64(negLog2(hash))/(1<<32), 64-math.Log2(float64(hash)+1)
-		if math.Abs(got-want) > 1e-8 {
-			t.Fatalf("%#x: %v, want %v", hash, got, want)
-		}
-	}
-	if negLog2(math.MaxUint64) != 0 || negLog2(0) != 64<<32 {
-		t.Errorf("%#x and %#x at the ends", negLog2(math.MaxUint64), negLog2(0))
-	}
-}
-
-// TestPreferred compares preferred, which skips logarithms, with the lowest of all scores, and checks that the choice is
-// proportional to the room.
-func TestPreferred(t *testing.T) {
-	receivers := []receiver{{3, 1000, 1}, {4, 2000, 1}, {7, 1, 1}, {900, 5000, 1}}
-	count := make([]int, len(receivers))
-	for bucket := range bpf.Buckets {
-		score := func(r receiver) float64 { return float64(negLog2(mix(uint64(bucket)<<16|r.slot))) / float64(r.room) }
-		want := 0
-		for i, r := range receivers {
-			if score(r) < score(receivers[want]) {
-				want = i
-			}
-		}
-		got := preferred(receivers, bucket)
-		if got != want {
-			t.Fatalf("bucket %d: receiver %d, want %d", bucket, got, want)
-		}
-		count[got]++
-	}
-	for i, r := range receivers {
-		want := float64(bpf.Buckets) * float64(r.room) / 8001
-		if math.Abs(float64(count[i])-want) > 4*math.Sqrt(want)+1 {
-			t.Errorf("slot %d is preferred by %d buckets, want about %.0f", r.slot, count[i], want)
-		}
-	}
-}
-
 func FuzzWeights(f *testing.F) {
 	f.Add([]byte{100, 100, 0}, uint16(0))
 	f.Add([]byte{0, 0}, uint16(1))
