@@ -30,7 +30,7 @@ func TestLocal(t *testing.T) {
 			o.Rounds = 1
 			o.Path, o.TwoCPUs = path, two
 			// Longer than a retransmission timeout, 200 ms: a lost packet must not use up the whole time.
-			o.For, o.Warmup = 450*time.Millisecond, 50*time.Millisecond
+			o.For, o.Warmup = 300*time.Millisecond, 20*time.Millisecond
 			told := 0
 			o.Progress = func(done, of int) {
 				if told++; done != told || of != o.Rounds*runsPerRound*2 {

@@ -438,14 +438,7 @@ func TestNoDescriptorLeaks(t *testing.T) {
 		if _, err := n.Interface("none"); err == nil {
 			t.Error("there is an interface none")
 		}
-		ctx, cancel := context.WithCancel(t.Context())
-		changes, err := n.Watch(ctx)
-		if err != nil {
-			t.Fatal(err)
-		}
-		cancel()
-		for range changes {
-		}
+		watchOnce(t, n)
 		if err := n.Close(); err != nil {
 			t.Error(err)
 		}

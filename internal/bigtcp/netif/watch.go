@@ -42,11 +42,20 @@ func (n *Namespace) follow(ctx context.Context, events *os.File, every time.Dura
 		return nil, err
 	}
 	changes := make(chan struct{}, 1)
-	stop := context.AfterFunc(ctx, func() { events.Close() })
+	closed := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(closed)
+		events.Close()
+	})
 	go func() {
 		defer close(changes)
-		defer events.Close()
-		defer stop()
+		defer func() {
+			if stop() {
+				events.Close()
+			} else { // a second Close returns before the first one has closed the descriptor
+				<-closed
+			}
+		}()
 		var message [1 << 16]byte
 		for events.SetReadDeadline(time.Now().Add(every)) == nil {
 			_, err := events.Read(message[:])

@@ -9,6 +9,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
 )
 
@@ -81,5 +82,30 @@ func TestWatchEndsAtOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range changes {
+	}
+}
+
+// watchOnce begins a watch, cancels it, and waits for its end.
+func watchOnce(t *testing.T, n *netif.Namespace) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	changes, err := n.Watch(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	for range changes {
+	}
+}
+
+// TestWatchEndsClosed cancels watches while they read: the channel is closed after the socket.
+func TestWatchEndsClosed(t *testing.T) {
+	n := netiftest.Open(t, netiftest.NamedNetns(t, "watched"))
+	before := netiftest.Descriptors(t)
+	for range 2000 {
+		watchOnce(t, n)
+		if after := netiftest.Descriptors(t); after > before {
+			t.Fatalf("%d descriptors before, %d after", before, after)
+		}
 	}
 }
