@@ -341,8 +341,8 @@ static __always_inline void rx_datagram(struct __sk_buff *ctx, struct bpf_sock *
 	if (!w.socket)
 		return;
 	w.cookie = bpf_get_socket_cookie(ctx);
-	w.sk = trace_pointer_value(sk);
-	key.of = trace_pointer_value(ctx);
+	w.sk = pointer_value(sk);
+	key.of = pointer_value(ctx);
 	rx_track(&key, &w);
 }
 
@@ -424,21 +424,6 @@ int trace_closed(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-/* Returns the oldest datagram in the queues of a socket; NULL: none. */
-static __always_inline struct sk_buff *rx_queue_head(struct sock *sk)
-{
-	struct sk_buff_head *queue;
-	struct sk_buff *first;
-
-	queue = __builtin_preserve_access_index(&((struct udp_sock *)sk)->reader_queue);
-	first = BPF_CORE_READ(queue, next);
-	if (first != (void *)queue)
-		return first;
-	queue = __builtin_preserve_access_index(&sk->sk_receive_queue);
-	first = BPF_CORE_READ(queue, next);
-	return first != (void *)queue ? first : NULL;
-}
-
 /*
  * Reports whether a datagram has left the queue of its socket. Until it is read,
  * the skb is linked in a list. Before the skb is in a list, dev is a kernel
@@ -457,7 +442,7 @@ static __always_inline bool rx_dequeued(struct sock *sk, struct sk_buff *skb,
 		return false;
 	if ((__s64)BPF_CORE_READ(skb, dev) < 0)
 		return false;
-	other = rx_queue_head(sk);
+	other = udp_queue_head(sk);
 	return !other || BPF_CORE_READ(other, tstamp) >= arrival;
 }
 
@@ -535,7 +520,7 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 	/* The tracepoint also runs for TCP. */
 	if (!r || BPF_CORE_READ(sk, sk_protocol) != IPPROTO_UDP)
 		return 0;
-	if (!rx_queue_head(sk)) {
+	if (!udp_queue_head(sk)) {
 		for (i = 0; i < TRACE_READER_SAMPLES; i++)
 			if (r->since[i] > TRACE_RESERVED)
 				rx_check((__u64)sk, cookie, i, &since);

@@ -116,9 +116,9 @@ int trace_udp(struct __sk_buff *ctx)
 	d.segments = ctx->gso_segs;
 	d.local_port = q.tuple.local_port;
 	d.remote_port = q.tuple.remote_port;
-	d.sk = trace_pointer_value(sk);
+	d.sk = pointer_value(sk);
 	d.sent = bpf_ktime_get_ns();
-	udp_track(trace_pointer_value(ctx), &d);
+	udp_track(pointer_value(ctx), &d);
 	return 1;
 }
 

@@ -16,25 +16,33 @@ enum packets_kind {
 	PACKETS_RETRANSMIT, /* TCP has retransmitted a segment; comes after PACKETS_QUEUE */
 	PACKETS_RECEIVE, /* TCP receives a segment */
 	PACKETS_STATE, /* the state of the connection changes */
+	PACKETS_DROP, /* UDP: the host drops a packet */
+	PACKETS_READ, /* UDP: the application has received a datagram */
 };
 
 enum packets_flag {
 	PACKETS_TCP = 1 << 0, /* a TCP header was found: the fields from it are valid */
 	PACKETS_INNER = 1 << 1, /* the TCP header is inside the packet of a tunnel */
 	PACKETS_EARLY = 1 << 2, /* received packet, captured before TCP receives it */
+	PACKETS_UDP = 1 << 3, /* a UDP header was found, or a later fragment of a datagram */
+	PACKETS_FRAGMENT = 1 << 4, /* a fragment of a datagram */
+	PACKETS_INWARD = 1 << 5, /* READ, DROP: of the received datagram skb */
+	PACKETS_LEFT = 1 << 6, /* READ: skb is the oldest datagram left, 0: none */
 };
 
 /* Times are CLOCK_MONOTONIC in nanoseconds; sequence numbers are those of packets. */
 struct packets_event {
 	__u64 time;
-	__u64 skb; /* address: identifies a packet while the packet exists */
-	__u32 seq;
-	__u32 ack; /* STATE: the first byte that is not acknowledged */
+	__u64 skb; /* address: identifies a packet while the packet exists; 0: not known */
+	__u32 seq; /* FRAGMENT: its offset in the datagram, bytes */
+	__u32 ack; /* STATE: the first byte that is not acknowledged; FRAGMENT: its identification */
 	__u32 length; /* of the payload, bytes; RETRANSMIT: of the sequence range */
 	__u32 size; /* of the IP packet, bytes */
 	__u32 window; /* bytes, scaled */
 	__u32 ifindex; /* 0: not known */
 	__u32 device; /* identifies an interface in all namespaces; 0: not known */
+	__u32 peer; /* UDP: hash of the other end's address, and of its port unless FRAGMENT */
+	__u32 reason; /* DROP: enum skb_drop_reason; 0: not known */
 	__u16 gso_size; /* payload of each segment; 0: the packet is one segment */
 	__u16 gso_segments;
 	__u16 captured; /* number of bytes that follow */
@@ -56,7 +64,7 @@ struct packets_packet {
 #define PACKETS_EXPORT(kind, name) \
 	const kind name *unused_##name __attribute__((unused))
 
-_Static_assert(sizeof(struct packets_event) == 72, "event");
-_Static_assert(sizeof(struct packets_packet) == 264, "packet");
+_Static_assert(sizeof(struct packets_event) == 80, "event");
+_Static_assert(sizeof(struct packets_packet) == 272, "packet");
 
 #endif

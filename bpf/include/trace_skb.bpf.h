@@ -6,6 +6,7 @@
 #ifndef SOCKEYE_TRACE_SKB_BPF_H
 #define SOCKEYE_TRACE_SKB_BPF_H
 
+#include "skb.bpf.h"
 #include "trace.bpf.h"
 
 TRACE_EXPORT(struct, trace_samplers);
@@ -16,21 +17,6 @@ struct {
 	__type(key, int);
 	__type(value, struct trace_samplers);
 } samplers SEC(".maps");
-
-/*
- * Returns a pointer as a number. The verifier of older kernels rejects a
- * conversion, but allows an atomic addition of a pointer to the stack.
- */
-static __always_inline __u64 trace_pointer_value(const void *pointer)
-{
-	__u64 number = 0;
-
-	asm volatile("lock *(u64 *)(%0 + 0) += %1"
-		     :
-		     : "r"(&number), "r"(pointer)
-		     : "memory");
-	return number;
-}
 
 /*
  * Adds a time in nanoseconds to a histogram. A process and an interrupt of a CPU

@@ -83,25 +83,29 @@ type TraceSampleLine struct {
 
 // TracePacketLine is one line of the answer to
 // GET /v1/trace/packets?local=..&remote=..|pid=..&fd=..&for=..&buffer=..&limit=..:
-// first the connection, then the events for packets.Assembler, last the number of lost events.
+// first the connection or the UDP socket, then the events for packets.Assembler or packets.DatagramAssembler, last the
+// number of lost events.
 type TracePacketLine struct {
 	Connection *TraceConnection `json:"connection,omitempty"`
 	Event      *capture.Event   `json:"event,omitempty"`
 	End        *TracePacketsEnd `json:"end,omitempty"`
 }
 
-// TraceConnection is a connection with a packet trace.
+// TraceConnection is a connection or a UDP socket with a packet trace.
 type TraceConnection struct {
-	Local   string `json:"local"`
-	Remote  string `json:"remote"`
-	PID     int    `json:"pid"`
-	FD      int    `json:"fd"`
-	Command string `json:"command"`
-	Cookie  uint64 `json:"cookie"`
+	Protocol string `json:"protocol"` // tcp or udp
+	Local    string `json:"local"`
+	Remote   string `json:"remote"` // "" for a UDP socket without a peer
+	PID      int    `json:"pid"`
+	FD       int    `json:"fd"`
+	Command  string `json:"command"`
+	Cookie   uint64 `json:"cookie"`
 	// Clock is CLOCK_REALTIME - CLOCK_MONOTONIC in nanoseconds.
 	Clock int64 `json:"clock_ns"`
 	// Missing names the tracepoints that the kernel does not have.
 	Missing []string `json:"missing"`
+	// DropReasons has the names of the reasons in the events of UDP sockets; empty before Linux 5.17.
+	DropReasons map[uint32]string `json:"drop_reasons,omitempty"`
 }
 
 // TracePacketsEnd is the end of a packet trace.

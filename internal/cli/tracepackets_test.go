@@ -122,6 +122,12 @@ func TestTracePackets(t *testing.T) {
 	far := event(capture.Queue, 10, 50_077, 0, 10)
 	answer(nil, first, stray, event(capture.Queue, 6, 77, 0, 10), far, ending(12, "limit"))
 	f.printsGolden("trace-packets-lost", "trace", "packets", "--pid", "812", "--fd", "7", "--limit", "1")
+	datagrams := connection()
+	datagrams.Connection.Protocol = "udp"
+	answer(nil, datagrams, ending(1, "limit"))
+	if r := f.at("trace", "packets", "--pid", "812", "--fd", "7"); r.code != 0 || !strings.Contains(r.out, "\n1 event lost because the buffer was full: packets or times are missing, and datagrams can be counted wrongly; use a larger --buffer\n") {
+		t.Errorf("%+v", r)
+	}
 	answer(nil, connection(), ending(0, "closed"))
 	if r := f.at("trace", "packets", "--pid", "812", "--fd", "7"); r.code != 0 || !strings.HasSuffix(r.out, "\n0 packets sent (0 B in 0 segments), 0 packets received (0 B), in 0 ns\nthe connection has closed\n") {
 		t.Errorf("%+v", r)

@@ -17,7 +17,7 @@ func TestTraceRefusals(t *testing.T) {
 	stages := "stages: send, stack, qdisc, nic, network, total, rx_stack, reader"
 	compare := "usage: sockeye trace compare {SELECT-A SELECT-B | A.json B.json} [flags]"
 	times := "FROM..TO in the format 14:05, 2026-01-31T14:05:00Z or -10m; without TO, the period ends now"
-	name := "use --pid and --fd, or --local and --remote, with the values of ss -tnp"
+	name := "use --pid and --fd, or --local and --remote, with the values of ss -tnp; a UDP socket (ss -uanp) by --pid and --fd"
 	address := "as in 192.0.2.1, 192.0.2.1:1790 or [2001:db8::1]:1790"
 	ports := "give both ports, as in --local 10.0.0.1:1790 --remote 192.0.2.1:40000"
 	for _, c := range []struct{ args, message, hint string }{

@@ -74,6 +74,7 @@ func TestTraceSave(t *testing.T) {
 	// Without measurements, no file is left behind.
 	f.answers["GET /v1/trace/history"] = api.TraceHistory{Slices: []measure.Period{}}
 	f.refused(1, "nothing was measured in this time", "sockeye trace shows the rules and their groups", nil, "trace", "save", f.dir+"/new.json")
+	f.refused(1, "no message of rule=x was measured in this time", "sockeye trace shows the rules and their groups", nil, "trace", "save", f.dir+"/new.json", "--select", "rule=x")
 	f.leaves("policy.yaml", "run", "trace.json")
 }
 
@@ -156,7 +157,6 @@ func TestTraceCompareSaved(t *testing.T) {
 		{"DIR/a.json DIR/empty.json", "DIR/empty.json is empty", save},
 		{"DIR/other.json DIR/a.json", "DIR/other.json is not a saved trace", save},
 		{"DIR/a.json DIR/text.json", "DIR/text.json is not a saved trace", save},
-		{"DIR/a.json DIR/cut.json", "DIR/cut.json is not a saved trace", save},
 		{"DIR/a.json DIR/new.json", "DIR/new.json has format 2 of Sockeye 9.0; this version reads format 1",
 			"compare the files with the newer of the two versions, or save the measurements again"},
 		{"DIR/a.json DIR/none.json", "DIR/none.json has no measurements", "save the measurements again, after messages were sent"},
@@ -164,12 +164,17 @@ func TestTraceCompareSaved(t *testing.T) {
 		{"DIR/a.json DIR/b.json --svg DIR/b.json --force", "--svg DIR/b.json is a file that is compared", "name another file"},
 		{"DIR/a.json DIR/a.json", "both sides are the same", "name two different files"},
 		{"DIR/a.json rule=x", "rule=x is not a file of trace save", "compare two files with names that end in .json, or two groups"},
+		{"DIR/a.json DIR/b.json --svg=", "--svg names no file", "usage: sockeye trace compare {SELECT-A SELECT-B | A.json B.json} [flags]"},
+		{"DIR/a.json DIR/b.json --trial x", "--trial and files are mutually exclusive", "select groups of the files with --select"},
+		{"DIR/a.json DIR/b.json --period-a -10m..-5m --period-b -5m..", "--period-a and files are mutually exclusive", "select groups of the files with --select"},
 		{"DIR/a.json DIR/b.json --since 5m", "--since and files are mutually exclusive", "use trace save --since"},
 		{"DIR/a.json DIR/b.json --select rule=x", `DIR/a.json: no measured group matches "rule=x"`, "groups: replies"},
 	} {
 		f.refused(2, c.message, c.hint, nil, append([]string{"trace", "compare"}, strings.Fields(strings.ReplaceAll(c.args, "DIR", f.dir))...)...)
 	}
-	if r := f.at("trace", "compare", a, f.dir+"/damaged.json"); r.code != 2 || !strings.HasPrefix(r.err, "sockeye: "+f.dir+"/damaged.json is damaged: ") {
-		t.Errorf("%+v", r)
+	for _, name := range []string{"damaged.json", "cut.json"} {
+		if r := f.at("trace", "compare", a, f.dir+"/"+name); r.code != 2 || !strings.HasPrefix(r.err, "sockeye: "+f.dir+"/"+name+" is damaged at byte ") {
+			t.Errorf("%+v", r)
+		}
 	}
 }

@@ -18,7 +18,7 @@ type Stream struct {
 	encoder *json.Encoder
 }
 
-// NewStream removes the deadlines of a request. Lines are flushed within a second. The caller must call stop before the
+// NewStream removes the deadlines of a request. Lines are flushed within 0.1 s. The caller must call stop before the
 // end of the response.
 func NewStream(w http.ResponseWriter) (s *Stream, stop func(), err error) {
 	s = &Stream{control: http.NewResponseController(w), encoder: json.NewEncoder(w)}
@@ -32,7 +32,7 @@ func NewStream(w http.ResponseWriter) (s *Stream, stop func(), err error) {
 	ended := make(chan struct{})
 	var flushing sync.WaitGroup
 	flushing.Go(func() {
-		tick := time.NewTicker(time.Second)
+		tick := time.NewTicker(100 * time.Millisecond)
 		defer tick.Stop()
 		for {
 			select {

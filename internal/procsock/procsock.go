@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/member"
 )
 
-// Socket is an open TCP socket of a process.
+// Socket is an open TCP socket of a process, or a UDP socket that Open returned.
 type Socket struct {
 	// FD is a duplicate of the descriptor, which keeps the socket open. It must not become an os.File, which
 	// would change the file status flags that the duplicate shares with the process.
@@ -32,7 +32,8 @@ type Socket struct {
 	// In Local and Remote, IPv4-mapped addresses are IPv4 addresses. Remote is the zero value without a peer.
 	Local, Remote netip.AddrPort
 	State         uint8 // TCP_ESTABLISHED is 1; 0 if unknown
-	Listening     bool
+	Listening     bool  // always true for UDP
+	Protocol      int   // unix.IPPROTO_TCP, _UDP, or _MPTCP
 	// Role is accept if the local address is that of a visited listener, otherwise connect: the kernel does not record
 	// the role. Role is "" for a listener.
 	Role   config.Role
@@ -114,9 +115,9 @@ func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	return nil, err
 }
 
-// Take returns the TCP socket of a descriptor of a process. The caller closes it. Its role is derived from the
-// listeners of this process only. The error wraps fs.ErrNotExist if there is no such socket.
-func Take(pid, number int) (*Socket, error) {
+// Open returns the socket of a descriptor of a process, without Role. The caller closes it. The error wraps
+// fs.ErrNotExist if there is no such socket.
+func Open(pid, number int) (*Socket, error) {
 	h, err := member.Open(pid)
 	if err != nil {
 		return nil, err
@@ -126,12 +127,22 @@ func Take(pid, number int) (*Socket, error) {
 	if err != nil {
 		return nil, err
 	}
-	if m.Protocol == unix.IPPROTO_UDP {
-		m.Close()
-		return nil, fmt.Errorf("duplicate descriptor %d of process %d: %s is not a TCP socket: %w", number, pid, m, fs.ErrNotExist)
-	}
 	s := describe(m, pid)
 	s.Command = command(pid)
+	return s, nil
+}
+
+// Take returns the TCP socket of a descriptor of a process. The caller closes it. Its role is derived from the
+// listeners of this process only. The error wraps fs.ErrNotExist if there is no such socket.
+func Take(pid, number int) (*Socket, error) {
+	s, err := Open(pid, number)
+	if err != nil {
+		return nil, err
+	}
+	if s.Protocol == unix.IPPROTO_UDP {
+		s.Close()
+		return nil, fmt.Errorf("duplicate descriptor %d of process %d: udp %s is not a TCP socket: %w", number, pid, s.Local, fs.ErrNotExist)
+	}
 	heard := make(Listeners)
 	if err := walkProcess(pid, make(map[uint64]bool), heard.Add); err != nil {
 		s.Close()
@@ -200,7 +211,7 @@ func command(pid int) string {
 
 func describe(m *member.Socket, pid int) *Socket {
 	s := &Socket{FD: m.FD(), PID: pid, Number: m.Number, Cookie: m.Cookie,
-		Local: plain(m.Local), Listening: m.Listening, Family: unix.AF_INET,
+		Local: plain(m.Local), Listening: m.Listening, Protocol: m.Protocol, Family: unix.AF_INET,
 		MPTCP: m.Protocol == unix.IPPROTO_MPTCP, v6only: m.V6Only}
 	if m.Local.Addr().Is6() {
 		s.Family = unix.AF_INET6

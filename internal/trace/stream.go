@@ -11,14 +11,18 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/load"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/clock"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
@@ -282,9 +286,9 @@ func (t *tracer) translator(of *bpf.Trace) (map[uint32]measure.Group, func(*bpf.
 
 const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 
-const packetsHint = "name an open TCP connection as ss -tnp shows it, by --pid and --fd or by --local and --remote"
+const packetsHint = "name an open TCP connection as ss -tnp shows it, by --pid and --fd or by --local and --remote; or a UDP socket as ss -uanp shows it, by --pid and --fd"
 
-// streamPackets writes the events of the packets of one connection.
+// streamPackets writes the events of the packets of one connection or UDP socket.
 func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url.Values) error {
 	during := 10 * time.Second
 	if text := q.Get("for"); text != "" {
@@ -305,14 +309,22 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	if err != nil {
 		return err
 	}
-	c := &api.TraceConnection{Local: socket.Local.String(), Remote: socket.Remote.String(), PID: socket.PID, FD: socket.Number,
-		Command: socket.Command, Cookie: socket.Cookie}
+	c := &api.TraceConnection{Protocol: "tcp", Local: socket.Local.String(), PID: socket.PID, FD: socket.Number, Command: socket.Command, Cookie: socket.Cookie}
+	if socket.Remote.IsValid() {
+		c.Remote = socket.Remote.String()
+	}
 	// The duplicate descriptor would keep the connection open.
 	if err := socket.Close(); err != nil {
 		return fmt.Errorf("close duplicate of descriptor: %w", err)
 	}
 	c.Clock = int64(clock.Offset())
-	p, err := capture.Open(c.Cookie, buffer)
+	var p *capture.Capture
+	if socket.Protocol == unix.IPPROTO_UDP {
+		c.Protocol = "udp"
+		p, err = d.openDatagrams(c, buffer)
+	} else {
+		p, err = capture.Open(c.Cookie, buffer)
+	}
 	if err != nil {
 		return ofBuffer(err)
 	}
@@ -359,7 +371,21 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	return nil
 }
 
-// connectionOf opens the connection of any process that a request identifies.
+// openDatagrams follows a UDP socket. A program sees the datagrams that the socket receives in the cgroup in which the
+// socket was created, or above; the process may have moved since. The cgroup at the top is most likely above both.
+func (d *Domain) openDatagrams(c *api.TraceConnection, buffer int) (*capture.Capture, error) {
+	path, err := cgroup.Of(c.PID)
+	if err != nil {
+		return nil, err
+	}
+	top, _, _ := strings.Cut(strings.TrimPrefix(path, "/"), "/")
+	if c.DropReasons, err = capture.DropReasons(); err != nil {
+		return nil, err
+	}
+	return capture.OpenUDP(c.Cookie, filepath.Join(d.host.Cgroups.Mount, top), buffer)
+}
+
+// connectionOf opens the connection, or the UDP socket, of any process that a request identifies.
 func (d *Domain) connectionOf(q url.Values) (*procsock.Socket, error) {
 	var (
 		socket *procsock.Socket
@@ -371,7 +397,7 @@ func (d *Domain) connectionOf(q url.Values) (*procsock.Socket, error) {
 		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
 			return nil, fault.Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), packetsHint)
 		}
-		socket, err = procsock.Take(pid, fd)
+		socket, err = procsock.Open(pid, fd)
 	} else {
 		local, failed := api.ParseEndpoint("local", q.Get("local"))
 		if failed != nil {
@@ -386,7 +412,12 @@ func (d *Domain) connectionOf(q url.Values) (*procsock.Socket, error) {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fault.Usage(err, packetsHint)
 	}
-	if err == nil && (socket.Listening || socket.MPTCP) {
+	if err == nil && socket.Protocol == unix.IPPROTO_UDP {
+		if kind, failed := unix.GetsockoptInt(socket.FD, unix.SOL_SOCKET, unix.SO_TYPE); failed != nil || kind != unix.SOCK_DGRAM {
+			err = fault.Usage(fmt.Errorf("%s is a raw socket", socket), packetsHint)
+			socket.Close()
+		}
+	} else if err == nil && (socket.Listening || socket.MPTCP) {
 		err = fault.Usage(fmt.Errorf("%s is no TCP connection", socket), packetsHint)
 		socket.Close()
 	}

@@ -9,7 +9,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,11 +20,16 @@ import (
 	"time"
 
 	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/procsock"
+	"sockeye/internal/trace/capture"
 	"sockeye/internal/trace/measure"
+	"sockeye/internal/trace/packets"
 	"sockeye/lab"
 )
 
@@ -279,6 +286,113 @@ func agentLines(s *api.Stream, f func(api.TraceSampleLine) bool) error {
 			return nil
 		}
 	}
+}
+
+// TestTracePacketsUDP follows the UDP socket of one of two members: the datagrams of its devices, and its responses.
+func TestTracePacketsUDP(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.up(2)
+		home := h.homes(2)
+		pid, fd := h.members[0].Pid(), -1
+		// The socket was created in the cgroup above.
+		group, err := cgroup.Of(pid)
+		h.must(err)
+		moved := filepath.Join(filepath.Dir(h.lab.Cgroup()), group, "moved")
+		h.must(os.Mkdir(moved, 0o755))
+		h.must(cgroup.Move(moved, pid))
+		for n := range 100 {
+			if s, err := procsock.Open(pid, n); err == nil {
+				if s.Protocol == unix.IPPROTO_UDP {
+					fd = n
+				}
+				s.Close()
+			}
+		}
+		all := addresses(20)
+		want := map[netip.Addr]int{}
+		for _, a := range all {
+			if home(a) == 0 {
+				want[a] = 3
+			}
+		}
+		begun, done := make(chan struct{}), make(chan struct{})
+		var events []capture.Event
+		var about api.TraceConnection
+		go func() {
+			defer close(done)
+			s, err := api.NewClient(api.SocketPath(h.dir)).Stream(h.Context(), "/v1/trace/packets", url.Values{"pid": {fmt.Sprint(pid)}, "fd": {fmt.Sprint(fd)}, "for": {"1m"}})
+			if err != nil {
+				t.Error(err)
+				close(begun)
+				return
+			}
+			defer s.Close()
+			counts := map[uint8]int{}
+			for n := 3 * len(want); counts[capture.Receive] < n || counts[capture.Read] < n || counts[capture.Driver] < n; {
+				var line api.TracePacketLine
+				if err := s.Next(&line); err != nil || line.End != nil {
+					return
+				}
+				if line.Connection != nil {
+					about = *line.Connection
+					close(begun)
+				} else {
+					events = append(events, *line.Event)
+					counts[line.Event.Kind]++
+				}
+			}
+		}()
+		<-begun
+		h.flood(all, 3*len(all))
+		<-done
+		got, sent := map[netip.Addr]int{}, map[netip.Addr]int{}
+		a := packets.NewDatagramAssembler(packets.Clock(about.Clock), 0, about.DropReasons, func(p *packets.Packet) error {
+			if p.Sent != nil {
+				sent[p.Peer.Addr()]++
+			} else if got[p.Peer.Addr()]++; p.Received.Read.IsZero() {
+				t.Errorf("not read: %+v", p)
+			}
+			return nil
+		})
+		for i := range events {
+			h.must(a.Add(&events[i]))
+		}
+		summary, err := a.Close()
+		h.must(err)
+		if !maps.Equal(got, want) || !maps.Equal(sent, want) || about.Protocol != "udp" || about.Remote != "" || about.PID != pid || about.FD != fd {
+			about.DropReasons = nil
+			t.Errorf("received %v, sent %v, want %v each; %+v; %+v", got, sent, want, about, summary)
+		}
+
+		raw, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_UDP)
+		h.must(err)
+		defer unix.Close(raw)
+		h.refuse(2, []string{"is a raw socket", "ss -uanp"}, "trace", "packets", "--pid", fmt.Sprint(os.Getpid()), "--fd", fmt.Sprint(raw))
+
+		// The command; the member stops reading.
+		h.must(h.members[0].Signal(unix.SIGSTOP))
+		defer func() { h.must(h.members[0].Signal(unix.SIGCONT)) }()
+		file := filepath.Join(h.dir, "datagrams.pcapng")
+		var out, errs string
+		var code int
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			out, errs, code = h.cli("trace", "packets", "--pid", fmt.Sprint(pid), "--fd", fmt.Sprint(fd), "--for", "3s", "-w", file)
+		}()
+		for running := true; running; {
+			h.flood(all, len(all))
+			select {
+			case <-ended:
+				running = false
+			case <-time.After(200 * time.Millisecond):
+			}
+		}
+		if info, err := os.Stat(file); code != 0 || !strings.Contains(out, "received datagrams: 0 read, ") || strings.Contains(out, " 0 not read, ") || err != nil || info.Size() < int64(100*len(want)) {
+			t.Errorf("exit code %d: %s%s; %v", code, out, errs, err)
+		}
+	})
 }
 
 // TestTracePackets checks that trace packets shows the packets of one connection only, independent of the policy.

@@ -26,6 +26,9 @@ type Compared struct {
 	A          comparedSide       `json:"a"`
 	B          comparedSide       `json:"b"`
 	Partial    bool               `json:"partial"` // the history of the agent is shorter than the requested period
+	Overlap    bool               `json:"overlap"` // files of one host, with a common time: some messages are on both sides
+	OnlyA      []string           `json:"only_a"`  // groups that match the selection, and only A has, of files and periods
+	OnlyB      []string           `json:"only_b"`
 	Comparison measure.Comparison `json:"comparison"`
 	CDF        []comparedCDF      `json:"cdf"` // stages that both sides have
 	Summary    string             `json:"summary"`
@@ -56,7 +59,28 @@ type comparedSide struct {
 	Saved  string    `json:"saved_select,omitempty"` // --select of trace save
 	From   time.Time `json:"from"`                   // start of the available history
 	To     time.Time `json:"to"`
-	slices []measure.Period
+
+	finder  *measure.Finder // has the measurements
+	partial bool            // earlier measurements are not available
+}
+
+// newSide returns the side of the groups that a selector matches.
+func newSide(selector string, periods []measure.Period) (comparedSide, error) {
+	s := comparedSide{Select: selector}
+	var err error
+	if s.finder, err = measure.NewFinder(selector); err != nil {
+		return s, err
+	}
+	for _, p := range periods {
+		s.finder.Begin()
+		for i := range p.Results {
+			s.finder.Add(&p.Results[i], p.To)
+		}
+	}
+	if n := len(periods); n > 0 {
+		s.From, s.To = periods[0].From, periods[n-1].To
+	}
+	return s, nil
 }
 
 func (c *commands) traceCompareCommand() *cobra.Command {
@@ -88,6 +112,9 @@ keeps one hour of history.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			for _, flag := range []string{"trial", "period-a", "period-b"} {
 				if cmd.Flags().Changed(flag) {
+					if slices.ContainsFunc(args, isSaved) {
+						return fault.Usage(fmt.Errorf("--%s and files are mutually exclusive", flag), "select groups of the files with --select")
+					}
 					return command.Arguments(0, 0, "")(cmd, args)
 				}
 			}
@@ -109,6 +136,9 @@ keeps one hour of history.`,
 		changed := cmd.Flags().Changed
 		var r *Compared
 		var file *newFile
+		if changed("svg") && picture == "" {
+			return fault.Usage(errors.New("--svg names no file"), "usage: "+cmd.UseLine())
+		}
 		if changed("svg") && slices.ContainsFunc(args, func(arg string) bool { return sameFile(arg, picture) }) {
 			return fault.Usage(fmt.Errorf("--svg %s is a file that is compared", picture), "name another file")
 		}
@@ -211,7 +241,15 @@ func (c *commands) compareGroups(ctx context.Context, since time.Duration, a, b 
 			}
 		}
 	}
-	return compare(history.Partial, comparedSide{Select: a, slices: history.Slices}, comparedSide{Select: b, slices: history.Slices})
+	sideA, err := newSide(a, history.Slices)
+	if err != nil {
+		return nil, err
+	}
+	sideB, err := newSide(b, history.Slices)
+	if err != nil {
+		return nil, err
+	}
+	return compare(history.Partial, sideA, sideB)
 }
 
 // comparePeriods compares the same groups in two periods.
@@ -241,17 +279,24 @@ func (c *commands) comparePeriods(ctx context.Context, selector, periodA, period
 	if err != nil {
 		return nil, err
 	}
-	a := comparedSide{Select: selector, slices: measure.Trim(history.Slices, fromA, toA)}
-	b := comparedSide{Select: selector, slices: measure.Trim(history.Slices, fromB, toB)}
-	for _, side := range []struct {
-		flag   string
-		slices []measure.Period
-	}{{"period-a", a.slices}, {"period-b", b.slices}} {
-		if len(side.slices) == 0 {
-			return nil, fault.Usage(fmt.Errorf("the agent has no complete slice in --%s", side.flag), "the agent keeps one hour of history in slices of 10 s: use a later or a longer period")
+	var sides [2]comparedSide
+	for i, of := range []struct {
+		flag     string
+		from, to time.Time
+	}{{"period-a", fromA, toA}, {"period-b", fromB, toB}} {
+		periods := measure.Trim(history.Slices, of.from, of.to)
+		if len(periods) == 0 {
+			return nil, fault.Usage(fmt.Errorf("the agent has no complete slice in --%s", of.flag), "the agent keeps one hour of history in slices of 10 s: use a later or a longer period")
+		}
+		if sides[i], err = newSide(selector, periods); err != nil {
+			return nil, err
 		}
 	}
-	return compare(history.Partial, a, b)
+	r, err := compare(history.Partial, sides[0], sides[1])
+	if err == nil {
+		r.contrast()
+	}
+	return r, err
 }
 
 // history requests the measurements in slices. The error has exit code 3 if this kernel supports no stage of the rules.
@@ -272,7 +317,7 @@ func compare(partial bool, a, b comparedSide) (*Compared, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &Compared{A: a, B: b, Partial: partial, Comparison: measure.Compare(resultsA, resultsB), CDF: []comparedCDF{}}
+	r := &Compared{A: a, B: b, Partial: partial, OnlyA: []string{}, OnlyB: []string{}, Comparison: measure.Compare(resultsA, resultsB), CDF: []comparedCDF{}}
 	r.Summary = r.Comparison.Summary()
 	of := [2]map[config.Stage]*measure.Histogram{measure.StagesOf(resultsA), measure.StagesOf(resultsB)}
 	for _, stage := range measure.Stages {
@@ -312,28 +357,50 @@ func (c *commands) compareSaved(selector, fileA, fileB string) (*Compared, error
 	if fileA == fileB || sameFile(fileA, fileB) {
 		return nil, fault.Usage(errors.New("both sides are the same"), "name two different files")
 	}
-	var sides [2]comparedSide
-	partial := false
+	var sides [2]*comparedSide
 	for i, file := range []string{fileA, fileB} {
 		if !isSaved(file) {
 			return nil, fault.Usage(fmt.Errorf("%s is not a file of trace save", file), "compare two files with names that end in .json, or two groups")
 		}
-		s, err := readSaved(file)
-		if err != nil {
+		var err error
+		if sides[i], err = readSaved(file, selector); err != nil {
 			return nil, err
 		}
-		partial = partial || s.Partial
-		sides[i] = comparedSide{File: file, Host: s.Host, Kernel: s.Kernel, Select: selector, Saved: s.Select, slices: s.Slices}
 	}
-	r, err := compare(partial, sides[0], sides[1])
+	a, b := sides[0], sides[1]
+	r, err := compare(a.partial || b.partial, *a, *b)
 	if failed, ok := errors.AsType[*unknownGroup](err); ok {
 		for _, side := range sides {
-			if _, missing := measure.Find(side.slices, selector); missing != nil {
+			if len(side.finder.Groups()) == 0 {
 				return nil, fault.Usage(fmt.Errorf("%s: %w", side.File, failed), failed.hint)
 			}
 		}
 	}
-	return r, err
+	if err != nil {
+		return nil, err
+	}
+	r.Overlap = a.Host == b.Host && a.From.Before(b.To) && b.From.Before(a.To)
+	r.contrast()
+	return r, nil
+}
+
+// contrast finds the groups that only one side has.
+func (r *Compared) contrast() {
+	only := func(of, other *comparedSide) []string {
+		has := map[measure.Group]bool{}
+		for _, g := range other.finder.Groups() {
+			has[g] = true
+		}
+		labels := []string{}
+		for _, g := range of.finder.Groups() {
+			if !has[g] {
+				labels = append(labels, g.Label())
+			}
+		}
+		slices.Sort(labels)
+		return labels
+	}
+	r.OnlyA, r.OnlyB = only(&r.A, &r.B), only(&r.B, &r.A)
 }
 
 // draw writes the distributions.
@@ -341,7 +408,7 @@ func (r *Compared) draw(file *newFile) error {
 	if len(r.stages) == 0 {
 		return fault.WithHint(errors.New("there is nothing to draw: no stage was measured on both sides"), "without --svg, the summary shows what is missing")
 	}
-	err := report.WriteComparison(file, report.Compared{A: r.A.name(), B: r.B.name(), Stages: r.stages})
+	err := report.WriteComparison(file, report.Compared{A: command.Printable(r.A.name()), B: command.Printable(r.B.name()), Stages: r.stages})
 	if err != nil {
 		return fmt.Errorf("write %s: %w", file.path, err)
 	}
@@ -366,10 +433,7 @@ func (s *comparedSide) name() string {
 
 // find returns the results of a side.
 func (s *comparedSide) find() ([]*measure.Result, error) {
-	if n := len(s.slices); n > 0 {
-		s.From, s.To = s.slices[0].From, s.slices[n-1].To
-	}
-	found, err := measure.Find(s.slices, s.Select)
+	found, err := s.finder.Results()
 	if bad, ok := errors.AsType[*measure.SelectorError](err); ok {
 		return nil, &unknownGroup{s.Select, command.Printable(bad.Hint)}
 	}
@@ -435,6 +499,22 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 	}
 	if r.Partial {
 		l.Line("earlier measurements are not available")
+	}
+	if r.Overlap {
+		l.Line("the files are of one host and have a common time: its messages are on both sides")
+	}
+	for _, side := range []struct {
+		name string
+		only []string
+	}{{"A", r.OnlyA}, {"B", r.OnlyB}} {
+		if n := len(side.only); n > 0 {
+			const named = 3
+			more := ""
+			if n > named {
+				more = fmt.Sprintf("; and %d more", n-named)
+			}
+			l.Line("only %s has %s: %s%s", side.name, command.Count(n, "group", "groups"), strings.Join(side.only[:min(n, named)], "; "), more)
+		}
 	}
 	rows := [][]string{{"STAGE", "FIGURE", "A", "B", "RATIO", "95 % INTERVAL", "VERDICT"}}
 	for _, row := range r.Comparison.Rows {

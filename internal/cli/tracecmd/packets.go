@@ -17,6 +17,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/trace/capture"
 	"sockeye/internal/trace/measure"
 	"sockeye/internal/trace/packets"
 )
@@ -41,17 +42,26 @@ func (c *commands) tracePacketsCommand() *cobra.Command {
 	var force bool
 	cmd := &cobra.Command{
 		Use:   "packets (--pid N --fd N | --local A:P --remote A:P)",
-		Short: "Trace each packet of a TCP connection",
+		Short: "Trace each packet of a TCP connection or a UDP socket",
 		Long: `Packets traces all packets of an open TCP connection for a limited time: sent
 packets through the queueing discipline and the driver until their
 acknowledgement, with retransmissions and segmentation, and received packets
 with their acknowledgements. It needs neither a trace rule nor BPF timestamping.
 Sequence numbers are relative to the first packet seen.
 
-With --write, it also writes the packet headers to a pcapng file for Wireshark,
-with the times as packet comments.`,
+Of a UDP socket, it traces sent datagrams through the queueing discipline to the
+driver, with segments and fragments; received datagrams from the socket until
+the application reads them; and datagrams that are dropped on sending or at the
+socket, with the reason. Datagrams that are dropped before the socket, as by a
+firewall, are not shown. The lines are in the order of the times: a datagram
+that waits to be read holds back the later lines.
+
+With --write, it also writes the first 192 bytes of each packet, from the IP
+header on, to a pcapng file for Wireshark, with the times as packet comments.
+These bytes include data of the application.`,
 		Example: `  sockeye trace packets --pid 812 --fd 7
   sockeye trace packets --local 10.0.0.1:1790 --remote 192.0.2.1:40000
+  sockeye trace packets --pid 812 --fd 5 --for 1m
   sockeye trace packets --pid 812 --fd 7 --for 30s -w connection.pcapng`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			q, err := connectionQuery(cmd, pid, fd, local, remote)
@@ -90,14 +100,14 @@ with the times as packet comments.`,
 			return c.packets(cmd.Context(), q, path, force)
 		},
 	}
-	cmd.Flags().IntVar(&pid, "pid", 0, "PID of a process that has the connection open")
-	cmd.Flags().IntVar(&fd, "fd", 0, "file descriptor of the connection in the process")
+	cmd.Flags().IntVar(&pid, "pid", 0, "PID of a process that has the socket open")
+	cmd.Flags().IntVar(&fd, "fd", 0, "file descriptor of the socket in the process")
 	cmd.Flags().StringVar(&local, "local", "", "local address and port")
 	cmd.Flags().StringVar(&remote, "remote", "", "remote address and port")
 	cmd.Flags().String("for", "10s", "duration of the trace, at most 10m")
-	cmd.Flags().IntVar(&limit, "limit", mostEvents, "maximum number of events; a sent packet has two or more events")
+	cmd.Flags().IntVar(&limit, "limit", mostEvents, "maximum number of events; most packets have two or more events")
 	bufferFlag(cmd, &buffer, "4MB")
-	cmd.Flags().StringVarP(&path, "write", "w", "", "write the packet headers to this pcapng file")
+	cmd.Flags().StringVarP(&path, "write", "w", "", "write the first bytes of the packets to this pcapng file")
 	cmd.Flags().BoolVar(&force, "force", false, "replace an existing file")
 	for _, free := range []string{"pid", "fd", "local", "remote", "for", "limit"} {
 		command.CompleteFlag(cmd, free)
@@ -107,7 +117,7 @@ with the times as packet comments.`,
 
 // connectionQuery returns the query for a connection, by descriptor or by addresses.
 func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url.Values, error) {
-	const usage = "use --pid and --fd, or --local and --remote, with the values of ss -tnp"
+	const usage = "use --pid and --fd, or --local and --remote, with the values of ss -tnp; a UDP socket (ss -uanp) by --pid and --fd"
 	given := cmd.Flags().Changed
 	byDescriptor, byAddress := given("pid") || given("fd"), given("local") || given("remote")
 	switch {
@@ -156,7 +166,7 @@ func (c *commands) packets(ctx context.Context, q url.Values, path string, force
 	}
 	v := &packetView{Command: c.Command, answer: Packets{Connection: *line.Connection, Packets: []packets.Packet{}, File: path}}
 	if file != nil {
-		about := fmt.Sprintf("%s to %s", v.answer.Connection.Local, v.answer.Connection.Remote)
+		about := ends(&v.answer.Connection)
 		if v.file, err = packets.NewWriter(file, about, "sockeye "+command.Version); err != nil {
 			return err
 		}
@@ -183,11 +193,37 @@ type packetView struct {
 	begun          bool
 	first          time.Time
 	qdisc, network measure.Histogram
+	waited         measure.Histogram // of received datagrams
+}
+
+// ends names the ends of a connection or a UDP socket.
+func ends(c *api.TraceConnection) string {
+	if c.Protocol == "udp" {
+		if c.Remote == "" {
+			return "udp " + c.Local
+		}
+		return "udp " + c.Local + " to " + c.Remote
+	}
+	return c.Local + " to " + c.Remote
+}
+
+// assembler returns the assembler for the events of the connection or the UDP socket.
+func (v *packetView) assembler() assembler {
+	c := &v.answer.Connection
+	if c.Protocol == "udp" {
+		return packets.NewDatagramAssembler(packets.Clock(c.Clock), 0, c.DropReasons, v.writePacket)
+	}
+	return packets.NewAssembler(packets.Clock(c.Clock), 0, v.writePacket)
+}
+
+type assembler interface {
+	Add(*capture.Event) error
+	Close() (*packets.Summary, error)
 }
 
 // follow reads the stream until its end.
 func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
-	a := packets.NewAssembler(packets.Clock(v.answer.Connection.Clock), 0, v.writePacket)
+	a := v.assembler()
 	var end *api.TracePacketsEnd
 	for end == nil && ctx.Err() == nil {
 		var line api.TracePacketLine
@@ -224,6 +260,9 @@ var stopped = map[string]packets.Reason{"time": packets.StoppedDeadline, "limit"
 // packetRow is the format of a packet: number, time, direction, sequence number, length, flags, times and note.
 const packetRow = "%6v  %11s  %s  %11v  %8v  %-11s  %8s  %9s  %s"
 
+// datagramRow is the format of a datagram: number, time, direction, length, times, peer and note.
+const datagramRow = "%6v  %11s  %s  %8v  %8s  %8s  %-23s  %s"
+
 // writePacket writes a complete packet.
 func (v *packetView) writePacket(p *packets.Packet) error {
 	if v.file != nil {
@@ -244,6 +283,11 @@ func (v *packetView) writePacket(p *packets.Packet) error {
 			v.network.Observe(uint64(max(p.Sent.Network, 0)))
 		}
 	}
+	waited := "-"
+	if r := p.Received; r != nil && !r.Read.IsZero() {
+		waited, note = command.Duration(r.Waited), ""
+		v.waited.Observe(uint64(max(r.Waited, 0)))
+	}
 	if v.Output == "json" {
 		v.answer.Packets = append(v.answer.Packets, *p)
 		return nil
@@ -254,6 +298,15 @@ func (v *packetView) writePacket(p *packets.Packet) error {
 		v.first = p.Time
 	}
 	at := strconv.FormatFloat(p.Time.Sub(v.first).Seconds(), 'f', 6, 64)
+	if p.Peer.IsValid() {
+		peer := p.Peer.String()
+		if p.Fragment != nil && p.Fragment.Offset > 0 {
+			peer = p.Peer.Addr().String()
+		}
+		l.Line(datagramRow, p.Number, at, direction, p.Length, qdisc, waited, peer, note)
+		_, err := l.WriteTo(v.Out)
+		return err
+	}
 	l.Line(packetRow, p.Number, at, direction, p.Seq, p.Length, p.Flags, qdisc, network, note)
 	_, err := l.WriteTo(v.Out)
 	return err
@@ -266,11 +319,15 @@ func (v *packetView) writeHeader(l *command.Text) {
 	}
 	v.begun = true
 	connection := &v.answer.Connection
-	l.Line("%s to %s: descriptor %d of process %d (%s)", connection.Local, connection.Remote, connection.FD, connection.PID, command.Shorten(connection.Command, 50))
+	l.Line("%s: descriptor %d of process %d (%s)", ends(connection), connection.FD, connection.PID, command.Shorten(connection.Command, 50))
 	for _, m := range connection.Missing {
 		l.Line("this kernel has no tracepoint %s: %s", m, without[m])
 	}
 	l.Line("")
+	if connection.Protocol == "udp" {
+		l.Line(datagramRow, "PACKET", "SECONDS", " ", "LENGTH", "QDISC", "WAITED", "PEER", "NOTE")
+		return
+	}
 	l.Line(packetRow, "PACKET", "SECONDS", " ", "SEQ", "LENGTH", "FLAGS", "QDISC", "TO ACK", "NOTE")
 }
 
@@ -305,21 +362,30 @@ func (v *packetView) writeTotals() error {
 	if len(fates) > 0 {
 		l.Line("sent packets: %s", strings.Join(fates, ", "))
 	}
+	if v.answer.Connection.Protocol == "udp" && s.Received > 0 {
+		l.Line("received datagrams: %d read, %d not read, %d dropped", s.Read, s.Unread, s.ReceivedDropped)
+	}
 	for _, of := range []struct {
 		name config.Stage
 		*measure.Histogram
-	}{{"qdisc", &v.qdisc}, {"driver to ACK", &v.network}} {
+	}{{"qdisc", &v.qdisc}, {"driver to ACK", &v.network}, {"socket to application", &v.waited}} {
 		if of.Count > 0 {
 			l.Line("%s: p50 %s, p99 %s, max %s", of.name, command.Duration(of.Quantile(0.5)), command.Duration(of.Quantile(0.99)), command.Duration(time.Duration(of.Max)))
 		}
+	}
+	lost := "lost because the buffer was full: packets or times are missing; use a larger --buffer"
+	if v.answer.Connection.Protocol == "udp" {
+		lost = "lost because the buffer was full: packets or times are missing, and datagrams can be counted wrongly; use a larger --buffer"
 	}
 	for _, lack := range []struct {
 		n               uint64
 		one, many, Text string
 	}{
-		{s.LostEvents, "event", "events", "lost because the buffer was full: packets or times are missing; use a larger --buffer"},
+		{s.LostEvents, "event", "events", lost},
 		{uint64(s.Strays), "part of a packet", "parts of packets", "without the beginning of the packet"},
-		{uint64(s.Unreadable), "packet", "packets", "with an unreadable TCP header"},
+		{uint64(s.Unreadable), "packet", "packets", "with an unreadable header"},
+		{uint64(s.EarlierReads), "datagram", "datagrams", "read whose arrival was not seen: before the trace, or the socket is of another cgroup"},
+		{uint64(s.ReceivedUnseen), "datagram", "datagrams", "left the queue of the socket, the event was lost"},
 		{uint64(s.Unfinished), "packet", "packets", "dropped from memory before they were complete"},
 	} {
 		if lack.n > 0 {

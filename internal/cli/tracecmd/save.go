@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"time"
 
@@ -31,26 +30,6 @@ type Saved struct {
 	Messages uint64    `json:"messages"`
 	Partial  bool      `json:"partial"`
 }
-
-// SavedTrace is the content of a file of trace save.
-type SavedTrace struct {
-	Format  string           `json:"format"`         // savedFormat
-	Number  int              `json:"format_version"` // savedVersion; readers refuse others
-	Version string           `json:"version"`        // of Sockeye
-	Host    string           `json:"host"`
-	Kernel  string           `json:"kernel"`
-	Saved   time.Time        `json:"saved"`
-	Select  string           `json:"select"`
-	Partial bool             `json:"partial"`
-	Slices  []measure.Period `json:"slices"` // oldest first
-}
-
-const (
-	savedFormat  = "sockeye-trace"
-	savedVersion = 1
-	// savedLimit bounds the size of a file that is read. An hour of 4096 groups is smaller.
-	savedLimit = 1 << 30
-)
 
 func (c *commands) traceSaveCommand() *cobra.Command {
 	var selector string
@@ -103,6 +82,9 @@ func (c *commands) traceSave(ctx context.Context, file *newFile, since time.Dura
 	for _, r := range whole.Results {
 		s.Messages += r.Chosen + r.RXChosen
 	}
+	if s.Messages == 0 && selector != "" {
+		return nil, fault.WithHint(fmt.Errorf("no message of %s was measured in this time", selector), "sockeye trace shows the rules and their groups")
+	}
 	if s.Messages == 0 {
 		return nil, fault.WithHint(errors.New("nothing was measured in this time"), "sockeye trace shows the rules and their groups")
 	}
@@ -126,55 +108,4 @@ func (c *commands) traceSave(ctx context.Context, file *newFile, since time.Dura
 	}
 	s.Bytes = int64(len(data)) + 1
 	return s, nil
-}
-
-// readSaved reads a file of trace save.
-func readSaved(path string) (*SavedTrace, error) {
-	const hint = "save the measurements with sockeye trace save FILE"
-	// O_NONBLOCK: opening a FIFO must not block.
-	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
-	if err != nil {
-		return nil, fault.Unreadable(fmt.Errorf("read saved trace: %w", err), hint)
-	}
-	defer f.Close()
-	info, err := f.Stat()
-	if err != nil {
-		return nil, fmt.Errorf("read saved trace: %w", err)
-	}
-	switch {
-	case !info.Mode().IsRegular():
-		return nil, fault.Usage(fmt.Errorf("%s is not a regular file", path), hint)
-	case info.Size() == 0:
-		return nil, fault.Usage(fmt.Errorf("%s is empty", path), hint)
-	case info.Size() > savedLimit:
-		return nil, fault.Usage(fmt.Errorf("%s has %s, maximum %s", path, command.Bytes(info.Size()), command.Bytes(int64(savedLimit))), hint)
-	}
-	data, err := io.ReadAll(io.LimitReader(f, savedLimit))
-	if err != nil {
-		return nil, fmt.Errorf("read %s: %w", path, err)
-	}
-	var kind struct {
-		Format  string `json:"format"`
-		Number  int    `json:"format_version"`
-		Version string `json:"version"`
-	}
-	if json.Unmarshal(data, &kind) != nil || kind.Format != savedFormat {
-		return nil, fault.Usage(fmt.Errorf("%s is not a saved trace", path), hint)
-	}
-	if kind.Number != savedVersion {
-		return nil, fault.Usage(fmt.Errorf("%s has format %d of Sockeye %s; this version reads format %d", path, kind.Number, command.Printable(kind.Version), savedVersion),
-			"compare the files with the newer of the two versions, or save the measurements again")
-	}
-	var s SavedTrace
-	if err := json.Unmarshal(data, &s); err != nil {
-		return nil, fault.Usage(fmt.Errorf("%s is damaged: %s", path, command.Printable(err.Error())), "copy the file again, or save the measurements again")
-	}
-	for _, p := range s.Slices {
-		for _, r := range p.Results {
-			if r.Chosen+r.RXChosen > 0 {
-				return &s, nil
-			}
-		}
-	}
-	return nil, fault.Usage(fmt.Errorf("%s has no measurements", path), "save the measurements again, after messages were sent")
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package capture reports the packets of one TCP connection, from BPF programs at the tracepoints of the kernel.
+// Package capture reports the packets of one TCP connection or UDP socket, from BPF programs at the tracepoints of the kernel.
 package capture
 
 import (
@@ -31,10 +31,17 @@ const (
 	Retransmit = uint8(tracePacketsPacketsKindPACKETS_RETRANSMIT)
 	Receive    = uint8(tracePacketsPacketsKindPACKETS_RECEIVE)
 	State      = uint8(tracePacketsPacketsKindPACKETS_STATE)
+	Drop       = uint8(tracePacketsPacketsKindPACKETS_DROP)
+	Read       = uint8(tracePacketsPacketsKindPACKETS_READ)
 
 	TCP   = uint8(tracePacketsPacketsFlagPACKETS_TCP)
 	Inner = uint8(tracePacketsPacketsFlagPACKETS_INNER)
 	Early = uint8(tracePacketsPacketsFlagPACKETS_EARLY)
+
+	UDP      = uint8(tracePacketsPacketsFlagPACKETS_UDP)
+	Fragment = uint8(tracePacketsPacketsFlagPACKETS_FRAGMENT)
+	Inward   = uint8(tracePacketsPacketsFlagPACKETS_INWARD)
+	Left     = uint8(tracePacketsPacketsFlagPACKETS_LEFT)
 
 	Bytes = int(tracePacketsPacketsLimitPACKETS_BYTES)
 )
@@ -45,13 +52,13 @@ const (
 type Header = tracePacketsPacketsEvent
 
 // Event is an event of a connection or of one of its packets. Bytes are the first bytes of the packet from the
-// network header; Queue and Receive have them.
+// network header; Queue, Receive, and Drop of a sent packet have them.
 type Event struct {
 	Header
 	Bytes []byte
 }
 
-// Capture follows the packets of one TCP connection. Nothing is pinned: the programs end with this process.
+// Capture follows the packets of one socket. Nothing is pinned: the programs end with this process.
 type Capture struct {
 	missing []string
 	stopped atomic.Bool
@@ -67,12 +74,14 @@ type Capture struct {
 	lost       uint64 // lost events, when the collection is closed
 }
 
-// Tracepoints in the order of attachment: the start of a packet's path is attached last, so that no later event is
-// missed.
-var tracepoints = []struct {
+type tracepoint struct {
 	program, tracepoint string
 	needed              bool
-}{
+}
+
+// tracepoints of a TCP connection, in the order of attachment: the start of a packet's path is attached last, so that
+// no later event is missed.
+var tracepoints = []tracepoint{
 	{"packets_state", "inet_sock_set_state", false},
 	{"packets_state_2", "inet_sock_set_state", false},
 	{"packets_early", "netif_receive_skb", false},
@@ -93,16 +102,21 @@ func Open(cookie uint64, buffer int) (_ *Capture, err error) {
 	if cookie == 0 {
 		return nil, errors.New("follow packets: a socket has no cookie 0")
 	}
+	spec, err := loadTracePackets()
+	if err != nil {
+		return nil, err
+	}
+	return open(spec, tracepoints, "", cookie, buffer)
+}
+
+// open loads the programs, and attaches them to the tracepoints and to the directory of a cgroup, unless it is "".
+func open(spec *ebpf.CollectionSpec, tracepoints []tracepoint, cgroup string, cookie uint64, buffer int) (_ *Capture, err error) {
 	p := &Capture{}
 	defer func() {
 		if err != nil {
 			p.Close()
 		}
 	}()
-	spec, err := loadTracePackets()
-	if err != nil {
-		return nil, err
-	}
 	events, err := load.NewRing(spec.Maps["events"], buffer)
 	if err != nil {
 		return nil, err
@@ -135,6 +149,13 @@ func Open(cookie uint64, buffer int) (_ *Capture, err error) {
 		default:
 			p.missing = append(p.missing, t.tracepoint)
 		}
+	}
+	if cgroup != "" {
+		l, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: ebpf.AttachCGroupInetIngress, Program: p.collection.Programs["udp_arrive"]})
+		if err != nil {
+			return nil, fmt.Errorf("attach udp_arrive to cgroup %s: %w", cgroup, err)
+		}
+		p.links = append(p.links, l)
 	}
 	return p, nil
 }

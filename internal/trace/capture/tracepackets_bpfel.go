@@ -24,6 +24,8 @@ type tracePacketsPacketsEvent struct {
 	Window      uint32
 	Ifindex     uint32
 	Device      uint32
+	Peer        uint32
+	Reason      uint32
 	GsoSize     uint16
 	GsoSegments uint16
 	Captured    uint16
@@ -39,9 +41,13 @@ type tracePacketsPacketsEvent struct {
 type tracePacketsPacketsFlag uint32
 
 const (
-	tracePacketsPacketsFlagPACKETS_TCP   tracePacketsPacketsFlag = 1
-	tracePacketsPacketsFlagPACKETS_INNER tracePacketsPacketsFlag = 2
-	tracePacketsPacketsFlagPACKETS_EARLY tracePacketsPacketsFlag = 4
+	tracePacketsPacketsFlagPACKETS_TCP      tracePacketsPacketsFlag = 1
+	tracePacketsPacketsFlagPACKETS_INNER    tracePacketsPacketsFlag = 2
+	tracePacketsPacketsFlagPACKETS_EARLY    tracePacketsPacketsFlag = 4
+	tracePacketsPacketsFlagPACKETS_UDP      tracePacketsPacketsFlag = 8
+	tracePacketsPacketsFlagPACKETS_FRAGMENT tracePacketsPacketsFlag = 16
+	tracePacketsPacketsFlagPACKETS_INWARD   tracePacketsPacketsFlag = 32
+	tracePacketsPacketsFlagPACKETS_LEFT     tracePacketsPacketsFlag = 64
 )
 
 type tracePacketsPacketsKind uint32
@@ -52,6 +58,8 @@ const (
 	tracePacketsPacketsKindPACKETS_RETRANSMIT tracePacketsPacketsKind = 3
 	tracePacketsPacketsKindPACKETS_RECEIVE    tracePacketsPacketsKind = 4
 	tracePacketsPacketsKindPACKETS_STATE      tracePacketsPacketsKind = 5
+	tracePacketsPacketsKindPACKETS_DROP       tracePacketsPacketsKind = 6
+	tracePacketsPacketsKindPACKETS_READ       tracePacketsPacketsKind = 7
 )
 
 type tracePacketsPacketsLimit uint32

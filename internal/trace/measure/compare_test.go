@@ -87,17 +87,17 @@ func TestSidesThatAreAlike(t *testing.T) {
 		runs   int
 		errors float64 // share of comparisons
 	}{
-		"one minute":          {traffic{slices: 6, messages: 200, sway: 0.2}, 80, 0.05},
-		"two minutes":         {traffic{slices: 12, messages: 100, alike: 0.5, sway: 0.1}, 80, 0.05},
-		"six minutes":         {traffic{slices: 36, messages: 30, sway: 0.2}, 60, 0.05},
-		"slow for 20 seconds": {traffic{slices: 36, messages: 30, alike: 0.6, sway: 0.3}, 60, 0.05},
-		"slow for a minute":   {traffic{slices: 90, messages: 15, alike: 0.85, sway: 0.2}, 60, 0.05},
+		"one minute":          {traffic{slices: 6, messages: 200, sway: 0.2}, 50, 0.05},
+		"two minutes":         {traffic{slices: 12, messages: 100, alike: 0.5, sway: 0.1}, 50, 0.05},
+		"six minutes":         {traffic{slices: 36, messages: 30, sway: 0.2}, 40, 0.05},
+		"slow for 20 seconds": {traffic{slices: 36, messages: 30, alike: 0.6, sway: 0.3}, 40, 0.05},
+		"slow for a minute":   {traffic{slices: 90, messages: 15, alike: 0.85, sway: 0.2}, 40, 0.05},
 		"an hour, slow for 3": {traffic{slices: 360, messages: 5, alike: 0.95, sway: 0.2}, 40, 0.05},
 		// The hardest case: six minutes are worth two independent slices.
-		"six minutes, slow for 2": {traffic{slices: 36, messages: 60, alike: 0.9, sway: 0.2}, 80, 0.15},
-		"incidents":               {traffic{slices: 60, messages: 30, sway: 0.05, incidents: 0.05}, 60, 0.05},
+		"six minutes, slow for 2": {traffic{slices: 36, messages: 60, alike: 0.9, sway: 0.2}, 50, 0.15},
+		"incidents":               {traffic{slices: 60, messages: 30, sway: 0.05, incidents: 0.05}, 40, 0.05},
 		"one result":              {traffic{slices: 1, messages: 1000}, 100, 0.05},
-		"less than a minute":      {traffic{slices: 5, messages: 200}, 60, 0.05},
+		"less than a minute":      {traffic{slices: 5, messages: 200}, 40, 0.05},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -212,36 +212,78 @@ func Trim(periods []Period, from, to time.Time) []Period {
 // matches. [MatchGroup] describes selectors. The Group of a result contains the common values of the groups. [Compare]
 // accepts the results. If no period has a matching group, the error is a [*SelectorError] that lists existing groups.
 func Find(periods []Period, selector string) ([]*Result, error) {
+	f, err := NewFinder(selector)
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range periods {
+		f.Begin()
+		for i := range p.Results {
+			f.Add(&p.Results[i], p.To)
+		}
+	}
+	return f.Results()
+}
+
+// Finder does the work of [Find] for one result at a time, and keeps no more than a sum per period.
+type Finder struct {
+	selector   string
+	conditions []condition
+	selected   map[Group]bool // groups that were seen, true for those that match
+	shared     *Group         // common values of those that match
+	sums       []*Sum         // of each period
+}
+
+// NewFinder returns a Finder for a selector. The error is a [*SelectorError].
+func NewFinder(selector string) (*Finder, error) {
 	conditions, err := parseSelector(selector)
 	if err != nil {
 		return nil, err
 	}
-	var shared *Group
-	selected := map[Group]bool{}
-	found := make([]*Result, len(periods))
-	for i, p := range periods {
-		var s Sum
-		for j := range p.Results {
-			r := &p.Results[j]
-			meant, known := selected[r.Group]
-			if !known {
-				meant = meets(r.Group, conditions)
-				selected[r.Group] = meant
-				if meant {
-					shared = r.Group.common(shared)
-				}
-			}
-			if meant {
-				s.Add(r, p.To)
-			}
+	return &Finder{selector: selector, conditions: conditions, selected: map[Group]bool{}}, nil
+}
+
+// Begin begins the next period.
+func (f *Finder) Begin() { f.sums = append(f.sums, &Sum{}) }
+
+// Add adds a result of the period that was begun last, which ends at a time.
+func (f *Finder) Add(r *Result, ended time.Time) {
+	meant, known := f.selected[r.Group]
+	if !known {
+		meant = meets(r.Group, f.conditions)
+		f.selected[r.Group] = meant
+		if meant {
+			f.shared = r.Group.common(f.shared)
 		}
-		found[i] = &s.Result
 	}
-	if shared == nil {
-		return nil, &SelectorError{Selector: selector, Message: "no group matches", Hint: groupsHint(selected)}
+	if meant {
+		f.sums[len(f.sums)-1].Add(r, ended)
 	}
-	for _, r := range found {
-		r.Group = *shared
+}
+
+// Seen returns the number of different groups.
+func (f *Finder) Seen() int { return len(f.selected) }
+
+// Groups returns the groups that match, in no order.
+func (f *Finder) Groups() []Group {
+	var groups []Group
+	for g, meant := range f.selected {
+		if meant {
+			groups = append(groups, g)
+		}
+	}
+	return groups
+}
+
+// Results returns the sum of each period.
+func (f *Finder) Results() ([]*Result, error) {
+	if f.shared == nil {
+		return nil, &SelectorError{Selector: f.selector, Message: "no group matches", Hint: groupsHint(f.selected)}
+	}
+	found := make([]*Result, 0, len(f.sums))
+	for _, s := range f.sums {
+		s.Group = *f.shared
+		found = append(found, &s.Result)
 	}
 	return found, nil
 }

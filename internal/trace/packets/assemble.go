@@ -12,27 +12,6 @@ import (
 	"sockeye/internal/trace/capture"
 )
 
-// Clock is CLOCK_REALTIME minus CLOCK_MONOTONIC.
-type Clock time.Duration
-
-// Time converts nanoseconds of CLOCK_MONOTONIC to the real time; 0 is the zero time.
-func (c Clock) Time(monotonic int64) time.Time {
-	if monotonic == 0 {
-		return time.Time{}
-	}
-	return time.Unix(0, monotonic+int64(c)).UTC()
-}
-
-// Limits of the assembler.
-const (
-	// DefaultWindow is the default maximum number of remembered packets.
-	DefaultWindow = 16384
-	// maxPointers is the maximum number of segment positions per packet.
-	maxPointers = 1024
-	// maxCluster is the maximum number of overlapping packets that are distinguished. TCP rarely creates more.
-	maxCluster = 256
-)
-
 // Maximum times between related events, in nanoseconds.
 const (
 	// nextHop is the time from a driver to the queueing discipline of the lower interface.
@@ -48,13 +27,9 @@ const (
 // Assembler assembles packets from events. It keeps a packet until no further event is expected, and emits the packets
 // in the order of their times.
 type Assembler struct {
-	clock  Clock
-	window int
-	emit   func(*Packet) error
+	recorder
 
 	mine, peer   sequence
-	order        []*packet // packets not yet emitted, from Number emitted+1
-	emitted      int
 	flight       []*packet // sent packets with bytes that are not acknowledged or not assigned; sorted by start and number
 	widest       int64     // length of the longest packet in sequence numbers
 	resent       []*packet // packets in order that overlap other packets
@@ -67,9 +42,6 @@ type Assembler struct {
 	sent         int64 // end of the highest sequence number seen: SND.MAX
 	rtt          int64 // smoothed RTT in nanoseconds; 0 if unknown
 	leastRTT     int64
-	now          int64 // time of the last event
-	names        map[uint32]string
-	summary      Summary
 }
 
 // packet is a packet that the assembler remembers.
@@ -91,7 +63,9 @@ type packet struct {
 	resent                            bool    // in Assembler.resent
 	emitted                           bool
 	split                             bool
-	device                            bool // split by the device
+	device                            bool   // split by the device
+	peer, fragmentID                  uint32 // capture.Header.Peer and, of a fragment, Ack
+	leftAt                            int64  // since when a received packet is known to have left the queue of its socket
 }
 
 type hop struct {
@@ -102,58 +76,16 @@ type hop struct {
 	wire           int   // segments on the wire
 }
 
-// Summary counts the events and packets of a capture.
-type Summary struct {
-	From            time.Time    `json:"from,omitzero"` // time of the first event
-	To              time.Time    `json:"to,omitzero"`   // time of the last event
-	Sent            int          `json:"sent"`          // packets
-	Received        int          `json:"received"`
-	SentBytes       int64        `json:"sent_bytes"` // payload, with retransmissions
-	ReceivedBytes   int64        `json:"received_bytes"`
-	Segments        int          `json:"segments"` // segments of sent packets that reached drivers
-	Retransmissions int          `json:"retransmissions"`
-	Fates           map[Fate]int `json:"fates"` // sent packets by fate, except those without one
-	// Unseen counts sequence numbers between those of sent packets for which no packet was seen: events were lost
-	// or missing.
-	Unseen int64 `json:"unseen,omitempty"`
-	// Strays counts parts of packets whose start was not seen. Unreadable counts packets without a readable TCP header,
-	// such as encrypted packets.
-	Strays     int `json:"strays,omitempty"`
-	Unreadable int `json:"unreadable,omitempty"`
-	// Unfinished counts packets that were evicted from memory before they were complete; their fate is incomplete.
-	Unfinished int    `json:"unfinished,omitempty"`
-	Events     uint64 `json:"events"`
-	State      string `json:"state,omitempty"` // last seen state of the connection
-
-	// The caller sets the following fields.
-	LostEvents uint64   `json:"lost_events"`       // events lost because the buffer was full
-	Missing    []string `json:"missing,omitempty"` // tracepoints that the kernel does not have
-	Stopped    Reason   `json:"stopped,omitempty"`
-}
-
 // NewAssembler returns an assembler that remembers at most window packets, or DefaultWindow packets if window is 0. Add
 // and Close return errors of emit.
 func NewAssembler(clock Clock, window int, emit func(*Packet) error) *Assembler {
-	if window <= 0 {
-		window = DefaultWindow
-	}
-	return &Assembler{
-		clock: clock, window: window, emit: emit,
-		byPointer: make(map[uint64]*packet), names: make(map[uint32]string),
-		summary: Summary{Fates: make(map[Fate]int)},
-	}
+	return &Assembler{recorder: newRecorder(clock, window, emit), byPointer: make(map[uint64]*packet)}
 }
 
 // Add processes an event. Add the events in the order of occurrence; in another order, packets are less complete.
 func (a *Assembler) Add(e *capture.Event) error {
 	h := &e.Header
-	a.summary.Events++
-	at := int64(h.Time)
-	if a.summary.From.IsZero() {
-		a.summary.From = a.clock.Time(at)
-	}
-	a.now = max(a.now, at)
-	a.summary.To = a.clock.Time(a.now)
+	a.observe(h)
 	switch h.Kind {
 	case capture.Queue:
 		a.handleQueue(e)
@@ -166,34 +98,16 @@ func (a *Assembler) Add(e *capture.Event) error {
 	case capture.State:
 		a.summary.State = stateName(h.State)
 		if h.Flags&capture.TCP != 0 && a.mine.set {
-			a.acknowledge(at, nil, a.mine.at(h.Ack), options{}, nil)
+			a.acknowledge(int64(h.Time), nil, a.mine.at(h.Ack), options{}, nil)
 		}
 	}
-	return a.flush(false)
+	return a.flush(a.finished, a.conclude, false)
 }
 
 // Close emits the remaining packets and returns the summary.
 func (a *Assembler) Close() (*Summary, error) {
-	err := a.flush(true)
+	err := a.flush(a.finished, a.conclude, true)
 	return &a.summary, err
-}
-
-func name(h *capture.Header) string {
-	b := make([]byte, 0, len(h.Name))
-	for _, c := range h.Name {
-		if c == 0 {
-			break
-		}
-		b = append(b, byte(c))
-	}
-	return string(b)
-}
-
-func (a *Assembler) interfaceName(index uint32) string {
-	if name := a.names[index]; name != "" || index == 0 {
-		return name
-	}
-	return "if" + strconv.Itoa(int(index))
 }
 
 func stateName(state uint8) string {
@@ -204,29 +118,6 @@ func stateName(state uint8) string {
 		return names[state]
 	}
 	return strconv.Itoa(int(state))
-}
-
-// add creates a packet for an event with sequence numbers.
-func (a *Assembler) add(e *capture.Event) *packet {
-	// Read the name now: later hops may be in another network namespace.
-	if e.Ifindex != 0 && e.Name[0] != 0 {
-		a.names[e.Ifindex] = name(&e.Header)
-	}
-	p := &packet{Packet: Packet{
-		Number:    a.emitted + len(a.order) + 1,
-		Time:      a.clock.Time(int64(e.Time)),
-		Interface: a.interfaceName(e.Ifindex),
-		Index:     int(e.Ifindex),
-		RawSeq:    e.Seq,
-		RawAck:    e.Ack,
-		Length:    int(e.Length),
-		Size:      int(e.Size),
-		Flags:     Flags(e.Tcp),
-		Window:    int(e.Window),
-		Header:    slices.Clone(e.Bytes),
-	}, at: int64(e.Time), options: parseOptions(e.Bytes)}
-	a.order = append(a.order, p)
-	return p
 }
 
 // handleQueue processes the arrival of a packet at a queueing discipline.
@@ -735,31 +626,6 @@ func ranges(numbers []int) (all []Range) {
 	return all
 }
 
-// flush emits packets up to the first one that is not complete.
-func (a *Assembler) flush(all bool) error {
-	for len(a.order) > 0 {
-		p := a.order[0]
-		finished := a.finished(p)
-		if !finished && !all && len(a.order) <= a.window {
-			return nil
-		}
-		if !finished && !all {
-			a.summary.Unfinished++
-		}
-		a.order[0] = nil
-		a.order = a.order[1:]
-		a.emitted++
-		p.emitted = true
-		if p.Sent != nil {
-			a.conclude(p)
-		}
-		if err := a.emit(&p.Packet); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // finished returns whether no further event of a packet is expected.
 func (a *Assembler) finished(p *packet) bool {
 	age := a.now - p.at
@@ -783,31 +649,17 @@ func (a *Assembler) finished(p *packet) bool {
 
 // conclude sets the fate of a packet and removes the packet from memory.
 func (a *Assembler) conclude(p *packet) {
+	if p.Sent == nil {
+		return
+	}
 	s := p.Sent
-	s.Driver, s.FirstAcked, s.Acked = a.clock.Time(p.driver), a.clock.Time(p.firstAcked), a.clock.Time(p.acked)
-	if p.driver != 0 {
-		s.Qdisc = time.Duration(p.driver - p.at)
-		if p.acked != 0 {
-			s.Network = time.Duration(p.acked - p.driver)
-		}
+	a.describeSent(p)
+	s.FirstAcked, s.Acked = a.clock.Time(p.firstAcked), a.clock.Time(p.acked)
+	if p.driver != 0 && p.acked != 0 {
+		s.Network = time.Duration(p.acked - p.driver)
 	}
 	for _, one := range p.lost {
 		s.LostBytes += p.payload(one)
-	}
-	wire := 0
-	for _, h := range p.hops {
-		h.Queued, h.Driver = a.clock.Time(h.queued), a.clock.Time(h.driver)
-		s.Hops = append(s.Hops, h.Hop)
-		if h.wire > 0 {
-			wire = h.wire
-		}
-	}
-	a.summary.Segments += wire
-	if p.split {
-		s.Split = &Split{Segments: wire, Size: int(p.gso), By: ByHost}
-		if p.device {
-			s.Split.By = ByDevice
-		}
 	}
 	if s.Fate = a.fate(p); s.Fate != "" {
 		a.summary.Fates[s.Fate]++

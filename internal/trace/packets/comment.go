@@ -16,6 +16,9 @@ func (p *Packet) Comment() string {
 		return strings.Join(p.sentParts(), "; ")
 	}
 	if p.Received != nil {
+		if p.Peer.IsValid() {
+			return p.Received.datagram()
+		}
 		return strings.Join(p.Received.parts(), "; ")
 	}
 	return ""
@@ -57,13 +60,20 @@ func (p *Packet) sentParts() []string {
 	if s.Split != nil {
 		parts = append(parts, fmt.Sprintf("%d segments of %d bytes, split by the %s", s.Split.Segments, s.Split.Size, s.Split.By))
 	}
+	if f := p.Fragment; f != nil {
+		text := fmt.Sprintf("fragment at byte %d", f.Offset)
+		if f.Offset > 0 && f.Of > 0 {
+			text += " of the datagram of packet " + strconv.Itoa(f.Of)
+		}
+		parts = append(parts, text)
+	}
 	switch s.Fate {
 	case Lost:
 		parts = append(parts, "lost")
 	case PartlyLost:
 		parts = append(parts, fmt.Sprintf("%d of %d bytes lost", s.LostBytes, p.Length))
 	case Dropped:
-		parts = append(parts, "dropped by this host")
+		parts = append(parts, "dropped by this host"+because(s.Reason))
 	case Needless:
 		parts = append(parts, "needless: already received")
 	case Unacknowledged:
@@ -83,6 +93,26 @@ func (p *Packet) sentParts() []string {
 		parts = append(parts, "received twice (D-SACK)")
 	}
 	return parts
+}
+
+// datagram describes a received datagram.
+func (r *Received) datagram() string {
+	switch {
+	case r.Dropped:
+		return "dropped by this host" + because(r.Reason)
+	case r.Unseen:
+		return "left the queue, the event was lost"
+	case r.Read.IsZero():
+		return "not read"
+	}
+	return "read after " + short(r.Waited)
+}
+
+func because(reason string) string {
+	if reason == "" {
+		return ""
+	}
+	return " (" + reason + ")"
 }
 
 func (r *Received) parts() []string {

@@ -14,6 +14,7 @@ const (
 	protocolHopByHop    = 0
 	protocolTCP         = 6
 	protocolRouting     = 43
+	protocolFragment    = 44
 	protocolDestination = 60
 )
 

@@ -13,7 +13,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
-	"os"
 	"reflect"
 	"slices"
 	"sync"
@@ -21,7 +20,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cilium/ebpf/rlimit"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -31,14 +29,7 @@ import (
 	"sockeye/lab"
 )
 
-func TestMain(m *testing.M) {
-	// Before Linux 5.11, maps are charged to RLIMIT_MEMLOCK.
-	if err := rlimit.RemoveMemlock(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	os.Exit(testenv.Run(m))
-}
+func TestMain(m *testing.M) { testenv.MainWithMaps(m) }
 
 func check(t testing.TB, err error) {
 	t.Helper()

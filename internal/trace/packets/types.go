@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package packets follows the packets of one TCP connection from the queueing discipline to the acknowledgement of the
-// peer, using the events of package capture, and writes pcapng files.
+// peer, and those of one UDP socket to the driver and from the socket to the application, using the events of package
+// capture. It writes pcapng files.
 package packets
 
 import (
 	"fmt"
+	"net/netip"
 	"strings"
 	"time"
 )
 
-// Packet is a packet that the connection sent or received: one socket buffer, which may be several segments on the
-// wire. Either Sent or Received is set.
+// Packet is a packet that the connection or the UDP socket sent or received: one socket buffer, which may be several
+// segments on the wire. Either Sent or Received is set.
 //
 // Sequence numbers are relative: 1 is the first one seen in its direction. They do not wrap, and are negative for
-// earlier data.
+// earlier data. UDP has no sequence numbers, flags and window: they are 0.
 type Packet struct {
 	Number    int       `json:"number"` // starts at 1, in the order of Time
-	Time      time.Time `json:"time"`   // arrival at the first queueing discipline, or at TCP
+	Time      time.Time `json:"time"`   // arrival at the first queueing discipline, at TCP, or at the UDP socket
 	Interface string    `json:"interface"`
 	Index     int       `json:"ifindex"` // interface index; 0 if unknown
 	Seq       int64     `json:"seq"`
@@ -30,14 +32,25 @@ type Packet struct {
 	Window    int       `json:"window"` // bytes
 	// Header is the start of the IP packet: the headers and a few bytes of payload.
 	Header []byte `json:"header,omitempty"`
+	// Peer is the other end of a datagram, Fragment is set for a fragment of one. The port of a later fragment is 0.
+	Peer     netip.AddrPort `json:"peer,omitzero"`
+	Fragment *Fragment      `json:"fragment,omitempty"`
 
 	Sent     *Sent     `json:"sent,omitempty"`
 	Received *Received `json:"received,omitempty"`
 }
 
+// Fragment describes a fragment of a datagram.
+type Fragment struct {
+	Of     int `json:"of"`     // number of the first fragment; 0 if not seen
+	Offset int `json:"offset"` // in the datagram, which starts with the UDP header, in bytes
+}
+
 // Sent describes a sent packet.
 type Sent struct {
 	Fate Fate `json:"fate,omitempty"`
+	// Reason is the reason for which the host dropped a datagram (enum skb_drop_reason); "" if unknown.
+	Reason string `json:"reason,omitempty"`
 	// Driver is the time at which the last part reached the last driver; zero if no part did.
 	Driver time.Time `json:"driver,omitzero"`
 	// FirstAcked and Acked are the times of the first and the last acknowledgement of the bytes that were not
@@ -78,6 +91,14 @@ type Received struct {
 	// Early is set if the packet was seen when the host received it instead of when TCP did, because one side has
 	// closed the connection.
 	Early bool `json:"early,omitempty"`
+	// Read is the time at which the application received a datagram, Waited the time from Packet.Time to Read. Dropped is
+	// set if the host dropped the datagram instead, for a Reason as in Sent.
+	Read    time.Time     `json:"read,omitzero"`
+	Waited  time.Duration `json:"waited_ns,omitempty"`
+	Dropped bool          `json:"dropped,omitempty"`
+	Reason  string        `json:"reason,omitempty"`
+	// Unseen is set if a datagram has left the queue of the socket, and the event that says how was lost.
+	Unseen bool `json:"unseen,omitempty"`
 }
 
 // Range is a range of packet numbers that includes both ends.

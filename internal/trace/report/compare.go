@@ -46,7 +46,7 @@ func WriteComparison(w io.Writer, c Compared) error {
 	for i, name := range []string{c.A, c.B} {
 		y := 22 + 20*i
 		fmt.Fprintf(&b, `<path d="M%d %dh24" stroke="%s" stroke-width="3"/><text x="%d" y="%d">%s: %s</text>`+"\n",
-			plotLeft, y-4, sideColors[i], plotLeft+32, y, "AB"[i:i+1], escaped(name))
+			plotLeft, y-4, sideColors[i], plotLeft+32, y, "AB"[i:i+1], escaped(shortened(name)))
 	}
 	for i, s := range c.Stages {
 		fmt.Fprintf(&b, `<g transform="translate(%d %d)">`+"\n", i%columns*panelWidth+plotLeft, titleHeight+i/columns*panelHeight+plotTop+20)
@@ -81,6 +81,15 @@ func (s ComparedStage) draw(b *bytes.Buffer) {
 		fmt.Fprintf(b, `<text y="%d" fill="%s">%s: p50 %s, p99 %s, %s</text>`+"\n", plotInnerHeight+34+16*i, sideColors[i], "AB"[i:i+1],
 			durationText(h.Quantile(0.5)), durationText(h.Quantile(0.99)), countOf(int(min(h.Count, math.MaxInt32)), "message", "messages"))
 	}
+}
+
+// shortened cuts a name that is wider than the picture. File, host and selection may have any length.
+func shortened(name string) string {
+	const most = 160
+	if r := []rune(name); len(r) > most {
+		return string(r[:most]) + "…"
+	}
+	return name
 }
 
 // escaped escapes text for XML, which control characters are not a part of.
