@@ -84,10 +84,10 @@ type Agent struct {
 	export        *otlpExport
 	sockets       *sockmetrics.Collector
 	live          *liveView
-	explaining    sync.Mutex // serializes the plans of /v1/why
-	gathering     sync.Mutex // serializes Collect
-	page          *webPage   // the web page; nil for none
-	pageProblem   error      // why the web page that the policy in force names is not served
+	explaining    sync.Mutex      // serializes the plans of /v1/why
+	gathered      *sharedGatherer // of all metrics
+	page          *webPage        // the web page; nil for none
+	pageProblem   error           // why the web page that the policy in force names is not served
 	tracing       *trace.Domain
 }
 
@@ -289,6 +289,7 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 		sockets: sockmetrics.New(h, services.EachService, tuning.Paths, tracing.Paths),
 		tracing: tracing,
 	}
+	a.gathered = a.gatherer()
 	a.live = newLiveView(a.fillFrame, &recording{dir: filepath.Join(o.StateDir, framesDir)}, log)
 	return a
 }

@@ -28,10 +28,10 @@ const (
 	warnInterval = time.Minute
 	// idleTimeout is the time after which the server closes a connection without a request.
 	idleTimeout = 30 * time.Second
-	// crowdPause is the time before the next connection is accepted while the gate closes the oldest ones: those that it has
-	// admitted read their requests in this time.
-	crowdPause = time.Millisecond
-	// sendTime is the time that a client has for reading an answer before its connection may be closed for another one.
+	// requestTime is the time that a client has for sending a request before its connection may be closed for another one.
+	requestTime = 10 * time.Millisecond
+	// sendTime is the time that one write of an answer waits for its client before the connection may be closed for another
+	// one.
 	sendTime = 100 * time.Millisecond
 )
 
@@ -45,14 +45,13 @@ type gate struct {
 	// userOf returns the user of a connection; nil if the gate does not distinguish users. All users other than root
 	// together have half of the connections, and each of them a quarter.
 	userOf func(net.Conn) uint32
-	// evictsOldest makes the gate close the oldest connection whose answer is being sent where none is idle, instead of
-	// refusing the new one. Where there is none either, the new one waits: a request whose answer is not known yet is not
-	// interrupted, because a flood of requests would interrupt all of them.
+	// evictsOldest makes the gate close the oldest connection whose client does not read the answer where none is idle, instead
+	// of refusing the new one. Where there is none either, the new one waits: a request whose answer is not known yet is not
+	// interrupted, because a flood of requests would interrupt all of them; nor is a connection that is too young to have
+	// sent its request.
 	evictsOldest bool
 	// refusal is written to a connection before the gate closes it.
 	refusal []byte
-
-	crowded bool // the last connection was admitted at the limit; only for Accept
 
 	mu     sync.Mutex
 	conns  []*gateConn // oldest first
@@ -62,8 +61,9 @@ type gate struct {
 type gateConn struct {
 	net.Conn
 	uid     uint32
+	since   time.Time // when the gate admitted the connection
 	serving int       // requests in progress: 0 or 1
-	sending time.Time // when the answer to the request was known: its client may read it slowly, or not at all
+	sending time.Time // since when a write of the answer waits for the client; zero while none does
 }
 
 type gateConnKey struct{}
@@ -101,9 +101,6 @@ func (g *gate) wrap(server *http.Server) {
 // Accept returns the next connection that the limits admit.
 func (g *gate) Accept() (net.Conn, error) {
 	for {
-		if g.crowded && g.evictsOldest {
-			time.Sleep(crowdPause)
-		}
 		c, err := g.Listener.Accept()
 		if err != nil {
 			return nil, err
@@ -114,7 +111,7 @@ func (g *gate) Accept() (net.Conn, error) {
 		}
 		admitted := g.admit(e)
 		for ; !admitted && g.evictsOldest; admitted = g.admit(e) {
-			time.Sleep(crowdPause)
+			time.Sleep(requestTime)
 		}
 		if admitted {
 			return c, nil
@@ -129,7 +126,6 @@ func (g *gate) Accept() (net.Conn, error) {
 func (g *gate) admit(e *gateConn) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.crowded = false
 	if g.userOf != nil && e.uid != 0 {
 		own := func(o *gateConn) bool { return o.uid == e.uid }
 		others := func(o *gateConn) bool { return o.uid != 0 }
@@ -140,12 +136,13 @@ func (g *gate) admit(e *gateConn) bool {
 	if !g.makeRoom(func(*gateConn) bool { return true }, g.limit) {
 		return false
 	}
+	e.since = time.Now()
 	g.conns = append(g.conns, e)
 	return true
 }
 
 // makeRoom reports whether one more connection of a kind is within the limit. At the limit, makeRoom closes an idle
-// connection of that kind or, with evictsOldest, the oldest one whose answer is being sent.
+// connection of that kind or, with evictsOldest, the oldest one whose client does not read.
 func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	n, waits, sends := 0, -1, -1
 	for i, e := range g.conns {
@@ -153,7 +150,7 @@ func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 			continue
 		}
 		n++
-		if e.serving == 0 && waits < 0 {
+		if e.serving == 0 && waits < 0 && (!g.evictsOldest || time.Since(e.since) > requestTime) {
 			waits = i
 		}
 		if !e.sending.IsZero() && time.Since(e.sending) > sendTime && sends < 0 {
@@ -163,7 +160,6 @@ func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	if n < most {
 		return true
 	}
-	g.crowded = true
 	if now := time.Now(); now.Sub(g.warned) >= warnInterval {
 		g.warned = now
 		g.log.Warn("too many connections, some are closed", "to", g.name, "most", most)
@@ -192,22 +188,26 @@ func (g *gate) addServing(e *gateConn, by int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.serving += by
-	e.sending = time.Time{}
 }
 
-// sendingWriter notes when the answer to a request is known.
+// sendingWriter notes since when a write waits for the client.
 type sendingWriter struct {
 	http.ResponseWriter
 	gate *gate
 	conn *gateConn
 }
 
-// WriteHeader begins the answer.
-func (w *sendingWriter) WriteHeader(status int) {
+// Write writes a part of the answer.
+func (w *sendingWriter) Write(p []byte) (int, error) {
+	w.setSending(time.Now())
+	defer w.setSending(time.Time{})
+	return w.ResponseWriter.Write(p)
+}
+
+func (w *sendingWriter) setSending(since time.Time) {
 	w.gate.mu.Lock()
-	w.conn.sending = time.Now()
-	w.gate.mu.Unlock()
-	w.ResponseWriter.WriteHeader(status)
+	defer w.gate.mu.Unlock()
+	w.conn.sending = since
 }
 
 func (g *gate) find(c net.Conn) *gateConn {

@@ -3,12 +3,13 @@
 package agent
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -57,16 +58,41 @@ func (a *Agent) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// gatherer returns a gatherer of all metrics, which works for one caller at a time: a scrape and an export read the same
-// kernel maps.
-func (a *Agent) gatherer() prometheus.Gatherer {
+// gatherer returns a gatherer of all metrics, which reads the kernel maps for one caller at a time: a scrape and an export
+// read the same ones. Callers that wait share the next result, so that a flood of scrapes delays a scrape by two results,
+// and not by one for each request before it.
+func (a *Agent) gatherer() *sharedGatherer {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	return prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
-		a.gathering.Lock()
-		defer a.gathering.Unlock()
-		return registry.Gather()
-	})
+	return &sharedGatherer{from: registry}
+}
+
+// sharedGatherer gathers once for all callers that wait.
+type sharedGatherer struct {
+	from    prometheus.Gatherer
+	waiting atomic.Int32 // callers, with the one that gathers
+
+	mu       sync.Mutex
+	begun    time.Time // of the last gathering; its result is kept while callers wait
+	families []*dto.MetricFamily
+	err      error
+}
+
+// Gather returns metrics that were gathered after the call began. The result is shared: the caller does not change it.
+func (g *sharedGatherer) Gather() ([]*dto.MetricFamily, error) {
+	called := time.Now()
+	g.waiting.Add(1)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.begun.After(called) {
+		g.begun = time.Now()
+		g.families, g.err = g.from.Gather()
+	}
+	families, err := g.families, g.err
+	if g.waiting.Add(-1) == 0 {
+		g.begun, g.families, g.err = time.Time{}, nil, nil
+	}
+	return families, err
 }
 
 type metricsServer struct {
@@ -83,7 +109,7 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 		return nil, fault.WithHint(fmt.Errorf("serve metrics: %w", err), "set metrics.listen to a free address")
 	}
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", serialize(promhttp.HandlerFor(a.gatherer(), promhttp.HandlerOpts{})))
+	mux.Handle("GET /metrics", promhttp.HandlerFor(a.gathered, promhttp.HandlerOpts{}))
 	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
 	g := &gate{Listener: listener, name: "metrics", log: a.log, limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), evictsOldest: true}
@@ -96,48 +122,6 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	a.log.Info("metrics served", "address", listener.Addr().String())
 	return m, nil
 }
-
-// scrapeTimeout is the longest time that a scrape waits for the previous one.
-const scrapeTimeout = 10 * time.Second
-
-// serialize runs one request at a time, because a scrape reads many kernel maps. Each answer is buffered and written
-// after the next request may start, so that a slow client does not block others.
-func serialize(next http.Handler) http.Handler {
-	semaphore := make(chan struct{}, 1)
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		timeout := time.NewTimer(scrapeTimeout)
-		defer timeout.Stop()
-		select {
-		case semaphore <- struct{}{}:
-		case <-r.Context().Done():
-			return
-		case <-timeout.C:
-			http.Error(w, "too many scrapes", http.StatusServiceUnavailable)
-			return
-		}
-		answer := &bufferedResponse{ResponseWriter: w, status: http.StatusOK}
-		func() {
-			defer func() { <-semaphore }()
-			next.ServeHTTP(answer, r)
-		}()
-		w.WriteHeader(answer.status)
-		// The client may have disconnected.
-		_, _ = w.Write(answer.body.Bytes())
-	})
-}
-
-// bufferedResponse keeps an answer in memory.
-type bufferedResponse struct {
-	http.ResponseWriter
-	status int
-	body   bytes.Buffer
-}
-
-// WriteHeader stores the status.
-func (k *bufferedResponse) WriteHeader(status int) { k.status = status }
-
-// Write appends to the body.
-func (k *bufferedResponse) Write(p []byte) (int, error) { return k.body.Write(p) }
 
 func (m *metricsServer) close() {
 	if m != nil && m.http != nil {

@@ -66,7 +66,7 @@ func (a *Agent) newExport(policy *config.Policy) (*otlpExport, error) {
 	if policy.Metrics.OTLP == nil {
 		return nil, nil
 	}
-	return newExport(policy.Metrics.OTLP, a.gatherer(), a.options.Version, a.log)
+	return newExport(policy.Metrics.OTLP, a.gathered, a.options.Version, a.log)
 }
 
 // newExport returns an export of the metrics of a gatherer. It reads the files that the policy names, and sends nothing.
