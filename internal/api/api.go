@@ -191,7 +191,8 @@ type TemplateField struct {
 type PinStatus struct {
 	Device  string     `json:"device"` // name in the device map, address or prefix
 	Until   *time.Time `json:"until,omitempty"`
-	InForce bool       `json:"in_force"` // false: the slot has no member yet, or the device waits for its turn
+	InForce bool       `json:"in_force"`          // false: the slot has no member yet, or the device waits for its turn
+	Problem string     `json:"problem,omitempty"` // the device map makes the pin ineffective
 }
 
 // SocketStatus is a registered socket.

@@ -152,12 +152,22 @@ func (l *steerMaps) dir(base string) string {
 // newestOwn returns the path of a pin of a service in the layout of this version, in the newest directory that has it.
 // The error wraps os.ErrNotExist if none has.
 func newestOwn(base, name string) (string, error) {
-	l, err := steerLayout(false)
+	names, err := ownNames()
 	if err != nil {
 		return "", err
 	}
-	return pin.Newest(base, l.names[name])
+	return pin.Newest(base, names[name])
 }
+
+// ownNames returns the names of the pins in the layout of this version, which differ between the modes for maps of
+// sockets only.
+var ownNames = sync.OnceValues(func() (map[string]string, error) {
+	l, err := steerLayout(false)
+	if err != nil {
+		return nil, err
+	}
+	return l.names, nil
+})
 
 // newestOf returns the path of a pin of a service in any layout, in the newest directory that has it. The error wraps
 // os.ErrNotExist if none has.

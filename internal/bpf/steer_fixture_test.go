@@ -455,10 +455,20 @@ func client(t testing.TB, protocol int, from netip.Addr, to netip.AddrPort) (fd 
 // wait waits until a descriptor is ready.
 func wait(t testing.TB, fd int, events int16) {
 	t.Helper()
-	until(t, "a descriptor is ready", func() bool {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: events}}, 100)
-		return n == 1 && err == nil
-	})
+	until(t, "a descriptor is ready", func() bool { return ready(t, fd, events, 100*time.Millisecond) })
+}
+
+// ready reports whether a descriptor is ready within a time. Signals of the Go runtime may interrupt poll(2).
+func ready(t testing.TB, fd int, events int16, limit time.Duration) bool {
+	t.Helper()
+	for deadline := time.Now().Add(limit); ; {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: events}}, int(max(0, time.Until(deadline).Milliseconds())))
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		check(t, err)
+		return n == 1
+	}
 }
 
 // refused returns the error of a client, or nil if its SYN or datagram was accepted.

@@ -244,26 +244,33 @@ func readTable(path string) (*Table, error) {
 	return t, nil
 }
 
-// ReadDevice looks up an address in the device map of a pinned service. found is false if no prefix matches or there is
-// no device map.
-func ReadDevice(dir string, address Address) (id DeviceID, found bool, err error) {
+// ReadDevices looks up addresses in the device map of a pinned service. An element of the result is nil if no prefix
+// matches or there is no device map.
+func ReadDevices(dir string, addresses []Address) ([]*DeviceID, error) {
+	ids := make([]*DeviceID, len(addresses))
 	path, err := newestOwn(dir, pinDeviceMap)
 	if errors.Is(err, os.ErrNotExist) {
-		return id, false, nil
+		return ids, nil
 	}
 	if err != nil {
-		return id, false, err
+		return nil, err
 	}
 	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
 	if err != nil {
-		return id, false, fmt.Errorf("open pinned map %s: %w", path, err)
+		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
 	}
 	defer m.Close()
-	err = m.Lookup(&Prefix{Prefixlen: hostLength, Address: address}, &id)
-	if errors.Is(err, ebpf.ErrKeyNotExist) {
-		return id, false, nil
+	for i, address := range addresses {
+		var id DeviceID
+		err := m.Lookup(&Prefix{Prefixlen: hostLength, Address: address}, &id)
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return nil, fmt.Errorf("read pinned map %s: %w", path, err)
+		}
+		if err == nil && id.Device != NoDevice {
+			ids[i] = &id
+		}
 	}
-	return id, err == nil && id.Device != NoDevice, err
+	return ids, nil
 }
 
 func namedSpec(spec *ebpf.MapSpec, name string) *ebpf.MapSpec {

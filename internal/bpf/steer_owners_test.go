@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -177,8 +178,8 @@ func TestGated(t *testing.T) {
 				}
 				return false
 			})
-			if n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT | unix.POLLIN}}, 200); n != 0 || err != nil {
-				t.Errorf("the held connection has ended or is established: %d, %v", n, err)
+			if ready(t, fd, unix.POLLOUT|unix.POLLIN, 200*time.Millisecond) {
+				t.Error("the held connection has ended or is established")
 			}
 			other, err := client(t, unix.IPPROTO_TCP, free, to(free, 1790))
 			check(t, err)
@@ -194,7 +195,8 @@ func TestGated(t *testing.T) {
 			s.expect(row, []netip.Addr{held})
 		}
 		if _, refused := s.total(); refused != 0 {
-			t.Errorf("%d packets were refused", refused)
+			counters, err := s.Counters(int(s.mapping.Table.Slots))
+			t.Errorf("%d packets were refused: %+v, %v; devices: %+v", refused, counters, err, s.Devices())
 		}
 	})
 }

@@ -229,7 +229,7 @@ func TestIncompatiblePins(t *testing.T) {
 				defer other.Close()
 				check(t, other.Pin(path))
 				defer os.Remove(path)
-				before, descriptors := pinned(t, c.Dir), openDescriptors(t)
+				before, opened := pinned(t, c.Dir), testenv.Opened(t)
 				c := c
 				c.Listeners[3] = listen(t, "udp [::]:9999")[0]
 				_, err = bpf.OpenSteer(c)
@@ -243,9 +243,7 @@ func TestIncompatiblePins(t *testing.T) {
 				if got, err := bpf.ReadListeners(c.Dir); name != "listeners" && (err != nil || got[3].Address.IsValid()) {
 					t.Errorf("listeners %v: %v", got, err)
 				}
-				if got := openDescriptors(t); got != descriptors {
-					t.Errorf("%d open files, had %d", got, descriptors)
-				}
+				opened()
 			})
 		}
 		check(t, open(t, c).Close())
@@ -260,8 +258,8 @@ func TestReadWithoutPins(t *testing.T) {
 	if _, err := bpf.ReadListeners(dir); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("listeners: %v", err)
 	}
-	if _, found, err := bpf.ReadDevice(dir, bpf.Address{}); found || err != nil {
-		t.Errorf("device: %v, %v", found, err)
+	if ids, err := bpf.ReadDevices(dir, []bpf.Address{{}}); err != nil || ids[0] != nil {
+		t.Errorf("device: %v, %v", ids, err)
 	}
 }
 
@@ -278,25 +276,30 @@ func TestListenersAreRecorded(t *testing.T) {
 	}
 }
 
-// TestReadDevice compares the lookup in the pinned device map with the reference model.
-func TestReadDevice(t *testing.T) {
+// TestReadDevices compares the lookup in the pinned device map with the reference model.
+func TestReadDevices(t *testing.T) {
 	m := deviceMap(t, "127.1.0.0/16,a", "::/0,b", "0.0.0.0/1,c")
 	s := serve(t, config(t, false, pair[0]), 4, bpf.NoSlot, m)
-	for text, in := range map[string]bool{"127.1.2.3": true, "127.2.0.0": true, "128.0.0.1": false, "::1": true} {
-		a := netip.MustParseAddr(text)
-		id, found, err := bpf.ReadDevice(s.config.Dir, placement.Address(a))
-		check(t, err)
-		if found != in {
-			t.Errorf("%s: found %v", a, found)
-		}
-		if found && int(s.mapping.Table.Bucket[id.Hash%uint32(bpf.Buckets)]) != s.slotOf(a) {
-			t.Errorf("%s: another slot", a)
+	var all []netip.Addr
+	var keys []bpf.Address
+	found := []bool{true, true, false, true}
+	for _, text := range []string{"127.1.2.3", "127.2.0.0", "128.0.0.1", "::1"} {
+		all = append(all, netip.MustParseAddr(text))
+		keys = append(keys, placement.Address(all[len(all)-1]))
+	}
+	ids, err := bpf.ReadDevices(s.config.Dir, keys)
+	check(t, err)
+	for i, id := range ids {
+		if found[i] != (id != nil) {
+			t.Errorf("%s: found %v", all[i], id != nil)
+		} else if id != nil && int(s.mapping.Table.Bucket[id.Hash%uint32(bpf.Buckets)]) != s.slotOf(all[i]) {
+			t.Errorf("%s: another slot", all[i])
 		}
 	}
 	check(t, s.SetMapping(&s.mapping.Table, nil, func() {}))
 	check(t, s.SetMapping(&s.mapping.Table, nil, func() {}))
-	if _, found, err := bpf.ReadDevice(s.config.Dir, placement.Address(netip.MustParseAddr("127.1.0.1"))); found || err != nil {
-		t.Errorf("without a device map: %v, %v", found, err)
+	if ids, err := bpf.ReadDevices(s.config.Dir, keys); err != nil || ids[0] != nil {
+		t.Errorf("without a device map: %v, %v", ids, err)
 	}
 }
 
@@ -322,7 +325,7 @@ func TestNothingLeaks(t *testing.T) {
 			check(t, err)
 			_, err = bpf.ReadListeners(c.Dir)
 			check(t, err)
-			_, _, err = bpf.ReadDevice(c.Dir, bpf.Address{})
+			_, err = bpf.ReadDevices(c.Dir, []bpf.Address{{}})
 			check(t, err)
 			_, err = bpf.ForeignPrograms(int(c.Netns.Fd()))
 			check(t, err)
@@ -336,21 +339,12 @@ func TestNothingLeaks(t *testing.T) {
 			check(t, root.Close())
 		}
 		use() // what is opened once for all
-		before := openDescriptors(t)
+		opened := testenv.Opened(t)
 		for range 3 {
 			use()
 		}
-		if after := openDescriptors(t); after != before {
-			t.Errorf("%d open files, had %d", after, before)
-		}
+		opened()
 	})
-}
-
-func openDescriptors(t testing.TB) int {
-	t.Helper()
-	entries, err := os.ReadDir("/proc/self/fd")
-	check(t, err)
-	return len(entries)
 }
 
 func TestRoot(t *testing.T) {
@@ -431,7 +425,7 @@ func TestRootOfAnotherVersion(t *testing.T) {
 			check(t, err)
 			defer m.Close()
 			check(t, m.Pin(path))
-			before, descriptors := pinned(t, dir), openDescriptors(t)
+			before, opened := pinned(t, dir), testenv.Opened(t)
 			for range 2 { // the first leaves no lock
 				_, err = bpf.OpenRoot(dir)
 				incompatible, ok := errors.AsType[*pin.IncompatibleError](err)
@@ -442,9 +436,7 @@ func TestRootOfAnotherVersion(t *testing.T) {
 			if got := changed(before, pinned(t, dir)); got != nil {
 				t.Errorf("changed: %q", got)
 			}
-			if got := openDescriptors(t); got != descriptors {
-				t.Errorf("%d open files, had %d", got, descriptors)
-			}
+			opened()
 			check(t, bpf.RemoveRoot(dir, func() error { return nil }))
 			root, err := bpf.OpenRoot(dir)
 			check(t, err)

@@ -496,7 +496,7 @@ func TestTablesFlipAtomically(t *testing.T) {
 				sent, moved := 0, 0
 				enough := func() bool { return flipped.Load() >= int64(test.flips) && moved > 0 && moved < sent }
 				for begin := time.Now(); !enough() && time.Since(begin) < time.Minute && len(done) == 0; {
-					time.Sleep(2 * time.Millisecond) // eight senders without pauses delay the flips
+					time.Sleep(5 * time.Millisecond) // eight senders without pauses delay the flips
 					for _, a := range from {
 						udp.send(a, target(s.config.Listeners[0], false))
 					}

@@ -22,6 +22,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/testenv"
 )
 
 // TestSteerLayouts detects a changed layout. Earlier versions, which do not share maps, adopt the pins of this version
@@ -186,8 +187,8 @@ func TestSteerUpgrade(t *testing.T) {
 					if table, err := bpf.ReadTable(base); err != nil || table.Nonce != s.mapping.Table.Nonce || table.Named != 1 {
 						t.Errorf("table: %v", err)
 					}
-					if _, found, err := bpf.ReadDevice(base, placement.Address(netip.MustParseAddr("127.1.2.3"))); !found || err != nil {
-						t.Errorf("device map: %v, %v", found, err)
+					if ids, err := bpf.ReadDevices(base, []bpf.Address{placement.Address(netip.MustParseAddr("127.1.2.3"))}); err != nil || ids[0] == nil {
+						t.Errorf("device map: %v, %v", ids, err)
 					}
 				}
 				// The release hook of the last version closes slots of its own maps.
@@ -252,13 +253,11 @@ func TestSteerUpgradeFails(t *testing.T) {
 				}
 				return boom
 			}
-			descriptors := openDescriptors(t)
+			opened := testenv.Opened(t)
 			if _, err := bpf.OpenSteer(c); !errors.Is(err, boom) {
 				t.Fatalf("opened: %v", err)
 			}
-			if got := openDescriptors(t); got != descriptors {
-				t.Errorf("%d open files, had %d", got, descriptors)
-			}
+			opened()
 			if got := changed(before, pinned(t, s.config.Dir)); got != nil {
 				t.Errorf("changed: %q", got)
 			}
@@ -306,39 +305,45 @@ func TestSteerOtherPrograms(t *testing.T) {
 	})
 }
 
-// TestSteerInterrupted repeats an upgrade that was killed while it replaced pins, after each of them.
+// TestSteerInterrupted repeats an upgrade or a downgrade that was killed while it replaced pins, after each of them.
 func TestSteerInterrupted(t *testing.T) {
 	const slots, everything = 2, "slots,cookies,listeners,counters,tables,device_maps,next_devices,host_maps,next_hosts"
 	both(t, func(t *testing.T, lookup bool) {
 		s := serve(t, config(t, lookup, pair...), slots, bpf.NoSlot, deviceMap(t, "127.1.0.0/16,a"))
 		s.seat(allSlots(slots)...)
-		old := s.config.Dir + "_old"
-		for n := 0; ; n++ {
+		dirOf := func(version string) string {
+			bpf.DoubleMaps(t, version)
+			dir, _ := bpf.SteerPins(t, s.config.Dir, lookup)
+			return dir
+		}
+		from, to := "", everything
+		n := 0 // the order of the pins is the same in both modes: one has the even numbers, the other one the odd numbers
+		if lookup {
+			n = 1
+		}
+		for ; ; n += 2 {
 			// A version with both directories: the old one complete, the new one with its first n pins.
-			bpf.DoubleMaps(t, everything)
-			next, _ := bpf.SteerPins(t, s.config.Dir, lookup)
-			copyPins(t, s.config.Dir, old, -1)
+			dir, next := dirOf(from), dirOf(to)
+			old := s.config.Dir + "_old"
+			copyPins(t, dir, old, -1)
 			f := s.stream(slots)
 			f.more()
-			s.reopen(everything)
+			s.reopen(to)
 			total := len(pinned(t, next))
 			copyPins(t, next, next+"_new", n)
 			check(t, os.RemoveAll(next))
 			check(t, os.Rename(next+"_new", next))
-			check(t, os.Rename(old, s.config.Dir))
-			s.reopen(everything)
+			check(t, os.Rename(old, dir))
+			s.reopen(to)
 			f.more()
 			f.end()
-			if _, err := os.Stat(s.config.Dir); !errors.Is(err, fs.ErrNotExist) {
+			if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
 				t.Fatalf("after %d pins: the old pins: %v", n, err)
 			}
-			f = s.stream(slots)
-			s.reopen("")
-			f.more()
-			f.end()
 			if n >= total {
 				return
 			}
+			from, to = to, from
 		}
 	})
 }

@@ -53,11 +53,9 @@ func TestTraceSendOpens(t *testing.T) {
 		}
 	}
 	use() // what is opened once for all
-	before := openDescriptors(t)
+	opened := testenv.Opened(t)
 	for range opens {
 		use()
 	}
-	if after := openDescriptors(t); after != before {
-		t.Errorf("%d open files, had %d", after, before)
-	}
+	opened()
 }

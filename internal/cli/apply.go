@@ -22,7 +22,8 @@ func (c *commands) applyCommand() *cobra.Command {
 		Long: `Apply reads the agent's policy file and applies its differences to the policy in
 force; sockeye plan shows them. If the file has an error, nothing changes.
 Apply --previous rolls back to the policy before the last apply and does not
-change the file.
+change the file. Only the text of the policy is kept: device maps and other
+files that the policy names are read as they are now.
 
 Apply FILE applies another policy file until the next apply or the next start
 of the agent. It does not change the agent's own file; sockeye status shows

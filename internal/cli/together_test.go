@@ -371,6 +371,27 @@ func TestMovePins(t *testing.T) {
 		h.change("slots: 5", "slots: 4")
 		must[api.Plan](h.host, "slot", "set", "1", "--weight", "100")
 		h.settle("slots: 4")
+		// A device map that names the address replaces its pin.
+		h.write("devices.csv", one+",edge\n")
+		h.write("next.yaml", strings.Replace(h.policy, "slots: 4", "slots: 4\n    device_map: devices.csv", 1))
+		overridden := "the pin of " + one + " has no effect: the device map names it edge"
+		if plan := must[api.Plan](h.host, "plan", h.dir+"/next.yaml"); !strings.HasSuffix(plan.Changes[0].Effect, "; "+overridden) {
+			t.Errorf("%+v", plan)
+		}
+		h.change("slots: 4", "slots: 4\n    device_map: devices.csv")
+		h.settle("device map")
+		pins = must[[]api.SlotStatus](h.host, "slots")[to].Pins
+		if i := slices.IndexFunc(pins, func(p api.PinStatus) bool { return p.Device == one }); i < 0 || pins[i].InForce || pins[i].Problem != "the device map names it edge" {
+			t.Errorf("pins of slot %d: %+v", to, pins)
+		}
+		if notes := must[api.Status](h.host, "status").Services[0].Notes; !slices.Contains(notes, overridden) {
+			t.Errorf("%q", notes)
+		}
+		h.change("    device_map: devices.csv\n", "")
+		h.settle("no device map")
+		if pins := must[[]api.SlotStatus](h.host, "slots")[to].Pins; slices.ContainsFunc(pins, func(p api.PinStatus) bool { return p.Problem != "" }) || where(one).Slot != to {
+			t.Errorf("pins of slot %d: %+v; %+v", to, pins, where(one))
+		}
 		must[api.Plan](h.host, "move", "127.0.1.0/24", "home")
 		must[api.Plan](h.host, "move", one, "home")
 		h.settle("home")

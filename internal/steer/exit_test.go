@@ -7,12 +7,16 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"os"
 	"os/exec"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/member"
 )
 
 // beMember listens with SO_REUSEPORT, says so, and waits.
@@ -89,6 +93,31 @@ func TestExitNotNoticedYet(t *testing.T) {
 			}
 			if ready(0) || !ready(1) {
 				t.Errorf("ready after a command: %v, %v", ready(0), ready(1))
+			}
+		})
+	}
+}
+
+// A supervisor starts the next member of a slot before the agent notices the exit of the last one.
+func TestNextMemberBeforeExitIsNoticed(t *testing.T) {
+	for _, steering := range []string{"reuseport", "lookup"} {
+		t.Run(steering, func(t *testing.T) {
+			_, s, _ := startService(t, steering)
+			last := startMember(t, s, 0)
+			next := member.ID{PID: os.Getpid(), StartTime: 1}
+			s.Mu.Lock() // the agent notices nothing
+			defer s.Mu.Unlock()
+			slot := 0
+			if _, err := s.assignSlot(next, &slot); err == nil || !strings.Contains(err.Error(), "slot 0 is claimed by process") {
+				t.Errorf("with a member: %v", err)
+			}
+			last.Process.Kill()
+			last.Wait()
+			if got, err := s.assignSlot(next, &slot); got != 0 || err != nil {
+				t.Errorf("after the exit: slot %d, %v", got, err)
+			}
+			if s.Seats[0] != nil {
+				t.Error("the slot has a member that has exited")
 			}
 		})
 	}

@@ -190,6 +190,9 @@ func (s *service) plan(t *target) []api.Change {
 		if from.Slots == to.Slots {
 			effect = s.targetEffect(t)
 		}
+		if overridden := s.overridden(t.mapping.Devices, s.State.Overridden(s.Mapping.Devices)); overridden != "" {
+			effect = strings.TrimPrefix(effect+"; "+overridden, "; ")
+		}
 		add(fmt.Sprintf("device_map: %s -> %s", deviceMapSummary(s.Mapping.Devices), deviceMapSummary(t.mapping.Devices)), effect)
 	}
 	if from.Backlog != to.Backlog {

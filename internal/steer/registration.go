@@ -219,8 +219,15 @@ func (s *service) checkSeatSockets(seat *core.Seat) error {
 	return nil
 }
 
-// findSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot.
+// findSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot. Slots whose
+// member has exited are vacated first.
 func (s *service) findSlot(slot int, of member.ID) (int, error) {
+	// A supervisor may start the next member before the agent handles the exit of the last one.
+	for taken, seat := range maps.Clone(s.Seats) {
+		if (taken == slot || slot == member.AnySlot) && s.Seats[taken] == seat && seat.Handle.Ended() {
+			s.VacateSlot(taken, "process exited")
+		}
+	}
 	if slot != member.AnySlot {
 		if seat := s.Seats[slot]; seat != nil && !s.takesOver(of, seat) {
 			return 0, fault.Conflict(fmt.Errorf("slot %d is taken by process %d", slot, seat.Process.PID),

@@ -119,6 +119,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 	}
 	shares, sessions := s.shares(), s.countSessions()
 	list := make([]api.SlotStatus, slots)
+	overridden := s.State.Overridden(s.Mapping.Devices)
 	for slot := range list {
 		set := s.SlotState(slot)
 		status := api.SlotStatus{
@@ -132,7 +133,9 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 			return nil, err
 		}
 		for _, p := range s.moves.PinsOf(slot) {
-			status.Pins = append(status.Pins, api.PinStatus{Device: p.Name(), Until: p.Until, InForce: s.applies(&p)})
+			why := overridden[p.Name()]
+			inForce := why == "" && p.InForce && p.Slot < s.Config.Slots && s.SlotState(p.Slot).State != stored.Drain
+			status.Pins = append(status.Pins, api.PinStatus{Device: p.Name(), Until: p.Until, InForce: inForce, Problem: why})
 		}
 		if seat := s.Seats[slot]; seat != nil {
 			// The boot time is the difference of two clocks that are not read at the same time.
@@ -281,15 +284,21 @@ func (s *service) countSessions() map[member.ID]int {
 	return count
 }
 
-// applies reports whether a pin is in force: the device has moved, the device map has the name, or does not name the
-// address, and the slot does not drain.
-func (s *service) applies(p *stored.Pin) bool {
-	known := p.Device == "" || slices.Contains(s.Mapping.Devices.Devices(), p.Device)
-	if p.Device == "" {
-		_, named := s.Mapping.Devices.Covers(p.Prefix)
-		known = !named
+// overridden describes the pins that a device map makes ineffective, except for some. The result is "" for none.
+func (s *service) overridden(devices *placement.DeviceMap, except map[string]string) string {
+	why := s.State.Overridden(devices)
+	for name := range except {
+		delete(why, name)
 	}
-	return known && p.InForce && p.Slot < s.Config.Slots && s.SlotState(p.Slot).State != stored.Drain
+	if len(why) == 0 {
+		return ""
+	}
+	first := slices.Min(slices.Collect(maps.Keys(why)))
+	text := fmt.Sprintf("the pin of %s has no effect: %s", first, why[first])
+	if n := len(why) - 1; n > 0 {
+		text += fmt.Sprintf(" (and %s)", format.Count(n, "more pin", "more pins"))
+	}
+	return text
 }
 
 // mostEmptySlots is the number of empty slots that a note names.
@@ -342,6 +351,9 @@ func (s *service) notes() []string {
 	}
 	if n := len(s.State.Pins); n > 0 {
 		notes = append(notes, format.Count(n, "device or prefix is pinned", "devices or prefixes are pinned"))
+	}
+	if overridden := s.overridden(s.Mapping.Devices, nil); overridden != "" {
+		notes = append(notes, overridden)
 	}
 	removed := 0
 	for _, p := range s.State.Pins {

@@ -117,7 +117,11 @@ func (c *commands) pins(w io.Writer, slots []api.SlotStatus) {
 			if p.Until != nil {
 				until = c.Clock(*p.Until)
 			}
-			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\n", s.Service, p.Device, s.Slot, command.YesNo(p.InForce), until)
+			inForce := command.YesNo(p.InForce)
+			if p.Problem != "" {
+				inForce += ": " + p.Problem
+			}
+			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\n", s.Service, p.Device, s.Slot, inForce, until)
 		}
 	}
 }

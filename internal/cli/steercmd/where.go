@@ -95,7 +95,7 @@ an agent nor pins.`,
 	cmd.Flags().StringVar(&nonce, "nonce", "", "nonce of the table to compute")
 	cmd.Flags().StringVar(&devices, "device-map", "", "device map file, with --slots")
 	cmd.Flags().StringVar(&plan, "plan", "", "policy file for which the slots are computed")
-	cmd.Flags().BoolVar(&offline, "offline", false, "read the pinned table; no agent is needed")
+	cmd.Flags().BoolVar(&offline, "offline", false, "read the pinned table, which has no names of devices; no agent is needed")
 	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "pin directory, with --offline")
 	return cmd
 }
@@ -205,20 +205,24 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStat
 		}
 		return nil, fault.Usage(fmt.Errorf("%s has no pins of %s", pins, what), "name the agent's directory with --pins")
 	}
+	keys := make([]bpf.Address, len(addresses))
+	for i, addr := range addresses {
+		keys[i] = placement.Address(addr)
+	}
 	list := []api.WhereStatus{}
 	for _, dir := range dirs {
 		table, err := bpf.ReadTable(dir)
 		if err != nil {
 			return nil, err
 		}
-		for _, addr := range addresses {
-			address := placement.Address(addr)
-			id, found, err := bpf.ReadDevice(dir, address)
-			if err != nil {
-				return nil, err
-			}
-			hash, pinned := placement.Hash(address, table.Nonce), found && id.Device&bpf.Pinned != 0
-			if found && !pinned {
+		ids, err := bpf.ReadDevices(dir, keys)
+		if err != nil {
+			return nil, err
+		}
+		for i, addr := range addresses {
+			id := ids[i]
+			hash, pinned := placement.Hash(keys[i], table.Nonce), id != nil && id.Device&bpf.Pinned != 0
+			if id != nil && !pinned {
 				hash = id.Hash
 			}
 			bucket := int(hash % uint32(bpf.Buckets))

@@ -41,6 +41,28 @@ func (p *Pin) SameDevice(o *Pin) bool { return p.Device == o.Device && p.Prefix 
 // MaxPins is the maximum number of pins of a service.
 const MaxPins = 65536
 
+// Overridden returns the pins for which a device map has no device, by name, and the reason. ParsePin refuses such pins; a
+// later device map makes them.
+func (s *State) Overridden(devices *placement.DeviceMap) map[string]string {
+	why, names := make(map[string]string), make(map[string]bool)
+	for i := range s.Pins {
+		if one := &s.Pins[i]; one.Device != "" {
+			names[one.Device] = true
+		} else if id, named := devices.Covers(one.Prefix); named {
+			why[one.Name()] = "the device map names it " + devices.Devices()[id]
+		}
+	}
+	if len(names) > 0 {
+		for _, name := range devices.Devices() {
+			delete(names, name)
+		}
+	}
+	for name := range names {
+		why[name] = "the device map has no such device"
+	}
+	return why
+}
+
 // ParsePin parses a device as the operator writes it. A name of the device map comes first.
 func ParsePin(text string, devices *placement.DeviceMap) (Pin, error) {
 	if slices.Contains(devices.Devices(), text) {
