@@ -29,7 +29,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
 CHAIN_PACKAGES := $(DEMO_PACKAGES) default-jre-headless maven
-TEST_PACKAGES := $(DEMO_PACKAGES) chromium curl dbus-daemon eapoltest freeradius iperf3 nftables openssh-client openssh-server openssl prometheus systemd syslog-ng-core
+TEST_PACKAGES := $(DEMO_PACKAGES) chromium-headless-shell curl dbus-daemon eapoltest freeradius iperf3 nftables openssh-client openssh-server openssl prometheus systemd syslog-ng-core
 RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring

@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"strings"
@@ -721,5 +722,37 @@ func BenchmarkLink(b *testing.B) {
 			}
 			b.ReportMetric(float64(n)*size*8/1e6/time.Since(start).Seconds(), "Mbit/s")
 		})
+	}
+}
+
+// TestAddressesAreLocal connects namespaces while other processes want the CPUs: the kernel adds the routes of IPv6
+// addresses in a work queue.
+func TestAddressesAreLocal(t *testing.T) {
+	for range 2 * runtime.NumCPU() {
+		busy := exec.Command("sh", "-c", "while :; do :; done")
+		must(t, busy.Start())
+		t.Cleanup(func() {
+			_ = busy.Process.Kill()
+			_ = busy.Wait()
+		})
+	}
+	l, _ := newLab(t, Options{})
+	for i := range 40 {
+		var ends [2]*Namespace
+		for side := range ends {
+			var err error
+			ends[side], err = l.Namespace(fmt.Sprintf("end-%d-%d", side, i))
+			must(t, err)
+		}
+		k, err := l.Connect(ends[0], ends[1], LinkOptions{}, linkA, linkB)
+		must(t, err)
+		for side, address := range []netip.Addr{linkA[1].Addr(), linkB[1].Addr()} {
+			routes, err := ends[side].Netlink().RouteGet(address.AsSlice())
+			must(t, err)
+			if routes[0].Type != unix.RTN_LOCAL {
+				t.Errorf("link %d: packets to %v are not delivered", i, address)
+			}
+		}
+		must(t, k.Close())
 	}
 }

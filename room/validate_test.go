@@ -174,7 +174,7 @@ func TestEstimate(t *testing.T) {
 	}
 	states, all := map[string]int{"all": 100, "full": 300}[os.Getenv("SOCKEYE_ROOM")]
 	if !all {
-		states = 60
+		states = 40
 	}
 	total := make([]score, len(formulas))
 	by := map[string][]score{}

@@ -24,9 +24,9 @@ import (
 // The ablation runs one upload through gateways that differ only in the formula of the window, over the path of the iperf3 loads.
 
 const (
-	formulaPasst    = "passt"    // until 2025
-	formulaPatch    = "patch"    // of a patch to passt
-	formulaSegments = "segments" // of a review of the patch
+	formulaPasst    = "passt"    // until April 2026
+	formulaPatch    = "patch"    // to passt, of April 2026: https://archives.passt.top/passt-dev/20260422135131.5806f34f@elisabeth/T/
+	formulaSegments = "segments" // of the review of the patch
 	formulaRoom     = "room"     // package room, and polling of full sockets
 )
 
@@ -35,9 +35,15 @@ var ablationFormulas = []string{formulaPasst, formulaPatch, formulaSegments, for
 // formulas returns the formulas by name; formulaRoom is none.
 func formulas(k room.Kernel) map[string]gateway.Formula {
 	return map[string]gateway.Formula{
-		formulaPasst: func(s room.Snapshot) int { return min(s.SendWindow, scaledBuffer(s.SendBuffer, 50)) },
+		formulaPasst: func(s room.Snapshot) int {
+			return min(s.SendWindow, max(scaledBuffer(s.SendBuffer)-s.Payload, 0))
+		},
 		formulaPatch: func(s room.Snapshot) int {
-			return min(s.SendWindow, max(scaledBuffer(s.SendBuffer, 75)-s.Payload, 0))
+			left := max(s.SendBuffer-s.Queued, 0)
+			if s.Payload == 0 || s.Queued <= s.Payload {
+				return min(s.SendWindow, left/4*3) // the overhead cannot be observed
+			}
+			return min(s.SendWindow, int(int64(left)*int64(s.Payload)/int64(s.Queued)))
 		},
 		formulaSegments: func(s room.Snapshot) int {
 			if s.MSS <= 0 {
@@ -48,11 +54,11 @@ func formulas(k room.Kernel) map[string]gateway.Formula {
 	}
 }
 
-// scaledBuffer returns a buffer of at most 128 KiB whole, least percent of one from 4 MiB on, and a share between these of others.
-func scaledBuffer(buffer, least int) int {
+// scaledBuffer returns a buffer of at most 128 KiB whole, three quarters of one from 4 MiB on, and a share between these of others.
+func scaledBuffer(buffer int) int {
 	const small, large = 128 << 10, 4 << 20
 	above := min(max(buffer-small, 0), large-small)
-	return buffer - int(int64(buffer)*int64(above)/(large-small)*int64(100-least)/100)
+	return buffer - int(int64(buffer)*int64(above)/(large-small)/4)
 }
 
 // ablationRun is an upload with one formula.

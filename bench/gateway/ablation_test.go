@@ -19,12 +19,14 @@ func TestFormulas(t *testing.T) {
 		s    room.Snapshot
 		want int
 	}{
-		{formulaPasst, room.Snapshot{SendBuffer: 46080, Payload: 20000, SendWindow: 1 << 20}, 46080},
-		{formulaPasst, room.Snapshot{SendBuffer: 8 << 20, SendWindow: 16 << 20}, 4 << 20},
+		{formulaPasst, room.Snapshot{SendBuffer: 46080, Payload: 20000, SendWindow: 1 << 20}, 26080},
+		{formulaPasst, room.Snapshot{SendBuffer: 46080, Payload: 50000, SendWindow: 1 << 20}, 0},
+		{formulaPasst, room.Snapshot{SendBuffer: 8 << 20, SendWindow: 16 << 20}, 6 << 20},
 		{formulaPasst, room.Snapshot{SendBuffer: 8 << 20, SendWindow: 1000}, 1000},
-		{formulaPatch, room.Snapshot{SendBuffer: 46080, Payload: 20000, SendWindow: 1 << 20}, 26080},
-		{formulaPatch, room.Snapshot{SendBuffer: 46080, Payload: 50000, SendWindow: 1 << 20}, 0},
-		{formulaPatch, room.Snapshot{SendBuffer: 8 << 20, SendWindow: 16 << 20}, 6 << 20},
+		{formulaPatch, room.Snapshot{SendBuffer: 46080, Queued: 30000, Payload: 20000, SendWindow: 1 << 20}, 16080 * 2 / 3},
+		{formulaPatch, room.Snapshot{SendBuffer: 46080, Queued: 50000, Payload: 20000, SendWindow: 1 << 20}, 0},
+		{formulaPatch, room.Snapshot{SendBuffer: 46080, SendWindow: 1 << 20}, 34560},
+		{formulaPatch, room.Snapshot{SendBuffer: 46080, Queued: 30000, Payload: 20000, SendWindow: 1000}, 1000},
 		{formulaSegments, room.Snapshot{SendBuffer: 46080, Queued: 46080 - 2*(mss+overhead) - 1, MSS: mss, SendWindow: 1 << 20}, 2 * mss},
 		{formulaSegments, room.Snapshot{SendBuffer: 46080, Queued: 50000, MSS: mss, SendWindow: 1 << 20}, 0},
 	} {
@@ -35,7 +37,7 @@ func TestFormulas(t *testing.T) {
 	if f[formulaRoom] != nil || f[""] != nil {
 		t.Error("package room has a formula")
 	}
-	if got := scaledBuffer((4<<20+128<<10)/2, 50); got != (4<<20+128<<10)/8*3 {
+	if got := scaledBuffer((4<<20 + 128<<10) / 2); got != (4<<20+128<<10)/16*7 {
 		t.Errorf("the share of a buffer between both limits is %d", got)
 	}
 }

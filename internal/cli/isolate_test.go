@@ -388,8 +388,15 @@ func gone(t *testing.T, pid int) {
 		t.Fatal(err)
 	}
 	defer unix.Close(fd)
-	if n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 5000); n != 1 || err != nil {
-		t.Fatalf("process %d goes on: %v", pid, err)
+	for deadline := time.Now().Add(5 * time.Second); ; {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(max(0, time.Until(deadline).Milliseconds())))
+		if errors.Is(err, unix.EINTR) { // because of signals of the Go runtime
+			continue
+		}
+		if n != 1 || err != nil {
+			t.Fatalf("process %d goes on: %v", pid, err)
+		}
+		return
 	}
 }
 

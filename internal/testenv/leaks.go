@@ -73,6 +73,20 @@ func leakedFiles(before map[string]string) (leaked []string) {
 	return leaked
 }
 
+// Opened returns a function that fails the test for each file that was opened since and is still open. A file of an
+// earlier test may be closed in between.
+func Opened(t testing.TB) (check func()) {
+	before := openFiles()
+	return func() {
+		t.Helper()
+		for fd, file := range openFiles() {
+			if before[fd] != file && !ofRuntime(file) {
+				t.Errorf("descriptor %s is open: %s", fd, file)
+			}
+		}
+	}
+}
+
 // openFiles returns the open files of this process by descriptor, with their names in /proc/PID/fd.
 func openFiles() map[string]string {
 	files := make(map[string]string)

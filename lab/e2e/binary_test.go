@@ -37,7 +37,7 @@ func build() error {
 		return err
 	}
 	binary := filepath.Join(dir, "sockeye")
-	cmd := exec.Command("go", "build", "-o", binary, "sockeye/cmd/sockeye")
+	cmd := exec.Command("go", "build", "-ldflags=-s -w", "-o", binary, "sockeye/cmd/sockeye")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("%w\n%s", err, out)

@@ -269,6 +269,7 @@ func (h *host) startTrafficThatWaits(all []netip.Addr, wait time.Duration) *traf
 					return
 				}
 				l := probe(a, wait)
+				time.Sleep(2 * time.Millisecond) // some thousand messages a second; more would slow the other tests
 				t.mu.Lock()
 				defer t.mu.Unlock()
 				if t.landed[a] == nil {

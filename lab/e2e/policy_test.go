@@ -144,7 +144,7 @@ func TestLargeDeviceMap(t *testing.T) {
 			for i, a := range all {
 				fmt.Fprintf(&b, "%v,router-%d\n", a, i/2*version)
 			}
-			for i := range 150_000 {
+			for i := range 75_000 {
 				fmt.Fprintf(&b, "20.%d.%d.%d,other-%d\n", i>>16, i>>8&255, i&255, i*version)
 			}
 			return b.String()

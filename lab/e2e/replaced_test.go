@@ -260,6 +260,7 @@ func (r *replaced) judge(routes bool) {
 	r.eventually("all datagrams", func() error {
 		r.must(r.swarm.Read(&r.analysis))
 		missing := r.analysis.Missing()
+		all := len(missing)
 		// The kernel had passed these to a process that had not read or counted them when it was killed.
 		missing = slices.DeleteFunc(missing, func(at time.Duration) bool {
 			return slices.ContainsFunc(r.ended, func(i swarm.Interval) bool { return at > i.From && at < i.To })
@@ -273,7 +274,7 @@ func (r *replaced) judge(routes bool) {
 				len(missing), stopped.Sent, missing[:min(5, len(missing))], stopped.Refused, r.ended, rooms)
 		}
 		if lost := stopped.Sent - r.analysis.Datagrams(); lost > uint64(100*len(r.ended)) {
-			return fmt.Errorf("%d of %d datagrams are missing", lost, stopped.Sent)
+			return fmt.Errorf("%d of %d datagrams are missing: %d at the ends of members, the others after the last one of their port", lost, stopped.Sent, all)
 		}
 		return nil
 	})

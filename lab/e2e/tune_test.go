@@ -910,6 +910,9 @@ func TestTuneLostSYN(t *testing.T) {
 		seen[key] = true
 		return first
 	}})
+	for _, n := range []*lab.Namespace{h.collectors, h.devices} {
+		h.must(n.Sysctl("ipv4.tcp_early_retrans", "0")) // no tail loss probes, which a busy host sends unnecessarily
+	}
 	near := h.makeGroup("near")
 	h.setRules("{name: both, cgroup: " + near + `, set: {syn_rto: 50ms, synack_rto: 50ms, initial_cwnd: {explore: [10, 20], share: 100%, bytes: 20KB, evidence: 2}},
 		react: {retransmits: "> 1%", rtos: "> 0", set: {congestion: cubic}}}`)
@@ -1004,7 +1007,9 @@ func TestTuneLearnShort(t *testing.T) {
 				t.Fatalf("no learned data for %s: %+v", test.prefix, list)
 				return api.TuneLearned{}
 			}
-			// learn returns false if TCP counted a loss, as on a host that is busy for seconds.
+			// The largest window takes two round trips of 30 ms, or one. Times beyond slow have pauses of a busy host.
+			const slow = 80 // milliseconds
+			// learn returns false if TCP counted a loss, or the host paused.
 			learn := func() bool {
 				// Connections that are too short to be timed try each window equally often.
 				test.uncountable.Parallel = 4
@@ -1030,7 +1035,7 @@ func TestTuneLearnShort(t *testing.T) {
 				}
 				settled := l
 				first := connect(10, order{Up: test.up, Down: test.down, Parallel: 2})
-				if slices.ContainsFunc(learned().Candidates, func(c api.TuneCandidate) bool { return c.Lossy > 0 }) {
+				if slices.ContainsFunc(learned().Candidates, func(c api.TuneCandidate) bool { return c.Lossy > 0 }) || settled.Candidates[2].Time > slow {
 					return false
 				}
 				if !settled.Settled || settled.Window != 40 {
@@ -1052,9 +1057,9 @@ func TestTuneLearnShort(t *testing.T) {
 			}
 			for attempt := 1; !learn(); attempt++ {
 				if attempt == 5 {
-					t.Fatalf("losses in all attempts: %+v", learned())
+					t.Fatalf("losses or pauses in all attempts: %+v", learned())
 				}
-				t.Logf("a loss was counted: %+v", learned())
+				t.Logf("a loss was counted, or the host paused: %+v", learned())
 				setRule()
 				h.show(&api.Plan{}, "apply")
 			}
@@ -1274,7 +1279,8 @@ func TestTuneForeign(t *testing.T) {
 		l, err := link.AttachCgroup(link.CgroupOptions{Path: dir, Attach: ebpf.AttachCGroupSockOps, Program: p})
 		h.must(err)
 		t.Cleanup(func() { l.Close() })
-		return uint32(number), func() { t.Helper(); h.must(l.Close()) }
+		// After Close, a process between fork and exec could have the link.
+		return uint32(number), func() { t.Helper(); h.must(l.Detach()) }
 	}
 	earlier, detach := attach(h.groupDir("near"))
 	h.startAgent()

@@ -208,8 +208,10 @@ func TestUIManyDevices(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var sending sync.WaitGroup
 	sending.Go(func() {
-		for ctx.Err() == nil {
-			h.flood(all, 2*devices)
+		// A datagram a second of each device.
+		for next := time.Now(); ctx.Err() == nil; time.Sleep(time.Until(next)) {
+			next = next.Add(time.Second)
+			h.flood(all, devices)
 		}
 	})
 	defer sending.Wait()

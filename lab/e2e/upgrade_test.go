@@ -324,7 +324,7 @@ func TestUpgradeKilled(t *testing.T) {
 			took := start(thisVersion)
 			states := map[int]int{}
 			killed := func(between ...string) {
-				for i := range 30 {
+				for i := range 16 {
 					h.binary = version(t, between[i%len(between)])
 					h.launchAgent()
 					time.Sleep(rand.N(min(took, 2*time.Second)))

@@ -93,10 +93,8 @@ func (r *Report) brief(name string, t *result, seconds float64) {
 	if t.action == "pass" {
 		return
 	}
-	for _, text := range t.output {
-		if !strings.HasPrefix(strings.TrimSpace(text), "=== ") && !strings.HasPrefix(strings.TrimSpace(text), "--- ") {
-			r.echo(text)
-		}
+	for _, text := range t.lines() {
+		r.echo(text + "\n")
 	}
 }
 
@@ -139,6 +137,19 @@ var (
 	kernelReason = regexp.MustCompile(`^(kernel: .|not supported: .|not supported \(requires >= v?\d)`)
 )
 
+// mostLines is the largest number of lines of a failed test in the summary.
+const mostLines = 40
+
+// lines returns the end of the test's own output.
+func (t *result) lines() (lines []string) {
+	for text := range strings.Lines(strings.Join(t.output, "")) {
+		if trimmed := strings.TrimSpace(text); trimmed != "" && !strings.HasPrefix(trimmed, "=== ") && !strings.HasPrefix(trimmed, "--- ") {
+			lines = append(lines, strings.TrimRight(text, "\n"))
+		}
+	}
+	return lines[max(0, len(lines)-mostLines):]
+}
+
 // reason returns the last output of the test as one line.
 func (t *result) reason() string {
 	var words []string
@@ -170,6 +181,9 @@ func (r *Report) count() (passed, skipped, failed int, lines []string) {
 		case t.action == "fail" && (!t.parent || !r.childFailed(name)):
 			failed++
 			lines = append(lines, "failed  "+name)
+			for _, text := range t.lines() {
+				lines = append(lines, "        "+text)
+			}
 		case t.action == "pass" && !t.parent:
 			passed++
 		}

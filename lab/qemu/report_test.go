@@ -26,6 +26,9 @@ func TestReport(t *testing.T) {
 		{"skip with version", skip("not supported (requires >= v5.14)"), "", [3]int{1, 1, 0}, "skipped p.TestS: not supported (requires >= v5.14)"},
 		{"skip without reason", skip("too slow"), "", [3]int{1, 0, 1}, `failed  p.TestS: skipped without a permitted reason: "too slow"`},
 		{"fail", passing + `{"Action":"run","Test":"TestB"}{"Action":"fail","Test":"TestB"}`, "exit status 1", [3]int{1, 0, 1}, "failed  p.TestB"},
+		{"output of a failure", `{"Action":"run","Test":"TestB"}{"Action":"output","Test":"TestB","Output":"=== RUN   TestB\n"}` +
+			`{"Action":"output","Test":"TestB","Output":"    b_test.go:1: 3 lost\n"}{"Action":"output","Test":"TestB","Output":"        of 5\n"}{"Action":"fail","Test":"TestB"}`,
+			"exit status 1", [3]int{0, 0, 1}, "failed  p.TestB\n            b_test.go:1: 3 lost\n                of 5"},
 		{"no end", passing + `{"Action":"run","Test":"TestB"}`, "exit status 2", [3]int{1, 0, 1}, "failed  p.TestB"},
 		{"late crash", passing, "exit status 2", [3]int{1, 0, 1}, "failed  p: exit status 2"},
 		{"subtests", `{"Action":"run","Test":"T"}{"Action":"run","Test":"T/a"}{"Action":"fail","Test":"T/a"}` +

@@ -102,7 +102,7 @@ func (c Comparison) row(t testing.TB, name string) Row {
 }
 
 func TestSameArms(t *testing.T) {
-	const runs = 400
+	const runs = 200
 	for name, test := range map[string]struct {
 		world
 		treated, control int
@@ -143,7 +143,7 @@ func TestSameArms(t *testing.T) {
 }
 
 func TestIntervalsHoldTheTruth(t *testing.T) {
-	const runs = 300
+	const runs = 150
 	half := effect{time: 0.5, loss: 0.5, dying: 0.5, size: 1}
 	for name, test := range map[string]struct {
 		world
