@@ -622,7 +622,59 @@ func watchWire(t testing.TB, hash uint32) *wire {
 			t.Fatal(err)
 		}
 	}
+	awaitStamps(t)
 	return &wire{t, fd}
+}
+
+// awaitStamps waits until the kernel stamps packets when they are sent. SO_TIMESTAMPNS enables this in a work queue
+// (net_enable_timestamp in net/core/dev.c, Linux 6.18); a packet that was sent before has the time at which it is read.
+func awaitStamps(t testing.TB) {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("socket", err))
+	}
+	defer unix.Close(fd)
+	local := &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}
+	if err := unix.Bind(fd, local); err != nil {
+		t.Fatal(os.NewSyscallError("bind", err))
+	}
+	self, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("getsockname", err))
+	}
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TIMESTAMPNS, 1); err != nil {
+		t.Fatal(os.NewSyscallError("setsockopt", err))
+	}
+	control := make([]byte, 128)
+	for deadline := time.Now().Add(time.Minute); ; {
+		if err := unix.Sendto(fd, []byte{0}, 0, self); err != nil {
+			t.Fatal(os.NewSyscallError("sendto", err))
+		}
+		time.Sleep(time.Millisecond)
+		reading := time.Now()
+		_, n, _, _, err := unix.Recvmsg(fd, make([]byte, 1), control, 0)
+		if err != nil {
+			t.Fatal(os.NewSyscallError("recvmsg", err))
+		}
+		switch {
+		case stamp(t, control[:n]).Before(reading):
+			return
+		case reading.After(deadline):
+			t.Fatal("packets are not stamped when they are sent")
+		}
+	}
+}
+
+// stamp returns the time of SO_TIMESTAMPNS.
+func stamp(t testing.TB, control []byte) time.Time {
+	t.Helper()
+	messages, err := unix.ParseSocketControlMessage(control)
+	if err != nil || len(messages) != 1 {
+		t.Fatalf("packet without a time: %v", err)
+	}
+	data := messages[0].Data
+	return time.Unix(int64(binary.NativeEndian.Uint64(data)), int64(binary.NativeEndian.Uint64(data[8:])))
 }
 
 // next waits for the next wanted segment.
@@ -644,12 +696,7 @@ func (w *wire) next(wanted func(s *segment) bool) *segment {
 		if s == nil || !wanted(s) {
 			continue
 		}
-		messages, err := unix.ParseSocketControlMessage(control[:c])
-		if err != nil || len(messages) != 1 {
-			w.t.Fatalf("packet without a time: %v", err)
-		}
-		seconds := binary.NativeEndian.Uint64(messages[0].Data)
-		s.at = time.Unix(int64(seconds), int64(binary.NativeEndian.Uint64(messages[0].Data[8:])))
+		s.at = stamp(w.t, control[:c])
 		return s
 	}
 }
