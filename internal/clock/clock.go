@@ -29,6 +29,17 @@ func Hz() (uint32, error) {
 // Boottime returns CLOCK_BOOTTIME, which bpf_ktime_get_boot_ns reads.
 func Boottime() time.Duration { return read(unix.CLOCK_BOOTTIME) }
 
+// BootTime returns the time at which CLOCK_BOOTTIME was 0.
+func BootTime() time.Time { return time.Now().Add(-Boottime()) }
+
+// MonotonicZero returns the time at which CLOCK_MONOTONIC was 0.
+func MonotonicZero() time.Time { return time.Now().Add(-Monotonic()) }
+
+// StartedAt converts the start time of a process, in clock ticks since boot. USER_HZ is 100 on all architectures.
+func StartedAt(startTime uint64, boot time.Time) time.Time {
+	return boot.Add(time.Duration(startTime) * 10 * time.Millisecond)
+}
+
 // Stamping makes the kernel timestamp all received packets of the host, in all network namespaces, until Close.
 type Stamping struct{ fd int }
 

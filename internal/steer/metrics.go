@@ -139,8 +139,8 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 		return err
 	}
 	// Without sock_diag, the other metrics are sent.
-	datagramQueues, failed := s.readQueues(config.UDP)
-	acceptQueues, err := s.readQueues(config.TCP)
+	datagramQueues, failed := s.traffic.Queues(config.UDP)
+	acceptQueues, err := s.traffic.Queues(config.TCP)
 	failed = errors.Join(failed, err)
 	shares := s.shares()
 	name := s.Name
@@ -163,13 +163,11 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	gauge(descMoving, float64(running), "running")
 	gauge(descMoving, float64(waiting), "waiting")
 	counter(descUnlisted, float64(unlisted))
-	if s.hasBothStreams() {
-		if err := s.updateStreams(streamsInterval); err != nil {
-			failed = errors.Join(failed, err)
-		} else {
-			gauge(descOneStream, float64(s.streams.tcp), "tcp")
-			gauge(descOneStream, float64(s.streams.udp), "udp")
-		}
+	if tcp, udp, known, err := s.traffic.OneStream(); err != nil {
+		failed = errors.Join(failed, err)
+	} else if known {
+		gauge(descOneStream, float64(tcp), "tcp")
+		gauge(descOneStream, float64(udp), "udp")
 	}
 	if s.rooms.Exist() {
 		gauge(descRoomLimit, float64(s.rooms.Room().Datagrams))
@@ -217,14 +215,14 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 			}
 			counter(descRegistrations, float64(s.registrations[i]), slot)
 			if q := datagramQueues[i]; q != nil {
-				counter(descDrops, float64(q.drops), slot, "udp")
-				gauge(descQueue, float64(q.used), slot)
-				gauge(descBuffer, float64(q.limit), slot)
+				counter(descDrops, float64(q.Dropped), slot, "udp")
+				gauge(descQueue, float64(q.Used), slot)
+				gauge(descBuffer, float64(q.Limit), slot)
 			}
 			if q := acceptQueues[i]; q != nil {
-				counter(descDrops, float64(q.drops), slot, "tcp")
-				gauge(descAccept, float64(q.used), slot)
-				gauge(descBacklog, float64(q.limit), slot)
+				counter(descDrops, float64(q.Dropped), slot, "tcp")
+				gauge(descAccept, float64(q.Used), slot)
+				gauge(descBacklog, float64(q.Limit), slot)
 			}
 			counter(descConnections, float64(c.Connections), slot)
 			counter(descDatagrams, float64(c.Datagrams), slot)

@@ -422,7 +422,7 @@ func (s *service) recreate(t *target) error {
 	if s.Events != nil {
 		s.Events.Close()
 	}
-	s.endRefusals()
+	s.traffic.End()
 	s.Events, s.Path = nil, nil
 	err := bpf.Unpin(s.Host.Root.Service(s.Name))
 	if err == nil {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strconv"
 
 	"sockeye/internal/api"
 	"sockeye/internal/domain"
@@ -26,7 +27,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		if err != nil {
 			return nil, err
 		}
-		return collectFrom(d, r, func(s *service) ([]api.Missing, error) { return s.missing(limit) })
+		return collectFrom(d, r, func(s *service) ([]api.Missing, error) { return s.traffic.Missing(limit) })
 	})
 	r.Get("/v1/templates", func(r *http.Request) (any, error) {
 		return collectFrom(d, r, func(s *service) ([]api.TemplateStatus, error) {
@@ -109,4 +110,16 @@ func collectFrom[T any](d *Domain, r *http.Request, ask func(*service) ([]T, err
 		all = append(all, part...)
 	}
 	return all, nil
+}
+
+// missingLimit parses the number of devices that an answer lists.
+func missingLimit(text string) (int, error) {
+	if text == "" {
+		return api.DefaultMissing, nil
+	}
+	limit, err := strconv.Atoi(text)
+	if err != nil || limit < 1 || limit > api.MostMissing {
+		return 0, fault.Usage(fmt.Errorf("limit is %q", text), fmt.Sprintf("1 to %d", api.MostMissing))
+	}
+	return limit, nil
 }

@@ -27,6 +27,7 @@ import (
 	"sockeye/internal/steer/rooms"
 	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/together"
+	"sockeye/internal/steer/traffic"
 )
 
 // service reconciles one service of the policy with the host: the data path, and the member of each slot.
@@ -49,7 +50,6 @@ type service struct {
 	socketOwners   map[uint64]member.ID          // member that registered a socket, by cookie
 	boundBy        map[uint64]int                // process id of sockets that do not listen yet, by cookie
 	inspected      map[int]*inspections          // by process id, for processes that bound a socket in this period
-	reported       *refusalWatch
 	keeper         *keeper.Process
 	previousRows   [bpf.MaxListeners]bpf.Listener // rows that the previous agent pinned
 	lostEvents     uint64
@@ -58,6 +58,7 @@ type service struct {
 	checks                       *together.Checks
 	moves                        *moves.Moves
 	rooms                        *rooms.Rooms
+	traffic                      *traffic.Traffic
 	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
 	emptying                     bool                     // all members are removed: no process gets a slot that becomes empty
 	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
@@ -68,13 +69,8 @@ type service struct {
 	saveTimer *time.Timer // timer of the next save; nil: none is due
 
 	registrations      map[int]uint64 // by slot
-	streams            streams
-	learned            learned
-	drops              memberDrops
-	dropsBySource      *bpf.Drops  // nil: not known
-	liveBefore         *liveCounts // totals at the time of the last frame
-	keeperProblem      error       // error of reconcileKeeper; nil: the ports are held
-	keeperRetryPending bool        // the next attempt of reconcileKeeper is scheduled
+	keeperProblem      error          // error of reconcileKeeper; nil: the ports are held
+	keeperRetryPending bool           // the next attempt of reconcileKeeper is scheduled
 }
 
 // openService creates or restores a service and registers its members.
@@ -92,6 +88,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	}
 	s.Actions = s
 	s.rooms = rooms.New(&s.Service)
+	s.traffic = traffic.New(&s.Service, s.rooms)
 	s.moves = moves.New(&s.Service, s.rooms)
 	s.checks = together.New(&s.Service, s.rooms, s.moves)
 	s.Mu.Lock()
@@ -116,9 +113,6 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		return nil, err
 	}
 	s.State.Nonce = nonce
-	if err := s.learned.load(s.learnedPath()); err != nil {
-		s.Log.Warn("learned devices discarded", "error", err)
-	}
 	dir := h.Root.Service(c.Name)
 	for _, m := range s.State.Members {
 		s.firstSeen[m.ID] = member.FromRecord(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
@@ -314,7 +308,7 @@ func (s *service) openPath() error {
 	if s.Events != nil {
 		s.Events.Close()
 	}
-	s.endRefusals()
+	s.traffic.End()
 	if previous != nil {
 		previous.Close()
 	}
@@ -332,10 +326,9 @@ func (s *service) openPath() error {
 	if s.Events, err = path.Events(); err != nil {
 		return fail(err)
 	}
-	if err := s.watchRefusals(); err != nil {
+	if err := s.traffic.Begin(); err != nil {
 		return fail(err)
 	}
-	s.openDrops()
 	go s.watch(s.Events)
 	return s.rooms.OpenTemplates()
 }
@@ -392,7 +385,6 @@ func (s *service) InstallMapping() error {
 func (s *service) closeLocked() {
 	s.Removed = true
 	s.flushMembers()
-	s.closeLearned()
 	s.checks.Close()
 	if s.Conn != nil {
 		s.Conn.Close()
@@ -402,8 +394,7 @@ func (s *service) closeLocked() {
 		s.Events.Close()
 		s.Events = nil
 	}
-	s.endRefusals()
-	s.closeDrops()
+	s.traffic.Close()
 	if s.Path != nil {
 		s.rooms.ReturnQueued()
 	}

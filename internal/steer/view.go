@@ -70,7 +70,7 @@ func (s *service) status() api.ServiceStatus {
 		status.Formers = append(status.Formers, api.FormerStatus{Slot: former.Slot, PID: former.Process.PID, Command: former.Process.Command()})
 	}
 	status.Refused = s.refusals.list()
-	status.Drops = s.recentDrops(time.Now())
+	status.Drops = s.traffic.RecentDrops(time.Now())
 	return status
 }
 
@@ -139,7 +139,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 		}
 		if seat := s.Seats[slot]; seat != nil {
 			// The boot time is the difference of two clocks that are not read at the same time.
-			since := startedAt(seat.Process.StartTime, bootTime()).Round(time.Second)
+			since := clock.StartedAt(seat.Process.StartTime, clock.BootTime()).Round(time.Second)
 			status.Sessions = sessions[seat.ID()]
 			status.Ready, status.PID, status.Source = s.IsReady(slot), seat.Process.PID, seat.Source
 			status.Command, status.Since = seat.Process.Command(), &since
@@ -161,20 +161,6 @@ func counts(c bpf.Counters) api.Counts {
 	return out
 }
 
-// startedAt converts a start time in clock ticks since boot. USER_HZ is 100 on all architectures.
-func startedAt(startTime uint64, boot time.Time) time.Time {
-	return boot.Add(time.Duration(startTime) * 10 * time.Millisecond)
-}
-
-func bootTime() time.Time {
-	return time.Now().Add(-clock.Boottime())
-}
-
-// monotonicZero returns the time at which CLOCK_MONOTONIC was 0.
-func monotonicZero() time.Time {
-	return time.Now().Add(-clock.Monotonic())
-}
-
 func (s *service) devices() ([]api.DeviceStatus, error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -186,13 +172,10 @@ func (s *service) devices() ([]api.DeviceStatus, error) {
 		return list, nil
 	}
 	sessions := s.sessionSlots()
-	monotonic := monotonicZero()
-	var dropped map[bpf.Address]uint64
-	if s.dropsBySource != nil {
-		var err error
-		if dropped, err = s.dropsBySource.BySource(); err != nil {
-			return nil, err
-		}
+	monotonic := clock.MonotonicZero()
+	dropped, err := s.traffic.DroppedBySource()
+	if err != nil {
+		return nil, err
 	}
 	for address, seen := range s.Path.Devices() {
 		addr := placement.Addr(address)
@@ -337,11 +320,10 @@ func (s *service) notes() []string {
 	if len(empty) > 0 {
 		notes = append(notes, s.emptyNote(empty))
 	}
-	if last := s.liveBefore; last != nil {
-		for _, slot := range slices.Sorted(maps.Keys(last.closed)) {
-			notes = append(notes, fmt.Sprintf("the member of slot %d does not read from %s: the receive windows are closed", slot,
-				format.Count(last.closed[slot], "connection", "connections")))
-		}
+	closed := s.traffic.ClosedWindows()
+	for _, slot := range slices.Sorted(maps.Keys(closed)) {
+		notes = append(notes, fmt.Sprintf("the member of slot %d does not read from %s: the receive windows are closed", slot,
+			format.Count(closed[slot], "connection", "connections")))
 	}
 	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
 		if by := s.Seats[former.Slot]; by != nil {

@@ -13,6 +13,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
@@ -191,8 +192,8 @@ func (s *service) explain(address netip.Addr) (*api.Why, *whyReading, error) {
 	now := &whyReading{at: time.Now(), bytes: make(map[uint64]uint64)}
 	if seen, ok := s.Path.Device(placement.Address(address)); ok {
 		w.Seen = &api.WhySeen{
-			Connections: seen.Connections, Datagrams: seen.Datagrams, Refused: seen.Refused, Dropped: s.dropped(placement.Address(address)),
-			LastSeen: monotonicZero().Add(time.Duration(seen.LastSeen)), LastSlot: slotOrNil(int(seen.Slot)),
+			Connections: seen.Connections, Datagrams: seen.Datagrams, Refused: seen.Refused, Dropped: s.traffic.Dropped(placement.Address(address)),
+			LastSeen: clock.MonotonicZero().Add(time.Duration(seen.LastSeen)), LastSlot: slotOrNil(int(seen.Slot)),
 		}
 		now.datagrams, now.refused = seen.Datagrams, seen.Refused
 	}
@@ -223,7 +224,7 @@ func (s *service) explainEffect(w *api.Why, serving *core.Serving) error {
 	slot, served := serving.Slot(w.Slot)
 	if seat := s.Seats[slot]; served && seat != nil {
 		// The boot time is the difference of two clocks that are not read at the same time.
-		since := startedAt(seat.Process.StartTime, bootTime()).Round(time.Second)
+		since := clock.StartedAt(seat.Process.StartTime, clock.BootTime()).Round(time.Second)
 		w.Member = &api.WhyMember{Slot: slot, PID: seat.Process.PID, Command: seat.Process.Command(), Source: seat.Source, Since: since}
 	}
 	if served && slot == w.Slot {

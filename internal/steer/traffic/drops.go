@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"cmp"
@@ -14,6 +14,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/placement"
@@ -43,20 +44,20 @@ type dropKey struct {
 // drop is the last known number of drops of a member, and the time of the reading that found new ones; zero: none.
 type drop struct {
 	member member.ID
-	queue  queue
+	queue  Queue
 	at     time.Time
 }
 
 // note compares a reading with the one before. A member that has started after the first reading has had no drops before.
-func (d *memberDrops) note(now time.Time, key dropKey, id member.ID, started time.Time, q *queue) {
+func (d *memberDrops) note(now time.Time, key dropKey, id member.ID, started time.Time, q *Queue) {
 	before, known := d.last[key]
 	if !known || before.member != id {
 		before = drop{member: id}
 		if !started.After(d.begun) {
-			before.queue.drops = q.drops // of unknown age
+			before.queue.Dropped = q.Dropped // of unknown age
 		}
 	}
-	if q.drops > before.queue.drops {
+	if q.Dropped > before.queue.Dropped {
 		before.at = now
 	}
 	before.queue = *q
@@ -67,42 +68,42 @@ func (d *memberDrops) note(now time.Time, key dropKey, id member.ID, started tim
 }
 
 // noteDrops reads the sockets of the members unless the last reading is recent.
-func (s *service) noteDrops(now time.Time) {
-	if now.Sub(s.drops.at) < dropsInterval {
+func (t *Traffic) noteDrops(now time.Time) {
+	if now.Sub(t.drops.at) < dropsInterval {
 		return
 	}
-	s.drops.at = now
-	if s.drops.begun.IsZero() {
-		s.drops.begun = now
+	t.drops.at = now
+	if t.drops.begun.IsZero() {
+		t.drops.begun = now
 	}
-	boot := bootTime()
+	boot := clock.BootTime()
 	for _, protocol := range []config.Protocol{config.UDP, config.TCP} {
-		queues, err := s.readQueues(protocol)
+		queues, err := t.Queues(protocol)
 		if err != nil {
-			s.Log.Debug("sockets of members not read", "error", err) // metrics report the error
+			t.Log.Debug("sockets of members not read", "error", err) // metrics report the error
 			continue
 		}
 		for slot, q := range queues {
-			seat := s.Seats[slot]
-			s.drops.note(now, dropKey{slot, protocol}, seat.ID(), startedAt(seat.Process.StartTime, boot), q)
+			seat := t.Seats[slot]
+			t.drops.note(now, dropKey{slot, protocol}, seat.ID(), clock.StartedAt(seat.Process.StartTime, boot), q)
 		}
 	}
 }
 
-// recentDrops returns the members at whose sockets the kernel has dropped packets lately.
-func (s *service) recentDrops(now time.Time) (list []api.DropStatus) {
-	s.noteDrops(now)
-	for key, d := range s.drops.last {
-		seat := s.Seats[key.slot]
+// RecentDrops returns the members at whose sockets the kernel has dropped packets lately.
+func (t *Traffic) RecentDrops(now time.Time) (list []api.DropStatus) {
+	t.noteDrops(now)
+	for key, d := range t.drops.last {
+		seat := t.Seats[key.slot]
 		if seat == nil || seat.ID() != d.member || d.at.IsZero() || now.Sub(d.at) > recentDropTime {
 			continue
 		}
 		one := api.DropStatus{
-			Slot: key.slot, PID: seat.Process.PID, Protocol: string(key.protocol), Dropped: d.queue.drops, Last: d.at, Limit: d.queue.smallest,
-			Hint: dropHint(key.protocol, d.queue.smallest, sysctl("rmem_max"), sysctl("rmem_default"), sysctl("somaxconn")),
+			Slot: key.slot, PID: seat.Process.PID, Protocol: string(key.protocol), Dropped: d.queue.Dropped, Last: d.at, Limit: d.queue.Smallest,
+			Hint: dropHint(key.protocol, d.queue.Smallest, sysctl("rmem_max"), sysctl("rmem_default"), sysctl("somaxconn")),
 		}
 		if key.protocol == config.UDP {
-			one.Devices = s.droppedDevices(key.slot)
+			one.Devices = t.droppedDevices(key.slot)
 		}
 		list = append(list, one)
 	}
@@ -112,38 +113,42 @@ func (s *service) recentDrops(now time.Time) (list []api.DropStatus) {
 	return list
 }
 
-// openDrops begins to count the dropped datagrams by source, instead of an earlier count.
-func (s *service) openDrops() {
-	s.closeDrops()
-	if !s.hasStream(config.UDP) {
+// openDrops begins to count the dropped datagrams by source.
+func (t *Traffic) openDrops() {
+	if !t.hasStream(config.UDP) {
 		return
 	}
 	var err error
-	if s.dropsBySource, err = s.Path.Drops(); err != nil && !errors.Is(err, bpf.ErrNoDrops) {
-		s.Log.Warn("dropped datagrams are not counted by device", "error", err) // they are by member
+	if t.dropsBySource, err = t.Path.Drops(); err != nil && !errors.Is(err, bpf.ErrNoDrops) {
+		t.Log.Warn("dropped datagrams are not counted by device", "error", err) // they are by member
 	}
 }
 
-func (s *service) closeDrops() {
-	if s.dropsBySource != nil {
-		s.dropsBySource.Close()
-		s.dropsBySource = nil
+func (t *Traffic) closeDrops() {
+	if t.dropsBySource != nil {
+		t.dropsBySource.Close()
+		t.dropsBySource = nil
 	}
+}
+
+// DroppedBySource returns the dropped datagrams of all addresses, or nil if they are not known.
+func (t *Traffic) DroppedBySource() (map[bpf.Address]uint64, error) {
+	if t.dropsBySource == nil {
+		return nil, nil
+	}
+	return t.dropsBySource.BySource()
 }
 
 // droppedDevices returns the addresses of a slot with the most dropped datagrams.
-func (s *service) droppedDevices(slot int) (list []api.DroppedDevice) {
-	if s.dropsBySource == nil {
-		return nil
-	}
-	counts, err := s.dropsBySource.BySource()
+func (t *Traffic) droppedDevices(slot int) (list []api.DroppedDevice) {
+	counts, err := t.DroppedBySource()
 	if err != nil {
-		s.Log.Debug("dropped datagrams not read", "error", err)
+		t.Log.Debug("dropped datagrams not read", "error", err)
 		return nil
 	}
 	for address, n := range counts {
 		addr := placement.Addr(address)
-		if at := s.Mapping.Locate(addr); at.Slot == slot {
+		if at := t.Mapping.Locate(addr); at.Slot == slot {
 			list = append(list, api.DroppedDevice{Address: addr, Device: at.Device, Dropped: n})
 		}
 	}
@@ -153,12 +158,12 @@ func (s *service) droppedDevices(slot int) (list []api.DroppedDevice) {
 	return list[:min(len(list), mostDroppedDevices)]
 }
 
-// dropped returns the dropped datagrams of an address, or nil if they are not known.
-func (s *service) dropped(address bpf.Address) *uint64 {
-	if s.dropsBySource == nil {
+// Dropped returns the dropped datagrams of an address, or nil if they are not known.
+func (t *Traffic) Dropped(address bpf.Address) *uint64 {
+	if t.dropsBySource == nil {
 		return nil
 	}
-	n := s.dropsBySource.Source(address)
+	n := t.dropsBySource.Source(address)
 	return &n
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"strings"
@@ -30,9 +30,9 @@ func TestNoteDrops(t *testing.T) {
 		{50 * time.Second, time.Second, member.ID{PID: 9, StartTime: 3}, 1, 50 * time.Second},
 	} {
 		now := start.Add(step.after)
-		d.note(now, key, step.id, now.Add(-step.age), &queue{drops: step.drops})
+		d.note(now, key, step.id, now.Add(-step.age), &Queue{Dropped: step.drops})
 		got := d.last[key]
-		if got.queue.drops != step.drops || got.at.IsZero() != (step.at < 0) || step.at >= 0 && got.at != start.Add(step.at) {
+		if got.queue.Dropped != step.drops || got.at.IsZero() != (step.at < 0) || step.at >= 0 && got.at != start.Add(step.at) {
 			t.Errorf("step %d: %+v", i, got)
 		}
 	}

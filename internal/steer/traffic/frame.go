@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"cmp"
@@ -10,6 +10,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
@@ -19,10 +20,6 @@ import (
 const (
 	// mostLiveDevices is the number of devices of a frame.
 	mostLiveDevices = 20_000
-	// mostStuck is the number of connections without progress in a frame.
-	mostStuck = 100
-	// mostWaitingLive is the number of processes of a frame that wait to be members of a service.
-	mostWaitingLive = 32
 	// stuckTime is the time without data after which a closed window is reported.
 	stuckTime = time.Second
 )
@@ -40,38 +37,14 @@ type liveCounts struct {
 // addressCounts are the totals of an address.
 type addressCounts struct{ datagrams, refused uint64 }
 
-// Frame adds the services to a frame. The caller makes one frame at a time, because a frame has the rates since the one
-// before.
-func (d *Domain) Frame(frame *api.Frame) error {
-	services, err := d.selectServices("")
-	if err != nil {
-		return err
-	}
-	for _, s := range services {
-		one, stuck, err := s.frame(frame.Seconds)
-		if err == nil {
-			err = s.learn()
-		}
-		if err != nil {
-			one.Problem = err.Error()
-		}
-		frame.Services = append(frame.Services, one)
-		frame.Stuck = append(frame.Stuck, stuck...)
-	}
-	slices.SortStableFunc(frame.Stuck, func(a, b api.LiveSocket) int { return cmp.Compare(b.Since, a.Since) })
-	frame.Stuck = frame.Stuck[:min(len(frame.Stuck), mostStuck)]
-	return nil
-}
-
-// frame returns the service of a frame, with rates since the frame before, seconds ago.
-func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveSocket, err error) {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	one = api.LiveService{Name: s.Name, Slots: []api.LiveSlot{}, Devices: []api.LiveDevice{}}
-	if err := s.CheckOpen(); err != nil {
+// Frame returns the traffic of a service for a frame, with rates since the frame before, seconds ago, and the connections
+// without progress. The caller holds the lock.
+func (t *Traffic) Frame(seconds float64) (one api.LiveService, stuck []api.LiveSocket, err error) {
+	one = api.LiveService{Name: t.Name, Slots: []api.LiveSlot{}, Devices: []api.LiveDevice{}}
+	if err := t.CheckOpen(); err != nil {
 		return one, nil, err
 	}
-	before := s.liveBefore
+	before := t.before
 	now := &liveCounts{drops: make(map[int]uint64), datagrams: make(map[bpf.Address]addressCounts), bytes: make(map[uint64]uint64), closed: make(map[int]int)}
 	if before == nil {
 		seconds = 0
@@ -83,46 +56,41 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		}
 		return float64(now-before) / seconds
 	}
-	slots := s.Config.Slots
-	for slot := range s.Seats {
+	slots := t.Config.Slots
+	for slot := range t.Seats {
 		slots = max(slots, slot+1)
 	}
-	if now.slots, err = s.Path.Counters(slots); err != nil {
+	if now.slots, err = t.Path.Counters(slots); err != nil {
 		return one, nil, err
 	}
-	udp, err := s.readQueues(config.UDP)
+	udp, err := t.Queues(config.UDP)
 	if err != nil {
 		return one, nil, err
 	}
-	tcp, err := s.readQueues(config.TCP)
+	tcp, err := t.Queues(config.TCP)
 	if err != nil {
 		return one, nil, err
 	}
-	if s.dropsBySource != nil {
-		if now.dropped, err = s.dropsBySource.BySource(); err != nil {
-			return one, nil, err
-		}
+	if now.dropped, err = t.DroppedBySource(); err != nil {
+		return one, nil, err
 	}
-	list, err := s.ReadSessions()
+	list, err := t.ReadSessions()
 	if err != nil {
 		return one, nil, err
 	}
-	one.Split = s.checks.SplitDevices()
-	one.Waiting, one.NotAdmitted = s.waitingStatus(), s.refusals.list()
-	one.Waiting = one.Waiting[:min(len(one.Waiting), mostWaitingLive)]
 	for slot := range slots {
-		set := s.SlotState(slot)
-		v := api.LiveSlot{Slot: slot, State: string(set.State), Ready: s.IsReady(slot)}
-		if seat := s.Seats[slot]; seat != nil {
+		set := t.SlotState(slot)
+		v := api.LiveSlot{Slot: slot, State: string(set.State), Ready: t.IsReady(slot)}
+		if seat := t.Seats[slot]; seat != nil {
 			v.PID, v.Command, v.Cgroup = seat.Process.PID, seat.Process.Command(), seat.Process.Cgroup
 		}
 		if q := udp[slot]; q != nil {
-			v.Queued, v.QueueLimit, now.drops[slot] = q.used, q.limit, q.drops
+			v.Queued, v.QueueLimit, now.drops[slot] = q.Used, q.Limit, q.Dropped
 		}
 		if q := tcp[slot]; q != nil {
-			v.Backlog = q.used
+			v.Backlog = q.Used
 		}
-		if room, err := s.rooms.Status(slot); err == nil && room != nil {
+		if room, err := t.rooms.Status(slot); err == nil && room != nil {
 			v.Waiting, v.WaitUntil = room.Waiting, room.Until
 		}
 		if before != nil && slot < len(before.slots)-1 {
@@ -136,20 +104,20 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		one.Refused = rate(refusedByAll(now.slots), refusedByAll(before.slots))
 	}
 	seated := make(map[member.ID]int)
-	for slot, seat := range s.Seats {
+	for slot, seat := range t.Seats {
 		seated[seat.ID()] = slot
 	}
 	devices := make(map[netip.Addr]*api.LiveDevice)
 	device := func(address netip.Addr) *api.LiveDevice {
 		d := devices[address]
 		if d == nil {
-			at := s.Mapping.Locate(address)
+			at := t.Mapping.Locate(address)
 			d = &api.LiveDevice{Address: address, Device: at.Device, Slot: at.Slot, Pinned: at.Pinned}
 			devices[address] = d
 		}
 		return d
 	}
-	serving := s.Serving()
+	serving := t.Serving()
 	for i := range list {
 		x := &list[i]
 		if x.State != sockdiag.Established {
@@ -183,13 +151,13 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		v.ZeroWindows++
 		if idle >= stuckTime {
 			now.closed[slot]++
-			stuck = append(stuck, api.LiveSocket{Service: s.Name, Local: x.Local, Remote: x.Remote, Slot: &v.Slot, PID: v.PID,
+			stuck = append(stuck, api.LiveSocket{Service: t.Name, Local: x.Local, Remote: x.Remote, Slot: &v.Slot, PID: v.PID,
 				Reason: "zero_window", Bytes: uint64(x.Unread), Since: idle.Seconds()})
 		}
 	}
 	recent := time.Now().Add(-silence)
-	zero := monotonicZero()
-	for address, seen := range s.Path.Devices() {
+	zero := clock.MonotonicZero()
+	for address, seen := range t.Path.Devices() {
 		addr, last := placement.Addr(address), zero.Add(time.Duration(seen.LastSeen))
 		now.datagrams[address] = addressCounts{seen.Datagrams, seen.Refused}
 		if last.Before(recent) && devices[addr] == nil {
@@ -225,7 +193,7 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		one.Devices = one.Devices[:mostLiveDevices]
 	}
 	slices.SortFunc(one.Devices, func(a, b api.LiveDevice) int { return a.Address.Compare(b.Address) })
-	s.liveBefore = now
+	t.before = now
 	return one, stuck, nil
 }
 
@@ -242,4 +210,12 @@ func refusedByAll(list []bpf.Counters) (n uint64) {
 		n += refusedBy(&list[i])
 	}
 	return n
+}
+
+// ClosedWindows returns the number of connections with a closed receive window at the last frame, by slot.
+func (t *Traffic) ClosedWindows() map[int]int {
+	if t.before == nil {
+		return nil
+	}
+	return t.before.closed
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"encoding/json"
@@ -144,35 +144,27 @@ func (l *learned) due(now time.Time) bool {
 	return l.fresh && past >= saveNewTime || len(l.devices) > 0 && past >= saveTime
 }
 
-func (s *service) learnedPath() string { return filepath.Join(s.Host.StateDir, s.Name+".devices") }
+func (t *Traffic) learnedPath() string { return filepath.Join(t.Host.StateDir, t.Name+".devices") }
 
 // saveLearned saves the learned devices if they are due.
-func (s *service) saveLearned() {
-	if !s.learned.due(time.Now()) {
-		return
-	}
-	if err := s.learned.save(s.learnedPath()); err != nil {
-		s.Log.Warn("learned devices not saved", "error", err)
+func (t *Traffic) saveLearned() {
+	if t.learned.due(time.Now()) {
+		t.writeLearned()
 	}
 }
 
-// closeLearned saves the learned devices before the service is closed.
-func (s *service) closeLearned() {
-	if len(s.learned.devices) == 0 && !s.learned.fresh {
-		return
-	}
-	if err := s.learned.save(s.learnedPath()); err != nil {
-		s.Log.Warn("learned devices not saved", "error", err)
+func (t *Traffic) writeLearned() {
+	if err := t.learned.save(t.learnedPath()); err != nil {
+		t.Log.Warn("learned devices not saved", "error", err)
 	}
 }
 
-// learn updates the learned devices and the drops of members, unless the last updates are recent.
-func (s *service) learn() error {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if err := s.CheckOpen(); err != nil {
+// Learn updates the learned devices and the drops of members, unless the last updates are recent. The caller holds the
+// lock.
+func (t *Traffic) Learn() error {
+	if err := t.CheckOpen(); err != nil {
 		return err
 	}
-	s.noteDrops(time.Now())
-	return s.updateStreams(streamsInterval)
+	t.noteDrops(time.Now())
+	return t.updateStreams(streamsInterval)
 }

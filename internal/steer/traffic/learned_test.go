@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"fmt"
@@ -130,7 +130,7 @@ func TestMissingSince(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &service{Service: core.Service{Mapping: mapping}}
+	s := &Traffic{Service: &core.Service{Mapping: mapping}}
 	device := deviceKey{address: netip.MustParseAddr("192.0.2.1")}
 	for _, one := range []struct {
 		times learnedDevice

@@ -1,57 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"cmp"
-	"fmt"
 	"slices"
-	"strconv"
 	"time"
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
-	"sockeye/internal/fault"
 )
 
-// missingLimit parses the number of devices that an answer lists.
-func missingLimit(text string) (int, error) {
-	if text == "" {
-		return api.DefaultMissing, nil
-	}
-	limit, err := strconv.Atoi(text)
-	if err != nil || limit < 1 || limit > api.MostMissing {
-		return 0, fault.Usage(fmt.Errorf("limit is %q", text), fmt.Sprintf("1 to %d", api.MostMissing))
-	}
-	return limit, nil
-}
-
-// missing returns the expected devices that do not send all streams. A device map of a million names takes some tenths of a
+// Missing returns the expected devices that do not send all streams. A device map of a million names takes some tenths of a
 // second.
-func (s *service) missing(limit int) ([]api.Missing, error) {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if err := s.CheckOpen(); err != nil {
+func (t *Traffic) Missing(limit int) ([]api.Missing, error) {
+	t.Mu.Lock()
+	defer t.Mu.Unlock()
+	if err := t.CheckOpen(); err != nil {
 		return nil, err
 	}
-	if err := s.updateStreams(0); err != nil {
+	if err := t.updateStreams(0); err != nil {
 		return nil, err
 	}
-	m := api.Missing{Service: s.Name, Streams: []string{}, Devices: []api.MissingDevice{}}
+	m := api.Missing{Service: t.Name, Streams: []string{}, Devices: []api.MissingDevice{}}
 	for _, protocol := range []config.Protocol{config.TCP, config.UDP} {
-		if s.hasStream(protocol) {
+		if t.hasStream(protocol) {
 			m.Streams = append(m.Streams, string(protocol))
 		}
 	}
-	if s.Config.TrackDevices == 0 && slices.ContainsFunc(s.Config.Listeners, func(l config.Listener) bool { return l.Protocol == config.UDP }) {
+	if t.Config.TrackDevices == 0 && slices.ContainsFunc(t.Config.Listeners, func(l config.Listener) bool { return l.Protocol == config.UDP }) {
 		m.Problem = "track_devices is off, so the agent does not know who sends datagrams"
 	}
 	if len(m.Streams) == 0 {
 		return []api.Missing{m}, nil
 	}
-	sending := s.streams.sending(s.deviceKey, s.learned.devices)
+	sending := t.streams.sending(t.deviceKey, t.learned.devices)
 	lacks := func(device deviceKey) (streams []string) {
-		if slices.Contains(m.Streams, "tcp") && !s.streams.connected[device] {
+		if slices.Contains(m.Streams, "tcp") && !t.streams.connected[device] {
 			streams = append(streams, "tcp")
 		}
 		if slices.Contains(m.Streams, "udp") && !sending[device] {
@@ -60,7 +45,7 @@ func (s *service) missing(limit int) ([]api.Missing, error) {
 		return streams
 	}
 	var seen, never []deviceKey
-	names := s.Mapping.Devices.Devices()
+	names := t.Mapping.Devices.Devices()
 	m.Expected = len(names)
 	for _, name := range names {
 		device := deviceKey{name: name}
@@ -68,15 +53,15 @@ func (s *service) missing(limit int) ([]api.Missing, error) {
 			continue
 		}
 		m.Missing++
-		if _, known := s.learned.devices[device]; known {
+		if _, known := t.learned.devices[device]; known {
 			seen = append(seen, device)
 		} else if len(never) < limit {
 			never = append(never, device)
 		}
 	}
-	for device := range s.learned.devices {
+	for device := range t.learned.devices {
 		// The device map may have changed since the device was learned.
-		if device.name != "" || s.deviceKey(device.address) != device {
+		if device.name != "" || t.deviceKey(device.address) != device {
 			continue
 		}
 		m.Expected++
@@ -86,7 +71,7 @@ func (s *service) missing(limit int) ([]api.Missing, error) {
 		}
 	}
 	last := func(device deviceKey) uint32 {
-		one := s.learned.devices[device]
+		one := t.learned.devices[device]
 		return max(one.tcp, one.udp)
 	}
 	slices.SortFunc(seen, func(a, b deviceKey) int {
@@ -95,20 +80,20 @@ func (s *service) missing(limit int) ([]api.Missing, error) {
 	listed := append(seen, never...)
 	listed = listed[:min(len(listed), limit)]
 	m.Omitted = m.Missing - len(listed)
-	prefixes := s.firstPrefixes(listed)
+	prefixes := t.firstPrefixes(listed)
 	for _, device := range listed {
-		m.Devices = append(m.Devices, s.missingDevice(device, lacks(device), prefixes[device.name]))
+		m.Devices = append(m.Devices, t.missingDevice(device, lacks(device), prefixes[device.name]))
 	}
 	return []api.Missing{m}, nil
 }
 
 // missingDevice describes a device that lacks streams.
-func (s *service) missingDevice(device deviceKey, lacks []string, prefix string) api.MissingDevice {
+func (t *Traffic) missingDevice(device deviceKey, lacks []string, prefix string) api.MissingDevice {
 	one := api.MissingDevice{Device: device.name, Prefix: prefix, Missing: lacks}
 	if device.name != "" {
-		one.Slot = s.Mapping.LocateName(device.name).Slot
+		one.Slot = t.Mapping.LocateName(device.name).Slot
 	} else {
-		one.Slot, _ = s.Mapping.Slot(device.address)
+		one.Slot, _ = t.Mapping.Slot(device.address)
 		one.Address = &device.address
 	}
 	moment := func(seconds uint32) *time.Time {
@@ -118,7 +103,7 @@ func (s *service) missingDevice(device deviceKey, lacks []string, prefix string)
 		t := unixTime(seconds)
 		return &t
 	}
-	known := s.learned.devices[device]
+	known := t.learned.devices[device]
 	one.LastConnection, one.LastDatagram = moment(known.tcp), moment(known.udp)
 	since := uint32(0)
 	if slices.Contains(lacks, "tcp") {
@@ -132,7 +117,7 @@ func (s *service) missingDevice(device deviceKey, lacks []string, prefix string)
 }
 
 // firstPrefixes returns the first prefix of each named device.
-func (s *service) firstPrefixes(devices []deviceKey) map[string]string {
+func (t *Traffic) firstPrefixes(devices []deviceKey) map[string]string {
 	prefixes := make(map[string]string)
 	for _, device := range devices {
 		if device.name != "" {
@@ -143,8 +128,8 @@ func (s *service) firstPrefixes(devices []deviceKey) map[string]string {
 	if left == 0 {
 		return prefixes
 	}
-	names := s.Mapping.Devices.Devices()
-	for prefix, id := range s.Mapping.Devices.All() {
+	names := t.Mapping.Devices.Devices()
+	for prefix, id := range t.Mapping.Devices.All() {
 		if first, wanted := prefixes[names[id]]; wanted && first == "" {
 			prefixes[names[id]] = prefix.String()
 			if left--; left == 0 {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"errors"
@@ -14,29 +14,29 @@ import (
 	"sockeye/internal/steer/listener"
 )
 
-// queue is the sum over the receive queues of a member's sockets of one protocol.
-type queue struct {
-	// drops are the packets that the kernel has dropped at the sockets: datagrams without space in the receive buffer, and
+// Queue is the sum over the receive queues of a member's sockets of one protocol.
+type Queue struct {
+	// Dropped are the packets that the kernel has dropped at the sockets: datagrams without space in the receive buffer, and
 	// connection requests beyond the backlog.
-	drops uint64
-	// used and limit are the sizes of the queues: bytes of datagrams, or connections that the member has not accepted.
-	used, limit uint64
-	// smallest is the smallest limit of one socket.
-	smallest uint64
+	Dropped uint64
+	// Used and Limit are the sizes of the queues: bytes of datagrams, or connections that the member has not accepted.
+	Used, Limit uint64
+	// Smallest is the smallest limit of one socket.
+	Smallest uint64
 }
 
-// readQueues returns the queues of the members' sockets of a protocol by slot, or nil if the kernel has no sock_diag for
+// Queues returns the queues of the members' sockets of a protocol by slot, or nil if the kernel has no sock_diag for
 // the protocol. One dump reads all sockets: a request for one socket would run the steering program.
-func (s *service) readQueues(protocol config.Protocol) (map[int]*queue, error) {
+func (t *Traffic) Queues(protocol config.Protocol) (map[int]*Queue, error) {
 	query := sockdiag.Query{Protocol: unix.IPPROTO_TCP, States: sockdiag.States(0).With(sockdiag.Listening)}
 	if protocol == config.UDP {
 		query = sockdiag.Query{Protocol: unix.IPPROTO_UDP, States: sockdiag.States(0).With(sockdiag.Closed)}
 	}
 	slots := make(map[uint64]int) // by cookie
 	ports := make(map[uint16]bool)
-	for slot, seat := range s.Seats {
+	for slot, seat := range t.Seats {
 		for row, socket := range seat.Sockets {
-			l, ok := s.Listeners[row]
+			l, ok := t.Listeners[row]
 			if !ok || l.Protocol != protocol {
 				continue
 			}
@@ -45,14 +45,14 @@ func (s *service) readQueues(protocol config.Protocol) (map[int]*queue, error) {
 			ports[first], ports[last] = true, true
 		}
 	}
-	queues := make(map[int]*queue)
+	queues := make(map[int]*Queue)
 	if len(slots) == 0 {
 		return queues, nil
 	}
 	if len(ports) == 1 { // otherwise all sockets are read
 		query.LocalPort = slices.Collect(maps.Keys(ports))[0]
 	}
-	conn, err := s.Diag()
+	conn, err := t.Diag()
 	if err != nil {
 		return nil, err
 	}
@@ -63,17 +63,17 @@ func (s *service) readQueues(protocol config.Protocol) (map[int]*queue, error) {
 		}
 		q := queues[slot]
 		if q == nil {
-			q = &queue{}
+			q = &Queue{}
 			queues[slot] = q
 		}
-		q.drops += uint64(socket.Dropped)
+		q.Dropped += uint64(socket.Dropped)
 		used, limit := uint64(socket.Unread), uint64(socket.Payload)
 		if protocol == config.UDP {
 			used, limit = uint64(socket.ReceiveQueued), uint64(socket.ReceiveBuffer)
 		}
-		q.used, q.limit = q.used+used, q.limit+limit
-		if q.smallest == 0 || limit < q.smallest {
-			q.smallest = limit
+		q.Used, q.Limit = q.Used+used, q.Limit+limit
+		if q.Smallest == 0 || limit < q.Smallest {
+			q.Smallest = limit
 		}
 	})
 	if errors.Is(err, sockdiag.ErrUnsupported) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"cmp"
@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/events"
 	"sockeye/internal/steer/placement"
 )
@@ -36,33 +37,33 @@ type refusalWatch struct {
 }
 
 // watchRefusals records the refusals of devices, and a summary of all refusals. The caller holds the lock.
-func (s *service) watchRefusals() error {
-	before, err := s.countRefusals()
+func (t *Traffic) watchRefusals() error {
+	before, err := t.countRefusals()
 	if err != nil {
 		return err
 	}
-	reader, err := s.Path.Refusals()
+	reader, err := t.Path.Refusals()
 	if err != nil {
 		return err
 	}
-	s.reported = &refusalWatch{reader: reader, end: make(chan struct{}), before: before, summed: time.Now()}
-	go s.recordRefusals(s.reported)
+	t.refusals = &refusalWatch{reader: reader, end: make(chan struct{}), before: before, summed: time.Now()}
+	go t.recordRefusals(t.refusals)
 	return nil
 }
 
 // endRefusals ends the goroutine of watchRefusals, after a last summary. The caller holds the lock.
-func (s *service) endRefusals() {
-	if s.reported == nil {
+func (t *Traffic) endRefusals() {
+	if t.refusals == nil {
 		return
 	}
-	if s.Path != nil {
-		s.summarizeRefusals(s.reported)
+	if t.Path != nil {
+		t.summarizeRefusals(t.refusals)
 	}
-	close(s.reported.end)
-	s.reported = nil
+	close(t.refusals.end)
+	t.refusals = nil
 }
 
-func (s *service) recordRefusals(w *refusalWatch) {
+func (t *Traffic) recordRefusals(w *refusalWatch) {
 	defer w.reader.Close()
 	tick := time.NewTicker(refusalsInterval)
 	defer tick.Stop()
@@ -74,23 +75,23 @@ func (s *service) recordRefusals(w *refusalWatch) {
 		}
 		list, err := w.reader.Read()
 		if err != nil {
-			s.Log.Warn("refusals not recorded", "error", err)
+			t.Log.Warn("refusals not recorded", "error", err)
 			return
 		}
-		s.Mu.Lock()
-		if s.reported == w {
-			s.logRefusals(list)
+		t.Mu.Lock()
+		if t.refusals == w {
+			t.logRefusals(list)
 			if time.Since(w.summed) >= summaryInterval {
-				s.summarizeRefusals(w)
+				t.summarizeRefusals(w)
 			}
 		}
-		s.Mu.Unlock()
+		t.Mu.Unlock()
 	}
 }
 
 // countRefusals returns the refused packets of all slots.
-func (s *service) countRefusals() (sum refusalCounts, err error) {
-	counters, err := s.Path.Counters(bpf.MaxSlots)
+func (t *Traffic) countRefusals() (sum refusalCounts, err error) {
+	counters, err := t.Path.Counters(bpf.MaxSlots)
 	for _, c := range counters {
 		for reason := range sum {
 			sum[reason] += c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
@@ -99,12 +100,12 @@ func (s *service) countRefusals() (sum refusalCounts, err error) {
 	return sum, err
 }
 
-func (s *service) logRefusals(list []bpf.Refusal) {
-	zero := monotonicZero()
+func (t *Traffic) logRefusals(list []bpf.Refusal) {
+	zero := clock.MonotonicZero()
 	for i := range list {
 		r := &list[i]
 		address := placement.Addr(r.Address)
-		at := s.Mapping.Locate(address)
+		at := t.Mapping.Locate(address)
 		record := slog.NewRecord(zero.Add(time.Duration(r.Time)), slog.LevelInfo, "packets of the device are refused", 0)
 		record.Add(events.DeviceRefused, "device", cmp.Or(at.Device, address.String()), "address", address.String(),
 			"protocol", map[uint8]string{unix.IPPROTO_TCP: "tcp", unix.IPPROTO_UDP: "udp"}[r.Protocol])
@@ -114,13 +115,13 @@ func (s *service) logRefusals(list []bpf.Refusal) {
 		if int(r.Reason) < len(bpf.Reasons) {
 			record.Add("reason", bpf.Reasons[r.Reason])
 		}
-		_ = s.Log.Handler().Handle(context.Background(), record) // logging has no place for errors
+		_ = t.Log.Handler().Handle(context.Background(), record) // logging has no place for errors
 	}
 }
 
 // summarizeRefusals records the number of refusals since the last summary. The caller holds the lock.
-func (s *service) summarizeRefusals(w *refusalWatch) {
-	now, err := s.countRefusals()
+func (t *Traffic) summarizeRefusals(w *refusalWatch) {
+	now, err := t.countRefusals()
 	if err != nil {
 		return // the next summary has them
 	}
@@ -134,7 +135,7 @@ func (s *service) summarizeRefusals(w *refusalWatch) {
 		}
 	}
 	if total > 0 {
-		s.Log.Info("packets refused", append(attrs, "packets", total, "in", time.Since(w.summed).Round(time.Second).String())...)
+		t.Log.Info("packets refused", append(attrs, "packets", total, "in", time.Since(w.summed).Round(time.Second).String())...)
 	}
 	w.before, w.summed = now, time.Now()
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package traffic
 
 import (
 	"iter"
@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
@@ -93,51 +94,56 @@ func (l *lastDatagram) recent(now time.Time) bool { return now.Sub(unixTime(l.at
 func unixTime(seconds uint32) time.Time { return time.Unix(int64(seconds), 0) }
 
 // hasStream reports whether the service has a listener of a protocol, and the agent knows who sends to it.
-func (s *service) hasStream(protocol config.Protocol) bool {
-	return (protocol == config.TCP || s.Config.TrackDevices > 0) &&
-		slices.ContainsFunc(s.Config.Listeners, func(l config.Listener) bool { return l.Protocol == protocol })
+func (t *Traffic) hasStream(protocol config.Protocol) bool {
+	return (protocol == config.TCP || t.Config.TrackDevices > 0) &&
+		slices.ContainsFunc(t.Config.Listeners, func(l config.Listener) bool { return l.Protocol == protocol })
 }
 
-// hasBothStreams reports whether the devices of the service send TCP and UDP, and are counted.
-func (s *service) hasBothStreams() bool {
-	return s.Config.TrackDevices > 0 && s.hasStream(config.TCP) && s.hasStream(config.UDP)
+// OneStream returns the number of devices that send one of both streams only. known is false unless the devices of the
+// service send TCP and UDP, and are counted. The caller holds the lock.
+func (t *Traffic) OneStream() (tcp, udp int, known bool, err error) {
+	if t.Config.TrackDevices == 0 || !t.hasStream(config.TCP) || !t.hasStream(config.UDP) {
+		return 0, 0, false, nil
+	}
+	err = t.updateStreams(streamsInterval)
+	return t.streams.tcp, t.streams.udp, true, err
 }
 
 // deviceKey returns the device of an address.
-func (s *service) deviceKey(address netip.Addr) deviceKey {
-	if id, ok := s.Mapping.Devices.Lookup(address); ok {
-		return deviceKey{name: s.Mapping.Devices.Devices()[id]}
+func (t *Traffic) deviceKey(address netip.Addr) deviceKey {
+	if id, ok := t.Mapping.Devices.Lookup(address); ok {
+		return deviceKey{name: t.Mapping.Devices.Devices()[id]}
 	}
 	return deviceKey{address: address}
 }
 
 // updateStreams updates streams and the learned devices, unless the last update is more recent than an interval.
-func (s *service) updateStreams(interval time.Duration) error {
+func (t *Traffic) updateStreams(interval time.Duration) error {
 	now := time.Now()
-	if !s.streams.at.IsZero() && now.Sub(s.streams.at) < interval {
+	if !t.streams.at.IsZero() && now.Sub(t.streams.at) < interval {
 		return nil
 	}
-	list, err := s.ReadSessions()
+	list, err := t.ReadSessions()
 	if err != nil {
 		return err
 	}
 	connected := make(map[deviceKey]bool)
 	for i := range list {
 		if list[i].State == sockdiag.Established {
-			connected[s.deviceKey(list[i].Address)] = true
+			connected[t.deviceKey(list[i].Address)] = true
 		}
 	}
-	s.streams.update(now, monotonicZero(), s.trackedDevices(), s.deviceKey, connected)
-	s.learned.update(&s.streams, s.deviceKey)
-	s.saveLearned()
+	t.streams.update(now, clock.MonotonicZero(), t.trackedDevices(), t.deviceKey, connected)
+	t.learned.update(&t.streams, t.deviceKey)
+	t.saveLearned()
 	return nil
 }
 
 // trackedDevices yields the table of devices, or nothing if the policy does not track devices: the table then has one
 // entry, for any address.
-func (s *service) trackedDevices() iter.Seq2[bpf.Address, bpf.Seen] {
-	if s.Config.TrackDevices == 0 {
+func (t *Traffic) trackedDevices() iter.Seq2[bpf.Address, bpf.Seen] {
+	if t.Config.TrackDevices == 0 {
 		return func(func(bpf.Address, bpf.Seen) bool) {}
 	}
-	return s.Path.Devices()
+	return t.Path.Devices()
 }
