@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"testing"
 	"time"
@@ -14,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	process "sockeye/internal/member"
 	"sockeye/lab/swarm"
 )
 
@@ -208,10 +210,34 @@ func (r *replaced) kill(slot int) {
 func (r *replaced) end(p *swarm.Process) {
 	r.Helper()
 	const busy = time.Second // a busy machine does not run a member for a while
+	r.awaitEmptyQueue(p.Pid())
 	killed := swarm.Now()
 	r.must(p.Signal(unix.SIGKILL))
 	<-p.Done()
 	r.ended = append(r.ended, swarm.Interval{From: killed - busy, To: swarm.Now() + 2*time.Millisecond})
+}
+
+// awaitEmptyQueue waits until a process has read all datagrams: those in its queue are lost when it is killed, and on a
+// busy machine they can be many.
+func (r *replaced) awaitEmptyQueue(pid int) {
+	r.Helper()
+	handle, err := process.Open(pid)
+	r.must(err)
+	defer handle.Close()
+	sockets, err := handle.Sockets(func(s *process.Socket) bool { return s.Protocol == unix.IPPROTO_UDP })
+	r.must(err)
+	defer process.CloseAll(sockets) // a copy would keep the socket open when the process has ended
+	r.eventually("an empty receive queue", func() error {
+		for _, s := range sockets {
+			switch next, err := unix.IoctlGetInt(s.FD(), unix.SIOCINQ); {
+			case err != nil:
+				return os.NewSyscallError("ioctl", err)
+			case next > 0:
+				return fmt.Errorf("a datagram of %d bytes waits in %s", next, s)
+			}
+		}
+		return nil
+	})
 }
 
 // fills waits until the new member of a slot receives what has waited.
