@@ -36,6 +36,7 @@ import (
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
+	"sockeye/internal/otlp"
 	"sockeye/internal/owned"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
@@ -81,7 +82,7 @@ type Agent struct {
 	inForce       inForce
 	events        *events.Log
 	metrics       *metricsServer
-	export        *otlpExport
+	export        *otlp.Export
 	sockets       *sockmetrics.Collector
 	live          *liveView
 	explaining    sync.Mutex      // serializes the plans of /v1/why
@@ -484,7 +485,7 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change",
 			What: fmt.Sprintf("metrics: %s -> %s", format.OrNone(a.policy.Metrics.Listen), format.OrNone(policy.Metrics.Listen))})
 	}
-	if from, to := describeExport(a.policy.Metrics.OTLP), describeExport(policy.Metrics.OTLP); from != to {
+	if from, to := otlp.Describe(a.policy.Metrics.OTLP), otlp.Describe(policy.Metrics.OTLP); from != to {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("metrics.otlp: %s -> %s", from, to)})
 	}
 	if was, is := eventsSize(a.policy), eventsSize(policy); was != is {

@@ -17,9 +17,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	dto "github.com/prometheus/client_model/go"
 
+	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
+	"sockeye/internal/otlp"
 )
 
 var (
@@ -128,3 +130,38 @@ func (m *metricsServer) close() {
 		m.http.Close()
 	}
 }
+
+// newExport returns the export that a policy names, or nil for none.
+func (a *Agent) newExport(policy *config.Policy) (*otlp.Export, error) {
+	return otlp.New(policy.Metrics.OTLP, a.gathered, a.options.Version, a.log)
+}
+
+// startExport starts the export of the first policy. An export that fails is logged: steering works without metrics.
+func (a *Agent) startExport(policy *config.Policy) {
+	export, err := a.newExport(policy)
+	if err != nil {
+		a.log.Error("metrics are not exported", "error", err, "hint", fault.Hint(err))
+	}
+	a.replaceExport(export)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.exportProblem = err
+}
+
+// replaceExport ends the export in force and starts another one, or none for nil. The caller does not hold a.mu, which
+// an export needs to end.
+func (a *Agent) replaceExport(export *otlp.Export) {
+	a.mu.Lock()
+	old := a.export
+	a.export, a.exportProblem = export, nil
+	a.mu.Unlock()
+	if old != nil {
+		old.Stop()
+	}
+	if export != nil {
+		export.Start()
+	}
+}
+
+// stopExport ends the export.
+func (a *Agent) stopExport() { a.replaceExport(nil) }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package otlp sends metrics to a collector of OpenTelemetry, by OTLP over HTTP.
+package otlp
 
 import (
 	"bufio"
@@ -44,10 +45,10 @@ const (
 	mostHeadersFile = 1 << 20
 )
 
-// otlpExport sends the metrics to a collector of OpenTelemetry: all of them, at an interval, one export at a time. An
+// Export sends the metrics to a collector of OpenTelemetry: all of them, at an interval, one export at a time. An
 // export that fails is not repeated, because the next one has the same counters. A collector that is down costs one log
 // line when it goes down, and one when it is back.
-type otlpExport struct {
+type Export struct {
 	log      *slog.Logger
 	endpoint string
 	interval time.Duration
@@ -57,20 +58,16 @@ type otlpExport struct {
 	gathered error // of the last call of the producer
 	failing  bool  // the last export has failed, and this was logged
 
-	stop context.CancelFunc // nil: not started
-	done chan struct{}      // closed at the end
+	cancel context.CancelFunc // nil: not started
+	done   chan struct{}      // closed at the end
 }
 
-// newExport returns the export that a policy names, or nil for none.
-func (a *Agent) newExport(policy *config.Policy) (*otlpExport, error) {
-	if policy.Metrics.OTLP == nil {
+// New returns an export of the metrics of a gatherer, or nil if the policy names no collector. It reads the files that the
+// policy names, and sends nothing.
+func New(c *config.OTLP, gatherer prometheus.Gatherer, version string, log *slog.Logger) (*Export, error) {
+	if c == nil {
 		return nil, nil
 	}
-	return newExport(policy.Metrics.OTLP, a.gathered, a.options.Version, a.log)
-}
-
-// newExport returns an export of the metrics of a gatherer. It reads the files that the policy names, and sends nothing.
-func newExport(c *config.OTLP, gatherer prometheus.Gatherer, version string, log *slog.Logger) (*otlpExport, error) {
 	transport := &http.Transport{Proxy: http.ProxyFromEnvironment, MaxIdleConnsPerHost: 1, ForceAttemptHTTP2: true,
 		TLSHandshakeTimeout: mostExportTime, IdleConnTimeout: 2 * time.Duration(c.Interval) * time.Microsecond}
 	if c.CA != "" {
@@ -103,7 +100,7 @@ func newExport(c *config.OTLP, gatherer prometheus.Gatherer, version string, log
 	if err != nil {
 		return nil, fmt.Errorf("export metrics to %s: %w", c.Endpoint, err)
 	}
-	e := &otlpExport{log: log, endpoint: c.Endpoint, interval: interval, exporter: exporter, done: make(chan struct{})}
+	e := &Export{log: log, endpoint: c.Endpoint, interval: interval, exporter: exporter, done: make(chan struct{})}
 	// The bridge would report an error to a global handler, and drop the metrics that were gathered.
 	e.producer = bridge.NewMetricProducer(bridge.WithGatherer(prometheus.GathererFunc(func() (all []*dto.MetricFamily, err error) {
 		all, e.gathered = gatherer.Gather()
@@ -179,10 +176,10 @@ func readHeaders(path string) (map[string]string, error) {
 	return headers, lines.Err()
 }
 
-// start sends the metrics at once, and then at the interval.
-func (e *otlpExport) start() {
-	ctx, stop := context.WithCancel(context.Background())
-	e.stop = stop
+// Start sends the metrics at once, and then at the interval, until Stop.
+func (e *Export) Start() {
+	ctx, cancel := context.WithCancel(context.Background())
+	e.cancel = cancel
 	go func() {
 		defer close(e.done)
 		defer func() { _ = e.exporter.Shutdown(context.Background()) }() // it has nothing to send
@@ -199,8 +196,15 @@ func (e *otlpExport) start() {
 	}()
 }
 
+// Stop ends an export that was started, also one that waits for the collector, and returns after its last call of the
+// gatherer. The caller holds no lock that the gatherer needs.
+func (e *Export) Stop() {
+	e.cancel()
+	<-e.done
+}
+
 // send sends all metrics once.
-func (e *otlpExport) send(ctx context.Context) error {
+func (e *Export) send(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, min(mostExportTime, e.interval))
 	defer cancel()
 	scopes, err := e.producer.Produce(ctx)
@@ -212,7 +216,7 @@ func (e *otlpExport) send(ctx context.Context) error {
 }
 
 // report logs a change between success and failure.
-func (e *otlpExport) report(ctx context.Context, err error) {
+func (e *Export) report(ctx context.Context, err error) {
 	switch {
 	case ctx.Err() != nil:
 	case err != nil && !e.failing:
@@ -233,39 +237,8 @@ func shortened(err error) string {
 	return text
 }
 
-// startExport starts the export of the first policy. An export that fails is logged: steering works without metrics.
-func (a *Agent) startExport(policy *config.Policy) {
-	export, err := a.newExport(policy)
-	if err != nil {
-		a.log.Error("metrics are not exported", "error", err, "hint", fault.Hint(err))
-	}
-	a.replaceExport(export)
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.exportProblem = err
-}
-
-// replaceExport ends the export in force and starts another one, or none for nil. The caller does not hold a.mu, which
-// an export needs to end.
-func (a *Agent) replaceExport(export *otlpExport) {
-	a.mu.Lock()
-	old := a.export
-	a.export, a.exportProblem = export, nil
-	a.mu.Unlock()
-	if old != nil {
-		old.stop()
-		<-old.done
-	}
-	if export != nil {
-		export.start()
-	}
-}
-
-// stopExport ends the export.
-func (a *Agent) stopExport() { a.replaceExport(nil) }
-
-// describeExport describes an export in a plan.
-func describeExport(c *config.OTLP) string {
+// Describe describes an export in a plan.
+func Describe(c *config.OTLP) string {
 	if c == nil {
 		return "none"
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package otlp
 
 import (
 	"bytes"
@@ -82,13 +82,13 @@ func attributes(list []*commonpb.KeyValue) map[string]string {
 }
 
 // testExport returns an export of a registry to a collector, and its log.
-func testExport(t *testing.T, c *config.OTLP, gatherer prometheus.Gatherer) (*otlpExport, *bytes.Buffer) {
+func testExport(t *testing.T, c *config.OTLP, gatherer prometheus.Gatherer) (*Export, *bytes.Buffer) {
 	t.Helper()
 	var log bytes.Buffer
 	if c.Interval == 0 {
 		c.Interval = 30_000_000
 	}
-	e, err := newExport(c, gatherer, "1.2.3", slog.New(slog.NewTextHandler(&log, nil)))
+	e, err := New(c, gatherer, "1.2.3", slog.New(slog.NewTextHandler(&log, nil)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -216,10 +216,9 @@ func TestExportEnds(t *testing.T) {
 	}))
 	defer server.Close()
 	e, log := testExport(t, &config.OTLP{Endpoint: server.URL}, prometheus.NewRegistry())
-	e.start()
+	e.Start()
 	<-asked
-	e.stop()
-	<-e.done
+	e.Stop()
 	<-ended
 	if log.Len() > 0 {
 		t.Errorf("log: %s", log)
@@ -280,7 +279,7 @@ func TestExportFiles(t *testing.T) {
 		} else {
 			c.HeadersFile = path
 		}
-		_, err := newExport(c, prometheus.NewRegistry(), "", slog.Default())
+		_, err := New(c, prometheus.NewRegistry(), "", slog.Default())
 		if err == nil || fault.Code(err) != fault.CodeUsage || !strings.Contains(err.Error(), one.want) || strings.Contains(err.Error(), "secret") || fault.Hint(err) == "" {
 			t.Errorf("%s: %v (%d, %s), want %s", one.name, err, fault.Code(err), fault.Hint(err), one.want)
 		}
