@@ -29,6 +29,7 @@ import (
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/load"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
@@ -117,7 +118,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		}
 		return fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
 	}
-	if err := bpf.CheckKernel(); err != nil {
+	if err := probe.CheckKernel(); err != nil {
 		return fault.In("start agent", err)
 	}
 	cgroups, err := cgroup.Mount()

@@ -10,6 +10,7 @@ import (
 	"github.com/cilium/ebpf"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/probe"
 )
 
 // TestProgramsLoad loads every program of every object separately.
@@ -31,7 +32,7 @@ func TestProgramsLoad(t *testing.T) {
 				}
 				loaded, err := ebpf.NewCollection(spec)
 				if program == "steer_migrate" {
-					if lacks := probe(t, "sk_reuseport migration"); lacks != nil {
+					if lacks := lacking(t, "sk_reuseport migration"); lacks != nil {
 						if err == nil {
 							t.Fatalf("loads, but the probe says %v", lacks)
 						}
@@ -47,10 +48,10 @@ func TestProgramsLoad(t *testing.T) {
 	}
 }
 
-// probe runs the feature probe with the given name.
-func probe(t testing.TB, name string) error {
+// lacking returns an error if the kernel lacks the feature with the given name.
+func lacking(t testing.TB, name string) error {
 	t.Helper()
-	for _, f := range bpf.Features {
+	for _, f := range probe.Features(bpf.HaveSend) {
 		if f.Name != name {
 			continue
 		}

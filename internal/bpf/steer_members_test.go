@@ -365,7 +365,7 @@ func TestReplace(t *testing.T) {
 // TestMigration closes a listener with a connection in its accept queue.
 func TestMigration(t *testing.T) {
 	const slots = 4
-	lacks := probe(t, "sk_reuseport migration")
+	lacks := lacking(t, "sk_reuseport migration")
 	for _, test := range []struct {
 		name    string
 		standby int

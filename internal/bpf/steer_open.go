@@ -20,6 +20,7 @@ import (
 
 	"sockeye/internal/bpf/load"
 	"sockeye/internal/bpf/pin"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/netns"
 )
 
@@ -346,7 +347,7 @@ func (s *Steer) setRoom(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	if c.Lookup {
 		return err
 	}
-	switch probed := probeMigration(); {
+	switch probed := probe.HaveMigration(); {
 	case errors.Is(probed, ebpf.ErrNotSupported):
 	case probed != nil:
 		return fmt.Errorf("probe sk_reuseport migration: %w", probed)

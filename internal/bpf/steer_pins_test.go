@@ -19,6 +19,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/pin"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/netns"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/testenv"
@@ -327,7 +328,7 @@ func TestNothingLeaks(t *testing.T) {
 			check(t, err)
 			_, err = bpf.ReadDevices(c.Dir, []bpf.Address{{}})
 			check(t, err)
-			_, err = bpf.ForeignPrograms(int(c.Netns.Fd()))
+			_, err = probe.ForeignPrograms(int(c.Netns.Fd()))
 			check(t, err)
 			again := open(t, c)
 			check(t, again.Close())

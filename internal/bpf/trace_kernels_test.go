@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/testenv"
 )
 
@@ -31,7 +32,7 @@ func (tr *traced) programName(pin string) string {
 // datagrams, and TCP messages where there are timestamps.
 func TestTraceOnThisKernel(t *testing.T) {
 	program, messages := "trace_sockops", uint64(5)
-	err := bpf.HaveTimestamps()
+	err := probe.HaveTimestamps()
 	if errors.Is(err, ebpf.ErrNotSupported) {
 		program, messages = "trace_choose", 0
 		if want := "BPF timestamping: not supported before Linux 6.15"; err.Error() != want {

@@ -15,10 +15,11 @@ import (
 
 	"sockeye/internal/bpf/load"
 	"sockeye/internal/bpf/pin"
+	"sockeye/internal/bpf/probe"
 )
 
 // OpenTrace creates the tracing of a cgroup, or adopts the pins in c.Dir in the layout of this version. Without BPF
-// timestamping (HaveTimestamps), nothing sent is measured. Pins of other layouts are removed after the new programs
+// timestamping (probe.HaveTimestamps), nothing sent is measured. Pins of other layouts are removed after the new programs
 // are attached.
 //
 // The error is a *pin.IncompatibleError for a pin that this version cannot use.
@@ -67,7 +68,7 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 		return nil, err
 	}
 	program := "trace_sockops"
-	switch err := HaveTimestamps(); {
+	switch err := probe.HaveTimestamps(); {
 	case errors.Is(err, ebpf.ErrNotSupported):
 		program = "trace_choose"
 		if spec, err = loadTraceChoose(); err != nil {
@@ -112,7 +113,7 @@ func (t *Trace) load(spec *ebpf.CollectionSpec, program string) (*ebpf.Program, 
 		}
 	}
 	if timestamps := spec.Variables["timestamps"]; timestamps != nil {
-		err := HaveTimestamps()
+		err := probe.HaveTimestamps()
 		if err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
 			return nil, err
 		}
@@ -215,6 +216,16 @@ func (t *Trace) openSend() error {
 	}
 	t.links[pinSendLink] = l
 	return nil
+}
+
+// HaveSend returns an error that wraps ebpf.ErrNotSupported if the start of sendmsg(2) cannot be recorded: the kernel
+// does not support fentry programs, or does not permit them to any user.
+func HaveSend() error {
+	spec, err := loadTraceSend()
+	if err != nil {
+		return err
+	}
+	return probe.HaveSend(spec)
 }
 
 func newNonce() uint64 {

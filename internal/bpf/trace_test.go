@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/testenv"
 )
 
@@ -54,7 +55,7 @@ func openTrace(t testing.TB, c bpf.TraceConfig) *bpf.Trace {
 // timestamps skips a test on a kernel without BPF timestamps.
 func timestamps(t testing.TB) {
 	t.Helper()
-	if err := bpf.HaveTimestamps(); errors.Is(err, ebpf.ErrNotSupported) {
+	if err := probe.HaveTimestamps(); errors.Is(err, ebpf.ErrNotSupported) {
 		t.Skipf("kernel: %v", err)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/cilium/ebpf/link"
 
 	"sockeye/internal/bpf/pin"
+	"sockeye/internal/bpf/probe"
 )
 
 // TuneConfig is the configuration of the tuning of one cgroup.
@@ -181,7 +182,7 @@ func SockOps(cgroup string) ([]uint32, error) {
 		return nil, fmt.Errorf("open cgroup: %w", err)
 	}
 	defer dir.Close()
-	attached, err := queryPrograms(link.QueryOptions{Target: int(dir.Fd()), Attach: ebpf.AttachCGroupSockOps})
+	attached, err := probe.QueryPrograms(link.QueryOptions{Target: int(dir.Fd()), Attach: ebpf.AttachCGroupSockOps})
 	if err != nil {
 		return nil, fmt.Errorf("list sock_ops programs of cgroup %s: %w", cgroup, err)
 	}

@@ -18,6 +18,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/load"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
@@ -100,7 +101,7 @@ func (d *Report) kernel() {
 	// the hint.
 	missing, _ := rights.Missing()
 	missing = slices.DeleteFunc(missing, func(name string) bool { return !slices.Contains(probeNeeds, name) })
-	for _, f := range bpf.Features {
+	for _, f := range probe.Features(bpf.HaveSend) {
 		switch err := f.Probe(); {
 		case err == nil:
 			d.Add("kernel", f.Name, OK, "", "")
@@ -173,18 +174,13 @@ func (d *Report) sysctls() {
 	} else if ok {
 		d.Add("sysctl", "net.core.somaxconn", OK, strconv.Itoa(n), "")
 	}
-	migrate := errors.Is(probe("sk_reuseport migration"), ebpf.ErrNotSupported)
+	migrate := errors.Is(probe.HaveMigration(), ebpf.ErrNotSupported)
 	if n, ok := read("net/ipv4/tcp_migrate_req"); ok && n == 1 && migrate {
 		d.Add("sysctl", "net.ipv4.tcp_migrate_req", Warning, "1: the kernel's hash moves connections of a closing listener to other members",
 			"sysctl -w net.ipv4.tcp_migrate_req=0")
 	} else if ok {
 		d.Add("sysctl", "net.ipv4.tcp_migrate_req", OK, fmt.Sprintf("%d; the program decides about migration", n), "")
 	}
-}
-
-func probe(name string) error {
-	i := slices.IndexFunc(bpf.Features, func(f bpf.Feature) bool { return f.Name == name })
-	return bpf.Features[i].Probe()
 }
 
 // Rights checks whether the agent with a process id has the capabilities that a policy needs beyond those of the

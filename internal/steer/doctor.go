@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
@@ -78,7 +79,7 @@ func (d checkup) service(c config.Service) {
 }
 
 func (d checkup) foreignPrograms(area string, netns int) {
-	programs, err := bpf.ForeignPrograms(netns)
+	programs, err := probe.ForeignPrograms(netns)
 	if err != nil && !rights.Has(unix.CAP_SYS_ADMIN) {
 		d.Add(area, "foreign programs", doctor.Warning, "not known: the check needs CAP_SYS_ADMIN", "run sockeye doctor as root")
 		return

@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/pin"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/config"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fault"
@@ -36,7 +37,7 @@ func lacks(t *testing.T) map[string]bool {
 		t.Fatal(err)
 	}
 	lacks := make(map[string]bool)
-	for needs, err := range map[string]error{needsTimestamps: bpf.HaveTimestamps(), needsSend: bpf.HaveSend()} {
+	for needs, err := range map[string]error{needsTimestamps: probe.HaveTimestamps(), needsSend: bpf.HaveSend()} {
 		lacks[needs] = errors.Is(err, ebpf.ErrNotSupported)
 		if err != nil && !lacks[needs] {
 			t.Fatal(err)

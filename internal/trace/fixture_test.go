@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/testenv"
@@ -49,7 +50,7 @@ func newTracing(t testing.TB, policy string) *tracing {
 // needsTimestamps skips a test of sent TCP messages on a kernel that cannot trace them.
 func needsTimestamps(t testing.TB) {
 	t.Helper()
-	if err := bpf.HaveTimestamps(); errors.Is(err, ebpf.ErrNotSupported) {
+	if err := probe.HaveTimestamps(); errors.Is(err, ebpf.ErrNotSupported) {
 		t.Skipf("kernel: %v", err)
 	}
 }

@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/config"
 )
 
@@ -59,7 +60,7 @@ func (p *sendProbe) requirement(rule config.TraceRule, stage config.Stage) (stri
 			return "", fmt.Errorf("probe fentry: %w", err)
 		}
 	}
-	err := bpf.HaveTimestamps()
+	err := probe.HaveTimestamps()
 	if errors.Is(err, ebpf.ErrNotSupported) {
 		return "BPF timestamping, Linux 6.15 or later", nil
 	}

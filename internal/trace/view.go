@@ -16,7 +16,7 @@ import (
 	"github.com/cilium/ebpf"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/trace/measure"
@@ -64,7 +64,7 @@ func (d *Domain) Cgroups(cgroup string) (*api.TraceStatus, error) {
 		return nil, err
 	}
 	s := &api.TraceStatus{Cgroups: []api.TracedCgroup{}}
-	switch err := bpf.HaveTimestamps(); {
+	switch err := probe.HaveTimestamps(); {
 	case err == nil:
 		s.Timestamps = true
 	case errors.Is(err, ebpf.ErrNotSupported):
