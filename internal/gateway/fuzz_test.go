@@ -16,40 +16,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 	"sockeye/room"
 )
-
-func FuzzParse(f *testing.F) {
-	for _, a := range []string{"10.95.0.1:1", "[fd95::1]:1"} {
-		from := netip.MustParseAddrPort(a)
-		p := build(from, from, 1, 2, flagSYN, 3, guestOptions(true), []byte("payload"))
-		f.Add(p)
-		f.Add(p[:len(p)-8])
-	}
-	f.Fuzz(func(t *testing.T, p []byte) {
-		s, ok := parse(p)
-		if !ok {
-			return
-		}
-		if len(s.network) > len(p) || len(s.payload) > len(s.network) {
-			t.Fatalf("payload of %d bytes in a packet of %d bytes, parsed from %d bytes", len(s.payload), len(s.network), len(p))
-		}
-		if s.from.Addr().Is4() != s.to.Addr().Is4() || !s.from.IsValid() {
-			t.Fatalf("invalid addresses: from %v to %v", s.from, s.to)
-		}
-		switch s.protocol {
-		case unix.IPPROTO_TCP:
-			// The serialization of a parsed packet must equal the packet.
-			q := build(s.from, s.to, s.seq, s.ack, s.flags, s.window, nil, s.payload[:min(len(s.payload), 1000)])
-			if r, ok := parse(q); !ok || r.seq != s.seq || r.ack != s.ack || r.flags != s.flags || r.from != s.from || r.to != s.to {
-				t.Fatalf("%+v, after serialization %+v", s, r)
-			}
-		case unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
-		default:
-			t.Fatalf("protocol %d", s.protocol)
-		}
-	})
-}
 
 // workers is the prefix of the host addresses of the fuzzing processes, which share a network namespace.
 var workers = netip.MustParsePrefix("10.98.0.0/16")
@@ -79,19 +48,19 @@ func (p *tap) strays(allowed func(protocol uint8, to netip.AddrPort) bool) (list
 		if err != nil {
 			return list
 		}
-		s, ok := parse(b[:n])
-		if !ok || s.protocol == unix.IPPROTO_ICMP && s.payload[0] == 3 { // of the host, for a closed port
+		s, ok := packet.Parse(b[:n])
+		if !ok || s.Protocol == unix.IPPROTO_ICMP && s.Payload[0] == 3 { // of the host, for a closed port
 			continue
 		}
-		if workers.Contains(s.from.Addr()) && workers.Contains(s.to.Addr()) && s.to.Addr() != p.own && s.from.Addr() != p.own {
+		if workers.Contains(s.From.Addr()) && workers.Contains(s.To.Addr()) && s.To.Addr() != p.own && s.From.Addr() != p.own {
 			continue // of another fuzzing process
 		}
-		if s.from.Addr().IsLoopback() && s.to.Addr().IsLoopback() && min(s.from.Port(), s.to.Port()) >= 32768 {
+		if s.From.Addr().IsLoopback() && s.To.Addr().IsLoopback() && min(s.From.Port(), s.To.Port()) >= 32768 {
 			continue // of a starting fuzzing process: room.Calibrate
 		}
 		// Replies from allowed destinations.
-		if !allowed(s.protocol, s.to) && !allowed(s.protocol, s.from) {
-			list = append(list, s.to)
+		if !allowed(s.Protocol, s.To) && !allowed(s.Protocol, s.From) {
+			list = append(list, s.To)
 		}
 	}
 }
@@ -102,7 +71,7 @@ func FuzzGuest(f *testing.F) {
 	f.Add([]byte{0, 0, 0, 0, 1, 1, 10, 0, 1, 9, 20, 0, 2, 1, 0, 0, 1, 4, 0, 0})
 	f.Add([]byte{0, 2, 0, 0, 1, 16, 255, 255, 1, 17, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0, 1, 16, 0, 0})
 	f.Add([]byte{5, 1, 2, 3, 5, 1, 2, 4, 6, 0, 0, 0, 7, 7, 7, 7})
-	f.Add(append([]byte{255}, build(netip.AddrPortFrom(guest4, 5), netip.AddrPortFrom(host4, 6), 1, 2, flagSYN, 3, nil, nil)...))
+	f.Add(append([]byte{255}, build(netip.AddrPortFrom(guest4, 5), netip.AddrPortFrom(host4, 6), 1, 2, packet.SYN, 3, nil, nil)...))
 	everyRoute(f)
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {
@@ -206,19 +175,19 @@ func everyRoute(t testing.TB) {
 }
 
 // play sends a packet unmodified, except for its source address.
-func (p *puppet) play(packet []byte) {
-	if len(packet) == 0 || len(packet) > maxPacket {
+func (p *puppet) play(raw []byte) {
+	if len(raw) == 0 || len(raw) > packet.MaxSize {
 		return
 	}
 	// The gateway drops packets with another source address.
-	packet = slices.Clone(packet)
+	raw = slices.Clone(raw)
 	switch {
-	case packet[0]>>4 == 4 && len(packet) >= ipv4Header:
-		copy(packet[12:], guest4.AsSlice())
-	case packet[0]>>4 == 6 && len(packet) >= ipv6Header:
-		copy(packet[8:], guest6.AsSlice())
+	case raw[0]>>4 == 4 && len(raw) >= packet.IPv4Header:
+		copy(raw[12:], guest4.AsSlice())
+	case raw[0]>>4 == 6 && len(raw) >= packet.IPv6Header:
+		copy(raw[8:], guest6.AsSlice())
 	}
-	p.put(packet)
+	p.put(raw)
 	p.turn(0)
 }
 
@@ -249,17 +218,17 @@ func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 			if c%4 == 3 {
 				remote = others[int(b)%len(others)]
 			}
-			p.put(build(local, remote, s.seq, 0, flagSYN, 65535, guestOptions(b%2 == 0), nil))
+			p.put(build(local, remote, s.seq, 0, packet.SYN, 65535, guestOptions(b%2 == 0), nil))
 			s.seq++
 		case 1: // in order
-			p.put(build(local, remote, s.seq, s.ack, flagACK|a&flagFIN, uint16(c)<<8, nil, payload))
-			s.seq += uint32(len(payload)) + uint32(a&flagFIN)
+			p.put(build(local, remote, s.seq, s.ack, packet.ACK|a&packet.FIN, uint16(c)<<8, nil, payload))
+			s.seq += uint32(len(payload)) + uint32(a&packet.FIN)
 		case 2: // out of order, with any flags
 			p.put(build(local, remote, s.seq+uint32(int8(b))*100, s.ack+uint32(int8(c))*100, a, uint16(c), nil, payload))
 		case 3: // receive the segments of the gateway
 			for r, ok := p.receive(); ok; r, ok = p.receive() {
-				if x := sides[r.to]; x != nil && r.protocol == unix.IPPROTO_TCP && a%5 != 0 {
-					x.ack = r.seq + r.length()
+				if x := sides[r.To]; x != nil && r.Protocol == unix.IPPROTO_TCP && a%5 != 0 {
+					x.ack = r.Seq + r.Length()
 				}
 			}
 		case 4:
@@ -269,9 +238,9 @@ func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 		case 6: // datagrams and echo requests
 			q := build(local, others[int(b)%len(others)], 0, 0, 0, 0, nil, payload)
 			q[9] = []byte{unix.IPPROTO_UDP, unix.IPPROTO_ICMP}[c%2]
-			binary.BigEndian.PutUint16(q[ipv4Header+4:], uint16(len(q)-ipv4Header))
+			binary.BigEndian.PutUint16(q[packet.IPv4Header+4:], uint16(len(q)-packet.IPv4Header))
 			if c%2 == 1 {
-				q[ipv4Header], q[ipv4Header+1] = echo4, 0
+				q[packet.IPv4Header], q[packet.IPv4Header+1] = echo4, 0
 			}
 			p.put(q)
 		case 7:
@@ -289,7 +258,7 @@ func TestFloodOfSYNs(t *testing.T) {
 	listener := listenOn(t, host4)
 	to := listener.Addr().(*net.TCPAddr).AddrPort()
 	for i := range 5000 {
-		p.put(build(netip.AddrPortFrom(guest4, uint16(1000+i)), to, uint32(i), 0, flagSYN, 65535, nil, nil))
+		p.put(build(netip.AddrPortFrom(guest4, uint16(1000+i)), to, uint32(i), 0, packet.SYN, 65535, nil, nil))
 		p.turn(0)
 		p.receive()
 		if n := len(p.g.conns); n > 50 {

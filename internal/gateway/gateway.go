@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
 	"sockeye/room"
 )
@@ -88,12 +89,12 @@ type Gateway struct {
 	stopping      bool         // the context of Run has ended
 
 	// Packets.
-	readBuffer    []byte                 // packets of the guest that were read in this turn
-	writeBuffer   []byte                 // for a packet to the guest
-	partial       map[fragmentKey][]byte // incomplete datagrams of the guest
-	fragmentID    uint32                 // identification of the last fragmented datagram to the guest
-	onlyEvent     bool                   // the turn has one event
-	singlePackets int                    // turns since one has read more than one packet
+	readBuffer    []byte         // packets of the guest that were read in this turn
+	writeBuffer   []byte         // for a packet to the guest
+	partial       packet.Partial // incomplete datagrams of the guest
+	fragmentID    uint32         // identification of the last fragmented datagram to the guest
+	onlyEvent     bool           // the turn has one event
+	singlePackets int            // turns since one has read more than one packet
 
 	// TCP.
 	conns       map[flow]*conn
@@ -129,8 +130,7 @@ type flow struct{ guest, remote netip.AddrPort }
 
 const (
 	defaultConnections = 65536
-	maxPacket          = 1 << 16
-	readSize           = vnetHeader + maxPacket + maxHeaders
+	readSize           = packet.VnetHeader + packet.MaxSize + packet.MaxHeaders
 	tunBudget          = 64 // maximum number of packets read in a turn
 	// After minSinglePackets turns that found one packet, a turn reads one packet only: the second read(2) would find the queue
 	// empty. Every turn of that number tries again. The cost of a wrong guess is one epoll_wait(2) per packet.
@@ -142,7 +142,7 @@ func New(c Config) (_ *Gateway, err error) {
 	g := &Gateway{
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), windShift: chooseWindShift(),
 		conns: map[flow]*conn{}, flows: udpFlows{all: map[flow]*udpFlow{}, sources: map[netip.AddrPort]*source{}}, echoes: map[flow]*echo{},
-		bound: boundSockets{}, received: newReceiveBatch(), partial: map[fragmentKey][]byte{},
+		bound: boundSockets{}, received: newReceiveBatch(), partial: packet.Partial{},
 		readBuffer: make([]byte, tunBudget*readSize), writeBuffer: make([]byte, readSize),
 	}
 	g.memory = sendMemory{g: g, limit: cmp.Or(c.Memory, defaultMemory()), waiting: map[*conn]bool{}}

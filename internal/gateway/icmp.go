@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
 )
 
@@ -71,14 +72,14 @@ const (
 )
 
 // unreachable sends the guest the ICMP error of a router for one of its packets.
-func (g *Gateway) unreachable(s *segment, why failure) {
-	from, to := s.to.Addr(), s.from.Addr()
-	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.protocol, s.to) {
-		args := []any{"protocol", access.ProtocolName(s.protocol), "to", s.to}
+func (g *Gateway) unreachable(s *packet.Segment, why failure) {
+	from, to := s.To.Addr(), s.From.Addr()
+	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.Protocol, s.To) {
+		args := []any{"protocol", access.ProtocolName(s.Protocol), "to", s.To}
 		switch {
 		case access.Metadata(from):
 			args = append(args, "why", "cloud metadata address: only --allow with exactly this address permits it")
-		case g.config.Outbound.Resolver(s.to):
+		case g.config.Outbound.Resolver(s.To):
 			args = append(args, "why", "name server of the host: with --no-dns, only --allow with exactly this address permits it")
 		}
 		g.log.Info("destination not allowed", args...)
@@ -89,23 +90,23 @@ func (g *Gateway) unreachable(s *segment, why failure) {
 		kind, code = f.type4, f.code4
 	}
 	// The source is the packet's destination, because the gateway has no address. The path's MTU is not known here.
-	g.icmpError(from, to, kind, code, minMTU, s.network)
+	g.icmpError(from, to, kind, code, minMTU, s.Network)
 }
 
 // icmpError sends the guest an ICMP error for one of its packets. mtu is for errors with an MTU field.
-func (g *Gateway) icmpError(from, to netip.Addr, kind, code uint8, mtu uint32, packet []byte) {
+func (g *Gateway) icmpError(from, to netip.Addr, kind, code uint8, mtu uint32, raw []byte) {
 	if from.IsMulticast() || from.IsUnspecified() {
 		return
 	}
-	quote := packet[:min(len(packet), maxQuote)]
+	quote := raw[:min(len(raw), maxQuote)]
 	length := icmpHeader + len(quote)
-	var b [vnetHeader + ipv6Header + icmpHeader + maxQuote]byte
-	ip, protocol := ipv6Header, uint8(unix.IPPROTO_ICMPV6)
+	var b [packet.VnetHeader + packet.IPv6Header + icmpHeader + maxQuote]byte
+	ip, protocol := packet.IPv6Header, uint8(unix.IPPROTO_ICMPV6)
 	if to.Is4() {
-		ip, protocol = ipv4Header, unix.IPPROTO_ICMP
+		ip, protocol = packet.IPv4Header, unix.IPPROTO_ICMP
 	}
-	network := b[vnetHeader:]
-	writeIP(network, from, to, protocol, length)
+	network := b[packet.VnetHeader:]
+	packet.WriteIP(network, from, to, protocol, length)
 	m := network[ip : ip+length]
 	m[0], m[1] = kind, code
 	switch {
@@ -115,14 +116,14 @@ func (g *Gateway) icmpError(from, to netip.Addr, kind, code uint8, mtu uint32, p
 		binary.BigEndian.PutUint32(m[4:], mtu)
 	}
 	copy(m[icmpHeader:], quote)
-	checksum(m, segmentSum(from, to, protocol, length))
-	g.send(b[:vnetHeader+ip+length])
+	checksum(m, packet.ICMPSum(from, to, protocol, length))
+	g.send(b[:packet.VnetHeader+ip+length])
 }
 
 // checksum sets the checksum of an ICMP message.
 func checksum(m []byte, pseudo uint64) {
 	m[2], m[3] = 0, 0
-	binary.BigEndian.PutUint16(m[2:], ^fold(pseudo+sum(m)))
+	binary.BigEndian.PutUint16(m[2:], ^packet.Fold(pseudo+packet.Sum(m)))
 }
 
 // socketError is a struct sock_extended_err and the address that follows it.
@@ -209,17 +210,17 @@ func (g *Gateway) forwardError(e *socketError, f flow, protocol uint8, sent []by
 	} else if a := g.remoteAddr(netip.AddrPortFrom(e.offender, 0)).Addr(); e.offender.IsValid() && a.Is4() == to.Is4() && e.offender != g.config.Outbound.Translate(f.remote).Addr() {
 		from = a
 	}
-	ip := ipv6Header
+	ip := packet.IPv6Header
 	if to.Is4() {
-		ip = ipv4Header
+		ip = packet.IPv4Header
 	}
-	var b [ipv6Header + icmpHeader]byte
-	writeIP(b[:], to, f.remote.Addr(), protocol, icmpHeader)
+	var b [packet.IPv6Header + icmpHeader]byte
+	packet.WriteIP(b[:], to, f.remote.Addr(), protocol, icmpHeader)
 	m := b[ip : ip+icmpHeader]
 	if protocol == unix.IPPROTO_UDP {
 		binary.BigEndian.PutUint16(m, f.guest.Port())
 		binary.BigEndian.PutUint16(m[2:], f.remote.Port())
-		binary.BigEndian.PutUint16(m[4:], udpHeader)
+		binary.BigEndian.PutUint16(m[4:], packet.UDPHeader)
 	} else {
 		copy(m, sent)
 		binary.BigEndian.PutUint16(m[4:], f.guest.Port())
@@ -234,7 +235,7 @@ const (
 	echo6       = 128
 	echoReply6  = 129
 	maxEchoes   = 1024
-	echoMessage = 65535 - ipv4Header // largest ICMP message over IPv4, bytes
+	echoMessage = 65535 - packet.IPv4Header // largest ICMP message over IPv4, bytes
 )
 
 // echo is a ping socket of the host for one identifier and address.
@@ -248,18 +249,18 @@ type echo struct {
 }
 
 // icmpArrives processes an ICMP message of the guest. Messages other than echo requests are ignored.
-func (g *Gateway) icmpArrives(s *segment) {
-	v6 := s.protocol == unix.IPPROTO_ICMPV6
-	if !v6 && (s.payload[0] != echo4 || s.payload[1] != 0) || v6 && (s.payload[0] != echo6 || s.payload[1] != 0) {
+func (g *Gateway) icmpArrives(s *packet.Segment) {
+	v6 := s.Protocol == unix.IPPROTO_ICMPV6
+	if !v6 && (s.Payload[0] != echo4 || s.Payload[1] != 0) || v6 && (s.Payload[0] != echo6 || s.Payload[1] != 0) {
 		return
 	}
-	if !g.config.Outbound.Allowed(s.protocol, s.to) {
+	if !g.config.Outbound.Allowed(s.Protocol, s.To) {
 		g.count(NotAllowed)
 		g.unreachable(s, prohibited)
 		return
 	}
-	id := binary.BigEndian.Uint16(s.payload[4:])
-	f := flow{withPort(s.from, id), s.to}
+	id := binary.BigEndian.Uint16(s.Payload[4:])
+	f := flow{withPort(s.From, id), s.To}
 	e := g.echoes[f]
 	if e == nil {
 		if len(g.echoes) >= maxEchoes {
@@ -273,17 +274,17 @@ func (g *Gateway) icmpArrives(s *segment) {
 	e.lastUsed = g.now
 	e.hops.set(e.fd, s)
 	// The kernel replaces the identifier.
-	_, err := sendTo(e.fd, s.payload)
+	_, err := sendTo(e.fd, s.Payload)
 	if err != nil && e.forwardErrors() {
-		_, err = sendTo(e.fd, s.payload) // the error was of an earlier request
+		_, err = sendTo(e.fd, s.Payload) // the error was of an earlier request
 	}
 	if err != nil {
 		g.refuseDatagram(s, err)
 	}
 }
 
-func (g *Gateway) newEcho(f flow, s *segment) *echo {
-	fd, err := g.openSocket(f.remote.Addr(), unix.SOCK_DGRAM, int(s.protocol))
+func (g *Gateway) newEcho(f flow, s *packet.Segment) *echo {
+	fd, err := g.openSocket(f.remote.Addr(), unix.SOCK_DGRAM, int(s.Protocol))
 	if err != nil {
 		if errors.Is(err, unix.EACCES) {
 			g.warn(warnEcho, "ping does not work: the host denies ping sockets to this user; see sysctl net.ipv4.ping_group_range")
@@ -320,7 +321,7 @@ func (e *echo) event(events uint32) {
 	if events&unix.EPOLLERR != 0 {
 		e.forwardErrors()
 	}
-	const start = vnetHeader + ipv6Header
+	const start = packet.VnetHeader + packet.IPv6Header
 	for range udpBudget {
 		n, err := receive(e.fd, e.g.writeBuffer[start:start+echoMessage], unix.MSG_DONTWAIT)
 		switch {
@@ -336,22 +337,22 @@ func (e *echo) event(events uint32) {
 func (e *echo) reply(b []byte, n int) {
 	m := b[len(b)-n:]
 	from, to := e.flow.remote.Addr(), e.flow.guest.Addr()
-	protocol, ip := uint8(unix.IPPROTO_ICMP), ipv4Header
+	protocol, ip := uint8(unix.IPPROTO_ICMP), packet.IPv4Header
 	if to.Is6() {
-		protocol, ip = unix.IPPROTO_ICMPV6, ipv6Header
+		protocol, ip = unix.IPPROTO_ICMPV6, packet.IPv6Header
 	}
 	if m[0] != echoReply4 && m[0] != echoReply6 {
 		return
 	}
 	binary.BigEndian.PutUint16(m[4:], e.flow.guest.Port())
-	checksum(m, segmentSum(from, to, protocol, n))
+	checksum(m, packet.ICMPSum(from, to, protocol, n))
 	if ip+n > e.g.config.MTU {
 		e.g.fragment(e.flow, protocol, m)
 		return
 	}
-	p := b[len(b)-n-ip-vnetHeader:]
-	clear(p[:vnetHeader+ip])
-	writeIP(p[vnetHeader:], from, to, protocol, n)
+	p := b[len(b)-n-ip-packet.VnetHeader:]
+	clear(p[:packet.VnetHeader+ip])
+	packet.WriteIP(p[packet.VnetHeader:], from, to, protocol, n)
 	e.g.send(p)
 }
 

@@ -23,6 +23,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
@@ -445,9 +446,9 @@ func TestPeerGone(t *testing.T) {
 	var lost atomic.Bool
 	s := newSite(t, 65520, lab.LinkOptions{
 		Delay: time.Millisecond, Offload: true,
-		Drop: func(_ lab.Direction, packet []byte) bool {
-			segment, ok := parse(packet)
-			return ok && segment.protocol == unix.IPPROTO_TCP && segment.flags&flagRST != 0 && lost.CompareAndSwap(false, true)
+		Drop: func(_ lab.Direction, raw []byte) bool {
+			segment, ok := packet.Parse(raw)
+			return ok && segment.Protocol == unix.IPPROTO_TCP && segment.Flags&packet.RST != 0 && lost.CompareAndSwap(false, true)
 		},
 	}, patience)
 	s.listen(s.far, 7000, func(c *net.TCPConn) {
@@ -582,9 +583,9 @@ func TestStop(t *testing.T) {
 // they have no data to deliver.
 func TestStopConnecting(t *testing.T) {
 	var silent atomic.Bool
-	s := newSite(t, 65520, lab.LinkOptions{Drop: func(_ lab.Direction, packet []byte) bool {
-		segment, ok := parse(packet)
-		return ok && segment.protocol == unix.IPPROTO_TCP && segment.flags&flagSYN != 0 && !silent.Swap(true) || silent.Load()
+	s := newSite(t, 65520, lab.LinkOptions{Drop: func(_ lab.Direction, raw []byte) bool {
+		segment, ok := packet.Parse(raw)
+		return ok && segment.Protocol == unix.IPPROTO_TCP && segment.Flags&packet.SYN != 0 && !silent.Swap(true) || silent.Load()
 	}}, patience)
 	if err := s.guest.Do(func() error {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)

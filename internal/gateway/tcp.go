@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
 	"sockeye/room"
 )
@@ -199,7 +200,7 @@ type receiveSide struct {
 
 // wnd returns RCV.WND in bytes: 0 if RCV.NXT is beyond the window, as after a FIN.
 func (r *receiveSide) wnd() uint32 {
-	if before(r.adv, r.nxt) {
+	if packet.Before(r.adv, r.nxt) {
 		return 0
 	}
 	return r.adv - r.nxt
@@ -234,15 +235,15 @@ const (
 type queued struct{ ack, lateAck, output, flush bool }
 
 // tcpArrives processes a TCP segment of the guest.
-func (g *Gateway) tcpArrives(s *segment) {
-	f := flow{s.from, s.to}
+func (g *Gateway) tcpArrives(s *packet.Segment) {
+	f := flow{s.From, s.To}
 	if c := g.conns[f]; c != nil {
 		c.segmentArrives(s)
 		return
 	}
 	switch {
-	case s.flags&flagRST != 0:
-	case s.flags&(flagSYN|flagACK|flagFIN) == flagSYN:
+	case s.Flags&packet.RST != 0:
+	case s.Flags&(packet.SYN|packet.ACK|packet.FIN) == packet.SYN:
 		g.acceptSYN(f, s)
 	default:
 		g.sendReset(s)
@@ -252,7 +253,7 @@ func (g *Gateway) tcpArrives(s *segment) {
 // newConn returns a connection for a socket of the host. If the socket cannot be registered with epoll, newConn closes the
 // socket and returns nil.
 func (g *Gateway) newConn(f flow, fd int, s state) *conn {
-	c := &conn{g: g, flow: f, fd: fd, state: s, snd: sendSide{mss: defaultMSS4}, rcv: receiveSide{recentWrite: maxPacket}}
+	c := &conn{g: g, flow: f, fd: fd, state: s, snd: sendSide{mss: defaultMSS4}, rcv: receiveSide{recentWrite: packet.MaxSize}}
 	c.snd.drained = true // registering the socket reports data that are there already
 	if f.guest.Addr().Is6() {
 		c.snd.mss = defaultMSS6

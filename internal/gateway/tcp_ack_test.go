@@ -6,6 +6,8 @@ import (
 	"io"
 	"testing"
 	"time"
+
+	"sockeye/internal/gateway/packet"
 )
 
 // TestLateAck checks that the response to a request carries the acknowledgement, once the peer has responded in time, and that a
@@ -17,7 +19,7 @@ func TestLateAck(t *testing.T) {
 	p.g.clock = func() time.Time { return start.Add(p.later) }
 	request := func() {
 		t.Helper()
-		l.say(flagACK|flagPSH, []byte("request"))
+		l.say(packet.ACK|packet.PSH, []byte("request"))
 		p.turn(0)
 		b := make([]byte, len("request"))
 		if _, err := io.ReadFull(l.conn, b); err != nil || string(b) != "request" {
@@ -28,10 +30,10 @@ func TestLateAck(t *testing.T) {
 		t.Helper()
 		l.write([]byte("response"))
 		s := l.hear()
-		if string(s.payload) != "response" || s.ack != l.seq {
+		if string(s.Payload) != "response" || s.Ack != l.seq {
 			t.Errorf("response: %v, want ack %d", s, l.seq)
 		}
-		l.ack += uint32(len(s.payload))
+		l.ack += uint32(len(s.Payload))
 	}
 	request()
 	l.acknowledged() // at once: no response is known
@@ -47,7 +49,7 @@ func TestLateAck(t *testing.T) {
 	p.wait(ackDelay / 2)
 	p.quiet()
 	p.wait(ackDelay / 2)
-	if s := l.hear(); s.ack != l.seq || s.length() != 0 {
+	if s := l.hear(); s.Ack != l.seq || s.Length() != 0 {
 		t.Errorf("late acknowledgement: %v, want ack %d", s, l.seq)
 	}
 	respond()
@@ -70,7 +72,7 @@ func TestLateAck(t *testing.T) {
 	if c.rcv.opened > c.rcv.wnd() {
 		t.Errorf("the window of %d bytes was not recomputed", c.rcv.wnd())
 	}
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.ended()
 }
 
@@ -79,12 +81,12 @@ func TestSinglePackets(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
 	for range 3 * minSinglePackets {
-		l.say(flagACK|flagPSH, []byte("x"))
+		l.say(packet.ACK|packet.PSH, []byte("x"))
 		p.turn(0)
 	}
 	const packets = 3 * minSinglePackets
 	for range packets {
-		l.say(flagACK|flagPSH, []byte("y"))
+		l.say(packet.ACK|packet.PSH, []byte("y"))
 	}
 	for range minSinglePackets {
 		p.turn(0)
@@ -93,6 +95,6 @@ func TestSinglePackets(t *testing.T) {
 		t.Errorf("%d bytes are not read after %d turns", l.seq-got, minSinglePackets)
 	}
 	l.acknowledged()
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.ended()
 }

@@ -2,7 +2,11 @@
 
 package gateway
 
-import "golang.org/x/sys/unix"
+import (
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/packet"
+)
 
 // forwardFIN shuts down the write side of the host's socket if the guest has sent a FIN and the socket has accepted all
 // payload before the FIN.
@@ -58,9 +62,9 @@ func (c *conn) resetGuest() {
 	if c.state == synPending {
 		return
 	}
-	a := c.newSegment(c.snd.nxt, flagRST|flagACK)
+	a := c.newSegment(c.snd.nxt, packet.RST|packet.ACK)
 	if c.state == synSent {
-		a.flags = flagRST
+		a.Flags = packet.RST
 	}
 	c.transmit(&a, nil)
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/packet"
 	"sockeye/room"
 )
 
@@ -67,12 +68,12 @@ type puppet struct {
 
 // seen is a segment from the gateway.
 type seen struct {
-	segment
+	packet.Segment
 	gso int // GSO segment size; 0: one segment
 }
 
 func (s seen) String() string {
-	return fmt.Sprintf("flags %02x seq %d ack %d window %d, %d bytes", s.flags, s.seq, s.ack, s.window, len(s.payload))
+	return fmt.Sprintf("flags %02x seq %d ack %d window %d, %d bytes", s.Flags, s.Seq, s.Ack, s.Window, len(s.Payload))
 }
 
 // newPuppet creates a gateway with a socket in place of its TUN device, and checks for leaked descriptors at the end.
@@ -162,9 +163,9 @@ func (p *puppet) wait(d time.Duration) {
 }
 
 // put sends a packet to the gateway.
-func (p *puppet) put(packet []byte) {
+func (p *puppet) put(raw []byte) {
 	p.Helper()
-	b := append(make([]byte, vnetHeader), packet...)
+	b := append(make([]byte, packet.VnetHeader), raw...)
 	if err := unix.Send(p.fd, b, 0); err != nil {
 		p.Fatal(err)
 	}
@@ -195,40 +196,40 @@ func (p *puppet) receive() (seen, bool) {
 // check parses a packet as a kernel does, and checks that its headers are consistent.
 func (p *puppet) check(b []byte) seen {
 	p.Helper()
-	packet := b[vnetHeader:]
-	s, ok := parse(packet)
+	raw := b[packet.VnetHeader:]
+	s, ok := packet.Parse(raw)
 	if !ok {
-		p.Fatalf("not a packet: % x", packet[:min(len(packet), 64)])
+		p.Fatalf("not a packet: % x", raw[:min(len(raw), 64)])
 	}
-	if s.network == nil || len(s.network) != len(packet) {
-		p.Fatalf("packet of %d bytes, length field %d", len(packet), len(s.network))
+	if s.Network == nil || len(s.Network) != len(raw) {
+		p.Fatalf("packet of %d bytes, length field %d", len(raw), len(s.Network))
 	}
-	if packet[0]>>4 == 4 && fold(sum(packet[:ipv4Header])) != 0xffff {
+	if raw[0]>>4 == 4 && packet.Fold(packet.Sum(raw[:packet.IPv4Header])) != 0xffff {
 		p.Fatal("wrong checksum of the IPv4 header")
 	}
-	out := seen{segment: s}
-	if s.protocol != unix.IPPROTO_TCP {
+	out := seen{Segment: s}
+	if s.Protocol != unix.IPPROTO_TCP {
 		return out
 	}
 	start := binary.NativeEndian.Uint16(b[6:])
-	if b[0] != vnetNeedsCsum || binary.NativeEndian.Uint16(b[8:]) != 16 {
-		p.Fatalf("struct virtio_net_hdr: % x", b[:vnetHeader])
+	if b[0] != packet.VnetNeedsCsum || binary.NativeEndian.Uint16(b[8:]) != 16 {
+		p.Fatalf("struct virtio_net_hdr: % x", b[:packet.VnetHeader])
 	}
-	tcp := packet[start:]
-	partial := fold(pseudo(s.from.Addr(), s.to.Addr(), unix.IPPROTO_TCP, len(tcp)))
+	tcp := raw[start:]
+	partial := packet.Fold(packet.Pseudo(s.From.Addr(), s.To.Addr(), unix.IPPROTO_TCP, len(tcp)))
 	if got := binary.BigEndian.Uint16(tcp[16:]); got != partial {
 		p.Fatalf("partial checksum %#x, want %#x", got, partial)
 	}
 	if b[1] != 0 {
 		out.gso = int(binary.NativeEndian.Uint16(b[4:]))
-		if headers := int(binary.NativeEndian.Uint16(b[2:])); headers != len(packet)-len(s.payload) {
-			p.Fatalf("headers of %d bytes, hdr_len %d", len(packet)-len(s.payload), headers)
+		if headers := int(binary.NativeEndian.Uint16(b[2:])); headers != len(raw)-len(s.Payload) {
+			p.Fatalf("headers of %d bytes, hdr_len %d", len(raw)-len(s.Payload), headers)
 		}
-		if len(s.payload) <= out.gso {
-			p.Fatalf("payload of %d bytes with a GSO segment size of %d", len(s.payload), out.gso)
+		if len(s.Payload) <= out.gso {
+			p.Fatalf("payload of %d bytes with a GSO segment size of %d", len(s.Payload), out.gso)
 		}
-	} else if len(packet) > p.g.config.MTU {
-		p.Fatalf("packet of %d bytes exceeds the MTU", len(packet))
+	} else if len(raw) > p.g.config.MTU {
+		p.Fatalf("packet of %d bytes exceeds the MTU", len(raw))
 	}
 	return out
 }
@@ -269,13 +270,13 @@ type link struct {
 
 // build returns a TCP segment of the guest.
 func build(from, to netip.AddrPort, seq, ack uint32, flags uint8, window uint16, options, payload []byte) []byte {
-	ip := ipv4Header
+	ip := packet.IPv4Header
 	if from.Addr().Is6() {
-		ip = ipv6Header
+		ip = packet.IPv6Header
 	}
-	header := tcpHeader + len(options)
+	header := packet.TCPHeader + len(options)
 	b := make([]byte, ip+header+len(payload))
-	writeIP(b, from.Addr(), to.Addr(), unix.IPPROTO_TCP, header+len(payload))
+	packet.WriteIP(b, from.Addr(), to.Addr(), unix.IPPROTO_TCP, header+len(payload))
 	t := b[ip:]
 	binary.BigEndian.PutUint16(t, from.Port())
 	binary.BigEndian.PutUint16(t[2:], to.Port())
@@ -283,7 +284,7 @@ func build(from, to netip.AddrPort, seq, ack uint32, flags uint8, window uint16,
 	binary.BigEndian.PutUint32(t[8:], ack)
 	t[12], t[13] = uint8(header/4<<4), flags
 	binary.BigEndian.PutUint16(t[14:], window)
-	copy(t[tcpHeader:], options)
+	copy(t[packet.TCPHeader:], options)
 	copy(t[header:], payload)
 	return b
 }
@@ -302,7 +303,7 @@ func (l *link) say(flags uint8, payload []byte) {
 	l.Helper()
 	l.sayAt(l.seq, flags, payload)
 	l.seq += uint32(len(payload))
-	if flags&flagFIN != 0 {
+	if flags&packet.FIN != 0 {
 		l.seq++
 	}
 }
@@ -324,22 +325,22 @@ func (l *link) hear() seen {
 
 func (l *link) note(s seen) {
 	l.Helper()
-	if s.from != l.remote || s.to != l.local {
-		l.Fatalf("segment from %v to %v", s.from, s.to)
+	if s.From != l.remote || s.To != l.local {
+		l.Fatalf("segment from %v to %v", s.From, s.To)
 	}
-	if s.flags&flagRST != 0 {
+	if s.Flags&packet.RST != 0 {
 		return
 	}
-	window := uint32(s.window)
-	if s.flags&flagSYN == 0 && l.scale > 0 {
+	window := uint32(s.Window)
+	if s.Flags&packet.SYN == 0 && l.scale > 0 {
 		window <<= l.scale
 	}
-	l.acked = s.ack
-	adv := s.ack + window
-	if l.adv != 0 && before(adv, l.adv) && before(s.ack, l.adv) {
+	l.acked = s.Ack
+	adv := s.Ack + window
+	if l.adv != 0 && packet.Before(adv, l.adv) && packet.Before(s.Ack, l.adv) {
 		l.Errorf("right edge of the window moved left by %d: %v", l.adv-adv, s)
 	}
-	if l.adv == 0 || before(l.adv, adv) {
+	if l.adv == 0 || packet.Before(l.adv, adv) {
 		l.adv = adv
 	}
 }
@@ -349,10 +350,10 @@ func (l *link) acknowledged() seen {
 	l.Helper()
 	for {
 		s := l.hear()
-		if s.ack == l.seq {
+		if s.Ack == l.seq {
 			return s
 		}
-		if before(l.seq, s.ack) {
+		if packet.Before(l.seq, s.Ack) {
 			l.Fatalf("acknowledgement of data that was not sent: %v", s)
 		}
 	}
@@ -370,18 +371,18 @@ func (p *puppet) dialWith(to *net.TCPListener, scale bool) *link {
 	p.Helper()
 	l := p.syn(to.Addr().(*net.TCPAddr).AddrPort(), scale)
 	s := l.hear()
-	if s.flags != flagSYN|flagACK || s.ack != l.seq {
+	if s.Flags != packet.SYN|packet.ACK || s.Ack != l.seq {
 		p.Fatalf("reply to a SYN: %v", s)
 	}
-	if s.options.windowScaling != scale {
-		p.Fatalf("window scale offered: %v, guest's SYN has one: %v", s.options.windowScaling, scale)
+	if s.Options.WindowScaling != scale {
+		p.Fatalf("window scale offered: %v, guest's SYN has one: %v", s.Options.WindowScaling, scale)
 	}
 	l.scale = -1
 	if scale {
-		l.scale = int(s.options.windShift)
+		l.scale = int(s.Options.WindShift)
 	}
-	l.ack = s.seq + 1
-	l.say(flagACK, nil)
+	l.ack = s.Seq + 1
+	l.say(packet.ACK, nil)
 	if err := to.SetDeadline(time.Now().Add(patience)); err != nil {
 		p.Fatal(err)
 	}
@@ -404,7 +405,7 @@ func (p *puppet) syn(to netip.AddrPort, scale bool) *link {
 	}
 	nextPort++
 	l := &link{puppet: p, local: netip.AddrPortFrom(from, nextPort), remote: to, seq: 0xfffffe00, window: 65535}
-	p.put(build(l.local, l.remote, l.seq, 0, flagSYN, l.window, guestOptions(scale), nil))
+	p.put(build(l.local, l.remote, l.seq, 0, packet.SYN, l.window, guestOptions(scale), nil))
 	l.seq++
 	p.turn(100)
 	return l

@@ -5,6 +5,7 @@ package gateway
 import (
 	"testing"
 
+	"sockeye/internal/gateway/packet"
 	"sockeye/room"
 )
 
@@ -15,7 +16,7 @@ func TestFormula(t *testing.T) {
 	c.Formula = func(room.Snapshot) int { return size }
 	p := newPuppet(t, c)
 	l := p.dial(listenOn(t, host4))
-	l.say(flagACK|flagPSH, []byte("x"))
+	l.say(packet.ACK|packet.PSH, []byte("x"))
 	l.acknowledged()
 	if got := int(l.adv - l.acked); got != size {
 		t.Errorf("a window of %d bytes, want %d", got, size)
@@ -26,7 +27,7 @@ func TestFormula(t *testing.T) {
 	if got := int(l.adv - l.acked); got != size {
 		t.Errorf("a window of %d bytes, want %d", got, size)
 	}
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.g.timers.Stop(&p.g.windows.timer)
 	p.ended()
 }

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/packet"
 	"sockeye/room"
 )
 
@@ -20,7 +21,7 @@ const (
 
 // acceptSYN starts a connection to the destination of the guest's SYN. connected replies to the guest when connect(2) has
 // succeeded or failed.
-func (g *Gateway) acceptSYN(f flow, s *segment) {
+func (g *Gateway) acceptSYN(f flow, s *packet.Segment) {
 	if !g.config.Outbound.Allowed(unix.IPPROTO_TCP, f.remote) {
 		g.count(NotAllowed)
 		g.unreachable(s, prohibited)
@@ -61,7 +62,7 @@ func (g *Gateway) acceptSYN(f flow, s *segment) {
 }
 
 // refuseSYN replies to a SYN with the RST or ICMP error that corresponds to an error of connect(2).
-func (g *Gateway) refuseSYN(s *segment, err error) {
+func (g *Gateway) refuseSYN(s *packet.Segment, err error) {
 	g.count(Refused)
 	switch {
 	case errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.EHOSTDOWN):
@@ -78,29 +79,29 @@ func (g *Gateway) refuseSYN(s *segment, err error) {
 }
 
 // acceptSYN initializes the receive side and the options from the guest's SYN.
-func (c *conn) acceptSYN(s *segment) {
+func (c *conn) acceptSYN(s *packet.Segment) {
 	c.setOptions(s)
-	c.rcv.irs = s.seq
-	c.rcv.nxt = s.seq + 1
+	c.rcv.irs = s.Seq
+	c.rcv.nxt = s.Seq + 1
 	c.rcv.adv = c.rcv.nxt
 }
 
 // setOptions applies the options and the window of the guest's SYN or SYN-ACK.
-func (c *conn) setOptions(s *segment) {
-	if s.options.mss != 0 {
-		c.snd.mss = max(s.options.mss, minMSS)
+func (c *conn) setOptions(s *packet.Segment) {
+	if s.Options.MSS != 0 {
+		c.snd.mss = max(s.Options.MSS, minMSS)
 	}
 	c.snd.mss = min(c.snd.mss, c.g.mss(c.flow.guest.Addr()))
-	c.snd.windShift, c.windowScaling = s.options.windShift, s.options.windowScaling
-	c.snd.wnd = uint32(s.window) // not scaled in a SYN (RFC 7323, section 2.2)
-	c.snd.wl1 = s.seq
+	c.snd.windShift, c.windowScaling = s.Options.WindShift, s.Options.WindowScaling
+	c.snd.wnd = uint32(s.Window) // not scaled in a SYN (RFC 7323, section 2.2)
+	c.snd.wl1 = s.Seq
 }
 
 // mss returns the largest TCP payload that fits the MTU of the guest's interface, in bytes.
 func (g *Gateway) mss(a netip.Addr) uint16 {
-	headers := ipv4Header + tcpHeader
+	headers := packet.IPv4Header + packet.TCPHeader
 	if a.Is6() {
-		headers = ipv6Header + tcpHeader
+		headers = packet.IPv6Header + packet.TCPHeader
 	}
 	return uint16(g.config.MTU - headers)
 }
@@ -126,9 +127,9 @@ func (c *conn) connected() {
 		return
 	}
 	if code, err := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR); err != nil || code != 0 {
-		s := segment{from: c.flow.guest, to: c.flow.remote, flags: flagSYN, seq: c.rcv.irs, protocol: unix.IPPROTO_TCP}
-		var short [ipv6Header + 8]byte
-		s.network = syntheticSYN(short[:], &s)
+		s := packet.Segment{From: c.flow.guest, To: c.flow.remote, Flags: packet.SYN, Seq: c.rcv.irs, Protocol: unix.IPPROTO_TCP}
+		var short [packet.IPv6Header + 8]byte
+		s.Network = packet.SyntheticSYN(short[:], &s)
 		c.remove()
 		c.g.refuseSYN(&s, syscall.Errno(code))
 		return
@@ -157,46 +158,46 @@ func (c *conn) resendSYN() {
 func (c *conn) sendSYN(s room.Snapshot) {
 	c.chooseMSS(s)
 	c.advanceWindowTo(s)
-	a := outSegment{
-		from: c.flow.remote, to: c.flow.guest, seq: c.snd.iss, flags: flagSYN, mss: c.rcv.mss, windShift: c.g.windShift, windowScaling: c.windowScaling,
-		window: uint16(min(c.rcv.wnd(), 65535)), // not scaled
+	a := packet.Outgoing{
+		From: c.flow.remote, To: c.flow.guest, Seq: c.snd.iss, Flags: packet.SYN, MSS: c.rcv.mss, WindShift: c.g.windShift, WindowScaling: c.windowScaling,
+		Window: uint16(min(c.rcv.wnd(), 65535)), // not scaled
 	}
 	if c.state == synReceived {
-		a.flags |= flagACK
-		a.ack = c.rcv.nxt
+		a.Flags |= packet.ACK
+		a.Ack = c.rcv.nxt
 	}
-	c.rcv.adv = c.rcv.nxt + uint32(a.window)
+	c.rcv.adv = c.rcv.nxt + uint32(a.Window)
 	c.transmit(&a, nil)
 	c.startRetransmitTimer()
 }
 
 // establish processes the guest's acknowledgement of the SYN.
-func (c *conn) establish(s *segment) {
+func (c *conn) establish(s *packet.Segment) {
 	c.state = established
-	c.snd.una, c.rtx.recover = s.ack, s.ack
+	c.snd.una, c.rtx.recover = s.Ack, s.Ack
 	c.rtx.backoff, c.rtx.timeouts = 0, 0
 	c.keepalive.lastReceived = c.g.now
 	c.startIdleTimer()
 }
 
 // synSentArrives processes a segment in SYN-SENT (RFC 9293, section 3.10.7.3).
-func (c *conn) synSentArrives(s *segment) {
-	if s.flags&flagACK != 0 && s.ack != c.snd.nxt {
-		if s.flags&flagRST == 0 {
+func (c *conn) synSentArrives(s *packet.Segment) {
+	if s.Flags&packet.ACK != 0 && s.Ack != c.snd.nxt {
+		if s.Flags&packet.RST == 0 {
 			c.g.sendReset(s)
 		}
 		return
 	}
 	switch {
-	case s.flags&(flagRST|flagACK) == flagRST|flagACK:
+	case s.Flags&(packet.RST|packet.ACK) == packet.RST|packet.ACK:
 		c.g.count(Refused)
 		c.resetHost()
 		c.remove()
-	case s.flags&(flagSYN|flagACK|flagRST) == flagSYN|flagACK:
+	case s.Flags&(packet.SYN|packet.ACK|packet.RST) == packet.SYN|packet.ACK:
 		advertised := c.rcv.wnd()
 		c.setOptions(s)
-		c.rcv.irs = s.seq
-		c.rcv.nxt = s.seq + 1
+		c.rcv.irs = s.Seq
+		c.rcv.nxt = s.Seq + 1
 		c.rcv.adv = c.rcv.nxt + advertised
 		c.establish(s)
 		c.acknowledge()

@@ -2,14 +2,16 @@
 
 package gateway
 
+import "sockeye/internal/gateway/packet"
+
 // segmentArrives processes a segment of the guest (SEGMENT ARRIVES of RFC 9293, section 3.10.7).
-func (c *conn) segmentArrives(s *segment) {
+func (c *conn) segmentArrives(s *packet.Segment) {
 	switch c.state {
 	case synPending:
 		switch {
-		case s.flags&flagRST != 0 && s.seq == c.rcv.nxt:
+		case s.Flags&packet.RST != 0 && s.Seq == c.rcv.nxt:
 			c.resetByGuest()
-		case s.flags&(flagRST|flagSYN|flagACK|flagFIN) == flagSYN && s.seq != c.rcv.irs:
+		case s.Flags&(packet.RST|packet.SYN|packet.ACK|packet.FIN) == packet.SYN && s.Seq != c.rcv.irs:
 			c.acceptSYN(s) // the guest has aborted the first attempt and reuses the port
 		}
 		return
@@ -20,38 +22,38 @@ func (c *conn) segmentArrives(s *segment) {
 		c.timeWaitArrives(s)
 		return
 	}
-	if s.flags&flagRST != 0 {
+	if s.Flags&packet.RST != 0 {
 		switch {
-		case s.seq == c.nextSequence() || s.seq == c.rcv.nxt:
+		case s.Seq == c.nextSequence() || s.Seq == c.rcv.nxt:
 			c.resetByGuest()
-		case before(c.rcv.nxt, s.seq) && before(s.seq, c.rcv.adv):
+		case packet.Before(c.rcv.nxt, s.Seq) && packet.Before(s.Seq, c.rcv.adv):
 			c.acknowledge() // challenge ACK (RFC 5961, section 3.2)
 		}
 		return
 	}
-	if s.flags&flagSYN != 0 {
-		if c.state == synReceived && s.flags&flagACK == 0 && s.seq == c.rcv.irs {
+	if s.Flags&packet.SYN != 0 {
+		if c.state == synReceived && s.Flags&packet.ACK == 0 && s.Seq == c.rcv.irs {
 			c.resendSYN()
 			return
 		}
 		c.acknowledge() // challenge ACK (RFC 5961, section 4.2)
 		return
 	}
-	if s.flags&flagACK == 0 {
+	if s.Flags&packet.ACK == 0 {
 		return
 	}
-	if before(c.snd.nxt, s.ack) {
+	if packet.Before(c.snd.nxt, s.Ack) {
 		c.acknowledge()
 		return
 	}
 	if c.state == synReceived {
-		if s.ack != c.snd.nxt {
+		if s.Ack != c.snd.nxt {
 			c.g.sendReset(s)
 			return
 		}
 		c.establish(s)
 	}
-	if s.flags&flagURG != 0 {
+	if s.Flags&packet.URG != 0 {
 		c.g.count(UrgentData)
 		c.abort()
 		return
@@ -86,19 +88,19 @@ func (c *conn) nextSequence() uint32 {
 }
 
 // processAck checks the acknowledgement and updates SND.UNA and SND.WND (RFC 9293, section 3.10.7.4, fifth check).
-func (c *conn) processAck(s *segment) {
-	if before(s.ack, c.snd.una) {
+func (c *conn) processAck(s *packet.Segment) {
+	if packet.Before(s.Ack, c.snd.una) {
 		return
 	}
-	wnd, previous := uint32(s.window), c.snd.wnd
+	wnd, previous := uint32(s.Window), c.snd.wnd
 	if c.windowScaling {
 		wnd <<= c.snd.windShift
 	}
-	n := s.ack - c.snd.una
+	n := s.Ack - c.snd.una
 	// SND.WL2 is not needed, as packets on the TUN are never reordered. But a retransmitted segment has an old sequence number
 	// with a current acknowledgement and window.
-	if n > 0 || !before(s.seq, c.snd.wl1) {
-		c.snd.wnd, c.snd.wl1 = wnd, s.seq
+	if n > 0 || !packet.Before(s.Seq, c.snd.wl1) {
+		c.snd.wnd, c.snd.wl1 = wnd, s.Seq
 	}
 	if wnd > previous && c.rtx.backoff > 0 {
 		c.rtx.backoff = 0
@@ -107,7 +109,7 @@ func (c *conn) processAck(s *segment) {
 	finAcked := false
 	switch {
 	case n > 0:
-		c.snd.una = s.ack
+		c.snd.una = s.Ack
 		c.rtx.dupAcks, c.rtx.backoff = 0, 0
 		if c.state.finSent() && c.snd.una == c.snd.nxt {
 			finAcked = true
@@ -120,14 +122,14 @@ func (c *conn) processAck(s *segment) {
 		} else {
 			c.startRetransmitTimer()
 		}
-		if before(c.snd.una, c.rtx.recover) && (!c.rtx.maybeSpurious || !before(c.rtx.highRxt, c.snd.una)) {
+		if packet.Before(c.snd.una, c.rtx.recover) && (!c.rtx.maybeSpurious || !packet.Before(c.rtx.highRxt, c.snd.una)) {
 			c.retransmit() // partial acknowledgement (RFC 6582, section 3.2, step 3)
 		} else {
 			c.rtx.recover = c.snd.una
 		}
-	case c.snd.una != c.snd.nxt && wnd == previous && len(s.payload) == 0 && s.flags&flagFIN == 0 && s.seq == c.nextSequence():
+	case c.snd.una != c.snd.nxt && wnd == previous && len(s.Payload) == 0 && s.Flags&packet.FIN == 0 && s.Seq == c.nextSequence():
 		// A duplicate acknowledgement (RFC 5681, section 2).
-		if c.rtx.dupAcks = min(c.rtx.dupAcks+1, 4); c.rtx.dupAcks == 3 && !before(c.snd.una, c.rtx.recover) {
+		if c.rtx.dupAcks = min(c.rtx.dupAcks+1, 4); c.rtx.dupAcks == 3 && !packet.Before(c.snd.una, c.rtx.recover) {
 			c.rtx.recover, c.rtx.maybeSpurious = c.snd.nxt, false
 			c.retransmit()
 		}
@@ -138,10 +140,10 @@ func (c *conn) processAck(s *segment) {
 }
 
 // processText processes the payload of a segment, and its FIN (RFC 9293, section 3.10.7.4, seventh and eighth check).
-func (c *conn) processText(s *segment) {
-	if s.length() == 0 {
+func (c *conn) processText(s *packet.Segment) {
+	if s.Length() == 0 {
 		// A keepalive or zero-window probe has a sequence number before RCV.NXT.
-		if before(s.seq, c.rcv.nxt) {
+		if packet.Before(s.Seq, c.rcv.nxt) {
 			if c.rcv.adv != c.rcv.nxt {
 				c.copyKeepalive()
 			}
@@ -154,15 +156,15 @@ func (c *conn) processText(s *segment) {
 			return
 		}
 	}
-	payload, fin := s.payload, s.flags&flagFIN != 0
+	payload, fin := s.Payload, s.Flags&packet.FIN != 0
 	expected := c.nextSequence()
-	if before(expected, s.seq) {
+	if packet.Before(expected, s.Seq) {
 		c.g.count(OutOfOrder)
 		c.acknowledge()
 		return
 	}
-	if old := expected - s.seq; old > 0 {
-		if old >= s.length() {
+	if old := expected - s.Seq; old > 0 {
+		if old >= s.Length() {
 			c.rcv.exactAck = true
 			c.acknowledge()
 			return
@@ -173,7 +175,7 @@ func (c *conn) processText(s *segment) {
 	if c.rcv.finPending || c.state.finReceived() || c.hostError != hostOK {
 		return
 	}
-	c.rcv.moreFollows = s.flags&(flagPSH|flagFIN) == 0
+	c.rcv.moreFollows = s.Flags&(packet.PSH|packet.FIN) == 0
 	if n := c.fitToWindow(expected, len(payload)); n < len(payload) {
 		payload, fin = payload[:n], false
 	}
@@ -196,28 +198,28 @@ func (c *conn) fitToWindow(seq uint32, n int) int {
 }
 
 // timeWaitArrives processes a segment in TIME-WAIT. A SYN opens a new connection (RFC 9293, section 3.6.1).
-func (c *conn) timeWaitArrives(s *segment) {
+func (c *conn) timeWaitArrives(s *packet.Segment) {
 	switch {
-	case s.flags&flagRST != 0:
+	case s.Flags&packet.RST != 0:
 		c.remove()
-	case s.flags&(flagSYN|flagACK) == flagSYN:
+	case s.Flags&(packet.SYN|packet.ACK) == packet.SYN:
 		c.remove()
 		c.g.tcpArrives(s)
-	case s.length() > 0:
+	case s.Length() > 0:
 		c.sendAck()
 	}
 }
 
 // sendReset replies with a RST to a segment without a connection (RFC 9293, section 3.10.7.1).
-func (g *Gateway) sendReset(s *segment) {
-	a := outSegment{from: s.to, to: s.from, flags: flagRST}
-	if s.flags&flagACK != 0 {
-		a.seq = s.ack
+func (g *Gateway) sendReset(s *packet.Segment) {
+	a := packet.Outgoing{From: s.To, To: s.From, Flags: packet.RST}
+	if s.Flags&packet.ACK != 0 {
+		a.Seq = s.Ack
 	} else {
-		a.flags |= flagACK
-		a.ack = s.seq + s.length()
+		a.Flags |= packet.ACK
+		a.Ack = s.Seq + s.Length()
 	}
-	var b [maxHeaders]byte
-	a.write(b[:], 0)
-	g.send(b[:a.headers()])
+	var b [packet.MaxHeaders]byte
+	a.Write(b[:], 0)
+	g.send(b[:a.Headers()])
 }

@@ -93,3 +93,7 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 	s, _ := room.ReadSnapshot(fd) // as in resendSYN
 	c.sendSYN(s)
 }
+
+func withPort(a netip.AddrPort, port uint16) netip.AddrPort {
+	return netip.AddrPortFrom(a.Addr(), port)
+}

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
 )
 
@@ -59,10 +60,10 @@ func reach(t testing.TB, from netip.AddrPort, to netip.AddrPort) *net.TCPConn {
 func (p *puppet) called() (*link, seen) {
 	p.Helper()
 	s := p.next()
-	if s.flags != flagSYN || s.to.Port() != innerPort || !s.options.windowScaling {
+	if s.Flags != packet.SYN || s.To.Port() != innerPort || !s.Options.WindowScaling {
 		p.Fatalf("got %v, want a SYN", s)
 	}
-	return &link{puppet: p, local: s.to, remote: s.from, seq: 0x7ffffff0, ack: s.seq + 1, window: 65535}, s
+	return &link{puppet: p, local: s.To, remote: s.From, seq: 0x7ffffff0, ack: s.Seq + 1, window: 65535}, s
 }
 
 // accept replies to a SYN.
@@ -70,12 +71,12 @@ func (l *link) accept(syn seen, scale bool) {
 	l.Helper()
 	l.scale = -1
 	if scale {
-		l.scale = int(syn.options.windShift)
+		l.scale = int(syn.Options.WindShift)
 	}
-	l.adv = l.seq + 1 + uint32(syn.window)
-	l.put(build(l.local, l.remote, l.seq, l.ack, flagSYN|flagACK, l.window, guestOptions(scale), nil))
+	l.adv = l.seq + 1 + uint32(syn.Window)
+	l.put(build(l.local, l.remote, l.seq, l.ack, packet.SYN|packet.ACK, l.window, guestOptions(scale), nil))
 	l.seq++
-	if s := l.hear(); s.flags != flagACK || s.ack != l.seq {
+	if s := l.hear(); s.Flags != packet.ACK || s.Ack != l.seq {
 		l.Fatalf("unexpected end of the handshake: %v", s)
 	}
 }
@@ -103,7 +104,7 @@ func TestInbound(t *testing.T) {
 				t.Errorf("remote address seen by the guest: %v", l.remote)
 			}
 			p.wait(initialRTO + time.Millisecond)
-			if again := p.next(); again.flags != flagSYN || again.seq != syn.seq {
+			if again := p.next(); again.Flags != packet.SYN || again.Seq != syn.Seq {
 				t.Errorf("retransmitted SYN: %v", again)
 			}
 			l.conn = conn
@@ -111,14 +112,14 @@ func TestInbound(t *testing.T) {
 			if got := l.take(5); string(got) != "early" {
 				t.Errorf("guest read %q", got)
 			}
-			l.say(flagACK|flagPSH, []byte("welcome"))
+			l.say(packet.ACK|packet.PSH, []byte("welcome"))
 			l.acknowledged()
 			if got := l.read(7); string(got) != "welcome" {
 				t.Errorf("host read %q", got)
 			}
 			conn.Close()
 			l.fin()
-			l.say(flagFIN|flagACK, nil)
+			l.say(packet.FIN|packet.ACK, nil)
 			l.acknowledged()
 			p.ended()
 		})
@@ -130,13 +131,13 @@ func TestInboundRefused(t *testing.T) {
 	p := newPuppet(t, Config{Forwards: []Forward{f}})
 	to := netip.AddrPortFrom(host4, port)
 	for _, answer := range []func(l *link){
-		func(l *link) { p.put(build(l.local, l.remote, 0, l.ack, flagRST|flagACK, 0, nil, nil)) },
+		func(l *link) { p.put(build(l.local, l.remote, 0, l.ack, packet.RST|packet.ACK, 0, nil, nil)) },
 		func(l *link) { // the guest has an old connection: RFC 9293, figure 9
-			p.put(build(l.local, l.remote, 700, l.ack+100, flagACK, 65535, nil, nil))
-			if s := l.hear(); s.flags != flagRST || s.seq != l.ack+100 {
+			p.put(build(l.local, l.remote, 700, l.ack+100, packet.ACK, 65535, nil, nil))
+			if s := l.hear(); s.Flags != packet.RST || s.Seq != l.ack+100 {
 				t.Errorf("segment to the old connection: %v", s)
 			}
-			p.put(build(l.local, l.remote, 0, l.ack, flagRST|flagACK, 0, nil, nil))
+			p.put(build(l.local, l.remote, 0, l.ack, packet.RST|packet.ACK, 0, nil, nil))
 		},
 		func(*link) { // the guest does not reply
 			for i := range maxSynTimeouts + 1 {
@@ -169,7 +170,7 @@ func TestAliasPorts(t *testing.T) {
 		l, syn := p.called()
 		from[l.remote] = true
 		l.accept(syn, true)
-		defer l.say(flagRST, nil)
+		defer l.say(packet.RST, nil)
 	}
 	if len(from) != 3 {
 		t.Errorf("remote address seen by the guest: %v", from)
@@ -181,7 +182,7 @@ func TestBound(t *testing.T) {
 	p := newPuppet(t, Config{Forwards: []Forward{f}, Connections: 2, Outbound: access.Outbound{All: true}})
 	listener := listenOn(t, host4)
 	a, b := p.dial(listener), p.dial(listener)
-	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.flags != flagRST|flagACK {
+	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.Flags != packet.RST|packet.ACK {
 		t.Errorf("connection beyond the limit: %v", s)
 	}
 	c := reach(t, netip.AddrPortFrom(host4, 0), netip.AddrPortFrom(host4, port))
@@ -190,8 +191,8 @@ func TestBound(t *testing.T) {
 	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
 		t.Errorf("read on the host's connection beyond the limit: %v", err)
 	}
-	a.say(flagRST, nil)
-	b.say(flagRST, nil)
+	a.say(packet.RST, nil)
+	b.say(packet.RST, nil)
 	p.ended()
 }
 
@@ -228,7 +229,7 @@ func TestNoDescriptors(t *testing.T) {
 	if took := time.Since(begin); events > int(took/acceptPause) {
 		t.Errorf("%d events in %v while accept(2) fails", events, took)
 	}
-	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.protocol != unix.IPPROTO_ICMP || s.payload[0] != icmpUnreachable || s.payload[1] != 0 {
+	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.Protocol != unix.IPPROTO_ICMP || s.Payload[0] != icmpUnreachable || s.Payload[1] != 0 {
 		t.Errorf("reply to a SYN: %v", s)
 	}
 	restore()
@@ -236,7 +237,7 @@ func TestNoDescriptors(t *testing.T) {
 	l, syn := p.called()
 	l.conn = c
 	l.accept(syn, true)
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.ended()
 }
 
@@ -302,8 +303,8 @@ func TestMemory(t *testing.T) {
 	for range connections {
 		l := p.syn(to, true)
 		s := l.next()
-		l.ack, l.scale = s.seq+1, int(s.options.windShift)
-		l.say(flagACK|flagPSH, b)
+		l.ack, l.scale = s.Seq+1, int(s.Options.WindShift)
+		l.say(packet.ACK|packet.PSH, b)
 		l.acknowledged()
 	}
 	after := resident(t)
@@ -363,10 +364,10 @@ func TestLinger(t *testing.T) {
 	listener := listenOn(t, host4)
 	whole, cut := p.dial(listener), p.dial(listener)
 	p.g.config.Linger = 0
-	whole.say(flagACK, text(50_000))
-	whole.say(flagACK|flagFIN, nil)
+	whole.say(packet.ACK, text(50_000))
+	whole.say(packet.ACK|packet.FIN, nil)
 	whole.acknowledged()
-	cut.say(flagACK, text(50_000))
+	cut.say(packet.ACK, text(50_000))
 	p.turn(1)
 	if !p.g.unfinished() {
 		t.Error("all connections are finished")

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/gateway/packet"
 	"sockeye/room"
 )
 
@@ -30,9 +31,9 @@ func (p *puppet) queued() (total int) {
 func hearAll(p *puppet, links []*link) {
 	p.Helper()
 	for s, ok := p.receive(); ok; s, ok = p.receive() {
-		i := slices.IndexFunc(links, func(l *link) bool { return l.local == s.to })
+		i := slices.IndexFunc(links, func(l *link) bool { return l.local == s.To })
 		if i < 0 {
-			p.Fatalf("segment to an unknown connection: %v", s.to)
+			p.Fatalf("segment to an unknown connection: %v", s.To)
 		}
 		links[i].note(s)
 	}
@@ -64,7 +65,7 @@ func TestMemoryBound(t *testing.T) {
 				return !slices.ContainsFunc(links, func(l *link) bool { return !l.settled() })
 			})
 			hearAll(p, links)
-			more = slices.ContainsFunc(links, func(l *link) bool { return before(l.seq, l.adv) })
+			more = slices.ContainsFunc(links, func(l *link) bool { return packet.Before(l.seq, l.adv) })
 		}
 		p.wait(memoryInterval)
 	}
@@ -97,7 +98,7 @@ func TestMemoryBound(t *testing.T) {
 		if l.adv-l.seq < minQueued/2 {
 			t.Errorf("upload %d: window of %d bytes", i, l.adv-l.seq)
 		}
-		l.say(flagRST, nil)
+		l.say(packet.RST, nil)
 	}
 	p.turn(10)
 	hearAll(p, links)
@@ -116,10 +117,10 @@ func TestEndResetsGuest(t *testing.T) {
 	p.quiet()
 	p.g.resetConnections()
 	s, ok := p.receive()
-	for ok && s.flags&flagRST == 0 {
+	for ok && s.Flags&packet.RST == 0 {
 		s, ok = p.receive()
 	}
-	if !ok || s.seq != l.ack {
+	if !ok || s.Seq != l.ack {
 		t.Errorf("got %v, want a RST at %d", s, l.ack)
 	}
 }

@@ -6,6 +6,8 @@ import (
 	"errors"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/packet"
 )
 
 // outputBudget is the maximum number of packets that a connection sends in a turn.
@@ -28,8 +30,8 @@ func (c *conn) output() {
 			}
 			return
 		}
-		a := c.newSegment(c.snd.nxt, flagACK|flagPSH)
-		headers := a.headers()
+		a := c.newSegment(c.snd.nxt, packet.ACK|packet.PSH)
+		headers := a.Headers()
 		asked := min(usable, c.maxPayload(headers))
 		n, err := c.peekUnsent(c.g.writeBuffer[headers : headers+asked])
 		switch {
@@ -63,13 +65,13 @@ func (c *conn) output() {
 }
 
 // sendFIN sends a FIN after the last byte of the host's socket. If the socket has an error, a RST follows.
-func (c *conn) sendFIN(a *outSegment) {
+func (c *conn) sendFIN(a *packet.Outgoing) {
 	if c.state == closeWait {
 		c.state = lastAck
 	} else {
 		c.state = finWait1
 	}
-	a.flags = flagACK | flagFIN
+	a.Flags = packet.ACK | packet.FIN
 	c.transmit(a, nil)
 	c.snd.nxt++
 	c.startRetransmitTimer()
@@ -80,7 +82,7 @@ func (c *conn) sendFIN(a *outSegment) {
 
 // maxPayload returns the largest payload of a packet to the guest, in bytes: a multiple of SMSS in one packet (GSO).
 func (c *conn) maxPayload(headers int) int {
-	most := maxPacket - 1 - (headers - vnetHeader)
+	most := packet.MaxSize - 1 - (headers - packet.VnetHeader)
 	return most - most%int(c.snd.mss)
 }
 
@@ -115,26 +117,26 @@ func (c *conn) acknowledge() {
 }
 
 // sendAck sends an acknowledgement without payload.
-func (c *conn) sendAck() { a := c.newSegment(c.snd.nxt, flagACK); c.transmit(&a, nil) }
+func (c *conn) sendAck() { a := c.newSegment(c.snd.nxt, packet.ACK); c.transmit(&a, nil) }
 
 // newSegment returns a segment to the guest with SEG.ACK = RCV.NXT.
-func (c *conn) newSegment(seq uint32, flags uint8) outSegment {
-	return outSegment{from: c.flow.remote, to: c.flow.guest, seq: seq, ack: c.rcv.nxt, flags: flags, mss: c.snd.mss}
+func (c *conn) newSegment(seq uint32, flags uint8) packet.Outgoing {
+	return packet.Outgoing{From: c.flow.remote, To: c.flow.guest, Seq: seq, Ack: c.rcv.nxt, Flags: flags, MSS: c.snd.mss}
 }
 
 // transmit sets the window of a segment and sends it. The payload, if any, follows the headers in the gateway's write buffer.
-func (c *conn) transmit(a *outSegment, payload []byte) {
-	headers := a.headers()
+func (c *conn) transmit(a *packet.Outgoing, payload []byte) {
+	headers := a.Headers()
 	b := c.g.writeBuffer[:headers+len(payload)]
-	var own [maxHeaders]byte
+	var own [packet.MaxHeaders]byte
 	if payload == nil {
 		b = own[:headers]
 	}
-	if a.flags&flagSYN == 0 {
+	if a.Flags&packet.SYN == 0 {
 		c.setWindow(a)
-		c.rcv.acked = a.ack == c.rcv.nxt
+		c.rcv.acked = a.Ack == c.rcv.nxt
 	}
-	a.write(b, len(payload))
+	a.Write(b, len(payload))
 	c.g.send(b)
 }
 
@@ -142,17 +144,17 @@ func (c *conn) transmit(a *outSegment, payload []byte) {
 // because rounding down would move the right edge left. Rounding up can move the edge right with every segment. While the
 // socket has no space for that, SEG.ACK is reduced by less than one unit instead. A later segment acknowledges these bytes;
 // if the guest retransmits them, the next segment does.
-func (c *conn) setWindow(a *outSegment) {
+func (c *conn) setWindow(a *packet.Outgoing) {
 	wnd := c.rcv.wnd()
 	shift := c.rcvWindShift()
 	unit := uint32(1) << shift
 	if (c.rcv.armed || c.rcv.moreFollows) && !c.rcv.exactAck && !c.state.finReceived() {
 		excess := -wnd % unit
-		a.ack, wnd = a.ack-excess, wnd+excess
+		a.Ack, wnd = a.Ack-excess, wnd+excess
 	}
 	field := min((wnd+unit-1)>>shift, 65535)
-	a.window = uint16(field)
-	if adv := a.ack + field<<shift; before(c.rcv.adv, adv) {
+	a.Window = uint16(field)
+	if adv := a.Ack + field<<shift; packet.Before(c.rcv.adv, adv) {
 		c.rcv.adv = adv
 	}
 	c.rcv.exactAck = false

@@ -2,7 +2,11 @@
 
 package gateway
 
-import "golang.org/x/sys/unix"
+import (
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/packet"
+)
 
 // retransmit retransmits the first unacknowledged packet: SYN, SYN-ACK, payload, or FIN.
 func (c *conn) retransmit() {
@@ -19,14 +23,14 @@ func (c *conn) retransmit() {
 	if c.state.finSent() {
 		unacked-- // the FIN has a sequence number but no byte in the socket
 	}
-	a := c.newSegment(c.snd.una, flagACK|flagPSH)
+	a := c.newSegment(c.snd.una, packet.ACK|packet.PSH)
 	c.rtx.highRxt = c.snd.nxt
 	if unacked == 0 {
-		a.flags = flagACK | flagFIN
+		a.Flags = packet.ACK | packet.FIN
 		c.transmit(&a, nil)
 		return
 	}
-	headers := a.headers()
+	headers := a.Headers()
 	// If the guest has shrunk its window, one segment probes the window.
 	n := min(unacked, c.maxPayload(headers), int(max(c.snd.wnd, uint32(c.snd.mss))))
 	n, err := c.peekUnacked(c.g.writeBuffer[headers:headers+n], unacked)
@@ -35,7 +39,7 @@ func (c *conn) retransmit() {
 		return
 	}
 	if c.state.finSent() && n == unacked {
-		a.flags |= flagFIN
+		a.Flags |= packet.FIN
 	}
 	c.rtx.highRxt = c.snd.una + uint32(n)
 	c.transmit(&a, c.g.writeBuffer[headers:headers+n])

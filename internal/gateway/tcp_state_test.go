@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 )
 
 // everywhere allows all destinations.
@@ -70,18 +71,18 @@ func (l *link) take(n int) []byte {
 	var got []byte
 	for len(got) < n {
 		s := l.hear()
-		if s.flags&(flagFIN|flagRST|flagSYN) != 0 {
+		if s.Flags&(packet.FIN|packet.RST|packet.SYN) != 0 {
 			l.Fatalf("after %d of %d bytes: %v", len(got), n, s)
 		}
-		if len(s.payload) == 0 {
+		if len(s.Payload) == 0 {
 			continue
 		}
-		if s.seq != l.ack {
-			l.Fatalf("got seq %d, want %d", s.seq, l.ack)
+		if s.Seq != l.ack {
+			l.Fatalf("got seq %d, want %d", s.Seq, l.ack)
 		}
-		got = append(got, s.payload...)
-		l.ack += uint32(len(s.payload))
-		l.say(flagACK, nil)
+		got = append(got, s.Payload...)
+		l.ack += uint32(len(s.Payload))
+		l.say(packet.ACK, nil)
 	}
 	return got
 }
@@ -91,17 +92,17 @@ func (l *link) fin() {
 	l.Helper()
 	for {
 		s := l.hear()
-		if s.flags&flagFIN == 0 {
-			if len(s.payload) > 0 || s.flags&flagRST != 0 {
+		if s.Flags&packet.FIN == 0 {
+			if len(s.Payload) > 0 || s.Flags&packet.RST != 0 {
 				l.Fatalf("got %v, want a FIN", s)
 			}
 			continue
 		}
-		if s.seq+uint32(len(s.payload)) != l.ack {
-			l.Fatalf("FIN at %d, want %d", s.seq, l.ack)
+		if s.Seq+uint32(len(s.Payload)) != l.ack {
+			l.Fatalf("FIN at %d, want %d", s.Seq, l.ack)
 		}
 		l.ack++
-		l.say(flagACK, nil)
+		l.say(packet.ACK, nil)
 		return
 	}
 }
@@ -110,7 +111,7 @@ func (l *link) fin() {
 func (l *link) rst() seen {
 	l.Helper()
 	for {
-		if s := l.hear(); s.flags&flagRST != 0 {
+		if s := l.hear(); s.Flags&packet.RST != 0 {
 			return s
 		}
 	}
@@ -124,7 +125,7 @@ func TestOpenAndClose(t *testing.T) {
 		close func(l *link)
 	}{
 		{"guest first", host4, true, func(l *link) {
-			l.say(flagFIN|flagACK, nil)
+			l.say(packet.FIN|packet.ACK, nil)
 			l.acknowledged()
 			if err := l.readError(); !errors.Is(err, io.EOF) {
 				t.Error(err)
@@ -135,22 +136,22 @@ func TestOpenAndClose(t *testing.T) {
 		{"host first", host4, true, func(l *link) {
 			l.conn.Close()
 			l.fin()
-			l.say(flagFIN|flagACK, nil)
+			l.say(packet.FIN|packet.ACK, nil)
 			l.acknowledged()
 		}},
 		{"simultaneous close", host6, true, func(l *link) {
 			l.conn.Close()
 			s := l.hear() // the gateway's FIN, not yet acknowledged
-			if s.flags&flagFIN == 0 {
+			if s.Flags&packet.FIN == 0 {
 				t.Errorf("got %v, want a FIN", s)
 			}
-			l.say(flagFIN|flagACK, nil)
+			l.say(packet.FIN|packet.ACK, nil)
 			l.acknowledged()
 			l.ack++
-			l.say(flagACK, nil)
+			l.say(packet.ACK, nil)
 		}},
 		{"FIN with data, no scale", host6, false, func(l *link) {
-			l.say(flagFIN|flagACK, []byte("bye"))
+			l.say(packet.FIN|packet.ACK, []byte("bye"))
 			l.acknowledged()
 			if got, err := io.ReadAll(l.conn); string(got) != "bye" || err != nil {
 				t.Errorf("host read %q, %v", got, err)
@@ -162,7 +163,7 @@ func TestOpenAndClose(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			p := newPuppet(t, everywhere)
 			l := p.dialWith(listenOn(t, c.host), c.scale)
-			l.say(flagACK|flagPSH, []byte("hello"))
+			l.say(packet.ACK|packet.PSH, []byte("hello"))
 			l.acknowledged()
 			if got := l.read(5); string(got) != "hello" {
 				t.Errorf("host read %q", got)
@@ -185,7 +186,7 @@ func TestHalfClose(t *testing.T) {
 	t.Run("guest", func(t *testing.T) {
 		p := newPuppet(t, everywhere)
 		l := p.dial(listenOn(t, host4))
-		l.say(flagACK|flagFIN, []byte("request"))
+		l.say(packet.ACK|packet.FIN, []byte("request"))
 		l.acknowledged()
 		if got, err := io.ReadAll(l.conn); string(got) != "request" || err != nil {
 			t.Errorf("host read %q, %v", got, err)
@@ -206,13 +207,13 @@ func TestHalfClose(t *testing.T) {
 		}
 		l.fin()
 		for range 10 {
-			l.say(flagACK|flagPSH, text(10_000))
+			l.say(packet.ACK|packet.PSH, text(10_000))
 			l.acknowledged()
 			if got := l.read(10_000); !bytes.Equal(got, text(10_000)) {
 				t.Error("wrong data")
 			}
 		}
-		l.say(flagACK|flagFIN, nil)
+		l.say(packet.ACK|packet.FIN, nil)
 		l.acknowledged()
 		if err := l.readError(); !errors.Is(err, io.EOF) {
 			t.Error(err)
@@ -229,20 +230,20 @@ func TestStragglers(t *testing.T) {
 	l := p.dial(listener)
 	l.conn.Close()
 	l.fin()
-	l.say(flagFIN|flagACK, nil)
+	l.say(packet.FIN|packet.ACK, nil)
 	l.acknowledged()
-	l.sayAt(l.seq-1, flagFIN|flagACK, nil)
-	if s := l.hear(); s.flags != flagACK || s.ack != l.seq {
+	l.sayAt(l.seq-1, packet.FIN|packet.ACK, nil)
+	if s := l.hear(); s.Flags != packet.ACK || s.Ack != l.seq {
 		t.Errorf("reply to a retransmitted FIN: %v", s)
 	}
-	p.put(build(l.local, l.remote, l.seq+1000, 0, flagSYN, 65535, guestOptions(true), nil))
-	if s := p.next(); s.flags != flagSYN|flagACK || s.ack != l.seq+1001 {
+	p.put(build(l.local, l.remote, l.seq+1000, 0, packet.SYN, 65535, guestOptions(true), nil))
+	if s := p.next(); s.Flags != packet.SYN|packet.ACK || s.Ack != l.seq+1001 {
 		t.Errorf("reply to a new SYN from the same port: %v", s)
 	}
-	p.put(build(l.local, l.remote, l.seq+1001, 0, flagRST, 0, nil, nil))
+	p.put(build(l.local, l.remote, l.seq+1001, 0, packet.RST, 0, nil, nil))
 	p.ended()
-	l.sayAt(l.seq-1, flagFIN|flagACK, nil)
-	if s := p.next(); s.flags != flagRST || s.seq != l.ack {
+	l.sayAt(l.seq-1, packet.FIN|packet.ACK, nil)
+	if s := p.next(); s.Flags != packet.RST || s.Seq != l.ack {
 		t.Errorf("reply to a FIN of a removed connection: %v", s)
 	}
 }
@@ -251,16 +252,16 @@ func TestUnknownSegments(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	to := netip.AddrPortFrom(host4, 9)
 	from := netip.AddrPortFrom(guest4, 1)
-	p.put(build(from, to, 100, 200, flagACK, 0, nil, []byte("abc")))
-	if s := p.next(); s.flags != flagRST || s.seq != 200 {
+	p.put(build(from, to, 100, 200, packet.ACK, 0, nil, []byte("abc")))
+	if s := p.next(); s.Flags != packet.RST || s.Seq != 200 {
 		t.Errorf("reply to an ACK without a connection: %v", s)
 	}
-	p.put(build(from, to, 100, 0, flagFIN, 0, nil, []byte("abc")))
-	if s := p.next(); s.flags != flagRST|flagACK || s.ack != 104 || s.seq != 0 {
+	p.put(build(from, to, 100, 0, packet.FIN, 0, nil, []byte("abc")))
+	if s := p.next(); s.Flags != packet.RST|packet.ACK || s.Ack != 104 || s.Seq != 0 {
 		t.Errorf("reply to a FIN without a connection: %v", s)
 	}
-	p.put(build(from, to, 100, 200, flagRST|flagACK, 0, nil, nil))
-	p.put(build(netip.AddrPortFrom(host4, 5), to, 100, 0, flagSYN, 0, nil, nil)) // not an address of the guest
+	p.put(build(from, to, 100, 200, packet.RST|packet.ACK, 0, nil, nil))
+	p.put(build(netip.AddrPortFrom(host4, 5), to, 100, 0, packet.SYN, 0, nil, nil)) // not an address of the guest
 	p.quiet()
 	if got := p.g.Counts()[Malformed]; got != 1 {
 		t.Errorf("%d malformed packets counted", got)
@@ -276,7 +277,7 @@ func TestConnectFails(t *testing.T) {
 	closed.Close()
 
 	l := p.syn(to, true)
-	if s := l.hear(); s.flags != flagRST|flagACK || s.ack != l.seq {
+	if s := l.hear(); s.Flags != packet.RST|packet.ACK || s.Ack != l.seq {
 		t.Errorf("closed port: %v", s)
 	}
 	for _, c := range []struct {
@@ -289,18 +290,18 @@ func TestConnectFails(t *testing.T) {
 	} {
 		l := p.syn(netip.MustParseAddrPort(c.to), true)
 		s := p.next()
-		if s.protocol == unix.IPPROTO_TCP {
+		if s.Protocol == unix.IPPROTO_TCP {
 			t.Errorf("%s: %v", c.to, s)
 			continue
 		}
-		if s.payload[0] != c.kind || s.payload[1] != c.code {
-			t.Errorf("%s: ICMP type %d code %d, want %d %d", c.to, s.payload[0], s.payload[1], c.kind, c.code)
+		if s.Payload[0] != c.kind || s.Payload[1] != c.code {
+			t.Errorf("%s: ICMP type %d code %d, want %d %d", c.to, s.Payload[0], s.Payload[1], c.kind, c.code)
 		}
-		ip := ipv4Header
+		ip := packet.IPv4Header
 		if l.local.Addr().Is6() {
-			ip = ipv6Header
+			ip = packet.IPv6Header
 		}
-		if quote := s.payload[icmpHeader+ip:]; binary.BigEndian.Uint16(quote) != l.local.Port() || binary.BigEndian.Uint32(quote[4:]) != l.seq-1 {
+		if quote := s.Payload[icmpHeader+ip:]; binary.BigEndian.Uint16(quote) != l.local.Port() || binary.BigEndian.Uint32(quote[4:]) != l.seq-1 {
 			t.Errorf("%s: wrong quoted segment", c.to)
 		}
 	}
@@ -334,14 +335,14 @@ func TestSlowConnect(t *testing.T) {
 	defer filler.Close()
 
 	l := p.syn(to, true)
-	p.put(build(l.local, l.remote, l.seq-1, 0, flagSYN, 65535, guestOptions(true), nil)) // retransmission
+	p.put(build(l.local, l.remote, l.seq-1, 0, packet.SYN, 65535, guestOptions(true), nil)) // retransmission
 	p.quiet()
 	if got := p.g.Counts()[Opened]; got != 1 {
 		t.Errorf("%d connections opened", got)
 	}
 	// The guest aborts the attempt and connects again from the same port.
 	l.seq = 5000
-	p.put(build(l.local, l.remote, l.seq, 0, flagSYN, 65535, guestOptions(false), nil))
+	p.put(build(l.local, l.remote, l.seq, 0, packet.SYN, 65535, guestOptions(false), nil))
 	l.seq++
 	p.turn(1)
 	peer, _, err := unix.Accept(fd)
@@ -350,10 +351,10 @@ func TestSlowConnect(t *testing.T) {
 	}
 	defer unix.Close(peer)
 	s := l.hear() // after the host's kernel has retransmitted its SYN
-	if s.flags != flagSYN|flagACK || s.ack != l.seq || s.options.windowScaling {
-		t.Errorf("reply to the second SYN: %v, %+v", s, s.options)
+	if s.Flags != packet.SYN|packet.ACK || s.Ack != l.seq || s.Options.WindowScaling {
+		t.Errorf("reply to the second SYN: %v, %+v", s, s.Options)
 	}
-	p.put(build(l.local, l.remote, l.seq, 0, flagRST, 0, nil, nil))
+	p.put(build(l.local, l.remote, l.seq, 0, packet.RST, 0, nil, nil))
 	p.ended()
 }
 
@@ -363,29 +364,29 @@ func TestSYNAgain(t *testing.T) {
 	to := listener.Addr().(*net.TCPAddr).AddrPort()
 	l := p.syn(to, true)
 	first := l.hear()
-	p.put(build(l.local, l.remote, l.seq-1, 0, flagSYN, 65535, guestOptions(true), nil))
-	if s := l.hear(); s.flags != flagSYN|flagACK || s.seq != first.seq {
+	p.put(build(l.local, l.remote, l.seq-1, 0, packet.SYN, 65535, guestOptions(true), nil))
+	if s := l.hear(); s.Flags != packet.SYN|packet.ACK || s.Seq != first.Seq {
 		t.Errorf("reply to a retransmitted SYN: %v, want %v", s, first)
 	}
 	p.wait(initialRTO + time.Millisecond) // retransmission timeout
-	if s := l.hear(); s.flags != flagSYN|flagACK || s.seq != first.seq {
+	if s := l.hear(); s.Flags != packet.SYN|packet.ACK || s.Seq != first.Seq {
 		t.Errorf("retransmitted SYN-ACK: %v, want %v", s, first)
 	}
-	l.ack, l.scale = first.seq+1, int(first.options.windShift)
-	l.say(flagACK|flagPSH, []byte("x"))
+	l.ack, l.scale = first.Seq+1, int(first.Options.WindShift)
+	l.say(packet.ACK|packet.PSH, []byte("x"))
 	l.acknowledged()
 	// In an established connection, the reply to a SYN is a challenge ACK (RFC 5961); only a RST that matches this ACK
 	// closes the connection.
-	p.put(build(l.local, l.remote, 77, 0, flagSYN, 65535, guestOptions(true), nil))
+	p.put(build(l.local, l.remote, 77, 0, packet.SYN, 65535, guestOptions(true), nil))
 	s := l.hear()
-	if s.flags != flagACK || s.ack != l.seq {
+	if s.Flags != packet.ACK || s.Ack != l.seq {
 		t.Errorf("reply to a SYN in an established connection: %v", s)
 	}
-	p.put(build(l.local, l.remote, l.seq+5, 0, flagRST, 0, nil, nil))
-	if s := l.hear(); s.flags != flagACK {
+	p.put(build(l.local, l.remote, l.seq+5, 0, packet.RST, 0, nil, nil))
+	if s := l.hear(); s.Flags != packet.ACK {
 		t.Errorf("reply to a RST with a wrong sequence number: %v", s)
 	}
-	p.put(build(l.local, l.remote, s.ack, 0, flagRST, 0, nil, nil))
+	p.put(build(l.local, l.remote, s.Ack, 0, packet.RST, 0, nil, nil))
 	p.ended()
 	c, err := listener.AcceptTCP()
 	if err != nil {
@@ -405,13 +406,13 @@ func TestHandshakeUnanswered(t *testing.T) {
 	l := p.syn(listenOn(t, host4).Addr().(*net.TCPAddr).AddrPort(), true)
 	answers := 0
 	for range maxSynAckTimeouts + 1 {
-		if s := l.hear(); s.flags != flagSYN|flagACK {
+		if s := l.hear(); s.Flags != packet.SYN|packet.ACK {
 			t.Fatal(s)
 		}
 		answers++
 		p.wait(initialRTO<<answers + time.Millisecond)
 	}
-	if s := l.hear(); s.flags&flagRST == 0 {
+	if s := l.hear(); s.Flags&packet.RST == 0 {
 		t.Errorf("after the last timeout: %v", s)
 	}
 	p.ended()
@@ -426,7 +427,7 @@ func TestHostResets(t *testing.T) {
 			t.Fatal(err)
 		}
 		l.conn.Close()
-		if s := l.rst(); s.seq != l.ack || s.ack != l.seq {
+		if s := l.rst(); s.Seq != l.ack || s.Ack != l.seq {
 			t.Errorf("got %v, want seq %d ack %d", s, l.ack, l.seq)
 		}
 		p.ended()
@@ -435,7 +436,7 @@ func TestHostResets(t *testing.T) {
 	t.Run("after data", func(t *testing.T) {
 		l := p.dial(listener)
 		l.window = 100 // << 7 bytes
-		l.say(flagACK|flagPSH, []byte("x"))
+		l.say(packet.ACK|packet.PSH, []byte("x"))
 		l.acknowledged()
 		want := text(50_000) // fits into the initial window of the socket
 		l.write(want)
@@ -443,7 +444,7 @@ func TestHostResets(t *testing.T) {
 		if got := l.take(len(want)); !bytes.Equal(got, want) {
 			t.Error("wrong data")
 		}
-		if s := l.rst(); s.seq != l.ack {
+		if s := l.rst(); s.Seq != l.ack {
 			t.Errorf("got %v, want seq %d", s, l.ack)
 		}
 		p.ended()
@@ -454,7 +455,7 @@ func TestHostResets(t *testing.T) {
 			t.Fatal(err)
 		}
 		l.conn.Close()
-		l.sayAt(l.seq, flagACK, text(1000))
+		l.sayAt(l.seq, packet.ACK, text(1000))
 		l.rst()
 		p.ended()
 	})
@@ -462,7 +463,7 @@ func TestHostResets(t *testing.T) {
 		l := p.dial(listener)
 		l.conn.Close()
 		l.fin()
-		l.say(flagACK, text(1000)) // the socket is closed: the host's kernel replies with a RST
+		l.say(packet.ACK, text(1000)) // the socket is closed: the host's kernel replies with a RST
 		l.rst()
 		p.ended()
 	})
@@ -477,7 +478,7 @@ func TestHostResets(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.Close()
-		if r := l.hear(); r.flags&flagRST == 0 || r.seq != s.seq+1 {
+		if r := l.hear(); r.Flags&packet.RST == 0 || r.Seq != s.Seq+1 {
 			t.Errorf("%v after %v", r, s)
 		}
 		p.ended()
@@ -489,7 +490,7 @@ func TestGuestResets(t *testing.T) {
 	l := p.dial(listenOn(t, host6))
 	l.write(text(100))
 	l.take(100)
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.ended()
 	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
 		t.Errorf("host reads %v", err)
@@ -500,7 +501,7 @@ func TestUrgent(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)
 	l := p.dial(listener)
-	l.say(flagACK|flagURG, []byte("now"))
+	l.say(packet.ACK|packet.URG, []byte("now"))
 	l.rst()
 	p.ended()
 	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
@@ -525,7 +526,7 @@ func TestUrgent(t *testing.T) {
 	}
 	l.conn.Close()
 	l.fin()
-	l.say(flagFIN|flagACK, nil)
+	l.say(packet.FIN|packet.ACK, nil)
 	p.ended()
 }
 
@@ -533,18 +534,18 @@ func TestKeepalive(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	listener := listenOn(t, host4)
 	l := p.dial(listener)
-	l.sayAt(l.seq-1, flagACK, nil) // keepalive of the guest
-	if s := l.hear(); s.flags != flagACK || s.ack != l.seq || s.seq != l.ack {
+	l.sayAt(l.seq-1, packet.ACK, nil) // keepalive of the guest
+	if s := l.hear(); s.Flags != packet.ACK || s.Ack != l.seq || s.Seq != l.ack {
 		t.Errorf("reply to a keepalive: %v", s)
 	}
 	for range 3 { // keepalives of the gateway
 		p.wait(idleTimeout - 2*time.Minute)
 		p.quiet()
 		p.wait(3 * time.Minute)
-		if s := l.hear(); s.seq != l.ack-1 || s.length() != 0 {
+		if s := l.hear(); s.Seq != l.ack-1 || s.Length() != 0 {
 			t.Errorf("asks %v", s)
 		}
-		l.say(flagACK, nil)
+		l.say(packet.ACK, nil)
 		p.turn(1)
 		p.wait(time.Minute)
 		p.quiet()
@@ -553,7 +554,7 @@ func TestKeepalive(t *testing.T) {
 	p.wait(idleTimeout)
 	for asked := 0; ; asked++ {
 		s := l.hear()
-		if s.flags&flagRST != 0 {
+		if s.Flags&packet.RST != 0 {
 			if asked < maxTimeouts {
 				t.Errorf("aborted after %d probes", asked)
 			}
@@ -596,8 +597,8 @@ func TestGuestKeepalive(t *testing.T) {
 		{300 * time.Millisecond, [2]int{1, 1}},
 	} {
 		p.wait(tc.after)
-		l.sayAt(l.seq-1, flagACK, nil)
-		if s := l.hear(); s.ack != l.seq || s.length() != 0 {
+		l.sayAt(l.seq-1, packet.ACK, nil)
+		if s := l.hear(); s.Ack != l.seq || s.Length() != 0 {
 			t.Errorf("reply to a keepalive: %v", s)
 		}
 		if got := set(); got != tc.want {
@@ -608,12 +609,12 @@ func TestGuestKeepalive(t *testing.T) {
 	l.pour(text(64<<20), 60_000)
 	c.rcv.adv = c.rcv.nxt // closed
 	p.wait(20 * time.Second)
-	l.sayAt(l.seq-1, flagACK, nil)
+	l.sayAt(l.seq-1, packet.ACK, nil)
 	p.turn(0)
 	if got := set(); got != before {
 		t.Errorf("after a zero-window probe: %v, before: %v", got, before)
 	}
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.ended()
 }
 

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/packet"
 )
 
 // A connection has one timer, for retransmissions, zero-window probes, keepalives, or the end of TIME-WAIT.
@@ -58,7 +60,7 @@ func (c *conn) Expired() {
 	}
 	if c.state >= established && c.snd.una == c.snd.nxt {
 		// The guest acknowledges a segment before its window, as a keepalive.
-		a := c.newSegment(c.snd.una-1, flagACK)
+		a := c.newSegment(c.snd.una-1, packet.ACK)
 		c.transmit(&a, nil)
 		c.startRetransmitTimer()
 		return

@@ -2,7 +2,10 @@
 
 package gateway
 
-import "sockeye/room"
+import (
+	"sockeye/internal/gateway/packet"
+	"sockeye/room"
+)
 
 // advanceWindow moves the right edge of the receive window to the right, as far as the host's socket has space.
 func (c *conn) advanceWindow() {
@@ -50,7 +53,7 @@ func (c *conn) openWindow(s room.Snapshot, room int) {
 	}
 	gain := int(int32(c.rcv.nxt + uint32(wnd) - c.rcv.adv))
 	// Silly-window avoidance (RFC 9293, section 3.8.6.2.2) until EPOLLOUT.
-	if gain > 0 && (!c.rcv.armed || gain >= min(s.SendBuffer/8, maxPacket)) {
+	if gain > 0 && (!c.rcv.armed || gain >= min(s.SendBuffer/8, packet.MaxSize)) {
 		c.rcv.adv += uint32(gain)
 	}
 	c.rcv.opened = c.rcv.wnd()

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 )
 
 // slow returns a listener whose connections have a receive buffer of fixed size.
@@ -44,7 +45,7 @@ func (l *link) pour(data []byte, size int) (n int) {
 			return n
 		}
 		part := data[n:min(n+size, n+room, len(data))]
-		l.say(flagACK, part)
+		l.say(packet.ACK, part)
 		n += len(part)
 		l.turn(0)
 		l.allAcked()
@@ -66,7 +67,7 @@ func (l *link) top(data []byte, size int) (n int) {
 		for range 10 {
 			l.turn(2)
 		}
-		l.sayAt(l.seq-1, flagACK, nil) // window probe
+		l.sayAt(l.seq-1, packet.ACK, nil) // window probe
 		l.turn(0)
 		l.allAcked()
 		more = l.pour(data[n:], size)
@@ -158,13 +159,13 @@ func TestHostStops(t *testing.T) {
 				}
 				// The gateway must reply to a window probe, with or without a byte. Meanwhile the window may have
 				// opened, because the host's kernel sent data.
-				l.sayAt(l.seq-1, flagACK, nil)
-				if s := l.hear(); s.ack != l.seq {
+				l.sayAt(l.seq-1, packet.ACK, nil)
+				if s := l.hear(); s.Ack != l.seq {
 					t.Errorf("reply to a window probe: %v", s)
 				}
-				l.sayAt(l.seq, flagACK|flagPSH, []byte{data[sent]})
+				l.sayAt(l.seq, packet.ACK|packet.PSH, []byte{data[sent]})
 				s := l.hear()
-				switch taken := s.ack - l.seq; {
+				switch taken := s.Ack - l.seq; {
 				case taken == 0 && l.adv == l.seq:
 				case taken == 1:
 					l.seq, sent, n = l.seq+1, sent+1, n+1
@@ -175,11 +176,11 @@ func TestHostStops(t *testing.T) {
 				if got := l.read(n); !bytes.Equal(got, data[sent-n:sent]) {
 					t.Fatal("wrong data")
 				}
-				if s := l.hear(); s.window == 0 || s.length() != 0 {
+				if s := l.hear(); s.Window == 0 || s.Length() != 0 {
 					t.Errorf("after reading: %v", s)
 				}
 			}
-			l.say(flagRST, nil)
+			l.say(packet.RST, nil)
 			p.ended()
 		})
 	}
@@ -192,8 +193,8 @@ func TestBeyondWindow(t *testing.T) {
 	data := text(64 << 20)
 	sent := l.fill(data, 60_000)
 	for range 1000 {
-		l.sayAt(l.seq+100_000, flagACK|flagFIN, data[sent+100_000:sent+101_400])
-		l.sayAt(l.acked, flagACK, data[sent+int(l.acked-l.seq):][:60_000])
+		l.sayAt(l.seq+100_000, packet.ACK|packet.FIN, data[sent+100_000:sent+101_400])
+		l.sayAt(l.acked, packet.ACK, data[sent+int(l.acked-l.seq):][:60_000])
 		p.turn(0)
 		l.allAcked()
 		if c := p.g.conns[flow{l.local, l.remote}]; c == nil || c.rcv.finPending || c.state.finReceived() {
@@ -204,7 +205,7 @@ func TestBeyondWindow(t *testing.T) {
 		t.Errorf("%d bytes in the backlog, %d partial sends", p.g.backlog, counts[PartialSend])
 	}
 	l.seq = l.acked
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.ended()
 }
 
@@ -220,7 +221,7 @@ func TestBacklog(t *testing.T) {
 	l.adv = c.rcv.adv
 	more := maxBacklog/40_000*40_000 + 40_000
 	for i := 0; i < more; i += 40_000 {
-		l.say(flagACK, data[sent+i:sent+i+40_000])
+		l.say(packet.ACK, data[sent+i:sent+i+40_000])
 	}
 	for range 10 {
 		p.turn(1)
@@ -244,7 +245,7 @@ func TestBacklog(t *testing.T) {
 	p.until("the data", func() bool {
 		if turns++; !l.allAcked() && turns%50 == 0 { // retransmit dropped data, as after a timeout
 			rest := data[sent+more-int(l.seq-l.acked) : sent+more]
-			l.sayAt(l.acked, flagACK, rest[:min(len(rest), 40_000)])
+			l.sayAt(l.acked, packet.ACK, rest[:min(len(rest), 40_000)])
 		}
 		select {
 		case got = <-done:
@@ -256,7 +257,7 @@ func TestBacklog(t *testing.T) {
 	if !bytes.Equal(got, data[:sent+more]) {
 		t.Error("wrong data")
 	}
-	l.say(flagFIN|flagACK, nil)
+	l.say(packet.FIN|packet.ACK, nil)
 	l.acknowledged()
 	l.conn.Close()
 	l.fin()
@@ -271,11 +272,11 @@ func TestTurn(t *testing.T) {
 		l := p.dial(listenOn(t, host4))
 		data := text(200_000)
 		for part := range slices.Chunk(data, 30_000) {
-			l.say(flagACK, part)
+			l.say(packet.ACK, part)
 		}
-		l.say(flagACK|flagFIN, nil)
+		l.say(packet.ACK|packet.FIN, nil)
 		p.turn(0)
-		if s := l.hear(); s.ack != l.seq {
+		if s := l.hear(); s.Ack != l.seq {
 			t.Errorf("got %v, want ack %d", s, l.seq)
 		}
 		if err := l.conn.CloseWrite(); err != nil {
@@ -294,9 +295,9 @@ func TestTurn(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		l.say(flagACK, []byte("said "))
-		l.say(flagACK, []byte("before"))
-		l.say(flagRST, nil)
+		l.say(packet.ACK, []byte("said "))
+		l.say(packet.ACK, []byte("before"))
+		l.say(packet.RST, nil)
 		p.turn(0)
 		p.ended()
 		var info *unix.TCPInfo
@@ -320,9 +321,9 @@ func TestTurn(t *testing.T) {
 		l.adv = c.rcv.adv
 		more := maxBacklog + 200_000
 		for part := range slices.Chunk(data[sent:sent+more], 50_000) {
-			l.say(flagACK, part)
+			l.say(packet.ACK, part)
 		}
-		l.say(flagACK|flagFIN, nil)
+		l.say(packet.ACK|packet.FIN, nil)
 		p.turn(0)
 		if c.rcv.finPending || c.state.finReceived() || len(c.rcv.backlog) == 0 || len(c.rcv.backlog) > maxBacklog || p.g.backlog != len(c.rcv.backlog) {
 			t.Errorf("FIN processed: %v, %d bytes in the backlog, %d in all backlogs", c.rcv.finPending || c.state.finReceived(), len(c.rcv.backlog), p.g.backlog)
@@ -344,9 +345,9 @@ func TestTurn(t *testing.T) {
 			if turns++; !l.allAcked() && turns%50 == 0 { // retransmit dropped data, as after a timeout
 				rest := data[min(sent+more+1-int(l.seq-l.acked), sent+more) : sent+more]
 				if len(rest) > 40_000 {
-					l.sayAt(l.acked, flagACK, rest[:40_000])
+					l.sayAt(l.acked, packet.ACK, rest[:40_000])
 				} else {
-					l.sayAt(l.acked, flagACK|flagFIN, rest)
+					l.sayAt(l.acked, packet.ACK|packet.FIN, rest)
 				}
 			}
 			select {
@@ -360,7 +361,7 @@ func TestTurn(t *testing.T) {
 			t.Errorf("%d bytes, want %d", len(got), sent+more)
 		}
 		l.conn.Close()
-		l.say(flagRST, nil)
+		l.say(packet.RST, nil)
 		p.ended()
 	})
 }
@@ -371,52 +372,52 @@ func TestGuestStops(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
 	l.window = 10 // << 7 bytes
-	l.say(flagACK|flagPSH, []byte("x"))
+	l.say(packet.ACK|packet.PSH, []byte("x"))
 	l.acknowledged()
 	want := text(5000)
 	l.write(want)
-	got := append([]byte(nil), l.hear().payload...)
+	got := append([]byte(nil), l.hear().Payload...)
 	if len(got) != 1280 {
 		t.Fatalf("%d bytes into a window of 1280", len(got))
 	}
 	l.ack += uint32(len(got))
 	l.window = 0
-	l.say(flagACK, nil)
+	l.say(packet.ACK, nil)
 	p.quiet()
 	wait := initialRTO
 	for range maxTimeouts + 5 { // a guest that responds may keep its window closed indefinitely
 		p.wait(wait + time.Millisecond)
 		s := l.hear()
-		if s.seq != l.ack-1 || s.length() != 0 {
+		if s.Seq != l.ack-1 || s.Length() != 0 {
 			t.Fatalf("zero-window probe: %v", s)
 		}
-		l.say(flagACK, nil)
+		l.say(packet.ACK, nil)
 		p.quiet()
 		wait = min(2*wait, maxRTO)
 	}
 	l.window = 100
-	l.say(flagACK, nil)
+	l.say(packet.ACK, nil)
 	got = append(got, l.take(5000-len(got))...)
 	if !bytes.Equal(got, want) {
 		t.Error("wrong data")
 	}
 	// A window that opens in small steps must not cause silly-window segments while data are in flight.
 	l.write(want)
-	first := l.hear().payload
+	first := l.hear().Payload
 	if len(first) != 5000 {
 		t.Fatalf("%d bytes", len(first))
 	}
 	l.ack += 1
 	l.window = 5100 >> 7
 	l.write([]byte("more"))
-	l.say(flagACK, nil)
+	l.say(packet.ACK, nil)
 	p.quiet()
 	l.ack += 4999
-	l.say(flagACK, nil)
+	l.say(packet.ACK, nil)
 	if got := l.take(4); string(got) != "more" {
 		t.Errorf("got %q", got)
 	}
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.ended()
 }
 
@@ -434,7 +435,7 @@ func TestLossToGuest(t *testing.T) {
 			data = append(data, part...)
 			l.write(part)
 			s := l.hear()
-			for len(s.payload) == 0 {
+			for len(s.Payload) == 0 {
 				s = l.hear()
 			}
 			sent = append(sent, s)
@@ -442,7 +443,7 @@ func TestLossToGuest(t *testing.T) {
 		return l, sent, data
 	}
 	finish := func(l *link) {
-		l.say(flagFIN|flagACK, nil)
+		l.say(packet.FIN|packet.ACK, nil)
 		l.acknowledged()
 		l.conn.Close()
 		l.fin()
@@ -453,7 +454,7 @@ func TestLossToGuest(t *testing.T) {
 		wait := initialRTO
 		for range 4 {
 			l.wait(wait + time.Millisecond)
-			if s := l.hear(); s.seq != sent[0].seq || len(s.payload) == 0 {
+			if s := l.hear(); s.Seq != sent[0].Seq || len(s.Payload) == 0 {
 				t.Fatalf("retransmission: %v, want %v", s, sent[0])
 			}
 			l.quiet()
@@ -461,16 +462,16 @@ func TestLossToGuest(t *testing.T) {
 		}
 		l.wait(wait)
 		s := l.hear()
-		l.ack += uint32(len(s.payload))
-		for int(l.ack-sent[0].seq) < len(data) { // no further timeout
-			l.say(flagACK, nil)
+		l.ack += uint32(len(s.Payload))
+		for int(l.ack-sent[0].Seq) < len(data) { // no further timeout
+			l.say(packet.ACK, nil)
 			s := l.hear()
-			if s.seq != l.ack {
+			if s.Seq != l.ack {
 				t.Fatalf("got %v, want seq %d", s, l.ack)
 			}
-			l.ack += uint32(len(s.payload))
+			l.ack += uint32(len(s.Payload))
 		}
-		l.say(flagACK, nil)
+		l.say(packet.ACK, nil)
 		l.quiet()
 		finish(l)
 	})
@@ -478,18 +479,18 @@ func TestLossToGuest(t *testing.T) {
 		l, sent, data := start(t)
 		l.ack += 1000 // the second packet is lost
 		for range 1 + 3 {
-			l.say(flagACK, nil)
+			l.say(packet.ACK, nil)
 		}
 		s := l.hear()
-		if s.seq != sent[1].seq {
+		if s.Seq != sent[1].Seq {
 			t.Fatalf("retransmission: %v, want %v", s, sent[1])
 		}
 		for range 20 {
-			l.say(flagACK, nil)
+			l.say(packet.ACK, nil)
 		}
 		l.quiet() // no second retransmission
-		l.ack = sent[0].seq + uint32(len(data))
-		l.say(flagACK, nil)
+		l.ack = sent[0].Seq + uint32(len(data))
+		l.say(packet.ACK, nil)
 		l.quiet()
 		if got := l.g.Counts()[Retransmitted]; got != 1 {
 			t.Errorf("%d retransmissions", got)
@@ -501,30 +502,30 @@ func TestLossToGuest(t *testing.T) {
 		l, sent, data := start(t)
 		l.ack += 1000
 		for range 1 + 3 {
-			l.say(flagACK, nil)
+			l.say(packet.ACK, nil)
 		}
-		if s := l.hear(); s.seq != sent[1].seq {
+		if s := l.hear(); s.Seq != sent[1].Seq {
 			t.Fatalf("retransmission: %v, want %v", s, sent[1])
 		}
 		l.ack += 1000
-		l.say(flagACK|flagPSH, []byte("hello"))
-		if s := l.hear(); s.seq != sent[2].seq {
+		l.say(packet.ACK|packet.PSH, []byte("hello"))
+		if s := l.hear(); s.Seq != sent[2].Seq {
 			t.Fatalf("retransmission: %v, want %v", s, sent[2])
 		}
 		l.acknowledged()
 		if got := l.read(5); string(got) != "hello" {
 			t.Errorf("host read %q", got)
 		}
-		l.ack = sent[0].seq + uint32(len(data))
-		l.say(flagACK, nil)
+		l.ack = sent[0].Seq + uint32(len(data))
+		l.say(packet.ACK, nil)
 		finish(l)
 	})
 	t.Run("late acknowledgement", func(t *testing.T) {
 		l, sent, data := start(t)
 		l.wait(initialRTO + time.Millisecond)
 		l.hear()
-		l.ack = sent[0].seq + uint32(len(data)) // the guest had received all data
-		l.say(flagACK, nil)
+		l.ack = sent[0].Seq + uint32(len(data)) // the guest had received all data
+		l.say(packet.ACK, nil)
 		l.quiet()
 		l.write([]byte("next"))
 		if got := l.take(4); string(got) != "next" {
@@ -535,21 +536,21 @@ func TestLossToGuest(t *testing.T) {
 	t.Run("FIN", func(t *testing.T) {
 		l, sent, data := start(t)
 		l.conn.Close()
-		if s := l.hear(); s.flags&flagFIN == 0 {
+		if s := l.hear(); s.Flags&packet.FIN == 0 {
 			t.Fatal(s)
 		}
 		l.wait(initialRTO + time.Millisecond)
 		s := l.hear()
-		if s.seq != sent[0].seq || len(s.payload) != len(data) || s.flags&flagFIN == 0 || !bytes.Equal(s.payload, data) {
+		if s.Seq != sent[0].Seq || len(s.Payload) != len(data) || s.Flags&packet.FIN == 0 || !bytes.Equal(s.Payload, data) {
 			t.Fatalf("again: %v", s)
 		}
 		l.ack += uint32(len(data))
-		l.say(flagACK, nil) // acknowledges all data, but not the FIN
-		if s := l.hear(); s.flags&flagFIN == 0 || s.seq != l.ack {
+		l.say(packet.ACK, nil) // acknowledges all data, but not the FIN
+		if s := l.hear(); s.Flags&packet.FIN == 0 || s.Seq != l.ack {
 			t.Fatalf("again: %v", s)
 		}
 		l.ack++
-		l.say(flagACK|flagFIN, nil)
+		l.say(packet.ACK|packet.FIN, nil)
 		l.acknowledged()
 		l.ended()
 	})
@@ -575,9 +576,9 @@ func TestDisorder(t *testing.T) {
 		for range rng.IntN(8) {
 			at := min(max(done+rng.IntN(6000)-2000, 0), len(data))
 			n := min(rng.IntN(3000), len(data)-at)
-			flags := uint8(flagACK)
+			flags := uint8(packet.ACK)
 			if at+n == len(data) {
-				flags |= flagFIN
+				flags |= packet.FIN
 			}
 			l.sayAt(base+uint32(at), flags, data[at:at+n])
 		}
@@ -605,11 +606,11 @@ func TestSegmentSize(t *testing.T) {
 		listener := listenOn(t, host4)
 		l := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true)
 		s := l.hear()
-		if got := int(s.options.mss); got < 536 || got > mtu-40 {
+		if got := int(s.Options.MSS); got < 536 || got > mtu-40 {
 			t.Errorf("MTU %d: MSS %d", mtu, got)
 		}
-		l.ack, l.scale = s.seq+1, int(s.options.windShift)
-		l.say(flagACK, nil)
+		l.ack, l.scale = s.Seq+1, int(s.Options.WindShift)
+		l.say(packet.ACK, nil)
 		c, err := listener.AcceptTCP()
 		if err != nil {
 			t.Fatal(err)
@@ -623,14 +624,14 @@ func TestSegmentSize(t *testing.T) {
 			if s.gso != 0 && s.gso != want {
 				t.Fatalf("MTU %d: segments of %d bytes", mtu, s.gso)
 			}
-			if s.gso == 0 && len(s.payload) > want {
-				t.Fatalf("MTU %d: a segment of %d bytes", mtu, len(s.payload))
+			if s.gso == 0 && len(s.Payload) > want {
+				t.Fatalf("MTU %d: a segment of %d bytes", mtu, len(s.Payload))
 			}
-			n += len(s.payload)
-			l.ack += uint32(len(s.payload))
-			l.say(flagACK, nil)
+			n += len(s.Payload)
+			l.ack += uint32(len(s.Payload))
+			l.say(packet.ACK, nil)
 		}
-		l.say(flagRST, nil)
+		l.say(packet.RST, nil)
 		p.ended()
 	}
 }
@@ -656,12 +657,12 @@ func TestSmallBuffer(t *testing.T) {
 			l.hear()
 		}
 	}
-	l.say(flagFIN|flagACK, nil)
+	l.say(packet.FIN|packet.ACK, nil)
 	l.acknowledged()
 	if b := <-got; !bytes.Equal(b, data) {
 		t.Error("wrong data")
 	}
-	l.say(flagRST, nil)
+	l.say(packet.RST, nil)
 	p.ended()
 }
 
@@ -681,7 +682,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 	t.Run("end", func(t *testing.T) {
 		l := dial()
 		l.window = 100 // small, so that each acknowledgement permits more data
-		l.say(flagACK, nil)
+		l.say(packet.ACK, nil)
 		p.turn(0)
 		want := text(300_000)
 		go func() {
@@ -689,7 +690,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 			l.conn.Close()
 		}()
 		first := l.hear()
-		for len(first.payload) == 0 {
+		for len(first.Payload) == 0 {
 			first = l.hear()
 		}
 		l.wait(initialRTO + time.Millisecond) // the first segment is lost
@@ -697,29 +698,29 @@ func TestWithoutPeekOffset(t *testing.T) {
 		ended := false
 		for !ended {
 			s := l.hear()
-			if s.seq == l.ack && s.length() > 0 {
-				got = append(got, s.payload...)
-				l.ack += s.length()
-				ended = s.flags&flagFIN != 0
+			if s.Seq == l.ack && s.Length() > 0 {
+				got = append(got, s.Payload...)
+				l.ack += s.Length()
+				ended = s.Flags&packet.FIN != 0
 			}
-			l.say(flagACK, nil)
+			l.say(packet.ACK, nil)
 		}
 		if !bytes.Equal(got, want) {
 			t.Errorf("the guest received %d of %d bytes, or wrong data", len(got), len(want))
 		}
-		l.say(flagFIN|flagACK, nil)
+		l.say(packet.FIN|packet.ACK, nil)
 		l.acknowledged()
 		p.ended()
 	})
 	t.Run("reset", func(t *testing.T) {
 		l := dial()
-		l.say(flagACK|flagPSH, []byte("x")) // the host does not read it
+		l.say(packet.ACK|packet.PSH, []byte("x")) // the host does not read it
 		l.acknowledged()
 		l.write([]byte("data"))
-		for s := l.hear(); len(s.payload) == 0; s = l.hear() {
+		for s := l.hear(); len(s.Payload) == 0; s = l.hear() {
 		}
 		l.conn.Close()
-		if s := l.rst(); s.seq != l.ack+4 {
+		if s := l.rst(); s.Seq != l.ack+4 {
 			t.Errorf("got %v, data begins at %d", s, l.ack)
 		}
 		p.ended()
@@ -748,18 +749,18 @@ func TestTUNFull(t *testing.T) {
 			continue
 		}
 		l.note(s)
-		if s.seq == l.ack && s.length() > 0 {
-			got = append(got, s.payload...)
-			l.ack += s.length()
-			ended = s.flags&flagFIN != 0
+		if s.Seq == l.ack && s.Length() > 0 {
+			got = append(got, s.Payload...)
+			l.ack += s.Length()
+			ended = s.Flags&packet.FIN != 0
 		}
-		l.say(flagACK, nil)
+		l.say(packet.ACK, nil)
 		p.turn(0)
 	}
 	if !bytes.Equal(got, want) {
 		t.Errorf("the guest received %d of %d bytes, or wrong data", len(got), len(want))
 	}
-	l.say(flagFIN|flagACK, nil)
+	l.say(packet.FIN|packet.ACK, nil)
 	p.turn(1)
 	p.ended()
 }

@@ -6,6 +6,8 @@ import (
 	"net/netip"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/packet"
 )
 
 // guestPackets handles events of the TUN descriptor.
@@ -17,11 +19,11 @@ func (t *guestPackets) event(uint32) {
 	packets := 0
 	for free := g.readBuffer; packets < tunBudget; {
 		n, err := direct(unix.SYS_READ, g.config.TUN, free[:readSize], 0)
-		if err != nil || n <= vnetHeader {
+		if err != nil || n <= packet.VnetHeader {
 			break
 		}
 		packets++
-		g.input(free[vnetHeader:n])
+		g.input(free[packet.VnetHeader:n])
 		free = free[n:]
 		if single && n <= maxRequest {
 			break
@@ -42,16 +44,19 @@ func (t *guestPackets) event(uint32) {
 
 // input processes a packet of the guest, from its IP header on.
 func (g *Gateway) input(p []byte) {
-	p, ok := g.reassemble(p)
-	if !ok {
+	p, malformed := g.partial.Reassemble(p)
+	if p == nil {
+		if malformed {
+			g.count(Malformed)
+		}
 		return
 	}
-	s, ok := parse(p)
-	if !ok || !g.isGuest(s.from.Addr()) {
+	s, ok := packet.Parse(p)
+	if !ok || !g.isGuest(s.From.Addr()) {
 		g.count(Malformed)
 		return
 	}
-	switch s.protocol {
+	switch s.Protocol {
 	case unix.IPPROTO_TCP:
 		g.tcpArrives(&s)
 	case unix.IPPROTO_UDP:
@@ -89,5 +94,16 @@ func (g *Gateway) remoteAddr(peer netip.AddrPort) netip.AddrPort {
 func (g *Gateway) send(p []byte) {
 	if _, err := direct(unix.SYS_WRITE, g.config.TUN, p, 0); err != nil {
 		g.count(TUNFull)
+	}
+}
+
+// fragment sends a UDP datagram or ICMP message to the guest in fragments that fit the MTU.
+func (g *Gateway) fragment(f flow, protocol uint8, transport []byte) {
+	g.fragmentID++
+	b := make([]byte, packet.VnetHeader+g.config.MTU)
+	for at := 0; at < len(transport); {
+		var p []byte
+		p, at = packet.Fragment(b, f.remote.Addr(), f.guest.Addr(), protocol, g.fragmentID, transport, at)
+		g.send(p)
 	}
 }

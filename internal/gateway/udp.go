@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
 )
 
@@ -41,25 +42,25 @@ type udpFlow struct {
 }
 
 // udpArrives processes a datagram of the guest.
-func (g *Gateway) udpArrives(s *segment) {
+func (g *Gateway) udpArrives(s *packet.Segment) {
 	if b, k := g.bound.findReply(s, g.now); b != nil {
 		// If the guest may not open flows to the peer, only datagrams of the peer refresh the entry: the address may be forged.
-		if g.now.Sub(k.lastSeen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
+		if g.now.Sub(k.lastSeen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.To) {
 			k.lastSeen = g.now
 		}
 		b.send(s, k)
 		return
 	}
-	f := flow{s.from, s.to}
+	f := flow{s.From, s.To}
 	u := g.flows.all[f]
 	if u == nil {
-		if !g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
+		if !g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.To) {
 			g.count(NotAllowed)
 			g.unreachable(s, prohibited)
 			return
 		}
-		if b := g.bound.findSource(s, g.config.Outbound.Translate(s.to)); b != nil {
-			b.send(s, b.addPeer(s.to, messageTo(b.v6, s.to), nil))
+		if b := g.bound.findSource(s, g.config.Outbound.Translate(s.To)); b != nil {
+			b.send(s, b.addPeer(s.To, messageTo(b.v6, s.To), nil))
 			return
 		}
 		if u = g.newUDP(f, s); u == nil {
@@ -71,7 +72,7 @@ func (g *Gateway) udpArrives(s *segment) {
 	g.gso.add(u, s)
 }
 
-func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
+func (g *Gateway) newUDP(f flow, s *packet.Segment) *udpFlow {
 	c := classTransient
 	if g.config.Outbound.NameServer(f.remote.Addr()) != nil {
 		c = classDNS
@@ -104,7 +105,7 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 }
 
 // connectFlow opens a connected socket for a flow. It returns false if that fails.
-func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
+func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *packet.Segment) bool {
 	g.evictForFlow(u.class)
 	fd, err := g.openSocket(to.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
@@ -157,9 +158,9 @@ type hopLimit uint8
 
 // set copies the hop limit of the guest's datagram to the socket, as traceroute(8) needs. The guest's default becomes the host's
 // default.
-func (h *hopLimit) set(fd int, s *segment) {
-	limit := s.hops()
-	if limit == hops {
+func (h *hopLimit) set(fd int, s *packet.Segment) {
+	limit := s.Hops()
+	if limit == packet.DefaultHops {
 		limit = 0
 	}
 	if hopLimit(limit) == *h {
@@ -177,16 +178,8 @@ func (h *hopLimit) set(fd int, s *segment) {
 	_ = unix.SetsockoptInt(fd, level, option, value) // on an error the datagram has another hop limit
 }
 
-// hops returns the TTL or hop limit.
-func (s *segment) hops() uint8 {
-	if s.network[0]>>4 == 4 {
-		return s.network[8]
-	}
-	return s.network[7]
-}
-
 // refuseDatagram replies to a datagram that could not be sent with the ICMP error that corresponds to the errno.
-func (g *Gateway) refuseDatagram(s *segment, err error) {
+func (g *Gateway) refuseDatagram(s *packet.Segment, err error) {
 	if why, ok := failureOf(err); ok {
 		g.unreachable(s, why)
 	}
@@ -239,36 +232,36 @@ func (u *udpFlow) remove() {
 }
 
 // headroom is the space before a datagram's payload in a buffer, for the IPv6 headers.
-const headroom = vnetHeader + ipv6Header + udpHeader
+const headroom = packet.VnetHeader + packet.IPv6Header + packet.UDPHeader
 
 // deliver sends a datagram to the guest. The payload follows the headroom in buffer. Packets larger than the MTU are fragmented.
 func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
-	ip := ipv6Header
+	ip := packet.IPv6Header
 	if f.guest.Addr().Is4() {
-		ip = ipv4Header
+		ip = packet.IPv4Header
 	}
-	length := udpHeader + payload
-	if ip == ipv4Header && ip+length > maxPacket-1 {
+	length := packet.UDPHeader + payload
+	if ip == packet.IPv4Header && ip+length > packet.MaxSize-1 {
 		return // too large for IPv4: an IPv6 datagram of a name server with an IPv4 alias
 	}
-	p := buffer[ipv6Header-ip : headroom+payload]
-	clear(p[:vnetHeader+ip+udpHeader])
-	network := p[vnetHeader:]
-	writeIP(network, f.remote.Addr(), f.guest.Addr(), unix.IPPROTO_UDP, length)
+	p := buffer[packet.IPv6Header-ip : headroom+payload]
+	clear(p[:packet.VnetHeader+ip+packet.UDPHeader])
+	network := p[packet.VnetHeader:]
+	packet.WriteIP(network, f.remote.Addr(), f.guest.Addr(), unix.IPPROTO_UDP, length)
 	udp := network[ip:]
 	binary.BigEndian.PutUint16(udp, f.remote.Port())
 	binary.BigEndian.PutUint16(udp[2:], f.guest.Port())
 	binary.BigEndian.PutUint16(udp[4:], uint16(length))
-	partial := pseudo(f.remote.Addr(), f.guest.Addr(), unix.IPPROTO_UDP, length)
+	partial := packet.Pseudo(f.remote.Addr(), f.guest.Addr(), unix.IPPROTO_UDP, length)
 	if ip+length <= g.config.MTU {
-		p[0] = vnetNeedsCsum
+		p[0] = packet.VnetNeedsCsum
 		binary.NativeEndian.PutUint16(p[6:], uint16(ip))
 		binary.NativeEndian.PutUint16(p[8:], 6)
-		binary.BigEndian.PutUint16(udp[6:], fold(partial))
+		binary.BigEndian.PutUint16(udp[6:], packet.Fold(partial))
 		g.send(p)
 		return
 	}
-	check := ^fold(partial + sum(udp[:length]))
+	check := ^packet.Fold(partial + packet.Sum(udp[:length]))
 	if check == 0 {
 		check = 0xffff
 	}

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
 )
 
@@ -50,9 +51,9 @@ func newBound(g *Gateway, f Forward) (*boundSocket, error) {
 }
 
 // findReply returns the socket on which the destination of the guest's datagram was last seen as a peer; nil if there is none.
-func (all boundSockets) findReply(s *segment, now time.Time) (by *boundSocket, to *boundPeer) {
-	for _, b := range all[s.from.Port()] {
-		if k := b.peers[s.to]; k != nil && now.Sub(k.lastSeen) < udpIdle && (to == nil || k.lastSeen.After(to.lastSeen)) {
+func (all boundSockets) findReply(s *packet.Segment, now time.Time) (by *boundSocket, to *boundPeer) {
+	for _, b := range all[s.From.Port()] {
+		if k := b.peers[s.To]; k != nil && now.Sub(k.lastSeen) < udpIdle && (to == nil || k.lastSeen.After(to.lastSeen)) {
 			by, to = b, k
 		}
 	}
@@ -60,9 +61,9 @@ func (all boundSockets) findReply(s *segment, now time.Time) (by *boundSocket, t
 }
 
 // findSource returns the socket bound to the source port of a datagram that is not a reply; nil: the datagram opens a flow.
-func (all boundSockets) findSource(s *segment, to netip.AddrPort) *boundSocket {
-	for _, b := range all[s.from.Port()] {
-		if to == s.to && (b.v6 && !b.v6Only() || b.v6 == to.Addr().Is6()) {
+func (all boundSockets) findSource(s *packet.Segment, to netip.AddrPort) *boundSocket {
+	for _, b := range all[s.From.Port()] {
+		if to == s.To && (b.v6 && !b.v6Only() || b.v6 == to.Addr().Is6()) {
 			return b
 		}
 	}
@@ -74,11 +75,11 @@ func (b *boundSocket) v6Only() bool {
 	return err == nil && only != 0
 }
 
-func (b *boundSocket) send(s *segment, k *boundPeer) {
-	err := k.send(b.FD, s.payload)
+func (b *boundSocket) send(s *packet.Segment, k *boundPeer) {
+	err := k.send(b.FD, s.Payload)
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EADDRNOTAVAIL) || errors.Is(err, unix.ENETUNREACH) {
 		k.control = k.control[:0] // the local address was a broadcast address, or was removed
-		err = k.send(b.FD, s.payload)
+		err = k.send(b.FD, s.Payload)
 	}
 	if err != nil {
 		b.g.refuseDatagram(s, err)

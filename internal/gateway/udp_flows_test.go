@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 )
 
 // fewPorts restricts the ephemeral ports of the test's host until the test ends.
@@ -110,17 +111,17 @@ func TestTCPConnectionsLeavePorts(t *testing.T) {
 		list = append(list, p.dial(listener))
 	}
 	to := listener.Addr().(*net.TCPAddr).AddrPort()
-	if s := p.syn(to, true).next(); s.flags != flagRST|flagACK {
+	if s := p.syn(to, true).next(); s.Flags != packet.RST|packet.ACK {
 		t.Errorf("connection beyond the limit: %v", s)
 	}
-	list[0].say(flagRST, nil)
+	list[0].say(packet.RST, nil)
 	p.until("an end", func() bool { return p.g.outgoing == most-1 })
 	list[0] = p.dial(listener)
 	c := reach(t, netip.AddrPortFrom(host4, 0), netip.AddrPortFrom(host4, port))
 	defer c.Close()
 	p.until("a connection from outside", func() bool { return len(p.g.conns) == most+1 })
 	for _, l := range list {
-		l.say(flagRST, nil)
+		l.say(packet.RST, nil)
 	}
 	p.until("all ends", func() bool { return p.g.outgoing == 0 })
 }

@@ -8,13 +8,15 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/packet"
 )
 
 // gsoBatch collects consecutive datagrams of a flow in a turn. One system call sends the batch, and the host's kernel splits it
 // (generic segmentation offload, UDP_SEGMENT, since Linux 4.18). All datagrams but the last, which may be smaller, have one size.
 type gsoBatch struct {
 	flow     *udpFlow
-	segments []segment // their payload is valid until the end of the turn
+	segments []packet.Segment // their payload is valid until the end of the turn
 	vectors  [gsoMaxDatagrams]unix.Iovec
 }
 
@@ -24,12 +26,12 @@ const (
 )
 
 // add adds a datagram. If the datagram does not fit into the batch, add sends the batch first.
-func (t *gsoBatch) add(u *udpFlow, s *segment) {
+func (t *gsoBatch) add(u *udpFlow, s *packet.Segment) {
 	if n := len(t.segments); n > 0 {
 		first, last := &t.segments[0], &t.segments[n-1]
-		size := len(first.payload)
-		if t.flow != u || u.noGSO || n == gsoMaxDatagrams || (n+1)*size > gsoMaxBytes || len(last.payload) != size ||
-			len(s.payload) > size || len(s.payload) == 0 || s.hops() != first.hops() {
+		size := len(first.Payload)
+		if t.flow != u || u.noGSO || n == gsoMaxDatagrams || (n+1)*size > gsoMaxBytes || len(last.Payload) != size ||
+			len(s.Payload) > size || len(s.Payload) == 0 || s.Hops() != first.Hops() {
 			t.send()
 		}
 	}
@@ -54,7 +56,7 @@ func (t *gsoBatch) send() {
 // sendSegmented sends the batch by one system call. It returns false if nothing was sent.
 func (t *gsoBatch) sendSegmented() bool {
 	for i := range t.segments {
-		p := t.segments[i].payload
+		p := t.segments[i].Payload
 		t.vectors[i].Base = unsafe.SliceData(p)
 		t.vectors[i].SetLen(len(p))
 	}
@@ -64,7 +66,7 @@ func (t *gsoBatch) sendSegmented() bool {
 	}
 	size.Level, size.Type = unix.IPPROTO_UDP, unix.UDP_SEGMENT
 	size.SetLen(unix.CmsgLen(2))
-	binary.NativeEndian.PutUint16(size.bytes[:], uint16(len(t.segments[0].payload)))
+	binary.NativeEndian.PutUint16(size.bytes[:], uint16(len(t.segments[0].Payload)))
 	h := unix.Msghdr{Iov: &t.vectors[0], Control: (*byte)(unsafe.Pointer(&size))}
 	h.SetIovlen(len(t.segments))
 	h.SetControllen(int(unsafe.Sizeof(size)))
@@ -88,10 +90,10 @@ func (t *gsoBatch) sendSegmented() bool {
 const sendTries = 8
 
 // send sends one datagram.
-func (u *udpFlow) send(s *segment) {
+func (u *udpFlow) send(s *packet.Segment) {
 	u.hopLimit().set(u.fd, s)
 	for range sendTries {
-		err := sendNamed(u.fd, s.payload, u.destination)
+		err := sendNamed(u.fd, s.Payload, u.destination)
 		if err == nil {
 			return
 		}

@@ -8,6 +8,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/packet"
 )
 
 // receiveBatchSize is the maximum number of datagrams that one recvmmsg(2) reads.
@@ -27,11 +29,11 @@ const controlSpace = 64
 
 func newReceiveBatch() *receiveBatch {
 	in := &receiveBatch{}
-	all := make([]byte, receiveBatchSize*(headroom+maxPacket))
+	all := make([]byte, receiveBatchSize*(headroom+packet.MaxSize))
 	for i := range in.messages {
-		in.buffers[i], all = all[:headroom+maxPacket:headroom+maxPacket], all[headroom+maxPacket:]
+		in.buffers[i], all = all[:headroom+packet.MaxSize:headroom+packet.MaxSize], all[headroom+packet.MaxSize:]
 		in.vectors[i].Base = &in.buffers[i][headroom]
-		in.vectors[i].SetLen(maxPacket)
+		in.vectors[i].SetLen(packet.MaxSize)
 		h := &in.messages[i].Hdr
 		h.Name = (*byte)(unsafe.Pointer(&in.names[i]))
 		h.Iov = &in.vectors[i]

@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
 )
 
@@ -36,7 +37,7 @@ const (
 
 // truesize returns the maximum kernel memory of a datagram in bytes: headers and payload in a block of a power of two, and struct
 // sk_buff.
-func (p *pacer) truesize() int { return 2*(p.payload+ipv6Header+udpHeader) + 1024 }
+func (p *pacer) truesize() int { return 2*(p.payload+packet.IPv6Header+packet.UDPHeader) + 1024 }
 
 // allowed returns the number of datagrams that may be delivered now. If that is 0, the host's socket is not polled meanwhile.
 func (p *pacer) allowed() int {

@@ -145,7 +145,7 @@ func (r *reader) paced() {
 	r.write(r.peer, 1)
 	r.until("all datagrams", func() bool {
 		for s, ok := r.receive(); ok; s, ok = r.receive() {
-			if len(s.payload) == 1 {
+			if len(s.Payload) == 1 {
 				return true
 			}
 		}

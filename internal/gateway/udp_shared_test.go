@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 )
 
 // fewFiles sets the descriptor limit of the process until the test ends.
@@ -297,8 +298,8 @@ func TestUDPSharedStranger(t *testing.T) {
 		}
 		for _, c := range peers {
 			say(c, "!")
-			if s := p.next(); s.from != c.at || s.to != from || string(s.payload) != "!" {
-				t.Errorf("%q from %v to %v, want it from %v", s.payload, s.from, s.to, c.at)
+			if s := p.next(); s.From != c.at || s.To != from || string(s.Payload) != "!" {
+				t.Errorf("%q from %v to %v, want it from %v", s.Payload, s.From, s.To, c.at)
 			}
 		}
 		// One of the two flows of the socket remains in use.
@@ -310,8 +311,8 @@ func TestUDPSharedStranger(t *testing.T) {
 		say(peers[1], "late")
 		p.quiet()
 		say(peers[0], "in time")
-		if s := p.next(); s.from != peers[0].at {
-			t.Errorf("%q from %v", s.payload, s.from)
+		if s := p.next(); s.From != peers[0].at {
+			t.Errorf("%q from %v", s.Payload, s.From)
 		}
 	})
 }
@@ -340,11 +341,11 @@ func TestUDPSharedErrors(t *testing.T) {
 			if host.Is6() {
 				kind, code = failures[noPort].type6, failures[noPort].code6
 			}
-			if s.protocol == unix.IPPROTO_UDP || s.payload[0] != kind || s.payload[1] != code {
-				t.Fatalf("protocol %d: % x", s.protocol, s.payload[:icmpHeader])
+			if s.Protocol == unix.IPPROTO_UDP || s.Payload[0] != kind || s.Payload[1] != code {
+				t.Fatalf("protocol %d: % x", s.Protocol, s.Payload[:icmpHeader])
 			}
-			if about, ok := parse(s.payload[icmpHeader:]); !ok || about.from != from || about.to != gone {
-				t.Fatalf("ICMP error for a datagram from %v to %v, want %v to %v", about.from, about.to, from, gone)
+			if about, ok := packet.Parse(s.Payload[icmpHeader:]); !ok || about.From != from || about.To != gone {
+				t.Fatalf("ICMP error for a datagram from %v to %v, want %v to %v", about.From, about.To, from, gone)
 			}
 		}
 		p.quiet()
@@ -361,7 +362,7 @@ func TestUDPSharedErrors(t *testing.T) {
 		heard := false
 		for range 2 {
 			s := p.next()
-			heard = heard || s.protocol == unix.IPPROTO_UDP && s.from == peers[0].at
+			heard = heard || s.Protocol == unix.IPPROTO_UDP && s.From == peers[0].at
 		}
 		if !heard || p.g.flows.all[flow{from, peers[0].at}] != at {
 			t.Error("the reply to the other flow is lost")
@@ -399,7 +400,7 @@ func TestUDPSharedHops(t *testing.T) {
 			}
 		}
 		for range 3 {
-			s, ok := parse(datagram(from, peers[0].at, []byte("together")))
+			s, ok := packet.Parse(datagram(from, peers[0].at, []byte("together")))
 			if !ok {
 				t.Fatal("no datagram")
 			}
@@ -534,8 +535,8 @@ func TestUDPSharedNot(t *testing.T) {
 	}
 	got := map[netip.AddrPort]byte{}
 	for len(got) < len(aliases) {
-		if s := p.next(); s.protocol == unix.IPPROTO_UDP { // ICMP errors, because no name server listens
-			got[s.from] = s.payload[0]
+		if s := p.next(); s.Protocol == unix.IPPROTO_UDP { // ICMP errors, because no name server listens
+			got[s.From] = s.Payload[0]
 		}
 	}
 	for i, a := range aliases {
@@ -557,7 +558,7 @@ func TestUDPSharedBounds(t *testing.T) {
 	send := func(port, i int) netip.AddrPort {
 		t.Helper()
 		to := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, byte(99 - i>>16), byte(i >> 8), byte(i)}), 9)
-		s, ok := parse(datagram(netip.AddrPortFrom(guest4, uint16(port)), to, []byte("?")))
+		s, ok := packet.Parse(datagram(netip.AddrPortFrom(guest4, uint16(port)), to, []byte("?")))
 		if !ok {
 			t.Fatal("no datagram")
 		}

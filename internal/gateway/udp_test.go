@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/packet"
 	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
@@ -448,60 +449,15 @@ func TestUDPPeersBounded(t *testing.T) {
 
 // datagram builds a datagram of the guest.
 func datagram(from, to netip.AddrPort, payload []byte) []byte {
-	ip := ipv4Header
+	ip := packet.IPv4Header
 	if from.Addr().Is6() {
-		ip = ipv6Header
+		ip = packet.IPv6Header
 	}
-	b := make([]byte, ip+udpHeader+len(payload))
-	writeIP(b, from.Addr(), to.Addr(), unix.IPPROTO_UDP, udpHeader+len(payload))
+	b := make([]byte, ip+packet.UDPHeader+len(payload))
+	packet.WriteIP(b, from.Addr(), to.Addr(), unix.IPPROTO_UDP, packet.UDPHeader+len(payload))
 	binary.BigEndian.PutUint16(b[ip:], from.Port())
 	binary.BigEndian.PutUint16(b[ip+2:], to.Port())
-	binary.BigEndian.PutUint16(b[ip+4:], uint16(udpHeader+len(payload)))
-	copy(b[ip+udpHeader:], payload)
+	binary.BigEndian.PutUint16(b[ip+4:], uint16(packet.UDPHeader+len(payload)))
+	copy(b[ip+packet.UDPHeader:], payload)
 	return b
-}
-
-// TestFragments checks that fragments that are malformed, too long or incomplete are dropped and their memory is freed.
-func TestFragments(t *testing.T) {
-	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
-	piece := func(id uint16, at, n int, more bool) []byte {
-		b := make([]byte, ipv4Header+n)
-		writeIP(b, guest4, host4, unix.IPPROTO_UDP, n)
-		field := uint16(at / 8)
-		if more {
-			field |= 0x2000
-		}
-		binary.BigEndian.PutUint16(b[4:], id)
-		binary.BigEndian.PutUint16(b[6:], field)
-		return b
-	}
-	pieces := func(list ...[]byte) (whole []byte) {
-		for _, b := range list {
-			if w, ok := p.g.reassemble(b); ok {
-				whole = w
-			}
-		}
-		return whole
-	}
-	if w := pieces(piece(1, 0, 800, true), piece(2, 0, 16, true), piece(1, 800, 7, false)); len(w) != ipv4Header+807 {
-		t.Errorf("reassembled packet of two fragments has %d bytes", len(w))
-	}
-	for name, w := range map[string][]byte{
-		"a hole":                 pieces(piece(3, 0, 800, true), piece(3, 808, 8, false)),
-		"overlap":                pieces(piece(4, 0, 800, true), piece(4, 792, 8, false)),
-		"missing first fragment": pieces(piece(5, 800, 8, false)),
-		"odd length":             pieces(piece(6, 0, 801, true), piece(6, 800, 8, false)),
-		"nothing":                pieces(piece(7, 0, 0, true)),
-		"ping of death":          pieces(piece(8, 0, 65512, true), piece(8, 65512, 100, false)),
-	} {
-		if w != nil {
-			t.Errorf("%s: %d bytes", name, len(w))
-		}
-	}
-	for i := range 1000 {
-		pieces(piece(uint16(1000+i), 0, 8, true))
-	}
-	if n := len(p.g.partial); n > maxPartial {
-		t.Errorf("%d incomplete packets remain", n)
-	}
 }
