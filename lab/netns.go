@@ -118,27 +118,12 @@ func (n *Namespace) AddAddress(link string, address netip.Prefix) error {
 	}
 	const ready = unix.IFF_UP | unix.IFF_LOWER_UP
 	if err == nil && address.Addr().Is6() && dev.Attrs().RawFlags&ready == ready {
-		err = n.waitLocal(address.Addr())
+		err = netns.AwaitLocal(n.nl, address.Addr(), 10*time.Second)
 	}
 	if err != nil {
 		return fmt.Errorf("add address %v to %s in %s: %w", address, link, n.name, err)
 	}
 	return nil
-}
-
-// waitLocal waits until packets to an IPv6 address are delivered. Also without duplicate address detection, the kernel
-// adds the local route of an address later, in a work queue (addrconf_dad_begin, net/ipv6/addrconf.c, Linux 6.18): on a
-// busy host after tens of milliseconds, in which sockets can bind to the address and its packets are dropped.
-func (n *Namespace) waitLocal(address netip.Addr) error {
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
-		routes, err := n.nl.RouteGet(address.AsSlice())
-		if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
-			return nil
-		}
-		if time.Now().After(end) {
-			return errors.Join(errors.New("the kernel has added no local route within 10 s"), err)
-		}
-	}
 }
 
 // AddRoute adds a route through a gateway, or replaces it.

@@ -900,6 +900,11 @@ func newVeth(t testing.TB) (there func(func())) {
 		return nil
 	}))
 	address(1)
+	local := func(text string) error {
+		return netns.AwaitLocal(&netlink.Handle{}, netip.MustParseAddr(text), 10*time.Second)
+	}
+	check(t, local("fd08::1"))
+	check(t, netns.Do(other, func() error { return local("fd08::2") }))
 	t.Cleanup(func() {
 		link, err := netlink.LinkByName("veth")
 		check(t, err)

@@ -207,19 +207,10 @@ func addAddresses(t *testing.T) {
 	}
 }
 
-// awaitLocal waits until an address can be used: the kernel adds the prefix route of an IPv6 address at once, but a worker
-// adds the local route, without which packets are not delivered and bind(2) fails (addrconf_dad_work, Linux 6.18).
 func awaitLocal(t *testing.T, a netip.Addr) {
 	t.Helper()
-	for deadline := time.Now().Add(patience); ; {
-		routes, err := netlink.RouteGet(a.AsSlice())
-		if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("%s has no local route: %v, %v", a, routes, err)
-		}
-		_ = unix.Nanosleep(&unix.Timespec{Nsec: 1e6}, nil)
+	if err := netns.AwaitLocal(&netlink.Handle{}, a, patience); err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -1420,6 +1411,7 @@ func TestIsolateMetadata(t *testing.T) {
 		if err := netlink.AddrReplace(lo, address); err != nil {
 			t.Fatal(err)
 		}
+		awaitLocal(t, a)
 		for _, network := range []string{"tcp", "udp"} {
 			l, err := tellPeers(network, net.JoinHostPort(text, "7180"))
 			if err != nil {

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/packet"
+	"sockeye/internal/netns"
 	"sockeye/room"
 )
 
@@ -49,7 +50,11 @@ func addAddresses(t testing.TB) {
 		if a.Is6() {
 			address.Flags = unix.IFA_F_NODAD
 		}
-		if err := netlink.AddrReplace(lo, address); err != nil {
+		err := netlink.AddrReplace(lo, address)
+		if err == nil {
+			err = netns.AwaitLocal(&netlink.Handle{}, a, 10*time.Second)
+		}
+		if err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/match"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
 	"sockeye/internal/trace/measure"
@@ -251,6 +252,7 @@ func TestGroups(t *testing.T) {
 	for _, address := range []string{"fd93:0:0:1::1/128", "fd93:0:0:1::2/128", "fd93:0:0:2::1/128"} {
 		a := &netlink.Addr{IPNet: &net.IPNet{IP: netip.MustParsePrefix(address).Addr().AsSlice(), Mask: net.CIDRMask(128, 128)}, Flags: unix.IFA_F_NODAD}
 		check(t, netlink.AddrAdd(lo, a))
+		check(t, netns.AwaitLocal(&netlink.Handle{}, netip.MustParsePrefix(address).Addr(), 10*time.Second))
 		t.Cleanup(func() { check(t, netlink.AddrDel(lo, a)) })
 	}
 	w := loopback(t)

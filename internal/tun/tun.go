@@ -10,9 +10,12 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/netns"
 )
 
 // Interface is a TUN interface.
@@ -66,6 +69,9 @@ func Open(i Interface) (_ int, err error) {
 // connections. With a shorter queue, the guest's kernel would drop packets within the window.
 const queueLength = 10000
 
+// routeTime is the longest time for which Open waits for the local route of an IPv6 address.
+const routeTime = time.Second
+
 func (i Interface) configure() error {
 	nl, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -114,6 +120,10 @@ func (i Interface) address(nl *netlink.Handle, dev netlink.Link, a netip.Addr) e
 	}
 	if err := nl.AddrAdd(dev, address); err != nil {
 		return fmt.Errorf("add address %v: %w", a, err)
+	}
+	if a.Is6() {
+		// The first answers to the program would be dropped. TCP would send them again after a second.
+		_ = netns.AwaitLocal(nl, a, routeTime)
 	}
 	route := &netlink.Route{LinkIndex: dev.Attrs().Index, Dst: everything, Src: a.AsSlice(), Scope: scope}
 	if err := nl.RouteAdd(route); err != nil {
