@@ -130,3 +130,26 @@ func TestLinks(t *testing.T) {
 		t.Errorf("%d links", links)
 	}
 }
+
+// TestPackageSizes checks that a package can be read in a day: the agent knows the domains by their interface, and what a domain
+// consists of is in packages below it.
+func TestPackageSizes(t *testing.T) {
+	lines := make(map[string]int)
+	walk(t, func(path string, text []byte) {
+		if strings.HasSuffix(path, ".go") && !strings.HasSuffix(path, "_test.go") && !strings.HasSuffix(path, "_bpfel.go") {
+			lines[filepath.Dir(path)] += strings.Count(string(text), "\n")
+		}
+	})
+	if lines["internal/agent"] == 0 {
+		t.Fatalf("no lines of internal/agent: %v", lines)
+	}
+	for dir, n := range lines {
+		limit := 5000
+		if dir == "internal/agent" {
+			limit = 2500
+		}
+		if n > limit {
+			t.Errorf("%s has %d lines without tests and generated code, at most %d are allowed", dir, n, limit)
+		}
+	}
+}

@@ -118,7 +118,7 @@ func (n *Namespace) AddAddress(link string, address netip.Prefix) error {
 	}
 	const ready = unix.IFF_UP | unix.IFF_LOWER_UP
 	if err == nil && address.Addr().Is6() && dev.Attrs().RawFlags&ready == ready {
-		err = netns.AwaitLocal(n.nl, address.Addr(), 10*time.Second)
+		err = netns.AwaitLocal(n.nl, address.Addr(), time.Minute)
 	}
 	if err != nil {
 		return fmt.Errorf("add address %v to %s in %s: %w", address, link, n.name, err)

@@ -520,7 +520,7 @@ func TestRXDatagramsExact(t *testing.T) {
 // reported as read at that time.
 func TestRXOvertaken(t *testing.T) {
 	if runtime.NumCPU() < 2 {
-		t.Skip("one CPU")
+		t.Skip("CPU: there is one")
 	}
 	const overtaking, slow = 20, 1000
 	tr := trace(t, rxRules(allRX, 1))

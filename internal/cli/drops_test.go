@@ -59,7 +59,7 @@ func TestDrops(t *testing.T) {
 		t.Fatalf("devices: %+v", devices)
 	}
 	if devices[0].Dropped == nil {
-		t.Skip("the kernel does not report the datagrams that it drops") // since Linux 6.10
+		t.Skip("kernel: does not report the datagrams that it drops (until Linux 6.10)")
 	}
 	h.eventually("the status has all drops", func() bool { d = telemetry().Drops[0]; return d.Dropped >= *devices[0].Dropped })
 	w := h.why("127.0.0.1")

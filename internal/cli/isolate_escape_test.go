@@ -179,7 +179,7 @@ func TestIsolateSystemCalls(t *testing.T) {
 	}
 	t.Run("vsock by int80", func(t *testing.T) {
 		if runtime.GOARCH != "amd64" {
-			t.Skip("processor: there is no int 0x80")
+			t.Skip("CPU: it has no int 0x80")
 		}
 		out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--no-outbound", "--", itself, "inside", "escape", "vsock by int80"))
 		if want := 128 + int(unix.SIGSYS); out != "" || code != want {

@@ -3,7 +3,6 @@
 package netns
 
 import (
-	"errors"
 	"fmt"
 	"net/netip"
 	"time"
@@ -23,7 +22,7 @@ func AwaitLocal(nl *netlink.Handle, address netip.Addr, limit time.Duration) err
 			return nil
 		}
 		if time.Now().After(end) {
-			return errors.Join(fmt.Errorf("the kernel has added no local route for %v within %v", address, limit), err)
+			return fmt.Errorf("the kernel has added no local route for %v within %v: %v, %v", address, limit, routes, err)
 		}
 	}
 }

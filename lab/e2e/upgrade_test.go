@@ -75,7 +75,7 @@ func version(t *testing.T, name string) string {
 		must(run(tree, "go", "build", "-o", binary, "-ldflags=-s -w -X=sockeye/internal/bpf.doubledMaps="+name, "./cmd/sockeye"))
 	} else {
 		if _, err := run(tree, "git", "cat-file", "-e", name+"^{commit}"); err != nil {
-			t.Skipf("not supported: the source has no history with commit %s (hint: git fetch --unshallow)", name)
+			t.Skipf("clone: it does not have commit %s (hint: git fetch --unshallow)", name)
 		}
 		source := t.TempDir()
 		must(run(tree, "git", "archive", "-o", filepath.Join(source, "tar"), name))

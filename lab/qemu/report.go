@@ -134,7 +134,7 @@ func (r *Report) close(pkg, how string) {
 
 var (
 	position     = regexp.MustCompile(`^\s*[^\s:]+\.go:\d+: `)
-	kernelReason = regexp.MustCompile(`^(kernel: .|not supported: .|not supported \(requires >= v?\d)`)
+	kernelReason = regexp.MustCompile(`^(kernel: .|CPU: .|clone: .|not supported \(requires >= v?\d)`)
 )
 
 // mostLines is the largest number of lines of a failed test in the summary.

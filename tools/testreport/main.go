@@ -28,9 +28,9 @@ type event struct {
 	Elapsed                       float64
 }
 
-// reasons are the permitted prefixes of the reason of a skipped test. A test may be
-// skipped only if the kernel does not support it.
-var reasons = []string{"kernel: ", "not supported: "}
+// reasons are the permitted prefixes of the reason of a skipped test: the kernel or the CPU does not support what the test
+// needs, or the clone has no history with the version to upgrade from.
+var reasons = []string{"kernel: ", "CPU: ", "clone: "}
 
 func main() { os.Exit(run(os.Args[1:], os.Stdout)) }
 

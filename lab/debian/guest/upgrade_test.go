@@ -22,7 +22,7 @@ func upgrades(t *testing.T, w *world) {
 	earlier := func(name string) func() {
 		from := filepath.Join(payload, name)
 		if !exists(from) {
-			t.Skipf("not supported: this clone does not have the commit of %s to upgrade from", name)
+			t.Skipf("clone: it does not have the commit of %s to upgrade from (hint: git fetch --unshallow)", name)
 		}
 		return func() {
 			t.Helper()
