@@ -183,7 +183,7 @@ func (d *Domain) moveDevice(m *api.DeviceMove) (*api.Plan, error) {
 		until = &end
 	}
 	if m.All && (m.Device != "" || m.Slot != nil) {
-		return nil, fault.Usage(errors.New("all goes with home only"), "as in sockeye move --all home")
+		return nil, fault.Usage(errors.New("all is possible with home only"), "as in sockeye move --all home")
 	}
 	return d.inGroup(m.Service, m.DryRun, func(s *service, dryRun bool) (string, string, error) {
 		if m.All {

@@ -140,7 +140,7 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 	}
 	if text := q.Get("since"); text != "" {
 		if q.Get("from")+q.Get("to") != "" {
-			return query, fault.Usage(errors.New("since goes with neither from nor to"), "a time that has ended has a from and a to")
+			return query, fault.Usage(errors.New("since excludes from and to"), "a time that has ended has a from and a to")
 		}
 		since, err := time.ParseDuration(text)
 		if err != nil || since <= 0 {

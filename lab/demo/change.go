@@ -68,7 +68,7 @@ func (d *demo) addSlot(ctx context.Context, o lab.Outcome) (lab.Outcome, error) 
 // outcome afterwards.
 func (d *demo) drain(ctx context.Context, o lab.Outcome) (lab.Outcome, error) {
 	victim, load := busiest(o)
-	say("\nnfacctd-%d, with %d routers, shall be stopped for maintenance: its slot is drained", victim, load)
+	say("\nnfacctd-%d, with %d routers, is to be stopped for maintenance: its slot is drained", victim, load)
 	before, err := d.devices(ctx)
 	if err != nil {
 		return o, err

@@ -175,7 +175,7 @@ func (d *demo) steer(ctx context.Context, out string) error {
 		}
 	}
 
-	say("\n== 3. kill -9 of one nfacctd: its routers wait for it, nobody else notices")
+	say("\n== 3. kill -9 of one nfacctd: its routers wait for it, the others are not affected")
 	back, err := d.crash(ctx, after)
 	if err != nil {
 		return err

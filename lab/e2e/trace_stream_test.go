@@ -574,7 +574,7 @@ func TestTraceRefused(t *testing.T) {
 		{"/results", []string{"since", "-5m"}, []string{"no time span"}},
 		{"/results", []string{"since", "0s"}, []string{"no time span"}},
 		{"/results", []string{"since", "99999999h"}, []string{"no time span"}},
-		{"/results", []string{"since", "5m", "from", "2026-01-31T14:05:00Z"}, []string{"since goes with neither"}},
+		{"/results", []string{"since", "5m", "from", "2026-01-31T14:05:00Z"}, []string{"since excludes from and to"}},
 		{"/results", []string{"from", "yesterday"}, []string{"is no time", "hint: as in"}},
 		{"/results", []string{"to", "2026-01-31T14:05:00Z"}, []string{"to goes with from"}},
 		{"/results", []string{"from", "2026-01-31T14:05:00Z", "to", "2026-01-31T14:05:00Z"}, []string{"ends before it begins"}},

@@ -64,7 +64,7 @@ func HaveSend(spec *ebpf.CollectionSpec) error {
 	collection, err := load.Collection(spec, nil)
 	switch {
 	case errors.Is(err, unix.EPERM):
-		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)
+		return fmt.Errorf("fentry: %w: this kernel permits no user to load such programs: %w", ebpf.ErrNotSupported, err)
 	case load.LacksHelper(err):
 		return fmt.Errorf("storage of sockets for fentry: %w before Linux %s: %w", ebpf.ErrNotSupported, fentrySince(), err)
 	case err != nil:

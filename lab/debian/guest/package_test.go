@@ -27,7 +27,7 @@ func TestPackage(t *testing.T) {
 	}
 	slices.SortFunc(debs, func(a, b string) int { return len(a) - len(b) }) // the later version has a suffix
 	t.Run("from an empty host to a steered nfacctd in five commands", func(t *testing.T) {
-		must(t, "cp", debs[0], "/root/")
+		must(t, "install", "-D", "-t", "/root/out", debs[0])
 		commands := readmeCommands(t)
 		if len(commands) != 5 {
 			t.Fatalf("README.md has %d commands: %q", len(commands), commands)
