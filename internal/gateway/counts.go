@@ -2,7 +2,10 @@
 
 package gateway
 
-import "log/slog"
+import (
+	"log/slog"
+	"time"
+)
 
 // Reason identifies a counter.
 type Reason int
@@ -52,4 +55,28 @@ func (g *Gateway) LogCounts(log *slog.Logger, event string) {
 		}
 	}
 	log.Info(event, counts...)
+}
+
+// warning is a kind of warning.
+type warning int
+
+const (
+	warnEvicted warning = iota
+	warnOpening
+	warnRefused
+	warnFiles
+	warnEcho
+	warnings
+)
+
+// warnEvery is the minimum time between two warnings of a kind.
+const warnEvery = time.Minute
+
+// warn logs a warning, at most once per warnEvery and kind.
+func (g *Gateway) warn(kind warning, text string, args ...any) {
+	if last := g.warned[kind]; !last.IsZero() && g.now.Sub(last) < warnEvery {
+		return
+	}
+	g.warned[kind] = g.now
+	g.log.Warn(text, args...)
 }

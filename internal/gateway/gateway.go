@@ -14,11 +14,7 @@ import (
 	"fmt"
 	"hash/maphash"
 	"log/slog"
-	"math/bits"
 	"net/netip"
-	"os"
-	"strconv"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -97,12 +93,12 @@ type Gateway struct {
 	singlePackets int            // turns since one has read more than one packet
 
 	// TCP.
-	conns       map[flow]*conn
+	conns       map[endpoints]*conn
 	outgoing    int             // connections opened by the guest that have a socket
 	seed        maphash.Seed    // of initial sequence numbers
 	windShift   uint8           // Rcv.Wind.Shift of every connection with window scaling
 	ackQueue    []*conn         // connections that acknowledge at the end of the turn
-	lateAcks    []lateAck       // acknowledgements that wait for a response
+	delayedAcks []delayedAck    // delayed acknowledgements, by time
 	outputQueue []*conn         // connections that exceeded their budget of a turn
 	outputTurn  []*conn         // the output queue of the previous turn
 	flushQueue  []*conn         // connections to flush when the TUN's packets of the turn are processed
@@ -118,15 +114,16 @@ type Gateway struct {
 	gso          gsoBatch      // datagrams of this turn that are not sent yet
 	guestSockets *guestSockets // nil: there is no sock_diag socket
 	openBudget   timeBudget
-	echoes       map[flow]*echo
+	echoes       map[endpoints]*echo
 
 	maxFiles uint64 // RLIMIT_NOFILE
 	warned   [warnings]time.Time
 	counts   [reasons]atomic.Uint64
 }
 
-// flow identifies a connection by the guest's end and the remote end. For ICMP the guest's port is the identifier of the echo.
-type flow struct{ guest, remote netip.AddrPort }
+// endpoints identifies a connection or a flow by the guest's end and the remote end. For ICMP the guest's port is the identifier of the
+// echo.
+type endpoints struct{ guest, remote netip.AddrPort }
 
 const (
 	defaultConnections = 65536
@@ -141,7 +138,8 @@ const (
 func New(c Config) (_ *Gateway, err error) {
 	g := &Gateway{
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), windShift: chooseWindShift(),
-		conns: map[flow]*conn{}, flows: udpFlows{all: map[flow]*udpFlow{}, sources: map[netip.AddrPort]*source{}}, echoes: map[flow]*echo{},
+		conns: map[endpoints]*conn{}, echoes: map[endpoints]*echo{},
+		flows: udpFlows{all: map[endpoints]*udpFlow{}, sources: map[netip.AddrPort]*source{}},
 		bound: boundSockets{}, received: newReceiveBatch(), partial: packet.Partial{},
 		readBuffer: make([]byte, tunBudget*readSize), writeBuffer: make([]byte, readSize),
 	}
@@ -212,24 +210,6 @@ func (g *Gateway) addForward(f Forward) error {
 	return g.register(f.FD, unix.EPOLLIN, h)
 }
 
-const (
-	// minWindShift and maxWindShift bound Rcv.Wind.Shift.
-	minWindShift = 6
-	maxWindShift = 14 // RFC 7323, section 2.3
-)
-
-// chooseWindShift returns the smallest window scale that can advertise the largest send buffer of the host (net.ipv4.tcp_wmem): a
-// larger scale would make the rounding of windows coarser.
-func chooseWindShift() uint8 {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
-	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
-		if most, err := strconv.ParseUint(fields[2], 10, 32); err == nil && most > 0 {
-			return uint8(min(max(bits.Len64((most-1)>>16), minWindShift), maxWindShift))
-		}
-	}
-	return minWindShift
-}
-
 // resetConnections resets all TCP connections of the guest. Otherwise sockets with unsent data of programs that have exited would
 // keep memory of the guest's kernel, and the network namespace, for minutes.
 func (g *Gateway) resetConnections() {
@@ -239,7 +219,7 @@ func (g *Gateway) resetConnections() {
 		}
 		c.resetGuest()
 		if !c.state.finReceived() {
-			c.resetHost() // a FIN would tell the peer that the data are complete
+			resetOnClose(c.fd) // a FIN would tell the peer that the data are complete
 		}
 		unix.Close(c.fd)
 		c.fd = -1

@@ -63,68 +63,73 @@ const bindTimeout = 10 * time.Second
 const exitGracePeriod = 2 * time.Second
 
 func newGuestSockets(g *Gateway) *guestSockets {
-	p := &guestSockets{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
-	p.timer.Owner = p
+	s := &guestSockets{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
+	s.timer.Owner = s
 	if slices.ContainsFunc(g.config.Forwards, func(f Forward) bool { return len(f.Deferred) > 0 }) {
 		g.now = g.clock()
-		g.timers.Set(&p.timer, g.now)
+		g.timers.Set(&s.timer, g.now)
 	}
-	return p
+	return s
 }
 
-// Expired starts the dumps, or logs why the forwards were closed.
-func (p *guestSockets) Expired() {
-	if p.closeReason != "" {
+// Expired logs why the forwards were closed, or starts the dumps.
+func (s *guestSockets) Expired() {
+	if s.closeReason != "" {
 		level := slog.LevelWarn
-		if p.g.stopping { // an exiting program closes its sockets
+		if s.g.stopping { // an exiting program closes its sockets
 			level = slog.LevelInfo
 		}
-		p.g.log.Log(context.Background(), level, "published ports closed", "reason", p.closeReason)
-		p.closeReason = ""
+		s.g.log.Log(context.Background(), level, "published ports closed", "reason", s.closeReason)
+		s.closeReason = ""
 	}
-	if p.waiting || p.closed {
+	s.startDumps()
+}
+
+// startDumps sends the first request of dumps, unless a dump is running or the forwards are closed.
+func (s *guestSockets) startDumps() {
+	if s.waiting || s.closed {
 		return
 	}
-	p.found, p.dump, p.stale = map[port]bool{}, 0, false
-	p.sendDump()
+	s.found, s.dump, s.stale = map[port]bool{}, 0, false
+	s.sendDump()
 }
 
 // sendDump sends the next request of dumps.
-func (p *guestSockets) sendDump() {
-	p.waiting = true
-	if err := p.send(&dumps[p.dump]); err != nil {
-		p.waiting = false
-		p.retry()
+func (s *guestSockets) sendDump() {
+	s.waiting = true
+	if err := s.send(&dumps[s.dump]); err != nil {
+		s.waiting = false
+		s.retry()
 	}
 }
 
 // send sends a request. event reads the reply.
-func (p *guestSockets) send(r *sockdiag.Request) error {
-	_, err := unix.Write(p.g.config.Diag, r.Append(p.request[:0]))
+func (s *guestSockets) send(r *sockdiag.Request) error {
+	_, err := unix.Write(s.g.config.Diag, r.Append(s.request[:0]))
 	return err
 }
 
 // retry repeats the dumps after dumpInterval.
-func (p *guestSockets) retry() { p.g.timers.Set(&p.timer, p.g.now.Add(dumpInterval)) }
+func (s *guestSockets) retry() { s.g.timers.Set(&s.timer, s.g.now.Add(dumpInterval)) }
 
-func (p *guestSockets) event(uint32) {
+func (s *guestSockets) event(uint32) {
 	for range udpBudget {
-		n, from, err := unix.Recvfrom(p.g.config.Diag, p.buffer, unix.MSG_DONTWAIT)
+		n, from, err := unix.Recvfrom(s.g.config.Diag, s.buffer, unix.MSG_DONTWAIT)
 		if errors.Is(err, unix.ENOBUFS) {
-			p.socketClosed() // a notification may be missing
+			s.socketClosed() // a notification may be missing
 			continue
 		}
 		if err != nil {
 			return
 		}
 		if a, ok := from.(*unix.SockaddrNetlink); ok && a.Pid == 0 {
-			p.read(p.buffer[:n])
+			s.read(s.buffer[:n])
 		}
 	}
 }
 
 // read processes messages of the kernel: replies, and notifications of closed sockets.
-func (p *guestSockets) read(b []byte) {
+func (s *guestSockets) read(b []byte) {
 	for len(b) >= sockdiag.HeaderSize {
 		m, rest, err := sockdiag.NextMessage(b)
 		if err != nil {
@@ -133,26 +138,26 @@ func (p *guestSockets) read(b []byte) {
 		b = rest
 		switch {
 		case m.Sequence == memorySequence:
-			p.reply.allocated, p.reply.limit, p.reply.known = m.ReceiveMemory()
+			s.reply.allocated, s.reply.limit, s.reply.known = m.ReceiveMemory()
 		case m.Type == unix.NLMSG_DONE:
-			p.dumpDone()
+			s.dumpDone()
 		case m.Type == unix.NLMSG_ERROR:
-			p.dumpFailed(&m)
+			s.dumpFailed(&m)
 		default:
 			local, remote, ok := m.Ports()
 			switch {
 			case !ok:
-			case m.Flags&unix.NLM_F_MULTI != 0 && p.waiting:
-				p.found[port{dumps[p.dump].Protocol, local}] = true
-			case remote == 0 && p.isWanted(local):
-				p.socketClosed()
+			case m.Flags&unix.NLM_F_MULTI != 0 && s.waiting:
+				s.found[port{dumps[s.dump].Protocol, local}] = true
+			case remote == 0 && s.isWanted(local):
+				s.socketClosed()
 			}
 		}
 	}
 }
 
-func (p *guestSockets) isWanted(number uint16) bool {
-	return slices.ContainsFunc(p.g.config.Forwards, func(f Forward) bool { return len(f.Deferred) > 0 && f.Port == number })
+func (s *guestSockets) isWanted(number uint16) bool {
+	return slices.ContainsFunc(s.g.config.Forwards, func(f Forward) bool { return len(f.Deferred) > 0 && f.Port == number })
 }
 
 // receiveMemory is the receive buffer of a socket, in bytes of kernel memory.
@@ -166,7 +171,7 @@ const memorySequence = 1
 
 // memoryFor returns the receive buffer of the guest's socket that receives datagrams of a flow. The kernel replies before write(2)
 // returns, so that the reply can be read without waiting.
-func (p *guestSockets) memoryFor(f flow) receiveMemory {
+func (s *guestSockets) memoryFor(f endpoints) receiveMemory {
 	r := sockdiag.Request{
 		Type: unix.SOCK_DIAG_BY_FAMILY, Sequence: memorySequence, Family: unix.AF_INET, Protocol: unix.IPPROTO_UDP,
 		Attributes: sockdiag.WithReceiveMemory, Source: f.remote, Destination: f.guest, Cookie: sockdiag.AnyCookie,
@@ -174,89 +179,89 @@ func (p *guestSockets) memoryFor(f flow) receiveMemory {
 	if f.guest.Addr().Is6() {
 		r.Family = unix.AF_INET6
 	}
-	p.reply = receiveMemory{}
-	if p.send(&r) == nil {
-		p.event(0)
+	s.reply = receiveMemory{}
+	if s.send(&r) == nil {
+		s.event(0)
 	}
-	return p.reply
+	return s.reply
 }
 
 // dumpFailed processes an error reply to a dump.
-func (p *guestSockets) dumpFailed(m *sockdiag.Message) {
+func (s *guestSockets) dumpFailed(m *sockdiag.Message) {
 	errno := m.Errno()
-	if errno == 0 || !p.waiting {
+	if errno == 0 || !s.waiting {
 		return
 	}
-	p.waiting = false
+	s.waiting = false
 	if errno == unix.ENOENT { // the kernel has no module for the protocol
-		p.fail(fmt.Errorf("list the sockets of the guest (tcp_diag, udp_diag): %w", errno))
+		s.fail(fmt.Errorf("list the sockets of the guest (tcp_diag, udp_diag): %w", errno))
 		return
 	}
-	p.retry()
+	s.retry()
 }
 
 // socketClosed restarts the dumps after a socket on one of the ports was closed.
-func (p *guestSockets) socketClosed() {
-	if p.listening && !p.closed {
-		if p.stale = p.waiting; !p.waiting {
-			p.Expired()
+func (s *guestSockets) socketClosed() {
+	if s.listening && !s.closed {
+		if s.stale = s.waiting; !s.waiting {
+			s.startDumps()
 		}
 	}
 }
 
 // dumpDone sends the next dump, or evaluates the result after the last.
-func (p *guestSockets) dumpDone() {
-	if !p.waiting {
+func (s *guestSockets) dumpDone() {
+	if !s.waiting {
 		return
 	}
-	p.waiting = false
-	if p.dump++; p.dump < len(dumps) {
-		p.sendDump()
+	s.waiting = false
+	if s.dump++; s.dump < len(dumps) {
+		s.sendDump()
 		return
 	}
 	listens := true
-	for _, f := range p.g.config.Forwards {
-		listens = listens && (len(f.Deferred) == 0 || p.found[port{f.Protocol, f.Port}])
+	for _, f := range s.g.config.Forwards {
+		listens = listens && (len(f.Deferred) == 0 || s.found[port{f.Protocol, f.Port}])
 	}
 	switch {
-	case p.stale:
-		p.Expired()
-	case listens && !p.listening:
-		p.startListening()
-	case !listens && p.listening:
-		p.stopListening("a socket of the program was closed")
+	case s.stale:
+		s.startDumps()
+	case listens && !s.listening:
+		s.startListening()
+	case !listens && s.listening:
+		s.stopListening("a socket of the program was closed")
 	case !listens:
-		p.retry()
+		s.retry()
 	}
 }
 
 // startListening binds the UDP sockets and then makes the TCP sockets listen: a peer that can connect may assume that all ports are
 // open.
-func (p *guestSockets) startListening() {
-	if p.bindDeadline.IsZero() {
-		p.bindDeadline = p.g.now.Add(bindTimeout)
+func (s *guestSockets) startListening() {
+	if s.bindDeadline.IsZero() {
+		s.bindDeadline = s.g.now.Add(bindTimeout)
 	}
 	for _, protocol := range []uint8{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
-		for _, f := range p.g.config.Forwards {
-			if len(f.Deferred) == 0 || f.Protocol != protocol || p.bound[f.FD] {
+		for _, f := range s.g.config.Forwards {
+			if len(f.Deferred) == 0 || f.Protocol != protocol || s.bound[f.FD] {
 				continue
 			}
-			at, err := p.listen(f)
+			at, err := s.listen(f)
 			switch {
-			case errors.Is(err, unix.EADDRINUSE) && p.g.now.Before(p.bindDeadline):
-				p.retry()
+			case errors.Is(err, unix.EADDRINUSE) && s.g.now.Before(s.bindDeadline):
+				s.retry()
 				return
 			case err != nil:
-				p.fail(&ListenError{at, protocol, err})
+				s.fail(&ListenError{at, protocol, err})
 				return
 			}
 		}
 	}
-	p.listening = true
-	p.g.log.Info("the program listens")
+	s.listening = true
+	s.g.log.Info("the program listens")
 }
 
-func (p *guestSockets) listen(f Forward) (at netip.AddrPort, err error) {
+func (s *guestSockets) listen(f Forward) (at netip.AddrPort, err error) {
 	at = f.Deferred[0]
 	if f.Protocol == unix.IPPROTO_TCP {
 		err = unix.Listen(f.FD, unix.SOMAXCONN)
@@ -264,29 +269,29 @@ func (p *guestSockets) listen(f Forward) (at netip.AddrPort, err error) {
 		at, err = bindFirst(f.FD, f.Deferred)
 	}
 	if err == nil {
-		p.bound[f.FD] = true
-		err = p.g.addForward(f)
+		s.bound[f.FD] = true
+		err = s.g.addForward(f)
 	}
 	return at, err
 }
 
 // fail makes Run return err.
-func (p *guestSockets) fail(err error) {
-	p.closed = true
-	p.g.failed = err
+func (s *guestSockets) fail(err error) {
+	s.closed = true
+	s.g.failed = err
 }
 
 // stopListening closes the sockets of all deferred forwards permanently, because the program no longer listens on all ports.
-func (p *guestSockets) stopListening(why string) {
-	p.closed, p.closeReason = true, why
-	p.g.timers.Set(&p.timer, p.g.now.Add(exitGracePeriod))
-	for i := range p.g.config.Forwards {
-		if f := &p.g.config.Forwards[i]; len(f.Deferred) > 0 {
-			p.g.closeFD(f.FD)
+func (s *guestSockets) stopListening(why string) {
+	s.closed, s.closeReason = true, why
+	s.g.timers.Set(&s.timer, s.g.now.Add(exitGracePeriod))
+	for i := range s.g.config.Forwards {
+		if f := &s.g.config.Forwards[i]; len(f.Deferred) > 0 {
+			s.g.closeFD(f.FD)
 			f.FD = -1
 		}
 	}
-	for number, list := range p.g.bound {
-		p.g.bound[number] = slices.DeleteFunc(list, func(b *boundSocket) bool { return len(b.Deferred) > 0 })
+	for number, list := range s.g.bound {
+		s.g.bound[number] = slices.DeleteFunc(list, func(b *boundSocket) bool { return len(b.Deferred) > 0 })
 	}
 }

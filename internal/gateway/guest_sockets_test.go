@@ -233,7 +233,7 @@ func TestMemberPortTaken(t *testing.T) {
 	b.later += bindTimeout
 	var failed *ListenError
 	for end := time.Now().Add(patience); failed == nil; {
-		if _, err := b.g.poll(b.events, 1); err != nil && !errors.As(err, &failed) {
+		if _, err := b.g.runTurn(b.events, 1); err != nil && !errors.As(err, &failed) {
 			t.Fatal(err)
 		}
 		if time.Now().After(end) {
@@ -283,7 +283,7 @@ func TestMemberWithoutDiag(t *testing.T) {
 	code := -int32(unix.ENOENT)
 	binary.NativeEndian.PutUint32(message[unix.NLMSG_HDRLEN:], uint32(code))
 	b.g.guestSockets.read(message)
-	if _, err := b.g.poll(b.events, 0); !errors.Is(err, unix.ENOENT) {
+	if _, err := b.g.runTurn(b.events, 0); !errors.Is(err, unix.ENOENT) {
 		t.Errorf("the gateway continues: %v", err)
 	}
 	for n := range message { // truncated messages must not cause a panic

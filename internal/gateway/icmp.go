@@ -71,8 +71,8 @@ const (
 	minMTU = 1280
 )
 
-// unreachable sends the guest the ICMP error of a router for one of its packets.
-func (g *Gateway) unreachable(s *packet.Segment, why failure) {
+// sendICMPError sends the guest the ICMP error of a router for one of its packets.
+func (g *Gateway) sendICMPError(s *packet.Segment, why failure) {
 	from, to := s.To.Addr(), s.From.Addr()
 	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.Protocol, s.To) {
 		args := []any{"protocol", access.ProtocolName(s.Protocol), "to", s.To}
@@ -90,11 +90,11 @@ func (g *Gateway) unreachable(s *packet.Segment, why failure) {
 		kind, code = f.type4, f.code4
 	}
 	// The source is the packet's destination, because the gateway has no address. The path's MTU is not known here.
-	g.icmpError(from, to, kind, code, minMTU, s.Network)
+	g.sendICMPErrorFrom(from, to, kind, code, minMTU, s.Network)
 }
 
-// icmpError sends the guest an ICMP error for one of its packets. mtu is for errors with an MTU field.
-func (g *Gateway) icmpError(from, to netip.Addr, kind, code uint8, mtu uint32, raw []byte) {
+// sendICMPErrorFrom sends the guest an ICMP error for one of its packets. mtu is for errors with an MTU field.
+func (g *Gateway) sendICMPErrorFrom(from, to netip.Addr, kind, code uint8, mtu uint32, raw []byte) {
 	if from.IsMulticast() || from.IsUnspecified() {
 		return
 	}
@@ -137,11 +137,11 @@ type socketError struct {
 const socketErrorSize = 16 // bytes
 
 // anyDestination is the lookup of forwardErrors for a connected socket, which has one flow.
-func (f flow) anyDestination(netip.AddrPort) (flow, bool) { return f, true }
+func (f endpoints) anyDestination(netip.AddrPort) (endpoints, bool) { return f, true }
 
 // forwardErrors forwards the ICMP errors in the error queue of a socket to the guest; find returns the flow of a destination. The
 // result is false if the socket had no pending error: an error that a send returned then belongs to the datagram just sent.
-func (g *Gateway) forwardErrors(fd int, protocol uint8, find func(to netip.AddrPort) (flow, bool)) (any bool) {
+func (g *Gateway) forwardErrors(fd int, protocol uint8, find func(to netip.AddrPort) (endpoints, bool)) (any bool) {
 	var sent [icmpHeader]byte
 	control := make([]byte, 256)
 	for range udpBudget {
@@ -195,7 +195,7 @@ func parseSocketError(m *unix.SocketControlMessage) (e socketError, ok bool) {
 
 // forwardError sends the guest an ICMP error that quotes as much of the guest's datagram as the guest's kernel needs to find its
 // socket. For an echo, sent is the header of the request.
-func (g *Gateway) forwardError(e *socketError, f flow, protocol uint8, sent []byte) {
+func (g *Gateway) forwardError(e *socketError, f endpoints, protocol uint8, sent []byte) {
 	from, to := f.remote.Addr(), f.guest.Addr()
 	kind, code := e.kind, e.code
 	if v4 := e.origin == unix.SO_EE_ORIGIN_ICMP; v4 != to.Is4() {
@@ -225,7 +225,7 @@ func (g *Gateway) forwardError(e *socketError, f flow, protocol uint8, sent []by
 		copy(m, sent)
 		binary.BigEndian.PutUint16(m[4:], f.guest.Port())
 	}
-	g.icmpError(from, to, kind, code, e.mtu, b[:ip+icmpHeader])
+	g.sendICMPErrorFrom(from, to, kind, code, e.mtu, b[:ip+icmpHeader])
 }
 
 const (
@@ -240,12 +240,12 @@ const (
 
 // echo is a ping socket of the host for one identifier and address.
 type echo struct {
-	g        *Gateway
-	flow     flow
-	fd       int
-	hops     hopLimit
-	lastUsed time.Time
-	timer    timer.Timer
+	g         *Gateway
+	endpoints endpoints
+	fd        int
+	hops      hopLimit
+	lastUsed  time.Time
+	timer     timer.Timer
 }
 
 // icmpArrives processes an ICMP message of the guest. Messages other than echo requests are ignored.
@@ -256,11 +256,11 @@ func (g *Gateway) icmpArrives(s *packet.Segment) {
 	}
 	if !g.config.Outbound.Allowed(s.Protocol, s.To) {
 		g.count(NotAllowed)
-		g.unreachable(s, prohibited)
+		g.sendICMPError(s, prohibited)
 		return
 	}
 	id := binary.BigEndian.Uint16(s.Payload[4:])
-	f := flow{withPort(s.From, id), s.To}
+	f := endpoints{withPort(s.From, id), s.To}
 	e := g.echoes[f]
 	if e == nil {
 		if len(g.echoes) >= maxEchoes {
@@ -283,7 +283,7 @@ func (g *Gateway) icmpArrives(s *packet.Segment) {
 	}
 }
 
-func (g *Gateway) newEcho(f flow, s *packet.Segment) *echo {
+func (g *Gateway) newEcho(f endpoints, s *packet.Segment) *echo {
 	fd, err := g.openSocket(f.remote.Addr(), unix.SOCK_DGRAM, int(s.Protocol))
 	if err != nil {
 		if errors.Is(err, unix.EACCES) {
@@ -298,7 +298,7 @@ func (g *Gateway) newEcho(f flow, s *packet.Segment) *echo {
 		g.refuseDatagram(s, err)
 		return nil
 	}
-	e := &echo{g: g, flow: f, fd: fd}
+	e := &echo{g: g, endpoints: f, fd: fd}
 	if err := g.register(fd, unix.EPOLLIN, e); err != nil {
 		unix.Close(fd)
 		return nil
@@ -311,10 +311,10 @@ func (g *Gateway) newEcho(f flow, s *packet.Segment) *echo {
 
 func (e *echo) forwardErrors() bool {
 	protocol := uint8(unix.IPPROTO_ICMP)
-	if e.flow.remote.Addr().Is6() {
+	if e.endpoints.remote.Addr().Is6() {
 		protocol = unix.IPPROTO_ICMPV6
 	}
-	return e.g.forwardErrors(e.fd, protocol, e.flow.anyDestination)
+	return e.g.forwardErrors(e.fd, protocol, e.endpoints.anyDestination)
 }
 
 func (e *echo) event(events uint32) {
@@ -336,7 +336,7 @@ func (e *echo) event(events uint32) {
 // reply sends the guest an echo reply with the guest's identifier.
 func (e *echo) reply(b []byte, n int) {
 	m := b[len(b)-n:]
-	from, to := e.flow.remote.Addr(), e.flow.guest.Addr()
+	from, to := e.endpoints.remote.Addr(), e.endpoints.guest.Addr()
 	protocol, ip := uint8(unix.IPPROTO_ICMP), packet.IPv4Header
 	if to.Is6() {
 		protocol, ip = unix.IPPROTO_ICMPV6, packet.IPv6Header
@@ -344,10 +344,10 @@ func (e *echo) reply(b []byte, n int) {
 	if m[0] != echoReply4 && m[0] != echoReply6 {
 		return
 	}
-	binary.BigEndian.PutUint16(m[4:], e.flow.guest.Port())
+	binary.BigEndian.PutUint16(m[4:], e.endpoints.guest.Port())
 	checksum(m, packet.ICMPSum(from, to, protocol, n))
 	if ip+n > e.g.config.MTU {
-		e.g.fragment(e.flow, protocol, m)
+		e.g.fragment(e.endpoints, protocol, m)
 		return
 	}
 	p := b[len(b)-n-ip-packet.VnetHeader:]
@@ -361,6 +361,6 @@ func (e *echo) Expired() {
 		e.g.timers.Set(&e.timer, end)
 		return
 	}
-	delete(e.g.echoes, e.flow)
+	delete(e.g.echoes, e.endpoints)
 	e.g.closeFD(e.fd)
 }

@@ -431,7 +431,7 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 	s.stop()
 	for _, c := range s.g.conns {
 		if c.state != timeWait {
-			t.Errorf("remaining connection: %v", c.flow)
+			t.Errorf("remaining connection: %v", c.endpoints)
 		}
 	}
 	if s.g.backlog != 0 {

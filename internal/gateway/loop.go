@@ -38,7 +38,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 			g.stopping, end = true, g.clock().Add(g.config.Linger)
 			g.ignore(g.wake)
 		}
-		n, err := g.poll(events, g.timeout(end))
+		n, err := g.runTurn(events, g.timeout(end))
 		switch {
 		case errors.Is(err, errInterfaceGone):
 			return nil
@@ -50,12 +50,12 @@ func (g *Gateway) Run(ctx context.Context) error {
 	}
 }
 
-// errInterfaceGone is returned by poll when the guest's interface is removed.
+// errInterfaceGone is returned by runTurn when the guest's interface is removed.
 var errInterfaceGone = errors.New("the guest's interface was removed")
 
-// poll runs one turn of the loop: it waits up to timeout milliseconds for events (-1: without limit), handles the events, and
+// runTurn runs one turn of the loop: it waits up to timeout milliseconds for events (-1: without limit), handles the events, and
 // completes the turn. It returns the number of events.
-func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error) {
+func (g *Gateway) runTurn(events []unix.EpollEvent, timeout int) (n int, err error) {
 	n, err = g.wait(events, timeout)
 	if err != nil && !errors.Is(err, unix.EINTR) {
 		return 0, fmt.Errorf("wait for events: %w", err)
@@ -122,8 +122,8 @@ func (g *Gateway) timeout(end time.Time) int {
 		return 0
 	}
 	next, ok := g.timers.Next()
-	if len(g.lateAcks) > 0 {
-		if due := g.lateAcks[0].due; !ok || due.Before(next) {
+	if len(g.delayedAcks) > 0 {
+		if due := g.delayedAcks[0].due; !ok || due.Before(next) {
 			next, ok = due, true
 		}
 	}
@@ -162,7 +162,7 @@ func (g *Gateway) finishTurn() {
 	}
 	clear(g.ackQueue)
 	g.ackQueue = g.ackQueue[:0]
-	g.sendLateAcks()
+	g.sendDelayedAcks()
 	g.outputQueue, g.outputTurn = g.outputTurn[:0], g.outputQueue
 	for _, c := range g.outputTurn {
 		c.queued.output = false

@@ -3,11 +3,14 @@
 package gateway
 
 import (
+	"errors"
 	"net/netip"
 	"strconv"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/packet"
 )
 
 func domain(a netip.Addr) int {
@@ -88,6 +91,7 @@ func isWritable(fd int) bool {
 	return err == nil && n > 0 && fds[0].Revents&unix.POLLOUT != 0
 }
 
+// resetOnClose makes the kernel send the peer a RST when the socket is closed.
 func resetOnClose(fd int) {
 	_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 }
@@ -129,4 +133,89 @@ func direct(trap uintptr, fd int, p []byte, flags int) (int, error) {
 			return 0, errno
 		}
 	}
+}
+
+// openSocket opens a socket of the host. If the process has no descriptor left, openSocket evicts a UDP flow, so that datagrams to
+// many destinations stop neither connections nor DNS queries.
+func (g *Gateway) openSocket(to netip.Addr, kind, protocol int) (fd int, err error) {
+	kind |= unix.SOCK_NONBLOCK | unix.SOCK_CLOEXEC
+	fd, err = unix.Socket(domain(to), kind, protocol)
+	if noDescriptor(err) && g.freeDescriptor() {
+		fd, err = unix.Socket(domain(to), kind, protocol)
+	}
+	return fd, err
+}
+
+// freeDescriptor logs a warning that no descriptor is left, and evicts UDP flows to free one. It returns false if there is none.
+func (g *Gateway) freeDescriptor() bool {
+	g.warn(warnFiles, "no file descriptors left: UDP flows are evicted, and new connections are refused; raise ulimit -n", "limit", g.maxFiles)
+	if u := g.flows.connected.victim(); u != nil {
+		g.evict(u)
+		return true
+	}
+	if u := g.flows.shared.victim(); u != nil {
+		for _, other := range u.shared.byPeer {
+			g.evict(other)
+		}
+		return true
+	}
+	return false
+}
+
+func noDescriptor(err error) bool { return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) }
+
+// connectWithErrorQueue connects a socket and enables its error queue.
+func connectWithErrorQueue(fd int, to netip.AddrPort) error {
+	if err := enableErrorQueue(fd, to.Addr()); err != nil {
+		return err
+	}
+	return unix.Connect(fd, sockaddr(to))
+}
+
+// enableErrorQueue enables the error queue of a socket that sends to addresses of one family (IP_RECVERR, IPV6_RECVERR).
+func enableErrorQueue(fd int, to netip.Addr) error {
+	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
+	if to.Is6() {
+		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVERR
+	}
+	return unix.SetsockoptInt(fd, level, option, 1)
+}
+
+// hopLimit is the TTL or hop limit that was set on a socket; 0: the host's default.
+type hopLimit uint8
+
+// set copies the hop limit of the guest's datagram to the socket, as traceroute(8) needs. The guest's default becomes the host's
+// default.
+func (h *hopLimit) set(fd int, s *packet.Segment) {
+	limit := s.Hops()
+	if limit == packet.DefaultHops {
+		limit = 0
+	}
+	if hopLimit(limit) == *h {
+		return
+	}
+	*h = hopLimit(limit)
+	value := int(limit)
+	if limit == 0 {
+		value = -1 // the default
+	}
+	level, option := unix.IPPROTO_IP, unix.IP_TTL
+	if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err == nil && family == unix.AF_INET6 {
+		level, option = unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS
+	}
+	_ = unix.SetsockoptInt(fd, level, option, value) // on an error the datagram has another hop limit
+}
+
+// hasPort returns whether the socket is bound to a port.
+func hasPort(fd int) bool {
+	name, err := unix.Getsockname(fd)
+	if err != nil {
+		return false
+	}
+	at, ok := addrPort(name)
+	return ok && at.Port() != 0
+}
+
+func withPort(a netip.AddrPort, port uint16) netip.AddrPort {
+	return netip.AddrPortFrom(a.Addr(), port)
 }

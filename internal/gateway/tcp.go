@@ -135,11 +135,11 @@ func (s state) finReceived() bool { return s == closeWait || s >= closing }
 
 // conn is a TCP connection of the guest, joined to a socket of the host.
 type conn struct {
-	g     *Gateway
-	flow  flow
-	fd    int // the host's socket; -1: closed
-	state state
-	timer timer.Timer
+	g         *Gateway
+	endpoints endpoints
+	fd        int // the host's socket; -1: closed
+	state     state
+	timer     timer.Timer
 
 	snd       sendSide
 	rcv       receiveSide
@@ -168,7 +168,7 @@ type sendSide struct {
 	unconsumed int
 	peekOffset bool // the kernel keeps the offset of MSG_PEEK (SO_PEEK_OFF, for TCP since Linux 6.9)
 	drained    bool // the receive queue ended at SND.NXT, and epoll has reported no event since
-	special    bool // the last event reported more than data: recv(2) is repeated until it returns 0 or an error
+	readToEnd  bool // the last event reported more than data: recv(2) is repeated until it returns 0 or an error
 	blocked    bool // SND.WND is too small to send
 }
 
@@ -186,11 +186,11 @@ type receiveSide struct {
 	batch   *segmentBatch // payload of this turn, from RCV.NXT on; nil: none
 	backlog []byte        // payload from RCV.NXT on that the socket did not accept; excludes a batch
 
-	opened   uint32    // RCV.WND when it was computed last
-	received time.Time // time of the last payload
-	request  bool      // the last payload was small and complete, as a request is
-	answers  int       // above 0: acknowledgements wait for a response; see tcp_ack.go
-	acked    bool      // a segment to the guest has acknowledged all payload
+	lastWindow  uint32    // RCV.WND when it was computed last
+	received    time.Time // time of the last payload
+	request     bool      // the last payload was small and complete, as a request is
+	delayCredit int       // above 0: acknowledgements are delayed; see tcp_ack.go
+	acked       bool      // a segment to the guest has acknowledged all payload
 
 	armed       bool // the kernel will report EPOLLOUT
 	moreFollows bool // the last segment had neither PSH nor FIN: the guest has more to send
@@ -232,11 +232,11 @@ const (
 )
 
 // queued marks the queues of the event loop that contain the connection.
-type queued struct{ ack, lateAck, output, flush bool }
+type queued struct{ ack, delayedAck, output, flush bool }
 
 // tcpArrives processes a TCP segment of the guest.
 func (g *Gateway) tcpArrives(s *packet.Segment) {
-	f := flow{s.From, s.To}
+	f := endpoints{s.From, s.To}
 	if c := g.conns[f]; c != nil {
 		c.segmentArrives(s)
 		return
@@ -252,8 +252,8 @@ func (g *Gateway) tcpArrives(s *packet.Segment) {
 
 // newConn returns a connection for a socket of the host. If the socket cannot be registered with epoll, newConn closes the
 // socket and returns nil.
-func (g *Gateway) newConn(f flow, fd int, s state) *conn {
-	c := &conn{g: g, flow: f, fd: fd, state: s, snd: sendSide{mss: defaultMSS4}, rcv: receiveSide{recentWrite: packet.MaxSize}}
+func (g *Gateway) newConn(f endpoints, fd int, s state) *conn {
+	c := &conn{g: g, endpoints: f, fd: fd, state: s, snd: sendSide{mss: defaultMSS4}, rcv: receiveSide{recentWrite: packet.MaxSize}}
 	c.snd.drained = true // registering the socket reports data that are there already
 	if f.guest.Addr().Is6() {
 		c.snd.mss = defaultMSS6
@@ -283,11 +283,11 @@ func (c *conn) event(events uint32) {
 	if events&^unix.EPOLLOUT != 0 {
 		c.snd.drained = false
 	}
-	c.snd.special = events&^(unix.EPOLLIN|unix.EPOLLOUT) != 0
+	c.snd.readToEnd = events&^(unix.EPOLLIN|unix.EPOLLOUT) != 0
 	switch c.state {
 	case synPending:
 		if events&(unix.EPOLLOUT|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
-			c.connected()
+			c.checkConnect()
 		}
 		return
 	case synReceived, synSent:

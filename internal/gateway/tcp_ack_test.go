@@ -10,9 +10,9 @@ import (
 	"sockeye/internal/gateway/packet"
 )
 
-// TestLateAck checks that the response to a request carries the acknowledgement, once the peer has responded in time, and that a
-// acknowledgement that waited in vain ends this for many responses.
-func TestLateAck(t *testing.T) {
+// TestDelayedAck checks that the response to a request carries the acknowledgement, once the peer has responded in time, and that an
+// acknowledgement delayed in vain ends this for many responses.
+func TestDelayedAck(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
 	start := time.Now()
@@ -50,13 +50,13 @@ func TestLateAck(t *testing.T) {
 	p.quiet()
 	p.wait(ackDelay / 2)
 	if s := l.hear(); s.Ack != l.seq || s.Length() != 0 {
-		t.Errorf("late acknowledgement: %v, want ack %d", s, l.seq)
+		t.Errorf("delayed acknowledgement: %v, want ack %d", s, l.seq)
 	}
 	respond()
 	request()
 	l.acknowledged() // at once: the last response was late
 	respond()
-	for range answersAfterLate {
+	for range delayPenalty {
 		request()
 		l.acknowledged()
 		respond()
@@ -65,11 +65,11 @@ func TestLateAck(t *testing.T) {
 	p.quiet()
 	respond()
 	// A window of which half is used is recomputed and advertised.
-	c := p.g.conns[flow{l.local, l.remote}]
-	c.rcv.opened = 2*c.rcv.wnd() + 1
+	c := p.g.conns[endpoints{l.local, l.remote}]
+	c.rcv.lastWindow = 2*c.rcv.wnd() + 1
 	request()
 	l.acknowledged()
-	if c.rcv.opened > c.rcv.wnd() {
+	if c.rcv.lastWindow > c.rcv.wnd() {
 		t.Errorf("the window of %d bytes was not recomputed", c.rcv.wnd())
 	}
 	l.say(packet.RST, nil)
@@ -91,7 +91,7 @@ func TestSinglePackets(t *testing.T) {
 	for range minSinglePackets {
 		p.turn(0)
 	}
-	if got := p.g.conns[flow{l.local, l.remote}].nextSequence(); got != l.seq {
+	if got := p.g.conns[endpoints{l.local, l.remote}].nextSequence(); got != l.seq {
 		t.Errorf("%d bytes are not read after %d turns", l.seq-got, minSinglePackets)
 	}
 	l.acknowledged()

@@ -53,7 +53,7 @@ func (c *conn) finAcked() {
 func (c *conn) abort() {
 	c.g.count(Reset)
 	c.resetGuest()
-	c.resetHost()
+	resetOnClose(c.fd)
 	c.remove()
 }
 
@@ -75,12 +75,9 @@ func (c *conn) resetByGuest() {
 		return
 	}
 	c.g.count(Reset)
-	c.resetHost()
+	resetOnClose(c.fd)
 	c.remove()
 }
-
-// resetHost makes the kernel send the host's peer a RST when the socket is closed.
-func (c *conn) resetHost() { resetOnClose(c.fd) }
 
 // closeHost closes the host's socket and frees the batch, the backlog and the share of memory.
 func (c *conn) closeHost() {
@@ -98,7 +95,7 @@ func (c *conn) closeHost() {
 // remove deletes the connection (CLOSED).
 func (c *conn) remove() {
 	c.g.timers.Stop(&c.timer)
-	delete(c.g.conns, c.flow)
+	delete(c.g.conns, c.endpoints)
 	if c.fd >= 0 {
 		c.closeHost()
 	}

@@ -141,7 +141,7 @@ func descriptors(t testing.TB) int {
 // turn runs one turn of the gateway's event loop.
 func (p *puppet) turn(timeout int) {
 	p.Helper()
-	if _, err := p.g.poll(p.events, timeout); err != nil {
+	if _, err := p.g.runTurn(p.events, timeout); err != nil {
 		p.Fatal(err)
 	}
 }

@@ -19,12 +19,12 @@ const (
 	defaultMSS6 = 1220
 )
 
-// acceptSYN starts a connection to the destination of the guest's SYN. connected replies to the guest when connect(2) has
+// acceptSYN starts a connection to the destination of the guest's SYN. checkConnect replies to the guest when connect(2) has
 // succeeded or failed.
-func (g *Gateway) acceptSYN(f flow, s *packet.Segment) {
+func (g *Gateway) acceptSYN(f endpoints, s *packet.Segment) {
 	if !g.config.Outbound.Allowed(unix.IPPROTO_TCP, f.remote) {
 		g.count(NotAllowed)
-		g.unreachable(s, prohibited)
+		g.sendICMPError(s, prohibited)
 		return
 	}
 	if len(g.conns) >= g.config.Connections {
@@ -46,7 +46,7 @@ func (g *Gateway) acceptSYN(f flow, s *packet.Segment) {
 		return
 	case err != nil:
 		g.count(TooMany)
-		g.unreachable(s, noNetwork) // not a RST: the destination has not refused the connection
+		g.sendICMPError(s, noNetwork) // not a RST: the destination has not refused the connection
 		return
 	}
 	if err := unix.Connect(fd, sockaddr(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
@@ -57,7 +57,7 @@ func (g *Gateway) acceptSYN(f flow, s *packet.Segment) {
 	if c := g.newConn(f, fd, synPending); c != nil {
 		c.outgoing = true
 		g.outgoing++
-		c.acceptSYN(s)
+		c.initFromSYN(s)
 	}
 }
 
@@ -66,11 +66,11 @@ func (g *Gateway) refuseSYN(s *packet.Segment, err error) {
 	g.count(Refused)
 	switch {
 	case errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.EHOSTDOWN):
-		g.unreachable(s, noHost)
+		g.sendICMPError(s, noHost)
 	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EADDRNOTAVAIL), errors.Is(err, unix.EAFNOSUPPORT):
-		g.unreachable(s, noNetwork)
+		g.sendICMPError(s, noNetwork)
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
-		g.unreachable(s, prohibited)
+		g.sendICMPError(s, prohibited)
 	case errors.Is(err, unix.ETIMEDOUT):
 		// No reply: the guest's connect(2) times out itself.
 	default:
@@ -78,8 +78,8 @@ func (g *Gateway) refuseSYN(s *packet.Segment, err error) {
 	}
 }
 
-// acceptSYN initializes the receive side and the options from the guest's SYN.
-func (c *conn) acceptSYN(s *packet.Segment) {
+// initFromSYN initializes the receive side and the options from the guest's SYN.
+func (c *conn) initFromSYN(s *packet.Segment) {
 	c.setOptions(s)
 	c.rcv.irs = s.Seq
 	c.rcv.nxt = s.Seq + 1
@@ -91,7 +91,7 @@ func (c *conn) setOptions(s *packet.Segment) {
 	if s.Options.MSS != 0 {
 		c.snd.mss = max(s.Options.MSS, minMSS)
 	}
-	c.snd.mss = min(c.snd.mss, c.g.mss(c.flow.guest.Addr()))
+	c.snd.mss = min(c.snd.mss, c.g.mss(c.endpoints.guest.Addr()))
 	c.snd.windShift, c.windowScaling = s.Options.WindShift, s.Options.WindowScaling
 	c.snd.wnd = uint32(s.Window) // not scaled in a SYN (RFC 7323, section 2.2)
 	c.snd.wl1 = s.Seq
@@ -110,7 +110,7 @@ func (g *Gateway) mss(a netip.Addr) uint16 {
 // space of the host's socket grows by segments of the path's MSS, at first to a third of the send buffer: the guest could
 // wait forever for the space of a larger segment. A multiple of the path's MSS avoids a small last segment per write.
 func (c *conn) chooseMSS(s room.Snapshot) {
-	c.rcv.mss = c.g.mss(c.flow.guest.Addr())
+	c.rcv.mss = c.g.mss(c.endpoints.guest.Addr())
 	if s.MSS > 0 {
 		mss := min(int(c.rcv.mss), max(s.SendBuffer/8, s.MSS))
 		if mss > s.MSS {
@@ -120,14 +120,14 @@ func (c *conn) chooseMSS(s room.Snapshot) {
 	}
 }
 
-// connected replies to the guest's SYN when connect(2) of the host's socket has succeeded or failed.
-func (c *conn) connected() {
+// checkConnect replies to the guest's SYN when connect(2) of the host's socket has succeeded or failed.
+func (c *conn) checkConnect() {
 	if s, err := room.ReadSnapshot(c.fd); err == nil && !s.Closed {
-		c.acceptedByHost(s)
+		c.sendSYNACK(s)
 		return
 	}
 	if code, err := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR); err != nil || code != 0 {
-		s := packet.Segment{From: c.flow.guest, To: c.flow.remote, Flags: packet.SYN, Seq: c.rcv.irs, Protocol: unix.IPPROTO_TCP}
+		s := packet.Segment{From: c.endpoints.guest, To: c.endpoints.remote, Flags: packet.SYN, Seq: c.rcv.irs, Protocol: unix.IPPROTO_TCP}
 		var short [packet.IPv6Header + 8]byte
 		s.Network = packet.SyntheticSYN(short[:], &s)
 		c.remove()
@@ -137,11 +137,11 @@ func (c *conn) connected() {
 	if _, err := unix.Getpeername(c.fd); err != nil {
 		return // in progress
 	}
-	c.acceptedByHost(room.Snapshot{})
+	c.sendSYNACK(room.Snapshot{})
 }
 
-// acceptedByHost sends the SYN-ACK of a connection that the guest opens.
-func (c *conn) acceptedByHost(s room.Snapshot) {
+// sendSYNACK sends the SYN-ACK of a connection that the guest opens, and enters SYN-RECEIVED.
+func (c *conn) sendSYNACK(s room.Snapshot) {
 	c.state = synReceived
 	c.snd.nxt = c.snd.iss + 1
 	c.sendSYN(s)
@@ -159,7 +159,7 @@ func (c *conn) sendSYN(s room.Snapshot) {
 	c.chooseMSS(s)
 	c.advanceWindowTo(s)
 	a := packet.Outgoing{
-		From: c.flow.remote, To: c.flow.guest, Seq: c.snd.iss, Flags: packet.SYN, MSS: c.rcv.mss, WindShift: c.g.windShift, WindowScaling: c.windowScaling,
+		From: c.endpoints.remote, To: c.endpoints.guest, Seq: c.snd.iss, Flags: packet.SYN, MSS: c.rcv.mss, WindShift: c.g.windShift, WindowScaling: c.windowScaling,
 		Window: uint16(min(c.rcv.wnd(), 65535)), // not scaled
 	}
 	if c.state == synReceived {
@@ -191,7 +191,7 @@ func (c *conn) synSentArrives(s *packet.Segment) {
 	switch {
 	case s.Flags&(packet.RST|packet.ACK) == packet.RST|packet.ACK:
 		c.g.count(Refused)
-		c.resetHost()
+		resetOnClose(c.fd)
 		c.remove()
 	case s.Flags&(packet.SYN|packet.ACK|packet.RST) == packet.SYN|packet.ACK:
 		advertised := c.rcv.wnd()

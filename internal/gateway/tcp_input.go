@@ -12,7 +12,7 @@ func (c *conn) segmentArrives(s *packet.Segment) {
 		case s.Flags&packet.RST != 0 && s.Seq == c.rcv.nxt:
 			c.resetByGuest()
 		case s.Flags&(packet.RST|packet.SYN|packet.ACK|packet.FIN) == packet.SYN && s.Seq != c.rcv.irs:
-			c.acceptSYN(s) // the guest has aborted the first attempt and reuses the port
+			c.initFromSYN(s) // the guest has aborted the first attempt and reuses the port
 		}
 		return
 	case synSent:
@@ -106,13 +106,13 @@ func (c *conn) processAck(s *packet.Segment) {
 		c.rtx.backoff = 0
 		c.startRetransmitTimer()
 	}
-	finAcked := false
+	ackedFIN := false
 	switch {
 	case n > 0:
 		c.snd.una = s.Ack
 		c.rtx.dupAcks, c.rtx.backoff = 0, 0
 		if c.state.finSent() && c.snd.una == c.snd.nxt {
-			finAcked = true
+			ackedFIN = true
 			n-- // the FIN has a sequence number but no byte in the socket
 		}
 		c.snd.unconsumed += int(n)
@@ -134,7 +134,7 @@ func (c *conn) processAck(s *packet.Segment) {
 			c.retransmit()
 		}
 	}
-	if finAcked && c.fd >= 0 {
+	if ackedFIN && c.fd >= 0 {
 		c.finAcked()
 	}
 }
@@ -179,7 +179,7 @@ func (c *conn) processText(s *packet.Segment) {
 	if n := c.fitToWindow(expected, len(payload)); n < len(payload) {
 		payload, fin = payload[:n], false
 	}
-	if len(payload) > 0 && !c.addToBatch(payload) {
+	if len(payload) > 0 && !c.addPayload(payload) {
 		return
 	}
 	if fin {

@@ -68,7 +68,7 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 	from, ok := addrPort(peer)
 	remote := l.g.remoteAddr(from)
 	guest := l.g.guestAddr(remote.Addr())
-	f := flow{netip.AddrPortFrom(guest, l.Port), remote}
+	f := endpoints{netip.AddrPortFrom(guest, l.Port), remote}
 	if remote != from {
 		// Since several addresses of the host have one alias, two connections may have the same address pair.
 		for i := 1; i < aliasPorts && l.g.conns[f] != nil; i++ {
@@ -92,8 +92,4 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 	c.windowScaling = true        // offered; the SYN-ACK accepts or declines
 	s, _ := room.ReadSnapshot(fd) // as in resendSYN
 	c.sendSYN(s)
-}
-
-func withPort(a netip.AddrPort, port uint16) netip.AddrPort {
-	return netip.AddrPortFrom(a.Addr(), port)
 }

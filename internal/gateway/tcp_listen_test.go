@@ -219,7 +219,7 @@ func TestNoDescriptors(t *testing.T) {
 	p.turn(1000)
 	events := 0
 	for range 20 {
-		n, err := p.g.poll(p.events, 1)
+		n, err := p.g.runTurn(p.events, 1)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -374,10 +374,10 @@ func TestLinger(t *testing.T) {
 	}
 	for _, c := range p.g.conns { // as a program's close(2) does
 		if !c.state.finReceived() {
-			c.resetHost()
+			resetOnClose(c.fd)
 		}
 		c.closeHost()
-		delete(p.g.conns, c.flow)
+		delete(p.g.conns, c.endpoints)
 	}
 	if got, err := io.ReadAll(whole.conn); !bytes.Equal(got, text(50_000)) || err != nil {
 		t.Errorf("%d bytes on the closed connection, %v", len(got), err)

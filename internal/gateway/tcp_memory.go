@@ -67,25 +67,25 @@ func (m *sendMemory) forget(c *conn) {
 	delete(m.waiting, c)
 }
 
-// limitWindow returns the window, in bytes, of a connection whose socket has queued bytes and space for room bytes more.
-func (m *sendMemory) limitWindow(c *conn, queued, room int) int {
+// limitWindow returns the window, in bytes, of a connection whose socket has queued bytes and accepts space bytes more.
+func (m *sendMemory) limitWindow(c *conn, queued, space int) int {
 	outstanding := int(int32(c.rcv.adv - c.rcv.nxt))
 	m.update(c, connMemory{queued, outstanding})
 	delete(m.waiting, c)
 	switch {
 	case m.queued > m.limit:
-		if least := max(minQueued-queued, 0); least < room {
-			room = least
+		if least := max(minQueued-queued, 0); least < space {
+			space = least
 			m.waiting[c] = true
 			if !m.timer.IsSet() {
 				m.g.timers.Set(&m.timer, m.g.now.Add(memoryInterval))
 			}
 		}
-	case m.queued+m.advertised-outstanding+room > m.limit:
-		room = min(room, minWindow)
+	case m.queued+m.advertised-outstanding+space > m.limit:
+		space = min(space, minWindow)
 	}
-	m.update(c, connMemory{queued, max(outstanding, room)})
-	return room
+	m.update(c, connMemory{queued, max(outstanding, space)})
+	return space
 }
 
 // Expired updates the shares of all connections and recomputes the windows of the waiting ones.

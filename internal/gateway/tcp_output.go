@@ -53,7 +53,7 @@ func (c *conn) output() {
 		}
 		c.responded()
 		// recv(2) returns less than asked for at the end of the queue and at an urgent mark. An event follows when the end moves.
-		if n < asked && !c.snd.special {
+		if n < asked && !c.snd.readToEnd {
 			c.snd.drained = true
 			return
 		}
@@ -121,7 +121,7 @@ func (c *conn) sendAck() { a := c.newSegment(c.snd.nxt, packet.ACK); c.transmit(
 
 // newSegment returns a segment to the guest with SEG.ACK = RCV.NXT.
 func (c *conn) newSegment(seq uint32, flags uint8) packet.Outgoing {
-	return packet.Outgoing{From: c.flow.remote, To: c.flow.guest, Seq: seq, Ack: c.rcv.nxt, Flags: flags, MSS: c.snd.mss}
+	return packet.Outgoing{From: c.endpoints.remote, To: c.endpoints.guest, Seq: seq, Ack: c.rcv.nxt, Flags: flags, MSS: c.snd.mss}
 }
 
 // transmit sets the window of a segment and sends it. The payload, if any, follows the headers in the gateway's write buffer.

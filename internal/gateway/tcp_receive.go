@@ -49,9 +49,9 @@ func (b *segmentBatch) send(fd int) (int, error) {
 	return sendMessage(fd, &h)
 }
 
-// addToBatch adds payload to the batch, or to the backlog if there is one. It returns false if the backlog is full: the
+// addPayload adds payload to the batch, or to the backlog if there is one. It returns false if the backlog is full: the
 // payload is then dropped, and the guest retransmits.
-func (c *conn) addToBatch(payload []byte) bool {
+func (c *conn) addPayload(payload []byte) bool {
 	if len(c.rcv.backlog) > 0 {
 		return c.addToBacklog(payload)
 	}

@@ -576,7 +576,7 @@ func TestKeepalive(t *testing.T) {
 func TestGuestKeepalive(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
-	c := p.g.conns[flow{l.local, l.remote}]
+	c := p.g.conns[endpoints{l.local, l.remote}]
 	set := func() (values [2]int) {
 		t.Helper()
 		for i, option := range []int{unix.TCP_KEEPIDLE, unix.TCP_KEEPINTVL} {

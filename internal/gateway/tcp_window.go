@@ -3,6 +3,11 @@
 package gateway
 
 import (
+	"math/bits"
+	"os"
+	"strconv"
+	"strings"
+
 	"sockeye/internal/gateway/packet"
 	"sockeye/room"
 )
@@ -25,8 +30,8 @@ func (c *conn) advanceWindowTo(s room.Snapshot) {
 		return
 	}
 	if s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat {
-		// Like room.Arm. If the socket has become writable since the snapshot, the kernel reports no event, and the snapshot
-		// is stale.
+		// isWritable requests EPOLLOUT, as room.Arm does. A socket that has become writable since the snapshot reports no
+		// event, and its snapshot is out of date.
 		if c.rcv.armed = !isWritable(c.fd); !c.rcv.armed {
 			var err error
 			if s, err = room.ReadSnapshot(c.fd); err != nil {
@@ -42,11 +47,11 @@ func (c *conn) advanceWindowTo(s room.Snapshot) {
 	c.openWindow(s, safe)
 }
 
-// openWindow moves the right edge of the receive window to the right, if the host's socket has space for room bytes.
-func (c *conn) openWindow(s room.Snapshot, room int) {
-	room = c.g.memory.limitWindow(c, s.Queued, room)
+// openWindow moves the right edge of the receive window to the right, if the host's socket accepts space bytes more.
+func (c *conn) openWindow(s room.Snapshot, space int) {
+	space = c.g.memory.limitWindow(c, s.Queued, space)
 	shift := c.rcvWindShift()
-	wnd := min(room, 65535<<shift)
+	wnd := min(space, 65535<<shift)
 	// Round down to the unit of the window scale, so that setWindow does not round up.
 	if whole := wnd &^ (1<<shift - 1); whole >= int(c.rcv.mss) {
 		wnd = whole
@@ -56,7 +61,25 @@ func (c *conn) openWindow(s room.Snapshot, room int) {
 	if gain > 0 && (!c.rcv.armed || gain >= min(s.SendBuffer/8, packet.MaxSize)) {
 		c.rcv.adv += uint32(gain)
 	}
-	c.rcv.opened = c.rcv.wnd()
+	c.rcv.lastWindow = c.rcv.wnd()
+}
+
+const (
+	// minWindShift and maxWindShift bound Rcv.Wind.Shift.
+	minWindShift = 6
+	maxWindShift = 14 // RFC 7323, section 2.3
+)
+
+// chooseWindShift returns the smallest window scale that can advertise the largest send buffer of the host (net.ipv4.tcp_wmem): a
+// larger scale would make the rounding of windows coarser.
+func chooseWindShift() uint8 {
+	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
+	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
+		if most, err := strconv.ParseUint(fields[2], 10, 32); err == nil && most > 0 {
+			return uint8(min(max(bits.Len64((most-1)>>16), minWindShift), maxWindShift))
+		}
+	}
+	return minWindShift
 }
 
 // rcvWindShift returns Rcv.Wind.Shift (RFC 7323, section 2.2).

@@ -110,7 +110,7 @@ func (l *link) dropped() bool {
 // hostInfo returns TCP_INFO of the gateway's socket.
 func (l *link) hostInfo() *unix.TCPInfo {
 	l.Helper()
-	c := l.g.conns[flow{l.local, l.remote}]
+	c := l.g.conns[endpoints{l.local, l.remote}]
 	if c == nil {
 		l.Fatal("the gateway has removed the connection")
 	}
@@ -197,7 +197,7 @@ func TestBeyondWindow(t *testing.T) {
 		l.sayAt(l.acked, packet.ACK, data[sent+int(l.acked-l.seq):][:60_000])
 		p.turn(0)
 		l.allAcked()
-		if c := p.g.conns[flow{l.local, l.remote}]; c == nil || c.rcv.finPending || c.state.finReceived() {
+		if c := p.g.conns[endpoints{l.local, l.remote}]; c == nil || c.rcv.finPending || c.state.finReceived() {
 			t.Fatal("a FIN beyond the window was accepted")
 		}
 	}
@@ -216,7 +216,7 @@ func TestBacklog(t *testing.T) {
 	l := p.dial(slow(t, host4))
 	data := text(64 << 20)
 	sent := l.fill(data, 60_000)
-	c := p.g.conns[flow{l.local, l.remote}]
+	c := p.g.conns[endpoints{l.local, l.remote}]
 	c.rcv.adv = l.seq + maxBacklog // simulates a larger advertised window
 	l.adv = c.rcv.adv
 	more := maxBacklog/40_000*40_000 + 40_000
@@ -311,7 +311,7 @@ func TestTurn(t *testing.T) {
 	t.Run("no room", func(t *testing.T) {
 		p := newPuppet(t, everywhere)
 		l := p.dial(slow(t, host4))
-		c := p.g.conns[flow{l.local, l.remote}]
+		c := p.g.conns[endpoints{l.local, l.remote}]
 		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 64<<10); err != nil { // disables auto-tuning
 			t.Fatal(err)
 		}
@@ -640,7 +640,7 @@ func TestSegmentSize(t *testing.T) {
 func TestSmallBuffer(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
-	c := p.g.conns[flow{l.local, l.remote}]
+	c := p.g.conns[endpoints{l.local, l.remote}]
 	if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 1); err != nil {
 		t.Fatal(err)
 	}
@@ -672,7 +672,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 	listener := listenOn(t, host4)
 	dial := func() *link {
 		l := p.dial(listener)
-		c := p.g.conns[flow{l.local, l.remote}]
+		c := p.g.conns[endpoints{l.local, l.remote}]
 		c.snd.peekOffset = false
 		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, -1); err != nil {
 			t.Fatal(err)

@@ -98,7 +98,7 @@ func (g *Gateway) send(p []byte) {
 }
 
 // fragment sends a UDP datagram or ICMP message to the guest in fragments that fit the MTU.
-func (g *Gateway) fragment(f flow, protocol uint8, transport []byte) {
+func (g *Gateway) fragment(f endpoints, protocol uint8, transport []byte) {
 	g.fragmentID++
 	b := make([]byte, packet.VnetHeader+g.config.MTU)
 	for at := 0; at < len(transport); {

@@ -26,7 +26,7 @@ const (
 // udpFlow is a UDP flow that the guest opened by sending a datagram to a destination.
 type udpFlow struct {
 	g         *Gateway
-	addresses flow
+	endpoints endpoints
 	fd        int
 	hops      hopLimit // of a connected socket
 	// shared is the socket that the flow shares with others; nil: the flow has a connected socket. destination is the struct
@@ -51,12 +51,12 @@ func (g *Gateway) udpArrives(s *packet.Segment) {
 		b.send(s, k)
 		return
 	}
-	f := flow{s.From, s.To}
+	f := endpoints{s.From, s.To}
 	u := g.flows.all[f]
 	if u == nil {
 		if !g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.To) {
 			g.count(NotAllowed)
-			g.unreachable(s, prohibited)
+			g.sendICMPError(s, prohibited)
 			return
 		}
 		if b := g.bound.findSource(s, g.config.Outbound.Translate(s.To)); b != nil {
@@ -72,7 +72,7 @@ func (g *Gateway) udpArrives(s *packet.Segment) {
 	g.gso.add(u, s)
 }
 
-func (g *Gateway) newUDP(f flow, s *packet.Segment) *udpFlow {
+func (g *Gateway) newUDP(f endpoints, s *packet.Segment) *udpFlow {
 	c := classTransient
 	if g.config.Outbound.NameServer(f.remote.Addr()) != nil {
 		c = classDNS
@@ -86,7 +86,7 @@ func (g *Gateway) newUDP(f flow, s *packet.Segment) *udpFlow {
 		}
 		defer func() { g.openBudget.charge(g.clock().Sub(begin)) }()
 	}
-	u := &udpFlow{g: g, addresses: f, lastUsed: g.now, class: c}
+	u := &udpFlow{g: g, endpoints: f, lastUsed: g.now, class: c}
 	to := g.config.Outbound.Translate(f.remote)
 	shared, err := g.sharedFor(u, to)
 	switch {
@@ -130,58 +130,16 @@ func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *packet.Segment) 
 }
 
 func (u *udpFlow) idle() time.Duration {
-	if u.addresses.remote.Port() == access.DNSPort {
+	if u.endpoints.remote.Port() == access.DNSPort {
 		return dnsIdle
 	}
 	return udpIdle
 }
 
-// connectWithErrorQueue connects a socket and enables its error queue.
-func connectWithErrorQueue(fd int, to netip.AddrPort) error {
-	if err := enableErrorQueue(fd, to.Addr()); err != nil {
-		return err
-	}
-	return unix.Connect(fd, sockaddr(to))
-}
-
-// enableErrorQueue enables the error queue of a socket that sends to addresses of one family (IP_RECVERR, IPV6_RECVERR).
-func enableErrorQueue(fd int, to netip.Addr) error {
-	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
-	if to.Is6() {
-		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVERR
-	}
-	return unix.SetsockoptInt(fd, level, option, 1)
-}
-
-// hopLimit is the TTL or hop limit that was set on a socket; 0: the host's default.
-type hopLimit uint8
-
-// set copies the hop limit of the guest's datagram to the socket, as traceroute(8) needs. The guest's default becomes the host's
-// default.
-func (h *hopLimit) set(fd int, s *packet.Segment) {
-	limit := s.Hops()
-	if limit == packet.DefaultHops {
-		limit = 0
-	}
-	if hopLimit(limit) == *h {
-		return
-	}
-	*h = hopLimit(limit)
-	value := int(limit)
-	if limit == 0 {
-		value = -1 // the default
-	}
-	level, option := unix.IPPROTO_IP, unix.IP_TTL
-	if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err == nil && family == unix.AF_INET6 {
-		level, option = unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS
-	}
-	_ = unix.SetsockoptInt(fd, level, option, value) // on an error the datagram has another hop limit
-}
-
 // refuseDatagram replies to a datagram that could not be sent with the ICMP error that corresponds to the errno.
 func (g *Gateway) refuseDatagram(s *packet.Segment, err error) {
 	if why, ok := failureOf(err); ok {
-		g.unreachable(s, why)
+		g.sendICMPError(s, why)
 	}
 }
 
@@ -197,7 +155,7 @@ func (u *udpFlow) event(events uint32) {
 		}
 		u.g.flows.touch(u, u.g.now, true)
 		for i := range n {
-			u.g.deliver(u.g.received.buffers[i], u.addresses, int(u.g.received.messages[i].Len))
+			u.g.deliver(u.g.received.buffers[i], u.endpoints, int(u.g.received.messages[i].Len))
 		}
 		if n < receiveBatchSize {
 			return
@@ -210,7 +168,7 @@ func (u *udpFlow) forwardErrors() bool {
 	if u.shared != nil {
 		return u.shared.forwardErrors()
 	}
-	return u.g.forwardErrors(u.fd, unix.IPPROTO_UDP, u.addresses.anyDestination)
+	return u.g.forwardErrors(u.fd, unix.IPPROTO_UDP, u.endpoints.anyDestination)
 }
 
 func (u *udpFlow) Expired() {
@@ -235,7 +193,7 @@ func (u *udpFlow) remove() {
 const headroom = packet.VnetHeader + packet.IPv6Header + packet.UDPHeader
 
 // deliver sends a datagram to the guest. The payload follows the headroom in buffer. Packets larger than the MTU are fragmented.
-func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
+func (g *Gateway) deliver(buffer []byte, f endpoints, payload int) {
 	ip := packet.IPv6Header
 	if f.guest.Addr().Is4() {
 		ip = packet.IPv4Header

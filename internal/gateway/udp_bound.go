@@ -110,7 +110,7 @@ func (b *boundSocket) event(uint32) {
 				continue
 			}
 			b.addPeer(remote, in.name(i), in.control(i))
-			f, payload := flow{netip.AddrPortFrom(guest, b.Port), remote}, int(in.messages[i].Len)
+			f, payload := endpoints{netip.AddrPortFrom(guest, b.Port), remote}, int(in.messages[i].Len)
 			b.g.deliver(in.buffers[i], f, payload)
 			b.pacer.delivered(f, payload)
 		}

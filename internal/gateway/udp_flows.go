@@ -3,14 +3,11 @@
 package gateway
 
 import (
-	"errors"
 	"net/netip"
 	"os"
 	"strconv"
 	"strings"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
 )
@@ -28,8 +25,6 @@ const (
 	maxSharing = 1 << 16
 	// defaultPorts is the size of the kernel's default port range (ip_local_port_range, 32768 to 60999).
 	defaultPorts = 28232
-	// warnEvery is the minimum time between two warnings of a kind.
-	warnEvery = time.Minute
 )
 
 // defaultOutgoing returns the number of ports that a guest may occupy: a part of net.ipv4.ip_local_port_range.
@@ -59,16 +54,16 @@ const (
 	openingBurst = 50 * time.Millisecond
 )
 
-func (o *timeBudget) available(now time.Time) bool {
-	if o.at.IsZero() {
-		o.remaining = openingBurst
+func (b *timeBudget) available(now time.Time) bool {
+	if b.at.IsZero() {
+		b.remaining = openingBurst
 	}
-	o.remaining = min(o.remaining+now.Sub(o.at)*openingPercent/100, openingBurst)
-	o.at = now
-	return o.remaining > 0
+	b.remaining = min(b.remaining+now.Sub(b.at)*openingPercent/100, openingBurst)
+	b.at = now
+	return b.remaining > 0
 }
 
-func (o *timeBudget) charge(d time.Duration) { o.remaining -= d }
+func (b *timeBudget) charge(d time.Duration) { b.remaining -= d }
 
 // class is the kind of a flow, which decides the order of eviction.
 type class uint8
@@ -94,7 +89,7 @@ func (c class) retention() time.Duration {
 
 // udpFlows are the flows that the guest opened, by address and by last use.
 type udpFlows struct {
-	all       map[flow]*udpFlow
+	all       map[endpoints]*udpFlow
 	connected flowLRU // flows with connected sockets
 	shared    flowLRU // flows on shared sockets
 	sources   map[netip.AddrPort]*source
@@ -110,8 +105,8 @@ type flowLRU struct {
 	n int
 }
 
-// order returns the lists that a flow is in.
-func (l *udpFlows) order(u *udpFlow) *flowLRU {
+// listOf returns the list that contains the flow.
+func (l *udpFlows) listOf(u *udpFlow) *flowLRU {
 	if u.shared != nil {
 		return &l.shared
 	}
@@ -119,61 +114,61 @@ func (l *udpFlows) order(u *udpFlow) *flowLRU {
 }
 
 // link adds a flow as the most recently used of its class.
-func (all *flowLRU) link(u *udpFlow) {
-	o := &all.class[u.class]
-	u.older, u.newer = o.newest, nil
-	if o.newest != nil {
-		o.newest.newer = u
+func (l *flowLRU) link(u *udpFlow) {
+	c := &l.class[u.class]
+	u.older, u.newer = c.newest, nil
+	if c.newest != nil {
+		c.newest.newer = u
 	} else {
-		o.oldest = u
+		c.oldest = u
 	}
-	o.newest = u
-	o.n++
-	all.n++
+	c.newest = u
+	c.n++
+	l.n++
 }
 
-func (all *flowLRU) unlink(u *udpFlow) {
-	o := &all.class[u.class]
+func (l *flowLRU) unlink(u *udpFlow) {
+	c := &l.class[u.class]
 	if u.older != nil {
 		u.older.newer = u.newer
 	} else {
-		o.oldest = u.newer
+		c.oldest = u.newer
 	}
 	if u.newer != nil {
 		u.newer.older = u.older
 	} else {
-		o.newest = u.older
+		c.newest = u.older
 	}
 	u.older, u.newer = nil, nil
-	o.n--
-	all.n--
+	c.n--
+	l.n--
 }
 
 // touch marks a flow as used now. If active, a transient flow becomes classActive, except to port 53.
 func (l *udpFlows) touch(u *udpFlow, now time.Time, active bool) {
 	u.lastUsed = now
 	to := u.class
-	if active && to == classTransient && u.addresses.remote.Port() != access.DNSPort {
+	if active && to == classTransient && u.endpoints.remote.Port() != access.DNSPort {
 		to = classActive
 	}
-	all := l.order(u)
-	if to == u.class && all.class[to].newest == u {
+	list := l.listOf(u)
+	if to == u.class && list.class[to].newest == u {
 		return
 	}
-	all.unlink(u)
+	list.unlink(u)
 	u.class = to
-	all.link(u)
+	list.link(u)
 }
 
 func (l *udpFlows) add(u *udpFlow) {
-	l.all[u.addresses] = u
-	l.order(u).link(u)
+	l.all[u.endpoints] = u
+	l.listOf(u).link(u)
 	l.countConnected(u, 1)
 }
 
 func (l *udpFlows) remove(u *udpFlow) {
-	delete(l.all, u.addresses)
-	l.order(u).unlink(u)
+	delete(l.all, u.endpoints)
+	l.listOf(u).unlink(u)
 	l.countConnected(u, -1)
 }
 
@@ -182,16 +177,16 @@ func (l *udpFlows) countConnected(u *udpFlow, n int) {
 	if u.shared != nil || !u.sharable() {
 		return
 	}
-	l.source(u.addresses.guest).connected += n
-	l.removeUnused(u.addresses.guest)
+	l.source(u.endpoints.guest).connected += n
+	l.removeUnused(u.endpoints.guest)
 }
 
-// first returns the flow to evict, whose retention ends first; nil if there are no flows. Flows of classDNS have a separate limit
+// victim returns the flow to evict, whose retention ends first; nil if there are no flows. Flows of classDNS have a separate limit
 // (aliasDivisor) and are evicted only if there are no others.
-func (all *flowLRU) first() (first *udpFlow) {
+func (l *flowLRU) victim() (first *udpFlow) {
 	var end time.Time
 	for c := classTransient; c < classes; c++ {
-		u := all.class[c].oldest
+		u := l.class[c].oldest
 		if u == nil {
 			continue
 		}
@@ -200,7 +195,7 @@ func (all *flowLRU) first() (first *udpFlow) {
 		}
 	}
 	if first == nil {
-		return all.class[classDNS].oldest
+		return l.class[classDNS].oldest
 	}
 	return first
 }
@@ -218,11 +213,10 @@ func (g *Gateway) evictForFlow(c class) {
 // sockets may occupy only a part of the ports.
 func (g *Gateway) evictForSocket() {
 	if g.flows.connected.n+g.flows.sockets >= g.config.Outgoing {
-		g.evictAndWarn(g.flows.connected.first(), "UDP flows", g.config.Outgoing)
+		g.evictAndWarn(g.flows.connected.victim(), "UDP flows", g.config.Outgoing)
 	}
 }
 
-// evictAndWarn evicts a flow and logs a warning.
 func (g *Gateway) evictAndWarn(u *udpFlow, what string, limit int) {
 	g.evict(u)
 	g.warn(warnEvicted, "too many "+what+": the oldest is evicted", "limit", limit)
@@ -235,54 +229,4 @@ func (g *Gateway) evict(u *udpFlow) {
 	g.timers.Stop(&u.timer)
 	u.remove()
 	g.count(Evicted)
-}
-
-// openSocket opens a socket of the host. If the process has no descriptor left, openSocket evicts a UDP flow, so that datagrams to
-// many destinations stop neither connections nor DNS queries.
-func (g *Gateway) openSocket(to netip.Addr, kind, protocol int) (fd int, err error) {
-	kind |= unix.SOCK_NONBLOCK | unix.SOCK_CLOEXEC
-	fd, err = unix.Socket(domain(to), kind, protocol)
-	if noDescriptor(err) && g.freeDescriptor() {
-		fd, err = unix.Socket(domain(to), kind, protocol)
-	}
-	return fd, err
-}
-
-// freeDescriptor logs a warning that no descriptor is left, and evicts UDP flows to free one. It returns false if there is none.
-func (g *Gateway) freeDescriptor() bool {
-	g.warn(warnFiles, "no file descriptors left: UDP flows are evicted, and new connections are refused; raise ulimit -n", "limit", g.maxFiles)
-	if u := g.flows.connected.first(); u != nil {
-		g.evict(u)
-		return true
-	}
-	if u := g.flows.shared.first(); u != nil {
-		for _, other := range u.shared.byPeer {
-			g.evict(other)
-		}
-		return true
-	}
-	return false
-}
-
-func noDescriptor(err error) bool { return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) }
-
-// warning is a kind of warning.
-type warning int
-
-const (
-	warnEvicted warning = iota
-	warnOpening
-	warnRefused
-	warnFiles
-	warnEcho
-	warnings
-)
-
-// warn logs a warning, at most once per warnEvery and kind.
-func (g *Gateway) warn(kind warning, text string, args ...any) {
-	if last := g.warned[kind]; !last.IsZero() && g.now.Sub(last) < warnEvery {
-		return
-	}
-	g.warned[kind] = g.now
-	g.log.Warn(text, args...)
 }

@@ -145,7 +145,7 @@ func TestUDPEviction(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}, Outgoing: 40})
-			lasting := flow{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, 9)}
+			lasting := endpoints{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, 9)}
 			for range 2 { // this flow only sends
 				p.put(datagram(lasting.guest, lasting.remote, []byte("?")))
 			}
@@ -171,7 +171,7 @@ func TestUDPEviction(t *testing.T) {
 			}
 			// The last flow must exist.
 			from, to := c.flood(2999)
-			if p.g.flows.all[flow{from, to}] == nil {
+			if p.g.flows.all[endpoints{from, to}] == nil {
 				t.Error("the last flow does not exist")
 			}
 			n := p.g.flows.connected.n
@@ -201,7 +201,7 @@ func TestQuestionsKeepTheirFlows(t *testing.T) {
 	for i := range 60 {
 		lasting(i)
 	}
-	question := flow{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(alias, 53)}
+	question := endpoints{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(alias, 53)}
 	p.put(datagram(question.guest, question.remote, []byte("?")))
 	p.turn(0)
 	for i := range 200 {
@@ -223,7 +223,7 @@ func TestFlowsLeaveTime(t *testing.T) {
 	// Each reading of the clock advances it by one millisecond, which makes opening a flow expensive.
 	begin, looks := time.Now(), 0
 	p.g.clock = func() time.Time { looks++; return begin.Add(time.Duration(looks) * time.Millisecond) }
-	lasting := flow{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, 9)}
+	lasting := endpoints{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, 9)}
 	p.put(datagram(lasting.guest, lasting.remote, []byte("?")))
 	p.turn(0)
 	const flood = 2000
@@ -243,14 +243,14 @@ func TestFlowsLeaveTime(t *testing.T) {
 	if p.g.flows.all[lasting] == nil {
 		t.Error("the existing flow was removed")
 	}
-	question := flow{netip.AddrPortFrom(guest4, 10000), netip.AddrPortFrom(alias, 53)}
+	question := endpoints{netip.AddrPortFrom(guest4, 10000), netip.AddrPortFrom(alias, 53)}
 	p.put(datagram(question.guest, question.remote, []byte("?")))
 	p.turn(0)
 	if p.g.flows.all[question] == nil {
 		t.Error("a query to a name server was dropped")
 	}
 	looks += 1000 // the flood is over
-	after := flow{netip.AddrPortFrom(guest4, 9999), netip.AddrPortFrom(host4, 9998)}
+	after := endpoints{netip.AddrPortFrom(guest4, 9999), netip.AddrPortFrom(host4, 9998)}
 	p.put(datagram(after.guest, after.remote, []byte("x")))
 	p.turn(0)
 	if p.g.flows.all[after] == nil {

@@ -26,39 +26,39 @@ const (
 )
 
 // add adds a datagram. If the datagram does not fit into the batch, add sends the batch first.
-func (t *gsoBatch) add(u *udpFlow, s *packet.Segment) {
-	if n := len(t.segments); n > 0 {
-		first, last := &t.segments[0], &t.segments[n-1]
+func (b *gsoBatch) add(u *udpFlow, s *packet.Segment) {
+	if n := len(b.segments); n > 0 {
+		first, last := &b.segments[0], &b.segments[n-1]
 		size := len(first.Payload)
-		if t.flow != u || u.noGSO || n == gsoMaxDatagrams || (n+1)*size > gsoMaxBytes || len(last.Payload) != size ||
+		if b.flow != u || u.noGSO || n == gsoMaxDatagrams || (n+1)*size > gsoMaxBytes || len(last.Payload) != size ||
 			len(s.Payload) > size || len(s.Payload) == 0 || s.Hops() != first.Hops() {
-			t.send()
+			b.send()
 		}
 	}
-	t.flow = u
-	t.segments = append(t.segments, *s)
+	b.flow = u
+	b.segments = append(b.segments, *s)
 }
 
 // send sends and empties the batch.
-func (t *gsoBatch) send() {
+func (b *gsoBatch) send() {
 	switch {
-	case len(t.segments) == 0:
+	case len(b.segments) == 0:
 		return
-	case len(t.segments) == 1 || !t.sendSegmented():
-		for i := range t.segments {
-			t.flow.send(&t.segments[i])
+	case len(b.segments) == 1 || !b.sendSegmented():
+		for i := range b.segments {
+			b.flow.send(&b.segments[i])
 		}
 	}
-	clear(t.segments)
-	t.flow, t.segments = nil, t.segments[:0]
+	clear(b.segments)
+	b.flow, b.segments = nil, b.segments[:0]
 }
 
 // sendSegmented sends the batch by one system call. It returns false if nothing was sent.
-func (t *gsoBatch) sendSegmented() bool {
-	for i := range t.segments {
-		p := t.segments[i].Payload
-		t.vectors[i].Base = unsafe.SliceData(p)
-		t.vectors[i].SetLen(len(p))
+func (b *gsoBatch) sendSegmented() bool {
+	for i := range b.segments {
+		p := b.segments[i].Payload
+		b.vectors[i].Base = unsafe.SliceData(p)
+		b.vectors[i].SetLen(len(p))
 	}
 	var size struct {
 		unix.Cmsghdr
@@ -66,22 +66,22 @@ func (t *gsoBatch) sendSegmented() bool {
 	}
 	size.Level, size.Type = unix.IPPROTO_UDP, unix.UDP_SEGMENT
 	size.SetLen(unix.CmsgLen(2))
-	binary.NativeEndian.PutUint16(size.bytes[:], uint16(len(t.segments[0].Payload)))
-	h := unix.Msghdr{Iov: &t.vectors[0], Control: (*byte)(unsafe.Pointer(&size))}
-	h.SetIovlen(len(t.segments))
+	binary.NativeEndian.PutUint16(size.bytes[:], uint16(len(b.segments[0].Payload)))
+	h := unix.Msghdr{Iov: &b.vectors[0], Control: (*byte)(unsafe.Pointer(&size))}
+	h.SetIovlen(len(b.segments))
 	h.SetControllen(int(unsafe.Sizeof(size)))
-	if len(t.flow.destination) > 0 {
-		h.Name, h.Namelen = &t.flow.destination[0], uint32(len(t.flow.destination))
+	if len(b.flow.destination) > 0 {
+		h.Name, h.Namelen = &b.flow.destination[0], uint32(len(b.flow.destination))
 	}
-	t.flow.hopLimit().set(t.flow.fd, &t.segments[0])
+	b.flow.hopLimit().set(b.flow.fd, &b.segments[0])
 	var err error
 	for range sendTries {
-		if _, err = sendMessage(t.flow.fd, &h); err == nil || !t.flow.forwardErrors() {
+		if _, err = sendMessage(b.flow.fd, &h); err == nil || !b.flow.forwardErrors() {
 			break
 		}
 	}
 	// The datagrams exceed the path's MTU, or the kernel or the interface does not support segmentation.
-	t.flow.noGSO = errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE) || errors.Is(err, unix.EIO)
+	b.flow.noGSO = errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE) || errors.Is(err, unix.EIO)
 	return err == nil
 }
 
@@ -89,7 +89,6 @@ func (t *gsoBatch) sendSegmented() bool {
 // within microseconds.
 const sendTries = 8
 
-// send sends one datagram.
 func (u *udpFlow) send(s *packet.Segment) {
 	u.hopLimit().set(u.fd, s)
 	for range sendTries {
@@ -108,7 +107,6 @@ func (u *udpFlow) send(s *packet.Segment) {
 	}
 }
 
-// hopLimit returns the hop limit of the flow's socket.
 func (u *udpFlow) hopLimit() *hopLimit {
 	if u.shared != nil {
 		return &u.shared.hops

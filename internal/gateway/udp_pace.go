@@ -16,7 +16,7 @@ import (
 // the program's receive buffer; further datagrams stay in the receive buffer of the host's socket, which is usually larger.
 type pacer struct {
 	b         *boundSocket
-	last      flow        // of the last datagram
+	last      endpoints   // of the last datagram
 	payload   int         // largest payload since the update before the last one, bytes
 	largest   int         // largest payload since the last update, bytes
 	free      int         // lower bound of the free space of the program's socket, in bytes of kernel memory
@@ -81,7 +81,7 @@ func (p *pacer) update() bool {
 }
 
 // delivered accounts for a datagram.
-func (p *pacer) delivered(f flow, payload int) {
+func (p *pacer) delivered(f endpoints, payload int) {
 	p.last = f
 	p.largest = max(p.largest, payload)
 	p.payload = max(p.payload, payload)

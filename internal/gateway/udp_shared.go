@@ -61,17 +61,17 @@ func (l *udpFlows) removeUnused(guest netip.AddrPort) {
 
 // sharable returns whether the flow may share a socket. DNS queries may not: the source port protects against forged replies.
 func (u *udpFlow) sharable() bool {
-	return u.class != classDNS && u.addresses.remote.Port() != access.DNSPort
+	return u.class != classDNS && u.endpoints.remote.Port() != access.DNSPort
 }
 
 // sharedFor returns the shared socket for a flow; nil if the flow gets a connected socket.
 func (g *Gateway) sharedFor(u *udpFlow, to netip.AddrPort) (*sharedSocket, error) {
-	from := g.flows.sources[u.addresses.guest]
+	from := g.flows.sources[u.endpoints.guest]
 	if !u.sharable() || from == nil || from.connected < maxConnectedFlows {
 		return nil, nil
 	}
 	if g.flows.shared.n >= maxSharing {
-		g.evictAndWarn(g.flows.shared.first(), "UDP flows that share sockets", maxSharing)
+		g.evictAndWarn(g.flows.shared.victim(), "UDP flows that share sockets", maxSharing)
 	}
 	if n := len(from.free); n > 0 {
 		s := from.free[n-1]
@@ -83,7 +83,7 @@ func (g *Gateway) sharedFor(u *udpFlow, to netip.AddrPort) (*sharedSocket, error
 	if g.flows.sockets >= g.config.Outgoing/sharedDivisor {
 		return nil, nil
 	}
-	return g.openShared(u.addresses.guest)
+	return g.openShared(u.endpoints.guest)
 }
 
 // openShared opens a shared socket for a port of the guest. The first datagram binds the socket to a port.
@@ -142,7 +142,7 @@ func (s *sharedSocket) leave(u *udpFlow) {
 	if len(s.byPeer) == s.limit {
 		from.free = append(from.free, s)
 	}
-	delete(s.byPeer, s.g.config.Outbound.Translate(u.addresses.remote))
+	delete(s.byPeer, s.g.config.Outbound.Translate(u.endpoints.remote))
 	if len(s.byPeer) > 0 {
 		return
 	}
@@ -171,7 +171,7 @@ func (s *sharedSocket) event(events uint32) {
 				continue
 			}
 			s.g.flows.touch(u, s.g.now, true)
-			s.g.deliver(in.buffers[i], u.addresses, int(in.messages[i].Len))
+			s.g.deliver(in.buffers[i], u.endpoints, int(in.messages[i].Len))
 		}
 		if n < receiveBatchSize {
 			return
@@ -181,22 +181,12 @@ func (s *sharedSocket) event(events uint32) {
 
 // forwardErrors forwards the pending ICMP errors of the socket to its flows. It returns false if there were none.
 func (s *sharedSocket) forwardErrors() bool {
-	return s.g.forwardErrors(s.fd, unix.IPPROTO_UDP, func(to netip.AddrPort) (f flow, ok bool) {
+	return s.g.forwardErrors(s.fd, unix.IPPROTO_UDP, func(to netip.AddrPort) (f endpoints, ok bool) {
 		u := s.byPeer[to]
 		if u == nil {
 			return f, false // the flow was removed
 		}
 		s.g.flows.touch(u, s.g.now, false)
-		return u.addresses, true
+		return u.endpoints, true
 	})
-}
-
-// hasPort returns whether the socket is bound to a port.
-func hasPort(fd int) bool {
-	name, err := unix.Getsockname(fd)
-	if err != nil {
-		return false
-	}
-	at, ok := addrPort(name)
-	return ok && at.Port() != 0
 }

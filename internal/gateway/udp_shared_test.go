@@ -351,7 +351,7 @@ func TestUDPSharedErrors(t *testing.T) {
 		p.quiet()
 		// A socket with pending errors of other flows must still receive.
 		text := []byte("!")
-		at := p.g.flows.all[flow{from, peers[0].at}]
+		at := p.g.flows.all[endpoints{from, peers[0].at}]
 		p.put(datagram(from, peers[0].at, text))
 		p.turn(0)
 		back, _ := peers[0].hear(p, text)
@@ -364,7 +364,7 @@ func TestUDPSharedErrors(t *testing.T) {
 			s := p.next()
 			heard = heard || s.Protocol == unix.IPPROTO_UDP && s.From == peers[0].at
 		}
-		if !heard || p.g.flows.all[flow{from, peers[0].at}] != at {
+		if !heard || p.g.flows.all[endpoints{from, peers[0].at}] != at {
 			t.Error("the reply to the other flow is lost")
 		}
 	})
@@ -411,7 +411,7 @@ func TestUDPSharedHops(t *testing.T) {
 		}
 		p.g.gso.segments = p.g.gso.segments[:0]
 		for _, c := range peers {
-			if u := p.g.flows.all[flow{from, c.at}]; u.shared == nil || u.noGSO {
+			if u := p.g.flows.all[endpoints{from, c.at}]; u.shared == nil || u.noGSO {
 				t.Errorf("%v shared socket: %v, noGSO: %v", c.at, u.shared != nil, u.noGSO)
 			}
 		}
@@ -463,7 +463,7 @@ func TestUDPSharedFull(t *testing.T) {
 		keep := slices.Collect(maps.Keys(p.g.flows.all)) // kept in use, so that further flows share sockets
 		send := func(port uint16) *sharedSocket {
 			t.Helper()
-			f := flow{from, netip.AddrPortFrom(host, port)}
+			f := endpoints{from, netip.AddrPortFrom(host, port)}
 			p.put(datagram(f.guest, f.remote, []byte("?")))
 			p.turn(0)
 			return p.g.flows.all[f].shared
@@ -523,7 +523,7 @@ func TestUDPSharedNot(t *testing.T) {
 	for i, shared := range []bool{true, false, false, true, false} {
 		p.put(datagram(from, to[i], []byte("?")))
 		p.turn(0)
-		if u := p.g.flows.all[flow{from, to[i]}]; u == nil || (u.shared != nil) != shared {
+		if u := p.g.flows.all[endpoints{from, to[i]}]; u == nil || (u.shared != nil) != shared {
 			t.Errorf("flow to %v: %+v, shares a socket: want %v", to[i], u, shared)
 		}
 	}
@@ -575,7 +575,7 @@ func TestUDPSharedBounds(t *testing.T) {
 	if l.shared.n != maxSharing || l.connected.n != maxConnectedFlows || p.g.Counts()[Evicted] != more {
 		t.Errorf("%d flows on shared sockets, %d with connected sockets; %v", l.shared.n, l.connected.n, p.g.Counts())
 	}
-	if l.all[flow{netip.AddrPortFrom(guest4, 1000), last}] == nil {
+	if l.all[endpoints{netip.AddrPortFrom(guest4, 1000), last}] == nil {
 		t.Error("the last flow does not exist")
 	}
 	for port := range 3 * outgoing {
