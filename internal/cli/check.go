@@ -88,7 +88,7 @@ func (c *commands) check(cmd *cobra.Command, file string) error {
 	}
 	var unmeasured map[string][]api.TraceSkipped
 	if err == nil {
-		unmeasured, err = trace.Check(policy.Trace)
+		unmeasured, err = trace.SkippedStages(policy.Trace)
 	}
 	result := checked{File: file, Valid: err == nil, Errors: []checkedFlaw{}}
 	var flaws config.Errors

@@ -12,13 +12,13 @@ import (
 	"sockeye/internal/config"
 )
 
-// Check returns the stages that each rule skips on this kernel, as far as the rights of the caller allow the probes.
+// SkippedStages returns the stages that each rule skips on this kernel, as far as the rights of the caller allow the probes.
 // It returns an error for a rule without any measurable stage.
-func Check(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
+func SkippedStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
 	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK. The probes report a limit that
 	// cannot be raised.
 	_ = rlimit.RemoveMemlock()
-	skipped, err := new(sendProbe).lackingStages(rules)
+	skipped, err := new(stageProbe).lackingStages(rules)
 	if errors.Is(err, fs.ErrPermission) {
 		return nil, nil
 	}

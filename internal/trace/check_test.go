@@ -79,7 +79,7 @@ func TestCheckTrace(t *testing.T) {
 				want = append(want, api.TraceSkipped{Stage: stage, Needs: test.needs[i]})
 			}
 		}
-		skipped, err := Check(policy.Trace)
+		skipped, err := SkippedStages(policy.Trace)
 		if fmt.Sprint(skipped["x"]) != fmt.Sprint(want) {
 			t.Errorf("%s: skipped are %v, want %v", test.rule, skipped["x"], want)
 		}

@@ -32,7 +32,7 @@ type Tuning interface {
 type Domain struct {
 	host   *domain.Host
 	log    *slog.Logger
-	kernel *sendProbe
+	kernel *stageProbe
 	tuning Tuning
 
 	mu      sync.Mutex
@@ -43,7 +43,7 @@ type Domain struct {
 // New returns the domain without any rules. The agent creates it after the domain of tuning, because cgroups are
 // tuned before they are traced.
 func New(h *domain.Host, tuning Tuning) *Domain {
-	d := &Domain{host: h, log: h.Log, kernel: new(sendProbe), tuning: tuning, tracers: make(map[string]*tracer)}
+	d := &Domain{host: h, log: h.Log, kernel: new(stageProbe), tuning: tuning, tracers: make(map[string]*tracer)}
 	h.AddPrograms(d.programs)
 	h.Watch.Subscribe(d.cgroups, d.renew)
 	return d
@@ -85,18 +85,18 @@ func (d *Domain) Start(policy *config.Policy) error {
 			d.tracers[c.name] = t
 		}
 	}
-	d.recordTrace()
+	d.startOrStopHistory()
 	return nil
 }
 
-func (d *Domain) removeOthers(wanted []traceChange) error {
+func (d *Domain) removeOthers(wanted []cgroupRules) error {
 	pinned, err := d.host.Root.Tracings()
 	if err != nil {
 		return err
 	}
 	for _, name := range pinned {
 		dir := d.host.Root.Tracing(name)
-		if slices.ContainsFunc(wanted, func(c traceChange) bool { return d.host.Root.Tracing(scope.PinName(c.name)) == dir }) {
+		if slices.ContainsFunc(wanted, func(c cgroupRules) bool { return d.host.Root.Tracing(scope.PinName(c.name)) == dir }) {
 			continue
 		}
 		var left traceScope

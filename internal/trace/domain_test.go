@@ -252,7 +252,7 @@ func TestTraceHistory(t *testing.T) {
 	tracer := tracingOf(a).tracers[name]
 	talk(t, 2)
 	tracer.mu.Lock()
-	tracer.release()
+	tracer.closeLocked()
 	tracer.mu.Unlock()
 	slice(a)
 	check("gone", a, 10, 6, 0, 0)

@@ -36,7 +36,7 @@ func (d *Domain) Frame(frame *api.Frame) error {
 		t.mu.Unlock()
 	}
 	now := time.Now()
-	periods, _, err := d.window(now.Add(-traceSlice), now)
+	periods, _, err := d.periodsBetween(now.Add(-traceSlice), now)
 	if err != nil || len(periods) == 0 {
 		return err
 	}

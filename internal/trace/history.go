@@ -71,8 +71,8 @@ func (p packedPeriod) unpack() (measure.Period, error) {
 	return period, nil
 }
 
-// recordTrace starts the history, or stops it if no cgroup is traced.
-func (d *Domain) recordTrace() {
+// startOrStopHistory starts the history, or stops it if no cgroup is traced.
+func (d *Domain) startOrStopHistory() {
 	switch {
 	case len(d.tracers) > 0 && d.history == nil:
 		d.history = &traceHistory{stop: make(chan struct{})}
@@ -196,10 +196,10 @@ func (t *tracer) readLocked() (traceReading, error) {
 	return r, nil
 }
 
-// window returns the slices of a time, including the current one. partial is true if the history is shorter than the
-// time.
-func (d *Domain) window(from, to time.Time) (periods []measure.Period, partial bool, err error) {
-	packed, current, oldest, err := d.slices()
+// periodsBetween returns the measurements of the slices between two times, including the current slice. partial is true if the
+// history begins after the first time.
+func (d *Domain) periodsBetween(from, to time.Time) (periods []measure.Period, partial bool, err error) {
+	packed, current, oldest, err := d.timeSlices()
 	if err != nil || current == nil {
 		return nil, false, err
 	}
@@ -218,8 +218,8 @@ func (d *Domain) window(from, to time.Time) (periods []measure.Period, partial b
 	return periods, from.Before(oldest), nil
 }
 
-// slices returns the completed slices, the current one, and the start of the first one; nil if no cgroup is traced.
-func (d *Domain) slices() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
+// timeSlices returns the completed slices, the current one, and the start of the first one; nil if no cgroup is traced.
+func (d *Domain) timeSlices() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	h := d.history

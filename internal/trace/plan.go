@@ -23,7 +23,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var steps []domain.Step
-	add := func(c traceChange, changes []api.Change) {
+	add := func(c cgroupRules, changes []api.Change) {
 		steps = append(steps, domain.Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
 	}
 	wanted := tracings(policy)
@@ -37,7 +37,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			for _, rule := range d.tracers[name].rules {
 				changes = append(changes, api.Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are deleted"})
 			}
-			add(traceChange{name: name}, changes)
+			add(cgroupRules{name: name}, changes)
 		}
 	}
 	for _, c := range wanted {
@@ -68,7 +68,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			add(c, changes)
 			continue
 		}
-		before, err := traceChange{c.name, t.rules, t.services}.hash()
+		before, err := cgroupRules{c.name, t.rules, t.services}.hash()
 		if err != nil {
 			return nil, err
 		}
@@ -107,7 +107,7 @@ func addedTrace(cgroup string, rule config.TraceRule, skipped []api.TraceSkipped
 func oneIn(n int) string { return fmt.Sprintf("1/%d", n) }
 
 // changedTrace compares two lists of rules by name. A change of one rule restarts the counts of the cgroup.
-func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][]api.TraceSkipped) []api.Change {
+func changedTrace(c cgroupRules, before []config.TraceRule, skipped map[string][]api.TraceSkipped) []api.Change {
 	var changes []api.Change
 	text := func(r config.TraceRule) string {
 		encoded, _ := json.Marshal(r) // cannot fail for plain values
@@ -133,22 +133,21 @@ func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][
 	return changes
 }
 
-// traceChange is the change of one cgroup's tracing by a new policy. rules is nil if the policy has no rules for the
-// cgroup.
-type traceChange struct {
+// cgroupRules are the trace rules of a policy for one cgroup. rules is nil if the policy has none.
+type cgroupRules struct {
 	name     string
 	rules    []config.TraceRule
 	services []config.Service
 }
 
 // tracings groups the rules of a policy by cgroup.
-func tracings(policy *config.Policy) []traceChange {
-	var all []traceChange
+func tracings(policy *config.Policy) []cgroupRules {
+	var all []cgroupRules
 	for _, rule := range policy.Trace {
-		i := slices.IndexFunc(all, func(c traceChange) bool { return c.name == rule.Cgroup })
+		i := slices.IndexFunc(all, func(c cgroupRules) bool { return c.name == rule.Cgroup })
 		if i < 0 {
 			i = len(all)
-			all = append(all, traceChange{name: rule.Cgroup, services: policy.Services})
+			all = append(all, cgroupRules{name: rule.Cgroup, services: policy.Services})
 		}
 		all[i].rules = append(all[i].rules, rule)
 	}
@@ -156,7 +155,7 @@ func tracings(policy *config.Policy) []traceChange {
 }
 
 // listeners returns the listeners of the services by service name.
-func (c traceChange) listeners() map[string][]config.Listener {
+func (c cgroupRules) listeners() map[string][]config.Listener {
 	listeners := make(map[string][]config.Listener)
 	for _, s := range c.services {
 		listeners[s.Name] = s.Listeners
@@ -165,7 +164,7 @@ func (c traceChange) listeners() map[string][]config.Listener {
 }
 
 // hash returns a hash of everything that the programs depend on.
-func (c traceChange) hash() (string, error) {
+func (c cgroupRules) hash() (string, error) {
 	text, err := json.Marshal(struct {
 		Version   int
 		Rules     []config.TraceRule
@@ -179,8 +178,8 @@ func (c traceChange) hash() (string, error) {
 }
 
 // apply applies a change and returns the function that rolls it back.
-func (d *Domain) apply(c traceChange) (rollback func() error, err error) {
-	before := traceChange{name: c.name}
+func (d *Domain) apply(c cgroupRules) (rollback func() error, err error) {
+	before := cgroupRules{name: c.name}
 	d.mu.Lock()
 	if t := d.tracers[c.name]; t != nil {
 		before.rules, before.services = t.rules, t.services
@@ -190,7 +189,7 @@ func (d *Domain) apply(c traceChange) (rollback func() error, err error) {
 }
 
 // setRules replaces the rules of a cgroup. If setRules fails, the previous rules stay in force.
-func (d *Domain) setRules(c traceChange) error {
+func (d *Domain) setRules(c cgroupRules) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -202,7 +201,7 @@ func (d *Domain) setRules(c traceChange) error {
 	case c.rules == nil:
 		delete(d.tracers, c.name)
 		if err := t.retire(); err != nil {
-			return ofTraced(c.name, fault.Join(err, d.openTracer(traceChange{c.name, t.rules, t.services})))
+			return ofTraced(c.name, fault.Join(err, d.openTracer(cgroupRules{c.name, t.rules, t.services})))
 		}
 	case t == nil:
 		if err := d.openTracer(c); err != nil {
@@ -213,7 +212,7 @@ func (d *Domain) setRules(c traceChange) error {
 			return ofTraced(c.name, err)
 		}
 	}
-	d.recordTrace()
+	d.startOrStopHistory()
 	if t != nil {
 		for _, other := range d.tracers {
 			if other != t {

@@ -16,14 +16,14 @@ import (
 	"sockeye/internal/config"
 )
 
-// sendProbe caches whether the kernel allows fentry programs.
-type sendProbe struct {
+// stageProbe determines the stages that the kernel can measure, and caches whether it allows fentry programs.
+type stageProbe struct {
 	once sync.Once
 	err  error
 }
 
 // lackingStages returns the stages of each rule that the kernel cannot measure.
-func (p *sendProbe) lackingStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
+func (p *stageProbe) lackingStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
 	skipped := make(map[string][]api.TraceSkipped)
 	for _, rule := range rules {
 		for _, stage := range rule.Stages {
@@ -40,7 +40,7 @@ func (p *sendProbe) lackingStages(rules []config.TraceRule) (map[string][]api.Tr
 }
 
 // requirement returns the requirement of a TCP stage that the kernel does not meet, or "".
-func (p *sendProbe) requirement(rule config.TraceRule, stage config.Stage) (string, error) {
+func (p *stageProbe) requirement(rule config.TraceRule, stage config.Stage) (string, error) {
 	if !slices.Contains(rule.Protocols, config.TCP) {
 		return "", nil
 	}
@@ -68,7 +68,7 @@ func (p *sendProbe) requirement(rule config.TraceRule, stage config.Stage) (stri
 }
 
 // probeSend probes the stage send on the first call and returns the cached result afterwards.
-func (p *sendProbe) probeSend() error {
+func (p *stageProbe) probeSend() error {
 	p.once.Do(func() { p.err = bpf.HaveSend() })
 	return p.err
 }

@@ -169,7 +169,7 @@ func (s *sampler) begin(t *bpf.Trace) (err error) {
 	s.reader, err = t.Samples(s.buffer)
 	if err == nil {
 		s.trace = t
-		s.tell()
+		s.notify()
 	}
 	return err
 }
@@ -179,11 +179,11 @@ func (s *sampler) end() error {
 	s.lost += lost
 	err = fault.Join(err, s.reader.Close())
 	s.trace, s.reader = nil, nil
-	s.tell()
+	s.notify()
 	return err
 }
 
-func (s *sampler) tell() {
+func (s *sampler) notify() {
 	select {
 	case s.changed <- struct{}{}:
 	default:
@@ -305,7 +305,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	if err != nil {
 		return err
 	}
-	socket, err := d.connectionOf(q)
+	socket, err := d.openSocket(q)
 	if err != nil {
 		return err
 	}
@@ -385,8 +385,8 @@ func (d *Domain) openDatagrams(c *api.TraceConnection, buffer int) (*capture.Cap
 	return capture.OpenUDP(c.Cookie, filepath.Join(d.host.Cgroups.Mount, top), buffer)
 }
 
-// connectionOf opens the connection, or the UDP socket, of any process that a request identifies.
-func (d *Domain) connectionOf(q url.Values) (*procsock.Socket, error) {
+// openSocket opens the connection, or the UDP socket, of any process that a request identifies.
+func (d *Domain) openSocket(q url.Values) (*procsock.Socket, error) {
 	var (
 		socket *procsock.Socket
 		err    error

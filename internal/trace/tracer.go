@@ -27,11 +27,11 @@ import (
 
 // tracer keeps the tracing of one cgroup up to date with the policy and the host.
 type tracer struct {
-	host    *domain.Host
-	log     *slog.Logger
-	name    string // name of the cgroup in the policy
-	kernel  *sendProbe
-	rulesOf Tuning
+	host   *domain.Host
+	log    *slog.Logger
+	name   string // name of the cgroup in the policy
+	kernel *stageProbe
+	tuning Tuning
 
 	mu sync.Mutex
 	tracing
@@ -45,7 +45,7 @@ type tracing struct {
 	compiled       *bpf.TraceRules
 	skipped        map[string][]api.TraceSkipped // by rule
 	scope          traceScope
-	tuning         string          // folder of the pins of the cgroup's tuning, "" for none
+	tuningDir      string          // folder of the pins of the cgroup's tuning, "" for none
 	trace          *bpf.Trace      // nil while the cgroup does not exist
 	idle           *bpf.Trace      // loaded programs with the same rules, of a removed cgroup; or nil
 	stamping       *clock.Stamping // receive timestamps; nil if no rule needs them
@@ -63,12 +63,12 @@ type traceScope struct {
 	Tuned ebpf.MapID `json:"tuned"`
 }
 
-func (d *Domain) newTracer(c traceChange) *tracer {
-	return &tracer{host: d.host, log: d.log.With("cgroup", c.name), name: c.name, kernel: d.kernel, rulesOf: d.tuning,
+func (d *Domain) newTracer(c cgroupRules) *tracer {
+	return &tracer{host: d.host, log: d.log.With("cgroup", c.name), name: c.name, kernel: d.kernel, tuning: d.tuning,
 		tracing: tracing{rules: c.rules, services: c.services}}
 }
 
-func (d *Domain) openTracer(c traceChange) error {
+func (d *Domain) openTracer(c cgroupRules) error {
 	t := d.newTracer(c)
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -78,7 +78,7 @@ func (d *Domain) openTracer(c traceChange) error {
 		_ = json.Unmarshal(data, &t.scope)
 	}
 	if err := t.open(); err != nil {
-		t.release()
+		t.closeLocked()
 		return ofTraced(c.name, fault.Join(err, bpf.RemoveTrace(dir), scope.RemoveCreated([]scope.Scope{t.scope.Scope})))
 	}
 	t.resume()
@@ -109,24 +109,24 @@ func (t *tracer) open() error {
 	if err != nil {
 		return err
 	}
-	hash, err := traceChange{t.name, t.rules, t.services}.hash()
+	hash, err := cgroupRules{t.name, t.rules, t.services}.hash()
 	if err != nil {
 		return err
 	}
-	was := t.tuning
-	t.tuning = t.wantedTuning()
-	tuned, err := tuningID(t.tuning)
+	was := t.tuningDir
+	t.tuningDir = t.wantedTuning()
+	tuned, err := tuningID(t.tuningDir)
 	if err != nil {
 		return err
 	}
 	c := bpf.TraceConfig{Dir: t.host.Root.Tracing(scope.PinName(t.name)), Cgroup: t.scope.Path, Rules: t.compiled,
-		Tuning: t.tuning, Send: t.measures(config.StageSend)}
+		Tuning: t.tuningDir, Send: t.measures(config.StageSend)}
 	// A new tuning assigns the rule numbers anew.
 	c.Adopt = t.scope.Rules == hash && (tuned == 0 || t.scope.Tuned == 0 || tuned == t.scope.Tuned)
 	var opened *bpf.Trace
 	if idle := t.idle; idle != nil {
 		t.idle = nil
-		if c.Adopt && t.tuning == was && idle.Move(t.scope.Path) == nil {
+		if c.Adopt && t.tuningDir == was && idle.Move(t.scope.Path) == nil {
 			opened = idle
 		} else {
 			idle.Close()
@@ -251,7 +251,7 @@ func (t *tracer) wantedTuning() string {
 	if !asks {
 		return ""
 	}
-	return t.rulesOf.Pins(t.name)
+	return t.tuning.Pins(t.name)
 }
 
 // renew attaches the programs again if the cgroup or its tuning was created again.
@@ -260,7 +260,7 @@ func (t *tracer) renew() {
 	defer t.mu.Unlock()
 	path, err := t.host.Cgroups.Find(t.name)
 	wanted := t.wantedTuning()
-	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuning == wanted {
+	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuningDir == wanted {
 		return
 	}
 	before := t.problem
@@ -274,7 +274,7 @@ func (t *tracer) renew() {
 	t.closePrograms()
 	t.idle = idle
 	if err := t.open(); err != nil {
-		t.release()
+		t.closeLocked()
 		if before == nil || before.Error() != err.Error() {
 			t.log.Warn("cannot trace cgroup", events.CgroupNotTraced, "error", err)
 		}
@@ -283,7 +283,7 @@ func (t *tracer) renew() {
 	t.resume()
 }
 
-func (t *tracer) release() {
+func (t *tracer) closeLocked() {
 	t.pauseSampler()
 	t.closePrograms()
 }
@@ -307,13 +307,13 @@ func (t *tracing) closePrograms() {
 func (t *tracer) close() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.release()
+	t.closeLocked()
 }
 
 // remove removes the programs, and clears the flag of traced connections in the kernel.
 func (t *tracer) remove() error {
 	t.forgetConnections(t.log)
-	t.release()
+	t.closeLocked()
 	return bpf.RemoveTrace(t.host.Root.Tracing(scope.PinName(t.name)))
 }
 
@@ -335,7 +335,7 @@ func (t *tracer) retire() error {
 }
 
 // change replaces the rules and resets the counts. If change fails, the previous rules remain in force.
-func (t *tracer) change(c traceChange) error {
+func (t *tracer) change(c cgroupRules) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	before, dir := t.tracing, t.host.Root.Tracing(scope.PinName(t.name))
@@ -345,7 +345,7 @@ func (t *tracer) change(c traceChange) error {
 	}
 	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{Scope: before.scope.Scope}}
 	if err := t.open(); err != nil {
-		t.release()
+		t.closeLocked()
 		t.tracing = before
 		err = fault.Join(err, bpf.RemoveTrace(dir), bpf.MoveTrace(aside, dir))
 		t.resume()

@@ -45,8 +45,8 @@ func (d *Domain) tracersOf(cgroup string) ([]*tracer, error) {
 // names returns the names for the numbers of the tracer's programs.
 func (t *tracer) names() measure.Names {
 	tuned := make(map[uint32]string)
-	if t.tuning != "" {
-		tuned = t.rulesOf.RuleNames(t.name)
+	if t.tuningDir != "" {
+		tuned = t.tuning.RuleNames(t.name)
 	}
 	cgroups := sync.OnceValue(func() map[uint64]string { return t.host.Cgroups.Names(t.scope.Path) })
 	return measure.Names{
@@ -225,7 +225,7 @@ func (d *Domain) Results(q url.Values) (*api.TraceResults, error) {
 		return nil, err
 	}
 	if !query.from.IsZero() {
-		periods, partial, err := d.window(query.from, query.to)
+		periods, partial, err := d.periodsBetween(query.from, query.to)
 		if err != nil {
 			return nil, err
 		}
@@ -248,7 +248,7 @@ func (d *Domain) History(q url.Values) (*api.TraceHistory, error) {
 	if err != nil {
 		return nil, err
 	}
-	periods, partial, err := d.window(query.from, query.to)
+	periods, partial, err := d.periodsBetween(query.from, query.to)
 	if err != nil {
 		return nil, err
 	}
