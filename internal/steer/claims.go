@@ -8,8 +8,6 @@ import (
 	"io/fs"
 	"slices"
 
-	"sockeye/internal/api"
-	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/peer"
@@ -81,34 +79,9 @@ func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Calle
 		}
 		s.forgetWaiting(pid)
 	} else {
-		s.evaluate(p)
+		s.registerIfMember(p)
 	}
 	return assigned, s.State.Save(s.StatePath())
-}
-
-// soleUser returns the user of the members if the policy names exactly one, or "".
-func (s *service) soleUser() string {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	if len(s.Config.Users) != 1 {
-		return ""
-	}
-	return s.Config.Users[0]
-}
-
-// memberListeners returns the addresses and ports that members listen on.
-func (s *service) memberListeners() []api.MemberListener {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	var list []api.MemberListener
-	for _, l := range s.Config.Listeners {
-		m := api.MemberListener{Protocol: string(l.Protocol), Address: l.Address, V6Only: l.V6Only, First: l.Address.Port(), Last: l.Address.Port()}
-		if l.MemberPorts != (config.PortRange{}) {
-			m.First, m.Last = l.MemberPorts.First, l.MemberPorts.Last
-		}
-		list = append(list, m)
-	}
-	return list
 }
 
 // explainMissing turns an error that wraps fs.ErrNotExist into one about a missing process.
@@ -122,7 +95,7 @@ func explainMissing(pid int, err error) error {
 // assignSlot returns the requested slot, or the first free slot for nil. The process has no slot yet.
 func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 	if slot == nil {
-		return s.findSlot(member.AnySlot, self)
+		return s.takeSlot(member.AnySlot, self)
 	}
 	if *slot < 0 || *slot >= s.Config.Slots {
 		return 0, s.SlotRange(*slot)
@@ -133,7 +106,7 @@ func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 				"end that process, or give this one another slot")
 		}
 	}
-	return s.findSlot(*slot, self)
+	return s.takeSlot(*slot, self)
 }
 
 // liveClaims returns the claims of running processes other than except.

@@ -54,7 +54,7 @@ func (d checkup) service(c config.Service) {
 	}
 	defer s.Netns.Close()
 	d.foreignPrograms(area, int(s.Netns.Fd()))
-	holders, err := s.findSockets()
+	sockets, err := s.findSockets()
 	if err != nil {
 		d.Add(area, "sockets", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
@@ -74,7 +74,7 @@ func (d checkup) service(c config.Service) {
 		}
 	}
 	for _, l := range c.Listeners {
-		d.listener(area, c, l, users, holders)
+		d.listener(area, c, l, users, sockets)
 	}
 }
 
@@ -104,7 +104,7 @@ func (s *service) findSockets() ([]portSocket, error) {
 	if err != nil {
 		return nil, err
 	}
-	var holders []portSocket
+	var sockets []portSocket
 	seen := make(map[uint64]bool)
 	for _, p := range processes {
 		if p.Netns != s.NetnsInode {
@@ -114,7 +114,7 @@ func (s *service) findSockets() ([]portSocket, error) {
 		if err != nil {
 			continue
 		}
-		sockets, err := handle.Sockets(s.isOnServicePort)
+		own, err := handle.Sockets(s.isOnServicePort)
 		handle.Close()
 		if err != nil {
 			if errors.Is(err, os.ErrPermission) {
@@ -122,20 +122,20 @@ func (s *service) findSockets() ([]portSocket, error) {
 			}
 			continue
 		}
-		for _, socket := range sockets {
+		for _, socket := range own {
 			if !seen[socket.Cookie] {
 				seen[socket.Cookie] = true
-				h := portSocket{process: p, socket: socket}
+				one := portSocket{process: p, socket: socket}
 				// tcpi_sacked of a listening socket is its backlog (tcp_get_info).
 				if info, err := unix.GetsockoptTCPInfo(socket.FD(), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
-					h.backlog = info.Sacked
+					one.backlog = info.Sacked
 				}
-				holders = append(holders, h)
+				sockets = append(sockets, one)
 			}
 		}
-		member.CloseAll(sockets)
+		member.CloseAll(own)
 	}
-	return holders, nil
+	return sockets, nil
 }
 
 // isOnServicePort reports whether a socket is on the port of a listener or on one of the members' ports.
@@ -153,55 +153,55 @@ func (s *service) isOnServicePort(socket *member.Socket) bool {
 }
 
 // isUnregistered reports whether a socket could serve the service, is not registered, and is not listed by status.
-func (d checkup) isUnregistered(h portSocket, users []uint32) bool {
-	return d.Known != nil && !keeper.IsKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
-		!d.Known.Sockets[h.socket.Cookie] && !d.Known.Processes[h.process.PID]
+func (d checkup) isUnregistered(one portSocket, users []uint32) bool {
+	return d.Known != nil && !keeper.IsKeeper(one.process) && one.socket.Listening && slices.Contains(users, one.socket.UID) &&
+		!d.Known.Sockets[one.socket.Cookie] && !d.Known.Processes[one.process.PID]
 }
 
 func (d checkup) listener(area string, c config.Service, l config.Listener, users []uint32, all []portSocket) {
 	first, last := listener.MemberPorts(l)
 	var here []portSocket
-	for _, h := range all {
-		port := h.socket.Local.Port()
-		if (h.socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) && port >= first && port <= last {
-			here = append(here, h)
+	for _, one := range all {
+		port := one.socket.Local.Port()
+		if (one.socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) && port >= first && port <= last {
+			here = append(here, one)
 		}
 	}
 	check := l.String()
 	before := len(d.Findings)
 	uids := make(map[uint32]bool)
 	wildcards := make(map[netip.Addr]bool)
-	for _, h := range here {
-		who := fmt.Sprintf("%s of process %d (%s)", h.socket, h.process.PID, h.process.Args[0])
-		if h.socket.Protocol == unix.IPPROTO_MPTCP {
+	for _, one := range here {
+		who := fmt.Sprintf("%s of process %d (%s)", one.socket, one.process.PID, one.process.Args[0])
+		if one.socket.Protocol == unix.IPPROTO_MPTCP {
 			d.Add(area, check, doctor.Warning, who+" is MPTCP, which the kernel does not steer",
 				"programs in Go: GODEBUG=multipathtcp=0")
 		}
-		if len(users) > 0 && !slices.Contains(users, h.socket.UID) {
-			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(h.socket.UID), member.UserNames(users)),
+		if len(users) > 0 && !slices.Contains(users, one.socket.UID) {
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(one.socket.UID), member.UserNames(users)),
 				"start the program as that user, or name the owner in user of the service")
 		}
-		if d.isUnregistered(h, users) {
+		if d.isUnregistered(one, users) {
 			d.Add(area, check, doctor.Warning, who+" is in no slot, and receives nothing from the service",
-				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, h.process.PID))
+				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, one.process.PID))
 		}
 		if c.Steering == config.Lookup {
 			continue
 		}
-		uids[h.socket.UID] = true
-		if h.socket.Local.Addr().IsUnspecified() && !h.socket.V6Only {
-			wildcards[h.socket.Local.Addr()] = true
+		uids[one.socket.UID] = true
+		if one.socket.Local.Addr().IsUnspecified() && !one.socket.V6Only {
+			wildcards[one.socket.Local.Addr()] = true
 		}
 		switch {
-		case !h.socket.ReusePort:
+		case !one.socket.ReusePort:
 			d.Add(area, check, doctor.Warning, who+" lacks SO_REUSEPORT: it keeps the port for itself",
 				"make the program set it before bind, or use steering: lookup")
-		case h.socket.Local.Addr() != l.Address.Addr():
+		case one.socket.Local.Addr() != l.Address.Addr():
 			d.Add(area, check, doctor.Warning, who+" is another group than the listener's",
 				"make the listener's address what the members bind; a more specific address takes its packets past the service")
 		}
-		if l.Protocol == config.TCP && h.socket.Listening && h.backlog < 128 && filepath.Base(h.process.Args[0]) != "sockeye" {
-			d.Add(area, check, doctor.Note, fmt.Sprintf("%s has a backlog of %d", who, h.backlog),
+		if l.Protocol == config.TCP && one.socket.Listening && one.backlog < 128 && filepath.Base(one.process.Args[0]) != "sockeye" {
+			d.Add(area, check, doctor.Note, fmt.Sprintf("%s has a backlog of %d", who, one.backlog),
 				"the agent raises it when the member is registered")
 		}
 	}

@@ -240,7 +240,7 @@ func (d *Domain) resolveTargets(policy *config.Policy, changes []serviceChange) 
 		}
 		t, err := s.resolveTarget(*c.config, c.devices)
 		if err == nil {
-			t.pendingDevices, err = s.buildDeviceMap(*c.config, c.devices)
+			t.pendingDevices, err = s.prebuildDeviceMap(*c.config, c.devices)
 		}
 		if err != nil {
 			return nil, ofService(c.name, err)
@@ -417,13 +417,6 @@ func (d *Domain) selectServices(name string) ([]*service, error) {
 		}
 	}
 	return all, nil
-}
-
-// isRemoved reports whether a policy has removed the service since a request found it.
-func (s *service) isRemoved() bool {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	return s.Removed
 }
 
 func ofService(name string, err error) error {

@@ -61,7 +61,7 @@ func (s *service) inspectAgain(pid int, l *inspections) {
 	if seat := s.seatOf(pid); seat == nil {
 		s.evaluatePID(pid)
 	} else if l.wasMember {
-		s.findDuplicate(seat)
+		s.noteDuplicate(seat)
 	}
 	if !l.again {
 		delete(s.inspected, pid)

@@ -33,7 +33,7 @@ func (s *service) scan() error {
 	alive := make(map[member.ID]bool)
 	for _, p := range processes {
 		alive[member.ID{PID: p.PID, StartTime: p.StartTime}] = true
-		s.evaluate(s.recallFirstSeen(p))
+		s.registerIfMember(s.recallFirstSeen(p))
 	}
 	maps.DeleteFunc(s.firstSeen, func(self member.ID, _ *member.Process) bool { return !alive[self] })
 	return nil
@@ -121,7 +121,7 @@ func (s *service) evaluatePID(pid int) {
 		return // the process has exited
 	}
 	s.probesLeft = max(s.probesLeft, 1)
-	s.evaluate(p)
+	s.registerIfMember(p)
 }
 
 // read returns a process with the arguments of its first inspection.
@@ -206,9 +206,9 @@ func (s *service) saveMembers() {
 	}
 }
 
-// evaluate registers a process if a rule or a claim makes it a member and all its sockets exist. A process that is not
+// registerIfMember registers a process if a rule or a claim makes it a member and all its sockets exist. A process that is not
 // ready yet is added to the waiting processes.
-func (s *service) evaluate(p *member.Process) {
+func (s *service) registerIfMember(p *member.Process) {
 	candidate := &core.Seat{}
 	slot, err := s.membership(p, candidate)
 	if errors.Is(err, errNotMember) {

@@ -29,8 +29,8 @@ import (
 	"sockeye/internal/steer/stored"
 )
 
-// target is the desired state of a service: its configuration with all users, rules and device maps resolved, so that
-// only the kernel can make applyTarget fail.
+// target is the state of a service that a policy leads to: its configuration with all users, rules and device maps
+// resolved, so that only the kernel can make applyTarget fail.
 type target struct {
 	config         config.Service
 	rules          []member.Rule
@@ -296,9 +296,9 @@ func deviceMapSummary(m *placement.DeviceMap) string {
 	return fmt.Sprintf("%s of %s", format.Count(m.Len(), "prefix", "prefixes"), format.Count(len(m.Devices()), "device", "devices"))
 }
 
-// buildDeviceMap builds the device map of a configuration for the kernel if it differs from the installed one.
+// prebuildDeviceMap builds the device map of a configuration for the kernel if it differs from the installed one.
 // The lock is not held during the build.
-func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap) (builtDeviceMap, error) {
+func (s *service) prebuildDeviceMap(c config.Service, devices *placement.DeviceMap) (builtDeviceMap, error) {
 	s.Mu.Lock()
 	nonce, err := s.nonceFor(c)
 	pins := s.State.PinsFor(c.Slots, nil)
@@ -318,7 +318,7 @@ func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap)
 	return builtDeviceMap{}, nil
 }
 
-// currentTarget returns the current state of the service as a target.
+// currentTarget returns what is in force as a target.
 func (s *service) currentTarget() *target {
 	return &target{config: s.Config, rules: s.rules, users: s.Users, mapping: s.Target, settings: s.State}
 }
@@ -360,7 +360,7 @@ func (s *service) switchTo(t *target) error {
 	if err := s.removeListeners(old); err != nil {
 		return err
 	}
-	if err := s.saveGroupOwner(); err != nil {
+	if err := s.saveState(); err != nil {
 		return err
 	}
 	if err := s.openPath(); err != nil {
@@ -372,7 +372,7 @@ func (s *service) switchTo(t *target) error {
 	for slot, seat := range s.Seats {
 		want, err := s.membership(seat.Process, seat)
 		if err == nil {
-			err = s.checkSeatSockets(seat)
+			err = s.verifySockets(seat)
 		}
 		switch {
 		case err != nil:
@@ -390,7 +390,7 @@ func (s *service) switchTo(t *target) error {
 	}
 	s.Restoring = false
 	s.checks.Soon()
-	if err := errors.Join(s.rooms.WriteWaits(), s.moves.Place(), s.reconcileKeeper()); err != nil {
+	if err := fault.Join(s.rooms.WriteWaits(), s.moves.Place(), s.reconcileKeeper()); err != nil {
 		return err
 	}
 	s.rooms.ReleaseWaiting()
@@ -437,7 +437,7 @@ func (s *service) recreate(t *target) error {
 // reopen opens the new data path, detaches the programs from the groups of the old one, and registers the members again.
 func (s *service) reopen(t *target, groups []int) error {
 	s.setTarget(t)
-	if err := s.saveGroupOwner(); err != nil {
+	if err := s.saveState(); err != nil {
 		return err
 	}
 	if s.Netns != nil {
@@ -460,7 +460,7 @@ func (s *service) reopen(t *target, groups []int) error {
 	for _, fd := range groups {
 		errs = append(errs, bpf.Detach(fd))
 	}
-	if err := fault.Join(append(errs, s.retireKeeper())...); err != nil {
+	if err := fault.Join(append(errs, s.killKeeper())...); err != nil {
 		return err
 	}
 	return s.restore()
@@ -472,7 +472,7 @@ func (s *service) setTarget(t *target) {
 	s.State.Nonce = t.mapping.Table.Nonce
 	for i := range s.State.Pins {
 		if s.State.Pins[i].Slot >= t.config.Slots {
-			s.State.Pins[i].InForce = false // the pin waits if the policy has the slot again
+			s.State.Pins[i].InForce = false // the pin waits until the policy has the slot again
 		}
 	}
 	if t.config.SlotsAs != "" {
@@ -480,8 +480,8 @@ func (s *service) setTarget(t *target) {
 	}
 }
 
-// saveGroupOwner saves the state. A policy that names users overrides the user of the first claim.
-func (s *service) saveGroupOwner() error {
+// saveState saves the state. A policy that names users overrides the user of the first claim.
+func (s *service) saveState() error {
 	if len(s.Users) > 0 {
 		s.State.ClaimedUID = nil
 	}

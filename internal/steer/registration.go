@@ -63,7 +63,7 @@ func (s *service) register(p *member.Process, seat *core.Seat) error {
 				s.addFormer(slot, seat)
 				return nil
 			}
-			seat.Slot, err = s.findSlot(slot, seat.ID())
+			seat.Slot, err = s.takeSlot(slot, seat.ID())
 		}
 		if err == nil {
 			err = s.openSlot(seat, chosen)
@@ -131,9 +131,9 @@ func (s *service) chooseSockets(seat *core.Seat, sockets []*member.Socket) (map[
 	return chosen, nil
 }
 
-// findDuplicate sets seat.Duplicate if the member has a second socket with the address of a registered one. Without a
+// noteDuplicate sets seat.Duplicate if the member has a second socket with the address of a registered one. Without a
 // program, the kernel would distribute the traffic over both.
-func (s *service) findDuplicate(seat *core.Seat) {
+func (s *service) noteDuplicate(seat *core.Seat) {
 	sockets, err := seat.Handle.Sockets(s.matchesListener)
 	if err != nil {
 		return // the process is exiting
@@ -183,9 +183,9 @@ func (s *service) checkOrigin(seat *core.Seat, socket *member.Socket) error {
 	return nil
 }
 
-// checkSeatSockets checks the origin and the ports of the registered sockets of a seat, and records the member as the owner
+// verifySockets checks the origin and the ports of the registered sockets of a seat, and records the member as the owner
 // of the connections. Earlier versions of the agent did neither at registration, and a policy may change the ports.
-func (s *service) checkSeatSockets(seat *core.Seat) error {
+func (s *service) verifySockets(seat *core.Seat) error {
 	rows := make(map[uint64]int)
 	for row, registered := range seat.Sockets {
 		rows[registered.Cookie] = row
@@ -219,9 +219,9 @@ func (s *service) checkSeatSockets(seat *core.Seat) error {
 	return nil
 }
 
-// findSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot. Slots whose
+// takeSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot. Slots whose
 // member has exited are vacated first.
-func (s *service) findSlot(slot int, of member.ID) (int, error) {
+func (s *service) takeSlot(slot int, of member.ID) (int, error) {
 	// A supervisor may start the next member before the agent handles the exit of the last one.
 	for taken, seat := range maps.Clone(s.Seats) {
 		if (taken == slot || slot == member.AnySlot) && s.Seats[taken] == seat && seat.Handle.Ended() {

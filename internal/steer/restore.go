@@ -16,7 +16,7 @@ import (
 // restore takes over the keeper and the members of an earlier agent, then scans for new members. Afterwards the
 // program is attached to all groups.
 func (s *service) restore() error {
-	s.Restoring = true
+	s.Restoring = true // openService has set it, but not a policy that replaces the data path (reopen)
 	defer func() { s.Restoring = false }()
 	if err := s.restoreKeeper(); err != nil {
 		return err
@@ -60,7 +60,7 @@ func (s *service) restoreSlot(slot int) error {
 		if handle, err = member.Open(p.PID); err == nil {
 			seat := &core.Seat{Slot: slot, Place: s.pinnedPlace(slot, value), Process: p, Handle: handle, Sockets: make(map[int]core.SocketInfo)}
 			if _, err = s.membership(p, seat); err == nil && s.loadSeatSockets(seat) {
-				err = s.checkSeatSockets(seat)
+				err = s.verifySockets(seat)
 			} else if err == nil {
 				err = fs.ErrNotExist
 			}

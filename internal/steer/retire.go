@@ -10,8 +10,8 @@ import (
 	"sockeye/internal/member"
 )
 
-// retire detaches the programs of the service, clears its slots, and removes its pins. The kernel's hash selects
-// afterwards. retire returns the target that was in force, also with an error.
+// retire detaches the programs of the service, clears its slots, and removes its pins. Afterwards the kernel's hash selects the
+// socket. retire returns the target that was in force, also with an error.
 func (s *service) retire() (before *target, err error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -31,7 +31,7 @@ func (s *service) retire() (before *target, err error) {
 // would give them a share of the members' traffic.
 func (s *service) detachPrograms() error {
 	groups := s.groupSockets()
-	errs := []error{s.retireKeeper()}
+	errs := []error{s.killKeeper()}
 	for _, fd := range groups {
 		errs = append(errs, bpf.Detach(fd))
 		unix.Close(fd)

@@ -9,6 +9,7 @@ import (
 	"strconv"
 
 	"sockeye/internal/api"
+	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/peer"
@@ -73,6 +74,31 @@ func (d *Domain) Routes(r *domain.Router) {
 		slot, err := s.addClaim(k.ID.PID, m.Slot, "run", k)
 		return api.Place{Membership: api.Membership{Service: s.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
+}
+
+// soleUser returns the user of the members if the policy names exactly one, or "".
+func (s *service) soleUser() string {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if len(s.Config.Users) != 1 {
+		return ""
+	}
+	return s.Config.Users[0]
+}
+
+// memberListeners returns the addresses and ports that members listen on.
+func (s *service) memberListeners() []api.MemberListener {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	var list []api.MemberListener
+	for _, l := range s.Config.Listeners {
+		m := api.MemberListener{Protocol: string(l.Protocol), Address: l.Address, V6Only: l.V6Only, First: l.Address.Port(), Last: l.Address.Port()}
+		if l.MemberPorts != (config.PortRange{}) {
+			m.First, m.Last = l.MemberPorts.First, l.MemberPorts.Last
+		}
+		list = append(list, m)
+	}
+	return list
 }
 
 // decodeMembership decodes the body of a request and finds the service. root restricts the request to root.

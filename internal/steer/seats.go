@@ -26,7 +26,8 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 		seat.Place = former.Place.Other()
 	}
 	flipped := false
-	undo := func() error {
+	// clearPlace removes the sockets of the new member. Before the flip, the former member keeps the slot.
+	clearPlace := func() error {
 		if former != nil && !flipped {
 			return s.ClosePlace(seat.Place)
 		}
@@ -37,7 +38,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			return
 		}
 		if former == nil || !flipped {
-			err = fault.Join(err, undo())
+			err = fault.Join(err, clearPlace())
 			return
 		}
 		// The former member gets the slot back.
@@ -45,7 +46,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 		s.VacateSlot(seat.Slot, "its successor is not ready")
 		s.evaluatePID(former.Process.PID)
 	}()
-	if err := undo(); err != nil {
+	if err := clearPlace(); err != nil {
 		return err
 	}
 	seat.Sockets = make(map[int]core.SocketInfo)
@@ -105,22 +106,20 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 		}
 	}
 	s.Log.Info("member registered", events.MemberRegistered, "slot", seat.Slot, "pid", seat.Process.PID, "source", seat.Source)
-	// A policy that is being applied may hold the lock for 100 ms before the next pass.
+	// Moved runs the first pass now: a policy that is being applied can hold the lock for 100 ms before a scheduled pass.
 	s.checks.Moved()
 	s.checks.Soon()
 	if err := s.moves.Place(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}
 	if !held && !s.UsesLookup() {
-		if err := s.reconcileKeeper(); err != nil {
-			s.Log.Error("ports not held", events.PortsNotHeld, "error", err)
-		}
+		_ = s.reconcileKeeper() // returns an error only with lookup
 	}
 	return nil
 }
 
-// makeFormer removes the sockets of a member whose slot another process has taken over. Its process goes on with what it
-// has received; its connections are closed by the next check.
+// makeFormer removes the sockets of a member whose slot another process has taken over. The former member goes on with what it has
+// received; the next check closes its connections.
 func (s *service) makeFormer(former, by *core.Seat) error {
 	s.formers[former.ID()] = former
 	s.rooms.StopCopying(former)
@@ -128,7 +127,7 @@ func (s *service) makeFormer(former, by *core.Seat) error {
 	return s.ClosePlace(former.Place)
 }
 
-// isFormer reports whether the member of a slot has taken the slot over from a process, before this agent started.
+// isFormer reports whether the member of a slot was started later than a process, so that the process is a former member.
 func (s *service) isFormer(slot int, p *member.Process) bool {
 	now := s.Seats[slot]
 	return s.Config.Takeover && now != nil && p.StartTime < now.Process.StartTime

@@ -120,7 +120,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	for _, o := range s.State.Sockets {
 		s.recordSocketOwner(o.ID, o.Cookies...)
 	}
-	if err := s.saveGroupOwner(); err != nil {
+	if err := s.saveState(); err != nil {
 		if !known {
 			return nil, err
 		}
@@ -429,6 +429,13 @@ func (s *service) close() {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	s.closeLocked()
+}
+
+// isRemoved reports whether a policy has removed the service since a request found it.
+func (s *service) isRemoved() bool {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	return s.Removed
 }
 
 // IsFilling reports whether the member of a slot receives what has waited.

@@ -33,10 +33,10 @@ func (s *service) needsKeeper() bool {
 // Errors are logged, and the agent tries again: the process that has a port may close it.
 func (s *service) reconcileKeeper() error {
 	before := s.keeperProblem
-	defer func() { s.scheduleKeeperRetry(before) }()
+	defer func() { s.noteKeeperProblem(before) }()
 	s.keeperProblem = nil
 	if s.UsesLookup() && !s.rooms.Exist() {
-		return errors.Join(s.rooms.Prepare(), s.retireKeeper())
+		return fault.Join(s.rooms.Prepare(), s.killKeeper())
 	}
 	owner, known := s.GroupOwner()
 	if !known && !s.UsesLookup() {
@@ -90,8 +90,8 @@ func (s *service) reconcileKeeper() error {
 // keeperRetryInterval is the time between two attempts of reconcileKeeper after a failure.
 const keeperRetryInterval = 2 * time.Second
 
-// scheduleKeeperRetry logs a change of the keeper problem, and schedules the next attempt while there is a problem.
-func (s *service) scheduleKeeperRetry(before error) {
+// noteKeeperProblem logs a change of the keeper problem, and schedules the next attempt while there is a problem.
+func (s *service) noteKeeperProblem(before error) {
 	switch {
 	case s.keeperProblem == nil && before != nil:
 		s.Log.Info("ports held", events.PortsHeld)
@@ -250,8 +250,8 @@ func (s *service) restoreKeeper() error {
 	return nil
 }
 
-// retireKeeper closes the keeper sockets and kills the keeper.
-func (s *service) retireKeeper() error {
+// killKeeper closes the keeper sockets and kills the keeper.
+func (s *service) killKeeper() error {
 	for row, fd := range s.KeeperSockets {
 		unix.Close(fd)
 		delete(s.KeeperSockets, row)

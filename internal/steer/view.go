@@ -227,10 +227,10 @@ func (s *service) sessionSlots() map[netip.Addr]*sessionsOf {
 		if one.State != sockdiag.Established {
 			continue
 		}
-		of := all[one.Address]
 		if !one.Owned {
 			continue
 		}
+		of := all[one.Address]
 		if of == nil {
 			of = &sessionsOf{slots: []int{}}
 			all[one.Address] = of

@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/steer/stored"
 )
 
-// Service is the data of a service that the parts of its reconciliation share. Who reads or writes the data holds Mu. Methods for
+// Service is the data of a service that the parts of its reconciliation share. The caller holds Mu to read or write the data. Methods for
 // requests take it themselves, and say so; all others are called with it held.
 type Service struct {
 	Host    *Host

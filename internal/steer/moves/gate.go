@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/events"
+	"sockeye/internal/fault"
 	"sockeye/internal/netns"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/placement"
@@ -210,7 +211,7 @@ func (m *Moves) openGateSocket(row int) (fd int, err error) {
 			return -1, errors.New("the user of the members is not known")
 		}
 		fd, err = keeper.OpenSocket(m.Rows[row], owner, m.SocketNetns(), func(fd int) error {
-			return errors.Join(drop(fd), m.Path.Attach(row, fd))
+			return fault.Join(drop(fd), m.Path.Attach(row, fd))
 		})
 	}
 	if err != nil {

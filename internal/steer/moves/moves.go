@@ -356,7 +356,7 @@ func (m *Moves) continueMoves() {
 	if m.controlGates() {
 		err = m.Actions.InstallMapping()
 	}
-	if err = errors.Join(err, m.Place()); err != nil {
+	if err = fault.Join(err, m.Place()); err != nil {
 		m.Log.Error("devices not moved", "error", err)
 	}
 	if !m.moving() {

@@ -4,7 +4,6 @@ package moves
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -146,7 +145,7 @@ func (m *Moves) ExpirePins() {
 		return
 	}
 	m.State.Pins = kept
-	if err := errors.Join(m.State.Save(m.StatePath()), m.Place()); err != nil {
+	if err := fault.Join(m.State.Save(m.StatePath()), m.Place()); err != nil {
 		m.Log.Error("pins not removed", "error", err)
 	}
 }

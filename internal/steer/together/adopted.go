@@ -3,10 +3,10 @@
 package together
 
 import (
-	"errors"
 	"slices"
 
 	"sockeye/internal/events"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/session"
@@ -64,7 +64,7 @@ func (c *Checks) PruneAdopted() {
 	if c.Path == nil {
 		return
 	}
-	if err := errors.Join(c.moves.Place(), c.State.Save(c.StatePath())); err != nil {
+	if err := fault.Join(c.moves.Place(), c.State.Save(c.StatePath())); err != nil {
 		c.Log.Error("cannot return devices to their own slot", "error", err)
 	}
 }

@@ -226,11 +226,11 @@ func (c *Checks) checkNow() unlabeled {
 		now = c.rooms.ServingConnections()
 		split = c.findSplit(now, list, unknown)
 	}
-	doomed := c.doomedSessions(now, list, split, unknown)
+	misplaced := c.misplacedSessions(now, list, split, unknown)
 	c.served = now
-	if len(doomed) > 0 {
-		c.destroy(doomed)
-		split = c.remaining(split, doomed)
+	if len(misplaced) > 0 {
+		c.destroy(misplaced)
+		split = c.remaining(split, misplaced)
 	}
 	if len(split) > 0 && len(split) != len(c.split) {
 		c.Log.Warn("devices are split", events.DevicesSplit, "devices", len(split), "first", split[0].String(), "slot", split[0].slot, "at", fmt.Sprint(split[0].at))
@@ -297,18 +297,18 @@ func (c *Checks) actsOnStart() bool {
 	return c.Config.OnStart == config.Reset || c.Config.OnStart == config.Adopt && !c.flipping
 }
 
-// doomedSessions returns the sessions that must be closed: misplaced ones by on_start or on_move, handshakes of devices
+// misplacedSessions returns the misplaced sessions that must be closed: those that on_start or on_move closes, handshakes of devices
 // that have moved since the last pass from a member that still runs, and the sessions at slots in maint.
-func (c *Checks) doomedSessions(now *core.Serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (doomed []session.Session) {
+func (c *Checks) misplacedSessions(now *core.Serving, list []session.Session, split []splitDevice, unknown map[uint64]bool) (misplaced []session.Session) {
 	for i := range split {
 		for _, one := range split[i].Sessions {
 			if c.underOnStart(&one) && c.actsOnStart() || !c.underOnStart(&one) && c.Config.OnMove == config.CloseMoved {
-				doomed = append(doomed, one)
+				misplaced = append(misplaced, one)
 			}
 		}
 	}
 	if c.Config.OnMove != config.CloseMoved {
-		return doomed
+		return misplaced
 	}
 	maint := make(map[member.ID]bool)
 	for slot, seat := range c.Seats {
@@ -327,13 +327,13 @@ func (c *Checks) doomedSessions(now *core.Serving, list []session.Session, split
 			// A handshake cannot be at a process that no longer exists: the kernel has given it to the member that serves
 			// the device now (tcp_migrate_req), or it began there before the agent noticed the exit.
 			if was, did := before.Server(one.Address); did && was != server && (ok || maint[was]) && member.Alive(was.PID, was.StartTime) {
-				doomed = append(doomed, one)
+				misplaced = append(misplaced, one)
 			}
 		case !ok && one.Owned && !unknown[one.Cookie] && maint[one.OwnerID()]:
-			doomed = append(doomed, one)
+			misplaced = append(misplaced, one)
 		}
 	}
-	return doomed
+	return misplaced
 }
 
 // closedDevice is a device whose sessions were closed.
@@ -391,13 +391,13 @@ func (c *Checks) destroy(list []session.Session) {
 }
 
 // remaining returns the split devices without the sessions that were closed.
-func (c *Checks) remaining(split []splitDevice, doomed []session.Session) (list []splitDevice) {
+func (c *Checks) remaining(split []splitDevice, misplaced []session.Session) (list []splitDevice) {
 	if c.err != nil {
 		return split
 	}
 	closed := make(map[uint64]bool)
-	for i := range doomed {
-		closed[doomed[i].Cookie] = true
+	for i := range misplaced {
+		closed[misplaced[i].Cookie] = true
 	}
 	for _, d := range split {
 		d.Sessions = slices.DeleteFunc(d.Sessions, func(one session.Session) bool { return closed[one.Cookie] })

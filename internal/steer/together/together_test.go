@@ -84,9 +84,9 @@ func TestHandshakesOfAFormerMember(t *testing.T) {
 	}
 	handshake := session.Session{Socket: sockdiag.Socket{Cookie: 7, State: sockdiag.SynRecv}, Address: device}
 	for _, test := range []struct {
-		name   string
-		former member.ID
-		doomed int
+		name      string
+		former    member.ID
+		misplaced int
 	}{
 		{"runs", member.ID{PID: self.PID, StartTime: self.StartTime}, 1},
 		{"has exited", member.ID{PID: exited.Process.Pid, StartTime: self.StartTime}, 0},
@@ -95,8 +95,8 @@ func TestHandshakesOfAFormerMember(t *testing.T) {
 		c := New(&core.Service{Config: config.Service{OnMove: config.CloseMoved}}, nil, nil)
 		c.served = serves(0, test.former)
 		now := serves(standby, member.ID{PID: 1})
-		if doomed := c.doomedSessions(now, []session.Session{handshake}, nil, nil); len(doomed) != test.doomed {
-			t.Errorf("the former member %s: %d handshakes are closed, want %d", test.name, len(doomed), test.doomed)
+		if misplaced := c.misplacedSessions(now, []session.Session{handshake}, nil, nil); len(misplaced) != test.misplaced {
+			t.Errorf("the former member %s: %d handshakes are closed, want %d", test.name, len(misplaced), test.misplaced)
 		}
 	}
 }
