@@ -69,7 +69,6 @@ type Agent struct {
 	log     *slog.Logger
 	host    *domain.Host
 	domains []domain.Domain
-	steer   *steer.Domain // one of domains
 	started time.Time
 	starts  int
 
@@ -90,7 +89,6 @@ type Agent struct {
 	gathered      *sharedGatherer // of all metrics
 	page          *webPage        // the web page; nil for none
 	pageProblem   error           // why the web page that the policy in force names is not served
-	tracing       *trace.Domain
 }
 
 // Run runs an agent until ctx is canceled or the API server fails. Pinned programs stay attached.
@@ -137,7 +135,8 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer root.Close()
-	left, err := newFootprint(&o, root)
+	a := newAgent(o, root, scope.Tree{Mount: cgroups})
+	left, err := newFootprint(&o, root, a.domains)
 	if err != nil {
 		return err
 	}
@@ -149,6 +148,7 @@ func Run(ctx context.Context, o Options) (err error) {
 			o.Log.Warn("a start that failed has left something on the host", "error", failed, "hint", "sockeye reset removes it")
 		}
 	}()
+	defer a.close()
 	for _, dir := range []string{o.StateDir, o.RunDir} {
 		if err := owned.Make(dir, 0o755); err != nil {
 			return err
@@ -157,8 +157,6 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := os.Chmod(o.StateDir, 0o700); err != nil {
 		return fmt.Errorf("set mode of state directory: %w", err)
 	}
-	a := newAgent(o, root, scope.Tree{Mount: cgroups})
-	defer a.close()
 	first, err := a.choosePolicy()
 	if err != nil {
 		return err
@@ -286,10 +284,9 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	tuning := tune.New(h)
 	tracing := trace.New(h, tuning)
 	a := &Agent{
-		options: o, log: log, events: record, started: time.Now(), host: h, policy: &config.Policy{}, steer: services,
+		options: o, log: log, events: record, started: time.Now(), host: h, policy: &config.Policy{},
 		domains: []domain.Domain{services, tuning, tracing, bigtcp.New(h)},
 		sockets: sockmetrics.New(h, services.EachService, tuning.Paths, tracing.Paths),
-		tracing: tracing,
 	}
 	a.gathered = a.gatherer()
 	a.live = newLiveView(a.fillFrame, &recording{dir: filepath.Join(o.StateDir, framesDir)}, log)

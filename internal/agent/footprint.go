@@ -13,13 +13,12 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/scope"
 	"sockeye/internal/statedir"
-	"sockeye/internal/steer/keeper"
 )
 
 // missingDirs returns the directories that a start creates, each before its parent.
@@ -48,15 +47,16 @@ func removeEmpty(dirs []string) {
 // it, so that nothing is half done. The lock of the pin directory protects both functions from other agents.
 type footprint struct {
 	root     *bpf.Root
+	domains  []domain.Domain
 	stateDir string // "" if an earlier agent has left its state
 }
 
 // newFootprint returns nil if an earlier agent has left pins: steering continues with them, also if the start fails.
-func newFootprint(o *Options, root *bpf.Root) (*footprint, error) {
+func newFootprint(o *Options, root *bpf.Root, domains []domain.Domain) (*footprint, error) {
 	if isNew, err := root.IsNew(); err != nil || !isNew {
 		return nil, err
 	}
-	f := &footprint{root: root}
+	f := &footprint{root: root, domains: domains}
 	entries, err := os.ReadDir(o.StateDir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("read state directory: %w", err)
@@ -67,32 +67,31 @@ func newFootprint(o *Options, root *bpf.Root) (*footprint, error) {
 	return f, nil
 }
 
-// erase removes pins, programs, keepers and cgroups of this start, and the state with the sizes of interfaces. It removes
-// nothing if a keeper of an earlier agent runs: its service may still be steered.
+// erase removes pins, programs, processes and cgroups of this start, and reverts the state. It removes nothing if a process
+// of an earlier agent runs: its service may still be steered.
 func (f *footprint) erase() error {
 	self, err := member.Read(os.Getpid())
 	if err != nil {
 		return err
 	}
-	keepers, err := keeper.Find(f.root.Dir, "", nil, keeper.PinnedRows(f.root.Dir))
-	if err != nil {
-		return err
-	}
-	earlier := slices.ContainsFunc(keepers, func(k *keeper.Process) bool { return k.Self.StartTime < self.StartTime })
-	for _, k := range keepers {
-		k.Close()
-	}
-	if earlier {
-		return nil
+	retirers := domain.With[domain.Retirer](f.domains)
+	for _, d := range retirers {
+		if earlier, err := d.Outlives(self.StartTime); err != nil || earlier {
+			return err
+		}
 	}
 	scopes := scope.Scopes(f.root.Dir)
-	if err := fault.Join(keeper.Retire(f.root.Dir, ""), f.root.Clear()); err != nil {
+	var errs []error
+	for _, d := range retirers {
+		errs = append(errs, d.Retire())
+	}
+	if err := fault.Join(append(errs, f.root.Clear())...); err != nil {
 		return err
 	}
 	return fault.Join(scope.RemoveCreated(scopes), f.eraseState())
 }
 
-// eraseState reverts the sizes of interfaces and empties the state directory, unless an agent with another pin directory
+// eraseState reverts what the domains have recorded and empties the state directory, unless an agent with another pin directory
 // has recorded a start there.
 func (f *footprint) eraseState() error {
 	if f.stateDir == "" {
@@ -109,8 +108,10 @@ func (f *footprint) eraseState() error {
 	if err := json.Unmarshal(data, &record); err != nil || record.Starts != 1 {
 		return nil
 	}
-	if _, err := bigtcp.Revert(f.stateDir); err != nil {
-		return err
+	for _, d := range domain.With[domain.Reverter](f.domains) {
+		if _, err := d.Revert(); err != nil {
+			return err
+		}
 	}
 	entries, err := os.ReadDir(f.stateDir)
 	if err != nil {

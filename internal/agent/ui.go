@@ -166,28 +166,30 @@ const reportSlow = 200
 
 // Report returns the measurements of the last time.
 func (s pageSource) Report(last time.Duration) (report.Report, error) {
-	q := url.Values{"since": {last.String()}}
 	host, err := os.Hostname()
 	if err != nil {
 		return report.Report{}, err
 	}
-	status, err := s.a.tracing.Cgroups("")
-	if err != nil {
-		return report.Report{}, err
-	}
-	r := report.Report{Host: host, Version: s.a.options.Version, Notes: report.Notes(status)}
-	history, err := s.a.tracing.History(q)
-	if err != nil {
-		return report.Report{}, err
-	}
-	r.Periods = history.Slices
-	q.Set("n", fmt.Sprint(reportSlow))
-	slow, err := s.a.tracing.Slow(q)
-	if err != nil {
-		return report.Report{}, err
-	}
-	for _, m := range slow {
-		r.Slow = append(r.Slow, m.Sample)
+	r := report.Report{Host: host, Version: s.a.options.Version}
+	for _, d := range domain.With[domain.Measurer](s.a.domains) {
+		status, err := d.Cgroups("")
+		if err != nil {
+			return report.Report{}, err
+		}
+		q := url.Values{"since": {last.String()}}
+		history, err := d.History(q)
+		if err != nil {
+			return report.Report{}, err
+		}
+		q.Set("n", fmt.Sprint(reportSlow))
+		slow, err := d.Slow(q)
+		if err != nil {
+			return report.Report{}, err
+		}
+		r.Notes, r.Periods = append(r.Notes, report.Notes(status)...), append(r.Periods, history.Slices...)
+		for _, m := range slow {
+			r.Slow = append(r.Slow, m.Sample)
+		}
 	}
 	return r, nil
 }

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"sockeye/internal/api"
+	"sockeye/internal/domain"
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
 )
@@ -21,11 +22,15 @@ func (a *Agent) why(r *http.Request) (any, error) {
 	if device == "" {
 		return nil, fault.Usage(errors.New("no address given"), "as in 192.0.2.1")
 	}
-	list, err := a.steer.Why(r.Context(), r.URL.Query().Get("service"), device)
-	if err != nil {
-		return nil, err
+	list := []api.Why{}
+	for _, d := range domain.With[domain.Explainer](a.domains) {
+		part, err := d.Why(r.Context(), r.URL.Query().Get("service"), device)
+		if err != nil {
+			return nil, err
+		}
+		a.planWhy(d, part)
+		list = append(list, part...)
 	}
-	a.planWhy(list)
 	var selections []func(*api.Event) bool
 	for i := range list {
 		selections = append(selections, concerns(&list[i]))
@@ -42,8 +47,8 @@ func (a *Agent) why(r *http.Request) (any, error) {
 	return list, nil
 }
 
-// planWhy sets what the policy file would change.
-func (a *Agent) planWhy(list []api.Why) {
+// planWhy sets what the policy file would change in the entries of a domain.
+func (a *Agent) planWhy(d domain.Explainer, list []api.Why) {
 	a.explaining.Lock()
 	defer a.explaining.Unlock()
 	if problem, _ := a.policyProblem(); problem == "" {
@@ -64,7 +69,7 @@ func (a *Agent) planWhy(list []api.Why) {
 			list[i].Plan.Problem = "the policy file is invalid: " + firstLine(err)
 			continue
 		}
-		list[i].Plan = a.steer.PlanFor(file.policy, list[i].Service, list[i].Address)
+		list[i].Plan = d.PlanFor(file.policy, list[i].Service, list[i].Address)
 	}
 }
 

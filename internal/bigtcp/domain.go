@@ -30,6 +30,8 @@ type Domain struct {
 	closed      bool
 }
 
+var _ domain.Reverter = (*Domain)(nil)
+
 // New returns a domain without rules.
 func New(h *domain.Host) *Domain {
 	return &Domain{host: h, log: h.Log, reconcilers: make(map[string]*reconciler)}
@@ -118,6 +120,9 @@ func Revert(stateDir string) ([]string, error) {
 	}
 	return reverted, err
 }
+
+// Revert reverts the sizes of all interfaces.
+func (d *Domain) Revert() ([]string, error) { return Revert(d.host.StateDir) }
 
 // Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the
 // systemd unit.

@@ -45,6 +45,11 @@ type Domain struct {
 	order    []string // names of the services in the order of the policy
 }
 
+var (
+	_ domain.Retirer   = (*Domain)(nil)
+	_ domain.Explainer = (*Domain)(nil)
+)
+
 // New returns the domain without any services.
 func New(h *domain.Host) *Domain {
 	d := &Domain{host: &core.Host{Host: h, Systemd: keeper.FindManager()}, log: h.Log, services: make(map[string]*service)}

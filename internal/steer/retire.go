@@ -3,12 +3,30 @@
 package steer
 
 import (
+	"slices"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/steer/keeper"
 )
+
+// Retire detaches the programs of all keepers of the services that are pinned under a directory, and kills the keepers.
+func Retire(pins string) error { return keeper.Retire(pins, "") }
+
+// Retire detaches the programs of all keepers, and kills the keepers.
+func (d *Domain) Retire() error { return Retire(d.host.Root.Dir) }
+
+// Outlives reports whether a keeper has run since before start.
+func (d *Domain) Outlives(start uint64) (bool, error) {
+	keepers, err := keeper.Find(d.host.Root.Dir, "", nil, keeper.PinnedRows(d.host.Root.Dir))
+	for _, k := range keepers {
+		k.Close()
+	}
+	return slices.ContainsFunc(keepers, func(k *keeper.Process) bool { return k.Self.StartTime < start }), err
+}
 
 // retire detaches the programs of the service, clears its slots, and removes its pins. Afterwards the kernel's hash selects the
 // socket. retire returns the target that was in force, also with an error.

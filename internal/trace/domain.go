@@ -40,6 +40,8 @@ type Domain struct {
 	history *traceHistory      // nil if no cgroup is traced
 }
 
+var _ domain.Measurer = (*Domain)(nil)
+
 // New returns the domain without any rules. The agent creates it after the domain of tuning, because cgroups are
 // tuned before they are traced.
 func New(h *domain.Host, tuning Tuning) *Domain {

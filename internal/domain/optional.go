@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package domain
+
+import (
+	"context"
+	"net/netip"
+	"net/url"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+)
+
+// With returns the domains that have the methods of T, one of the interfaces below, in their order.
+func With[T any](domains []Domain) []T {
+	var found []T
+	for _, d := range domains {
+		if t, ok := d.(T); ok {
+			found = append(found, t)
+		}
+	}
+	return found
+}
+
+// Retirer is a domain with processes that outlive the agent. The methods also work before Start and after Close.
+type Retirer interface {
+	// Outlives reports whether such a process has run since before start, in clock ticks since boot.
+	Outlives(start uint64) (bool, error)
+	// Retire ends the processes, before the pins are removed.
+	Retire() error
+}
+
+// Reverter is a domain that records in the state directory what it changes on the host besides pins. Revert also works
+// before Start and after Close.
+type Reverter interface {
+	// Revert restores the recorded values, and returns the names of what it has restored.
+	Revert() ([]string, error)
+}
+
+// Explainer is a domain that explains how it treats the packets of an address, for /v1/why.
+type Explainer interface {
+	// Why explains a device at the named part of the policy, or at all parts for "". The agent adds Plan and Events.
+	Why(ctx context.Context, name, device string) ([]api.Why, error)
+	// PlanFor returns what a policy would change for an address.
+	PlanFor(policy *config.Policy, name string, address netip.Addr) api.WhyPlan
+}
+
+// Measurer is a domain whose measurements of messages are in the report of the web page.
+type Measurer interface {
+	// Cgroups returns the state of the measured cgroups, of all for "".
+	Cgroups(cgroup string) (*api.TraceStatus, error)
+	// History returns the measurements of a time, and Slow its slowest messages, by the parameters of the API.
+	History(q url.Values) (*api.TraceHistory, error)
+	Slow(q url.Values) ([]api.TraceSlow, error)
+}
