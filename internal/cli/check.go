@@ -10,14 +10,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
-	"sockeye/internal/fault"
 	"sockeye/internal/member"
-	"sockeye/internal/steer/placement"
-	"sockeye/internal/trace"
-	"sockeye/internal/tune"
 	"sockeye/internal/ui"
 )
 
@@ -75,20 +70,18 @@ func (c *commands) check(cmd *cobra.Command, file string) error {
 	if err == nil {
 		err = checkNamed(policy)
 	}
-	if err == nil {
-		err = tune.CheckNested(policy)
-	}
-	untried := ""
-	var skipped map[string][]api.TuneSkipped
-	if err == nil && len(policy.Tune) > 0 {
-		var lacks []api.TuneSkipped
-		if lacks, untried, err = c.kernelLacks(cmd); err == nil && untried == "" {
-			skipped, err = tune.Check(policy.Tune, lacks)
+	var skipped, untried []string
+	for _, d := range domains() {
+		if err != nil || d.check == nil {
+			continue
 		}
-	}
-	var unmeasured map[string][]api.TraceSkipped
-	if err == nil {
-		unmeasured, err = trace.SkippedStages(policy.Trace)
+		var lines []string
+		var reason string
+		lines, reason, err = d.check(cmd.Context(), c.Client(), policy)
+		skipped = append(skipped, lines...)
+		if reason != "" {
+			untried = append(untried, reason)
+		}
 	}
 	result := checked{File: file, Valid: err == nil, Errors: []checkedFlaw{}}
 	var flaws config.Errors
@@ -109,49 +102,18 @@ func (c *commands) check(cmd *cobra.Command, file string) error {
 	result.Services, result.TuneRules, result.TraceRules, result.BigTCP = len(policy.Services), len(policy.Tune), len(policy.Trace), len(policy.BigTCP)
 	return c.Show(&result, func(w io.Writer) {
 		fmt.Fprintf(w, "%s is valid, %s\n", file, contents(policy))
-		for _, rule := range policy.Tune {
-			for _, s := range skipped[rule.Name] {
-				fmt.Fprintf(w, "rule %s skips %s, which needs %s\n", rule.Name, s.Option, s.Needs)
-			}
-		}
-		for _, rule := range policy.Trace {
-			for _, s := range unmeasured[rule.Name] {
-				fmt.Fprintf(w, "trace rule %s skips %s, which needs %s\n", rule.Name, s.Stage, s.Needs)
-			}
-		}
-		if untried != "" {
-			fmt.Fprintln(w, "tune options were not checked on this kernel:", untried)
+		for _, line := range append(skipped, untried...) {
+			fmt.Fprintln(w, line)
 		}
 	})
-}
-
-// kernelLacks requests the options that the kernel does not support from the agent, or probes them if no agent runs.
-// untried is the reason if neither is possible.
-func (c *commands) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, untried string, err error) {
-	err = c.Client().Get(cmd.Context(), "/v1/tune/options", nil, &lacks)
-	if err == nil {
-		return lacks, "", nil
-	}
-	if lacks, err = tune.ProbeOptions(); err != nil {
-		return nil, err.Error(), nil
-	}
-	return lacks, "", nil
 }
 
 // contents counts the parts of a policy, as in "1 service, 3 tune rules, metrics".
 func contents(policy *config.Policy) string {
 	var parts []string
-	for _, part := range []struct {
-		n         int
-		one, many string
-	}{
-		{len(policy.Services), "service", "services"},
-		{len(policy.Tune), "tune rule", "tune rules"},
-		{len(policy.Trace), "trace rule", "trace rules"},
-		{len(policy.BigTCP), "bigtcp rule", "bigtcp rules"},
-	} {
-		if part.n > 0 {
-			parts = append(parts, command.Count(part.n, part.one, part.many))
+	for _, d := range domains() {
+		if n := d.count(policy); n > 0 {
+			parts = append(parts, command.Count(n, d.one, d.many))
 		}
 	}
 	if policy.Metrics != (config.Metrics{}) {
@@ -166,20 +128,11 @@ func contents(policy *config.Policy) string {
 	return strings.Join(parts, ", ")
 }
 
-// checkNamed checks the users, the device maps and the files of the web page that the policy refers to.
+// checkNamed checks the users and the files of the web page that the policy refers to.
 func checkNamed(policy *config.Policy) error {
 	if err := member.CheckUsers(policy); err != nil {
 		return err
 	}
-	if _, err := ui.ReadSettings(policy.UI); err != nil {
-		return err
-	}
-	for _, s := range policy.Services {
-		if s.DeviceMap != "" {
-			if _, err := placement.LoadDeviceMap(s.DeviceMap); err != nil {
-				return fault.Unreadable(fmt.Errorf("service %s: %w", s.Name, err), "")
-			}
-		}
-	}
-	return nil
+	_, err := ui.ReadSettings(policy.UI)
+	return err
 }

@@ -11,16 +11,11 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/cli/command"
-	"sockeye/internal/cli/tunecmd"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
-	"sockeye/internal/steer"
-	"sockeye/internal/trace"
-	"sockeye/internal/tune"
 )
 
 func (c *commands) doctorCommand() *cobra.Command {
@@ -96,105 +91,52 @@ func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 	return known
 }
 
-// examine checks the host and, with a policy, the services of the policy. known is nil if no agent runs.
+// examine checks the host and, with a policy, the parts of the policy. known is nil if no agent runs.
 func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.Finding {
 	report := doctor.NewReport(known)
 	report.Kernel()
-	bigtcp.Examine(report)
-	report.Host(pins)
-	if policy != nil {
-		steer.Examine(report, policy)
+	for _, d := range domains() {
+		if d.examineKernel != nil {
+			d.examineKernel(report)
+		}
 	}
-	return report.Findings
-}
-
-// examineRights checks whether the agent has the capabilities that a policy needs beyond those of the unit. A pid of
-// 0 means that no agent runs.
-func examineRights(policy *config.Policy, pid int) []doctor.Finding {
-	report := doctor.NewReport(nil)
-	report.Rights(needsOf(policy), pid)
+	report.Host(pins)
+	for _, d := range domains() {
+		if policy != nil && d.examine != nil {
+			d.examine(report, policy)
+		}
+	}
 	return report.Findings
 }
 
 // needsOf lists the capabilities that a policy needs beyond those of the unit, without duplicates.
 func needsOf(policy *config.Policy) []rights.Need {
 	var all []rights.Need
-	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, tune.Needs, trace.Needs, bigtcp.Needs, rights.EndpointNeeds} {
-		all = append(all, needs(policy)...)
+	for _, d := range domains() {
+		all = append(all, d.needs(policy)...)
 	}
-	return rights.FirstNeeds(all)
+	return rights.FirstNeeds(append(all, rights.EndpointNeeds(policy)...))
 }
 
+// askAgent adds findings about the agent, and those of a running agent.
 func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.Finding {
+	report := doctor.NewReport(nil)
 	var status api.Status
 	err := c.Client().Get(cmd.Context(), "/v1/status", nil, &status)
 	if err != nil {
-		findings := []doctor.Finding{{Area: "agent", Check: "running", Result: doctor.Note, Detail: err.Error(), Hint: fault.Hint(err)}}
-		if policy != nil {
-			findings = append(findings, examineRights(policy, 0)...)
-		}
-		return findings
+		report.Add("agent", "running", doctor.Note, err.Error(), fault.Hint(err))
+	} else {
+		report.Add("agent", "running", doctor.OK, fmt.Sprintf("pid %d", status.PID), "")
 	}
-	findings := []doctor.Finding{{Area: "agent", Check: "running", Result: doctor.OK, Detail: fmt.Sprintf("pid %d", status.PID)}}
 	if policy != nil {
-		findings = append(findings, examineRights(policy, status.PID)...)
+		report.Rights(needsOf(policy), status.PID) // 0 if no agent runs
 	}
-	for _, s := range status.Services {
-		if s.Problem != "" {
-			check := "port steering"
-			if s.PortsSteered {
-				check = "devices" // split devices
-			}
-			findings = append(findings, doctor.Finding{Area: "service " + s.Name, Check: check, Result: doctor.Warning, Detail: s.Problem, Hint: s.Hint})
-		}
-		for _, w := range s.Waiting {
-			findings = append(findings, doctor.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", w.PID),
-				Result: doctor.Warning, Detail: w.Problem, Hint: w.Hint})
-		}
-		for _, r := range s.Refused {
-			findings = append(findings, doctor.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", r.PID),
-				Result: doctor.Warning, Detail: "refused as a member: " + r.Problem, Hint: r.Hint})
+	for _, d := range domains() {
+		if err == nil && d.examineAgent != nil {
+			d.examineAgent(cmd.Context(), report, c.Client(), &status)
 		}
 	}
-	return append(findings, c.askTune(cmd)...)
-}
-
-// askTune adds findings of a running agent about its tuned cgroups.
-func (c *commands) askTune(cmd *cobra.Command) []doctor.Finding {
-	var list []api.TuneStatus
-	if err := c.Client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
-		return []doctor.Finding{{Area: "tune", Check: "rules", Result: doctor.Warning, Detail: "not known: " + err.Error(), Hint: fault.Hint(err)}}
-	}
-	var findings []doctor.Finding
-	for _, s := range list {
-		add := func(check, result, detail, hint string) {
-			findings = append(findings, doctor.Finding{Area: "tune " + s.Cgroup, Check: check, Result: result, Detail: detail, Hint: hint})
-		}
-		switch {
-		case s.Problem != "":
-			add("attached", doctor.Warning, s.Problem, s.Hint)
-		case !s.Attached:
-			add("attached", doctor.Warning, "no", "")
-		default:
-			add("attached", doctor.OK, command.Count(len(s.Rules), "rule", "rules"), "")
-		}
-		for _, f := range s.Foreign {
-			result := doctor.Note
-			if f.Order == "after" {
-				result = doctor.Warning
-			}
-			add("foreign programs", result, tunecmd.ForeignText(f), "")
-		}
-		for _, r := range s.Rules {
-			for _, f := range r.Failures {
-				add("rule "+r.Name, doctor.Warning, tunecmd.FailureText(f), "")
-			}
-			for _, k := range r.Skipped {
-				add("rule "+r.Name, doctor.Note, tunecmd.SkippedText(k), "")
-			}
-		}
-	}
-	return findings
+	return report.Findings
 }
 
 func diagnosis(w io.Writer, findings []doctor.Finding) {

@@ -9,7 +9,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/statedir"
 )
@@ -43,9 +42,15 @@ each device to its previous slot.`,
 			if err != nil {
 				return err
 			}
-			reverted, err := bigtcp.Revert(stateDir)
-			if err != nil {
-				return err
+			reverted := []string{}
+			for _, d := range domains() {
+				if d.revert != nil {
+					names, err := d.revert(stateDir)
+					if err != nil {
+						return err
+					}
+					reverted = append(reverted, names...)
+				}
 			}
 			if !removed {
 				pins = ""

@@ -13,7 +13,6 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
-	"sockeye/internal/steer/keeper"
 )
 
 // resetPins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
@@ -27,8 +26,12 @@ func resetPins(pins string) (removed bool, err error) {
 	}
 	var scopes []scope.Scope
 	err = bpf.RemoveRoot(pins, func() error {
-		if err := keeper.Retire(pins, ""); err != nil {
-			return err
+		for _, d := range domains() {
+			if d.retire != nil {
+				if err := d.retire(pins); err != nil {
+					return err
+				}
+			}
 		}
 		scopes = scope.Scopes(pins)
 		return nil
@@ -52,8 +55,8 @@ func isPinDirectory(pins string) (bool, error) {
 		return false, fmt.Errorf("read pin directory: %w", err)
 	}
 	foreign := func(e os.DirEntry) bool {
-		return e.Name() != "schema" && !slices.ContainsFunc([]string{bpf.ServicePrefix, bpf.TunePins, bpf.TracePins},
-			func(prefix string) bool { return strings.HasPrefix(e.Name(), prefix) })
+		return e.Name() != "schema" && !slices.ContainsFunc(domains(),
+			func(d offline) bool { return d.pins != "" && strings.HasPrefix(e.Name(), d.pins) })
 	}
 	if !bpf.IsBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
 		return false, fault.Usage(fmt.Errorf("%s is not the pin directory of an agent", pins), "name the agent's directory with --pins")

@@ -3,6 +3,7 @@
 package steer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -14,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/probe"
 	"sockeye/internal/config"
@@ -32,6 +34,36 @@ func Examine(report *doctor.Report, policy *config.Policy) {
 	for _, c := range policy.Services {
 		checkup{report}.service(c)
 	}
+}
+
+// ExamineAgent adds findings of a running agent about its services and their members.
+func ExamineAgent(_ context.Context, d *doctor.Report, _ *api.Client, status *api.Status) {
+	for _, s := range status.Services {
+		area := "service " + s.Name
+		if s.Problem != "" {
+			check := "port steering"
+			if s.PortsSteered {
+				check = "devices" // split devices
+			}
+			d.Add(area, check, doctor.Warning, s.Problem, s.Hint)
+		}
+		for _, w := range s.Waiting {
+			d.Add(area, fmt.Sprintf("process %d", w.PID), doctor.Warning, w.Problem, w.Hint)
+		}
+		for _, r := range s.Refused {
+			d.Add(area, fmt.Sprintf("process %d", r.PID), doctor.Warning, "refused as a member: "+r.Problem, r.Hint)
+		}
+	}
+}
+
+// CheckPolicy reads the device maps of a policy for the command check.
+func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipped []string, untried string, err error) {
+	for _, c := range policy.Services {
+		if _, err := readDevices(c); err != nil {
+			return nil, "", ofService(c.Name, err)
+		}
+	}
+	return nil, "", nil
 }
 
 // checkup adds findings about services.

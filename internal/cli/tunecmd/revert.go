@@ -13,6 +13,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/tune"
 )
 
 func (c *commands) tuneRevertCommand() *cobra.Command {
@@ -79,7 +80,7 @@ func byRule(l *api.TuneLive) string {
 
 func problems(w io.Writer, l *api.TuneLive) {
 	for _, f := range l.Failures {
-		fmt.Fprintf(w, "rule %s: %s\n", f.Rule, FailureText(api.TuneFailure{Option: f.Option, Error: f.Error, Count: f.Count}))
+		fmt.Fprintf(w, "rule %s: %s\n", f.Rule, tune.FailureText(api.TuneFailure{Option: f.Option, Error: f.Error, Count: f.Count}))
 	}
 	for _, p := range l.Problems {
 		fmt.Fprintln(w, "problem:", p)

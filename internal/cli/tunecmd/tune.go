@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
+	"sockeye/internal/tune"
 )
 
 // commands are the commands of one invocation.
@@ -81,7 +82,7 @@ func tuning(w io.Writer, s *api.TuneStatus) {
 	fmt.Fprintln(w)
 	command.Hint(w, s.Hint)
 	for _, f := range s.Foreign {
-		fmt.Fprintln(w, ForeignText(f))
+		fmt.Fprintln(w, tune.ForeignText(f))
 	}
 	rows := []string{"RULE\tMATCH\tCONNECTIONS\tOPEN\tOPTIONS SET\tFAILED\tRETRANSMITS\tRTOS\tRTT"}
 	notes := [][]string{nil}
@@ -90,10 +91,10 @@ func tuning(w io.Writer, s *api.TuneStatus) {
 		rows = append(rows, ruleRow(&r))
 		notes = append(notes, ruleNotes(&r))
 		for _, f := range r.Failures {
-			below = append(below, "rule "+r.Name+": "+FailureText(f))
+			below = append(below, "rule "+r.Name+": "+tune.FailureText(f))
 		}
 		for _, k := range r.Skipped {
-			below = append(below, "rule "+r.Name+": "+SkippedText(k))
+			below = append(below, "rule "+r.Name+": "+tune.SkippedText(k))
 		}
 	}
 	fmt.Fprintln(w)
@@ -104,21 +105,6 @@ func tuning(w io.Writer, s *api.TuneStatus) {
 		}
 		fmt.Fprintln(w, line)
 	}
-}
-
-// ForeignText describes a sock_ops program of another owner.
-func ForeignText(f api.TuneForeign) string {
-	return fmt.Sprintf("program %d of another owner, in %s, runs %s the rules: %s", f.ID, f.Cgroup, f.Order, f.Effect)
-}
-
-// FailureText describes a failed setsockopt.
-func FailureText(f api.TuneFailure) string {
-	return fmt.Sprintf("%s failed %s: %s", f.Option, command.Count(f.Count, "time", "times"), f.Error)
-}
-
-// SkippedText describes an option that the kernel does not support.
-func SkippedText(s api.TuneSkipped) string {
-	return fmt.Sprintf("%s is skipped: it needs %s", s.Option, s.Needs)
 }
 
 func ruleRow(r *api.TuneRuleStatus) string {
