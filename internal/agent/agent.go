@@ -282,11 +282,14 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	h := &domain.Host{Log: log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: log}}
 	services := steer.New(h)
 	tuning := tune.New(h)
-	tracing := trace.New(h, tuning)
+	domains := []domain.Domain{services, tuning, trace.New(h, tuning), bigtcp.New(h)}
+	var paths []func() map[string]string
+	for _, d := range domain.With[domain.Scoped](domains) {
+		paths = append(paths, d.Paths)
+	}
 	a := &Agent{
 		options: o, log: log, events: record, started: time.Now(), host: h, policy: &config.Policy{},
-		domains: []domain.Domain{services, tuning, tracing, bigtcp.New(h)},
-		sockets: sockmetrics.New(h, services.EachService, tuning.Paths, tracing.Paths),
+		domains: domains, sockets: sockmetrics.New(h, services.EachService, paths...),
 	}
 	a.gathered = a.gatherer()
 	a.live = newLiveView(a.fillFrame, &recording{dir: filepath.Join(o.StateDir, framesDir)}, log)

@@ -45,6 +45,12 @@ type Explainer interface {
 	PlanFor(policy *config.Policy, name string, address netip.Addr) api.WhyPlan
 }
 
+// Scoped is a domain that works on cgroups, for the metrics of their sockets.
+type Scoped interface {
+	// Paths returns the names in the policy of the cgroups that exist, by their directories.
+	Paths() map[string]string
+}
+
 // Measurer is a domain whose measurements of messages are in the report of the web page.
 type Measurer interface {
 	// Cgroups returns the state of the measured cgroups, of all for "".

@@ -40,7 +40,10 @@ type Domain struct {
 	history *traceHistory      // nil if no cgroup is traced
 }
 
-var _ domain.Measurer = (*Domain)(nil)
+var (
+	_ domain.Scoped   = (*Domain)(nil)
+	_ domain.Measurer = (*Domain)(nil)
+)
 
 // New returns the domain without any rules. The agent creates it after the domain of tuning, because cgroups are
 // tuned before they are traced.

@@ -32,6 +32,8 @@ type Domain struct {
 	frameBefore map[[2]string]frameCounts // by cgroup and rule, of the last frame; used by Frame only
 }
 
+var _ domain.Scoped = (*Domain)(nil)
+
 // New returns the domain without any rules.
 func New(h *domain.Host) *Domain {
 	d := &Domain{host: h, log: h.Log, kernel: &optionProbe{host: h}, tuners: make(map[string]*tuner)}
