@@ -71,6 +71,10 @@ demo-chain: ## The demo with Kafka: count the records that its readers get (KEEP
 	@go build -o bin/demo ./lab/demo
 	@unshare --mount --propagation private bin/demo -chain -sockeye $(CURDIR)/bin/sockeye -out "$(OUT)" $(if $(KEEP),-keep)
 
+.PHONY: simulate
+simulate: ## Let fleets of 3 to 1000 hosts run for a simulated year with the code of the leader (QUICK=1: a month)
+	@go run ./lab/simulate -out "$(OUT)" $(if $(QUICK),-days 30)
+
 .PHONY: test
 test: ## Run all tests that this host can run
 	@tools/setup $(TEST_PACKAGES)

@@ -25,6 +25,15 @@ func Preferred(n int, weight, hash func(i int) uint64) int {
 	return best
 }
 
+// Score is the score of a candidate with a weight, as in [Preferred].
+type Score struct{ log, weight uint64 }
+
+// NewScore returns the score of a candidate. Hash and weight are those of [Preferred].
+func NewScore(hash, weight uint64) Score { return Score{negLog2(hash), weight} }
+
+// Less reports whether a candidate is preferred to another one.
+func (s Score) Less(other Score) bool { return s.log*other.weight < other.log*s.weight }
+
 // negLog2 returns -log2((hash+1)/2^64) in units of 2^-32, rounded up.
 func negLog2(hash uint64) uint64 {
 	if hash++; hash == 0 {

@@ -37,6 +37,11 @@ func TestPreferred(t *testing.T) {
 				want = i
 			}
 		}
+		for i := range ids {
+			if NewScore(hash(i), weights[i]).Less(NewScore(hash(want), weights[want])) {
+				t.Fatalf("key %d: the score of candidate %d is below that of candidate %d", key, i, want)
+			}
+		}
 		got := Preferred(len(ids), func(i int) uint64 { return weights[i] }, hash)
 		if got != want {
 			t.Fatalf("key %d: candidate %d, want %d", key, got, want)

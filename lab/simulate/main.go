@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// usual are the events of a fleet that is looked after: a host dies every two months, is drained every month, and loses the
+// store every three months.
+func usual(hosts int) Config {
+	return Config{
+		Hosts: hosts, Devices: 100_000, Duration: 365 * day, Batch: 64,
+		Deaths: 60 * day, Drains: 30 * day, Partitions: 90 * day,
+		Leaders: 7 * day, Outages: 30 * day, Weights: 14 * day, Replacements: 14 * day,
+	}
+}
+
+func main() {
+	fleets := flag.String("hosts", "3,10,100,1000", "numbers of hosts")
+	days := flag.Int("days", 365, "simulated days")
+	seed := flag.Uint64("seed", 1, "seed of the random numbers")
+	out := flag.String("out", "", "directory of simulate.json; none by default")
+	flag.Parse()
+	if err := run(*fleets, *days, *seed, *out); err != nil {
+		fmt.Fprintln(os.Stderr, "simulate:", err)
+		os.Exit(1)
+	}
+}
+
+func run(fleets string, days int, seed uint64, out string) error {
+	if days < 1 || days > 3650 {
+		return fmt.Errorf("-days %d is not between 1 and 3650", days)
+	}
+	results := []Result{}
+	for text := range strings.SplitSeq(fleets, ",") {
+		hosts, err := strconv.Atoi(strings.TrimSpace(text))
+		if err != nil || hosts < 3 || hosts > 2000 {
+			return fmt.Errorf("-hosts %q: each number is between 3 and 2000", fleets)
+		}
+		c := usual(hosts)
+		c.Duration, c.Seed = time.Duration(days)*day, seed
+		r := Run(c)
+		fmt.Print(r.String())
+		results = append(results, r)
+	}
+	if out == "" {
+		return nil
+	}
+	data, err := json.MarshalIndent(map[string]any{"simulated": results}, "", "  ")
+	if err == nil {
+		err = os.MkdirAll(out, 0o755)
+	}
+	if err == nil {
+		err = os.WriteFile(filepath.Join(out, "simulate.json"), append(data, '\n'), 0o644)
+	}
+	return err
+}

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// TestFleet lets small fleets run for some days, in which more happens than in a year of a real one.
+func TestFleet(t *testing.T) {
+	for _, hosts := range []int{3, 25} {
+		c := usual(hosts)
+		c.Batch, c.Duration, c.Seed = 512, 6*day, uint64(hosts)
+		c.Deaths, c.Drains, c.Partitions = 2*day, 3*day, day
+		c.Outages, c.Replacements, c.Weights, c.Leaders = day/2, day, day, day
+		if hosts > 3 {
+			c.Duration = 2 * day
+		}
+		r := Run(c)
+		t.Log(r.String())
+		if r.Deaths == 0 || r.Drains == 0 || r.Partitions == 0 || r.Outages == 0 || r.Replacements == 0 || r.Weights == 0 || r.Leaders == 0 {
+			t.Error("not all events have happened")
+		}
+		if r.MovedOverIdeal < 0.9 || r.MovedOverIdeal > 1.1 {
+			t.Errorf("%.3f of the ideal number of buckets moved", r.MovedOverIdeal)
+		}
+		p := r.Packets
+		if p.Lost != 0 || p.Misdirected != 0 {
+			t.Errorf("%d packets lost, %d misdirected", p.Lost, p.Misdirected)
+		}
+		if p.Once == 0 || p.Twice == 0 || p.Local == 0 || p.Dead == 0 {
+			t.Errorf("packets took not all ways: %+v", p)
+		}
+		if sum := p.Local + p.Once + p.Twice + p.Misdirected + p.Lost + p.Dead + p.Partitioned + p.Undecided; sum != p.Followed {
+			t.Errorf("%d of %d packets are accounted for", sum, p.Followed)
+		}
+		again := Run(c)
+		if again != r {
+			t.Errorf("another result with the same seed:\n%s", again.String())
+		}
+	}
+}
+
+func TestCommand(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "out")
+	if err := run("3", 10, 1, dir); err != nil {
+		t.Fatal(err)
+	}
+	data, err := os.ReadFile(filepath.Join(dir, "simulate.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got struct {
+		Simulated []map[string]any `json:"simulated"`
+	}
+	if err := json.Unmarshal(data, &got); err != nil || len(got.Simulated) != 1 || got.Simulated[0]["hosts"] != 3.0 || got.Simulated[0]["moved_over_ideal"] == nil {
+		t.Errorf("%s: %v", data, err)
+	}
+	for _, one := range []struct {
+		hosts string
+		days  int
+		want  string
+	}{{"2", 1, "between 3 and 2000"}, {"", 1, "between 3 and 2000"}, {"3,x", 1, "between 3 and 2000"}, {"3", 0, "-days 0"}, {"3", 9999, "-days 9999"}} {
+		if err := run(one.hosts, one.days, 1, ""); err == nil || !strings.Contains(err.Error(), one.want) {
+			t.Errorf("-hosts %q -days %d: %v, want %q", one.hosts, one.days, err, one.want)
+		}
+	}
+}
