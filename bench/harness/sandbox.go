@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/cgroup"
+	"sockeye/internal/netns"
 	"sockeye/lab"
 )
 
@@ -152,35 +153,22 @@ func InLab(run func(ctx context.Context, l *lab.Lab) error) error {
 	})
 }
 
-// Space is a network namespace. The measuring goroutine is bound to its thread, and enters one namespace after the
-// other.
-type Space int
-
-// NewSpace creates a network namespace with lo up, and enters it.
-func NewSpace() (Space, error) {
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		return -1, fmt.Errorf("make network namespace: %w", err)
-	}
-	if err := loopbackUp(); err != nil {
-		return -1, err
-	}
-	fd, err := unix.Open("/proc/thread-self/ns/net", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+// EnterNew makes a network namespace with lo up, and enters it. The measuring goroutine is bound to its thread, and enters
+// one namespace after the other. The kernel removes the namespace after its last process, when the file is closed.
+func EnterNew() (*os.File, error) {
+	file, err := netns.New()
 	if err != nil {
-		return -1, fmt.Errorf("open network namespace: %w", err)
+		return nil, err
 	}
-	return Space(fd), nil
-}
-
-// Enter moves this thread into the namespace.
-func (s Space) Enter() error {
-	if err := unix.Setns(int(s), unix.CLONE_NEWNET); err != nil {
-		return fmt.Errorf("enter network namespace: %w", err)
+	if err = netns.Enter(file); err == nil {
+		err = loopbackUp()
 	}
-	return nil
+	if err != nil {
+		file.Close()
+		return nil, err
+	}
+	return file, nil
 }
-
-// Close closes the descriptor of the namespace. The kernel removes the namespace with its last process.
-func (s Space) Close() { unix.Close(int(s)) }
 
 func loopbackUp() error {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)

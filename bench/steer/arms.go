@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/bench/harness"
+	"sockeye/internal/netns"
 )
 
 const (
@@ -296,7 +297,7 @@ type fleet struct {
 	arm     arm
 	kind    string
 	devices int // number of routers that the arm knows
-	net     harness.Space
+	net     *os.File
 	dir     string
 	members []*harness.Process
 	killed  *harness.Process // the member that the benchmark has killed
@@ -311,7 +312,7 @@ func (f *fleet) pins() string             { return f.path("bpf/sockeye") }
 func (b *bench) launch(ctx context.Context, a arm, kind string, devices int) (*fleet, error) {
 	f := &fleet{b: b, arm: a, kind: kind, devices: devices, dir: filepath.Join(b.Dir, a.name())}
 	var err error
-	if f.net, err = harness.NewSpace(); err != nil {
+	if f.net, err = harness.EnterNew(); err != nil {
 		return nil, err
 	}
 	if err := os.MkdirAll(f.dir, 0o755); err != nil {
@@ -344,7 +345,7 @@ func (b *bench) launch(ctx context.Context, a arm, kind string, devices int) (*f
 
 // ready waits for the sockets of the members and for the arm.
 func (f *fleet) ready(ctx context.Context) error {
-	if err := f.net.Enter(); err != nil {
+	if err := netns.Enter(f.net); err != nil {
 		return err
 	}
 	waiting := map[string]map[uint16]int{"tcp": {}, "udp": {}}

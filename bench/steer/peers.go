@@ -19,6 +19,7 @@ import (
 
 	"sockeye/bench/harness"
 	"sockeye/internal/chart"
+	"sockeye/internal/netns"
 )
 
 // Traits are the properties of an arm that do not depend on speed: what it does with the addresses of routers, what the
@@ -233,7 +234,7 @@ func end(gen *harness.Process) {
 
 // traits measures the properties of an arm with members of kindSources.
 func (f *fleet) traits(ctx context.Context) (t traits, err error) {
-	if err := f.net.Enter(); err != nil {
+	if err := netns.Enter(f.net); err != nil {
 		return t, err
 	}
 	if err := addIPv6(); err != nil {

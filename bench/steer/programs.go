@@ -22,6 +22,7 @@ import (
 
 	"sockeye/bench/harness"
 	"sockeye/internal/chart"
+	"sockeye/internal/netns"
 	"sockeye/internal/stats"
 )
 
@@ -299,7 +300,7 @@ func (m *measuredProgram) round(p pass) error {
 
 // send sends a load. Unlike measure it does not wait for the members: the programs run in the sender's system calls.
 func (m *measuredProgram) send(l load) error {
-	if err := m.net.Enter(); err != nil {
+	if err := netns.Enter(m.net); err != nil {
 		return err
 	}
 	gen, err := m.b.Start(m.group(generatorGroup), "generator", "/proc/self/exe", "generator")
@@ -425,7 +426,7 @@ func (a *referenceArm) attach(f *fleet) (programs []*ebpf.Program, err error) {
 	}
 	programs = append(programs, p)
 	if a.mode == "lookup" {
-		if a.link, err = link.AttachNetNs(int(f.net), p); err != nil {
+		if a.link, err = link.AttachNetNs(int(f.net.Fd()), p); err != nil {
 			return programs, fmt.Errorf("attach %s: %w", a.title(), err)
 		}
 		return programs, nil

@@ -11,6 +11,7 @@ import (
 
 	"sockeye/bench/harness"
 	"sockeye/internal/chart"
+	"sockeye/internal/netns"
 )
 
 // The long run: 512 BMP sessions and as many exporters, four nfacctd, and a constant load, with a sample every second. All
@@ -48,7 +49,7 @@ type seriesRun struct {
 
 // slice lets a generator send its load once, and takes samples meanwhile.
 func (r *seriesRun) slice(ctx context.Context, f *fleet, gen *harness.Process) error {
-	if err := f.net.Enter(); err != nil {
+	if err := netns.Enter(f.net); err != nil {
 		return err
 	}
 	at := func() (map[string]harness.Usage, uint64) {
@@ -118,7 +119,7 @@ func (b *bench) longRun(ctx context.Context, arms []arm, each time.Duration, l l
 		byFleet := map[*fleet]*seriesRun{}
 		for _, f := range fleets {
 			byFleet[f] = &seriesRun{Arm: f.arm.name()}
-			if err := f.net.Enter(); err != nil {
+			if err := netns.Enter(f.net); err != nil {
 				return err
 			}
 			gen, err := b.Start(f.group(generatorGroup), "generator", "/proc/self/exe", "generator")

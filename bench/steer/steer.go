@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"sockeye/bench/harness"
+	"sockeye/internal/netns"
 )
 
 const command = "steer"
@@ -97,7 +98,7 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 			err = fmt.Errorf("%s with members %s: %w", f.arm.name(), f.kind, err)
 		}
 	}()
-	if err := f.net.Enter(); err != nil {
+	if err := netns.Enter(f.net); err != nil {
 		return m, err
 	}
 	before, err := f.counters()

@@ -15,6 +15,7 @@ import (
 
 	"sockeye/bench/harness"
 	"sockeye/internal/chart"
+	"sockeye/internal/netns"
 )
 
 // The storm: all routers open their sessions at the same moment and begin to send flow records, as after the restart of a
@@ -83,7 +84,7 @@ func served(text string, ports []uint16) (n int) {
 
 func (f *fleet) storm(ctx context.Context, l load) (r stormRun, err error) {
 	r.Arm = f.arm.name()
-	if err := f.net.Enter(); err != nil {
+	if err := netns.Enter(f.net); err != nil {
 		return r, err
 	}
 	gen, err := f.b.Start(f.group(generatorGroup), "generator", "/proc/self/exe", "generator")

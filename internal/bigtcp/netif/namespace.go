@@ -7,18 +7,18 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"runtime"
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/netns"
 )
 
 // Namespace is an open network namespace. Its methods are safe for concurrent use.
 type Namespace struct {
 	path    string
-	netns   *os.File // nil for the namespace of the caller
+	file    *os.File // nil for the namespace of the caller
 	id      uint64
 	support Support
 	rtnl    *nl.SocketHandle
@@ -31,31 +31,23 @@ func OpenNamespace(path string) (*Namespace, error) {
 	if path == "" {
 		return openNamespace("", nil)
 	}
-	// O_NONBLOCK keeps a FIFO that is named by mistake from blocking.
-	netns, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	file, err := netns.Open(path)
 	if errors.Is(err, fs.ErrPermission) {
-		return nil, fmt.Errorf("open network namespace: %w", err)
+		return nil, err
 	}
 	if err != nil {
-		return nil, fault.Usage(fmt.Errorf("open network namespace: %w", err), namedHint)
+		return nil, fault.Usage(err, namedHint)
 	}
-	kind, err := unix.IoctlRetInt(int(netns.Fd()), unix.NS_GET_NSTYPE)
-	if err != nil || kind != unix.CLONE_NEWNET {
-		netns.Close()
-		return nil, fault.Usage(fmt.Errorf("open network namespace: %s is not a network namespace", path), namedHint)
-	}
-	return openNamespace(path, netns)
+	return openNamespace(path, file)
 }
 
 const namedHint = "give the path of a network namespace, as in /run/netns/NAME"
 
-// openNamespace takes ownership of netns, also if it fails.
-func openNamespace(path string, netns *os.File) (*Namespace, error) {
-	n := &Namespace{path: path, netns: netns}
+// openNamespace takes ownership of file, also if it fails.
+func openNamespace(path string, file *os.File) (*Namespace, error) {
+	n := &Namespace{path: path, file: file}
 	if err := n.Do(n.open); err != nil {
-		if netns != nil {
-			netns.Close()
-		}
+		file.Close() // nothing for the namespace of the caller
 		return nil, err
 	}
 	var err error
@@ -74,7 +66,7 @@ func (n *Namespace) open() error {
 	// These calls only store the timeout.
 	_ = socket.SetSendTimeout(&nl.SocketTimeoutTv)
 	_ = socket.SetReceiveTimeout(&nl.SocketTimeoutTv)
-	n.id, err = namespaceID(socket.GetFd())
+	n.id, err = namespaceID()
 	if err == nil {
 		err = socket.SetExtAck(true)
 	}
@@ -86,10 +78,10 @@ func (n *Namespace) open() error {
 	return nil
 }
 
-// namespaceID returns the cookie of a socket's network namespace (SO_NETNS_COOKIE), or
-// the inode of the thread's before Linux 5.14.
-func namespaceID(socket int) (uint64, error) {
-	id, err := unix.GetsockoptUint64(socket, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+// namespaceID returns the cookie of the thread's network namespace, or its inode before
+// Linux 5.14.
+func namespaceID() (uint64, error) {
+	id, err := netns.Cookie(nil)
 	if !errors.Is(err, unix.ENOPROTOOPT) {
 		return id, err
 	}
@@ -109,38 +101,20 @@ func (n *Namespace) ID() uint64 { return n.id }
 // Close closes the socket and the namespace.
 func (n *Namespace) Close() error {
 	n.rtnl.Close()
-	if n.netns == nil {
+	if n.file == nil {
 		return nil
 	}
-	return n.netns.Close()
+	return n.file.Close()
 }
 
 // Do calls f on a thread that is in the namespace.
 func (n *Namespace) Do(f func() error) error {
-	if n.netns == nil {
-		return f()
+	err := netns.Do(n.file, f)
+	// The hint of an EnterError is that of a service.
+	var entering *netns.EnterError
+	if errors.As(err, &entering) {
+		return fmt.Errorf("enter network namespace %s: %w", n.path, entering.Err)
 	}
-	runtime.LockOSThread()
-	home, err := os.Open("/proc/thread-self/ns/net")
-	if err != nil {
-		runtime.UnlockOSThread()
-		return fmt.Errorf("open the thread's network namespace: %w", err)
-	}
-	defer home.Close()
-	if err := unix.Setns(int(n.netns.Fd()), unix.CLONE_NEWNET); err != nil {
-		runtime.UnlockOSThread()
-		return fmt.Errorf("enter network namespace %s: %w", n.path, err)
-	}
-	err = f()
-	// A thread that cannot return stays locked and ends with its goroutine.
-	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
-		back = fmt.Errorf("leave network namespace %s: %w", n.path, back)
-		if err != nil {
-			return fmt.Errorf("%w; %w", err, back)
-		}
-		return back
-	}
-	runtime.UnlockOSThread()
 	return err
 }
 
