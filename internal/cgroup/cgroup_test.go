@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"sockeye/internal/mountinfo"
 )
 
 func TestParseMounts(t *testing.T) {
@@ -20,11 +22,11 @@ func TestParseMounts(t *testing.T) {
 32 31 0:27 / /sys/fs/cgroup/a\040b\134c rw,nosuid - cgroup2 cgroup2 rw
 34 31 0:27 / /later rw,nosuid shared:10 master:3 - cgroup2 cgroup2 rw,nsdelegate
 `
-	if got := parseMounts(hybrid, "cgroup2"); !slices.Equal(got, []mount{{32, "/", `/sys/fs/cgroup/a b\c`}, {34, "/", "/later"}}) {
+	if got := ofType(mountinfo.Parse(hybrid), "cgroup2"); !slices.Equal(got, []mount{{32, "/", `/sys/fs/cgroup/a b\c`}, {34, "/", "/later"}}) {
 		t.Errorf("got %v", got)
 	}
 	for _, text := range []string{"", "x", strings.ReplaceAll(hybrid, "cgroup2 ", "cgroup "), "1 - cgroup2 x"} {
-		if got := parseMounts(text, "cgroup2"); len(got) > 0 {
+		if got := ofType(mountinfo.Parse(text), "cgroup2"); len(got) > 0 {
 			t.Errorf("found %v in %q", got, text)
 		}
 	}

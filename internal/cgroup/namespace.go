@@ -14,6 +14,8 @@ import (
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/mountinfo"
 )
 
 // In a container, this process may have a cgroup namespace of its own. The kernel then shows the paths of cgroups from
@@ -28,21 +30,12 @@ type mount struct {
 	point string
 }
 
-// unescape decodes the characters that the kernel escapes in mountinfo (mangle_path in fs/seq_file.c).
-var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
-
-// parseMounts returns the mounts of a file system type in the text of a /proc/PID/mountinfo.
-func parseMounts(text, fstype string) []mount {
+// ofType returns the mounts of a type of file system.
+func ofType(all []mountinfo.Mount, fstype string) []mount {
 	var mounts []mount
-	for line := range strings.Lines(text) {
-		// proc_pid_mountinfo(5): ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS [FIELDS] - TYPE SOURCE OPTIONS
-		before, after, _ := strings.Cut(line, " - ")
-		fields := strings.Fields(before)
-		if !strings.HasPrefix(after, fstype+" ") || len(fields) < 6 {
-			continue
-		}
-		if id, err := strconv.ParseUint(fields[0], 10, 64); err == nil {
-			mounts = append(mounts, mount{id, unescape.Replace(fields[3]), unescape.Replace(fields[4])})
+	for _, m := range all {
+		if m.Type == fstype {
+			mounts = append(mounts, mount{m.ID, m.Root, m.Point})
 		}
 	}
 	return mounts
@@ -75,13 +68,13 @@ func widest(mounts []mount) (mount, bool) {
 }
 
 func findMount() (mount, error) {
-	text, err := os.ReadFile("/proc/self/mountinfo")
+	all, err := mountinfo.Read()
 	if err != nil {
 		return mount{}, fmt.Errorf("find cgroup v2: %w", err)
 	}
-	m, ok := widest(slices.DeleteFunc(parseMounts(string(text), "cgroup2"), func(m mount) bool { return !m.visible() }))
+	m, ok := widest(slices.DeleteFunc(ofType(all, "cgroup2"), func(m mount) bool { return !m.visible() }))
 	if !ok {
-		return mount{}, NotMountedError{V1: len(parseMounts(string(text), "cgroup")) > 0}
+		return mount{}, NotMountedError{V1: len(ofType(all, "cgroup")) > 0}
 	}
 	return m, nil
 }

@@ -10,6 +10,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/mountinfo"
 )
 
 // mounts changes the guest's mount namespace.
@@ -23,11 +25,11 @@ func (s *Setup) mounts(reply *setupReply) error {
 	} else if err != nil {
 		return &StepError{StepMounts, fmt.Errorf("mount /proc: %w", err)}
 	}
-	list, err := mounted()
-	if err == nil {
-		err = errors.Join(sealCgroups(list), replaceNamespaces(list))
-	}
+	list, err := mountinfo.Read()
 	if err != nil {
+		err = fmt.Errorf("list mounts: %w", err)
+	}
+	if err = errors.Join(err, sealCgroups(list), replaceNamespaces(list)); err != nil {
 		reply.Missing = append(reply.Missing, err.Error())
 	}
 	warnings, err := s.hide()
@@ -46,33 +48,6 @@ func (s *Setup) mounts(reply *setupReply) error {
 	return nil
 }
 
-// mount is a line of /proc/self/mountinfo.
-type mount struct {
-	point, kind string
-	options     []string
-}
-
-// mounted lists the visible mounts in the order of their creation.
-func mounted() ([]mount, error) {
-	text, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return nil, fmt.Errorf("list mounts: %w", err)
-	}
-	var list []mount
-	unescape := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
-	for line := range strings.Lines(string(text)) {
-		// proc(5): ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS [FIELDS] - TYPE SOURCE OPTIONS
-		before, after, _ := strings.Cut(line, " - ")
-		fields := strings.Fields(before)
-		if len(fields) < 6 {
-			continue
-		}
-		kind, _, _ := strings.Cut(after, " ")
-		list = append(list, mount{unescape.Replace(fields[4]), kind, strings.Split(fields[5], ",")})
-	}
-	return list, nil
-}
-
 // outOfReach returns whether an error means that the program cannot access the path either.
 func outOfReach(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EACCES)
@@ -80,40 +55,40 @@ func outOfReach(err error) bool {
 
 // sealCgroups makes cgroup file systems read-only. The program's user may own cgroups, as user managers do, and could freeze or
 // kill processes of the host there.
-func sealCgroups(list []mount) error {
+func sealCgroups(list []mountinfo.Mount) error {
 	var errs []error
 	for _, m := range list {
-		if !strings.HasPrefix(m.kind, "cgroup") {
+		if !strings.HasPrefix(m.Type, "cgroup") {
 			continue
 		}
 		flags := uintptr(unix.MS_REMOUNT | unix.MS_BIND | unix.MS_RDONLY)
 		// The kernel refuses a remount that clears these flags.
 		for option, flag := range map[string]uintptr{"nosuid": unix.MS_NOSUID, "nodev": unix.MS_NODEV, "noexec": unix.MS_NOEXEC} {
-			if slices.Contains(m.options, option) {
+			if slices.Contains(m.Options, option) {
 				flags |= flag
 			}
 		}
-		if err := unix.Mount("", m.point, "", flags, ""); err != nil && !outOfReach(err) {
-			errs = append(errs, fmt.Errorf("cgroups may be written to: make %s read-only: %w", m.point, err))
+		if err := unix.Mount("", m.Point, "", flags, ""); err != nil && !outOfReach(err) {
+			errs = append(errs, fmt.Errorf("cgroups may be written to: make %s read-only: %w", m.Point, err))
 		}
 	}
 	return errors.Join(errs...)
 }
 
 // replaceNamespaces covers procfs and mqueue mounts elsewhere, as in chroots, which show the host's processes and message queues.
-func replaceNamespaces(list []mount) error {
+func replaceNamespaces(list []mountinfo.Mount) error {
 	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 	var errs []error
 	for _, m := range list {
 		var err error
 		switch {
-		case m.kind == "proc" && m.point != "/proc" && !strings.HasPrefix(m.point, "/proc/"):
-			err = unix.Mount("tmpfs", m.point, "tmpfs", flags|unix.MS_RDONLY, "size=4k,mode=555")
-		case m.kind == "mqueue":
-			err = unix.Mount("mqueue", m.point, "mqueue", flags, "")
+		case m.Type == "proc" && m.Point != "/proc" && !strings.HasPrefix(m.Point, "/proc/"):
+			err = unix.Mount("tmpfs", m.Point, "tmpfs", flags|unix.MS_RDONLY, "size=4k,mode=555")
+		case m.Type == "mqueue":
+			err = unix.Mount("mqueue", m.Point, "mqueue", flags, "")
 		}
 		if err != nil && !outOfReach(err) {
-			errs = append(errs, fmt.Errorf("%s shows data of the host: mount over it: %w", m.point, err))
+			errs = append(errs, fmt.Errorf("%s shows data of the host: mount over it: %w", m.Point, err))
 		}
 	}
 	return errors.Join(errs...)

@@ -27,6 +27,7 @@ import (
 	"sockeye/internal/cli"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
+	"sockeye/internal/mountinfo"
 )
 
 // onHost is the name under which the test binary prepares a host and runs the binary of Sockeye there.
@@ -184,12 +185,12 @@ func findTraces() (*traces, error) {
 	if err != nil {
 		return nil, err
 	}
-	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	mounts, err := mountinfo.Read()
 	if err != nil {
 		return nil, err
 	}
-	for line := range strings.Lines(string(mounts)) {
-		t.mounts = append(t.mounts, strings.Fields(line)[4])
+	for _, m := range mounts {
+		t.mounts = append(t.mounts, m.Point)
 	}
 	commands, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {
