@@ -12,16 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
-
-// KernelRelease returns the release of the running kernel, as uname -r.
-func KernelRelease() string {
-	var u unix.Utsname
-	_ = unix.Uname(&u)
-	return unix.ByteSliceToString(u.Release[:])
-}
 
 // MachineCPU returns the CPU time of all CPUs since boot without idle time, in steps of 10 ms.
 func MachineCPU() time.Duration {

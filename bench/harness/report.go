@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"sockeye/internal/chart"
+	"sockeye/internal/linux"
 )
 
 // Run describes a run of a benchmark.
@@ -37,7 +38,7 @@ type Run struct {
 // Begin returns a Run that starts now.
 func Begin() Run {
 	now := time.Now()
-	return Run{Commit: commit(), Kernel: KernelRelease(), CPUs: runtime.NumCPU(), Started: now.UTC().Truncate(time.Second), begun: now}
+	return Run{Commit: commit(), Kernel: linux.Release(), CPUs: runtime.NumCPU(), Started: now.UTC().Truncate(time.Second), begun: now}
 }
 
 // commit returns the commit of this program, or "" if it was not built in a clone.

@@ -8,10 +8,10 @@ import (
 	"runtime"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/linux"
 )
 
 // version is the JSON output of version.
@@ -32,16 +32,8 @@ func (c *commands) versionCommand() *cobra.Command {
 }
 
 func (c *commands) showVersion() error {
-	v := version{command.Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
+	v := version{command.Version, runtime.Version(), runtime.GOARCH, bpf.Schema, linux.Release()}
 	return c.Show(&v, func(w io.Writer) {
 		fmt.Fprintf(w, "sockeye %s, %s %s, pin schema %d, Linux %s\n", v.Version, v.Go, v.Arch, v.Schema, v.Kernel)
 	})
-}
-
-func kernelRelease() string {
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
-		return "unknown"
-	}
-	return unix.ByteSliceToString(u.Release[:])
 }

@@ -21,6 +21,7 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/linux"
 	"sockeye/internal/netns"
 	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
@@ -105,12 +106,12 @@ type Calibration struct {
 func (m *Collector) Calibrate(known *Calibration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	var name unix.Utsname
-	if err := unix.Uname(&name); err != nil {
+	release, version, err := linux.Uname()
+	if err != nil {
 		m.log.Warn("cannot calibrate the room estimator", "error", err)
 		return
 	}
-	running := unix.ByteSliceToString(name.Release[:]) + " " + unix.ByteSliceToString(name.Version[:])
+	running := release + " " + version
 	if known.Kernel != running || known.Room.Overhead <= 0 {
 		kernel, err := room.Calibrate()
 		if err != nil {

@@ -24,6 +24,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/linux"
 	"sockeye/internal/procsock"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
@@ -313,10 +314,10 @@ func lacking(t testing.TB, since string, reason error) {
 // olderThan compares the kernel's version with a version such as 6.12.
 func olderThan(t testing.TB, version string) bool {
 	t.Helper()
-	var u unix.Utsname
-	check(t, unix.Uname(&u))
+	release, _, err := linux.Uname()
+	check(t, err)
 	var running, wanted [2]int
-	for text, to := range map[string]*[2]int{unix.ByteSliceToString(u.Release[:]): &running, version: &wanted} {
+	for text, to := range map[string]*[2]int{release: &running, version: &wanted} {
 		if _, err := fmt.Sscanf(text, "%d.%d", &to[0], &to[1]); err != nil {
 			t.Fatalf("kernel version %q: %v", text, err)
 		}

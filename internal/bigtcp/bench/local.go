@@ -19,6 +19,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/fault"
+	"sockeye/internal/linux"
 )
 
 // Local measures between two network namespaces that it creates. It changes nothing
@@ -40,7 +41,7 @@ func Local(ctx context.Context, o Options) (result *Result, err error) {
 		return nil, fmt.Errorf("create namespaces: %w", err)
 	}
 	result = &Result{
-		Path: o.Path, Kernel: kernelRelease(), ClientCPU: last, ServerCPU: last,
+		Path: o.Path, Kernel: linux.Release(), ClientCPU: last, ServerCPU: last,
 		Message: o.Message, Size: o.Size, Rounds: o.Rounds, ForNS: o.For.Nanoseconds(), Families: []Family{},
 	}
 	if o.TwoCPUs {
@@ -82,14 +83,6 @@ func unsupported(s netif.Support, family string) error {
 		return fault.Unsupported(errors.New("this kernel has no BIG TCP for IPv4, which needs Linux 6.3"), "")
 	}
 	return nil
-}
-
-func kernelRelease() string {
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
-		return "unknown"
-	}
-	return unix.ByteSliceToString(u.Release[:])
 }
 
 // interfaceName is that of both ends.

@@ -10,8 +10,8 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/linux"
 )
 
 // Incompatibility is a setting or a program of the host that fails with large packets,

@@ -18,8 +18,8 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/linux"
 	"sockeye/internal/testenv"
 )
 

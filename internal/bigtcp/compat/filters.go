@@ -7,8 +7,8 @@ import (
 	"fmt"
 	"io/fs"
 
-	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/linux"
 )
 
 // checkFilters reports rules of packet filters.

@@ -18,9 +18,9 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/linux"
 	"sockeye/internal/netns"
 	"sockeye/internal/nlattr"
 )

@@ -6,8 +6,8 @@ import (
 	"os"
 	"testing"
 
-	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/linux"
 )
 
 // TestForwarding checks routers for large IPv6 packets, with kernels that insert the

@@ -7,8 +7,8 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/linux"
 )
 
 // checkIPv4Alone reports an IPv4 size above the IPv6 size on kernels that compare packets

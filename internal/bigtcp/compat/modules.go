@@ -4,11 +4,10 @@ package compat
 
 import (
 	"bytes"
-	"fmt"
 	"os"
 	"path/filepath"
 
-	"golang.org/x/sys/unix"
+	"sockeye/internal/linux"
 )
 
 // moduleLoaded returns false for a kernel module that is not loaded, which a request
@@ -17,11 +16,11 @@ func moduleLoaded(module string) (bool, error) {
 	if _, err := os.Stat("/sys/module/" + module); err == nil {
 		return true, nil
 	}
-	var name unix.Utsname
-	if err := unix.Uname(&name); err != nil {
-		return false, fmt.Errorf("read kernel version: %w", err)
+	release, _, err := linux.Uname()
+	if err != nil {
+		return false, err
 	}
-	modules, err := os.ReadFile(filepath.Join("/lib/modules", unix.ByteSliceToString(name.Release[:]), "modules.dep"))
+	modules, err := os.ReadFile(filepath.Join("/lib/modules", release, "modules.dep"))
 	if err != nil {
 		// The list of modules may be invisible, as in a container.
 		return true, nil

@@ -12,7 +12,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/linux"
+	"sockeye/internal/linux"
 )
 
 const network = unix.NFT_PAYLOAD_NETWORK_HEADER

@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"slices"
 
-	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/linux"
 )
 
 // tunnelsByLower returns the names of the tunnels that do not encapsulate large packets,

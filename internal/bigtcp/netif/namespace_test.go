@@ -19,18 +19,19 @@ import (
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
 	"sockeye/internal/fault"
+	"sockeye/internal/linux"
 	"sockeye/internal/testenv"
 )
 
 // olderThan reports whether the kernel is older than a version.
 func olderThan(t testing.TB, major, minor int) bool {
 	t.Helper()
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
+	release, _, err := linux.Uname()
+	if err != nil {
 		t.Fatal(err)
 	}
 	var running [2]int
-	if _, err := fmt.Sscanf(unix.ByteSliceToString(u.Release[:]), "%d.%d", &running[0], &running[1]); err != nil {
+	if _, err := fmt.Sscanf(release, "%d.%d", &running[0], &running[1]); err != nil {
 		t.Fatal(err)
 	}
 	return running[0] < major || running[0] == major && running[1] < minor

@@ -11,7 +11,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/linux"
+	"sockeye/internal/linux"
 	"sockeye/internal/nlattr"
 )
 

@@ -2,7 +2,7 @@
 
 package netif
 
-import "sockeye/internal/bigtcp/linux"
+import "sockeye/internal/linux"
 
 // tunnelKinds contains the kinds of interfaces that encapsulate packets. The value is
 // true for kinds that encapsulate packets above Legacy since Linux 7.3.

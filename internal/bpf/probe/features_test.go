@@ -12,16 +12,17 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/probe"
+	"sockeye/internal/linux"
 	"sockeye/internal/testenv"
 )
 
 // TestFeatures compares each probe with the kernel's version.
 func TestFeatures(t *testing.T) {
-	var name unix.Utsname
-	if err := unix.Uname(&name); err != nil {
+	release, _, err := linux.Uname()
+	if err != nil {
 		t.Fatal(err)
 	}
-	running := version(t, unix.ByteSliceToString(name.Release[:]))
+	running := version(t, release)
 	for _, f := range probe.Features(bpf.HaveSend) {
 		err := f.Probe()
 		if err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
@@ -32,7 +33,7 @@ func TestFeatures(t *testing.T) {
 			continue
 		}
 		if has := running >= version(t, f.Since); has != (err == nil) {
-			t.Errorf("%s came with %s, this is %s: %v", f.Name, f.Since, unix.ByteSliceToString(name.Release[:]), err)
+			t.Errorf("%s came with %s, this is %s: %v", f.Name, f.Since, release, err)
 		}
 		if hint := f.Hint(unix.EPERM); hint == f.Hint(unix.EINVAL) {
 			t.Errorf("%s: hint %q also where the kernel forbids it", f.Name, hint)

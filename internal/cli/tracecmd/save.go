@@ -11,11 +11,11 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/linux"
 	"sockeye/internal/trace/measure"
 )
 
@@ -94,11 +94,9 @@ func (c *commands) traceSave(ctx context.Context, file *newFile, since time.Dura
 	if content.Host, err = os.Hostname(); err != nil {
 		return nil, fmt.Errorf("write %s: %w", file.path, err)
 	}
-	var kernel unix.Utsname
-	if err := unix.Uname(&kernel); err != nil {
+	if content.Kernel, _, err = linux.Uname(); err != nil {
 		return nil, fmt.Errorf("write %s: %w", file.path, err)
 	}
-	content.Kernel = unix.ByteSliceToString(kernel.Release[:])
 	data, err := json.Marshal(content)
 	if err == nil {
 		_, err = file.Write(append(data, '\n'))

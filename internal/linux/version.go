@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package linux reads the version of the running kernel.
+// Package linux reads the release and the version of the running kernel.
 package linux
 
 import (
@@ -28,21 +28,38 @@ func (v Version) Before(w Version) bool {
 	return slices.Compare(v[:], w[:]) < 0
 }
 
+// Uname returns the release and the version of the running kernel, as uname -r and uname -v.
+func Uname() (release, version string, err error) {
+	var name unix.Utsname
+	if err := unix.Uname(&name); err != nil {
+		return "", "", fmt.Errorf("read kernel version: %w", err)
+	}
+	return unix.ByteSliceToString(name.Release[:]), unix.ByteSliceToString(name.Version[:]), nil
+}
+
+// Release returns the release of the running kernel for people to read, or "unknown".
+func Release() string {
+	release, _, err := Uname()
+	if err != nil {
+		return "unknown"
+	}
+	return release
+}
+
 // Running returns the version of the running kernel. The version is read once.
 var Running = sync.OnceValues(readKernel)
 
 func readKernel() (Version, error) {
-	var name unix.Utsname
-	if err := unix.Uname(&name); err != nil {
-		return Version{}, fmt.Errorf("read kernel version: %w", err)
+	release, version, err := Uname()
+	if err != nil {
+		return Version{}, err
 	}
 	// The release of Ubuntu ends in .0 whatever the upstream version is.
 	signature, err := os.ReadFile("/proc/version_signature")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return Version{}, fmt.Errorf("read kernel version: %w", err)
 	}
-	release := unix.ByteSliceToString(name.Release[:])
-	v, ok := kernelOf(release, unix.ByteSliceToString(name.Version[:]), string(signature))
+	v, ok := kernelOf(release, version, string(signature))
 	if !ok {
 		return Version{}, fmt.Errorf("read kernel version: %q is not a version", release)
 	}

@@ -3,7 +3,9 @@
 package linux
 
 import (
+	"os"
 	"slices"
+	"strings"
 	"testing"
 )
 
@@ -36,6 +38,17 @@ func TestKernelOf(t *testing.T) {
 		if got, ok := kernelOf(release, "", ""); ok {
 			t.Errorf("%q: %v", release, got)
 		}
+	}
+}
+
+// TestRelease compares the release with that of procfs.
+func TestRelease(t *testing.T) {
+	text, err := os.ReadFile("/proc/sys/kernel/osrelease")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, want := Release(), strings.TrimSpace(string(text)); got != want {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }
 
