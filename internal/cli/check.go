@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
+	"sockeye/internal/format"
 	"sockeye/internal/member"
 	"sockeye/internal/ui"
 )
@@ -113,7 +114,7 @@ func contents(policy *config.Policy) string {
 	var parts []string
 	for _, d := range domains() {
 		if n := d.count(policy); n > 0 {
-			parts = append(parts, command.Count(n, d.one, d.many))
+			parts = append(parts, format.Count(n, d.one, d.many))
 		}
 	}
 	if policy.Metrics != (config.Metrics{}) {

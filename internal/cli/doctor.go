@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/rights"
 )
 
@@ -40,7 +41,7 @@ severe finding.`,
 				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Note, Detail: "file not found", Hint: "name a policy file with --policy"})
 			case errors.As(err, &flaws):
 				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Failure, Code: fault.CodeUsage,
-					Detail: command.Count(len(flaws), "error", "errors") + "; its services are not checked", Hint: "sockeye check " + file})
+					Detail: format.Count(len(flaws), "error", "errors") + "; its services are not checked", Hint: "sockeye check " + file})
 			default:
 				return fault.Unreadable(err, "name a policy file with --policy")
 			}

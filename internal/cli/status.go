@@ -13,6 +13,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/format"
 )
 
 func (c *commands) statusCommand() *cobra.Command {
@@ -52,7 +53,7 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 	for _, v := range s.Services {
 		if v.DeviceMap != nil {
 			fmt.Fprintf(w, "\n%s: device map %s, %s of %s\n", v.Name, v.DeviceMap.Path,
-				command.Count(v.DeviceMap.Prefixes, "prefix", "prefixes"), command.Count(v.DeviceMap.Devices, "device", "devices"))
+				format.Count(v.DeviceMap.Prefixes, "prefix", "prefixes"), format.Count(v.DeviceMap.Devices, "device", "devices"))
 		}
 		for i, note := range v.Notes {
 			if i == 0 {
@@ -75,9 +76,9 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 	}
 	for _, v := range s.Services {
 		for _, d := range v.Drops {
-			what, limit := command.Count(int(d.Dropped), "datagram", "datagrams"), "receive buffer "+command.Bytes(d.Limit)
+			what, limit := format.Count(d.Dropped, "datagram", "datagrams"), "receive buffer "+command.Bytes(d.Limit)
 			if d.Protocol == "tcp" {
-				what, limit = command.Count(int(d.Dropped), "connection request", "connection requests"), fmt.Sprintf("backlog %d", d.Limit)
+				what, limit = format.Count(d.Dropped, "connection request", "connection requests"), fmt.Sprintf("backlog %d", d.Limit)
 			}
 			fmt.Fprintf(w, "\n%s: the kernel has dropped %s at process %d in slot %d, the last ones %s ago (%s)\n", v.Name, what, d.PID, d.Slot,
 				max(0, c.Now().Sub(d.Last)).Round(time.Second), limit)

@@ -102,7 +102,7 @@ func (r *Reader) Next(ctx context.Context, wait bool) (api.Event, error) {
 	}
 	r.pending = &e
 	return api.Event{Time: e.Time, Kind: api.EventsMissing, Level: "warning",
-		Text:    format.Count(int(missing), "event is missing: it was removed before it was read, or is", "events are missing: they were removed before they were read, or are") + " damaged",
+		Text:    format.Count(missing, "event is missing: it was removed before it was read, or is", "events are missing: they were removed before they were read, or are") + " damaged",
 		Details: map[string]string{"count": strconv.FormatUint(missing, 10)}}, nil
 }
 

@@ -6,7 +6,7 @@ package format
 import "fmt"
 
 // Count returns a number with its noun: 1 slot, 2 slots.
-func Count(n int, one, many string) string {
+func Count[N int | uint32 | uint64](n N, one, many string) string {
 	if n == 1 {
 		return "1 " + one
 	}

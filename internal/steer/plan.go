@@ -257,7 +257,7 @@ func (s *service) waitingEffect() string {
 	if slots == 0 {
 		return ""
 	}
-	return format.Count(int(waiting), "datagram that waits is", "datagrams that wait are") + " discarded, and connections that wait are closed"
+	return format.Count(waiting, "datagram that waits is", "datagrams that wait are") + " discarded, and connections that wait are closed"
 }
 
 // whenEmptyEffect describes what happens to the devices of a slot without a member.

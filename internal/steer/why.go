@@ -252,7 +252,7 @@ func (s *service) explainEffect(w *api.Why, serving *core.Serving) error {
 	room, err := s.rooms.Status(w.Slot)
 	if err == nil && room != nil && (room.Until != nil || room.Filling) {
 		w.Effect = "wait"
-		w.Reason += "; " + format.Count(int(room.Waiting), "datagram waits", "datagrams wait") + " for the next one"
+		w.Reason += "; " + format.Count(room.Waiting, "datagram waits", "datagrams wait") + " for the next one"
 	}
 	return err
 }

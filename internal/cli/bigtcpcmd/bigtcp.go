@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 // Shown is the output of bigtcp -o json.
@@ -172,7 +173,7 @@ func inspectBigTCP(cmd *cobra.Command, names []string, where bigtcpPlace, policy
 	var flaws config.Errors
 	switch {
 	case errors.As(err, &flaws):
-		see("rules of the policy", fmt.Errorf("%s has %s; sockeye check %s shows them", policy, command.Count(len(flaws), "error", "errors"), policy))
+		see("rules of the policy", fmt.Errorf("%s has %s; sockeye check %s shows them", policy, format.Count(len(flaws), "error", "errors"), policy))
 	case cmd.Flags().Changed("policy") || !errors.Is(err, os.ErrNotExist):
 		see("rules of the policy", err)
 	}

@@ -12,6 +12,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/format"
 )
 
 const (
@@ -88,10 +89,10 @@ func bigtcpText(t *command.Text, s *Shown, all bool) {
 		t.Line("there is no interface to show")
 	}
 	if cut > 0 {
-		t.Line("and %s; --all shows all", command.Count(cut, "more interface", "more interfaces"))
+		t.Line("and %s; --all shows all", format.Count(cut, "more interface", "more interfaces"))
 	}
 	if hidden := len(s.Interfaces) - len(shown); hidden > 0 {
-		t.Paragraph("", "%s not shown: lo, and virtual interfaces that are down and unrelated; --all shows all", command.Count(hidden, "interface is", "interfaces are"))
+		t.Paragraph("", "%s not shown: lo, and virtual interfaces that are down and unrelated; --all shows all", format.Count(hidden, "interface is", "interfaces are"))
 	}
 	if len(s.Incompatibilities)+len(shared.order) > 0 {
 		t.Line("")
@@ -362,7 +363,7 @@ func changesText(t *command.Text, answer *Changes, verb string) {
 		t.Line("nothing %s", verb)
 		return
 	}
-	t.Line("%s %s", command.Count(changed, "interface", "interfaces"), verb)
+	t.Line("%s %s", format.Count(changed, "interface", "interfaces"), verb)
 	t.Line(bigtcpEffect)
 }
 
@@ -484,7 +485,7 @@ func revertedText(t *command.Text, answer *Reverted) {
 		}
 	}
 	if len(back) > 0 {
-		t.Line("%s reverted", command.Count(len(back), "interface", "interfaces"))
+		t.Line("%s reverted", format.Count(len(back), "interface", "interfaces"))
 		t.Line(bigtcpEffect)
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/bigtcp/verify"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 const verifyFor = 10 * time.Second
@@ -124,7 +125,7 @@ func verifyText(t *command.Text, p *verify.Report) {
 func verifyCause(t *command.Text, why *verify.Cause) {
 	of := ""
 	if why.Connections > 0 {
-		of = ", " + command.Count(why.Connections, "connection", "connections")
+		of = ", " + format.Count(why.Connections, "connection", "connections")
 	}
 	t.Line("%6s  %s%s", percent(why.Share), why.Name, of)
 	t.Paragraph("        ", "%s", why.Detail)

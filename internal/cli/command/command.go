@@ -75,14 +75,6 @@ func (r *Reported) Error() string { return r.Err.Error() }
 // Unwrap returns the error, which has the exit code.
 func (r *Reported) Unwrap() error { return r.Err }
 
-// Count returns a number with its noun, as in "1 service" and "2 services".
-func Count[N int | uint64](n N, one, many string) string {
-	if n == 1 {
-		return "1 " + one
-	}
-	return fmt.Sprintf("%d %s", n, many)
-}
-
 // OrDash returns s, or "-" if s is empty.
 func OrDash(s string) string {
 	if s == "" {

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/format"
 )
 
 // Escape sequences, see console_codes(4): move to the first line, clear the rest of a line, clear
@@ -59,7 +61,7 @@ func (c *Command) Fit(l *Text) string {
 	lines = lines[:len(lines)-1]
 	if height := c.height(); len(lines) > height {
 		left := len(lines) - height + 1
-		lines = append(lines[:height-1], fmt.Sprintf("… %s, the terminal is too small\n", Count(left, "more line", "more lines")))
+		lines = append(lines[:height-1], fmt.Sprintf("… %s, the terminal is too small\n", format.Count(left, "more line", "more lines")))
 	}
 	for i, line := range lines {
 		lines[i] = Printable(strings.TrimSuffix(line, "\n")) + clearLine + "\n"

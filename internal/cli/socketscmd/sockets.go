@@ -22,6 +22,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
 	"sockeye/room"
 )
@@ -496,7 +497,7 @@ func (l *socketsLooker) owners(kept []*found, shown *Shown) map[uint32][]sockdia
 	case err != nil:
 		shown.Problems = append(shown.Problems, err.Error())
 	case hidden > 0:
-		shown.Problems = append(shown.Problems, command.Count(hidden, "process", "processes")+", not permitted to inspect")
+		shown.Problems = append(shown.Problems, format.Count(hidden, "process", "processes")+", not permitted to inspect")
 	}
 	return processes
 }

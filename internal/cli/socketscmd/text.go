@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"sockeye/internal/cli/command"
+	"sockeye/internal/format"
 	"sockeye/internal/sockdiag"
 )
 
@@ -72,7 +73,7 @@ func socketsText(t *command.Text, shown *Shown) {
 	if shown.Netns != "" {
 		in = " in " + shown.Netns
 	}
-	words := command.Count(shown.Matched, "socket", "sockets") + in
+	words := format.Count(shown.Matched, "socket", "sockets") + in
 	var by []string
 	for _, limit := range sockdiag.Limits {
 		if n := shown.ByLimit[string(limit)]; n > 0 {

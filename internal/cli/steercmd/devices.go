@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 func (c *commands) devicesCommand() *cobra.Command {
@@ -138,7 +139,7 @@ func (c *commands) missing(ctx context.Context, q url.Values) error {
 				fmt.Fprintln(w)
 			}
 			m := &list[i]
-			fmt.Fprintf(w, "%s: %d of %s missing\n", m.Service, m.Missing, command.Count(m.Expected, "expected device is", "expected devices are"))
+			fmt.Fprintf(w, "%s: %d of %s missing\n", m.Service, m.Missing, format.Count(m.Expected, "expected device is", "expected devices are"))
 			if m.Omitted > 0 {
 				fmt.Fprintf(w, "%d of them are not listed\nhint: --limit %d lists more\n", m.Omitted, min(m.Missing, api.MostMissing))
 			}

@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 func (c *commands) moveCommand() *cobra.Command {
@@ -167,7 +168,7 @@ func writeMoves(w io.Writer, list []api.MovesStatus) {
 func describeMoves(m *api.MovesStatus) string {
 	var parts []string
 	if total := m.Done + len(m.Running) + m.Waiting; total > 0 {
-		parts = append(parts, fmt.Sprintf("%d of %s done, %d running, %d waiting", m.Done, command.Count(total, "device", "devices"), len(m.Running), m.Waiting))
+		parts = append(parts, fmt.Sprintf("%d of %s done, %d running, %d waiting", m.Done, format.Count(total, "device", "devices"), len(m.Running), m.Waiting))
 	}
 	if len(parts) == 0 && len(m.Blocked) > 0 {
 		parts = append(parts, fmt.Sprintf("slot %d %s", m.Blocked[0].Slot, m.Blocked[0].Reason))

@@ -12,6 +12,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 // maxMeasure is the maximum time of a measurement: the agent answers within a minute.
@@ -53,7 +54,7 @@ With --apply, the devices are pinned to the proposed slots, as by sockeye move.`
 func writeRebalance(w io.Writer, list []api.Rebalance, applied bool) {
 	for i := range list {
 		r := &list[i]
-		fmt.Fprintf(w, "%s: %s datagrams/s, %s/s of TCP, %s\n", r.Service, command.Digits(r.Datagrams), command.Bytes(int64(r.Bytes)), command.Count(r.Devices, "device", "devices"))
+		fmt.Fprintf(w, "%s: %s datagrams/s, %s/s of TCP, %s\n", r.Service, command.Digits(r.Datagrams), command.Bytes(int64(r.Bytes)), format.Count(r.Devices, "device", "devices"))
 		fmt.Fprintln(w, "SLOT\tFAIR SHARE\tLOAD\tLOAD AFTER")
 		for _, s := range r.Slots {
 			fmt.Fprintf(w, "%d\t%s\t%s\t%s\n", s.Slot, command.Percentage(s.Fair), command.Percentage(s.Before), command.Percentage(s.After))

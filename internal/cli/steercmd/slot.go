@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 func (c *commands) slotCommand() *cobra.Command {
@@ -141,7 +142,7 @@ func (c *commands) waitForSlot(ctx context.Context, service string, slot int, li
 			}
 		}
 		if sessions > 0 {
-			return fmt.Sprintf("slot %d still has %s", slot, command.Count(sessions, "session", "sessions")), nil
+			return fmt.Sprintf("slot %d still has %s", slot, format.Count(sessions, "session", "sessions")), nil
 		}
 		return "", nil
 	})

@@ -11,6 +11,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/format"
 )
 
 const (
@@ -110,7 +111,7 @@ func (t *whyWriter) write(w *api.Why) {
 			dropped = fmt.Sprintf(", %d dropped", *s.Dropped)
 		}
 		t.add("seen", "last SYN or datagram %s ago, %s; %s, %s, %d refused%s", age(t.Now(), s.LastSeen), served,
-			command.Count(int(s.Connections), "SYN", "SYNs"), command.Count(int(s.Datagrams), "datagram", "datagrams"), s.Refused, dropped)
+			format.Count(s.Connections, "SYN", "SYNs"), format.Count(s.Datagrams, "datagram", "datagrams"), s.Refused, dropped)
 	}
 	t.add("now", "%s datagrams/s, %s/s by TCP, %s refused/s", command.Digits(w.Rates.Datagrams), command.Bytes(int64(w.Rates.Bytes)),
 		command.Digits(w.Rates.Refused))
@@ -178,7 +179,7 @@ func planText(w *api.Why) string {
 
 // addSessions adds the open connections, in at most half of the lines that are left.
 func (t *whyWriter) addSessions(w *api.Why) {
-	text := command.Count(w.SessionCount, "open connection", "open connections")
+	text := format.Count(w.SessionCount, "open connection", "open connections")
 	if w.Split {
 		text += ", SPLIT: not all are at the member that serves the device"
 	}

@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 const (
@@ -412,7 +413,7 @@ func (m *model) askDrain() {
 	}
 	number := slot.Slot
 	change := api.SlotChange{Service: s.Name, Slot: &number, State: "drain"}
-	effect := fmt.Sprintf("drain slot %d of %s: its %s to other slots", number, s.Name, command.Count(slot.Devices, "device moves", "devices move"))
+	effect := fmt.Sprintf("drain slot %d of %s: its %s to other slots", number, s.Name, format.Count(slot.Devices, "device moves", "devices move"))
 	if slot.State != "ready" {
 		change.State = "ready"
 		effect = fmt.Sprintf("set slot %d of %s from %s to ready: its devices return", number, s.Name, slot.State)

@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 const (
@@ -322,7 +323,7 @@ func (m *model) top() []line {
 	}
 	outside := outsideLines(s)
 	if more := len(outside) - mostOutside; more > 0 {
-		outside = append(outside[:mostOutside], line{fmt.Sprintf("%s: %s not members; see sockeye status", s.Name, command.Count(more, "other process is", "other processes are")), warning})
+		outside = append(outside[:mostOutside], line{fmt.Sprintf("%s: %s not members; see sockeye status", s.Name, format.Count(more, "other process is", "other processes are")), warning})
 	}
 	return append(lines, outside...)
 }
@@ -372,7 +373,7 @@ func (m *model) summary() line {
 		}
 		words = append(words, name, fmt.Sprintf("%d of %d ready", ready, len(s.Slots)))
 		if s.Split > 0 {
-			words = append(words, command.Count(s.Split, "SPLIT device", "SPLIT devices"))
+			words = append(words, format.Count(s.Split, "SPLIT device", "SPLIT devices"))
 			look = alarm
 		}
 		words = append(words, rate(datagrams)+" datagrams/s", rate(s.Refused)+" refused/s")
@@ -514,7 +515,7 @@ func (m *model) slotLines() []line {
 		{fmt.Sprintf("slot          %d of %s, %s", s.Slot, m.page.service, stateOf(s)), title},
 		{"member        " + memberOf(s), plain},
 		{"cgroup        " + command.OrDash(s.Cgroup), plain},
-		{fmt.Sprintf("load          %s, %s", command.Count(s.Devices, "device", "devices"), command.Count(s.Sessions, "session", "sessions")), plain},
+		{fmt.Sprintf("load          %s, %s", format.Count(s.Devices, "device", "devices"), format.Count(s.Sessions, "session", "sessions")), plain},
 		{fmt.Sprintf("per second    %s datagrams, %s bytes, %s connections", rate(s.Datagrams), rate(s.Bytes), rate(s.Connections)), plain},
 		{fmt.Sprintf("lost          %s refused/s, %s dropped/s", rate(s.Refused), rate(s.Drops)), plain},
 		{fmt.Sprintf("queued        %s of %s, %s unread, backlog %d", command.Bytes(s.Queued), command.Bytes(s.QueueLimit), command.Bytes(s.Unread), s.Backlog), plain},
@@ -529,7 +530,7 @@ func (m *model) slotLines() []line {
 
 // roomOf describes the waiting room of a slot.
 func (m *model) roomOf(s *api.LiveSlot) string {
-	text := command.Count(s.Waiting, "datagram", "datagrams")
+	text := format.Count(s.Waiting, "datagram", "datagrams")
 	if s.WaitUntil != nil {
 		text += ", open until " + s.WaitUntil.In(m.now().Location()).Format(time.TimeOnly)
 	}

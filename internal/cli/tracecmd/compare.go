@@ -17,6 +17,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/trace/measure"
 	"sockeye/internal/trace/report"
 )
@@ -495,7 +496,7 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 		has  measure.Side
 	}{{"A", &r.A, r.Comparison.A}, {"B", &r.B, r.Comparison.B}} {
 		l.Line("%s: %s, %s to %s: %s in %s of 10 s", side.name, side.of.name(), c.Clock(side.of.From), c.Clock(side.of.To),
-			command.Count(side.has.Messages, "message", "messages"), command.Count(side.has.Slices, "slice", "slices"))
+			format.Count(side.has.Messages, "message", "messages"), format.Count(side.has.Slices, "slice", "slices"))
 	}
 	if r.Partial {
 		l.Line("earlier measurements are not available")
@@ -513,7 +514,7 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 			if n > named {
 				more = fmt.Sprintf("; and %d more", n-named)
 			}
-			l.Line("only %s has %s: %s%s", side.name, command.Count(n, "group", "groups"), strings.Join(side.only[:min(n, named)], "; "), more)
+			l.Line("only %s has %s: %s%s", side.name, format.Count(n, "group", "groups"), strings.Join(side.only[:min(n, named)], "; "), more)
 		}
 	}
 	rows := [][]string{{"STAGE", "FIGURE", "A", "B", "RATIO", "95 % INTERVAL", "VERDICT"}}

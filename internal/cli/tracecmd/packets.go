@@ -17,6 +17,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/trace/capture"
 	"sockeye/internal/trace/measure"
 	"sockeye/internal/trace/packets"
@@ -348,8 +349,8 @@ func (v *packetView) writeTotals() error {
 	v.writeHeader(&l)
 	s := &v.answer.Summary
 	l.Line("")
-	l.Line("%s sent (%s in %s), %s received (%s), in %s", command.Count(s.Sent, "packet", "packets"), command.Bytes(s.SentBytes), command.Count(s.Segments, "segment", "segments"),
-		command.Count(s.Received, "packet", "packets"), command.Bytes(s.ReceivedBytes), command.Duration(s.To.Sub(s.From)))
+	l.Line("%s sent (%s in %s), %s received (%s), in %s", format.Count(s.Sent, "packet", "packets"), command.Bytes(s.SentBytes), format.Count(s.Segments, "segment", "segments"),
+		format.Count(s.Received, "packet", "packets"), command.Bytes(s.ReceivedBytes), command.Duration(s.To.Sub(s.From)))
 	var fates []string
 	for _, f := range []packets.Fate{packets.Acknowledged, packets.PartlyLost, packets.Lost, packets.Dropped, packets.Needless, packets.Unacknowledged} {
 		if n := s.Fates[f]; n > 0 {
@@ -357,7 +358,7 @@ func (v *packetView) writeTotals() error {
 		}
 	}
 	if s.Retransmissions > 0 {
-		fates = append(fates, command.Count(s.Retransmissions, "retransmission", "retransmissions"))
+		fates = append(fates, format.Count(s.Retransmissions, "retransmission", "retransmissions"))
 	}
 	if len(fates) > 0 {
 		l.Line("sent packets: %s", strings.Join(fates, ", "))
@@ -389,7 +390,7 @@ func (v *packetView) writeTotals() error {
 		{uint64(s.Unfinished), "packet", "packets", "dropped from memory before they were complete"},
 	} {
 		if lack.n > 0 {
-			l.Line("%s %s", command.Count(lack.n, lack.one, lack.many), lack.Text)
+			l.Line("%s %s", format.Count(lack.n, lack.one, lack.many), lack.Text)
 		}
 	}
 	if s.Unseen > 0 {

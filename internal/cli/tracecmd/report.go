@@ -13,6 +13,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/format"
 	"sockeye/internal/trace/measure"
 	"sockeye/internal/trace/report"
 )
@@ -122,7 +123,7 @@ func (c *commands) reported(l *command.Text, w *Report) {
 		l.Line("%s: nothing was measured; %s", w.File, command.Bytes(w.Bytes))
 		return
 	}
-	l.Line("%s: %s of %s, from %s to %s; %s", w.File, command.Count(w.Messages, "message", "messages"), command.Count(w.Groups, "group", "groups"),
+	l.Line("%s: %s of %s, from %s to %s; %s", w.File, format.Count(w.Messages, "message", "messages"), format.Count(w.Groups, "group", "groups"),
 		c.Clock(w.From), c.Clock(w.To), command.Bytes(w.Bytes))
 	if w.Partial {
 		l.Line("earlier measurements are not available")

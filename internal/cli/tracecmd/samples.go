@@ -22,6 +22,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/trace/measure"
 )
 
@@ -182,7 +183,7 @@ func (c *commands) samples(ctx context.Context, q map[string][]string, number in
 		return err
 	}
 	if lost > 0 {
-		return &fault.Error{Err: fmt.Errorf("%s lost: the buffer was full", command.Count(lost, "message was", "messages were")),
+		return &fault.Error{Err: fmt.Errorf("%s lost: the buffer was full", format.Count(lost, "message was", "messages were")),
 			Hint: "use a larger --buffer, or choose fewer messages in the policy", Code: fault.CodeFailed}
 	}
 	return nil

@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/linux"
 	"sockeye/internal/trace/measure"
 )
@@ -53,7 +54,7 @@ addresses, cgroups and rules by which the trace rules group.`,
 				return err
 			}
 			return c.Print(s, func(l *command.Text) {
-				l.Line("%s: %s of %s, from %s to %s; %s", s.File, command.Count(s.Messages, "message", "messages"), command.Count(s.Groups, "group", "groups"),
+				l.Line("%s: %s of %s, from %s to %s; %s", s.File, format.Count(s.Messages, "message", "messages"), format.Count(s.Groups, "group", "groups"),
 					c.Clock(s.From), c.Clock(s.To), command.Bytes(s.Bytes))
 				if s.Partial {
 					l.Line("earlier measurements are not available")

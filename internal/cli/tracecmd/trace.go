@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/trace/measure"
 )
 
@@ -266,7 +267,7 @@ func (c *commands) tracedCgroup(l *command.Text, g *api.TracedCgroup) {
 			words = fmt.Sprintf("  rule %s: %s of the connections, %s messages of each", r.Name, r.Connections, r.Messages)
 		}
 		if len(r.GroupBy) > 0 {
-			words += fmt.Sprintf(", by %s; %d of %s in use", strings.Join(r.GroupBy, ", "), r.Groups, command.Count(r.Limit, "group", "groups"))
+			words += fmt.Sprintf(", by %s; %d of %s in use", strings.Join(r.GroupBy, ", "), r.Groups, format.Count(r.Limit, "group", "groups"))
 		}
 		l.Line("%s", words)
 		for _, s := range r.Skipped {

@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/match"
 )
 
@@ -182,7 +183,7 @@ func openConnection(w io.Writer, s *api.TuneSocket) {
 	case api.MPTCPFallback:
 		fmt.Fprintln(w, "MPTCP socket that fell back to TCP")
 	default:
-		fmt.Fprintf(w, "MPTCP socket with %s\n", command.Count(len(s.Subflows), "subflow", "subflows"))
+		fmt.Fprintf(w, "MPTCP socket with %s\n", format.Count(len(s.Subflows), "subflow", "subflows"))
 	}
 	for i := range s.Subflows {
 		f := &s.Subflows[i]

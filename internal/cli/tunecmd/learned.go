@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/format"
 )
 
 func (c *commands) tuneLearnedCommand() *cobra.Command {
@@ -78,8 +79,8 @@ func evidence(c api.TuneCandidate) string {
 	case c.Tries == 0:
 		return fmt.Sprintf("%d: not tried", c.Window)
 	case c.Connections == 0:
-		return fmt.Sprintf("%d: %s, none timed", c.Window, command.Count(int(c.Tries), "try", "tries"))
+		return fmt.Sprintf("%d: %s, none timed", c.Window, format.Count(c.Tries, "try", "tries"))
 	}
-	return fmt.Sprintf("%d: %s, %d timed, %s lossy, %s", c.Window, command.Count(int(c.Tries), "try", "tries"), c.Connections,
+	return fmt.Sprintf("%d: %s, %d timed, %s lossy, %s", c.Window, format.Count(c.Tries, "try", "tries"), c.Connections,
 		command.Percentage(float64(c.Lossy)/float64(c.Connections)), command.Microseconds(1000*c.Time))
 }

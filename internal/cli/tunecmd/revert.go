@@ -13,6 +13,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/format"
 	"sockeye/internal/tune"
 )
 
@@ -44,13 +45,13 @@ apply to new connections.`,
 }
 
 func reverted(w io.Writer, l *api.TuneLive) {
-	fmt.Fprintf(w, "%s reverted, %s", command.Count(l.Reverted, "open connection", "open connections"), command.Count(l.Options, "option", "options"))
+	fmt.Fprintf(w, "%s reverted, %s", format.Count(l.Reverted, "open connection", "open connections"), format.Count(l.Options, "option", "options"))
 	if l.Gone > 0 {
 		fmt.Fprintf(w, "; %d closed in the meantime", l.Gone)
 	}
 	fmt.Fprintln(w)
 	for _, k := range l.NotReverted {
-		fmt.Fprintf(w, "rule %s: %s on %s: %s\n", k.Rule, k.Option, command.Count(k.Connections, "connection", "connections"), k.Reason)
+		fmt.Fprintf(w, "rule %s: %s on %s: %s\n", k.Rule, k.Option, format.Count(k.Connections, "connection", "connections"), k.Reason)
 	}
 	problems(w, l)
 }
@@ -62,7 +63,7 @@ func WriteLive(w io.Writer, l *api.TuneLive) {
 		n += connections
 	}
 	fmt.Fprintf(w, "\n%s got a rule%s, %s set; %d had theirs already, no rule matches %d\n",
-		command.Count(n, "open connection", "open connections"), byRule(l), command.Count(l.Options, "option", "options"), l.Already, l.NoRule)
+		format.Count(n, "open connection", "open connections"), byRule(l), format.Count(l.Options, "option", "options"), l.Already, l.NoRule)
 	problems(w, l)
 }
 

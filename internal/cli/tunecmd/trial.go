@@ -13,6 +13,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/tune/trial"
 )
 
@@ -53,12 +54,12 @@ func ruleName(name string) (string, error) {
 
 func trialTable(w io.Writer, t *api.TuneTrial) {
 	fmt.Fprintf(w, "rule %s of %s: %s tuned, %d in the control arm (%s)\n\n", t.Rule, t.Cgroup,
-		command.Count(t.Comparison.Treated, "connection", "connections"), t.Comparison.Control, command.Percentage(t.Share))
+		format.Count(t.Comparison.Treated, "connection", "connections"), t.Comparison.Control, command.Percentage(t.Share))
 	fmt.Fprintln(w, "FIGURE\tTUNED\tCONTROL\tDIFFERENCE\t95 % INTERVAL\tVERDICT")
 	for _, r := range t.Comparison.Rows {
 		verdict := string(r.Verdict)
 		if r.More > 0 {
-			verdict += fmt.Sprintf(": about %s needed", command.Count(r.More, "more connection", "more connections"))
+			verdict += fmt.Sprintf(": about %s needed", format.Count(r.More, "more connection", "more connections"))
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", figure(r), measured(r.Treated, r.Unit), measured(r.Control, r.Unit),
 			change(r.Difference), interval(r.Low, r.High), verdict)

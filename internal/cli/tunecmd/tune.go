@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
+	"sockeye/internal/format"
 	"sockeye/internal/tune"
 )
 
@@ -141,22 +142,22 @@ func ruleNotes(r *api.TuneRuleStatus) []string {
 		notes = append(notes, "set "+strings.Join(r.Set, ", "))
 	}
 	if r.React != "" {
-		notes = append(notes, fmt.Sprintf("react %s; %s", r.React, command.Count(r.Reactions, "reaction", "reactions")))
+		notes = append(notes, fmt.Sprintf("react %s; %s", r.React, format.Count(r.Reactions, "reaction", "reactions")))
 	}
 	if r.Trial != "" {
-		notes = append(notes, fmt.Sprintf("trial %s; %s in the control arm", r.Trial, command.Count(r.Control, "connection", "connections")))
+		notes = append(notes, fmt.Sprintf("trial %s; %s in the control arm", r.Trial, format.Count(r.Control, "connection", "connections")))
 	}
 	if r.Observe != string(config.ObserveLive) {
 		notes = append(notes, "observe "+r.Observe)
 	}
 	if r.TunedLive > 0 {
-		notes = append(notes, command.Count(r.TunedLive, "connection", "connections")+" tuned while open")
+		notes = append(notes, format.Count(r.TunedLive, "connection", "connections")+" tuned while open")
 	}
 	if r.Tags > 0 {
-		notes = append(notes, command.Count(r.Tags, "connection", "connections")+" matched by the peer's tag")
+		notes = append(notes, format.Count(r.Tags, "connection", "connections")+" matched by the peer's tag")
 	}
 	if r.Older > 0 {
-		notes = append(notes, command.Count(r.Older, "older version", "older versions")+" may still apply to open connections")
+		notes = append(notes, format.Count(r.Older, "older version", "older versions")+" may still apply to open connections")
 	}
 	return notes
 }

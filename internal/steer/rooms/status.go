@@ -52,7 +52,7 @@ func (r *Rooms) Note(slot int) string {
 	if err != nil || room == nil || r.IsReady(slot) || r.SlotState(slot).State == stored.Maint || !r.HasDevices(slot) {
 		return ""
 	}
-	waiting := format.Count(int(room.Waiting), "datagram waits", "datagrams wait")
+	waiting := format.Count(room.Waiting, "datagram waits", "datagrams wait")
 	switch {
 	case room.Filling && r.filling[slot].dumps != nil:
 		return fmt.Sprintf("slot %d has a new member, which reads the connections first: %s", slot, waiting)

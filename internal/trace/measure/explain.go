@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/internal/format"
 )
 
 // Cause is the main cause of a message's latency.
@@ -315,7 +316,7 @@ func (s *Sample) whyStack(took time.Duration) finding {
 		return finding{cause: CausePacing, text: s.pacingText(unsent, byPacing), details: details}
 	case cwnd < unsent:
 		if s.SRTT > 0 {
-			details = append(details, fmt.Sprintf("that takes about %.0f round %s of %s", rounds, plural(uint64(rounds), "trip", "trips"), FormatDuration(s.SRTT)))
+			details = append(details, fmt.Sprintf("that takes about %s of %s", format.Count(uint64(rounds), "round trip", "round trips"), FormatDuration(s.SRTT)))
 			if took > 4*byCwnd {
 				details = append(details, "it took longer: data in flight was acknowledged late")
 			}
@@ -365,7 +366,7 @@ func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 
 func (s *Sample) cwndText() string {
 	cwnd, _ := s.room()
-	return fmt.Sprintf("the congestion window, %d %s of %d B with %d in flight, allowed %s", s.Cwnd, plural(uint64(s.Cwnd), "packet", "packets"), s.MSS, s.InFlight, s.roomText(cwnd))
+	return fmt.Sprintf("the congestion window, %s of %d B with %d in flight, allowed %s", format.Count(s.Cwnd, "packet", "packets"), s.MSS, s.InFlight, s.roomText(cwnd))
 }
 
 func (s *Sample) windowText() string {
@@ -551,13 +552,6 @@ func times(n uint64) string {
 		return "once"
 	}
 	return strconv.FormatUint(n, 10) + " times"
-}
-
-func plural(n uint64, one, many string) string {
-	if n == 1 {
-		return one
-	}
-	return many
 }
 
 // duration converts nanoseconds to a duration of at most 292 years.
