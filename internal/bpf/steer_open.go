@@ -255,7 +255,7 @@ func (s *Steer) makeKeys() error {
 		return nil
 	}
 	for i := range a.Key {
-		a.Key[i] = newNonce()
+		a.Key[i] = NewNonce()
 	}
 	if err := s.admission.Put(uint32(0), &a); err != nil {
 		return fmt.Errorf("write map admission: %w", err)

@@ -23,7 +23,7 @@ type TraceLive struct {
 // Live attaches the hook by which the agent reaches open connections. The error wraps ebpf.ErrNotSupported before
 // Linux 5.15.
 func (t *Trace) Live() (*TraceLive, error) {
-	l := &TraceLive{nonce: newNonce()}
+	l := &TraceLive{nonce: NewNonce()}
 	spec, err := loadTraceLive()
 	if err != nil {
 		return nil, err

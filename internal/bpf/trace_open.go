@@ -228,7 +228,8 @@ func HaveSend() error {
 	return probe.HaveSend(spec)
 }
 
-func newNonce() uint64 {
+// NewNonce returns a random number that nobody can guess.
+func NewNonce() uint64 {
 	var b [8]byte
 	rand.Read(b[:])
 	return binary.LittleEndian.Uint64(b[:])

@@ -48,6 +48,6 @@ func (h *Host) EnsureNonce(name string) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	s.Nonce = stored.NewNonce()
+	s.Nonce = bpf.NewNonce()
 	return s.Nonce, s.Save(h.StateFile(name))
 }

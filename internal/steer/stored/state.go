@@ -6,8 +6,6 @@ package stored
 
 import (
 	"bytes"
-	"crypto/rand"
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -146,11 +144,4 @@ func (s *State) Save(path string) error {
 		return fmt.Errorf("save state: %w", err)
 	}
 	return statedir.Write(path, append(data, '\n'))
-}
-
-// NewNonce returns a random nonce.
-func NewNonce() uint64 {
-	var b [8]byte
-	rand.Read(b[:])
-	return binary.LittleEndian.Uint64(b[:])
 }
