@@ -114,13 +114,13 @@ func (h *Histogram[V, B]) Sub(earlier *Histogram[V, B]) {
 	highest := -1
 	h.Count = 0
 	for i := range len(h.Buckets) {
-		h.Buckets[i] = less(h.Buckets[i], earlier.Buckets[i])
+		h.Buckets[i] = Increase(h.Buckets[i], earlier.Buckets[i])
 		h.Count += h.Buckets[i]
 		if h.Buckets[i] > 0 {
 			highest = i
 		}
 	}
-	h.Sum = less(h.Sum, earlier.Sum)
+	h.Sum = Increase(h.Sum, earlier.Sum)
 	switch {
 	case highest < 0:
 		h.Max = 0
@@ -130,7 +130,8 @@ func (h *Histogram[V, B]) Sub(earlier *Histogram[V, B]) {
 	}
 }
 
-func less(later, earlier uint64) uint64 { return later - min(earlier, later) }
+// Increase returns the increase of a counter, or 0 if it was reset.
+func Increase(later, earlier uint64) uint64 { return later - min(earlier, later) }
 
 // End returns the upper bound of the values in bucket i, limited by Max. While the kernel counts, a value may be
 // visible in its bucket before it is visible in Max.

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/internal/histogram"
 )
 
 // Merge merges periods into one, by group. Gauges (InFlight, RXWaiting, RXOldest) are those of the latest period that
@@ -159,10 +160,10 @@ func (r *Result) since(before *Result) Result {
 	d := *r
 	d.Chosen -= before.Chosen
 	d.Bytes -= before.Bytes
-	d.Unqueued = increase(r.Unqueued, before.Unqueued)
-	d.Undriven = increase(r.Undriven, before.Undriven)
+	d.Unqueued = histogram.Increase(r.Unqueued, before.Unqueued)
+	d.Undriven = histogram.Increase(r.Undriven, before.Undriven)
 	d.RXChosen -= before.RXChosen
-	d.RXUnstamped = increase(r.RXUnstamped, before.RXUnstamped)
+	d.RXUnstamped = histogram.Increase(r.RXUnstamped, before.RXUnstamped)
 	d.Outcomes = subOutcomes(r.Outcomes, before.Outcomes)
 	d.RXOutcomes = subOutcomes(r.RXOutcomes, before.RXOutcomes)
 	d.Stages = map[config.Stage]*Histogram{}
@@ -335,6 +336,3 @@ func groupsHint(groups map[Group]bool) string {
 	}
 	return hint
 }
-
-// increase returns the increase of a counter, or 0 if it was reset.
-func increase(later, earlier uint64) uint64 { return later - min(earlier, later) }
