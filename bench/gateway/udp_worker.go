@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/cli"
+	"sockeye/internal/sockaddr"
 )
 
 // datagramRole is the role of a process that receives datagrams on a port, and sends datagrams.
@@ -180,15 +181,8 @@ func bufferOf(fd int, port uint16) (size int, found bool) {
 	if err != nil {
 		return 0, false
 	}
-	var at int
-	switch a := name.(type) {
-	case *unix.SockaddrInet4:
-		at = a.Port
-	case *unix.SockaddrInet6:
-		at = a.Port
-	}
 	size, err = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
-	return size, err == nil && at == int(port)
+	return size, err == nil && sockaddr.AddrPort(name).Port() == port
 }
 
 // read counts datagrams. It reads one datagram per call, as most collectors do.

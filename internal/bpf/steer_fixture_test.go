@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/testenv"
 )
@@ -255,7 +256,7 @@ func newSocket(t testing.TB, l bpf.Listener, reuseport bool) *socket {
 		}
 		check(t, unix.SetsockoptInt(k.fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, only))
 	}
-	if err := unix.Bind(k.fd, sockaddr(l.Address)); err != nil {
+	if err := unix.Bind(k.fd, sockaddr.Of(l.Address)); err != nil {
 		t.Fatalf("bind to %s: %v", l.Address, err)
 	}
 	if k.tcp {
@@ -290,14 +291,14 @@ func (k *socket) receive() (from netip.Addr, ok bool) {
 		// A connection in TIME-WAIT would keep the port from the next test.
 		check(k.t, unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
 		unix.Close(fd)
-		return addrPort(sa).Addr(), true
+		return sockaddr.AddrPort(sa).Addr(), true
 	}
 	var buf [64]byte
 	n, sa, err := unix.Recvfrom(k.fd, buf[:], 0)
 	if err != nil {
 		return from, false
 	}
-	from = addrPort(sa).Addr()
+	from = sockaddr.AddrPort(sa).Addr()
 	if string(buf[:n]) != from.String() {
 		k.t.Fatalf("%q came from %s", buf[:n], from)
 	}
@@ -414,7 +415,7 @@ func (s *sender) send(from netip.Addr, to netip.AddrPort) {
 	if from.Is6() {
 		fd, oob = s.v6, unix.PktInfo6(&unix.Inet6Pktinfo{Addr: from.As16()})
 	}
-	if err := unix.Sendmsg(fd, []byte(from.String()), oob, sockaddr(to), 0); err != nil {
+	if err := unix.Sendmsg(fd, []byte(from.String()), oob, sockaddr.Of(to), 0); err != nil {
 		s.t.Fatalf("send from %s to %s: %v", from, to, err)
 	}
 }
@@ -434,10 +435,10 @@ func client(t testing.TB, protocol int, from netip.Addr, to netip.AddrPort) (fd 
 	if from.Is6() {
 		check(t, unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_FREEBIND, 1))
 	}
-	if err := unix.Bind(fd, sockaddr(netip.AddrPortFrom(from, 0))); err != nil {
+	if err := unix.Bind(fd, sockaddr.Of(netip.AddrPortFrom(from, 0))); err != nil {
 		t.Fatalf("bind to %s: %v", from, err)
 	}
-	if err = unix.Connect(fd, sockaddr(to)); errors.Is(err, unix.EINPROGRESS) {
+	if err = unix.Connect(fd, sockaddr.Of(to)); errors.Is(err, unix.EINPROGRESS) {
 		wait(t, fd, unix.POLLOUT)
 		var value int
 		value, err = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR)
@@ -532,23 +533,6 @@ func drainBacklog(t testing.TB) {
 	check(t, err)
 	_, err = unix.Read(fd, make([]byte, 1))
 	check(t, err)
-}
-
-func sockaddr(a netip.AddrPort) unix.Sockaddr {
-	if a.Addr().Is4() {
-		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
-	}
-	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
-}
-
-func addrPort(sa unix.Sockaddr) netip.AddrPort {
-	switch a := sa.(type) {
-	case *unix.SockaddrInet4:
-		return netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
-	case *unix.SockaddrInet6:
-		return netip.AddrPortFrom(netip.AddrFrom16(a.Addr).Unmap(), uint16(a.Port))
-	}
-	return netip.AddrPort{}
 }
 
 // target returns the address at which a client of the family reaches a listener.

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/sockaddr"
 )
 
 // floodSources is the number of forged sources, each of which sends one packet: ten million in "make bench-flood".
@@ -182,7 +183,7 @@ func (s *service) drain(row int) (end func() uint64) {
 					}
 					idle = false
 					received.Add(1)
-					if from := addrPort(sa).Addr(); s.slotOf(from) != slot {
+					if from := sockaddr.AddrPort(sa).Addr(); s.slotOf(from) != slot {
 						s.t.Errorf("%s came to slot %d", from, slot)
 					}
 				}
@@ -480,8 +481,8 @@ func connectWithin(t testing.TB, from netip.Addr, to netip.AddrPort, limit time.
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	check(t, err)
 	defer unix.Close(fd)
-	check(t, unix.Bind(fd, sockaddr(netip.AddrPortFrom(from, 0))))
-	if err := unix.Connect(fd, sockaddr(to)); err != nil && err != unix.EINPROGRESS {
+	check(t, unix.Bind(fd, sockaddr.Of(netip.AddrPortFrom(from, 0))))
+	if err := unix.Connect(fd, sockaddr.Of(to)); err != nil && err != unix.EINPROGRESS {
 		t.Fatal(err)
 	}
 	if !ready(t, fd, unix.POLLOUT, limit) {

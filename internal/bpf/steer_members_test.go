@@ -18,6 +18,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/member"
+	"sockeye/internal/sockaddr"
 )
 
 // memberVariable makes the test binary a member: it opens the listeners in the variable, prints a line, and waits for
@@ -308,7 +309,7 @@ func TestInsert(t *testing.T) {
 			k := &socket{t: t, fd: fd}
 			t.Cleanup(k.close)
 			check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
-			check(t, unix.Bind(fd, sockaddr(s.config.Listeners[1].Address)))
+			check(t, unix.Bind(fd, sockaddr.Of(s.config.Listeners[1].Address)))
 			return k
 		}, 1, 2, unix.EINVAL},
 	} {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/placement"
 )
@@ -166,8 +167,8 @@ func TestGated(t *testing.T) {
 			if v6 {
 				check(t, unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_FREEBIND, 1))
 			}
-			check(t, unix.Bind(fd, sockaddr(netip.AddrPortFrom(held, 0))))
-			if err := unix.Connect(fd, sockaddr(to(held, 1790))); !errors.Is(err, unix.EINPROGRESS) {
+			check(t, unix.Bind(fd, sockaddr.Of(netip.AddrPortFrom(held, 0))))
+			if err := unix.Connect(fd, sockaddr.Of(to(held, 1790))); !errors.Is(err, unix.EINPROGRESS) {
 				t.Fatalf("connect: %v", err)
 			}
 			until(t, "the held SYN is recorded", func() bool {

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/steer/placement"
 )
 
@@ -148,7 +149,7 @@ func TestRefusals(t *testing.T) {
 		}, reasonSocket, empty, unix.IPPROTO_UDP},
 		{"the datagram socket is connected", func(s *service) {
 			s.seat(empty)
-			check(s.t, unix.Connect(s.seats[empty][0].fd, sockaddr(netip.MustParseAddrPort("[::1]:9"))))
+			check(s.t, unix.Connect(s.seats[empty][0].fd, sockaddr.Of(netip.MustParseAddrPort("[::1]:9"))))
 		}, reasonSocket, empty, unix.IPPROTO_TCP},
 		{"deleted", func(s *service) {
 			s.seat(empty)
@@ -271,7 +272,7 @@ func TestConnectedSocketOfTheGroup(t *testing.T) {
 	udp := newSender(t)
 	k := s.newSocket(0)
 	peer := s.sourceIn(0, true)
-	check(t, unix.Connect(k.fd, sockaddr(netip.AddrPortFrom(peer, 9))))
+	check(t, unix.Connect(k.fd, sockaddr.Of(netip.AddrPortFrom(peer, 9))))
 	for _, v6 := range []bool{false, true} {
 		to := target(s.config.Listeners[0], v6)
 		var from []netip.Addr

@@ -26,6 +26,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/clock"
 	"sockeye/internal/netns"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/testenv"
 )
 
@@ -130,7 +131,7 @@ func rxEndsAt(t testing.TB, at netip.Addr, protocol int, sending, receiving func
 		var err error
 		listener, err = unix.Socket(domain, kind|unix.SOCK_CLOEXEC, protocol)
 		check(t, err)
-		check(t, unix.Bind(listener, sockaddr(netip.AddrPortFrom(at, 0))))
+		check(t, unix.Bind(listener, sockaddr.Of(netip.AddrPortFrom(at, 0))))
 		if kind == unix.SOCK_STREAM {
 			check(t, unix.Listen(listener, 1))
 		}
@@ -829,7 +830,7 @@ func TestRXGroups(t *testing.T) {
 			_, err = unix.Read(e.sender, make([]byte, 5))
 			check(t, err)
 		}
-		want = append(want, group{remote, int(addrPort(to).Port()), protocol})
+		want = append(want, group{remote, int(sockaddr.AddrPort(to).Port()), protocol})
 	}
 	groups, err := tr.Groups()
 	check(t, err)

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/sockaddr"
 )
 
 // wire is a device whose other end drops everything.
@@ -92,7 +93,7 @@ func (tr *traced) socket(to netip.AddrPort) int {
 		var err error
 		fd, err = unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 		check(tr.t, err)
-		check(tr.t, unix.Connect(fd, sockaddr(to)))
+		check(tr.t, unix.Connect(fd, sockaddr.Of(to)))
 	})
 	tr.t.Cleanup(func() { unix.Close(fd) })
 	return fd

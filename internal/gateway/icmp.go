@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/gateway/access"
 	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
+	"sockeye/internal/sockaddr"
 )
 
 // failure is the reason why a packet of the guest is not delivered.
@@ -153,7 +154,7 @@ func (g *Gateway) forwardErrors(fd int, protocol uint8, find func(to netip.AddrP
 		if err != nil {
 			continue
 		}
-		to, _ := addrPort(name)
+		to := sockaddr.AddrPort(name)
 		for _, m := range messages {
 			e, ok := parseSocketError(&m)
 			if !ok || e.origin == unix.SO_EE_ORIGIN_LOCAL {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/sockaddr"
 )
 
 // ListenError is returned if a port of the host cannot be opened.
@@ -71,7 +72,7 @@ func listen(at netip.AddrPort, protocol uint8) (fd int, err error) {
 	if err != nil {
 		return -1, err
 	}
-	err = unix.Bind(fd, sockaddr(at))
+	err = unix.Bind(fd, sockaddr.Of(at))
 	if err == nil && protocol == unix.IPPROTO_TCP {
 		err = unix.Listen(fd, unix.SOMAXCONN)
 	}
@@ -149,7 +150,7 @@ func privileged(port uint16) bool {
 // bindFirst binds a socket to the first free address of a list and returns the address, or the last address tried with its error.
 func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
 	for _, at = range list {
-		if err = unix.Bind(fd, sockaddr(at)); !errors.Is(err, unix.EADDRINUSE) {
+		if err = unix.Bind(fd, sockaddr.Of(at)); !errors.Is(err, unix.EADDRINUSE) {
 			break
 		}
 	}

@@ -5,12 +5,12 @@ package gateway
 import (
 	"errors"
 	"net/netip"
-	"strconv"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/packet"
+	"sockeye/internal/sockaddr"
 )
 
 func domain(a netip.Addr) int {
@@ -18,29 +18,6 @@ func domain(a netip.Addr) int {
 		return unix.AF_INET
 	}
 	return unix.AF_INET6
-}
-
-// sockaddr converts an address. A zone must be the index of an interface.
-func sockaddr(a netip.AddrPort) unix.Sockaddr {
-	if a.Addr().Is4() {
-		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
-	}
-	to := &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
-	if zone, err := strconv.ParseUint(a.Addr().Zone(), 10, 32); err == nil {
-		to.ZoneId = uint32(zone)
-	}
-	return to
-}
-
-// addrPort converts the address of a peer, without its zone; an IPv4-mapped address becomes its IPv4 address.
-func addrPort(a unix.Sockaddr) (netip.AddrPort, bool) {
-	switch a := a.(type) {
-	case *unix.SockaddrInet4:
-		return netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port)), true
-	case *unix.SockaddrInet6:
-		return netip.AddrPortFrom(netip.AddrFrom16(a.Addr).Unmap(), uint16(a.Port)), true
-	}
-	return netip.AddrPort{}, false
 }
 
 // receiveBuffer is the requested receive buffer of UDP sockets in bytes, for bursts. The kernel doubles the value, enough for 20,000
@@ -169,7 +146,7 @@ func connectWithErrorQueue(fd int, to netip.AddrPort) error {
 	if err := enableErrorQueue(fd, to.Addr()); err != nil {
 		return err
 	}
-	return unix.Connect(fd, sockaddr(to))
+	return unix.Connect(fd, sockaddr.Of(to))
 }
 
 // enableErrorQueue enables the error queue of a socket that sends to addresses of one family (IP_RECVERR, IPV6_RECVERR).
@@ -212,8 +189,7 @@ func hasPort(fd int) bool {
 	if err != nil {
 		return false
 	}
-	at, ok := addrPort(name)
-	return ok && at.Port() != 0
+	return sockaddr.AddrPort(name).Port() != 0
 }
 
 func withPort(a netip.AddrPort, port uint16) netip.AddrPort {

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/packet"
+	"sockeye/internal/sockaddr"
 	"sockeye/room"
 )
 
@@ -49,7 +50,7 @@ func (g *Gateway) acceptSYN(f endpoints, s *packet.Segment) {
 		g.sendICMPError(s, noNetwork) // not a RST: the destination has not refused the connection
 		return
 	}
-	if err := unix.Connect(fd, sockaddr(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+	if err := unix.Connect(fd, sockaddr.Of(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
 		unix.Close(fd)
 		g.refuseSYN(s, err)
 		return

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/sockaddr"
 	"sockeye/room"
 
 	"sockeye/internal/gateway/timer"
@@ -65,7 +66,7 @@ const aliasPorts = 64
 
 // accepted opens a connection to the guest for a connection that the host has accepted.
 func (l *listener) accepted(fd int, peer unix.Sockaddr) {
-	from, ok := addrPort(peer)
+	from := sockaddr.AddrPort(peer)
 	remote := l.g.remoteAddr(from)
 	guest := l.g.guestAddr(remote.Addr())
 	f := endpoints{netip.AddrPortFrom(guest, l.Port), remote}
@@ -78,7 +79,7 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 	if c := l.g.conns[f]; c != nil && c.state == timeWait {
 		c.remove()
 	}
-	if !ok || !guest.IsValid() || len(l.g.conns) >= l.g.config.Connections || l.g.conns[f] != nil {
+	if !from.IsValid() || !guest.IsValid() || len(l.g.conns) >= l.g.config.Connections || l.g.conns[f] != nil {
 		l.g.count(TooMany)
 		resetOnClose(fd)
 		unix.Close(fd)

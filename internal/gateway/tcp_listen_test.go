@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/gateway/access"
 	"sockeye/internal/gateway/packet"
 	"sockeye/internal/gateway/timer"
+	"sockeye/internal/sockaddr"
 )
 
 // innerPort is the port of the guest's program.
@@ -40,7 +41,7 @@ func forward(t testing.TB) (Forward, uint16) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	at, _ := addrPort(name)
+	at := sockaddr.AddrPort(name)
 	return Forward{FD: fd, Protocol: unix.IPPROTO_TCP, Port: innerPort}, at.Port()
 }
 
@@ -297,7 +298,7 @@ func TestMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	to, _ := addrPort(name)
+	to := sockaddr.AddrPort(name)
 	before := resident(t)
 	b := make([]byte, 100)
 	for range connections {

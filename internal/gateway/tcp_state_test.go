@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/gateway/access"
 	"sockeye/internal/gateway/packet"
+	"sockeye/internal/sockaddr"
 )
 
 // everywhere allows all destinations.
@@ -326,7 +327,7 @@ func TestSlowConnect(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	to, _ := addrPort(name)
+	to := sockaddr.AddrPort(name)
 	// The accept queue holds one connection.
 	filler, err := net.Dial("tcp", to.String())
 	if err != nil {

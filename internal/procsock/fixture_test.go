@@ -71,13 +71,6 @@ func newSocket(t testing.TB, domain int) int {
 	return fd
 }
 
-func sockaddr(a netip.AddrPort) unix.Sockaddr {
-	if a.Addr().Is4() {
-		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
-	}
-	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
-}
-
 func portOf(t testing.TB, fd int) int {
 	t.Helper()
 	sa, err := unix.Getsockname(fd)

@@ -18,6 +18,7 @@ import (
 	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
+	"sockeye/internal/sockaddr"
 )
 
 // Socket is an open TCP socket of a process, or a UDP socket that Open returned.
@@ -216,12 +217,8 @@ func describe(m *member.Socket, pid int) *Socket {
 	if m.Local.Addr().Is6() {
 		s.Family = unix.AF_INET6
 	}
-	switch a, _ := unix.Getpeername(s.FD); a := a.(type) {
-	case *unix.SockaddrInet4:
-		s.Remote = netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
-	case *unix.SockaddrInet6:
-		s.Remote = plain(netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port)))
-	}
+	peer, _ := unix.Getpeername(s.FD)
+	s.Remote = sockaddr.AddrPort(peer)
 	if info, err := unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO); err == nil {
 		s.State = info.State
 	}

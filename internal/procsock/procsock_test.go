@@ -19,6 +19,7 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/procsock"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/testenv"
 )
 
@@ -229,7 +230,7 @@ func TestRoleByListener(t *testing.T) {
 			within(t, "bind", func() bool {
 				fd = newSocket(t, unix.AF_INET)
 				check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
-				check(t, unix.Bind(fd, sockaddr(netip.MustParseAddrPort("127.0.0.1:0"))))
+				check(t, unix.Bind(fd, sockaddr.Of(netip.MustParseAddrPort("127.0.0.1:0"))))
 				at := fmt.Sprintf(c.listener, portOf(t, fd))
 				if c.netns != 0 {
 					testenv.StartServer(t, testenv.Cgroup(), at, c.netns)
@@ -237,9 +238,9 @@ func TestRoleByListener(t *testing.T) {
 				}
 				return listenToo(t, netip.MustParseAddrPort(at), c.v6only)
 			})
-			err := unix.Connect(fd, sockaddr(addrPort(other.Addr())))
+			err := unix.Connect(fd, sockaddr.Of(addrPort(other.Addr())))
 			for errors.Is(err, unix.EINTR) {
-				err = unix.Connect(fd, sockaddr(addrPort(other.Addr())))
+				err = unix.Connect(fd, sockaddr.Of(addrPort(other.Addr())))
 			}
 			check(t, err)
 			a, err := other.AcceptTCP()
@@ -265,7 +266,7 @@ func listenToo(t testing.TB, at netip.AddrPort, v6only bool) bool {
 	if v6only {
 		check(t, unix.SetsockoptInt(l, unix.SOL_IPV6, unix.IPV6_V6ONLY, 1))
 	}
-	if err := unix.Bind(l, sockaddr(at)); errors.Is(err, unix.EADDRINUSE) {
+	if err := unix.Bind(l, sockaddr.Of(at)); errors.Is(err, unix.EADDRINUSE) {
 		return false
 	} else if err != nil {
 		t.Fatal(os.NewSyscallError("bind", err))

@@ -20,6 +20,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/trace"
 	"sockeye/internal/trace/measure"
 	"sockeye/lab"
@@ -433,7 +434,7 @@ func TestSender(t *testing.T) {
 		return
 	}
 	fd := newSocket(t, unix.AF_INET)
-	check(t, connect(fd, sockaddr(netip.MustParseAddrPort(address))))
+	check(t, connect(fd, sockaddr.Of(netip.MustParseAddrPort(address))))
 	for send(fd, make([]byte, 1000), 0) == nil {
 	}
 }

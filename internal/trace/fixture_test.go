@@ -22,6 +22,7 @@ import (
 	"sockeye/internal/bpf/probe"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
 	"sockeye/internal/trace/measure"
@@ -313,13 +314,6 @@ func (w *world) addr(domain int) netip.Addr {
 // have default options.
 type ends struct{ connected, accepted int }
 
-func sockaddr(a netip.AddrPort) unix.Sockaddr {
-	if a.Addr().Is4() {
-		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
-	}
-	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
-}
-
 // newSocket opens a TCP socket with a timeout, and closes it when the test ends.
 func newSocket(t testing.TB, domain int) int {
 	t.Helper()
@@ -367,7 +361,7 @@ func (w *world) listen(domain int) (fd int, at netip.AddrPort) {
 	w.t.Helper()
 	w.inB(func() { fd = newSocket(w.t, domain) })
 	addr := w.addr(domain)
-	check(w.t, os.NewSyscallError("bind", unix.Bind(fd, sockaddr(netip.AddrPortFrom(addr, 0)))))
+	check(w.t, os.NewSyscallError("bind", unix.Bind(fd, sockaddr.Of(netip.AddrPortFrom(addr, 0)))))
 	check(w.t, os.NewSyscallError("listen", unix.Listen(fd, 4096)))
 	return fd, netip.AddrPortFrom(addr, portOf(w.t, fd))
 }
@@ -405,7 +399,7 @@ func (w *world) connectTo(listener int, at netip.AddrPort, options ...option) en
 	for _, o := range options {
 		o(w.t, fd)
 	}
-	check(w.t, connect(fd, sockaddr(at)))
+	check(w.t, connect(fd, sockaddr.Of(at)))
 	return ends{fd, accept(w.t, listener)}
 }
 

@@ -18,6 +18,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
@@ -436,7 +437,7 @@ func TestFastOpen(t *testing.T) {
 	for range 2 {
 		fd := newSocket(t, unix.AF_INET)
 		_, err := retry(func() (int, error) {
-			return unix.SendmsgN(fd, make([]byte, 300), nil, sockaddr(at), unix.MSG_FASTOPEN)
+			return unix.SendmsgN(fd, make([]byte, 300), nil, sockaddr.Of(at), unix.MSG_FASTOPEN)
 		})
 		check(t, err)
 		accepted := accept(t, listener)

@@ -25,6 +25,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/match"
 	"sockeye/internal/netns"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
 	"sockeye/internal/trace/measure"
@@ -264,7 +265,7 @@ func TestGroups(t *testing.T) {
 		}
 		listener := newSocket(t, domain)
 		with(unix.SOL_SOCKET, unix.SO_REUSEADDR, 1)(t, listener)
-		check(t, unix.Bind(listener, sockaddr(at)))
+		check(t, unix.Bind(listener, sockaddr.Of(at)))
 		check(t, unix.Listen(listener, 10))
 		return listener
 	}
@@ -484,7 +485,7 @@ func TestConnectedAgain(t *testing.T) {
 	want := make(map[uint16]uint64)
 	for i := range 3 {
 		listener, at := w.listen(unix.AF_INET)
-		check(t, connect(fd, sockaddr(at)))
+		check(t, connect(fd, sockaddr.Of(at)))
 		accepted := accept(t, listener)
 		done := drain(accepted)
 		for range i + 1 {

@@ -26,6 +26,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/linux"
 	"sockeye/internal/procsock"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
 )
@@ -390,13 +391,6 @@ func tellsWindow(t testing.TB) bool {
 // ends are the sockets of a connection. Unlike the sockets of package net, they have default options.
 type ends struct{ connected, accepted int }
 
-func sockaddr(a netip.AddrPort) unix.Sockaddr {
-	if a.Addr().Is4() {
-		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
-	}
-	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
-}
-
 // newSocket opens a TCP socket with a timeout, and closes it when the test ends.
 func newSocket(t testing.TB, domain int) int {
 	t.Helper()
@@ -417,7 +411,7 @@ func newSocket(t testing.TB, domain int) int {
 func listenSocket(t testing.TB, domain int, addr netip.Addr) (fd int, at netip.AddrPort) {
 	t.Helper()
 	fd = newSocket(t, domain)
-	if err := unix.Bind(fd, sockaddr(netip.AddrPortFrom(addr, 0))); err != nil {
+	if err := unix.Bind(fd, sockaddr.Of(netip.AddrPortFrom(addr, 0))); err != nil {
 		t.Fatal(os.NewSyscallError("bind", err))
 	}
 	if err := unix.Listen(fd, 128); err != nil {
@@ -450,7 +444,7 @@ func connectSockets(t testing.TB, listener int, at netip.AddrPort) ends {
 		domain = unix.AF_INET
 	}
 	fd := newSocket(t, domain)
-	if _, err := retry(func() (int, error) { return 0, unix.Connect(fd, sockaddr(at)) }); err != nil {
+	if _, err := retry(func() (int, error) { return 0, unix.Connect(fd, sockaddr.Of(at)) }); err != nil {
 		t.Fatal(os.NewSyscallError("connect", err))
 	}
 	return ends{fd, acceptSocket(t, listener)}
@@ -468,7 +462,7 @@ func connectDeaf(t testing.TB, at netip.AddrPort) int {
 	if err := unix.SetNonblock(fd, true); err != nil {
 		t.Fatal(err)
 	}
-	if err := unix.Connect(fd, sockaddr(at)); !errors.Is(err, unix.EINPROGRESS) {
+	if err := unix.Connect(fd, sockaddr.Of(at)); !errors.Is(err, unix.EINPROGRESS) {
 		t.Fatal(os.NewSyscallError("connect", err))
 	}
 	return fd

@@ -18,6 +18,7 @@ import (
 
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
+	"sockeye/internal/sockaddr"
 )
 
 // Not in golang.org/x/sys/unix: include/uapi/linux/tcp.h and
@@ -479,7 +480,7 @@ func testBindIfindex(t *testing.T, k *tuning, o config.TuneOption) {
 	k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: o.Max}}})
 	for _, n := range networks {
 		_, at := listenSocket(t, n.domain, n.addr)
-		if err := unix.Connect(newSocket(t, n.domain), sockaddr(at)); !errors.Is(err, unix.EHOSTUNREACH) {
+		if err := unix.Connect(newSocket(t, n.domain), sockaddr.Of(at)); !errors.Is(err, unix.EHOSTUNREACH) {
 			t.Errorf("%s: connect through interface %d: %v, want EHOSTUNREACH", n.name, o.Max, err)
 		}
 	}

@@ -14,6 +14,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/sockaddr"
 )
 
 // enotsupp is ENOTSUPP, a kernel-internal errno that bpf_setsockopt returns.
@@ -189,7 +190,7 @@ func listenProbe(domain int, addr netip.Addr) (_ *probeListener, err error) {
 			unix.Close(fd)
 		}
 	}()
-	if err := unix.Bind(fd, probeAddress(netip.AddrPortFrom(addr, 0))); err != nil {
+	if err := unix.Bind(fd, sockaddr.Of(netip.AddrPortFrom(addr, 0))); err != nil {
 		return nil, fmt.Errorf("bind to %s: %w", addr, err)
 	}
 	if err := unix.Listen(fd, 1); err != nil {
@@ -199,14 +200,7 @@ func listenProbe(domain int, addr netip.Addr) (_ *probeListener, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("read address of listener: %w", err)
 	}
-	port := 0
-	switch at := at.(type) {
-	case *unix.SockaddrInet4:
-		port = at.Port
-	case *unix.SockaddrInet6:
-		port = at.Port
-	}
-	return &probeListener{fd, domain, netip.AddrPortFrom(addr, uint16(port))}, nil
+	return &probeListener{fd, domain, netip.AddrPortFrom(addr, sockaddr.AddrPort(at).Port())}, nil
 }
 
 // connect connects to the listener and closes both ends.
@@ -217,7 +211,7 @@ func (l *probeListener) connect() error {
 	}
 	defer unix.Close(c)
 	// An interrupted connect continues and can be accepted.
-	if err := unix.Connect(c, probeAddress(l.at)); err != nil && !errors.Is(err, unix.EINTR) {
+	if err := unix.Connect(c, sockaddr.Of(l.at)); err != nil && !errors.Is(err, unix.EINTR) {
 		return fmt.Errorf("connect to %s: %w", l.at, err)
 	}
 	a, _, err := unix.Accept4(l.fd, unix.SOCK_CLOEXEC)
@@ -244,11 +238,4 @@ func probeSocket(domain int) (int, error) {
 		}
 	}
 	return fd, nil
-}
-
-func probeAddress(at netip.AddrPort) unix.Sockaddr {
-	if at.Addr().Is4() {
-		return &unix.SockaddrInet4{Port: int(at.Port()), Addr: at.Addr().As4()}
-	}
-	return &unix.SockaddrInet6{Port: int(at.Port()), Addr: at.Addr().As16()}
 }

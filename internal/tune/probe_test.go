@@ -21,6 +21,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/netns"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
 )
@@ -294,7 +295,7 @@ func pairOf(listener, domain int, at netip.AddrPort) (client, server int, err er
 	if err != nil {
 		return -1, -1, err
 	}
-	if err := unix.Connect(client, sockaddr(at)); err != nil {
+	if err := unix.Connect(client, sockaddr.Of(at)); err != nil {
 		unix.Close(client)
 		return -1, -1, err
 	}

@@ -15,6 +15,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
 )
@@ -138,7 +139,7 @@ func (r *replaced) connectOften(n network, addr netip.Addr, done *atomic.Bool) e
 		return os.NewSyscallError("socket", err)
 	}
 	defer unix.Close(listener)
-	if err := unix.Bind(listener, sockaddr(netip.AddrPortFrom(addr, 0))); err != nil {
+	if err := unix.Bind(listener, sockaddr.Of(netip.AddrPortFrom(addr, 0))); err != nil {
 		return os.NewSyscallError("bind", err)
 	}
 	if err := unix.Listen(listener, 16); err != nil {

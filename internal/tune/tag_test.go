@@ -22,6 +22,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/cgroup"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/testenv"
 )
 
@@ -689,7 +690,7 @@ func TestTagDropped(t *testing.T) {
 				w := watchWire(t, 0)
 				listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
 				s := ends{connected: newSocket(t, unix.AF_INET)}
-				if _, err := retry(func() (int, error) { return 0, unix.Connect(s.connected, sockaddr(at)) }); err != nil {
+				if _, err := retry(func() (int, error) { return 0, unix.Connect(s.connected, sockaddr.Of(at)) }); err != nil {
 					t.Fatal(os.NewSyscallError("connect", err))
 				}
 				if !slices.Contains(tagsOf(w.seen(at.Port()), isAny), longTag) {

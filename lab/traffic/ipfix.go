@@ -11,6 +11,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/sockaddr"
 )
 
 // Flow is the content of an IPFIX data record. Src and Dst are both IPv4 or both
@@ -216,20 +218,8 @@ func NewExporter(c ExporterConfig) (*Exporter, error) {
 		unix.Close(fd)
 		return nil, fmt.Errorf("make exporter: read the port: %w", err)
 	}
-	switch sa := local.(type) {
-	case *unix.SockaddrInet4:
-		e.port = uint16(sa.Port)
-	case *unix.SockaddrInet6:
-		e.port = uint16(sa.Port)
-	}
+	e.port = sockaddr.AddrPort(local).Port()
 	return e, nil
-}
-
-func sockaddr(a netip.AddrPort) unix.Sockaddr {
-	if ip := a.Addr().Unmap(); ip.Is4() {
-		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: ip.As4()}
-	}
-	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
 }
 
 func udpSocket(source, target netip.AddrPort) (int, error) {
@@ -241,11 +231,11 @@ func udpSocket(source, target netip.AddrPort) (int, error) {
 	if err != nil {
 		return -1, fmt.Errorf("open udp socket: %w", err)
 	}
-	if err := unix.Bind(fd, sockaddr(source)); err != nil {
+	if err := unix.Bind(fd, sockaddr.Of(source)); err != nil {
 		unix.Close(fd)
 		return -1, fmt.Errorf("bind udp socket to %s: %w", source, err)
 	}
-	if err := unix.Connect(fd, sockaddr(target)); err != nil {
+	if err := unix.Connect(fd, sockaddr.Of(netip.AddrPortFrom(target.Addr().Unmap(), target.Port()))); err != nil {
 		unix.Close(fd)
 		return -1, fmt.Errorf("connect udp socket of %s to %s: %w", source, target, err)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/netns"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/steer/listener"
 )
 
@@ -156,13 +157,7 @@ func RejectQueued(fd int) error {
 }
 
 func bind(fd int, address netip.AddrPort) error {
-	var sa unix.Sockaddr
-	if address.Addr().Is4() {
-		sa = &unix.SockaddrInet4{Port: int(address.Port()), Addr: address.Addr().As4()}
-	} else {
-		sa = &unix.SockaddrInet6{Port: int(address.Port()), Addr: address.Addr().As16()}
-	}
-	if err := unix.Bind(fd, sa); err != nil {
+	if err := unix.Bind(fd, sockaddr.Of(address)); err != nil {
 		return fmt.Errorf("bind to %s: %w", address, err)
 	}
 	return nil

@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/netns"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/replay"
 )
@@ -91,7 +92,7 @@ func (r *Rooms) prepareRoom(row, fd int) error {
 		if err != nil {
 			return fmt.Errorf("read the address of a waiting room: %w", err)
 		}
-		want.port = addrPort(local).Port()
+		want.port = sockaddr.AddrPort(local).Port()
 	}
 	if is := r.prepared[row]; is == nil || *is != want {
 		if r.Listeners[row].Protocol == config.TCP {
@@ -202,7 +203,7 @@ func (r *Rooms) receiveWaiting(row int) (d waitingDatagram, ok bool) {
 		if err != nil {
 			return d, false
 		}
-		source, destination := addrPort(from), originalDestination(control[:nc])
+		source, destination := sockaddr.AddrPort(from), originalDestination(control[:nc])
 		if !source.IsValid() || !destination.IsValid() {
 			continue
 		}
@@ -215,16 +216,6 @@ func (r *Rooms) receiveWaiting(row int) (d waitingDatagram, ok bool) {
 	}
 }
 
-func addrPort(sa unix.Sockaddr) netip.AddrPort {
-	switch sa := sa.(type) {
-	case *unix.SockaddrInet4:
-		return netip.AddrPortFrom(netip.AddrFrom4(sa.Addr), uint16(sa.Port))
-	case *unix.SockaddrInet6:
-		return netip.AddrPortFrom(netip.AddrFrom16(sa.Addr).Unmap(), uint16(sa.Port))
-	}
-	return netip.AddrPort{}
-}
-
 // originalDestination returns the destination in the control messages of a datagram (IP_ORIGDSTADDR, IPV6_ORIGDSTADDR).
 func originalDestination(control []byte) netip.AddrPort {
 	messages, err := unix.ParseSocketControlMessage(control)
@@ -233,7 +224,7 @@ func originalDestination(control []byte) netip.AddrPort {
 	}
 	for i := range messages {
 		if sa, err := unix.ParseOrigDstAddr(&messages[i]); err == nil {
-			return addrPort(sa)
+			return sockaddr.AddrPort(sa)
 		}
 	}
 	return netip.AddrPort{}

@@ -21,6 +21,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/events"
 	"sockeye/internal/member"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/statedir"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/listener"
@@ -358,7 +359,7 @@ func (t *keptTemplates) temporaryPort(row int) uint16 {
 	if err != nil {
 		return 0
 	}
-	return addrPort(local).Port()
+	return sockaddr.AddrPort(local).Port()
 }
 
 // openTemporaryRooms opens the addresses for replays to slots that are not ready, with steering by sk_lookup and without
