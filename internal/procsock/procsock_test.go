@@ -61,10 +61,10 @@ func TestWalk(t *testing.T) {
 		{"[::1]:0", "[::1]", unix.AF_INET6},
 		{"[::]:0", "127.0.0.1", unix.AF_INET6},
 	} {
-		l := listen(t, c.listener)
+		l := testenv.Listen(t, c.listener)
 		_, port, _ := net.SplitHostPort(l.Addr().String())
 		p := connectTo(t, l, c.to+":"+port)
-		listening[cookieOf(t, l)] = addrPort(l.Addr())
+		listening[testenv.Cookie(t, l)] = addrPort(l.Addr())
 		family := unix.AF_INET
 		if strings.HasPrefix(c.to, "[") {
 			family = unix.AF_INET6
@@ -73,11 +73,11 @@ func TestWalk(t *testing.T) {
 			c *net.TCPConn
 			want
 		}{{p.connected, want{family, config.RoleConnect}}, {p.accepted, want{c.family, config.RoleAccept}}} {
-			id := cookieOf(t, e.c)
+			id := testenv.Cookie(t, e.c)
 			wanted[id], ends[id] = e.want, e.c
 		}
 	}
-	child := testenv.StartServer(t, subgroup(t, "child"), "127.0.0.1:0", 0)
+	child := testenv.StartServer(t, testenv.Subgroup(t, "child"), "127.0.0.1:0", 0)
 	c, err := net.Dial("tcp", child.Address)
 	check(t, err)
 	defer c.Close()
@@ -102,7 +102,7 @@ func TestWalk(t *testing.T) {
 	open := descriptors(t)
 	// The server accepts asynchronously.
 	var accepted *procsock.Socket
-	within(t, "the child accepts", func() bool {
+	testenv.Within(t, "the child accepts", func() bool {
 		for _, s := range visited(t) {
 			if s.PID == child.Process.Pid && !s.Listening {
 				accepted = &s
@@ -176,7 +176,7 @@ func testMPTCP(t *testing.T) {
 	defer a.Close()
 	all := visited(t)
 	for name, end := range map[string]syscall.Conn{"listener": l.(*net.TCPListener), "connected": c.(*net.TCPConn), "accepted": a.(*net.TCPConn)} {
-		s, ok := all[cookieOf(t, end)]
+		s, ok := all[testenv.Cookie(t, end)]
 		if !ok || !s.MPTCP || s.Listening != (name == "listener") {
 			t.Errorf("%s: visited %v, %+v", name, ok, s)
 		}
@@ -196,7 +196,7 @@ func testMPTCP(t *testing.T) {
 			t.Errorf("subflows %v, fell back %v, want %v", list, fellBack, want)
 		}
 	}
-	plain, err := d.DialContext(t.Context(), "tcp", listen(t, "[::]:0").Addr().String())
+	plain, err := d.DialContext(t.Context(), "tcp", testenv.Listen(t, "[::]:0").Addr().String())
 	check(t, err)
 	defer plain.Close()
 	want := procsock.Subflow{Local: addrPort(plain.LocalAddr()), Remote: addrPort(plain.RemoteAddr())}
@@ -207,7 +207,7 @@ func testMPTCP(t *testing.T) {
 
 // TestRoleByListener opens connections whose local port is that of a listener that cannot have accepted them.
 func TestRoleByListener(t *testing.T) {
-	other := listen(t, "127.0.0.1:0")
+	other := testenv.Listen(t, "127.0.0.1:0")
 	for _, c := range []struct {
 		name     string
 		listener string // with a port
@@ -222,16 +222,16 @@ func TestRoleByListener(t *testing.T) {
 		{"all IPv4 addresses", "0.0.0.0:%d", false, 0, config.RoleAccept},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if _, err := unix.GetsockoptUint64(newSocket(t, unix.AF_INET), unix.SOL_SOCKET, unix.SO_NETNS_COOKIE); c.netns != 0 && errors.Is(err, unix.ENOPROTOOPT) {
+			if _, err := unix.GetsockoptUint64(testenv.TCPSocket(t, unix.AF_INET), unix.SOL_SOCKET, unix.SO_NETNS_COOKIE); c.netns != 0 && errors.Is(err, unix.ENOPROTOOPT) {
 				t.Skip("kernel: no SO_NETNS_COOKIE")
 			}
 			var fd int
 			// Another socket may use the port.
-			within(t, "bind", func() bool {
-				fd = newSocket(t, unix.AF_INET)
+			testenv.Within(t, "bind", func() bool {
+				fd = testenv.TCPSocket(t, unix.AF_INET)
 				check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
 				check(t, unix.Bind(fd, sockaddr.Of(netip.MustParseAddrPort("127.0.0.1:0"))))
-				at := fmt.Sprintf(c.listener, portOf(t, fd))
+				at := fmt.Sprintf(c.listener, testenv.Port(t, fd))
 				if c.netns != 0 {
 					testenv.StartServer(t, testenv.Cgroup(), at, c.netns)
 					return true
@@ -261,7 +261,7 @@ func listenToo(t testing.TB, at netip.AddrPort, v6only bool) bool {
 	if at.Addr().Is6() {
 		domain = unix.AF_INET6
 	}
-	l := newSocket(t, domain)
+	l := testenv.TCPSocket(t, domain)
 	check(t, unix.SetsockoptInt(l, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
 	if v6only {
 		check(t, unix.SetsockoptInt(l, unix.SOL_IPV6, unix.IPV6_V6ONLY, 1))
@@ -276,7 +276,7 @@ func listenToo(t testing.TB, at netip.AddrPort, v6only bool) bool {
 }
 
 func TestWalkEndsWithAnError(t *testing.T) {
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	connect(t, l)
 	had, stop, visits := descriptors(t), errors.New("stop"), 0
 	_, err := procsock.Walk(testenv.Cgroup(), func(*procsock.Socket) error {
@@ -295,7 +295,7 @@ func TestWalkEndsWithAnError(t *testing.T) {
 }
 
 func TestFind(t *testing.T) {
-	l := listen(t, "[::]:0")
+	l := testenv.Listen(t, "[::]:0")
 	_, port, _ := net.SplitHostPort(l.Addr().String())
 	p := connectTo(t, l, "127.0.0.1:"+port)
 	had := descriptors(t)
@@ -307,7 +307,7 @@ func TestFind(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if s.Cookie != cookieOf(t, c) || cookie(t, s.FD) != s.Cookie || s.Role != end {
+			if s.Cookie != testenv.Cookie(t, c) || cookie(t, s.FD) != s.Cookie || s.Role != end {
 				t.Errorf("%v -> %v is %+v", local, remote, s)
 			}
 			check(t, s.Close())
@@ -351,9 +351,9 @@ func TestTakeRefuses(t *testing.T) {
 
 // TestWalkWithoutRights checks that Walk visits the sockets of processes that it may trace, and reports the others.
 func TestWalkWithoutRights(t *testing.T) {
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	child := testenv.StartServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
-	had, mine := descriptors(t), cookieOf(t, l)
+	had, mine := descriptors(t), testenv.Cookie(t, l)
 	testenv.WithoutRights(t, func() {
 		found := false
 		problems, err := procsock.Walk(testenv.Cgroup(), func(s *procsock.Socket) error {

@@ -31,47 +31,12 @@ func check(t testing.TB, err error) {
 	}
 }
 
-func listen(t testing.TB, address string) *net.TCPListener {
-	t.Helper()
-	var c net.ListenConfig
-	c.SetMultipathTCP(false)
-	l, err := c.Listen(t.Context(), "tcp", address)
-	check(t, err)
-	t.Cleanup(func() { l.Close() })
-	return l.(*net.TCPListener)
-}
-
-// connect opens a connection to a listener. No end reads.
-func connect(t testing.TB, l *net.TCPListener, to string) (from, accepted *net.TCPConn) {
-	t.Helper()
-	var d net.Dialer
-	d.SetMultipathTCP(false)
-	c, err := d.DialContext(t.Context(), "tcp", to)
-	check(t, err)
-	t.Cleanup(func() { c.Close() })
-	accepted, err = l.AcceptTCP()
-	check(t, err)
-	t.Cleanup(func() { accepted.Close() })
-	return c.(*net.TCPConn), accepted
-}
-
 func open(t testing.TB) *sockdiag.Conn {
 	t.Helper()
 	c, err := sockdiag.Open()
 	check(t, err)
 	t.Cleanup(func() { c.Close() })
 	return c
-}
-
-func cookie(t testing.TB, c *net.TCPConn) (cookie uint64) {
-	t.Helper()
-	raw, err := c.SyscallConn()
-	check(t, err)
-	check(t, raw.Control(func(fd uintptr) {
-		cookie, err = unix.GetsockoptUint64(int(fd), unix.SOL_SOCKET, unix.SO_COOKIE)
-	}))
-	check(t, err)
-	return cookie
 }
 
 // dump returns all sockets, by cookie.
@@ -91,9 +56,9 @@ func TestDump(t *testing.T) {
 	for _, test := range []struct{ listen, dial string }{
 		{"127.0.0.1:0", "127.0.0.1"}, {"[::1]:0", "::1"}, {"[::]:0", "127.0.0.1"},
 	} {
-		l := listen(t, test.listen)
+		l := testenv.Listen(t, test.listen)
 		port := l.Addr().(*net.TCPAddr).AddrPort().Port()
-		from, to := connect(t, l, netip.AddrPortFrom(netip.MustParseAddr(test.dial), port).String())
+		from, to := testenv.Connect(t, l, netip.AddrPortFrom(netip.MustParseAddr(test.dial), port).String())
 		check(t, from.SetWriteDeadline(time.Now().Add(200*time.Millisecond)))
 		for {
 			if _, err := from.Write(make([]byte, 9001)); err != nil {
@@ -116,7 +81,7 @@ func TestDump(t *testing.T) {
 				t.Fatalf("%s: the socket changes all the time", test.listen)
 			}
 		}
-		s, ok := all[cookie(t, from)]
+		s, ok := all[testenv.Cookie(t, from)]
 		if !ok {
 			t.Fatalf("%s: socket not found", test.listen)
 		}
@@ -127,7 +92,7 @@ func TestDump(t *testing.T) {
 			s.Congestion == "" || cgroups[s.Cgroup] != below || s.Inode == 0 || s.UID != uint32(os.Getuid()) {
 			t.Errorf("%+v, cgroup %q", s, cgroups[s.Cgroup])
 		}
-		if other := all[cookie(t, to)]; other.Remote != s.Local || other.Local != s.Remote || other.Unread == 0 {
+		if other := all[testenv.Cookie(t, to)]; other.Remote != s.Local || other.Local != s.Remote || other.Unread == 0 {
 			t.Errorf("other end: %+v", other)
 		}
 		for name, q := range map[string]sockdiag.Query{
@@ -168,12 +133,12 @@ func TestDump(t *testing.T) {
 // TestProcesses checks that the process of a socket is found, and that the options that sock_diag does not report are
 // read from its descriptor.
 func TestProcesses(t *testing.T) {
-	l := listen(t, "127.0.0.1:0")
-	from, to := connect(t, l, l.Addr().String())
+	l := testenv.Listen(t, "127.0.0.1:0")
+	from, to := testenv.Connect(t, l, l.Addr().String())
 	check(t, from.SetWriteBuffer(100000))
 	all := dump(t, open(t), sockdiag.Query{States: sockdiag.Connected})
 	for _, c := range []*net.TCPConn{from, to} {
-		s := all[cookie(t, c)]
+		s := all[testenv.Cookie(t, c)]
 		found, _, err := sockdiag.ReadProcesses(func(inode uint32) bool { return inode == s.Inode })
 		check(t, err)
 		if len(found) != 1 || len(found[s.Inode]) != 1 || found[s.Inode][0].PID != os.Getpid() || found[s.Inode][0].Command == "" {
@@ -193,9 +158,9 @@ func TestProcesses(t *testing.T) {
 // TestMany checks that a dump of five thousand sockets needs no more memory than a dump of a few.
 func TestMany(t *testing.T) {
 	const connections = 2500
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	for range connections {
-		connect(t, l, l.Addr().String())
+		testenv.Connect(t, l, l.Addr().String())
 	}
 	c := open(t)
 	var before, after runtime.MemStats
@@ -218,13 +183,13 @@ func TestMany(t *testing.T) {
 
 // TestVanishing checks that sockets that are opened and closed during a dump do not hide permanent ones.
 func TestVanishing(t *testing.T) {
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	var stay []uint64
 	for range 20 {
-		from, to := connect(t, l, l.Addr().String())
-		stay = append(stay, cookie(t, from), cookie(t, to))
+		from, to := testenv.Connect(t, l, l.Addr().String())
+		stay = append(stay, testenv.Cookie(t, from), testenv.Cookie(t, to))
 	}
-	busy := listen(t, "127.0.0.1:0")
+	busy := testenv.Listen(t, "127.0.0.1:0")
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
 	var made atomic.Int32
@@ -263,8 +228,8 @@ func TestVanishing(t *testing.T) {
 
 // TestNamespaces checks that a Conn returns the sockets of the namespace in which it was opened.
 func TestNamespaces(t *testing.T) {
-	l := listen(t, "127.0.0.1:0")
-	connect(t, l, l.Addr().String())
+	l := testenv.Listen(t, "127.0.0.1:0")
+	testenv.Connect(t, l, l.Addr().String())
 	check(t, netns.Thread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return err
@@ -347,11 +312,11 @@ func TestDatagrams(t *testing.T) {
 // TestZeroWindow checks that only the end that does not read has a closed window, and has it until the end reads.
 func TestZeroWindow(t *testing.T) {
 	c := open(t)
-	l := listen(t, "127.0.0.1:0")
-	from, to := connect(t, l, l.Addr().String())
+	l := testenv.Listen(t, "127.0.0.1:0")
+	from, to := testenv.Connect(t, l, l.Addr().String())
 	states := func() (sender, reader bool) {
 		all := dump(t, c, sockdiag.Query{States: sockdiag.Connected})
-		return all[cookie(t, from)].ZeroWindow, all[cookie(t, to)].ZeroWindow
+		return all[testenv.Cookie(t, from)].ZeroWindow, all[testenv.Cookie(t, to)].ZeroWindow
 	}
 	if sender, reader := states(); sender || reader {
 		t.Fatalf("at first: %v, %v", sender, reader)

@@ -2,7 +2,8 @@
 
 // Package testenv runs tests in a separate network and mount namespace and in a
 // separate cgroup, with a bpffs if needed. The tests do not affect the host, and
-// testenv removes the cgroup afterwards.
+// testenv removes the cgroup afterwards. It also has the sockets that several packages
+// need.
 package testenv
 
 import (

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/sockaddr"
+	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
 	"sockeye/internal/trace/measure"
 	"sockeye/lab"
@@ -280,7 +281,7 @@ func TestFull(t *testing.T) {
 	if r.Chosen != 100 || r.InFlight != 64 || r.Outcomes[measure.Full] != 36 {
 		t.Errorf("%s, want 64 in flight of 100, the rest full", account(r))
 	}
-	within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > 0 })
+	testenv.Within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > 0 })
 	lost.Store(false)
 	shut(c.connected)
 	<-done
@@ -385,7 +386,7 @@ func TestEnds(t *testing.T) {
 			for range messages {
 				check(t, send(c.connected, make([]byte, 100), unix.MSG_EOR))
 			}
-			within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > 0 })
+			testenv.Within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > 0 })
 			test.end(w, c, lost)
 			r := k.settled()
 			t.Log(account(r))
@@ -453,7 +454,7 @@ func TestKilled(t *testing.T) {
 		if read {
 			done = drain(accepted)
 		}
-		within(t, "sending", func() bool { return k.result().Chosen > before+100 })
+		testenv.Within(t, "sending", func() bool { return k.result().Chosen > before+100 })
 		check(t, cmd.Process.Kill())
 		_ = cmd.Wait() // it was killed
 		if read {
@@ -500,7 +501,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 			t.Errorf("%d connections adopted, want %d: %v", adopted.Chosen, connections, adopted.Problems)
 		}
 		before := k.result().Chosen
-		within(t, "messages", func() bool { return k.result().Chosen > before+10_000/fewer })
+		testenv.Within(t, "messages", func() bool { return k.result().Chosen > before+10_000/fewer })
 		check(t, trace.DeselectOpen(k.Trace, k.cgroup))
 		// All messages in flight have ended when their connections were released.
 		r := k.settled()
@@ -517,7 +518,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 		t.Errorf("%d connections adopted again, want %d", again.Chosen, connections)
 	}
 	before := k.result().Chosen
-	within(t, "messages", func() bool { return k.result().Chosen > before+10_000/fewer })
+	testenv.Within(t, "messages", func() bool { return k.result().Chosen > before+10_000/fewer })
 	stop.Store(true)
 	wait.Wait()
 	r := k.settled()

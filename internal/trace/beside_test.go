@@ -50,7 +50,7 @@ func countRuns(t testing.TB) {
 func TestNoInterference(t *testing.T) {
 	countRuns(t)
 	fs := testenv.BPFFS(t)
-	inside := subgroup(t, "inside")
+	inside := testenv.Subgroup(t, "inside")
 	k := openTracing(t, everything, inside, filepath.Join(fs, "trace_inside"), "")
 	w := loopback(t)
 	exchange := func(c ends, messages int) {
@@ -85,7 +85,7 @@ func TestNoInterference(t *testing.T) {
 
 	// The connection keeps its flag.
 	check(t, errors.Join(bpf.RemoveTrace(k.dir), k.Close()))
-	other := openTracing(t, everything, subgroup(t, "other"), filepath.Join(fs, "trace_other"), "")
+	other := openTracing(t, everything, testenv.Subgroup(t, "other"), filepath.Join(fs, "trace_other"), "")
 	exchange(traced, 1000)
 	if n, _ := other.runs(); n != 0 {
 		t.Errorf("the program of another cgroup has run %d times for a connection that was traced before", n)
@@ -114,7 +114,7 @@ func TestNoInterference(t *testing.T) {
 // When one ends, the other keeps its connections, once they are adopted again.
 func TestTwoTracings(t *testing.T) {
 	fs := testenv.BPFFS(t)
-	inner := subgroup(t, "inner")
+	inner := testenv.Subgroup(t, "inner")
 	all := openTracing(t, everything, testenv.Cgroup(), filepath.Join(fs, "trace_all"), "")
 	some := openTracing(t, "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/3}]", inner, filepath.Join(fs, "trace_some"), "")
 	w := linked(t, lab.LinkOptions{Delay: time.Millisecond, Loss: 0.01, Seed: 9})

@@ -124,7 +124,7 @@ func sum(results []measure.Result) measure.Result {
 // settled waits until all messages have ended, and checks that each is accounted for.
 func (k *tracing) settled() measure.Result {
 	k.t.Helper()
-	within(k.t, "the end of all messages", func() bool { return k.result().InFlight == 0 })
+	testenv.Within(k.t, "the end of all messages", func() bool { return k.result().InFlight == 0 })
 	r := k.result()
 	checkAccount(k.t, r)
 	if r.InFlight != 0 {
@@ -225,7 +225,7 @@ func (s *sampler) close() {
 func (s *sampler) wait(n int) []bpf.TraceSample {
 	s.k.t.Helper()
 	var got []bpf.TraceSample
-	within(s.k.t, fmt.Sprintf("%d samples", n), func() bool {
+	testenv.Within(s.k.t, fmt.Sprintf("%d samples", n), func() bool {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		got = slices.Clone(s.samples[s.taken:])
@@ -363,21 +363,7 @@ func (w *world) listen(domain int) (fd int, at netip.AddrPort) {
 	addr := w.addr(domain)
 	check(w.t, os.NewSyscallError("bind", unix.Bind(fd, sockaddr.Of(netip.AddrPortFrom(addr, 0)))))
 	check(w.t, os.NewSyscallError("listen", unix.Listen(fd, 4096)))
-	return fd, netip.AddrPortFrom(addr, portOf(w.t, fd))
-}
-
-func portOf(t testing.TB, fd int) uint16 {
-	t.Helper()
-	sa, err := unix.Getsockname(fd)
-	check(t, os.NewSyscallError("getsockname", err))
-	switch sa := sa.(type) {
-	case *unix.SockaddrInet4:
-		return uint16(sa.Port)
-	case *unix.SockaddrInet6:
-		return uint16(sa.Port)
-	}
-	t.Fatalf("socket of family %T", sa)
-	return 0
+	return fd, netip.AddrPortFrom(addr, testenv.Port(w.t, fd))
 }
 
 // connect opens a connection. Options are set before it connects.
@@ -505,37 +491,10 @@ func inCgroup(t testing.TB, dir string, f func()) {
 	f()
 }
 
-// subgroup creates a cgroup below the tests' cgroup.
-func subgroup(t testing.TB, name string) string {
-	t.Helper()
-	dir := filepath.Join(testenv.Cgroup(), name)
-	check(t, os.Mkdir(dir, 0o755))
-	t.Cleanup(func() {
-		within(t, "removing cgroup "+name, func() bool { return os.Remove(dir) == nil })
-	})
-	return dir
-}
-
 func check(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
-	}
-}
-
-// within waits until f returns true, and fails the test after a timeout.
-func within(t testing.TB, what string, f func() bool) {
-	t.Helper()
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	deadline := time.After(patience)
-	for !f() {
-		select {
-		case <-tick.C:
-		case <-deadline:
-			t.Errorf("timeout: %s", what)
-			return
-		}
 	}
 }
 

@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/sockaddr"
+	"sockeye/internal/testenv"
 	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
@@ -286,7 +287,7 @@ func TestZeroWindow(t *testing.T) {
 	}
 	// The window stays closed at least that long by the kernel's own account.
 	const closed = 100 * time.Millisecond
-	within(t, "a closed window", func() bool {
+	testenv.Within(t, "a closed window", func() bool {
 		info := tcpInfo(t, c.connected)
 		return info.Notsent_bytes > 0 && time.Duration(info.Rwnd_limited)*time.Microsecond > closed
 	})

@@ -382,7 +382,7 @@ services:
 	t.Run("cgroup", func(t *testing.T) {
 		k := newTracing(t, "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/1, group_by: cgroup}]")
 		want := make(map[uint64]uint64)
-		for i, dir := range []string{testenv.Cgroup(), subgroup(t, "one"), subgroup(t, "two")} {
+		for i, dir := range []string{testenv.Cgroup(), testenv.Subgroup(t, "one"), testenv.Subgroup(t, "two")} {
 			var stat unix.Stat_t
 			check(t, unix.Stat(dir, &stat))
 			inCgroup(t, dir, func() { to(netip.AddrPortFrom(w.addr(unix.AF_INET), 7000), 1<<i) })

@@ -13,6 +13,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/testenv"
 	"sockeye/internal/trace/measure"
 )
 
@@ -82,7 +83,7 @@ func TestSend(t *testing.T) {
 	const least = 100 * time.Millisecond
 	limited := func() time.Duration { return time.Duration(tcpInfo(t, c.connected).Rwnd_limited) * time.Microsecond }
 	before := limited()
-	within(t, "a closed window", func() bool { return limited() > before+2*least })
+	testenv.Within(t, "a closed window", func() bool { return limited() > before+2*least })
 	done := drain(c.accepted)
 	sent := <-calls
 	acknowledged(t, c.connected)
@@ -159,7 +160,7 @@ func TestSendRefused(t *testing.T) {
 // TestSendOfOthers sends on connections that are not sampled: nothing is recorded for them. A sampled connection
 // beside them is measured.
 func TestSendOfOthers(t *testing.T) {
-	inside := subgroup(t, "inside")
+	inside := testenv.Subgroup(t, "inside")
 	k := newSending(t, "trace: [{cgroup: CGROUP, match: {role: connect, port: 7000}, messages: 1/1, stages: [send, stack, network]}]")
 	w := loopback(t)
 	listener := newSocket(t, unix.AF_INET)

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
 	"sockeye/internal/trace/measure"
 	"sockeye/lab"
@@ -227,7 +228,7 @@ func TestTimestampingIsLeftAlone(t *testing.T) {
 					one(i)
 				default:
 					one(i)
-					within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > before })
+					testenv.Within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > before })
 					lost(false)
 					acknowledged(t, c.connected)
 				}
@@ -239,7 +240,7 @@ func TestTimestampingIsLeftAlone(t *testing.T) {
 			for i := range 30 {
 				one(i)
 			}
-			within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped >= before+10 })
+			testenv.Within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped >= before+10 })
 			lost(false)
 			acknowledged(t, c.connected)
 		}, 30, 30},

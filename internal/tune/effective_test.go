@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/procsock"
+	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
 )
 
@@ -87,7 +88,7 @@ func TestEffective(t *testing.T) {
 		thin_linear_timeouts: true, traffic_class: 0x12, base_rtt: 1ms, initial_rwnd: 40, ecn: true, flow_label: 7, syn_rto: 20ms, synack_rto: 20ms`)))
 	for family, address := range families {
 		t.Run(family, func(t *testing.T) {
-			p := connect(t, listen(t, address))
+			p := connect(t, testenv.Listen(t, address))
 			for role, c := range map[string]*net.TCPConn{"connect": p.connected, "accept": p.accepted} {
 				// Options that package net sets on the sockets after the rule.
 				control(t, c, func(fd int) {
@@ -144,7 +145,7 @@ func TestEffective(t *testing.T) {
 			}
 			// The window grows while it is fully used, which depends on scheduling.
 			var v map[string]api.TuneValue
-			within(t, "a window that has grown", func() bool {
+			testenv.Within(t, "a window that has grown", func() bool {
 				transferBetween(t, p.connected, p.accepted, 1<<20)
 				v = k.effective(p.connected, nil)
 				got, err := strconv.Atoi(v["initial_cwnd"].Effective)
@@ -184,7 +185,7 @@ func transferBetween(t testing.TB, from, to *net.TCPConn, bytes int) {
 // TestEffectiveOfEveryOption expects a source or a reason for every option.
 func TestEffectiveOfEveryOption(t *testing.T) {
 	k := newTuning(t, "")
-	p := connect(t, listen(t, "[::1]:0"))
+	p := connect(t, testenv.Listen(t, "[::1]:0"))
 	var rule config.TuneRule
 	rule.Name = "all"
 	for _, o := range config.TuneOptions {
@@ -237,7 +238,7 @@ func TestEffectiveBounds(t *testing.T) {
 	uneven := config.FormatValue(time, 20*jiffy+1)
 
 	k := newTuning(t, oneRule(fmt.Sprintf("sndbuf: %d, rcvbuf: %d, rcvlowat: 1GB, rto_min: %[3]s, delack_max: %[3]s, window_clamp: 1, priority: 5, tos: 0x13", snd+1000, rcv+1000, uneven)))
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	p := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	v := k.effective(p.accepted, nil)
 	rounded := "rounded up to jiffies of " + config.FormatValue(time, jiffy)
 	expect(t, v["sndbuf"], config.FormatValue(size, snd+1000), config.FormatValue(size, 2*snd), "SO_SNDBUF", true, "cut to net.core.wmem_max, "+config.FormatValue(size, snd), "doubles")
@@ -257,7 +258,7 @@ func TestEffectiveBounds(t *testing.T) {
 	expect(t, v["rcvlowat"], "1GB", config.FormatValue(size, rcv), "SO_RCVLOWAT", true, "cut to half of the receive buffer")
 
 	k.install(oneRule(has(t, "sndbuf: 2048, rcvbuf: 1024, rcvlowat: 1KB, rto_max: 1000001us")))
-	p = connect(t, listen(t, "127.0.0.1:0"))
+	p = connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	v = k.effective(p.accepted, nil)
 	expect(t, v["sndbuf"], "2KiB", v["sndbuf"].Effective, "SO_SNDBUF", true, "raised to the kernel's smallest buffer")
 	expect(t, v["rcvbuf"], "1KiB", v["rcvbuf"].Effective, "SO_RCVBUF", true, "raised to the kernel's smallest buffer")
@@ -267,7 +268,7 @@ func TestEffectiveBounds(t *testing.T) {
 	large := min(1000*1000, rcv)
 	asked, got := config.FormatValue(size, large), config.FormatValue(size, 2*large)
 	k.install("tune: [{name: none, cgroup: CGROUP, match: {remote_port: 1}, set: {rcvbuf: 1MB}}]\n")
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	raw, err := l.SyscallConn()
 	check(t, err)
 	p = connect(t, l)
@@ -291,7 +292,7 @@ func TestEffectiveBounds(t *testing.T) {
 
 func TestEffectiveChangedSince(t *testing.T) {
 	k := newTuning(t, oneRule(has(t, "sndbuf: 150KB, rcvbuf: 150KB, pacing_rate: 1Gbit/s, congestion: reno, tos: 0x20, nodelay: true, user_timeout: 5s")))
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	p := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	locks := tells(t, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
 	control(t, p.connected, func(fd int) {
 		check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 100000))
@@ -318,7 +319,7 @@ func TestEffectiveChangedSince(t *testing.T) {
 
 func TestEffectiveControlArm(t *testing.T) {
 	k := newTuning(t, "tune: [{name: r, cgroup: CGROUP, set: {user_timeout: 5s, cwnd_clamp: 100, flow_label: 1}, trial: {control: 50%}}]\n")
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	const alone = "not set: control arm of the trial"
 	for arms := make(map[uint8]bool); len(arms) < bpf.TuneArms; {
 		p := connect(t, l)
@@ -338,7 +339,7 @@ func TestEffectiveControlArm(t *testing.T) {
 // TestEffectiveReaction expects the values of the reaction after it took place.
 func TestEffectiveReaction(t *testing.T) {
 	k := newTuning(t, "tune: [{name: r, cgroup: CGROUP, set: {congestion: cubic, user_timeout: 5s}, react: {rtos: '> 2', set: {congestion: reno, cwnd_clamp: 10}}}]\n")
-	p := connect(t, listen(t, "[::1]:0"))
+	p := connect(t, testenv.Listen(t, "[::1]:0"))
 	v := k.effective(p.accepted, nil)
 	expect(t, v["congestion"], "cubic", "cubic", "TCP_CONGESTION", false, "")
 	if len(v) != 2 {
@@ -358,7 +359,7 @@ func TestEffectiveReaction(t *testing.T) {
 
 func TestEffectiveLearned(t *testing.T) {
 	k := newTuning(t, oneRule("initial_cwnd: {explore: [20, 30], by: remote/24, share: 100%, probe: 100%}"))
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	p := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	v := k.effective(p.accepted, nil)["initial_cwnd"]
 	if v.Requested != v.Effective+", one of 20, 30" || !slices.Contains([]string{"20", "30"}, v.Effective) {
 		t.Errorf("%+v", v)
@@ -368,19 +369,19 @@ func TestEffectiveLearned(t *testing.T) {
 // TestEffectiveOfMappedAddresses checks an IPv6 socket with IPv4-mapped addresses.
 func TestEffectiveOfMappedAddresses(t *testing.T) {
 	k := newTuning(t, oneRule(has(t, "tos: 0x20, traffic_class: 0x20")))
-	l := listen(t, "[::]:0")
+	l := testenv.Listen(t, "[::]:0")
 	_, port, _ := net.SplitHostPort(l.Addr().String())
 	p := connectTo(t, l, "127.0.0.1:"+port)
 	v := k.effective(p.accepted, nil)
 	seeing(t, v)("tos", "32", "", "", false, "an IPv6 socket with an IPv4 peer")
 	expect(t, v["traffic_class"], "32", "32", "IPV6_TCLASS", false, "")
-	p = connect(t, listen(t, "127.0.0.1:0"))
+	p = connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	v = k.effective(p.connected, nil)
 	seeing(t, v)("tos", "32", "32", "IP_TOS", false, "")
 }
 
 func TestEffectiveRefuses(t *testing.T) {
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	raw, err := l.SyscallConn()
 	check(t, err)
 	check(t, raw.Control(func(fd uintptr) {

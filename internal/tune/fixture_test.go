@@ -122,19 +122,6 @@ type pair struct{ connected, accepted *net.TCPConn }
 
 var families = map[string]string{"ipv4": "127.0.0.1:0", "ipv6": "[::1]:0"}
 
-// listen opens a listener that is not an MPTCP socket.
-func listen(t testing.TB, address string) *net.TCPListener {
-	t.Helper()
-	var c net.ListenConfig
-	c.SetMultipathTCP(false)
-	l, err := c.Listen(t.Context(), "tcp", address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { l.Close() })
-	return l.(*net.TCPListener)
-}
-
 // connect connects to a listener.
 func connect(t testing.TB, l *net.TCPListener) pair {
 	t.Helper()
@@ -143,19 +130,8 @@ func connect(t testing.TB, l *net.TCPListener) pair {
 
 func connectTo(t testing.TB, l *net.TCPListener, address string) pair {
 	t.Helper()
-	var d net.Dialer
-	d.SetMultipathTCP(false)
-	c, err := d.DialContext(t.Context(), "tcp", address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { c.Close() })
-	a, err := l.AcceptTCP()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { a.Close() })
-	return pair{c.(*net.TCPConn), a}
+	connected, accepted := testenv.Connect(t, l, address)
+	return pair{connected, accepted}
 }
 
 // control calls f with the descriptor of a connection.
@@ -368,7 +344,7 @@ func has(t testing.TB, set string) string {
 // tells reports whether getsockopt(2) knows an option of TCP sockets.
 func tells(t testing.TB, level, name int) bool {
 	t.Helper()
-	_, err := unix.GetsockoptInt(newSocket(t, unix.AF_INET), level, name)
+	_, err := unix.GetsockoptInt(testenv.TCPSocket(t, unix.AF_INET), level, name)
 	if err != nil && !errors.Is(err, unix.ENOPROTOOPT) {
 		t.Fatal(os.NewSyscallError("getsockopt", err))
 	}
@@ -380,7 +356,7 @@ func tellsWindow(t testing.TB) bool {
 	t.Helper()
 	var info unix.TCPInfo
 	length := uint32(unsafe.Sizeof(info))
-	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(newSocket(t, unix.AF_INET)), unix.SOL_TCP, unix.TCP_INFO,
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(testenv.TCPSocket(t, unix.AF_INET)), unix.SOL_TCP, unix.TCP_INFO,
 		uintptr(unsafe.Pointer(&info)), uintptr(unsafe.Pointer(&length)), 0)
 	if errno != 0 {
 		t.Fatal(os.NewSyscallError("getsockopt", errno))
@@ -391,49 +367,17 @@ func tellsWindow(t testing.TB) bool {
 // ends are the sockets of a connection. Unlike the sockets of package net, they have default options.
 type ends struct{ connected, accepted int }
 
-// newSocket opens a TCP socket with a timeout, and closes it when the test ends.
-func newSocket(t testing.TB, domain int) int {
-	t.Helper()
-	fd, err := unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
-	if err != nil {
-		t.Fatal(os.NewSyscallError("socket", err))
-	}
-	t.Cleanup(func() { unix.Close(fd) })
-	for _, name := range []int{unix.SO_SNDTIMEO, unix.SO_RCVTIMEO} {
-		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, name, &unix.Timeval{Sec: 60}); err != nil {
-			t.Fatal(os.NewSyscallError("setsockopt", err))
-		}
-	}
-	return fd
-}
-
 // listenSocket opens a listener at an address, and returns its port too.
 func listenSocket(t testing.TB, domain int, addr netip.Addr) (fd int, at netip.AddrPort) {
 	t.Helper()
-	fd = newSocket(t, domain)
+	fd = testenv.TCPSocket(t, domain)
 	if err := unix.Bind(fd, sockaddr.Of(netip.AddrPortFrom(addr, 0))); err != nil {
 		t.Fatal(os.NewSyscallError("bind", err))
 	}
 	if err := unix.Listen(fd, 128); err != nil {
 		t.Fatal(os.NewSyscallError("listen", err))
 	}
-	return fd, netip.AddrPortFrom(addr, uint16(portOf(t, fd)))
-}
-
-func portOf(t testing.TB, fd int) int {
-	t.Helper()
-	sa, err := unix.Getsockname(fd)
-	if err != nil {
-		t.Fatal(os.NewSyscallError("getsockname", err))
-	}
-	switch sa := sa.(type) {
-	case *unix.SockaddrInet4:
-		return sa.Port
-	case *unix.SockaddrInet6:
-		return sa.Port
-	}
-	t.Fatalf("socket of family %T", sa)
-	return 0
+	return fd, netip.AddrPortFrom(addr, testenv.Port(t, fd))
 }
 
 // connectSockets connects to a listener.
@@ -443,7 +387,7 @@ func connectSockets(t testing.TB, listener int, at netip.AddrPort) ends {
 	if at.Addr().Is4() {
 		domain = unix.AF_INET
 	}
-	fd := newSocket(t, domain)
+	fd := testenv.TCPSocket(t, domain)
 	if _, err := retry(func() (int, error) { return 0, unix.Connect(fd, sockaddr.Of(at)) }); err != nil {
 		t.Fatal(os.NewSyscallError("connect", err))
 	}
@@ -457,7 +401,7 @@ func connectDeaf(t testing.TB, at netip.AddrPort) int {
 	if at.Addr().Is4() {
 		domain = unix.AF_INET
 	}
-	fd := newSocket(t, domain)
+	fd := testenv.TCPSocket(t, domain)
 	attachFilter(t, fd, unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K})
 	if err := unix.SetNonblock(fd, true); err != nil {
 		t.Fatal(err)
@@ -725,37 +669,10 @@ func parseSegment(b []byte) *segment {
 	return s
 }
 
-// subgroup creates a cgroup below the tests' cgroup.
-func subgroup(t testing.TB, name string) string {
-	t.Helper()
-	dir := filepath.Join(testenv.Cgroup(), name)
-	check(t, os.Mkdir(dir, 0o755))
-	t.Cleanup(func() {
-		within(t, "removing cgroup "+name, func() bool { return os.Remove(dir) == nil })
-	})
-	return dir
-}
-
 func check(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
-	}
-}
-
-// within waits until f returns true, and fails the test after a timeout.
-func within(t testing.TB, what string, f func() bool) {
-	t.Helper()
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	deadline := time.After(time.Minute)
-	for !f() {
-		select {
-		case <-tick.C:
-		case <-deadline:
-			t.Errorf("timeout: %s", what)
-			return
-		}
 	}
 }
 

@@ -225,16 +225,16 @@ const bothRoles = `tune:
 func TestApply(t *testing.T) {
 	var pairs []pair
 	for _, address := range families {
-		l := listen(t, address)
+		l := testenv.Listen(t, address)
 		for range flows {
 			pairs = append(pairs, connect(t, l))
 		}
 	}
-	child := testenv.StartServer(t, subgroup(t, "served"), "127.0.0.1:0", 0)
+	child := testenv.StartServer(t, testenv.Subgroup(t, "served"), "127.0.0.1:0", 0)
 	toChild, err := net.Dial("tcp", child.Address)
 	check(t, err)
 	defer toChild.Close()
-	within(t, "the child accepts", func() bool {
+	testenv.Within(t, "the child accepts", func() bool {
 		return openSockets(t) == len(families)+2*len(pairs)+3
 	})
 	f := startFlow(t, pairs...)
@@ -278,7 +278,7 @@ func TestApply(t *testing.T) {
 		}
 	}
 
-	again := connect(t, listen(t, "127.0.0.1:0"))
+	again := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	if k.ruleOf(again.connected) != "c" {
 		t.Fatal("a new connection does not have its rule")
 	}
@@ -287,7 +287,7 @@ func TestApply(t *testing.T) {
 		t.Errorf("once more: %+v, want all tuned", r)
 	}
 	f.end()
-	within(t, "closed connections are counted", func() bool {
+	testenv.Within(t, "closed connections are counted", func() bool {
 		for _, p := range pairs {
 			p.connected.Close()
 			p.accepted.Close()
@@ -302,7 +302,7 @@ func TestApply(t *testing.T) {
 }
 
 func TestApplyOnly(t *testing.T) {
-	p := connect(t, listen(t, "[::1]:0"))
+	p := connect(t, testenv.Listen(t, "[::1]:0"))
 	k := newTuning(t, bothRoles)
 	r := k.apply(func(rule string) bool { return rule == "a" })
 	if r.Adopted != 1 || r.NotAsked != 1 || k.ruleOf(p.connected) != "" || k.ruleOf(p.accepted) != "a" {
@@ -316,7 +316,7 @@ func TestApplyOnly(t *testing.T) {
 
 // TestApplyAfterAChange checks that the next rule takes over from a removed rule.
 func TestApplyAfterAChange(t *testing.T) {
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	p := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	before := readings(t, p.connected)
 	k := newTuning(t, oneRule("user_timeout: 1s, nodelay: false"))
 	saved := k.apply(nil).Saved
@@ -345,7 +345,7 @@ func TestApplyAfterAChange(t *testing.T) {
 // listener is closed.
 func TestApplyOrder(t *testing.T) {
 	k := newTuning(t, oneRule("user_timeout: 1s"))
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	p := connect(t, l)
 	check(t, l.Close())
 	k.install("tune: [{name: first, cgroup: CGROUP, match: {role: accept}, set: {user_timeout: 2s}}, {name: r, cgroup: CGROUP, set: {user_timeout: 1s}}]\n")
@@ -362,7 +362,7 @@ func TestApplyKeepsTagged(t *testing.T) {
   - {name: writer, cgroup: CGROUP, match: {role: connect}, tag: rack}
   - {name: plain, cgroup: CGROUP, match: {role: accept}, set: {user_timeout: 2s}}
 `)
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	p := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	if got := k.ruleOf(p.accepted); got != "tagged" {
 		t.Fatalf("the rule is %q", got)
 	}
@@ -378,7 +378,7 @@ func TestApplyKeepsTagged(t *testing.T) {
 }
 
 func TestApplyPreparesListeners(t *testing.T) {
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	k := newTuning(t, `tune:
   - {name: tagged, cgroup: CGROUP, match: {role: accept, tag: rack}, set: {user_timeout: 1s}}
   - {name: writer, cgroup: CGROUP, match: {role: connect}, tag: rack}
@@ -392,7 +392,7 @@ func TestApplyPreparesListeners(t *testing.T) {
 }
 
 func TestApplyTrial(t *testing.T) {
-	l := listen(t, "127.0.0.1:0")
+	l := testenv.Listen(t, "127.0.0.1:0")
 	var pairs []pair
 	for range 40 {
 		pairs = append(pairs, connect(t, l))
@@ -420,7 +420,7 @@ func TestApplyTrial(t *testing.T) {
 }
 
 func TestApplyCountsFailures(t *testing.T) {
-	connect(t, listen(t, "127.0.0.1:0"))
+	connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	k := newTuning(t, "")
 	k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: "priority", Value: 3}, {Option: "congestion", Text: "nonesuch"}}})
 	r := k.apply(nil)
@@ -435,12 +435,12 @@ func TestApplyCountsFailures(t *testing.T) {
 
 // TestApplyToOthers checks that sockets that cannot be tuned are named with the reason.
 func TestApplyToOthers(t *testing.T) {
-	here, there := subgroup(t, "here"), subgroup(t, "there")
+	here, there := testenv.Subgroup(t, "here"), testenv.Subgroup(t, "there")
 	child := testenv.StartServer(t, there, "127.0.0.1:0", 0)
 	c, err := net.Dial("tcp", child.Address)
 	check(t, err)
 	defer c.Close()
-	within(t, "the child accepts", func() bool { return openSockets(t) == 3 })
+	testenv.Within(t, "the child accepts", func() bool { return openSockets(t) == 3 })
 	check(t, cgroup.Move(here, child.Process.Pid))
 
 	dir := filepath.Join(testenv.BPFFS(t), "tune_here")
@@ -512,7 +512,7 @@ const liveOptions = `sndbuf: 150KB, rcvbuf: 150KB, rcvlowat: 100, pacing_rate: 2
 func TestRevert(t *testing.T) {
 	for family, address := range families {
 		t.Run(family, func(t *testing.T) {
-			p := connect(t, listen(t, address))
+			p := connect(t, testenv.Listen(t, address))
 			ends := []*net.TCPConn{p.connected, p.accepted}
 			paced := 0 // by bbr, which not every kernel has
 			control(t, p.connected, func(fd int) {
@@ -605,7 +605,7 @@ func info(t testing.TB, c *net.TCPConn) (i *unix.TCPInfo) {
 // TestRevertTunesAgain checks that the kernel tunes the buffers again as before, while data is transferred.
 func TestRevertTunesAgain(t *testing.T) {
 	newNetworks(t) // segments that fit into small buffers
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	p := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	k := newTuning(t, oneRule("sndbuf: 20KB, rcvbuf: 20KB"))
 	snd := func() int { return option(t, p.connected, unix.SOL_SOCKET, unix.SO_SNDBUF) }
 	rcv := func() int { return option(t, p.accepted, unix.SOL_SOCKET, unix.SO_RCVBUF) }
@@ -615,7 +615,7 @@ func TestRevertTunesAgain(t *testing.T) {
 	f := startFlow(t, p)
 	defer f.end()
 	sent := info(t, p.connected).Bytes_acked
-	within(t, "data flows", func() bool { return info(t, p.connected).Bytes_acked > sent+4<<20 })
+	testenv.Within(t, "data flows", func() bool { return info(t, p.connected).Bytes_acked > sent+4<<20 })
 	if snd() != 40000 || rcv() != 40000 {
 		t.Errorf("buffers of %d and %d bytes, want 40000", snd(), rcv())
 	}
@@ -627,8 +627,8 @@ func TestRevertTunesAgain(t *testing.T) {
 	if window() < wasWindow {
 		t.Errorf("after Revert the window is bounded by %d bytes, was by %d", window(), wasWindow)
 	}
-	within(t, fmt.Sprintf("the receive buffer grows from %d", wasRcv), func() bool { return rcv() > wasRcv })
-	within(t, fmt.Sprintf("the send buffer grows from %d", wasSnd), func() bool { return snd() > wasSnd })
+	testenv.Within(t, fmt.Sprintf("the receive buffer grows from %d", wasRcv), func() bool { return rcv() > wasRcv })
+	testenv.Within(t, fmt.Sprintf("the send buffer grows from %d", wasSnd), func() bool { return snd() > wasSnd })
 }
 
 // TestRevertLargeBuffers restores sizes that SO_SNDBUF and SO_RCVBUF cannot set. The buffers start at the largest
@@ -636,7 +636,7 @@ func TestRevertTunesAgain(t *testing.T) {
 func TestRevertLargeBuffers(t *testing.T) {
 	sysctl(t, "net/ipv4/tcp_rmem", "4096 30000000 30000000")
 	sysctl(t, "net/ipv4/tcp_wmem", "4096 30000000 30000000")
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	p := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	before := readings(t, p.connected)
 	if before["rcvbuf"] != "30000000" || before["sndbuf"] != "30000000" {
 		t.Fatalf("buffers of %s and %s bytes", before["sndbuf"], before["rcvbuf"])
@@ -657,7 +657,7 @@ func TestRevertLargeBuffers(t *testing.T) {
 
 // TestRevertLeavesChanges checks that values that the application has set since stay.
 func TestRevertLeavesChanges(t *testing.T) {
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	p := connect(t, testenv.Listen(t, "127.0.0.1:0"))
 	k := newTuning(t, oneRule("sndbuf: 150KB, user_timeout: 5s, congestion: reno, priority: 3"))
 	r := k.apply(nil)
 	control(t, p.connected, func(fd int) {

@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/sockaddr"
+	"sockeye/internal/testenv"
 )
 
 // Not in golang.org/x/sys/unix: include/uapi/linux/tcp.h and
@@ -187,7 +188,7 @@ func in(unit time.Duration) func(testing.TB, int64) int64 {
 func buffer(name int) func(testing.TB, int64) int64 {
 	bound := func(t testing.TB, ask int) int64 {
 		t.Helper()
-		fd := newSocket(t, unix.AF_INET)
+		fd := testenv.TCPSocket(t, unix.AF_INET)
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, name, ask); err != nil {
 			t.Fatal(os.NewSyscallError("setsockopt", err))
 		}
@@ -230,7 +231,7 @@ func testRcvlowat(t *testing.T, k *tuning, o config.TuneOption) {
 					t.Fatal(err)
 				}
 				sent += n
-				within(t, "arrival", func() bool { return arrived(t, ends[1]) == sent })
+				testenv.Within(t, "arrival", func() bool { return arrived(t, ends[1]) == sent })
 				if got := readable(t, ends[1]); got != (sent >= value) {
 					t.Errorf("with %d bytes, readable: %v", sent, got)
 				}
@@ -310,7 +311,7 @@ func testSynackRTO(t *testing.T, k *tuning, o config.TuneOption) {
 func (k *tuning) synackRTO(t testing.TB, n network, at netip.AddrPort, want int64) {
 	t.Helper()
 	w := watchWire(t, 0)
-	source := netip.AddrPortFrom(n.addr, uint16(portOf(t, connectDeaf(t, at))))
+	source := netip.AddrPortFrom(n.addr, testenv.Port(t, connectDeaf(t, at)))
 	synack := func(s *segment) bool { return s.target == source && s.flags&flagSYN != 0 }
 	if want < 500*1000 {
 		soon(t, w.retransmission(synack), want)
@@ -480,7 +481,7 @@ func testBindIfindex(t *testing.T, k *tuning, o config.TuneOption) {
 	k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: o.Max}}})
 	for _, n := range networks {
 		_, at := listenSocket(t, n.domain, n.addr)
-		if err := unix.Connect(newSocket(t, n.domain), sockaddr.Of(at)); !errors.Is(err, unix.EHOSTUNREACH) {
+		if err := unix.Connect(testenv.TCPSocket(t, n.domain), sockaddr.Of(at)); !errors.Is(err, unix.EHOSTUNREACH) {
 			t.Errorf("%s: connect through interface %d: %v, want EHOSTUNREACH", n.name, o.Max, err)
 		}
 	}
@@ -552,7 +553,7 @@ func testCwndClamp(t *testing.T, k *tuning, o config.TuneOption) {
 					}
 					got := send(ends[0], ends[1])
 					if value == o.Max {
-						within(t, "a window above the middle value", func() bool {
+						testenv.Within(t, "a window above the middle value", func() bool {
 							if got <= middle && !t.Failed() {
 								got = send(ends[0], ends[1])
 							}
@@ -630,14 +631,14 @@ func readBack(t testing.TB, s ends, name int, want int64) {
 // segments, which are acknowledged at once, are not counted.
 func (w *wire) acknowledgement(from, to int) time.Duration {
 	w.t.Helper()
-	port := portOf(w.t, to)
+	port := testenv.Port(w.t, to)
 	shortest := time.Hour
 	for i := range 24 {
 		if err := send(from, []byte{1}); err != nil {
 			w.t.Fatal(err)
 		}
 		data := w.data(from)
-		ack := w.next(func(s *segment) bool { return int(s.source.Port()) == port && s.ack == data.seq+1 })
+		ack := w.next(func(s *segment) bool { return s.source.Port() == port && s.ack == data.seq+1 })
 		if i >= 20 {
 			shortest = min(shortest, ack.at.Sub(data.at))
 		}
@@ -665,7 +666,7 @@ func testRTOMin(t *testing.T, k *tuning, o config.TuneOption) {
 		exchanges()
 		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
 			var got int64
-			within(t, fmt.Sprintf("a timeout of the %s socket of less than %d us", end, below[value]), func() bool {
+			testenv.Within(t, fmt.Sprintf("a timeout of the %s socket of less than %d us", end, below[value]), func() bool {
 				if got = int64(tcpInfo(t, fd).Rto); got >= below[value] {
 					exchanges()
 				}
@@ -681,7 +682,7 @@ func testRTOMin(t *testing.T, k *tuning, o config.TuneOption) {
 // testWindowClamp reads the clamp before data arrives: the kernel changes the clamp when it measures the peer's
 // segment size (tcp_measure_rcv_mss, since 6.11), and when it enlarges the receive buffer.
 func testWindowClamp(t *testing.T, k *tuning, o config.TuneOption) {
-	bounded := newSocket(t, unix.AF_INET)
+	bounded := testenv.TCPSocket(t, unix.AF_INET)
 	if err := unix.SetsockoptInt(bounded, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP, 1); err != nil {
 		t.Fatal(os.NewSyscallError("setsockopt", err))
 	}
@@ -758,15 +759,15 @@ func (w *wire) on(t testing.TB) *wire { return &wire{t, w.fd} }
 // syn returns the next SYN or SYN-ACK of a socket.
 func (w *wire) syn(fd int) *segment {
 	w.t.Helper()
-	port := portOf(w.t, fd)
-	return w.next(func(s *segment) bool { return int(s.source.Port()) == port && s.flags&flagSYN != 0 })
+	port := testenv.Port(w.t, fd)
+	return w.next(func(s *segment) bool { return s.source.Port() == port && s.flags&flagSYN != 0 })
 }
 
 // data returns the next segment with data of a socket.
 func (w *wire) data(fd int) *segment {
 	w.t.Helper()
-	port := portOf(w.t, fd)
-	return w.next(func(s *segment) bool { return int(s.source.Port()) == port && s.data > 0 })
+	port := testenv.Port(w.t, fd)
+	return w.next(func(s *segment) bool { return s.source.Port() == port && s.data > 0 })
 }
 
 // sent sends from both ends and checks the segments.

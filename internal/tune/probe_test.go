@@ -350,5 +350,5 @@ func TestProbeKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	// The kernel frees the resources of a process some time after its exit.
-	within(t, "the end of what was left", func() bool { return len(leftovers(t, cgroup, pins)) == 0 })
+	testenv.Within(t, "the end of what was left", func() bool { return len(leftovers(t, cgroup, pins)) == 0 })
 }

@@ -689,7 +689,7 @@ func TestTagDropped(t *testing.T) {
 				filterPath(t, 0, 0, nil)
 				w := watchWire(t, 0)
 				listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
-				s := ends{connected: newSocket(t, unix.AF_INET)}
+				s := ends{connected: testenv.TCPSocket(t, unix.AF_INET)}
 				if _, err := retry(func() (int, error) { return 0, unix.Connect(s.connected, sockaddr.Of(at)) }); err != nil {
 					t.Fatal(os.NewSyscallError("connect", err))
 				}

@@ -32,18 +32,9 @@ func control(t testing.TB, c syscall.Conn, f func(fd int) error) {
 	check(t, err)
 }
 
-func cookieOf(t testing.TB, c syscall.Conn) (cookie uint64) {
-	t.Helper()
-	control(t, c, func(fd int) (err error) {
-		cookie, err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
-		return err
-	})
-	return cookie
-}
-
 func openPackets(t testing.TB, c syscall.Conn) *capture.Capture {
 	t.Helper()
-	p, err := capture.Open(cookieOf(t, c), 1<<20)
+	p, err := capture.Open(testenv.Cookie(t, c), 1<<20)
 	if err != nil {
 		t.Fatalf("%+v", err)
 	}
@@ -274,7 +265,7 @@ func TestPacketsOfOthers(t *testing.T) {
 func TestPacketsLost(t *testing.T) {
 	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	page := os.Getpagesize()
-	p, err := capture.Open(cookieOf(t, client), page)
+	p, err := capture.Open(testenv.Cookie(t, client), page)
 	check(t, err)
 	defer p.Close()
 	for range 100 {
@@ -371,7 +362,7 @@ func TestPacketsLeavesNothing(t *testing.T) {
 // TestPacketsCapabilities runs with the capabilities that an agent keeps.
 func TestPacketsCapabilities(t *testing.T) {
 	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
-	cookie := cookieOf(t, client)
+	cookie := testenv.Cookie(t, client)
 	for _, test := range []struct {
 		name string
 		caps []int
@@ -421,7 +412,7 @@ func TestPacketsRefuses(t *testing.T) {
 // TestPacketsLockedMemory sets a low RLIMIT_MEMLOCK on kernels that charge maps to it.
 func TestPacketsLockedMemory(t *testing.T) {
 	client, _ := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
-	cookie := cookieOf(t, client)
+	cookie := testenv.Cookie(t, client)
 	var before unix.Rlimit
 	check(t, unix.Getrlimit(unix.RLIMIT_MEMLOCK, &before))
 	low := before
@@ -446,7 +437,7 @@ func TestPacketsLockedMemory(t *testing.T) {
 func TestPacketsMissing(t *testing.T) {
 	client, server := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
 	restore := capture.RenameTracepoint("tcp_probe", "tcp_probe_of_old")
-	p, err := capture.Open(cookieOf(t, client), 1<<16)
+	p, err := capture.Open(testenv.Cookie(t, client), 1<<16)
 	restore()
 	check(t, err)
 	defer p.Close()
@@ -457,7 +448,7 @@ func TestPacketsMissing(t *testing.T) {
 	nextPacket(t, p, capture.Driver)
 
 	defer capture.RenameTracepoint("net_dev_queue", "net_dev_queue_of_old")()
-	if _, err = capture.Open(cookieOf(t, client), 1<<16); !errors.Is(err, ebpf.ErrNotSupported) || !strings.Contains(err.Error(), "no tracepoint net_dev_queue_of_old") {
+	if _, err = capture.Open(testenv.Cookie(t, client), 1<<16); !errors.Is(err, ebpf.ErrNotSupported) || !strings.Contains(err.Error(), "no tracepoint net_dev_queue_of_old") {
 		t.Errorf("%v", err)
 	}
 }

@@ -27,7 +27,7 @@ func TestUDP(t *testing.T) {
 				return c
 			}
 			c, other := open(), open()
-			p, err := capture.OpenUDP(cookieOf(t, c), testenv.Cgroup(), 1<<20)
+			p, err := capture.OpenUDP(testenv.Cookie(t, c), testenv.Cgroup(), 1<<20)
 			if err != nil {
 				t.Fatalf("%+v", err)
 			}

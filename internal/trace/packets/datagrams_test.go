@@ -52,12 +52,7 @@ func end(c *net.UDPConn) netip.AddrPort { return c.LocalAddr().(*net.UDPAddr).Ad
 // datagrams captures a socket while f runs, and afterwards until no further event is expected.
 func datagrams(t testing.TB, c *net.UDPConn, f func()) (all []*packets.Packet, summary *packets.Summary) {
 	t.Helper()
-	raw, err := c.SyscallConn()
-	check(t, err)
-	var cookie uint64
-	check(t, raw.Control(func(fd uintptr) { cookie, err = unix.GetsockoptUint64(int(fd), unix.SOL_SOCKET, unix.SO_COOKIE) }))
-	check(t, err)
-	p, err := capture.OpenUDP(cookie, testenv.Cgroup(), 8<<20)
+	p, err := capture.OpenUDP(testenv.Cookie(t, c), testenv.Cgroup(), 8<<20)
 	if err != nil {
 		t.Fatalf("%+v", err)
 	}

@@ -21,7 +21,6 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/testenv"
 	"sockeye/internal/trace/capture"
@@ -93,17 +92,6 @@ func (w *world) pair(t testing.TB, to netip.Addr) (client, server *net.TCPConn) 
 	return c.(*net.TCPConn), s.(*net.TCPConn)
 }
 
-func cookieOf(t testing.TB, c *net.TCPConn) (cookie uint64) {
-	t.Helper()
-	raw, err := c.SyscallConn()
-	check(t, err)
-	check(t, raw.Control(func(fd uintptr) {
-		cookie, err = unix.GetsockoptUint64(int(fd), unix.SOL_SOCKET, unix.SO_COOKIE)
-	}))
-	check(t, err)
-	return cookie
-}
-
 // captured captures a connection while f runs, until the connection ends.
 func captured(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, *packets.Summary) {
 	t.Helper()
@@ -124,7 +112,7 @@ func captured(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, 
 
 func open(t testing.TB, c *net.TCPConn) *capture.Capture {
 	t.Helper()
-	p, err := capture.Open(cookieOf(t, c), 8<<20)
+	p, err := capture.Open(testenv.Cookie(t, c), 8<<20)
 	if err != nil {
 		t.Fatalf("%+v", err)
 	}
