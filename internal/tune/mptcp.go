@@ -94,16 +94,12 @@ func diagOf(s *procsock.Socket) (conn *sockdiag.Conn, err error) {
 	}
 	network := os.NewFile(uintptr(fd), fmt.Sprintf("of pid %d", s.PID))
 	defer network.Close()
-	theirs, err := network.Stat()
+	here, err := netns.IsCurrent(network)
 	if err != nil {
 		return nil, fmt.Errorf("find its network namespace: %w", err)
 	}
-	ours, err := os.Stat("/proc/thread-self/ns/net")
-	if err != nil {
-		return nil, fmt.Errorf("find network namespace: %w", err)
-	}
 	where := network
-	if os.SameFile(theirs, ours) {
+	if here {
 		where = nil
 	}
 	err = netns.Do(where, func() error {
