@@ -96,6 +96,15 @@ func IsCurrent(namespace *os.File) (bool, error) {
 	return os.SameFile(theirs, ours), nil
 }
 
+// Inode returns the inode of the network namespace of the calling thread, which identifies it as long as it exists.
+func Inode() (uint64, error) {
+	var stat unix.Stat_t
+	if err := unix.Stat(own, &stat); err != nil {
+		return 0, fmt.Errorf("find network namespace: %w", err)
+	}
+	return stat.Ino, nil
+}
+
 // New makes a network namespace with nothing but lo, which is down, and leaves the
 // calling thread where it is. It needs CAP_SYS_ADMIN.
 func New() (*os.File, error) {

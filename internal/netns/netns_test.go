@@ -60,6 +60,9 @@ func TestDo(t *testing.T) {
 		if got := inode(t); got != inodeOf(t, n) {
 			t.Errorf("in namespace %d, want %d", got, inodeOf(t, n))
 		}
+		if got, err := netns.Inode(); err != nil || got != inodeOf(t, n) {
+			t.Errorf("in namespace %d, %v, want %d", got, err, inodeOf(t, n))
+		}
 		links, err := net.Interfaces()
 		if err != nil || len(links) != 1 || links[0].Name != "lo" || links[0].Flags&net.FlagUp != 0 {
 			t.Errorf("interfaces: %v, %v; want lo alone, down", links, err)

@@ -6,7 +6,6 @@ package sockmetrics
 
 import (
 	"errors"
-	"fmt"
 	"io/fs"
 	"log/slog"
 	"maps"
@@ -17,7 +16,6 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
@@ -273,11 +271,11 @@ func (m *Collector) socketNetworks(own bool, sums map[socketKey]*socketSum) (net
 		sums[socketKey{service: c.Name}] = newSocketSum()
 		n.services = append(n.services, c)
 	})
-	var stat unix.Stat_t
-	if err := unix.Stat("/proc/thread-self/ns/net", &stat); err != nil {
-		return networks, fmt.Errorf("find network namespace: %w", err)
+	inode, err := netns.Inode()
+	if err != nil {
+		return networks, err
 	}
-	if own && byInode[stat.Ino] == nil {
+	if own && byInode[inode] == nil {
 		n, err := openSocketNetwork(nil)
 		if err != nil {
 			return networks, err

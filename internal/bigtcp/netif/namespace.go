@@ -82,12 +82,10 @@ func (n *Namespace) open() error {
 // Linux 5.14.
 func namespaceID() (uint64, error) {
 	id, err := netns.Cookie(nil)
-	if !errors.Is(err, unix.ENOPROTOOPT) {
-		return id, err
+	if errors.Is(err, unix.ENOPROTOOPT) {
+		return netns.Inode()
 	}
-	var stat unix.Stat_t
-	err = unix.Stat("/proc/thread-self/ns/net", &stat)
-	return stat.Ino, err
+	return id, err
 }
 
 // Path returns the path with which the namespace was opened; "" for that of the

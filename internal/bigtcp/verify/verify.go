@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/programs"
 	"sockeye/internal/fault"
+	"sockeye/internal/netns"
 )
 
 // MaxDuration bounds the duration of Run.
@@ -165,13 +166,13 @@ func (v *verifier) attach(o options) error {
 	if err != nil {
 		return err
 	}
-	var stat unix.Stat_t
-	if err := unix.Stat("/proc/thread-self/ns/net", &stat); err != nil {
-		return fmt.Errorf("identify network namespace: %w", err)
+	inode, err := netns.Inode()
+	if err != nil {
+		return err
 	}
 	encapsulation := l.Attrs().EncapType
 	c := programs.Config{
-		Index: v.before.Index, Netns: uint32(stat.Ino),
+		Index: v.before.Index, Netns: uint32(inode),
 		Ethernet: encapsulation == "ether" || encapsulation == "loopback",
 	}
 	for f := range c.Limits {
