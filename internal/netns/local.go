@@ -3,6 +3,7 @@
 package netns
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"time"
@@ -22,7 +23,7 @@ func AwaitLocal(nl *netlink.Handle, address netip.Addr, limit time.Duration) err
 			return nil
 		}
 		if time.Now().After(end) {
-			return fmt.Errorf("the kernel has added no local route for %v within %v: %v, %v", address, limit, routes, err)
+			return errors.Join(fmt.Errorf("the kernel has added no local route for %v within %v, but %v", address, limit, routes), err)
 		}
 	}
 }

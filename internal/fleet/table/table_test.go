@@ -9,6 +9,7 @@ import (
 	"math"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 )
@@ -159,9 +160,11 @@ func TestRanking(t *testing.T) {
 	weights := map[string]uint32{}
 	before := r.Column(func(string) uint16 { return 0 })
 	index := func(name string) uint16 {
-		var n uint16
-		fmt.Sscanf(name, "host-%d", &n)
-		return n
+		n, err := strconv.Atoi(strings.TrimPrefix(name, "host-"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return uint16(n)
 	}
 	for i := range 70 {
 		host := (i*i + i/3) % 7
