@@ -29,7 +29,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
 CHAIN_PACKAGES := $(DEMO_PACKAGES) default-jre-headless maven
-TEST_PACKAGES := $(DEMO_PACKAGES) chromium-headless-shell curl dbus-daemon eapoltest freeradius iperf3 nftables openssh-client openssh-server openssl prometheus systemd syslog-ng-core
+TEST_PACKAGES := $(DEMO_PACKAGES) chromium-headless-shell curl dbus-daemon eapoltest etcd-server freeradius iperf3 nftables openssh-client openssh-server openssl prometheus systemd syslog-ng-core
 RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring
@@ -72,8 +72,9 @@ demo-chain: ## The demo with Kafka: count the records that its readers get (KEEP
 	@unshare --mount --propagation private bin/demo -chain -sockeye $(CURDIR)/bin/sockeye -out "$(OUT)" $(if $(KEEP),-keep)
 
 .PHONY: simulate
-simulate: ## Let fleets of 3 to 1000 hosts run for a simulated year with the code of the leader (QUICK=1: a month)
-	@go run ./lab/simulate -out "$(OUT)" $(if $(QUICK),-days 30)
+simulate: ## Let fleets of 3 to 1000 hosts run for a simulated year (QUICK=1: a month), and 100 processes with etcd
+	@tools/setup etcd-server
+	@go run ./lab/simulate -out "$(OUT)" $(if $(QUICK),-days 30) -processes 100
 
 .PHONY: test
 test: ## Run all tests that this host can run

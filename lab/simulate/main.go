@@ -3,14 +3,18 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"flag"
 	"fmt"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // usual are the events of a fleet that is looked after: a host dies every two months, is drained every month, and loses the
@@ -24,18 +28,23 @@ func usual(hosts int) Config {
 }
 
 func main() {
+	if isNode() {
+		return
+	}
 	fleets := flag.String("hosts", "3,10,100,1000", "numbers of hosts")
 	days := flag.Int("days", 365, "simulated days")
 	seed := flag.Uint64("seed", 1, "seed of the random numbers")
+	count := flag.Int("processes", 0, "number of hosts that are processes with a real etcd; 0: none")
+	disturb := flag.Duration("disturb", time.Minute, "time for which these processes and etcd are killed and stopped")
 	out := flag.String("out", "", "directory of simulate.json; none by default")
 	flag.Parse()
-	if err := run(*fleets, *days, *seed, *out); err != nil {
+	if err := run(*fleets, *days, *seed, *count, *disturb, *out); err != nil {
 		fmt.Fprintln(os.Stderr, "simulate:", err)
 		os.Exit(1)
 	}
 }
 
-func run(fleets string, days int, seed uint64, out string) error {
+func run(fleets string, days int, seed uint64, count int, disturb time.Duration, out string) error {
 	if days < 1 || days > 3650 {
 		return fmt.Errorf("-days %d is not between 1 and 3650", days)
 	}
@@ -51,10 +60,24 @@ func run(fleets string, days int, seed uint64, out string) error {
 		fmt.Print(r.String())
 		results = append(results, r)
 	}
+	written := map[string]any{"simulated": results}
+	if count != 0 {
+		if count < 2 || count > 500 || disturb < 0 || disturb > time.Hour {
+			return fmt.Errorf("-processes %d -disturb %v: 2 to 500 processes, and at most an hour", count, disturb)
+		}
+		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
+		defer stop()
+		p, err := RunProcesses(ctx, count, disturb, seed)
+		if err != nil {
+			return err
+		}
+		fmt.Print(p.String())
+		written["processes"] = p
+	}
 	if out == "" {
 		return nil
 	}
-	data, err := json.MarshalIndent(map[string]any{"simulated": results}, "", "  ")
+	data, err := json.MarshalIndent(written, "", "  ")
 	if err == nil {
 		err = os.MkdirAll(out, 0o755)
 	}

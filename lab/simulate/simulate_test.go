@@ -8,7 +8,29 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
+
+	"sockeye/internal/testenv"
 )
+
+func TestMain(m *testing.M) {
+	if isNode() {
+		return
+	}
+	testenv.Main(m)
+}
+
+// TestProcesses kills and stops processes and etcd for some seconds.
+func TestProcesses(t *testing.T) {
+	p, err := RunProcesses(t.Context(), 6, 15*time.Second, 3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Log(p.String())
+	if p.Conflicts > 0 || p.Backwards > 0 || p.Kills+p.Stops+p.Outages == 0 || p.Epochs == 0 {
+		t.Error("see above")
+	}
+}
 
 // TestFleet lets small fleets run for some days, in which more happens than in a year of a real one.
 func TestFleet(t *testing.T) {
@@ -47,7 +69,7 @@ func TestFleet(t *testing.T) {
 
 func TestCommand(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "out")
-	if err := run("3", 10, 1, dir); err != nil {
+	if err := run("3", 10, 1, 0, 0, dir); err != nil {
 		t.Fatal(err)
 	}
 	data, err := os.ReadFile(filepath.Join(dir, "simulate.json"))
@@ -65,7 +87,7 @@ func TestCommand(t *testing.T) {
 		days  int
 		want  string
 	}{{"2", 1, "between 3 and 2000"}, {"", 1, "between 3 and 2000"}, {"3,x", 1, "between 3 and 2000"}, {"3", 0, "-days 0"}, {"3", 9999, "-days 9999"}} {
-		if err := run(one.hosts, one.days, 1, ""); err == nil || !strings.Contains(err.Error(), one.want) {
+		if err := run(one.hosts, one.days, 1, 0, 0, ""); err == nil || !strings.Contains(err.Error(), one.want) {
 			t.Errorf("-hosts %q -days %d: %v, want %q", one.hosts, one.days, err, one.want)
 		}
 	}

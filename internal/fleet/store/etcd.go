@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+
+	"sockeye/internal/fleet/table"
+)
+
+const (
+	// DefaultLease is the time after which the others take a host for dead. Servers of etcd with the default election timeout
+	// grant 2 s at least.
+	DefaultLease = 3 * time.Second
+	// requestTimeout is the time that a request may take.
+	requestTimeout = 2 * time.Second
+	// leastPause and mostPause are the pauses before another attempt to connect.
+	leastPause, mostPause = 100 * time.Millisecond, 2 * time.Second
+)
+
+// EtcdConfig names the servers of etcd, and the fleet.
+type EtcdConfig struct {
+	Endpoints []string
+	TLS       *tls.Config // nil: without
+	Username  string
+	Password  string
+	// Fleet is the name of the fleet: its keys begin with sockeye/NAME/.
+	Fleet string
+	// Lease is the time after which the others take this host for dead, in whole seconds; 0: DefaultLease.
+	Lease time.Duration
+	// Host is the registration of this host at first.
+	Host Registration
+	Log  *slog.Logger
+}
+
+// Etcd is a store in etcd.
+type Etcd struct {
+	config   EtcdConfig
+	prefix   string
+	instance string
+
+	mu           sync.Mutex
+	client       *clientv3.Client // nil: not connected yet, or closed
+	closed       bool
+	registration Registration
+	changed      chan struct{}    // the registration has changed
+	lease        clientv3.LeaseID // 0: none
+	problem      string           // that was logged last
+}
+
+// OpenEtcd returns a store in etcd. It connects later, so that an agent starts while no server answers.
+func OpenEtcd(c EtcdConfig) (*Etcd, error) {
+	if c.Fleet == "" || strings.ContainsAny(c.Fleet, "/ \x00") {
+		return nil, fmt.Errorf("the name %q of the fleet is empty, or contains a slash or a blank", c.Fleet)
+	}
+	if err := c.Host.Check(); err != nil {
+		return nil, err
+	}
+	if c.Lease == 0 {
+		c.Lease = DefaultLease
+	}
+	return &Etcd{config: c, prefix: "sockeye/" + c.Fleet + "/", instance: rand.Text(),
+		registration: c.Host, changed: make(chan struct{}, 1)}, nil
+}
+
+// connect returns the client. With a user, it asks a server for a token first.
+func (e *Etcd) connect() (*clientv3.Client, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	switch {
+	case e.closed:
+		return nil, errors.New("the store is closed")
+	case e.client != nil:
+		return e.client, nil
+	}
+	client, err := clientv3.New(clientv3.Config{
+		Endpoints: e.config.Endpoints, TLS: e.config.TLS, Username: e.config.Username, Password: e.config.Password, Logger: zap.NewNop(),
+		DialTimeout: requestTimeout, DialKeepAliveTime: time.Second, DialKeepAliveTimeout: requestTimeout, MaxCallRecvMsgSize: 64 << 20,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("connect: %w", err)
+	}
+	e.client = client
+	return client, nil
+}
+
+// Update changes the registration of this host.
+func (e *Etcd) Update(r Registration) {
+	e.mu.Lock()
+	e.registration = r
+	e.mu.Unlock()
+	select {
+	case e.changed <- struct{}{}:
+	default:
+	}
+}
+
+// Close closes the connection. With leave, the registration ends at once.
+func (e *Etcd) Close(leave bool) error {
+	e.mu.Lock()
+	client, lease := e.client, e.lease
+	e.client, e.closed = nil, true
+	e.mu.Unlock()
+	if client == nil {
+		return nil
+	}
+	if leave && lease != 0 {
+		ctx, cancel := context.WithTimeout(context.Background(), requestTimeout)
+		defer cancel()
+		_, _ = client.Revoke(ctx, lease) // otherwise the lease expires
+	}
+	return client.Close()
+}
+
+// Run registers this host, and sends snapshots until ctx is done.
+func (e *Etcd) Run(ctx context.Context, snapshots chan *Snapshot) {
+	v := &view{instance: e.instance}
+	for pause := leastPause; ; pause = min(2*pause, mostPause) {
+		begun := time.Now()
+		err := e.session(ctx, v, snapshots)
+		if ctx.Err() != nil {
+			return
+		}
+		e.note("not connected to etcd: " + err.Error())
+		if v.entries != nil {
+			last := v.snapshot()
+			last.Connected, last.Leads, last.Problems = false, false, append(last.Problems, "not connected to etcd: "+err.Error())
+			offer(snapshots, last)
+		} else {
+			offer(snapshots, &Snapshot{Problems: []string{"not connected to etcd: " + err.Error()}})
+		}
+		if time.Since(begun) > 10*mostPause {
+			pause = leastPause
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+	}
+}
+
+// note logs a problem once.
+func (e *Etcd) note(problem string) {
+	if problem != e.problem {
+		e.problem = problem
+		if problem != "" {
+			e.config.Log.Warn("store of the fleet", "problem", problem)
+		}
+	}
+}
+
+// session reads all keys, registers this host with a lease, and follows the changes until an error.
+func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) error {
+	ctx, cancel := context.WithCancel(clientv3.WithRequireLeader(ctx)) // a server without a quorum is no store
+	defer cancel()
+	client, err := e.connect()
+	if err != nil {
+		return err
+	}
+	all, err := e.get(ctx, client)
+	if err != nil {
+		return err
+	}
+	v.entries = make(map[string]entry, len(all.Kvs))
+	for _, kv := range all.Kvs {
+		v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision)
+	}
+	changes := client.Watch(ctx, e.prefix, clientv3.WithPrefix(), clientv3.WithRev(all.Header.Revision+1))
+	lease, alive, err := e.grant(ctx, client)
+	if err != nil {
+		return err
+	}
+	defer e.setLease(0)
+	register := time.NewTimer(0)
+	defer register.Stop()
+	taken := ""
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case _, ok := <-alive:
+			if !ok {
+				return errors.New("the lease of this host has expired")
+			}
+			continue
+		case <-e.changed:
+			register.Reset(0)
+			continue
+		case <-register.C:
+			if taken, err = e.register(ctx, client, lease); err != nil {
+				return err
+			}
+			if taken != "" {
+				register.Reset(time.Second)
+			}
+		case c, ok := <-changes:
+			if !ok {
+				return errors.New("the watch has ended")
+			}
+			if err := c.Err(); err != nil {
+				return fmt.Errorf("watch: %w", err)
+			}
+			for _, event := range c.Events {
+				value := event.Kv.Value
+				if event.Type == clientv3.EventTypeDelete {
+					value = nil
+				} else if value == nil {
+					value = []byte{}
+				}
+				v.set(strings.TrimPrefix(string(event.Kv.Key), e.prefix), value, event.Kv.ModRevision)
+			}
+		}
+		if _, led := v.entries[leaderKey]; !led && taken == "" {
+			if err := e.campaign(ctx, client, lease); err != nil {
+				return err
+			}
+		}
+		s := v.snapshot()
+		if taken != "" {
+			s.Problems = append(s.Problems, taken)
+		}
+		e.note(strings.Join(s.Problems, "; "))
+		offer(snapshots, s)
+	}
+}
+
+func (e *Etcd) setLease(id clientv3.LeaseID) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.lease = id
+}
+
+func (e *Etcd) get(ctx context.Context, client *clientv3.Client) (*clientv3.GetResponse, error) {
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	all, err := client.Get(ctx, e.prefix, clientv3.WithPrefix())
+	if err != nil {
+		return nil, fmt.Errorf("read the keys of the fleet: %w", err)
+	}
+	return all, nil
+}
+
+// grant gets a lease and keeps it alive until ctx is done. The channel is closed when the lease has expired.
+func (e *Etcd) grant(ctx context.Context, client *clientv3.Client) (clientv3.LeaseID, <-chan *clientv3.LeaseKeepAliveResponse, error) {
+	short, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	lease, err := client.Grant(short, int64(e.config.Lease.Seconds()))
+	if err != nil {
+		return 0, nil, fmt.Errorf("get a lease: %w", err)
+	}
+	alive, err := client.KeepAlive(ctx, lease.ID)
+	if err != nil {
+		return 0, nil, fmt.Errorf("keep the lease: %w", err)
+	}
+	e.setLease(lease.ID)
+	return lease.ID, alive, nil
+}
+
+// register writes the registration of this host. taken says that another process has the name.
+func (e *Etcd) register(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID) (taken string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	e.mu.Lock()
+	mine := registered{e.registration, e.instance}
+	e.mu.Unlock()
+	value, err := json.Marshal(mine)
+	if err != nil {
+		return "", err
+	}
+	key := e.prefix + hostKeys + mine.Name
+	for range 2 {
+		present, err := client.Get(ctx, key)
+		if err != nil {
+			return "", fmt.Errorf("read the registration of this host: %w", err)
+		}
+		revision := int64(0)
+		if len(present.Kvs) > 0 {
+			revision = present.Kvs[0].ModRevision
+			var other registered
+			if decode(present.Kvs[0].Value, &other) == nil && other.Instance != e.instance {
+				return fmt.Sprintf("another process has registered host %s: each host needs a name of its own; after a restart, its lease ends within %v", mine.Name, e.config.Lease), nil
+			}
+		}
+		done, err := client.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).
+			Then(clientv3.OpPut(key, string(value), clientv3.WithLease(lease))).Commit()
+		if err != nil {
+			return "", fmt.Errorf("register this host: %w", err)
+		}
+		if done.Succeeded {
+			return "", nil
+		}
+	}
+	return "the registration of this host changes all the time", nil
+}
+
+// campaign makes this host the leader if there is none.
+func (e *Etcd) campaign(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID) error {
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	value, err := json.Marshal(leading{e.config.Host.Name, e.instance})
+	if err != nil {
+		return err
+	}
+	key := e.prefix + leaderKey
+	_, err = client.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).
+		Then(clientv3.OpPut(key, string(value), clientv3.WithLease(lease))).Commit()
+	if err != nil {
+		return fmt.Errorf("become the leader: %w", err)
+	}
+	return nil
+}
+
+// Write makes a table the present one.
+func (e *Etcd) Write(ctx context.Context, from *Snapshot, t *table.Table) error {
+	if err := t.Check(); err != nil {
+		return err
+	}
+	value, err := t.Encode()
+	if err != nil {
+		return err
+	}
+	leader, err := json.Marshal(leading{e.config.Host.Name, e.instance})
+	if err != nil {
+		return err
+	}
+	client, err := e.connect()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	done, err := client.Txn(ctx).If(
+		clientv3.Compare(clientv3.Value(e.prefix+leaderKey), "=", string(leader)),
+		clientv3.Compare(clientv3.ModRevision(e.prefix+tableKey), "=", from.revision),
+	).Then(clientv3.OpPut(e.prefix+tableKey, string(value))).Commit()
+	switch {
+	case err != nil:
+		return fmt.Errorf("write the table: %w", err)
+	case !done.Succeeded:
+		return ErrNotLeader
+	}
+	return nil
+}
+
+// SetWish changes what the operator wants of a host.
+func (e *Etcd) SetWish(ctx context.Context, host string, w Wish) error {
+	named := table.Host{Name: host, Weight: 1}
+	if err := errors.Join(named.Check(), w.Check()); err != nil {
+		return err
+	}
+	value, err := json.Marshal(w)
+	if err != nil {
+		return err
+	}
+	client, err := e.connect()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	if w == (Wish{}) {
+		_, err = client.Delete(ctx, e.prefix+wishKeys+host)
+	} else {
+		_, err = client.Put(ctx, e.prefix+wishKeys+host, string(value))
+	}
+	if err != nil {
+		return fmt.Errorf("write the wish for host %s: %w", host, err)
+	}
+	return nil
+}

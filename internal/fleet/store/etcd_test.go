@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/table"
+	"sockeye/internal/testenv"
+)
+
+func TestMain(m *testing.M) { testenv.Main(m) }
+
+// patience is the timeout for events on a busy host.
+const patience = time.Minute
+
+// server is a process of etcd.
+type server struct {
+	t         *testing.T
+	arguments []string
+	cmd       *exec.Cmd
+	log       string
+}
+
+// startCluster starts servers of etcd on loopback ports from a port on, and returns their endpoints.
+func startCluster(t *testing.T, size, port int, more ...string) (servers []*server, endpoints []string) {
+	t.Helper()
+	scheme := "http"
+	if slices.Contains(more, "--client-cert-auth") {
+		scheme = "https"
+	}
+	var peers []string
+	for i := range size {
+		peers = append(peers, fmt.Sprintf("m%d=http://127.0.0.1:%d", i, port+100+i))
+	}
+	for i := range size {
+		dir := t.TempDir()
+		client, peer := fmt.Sprintf("%s://127.0.0.1:%d", scheme, port+i), fmt.Sprintf("http://127.0.0.1:%d", port+100+i)
+		s := &server{t: t, log: filepath.Join(dir, "log"), arguments: append([]string{
+			"--name", fmt.Sprintf("m%d", i), "--data-dir", filepath.Join(dir, "data"),
+			"--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+			"--initial-cluster", strings.Join(peers, ","), "--logger", "zap", "--log-level", "error",
+		}, more...)}
+		endpoints = append(endpoints, client)
+		s.start()
+		servers = append(servers, s)
+	}
+	return servers, endpoints
+}
+
+func (s *server) start() {
+	s.t.Helper()
+	file, err := os.OpenFile(s.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer file.Close()
+	s.cmd = exec.Command("etcd", s.arguments...)
+	s.cmd.Stdout, s.cmd.Stderr = file, file
+	if err := s.cmd.Start(); err != nil {
+		s.t.Fatalf("%v\nhint: tools/setup etcd-server", err)
+	}
+	s.t.Cleanup(s.kill)
+}
+
+func (s *server) kill() {
+	if s.cmd != nil {
+		_ = s.cmd.Process.Signal(unix.SIGCONT)
+		_ = s.cmd.Process.Kill()
+		_ = s.cmd.Wait()
+		s.cmd = nil
+	}
+}
+
+func (s *server) signal(signal unix.Signal) {
+	s.t.Helper()
+	if err := s.cmd.Process.Signal(signal); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// member is a store of a host, with its last snapshot.
+type member struct {
+	*Etcd
+	t         *testing.T
+	name      string
+	snapshots chan *Snapshot
+	last      *Snapshot
+	stop      func()
+}
+
+// join opens the store of a host.
+func join(t *testing.T, endpoints []string, name string, change ...func(*EtcdConfig)) *member {
+	t.Helper()
+	// A busy host does not run a process for a while.
+	c := EtcdConfig{Endpoints: endpoints, Fleet: "test", Lease: 2 * DefaultLease, Log: slog.New(slog.DiscardHandler), Host: Registration{
+		Host: table.Host{Name: name, Weight: 10, Addresses: []netip.Addr{netip.MustParseAddr("192.0.2.1")}}, Healthy: true,
+	}}
+	for _, f := range change {
+		f(&c)
+	}
+	e, err := OpenEtcd(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	m := &member{Etcd: e, t: t, name: name, snapshots: make(chan *Snapshot, 1)}
+	done := make(chan struct{})
+	go func() { e.Run(ctx, m.snapshots); close(done) }()
+	m.stop = func() {
+		cancel()
+		<-done
+		_ = e.Close(false)
+	}
+	t.Cleanup(m.stop)
+	return m
+}
+
+// await waits for a snapshot that meets a condition.
+func (m *member) await(what string, met func(s *Snapshot) bool) *Snapshot {
+	m.t.Helper()
+	deadline := time.After(patience)
+	for {
+		if m.last != nil && met(m.last) {
+			return m.last
+		}
+		select {
+		case m.last = <-m.snapshots:
+		case <-deadline:
+			m.t.Fatalf("%s: no snapshot with %s; the last one: %+v", m.name, what, m.last)
+		}
+	}
+}
+
+// alive returns the names of the hosts that are registered.
+func alive(s *Snapshot) string {
+	var names []string
+	for i := range s.Hosts {
+		if s.Hosts[i].Alive {
+			names = append(names, s.Hosts[i].Name)
+		}
+	}
+	return strings.Join(names, " ")
+}
+
+func (m *member) awaitAlive(names string) *Snapshot {
+	m.t.Helper()
+	return m.await("the hosts "+names, func(s *Snapshot) bool { return s.Connected && alive(s) == names })
+}
+
+// first returns a table in which one host has all buckets.
+func first(epoch uint64, name string) *table.Table {
+	t := &table.Table{Epoch: epoch, Nonce: 5, Hosts: []table.Host{{Name: name, Weight: 10}}}
+	for b := range table.Buckets {
+		t.Previous[b], t.Next[b] = table.None, table.None
+	}
+	return t
+}
+
+func (m *member) write(t *table.Table) {
+	m.t.Helper()
+	s := m.await("leadership", func(s *Snapshot) bool { return s.Connected && s.Leads })
+	if err := m.Write(m.t.Context(), s, t); err != nil {
+		m.t.Fatal(err)
+	}
+}
+
+func (m *member) awaitEpoch(epoch uint64) *Snapshot {
+	m.t.Helper()
+	return m.await(fmt.Sprintf("epoch %d", epoch), func(s *Snapshot) bool { return s.Connected && s.Table != nil && s.Table.Epoch == epoch })
+}
+
+// TestHosts checks registration, wishes, leadership and the end of hosts.
+func TestHosts(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2300)
+	a := join(t, endpoints, "a")
+	a.await("leadership", func(s *Snapshot) bool { return s.Leads && s.Leader == "a" })
+	b := join(t, endpoints, "b")
+	b.awaitAlive("a b")
+	a.awaitAlive("a b")
+	if b.last.Leads || b.last.Leader != "a" {
+		t.Errorf("two leaders: %+v", b.last)
+	}
+	if err := b.Write(t.Context(), b.last, first(1, "b")); !errors.Is(err, ErrNotLeader) {
+		t.Errorf("a host that does not lead writes: %v", err)
+	}
+	old := a.last
+	a.write(first(1, "a"))
+	b.awaitEpoch(1)
+	if err := a.Write(t.Context(), old, first(1, "b")); !errors.Is(err, ErrNotLeader) {
+		t.Errorf("a table that was made from an earlier one is written: %v", err)
+	}
+
+	b.Update(Registration{Host: table.Host{Name: "b", Weight: 30}, Healthy: false, Applied: 1, Prepared: 1})
+	of := func(s *Snapshot, name string) *lead.Host {
+		for i := range s.Hosts {
+			if s.Hosts[i].Name == name {
+				return &s.Hosts[i]
+			}
+		}
+		return &lead.Host{}
+	}
+	a.await("what b says", func(s *Snapshot) bool {
+		h := of(s, "b")
+		return h.Weight == 30 && !h.Healthy && h.Applied == 1 && h.Prepared == 1
+	})
+	if err := a.SetWish(t.Context(), "b", Wish{State: lead.Drain, Weight: 7}); err != nil {
+		t.Fatal(err)
+	}
+	b.await("the wish", func(s *Snapshot) bool { h := of(s, "b"); return h.State == lead.Drain && h.Weight == 7 })
+	if err := b.SetWish(t.Context(), "b", Wish{}); err != nil {
+		t.Fatal(err)
+	}
+	a.await("no wish", func(s *Snapshot) bool { h := of(s, "b"); return h.State == lead.Ready && h.Weight == 30 })
+	for name, w := range map[string]Wish{"b": {State: "gone"}, "c": {Weight: table.MostWeight + 1}, "": {State: lead.Drain}, "x\n": {State: lead.Drain}} {
+		if err := a.SetWish(t.Context(), name, w); err == nil {
+			t.Errorf("the wish %+v for %q is accepted", w, name)
+		}
+	}
+
+	a.stop() // its lease expires
+	b.await("the other leader", func(s *Snapshot) bool { return s.Leads && alive(s) == "b" })
+	if h := of(b.last, "a"); h.Name != "a" || h.Alive {
+		t.Errorf("the dead host of the table is %+v", h)
+	}
+	c := join(t, endpoints, "c")
+	b.awaitAlive("b c")
+	if err := c.Close(true); err != nil {
+		t.Fatal(err)
+	}
+	begun := time.Now()
+	b.awaitAlive("b")
+	if took := time.Since(begun); took > patience/2 {
+		t.Errorf("a host that leaves is alive for %v", took)
+	}
+}
+
+// TestOneName checks that a second process with the name of a host does not take its place, and says so.
+func TestOneName(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2310)
+	a := join(t, endpoints, "a")
+	a.awaitAlive("a")
+	second := join(t, endpoints, "a", func(c *EtcdConfig) { c.Host.Weight = 99 })
+	s := second.await("a problem", func(s *Snapshot) bool { return len(s.Problems) > 0 })
+	if !strings.Contains(s.Problems[0], "another process has registered host a") || s.Leads {
+		t.Errorf("%+v", s)
+	}
+	a.Update(Registration{Host: table.Host{Name: "a", Weight: 11}})
+	a.await("its own weight", func(s *Snapshot) bool { return len(s.Hosts) == 1 && s.Hosts[0].Weight == 11 })
+	a.stop()
+	second.await("its place after the end of the first one", func(s *Snapshot) bool {
+		return s.Leads && len(s.Problems) == 0 && len(s.Hosts) == 1 && s.Hosts[0].Weight == 99
+	})
+}
+
+// TestRubbish checks what the store may contain: the last good table stays in force, and the problem is named.
+func TestRubbish(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2320)
+	a := join(t, endpoints, "a")
+	a.write(first(7, "a"))
+	a.awaitEpoch(7)
+	client := raw(t, endpoints)
+	encode := func(table *table.Table) string {
+		data, err := table.Encode()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	stranger := first(9, "a")
+	stranger.Nonce = 6
+	for _, one := range []struct{ key, value, problem string }{
+		{tableKey, "\xff\x00rubbish", "the table in the store is refused: decode table"},
+		{tableKey, encode(first(6, "a")), "the epoch of the table goes back from 7 to 6"},
+		{tableKey, encode(stranger), "another nonce"},
+		{tableKey, "", "the table in the store is refused"},
+		{hostKeys + "b", "{", `the registration of host "b" is damaged`},
+		{hostKeys + "c", `{"name":"d","weight":1}`, `the registration of host "c" is damaged`},
+		{hostKeys + "e", `{"name":"` + strings.Repeat("e", mostValue) + `"}`, `the registration of host "e" is damaged`},
+		{wishKeys + "a", `{"state":"gone"}`, `the wish for host "a" is damaged`},
+		{leaderKey, "{", ""},
+	} {
+		if _, err := client.Put(t.Context(), a.prefix+one.key, one.value); err != nil {
+			t.Fatal(err)
+		}
+		s := a.await(one.problem, func(s *Snapshot) bool {
+			return strings.Contains(strings.Join(s.Problems, "\n"), one.problem) && (one.key != leaderKey || s.Leader == "" && !s.Leads)
+		})
+		if s.Table == nil || s.Table.Epoch != 7 || one.key == tableKey && !s.Damaged {
+			t.Errorf("%s: %+v", one.problem, s)
+		}
+		if _, err := client.Delete(t.Context(), a.prefix+one.key); err != nil {
+			t.Fatal(err)
+		}
+	}
+	a.await("the lost table, and leadership again", func(s *Snapshot) bool {
+		return s.Leads && s.Damaged && strings.Contains(strings.Join(s.Problems, "\n"), "has lost the table")
+	})
+	a.write(first(8, "a"))
+	if s := a.awaitEpoch(8); s.Damaged || len(s.Problems) > 0 {
+		t.Errorf("after the table was written again: %+v", s)
+	}
+}
+
+func raw(t *testing.T, endpoints []string) *clientv3.Client {
+	t.Helper()
+	client, err := clientv3.New(clientv3.Config{Endpoints: endpoints, Logger: zap.NewNop(), DialTimeout: requestTimeout})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { client.Close() })
+	return client
+}
+
+// TestServerEnds checks that a host keeps its table while the server does not run, and goes on with it afterwards.
+func TestServerEnds(t *testing.T) {
+	t.Parallel()
+	servers, endpoints := startCluster(t, 1, 2330)
+	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
+	a.awaitAlive("a b")
+	leader := a
+	if b.awaitAlive("a b").Leads {
+		leader = b
+	}
+	leader.write(first(3, "a"))
+	b.awaitEpoch(3)
+	servers[0].kill()
+	s := b.await("no connection", func(s *Snapshot) bool { return !s.Connected })
+	if s.Table == nil || s.Table.Epoch != 3 || s.Leads || alive(s) != "a b" || !strings.Contains(strings.Join(s.Problems, ""), "not connected to etcd") {
+		t.Errorf("without the server: %+v", s)
+	}
+	if err := leader.Write(t.Context(), leader.last, first(4, "b")); err == nil {
+		t.Error("a table is written without a server")
+	}
+	servers[0].start()
+	if s := b.awaitAlive("a b"); s.Table.Epoch != 3 || len(s.Problems) > 0 {
+		t.Errorf("with the server again: %+v", s)
+	}
+	// The history is compacted while a host does not listen.
+	client := raw(t, endpoints)
+	servers[0].signal(unix.SIGSTOP)
+	a.await("no connection", func(s *Snapshot) bool { return !s.Connected })
+	servers[0].signal(unix.SIGCONT)
+	var revision int64
+	for range 20 {
+		put, err := client.Put(t.Context(), a.prefix+wishKeys+"a", `{"weight":5}`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		revision = put.Header.Revision
+	}
+	if _, err := client.Compact(t.Context(), revision); err != nil {
+		t.Fatal(err)
+	}
+	a.await("the last wish", func(s *Snapshot) bool { return s.Connected && len(s.Hosts) == 2 && s.Hosts[0].Weight == 5 })
+}
+
+// TestQuorum stops servers of three: nothing changes without one of them, and nobody writes without two.
+func TestQuorum(t *testing.T) {
+	t.Parallel()
+	servers, endpoints := startCluster(t, 3, 2340)
+	// Each host talks to one server only, as behind a partition.
+	a, b, c := join(t, endpoints[:1], "a"), join(t, endpoints[1:2], "b"), join(t, endpoints[2:], "c")
+	all := []*member{a, b, c}
+	var leader *member
+	for _, m := range all {
+		if m.awaitAlive("a b c").Leads {
+			leader = m
+		}
+	}
+	if leader == nil {
+		a.await("a leader", func(s *Snapshot) bool { return s.Leader != "" })
+		leader = all[a.last.Leader[0]-'a']
+	}
+	leader.write(first(1, "a"))
+	for _, m := range all {
+		m.awaitEpoch(1)
+	}
+	// The server of a host that does not lead is cut off: the host is dead for the others, and keeps its table.
+	at := slices.Index(all, leader)
+	lone, rest := (at+1)%3, (at+2)%3
+	servers[lone].signal(unix.SIGSTOP)
+	names := []string{leader.name, all[rest].name}
+	slices.Sort(names)
+	leader.awaitAlive(strings.Join(names, " "))
+	leader.write(first(2, "a"))
+	all[rest].awaitEpoch(2)
+	if s := all[lone].await("no connection", func(s *Snapshot) bool { return !s.Connected }); s.Table.Epoch != 1 || s.Leads {
+		t.Errorf("the host that is cut off: %+v", s)
+	}
+	// A second one: no quorum, and no writer.
+	servers[rest].signal(unix.SIGSTOP)
+	s := leader.await("no connection", func(s *Snapshot) bool { return !s.Connected })
+	if s.Leads || s.Table.Epoch != 2 {
+		t.Errorf("the leader without a quorum: %+v", s)
+	}
+	if err := leader.Write(t.Context(), s, first(3, "a")); err == nil {
+		t.Error("a table is written without a quorum")
+	}
+	servers[lone].signal(unix.SIGCONT)
+	servers[rest].signal(unix.SIGCONT)
+	for _, m := range all {
+		if s := m.awaitAlive("a b c"); s.Table.Epoch != 2 {
+			t.Errorf("%s has epoch %d at the end", m.name, s.Table.Epoch)
+		}
+	}
+}

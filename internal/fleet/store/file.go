@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"go.yaml.in/yaml/v4"
+
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/table"
+)
+
+// filePeriod is the time between two looks at the file. Editors and tools that deploy files replace them in many ways.
+const filePeriod = time.Second
+
+// mostFile is the size of the largest file in bytes.
+const mostFile = 1 << 20
+
+// File is a store of hosts that people edit, and deploy to all hosts. Each host computes the same table from it. Nobody
+// leads, and no host is ever dead: devices of a host that does not run wait until the file says otherwise.
+type File struct {
+	path string
+}
+
+// fileFormat is the contents of the file.
+type fileFormat struct {
+	Epoch uint64 `yaml:"epoch"`
+	Nonce uint64 `yaml:"nonce"`
+	Hosts []struct {
+		Name      string     `yaml:"name"`
+		Weight    uint32     `yaml:"weight"`
+		State     lead.State `yaml:"state"`
+		Addresses []string   `yaml:"addresses"`
+		MACs      []string   `yaml:"macs"`
+	} `yaml:"hosts"`
+}
+
+// OpenFile returns a store in a file.
+func OpenFile(path string) *File { return &File{path: path} }
+
+// Run sends a snapshot when the file has changed, until ctx is done.
+func (f *File) Run(ctx context.Context, snapshots chan *Snapshot) {
+	var last *Snapshot
+	var text []byte
+	failed := ""
+	for {
+		now, err := readFile(f.path)
+		switch {
+		case err == nil && last != nil && failed == "" && bytes.Equal(now, text):
+		case err == nil:
+			var next *Snapshot
+			if next, err = parseFile(now); err == nil {
+				err = follows(last, next)
+			}
+			if err == nil {
+				last, text, failed = next, now, ""
+				offer(snapshots, next)
+			}
+		}
+		if err != nil && err.Error() != failed {
+			failed = err.Error()
+			refused := &Snapshot{Problems: []string{f.path + " is refused: " + failed}}
+			if last != nil {
+				refused.Table, refused.Hosts, refused.Connected, refused.Damaged = last.Table, last.Hosts, true, true
+			}
+			offer(snapshots, refused)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(filePeriod):
+		}
+	}
+}
+
+// follows returns an error if a table cannot come after another one.
+func follows(last, next *Snapshot) error {
+	switch {
+	case last == nil:
+		return nil
+	case next.Table.Nonce != last.Table.Nonce:
+		return errors.New("the nonce differs: every device would get another host")
+	case next.Table.Epoch <= last.Table.Epoch:
+		return fmt.Errorf("the contents differ, and the epoch goes from %d to %d: raise it with each change", last.Table.Epoch, next.Table.Epoch)
+	}
+	return nil
+}
+
+func readFile(path string) ([]byte, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	text, err := io.ReadAll(io.LimitReader(file, mostFile+1))
+	if err == nil && len(text) > mostFile {
+		err = fmt.Errorf("more than %d bytes", mostFile)
+	}
+	return text, err
+}
+
+// parseFile computes the table of a file.
+func parseFile(text []byte) (*Snapshot, error) {
+	var c fileFormat
+	decoder := yaml.NewDecoder(bytes.NewReader(text))
+	decoder.KnownFields(true)
+	if err := decoder.Decode(&c); err != nil {
+		return nil, err
+	}
+	s := &Snapshot{Connected: true}
+	t := &table.Table{Epoch: c.Epoch, Nonce: c.Nonce}
+	var r table.Ranking
+	for _, h := range c.Hosts {
+		one := table.Host{Name: h.Name, Weight: max(h.Weight, 1), MACs: h.MACs}
+		for _, text := range h.Addresses {
+			a, err := netip.ParseAddr(text)
+			if err != nil {
+				return nil, fmt.Errorf("host %s: %w", h.Name, err)
+			}
+			one.Addresses = append(one.Addresses, a)
+		}
+		wish := Wish{State: h.State}
+		if err := errors.Join(one.Check(), wish.Check()); err != nil {
+			return nil, err
+		}
+		state := h.State
+		if state == "" {
+			state = lead.Ready
+		}
+		t.Hosts = append(t.Hosts, one)
+		s.Hosts = append(s.Hosts, lead.Host{Host: one, State: state, Alive: true, Healthy: true, Applied: c.Epoch, Prepared: c.Epoch})
+		if state == lead.Ready || state == lead.Maint {
+			r.Set(one.Name, one.Weight)
+		}
+	}
+	slices.SortFunc(t.Hosts, func(a, b table.Host) int { return strings.Compare(a.Name, b.Name) })
+	slices.SortFunc(s.Hosts, func(a, b lead.Host) int { return strings.Compare(a.Name, b.Name) })
+	if r.Hosts() == 0 {
+		return nil, errors.New("no host is ready")
+	}
+	t.Owner = *r.Column(t.Index)
+	for b := range table.Buckets {
+		t.Previous[b], t.Next[b] = table.None, table.None
+	}
+	s.Table = t
+	return s, t.Check()
+}
+
+// Update does nothing: a file does not say what hosts do.
+func (f *File) Update(Registration) {}
+
+// Write returns ErrReadOnly.
+func (f *File) Write(context.Context, *Snapshot, *table.Table) error { return ErrReadOnly }
+
+// SetWish returns ErrReadOnly.
+func (f *File) SetWish(context.Context, string, Wish) error { return ErrReadOnly }
+
+// Close does nothing.
+func (f *File) Close(bool) error { return nil }

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package store is where the hosts of a fleet find each other and their table: etcd, or a file.
+//
+// The store decides which host leads; a host that cannot reach the store keeps its last table and changes nothing. Whoever
+// can write to the store decides where devices go, so what is read from the store is checked, and a table that no leader
+// writes is refused: the last good one stays in force.
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/table"
+)
+
+// Store is a store of a fleet. All methods may be called at the same time.
+type Store interface {
+	// Run registers this host, and sends a snapshot after each change, until ctx is done. A snapshot that was not received
+	// is replaced by the next one. Run tries again after all errors; a snapshot reports them.
+	Run(ctx context.Context, snapshots chan *Snapshot)
+	// Update changes the registration of this host.
+	Update(r Registration)
+	// Write makes a table the present one. The error is ErrNotLeader if this host does not lead any more, or if the table
+	// has changed since the snapshot that the table was made from.
+	Write(ctx context.Context, from *Snapshot, t *table.Table) error
+	// SetWish changes what the operator wants of a host.
+	SetWish(ctx context.Context, host string, w Wish) error
+	// Close gives back what the store holds of the process. With leave, the registration ends at once; otherwise with its
+	// lease.
+	Close(leave bool) error
+}
+
+// ErrNotLeader is the error of Write on a host that may not write.
+var ErrNotLeader = errors.New("this host does not lead the fleet, or the table has changed")
+
+// ErrReadOnly is the error of changes to a store that people edit.
+var ErrReadOnly = errors.New("the table of this fleet is a file: edit the file on all hosts")
+
+// Registration is what a host says about itself.
+type Registration struct {
+	table.Host
+	// Healthy is set while the host can serve devices.
+	Healthy bool `json:"healthy"`
+	// Applied is the epoch that the data path of the host has, and Prepared the last one whose preparations are finished.
+	Applied  uint64 `json:"applied"`
+	Prepared uint64 `json:"prepared"`
+}
+
+// Wish is what the operator wants of a host.
+type Wish struct {
+	State  lead.State `json:"state,omitempty"`  // "": ready
+	Weight uint32     `json:"weight,omitempty"` // 0: that of the registration
+}
+
+// Check returns an error if no host can have such a wish.
+func (w *Wish) Check() error {
+	switch w.State {
+	case "", lead.Ready, lead.Drain, lead.Maint, lead.Removed:
+	default:
+		return fmt.Errorf("a host has no state %q", w.State)
+	}
+	if w.Weight > table.MostWeight {
+		return fmt.Errorf("weight %d, at most %d", w.Weight, table.MostWeight)
+	}
+	return nil
+}
+
+// Snapshot is what the store shows at one moment. The receiver does not change it.
+type Snapshot struct {
+	// Table is the last good table, or nil before the first one.
+	Table *table.Table
+	// Hosts are those that are registered, or of which the operator has a wish, sorted by name.
+	Hosts []lead.Host
+	// Leader is the name of the host that leads, or "".
+	Leader string
+	// Leads is set if this host leads.
+	Leads bool
+	// Connected is set if the snapshot is of now; otherwise it is of the time at which the connection was lost.
+	Connected bool
+	// Problems are what is wrong with the connection, with the registration of this host, and with the contents of the store,
+	// one line each.
+	Problems []string
+	// Damaged is set if the store has no table, or one that was refused, while Table is a good one.
+	Damaged bool
+
+	revision int64 // of the table in the store; 0: there is none
+}
+
+// offer sends a snapshot, in place of one that was not received yet. The channel has a buffer of one.
+func offer(snapshots chan *Snapshot, s *Snapshot) {
+	for {
+		select {
+		case snapshots <- s:
+			return
+		default:
+		}
+		select {
+		case <-snapshots:
+		default:
+		}
+	}
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/table"
+)
+
+// The keys below the prefix of a fleet.
+const (
+	tableKey  = "table"
+	leaderKey = "leader"
+	hostKeys  = "hosts/"
+	wishKeys  = "wishes/"
+)
+
+// mostValue is the size of the largest value of a key other than the table, in bytes.
+const mostValue = 4096
+
+// entry is a key of the store.
+type entry struct {
+	value    []byte
+	modified int64 // revision
+}
+
+// registered is the value of hosts/NAME.
+type registered struct {
+	Registration
+	// Instance names the process, so that two hosts with one name do not take the registration from each other.
+	Instance string `json:"instance"`
+}
+
+// leading is the value of leader.
+type leading struct {
+	Name     string `json:"name"`
+	Instance string `json:"instance"`
+}
+
+// view makes snapshots of the keys.
+type view struct {
+	instance string
+	entries  map[string]entry
+	table    *table.Table // the last good one
+	refused  string       // why the present value of the table was refused; "": it was not
+	seen     int64        // revision of the value of the table that was decoded last
+}
+
+// set sets a key, or deletes it with a nil value.
+func (v *view) set(key string, value []byte, modified int64) {
+	if value == nil {
+		delete(v.entries, key)
+		return
+	}
+	v.entries[key] = entry{value, modified}
+}
+
+// decodeTable reads the table if it has changed.
+func (v *view) decodeTable() {
+	e, ok := v.entries[tableKey]
+	if !ok {
+		v.seen, v.refused = 0, ""
+		if v.table != nil {
+			v.refused = "the store has lost the table"
+		}
+		return
+	}
+	if e.modified == v.seen {
+		return
+	}
+	v.seen, v.refused = e.modified, ""
+	t, err := table.Decode(e.value)
+	switch {
+	case err != nil:
+		v.refused = err.Error()
+	case v.table != nil && t.Nonce != v.table.Nonce:
+		v.refused = "the table has another nonce: it belongs to another fleet"
+	case v.table != nil && t.Epoch < v.table.Epoch:
+		v.refused = fmt.Sprintf("the epoch of the table goes back from %d to %d", v.table.Epoch, t.Epoch)
+	default:
+		v.table = t
+	}
+	if v.refused != "" {
+		v.refused = "the table in the store is refused: " + v.refused
+	}
+}
+
+// snapshot returns the present state.
+func (v *view) snapshot() *Snapshot {
+	v.decodeTable()
+	s := &Snapshot{Table: v.table, Connected: true, Damaged: v.refused != "", revision: v.entries[tableKey].modified}
+	if v.refused != "" {
+		s.Problems = append(s.Problems, v.refused)
+	}
+	hosts := make(map[string]*lead.Host)
+	for _, key := range slices.Sorted(maps.Keys(v.entries)) {
+		value := v.entries[key].value
+		switch name, isHost := strings.CutPrefix(key, hostKeys); {
+		case isHost:
+			var r registered
+			if err := decode(value, &r); err != nil || r.Name != name {
+				s.Problems = append(s.Problems, fmt.Sprintf("the registration of host %q is damaged", name))
+				continue
+			}
+			hosts[name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy, Applied: r.Applied, Prepared: r.Prepared}
+		case key == leaderKey:
+			var l leading
+			if decode(value, &l) == nil {
+				s.Leader, s.Leads = l.Name, l.Instance == v.instance
+			}
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(v.entries)) {
+		name, isWish := strings.CutPrefix(key, wishKeys)
+		if !isWish {
+			continue
+		}
+		var w Wish
+		err := decode(v.entries[key].value, &w)
+		if err == nil {
+			err = w.Check()
+		}
+		if err != nil {
+			s.Problems = append(s.Problems, fmt.Sprintf("the wish for host %q is damaged", name))
+			continue
+		}
+		h := hosts[name]
+		if h == nil {
+			h = &lead.Host{Host: table.Host{Name: name, Weight: 1}, State: lead.Ready}
+			hosts[name] = h
+		}
+		if w.State != "" {
+			h.State = w.State
+		}
+		if w.Weight != 0 {
+			h.Weight = w.Weight
+		}
+	}
+	v.addAbsent(hosts)
+	for _, name := range slices.Sorted(maps.Keys(hosts)) {
+		s.Hosts = append(s.Hosts, *hosts[name])
+	}
+	return s
+}
+
+// addAbsent adds the hosts of the table that are not registered, and completes those that only a wish names.
+func (v *view) addAbsent(hosts map[string]*lead.Host) {
+	if v.table == nil {
+		return
+	}
+	for i := range v.table.Hosts {
+		t := &v.table.Hosts[i]
+		switch h := hosts[t.Name]; {
+		case h == nil:
+			hosts[t.Name] = &lead.Host{Host: *t, State: lead.Ready}
+		case !h.Alive:
+			h.Host = *t
+		}
+	}
+}
+
+func decode(value []byte, into any) error {
+	if len(value) > mostValue {
+		return fmt.Errorf("%d bytes", len(value))
+	}
+	return json.Unmarshal(value, into)
+}
