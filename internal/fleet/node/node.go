@@ -138,27 +138,23 @@ func (n *Node) apply(t *table.Table) error {
 	if t == nil || n.applied != nil && (t.Nonce != n.applied.Nonce || t.Epoch < n.applied.Epoch) {
 		return nil
 	}
+	before := n.config.Host
+	defer func() { // one message for both
+		if n.config.Host.Applied != before.Applied || n.config.Host.Prepared != before.Prepared {
+			n.config.Store.Update(n.config.Host)
+		}
+	}()
 	if n.applied == nil || t.Epoch > n.applied.Epoch {
 		if err := n.config.Path.Apply(t); err != nil {
 			return err
 		}
-		n.applied = t
-		n.say(func(r *store.Registration) { r.Applied = t.Epoch })
+		n.applied, n.config.Host.Applied = t, t.Epoch
 	}
 	if n.config.Host.Prepared < t.Epoch {
 		if err := n.config.Path.Prepare(t); err != nil {
 			return err
 		}
-		n.say(func(r *store.Registration) { r.Prepared = t.Epoch })
+		n.config.Host.Prepared = t.Epoch
 	}
 	return nil
-}
-
-// say changes the registration.
-func (n *Node) say(change func(*store.Registration)) {
-	before := n.config.Host
-	change(&n.config.Host)
-	if n.config.Host.Applied != before.Applied || n.config.Host.Prepared != before.Prepared {
-		n.config.Store.Update(n.config.Host)
-	}
 }

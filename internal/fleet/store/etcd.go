@@ -26,6 +26,8 @@ const (
 	DefaultLease = 3 * time.Second
 	// requestTimeout is the time that a request may take.
 	requestTimeout = 2 * time.Second
+	// gatherTime is the time in which changes are gathered for one snapshot.
+	gatherTime = 5 * time.Millisecond
 	// leastPause and mostPause are the pauses before another attempt to connect.
 	leastPause, mostPause = 100 * time.Millisecond, 2 * time.Second
 )
@@ -184,8 +186,16 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 		return err
 	}
 	defer e.setLease(0)
-	register := time.NewTimer(0)
+	register, publish := time.NewTimer(0), time.NewTimer(0)
 	defer register.Stop()
+	defer publish.Stop()
+	gathering := true // publish is due
+	gather := func() {
+		if !gathering {
+			gathering = true
+			publish.Reset(gatherTime)
+		}
+	}
 	taken := ""
 	for {
 		select {
@@ -206,6 +216,8 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 			if taken != "" {
 				register.Reset(time.Second)
 			}
+			gather()
+			continue
 		case c, ok := <-changes:
 			if !ok {
 				return errors.New("the watch has ended")
@@ -222,6 +234,10 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 				}
 				v.set(strings.TrimPrefix(string(event.Kv.Key), e.prefix), value, event.Kv.ModRevision)
 			}
+			gather()
+			continue
+		case <-publish.C:
+			gathering = false
 		}
 		if _, led := v.entries[leaderKey]; !led && taken == "" {
 			if err := e.campaign(ctx, client, lease); err != nil {

@@ -3,6 +3,7 @@
 package store
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -24,10 +25,15 @@ const (
 // mostValue is the size of the largest value of a key other than the table, in bytes.
 const mostValue = 4096
 
-// entry is a key of the store.
+// entry is a key of the store. Values but that of the table are decoded once: in a large fleet, some host says something all
+// the time.
 type entry struct {
-	value    []byte
-	modified int64 // revision
+	value    []byte // of the table
+	modified int64  // revision
+	host     *registered
+	wish     *Wish
+	leader   *leading
+	damaged  bool
 }
 
 // registered is the value of hosts/NAME.
@@ -58,7 +64,24 @@ func (v *view) set(key string, value []byte, modified int64) {
 		delete(v.entries, key)
 		return
 	}
-	v.entries[key] = entry{value, modified}
+	e := entry{modified: modified}
+	switch name, wish := strings.CutPrefix(key, wishKeys); {
+	case key == tableKey:
+		e.value = value
+	case key == leaderKey:
+		e.leader = new(leading)
+		e.damaged = decode(value, e.leader) != nil
+	case wish:
+		e.wish = new(Wish)
+		named := table.Host{Name: name, Weight: 1}
+		e.damaged = decode(value, e.wish) != nil || e.wish.Check() != nil || named.Check() != nil
+	case strings.HasPrefix(key, hostKeys):
+		e.host = new(registered)
+		e.damaged = decode(value, e.host) != nil || e.host.Name != strings.TrimPrefix(key, hostKeys)
+	default:
+		return
+	}
+	v.entries[key] = e
 }
 
 // decodeTable reads the table if it has changed.
@@ -99,47 +122,26 @@ func (v *view) snapshot() *Snapshot {
 		s.Problems = append(s.Problems, v.refused)
 	}
 	hosts := make(map[string]*lead.Host)
-	for _, key := range slices.Sorted(maps.Keys(v.entries)) {
-		value := v.entries[key].value
-		switch name, isHost := strings.CutPrefix(key, hostKeys); {
-		case isHost:
-			var r registered
-			if err := decode(value, &r); err != nil || r.Name != name {
-				s.Problems = append(s.Problems, fmt.Sprintf("the registration of host %q is damaged", name))
-				continue
+	keys := slices.Sorted(maps.Keys(v.entries)) // hosts before wishes
+	for _, key := range keys {
+		switch e := v.entries[key]; {
+		case e.host != nil && e.damaged:
+			s.Problems = append(s.Problems, fmt.Sprintf("the registration of host %q is damaged", strings.TrimPrefix(key, hostKeys)))
+		case e.host != nil:
+			r := &e.host.Registration
+			hosts[r.Name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy, Applied: r.Applied, Prepared: r.Prepared}
+		case e.leader != nil && !e.damaged:
+			s.Leader, s.Leads = e.leader.Name, e.leader.Instance == v.instance
+		case e.wish != nil && e.damaged:
+			s.Problems = append(s.Problems, fmt.Sprintf("the wish for host %q is damaged", strings.TrimPrefix(key, wishKeys)))
+		case e.wish != nil:
+			name := strings.TrimPrefix(key, wishKeys)
+			h := hosts[name]
+			if h == nil {
+				h = &lead.Host{Host: table.Host{Name: name, Weight: 1}, State: lead.Ready}
+				hosts[name] = h
 			}
-			hosts[name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy, Applied: r.Applied, Prepared: r.Prepared}
-		case key == leaderKey:
-			var l leading
-			if decode(value, &l) == nil {
-				s.Leader, s.Leads = l.Name, l.Instance == v.instance
-			}
-		}
-	}
-	for _, key := range slices.Sorted(maps.Keys(v.entries)) {
-		name, isWish := strings.CutPrefix(key, wishKeys)
-		if !isWish {
-			continue
-		}
-		var w Wish
-		err := decode(v.entries[key].value, &w)
-		if err == nil {
-			err = w.Check()
-		}
-		if err != nil {
-			s.Problems = append(s.Problems, fmt.Sprintf("the wish for host %q is damaged", name))
-			continue
-		}
-		h := hosts[name]
-		if h == nil {
-			h = &lead.Host{Host: table.Host{Name: name, Weight: 1}, State: lead.Ready}
-			hosts[name] = h
-		}
-		if w.State != "" {
-			h.State = w.State
-		}
-		if w.Weight != 0 {
-			h.Weight = w.Weight
+			h.State, h.Weight = cmp.Or(e.wish.State, h.State), cmp.Or(e.wish.Weight, h.Weight)
 		}
 	}
 	v.addAbsent(hosts)
