@@ -5,7 +5,6 @@ package gateway
 import (
 	"io"
 	"testing"
-	"time"
 
 	"sockeye/internal/gateway/packet"
 )
@@ -15,8 +14,7 @@ import (
 func TestDelayedAck(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(listenOn(t, host4))
-	start := time.Now()
-	p.g.clock = func() time.Time { return start.Add(p.later) }
+	p.stopClock()
 	request := func() {
 		t.Helper()
 		l.say(packet.ACK|packet.PSH, []byte("request"))

@@ -160,6 +160,12 @@ func (p *puppet) until(what string, ok func() bool) {
 	}
 }
 
+// stopClock lets only wait advance the gateway's clock. Otherwise, a pause of the host is a timeout for the gateway.
+func (p *puppet) stopClock() {
+	start := p.g.clock().Add(-p.later)
+	p.g.clock = func() time.Time { return start.Add(p.later) }
+}
+
 // wait advances the gateway's clock.
 func (p *puppet) wait(d time.Duration) {
 	p.Helper()

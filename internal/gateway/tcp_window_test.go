@@ -427,6 +427,7 @@ func TestLossToGuest(t *testing.T) {
 	start := func(t *testing.T) (*link, []seen, []byte) {
 		p := newPuppet(t, everywhere)
 		l := p.dial(listenOn(t, host4))
+		p.stopClock()
 		l.window = 65535
 		var sent []seen
 		var data []byte
