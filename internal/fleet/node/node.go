@@ -7,6 +7,7 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"time"
 
@@ -133,10 +134,16 @@ func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duratio
 	return 0, nil
 }
 
-// apply puts a table in force, unless it is not later than the one in force.
+// apply puts a table in force, unless it is the one in force. A store with an earlier table, or one of another fleet, was
+// replaced or restored: this host keeps its table, and does not lead.
 func (n *Node) apply(t *table.Table) error {
-	if t == nil || n.applied != nil && (t.Nonce != n.applied.Nonce || t.Epoch < n.applied.Epoch) {
+	switch {
+	case t == nil:
 		return nil
+	case n.applied != nil && t.Nonce != n.applied.Nonce:
+		return errors.New("the table in the store has another nonce than the one in force: it belongs to another fleet")
+	case n.applied != nil && t.Epoch < n.applied.Epoch:
+		return fmt.Errorf("the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch)
 	}
 	before := n.config.Host
 	defer func() { // one message for both

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -224,11 +225,11 @@ func TestFleet(t *testing.T) {
 	f.rest("two hosts", "a", "b")
 	f.start("c", nil)
 	f.rest("a third one", "a", "b", "c")
-	if err := f.hosts["c"].store.SetWish(t.Context(), "a", store.Wish{State: lead.Drain}); err != nil {
+	if err := f.hosts["c"].store.SetSetting(t.Context(), "a", store.Setting{State: lead.Drain}); err != nil {
 		t.Fatal(err)
 	}
 	f.rest("a drains", "b", "c")
-	if err := f.hosts["c"].store.SetWish(t.Context(), "a", store.Wish{}); err != nil {
+	if err := f.hosts["c"].store.SetSetting(t.Context(), "a", store.Setting{}); err != nil {
 		t.Fatal(err)
 	}
 	before := f.rest("a is back", "a", "b", "c")
@@ -269,4 +270,68 @@ func TestFleet(t *testing.T) {
 	h.fail = nil
 	f.history.mu.Unlock()
 	f.rest("a fourth host", "a", "b", "c", "d")
+}
+
+// fixed is a store with one snapshot, in which this host leads.
+type fixed struct {
+	snapshot *store.Snapshot
+	written  chan *table.Table
+}
+
+func (f *fixed) Run(ctx context.Context, snapshots chan *store.Snapshot) {
+	snapshots <- f.snapshot
+	<-ctx.Done()
+}
+func (f *fixed) Update(store.Registration) {}
+func (f *fixed) Write(_ context.Context, _ *store.Snapshot, t *table.Table) error {
+	f.written <- t
+	return nil
+}
+func (f *fixed) SetSetting(context.Context, string, store.Setting) error { return nil }
+func (f *fixed) Close(bool) error                                        { return nil }
+
+// TestRestoredStore starts a host with a table that is later than that of the store, and with one of another fleet: the host
+// keeps its table, names the problem, and writes nothing, although it leads. With the same epoch, it writes.
+func TestRestoredStore(t *testing.T) {
+	of := func(epoch, nonce uint64) *table.Table {
+		one := &table.Table{Epoch: epoch, Nonce: nonce, Hosts: []table.Host{{Name: "a", Weight: 1}}}
+		for b := range table.Buckets {
+			one.Previous[b], one.Next[b] = table.None, table.None
+		}
+		return one
+	}
+	for _, c := range []struct {
+		last    *table.Table
+		problem string
+	}{{of(9, 7), "an earlier state of the store was restored"}, {of(5, 8), "it belongs to another fleet"}, {of(5, 7), ""}} {
+		s := &fixed{written: make(chan *table.Table, 10), snapshot: &store.Snapshot{Table: of(5, 7), Connected: true, Leads: true,
+			Hosts: []lead.Host{{Host: table.Host{Name: "a", Weight: 2}, State: lead.Ready, Alive: true, Healthy: true, Applied: 5, Prepared: 5}}}}
+		p := &path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}
+		n := New(Config{Store: s, Path: p, Last: c.last, Log: slog.New(slog.DiscardHandler), Lead: lead.Config{MinHosts: 1, Batch: 1},
+			Host: store.Registration{Host: table.Host{Name: "a", Weight: 2}}})
+		ctx, cancel := context.WithCancel(t.Context())
+		states, done := make(chan State, 100), make(chan struct{})
+		n.Changed = func(s State) { states <- s }
+		go func() { n.Run(ctx); close(done) }()
+		for end := time.After(patience); ; {
+			var state State
+			select {
+			case state = <-states:
+			case <-end:
+				t.Fatalf("%q: not seen", c.problem)
+			}
+			if !state.Connected || !strings.Contains(state.Problem, c.problem) || (c.problem == "") != (state.Problem == "") {
+				continue // the table of the last start
+			}
+			if state.Applied.Epoch != c.last.Epoch || state.Applied.Nonce != c.last.Nonce {
+				t.Errorf("%q: epoch %d of nonce %d is in force", c.problem, state.Applied.Epoch, state.Applied.Nonce)
+			}
+			break
+		}
+		cancel()
+		<-done
+		if n := len(s.written); (n > 0) != (c.problem == "") {
+			t.Errorf("%q: %d tables were written", c.problem, n)
+		}
+	}
 }

@@ -371,8 +371,8 @@ func (e *Etcd) Write(ctx context.Context, from *Snapshot, t *table.Table) error 
 	return nil
 }
 
-// SetWish changes what the operator wants of a host.
-func (e *Etcd) SetWish(ctx context.Context, host string, w Wish) error {
+// SetSetting changes what the operator wants of a host.
+func (e *Etcd) SetSetting(ctx context.Context, host string, w Setting) error {
 	named := table.Host{Name: host, Weight: 1}
 	if err := errors.Join(named.Check(), w.Check()); err != nil {
 		return err
@@ -387,13 +387,13 @@ func (e *Etcd) SetWish(ctx context.Context, host string, w Wish) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	if w == (Wish{}) {
-		_, err = client.Delete(ctx, e.prefix+wishKeys+host)
+	if w == (Setting{}) {
+		_, err = client.Delete(ctx, e.prefix+settingKeys+host)
 	} else {
-		_, err = client.Put(ctx, e.prefix+wishKeys+host, string(value))
+		_, err = client.Put(ctx, e.prefix+settingKeys+host, string(value))
 	}
 	if err != nil {
-		return fmt.Errorf("write the wish for host %s: %w", host, err)
+		return fmt.Errorf("write the setting of host %s: %w", host, err)
 	}
 	return nil
 }

@@ -186,7 +186,7 @@ func (m *member) awaitEpoch(epoch uint64) *Snapshot {
 	return m.await(fmt.Sprintf("epoch %d", epoch), func(s *Snapshot) bool { return s.Connected && s.Table != nil && s.Table.Epoch == epoch })
 }
 
-// TestHosts checks registration, wishes, leadership and the end of hosts.
+// TestHosts checks registration, settings, leadership and the end of hosts.
 func TestHosts(t *testing.T) {
 	t.Parallel()
 	_, endpoints := startCluster(t, 1, 2300)
@@ -221,17 +221,17 @@ func TestHosts(t *testing.T) {
 		h := of(s, "b")
 		return h.Weight == 30 && !h.Healthy && h.Applied == 1 && h.Prepared == 1
 	})
-	if err := a.SetWish(t.Context(), "b", Wish{State: lead.Drain, Weight: 7}); err != nil {
+	if err := a.SetSetting(t.Context(), "b", Setting{State: lead.Drain, Weight: 7}); err != nil {
 		t.Fatal(err)
 	}
-	b.await("the wish", func(s *Snapshot) bool { h := of(s, "b"); return h.State == lead.Drain && h.Weight == 7 })
-	if err := b.SetWish(t.Context(), "b", Wish{}); err != nil {
+	b.await("the setting", func(s *Snapshot) bool { h := of(s, "b"); return h.State == lead.Drain && h.Weight == 7 })
+	if err := b.SetSetting(t.Context(), "b", Setting{}); err != nil {
 		t.Fatal(err)
 	}
-	a.await("no wish", func(s *Snapshot) bool { h := of(s, "b"); return h.State == lead.Ready && h.Weight == 30 })
-	for name, w := range map[string]Wish{"b": {State: "gone"}, "c": {Weight: table.MostWeight + 1}, "": {State: lead.Drain}, "x\n": {State: lead.Drain}} {
-		if err := a.SetWish(t.Context(), name, w); err == nil {
-			t.Errorf("the wish %+v for %q is accepted", w, name)
+	a.await("no setting", func(s *Snapshot) bool { h := of(s, "b"); return h.State == lead.Ready && h.Weight == 30 })
+	for name, w := range map[string]Setting{"b": {State: "gone"}, "c": {Weight: table.MostWeight + 1}, "": {State: lead.Drain}, "x\n": {State: lead.Drain}} {
+		if err := a.SetSetting(t.Context(), name, w); err == nil {
+			t.Errorf("the setting %+v for %q is accepted", w, name)
 		}
 	}
 
@@ -296,7 +296,7 @@ func TestRubbish(t *testing.T) {
 		{hostKeys + "b", "{", `the registration of host "b" is damaged`},
 		{hostKeys + "c", `{"name":"d","weight":1}`, `the registration of host "c" is damaged`},
 		{hostKeys + "e", `{"name":"` + strings.Repeat("e", mostValue) + `"}`, `the registration of host "e" is damaged`},
-		{wishKeys + "a", `{"state":"gone"}`, `the wish for host "a" is damaged`},
+		{settingKeys + "a", `{"state":"gone"}`, `the setting of host "a" is damaged`},
 		{leaderKey, "{", ""},
 	} {
 		if _, err := client.Put(t.Context(), a.prefix+one.key, one.value); err != nil {
@@ -362,7 +362,7 @@ func TestServerEnds(t *testing.T) {
 	servers[0].signal(unix.SIGCONT)
 	var revision int64
 	for range 20 {
-		put, err := client.Put(t.Context(), a.prefix+wishKeys+"a", `{"weight":5}`)
+		put, err := client.Put(t.Context(), a.prefix+settingKeys+"a", `{"weight":5}`)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -371,7 +371,7 @@ func TestServerEnds(t *testing.T) {
 	if _, err := client.Compact(t.Context(), revision); err != nil {
 		t.Fatal(err)
 	}
-	a.await("the last wish", func(s *Snapshot) bool { return s.Connected && len(s.Hosts) == 2 && s.Hosts[0].Weight == 5 })
+	a.await("the last setting", func(s *Snapshot) bool { return s.Connected && len(s.Hosts) == 2 && s.Hosts[0].Weight == 5 })
 }
 
 // TestQuorum stops servers of three: nothing changes without one of them, and nobody writes without two.

@@ -129,8 +129,8 @@ func parseFile(text []byte) (*Snapshot, error) {
 			}
 			one.Addresses = append(one.Addresses, a)
 		}
-		wish := Wish{State: h.State}
-		if err := errors.Join(one.Check(), wish.Check()); err != nil {
+		setting := Setting{State: h.State}
+		if err := errors.Join(one.Check(), setting.Check()); err != nil {
 			return nil, err
 		}
 		state := h.State
@@ -162,8 +162,8 @@ func (f *File) Update(Registration) {}
 // Write returns ErrReadOnly.
 func (f *File) Write(context.Context, *Snapshot, *table.Table) error { return ErrReadOnly }
 
-// SetWish returns ErrReadOnly.
-func (f *File) SetWish(context.Context, string, Wish) error { return ErrReadOnly }
+// SetSetting returns ErrReadOnly.
+func (f *File) SetSetting(context.Context, string, Setting) error { return ErrReadOnly }
 
 // Close does nothing.
 func (f *File) Close(bool) error { return nil }

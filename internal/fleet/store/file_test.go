@@ -88,7 +88,7 @@ func TestFile(t *testing.T) {
 		t.Errorf("the next epoch: %+v", s)
 	}
 	f.Update(Registration{})
-	if err := errors.Join(f.Write(ctx, s, s.Table), f.SetWish(ctx, "a", Wish{}), f.Close(true)); !errors.Is(err, ErrReadOnly) {
+	if err := errors.Join(f.Write(ctx, s, s.Table), f.SetSetting(ctx, "a", Setting{}), f.Close(true)); !errors.Is(err, ErrReadOnly) {
 		t.Errorf("changes: %v", err)
 	}
 }
@@ -108,7 +108,7 @@ func FuzzFile(f *testing.F) {
 
 // FuzzView reads keys that anybody may have written.
 func FuzzView(f *testing.F) {
-	f.Add(hostKeys+"a", []byte(`{"name":"a","weight":1,"addresses":["192.0.2.1"]}`), wishKeys+"a", []byte(`{"state":"drain"}`))
+	f.Add(hostKeys+"a", []byte(`{"name":"a","weight":1,"addresses":["192.0.2.1"]}`), settingKeys+"a", []byte(`{"state":"drain"}`))
 	f.Add(tableKey, []byte("{}"), leaderKey, []byte(`{"name":"a","instance":"i"}`))
 	f.Fuzz(func(t *testing.T, keyA string, a []byte, keyB string, b []byte) {
 		v := &view{instance: "i", entries: map[string]entry{}}

@@ -26,8 +26,8 @@ type Store interface {
 	// Write makes a table the present one. The error is ErrNotLeader if this host does not lead any more, or if the table
 	// has changed since the snapshot that the table was made from.
 	Write(ctx context.Context, from *Snapshot, t *table.Table) error
-	// SetWish changes what the operator wants of a host.
-	SetWish(ctx context.Context, host string, w Wish) error
+	// SetSetting changes what the operator wants of a host.
+	SetSetting(ctx context.Context, host string, w Setting) error
 	// Close gives back what the store holds of the process. With leave, the registration ends at once; otherwise with its
 	// lease.
 	Close(leave bool) error
@@ -49,21 +49,21 @@ type Registration struct {
 	Prepared uint64 `json:"prepared"`
 }
 
-// Wish is what the operator wants of a host.
-type Wish struct {
+// Setting is what the operator wants of a host.
+type Setting struct {
 	State  lead.State `json:"state,omitempty"`  // "": ready
 	Weight uint32     `json:"weight,omitempty"` // 0: that of the registration
 }
 
-// Check returns an error if no host can have such a wish.
-func (w *Wish) Check() error {
-	switch w.State {
+// Check returns an error if no host can have such a setting.
+func (s *Setting) Check() error {
+	switch s.State {
 	case "", lead.Ready, lead.Drain, lead.Maint, lead.Removed:
 	default:
-		return fmt.Errorf("a host has no state %q", w.State)
+		return fmt.Errorf("a host has no state %q", s.State)
 	}
-	if w.Weight > table.MostWeight {
-		return fmt.Errorf("weight %d, at most %d", w.Weight, table.MostWeight)
+	if s.Weight > table.MostWeight {
+		return fmt.Errorf("weight %d, at most %d", s.Weight, table.MostWeight)
 	}
 	return nil
 }
@@ -72,7 +72,7 @@ func (w *Wish) Check() error {
 type Snapshot struct {
 	// Table is the last good table, or nil before the first one.
 	Table *table.Table
-	// Hosts are those that are registered, or of which the operator has a wish, sorted by name.
+	// Hosts are those that are registered, or that have a setting, sorted by name.
 	Hosts []lead.Host
 	// Leader is the name of the host that leads, or "".
 	Leader string

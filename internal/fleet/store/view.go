@@ -16,22 +16,22 @@ import (
 
 // The keys below the prefix of a fleet.
 const (
-	tableKey  = "table"
-	leaderKey = "leader"
-	hostKeys  = "hosts/"
-	wishKeys  = "wishes/"
+	tableKey    = "table"
+	leaderKey   = "leader"
+	hostKeys    = "hosts/"
+	settingKeys = "settings/"
 )
 
 // mostValue is the size of the largest value of a key other than the table, in bytes.
 const mostValue = 4096
 
-// entry is a key of the store. Values but that of the table are decoded once: in a large fleet, some host says something all
-// the time.
+// entry is a key of the store. All values but the table are decoded when they change: in a large fleet, registrations change
+// all the time.
 type entry struct {
 	value    []byte // of the table
 	modified int64  // revision
 	host     *registered
-	wish     *Wish
+	setting  *Setting
 	leader   *leading
 	damaged  bool
 }
@@ -65,16 +65,16 @@ func (v *view) set(key string, value []byte, modified int64) {
 		return
 	}
 	e := entry{modified: modified}
-	switch name, wish := strings.CutPrefix(key, wishKeys); {
+	switch name, setting := strings.CutPrefix(key, settingKeys); {
 	case key == tableKey:
 		e.value = value
 	case key == leaderKey:
 		e.leader = new(leading)
 		e.damaged = decode(value, e.leader) != nil
-	case wish:
-		e.wish = new(Wish)
+	case setting:
+		e.setting = new(Setting)
 		named := table.Host{Name: name, Weight: 1}
-		e.damaged = decode(value, e.wish) != nil || e.wish.Check() != nil || named.Check() != nil
+		e.damaged = decode(value, e.setting) != nil || e.setting.Check() != nil || named.Check() != nil
 	case strings.HasPrefix(key, hostKeys):
 		e.host = new(registered)
 		e.damaged = decode(value, e.host) != nil || e.host.Name != strings.TrimPrefix(key, hostKeys)
@@ -122,7 +122,7 @@ func (v *view) snapshot() *Snapshot {
 		s.Problems = append(s.Problems, v.refused)
 	}
 	hosts := make(map[string]*lead.Host)
-	keys := slices.Sorted(maps.Keys(v.entries)) // hosts before wishes
+	keys := slices.Sorted(maps.Keys(v.entries)) // hosts before settings
 	for _, key := range keys {
 		switch e := v.entries[key]; {
 		case e.host != nil && e.damaged:
@@ -132,16 +132,16 @@ func (v *view) snapshot() *Snapshot {
 			hosts[r.Name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy, Applied: r.Applied, Prepared: r.Prepared}
 		case e.leader != nil && !e.damaged:
 			s.Leader, s.Leads = e.leader.Name, e.leader.Instance == v.instance
-		case e.wish != nil && e.damaged:
-			s.Problems = append(s.Problems, fmt.Sprintf("the wish for host %q is damaged", strings.TrimPrefix(key, wishKeys)))
-		case e.wish != nil:
-			name := strings.TrimPrefix(key, wishKeys)
+		case e.setting != nil && e.damaged:
+			s.Problems = append(s.Problems, fmt.Sprintf("the setting of host %q is damaged", strings.TrimPrefix(key, settingKeys)))
+		case e.setting != nil:
+			name := strings.TrimPrefix(key, settingKeys)
 			h := hosts[name]
 			if h == nil {
 				h = &lead.Host{Host: table.Host{Name: name, Weight: 1}, State: lead.Ready}
 				hosts[name] = h
 			}
-			h.State, h.Weight = cmp.Or(e.wish.State, h.State), cmp.Or(e.wish.Weight, h.Weight)
+			h.State, h.Weight = cmp.Or(e.setting.State, h.State), cmp.Or(e.setting.Weight, h.Weight)
 		}
 	}
 	v.addAbsent(hosts)
@@ -151,7 +151,7 @@ func (v *view) snapshot() *Snapshot {
 	return s
 }
 
-// addAbsent adds the hosts of the table that are not registered, and completes those that only a wish names.
+// addAbsent adds the hosts of the table that are not registered, and completes those that only a setting names.
 func (v *view) addAbsent(hosts map[string]*lead.Host) {
 	if v.table == nil {
 		return
