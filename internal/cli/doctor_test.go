@@ -4,11 +4,14 @@ package cli
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/cilium/ebpf"
@@ -67,6 +70,33 @@ func TestDoctorFindings(t *testing.T) {
 			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp 127.0.0.1:4739 of process PID (collector) belongs to user nobody, members to root, daemon or bin", Hint: "start the program as that user, or name the owner in user of the service"}},
 		{"another group", func(_ *testing.T, h *host) { h.member(nil, "udp [::1]:4739") },
 			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) is another group than the listener's", Hint: "make the listener's address what the members bind; a more specific address takes its packets past the service"}},
+		{"a connection that was reset", func(t *testing.T, h *host) {
+			h.member(nil, udp)
+			config := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) (err error) {
+				return errors.Join(raw.Control(func(fd uintptr) {
+					err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)
+				}), err)
+			}}
+			config.SetMultipathTCP(false)
+			l, err := config.Listen(t.Context(), "tcp", "[::]:1790")
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { l.Close() })
+			client, err := net.Dial("tcp", "127.0.0.1:1790")
+			if err != nil {
+				t.Fatal(err)
+			}
+			server, err := l.Accept()
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { server.Close() })
+			if err := errors.Join(client.(*net.TCPConn).SetLinger(0), client.Close()); err != nil {
+				t.Fatal(err)
+			}
+		},
+			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "ok", Detail: "1 socket"}},
 		{"MPTCP", func(_ *testing.T, h *host) { h.member(nil, tcp+" mptcp") },
 			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "warning", Detail: "mptcp [::]:1790 of process PID (collector) is MPTCP, which the kernel does not steer", Hint: "programs in Go: GODEBUG=multipathtcp=0"}},
 		{"foreign sk_lookup", func(t *testing.T, _ *host) {

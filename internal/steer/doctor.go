@@ -195,6 +195,10 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 	var here []portSocket
 	for _, one := range all {
 		port := one.socket.Local.Port()
+		// An accepted connection that was reset has no peer any more, and keeps its local address until it is closed.
+		if !one.socket.Listening && one.socket.Local.Addr() != l.Address.Addr() {
+			continue
+		}
 		if (one.socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) && port >= first && port <= last {
 			here = append(here, one)
 		}

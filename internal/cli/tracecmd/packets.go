@@ -47,8 +47,8 @@ func (c *commands) tracePacketsCommand() *cobra.Command {
 		Long: `Packets traces all packets of an open TCP connection for a limited time: sent
 packets through the queueing discipline and the driver until their
 acknowledgement, with retransmissions and segmentation, and received packets
-with their acknowledgements. It needs neither a trace rule nor BPF timestamping.
-Sequence numbers are relative to the first packet seen.
+with their acknowledgements. It needs a running agent, but neither a trace rule
+nor BPF timestamping. Sequence numbers are relative to the first packet seen.
 
 Of a UDP socket, it traces sent datagrams through the queueing discipline to the
 driver, with segments and fragments; received datagrams from the socket until
