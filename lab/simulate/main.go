@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -38,6 +39,10 @@ func main() {
 	disturb := flag.Duration("disturb", time.Minute, "time for which these processes and etcd are killed and stopped")
 	out := flag.String("out", "", "directory of simulate.json; none by default")
 	flag.Parse()
+	if flag.NArg() > 0 {
+		fmt.Fprintf(os.Stderr, "simulate: unexpected argument %q\n", flag.Arg(0))
+		os.Exit(2)
+	}
 	if err := run(*fleets, *days, *seed, *count, *disturb, *out); err != nil {
 		fmt.Fprintln(os.Stderr, "simulate:", err)
 		os.Exit(1)
@@ -45,15 +50,27 @@ func main() {
 }
 
 func run(fleets string, days int, seed uint64, count int, disturb time.Duration, out string) error {
-	if days < 1 || days > 3650 {
-		return fmt.Errorf("-days %d is not between 1 and 3650", days)
-	}
-	results := []Result{}
+	var sizes []int
 	for text := range strings.SplitSeq(fleets, ",") {
 		hosts, err := strconv.Atoi(strings.TrimSpace(text))
 		if err != nil || hosts < 3 || hosts > 2000 {
 			return fmt.Errorf("-hosts %q: each number is between 3 and 2000", fleets)
 		}
+		sizes = append(sizes, hosts)
+	}
+	switch {
+	case days < 1 || days > 3650:
+		return fmt.Errorf("-days %d is not between 1 and 3650", days)
+	case count != 0 && (count < 2 || count > 500) || disturb < 0 || disturb > time.Hour:
+		return fmt.Errorf("-processes %d -disturb %v: 2 to 500 processes, and at most an hour", count, disturb)
+	}
+	if out != "" {
+		if err := os.MkdirAll(out, 0o755); err != nil {
+			return err
+		}
+	}
+	results := []Result{}
+	for _, hosts := range sizes {
 		c := usual(hosts)
 		c.Duration, c.Seed = time.Duration(days)*day, seed
 		r := Run(c)
@@ -62,12 +79,12 @@ func run(fleets string, days int, seed uint64, count int, disturb time.Duration,
 	}
 	written := map[string]any{"simulated": results}
 	if count != 0 {
-		if count < 2 || count > 500 || disturb < 0 || disturb > time.Hour {
-			return fmt.Errorf("-processes %d -disturb %v: 2 to 500 processes, and at most an hour", count, disturb)
-		}
-		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
+		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM, unix.SIGHUP)
 		defer stop()
 		p, err := RunProcesses(ctx, count, disturb, seed)
+		if errors.Is(err, context.Canceled) {
+			return errors.New("interrupted")
+		}
 		if err != nil {
 			return err
 		}
@@ -78,9 +95,6 @@ func run(fleets string, days int, seed uint64, count int, disturb time.Duration,
 		return nil
 	}
 	data, err := json.MarshalIndent(written, "", "  ")
-	if err == nil {
-		err = os.MkdirAll(out, 0o755)
-	}
 	if err == nil {
 		err = os.WriteFile(filepath.Join(out, "simulate.json"), append(data, '\n'), 0o644)
 	}

@@ -19,6 +19,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -199,12 +200,14 @@ func (f *processes) serve() error {
 	}
 	f.etcd = exec.Command("etcd", "--data-dir", filepath.Join(f.dir, "etcd"), "--listen-client-urls", f.endpoint, "--advertise-client-urls", f.endpoint,
 		"--listen-peer-urls", f.peer, "--initial-advertise-peer-urls", f.peer, "--initial-cluster", "default="+f.peer, "--logger", "zap", "--log-level", "fatal")
+	f.etcd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
 	return f.etcd.Start()
 }
 
 // start starts a host.
 func (f *processes) start(p *process) error {
 	p.cmd = exec.Command(f.program, nodeRole, p.name, f.endpoint, f.dir, strconv.Itoa(len(f.hosts)))
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL} // also if it is stopped
 	in, err := p.cmd.StdinPipe()
 	if err != nil {
 		return err

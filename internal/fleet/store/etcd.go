@@ -178,7 +178,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 	}
 	v.entries = make(map[string]entry, len(all.Kvs))
 	for _, kv := range all.Kvs {
-		v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision)
+		v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision, kv.Lease != 0)
 	}
 	changes := client.Watch(ctx, e.prefix, clientv3.WithPrefix(), clientv3.WithRev(all.Header.Revision+1))
 	lease, alive, err := e.grant(ctx, client)
@@ -232,15 +232,15 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 				} else if value == nil {
 					value = []byte{}
 				}
-				v.set(strings.TrimPrefix(string(event.Kv.Key), e.prefix), value, event.Kv.ModRevision)
+				v.set(strings.TrimPrefix(string(event.Kv.Key), e.prefix), value, event.Kv.ModRevision, event.Kv.Lease != 0)
 			}
 			gather()
 			continue
 		case <-publish.C:
 			gathering = false
 		}
-		if _, led := v.entries[leaderKey]; !led && taken == "" {
-			if err := e.campaign(ctx, client, lease); err != nil {
+		if key, led := v.entries[leaderKey]; (!led || key.damaged) && taken == "" {
+			if err := e.campaign(ctx, client, lease, key.modified); err != nil {
 				return err
 			}
 		}
@@ -322,8 +322,8 @@ func (e *Etcd) register(ctx context.Context, client *clientv3.Client, lease clie
 	return "the registration of this host changes all the time", nil
 }
 
-// campaign makes this host the leader if there is none.
-func (e *Etcd) campaign(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID) error {
+// campaign makes this host the leader if the key of the leader still has a revision, 0 if there is none.
+func (e *Etcd) campaign(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID, revision int64) error {
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	value, err := json.Marshal(leading{e.config.Host.Name, e.instance})
@@ -331,7 +331,7 @@ func (e *Etcd) campaign(ctx context.Context, client *clientv3.Client, lease clie
 		return err
 	}
 	key := e.prefix + leaderKey
-	_, err = client.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).
+	_, err = client.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).
 		Then(clientv3.OpPut(key, string(value), clientv3.WithLease(lease))).Commit()
 	if err != nil {
 		return fmt.Errorf("become the leader: %w", err)

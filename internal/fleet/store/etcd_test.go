@@ -293,23 +293,44 @@ func TestRubbish(t *testing.T) {
 		{tableKey, encode(first(6, "a")), "the epoch of the table goes back from 7 to 6"},
 		{tableKey, encode(stranger), "another nonce"},
 		{tableKey, "", "the table in the store is refused"},
+		{tableKey, encode(first(8+mostEpochs, "a")), "the epoch of the table jumps"},
+		{hostKeys + "f", `{"name":"f","weight":1}`, `the registration of host "f" is damaged`}, // without a lease
+		{hostKeys + "g", `{"name":"g","weight":4294967295}`, `the registration of host "g" is damaged`},
 		{hostKeys + "b", "{", `the registration of host "b" is damaged`},
 		{hostKeys + "c", `{"name":"d","weight":1}`, `the registration of host "c" is damaged`},
 		{hostKeys + "e", `{"name":"` + strings.Repeat("e", mostValue) + `"}`, `the registration of host "e" is damaged`},
 		{settingKeys + "a", `{"state":"gone"}`, `the setting of host "a" is damaged`},
-		{leaderKey, "{", ""},
 	} {
 		if _, err := client.Put(t.Context(), a.prefix+one.key, one.value); err != nil {
 			t.Fatal(err)
 		}
 		s := a.await(one.problem, func(s *Snapshot) bool {
-			return strings.Contains(strings.Join(s.Problems, "\n"), one.problem) && (one.key != leaderKey || s.Leader == "" && !s.Leads)
+			return strings.Contains(strings.Join(s.Problems, "\n"), one.problem)
 		})
 		if s.Table == nil || s.Table.Epoch != 7 || one.key == tableKey && !s.Damaged {
 			t.Errorf("%s: %+v", one.problem, s)
 		}
 		if _, err := client.Delete(t.Context(), a.prefix+one.key); err != nil {
 			t.Fatal(err)
+		}
+	}
+	// A leader that no lease ends is replaced.
+	for _, value := range []string{"{", `{"name":"b","instance":"another"}`} {
+		put, err := client.Put(t.Context(), a.prefix+leaderKey, value)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+			got, err := client.Get(t.Context(), a.prefix+leaderKey)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(got.Kvs) == 1 && got.Kvs[0].ModRevision > put.Header.Revision && strings.Contains(string(got.Kvs[0].Value), a.instance) {
+				break
+			}
+			if time.Now().After(end) {
+				t.Fatalf("the leader %s is not replaced: %v", value, got.Kvs)
+			}
 		}
 	}
 	a.await("the lost table, and leadership again", func(s *Snapshot) bool {

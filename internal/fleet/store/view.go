@@ -25,6 +25,10 @@ const (
 // mostValue is the size of the largest value of a key other than the table, in bytes.
 const mostValue = 4096
 
+// mostEpochs is the largest difference between two tables that a host sees, more than a century at one epoch a second. Without a
+// limit, one wrong table would use up all epochs.
+const mostEpochs = 1 << 32
+
 // entry is a key of the store. All values but the table are decoded when they change: in a large fleet, registrations change
 // all the time.
 type entry struct {
@@ -58,8 +62,9 @@ type view struct {
 	seen     int64        // revision of the value of the table that was decoded last
 }
 
-// set sets a key, or deletes it with a nil value.
-func (v *view) set(key string, value []byte, modified int64) {
+// set sets a key, or deletes it with a nil value. leased is set if the key ends with a lease: a registration or a leader
+// without one was not written by a host, and would never end.
+func (v *view) set(key string, value []byte, modified int64, leased bool) {
 	if value == nil {
 		delete(v.entries, key)
 		return
@@ -70,14 +75,14 @@ func (v *view) set(key string, value []byte, modified int64) {
 		e.value = value
 	case key == leaderKey:
 		e.leader = new(leading)
-		e.damaged = decode(value, e.leader) != nil
+		e.damaged = decode(value, e.leader) != nil || !leased
 	case setting:
 		e.setting = new(Setting)
 		named := table.Host{Name: name, Weight: 1}
 		e.damaged = decode(value, e.setting) != nil || e.setting.Check() != nil || named.Check() != nil
 	case strings.HasPrefix(key, hostKeys):
 		e.host = new(registered)
-		e.damaged = decode(value, e.host) != nil || e.host.Name != strings.TrimPrefix(key, hostKeys)
+		e.damaged = decode(value, e.host) != nil || e.host.Name != strings.TrimPrefix(key, hostKeys) || e.host.Check() != nil || !leased
 	default:
 		return
 	}
@@ -104,6 +109,8 @@ func (v *view) decodeTable() {
 		v.refused = err.Error()
 	case v.table != nil && t.Nonce != v.table.Nonce:
 		v.refused = "the table has another nonce: it belongs to another fleet"
+	case v.table != nil && t.Epoch > v.table.Epoch+mostEpochs:
+		v.refused = fmt.Sprintf("the epoch of the table jumps from %d to %d", v.table.Epoch, t.Epoch)
 	case v.table != nil && t.Epoch < v.table.Epoch:
 		v.refused = fmt.Sprintf("the epoch of the table goes back from %d to %d", v.table.Epoch, t.Epoch)
 	default:
@@ -130,7 +137,9 @@ func (v *view) snapshot() *Snapshot {
 		case e.host != nil:
 			r := &e.host.Registration
 			hosts[r.Name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy, Applied: r.Applied, Prepared: r.Prepared}
-		case e.leader != nil && !e.damaged:
+		case e.leader != nil && e.damaged:
+			s.Problems = append(s.Problems, "the key of the leader is damaged")
+		case e.leader != nil:
 			s.Leader, s.Leads = e.leader.Name, e.leader.Instance == v.instance
 		case e.setting != nil && e.damaged:
 			s.Problems = append(s.Problems, fmt.Sprintf("the setting of host %q is damaged", strings.TrimPrefix(key, settingKeys)))

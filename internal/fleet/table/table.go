@@ -28,6 +28,8 @@ const (
 	None = 1<<16 - 1
 	// MostHosts is the largest number of hosts of a table.
 	MostHosts = 4096
+	// MostEpoch is the largest epoch.
+	MostEpoch = 1<<53 - 1
 	// MostWeight is the largest weight of a host.
 	MostWeight = 1000
 	// mostName is the largest number of bytes in the name of a host, as that of a DNS name.
@@ -95,8 +97,8 @@ func (t *Table) Moving() (n int) {
 
 // Check returns an error if no leader writes such a table.
 func (t *Table) Check() error {
-	if t.Epoch == 0 {
-		return fmt.Errorf("the epoch is 0")
+	if t.Epoch == 0 || t.Epoch > MostEpoch {
+		return fmt.Errorf("the epoch is %d, not 1 to %d", t.Epoch, uint64(MostEpoch))
 	}
 	if len(t.Hosts) == 0 || len(t.Hosts) > MostHosts {
 		return fmt.Errorf("%d hosts, a table has 1 to %d", len(t.Hosts), MostHosts)

@@ -64,7 +64,7 @@ func TestCodec(t *testing.T) {
 
 // TestLargest checks that the largest table fits in a request of etcd.
 func TestLargest(t *testing.T) {
-	table := &Table{Epoch: math.MaxUint64, Nonce: math.MaxUint64}
+	table := &Table{Epoch: MostEpoch, Nonce: math.MaxUint64}
 	for i := range MostHosts {
 		table.Hosts = append(table.Hosts, Host{Name: fmt.Sprintf("collector-%05d.pop.example.net", i), Weight: MostWeight,
 			Addresses: []netip.Addr{netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)}), netip.MustParseAddr(fmt.Sprintf("2001:db8:1234:5678:9abc:def0:1234:%x", i))},
@@ -128,6 +128,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"cut columns":      {raw(func(e *encoded) { e.Columns = e.Columns[:len(e.Columns)/2] }), "columns"},
 		"damaged columns":  {raw(func(e *encoded) { e.Columns = bytes.Repeat([]byte{0xff}, 100) }), "columns"},
 		"epoch 0":          {valid(func(t *Table) { t.Epoch = 0 }), "the epoch is 0"},
+		"epoch":            {valid(func(t *Table) { t.Epoch = math.MaxUint64 }), "not 1 to"},
 		"no hosts":         {valid(func(t *Table) { t.Hosts = nil }), "0 hosts"},
 		"unknown host":     {valid(func(t *Table) { t.Owner[5] = 3 }), "host 3 of 3"},
 		"unknown next":     {valid(func(t *Table) { t.Next[5] = 9 }), "host 9 of 3"},
