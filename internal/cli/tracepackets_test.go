@@ -94,6 +94,9 @@ func TestTracePackets(t *testing.T) {
 		got.Summary.Sent != 3 || got.Summary.Retransmissions != 1 || got.Connection.Cookie != 17 || got.File != file {
 		t.Errorf("%+v", got)
 	}
+	if info, err := os.Stat(file); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("the file with payload: %v, %v", info, err)
+	}
 	// The file is pcapng and contains each packet with its comment.
 	data, err := os.ReadFile(file)
 	if err != nil {

@@ -144,7 +144,7 @@ keeps one hour of history.`,
 			return fault.Usage(fmt.Errorf("--svg %s is a file that is compared", picture), "name another file")
 		}
 		if changed("svg") {
-			if file, err = createFile(picture, force); err != nil {
+			if file, err = createFile(picture, force, 0o666); err != nil {
 				return err
 			}
 			defer file.discard()

@@ -25,9 +25,9 @@ type newFile struct {
 	flag uint // flag of renameat2
 }
 
-// createFile creates a temporary file for a path. With force, finish replaces an existing regular file. createFile returns
-// an error for an existing file without force, and for a path that is not a regular file.
-func createFile(path string, force bool) (*newFile, error) {
+// createFile creates a temporary file for a path, with a mode before umask. With force, finish replaces an existing regular
+// file. createFile returns an error for an existing file without force, and for a path that is not a regular file.
+func createFile(path string, force bool, mode os.FileMode) (*newFile, error) {
 	f := &newFile{path: path, flag: unix.RENAME_NOREPLACE}
 	info, err := os.Lstat(path)
 	switch {
@@ -42,7 +42,7 @@ func createFile(path string, force bool) (*newFile, error) {
 	if force {
 		f.flag = 0
 	}
-	f.File, err = os.OpenFile(filepath.Join(filepath.Dir(path), fmt.Sprintf(".%s.%d", filepath.Base(path), os.Getpid())), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	f.File, err = os.OpenFile(filepath.Join(filepath.Dir(path), fmt.Sprintf(".%s.%d", filepath.Base(path), os.Getpid())), os.O_WRONLY|os.O_CREATE|os.O_EXCL, mode)
 	if err != nil {
 		return nil, f.failed(err)
 	}
@@ -101,7 +101,7 @@ func writeMeasurements[T any](cmd *cobra.Command, path, selector string, force b
 	if path == "" {
 		return nil, fault.Usage(fmt.Errorf("FILE is %q", path), "usage: "+cmd.UseLine())
 	}
-	file, err := createFile(path, force)
+	file, err := createFile(path, force, 0o666)
 	if err != nil {
 		return nil, err
 	}

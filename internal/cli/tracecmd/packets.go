@@ -148,7 +148,7 @@ func (c *commands) packets(ctx context.Context, q url.Values, path string, force
 	var file *newFile
 	var err error
 	if path != "" {
-		if file, err = createFile(path, force); err != nil {
+		if file, err = createFile(path, force, 0o600); err != nil { // it has the beginning of the payload
 			return err
 		}
 		defer file.discard()
