@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 // TestDropsBySource compares the counts by source with the kernel's count of the socket, for both families and modes. Other

@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockaddr"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/testenv"
 )
 

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 // lookupContext is struct bpf_sk_lookup of linux/bpf.h; ports have the byte order of its fields.

@@ -13,9 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockaddr"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer/placement"
 )
 
 // owners returns the owners of the connections of a port, by remote address.

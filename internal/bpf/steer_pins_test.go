@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/bpf/probe"
 	"sockeye/internal/netns"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 	"sockeye/internal/testenv"
 )
 

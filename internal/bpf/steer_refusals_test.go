@@ -11,7 +11,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/member"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 // refusals returns the addresses whose refusals were reported, and checks their slot and reason.

@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockaddr"
-	"sockeye/internal/steer/placement"
 )
 
 func deviceMap(t testing.TB, lines ...string) *placement.DeviceMap {

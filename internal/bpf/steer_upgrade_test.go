@@ -21,7 +21,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/pin"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 	"sockeye/internal/testenv"
 )
 

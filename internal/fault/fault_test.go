@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/bpf/pin"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 func TestCodeAndHint(t *testing.T) {

@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/peer"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 	"sockeye/internal/steer/stored"
 )
 

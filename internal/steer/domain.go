@@ -24,10 +24,10 @@ import (
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/placement"
 	"sockeye/internal/rights"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
-	"sockeye/internal/steer/placement"
 )
 
 // Domain implements [domain.Domain] for the services of the policy.

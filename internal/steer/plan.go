@@ -22,10 +22,10 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/placement"
 	"sockeye/internal/rights"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/moves"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/stored"
 )
 

@@ -18,9 +18,9 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/stored"
 )
 

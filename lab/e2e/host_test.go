@@ -26,7 +26,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
 	"sockeye/lab/swarm"

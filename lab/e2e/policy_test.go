@@ -15,7 +15,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 	"sockeye/lab/swarm"
 )
 

@@ -21,8 +21,8 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/placement"
 	"sockeye/internal/steer"
-	"sockeye/internal/steer/placement"
 )
 
 func (c *commands) whereCommand() *cobra.Command {

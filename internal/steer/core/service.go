@@ -15,8 +15,8 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/stored"
 )
 

@@ -8,8 +8,8 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/member"
 	"sockeye/internal/netns"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 )
 

@@ -10,8 +10,8 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/format"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 )
 

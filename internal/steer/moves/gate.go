@@ -17,8 +17,8 @@ import (
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/netns"
+	"sockeye/internal/placement"
 	"sockeye/internal/steer/keeper"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 )
 

@@ -12,8 +12,8 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )

@@ -13,9 +13,9 @@ import (
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/stored"
 )

@@ -7,7 +7,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 	"sockeye/internal/steer/session"
 )
 

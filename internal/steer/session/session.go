@@ -11,9 +11,9 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/listener"
-	"sockeye/internal/steer/placement"
 )
 
 // Session is a TCP connection of a device to the service, or the handshake of one.

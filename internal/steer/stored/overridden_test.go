@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 	"sockeye/internal/steer/stored"
 )
 

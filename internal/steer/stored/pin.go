@@ -11,7 +11,7 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 // Pin assigns a device to a slot: a device of the device map by name, or sources by prefix.

@@ -9,7 +9,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 // SlotState is the state that the operator gives a slot, in HAProxy's words.

@@ -16,8 +16,8 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/placement"
 	"sockeye/internal/statedir"
-	"sockeye/internal/steer/placement"
 )
 
 // State is the contents of a service's file in the state directory, which outlives restarts and reboots. Everything

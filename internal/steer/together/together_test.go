@@ -15,9 +15,9 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
-	"sockeye/internal/steer/placement"
 	"sockeye/internal/steer/session"
 )
 

@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 const (

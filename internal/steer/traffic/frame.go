@@ -13,8 +13,8 @@ import (
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer/placement"
 )
 
 const (

@@ -11,8 +11,8 @@ import (
 	"path/filepath"
 	"time"
 
+	"sockeye/internal/placement"
 	"sockeye/internal/statedir"
-	"sockeye/internal/steer/placement"
 )
 
 // The table of devices in the kernel does not outlive a reboot, and forgets devices that are silent when it is full. The

@@ -13,8 +13,8 @@ import (
 	"time"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/placement"
 	"sockeye/internal/steer/core"
-	"sockeye/internal/steer/placement"
 )
 
 // TestLearned checks which devices are learned as time passes, and that they outlive the agent.

@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/clock"
 	"sockeye/internal/events"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 const (

@@ -11,8 +11,8 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
+	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer/placement"
 )
 
 const (

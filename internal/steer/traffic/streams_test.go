@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/steer/placement"
+	"sockeye/internal/placement"
 )
 
 // TestStreams checks which devices count as devices with one stream as time passes.
