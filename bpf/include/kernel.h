@@ -78,6 +78,14 @@
 /* include/net/sock.h: enum sock_flags, a bit number of sock_common.skc_flags. */
 #define SOCK_DEAD 0
 
+/* include/uapi/linux/icmp.h and icmpv6.h, which include headers of libc: errors quote a packet. */
+#define ICMP_DEST_UNREACH 3
+#define ICMP_TIME_EXCEEDED 11
+#define ICMP_PARAMETERPROB 12
+#define ICMPV6_DEST_UNREACH 1
+#define ICMPV6_PARAMPROB 4
+#define ICMP_HEADER 8 /* bytes before the quoted packet */
+
 /* include/net/ip.h: the fragment offset in the third word of an IPv4 header. */
 #define IP_OFFSET 0x1fff
 #define IP_MF 0x2000 /* more fragments */

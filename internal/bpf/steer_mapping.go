@@ -84,7 +84,7 @@ func (s *Steer) SetMapping(t *Table, devices *DeviceMap, flipped func()) error {
 		err := s.setTable(t, 0, flipped)
 		// The kernel has waited for programs that use the previous table (maybe_wait_bpf_programs).
 		if err == nil {
-			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.hostMaps), s.emptyNext())
+			err = errors.Join(RemoveDeviceMap(s.deviceMaps, s.hostMaps), s.emptyNext())
 		}
 		return errors.Join(err, s.replacePin(pinDeviceMap, nil))
 	}
@@ -92,14 +92,14 @@ func (s *Steer) SetMapping(t *Table, devices *DeviceMap, flipped func()) error {
 	if s.named == 0 {
 		again = flipped
 	} else {
-		if err := devices.install(s.nextDevices, s.nextHosts); err != nil {
+		if err := devices.Install(s.nextDevices, s.nextHosts); err != nil {
 			return err
 		}
 		if err := s.setTable(t, nextDevices, flipped); err != nil {
 			return err
 		}
 	}
-	if err := devices.install(s.deviceMaps, s.hostMaps); err != nil {
+	if err := devices.Install(s.deviceMaps, s.hostMaps); err != nil {
 		return err
 	}
 	err := s.setTable(t, 1, again)
@@ -112,8 +112,8 @@ func (s *Steer) SetMapping(t *Table, devices *DeviceMap, flipped func()) error {
 	return s.replacePin(pinDeviceMap, devices.trie)
 }
 
-// install stores the two maps of a device map in maps of maps that are not in force.
-func (d *DeviceMap) install(tries, hosts *ebpf.Map) error {
+// Install stores the two maps of a device map in maps of maps that are not in force.
+func (d *DeviceMap) Install(tries, hosts *ebpf.Map) error {
 	if err := tries.Put(uint32(0), d.trie); err != nil {
 		return fmt.Errorf("install device map: %w", err)
 	}
@@ -126,7 +126,10 @@ func (d *DeviceMap) install(tries, hosts *ebpf.Map) error {
 	return nil
 }
 
-func (s *Steer) emptyNext() error { return errors.Join(emptyMap(s.nextDevices), emptyMap(s.nextHosts)) }
+func (s *Steer) emptyNext() error { return RemoveDeviceMap(s.nextDevices, s.nextHosts) }
+
+// RemoveDeviceMap removes what Install has stored.
+func RemoveDeviceMap(tries, hosts *ebpf.Map) error { return errors.Join(emptyMap(tries), emptyMap(hosts)) }
 
 // emptyMap removes the entry of a map of maps.
 func emptyMap(m *ebpf.Map) error {

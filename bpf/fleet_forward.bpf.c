@@ -1,0 +1,509 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Forwards packets to the services of a fleet to the host that owns the bucket
+ * of their device.
+ *
+ * Hook: ingress of the interfaces of the fleet (fleet_ingress), and of its tunnel
+ * (fleet_tunnel): TCX, before all other programs.
+ * Decision: TC_ACT_UNSPEC for packets that this host serves and for all that are
+ * not to a service; a redirect to the interface of the owner; TC_ACT_SHOT for
+ * packets that no host can serve.
+ * Cost: for a packet to a service, one lookup in a hash of listeners, the hash
+ * of the address, and two array lookups; with a device map see device.bpf.h. For
+ * other packets, the lookup of the listener.
+ *
+ * There is no state of flows: the source address and the table decide. Packets
+ * that a peer has forwarded are never forwarded again, except between the two
+ * owners of a bucket that moves (fleet_decide); the TTL bounds loops of hosts
+ * with wrong tables.
+ */
+#include "device.bpf.h"
+#include "fleet.h"
+
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/pkt_cls.h>
+
+char _license[] SEC("license") = "Dual BSD/GPL";
+
+STEER_EXPORT(enum, fleet_limit);
+STEER_EXPORT(enum, fleet_outcome);
+STEER_EXPORT(struct, fleet_table);
+STEER_EXPORT(struct, fleet_listener);
+STEER_EXPORT(struct, fleet_peer);
+
+/* The destination of packets in the tunnel: the address of the tunnel of every host. */
+const volatile __u8 tunnel_mac[ETH_ALEN] = {};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__array(values, struct {
+		__uint(type, BPF_MAP_TYPE_ARRAY);
+		__uint(max_entries, 1);
+		__type(key, __u32);
+		__type(value, struct fleet_table);
+	});
+} fleet_tables SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, FLEET_SERVED);
+	__type(key, struct fleet_listener);
+	__type(value, __u32);
+} served SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 2 * FLEET_HOSTS);
+	__type(key, struct fleet_peer);
+	__type(value, __u32);
+} peers SEC(".maps");
+
+/* Packets by outcome; a GRO packet counts as its segments. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, FLEET_OUTCOMES);
+	__type(key, __u32);
+	__type(value, __u64);
+} outcomes SEC(".maps");
+
+struct packet {
+	struct steer_address device;
+	struct fleet_listener to;
+	__be16 device_port;
+	__u8 ttl;
+	bool segment; /* of TCP, without SYN: part of a connection */
+};
+
+static __always_inline bool load(struct __sk_buff *skb, __u32 offset, void *to,
+				 __u32 n)
+{
+	return !bpf_skb_load_bytes(skb, offset, to, n);
+}
+
+/* Reads the ports of a packet from the device, or to the device with reverse. */
+static __always_inline bool read_ports(struct __sk_buff *skb, __u32 offset,
+				       struct packet *p, __u8 protocol,
+				       bool reverse)
+{
+	__be16 ports[2];
+	__u8 flags;
+
+	if (protocol != IPPROTO_TCP && protocol != IPPROTO_UDP)
+		return false;
+	if (!load(skb, offset, ports, sizeof(ports)))
+		return false;
+	p->to.protocol = protocol;
+	p->to.port = ports[!reverse];
+	p->device_port = ports[reverse];
+	if (protocol == IPPROTO_TCP && !reverse) {
+		if (!load(skb, offset + 13, &flags, sizeof(flags)))
+			return false;
+		p->segment = !(flags & TCPHDR_SYN);
+	}
+	return true;
+}
+
+/*
+ * An error about a packet of a service belongs to the device that the packet was
+ * sent to: Packet Too Big must reach the host that has the connection.
+ */
+static __always_inline bool read_quoted4(struct __sk_buff *skb, __u32 offset,
+					 struct packet *p)
+{
+	struct iphdr ip;
+	__u8 type;
+
+	if (!load(skb, offset, &type, sizeof(type)) ||
+	    (type != ICMP_DEST_UNREACH && type != ICMP_TIME_EXCEEDED &&
+	     type != ICMP_PARAMETERPROB))
+		return false;
+	offset += ICMP_HEADER;
+	if (!load(skb, offset, &ip, sizeof(ip)) || ip.version != 4)
+		return false;
+	steer_map_ipv4(&p->device, ip.daddr);
+	steer_map_ipv4(&p->to.address, ip.saddr);
+	if (ip.frag_off & bpf_htons(IP_OFFSET))
+		return true;
+	return read_ports(skb, offset + ip.ihl * 4, p, ip.protocol, true);
+}
+
+static __always_inline bool read_ipv4(struct __sk_buff *skb, struct packet *p)
+{
+	struct iphdr ip;
+	__u32 next;
+
+	if (!load(skb, ETH_HLEN, &ip, sizeof(ip)))
+		return false;
+	p->ttl = ip.ttl;
+	next = ETH_HLEN + ip.ihl * 4;
+	if (ip.protocol == IPPROTO_ICMP)
+		return read_quoted4(skb, next, p);
+	steer_map_ipv4(&p->device, ip.saddr);
+	steer_map_ipv4(&p->to.address, ip.daddr);
+	/* All fragments of a datagram reach one host: only the first one has ports. */
+	if (ip.frag_off & bpf_htons(IP_OFFSET | IP_MF))
+		return ip.protocol == IPPROTO_TCP || ip.protocol == IPPROTO_UDP;
+	return read_ports(skb, next, p, ip.protocol, false);
+}
+
+/* Returns the offset of the transport header, or 0 behind a fragment header. */
+static __always_inline __u32 skip_extensions(struct __sk_buff *skb,
+					     __u32 offset, __u8 *next)
+{
+	__u8 extension[2];
+	int i;
+
+#pragma unroll
+	for (i = 0; i < IPV6_EXTENSIONS; i++) {
+		if (*next == IPPROTO_FRAGMENT) {
+			if (load(skb, offset, extension, sizeof(extension)))
+				*next = extension[0];
+			return 0;
+		}
+		if (*next != IPPROTO_HOPOPTS && *next != IPPROTO_ROUTING &&
+		    *next != IPPROTO_DSTOPTS)
+			break;
+		if (!load(skb, offset, extension, sizeof(extension))) {
+			*next = IPPROTO_NONE;
+			break;
+		}
+		*next = extension[0];
+		offset += (extension[1] + 1) * 8;
+	}
+	return offset;
+}
+
+static __always_inline bool read_quoted6(struct __sk_buff *skb, __u32 offset,
+					 struct packet *p)
+{
+	struct ipv6hdr ip;
+	__u8 type, next;
+
+	if (!load(skb, offset, &type, sizeof(type)) ||
+	    type < ICMPV6_DEST_UNREACH || type > ICMPV6_PARAMPROB)
+		return false;
+	offset += ICMP_HEADER;
+	if (!load(skb, offset, &ip, sizeof(ip)))
+		return false;
+	__builtin_memcpy(&p->device, &ip.daddr, sizeof(p->device));
+	__builtin_memcpy(&p->to.address, &ip.saddr, sizeof(p->to.address));
+	next = ip.nexthdr;
+	offset = skip_extensions(skb, offset + sizeof(ip), &next);
+	return !offset || read_ports(skb, offset, p, next, true);
+}
+
+static __always_inline bool read_ipv6(struct __sk_buff *skb, struct packet *p)
+{
+	struct ipv6hdr ip;
+	__u32 offset;
+	__u8 next;
+
+	if (!load(skb, ETH_HLEN, &ip, sizeof(ip)))
+		return false;
+	p->ttl = ip.hop_limit;
+	next = ip.nexthdr;
+	offset = skip_extensions(skb, ETH_HLEN + sizeof(ip), &next);
+	if (offset && next == IPPROTO_ICMPV6)
+		return read_quoted6(skb, offset, p);
+	__builtin_memcpy(&p->device, &ip.saddr, sizeof(p->device));
+	__builtin_memcpy(&p->to.address, &ip.daddr, sizeof(p->to.address));
+	if (!offset)
+		return next == IPPROTO_TCP || next == IPPROTO_UDP ||
+		       next == IPPROTO_DSTOPTS;
+	return read_ports(skb, offset, p, next, false);
+}
+
+/* Reads a packet. Returns false if it is not to a service. */
+static __always_inline bool read_packet(struct __sk_buff *skb, struct packet *p)
+{
+	if (skb->vlan_present)
+		return false; /* of the VLAN's interface */
+	switch (skb->protocol) {
+	case bpf_htons(ETH_P_IP):
+		if (!read_ipv4(skb, p))
+			return false;
+		break;
+	case bpf_htons(ETH_P_IPV6):
+		if (!read_ipv6(skb, p))
+			return false;
+		break;
+	default:
+		return false;
+	}
+	return bpf_map_lookup_elem(&served, &p->to);
+}
+
+/* Reports whether the connection of a segment has a socket on this host. */
+static __always_inline bool has_socket(struct __sk_buff *skb,
+				       const struct packet *p)
+{
+	struct bpf_sock_tuple tuple = {};
+	__u32 size = sizeof(tuple.ipv6);
+	struct bpf_sock *sk;
+	bool found;
+
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		tuple.ipv4.saddr = p->device.word[3];
+		tuple.ipv4.daddr = p->to.address.word[3];
+		tuple.ipv4.sport = p->device_port;
+		tuple.ipv4.dport = p->to.port;
+		size = sizeof(tuple.ipv4);
+	} else {
+		__builtin_memcpy(tuple.ipv6.saddr, &p->device, sizeof(p->device));
+		__builtin_memcpy(tuple.ipv6.daddr, &p->to.address,
+				 sizeof(p->to.address));
+		tuple.ipv6.sport = p->device_port;
+		tuple.ipv6.dport = p->to.port;
+	}
+	sk = bpf_skc_lookup_tcp(skb, &tuple, size, BPF_F_CURRENT_NETNS, 0);
+	if (!sk)
+		return false;
+	found = sk->state != BPF_TCP_LISTEN;
+	bpf_sk_release(sk);
+	return found;
+}
+
+static __always_inline const struct fleet_host *
+host_of(const struct fleet_table *table, __u32 index)
+{
+	return &table->host[index & (FLEET_HOSTS - 1)];
+}
+
+static __always_inline bool same_peer(const struct fleet_peer *a,
+				      const struct fleet_host *b)
+{
+	if (b->vni)
+		return a->address.word[0] == b->address.word[0] &&
+		       a->address.word[1] == b->address.word[1] &&
+		       a->address.word[2] == b->address.word[2] &&
+		       a->address.word[3] == b->address.word[3];
+	return !__builtin_memcmp(a->mac, b->mac, sizeof(a->mac));
+}
+
+/* A host by index, or FLEET_NO_HOST to serve the packet here, and the outcome. */
+struct decision {
+	__u32 to;
+	enum fleet_outcome outcome;
+};
+
+/*
+ * Decides about a packet to a bucket that moves. Hosts may have different epochs
+ * for a moment. Both owners serve what they have a socket for; a segment without
+ * a socket gets a second chance at the other owner, and what one owner has sent
+ * to the other one stays there, with one exception: the previous owner sends what
+ * it does not serve to the owner. So a packet is forwarded three times at most.
+ * table.Decide of internal/fleet/table is the same in Go, and its test tries all
+ * states of three hosts.
+ */
+static __always_inline struct decision
+decide_moving(struct __sk_buff *skb, const struct packet *p,
+	      const struct fleet_table *table, const struct fleet_bucket *bucket,
+	      const struct fleet_peer *from, bool peer)
+{
+	bool prepared = bucket->other & FLEET_PREPARED;
+	__u32 other = bucket->other & ~FLEET_PREPARED;
+	struct decision local = { FLEET_NO_HOST, FLEET_LOCAL };
+	struct decision owner = { bucket->owner, FLEET_FORWARDED };
+	bool socket;
+
+	if (table->self != bucket->owner && table->self != other) {
+		if (!peer)
+			return owner;
+		local.outcome = FLEET_DISAGREED;
+		return local;
+	}
+	socket = p->segment && has_socket(skb, p);
+	if (socket)
+		return local;
+	if (table->self == bucket->owner) {
+		if (!p->segment || (peer && same_peer(from, host_of(table, other))))
+			return local;
+		return (struct decision){ other, FLEET_CHANCE };
+	}
+	if (peer && same_peer(from, host_of(table, bucket->owner)) &&
+	    (prepared || p->segment))
+		return local;
+	return owner;
+}
+
+static __always_inline struct decision
+decide(struct __sk_buff *skb, const struct packet *p,
+       const struct fleet_table *table, const struct fleet_bucket *bucket,
+       const struct fleet_peer *from)
+{
+	struct decision d = { FLEET_NO_HOST, FLEET_LOCAL };
+	bool peer;
+
+	if (bucket->owner == FLEET_NO_HOST) {
+		d.outcome = FLEET_OWNER;
+		return d;
+	}
+	if (bucket->owner == table->self && bucket->other == FLEET_NO_HOST)
+		return d;
+	peer = bpf_map_lookup_elem(&peers, from);
+	if (bucket->other != FLEET_NO_HOST)
+		return decide_moving(skb, p, table, bucket, from, peer);
+	if (peer) {
+		d.outcome = FLEET_DISAGREED;
+		return d;
+	}
+	return (struct decision){ bucket->owner, FLEET_FORWARDED };
+}
+
+static __always_inline void count(struct __sk_buff *skb, __u32 outcome)
+{
+	__u64 *n = bpf_map_lookup_elem(&outcomes, &outcome);
+
+	if (n)
+		*n += skb->gso_segs ?: 1;
+}
+
+static __always_inline bool decrement_ttl(struct __sk_buff *skb,
+					  const struct packet *p)
+{
+	__be16 old, new;
+	__u8 ttl = p->ttl - 1;
+
+	if (p->ttl <= 1)
+		return false;
+	if (skb->protocol != bpf_htons(ETH_P_IP))
+		return !bpf_skb_store_bytes(
+			skb, ETH_HLEN + offsetof(struct ipv6hdr, hop_limit),
+			&ttl, sizeof(ttl), 0);
+	/* The checksum covers the TTL with the protocol in one word. */
+	if (!load(skb, ETH_HLEN + offsetof(struct iphdr, ttl), &old, sizeof(old)))
+		return false;
+	new = old - bpf_htons(0x0100);
+	return !bpf_l3_csum_replace(skb,
+				    ETH_HLEN + offsetof(struct iphdr, check),
+				    old, new, sizeof(new)) &&
+	       !bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, ttl),
+				    &ttl, sizeof(ttl), 0);
+}
+
+static __always_inline bool is_ipv4(const struct steer_address *address)
+{
+	return !address->word[0] && !address->word[1] &&
+	       address->word[2] == bpf_htonl(0xffff);
+}
+
+/* Sends a packet to the tunnel of another host. */
+static __always_inline long send_in_tunnel(struct __sk_buff *skb,
+					   const struct fleet_host *host)
+{
+	struct bpf_tunnel_key key = { .tunnel_id = host->vni, .tunnel_ttl = 64 };
+	__u8 mac[ETH_ALEN];
+	__u64 flags = 0;
+	int i;
+
+	if (is_ipv4(&host->address)) {
+		key.remote_ipv4 = bpf_ntohl(host->address.word[3]);
+	} else {
+		__builtin_memcpy(key.remote_ipv6, &host->address,
+				 sizeof(key.remote_ipv6));
+		flags = BPF_F_TUNINFO_IPV6;
+	}
+	for (i = 0; i < ETH_ALEN; i++)
+		mac[i] = tunnel_mac[i];
+	if (bpf_skb_set_tunnel_key(skb, &key, sizeof(key), flags) ||
+	    bpf_skb_store_bytes(skb, 0, mac, sizeof(mac), 0))
+		return TC_ACT_SHOT;
+	return bpf_redirect(host->ifindex, 0);
+}
+
+static __always_inline bool reachable(struct __sk_buff *skb,
+				      const struct fleet_host *host)
+{
+	if (!host->ifindex)
+		return false;
+	return host->vni || host->address.word[0] ||
+	       (host->ipv4 && skb->protocol == bpf_htons(ETH_P_IP));
+}
+
+static __always_inline int forward(struct __sk_buff *skb, const struct packet *p,
+				   const struct fleet_host *host, __u32 outcome)
+{
+	struct bpf_redir_neigh next = {};
+
+	if (!reachable(skb, host))
+		outcome = FLEET_UNREACHABLE;
+	else if (!decrement_ttl(skb, p))
+		outcome = FLEET_TTL;
+	count(skb, outcome);
+	if (outcome == FLEET_UNREACHABLE || outcome == FLEET_TTL)
+		return TC_ACT_SHOT;
+	if (host->vni)
+		return send_in_tunnel(skb, host);
+	if (host->ipv4 && skb->protocol == bpf_htons(ETH_P_IP)) {
+		next.nh_family = AF_INET;
+		next.ipv4_nh = host->ipv4;
+	} else {
+		next.nh_family = AF_INET6;
+		__builtin_memcpy(next.ipv6_nh, &host->address,
+				 sizeof(next.ipv6_nh));
+	}
+	return bpf_redirect_neigh(host->ifindex, &next, sizeof(next), 0);
+}
+
+static __always_inline int handle(struct __sk_buff *skb, const struct packet *p,
+				  const struct fleet_peer *from)
+{
+	const struct steer_device_id *id = NULL;
+	const struct fleet_bucket *bucket;
+	struct fleet_table *table = NULL;
+	struct decision d;
+	__u32 zero = 0, hash;
+	void *inner;
+
+	inner = bpf_map_lookup_elem(&fleet_tables, &zero);
+	if (inner)
+		table = bpf_map_lookup_elem(inner, &zero);
+	if (!table) {
+		count(skb, FLEET_TABLE);
+		return TC_ACT_SHOT;
+	}
+	if (table->named)
+		id = steer_find_name(&p->device, table->named);
+	hash = id ? id->hash : steer_hash(&p->device, table->nonce);
+	bucket = &table->bucket[hash & (STEER_BUCKETS - 1)];
+	d = decide(skb, p, table, bucket, from);
+	if (d.to != FLEET_NO_HOST)
+		return forward(skb, p, host_of(table, d.to), d.outcome);
+	count(skb, d.outcome);
+	return d.outcome == FLEET_OWNER ? TC_ACT_SHOT : TC_ACT_UNSPEC;
+}
+
+SEC("tc")
+int fleet_ingress(struct __sk_buff *skb)
+{
+	struct fleet_peer from = {};
+	struct packet p = {};
+
+	if (!read_packet(skb, &p))
+		return TC_ACT_UNSPEC;
+	if (!load(skb, ETH_ALEN, from.mac, sizeof(from.mac)))
+		return TC_ACT_UNSPEC;
+	return handle(skb, &p, &from);
+}
+
+SEC("tc")
+int fleet_tunnel(struct __sk_buff *skb)
+{
+	struct bpf_tunnel_key key = {};
+	struct fleet_peer from = {};
+	struct packet p = {};
+
+	if (!bpf_skb_get_tunnel_key(skb, &key, sizeof(key), 0))
+		steer_map_ipv4(&from.address, bpf_htonl(key.remote_ipv4));
+	else if (!bpf_skb_get_tunnel_key(skb, &key, sizeof(key), BPF_F_TUNINFO_IPV6))
+		__builtin_memcpy(&from.address, key.remote_ipv6,
+				 sizeof(from.address));
+	if (!bpf_map_lookup_elem(&peers, &from) || !read_packet(skb, &p)) {
+		count(skb, FLEET_UNTRUSTED);
+		return TC_ACT_SHOT;
+	}
+	return handle(skb, &p, &from);
+}

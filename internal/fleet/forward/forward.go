@@ -1,0 +1,479 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package forward is the data path of a host of a fleet: the BPF programs that send packets to the services of the fleet to
+// the host that owns the bucket of their device, with their maps and pins.
+package forward
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/load"
+	"sockeye/internal/bpf/pin"
+	"sockeye/internal/fault"
+	"sockeye/internal/fleet/table"
+	"sockeye/internal/placement"
+)
+
+// Outcome is what a program does with a packet to a service.
+type Outcome int
+
+// The outcomes (bpf/include/fleet.h).
+const (
+	// Local packets were passed to the services of this host.
+	Local = Outcome(fleetForwardFleetOutcomeFLEET_LOCAL)
+	// Forwarded packets were sent to the owner of their bucket.
+	Forwarded = Outcome(fleetForwardFleetOutcomeFLEET_FORWARDED)
+	// Chance packets have no socket here, and were sent to the other owner of a bucket that moves.
+	Chance = Outcome(fleetForwardFleetOutcomeFLEET_CHANCE)
+	// Disagreed packets were sent here by a peer although this host does not own their bucket, and were passed.
+	Disagreed = Outcome(fleetForwardFleetOutcomeFLEET_DISAGREED)
+	// NoTable packets were dropped before the first table.
+	NoTable = Outcome(fleetForwardFleetOutcomeFLEET_TABLE)
+	// NoOwner packets were dropped because their bucket has no owner.
+	NoOwner = Outcome(fleetForwardFleetOutcomeFLEET_OWNER)
+	// Expired packets were dropped because their TTL or hop limit was used up.
+	Expired = Outcome(fleetForwardFleetOutcomeFLEET_TTL)
+	// Unreachable packets were dropped because this host has no path to the owner.
+	Unreachable = Outcome(fleetForwardFleetOutcomeFLEET_UNREACHABLE)
+	// Untrusted packets were dropped because no peer has sent them, or because they are not to a service. Only the tunnel has
+	// them.
+	Untrusted = Outcome(fleetForwardFleetOutcomeFLEET_UNTRUSTED)
+	// Outcomes is the number of outcomes.
+	Outcomes = int(fleetForwardFleetOutcomeFLEET_OUTCOMES)
+)
+
+var outcomeNames = [Outcomes]string{"local", "forwarded", "second_chance", "disagreed", "no_table", "no_owner", "ttl", "unreachable", "untrusted"}
+
+// String returns the name of an outcome in metrics.
+func (o Outcome) String() string { return outcomeNames[o] }
+
+// MostListeners is the largest number of listeners of a fleet.
+const MostListeners = int(fleetForwardFleetLimitFLEET_SERVED)
+
+const (
+	pinTables  = "fleet_tables"
+	linkPrefix = "ingress_"
+	tunnelLink = "tunnel"
+)
+
+// TunnelMAC is the link-layer address of the tunnel of every host. It is locally administered.
+var TunnelMAC = [6]byte{0x02, 's', 'o', 'c', 'k', 'y'}
+
+// Listener is a listener of a service at an address of the fleet. Port and protocol are 0 for packets without ports:
+// fragments.
+type Listener = fleetForwardFleetListener
+
+// Next is how this host reaches another one. The zero value stands for a host that cannot be reached.
+type Next struct {
+	// Addresses are those of the host on the link of the interface, at most one per family, or the far end of the tunnel.
+	Addresses []netip.Addr
+	// Interface is the index of the interface.
+	Interface int
+	// VNI is the virtual network of the tunnel; 0: the host is on the link.
+	VNI uint32
+	// MAC is the address from which the host forwards packets on the link.
+	MAC [6]byte
+}
+
+// Path is the data path: pinned maps, programs and links, which stay attached without this process.
+type Path struct {
+	base, dir       string
+	others          []string // directories of other layouts
+	spec            *ebpf.CollectionSpec
+	tables          *ebpf.Map
+	served, peers   *ebpf.Map
+	outcomes        *ebpf.Map
+	devices         [2]deviceMaps // by the value of named, less 1
+	ingress, tunnel *ebpf.Program
+	links           map[string]link.Link // by the names of their pins
+	named           uint32               // device map in force
+}
+
+type deviceMaps struct{ tries, hosts *ebpf.Map }
+
+// Open creates the maps and loads the programs, or adopts the pins below base. The programs are attached by Attach, and drop all
+// packets to services until Set has installed a table. The error is a *pin.IncompatibleError for a pin that this version cannot use.
+func Open(base string) (_ *Path, err error) {
+	layout, err := pin.ObjectsLayout([]string{"fleet_"}, loadFleetForward)
+	if err != nil {
+		return nil, err
+	}
+	p := &Path{base: base, dir: base + pin.LayoutMark + layout, links: make(map[string]link.Link)}
+	defer func() {
+		if err != nil {
+			p.Close()
+		}
+	}()
+	if p.others, err = pin.OtherLayouts(base, p.dir); err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(p.dir, 0o700); err != nil {
+		return nil, fmt.Errorf("create pin directory: %w", err)
+	}
+	if p.spec, err = loadFleetForward(); err != nil {
+		return nil, err
+	}
+	if err := p.spec.Variables["tunnel_mac"].Set(TunnelMAC); err != nil {
+		return nil, err
+	}
+	replaced := make(map[string]*ebpf.Map)
+	for name, to := range map[string]**ebpf.Map{
+		pinTables: &p.tables, "served": &p.served, "peers": &p.peers, "outcomes": &p.outcomes,
+		"device_maps": &p.devices[0].tries, "host_maps": &p.devices[0].hosts,
+		"next_devices": &p.devices[1].tries, "next_hosts": &p.devices[1].hosts,
+	} {
+		if *to, err = pin.OpenMap(p.dir, p.spec.Maps[name]); err != nil {
+			return nil, err
+		}
+		replaced[name] = *to
+	}
+	if t, err := p.current(); err != nil {
+		return nil, err
+	} else if t != nil {
+		p.named = t.Named
+	}
+	collection, err := load.Collection(p.spec, replaced)
+	if err != nil {
+		return nil, load.Explain("programs of the fleet", err)
+	}
+	defer collection.Close()
+	p.ingress, p.tunnel = collection.DetachProgram("fleet_ingress"), collection.DetachProgram("fleet_tunnel")
+	return p, nil
+}
+
+// current returns the table in force, or nil.
+func (p *Path) current() (*fleetForwardFleetTable, error) {
+	var id uint32
+	if err := p.tables.Lookup(uint32(0), &id); errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("read table of the fleet: %w", err)
+	}
+	inner, err := ebpf.NewMapFromID(ebpf.MapID(id))
+	if err != nil {
+		return nil, fmt.Errorf("open table of the fleet: %w", err)
+	}
+	defer inner.Close()
+	t := new(fleetForwardFleetTable)
+	if err := inner.Lookup(uint32(0), t); err != nil {
+		return nil, fmt.Errorf("read table of the fleet: %w", err)
+	}
+	return t, nil
+}
+
+// Epoch returns the epoch of the table in force, or 0 before the first one.
+func (p *Path) Epoch() (uint64, error) {
+	t, err := p.current()
+	if t == nil {
+		return 0, err
+	}
+	return t.Epoch, nil
+}
+
+// Attach attaches the programs to interfaces, by index, and to the tunnel unless that is 0. It detaches them from all others.
+// A program that is attached stays so, and is replaced by the one of this version in one step.
+func (p *Path) Attach(interfaces []int, tunnel int) error {
+	wanted := make(map[string]bool)
+	for _, index := range interfaces {
+		name := linkPrefix + strconv.Itoa(index)
+		wanted[name] = true
+		if err := p.ensure(name, index, p.ingress); err != nil {
+			return err
+		}
+	}
+	if tunnel != 0 {
+		wanted[tunnelLink] = true
+		if err := p.ensure(tunnelLink, tunnel, p.tunnel); err != nil {
+			return err
+		}
+	}
+	entries, err := os.ReadDir(p.dir)
+	if err != nil {
+		return fmt.Errorf("read pin directory: %w", err)
+	}
+	for _, e := range entries {
+		if name := e.Name(); !wanted[name] && isLink(name) {
+			if err := p.detach(name); err != nil {
+				return err
+			}
+		}
+	}
+	for _, dir := range p.others {
+		if err := removeDir(dir); err != nil {
+			return err
+		}
+	}
+	p.others = nil
+	return nil
+}
+
+// isLink reports whether a pin is a link, also one that was not renamed.
+func isLink(name string) bool {
+	return strings.HasPrefix(name, linkPrefix) || strings.HasPrefix(name, tunnelLink)
+}
+
+// ensure attaches a program to an interface, unless the pinned link does that already, and pins the link.
+func (p *Path) ensure(name string, index int, program *ebpf.Program) error {
+	if l := p.links[name]; l != nil {
+		if attachedTo(l, index) {
+			return nil
+		}
+		l.Close()
+		delete(p.links, name)
+	}
+	path := filepath.Join(p.dir, name)
+	for _, dir := range append([]string{p.dir}, p.others...) {
+		l, err := link.LoadPinnedLink(filepath.Join(dir, name), nil)
+		if err != nil {
+			continue // none, or none that can be used
+		}
+		if !attachedTo(l, index) || l.Update(program) != nil {
+			l.Close()
+			continue
+		}
+		if dir != p.dir {
+			if err := os.Rename(filepath.Join(dir, name), path); err != nil {
+				l.Close()
+				return fmt.Errorf("move pin %s: %w", name, err)
+			}
+		}
+		p.links[name] = l
+		return nil
+	}
+	l, err := link.AttachTCX(link.TCXOptions{Interface: index, Program: program, Attach: ebpf.AttachTCXIngress, Anchor: link.Head()})
+	if errors.Is(err, ebpf.ErrNotSupported) {
+		return fault.Unsupported(fmt.Errorf("attach to interface %d: %w", index, err), "a fleet needs Linux 6.6 or later (TCX)")
+	}
+	if err != nil {
+		return fmt.Errorf("attach to interface %d: %w", index, err)
+	}
+	if err := pin.Replace(l.Pin, path); err != nil {
+		l.Close()
+		return fmt.Errorf("pin %s: %w", name, err)
+	}
+	p.links[name] = l
+	return nil
+}
+
+// attachedTo reports whether a link is attached to an interface. The kernel clears the index of a link whose interface is
+// removed.
+func attachedTo(l link.Link, index int) bool {
+	info, err := l.Info()
+	if err != nil {
+		return false
+	}
+	tcx := info.TCX()
+	return tcx != nil && tcx.Ifindex == uint32(index)
+}
+
+func (p *Path) detach(name string) error {
+	if l := p.links[name]; l != nil {
+		l.Close()
+		delete(p.links, name)
+	}
+	return pin.Remove(filepath.Join(p.dir, name))
+}
+
+// Set installs a table of the fleet. self is the name of this host, and next returns how it reaches the others. devices is
+// the device map of the services, or nil. Packets are decided by the old table or by the new one.
+func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, devices *placement.DeviceMap) error {
+	kernel := &fleetForwardFleetTable{Nonce: t.Nonce, Epoch: t.Epoch, Self: t.Index(self), Named: 0}
+	for b := range t.Owner {
+		to := &kernel.Bucket[b]
+		to.Owner, to.Other = t.Owner[b], t.Previous[b]
+		if t.Next[b] != table.None {
+			to.Other = t.Next[b] | uint16(fleetForwardFleetLimitFLEET_PREPARED)
+		}
+	}
+	peers := make(map[fleetForwardFleetPeer]bool)
+	for i := range t.Hosts {
+		h := &t.Hosts[i]
+		if h.Name == self {
+			continue
+		}
+		n := next(h)
+		if n.Interface == 0 {
+			continue
+		}
+		to := &kernel.Host[i]
+		to.Ifindex, to.Vni, to.Mac = uint32(n.Interface), n.VNI, n.MAC
+		for _, a := range n.Addresses {
+			if a.Is4() && n.VNI == 0 {
+				to.Ipv4 = binary.NativeEndian.Uint32(a.AsSlice())
+			} else {
+				to.Address.Word = placement.Address(a).Word
+			}
+		}
+		peer := fleetForwardFleetPeer{Mac: n.MAC}
+		if n.VNI != 0 {
+			peer = fleetForwardFleetPeer{Address: to.Address}
+		}
+		peers[peer] = true
+	}
+	if err := addKeys(p.peers, peers); err != nil {
+		return fmt.Errorf("write peers: %w", err)
+	}
+	if err := p.install(kernel, entriesOf(t.Nonce, devices)); err != nil {
+		return err
+	}
+	if err := keepKeys(p.peers, peers); err != nil {
+		return fmt.Errorf("write peers: %w", err)
+	}
+	return nil
+}
+
+// entriesOf returns the entries of a device map with the hashes of its devices.
+func entriesOf(nonce uint64, devices *placement.DeviceMap) *placement.Entries {
+	m, err := placement.NewMapping(1, bpf.NoSlot, nonce, devices)
+	if err != nil {
+		panic(err) // a mapping of one slot always exists
+	}
+	return m.Entries()
+}
+
+// install writes the device map to the bank that is not in force, and then the table that refers to it.
+func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries) error {
+	if size := entries.Size(); size > 0 {
+		t.Named = 1
+		if p.named == 1 {
+			t.Named = 2
+		}
+		devices, err := bpf.NewDeviceMap(size, entries.All())
+		if err != nil {
+			return err
+		}
+		defer devices.Close()
+		to := p.devices[t.Named-1]
+		if err := devices.Install(to.tries, to.hosts); err != nil {
+			return err
+		}
+	}
+	inner, err := ebpf.NewMap(p.spec.Maps[pinTables].InnerMap)
+	if err != nil {
+		return fmt.Errorf("create table of the fleet: %w", err)
+	}
+	defer inner.Close()
+	if err := inner.Put(uint32(0), t); err != nil {
+		return fmt.Errorf("write table of the fleet: %w", err)
+	}
+	if err := p.tables.Put(uint32(0), inner); err != nil {
+		return fmt.Errorf("install table of the fleet: %w", err)
+	}
+	p.named = t.Named
+	for i, bank := range p.devices {
+		if uint32(i+1) != p.named {
+			if err := bpf.RemoveDeviceMap(bank.tries, bank.hosts); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// SetListeners replaces the listeners whose packets are forwarded.
+func (p *Path) SetListeners(listeners []Listener) error {
+	if len(listeners) > MostListeners {
+		return fmt.Errorf("%d listeners at the addresses of the fleet, at most %d are possible", len(listeners), MostListeners)
+	}
+	wanted := make(map[Listener]bool)
+	for _, l := range listeners {
+		wanted[l] = true
+	}
+	if err := errors.Join(addKeys(p.served, wanted), keepKeys(p.served, wanted)); err != nil {
+		return fmt.Errorf("write listeners of the fleet: %w", err)
+	}
+	return nil
+}
+
+// addKeys adds keys to a set.
+func addKeys[K comparable](m *ebpf.Map, keys map[K]bool) error {
+	for key := range keys {
+		if err := m.Put(&key, uint32(1)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// keepKeys removes all other keys from a set.
+func keepKeys[K comparable](m *ebpf.Map, keys map[K]bool) error {
+	var key K
+	var value uint32
+	var removed []K
+	all := m.Iterate()
+	for all.Next(&key, &value) {
+		if !keys[key] {
+			removed = append(removed, key)
+		}
+	}
+	errs := []error{all.Err()}
+	for _, key := range removed {
+		if err := m.Delete(&key); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Counts returns the packets by outcome since the maps were created; segments of GRO packets count one by one.
+func (p *Path) Counts() (counts [Outcomes]uint64, err error) {
+	for outcome := range counts {
+		var each []uint64
+		if err := p.outcomes.Lookup(uint32(outcome), &each); err != nil {
+			return counts, fmt.Errorf("read outcomes: %w", err)
+		}
+		for _, n := range each {
+			counts[outcome] += n
+		}
+	}
+	return counts, nil
+}
+
+// Close closes the descriptors of this process. Pinned maps, programs and links stay.
+func (p *Path) Close() error {
+	var errs []error
+	for _, l := range p.links {
+		errs = append(errs, l.Close())
+	}
+	for _, program := range []*ebpf.Program{p.ingress, p.tunnel} {
+		errs = append(errs, program.Close())
+	}
+	for _, m := range []*ebpf.Map{p.tables, p.served, p.peers, p.outcomes,
+		p.devices[0].tries, p.devices[0].hosts, p.devices[1].tries, p.devices[1].hosts} {
+		errs = append(errs, m.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Remove detaches the programs and removes the pins below base, in any layout.
+func Remove(base string) error { return pin.EachLayout(base, removeDir) }
+
+// removeDir removes the links first: without its maps, a program would drop packets.
+func removeDir(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("read pin directory: %w", err)
+	}
+	for _, links := range []bool{true, false} {
+		for _, e := range entries {
+			if isLink(e.Name()) != links {
+				continue
+			}
+			if err := pin.Remove(filepath.Join(dir, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return os.Remove(dir)
+}

@@ -1,0 +1,505 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package forward_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fleet/forward"
+	"sockeye/internal/fleet/table"
+	"sockeye/internal/netns"
+	"sockeye/internal/placement"
+	"sockeye/internal/testenv"
+)
+
+func TestMain(m *testing.M) { testenv.MainWithMaps(m) }
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+const port = 4739
+
+var (
+	service4 = netip.MustParseAddr("192.0.2.53")
+	service6 = netip.MustParseAddr("2001:db8::53")
+)
+
+// node is a network namespace that a switch connects with the others: the router, or a host of the fleet.
+type node struct {
+	name   string
+	file   *os.File
+	nl     *netlink.Handle
+	index  int // of eth0
+	mac    [6]byte
+	v4, v6 netip.Addr
+	path   *forward.Path
+	udp    []*net.UDPConn // at the addresses of the service
+	tcp    []*net.TCPListener
+}
+
+func (n *node) do(t testing.TB, f func() error) {
+	t.Helper()
+	check(t, netns.Do(n.file, f))
+}
+
+func (n *node) sysctl(t testing.TB, name, value string) {
+	t.Helper()
+	n.do(t, func() error { return os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0) })
+}
+
+// fleet is a router, and hosts with data paths on the same link.
+type fleet struct {
+	router *node
+	hosts  []*node
+	nonce  uint64
+	epoch  uint64
+}
+
+func prefix(a netip.Addr, bits int) *net.IPNet {
+	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(bits, a.BitLen())}
+}
+
+func addNode(t *testing.T, name string, number int) *node {
+	t.Helper()
+	n := &node{name: name, v4: netip.AddrFrom4([4]byte{10, 0, 0, byte(number)}),
+		v6: netip.MustParseAddr(fmt.Sprintf("fd00::%d", number))}
+	var err error
+	n.file, err = netns.NewSmall()
+	check(t, err)
+	t.Cleanup(func() { n.file.Close() })
+	n.do(t, func() (err error) {
+		for _, s := range []string{"all", "default"} {
+			if err := os.WriteFile("/proc/sys/net/ipv6/conf/"+s+"/accept_dad", []byte("0"), 0); err != nil {
+				return err
+			}
+		}
+		n.nl, err = netlink.NewHandle(unix.NETLINK_ROUTE)
+		return err
+	})
+	t.Cleanup(n.nl.Close)
+	outside, inside := "sw-"+name, "in-"+name
+	check(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: outside}, PeerName: inside}))
+	t.Cleanup(func() {
+		if l, err := netlink.LinkByName(outside); err == nil {
+			check(t, netlink.LinkDel(l))
+		}
+	})
+	bridge, err := netlink.LinkByName("br0")
+	check(t, err)
+	out, err := netlink.LinkByName(outside)
+	check(t, err)
+	check(t, netlink.LinkSetMaster(out, bridge))
+	check(t, netlink.LinkSetUp(out))
+	in, err := netlink.LinkByName(inside)
+	check(t, err)
+	check(t, netlink.LinkSetNsFd(in, int(n.file.Fd())))
+	eth, err := n.nl.LinkByName(inside)
+	check(t, err)
+	check(t, n.nl.LinkSetName(eth, "eth0"))
+	check(t, n.nl.LinkSetUp(eth))
+	lo, err := n.nl.LinkByName("lo")
+	check(t, err)
+	check(t, n.nl.LinkSetUp(lo))
+	for a, bits := range map[netip.Addr]int{n.v4: 24, n.v6: 64} {
+		check(t, n.nl.AddrAdd(eth, &netlink.Addr{IPNet: prefix(a, bits)}))
+		check(t, netns.AwaitLocal(n.nl, a, time.Minute))
+	}
+	n.index = eth.Attrs().Index
+	eth, err = n.nl.LinkByIndex(n.index)
+	check(t, err)
+	n.mac = [6]byte(eth.Attrs().HardwareAddr)
+	return n
+}
+
+// newFleet connects a router and hosts a, b, c ... and opens the sockets of the service on each host.
+func newFleet(t *testing.T, hosts int) *fleet {
+	t.Helper()
+	check(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "br0"}}))
+	bridge, err := netlink.LinkByName("br0")
+	check(t, err)
+	t.Cleanup(func() { check(t, netlink.LinkDel(bridge)) })
+	check(t, netlink.LinkSetUp(bridge))
+	f := &fleet{router: addNode(t, "router", 1), nonce: 7}
+	pins := testenv.BPFFS(t)
+	for i := range hosts {
+		n := addNode(t, string(rune('a'+i)), 11+i)
+		f.hosts = append(f.hosts, n)
+		lo, err := n.nl.LinkByName("lo")
+		check(t, err)
+		eth, err := n.nl.LinkByName("eth0")
+		check(t, err)
+		for _, a := range []netip.Addr{service4, service6} {
+			check(t, n.nl.AddrAdd(lo, &netlink.Addr{IPNet: prefix(a, a.BitLen())}))
+			check(t, netns.AwaitLocal(n.nl, a, time.Minute))
+			n.do(t, func() error {
+				udp, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(a, port)))
+				if err != nil {
+					return err
+				}
+				tcp, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(a, port)))
+				n.udp, n.tcp = append(n.udp, udp), append(n.tcp, tcp)
+				return err
+			})
+			t.Cleanup(func() {
+				for _, s := range n.udp {
+					s.Close()
+				}
+				for _, s := range n.tcp {
+					s.Close()
+				}
+			})
+		}
+		// The devices are behind the router.
+		for _, r := range []*netlink.Route{
+			{Dst: prefix(netip.MustParseAddr("172.16.0.0"), 12), Gw: f.router.v4.AsSlice(), LinkIndex: eth.Attrs().Index},
+			{Dst: prefix(netip.MustParseAddr("fd01::"), 16), Gw: f.router.v6.AsSlice(), LinkIndex: eth.Attrs().Index},
+		} {
+			check(t, n.nl.RouteAdd(r))
+		}
+		n.do(t, func() (err error) {
+			n.path, err = forward.Open(filepath.Join(pins, "fleet_"+n.name))
+			return err
+		})
+		t.Cleanup(func() {
+			check(t, n.path.Close())
+			check(t, forward.Remove(filepath.Join(pins, "fleet_"+n.name)))
+		})
+		check(t, n.path.SetListeners(listeners(port)))
+		n.do(t, func() error { return n.path.Attach([]int{n.index}, 0) })
+	}
+	lo, err := f.router.nl.LinkByName("lo")
+	check(t, err)
+	for i := range 200 {
+		for _, a := range []netip.Addr{device(4, i), device(6, i)} {
+			check(t, f.router.nl.AddrAdd(lo, &netlink.Addr{IPNet: prefix(a, a.BitLen())}))
+		}
+	}
+	check(t, netns.AwaitLocal(f.router.nl, device(6, 199), time.Minute))
+	return f
+}
+
+func listeners(ports ...uint16) (list []forward.Listener) {
+	for _, a := range []netip.Addr{service4, service6} {
+		entry := forward.Listener{}
+		entry.Address.Word = placement.Address(a).Word
+		list = append(list, entry)
+		for _, p := range ports {
+			for _, protocol := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
+				entry.Port, entry.Protocol = p>>8|p<<8, protocol
+				list = append(list, entry)
+			}
+		}
+	}
+	return list
+}
+
+// device returns the address of a device behind the router.
+func device(family, i int) netip.Addr {
+	if family == 4 {
+		return netip.AddrFrom4([4]byte{172, 16, 0, byte(i)})
+	}
+	return netip.MustParseAddr(fmt.Sprintf("fd01::%x", i+1))
+}
+
+// table returns a table in which bucket b belongs to host b % len(hosts).
+func (f *fleet) table() *table.Table {
+	f.epoch++
+	t := &table.Table{Epoch: f.epoch, Nonce: f.nonce}
+	for _, n := range f.hosts {
+		t.Hosts = append(t.Hosts, table.Host{Name: n.name, Weight: 1, Addresses: []netip.Addr{n.v4, n.v6}})
+	}
+	for b := range table.Buckets {
+		t.Owner[b], t.Previous[b], t.Next[b] = uint16(b%len(f.hosts)), table.None, table.None
+	}
+	return t
+}
+
+// set installs a table on a host.
+func (f *fleet) set(t testing.TB, n *node, to *table.Table, devices *placement.DeviceMap) {
+	t.Helper()
+	n.do(t, func() error {
+		return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
+			for _, other := range f.hosts {
+				if other.name == h.Name {
+					return forward.Next{Addresses: h.Addresses, Interface: n.index, MAC: other.mac}
+				}
+			}
+			return forward.Next{}
+		}, devices)
+	})
+}
+
+func (f *fleet) setAll(t testing.TB, to *table.Table) {
+	t.Helper()
+	for _, n := range f.hosts {
+		f.set(t, n, to, nil)
+	}
+}
+
+// owner returns the host of a device by the tables of newTable.
+func (f *fleet) owner(a netip.Addr) *node { return f.hosts[f.bucket(a)%len(f.hosts)] }
+
+func (f *fleet) bucket(a netip.Addr) int {
+	return int(placement.Hash(placement.Address(a), f.nonce) % table.Buckets)
+}
+
+// route makes the router send packets to the service to a host.
+func (f *fleet) route(t testing.TB, to *node) {
+	t.Helper()
+	eth, err := f.router.nl.LinkByName("eth0")
+	check(t, err)
+	for service, gateway := range map[netip.Addr]netip.Addr{service4: to.v4, service6: to.v6} {
+		check(t, f.router.nl.RouteReplace(&netlink.Route{Dst: prefix(service, service.BitLen()), Gw: gateway.AsSlice(), LinkIndex: eth.Attrs().Index}))
+	}
+}
+
+// send sends a datagram from a device.
+func (f *fleet) send(t testing.TB, from netip.Addr, data []byte, options ...func(fd uintptr) error) {
+	t.Helper()
+	to := service4
+	if from.Is6() {
+		to = service6
+	}
+	f.router.do(t, func() error {
+		d := net.Dialer{LocalAddr: net.UDPAddrFromAddrPort(netip.AddrPortFrom(from, 0)), Control: func(_, _ string, c syscall.RawConn) (err error) {
+			return errors.Join(c.Control(func(fd uintptr) {
+				for _, o := range options {
+					err = errors.Join(err, o(fd))
+				}
+			}), err)
+		}}
+		c, err := d.Dial("udp", netip.AddrPortFrom(to, port).String())
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		_, err = c.Write(data)
+		return err
+	})
+}
+
+// receive returns the host that receives a datagram from a device, or nil after a moment without one.
+func (f *fleet) receive(t testing.TB, from netip.Addr, want []byte) *node {
+	t.Helper()
+	buffer := make([]byte, 1<<16)
+	for end := time.Now().Add(5 * time.Second); time.Now().Before(end); {
+		for _, n := range f.hosts {
+			for _, s := range n.udp {
+				check(t, s.SetReadDeadline(time.Now().Add(2*time.Millisecond)))
+				size, source, err := s.ReadFromUDPAddrPort(buffer)
+				if errors.Is(err, os.ErrDeadlineExceeded) {
+					continue
+				}
+				check(t, err)
+				if source.Addr().Unmap() != from || !bytes.Equal(buffer[:size], want) {
+					t.Fatalf("%s: %d bytes from %v, want %d from %v", n.name, size, source, len(want), from)
+				}
+				return n
+			}
+		}
+	}
+	return nil
+}
+
+func counts(t testing.TB, n *node) [forward.Outcomes]uint64 {
+	t.Helper()
+	c, err := n.path.Counts()
+	check(t, err)
+	return c
+}
+
+func dontFragment(fd uintptr) error {
+	return unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO)
+}
+
+// TestDatagrams is that datagrams reach the owner of their device from whichever host the router chooses, with their source
+// address: small ones, ones that fill the link, and fragments.
+func TestDatagrams(t *testing.T) {
+	f := newFleet(t, 3)
+	f.setAll(t, f.table())
+	number := 0
+	for _, chosen := range f.hosts {
+		f.route(t, chosen)
+		for i := range 30 {
+			for _, family := range []int{4, 6} {
+				for _, size := range []int{20, 1452, 4000} {
+					number++
+					data := make([]byte, size)
+					binary.BigEndian.PutUint64(data, uint64(number))
+					from := device(family, i)
+					f.send(t, from, data)
+					if at := f.receive(t, from, data); at != f.owner(from) {
+						t.Fatalf("%d bytes from %v to %s: at %v, want %s", size, from, chosen.name, at, f.owner(from).name)
+					}
+				}
+			}
+		}
+	}
+	f.send(t, device(4, 1), make([]byte, 1472), dontFragment)
+	if at := f.receive(t, device(4, 1), make([]byte, 1472)); at != f.owner(device(4, 1)) {
+		t.Errorf("1472 bytes with DF: at %v", at)
+	}
+	var local, forwarded, others uint64
+	for _, n := range f.hosts {
+		c := counts(t, n)
+		for outcome, packets := range c {
+			switch forward.Outcome(outcome) {
+			case forward.Local:
+				local += packets
+			case forward.Forwarded:
+				forwarded += packets
+			default:
+				others += packets
+			}
+		}
+	}
+	if forwarded == 0 || local < forwarded || others != 0 {
+		t.Errorf("%d local, %d forwarded and %d others", local, forwarded, others)
+	}
+}
+
+// TestConnections is that connections survive when the router chooses other hosts.
+func TestConnections(t *testing.T) {
+	f := newFleet(t, 3)
+	f.setAll(t, f.table())
+	for family, service := range map[int]netip.Addr{4: service4, 6: service6} {
+		for i := range 6 {
+			from := device(family, i)
+			f.route(t, f.hosts[i%3])
+			var client net.Conn
+			f.router.do(t, func() (err error) {
+				d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(from, 0)), Timeout: 10 * time.Second}
+				client, err = d.Dial("tcp", netip.AddrPortFrom(service, port).String())
+				return err
+			})
+			defer client.Close()
+			owner := f.owner(from)
+			l := owner.tcp[0]
+			if family == 6 {
+				l = owner.tcp[1]
+			}
+			check(t, l.SetDeadline(time.Now().Add(10*time.Second)))
+			server, err := l.Accept()
+			if err != nil {
+				t.Fatalf("%v is not at %s: %v", from, owner.name, err)
+			}
+			defer server.Close()
+			go func() {
+				for range 20 {
+					_, _ = client.Write(make([]byte, 100_000))
+					time.Sleep(2 * time.Millisecond)
+				}
+				client.(*net.TCPConn).CloseWrite()
+			}()
+			read, buffer := 0, make([]byte, 1<<16)
+			check(t, server.SetDeadline(time.Now().Add(30*time.Second)))
+			for {
+				n, err := server.Read(buffer)
+				before := read
+				read += n
+				if read/200_000 != before/200_000 {
+					f.route(t, f.hosts[read/200_000%3])
+				}
+				if errors.Is(err, io.EOF) {
+					break
+				}
+				check(t, err)
+			}
+			if read != 2_000_000 {
+				t.Errorf("%v: %d bytes arrived", from, read)
+			}
+		}
+	}
+}
+
+// TestDisagreement is that what a peer has forwarded is not forwarded again, but for the others it is.
+func TestDisagreement(t *testing.T) {
+	f := newFleet(t, 3)
+	a, b, c := f.hosts[0], f.hosts[1], f.hosts[2]
+	from := device(4, 1)
+	first, second := f.table(), f.table()
+	first.Owner[f.bucket(from)], second.Owner[f.bucket(from)] = 1, 2
+	f.set(t, a, first, nil)
+	f.set(t, b, second, nil)
+	f.set(t, c, second, nil)
+	f.route(t, a)
+	f.send(t, from, []byte("through a"))
+	if at := f.receive(t, from, []byte("through a")); at != b {
+		t.Errorf("at %v, want b", at)
+	}
+	if n := counts(t, b); n[forward.Disagreed] != 1 || n[forward.Forwarded] != 0 {
+		t.Errorf("b counts %v", n)
+	}
+	f.route(t, b)
+	f.send(t, from, []byte("to b"))
+	if at := f.receive(t, from, []byte("to b")); at != c {
+		t.Errorf("at %v, want c", at)
+	}
+}
+
+// TestDrops is that packets that no host serves are dropped and counted.
+func TestDrops(t *testing.T) {
+	f := newFleet(t, 2)
+	a, b := f.hosts[0], f.hosts[1]
+	mine, others := device(4, 0), device(4, 0)
+	for i := 0; f.owner(mine) != a || f.owner(others) != b; i++ {
+		if f.owner(device(4, i)) == a {
+			mine = device(4, i)
+		} else {
+			others = device(4, i)
+		}
+	}
+	f.route(t, a)
+	ttl := func(n int) func(uintptr) error {
+		return func(fd uintptr) error { return unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_TTL, n) }
+	}
+	drops := func(what string, want forward.Outcome, from netip.Addr, options ...func(uintptr) error) {
+		t.Helper()
+		before := counts(t, a)
+		f.send(t, from, []byte(what), options...)
+		testenv.Within(t, what, func() bool { return counts(t, a)[want] == before[want]+1 })
+	}
+	drops("no table", forward.NoTable, mine)
+	to := f.table()
+	to.Owner[f.bucket(mine)] = table.None
+	f.setAll(t, to)
+	drops("no owner", forward.NoOwner, mine)
+	drops("TTL", forward.Expired, others, ttl(1))
+	f.setAll(t, f.table())
+	f.send(t, mine, []byte("own"), ttl(1))
+	if at := f.receive(t, mine, []byte("own")); at != a {
+		t.Errorf("own packet with TTL 1: at %v", at)
+	}
+	a.do(t, func() error {
+		return a.path.Set(f.table(), "a", func(*table.Host) forward.Next { return forward.Next{} }, nil)
+	})
+	drops("unreachable", forward.Unreachable, others)
+	// What is not to a service does not reach the decision.
+	before := counts(t, a)
+	check(t, a.path.SetListeners(listeners(port+1)))
+	f.send(t, others, []byte("other port"))
+	if at := f.receive(t, others, []byte("other port")); at != a {
+		t.Errorf("other port: at %v", at)
+	}
+	if after := counts(t, a); after != before {
+		t.Errorf("counts %v, before %v", after, before)
+	}
+}
