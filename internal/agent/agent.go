@@ -36,6 +36,7 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
+	"sockeye/internal/fleet"
 	"sockeye/internal/format"
 	"sockeye/internal/otlp"
 	"sockeye/internal/owned"
@@ -282,7 +283,7 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	h := &domain.Host{Log: log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: log}}
 	services := steer.New(h)
 	tuning := tune.New(h)
-	domains := []domain.Domain{services, tuning, trace.New(h, tuning), bigtcp.New(h)}
+	domains := []domain.Domain{services, tuning, trace.New(h, tuning), bigtcp.New(h), fleet.New(h, services)}
 	var paths []func() map[string]string
 	for _, d := range domain.With[domain.Scoped](domains) {
 		paths = append(paths, d.Paths)

@@ -211,6 +211,9 @@ func referencedFiles(policy *config.Policy) map[string]fileMark {
 // ownFiles returns the files that the settings of the agent itself name: those of the web page and of metrics.otlp.
 func ownFiles(policy *config.Policy) []string {
 	files := []string{policy.UI.TLS.Cert, policy.UI.TLS.Key, policy.UI.TLS.ClientCA, policy.UI.TokenFile}
+	if f := policy.Fleet; f != nil && f.Etcd != nil {
+		files = append(files, f.Etcd.CA, f.Etcd.PasswordFile)
+	}
 	if o := policy.Metrics.OTLP; o != nil {
 		files = append(files, o.HeadersFile, o.CA)
 	}

@@ -27,6 +27,7 @@ type Status struct {
 	Tune          []TunedCgroup   `json:"tune"`
 	Trace         []TracedCgroup  `json:"trace"`
 	BigTCP        []BigTCPNetwork `json:"bigtcp"`
+	Fleet         *FleetStatus    `json:"fleet,omitempty"`
 }
 
 // TunedCgroup is one tuned cgroup of a Status.
@@ -242,6 +243,7 @@ type WhereStatus struct {
 	Slot    int        `json:"slot"`
 	Pinned  bool       `json:"pinned"`          // by sockeye move or on_start: adopt
 	Ready   *bool      `json:"ready,omitempty"` // absent if unknown, as with --offline
+	Host    string     `json:"host,omitempty"`  // of the fleet; the slot is that of a device of this host
 }
 
 // Membership is the body of POST /v1/register, /v1/unregister and /v1/run.

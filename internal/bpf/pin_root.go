@@ -84,6 +84,9 @@ const TracePins = "trace_"
 // Tracing returns the pin directory of a cgroup's tracing without its layout.
 func (r *Root) Tracing(name string) string { return filepath.Join(r.Dir, TracePins+name) }
 
+// FleetPins is the name of the pin directory of a fleet without its layout.
+const FleetPins = "fleet"
+
 // Services lists the services with pins, unsorted.
 func (r *Root) Services() ([]string, error) { return PinnedNames(r.Dir, ServicePrefix) }
 

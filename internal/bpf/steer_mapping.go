@@ -129,7 +129,9 @@ func (d *DeviceMap) Install(tries, hosts *ebpf.Map) error {
 func (s *Steer) emptyNext() error { return RemoveDeviceMap(s.nextDevices, s.nextHosts) }
 
 // RemoveDeviceMap removes what Install has stored.
-func RemoveDeviceMap(tries, hosts *ebpf.Map) error { return errors.Join(emptyMap(tries), emptyMap(hosts)) }
+func RemoveDeviceMap(tries, hosts *ebpf.Map) error {
+	return errors.Join(emptyMap(tries), emptyMap(hosts))
+}
 
 // emptyMap removes the entry of a map of maps.
 func emptyMap(m *ebpf.Map) error {

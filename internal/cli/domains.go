@@ -10,6 +10,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
+	"sockeye/internal/fleet"
 	"sockeye/internal/rights"
 	"sockeye/internal/steer"
 	"sockeye/internal/trace"
@@ -48,5 +49,11 @@ func domains() []offline {
 			needs: trace.Needs, check: trace.CheckPolicy, pins: bpf.TracePins},
 		{one: "bigtcp rule", many: "bigtcp rules", count: func(p *config.Policy) int { return len(p.BigTCP) },
 			needs: bigtcp.Needs, examineKernel: bigtcp.Examine, revert: bigtcp.Revert},
+		{one: "fleet", many: "fleets", count: func(p *config.Policy) int {
+			if p.Fleet == nil {
+				return 0
+			}
+			return 1
+		}, needs: fleet.Needs, check: fleet.CheckPolicy, examineAgent: fleet.ExamineAgent, pins: bpf.FleetPins, retire: fleet.Retire},
 	}
 }

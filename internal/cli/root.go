@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cli/bigtcpcmd"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/fleetcmd"
 	"sockeye/internal/cli/isolatecmd"
 	"sockeye/internal/cli/socketscmd"
 	"sockeye/internal/cli/steercmd"
@@ -129,6 +130,7 @@ kernel, 4 not permitted, 5 conflict.`,
 	)
 	root.AddCommand(steercmd.New(c.Command)...)
 	root.AddCommand(isolatecmd.New(c.Command)...)
+	root.AddCommand(fleetcmd.New(c.Command)...)
 	root.SetHelpCommand(&cobra.Command{
 		Use:   "help [COMMAND]",
 		Short: "Show the description and the flags of a command",

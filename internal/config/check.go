@@ -26,6 +26,7 @@ func (d *decoder) check(p *Policy) {
 	d.checkTune(p)
 	d.checkTrace(p)
 	d.checkBigTCP(p)
+	d.checkFleet(p)
 	d.checkUI(p)
 }
 

@@ -109,6 +109,8 @@ func formOf(name string) form {
 		return form{text, textForm(parseInterface)}
 	case "bigtcp_size":
 		return form{bigTCPSizeSchema(), decodeBigTCPSize}
+	case "fleet_host", "fleet_interfaces", "fleet_addresses", "fleet_endpoints", "fleet_settle":
+		return fleetFormOf(name)
 	case "trace_sampling", "trace_group_by", "trace_stages", "trace_protocols":
 		return traceFormOf(name)
 	}

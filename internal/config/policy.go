@@ -5,7 +5,7 @@
 //
 // Struct tags define the decoder and the JSON Schema: yaml (the key), doc, required, default (in the notation of the
 // file), min and max (of a number, or of the length of a list or mapping), enum, keyed (a mapping decoded into a slice
-// sorted by Name) and form (a value with its own notation, see forms.go, tuneforms.go, traceforms.go and bigtcpcheck.go).
+// sorted by Name) and form (a value with its own notation, see forms.go, tuneforms.go, traceforms.go, bigtcpcheck.go and fleet.go).
 package config
 
 import (
@@ -26,10 +26,12 @@ type Policy struct {
 	// Trace is in the order of the file.
 	Trace []TraceRule `yaml:"trace" min:"0" max:"64" doc:"Rules that select messages for latency measurement. The first matching rule of a cgroup applies."`
 	// BigTCP is in the order of the file.
-	BigTCP  []BigTCPRule `yaml:"bigtcp" min:"0" max:"64" doc:"Rules for the maximum packet size of network interfaces (BIG TCP). The first matching rule of a network namespace applies."`
-	Metrics Metrics      `yaml:"metrics" min:"1" doc:"Where metrics are served or sent; nowhere by default."`
-	UI      UI           `yaml:"ui" doc:"The web page; none by default."`
-	Events  Events       `yaml:"events" doc:"The record of events."`
+	BigTCP []BigTCPRule `yaml:"bigtcp" min:"0" max:"64" doc:"Rules for the maximum packet size of network interfaces (BIG TCP). The first matching rule of a network namespace applies."`
+	// Fleet is nil unless other hosts share the devices.
+	Fleet   *Fleet  `yaml:"fleet" doc:"Other hosts that serve the same addresses: each device has one host."`
+	Metrics Metrics `yaml:"metrics" min:"1" doc:"Where metrics are served or sent; nowhere by default."`
+	UI      UI      `yaml:"ui" doc:"The web page; none by default."`
+	Events  Events  `yaml:"events" doc:"The record of events."`
 
 	file   string              `yaml:"-"`
 	places map[string]position `yaml:"-"` // positions of the values, by path

@@ -397,6 +397,11 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	list := Where(s.Name, s.Mapping, addresses)
+	if fleet := s.Host.Fleet.Load(); fleet != nil {
+		for i := range list {
+			list[i].Host, _ = fleet.Host(list[i].Address)
+		}
+	}
 	for i := range list {
 		ready := s.IsReady(list[i].Slot)
 		list[i].Ready = &ready

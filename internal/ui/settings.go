@@ -12,18 +12,14 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
-	"os"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/owned"
 )
 
 const (
@@ -59,7 +55,7 @@ func ReadSettings(c config.UI) (*Settings, error) {
 	if c.TokenFile == "" {
 		return s, nil
 	}
-	text, err := readFile(c.TokenFile, true)
+	text, err := owned.ReadFile(c.TokenFile, true, maxFile)
 	if err != nil {
 		return nil, fmt.Errorf("read the token of the web page: %w", err)
 	}
@@ -81,39 +77,11 @@ func parseToken(text []byte) ([]byte, error) {
 	return token, nil
 }
 
-// readFile reads a file of limited size. A secret belongs to root or to the user of the agent, and users other than the owner
-// and the group must not be able to read it.
-func readFile(path string, secret bool) ([]byte, error) {
-	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // a FIFO would wait for a writer
-	if err != nil {
-		return nil, fault.Unreadable(err, "")
-	}
-	defer f.Close()
-	info, err := f.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if !info.Mode().IsRegular() {
-		return nil, fault.Usage(fmt.Errorf("%s is not a regular file", path), "")
-	}
-	if secret && info.Mode()&0o007 != 0 {
-		return nil, fault.Usage(fmt.Errorf("%s has mode %04o, so that all users may use it", path, info.Mode().Perm()), "chmod 0600 "+path)
-	}
-	if owner := info.Sys().(*syscall.Stat_t).Uid; secret && owner != 0 && owner != uint32(os.Geteuid()) {
-		return nil, fault.Usage(fmt.Errorf("%s belongs to user %d, who can read and replace it", path, owner), "chown root "+path)
-	}
-	text, err := io.ReadAll(io.LimitReader(f, maxFile+1))
-	if err == nil && len(text) > maxFile {
-		err = fault.Usage(fmt.Errorf("%s has more than %d bytes", path, maxFile), "")
-	}
-	return text, err
-}
-
 func (f *tlsFiles) read(c config.UITLS) (err error) {
-	if f.cert, err = readFile(c.Cert, false); err != nil {
+	if f.cert, err = owned.ReadFile(c.Cert, false, maxFile); err != nil {
 		return fmt.Errorf("read the certificate of the web page: %w", err)
 	}
-	if f.key, err = readFile(c.Key, true); err != nil {
+	if f.key, err = owned.ReadFile(c.Key, true, maxFile); err != nil {
 		return fmt.Errorf("read the key of the web page: %w", err)
 	}
 	pair, err := tls.X509KeyPair(f.cert, f.key)
@@ -127,7 +95,7 @@ func (f *tlsFiles) read(c config.UITLS) (err error) {
 	if c.ClientCA == "" {
 		return nil
 	}
-	if f.ca, err = readFile(c.ClientCA, false); err != nil {
+	if f.ca, err = owned.ReadFile(c.ClientCA, false, maxFile); err != nil {
 		return fmt.Errorf("read the client certificates of the web page: %w", err)
 	}
 	f.config.ClientCAs = x509.NewCertPool()

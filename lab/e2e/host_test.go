@@ -65,7 +65,8 @@ type host struct {
 	agent      *lab.Process
 	binary     string // of the agent
 	members    map[int]*member
-	isolated   bool // members run in their own network namespaces with sockeye run as the gateway
+	prefix     string // of the names of processes, with a slash: a host of a fleet
+	isolated   bool   // members run in their own network namespaces with sockeye run as the gateway
 
 	mu    sync.Mutex
 	got   map[arrival]int
@@ -172,7 +173,7 @@ func (h *host) setPolicy(slots int, lines ...string) {
 	keys := []string{
 		fmt.Sprintf("slots: %d", slots),
 		fmt.Sprintf("steering: %s", h.mode),
-		fmt.Sprintf("cgroup: /%s", h.lab.CgroupPath()),
+		fmt.Sprintf("cgroup: /%s", filepath.Join(h.lab.CgroupPath(), h.prefix)),
 		`members: [{match: {command_line: '^receiver-(\d+)$'}, slot: group}, {match: {command_line: 'nfacctd -f \S+-(\d+)\.conf'}, slot: group}]`,
 	}
 	if h.mode == config.Reuseport {
@@ -213,7 +214,7 @@ func (h *host) launchAgent() {
 	h.Helper()
 	h.agent = h.collectors.Command(context.Background(), h.binary, "agent", "--log-level", "debug",
 		"--policy", h.policyPath(), "--state-dir", filepath.Join(h.dir, "state"), "--run-dir", h.dir, "--pins", h.pins)
-	h.agent.Name = "agent"
+	h.agent.Name = h.prefix + "agent"
 	h.must(h.agent.Start())
 }
 

@@ -26,6 +26,9 @@ import (
 type Load struct {
 	Devices  int    `json:"devices"`
 	TCP, UDP uint16 // ports of the service
+	// Service4 and Service6 are the addresses of the service; by default those of the namespace "collector".
+	Service4 netip.Addr `json:"service4,omitzero"`
+	Service6 netip.Addr `json:"service6,omitzero"`
 	// Rate is the number of datagrams per second of each device. Each has one flow record.
 	Rate float64 `json:"rate"`
 	// Exporters is the number of UDP ports of each device. Default: 1.
@@ -155,11 +158,15 @@ func (s *sender) noteSent(i int, e *traffic.Exporter) error {
 	return s.records.note(Record{At: Now(), Device: uint32(i % s.Devices), Port: e.Port(), Value: e.Sequence(), Kind: Sent})
 }
 
-func target(from netip.Addr, port uint16) netip.AddrPort {
-	if from.Is4() {
-		return netip.AddrPortFrom(lab.CollectorIPv4, port)
+func (l *Load) target(from netip.Addr, port uint16) netip.AddrPort {
+	service, otherwise := l.Service4, lab.CollectorIPv4
+	if from.Is6() {
+		service, otherwise = l.Service6, lab.CollectorIPv6
 	}
-	return netip.AddrPortFrom(lab.CollectorIPv6, port)
+	if !service.IsValid() {
+		service = otherwise
+	}
+	return netip.AddrPortFrom(service, port)
 }
 
 // exporters returns the exporters of all devices. Consecutive exporters are those of different devices.
@@ -169,7 +176,7 @@ func (s *sender) exporters() (all []*traffic.Exporter, err error) {
 		for i := range s.Devices {
 			a := Address(i)
 			e, err := traffic.NewExporter(traffic.ExporterConfig{
-				Source: a, Target: target(a, s.UDP), Domain: uint32(domain), Messages: [][]traffic.Flow{{flow}},
+				Source: a, Target: s.target(a, s.UDP), Domain: uint32(domain), Messages: [][]traffic.Flow{{flow}},
 			})
 			if err != nil {
 				return nil, err
@@ -190,7 +197,7 @@ func (s *sender) connect(device int) error {
 	for n, retry := 0, firstRetry; ; n++ {
 		port := uint16(firstPort + n%ports)
 		d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(a, port)), Timeout: dialTimeout}
-		conn, err := d.Dial("tcp", target(a, s.TCP).String())
+		conn, err := d.Dial("tcp", s.target(a, s.TCP).String())
 		r := Record{At: Now(), Device: uint32(device), Port: port, Kind: Connected}
 		if err != nil {
 			if errors.Is(err, unix.EADDRINUSE) {

@@ -95,6 +95,11 @@ func (s *Swarm) StartMember(m Member, name, user string) (*Process, error) {
 	return s.start(role{Member: &m}, name, user, s.collectors)
 }
 
+// StartMemberIn is StartMember in another namespace.
+func (s *Swarm) StartMemberIn(n *lab.Namespace, m Member, name, user string) (*Process, error) {
+	return s.start(role{Member: &m}, name, user, n)
+}
+
 // StartDevices starts the devices, which connect at once, and waits until all of them have a connection.
 func (s *Swarm) StartDevices(ctx context.Context, l Load) error {
 	if l.Devices < 1 || l.Devices > MaxDevices {
@@ -133,13 +138,13 @@ func (s *Swarm) start(r role, name, user string, n *lab.Namespace) (_ *Process, 
 	}
 	// Other users cannot access the original path.
 	p := &Process{Process: n.Command(context.Background(), append([]string{"/proc/self/exe"}, s.args...)...), ID: FromDevices, Slot: FromDevices, up: make(chan struct{})}
-	p.Cmd.Args[0] = name
+	p.Cmd.Args[0] = filepath.Base(name)
 	p.Name, p.User = name, user
 	p.Cmd.Env = append(os.Environ(), roleVariable+"="+string(spec))
 	if r.Member != nil {
 		p.ID, p.Slot = len(s.processes), r.Member.Slot
 	}
-	if p.records, err = os.OpenFile(filepath.Join(s.lab.Dir(), fmt.Sprintf("%s-%d.records", name, len(s.processes))), os.O_CREATE|os.O_RDWR|os.O_APPEND, 0o600); err != nil {
+	if p.records, err = os.OpenFile(filepath.Join(s.lab.Dir(), fmt.Sprintf("%s-%d.records", strings.ReplaceAll(name, "/", "-"), len(s.processes))), os.O_CREATE|os.O_RDWR|os.O_APPEND, 0o600); err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)
 	}
 	p.Cmd.ExtraFiles = []*os.File{p.records}

@@ -54,22 +54,29 @@ func Device(a netip.Addr) (int, bool) {
 	return 0, false
 }
 
+// gateways are the addresses of the namespace of the devices on the lab's bridge.
+var gateways = map[netip.Prefix]netip.Addr{
+	prefix4: netip.MustParseAddr("10.77.0.201"),
+	prefix6: netip.MustParseAddr("fd77::201"),
+}
+
 // Attach adds a namespace for the devices to a lab, from which the namespace "collector" is reachable.
 func Attach(l *lab.Lab) (devices *lab.Namespace, err error) {
 	collectors, err := l.Namespace("collector")
 	if err != nil {
 		return nil, err
 	}
-	gateways := map[netip.Prefix]netip.Addr{
-		prefix4: netip.MustParseAddr("10.77.0.201"),
-		prefix6: netip.MustParseAddr("fd77::201"),
-	}
 	if devices, err = l.Attach("devices", netip.PrefixFrom(gateways[prefix4], 24), netip.PrefixFrom(gateways[prefix6], 64)); err != nil {
 		return nil, err
 	}
+	return devices, errors.Join(devices.Own(prefix4), devices.Own(prefix6), Reach(collectors))
+}
+
+// Reach lets a namespace on the lab's bridge answer the devices.
+func Reach(collectors *lab.Namespace) error {
 	for prefix, gateway := range gateways {
-		if err := errors.Join(devices.Own(prefix), collectors.AddRoute(prefix, gateway)); err != nil {
-			return nil, err
+		if err := collectors.AddRoute(prefix, gateway); err != nil {
+			return err
 		}
 	}
 	// The devices must receive every ICMP error.
@@ -78,10 +85,10 @@ func Attach(l *lab.Lab) (devices *lab.Namespace, err error) {
 	} {
 		// On older kernels, the limits of messages per second are not settings of a network namespace.
 		if err := collectors.Sysctl(name, value); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, err
+			return err
 		}
 	}
-	return devices, nil
+	return nil
 }
 
 // roleVariable contains the role of a process of a swarm as JSON. Its name does not start with SOCKEYE_, because

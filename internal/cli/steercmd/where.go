@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 
 	"github.com/spf13/cobra"
@@ -81,13 +82,20 @@ an agent nor pins.`,
 				fmt.Fprintln(w, "there are no services")
 				return
 			}
-			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tBUCKET\tSLOT\tPINNED\tREADY")
+			fleet, host := slices.ContainsFunc(list, func(l api.WhereStatus) bool { return l.Host != "" }), ""
+			if fleet {
+				host = "HOST\t"
+			}
+			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\t"+host+"BUCKET\tSLOT\tPINNED\tREADY")
 			for _, l := range list {
+				if fleet {
+					host = command.OrDash(l.Host) + "\t"
+				}
 				ready := "-"
 				if l.Ready != nil {
 					ready = command.YesNo(*l.Ready)
 				}
-				fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%d\t%s\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), l.Bucket, l.Slot, command.YesNo(l.Pinned), ready)
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%d\t%s\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), host, l.Bucket, l.Slot, command.YesNo(l.Pinned), ready)
 			}
 		})
 	}

@@ -45,6 +45,8 @@ const (
 type Host struct {
 	table.Host
 	State State
+	// SetWeight is the weight that the operator has set, or 0.
+	SetWeight uint32
 	// Alive is set while the host renews its lease.
 	Alive bool
 	// Healthy is set while the host can serve devices.
@@ -413,4 +415,26 @@ func (s *step) prepare(targets *table.Column) {
 		s.next.Next[b], s.changed = target, true
 		s.moving++
 	}
+}
+
+// Moved returns the number of buckets that a leader would give to another host if the hosts were those, all for long enough.
+func Moved(present *table.Table, hosts []Host, onDeath OnDeath) (moved int) {
+	l := Leader{Config: Config{OnDeath: onDeath}}
+	shares := present.Shares()
+	weights := make(map[string]uint32)
+	for i := range hosts {
+		h := &hosts[i]
+		at := present.Index(h.Name)
+		if l.hasShare(h, at != table.None && shares[at] > 0, true) {
+			weights[h.Name] = h.Weight
+		}
+	}
+	l.rank(weights)
+	for b, target := range l.ranking.Column(present.Index) {
+		// A host that the table does not have gets its share from the others.
+		if l.ranking.Hosts() > 0 && (target == table.None || target != present.Owner[b]) {
+			moved++
+		}
+	}
+	return moved
 }

@@ -9,6 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"reflect"
+	"sync"
 	"time"
 
 	"sockeye/internal/clock"
@@ -49,6 +51,9 @@ type Node struct {
 	leader  lead.Leader
 	applied *table.Table // in force
 	problem string       // that was logged last
+
+	mu           sync.Mutex
+	registration store.Registration
 	// Changed is called with the state after each change, from the goroutine of Run.
 	Changed func(State)
 }
@@ -64,7 +69,23 @@ type State struct {
 
 // New returns a host.
 func New(c Config) *Node {
-	return &Node{config: c, leader: lead.Leader{Config: c.Lead}}
+	return &Node{config: c, leader: lead.Leader{Config: c.Lead}, registration: c.Host}
+}
+
+// Describe changes what this host says about itself.
+func (n *Node) Describe(h table.Host, healthy bool) {
+	n.update(func(r *store.Registration) { r.Host, r.Healthy = h, healthy })
+}
+
+// update changes the registration of this host, and publishes a change.
+func (n *Node) update(change func(*store.Registration)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	before := n.registration
+	change(&n.registration)
+	if !reflect.DeepEqual(n.registration, before) {
+		n.config.Store.Update(n.registration)
+	}
 }
 
 // Run follows the store until ctx is done.
@@ -145,23 +166,28 @@ func (n *Node) apply(t *table.Table) error {
 	case n.applied != nil && t.Epoch < n.applied.Epoch:
 		return fmt.Errorf("the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch)
 	}
-	before := n.config.Host
+	applied, prepared := n.registered()
 	defer func() { // one message for both
-		if n.config.Host.Applied != before.Applied || n.config.Host.Prepared != before.Prepared {
-			n.config.Store.Update(n.config.Host)
-		}
+		n.update(func(r *store.Registration) { r.Applied, r.Prepared = applied, prepared })
 	}()
 	if n.applied == nil || t.Epoch > n.applied.Epoch {
 		if err := n.config.Path.Apply(t); err != nil {
 			return err
 		}
-		n.applied, n.config.Host.Applied = t, t.Epoch
+		n.applied, applied = t, t.Epoch
 	}
-	if n.config.Host.Prepared < t.Epoch {
+	if prepared < t.Epoch {
 		if err := n.config.Path.Prepare(t); err != nil {
 			return err
 		}
-		n.config.Host.Prepared = t.Epoch
+		prepared = t.Epoch
 	}
 	return nil
+}
+
+// registered returns the epochs of the registration.
+func (n *Node) registered() (applied, prepared uint64) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.registration.Applied, n.registration.Prepared
 }

@@ -3,6 +3,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
@@ -44,7 +45,9 @@ type EtcdConfig struct {
 	Lease time.Duration
 	// Host is the registration of this host at first.
 	Host Registration
-	Log  *slog.Logger
+	// Instance names the registration; another process with the same one continues it. "": a new one.
+	Instance string
+	Log      *slog.Logger
 }
 
 // Etcd is a store in etcd.
@@ -73,7 +76,7 @@ func OpenEtcd(c EtcdConfig) (*Etcd, error) {
 	if c.Lease == 0 {
 		c.Lease = DefaultLease
 	}
-	return &Etcd{config: c, prefix: "sockeye/" + c.Fleet + "/", instance: rand.Text(),
+	return &Etcd{config: c, prefix: "sockeye/" + c.Fleet + "/", instance: cmp.Or(c.Instance, rand.Text()),
 		registration: c.Host, changed: make(chan struct{}, 1)}, nil
 }
 

@@ -4,8 +4,11 @@ package core
 
 import (
 	"errors"
+	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
+	"sync/atomic"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/domain"
@@ -18,6 +21,25 @@ type Host struct {
 	*domain.Host
 	Descriptors fdReserve
 	Systemd     *keeper.Manager
+	// Fleet is nil unless other hosts serve some of the devices.
+	Fleet atomic.Pointer[Fleet]
+}
+
+// Fleet says which host serves a device.
+type Fleet struct {
+	// Addresses are the local addresses at which the hosts share the devices.
+	Addresses []netip.Addr
+	// Host returns the host of a device, "" for none, and whether this host may have its connections.
+	Host func(device netip.Addr) (name string, here bool)
+}
+
+// Elsewhere reports whether another host serves the connections of a device to a local address.
+func (f *Fleet) Elsewhere(local, device netip.Addr) bool {
+	if f == nil || !slices.Contains(f.Addresses, local.Unmap()) {
+		return false
+	}
+	_, here := f.Host(device)
+	return !here
 }
 
 // StateFile returns the path of the state file of a service.

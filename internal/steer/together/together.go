@@ -206,13 +206,14 @@ func (c *Checks) checkNow() unlabeled {
 		c.Log.Warn("connections not checked", "error", err)
 		return unlabeled{}
 	}
+	list = c.closeElsewhere(list)
 	c.rooms.NoteSessions(list)
 	c.rooms.NoteConnected(list)
 	c.rooms.ReplayMoved()
 	missing := c.findUnlabeled(list)
 	if c.labelMembers(missing.sessions) {
 		if again, err := c.ReadSessions(); err == nil {
-			list = again
+			list = c.closeElsewhere(again)
 			missing = c.findUnlabeled(list)
 		}
 	}

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/fleet/forward"
+	"sockeye/internal/placement"
+)
+
+// listenersOf returns the entries of a listener: one for each address at which it receives packets, and one for the
+// fragments to the address.
+func listenersOf(f *config.Fleet, l config.Listener) (list []forward.Listener) {
+	for _, a := range f.Served(l) {
+		var entry forward.Listener
+		entry.Address.Word = placement.Address(a).Word
+		list = append(list, entry)
+		entry.Port = l.Address.Port()>>8 | l.Address.Port()<<8 // network byte order
+		entry.Protocol = unix.IPPROTO_UDP
+		if l.Protocol == config.TCP {
+			entry.Protocol = unix.IPPROTO_TCP
+		}
+		list = append(list, entry)
+	}
+	return list
+}
+
+// CheckPolicy checks the files that the fleet of a policy names, and its interfaces.
+func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipped []string, untried string, err error) {
+	if policy.Fleet == nil {
+		return nil, "", nil
+	}
+	if _, err := newSettings(policy); err != nil {
+		return nil, "", err
+	}
+	if _, err := findInterfaces(policy.Fleet.Interfaces); err != nil {
+		return nil, "", policy.Flaw("fleet.interfaces", err.Error(), fault.Hint(err))
+	}
+	return nil, "", nil
+}
+
+// distinct returns listeners without repetitions.
+func distinct(list []forward.Listener) []forward.Listener {
+	var kept []forward.Listener
+	for _, l := range list {
+		if !slices.Contains(kept, l) {
+			kept = append(kept, l)
+		}
+	}
+	return kept
+}

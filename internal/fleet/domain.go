@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package fleet makes this host one of several hosts that share the devices of their services: each device has one host,
+// whichever host the routers choose for its packets.
+//
+// The packages below are the parts: table is which host serves which device, lead decides about the next table, store is
+// where the hosts find each other and the table, node follows the store on one host, and forward is the data path. This
+// package connects them with the policy, the services, the interfaces and the API.
+package fleet
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"sync"
+
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/domain"
+	"sockeye/internal/fault"
+	"sockeye/internal/fleet/forward"
+	"sockeye/internal/fleet/store"
+	"sockeye/internal/placement"
+	"sockeye/internal/rights"
+)
+
+// Services is what the fleet needs of the services of this host.
+type Services interface {
+	// SetFleet says which host serves which device, at which local addresses. Without addresses, this host serves all.
+	SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, here bool))
+	// CanServe returns an error if a selected service has no ready slot.
+	CanServe(selected func(*config.Service) bool) error
+}
+
+// Domain implements [domain.Domain] for the key fleet of the policy.
+type Domain struct {
+	host     *domain.Host
+	log      *slog.Logger
+	services Services
+
+	mu     sync.Mutex
+	part   *participation // nil without a fleet
+	closed bool
+}
+
+// New returns a domain without a fleet.
+func New(h *domain.Host, services Services) *Domain {
+	return &Domain{host: h, log: h.Log, services: services}
+}
+
+// Needs returns no capabilities: those of the unit suffice.
+func Needs(*config.Policy) []rights.Need { return nil }
+
+// Needs returns no capabilities: those of the unit suffice.
+func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
+
+// Check returns an error if a file of the policy cannot be used. Interfaces may appear later.
+func (d *Domain) Check(policy *config.Policy) error {
+	if policy.Fleet == nil {
+		return nil
+	}
+	_, err := newSettings(policy)
+	return err
+}
+
+// settings are what the domain makes of a policy.
+type settings struct {
+	config.Fleet
+	host      string               // name of this host
+	listeners []forward.Listener   // at the addresses of the fleet
+	devices   *placement.DeviceMap // of the services; nil: none
+	deviceMap string               // its file
+	selects   func(*config.Service) bool
+	etcd      *store.EtcdConfig // nil with a file
+}
+
+// newSettings resolves a policy with a fleet, and reads the files that it names.
+func newSettings(policy *config.Policy) (*settings, error) {
+	f := *policy.Fleet
+	s := &settings{Fleet: f, host: f.Host, selects: f.Serves}
+	if s.host == "" {
+		name, err := os.Hostname()
+		if err != nil {
+			return nil, fmt.Errorf("fleet: %w", err)
+		}
+		s.host = name
+	}
+	for i := range policy.Services {
+		if c := &policy.Services[i]; f.Serves(c) {
+			s.deviceMap = c.DeviceMap
+			for _, l := range c.Listeners {
+				s.listeners = append(s.listeners, listenersOf(&f, l)...)
+			}
+		}
+	}
+	if len(s.listeners) > forward.MostListeners {
+		return nil, policy.Flaw("fleet.addresses", fmt.Sprintf("%d listeners at the addresses of the fleet, at most %d are possible", len(s.listeners), forward.MostListeners), "")
+	}
+	if s.deviceMap != "" {
+		var err error
+		if s.devices, err = placement.LoadDeviceMap(s.deviceMap); err != nil {
+			return nil, fault.In("fleet", err)
+		}
+	}
+	var err error
+	if f.Etcd != nil {
+		s.etcd, err = etcdConfig(&f)
+	}
+	return s, inFleet(err)
+}
+
+func inFleet(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fault.In("fleet", err)
+}
+
+// equal reports whether two settings have the same effect, apart from the contents of the device map.
+func (s *settings) equal(o *settings) bool {
+	return reflect.DeepEqual(s.Fleet, o.Fleet) && s.host == o.host && slices.Equal(s.listeners, o.listeners) && s.devices.Equal(o.devices)
+}
+
+// Start continues the fleet of an earlier agent, removes it, or begins one.
+func (d *Domain) Start(policy *config.Policy) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if policy.Fleet == nil {
+		return d.removeLeftover()
+	}
+	s, err := newSettings(policy)
+	if err != nil {
+		return err
+	}
+	return d.join(s)
+}
+
+func (d *Domain) pins() string { return filepath.Join(d.host.Root.Dir, bpf.FleetPins) }
+
+// removeLeftover removes the data path of an earlier agent, and the files of the fleet.
+func (d *Domain) removeLeftover() error {
+	if err := errors.Join(forward.Remove(d.pins()), removeTunnel()); err != nil {
+		return fault.In("fleet", err)
+	}
+	for _, name := range []string{tableFile, instanceFile} {
+		if err := os.Remove(filepath.Join(d.host.StateDir, name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fault.In("fleet", err)
+		}
+	}
+	return nil
+}
+
+// join begins the participation in a fleet. The caller holds mu.
+func (d *Domain) join(s *settings) error {
+	p, err := d.participate(s)
+	if err != nil {
+		return fault.In("fleet", err)
+	}
+	d.part = p
+	return nil
+}
+
+// leave ends the participation, and removes the data path: this host serves all devices whose packets reach it.
+func (d *Domain) leave() error {
+	err := d.part.end(true)
+	d.part = nil
+	d.services.SetFleet(nil, nil)
+	return errors.Join(err, d.removeLeftover())
+}
+
+// Plan compares the fleet of a policy with the one in force.
+func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var before, after *settings
+	if d.part != nil {
+		before = d.part.settings
+	}
+	if policy.Fleet != nil {
+		var err error
+		if after, err = newSettings(policy); err != nil {
+			return nil, err
+		}
+		if _, err := findInterfaces(after.Interfaces); err != nil {
+			return nil, policy.Flaw("fleet.interfaces", err.Error(), fault.Hint(err))
+		}
+	}
+	change := api.Change{What: "fleet"}
+	switch {
+	case before == nil && after == nil, before != nil && after != nil && before.equal(after):
+		return nil, nil
+	case before == nil:
+		change.Action = "add"
+		change.What = fmt.Sprintf("fleet %s, as host %s", after.Name, after.host)
+		change.Effect = "packets to its addresses are dropped until this host has the table"
+	case after == nil:
+		change.Action = "remove"
+		change.What = "fleet " + before.Name
+		change.Effect = "the devices of this host move to the others at once; sockeye host set " + before.host + " drain before loses nothing"
+	default:
+		change.Action = "change"
+		change.What = "fleet " + after.Name
+		if before.Name != after.Name || before.host != after.host {
+			change.What = fmt.Sprintf("fleet %s, as host %s -> fleet %s, as host %s", before.Name, before.host, after.Name, after.host)
+		}
+	}
+	return []domain.Step{{Changes: []api.Change{change}, Apply: func() (func() error, error) {
+		if err := d.change(after); err != nil {
+			return nil, err
+		}
+		return func() error { return d.change(before) }, nil
+	}}}, nil
+}
+
+// errStopping ends an apply that runs when the agent exits.
+var errStopping = errors.New("the agent is stopping")
+
+// change replaces the participation in a fleet. The data path stays if there is one before and after.
+func (d *Domain) change(to *settings) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case d.closed:
+		return errStopping
+	case d.part == nil && to == nil:
+		return nil
+	case to == nil:
+		return inFleet(d.leave())
+	case d.part == nil:
+		return d.join(to)
+	}
+	before := d.part.settings
+	moved := before.Name != to.Name || before.host != to.host || (before.Etcd == nil) != (to.Etcd == nil)
+	if moved { // another table: the last one is of no use
+		if err := d.leave(); err != nil {
+			return fault.In("fleet", err)
+		}
+	} else if err := d.part.end(false); err != nil {
+		d.log.Warn("fleet not ended", "error", err)
+	}
+	d.part = nil
+	if err := d.join(to); err != nil {
+		return fault.Join(err, d.join(before))
+	}
+	return nil
+}
+
+// Applied does nothing.
+func (d *Domain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
+
+// Close ends the participation. The programs stay attached with the last table, and the registration ends with its lease,
+// unless another agent renews it.
+func (d *Domain) Close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.closed = true
+	if d.part != nil {
+		if err := d.part.end(false); err != nil {
+			d.log.Warn("fleet not ended", "error", err)
+		}
+		d.part = nil
+	}
+}
+
+// Retire removes the tunnel, for reset.
+func Retire(string) error { return removeTunnel() }
+
+// Revert removes the tunnel.
+func (d *Domain) Revert() ([]string, error) { return revertTunnel() }

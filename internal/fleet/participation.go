@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/events"
+	"sockeye/internal/fleet/forward"
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/node"
+	"sockeye/internal/fleet/store"
+	"sockeye/internal/fleet/table"
+	"sockeye/internal/owned"
+	"sockeye/internal/placement"
+	"sockeye/internal/statedir"
+)
+
+// Files of the state directory.
+const (
+	tableFile    = "fleet.table"    // the table in force
+	instanceFile = "fleet.instance" // names the registration of this host
+)
+
+const (
+	// refreshInterval is the time between two looks at interfaces, routes, neighbors and services.
+	refreshInterval = time.Second
+	// batch is the number of buckets that move at the same time, 1.6 % of all.
+	batch = 256
+	// mostPassword is the size of the largest password of etcd in bytes.
+	mostPassword = 1 << 10
+)
+
+// participation is this host in a fleet.
+type participation struct {
+	settings *settings
+	services Services
+	log      *slog.Logger
+	stateDir string
+	path     *forward.Path
+	store    store.Store
+	node     *node.Node
+	cancel   context.CancelFunc
+	done     sync.WaitGroup
+
+	mu           sync.Mutex
+	nics         []nic
+	attached     []int // interfaces, and the tunnel as the last one
+	table        *table.Table
+	mapping      *placement.Mapping // hashes of the devices, with the nonce of the table
+	paths        map[string]path    // by host
+	state        node.State
+	registration store.Registration
+	healthy      error // nil: the services can serve
+	problems     []string
+	known        map[string]string // states of the hosts, for events
+	local        []string          // problems of interfaces and paths
+}
+
+// etcdConfig returns the settings of a store in etcd.
+func etcdConfig(f *config.Fleet) (*store.EtcdConfig, error) {
+	e := f.Etcd
+	c := &store.EtcdConfig{Endpoints: e.Endpoints, Username: e.User, Fleet: f.Name}
+	if slices.ContainsFunc(e.Endpoints, func(s string) bool { return strings.HasPrefix(s, "https:") }) {
+		var err error
+		if c.TLS, err = store.TLSConfig(e.CA, e.Cert, e.Key); err != nil {
+			return nil, err
+		}
+	}
+	if e.PasswordFile != "" {
+		text, err := owned.ReadFile(e.PasswordFile, true, mostPassword)
+		if err != nil {
+			return nil, fmt.Errorf("read password of etcd: %w", err)
+		}
+		c.Password = strings.TrimSpace(string(text))
+	}
+	return c, nil
+}
+
+// participate opens the data path and the store, and follows the store.
+func (d *Domain) participate(s *settings) (_ *participation, err error) {
+	p := &participation{settings: s, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path)}
+	if p.path, err = forward.Open(d.pins()); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			p.path.Close()
+		}
+	}()
+	if err := p.path.SetListeners(distinct(s.listeners)); err != nil {
+		return nil, err
+	}
+	last, err := p.readTable()
+	if err != nil {
+		p.log.Warn("the last table of the fleet cannot be used", "error", err)
+	}
+	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}}
+	if s.etcd != nil {
+		c := *s.etcd
+		c.Host, c.Log = p.registration, p.log
+		if c.Instance, err = p.instance(); err != nil {
+			return nil, err
+		}
+		if p.store, err = store.OpenEtcd(c); err != nil {
+			return nil, err
+		}
+	} else {
+		p.store = store.OpenFile(s.File)
+	}
+	p.refresh()
+	p.node = node.New(node.Config{
+		Store: p.store, Path: (*dataPath)(p), Host: p.registration, Last: last, Log: p.log,
+		Lead: lead.Config{MinHosts: s.MinHosts, Settle: time.Duration(s.Settle) * time.Microsecond, OnDeath: lead.OnDeath(s.OnHostDeath), Batch: batch, Nonce: bpf.NewNonce()},
+	})
+	p.node.Changed = p.changed
+	ctx, cancel := context.WithCancel(context.Background())
+	p.cancel = cancel
+	p.done.Go(func() { p.node.Run(ctx) })
+	p.done.Go(func() {
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(refreshInterval):
+				p.refresh()
+			}
+		}
+	})
+	return p, nil
+}
+
+// end ends the participation. The programs stay attached. With leave, the registration of this host ends at once.
+func (p *participation) end(leave bool) error {
+	p.cancel()
+	p.done.Wait()
+	return errors.Join(p.store.Close(leave), p.path.Close())
+}
+
+// instance returns the name of this host's registration: the same one after a restart of the agent, so that the next agent
+// renews it, and another one after a reboot, and on a host that was cloned.
+func (p *participation) instance() (string, error) {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", err
+	}
+	var saved struct {
+		Instance string `json:"instance"`
+		Boot     string `json:"boot"`
+	}
+	file := filepath.Join(p.stateDir, instanceFile)
+	if data, err := os.ReadFile(file); err == nil && json.Unmarshal(data, &saved) == nil && saved.Boot == strings.TrimSpace(string(boot)) && saved.Instance != "" {
+		return saved.Instance, nil
+	}
+	saved.Instance, saved.Boot = rand.Text(), strings.TrimSpace(string(boot))
+	data, err := json.Marshal(saved)
+	if err != nil {
+		return "", err
+	}
+	return saved.Instance, statedir.Write(file, append(data, '\n'))
+}
+
+// readTable returns the table that was in force when the agent ended, or nil.
+func (p *participation) readTable() (*table.Table, error) {
+	data, err := os.ReadFile(filepath.Join(p.stateDir, tableFile))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return table.Decode(data)
+}
+
+// dataPath is what the node needs of the data path.
+type dataPath participation
+
+// Apply puts a table in force: first in the kernel, then in the checks of connections, which close those of the devices that
+// have left.
+func (d *dataPath) Apply(t *table.Table) error {
+	p := (*participation)(d)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	before := p.table
+	if err := p.install(t); err != nil {
+		return err
+	}
+	data, err := t.Encode()
+	if err == nil {
+		err = statedir.Write(filepath.Join(p.stateDir, tableFile), data)
+	}
+	if err != nil {
+		p.log.Error("table of the fleet not saved", "error", err) // steering must continue on a full disk
+	}
+	gained, lost := 0, 0
+	mine := func(t *table.Table, b int) bool {
+		return t != nil && t.Owner[b] != table.None && t.Hosts[t.Owner[b]].Name == p.settings.host
+	}
+	for b := range table.Buckets {
+		was, is := mine(before, b), mine(t, b)
+		if is && !was {
+			gained++
+		} else if was && !is {
+			lost++
+		}
+	}
+	if gained+lost > 0 || before == nil {
+		p.log.Info("table of the fleet in force", events.FleetTable, "epoch", t.Epoch, "gained", gained, "lost", lost)
+	}
+	return nil
+}
+
+// Prepare makes the moves possible that concern this host.
+func (d *dataPath) Prepare(*table.Table) error { return nil }
+
+// install installs a table in the kernel. The caller holds mu.
+func (p *participation) install(t *table.Table) error {
+	mapping, err := placement.NewMapping(1, bpf.NoSlot, t.Nonce, p.settings.devices)
+	if err != nil {
+		return err
+	}
+	paths := p.findPaths(t)
+	next := func(h *table.Host) forward.Next { return paths[h.Name].Next }
+	if err := p.path.Set(t, p.settings.host, next, p.settings.devices); err != nil {
+		return err
+	}
+	p.table, p.mapping, p.paths = t, mapping, paths
+	p.attach()
+	p.services.SetFleet(p.settings.Addresses, hostOf(t, mapping, p.settings.host))
+	return nil
+}
+
+// hostOf returns the function that the services ask for the host of a device.
+func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.Addr) (string, bool) {
+	return func(device netip.Addr) (string, bool) {
+		b := mapping.Locate(device).Bucket
+		name := func(i uint16) string {
+			if i == table.None {
+				return ""
+			}
+			return t.Hosts[i].Name
+		}
+		owner := name(t.Owner[b])
+		// Hosts that have applied the next table already send devices to the next owner.
+		return owner, owner == self || name(t.Next[b]) == self
+	}
+}
+
+// findPaths finds the paths to the other hosts of a table. The caller holds mu.
+func (p *participation) findPaths(t *table.Table) map[string]path {
+	paths := make(map[string]path, len(t.Hosts))
+	tunnel := func() (int, uint32, error) {
+		index, err := openTunnel()
+		return index, vniOf(t.Nonce), err
+	}
+	for i := range t.Hosts {
+		if h := &t.Hosts[i]; h.Name == p.settings.host {
+			paths[h.Name] = path{kind: "self"}
+		} else {
+			paths[h.Name] = findPath(h, p.nics, tunnel)
+		}
+	}
+	return paths
+}
+
+// attach attaches the programs to the interfaces that exist. The caller holds mu.
+func (p *participation) attach() {
+	var indexes []int
+	for _, n := range p.nics {
+		indexes = append(indexes, n.index)
+	}
+	tunnel := 0
+	for _, path := range p.paths {
+		if path.kind == "tunnel" {
+			tunnel = path.Interface
+		}
+	}
+	wanted := append(slices.Clone(indexes), tunnel)
+	if slices.Equal(wanted, p.attached) {
+		return
+	}
+	if err := p.path.Attach(indexes, tunnel); err != nil {
+		p.local = append(p.local, err.Error())
+		return
+	}
+	p.attached = wanted
+}
+
+// refresh looks at what changes without the store: interfaces, routes, neighbors, and the services.
+func (p *participation) refresh() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.local = nil
+	nics, err := findInterfaces(p.settings.Interfaces)
+	if err != nil {
+		p.local = append(p.local, err.Error())
+	} else if !reflect.DeepEqual(nics, p.nics) {
+		p.nics, p.attached = nics, nil
+	}
+	p.attach()
+	if p.table != nil && err == nil {
+		if paths := p.findPaths(p.table); !reflect.DeepEqual(paths, p.paths) {
+			if err := p.install(p.table); err != nil {
+				p.local = append(p.local, err.Error())
+			}
+		}
+	}
+	p.healthy = p.services.CanServe(p.settings.selects)
+	next := p.registration
+	next.Healthy, next.MACs, next.Addresses = p.healthy == nil && err == nil, ownMACs(p.nics), ownAddresses(p.nics, p.settings.Addresses)
+	if !reflect.DeepEqual(next, p.registration) {
+		p.registration = next
+		if p.node != nil {
+			p.node.Describe(next.Host, next.Healthy)
+		}
+	}
+	p.report()
+}
+
+// changed notes the state of the store.
+func (p *participation) changed(s node.State) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.state = s
+	p.reportHosts()
+	p.report()
+}
+
+// allProblems returns what is wrong now. The caller holds mu.
+func (p *participation) allProblems() []string {
+	list := slices.Clone(p.local)
+	if p.state.Snapshot != nil {
+		list = append(list, p.state.Problems...)
+	}
+	if p.state.Problem != "" {
+		list = append(list, p.state.Problem)
+	}
+	for _, name := range slices.Sorted(maps.Keys(p.paths)) {
+		if problem := p.paths[name].problem; problem != "" {
+			list = append(list, problem)
+		}
+	}
+	return list
+}
+
+// report logs problems that begin and end. The caller holds mu.
+func (p *participation) report() {
+	now := p.allProblems()
+	for _, problem := range now {
+		if !slices.Contains(p.problems, problem) {
+			p.log.Warn("fleet", events.FleetProblem, "problem", problem)
+		}
+	}
+	if len(now) == 0 && len(p.problems) > 0 {
+		p.log.Info("the fleet has no problem any more", events.FleetSolved)
+	}
+	p.problems = now
+}
+
+// reportHosts logs hosts that have come, gone or changed. The caller holds mu.
+func (p *participation) reportHosts() {
+	if p.state.Snapshot == nil || !p.state.Connected {
+		return
+	}
+	now := make(map[string]string)
+	for i := range p.state.Hosts {
+		now[p.state.Hosts[i].Name] = describeHost(&p.state.Hosts[i])
+	}
+	names := slices.Sorted(maps.Keys(now))
+	for name := range p.known {
+		if now[name] == "" {
+			names = append(names, name)
+		}
+	}
+	for _, name := range names {
+		if state := cmp.Or(now[name], "removed"); p.known[name] != state {
+			p.log.Info("host of the fleet", events.FleetHost, "host", name, "state", state)
+		}
+	}
+	p.known = now
+}
+
+// describeHost returns the state of a host in one word.
+func describeHost(h *lead.Host) string {
+	switch {
+	case !h.Alive && h.State != lead.Removed:
+		return "dead"
+	case h.State == lead.Ready && !h.Healthy:
+		return "unhealthy"
+	}
+	return string(h.State)
+}

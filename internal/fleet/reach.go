@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
+	"sockeye/internal/fleet/forward"
+	"sockeye/internal/fleet/table"
+)
+
+// nic is an interface of the fleet.
+type nic struct {
+	name      string
+	index     int
+	mac       net.HardwareAddr
+	addresses []netip.Addr
+}
+
+// findInterfaces returns the interfaces with some names.
+func findInterfaces(names []string) ([]nic, error) {
+	var found []nic
+	for _, name := range names {
+		link, err := netlink.LinkByName(name)
+		if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing {
+			return nil, fault.WithHint(fmt.Errorf("there is no interface %q", name), "ip link lists the interfaces")
+		} else if err != nil {
+			return nil, fmt.Errorf("find interface %q: %w", name, err)
+		}
+		a := link.Attrs()
+		if a.EncapType != "ether" || len(a.HardwareAddr) != 6 {
+			return nil, fault.WithHint(fmt.Errorf("interface %q is not an Ethernet interface", name), "a fleet recognizes the packets of its hosts by their MAC addresses")
+		}
+		one := nic{name: name, index: a.Index, mac: a.HardwareAddr}
+		addresses, err := netlink.AddrList(link, netlink.FAMILY_ALL)
+		if err != nil {
+			return nil, fmt.Errorf("read addresses of interface %q: %w", name, err)
+		}
+		for _, address := range addresses {
+			ip, ok := netip.AddrFromSlice(address.IP)
+			if ip = ip.Unmap(); ok && address.Scope == unix.RT_SCOPE_UNIVERSE && address.Flags&(unix.IFA_F_TENTATIVE|unix.IFA_F_DEPRECATED|unix.IFA_F_TEMPORARY) == 0 {
+				one.addresses = append(one.addresses, ip)
+			}
+		}
+		found = append(found, one)
+	}
+	return found, nil
+}
+
+// ownAddresses returns the addresses at which the other hosts reach this one: the first of each family that is not one of
+// the services.
+func ownAddresses(nics []nic, services []netip.Addr) (own []netip.Addr) {
+	for _, v4 := range []bool{true, false} {
+	families:
+		for _, n := range nics {
+			for _, a := range n.addresses {
+				if a.Is4() == v4 && !slices.Contains(services, a) {
+					own = append(own, a)
+					break families
+				}
+			}
+		}
+	}
+	return own
+}
+
+// ownMACs returns the addresses of the interfaces as text.
+func ownMACs(nics []nic) (macs []string) {
+	for _, n := range nics {
+		if text := n.mac.String(); !slices.Contains(macs, text) {
+			macs = append(macs, text)
+		}
+	}
+	return macs
+}
+
+// path is how this host reaches another one.
+type path struct {
+	forward.Next
+	kind    string // link, tunnel or none
+	problem string
+}
+
+// findPath finds the path to a host: on the link of one of the interfaces, or through a tunnel. A host says itself which MAC
+// address it has, so the neighbor table of the kernel decides where it knows the address.
+func findPath(h *table.Host, nics []nic, tunnel func() (index int, vni uint32, err error)) path {
+	var macs [][6]byte
+	for _, text := range h.MACs {
+		if mac, err := net.ParseMAC(text); err == nil && len(mac) == 6 {
+			macs = append(macs, [6]byte(mac))
+		}
+	}
+	on := path{kind: "link"}
+	known := false
+	for _, a := range h.Addresses {
+		index, ok := onLink(a, nics)
+		if !ok || on.Interface != 0 && index != on.Interface {
+			continue
+		}
+		on.Interface, on.Addresses = index, append(on.Addresses, a)
+		mac, ok := neighbor(index, a)
+		switch {
+		case !ok:
+		case !slices.Contains(macs, mac):
+			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped",
+				h.Name, h.MACs, net.HardwareAddr(mac[:]), a)}
+		default:
+			on.MAC, known = mac, true
+		}
+	}
+	if on.Interface != 0 {
+		if !known && len(macs) > 0 {
+			on.MAC = macs[0]
+		}
+		return on
+	}
+	for _, a := range h.Addresses {
+		if !routed(a) {
+			continue
+		}
+		index, vni, err := tunnel()
+		if err != nil {
+			return path{kind: "none", problem: fmt.Sprintf("no tunnel to host %s: %v", h.Name, err)}
+		}
+		return path{kind: "tunnel", Next: forward.Next{Addresses: []netip.Addr{a}, Interface: index, VNI: vni}}
+	}
+	return path{kind: "none", problem: fmt.Sprintf("there is no route to host %s at %v", h.Name, h.Addresses)}
+}
+
+// onLink returns the interface whose link has an address.
+func onLink(a netip.Addr, nics []nic) (index int, ok bool) {
+	routes, err := netlink.RouteGet(a.AsSlice())
+	if err != nil || len(routes) != 1 || routes[0].Type != unix.RTN_UNICAST || routes[0].Gw != nil {
+		return 0, false
+	}
+	index = routes[0].LinkIndex
+	return index, slices.ContainsFunc(nics, func(n nic) bool { return n.index == index })
+}
+
+// routed reports whether there is a route to an address.
+func routed(a netip.Addr) bool {
+	routes, err := netlink.RouteGet(a.AsSlice())
+	return err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_UNICAST
+}
+
+// neighbor returns the MAC address that the kernel knows for an address.
+func neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
+	family := unix.AF_INET6
+	if a.Is4() {
+		family = unix.AF_INET
+	}
+	list, err := netlink.NeighList(index, family)
+	if err != nil {
+		return mac, false
+	}
+	const valid = netlink.NUD_REACHABLE | netlink.NUD_STALE | netlink.NUD_DELAY | netlink.NUD_PROBE | netlink.NUD_PERMANENT
+	for _, n := range list {
+		if ip, _ := netip.AddrFromSlice(n.IP); ip.Unmap() == a && n.State&valid != 0 && len(n.HardwareAddr) == 6 {
+			return [6]byte(n.HardwareAddr), true
+		}
+	}
+	return mac, false
+}

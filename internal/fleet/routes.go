@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/internal/domain"
+	"sockeye/internal/events"
+	"sockeye/internal/fault"
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/store"
+	"sockeye/internal/fleet/table"
+)
+
+// Routes adds GET /v1/fleet, GET /v1/health, and POST /v1/fleet/host.
+func (d *Domain) Routes(r *domain.Router) {
+	r.Get("/v1/fleet", func(*http.Request) (any, error) {
+		p, err := d.current()
+		if err != nil {
+			return nil, err
+		}
+		return p.status()
+	})
+	r.Get("/v1/health", func(*http.Request) (any, error) { return d.Health(), nil })
+	r.Post("/v1/fleet/host", func(r *http.Request) (any, error) {
+		var change api.FleetHostChange
+		if err := domain.Decode(r, &change); err != nil {
+			return nil, err
+		}
+		p, err := d.current()
+		if err != nil {
+			return nil, err
+		}
+		return p.setHost(r.Context(), change)
+	})
+}
+
+func everyService(*config.Service) bool { return true }
+
+// setHost changes the state or the weight of a host.
+func (p *participation) setHost(ctx context.Context, change api.FleetHostChange) (*api.Plan, error) {
+	p.mu.Lock()
+	snapshot := p.state.Snapshot
+	p.mu.Unlock()
+	if snapshot == nil || !snapshot.Connected {
+		return nil, fault.WithHint(errors.New("the store of the fleet does not answer"), "sockeye fleet shows the reason; the table in force stays")
+	}
+	names := make([]string, len(snapshot.Hosts))
+	for i := range snapshot.Hosts {
+		names[i] = snapshot.Hosts[i].Name
+	}
+	at := slices.Index(names, change.Host)
+	if at < 0 {
+		hint := "sockeye fleet lists the hosts"
+		if near := config.Nearest(change.Host, names); near != "" {
+			hint = "did you mean " + near + "?"
+		}
+		return nil, fault.Usage(fmt.Errorf("the fleet has no host %q", change.Host), hint)
+	}
+	h := &snapshot.Hosts[at]
+	present := store.Setting{State: h.State, Weight: h.SetWeight}
+	if present.State == lead.Ready {
+		present.State = "" // the setting of a host without one
+	}
+	setting := present
+	plan := &api.Plan{Changes: []api.Change{}}
+	if change.State != "" {
+		setting.State = lead.State(change.State)
+	}
+	if change.Weight != nil {
+		if *change.Weight < 0 || *change.Weight > table.MostWeight {
+			return nil, fault.Usage(fmt.Errorf("weight %d", *change.Weight), fmt.Sprintf("1 to %d, or 0 for the weight in the policy of the host", table.MostWeight))
+		}
+		setting.Weight = uint32(*change.Weight)
+	}
+	if setting.State == lead.Ready {
+		setting.State = ""
+	}
+	if err := setting.Check(); err != nil {
+		return nil, fault.Usage(err, "ready, drain, maint or removed")
+	}
+	if setting == present {
+		return plan, nil
+	}
+	if err := lastHost(snapshot.Hosts, at, setting); err != nil {
+		return nil, err
+	}
+	plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("host %s: %s -> %s", h.Name, describeSetting(present), describeSetting(setting)), Effect: p.effectOf(snapshot, h, setting)})
+	if change.DryRun {
+		return plan, nil
+	}
+	if err := p.store.SetSetting(ctx, h.Name, setting); errors.Is(err, store.ErrReadOnly) {
+		return nil, fault.Conflict(err, p.settings.File)
+	} else if err != nil {
+		return nil, err
+	}
+	p.log.Info("host of the fleet set", events.HostRequested, "host", h.Name, "setting", describeSetting(setting))
+	return plan, nil
+}
+
+// lastHost returns an error if a change would leave no host for the devices.
+func lastHost(hosts []lead.Host, at int, setting store.Setting) error {
+	if setting.State == "" || setting.State == lead.Maint {
+		return nil
+	}
+	for i := range hosts {
+		if h := &hosts[i]; i != at && h.Alive && h.State == lead.Ready {
+			return nil
+		}
+	}
+	return fault.Conflict(fmt.Errorf("host %s is the last one that can serve devices", hosts[at].Name), "make another host ready first")
+}
+
+// describeSetting returns a setting as text.
+func describeSetting(s store.Setting) string {
+	text := "ready"
+	if s.State != "" {
+		text = string(s.State)
+	}
+	if s.Weight != 0 {
+		text += fmt.Sprintf(", weight %d", s.Weight)
+	}
+	return text
+}
+
+// effectOf tells how many buckets a change moves.
+func (p *participation) effectOf(s *store.Snapshot, h *lead.Host, to store.Setting) string {
+	if s.Table == nil {
+		return ""
+	}
+	hosts := slices.Clone(s.Hosts)
+	for i := range hosts {
+		if hosts[i].Name == h.Name {
+			hosts[i].State = lead.Ready
+			if to.State != "" {
+				hosts[i].State = to.State
+			}
+			if to.Weight != 0 {
+				hosts[i].Weight = to.Weight
+			}
+		}
+	}
+	moved := lead.Moved(s.Table, hosts, lead.OnDeath(p.settings.OnHostDeath))
+	share := float64(moved) / table.Buckets
+	return fmt.Sprintf("%.1f %% of the devices move", 100*share)
+}

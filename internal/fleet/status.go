@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"errors"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
+	"sockeye/internal/fleet/forward"
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/table"
+)
+
+// errNoFleet is the error of requests about a fleet without one.
+var errNoFleet = fault.Usage(errors.New("the policy has no fleet"), "docs/fleet.md describes the key fleet of the policy")
+
+// current returns the participation, or errNoFleet.
+func (d *Domain) current() (*participation, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.part == nil {
+		return nil, errNoFleet
+	}
+	return d.part, nil
+}
+
+// Status adds the state of the fleet.
+func (d *Domain) Status(status *api.Status) error {
+	p, err := d.current()
+	if err != nil {
+		return nil
+	}
+	status.Fleet, err = p.status()
+	return err
+}
+
+// Frame adds nothing: the views of a service show what its members receive.
+func (d *Domain) Frame(*api.Frame) error { return nil }
+
+// status returns the state of the fleet, as this host knows it.
+func (p *participation) status() (*api.FleetStatus, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := &api.FleetStatus{Fleet: p.settings.Name, Host: p.settings.host, Store: "etcd", Hosts: []api.FleetHost{}, Packets: make(map[string]uint64), Problems: p.allProblems()}
+	if p.settings.etcd == nil {
+		s.Store = "file"
+	}
+	if s.Problems == nil {
+		s.Problems = []string{}
+	}
+	s.Healthy, _ = p.health()
+	counts, err := p.path.Counts()
+	if err != nil {
+		return nil, err
+	}
+	for outcome, packets := range counts {
+		s.Packets[forward.Outcome(outcome).String()] = packets
+	}
+	var shares []int
+	if p.table != nil {
+		s.Epoch, s.Moving, shares = p.table.Epoch, p.table.Moving(), p.table.Shares()
+	}
+	if p.state.Snapshot == nil {
+		return s, nil
+	}
+	s.Connected, s.Leader = p.state.Connected, p.state.Leader
+	if p.state.Table != nil {
+		s.StoreEpoch = p.state.Table.Epoch
+	}
+	for i := range p.state.Hosts {
+		s.Hosts = append(s.Hosts, p.hostStatus(&p.state.Hosts[i], shares))
+	}
+	return s, nil
+}
+
+// hostStatus returns the state of a host. The caller holds mu.
+func (p *participation) hostStatus(h *lead.Host, shares []int) api.FleetHost {
+	one := api.FleetHost{Name: h.Name, Addresses: []string{}, State: string(h.State), Alive: h.Alive, Healthy: h.Healthy, Weight: h.Weight, Epoch: h.Applied, Path: p.paths[h.Name].kind}
+	for _, a := range h.Addresses {
+		one.Addresses = append(one.Addresses, a.String())
+	}
+	if one.Path == "" {
+		one.Path = "none"
+	}
+	if h.Name == p.settings.host {
+		one.Path = "self"
+	}
+	if p.table != nil {
+		if at := p.table.Index(h.Name); at != table.None {
+			one.Buckets = shares[at]
+			one.Share = float64(shares[at]) / table.Buckets
+		}
+	}
+	return one
+}
+
+// owns returns the number of buckets of this host, with those that move to it. The caller holds mu.
+func (p *participation) owns() (n int) {
+	if p.table == nil {
+		return 0
+	}
+	self := p.table.Index(p.settings.host)
+	for b := range table.Buckets {
+		if self != table.None && (p.table.Owner[b] == self || p.table.Next[b] == self) {
+			n++
+		}
+	}
+	return n
+}
+
+// health reports whether routers shall send packets to this host, or why not. A host that drains does so until its last
+// bucket has moved, and a host that etcd does not answer serves what it has. The caller holds mu.
+func (p *participation) health() (ok bool, reason string) {
+	switch {
+	case p.table == nil:
+		return false, "this host has no table of the fleet yet"
+	case len(p.nics) == 0:
+		return false, "an interface of the fleet is missing"
+	case p.healthy != nil:
+		return false, p.healthy.Error()
+	case p.owns() == 0:
+		return false, "this host has no devices"
+	}
+	return true, ""
+}
+
+// Health reports whether this host shall receive packets to the addresses of the services. Without a fleet, it does while its
+// services can serve.
+func (d *Domain) Health() api.Health {
+	p, err := d.current()
+	if err != nil {
+		if err := d.services.CanServe(everyService); err != nil {
+			return api.Health{Reason: err.Error()}
+		}
+		return api.Health{Healthy: true}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	ok, reason := p.health()
+	return api.Health{Healthy: ok, Reason: reason}
+}

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"fmt"
+	"net/netip"
+
+	"sockeye/internal/config"
+	"sockeye/internal/steer/core"
+)
+
+// SetFleet says which host serves which device, at which local addresses. All connections of devices of other hosts are
+// closed, now and later. Without addresses, this host serves all devices.
+func (d *Domain) SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, here bool)) {
+	fleet := &core.Fleet{Addresses: addresses, Host: host}
+	if len(addresses) == 0 {
+		fleet = nil
+	}
+	d.host.Fleet.Store(fleet)
+	services, _ := d.selectServices("") // cannot fail for all services
+	for _, s := range services {
+		s.Mu.Lock()
+		s.checks.Soon()
+		s.Mu.Unlock()
+	}
+}
+
+// CanServe returns an error if a selected service has no ready slot.
+func (d *Domain) CanServe(selected func(*config.Service) bool) error {
+	services, _ := d.selectServices("") // cannot fail for all services
+	for _, s := range services {
+		s.Mu.Lock()
+		ready := s.CheckOpen() == nil && (!selected(&s.Config) || s.anyReady())
+		s.Mu.Unlock()
+		if !ready {
+			return fmt.Errorf("service %s has no ready slot", s.Name)
+		}
+	}
+	return nil
+}
+
+func (s *service) anyReady() bool {
+	for slot := range s.Seats {
+		if s.IsReady(slot) {
+			return true
+		}
+	}
+	return false
+}
