@@ -39,6 +39,16 @@ func (w *world) socket(t testing.TB, n *lab.Namespace, at netip.Addr) *net.UDPCo
 	return c
 }
 
+// arrive waits until the link has delivered the packets that f sends in a direction: a process moves them, which may not run for
+// a while.
+func (w *world) arrive(t testing.TB, d lab.Direction, packets uint64, f func()) {
+	t.Helper()
+	delivered := func() uint64 { return [...]uint64{lab.AToB: w.Counts().AToB.Delivered, lab.BToA: w.Counts().BToA.Delivered}[d] }
+	before := delivered()
+	f()
+	testenv.Within(t, "packets delivered", func() bool { return delivered() == before+packets })
+}
+
 func option(t testing.TB, c syscall.Conn, level, name, value int) {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -117,7 +127,7 @@ func TestDatagrams(t *testing.T) {
 				send(a, b, n)
 			}
 			send(a, other, 7)
-			send(b, a, 9) // of another socket
+			w.arrive(t, lab.BToA, 1, func() { send(b, a, 9) }) // of another socket
 		})
 		receive(a, 9)
 		for _, n := range sizes {
@@ -343,7 +353,7 @@ func TestDatagramDrops(t *testing.T) {
 		}
 		option(t, b, unix.SOL_SOCKET, unix.SO_RCVBUF, 10_000)
 		const n = 100
-		got, summary := datagrams(t, b, func() { send(n) })
+		got, summary := datagrams(t, b, func() { w.arrive(t, lab.AToB, n, func() { send(n) }) })
 		if len(got) != n || summary.Unread == 0 || summary.ReceivedDropped == 0 || summary.Unread+summary.ReceivedDropped != n {
 			t.Errorf("%d datagrams, %+v", len(got), summary)
 		}
