@@ -23,6 +23,7 @@ import (
 	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
+	"sockeye/internal/steer/locate"
 	"sockeye/internal/steer/stored"
 )
 
@@ -396,7 +397,7 @@ func (s *service) shares() map[int]float64 {
 func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
-	list := Where(s.Name, s.Mapping, addresses)
+	list := locate.Where(s.Name, s.Mapping, addresses)
 	if fleet := s.Host.Fleet.Load(); fleet != nil {
 		for i := range list {
 			list[i].Host, _ = fleet.Host(list[i].Address)
@@ -405,41 +406,6 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	for i := range list {
 		ready := s.IsReady(list[i].Slot)
 		list[i].Ready = &ready
-	}
-	return list
-}
-
-// PlannedMapping returns the mapping that a service would have with a configuration and a device map, and with the states,
-// weights and pins of its slots.
-func PlannedMapping(c config.Service, nonce uint64, devices *placement.DeviceMap, slots []api.SlotStatus) (*placement.Mapping, error) {
-	st := stored.State{Slots: make(map[int]stored.Setting)}
-	for _, slot := range slots {
-		if slices.Contains(stored.States, slot.State) {
-			st.Slots[slot.Slot] = stored.Setting{State: stored.SlotState(slot.State), Weight: slot.Weight}
-		}
-		for _, p := range slot.Pins {
-			one, err := stored.ParsePin(p.Device, devices)
-			if err != nil {
-				continue // the device map does not have the device, or names the address
-			}
-			one.Slot = slot.Slot
-			st.Pins = append(st.Pins, one)
-		}
-	}
-	m, err := stored.NewMapping(c, &st, nonce, devices)
-	if err != nil {
-		return nil, err
-	}
-	return m.WithPins(st.PinsFor(c.Slots, nil)), nil
-}
-
-// Where returns the slots of addresses in a mapping.
-func Where(service string, mapping *placement.Mapping, addresses []netip.Addr) []api.WhereStatus {
-	list := make([]api.WhereStatus, len(addresses))
-	for i, addr := range addresses {
-		list[i] = api.WhereStatus{Service: service, Address: addr.Unmap().WithZone("")}
-		at := mapping.Locate(addr)
-		list[i].Slot, list[i].Device, list[i].Bucket, list[i].Pinned = at.Slot, at.Device, at.Bucket, at.Pinned
 	}
 	return list
 }

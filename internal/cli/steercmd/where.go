@@ -23,7 +23,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/placement"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/locate"
 )
 
 func (c *commands) whereCommand() *cobra.Command {
@@ -124,7 +124,7 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.Wh
 	if err != nil {
 		return nil, err
 	}
-	return steer.Where("", mapping, addresses), nil
+	return locate.Where("", mapping, addresses), nil
 }
 
 // loadDevices reads a device map; "" is none.
@@ -190,11 +190,11 @@ func (c *commands) wherePlanned(ctx context.Context, addresses []netip.Addr, s c
 	if err != nil {
 		return nil, err
 	}
-	mapping, err := steer.PlannedMapping(s, seed, devices, slots)
+	mapping, err := locate.Planned(s, seed, devices, slots)
 	if err != nil {
 		return nil, err
 	}
-	return steer.Where(s.Name, mapping, addresses), nil
+	return locate.Where(s.Name, mapping, addresses), nil
 }
 
 func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStatus, error) {
