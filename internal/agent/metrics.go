@@ -112,6 +112,9 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(a.gathered, promhttp.HandlerOpts{}))
+	for _, d := range domain.With[domain.HealthReporter](a.domains) {
+		mux.HandleFunc("GET /health", domain.ServeHealth(d))
+	}
 	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
 	g := &gate{Listener: listener, name: "metrics", log: a.log, limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), evictsOldest: true}

@@ -106,7 +106,7 @@ func TestMetrics(t *testing.T) {
 // The documentation lists the metrics of the golden files and no others.
 func TestMetricsDocumented(t *testing.T) {
 	files, err := filepath.Glob("../*/testdata/metrics*.golden")
-	if err != nil || len(files) != 5 {
+	if err != nil || len(files) != 6 {
 		t.Fatalf("%q, %v", files, err)
 	}
 	var golden []byte

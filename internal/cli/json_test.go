@@ -61,6 +61,8 @@ var answers = []struct {
 	{"bigtcp verify", verify.Report{}},
 	{"sockets", socketscmd.Shown{}},
 	{"top", api.Frame{}},
+	{"fleet", api.FleetStatus{}},
+	{"health", api.Health{}},
 	{"register, unregister", api.Membership{}},
 	{"doctor", []doctor.Finding{}},
 	{"version", version{}},

@@ -147,7 +147,7 @@ func TestAccept(t *testing.T) {
 }
 
 func TestRefuse(t *testing.T) {
-	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals, bigTCPRefusals) {
+	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals, bigTCPRefusals, fleetRefusals) {
 		t.Run(test.name, func(t *testing.T) {
 			p, err := Parse([]byte(test.doc), "p.yaml")
 			if err == nil {
@@ -442,7 +442,7 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte(minimal))
 	f.Add([]byte(strings.Replace(fullTune, "      remote_file: sub/prefixes.txt\n", "", 1)))
 	f.Add([]byte(strings.Replace(fullTrace, "      remote_file: sub/prefixes.txt\n", "", 1)))
-	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals, bigTCPRefusals) {
+	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals, bigTCPRefusals, fleetRefusals) {
 		f.Add([]byte(test.doc))
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {

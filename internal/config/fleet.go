@@ -30,7 +30,7 @@ type Fleet struct {
 	File     string `yaml:"file" form:"file" doc:"Instead of etcd: a file with the hosts and the epoch, deployed to all hosts; relative to the policy file."`
 	MinHosts int    `yaml:"min_hosts" min:"1" max:"4096" default:"1" doc:"The number of living hosts without which no device moves, and no first table is made."`
 	// Settle is in microseconds.
-	Settle int64 `yaml:"settle" form:"fleet_settle" default:"10s" doc:"The time for which a host must be alive before it gets devices, 0s to 1h."`
+	Settle int64 `yaml:"settle" form:"fleet_settle" default:"10s" doc:"The time for which a host must be alive before it gets devices, 100ms to 1h."`
 	// OnHostDeath is the treatment of the devices of a host that has died.
 	OnHostDeath OnHostDeath `yaml:"on_host_death" enum:"next,wait" default:"next" doc:"next: the devices of a host that does not renew its lease move to the other hosts. wait: they wait for their host, or for sockeye host set NAME removed."`
 }
@@ -186,10 +186,10 @@ func (d *decoder) checkFleet(p *Policy) {
 				d.refuseAt("fleet.etcd."+key, "needs endpoints with https", "")
 			}
 		}
-		switch {
-		case (e.Cert == "") != (e.Key == "") && !d.bad["fleet.etcd.cert"] && !d.bad["fleet.etcd.key"]:
+		if (e.Cert == "") != (e.Key == "") && !d.bad["fleet.etcd.cert"] && !d.bad["fleet.etcd.key"] {
 			d.refuseAt("fleet.etcd", "must have both cert and key, or none", "")
-		case (e.User == "") != (e.PasswordFile == "") && !d.bad["fleet.etcd.user"] && !d.bad["fleet.etcd.password_file"]:
+		}
+		if (e.User == "") != (e.PasswordFile == "") && !d.bad["fleet.etcd.user"] && !d.bad["fleet.etcd.password_file"] {
 			d.refuseAt("fleet.etcd", "must have both user and password_file, or none", "")
 		}
 	}

@@ -55,8 +55,8 @@ func Parse(data []byte, path string) (*Policy, error) {
 	var p Policy
 	if root != nil {
 		d.decode("", root, &p)
-		if root.Kind == yaml.MappingNode && !d.given("services") && !d.given("tune") && !d.given("trace") && !d.given("bigtcp") {
-			d.refuse("", positionOf(root), "must have services, tune, trace or bigtcp", "services: {} is a policy that does nothing")
+		if root.Kind == yaml.MappingNode && !d.given("services") && !d.given("tune") && !d.given("trace") && !d.given("bigtcp") && !d.given("fleet") {
+			d.refuse("", positionOf(root), "must have services, tune, trace, bigtcp or fleet", "services: {} is a policy that does nothing")
 		}
 		d.check(&p)
 	}

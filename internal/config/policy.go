@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// Policy is the contents of a policy file with all defaults. At least one of services, tune, trace and bigtcp is present.
+// Policy is the contents of a policy file with all defaults. At least one of services, tune, trace, bigtcp and fleet is present.
 type Policy struct {
 	// Services are sorted by name.
 	Services []Service `yaml:"services" keyed:"true" doc:"Services by name."`

@@ -40,7 +40,7 @@ x: *m
 `, `
 p.yaml:2:10: metrics: anchors are not supported
 p.yaml:3:1: x: unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics, ui, events`},
+  hint: known keys: services, tune, trace, bigtcp, fleet, metrics, ui, events`},
 	{"alias in use", minimal + `    user: &u a
     netns: *u
 `, `
@@ -65,12 +65,12 @@ p.yaml:5:5: services.t.sterring: unknown key
 colour: []
 `, `
 p.yaml:2:1: colour: unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics, ui, events`},
+  hint: known keys: services, tune, trace, bigtcp, fleet, metrics, ui, events`},
 	{"unknown key, long", `services: {}
 kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk: 1
 `, `
 p.yaml:2:1: "kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...": unknown key
-  hint: known keys: services, tune, trace, bigtcp, metrics, ui, events`},
+  hint: known keys: services, tune, trace, bigtcp, fleet, metrics, ui, events`},
 	{"duplicate key", minimal + "    slots: 5\n", `
 p.yaml:5:5: services.t.slots: is given twice, first in line 3`},
 	{"duplicate service", `services:
@@ -89,7 +89,7 @@ p.yaml:2:3: services.t.slots: is missing
 p.yaml:4:9: services.t.listeners[0].protocol: is missing
 p.yaml:4:9: services.t.listeners[0].address: is missing`},
 	{"none of services, tune, trace and bigtcp", "metrics: {listen: '127.0.0.1:1'}\n", `
-p.yaml:1:1: must have services, tune, trace or bigtcp
+p.yaml:1:1: must have services, tune, trace, bigtcp or fleet
   hint: services: {} is a policy that does nothing`},
 	{"missing listen", `services: {}
 metrics: {}

@@ -40,7 +40,7 @@ func Schema() ([]byte, error) {
 	s := schemaOf(reflect.TypeFor[Policy](), `doc:"Policy file of Sockeye."`)
 	s.Schema = "https://json-schema.org/draft/2020-12/schema"
 	s.Title = "Sockeye policy"
-	s.AnyOf = []schema{{Required: []string{"services"}}, {Required: []string{"tune"}}, {Required: []string{"trace"}}, {Required: []string{"bigtcp"}}}
+	s.AnyOf = []schema{{Required: []string{"services"}}, {Required: []string{"tune"}}, {Required: []string{"trace"}}, {Required: []string{"bigtcp"}}, {Required: []string{"fleet"}}}
 	data, err := json.MarshalIndent(s, "", "  ")
 	return append(data, '\n'), err
 }

@@ -41,7 +41,7 @@ var (
 	// otlpInterval is the value of metrics.otlp.interval.
 	otlpInterval = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 60 * minute}
 	// fleetSettle is the value of fleet.settle.
-	fleetSettle = TuneOption{Kind: KindDuration, Min: 0, Max: 60 * minute}
+	fleetSettle = TuneOption{Kind: KindDuration, Min: 100 * 1000, Max: 60 * minute}
 	// paceTimeout is the value of pace.timeout of a service.
 	paceTimeout = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 24 * 60 * minute}
 )

@@ -4,6 +4,8 @@ package domain
 
 import (
 	"context"
+	"io"
+	"net/http"
 	"net/netip"
 	"net/url"
 
@@ -58,4 +60,22 @@ type Measurer interface {
 	// History returns the measurements of a time, and Slow its slowest messages, by the parameters of the API.
 	History(q url.Values) (*api.TraceHistory, error)
 	Slow(q url.Values) ([]api.TraceSlow, error)
+}
+
+// HealthReporter is the domain that says whether routers shall send packets to this host. There is one.
+type HealthReporter interface {
+	Health() api.Health
+}
+
+// ServeHealth answers probes by HTTP: with the status 200 while routers shall send packets to this host, and 503 otherwise.
+func ServeHealth(d HealthReporter) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		h := d.Health()
+		text := "healthy\n"
+		if !h.Healthy {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			text = h.Reason + "\n"
+		}
+		_, _ = io.WriteString(w, text) // a client that has gone needs no answer
+	}
 }

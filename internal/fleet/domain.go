@@ -36,6 +36,11 @@ type Services interface {
 	SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, here bool))
 	// CanServe returns an error if a selected service has no ready slot.
 	CanServe(selected func(*config.Service) bool) error
+	// HandOver returns the templates of the exporters that leave this host, by address, for TakeOver on another host, which
+	// sends them to members. IsTakingOver reports whether members still receive them.
+	HandOver(leaves func(netip.Addr) bool) (map[netip.Addr][]byte, error)
+	TakeOver(handed [][]byte) error
+	IsTakingOver() bool
 }
 
 // Domain implements [domain.Domain] for the key fleet of the policy.
@@ -48,6 +53,11 @@ type Domain struct {
 	part   *participation // nil without a fleet
 	closed bool
 }
+
+var (
+	_ domain.Reverter       = (*Domain)(nil)
+	_ domain.HealthReporter = (*Domain)(nil)
+)
 
 // New returns a domain without a fleet.
 func New(h *domain.Host, services Services) *Domain {

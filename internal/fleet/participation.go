@@ -59,6 +59,7 @@ type participation struct {
 	node     *node.Node
 	cancel   context.CancelFunc
 	done     sync.WaitGroup
+	handed   uint64 // last epoch whose templates were handed over; only Prepare uses it
 
 	mu           sync.Mutex
 	nics         []nic
@@ -227,8 +228,81 @@ func (d *dataPath) Apply(t *table.Table) error {
 	return nil
 }
 
-// Prepare makes the moves possible that concern this host.
-func (d *dataPath) Prepare(*table.Table) error { return nil }
+// takeOverTime is the longest time that the members get to receive templates; the devices move afterwards in any case.
+const takeOverTime = 2 * time.Second
+
+// Prepare makes the moves possible that concern this host: it hands over the templates of devices that leave, and takes over
+// those of devices that come, after all their present owners have handed them over.
+func (d *dataPath) Prepare(ctx context.Context, t *table.Table, hosts []lead.Host) error {
+	p := (*participation)(d)
+	p.mu.Lock()
+	mapping, self := p.mapping, t.Index(p.settings.host)
+	p.mu.Unlock()
+	to, from := make(map[string]bool), make(map[string]bool)
+	for b := range table.Buckets {
+		switch owner, next := t.Owner[b], t.Next[b]; {
+		case next == table.None || self == table.None:
+		case owner == self:
+			to[t.Hosts[next].Name] = true
+		case next == self:
+			from[t.Hosts[owner].Name] = true
+		}
+	}
+	if len(to) > 0 && p.handed != t.Epoch {
+		if err := p.handOver(ctx, t, mapping, self); err != nil {
+			return err
+		}
+		p.handed = t.Epoch
+	}
+	for i := range hosts {
+		if h := &hosts[i]; from[h.Name] && h.Alive && h.Prepared < t.Epoch {
+			return node.ErrWait
+		}
+	}
+	if len(from) == 0 {
+		return nil
+	}
+	handed, err := p.store.TakeOver(ctx)
+	if err == nil && len(handed) > 0 {
+		err = p.services.TakeOver(handed)
+	}
+	if err != nil {
+		return err
+	}
+	for begun := time.Now(); p.services.IsTakingOver() && time.Since(begun) < takeOverTime && ctx.Err() == nil; {
+		time.Sleep(time.Millisecond)
+	}
+	return nil
+}
+
+// handOver hands the templates of the devices that leave to their next hosts.
+func (p *participation) handOver(ctx context.Context, t *table.Table, mapping *placement.Mapping, self uint16) error {
+	next := func(device netip.Addr) uint16 {
+		b := mapping.Locate(device).Bucket
+		if t.Owner[b] != self {
+			return table.None
+		}
+		return t.Next[b]
+	}
+	all, err := p.services.HandOver(func(device netip.Addr) bool { return next(device) != table.None })
+	if err != nil {
+		return err
+	}
+	byHost := make(map[string]map[netip.Addr][]byte)
+	for device, templates := range all {
+		name := t.Hosts[next(device)].Name
+		if byHost[name] == nil {
+			byHost[name] = make(map[netip.Addr][]byte)
+		}
+		byHost[name][device] = templates
+	}
+	for name, templates := range byHost {
+		if err := p.store.HandOver(ctx, name, templates); err != nil {
+			return err
+		}
+	}
+	return nil
+}
 
 // install installs a table in the kernel. The caller holds mu.
 func (p *participation) install(t *table.Table) error {
@@ -267,7 +341,7 @@ func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.
 func (p *participation) findPaths(t *table.Table) map[string]path {
 	paths := make(map[string]path, len(t.Hosts))
 	tunnel := func() (int, uint32, error) {
-		index, err := openTunnel()
+		index, err := openTunnel(p.settings.Addresses)
 		return index, vniOf(t.Nonce), err
 	}
 	for i := range t.Hosts {

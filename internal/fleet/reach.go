@@ -122,15 +122,20 @@ func findPath(h *table.Host, nics []nic, tunnel func() (index int, vni uint32, e
 		}
 		return on
 	}
-	for _, a := range h.Addresses {
-		if !routed(a) {
+	for _, a := range h.Addresses { // IPv4 comes first
+		mtu, ok := routed(a)
+		if !ok {
 			continue
 		}
 		index, vni, err := tunnel()
 		if err != nil {
 			return path{kind: "none", problem: fmt.Sprintf("no tunnel to host %s: %v", h.Name, err)}
 		}
-		return path{kind: "tunnel", Next: forward.Next{Addresses: []netip.Addr{a}, Interface: index, VNI: vni}}
+		p := path{kind: "tunnel", Next: forward.Next{Addresses: []netip.Addr{a}, Interface: index, VNI: vni}}
+		if a.Is6() && mtu < tunnelMTU+tunnelOverhead6 {
+			p.problem = fmt.Sprintf("the tunnel to host %s is over IPv6, on a link with MTU %d: packets of more than %d bytes are dropped", h.Name, mtu, mtu-tunnelOverhead6)
+		}
+		return p
 	}
 	return path{kind: "none", problem: fmt.Sprintf("there is no route to host %s at %v", h.Name, h.Addresses)}
 }
@@ -145,10 +150,20 @@ func onLink(a netip.Addr, nics []nic) (index int, ok bool) {
 	return index, slices.ContainsFunc(nics, func(n nic) bool { return n.index == index })
 }
 
-// routed reports whether there is a route to an address.
-func routed(a netip.Addr) bool {
+// routed returns the MTU of the route to an address, if there is one.
+func routed(a netip.Addr) (mtu int, ok bool) {
 	routes, err := netlink.RouteGet(a.AsSlice())
-	return err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_UNICAST
+	if err != nil || len(routes) == 0 || routes[0].Type != unix.RTN_UNICAST {
+		return 0, false
+	}
+	if routes[0].MTU != 0 {
+		return routes[0].MTU, true
+	}
+	link, err := netlink.LinkByIndex(routes[0].LinkIndex)
+	if err != nil {
+		return 0, false
+	}
+	return link.Attrs().MTU, true
 }
 
 // neighbor returns the MAC address that the kernel knows for an address.

@@ -3,14 +3,18 @@
 package fleet
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
-	"os"
+	"net/netip"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fleet/forward"
+	"sockeye/internal/nlattr"
 )
 
 const (
@@ -18,13 +22,17 @@ const (
 	tunnelName = "sockeye-fleet"
 	// tunnelPort is the UDP port of VXLAN (RFC 7348).
 	tunnelPort = 4789
-	// tunnelMTU is that of Ethernet: packets that do not fit with the outer headers are sent in fragments.
+	// tunnelMTU is that of Ethernet: packets that do not fit with the outer headers of IPv4 are sent in fragments.
 	tunnelMTU = 1500
+	// tunnelOverhead6 is the size of the outer headers of IPv6, UDP and VXLAN, and of the inner one of Ethernet. The kernel sends no
+	// packets of a tunnel over IPv6 in fragments (ip6_fragment, Linux 6.18).
+	tunnelOverhead6 = 40 + 8 + 8 + 14
 )
 
 // openTunnel returns the index of the interface of the tunnel, which it creates. The programs choose the far end of each
-// packet.
-func openTunnel() (index int, err error) {
+// packet. The interface gets an IPv4 address of the services: without an address, the filter of reverse paths drops all
+// packets, in the loose mode too (__fib_validate_source, net/ipv4/fib_frontend.c, Linux 6.18).
+func openTunnel(services []netip.Addr) (index int, err error) {
 	link, err := netlink.LinkByName(tunnelName)
 	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing {
 		device := &netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: tunnelName, MTU: tunnelMTU, HardwareAddr: net.HardwareAddr(forward.TunnelMAC[:])},
@@ -40,13 +48,40 @@ func openTunnel() (index int, err error) {
 	if link.Type() != "vxlan" {
 		return 0, fmt.Errorf("interface %s is not a VXLAN interface", tunnelName)
 	}
-	// The kernel would look for the route to the device, which does not lead through the tunnel, and drop the packet. 2 is the loose
-	// mode of RFC 3704: the larger one of this value and that of all interfaces applies.
-	err = os.WriteFile("/proc/sys/net/ipv4/conf/"+tunnelName+"/rp_filter", []byte("2"), 0)
-	if err := errors.Join(err, netlink.LinkSetUp(link)); err != nil {
+	for _, a := range services {
+		if a.Is4() {
+			address := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(32, 32)}, Scope: unix.RT_SCOPE_HOST}
+			if err := netlink.AddrReplace(link, address); err != nil {
+				return 0, fmt.Errorf("set up interface %s: %w", tunnelName, err)
+			}
+			break
+		}
+	}
+	if err := errors.Join(setLooseReversePath(link.Attrs().Index), netlink.LinkSetUp(link)); err != nil {
 		return 0, fmt.Errorf("set up interface %s: %w", tunnelName, err)
 	}
 	return link.Attrs().Index, nil
+}
+
+// looseReversePath is the loose mode of RFC 3704 (net.ipv4.conf.*.rp_filter). The larger one of this value and that of all
+// interfaces applies.
+const looseReversePath = 2
+
+// setLooseReversePath lets an interface receive packets of devices, whose route does not lead through the interface. The systemd
+// unit of the agent may not write sysctls, so the request is one of rtnetlink(7): inet_set_link_af of the kernel.
+func setLooseReversePath(index int) error {
+	const (
+		inetConf = 1 // IFLA_INET_CONF of include/uapi/linux/if_link.h
+		rpFilter = 8 // IPV4_DEVCONF_RP_FILTER of include/uapi/linux/ip.h
+	)
+	value := nlattr.Append(nil, rpFilter, binary.NativeEndian.AppendUint32(nil, looseReversePath))
+	request := nl.NewNetlinkRequest(unix.RTM_SETLINK, unix.NLM_F_ACK)
+	message := nl.NewIfInfomsg(unix.AF_UNSPEC)
+	message.Index = int32(index)
+	request.AddData(message)
+	request.AddData(nl.NewRtAttr(unix.IFLA_AF_SPEC, nlattr.Append(nil, unix.AF_INET, nlattr.Append(nil, inetConf, value))))
+	_, err := request.Execute(unix.NETLINK_ROUTE, 0)
+	return err
 }
 
 // removeTunnel removes the interface of the tunnel, if there is one.

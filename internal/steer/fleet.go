@@ -8,6 +8,7 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/steer/core"
+	"sockeye/internal/steer/rooms"
 )
 
 // SetFleet says which host serves which device, at which local addresses. All connections of devices of other hosts are
@@ -43,6 +44,52 @@ func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 func (s *service) anyReady() bool {
 	for slot := range s.Seats {
 		if s.IsReady(slot) {
+			return true
+		}
+	}
+	return false
+}
+
+// HandOver returns the templates of the exporters that leave this host, by address, in a form that TakeOver of another host
+// reads.
+func (d *Domain) HandOver(leaves func(netip.Addr) bool) (map[netip.Addr][]byte, error) {
+	all := make(map[netip.Addr][]rooms.Handed)
+	services, _ := d.selectServices("") // cannot fail for all services
+	for _, s := range services {
+		s.Mu.Lock()
+		for addr, list := range s.rooms.HandOver(leaves) {
+			all[addr] = append(all[addr], list...)
+		}
+		s.Mu.Unlock()
+	}
+	return rooms.EncodeHanded(all)
+}
+
+// TakeOver keeps the templates that another host has handed over, and sends them to the members of their exporters.
+func (d *Domain) TakeOver(handed [][]byte) error {
+	all, err := rooms.DecodeHanded(handed)
+	if err != nil {
+		return err
+	}
+	services, _ := d.selectServices("") // cannot fail for all services
+	for _, s := range services {
+		s.Mu.Lock()
+		if s.CheckOpen() == nil {
+			s.rooms.TakeOver(all)
+		}
+		s.Mu.Unlock()
+	}
+	return nil
+}
+
+// IsTakingOver reports whether members still receive templates.
+func (d *Domain) IsTakingOver() bool {
+	services, _ := d.selectServices("") // cannot fail for all services
+	for _, s := range services {
+		s.Mu.Lock()
+		replaying := s.CheckOpen() == nil && s.rooms.IsReplaying()
+		s.Mu.Unlock()
+		if replaying {
 			return true
 		}
 	}

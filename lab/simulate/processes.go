@@ -67,7 +67,7 @@ func (p *recordingPath) Apply(t *table.Table) error {
 }
 
 // Prepare does nothing.
-func (p *recordingPath) Prepare(*table.Table) error { return nil }
+func (p *recordingPath) Prepare(context.Context, *table.Table, []lead.Host) error { return nil }
 
 // runNode is one host, until its standard input ends.
 func runNode(arguments []string) error {

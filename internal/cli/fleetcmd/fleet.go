@@ -162,14 +162,14 @@ fleet, a host is healthy while all services have ready slots.`,
 			if err := c.Client().Get(cmd.Context(), "/v1/health", nil, &h); err != nil {
 				return err
 			}
-			if err := c.Show(&h, func(w io.Writer) {
-				if h.Healthy {
-					fmt.Fprintln(w, "healthy")
-				}
-			}); err != nil || h.Healthy {
+			text := "healthy"
+			if !h.Healthy {
+				text = "not healthy: " + command.Printable(h.Reason)
+			}
+			if err := c.Show(&h, func(w io.Writer) { fmt.Fprintln(w, text) }); err != nil || h.Healthy {
 				return err
 			}
-			return errors.New("not healthy: " + h.Reason)
+			return &command.Reported{Err: errors.New("not healthy: " + h.Reason)}
 		},
 	}
 }

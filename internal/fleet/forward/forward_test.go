@@ -407,7 +407,7 @@ func TestConnections(t *testing.T) {
 					_, _ = client.Write(make([]byte, 100_000))
 					time.Sleep(2 * time.Millisecond)
 				}
-				client.(*net.TCPConn).CloseWrite()
+				_ = client.(*net.TCPConn).CloseWrite()
 			}()
 			read, buffer := 0, make([]byte, 1<<16)
 			check(t, server.SetDeadline(time.Now().Add(30*time.Second)))
@@ -502,4 +502,127 @@ func TestDrops(t *testing.T) {
 	if after := counts(t, a); after != before {
 		t.Errorf("counts %v, before %v", after, before)
 	}
+}
+
+// openTunnel creates the interface of the tunnel on a host.
+func (n *node) openTunnel(t testing.TB) (index int) {
+	t.Helper()
+	check(t, n.nl.LinkAdd(&netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: "tunnel0", MTU: 1500, HardwareAddr: forward.TunnelMAC[:]}, FlowBased: true, Port: 4789}))
+	link, err := n.nl.LinkByName("tunnel0")
+	check(t, err)
+	n.sysctl(t, "ipv4/conf/tunnel0/rp_filter", "2")
+	check(t, n.nl.AddrAdd(link, &netlink.Addr{IPNet: prefix(service4, 32)}))
+	check(t, n.nl.LinkSetUp(link))
+	n.do(t, func() error { return n.path.Attach([]int{n.index}, link.Attrs().Index) })
+	return link.Attrs().Index
+}
+
+// TestTunnel forwards packets to hosts that are reached through a tunnel, over IPv4 and IPv6: the device's address stays, and
+// packets that fill the link arrive in fragments over IPv4. What no peer has sent into the tunnel is dropped.
+func TestTunnel(t *testing.T) {
+	const vni = 0x5eed
+	for _, outer := range []string{"IPv4", "IPv6"} {
+		t.Run("over "+outer, func(t *testing.T) {
+			f := newFleet(t, 2)
+			to := f.table()
+			for _, n := range f.hosts {
+				index := n.openTunnel(t)
+				n.do(t, func() error {
+					return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
+						far := h.Addresses[0]
+						if outer == "IPv6" {
+							far = h.Addresses[1]
+						}
+						return forward.Next{Addresses: []netip.Addr{far}, Interface: index, VNI: vni}
+					}, nil)
+				})
+			}
+			a, b := f.hosts[0], f.hosts[1]
+			f.route(t, a)
+			sizes := []int{20, 1452, 4000}
+			if outer == "IPv6" {
+				sizes = []int{20, 1300} // the kernel does not send packets of a tunnel over IPv6 in fragments
+			}
+			number := 0
+			for i := range 20 {
+				for _, family := range []int{4, 6} {
+					for _, size := range sizes {
+						number++
+						data := make([]byte, size)
+						binary.BigEndian.PutUint64(data, uint64(number))
+						from := device(family, i)
+						f.send(t, from, data)
+						if at := f.receive(t, from, data); at != f.owner(from) {
+							t.Fatalf("%d bytes from %v: at %v, want %s; a counts %v, b %v", size, from, at, f.owner(from).name, counts(t, a), counts(t, b))
+						}
+					}
+				}
+			}
+			if n := counts(t, a); n[forward.Forwarded] == 0 || n[forward.Unreachable]+n[forward.Untrusted] > 0 {
+				t.Errorf("a counts %v", n)
+			}
+			// A host that a does not know sends into the tunnel.
+			n := counts(t, b)
+			b.do(t, func() error {
+				return b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil)
+			})
+			mine := device(4, 0)
+			for i := 0; f.owner(mine) != b; i++ {
+				mine = device(4, i)
+			}
+			f.send(t, mine, []byte("of a stranger"))
+			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] > n[forward.Untrusted] })
+		})
+	}
+}
+
+// TestOthers is that packets to no service are left alone, and that ICMP errors follow the packet that they quote.
+func TestOthers(t *testing.T) {
+	f := newFleet(t, 2)
+	f.setAll(t, f.table())
+	others := device(4, 0)
+	for i := 0; f.owner(others) != f.hosts[1]; i++ {
+		others = device(4, i)
+	}
+	f.route(t, f.hosts[0])
+	// ICMP echo is answered by the host that the router has chosen.
+	before := counts(t, f.hosts[0])
+	f.router.do(t, func() error {
+		c, err := net.ListenPacket("ip4:icmp", others.String())
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		if _, err := c.WriteTo([]byte{8, 0, 0xf7, 0xff, 0, 0, 0, 0}, &net.IPAddr{IP: service4.AsSlice()}); err != nil {
+			return err
+		}
+		if err := c.SetReadDeadline(time.Now().Add(10 * time.Second)); err != nil {
+			return err
+		}
+		_, _, err = c.ReadFrom(make([]byte, 100))
+		return err
+	})
+	if after := counts(t, f.hosts[0]); after != before {
+		t.Errorf("an echo request counts: %v, before %v", after, before)
+	}
+	// Errors about packets of a service reach the host of the device.
+	f.router.do(t, func() error {
+		c, err := net.ListenPacket("ip4:icmp", device(4, 199).String())
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		quoted := []byte{3, 3, 0, 0, 0, 0, 0, 0, 0x45, 0, 0, 28, 0, 0, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}
+		quoted = append(append(quoted, service4.AsSlice()...), others.AsSlice()...)
+		quoted = append(quoted, port>>8, port&255, 0x80, 0, 0, 8, 0, 0)
+		sum := uint32(0)
+		for i := 0; i < len(quoted); i += 2 {
+			sum += uint32(binary.BigEndian.Uint16(quoted[i:]))
+		}
+		sum = sum&0xffff + sum>>16
+		binary.BigEndian.PutUint16(quoted[2:], ^uint16(sum+sum>>16))
+		_, err = c.WriteTo(quoted, &net.IPAddr{IP: service4.AsSlice()})
+		return err
+	})
+	testenv.Within(t, "the error to be forwarded", func() bool { return counts(t, f.hosts[0])[forward.Forwarded] == before[forward.Forwarded]+1 })
 }

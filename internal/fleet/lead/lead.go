@@ -78,6 +78,7 @@ const mostSettle = 4
 type Leader struct {
 	Config
 	since   map[string]time.Duration // time since which each host is alive
+	sick    map[string]time.Duration // time since which each living host cannot serve
 	ranking table.Ranking            // of the hosts that have a share
 	ranked  map[string]uint32        // their weights
 }
@@ -117,16 +118,35 @@ func (l *Leader) Decide(now time.Duration, present *table.Table, hosts []Host) D
 
 // observe records since when the hosts are alive.
 func (l *Leader) observe(now time.Duration, hosts []Host) {
-	alive := make(map[string]time.Duration, len(hosts))
+	alive, sick := make(map[string]time.Duration, len(hosts)), make(map[string]time.Duration)
 	for i := range hosts {
 		if h := &hosts[i]; h.Alive {
 			alive[h.Name] = now
 			if since, known := l.since[h.Name]; known {
 				alive[h.Name] = since
 			}
+			if since, known := l.sick[h.Name]; !h.Healthy && known {
+				sick[h.Name] = since
+			} else if !h.Healthy {
+				sick[h.Name] = now
+			}
 		}
 	}
-	l.since = alive
+	l.since, l.sick = alive, sick
+}
+
+// sickTime is the least time for which a living host may be unable to serve before its devices move to the others. Collectors
+// that restart take less.
+const sickTime = 10 * time.Second
+
+// failing reports whether a living host has been unable to serve for long enough, or else how long it still may be.
+func (l *Leader) failing(now time.Duration, h *Host) (yes bool, wait time.Duration) {
+	since, sick := l.sick[h.Name]
+	if !sick {
+		return false, 0
+	}
+	wait = max(l.Settle, sickTime) - (now - since)
+	return wait <= 0, max(wait, 0)
 }
 
 // settled reports whether a host has been alive for long enough, or else how long it still must be.
@@ -250,7 +270,11 @@ func (l *Leader) newStep(now time.Duration, present *table.Table, hosts []Host) 
 		if h.Alive && !ok && owns == 0 && (s.wait == 0 || wait < s.wait) {
 			s.wait = wait
 		}
-		if has := l.hasShare(h, owns > 0, ok); has {
+		failing, patience := l.failing(now, h)
+		if owns > 0 && patience > 0 && (s.wait == 0 || patience < s.wait) {
+			s.wait = patience
+		}
+		if l.hasShare(h, owns > 0, ok) && !failing {
 			s.share[h.Name] = h.Weight
 			if present.Index(h.Name) == table.None {
 				added = append(added, h.Host)

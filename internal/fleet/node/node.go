@@ -27,9 +27,13 @@ type Path interface {
 	// Apply puts a table in force.
 	Apply(t *table.Table) error
 	// Prepare makes the moves of a table possible that concern this host: as the owner, it hands over templates; as the next
-	// one, it is ready for the devices. Prepare is called after Apply, and again until it returns nil.
-	Prepare(t *table.Table) error
+	// one, it is ready for the devices. Prepare is called after Apply, and again until it returns nil. The error is ErrWait
+	// while another host must prepare something first.
+	Prepare(ctx context.Context, t *table.Table, hosts []lead.Host) error
 }
+
+// ErrWait is the error of Path.Prepare while the preparations of another host are not finished.
+var ErrWait = errors.New("another host prepares")
 
 // Config describes a host.
 type Config struct {
@@ -128,7 +132,7 @@ func (n *Node) Run(ctx context.Context) {
 // follow applies the table of a snapshot, and decides about the next one if this host leads. It returns the time after which
 // to call it again with the same snapshot; 0: never.
 func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duration, err error) {
-	if err := n.apply(s.Table); err != nil {
+	if err := n.apply(ctx, s); err != nil {
 		return 0, err
 	}
 	if !s.Connected || !s.Leads {
@@ -157,7 +161,8 @@ func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duratio
 
 // apply puts a table in force, unless it is the one in force. A store with an earlier table, or one of another fleet, was
 // replaced or restored: this host keeps its table, and does not lead.
-func (n *Node) apply(t *table.Table) error {
+func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
+	t := s.Table
 	switch {
 	case t == nil:
 		return nil
@@ -177,10 +182,12 @@ func (n *Node) apply(t *table.Table) error {
 		n.applied, applied = t, t.Epoch
 	}
 	if prepared < t.Epoch {
-		if err := n.config.Path.Prepare(t); err != nil {
+		switch err := n.config.Path.Prepare(ctx, t, s.Hosts); {
+		case err == nil:
+			prepared = t.Epoch
+		case !errors.Is(err, ErrWait): // otherwise the next snapshot shows when the other host is ready
 			return err
 		}
-		prepared = t.Epoch
 	}
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -58,7 +59,7 @@ func (p *path) Apply(t *table.Table) error {
 	return nil
 }
 
-func (p *path) Prepare(*table.Table) error { return nil }
+func (p *path) Prepare(context.Context, *table.Table, []lead.Host) error { return nil }
 
 // host is a host of a test.
 type host struct {
@@ -289,6 +290,9 @@ func (f *fixed) Write(_ context.Context, _ *store.Snapshot, t *table.Table) erro
 }
 func (f *fixed) SetSetting(context.Context, string, store.Setting) error { return nil }
 func (f *fixed) Close(bool) error                                        { return nil }
+
+func (f *fixed) HandOver(context.Context, string, map[netip.Addr][]byte) error { return nil }
+func (f *fixed) TakeOver(context.Context) ([][]byte, error)                    { return nil, nil }
 
 // TestRestoredStore starts a host with a table that is later than that of the store, and with one of another fleet: the host
 // keeps its table, names the problem, and writes nothing, although it leads. With the same epoch, it writes.

@@ -165,5 +165,11 @@ func (f *File) Write(context.Context, *Snapshot, *table.Table) error { return Er
 // SetSetting returns ErrReadOnly.
 func (f *File) SetSetting(context.Context, string, Setting) error { return ErrReadOnly }
 
+// HandOver does nothing: hosts with a file do not move devices one after the other.
+func (f *File) HandOver(context.Context, string, map[netip.Addr][]byte) error { return nil }
+
+// TakeOver returns nothing.
+func (f *File) TakeOver(context.Context) ([][]byte, error) { return nil, nil }
+
 // Close does nothing.
 func (f *File) Close(bool) error { return nil }

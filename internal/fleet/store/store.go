@@ -11,6 +11,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 
 	"sockeye/internal/fleet/lead"
 	"sockeye/internal/fleet/table"
@@ -28,6 +29,10 @@ type Store interface {
 	Write(ctx context.Context, from *Snapshot, t *table.Table) error
 	// SetSetting changes what the operator wants of a host.
 	SetSetting(ctx context.Context, host string, w Setting) error
+	// HandOver keeps the templates of devices for another host, by address, until it takes them or this host ends.
+	HandOver(ctx context.Context, to string, templates map[netip.Addr][]byte) error
+	// TakeOver returns the templates that other hosts have handed over to this one, and removes them.
+	TakeOver(ctx context.Context) ([][]byte, error)
 	// Close gives back what the store holds of the process. With leave, the registration ends at once; otherwise with its
 	// lease.
 	Close(leave bool) error

@@ -43,7 +43,9 @@ func (w *world) socket(t testing.TB, n *lab.Namespace, at netip.Addr) *net.UDPCo
 // a while.
 func (w *world) arrive(t testing.TB, d lab.Direction, packets uint64, f func()) {
 	t.Helper()
-	delivered := func() uint64 { return [...]uint64{lab.AToB: w.Counts().AToB.Delivered, lab.BToA: w.Counts().BToA.Delivered}[d] }
+	delivered := func() uint64 {
+		return [...]uint64{lab.AToB: w.Counts().AToB.Delivered, lab.BToA: w.Counts().BToA.Delivered}[d]
+	}
 	before := delivered()
 	f()
 	testenv.Within(t, "packets delivered", func() bool { return delivered() == before+packets })

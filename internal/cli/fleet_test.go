@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
+)
+
+const (
+	fleetPolicy = `services:
+  telemetry:
+    slots: 2
+    user: root
+    listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "[::]:4739"}]
+fleet: {host: one, interfaces: [fleet0], addresses: [192.0.2.53, "2001:db8::53"], file: hosts.yaml}
+metrics: {listen: "127.0.0.1:9732"}
+`
+	fleetHosts = `epoch: 1
+nonce: 7
+hosts: [{name: one, addresses: [198.51.100.1], macs: ["02:00:00:00:00:01"]}]
+`
+)
+
+// TestFleetOfOne runs a host that is alone in its fleet, with a file: it behaves like a host without one.
+func TestFleetOfOne(t *testing.T) {
+	h := newHost(t, fleetPolicy)
+	h.write("hosts.yaml", fleetHosts)
+	h.refused(fault.CodeUsage, `DIR/policy.yaml:6:32: fleet.interfaces: there is no interface "fleet0"`+"\n  hint: ip link lists the interfaces", "", nil, "check", h.policy)
+	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})
+	if r := h.sockeye("check", h.policy); r.code != 0 {
+		t.Errorf("check: %+v", r)
+	}
+	h.start()
+	pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+	health := func() (code int, text string) {
+		response, err := http.Get("http://127.0.0.1:9732/health")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer response.Body.Close()
+		var b [100]byte
+		n, _ := response.Body.Read(b[:])
+		return response.StatusCode, string(b[:n])
+	}
+	if r := h.sockeye("health"); r.code != fault.CodeFailed || r.out != "not healthy: service telemetry has no ready slot\n" {
+		t.Errorf("health: %+v", r)
+	}
+	if code, text := health(); code != http.StatusServiceUnavailable || text != "service telemetry has no ready slot\n" {
+		t.Errorf("health by HTTP: %d %q", code, text)
+	}
+	must[api.Membership](h, "register", "--slot", "0", "--pid", strconv.Itoa(pid))
+	h.eventually("health", func() bool { return h.sockeye("health").code == 0 })
+	if code, _ := health(); code != http.StatusOK {
+		t.Errorf("health by HTTP: %d", code)
+	}
+	s := must[api.FleetStatus](h, "fleet")
+	if len(s.Hosts) != 1 || s.Hosts[0].Share != 1 || s.Hosts[0].Path != "self" || s.Epoch != 1 || !s.Connected || s.Store != "file" || len(s.Problems) > 0 {
+		t.Errorf("%+v", s)
+	}
+	if got := h.sockeye("fleet").out; !strings.HasPrefix(got, "fleet main, this host one, epoch 1, file\n\nHOST") || !strings.Contains(got, "100.0 %") {
+		t.Errorf("fleet:\n%s", got)
+	}
+	if w := must[[]api.WhereStatus](h, "where", "10.0.0.1"); len(w) != 1 || w[0].Host != "one" {
+		t.Errorf("where: %+v", w)
+	}
+	if got := regexp.MustCompile(` +`).ReplaceAllString(h.sockeye("where", "10.0.0.1").out, " "); !strings.HasPrefix(got, "SERVICE ADDRESS DEVICE HOST BUCKET SLOT PINNED READY\ntelemetry 10.0.0.1 - one ") {
+		t.Errorf("where:\n%s", got)
+	}
+	h.refused(fault.CodeUsage, `the fleet has no host "on"`, "did you mean one?", nil, "host", "set", "on", "drain")
+	h.refused(fault.CodeUsage, `a host has no state "drian"`, "ready, drain, maint or removed", nil, "host", "set", "one", "drian")
+	h.refused(fault.CodeUsage, "weight 1001", "1 to 1000, or 0 for the weight in the policy of the host", nil, "host", "set", "one", "--weight", "1001")
+	h.refused(fault.CodeUsage, "neither a state nor a weight is given", "usage: sockeye host set HOST [ready|drain|maint|removed] [--weight N] [flags]", nil, "host", "set", "one")
+	h.refused(fault.CodeConflict, "host one is the last one that can serve devices", "make another host ready first", nil, "host", "set", "one", "drain")
+	h.refused(fault.CodeConflict, "the table of this fleet is a file: edit the file on all hosts", "DIR/hosts.yaml", nil, "host", "set", "one", "--weight", "7")
+
+	// A table that cannot follow is refused, and the last one stays in force.
+	for text, problem := range map[string]string{
+		strings.Replace(fleetHosts, "nonce: 7", "nonce: 8", 1): "the nonce differs", "rubbish": "hosts.yaml is refused",
+		strings.Replace(fleetHosts, "weight", "", 1) + "\n# no change of the epoch\nx: 1\n": "hosts.yaml is refused",
+	} {
+		h.write("hosts.yaml", text)
+		h.eventually(problem, func() bool {
+			s := must[api.FleetStatus](h, "fleet")
+			return s.Epoch == 1 && len(s.Problems) == 1 && strings.Contains(s.Problems[0], problem)
+		})
+	}
+	h.write("hosts.yaml", strings.Replace(fleetHosts, "epoch: 1", "epoch: 2", 1))
+	h.eventually("epoch 2", func() bool { s := must[api.FleetStatus](h, "fleet"); return s.Epoch == 2 && len(s.Problems) == 0 })
+
+	// The agent's pins outlive it, and reset removes them.
+	pins, err := filepath.Glob(h.pins + "/fleet@*/ingress_*")
+	if err != nil || len(pins) != 1 {
+		t.Errorf("pins %v, %v", pins, err)
+	}
+	h.write("policy.yaml", fleetPolicy[:strings.Index(fleetPolicy, "fleet:")])
+	if r := h.sockeye("apply"); r.code != 0 || !strings.Contains(r.out, "fleet main") {
+		t.Errorf("apply: %+v", r)
+	}
+	if left, _ := filepath.Glob(h.pins + "/fleet*"); len(left) > 0 {
+		t.Errorf("left are %v", left)
+	}
+	if _, err := os.Stat(h.state + "/fleet.table"); err == nil {
+		t.Error("the table is left")
+	}
+	h.refused(fault.CodeUsage, "the policy has no fleet", "docs/fleet.md describes the key fleet of the policy", nil, "fleet")
+	if !must[api.Health](h, "health").Healthy {
+		t.Error("a host without a fleet is not healthy")
+	}
+}

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"errors"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/internal/domain/domaintest"
+	"sockeye/internal/fleet/table"
+	"sockeye/internal/testenv"
+)
+
+func TestMain(m *testing.M) { testenv.MainWithMaps(m) }
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// services are the services of a host.
+type services struct {
+	mu        sync.Mutex
+	addresses []netip.Addr
+	host      func(netip.Addr) (string, bool)
+	problem   error
+}
+
+func (s *services) SetFleet(addresses []netip.Addr, host func(netip.Addr) (string, bool)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.addresses, s.host = addresses, host
+}
+func (s *services) CanServe(func(*config.Service) bool) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.problem
+}
+func (s *services) HandOver(func(netip.Addr) bool) (map[netip.Addr][]byte, error) { return nil, nil }
+func (s *services) TakeOver([][]byte) error                                       { return nil }
+func (s *services) IsTakingOver() bool                                            { return false }
+
+// hostOf returns the host of a device as the services know it.
+func (s *services) hostOf(device string) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.host == nil {
+		return ""
+	}
+	name, _ := s.host(netip.MustParseAddr(device))
+	return name
+}
+
+const (
+	policyText = `services:
+  telemetry:
+    slots: 2
+    user: root
+    listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "0.0.0.0:4739"}]
+fleet: {host: a, interfaces: [fleet0], addresses: [192.0.2.53, "2001:db8::53"], file: hosts.yaml}
+`
+	hostsText = `epoch: 1
+nonce: 7
+hosts:
+  - {name: a, addresses: [198.51.100.1]}
+  - {name: b, addresses: [198.51.100.2], macs: ["02:00:00:00:00:02"]}
+  - {name: c, addresses: [203.0.113.3]}
+`
+)
+
+// plug creates the interface fleet0 with an address.
+func plug(t testing.TB) netlink.Link {
+	t.Helper()
+	check(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"}))
+	t.Cleanup(func() {
+		if l, err := netlink.LinkByName("fleet0"); err == nil {
+			check(t, netlink.LinkDel(l))
+		}
+	})
+	link, err := netlink.LinkByName("fleet0")
+	check(t, err)
+	check(t, netlink.AddrAdd(link, &netlink.Addr{IPNet: &net.IPNet{IP: net.IP{198, 51, 100, 1}, Mask: net.CIDRMask(24, 32)}}))
+	check(t, netlink.LinkSetUp(link))
+	return link
+}
+
+func runner(t testing.TB, s *services, stateDir, pins string) *domaintest.Runner {
+	t.Helper()
+	h := domaintest.Host(t, stateDir, pins, slog.DiscardHandler)
+	return domaintest.New(h, New(h, s))
+}
+
+func status(t testing.TB, r *domaintest.Runner) *api.FleetStatus {
+	t.Helper()
+	return r.Status(t).Fleet
+}
+
+// TestDomain takes a host through its life in a fleet with a file: the first table, a crash, a start without the file, and
+// the end.
+func TestDomain(t *testing.T) {
+	link := plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(hostsText), 0o644))
+	s := new(services)
+	r := runner(t, s, dir, pins)
+	r.Start(t, policyText)
+	testenv.Within(t, "the table", func() bool { return status(t, r).Epoch == 1 })
+	first := status(t, r)
+	paths := make(map[string]string)
+	for _, h := range first.Hosts {
+		paths[h.Name] = h.Path
+	}
+	if paths["a"] != "self" || paths["b"] != "link" || paths["c"] != "none" || len(first.Problems) != 1 || !strings.Contains(first.Problems[0], "there is no route to host c") {
+		t.Errorf("%+v", first)
+	}
+	owners := make(map[string]int)
+	for i := range 200 {
+		owners[s.hostOf(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}).String())]++
+	}
+	if len(owners) != 3 || owners["a"] < 30 || owners["b"] < 30 || owners["c"] < 30 {
+		t.Errorf("devices %v", owners)
+	}
+	was := s.hostOf("10.0.0.1")
+
+	stop := r.Serve(t, "127.0.0.1:9732")
+	text := regexp.MustCompile(`(?m)^(sockeye_.*) \S+$`).ReplaceAllString(domaintest.Scrape(t, "127.0.0.1:9732"), "$1 N")
+	stop()
+	const file = "testdata/metrics.golden"
+	if os.Getenv("UPDATE") != "" {
+		check(t, os.MkdirAll("testdata", 0o755))
+		check(t, os.WriteFile(file, []byte(text), 0o644))
+	}
+	if want, err := os.ReadFile(file); err != nil || text != string(want) {
+		t.Errorf("the metrics changed; run with UPDATE=1 if they should, and mend docs/metrics.md: %v\n%s", err, text)
+	}
+
+	// A route to c appears: the agent creates the tunnel.
+	route := &netlink.Route{Dst: &net.IPNet{IP: net.IP{203, 0, 113, 0}, Mask: net.CIDRMask(24, 32)}, Gw: net.IP{198, 51, 100, 254}, LinkIndex: link.Attrs().Index}
+	peer, err := netlink.LinkByName("fleet1")
+	check(t, err)
+	check(t, netlink.LinkSetUp(peer))
+	testenv.Within(t, "the route", func() bool { return netlink.RouteReplace(route) == nil })
+	testenv.Within(t, "the tunnel", func() bool {
+		_, err := netlink.LinkByName(tunnelName)
+		return err == nil && len(status(t, r).Problems) == 0
+	})
+	attached := func() (links []string) {
+		all, err := filepath.Glob(pins + "/fleet@*/*")
+		check(t, err)
+		for _, path := range all {
+			if name := filepath.Base(path); strings.HasPrefix(name, "ingress_") || name == "tunnel" {
+				links = append(links, name)
+			}
+		}
+		return links
+	}
+	testenv.Within(t, "two links", func() bool { return len(attached()) == 2 })
+
+	// The agent ends; the next one has no file, and serves the same devices.
+	r.Stop()
+	if len(attached()) != 2 {
+		t.Errorf("attached are %v", attached())
+	}
+	check(t, os.Remove(filepath.Join(dir, "hosts.yaml")))
+	s = new(services)
+	r = runner(t, s, dir, pins)
+	r.Start(t, policyText)
+	testenv.Within(t, "the last table", func() bool { return s.hostOf("10.0.0.1") == was })
+	testenv.Within(t, "the problem", func() bool { return strings.Contains(strings.Join(status(t, r).Problems, "\n"), "hosts.yaml") })
+
+	// An interface that disappears is a problem until it is back.
+	check(t, netlink.LinkDel(link))
+	testenv.Within(t, "the interface to be missed", func() bool {
+		return strings.Contains(strings.Join(status(t, r).Problems, "\n"), `there is no interface "fleet0"`)
+	})
+	plug(t)
+	testenv.Within(t, "the interface", func() bool {
+		return !strings.Contains(strings.Join(status(t, r).Problems, "\n"), "fleet0")
+	})
+
+	if _, err := r.Plan(strings.Replace(policyText, "fleet0", "fleet9", 1)); err == nil || !strings.Contains(err.Error(), `there is no interface "fleet9"`) {
+		t.Errorf("a policy with another interface: %v", err)
+	}
+	changes, err := r.Plan(strings.Replace(policyText, "host: a", "host: b", 1))
+	if err != nil || len(changes) != 1 || changes[0].What != "fleet main, as host a -> fleet main, as host b" {
+		t.Errorf("%+v, %v", changes, err)
+	}
+	if changes, err := r.Plan(policyText); err != nil || len(changes) > 0 {
+		t.Errorf("%+v, %v", changes, err)
+	}
+	r.Retire(t)
+	defer r.Stop()
+	if len(attached()) > 0 || s.hostOf("10.0.0.1") != "" || status(t, r) != nil {
+		t.Errorf("after the end: attached %v, the services know %q, status %+v", attached(), s.hostOf("10.0.0.1"), status(t, r))
+	}
+	if _, err := netlink.LinkByName(tunnelName); err == nil {
+		t.Error("the tunnel is left")
+	}
+	for _, name := range []string{tableFile, instanceFile} {
+		if _, err := os.Stat(filepath.Join(dir, name)); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// TestHealth is that a host is healthy while it has devices, and can serve them.
+func TestHealth(t *testing.T) {
+	plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	s := new(services)
+	r := runner(t, s, dir, pins)
+	r.Start(t, policyText)
+	defer r.Stop()
+	defer r.Retire(t)
+	d := r.Domains[0].(*Domain)
+	want := func(reason string) {
+		t.Helper()
+		testenv.Within(t, "health: "+reason, func() bool { h := d.Health(); return h.Reason == reason && h.Healthy == (reason == "") })
+	}
+	want("this host has no table of the fleet yet")
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(hostsText), 0o644))
+	want("")
+	s.mu.Lock()
+	s.problem = errors.New("service telemetry has no ready slot")
+	s.mu.Unlock()
+	want("service telemetry has no ready slot")
+	s.mu.Lock()
+	s.problem = nil
+	s.mu.Unlock()
+	want("")
+	text := strings.Replace(strings.Replace(hostsText, "epoch: 1", "epoch: 2", 1), "{name: a,", "{name: a, state: drain,", 1)
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(text), 0o644))
+	want("this host has no devices")
+}
+
+// TestLies is that a host whose MAC address is another one than the kernel knows is not reached, and is no peer.
+func TestLies(t *testing.T) {
+	link := plug(t)
+	nics, err := findInterfaces([]string{"fleet0"})
+	check(t, err)
+	h := &table.Host{Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("198.51.100.2")}, MACs: []string{"02:00:00:00:00:02"}}
+	tunnel := func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }
+	if p := findPath(h, nics, tunnel); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} || p.problem != "" {
+		t.Errorf("%+v", p)
+	}
+	neighbor := &netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT, IP: net.IP{198, 51, 100, 2}, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 9}}
+	check(t, netlink.NeighSet(neighbor))
+	if p := findPath(h, nics, tunnel); p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "the kernel knows 02:00:00:00:00:09 at 198.51.100.2") {
+		t.Errorf("%+v", p)
+	}
+	neighbor.HardwareAddr[5] = 2
+	check(t, netlink.NeighSet(neighbor))
+	if p := findPath(h, nics, tunnel); p.kind != "link" {
+		t.Errorf("%+v", p)
+	}
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rooms
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"time"
+)
+
+// Handed is a datagram with templates of an exporter, for another host.
+type Handed struct {
+	Service  string         `json:"service"`
+	Listener string         `json:"listener"` // as text: rows differ between hosts
+	Source   netip.AddrPort `json:"source"`
+	Data     []byte         `json:"data"`
+}
+
+// HandOver returns the templates of the exporters that leave, by address.
+func (r *Rooms) HandOver(leaves func(netip.Addr) bool) map[netip.Addr][]Handed {
+	if !r.KeepsTemplates() {
+		return nil
+	}
+	handed := make(map[netip.Addr][]Handed)
+	now := time.Now()
+	for addr := range r.kept.store.Addresses() {
+		if !leaves(addr) {
+			continue
+		}
+		for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
+			if l, ok := r.Listeners[m.Row]; ok {
+				handed[addr] = append(handed[addr], Handed{r.Name, l.String(), m.Source, m.Data})
+			}
+		}
+	}
+	return handed
+}
+
+// TakeOver keeps templates that another host has handed over, and sends them to the members of their exporters.
+func (r *Rooms) TakeOver(list []Handed) {
+	if !r.KeepsTemplates() {
+		return
+	}
+	for _, h := range list {
+		for row, l := range r.Listeners {
+			if h.Service != r.Name || l.String() != h.Listener {
+				continue
+			}
+			if r.kept.store.Learn(h.Source, row, h.Data, time.Now()) == nil {
+				// The member may know templates of an earlier time at which this host had the exporter.
+				delete(r.kept.replayedTo, h.Source.Addr().Unmap().WithZone(""))
+			}
+		}
+	}
+	r.scheduleTemplatesSave()
+	r.ReplayMoved()
+}
+
+// IsReplaying reports whether members still receive templates.
+func (r *Rooms) IsReplaying() bool { return len(r.kept.running) > 0 }
+
+// EncodeHanded returns the encoding of templates by address.
+func EncodeHanded(all map[netip.Addr][]Handed) (map[netip.Addr][]byte, error) {
+	encoded := make(map[netip.Addr][]byte, len(all))
+	for addr, list := range all {
+		data, err := json.Marshal(list)
+		if err != nil {
+			return nil, err
+		}
+		encoded[addr] = data
+	}
+	return encoded, nil
+}
+
+// DecodeHanded returns the templates that another host has encoded.
+func DecodeHanded(encoded [][]byte) (all []Handed, err error) {
+	for _, data := range encoded {
+		var list []Handed
+		if err := json.Unmarshal(data, &list); err != nil {
+			return nil, fmt.Errorf("read templates of another host: %w", err)
+		}
+		all = append(all, list...)
+	}
+	return all, nil
+}
