@@ -119,7 +119,7 @@ func TestDomain(t *testing.T) {
 	s := new(services)
 	r := runner(t, s, dir, pins)
 	r.Start(t, policyText)
-	testenv.Within(t, "the table", func() bool { return status(t, r).Epoch == 1 })
+	testenv.Within(t, "the table", func() bool { s := status(t, r); return s.Epoch == 1 && len(s.Hosts) == 3 })
 	first := status(t, r)
 	paths := make(map[string]string)
 	for _, h := range first.Hosts {
@@ -255,7 +255,7 @@ func TestLies(t *testing.T) {
 	check(t, err)
 	h := &table.Host{Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("198.51.100.2")}, MACs: []string{"02:00:00:00:00:02"}}
 	tunnel := func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }
-	if p := findPath(h, nics, tunnel); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} || p.problem != "" {
+	if p := findPath(h, nics, tunnel); p.kind != "link" || p.MAC != [6]byte{} || p.problem != "" {
 		t.Errorf("%+v", p)
 	}
 	neighbor := &netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT, IP: net.IP{198, 51, 100, 2}, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 9}}
@@ -265,7 +265,11 @@ func TestLies(t *testing.T) {
 	}
 	neighbor.HardwareAddr[5] = 2
 	check(t, netlink.NeighSet(neighbor))
-	if p := findPath(h, nics, tunnel); p.kind != "link" {
+	if p := findPath(h, nics, tunnel); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} {
 		t.Errorf("%+v", p)
+	}
+	taken := map[netip.Addr]string{h.Addresses[0]: "host a"}
+	if got := conflict(h, taken); got != "host b says that its address is 198.51.100.2, which is that of host a: packets to the host are dropped" {
+		t.Error(got)
 	}
 }

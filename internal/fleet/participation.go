@@ -344,11 +344,29 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		index, err := openTunnel(p.settings.Addresses)
 		return index, vniOf(t.Nonce), err
 	}
+	taken := make(map[netip.Addr]string)
+	for _, a := range p.settings.Addresses {
+		taken[a] = "the services"
+	}
+	for _, n := range p.nics {
+		for _, a := range n.addresses {
+			taken[a] = "this host"
+		}
+	}
 	for i := range t.Hosts {
-		if h := &t.Hosts[i]; h.Name == p.settings.host {
+		h := &t.Hosts[i]
+		problem := conflict(h, taken)
+		switch {
+		case h.Name == p.settings.host:
 			paths[h.Name] = path{kind: "self"}
-		} else {
+			continue
+		case problem != "":
+			paths[h.Name] = path{kind: "none", problem: problem}
+		default:
 			paths[h.Name] = findPath(h, p.nics, tunnel)
+		}
+		for _, a := range h.Addresses {
+			taken[a] = cmp.Or(taken[a], "host "+h.Name)
 		}
 	}
 	return paths

@@ -90,16 +90,9 @@ type path struct {
 }
 
 // findPath finds the path to a host: on the link of one of the interfaces, or through a tunnel. A host says itself which MAC
-// address it has, so the neighbor table of the kernel decides where it knows the address.
+// addresses it has, so the neighbor table of the kernel decides which of them forwards packets.
 func findPath(h *table.Host, nics []nic, tunnel func() (index int, vni uint32, err error)) path {
-	var macs [][6]byte
-	for _, text := range h.MACs {
-		if mac, err := net.ParseMAC(text); err == nil && len(mac) == 6 {
-			macs = append(macs, [6]byte(mac))
-		}
-	}
 	on := path{kind: "link"}
-	known := false
 	for _, a := range h.Addresses {
 		index, ok := onLink(a, nics)
 		if !ok || on.Interface != 0 && index != on.Interface {
@@ -109,17 +102,14 @@ func findPath(h *table.Host, nics []nic, tunnel func() (index int, vni uint32, e
 		mac, ok := neighbor(index, a)
 		switch {
 		case !ok:
-		case !slices.Contains(macs, mac):
+		case !slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()):
 			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped",
 				h.Name, h.MACs, net.HardwareAddr(mac[:]), a)}
 		default:
-			on.MAC, known = mac, true
+			on.MAC = mac
 		}
 	}
 	if on.Interface != 0 {
-		if !known && len(macs) > 0 {
-			on.MAC = macs[0]
-		}
 		return on
 	}
 	for _, a := range h.Addresses { // IPv4 comes first
@@ -166,7 +156,7 @@ func routed(a netip.Addr) (mtu int, ok bool) {
 	return link.Attrs().MTU, true
 }
 
-// neighbor returns the MAC address that the kernel knows for an address.
+// neighbor returns the MAC address that the kernel knows for an address, or else lets the kernel ask for it.
 func neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
 	family := unix.AF_INET6
 	if a.Is4() {
@@ -182,5 +172,18 @@ func neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
 			return [6]byte(n.HardwareAddr), true
 		}
 	}
+	// An error shows itself: the address stays unknown.
+	_ = netlink.NeighSet(&netlink.Neigh{LinkIndex: index, Family: family, State: netlink.NUD_NONE, Flags: netlink.NTF_USE, IP: a.AsSlice()})
 	return mac, false
+}
+
+// conflict returns why a host cannot be reached at its addresses: another host or the services have one of them. Hosts say
+// themselves which addresses they have.
+func conflict(h *table.Host, taken map[netip.Addr]string) string {
+	for _, a := range h.Addresses {
+		if by := taken[a]; by != "" {
+			return fmt.Sprintf("host %s says that its address is %s, which is that of %s: packets to the host are dropped", h.Name, a, by)
+		}
+	}
+	return ""
 }

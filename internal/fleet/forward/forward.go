@@ -82,7 +82,8 @@ type Next struct {
 	Interface int
 	// VNI is the virtual network of the tunnel; 0: the host is on the link.
 	VNI uint32
-	// MAC is the address from which the host forwards packets on the link.
+	// MAC is the address from which the host forwards packets on the link; zeros: not known, so that its packets are treated as
+	// those of a router.
 	MAC [6]byte
 }
 
@@ -98,6 +99,7 @@ type Path struct {
 	ingress, tunnel *ebpf.Program
 	links           map[string]link.Link // by the names of their pins
 	named           uint32               // device map in force
+	entries         *placement.Entries   // of the device map in force; nil: of an earlier process
 }
 
 type deviceMaps struct{ tries, hosts *ebpf.Map }
@@ -315,11 +317,11 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 				to.Address.Word = placement.Address(a).Word
 			}
 		}
-		peer := fleetForwardFleetPeer{Mac: n.MAC}
 		if n.VNI != 0 {
-			peer = fleetForwardFleetPeer{Address: to.Address}
+			peers[fleetForwardFleetPeer{Address: to.Address}] = true
+		} else if n.MAC != [6]byte{} {
+			peers[fleetForwardFleetPeer{Mac: n.MAC}] = true
 		}
-		peers[peer] = true
 	}
 	if err := addKeys(p.peers, peers); err != nil {
 		return fmt.Errorf("write peers: %w", err)
@@ -344,7 +346,11 @@ func entriesOf(nonce uint64, devices *placement.DeviceMap) *placement.Entries {
 
 // install writes the device map to the bank that is not in force, and then the table that refers to it.
 func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries) error {
-	if size := entries.Size(); size > 0 {
+	size := entries.Size()
+	same := p.entries != nil && p.entries.Equal(entries) // a large device map takes seconds, and few tables change it
+	if same {
+		t.Named = p.named
+	} else if size > 0 {
 		t.Named = 1
 		if p.named == 1 {
 			t.Named = 2
@@ -370,7 +376,10 @@ func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries) er
 	if err := p.tables.Put(uint32(0), inner); err != nil {
 		return fmt.Errorf("install table of the fleet: %w", err)
 	}
-	p.named = t.Named
+	p.named, p.entries = t.Named, entries
+	if same {
+		return nil
+	}
 	for i, bank := range p.devices {
 		if uint32(i+1) != p.named {
 			if err := bpf.RemoveDeviceMap(bank.tries, bank.hosts); err != nil {

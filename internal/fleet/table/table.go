@@ -16,6 +16,7 @@ package table
 
 import (
 	"fmt"
+	"net"
 	"net/netip"
 	"slices"
 	"strings"
@@ -32,6 +33,8 @@ const (
 	MostEpoch = 1<<53 - 1
 	// MostWeight is the largest weight of a host.
 	MostWeight = 1000
+	// mostMACs is the largest number of MAC addresses of a host: one for each interface of the policy.
+	mostMACs = 16
 	// mostName is the largest number of bytes in the name of a host, as that of a DNS name.
 	mostName = 253
 )
@@ -43,7 +46,8 @@ type Host struct {
 	Weight uint32 `json:"weight"`
 	// Addresses are those at which the other hosts reach this one, at most one per family.
 	Addresses []netip.Addr `json:"addresses,omitempty"`
-	// MACs are the link-layer addresses of the interfaces of the service. Packets from one of them were forwarded.
+	// MACs are the link-layer addresses of the interfaces of the service, as 02:00:00:00:00:01. The host forwards packets from
+	// one of them.
 	MACs []string `json:"macs,omitempty"`
 }
 
@@ -142,6 +146,14 @@ func (h *Host) Check() error {
 	}
 	if h.Weight < 1 || h.Weight > MostWeight {
 		return fmt.Errorf("host %s has weight %d, want 1 to %d", h.Name, h.Weight, MostWeight)
+	}
+	if len(h.MACs) > mostMACs {
+		return fmt.Errorf("host %s has %d MAC addresses, at most %d are possible", h.Name, len(h.MACs), mostMACs)
+	}
+	for _, text := range h.MACs {
+		if mac, err := net.ParseMAC(text); err != nil || len(mac) != 6 || mac.String() != text {
+			return fmt.Errorf("host %s has the MAC address %q, which is not one as 02:00:00:00:00:01", h.Name, text)
+		}
 	}
 	families := map[bool]bool{}
 	for _, a := range h.Addresses {
