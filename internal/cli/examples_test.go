@@ -74,6 +74,13 @@ func TestExamplesAreSafe(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.write("clients.pem", string(certificate))
+	key, err := os.ReadFile(filepath.Join(cmd.Dir, "ui.key"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string][]byte{"etcd-ca.pem": certificate, "etcd.pem": certificate, "etcd.key": key} {
+		h.write(name, string(text))
+	}
 	services := 0
 	for _, document := range documents {
 		text, err := os.ReadFile(document)

@@ -114,6 +114,7 @@ func (d *Domain) participate(s *settings) (_ *participation, err error) {
 		p.log.Warn("the last table of the fleet cannot be used", "error", err)
 	}
 	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}}
+	p.refresh() // the first registration is complete: otherwise the next table would have a host without addresses
 	if s.etcd != nil {
 		c := *s.etcd
 		c.Host, c.Log = p.registration, p.log
@@ -126,7 +127,6 @@ func (d *Domain) participate(s *settings) (_ *participation, err error) {
 	} else {
 		p.store = store.OpenFile(s.File)
 	}
-	p.refresh()
 	p.node = node.New(node.Config{
 		Store: p.store, Path: (*dataPath)(p), Host: p.registration, Last: last, Log: p.log,
 		Lead: lead.Config{MinHosts: s.MinHosts, Settle: time.Duration(s.Settle) * time.Microsecond, OnDeath: lead.OnDeath(s.OnHostDeath), Batch: batch, Nonce: bpf.NewNonce()},

@@ -10,15 +10,16 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
 	"sockeye/lab/swarm"
@@ -89,16 +90,16 @@ func (f *fleet) addHost(lines ...string) *fleetHost {
 	f.Helper()
 	number := len(f.hosts)
 	name := string(rune('a' + number))
-	n, err := f.lab.Attach("host-"+name, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 77, 0, byte(210 + number)}), 24),
-		netip.PrefixFrom(netip.MustParseAddr(fmt.Sprintf("fd77::2%d", 10+number)), 64))
+	h := &fleetHost{name: name, number: number}
+	n, err := f.lab.Attach("host-"+name, h.addresses()...)
 	f.must(err)
 	f.must(swarm.Reach(n))
 	for _, a := range []netip.Addr{fleetService4, fleetService6} {
 		f.must(n.AddAddress("lo", netip.PrefixFrom(a, a.BitLen())))
 	}
-	h := &fleetHost{name: name, number: number, host: &host{T: f.T, lab: f.lab, mode: config.Reuseport, collectors: n, devices: f.devices,
+	h.host = &host{T: f.T, lab: f.lab, mode: config.Reuseport, collectors: n, devices: f.devices,
 		pins: filepath.Join(testenv.BPFFS(f.T), "sockeye"), dir: filepath.Join(f.lab.Dir(), name), binary: os.Getenv(binaryEnv),
-		members: map[int]*member{}, got: map[arrival]int{}, texts: map[arrival][]string{}, prefix: name + "/"}}
+		members: map[int]*member{}, got: map[arrival]int{}, texts: map[arrival][]string{}, prefix: name + "/"}
 	f.must(os.Mkdir(h.dir, 0o755))
 	f.must(os.Mkdir(filepath.Join(f.lab.Cgroup(), name), 0o755))
 	h.setPolicy(fleetSlots)
@@ -126,16 +127,12 @@ func (f *fleet) addHost(lines ...string) *fleetHost {
 func (f *fleet) route(hosts ...*fleetHost) {
 	f.Helper()
 	nl := f.devices.Netlink()
-	for _, a := range []netip.Addr{fleetService4, fleetService6} {
+	link, err := nl.LinkByName("eth0")
+	f.must(err)
+	for i, a := range []netip.Addr{fleetService4, fleetService6} {
 		route := &netlink.Route{Dst: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}}
 		for _, h := range hosts {
-			gateway := netip.AddrFrom4([4]byte{10, 77, 0, byte(210 + h.number)})
-			if a.Is6() {
-				gateway = netip.MustParseAddr(fmt.Sprintf("fd77::2%d", 10+h.number))
-			}
-			link, err := nl.LinkByName("eth0")
-			f.must(err)
-			route.MultiPath = append(route.MultiPath, &netlink.NexthopInfo{Gw: gateway.AsSlice(), LinkIndex: link.Attrs().Index})
+			route.MultiPath = append(route.MultiPath, &netlink.NexthopInfo{Gw: h.addresses()[i].Addr().AsSlice(), LinkIndex: link.Attrs().Index})
 		}
 		f.must(nl.RouteReplace(route))
 	}
@@ -194,12 +191,7 @@ func TestFleet(t *testing.T) {
 	a, b := f.addHost(), f.addHost()
 	f.await("the first table", f.hosts, shared("a", "b"))
 	f.route(a, b)
-	const devices = 24
-	f.must(f.swarm.StartDevices(t.Context(), swarm.Load{Devices: devices, TCP: bmpPort, UDP: ipfixPort, Rate: togetherRate, Exporters: 2, Routes: 10,
-		Service4: fleetService4, Service6: fleetService6, Noted: true}))
-	begun, err := f.swarm.Send()
-	f.must(err)
-	f.analysis.Begin, f.analysis.Silence, f.analysis.Period = begun.At, silence, time.Second/togetherRate
+	begun := f.load(24)
 	pause := func() { time.Sleep(500 * time.Millisecond) }
 	pause()
 	closedBefore := f.closed()
@@ -236,22 +228,11 @@ func TestFleet(t *testing.T) {
 	pause()
 	planned := swarm.Now()
 
-	_, err = f.swarm.Stop()
-	f.must(err)
-	time.Sleep(judgeDelay)
-	f.analysis.End = planned
-	f.must(f.swarm.Read(&f.analysis))
-	f.analysis.Finish()
-	for _, s := range f.analysis.Splits {
-		if d := s.Length(); d > splitLimit {
-			t.Errorf("split for %v: %v", d, s)
-		}
-	}
+	f.finish(planned)
 	missing := f.analysis.Missing()
 	if len(missing) > 0 {
-		t.Errorf("%d datagrams lost by planned changes, the first one %v after the beginning", len(missing), missing[0]-begun.At)
+		t.Errorf("%d datagrams lost by planned changes, the first one %v after the beginning", len(missing), missing[0]-begun)
 	}
-	t.Logf("%d datagrams received, %d connections closed, %d splits, %d without routes, %d undecodable", f.analysis.Received, f.analysis.Closed, len(f.analysis.Splits), f.analysis.WithoutRoutes, f.analysis.Undecodable)
 	for _, h := range f.hosts {
 		s, err := h.status()
 		f.must(err)
@@ -274,4 +255,166 @@ func (f *fleet) closed() int {
 	return f.analysis.Closed + len(f.analysis.Gaps)
 }
 
-var _ = unix.IFF_UP
+// load starts the devices and their datagrams.
+func (f *fleet) load(devices int) (begun time.Duration) {
+	f.Helper()
+	f.must(f.swarm.StartDevices(f.Context(), swarm.Load{Devices: devices, TCP: bmpPort, UDP: ipfixPort, Rate: togetherRate, Exporters: 2, Routes: 10,
+		Service4: fleetService4, Service6: fleetService6, Noted: true}))
+	state, err := f.swarm.Send()
+	f.must(err)
+	f.analysis.Begin, f.analysis.Silence, f.analysis.Period = state.At, silence, time.Second/togetherRate
+	return state.At
+}
+
+// finish stops the devices and judges what has happened until a time: no device was split.
+func (f *fleet) finish(until time.Duration) {
+	f.Helper()
+	_, err := f.swarm.Stop()
+	f.must(err)
+	time.Sleep(judgeDelay)
+	f.analysis.End = until
+	f.must(f.swarm.Read(&f.analysis))
+	f.analysis.Finish()
+	for _, s := range f.analysis.Splits {
+		if d := s.Length(); d > splitLimit {
+			f.Errorf("split for %v: %v", d, s)
+		}
+	}
+	f.Logf("%d datagrams received, %d connections closed, %d splits, %d without routes, %d undecodable", f.analysis.Received, f.analysis.Closed, len(f.analysis.Splits), f.analysis.WithoutRoutes, f.analysis.Undecodable)
+}
+
+// cut sets the interface of a host down, or up again.
+func (h *fleetHost) cut(down bool) {
+	h.Helper()
+	nl := h.collectors.Netlink()
+	link, err := nl.LinkByName("eth0")
+	h.must(err)
+	if down {
+		h.must(h.collectors.Sysctl("ipv6.conf.eth0.keep_addr_on_down", "1"))
+		h.must(nl.LinkSetDown(link))
+		return
+	}
+	h.must(nl.LinkSetUp(link))
+	for _, a := range h.addresses() {
+		if a.Addr().Is6() {
+			h.must(netns.AwaitLocal(nl, a.Addr(), time.Minute))
+		}
+	}
+	h.must(swarm.Reach(h.collectors)) // the kernel has removed the routes
+}
+
+// addresses returns the addresses of a host on the link.
+func (h *fleetHost) addresses() []netip.Prefix {
+	return []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 77, 0, byte(210 + h.number)}), 24),
+		netip.PrefixFrom(netip.MustParseAddr(fmt.Sprintf("fd77::2%d", 10+h.number)), 64)}
+}
+
+// connected returns an error unless all devices have a connection.
+func (f *fleet) connected(devices int) error {
+	state, err := f.swarm.State()
+	if err == nil && state.Open < devices {
+		err = fmt.Errorf("%d of %d devices have a connection", state.Open, devices)
+	}
+	return err
+}
+
+// TestFleetLoses is that the other hosts take over the devices of a host that dies, that a host that returns gets them back,
+// and that without etcd, and while agents restart, nothing moves.
+func TestFleetLoses(t *testing.T) {
+	f := newFleet(t)
+	a, b, c := f.addHost(), f.addHost(), f.addHost()
+	f.await("the first table", f.hosts, shared("a", "b", "c"))
+	f.route(a, b, c)
+	const devices = 24
+	begun := f.load(devices)
+	pause := func() { time.Sleep(500 * time.Millisecond) }
+	epoch := func() uint64 {
+		s, err := a.status()
+		f.must(err)
+		return s.Epoch
+	}
+
+	// An agent that is killed and starts again continues; so do all of them, and they do without etcd.
+	before, closed := epoch(), f.closed()
+	f.must(b.agent.Kill())
+	b.startAgent()
+	f.await("host b to be alive", f.hosts, alive("a", "b", "c"))
+	f.must(f.etcd.Kill())
+	<-f.etcd.Done()
+	pause()
+	f.route(b)
+	for _, h := range f.hosts {
+		f.must(h.agent.Kill())
+		h.startAgent()
+	}
+	pause()
+	f.route(a, b, c)
+	for _, h := range f.hosts {
+		h.eventually("the problem", func() error {
+			s, err := h.status()
+			if err == nil && (s.Connected || s.Epoch != before || len(s.Problems) == 0) {
+				err = fmt.Errorf("without etcd: %+v", s)
+			}
+			return err
+		})
+	}
+	if _, errs, code := a.cli("host", "set", "b", "drain"); code == 0 || !strings.Contains(errs, "does not answer") {
+		t.Errorf("drain without etcd: exit code %d, %s", code, errs)
+	}
+	f.startEtcd()
+	f.await("etcd", f.hosts, alive("a", "b", "c"))
+	pause()
+	if now := f.closed(); now != closed {
+		t.Errorf("%d connections were closed while nothing should move", now-closed)
+	}
+	if now := epoch(); now != before {
+		t.Errorf("epoch %d, before etcd was lost %d", now, before)
+	}
+	quiet := swarm.Now()
+
+	// A host dies with its links; the routers notice it by the protocol that they speak with it.
+	died := swarm.Now()
+	b.cut(true)
+	f.route(a, c)
+	f.await("the death of b", []*fleetHost{a, c}, shared("a", "c"))
+	took := swarm.Now() - died
+	a.eventually("all devices to connect", func() error { return f.connected(devices) })
+	t.Logf("after the death of a host, its devices had another one in %v, and all were connected after %v", took.Round(time.Millisecond), (swarm.Now() - died).Round(time.Millisecond))
+	b.eventually("the host that was cut off", func() error {
+		s, err := b.status()
+		if err == nil && (s.Connected || s.Epoch != before) {
+			err = fmt.Errorf("connected %v, epoch %d, before %d", s.Connected, s.Epoch, before)
+		}
+		return err
+	})
+	b.cut(false)
+	f.await("the return of b", f.hosts, shared("a", "b", "c"))
+	f.route(a, b, c)
+	a.eventually("all devices to connect", func() error { return f.connected(devices) })
+	f.finish(quiet)
+	var gap []time.Duration
+	for _, at := range f.analysis.Missing() {
+		if at < quiet {
+			t.Fatalf("a datagram was lost %v after the beginning, although nothing should move until %v", at-begun, quiet-begun)
+		}
+		gap = append(gap, at)
+	}
+	if len(gap) > 0 {
+		t.Logf("the death of a host has cost %d datagrams in %v", len(gap), (gap[len(gap)-1] - gap[0]).Round(time.Millisecond))
+	}
+}
+
+// alive returns the condition that hosts renew their leases.
+func alive(names ...string) func(s *api.FleetStatus) error {
+	return func(s *api.FleetStatus) error {
+		if !s.Connected {
+			return errors.New("the store does not answer")
+		}
+		for _, h := range s.Hosts {
+			if slices.Contains(names, h.Name) && (!h.Alive || !h.Healthy) {
+				return fmt.Errorf("host %s: alive %v, healthy %v", h.Name, h.Alive, h.Healthy)
+			}
+		}
+		return nil
+	}
+}

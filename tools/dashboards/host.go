@@ -2,9 +2,9 @@
 
 package main
 
-// host shows the sizes of packets, the TCP sockets, and the agent as a process.
+// host shows the sizes of packets, the fleet, the TCP sockets, and the agent as a process.
 func host() *dashboard {
-	d := newDashboard("host", "BIG TCP and sockets", "Sizes of packets per interface (BIG TCP), what limits TCP connections, and the agent as a process.", "sockeye_build_info")
+	d := newDashboard("host", "BIG TCP, fleet and sockets", "Sizes of packets per interface (BIG TCP), the hosts of a fleet, what limits TCP connections, and the agent as a process.", "sockeye_build_info")
 	all := selected("instance")
 
 	d.row("BIG TCP")
@@ -17,6 +17,21 @@ func host() *dashboard {
 		query{sum("instance, netns", all.increase("bigtcp_changes_seen_total")), "{{netns}} {{instance}}"})
 	d.graph("Network namespaces", "1 while the network namespace exists and the agent applies its rules.", style{unit: "none"},
 		query{"min by (instance, netns) (" + all.gauge("bigtcp_namespace_entered") + ")", "{{netns}} {{instance}}"})
+
+	d.row("Fleet")
+	d.table("Hosts of the fleet", "buckets are those of 16384 in the table of the instance; alive is 1 while the host renews its lease.", 12, []string{"fleet", "host", "instance"},
+		column{"buckets", "none", sum("fleet, host, instance", all.gauge("fleet_buckets"))},
+		column{"alive", "none", sum("fleet, host, instance", all.gauge("fleet_host_alive"))})
+	d.graph("Packets to the services", "What the hosts do with the packets that arrive: local, forwarded to another host, and dropped ones by reason.", style{unit: "pps", stacked: true},
+		query{sum("fleet, outcome", all.rate("fleet_packets_total")), "{{outcome}} {{fleet}}"})
+	d.graph("Tables", "The number of the table in force on each host; the hosts have the same, apart from the moment of a change.", style{unit: "none"},
+		query{sum("fleet, instance", all.gauge("fleet_epoch")), "{{fleet}} {{instance}}"},
+		query{"max by (fleet) (" + all.gauge("fleet_moving_buckets") + ")", "moving buckets {{fleet}}"})
+	d.graph("State of the hosts", "1: etcd answers, the host leads, routers shall send packets to the host. Problems: what sockeye fleet lists.", style{unit: "none"},
+		query{sum("fleet, instance", all.gauge("fleet_connected")), "connected {{fleet}} {{instance}}"},
+		query{sum("fleet, instance", all.gauge("fleet_leader")), "leader {{fleet}} {{instance}}"},
+		query{sum("fleet, instance", all.gauge("fleet_healthy")), "healthy {{fleet}} {{instance}}"},
+		query{sum("fleet, instance", all.gauge("fleet_problems")), "problems {{fleet}} {{instance}}"})
 
 	const by, legend = "instance, service, cgroup", "{{service}} {{cgroup}} {{instance}}"
 	d.row("TCP sockets of services and cgroups")

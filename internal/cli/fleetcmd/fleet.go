@@ -148,9 +148,9 @@ func (c *commands) healthCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "health",
 		Short: "Say whether routers shall send packets to this host",
-		Long: `Health exits with 0 while this host shall receive packets to the addresses of the
-services, and with 1 otherwise. A routing daemon announces the addresses as long
-as the exit code is 0.
+		Long: `Health exits with 0 while this host shall receive packets to the addresses of
+the services, and with 1 otherwise. A routing daemon announces the addresses as
+long as the exit code is 0.
 
 In a fleet, a host is healthy from the moment at which it has devices until the
 last one has moved away, while its services have ready slots. A host that etcd

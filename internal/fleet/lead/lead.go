@@ -292,8 +292,9 @@ func (l *Leader) newStep(now time.Duration, present *table.Table, hosts []Host) 
 			continue
 		}
 		s.takes[i] = h.Alive && h.Healthy && h.State == Ready && s.share[h.Name] > 0
-		// The address and the weight of a host are those of its registration.
-		if !same(&next.Hosts[i], &h.Host) && h.Alive && h.Check() == nil {
+		// The addresses and the weight of a host are those of its registration; a host that has lost its addresses for a
+		// moment is still at the last ones.
+		if !same(&next.Hosts[i], &h.Host) && h.Alive && h.Check() == nil && (len(h.Addresses) > 0 || len(next.Hosts[i].Addresses) == 0) {
 			next.Hosts[i], s.members = h.Host, true
 		}
 	}
