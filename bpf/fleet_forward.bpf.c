@@ -4,7 +4,8 @@
  * of their device.
  *
  * Hook: ingress of the interfaces of the fleet (fleet_ingress), and of its tunnel
- * (fleet_tunnel): TCX, before all other programs.
+ * (fleet_tunnel): TCX, before all other programs. With a tunnel, egress of the
+ * interfaces (fleet_egress), which lowers the MSS that services announce.
  * Decision: TC_ACT_UNSPEC for packets that this host serves and for all that are
  * not to a service; a redirect to the interface of the owner; TC_ACT_SHOT for
  * packets that no host can serve.
@@ -448,19 +449,23 @@ static __always_inline int forward(struct __sk_buff *skb, const struct packet *p
 	return bpf_redirect_neigh(host->ifindex, &next, sizeof(next), 0);
 }
 
+static __always_inline const struct fleet_table *table_in_force(void)
+{
+	__u32 zero = 0;
+	void *inner = bpf_map_lookup_elem(&fleet_tables, &zero);
+
+	return inner ? bpf_map_lookup_elem(inner, &zero) : NULL;
+}
+
 static __always_inline int handle(struct __sk_buff *skb, const struct packet *p,
 				  const struct fleet_peer *from)
 {
+	const struct fleet_table *table = table_in_force();
 	const struct steer_device_id *id = NULL;
 	const struct fleet_bucket *bucket;
-	struct fleet_table *table = NULL;
 	struct decision d;
-	__u32 zero = 0, hash;
-	void *inner;
+	__u32 hash;
 
-	inner = bpf_map_lookup_elem(&fleet_tables, &zero);
-	if (inner)
-		table = bpf_map_lookup_elem(inner, &zero);
 	if (!table) {
 		count(skb, FLEET_TABLE);
 		return TC_ACT_SHOT;
@@ -506,4 +511,87 @@ int fleet_tunnel(struct __sk_buff *skb)
 		return TC_ACT_SHOT;
 	}
 	return handle(skb, &p, &from);
+}
+
+#define TCPOPT_EOL 0
+#define TCPOPT_NOP 1
+#define TCPOPT_MSS 2
+#define TCP_OPTIONS 10 /* that are examined; the kernel writes the MSS first */
+
+/* Lowers the MSS option of a segment to at most most. tcp is the offset of its header. */
+static __always_inline void lower_mss(struct __sk_buff *skb, __u32 tcp,
+				      __u16 most)
+{
+	__u32 at = tcp + sizeof(struct tcphdr), end;
+	__u8 option[4], offset;
+	__be16 old, new;
+	int i;
+
+	if (!load(skb, tcp + 12, &offset, sizeof(offset)))
+		return;
+	end = tcp + (offset >> 4) * 4;
+#pragma unroll
+	for (i = 0; i < TCP_OPTIONS; i++) {
+		if (at + sizeof(option) > end ||
+		    !load(skb, at, option, sizeof(option)) ||
+		    option[0] == TCPOPT_EOL)
+			return;
+		if (option[0] == TCPOPT_NOP) {
+			at++;
+			continue;
+		}
+		if (option[0] == TCPOPT_MSS && option[1] == 4)
+			break;
+		if (option[1] < 2)
+			return;
+		at += option[1];
+	}
+	if (i == TCP_OPTIONS || (option[2] << 8 | option[3]) <= most)
+		return;
+	__builtin_memcpy(&old, option + 2, sizeof(old));
+	new = bpf_htons(most);
+	if (!bpf_l4_csum_replace(skb, tcp + offsetof(struct tcphdr, check), old,
+				 new, sizeof(new)))
+		bpf_skb_store_bytes(skb, at + 2, &new, sizeof(new), 0);
+}
+
+/*
+ * Devices send segments that fit into the tunnel, because any host may forward
+ * them: the program lowers the MSS in the SYN-ACK of a service.
+ */
+SEC("tc")
+int fleet_egress(struct __sk_buff *skb)
+{
+	const struct fleet_table *table = table_in_force();
+	struct fleet_listener from = { .protocol = IPPROTO_TCP };
+	struct ipv6hdr ip6;
+	struct iphdr ip4;
+	__u32 tcp, headers;
+	__u8 flags;
+
+	if (!table || !table->room)
+		return TC_ACT_UNSPEC;
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		if (!load(skb, ETH_HLEN, &ip4, sizeof(ip4)) ||
+		    ip4.protocol != IPPROTO_TCP)
+			return TC_ACT_UNSPEC;
+		steer_map_ipv4(&from.address, ip4.saddr);
+		tcp = ETH_HLEN + ip4.ihl * 4;
+		headers = sizeof(ip4) + sizeof(struct tcphdr);
+	} else if (skb->protocol == bpf_htons(ETH_P_IPV6)) {
+		if (!load(skb, ETH_HLEN, &ip6, sizeof(ip6)) ||
+		    ip6.nexthdr != IPPROTO_TCP)
+			return TC_ACT_UNSPEC;
+		__builtin_memcpy(&from.address, &ip6.saddr, sizeof(from.address));
+		tcp = ETH_HLEN + sizeof(ip6);
+		headers = sizeof(ip6) + sizeof(struct tcphdr);
+	} else {
+		return TC_ACT_UNSPEC;
+	}
+	if (!load(skb, tcp + 13, &flags, sizeof(flags)) || !(flags & TCPHDR_SYN) ||
+	    !load(skb, tcp, &from.port, sizeof(from.port)) ||
+	    !bpf_map_lookup_elem(&served, &from))
+		return TC_ACT_UNSPEC;
+	lower_mss(skb, tcp, table->room - headers);
+	return TC_ACT_UNSPEC;
 }

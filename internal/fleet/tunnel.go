@@ -24,8 +24,10 @@ const (
 	tunnelPort = 4789
 	// tunnelMTU is that of Ethernet: packets that do not fit with the outer headers of IPv4 are sent in fragments.
 	tunnelMTU = 1500
-	// tunnelOverhead6 is the size of the outer headers of IPv6, UDP and VXLAN, and of the inner one of Ethernet. The kernel sends no
-	// packets of a tunnel over IPv6 in fragments (ip6_fragment, Linux 6.18).
+	// tunnelOverhead4 is the size of the outer headers of IPv4, UDP and VXLAN, and of the inner one of Ethernet.
+	tunnelOverhead4 = 20 + 8 + 8 + 14
+	// tunnelOverhead6 is the same with IPv6. The kernel sends no packets of a tunnel over IPv6 in fragments (ip6_fragment, Linux
+	// 6.18).
 	tunnelOverhead6 = 40 + 8 + 8 + 14
 )
 

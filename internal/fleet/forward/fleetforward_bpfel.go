@@ -78,14 +78,14 @@ type fleetForwardFleetPeer struct {
 }
 
 type fleetForwardFleetTable struct {
-	_       structs.HostLayout
-	Nonce   uint64
-	Epoch   uint64
-	Named   uint32
-	Self    uint16
-	Padding uint16
-	Bucket  [16384]fleetForwardFleetBucket
-	Host    [4096]fleetForwardFleetHost
+	_      structs.HostLayout
+	Nonce  uint64
+	Epoch  uint64
+	Named  uint32
+	Self   uint16
+	Room   uint16
+	Bucket [16384]fleetForwardFleetBucket
+	Host   [4096]fleetForwardFleetHost
 }
 
 // Names of all BPF objects in the ELF.
@@ -100,6 +100,7 @@ const (
 	fleetForwardMapOutcomes            = "outcomes"
 	fleetForwardMapPeers               = "peers"
 	fleetForwardMapServed              = "served"
+	fleetForwardProgFleetEgress        = "fleet_egress"
 	fleetForwardProgFleetIngress       = "fleet_ingress"
 	fleetForwardProgFleetTunnel        = "fleet_tunnel"
 	fleetForwardVarTunnelMac           = "tunnel_mac"
@@ -154,6 +155,7 @@ type fleetForwardSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type fleetForwardProgramSpecs struct {
+	FleetEgress  *ebpf.ProgramSpec `ebpf:"fleet_egress"`
 	FleetIngress *ebpf.ProgramSpec `ebpf:"fleet_ingress"`
 	FleetTunnel  *ebpf.ProgramSpec `ebpf:"fleet_tunnel"`
 }
@@ -247,12 +249,14 @@ type fleetForwardVariables struct {
 //
 // It can be passed to loadFleetForwardObjects or ebpf.CollectionSpec.LoadAndAssign.
 type fleetForwardPrograms struct {
+	FleetEgress  *ebpf.Program `ebpf:"fleet_egress"`
 	FleetIngress *ebpf.Program `ebpf:"fleet_ingress"`
 	FleetTunnel  *ebpf.Program `ebpf:"fleet_tunnel"`
 }
 
 func (p *fleetForwardPrograms) Close() error {
 	return _FleetForwardClose(
+		p.FleetEgress,
 		p.FleetIngress,
 		p.FleetTunnel,
 	)

@@ -62,9 +62,10 @@ func (o Outcome) String() string { return outcomeNames[o] }
 const MostListeners = int(fleetForwardFleetLimitFLEET_SERVED)
 
 const (
-	pinTables  = "fleet_tables"
-	linkPrefix = "ingress_"
-	tunnelLink = "tunnel"
+	pinTables    = "fleet_tables"
+	linkPrefix   = "ingress_"
+	egressPrefix = "egress_"
+	tunnelLink   = "tunnel"
 )
 
 // TunnelMAC is the link-layer address of the tunnel of every host. It is locally administered.
@@ -82,6 +83,8 @@ type Next struct {
 	Interface int
 	// VNI is the virtual network of the tunnel; 0: the host is on the link.
 	VNI uint32
+	// Room is the size of the largest IP packet that fits into a packet of the tunnel, in bytes.
+	Room int
 	// MAC is the address from which the host forwards packets on the link; zeros: not known, so that its packets are treated as
 	// those of a router.
 	MAC [6]byte
@@ -89,17 +92,17 @@ type Next struct {
 
 // Path is the data path: pinned maps, programs and links, which stay attached without this process.
 type Path struct {
-	base, dir       string
-	others          []string // directories of other layouts
-	spec            *ebpf.CollectionSpec
-	tables          *ebpf.Map
-	served, peers   *ebpf.Map
-	outcomes        *ebpf.Map
-	devices         [2]deviceMaps // by the value of named, less 1
-	ingress, tunnel *ebpf.Program
-	links           map[string]link.Link // by the names of their pins
-	named           uint32               // device map in force
-	entries         *placement.Entries   // of the device map in force; nil: of an earlier process
+	base, dir               string
+	others                  []string // directories of other layouts
+	spec                    *ebpf.CollectionSpec
+	tables                  *ebpf.Map
+	served, peers           *ebpf.Map
+	outcomes                *ebpf.Map
+	devices                 [2]deviceMaps // by the value of named, less 1
+	ingress, tunnel, egress *ebpf.Program
+	links                   map[string]link.Link // by the names of their pins
+	named                   uint32               // device map in force
+	entries                 *placement.Entries   // of the device map in force; nil: of an earlier process
 }
 
 type deviceMaps struct{ tries, hosts *ebpf.Map }
@@ -150,7 +153,7 @@ func Open(base string) (_ *Path, err error) {
 		return nil, load.Explain("programs of the fleet", err)
 	}
 	defer collection.Close()
-	p.ingress, p.tunnel = collection.DetachProgram("fleet_ingress"), collection.DetachProgram("fleet_tunnel")
+	p.ingress, p.tunnel, p.egress = collection.DetachProgram("fleet_ingress"), collection.DetachProgram("fleet_tunnel"), collection.DetachProgram("fleet_egress")
 	return p, nil
 }
 
@@ -190,13 +193,21 @@ func (p *Path) Attach(interfaces []int, tunnel int) error {
 	for _, index := range interfaces {
 		name := linkPrefix + strconv.Itoa(index)
 		wanted[name] = true
-		if err := p.ensure(name, index, p.ingress); err != nil {
+		if err := p.ensure(name, index, p.ingress, ebpf.AttachTCXIngress); err != nil {
+			return err
+		}
+		if tunnel == 0 {
+			continue
+		}
+		name = egressPrefix + strconv.Itoa(index)
+		wanted[name] = true
+		if err := p.ensure(name, index, p.egress, ebpf.AttachTCXEgress); err != nil {
 			return err
 		}
 	}
 	if tunnel != 0 {
 		wanted[tunnelLink] = true
-		if err := p.ensure(tunnelLink, tunnel, p.tunnel); err != nil {
+		if err := p.ensure(tunnelLink, tunnel, p.tunnel, ebpf.AttachTCXIngress); err != nil {
 			return err
 		}
 	}
@@ -222,11 +233,11 @@ func (p *Path) Attach(interfaces []int, tunnel int) error {
 
 // isLink reports whether a pin is a link, also one that was not renamed.
 func isLink(name string) bool {
-	return strings.HasPrefix(name, linkPrefix) || strings.HasPrefix(name, tunnelLink)
+	return strings.HasPrefix(name, linkPrefix) || strings.HasPrefix(name, egressPrefix) || strings.HasPrefix(name, tunnelLink)
 }
 
 // ensure attaches a program to an interface, unless the pinned link does that already, and pins the link.
-func (p *Path) ensure(name string, index int, program *ebpf.Program) error {
+func (p *Path) ensure(name string, index int, program *ebpf.Program, at ebpf.AttachType) error {
 	if l := p.links[name]; l != nil {
 		if attachedTo(l, index) {
 			return nil
@@ -253,7 +264,7 @@ func (p *Path) ensure(name string, index int, program *ebpf.Program) error {
 		p.links[name] = l
 		return nil
 	}
-	l, err := link.AttachTCX(link.TCXOptions{Interface: index, Program: program, Attach: ebpf.AttachTCXIngress, Anchor: link.Head()})
+	l, err := link.AttachTCX(link.TCXOptions{Interface: index, Program: program, Attach: at, Anchor: link.Head()})
 	if errors.Is(err, ebpf.ErrNotSupported) {
 		return fault.Unsupported(fmt.Errorf("attach to interface %d: %w", index, err), "a fleet needs Linux 6.6 or later (TCX)")
 	}
@@ -318,6 +329,9 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			}
 		}
 		if n.VNI != 0 {
+			if room := uint16(n.Room); kernel.Room == 0 || room < kernel.Room {
+				kernel.Room = room
+			}
 			peers[fleetForwardFleetPeer{Address: to.Address}] = true
 		} else if n.MAC != [6]byte{} {
 			peers[fleetForwardFleetPeer{Mac: n.MAC}] = true
@@ -455,7 +469,7 @@ func (p *Path) Close() error {
 	for _, l := range p.links {
 		errs = append(errs, l.Close())
 	}
-	for _, program := range []*ebpf.Program{p.ingress, p.tunnel} {
+	for _, program := range []*ebpf.Program{p.ingress, p.tunnel, p.egress} {
 		errs = append(errs, program.Close())
 	}
 	for _, m := range []*ebpf.Map{p.tables, p.served, p.peers, p.outcomes,

@@ -296,6 +296,21 @@ func (f *fleet) send(t testing.TB, from netip.Addr, data []byte, options ...func
 	})
 }
 
+// connect opens a connection from a device to the service.
+func (f *fleet) connect(t testing.TB, from netip.Addr) (client net.Conn) {
+	t.Helper()
+	to := service4
+	if from.Is6() {
+		to = service6
+	}
+	f.router.do(t, func() (err error) {
+		d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(from, 0)), Timeout: 10 * time.Second}
+		client, err = d.Dial("tcp", netip.AddrPortFrom(to, port).String())
+		return err
+	})
+	return client
+}
+
 // receive returns the host that receives a datagram from a device, or nil after a moment without one.
 func (f *fleet) receive(t testing.TB, from netip.Addr, want []byte) *node {
 	t.Helper()
@@ -380,16 +395,11 @@ func TestDatagrams(t *testing.T) {
 func TestConnections(t *testing.T) {
 	f := newFleet(t, 3)
 	f.setAll(t, f.table())
-	for family, service := range map[int]netip.Addr{4: service4, 6: service6} {
+	for _, family := range []int{4, 6} {
 		for i := range 6 {
 			from := device(family, i)
 			f.route(t, f.hosts[i%3])
-			var client net.Conn
-			f.router.do(t, func() (err error) {
-				d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(from, 0)), Timeout: 10 * time.Second}
-				client, err = d.Dial("tcp", netip.AddrPortFrom(service, port).String())
-				return err
-			})
+			client := f.connect(t, from)
 			defer client.Close()
 			owner := f.owner(from)
 			l := owner.tcp[0]
@@ -520,7 +530,7 @@ func (n *node) openTunnel(t testing.TB) (index int) {
 // TestTunnel forwards packets to hosts that are reached through a tunnel, over IPv4 and IPv6: the device's address stays, and
 // packets that fill the link arrive in fragments over IPv4. What no peer has sent into the tunnel is dropped.
 func TestTunnel(t *testing.T) {
-	const vni = 0x5eed
+	const vni, room = 0x5eed, 1430
 	for _, outer := range []string{"IPv4", "IPv6"} {
 		t.Run("over "+outer, func(t *testing.T) {
 			f := newFleet(t, 2)
@@ -533,7 +543,7 @@ func TestTunnel(t *testing.T) {
 						if outer == "IPv6" {
 							far = h.Addresses[1]
 						}
-						return forward.Next{Addresses: []netip.Addr{far}, Interface: index, VNI: vni}
+						return forward.Next{Addresses: []netip.Addr{far}, Interface: index, VNI: vni, Room: room}
 					}, nil)
 				})
 			}
@@ -557,6 +567,18 @@ func TestTunnel(t *testing.T) {
 						}
 					}
 				}
+			}
+			for family, most := range map[int]int{4: room - 40, 6: room - 60} {
+				client := f.connect(t, device(family, 3))
+				raw, err := client.(*net.TCPConn).SyscallConn()
+				check(t, err)
+				mss := 0
+				check(t, raw.Control(func(fd uintptr) { mss, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_MAXSEG) }))
+				check(t, err)
+				if mss > most || mss < most-20 { // without the options of each segment
+					t.Errorf("IPv%d: segments of %d bytes, want %d", family, mss, most)
+				}
+				client.Close()
 			}
 			if n := counts(t, a); n[forward.Forwarded] == 0 || n[forward.Unreachable]+n[forward.Untrusted] > 0 {
 				t.Errorf("a counts %v", n)
