@@ -185,8 +185,10 @@ trace:
   - {name: all, cgroup: %[1]s, messages: 1/1, group_by: [remote/24, port, rule], stages: [stack, qdisc, network, rx_stack, reader]}
 bigtcp:
   - {interface: lo, ipv6: 128KB}
+fleet: {host: one, interfaces: [eth0], addresses: [192.0.2.53], file: hosts.yaml}
 metrics: {listen: "127.0.0.1:9732"}
 `, near, tunePort))
+	h.replaceFile(filepath.Join(h.dir, "hosts.yaml"), "epoch: 1\nnonce: 7\nhosts: [{name: one, addresses: [10.77.0.254]}]\n")
 	h.startAgent()
 	h.start(0)
 	h.ready(0)

@@ -516,3 +516,35 @@ func TestRandom(t *testing.T) {
 		}
 	}
 }
+
+// TestFailing is that a host that is alive and cannot serve keeps its buckets for a while, and that they move as planned then,
+// and return.
+func TestFailing(t *testing.T) {
+	f := newFleet(t, Config{MinHosts: 1, Settle: time.Second, OnDeath: Next, Batch: table.Buckets}, "a", "b", "c")
+	f.rest()
+	f.expect("at first", map[string]uint32{"a": 100, "b": 100, "c": 100})
+	f.hosts["b"].Healthy = false
+	for range 9 {
+		f.decide()
+		f.now += time.Second
+	}
+	if f.moves > 0 {
+		t.Errorf("%d moves after %v", f.moves, 9*time.Second)
+	}
+	f.now += 2 * time.Second
+	f.rest()
+	f.expect("without b", map[string]uint32{"a": 100, "c": 100})
+	f.hosts["b"].Healthy = true
+	f.rest()
+	f.expect("with b again", map[string]uint32{"a": 100, "b": 100, "c": 100})
+	for _, h := range f.hosts {
+		h.Healthy = false
+	}
+	f.moves = 0
+	f.decide()
+	f.now += time.Minute
+	f.rest()
+	if f.moves > 0 {
+		t.Errorf("%d moves although no host can serve", f.moves)
+	}
+}

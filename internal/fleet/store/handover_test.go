@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"bytes"
+	"net/netip"
+	"testing"
+
+	"sockeye/internal/testenv"
+)
+
+// TestHandOver hands templates of many devices from one host to another: all but one that is too large arrive, once, and those
+// of a host that ends are gone.
+func TestHandOver(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2700)
+	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
+	a.awaitAlive("a b")
+	templates := make(map[netip.Addr][]byte)
+	for i := range 250 {
+		templates[netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})] = bytes.Repeat([]byte{byte(i)}, 10_000)
+	}
+	templates[netip.MustParseAddr("2001:db8::1")] = make([]byte, mostTemplates+1)
+	if err := a.HandOver(t.Context(), "b", templates); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := a.TakeOver(t.Context()); err != nil || len(got) != 0 {
+		t.Errorf("a takes %d over, %v", len(got), err)
+	}
+	got, err := b.TakeOver(t.Context())
+	seen := make(map[byte]bool)
+	for _, value := range got {
+		seen[value[0]] = len(value) == 10_000
+	}
+	if err != nil || len(got) != 250 || len(seen) != 250 {
+		t.Errorf("b takes %d of %d devices over, %v", len(got), len(seen), err)
+	}
+	if got, err := b.TakeOver(t.Context()); err != nil || len(got) != 0 {
+		t.Errorf("b takes %d over again, %v", len(got), err)
+	}
+	if err := a.HandOver(t.Context(), "b", map[netip.Addr][]byte{netip.MustParseAddr("10.0.0.1"): {1}}); err != nil {
+		t.Fatal(err)
+	}
+	a.stop()
+	b.awaitAlive("b")
+	testenv.Within(t, "the templates of a to end", func() bool {
+		got, err := b.client.Get(t.Context(), b.templatesOf("b"))
+		return err == nil && len(got.Kvs) == 0
+	})
+	if got, err := b.TakeOver(t.Context()); err != nil || len(got) != 0 {
+		t.Errorf("b takes %d of a host over that has ended, %v", len(got), err)
+	}
+}
+
+// TestInstance continues the registration of an earlier process with the same instance.
+func TestInstance(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2720)
+	same := func(c *EtcdConfig) { c.Instance = "one" }
+	a := join(t, endpoints, "a", same)
+	watcher := join(t, endpoints, "b")
+	watcher.awaitAlive("a b")
+	a.stop()
+	join(t, endpoints, "a", same).awaitAlive("a b")
+	other := join(t, endpoints, "a", func(c *EtcdConfig) { c.Instance = "two" })
+	other.await("the name to be taken", func(s *Snapshot) bool { return len(s.Problems) > 0 })
+	for {
+		select {
+		case s := <-watcher.snapshots:
+			if s.Connected && alive(s) != "a b" {
+				t.Errorf("alive are %q", alive(s))
+			}
+			continue
+		default:
+		}
+		break
+	}
+}
