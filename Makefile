@@ -45,7 +45,7 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
 CHECK_VM_TESTS := ./internal/bpf ./internal/bpf/probe ./internal/bigtcp/programs ./internal/trace/capture ./internal/member ./internal/placement ./lab/vm/selftest
-VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/procsock ./internal/tune ./internal/trace ./internal/trace/packets ./internal/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./room
+VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/procsock ./internal/tune ./internal/trace ./internal/trace/packets ./internal/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./internal/fleet ./internal/fleet/forward ./room
 ARM64_LEFT_OUT := -leave-out '^TestSteerInterrupted$$: repeats an upgrade after each pin, which emulation makes too slow'
 VM_E2E_TESTS := TestWaitingRoom$$|TestTakeover$$|TestTemplates$$|TestDrainedWhileWaiting
 

@@ -84,6 +84,27 @@ static __always_inline bool load(struct __sk_buff *skb, __u32 offset, void *to,
 	return !bpf_skb_load_bytes(skb, offset, to, n);
 }
 
+#define NEAR 127 /* bytes; a mask for the verifier */
+
+/*
+ * The same without a call if the bytes are near the beginning of the packet and
+ * in the linear part, as headers are. n is a constant.
+ */
+static __always_inline bool load_near(struct __sk_buff *skb, __u32 offset,
+				      void *to, __u32 n)
+{
+	void *from = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+
+	/* Otherwise clang merges the loads of two branches, see steer_load. */
+	barrier_var(from);
+	barrier_var(end);
+	from += offset & NEAR;
+	if (offset > NEAR || from + n > end)
+		return load(skb, offset, to, n);
+	__builtin_memcpy(to, from, n);
+	return true;
+}
+
 /* Reads the ports of a packet from the device, or to the device with reverse. */
 static __always_inline bool read_ports(struct __sk_buff *skb, __u32 offset,
 				       struct packet *p, __u8 protocol,
@@ -94,13 +115,13 @@ static __always_inline bool read_ports(struct __sk_buff *skb, __u32 offset,
 
 	if (protocol != IPPROTO_TCP && protocol != IPPROTO_UDP)
 		return false;
-	if (!load(skb, offset, ports, sizeof(ports)))
+	if (!load_near(skb, offset, ports, sizeof(ports)))
 		return false;
 	p->to.protocol = protocol;
 	p->to.port = ports[!reverse];
 	p->device_port = ports[reverse];
 	if (protocol == IPPROTO_TCP && !reverse) {
-		if (!load(skb, offset + 13, &flags, sizeof(flags)))
+		if (!load_near(skb, offset + 13, &flags, sizeof(flags)))
 			return false;
 		p->segment = !(flags & TCPHDR_SYN);
 	}
@@ -136,7 +157,7 @@ static __always_inline bool read_ipv4(struct __sk_buff *skb, struct packet *p)
 	struct iphdr ip;
 	__u32 next;
 
-	if (!load(skb, ETH_HLEN, &ip, sizeof(ip)))
+	if (!load_near(skb, ETH_HLEN, &ip, sizeof(ip)))
 		return false;
 	p->ttl = ip.ttl;
 	next = ETH_HLEN + ip.ihl * 4;
@@ -202,7 +223,7 @@ static __always_inline bool read_ipv6(struct __sk_buff *skb, struct packet *p)
 	__u32 offset;
 	__u8 next;
 
-	if (!load(skb, ETH_HLEN, &ip, sizeof(ip)))
+	if (!load_near(skb, ETH_HLEN, &ip, sizeof(ip)))
 		return false;
 	p->ttl = ip.hop_limit;
 	next = ip.nexthdr;
@@ -333,7 +354,7 @@ decide_moving(struct __sk_buff *skb, const struct packet *p,
 static __always_inline struct decision
 decide(struct __sk_buff *skb, const struct packet *p,
        const struct fleet_table *table, const struct fleet_bucket *bucket,
-       const struct fleet_peer *from)
+       struct fleet_peer *from, bool tunnel)
 {
 	struct decision d = { FLEET_NO_HOST, FLEET_LOCAL };
 	bool peer;
@@ -343,6 +364,8 @@ decide(struct __sk_buff *skb, const struct packet *p,
 		return d;
 	}
 	if (bucket->owner == table->self && bucket->other == FLEET_NO_HOST)
+		return d;
+	if (!tunnel && !load_near(skb, ETH_ALEN, from->mac, sizeof(from->mac)))
 		return d;
 	peer = bpf_map_lookup_elem(&peers, from);
 	if (bucket->other != FLEET_NO_HOST)
@@ -458,7 +481,7 @@ static __always_inline const struct fleet_table *table_in_force(void)
 }
 
 static __always_inline int handle(struct __sk_buff *skb, const struct packet *p,
-				  const struct fleet_peer *from)
+				  struct fleet_peer *from, bool tunnel)
 {
 	const struct fleet_table *table = table_in_force();
 	const struct steer_device_id *id = NULL;
@@ -474,7 +497,7 @@ static __always_inline int handle(struct __sk_buff *skb, const struct packet *p,
 		id = steer_find_name(&p->device, table->named);
 	hash = id ? id->hash : steer_hash(&p->device, table->nonce);
 	bucket = &table->bucket[hash & (STEER_BUCKETS - 1)];
-	d = decide(skb, p, table, bucket, from);
+	d = decide(skb, p, table, bucket, from, tunnel);
 	if (d.to != FLEET_NO_HOST)
 		return forward(skb, p, host_of(table, d.to), d.outcome);
 	count(skb, d.outcome);
@@ -489,9 +512,7 @@ int fleet_ingress(struct __sk_buff *skb)
 
 	if (!read_packet(skb, &p))
 		return TC_ACT_UNSPEC;
-	if (!load(skb, ETH_ALEN, from.mac, sizeof(from.mac)))
-		return TC_ACT_UNSPEC;
-	return handle(skb, &p, &from);
+	return handle(skb, &p, &from, false);
 }
 
 SEC("tc")
@@ -510,7 +531,7 @@ int fleet_tunnel(struct __sk_buff *skb)
 		count(skb, FLEET_UNTRUSTED);
 		return TC_ACT_SHOT;
 	}
-	return handle(skb, &p, &from);
+	return handle(skb, &p, &from, true);
 }
 
 #define TCPOPT_EOL 0

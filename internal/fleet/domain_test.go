@@ -86,6 +86,7 @@ hosts:
 // plug creates the interface fleet0 with an address.
 func plug(t testing.TB) netlink.Link {
 	t.Helper()
+	testenv.NeedTCX(t)
 	check(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"}))
 	t.Cleanup(func() {
 		if l, err := netlink.LinkByName("fleet0"); err == nil {

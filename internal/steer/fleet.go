@@ -22,7 +22,10 @@ func (d *Domain) SetFleet(addresses []netip.Addr, host func(device netip.Addr) (
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
 		s.Mu.Lock()
-		s.checks.Soon()
+		if s.CheckOpen() == nil {
+			s.checks.Moved() // at once: the packets of the devices already reach their hosts
+			s.checks.Soon()
+		}
 		s.Mu.Unlock()
 	}
 }

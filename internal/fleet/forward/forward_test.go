@@ -132,6 +132,7 @@ func addNode(t *testing.T, name string, number int) *node {
 // newFleet connects a router and hosts a, b, c ... and opens the sockets of the service on each host.
 func newFleet(t *testing.T, hosts int) *fleet {
 	t.Helper()
+	testenv.NeedTCX(t)
 	check(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "br0"}}))
 	bridge, err := netlink.LinkByName("br0")
 	check(t, err)
