@@ -39,6 +39,9 @@ func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipp
 	if _, err := newSettings(policy); err != nil {
 		return nil, "", err
 	}
+	if err := checkEtcd(policy.Fleet); err != nil {
+		return nil, "", err
+	}
 	if _, err := findInterfaces(policy.Fleet.Interfaces); err != nil {
 		return nil, "the fleet is not checked on the interfaces: " + err.Error(), nil
 	}

@@ -25,7 +25,6 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/fleet/forward"
-	"sockeye/internal/fleet/store"
 	"sockeye/internal/placement"
 	"sockeye/internal/rights"
 )
@@ -70,7 +69,7 @@ func Needs(*config.Policy) []rights.Need { return nil }
 // Needs returns no capabilities: those of the unit suffice.
 func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
 
-// Check returns an error if a file of the policy cannot be used. Interfaces may appear later.
+// Check returns an error if the device map cannot be used. Interfaces and the files of etcd may appear later.
 func (d *Domain) Check(policy *config.Policy) error {
 	if policy.Fleet == nil {
 		return nil
@@ -87,7 +86,6 @@ type settings struct {
 	devices   *placement.DeviceMap // of the services; nil: none
 	deviceMap string               // its file
 	selects   func(*config.Service) bool
-	etcd      *store.EtcdConfig // nil with a file
 }
 
 // newSettings resolves a policy with a fleet, and reads the files that it names.
@@ -118,11 +116,16 @@ func newSettings(policy *config.Policy) (*settings, error) {
 			return nil, fault.In("fleet", err)
 		}
 	}
-	var err error
-	if f.Etcd != nil {
-		s.etcd, err = etcdConfig(&f)
+	return s, nil
+}
+
+// checkEtcd returns an error if the files of etcd cannot be used now. An agent starts all the same: they may be renewed later.
+func checkEtcd(f *config.Fleet) error {
+	if f.Etcd == nil {
+		return nil
 	}
-	return s, inFleet(err)
+	_, err := etcdConfig(f)
+	return inFleet(err)
 }
 
 func inFleet(err error) error {
@@ -195,6 +198,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	if policy.Fleet != nil {
 		var err error
 		if after, err = newSettings(policy); err != nil {
+			return nil, err
+		}
+		if err := checkEtcd(&after.Fleet); err != nil {
 			return nil, err
 		}
 		if _, err := findInterfaces(after.Interfaces); err != nil {

@@ -274,3 +274,28 @@ func TestLies(t *testing.T) {
 		t.Error(got)
 	}
 }
+
+// TestCredentials is that files of etcd that cannot be used are refused by a plan, and do not keep an agent from starting: it uses
+// them when they are there.
+func TestCredentials(t *testing.T) {
+	plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	text := strings.Replace(policyText, "file: hosts.yaml", "etcd: {endpoints: [http://127.0.0.1:2], user: sockeye, password_file: password}", 1)
+	s := new(services)
+	r := runner(t, s, dir, pins)
+	r.Start(t, text)
+	defer r.Stop()
+	defer r.Retire(t)
+	has := func(want string) {
+		t.Helper()
+		testenv.Within(t, want, func() bool { return strings.Contains(strings.Join(status(t, r).Problems, "\n"), want) })
+	}
+	has("read password of etcd")
+	if _, err := r.Plan(strings.Replace(text, "host: a", "host: b", 1)); err == nil || !strings.Contains(err.Error(), "read password of etcd") {
+		t.Errorf("plan: %v", err)
+	}
+	check(t, os.WriteFile(filepath.Join(dir, "password"), []byte("secret\n"), 0o644))
+	has("has mode 0644")
+	check(t, os.Chmod(filepath.Join(dir, "password"), 0o600))
+	has("not connected to etcd")
+}

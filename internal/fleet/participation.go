@@ -115,15 +115,19 @@ func (d *Domain) participate(s *settings) (_ *participation, err error) {
 	}
 	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}}
 	p.refresh() // the first registration is complete: otherwise the next table would have a host without addresses
-	if s.etcd != nil {
-		c := *s.etcd
-		c.Host, c.Log = p.registration, p.log
-		if c.Instance, err = p.instance(); err != nil {
+	if s.Etcd != nil {
+		instance, err := p.instance()
+		if err != nil {
 			return nil, err
 		}
-		if p.store, err = store.OpenEtcd(c); err != nil {
-			return nil, err
-		}
+		p.store = store.OpenLater(p.registration, func(r store.Registration) (store.Store, error) {
+			c, err := etcdConfig(&s.Fleet)
+			if err != nil {
+				return nil, err
+			}
+			c.Host, c.Log, c.Instance = r, p.log, instance
+			return store.OpenEtcd(*c)
+		})
 	} else {
 		p.store = store.OpenFile(s.File)
 	}

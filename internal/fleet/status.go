@@ -43,7 +43,7 @@ func (p *participation) status() (*api.FleetStatus, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	s := &api.FleetStatus{Fleet: p.settings.Name, Host: p.settings.host, Store: "etcd", Hosts: []api.FleetHost{}, Packets: make(map[string]uint64), Problems: p.allProblems()}
-	if p.settings.etcd == nil {
+	if p.settings.Etcd == nil {
 		s.Store = "file"
 	}
 	if s.Problems == nil {

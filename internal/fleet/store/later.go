@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"sync"
+	"time"
+
+	"sockeye/internal/fleet/table"
+)
+
+// laterPause is the pause before another attempt to open a store.
+const laterPause = 2 * time.Second
+
+// errNotOpen is the error of changes before the store could be opened.
+var errNotOpen = errors.New("the store of the fleet is not open")
+
+// Later is a store that is opened while it runs, again and again until that succeeds: a certificate that has expired must not keep
+// an agent from starting.
+type Later struct {
+	open func(Registration) (Store, error)
+
+	mu           sync.Mutex
+	registration Registration
+	store        Store // nil: not open
+}
+
+// OpenLater returns a store that open opens, with the registration of this host.
+func OpenLater(r Registration, open func(Registration) (Store, error)) *Later {
+	return &Later{open: open, registration: r}
+}
+
+// Run opens the store and runs it.
+func (l *Later) Run(ctx context.Context, snapshots chan *Snapshot) {
+	problem := ""
+	for {
+		l.mu.Lock()
+		s, err := l.open(l.registration)
+		if err == nil {
+			l.store = s
+		}
+		l.mu.Unlock()
+		if err == nil {
+			s.Run(ctx, snapshots)
+			return
+		}
+		if err.Error() != problem {
+			problem = err.Error()
+			offer(snapshots, &Snapshot{Problems: []string{problem}})
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(laterPause):
+		}
+	}
+}
+
+// opened returns the store, or nil.
+func (l *Later) opened() Store {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.store
+}
+
+// Update changes the registration of this host.
+func (l *Later) Update(r Registration) {
+	l.mu.Lock()
+	l.registration = r
+	s := l.store
+	l.mu.Unlock()
+	if s != nil {
+		s.Update(r)
+	}
+}
+
+// Write makes a table the present one.
+func (l *Later) Write(ctx context.Context, from *Snapshot, t *table.Table) error {
+	if s := l.opened(); s != nil {
+		return s.Write(ctx, from, t)
+	}
+	return errNotOpen
+}
+
+// SetSetting changes what the operator wants of a host.
+func (l *Later) SetSetting(ctx context.Context, host string, w Setting) error {
+	if s := l.opened(); s != nil {
+		return s.SetSetting(ctx, host, w)
+	}
+	return errNotOpen
+}
+
+// HandOver keeps the templates of devices for another host.
+func (l *Later) HandOver(ctx context.Context, to string, templates map[netip.Addr][]byte) error {
+	if s := l.opened(); s != nil {
+		return s.HandOver(ctx, to, templates)
+	}
+	return errNotOpen
+}
+
+// TakeOver returns the templates for this host.
+func (l *Later) TakeOver(ctx context.Context) ([][]byte, error) {
+	if s := l.opened(); s != nil {
+		return s.TakeOver(ctx)
+	}
+	return nil, errNotOpen
+}
+
+// Close closes the store if it is open.
+func (l *Later) Close(leave bool) error {
+	if s := l.opened(); s != nil {
+		return s.Close(leave)
+	}
+	return nil
+}
