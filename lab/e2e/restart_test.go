@@ -142,9 +142,6 @@ func (f *flows) complete(when string) {
 			records, to, err := c.Records(f.offsets[c.RecordsPath])
 			f.must(err)
 			f.offsets[c.RecordsPath] = to
-			if len(records) > 0 {
-				progress = time.Now()
-			}
 			for _, r := range records {
 				if c.Slot != f.home(r.Peer) {
 					f.Errorf("collector %d has a record of %v", c.Slot, r.Peer)
@@ -153,6 +150,7 @@ func (f *flows) complete(when string) {
 					f.others++
 					continue
 				}
+				progress = time.Now()
 				f.decoded[r.Peer] += r.Packets
 				if !r.Correlated() {
 					f.bare += r.Packets
