@@ -59,7 +59,6 @@ type participation struct {
 	node     *node.Node
 	cancel   context.CancelFunc
 	done     sync.WaitGroup
-	handed   uint64 // last epoch whose templates were handed over; only Prepare uses it
 
 	mu           sync.Mutex
 	nics         []nic
@@ -235,52 +234,15 @@ func (d *dataPath) Apply(t *table.Table) error {
 // takeOverTime is the longest time that the members get to receive templates; the devices move afterwards in any case.
 const takeOverTime = 2 * time.Second
 
-// Prepare makes the moves possible that concern this host: it hands over the templates of devices that leave, and takes over
-// those of devices that come, after all their present owners have handed them over.
-func (d *dataPath) Prepare(ctx context.Context, t *table.Table, hosts []lead.Host) error {
+// HandOver hands the templates of the devices that leave to their next hosts.
+func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
 	p := (*participation)(d)
 	p.mu.Lock()
 	mapping, self := p.mapping, t.Index(p.settings.host)
 	p.mu.Unlock()
-	to, from := make(map[string]bool), make(map[string]bool)
-	for b := range table.Buckets {
-		switch owner, next := t.Owner[b], t.Next[b]; {
-		case next == table.None || self == table.None:
-		case owner == self:
-			to[t.Hosts[next].Name] = true
-		case next == self:
-			from[t.Hosts[owner].Name] = true
-		}
-	}
-	if len(to) > 0 && p.handed != t.Epoch {
-		if err := p.handOver(ctx, t, mapping, self); err != nil {
-			return err
-		}
-		p.handed = t.Epoch
-	}
-	for i := range hosts {
-		if h := &hosts[i]; from[h.Name] && h.Alive && h.Prepared < t.Epoch {
-			return node.ErrWait
-		}
-	}
-	if len(from) == 0 {
+	if !moves(t, func(owner, _ uint16) bool { return owner == self }) {
 		return nil
 	}
-	handed, err := p.store.TakeOver(ctx)
-	if err == nil && len(handed) > 0 {
-		err = p.services.TakeOver(handed)
-	}
-	if err != nil {
-		return err
-	}
-	for begun := time.Now(); p.services.IsTakingOver() && time.Since(begun) < takeOverTime && ctx.Err() == nil; {
-		time.Sleep(time.Millisecond)
-	}
-	return nil
-}
-
-// handOver hands the templates of the devices that leave to their next hosts.
-func (p *participation) handOver(ctx context.Context, t *table.Table, mapping *placement.Mapping, self uint16) error {
 	next := func(device netip.Addr) uint16 {
 		b := mapping.Locate(device).Bucket
 		if t.Owner[b] != self {
@@ -304,6 +266,36 @@ func (p *participation) handOver(ctx context.Context, t *table.Table, mapping *p
 		if err := p.store.HandOver(ctx, name, templates); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// moves reports whether a table prepares a move that is one of those.
+func moves(t *table.Table, those func(owner, next uint16) bool) bool {
+	for b, next := range t.Next {
+		if next != table.None && those(t.Owner[b], next) {
+			return true
+		}
+	}
+	return false
+}
+
+// TakeOver sends the templates of the devices that come to the members of this host.
+func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
+	p := (*participation)(d)
+	self := t.Index(p.settings.host)
+	if !moves(t, func(_, next uint16) bool { return next == self }) {
+		return nil
+	}
+	handed, err := p.store.TakeOver(ctx)
+	if err == nil && len(handed) > 0 {
+		err = p.services.TakeOver(handed)
+	}
+	if err != nil {
+		return err
+	}
+	for begun := time.Now(); p.services.IsTakingOver() && time.Since(begun) < takeOverTime && ctx.Err() == nil; {
+		time.Sleep(time.Millisecond)
 	}
 	return nil
 }

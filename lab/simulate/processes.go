@@ -66,8 +66,11 @@ func (p *recordingPath) Apply(t *table.Table) error {
 	return err
 }
 
-// Prepare does nothing.
-func (p *recordingPath) Prepare(context.Context, *table.Table, []lead.Host) error { return nil }
+// HandOver does nothing.
+func (p *recordingPath) HandOver(context.Context, *table.Table) error { return nil }
+
+// TakeOver does nothing.
+func (p *recordingPath) TakeOver(context.Context, *table.Table) error { return nil }
 
 // runNode is one host, until its standard input ends.
 func runNode(arguments []string) error {

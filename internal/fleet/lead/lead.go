@@ -53,6 +53,8 @@ type Host struct {
 	Healthy bool
 	// Applied is the epoch that the data path of the host has.
 	Applied uint64
+	// Handed is the last epoch whose templates the host has handed over to the next owners.
+	Handed uint64
 	// Prepared is the last epoch whose preparations the host has finished.
 	Prepared uint64
 }

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"log/slog"
 	"reflect"
+	"slices"
 	"sync"
 	"time"
 
@@ -26,14 +27,13 @@ const retryPause = time.Second
 type Path interface {
 	// Apply puts a table in force.
 	Apply(t *table.Table) error
-	// Prepare makes the moves of a table possible that concern this host: as the owner, it hands over templates; as the next
-	// one, it is ready for the devices. Prepare is called after Apply, and again until it returns nil. The error is ErrWait
-	// while another host must prepare something first.
-	Prepare(ctx context.Context, t *table.Table, hosts []lead.Host) error
+	// HandOver hands the templates of the devices over that a table prepares to leave this host. HandOver is called after Apply,
+	// and again until it returns nil.
+	HandOver(ctx context.Context, t *table.Table) error
+	// TakeOver makes this host ready for the devices that a table prepares to come. It is called after HandOver, when all their
+	// owners that live have handed them over, and again until it returns nil.
+	TakeOver(ctx context.Context, t *table.Table) error
 }
-
-// ErrWait is the error of Path.Prepare while the preparations of another host are not finished.
-var ErrWait = errors.New("another host prepares")
 
 // Config describes a host.
 type Config struct {
@@ -171,30 +171,51 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 	case n.applied != nil && t.Epoch < n.applied.Epoch:
 		return fmt.Errorf("the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch)
 	}
-	applied, prepared := n.registered()
-	defer func() { // one message for both
-		n.update(func(r *store.Registration) { r.Applied, r.Prepared = applied, prepared })
+	r := n.registered()
+	defer func() { // one message for all
+		n.update(func(now *store.Registration) { now.Applied, now.Handed, now.Prepared = r.Applied, r.Handed, r.Prepared })
 	}()
 	if n.applied == nil || t.Epoch > n.applied.Epoch {
 		if err := n.config.Path.Apply(t); err != nil {
 			return err
 		}
-		n.applied, applied = t, t.Epoch
+		n.applied, r.Applied = t, t.Epoch
 	}
-	if prepared < t.Epoch {
-		switch err := n.config.Path.Prepare(ctx, t, s.Hosts); {
-		case err == nil:
-			prepared = t.Epoch
-		case !errors.Is(err, ErrWait): // otherwise the next snapshot shows when the other host is ready
+	if r.Handed < t.Epoch {
+		if err := n.config.Path.HandOver(ctx, t); err != nil {
 			return err
 		}
+		r.Handed = t.Epoch
+	}
+	// Two hosts may get devices from each other: none waits for the other's preparations, but for what it hands over.
+	if r.Prepared < t.Epoch && handedOver(t, r.Name, s.Hosts) {
+		if err := n.config.Path.TakeOver(ctx, t); err != nil {
+			return err
+		}
+		r.Prepared = t.Epoch
 	}
 	return nil
 }
 
-// registered returns the epochs of the registration.
-func (n *Node) registered() (applied, prepared uint64) {
+// registered returns the registration.
+func (n *Node) registered() store.Registration {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return n.registration.Applied, n.registration.Prepared
+	return n.registration
+}
+
+// handedOver reports whether all living owners of devices that a table prepares to come to a host have handed them over.
+// Otherwise, a later snapshot shows that they have.
+func handedOver(t *table.Table, to string, hosts []lead.Host) bool {
+	self := t.Index(to)
+	if self == table.None {
+		return true
+	}
+	owners := make(map[string]bool)
+	for b, next := range t.Next {
+		if next == self {
+			owners[t.Hosts[t.Owner[b]].Name] = true
+		}
+	}
+	return !slices.ContainsFunc(hosts, func(h lead.Host) bool { return owners[h.Name] && h.Alive && h.Handed < t.Epoch })
 }

@@ -59,7 +59,8 @@ func (p *path) Apply(t *table.Table) error {
 	return nil
 }
 
-func (p *path) Prepare(context.Context, *table.Table, []lead.Host) error { return nil }
+func (p *path) HandOver(context.Context, *table.Table) error { return nil }
+func (p *path) TakeOver(context.Context, *table.Table) error { return nil }
 
 // host is a host of a test.
 type host struct {
@@ -337,5 +338,29 @@ func TestRestoredStore(t *testing.T) {
 		if n := len(s.written); (n > 0) != (c.problem == "") {
 			t.Errorf("%q: %d tables were written", c.problem, n)
 		}
+	}
+}
+
+// TestMutual is that two hosts that get devices from each other in one table, as after two deaths, do not wait for each other.
+func TestMutual(t *testing.T) {
+	both := &table.Table{Epoch: 5, Nonce: 7, Hosts: []table.Host{{Name: "a", Weight: 1}, {Name: "b", Weight: 1}}}
+	for b := range table.Buckets {
+		both.Owner[b], both.Previous[b], both.Next[b] = uint16(b%2), table.None, table.None
+	}
+	both.Next[0], both.Next[1] = 1, 0
+	hosts := []lead.Host{{Host: both.Hosts[0], Alive: true, Applied: 5}, {Host: both.Hosts[1], Alive: true, Applied: 5}}
+	if handedOver(both, "a", hosts) || handedOver(both, "b", hosts) {
+		t.Error("nobody has handed anything over")
+	}
+	hosts[0].Handed, hosts[1].Handed = 5, 5
+	if !handedOver(both, "a", hosts) || !handedOver(both, "b", hosts) {
+		t.Error("both have handed over")
+	}
+	hosts[0].Handed, hosts[0].Alive = 4, false
+	if !handedOver(both, "b", hosts) {
+		t.Error("b waits for a dead host")
+	}
+	if !handedOver(both, "c", hosts) {
+		t.Error("a host that is not in the table waits")
 	}
 }

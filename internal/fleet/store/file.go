@@ -138,7 +138,7 @@ func parseFile(text []byte) (*Snapshot, error) {
 			state = lead.Ready
 		}
 		t.Hosts = append(t.Hosts, one)
-		s.Hosts = append(s.Hosts, lead.Host{Host: one, State: state, Alive: true, Healthy: true, Applied: c.Epoch, Prepared: c.Epoch})
+		s.Hosts = append(s.Hosts, lead.Host{Host: one, State: state, Alive: true, Healthy: true, Applied: c.Epoch, Handed: c.Epoch, Prepared: c.Epoch})
 		if state == lead.Ready || state == lead.Maint {
 			r.Set(one.Name, one.Weight)
 		}

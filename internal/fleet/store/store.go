@@ -49,8 +49,10 @@ type Registration struct {
 	table.Host
 	// Healthy is set while the host can serve devices.
 	Healthy bool `json:"healthy"`
-	// Applied is the epoch that the data path of the host has, and Prepared the last one whose preparations are finished.
+	// Applied is the epoch that the data path of the host has, Handed the last one whose templates the host has handed over, and
+	// Prepared the last one whose preparations are finished.
 	Applied  uint64 `json:"applied"`
+	Handed   uint64 `json:"handed"`
 	Prepared uint64 `json:"prepared"`
 }
 
