@@ -156,27 +156,28 @@ func (s *Steer) setTable(t *Table, named uint32, flipped func()) error {
 	if err := inner.Put(uint32(0), &table); err != nil {
 		return fmt.Errorf("write bucket table: %w", err)
 	}
-	if err := s.putTable(inner, flipped); err != nil {
+	if err := PutTable(s.tables, inner, flipped); err != nil {
 		return fmt.Errorf("install bucket table: %w", err)
 	}
 	s.named = named
 	return s.replacePin(pinTable, inner)
 }
 
-// putTable installs a bucket table. The kernel replaces the table at once, and the system call returns after a grace
-// period of RCU (maybe_wait_bpf_programs), so another goroutine makes the call.
-func (s *Steer) putTable(inner *ebpf.Map, flipped func()) error {
+// PutTable installs a table in a map of maps with one entry, and calls flipped as soon as the table is in force. The kernel
+// replaces the table at once, and the system call returns after a grace period of RCU (maybe_wait_bpf_programs), so another
+// goroutine makes the call.
+func PutTable(tables, inner *ebpf.Map, flipped func()) error {
 	info, err := inner.Info()
 	if err != nil {
 		return err
 	}
 	id, known := info.ID()
 	put := make(chan error, 1)
-	go func() { put <- s.tables.Put(uint32(0), inner) }()
+	go func() { put <- tables.Put(uint32(0), inner) }()
 	const interval = 100 * time.Microsecond
 	for {
 		var current uint32
-		if known && s.tables.Lookup(uint32(0), &current) == nil && ebpf.MapID(current) == id {
+		if known && tables.Lookup(uint32(0), &current) == nil && ebpf.MapID(current) == id {
 			flipped()
 			return <-put
 		}

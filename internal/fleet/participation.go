@@ -308,12 +308,14 @@ func (p *participation) install(t *table.Table) error {
 	}
 	paths := p.findPaths(t)
 	next := func(h *table.Host) forward.Next { return paths[h.Name].Next }
-	if err := p.path.Set(t, p.settings.host, next, p.settings.devices); err != nil {
+	flipped := func() { // the connections of devices that have left are closed now
+		p.table, p.mapping, p.paths = t, mapping, paths
+		p.services.SetFleet(p.settings.Addresses, hostOf(t, mapping, p.settings.host))
+	}
+	if err := p.path.Set(t, p.settings.host, next, p.settings.devices, flipped); err != nil {
 		return err
 	}
-	p.table, p.mapping, p.paths = t, mapping, paths
 	p.attach()
-	p.services.SetFleet(p.settings.Addresses, hostOf(t, mapping, p.settings.host))
 	return nil
 }
 

@@ -52,7 +52,7 @@ func BenchmarkIngress(b *testing.B) {
 			next := func(*table.Host) forward.Next {
 				return forward.Next{Addresses: []netip.Addr{netip.MustParseAddr("10.0.0.2")}, Interface: 1, MAC: [6]byte{2, 0, 0, 0, 0, 2}}
 			}
-			check(b, p.Set(to, "a", next, names))
+			check(b, p.Set(to, "a", next, names, func() {}))
 			empty, err := ebpf.NewProgram(&ebpf.ProgramSpec{Type: ebpf.SchedCLS, License: "GPL", Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, -1), asm.Return()}})
 			check(b, err)
 			defer empty.Close()

@@ -299,8 +299,9 @@ func (p *Path) detach(name string) error {
 }
 
 // Set installs a table of the fleet. self is the name of this host, and next returns how it reaches the others. devices is
-// the device map of the services, or nil. Packets are decided by the old table or by the new one.
-func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, devices *placement.DeviceMap) error {
+// the device map of the services, or nil. Packets are decided by the old table or by the new one. Set calls flipped as soon as
+// the new one is in force: the kernel waits for a grace period of RCU afterwards, which takes a second on a busy host.
+func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, devices *placement.DeviceMap, flipped func()) error {
 	kernel := &fleetForwardFleetTable{Nonce: t.Nonce, Epoch: t.Epoch, Self: t.Index(self), Named: 0}
 	for b := range t.Owner {
 		to := &kernel.Bucket[b]
@@ -340,7 +341,7 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 	if err := addKeys(p.peers, peers); err != nil {
 		return fmt.Errorf("write peers: %w", err)
 	}
-	if err := p.install(kernel, entriesOf(t.Nonce, devices)); err != nil {
+	if err := p.install(kernel, entriesOf(t.Nonce, devices), flipped); err != nil {
 		return err
 	}
 	if err := keepKeys(p.peers, peers); err != nil {
@@ -359,7 +360,7 @@ func entriesOf(nonce uint64, devices *placement.DeviceMap) *placement.Entries {
 }
 
 // install writes the device map to the bank that is not in force, and then the table that refers to it.
-func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries) error {
+func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, flipped func()) error {
 	size := entries.Size()
 	same := p.entries != nil && p.entries.Equal(entries) // a large device map takes seconds, and few tables change it
 	if same {
@@ -387,7 +388,7 @@ func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries) er
 	if err := inner.Put(uint32(0), t); err != nil {
 		return fmt.Errorf("write table of the fleet: %w", err)
 	}
-	if err := p.tables.Put(uint32(0), inner); err != nil {
+	if err := bpf.PutTable(p.tables, inner, flipped); err != nil {
 		return fmt.Errorf("install table of the fleet: %w", err)
 	}
 	p.named, p.entries = t.Named, entries

@@ -244,7 +244,7 @@ func (f *fleet) set(t testing.TB, n *node, to *table.Table, devices *placement.D
 				}
 			}
 			return forward.Next{}
-		}, devices)
+		}, devices, func() {})
 	})
 }
 
@@ -500,7 +500,7 @@ func TestDrops(t *testing.T) {
 		t.Errorf("own packet with TTL 1: at %v", at)
 	}
 	a.do(t, func() error {
-		return a.path.Set(f.table(), "a", func(*table.Host) forward.Next { return forward.Next{} }, nil)
+		return a.path.Set(f.table(), "a", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {})
 	})
 	drops("unreachable", forward.Unreachable, others)
 	// What is not to a service does not reach the decision.
@@ -545,7 +545,7 @@ func TestTunnel(t *testing.T) {
 							far = h.Addresses[1]
 						}
 						return forward.Next{Addresses: []netip.Addr{far}, Interface: index, VNI: vni, Room: room}
-					}, nil)
+					}, nil, func() {})
 				})
 			}
 			a, b := f.hosts[0], f.hosts[1]
@@ -587,7 +587,7 @@ func TestTunnel(t *testing.T) {
 			// A host that a does not know sends into the tunnel.
 			n := counts(t, b)
 			b.do(t, func() error {
-				return b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil)
+				return b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {})
 			})
 			mine := device(4, 0)
 			for i := 0; f.owner(mine) != b; i++ {
