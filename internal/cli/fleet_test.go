@@ -36,7 +36,7 @@ hosts: [{name: one, addresses: [198.51.100.1], macs: ["02:00:00:00:00:01"]}]
 func TestFleetOfOne(t *testing.T) {
 	h := newHost(t, fleetPolicy)
 	h.write("hosts.yaml", fleetHosts)
-	if r := h.sockeye("check", h.policy); r.code != 0 || !strings.Contains(r.out, `the fleet is not checked on the interfaces: there is no interface "fleet0"`) {
+	if r := h.sockeye("check", h.policy); r.code != 0 || !strings.Contains(r.out, `the interfaces of the fleet are not checked: there is no interface "fleet0"`) {
 		t.Errorf("check without the interface: %+v", r)
 	}
 	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})
@@ -84,7 +84,7 @@ func TestFleetOfOne(t *testing.T) {
 	h.refused(fault.CodeUsage, "weight 1001", "1 to 1000, or 0 for the weight in the policy of the host", nil, "host", "set", "one", "--weight", "1001")
 	h.refused(fault.CodeUsage, "neither a state nor a weight is given", "usage: sockeye host set HOST [ready|drain|maint|removed] [--weight N] [flags]", nil, "host", "set", "one")
 	h.refused(fault.CodeConflict, "host one is the last one that can serve devices", "make another host ready first", nil, "host", "set", "one", "drain")
-	h.refused(fault.CodeConflict, "the table of this fleet is a file: edit the file on all hosts", "DIR/hosts.yaml", nil, "host", "set", "one", "--weight", "7")
+	h.refused(fault.CodeConflict, "the table of this fleet is a file: edit the file on all hosts", "edit DIR/hosts.yaml", nil, "host", "set", "one", "--weight", "7")
 
 	// A table that cannot follow is refused, and the last one stays in force.
 	for text, problem := range map[string]string{

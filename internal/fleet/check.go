@@ -43,7 +43,7 @@ func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipp
 		return nil, "", err
 	}
 	if _, err := findInterfaces(policy.Fleet.Interfaces); err != nil {
-		return nil, "the fleet is not checked on the interfaces: " + err.Error(), nil
+		return nil, "the interfaces of the fleet are not checked: " + err.Error(), nil
 	}
 	return nil, "", nil
 }

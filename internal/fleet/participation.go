@@ -63,6 +63,7 @@ type participation struct {
 	mu           sync.Mutex
 	nics         []nic
 	attached     []int // interfaces, and the tunnel as the last one
+	continues    bool  // there is a last table: until it is installed, the programs of an earlier version stay
 	table        *table.Table
 	mapping      *placement.Mapping // hashes of the devices, with the nonce of the table
 	paths        map[string]path    // by host
@@ -112,6 +113,7 @@ func (d *Domain) participate(s *settings) (_ *participation, err error) {
 	if err != nil {
 		p.log.Warn("the last table of the fleet cannot be used", "error", err)
 	}
+	p.continues = last != nil
 	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}}
 	p.refresh() // the first registration is complete: otherwise the next table would have a host without addresses
 	if s.Etcd != nil {
@@ -288,11 +290,11 @@ func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 		return nil
 	}
 	handed, err := p.store.TakeOver(ctx)
-	if err == nil && len(handed) > 0 {
-		err = p.services.TakeOver(handed)
-	}
 	if err != nil {
 		return err
+	}
+	if len(handed) > 0 {
+		p.services.TakeOver(handed)
 	}
 	for begun := time.Now(); p.services.IsTakingOver() && time.Since(begun) < takeOverTime && ctx.Err() == nil; {
 		time.Sleep(time.Millisecond)
@@ -372,6 +374,9 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 
 // attach attaches the programs to the interfaces that exist. The caller holds mu.
 func (p *participation) attach() {
+	if p.table == nil && p.continues {
+		return
+	}
 	var indexes []int
 	for _, n := range p.nics {
 		indexes = append(indexes, n.index)

@@ -175,7 +175,7 @@ func neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
 			return [6]byte(n.HardwareAddr), true
 		}
 	}
-	// An error shows itself: the address stays unknown.
+	// After an error, the address stays unknown, and the next refresh asks again.
 	_ = netlink.NeighSet(&netlink.Neigh{LinkIndex: index, Family: family, State: netlink.NUD_NONE, Flags: netlink.NTF_USE, IP: a.AsSlice()})
 	return mac, false
 }

@@ -97,7 +97,7 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 		return plan, nil
 	}
 	if err := p.store.SetSetting(ctx, h.Name, setting); errors.Is(err, store.ErrReadOnly) {
-		return nil, fault.Conflict(err, p.settings.File)
+		return nil, fault.Conflict(err, "edit "+p.settings.File)
 	} else if err != nil {
 		return nil, err
 	}
@@ -142,8 +142,11 @@ func (p *participation) effectOf(s *store.Snapshot, h *lead.Host, to store.Setti
 			if to.State != "" {
 				hosts[i].State = to.State
 			}
-			if to.Weight != 0 {
+			switch {
+			case to.Weight != 0:
 				hosts[i].Weight = to.Weight
+			case hosts[i].SetWeight != 0:
+				hosts[i].Weight = hosts[i].OwnWeight
 			}
 		}
 	}

@@ -4,7 +4,9 @@ package steer
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 
 	"sockeye/internal/config"
 	"sockeye/internal/steer/core"
@@ -35,22 +37,13 @@ func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
 		s.Mu.Lock()
-		ready := s.CheckOpen() == nil && (!selected(&s.Config) || s.anyReady())
+		ready := s.CheckOpen() == nil && (!selected(&s.Config) || slices.ContainsFunc(slices.Collect(maps.Keys(s.Seats)), s.IsReady))
 		s.Mu.Unlock()
 		if !ready {
 			return fmt.Errorf("service %s has no ready slot", s.Name)
 		}
 	}
 	return nil
-}
-
-func (s *service) anyReady() bool {
-	for slot := range s.Seats {
-		if s.IsReady(slot) {
-			return true
-		}
-	}
-	return false
 }
 
 // HandOver returns the templates of the exporters that leave this host, by address, in a form that TakeOver of another host
@@ -69,10 +62,10 @@ func (d *Domain) HandOver(leaves func(netip.Addr) bool) (map[netip.Addr][]byte, 
 }
 
 // TakeOver keeps the templates that another host has handed over, and sends them to the members of their exporters.
-func (d *Domain) TakeOver(handed [][]byte) error {
-	all, err := rooms.DecodeHanded(handed)
-	if err != nil {
-		return err
+func (d *Domain) TakeOver(handed [][]byte) {
+	all, damaged := rooms.DecodeHanded(handed)
+	if damaged > 0 {
+		d.log.Warn("templates of another host are damaged", "devices", damaged)
 	}
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
@@ -82,7 +75,6 @@ func (d *Domain) TakeOver(handed [][]byte) error {
 		}
 		s.Mu.Unlock()
 	}
-	return nil
 }
 
 // IsTakingOver reports whether members still receive templates.

@@ -398,14 +398,16 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	list := locate.Where(s.Name, s.Mapping, addresses)
-	if fleet := s.Host.Fleet.Load(); fleet != nil {
-		for i := range list {
-			list[i].Host, _ = fleet.Host(list[i].Address)
-		}
-	}
+	fleet := s.Host.Fleet.Load()
 	for i := range list {
-		ready := s.IsReady(list[i].Slot)
-		list[i].Ready = &ready
+		here := true
+		if fleet != nil {
+			list[i].Host, here = fleet.Host(list[i].Address)
+		}
+		if here {
+			ready := s.IsReady(list[i].Slot)
+			list[i].Ready = &ready
+		}
 	}
 	return list
 }

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -239,6 +240,9 @@ func TestFleet(t *testing.T) {
 	f.await("host c to share", f.hosts, shared("a", "b", "c"))
 	f.route(a, b, c)
 	pause()
+	if out, errs, code := c.cli("host", "set", "b", "drain", "--dry-run"); code != 0 || !regexp.MustCompile(`ready -> drain +(2[6-9]|3[0-9]|40)\.\d % of the devices move`).MatchString(out) {
+		t.Errorf("dry run: %s%s", out, errs)
+	}
 	if _, errs, code := a.cli("host", "set", "b", "drain"); code != 0 {
 		t.Fatal(errs)
 	}

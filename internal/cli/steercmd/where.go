@@ -91,11 +91,14 @@ an agent nor pins.`,
 				if fleet {
 					host = command.OrDash(l.Host) + "\t"
 				}
-				ready := "-"
-				if l.Ready != nil {
+				ready, slot := "-", strconv.Itoa(l.Slot)
+				switch {
+				case l.Ready != nil:
 					ready = command.YesNo(*l.Ready)
+				case l.Host != "":
+					slot = "-" // only its host knows
 				}
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%d\t%s\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), host, l.Bucket, l.Slot, command.YesNo(l.Pinned), ready)
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s\t%s\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), host, l.Bucket, slot, command.YesNo(l.Pinned), ready)
 			}
 		})
 	}

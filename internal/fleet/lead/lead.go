@@ -45,8 +45,8 @@ const (
 type Host struct {
 	table.Host
 	State State
-	// SetWeight is the weight that the operator has set, or 0.
-	SetWeight uint32
+	// SetWeight is the weight that the operator has set, or 0, and OwnWeight that of the registration.
+	SetWeight, OwnWeight uint32
 	// Alive is set while the host renews its lease.
 	Alive bool
 	// Healthy is set while the host can serve devices.

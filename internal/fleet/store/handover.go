@@ -17,6 +17,8 @@ import (
 const (
 	// mostTemplates is the size of the largest value in bytes; devices with more send their templates again by themselves.
 	mostTemplates = 256 << 10
+	// mostTaken is the size of the values that a host takes over at once; the others wait for the next table, or end.
+	mostTaken = 64 << 20
 	// mostBatch is the size of the values in one request, and batchKeys their number: etcd refuses requests of more than 1.5 MiB
 	// or 128 operations.
 	mostBatch, batchKeys = 1 << 20, 100
@@ -75,6 +77,7 @@ func (e *Etcd) TakeOver(ctx context.Context) ([][]byte, error) {
 		return nil, err
 	}
 	var all [][]byte
+	size := 0
 	prefix := e.templatesOf(e.config.Host.Name)
 	for {
 		ctx, cancel := context.WithTimeout(ctx, requestTimeout)
@@ -83,6 +86,7 @@ func (e *Etcd) TakeOver(ctx context.Context) ([][]byte, error) {
 			operations := make([]clientv3.Op, len(list.Kvs))
 			for i, kv := range list.Kvs {
 				all, operations[i] = append(all, kv.Value), clientv3.OpDelete(string(kv.Key))
+				size += len(kv.Value)
 			}
 			_, err = client.Txn(ctx).Then(operations...).Commit()
 		}
@@ -90,7 +94,7 @@ func (e *Etcd) TakeOver(ctx context.Context) ([][]byte, error) {
 		if err != nil {
 			return nil, fmt.Errorf("take over templates: %w", err)
 		}
-		if len(list.Kvs) == 0 {
+		if len(list.Kvs) == 0 || size > mostTaken {
 			return all, nil
 		}
 	}

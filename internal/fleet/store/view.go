@@ -150,6 +150,7 @@ func (v *view) snapshot() *Snapshot {
 				h = &lead.Host{Host: table.Host{Name: name, Weight: 1}, State: lead.Ready}
 				hosts[name] = h
 			}
+			h.OwnWeight = h.Weight
 			h.State, h.Weight, h.SetWeight = cmp.Or(e.setting.State, h.State), cmp.Or(e.setting.Weight, h.Weight), e.setting.Weight
 		}
 	}

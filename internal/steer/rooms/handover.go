@@ -4,7 +4,6 @@ package rooms
 
 import (
 	"encoding/json"
-	"fmt"
 	"net/netip"
 	"time"
 )
@@ -73,14 +72,15 @@ func EncodeHanded(all map[netip.Addr][]Handed) (map[netip.Addr][]byte, error) {
 	return encoded, nil
 }
 
-// DecodeHanded returns the templates that another host has encoded.
-func DecodeHanded(encoded [][]byte) (all []Handed, err error) {
+// DecodeHanded returns the templates that other hosts have encoded, and the number of devices whose templates are damaged.
+func DecodeHanded(encoded [][]byte) (all []Handed, damaged int) {
 	for _, data := range encoded {
 		var list []Handed
-		if err := json.Unmarshal(data, &list); err != nil {
-			return nil, fmt.Errorf("read templates of another host: %w", err)
+		if json.Unmarshal(data, &list) != nil {
+			damaged++
+			continue
 		}
 		all = append(all, list...)
 	}
-	return all, nil
+	return all, damaged
 }

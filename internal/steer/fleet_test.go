@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"net/netip"
+	"reflect"
+	"testing"
+
+	"sockeye/internal/steer/core"
+	"sockeye/internal/steer/rooms"
+)
+
+// TestHandedTemplates is that rubbish in the store of a fleet costs the templates of its device only.
+func TestHandedTemplates(t *testing.T) {
+	a := netip.MustParseAddr("192.0.2.1")
+	want := []rooms.Handed{{Service: "telemetry", Listener: "udp [::]:4739", Source: netip.AddrPortFrom(a, 7), Data: []byte{0, 10}}}
+	encoded, err := rooms.EncodeHanded(map[netip.Addr][]rooms.Handed{a: want})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, damaged := rooms.DecodeHanded([][]byte{[]byte("rubbish"), encoded[a], nil, []byte(`{"service": 1}`)})
+	if !reflect.DeepEqual(got, want) || damaged != 3 {
+		t.Errorf("got %+v and %d damaged", got, damaged)
+	}
+}
+
+// TestElsewhere is that only connections to an address of the fleet can belong to another host.
+func TestElsewhere(t *testing.T) {
+	shared, own, device := netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("198.51.100.1"), netip.MustParseAddr("203.0.113.1")
+	f := &core.Fleet{Addresses: []netip.Addr{shared}, Host: func(d netip.Addr) (string, bool) { return "b", d != device }}
+	for _, c := range []struct {
+		fleet     *core.Fleet
+		local     netip.Addr
+		device    netip.Addr
+		elsewhere bool
+	}{
+		{f, shared, device, true}, {f, netip.AddrFrom16(shared.As16()), device, true}, {f, own, device, false},
+		{f, shared, own, false}, {nil, shared, device, false},
+	} {
+		if got := c.fleet.Elsewhere(c.local, c.device); got != c.elsewhere {
+			t.Errorf("%v to %v: elsewhere %v", c.device, c.local, got)
+		}
+	}
+}
