@@ -133,7 +133,7 @@ static __always_inline bool read_ports(struct __sk_buff *skb, __u32 offset,
  * sent to: Packet Too Big must reach the host that has the connection.
  */
 static __always_inline bool read_quoted4(struct __sk_buff *skb, __u32 offset,
-					 struct packet *p)
+					 struct packet *p, __be32 to)
 {
 	struct iphdr ip;
 	__u8 type;
@@ -143,7 +143,7 @@ static __always_inline bool read_quoted4(struct __sk_buff *skb, __u32 offset,
 	     type != ICMP_PARAMETERPROB))
 		return false;
 	offset += ICMP_HEADER;
-	if (!load(skb, offset, &ip, sizeof(ip)) || ip.version != 4)
+	if (!load(skb, offset, &ip, sizeof(ip)) || ip.version != 4 || ip.saddr != to)
 		return false;
 	steer_map_ipv4(&p->device, ip.daddr);
 	steer_map_ipv4(&p->to.address, ip.saddr);
@@ -162,7 +162,8 @@ static __always_inline bool read_ipv4(struct __sk_buff *skb, struct packet *p)
 	p->ttl = ip.ttl;
 	next = ETH_HLEN + ip.ihl * 4;
 	if (ip.protocol == IPPROTO_ICMP)
-		return read_quoted4(skb, next, p);
+		return !(ip.frag_off & bpf_htons(IP_OFFSET)) &&
+		       read_quoted4(skb, next, p, ip.daddr);
 	steer_map_ipv4(&p->device, ip.saddr);
 	steer_map_ipv4(&p->to.address, ip.daddr);
 	/* All fragments of a datagram reach one host: only the first one has ports. */
@@ -199,7 +200,8 @@ static __always_inline __u32 skip_extensions(struct __sk_buff *skb,
 }
 
 static __always_inline bool read_quoted6(struct __sk_buff *skb, __u32 offset,
-					 struct packet *p)
+					 struct packet *p,
+					 const struct in6_addr *to)
 {
 	struct ipv6hdr ip;
 	__u8 type, next;
@@ -208,7 +210,8 @@ static __always_inline bool read_quoted6(struct __sk_buff *skb, __u32 offset,
 	    type < ICMPV6_DEST_UNREACH || type > ICMPV6_PARAMPROB)
 		return false;
 	offset += ICMP_HEADER;
-	if (!load(skb, offset, &ip, sizeof(ip)))
+	if (!load(skb, offset, &ip, sizeof(ip)) ||
+	    __builtin_memcmp(&ip.saddr, to, sizeof(*to)))
 		return false;
 	__builtin_memcpy(&p->device, &ip.daddr, sizeof(p->device));
 	__builtin_memcpy(&p->to.address, &ip.saddr, sizeof(p->to.address));
@@ -229,7 +232,7 @@ static __always_inline bool read_ipv6(struct __sk_buff *skb, struct packet *p)
 	next = ip.nexthdr;
 	offset = skip_extensions(skb, ETH_HLEN + sizeof(ip), &next);
 	if (offset && next == IPPROTO_ICMPV6)
-		return read_quoted6(skb, offset, p);
+		return read_quoted6(skb, offset, p, &ip.daddr);
 	__builtin_memcpy(&p->device, &ip.saddr, sizeof(p->device));
 	__builtin_memcpy(&p->to.address, &ip.daddr, sizeof(p->to.address));
 	if (!offset)
@@ -305,6 +308,13 @@ static __always_inline bool same_peer(const struct fleet_peer *a,
 	return !__builtin_memcmp(a->mac, b->mac, sizeof(a->mac));
 }
 
+/* Reports whether packets that a host forwards are recognized. */
+static __always_inline bool recognized(const struct fleet_host *host)
+{
+	return host->vni || host->mac[0] | host->mac[1] | host->mac[2] |
+			    host->mac[3] | host->mac[4] | host->mac[5];
+}
+
 /* A host by index, or FLEET_NO_HOST to serve the packet here, and the outcome. */
 struct decision {
 	__u32 to;
@@ -341,7 +351,9 @@ decide_moving(struct __sk_buff *skb, const struct packet *p,
 	if (socket)
 		return local;
 	if (table->self == bucket->owner) {
-		if (!p->segment || (peer && same_peer(from, host_of(table, other))))
+		/* Without the MAC address, the packet would come back again and again. */
+		if (!p->segment || !recognized(host_of(table, other)) ||
+		    (peer && same_peer(from, host_of(table, other))))
 			return local;
 		return (struct decision){ other, FLEET_CHANCE };
 	}

@@ -38,7 +38,7 @@ type Services interface {
 	// HandOver returns the templates of the exporters that leave this host, by address, for TakeOver on another host, which
 	// sends them to members. IsTakingOver reports whether members still receive them.
 	HandOver(leaves func(netip.Addr) bool) (map[netip.Addr][]byte, error)
-	TakeOver(handed [][]byte)
+	TakeOver(handed map[netip.Addr][]byte)
 	IsTakingOver() bool
 }
 

@@ -52,7 +52,7 @@ func (s *services) CanServe(func(*config.Service) bool) error {
 	return s.problem
 }
 func (s *services) HandOver(func(netip.Addr) bool) (map[netip.Addr][]byte, error) { return nil, nil }
-func (s *services) TakeOver([][]byte)                                             {}
+func (s *services) TakeOver(map[netip.Addr][]byte)                                {}
 func (s *services) IsTakingOver() bool                                            { return false }
 
 // hostOf returns the host of a device as the services know it.

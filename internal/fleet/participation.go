@@ -293,6 +293,10 @@ func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 	if err != nil {
 		return err
 	}
+	p.mu.Lock()
+	mapping := p.mapping
+	p.mu.Unlock()
+	maps.DeleteFunc(handed, func(device netip.Addr, _ []byte) bool { return t.Next[mapping.Locate(device).Bucket] != self })
 	if len(handed) > 0 {
 		p.services.TakeOver(handed)
 	}

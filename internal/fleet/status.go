@@ -115,6 +115,8 @@ func (p *participation) health() (ok bool, reason string) {
 	switch {
 	case p.table == nil:
 		return false, "this host has no table of the fleet yet"
+	case p.state.Foreign:
+		return false, "the table of this host is one of another fleet"
 	case len(p.nics) == 0:
 		return false, "an interface of the fleet is missing"
 	case p.healthy != nil:

@@ -62,7 +62,7 @@ func (d *Domain) HandOver(leaves func(netip.Addr) bool) (map[netip.Addr][]byte, 
 }
 
 // TakeOver keeps the templates that another host has handed over, and sends them to the members of their exporters.
-func (d *Domain) TakeOver(handed [][]byte) {
+func (d *Domain) TakeOver(handed map[netip.Addr][]byte) {
 	all, damaged := rooms.DecodeHanded(handed)
 	if damaged > 0 {
 		d.log.Warn("templates of another host are damaged", "devices", damaged)

@@ -19,7 +19,8 @@ func TestHandedTemplates(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, damaged := rooms.DecodeHanded([][]byte{[]byte("rubbish"), encoded[a], nil, []byte(`{"service": 1}`)})
+	b, c, d := a.Next(), a.Next().Next(), a.Prev()
+	got, damaged := rooms.DecodeHanded(map[netip.Addr][]byte{a: encoded[a], b: []byte("rubbish"), c: nil, d: encoded[a]})
 	if !reflect.DeepEqual(got, want) || damaged != 3 {
 		t.Errorf("got %+v and %d damaged", got, damaged)
 	}

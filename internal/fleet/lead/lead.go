@@ -51,6 +51,8 @@ type Host struct {
 	Alive bool
 	// Healthy is set while the host can serve devices.
 	Healthy bool
+	// Refuses is set while the host refuses the table: no move waits for it.
+	Refuses bool
 	// Applied is the epoch that the data path of the host has.
 	Applied uint64
 	// Handed is the last epoch whose templates the host has handed over to the next owners.
@@ -265,7 +267,7 @@ func (l *Leader) newStep(now time.Duration, present *table.Table, hosts []Host) 
 		if at := present.Index(h.Name); at != table.None {
 			owns = shares[at]
 		}
-		if h.Alive && h.Applied < present.Epoch {
+		if h.Alive && !h.Refuses && h.Applied < present.Epoch {
 			s.behind = append(s.behind, h.Name)
 		}
 		ok, wait := l.settled(now, h)

@@ -56,6 +56,8 @@ type Node struct {
 	applied *table.Table // in force
 	problem string       // that was logged last
 
+	lost time.Duration // time since which this leader sees a store without its table; 0: it has one
+
 	mu           sync.Mutex
 	registration store.Registration
 	// Changed is called with the state after each change, from the goroutine of Run.
@@ -69,6 +71,8 @@ type State struct {
 	Applied *table.Table
 	// Problem is why the newest table is not in force, or was not written; "": neither.
 	Problem string
+	// Foreign is set if the table of the store is one of another fleet.
+	Foreign bool
 }
 
 // New returns a host.
@@ -121,7 +125,7 @@ func (n *Node) Run(ctx context.Context) {
 		}
 		n.problem = problem
 		if n.Changed != nil {
-			n.Changed(State{last, n.applied, problem})
+			n.Changed(State{last, n.applied, problem, last.Table != nil && n.applied != nil && last.Table.Nonce != n.applied.Nonce})
 		}
 		if wait > 0 {
 			timer.Reset(wait)
@@ -132,32 +136,80 @@ func (n *Node) Run(ctx context.Context) {
 // follow applies the table of a snapshot, and decides about the next one if this host leads. It returns the time after which
 // to call it again with the same snapshot; 0: never.
 func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duration, err error) {
-	if err := n.apply(ctx, s); err != nil {
+	err = n.apply(ctx, s)
+	if errors.Is(err, errRefused) {
 		return 0, err
 	}
 	if !s.Connected || !s.Leads {
 		// Another leader has other times: those of this host begin when it leads again.
 		n.leader = lead.Leader{Config: n.config.Lead}
-		return 0, nil
-	}
-	d := n.leader.Decide(clock.Monotonic(), s.Table, s.Hosts)
-	next := d.Table
-	if next == nil && s.Damaged && s.Table != nil { // the store has lost its table: the last good one heals it
-		healed := *s.Table
-		healed.Epoch++
-		next = &healed
-	}
-	if next == nil {
-		return d.Wait, nil
-	}
-	switch err := n.config.Store.Write(ctx, s, next); {
-	case errors.Is(err, store.ErrNotLeader), ctx.Err() != nil:
-		return 0, nil // the next snapshot says who leads, and what the table is
-	case err != nil:
+		n.lost = 0
 		return 0, err
 	}
-	return 0, nil
+	// Preparations of this host that fail do not keep the devices of a dead host where they are.
+	next, wait := n.next(s)
+	if next == nil {
+		return wait, err
+	}
+	switch failed := n.config.Store.Write(ctx, s, next); {
+	case errors.Is(failed, store.ErrNotLeader), ctx.Err() != nil:
+		return 0, err // the next snapshot says who leads, and what the table is
+	case failed != nil:
+		return 0, failed
+	}
+	return 0, err
 }
+
+// lostTime is the longest time for which the leader waits for the hosts of the last table before it writes the table into a
+// store that has lost it. A store that has lost everything has no registrations either.
+const lostTime = 10 * time.Second
+
+// next returns the table that this host writes as the leader, or nil and the time after which to ask again; 0: with the next
+// snapshot.
+func (n *Node) next(s *store.Snapshot) (next *table.Table, wait time.Duration) {
+	now := clock.Monotonic()
+	last := s.Table
+	if last == nil {
+		last = n.applied
+	}
+	if s.Table != nil {
+		n.lost = 0
+		if d := n.leader.Decide(now, s.Table, s.Hosts); d.Table != nil || !s.Damaged {
+			return d.Table, d.Wait
+		}
+	} else if last == nil {
+		d := n.leader.Decide(now, nil, s.Hosts)
+		return d.Table, d.Wait
+	} else {
+		if n.lost == 0 {
+			n.lost = now
+		}
+		if now-n.lost < lostTime && !allAlive(last, s.Hosts) {
+			return nil, retryPause
+		}
+	}
+	// The store has lost its table: the last good one heals it, with an epoch that is later than that of every host.
+	healed := *last
+	for i := range s.Hosts {
+		if epoch := s.Hosts[i].Applied; epoch > healed.Epoch && epoch < table.MostEpoch {
+			healed.Epoch = epoch
+		}
+	}
+	healed.Epoch++
+	return &healed, 0
+}
+
+// allAlive reports whether all hosts of a table are registered.
+func allAlive(t *table.Table, hosts []lead.Host) bool {
+	alive := make(map[string]bool)
+	for i := range hosts {
+		alive[hosts[i].Name] = hosts[i].Alive
+	}
+	return !slices.ContainsFunc(t.Hosts, func(h table.Host) bool { return !alive[h.Name] })
+}
+
+// errRefused is the error of a table that is not one of this host.
+var errRefused = errors.New("the table in the store is refused")
 
 // apply puts a table in force, unless it is the one in force. A store with an earlier table, or one of another fleet, was
 // replaced or restored: this host keeps its table, and does not lead.
@@ -167,13 +219,17 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 	case t == nil:
 		return nil
 	case n.applied != nil && t.Nonce != n.applied.Nonce:
-		return errors.New("the table in the store has another nonce than the one in force: it belongs to another fleet")
+		n.update(func(r *store.Registration) { r.Refuses, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0 })
+		return fmt.Errorf("%w: it has another nonce than the one in force: it belongs to another fleet", errRefused)
 	case n.applied != nil && t.Epoch < n.applied.Epoch:
-		return fmt.Errorf("the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch)
+		n.update(func(r *store.Registration) { r.Refuses = true })
+		return fmt.Errorf("%w: it has epoch %d, and epoch %d is in force: an earlier state of the store was restored", errRefused, t.Epoch, n.applied.Epoch)
 	}
 	r := n.registered()
 	defer func() { // one message for all
-		n.update(func(now *store.Registration) { now.Applied, now.Handed, now.Prepared = r.Applied, r.Handed, r.Prepared })
+		n.update(func(now *store.Registration) {
+			now.Refuses, now.Applied, now.Handed, now.Prepared = false, r.Applied, r.Handed, r.Prepared
+		})
 	}()
 	if n.applied == nil || t.Epoch > n.applied.Epoch {
 		if err := n.config.Path.Apply(t); err != nil {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -293,7 +294,7 @@ func (f *fixed) SetSetting(context.Context, string, store.Setting) error { retur
 func (f *fixed) Close(bool) error                                        { return nil }
 
 func (f *fixed) HandOver(context.Context, string, map[netip.Addr][]byte) error { return nil }
-func (f *fixed) TakeOver(context.Context) ([][]byte, error)                    { return nil, nil }
+func (f *fixed) TakeOver(context.Context) (map[netip.Addr][]byte, error)       { return nil, nil }
 
 // TestRestoredStore starts a host with a table that is later than that of the store, and with one of another fleet: the host
 // keeps its table, names the problem, and writes nothing, although it leads. With the same epoch, it writes.
@@ -363,4 +364,72 @@ func TestMutual(t *testing.T) {
 	if !handedOver(both, "c", hosts) {
 		t.Error("a host that is not in the table waits")
 	}
+}
+
+// TestEmptiedStore starts hosts with their last table at a store that has lost everything: the leader writes the table again,
+// and the devices of a host that dies afterwards move.
+func TestEmptiedStore(t *testing.T) {
+	f := newFleet(t)
+	f.start("a", nil)
+	f.start("b", nil)
+	before := f.rest("two hosts", "a", "b")
+	f.end("a")
+	f.end("b")
+	_ = f.etcd.Process.Kill()
+	_ = f.etcd.Wait()
+	if err := os.RemoveAll(filepath.Join(f.dir, "data")); err != nil {
+		t.Fatal(err)
+	}
+	f.lead.Nonce = 99
+	f.serve()
+	a := f.start("a", before)
+	f.start("b", before)
+	testenv.Within(t, "the table in the store", func() bool {
+		s := a.last()
+		return s.Snapshot != nil && s.Connected && s.Table != nil && s.Table.Epoch > before.Epoch
+	})
+	after := f.rest("an emptied store", "a", "b")
+	if after.Nonce != before.Nonce || after.Epoch <= before.Epoch || after.Owner != before.Owner {
+		t.Errorf("nonce %d and epoch %d after %d and %d", after.Nonce, after.Epoch, before.Nonce, before.Epoch)
+	}
+}
+
+// TestForeignTable starts a host with the table of another fleet, first as the only one, then beside the fleet: the host does not
+// lead, gets no devices, and does not stop the others.
+func TestForeignTable(t *testing.T) {
+	f := newFleet(t)
+	f.start("a", nil)
+	f.start("b", nil)
+	before := f.rest("two hosts", "a", "b")
+	f.end("a")
+	f.end("b")
+	foreign := *before
+	foreign.Nonce, foreign.Epoch = 5, 500
+	x := f.start("x", &foreign)
+	testenv.Within(t, "x to refuse the table", func() bool {
+		s := x.last()
+		return s.Foreign && s.Leader == "" && strings.Contains(s.Problem, "another fleet")
+	})
+	a := f.start("a", before)
+	f.start("b", before)
+	testenv.Within(t, "a and b to lead", func() bool {
+		s := a.last()
+		return s.Snapshot != nil && (s.Leader == "a" || s.Leader == "b")
+	})
+	f.end("b")
+	f.start("c", nil) // the fleet has two hosts at least
+	testenv.Within(t, "the devices of b and the share of c to move", func() bool {
+		s := a.last()
+		if s.Applied == nil || s.Applied.Moving() > 0 {
+			return false
+		}
+		shares := s.Applied.Shares()
+		of := func(name string) int {
+			if at := s.Applied.Index(name); at != table.None {
+				return shares[at]
+			}
+			return 0
+		}
+		return of("a") > 0 && of("c") > 0 && of("b") == 0 && of("x") == 0
+	})
 }

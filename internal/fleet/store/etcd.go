@@ -242,7 +242,14 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 		case <-publish.C:
 			gathering = false
 		}
-		if key, led := v.entries[leaderKey]; (!led || key.damaged) && taken == "" {
+		key, led := v.entries[leaderKey]
+		refuses := e.refuses()
+		switch {
+		case led && !key.damaged && key.leader.Instance == e.instance && refuses:
+			if err := e.resign(ctx, client, key.modified); err != nil {
+				return err
+			}
+		case (!led || key.damaged) && taken == "" && !refuses:
 			if err := e.campaign(ctx, client, lease, key.modified); err != nil {
 				return err
 			}
@@ -323,6 +330,24 @@ func (e *Etcd) register(ctx context.Context, client *clientv3.Client, lease clie
 		}
 	}
 	return "the registration of this host changes all the time", nil
+}
+
+// refuses reports whether this host refuses the table of the store.
+func (e *Etcd) refuses() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.registration.Refuses
+}
+
+// resign lets another host lead, if the key of the leader still has a revision.
+func (e *Etcd) resign(ctx context.Context, client *clientv3.Client, revision int64) error {
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	key := e.prefix + leaderKey
+	if _, err := client.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).Then(clientv3.OpDelete(key)).Commit(); err != nil {
+		return fmt.Errorf("let another host lead: %w", err)
+	}
+	return nil
 }
 
 // campaign makes this host the leader if the key of the leader still has a revision, 0 if there is none.

@@ -169,7 +169,7 @@ func (f *File) SetSetting(context.Context, string, Setting) error { return ErrRe
 func (f *File) HandOver(context.Context, string, map[netip.Addr][]byte) error { return nil }
 
 // TakeOver returns nothing.
-func (f *File) TakeOver(context.Context) ([][]byte, error) { return nil, nil }
+func (f *File) TakeOver(context.Context) (map[netip.Addr][]byte, error) { return nil, nil }
 
 // Close does nothing.
 func (f *File) Close(bool) error { return nil }

@@ -8,6 +8,8 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
+	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
@@ -17,8 +19,8 @@ import (
 const (
 	// mostTemplates is the size of the largest value in bytes; devices with more send their templates again by themselves.
 	mostTemplates = 256 << 10
-	// mostTaken is the size of the values that a host takes over at once; the others wait for the next table, or end.
-	mostTaken = 64 << 20
+	// A host takes over mostTaken bytes and mostTakenKeys devices at once at most, in takeTime.
+	mostTaken, mostTakenKeys, takeTime = 64 << 20, 20_000, 5 * time.Second
 	// mostBatch is the size of the values in one request, and batchKeys their number: etcd refuses requests of more than 1.5 MiB
 	// or 128 operations.
 	mostBatch, batchKeys = 1 << 20, 100
@@ -70,32 +72,39 @@ func (e *Etcd) HandOver(ctx context.Context, to string, templates map[netip.Addr
 	return commit()
 }
 
-// TakeOver reads and removes the templates for this host.
-func (e *Etcd) TakeOver(ctx context.Context) ([][]byte, error) {
+// TakeOver reads and removes the templates for this host. The values are those of whoever can write to etcd: a value that is too
+// large is left out, and what cannot be read is removed.
+func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 	client, err := e.connect()
 	if err != nil {
 		return nil, err
 	}
-	var all [][]byte
-	size := 0
+	ctx, cancel := context.WithTimeout(ctx, takeTime)
+	defer cancel()
 	prefix := e.templatesOf(e.config.Host.Name)
-	for {
-		ctx, cancel := context.WithTimeout(ctx, requestTimeout)
-		list, err := client.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithLimit(batchKeys))
-		if err == nil && len(list.Kvs) > 0 {
-			operations := make([]clientv3.Op, len(list.Kvs))
-			for i, kv := range list.Kvs {
-				all, operations[i] = append(all, kv.Value), clientv3.OpDelete(string(kv.Key))
-				size += len(kv.Value)
-			}
-			_, err = client.Txn(ctx).Then(operations...).Commit()
+	keys, err := client.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
+	if err != nil {
+		return nil, fmt.Errorf("take over templates: %w", err)
+	}
+	all, size := make(map[netip.Addr][]byte), 0
+	for _, kv := range keys.Kvs {
+		if size > mostTaken {
+			break
 		}
-		cancel()
+		value, err := client.Get(ctx, string(kv.Key))
 		if err != nil {
-			return nil, fmt.Errorf("take over templates: %w", err)
+			break // templates are sent again by their exporters
 		}
-		if len(list.Kvs) == 0 || size > mostTaken {
-			return all, nil
+		address, bad := netip.ParseAddr(strings.TrimPrefix(string(kv.Key), prefix))
+		if bad == nil && len(value.Kvs) == 1 && len(value.Kvs[0].Value) <= mostTemplates {
+			all[address] = value.Kvs[0].Value
+			size += len(value.Kvs[0].Value)
 		}
 	}
+	if len(keys.Kvs) > 0 {
+		if _, err := client.Delete(ctx, prefix, clientv3.WithPrefix()); err != nil && ctx.Err() == nil {
+			return nil, fmt.Errorf("remove templates: %w", err)
+		}
+	}
+	return all, nil
 }

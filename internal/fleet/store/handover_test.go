@@ -4,8 +4,11 @@ package store
 
 import (
 	"bytes"
+	"fmt"
 	"net/netip"
 	"testing"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"sockeye/internal/testenv"
 )
@@ -30,8 +33,8 @@ func TestHandOver(t *testing.T) {
 	}
 	got, err := b.TakeOver(t.Context())
 	seen := make(map[byte]bool)
-	for _, value := range got {
-		seen[value[0]] = len(value) == 10_000
+	for address, value := range got {
+		seen[value[0]] = len(value) == 10_000 && address.As4()[3] == value[0]
 	}
 	if err != nil || len(got) != 250 || len(seen) != 250 {
 		t.Errorf("b takes %d of %d devices over, %v", len(got), len(seen), err)
@@ -75,5 +78,33 @@ func TestInstance(t *testing.T) {
 		default:
 		}
 		break
+	}
+}
+
+// TestRubbishTemplates writes keys of templates that no host writes: without an address, too large, and many of the largest size that
+// etcd takes. A host leaves them out, removes them, and gets those of the others.
+func TestRubbishTemplates(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2740)
+	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
+	a.awaitAlive("a b")
+	good := netip.MustParseAddr("10.0.0.1")
+	if err := a.HandOver(t.Context(), "b", map[netip.Addr][]byte{good: {7}}); err != nil {
+		t.Fatal(err)
+	}
+	huge := string(make([]byte, 1<<20))
+	for i := range 70 {
+		if _, err := a.client.Put(t.Context(), fmt.Sprintf("%s192.0.2.%d", a.templatesOf("b"), i), huge); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := a.client.Put(t.Context(), a.templatesOf("b")+"rubbish", "x"); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := b.TakeOver(t.Context()); err != nil || len(got) != 1 || len(got[good]) != 1 {
+		t.Errorf("%d devices, %v", len(got), err)
+	}
+	if left, err := b.client.Get(t.Context(), b.templatesOf("b"), clientv3.WithPrefix(), clientv3.WithCountOnly()); err != nil || left.Count != 0 {
+		t.Errorf("%+v, %v", left, err)
 	}
 }

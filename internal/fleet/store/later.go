@@ -102,7 +102,7 @@ func (l *Later) HandOver(ctx context.Context, to string, templates map[netip.Add
 }
 
 // TakeOver returns the templates for this host.
-func (l *Later) TakeOver(ctx context.Context) ([][]byte, error) {
+func (l *Later) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 	if s := l.opened(); s != nil {
 		return s.TakeOver(ctx)
 	}

@@ -31,8 +31,8 @@ type Store interface {
 	SetSetting(ctx context.Context, host string, w Setting) error
 	// HandOver keeps the templates of devices for another host, by address, until it takes them or this host ends.
 	HandOver(ctx context.Context, to string, templates map[netip.Addr][]byte) error
-	// TakeOver returns the templates that other hosts have handed over to this one, and removes them.
-	TakeOver(ctx context.Context) ([][]byte, error)
+	// TakeOver returns the templates that other hosts have handed over to this one, by address, and removes them.
+	TakeOver(ctx context.Context) (map[netip.Addr][]byte, error)
 	// Close gives back what the store holds of the process. With leave, the registration ends at once; otherwise with its
 	// lease.
 	Close(leave bool) error
@@ -49,6 +49,9 @@ type Registration struct {
 	table.Host
 	// Healthy is set while the host can serve devices.
 	Healthy bool `json:"healthy"`
+	// Refuses is set while the host refuses the table of the store: it does not lead, and with a table of another fleet
+	// (Applied is 0) it gets no devices.
+	Refuses bool `json:"refuses,omitempty"`
 	// Applied is the epoch that the data path of the host has, Handed the last one whose templates the host has handed over, and
 	// Prepared the last one whose preparations are finished.
 	Applied  uint64 `json:"applied"`

@@ -5,6 +5,7 @@ package rooms
 import (
 	"encoding/json"
 	"net/netip"
+	"slices"
 	"time"
 )
 
@@ -72,11 +73,12 @@ func EncodeHanded(all map[netip.Addr][]Handed) (map[netip.Addr][]byte, error) {
 	return encoded, nil
 }
 
-// DecodeHanded returns the templates that other hosts have encoded, and the number of devices whose templates are damaged.
-func DecodeHanded(encoded [][]byte) (all []Handed, damaged int) {
-	for _, data := range encoded {
+// DecodeHanded returns the templates that other hosts have encoded, by address, and the number of devices whose templates are
+// damaged, or are those of another address.
+func DecodeHanded(encoded map[netip.Addr][]byte) (all []Handed, damaged int) {
+	for address, data := range encoded {
 		var list []Handed
-		if json.Unmarshal(data, &list) != nil {
+		if json.Unmarshal(data, &list) != nil || slices.ContainsFunc(list, func(h Handed) bool { return h.Source.Addr() != address }) {
 			damaged++
 			continue
 		}
