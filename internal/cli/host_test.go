@@ -199,6 +199,9 @@ func openAs(spec string) error {
 	return nil
 }
 
+// children keeps the children of handOver: the garbage collector would close their input, and they would exit.
+var children []*exec.Cmd
+
 // handOver gives a connection to a child process and closes its own descriptor, as a server with one process per
 // connection does. The child exits with its parent.
 func handOver(conn int) {
@@ -206,6 +209,7 @@ func handOver(conn int) {
 	defer file.Close()
 	child := exec.Command("cat")
 	child.ExtraFiles = []*os.File{file}
+	children = append(children, child)
 	_, err := child.StdinPipe()
 	if err == nil {
 		err = child.Start()
