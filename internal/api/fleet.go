@@ -16,9 +16,11 @@ type FleetStatus struct {
 	Moving     int         `json:"moving"` // buckets that move now
 	Hosts      []FleetHost `json:"hosts"`
 	// Packets are the packets to the services that arrived at this host, by outcome, since the creation of the pins.
-	Packets  map[string]uint64 `json:"packets"`
-	Healthy  bool              `json:"healthy"` // this host can serve devices
-	Problems []string          `json:"problems"`
+	Packets map[string]uint64 `json:"packets"`
+	// Healthy says whether this host can serve devices, and Reason why not.
+	Healthy  bool     `json:"healthy"`
+	Reason   string   `json:"reason,omitempty"`
+	Problems []string `json:"problems"`
 }
 
 // FleetHost is one host of a FleetStatus.

@@ -58,6 +58,9 @@ func TestFleetOfOne(t *testing.T) {
 	if r := h.sockeye("health"); r.code != fault.CodeFailed || r.out != "not healthy: service telemetry has no ready slot\n" {
 		t.Errorf("health: %+v", r)
 	}
+	if got := h.sockeye("fleet").out; !strings.Contains(got, "\nthis host is not healthy: service telemetry has no ready slot\n") {
+		t.Errorf("fleet:\n%s", got)
+	}
 	if code, text := health(); code != http.StatusServiceUnavailable || text != "service telemetry has no ready slot\n" {
 		t.Errorf("health by HTTP: %d %q", code, text)
 	}
@@ -81,9 +84,12 @@ func TestFleetOfOne(t *testing.T) {
 	}
 	h.refused(fault.CodeUsage, `the fleet has no host "on"`, "did you mean one?", nil, "host", "set", "on", "drain")
 	h.refused(fault.CodeUsage, `a host has no state "drian"`, "ready, drain, maint or removed", nil, "host", "set", "one", "drian")
-	h.refused(fault.CodeUsage, "weight 1001", "1 to 1000, or 0 for the weight in the policy of the host", nil, "host", "set", "one", "--weight", "1001")
+	h.refused(fault.CodeUsage, "weight 1001 is out of range", "1 to 1000, or 0 for the weight in the policy of the host", nil, "host", "set", "one", "--weight", "1001")
 	h.refused(fault.CodeUsage, "neither a state nor a weight is given", "usage: sockeye host set HOST [ready|drain|maint|removed] [--weight N] [flags]", nil, "host", "set", "one")
 	h.refused(fault.CodeConflict, "host one is the last one that can serve devices", "make another host ready first", nil, "host", "set", "one", "drain")
+	if r := h.sockeye("host", "set", "one", "--weight", "7", "--dry-run"); r.code != 0 || !strings.Contains(r.out, "host one: weight 1 -> 7 ") {
+		t.Errorf("dry run: %+v", r)
+	}
 	h.refused(fault.CodeConflict, "the table of this fleet is a file: edit the file on all hosts", "edit DIR/hosts.yaml", nil, "host", "set", "one", "--weight", "7")
 
 	// A table that cannot follow is refused, and the last one stays in force.

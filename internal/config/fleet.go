@@ -28,7 +28,7 @@ type Fleet struct {
 	Etcd *FleetEtcd `yaml:"etcd" doc:"The etcd cluster in which the hosts find each other and the table."`
 	// File is an absolute path, or "" with Etcd.
 	File     string `yaml:"file" form:"file" doc:"Instead of etcd: a file with the hosts and the epoch, deployed to all hosts; relative to the policy file."`
-	MinHosts int    `yaml:"min_hosts" min:"1" max:"4096" default:"1" doc:"The number of living hosts without which no device moves, and no first table is made."`
+	MinHosts int    `yaml:"min_hosts" min:"1" max:"4096" default:"1" doc:"The number of living hosts without which no first table is made, and no device moves, also not from a dead host."`
 	// Settle is in microseconds.
 	Settle int64 `yaml:"settle" form:"fleet_settle" default:"10s" doc:"The time for which a host must be alive before it gets devices, 100ms to 1h."`
 	// OnHostDeath is the treatment of the devices of a host that has died.

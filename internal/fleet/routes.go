@@ -3,11 +3,13 @@
 package fleet
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net/http"
 	"slices"
+	"strings"
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
@@ -76,7 +78,7 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 	}
 	if change.Weight != nil {
 		if *change.Weight < 0 || *change.Weight > table.MostWeight {
-			return nil, fault.Usage(fmt.Errorf("weight %d", *change.Weight), fmt.Sprintf("1 to %d, or 0 for the weight in the policy of the host", table.MostWeight))
+			return nil, fault.Usage(fmt.Errorf("weight %d is out of range", *change.Weight), fmt.Sprintf("1 to %d, or 0 for the weight in the policy of the host", table.MostWeight))
 		}
 		setting.Weight = uint32(*change.Weight)
 	}
@@ -92,7 +94,7 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 	if err := lastHost(snapshot.Hosts, at, setting); err != nil {
 		return nil, err
 	}
-	plan.Changes = append(plan.Changes, api.Change{Action: "change", What: fmt.Sprintf("host %s: %s -> %s", h.Name, describeSetting(present), describeSetting(setting)), Effect: p.effectOf(snapshot, h, setting)})
+	plan.Changes = append(plan.Changes, api.Change{Action: "change", What: "host " + h.Name + ": " + describeChange(h, present, setting), Effect: p.effectOf(snapshot, h, setting)})
 	if change.DryRun {
 		return plan, nil
 	}
@@ -101,7 +103,7 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 	} else if err != nil {
 		return nil, err
 	}
-	p.log.Info("host of the fleet set", events.HostRequested, "host", h.Name, "setting", describeSetting(setting))
+	p.log.Info("host of the fleet set", events.HostRequested, "host", h.Name, "change", describeChange(h, present, setting))
 	return plan, nil
 }
 
@@ -118,16 +120,17 @@ func lastHost(hosts []lead.Host, at int, setting store.Setting) error {
 	return fault.Conflict(fmt.Errorf("host %s is the last one that can serve devices", hosts[at].Name), "make another host ready first")
 }
 
-// describeSetting returns a setting as text.
-func describeSetting(s store.Setting) string {
-	text := "ready"
-	if s.State != "" {
-		text = string(s.State)
+// describeChange returns the change of a host's setting as text.
+func describeChange(h *lead.Host, from, to store.Setting) string {
+	var parts []string
+	if from.State != to.State {
+		parts = append(parts, fmt.Sprintf("%s -> %s", cmp.Or(from.State, lead.Ready), cmp.Or(to.State, lead.Ready)))
 	}
-	if s.Weight != 0 {
-		text += fmt.Sprintf(", weight %d", s.Weight)
+	if from.Weight != to.Weight {
+		own := cmp.Or(h.OwnWeight, h.Weight)
+		parts = append(parts, fmt.Sprintf("weight %d -> %d", cmp.Or(from.Weight, own), cmp.Or(to.Weight, own)))
 	}
-	return text
+	return strings.Join(parts, ", ")
 }
 
 // effectOf tells how many buckets a change moves.

@@ -49,7 +49,7 @@ func (p *participation) status() (*api.FleetStatus, error) {
 	if s.Problems == nil {
 		s.Problems = []string{}
 	}
-	s.Healthy, _ = p.health()
+	s.Healthy, s.Reason = p.health()
 	counts, err := p.path.Counts()
 	if err != nil {
 		return nil, err
@@ -113,14 +113,14 @@ func (p *participation) owns() (n int) {
 // bucket has moved, and a host that etcd does not answer serves what it has. The caller holds mu.
 func (p *participation) health() (ok bool, reason string) {
 	switch {
-	case p.table == nil:
-		return false, "this host has no table of the fleet yet"
-	case p.state.Foreign:
-		return false, "the table of this host is one of another fleet"
 	case len(p.nics) == 0:
 		return false, "an interface of the fleet is missing"
 	case p.healthy != nil:
 		return false, p.healthy.Error()
+	case p.table == nil:
+		return false, "this host has no table of the fleet yet"
+	case p.state.Foreign:
+		return false, "the table of this host is one of another fleet"
 	case p.owns() == 0:
 		return false, "this host has no devices"
 	}

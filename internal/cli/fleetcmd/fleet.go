@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -64,13 +65,20 @@ func writeFleet(w io.Writer, s *api.FleetStatus) {
 	if s.Moving > 0 {
 		fmt.Fprintf(w, ", %d buckets move", s.Moving)
 	}
+	if !s.Healthy {
+		fmt.Fprintf(w, "\nthis host is not healthy: %s", command.Printable(s.Reason))
+	}
 	fmt.Fprint(w, "\n\n")
 	if len(s.Hosts) > 0 {
 		fmt.Fprintln(w, "HOST\tSTATE\tALIVE\tHEALTHY\tWEIGHT\tSHARE\tEPOCH\tPATH\tADDRESSES")
 	}
 	for _, h := range s.Hosts {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\t%.1f %%\t%d\t%s\t%s\n", command.Printable(h.Name), h.State, command.YesNo(h.Alive), command.YesNo(h.Healthy),
-			h.Weight, 100*h.Share, h.Epoch, h.Path, command.OrDash(strings.Join(h.Addresses, " ")))
+		epoch := "-" // a dead host says nothing
+		if h.Alive {
+			epoch = strconv.FormatUint(h.Epoch, 10)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\t%.1f %%\t%s\t%s\t%s\n", command.Printable(h.Name), h.State, command.YesNo(h.Alive), command.YesNo(h.Healthy),
+			h.Weight, 100*h.Share, epoch, h.Path, command.OrDash(strings.Join(h.Addresses, " ")))
 	}
 	fmt.Fprintln(w, "\nPACKETS AT THIS HOST\tCOUNT")
 	for _, outcome := range []string{"local", "forwarded", "second_chance", "disagreed", "no_table", "no_owner", "ttl", "unreachable", "untrusted"} {

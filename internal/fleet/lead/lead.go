@@ -105,19 +105,23 @@ type Decision struct {
 // Decide returns the next table. now is a monotonic time. present is nil before the first table. Hosts are sorted by name.
 func (l *Leader) Decide(now time.Duration, present *table.Table, hosts []Host) Decision {
 	l.observe(now, hosts)
-	living := 0
-	for i := range hosts {
-		if hosts[i].Alive && hosts[i].State != Removed {
-			living++
-		}
-	}
-	if living < max(l.MinHosts, 1) {
+	if Living(hosts) < max(l.MinHosts, 1) {
 		return Decision{Few: true}
 	}
 	if present == nil {
 		return l.first(now, hosts)
 	}
 	return l.step(now, present, hosts)
+}
+
+// Living returns the number of hosts that are alive and part of the fleet, which must be MinHosts.
+func Living(hosts []Host) (n int) {
+	for i := range hosts {
+		if hosts[i].Alive && hosts[i].State != Removed {
+			n++
+		}
+	}
+	return n
 }
 
 // observe records since when the hosts are alive.
@@ -391,10 +395,10 @@ func (s *step) bucket(b int, target uint16) {
 	}
 }
 
-// prepared reports whether a host has finished the preparations of the present table.
+// prepared reports whether no move waits for the preparations of a host: they are finished, or the host does not make them.
 func (s *step) prepared(host uint16) bool {
 	h := s.at[host]
-	return h == nil || !h.Alive || h.Prepared >= s.next.Epoch
+	return h == nil || !h.Alive || h.Refuses || h.Prepared >= s.next.Epoch
 }
 
 // force gives a bucket another owner at once: the present one does not run.

@@ -69,7 +69,7 @@ type State struct {
 	*store.Snapshot
 	// Applied is the table in force on this host, or nil.
 	Applied *table.Table
-	// Problem is why the newest table is not in force, or was not written; "": neither.
+	// Problem is why the newest table is not in force, or was not written, or why there will be none; "": none of them.
 	Problem string
 	// Foreign is set if the table of the store is one of another fleet.
 	Foreign bool
@@ -119,6 +119,8 @@ func (n *Node) Run(ctx context.Context) {
 		problem := ""
 		if err != nil {
 			problem, wait = err.Error(), retryPause
+		} else if living := lead.Living(last.Hosts); last.Connected && last.Leader != "" && living < n.config.Lead.MinHosts {
+			problem = fmt.Sprintf("%d of at least %d hosts (min_hosts) are alive: no device moves, also not from a dead host", living, n.config.Lead.MinHosts)
 		}
 		if problem != n.problem && problem != "" {
 			n.config.Log.Warn("fleet", "problem", problem)
@@ -137,10 +139,8 @@ func (n *Node) Run(ctx context.Context) {
 // to call it again with the same snapshot; 0: never.
 func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duration, err error) {
 	err = n.apply(ctx, s)
-	if errors.Is(err, errRefused) {
-		return 0, err
-	}
-	if !s.Connected || !s.Leads {
+	_, refused := errors.AsType[refusedError](err)
+	if refused || !s.Connected || !s.Leads {
 		// Another leader has other times: those of this host begin when it leads again.
 		n.leader = lead.Leader{Config: n.config.Lead}
 		n.lost = 0
@@ -208,8 +208,10 @@ func allAlive(t *table.Table, hosts []lead.Host) bool {
 	return !slices.ContainsFunc(t.Hosts, func(h table.Host) bool { return !alive[h.Name] })
 }
 
-// errRefused is the error of a table that is not one of this host.
-var errRefused = errors.New("the table in the store is refused")
+// refusedError is why this host refuses the state of the store, and does not lead.
+type refusedError string
+
+func (e refusedError) Error() string { return string(e) }
 
 // apply puts a table in force, unless it is the one in force. A store with an earlier table, or one of another fleet, was
 // replaced or restored: this host keeps its table, and does not lead.
@@ -217,13 +219,19 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 	t := s.Table
 	switch {
 	case t == nil:
+		// A host without the table of the fleet leaves it to the others to write theirs.
+		others := n.registered().Applied == 0 && slices.ContainsFunc(s.Hosts, func(h lead.Host) bool { return h.Alive && h.Applied > 0 })
+		n.update(func(r *store.Registration) { r.Refuses = others })
+		if others {
+			return refusedError("the store has lost the table of the fleet, and another host must write it again: this host has none")
+		}
 		return nil
 	case n.applied != nil && t.Nonce != n.applied.Nonce:
 		n.update(func(r *store.Registration) { r.Refuses, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0 })
-		return fmt.Errorf("%w: it has another nonce than the one in force: it belongs to another fleet", errRefused)
+		return refusedError("the table in the store has another nonce than the one in force: it belongs to another fleet")
 	case n.applied != nil && t.Epoch < n.applied.Epoch:
 		n.update(func(r *store.Registration) { r.Refuses = true })
-		return fmt.Errorf("%w: it has epoch %d, and epoch %d is in force: an earlier state of the store was restored", errRefused, t.Epoch, n.applied.Epoch)
+		return refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch))
 	}
 	r := n.registered()
 	defer func() { // one message for all
@@ -273,5 +281,5 @@ func handedOver(t *table.Table, to string, hosts []lead.Host) bool {
 			owners[t.Hosts[t.Owner[b]].Name] = true
 		}
 	}
-	return !slices.ContainsFunc(hosts, func(h lead.Host) bool { return owners[h.Name] && h.Alive && h.Handed < t.Epoch })
+	return !slices.ContainsFunc(hosts, func(h lead.Host) bool { return owners[h.Name] && h.Alive && !h.Refuses && h.Handed < t.Epoch })
 }

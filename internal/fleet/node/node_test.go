@@ -394,6 +394,60 @@ func TestEmptiedStore(t *testing.T) {
 	}
 }
 
+// TestNewHostAtEmptiedStore starts a host without a table first, at a store that has lost everything: the host leaves it to the
+// others to write their table, instead of a new one with another nonce.
+func TestNewHostAtEmptiedStore(t *testing.T) {
+	f := newFleet(t)
+	before := &table.Table{Epoch: 7, Nonce: 99, Hosts: []table.Host{{Name: "a", Weight: 100}, {Name: "b", Weight: 100}}}
+	for b := range table.Buckets {
+		before.Owner[b], before.Previous[b], before.Next[b] = uint16(b%2), table.None, table.None
+	}
+	c := f.start("c", nil)
+	testenv.Within(t, "c to lead", func() bool { s := c.last(); return s.Snapshot != nil && s.Leader == "c" })
+	f.start("a", before)
+	f.start("b", before)
+	if after := f.rest("a new host at an emptied store", "a", "b", "c"); after.Nonce != before.Nonce || after.Epoch <= before.Epoch {
+		t.Errorf("nonce %d and epoch %d after %d and %d", after.Nonce, after.Epoch, before.Nonce, before.Epoch)
+	}
+}
+
+// TestFew is that a host reports that devices of a dead host do not move, because there are fewer hosts than min_hosts.
+func TestFew(t *testing.T) {
+	f := newFleet(t)
+	a := f.start("a", nil)
+	f.start("b", nil)
+	f.rest("two hosts", "a", "b")
+	if problem := a.last().Problem; problem != "" {
+		t.Errorf("problem with two hosts: %s", problem)
+	}
+	f.end("b")
+	testenv.Within(t, "the problem", func() bool { return strings.HasPrefix(a.last().Problem, "1 of at least 2 hosts (min_hosts) are alive") })
+	f.start("b", nil)
+	testenv.Within(t, "the end of the problem", func() bool { return a.last().Problem == "" })
+}
+
+// TestForeignOwner gives a host that has devices the table of another fleet: its devices move, though the host does not hand them
+// over.
+func TestForeignOwner(t *testing.T) {
+	f := newFleet(t)
+	f.lead.OnDeath = lead.Wait
+	a := f.start("a", nil)
+	f.start("b", nil)
+	before := f.rest("two hosts", "a", "b")
+	f.end("b")
+	foreign := *before
+	foreign.Nonce = 5
+	f.start("b", &foreign)
+	testenv.Within(t, "the devices of b to move", func() bool {
+		s := a.last()
+		if s.Applied == nil || s.Applied.Moving() > 0 {
+			return false
+		}
+		at := s.Applied.Index("b")
+		return at == table.None || s.Applied.Shares()[at] == 0
+	})
+}
+
 // TestForeignTable starts a host with the table of another fleet, first as the only one, then beside the fleet: the host does not
 // lead, gets no devices, and does not stop the others.
 func TestForeignTable(t *testing.T) {
