@@ -35,12 +35,12 @@ func (c *commands) whereCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "where ADDRESS...",
 		Short: "Show the slots of addresses in the current or another policy",
-		Long: `Where shows the slots of addresses in the table of the running agent. With
---offline, the command reads the pinned table and needs no agent. In a fleet, the
-agent also shows the host of the device; only that host shows the slot. With
---plan, the command shows the slots that another policy file would assign. With --slots
-and --nonce, the command computes the slots from these values; it needs neither
-an agent nor pins.`,
+		Long: `Where shows the slots of addresses in the table of the running agent. In a
+fleet, the agent also shows the host of each device; only that host shows the
+slot. With --offline, the command reads the pinned table and needs no agent.
+With --plan, the command shows the slots that another policy file would assign.
+With --slots and --nonce, the command computes the slots from these values; it
+needs neither an agent nor pins.`,
 		Example: `  sockeye where 192.0.2.1 2001:db8::1
   sockeye where --plan new-policy.yaml 192.0.2.1
   sockeye where --slots 8 --nonce 0x5eed 192.0.2.1`,
