@@ -28,8 +28,9 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
+FLEET_PACKAGES := $(DEMO_PACKAGES) etcd-server
 CHAIN_PACKAGES := $(DEMO_PACKAGES) default-jre-headless maven
-TEST_PACKAGES := $(DEMO_PACKAGES) chromium-headless-shell curl dbus-daemon eapoltest etcd-server freeradius iperf3 nftables openssh-client openssh-server openssl prometheus systemd syslog-ng-core
+TEST_PACKAGES := $(DEMO_PACKAGES) chromium-headless-shell curl dbus-daemon eapoltest etcd-server freeradius gobgpd iperf3 nftables openssh-client openssh-server openssl prometheus systemd syslog-ng-core
 RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring
@@ -82,6 +83,11 @@ test: ## Run all tests that this host can run
 	@tools/axe
 	@tools/gotest ./...
 
+.PHONY: test-fleet
+test-fleet: ## Run the end-to-end tests of the fleet in all forms
+	@tools/setup $(TEST_PACKAGES)
+	SOCKEYE_FLEET_COMPLETE=1 go test -count=1 -timeout 20m -run '^TestFleet' ./lab/e2e
+
 .PHONY: test-race
 test-race: ## Run the tests of packages with goroutines under the race detector
 	@tools/setup $(TEST_PACKAGES) $(RACE_PACKAGES)
@@ -111,6 +117,13 @@ test-debian: ## Test whole Debian systems under systemd and qemu (RELEASES=trixi
 .PHONY: fuzz
 fuzz: ## Fuzz each parser for a while (FUZZTIME=30s)
 	@tools/fuzz $(or $(FUZZTIME),30s)
+
+.PHONY: demo-fleet
+demo-fleet: ## Three hosts behind a router, with ECMP alone and with Sockeye: one joins, one drains, one dies (KEEP=1)
+	@tools/setup $(FLEET_PACKAGES)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@go build -o bin/demo ./lab/demo
+	@unshare --mount --propagation private bin/demo -fleet -sockeye $(CURDIR)/bin/sockeye -out "$(OUT)" $(if $(KEEP),-keep)
 
 .PHONY: bench
 bench: ## Measure against plain SO_REUSEPORT, HAProxy, nftables and IPVS (QUICK=1: six minutes; LONG=1: an hour for each arm)
@@ -219,7 +232,7 @@ check: verify-generated lint licences vulnerabilities security test-package test
 	@cat "$(OUT)/vulnerabilities"
 
 .PHONY: check-all
-check-all: check test-vm test-arm64 test-debian ## What CI runs, all kernels, arm64, and whole Debian systems
+check-all: check test-fleet test-vm test-arm64 test-debian ## What CI runs, all forms of the fleet tests, all kernels, arm64, and whole Debian systems
 
 .PHONY: binary
 binary:

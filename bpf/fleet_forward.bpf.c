@@ -21,6 +21,7 @@
 #include "device.bpf.h"
 #include "fleet.h"
 
+#include <linux/if_packet.h>
 #include <linux/ip.h>
 #include <linux/ipv6.h>
 #include <linux/pkt_cls.h>
@@ -522,7 +523,12 @@ int fleet_ingress(struct __sk_buff *skb)
 	struct fleet_peer from = {};
 	struct packet p = {};
 
-	if (!read_packet(skb, &p))
+	/*
+	 * The kernel drops packets to other MAC addresses later: those that a
+	 * switch floods, for example to a host that has died, and those that a
+	 * promiscuous interface sees.
+	 */
+	if (skb->pkt_type != PACKET_HOST || !read_packet(skb, &p))
 		return TC_ACT_UNSPEC;
 	return handle(skb, &p, &from, false);
 }

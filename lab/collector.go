@@ -38,6 +38,7 @@ type CollectorConfig struct {
 	Env       []string       // added to the environment
 	Wrap      []string       // prefix of nfacctd's command; must end with exec, as sockeye run --slot 0 -- does
 	Extra     []string       // additional lines of configuration
+	Prefix    string         // of the names of process and cgroup, as a host of a fleet has, with a slash
 	Records   string         // name of its records; default: nfacctd-SLOT
 	Output    Output         // where it writes records; default: the file RecordsPath
 }
@@ -121,7 +122,7 @@ func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 		return nil, fmt.Errorf("start collector %d: %w", c.Slot, err)
 	}
 	out.Process = c.Namespace.Command(context.Background(), append(slices.Clone(c.Wrap), nfacctd, "-f", out.ConfigPath)...)
-	out.Name, out.User, out.Nice = name, c.User, c.Nice
+	out.Name, out.User, out.Nice = c.Prefix+name, c.User, c.Nice
 	// nfacctd 1.7.7 crashes if IPFIX arrives before its BMP thread has allocated its 2 million tables (KNOWN-ISSUES.md). The
 	// allocations are faster in the main arena of malloc, in large steps.
 	out.Cmd.Env = append(append(os.Environ(), "MALLOC_ARENA_MAX=1", "MALLOC_TOP_PAD_=67108864"), c.Env...)
@@ -139,6 +140,13 @@ func (l *Lab) Collectors() []*Collector {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.SortedFunc(maps.Values(l.collectors), func(a, b *Collector) int { return a.Slot - b.Slot })
+}
+
+// RemoveCollector lets the lab forget the collector of a slot, which has ended on purpose.
+func (l *Lab) RemoveCollector(slot int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.collectors, slot)
 }
 
 // Bound reports whether the collector's main process has bound its BMP listener and its IPFIX socket.

@@ -128,7 +128,12 @@ func (n *Namespace) AddAddress(link string, address netip.Prefix) error {
 
 // AddRoute adds a route through a gateway, or replaces it.
 func (n *Namespace) AddRoute(to netip.Prefix, gateway netip.Addr) error {
-	if err := n.nl.RouteReplace(&netlink.Route{Dst: ipNet(to.Masked()), Gw: gateway.AsSlice()}); err != nil {
+	return n.AddRouteFrom(to, gateway, netip.Addr{})
+}
+
+// AddRouteFrom is AddRoute with the source address of unbound sockets, unless it is the zero Addr.
+func (n *Namespace) AddRouteFrom(to netip.Prefix, gateway, source netip.Addr) error {
+	if err := n.nl.RouteReplace(&netlink.Route{Dst: ipNet(to.Masked()), Gw: gateway.AsSlice(), Src: source.AsSlice()}); err != nil {
 		return fmt.Errorf("add route to %v via %v in %s: %w", to, gateway, n.name, err)
 	}
 	return nil
@@ -190,12 +195,7 @@ func (l *Lab) buildNetwork(ctx context.Context, routers int) error {
 	if err != nil {
 		return err
 	}
-	attrs := netlink.NewLinkAttrs()
-	attrs.Name = bridge
-	if err := sw.nl.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil {
-		return fmt.Errorf("make bridge: %w", err)
-	}
-	if err := sw.up(bridge); err != nil {
+	if err := sw.Bridge(bridge); err != nil {
 		return err
 	}
 	if _, err := l.Attach("collector", netip.PrefixFrom(CollectorIPv4, 24), netip.PrefixFrom(CollectorIPv6, 64)); err != nil {
@@ -229,20 +229,7 @@ func (l *Lab) Attach(name string, addresses ...netip.Prefix) (*Namespace, error)
 	if err != nil {
 		return nil, err
 	}
-	br, err := sw.nl.LinkByName(bridge)
-	if err != nil {
-		return nil, fmt.Errorf("attach %s: find bridge: %w", name, err)
-	}
-	// The netlink handle of the switch creates the pair, with the peer in the other namespace. No interface is ever in
-	// the host's namespace.
-	attrs := netlink.NewLinkAttrs()
-	attrs.Name = fmt.Sprintf("port%d", l.ports.Add(1))
-	attrs.MasterIndex = br.Attrs().Index
-	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(int(n.file.Fd()))}
-	if err := sw.nl.LinkAdd(veth); err != nil {
-		return nil, fmt.Errorf("attach %s: make veth: %w", name, err)
-	}
-	if err := errors.Join(sw.up(attrs.Name), n.up("eth0")); err != nil {
+	if err := sw.Port(bridge, fmt.Sprintf("port%d", l.ports.Add(1)), n, "eth0"); err != nil {
 		return nil, fmt.Errorf("attach %s: %w", name, err)
 	}
 	for _, a := range addresses {
@@ -251,4 +238,40 @@ func (l *Lab) Attach(name string, addresses ...netip.Prefix) (*Namespace, error)
 		}
 	}
 	return n, nil
+}
+
+// Connect creates a veth pair, whose ends are in this namespace and in another one, and sets both ends up.
+func (n *Namespace) Connect(link string, peer *Namespace, peerLink string) error {
+	return n.connect(link, 0, peer, peerLink)
+}
+
+// connect is Connect with the index of a bridge (master) for the end in this namespace, or 0.
+func (n *Namespace) connect(link string, master int, peer *Namespace, peerLink string) error {
+	// The netlink handle creates the pair, with the peer in the other namespace. No interface is ever in the host's namespace.
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name, attrs.MasterIndex = link, master
+	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: peerLink, PeerNamespace: netlink.NsFd(int(peer.file.Fd()))}
+	if err := n.nl.LinkAdd(veth); err != nil {
+		return fmt.Errorf("connect %s to %s: %w", n.name, peer.name, err)
+	}
+	return errors.Join(n.up(link), peer.up(peerLink))
+}
+
+// Bridge creates a bridge, and sets it up. Port connects further namespaces to it.
+func (n *Namespace) Bridge(link string) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = link
+	if err := n.nl.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil {
+		return fmt.Errorf("make bridge %s in %s: %w", link, n.name, err)
+	}
+	return n.up(link)
+}
+
+// Port connects another namespace to a bridge of this one.
+func (n *Namespace) Port(on, link string, peer *Namespace, peerLink string) error {
+	br, err := n.nl.LinkByName(on)
+	if err != nil {
+		return fmt.Errorf("connect %s to %s: find bridge: %w", peer.name, n.name, err)
+	}
+	return n.connect(link, br.Attrs().Index, peer, peerLink)
 }

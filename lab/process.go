@@ -273,7 +273,7 @@ func CheckPrograms() error {
 }
 
 func bgpdPath() (string, error) {
-	path, err := program("bgpd", "frr", "/usr/lib/frr")
+	path, err := FRR("bgpd")
 	if err != nil {
 		return "", err
 	}
@@ -282,8 +282,18 @@ func bgpdPath() (string, error) {
 	}
 	return path, nil
 }
+
+// FRR returns the path of a daemon of FRR.
+func FRR(daemon string) (string, error) { return program(daemon, "frr", "/usr/lib/frr") }
+
 func pmacctdPath() (string, error) { return program("pmacctd", "pmacct") }
 func nfacctdPath() (string, error) { return program("nfacctd", "pmacct") }
+
+// WriteConfig writes the configuration of a program in a namespace as a file that the user can read, into a directory of the work
+// directory, which belongs to the user and is created if necessary. It returns the path of the file.
+func (l *Lab) WriteConfig(dir, name, userName string, lines ...string) (string, error) {
+	return l.writeConfig(filepath.Join(l.dir, dir), name, userName, lines...)
+}
 
 // writeConfig writes a file that the user can read into a directory of the user.
 func (l *Lab) writeConfig(dir, name, userName string, lines ...string) (string, error) {

@@ -69,6 +69,7 @@ type RouterConfig struct {
 	Router    int
 	Collector netip.AddrPort // destination of BMP, over IPv4 or IPv6. Default: [CollectorIPv4]:1790
 	Neighbors []int          // BGP neighbours; nil: the routers before and after it, in a ring
+	Stats     time.Duration  // interval of BMP statistics reports, 100 ms or more; 0: none
 	Extra     []string       // additional lines of configuration
 }
 
@@ -125,7 +126,11 @@ func (l *Lab) StartRouter(c RouterConfig) (*Process, error) {
 			families[family] = append(families[family], fmt.Sprintf("  neighbor %v activate", a))
 		}
 	}
-	conf = append(conf, " bmp targets lab",
+	conf = append(conf, " bmp targets lab")
+	if c.Stats > 0 {
+		conf = append(conf, fmt.Sprintf("  bmp stats interval %d", c.Stats.Milliseconds()))
+	}
+	conf = append(conf,
 		"  bmp monitor ipv4 unicast post-policy",
 		"  bmp monitor ipv6 unicast post-policy",
 		fmt.Sprintf("  bmp connect %v port %d min-retry 500 max-retry 2000", c.Collector.Addr().Unmap(), c.Collector.Port()),
@@ -289,9 +294,12 @@ func (l *Lab) StartExporter(c ExporterConfig) (*Process, error) {
 	}
 	if c.Source.Is4() {
 		conf = append(conf, fmt.Sprintf("nfprobe_source_ip: %v", c.Source))
-	} else if err := r.Namespace.PreferSource(c.Collector.Addr(), c.Source); err != nil {
-		// pmacct 1.7.7 cannot bind an IPv6 source address ("bind() failed: Invalid argument").
-		return nil, fmt.Errorf("start exporter of %s: %w", r.Name, err)
+	} else if netip.PrefixFrom(r.IPv6, 64).Contains(c.Collector.Addr()) {
+		// pmacct 1.7.7 cannot bind an IPv6 source address ("bind() failed: Invalid argument"). The route to a collector behind
+		// another router has a source address.
+		if err := r.Namespace.PreferSource(c.Collector.Addr(), c.Source); err != nil {
+			return nil, fmt.Errorf("start exporter of %s: %w", r.Name, err)
+		}
 	}
 	path, err := l.writeConfig(r.dir, fmt.Sprintf("pmacctd-%d.conf", c.Instance), "", append(conf, c.Extra...)...)
 	if err != nil {

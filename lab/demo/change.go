@@ -102,7 +102,7 @@ func (d *demo) moved(ctx context.Context, o lab.Outcome, before []api.DeviceStat
 		return now, err
 	}
 	for _, r := range now.Routers {
-		if err := separated(&r); err != nil {
+		if err := d.separated(&r); err != nil {
 			return now, err
 		}
 	}
@@ -127,7 +127,7 @@ func (d *demo) rejoin(ctx context.Context) error {
 		}
 		last = nil
 		for _, r := range o.Routers {
-			if err := separated(&r); err != nil && last == nil {
+			if err := d.separated(&r); err != nil && last == nil {
 				last = err
 			}
 		}
@@ -141,9 +141,9 @@ func (d *demo) rejoin(ctx context.Context) error {
 
 // separated returns an error if BMP and IPFIX of a router are in different collectors,
 // or if flow records lack its routes.
-func separated(r *lab.RouterOutcome) error {
+func (d *demo) separated(r *lab.RouterOutcome) error {
 	if !r.Together() {
-		return fmt.Errorf("router %s is separated: BMP in nfacctd-%d, IPFIX in %s", r.Address, r.TCPSlot, names(r.UDPSlots))
+		return fmt.Errorf("router %s is separated: BMP in %s, IPFIX in %s", r.Address, d.name(r.TCPSlot), d.names(r.UDPSlots))
 	}
 	if r.Correlated < r.Records {
 		return fmt.Errorf("router %s: %d of %d flow records have no communities", r.Address, r.Records-r.Correlated, r.Records)

@@ -5,7 +5,8 @@
 // distributed by the kernel's hash, then with Sockeye, then while a collector is
 // killed, while slots are added and drained, and while a collector is replaced by
 // another process. With -chain, the collectors write into Kafka, and the records are
-// counted there. "make demo" and "make demo-chain" run it in a new mount namespace.
+// counted there. With -fleet, three hosts with collectors share twelve routers. "make demo", "make demo-chain" and "make demo-fleet"
+// run it in a new mount namespace.
 package main
 
 import (
@@ -61,14 +62,21 @@ func main() {
 	binary := flag.String("sockeye", "", "path of the sockeye binary")
 	out := flag.String("out", "", "directory for demo.json and demo.svg, or chain.json (default: do not write files)")
 	chain := flag.Bool("chain", false, "let the collectors write into Kafka, and count the records there")
+	fleet := flag.Bool("fleet", false, "three hosts behind a router, with ECMP alone and with Sockeye")
 	keep := flag.Bool("keep", false, "keep the network and the programs running until Ctrl-C")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 	defer stop()
-	if err := run(ctx, *binary, *out, *chain, *keep); err != nil {
+	o := options{*binary, *out, *chain, *fleet, *keep}
+	if err := run(ctx, o); err != nil {
 		fmt.Fprintln(os.Stderr, "demo:", err)
 		os.Exit(1)
 	}
+}
+
+type options struct {
+	binary, out        string
+	chain, fleet, keep bool
 }
 
 // demo is a running demonstration.
@@ -77,9 +85,11 @@ type demo struct {
 	binary, runDir string
 	output         lab.Output // of the collectors; nil: files
 	result         result
-	slots          string             // as last shown
-	before         map[netip.Addr]int // slots of the routers before a change; nil: the table does not show them
-	takeover       bool               // key of the policy
+	slots          string                // as last shown
+	before         map[netip.Addr]int    // slots of the routers before a change; nil: the table does not show them
+	takeover       bool                  // key of the policy
+	name           func(slot int) string // of a collector
+	perRouter      int                   // exporters
 }
 
 // result is the content of demo.json.
@@ -99,7 +109,7 @@ type share struct {
 	KernelHash float64 `json:"kernel_hash"`
 }
 
-func run(ctx context.Context, binary, out string, chain, keep bool) (err error) {
+func run(ctx context.Context, o options) (err error) {
 	if doctor.InOwnPIDs() {
 		return errors.New("the demo needs the host's PID namespace: the agent would not find new members (KNOWN-ISSUES.md)")
 	}
@@ -108,7 +118,11 @@ func run(ctx context.Context, binary, out string, chain, keep bool) (err error) 
 	}
 	most := limit
 	var jars []string
-	if chain {
+	count := routers
+	switch {
+	case o.fleet:
+		most, count = fleetLimit, fleetRouters
+	case o.chain:
 		most = chainLimit
 		if jars, err = fetchKafka(ctx); err != nil {
 			return err
@@ -116,29 +130,45 @@ func run(ctx context.Context, binary, out string, chain, keep bool) (err error) 
 	}
 	bounded, cancel := context.WithTimeoutCause(ctx, most, fmt.Errorf("the demo took more than %v", most))
 	defer cancel()
-	l, err := lab.New(bounded, lab.Options{Routers: routers})
+	l, err := lab.New(bounded, lab.Options{Routers: count})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
-	d := &demo{Lab: l, binary: binary, runDir: filepath.Join(l.Dir(), "run")}
-	// The agent mounts the bpffs in the mount namespace that "make demo" created.
-	bpffs := filepath.Join(l.Dir(), "bpf")
-	l.AtClose(func() error {
+	d := &demo{Lab: l, binary: o.binary, runDir: filepath.Join(l.Dir(), "run"), name: nfacctd, perRouter: lineCards}
+	if o.fleet {
+		f, err := d.newFleet(bounded)
+		if err == nil {
+			err = f.run(bounded, o.out)
+		}
+		if err != nil || !o.keep {
+			return err
+		}
+		return f.wait(ctx)
+	}
+	d.unmountAtClose(filepath.Join(l.Dir(), "bpf"))
+	if o.chain {
+		err = d.chain(bounded, jars, o.out)
+	} else {
+		err = d.steer(bounded, o.out)
+	}
+	if err != nil || !o.keep {
+		return err
+	}
+	return d.wait(ctx)
+}
+
+// nfacctd is the name of the collector in a slot.
+func nfacctd(slot int) string { return fmt.Sprintf("nfacctd-%d", slot) }
+
+// unmountAtClose unmounts a bpffs, which an agent mounts in the mount namespace that "make demo" created.
+func (d *demo) unmountAtClose(bpffs string) {
+	d.AtClose(func() error {
 		if err := unix.Unmount(bpffs, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
 			return fmt.Errorf("unmount %s: %w", bpffs, err)
 		}
 		return nil
 	})
-	if chain {
-		err = d.chain(bounded, jars, out)
-	} else {
-		err = d.steer(bounded, out)
-	}
-	if err != nil || !keep {
-		return err
-	}
-	return d.wait(ctx)
 }
 
 // steer is the demonstration of make demo. It writes its results into the directory
@@ -246,8 +276,8 @@ func (d *demo) startCollector(slot int, records string) (*lab.Collector, error) 
 }
 
 func (d *demo) startExporters() error {
-	for i := range routers {
-		for card := range lineCards {
+	for i := range d.Routers() {
+		for card := range d.perRouter {
 			if _, err := d.StartExporter(lab.ExporterConfig{Router: i, Instance: card}); err != nil {
 				return err
 			}
@@ -427,7 +457,7 @@ func (d *demo) settle(ctx context.Context) error {
 // outcomeTable writes the collectors of each router, and the collectors before a
 // change of the slots.
 func (d *demo) outcomeTable(w io.Writer, o lab.Outcome) {
-	before := func(r *lab.RouterOutcome) string { return fmt.Sprintf("nfacctd-%d\t", d.before[r.Address]) }
+	before := func(r *lab.RouterOutcome) string { return d.name(d.before[r.Address]) + "\t" }
 	heading, blank := "BEFORE\t", "\t"
 	if d.before == nil {
 		before, heading, blank = func(*lab.RouterOutcome) string { return "" }, "", ""
@@ -442,15 +472,15 @@ func (d *demo) outcomeTable(w io.Writer, o lab.Outcome) {
 		if r.Records > 0 {
 			share = percent(float64(r.Correlated) / float64(r.Records))
 		}
-		fmt.Fprintf(w, "%s\t%snfacctd-%d\t%s\t%d\t%s\n", r.Address, before(&r), r.TCPSlot, names(r.UDPSlots), r.Records, share)
+		fmt.Fprintf(w, "%s\t%s%s\t%s\t%d\t%s\n", r.Address, before(&r), d.name(r.TCPSlot), d.names(r.UDPSlots), r.Records, share)
 	}
 	fmt.Fprintf(w, "all\t%s\t\t\t%s\n", blank, percent(o.CorrelatedShare))
 }
 
-func names(slots []int) string {
+func (d *demo) names(slots []int) string {
 	texts := make([]string, len(slots))
 	for i, slot := range slots {
-		texts[i] = fmt.Sprintf("nfacctd-%d", slot)
+		texts[i] = d.name(slot)
 	}
 	return strings.Join(texts, ", ")
 }

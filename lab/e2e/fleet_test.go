@@ -3,10 +3,8 @@
 package e2e_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -17,60 +15,49 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
-
 	"sockeye/internal/api"
 	"sockeye/internal/config"
-	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
+	labfleet "sockeye/lab/fleet"
 	"sockeye/lab/swarm"
 )
 
-// Addresses of the fleet.
-var (
-	fleetService4 = netip.MustParseAddr("192.0.2.53")
-	fleetService6 = netip.MustParseAddr("2001:db8::53")
-	fleetEtcd     = netip.MustParseAddr("10.77.0.230")
-)
+// fleetCompleteEnv is set by make test-fleet, for tests in more forms than make test has time for.
+const fleetCompleteEnv = "SOCKEYE_FLEET_COMPLETE"
 
 const fleetSlots = 2
 
-// fleet is a fleet of hosts on one link, and the devices, whose namespace is also the router in front: it chooses a host for
-// each flow (ECMP).
+// fleet is a fleet of hosts in the lab, and a swarm of devices behind its front router.
 type fleet struct {
 	*testing.T
-	lab      *lab.Lab
-	devices  *lab.Namespace
-	hosts    []*fleetHost
-	etcd     *lab.Process
-	etcdNS   *lab.Namespace
+	*labfleet.Fleet
+	host     *host // the lab, and the namespace of the devices
 	swarm    *swarm.Swarm
 	analysis swarm.Analysis
 	waits    []*waits // of etcd and the agents
-	etcdWait *waits
+	pids     map[string]*waits
 }
 
-type fleetHost struct {
-	*host
-	waits   *waits // of the agent
-	name    string
-	number  int
-	members []*swarm.Process
-}
-
-func newFleet(t *testing.T) *fleet {
+// newFleet makes a fleet without hosts.
+func newFleet(t *testing.T, o labfleet.Options) *fleet {
 	t.Helper()
-	h := newHost(t, config.Reuseport) // the lab, and the namespace of the devices
-	f := &fleet{T: t, lab: h.lab, devices: h.devices}
+	h := newHost(t, config.Reuseport)
+	f := &fleet{T: t, host: h, pids: map[string]*waits{}}
+	pins := testenv.BPFFS(t)
+	o.Binary, o.Examples, o.Slots = os.Getenv(binaryEnv), examples, fleetSlots
+	o.Pins = func(name string) string { return filepath.Join(pins, "sockeye-"+name) }
+	o.Fleet = append(o.Fleet, "min_hosts: 2")
 	var err error
-	f.etcdNS, err = f.lab.Attach("etcd", netip.PrefixFrom(fleetEtcd, 24))
-	h.must(err)
-	f.startEtcd()
-	h.must(f.devices.Sysctl("ipv4.fib_multipath_hash_policy", "1"))
-	h.must(f.devices.Sysctl("ipv6.fib_multipath_hash_policy", "1"))
-	f.swarm, err = swarm.New(f.lab, f.devices)
-	h.must(err)
+	f.Fleet, err = labfleet.New(t.Context(), h.lab, o)
+	f.must(err)
+	for _, s := range f.Etcd {
+		f.watch("etcd at "+s.Address.String(), s.Process)
+	}
+	f.must(f.Reach(h.devices, netip.Addr{}, netip.Addr{}))
+	f.must(swarm.Reach(f.Front))
+	f.swarm, err = swarm.New(f.Lab, h.devices)
+	f.must(err)
 	return f
 }
 
@@ -81,183 +68,154 @@ func (f *fleet) must(err error) {
 	}
 }
 
-func (f *fleet) startEtcd() {
-	f.Helper()
-	url := "http://" + netip.AddrPortFrom(fleetEtcd, 2379).String()
-	f.etcd = f.etcdNS.Command(context.Background(), "etcd", "--data-dir", filepath.Join(f.lab.Dir(), "etcd"),
-		"--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", "http://127.0.0.1:0", "--unsafe-no-fsync")
-	f.etcd.Name = "etcd"
-	f.must(f.etcd.Start())
-	if f.etcdWait == nil {
-		f.etcdWait = f.sample()
+// watch samples the waits of a process for a CPU until the test ends. name is that of the process in all of its runs.
+func (f *fleet) watch(name string, p *lab.Process) {
+	w := f.pids[name]
+	if w == nil {
+		w = new(waits)
+		f.pids[name] = w
+		stop := make(chan struct{})
+		var sampling sync.WaitGroup
+		sampling.Go(func() { w.sample(stop) })
+		f.Cleanup(sampling.Wait)
+		f.Cleanup(func() { close(stop) })
+		f.waits = append(f.waits, w)
 	}
-	f.etcdWait.pid.Store(int64(f.etcd.Pid()))
+	w.pid.Store(int64(p.Pid()))
 }
 
-// sample samples the waits of a process for a CPU until the test ends.
-func (f *fleet) sample() *waits {
-	w := new(waits)
-	stop := make(chan struct{})
-	var sampling sync.WaitGroup
-	sampling.Go(func() { w.sample(stop) })
-	f.Cleanup(sampling.Wait)
-	f.Cleanup(func() { close(stop) })
-	f.waits = append(f.waits, w)
-	return w
-}
-
-// startAgent starts the agent of a host.
-func (h *fleetHost) startAgent() {
-	h.Helper()
-	h.host.startAgent()
-	h.waits.pid.Store(int64(h.agent.Pid()))
-}
-
-// addHost starts the agent and the members of a further host. lines are further keys of the fleet in the policy.
-func (f *fleet) addHost(lines ...string) *fleetHost {
+// addHost starts the agent and the members of a further host.
+func (f *fleet) addHost() *labfleet.Host {
 	f.Helper()
-	number := len(f.hosts)
-	name := string(rune('a' + number))
-	h := &fleetHost{name: name, number: number}
-	n, err := f.lab.Attach("host-"+name, h.addresses()...)
+	h, err := f.AddHost(f.Context())
 	f.must(err)
-	f.must(swarm.Reach(n))
-	for _, a := range []netip.Addr{fleetService4, fleetService6} {
-		f.must(n.AddAddress("lo", netip.PrefixFrom(a, a.BitLen())))
-	}
-	h.host = &host{T: f.T, lab: f.lab, mode: config.Reuseport, collectors: n, devices: f.devices,
-		pins: filepath.Join(testenv.BPFFS(f.T), "sockeye"), dir: filepath.Join(f.lab.Dir(), name), binary: os.Getenv(binaryEnv),
-		members: map[int]*member{}, got: map[arrival]int{}, texts: map[arrival][]string{}, prefix: name + "/"}
-	f.must(os.Mkdir(h.dir, 0o755))
-	f.must(os.Mkdir(filepath.Join(f.lab.Cgroup(), name), 0o755))
-	h.setPolicy(fleetSlots)
-	text, err := os.ReadFile(h.policyPath())
-	f.must(err)
-	keys := append([]string{"host: " + name, "interfaces: [eth0]", fmt.Sprintf("addresses: [%v, %q]", fleetService4, fleetService6),
-		fmt.Sprintf("etcd: {endpoints: [http://%v:2379]}", fleetEtcd), "settle: 1s", "min_hosts: 2"}, lines...)
-	h.replaceFile(h.policyPath(), string(text)+"fleet:\n  "+strings.Join(keys, "\n  ")+"\n")
 	f.Cleanup(func() {
-		if f.Failed() && h.agent != nil {
-			f.Logf("end of the log of host %s:\n%s", name, h.agent.LogTail(30))
+		if f.Failed() {
+			f.Logf("end of the log of host %s:\n%s", h.Name, h.Agent.LogTail(30))
 		}
 	})
-	h.waits = f.sample()
-	h.startAgent()
+	f.watch(h.Name, h.Agent)
 	for slot := range fleetSlots {
-		p, err := f.swarm.StartMemberIn(n, swarm.Member{Slot: number*fleetSlots + slot, TCP: bmpPort, UDP: ipfixPort}, fmt.Sprintf("%s/receiver-%d", name, slot), "root")
+		_, err := f.swarm.StartMemberIn(h.Namespace, swarm.Member{Slot: h.Collector(slot), TCP: bmpPort, UDP: ipfixPort}, fmt.Sprintf("%s/receiver-%d", h.Name, slot), "root")
 		f.must(err)
-		h.members = append(h.members, p)
 	}
-	f.hosts = append(f.hosts, h)
 	return h
 }
 
+// restartAgent kills the agent of a host and starts it again.
+func (f *fleet) restartAgent(h *labfleet.Host) {
+	f.Helper()
+	f.must(h.Agent.Kill())
+	f.must(h.StartAgent(f.Context()))
+	f.watch(h.Name, h.Agent)
+}
+
+// startEtcd starts a server again.
+func (f *fleet) startEtcd(s *labfleet.Server) {
+	f.Helper()
+	f.must(s.Start())
+	f.watch("etcd at "+s.Address.String(), s.Process)
+}
+
+// killEtcd kills a server.
+func (f *fleet) killEtcd(s *labfleet.Server) {
+	f.Helper()
+	f.must(s.Kill())
+}
+
 // route makes the router choose among hosts.
-func (f *fleet) route(hosts ...*fleetHost) {
+func (f *fleet) route(hosts ...*labfleet.Host) {
 	f.Helper()
-	nl := f.devices.Netlink()
-	link, err := nl.LinkByName("eth0")
-	f.must(err)
-	for i, a := range []netip.Addr{fleetService4, fleetService6} {
-		route := &netlink.Route{Dst: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}}
-		for _, h := range hosts {
-			route.MultiPath = append(route.MultiPath, &netlink.NexthopInfo{Gw: h.addresses()[i].Addr().AsSlice(), LinkIndex: link.Attrs().Index})
-		}
-		f.must(nl.RouteReplace(route))
-	}
+	f.must(f.Route(hosts...))
 }
 
-// status returns the fleet as a host sees it.
-func (h *fleetHost) status() (s api.FleetStatus, err error) { return s, h.get("/v1/fleet", &s) }
-
-// await waits until all hosts agree, no bucket moves, and the condition holds.
-func (f *fleet) await(what string, hosts []*fleetHost, condition func(s *api.FleetStatus) error) {
+// await waits until hosts agree, no bucket moves, and the condition holds.
+func (f *fleet) await(what string, hosts []*labfleet.Host, condition func(s *api.FleetStatus) error) {
 	f.Helper()
-	hosts[0].eventually(what, func() error {
-		var first *api.FleetStatus
-		for _, h := range hosts {
-			s, err := h.status()
-			switch {
-			case err != nil:
-				return err
-			case s.Moving > 0:
-				return fmt.Errorf("host %s: %d buckets move", h.name, s.Moving)
-			case first != nil && first.Epoch != s.Epoch:
-				return fmt.Errorf("host %s has epoch %d, host %s %d", hosts[0].name, first.Epoch, h.name, s.Epoch)
-			case s.Epoch == 0:
-				return fmt.Errorf("host %s has no table: %v", h.name, s.Problems)
-			}
-			if err := condition(&s); err != nil {
-				return fmt.Errorf("host %s: %w", h.name, err)
-			}
-			first = &s
-		}
-		return nil
-	})
+	f.host.eventually(what, func() error { return labfleet.Agree(f.Context(), hosts, condition) })
 }
 
-// shared returns the condition that hosts with these names share the devices.
-func shared(names ...string) func(s *api.FleetStatus) error {
-	return func(s *api.FleetStatus) error {
-		for _, h := range s.Hosts {
-			want := false
-			for _, name := range names {
-				want = want || name == h.Name
-			}
-			fair := 1 / float64(len(names))
-			if want && (h.Share < 0.8*fair || h.Share > 1.2*fair) || !want && h.Share > 0 {
-				return fmt.Errorf("host %s has %.3f of the devices", h.Name, h.Share)
-			}
-		}
-		return nil
+// pause is a time in which datagrams arrive.
+func (f *fleet) pause() { time.Sleep(500 * time.Millisecond) }
+
+// set changes the state of a host by a command on another one.
+func (f *fleet) set(on, h *labfleet.Host, state string) {
+	f.Helper()
+	f.must(on.Set(f.Context(), h.Name, state))
+}
+
+// fleetForms returns the forms of a test: all of them in make test-fleet, and otherwise the first one.
+func fleetForms(all ...labfleet.Options) []labfleet.Options {
+	if os.Getenv(fleetCompleteEnv) == "" {
+		return all[:1]
 	}
+	return all
 }
 
-// TestFleet is that each device has one member of one host while hosts join, drain, return and die, and the router changes its
-// mind: no device is split, and planned changes lose nothing.
+// TestFleet is that each device has one member of one host while hosts join, drain and return, and the router changes its mind,
+// also during the initial dumps: no device is split, and nothing is lost.
 func TestFleet(t *testing.T) {
-	f := newFleet(t)
+	for _, o := range fleetForms(labfleet.Options{}, labfleet.Options{Routed: true}) {
+		t.Run(formName(o), func(t *testing.T) { fleetChanges(t, o) })
+	}
+}
+
+// formName names a form of a test.
+func formName(o labfleet.Options) string {
+	name := "link"
+	if o.Routed {
+		name = "tunnel"
+	}
+	if o.Daemon != "" {
+		name += "-" + string(o.Daemon)
+	}
+	return name
+}
+
+func fleetChanges(t *testing.T, o labfleet.Options) {
+	f := newFleet(t, o)
 	a, b := f.addHost(), f.addHost()
-	f.await("the first table", f.hosts, shared("a", "b"))
+	f.await("the first table", f.Hosts, labfleet.Shared("a", "b"))
 	f.route(a, b)
-	begun := f.load(24)
-	pause := func() { time.Sleep(500 * time.Millisecond) }
-	pause()
+	begun := f.load(24, 500)
 	closedBefore := f.closed()
 
-	// The router changes its mind: connections survive.
+	// The router changes its mind, while the devices send their dumps: connections survive.
 	f.route(b)
-	pause()
+	f.pause()
 	f.route(a)
-	pause()
+	f.pause()
+	f.must(f.Hash(labfleet.BySource))
 	f.route(a, b)
-	pause()
+	f.pause()
+	f.must(f.Hash(labfleet.ByPorts))
+	f.pause()
 	if closed := f.closed(); closed != closedBefore {
 		t.Errorf("%d connections were closed by changes of the router", closed-closedBefore)
 	}
+	if n := f.analysis.Dumped(); n > 0 && n == 24 {
+		t.Logf("the dumps ended %v after the beginning", f.analysis.LastDump()-begun)
+	}
 
 	c := f.addHost()
-	f.await("host c to share", f.hosts, shared("a", "b", "c"))
+	f.await("host c to share", f.Hosts, labfleet.Shared("a", "b", "c"))
 	f.route(a, b, c)
-	pause()
-	if out, errs, code := c.cli("host", "set", "b", "drain", "--dry-run"); code != 0 || !regexp.MustCompile(`ready -> drain +(2[6-9]|3[0-9]|40)\.\d % of the devices move`).MatchString(out) {
-		t.Errorf("dry run: %s%s", out, errs)
+	f.pause()
+	out, errs, err := c.Command(t.Context(), "host", "set", "b", "drain", "--dry-run")
+	if err != nil || !regexp.MustCompile(`ready -> drain +(2[6-9]|3[0-9]|40)\.\d % of the devices move`).MatchString(out) {
+		t.Errorf("dry run: %v: %s%s", err, out, errs)
 	}
-	if _, errs, code := a.cli("host", "set", "b", "drain"); code != 0 {
-		t.Fatal(errs)
-	}
-	f.await("host b to drain", f.hosts, shared("a", "c"))
-	if _, _, code := b.cli("health"); code != 1 {
-		t.Errorf("health of a drained host: exit code %d, want 1", code)
+	f.set(a, b, "drain")
+	f.await("host b to drain", f.Hosts, labfleet.Shared("a", "c"))
+	if out, _, err := b.Command(t.Context(), "health"); err == nil {
+		t.Errorf("health of a drained host: %s", out)
 	}
 	f.route(a, c)
-	pause()
-	if _, errs, code := c.cli("host", "set", "b", "ready"); code != 0 {
-		t.Fatal(errs)
-	}
-	f.await("host b to return", f.hosts, shared("a", "b", "c"))
+	f.pause()
+	f.set(c, b, "ready")
+	f.await("host b to return", f.Hosts, labfleet.Shared("a", "b", "c"))
 	f.route(a, b, c)
-	pause()
+	f.pause()
 	planned := swarm.Now()
 
 	f.finish(planned)
@@ -265,12 +223,21 @@ func TestFleet(t *testing.T) {
 	if len(missing) > 0 {
 		t.Errorf("%d datagrams lost by planned changes, the first one %v after the beginning", len(missing), missing[0]-begun)
 	}
-	for _, h := range f.hosts {
-		s, err := h.status()
+	path := "link"
+	if o.Routed {
+		path = "tunnel"
+	}
+	for _, h := range f.Hosts {
+		s, err := h.Status(t.Context())
 		f.must(err)
-		t.Logf("host %s: %v %v", h.name, s.Packets, s.Problems)
-		if s.Packets["forwarded"] == 0 || s.Packets["disagreed"] > 0 {
-			t.Errorf("host %s: %v", h.name, s.Packets)
+		t.Logf("host %s: %v %v", h.Name, s.Packets, s.Problems)
+		if s.Packets["forwarded"] == 0 || s.Packets["disagreed"] > 0 || len(s.Problems) > 0 {
+			t.Errorf("host %s: %v %v", h.Name, s.Packets, s.Problems)
+		}
+		for _, other := range s.Hosts {
+			if other.Name != h.Name && other.Path != path {
+				t.Errorf("host %s reaches host %s by %q, want %q", h.Name, other.Name, other.Path, path)
+			}
 		}
 	}
 }
@@ -287,11 +254,11 @@ func (f *fleet) closed() int {
 	return f.analysis.Closed + len(f.analysis.Gaps)
 }
 
-// load starts the devices and their datagrams.
-func (f *fleet) load(devices int) (begun time.Duration) {
+// load starts the devices and their datagrams. The dump of a device takes two seconds.
+func (f *fleet) load(devices, routes int) (begun time.Duration) {
 	f.Helper()
-	f.must(f.swarm.StartDevices(f.Context(), swarm.Load{Devices: devices, TCP: bmpPort, UDP: ipfixPort, Rate: togetherRate, Exporters: 2, Routes: 10,
-		Service4: fleetService4, Service6: fleetService6, Noted: true}))
+	f.must(f.swarm.StartDevices(f.Context(), swarm.Load{Devices: devices, TCP: bmpPort, UDP: ipfixPort, Rate: togetherRate, Exporters: 2,
+		Routes: routes, DumpRate: float64(routes) / 2, Service4: labfleet.Service4, Service6: labfleet.Service6, Noted: true}))
 	state, err := f.swarm.Send()
 	f.must(err)
 	f.analysis.Begin, f.analysis.Silence, f.analysis.Period = state.At, silence, time.Second/togetherRate
@@ -319,32 +286,6 @@ func (f *fleet) finish(until time.Duration) {
 	f.Logf("%d datagrams received, %d connections closed, %d splits, %d without routes, %d undecodable", f.analysis.Received, f.analysis.Closed, len(f.analysis.Splits), f.analysis.WithoutRoutes, f.analysis.Undecodable)
 }
 
-// cut sets the interface of a host down, or up again.
-func (h *fleetHost) cut(down bool) {
-	h.Helper()
-	nl := h.collectors.Netlink()
-	link, err := nl.LinkByName("eth0")
-	h.must(err)
-	if down {
-		h.must(h.collectors.Sysctl("ipv6.conf.eth0.keep_addr_on_down", "1"))
-		h.must(nl.LinkSetDown(link))
-		return
-	}
-	h.must(nl.LinkSetUp(link))
-	for _, a := range h.addresses() {
-		if a.Addr().Is6() {
-			h.must(netns.AwaitLocal(nl, a.Addr(), time.Minute))
-		}
-	}
-	h.must(swarm.Reach(h.collectors)) // the kernel has removed the routes
-}
-
-// addresses returns the addresses of a host on the link.
-func (h *fleetHost) addresses() []netip.Prefix {
-	return []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 77, 0, byte(210 + h.number)}), 24),
-		netip.PrefixFrom(netip.MustParseAddr(fmt.Sprintf("fd77::2%d", 10+h.number)), 64)}
-}
-
 // connected returns an error unless all devices have a connection.
 func (f *fleet) connected(devices int) error {
 	state, err := f.swarm.State()
@@ -354,52 +295,65 @@ func (f *fleet) connected(devices int) error {
 	return err
 }
 
-// TestFleetLoses is that the other hosts take over the devices of a host that dies, that a host that returns gets them back,
-// and that without etcd, and while agents restart, nothing moves.
+// TestFleetLoses is that the other hosts take over the devices of a host that dies, that a host that returns gets them back, that
+// changes work without a minority of the etcd servers, and that without a majority, and while agents restart, nothing moves.
 func TestFleetLoses(t *testing.T) {
-	f := newFleet(t)
+	f := newFleet(t, labfleet.Options{Servers: 3})
 	a, b, c := f.addHost(), f.addHost(), f.addHost()
-	f.await("the first table", f.hosts, shared("a", "b", "c"))
+	f.await("the first table", f.Hosts, labfleet.Shared("a", "b", "c"))
 	f.route(a, b, c)
 	const devices = 24
-	begun := f.load(devices)
-	pause := func() { time.Sleep(500 * time.Millisecond) }
+	begun := f.load(devices, 10)
 	epoch := func() uint64 {
-		s, err := a.status()
+		s, err := a.Status(t.Context())
 		f.must(err)
 		return s.Epoch
 	}
 
-	// An agent that is killed and starts again continues; so do all of them, and they do without etcd.
+	// An agent that is killed and starts again continues.
 	before, closed := epoch(), f.closed()
-	f.must(b.agent.Kill())
-	b.startAgent()
-	f.await("host b to be alive", f.hosts, alive("a", "b", "c"))
-	f.must(f.etcd.Kill())
-	<-f.etcd.Done()
-	pause()
-	f.route(b)
-	for _, h := range f.hosts {
-		f.must(h.agent.Kill())
-		h.startAgent()
+	f.restartAgent(b)
+	f.await("host b to be alive", f.Hosts, labfleet.Alive("a", "b", "c"))
+	if now := epoch(); now != before {
+		t.Errorf("epoch %d, before a restart of an agent %d", now, before)
 	}
-	pause()
+
+	// Without one of three servers, everything works.
+	f.killEtcd(f.Etcd[0])
+	if now := f.closed(); now != closed {
+		t.Errorf("%d connections were closed while nothing should move", now-closed)
+	}
+	f.host.eventually("a drain without a server", func() error { return a.Set(t.Context(), "c", "drain") })
+	f.await("host c to drain", f.Hosts, labfleet.Shared("a", "b"))
+	f.set(b, c, "ready")
+	f.await("host c to return", f.Hosts, labfleet.Shared("a", "b", "c"))
+
+	// Without two of them, nothing moves, also while all agents restart.
+	before, closed = epoch(), f.closed()
+	f.killEtcd(f.Etcd[1])
+	f.pause()
+	f.route(b)
+	for _, h := range f.Hosts {
+		f.restartAgent(h)
+	}
+	f.pause()
 	f.route(a, b, c)
-	for _, h := range f.hosts {
-		h.eventually("the problem", func() error {
-			s, err := h.status()
+	for _, h := range f.Hosts {
+		f.host.eventually("the problem", func() error {
+			s, err := h.Status(t.Context())
 			if err == nil && (s.Connected || s.Epoch != before || len(s.Problems) == 0) {
 				err = fmt.Errorf("without etcd: %+v", s)
 			}
 			return err
 		})
 	}
-	if _, errs, code := a.cli("host", "set", "b", "drain"); code == 0 || !strings.Contains(errs, "does not answer") {
-		t.Errorf("drain without etcd: exit code %d, %s", code, errs)
+	if _, errs, err := a.Command(t.Context(), "host", "set", "b", "drain"); err == nil || !strings.Contains(errs, "does not answer") {
+		t.Errorf("drain without etcd: %v: %s", err, errs)
 	}
-	f.startEtcd()
-	f.await("etcd", f.hosts, alive("a", "b", "c"))
-	pause()
+	f.startEtcd(f.Etcd[0])
+	f.startEtcd(f.Etcd[1])
+	f.await("etcd", f.Hosts, labfleet.Alive("a", "b", "c"))
+	f.pause()
 	if now := f.closed(); now != closed {
 		t.Errorf("%d connections were closed while nothing should move", now-closed)
 	}
@@ -410,23 +364,28 @@ func TestFleetLoses(t *testing.T) {
 
 	// A host dies with its links; the routers notice it by the protocol that they speak with it.
 	died := swarm.Now()
-	b.cut(true)
+	f.must(b.Cut())
 	f.route(a, c)
-	f.await("the death of b", []*fleetHost{a, c}, shared("a", "c"))
+	f.await("the death of b", []*labfleet.Host{a, c}, labfleet.Shared("a", "c"))
 	took := swarm.Now() - died
-	a.eventually("all devices to connect", func() error { return f.connected(devices) })
+	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
 	t.Logf("after the death of a host, its devices had another one in %v, and all were connected after %v", took.Round(time.Millisecond), (swarm.Now() - died).Round(time.Millisecond))
-	b.eventually("the host that was cut off", func() error {
-		s, err := b.status()
+	f.host.eventually("the host that was cut off", func() error {
+		s, err := b.Status(t.Context())
 		if err == nil && (s.Connected || s.Epoch != before) {
 			err = fmt.Errorf("connected %v, epoch %d, before %d", s.Connected, s.Epoch, before)
 		}
 		return err
 	})
-	b.cut(false)
-	f.await("the return of b", f.hosts, shared("a", "b", "c"))
+	f.must(b.Mend())
+	f.await("the return of b", f.Hosts, labfleet.Shared("a", "b", "c"))
 	f.route(a, b, c)
-	a.eventually("all devices to connect", func() error { return f.connected(devices) })
+	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
+	if os.Getenv(fleetCompleteEnv) != "" {
+		f.isolated(b)
+		f.flapping(b)
+		f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
+	}
 	f.finish(quiet)
 	var gap []time.Duration
 	for _, at := range f.analysis.Missing() {
@@ -440,17 +399,114 @@ func TestFleetLoses(t *testing.T) {
 	}
 }
 
-// alive returns the condition that hosts renew their leases.
-func alive(names ...string) func(s *api.FleetStatus) error {
-	return func(s *api.FleetStatus) error {
-		if !s.Connected {
-			return errors.New("the store does not answer")
-		}
-		for _, h := range s.Hosts {
-			if slices.Contains(names, h.Name) && (!h.Alive || !h.Healthy) {
-				return fmt.Errorf("host %s: alive %v, healthy %v", h.Name, h.Alive, h.Healthy)
-			}
-		}
-		return nil
+// isolated cuts a host off from etcd, and from nothing else: it keeps its epoch, the others take over its devices with a newer one,
+// and the newer one wins at its return.
+func (f *fleet) isolated(h *labfleet.Host) {
+	f.Helper()
+	others := otherHosts(f.Hosts, h)
+	before, err := h.Status(f.Context())
+	f.must(err)
+	f.must(h.Isolate(true))
+	f.await("the others without the isolated host", others, labfleet.Shared(hostNames(others)...))
+	s, err := h.Status(f.Context())
+	f.must(err)
+	if s.Epoch != before.Epoch || s.Connected || !s.Healthy {
+		f.Errorf("a host that is cut off from etcd has epoch %d, before %d; connected %v, healthy %v", s.Epoch, before.Epoch, s.Connected, s.Healthy)
 	}
+	f.must(h.Isolate(false))
+	f.await("the return of the isolated host", f.Hosts, labfleet.Shared(hostNames(f.Hosts)...))
+}
+
+// flapping cuts a host several times, for shorter and for longer than its lease. The fleet agrees after the last time.
+func (f *fleet) flapping(h *labfleet.Host) {
+	f.Helper()
+	for _, down := range []time.Duration{labfleet.Lease / 3, labfleet.Lease * 4 / 3, labfleet.Lease / 2, labfleet.Lease} {
+		f.must(h.Cut())
+		time.Sleep(down)
+		f.must(h.Mend())
+		time.Sleep(down / 2)
+	}
+	f.await("the flapping host", f.Hosts, labfleet.Shared(hostNames(f.Hosts)...))
+}
+
+func otherHosts(all []*labfleet.Host, h *labfleet.Host) (others []*labfleet.Host) {
+	for _, o := range all {
+		if o != h {
+			others = append(others, o)
+		}
+	}
+	return others
+}
+
+func hostNames(hosts []*labfleet.Host) (names []string) {
+	for _, h := range hosts {
+		names = append(names, h.Name)
+	}
+	return names
+}
+
+// TestFleetAnnounced is that the example fleet announces the addresses: the router in front sends to a host from the moment at
+// which it has devices until its last one has moved, and not to a host that has died.
+func TestFleetAnnounced(t *testing.T) {
+	for _, o := range []labfleet.Options{{Daemon: labfleet.FRR, Routed: true}, {Daemon: labfleet.GoBGP}} {
+		t.Run(formName(o), func(t *testing.T) { fleetAnnounced(t, o) })
+	}
+}
+
+func fleetAnnounced(t *testing.T, o labfleet.Options) {
+	f := newFleet(t, o)
+	a, b := f.addHost(), f.addHost()
+	f.await("the first table", f.Hosts, labfleet.Shared("a", "b"))
+	f.routed("a", "b")
+	const devices = 12
+	begun := f.load(devices, 10)
+	c := f.addHost()
+	f.await("host c to share", f.Hosts, labfleet.Shared("a", "b", "c"))
+	t.Logf("host c shares %v after the beginning", swarm.Now()-begun)
+	f.routed("a", "b", "c")
+	f.set(a, b, "drain")
+	f.await("host b to drain", f.Hosts, labfleet.Shared("a", "c"))
+	f.routed("a", "c")
+	f.set(a, b, "ready")
+	f.await("host b to return", f.Hosts, labfleet.Shared("a", "b", "c"))
+	f.routed("a", "b", "c")
+	f.restartAgent(a)
+	f.pause()
+	f.routed("a", "b", "c")
+	planned := swarm.Now()
+
+	f.must(c.Kill())
+	f.routed("a", "b")
+	took := swarm.Now() - planned
+	f.await("the death of c", []*labfleet.Host{a, b}, labfleet.Shared("a", "b"))
+	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
+	t.Logf("the router knew after %v of the death of a host, and all devices were connected after %v", took.Round(time.Millisecond), (swarm.Now() - planned).Round(time.Millisecond))
+	f.finish(planned)
+	var lost []time.Duration
+	for _, at := range f.analysis.Missing() {
+		if at < planned {
+			lost = append(lost, at-begun)
+		}
+	}
+	if len(lost) > 0 {
+		for _, h := range []*labfleet.Host{a, b} {
+			s, err := h.Status(t.Context())
+			t.Logf("host %s: %v %v %v", h.Name, s.Packets, s.Problems, err)
+		}
+		t.Errorf("%d datagrams were lost before the death of a host, %v after the beginning, from %v to %v", len(lost), planned-begun, slices.Min(lost), slices.Max(lost))
+	}
+}
+
+// routed waits until the front router sends to exactly these hosts.
+func (f *fleet) routed(hosts ...string) {
+	f.Helper()
+	began := swarm.Now()
+	defer func() { f.Logf("routes to %v after %v", hosts, (swarm.Now() - began).Round(time.Millisecond)) }()
+	f.host.eventually("routes to "+strings.Join(hosts, " "), func() error {
+		found, same, err := f.Routes()
+		if err == nil && (strings.Join(found, " ") != strings.Join(hosts, " ") || !same) {
+			err = fmt.Errorf("the router sends IPv4 to %v, and IPv6 to the same: %v", found, same)
+		}
+		return err
+	})
 }

@@ -466,6 +466,38 @@ func TestDisagreement(t *testing.T) {
 	}
 }
 
+// TestFlooded is that frames to other MAC addresses, which a switch floods when a host has died, are left alone: forwarding them
+// would duplicate packets.
+func TestFlooded(t *testing.T) {
+	f := newFleet(t, 3)
+	f.setAll(t, f.table())
+	from := device(4, 0)
+	for i := 0; f.owner(from) != f.hosts[2]; i++ {
+		from = device(4, i)
+	}
+	f.route(t, f.hosts[1])
+	neighbor := &netlink.Neigh{LinkIndex: f.router.index, State: netlink.NUD_PERMANENT, IP: f.hosts[1].v4.AsSlice(), HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 0x99}}
+	check(t, f.router.nl.NeighSet(neighbor))
+	f.send(t, from, []byte("flooded"))
+	f.route(t, f.hosts[0])
+	f.send(t, from, []byte("forwarded"))
+	if at := f.receive(t, from, []byte("forwarded")); at != f.hosts[2] {
+		t.Errorf("at %v, want c", at)
+	}
+	for _, n := range f.hosts {
+		want := [forward.Outcomes]uint64{}
+		switch n {
+		case f.hosts[0]:
+			want[forward.Forwarded] = 1
+		case f.hosts[2]:
+			want[forward.Local] = 1
+		}
+		if got := counts(t, n); got != want {
+			t.Errorf("host %s counts %v, want %v", n.name, got, want)
+		}
+	}
+}
+
 // TestDrops is that packets that no host serves are dropped and counted.
 func TestDrops(t *testing.T) {
 	f := newFleet(t, 2)
