@@ -181,16 +181,22 @@ func driven(t *testing.T, r measure.Result, _ []measure.Sample) {
 }
 
 // inQueue: the time is spent in the queue.
-func inQueue(t *testing.T, r measure.Result, _ []measure.Sample) {
+func inQueue(t *testing.T, r measure.Result, samples []measure.Sample) {
 	t.Helper()
 	if p50 := r.Stages[config.StageQdisc].Quantile(0.5); p50 < time.Millisecond {
 		t.Errorf("half of the messages were in the queue for %v at most", p50)
 	}
-	// On a busy machine, the receiver often acknowledges late.
-	queue, network := r.Stages[config.StageQdisc].Quantile(0.1), r.Stages[config.StageNetwork].Quantile(0.1)
-	t.Logf("a tenth of the messages: %v in the queue, %v in the network", queue, network)
-	if network > queue {
-		t.Errorf("nine of ten messages were in the network for %v at least, in the queue for %v", network, queue)
+	// The time in the queue is not part of that in the network. On a busy machine, the receiver often acknowledges late, but not
+	// always.
+	early := 0
+	for _, one := range samples {
+		if one.Stages[config.StageNetwork] < one.Stages[config.StageQdisc] {
+			early++
+		}
+	}
+	t.Logf("%d of %d messages were longer in the queue than in the network", early, len(samples))
+	if early < len(samples)/20 {
+		t.Errorf("only %d of %d messages were longer in the queue than in the network", early, len(samples))
 	}
 }
 

@@ -311,11 +311,17 @@ func TestFleetLoses(t *testing.T) {
 	}
 
 	// An agent that is killed and starts again continues.
-	before, closed := epoch(), f.closed()
+	before, closed, killed := epoch(), f.closed(), swarm.Now()
 	f.restartAgent(b)
 	f.await("host b to be alive", f.Hosts, labfleet.Alive("a", "b", "c"))
-	if now := epoch(); now != before {
-		t.Errorf("epoch %d, before a restart of an agent %d", now, before)
+	switch took := swarm.Now() - killed; {
+	case took > labfleet.Lease-time.Second: // a busy host: its devices may have moved
+		t.Logf("the agent was alive again after %v", took)
+		f.await("host b to share again", f.Hosts, labfleet.Shared("a", "b", "c"))
+		f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
+		closed, f.analysis.Begin = f.closed(), swarm.Now()
+	case epoch() != before:
+		t.Errorf("epoch %d, before a restart of an agent %d", epoch(), before)
 	}
 
 	// Without one of three servers, everything works.
@@ -389,6 +395,9 @@ func TestFleetLoses(t *testing.T) {
 	f.finish(quiet)
 	var gap []time.Duration
 	for _, at := range f.analysis.Missing() {
+		if at < f.analysis.Begin {
+			continue
+		}
 		if at < quiet {
 			t.Fatalf("a datagram was lost %v after the beginning, although nothing should move until %v", at-begun, quiet-begun)
 		}
