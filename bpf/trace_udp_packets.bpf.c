@@ -286,7 +286,7 @@ int udp_drop(struct bpf_raw_tracepoint_args *ctx)
 {
 	const struct sk_buff *skb = (const void *)ctx->args[0];
 	struct packets_packet *p;
-	__u32 reason = 0, network, size;
+	__u32 reason = 0, network, data, size;
 
 	if (has_reason)
 		reason = ctx->args[2];
@@ -303,15 +303,18 @@ int udp_drop(struct bpf_raw_tracepoint_args *ctx)
 	p->event.reason = reason;
 	packets_device(&p->event, BPF_CORE_READ(skb, dev));
 	network = udp_describe(&p->event, skb, BPF_CORE_READ(skb, network_header));
-	size = BPF_CORE_READ(skb, len) +
-	       (BPF_CORE_READ(skb, data) - BPF_CORE_READ(skb, head)) - network;
+	data = BPF_CORE_READ(skb, data) - BPF_CORE_READ(skb, head);
+	size = BPF_CORE_READ(skb, len) + data - network;
 	/*
 	 * If the first fragment is dropped, ip_do_fragment and ip6_fragment free the
-	 * others before their headers are written.
+	 * others before their headers are written: ip_fraglist_prepare and
+	 * ip6_fraglist_prepare move data back to the network header. Until then, the
+	 * memory has the header of an earlier packet of any flow and namespace.
 	 */
-	if (p->event.size != size)
+	if (data > network || p->event.size != size)
 		p->event.flags &= ~PACKETS_UDP;
-	packets_copy(p, skb, network);
+	else
+		packets_copy(p, skb, network);
 	bpf_ringbuf_submit(p, 0);
 	return 0;
 }

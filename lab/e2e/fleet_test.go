@@ -457,7 +457,7 @@ func hostNames(hosts []*labfleet.Host) (names []string) {
 // TestFleetAnnounced is that the example fleet announces the addresses: the router in front sends to a host from the moment at
 // which it has devices until its last one has moved, and not to a host that has died.
 func TestFleetAnnounced(t *testing.T) {
-	for _, o := range []labfleet.Options{{Daemon: labfleet.FRR, Routed: true}, {Daemon: labfleet.GoBGP}} {
+	for _, o := range fleetForms(labfleet.Options{Daemon: labfleet.FRR, Routed: true}, labfleet.Options{Daemon: labfleet.GoBGP}) {
 		t.Run(formName(o), func(t *testing.T) { fleetAnnounced(t, o) })
 	}
 }

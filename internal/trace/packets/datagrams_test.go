@@ -381,9 +381,17 @@ func TestDatagramDrops(t *testing.T) {
 			}
 		}
 
-		// The kernel frees the fragments behind one that was dropped, some before they have a header.
+		// The kernel frees the fragments behind one that was dropped, some before they have a header: their memory has the headers of
+		// others.
+		foreign := w.socket(t, w.a, from)
+		elsewhere := netip.AddrPortFrom(to.Next(), 9)
 		sent, summary = datagrams(t, a, func() {
 			for range 5 {
+				for range 20 {
+					if _, err := foreign.WriteToUDPAddrPort(make([]byte, 6000), elsewhere); err != nil && !errors.Is(err, unix.ENOBUFS) {
+						check(t, err)
+					}
+				}
 				if _, err := a.WriteToUDPAddrPort(make([]byte, 6000), end(b)); err != nil && !errors.Is(err, unix.ENOBUFS) {
 					check(t, err)
 				}
