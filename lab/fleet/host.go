@@ -5,6 +5,7 @@ package fleet
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -201,6 +202,22 @@ func (h *Host) Command(ctx context.Context, args ...string) (stdout, stderr stri
 	cmd.Stdout, cmd.Stderr = &out, &errs
 	err = cmd.Run()
 	return out.String(), errs.String(), err
+}
+
+// Events returns the events of a kind that the agents of the host have recorded.
+func (h *Host) Events(ctx context.Context, kind string) (list []api.Event, err error) {
+	stdout, stderr, err := h.Command(ctx, "events", "-o", "jsonl", "--since", "1d", "--kind", kind)
+	if err != nil {
+		return nil, fmt.Errorf("read events of host %s: %w: %s", h.Name, err, stderr)
+	}
+	for line := range strings.Lines(stdout) {
+		var e api.Event
+		if err := json.Unmarshal([]byte(line), &e); err != nil {
+			return nil, fmt.Errorf("read events of host %s: %w", h.Name, err)
+		}
+		list = append(list, e)
+	}
+	return list, nil
 }
 
 // Set changes the state of a host of the fleet by a command on this host.
