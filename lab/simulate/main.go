@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Command simulate lets a fleet of hosts run for a simulated year, by the model of package model, and a fleet of processes with a
+// real etcd while it kills and stops them.
 package main
 
 import (
@@ -16,17 +18,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-)
 
-// usual are the events of a fleet that is looked after: a host dies every two months, is drained every month, and loses the
-// store every three months.
-func usual(hosts int) Config {
-	return Config{
-		Hosts: hosts, Devices: 100_000, Duration: 365 * day, Batch: 64,
-		Deaths: 60 * day, Drains: 30 * day, Partitions: 90 * day,
-		Leaders: 7 * day, Outages: 30 * day, Weights: 14 * day, Replacements: 14 * day,
-	}
-}
+	"sockeye/lab/simulate/model"
+)
 
 func main() {
 	if isNode() {
@@ -69,11 +63,11 @@ func run(fleets string, days int, seed uint64, count int, disturb time.Duration,
 			return err
 		}
 	}
-	results := []Result{}
+	results := []model.Result{}
 	for _, hosts := range sizes {
-		c := usual(hosts)
-		c.Duration, c.Seed = time.Duration(days)*day, seed
-		r := Run(c)
+		c := model.Usual(hosts)
+		c.Duration, c.Seed = time.Duration(days)*model.Day, seed
+		r := model.Run(c)
 		fmt.Print(r.String())
 		results = append(results, r)
 	}

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command simulate lets a fleet of hosts run for a simulated year: hosts join, die, drain and lose the store, and the leader
-// moves buckets with the code of the agent. It reports what moved, and where packets went.
-package main
+// Package model is a model of a fleet of hosts: hosts join, die, drain and lose the store, and the leader moves buckets with the
+// code of the agent. It reports what moved, and where packets went.
+package model
 
 import (
 	"container/heap"
@@ -19,7 +19,8 @@ import (
 )
 
 const (
-	day = 24 * time.Hour
+	// Day is the unit of the times between events.
+	Day = 24 * time.Hour
 	// lease is the time after which the store reports that a host is dead.
 	lease = 3 * time.Second
 	// settle is the time after which a new host gets buckets.
@@ -42,6 +43,16 @@ type Config struct {
 	// Leaders, Outages, Weights and Replacements are the mean times between these events of the fleet: another leader, a
 	// store without a quorum, a new weight of a host, and a host that is replaced by a new one.
 	Leaders, Outages, Weights, Replacements time.Duration
+}
+
+// Usual returns the events of a fleet that is looked after: a host dies every two months, is drained every month, and loses the
+// store every three months.
+func Usual(hosts int) Config {
+	return Config{
+		Hosts: hosts, Devices: 100_000, Duration: 365 * Day, Batch: 64,
+		Deaths: 60 * Day, Drains: 30 * Day, Partitions: 90 * Day,
+		Leaders: 7 * Day, Outages: 30 * Day, Weights: 14 * Day, Replacements: 14 * Day,
+	}
 }
 
 // Result is what happened.
@@ -337,7 +348,7 @@ func (f *fleet) outage() {
 // elect makes another process the leader, whose clock has another zero.
 func (f *fleet) elect() {
 	f.leader = &lead.Leader{Config: lead.Config{MinHosts: max(1, f.Hosts/2), Settle: settle, OnDeath: lead.Next, Batch: f.Batch, Nonce: 1}}
-	f.elected = f.now - f.exp(day)
+	f.elected = f.now - f.exp(Day)
 }
 
 // changed lets the leader decide after a change of a host, which it hears of a moment later.
