@@ -158,7 +158,8 @@ func (d *Domain) pins() string { return filepath.Join(d.host.Root.Dir, bpf.Fleet
 
 // removeLeftover removes the data path of an earlier agent, and the files of the fleet.
 func (d *Domain) removeLeftover() error {
-	if err := errors.Join(forward.Remove(d.pins()), removeTunnel()); err != nil {
+	_, err := forward.RemoveTunnel()
+	if err := errors.Join(forward.Remove(d.pins()), err); err != nil {
 		return fault.In("fleet", err)
 	}
 	for _, name := range []string{tableFile, instanceFile} {
@@ -285,7 +286,10 @@ func (d *Domain) Close() {
 }
 
 // Retire removes the tunnel, for reset.
-func Retire(string) error { return removeTunnel() }
+func Retire(string) error {
+	_, err := forward.RemoveTunnel()
+	return err
+}
 
 // Revert removes the tunnel.
-func (d *Domain) Revert() ([]string, error) { return revertTunnel() }
+func (d *Domain) Revert() ([]string, error) { return forward.RemoveTunnel() }

@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/domain/domaintest"
+	"sockeye/internal/fleet/forward"
 	"sockeye/internal/fleet/table"
 	"sockeye/internal/testenv"
 )
@@ -157,7 +158,7 @@ func TestDomain(t *testing.T) {
 	check(t, netlink.LinkSetUp(peer))
 	testenv.Within(t, "the route", func() bool { return netlink.RouteReplace(route) == nil })
 	testenv.Within(t, "the tunnel", func() bool {
-		_, err := netlink.LinkByName(tunnelName)
+		_, err := netlink.LinkByName(forward.TunnelName)
 		return err == nil && len(status(t, r).Problems) == 0
 	})
 	attached := func() (links []string) {
@@ -209,7 +210,7 @@ func TestDomain(t *testing.T) {
 	if len(attached()) > 0 || s.hostOf("10.0.0.1") != "" || status(t, r) != nil {
 		t.Errorf("after the end: attached %v, the services know %q, status %+v", attached(), s.hostOf("10.0.0.1"), status(t, r))
 	}
-	if _, err := netlink.LinkByName(tunnelName); err == nil {
+	if _, err := netlink.LinkByName(forward.TunnelName); err == nil {
 		t.Error("the tunnel is left")
 	}
 	for _, name := range []string{tableFile, instanceFile} {

@@ -345,8 +345,8 @@ func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.
 func (p *participation) findPaths(t *table.Table) map[string]path {
 	paths := make(map[string]path, len(t.Hosts))
 	tunnel := func() (int, uint32, error) {
-		index, err := openTunnel(p.settings.Addresses)
-		return index, vniOf(t.Nonce), err
+		index, err := forward.OpenTunnel(p.settings.Addresses)
+		return index, forward.VNI(t.Nonce), err
 	}
 	taken := make(map[netip.Addr]string)
 	for _, a := range p.settings.Addresses {

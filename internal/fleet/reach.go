@@ -121,12 +121,12 @@ func findPath(h *table.Host, nics []nic, tunnel func() (index int, vni uint32, e
 		if err != nil {
 			return path{kind: "none", problem: fmt.Sprintf("no tunnel to host %s: %v", h.Name, err)}
 		}
-		p := path{kind: "tunnel", Next: forward.Next{Addresses: []netip.Addr{a}, Interface: index, VNI: vni, Room: mtu - tunnelOverhead4}}
+		p := path{kind: "tunnel", Next: forward.Next{Addresses: []netip.Addr{a}, Interface: index, VNI: vni, Room: mtu - forward.TunnelOverhead4}}
 		if a.Is6() {
-			p.Room = mtu - tunnelOverhead6
+			p.Room = mtu - forward.TunnelOverhead6
 		}
-		if a.Is6() && mtu < tunnelMTU+tunnelOverhead6 {
-			p.problem = fmt.Sprintf("the tunnel to host %s is over IPv6, on a link with MTU %d: packets of more than %d bytes are dropped", h.Name, mtu, mtu-tunnelOverhead6)
+		if a.Is6() && mtu < forward.TunnelMTU+forward.TunnelOverhead6 {
+			p.problem = fmt.Sprintf("the tunnel to host %s is over IPv6, on a link with MTU %d: packets of more than %d bytes are dropped", h.Name, mtu, mtu-forward.TunnelOverhead6)
 		}
 		return p
 	}

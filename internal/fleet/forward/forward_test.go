@@ -60,11 +60,6 @@ func (n *node) do(t testing.TB, f func() error) {
 	check(t, netns.Do(n.file, f))
 }
 
-func (n *node) sysctl(t testing.TB, name, value string) {
-	t.Helper()
-	n.do(t, func() error { return os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0) })
-}
-
 // fleet is a router, and hosts with data paths on the same link.
 type fleet struct {
 	router *node
@@ -547,17 +542,16 @@ func TestDrops(t *testing.T) {
 	}
 }
 
-// openTunnel creates the interface of the tunnel on a host.
+// openTunnel opens the tunnel of a host, and attaches its program.
 func (n *node) openTunnel(t testing.TB) (index int) {
 	t.Helper()
-	check(t, n.nl.LinkAdd(&netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: "tunnel0", MTU: 1500, HardwareAddr: forward.TunnelMAC[:]}, FlowBased: true, Port: 4789}))
-	link, err := n.nl.LinkByName("tunnel0")
-	check(t, err)
-	n.sysctl(t, "ipv4/conf/tunnel0/rp_filter", "2")
-	check(t, n.nl.AddrAdd(link, &netlink.Addr{IPNet: prefix(service4, 32)}))
-	check(t, n.nl.LinkSetUp(link))
-	n.do(t, func() error { return n.path.Attach([]int{n.index}, link.Attrs().Index) })
-	return link.Attrs().Index
+	n.do(t, func() (err error) {
+		if index, err = forward.OpenTunnel([]netip.Addr{service4, service6}); err != nil {
+			return err
+		}
+		return n.path.Attach([]int{n.index}, index)
+	})
+	return index
 }
 
 // TestTunnel forwards packets to hosts that are reached through a tunnel, over IPv4 and IPv6: the device's address stays, and

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package fleet
+package forward
 
 import (
 	"encoding/binary"
@@ -13,54 +13,53 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/fleet/forward"
 	"sockeye/internal/nlattr"
 )
 
 const (
-	// tunnelName is the name of the interface of the tunnel.
-	tunnelName = "sockeye-fleet"
+	// TunnelName is the name of the interface of the tunnel.
+	TunnelName = "sockeye-fleet"
 	// tunnelPort is the UDP port of VXLAN (RFC 7348).
 	tunnelPort = 4789
-	// tunnelMTU is that of Ethernet: packets that do not fit with the outer headers of IPv4 are sent in fragments.
-	tunnelMTU = 1500
-	// tunnelOverhead4 is the size of the outer headers of IPv4, UDP and VXLAN, and of the inner one of Ethernet.
-	tunnelOverhead4 = 20 + 8 + 8 + 14
-	// tunnelOverhead6 is the same with IPv6. The kernel sends no packets of a tunnel over IPv6 in fragments (ip6_fragment, Linux
+	// TunnelMTU is that of Ethernet: packets that do not fit with the outer headers of IPv4 are sent in fragments.
+	TunnelMTU = 1500
+	// TunnelOverhead4 is the size of the outer headers of IPv4, UDP and VXLAN, and of the inner one of Ethernet.
+	TunnelOverhead4 = 20 + 8 + 8 + 14
+	// TunnelOverhead6 is the same with IPv6. The kernel sends no packets of a tunnel over IPv6 in fragments (ip6_fragment, Linux
 	// 6.18).
-	tunnelOverhead6 = 40 + 8 + 8 + 14
+	TunnelOverhead6 = 40 + 8 + 8 + 14
 )
 
-// openTunnel returns the index of the interface of the tunnel, which it creates. The programs choose the far end of each
+// OpenTunnel returns the index of the interface of the tunnel, which it creates. The programs choose the far end of each
 // packet. The interface gets an IPv4 address of the services: without an address, the filter of reverse paths drops all
 // packets, in the loose mode too (__fib_validate_source, net/ipv4/fib_frontend.c, Linux 6.18).
-func openTunnel(services []netip.Addr) (index int, err error) {
-	link, err := netlink.LinkByName(tunnelName)
+func OpenTunnel(services []netip.Addr) (index int, err error) {
+	link, err := netlink.LinkByName(TunnelName)
 	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing {
-		device := &netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: tunnelName, MTU: tunnelMTU, HardwareAddr: net.HardwareAddr(forward.TunnelMAC[:])},
+		device := &netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: TunnelName, MTU: TunnelMTU, HardwareAddr: net.HardwareAddr(TunnelMAC[:])},
 			FlowBased: true, Port: tunnelPort, Learning: false}
 		if err := netlink.LinkAdd(device); err != nil {
-			return 0, fmt.Errorf("create interface %s: %w", tunnelName, err)
+			return 0, fmt.Errorf("create interface %s: %w", TunnelName, err)
 		}
-		link, err = netlink.LinkByName(tunnelName)
+		link, err = netlink.LinkByName(TunnelName)
 	}
 	if err != nil {
-		return 0, fmt.Errorf("open interface %s: %w", tunnelName, err)
+		return 0, fmt.Errorf("open interface %s: %w", TunnelName, err)
 	}
 	if link.Type() != "vxlan" {
-		return 0, fmt.Errorf("interface %s is not a VXLAN interface", tunnelName)
+		return 0, fmt.Errorf("interface %s is not a VXLAN interface", TunnelName)
 	}
 	for _, a := range services {
 		if a.Is4() {
 			address := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(32, 32)}, Scope: unix.RT_SCOPE_HOST}
 			if err := netlink.AddrReplace(link, address); err != nil {
-				return 0, fmt.Errorf("set up interface %s: %w", tunnelName, err)
+				return 0, fmt.Errorf("set up interface %s: %w", TunnelName, err)
 			}
 			break
 		}
 	}
 	if err := errors.Join(setLooseReversePath(link.Attrs().Index), netlink.LinkSetUp(link)); err != nil {
-		return 0, fmt.Errorf("set up interface %s: %w", tunnelName, err)
+		return 0, fmt.Errorf("set up interface %s: %w", TunnelName, err)
 	}
 	return link.Attrs().Index, nil
 }
@@ -86,15 +85,9 @@ func setLooseReversePath(index int) error {
 	return err
 }
 
-// removeTunnel removes the interface of the tunnel, if there is one.
-func removeTunnel() error {
-	_, err := revertTunnel()
-	return err
-}
-
-// revertTunnel removes the interface of the tunnel, and returns its name if there was one.
-func revertTunnel() ([]string, error) {
-	link, err := netlink.LinkByName(tunnelName)
+// RemoveTunnel removes the interface of the tunnel, and returns what it has removed.
+func RemoveTunnel() ([]string, error) {
+	link, err := netlink.LinkByName(TunnelName)
 	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing || err == nil && link.Type() != "vxlan" {
 		return nil, nil
 	}
@@ -102,13 +95,13 @@ func revertTunnel() ([]string, error) {
 		err = netlink.LinkDel(link)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("remove interface %s: %w", tunnelName, err)
+		return nil, fmt.Errorf("remove interface %s: %w", TunnelName, err)
 	}
-	return []string{"interface " + tunnelName}, nil
+	return []string{"interface " + TunnelName}, nil
 }
 
-// vniOf returns the virtual network of a fleet: 24 bits of its nonce, which only its hosts know.
-func vniOf(nonce uint64) uint32 {
+// VNI returns the virtual network of a fleet: 24 bits of its nonce, which only its hosts know.
+func VNI(nonce uint64) uint32 {
 	vni := uint32(nonce>>40) & 0xffffff
 	if vni == 0 {
 		return 1
