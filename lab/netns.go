@@ -240,12 +240,8 @@ func (l *Lab) Attach(name string, addresses ...netip.Prefix) (*Namespace, error)
 	return n, nil
 }
 
-// Connect creates a veth pair, whose ends are in this namespace and in another one, and sets both ends up.
-func (n *Namespace) Connect(link string, peer *Namespace, peerLink string) error {
-	return n.connect(link, 0, peer, peerLink)
-}
-
-// connect is Connect with the index of a bridge (master) for the end in this namespace, or 0.
+// connect creates a veth pair, whose ends are in this namespace and in another one, and sets both ends up. master is the index of a
+// bridge for the end in this namespace, or 0.
 func (n *Namespace) connect(link string, master int, peer *Namespace, peerLink string) error {
 	// The netlink handle creates the pair, with the peer in the other namespace. No interface is ever in the host's namespace.
 	attrs := netlink.NewLinkAttrs()
@@ -274,4 +270,27 @@ func (n *Namespace) Port(on, link string, peer *Namespace, peerLink string) erro
 		return fmt.Errorf("connect %s to %s: find bridge: %w", peer.name, n.name, err)
 	}
 	return n.connect(link, br.Attrs().Index, peer, peerLink)
+}
+
+// VethEnd is one end of a veth pair.
+type VethEnd struct {
+	Namespace *Namespace
+	Name      string // of the interface
+	Addresses []netip.Prefix
+}
+
+// ConnectVeth connects two namespaces by a veth pair, sets the interfaces up, and adds the addresses. A packet is received on
+// the CPU that sent it.
+func ConnectVeth(a, b VethEnd) error {
+	if err := a.Namespace.connect(a.Name, 0, b.Namespace, b.Name); err != nil {
+		return err
+	}
+	for _, end := range []VethEnd{a, b} {
+		for _, address := range end.Addresses {
+			if err := end.Namespace.AddAddress(end.Name, address); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }

@@ -89,12 +89,15 @@ func newGatewayPath(ctx context.Context, l *lab.Lab, link, newPasta string) (p *
 		}
 	}
 	p.host, p.far = hosts[0], hosts[1]
-	prefixes := [2]netip.Prefix{netip.PrefixFrom(p.addresses[0], 24), netip.PrefixFrom(p.addresses[1], 24)}
+	var prefixes [2][]netip.Prefix
+	for i, a := range p.addresses {
+		prefixes[i] = []netip.Prefix{netip.PrefixFrom(a, 24)}
+	}
 	if slices.Contains([]string{linkVeth, linkDatagrams, linkTrips}, link) {
-		err = joinByVeth(hosts, p.device, prefixes)
+		err = lab.ConnectVeth(lab.VethEnd{Namespace: p.host, Name: p.device, Addresses: prefixes[0]}, lab.VethEnd{Namespace: p.far, Name: p.device, Addresses: prefixes[1]})
 	} else {
 		p.device = "link0"
-		p.link, err = l.Connect(hosts[0], hosts[1], lab.LinkOptions{Name: p.device, Rate: gatewayRate, Offload: true}, prefixes[:1], prefixes[1:])
+		p.link, err = l.Connect(hosts[0], hosts[1], lab.LinkOptions{Name: p.device, Rate: gatewayRate, Offload: true}, prefixes[0], prefixes[1])
 	}
 	if err != nil {
 		return nil, err
@@ -115,32 +118,6 @@ func newGatewayPath(ctx context.Context, l *lab.Lab, link, newPasta string) (p *
 	}
 	p.echo, err = start(echoRole, echoPort)
 	return p, err
-}
-
-func joinByVeth(hosts [2]*lab.Namespace, name string, prefixes [2]netip.Prefix) error {
-	attrs := netlink.NewLinkAttrs()
-	attrs.Name = name
-	fd, err := unix.Open(hosts[1].Path(), unix.O_RDONLY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return fmt.Errorf("connect hosts: %w", err)
-	}
-	defer unix.Close(fd)
-	if err := hosts[0].Netlink().LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: name, PeerNamespace: netlink.NsFd(fd)}); err != nil {
-		return fmt.Errorf("connect hosts: make veth: %w", err)
-	}
-	for i, host := range hosts {
-		dev, err := host.Netlink().LinkByName(name)
-		if err == nil {
-			err = host.Netlink().LinkSetUp(dev)
-		}
-		if err != nil {
-			return fmt.Errorf("connect hosts: set link up: %w", err)
-		}
-		if err := host.AddAddress(name, prefixes[i]); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 func (p *gatewayPath) target() netip.AddrPort { return netip.AddrPortFrom(p.addresses[1], gatewayPort) }

@@ -78,19 +78,16 @@ func (h *Host) attach() (err error) {
 	if h.Namespace, err = f.Namespace("host-" + h.Name); err != nil {
 		return err
 	}
+	front, own := lab.VethEnd{Namespace: f.Front, Name: h.frontLink()}, lab.VethEnd{Namespace: h.Namespace, Name: "eth0", Addresses: h.addresses()}
 	if f.o.Routed {
-		err = f.Front.Connect(h.frontLink(), h.Namespace, "eth0")
-		for _, a := range gateway(h.Number, true) {
-			if err == nil {
-				err = f.Front.AddAddress(h.frontLink(), a)
-			}
-		}
+		front.Addresses = gateway(h.Number, true)
+		err = lab.ConnectVeth(front, own)
 	} else {
-		err = f.Front.Port(hostsLink, "port-"+h.Name, h.Namespace, "eth0")
-	}
-	for _, a := range h.addresses() {
-		if err == nil {
-			err = h.Namespace.AddAddress("eth0", a)
+		err = f.Front.Port(hostsLink, "port-"+h.Name, h.Namespace, own.Name)
+		for _, a := range own.Addresses {
+			if err == nil {
+				err = h.Namespace.AddAddress(own.Name, a)
+			}
 		}
 	}
 	for _, a := range []netip.Addr{Service4, Service6} {
