@@ -11,7 +11,6 @@ import (
 	"math"
 	"net/netip"
 	"os"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -71,30 +70,6 @@ func TestGapBeforeFirstAndAfterLastByte(t *testing.T) {
 	}
 	if got := (&arrivals{}).gap(1e9, 3e9); got != 2e9 {
 		t.Errorf("gap without a byte = %d, want %d", got, int64(2e9))
-	}
-}
-
-// TestProcessTime tests that processTime counts the CPU time of a thread that has exited.
-func TestProcessTime(t *testing.T) {
-	before, err := processTime(os.Getpid())
-	if err != nil {
-		t.Fatal(err)
-	}
-	const work = 30 * time.Millisecond
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		runtime.LockOSThread() // never unlocked, so that the thread exits
-		var now unix.Timespec
-		_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now)
-		for end := now.Nano() + int64(work); now.Nano() < end; {
-			_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now)
-		}
-	}()
-	<-done
-	after, err := processTime(os.Getpid())
-	if err != nil || after-before < work {
-		t.Errorf("processTime counted %v of %v (%v)", after-before, work, err)
 	}
 }
 

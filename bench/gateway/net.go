@@ -310,24 +310,13 @@ func (s *gatewaySide) cpu() (sum time.Duration, err error) {
 		if !s.isGateway(pid) {
 			continue
 		}
-		t, err := processTime(pid)
+		t, err := harness.CPUTime(pid)
 		if err != nil {
 			return 0, fmt.Errorf("read CPU time of %s: %w", s.name, err)
 		}
 		sum += t
 	}
 	return sum, nil
-}
-
-// processTime returns the CPU time of a process, including that of its ended threads.
-func processTime(pid int) (time.Duration, error) {
-	// CPU clock ID of a process, see clock_getcpuclockid(3). CPUCLOCK_SCHED is 2.
-	const sched = 2
-	var t unix.Timespec
-	if err := unix.ClockGettime(^int32(pid)<<3|sched, &t); err != nil {
-		return 0, err
-	}
-	return time.Duration(t.Nano()), nil
 }
 
 // isGateway returns whether a process belongs to the gateway: the started process, a process of pasta outside its PID

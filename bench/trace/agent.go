@@ -17,6 +17,7 @@ import (
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/harness"
 	"sockeye/internal/api"
 	"sockeye/internal/trace/measure"
 )
@@ -151,7 +152,8 @@ func (t *bench) agentCPU() time.Duration {
 	if t.agent == nil {
 		return 0
 	}
-	return processCPU([]int{t.agent.Pid()})
+	used, _ := harness.CPUTime(t.agent.Pid()) // 0 for an agent that has exited
+	return used
 }
 
 // attached opens the programs of the pinned links.

@@ -306,20 +306,7 @@ func (t *bench) prepare(ctx context.Context) error {
 	if t.server, err = t.Worker(ctx, hosts[1], outsideGroup, role); err != nil {
 		return err
 	}
-	t.workers = append(softirqThread(t.cpu), t.client.Pid(), t.server.Pid())
-	return nil
-}
-
-// softirqThread returns the ksoftirqd of a CPU.
-func softirqThread(cpu int) []int {
-	names, _ := filepath.Glob("/proc/[0-9]*/comm")
-	for _, name := range names {
-		b, _ := os.ReadFile(name)
-		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(name)))
-		if err == nil && string(b) == fmt.Sprintf("ksoftirqd/%d\n", cpu) {
-			return []int{pid}
-		}
-	}
+	t.workers = append(harness.SoftirqThread(t.cpu), t.client.Pid(), t.server.Pid())
 	return nil
 }
 

@@ -14,6 +14,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/bench/harness"
 )
 
 // The two ends of a load are processes, which move to the cgroup of an arm before they open the sockets of a run,
@@ -190,7 +192,12 @@ func (t *traceTask) end(fd int) (*traceEnd, error) {
 
 // exchange sends messages for a duration.
 func (e *traceEnd) exchange(t *traceTask, d time.Duration) (p piece, err error) {
-	stamps, cpu, start := e.stamps, processCPU(t.PIDs), time.Now()
+	stamps := e.stamps
+	cpu, err := harness.CPUTime(t.PIDs...)
+	if err != nil {
+		return p, err
+	}
+	start := time.Now()
 	for end := start.Add(d); time.Now().Before(end); p.Messages++ {
 		if err := e.send(); err != nil {
 			return p, err
@@ -202,8 +209,10 @@ func (e *traceEnd) exchange(t *traceTask, d time.Duration) (p piece, err error) 
 			return p, err
 		}
 	}
-	p.Elapsed, p.CPU, p.Stamps = time.Since(start), processCPU(t.PIDs)-cpu, e.stamps-stamps
-	return p, nil
+	p.Elapsed, p.Stamps = time.Since(start), e.stamps-stamps
+	after, err := harness.CPUTime(t.PIDs...)
+	p.CPU = after - cpu
+	return p, err
 }
 
 // send sends a message, and reads the available timestamps.
@@ -254,15 +263,4 @@ func rawIO(call uintptr, fd int, b []byte) (int, unix.Errno) {
 		return 0, errno
 	}
 	return int(n), 0
-}
-
-// processCPU returns the CPU time of processes and kernel threads, with the interrupts that they have served.
-func processCPU(pids []int) (d time.Duration) {
-	const scheduler = 2 // CPUCLOCK_SCHED in include/linux/posix-timers_types.h, Linux 6.18
-	for _, pid := range pids {
-		var t unix.Timespec
-		_ = unix.ClockGettime(int32(^pid<<3|scheduler), &t)
-		d += time.Duration(t.Nano())
-	}
-	return d
 }

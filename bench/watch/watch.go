@@ -221,21 +221,11 @@ func (b *bench) count(ctx context.Context) (c counts, err error) {
 	if err := b.member.Ask("count", &c.received); err != nil {
 		return c, err
 	}
-	if c.agent, err = cpu(b.agent.Pid()); err != nil {
+	if c.agent, err = harness.CPUTime(b.agent.Pid()); err != nil {
 		return c, err
 	}
-	c.member, err = cpu(b.member.Pid())
+	c.member, err = harness.CPUTime(b.member.Pid())
 	return c, err
-}
-
-// cpu returns the CPU time of a process.
-func cpu(pid int) (time.Duration, error) {
-	clock := ^int32(pid)<<3 | 2 // CPUCLOCK_SCHED of a process, include/linux/posix-timers.h
-	var t unix.Timespec
-	if err := unix.ClockGettime(clock, &t); err != nil {
-		return 0, fmt.Errorf("read CPU time of process %d: %w", pid, err)
-	}
-	return time.Duration(t.Nano()), nil
 }
 
 func (b *bench) measure(ctx context.Context, rate float64) (m measurement, err error) {
