@@ -38,6 +38,7 @@ DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
 BENCH_PACKAGES := $(DEMO_PACKAGES) $(VM_PACKAGES) haproxy ipvsadm nftables
 BPFTUNE_PACKAGES := make gcc pkg-config bpftool clang-19 libbpf-dev libcap-dev libnl-3-dev libnl-route-3-dev
 BENCH_GATEWAY_PACKAGES := passt iperf3
+BENCH_FLEET_PACKAGES := ipvsadm nftables
 PACKAGE_PACKAGES := iproute2 lintian pmacct rpm syslog-ng-core systemd
 HELM_PACKAGES := runc
 BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
@@ -186,8 +187,15 @@ bench-watch: ## Measure what 100,000 refusals per second cost (QUICK=1: a minute
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench watch -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
+.PHONY: bench-fleet
+bench-fleet: ## Measure forwarding to other hosts of a fleet against the kernel's own, nftables and IPVS (QUICK=1: a minute)
+	@tools/setup $(BENCH_FLEET_PACKAGES)
+	@go build -o bin/bench ./bench
+	@mkdir -p "$(OUT)"
+	@bin/bench fleet $(if $(QUICK),-quick)
+
 .PHONY: bench-all
-bench-all: bench bench-tune bench-trace bench-bigtcp bench-gateway bench-continuity bench-watch ## Run all of these, and write docs/benchmarks.md (hours; QUICK=1: twenty minutes, and no page)
+bench-all: bench bench-tune bench-trace bench-bigtcp bench-gateway bench-continuity bench-watch bench-fleet ## Run all of these, and write docs/benchmarks.md (hours; QUICK=1: twenty minutes, and no page)
 	@$(if $(QUICK),,bin/bench summary)
 
 .PHONY: bench-flood

@@ -10,6 +10,7 @@
 //	go run ./bench gateway [-quick]
 //	go run ./bench continuity [-quick]
 //	go run ./bench watch [-quick]
+//	go run ./bench fleet [-quick]
 //	go run ./bench summary [-docs docs]
 package main
 
@@ -18,6 +19,7 @@ import (
 
 	"sockeye/bench/bigtcp"
 	"sockeye/bench/continuity"
+	"sockeye/bench/fleet"
 	"sockeye/bench/gateway"
 	"sockeye/bench/harness"
 	"sockeye/bench/steer"
@@ -29,5 +31,5 @@ import (
 
 func main() {
 	os.Exit(harness.RunCommand(os.Args[1:], steer.Benchmark, tune.Benchmark, trace.Benchmark, bigtcp.Benchmark, gateway.Benchmark,
-		continuity.Benchmark, watch.Benchmark, summary.Benchmark))
+		continuity.Benchmark, watch.Benchmark, fleet.Benchmark, summary.Benchmark))
 }

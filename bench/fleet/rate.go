@@ -1,0 +1,430 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime/debug"
+	"slices"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/bench/harness"
+	"sockeye/internal/stats"
+	"sockeye/lab"
+)
+
+// load is what the sender sends.
+type load struct {
+	name, title string
+	bytes       int // payload of a datagram; 0: a TCP stream
+}
+
+var loads = []load{
+	{"udp_64", "Datagrams of 64 bytes", 64},
+	{"udp_200", "Datagrams of 200 bytes", 200},
+	{"udp_1400", "Datagrams of 1400 bytes", 1400},
+	{"tcp", "A TCP stream of large GSO packets", 0},
+}
+
+// sample is one run of a load.
+type sample struct {
+	Rate  float64 `json:"per_second"`     // packets; of a stream: bits
+	CPU   float64 `json:"cpu_ns"`         // per packet
+	Bytes float64 `json:"packet_bytes"`   // mean, as they arrive
+	Lost  float64 `json:"lost,omitempty"` // share of the datagrams
+	Busy  float64 `json:"cpu_share"`      // CPU time by elapsed time
+}
+
+// ratePart contains the samples by round, arm and load.
+type ratePart struct {
+	rounds []map[string]map[string]sample
+	left   map[string]string // arms that this host does not have, with the reason
+}
+
+// rates measures all arms in lanes of their own, one after the other in each round. All work for a packet is on one CPU: that of
+// the sender, of the hosts, and of the receiver.
+func (b *bench) rates(ctx context.Context) (part, error) {
+	p := &ratePart{left: map[string]string{}}
+	cpu, err := lastCPU()
+	if err != nil {
+		return nil, err
+	}
+	m := &meter{cpu: cpu, processes: append(harness.SoftirqThread(cpu), os.Getpid())}
+	var lanes []*lane
+	for i := range arms {
+		l, err := b.newLane(&arms[i])
+		if err == nil {
+			err = l.arm.set(ctx, b, l)
+		}
+		var missing *missingError
+		if errors.As(err, &missing) {
+			p.left[arms[i].name] = missing.reason
+			continue
+		}
+		if err == nil {
+			err = l.check(m)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", arms[i].name, err)
+		}
+		lanes = append(lanes, l)
+	}
+	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // the garbage is that of some thousand system calls
+	for round := range b.Rounds {
+		samples := map[string]map[string]sample{}
+		for _, l := range harness.Turn(lanes, round) {
+			samples[l.arm.name] = map[string]sample{}
+			for _, load := range loads {
+				if err := ctx.Err(); err != nil {
+					return nil, err
+				}
+				if load.bytes == 0 && l.arm.name == armDropped {
+					continue
+				}
+				s, err := l.measure(m, load, b.Slice)
+				if err != nil {
+					return nil, fmt.Errorf("%s, %s: %w", l.arm.name, load.name, err)
+				}
+				samples[l.arm.name][load.name] = s
+			}
+		}
+		p.rounds = append(p.rounds, samples)
+		fmt.Fprint(os.Stderr, ".")
+	}
+	return p, nil
+}
+
+// lastCPU returns the last CPU that this process may use.
+func lastCPU() (last int, err error) {
+	var all unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &all); err != nil {
+		return 0, fmt.Errorf("find own CPUs: %w", err)
+	}
+	for cpu := range len(all) * 64 {
+		if all.IsSet(cpu) {
+			last = cpu
+		}
+	}
+	return last, nil
+}
+
+// meter binds threads to a CPU, and reads the clocks of a run.
+type meter struct {
+	cpu       int
+	processes []int // whose CPU time is read
+}
+
+// on runs f on a thread in a namespace that is bound to the CPU.
+func (m *meter) on(n *lab.Namespace, f func() error) error {
+	return n.Do(func() error {
+		var one unix.CPUSet
+		one.Set(m.cpu)
+		if err := unix.SchedSetaffinity(0, &one); err != nil {
+			return fmt.Errorf("bind to CPU %d: %w", m.cpu, err)
+		}
+		return f()
+	})
+}
+
+// reading is what has arrived at the end of a lane, with the clocks before and after the counters were read.
+type reading struct {
+	packets, bytes uint64
+	until, from    clocks
+}
+
+type clocks struct {
+	at  time.Time
+	cpu time.Duration
+}
+
+func (m *meter) now() (c clocks, err error) {
+	c.at = time.Now()
+	c.cpu, err = harness.CPUTime(m.processes...)
+	return c, err
+}
+
+func (l *lane) read(m *meter) (r reading, err error) {
+	if r.until, err = m.now(); err != nil {
+		return r, err
+	}
+	in, err := l.end.Netlink().LinkByIndex(l.in)
+	if err != nil {
+		return r, fmt.Errorf("read counters: %w", err)
+	}
+	r.packets, r.bytes = in.Attrs().Statistics.RxPackets, in.Attrs().Statistics.RxBytes
+	r.from, err = m.now()
+	return r, err
+}
+
+// pieces is the number of pieces of a run. A figure is the median of the pieces, so that short disturbances are excluded.
+const pieces = 25
+
+// inPieces sends for a time, and returns the sample and the number of packets that have arrived.
+func (l *lane) inPieces(m *meter, slice time.Duration, send func(time.Duration) error) (s sample, arrived uint64, err error) {
+	first, err := l.read(m)
+	if err != nil {
+		return s, 0, err
+	}
+	before := first
+	var rates, cpus, sizes, shares []float64
+	for range pieces {
+		if err := send(slice / pieces); err != nil {
+			return s, 0, err
+		}
+		after, err := l.read(m)
+		if err != nil {
+			return s, 0, err
+		}
+		packets := float64(after.packets - before.packets)
+		elapsed, cpu := after.until.at.Sub(before.from.at).Seconds(), (after.until.cpu - before.from.cpu).Seconds()
+		if packets == 0 {
+			continue // the time counts with the next piece
+		}
+		rates, cpus = append(rates, packets/elapsed), append(cpus, cpu*1e9/packets)
+		sizes, shares = append(sizes, float64(after.bytes-before.bytes)/packets), append(shares, cpu/elapsed)
+		before = after
+	}
+	if len(rates) == 0 {
+		return s, 0, errors.New("no packet has arrived")
+	}
+	return sample{Rate: stats.Median(rates), CPU: stats.Median(cpus), Bytes: stats.Median(sizes), Busy: stats.Median(shares)}, before.packets - first.packets, nil
+}
+
+func (l *lane) measure(m *meter, load load, slice time.Duration) (s sample, err error) {
+	if load.bytes == 0 {
+		return l.stream(m, slice)
+	}
+	if err := l.dropping.Set(uint32(1)); err != nil {
+		return s, fmt.Errorf("drop datagrams: %w", err)
+	}
+	err = m.on(l.sender, func() error {
+		s, err = l.datagrams(m, load.bytes, slice)
+		return err
+	})
+	return s, errors.Join(err, l.dropping.Set(uint32(0)))
+}
+
+// check sends some datagrams, of which all must arrive, and a stream.
+func (l *lane) check(m *meter) error {
+	var before, after uint64
+	var err error
+	if l.forwarded != nil {
+		if before, err = l.forwarded(); err != nil {
+			return err
+		}
+	}
+	s, err := l.measure(m, loads[0], time.Millisecond)
+	if err != nil {
+		return err
+	}
+	if s.Lost > 0.01 {
+		return fmt.Errorf("%.1f %% of the datagrams are lost", 100*s.Lost)
+	}
+	if l.forwarded != nil {
+		if after, err = l.forwarded(); err != nil {
+			return err
+		}
+		if after-before < sendBatch {
+			return fmt.Errorf("the program has forwarded %d packets", after-before)
+		}
+	}
+	if l.arm.name != armDropped {
+		_, err = l.stream(m, time.Millisecond)
+	}
+	return err
+}
+
+const (
+	// sendBatch is the number of datagrams of a system call. The kernel sends 64 at a time, as many as it receives at a time.
+	sendBatch = 1024
+	xdpLive   = 1 << 1 // BPF_F_TEST_XDP_LIVE_FRAMES of include/uapi/linux/bpf.h
+)
+
+// datagrams sends datagrams for a time from the calling thread, after a tenth of that time without measurement.
+func (l *lane) datagrams(m *meter, size int, slice time.Duration) (s sample, err error) {
+	frame := make([]byte, headerBytes+size)
+	// struct xdp_md
+	about := struct{ Data, DataEnd, DataMeta, Ingress, Queue, Egress uint32 }{DataEnd: uint32(len(frame)), Ingress: uint32(l.out)}
+	var sent uint64
+	send := func(d time.Duration) error {
+		for end := time.Now().Add(d); time.Now().Before(end); sent += sendBatch {
+			options := &ebpf.RunOptions{Data: frame, Context: about, Repeat: sendBatch, Flags: xdpLive}
+			if _, err := l.send.Run(options); err != nil {
+				return fmt.Errorf("send datagrams: %w", err)
+			}
+		}
+		return nil
+	}
+	if err := send(slice / 10); err != nil {
+		return s, err
+	}
+	sent = 0
+	s, arrived, err := l.inPieces(m, slice, send)
+	s.Lost = max(0, 1-float64(arrived)/float64(sent)) // other packets arrive too, such as IPv6 router solicitations
+	return s, err
+}
+
+// writeSize is the size of the writes to a stream.
+const writeSize = 256 << 10
+
+// patience is the longest time that an end of a stream waits for the other one.
+var patience = unix.Timeval{Sec: 20}
+
+// uninterrupted repeats a system call that a signal of the Go runtime has interrupted.
+func uninterrupted(call func() (int, error)) (n int, err error) {
+	for {
+		if n, err = call(); !errors.Is(err, unix.EINTR) {
+			return n, err
+		}
+	}
+}
+
+// stream sends a TCP stream for a time from a device to host second, after as much time without measurement, at least 20 ms.
+func (l *lane) stream(m *meter, slice time.Duration) (s sample, err error) {
+	listening, received := make(chan struct{}), make(chan error, 1)
+	go func() { received <- m.on(l.second, func() error { return receive(listening) }) }()
+	select {
+	case <-listening:
+	case err := <-received:
+		return s, err
+	}
+	err = m.on(l.sender, func() error {
+		fd, err := connection()
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		data := make([]byte, writeSize)
+		write := func(d time.Duration) error {
+			for end := time.Now().Add(d); time.Now().Before(end); {
+				if _, err := uninterrupted(func() (int, error) { return unix.Write(fd, data) }); err != nil {
+					return fmt.Errorf("send stream: %w", err)
+				}
+			}
+			return nil
+		}
+		if err := write(max(slice, 20*time.Millisecond)); err != nil {
+			return err
+		}
+		if s, _, err = l.inPieces(m, slice, write); err == nil {
+			s.Rate *= 8 * s.Bytes
+		}
+		return err
+	})
+	return s, errors.Join(err, <-received)
+}
+
+// connection connects a device to the service.
+func connection() (fd int, err error) {
+	if fd, err = unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0); err != nil {
+		return -1, fmt.Errorf("open socket: %w", err)
+	}
+	// An interrupted connect cannot be called again, and with a timeout the kernel does not restart it.
+	if err = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_SYNCNT, 3); err == nil {
+		err = unix.Bind(fd, &unix.SockaddrInet4{Addr: device(1).As4()})
+	}
+	if err == nil {
+		err = unix.Connect(fd, &unix.SockaddrInet4{Addr: service.As4(), Port: port})
+	}
+	if err == nil {
+		err = unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience)
+	}
+	if err != nil {
+		unix.Close(fd)
+		return -1, fmt.Errorf("connect: %w", err)
+	}
+	return fd, nil
+}
+
+// receive accepts a connection and discards what it receives, without copying it. It closes listening when it listens.
+func receive(listening chan<- struct{}) error {
+	listener, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open socket: %w", err)
+	}
+	defer unix.Close(listener)
+	if err = unix.SetsockoptInt(listener, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err == nil {
+		err = unix.SetsockoptTimeval(listener, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &patience)
+	}
+	if err == nil {
+		err = unix.Bind(listener, &unix.SockaddrInet4{Addr: service.As4(), Port: port})
+	}
+	if err == nil {
+		err = unix.Listen(listener, 1)
+	}
+	if err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	close(listening)
+	fd, err := uninterrupted(func() (int, error) {
+		fd, _, err := unix.Accept4(listener, unix.SOCK_CLOEXEC)
+		return fd, err
+	})
+	if err != nil {
+		return fmt.Errorf("accept: %w", err)
+	}
+	defer unix.Close(fd)
+	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &patience); err != nil {
+		return fmt.Errorf("set timeout: %w", err)
+	}
+	data := make([]byte, 4*writeSize)
+	for {
+		n, err := uninterrupted(func() (int, error) {
+			n, _, err := unix.Recvfrom(fd, data, unix.MSG_TRUNC)
+			return n, err
+		})
+		if err != nil {
+			return fmt.Errorf("receive stream: %w", err)
+		}
+		if n == 0 {
+			return nil
+		}
+	}
+}
+
+// samples returns a figure of an arm with a load, by round.
+func (p *ratePart) samples(arm, load string, figure func(sample) float64) (v []float64) {
+	for _, round := range p.rounds {
+		if s, ok := round[arm][load]; ok {
+			v = append(v, figure(s))
+		}
+	}
+	return v
+}
+
+func rateOf(s sample) float64  { return s.Rate }
+func cpuOf(s sample) float64   { return s.CPU }
+func bytesOf(s sample) float64 { return s.Bytes }
+func lostOf(s sample) float64  { return s.Lost }
+
+// ratios returns the distribution of the ratio of an arm to another one, computed within each round.
+func (p *ratePart) ratios(arm, to, load string, figure func(sample) float64) harness.Distribution {
+	mine, others := p.samples(arm, load, figure), p.samples(to, load, figure)
+	var ratios []float64
+	for i := range min(len(mine), len(others)) {
+		ratios = append(ratios, mine[i]/others[i])
+	}
+	return harness.DistributionOf(ratios)
+}
+
+// above returns the distribution of the CPU time per packet of an arm, less that of packets that are dropped at host first,
+// computed within each round.
+func (p *ratePart) above(arm, load string) harness.Distribution {
+	mine, dropped := p.samples(arm, load, cpuOf), p.samples(armDropped, load, cpuOf)
+	var differences []float64
+	for i := range min(len(mine), len(dropped)) {
+		differences = append(differences, mine[i]-dropped[i])
+	}
+	return harness.DistributionOf(differences)
+}
+
+// measured returns the arms that were run with a load.
+func (p *ratePart) measured(load string) []arm {
+	return slices.DeleteFunc(slices.Clone(arms), func(a arm) bool { return len(p.samples(a.name, load, rateOf)) == 0 })
+}
