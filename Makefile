@@ -190,9 +190,10 @@ bench-watch: ## Measure what 100,000 refusals per second cost (QUICK=1: a minute
 .PHONY: bench-fleet
 bench-fleet: ## Measure forwarding to other hosts of a fleet against the kernel's own, nftables and IPVS (QUICK=1: a minute)
 	@tools/setup $(BENCH_FLEET_PACKAGES)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
 	@go build -o bin/bench ./bench
 	@mkdir -p "$(OUT)"
-	@bin/bench fleet $(if $(QUICK),-quick)
+	@bin/bench fleet -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-all
 bench-all: bench bench-tune bench-trace bench-bigtcp bench-gateway bench-continuity bench-watch bench-fleet ## Run all of these, and write docs/benchmarks.md (hours; QUICK=1: twenty minutes, and no page)

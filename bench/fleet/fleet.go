@@ -18,12 +18,16 @@ import (
 
 	"sockeye/bench/harness"
 	"sockeye/lab"
+	"sockeye/lab/swarm"
 )
 
 const command = "fleet"
 
 // Benchmark is the command bench fleet.
-var Benchmark = harness.Benchmark{Name: command, Run: inside, Sandboxed: true}
+var Benchmark = harness.Benchmark{
+	Name: command, Run: inside, Sandboxed: true,
+	Workers: map[string]func([]string) error{role: func([]string) error { return swarm.Run() }},
+}
 
 type options struct {
 	Quick    bool          `json:"quick"`
@@ -32,6 +36,8 @@ type options struct {
 	Slice    time.Duration `json:"slice_ns"`
 	Fleets   []int         `json:"fleets"`
 	Days     int           `json:"days"`
+	Cycles   int           `json:"cycles"` // drains and returns
+	Binary   string        `json:"-"`
 	Only     string        `json:"only,omitempty"`
 }
 
@@ -42,6 +48,7 @@ var measures = []struct {
 }{
 	{"ns", (*bench).costs},
 	{"rate", (*bench).rates},
+	{"changes", (*bench).changes},
 	{"simulated", (*bench).simulate},
 }
 
@@ -61,13 +68,15 @@ func inside(args []string) error {
 	fs.IntVar(&o.Launches, "launches", 0, "number of launches of the program for the part ns (default 30, quick 6)")
 	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms for the part rate (default 60, quick 8)")
 	fs.DurationVar(&o.Slice, "slice", 50*time.Millisecond, "measured time per arm and load in a round")
+	fs.IntVar(&o.Cycles, "cycles", 0, "drains and returns of a host for the part changes (default 5, quick 1)")
+	fs.StringVar(&o.Binary, "sockeye", "", "path of the sockeye binary, for the part changes")
 	fs.StringVar(&o.Only, "only", "", "parts to run, comma-separated: "+strings.Join(names, ", ")+" (default: all)")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
-	d := options{Launches: 30, Rounds: 60, Fleets: []int{3, 10, 100, 1000}, Days: 365}
+	d := options{Launches: 30, Rounds: 60, Fleets: []int{3, 10, 100, 1000}, Days: 365, Cycles: 5}
 	if o.Quick {
-		d = options{Launches: 6, Rounds: 8, Fleets: []int{3, 10, 100}, Days: 30}
+		d = options{Launches: 6, Rounds: 8, Fleets: []int{3, 10, 100}, Days: 30, Cycles: 1}
 	}
 	o.Fleets, o.Days = d.Fleets, d.Days
 	if o.Launches == 0 {
@@ -76,11 +85,14 @@ func inside(args []string) error {
 	if o.Rounds == 0 {
 		o.Rounds = d.Rounds
 	}
+	if o.Cycles == 0 {
+		o.Cycles = d.Cycles
+	}
 	unknown := false
 	for name := range strings.SplitSeq(o.Only, ",") {
 		unknown = unknown || name != "" && !slices.Contains(names, name)
 	}
-	if unknown || o.Launches < 1 || o.Rounds < 1 || o.Slice < 5*time.Millisecond || o.Slice > 10*time.Second {
+	if unknown || o.Launches < 1 || o.Rounds < 1 || o.Cycles < 1 || o.includes("changes") && o.Binary == "" || o.Slice < 5*time.Millisecond || o.Slice > 10*time.Second {
 		return harness.Misused(fs)
 	}
 	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {

@@ -123,7 +123,13 @@ func sampleReport(share float64) *report {
 		rates.rounds = append(rates.rounds, round)
 	}
 	simulated := &simulatedPart{days: 365, fleets: []model.Result{{Hosts: 3, Moved: 100, MovedOverIdeal: 0.99}, {Hosts: 1000, Moved: 200, MovedOverIdeal: 1.02}}}
-	return &report{Run: harness.Run{Kernel: "6.18", CPUs: 2, Took: "1m0s"}, parts: []part{costs, rates, simulated}}
+	changes := &changesPart{changes: []change{
+		{Name: "join", Moved: 5500, Ideal: 5461, Sent: 1000, Misdirected: 1, Split: 0.8, Gap: 0.01},
+		{Name: "drain", Moved: 5500, Ideal: 5461, Sent: 1000},
+		{Name: "return", Moved: 5400, Ideal: 5461, Sent: 1000},
+		{Name: "kill", Moved: 5500, Ideal: 5461, Sent: 1000, Lost: 300, Gap: 2.9},
+	}}
+	return &report{Run: harness.Run{Kernel: "6.18", CPUs: 2, Took: "1m0s"}, parts: []part{costs, rates, changes, simulated}}
 }
 
 func TestReport(t *testing.T) {
@@ -141,10 +147,22 @@ func TestReport(t *testing.T) {
 				Forwarded float64 `json:"forwarded"`
 			} `json:"device_map"`
 		} `json:"ns"`
-		Rate      float64                              `json:"rate_vs_forwarding"`
-		Rates     map[string]map[string]map[string]any `json:"rate"`
-		Left      map[string]string                    `json:"rate_left_out"`
-		Simulated struct {
+		Rate  float64                              `json:"rate_vs_forwarding"`
+		Rates map[string]map[string]map[string]any `json:"rate"`
+		Left  map[string]string                    `json:"rate_left_out"`
+		Join  struct {
+			Moved int     `json:"moved"`
+			Ideal float64 `json:"ideal"`
+			Lost  *int    `json:"lost"`
+		} `json:"join"`
+		Drain struct {
+			Lost *int `json:"lost"`
+		} `json:"drain"`
+		Kill struct {
+			Gap float64 `json:"gap_s"`
+		} `json:"kill"`
+		Misdirected int `json:"misdirected"`
+		Simulated   struct {
 			Hosts int     `json:"hosts"`
 			Moved float64 `json:"moved_over_ideal"`
 		} `json:"simulated"`
@@ -162,11 +180,14 @@ func TestReport(t *testing.T) {
 	if got.Simulated.Hosts != 1000 || got.Simulated.Moved != 1.02 {
 		t.Errorf("simulated: %+v", got.Simulated)
 	}
+	if got.Join.Moved != 5500 || got.Join.Ideal != 5461 || got.Join.Lost == nil || got.Drain.Lost == nil || got.Kill.Gap != 2.9 || got.Misdirected != 1 {
+		t.Errorf("changes: %+v, %+v, %+v, misdirected %d", got.Join, got.Drain, got.Kill, got.Misdirected)
+	}
 	var verdicts []string
 	for _, target := range got.Targets {
 		verdicts = append(verdicts, target.Verdict)
 	}
-	if all := strings.Join(verdicts, ", "); all != "met, missed, met, met" {
+	if all := strings.Join(verdicts, ", "); all != "met, missed, met, met, met, missed, met, met" {
 		t.Errorf("verdicts %s of %+v", all, got.Targets)
 	}
 	if worse := sampleReport(0.9).Targets()[2]; worse.Verdict != "missed" {
@@ -177,6 +198,7 @@ func TestReport(t *testing.T) {
 		"no device map                  45 [44 .. 46]    139 [138 .. 140]  29 [28 .. 30]\n",
 		"Sockeye                  973395              0.970 [0.970 .. 0.970]",
 		"Not run: IPVS, direct, sh: ipvsadm: Can't initialize ipvs: Protocol not available.\n",
+		"kill    0.0      5500           1.007         1000       300   0",
 		"1000   0       0       0           0       200            1.020",
 	} {
 		if !strings.Contains(text, want) {

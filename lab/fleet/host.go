@@ -143,7 +143,7 @@ func (h *Host) PolicyPath() string { return filepath.Join(h.Dir, "policy.yaml") 
 // WritePolicy writes the policy: the service telemetry, whose members are the receivers of a swarm and the collectors of the lab,
 // and the fleet. lines are further lines of the fleet.
 func (h *Host) WritePolicy(lines ...string) error {
-	members := []string{`- {match: {command_line: '^receiver-(\d+)$'}, slot: group}`}
+	members := []string{`- {match: {command_line: '^receiver-(\d+)( |$)'}, slot: group}`}
 	for slot := range h.fleet.o.Slots {
 		members = append(members, fmt.Sprintf(`- {match: {command_line: 'nfacctd-%d(\.conf|\])'}, slot: %d}`, h.Collector(slot), slot))
 	}

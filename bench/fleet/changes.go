@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"strconv"
+	"time"
+
+	"sockeye/bench/harness"
+	"sockeye/internal/api"
+	"sockeye/internal/chart"
+	"sockeye/internal/fleet/table"
+	labfleet "sockeye/lab/fleet"
+	"sockeye/lab/swarm"
+)
+
+const (
+	role = "swarm" // worker role of members and devices
+
+	changeDevices = 96
+	changeRate    = 25 // datagrams per second of each of the two exporters of a device
+	changeSlots   = 2  // of each host
+	// noticed is the time in which the router in front notices that a host has died: BFD with three times 300 ms.
+	noticed = 900 * time.Millisecond
+	// changePatience is the timeout of a change that needs seconds.
+	changePatience = time.Minute
+	// reconnect is the time that a device needs to connect again: the first retransmission of a SYN (RFC 6298).
+	reconnect = time.Second
+	// silence is the time without datagrams after which a device is at no member.
+	silence = time.Second
+)
+
+// change is a change of the hosts under load.
+type change struct {
+	Name string `json:"name"`
+	// Moved are the buckets that got another host, and Ideal those that must.
+	Moved int     `json:"moved"`
+	Ideal float64 `json:"ideal"`
+	Took  float64 `json:"took_s"`
+	// Lost are the datagrams that no member received, of Sent.
+	Lost int `json:"lost"`
+	Sent int `json:"sent"`
+	// Misdirected are the datagrams of a device at one member while its connection was at another one that lives, and Split is the
+	// longest time of a device.
+	Misdirected int     `json:"misdirected"`
+	Split       float64 `json:"split_ms"`
+	// Reconnected are the connections that were opened again, and Gap is the longest time of a device without a connection or
+	// without a datagram.
+	Reconnected int     `json:"reconnected"`
+	Gap         float64 `json:"gap_s"`
+
+	swarm.Interval `json:"-"`
+	dead           map[int]bool // members, by their ID
+}
+
+// changesPart contains the changes in their order.
+type changesPart struct{ changes []change }
+
+// changed is a fleet under load.
+type changed struct {
+	*labfleet.Fleet
+	swarm   *swarm.Swarm
+	members map[string][]int // IDs, by host
+	part    changesPart
+}
+
+// changes lets hosts join, drain, return and die while devices send through a router that hashes ports.
+func (b *bench) changes(ctx context.Context) (part, error) {
+	c, err := b.newFleet(ctx)
+	if err != nil {
+		return nil, err
+	}
+	x, y := c.Hosts[0], c.Hosts[1]
+	if err := c.await(ctx, c.Hosts, labfleet.Shared("a", "b")); err != nil {
+		return nil, err
+	}
+	if err := c.Route(x, y); err != nil {
+		return nil, err
+	}
+	load := swarm.Load{Devices: changeDevices, TCP: labfleet.BMP, UDP: labfleet.IPFIX, Rate: changeRate, Exporters: 2, Routes: 10,
+		Service4: labfleet.Service4, Service6: labfleet.Service6, Noted: true}
+	if err := c.swarm.StartDevices(ctx, load); err != nil {
+		return nil, err
+	}
+	begun, err := c.swarm.Send()
+	if err != nil {
+		return nil, err
+	}
+	z, err := c.NewHost()
+	if err != nil {
+		return nil, err
+	}
+	third := float64(table.Buckets) / 3
+	join := func() error {
+		if err := c.start(ctx, z); err != nil {
+			return err
+		}
+		return c.await(ctx, c.Hosts, labfleet.Shared("a", "b", "c"))
+	}
+	if err := c.change(ctx, "join", third, join); err != nil {
+		return nil, err
+	}
+	if err := c.Route(x, y, z); err != nil {
+		return nil, err
+	}
+	for range b.Cycles {
+		drain := func() error {
+			if err := x.Set(ctx, z.Name, "drain"); err != nil {
+				return err
+			}
+			return c.await(ctx, c.Hosts, labfleet.Shared("a", "b"))
+		}
+		if err := c.change(ctx, "drain", third, drain); err != nil {
+			return nil, err
+		}
+		if err := c.Route(x, y); err != nil {
+			return nil, err
+		}
+		back := func() error {
+			if err := x.Set(ctx, z.Name, "ready"); err != nil {
+				return err
+			}
+			return c.await(ctx, c.Hosts, labfleet.Shared("a", "b", "c"))
+		}
+		if err := c.change(ctx, "return", third, back); err != nil {
+			return nil, err
+		}
+		if err := c.Route(x, y, z); err != nil {
+			return nil, err
+		}
+	}
+	living := []*labfleet.Host{x, y}
+	kill := func() error {
+		if err := z.Kill(); err != nil {
+			return err
+		}
+		time.Sleep(noticed)
+		if err := c.Route(x, y); err != nil {
+			return err
+		}
+		if err := c.await(ctx, living, labfleet.Shared("a", "b")); err != nil {
+			return err
+		}
+		return c.WaitFor(ctx, "connections", func() (bool, error) {
+			state, err := c.swarm.State()
+			return state.Open == changeDevices, err
+		})
+	}
+	c.Hosts = living // the dead host has no events
+	if err := c.change(ctx, "kill", third, kill); err != nil {
+		return nil, err
+	}
+	killed := &c.part.changes[len(c.part.changes)-1]
+	killed.dead = map[int]bool{}
+	for _, id := range c.members[z.Name] {
+		killed.dead[id] = true
+	}
+	return c.judge(begun.At)
+}
+
+// newFleet starts two hosts.
+func (b *bench) newFleet(ctx context.Context) (*changed, error) {
+	pins := func(host string) string { return b.pins("host-" + host) }
+	f, err := labfleet.New(ctx, b.lab, labfleet.Options{Binary: b.Binary, Pins: pins, Slots: changeSlots})
+	if err != nil {
+		return nil, err
+	}
+	devices, err := swarm.Attach(b.lab)
+	if err != nil {
+		return nil, err
+	}
+	if err := swarm.Reach(f.Front); err != nil {
+		return nil, err
+	}
+	if err := f.Reach(devices, netip.Addr{}, netip.Addr{}); err != nil {
+		return nil, err
+	}
+	c := &changed{Fleet: f, members: map[string][]int{}}
+	if c.swarm, err = swarm.New(b.lab, devices, role); err != nil {
+		return nil, err
+	}
+	for range 2 {
+		h, err := f.NewHost()
+		if err != nil {
+			return nil, err
+		}
+		if err := c.start(ctx, h); err != nil {
+			return nil, err
+		}
+	}
+	return c, nil
+}
+
+// start starts the agent and the members of a host.
+func (c *changed) start(ctx context.Context, h *labfleet.Host) error {
+	if err := h.Start(ctx); err != nil {
+		return err
+	}
+	for slot := range changeSlots {
+		m := swarm.Member{Slot: h.Collector(slot), TCP: labfleet.BMP, UDP: labfleet.IPFIX}
+		p, err := c.swarm.StartMemberIn(h.Namespace, m, fmt.Sprintf("%s/receiver-%d", h.Name, slot), "root")
+		if err != nil {
+			return err
+		}
+		c.members[h.Name] = append(c.members[h.Name], p.ID)
+	}
+	return nil
+}
+
+// await waits until hosts agree and a condition holds.
+func (c *changed) await(ctx context.Context, hosts []*labfleet.Host, condition func(*api.FleetStatus) error) error {
+	ctx, cancel := context.WithTimeout(ctx, changePatience)
+	defer cancel()
+	var last error
+	err := c.WaitFor(ctx, "the hosts", func() (bool, error) {
+		err := labfleet.Agree(ctx, hosts, condition)
+		if ctx.Err() == nil {
+			last = err
+		}
+		return err == nil, nil
+	})
+	if err != nil && last != nil {
+		err = fmt.Errorf("%w: %w", err, last)
+	}
+	return err
+}
+
+// change makes a change, and notes its time and the buckets that moved.
+func (c *changed) change(ctx context.Context, name string, ideal float64, f func() error) error {
+	fmt.Fprint(os.Stderr, ".")
+	before, err := c.gained(ctx)
+	if err != nil {
+		return err
+	}
+	from, begun := swarm.Now(), time.Now()
+	if err := f(); err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	took := time.Since(begun)
+	time.Sleep(time.Second) // the last connections
+	after, err := c.gained(ctx)
+	if err != nil {
+		return err
+	}
+	c.part.changes = append(c.part.changes, change{Name: name, Moved: after - before, Ideal: ideal, Took: took.Seconds(),
+		Interval: swarm.Interval{From: from, To: swarm.Now()}})
+	return nil
+}
+
+// gained returns the buckets that all hosts have got since they started.
+func (c *changed) gained(ctx context.Context) (sum int, err error) {
+	for _, h := range c.Hosts {
+		if h.Agent == nil {
+			continue
+		}
+		list, err := h.Events(ctx, "fleet_table")
+		if err != nil {
+			return 0, err
+		}
+		for _, e := range list {
+			n, err := strconv.Atoi(e.Details["gained"])
+			if err != nil {
+				return 0, fmt.Errorf("read events of host %s: %w", h.Name, err)
+			}
+			sum += n
+		}
+	}
+	return sum, nil
+}
+
+// judge stops the devices, and finds out what each change has cost.
+func (c *changed) judge(begun time.Duration) (part, error) {
+	stopped, err := c.swarm.Stop()
+	if err != nil {
+		return nil, err
+	}
+	time.Sleep(time.Second) // the members receive what is on the way
+	a := swarm.Analysis{Begin: begun, End: stopped.At, Silence: silence, Period: time.Second / changeRate}
+	if err := c.swarm.Read(&a); err != nil {
+		return nil, err
+	}
+	a.Finish()
+	missing := a.Missing()
+	for i := range c.part.changes {
+		one := &c.part.changes[i]
+		within := func(at time.Duration) bool { return at >= one.From && at < one.To }
+		one.Sent = int((one.To - one.From).Seconds() * 2 * changeRate * changeDevices)
+		first, last := one.To, one.From
+		for _, at := range missing {
+			if within(at) {
+				one.Lost++
+				first, last = min(first, at), max(last, at)
+			}
+		}
+		one.Gap = max(0, (last - first).Seconds())
+		for _, s := range a.Splits {
+			if within(s.From) && !one.dead[s.Connection] { // a device does not know yet that its connection has no other end
+				one.Misdirected += s.Count
+				one.Split = max(one.Split, s.Length(a.Stalls...).Seconds()*1000)
+			}
+		}
+		for _, g := range a.Gaps {
+			if within(g.From) {
+				one.Reconnected++
+				one.Gap = max(one.Gap, g.Length().Seconds())
+			}
+		}
+	}
+	return &c.part, nil
+}
+
+// named returns the changes with a name.
+func (p *changesPart) named(name string) (list []change) {
+	for _, c := range p.changes {
+		if c.Name == name {
+			list = append(list, c)
+		}
+	}
+	return list
+}
+
+func (p *changesPart) print(w harness.Printf) {
+	w("\nThree hosts on a link, %d devices with a TCP connection and two UDP flows of %d datagrams per second each, router hashes ports\n", changeDevices, changeRate)
+	w("change\tseconds\tbuckets moved\tto the ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tconnections opened again\tlongest gap, s\n")
+	for _, c := range p.changes {
+		w("%s\t%.1f\t%d\t%.3f\t%d\t%d\t%d\t%.1f\t%d\t%.2f\n", c.Name, c.Took, c.Moved, float64(c.Moved)/c.Ideal, c.Sent, c.Lost, c.Misdirected, c.Split, c.Reconnected, c.Gap)
+	}
+	w("Misdirected: at one member while the connection of the device was at another one that lives. Gap: of a device, without a connection or without datagrams.\n")
+	w("Kill: all processes and the link of the host at once; the router in front notices it after %v.\n", noticed)
+}
+
+func (p *changesPart) figures() map[string]any {
+	all := map[string]any{"changes": p.changes}
+	misdirected := 0
+	for _, name := range []string{"join", "drain", "return", "kill"} {
+		list := p.named(name)
+		if len(list) == 0 {
+			continue
+		}
+		lost, gap := 0, 0.0
+		for _, c := range list {
+			lost, gap = lost+c.Lost, max(gap, c.Gap)
+			misdirected += c.Misdirected
+		}
+		switch name {
+		case "join":
+			all[name] = map[string]any{"moved": list[0].Moved, "ideal": harness.Figure(list[0].Ideal), "lost": lost}
+		case "kill":
+			all[name] = map[string]any{"gap_s": harness.Figure(gap), "lost": lost}
+		default:
+			all[name] = map[string]any{"lost": lost}
+		}
+	}
+	all["misdirected"] = misdirected
+	return all
+}
+
+func (p *changesPart) targets() []harness.Target {
+	lost, misdirected, moved := 0, 0, 0.0
+	for _, c := range p.changes {
+		misdirected += c.Misdirected
+		if c.Name == "kill" {
+			continue
+		}
+		lost += c.Lost
+		moved = max(moved, float64(c.Moved)/c.Ideal, c.Ideal/float64(c.Moved))
+	}
+	gap := 0.0
+	for _, c := range p.named("kill") {
+		gap = max(gap, c.Gap)
+	}
+	return []harness.Target{
+		exact("buckets that move when a host joins, drains or returns, to the ideal, the worst", "%.3f", mostMoved, moved),
+		exact("datagrams lost while hosts join, drain and return", "%.0f", 0, float64(lost)),
+		exact("datagrams at one member while the connection of the device was at another one", "%.0f", 0, float64(misdirected)),
+		exact("seconds without a device after the death of a host", "%.2f", (labfleet.Lease + reconnect).Seconds(), gap),
+	}
+}
+
+// exact is a target for a figure without a confidence interval.
+func exact(claim, format string, most, measured float64) harness.Target {
+	f := harness.Figure(measured)
+	t := harness.AtMost(claim, format, most, harness.Distribution{Median: f, Low: f, High: f})
+	t.Measured = fmt.Sprintf(format, measured)
+	return t
+}
+
+func (p *changesPart) panels() []chart.Panel {
+	panel := chart.Panel{Title: "Longest gap of a device, s"}
+	for _, c := range p.changes {
+		panel.Bars = append(panel.Bars, chart.Bar{Label: c.Name, Note: fmt.Sprintf("%.2f", c.Gap), Parts: []float64{c.Gap}})
+	}
+	return []chart.Panel{panel}
+}
