@@ -35,6 +35,7 @@ type FleetHost struct {
 	Buckets int     `json:"buckets"` // of 16384
 	Share   float64 `json:"share"`   // of the buckets, 0 to 1
 	Epoch   uint64  `json:"epoch"`   // that the host has applied
+	Behind  bool    `json:"behind"`  // the host lives, and the newest table that this host knows has a higher epoch
 	// Path is how this host reaches the other one: self, link, tunnel or none.
 	Path string `json:"path"`
 }

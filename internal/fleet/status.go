@@ -57,9 +57,8 @@ func (p *participation) status() (*api.FleetStatus, error) {
 	for outcome, packets := range counts {
 		s.Packets[forward.Outcome(outcome).String()] = packets
 	}
-	var shares []int
 	if p.table != nil {
-		s.Epoch, s.Moving, shares = p.table.Epoch, p.table.Moving(), p.table.Shares()
+		s.Epoch, s.Moving = p.table.Epoch, p.table.Moving()
 	}
 	if p.state.Snapshot == nil {
 		return s, nil
@@ -68,15 +67,30 @@ func (p *participation) status() (*api.FleetStatus, error) {
 	if p.state.Table != nil {
 		s.StoreEpoch = p.state.Table.Epoch
 	}
-	for i := range p.state.Hosts {
-		s.Hosts = append(s.Hosts, p.hostStatus(&p.state.Hosts[i], shares))
-	}
+	s.Hosts = append(s.Hosts, p.hostsStatus()...)
 	return s, nil
 }
 
-// hostStatus returns the state of a host. The caller holds mu.
-func (p *participation) hostStatus(h *lead.Host, shares []int) api.FleetHost {
-	one := api.FleetHost{Name: h.Name, Addresses: []string{}, State: string(h.State), Alive: h.Alive, Healthy: h.Healthy, Weight: h.Weight, Epoch: h.Applied, Path: p.paths[h.Name].kind}
+// hostsStatus returns the states of the hosts. The caller holds mu.
+func (p *participation) hostsStatus() (list []api.FleetHost) {
+	var shares []int
+	newest := uint64(0)
+	if p.table != nil {
+		shares, newest = p.table.Shares(), p.table.Epoch
+	}
+	if p.state.Table != nil {
+		newest = max(newest, p.state.Table.Epoch)
+	}
+	for i := range p.state.Hosts {
+		list = append(list, p.hostStatus(&p.state.Hosts[i], shares, newest))
+	}
+	return list
+}
+
+// hostStatus returns the state of a host. newest is the epoch of the newest table. The caller holds mu.
+func (p *participation) hostStatus(h *lead.Host, shares []int, newest uint64) api.FleetHost {
+	one := api.FleetHost{Name: h.Name, Addresses: []string{}, State: string(h.State), Alive: h.Alive, Healthy: h.Healthy, Weight: h.Weight,
+		Epoch: h.Applied, Behind: h.Alive && h.Applied < newest, Path: p.paths[h.Name].kind}
 	for _, a := range h.Addresses {
 		one.Addresses = append(one.Addresses, a.String())
 	}

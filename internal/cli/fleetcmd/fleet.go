@@ -32,8 +32,9 @@ func (c *commands) fleetCommand() *cobra.Command {
 		Short: "Show the hosts that share the devices",
 		Long: `Fleet shows the hosts of the fleet, as this host knows them: the state that the
 operator has set, whether the host renews its lease, its share of the devices,
-the epoch of its table, and how this host reaches it. Below are the packets to
-the services that have arrived at this host, by what happened to them:
+the epoch of its table, with "behind" if there is a newer one, and how this host
+reaches it. Below are the packets to the services that have arrived at this
+host, by what happened to them:
 
   local          this host serves the device
   forwarded      sent to the host that serves the device
@@ -76,6 +77,9 @@ func writeFleet(w io.Writer, s *api.FleetStatus) {
 		epoch := "-" // a dead host says nothing
 		if h.Alive {
 			epoch = strconv.FormatUint(h.Epoch, 10)
+		}
+		if h.Behind {
+			epoch += " (behind)"
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\t%.1f %%\t%s\t%s\t%s\n", command.Printable(h.Name), h.State, command.YesNo(h.Alive), command.YesNo(h.Healthy),
 			h.Weight, 100*h.Share, epoch, h.Path, command.OrDash(strings.Join(h.Addresses, " ")))
