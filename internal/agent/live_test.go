@@ -35,7 +35,7 @@ func numbered(at time.Time, n, devices int) *api.Frame {
 	for i := range devices {
 		s.Devices = append(s.Devices, api.LiveDevice{Address: netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), Datagrams: float64(i)})
 	}
-	return &api.Frame{Time: at, Services: []api.LiveService{s}, Groups: []api.LiveGroup{}, Stuck: []api.LiveSocket{}}
+	return &api.Frame{Time: at, Services: []api.LiveService{s}, Groups: []api.LiveGroup{}, Stuck: []api.LiveSocket{}, Fleet: &api.FleetStatus{Fleet: "main"}}
 }
 
 // replayed returns the frames since a time.
@@ -44,6 +44,9 @@ func (r *recording) replayed(t testing.TB, since time.Time) (frames []api.Frame)
 	check(t, r.each(since, func(line []byte) bool {
 		var f api.Frame
 		check(t, json.Unmarshal(line, &f))
+		if f.Fleet != nil {
+			t.Errorf("a recorded frame has the fleet %+v", f.Fleet)
+		}
 		frames = append(frames, f)
 		return true
 	}))

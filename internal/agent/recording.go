@@ -179,10 +179,10 @@ func eachIn(file io.Reader, since time.Time, f func(frame []byte) bool) bool {
 	return true
 }
 
-// withFewerDevices returns a frame with the devices of the highest rates.
+// withFewerDevices returns a frame with the devices of the highest rates, and without the fleet, which no replay shows.
 func withFewerDevices(frame *api.Frame) *api.Frame {
 	fewer := *frame
-	fewer.Services = slices.Clone(frame.Services)
+	fewer.Services, fewer.Fleet = slices.Clone(frame.Services), nil
 	for i := range fewer.Services {
 		s := &fewer.Services[i]
 		if len(s.Devices) <= recordedDevices {

@@ -18,6 +18,8 @@ type Frame struct {
 	Services []LiveService `json:"services"`
 	Groups   []LiveGroup   `json:"groups"`
 	Stuck    []LiveSocket  `json:"stuck"` // at most 100, those with the longest time first
+	// Fleet is absent if the host is in no fleet, and in recorded frames.
+	Fleet *FleetStatus `json:"fleet,omitempty"`
 }
 
 // LiveService is a service of a Frame.

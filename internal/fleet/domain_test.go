@@ -130,6 +130,11 @@ func TestDomain(t *testing.T) {
 	if paths["a"] != "self" || paths["b"] != "link" || paths["c"] != "none" || len(first.Problems) != 1 || !strings.Contains(first.Problems[0], "there is no route to host c") {
 		t.Errorf("%+v", first)
 	}
+	var frame api.Frame
+	check(t, r.Domains[0].Frame(&frame))
+	if frame.Fleet == nil || frame.Fleet.Epoch != 1 || len(frame.Fleet.Hosts) != 3 || frame.Fleet.Packets == nil {
+		t.Errorf("a frame has %+v", frame.Fleet)
+	}
 	owners := make(map[string]int)
 	for i := range 200 {
 		owners[s.hostOf(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}).String())]++
@@ -207,7 +212,9 @@ func TestDomain(t *testing.T) {
 	}
 	r.Retire(t)
 	defer r.Stop()
-	if len(attached()) > 0 || s.hostOf("10.0.0.1") != "" || status(t, r) != nil {
+	frame = api.Frame{}
+	check(t, r.Domains[0].Frame(&frame))
+	if len(attached()) > 0 || frame.Fleet != nil || s.hostOf("10.0.0.1") != "" || status(t, r) != nil {
 		t.Errorf("after the end: attached %v, the services know %q, status %+v", attached(), s.hostOf("10.0.0.1"), status(t, r))
 	}
 	if _, err := netlink.LinkByName(forward.TunnelName); err == nil {

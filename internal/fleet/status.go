@@ -35,8 +35,15 @@ func (d *Domain) Status(status *api.Status) error {
 	return err
 }
 
-// Frame adds nothing: the views of a service show what its members receive.
-func (d *Domain) Frame(*api.Frame) error { return nil }
+// Frame adds the state of the fleet.
+func (d *Domain) Frame(frame *api.Frame) error {
+	p, err := d.current()
+	if err != nil {
+		return nil
+	}
+	frame.Fleet, err = p.status()
+	return err
+}
 
 // status returns the state of the fleet, as this host knows it.
 func (p *participation) status() (*api.FleetStatus, error) {

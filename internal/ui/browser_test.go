@@ -46,7 +46,26 @@ func troubledFrame() *api.Frame {
 	s = &f.Services[0]
 	s.Waiting = append(s.Waiting, api.WaitingStatus{Slot: &s.Slots[1].Slot, PID: 4711, Command: "nfacctd -f /etc/pmacct/1.conf", Problem: "it does not listen on udp [::]:4739",
 		Hint: "if this persists, compare the ports of its configuration with the listeners of the policy"})
+	f.Fleet = troubledFleet()
 	f.Services[1].NotAdmitted = append(f.Services[1].NotAdmitted, api.RefusedStatus{PID: 4712, Command: "nfacctd", Problem: "it runs as user 65534", Hint: "set user of the service"})
+	return f
+}
+
+// troubledFleet returns a fleet in which a bucket moves, with a host of each kind.
+func troubledFleet() *api.FleetStatus {
+	f := &api.FleetStatus{Fleet: "main", Host: "collector1", Store: "etcd", Connected: true, Leader: "collector2", Epoch: 12, StoreEpoch: 13, Moving: 256, Healthy: true,
+		Problems: []string{"there is no route to host collector4"}, Packets: map[string]uint64{"local": 48210, "forwarded": 47733, "disagreed": 0, "no_owner": 57}}
+	for i, h := range []api.FleetHost{
+		{State: "ready", Alive: true, Healthy: true, Share: 0.42, Epoch: 12, Behind: true, Path: "self"},
+		{State: "ready", Alive: true, Healthy: true, Share: 0.4, Epoch: 13, Path: "link"},
+		{State: "drain", Alive: true, Healthy: true, Share: 0.08, Epoch: 13, Path: "tunnel"},
+		{State: "ready", Share: 0.1, Epoch: 9, Path: "none"},
+		{State: "maint", Alive: true, Epoch: 13, Path: "link"},
+		{State: "removed", Path: "none"},
+	} {
+		h.Name, h.Weight, h.Addresses = fmt.Sprintf("collector%d", i+1), 100, []string{fmt.Sprintf("10.0.0.%d", i+11), fmt.Sprintf("fd00::%d", i+11)}
+		f.Hosts = append(f.Hosts, h)
+	}
 	return f
 }
 
@@ -69,7 +88,7 @@ func TestAccessible(t *testing.T) {
 	b.Open(page)
 	b.Eventually("document.querySelector('#problems li')")
 	violations := 0
-	for _, view := range []string{"overview", "slot/telemetry/3", "devices", "device/telemetry/10.0.0.0", "events", "trace"} {
+	for _, view := range []string{"overview", "slot/telemetry/3", "devices", "device/telemetry/10.0.0.0", "fleet", "events", "trace"} {
 		b.Open(page + "#" + view)
 		if strings.HasPrefix(view, "event") || strings.Contains(view, "/") {
 			b.Eventually("document.querySelectorAll('#log tbody tr').length === 30")
@@ -185,6 +204,75 @@ func TestOutside(t *testing.T) {
 	b.Eventually("!document.getElementById('outside').checkVisibility() && !document.getElementById('outside-title').checkVisibility()")
 }
 
+// The view of the fleet has what sockeye fleet shows, and is renewed with each frame. Without a fleet there is no link to it, and
+// its address leads to the overview.
+func TestFleetView(t *testing.T) {
+	source := newFake(troubledFrame())
+	b := browser.Start(t)
+	page := "http://" + serve(t, source, 8) + "/"
+	b.Open(page)
+	b.Eventually("document.getElementById('fleet-link').checkVisibility()")
+	problems := "[...document.querySelectorAll('#problems li')].map((e) => e.className + ':' + e.textContent).filter((s) => s.includes('fleet') || s.includes('collector')).join()"
+	wrong := "severe:fleet: host collector4 is dead,:fleet: there is no route to host collector4,:fleet: host collector3 drains,:fleet: host collector5 cannot serve devices"
+	b.Eventually("document.querySelector('#problems li')")
+	b.Eventually("problems(state.frame).filter((p) => p[2] === '#fleet').length === 4")
+	if got := browser.Eval[string](b, "problems(state.frame).filter((p) => p[2] === '#fleet').map((p) => (p[0] ? 'severe:' : ':') + p[1]).join()"); got != wrong {
+		t.Errorf("the problems are %q, want %q", got, wrong)
+	}
+	browser.Eval[bool](b, "document.getElementById('fleet-link').click(), true")
+	b.Eventually("document.querySelector('#hosts tbody tr') && document.getElementById('title').textContent === 'Fleet main'")
+	rows := func(id string) string {
+		return browser.Eval[string](b, "[...document.querySelectorAll('#"+id+" tbody tr')].map((r) => [...r.cells].map((c) => c.textContent + (c.className.replace('number', '').replace('wide', '').trim() && '/' + c.className.replace('number ', ''))).join('|')).join('\\n')")
+	}
+	for id, want := range map[string]string{
+		"hosts": "collector1 (this host)|ready|yes|yes|100|42.0 %|12 (behind)/warn|self|10.0.0.11 fd00::11\n" +
+			"collector2|ready|yes|yes|100|40.0 %|13|link|10.0.0.12 fd00::12\n" +
+			"collector3|drain/warn|yes|yes|100|8.0 %|13|tunnel|10.0.0.13 fd00::13\n" +
+			"collector4|ready|no/bad|no/warn|100|10.0 %|-|none/warn|10.0.0.14 fd00::14\n" +
+			"collector5|maint/warn|yes|no/warn|100|0.0 %|13|link|10.0.0.15 fd00::15\n" +
+			"collector6|removed|no|no|100|0.0 %|-|none|10.0.0.16 fd00::16",
+		"packets": "local|48,210|50 %|this host serves the device\n" +
+			"forwarded|47,733|50 %|sent to the host that serves the device\n" +
+			"no_owner|57|0 %|dropped: no host serves the device",
+	} {
+		if got := rows(id); got != want {
+			t.Errorf("%s has\n%s\nwant\n%s", id, got, want)
+		}
+	}
+	facts := "Object.fromEntries([...document.querySelectorAll('#facts dt')].map((t) => [t.textContent, t.nextElementSibling.textContent]))"
+	is := func(want map[string]string) {
+		t.Helper()
+		got := browser.Eval[map[string]string](b, facts)
+		for name, value := range want {
+			if got[name] != value {
+				t.Errorf("%s is %q, want %q", name, got[name], value)
+			}
+		}
+	}
+	is(map[string]string{"This host": "collector1, healthy", "Table": "epoch 12; the newest one has epoch 13", "Moving": "256 buckets of 16,384", "Leader": "collector2", "Store": "etcd"})
+	if got := browser.Eval[string](b, problems); got != strings.ReplaceAll(wrong, "fleet: ", "") {
+		t.Errorf("the problems are %q", got)
+	}
+	if got := browser.Eval[string](b, "document.querySelector('nav [aria-current]').textContent"); got != "Fleet" {
+		t.Errorf("the view in the navigation is %q", got)
+	}
+
+	next := devicesFrame(2, 10, 9)
+	next.Fleet = &api.FleetStatus{Fleet: "main", Host: "collector1", Store: "file", Reason: "this host has no table of the fleet yet", Hosts: []api.FleetHost{}, Packets: map[string]uint64{"no_table": 3}, Problems: []string{}}
+	source.set(next)
+	b.Eventually("document.querySelector('#hosts caption').textContent === 'this host knows no hosts yet'")
+	is(map[string]string{"This host": "collector1, not healthy: this host has no table of the fleet yet", "Table": "none yet", "Moving": "nothing", "Leader": "none: each host computes the table",
+		"Store": "file does not answer; the rest is of the time before"})
+	if got, want := browser.Eval[string](b, "document.querySelector('#problems li').textContent"), "this host is not healthy: this host has no table of the fleet yet"; got != want {
+		t.Errorf("the problem is %q, want %q", got, want)
+	}
+	source.set(devicesFrame(2, 10, 10))
+	b.Eventually("document.getElementById('title').textContent === 'Overview' && !document.getElementById('fleet-link').checkVisibility() && !document.getElementById('hosts')")
+	if p := b.Problems(); len(p) > 0 {
+		t.Errorf("errors of the page: %q", p)
+	}
+}
+
 // On a phone, no name makes the page wider than the screen: tables scroll in their regions, which the keyboard reaches.
 func TestNarrow(t *testing.T) {
 	const width = 375
@@ -197,13 +285,15 @@ func TestNarrow(t *testing.T) {
 	s.Waiting[0].Command, s.Waiting[0].Problem = long, long
 	frame.Groups[0].Cgroup, frame.Groups[1].Name, frame.Groups[2].Problem = long, long, long
 	frame.Services[1].Name = long[:60]
+	h := &frame.Fleet.Hosts[3]
+	h.Name, h.Addresses, frame.Fleet.Fleet, frame.Fleet.Healthy, frame.Fleet.Reason, frame.Fleet.Leader, frame.Fleet.Problems = long, []string{long, long}, long, false, long, long, []string{long}
 	frame.Stuck[0].Remote, frame.Stuck[0].Local = netip.AddrPortFrom(s.Devices[1].Address, 40_000), netip.AddrPortFrom(s.Devices[1].Address, 1790)
 	source := newFake(frame)
 	source.events = []api.Event{{Kind: "member_registered", Level: "error", Text: long, Service: "telemetry", Cgroup: long, Details: map[string]string{"rule": long}}}
 	page := "http://" + serve(t, source, 8) + "/"
 	b := browser.Start(t)
 	b.Size(width, 800, "light")
-	for _, view := range []string{"overview", "slot/telemetry/3", "devices", "device/telemetry/10.0.0.0", "device/telemetry/" + s.Devices[1].Address.String(), "events", "trace"} {
+	for _, view := range []string{"overview", "slot/telemetry/3", "devices", "device/telemetry/10.0.0.0", "device/telemetry/" + s.Devices[1].Address.String(), "fleet", "events", "trace"} {
 		b.Open(page + "#" + view)
 		b.Eventually("document.querySelector('#main table tbody tr')")
 		if strings.HasPrefix(view, "event") || strings.Contains(view, "/") {
@@ -235,11 +325,12 @@ func TestNamesAreText(t *testing.T) {
 	s.Slots[0].Command, s.Devices[0].Device, s.Devices[0].Datagrams = name, name, 1e6
 	s.Waiting[0].Command, s.Waiting[0].Problem, s.Waiting[0].Hint = name, name, name
 	frame.Groups[1].Name, frame.Groups[2].Problem = name, name
+	frame.Fleet.Fleet, frame.Fleet.Host, frame.Fleet.Leader, frame.Fleet.Hosts[0].Name, frame.Fleet.Hosts[1].State, frame.Fleet.Hosts[1].Addresses[0], frame.Fleet.Problems[0] = name, name, name, name, name, name, name
 	source := newFake(frame)
 	source.events = []api.Event{{Kind: name, Text: name, Device: name, Details: map[string]string{name: name}}}
 	page := "http://" + serve(t, source, 8) + "/"
 	b := browser.Start(t)
-	for _, view := range []string{"overview", "slot/telemetry/0", "devices", "device/telemetry/10.0.0.0", "events", "trace"} {
+	for _, view := range []string{"overview", "slot/telemetry/0", "devices", "device/telemetry/10.0.0.0", "fleet", "events", "trace"} {
 		b.Open(page + "#" + view)
 		b.Eventually("document.getElementById('main').textContent.includes('onerror=')")
 		if n := browser.Eval[int](b, "document.querySelectorAll('img, main script').length"); n > 0 || strings.HasPrefix(browser.Eval[string](b, "document.title"), "owned") {

@@ -91,6 +91,7 @@ type message struct {
 	Services []service        `json:"services"`
 	Groups   []api.LiveGroup  `json:"groups"`
 	Stuck    []api.LiveSocket `json:"stuck"`
+	Fleet    *api.FleetStatus `json:"fleet,omitempty"`
 }
 
 type service struct {
@@ -114,7 +115,7 @@ type slot struct {
 
 // encode returns the message of server-sent events with a frame. The caller holds h.mu.
 func (h *hub) encode(frame *api.Frame) []byte {
-	m := message{Time: frame.Time, Problem: frame.Problem, Groups: frame.Groups, Stuck: frame.Stuck, Services: []service{}}
+	m := message{Time: frame.Time, Problem: frame.Problem, Groups: frame.Groups, Stuck: frame.Stuck, Fleet: frame.Fleet, Services: []service{}}
 	sparks := make(map[sparkKey][]float64)
 	for i := range frame.Services {
 		s := &frame.Services[i]

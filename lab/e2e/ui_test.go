@@ -15,6 +15,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -24,6 +25,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/lab/browser"
+	labfleet "sockeye/lab/fleet"
 )
 
 // serveUI adds a web page at a Unix socket to the policy file.
@@ -31,19 +33,29 @@ func (h *host) serveUI() {
 	h.Helper()
 	text, err := os.ReadFile(h.policyPath())
 	h.must(err)
-	h.replaceFile(h.policyPath(), string(text)+"ui: {listen: \"unix:"+filepath.Join(h.dir, "ui.sock")+"\"}\n")
+	h.replaceFile(h.policyPath(), string(text)+uiPolicy(h.dir))
 }
 
-// proxyUI starts a proxy in front of the socket until the end of the test, and returns the address of the page. The browser
-// runs in the network namespace of the test.
+// uiPolicy is the part of a policy with a web page at a Unix socket in a directory.
+func uiPolicy(dir string) string {
+	return "ui: {listen: \"unix:" + filepath.Join(dir, "ui.sock") + "\"}\n"
+}
+
 func (h *host) proxyUI() string {
 	h.Helper()
+	return proxyUI(h.T, h.dir)
+}
+
+// proxyUI starts a proxy in front of the socket in a directory until the end of the test, and returns the address of the page.
+// The browser runs in the network namespace of the test.
+func proxyUI(t *testing.T, dir string) string {
+	t.Helper()
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(h.dir, "ui.sock"))
+		return (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(dir, "ui.sock"))
 	}}
 	proxy := httptest.NewServer(&httputil.ReverseProxy{Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0),
 		Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(&url.URL{Scheme: "http", Host: "sockeye"}) }})
-	h.Cleanup(func() {
+	t.Cleanup(func() {
 		proxy.CloseClientConnections()
 		proxy.Close()
 		transport.CloseIdleConnections()
@@ -192,6 +204,60 @@ func TestUITrace(t *testing.T) {
 			t.Errorf("report, %s: %s", scheme, v)
 		}
 		b.Screenshot(os.Getenv("SOCKEYE_SCREENSHOTS"), "e2e-report-"+scheme)
+	}
+}
+
+// TestUIFleet compares the view of the fleet with the output of sockeye fleet, before and after a host drains.
+func TestUIFleet(t *testing.T) {
+	f := newFleet(t, labfleet.Options{})
+	a, b := f.addHost(), f.addHost()
+	f.await("the first table", f.Hosts, labfleet.Shared("a", "b"))
+	f.route(a, b)
+	f.load(24, 10)
+	text, err := os.ReadFile(a.PolicyPath())
+	f.must(err)
+	f.must(os.WriteFile(a.PolicyPath(), append(text, uiPolicy(a.Dir)...), 0o600))
+	if out, errs, err := a.Command(t.Context(), "apply"); err != nil {
+		t.Fatalf("apply: %v: %s%s", err, out, errs)
+	}
+	page := browser.Start(t)
+	page.Open(proxyUI(t, a.Dir) + "#fleet")
+	page.Eventually("document.querySelectorAll('#hosts tbody tr').length === 2")
+	// compare compares the page, once it has a frame of the state in which nothing moves any more.
+	compare := func() {
+		t.Helper()
+		s, err := a.Status(t.Context())
+		f.must(err)
+		page.Eventually(fmt.Sprintf("state.frame.fleet.epoch === %d && state.frame.fleet.moving === 0 && state.frame.fleet.hosts.every((h) => h.epoch === %[1]d && h.path !== 'none')", s.Epoch))
+		s, err = a.Status(t.Context())
+		f.must(err)
+		var want [][]string
+		for _, h := range s.Hosts {
+			name := h.Name
+			if name == "a" {
+				name = "a (this host)"
+			}
+			want = append(want, []string{name, h.State, "yes", "yes", fmt.Sprint(h.Weight), fmt.Sprintf("%.1f %%", 100*h.Share), fmt.Sprint(h.Epoch), h.Path, strings.Join(h.Addresses, " ")})
+		}
+		if got := cells(page, "hosts"); !reflect.DeepEqual(got, want) {
+			t.Errorf("the hosts are %q, want %q", got, want)
+		}
+		got := facts(page)
+		if want := map[string]string{"This host": "a, healthy", "Table": fmt.Sprintf("epoch %d", s.Epoch), "Moving": "nothing", "Leader": s.Leader, "Store": "etcd"}; !reflect.DeepEqual(got, want) {
+			t.Errorf("the state is %q, want %q", got, want)
+		}
+	}
+	compare()
+	page.Eventually("['local', 'forwarded'].every((name) => state.frame.fleet.packets[name] > 0)")
+	if rows := cells(page, "packets"); len(rows) < 2 || rows[0][0] != "local" || rows[0][1] == "0" || rows[1][0] != "forwarded" || rows[1][1] == "0" {
+		t.Errorf("the packets are %q", rows)
+	}
+	f.set(a, b, "drain")
+	f.await("host b to drain", f.Hosts, labfleet.Shared("a"))
+	page.Eventually("document.querySelector('#problems li')?.textContent === 'host b drains'")
+	compare()
+	if p := page.Problems(); len(p) > 0 {
+		t.Errorf("errors of the page: %q", p)
 	}
 }
 

@@ -177,6 +177,21 @@ function problems(frame) {
     if (s.split) list.push([false, `${s.name}: the connections of ${count(s.split, "device are", "devices are")} not all at the member of the slot`, "#devices"]);
   }
   for (const g of frame.groups) if (g.problem) list.push([false, `${g.kind} ${g.cgroup}: ${g.problem}`, "#trace"]);
+  if (frame.fleet) for (const [severe, words] of fleetProblems(frame.fleet)) list.push([severe, "fleet: " + words, "#fleet"]);
+  return list.sort((a, b) => b[0] - a[0]);
+}
+
+// fleetProblems lists what is wrong with the fleet: [severe, text]. A host that has devices and cannot serve them is severe.
+function fleetProblems(fleet) {
+  const list = fleet.problems.map((words) => [false, words]);
+  if (!fleet.healthy) list.push([true, "this host is not healthy: " + fleet.reason]);
+  for (const h of fleet.hosts) {
+    if (!h.alive) {
+      if (h.state !== "removed") list.push([h.share > 0, `host ${h.name} is dead`]);
+    } else if (!h.healthy && h.name !== fleet.host) list.push([h.share > 0, `host ${h.name} cannot serve devices`]);
+    else if (h.state === "drain") list.push([false, `host ${h.name} drains`]);
+    else if (h.state === "maint") list.push([false, `host ${h.name} is in maint`]);
+  }
   return list.sort((a, b) => b[0] - a[0]);
 }
 
@@ -202,19 +217,20 @@ function services() {
 
 // --- views
 
-const routes = { overview: drawOverview, slot: drawSlot, devices: drawDevices, device: drawDevice, events: drawEvents, trace: drawTrace };
+const routes = { overview: drawOverview, slot: drawSlot, devices: drawDevices, device: drawDevice, fleet: drawFleet, events: drawEvents, trace: drawTrace };
 const views = { slot: "overview", device: "devices" };
 let drawn = "";
 
 function route() {
   const [name, ...rest] = location.hash.slice(1).split("/");
   const parts = rest.map((r) => { try { return decodeURIComponent(r); } catch { return r; } });
-  return Object.hasOwn(routes, name) ? [name, parts] : ["overview", []];
+  return Object.hasOwn(routes, name) && (name !== "fleet" || state.frame?.fleet) ? [name, parts] : ["overview", []];
 }
 
 function draw() {
   if (!state.frame) return;
   services();
+  document.getElementById("fleet-link").hidden = !state.frame.fleet;
   const [name, parts] = route(), here = name + "/" + parts.join("/");
   const fresh = drawn !== here;
   if (fresh) {
@@ -231,9 +247,9 @@ function draw() {
   document.getElementById("service").value = state.service;
 }
 
-function drawOverview() {
-  heading("Overview");
-  const list = problems(state.frame), most = 12;
+// problemList shows problems, the first of them: [severe, text, link].
+function problemList(list) {
+  const most = 12;
   const box = part("problems", () => element("section", { "aria-labelledby": "problems-title" }, element("h3", { id: "problems-title" }), element("ul", { class: "problems" })));
   setText(box.querySelector("h3"), list.length ? `Problems (${list.length})` : "No problems");
   const items = list.slice(0, most);
@@ -248,6 +264,11 @@ function drawOverview() {
     if (to) setAttribute(a, "href", to);
     else a.removeAttribute("href");
   });
+}
+
+function drawOverview() {
+  heading("Overview");
+  problemList(problems(state.frame));
 
   part("services-title", () => element("h2", {}, "Services"));
   table("services", [
@@ -469,6 +490,51 @@ function drawDevice([name, address], fresh) {
   stuck(state.frame.stuck.filter((x) => x.service === name && addressOf(x.remote) === address));
   if (fresh) follow(`device=${encodeURIComponent(d?.device || address)}&last=100`);
   eventTable();
+}
+
+// --- fleet
+
+// outcomes says what has happened to packets to the services that have arrived at this host. The first two are always shown.
+const outcomes = {
+  local: "this host serves the device", forwarded: "sent to the host that serves the device",
+  second_chance: "no socket here: sent to the other host of a device that moves", disagreed: "another host sent the packet here in error; it was served",
+  no_table: "dropped: this host has no table yet", no_owner: "dropped: no host serves the device", ttl: "dropped: the packet has made too many hops",
+  unreachable: "dropped: the host that serves the device is not reachable", untrusted: "dropped: it came through the tunnel, and not from a host of the fleet",
+};
+
+// marked shows a text about a host, with a class if something is wrong. Nothing is wrong with a host that was removed.
+const marked = (title, of, wrong, kind) => ({ title, show: (cell, h) => { setText(cell, of(h)); setClass(cell, wrong(h) && h.state !== "removed" ? kind : ""); } });
+const yesNo = (title, of, kind) => marked(title, (h) => of(h) ? "yes" : "no", (h) => !of(h), kind);
+
+const hostColumns = [
+  text("Host", (h) => h.name + (h.name === state.frame.fleet.host ? " (this host)" : "")),
+  marked("State", (h) => h.state, (h) => h.state !== "ready", "warn"),
+  yesNo("Alive", (h) => h.alive, "bad"), yesNo("Healthy", (h) => h.healthy, "warn"),
+  number("Weight", (h) => String(h.weight)), number("Share", (h) => (100 * h.share).toFixed(1) + " %"),
+  { title: "Epoch", number: true, show: (cell, h) => { setText(cell, !h.alive ? "-" : h.epoch + (h.behind ? " (behind)" : "")); setClass(cell, h.behind ? "number warn" : "number"); } },
+  marked("Path", (h) => h.path, (h) => h.path === "none", "warn"),
+  text("Addresses", (h) => h.addresses.join(" ") || "-", { wide: true }),
+];
+
+function drawFleet() {
+  const f = state.frame.fleet, packets = sum(Object.values(f.packets), (n) => n);
+  heading("Fleet " + f.fleet);
+  problemList(fleetProblems(f));
+  part("facts-title", () => element("h2", {}, "State"));
+  facts("facts", [
+    ["This host", `${f.host}, ${f.healthy ? "healthy" : "not healthy: " + f.reason}`],
+    ["Table", (f.epoch ? "epoch " + f.epoch : "none yet") + (f.store_epoch > f.epoch ? `; the newest one has epoch ${f.store_epoch}` : "")],
+    ["Moving", f.moving ? `${count(f.moving, "bucket", "buckets")} of 16,384` : "nothing"],
+    ["Leader", f.leader || (f.store === "file" ? "none: each host computes the table" : "none")],
+    ["Store", f.connected ? f.store : f.store + " does not answer; the rest is of the time before"],
+  ]);
+  part("hosts-title", () => element("h2", {}, "Hosts"));
+  table("hosts", hostColumns, f.hosts, f.hosts.length ? count(f.hosts.length, "host", "hosts") : "this host knows no hosts yet");
+  part("packets-title", () => element("h2", {}, "Packets at this host"));
+  table("packets", [text("Outcome", ([name]) => name), number("Packets", ([, n]) => n.toLocaleString("en")), number("Share", ([, n]) => percent(n, packets)),
+    text("Meaning", ([name]) => outcomes[name] ?? "", { wide: true })],
+  Object.keys(outcomes).map((name) => [name, f.packets[name] ?? 0]).filter(([name, n]) => n || name === "local" || name === "forwarded"),
+  "to the services, since the fleet was set up");
 }
 
 // --- events
