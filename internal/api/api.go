@@ -244,6 +244,9 @@ type WhereStatus struct {
 	Pinned  bool       `json:"pinned"`          // by sockeye move or on_start: adopt
 	Ready   *bool      `json:"ready,omitempty"` // absent if unknown, as with --offline
 	Host    string     `json:"host,omitempty"`  // of the fleet; the slot is that of a device of this host
+	// HostUnknown is why Host is absent in a fleet: there is no table, or no agent was asked.
+	HostUnknown string `json:"host_unknown,omitempty"`
+	FleetBucket *int   `json:"fleet_bucket,omitempty"` // in the table of the fleet
 }
 
 // Membership is the body of POST /v1/register, /v1/unregister and /v1/run.

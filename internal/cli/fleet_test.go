@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"fmt"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -79,7 +80,7 @@ func TestFleetOfOne(t *testing.T) {
 	if w := must[[]api.WhereStatus](h, "where", "10.0.0.1"); len(w) != 1 || w[0].Host != "one" {
 		t.Errorf("where: %+v", w)
 	}
-	if got := regexp.MustCompile(` +`).ReplaceAllString(h.sockeye("where", "10.0.0.1").out, " "); !strings.HasPrefix(got, "SERVICE ADDRESS DEVICE HOST BUCKET SLOT PINNED READY\ntelemetry 10.0.0.1 - one ") {
+	if got := regexp.MustCompile(` +`).ReplaceAllString(h.sockeye("where", "10.0.0.1").out, " "); !strings.HasPrefix(got, "SERVICE ADDRESS DEVICE HOST FLEET BUCKET SERVICE BUCKET SLOT PINNED READY\ntelemetry 10.0.0.1 - one ") {
 		t.Errorf("where:\n%s", got)
 	}
 	h.refused(fault.CodeUsage, `the fleet has no host "on"`, "did you mean one?", nil, "host", "set", "on", "drain")
@@ -124,5 +125,92 @@ func TestFleetOfOne(t *testing.T) {
 	h.refused(fault.CodeUsage, "the policy has no fleet", "docs/fleet.md describes the key fleet of the policy", nil, "fleet")
 	if !must[api.Health](h, "health").Healthy {
 		t.Error("a host without a fleet is not healthy")
+	}
+}
+
+// elsewhere returns an address whose device the host two serves, and one of the host one, as the agent of host one says.
+func (h *host) elsewhere() (there, here string) {
+	h.t.Helper()
+	for i := 1; there == "" || here == ""; i++ {
+		address := fmt.Sprintf("127.0.0.%d", i)
+		switch w := must[[]api.WhereStatus](h, "where", address, "--service", "telemetry")[0]; w.Host {
+		case "one":
+			here = address
+		case "two":
+			there = address
+		default:
+			h.t.Fatalf("%+v", w)
+		}
+	}
+	return there, here
+}
+
+// TestFleetWhere is that where tells the host and the bucket of a device in the fleet, or why the host is not known, and shows the
+// slots of this host only for its own devices.
+func TestFleetWhere(t *testing.T) {
+	h := newHost(t, strings.Replace(fleetPolicy, "fleet:", `  other:
+    slots: 2
+    user: root
+    listeners: [{protocol: tcp, address: "127.0.0.1:1791"}]
+fleet:`, 1))
+	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})
+	h.start()
+	text := func(args ...string) string {
+		t.Helper()
+		r := h.sockeye(append([]string{"where"}, args...)...)
+		if r.code != 0 || r.err != "" {
+			t.Errorf("%q: %+v", args, r)
+		}
+		return regexp.MustCompile(` +`).ReplaceAllString(r.out, " ")
+	}
+	const head = "SERVICE ADDRESS DEVICE HOST FLEET BUCKET SERVICE BUCKET SLOT PINNED READY\n"
+
+	// The file of the fleet does not exist yet.
+	w := must[[]api.WhereStatus](h, "where", "127.0.0.1")
+	if len(w) != 2 || w[0].Service != "other" || w[0].HostUnknown != "" || w[0].Ready == nil || w[1].HostUnknown != "this host has no table of the fleet yet" ||
+		w[1].Ready != nil || w[1].FleetBucket != nil || w[1].Host != "" {
+		t.Errorf("without a table: %+v", w)
+	}
+	other := fmt.Sprintf("other 127.0.0.1 - - - %d %d no no\n", w[0].Bucket, w[0].Slot)
+	if got, want := text("127.0.0.1"), head+other+"telemetry 127.0.0.1 - - - - - - -\n\nthis host has no table of the fleet yet\n"; got != want {
+		t.Errorf("without a table:\n%s\nwant\n%s", got, want)
+	}
+
+	h.write("hosts.yaml", strings.Replace(fleetHosts, "hosts: [", `hosts: [{name: two, addresses: [198.51.100.2], macs: ["02:00:00:00:00:02"]}, `, 1))
+	h.eventually("the table", func() bool { return must[api.FleetStatus](h, "fleet").Epoch == 1 })
+	there, here := h.elsewhere()
+	away, own := must[[]api.WhereStatus](h, "where", there, "--service", "telemetry")[0], must[[]api.WhereStatus](h, "where", here, "--service", "telemetry")[0]
+	if away.FleetBucket == nil || own.FleetBucket == nil || away.Ready != nil || own.Ready == nil || away.HostUnknown+own.HostUnknown != "" {
+		t.Fatalf("%+v %+v", away, own)
+	}
+	want := head + fmt.Sprintf("telemetry %s - two %d - - - -\ntelemetry %s - one %d %d %d no no\n", there, *away.FleetBucket, here, *own.FleetBucket, own.Bucket, own.Slot)
+	if got := text(there, here, "--service", "telemetry"); got != want {
+		t.Errorf("with a table:\n%s\nwant\n%s", got, want)
+	}
+	// The two tables have different nonces, and so have the buckets.
+	if *own.FleetBucket == own.Bucket && *away.FleetBucket == away.Bucket {
+		t.Errorf("the buckets of the fleet are those of the service: %+v %+v", own, away)
+	}
+
+	const slots = ": the slots are those of devices of this host"
+	for unknown, args := range map[string][]string{
+		"the host of the fleet cannot be told offline" + slots:            {"--offline", "--pins", h.pins, "--service", "telemetry", here},
+		"the host of the fleet cannot be told for another policy" + slots: {"--plan", h.policy, "--service", "telemetry", here},
+	} {
+		if got := must[[]api.WhereStatus](h, append([]string{"where"}, args...)...); len(got) != 1 || got[0].HostUnknown != unknown || got[0].Slot != own.Slot || got[0].Bucket != own.Bucket {
+			t.Errorf("%q: %+v", args, got)
+		}
+		want := fmt.Sprintf("SERVICE ADDRESS DEVICE BUCKET SLOT PINNED READY\ntelemetry %s - %d %d no -\n\n%s\n", here, own.Bucket, own.Slot, unknown)
+		if got := text(args...); got != want {
+			t.Errorf("%q:\n%s\nwant\n%s", args, got, want)
+		}
+	}
+	// Without a fleet, offline and plan have nothing to say.
+	h.write("policy.yaml", fleetPolicy[:strings.Index(fleetPolicy, "fleet:")])
+	must[api.Plan](h, "apply")
+	for _, args := range [][]string{{"--offline", "--pins", h.pins, "--service", "telemetry", here}, {"--plan", h.policy, here}, {here}} {
+		if got := must[[]api.WhereStatus](h, append([]string{"where"}, args...)...); len(got) != 1 || got[0].HostUnknown != "" || got[0].Host != "" || got[0].FleetBucket != nil {
+			t.Errorf("without a fleet, %q: %+v", args, got)
+		}
 	}
 }

@@ -31,8 +31,10 @@ import (
 
 // Services is what the fleet needs of the services of this host.
 type Services interface {
-	// SetFleet says which host serves which device, at which local addresses. Without addresses, this host serves all.
-	SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, here bool))
+	// SetFleet says which host serves which device, at which local addresses. host returns the name, "" for none, the bucket of the
+	// device, and whether this host may have its connections; it is nil before the first table. Without addresses, this host serves
+	// all.
+	SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool))
 	// CanServe returns an error if a selected service has no ready slot.
 	CanServe(selected func(*config.Service) bool) error
 	// HandOver returns the templates of the exporters that leave this host, by address, for TakeOver on another host, which
@@ -151,7 +153,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	if err != nil {
 		return err
 	}
-	return d.join(s)
+	return d.begin(s)
 }
 
 func (d *Domain) pins() string { return filepath.Join(d.host.Root.Dir, bpf.FleetPins) }
@@ -170,7 +172,17 @@ func (d *Domain) removeLeftover() error {
 	return nil
 }
 
-// join begins the participation in a fleet. The caller holds mu.
+// begin begins the participation in a fleet of which the services know no table. The caller holds mu.
+func (d *Domain) begin(s *settings) error {
+	d.services.SetFleet(s.Addresses, nil)
+	err := d.join(s)
+	if err != nil {
+		d.services.SetFleet(nil, nil)
+	}
+	return err
+}
+
+// join begins or continues the participation in a fleet. The caller holds mu.
 func (d *Domain) join(s *settings) error {
 	p, err := d.participate(s)
 	if err != nil {
@@ -250,20 +262,22 @@ func (d *Domain) change(to *settings) error {
 	case to == nil:
 		return inFleet(d.leave())
 	case d.part == nil:
-		return d.join(to)
+		return d.begin(to)
 	}
+	join := d.join
 	before := d.part.settings
 	moved := before.Name != to.Name || before.host != to.host || (before.Etcd == nil) != (to.Etcd == nil)
 	if moved { // another table: the last one is of no use
 		if err := d.leave(); err != nil {
 			return fault.In("fleet", err)
 		}
+		join = d.begin
 	} else if err := d.part.end(false); err != nil {
 		d.log.Warn("fleet not ended", "error", err)
 	}
 	d.part = nil
-	if err := d.join(to); err != nil {
-		return fault.Join(err, d.join(before))
+	if err := join(to); err != nil {
+		return fault.Join(err, join(before))
 	}
 	return nil
 }

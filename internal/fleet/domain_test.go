@@ -38,11 +38,11 @@ func check(t testing.TB, err error) {
 type services struct {
 	mu        sync.Mutex
 	addresses []netip.Addr
-	host      func(netip.Addr) (string, bool)
+	host      func(netip.Addr) (string, int, bool)
 	problem   error
 }
 
-func (s *services) SetFleet(addresses []netip.Addr, host func(netip.Addr) (string, bool)) {
+func (s *services) SetFleet(addresses []netip.Addr, host func(netip.Addr) (string, int, bool)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.addresses, s.host = addresses, host
@@ -63,8 +63,15 @@ func (s *services) hostOf(device string) string {
 	if s.host == nil {
 		return ""
 	}
-	name, _ := s.host(netip.MustParseAddr(device))
+	name, _, _ := s.host(netip.MustParseAddr(device))
 	return name
+}
+
+// waitsForTable reports whether the services know the addresses of a fleet without a table.
+func (s *services) waitsForTable() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.addresses) > 0 && s.host == nil
 }
 
 const (
@@ -242,6 +249,9 @@ func TestHealth(t *testing.T) {
 		testenv.Within(t, "health: "+reason, func() bool { h := d.Health(); return h.Reason == reason && h.Healthy == (reason == "") })
 	}
 	want("this host has no table of the fleet yet")
+	if !s.waitsForTable() {
+		t.Error("without a table, the services do not know of the fleet")
+	}
 	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(hostsText), 0o644))
 	want("")
 	s.mu.Lock()

@@ -326,8 +326,8 @@ func (p *participation) install(t *table.Table) error {
 }
 
 // hostOf returns the function that the services ask for the host of a device.
-func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.Addr) (string, bool) {
-	return func(device netip.Addr) (string, bool) {
+func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.Addr) (string, int, bool) {
+	return func(device netip.Addr) (string, int, bool) {
 		b := mapping.Locate(device).Bucket
 		name := func(i uint16) string {
 			if i == table.None {
@@ -337,7 +337,7 @@ func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.
 		}
 		owner := name(t.Owner[b])
 		// Hosts that have applied the next table already send devices to the next owner.
-		return owner, owner == self || name(t.Next[b]) == self
+		return owner, b, owner == self || name(t.Next[b]) == self
 	}
 }
 

@@ -13,9 +13,9 @@ import (
 	"sockeye/internal/steer/rooms"
 )
 
-// SetFleet says which host serves which device, at which local addresses. All connections of devices of other hosts are
-// closed, now and later. Without addresses, this host serves all devices.
-func (d *Domain) SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, here bool)) {
+// SetFleet says which host serves which device, at which local addresses: see core.Fleet. All connections of devices of other
+// hosts are closed, now and later. Without addresses, this host serves all devices.
+func (d *Domain) SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) {
 	fleet := &core.Fleet{Addresses: addresses, Host: host}
 	if len(addresses) == 0 {
 		fleet = nil

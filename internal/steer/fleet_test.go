@@ -7,6 +7,7 @@ import (
 	"reflect"
 	"testing"
 
+	"sockeye/internal/config"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/rooms"
 )
@@ -29,7 +30,7 @@ func TestHandedTemplates(t *testing.T) {
 // TestElsewhere is that only connections to an address of the fleet can belong to another host.
 func TestElsewhere(t *testing.T) {
 	shared, own, device := netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("198.51.100.1"), netip.MustParseAddr("203.0.113.1")
-	f := &core.Fleet{Addresses: []netip.Addr{shared}, Host: func(d netip.Addr) (string, bool) { return "b", d != device }}
+	f := &core.Fleet{Addresses: []netip.Addr{shared}, Host: func(d netip.Addr) (string, int, bool) { return "b", 7, d != device }}
 	for _, c := range []struct {
 		fleet     *core.Fleet
 		local     netip.Addr
@@ -37,10 +38,40 @@ func TestElsewhere(t *testing.T) {
 		elsewhere bool
 	}{
 		{f, shared, device, true}, {f, netip.AddrFrom16(shared.As16()), device, true}, {f, own, device, false},
-		{f, shared, own, false}, {nil, shared, device, false},
+		{f, shared, own, false}, {nil, shared, device, false}, {&core.Fleet{Addresses: f.Addresses}, shared, device, false},
 	} {
 		if got := c.fleet.Elsewhere(c.local, c.device); got != c.elsewhere {
 			t.Errorf("%v to %v: elsewhere %v", c.device, c.local, got)
+		}
+	}
+}
+
+// TestPlace is that the services with an address of the fleet have hosts for their devices, and no other ones.
+func TestPlace(t *testing.T) {
+	shared, device := netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("203.0.113.1")
+	listens := func(address string) *config.Service {
+		return &config.Service{Listeners: []config.Listener{{Protocol: config.TCP, Address: netip.MustParseAddrPort(address)}}}
+	}
+	of := func(name string, here bool) *core.Fleet {
+		return &core.Fleet{Addresses: []netip.Addr{shared}, Host: func(netip.Addr) (string, int, bool) { return name, 7, here }}
+	}
+	seven := 7
+	for name, c := range map[string]struct {
+		fleet   *core.Fleet
+		service *config.Service
+		want    core.Place
+	}{
+		"no fleet":      {nil, listens("[::]:1790"), core.Place{Here: true}},
+		"other service": {of("b", false), listens("198.51.100.1:1790"), core.Place{Here: true}},
+		"no table":      {&core.Fleet{Addresses: []netip.Addr{shared}}, listens("[::]:1790"), core.Place{Unknown: "this host has no table of the fleet yet"}},
+		"no owner":      {of("", false), listens("192.0.2.53:1790"), core.Place{Unknown: "no host of the fleet serves the device", Bucket: &seven}},
+		"here":          {of("a", true), listens("0.0.0.0:1790"), core.Place{Here: true, Host: "a", Bucket: &seven}},
+		"elsewhere":     {of("b", false), listens("0.0.0.0:1790"), core.Place{Host: "b", Bucket: &seven}},
+	} {
+		var h core.Host
+		h.Fleet.Store(c.fleet)
+		if got := h.Place(c.service, device); !reflect.DeepEqual(got, c.want) {
+			t.Errorf("%s: %+v, want %+v", name, got, c.want)
 		}
 	}
 }

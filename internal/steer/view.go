@@ -398,13 +398,10 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	list := locate.Where(s.Name, s.Mapping, addresses)
-	fleet := s.Host.Fleet.Load()
 	for i := range list {
-		here := true
-		if fleet != nil {
-			list[i].Host, here = fleet.Host(list[i].Address)
-		}
-		if here {
+		place := s.Host.Place(&s.Config, list[i].Address)
+		list[i].Host, list[i].HostUnknown, list[i].FleetBucket = place.Host, place.Unknown, place.Bucket
+		if place.Here {
 			ready := s.IsReady(list[i].Slot)
 			list[i].Ready = &ready
 		}

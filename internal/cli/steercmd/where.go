@@ -36,11 +36,12 @@ func (c *commands) whereCommand() *cobra.Command {
 		Use:   "where ADDRESS...",
 		Short: "Show the slots of addresses in the current or another policy",
 		Long: `Where shows the slots of addresses in the table of the running agent. In a
-fleet, the agent also shows the host of each device; only that host shows the
-slot. With --offline, the command reads the pinned table and needs no agent.
-With --plan, the command shows the slots that another policy file would assign.
-With --slots and --nonce, the command computes the slots from these values; it
-needs neither an agent nor pins.`,
+fleet, the agent also shows the host of each device and the bucket of the device
+in the table of the fleet; only that host shows the slot, and the bucket in the
+table of its service. With --offline, the command reads the pinned table and
+needs no agent. With --plan, the command shows the slots that another policy
+file would assign. With --slots and --nonce, the command computes the slots from
+these values; it needs neither an agent nor pins.`,
 		Example: `  sockeye where 192.0.2.1 2001:db8::1
   sockeye where --plan new-policy.yaml 192.0.2.1
   sockeye where --slots 8 --nonce 0x5eed 192.0.2.1`,
@@ -78,30 +79,7 @@ needs neither an agent nor pins.`,
 		if err != nil {
 			return err
 		}
-		return c.Show(list, func(w io.Writer) {
-			if len(list) == 0 {
-				fmt.Fprintln(w, "there are no services")
-				return
-			}
-			fleet, host := slices.ContainsFunc(list, func(l api.WhereStatus) bool { return l.Host != "" }), ""
-			if fleet {
-				host = "HOST\t"
-			}
-			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\t"+host+"BUCKET\tSLOT\tPINNED\tREADY")
-			for _, l := range list {
-				if fleet {
-					host = command.OrDash(l.Host) + "\t"
-				}
-				ready, slot := "-", strconv.Itoa(l.Slot)
-				switch {
-				case l.Ready != nil:
-					ready = command.YesNo(*l.Ready)
-				case l.Host != "":
-					slot = "-" // only its host knows
-				}
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s\t%s\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), host, l.Bucket, slot, command.YesNo(l.Pinned), ready)
-			}
-		})
+		return c.Show(list, func(w io.Writer) { writeWhere(w, list, plan == "" && !offline) })
 	}
 	cmd.Flags().IntVar(&slots, "slots", 0, "number of slots of the table to compute")
 	cmd.Flags().StringVar(&nonce, "nonce", "", "nonce of the table to compute")
@@ -110,6 +88,48 @@ needs neither an agent nor pins.`,
 	cmd.Flags().BoolVar(&offline, "offline", false, "read the pinned table, which has no names of devices; no agent is needed")
 	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "pin directory, with --offline")
 	return cmd
+}
+
+// writeWhere writes the slots of addresses. In a fleet, only the host of a device knows its slot: with hosts, the agent has told
+// which one it is, and otherwise the slots are those of the devices of this host.
+func writeWhere(w io.Writer, list []api.WhereStatus, hosts bool) {
+	if len(list) == 0 {
+		fmt.Fprintln(w, "there are no services")
+		return
+	}
+	fleet := hosts && slices.ContainsFunc(list, func(l api.WhereStatus) bool { return l.FleetBucket != nil || l.HostUnknown != "" })
+	columns := "BUCKET"
+	if fleet {
+		columns = "HOST\tFLEET BUCKET\tSERVICE BUCKET"
+	}
+	fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\t"+columns+"\tSLOT\tPINNED\tREADY")
+	var unknown []string
+	for _, l := range list {
+		ready, bucket, slot, pinned := "-", strconv.Itoa(l.Bucket), strconv.Itoa(l.Slot), command.YesNo(l.Pinned)
+		switch {
+		case l.Ready != nil:
+			ready = command.YesNo(*l.Ready)
+		case fleet && (l.Host != "" || l.HostUnknown != ""):
+			bucket, slot, pinned = "-", "-", "-"
+		}
+		if fleet {
+			fleetBucket := "-"
+			if l.FleetBucket != nil {
+				fleetBucket = strconv.Itoa(*l.FleetBucket)
+			}
+			bucket = command.OrDash(l.Host) + "\t" + fleetBucket + "\t" + bucket
+		}
+		if l.HostUnknown != "" && !slices.Contains(unknown, l.HostUnknown) {
+			unknown = append(unknown, l.HostUnknown)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), bucket, slot, pinned, ready)
+	}
+	for i, reason := range unknown {
+		if i == 0 {
+			fmt.Fprintln(w)
+		}
+		fmt.Fprintln(w, reason)
+	}
 }
 
 func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.WhereStatus, error) {
@@ -154,6 +174,12 @@ func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service
 	if err := c.Client().Get(cmd.Context(), "/v1/status", nil, &status); err != nil {
 		return nil, err
 	}
+	unknown := func(s *config.Service) string {
+		if policy.Fleet != nil && policy.Fleet.Serves(s) {
+			return "the host of the fleet cannot be told for another policy: the slots are those of devices of this host"
+		}
+		return ""
+	}
 	nonces := make(map[string]string)
 	for _, s := range status.Services {
 		nonces[s.Name] = s.Nonce
@@ -171,6 +197,9 @@ func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service
 		part, err := c.wherePlanned(cmd.Context(), addresses, s, name, nonce)
 		if err != nil {
 			return nil, err
+		}
+		for i := range part {
+			part[i].HostUnknown = unknown(&s)
 		}
 		list = append(list, part...)
 	}
@@ -221,6 +250,12 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStat
 	for i, addr := range addresses {
 		keys[i] = placement.Address(addr)
 	}
+	unknown := ""
+	if fleet, err := pin.Pinned(filepath.Join(pins, bpf.FleetPins)); err != nil {
+		return nil, fmt.Errorf("read pins: %w", err)
+	} else if fleet {
+		unknown = "the host of the fleet cannot be told offline: the slots are those of devices of this host"
+	}
 	list := []api.WhereStatus{}
 	for _, dir := range dirs {
 		table, err := bpf.ReadTable(dir)
@@ -244,7 +279,7 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStat
 			}
 			list = append(list, api.WhereStatus{
 				Service: filepath.Base(dir)[len(bpf.ServicePrefix):], Address: addr.Unmap().WithZone(""),
-				Bucket: bucket, Slot: slot, Pinned: pinned,
+				Bucket: bucket, Slot: slot, Pinned: pinned, HostUnknown: unknown,
 			})
 		}
 	}

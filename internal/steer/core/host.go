@@ -4,10 +4,8 @@ package core
 
 import (
 	"errors"
-	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"sync/atomic"
 
 	"sockeye/internal/bpf"
@@ -23,23 +21,6 @@ type Host struct {
 	Systemd     *keeper.Manager
 	// Fleet is nil unless other hosts serve some of the devices.
 	Fleet atomic.Pointer[Fleet]
-}
-
-// Fleet says which host serves a device.
-type Fleet struct {
-	// Addresses are the local addresses at which the hosts share the devices.
-	Addresses []netip.Addr
-	// Host returns the host of a device, "" for none, and whether this host may have its connections.
-	Host func(device netip.Addr) (name string, here bool)
-}
-
-// Elsewhere reports whether another host serves the connections of a device to a local address.
-func (f *Fleet) Elsewhere(local, device netip.Addr) bool {
-	if f == nil || !slices.Contains(f.Addresses, local.Unmap()) {
-		return false
-	}
-	_, here := f.Host(device)
-	return !here
 }
 
 // StateFile returns the path of the state file of a service.

@@ -37,7 +37,7 @@ func (c *Checks) closeElsewhere(list []session.Session) []session.Session {
 		if err != nil {
 			break
 		}
-		host, _ := fleet.Host(left[i].Address)
+		host, _, _ := fleet.Host(left[i].Address)
 		hosts[host] = true
 		closed++
 	}
