@@ -85,7 +85,7 @@ func concerns(w *api.Why) func(*api.Event) bool {
 		case e.Device != "" || e.Address != "":
 			return w.Device != "" && e.Device == w.Device || e.Device == address || e.Address == address
 		case e.Slot != nil:
-			return *e.Slot == w.Slot
+			return *e.Slot == w.Slot && w.Effect != "elsewhere" && w.Effect != "dropped" // otherwise the device has no slot here
 		}
 		return slices.Contains(general, e.Kind)
 	}

@@ -12,16 +12,22 @@ import (
 type Why struct {
 	Service string     `json:"service"`
 	Address netip.Addr `json:"address"`
-	Device  string     `json:"device,omitempty"` // name in the device map
-	Prefix  string     `json:"prefix,omitempty"` // prefix of the device map that contains the address
-	Bucket  int        `json:"bucket"`
-	Slot    int        `json:"slot"`
+	// Host is the host of the fleet that serves the device; absent without a fleet, or if no host does. FleetBucket is the bucket
+	// in the table of the fleet. If Effect is elsewhere or dropped, Bucket, Slot, Because, Until, Target and Plan are those of a
+	// device of this host, and mean nothing for this one.
+	Host        string `json:"host,omitempty"`
+	FleetBucket *int   `json:"fleet_bucket,omitempty"`
+	Device      string `json:"device,omitempty"` // name in the device map
+	Prefix      string `json:"prefix,omitempty"` // prefix of the device map that contains the address
+	Bucket      int    `json:"bucket"`
+	Slot        int    `json:"slot"`
 	// Because says what selects the slot: bucket, pin, or adopted (on_start: adopt).
 	Because string     `json:"because"`
 	Until   *time.Time `json:"until,omitempty"`  // end of the pin; absent: without end
 	Target  *int       `json:"target,omitempty"` // slot to which the device will move; absent: it stays
 	// Effect says what becomes of packets now: reach the member of the slot, diverted to the standby slot, wait, or
-	// refused. Reason says why, unless they reach the member at once.
+	// refused; elsewhere if another host of the fleet serves the device, or dropped if none does. Reason says why, unless
+	// they reach the member at once.
 	Effect string `json:"effect"`
 	Reason string `json:"reason,omitempty"`
 	// Member is the member of the slot, or of the standby slot if packets are diverted; absent: there is none.

@@ -214,3 +214,48 @@ fleet:`, 1))
 		}
 	}
 }
+
+// TestFleetWhy is that why sends the user to the host of a device, and explains the devices of this host only.
+func TestFleetWhy(t *testing.T) {
+	h := newHost(t, fleetPolicy)
+	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})
+	h.start()
+	text := func(address string) string {
+		t.Helper()
+		r := h.sockeye("why", address)
+		if r.code != 0 || r.err != "" {
+			t.Errorf("why %s: %+v", address, r)
+		}
+		return r.out
+	}
+	if w := h.why("127.0.0.1"); w.Effect != "dropped" || w.Reason != "this host has no table of the fleet yet" || w.Host != "" || w.FleetBucket != nil {
+		t.Errorf("without a table: %+v", w)
+	}
+	if got := text("127.0.0.1"); got != "telemetry 127.0.0.1 is a device of its own\nhost      packets to the addresses of the fleet are dropped: this host has no table of the fleet yet\n" {
+		t.Errorf("without a table:\n%s", got)
+	}
+	h.write("hosts.yaml", strings.Replace(fleetHosts, "hosts: [", `hosts: [{name: two, addresses: [198.51.100.2], macs: ["02:00:00:00:00:02"]}, `, 1))
+	h.eventually("the table", func() bool { return must[api.FleetStatus](h, "fleet").Epoch == 1 })
+	pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+	there, here := h.elsewhere()
+	slot := must[[]api.WhereStatus](h, "where", there)[0].Slot // of a device of this host
+	must[api.Membership](h, "register", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
+	w := h.why(there)
+	if w.Effect != "elsewhere" || w.Reason != "host two of the fleet serves the device" || w.Host != "two" || w.FleetBucket == nil || w.Member != nil {
+		t.Errorf("a device of another host: %+v", w)
+	}
+	for _, e := range w.Events {
+		if e.Slot != nil {
+			t.Errorf("a device of another host has the event %+v", e)
+		}
+	}
+	if got, want := text(there), "telemetry "+there+" is a device of its own\nhost      two: packets to the addresses of the fleet go to that host\n          sockeye why "+there+" on that host gives the rest\n"; got != want {
+		t.Errorf("a device of another host:\n%s\nwant\n%s", got, want)
+	}
+	if w := h.why(here); w.Host != "one" || w.FleetBucket == nil || w.Effect != "reach" && w.Effect != "refused" {
+		t.Errorf("a device of this host: %+v", w)
+	}
+	if got := text(here); !strings.HasPrefix(got, "telemetry "+here+", which host one of the fleet serves, is a device of its own\nslot      ") || !strings.Contains(got, "\neffect    packets ") {
+		t.Errorf("a device of this host:\n%s", got)
+	}
+}

@@ -7,6 +7,7 @@ import (
 	"reflect"
 	"testing"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/rooms"
@@ -60,18 +61,25 @@ func TestPlace(t *testing.T) {
 		fleet   *core.Fleet
 		service *config.Service
 		want    core.Place
+		effect  string
 	}{
-		"no fleet":      {nil, listens("[::]:1790"), core.Place{Here: true}},
-		"other service": {of("b", false), listens("198.51.100.1:1790"), core.Place{Here: true}},
-		"no table":      {&core.Fleet{Addresses: []netip.Addr{shared}}, listens("[::]:1790"), core.Place{Unknown: "this host has no table of the fleet yet"}},
-		"no owner":      {of("", false), listens("192.0.2.53:1790"), core.Place{Unknown: "no host of the fleet serves the device", Bucket: &seven}},
-		"here":          {of("a", true), listens("0.0.0.0:1790"), core.Place{Here: true, Host: "a", Bucket: &seven}},
-		"elsewhere":     {of("b", false), listens("0.0.0.0:1790"), core.Place{Host: "b", Bucket: &seven}},
+		"no fleet":      {nil, listens("[::]:1790"), core.Place{Here: true}, "none yet"},
+		"other service": {of("b", false), listens("198.51.100.1:1790"), core.Place{Here: true}, "none yet"},
+		"no table":      {&core.Fleet{Addresses: []netip.Addr{shared}}, listens("[::]:1790"), core.Place{Unknown: "this host has no table of the fleet yet"}, "dropped"},
+		"no owner":      {of("", false), listens("192.0.2.53:1790"), core.Place{Unknown: "no host of the fleet serves the device", Bucket: &seven}, "dropped"},
+		"here":          {of("a", true), listens("0.0.0.0:1790"), core.Place{Here: true, Host: "a", Bucket: &seven}, "none yet"},
+		"elsewhere":     {of("b", false), listens("0.0.0.0:1790"), core.Place{Host: "b", Bucket: &seven}, "elsewhere"},
 	} {
 		var h core.Host
 		h.Fleet.Store(c.fleet)
-		if got := h.Place(c.service, device); !reflect.DeepEqual(got, c.want) {
+		got := h.Place(c.service, device)
+		if !reflect.DeepEqual(got, c.want) {
 			t.Errorf("%s: %+v, want %+v", name, got, c.want)
+		}
+		w := api.Why{Effect: "none yet"}
+		got.Explain(&w)
+		if w.Effect != c.effect || w.Host != c.want.Host || w.FleetBucket != got.Bucket {
+			t.Errorf("%s: %+v", name, w)
 		}
 	}
 }

@@ -185,9 +185,11 @@ func (s *service) explain(address netip.Addr) (*api.Why, *whyReading, error) {
 	if settled := s.moves.Settled().Locate(address); settled.Slot != at.Slot {
 		w.Target = &settled.Slot
 	}
-	serving := s.Serving()
-	if err := s.explainEffect(w, serving); err != nil {
-		return nil, nil, err
+	serving, place := s.Serving(), s.Host.Place(&s.Config, address)
+	if place.Explain(w); place.Here {
+		if err := s.explainEffect(w, serving); err != nil {
+			return nil, nil, err
+		}
 	}
 	now := &whyReading{at: time.Now(), bytes: make(map[uint64]uint64)}
 	if seen, ok := s.Path.Device(placement.Address(address)); ok {

@@ -32,7 +32,8 @@ it reaches: the prefix and the name in the device map, the bucket, the slot and
 what selects it, the member, open connections, current rates, the last events,
 and what the policy file would change. ADDRESS may be a name of the device map
 if only one address of the device has sent packets. An address that was never
-seen is explained, too: the answer says where it would go.
+seen is explained, too: the answer says where it would go. In a fleet, it names
+the host of the device, and the command on that host gives the rest.
 
 The command takes a second, because it measures the rates. sockeye where shows
 the slots of many addresses, and needs no agent.`,
@@ -81,7 +82,16 @@ func (t *whyWriter) write(w *api.Why) {
 	if w.Device != "" {
 		device = fmt.Sprintf("device %s, by prefix %s of the device map", w.Device, w.Prefix)
 	}
-	t.add(w.Service, "%s is %s", w.Address, device)
+	if w.Effect == "elsewhere" || w.Effect == "dropped" {
+		t.add(w.Service, "%s is %s", w.Address, device)
+		t.addElsewhere(w)
+		return
+	}
+	host := ""
+	if w.Host != "" {
+		host = fmt.Sprintf(", which host %s of the fleet serves,", w.Host)
+	}
+	t.add(w.Service, "%s%s is %s", w.Address, host, device)
 	t.add("slot", "%s", slotText(w, t.Now()))
 	effect := map[string]string{
 		"reach": "packets reach the member", "diverted": "packets are diverted to the standby slot", "wait": "packets wait", "refused": "packets are refused",
@@ -96,6 +106,32 @@ func (t *whyWriter) write(w *api.Why) {
 	} else {
 		t.add("member", "none")
 	}
+	t.addSeen(w)
+	t.add("now", "%s datagrams/s, %s/s by TCP, %s refused/s", command.Digits(w.Rates.Datagrams), command.Bytes(int64(w.Rates.Bytes)),
+		command.Digits(w.Rates.Refused))
+	t.add("policy", "%s", planText(w))
+	t.addSessions(w)
+	t.addEvents(w)
+}
+
+// addElsewhere adds where the packets of a device go that this host does not serve, and what is left of the device here.
+func (t *whyWriter) addElsewhere(w *api.Why) {
+	if w.Effect == "dropped" {
+		t.add("host", "packets to the addresses of the fleet are dropped: %s", w.Reason)
+	} else {
+		t.add("host", "%s: packets to the addresses of the fleet go to that host", w.Host)
+		t.add("", "sockeye why %s on that host gives the rest", w.Address)
+	}
+	if w.Seen != nil {
+		t.addSeen(w)
+	}
+	if w.SessionCount > 0 {
+		t.addSessions(w)
+	}
+}
+
+// addSeen adds the counts of the address at this host.
+func (t *whyWriter) addSeen(w *api.Why) {
 	switch s := w.Seen; {
 	case s == nil && w.SessionCount == 0:
 		t.add("seen", "never, or not lately")
@@ -113,11 +149,6 @@ func (t *whyWriter) write(w *api.Why) {
 		t.add("seen", "last SYN or datagram %s ago, %s; %s, %s, %d refused%s", age(t.Now(), s.LastSeen), served,
 			format.Count(s.Connections, "SYN", "SYNs"), format.Count(s.Datagrams, "datagram", "datagrams"), s.Refused, dropped)
 	}
-	t.add("now", "%s datagrams/s, %s/s by TCP, %s refused/s", command.Digits(w.Rates.Datagrams), command.Bytes(int64(w.Rates.Bytes)),
-		command.Digits(w.Rates.Refused))
-	t.add("policy", "%s", planText(w))
-	t.addSessions(w)
-	t.addEvents(w)
 }
 
 // slotText describes the slot, and what selects the slot.

@@ -48,10 +48,15 @@ func TestWhyText(t *testing.T) {
 	planned := 0
 	short := &api.Why{Service: "flows", Address: netip.MustParseAddr("192.0.2.1"), Because: "bucket", Effect: "refused", Reason: "slot 0 has no member",
 		Plan: api.WhyPlan{Slot: &planned}}
+	away, gone, own := fullWhy(now), *short, fullWhy(now)
+	away.Effect, away.Host, away.Reason, away.Member = "elsewhere", "collector2", "host collector2 of the fleet serves the device", nil
+	gone.Effect, gone.Reason = "dropped", "this host has no table of the fleet yet"
+	own.Host = "collector1"
 	for name, one := range map[string]struct {
 		w    *api.Why
 		most int
-	}{"why-full": {fullWhy(now), whyLines}, "why-many-services": {fullWhy(now), leastWhyLines}, "why-empty": {short, whyLines}} {
+	}{"why-full": {fullWhy(now), whyLines}, "why-many-services": {fullWhy(now), leastWhyLines}, "why-empty": {short, whyLines},
+		"why-elsewhere": {away, whyLines}, "why-dropped": {&gone, whyLines}, "why-host": {own, leastWhyLines}} {
 		clitest.GoldenText(t, name, func(text *command.Text) { (&whyWriter{text, c, one.most, true}).write(one.w) })
 		var text command.Text
 		(&whyWriter{&text, c, one.most, true}).write(one.w)

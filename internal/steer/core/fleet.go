@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 )
 
@@ -54,4 +55,22 @@ func (h *Host) Place(c *config.Service, device netip.Addr) Place {
 		p.Unknown = "no host of the fleet serves the device"
 	}
 	return p
+}
+
+// Effects of a place on the packets to the addresses of the fleet, as in api.Why.
+const (
+	Elsewhere = "elsewhere" // another host receives them
+	Dropped   = "dropped"   // none does
+)
+
+// Explain sets the host of a device in an explanation and, unless this host serves the device, what becomes of its packets.
+func (p *Place) Explain(w *api.Why) {
+	w.Host, w.FleetBucket = p.Host, p.Bucket
+	switch {
+	case p.Here:
+	case p.Host == "":
+		w.Effect, w.Reason = Dropped, p.Unknown
+	default:
+		w.Effect, w.Reason = Elsewhere, "host "+p.Host+" of the fleet serves the device"
+	}
 }
