@@ -368,7 +368,7 @@ type MemberListener struct {
 
 // Plan is the answer to POST /v1/plan and /v1/apply.
 type Plan struct {
-	Policy  string    `json:"policy"`
+	Policy  string    `json:"policy,omitempty"` // path of the policy file; absent if the change is not one of a policy
 	Changes []Change  `json:"changes"`
 	Live    *TuneLive `json:"live,omitempty"` // result of an apply with Candidate.Live
 }

@@ -88,7 +88,10 @@ func TestFleetOfOne(t *testing.T) {
 	h.refused(fault.CodeUsage, "weight 1001 is out of range", "1 to 1000, or 0 for the weight in the policy of the host", nil, "host", "set", "one", "--weight", "1001")
 	h.refused(fault.CodeUsage, "neither a state nor a weight is given", "usage: sockeye host set HOST [ready|drain|maint|removed] [--weight N] [flags]", nil, "host", "set", "one")
 	h.refused(fault.CodeConflict, "host one is the last one that can serve devices", "make another host ready first", nil, "host", "set", "one", "drain")
-	if r := h.sockeye("host", "set", "one", "--weight", "7", "--dry-run"); r.code != 0 || !strings.Contains(r.out, "host one: weight 1 -> 7 ") {
+	if r := h.sockeye("host", "set", "one", "--weight", "7", "--dry-run"); r.code != 0 || !strings.Contains(r.out, "host one: weight 1 -> 7 ") || !strings.HasSuffix(r.out, " 0.0 % of the devices would move\n") {
+		t.Errorf("dry run: %+v", r)
+	}
+	if r := h.sockeye("host", "set", "one", "--weight", "7", "--dry-run", "-o", "json"); r.code != 0 || strings.Contains(r.out, `"policy"`) || !strings.Contains(r.out, `"effect": "0.0 % of the devices would move"`) {
 		t.Errorf("dry run: %+v", r)
 	}
 	h.refused(fault.CodeConflict, "the table of this fleet is a file: edit the file on all hosts", "edit DIR/hosts.yaml", nil, "host", "set", "one", "--weight", "7")

@@ -94,7 +94,7 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 	if err := lastHost(snapshot.Hosts, at, setting); err != nil {
 		return nil, err
 	}
-	plan.Changes = append(plan.Changes, api.Change{Action: "change", What: "host " + h.Name + ": " + describeChange(h, present, setting), Effect: p.effectOf(snapshot, h, setting)})
+	plan.Changes = append(plan.Changes, api.Change{Action: "change", What: "host " + h.Name + ": " + describeChange(h, present, setting), Effect: p.effectOf(snapshot, h.Name, setting, change.DryRun)})
 	if change.DryRun {
 		return plan, nil
 	}
@@ -133,27 +133,37 @@ func describeChange(h *lead.Host, from, to store.Setting) string {
 	return strings.Join(parts, ", ")
 }
 
-// effectOf tells how many buckets a change moves.
-func (p *participation) effectOf(s *store.Snapshot, h *lead.Host, to store.Setting) string {
+// effectOf tells how many devices move, or would move, by a setting of a host.
+func (p *participation) effectOf(s *store.Snapshot, host string, to store.Setting, dryRun bool) string {
+	return effectOf(s, lead.OnDeath(p.settings.OnHostDeath), dryRun, host, func(h *lead.Host) {
+		h.State = lead.Ready
+		if to.State != "" {
+			h.State = to.State
+		}
+		switch {
+		case to.Weight != 0:
+			h.Weight = to.Weight
+		case h.SetWeight != 0:
+			h.Weight = h.OwnWeight
+		}
+	})
+}
+
+// effectOf tells how many devices move, or would move, by a change of a host.
+func effectOf(s *store.Snapshot, onDeath lead.OnDeath, would bool, host string, change func(*lead.Host)) string {
+	verbs := [2]string{"moves", "move"}
+	if would {
+		verbs = [2]string{"would move", "would move"}
+	}
 	if s.Table == nil {
-		return ""
+		return "no device " + verbs[0] + ": the fleet has no table yet"
 	}
 	hosts := slices.Clone(s.Hosts)
 	for i := range hosts {
-		if hosts[i].Name == h.Name {
-			hosts[i].State = lead.Ready
-			if to.State != "" {
-				hosts[i].State = to.State
-			}
-			switch {
-			case to.Weight != 0:
-				hosts[i].Weight = to.Weight
-			case hosts[i].SetWeight != 0:
-				hosts[i].Weight = hosts[i].OwnWeight
-			}
+		if hosts[i].Name == host {
+			change(&hosts[i])
 		}
 	}
-	moved := lead.Moved(s.Table, hosts, lead.OnDeath(p.settings.OnHostDeath))
-	share := float64(moved) / table.Buckets
-	return fmt.Sprintf("%.1f %% of the devices move", 100*share)
+	share := float64(lead.Moved(s.Table, hosts, onDeath)) / table.Buckets
+	return fmt.Sprintf("%.1f %% of the devices %s", 100*share, verbs[1])
 }

@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"regexp"
 	"testing"
 
 	"sockeye/internal/config"
@@ -46,6 +47,33 @@ func TestBehind(t *testing.T) {
 			if got := p.hostsStatus()[i]; got.Behind != behind {
 				t.Errorf("%s: %+v", name, got)
 			}
+		}
+	}
+}
+
+// TestEffect is that the effect of a change of a host is the share of the devices that move, and that a dry run says that they
+// would.
+func TestEffect(t *testing.T) {
+	s := snapshot(7)
+	p := &participation{settings: &settings{}}
+	for _, c := range []struct {
+		to     store.Setting
+		dryRun bool
+		want   string
+	}{
+		{store.Setting{State: lead.Drain}, false, `^3[2-4]\.\d % of the devices move$`},
+		{store.Setting{State: lead.Drain}, true, `^3[2-4]\.\d % of the devices would move$`},
+		{store.Setting{Weight: 200}, true, `^1[6-7]\.\d % of the devices would move$`}, // from 1/3 to 1/2
+		{store.Setting{State: lead.Maint}, true, `^0\.0 % of the devices would move$`},
+	} {
+		if got := p.effectOf(s, "b", c.to, c.dryRun); !regexp.MustCompile(c.want).MatchString(got) {
+			t.Errorf("%+v: %s, want %s", c, got, c.want)
+		}
+	}
+	s.Table = nil
+	for dryRun, want := range map[bool]string{false: "no device moves: the fleet has no table yet", true: "no device would move: the fleet has no table yet"} {
+		if got := p.effectOf(s, "b", store.Setting{State: lead.Drain}, dryRun); got != want {
+			t.Errorf("without a table: %s, want %s", got, want)
 		}
 	}
 }

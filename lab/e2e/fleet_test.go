@@ -202,7 +202,7 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	f.route(a, b, c)
 	f.pause()
 	out, errs, err := c.Command(t.Context(), "host", "set", "b", "drain", "--dry-run")
-	if err != nil || !regexp.MustCompile(`ready -> drain +(2[6-9]|3[0-9]|40)\.\d % of the devices move`).MatchString(out) {
+	if err != nil || !regexp.MustCompile(`ready -> drain +(2[6-9]|3[0-9]|40)\.\d % of the devices would move\n`).MatchString(out) {
 		t.Errorf("dry run: %v: %s%s", err, out, errs)
 	}
 	f.set(a, b, "drain")
