@@ -142,6 +142,11 @@ func (s *settings) equal(o *settings) bool {
 	return reflect.DeepEqual(s.Fleet, o.Fleet) && s.host == o.host && slices.Equal(s.listeners, o.listeners) && s.devices.Equal(o.devices)
 }
 
+// sharesTable reports whether the table with one of two settings goes on with the other.
+func (s *settings) sharesTable(o *settings) bool {
+	return s.Name == o.Name && s.host == o.host && (s.Etcd == nil) == (o.Etcd == nil)
+}
+
 // Start continues the fleet of an earlier agent, removes it, or begins one.
 func (d *Domain) Start(policy *config.Policy) error {
 	d.mu.Lock()
@@ -238,6 +243,10 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if before.Name != after.Name || before.host != after.host {
 			change.What = fmt.Sprintf("fleet %s, as host %s -> fleet %s, as host %s", before.Name, before.host, after.Name, after.host)
 		}
+		if before.Weight != after.Weight && before.sharesTable(after) {
+			change.What += fmt.Sprintf(": weight %d -> %d", before.Weight, after.Weight)
+			change.Effect = d.part.weightEffect(after)
+		}
 	}
 	return []domain.Step{{Changes: []api.Change{change}, Apply: func() (func() error, error) {
 		if err := d.change(after); err != nil {
@@ -266,8 +275,7 @@ func (d *Domain) change(to *settings) error {
 	}
 	join := d.join
 	before := d.part.settings
-	moved := before.Name != to.Name || before.host != to.host || (before.Etcd == nil) != (to.Etcd == nil)
-	if moved { // another table: the last one is of no use
+	if !before.sharesTable(to) { // the last table is of no use
 		if err := d.leave(); err != nil {
 			return fault.In("fleet", err)
 		}

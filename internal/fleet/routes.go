@@ -167,3 +167,24 @@ func effectOf(s *store.Snapshot, onDeath lead.OnDeath, would bool, host string, 
 	share := float64(lead.Moved(s.Table, hosts, onDeath)) / table.Buckets
 	return fmt.Sprintf("%.1f %% of the devices %s", 100*share, verbs[1])
 }
+
+// weightEffect tells how many devices move by another weight of this host in the policy.
+func (p *participation) weightEffect(to *settings) string {
+	if to.Etcd == nil {
+		return "no device moves: the weights are those of " + to.File
+	}
+	p.mu.Lock()
+	s := p.state.Snapshot
+	p.mu.Unlock()
+	at := -1
+	if s != nil && s.Connected {
+		at = slices.IndexFunc(s.Hosts, func(h lead.Host) bool { return h.Name == to.host && h.Alive })
+	}
+	if at < 0 {
+		return "how many devices move is not known: this host is not registered in the store of the fleet now"
+	}
+	if set := s.Hosts[at].SetWeight; set != 0 {
+		return fmt.Sprintf("no device moves: sockeye host set has given this host the weight %d, which stays", set)
+	}
+	return effectOf(s, lead.OnDeath(to.OnHostDeath), false, to.host, func(h *lead.Host) { h.Weight = uint32(to.Weight) })
+}

@@ -4,6 +4,7 @@ package fleet
 
 import (
 	"regexp"
+	"strings"
 	"testing"
 
 	"sockeye/internal/config"
@@ -76,4 +77,56 @@ func TestEffect(t *testing.T) {
 			t.Errorf("without a table: %s, want %s", got, want)
 		}
 	}
+}
+
+// TestPlanWeight is that the plan of another weight in the policy tells the share of the devices that move, or why none does.
+func TestPlanWeight(t *testing.T) {
+	plug(t)
+	const text = `services:
+  telemetry: {slots: 2, user: root, listeners: [{protocol: tcp, address: "[::]:1790"}]}
+fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints: [http://127.0.0.1:2379]}}
+`
+	in := func(text string) (*config.Policy, *settings) {
+		policy, err := config.Parse([]byte(text), "policy.yaml")
+		check(t, err)
+		s, err := newSettings(policy)
+		check(t, err)
+		return policy, s
+	}
+	_, before := in(text)
+	p := &participation{settings: before}
+	d := &Domain{part: p}
+	plan := func(policy *config.Policy) (string, string) {
+		t.Helper()
+		steps, err := d.Plan(policy)
+		check(t, err)
+		if len(steps) != 1 || len(steps[0].Changes) != 1 {
+			t.Fatalf("%+v", steps)
+		}
+		return steps[0].Changes[0].What, steps[0].Changes[0].Effect
+	}
+	heavier, _ := in(strings.Replace(text, "host: b", "host: b, weight: 200", 1))
+	is := func(effect string) {
+		t.Helper()
+		if what, got := plan(heavier); what != "fleet main: weight 100 -> 200" || !regexp.MustCompile(effect).MatchString(got) {
+			t.Errorf("%q with the effect %q, want %s", what, got, effect)
+		}
+	}
+	is("^how many devices move is not known: this host is not registered")
+	p.state.Snapshot = snapshot(7)
+	is(`^1[6-7]\.\d % of the devices move$`) // from 1/3 to 1/2
+	p.state.Hosts[1].SetWeight = 300
+	is("^no device moves: sockeye host set has given this host the weight 300, which stays$")
+	p.state.Hosts[1].SetWeight, p.state.Connected = 0, false
+	is("^how many devices move is not known")
+
+	// Another fleet has another table.
+	other, _ := in(strings.Replace(text, "host: b", "host: c, weight: 200", 1))
+	if what, effect := plan(other); what != "fleet main, as host b -> fleet main, as host c" || effect != "" {
+		t.Errorf("%q with the effect %q", what, effect)
+	}
+	// The file has its own weights.
+	_, p.settings = in(strings.Replace(text, "etcd: {endpoints: [http://127.0.0.1:2379]}", "file: /hosts.yaml", 1))
+	heavier, _ = in(strings.Replace(text, "etcd: {endpoints: [http://127.0.0.1:2379]}", "weight: 200, file: /hosts.yaml", 1))
+	is("^no device moves: the weights are those of /hosts.yaml$")
 }

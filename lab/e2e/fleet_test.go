@@ -205,6 +205,14 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	if err != nil || !regexp.MustCompile(`ready -> drain +(2[6-9]|3[0-9]|40)\.\d % of the devices would move\n`).MatchString(out) {
 		t.Errorf("dry run: %v: %s%s", err, out, errs)
 	}
+	heavier := filepath.Join(c.Dir, "heavier.yaml") // host c with a share of 1/2 instead of 1/3
+	text, err := os.ReadFile(c.PolicyPath())
+	f.must(err)
+	f.must(os.WriteFile(heavier, []byte(strings.Replace(string(text), "fleet:\n", "fleet:\n  weight: 200\n", 1)), 0o600))
+	out, errs, err = c.Command(t.Context(), "plan", heavier)
+	if err != nil || !regexp.MustCompile(`fleet main: weight 100 -> 200 +1[4-9]\.\d % of the devices move\n`).MatchString(out) {
+		t.Errorf("plan of another weight: %v: %s%s", err, out, errs)
+	}
 	f.set(a, b, "drain")
 	f.await("host b to drain", f.Hosts, labfleet.Shared("a", "c"))
 	if out, _, err := b.Command(t.Context(), "health"); err == nil {
