@@ -53,7 +53,7 @@ func TestCosts(t *testing.T) {
 
 // TestRates sends each load through each arm.
 func TestRates(t *testing.T) {
-	measured, err := newBench(t, options{Rounds: 1, Slice: 5 * time.Millisecond}).rates(t.Context())
+	measured, err := newBench(t, options{Launches: 1, Rounds: 1, Slice: 5 * time.Millisecond}).rates(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -67,7 +67,7 @@ func TestRates(t *testing.T) {
 			continue
 		}
 		for _, l := range loads {
-			s, ok := p.rounds[0][a.name][l.name]
+			s, ok := p.launches[0][0][a.name][l.name]
 			switch {
 			case a.name == armDropped && l.bytes == 0:
 				if ok {
@@ -101,7 +101,7 @@ func sampleReport(share float64) *report {
 	}}
 	rates := &ratePart{left: map[string]string{"ipvs": "ipvsadm: Can't initialize ipvs: Protocol not available"}}
 	for i := range 8 {
-		round := map[string]map[string]sample{}
+		r := round{}
 		for _, a := range arms {
 			if rates.left[a.name] != "" {
 				continue
@@ -113,14 +113,14 @@ func sampleReport(share float64) *report {
 			case armDropped:
 				rate *= 2
 			}
-			round[a.name] = map[string]sample{}
+			r[a.name] = map[string]sample{}
 			for _, l := range loads {
 				if l.bytes > 0 || a.name != armDropped {
-					round[a.name][l.name] = sample{Rate: rate, CPU: 1e9 / rate, Bytes: float64(headerBytes + l.bytes), Busy: 0.99}
+					r[a.name][l.name] = sample{Rate: rate, CPU: 1e9 / rate, Bytes: float64(headerBytes + l.bytes), Busy: 0.99}
 				}
 			}
 		}
-		rates.rounds = append(rates.rounds, round)
+		rates.launches = append(rates.launches, []round{r})
 	}
 	simulated := &simulatedPart{days: 365, fleets: []model.Result{{Hosts: 3, Moved: 100, MovedOverIdeal: 0.99}, {Hosts: 1000, Moved: 200, MovedOverIdeal: 1.02}}}
 	changes := &changesPart{changes: []change{

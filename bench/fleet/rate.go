@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"time"
@@ -41,14 +42,18 @@ type sample struct {
 	Busy  float64 `json:"cpu_share"`      // CPU time by elapsed time
 }
 
-// ratePart contains the samples by round, arm and load.
+// round contains the samples by arm and load.
+type round map[string]map[string]sample
+
+// ratePart contains the rounds of each launch.
 type ratePart struct {
-	rounds []map[string]map[string]sample
-	left   map[string]string // arms that this host does not have, with the reason
+	launches [][]round
+	left     map[string]string // arms that this host does not have, with the reason
 }
 
 // rates measures all arms in lanes of their own, one after the other in each round. All work for a packet is on one CPU: that of
-// the sender, of the hosts, and of the receiver.
+// the sender, of the hosts, and of the receiver. The placement of lanes and programs in memory changes the ratios by more than the
+// variation between rounds, so the benchmark makes them again for each launch.
 func (b *bench) rates(ctx context.Context) (part, error) {
 	p := &ratePart{left: map[string]string{}}
 	cpu, err := lastCPU()
@@ -56,48 +61,80 @@ func (b *bench) rates(ctx context.Context) (part, error) {
 		return nil, err
 	}
 	m := &meter{cpu: cpu, processes: append(harness.SoftirqThread(cpu), os.Getpid())}
-	var lanes []*lane
-	for i := range arms {
-		l, err := b.newLane(&arms[i])
-		if err == nil {
-			err = l.arm.set(ctx, b, l)
+	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // during a run nothing collects the garbage, of some thousand system calls
+	for range b.Launches {
+		runtime.GC()
+		if err := p.launch(ctx, b, m); err != nil {
+			return nil, err
 		}
-		var missing *missingError
-		if errors.As(err, &missing) {
-			p.left[arms[i].name] = missing.reason
-			continue
-		}
-		if err == nil {
-			err = l.check(m)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", arms[i].name, err)
-		}
-		lanes = append(lanes, l)
+		fmt.Fprint(os.Stderr, ".")
 	}
-	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // the garbage is that of some thousand system calls
-	for round := range b.Rounds {
-		samples := map[string]map[string]sample{}
-		for _, l := range harness.Turn(lanes, round) {
-			samples[l.arm.name] = map[string]sample{}
+	return p, nil
+}
+
+// launch makes the lanes in a lab of its own, and measures them.
+func (p *ratePart) launch(ctx context.Context, b *bench, m *meter) (err error) {
+	own := &bench{options: b.options}
+	if own.lab, err = lab.New(ctx, lab.Options{Dir: b.lab.Dir()}); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, own.lab.Close()) }()
+	if err := own.mountPins(); err != nil {
+		return err
+	}
+	lanes, err := p.lanes(ctx, own, m)
+	if err != nil {
+		return err
+	}
+	var rounds []round
+	for number := range b.Rounds {
+		r := round{}
+		for _, l := range harness.Turn(lanes, len(p.launches)*b.Rounds+number) {
+			r[l.arm.name] = map[string]sample{}
 			for _, load := range loads {
 				if err := ctx.Err(); err != nil {
-					return nil, err
+					return err
 				}
 				if load.bytes == 0 && l.arm.name == armDropped {
 					continue
 				}
 				s, err := l.measure(m, load, b.Slice)
 				if err != nil {
-					return nil, fmt.Errorf("%s, %s: %w", l.arm.name, load.name, err)
+					return fmt.Errorf("%s, %s: %w", l.arm.name, load.name, err)
 				}
-				samples[l.arm.name][load.name] = s
+				r[l.arm.name][load.name] = s
 			}
 		}
-		p.rounds = append(p.rounds, samples)
-		fmt.Fprint(os.Stderr, ".")
+		rounds = append(rounds, r)
 	}
-	return p, nil
+	p.launches = append(p.launches, rounds)
+	return nil
+}
+
+// lanes makes a lane for each arm that this host has.
+func (p *ratePart) lanes(ctx context.Context, b *bench, m *meter) (lanes []*lane, err error) {
+	for i := range arms {
+		a := &arms[i]
+		if p.left[a.name] != "" {
+			continue
+		}
+		l, err := b.newLane(a)
+		if err == nil {
+			err = a.set(ctx, b, l)
+		}
+		if missing, ok := errors.AsType[*missingError](err); ok {
+			p.left[a.name] = missing.reason
+			continue
+		}
+		if err == nil {
+			err = l.check(m)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", a.name, err)
+		}
+		lanes = append(lanes, l)
+	}
+	return lanes, nil
 }
 
 // lastCPU returns the last CPU that this process may use.
@@ -388,40 +425,52 @@ func receive(listening chan<- struct{}) error {
 	}
 }
 
-// samples returns a figure of an arm with a load, by round.
-func (p *ratePart) samples(arm, load string, figure func(sample) float64) (v []float64) {
-	for _, round := range p.rounds {
-		if s, ok := round[arm][load]; ok {
-			v = append(v, figure(s))
-		}
-	}
-	return v
-}
-
 func rateOf(s sample) float64  { return s.Rate }
 func cpuOf(s sample) float64   { return s.CPU }
 func bytesOf(s sample) float64 { return s.Bytes }
 func lostOf(s sample) float64  { return s.Lost }
 
+// medians returns, for each launch, the median of the values of its rounds. The rounds of a launch are not independent. value
+// returns false for a round without a value.
+func (p *ratePart) medians(value func(round) (float64, bool)) (v []float64) {
+	for _, rounds := range p.launches {
+		var values []float64
+		for _, r := range rounds {
+			if x, ok := value(r); ok {
+				values = append(values, x)
+			}
+		}
+		if len(values) > 0 {
+			v = append(v, stats.Median(values))
+		}
+	}
+	return v
+}
+
+// samples returns a figure of an arm with a load, by launch.
+func (p *ratePart) samples(arm, load string, figure func(sample) float64) []float64 {
+	return p.medians(func(r round) (float64, bool) {
+		s, ok := r[arm][load]
+		return figure(s), ok
+	})
+}
+
 // ratios returns the distribution of the ratio of an arm to another one, computed within each round.
 func (p *ratePart) ratios(arm, to, load string, figure func(sample) float64) harness.Distribution {
-	mine, others := p.samples(arm, load, figure), p.samples(to, load, figure)
-	var ratios []float64
-	for i := range min(len(mine), len(others)) {
-		ratios = append(ratios, mine[i]/others[i])
-	}
-	return harness.DistributionOf(ratios)
+	return harness.DistributionOf(p.medians(func(r round) (float64, bool) {
+		mine, ok := r[arm][load]
+		others, both := r[to][load]
+		return figure(mine) / figure(others), ok && both
+	}))
 }
 
 // above returns the distribution of the CPU time per packet of an arm, less that of packets that are dropped at host first,
 // computed within each round.
 func (p *ratePart) above(arm, load string) harness.Distribution {
-	mine, dropped := p.samples(arm, load, cpuOf), p.samples(armDropped, load, cpuOf)
-	var differences []float64
-	for i := range min(len(mine), len(dropped)) {
-		differences = append(differences, mine[i]-dropped[i])
-	}
-	return harness.DistributionOf(differences)
+	return harness.DistributionOf(p.medians(func(r round) (float64, bool) {
+		mine, ok := r[arm][load]
+		return mine.CPU - r[armDropped][load].CPU, ok
+	}))
 }
 
 // measured returns the arms that were run with a load.

@@ -21,9 +21,11 @@ func (l load) unit() (title, verb string, factor float64) {
 }
 
 func (p *ratePart) print(w harness.Printf) {
-	w("\nSender, host 1, host 2: veth pairs between namespaces, and one CPU for all of them; %d rounds, arms in rotating order. Medians.\n", len(p.rounds))
-	w("Packets are counted at the interface of host 2. Ratios, computed within each round, are to the kernel's forwarding by a route, those of a\n")
-	w("tunnel to the kernel's through a tunnel: median [95 %% confidence interval]. CPU: of all work for a packet, also the sender's.\n")
+	w("\nSender, host 1, host 2: veth pairs between namespaces, and one CPU for all of them; %d launches of %d rounds, arms in rotating order.\n",
+		len(p.launches), len(p.launches[0]))
+	w("Medians. Packets are counted at the interface of host 2. Ratios, computed within each round, are to the kernel's forwarding by a route, those\n")
+	w("of a tunnel to the kernel's through a tunnel: median over the launches [95 %% confidence interval]. CPU: of all work for a packet, also the\n")
+	w("sender's.\n")
 	for _, l := range loads {
 		unit, verb, factor := l.unit()
 		w("\n%s\n\t%s\tratio\tCPU ns per packet\tratio\t", l.title, unit)
@@ -67,10 +69,12 @@ func (p *ratePart) ratioText(a arm, l load, figure func(sample) float64) string 
 // busy returns the median share of the CPU.
 func (p *ratePart) busy() float64 {
 	var v []float64
-	for _, round := range p.rounds {
-		for _, samples := range round {
-			for _, s := range samples {
-				v = append(v, s.Busy)
+	for _, rounds := range p.launches {
+		for _, r := range rounds {
+			for _, samples := range r {
+				for _, s := range samples {
+					v = append(v, s.Busy)
+				}
 			}
 		}
 	}
@@ -107,7 +111,7 @@ func (p *ratePart) figures() map[string]any {
 	d := p.smallest()
 	return map[string]any{
 		"rate_vs_forwarding": d.Median, "rate_vs_forwarding_interval": []harness.Figure{d.Low, d.High},
-		"rate": all, "rate_left_out": p.left, "rate_cpu_share": harness.Figure(p.busy()), "rate_rounds": p.rounds,
+		"rate": all, "rate_left_out": p.left, "rate_cpu_share": harness.Figure(p.busy()), "rate_launches": p.launches,
 	}
 }
 
