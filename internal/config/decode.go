@@ -137,7 +137,7 @@ func (d *decoder) object(path string, key, n *yaml.Node, v reflect.Value, tag re
 		d.refuse(path, positionOf(n), "must have at least one key", "")
 	}
 	for _, f := range fields {
-		if sub := join(path, f.Tag.Get("yaml")); complete && f.Tag.Get("required") != "" && !d.given(sub) {
+		if sub := join(path, f.Tag.Get("yaml")); complete && f.Tag.Get("required") != "" && !d.given(sub) && !d.misspelt[sub] {
 			d.refuse(sub, positionOf(key), "is missing", "")
 		}
 	}

@@ -547,6 +547,9 @@ p.yaml:9:17: services.t.members[3].match: any user could start a matching proces
 `, `
 p.yaml:5:5: services.t.users: unknown key
   hint: did you mean user?`},
+	{"required key misspelt", "services:\n  t:\n    slotz: 4\n    user: root\n    listeners: [{protocol: tcp, address: \"[::]:1790\"}]\n", `
+p.yaml:3:5: services.t.slotz: unknown key
+  hint: did you mean slots?`},
 	{"members: no user, lookup", minimal + `    steering: lookup
     members: [{match: {command_line: nfacctd}, slot: free}]
 `, `

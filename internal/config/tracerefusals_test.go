@@ -221,7 +221,6 @@ p.yaml:3:53: trace[0].group_by[1].remote.ipv4: must be 1 to 32, is 33`},
 p.yaml:3:24: trace[0].group_by.remote: must be a mapping, is 24`},
 	{"trace: group_by unknown mapping", traced + `    group_by: [{remotes: {ipv4: 24}}]
 `, `
-p.yaml:3:16: trace[0].group_by[0].remote: is missing
 p.yaml:3:17: trace[0].group_by[0].remotes: unknown key
   hint: did you mean remote?`},
 	{"trace: group_by unknown family", traced + `    group_by: {remote: {ip4: 24}}

@@ -480,7 +480,7 @@ func parseDevicePrefix(s string) (netip.Prefix, problem) {
 		p = netip.PrefixFrom(a, a.BitLen())
 	}
 	if err != nil {
-		return p, problem{shortQuote(s) + " is not an address or prefix", ""}
+		return p, problem{shortQuote(s) + " is not an address or prefix", "as in 192.0.2.1 or 2001:db8:1::/48"}
 	}
 	if masked := p.Masked(); masked != p {
 		hint := "write " + unmapPrefix(masked).String()

@@ -77,13 +77,16 @@ func TestDeviceMapIDs(t *testing.T) {
 	}
 }
 
+// addressHint is the hint for a text that is no address.
+const addressHint = "\n  hint: as in 192.0.2.1 or 2001:db8:1::/48"
+
 func TestDeviceMapRefuses(t *testing.T) {
 	for name, test := range map[string]struct{ text, want string }{
-		"not an address":     {"10.0.0.300,a", `devices.csv:1: "10.0.0.300" is not an address or prefix`},
-		"not a prefix":       {"10.0.0.0/33,a", `devices.csv:1: "10.0.0.0/33" is not an address or prefix`},
-		"zone":               {"fe80::1%eth0,a", `devices.csv:1: "fe80::1%eth0" is not an address or prefix`},
-		"no prefix":          {",a", `devices.csv:1: "" is not an address or prefix`},
-		"header later":       {"10.0.0.1,a\nprefix,device", `devices.csv:2: "prefix" is not an address or prefix`},
+		"not an address":     {"10.0.0.300,a", `devices.csv:1: "10.0.0.300" is not an address or prefix` + addressHint},
+		"not a prefix":       {"10.0.0.0/33,a", `devices.csv:1: "10.0.0.0/33" is not an address or prefix` + addressHint},
+		"zone":               {"fe80::1%eth0,a", `devices.csv:1: "fe80::1%eth0" is not an address or prefix` + addressHint},
+		"no prefix":          {",a", `devices.csv:1: "" is not an address or prefix` + addressHint},
+		"header later":       {"10.0.0.1,a\nprefix,device", `devices.csv:2: "prefix" is not an address or prefix` + addressHint},
 		"host bits":          {"# x\n10.1.2.3/16,a", "devices.csv:2: 10.1.2.3/16 has bits set after its length\n  hint: write 10.1.0.0/16"},
 		"host bits, IPv6":    {"2001:db8::1/64,a", "devices.csv:1: 2001:db8::1/64 has bits set after its length\n  hint: write 2001:db8::/64"},
 		"host bits, mapped":  {"::ffff:10.1.0.0/104,a", "devices.csv:1: ::ffff:10.1.0.0/104 has bits set after its length\n  hint: write 10.0.0.0/8"},
@@ -103,7 +106,7 @@ func TestDeviceMapRefuses(t *testing.T) {
 			"devices.csv:3: 10.0.0.0/8 is given to \"b\", but line 1 gives it to \"a\"\n  hint: a prefix belongs to one device\n" +
 				"devices.csv:4: 10.0.0.0/8 is given to \"c\", but line 1 gives it to \"a\"\n  hint: a prefix belongs to one device"},
 		"in order of lines": {"9.0.0.1,a\n9.0.0.1,b\n?,c\n", "devices.csv:2: 9.0.0.1/32 is given to \"b\", but line 1 gives it to \"a\"\n  hint: a prefix belongs to one device\n" +
-			`devices.csv:3: "?" is not an address or prefix`},
+			`devices.csv:3: "?" is not an address or prefix` + addressHint},
 		"long line": {"10.0.0.1,a\n#" + strings.Repeat("x", 3*maxDeviceMapLine) + "\n10.0.0.2\n",
 			"devices.csv:2: line is longer than 65536 bytes\ndevices.csv:3: must have 2 fields, prefix,device: has 1"},
 		"many": {strings.Repeat("x\n", 1000), strings.TrimPrefix(func() string {

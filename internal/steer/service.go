@@ -252,7 +252,7 @@ func readDevices(c config.Service) (*placement.DeviceMap, error) {
 	}
 	devices, err := placement.LoadDeviceMap(c.DeviceMap)
 	if err != nil {
-		return nil, fault.Unreadable(err, "")
+		return nil, fault.Unreadable(fmt.Errorf("device_map: %w", err), "")
 	}
 	return devices, nil
 }

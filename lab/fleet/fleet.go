@@ -42,8 +42,9 @@ var (
 )
 
 const (
-	// BMP and IPFIX are the ports of the service.
-	BMP   = 1790
+	// BMP is the TCP port of the service.
+	BMP = 1790
+	// IPFIX is the UDP port of the service.
 	IPFIX = 4739
 	// Lease is the time after which a host that does not renew its lease is dead.
 	Lease = 3 * time.Second

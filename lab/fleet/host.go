@@ -48,7 +48,7 @@ func (f *Fleet) AddHost(ctx context.Context, lines ...string) (*Host, error) {
 // NewHost makes a further host with its policy, and starts nothing.
 func (f *Fleet) NewHost(lines ...string) (*Host, error) {
 	h := &Host{Name: string(rune('a' + len(f.Hosts))), Number: len(f.Hosts), fleet: f}
-	h.Dir = filepath.Join(f.Lab.Dir(), h.Name)
+	h.Dir = filepath.Join(f.Dir(), h.Name)
 	if err := h.attach(); err != nil {
 		return nil, fmt.Errorf("make host %s: %w", h.Name, err)
 	}
@@ -69,7 +69,7 @@ func (h *Host) Start(ctx context.Context) error {
 
 // StartCollector starts an nfacctd in a slot of the host.
 func (h *Host) StartCollector(slot int) (*lab.Collector, error) {
-	return h.fleet.Lab.StartCollector(lab.CollectorConfig{Slot: h.Collector(slot), Namespace: h.Namespace, Prefix: h.Name + "/"})
+	return h.fleet.StartCollector(lab.CollectorConfig{Slot: h.Collector(slot), Namespace: h.Namespace, Prefix: h.Name + "/"})
 }
 
 // attach makes the namespace, and the directories of the host.
@@ -115,7 +115,7 @@ func (h *Host) defaultRoutes() error {
 }
 
 // Cgroup returns the cgroup of the processes of the host.
-func (h *Host) Cgroup() string { return filepath.Join(h.fleet.Lab.Cgroup(), h.Name) }
+func (h *Host) Cgroup() string { return filepath.Join(h.fleet.Cgroup(), h.Name) }
 
 // frontLink is the interface of the front router to the host.
 func (h *Host) frontLink() string {
