@@ -93,6 +93,8 @@ type Packets struct {
 	Twice int `json:"twice"`
 	// Misdirected packets were served by a host that owns the bucket neither in the newest table nor in the one before.
 	Misdirected int `json:"misdirected"`
+	// Reset packets are segments of connections that live, at a host without their socket.
+	Reset int `json:"reset"`
 	// Lost packets of planned moves found no host that serves them.
 	Lost int `json:"lost"`
 	// Dead packets went to a host that does not run.
@@ -519,35 +521,41 @@ func (f *fleet) follow(flipped []int, until time.Duration) {
 	}
 }
 
-// packet follows a packet of a bucket that arrives at a host. A host serves the packets of its own buckets; forwards those
-// of others; serves a forwarded packet of a bucket that it owns or is prepared for, because the sender has a newer table;
-// and forwards another one once more, by its own table.
+// mostForwards is the maximum number of hosts that a packet passes: fleet_decide sends no packet on more often.
+const mostForwards = 3
+
+// packet follows a packet of a bucket that arrives at a host, by the reference model of the program (table.Decide): a datagram, or a
+// segment of a connection that the former owner closes when it applies the new table.
 func (f *fleet) packet(b int, h *host, at time.Duration) {
 	p := &f.result.Packets
 	p.Followed++
-	planned := f.before.Owner[b] != table.None && f.hosts[nameAt(f.before, f.before.Owner[b])] != nil && f.hosts[nameAt(f.before, f.before.Owner[b])].Alive
-	for hop := range 3 {
+	former := f.hosts[nameAt(f.before, f.before.Owner[b])]
+	planned := former != nil && former.Alive
+	packet := table.Packet{Bucket: b, Segment: f.random.IntN(2) == 0}
+	for hop := range mostForwards + 1 {
 		t := h.at(at)
-		if t == nil || t.Epoch+1 < f.table.Epoch && !h.reaches {
+		switch {
+		case t != nil && t.Epoch+1 < f.table.Epoch && !h.reaches && nameAt(t, t.Owner[b]) == h.Name:
 			// A host behind a partition has its own view.
-			if t != nil && nameAt(t, t.Owner[b]) == h.Name {
-				p.Partitioned++
-				return
-			}
-		}
-		if t == nil {
+			p.Partitioned++
+			return
+		case t == nil:
 			p.Undecided++
 			return
 		}
-		owner := nameAt(t, t.Owner[b])
-		if owner == h.Name || hop > 0 && nameAt(t, t.Next[b]) == h.Name {
+		open := func(h *host) bool { t := h.at(at); return h == former && t != nil && t.Epoch < f.table.Epoch }
+		packet.Socket = packet.Segment && open(h)
+		verdict, to := t.Decide(h.Name, packet)
+		switch verdict {
+		case table.Serve, table.Disagree:
+			owns := h.Name == nameAt(f.table, f.table.Owner[b]) || h == former
 			switch {
-			case h.Name != nameAt(f.table, f.table.Owner[b]) && h.Name != nameAt(f.before, f.before.Owner[b]):
-				if !h.reaches {
-					p.Partitioned++
-				} else {
-					p.Misdirected++
-				}
+			case !owns && !h.reaches:
+				p.Partitioned++
+			case !owns:
+				p.Misdirected++
+			case packet.Segment && !packet.Socket && planned && former.runs && open(former):
+				p.Reset++
 			case hop == 0:
 				p.Local++
 			case hop == 1:
@@ -556,13 +564,16 @@ func (f *fleet) packet(b int, h *host, at time.Duration) {
 				p.Twice++
 			}
 			return
+		case table.Drop:
+			p.Undecided++
+			return
 		}
-		next := f.hosts[owner]
+		next := f.hosts[to]
 		if next == nil || !next.runs {
 			p.Dead++
 			return
 		}
-		h = next
+		packet.From, h = h.Name, next
 	}
 	if planned && h.reaches {
 		p.Lost++
@@ -600,7 +611,7 @@ func (r *Result) String() string {
 	fmt.Fprintf(&text, "  moved %d buckets, %.3f of the ideal; peak %.2f of the share in buckets, %.2f in devices\n", r.Moved, r.MovedOverIdeal, r.PeakBuckets, r.PeakDevices)
 	fmt.Fprintf(&text, "  at rest after %.2f s (median), %.2f s (99 %%), %.1f s (longest)\n", r.ConvergedP50, r.ConvergedP99, r.ConvergedMax)
 	p := r.Packets
-	fmt.Fprintf(&text, "  of %d packets during changes: %d local, %d forwarded once, %d twice, %d at dead hosts, %d at partitioned ones, %d dropped for an old table; lost %d, misdirected %d\n",
-		p.Followed, p.Local, p.Once, p.Twice, p.Dead, p.Partitioned, p.Undecided, p.Lost, p.Misdirected)
+	fmt.Fprintf(&text, "  of %d packets during changes: %d local, %d forwarded once, %d twice, %d at dead hosts, %d at partitioned ones, %d dropped for an old table; reset %d, lost %d, misdirected %d\n",
+		p.Followed, p.Local, p.Once, p.Twice, p.Dead, p.Partitioned, p.Undecided, p.Reset, p.Lost, p.Misdirected)
 	return text.String()
 }

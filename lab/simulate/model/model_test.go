@@ -23,13 +23,13 @@ func TestFleet(t *testing.T) {
 			t.Errorf("%.3f of the ideal number of buckets moved", r.MovedOverIdeal)
 		}
 		p := r.Packets
-		if p.Lost != 0 || p.Misdirected != 0 {
-			t.Errorf("%d packets lost, %d misdirected", p.Lost, p.Misdirected)
+		if p.Lost != 0 || p.Misdirected != 0 || p.Reset != 0 {
+			t.Errorf("%d packets lost, %d misdirected, %d reset", p.Lost, p.Misdirected, p.Reset)
 		}
 		if p.Once == 0 || p.Twice == 0 || p.Local == 0 || p.Dead == 0 {
 			t.Errorf("packets took not all ways: %+v", p)
 		}
-		if sum := p.Local + p.Once + p.Twice + p.Misdirected + p.Lost + p.Dead + p.Partitioned + p.Undecided; sum != p.Followed {
+		if sum := p.Local + p.Once + p.Twice + p.Misdirected + p.Reset + p.Lost + p.Dead + p.Partitioned + p.Undecided; sum != p.Followed {
 			t.Errorf("%d of %d packets are accounted for", sum, p.Followed)
 		}
 		again := Run(c)
