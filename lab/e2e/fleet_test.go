@@ -190,6 +190,10 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	f.pause()
 	f.must(f.Hash(labfleet.ByPorts))
 	f.pause()
+	for _, hosts := range [][]*labfleet.Host{{a, b}, {b}, {a, b}} {
+		f.must(f.RouteResilient(t.Context(), hosts...))
+		f.pause()
+	}
 	if closed := f.closed(); closed != closedBefore {
 		t.Errorf("%d connections were closed by changes of the router", closed-closedBefore)
 	}

@@ -22,6 +22,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"time"
 
@@ -208,6 +209,41 @@ func (f *Fleet) Route(hosts ...*Host) error {
 		if err := f.Front.Netlink().RouteReplace(route); err != nil {
 			return fmt.Errorf("route to the hosts: %w", err)
 		}
+	}
+	return nil
+}
+
+// RouteResilient is Route with a resilient group of next hops (Documentation/networking/nexthop-group-resilient.rst): the flows of
+// hosts that remain in the group keep their host.
+func (f *Fleet) RouteResilient(ctx context.Context, hosts ...*Host) error {
+	for i, a := range []netip.Addr{Service4, Service6} {
+		family, group, members := []string{"-4", "-6"}[i], strconv.Itoa(100+i), []string{}
+		for _, h := range hosts {
+			id := strconv.Itoa(10*(i+1) + h.Number)
+			if err := f.ip(ctx, family, "nexthop", "replace", "id", id, "via", h.addresses()[i].Addr().String(), "dev", h.frontLink()); err != nil {
+				return err
+			}
+			members = append(members, id)
+		}
+		if err := errors.Join(
+			f.ip(ctx, "nexthop", "replace", "id", group, "group", strings.Join(members, "/"), "type", "resilient", "buckets", "64", "idle_timer", "0"),
+			f.ip(ctx, family, "route", "replace", netip.PrefixFrom(a, a.BitLen()).String(), "nhid", group),
+		); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ip runs ip(8) on the front router.
+func (f *Fleet) ip(ctx context.Context, args ...string) error {
+	p := f.Front.Command(ctx, append([]string{"ip"}, args...)...)
+	p.Name = "ip"
+	if err := p.Start(); err != nil {
+		return err
+	}
+	if err := p.Wait(); err != nil {
+		return fmt.Errorf("ip %s: %w: %s", strings.Join(args, " "), err, p.LogTail(3))
 	}
 	return nil
 }
