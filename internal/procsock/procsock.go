@@ -109,22 +109,42 @@ func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	case err != nil:
 		return nil, fmt.Errorf("find connection %s -> %s: %w", local, remote, err)
 	}
-	err = fmt.Errorf("find connection %s -> %s in cgroup %s: %w", local, remote, cgroup, fs.ErrNotExist)
+	none := absent{text: fmt.Sprintf("no process in cgroup %s has the connection %s -> %s", cgroup, local, remote)}
 	if len(problems) > 0 {
-		err = fmt.Errorf("%w; %d of its processes could not be read: %w", err, len(problems), problems[0])
+		none.text += fmt.Sprintf(" (%d of the processes could not be read)", len(problems))
+		none.cause = problems[0]
 	}
-	return nil, err
+	return nil, none
 }
+
+// absent is an error about something that does not exist.
+type absent struct {
+	text  string
+	cause error // why it was perhaps not found; nil: it does not exist
+}
+
+func (a absent) Error() string { return a.text }
+
+// Is reports that the error is fs.ErrNotExist.
+func (absent) Is(target error) bool { return target == fs.ErrNotExist }
+
+func (a absent) Unwrap() error { return a.cause }
 
 // Open returns the socket of a descriptor of a process, without Role. The caller closes it. The error wraps
 // fs.ErrNotExist if there is no such socket.
 func Open(pid, number int) (*Socket, error) {
 	h, err := member.Open(pid)
+	if errors.Is(err, fs.ErrNotExist) {
+		err = absent{text: fmt.Sprintf("there is no process %d", pid)}
+	}
 	if err != nil {
 		return nil, err
 	}
 	defer h.Close()
 	m, err := h.OpenSocket(number)
+	if errors.Is(err, fs.ErrNotExist) {
+		err = absent{text: fmt.Sprintf("descriptor %d of process %d is not open, or is no bound TCP or UDP socket", number, pid)}
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -142,7 +162,7 @@ func Take(pid, number int) (*Socket, error) {
 	}
 	if s.Protocol == unix.IPPROTO_UDP {
 		s.Close()
-		return nil, fmt.Errorf("duplicate descriptor %d of process %d: udp %s is not a TCP socket: %w", number, pid, s.Local, fs.ErrNotExist)
+		return nil, absent{text: fmt.Sprintf("descriptor %d of process %d is a UDP socket, at %s", number, pid, s.Local)}
 	}
 	heard := make(Listeners)
 	if err := walkProcess(pid, make(map[uint64]bool), heard.Add); err != nil {

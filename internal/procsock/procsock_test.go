@@ -338,7 +338,7 @@ func TestTakeRefuses(t *testing.T) {
 			t.Errorf("UDP socket: %v, %v", s, err)
 		}
 	}))
-	if s, err := procsock.Take(os.Getpid(), 9999); !errors.Is(err, fs.ErrNotExist) {
+	if s, err := procsock.Take(os.Getpid(), 9999); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "descriptor 9999 of process") {
 		t.Errorf("closed descriptor: %v, %v", s, err)
 	}
 	if s, err := procsock.Take(1<<22, 0); err == nil {

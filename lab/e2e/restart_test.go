@@ -98,8 +98,40 @@ func (h *host) newFlows(policy string) *flows {
 		for _, e := range f.exporters {
 			e.Close()
 		}
+		if h.Failed() {
+			for _, c := range h.lab.Collectors() {
+				h.Logf("%s", state(c))
+			}
+		}
 	})
 	return f
+}
+
+// state describes a collector that does not do what it should: where its processes wait, its records, and its log without the lines of each write.
+func state(c *lab.Collector) string {
+	text := c.Name
+	pids, err := c.PIDs()
+	if err != nil {
+		text += ": " + err.Error()
+	}
+	for _, pid := range pids {
+		read := func(name string) string {
+			b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/%s", pid, name))
+			return strings.TrimSpace(strings.ReplaceAll(string(b), "\x00", " "))
+		}
+		tasks, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+		text += fmt.Sprintf("\n  pid %d, %d threads: %s: %s", pid, len(tasks), read("cmdline"), read("syscall"))
+	}
+	file, err := os.Stat(c.RecordsPath)
+	if err == nil {
+		text += fmt.Sprintf("\n  %d bytes of records, written %v ago", file.Size(), time.Since(file.ModTime()).Round(time.Second))
+	}
+	for line := range strings.Lines(c.LogTail(1000)) {
+		if !strings.Contains(line, "Purging cache") {
+			text += "\n  " + strings.TrimSpace(line)
+		}
+	}
+	return text
 }
 
 // restartRateVariable is the number of datagrams a second in the tests of nfacctd. Default: 2,000, because a loaded machine

@@ -36,6 +36,7 @@ func isCommand(command string) bool { return command == Command || command == "h
 // The command ends ctx at SIGTERM: systemd would wait 90 s at shutdown for a process that ignores SIGTERM. The inherited
 // sockets stay open until the process exits.
 func Run(ctx context.Context) error {
+	_ = os.WriteFile("/proc/self/comm", []byte("sockeye"), 0) // ss(8) shows this name; from /proc/self/exe, it is exe
 	if err := rights.DropAll(); err != nil {
 		return err
 	}
