@@ -494,9 +494,9 @@ static __always_inline const struct fleet_table *table_in_force(void)
 }
 
 static __always_inline int handle(struct __sk_buff *skb, const struct packet *p,
+				  const struct fleet_table *table,
 				  struct fleet_peer *from, bool tunnel)
 {
-	const struct fleet_table *table = table_in_force();
 	const struct steer_device_id *id = NULL;
 	const struct fleet_bucket *bucket;
 	struct decision d;
@@ -530,12 +530,13 @@ int fleet_ingress(struct __sk_buff *skb)
 	 */
 	if (skb->pkt_type != PACKET_HOST || !read_packet(skb, &p))
 		return TC_ACT_UNSPEC;
-	return handle(skb, &p, &from, false);
+	return handle(skb, &p, table_in_force(), &from, false);
 }
 
 SEC("tc")
 int fleet_tunnel(struct __sk_buff *skb)
 {
+	const struct fleet_table *table = table_in_force();
 	struct bpf_tunnel_key key = {};
 	struct fleet_peer from = {};
 	struct packet p = {};
@@ -545,11 +546,13 @@ int fleet_tunnel(struct __sk_buff *skb)
 	else if (!bpf_skb_get_tunnel_key(skb, &key, sizeof(key), BPF_F_TUNINFO_IPV6))
 		__builtin_memcpy(&from.address, key.remote_ipv6,
 				 sizeof(from.address));
-	if (!bpf_map_lookup_elem(&peers, &from) || !read_packet(skb, &p)) {
+	/* The interface receives all virtual networks (vxlan_vs_find_vni). */
+	if ((table && key.tunnel_id != table->vni) ||
+	    !bpf_map_lookup_elem(&peers, &from) || !read_packet(skb, &p)) {
 		count(skb, FLEET_UNTRUSTED);
 		return TC_ACT_SHOT;
 	}
-	return handle(skb, &p, &from, true);
+	return handle(skb, &p, table, &from, true);
 }
 
 #define TCPOPT_EOL 0

@@ -61,6 +61,8 @@ struct fleet_table {
 	__u32 named; /* as in steer_table */
 	__u16 self; /* index of this host, or FLEET_NO_HOST */
 	__u16 room; /* bytes of the largest IP packet in the tunnel, for the MSS; 0: no tunnel */
+	__u32 vni; /* of the tunnel; 0: no tunnel */
+	__u32 padding;
 	struct fleet_bucket bucket[STEER_BUCKETS];
 	struct fleet_host host[FLEET_HOSTS];
 };

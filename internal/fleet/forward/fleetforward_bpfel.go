@@ -78,14 +78,16 @@ type fleetForwardFleetPeer struct {
 }
 
 type fleetForwardFleetTable struct {
-	_      structs.HostLayout
-	Nonce  uint64
-	Epoch  uint64
-	Named  uint32
-	Self   uint16
-	Room   uint16
-	Bucket [16384]fleetForwardFleetBucket
-	Host   [4096]fleetForwardFleetHost
+	_       structs.HostLayout
+	Nonce   uint64
+	Epoch   uint64
+	Named   uint32
+	Self    uint16
+	Room    uint16
+	Vni     uint32
+	Padding uint32
+	Bucket  [16384]fleetForwardFleetBucket
+	Host    [4096]fleetForwardFleetHost
 }
 
 // Names of all BPF objects in the ELF.

@@ -330,6 +330,7 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			}
 		}
 		if n.VNI != 0 {
+			kernel.Vni = n.VNI
 			if room := uint16(n.Room); kernel.Room == 0 || room < kernel.Room {
 				kernel.Room = room
 			}

@@ -610,15 +610,28 @@ func TestTunnel(t *testing.T) {
 			if n := counts(t, a); n[forward.Forwarded] == 0 || n[forward.Unreachable]+n[forward.Untrusted] > 0 {
 				t.Errorf("a counts %v", n)
 			}
-			// A host that a does not know sends into the tunnel.
-			n := counts(t, b)
-			b.do(t, func() error {
-				return b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {})
-			})
 			mine := device(4, 0)
 			for i := 0; f.owner(mine) != b; i++ {
 				mine = device(4, i)
 			}
+			// A peer sends into another virtual network.
+			n := counts(t, b)
+			b.do(t, func() error {
+				return b.path.Set(to, "b", func(*table.Host) forward.Next {
+					far := a.v4
+					if outer == "IPv6" {
+						far = a.v6
+					}
+					return forward.Next{Addresses: []netip.Addr{far}, Interface: b.index, VNI: vni + 1, Room: room}
+				}, nil, func() {})
+			})
+			f.send(t, mine, []byte("of another fleet"))
+			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] == n[forward.Untrusted]+1 })
+			// A host that b does not know sends into the tunnel.
+			n = counts(t, b)
+			b.do(t, func() error {
+				return b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {})
+			})
 			f.send(t, mine, []byte("of a stranger"))
 			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] > n[forward.Untrusted] })
 		})
