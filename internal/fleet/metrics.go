@@ -26,7 +26,10 @@ func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	if err != nil {
 		return
 	}
-	s, err := p.status()
+	s, err := p.statusIfAny()
+	if s == nil && err == nil {
+		return
+	}
 	if err != nil {
 		out <- prometheus.NewInvalidMetric(descPackets, err)
 		return

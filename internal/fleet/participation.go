@@ -73,6 +73,7 @@ type participation struct {
 	problems     []string
 	known        map[string]string // states of the hosts, for events
 	local        []string          // problems of interfaces and paths
+	ended        bool              // path is closed
 }
 
 // etcdConfig returns the settings of a store in etcd.
@@ -157,7 +158,11 @@ func (d *Domain) participate(s *settings) (_ *participation, err error) {
 func (p *participation) end(leave bool) error {
 	p.cancel()
 	p.done.Wait()
-	return errors.Join(p.store.Close(leave), p.path.Close())
+	err := p.store.Close(leave)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.ended = true
+	return errors.Join(err, p.path.Close())
 }
 
 // instance returns the name of this host's registration: the same one after a restart of the agent, so that the next agent

@@ -164,7 +164,7 @@ func effectOf(s *store.Snapshot, onDeath lead.OnDeath, would bool, host string, 
 			change(&hosts[i])
 		}
 	}
-	share := float64(lead.Moved(s.Table, hosts, onDeath)) / table.Buckets
+	share := float64(lead.Moved(s.Table, s.Hosts, hosts, onDeath)) / table.Buckets
 	return fmt.Sprintf("%.1f %% of the devices %s", 100*share, verbs[1])
 }
 

@@ -31,7 +31,7 @@ func (d *Domain) Status(status *api.Status) error {
 	if err != nil {
 		return nil
 	}
-	status.Fleet, err = p.status()
+	status.Fleet, err = p.statusIfAny()
 	return err
 }
 
@@ -41,14 +41,26 @@ func (d *Domain) Frame(frame *api.Frame) error {
 	if err != nil {
 		return nil
 	}
-	frame.Fleet, err = p.status()
+	frame.Fleet, err = p.statusIfAny()
 	return err
+}
+
+// statusIfAny is status, or nil if an apply has just ended the participation.
+func (p *participation) statusIfAny() (*api.FleetStatus, error) {
+	s, err := p.status()
+	if errors.Is(err, errNoFleet) {
+		return nil, nil
+	}
+	return s, err
 }
 
 // status returns the state of the fleet, as this host knows it.
 func (p *participation) status() (*api.FleetStatus, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.ended {
+		return nil, errNoFleet
+	}
 	s := &api.FleetStatus{Fleet: p.settings.Name, Host: p.settings.host, Store: "etcd", Hosts: []api.FleetHost{}, Packets: make(map[string]uint64), Problems: p.allProblems()}
 	if p.settings.Etcd == nil {
 		s.Store = "file"

@@ -67,6 +67,10 @@ func main() {
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 	defer stop()
+	if *chain && *fleet {
+		fmt.Fprintln(os.Stderr, "demo: -chain and -fleet exclude each other")
+		os.Exit(2)
+	}
 	o := options{*binary, *out, *chain, *fleet, *keep}
 	if err := run(ctx, o); err != nil {
 		fmt.Fprintln(os.Stderr, "demo:", err)

@@ -37,13 +37,14 @@ type fleet struct {
 	analysis swarm.Analysis
 	waits    []*waits // of etcd and the agents
 	pids     map[string]*waits
+	members  map[string][]int // IDs, by host
 }
 
 // newFleet makes a fleet without hosts.
 func newFleet(t *testing.T, o labfleet.Options) *fleet {
 	t.Helper()
 	h := newHost(t, config.Reuseport)
-	f := &fleet{T: t, host: h, pids: map[string]*waits{}}
+	f := &fleet{T: t, host: h, pids: map[string]*waits{}, members: map[string][]int{}}
 	pins := testenv.BPFFS(t)
 	o.Binary, o.Examples, o.Slots = os.Getenv(binaryEnv), examples, fleetSlots
 	o.Pins = func(name string) string { return filepath.Join(pins, "sockeye-"+name) }
@@ -96,8 +97,9 @@ func (f *fleet) addHost() *labfleet.Host {
 	})
 	f.watch(h.Name, h.Agent)
 	for slot := range fleetSlots {
-		_, err := f.swarm.StartMemberIn(h.Namespace, swarm.Member{Slot: h.Collector(slot), TCP: bmpPort, UDP: ipfixPort}, fmt.Sprintf("%s/receiver-%d", h.Name, slot), "root")
+		p, err := f.swarm.StartMemberIn(h.Namespace, swarm.Member{Slot: h.Collector(slot), TCP: bmpPort, UDP: ipfixPort}, fmt.Sprintf("%s/receiver-%d", h.Name, slot), "root")
 		f.must(err)
+		f.members[h.Name] = append(f.members[h.Name], p.ID)
 	}
 	return h
 }
@@ -177,7 +179,8 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	a, b := f.addHost(), f.addHost()
 	f.await("the first table", f.Hosts, labfleet.Shared("a", "b"))
 	f.route(a, b)
-	begun := f.load(24, 500)
+	const devices = 24
+	begun := f.load(devices, 500)
 	closedBefore := f.closed()
 
 	// The router changes its mind, while the devices send their dumps: connections survive.
@@ -197,7 +200,7 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	if closed := f.closed(); closed != closedBefore {
 		t.Errorf("%d connections were closed by changes of the router", closed-closedBefore)
 	}
-	if n := f.analysis.Dumped(); n > 0 && n == 24 {
+	if f.analysis.Dumped() == devices {
 		t.Logf("the dumps ended %v after the beginning", f.analysis.LastDump()-begun)
 	}
 
@@ -298,13 +301,19 @@ func (f *fleet) finish(until time.Duration) {
 	f.Logf("%d datagrams received, %d connections closed, %d splits, %d without routes, %d undecodable", f.analysis.Received, f.analysis.Closed, len(f.analysis.Splits), f.analysis.WithoutRoutes, f.analysis.Undecodable)
 }
 
-// connected returns an error unless all devices have a connection.
-func (f *fleet) connected(devices int) error {
-	state, err := f.swarm.State()
-	if err == nil && state.Open < devices {
-		err = fmt.Errorf("%d of %d devices have a connection", state.Open, devices)
+// connected returns an error unless all devices have a connection with a host that is not dead. A device does not know at once
+// that its connection has no other end.
+func (f *fleet) connected(devices int, dead ...*labfleet.Host) error {
+	if err := f.swarm.Read(&f.analysis); err != nil {
+		return err
 	}
-	return err
+	n := f.analysis.Connected(func(member int) bool {
+		return !slices.ContainsFunc(dead, func(h *labfleet.Host) bool { return slices.Contains(f.members[h.Name], member) })
+	})
+	if n < devices {
+		return fmt.Errorf("%d of %d devices have a connection with a living host", n, devices)
+	}
+	return nil
 }
 
 // TestFleetLoses is that the other hosts take over the devices of a host that dies, that a host that returns gets them back, that
@@ -386,7 +395,7 @@ func TestFleetLoses(t *testing.T) {
 	f.route(a, c)
 	f.await("the death of b", []*labfleet.Host{a, c}, labfleet.Shared("a", "c"))
 	took := swarm.Now() - died
-	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
+	f.host.eventually("all devices to connect", func() error { return f.connected(devices, b) })
 	t.Logf("after the death of a host, its devices had another one in %v, and all were connected after %v", took.Round(time.Millisecond), (swarm.Now() - died).Round(time.Millisecond))
 	f.host.eventually("the host that was cut off", func() error {
 		s, err := b.Status(t.Context())
@@ -500,7 +509,7 @@ func fleetAnnounced(t *testing.T, o labfleet.Options) {
 	f.routed("a", "b")
 	took := swarm.Now() - planned
 	f.await("the death of c", []*labfleet.Host{a, b}, labfleet.Shared("a", "b"))
-	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
+	f.host.eventually("all devices to connect", func() error { return f.connected(devices, c) })
 	t.Logf("the router knew after %v of the death of a host, and all devices were connected after %v", took.Round(time.Millisecond), (swarm.Now() - planned).Round(time.Millisecond))
 	f.finish(planned)
 	var lost []time.Duration

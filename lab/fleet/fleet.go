@@ -22,6 +22,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -304,15 +305,18 @@ func Agree(ctx context.Context, hosts []*Host, condition func(s *api.FleetStatus
 // others have none.
 func Shared(names ...string) func(s *api.FleetStatus) error {
 	return func(s *api.FleetStatus) error {
+		found := 0
 		for _, h := range s.Hosts {
-			want := false
-			for _, name := range names {
-				want = want || name == h.Name
+			want, fair := slices.Contains(names, h.Name), 1/float64(len(names))
+			if want {
+				found++
 			}
-			fair := 1 / float64(len(names))
 			if want && (h.Share < 0.8*fair || h.Share > 1.2*fair) || !want && h.Share > 0 {
 				return fmt.Errorf("host %s has %.3f of the devices", h.Name, h.Share)
 			}
+		}
+		if found < len(names) {
+			return fmt.Errorf("%d of the hosts %v are known", found, names)
 		}
 		return nil
 	}
@@ -325,10 +329,12 @@ func Alive(names ...string) func(s *api.FleetStatus) error {
 			return errors.New("the store does not answer")
 		}
 		for _, name := range names {
-			for _, h := range s.Hosts {
-				if h.Name == name && (!h.Alive || !h.Healthy) {
-					return fmt.Errorf("host %s: alive %v, healthy %v", h.Name, h.Alive, h.Healthy)
-				}
+			i := slices.IndexFunc(s.Hosts, func(h api.FleetHost) bool { return h.Name == name })
+			if i < 0 {
+				return fmt.Errorf("host %s is not known", name)
+			}
+			if h := &s.Hosts[i]; !h.Alive || !h.Healthy {
+				return fmt.Errorf("host %s: alive %v, healthy %v", h.Name, h.Alive, h.Healthy)
 			}
 		}
 		return nil

@@ -64,11 +64,11 @@ func (f *Fleet) startGoBGP(n *lab.Namespace, name, configuration string) (dir st
 		return "", errors.New("find gobgpd: not installed (Debian package gobgpd: apt-get install gobgpd)")
 	}
 	dir = filepath.Join(f.Dir(), name)
-	path := filepath.Join(dir, "gobgpd.toml")
+	path := filepath.Join(dir, "gobgpd.conf")
 	if err := os.WriteFile(path, []byte(configuration), 0o644); err != nil {
 		return "", fmt.Errorf("start gobgpd of %s: %w", name, err)
 	}
-	p := n.Command(context.Background(), program, "-f", path, "--log-plain")
+	p := n.Command(context.Background(), program, "-f", path, "--api-hosts", "127.0.0.1:50051", "--log-plain")
 	p.Name = name + "/gobgpd"
 	return dir, p.Start()
 }
@@ -107,7 +107,7 @@ func (h *Host) announce(ctx context.Context) error {
 	f := h.fleet
 	files := map[string]string{"configuration": "frr.conf", "announce.env": "announce.env"}
 	if f.o.Daemon == GoBGP {
-		files["configuration"] = "gobgpd.toml"
+		files["configuration"] = "gobgpd.conf"
 	}
 	for name, file := range files {
 		text, err := f.example(h, string(f.o.Daemon), file)

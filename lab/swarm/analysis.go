@@ -538,6 +538,16 @@ func (a *Analysis) History(number int) []Seen { return slices.Clone(a.device(uin
 // LastDump returns the time at which a member had read an initial dump (see Dumped), the last one of all members.
 func (a *Analysis) LastDump() time.Duration { return a.dumped }
 
+// Connected returns the number of devices with an open connection at members of which living is true, as far as records were added.
+func (a *Analysis) Connected(living func(member int) bool) (n int) {
+	for _, d := range a.devices {
+		if slices.ContainsFunc(d.connections, func(c *connection) bool { return c.member != FromDevices && c.closed == 0 && living(c.member) }) {
+			n++
+		}
+	}
+	return n
+}
+
 // Dumped returns the number of devices with an open connection whose initial dump its member has read, as far as
 // records were added.
 func (a *Analysis) Dumped() (n int) {

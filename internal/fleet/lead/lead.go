@@ -450,24 +450,42 @@ func (s *step) prepare(targets *table.Column) {
 	}
 }
 
-// Moved returns the number of buckets that a leader would give to another host if the hosts were those, all for long enough.
-func Moved(present *table.Table, hosts []Host, onDeath OnDeath) (moved int) {
+// Moved returns the number of buckets that a leader would give to other hosts if the hosts were after instead of before, all for
+// long enough. Moves that are under way without the change do not count.
+func Moved(present *table.Table, before, after []Host, onDeath OnDeath) (moved int) {
+	from, to := targetsOf(present, before, onDeath), targetsOf(present, after, onDeath)
+	if from == nil || to == nil {
+		return 0
+	}
+	for b := range to {
+		if from[b] != to[b] {
+			moved++
+		}
+	}
+	return moved
+}
+
+// targetsOf returns the hosts that a leader would give the buckets: names, or nil without a host.
+func targetsOf(present *table.Table, hosts []Host, onDeath OnDeath) []string {
 	l := Leader{Config: Config{OnDeath: onDeath}}
 	shares := present.Shares()
 	weights := make(map[string]uint32)
+	var names []string
 	for i := range hosts {
 		h := &hosts[i]
 		at := present.Index(h.Name)
 		if l.hasShare(h, at != table.None && shares[at] > 0, true) {
 			weights[h.Name] = h.Weight
+			names = append(names, h.Name)
 		}
 	}
 	l.rank(weights)
-	for b, target := range l.ranking.Column(present.Index) {
-		// A host that the table does not have gets its share from the others.
-		if l.ranking.Hosts() > 0 && (target == table.None || target != present.Owner[b]) {
-			moved++
-		}
+	if l.ranking.Hosts() == 0 {
+		return nil
 	}
-	return moved
+	var to []string
+	for _, i := range l.ranking.Column(func(name string) uint16 { return uint16(slices.Index(names, name)) }) {
+		to = append(to, names[i])
+	}
+	return to
 }

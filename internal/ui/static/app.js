@@ -181,10 +181,12 @@ function problems(frame) {
   return list.sort((a, b) => b[0] - a[0]);
 }
 
-// fleetProblems lists what is wrong with the fleet: [severe, text]. A host that has devices and cannot serve them is severe.
+// fleetProblems lists what is wrong with the fleet: [severe, text]. A host that has devices and cannot serve them is severe, as is
+// this host without a table; one that the operator has drained is not.
 function fleetProblems(fleet) {
   const list = fleet.problems.map((words) => [false, words]);
-  if (!fleet.healthy) list.push([true, "this host is not healthy: " + fleet.reason]);
+  const own = fleet.hosts.find((h) => h.name === fleet.host);
+  if (!fleet.healthy) list.push([!own || own.share > 0 || !fleet.epoch, "this host is not healthy: " + fleet.reason]);
   for (const h of fleet.hosts) {
     if (!h.alive) {
       if (h.state !== "removed") list.push([h.share > 0, `host ${h.name} is dead`]);
