@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fleet/forward"
 	"sockeye/internal/fleet/table"
@@ -48,8 +49,7 @@ type missingError struct{ reason string }
 
 func (e *missingError) Error() string { return e.reason }
 
-// run runs a program of a peer in a namespace. Its failure is a missingError: the commands are those that work where the kernel
-// has the peer.
+// run runs a program of a peer in a namespace. The error is a missingError if the kernel does not have the peer.
 func run(ctx context.Context, n *lab.Namespace, stdin string, argv ...string) error {
 	p := n.Command(ctx, argv...)
 	var out bytes.Buffer
@@ -62,10 +62,12 @@ func run(ctx context.Context, n *lab.Namespace, stdin string, argv ...string) er
 		return err
 	}
 	said, _, _ := strings.Cut(strings.TrimSpace(out.String()), "\n")
-	if said == "" {
-		return &missingError{err.Error()}
+	for _, e := range []unix.Errno{unix.ENOPROTOOPT, unix.EOPNOTSUPP, unix.ENOENT} { // no IPVS, no nftables, an unknown expression
+		if strings.Contains(strings.ToLower(said), e.Error()) {
+			return &missingError{fmt.Sprintf("%s: %s", argv[0], said)}
+		}
 	}
-	return &missingError{fmt.Sprintf("%s: %s", argv[0], said)}
+	return fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, said)
 }
 
 // route is a route of the service's address by way of host second.

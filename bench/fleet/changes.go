@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"time"
 
@@ -22,8 +23,11 @@ const (
 	role = "swarm" // worker role of members and devices
 
 	changeDevices = 96
-	changeRate    = 25 // datagrams per second of each of the two exporters of a device
+	changeFlows   = 2  // UDP ports of a device
+	changeRate    = 25 // datagrams per second of a device
 	changeSlots   = 2  // of each host
+	// changePeriod is the time between two datagrams of a flow.
+	changePeriod = changeFlows * time.Second / changeRate
 	// noticed is the time in which the router in front notices that a host has died: BFD with three times 300 ms.
 	noticed = 900 * time.Millisecond
 	// changePatience is the timeout of a change that needs seconds.
@@ -48,13 +52,13 @@ type change struct {
 	// longest time of a device.
 	Misdirected int     `json:"misdirected"`
 	Split       float64 `json:"split_ms"`
-	// Reconnected are the connections that were opened again, and Gap is the longest time of a device without a connection or
-	// without a datagram.
+	// Reconnected are the connections that were closed and opened again. Gap is the longest time of a device without a connection
+	// with a living member, or between two datagrams of one UDP port that a member received.
 	Reconnected int     `json:"reconnected"`
 	Gap         float64 `json:"gap_s"`
 
 	swarm.Interval `json:"-"`
-	dead           map[int]bool // members, by their ID
+	dead           []int // IDs of members
 }
 
 // changesPart contains the changes in their order.
@@ -66,6 +70,8 @@ type changed struct {
 	swarm   *swarm.Swarm
 	members map[string][]int // IDs, by host
 	part    changesPart
+	// analysis has all records.
+	analysis swarm.Analysis
 }
 
 // changes lets hosts join, drain, return and die while devices send through a router that hashes ports.
@@ -81,7 +87,7 @@ func (b *bench) changes(ctx context.Context) (part, error) {
 	if err := c.Route(x, y); err != nil {
 		return nil, err
 	}
-	load := swarm.Load{Devices: changeDevices, TCP: labfleet.BMP, UDP: labfleet.IPFIX, Rate: changeRate, Exporters: 2, Routes: 10,
+	load := swarm.Load{Devices: changeDevices, TCP: labfleet.BMP, UDP: labfleet.IPFIX, Rate: changeRate, Exporters: changeFlows, Routes: 10,
 		Service4: labfleet.Service4, Service6: labfleet.Service6, Noted: true}
 	if err := c.swarm.StartDevices(ctx, load); err != nil {
 		return nil, err
@@ -90,6 +96,7 @@ func (b *bench) changes(ctx context.Context) (part, error) {
 	if err != nil {
 		return nil, err
 	}
+	c.analysis = swarm.Analysis{Begin: begun.At, Silence: silence, Period: changePeriod}
 	z, err := c.NewHost()
 	if err != nil {
 		return nil, err
@@ -99,12 +106,12 @@ func (b *bench) changes(ctx context.Context) (part, error) {
 		if err := c.start(ctx, z); err != nil {
 			return err
 		}
-		return c.await(ctx, c.Hosts, labfleet.Shared("a", "b", "c"))
+		if err := c.await(ctx, c.Hosts, labfleet.Shared("a", "b", "c")); err != nil {
+			return err
+		}
+		return c.Route(x, y, z)
 	}
 	if err := c.change(ctx, "join", third, join); err != nil {
-		return nil, err
-	}
-	if err := c.Route(x, y, z); err != nil {
 		return nil, err
 	}
 	for range b.Cycles {
@@ -112,24 +119,24 @@ func (b *bench) changes(ctx context.Context) (part, error) {
 			if err := x.Set(ctx, z.Name, "drain"); err != nil {
 				return err
 			}
-			return c.await(ctx, c.Hosts, labfleet.Shared("a", "b"))
+			if err := c.await(ctx, c.Hosts, labfleet.Shared("a", "b")); err != nil {
+				return err
+			}
+			return c.Route(x, y)
 		}
 		if err := c.change(ctx, "drain", third, drain); err != nil {
-			return nil, err
-		}
-		if err := c.Route(x, y); err != nil {
 			return nil, err
 		}
 		back := func() error {
 			if err := x.Set(ctx, z.Name, "ready"); err != nil {
 				return err
 			}
-			return c.await(ctx, c.Hosts, labfleet.Shared("a", "b", "c"))
+			if err := c.await(ctx, c.Hosts, labfleet.Shared("a", "b", "c")); err != nil {
+				return err
+			}
+			return c.Route(x, y, z)
 		}
 		if err := c.change(ctx, "return", third, back); err != nil {
-			return nil, err
-		}
-		if err := c.Route(x, y, z); err != nil {
 			return nil, err
 		}
 	}
@@ -146,20 +153,16 @@ func (b *bench) changes(ctx context.Context) (part, error) {
 			return err
 		}
 		return c.WaitFor(ctx, "connections", func() (bool, error) {
-			state, err := c.swarm.State()
-			return state.Open == changeDevices, err
+			err := c.swarm.Read(&c.analysis)
+			return c.analysis.Connected(func(member int) bool { return !slices.Contains(c.members[z.Name], member) }) == changeDevices, err
 		})
 	}
 	c.Hosts = living // the dead host has no events
 	if err := c.change(ctx, "kill", third, kill); err != nil {
 		return nil, err
 	}
-	killed := &c.part.changes[len(c.part.changes)-1]
-	killed.dead = map[int]bool{}
-	for _, id := range c.members[z.Name] {
-		killed.dead[id] = true
-	}
-	return c.judge(begun.At)
+	c.part.changes[len(c.part.changes)-1].dead = c.members[z.Name]
+	return c.judge()
 }
 
 // newFleet starts two hosts.
@@ -273,32 +276,41 @@ func (c *changed) gained(ctx context.Context) (sum int, err error) {
 }
 
 // judge stops the devices, and finds out what each change has cost.
-func (c *changed) judge(begun time.Duration) (part, error) {
+func (c *changed) judge() (part, error) {
 	stopped, err := c.swarm.Stop()
 	if err != nil {
 		return nil, err
 	}
 	time.Sleep(time.Second) // the members receive what is on the way
-	a := swarm.Analysis{Begin: begun, End: stopped.At, Silence: silence, Period: time.Second / changeRate}
-	if err := c.swarm.Read(&a); err != nil {
+	if err := c.swarm.Read(&c.analysis); err != nil {
 		return nil, err
+	}
+	c.analysis.End = stopped.At
+	c.part.judge(&c.analysis)
+	return &c.part, nil
+}
+
+// judge finds out what each change has cost. All records have been added to the analysis.
+func (p *changesPart) judge(a *swarm.Analysis) {
+	for i := range p.changes { // before the end of the analysis, which forgets connections
+		if one := &p.changes[i]; len(one.dead) > 0 {
+			one.Gap = a.LongestWithout(one.From, func(member int) bool { return slices.Contains(one.dead, member) }).Seconds()
+		}
 	}
 	a.Finish()
 	missing := a.Missing()
-	for i := range c.part.changes {
-		one := &c.part.changes[i]
+	for i := range p.changes {
+		one := &p.changes[i]
 		within := func(at time.Duration) bool { return at >= one.From && at < one.To }
-		one.Sent = int((one.To - one.From).Seconds() * 2 * changeRate * changeDevices)
-		first, last := one.To, one.From
+		one.Sent = a.SentWithin(one.Interval)
 		for _, at := range missing {
 			if within(at) {
 				one.Lost++
-				first, last = min(first, at), max(last, at)
 			}
 		}
-		one.Gap = max(0, (last - first).Seconds())
+		one.Gap = max(one.Gap, a.LongestSilence(one.Interval).Seconds())
 		for _, s := range a.Splits {
-			if within(s.From) && !one.dead[s.Connection] { // a device does not know yet that its connection has no other end
+			if within(s.From) && !slices.Contains(one.dead, s.Connection) { // a device does not know yet that its connection has no other end
 				one.Misdirected += s.Count
 				one.Split = max(one.Split, s.Length(a.Stalls...).Seconds()*1000)
 			}
@@ -310,7 +322,6 @@ func (c *changed) judge(begun time.Duration) (part, error) {
 			}
 		}
 	}
-	return &c.part, nil
 }
 
 // named returns the changes with a name.
@@ -324,12 +335,13 @@ func (p *changesPart) named(name string) (list []change) {
 }
 
 func (p *changesPart) print(w harness.Printf) {
-	w("\nThree hosts on a link, %d devices with a TCP connection and two UDP flows of %d datagrams per second each, router hashes ports\n", changeDevices, changeRate)
+	w("\nThree hosts on a link, %d devices with a TCP connection and %d UDP flows, %d datagrams per second each; the router hashes ports\n", changeDevices, changeFlows, changeRate)
 	w("change\tseconds\tbuckets moved\tto the ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tconnections opened again\tlongest gap, s\n")
 	for _, c := range p.changes {
 		w("%s\t%.1f\t%d\t%.3f\t%d\t%d\t%d\t%.1f\t%d\t%.2f\n", c.Name, c.Took, c.Moved, float64(c.Moved)/c.Ideal, c.Sent, c.Lost, c.Misdirected, c.Split, c.Reconnected, c.Gap)
 	}
-	w("Misdirected: at one member while the connection of the device was at another one that lives. Gap: of a device, without a connection or without datagrams.\n")
+	w("Misdirected: at one member while the connection of the device was at another one that lives. Gap: of a device, without a connection with a living\n")
+	w("member, or between two datagrams of one UDP port that arrived, which are sent %v apart.\n", changePeriod)
 	w("Kill: all processes and the link of the host at once; the router in front notices it after %v.\n", noticed)
 }
 
@@ -377,7 +389,7 @@ func (p *changesPart) targets() []harness.Target {
 		exact("buckets that move when a host joins, drains or returns, to the ideal, the worst", "%.3f", mostMoved, moved),
 		exact("datagrams lost while hosts join, drain and return", "%.0f", 0, float64(lost)),
 		exact("datagrams at one member while the connection of the device was at another one", "%.0f", 0, float64(misdirected)),
-		exact("seconds without a device after the death of a host", "%.2f", (labfleet.Lease + reconnect).Seconds(), gap),
+		exact("longest gap of a device after a host has died, seconds", "%.2f", (labfleet.Lease + reconnect).Seconds(), gap),
 	}
 }
 

@@ -5,6 +5,7 @@ package swarm
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -546,6 +547,54 @@ func (a *Analysis) Connected(living func(member int) bool) (n int) {
 		}
 	}
 	return n
+}
+
+// SentWithin returns the number of datagrams that devices sent in an interval, with Load.Noted and Period.
+func (a *Analysis) SentWithin(i Interval) (n int) {
+	for _, numbers := range a.sent {
+		for _, at := range numbers {
+			if at >= i.From && at < i.To {
+				n++
+			}
+		}
+	}
+	return n
+}
+
+// LongestSilence returns the longest time between two received datagrams of one UDP port, of which the second one was due, by Period,
+// within an interval.
+func (a *Analysis) LongestSilence(i Interval) (longest time.Duration) {
+	for _, numbers := range a.numbers {
+		times := slices.Sorted(maps.Values(numbers))
+		for k := 1; k < len(times); k++ {
+			if due := times[k-1] + a.Period; due >= i.From && due < i.To {
+				longest = max(longest, times[k]-times[k-1])
+			}
+		}
+	}
+	return longest
+}
+
+// LongestWithout returns the longest time from the death of members until a device with a connection there had one at another
+// member, as far as records were added.
+func (a *Analysis) LongestWithout(died time.Duration, dead func(member int) bool) (longest time.Duration) {
+	for _, d := range a.devices {
+		first := time.Duration(0)
+		had := false
+		for _, c := range d.connections {
+			switch {
+			case c.member == FromDevices:
+			case dead(c.member):
+				had = had || c.opened < died && (c.closed == 0 || c.closed > died)
+			case c.opened > died && (first == 0 || c.opened < first):
+				first = c.opened
+			}
+		}
+		if had && first > 0 {
+			longest = max(longest, first-died)
+		}
+	}
+	return longest
 }
 
 // Dumped returns the number of devices with an open connection whose initial dump its member has read, as far as
