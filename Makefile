@@ -287,11 +287,13 @@ uninstall: ## Remove what install has installed (PREFIX, DESTDIR)
 	rm -rf $(DESTDIR)$(PREFIX)/share/sockeye
 
 .PHONY: deb
-deb: ## Build the Debian package in out/ (ARCH=arm64)
+deb: ## Build the Debian package in out/ (ARCH=arm64), in place of earlier ones
+	@rm -f "$(OUT)"/sockeye_*_$(or $(ARCH),$(shell go env GOARCH)).deb
 	@tools/package/build "$(OUT)" $(or $(ARCH),$(shell go env GOARCH)) deb
 
 .PHONY: rpm
-rpm: ## Build the rpm package in out/ (ARCH=arm64)
+rpm: ## Build the rpm package in out/ (ARCH=arm64), in place of earlier ones
+	@rm -f "$(OUT)"/sockeye-*.$(if $(filter arm64,$(or $(ARCH),$(shell go env GOARCH))),aarch64,x86_64).rpm
 	@tools/package/build "$(OUT)" $(or $(ARCH),$(shell go env GOARCH)) rpm
 
 .PHONY: test-package
