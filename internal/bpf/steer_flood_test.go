@@ -300,7 +300,8 @@ func TestFloodOfDatagrams(t *testing.T) {
 		}
 		for _, devices := range [][]netip.Addr{silent, late} {
 			for _, a := range devices {
-				if seen, ok := listed[a]; !ok || seen.Connections != 1 || int(seen.Slot) != s.slotOf(a) {
+				// A segment that comes after its connection has ended is looked up too, and sk_lookup does not see whether it is a SYN.
+				if seen, ok := listed[a]; !ok || seen.Connections < 1 || seen.Connections > 1 && !lookup || int(seen.Slot) != s.slotOf(a) {
 					t.Errorf("%s: listed %v, %+v; it has connected once", a, ok, seen)
 				}
 			}
