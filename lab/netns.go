@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -103,6 +104,19 @@ func sysctl(name, value string) error {
 // ipv4.tcp_migrate_req.
 func (n *Namespace) Sysctl(name, value string) error {
 	return n.Do(func() error { return sysctl(strings.ReplaceAll(name, ".", "/"), value) })
+}
+
+// UnlimitErrors lets the namespace send all ICMP errors.
+func (n *Namespace) UnlimitErrors() error {
+	for name, value := range map[string]string{
+		"ipv4.icmp_ratelimit": "0", "ipv4.icmp_msgs_per_sec": "1000000", "ipv4.icmp_msgs_burst": "100000", "ipv6.icmp.ratelimit": "0",
+	} {
+		// On older kernels, the limits of messages per second are not settings of a network namespace.
+		if err := n.Sysctl(name, value); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
 }
 
 // AddAddress adds an address to an interface of the namespace, without duplicate address detection. If the interface is

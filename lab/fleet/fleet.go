@@ -97,7 +97,7 @@ func New(ctx context.Context, l *lab.Lab, o Options) (*Fleet, error) {
 			return nil, err
 		}
 	}
-	if err := unlimitErrors(f.Front); err != nil {
+	if err := f.Front.UnlimitErrors(); err != nil {
 		return nil, err
 	}
 	if err := f.Hash(ByPorts); err != nil {
@@ -146,18 +146,6 @@ func (f *Fleet) makeDirectories(name string) error {
 func (f *Fleet) Reach(sender *lab.Namespace, source4, source6 netip.Addr) error {
 	return errors.Join(sender.AddRouteFrom(netip.PrefixFrom(Service4, 32), Front4, source4),
 		sender.AddRouteFrom(netip.PrefixFrom(Service6, 128), Front6, source6))
-}
-
-// unlimitErrors lets a namespace send all ICMP errors.
-func unlimitErrors(n *lab.Namespace) error {
-	for name, value := range map[string]string{
-		"ipv4.icmp_ratelimit": "0", "ipv4.icmp_msgs_per_sec": "1000000", "ipv4.icmp_msgs_burst": "100000", "ipv6.icmp.ratelimit": "0",
-	} {
-		if err := n.Sysctl(name, value); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // Hash is what the front router hashes to choose a host.

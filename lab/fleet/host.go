@@ -96,7 +96,7 @@ func (h *Host) attach() (err error) {
 		}
 	}
 	if err == nil {
-		err = errors.Join(h.defaultRoutes(), unlimitErrors(h.Namespace), f.makeDirectories(h.Name))
+		err = errors.Join(h.defaultRoutes(), h.Namespace.UnlimitErrors(), f.makeDirectories(h.Name))
 	}
 	return err
 }
@@ -166,15 +166,10 @@ func (h *Host) WritePolicy(lines ...string) error {
 // Collector returns the number in the lab (lab.CollectorConfig.Slot) of the collector in a slot of the host.
 func (h *Host) Collector(slot int) int { return h.Number*h.fleet.o.Slots + slot }
 
-// AgentArgs returns the arguments of the agent.
-func (h *Host) AgentArgs() []string {
-	return []string{"agent", "--log-level", "debug", "--policy", h.PolicyPath(), "--state-dir", filepath.Join(h.Dir, "state"), "--run-dir", h.Dir,
-		"--pins", h.fleet.o.Pins(h.Name)}
-}
-
 // StartAgent starts the agent, and waits until it answers.
 func (h *Host) StartAgent(ctx context.Context) error {
-	h.Agent = h.Namespace.Command(context.Background(), append([]string{h.fleet.o.Binary}, h.AgentArgs()...)...)
+	h.Agent = h.Namespace.Command(context.Background(), h.fleet.o.Binary, "agent", "--log-level", "debug", "--policy", h.PolicyPath(),
+		"--state-dir", filepath.Join(h.Dir, "state"), "--run-dir", h.Dir, "--pins", h.fleet.o.Pins(h.Name))
 	h.Agent.Name = h.Name + "/agent"
 	if err := h.Agent.Start(); err != nil {
 		return err

@@ -16,7 +16,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"net/netip"
 	"os"
 
@@ -79,16 +78,7 @@ func Reach(collectors *lab.Namespace) error {
 			return err
 		}
 	}
-	// The devices must receive every ICMP error.
-	for name, value := range map[string]string{
-		"ipv4.icmp_ratelimit": "0", "ipv4.icmp_msgs_per_sec": "1000000", "ipv4.icmp_msgs_burst": "100000", "ipv6.icmp.ratelimit": "0",
-	} {
-		// On older kernels, the limits of messages per second are not settings of a network namespace.
-		if err := collectors.Sysctl(name, value); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
-		}
-	}
-	return nil
+	return collectors.UnlimitErrors() // the devices must receive every ICMP error
 }
 
 // roleVariable contains the role of a process of a swarm as JSON. Its name does not start with SOCKEYE_, because
