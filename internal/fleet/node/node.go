@@ -105,16 +105,11 @@ func (n *Node) Run(ctx context.Context) {
 		n.config.Store.Run(ctx, snapshots)
 	}()
 	defer func() { <-ended }()
-	last := &store.Snapshot{Table: n.config.Last}
 	timer := time.NewTimer(0)
+	<-timer.C
 	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case last = <-snapshots:
-		case <-timer.C:
-		}
+	// The table of the last start comes first: a table of the store is compared with the one in force.
+	for last := (&store.Snapshot{Table: n.config.Last}); ; {
 		wait, err := n.follow(ctx, last)
 		problem := ""
 		if err != nil {
@@ -131,6 +126,12 @@ func (n *Node) Run(ctx context.Context) {
 		}
 		if wait > 0 {
 			timer.Reset(wait)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case last = <-snapshots:
+		case <-timer.C:
 		}
 	}
 }

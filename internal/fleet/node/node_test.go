@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -306,10 +307,12 @@ func TestRestoredStore(t *testing.T) {
 		}
 		return one
 	}
-	for _, c := range []struct {
+	type start struct {
 		last    *table.Table
 		problem string
-	}{{of(9, 7), "an earlier state of the store was restored"}, {of(5, 8), "it belongs to another fleet"}, {of(5, 7), ""}} {
+	}
+	// Many times, because the snapshot of the store comes at any time of the start.
+	for _, c := range slices.Repeat([]start{{of(9, 7), "an earlier state of the store was restored"}, {of(5, 8), "it belongs to another fleet"}, {of(5, 7), ""}}, 30) {
 		s := &fixed{written: make(chan *table.Table, 10), snapshot: &store.Snapshot{Table: of(5, 7), Connected: true, Leads: true,
 			Hosts: []lead.Host{{Host: table.Host{Name: "a", Weight: 2}, State: lead.Ready, Alive: true, Healthy: true, Applied: 5, Prepared: 5}}}}
 		p := &path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}
