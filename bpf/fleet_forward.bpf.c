@@ -427,6 +427,9 @@ static __always_inline bool is_ipv4(const struct steer_address *address)
 	       address->word[2] == bpf_htonl(0xffff);
 }
 
+/* Linux 5.10 has no local_ipv6, and refuses keys that have. */
+#define TUNNEL_KEY offsetof(struct bpf_tunnel_key, local_ipv6)
+
 /* Sends a packet to the tunnel of another host. */
 static __always_inline long send_in_tunnel(struct __sk_buff *skb,
 					   const struct fleet_host *host)
@@ -445,7 +448,7 @@ static __always_inline long send_in_tunnel(struct __sk_buff *skb,
 	}
 	for (i = 0; i < ETH_ALEN; i++)
 		mac[i] = tunnel_mac[i];
-	if (bpf_skb_set_tunnel_key(skb, &key, sizeof(key), flags) ||
+	if (bpf_skb_set_tunnel_key(skb, &key, TUNNEL_KEY, flags) ||
 	    bpf_skb_store_bytes(skb, 0, mac, sizeof(mac), 0))
 		return TC_ACT_SHOT;
 	return bpf_redirect(host->ifindex, 0);
@@ -541,9 +544,9 @@ int fleet_tunnel(struct __sk_buff *skb)
 	struct fleet_peer from = {};
 	struct packet p = {};
 
-	if (!bpf_skb_get_tunnel_key(skb, &key, sizeof(key), 0))
+	if (!bpf_skb_get_tunnel_key(skb, &key, TUNNEL_KEY, 0))
 		steer_map_ipv4(&from.address, bpf_htonl(key.remote_ipv4));
-	else if (!bpf_skb_get_tunnel_key(skb, &key, sizeof(key), BPF_F_TUNINFO_IPV6))
+	else if (!bpf_skb_get_tunnel_key(skb, &key, TUNNEL_KEY, BPF_F_TUNINFO_IPV6))
 		__builtin_memcpy(&from.address, key.remote_ipv6,
 				 sizeof(from.address));
 	/* The interface receives all virtual networks (vxlan_vs_find_vni). */

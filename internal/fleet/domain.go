@@ -165,7 +165,7 @@ func (d *Domain) pins() string { return filepath.Join(d.host.Root.Dir, bpf.Fleet
 
 // removeLeftover removes the data path of an earlier agent, and the files of the fleet.
 func (d *Domain) removeLeftover() error {
-	_, err := forward.RemoveTunnel()
+	_, err := forward.Retire()
 	if err := errors.Join(forward.Remove(d.pins()), err); err != nil {
 		return fault.In("fleet", err)
 	}
@@ -307,11 +307,11 @@ func (d *Domain) Close() {
 	}
 }
 
-// Retire removes the tunnel, for reset.
+// Retire removes the tunnel and filters, for reset.
 func Retire(string) error {
-	_, err := forward.RemoveTunnel()
+	_, err := forward.Retire()
 	return err
 }
 
-// Revert removes the tunnel.
-func (d *Domain) Revert() ([]string, error) { return forward.RemoveTunnel() }
+// Revert removes the tunnel and filters.
+func (d *Domain) Revert() ([]string, error) { return forward.Retire() }

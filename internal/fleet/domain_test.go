@@ -18,6 +18,7 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"sockeye/internal/api"
+	"sockeye/internal/clsact"
 	"sockeye/internal/config"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fleet/forward"
@@ -94,7 +95,6 @@ hosts:
 // plug creates the interface fleet0 with an address.
 func plug(t testing.TB) netlink.Link {
 	t.Helper()
-	testenv.NeedTCX(t)
 	check(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"}))
 	t.Cleanup(func() {
 		if l, err := netlink.LinkByName("fleet0"); err == nil {
@@ -173,7 +173,21 @@ func TestDomain(t *testing.T) {
 		_, err := netlink.LinkByName(forward.TunnelName)
 		return err == nil && len(status(t, r).Problems) == 0
 	})
+	filters, err := clsact.Open()
+	check(t, err)
+	defer filters.Close()
 	attached := func() (links []string) {
+		for name, filter := range map[string]string{"fleet0": "ingress", forward.TunnelName: "tunnel"} {
+			link, err := netlink.LinkByName(name)
+			if err != nil {
+				continue
+			}
+			has, err := filters.Has(link.Attrs().Index, clsact.Ingress, "sockeye-fleet/"+filter)
+			check(t, err)
+			if has {
+				links = append(links, name)
+			}
+		}
 		all, err := filepath.Glob(pins + "/fleet@*/*")
 		check(t, err)
 		for _, path := range all {

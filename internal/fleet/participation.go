@@ -397,7 +397,8 @@ func (p *participation) attach() {
 		}
 	}
 	wanted := append(slices.Clone(indexes), tunnel)
-	if slices.Equal(wanted, p.attached) {
+	attached, err := p.path.IsAttached()
+	if err == nil && attached && slices.Equal(wanted, p.attached) {
 		return
 	}
 	if err := p.path.Attach(indexes, tunnel); err != nil {

@@ -151,7 +151,7 @@ type verifier struct {
 	before   *netif.Interface // at the start
 	result   Report
 	counting *programs.Counter
-	filters  *clsact // nil if attached by TCX
+	filters  *filters // nil if attached by TCX
 	method   string
 	noDriver string
 	diag     *diag
@@ -202,8 +202,7 @@ func (v *verifier) attach(o options) error {
 	}
 	if errors.Is(err, ebpf.ErrNotSupported) {
 		v.method = "clsact"
-		ingress, egress := v.counting.Programs()
-		v.filters, err = attachClsact(v.before.Index, ingress, egress)
+		v.filters, err = v.attachFilters()
 	}
 	if errors.Is(err, unix.ENODEV) {
 		return v.vanished()

@@ -11,8 +11,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -20,7 +18,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/load"
 	"sockeye/internal/bpf/pin"
-	"sockeye/internal/fault"
+	"sockeye/internal/clsact"
 	"sockeye/internal/fleet/table"
 	"sockeye/internal/placement"
 )
@@ -61,12 +59,7 @@ func (o Outcome) String() string { return outcomeNames[o] }
 // MostListeners is the largest number of listeners of a fleet.
 const MostListeners = int(fleetForwardFleetLimitFLEET_SERVED)
 
-const (
-	pinTables    = "fleet_tables"
-	linkPrefix   = "ingress_"
-	egressPrefix = "egress_"
-	tunnelLink   = "tunnel"
-)
+const pinTables = "fleet_tables"
 
 // TunnelMAC is the link-layer address of the tunnel of every host. It is locally administered.
 var TunnelMAC = [6]byte{0x02, 's', 'o', 'c', 'k', 'y'}
@@ -90,7 +83,7 @@ type Next struct {
 	MAC [6]byte
 }
 
-// Path is the data path: pinned maps, programs and links, which stay attached without this process.
+// Path is the data path: pinned maps and programs, which stay attached without this process.
 type Path struct {
 	base, dir               string
 	others                  []string // directories of other layouts
@@ -100,7 +93,9 @@ type Path struct {
 	outcomes                *ebpf.Map
 	devices                 [2]deviceMaps // by the value of named, less 1
 	ingress, tunnel, egress *ebpf.Program
+	hooks                   []hook
 	links                   map[string]link.Link // by the names of their pins
+	filters                 *clsact.Filters      // nil: the kernel has TCX links
 	named                   uint32               // device map in force
 	entries                 *placement.Entries   // of the device map in force; nil: of an earlier process
 }
@@ -184,118 +179,6 @@ func (p *Path) Epoch() (uint64, error) {
 		return 0, err
 	}
 	return t.Epoch, nil
-}
-
-// Attach attaches the programs to interfaces, by index, and to the tunnel unless that is 0. It detaches them from all others.
-// A program that is attached stays so, and is replaced by the one of this version in one step.
-func (p *Path) Attach(interfaces []int, tunnel int) error {
-	wanted := make(map[string]bool)
-	for _, index := range interfaces {
-		name := linkPrefix + strconv.Itoa(index)
-		wanted[name] = true
-		if err := p.ensure(name, index, p.ingress, ebpf.AttachTCXIngress); err != nil {
-			return err
-		}
-		if tunnel == 0 {
-			continue
-		}
-		name = egressPrefix + strconv.Itoa(index)
-		wanted[name] = true
-		if err := p.ensure(name, index, p.egress, ebpf.AttachTCXEgress); err != nil {
-			return err
-		}
-	}
-	if tunnel != 0 {
-		wanted[tunnelLink] = true
-		if err := p.ensure(tunnelLink, tunnel, p.tunnel, ebpf.AttachTCXIngress); err != nil {
-			return err
-		}
-	}
-	entries, err := os.ReadDir(p.dir)
-	if err != nil {
-		return fmt.Errorf("read pin directory: %w", err)
-	}
-	for _, e := range entries {
-		if name := e.Name(); !wanted[name] && isLink(name) {
-			if err := p.detach(name); err != nil {
-				return err
-			}
-		}
-	}
-	for _, dir := range p.others {
-		if err := removeDir(dir); err != nil {
-			return err
-		}
-	}
-	p.others = nil
-	return nil
-}
-
-// isLink reports whether a pin is a link, also one that was not renamed.
-func isLink(name string) bool {
-	return strings.HasPrefix(name, linkPrefix) || strings.HasPrefix(name, egressPrefix) || strings.HasPrefix(name, tunnelLink)
-}
-
-// ensure attaches a program to an interface, unless the pinned link does that already, and pins the link.
-func (p *Path) ensure(name string, index int, program *ebpf.Program, at ebpf.AttachType) error {
-	if l := p.links[name]; l != nil {
-		if attachedTo(l, index) {
-			return nil
-		}
-		l.Close()
-		delete(p.links, name)
-	}
-	path := filepath.Join(p.dir, name)
-	for _, dir := range append([]string{p.dir}, p.others...) {
-		l, err := link.LoadPinnedLink(filepath.Join(dir, name), nil)
-		if err != nil {
-			continue // none, or none that can be used
-		}
-		if !attachedTo(l, index) || l.Update(program) != nil {
-			l.Close()
-			continue
-		}
-		if dir != p.dir {
-			if err := os.Rename(filepath.Join(dir, name), path); err != nil {
-				l.Close()
-				return fmt.Errorf("move pin %s: %w", name, err)
-			}
-		}
-		p.links[name] = l
-		return nil
-	}
-	l, err := link.AttachTCX(link.TCXOptions{Interface: index, Program: program, Attach: at, Anchor: link.Head()})
-	if errors.Is(err, ebpf.ErrNotSupported) {
-		return fault.Unsupported(fmt.Errorf("attach to interface %d: %w", index, err), "a fleet needs Linux 6.6 or later (TCX)")
-	}
-	if err != nil {
-		return fmt.Errorf("attach to interface %d: %w", index, err)
-	}
-	if err := pin.Replace(l.Pin, path); err != nil {
-		l.Close()
-		return fmt.Errorf("pin %s: %w", name, err)
-	}
-	p.links[name] = l
-	return nil
-}
-
-// attachedTo reports whether a link is attached to an interface. The kernel clears the index of a link whose interface is
-// removed.
-func attachedTo(l link.Link, index int) bool {
-	info, err := l.Info()
-	if err != nil {
-		return false
-	}
-	tcx := info.TCX()
-	return tcx != nil && tcx.Ifindex == uint32(index)
-}
-
-func (p *Path) detach(name string) error {
-	if l := p.links[name]; l != nil {
-		l.Close()
-		delete(p.links, name)
-	}
-	return pin.Remove(filepath.Join(p.dir, name))
 }
 
 // Set installs a table of the fleet. self is the name of this host, and next returns how it reaches the others. devices is
@@ -467,6 +350,9 @@ func (p *Path) Counts() (counts [Outcomes]uint64, err error) {
 
 // Close closes the descriptors of this process. Pinned maps, programs and links stay.
 func (p *Path) Close() error {
+	if p.filters != nil {
+		p.filters.Close()
+	}
 	var errs []error
 	for _, l := range p.links {
 		errs = append(errs, l.Close())

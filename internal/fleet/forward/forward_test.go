@@ -66,6 +66,7 @@ type fleet struct {
 	hosts  []*node
 	nonce  uint64
 	epoch  uint64
+	pins   string
 }
 
 func prefix(a netip.Addr, bits int) *net.IPNet {
@@ -124,17 +125,21 @@ func addNode(t *testing.T, name string, number int) *node {
 	return n
 }
 
-// newFleet connects a router and hosts a, b, c ... and opens the sockets of the service on each host.
 func newFleet(t *testing.T, hosts int) *fleet {
 	t.Helper()
-	testenv.NeedTCX(t)
+	return newFleetBy(t, hosts, false)
+}
+
+// newFleetBy connects a router and hosts a, b, c ... and opens the sockets of the service on each host. The programs are
+// attached by filters if the kernel has no TCX links, or if filters is set.
+func newFleetBy(t *testing.T, hosts int, filters bool) *fleet {
+	t.Helper()
 	check(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "br0"}}))
 	bridge, err := netlink.LinkByName("br0")
 	check(t, err)
 	t.Cleanup(func() { check(t, netlink.LinkDel(bridge)) })
 	check(t, netlink.LinkSetUp(bridge))
-	f := &fleet{router: addNode(t, "router", 1), nonce: 7}
-	pins := testenv.BPFFS(t)
+	f := &fleet{router: addNode(t, "router", 1), nonce: 7, pins: testenv.BPFFS(t)}
 	for i := range hosts {
 		n := addNode(t, string(rune('a'+i)), 11+i)
 		f.hosts = append(f.hosts, n)
@@ -171,12 +176,14 @@ func newFleet(t *testing.T, hosts int) *fleet {
 			check(t, n.nl.RouteAdd(r))
 		}
 		n.do(t, func() (err error) {
-			n.path, err = forward.Open(filepath.Join(pins, "fleet_"+n.name))
+			if n.path, err = forward.Open(filepath.Join(f.pins, "fleet_"+n.name)); err == nil && filters {
+				err = n.path.UseFilters()
+			}
 			return err
 		})
 		t.Cleanup(func() {
 			check(t, n.path.Close())
-			check(t, forward.Remove(filepath.Join(pins, "fleet_"+n.name)))
+			check(t, forward.Remove(filepath.Join(f.pins, "fleet_"+n.name)))
 		})
 		check(t, n.path.SetListeners(listeners(port)))
 		n.do(t, func() error { return n.path.Attach([]int{n.index}, 0) })

@@ -85,8 +85,8 @@ func setLooseReversePath(index int) error {
 	return err
 }
 
-// RemoveTunnel removes the interface of the tunnel, and returns what it has removed.
-func RemoveTunnel() ([]string, error) {
+// removeTunnel removes the interface of the tunnel, and returns what it has removed.
+func removeTunnel() ([]string, error) {
 	link, err := netlink.LinkByName(TunnelName)
 	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing || err == nil && link.Type() != "vxlan" {
 		return nil, nil
