@@ -71,11 +71,18 @@ struct {
 	__type(value, __u64);
 } outcomes SEC(".maps");
 
+/* The fields of struct iphdr from the TTL on. For IPv6, ttl is the hop limit. */
+struct ttl_fields {
+	__u8 ttl;
+	__u8 protocol;
+	__be16 check;
+};
+
 struct packet {
 	struct steer_address device;
 	struct fleet_listener to;
+	struct ttl_fields ip;
 	__be16 device_port;
-	__u8 ttl;
 	bool segment; /* of TCP, without SYN: part of a connection */
 };
 
@@ -160,7 +167,9 @@ static __always_inline bool read_ipv4(struct __sk_buff *skb, struct packet *p)
 
 	if (!load_near(skb, ETH_HLEN, &ip, sizeof(ip)))
 		return false;
-	p->ttl = ip.ttl;
+	p->ip.ttl = ip.ttl;
+	p->ip.protocol = ip.protocol;
+	p->ip.check = ip.check;
 	next = ETH_HLEN + ip.ihl * 4;
 	if (ip.protocol == IPPROTO_ICMP)
 		return !(ip.frag_off & bpf_htons(IP_OFFSET)) &&
@@ -229,7 +238,7 @@ static __always_inline bool read_ipv6(struct __sk_buff *skb, struct packet *p)
 
 	if (!load_near(skb, ETH_HLEN, &ip, sizeof(ip)))
 		return false;
-	p->ttl = ip.hop_limit;
+	p->ip.ttl = ip.hop_limit;
 	next = ip.nexthdr;
 	offset = skip_extensions(skb, ETH_HLEN + sizeof(ip), &next);
 	if (offset && next == IPPROTO_ICMPV6)
@@ -398,27 +407,24 @@ static __always_inline void count(struct __sk_buff *skb, __u32 outcome)
 		*n += skb->gso_segs ?: 1;
 }
 
+/* Like ip_decrease_ttl: the sum over the packet with its checksum stays the same. */
 static __always_inline bool decrement_ttl(struct __sk_buff *skb,
 					  const struct packet *p)
 {
-	__be16 old, new;
-	__u8 ttl = p->ttl - 1;
+	struct ttl_fields ip = p->ip;
+	__u32 check;
 
-	if (p->ttl <= 1)
+	if (ip.ttl <= 1)
 		return false;
+	ip.ttl--;
 	if (skb->protocol != bpf_htons(ETH_P_IP))
 		return !bpf_skb_store_bytes(
 			skb, ETH_HLEN + offsetof(struct ipv6hdr, hop_limit),
-			&ttl, sizeof(ttl), 0);
-	/* The checksum covers the TTL with the protocol in one word. */
-	if (!load(skb, ETH_HLEN + offsetof(struct iphdr, ttl), &old, sizeof(old)))
-		return false;
-	new = old - bpf_htons(0x0100);
-	return !bpf_l3_csum_replace(skb,
-				    ETH_HLEN + offsetof(struct iphdr, check),
-				    old, new, sizeof(new)) &&
-	       !bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, ttl),
-				    &ttl, sizeof(ttl), 0);
+			&ip.ttl, sizeof(ip.ttl), 0);
+	check = ip.check + bpf_htons(0x0100);
+	ip.check = check + (check >= 0xffff);
+	return !bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, ttl),
+				    &ip, sizeof(ip), 0);
 }
 
 static __always_inline bool is_ipv4(const struct steer_address *address)
