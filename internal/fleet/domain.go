@@ -18,6 +18,7 @@ import (
 	"reflect"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
@@ -50,8 +51,8 @@ type Domain struct {
 	log      *slog.Logger
 	services Services
 
-	mu     sync.Mutex
-	part   *participation // nil without a fleet
+	mu     sync.Mutex                    // of changes, which may wait for etcd
+	part   atomic.Pointer[participation] // nil without a fleet
 	closed bool
 }
 
@@ -158,7 +159,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	if err != nil {
 		return err
 	}
-	return d.begin(s)
+	return d.begin(s, false)
 }
 
 func (d *Domain) pins() string { return filepath.Join(d.host.Root.Dir, bpf.FleetPins) }
@@ -177,10 +178,14 @@ func (d *Domain) removeLeftover() error {
 	return nil
 }
 
-// begin begins the participation in a fleet of which the services know no table. The caller holds mu.
-func (d *Domain) begin(s *settings) error {
+// begin begins the participation in a fleet of which the services know no table. A host that serves alone goes on serving what
+// reaches it until the first table. The caller holds mu.
+func (d *Domain) begin(s *settings, serves bool) error {
+	if serves {
+		return d.join(s, true)
+	}
 	d.services.SetFleet(s.Addresses, nil)
-	err := d.join(s)
+	err := d.join(s, false)
 	if err != nil {
 		d.services.SetFleet(nil, nil)
 	}
@@ -188,19 +193,19 @@ func (d *Domain) begin(s *settings) error {
 }
 
 // join begins or continues the participation in a fleet. The caller holds mu.
-func (d *Domain) join(s *settings) error {
-	p, err := d.participate(s)
+func (d *Domain) join(s *settings, serves bool) error {
+	p, err := d.participate(s, serves)
 	if err != nil {
 		return fault.In("fleet", err)
 	}
-	d.part = p
+	d.part.Store(p)
 	return nil
 }
 
 // leave ends the participation, and removes the data path: this host serves all devices whose packets reach it.
 func (d *Domain) leave() error {
-	err := d.part.end(true)
-	d.part = nil
+	err := d.part.Load().end(true)
+	d.part.Store(nil)
 	d.services.SetFleet(nil, nil)
 	return errors.Join(err, d.removeLeftover())
 }
@@ -210,8 +215,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var before, after *settings
-	if d.part != nil {
-		before = d.part.settings
+	part := d.part.Load()
+	if part != nil {
+		before = part.settings
 	}
 	if policy.Fleet != nil {
 		var err error
@@ -232,7 +238,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	case before == nil:
 		change.Action = "add"
 		change.What = fmt.Sprintf("fleet %s, as host %s", after.Name, after.host)
-		change.Effect = "packets to its addresses are dropped until this host has the table"
+		change.Effect = "this host serves what reaches it until it has the table"
 	case after == nil:
 		change.Action = "remove"
 		change.What = "fleet " + before.Name
@@ -245,7 +251,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		}
 		if before.Weight != after.Weight && before.sharesTable(after) {
 			change.What += fmt.Sprintf(": weight %d -> %d", before.Weight, after.Weight)
-			change.Effect = d.part.weightEffect(after)
+			change.Effect = part.weightEffect(after)
 		}
 	}
 	return []domain.Step{{Changes: []api.Change{change}, Apply: func() (func() error, error) {
@@ -263,29 +269,29 @@ var errStopping = errors.New("the agent is stopping")
 func (d *Domain) change(to *settings) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	part := d.part.Load()
 	switch {
 	case d.closed:
 		return errStopping
-	case d.part == nil && to == nil:
+	case part == nil && to == nil:
 		return nil
 	case to == nil:
 		return inFleet(d.leave())
-	case d.part == nil:
-		return d.begin(to)
+	case part == nil:
+		return d.begin(to, true)
 	}
-	join := d.join
-	before := d.part.settings
+	join, serves, before := d.join, part.serves, part.settings
 	if !before.sharesTable(to) { // the last table is of no use
 		if err := d.leave(); err != nil {
 			return fault.In("fleet", err)
 		}
-		join = d.begin
-	} else if err := d.part.end(false); err != nil {
+		join, serves = d.begin, true
+	} else if err := part.end(false); err != nil {
 		d.log.Warn("fleet not ended", "error", err)
 	}
-	d.part = nil
-	if err := join(to); err != nil {
-		return fault.Join(err, join(before))
+	d.part.Store(nil)
+	if err := join(to, serves); err != nil {
+		return fault.Join(err, join(before, serves))
 	}
 	return nil
 }
@@ -299,11 +305,11 @@ func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.closed = true
-	if d.part != nil {
-		if err := d.part.end(false); err != nil {
+	if part := d.part.Load(); part != nil {
+		if err := part.end(false); err != nil {
 			d.log.Warn("fleet not ended", "error", err)
 		}
-		d.part = nil
+		d.part.Store(nil)
 	}
 }
 

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 
@@ -119,6 +120,26 @@ func status(t testing.TB, r *domaintest.Runner) *api.FleetStatus {
 	return r.Status(t).Fleet
 }
 
+// filters returns the names of the filters at the ingress of an interface.
+func filters(t testing.TB, name string) (names []string) {
+	t.Helper()
+	link, err := netlink.LinkByName(name)
+	if err != nil {
+		return nil
+	}
+	all, err := clsact.Open()
+	check(t, err)
+	defer all.Close()
+	for _, name := range []string{"sockeye-fleet/ingress", "sockeye-fleet/tunnel"} {
+		has, err := all.Has(link.Attrs().Index, clsact.Ingress, name)
+		check(t, err)
+		if has {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
 // TestDomain takes a host through its life in a fleet with a file: the first table, a crash, a start without the file, and
 // the end.
 func TestDomain(t *testing.T) {
@@ -173,21 +194,8 @@ func TestDomain(t *testing.T) {
 		_, err := netlink.LinkByName(forward.TunnelName)
 		return err == nil && len(status(t, r).Problems) == 0
 	})
-	filters, err := clsact.Open()
-	check(t, err)
-	defer filters.Close()
 	attached := func() (links []string) {
-		for name, filter := range map[string]string{"fleet0": "ingress", forward.TunnelName: "tunnel"} {
-			link, err := netlink.LinkByName(name)
-			if err != nil {
-				continue
-			}
-			has, err := filters.Has(link.Attrs().Index, clsact.Ingress, "sockeye-fleet/"+filter)
-			check(t, err)
-			if has {
-				links = append(links, name)
-			}
-		}
+		links = append(filters(t, "fleet0"), filters(t, forward.TunnelName)...)
 		all, err := filepath.Glob(pins + "/fleet@*/*")
 		check(t, err)
 		for _, path := range all {
@@ -245,6 +253,45 @@ func TestDomain(t *testing.T) {
 		if _, err := os.Stat(filepath.Join(dir, name)); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+}
+
+// TestJoinedWhileServing lets a host that serves alone join a fleet: nothing is attached, and the services know no fleet, until
+// there is a table, also after another change of the policy.
+func TestJoinedWhileServing(t *testing.T) {
+	plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	s := new(services)
+	r := runner(t, s, dir, pins)
+	alone, _, _ := strings.Cut(policyText, "fleet: ")
+	r.Start(t, alone)
+	defer r.Stop()
+	changes, err := r.Apply(policyText)
+	if err != nil || len(changes) != 1 || changes[0].Effect != "this host serves what reaches it until it has the table" {
+		t.Errorf("%+v, %v", changes, err)
+	}
+	links := func() int {
+		all, err := filepath.Glob(pins + "/fleet@*/ingress_*")
+		check(t, err)
+		return len(all) + len(filters(t, "fleet0"))
+	}
+	serves := func(when string) {
+		t.Helper()
+		testenv.Within(t, "the problem", func() bool { return strings.Contains(strings.Join(status(t, r).Problems, "\n"), "hosts.yaml") })
+		time.Sleep(2 * refreshInterval)
+		if st := status(t, r); links() > 0 || s.waitsForTable() || st.Healthy {
+			t.Errorf("%s: %d links, waits %v, %+v", when, links(), s.waitsForTable(), st)
+		}
+	}
+	serves("joined")
+	if _, err := r.Apply(strings.Replace(policyText, "{host: a", "{host: a, weight: 50", 1)); err != nil {
+		t.Fatal(err)
+	}
+	serves("with another weight")
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(hostsText), 0o644))
+	testenv.Within(t, "the table", func() bool { return s.hostOf("10.0.0.1") != "" })
+	if links() != 1 {
+		t.Errorf("with a table: %d links", links())
 	}
 }
 

@@ -14,7 +14,7 @@ var (
 	descLeads     = prometheus.NewDesc("sockeye_fleet_leader", "1 on the host that writes the table.", []string{"fleet"}, nil)
 	descMoving    = prometheus.NewDesc("sockeye_fleet_moving_buckets", "Buckets that move from one host to another now, of 16384.", []string{"fleet"}, nil)
 	descProblems  = prometheus.NewDesc("sockeye_fleet_problems", "Problems of the fleet that sockeye fleet lists.", []string{"fleet"}, nil)
-	descHealthy   = prometheus.NewDesc("sockeye_fleet_healthy", "1 while routers shall send packets to this host, as sockeye health says.", []string{"fleet"}, nil)
+	descHealthy   = prometheus.NewDesc("sockeye_fleet_healthy", "1 while routers should send packets to this host, as sockeye health says.", []string{"fleet"}, nil)
 	descBuckets   = prometheus.NewDesc("sockeye_fleet_buckets", "Buckets of a host in the table that is in force on this host, of 16384.", []string{"fleet", "host"}, nil)
 	descAlive     = prometheus.NewDesc("sockeye_fleet_host_alive", "1 while a host renews its lease.", []string{"fleet", "host"}, nil)
 	descPackets   = prometheus.NewDesc("sockeye_fleet_packets_total", "Packets to the services that arrived at the interfaces of this host, by what the program did with them. Totals since the creation of the pins.", []string{"fleet", "outcome"}, nil)

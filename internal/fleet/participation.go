@@ -63,7 +63,8 @@ type participation struct {
 	mu           sync.Mutex
 	nics         []nic
 	attached     []int // interfaces, and the tunnel as the last one
-	continues    bool  // there is a last table: until it is installed, the programs of an earlier version stay
+	serves       bool  // until the first table, this host serves what reaches it
+	continues    bool  // until the first table, the programs of an earlier version stay, or none if this host serves
 	table        *table.Table
 	mapping      *placement.Mapping // hashes of the devices, with the nonce of the table
 	paths        map[string]path    // by host
@@ -97,8 +98,8 @@ func etcdConfig(f *config.Fleet) (*store.EtcdConfig, error) {
 }
 
 // participate opens the data path and the store, and follows the store.
-func (d *Domain) participate(s *settings) (_ *participation, err error) {
-	p := &participation{settings: s, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path)}
+func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
+	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path)}
 	if p.path, err = forward.Open(d.pins()); err != nil {
 		return nil, err
 	}
@@ -114,7 +115,7 @@ func (d *Domain) participate(s *settings) (_ *participation, err error) {
 	if err != nil {
 		p.log.Warn("the last table of the fleet cannot be used", "error", err)
 	}
-	p.continues = last != nil
+	p.continues = last != nil || serves
 	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}}
 	p.refresh() // the first registration is complete: otherwise the next table would have a host without addresses
 	if s.Etcd != nil {
@@ -321,6 +322,9 @@ func (p *participation) install(t *table.Table) error {
 	next := func(h *table.Host) forward.Next { return paths[h.Name].Next }
 	flipped := func() { // the connections of devices that have left are closed now
 		p.table, p.mapping, p.paths = t, mapping, paths
+		if p.attached == nil {
+			p.attach() // the devices whose connections are closed must not come back to this host
+		}
 		p.services.SetFleet(p.settings.Addresses, hostOf(t, mapping, p.settings.host))
 	}
 	if err := p.path.Set(t, p.settings.host, next, p.settings.devices, flipped); err != nil {

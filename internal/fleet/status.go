@@ -17,12 +17,10 @@ var errNoFleet = fault.Usage(errors.New("the policy has no fleet"), "docs/fleet.
 
 // current returns the participation, or errNoFleet.
 func (d *Domain) current() (*participation, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.part == nil {
-		return nil, errNoFleet
+	if p := d.part.Load(); p != nil {
+		return p, nil
 	}
-	return d.part, nil
+	return nil, errNoFleet
 }
 
 // Status adds the state of the fleet.
@@ -142,7 +140,7 @@ func (p *participation) owns() (n int) {
 	return n
 }
 
-// health reports whether routers shall send packets to this host, or why not. A host that drains does so until its last
+// health reports whether routers should send packets to this host, or why not. A host that drains does so until its last
 // bucket has moved, and a host that etcd does not answer serves what it has. The caller holds mu.
 func (p *participation) health() (ok bool, reason string) {
 	switch {

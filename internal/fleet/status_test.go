@@ -95,7 +95,8 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 	}
 	_, before := in(text)
 	p := &participation{settings: before}
-	d := &Domain{part: p}
+	d := new(Domain)
+	d.part.Store(p)
 	plan := func(policy *config.Policy) (string, string) {
 		t.Helper()
 		steps, err := d.Plan(policy)

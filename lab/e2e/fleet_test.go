@@ -88,8 +88,16 @@ func (f *fleet) watch(name string, p *lab.Process) {
 // addHost starts the agent and the members of a further host.
 func (f *fleet) addHost() *labfleet.Host {
 	f.Helper()
-	h, err := f.AddHost(f.Context())
+	h, err := f.NewHost()
 	f.must(err)
+	f.startHost(h)
+	return h
+}
+
+// startHost starts the agent and the members of a host.
+func (f *fleet) startHost(h *labfleet.Host) {
+	f.Helper()
+	f.must(h.Start(f.Context()))
 	f.Cleanup(func() {
 		if f.Failed() {
 			f.Logf("end of the log of host %s:\n%s", h.Name, h.Agent.LogTail(30))
@@ -101,7 +109,6 @@ func (f *fleet) addHost() *labfleet.Host {
 		f.must(err)
 		f.members[h.Name] = append(f.members[h.Name], p.ID)
 	}
-	return h
 }
 
 // restartAgent kills the agent of a host and starts it again.
@@ -314,6 +321,55 @@ func (f *fleet) connected(devices int, dead ...*labfleet.Host) error {
 		return fmt.Errorf("%d of %d devices have a connection with a living host", n, devices)
 	}
 	return nil
+}
+
+// TestFleetBegins is that hosts that serve alone become a fleet, while the devices of one of them send: nothing is lost, and the
+// devices of this host keep their connections.
+func TestFleetBegins(t *testing.T) {
+	f := newFleet(t, labfleet.Options{})
+	for range 2 {
+		h, err := f.NewHost()
+		f.must(err)
+		f.must(h.WriteServicePolicy())
+		f.startHost(h)
+	}
+	a, b := f.Hosts[0], f.Hosts[1]
+	f.route(a)
+	const devices = 24
+	begun := f.load(devices, 10)
+	join := func(h *labfleet.Host) {
+		t.Helper()
+		f.must(h.WritePolicy())
+		if out, errs, err := h.Command(t.Context(), "apply"); err != nil || !strings.Contains(out, "this host serves what reaches it until it has the table") {
+			t.Fatalf("%v: %s%s", err, out, errs)
+		}
+	}
+	join(a)
+	f.host.eventually("host a to wait for another one", func() error {
+		s, err := a.Status(t.Context())
+		if err == nil && (!s.Connected || s.Epoch > 0 || s.Healthy) {
+			err = fmt.Errorf("%+v", s)
+		}
+		return err
+	})
+	f.pause()
+	f.pause() // longer than settle
+	if closed := f.closed(); closed > 0 {
+		t.Errorf("%d connections were closed before the first table", closed)
+	}
+	join(b)
+	f.await("the first table", f.Hosts, labfleet.Shared("a", "b"))
+	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
+	f.route(a, b)
+	f.pause()
+	planned := swarm.Now()
+	f.finish(planned)
+	if missing := f.analysis.Missing(); len(missing) > 0 {
+		t.Errorf("%d datagrams were lost, the first one %v after the beginning", len(missing), missing[0]-begun)
+	}
+	if n := f.analysis.Closed; n == 0 || n >= devices {
+		t.Errorf("%d of %d connections were closed, want those of the devices of host b", n, devices)
+	}
 }
 
 // TestFleetLoses is that the other hosts take over the devices of a host that dies, that a host that returns gets them back, that

@@ -36,23 +36,14 @@ type Host struct {
 	fleet *Fleet
 }
 
-// AddHost makes a further host and starts it. lines are further lines of the fleet in the policy.
-func (f *Fleet) AddHost(ctx context.Context, lines ...string) (*Host, error) {
-	h, err := f.NewHost(lines...)
-	if err != nil {
-		return nil, err
-	}
-	return h, h.Start(ctx)
-}
-
 // NewHost makes a further host with its policy, and starts nothing.
-func (f *Fleet) NewHost(lines ...string) (*Host, error) {
+func (f *Fleet) NewHost() (*Host, error) {
 	h := &Host{Name: string(rune('a' + len(f.Hosts))), Number: len(f.Hosts), fleet: f}
 	h.Dir = filepath.Join(f.Dir(), h.Name)
 	if err := h.attach(); err != nil {
 		return nil, fmt.Errorf("make host %s: %w", h.Name, err)
 	}
-	if err := h.WritePolicy(lines...); err != nil {
+	if err := h.WritePolicy(); err != nil {
 		return nil, fmt.Errorf("make host %s: %w", h.Name, err)
 	}
 	f.Hosts = append(f.Hosts, h)
@@ -141,8 +132,20 @@ func (h *Host) addresses() []netip.Prefix {
 func (h *Host) PolicyPath() string { return filepath.Join(h.Dir, "policy.yaml") }
 
 // WritePolicy writes the policy: the service telemetry, whose members are the receivers of a swarm and the collectors of the lab,
-// and the fleet. lines are further lines of the fleet.
-func (h *Host) WritePolicy(lines ...string) error {
+// and the fleet.
+func (h *Host) WritePolicy() error {
+	fleet := append([]string{
+		"host: " + h.Name, "interfaces: [eth0]", fmt.Sprintf("addresses: [%v, %q]", Service4, Service6),
+		fmt.Sprintf("etcd: {endpoints: %s}", h.fleet.endpoints()), "settle: 1s",
+	}, h.fleet.o.Fleet...)
+	return h.write(h.service() + "fleet:\n  " + strings.Join(fleet, "\n  ") + "\n")
+}
+
+// WriteServicePolicy writes a policy without the fleet.
+func (h *Host) WriteServicePolicy() error { return h.write(h.service()) }
+
+// service returns the part of the policy about the service.
+func (h *Host) service() string {
 	members := []string{`- {match: {command_line: '^receiver-(\d+)( |$)'}, slot: group}`}
 	for slot := range h.fleet.o.Slots {
 		members = append(members, fmt.Sprintf(`- {match: {command_line: 'nfacctd-%d(\.conf|\])'}, slot: %d}`, h.Collector(slot), slot))
@@ -152,12 +155,11 @@ func (h *Host) WritePolicy(lines ...string) error {
 		fmt.Sprintf(`listeners: [{protocol: tcp, address: "[::]:%d"}, {protocol: udp, address: "[::]:%d"}]`, BMP, IPFIX),
 		"members:\n      " + strings.Join(members, "\n      "),
 	}, h.fleet.o.Service...)
-	fleet := append([]string{
-		"host: " + h.Name, "interfaces: [eth0]", fmt.Sprintf("addresses: [%v, %q]", Service4, Service6),
-		fmt.Sprintf("etcd: {endpoints: %s}", h.fleet.endpoints()), "settle: 1s",
-	}, append(h.fleet.o.Fleet, lines...)...)
-	text := "services:\n  telemetry:\n    " + strings.Join(service, "\n    ") + "\nfleet:\n  " + strings.Join(fleet, "\n  ") + "\n"
-	if err := os.WriteFile(h.PolicyPath()+".new", []byte(text), 0o600); err != nil {
+	return "services:\n  telemetry:\n    " + strings.Join(service, "\n    ") + "\n"
+}
+
+func (h *Host) write(policy string) error {
+	if err := os.WriteFile(h.PolicyPath()+".new", []byte(policy), 0o600); err != nil {
 		return err
 	}
 	return os.Rename(h.PolicyPath()+".new", h.PolicyPath())
@@ -177,7 +179,7 @@ func (h *Host) StartAgent(ctx context.Context) error {
 	return h.fleet.WaitFor(ctx, "the agent of host "+h.Name, func() (bool, error) {
 		bounded, cancel := context.WithTimeout(ctx, time.Second)
 		defer cancel()
-		_, err := h.Status(bounded)
+		err := api.NewClient(api.SocketPath(h.Dir)).Get(bounded, "/v1/status", nil, new(api.Status))
 		return err == nil, h.Agent.Err()
 	})
 }
