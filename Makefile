@@ -46,8 +46,8 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 # What "make check" runs in VMs; "make test-vm" runs all.
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
-CHECK_VM_TESTS := ./internal/bpf ./internal/bpf/probe ./internal/bigtcp/programs ./internal/trace/capture ./internal/member ./internal/placement ./lab/vm/selftest
-VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/procsock ./internal/tune ./internal/trace ./internal/trace/packets ./internal/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./internal/fleet ./internal/fleet/forward ./room
+CHECK_VM_TESTS := ./internal/bpf ./internal/bpf/probe ./internal/bigtcp/programs ./internal/trace/capture ./internal/member ./internal/placement ./internal/fleet/forward ./lab/vm/selftest
+VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/procsock ./internal/tune ./internal/trace ./internal/trace/packets ./internal/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./internal/fleet ./room
 ARM64_LEFT_OUT := -leave-out '^TestSteerInterrupted$$: repeats an upgrade after each pin, which emulation makes too slow'
 VM_E2E_TESTS := TestWaitingRoom$$|TestTakeover$$|TestTemplates$$|TestDrainedWhileWaiting
 
@@ -241,7 +241,7 @@ check: verify-generated lint licences vulnerabilities security test-package test
 	@cat "$(OUT)/vulnerabilities"
 
 .PHONY: check-all
-check-all: check test-fleet test-vm test-arm64 test-debian ## What CI runs, all forms of the fleet tests, all kernels, arm64, and whole Debian systems
+check-all: check test-fleet demo-fleet test-vm test-arm64 test-debian ## What CI runs, all forms of the fleet tests, the demo of a fleet, all kernels, arm64, and whole Debian systems
 
 .PHONY: binary
 binary:

@@ -336,7 +336,7 @@ func (p *changesPart) named(name string) (list []change) {
 
 func (p *changesPart) print(w harness.Printf) {
 	w("\nThree hosts on a link, %d devices with a TCP connection and %d UDP flows, %d datagrams per second each; the router hashes ports\n", changeDevices, changeFlows, changeRate)
-	w("change\tseconds\tbuckets moved\tto the ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tconnections opened again\tlongest gap, s\n")
+	w("change\tseconds\tbuckets moved\tmoved / ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tconnections opened again\tlongest gap, s\n")
 	for _, c := range p.changes {
 		w("%s\t%.1f\t%d\t%.3f\t%d\t%d\t%d\t%.1f\t%d\t%.2f\n", c.Name, c.Took, c.Moved, float64(c.Moved)/c.Ideal, c.Sent, c.Lost, c.Misdirected, c.Split, c.Reconnected, c.Gap)
 	}
@@ -386,7 +386,7 @@ func (p *changesPart) targets() []harness.Target {
 		gap = max(gap, c.Gap)
 	}
 	return []harness.Target{
-		exact("buckets that move when a host joins, drains or returns, to the ideal, the worst", "%.3f", mostMoved, moved),
+		exact("buckets that move when a host joins, drains or returns, divided by the ideal number, the worst", "%.3f", mostMoved, moved),
 		exact("datagrams lost while hosts join, drain and return", "%.0f", 0, float64(lost)),
 		exact("datagrams at one member while the connection of the device was at another one", "%.0f", 0, float64(misdirected)),
 		exact("longest gap of a device after a host has died, seconds", "%.2f", (labfleet.Lease + reconnect).Seconds(), gap),

@@ -51,7 +51,7 @@ func (p *simulatedPart) worst() (worst float64) {
 
 func (p *simulatedPart) print(w harness.Printf) {
 	w("\nFleets of %d devices for %d simulated days, with the decisions of the agent\n", p.devices(), p.days)
-	w("hosts\tdeaths\tdrains\tpartitions\tepochs\tmoved buckets\tto the ideal\tmost devices of a host, to its share\tlost\tmisdirected\n")
+	w("hosts\tdeaths\tdrains\tpartitions\tepochs\tmoved buckets\tmoved / ideal\tmost devices of a host, to its share\tlost\tmisdirected\n")
 	for _, r := range p.fleets {
 		w("%d\t%d\t%d\t%d\t%d\t%d\t%.3f\t%.2f\t%d\t%d\n", r.Hosts, r.Deaths, r.Drains, r.Partitions, r.Epochs, r.Moved, r.MovedOverIdeal, r.PeakDevices,
 			r.Packets.Lost, r.Packets.Misdirected)
@@ -80,14 +80,14 @@ func (p *simulatedPart) figures() map[string]any {
 
 func (p *simulatedPart) targets() []harness.Target {
 	worst := harness.Figure(p.worst())
-	claim := fmt.Sprintf("buckets that move in %d simulated days, to the ideal, the worst of fleets of %d to %d hosts", p.days, p.fleets[0].Hosts, p.fleets[len(p.fleets)-1].Hosts)
+	claim := fmt.Sprintf("buckets that move in %d simulated days, divided by the ideal number, the worst of fleets of %d to %d hosts", p.days, p.fleets[0].Hosts, p.fleets[len(p.fleets)-1].Hosts)
 	t := harness.AtMost(claim, "%.3f", mostMoved, harness.Distribution{Median: worst, Low: worst, High: worst})
 	t.Measured = fmt.Sprintf("%.3f", worst) // the simulation has no noise
 	return []harness.Target{t}
 }
 
 func (p *simulatedPart) panels() []chart.Panel {
-	panel := chart.Panel{Title: "Moved buckets to the ideal, simulated"}
+	panel := chart.Panel{Title: "Moved buckets, divided by the ideal number, simulated"}
 	for _, r := range p.fleets {
 		panel.Bars = append(panel.Bars, chart.Bar{Label: fmt.Sprintf("%d hosts", r.Hosts), Note: fmt.Sprintf("%.3f", r.MovedOverIdeal), Parts: []float64{r.MovedOverIdeal}})
 	}

@@ -62,12 +62,12 @@ type Measurer interface {
 	Slow(q url.Values) ([]api.TraceSlow, error)
 }
 
-// HealthReporter is the domain that says whether routers shall send packets to this host. There is one.
+// HealthReporter is the domain that says whether routers should send packets to this host. There is one.
 type HealthReporter interface {
 	Health() api.Health
 }
 
-// ServeHealth answers probes by HTTP: with the status 200 while routers shall send packets to this host, and 503 otherwise.
+// ServeHealth answers probes by HTTP: with the status 200 while routers should send packets to this host, and 503 otherwise.
 func ServeHealth(d HealthReporter) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		h := d.Health()

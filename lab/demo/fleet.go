@@ -278,7 +278,7 @@ func (f *fleetDemo) startHost(ctx context.Context, h *fleet.Host) error {
 }
 
 // settled waits until the hosts with these names share the routers, and the router in front sends to them alone. It measures and
-// shows the outcome. A router with separated streams is an error.
+// shows the outcome. A router with separated streams is an error, and so are flow records without communities.
 func (f *fleetDemo) settled(ctx context.Context, names ...string) (lab.Outcome, error) {
 	if err := f.shared(ctx, f.living[0], names...); err != nil {
 		return lab.Outcome{}, err
@@ -304,6 +304,9 @@ func (f *fleetDemo) settled(ctx context.Context, names ...string) (lab.Outcome, 
 			return o, fmt.Errorf("router %s is at host %s", r.Address, host)
 		}
 		f.before[r.Address] = r.TCPSlot
+	}
+	if o.CorrelatedShare < 1 {
+		return o, fmt.Errorf("only %s of the flow records carry BGP communities", percent(o.CorrelatedShare))
 	}
 	return o, nil
 }

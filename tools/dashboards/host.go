@@ -27,7 +27,7 @@ func host() *dashboard {
 	d.graph("Tables", "The number of the table in force on each host; the hosts have the same, apart from the moment of a change.", style{unit: "none"},
 		query{sum("fleet, instance", all.gauge("fleet_epoch")), "{{fleet}} {{instance}}"},
 		query{"max by (fleet) (" + all.gauge("fleet_moving_buckets") + ")", "moving buckets {{fleet}}"})
-	d.graph("State of the hosts", "1: etcd answers, the host leads, routers shall send packets to the host. Problems: what sockeye fleet lists.", style{unit: "none"},
+	d.graph("State of the hosts", "1: etcd answers, the host leads, routers should send packets to the host. Problems: what sockeye fleet lists.", style{unit: "none"},
 		query{sum("fleet, instance", all.gauge("fleet_connected")), "connected {{fleet}} {{instance}}"},
 		query{sum("fleet, instance", all.gauge("fleet_leader")), "leader {{fleet}} {{instance}}"},
 		query{sum("fleet, instance", all.gauge("fleet_healthy")), "healthy {{fleet}} {{instance}}"},

@@ -159,7 +159,7 @@ for another one. sockeye fleet shows how the devices move.`,
 func (c *commands) healthCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "health",
-		Short: "Say whether routers shall send packets to this host",
+		Short: "Say whether routers should send packets to this host",
 		Long: `Health exits with 0 while this host shall receive packets to the addresses of
 the services, and with 1 otherwise. A routing daemon announces the addresses as
 long as the exit code is 0.
