@@ -198,7 +198,7 @@ func TestReport(t *testing.T) {
 		"no device map                  45 [44 .. 46]    139 [138 .. 140]  29 [28 .. 30]\n",
 		"Sockeye                  973395              0.970 [0.970 .. 0.970]",
 		"Not run: IPVS, direct, sh: ipvsadm: Can't initialize ipvs: Protocol not available.\n",
-		"kill    0.0      5500           1.007         1000       300   0",
+		"kill    0.0      5500           1.007          1000       300   0",
 		"1000   0       0       0           0       200            1.020",
 	} {
 		if !strings.Contains(text, want) {
