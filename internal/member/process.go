@@ -244,6 +244,20 @@ func Alive(pid int, startTime uint64) bool {
 	return err == nil && now == startTime
 }
 
+// Sleeps reports whether the first thread of a process sleeps: it neither runs, nor waits for a CPU or a disk.
+func Sleeps(pid int) (bool, error) {
+	dir, err := openProcess(pid)
+	if err != nil {
+		return false, err
+	}
+	defer unix.Close(int(dir))
+	fields, err := dir.statFields("stat")
+	if err != nil {
+		return false, readError(pid, err)
+	}
+	return fields[0] != "R" && fields[0] != "D", nil
+}
+
 // Parent returns the process id of the parent of a process.
 func Parent(pid int) (int, error) {
 	dir, err := openProcess(pid)

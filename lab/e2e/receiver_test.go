@@ -12,7 +12,9 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -33,6 +35,9 @@ type receiver struct {
 	Records bool
 	// Deaf makes the receiver open its sockets and read nothing.
 	Deaf bool
+	// Starts is the time for which the first thread of the receiver is busy after it has opened its sockets. The receiver fails if
+	// it gets a connection before the end.
+	Starts time.Duration `json:",omitempty"`
 }
 
 // socket is a socket of a receiver. Sockets are opened in order.
@@ -41,6 +46,13 @@ type socket struct {
 	Address  netip.AddrPort
 	V6Only   bool
 	Plain    bool // without SO_REUSEPORT
+}
+
+// The first thread of a process runs init functions, and this goroutine stays on that thread.
+func init() {
+	if strings.Contains(os.Getenv(receiverEnv), `"Starts":`) {
+		runtime.LockOSThread()
+	}
 }
 
 // receive returns only for an error. It writes a line "up" when its sockets are open, and "PROTOCOL ADDRESS" for each
@@ -56,6 +68,8 @@ func receive(spec string) error {
 		a, _ := netip.ParseAddrPort(from.String())
 		fmt.Fprintf(os.Stdout, "%s %v\n", protocol, a.Addr().Unmap())
 	}
+	var starting atomic.Bool
+	starting.Store(r.Starts > 0)
 	open := map[string][]interface {
 		io.Closer
 		File() (*os.File, error)
@@ -102,6 +116,10 @@ func receive(spec string) error {
 			open["tcp"] = append(open["tcp"], l.(*net.TCPListener))
 			go func() {
 				for c, err := l.Accept(); err == nil; c, err = l.Accept() {
+					if starting.Load() {
+						fmt.Fprintln(os.Stderr, "a connection during the start")
+						os.Exit(1)
+					}
 					go func() {
 						defer c.Close()
 						if !r.Records {
@@ -123,6 +141,9 @@ func receive(spec string) error {
 		}
 		f.Close()
 	}
+	for begun := time.Now(); time.Since(begun) < r.Starts; { //nolint:revive // busy, as a program that starts
+	}
+	starting.Store(false)
 	fmt.Println("up")
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() {

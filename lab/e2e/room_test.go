@@ -338,6 +338,34 @@ func (h *host) sendMany(from netip.Addr, to netip.AddrPort, n int) {
 	}))
 }
 
+// TestWaitingRoomStarting gives a slot a member that goes on with its start when its sockets are open, as nfacctd does: no
+// connection reaches the member before its first thread waits.
+func TestWaitingRoomStarting(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := upRecording(t, mode, 1, "when_empty: {wait: 20s}")
+		all := addresses(12)
+		h.kill(0)
+		var wait sync.WaitGroup
+		wait.Go(func() { h.connectAndGreet(all) })
+		time.Sleep(300 * time.Millisecond)
+		spec := h.spec(0)
+		spec.Records, spec.Starts = true, 300*time.Millisecond
+		h.startReceiver("receiver-0", spec)
+		h.ready(0)
+		wait.Wait()
+		for _, a := range all {
+			h.eventually(fmt.Sprintf("the connection of %v", a), func() error {
+				h.mu.Lock()
+				defer h.mu.Unlock()
+				if got := h.texts[arrival{0, "tcp", a}]; !slices.Equal(got, []string{"hello"}) {
+					return fmt.Errorf("%v", got)
+				}
+				return nil
+			})
+		}
+	})
+}
+
 // TestWaitingRoomDeaf gives a slot a member that reads nothing. When its time is over, the slot is ready, and what the member
 // has not received is lost, and counted.
 func TestWaitingRoomDeaf(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/member"
 	"sockeye/internal/placement"
 	"sockeye/internal/steer/session"
 )
@@ -15,8 +16,19 @@ import (
 // connections first, and the datagrams that have waited when the member has read what the routers had sent: the records
 // have routes then. With pace the gate admits the devices in turn, which takes longer than datagrams can wait: the datagrams
 // come first.
+//
+// The connections wait for the end of the start of the member. Programs start threads and processes after they have opened their
+// sockets: nfacctd forks its plugins (load_plugins of nfacctd.c, 1.7.7) while a thread already accepts BMP sessions, and a plugin
+// that is forked while this thread has a lock of libc never gets the lock. A program that has started waits for its packets, so
+// its first thread sleeps.
 
 const (
+	// startInterval is the time between two samples of the first thread, which must sleep in startSamples of them in a row.
+	startInterval = 20 * time.Millisecond
+	startSamples  = 3
+	// startLimit is the maximum time for which the connections wait. The first thread of some programs never sleeps.
+	startLimit = 2 * time.Second
+
 	// dumpInterval is the time between two samples of the connections.
 	dumpInterval = 100 * time.Millisecond
 	// dumpLimit is the maximum time for which datagrams wait for the routes. It is shorter if the wait of the policy is
@@ -36,8 +48,18 @@ type dumps struct {
 	over     int // samples in which no data was unread
 }
 
+// hasStarted reports whether the member of a filling slot waits for its packets, or is not waited for any longer.
+func (r *Rooms) hasStarted(f *fill) bool {
+	if asleep, err := member.Sleeps(f.seat.Process.PID); err == nil && !asleep {
+		f.slept = 0
+	} else {
+		f.slept++
+	}
+	return f.slept >= startSamples || time.Since(f.began) > min(startLimit, f.dumpLimit/2)
+}
+
 // beginDumps lets the connections of the devices of a slot pass to its new member.
-func (r *Rooms) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
+func (r *Rooms) beginDumps(f *fill) error {
 	if list, err := r.ReadSessions(); err == nil {
 		r.NoteConnected(list) // of the former member
 	}
@@ -55,11 +77,15 @@ func (r *Rooms) beginDumps(f *fill, wait bpf.Wait, most time.Duration) error {
 			}
 		}
 	}
-	f.dumps = &dumps{expected: expected, returnBy: f.waited.Add(returnTime), limit: f.began.Add(most)}
+	f.dumps = &dumps{expected: expected, returnBy: f.waited.Add(returnTime), limit: f.began.Add(f.dumpLimit)}
 	if !r.acceptsWaiting() {
 		if next := f.waited.Add(nextSYN(time.Since(f.waited))); next.After(f.dumps.returnBy) {
 			f.dumps.returnBy = next
 		}
+	}
+	wait, _, err := r.Path.Wait(f.seat.Slot)
+	if err != nil {
+		return err
 	}
 	wait.Filling |= bpf.Connect
 	if err := r.Path.SetWait(f.seat.Slot, wait); err != nil {

@@ -31,8 +31,11 @@ type fill struct {
 	addresses       []netip.Addr // exporters whose templates are sent
 	late            bool         // the slot is ready: templates and datagrams for devices that have moved
 	holds           bool         // no new datagram passes until the templates have arrived
+	starting        bool         // the member may not have finished its start: connections wait
+	slept           int          // samples in a row in which its first thread slept
 	connects        bool         // connections pass
-	dumps           *dumps       // nil if the datagrams do not wait for the routes
+	dumpLimit       time.Duration
+	dumps           *dumps // nil if the datagrams do not wait for the routes
 	limit           time.Duration
 	flows           time.Time // begin of the templates and datagrams
 }
@@ -64,15 +67,11 @@ func (r *Rooms) BeginFill(seat *core.Seat, takesOver bool) error {
 	}
 	one := &fill{seat: seat, began: time.Now(), holds: true, waited: waited, stored: wait.Left, limit: limit}
 	if (waits || takesOver) && r.hasSessions() {
-		most := min(dumpLimit, limit/2)
+		one.starting, one.dumpLimit = true, min(dumpLimit, limit/2)
 		if takesOver {
-			most = takeoverDumpLimit
+			one.dumpLimit = takeoverDumpLimit
 		}
-		err = r.beginDumps(one, wait, most)
-	} else {
-		err = r.beginFlows(one)
-	}
-	if err != nil {
+	} else if err := r.beginFlows(one); err != nil {
 		return err
 	}
 	r.filling[seat.Slot] = one
@@ -139,6 +138,15 @@ func (r *Rooms) continueFill(f *fill) {
 // fillSome sends one batch, and reports whether no datagram is left. The next batch follows after the pause.
 func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 	slot := f.seat.Slot
+	if f.starting {
+		if !r.hasStarted(f) {
+			return false, startInterval
+		}
+		f.starting = false
+		if err := r.beginDumps(f); err != nil {
+			r.Log.Error("connections wait", "slot", slot, "error", err)
+		}
+	}
 	if f.dumps != nil {
 		if !r.endDumps(f) {
 			return false, dumpInterval
