@@ -33,6 +33,7 @@ STEER_EXPORT(enum, fleet_outcome);
 STEER_EXPORT(struct, fleet_table);
 STEER_EXPORT(struct, fleet_listener);
 STEER_EXPORT(struct, fleet_peer);
+STEER_EXPORT(enum, fleet_sender);
 
 /* The destination of packets in the tunnel: the address of the tunnel of every host. */
 const volatile __u8 tunnel_mac[ETH_ALEN] = {};
@@ -58,9 +59,9 @@ struct {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 2 * FLEET_HOSTS);
+	__uint(max_entries, 4 * FLEET_HOSTS);
 	__type(key, struct fleet_peer);
-	__type(value, __u32);
+	__type(value, __u32); /* enum fleet_sender */
 } peers SEC(".maps");
 
 /* Packets by outcome; a GRO packet counts as its segments. */
@@ -379,6 +380,7 @@ decide(struct __sk_buff *skb, const struct packet *p,
        struct fleet_peer *from, bool tunnel)
 {
 	struct decision d = { FLEET_NO_HOST, FLEET_LOCAL };
+	const __u32 *sender;
 	bool peer;
 
 	if (bucket->owner == FLEET_NO_HOST) {
@@ -389,7 +391,8 @@ decide(struct __sk_buff *skb, const struct packet *p,
 		return d;
 	if (!tunnel && !load_near(skb, ETH_ALEN, from->mac, sizeof(from->mac)))
 		return d;
-	peer = bpf_map_lookup_elem(&peers, from);
+	sender = bpf_map_lookup_elem(&peers, from);
+	peer = sender && *sender == FLEET_PEER;
 	if (bucket->other != FLEET_NO_HOST)
 		return decide_moving(skb, p, table, bucket, from, peer);
 	if (peer) {

@@ -15,6 +15,16 @@ enum fleet_limit {
 	FLEET_PREPARED = 0x8000, /* bit of fleet_bucket.other */
 };
 
+/* What a sender is. */
+enum fleet_sender {
+	FLEET_PEER = 1, /* a host of the table */
+	/*
+	 * A host of an earlier table: its program may forward by that table. The
+	 * packets are treated as those of a router.
+	 */
+	FLEET_FORMER_PEER,
+};
+
 /* What a program did with a packet to a service. */
 enum fleet_outcome {
 	FLEET_LOCAL,	   /* passed to the services of this host */

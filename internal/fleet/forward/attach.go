@@ -60,7 +60,14 @@ func (p *Path) hooksOf(interfaces []int, tunnel int) (all []hook) {
 // Attach attaches the programs to interfaces, by index, and to the tunnel unless that is 0. It detaches them from all others.
 // A program that is attached stays so, and is replaced by the one of this version in one step. Before Linux 6.6, the programs
 // are filters of clsact, in the namespace of the calling thread.
-func (p *Path) Attach(interfaces []int, tunnel int) error {
+//
+// A tunnel that exists keeps its program: without it, anybody could send packets to this host in the tunnel.
+func (p *Path) Attach(interfaces []int, tunnel int) (err error) {
+	if tunnel == 0 {
+		if tunnel, err = tunnelIndex(); err != nil {
+			return err
+		}
+	}
 	p.hooks = p.hooksOf(interfaces, tunnel)
 	pins, filters := make(map[string]bool), make(map[filter]bool)
 	for i := range p.hooks {

@@ -77,6 +77,13 @@ type fleetForwardFleetPeer struct {
 	Padding [2]uint8
 }
 
+type fleetForwardFleetSender uint32
+
+const (
+	fleetForwardFleetSenderFLEET_PEER        fleetForwardFleetSender = 1
+	fleetForwardFleetSenderFLEET_FORMER_PEER fleetForwardFleetSender = 2
+)
+
 type fleetForwardFleetTable struct {
 	_       structs.HostLayout
 	Nonce   uint64
@@ -110,6 +117,7 @@ const (
 	fleetForwardVarUnusedFleetListener = "unused_fleet_listener"
 	fleetForwardVarUnusedFleetOutcome  = "unused_fleet_outcome"
 	fleetForwardVarUnusedFleetPeer     = "unused_fleet_peer"
+	fleetForwardVarUnusedFleetSender   = "unused_fleet_sender"
 	fleetForwardVarUnusedFleetTable    = "unused_fleet_table"
 	fleetForwardVarUnusedSteerDeviceId = "unused_steer_device_id"
 	fleetForwardVarUnusedSteerPrefix   = "unused_steer_prefix"
@@ -185,6 +193,7 @@ type fleetForwardVariableSpecs struct {
 	UnusedFleetListener *ebpf.VariableSpec `ebpf:"unused_fleet_listener"`
 	UnusedFleetOutcome  *ebpf.VariableSpec `ebpf:"unused_fleet_outcome"`
 	UnusedFleetPeer     *ebpf.VariableSpec `ebpf:"unused_fleet_peer"`
+	UnusedFleetSender   *ebpf.VariableSpec `ebpf:"unused_fleet_sender"`
 	UnusedFleetTable    *ebpf.VariableSpec `ebpf:"unused_fleet_table"`
 	UnusedSteerDeviceId *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
@@ -242,6 +251,7 @@ type fleetForwardVariables struct {
 	UnusedFleetListener *ebpf.Variable `ebpf:"unused_fleet_listener"`
 	UnusedFleetOutcome  *ebpf.Variable `ebpf:"unused_fleet_outcome"`
 	UnusedFleetPeer     *ebpf.Variable `ebpf:"unused_fleet_peer"`
+	UnusedFleetSender   *ebpf.Variable `ebpf:"unused_fleet_sender"`
 	UnusedFleetTable    *ebpf.Variable `ebpf:"unused_fleet_table"`
 	UnusedSteerDeviceId *ebpf.Variable `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix   *ebpf.Variable `ebpf:"unused_steer_prefix"`

@@ -8,9 +8,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -94,10 +96,11 @@ type Path struct {
 	devices                 [2]deviceMaps // by the value of named, less 1
 	ingress, tunnel, egress *ebpf.Program
 	hooks                   []hook
-	links                   map[string]link.Link // by the names of their pins
-	filters                 *clsact.Filters      // nil: the kernel has TCX links
-	named                   uint32               // device map in force
-	entries                 *placement.Entries   // of the device map in force; nil: of an earlier process
+	former                  map[fleetForwardFleetPeer]time.Time // hosts that the table has no longer, and since when
+	links                   map[string]link.Link                // by the names of their pins
+	filters                 *clsact.Filters                     // nil: the kernel has TCX links
+	named                   uint32                              // device map in force
+	entries                 *placement.Entries                  // of the device map in force; nil: of an earlier process
 }
 
 type deviceMaps struct{ tries, hosts *ebpf.Map }
@@ -109,7 +112,7 @@ func Open(base string) (_ *Path, err error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &Path{base: base, dir: base + pin.LayoutMark + layout, links: make(map[string]link.Link)}
+	p := &Path{base: base, dir: base + pin.LayoutMark + layout, links: make(map[string]link.Link), former: make(map[fleetForwardFleetPeer]time.Time)}
 	defer func() {
 		if err != nil {
 			p.Close()
@@ -222,16 +225,53 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			peers[fleetForwardFleetPeer{Mac: n.MAC}] = true
 		}
 	}
+	if kernel.Vni == 0 {
+		kernel.Vni = VNI(t.Nonce) // of hosts that are not in this table
+	}
 	if err := addKeys(p.peers, peers); err != nil {
 		return fmt.Errorf("write peers: %w", err)
 	}
 	if err := p.install(kernel, entriesOf(t.Nonce, devices), flipped); err != nil {
 		return err
 	}
-	if err := keepKeys(p.peers, peers); err != nil {
+	if err := p.retirePeers(peers); err != nil {
 		return fmt.Errorf("write peers: %w", err)
 	}
 	return nil
+}
+
+// formerTime is the least time for which the tunnel accepts packets of a host that the table has no longer. The program of a host
+// whose agent is dead forwards by its last table what the routers send to the host.
+const formerTime = time.Hour
+
+// retirePeers makes the peers that the table has no longer former peers, or removes them.
+func (p *Path) retirePeers(peers map[fleetForwardFleetPeer]bool) error {
+	kept := maps.Clone(peers)
+	var key fleetForwardFleetPeer
+	var value uint32
+	var former []fleetForwardFleetPeer
+	all := p.peers.Iterate()
+	for all.Next(&key, &value) {
+		if peers[key] || key.Mac != [6]byte{} {
+			continue
+		}
+		if _, known := p.former[key]; !known {
+			p.former[key] = time.Now()
+		}
+		if time.Since(p.former[key]) < formerTime {
+			kept[key], former = true, append(former, key)
+		}
+	}
+	if err := all.Err(); err != nil {
+		return err
+	}
+	for _, key := range former {
+		if err := p.peers.Put(&key, uint32(fleetForwardFleetSenderFLEET_FORMER_PEER)); err != nil {
+			return err
+		}
+	}
+	maps.DeleteFunc(p.former, func(key fleetForwardFleetPeer, _ time.Time) bool { return peers[key] || !kept[key] })
+	return keepKeys(p.peers, kept)
 }
 
 // entriesOf returns the entries of a device map with the hashes of its devices.
@@ -307,7 +347,7 @@ func (p *Path) SetListeners(listeners []Listener) error {
 // addKeys adds keys to a set.
 func addKeys[K comparable](m *ebpf.Map, keys map[K]bool) error {
 	for key := range keys {
-		if err := m.Put(&key, uint32(1)); err != nil {
+		if err := m.Put(&key, uint32(fleetForwardFleetSenderFLEET_PEER)); err != nil {
 			return err
 		}
 	}

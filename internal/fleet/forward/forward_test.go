@@ -564,11 +564,12 @@ func (n *node) openTunnel(t testing.TB) (index int) {
 // TestTunnel forwards packets to hosts that are reached through a tunnel, over IPv4 and IPv6: the device's address stays, and
 // packets that fill the link arrive in fragments over IPv4. What no peer has sent into the tunnel is dropped.
 func TestTunnel(t *testing.T) {
-	const vni, room = 0x5eed, 1430
+	const room = 1430
 	for _, outer := range []string{"IPv4", "IPv6"} {
 		t.Run("over "+outer, func(t *testing.T) {
 			f := newFleet(t, 2)
 			to := f.table()
+			vni := forward.VNI(to.Nonce)
 			for _, n := range f.hosts {
 				index := n.openTunnel(t)
 				n.do(t, func() error {
@@ -634,11 +635,26 @@ func TestTunnel(t *testing.T) {
 			})
 			f.send(t, mine, []byte("of another fleet"))
 			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] == n[forward.Untrusted]+1 })
-			// A host that b does not know sends into the tunnel.
+			// A host that the table has no longer may send by its last table, also when no other host is left, and the packets go
+			// where those of a router would go.
+			alone := func() {
+				b.do(t, func() error {
+					if err := b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {}); err != nil {
+						return err
+					}
+					return b.path.Attach([]int{b.index}, 0)
+				})
+			}
+			alone()
 			n = counts(t, b)
-			b.do(t, func() error {
-				return b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {})
-			})
+			f.send(t, mine, []byte("of a former host"))
+			if at := f.receive(t, mine, []byte("of a former host")); at != b || counts(t, b)[forward.Local] != n[forward.Local]+1 {
+				t.Errorf("of a former host: at %v, counts %v, before %v", at, counts(t, b), n)
+			}
+			// A host that b does not know sends into the tunnel.
+			b.path.EndFormer()
+			alone()
+			n = counts(t, b)
 			f.send(t, mine, []byte("of a stranger"))
 			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] > n[forward.Untrusted] })
 		})

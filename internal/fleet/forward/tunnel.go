@@ -68,6 +68,18 @@ func OpenTunnel(services []netip.Addr) (index int, err error) {
 // interfaces applies.
 const looseReversePath = 2
 
+// tunnelIndex returns the index of the interface of the tunnel, or 0 if there is none.
+func tunnelIndex() (int, error) {
+	link, err := netlink.LinkByName(TunnelName)
+	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing || err == nil && link.Type() != "vxlan" {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("find interface %s: %w", TunnelName, err)
+	}
+	return link.Attrs().Index, nil
+}
+
 // setLooseReversePath lets an interface receive packets of devices, whose route does not lead through the interface. The systemd
 // unit of the agent may not write sysctls, so the request is one of rtnetlink(7): inet_set_link_af of the kernel.
 func setLooseReversePath(index int) error {
