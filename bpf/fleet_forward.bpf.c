@@ -436,7 +436,7 @@ static __always_inline bool is_ipv4(const struct steer_address *address)
 	       address->word[2] == bpf_htonl(0xffff);
 }
 
-/* Linux 5.10 has no local_ipv6, and refuses keys that have. */
+/* The size of the key in Linux 5.10, which rejects larger keys. */
 #define TUNNEL_KEY offsetof(struct bpf_tunnel_key, local_ipv6)
 
 /* Sends a packet to the tunnel of another host. */

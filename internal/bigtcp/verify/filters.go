@@ -39,7 +39,10 @@ func (v *verifier) attachFilters() (_ *filters, err error) {
 	if err := f.Attach(f.index, clsact.Ingress, ingress, f.name); err != nil {
 		return nil, err
 	}
-	return f, f.Attach(f.index, clsact.Egress, egress, f.name)
+	if err := f.Attach(f.index, clsact.Egress, egress, f.name); err != nil {
+		return nil, err
+	}
+	return f, nil
 }
 
 // isStale reports whether a filter is one of a process that has ended.

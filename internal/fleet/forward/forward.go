@@ -96,7 +96,7 @@ type Path struct {
 	devices                 [2]deviceMaps // by the value of named, less 1
 	ingress, tunnel, egress *ebpf.Program
 	hooks                   []hook
-	former                  map[fleetForwardFleetPeer]time.Time // hosts that the table has no longer, and since when
+	former                  map[fleetForwardFleetPeer]time.Time // peers of the tunnel that have left the table, and the times
 	links                   map[string]link.Link                // by the names of their pins
 	filters                 *clsact.Filters                     // nil: the kernel has TCX links
 	named                   uint32                              // device map in force
@@ -240,11 +240,11 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 	return nil
 }
 
-// formerTime is the least time for which the tunnel accepts packets of a host that the table has no longer. The program of a host
-// whose agent is dead forwards by its last table what the routers send to the host.
+// formerTime is the minimum time for which the tunnel accepts packets of a host that has left the table. While the agent of that
+// host is dead, its program forwards packets by its last table.
 const formerTime = time.Hour
 
-// retirePeers makes the peers that the table has no longer former peers, or removes them.
+// retirePeers removes the peers that are not in the table. Peers of the tunnel are former peers for formerTime before that.
 func (p *Path) retirePeers(peers map[fleetForwardFleetPeer]bool) error {
 	kept := maps.Clone(peers)
 	var key fleetForwardFleetPeer

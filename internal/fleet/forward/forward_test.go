@@ -635,8 +635,8 @@ func TestTunnel(t *testing.T) {
 			})
 			f.send(t, mine, []byte("of another fleet"))
 			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] == n[forward.Untrusted]+1 })
-			// A host that the table has no longer may send by its last table, also when no other host is left, and the packets go
-			// where those of a router would go.
+			// Packets of a host that has left the table are accepted, also if no other host is in the table, and are treated as
+			// those of a router.
 			alone := func() {
 				b.do(t, func() error {
 					if err := b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {}); err != nil {
