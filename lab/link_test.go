@@ -756,3 +756,25 @@ func TestAddressesAreLocal(t *testing.T) {
 		must(t, k.Close())
 	}
 }
+
+// TestBridgeKeepsAddress adds ports to a bridge: its neighbors know its link-layer address.
+func TestBridgeKeepsAddress(t *testing.T) {
+	l, _ := newLab(t, Options{})
+	router, err := l.Namespace("router")
+	must(t, err)
+	must(t, router.Bridge("hosts"))
+	address := func() string {
+		link, err := router.Netlink().LinkByName("hosts")
+		must(t, err)
+		return link.Attrs().HardwareAddr.String()
+	}
+	before := address()
+	for i := range 12 {
+		host, err := l.Namespace(fmt.Sprintf("host-%d", i))
+		must(t, err)
+		must(t, router.Port("hosts", fmt.Sprintf("port-%d", i), host, "eth0"))
+		if now := address(); now != before {
+			t.Fatalf("with %d ports, the address is %s, was %s", i+1, now, before)
+		}
+	}
+}

@@ -4,6 +4,7 @@ package lab
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -267,10 +268,14 @@ func (n *Namespace) connect(link string, master int, peer *Namespace, peerLink s
 	return errors.Join(n.up(link), peer.up(peerLink))
 }
 
-// Bridge creates a bridge, and sets it up. Port connects further namespaces to it.
+// Bridge creates a bridge, and sets it up. Port connects further namespaces to it. The bridge keeps its link-layer address:
+// otherwise the kernel gives it the lowest one of its ports (br_stp_recalculate_bridge_id), and the neighbors send to the
+// former address for up to a minute after a new port.
 func (n *Namespace) Bridge(link string) error {
 	attrs := netlink.NewLinkAttrs()
-	attrs.Name = link
+	attrs.Name, attrs.HardwareAddr = link, make(net.HardwareAddr, 6)
+	_, _ = rand.Read(attrs.HardwareAddr)                 // cannot fail
+	attrs.HardwareAddr[0] = attrs.HardwareAddr[0]&^1 | 2 // unicast, locally administered
 	if err := n.nl.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil {
 		return fmt.Errorf("make bridge %s in %s: %w", link, n.name, err)
 	}

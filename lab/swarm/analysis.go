@@ -37,6 +37,7 @@ type Analysis struct {
 	numbers   map[exporter]map[uint32]time.Duration // sequence numbers of datagrams, and times, with Period
 	sent      map[exporter]map[uint32]time.Duration // the same of datagrams that were sent, with Load.Noted
 	datagrams uint64                                // added
+	latest    map[int]time.Duration                 // time of the last datagram of each member
 	judged    time.Duration                         // instant of the last call of Judge
 	last      time.Duration                         // time of the last record
 	dumped    time.Duration                         // time of the last record of a dump
@@ -204,12 +205,16 @@ func (a *Analysis) connection(r Record) *connection {
 
 // Add adds records of a member, or of the devices (FromDevices).
 func (a *Analysis) Add(from int, records []Record) {
+	if a.latest == nil {
+		a.latest = map[int]time.Duration{}
+	}
 	for _, r := range records {
 		a.last = max(a.last, r.At)
 		switch r.Kind {
 		case Datagram, Undecodable:
 			a.waiting = append(a.waiting, datagramAt{r, from})
 			a.datagrams++
+			a.latest[from] = max(a.latest[from], r.At)
 			a.number(&a.numbers, r)
 		case Sent:
 			a.number(&a.sent, r)
@@ -529,6 +534,9 @@ func (a *Analysis) Open() (open []Split) {
 
 // Datagrams returns the number of datagrams that were added, at any time.
 func (a *Analysis) Datagrams() uint64 { return a.datagrams }
+
+// LastDatagram returns the time at which the kernel received the last datagram that a member has recorded, or 0.
+func (a *Analysis) LastDatagram(member int) time.Duration { return a.latest[member] }
 
 // LastSeen returns the last datagram of a device that was judged.
 func (a *Analysis) LastSeen(number int) Seen { return a.device(uint32(number)).seen }

@@ -2,8 +2,6 @@
 
 // Package table is the table of a fleet: which host serves the devices of which bucket.
 //
-// No data path uses the table yet: only the simulation does, which forwards packets as described here.
-//
 // The bucket of a device follows from its address, or from its device map, as on a single host. The table gives each bucket
 // an owner. One process, the leader, writes the table; all hosts apply the same one, which its epoch names. A bucket moves
 // in three epochs, each of which begins when all hosts have applied the one before:
