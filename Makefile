@@ -87,7 +87,7 @@ test: ## Run all tests that this host can run
 .PHONY: test-fleet
 test-fleet: ## Run the end-to-end tests of the fleet in all forms
 	@tools/setup $(TEST_PACKAGES)
-	SOCKEYE_FLEET_COMPLETE=1 go test -count=1 -timeout 20m -run '^TestFleet' ./lab/e2e
+	SOCKEYE_FLEET_COMPLETE=1 go run ./tools/testreport go test -json -shuffle=on -count=1 -timeout 20m -run '^TestFleet' ./lab/e2e
 
 .PHONY: test-race
 test-race: ## Run the tests of packages with goroutines under the race detector

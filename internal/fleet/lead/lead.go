@@ -2,8 +2,8 @@
 
 // Package lead decides the next table of a fleet, on the host that is the leader.
 //
-// The decision depends on the present table, the hosts as the store shows them, and the time since which this leader has
-// seen each host alive. A new leader has no other state, and continues where the last one has stopped. Only durations of
+// The decision depends on the present table, the hosts as the store shows them, and the times since which this leader has
+// seen each host alive, and each living host unable to serve. A new leader has no other state, and continues where the last one has stopped. Only durations of
 // a monotonic clock are used, so that the wall clock of no host matters.
 package lead
 
@@ -24,7 +24,7 @@ const (
 	Ready State = "ready"
 	// Drain hosts hand their buckets over, a few at a time.
 	Drain State = "drain"
-	// Maint hosts keep their buckets, whose devices are refused, and get no others.
+	// Maint hosts keep their buckets, and serve their devices, but get no others.
 	Maint State = "maint"
 	// Removed hosts are no part of the fleet any more: their buckets move, at once if the host does not run.
 	Removed State = "removed"
@@ -98,7 +98,7 @@ type Decision struct {
 	Wait time.Duration
 	// Behind are the living hosts that have not applied the present table, by name. Planned moves wait for them.
 	Behind []string
-	// Few is set if there are fewer hosts than MinHosts.
+	// Few is set if fewer hosts than MinHosts are alive, or before the first table have settled and can serve.
 	Few bool
 }
 
@@ -124,7 +124,7 @@ func Living(hosts []Host) (n int) {
 	return n
 }
 
-// observe records since when the hosts are alive.
+// observe records since when the hosts are alive, and since when living hosts cannot serve.
 func (l *Leader) observe(now time.Duration, hosts []Host) {
 	alive, sick := make(map[string]time.Duration, len(hosts)), make(map[string]time.Duration)
 	for i := range hosts {
@@ -189,7 +189,8 @@ func (l *Leader) first(now time.Duration, hosts []Host) (d Decision) {
 		return d
 	}
 	if len(members) < max(l.MinHosts, 1) {
-		return Decision{Few: true}
+		d.Few = true
+		return d
 	}
 	t := &table.Table{Epoch: 1, Nonce: l.Nonce, Hosts: members}
 	l.rank(weights(members))

@@ -215,6 +215,25 @@ func TestFirstTableDespiteFlapping(t *testing.T) {
 	f.expect("at first", map[string]uint32{"a": 100, "b": 100})
 }
 
+// TestFirstTableOfLateHosts checks that the first table is written when the last of MinHosts has settled, however late it
+// starts: the leader decides again without a change of the hosts.
+func TestFirstTableOfLateHosts(t *testing.T) {
+	for _, late := range []time.Duration{0, settle, (mostSettle - 1) * settle, mostSettle * settle, time.Hour} {
+		f := newFleet(t, Config{MinHosts: 2}, "a")
+		f.decide()
+		f.now += late
+		f.start("b")
+		if f.decide() || f.last.Wait != settle {
+			t.Fatalf("host b starts after %v: %+v", late, f.last)
+		}
+		f.now += f.last.Wait
+		if !f.decide() {
+			t.Fatalf("host b starts after %v: no table when it has settled: %+v", late, f.last)
+		}
+		f.expect("at first", map[string]uint32{"a": 100, "b": 100})
+	}
+}
+
 // TestJoin checks that a host gets its share, after it has settled, and that nothing else moves.
 func TestJoin(t *testing.T) {
 	f := newFleet(t, Config{MinHosts: 1, Batch: 64}, "a", "b", "c")
