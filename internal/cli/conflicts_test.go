@@ -333,6 +333,8 @@ func TestNotPermitted(t *testing.T) {
 	for _, args := range [][]string{
 		{"apply"}, {"apply", "--previous"}, {"plan", h.policy},
 		{"register", "--service", "spare", "--pid", "1"}, {"unregister", "--service", "telemetry", "--slot", "0"},
+		{"slot", "set", "0", "drain"}, {"move", "192.0.2.1", "0", "--dry-run"}, {"moves", "--cancel"}, {"rebalance"},
+		{"tune", "revert"}, {"host", "set", "a", "drain"}, {"host", "set", "a", "drain", "--dry-run"},
 	} {
 		h.isFailure(nobody(args...), 4, "only root may change what the agent does, or have it read a file", "run it with sudo")
 	}

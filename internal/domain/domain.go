@@ -19,6 +19,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/peer"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
 )
@@ -119,8 +120,18 @@ func (r *Router) Get(path string, answer func(*http.Request) (any, error)) {
 	r.mux.HandleFunc("GET "+path, func(w http.ResponseWriter, request *http.Request) { r.reply(w, request, answer) })
 }
 
-// Post answers POST requests to a path, with a body of at most 8 MiB.
+// Post answers POST requests of root to a path, with a body of at most 8 MiB.
 func (r *Router) Post(path string, answer func(*http.Request) (any, error)) {
+	r.PostOfAny(path, func(request *http.Request) (any, error) {
+		if err := peer.MustBeRoot(request); err != nil {
+			return nil, err
+		}
+		return answer(request)
+	})
+}
+
+// PostOfAny is Post for requests of every user who may connect to the agent: answer must check what the user may do.
+func (r *Router) PostOfAny(path string, answer func(*http.Request) (any, error)) {
 	r.mux.HandleFunc("POST "+path, func(w http.ResponseWriter, request *http.Request) {
 		request.Body = http.MaxBytesReader(w, request.Body, MaxBody)
 		r.reply(w, request, answer)

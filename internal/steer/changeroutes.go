@@ -16,7 +16,6 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
-	"sockeye/internal/peer"
 	"sockeye/internal/placement"
 	"sockeye/internal/steer/stored"
 )
@@ -28,7 +27,7 @@ func (d *Domain) changeRoutes(r *domain.Router) {
 	})
 	r.Post("/v1/moves", func(r *http.Request) (any, error) {
 		var m api.MovesRequest
-		if err := decodeOfRoot(r, &m); err != nil {
+		if err := domain.Decode(r, &m); err != nil {
 			return nil, err
 		}
 		s, err := d.findService(m.Service)
@@ -42,33 +41,25 @@ func (d *Domain) changeRoutes(r *domain.Router) {
 	})
 	r.Post("/v1/rebalance", func(r *http.Request) (any, error) {
 		var request api.RebalanceRequest
-		if err := decodeOfRoot(r, &request); err != nil {
+		if err := domain.Decode(r, &request); err != nil {
 			return nil, err
 		}
 		return d.rebalance(r.Context(), &request)
 	})
 	r.Post("/v1/slot", func(r *http.Request) (any, error) {
 		var c api.SlotChange
-		if err := decodeOfRoot(r, &c); err != nil {
+		if err := domain.Decode(r, &c); err != nil {
 			return nil, err
 		}
 		return d.changeSlots(&c)
 	})
 	r.Post("/v1/move", func(r *http.Request) (any, error) {
 		var m api.DeviceMove
-		if err := decodeOfRoot(r, &m); err != nil {
+		if err := domain.Decode(r, &m); err != nil {
 			return nil, err
 		}
 		return d.moveDevice(&m)
 	})
-}
-
-// decodeOfRoot decodes the body of a request that only root may send.
-func decodeOfRoot(r *http.Request, into any) error {
-	if err := peer.MustBeRoot(r); err != nil {
-		return err
-	}
-	return domain.Decode(r, into)
 }
 
 // slotGroup returns a service, and the services that share slots with it.

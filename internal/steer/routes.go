@@ -43,7 +43,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		return collectFrom(d, r, func(s *service) ([]api.WhereStatus, error) { return s.where(addresses), nil })
 	})
 	r.Post("/v1/register", func(r *http.Request) (any, error) {
-		m, s, err := d.decodeMembership(r, true)
+		m, s, err := d.decodeMembership(r)
 		if err != nil {
 			return nil, err
 		}
@@ -54,7 +54,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		return api.Membership{Service: s.Name, Slot: &slot, PID: m.PID}, err
 	})
 	r.Post("/v1/unregister", func(r *http.Request) (any, error) {
-		m, s, err := d.decodeMembership(r, true)
+		m, s, err := d.decodeMembership(r)
 		if err != nil {
 			return nil, err
 		}
@@ -64,13 +64,16 @@ func (d *Domain) Routes(r *domain.Router) {
 		return api.Membership{Service: s.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
 	d.changeRoutes(r)
-	r.Post("/v1/run", func(r *http.Request) (any, error) {
-		m, s, err := d.decodeMembership(r, false)
+	r.PostOfAny("/v1/run", func(r *http.Request) (any, error) {
+		// The request adds the calling process and no other.
+		k := peer.From(r)
+		if k == nil {
+			return nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
+		}
+		m, s, err := d.decodeMembership(r)
 		if err != nil {
 			return nil, err
 		}
-		// The request adds the calling process and no other.
-		k := peer.From(r)
 		slot, err := s.addClaim(k.ID.PID, m.Slot, "run", k)
 		return api.Place{Membership: api.Membership{Service: s.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
@@ -101,16 +104,8 @@ func (s *service) memberListeners() []api.MemberListener {
 	return list
 }
 
-// decodeMembership decodes the body of a request and finds the service. root restricts the request to root.
-func (d *Domain) decodeMembership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
-	if peer.From(r) == nil {
-		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
-	}
-	if root {
-		if err := peer.MustBeRoot(r); err != nil {
-			return m, nil, err
-		}
-	}
+// decodeMembership decodes the body of a request and finds the service.
+func (d *Domain) decodeMembership(r *http.Request) (m api.Membership, s *service, err error) {
 	if err := domain.Decode(r, &m); err != nil {
 		return m, nil, err
 	}

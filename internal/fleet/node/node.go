@@ -139,6 +139,12 @@ func (n *Node) Run(ctx context.Context) {
 // follow applies the table of a snapshot, and decides about the next one if this host leads. It returns the time after which
 // to call it again with the same snapshot; 0: never.
 func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duration, err error) {
+	// Somebody has deleted an earlier table that was restored: the one in force counts.
+	if s.Damaged && s.Table != nil && n.applied != nil && s.Table.Nonce == n.applied.Nonce && s.Table.Epoch < n.applied.Epoch {
+		present := *s
+		present.Table = n.applied
+		s = &present
+	}
 	err = n.apply(ctx, s)
 	_, refused := errors.AsType[refusedError](err)
 	if refused || !s.Connected || !s.Leads {
@@ -162,7 +168,7 @@ func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duratio
 }
 
 // lostTime is the longest time for which the leader waits for the hosts of the last table before it writes the table into a
-// store that has lost it. A store that has lost everything has no registrations either.
+// store that has lost it, or has an earlier one. Such a store has not the registrations either, so the living hosts look dead.
 const lostTime = 10 * time.Second
 
 // next returns the table that this host writes as the leader, or nil and the time after which to ask again; 0: with the next
@@ -173,23 +179,18 @@ func (n *Node) next(s *store.Snapshot) (next *table.Table, wait time.Duration) {
 	if last == nil {
 		last = n.applied
 	}
-	if s.Table != nil {
+	if last == nil || s.Table != nil && !s.Damaged {
 		n.lost = 0
-		if d := n.leader.Decide(now, s.Table, s.Hosts); d.Table != nil || !s.Damaged {
-			return d.Table, d.Wait
-		}
-	} else if last == nil {
-		d := n.leader.Decide(now, nil, s.Hosts)
+		d := n.leader.Decide(now, last, s.Hosts)
 		return d.Table, d.Wait
-	} else {
-		if n.lost == 0 {
-			n.lost = now
-		}
-		if now-n.lost < lostTime && !allAlive(last, s.Hosts) {
-			return nil, retryPause
-		}
 	}
-	// The store has lost its table: the last good one heals it, with an epoch that is later than that of every host.
+	if n.lost == 0 {
+		n.lost = now
+	}
+	if now-n.lost < lostTime && !allAlive(last, s.Hosts) {
+		return nil, retryPause
+	}
+	// The last good table heals the store, with an epoch that is later than that of every host.
 	healed := *last
 	for i := range s.Hosts {
 		if epoch := s.Hosts[i].Applied; epoch > healed.Epoch && epoch < table.MostEpoch {

@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fleet/lead"
@@ -342,6 +344,63 @@ func TestRestoredStore(t *testing.T) {
 		if n := len(s.written); (n > 0) != (c.problem == "") {
 			t.Errorf("%q: %d tables were written", c.problem, n)
 		}
+	}
+}
+
+// TestDeletedTable restores an earlier table, which all hosts refuse, and deletes it: the leader writes the one in force.
+func TestDeletedTable(t *testing.T) {
+	f := newFleet(t)
+	f.start("a", nil)
+	f.start("b", nil)
+	before := f.rest("two hosts", "a", "b")
+	f.end("a")
+	f.end("b")
+	later := *before
+	later.Epoch += 100
+	for _, name := range []string{"a", "b"} {
+		h := f.start(name, &later)
+		testenv.Within(t, name+" to refuse the table", func() bool { return strings.Contains(h.last().Problem, "an earlier state of the store was restored") })
+	}
+	client, err := clientv3.New(clientv3.Config{Endpoints: []string{"127.0.0.1:2379"}, Logger: zap.NewNop()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	if _, err := client.Delete(t.Context(), "sockeye/test/table"); err != nil {
+		t.Fatal(err)
+	}
+	testenv.Within(t, "the table in the store", func() bool { s := f.hosts["a"].last(); return s.Table != nil && s.Table.Epoch > later.Epoch })
+	if after := f.rest("the table is deleted", "a", "b"); after.Nonce != before.Nonce || after.Epoch != later.Epoch+1 || after.Owner != before.Owner {
+		t.Errorf("nonce %d and epoch %d after %d and %d", after.Nonce, after.Epoch, later.Nonce, later.Epoch)
+	}
+	for name, h := range f.hosts {
+		testenv.Within(t, name+" to have no problem", func() bool { s := h.last(); return s.Problem == "" && len(s.Problems) == 0 })
+	}
+}
+
+// TestLostRegistrations is that the leader does not take hosts for dead that have not registered again at a store that was
+// emptied or restored while they ran.
+func TestLostRegistrations(t *testing.T) {
+	present := &table.Table{Epoch: 5, Nonce: 7, Hosts: []table.Host{{Name: "a", Weight: 1}, {Name: "b", Weight: 1}}}
+	for b := range table.Buckets {
+		present.Owner[b], present.Previous[b], present.Next[b] = uint16(b%2), table.None, table.None
+	}
+	n := New(Config{Lead: lead.Config{MinHosts: 1, OnDeath: lead.Next, Batch: 100}, Log: slog.New(slog.DiscardHandler)})
+	n.applied = present
+	s := &store.Snapshot{Table: present, Damaged: true, Connected: true, Leads: true, Hosts: []lead.Host{
+		{Host: present.Hosts[0], State: lead.Ready, Alive: true, Healthy: true, Applied: 5, Handed: 5, Prepared: 5}, {Host: present.Hosts[1], State: lead.Ready}}}
+	if next, wait := n.next(s); next != nil || wait != retryPause {
+		t.Fatalf("with one of two hosts: %+v after %v", next, wait)
+	}
+	s.Hosts[1].Alive, s.Hosts[1].Healthy, s.Hosts[1].Applied = true, true, 6
+	next, _ := n.next(s)
+	if next == nil || next.Epoch != 7 || next.Owner != present.Owner {
+		t.Fatalf("with both hosts: %+v", next)
+	}
+	s.Hosts[1].Alive = false
+	n.lost -= lostTime
+	if next, _ := n.next(s); next == nil || next.Owner != present.Owner {
+		t.Fatalf("after %v: %+v", lostTime, next)
 	}
 }
 
