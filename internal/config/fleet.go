@@ -181,6 +181,10 @@ func (d *decoder) checkFleet(p *Policy) {
 	}
 	if e := f.Etcd; e != nil {
 		tls := slices.ContainsFunc(e.Endpoints, func(s string) bool { return strings.HasPrefix(s, "https:") })
+		plain := slices.ContainsFunc(e.Endpoints, func(s string) bool { return strings.HasPrefix(s, "http:") })
+		if tls && plain { // the client of etcd takes the scheme of the first one for all
+			d.refuseAt("fleet.etcd.endpoints", "must all have https, or all http", "")
+		}
 		for key, value := range map[string]string{"ca": e.CA, "cert": e.Cert, "key": e.Key} {
 			if value != "" && len(e.Endpoints) > 0 && !tls {
 				d.refuseAt("fleet.etcd."+key, "needs endpoints with https", "")

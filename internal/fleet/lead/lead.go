@@ -49,6 +49,9 @@ type Host struct {
 	SetWeight, OwnWeight uint32
 	// Alive is set while the host renews its lease.
 	Alive bool
+	// Unknown is set while it is not known whether a host that is not alive has died: the connection to the store is new, and
+	// the host may not have registered again. No device moves to or from the host.
+	Unknown bool
 	// Healthy is set while the host can serve devices.
 	Healthy bool
 	// Refuses is set while the host refuses the table: no move waits for it.
@@ -251,7 +254,7 @@ type step struct {
 	takes   []bool // by index: the host may get buckets
 	lost    []bool // by index: the buckets of the host move at once
 	behind  []string
-	applied bool // all living hosts have applied the present table
+	applied bool // all living hosts have applied the present table, and all owners are known to live or not
 	wait    time.Duration
 	moving  int   // buckets that move after this step
 	forced  []int // buckets that need another owner now, and have no preferred host that takes them
@@ -265,6 +268,7 @@ func (l *Leader) newStep(now time.Duration, present *table.Table, hosts []Host) 
 	s := &step{config: &l.Config, next: &next, hosts: make(map[string]*Host, len(hosts)), share: make(map[string]uint32)}
 	shares := present.Shares()
 	var added []table.Host
+	unknown := false
 	for i := range hosts {
 		h := &hosts[i]
 		s.hosts[h.Name] = h
@@ -275,6 +279,7 @@ func (l *Leader) newStep(now time.Duration, present *table.Table, hosts []Host) 
 		if h.Alive && !h.Refuses && h.Applied < present.Epoch {
 			s.behind = append(s.behind, h.Name)
 		}
+		unknown = unknown || h.Unknown && owns > 0
 		ok, wait := l.settled(now, h)
 		if h.Alive && !ok && owns == 0 && (s.wait == 0 || wait < s.wait) {
 			s.wait = wait
@@ -290,13 +295,13 @@ func (l *Leader) newStep(now time.Duration, present *table.Table, hosts []Host) 
 			}
 		}
 	}
-	s.applied = len(s.behind) == 0
+	s.applied = len(s.behind) == 0 && !unknown
 	s.addHosts(added)
 	s.at, s.takes, s.lost = make([]*Host, len(next.Hosts)), make([]bool, len(next.Hosts)), make([]bool, len(next.Hosts))
 	for i := range next.Hosts {
 		h := s.hosts[next.Hosts[i].Name]
 		s.at[i] = h
-		s.lost[i] = h == nil || !h.Alive && (h.State == Removed || h.State == Drain || l.OnDeath != Wait)
+		s.lost[i] = h == nil || !h.Alive && (h.State == Removed || !h.Unknown && (h.State == Drain || l.OnDeath != Wait))
 		if h == nil {
 			continue
 		}
@@ -320,7 +325,7 @@ func (l *Leader) hasShare(h *Host, owns, settled bool) bool {
 		return false
 	}
 	if !h.Alive {
-		return owns && l.OnDeath == Wait
+		return owns && (l.OnDeath == Wait || h.Unknown)
 	}
 	return owns || settled && h.Healthy && h.State == Ready
 }

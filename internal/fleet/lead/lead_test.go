@@ -330,6 +330,41 @@ func TestFew(t *testing.T) {
 	f.expect("with two", map[string]uint32{"a": 100, "b": 100})
 }
 
+// TestUnknown is that nothing moves to or from a host of which it is not known whether it has died, except from a removed one.
+func TestUnknown(t *testing.T) {
+	for _, state := range []State{Ready, Drain} {
+		f := newFleet(t, Config{MinHosts: 1, Batch: table.Buckets}, "a", "b", "c")
+		f.rest()
+		before := *f.table
+		f.start("d")
+		for _, name := range []string{"b", "c"} {
+			f.hosts[name].Alive, f.hosts[name].Unknown = false, true
+		}
+		f.hosts["b"].State = state
+		f.now += time.Hour
+		for range 5 {
+			f.decide()
+		}
+		if f.table.Moving() > 0 || f.moves > 0 {
+			t.Fatalf("%s: %d buckets move, %d have moved", state, f.table.Moving(), f.moves)
+		}
+		for b := range before.Owner {
+			if name(&before, before.Owner[b]) != name(f.table, f.table.Owner[b]) {
+				t.Fatalf("%s: bucket %d is at another host", state, b)
+			}
+		}
+		f.hosts["c"].Alive, f.hosts["c"].Unknown, f.hosts["c"].Applied, f.hosts["c"].Prepared = true, false, f.table.Epoch, f.table.Epoch
+		f.hosts["b"].Unknown = false // it has died
+		f.rest()
+		f.expect("at the end", map[string]uint32{"a": 100, "c": 100, "d": 100})
+	}
+	f := newFleet(t, Config{MinHosts: 1}, "a", "b")
+	f.rest()
+	f.hosts["b"].Alive, f.hosts["b"].Unknown, f.hosts["b"].State = false, true, Removed
+	f.rest()
+	f.expect("without the removed host", map[string]uint32{"a": 100})
+}
+
 // TestMaint checks that a host in maint keeps its buckets and gets none.
 func TestMaint(t *testing.T) {
 	f := newFleet(t, Config{MinHosts: 1, OnDeath: Next}, "a", "b", "c")

@@ -56,7 +56,8 @@ type Node struct {
 	applied *table.Table // in force
 	problem string       // that was logged last
 
-	lost time.Duration // time since which this leader sees a store without its table; 0: it has one
+	lost   time.Duration // time since which this leader sees a store without its table; 0: it has one
+	healed time.Duration // time of the last table that was to heal the store
 
 	mu           sync.Mutex
 	registration store.Registration
@@ -146,6 +147,11 @@ func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duratio
 		s = &present
 	}
 	err = n.apply(ctx, s)
+	if err == nil && s.Table != nil && !s.Damaged {
+		if host, epoch := latest(s.Hosts, s.Table.Epoch); host != "" {
+			err = refusedError(fmt.Sprintf("the table in the store has epoch %d, and host %s has epoch %d: an earlier state of the store was restored", s.Table.Epoch, host, epoch))
+		}
+	}
 	_, refused := errors.AsType[refusedError](err)
 	if refused || !s.Connected || !s.Leads {
 		// Another leader has other times: those of this host begin when it leads again.
@@ -190,15 +196,28 @@ func (n *Node) next(s *store.Snapshot) (next *table.Table, wait time.Duration) {
 	if now-n.lost < lostTime && !allAlive(last, s.Hosts) {
 		return nil, retryPause
 	}
+	if n.healed != 0 && now-n.healed < retryPause {
+		return nil, retryPause
+	}
+	n.healed = now
 	// The last good table heals the store, with an epoch that is later than that of every host.
 	healed := *last
-	for i := range s.Hosts {
-		if epoch := s.Hosts[i].Applied; epoch > healed.Epoch && epoch < table.MostEpoch {
-			healed.Epoch = epoch
-		}
+	if _, epoch := latest(s.Hosts, last.Epoch); epoch > 0 {
+		healed.Epoch = epoch
 	}
 	healed.Epoch++
 	return &healed, 0
+}
+
+// latest returns the living host with the latest table after an epoch, and the epoch of this table, or "". Epochs that no table of
+// the fleet can have do not count.
+func latest(hosts []lead.Host, after uint64) (name string, epoch uint64) {
+	for i := range hosts {
+		if h := &hosts[i]; h.Alive && h.Applied > max(after, epoch) && h.Applied < min(after+store.MostEpochs, table.MostEpoch) {
+			name, epoch = h.Name, h.Applied
+		}
+	}
+	return name, epoch
 }
 
 // allAlive reports whether all hosts of a table are registered.
@@ -219,14 +238,20 @@ func (e refusedError) Error() string { return string(e) }
 // replaced or restored: this host keeps its table, and does not lead.
 func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 	t := s.Table
+	if t == nil || s.Damaged {
+		// A host without the last table of the fleet leaves it to the others to write it.
+		epoch := n.registered().Applied
+		if t != nil {
+			epoch = max(epoch, t.Epoch)
+		}
+		later, _ := latest(s.Hosts, epoch)
+		n.update(func(r *store.Registration) { r.Refuses = later != "" })
+		if later != "" {
+			return refusedError(fmt.Sprintf("the store has lost the table of the fleet, and another host must write it again, as host %s: the one of this host is not the last one", later))
+		}
+	}
 	switch {
 	case t == nil:
-		// A host without the table of the fleet leaves it to the others to write theirs.
-		others := n.registered().Applied == 0 && slices.ContainsFunc(s.Hosts, func(h lead.Host) bool { return h.Alive && h.Applied > 0 })
-		n.update(func(r *store.Registration) { r.Refuses = others })
-		if others {
-			return refusedError("the store has lost the table of the fleet, and another host must write it again: this host has none")
-		}
 		return nil
 	case n.applied != nil && t.Nonce != n.applied.Nonce:
 		n.update(func(r *store.Registration) { r.Refuses, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0 })
@@ -234,6 +259,10 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 	case n.applied != nil && t.Epoch < n.applied.Epoch:
 		n.update(func(r *store.Registration) { r.Refuses = true })
 		return refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch))
+	}
+	if n.applied != nil && t.Epoch == n.applied.Epoch && (t.Owner != n.applied.Owner || t.Previous != n.applied.Previous || t.Next != n.applied.Next) {
+		n.update(func(r *store.Registration) { r.Refuses = true })
+		return refusedError(fmt.Sprintf("the table in the store has epoch %d, as the one in force, and other owners: an earlier state of the store was restored", t.Epoch))
 	}
 	r := n.registered()
 	defer func() { // one message for all

@@ -397,10 +397,72 @@ func TestLostRegistrations(t *testing.T) {
 	if next == nil || next.Epoch != 7 || next.Owner != present.Owner {
 		t.Fatalf("with both hosts: %+v", next)
 	}
+	if next, wait := n.next(s); next != nil || wait != retryPause {
+		t.Errorf("another table at once, or %v", wait)
+	}
 	s.Hosts[1].Alive = false
-	n.lost -= lostTime
+	n.lost, n.healed = n.lost-lostTime, n.healed-retryPause
 	if next, _ := n.next(s); next == nil || next.Owner != present.Owner {
-		t.Fatalf("after %v: %+v", lostTime, next)
+		t.Errorf("no table after %v, or another one", lostTime)
+	}
+	s.Hosts[1].Alive, s.Hosts[1].Applied = true, table.MostEpoch-1 // a lie
+	n.healed -= retryPause
+	if next, _ := n.next(s); next == nil || next.Epoch != 6 {
+		t.Error("an epoch that no host has had, or no table")
+	}
+}
+
+// TestEarlierStore gives a host tables that are earlier than those of others: it decides nothing, and leaves it to the others to
+// write theirs into a store that has lost it.
+func TestEarlierStore(t *testing.T) {
+	at := func(epoch uint64) *table.Table {
+		one := &table.Table{Epoch: epoch, Nonce: 7, Hosts: []table.Host{{Name: "a", Weight: 1}, {Name: "b", Weight: 1}}}
+		for b := range table.Buckets {
+			one.Owner[b], one.Previous[b], one.Next[b] = uint16(b%2), table.None, table.None
+		}
+		return one
+	}
+	for _, c := range []struct {
+		name           string
+		last           *table.Table
+		store          *table.Table
+		damaged        bool
+		other          uint64 // epoch of host b, which has died otherwise
+		problem        string
+		refuses, write bool
+	}{
+		{"restored", nil, at(5), false, 9, "and host b has epoch 9: an earlier state of the store was restored", false, false},
+		{"restored, and deleted", nil, at(5), true, 9, "another host must write it again, as host b", true, false},
+		{"lost", at(5), nil, false, 9, "another host must write it again, as host b", true, false},
+		{"the same", nil, at(5), false, 5, "", false, true},
+		{"lies", nil, at(5), false, 5 + store.MostEpochs, "", false, true},
+	} {
+		s := &fixed{written: make(chan *table.Table, 10)}
+		n := New(Config{Store: s, Log: slog.New(slog.DiscardHandler), Lead: lead.Config{MinHosts: 1, Batch: 1}, Host: store.Registration{Host: table.Host{Name: "a", Weight: 2}},
+			Path: &path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}})
+		if c.last != nil {
+			if _, err := n.follow(t.Context(), &store.Snapshot{Table: c.last}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		_, err := n.follow(t.Context(), &store.Snapshot{Table: c.store, Damaged: c.damaged, Connected: true, Leads: true, Hosts: []lead.Host{
+			{Host: table.Host{Name: "a", Weight: 2}, State: lead.Ready, Alive: true, Healthy: true, Applied: 5, Prepared: 5},
+			{Host: table.Host{Name: "b", Weight: 1}, State: lead.Ready, Alive: true, Healthy: true, Refuses: true, Applied: c.other}}})
+		if c.problem == "" && err != nil || c.problem != "" && (err == nil || !strings.Contains(err.Error(), c.problem)) {
+			t.Errorf("%s: %v", c.name, err)
+		}
+		if r := n.registered(); r.Refuses != c.refuses || (len(s.written) > 0) != c.write {
+			t.Errorf("%s: refuses %v, %d tables written", c.name, r.Refuses, len(s.written))
+		}
+	}
+	// A table with the epoch of the one in force, and other owners.
+	s := &fixed{written: make(chan *table.Table, 10)}
+	n := New(Config{Store: s, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
+	n.applied = at(5)
+	other := at(5)
+	other.Owner[0] = 1
+	if _, err := n.follow(t.Context(), &store.Snapshot{Table: other, Connected: true, Leads: true}); err == nil || !strings.Contains(err.Error(), "and other owners") || !n.registered().Refuses {
+		t.Errorf("another table with the same epoch: %v", err)
 	}
 }
 

@@ -17,7 +17,10 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 
+	"sockeye/internal/clock"
 	"sockeye/internal/fleet/table"
 )
 
@@ -32,6 +35,13 @@ const (
 	// leastPause and mostPause are the pauses before another attempt to connect.
 	leastPause, mostPause = 100 * time.Millisecond, 2 * time.Second
 )
+
+// connectParams let all hosts connect again within seconds after an outage (absentTime): by default, the pauses between two
+// attempts grow to two minutes.
+var connectParams = grpc.ConnectParams{
+	Backoff:           backoff.Config{BaseDelay: leastPause, Multiplier: backoff.DefaultConfig.Multiplier, Jitter: backoff.DefaultConfig.Jitter, MaxDelay: mostPause},
+	MinConnectTimeout: requestTimeout,
+}
 
 // EtcdConfig names the servers of etcd, and the fleet.
 type EtcdConfig struct {
@@ -93,6 +103,7 @@ func (e *Etcd) connect() (*clientv3.Client, error) {
 	client, err := clientv3.New(clientv3.Config{
 		Endpoints: e.config.Endpoints, TLS: e.config.TLS, Username: e.config.Username, Password: e.config.Password, Logger: zap.NewNop(),
 		DialTimeout: requestTimeout, DialKeepAliveTime: time.Second, DialKeepAliveTimeout: requestTimeout, MaxCallRecvMsgSize: 64 << 20,
+		DialOptions: []grpc.DialOption{grpc.WithConnectParams(connectParams)},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("connect: %w", err)
@@ -140,7 +151,7 @@ func (e *Etcd) Run(ctx context.Context, snapshots chan *Snapshot) {
 		}
 		e.note("not connected to etcd: " + err.Error())
 		if v.entries != nil {
-			last := v.snapshot()
+			last := v.snapshot(clock.Monotonic())
 			last.Connected, last.Leads, last.Problems = false, false, append(last.Problems, "not connected to etcd: "+err.Error())
 			offer(snapshots, last)
 		} else {
@@ -179,7 +190,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 	if err != nil {
 		return err
 	}
-	v.entries = make(map[string]entry, len(all.Kvs))
+	v.begin(clock.Monotonic())
 	for _, kv := range all.Kvs {
 		v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision, kv.Lease != 0)
 	}
@@ -189,9 +200,10 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 		return err
 	}
 	defer e.setLease(0)
-	register, publish := time.NewTimer(0), time.NewTimer(0)
+	register, publish, known := time.NewTimer(0), time.NewTimer(0), time.NewTimer(absentTime)
 	defer register.Stop()
 	defer publish.Stop()
+	defer known.Stop()
 	gathering := true // publish is due
 	gather := func() {
 		if !gathering {
@@ -221,6 +233,9 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 			}
 			gather()
 			continue
+		case <-known.C: // the hosts that are still absent have died
+			gather()
+			continue
 		case c, ok := <-changes:
 			if !ok {
 				return errors.New("the watch has ended")
@@ -235,7 +250,11 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 				} else if value == nil {
 					value = []byte{}
 				}
-				v.set(strings.TrimPrefix(string(event.Kv.Key), e.prefix), value, event.Kv.ModRevision, event.Kv.Lease != 0)
+				key := strings.TrimPrefix(string(event.Kv.Key), e.prefix)
+				v.set(key, value, event.Kv.ModRevision, event.Kv.Lease != 0)
+				if value == nil && key == hostKeys+e.config.Host.Name { // somebody else has deleted it
+					register.Reset(0)
+				}
 			}
 			gather()
 			continue
@@ -254,7 +273,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 				return err
 			}
 		}
-		s := v.snapshot()
+		s := v.snapshot(clock.Monotonic())
 		if taken != "" {
 			s.Problems = append(s.Problems, taken)
 		}
@@ -316,7 +335,8 @@ func (e *Etcd) register(ctx context.Context, client *clientv3.Client, lease clie
 		if len(present.Kvs) > 0 {
 			revision = present.Kvs[0].ModRevision
 			var other registered
-			if decode(present.Kvs[0].Value, &other) == nil && other.Instance != e.instance {
+			// A registration that no lease ends was not written by a host.
+			if present.Kvs[0].Lease != 0 && decode(present.Kvs[0].Value, &other) == nil && other.Instance != e.instance {
 				return fmt.Sprintf("another process has registered host %s: each host needs a name of its own; after a restart, its lease ends within %v", mine.Name, e.config.Lease), nil
 			}
 		}

@@ -293,7 +293,7 @@ func TestRubbish(t *testing.T) {
 		{tableKey, encode(first(6, "a")), "the epoch of the table goes back from 7 to 6"},
 		{tableKey, encode(stranger), "another nonce"},
 		{tableKey, "", "the table in the store is refused"},
-		{tableKey, encode(first(8+mostEpochs, "a")), "the epoch of the table jumps"},
+		{tableKey, encode(first(8+MostEpochs, "a")), "the epoch of the table jumps"},
 		{hostKeys + "f", `{"name":"f","weight":1}`, `the registration of host "f" is damaged`}, // without a lease
 		{hostKeys + "g", `{"name":"g","weight":4294967295}`, `the registration of host "g" is damaged`},
 		{hostKeys + "b", "{", `the registration of host "b" is damaged`},
@@ -350,6 +350,58 @@ func raw(t *testing.T, endpoints []string) *clientv3.Client {
 	}
 	t.Cleanup(func() { client.Close() })
 	return client
+}
+
+// TestRegistrationDeleted deletes the registration of a host, and puts one that no lease ends in its place: the host registers
+// again.
+func TestRegistrationDeleted(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2370)
+	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
+	b.awaitAlive("a b")
+	client := raw(t, endpoints)
+	for _, value := range []string{"", `{"name":"a","weight":5,"instance":"another"}`} {
+		if _, err := client.Delete(t.Context(), a.prefix+hostKeys+"a"); err != nil {
+			t.Fatal(err)
+		}
+		if value != "" {
+			b.awaitAlive("a b")
+			if _, err := client.Put(t.Context(), a.prefix+hostKeys+"a", value); err != nil {
+				t.Fatal(err)
+			}
+			b.await("the damaged registration", func(s *Snapshot) bool { return len(s.Problems) > 0 })
+			a.Update(Registration{Host: table.Host{Name: "a", Weight: 11}})
+		}
+		b.await("the registration", func(s *Snapshot) bool { return alive(s) == "a b" && len(s.Problems) == 0 })
+	}
+}
+
+// TestAbsent is that a host of the table that is not registered is unknown for a while after this host has reached the store,
+// unless it was registered in this time.
+func TestAbsent(t *testing.T) {
+	v := &view{instance: "i", table: first(3, "b")}
+	unknown := func(at time.Duration) bool {
+		s := v.snapshot(at)
+		i := slices.IndexFunc(s.Hosts, func(h lead.Host) bool { return h.Name == "b" })
+		return s.Hosts[i].Unknown
+	}
+	register := func() { v.set(hostKeys+"b", []byte(`{"name":"b","weight":1}`), 1, true) }
+	v.begin(time.Minute)
+	if !unknown(time.Minute) || !unknown(time.Minute+absentTime-1) || unknown(time.Minute+absentTime) {
+		t.Error("a host that was never registered")
+	}
+	if register(); unknown(time.Minute) {
+		t.Error("a registered host is unknown")
+	}
+	if v.set(hostKeys+"b", nil, 2, false); unknown(time.Minute) {
+		t.Error("a host whose registration has ended is unknown")
+	}
+	if v.begin(time.Hour); !unknown(time.Hour) {
+		t.Error("a host is known in the next session")
+	}
+	if v.set(settingKeys+"b", []byte(`{"state":"drain"}`), 3, false); !unknown(time.Hour) {
+		t.Error("a host with a setting is known")
+	}
 }
 
 // TestServerEnds checks that a host keeps its table while the server does not run, and goes on with it afterwards.

@@ -111,11 +111,12 @@ func FuzzView(f *testing.F) {
 	f.Add(hostKeys+"a", []byte(`{"name":"a","weight":1,"addresses":["192.0.2.1"]}`), settingKeys+"a", []byte(`{"state":"drain"}`), true)
 	f.Add(tableKey, []byte("{}"), leaderKey, []byte(`{"name":"a","instance":"i"}`), false)
 	f.Fuzz(func(t *testing.T, keyA string, a []byte, keyB string, b []byte, leased bool) {
-		v := &view{instance: "i", entries: map[string]entry{}}
+		v := &view{instance: "i"}
+		v.begin(0)
 		v.table = first(3, "a")
 		v.set(keyA, a, 1, leased)
 		v.set(keyB, b, 2, leased)
-		s := v.snapshot()
+		s := v.snapshot(0)
 		if s.Table == nil || s.Table.Epoch < 3 {
 			t.Errorf("the good table is gone: %+v", s)
 		}

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"sockeye/internal/fleet/lead"
 	"sockeye/internal/fleet/table"
@@ -25,9 +26,9 @@ const (
 // mostValue is the size of the largest value of a key other than the table, in bytes.
 const mostValue = 4096
 
-// mostEpochs is the largest difference between two tables that a host sees, more than a century at one epoch a second. Without a
+// MostEpochs is the largest difference between two tables that a host sees, more than a century at one epoch a second. Without a
 // limit, one wrong table would use up all epochs.
-const mostEpochs = 1 << 32
+const MostEpochs = 1 << 32
 
 // entry is a key of the store. All values but the table are decoded when they change: in a large fleet, registrations change
 // all the time.
@@ -53,13 +54,24 @@ type leading struct {
 	Instance string `json:"instance"`
 }
 
+// absentTime is the time for which a host of the table is unknown that this host has not seen since it has reached the store:
+// after an outage, all registrations have ended, and the hosts register one by one.
+const absentTime = 10 * time.Second
+
 // view makes snapshots of the keys.
 type view struct {
 	instance string
 	entries  map[string]entry
-	table    *table.Table // the last good one
-	refused  string       // why the present value of the table was refused; "": it was not
-	seen     int64        // revision of the value of the table that was decoded last
+	reached  time.Duration   // monotonic time of the first keys of this session
+	seen     map[string]bool // hosts that were registered in this session
+	table    *table.Table    // the last good one
+	refused  string          // why the present value of the table was refused; "": it was not
+	decoded  int64           // revision of the value of the table that was decoded last
+}
+
+// begin begins a session, without keys.
+func (v *view) begin(now time.Duration) {
+	v.entries, v.reached, v.seen = make(map[string]entry), now, make(map[string]bool)
 }
 
 // set sets a key, or deletes it with a nil value. leased is set if the key ends with a lease: a registration or a leader
@@ -83,6 +95,9 @@ func (v *view) set(key string, value []byte, modified int64, leased bool) {
 	case strings.HasPrefix(key, hostKeys):
 		e.host = new(registered)
 		e.damaged = decode(value, e.host) != nil || e.host.Name != strings.TrimPrefix(key, hostKeys) || e.host.Check() != nil || !leased
+		if !e.damaged {
+			v.seen[e.host.Name] = true
+		}
 	default:
 		return
 	}
@@ -93,23 +108,23 @@ func (v *view) set(key string, value []byte, modified int64, leased bool) {
 func (v *view) decodeTable() {
 	e, ok := v.entries[tableKey]
 	if !ok {
-		v.seen, v.refused = 0, ""
+		v.decoded, v.refused = 0, ""
 		if v.table != nil {
 			v.refused = "the store has lost the table"
 		}
 		return
 	}
-	if e.modified == v.seen {
+	if e.modified == v.decoded {
 		return
 	}
-	v.seen, v.refused = e.modified, ""
+	v.decoded, v.refused = e.modified, ""
 	t, err := table.Decode(e.value)
 	switch {
 	case err != nil:
 		v.refused = err.Error()
 	case v.table != nil && t.Nonce != v.table.Nonce:
 		v.refused = "the table has another nonce: it belongs to another fleet"
-	case v.table != nil && t.Epoch > v.table.Epoch+mostEpochs:
+	case v.table != nil && t.Epoch > v.table.Epoch+MostEpochs:
 		v.refused = fmt.Sprintf("the epoch of the table jumps from %d to %d", v.table.Epoch, t.Epoch)
 	case v.table != nil && t.Epoch < v.table.Epoch:
 		v.refused = fmt.Sprintf("the epoch of the table goes back from %d to %d", v.table.Epoch, t.Epoch)
@@ -121,8 +136,8 @@ func (v *view) decodeTable() {
 	}
 }
 
-// snapshot returns the present state.
-func (v *view) snapshot() *Snapshot {
+// snapshot returns the state at a monotonic time.
+func (v *view) snapshot(now time.Duration) *Snapshot {
 	v.decodeTable()
 	s := &Snapshot{Table: v.table, Connected: true, Damaged: v.refused != "", revision: v.entries[tableKey].modified}
 	if v.refused != "" {
@@ -154,7 +169,7 @@ func (v *view) snapshot() *Snapshot {
 			h.State, h.Weight, h.SetWeight = cmp.Or(e.setting.State, h.State), cmp.Or(e.setting.Weight, h.Weight), e.setting.Weight
 		}
 	}
-	v.addAbsent(hosts)
+	v.addAbsent(hosts, now)
 	for _, name := range slices.Sorted(maps.Keys(hosts)) {
 		s.Hosts = append(s.Hosts, *hosts[name])
 	}
@@ -162,17 +177,19 @@ func (v *view) snapshot() *Snapshot {
 }
 
 // addAbsent adds the hosts of the table that are not registered, and completes those that only a setting names.
-func (v *view) addAbsent(hosts map[string]*lead.Host) {
+func (v *view) addAbsent(hosts map[string]*lead.Host, now time.Duration) {
 	if v.table == nil {
 		return
 	}
 	for i := range v.table.Hosts {
 		t := &v.table.Hosts[i]
-		switch h := hosts[t.Name]; {
-		case h == nil:
-			hosts[t.Name] = &lead.Host{Host: *t, State: lead.Ready}
-		case !h.Alive:
-			h.Host = *t
+		h := hosts[t.Name]
+		if h == nil {
+			h = &lead.Host{State: lead.Ready}
+			hosts[t.Name] = h
+		}
+		if !h.Alive {
+			h.Host, h.Unknown = *t, !v.seen[t.Name] && now-v.reached < absentTime
 		}
 	}
 }
