@@ -57,6 +57,8 @@ p.yaml:3:99: fleet.etcd.endpoints[3]: must be a URL with host and port, is "http
 	{"fleet: half of the credentials", fleetDoc("interfaces: [a], addresses: [192.0.2.53], etcd: {endpoints: ['https://a:1'], cert: c, user: u}"), `
 p.yaml:3:52: fleet.etcd: must have both cert and key, or none
 p.yaml:3:52: fleet.etcd: must have both user and password_file, or none`},
+	{"fleet: endpoints with and without TLS", fleetDoc("interfaces: [a], addresses: [192.0.2.53], etcd: {endpoints: ['http://a:1', 'https://b:1']}"), `
+p.yaml:3:64: fleet.etcd.endpoints: must all have https, or all http`},
 	{"fleet: certificate without TLS", fleetDoc("interfaces: [a], addresses: [192.0.2.53], etcd: {endpoints: ['http://a:1'], ca: c}"), `
 p.yaml:3:84: fleet.etcd.ca: needs endpoints with https`},
 	{"fleet: numbers and words", fleetDoc(fleetMinimal + ", host: a b, weight: 1001, min_hosts: 0, settle: 2h, on_host_death: wiat, name: A"), `

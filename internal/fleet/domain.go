@@ -54,6 +54,7 @@ type Domain struct {
 	mu     sync.Mutex                    // of changes, which may wait for etcd
 	part   atomic.Pointer[participation] // nil without a fleet
 	closed bool
+	broken atomic.Bool // there is no participation, because a change of the fleet runs or has failed
 }
 
 var (
@@ -273,13 +274,22 @@ func (d *Domain) change(to *settings) error {
 	switch {
 	case d.closed:
 		return errStopping
-	case part == nil && to == nil:
+	case part == nil && to == nil && !d.broken.Load():
 		return nil
-	case to == nil:
+	case to == nil && part != nil:
 		return inFleet(d.leave())
+	case to == nil:
+		d.services.SetFleet(nil, nil)
+		d.broken.Store(false)
+		return inFleet(d.removeLeftover())
 	case part == nil:
-		return d.begin(to, true)
+		err := d.begin(to, !d.broken.Load())
+		if err == nil {
+			d.broken.Store(false)
+		}
+		return err
 	}
+	d.broken.Store(true)
 	join, serves, before := d.join, part.serves, part.settings
 	if !before.sharesTable(to) { // the last table is of no use
 		if err := d.leave(); err != nil {
@@ -290,10 +300,12 @@ func (d *Domain) change(to *settings) error {
 		d.log.Warn("fleet not ended", "error", err)
 	}
 	d.part.Store(nil)
-	if err := join(to, serves); err != nil {
-		return fault.Join(err, join(before, serves))
+	err := join(to, serves)
+	if err != nil {
+		err = fault.Join(err, join(before, serves))
 	}
-	return nil
+	d.broken.Store(d.part.Load() == nil)
+	return err
 }
 
 // Applied does nothing.

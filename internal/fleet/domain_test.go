@@ -328,6 +328,41 @@ func TestHealth(t *testing.T) {
 	want("this host has no devices")
 }
 
+// TestBrokenChange is that a host is not healthy after a change of the fleet that could neither be made nor be rolled back: it
+// would be announced as a host without a fleet. The next change mends it.
+func TestBrokenChange(t *testing.T) {
+	plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	s := new(services)
+	r := runner(t, s, dir, pins)
+	d := r.Domains[0].(*Domain)
+	withEtcd := strings.Replace(policyText, "file: hosts.yaml", "etcd: {endpoints: ['http://127.0.0.1:1']}", 1)
+	r.Start(t, withEtcd)
+	defer r.Stop()
+	defer r.Retire(t)
+	want := func(reason string) {
+		t.Helper()
+		if h := d.Health(); h.Healthy || h.Reason != reason {
+			t.Errorf("%+v, want %s", h, reason)
+		}
+	}
+	want("this host has no table of the fleet yet")
+	check(t, os.Rename(dir, dir+".away")) // the registration cannot be named
+	changed := strings.Replace(withEtcd, "{host: a", "{host: a, weight: 50", 1)
+	if _, err := r.Apply(changed); err == nil {
+		t.Error("the change succeeds without a state directory")
+	}
+	want("the fleet does not run: its last change runs or has failed")
+	check(t, os.Rename(dir+".away", dir))
+	if _, err := r.Apply(changed); err != nil {
+		t.Error(err)
+	}
+	want("this host has no table of the fleet yet")
+	if !s.waitsForTable() {
+		t.Error("the services serve all devices")
+	}
+}
+
 // TestLies is that a host whose MAC address is another one than the kernel knows is not reached, and is no peer.
 func TestLies(t *testing.T) {
 	link := plug(t)
@@ -335,22 +370,46 @@ func TestLies(t *testing.T) {
 	check(t, err)
 	h := &table.Host{Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("198.51.100.2")}, MACs: []string{"02:00:00:00:00:02"}}
 	tunnel := func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }
-	if p := findPath(h, nics, tunnel); p.kind != "link" || p.MAC != [6]byte{} || p.problem != "" {
+	if p := findPath(h, nics, nil, tunnel); p.kind != "link" || p.MAC != [6]byte{} || p.problem != "" {
 		t.Errorf("%+v", p)
 	}
 	neighbor := &netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT, IP: net.IP{198, 51, 100, 2}, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 9}}
 	check(t, netlink.NeighSet(neighbor))
-	if p := findPath(h, nics, tunnel); p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "the kernel knows 02:00:00:00:00:09 at 198.51.100.2") {
+	if p := findPath(h, nics, nil, tunnel); p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "the kernel knows 02:00:00:00:00:09 at 198.51.100.2") {
 		t.Errorf("%+v", p)
 	}
 	neighbor.HardwareAddr[5] = 2
 	check(t, netlink.NeighSet(neighbor))
-	if p := findPath(h, nics, tunnel); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} {
+	if p := findPath(h, nics, nil, tunnel); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} {
 		t.Errorf("%+v", p)
 	}
-	taken := map[netip.Addr]string{h.Addresses[0]: "host a"}
-	if got := conflict(h, taken); got != "host b says that its address is 198.51.100.2, which is that of host a: packets to the host are dropped" {
+	router := map[[6]byte]netip.Addr{{2, 0, 0, 0, 0, 2}: netip.MustParseAddr("198.51.100.254")}
+	if p := findPath(h, nics, router, tunnel); p.kind != "none" || p.MAC != [6]byte{} || !strings.Contains(p.problem, "02:00:00:00:00:02, which is that of the router 198.51.100.254") {
+		t.Errorf("%+v", p)
+	}
+	check(t, netlink.RouteAdd(&netlink.Route{Gw: net.IP{198, 51, 100, 2}, LinkIndex: link.Attrs().Index}))
+	if got := routersOf(nics); len(got) != 1 || got[[6]byte{2, 0, 0, 0, 0, 2}] != h.Addresses[0] {
+		t.Errorf("routers: %v", got)
+	}
+	taken := map[netip.Addr]string{h.Addresses[0]: "the services"}
+	if got := conflict(h, taken, nil); got != "host b says that its address is 198.51.100.2, which is that of the services: packets to the host are dropped" {
 		t.Error(got)
+	}
+	// A new host takes the address of another one. It is the first one by name.
+	before := holders(&table.Table{Hosts: []table.Host{*h}}, nil)
+	thief := table.Host{Name: "a", Addresses: h.Addresses}
+	for range 2 {
+		before = holders(&table.Table{Hosts: []table.Host{thief, *h}}, before)
+		if got := conflict(h, nil, before); got != "" {
+			t.Error(got)
+		}
+		if got := conflict(&thief, nil, before); got != "host a says that its address is 198.51.100.2, which is that of host b: packets to the host are dropped" {
+			t.Error(got)
+		}
+	}
+	before = holders(&table.Table{Hosts: []table.Host{thief}}, before)
+	if got := conflict(&thief, nil, before); got != "" {
+		t.Errorf("after the other host has left: %s", got)
 	}
 }
 

@@ -66,8 +66,9 @@ type participation struct {
 	serves       bool  // until the first table, this host serves what reaches it
 	continues    bool  // until the first table, the programs of an earlier version stay, or none if this host serves
 	table        *table.Table
-	mapping      *placement.Mapping // hashes of the devices, with the nonce of the table
-	paths        map[string]path    // by host
+	mapping      *placement.Mapping    // hashes of the devices, with the nonce of the table
+	paths        map[string]path       // by host
+	holders      map[netip.Addr]string // hosts of the table by address: the first one that had it
 	state        node.State
 	registration store.Registration
 	healthy      error // nil: the services can serve
@@ -353,10 +354,13 @@ func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.
 // findPaths finds the paths to the other hosts of a table. The caller holds mu.
 func (p *participation) findPaths(t *table.Table) map[string]path {
 	paths := make(map[string]path, len(t.Hosts))
+	open := sync.OnceValues(func() (int, error) { return forward.OpenTunnel(p.settings.Addresses) })
 	tunnel := func() (int, uint32, error) {
-		index, err := forward.OpenTunnel(p.settings.Addresses)
+		index, err := open()
 		return index, forward.VNI(t.Nonce), err
 	}
+	p.holders = holders(t, p.holders)
+	routers := routersOf(p.nics)
 	taken := make(map[netip.Addr]string)
 	for _, a := range p.settings.Addresses {
 		taken[a] = "the services"
@@ -368,7 +372,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 	}
 	for i := range t.Hosts {
 		h := &t.Hosts[i]
-		problem := conflict(h, taken)
+		problem := conflict(h, taken, p.holders)
 		switch {
 		case h.Name == p.settings.host:
 			paths[h.Name] = path{kind: "self"}
@@ -376,10 +380,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		case problem != "":
 			paths[h.Name] = path{kind: "none", problem: problem}
 		default:
-			paths[h.Name] = findPath(h, p.nics, tunnel)
-		}
-		for _, a := range h.Addresses {
-			taken[a] = cmp.Or(taken[a], "host "+h.Name)
+			paths[h.Name] = findPath(h, p.nics, routers, tunnel)
 		}
 	}
 	return paths
@@ -452,6 +453,9 @@ func (p *participation) changed(s node.State) {
 	p.report()
 }
 
+// mostProblems is the largest number of problems that are reported: anybody who can write to the store can cause any number.
+const mostProblems = 50
+
 // allProblems returns what is wrong now. The caller holds mu.
 func (p *participation) allProblems() []string {
 	list := slices.Clone(p.local)
@@ -465,6 +469,9 @@ func (p *participation) allProblems() []string {
 		if problem := p.paths[name].problem; problem != "" {
 			list = append(list, problem)
 		}
+	}
+	if more := len(list) - mostProblems; more > 0 {
+		list = append(list[:mostProblems], fmt.Sprintf("and %d further problems", more))
 	}
 	return list
 }

@@ -90,8 +90,9 @@ type path struct {
 }
 
 // findPath finds the path to a host: on the link of one of the interfaces, or through a tunnel. A host says itself which MAC
-// addresses it has, so the neighbor table of the kernel decides which of them forwards packets.
-func findPath(h *table.Host, nics []nic, tunnel func() (index int, vni uint32, err error)) path {
+// addresses it has, so the neighbor table of the kernel decides which of them forwards packets. A packet from a router was not
+// forwarded by a host.
+func findPath(h *table.Host, nics []nic, routers map[[6]byte]netip.Addr, tunnel func() (index int, vni uint32, err error)) path {
 	on := path{kind: "link"}
 	for _, a := range h.Addresses {
 		index, ok := onLink(a, nics)
@@ -105,6 +106,9 @@ func findPath(h *table.Host, nics []nic, tunnel func() (index int, vni uint32, e
 		case !slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()):
 			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped",
 				h.Name, h.MACs, net.HardwareAddr(mac[:]), a)}
+		case routers[mac].IsValid():
+			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC address is %s, which is that of the router %v: packets to the host are dropped",
+				h.Name, net.HardwareAddr(mac[:]), routers[mac])}
 		default:
 			on.MAC = mac
 		}
@@ -180,11 +184,48 @@ func neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
 	return mac, false
 }
 
-// conflict returns why a host cannot be reached at its addresses: another host or the services have one of them. Hosts say
-// themselves which addresses they have.
-func conflict(h *table.Host, taken map[netip.Addr]string) string {
+// holders returns the hosts of a table by address. An address of several hosts belongs to the one that had it before, or else to
+// the first one.
+func holders(t *table.Table, before map[netip.Addr]string) map[netip.Addr]string {
+	now := make(map[netip.Addr]string)
+	for i := range t.Hosts {
+		for _, a := range t.Hosts[i].Addresses {
+			if now[a] == "" || before[a] == t.Hosts[i].Name {
+				now[a] = t.Hosts[i].Name
+			}
+		}
+	}
+	return now
+}
+
+// routersOf returns the next hops of the default routes by their MAC addresses on the links of the interfaces.
+func routersOf(nics []nic) map[[6]byte]netip.Addr {
+	routers := make(map[[6]byte]netip.Addr)
+	for _, far := range []net.IP{{198, 18, 0, 1}, net.ParseIP("2001:2::1")} { // RFC 2544, RFC 5180: in no other route
+		routes, err := netlink.RouteGet(far)
+		if err != nil || len(routes) != 1 || routes[0].Gw == nil {
+			continue
+		}
+		gateway, _ := netip.AddrFromSlice(routes[0].Gw)
+		if !slices.ContainsFunc(nics, func(n nic) bool { return n.index == routes[0].LinkIndex }) {
+			continue
+		}
+		if mac, ok := neighbor(routes[0].LinkIndex, gateway.Unmap()); ok {
+			routers[mac] = gateway.Unmap()
+		}
+	}
+	return routers
+}
+
+// conflict returns why a host cannot be reached at its addresses: another host, this one or the services have one of them. Hosts
+// say themselves which addresses they have.
+func conflict(h *table.Host, taken, holders map[netip.Addr]string) string {
 	for _, a := range h.Addresses {
-		if by := taken[a]; by != "" {
+		by := taken[a]
+		if holder := holders[a]; by == "" && holder != h.Name {
+			by = "host " + holder
+		}
+		if by != "" {
 			return fmt.Sprintf("host %s says that its address is %s, which is that of %s: packets to the host are dropped", h.Name, a, by)
 		}
 	}

@@ -162,6 +162,9 @@ func (p *participation) health() (ok bool, reason string) {
 // services can serve.
 func (d *Domain) Health() api.Health {
 	p, err := d.current()
+	if d.broken.Load() {
+		return api.Health{Reason: "the fleet does not run: its last change runs or has failed"}
+	}
 	if err != nil {
 		if err := d.services.CanServe(everyService); err != nil {
 			return api.Health{Reason: err.Error()}
