@@ -16,7 +16,7 @@ import (
 // Fleet is this host as one of several hosts that share the devices of their services.
 type Fleet struct {
 	// Name is that of the fleet, the same on all hosts.
-	Name string `yaml:"name" form:"name" default:"main" doc:"The name of the fleet; its hosts share the keys sockeye/NAME/ of etcd."`
+	Name string `yaml:"name" form:"name" default:"main" doc:"The name of the fleet; its hosts share the keys sockeye/NAME/ and sockeye/NAME.templates/ of etcd."`
 	// Host is the name of this host, or "" for its host name.
 	Host   string `yaml:"host" form:"fleet_host" doc:"The name of this host in the fleet; its host name by default."`
 	Weight int    `yaml:"weight" min:"1" max:"1000" default:"100" doc:"The share of this host relative to the weights of the others. The command sockeye host set overrides the value."`

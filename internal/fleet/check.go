@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The check of a policy with a fleet, before an agent applies it. Whether a host can serve is health in status.go.
+
 package fleet
 
 import (

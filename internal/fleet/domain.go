@@ -211,6 +211,18 @@ func (d *Domain) leave() error {
 	return errors.Join(err, d.removeLeftover())
 }
 
+// leaveEffect tells what happens to the devices of this host if it leaves the fleet.
+func (s *settings) leaveEffect() string {
+	drain := "sockeye host set " + s.host + " drain"
+	switch {
+	case s.Etcd == nil:
+		return "the other hosts send devices to this host until " + s.File + " says otherwise"
+	case s.OnHostDeath == config.WaitForHost:
+		return "the others take over the devices of this host only after " + drain + "; run it first, and nothing is lost"
+	}
+	return "the devices of this host move to the others at once; run " + drain + " first, and nothing is lost"
+}
+
 // Plan compares the fleet of a policy with the one in force.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
@@ -243,7 +255,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	case after == nil:
 		change.Action = "remove"
 		change.What = "fleet " + before.Name
-		change.Effect = "the devices of this host move to the others at once; sockeye host set " + before.host + " drain before loses nothing"
+		change.Effect = before.leaveEffect()
 	default:
 		change.Action = "change"
 		change.What = "fleet " + after.Name

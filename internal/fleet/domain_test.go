@@ -295,6 +295,23 @@ func TestJoinedWhileServing(t *testing.T) {
 	}
 }
 
+// TestLeaveEffect is that a plan tells what becomes of the devices of a host that leaves.
+func TestLeaveEffect(t *testing.T) {
+	etcd := &config.FleetEtcd{}
+	for _, test := range []struct {
+		fleet config.Fleet
+		want  string
+	}{
+		{config.Fleet{Etcd: etcd, OnHostDeath: config.NextHost}, "the devices of this host move to the others at once; run sockeye host set a drain first, and nothing is lost"},
+		{config.Fleet{Etcd: etcd, OnHostDeath: config.WaitForHost}, "the others take over the devices of this host only after sockeye host set a drain; run it first, and nothing is lost"},
+		{config.Fleet{File: "/etc/sockeye/hosts.yaml"}, "the other hosts send devices to this host until /etc/sockeye/hosts.yaml says otherwise"},
+	} {
+		if got := (&settings{Fleet: test.fleet, host: "a"}).leaveEffect(); got != test.want {
+			t.Errorf("%+v: %s", test.fleet, got)
+		}
+	}
+}
+
 // TestHealth is that a host is healthy while it has devices, and can serve them.
 func TestHealth(t *testing.T) {
 	plug(t)

@@ -141,7 +141,7 @@ func (p *participation) owns() (n int) {
 }
 
 // health reports whether routers should send packets to this host, or why not. A host that drains does so until its last
-// bucket has moved, and a host that etcd does not answer serves what it has. The caller holds mu.
+// bucket has moved, and a host that gets no answer from etcd serves what it has. The caller holds mu.
 func (p *participation) health() (ok bool, reason string) {
 	switch {
 	case len(p.nics) == 0:

@@ -165,9 +165,9 @@ the services, and with 1 otherwise. A routing daemon announces the addresses as
 long as the exit code is 0.
 
 In a fleet, a host is healthy from the moment at which it has devices until the
-last one has moved away, while its services have ready slots. A host that etcd
-does not answer stays healthy: it serves what the last table gives it. Without a
-fleet, a host is healthy while all services have ready slots.`,
+last one has moved away, while its services have ready slots. A host that gets
+no answer from etcd stays healthy: it serves what the last table gives it.
+Without a fleet, a host is healthy while all services have ready slots.`,
 		Args: command.Arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var h api.Health

@@ -521,7 +521,7 @@ func (f *fleet) follow(flipped []int, until time.Duration) {
 	}
 }
 
-// mostForwards is the maximum number of hosts that a packet passes: fleet_decide sends no packet on more often.
+// mostForwards is the maximum number of hosts that a packet passes: decide_moving sends no packet on more often.
 const mostForwards = 3
 
 // packet follows a packet of a bucket that arrives at a host, by the reference model of the program (table.Decide): a datagram, or a
