@@ -36,7 +36,7 @@ func fromBytes(b [16]byte) bpf.Address {
 	return a
 }
 
-// Hash is steer_hash of bpf/include/steer.bpf.h: Bob Jenkins' lookup3 over
+// Hash is steer_hash of bpf/include/device.bpf.h: Bob Jenkins' lookup3 over
 // the address and the nonce, as jhash2 of the kernel computes it.
 func Hash(address bpf.Address, nonce uint64) uint32 {
 	const initial = 0xdeadbeef + 6<<2

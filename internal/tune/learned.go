@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The keys of the map of learned windows, as sockeye tune shows them. The learner is tune_learn in bpf/tune_sockops.bpf.c.
+
 package tune
 
 import (
