@@ -249,9 +249,6 @@ func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
 	p.mu.Lock()
 	mapping, self := p.mapping, t.Index(p.settings.host)
 	p.mu.Unlock()
-	if !moves(t, func(owner, _ uint16) bool { return owner == self }) {
-		return nil
-	}
 	next := func(device netip.Addr) uint16 {
 		b := mapping.Locate(device).Bucket
 		if t.Owner[b] != self {
@@ -279,23 +276,10 @@ func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
 	return nil
 }
 
-// moves reports whether a table prepares a move that is one of those.
-func moves(t *table.Table, those func(owner, next uint16) bool) bool {
-	for b, next := range t.Next {
-		if next != table.None && those(t.Owner[b], next) {
-			return true
-		}
-	}
-	return false
-}
-
 // TakeOver sends the templates of the devices that come to the members of this host.
 func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 	p := (*participation)(d)
 	self := t.Index(p.settings.host)
-	if !moves(t, func(_, next uint16) bool { return next == self }) {
-		return nil
-	}
 	handed, err := p.store.TakeOver(ctx)
 	if err != nil {
 		return err

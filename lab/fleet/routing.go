@@ -31,7 +31,8 @@ func (f *Fleet) startFRR(ctx context.Context, n *lab.Namespace, name, configurat
 		return "", fmt.Errorf("start FRR of %s: %w", name, err)
 	}
 	dir = filepath.Dir(path)
-	arguments := map[string][]string{"zebra": nil, "bgpd": {"-p", "179"}, "bfdd": {"--bfdctl", filepath.Join(dir, "bfdctl.sock")}}
+	// Without this option, zebra removes an IPv6 route before it adds the next one: for 40 us, the router drops packets.
+	arguments := map[string][]string{"zebra": {"--v6-rr-semantics"}, "bgpd": {"-p", "179"}, "bfdd": {"--bfdctl", filepath.Join(dir, "bfdctl.sock")}}
 	for _, daemon := range []string{"zebra", "bfdd", "bgpd"} {
 		program, err := lab.FRR(daemon)
 		if err != nil {

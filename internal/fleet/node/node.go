@@ -27,11 +27,11 @@ const retryPause = time.Second
 type Path interface {
 	// Apply puts a table in force.
 	Apply(t *table.Table) error
-	// HandOver hands the templates of the devices over that a table prepares to leave this host. HandOver is called after Apply,
-	// and again until it returns nil.
+	// HandOver hands the templates of the devices over that a table prepares to leave this host. HandOver is called after Apply
+	// for a table that prepares such moves, and again until it returns nil.
 	HandOver(ctx context.Context, t *table.Table) error
-	// TakeOver makes this host ready for the devices that a table prepares to come. It is called after HandOver, when all their
-	// owners that live have handed them over, and again until it returns nil.
+	// TakeOver makes this host ready for the devices that a table prepares to come. It is called after HandOver for a table that
+	// prepares such moves, when all the owners of the devices that live have handed them over, and again until it returns nil.
 	TakeOver(ctx context.Context, t *table.Table) error
 }
 
@@ -55,6 +55,9 @@ type Node struct {
 	leader  lead.Leader
 	applied *table.Table // in force
 	problem string       // that was logged last
+
+	preparing *preparation // nil: none
+	finished  *preparation // that has ended, and whose result is not registered
 
 	lost   time.Duration // time since which this leader sees a store without its table; 0: it has one
 	healed time.Duration // time of the last table that was to heal the store
@@ -106,6 +109,11 @@ func (n *Node) Run(ctx context.Context) {
 		n.config.Store.Run(ctx, snapshots)
 	}()
 	defer func() { <-ended }()
+	defer func() {
+		if n.preparing != nil {
+			<-n.preparing.ended
+		}
+	}()
 	timer := time.NewTimer(0)
 	<-timer.C
 	defer timer.Stop()
@@ -132,6 +140,8 @@ func (n *Node) Run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case last = <-snapshots:
+		case <-n.prepared():
+			n.finished, n.preparing = n.preparing, nil
 		case <-timer.C:
 		}
 	}
@@ -159,7 +169,7 @@ func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duratio
 		n.lost = 0
 		return 0, err
 	}
-	// Preparations of this host that fail do not keep the devices of a dead host where they are.
+	// What fails on this host does not keep the devices of a dead host where they are.
 	next, wait := n.next(s)
 	if next == nil {
 		return wait, err
@@ -264,32 +274,94 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 		n.update(func(r *store.Registration) { r.Refuses = true })
 		return refusedError(fmt.Sprintf("the table in the store has epoch %d, as the one in force, and other owners: an earlier state of the store was restored", t.Epoch))
 	}
-	r := n.registered()
-	defer func() { // one message for all
-		n.update(func(now *store.Registration) {
-			now.Refuses, now.Applied, now.Handed, now.Prepared = false, r.Applied, r.Handed, r.Prepared
-		})
-	}()
 	if n.applied == nil || t.Epoch > n.applied.Epoch {
 		if err := n.config.Path.Apply(t); err != nil {
 			return err
 		}
-		n.applied, r.Applied = t, t.Epoch
+		n.applied = t
 	}
-	if r.Handed < t.Epoch {
-		if err := n.config.Path.HandOver(ctx, t); err != nil {
-			return err
+	return n.prepare(ctx, s, t)
+}
+
+// preparation prepares moves of a table, in a goroutine of its own: a later table does not wait for it, as after a death.
+type preparation struct {
+	epoch  uint64
+	takes  bool // TakeOver; otherwise HandOver
+	cancel context.CancelFunc
+	ended  chan struct{}
+	err    error // set before ended is closed
+}
+
+// prepared returns a channel that is closed when the present preparation ends; nil: there is none.
+func (n *Node) prepared() <-chan struct{} {
+	if n.preparing == nil {
+		return nil
+	}
+	return n.preparing.ended
+}
+
+// begin begins a preparation.
+func (n *Node) begin(ctx context.Context, t *table.Table, takes bool) {
+	ctx, cancel := context.WithCancel(ctx)
+	p := &preparation{epoch: t.Epoch, takes: takes, cancel: cancel, ended: make(chan struct{})}
+	n.preparing = p
+	work := n.config.Path.HandOver
+	if takes {
+		work = n.config.Path.TakeOver
+	}
+	go func() {
+		defer close(p.ended)
+		defer cancel()
+		p.err = work(ctx, t)
+	}()
+}
+
+// prepare prepares the moves of the table in force, step by step, and registers what is done.
+func (n *Node) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) (err error) {
+	r := n.registered()
+	r.Refuses, r.Applied = false, t.Epoch
+	if p := n.finished; p != nil && p.epoch == t.Epoch {
+		switch {
+		case p.err != nil:
+			err = p.err
+		case p.takes:
+			r.Prepared = t.Epoch
+		default:
+			r.Handed = t.Epoch
 		}
+	}
+	n.finished = nil
+	if n.preparing != nil && n.preparing.epoch != t.Epoch {
+		n.preparing.cancel()
+	}
+	leave, come := moves(t, r.Name)
+	if r.Handed < t.Epoch && !leave {
 		r.Handed = t.Epoch
 	}
-	// Two hosts may get devices from each other: none waits for the other's preparations, but for what it hands over.
-	if r.Prepared < t.Epoch && handedOver(t, r.Name, s.Hosts) {
-		if err := n.config.Path.TakeOver(ctx, t); err != nil {
-			return err
-		}
+	if r.Handed == t.Epoch && r.Prepared < t.Epoch && !come {
 		r.Prepared = t.Epoch
 	}
-	return nil
+	switch {
+	case n.preparing != nil, err != nil:
+	case r.Handed < t.Epoch:
+		n.begin(ctx, t, false)
+	case r.Prepared < t.Epoch && handedOver(t, r.Name, s.Hosts): // two hosts may get devices from each other
+		n.begin(ctx, t, true)
+	}
+	n.update(func(now *store.Registration) { // one message for all
+		now.Refuses, now.Applied, now.Handed, now.Prepared = r.Refuses, r.Applied, r.Handed, r.Prepared
+	})
+	return err
+}
+
+// moves reports whether a table prepares moves from a host, and to it.
+func moves(t *table.Table, host string) (leave, come bool) {
+	self := t.Index(host)
+	for b, next := range t.Next {
+		leave = leave || next != table.None && t.Owner[b] == self
+		come = come || next != table.None && next == self
+	}
+	return leave, come
 }
 
 // registered returns the registration.

@@ -466,6 +466,81 @@ func TestEarlierStore(t *testing.T) {
 	}
 }
 
+// slowPath prepares moves until it is told to end.
+type slowPath struct {
+	*path
+	begun, ended chan uint64 // epochs
+}
+
+func (p *slowPath) TakeOver(ctx context.Context, t *table.Table) error {
+	p.begun <- t.Epoch
+	<-ctx.Done()
+	p.ended <- t.Epoch
+	return ctx.Err()
+}
+
+// shown is a store with several snapshots.
+type shown struct {
+	fixed
+	snapshots chan *store.Snapshot
+}
+
+func (s *shown) Run(ctx context.Context, to chan *store.Snapshot) {
+	for {
+		select {
+		case one := <-s.snapshots:
+			to <- one
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// TestDeathDuringPreparation is that a host applies a later table at once while it prepares the moves of a table.
+func TestDeathDuringPreparation(t *testing.T) {
+	at := func(epoch uint64) *store.Snapshot {
+		one := &table.Table{Epoch: epoch, Nonce: 7, Hosts: []table.Host{{Name: "a", Weight: 1}, {Name: "b", Weight: 1}}}
+		for b := range table.Buckets {
+			one.Owner[b], one.Previous[b], one.Next[b] = 1, table.None, table.None
+		}
+		one.Next[0] = 0 // b to a
+		return &store.Snapshot{Table: one, Connected: true, Hosts: []lead.Host{{Host: one.Hosts[1], Alive: true, Applied: epoch, Handed: epoch, Prepared: epoch}}}
+	}
+	s := &shown{snapshots: make(chan *store.Snapshot)}
+	p := &slowPath{&path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}, make(chan uint64, 10), make(chan uint64, 10)}
+	n := New(Config{Store: s, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
+	var mu sync.Mutex
+	var state State
+	n.Changed = func(now State) {
+		mu.Lock()
+		defer mu.Unlock()
+		state = now
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { n.Run(ctx); close(done) }()
+	for epoch := uint64(3); epoch < 6; epoch++ {
+		s.snapshots <- at(epoch)
+		testenv.Within(t, "the table in force", func() bool {
+			mu.Lock()
+			defer mu.Unlock()
+			return state.Applied != nil && state.Applied.Epoch == epoch
+		})
+		if r := n.registered(); r.Applied != epoch || r.Handed != epoch || r.Prepared != 0 {
+			t.Errorf("epoch %d: %+v", epoch, r)
+		}
+		if got := <-p.begun; got != epoch {
+			t.Errorf("epoch %d is prepared, want %d", got, epoch)
+		}
+	}
+	s.snapshots <- at(4) // refused while the preparation of epoch 5 runs
+	cancel()
+	<-done
+	if len(p.ended) != 3 {
+		t.Errorf("%d of 3 preparations have ended", len(p.ended))
+	}
+}
+
 // TestMutual is that two hosts that get devices from each other in one table, as after two deaths, do not wait for each other.
 func TestMutual(t *testing.T) {
 	both := &table.Table{Epoch: 5, Nonce: 7, Hosts: []table.Host{{Name: "a", Weight: 1}, {Name: "b", Weight: 1}}}
