@@ -120,6 +120,11 @@ func run(ctx context.Context, o options) (err error) {
 	if err := lab.CheckPrograms(); err != nil {
 		return err
 	}
+	if o.out != "" { // before the minutes of the demo
+		if err := os.MkdirAll(o.out, 0o755); err != nil {
+			return fmt.Errorf("make the directory of the results: %w", err)
+		}
+	}
 	most := limit
 	var jars []string
 	count := routers
@@ -588,11 +593,8 @@ func (d *demo) write(dir string) error {
 	return os.WriteFile(filepath.Join(dir, "demo.svg"), drawing.SVG(), 0o644)
 }
 
-// writeJSON writes a value into a file of a directory, which it makes.
+// writeJSON writes a value into a file of a directory.
 func writeJSON(dir, name string, value any) error {
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return err
-	}
 	data, err := json.MarshalIndent(value, "", "  ")
 	if err != nil {
 		return err
