@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/fleet/forward"
 	"sockeye/internal/testenv"
 )
 
@@ -48,7 +49,16 @@ trace:
   - {name: bmp, cgroup: CGROUP/work, group_by: remote/24}
 bigtcp:
   - {interface: hard0, ipv6: 128KB}
+fleet: {host: one, interfaces: [hard0], addresses: [192.0.2.53], file: hosts.yaml}
 metrics: {listen: "127.0.0.1:9732"}
+`
+
+// hardenedHosts has a host that is reached through the tunnel.
+const hardenedHosts = `epoch: 1
+nonce: 7
+hosts:
+  - {name: one, addresses: [198.51.100.1]}
+  - {name: two, addresses: [203.0.113.2]}
 `
 
 // workCgroup creates a cgroup for members below the tests' cgroup.
@@ -78,6 +88,24 @@ func workCgroup(t testing.TB) (dir string, change func(*exec.Cmd)) {
 	}
 }
 
+// routeThrough sets up a veth pair, and leads the route to host two through it.
+func routeThrough(name, peer string) error {
+	far, err := netlink.LinkByName(peer)
+	if err != nil {
+		return err
+	}
+	link, err := netlink.LinkByName(name)
+	if err != nil {
+		return err
+	}
+	near := &net.IPNet{IP: net.IP{198, 51, 100, 1}, Mask: net.CIDRMask(24, 32)}
+	if err := errors.Join(netlink.LinkSetUp(far), netlink.LinkSetUp(link), netlink.AddrAdd(link, &netlink.Addr{IPNet: near})); err != nil {
+		return err
+	}
+	to := &net.IPNet{IP: net.IP{203, 0, 113, 0}, Mask: net.CIDRMask(24, 32)}
+	return netlink.RouteAdd(&netlink.Route{Dst: to, Gw: net.IP{198, 51, 100, 254}, LinkIndex: link.Attrs().Index})
+}
+
 // TestHardenedUnit runs the agent in the sandbox of the installed unit, with rules of every domain, and runs every
 // command.
 func TestHardenedUnit(t *testing.T) {
@@ -90,8 +118,17 @@ func TestHardenedUnit(t *testing.T) {
 		if err := netlink.LinkDel(veth); err != nil {
 			t.Error(err)
 		}
+		if tunnel, err := netlink.LinkByName(forward.TunnelName); err == nil {
+			if err := netlink.LinkDel(tunnel); err != nil {
+				t.Error(err)
+			}
+		}
 	})
+	if err := routeThrough("hard0", "hard1"); err != nil {
+		t.Fatal(err)
+	}
 	h := newHost(t, everyDomain)
+	h.write("hosts.yaml", hardenedHosts)
 	h.sandbox = h.harden()
 	h.start()
 
@@ -119,8 +156,16 @@ func TestHardenedUnit(t *testing.T) {
 		}
 		return r.out
 	}
+	epoch := uint64(1)
 	whole := func(when string) {
 		t.Helper()
+		h.eventually(when+": the table of the fleet", func() bool {
+			s := must[api.FleetStatus](h, "fleet")
+			return s.Epoch == epoch && s.Connected && len(s.Hosts) == 2
+		})
+		if s := must[api.FleetStatus](h, "fleet"); len(s.Problems) > 0 || s.Hosts[1].Path != "tunnel" {
+			t.Errorf("%s: %+v", when, s)
+		}
 		status := must[api.Status](h, "status")
 		if status.PolicyProblem != "" {
 			t.Errorf("%s: %s", when, status.PolicyProblem)
@@ -169,7 +214,7 @@ func TestHardenedUnit(t *testing.T) {
 	commands := [][]string{
 		{"status"}, {"slots"}, {"devices"}, {"where", "192.0.2.1"}, {"why", "192.0.2.1"}, {"devices", "--missing"}, {"check", h.policy}, {"plan"}, {"sockets"},
 		{"tune"}, {"tune", "explain", "127.0.0.1:1790", "127.0.0.2:999"}, {"tune", "trial", "near"}, {"tune", "learned"},
-		{"apply", "--live"}, {"tune", "revert"}, {"trace"}, {"trace", "slow"}, {"bigtcp"}, {"version"}, {"metrics"},
+		{"apply", "--live"}, {"tune", "revert"}, {"trace"}, {"trace", "slow"}, {"bigtcp"}, {"fleet"}, {"version"}, {"metrics"},
 		{"unregister", "--service", "telemetry", "--slot", "2"}, {"register", "--service", "telemetry", "--slot", "2", "--pid", strconv.Itoa(pids[2])},
 	}
 	for _, args := range commands {
@@ -215,6 +260,23 @@ func TestHardenedUnit(t *testing.T) {
 	must[api.Membership](h, "register", "--service", "telemetry", "--slot", "1", "--pid", strconv.Itoa(pid))
 	pids[1] = pid
 	whole("restarted")
+
+	// The agent has dropped its rights, and opens the data path of the fleet again: with another policy, and with a table before and
+	// after a stop.
+	h.write("policy.yaml", strings.Replace(everyDomain, "[192.0.2.53]", `[192.0.2.53, "2001:db8::53"]`, 1))
+	if out := ok("apply"); !strings.Contains(out, "fleet main") {
+		t.Errorf("apply: %s", out)
+	}
+	whole("another fleet")
+	epoch = 2
+	h.write("hosts.yaml", strings.Replace(hardenedHosts, "epoch: 1", "epoch: 2", 1))
+	whole("another table")
+	if err := h.agent.Process.Signal(unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	h.agent.Wait()
+	h.start()
+	whole("stopped and started")
 	log, err := os.ReadFile(h.log)
 	if err != nil {
 		t.Fatal(err)

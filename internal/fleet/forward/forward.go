@@ -61,7 +61,12 @@ func (o Outcome) String() string { return outcomeNames[o] }
 // MostListeners is the largest number of listeners of a fleet.
 const MostListeners = int(fleetForwardFleetLimitFLEET_SERVED)
 
-const pinTables = "fleet_tables"
+// Pins of tables.
+const (
+	pinTables = "fleet_tables" // the map of the programs
+	pinTable  = "table"        // the table in force
+	pinNext   = "table_next"   // the table that is being installed
+)
 
 // TunnelMAC is the link-layer address of the tunnel of every host. It is locally administered.
 var TunnelMAC = [6]byte{0x02, 's', 'o', 'c', 'k', 'y'}
@@ -141,10 +146,8 @@ func Open(base string) (_ *Path, err error) {
 		}
 		replaced[name] = *to
 	}
-	if t, err := p.current(); err != nil {
+	if p.named, err = p.adoptTable(); err != nil {
 		return nil, err
-	} else if t != nil {
-		p.named = t.Named
 	}
 	collection, err := load.Collection(p.spec, replaced)
 	if err != nil {
@@ -155,33 +158,76 @@ func Open(base string) (_ *Path, err error) {
 	return p, nil
 }
 
-// current returns the table in force, or nil.
-func (p *Path) current() (*fleetForwardFleetTable, error) {
+// adoptTable finds the table in force, and returns which device map it names. The kernel opens a map by its ID only with
+// CAP_SYS_ADMIN, which the agent lacks, but it tells the ID: the table in force is pinned, and has the same ID. An agent that was
+// killed while it installed a table leaves two pins, one of which is the table in force.
+func (p *Path) adoptTable() (named uint32, err error) {
 	var id uint32
 	if err := p.tables.Lookup(uint32(0), &id); errors.Is(err, ebpf.ErrKeyNotExist) {
-		return nil, nil
+		return 0, nil
 	} else if err != nil {
-		return nil, fmt.Errorf("read table of the fleet: %w", err)
+		return 0, fmt.Errorf("read table of the fleet: %w", err)
 	}
-	inner, err := ebpf.NewMapFromID(ebpf.MapID(id))
+	for _, name := range []string{pinTable, pinNext} {
+		path := filepath.Join(p.dir, name)
+		t, err := readTable(path, ebpf.MapID(id))
+		if err != nil {
+			return 0, err
+		}
+		if t == nil {
+			continue
+		}
+		if name == pinNext {
+			err = os.Rename(path, filepath.Join(p.dir, pinTable))
+		}
+		return t.Named, err
+	}
+	return p.presumeNamed(ebpf.MapID(id)), nil
+}
+
+// readTable returns the table that is pinned at path, or nil if none is or if its map has another ID.
+func readTable(path string, id ebpf.MapID) (*fleetForwardFleetTable, error) {
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
 	if err != nil {
-		return nil, fmt.Errorf("open table of the fleet: %w", err)
+		return nil, &pin.IncompatibleError{Path: path, Err: err}
 	}
-	defer inner.Close()
+	defer m.Close()
+	info, err := m.Info()
+	if err != nil {
+		return nil, &pin.IncompatibleError{Path: path, Err: err}
+	}
+	if its, _ := info.ID(); its != id {
+		return nil, nil
+	}
 	t := new(fleetForwardFleetTable)
-	if err := inner.Lookup(uint32(0), t); err != nil {
-		return nil, fmt.Errorf("read table of the fleet: %w", err)
+	if err := m.Lookup(uint32(0), t); err != nil {
+		return nil, &pin.IncompatibleError{Path: path, Err: err}
 	}
 	return t, nil
 }
 
-// Epoch returns the epoch of the table in force, or 0 before the first one.
-func (p *Path) Epoch() (uint64, error) {
-	t, err := p.current()
-	if t == nil {
-		return 0, err
+// presumeNamed returns which device map a table without a pin names: versions before the pin have left such a table. Without the
+// right to open the table, the device map that exists is the one. There are two only if the agent was killed between the flip
+// of the table and the removal of the former device map; then the next change of the device map could have effect a moment
+// before its table.
+func (p *Path) presumeNamed(id ebpf.MapID) uint32 {
+	if m, err := ebpf.NewMapFromID(id); err == nil {
+		defer m.Close()
+		t := new(fleetForwardFleetTable)
+		if m.Lookup(uint32(0), t) == nil {
+			return t.Named
+		}
 	}
-	return t.Epoch, nil
+	for i, bank := range p.devices {
+		var trie uint32
+		if bank.tries.Lookup(uint32(0), &trie) == nil {
+			return uint32(i + 1)
+		}
+	}
+	return 0
 }
 
 // Set installs a table of the fleet. self is the name of this host, and next returns how it reaches the others. devices is
@@ -312,10 +358,21 @@ func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, fl
 	if err := inner.Put(uint32(0), t); err != nil {
 		return fmt.Errorf("write table of the fleet: %w", err)
 	}
+	next := filepath.Join(p.dir, pinNext)
+	if err := pin.Remove(next); err != nil {
+		return err
+	}
+	// Pinned before it is in force: whenever the agent is killed, the table in force has a pin.
+	if err := inner.Pin(next); err != nil {
+		return fmt.Errorf("pin table of the fleet: %w", err)
+	}
 	if err := bpf.PutTable(p.tables, inner, flipped); err != nil {
-		return fmt.Errorf("install table of the fleet: %w", err)
+		return errors.Join(fmt.Errorf("install table of the fleet: %w", err), pin.Remove(next))
 	}
 	p.named, p.entries = t.Named, entries
+	if err := os.Rename(next, filepath.Join(p.dir, pinTable)); err != nil {
+		return fmt.Errorf("pin table of the fleet: %w", err)
+	}
 	if same {
 		return nil
 	}
