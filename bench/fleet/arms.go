@@ -114,19 +114,19 @@ func (l *lane) sockeye(b *bench, size int, tunnel bool) error {
 			return err
 		}
 		err = h.Do(func() error {
-			next := forward.Next{Addresses: []netip.Addr{h.otherIP}, Interface: index, MAC: mac}
-			at := 0
-			if tunnel {
-				if at, err = forward.OpenTunnel([]netip.Addr{service}); err != nil {
-					return err
-				}
-				next = forward.Next{Addresses: next.Addresses, Interface: at, VNI: forward.VNI(t.Nonce), Room: forward.TunnelMTU - forward.TunnelOverhead4}
-			}
 			path, err := forward.Open(b.pins(l.arm.name + "-" + h.name))
 			if err != nil {
 				return err
 			}
 			b.lab.AtClose(path.Close)
+			next := forward.Next{Addresses: []netip.Addr{h.otherIP}, Interface: index, MAC: mac}
+			at := 0
+			if tunnel {
+				if at, err = path.OpenTunnel([]netip.Addr{service}); err != nil {
+					return err
+				}
+				next = forward.Next{Addresses: next.Addresses, Interface: at, VNI: forward.VNI(t.Nonce), Room: forward.TunnelMTU - forward.TunnelOverhead4}
+			}
 			if h.name == first {
 				l.forwarded = func() (uint64, error) {
 					counts, err := path.Counts()

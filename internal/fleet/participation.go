@@ -338,7 +338,7 @@ func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.
 // findPaths finds the paths to the other hosts of a table. The caller holds mu.
 func (p *participation) findPaths(t *table.Table) map[string]path {
 	paths := make(map[string]path, len(t.Hosts))
-	open := sync.OnceValues(func() (int, error) { return forward.OpenTunnel(p.settings.Addresses) })
+	open := sync.OnceValues(func() (int, error) { return p.path.OpenTunnel(p.settings.Addresses) })
 	tunnel := func() (int, uint32, error) {
 		index, err := open()
 		return index, forward.VNI(t.Nonce), err

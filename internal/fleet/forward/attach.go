@@ -52,16 +52,21 @@ func (p *Path) hooksOf(interfaces []int, tunnel int) (all []hook) {
 		}
 	}
 	if tunnel != 0 {
-		all = append(all, hook{tunnelLink, p.tunnel, ebpf.AttachTCXIngress, filter{tunnel, clsact.Ingress, filterPrefix + "tunnel"}})
+		all = append(all, *p.tunnelHook(tunnel))
 	}
 	return all
+}
+
+func (p *Path) tunnelHook(index int) *hook {
+	return &hook{tunnelLink, p.tunnel, ebpf.AttachTCXIngress, filter{index, clsact.Ingress, filterPrefix + "tunnel"}}
 }
 
 // Attach attaches the programs to interfaces, by index, and to the tunnel unless that is 0. It detaches them from all others.
 // A program that is attached stays so, and is replaced by the one of this version in one step. Before Linux 6.6, the programs
 // are filters of clsact, in the namespace of the calling thread.
 //
-// A tunnel that exists keeps its program: without it, anybody could send packets to this host in the tunnel.
+// A tunnel that exists keeps its program, and an error elsewhere does not prevent that: without it, anybody could send packets to
+// this host in the tunnel.
 func (p *Path) Attach(interfaces []int, tunnel int) (err error) {
 	if tunnel == 0 {
 		if tunnel, err = tunnelIndex(); err != nil {
@@ -69,13 +74,22 @@ func (p *Path) Attach(interfaces []int, tunnel int) (err error) {
 		}
 	}
 	p.hooks = p.hooksOf(interfaces, tunnel)
+	if tunnel != 0 {
+		err = p.attachTunnel(tunnel)
+	}
 	pins, filters := make(map[string]bool), make(map[filter]bool)
 	for i := range p.hooks {
 		h := &p.hooks[i]
 		pins[h.pin], filters[h.filter] = true, true
-		if err := p.ensure(h); err != nil {
-			return err
+		if h.pin == tunnelLink {
+			continue
 		}
+		if failed := p.ensure(h); err == nil {
+			err = failed // the others are attached all the same
+		}
+	}
+	if err != nil {
+		return err
 	}
 	if p.filters != nil {
 		if _, err := detachFilters(p.filters, filters); err != nil {
@@ -220,11 +234,15 @@ func (p *Path) detach(name string) error {
 	return pin.Remove(filepath.Join(p.dir, name))
 }
 
-// Retire removes what no pin holds: filters, and the interface of the tunnel. It returns what it has removed.
+// Retire removes what no pin holds: the interface of the tunnel, which must not be up without its filter, and filters. It returns
+// what it has removed.
 func Retire() (removed []string, err error) {
+	if removed, err = removeTunnel(); err != nil {
+		return nil, err
+	}
 	f, err := clsact.Open()
 	if err != nil {
-		return nil, err
+		return removed, err
 	}
 	defer f.Close()
 	from, err := detachFilters(f, nil)
@@ -235,6 +253,5 @@ func Retire() (removed []string, err error) {
 		}
 		removed = append(removed, "filters of interface "+name)
 	}
-	tunnel, failed := removeTunnel()
-	return append(removed, tunnel...), errors.Join(err, failed)
+	return removed, err
 }

@@ -553,7 +553,7 @@ func TestDrops(t *testing.T) {
 func (n *node) openTunnel(t testing.TB) (index int) {
 	t.Helper()
 	n.do(t, func() (err error) {
-		if index, err = forward.OpenTunnel([]netip.Addr{service4, service6}); err != nil {
+		if index, err = n.path.OpenTunnel([]netip.Addr{service4, service6}); err != nil {
 			return err
 		}
 		return n.path.Attach([]int{n.index}, index)

@@ -33,7 +33,10 @@ const (
 // OpenTunnel returns the index of the interface of the tunnel, which it creates. The programs choose the far end of each
 // packet. The interface gets an IPv4 address of the services: without an address, the filter of reverse paths drops all
 // packets, in the loose mode too (__fib_validate_source, net/ipv4/fib_frontend.c, Linux 6.18).
-func OpenTunnel(services []netip.Addr) (index int, err error) {
+//
+// The interface is up only with its program: without it, anybody could send packets to this host in the tunnel. The program of an
+// interface that is up stays until Attach: it may be one of another layout, whose table is in force.
+func (p *Path) OpenTunnel(services []netip.Addr) (index int, err error) {
 	link, err := netlink.LinkByName(TunnelName)
 	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing {
 		device := &netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: TunnelName, MTU: TunnelMTU, HardwareAddr: net.HardwareAddr(TunnelMAC[:])},
@@ -58,10 +61,29 @@ func OpenTunnel(services []netip.Addr) (index int, err error) {
 			break
 		}
 	}
-	if err := errors.Join(setLooseReversePath(link.Attrs().Index), netlink.LinkSetUp(link)); err != nil {
+	index = link.Attrs().Index
+	if err := setLooseReversePath(index); err != nil {
 		return 0, fmt.Errorf("set up interface %s: %w", TunnelName, err)
 	}
-	return link.Attrs().Index, nil
+	if link.Attrs().Flags&net.FlagUp != 0 {
+		return index, nil
+	}
+	return index, p.attachTunnel(index)
+}
+
+// attachTunnel attaches the program of the tunnel, and then sets the interface up, or down if that fails.
+func (p *Path) attachTunnel(index int) error {
+	link := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}}
+	if err := p.ensure(p.tunnelHook(index)); err != nil {
+		if downErr := netlink.LinkSetDown(link); downErr != nil && !errors.Is(downErr, unix.ENODEV) {
+			err = errors.Join(err, fmt.Errorf("set down interface %s: %w", TunnelName, downErr))
+		}
+		return err
+	}
+	if err := netlink.LinkSetUp(link); err != nil {
+		return fmt.Errorf("set up interface %s: %w", TunnelName, err)
+	}
+	return nil
 }
 
 // looseReversePath is the loose mode of RFC 3704 (net.ipv4.conf.*.rp_filter). The larger one of this value and that of all
