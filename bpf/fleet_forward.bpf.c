@@ -252,10 +252,13 @@ static __always_inline bool read_ipv6(struct __sk_buff *skb, struct packet *p)
 	return read_ports(skb, offset, p, next, false);
 }
 
+#define VLAN_ID 0xfff /* bits of vlan_tci, which may be stale without vlan_present */
+
 /* Reads a packet. Returns false if it is not to a service. */
 static __always_inline bool read_packet(struct __sk_buff *skb, struct packet *p)
 {
-	if (skb->vlan_present)
+	/* Frames with VLAN ID 0, which have a priority alone, are of this interface. */
+	if (skb->vlan_present && skb->vlan_tci & VLAN_ID)
 		return false; /* of the VLAN's interface */
 	switch (skb->protocol) {
 	case bpf_htons(ETH_P_IP):
@@ -484,6 +487,9 @@ static __always_inline int forward(struct __sk_buff *skb, const struct packet *p
 	count(skb, outcome);
 	if (outcome == FLEET_UNREACHABLE || outcome == FLEET_TTL)
 		return TC_ACT_SHOT;
+	/* The priority is one of this link, and the tunnel has no room for a tag. */
+	if (skb->vlan_present)
+		bpf_skb_vlan_pop(skb);
 	if (host->vni)
 		return send_in_tunnel(skb, host);
 	if (host->ipv4 && skb->protocol == bpf_htons(ETH_P_IP)) {

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package forward_test
+
+import (
+	"encoding/binary"
+	"net/netip"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fleet/forward"
+	"sockeye/internal/fleet/table"
+	"sockeye/internal/testenv"
+)
+
+// sum16 is the sum of the checksums of IP.
+func sum16(b []byte) uint16 {
+	sum := uint32(0)
+	for i := 0; i+1 < len(b); i += 2 {
+		sum += uint32(binary.BigEndian.Uint16(b[i:]))
+	}
+	for sum > 0xffff {
+		sum = sum&0xffff + sum>>16
+	}
+	return ^uint16(sum)
+}
+
+// datagram4 is a packet of a device to the service, without a checksum of UDP.
+func datagram4(from netip.Addr, payload []byte) []byte {
+	ip := []byte{0x45, 0, 0, 0, 0, 0, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}
+	ip = append(append(ip, from.AsSlice()...), service4.AsSlice()...)
+	binary.BigEndian.PutUint16(ip[2:], uint16(len(ip)+8+len(payload)))
+	binary.BigEndian.PutUint16(ip[10:], sum16(ip))
+	ip = binary.BigEndian.AppendUint16(ip, 40000)
+	ip = binary.BigEndian.AppendUint16(ip, port)
+	ip = binary.BigEndian.AppendUint16(ip, uint16(8+len(payload)))
+	return append(append(ip, 0, 0), payload...)
+}
+
+// sendTagged sends a frame with an 802.1Q tag from the router to a host.
+func (f *fleet) sendTagged(t testing.TB, to *node, tci uint16, packet []byte) {
+	t.Helper()
+	frame := append(append([]byte{}, to.mac[:]...), f.router.mac[:]...)
+	frame = binary.BigEndian.AppendUint16(frame, unix.ETH_P_8021Q)
+	frame = binary.BigEndian.AppendUint16(frame, tci)
+	frame = binary.BigEndian.AppendUint16(frame, unix.ETH_P_IP)
+	frame = append(frame, packet...)
+	f.router.do(t, func() error {
+		fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		return unix.Sendto(fd, frame, 0, &unix.SockaddrLinklayer{Ifindex: f.router.index, Halen: 6})
+	})
+}
+
+// TestPriorityTag is that frames with VLAN ID 0, which the kernel gives to the interface itself, are forwarded, on the link and
+// through the tunnel, where a tag would not fit. Frames of a VLAN are left to the interface of the VLAN.
+func TestPriorityTag(t *testing.T) {
+	const (
+		priority = 5 << 13
+		room     = 1430
+	)
+	f := newFleet(t, 2)
+	a, b := f.hosts[0], f.hosts[1]
+	f.setAll(t, f.table())
+	from := device(4, 0)
+	for i := 0; f.owner(from) != b; i++ {
+		from = device(4, i)
+	}
+	arrives := func(what string, tci uint16, payload []byte) {
+		t.Helper()
+		before := counts(t, a)
+		f.sendTagged(t, a, 5|tci, datagram4(from, []byte("of a VLAN")))
+		f.sendTagged(t, a, tci, datagram4(from, payload))
+		if at := f.receive(t, from, payload); at != b {
+			t.Errorf("%s: at %v, want b; a counts %v, b %v", what, at, counts(t, a), counts(t, b))
+		}
+		before[forward.Forwarded]++
+		if after := counts(t, a); after != before {
+			t.Errorf("%s: counts %v, want %v", what, after, before)
+		}
+	}
+	large := make([]byte, room-28)
+	arrives("VLAN ID 0", 0, []byte("without a priority"))
+	arrives("VLAN ID 0 with a priority", priority, []byte("with a priority"))
+	mine := device(4, 0)
+	for i := 0; f.owner(mine) != a; i++ {
+		mine = device(4, i)
+	}
+	f.sendTagged(t, a, 0, datagram4(mine, []byte("mine")))
+	if at := f.receive(t, mine, []byte("mine")); at != a || counts(t, a)[forward.Local] != 1 {
+		t.Errorf("of this host: at %v, counts %v", at, counts(t, a))
+	}
+	to := f.table()
+	for _, n := range f.hosts {
+		index := n.openTunnel(t)
+		n.do(t, func() error {
+			return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
+				return forward.Next{Addresses: h.Addresses[1:], Interface: index, VNI: forward.VNI(to.Nonce), Room: room}
+			}, nil, func() {})
+		})
+	}
+	arrives("through the tunnel", priority, large)
+	testenv.Within(t, "the counters of b", func() bool { return counts(t, b)[forward.Local]+counts(t, b)[forward.Disagreed] >= 3 })
+	if n := counts(t, b); n[forward.Untrusted] > 0 {
+		t.Errorf("b counts %v", n)
+	}
+}
