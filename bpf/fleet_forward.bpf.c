@@ -183,7 +183,17 @@ static __always_inline bool read_ipv4(struct __sk_buff *skb, struct packet *p)
 	return read_ports(skb, next, p, ip.protocol, false);
 }
 
-/* Returns the offset of the transport header, or 0 behind a fragment header. */
+static __always_inline bool is_extension(__u8 next)
+{
+	return next == IPPROTO_HOPOPTS || next == IPPROTO_ROUTING ||
+	       next == IPPROTO_DSTOPTS || next == IPPROTO_FRAGMENT;
+}
+
+/*
+ * Returns the offset of the transport header, or 0 behind a fragment header and
+ * behind more extensions than are examined: all packets of a datagram reach one
+ * host.
+ */
 static __always_inline __u32 skip_extensions(struct __sk_buff *skb,
 					     __u32 offset, __u8 *next)
 {
@@ -192,22 +202,20 @@ static __always_inline __u32 skip_extensions(struct __sk_buff *skb,
 
 #pragma unroll
 	for (i = 0; i < IPV6_EXTENSIONS; i++) {
-		if (*next == IPPROTO_FRAGMENT) {
-			if (load(skb, offset, extension, sizeof(extension)))
-				*next = extension[0];
-			return 0;
-		}
-		if (*next != IPPROTO_HOPOPTS && *next != IPPROTO_ROUTING &&
-		    *next != IPPROTO_DSTOPTS)
+		if (!is_extension(*next))
 			break;
 		if (!load(skb, offset, extension, sizeof(extension))) {
 			*next = IPPROTO_NONE;
 			break;
 		}
+		if (*next == IPPROTO_FRAGMENT) {
+			*next = extension[0];
+			return 0;
+		}
 		*next = extension[0];
 		offset += (extension[1] + 1) * 8;
 	}
-	return offset;
+	return is_extension(*next) ? 0 : offset;
 }
 
 static __always_inline bool read_quoted6(struct __sk_buff *skb, __u32 offset,
@@ -248,7 +256,7 @@ static __always_inline bool read_ipv6(struct __sk_buff *skb, struct packet *p)
 	__builtin_memcpy(&p->to.address, &ip.daddr, sizeof(p->to.address));
 	if (!offset)
 		return next == IPPROTO_TCP || next == IPPROTO_UDP ||
-		       next == IPPROTO_DSTOPTS;
+		       is_extension(next);
 	return read_ports(skb, offset, p, next, false);
 }
 

@@ -36,6 +36,9 @@ func (p *Path) InForce() (epoch uint64, named uint32, err error) {
 // Named returns the device map that Open has found to be in force.
 func (p *Path) Named() uint32 { return p.named }
 
+// Ingress returns the program of the interfaces.
+func (p *Path) Ingress() *ebpf.Program { return p.ingress }
+
 // UseFilters lets Attach do what it does on kernels without TCX, in the namespace of the calling thread.
 func (p *Path) UseFilters() (err error) {
 	p.filters, err = clsact.Open()

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fleet/forward"
@@ -108,4 +109,84 @@ func TestPriorityTag(t *testing.T) {
 	if n := counts(t, b); n[forward.Untrusted] > 0 {
 		t.Errorf("b counts %v", n)
 	}
+}
+
+// extended is a frame of IPv6 with some extension headers before a datagram. Its MAC addresses are zeros, as those of lo, with
+// which the kernel runs a program for a test.
+func extended(from, to netip.Addr, at uint16, extensions ...byte) []byte {
+	b := make([]byte, 12, 128)
+	b = binary.BigEndian.AppendUint16(b, unix.ETH_P_IPV6)
+	next := append(extensions, unix.IPPROTO_UDP)
+	b = append(b, 0x60, 0, 0, 0)
+	b = binary.BigEndian.AppendUint16(b, uint16(8*len(extensions)+8))
+	b = append(append(append(b, next[0], 64), from.AsSlice()...), to.AsSlice()...)
+	for i := range extensions {
+		b = append(b, next[i+1], 0, 0, 0, 0, 0, 0, 0) // a fragment header of 8 bytes is that of the first and only fragment
+	}
+	b = binary.BigEndian.AppendUint16(b, 40000)
+	b = binary.BigEndian.AppendUint16(b, at)
+	return append(b, 0, 8, 0, 0)
+}
+
+// unreachable is an error about a packet of the service, which it quotes without its frame.
+func unreachable(from netip.Addr, quoted []byte) []byte {
+	b := extended(from, service6, 0)[:54]
+	b[14+6] = unix.IPPROTO_ICMPV6
+	return append(append(b, 1, 0, 0, 0, 0, 0, 0, 0), quoted[14:]...)
+}
+
+// TestExtensionHeaders is that the ports decide behind at most four extension headers of IPv6, and the addresses alone behind
+// more of them, as for fragments: all packets of a device reach one host.
+func TestExtensionHeaders(t *testing.T) {
+	const (
+		passed, redirected = 1<<32 - 1, 7 // TC_ACT_UNSPEC, TC_ACT_REDIRECT
+		hop, routing       = unix.IPPROTO_HOPOPTS, unix.IPPROTO_ROUTING
+		options, fragment  = unix.IPPROTO_DSTOPTS, unix.IPPROTO_FRAGMENT
+		authentication     = unix.IPPROTO_AH
+		other              = port + 1
+	)
+	f := newFleet(t, 2)
+	f.setAll(t, f.table())
+	a := f.hosts[0]
+	from := device(6, 0)
+	for i := 0; f.owner(from) == a; i++ {
+		from = device(6, i)
+	}
+	stranger := netip.MustParseAddr("2001:db8::54")
+	for name, c := range map[string]struct {
+		frame []byte
+		want  uint32
+	}{
+		"none":                                   {extended(from, service6, port), redirected},
+		"none, another port":                     {extended(from, service6, other), passed},
+		"four":                                   {extended(from, service6, port, hop, options, routing, options), redirected},
+		"four, another port":                     {extended(from, service6, other, hop, options, routing, options), passed},
+		"four, the last one of a fragment":       {extended(from, service6, other, hop, options, routing, fragment), redirected},
+		"five":                                   {extended(from, service6, port, hop, options, options, routing, options), redirected},
+		"five, another port":                     {extended(from, service6, other, hop, options, options, routing, options), redirected},
+		"five, the last one of a fragment":       {extended(from, service6, other, hop, options, options, routing, fragment), redirected},
+		"five, the last one for routing":         {extended(from, service6, other, hop, options, options, options, routing), redirected},
+		"eight":                                  {extended(from, service6, port, hop, options, options, options, options, options, options, options), redirected},
+		"five, another address":                  {extended(from, stranger, port, hop, options, options, options, options), passed},
+		"four and another header":                {extended(from, service6, port, hop, options, options, options, authentication), passed},
+		"five, without the fifth":                {extended(from, service6, port, hop, options, options, options, options)[:14+40+4*8], redirected},
+		"four, without the fourth":               {extended(from, service6, port, hop, options, options, options)[:14+40+3*8], passed},
+		"four, without the fourth of a fragment": {extended(from, service6, port, hop, options, options, fragment)[:14+40+3*8], passed},
+		"error about none":                       {unreachable(device(6, 199), quoted(from, port)), redirected},
+		"error about none, another port":         {unreachable(device(6, 199), quoted(from, other)), passed},
+		"error about five":                       {unreachable(device(6, 199), quoted(from, other, hop, options, options, options, options)), redirected},
+	} {
+		result, err := a.path.Ingress().Run(&ebpf.RunOptions{Data: c.frame})
+		check(t, err)
+		if result != c.want {
+			t.Errorf("%s: verdict %d, want %d", name, int32(result), int32(c.want))
+		}
+	}
+}
+
+// quoted is a packet of the service to a device, from a port.
+func quoted(to netip.Addr, from uint16, extensions ...byte) []byte {
+	b := extended(service6, to, 40000, extensions...)
+	binary.BigEndian.PutUint16(b[len(b)-8:], from)
+	return b
 }
