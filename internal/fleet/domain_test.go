@@ -207,6 +207,17 @@ func TestDomain(t *testing.T) {
 	}
 	testenv.Within(t, "two links", func() bool { return len(attached()) == 2 })
 
+	// The others do not know the source address of the route.
+	check(t, netlink.AddrAdd(link, &netlink.Addr{IPNet: &net.IPNet{IP: net.IP{198, 51, 100, 77}, Mask: net.CIDRMask(24, 32)}}))
+	route.Src = net.IP{198, 51, 100, 77}
+	check(t, netlink.RouteReplace(route))
+	testenv.Within(t, "the source address", func() bool {
+		return strings.Contains(strings.Join(status(t, r).Problems, "\n"), "packets to host c leave with the address 198.51.100.77, which is none of those of this host in the table, [198.51.100.1]")
+	})
+	route.Src = nil
+	check(t, netlink.RouteReplace(route))
+	testenv.Within(t, "no problem", func() bool { return len(status(t, r).Problems) == 0 })
+
 	// The agent ends; the next one has no file, and serves the same devices.
 	r.Stop()
 	if len(attached()) != 2 {
@@ -386,22 +397,22 @@ func TestLies(t *testing.T) {
 	nics, err := findInterfaces([]string{"fleet0"})
 	check(t, err)
 	h := &table.Host{Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("198.51.100.2")}, MACs: []string{"02:00:00:00:00:02"}}
-	tunnel := func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }
-	if p := findPath(h, nics, nil, tunnel); p.kind != "link" || p.MAC != [6]byte{} || p.problem != "" {
+	here := from{nics: nics, tunnel: func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }}
+	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{} || p.problem != "" {
 		t.Errorf("%+v", p)
 	}
 	neighbor := &netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT, IP: net.IP{198, 51, 100, 2}, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 9}}
 	check(t, netlink.NeighSet(neighbor))
-	if p := findPath(h, nics, nil, tunnel); p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "the kernel knows 02:00:00:00:00:09 at 198.51.100.2") {
+	if p := here.findPath(h); p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "the kernel knows 02:00:00:00:00:09 at 198.51.100.2") {
 		t.Errorf("%+v", p)
 	}
 	neighbor.HardwareAddr[5] = 2
 	check(t, netlink.NeighSet(neighbor))
-	if p := findPath(h, nics, nil, tunnel); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} {
+	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} {
 		t.Errorf("%+v", p)
 	}
-	router := map[[6]byte]netip.Addr{{2, 0, 0, 0, 0, 2}: netip.MustParseAddr("198.51.100.254")}
-	if p := findPath(h, nics, router, tunnel); p.kind != "none" || p.MAC != [6]byte{} || !strings.Contains(p.problem, "02:00:00:00:00:02, which is that of the router 198.51.100.254") {
+	here.routers = map[[6]byte]netip.Addr{{2, 0, 0, 0, 0, 2}: netip.MustParseAddr("198.51.100.254")}
+	if p := here.findPath(h); p.kind != "none" || p.MAC != [6]byte{} || !strings.Contains(p.problem, "02:00:00:00:00:02, which is that of the router 198.51.100.254") {
 		t.Errorf("%+v", p)
 	}
 	check(t, netlink.RouteAdd(&netlink.Route{Gw: net.IP{198, 51, 100, 2}, LinkIndex: link.Attrs().Index}))

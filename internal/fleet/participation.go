@@ -344,7 +344,10 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		return index, forward.VNI(t.Nonce), err
 	}
 	p.holders = holders(t, p.holders)
-	routers := routersOf(p.nics)
+	from := from{nics: p.nics, routers: routersOf(p.nics), tunnel: tunnel}
+	if self := t.Index(p.settings.host); self != table.None {
+		from.addresses = t.Hosts[self].Addresses
+	}
 	taken := make(map[netip.Addr]string)
 	for _, a := range p.settings.Addresses {
 		taken[a] = "the services"
@@ -364,7 +367,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		case problem != "":
 			paths[h.Name] = path{kind: "none", problem: problem}
 		default:
-			paths[h.Name] = findPath(h, p.nics, routers, tunnel)
+			paths[h.Name] = from.findPath(h)
 		}
 	}
 	return paths

@@ -89,13 +89,21 @@ type path struct {
 	problem string
 }
 
+// from is this host as the beginning of paths.
+type from struct {
+	nics      []nic
+	addresses []netip.Addr           // of this host in the table: the other hosts accept packets from them in the tunnel
+	routers   map[[6]byte]netip.Addr // routersOf
+	tunnel    func() (index int, vni uint32, err error)
+}
+
 // findPath finds the path to a host: on the link of one of the interfaces, or through a tunnel. A host says itself which MAC
 // addresses it has, so the neighbor table of the kernel decides which of them forwards packets. A packet from a router was not
 // forwarded by a host.
-func findPath(h *table.Host, nics []nic, routers map[[6]byte]netip.Addr, tunnel func() (index int, vni uint32, err error)) path {
+func (f *from) findPath(h *table.Host) path {
 	on := path{kind: "link"}
 	for _, a := range h.Addresses {
-		index, ok := onLink(a, nics)
+		index, ok := onLink(a, f.nics)
 		if !ok || on.Interface != 0 && index != on.Interface {
 			continue
 		}
@@ -106,9 +114,9 @@ func findPath(h *table.Host, nics []nic, routers map[[6]byte]netip.Addr, tunnel 
 		case !slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()):
 			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped",
 				h.Name, h.MACs, net.HardwareAddr(mac[:]), a)}
-		case routers[mac].IsValid():
+		case f.routers[mac].IsValid():
 			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC address is %s, which is that of the router %v: packets to the host are dropped",
-				h.Name, net.HardwareAddr(mac[:]), routers[mac])}
+				h.Name, net.HardwareAddr(mac[:]), f.routers[mac])}
 		default:
 			on.MAC = mac
 		}
@@ -117,11 +125,11 @@ func findPath(h *table.Host, nics []nic, routers map[[6]byte]netip.Addr, tunnel 
 		return on
 	}
 	for _, a := range h.Addresses { // IPv4 comes first
-		mtu, ok := routed(a)
+		mtu, source, ok := routed(a)
 		if !ok {
 			continue
 		}
-		index, vni, err := tunnel()
+		index, vni, err := f.tunnel()
 		if err != nil {
 			return path{kind: "none", problem: fmt.Sprintf("no tunnel to host %s: %v", h.Name, err)}
 		}
@@ -129,7 +137,11 @@ func findPath(h *table.Host, nics []nic, routers map[[6]byte]netip.Addr, tunnel 
 		if a.Is6() {
 			p.Room = mtu - forward.TunnelOverhead6
 		}
-		if a.Is6() && mtu < forward.TunnelMTU+forward.TunnelOverhead6 {
+		switch {
+		case source.IsValid() && len(f.addresses) > 0 && !slices.Contains(f.addresses, source):
+			p.problem = fmt.Sprintf("packets to host %s leave with the address %s, which is none of those of this host in the table, %v: host %s drops them; give the route to %s another source address (ip route ... src)",
+				h.Name, source, f.addresses, h.Name, a)
+		case a.Is6() && mtu < forward.TunnelMTU+forward.TunnelOverhead6:
 			p.problem = fmt.Sprintf("the tunnel to host %s is over IPv6, on a link with MTU %d: packets of more than %d bytes are dropped", h.Name, mtu, mtu-forward.TunnelOverhead6)
 		}
 		return p
@@ -147,20 +159,23 @@ func onLink(a netip.Addr, nics []nic) (index int, ok bool) {
 	return index, slices.ContainsFunc(nics, func(n nic) bool { return n.index == index })
 }
 
-// routed returns the MTU of the route to an address, if there is one.
-func routed(a netip.Addr) (mtu int, ok bool) {
+// routed returns the MTU of the route to an address, if there is one, and the address from which the kernel sends there: on a host
+// with several interfaces or addresses, it may be another one than the other hosts know.
+func routed(a netip.Addr) (mtu int, from netip.Addr, ok bool) {
 	routes, err := netlink.RouteGet(a.AsSlice())
 	if err != nil || len(routes) == 0 || routes[0].Type != unix.RTN_UNICAST {
-		return 0, false
+		return 0, from, false
 	}
+	from, _ = netip.AddrFromSlice(routes[0].Src)
+	from = from.Unmap()
 	if routes[0].MTU != 0 {
-		return routes[0].MTU, true
+		return routes[0].MTU, from, true
 	}
 	link, err := netlink.LinkByIndex(routes[0].LinkIndex)
 	if err != nil {
-		return 0, false
+		return 0, from, false
 	}
-	return link.Attrs().MTU, true
+	return link.Attrs().MTU, from, true
 }
 
 // neighbor returns the MAC address that the kernel knows for an address, or else lets the kernel ask for it.
