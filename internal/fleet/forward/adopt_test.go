@@ -5,6 +5,8 @@ package forward_test
 import (
 	"errors"
 	"fmt"
+	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -151,4 +153,27 @@ func TestAdoptTable(t *testing.T) {
 	}
 	a.open(0, func(p *forward.Path) error { return set(p, alone(15), nil, func() {}) })
 	inForce("after an upgrade without a device map", 15, 0)
+
+	// The other steps of an agent need no other capabilities either.
+	lo, err := net.InterfaceByName("lo")
+	check(t, err)
+	t.Cleanup(func() {
+		_, err := forward.Retire()
+		check(t, err)
+	})
+	for range 2 {
+		a.open(0, func(p *forward.Path) error {
+			tunnel, err := p.OpenTunnel([]netip.Addr{service4})
+			if err != nil {
+				return err
+			}
+			err = errors.Join(p.SetListeners(listeners(port)), p.Attach([]int{lo.Index}, tunnel))
+			attached, failed := p.IsAttached()
+			_, uncounted := p.Counts()
+			if !attached {
+				t.Error("not attached")
+			}
+			return errors.Join(err, failed, uncounted)
+		})
+	}
 }
