@@ -348,7 +348,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 	if self := t.Index(p.settings.host); self != table.None {
 		from.addresses = t.Hosts[self].Addresses
 	}
-	taken := make(map[netip.Addr]string)
+	dead, taken := p.deadHosts(), make(map[netip.Addr]string)
 	for _, a := range p.settings.Addresses {
 		taken[a] = "the services"
 	}
@@ -367,10 +367,24 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		case problem != "":
 			paths[h.Name] = path{kind: "none", problem: problem}
 		default:
-			paths[h.Name] = from.findPath(h)
+			one := from.findPath(h)
+			one.Dead = dead[h.Name]
+			paths[h.Name] = one
 		}
 	}
 	return paths
+}
+
+// deadHosts returns the hosts that have died as far as this host knows. The caller holds mu.
+func (p *participation) deadHosts() map[string]bool {
+	dead := make(map[string]bool)
+	if p.state.Snapshot != nil && p.state.Connected {
+		for i := range p.state.Hosts {
+			h := &p.state.Hosts[i]
+			dead[h.Name] = !h.Alive && !h.Unknown
+		}
+	}
+	return dead
 }
 
 // attach attaches the programs to the interfaces that exist. The caller holds mu.

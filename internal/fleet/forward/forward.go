@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -88,6 +89,9 @@ type Next struct {
 	// MAC is the address from which the host forwards packets on the link; zeros: not known, so that its packets are treated as
 	// those of a router.
 	MAC [6]byte
+	// Dead is set for a host that has died as far as this host knows. Its program may still forward packets by an earlier table, so
+	// that they are treated as those of a router.
+	Dead bool
 }
 
 // Path is the data path: pinned maps and programs, which stay attached without this process.
@@ -242,7 +246,7 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			to.Other = t.Next[b] | uint16(fleetForwardFleetLimitFLEET_PREPARED)
 		}
 	}
-	peers := make(map[fleetForwardFleetPeer]bool)
+	peers, dead := make(map[fleetForwardFleetPeer]bool), make(map[fleetForwardFleetPeer]bool)
 	for i := range t.Hosts {
 		h := &t.Hosts[i]
 		if h.Name == self {
@@ -266,8 +270,12 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			if room := uint16(n.Room); kernel.Room == 0 || room < kernel.Room {
 				kernel.Room = room
 			}
-			peers[fleetForwardFleetPeer{Address: to.Address}] = true
-		} else if n.MAC != [6]byte{} {
+			if key := (fleetForwardFleetPeer{Address: to.Address}); n.Dead {
+				dead[key] = true
+			} else {
+				peers[key] = true
+			}
+		} else if n.MAC != [6]byte{} && !n.Dead {
 			peers[fleetForwardFleetPeer{Mac: n.MAC}] = true
 		}
 	}
@@ -280,7 +288,7 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 	if err := p.install(kernel, entriesOf(t.Nonce, devices), flipped); err != nil {
 		return err
 	}
-	if err := p.retirePeers(peers); err != nil {
+	if err := p.retirePeers(peers, dead); err != nil {
 		return fmt.Errorf("write peers: %w", err)
 	}
 	return nil
@@ -290,15 +298,17 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 // host is dead, its program forwards packets by its last table.
 const formerTime = time.Hour
 
-// retirePeers removes the peers that are not in the table. Peers of the tunnel are former peers for formerTime before that.
-func (p *Path) retirePeers(peers map[fleetForwardFleetPeer]bool) error {
+// retirePeers removes the peers that are not in the table. Peers of the tunnel are former peers for formerTime before that, and dead
+// hosts of the table are.
+func (p *Path) retirePeers(peers, dead map[fleetForwardFleetPeer]bool) error {
 	kept := maps.Clone(peers)
 	var key fleetForwardFleetPeer
 	var value uint32
-	var former []fleetForwardFleetPeer
+	former := slices.Collect(maps.Keys(dead))
+	maps.Copy(kept, dead)
 	all := p.peers.Iterate()
 	for all.Next(&key, &value) {
-		if peers[key] || key.Mac != [6]byte{} {
+		if kept[key] || key.Mac != [6]byte{} {
 			continue
 		}
 		if _, known := p.former[key]; !known {

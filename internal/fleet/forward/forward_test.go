@@ -67,6 +67,7 @@ type fleet struct {
 	nonce  uint64
 	epoch  uint64
 	pins   string
+	dead   map[string]bool // hosts that have died for the others
 }
 
 func prefix(a netip.Addr, bits int) *net.IPNet {
@@ -242,7 +243,7 @@ func (f *fleet) set(t testing.TB, n *node, to *table.Table, devices *placement.D
 		return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
 			for _, other := range f.hosts {
 				if other.name == h.Name {
-					return forward.Next{Addresses: h.Addresses, Interface: n.index, MAC: other.mac}
+					return forward.Next{Addresses: h.Addresses, Interface: n.index, MAC: other.mac, Dead: f.dead[h.Name]}
 				}
 			}
 			return forward.Next{}
@@ -257,7 +258,7 @@ func (f *fleet) setAll(t testing.TB, to *table.Table) {
 	}
 }
 
-// owner returns the host of a device by the tables of newTable.
+// owner returns the host of a device by the tables of table.
 func (f *fleet) owner(a netip.Addr) *node { return f.hosts[f.bucket(a)%len(f.hosts)] }
 
 func (f *fleet) bucket(a netip.Addr) int {
@@ -466,6 +467,14 @@ func TestDisagreement(t *testing.T) {
 	if at := f.receive(t, from, []byte("to b")); at != c {
 		t.Errorf("at %v, want c", at)
 	}
+	// Host a has died for the others, and its program still forwards by its table.
+	f.dead = map[string]bool{"a": true}
+	f.set(t, b, second, nil)
+	f.route(t, a)
+	f.send(t, from, []byte("through a dead host"))
+	if at := f.receive(t, from, []byte("through a dead host")); at != c || counts(t, b)[forward.Disagreed] != 1 {
+		t.Errorf("through a dead host: at %v, want c; b counts %v", at, counts(t, b))
+	}
 }
 
 // TestFlooded is that frames to other MAC addresses, which a switch floods when a host has died, are left alone: forwarding them
@@ -637,15 +646,15 @@ func TestTunnel(t *testing.T) {
 			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] == n[forward.Untrusted]+1 })
 			// Packets of a host that has left the table are accepted, also if no other host is in the table, and are treated as
 			// those of a router.
-			alone := func() {
+			alone := func(next forward.Next) {
 				b.do(t, func() error {
-					if err := b.path.Set(to, "b", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {}); err != nil {
+					if err := b.path.Set(to, "b", func(*table.Host) forward.Next { return next }, nil, func() {}); err != nil {
 						return err
 					}
 					return b.path.Attach([]int{b.index}, 0)
 				})
 			}
-			alone()
+			alone(forward.Next{})
 			n = counts(t, b)
 			f.send(t, mine, []byte("of a former host"))
 			if at := f.receive(t, mine, []byte("of a former host")); at != b || counts(t, b)[forward.Local] != n[forward.Local]+1 {
@@ -653,10 +662,23 @@ func TestTunnel(t *testing.T) {
 			}
 			// A host that b does not know sends into the tunnel.
 			b.path.EndFormer()
-			alone()
+			alone(forward.Next{})
 			n = counts(t, b)
 			f.send(t, mine, []byte("of a stranger"))
 			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] > n[forward.Untrusted] })
+			// A dead host of the table is known, too.
+			far := a.v4
+			if outer == "IPv6" {
+				far = a.v6
+			}
+			for range 2 {
+				alone(forward.Next{Addresses: []netip.Addr{far}, Interface: b.index, VNI: vni, Room: room, Dead: true})
+				n = counts(t, b)
+				f.send(t, mine, []byte("of a dead host"))
+				if at := f.receive(t, mine, []byte("of a dead host")); at != b || counts(t, b)[forward.Local] != n[forward.Local]+1 {
+					t.Errorf("of a dead host: at %v, counts %v, before %v", at, counts(t, b), n)
+				}
+			}
 		})
 	}
 }
