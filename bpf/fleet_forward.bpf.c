@@ -15,7 +15,7 @@
  *
  * There is no state of flows: the source address and the table decide. Packets
  * that a peer has forwarded are never forwarded again, except between the two
- * owners of a bucket that moves (fleet_decide); the TTL bounds loops of hosts
+ * owners of a bucket that moves (decide_moving); the TTL bounds loops of hosts
  * with wrong tables.
  */
 #include "device.bpf.h"

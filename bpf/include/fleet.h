@@ -19,7 +19,7 @@ enum fleet_limit {
 enum fleet_sender {
 	FLEET_PEER = 1, /* a host of the table */
 	/*
-	 * A host of an earlier table: its program may forward by that table. The
+	 * A former or dead host: its program may forward by an earlier table. The
 	 * packets are treated as those of a router.
 	 */
 	FLEET_FORMER_PEER,

@@ -86,7 +86,7 @@ var (
 var (
 	DevicesLeft   = kind("devices_left", "Another host of the fleet serves the devices now; their connections on this host were closed.")
 	FleetTable    = kind("fleet_table", "A new table of the fleet is in force on this host. `epoch` is its number, `gained` and `lost` are the buckets that this host serves from now on or no longer.")
-	FleetHost     = kind("fleet_host", "A host of the fleet has joined, left, died or changed its state. `state` is ready, drain, maint, unhealthy, dead or removed.")
+	FleetHost     = kind("fleet_host", "A host of the fleet has joined, left, died or changed its state. `state` is ready, drain, maint, unhealthy, dead, unknown (it may not have registered again) or removed.")
 	FleetProblem  = kind("fleet_problem", "The fleet has a problem: etcd does not answer, a table or a registration is refused, or a host cannot be reached. The last good table stays in force.")
 	FleetSolved   = kind("fleet_solved", "The fleet has no problem any more.")
 	HostRequested = kind("fleet_host_set", "A command on this host has changed the state or the weight of a host of the fleet.")

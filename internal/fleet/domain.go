@@ -246,12 +246,18 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	}
 	change := api.Change{What: "fleet"}
 	switch {
-	case before == nil && after == nil, before != nil && after != nil && before.equal(after):
+	case before == nil && after == nil && !d.broken.Load(), before != nil && after != nil && before.equal(after):
 		return nil, nil
+	case before == nil && after == nil:
+		change.Action = "remove"
+		change.Effect = "this host serves all devices that reach it"
 	case before == nil:
 		change.Action = "add"
 		change.What = fmt.Sprintf("fleet %s, as host %s", after.Name, after.host)
 		change.Effect = "this host serves what reaches it until it has the table"
+		if d.broken.Load() {
+			change.Effect = "this host serves its devices again when it has the table"
+		}
 	case after == nil:
 		change.Action = "remove"
 		change.What = "fleet " + before.Name
@@ -289,11 +295,14 @@ func (d *Domain) change(to *settings) error {
 	case part == nil && to == nil && !d.broken.Load():
 		return nil
 	case to == nil && part != nil:
-		return inFleet(d.leave())
+		err := d.leave()
+		d.broken.Store(err != nil)
+		return inFleet(err)
 	case to == nil:
 		d.services.SetFleet(nil, nil)
-		d.broken.Store(false)
-		return inFleet(d.removeLeftover())
+		err := d.removeLeftover()
+		d.broken.Store(err != nil)
+		return inFleet(err)
 	case part == nil:
 		err := d.begin(to, !d.broken.Load())
 		if err == nil {

@@ -23,6 +23,8 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fleet/forward"
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/store"
 	"sockeye/internal/fleet/table"
 	"sockeye/internal/testenv"
 )
@@ -389,6 +391,37 @@ func TestBrokenChange(t *testing.T) {
 	if !s.waitsForTable() {
 		t.Error("the services serve all devices")
 	}
+	// Instead of another change, the fleet is removed.
+	check(t, os.Rename(dir, dir+".away"))
+	if _, err := r.Apply(withEtcd); err == nil {
+		t.Error("the change succeeds without a state directory")
+	}
+	check(t, os.Rename(dir+".away", dir))
+	changes, err := r.Apply(policyText[:strings.Index(policyText, "fleet:")])
+	check(t, err)
+	if len(changes) != 1 || changes[0].Action != "remove" || changes[0].Effect != "this host serves all devices that reach it" {
+		t.Errorf("%+v", changes)
+	}
+	if h := d.Health(); !h.Healthy || s.waitsForTable() {
+		t.Errorf("without a fleet: %+v", h)
+	}
+}
+
+// TestDead is that a host that has died stays dead while it is not known after a new connection to the store.
+func TestDead(t *testing.T) {
+	p := new(participation)
+	dead := func(connected, alive, unknown bool) bool {
+		p.state.Snapshot = &store.Snapshot{Connected: connected, Hosts: []lead.Host{{Host: table.Host{Name: "b"}, Alive: alive, Unknown: unknown}}}
+		return p.deadHosts()["b"]
+	}
+	for i, c := range []struct{ connected, alive, unknown, want bool }{
+		{true, false, true, false}, {true, false, false, true}, {true, false, true, true}, {false, false, false, false}, {true, false, true, true},
+		{true, true, false, false}, {true, false, true, false},
+	} {
+		if got := dead(c.connected, c.alive, c.unknown); got != c.want {
+			t.Errorf("look %d: dead %v", i, got)
+		}
+	}
 }
 
 // TestLies is that a host whose MAC address is another one than the kernel knows is not reached, and is no peer.
@@ -412,7 +445,7 @@ func TestLies(t *testing.T) {
 		t.Errorf("%+v", p)
 	}
 	here.routers = map[[6]byte]netip.Addr{{2, 0, 0, 0, 0, 2}: netip.MustParseAddr("198.51.100.254")}
-	if p := here.findPath(h); p.kind != "none" || p.MAC != [6]byte{} || !strings.Contains(p.problem, "02:00:00:00:00:02, which is that of the router 198.51.100.254") {
+	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{} || !strings.Contains(p.problem, "02:00:00:00:00:02, which is that of the router 198.51.100.254") {
 		t.Errorf("%+v", p)
 	}
 	check(t, netlink.RouteAdd(&netlink.Route{Gw: net.IP{198, 51, 100, 2}, LinkIndex: link.Attrs().Index}))
@@ -424,10 +457,10 @@ func TestLies(t *testing.T) {
 		t.Error(got)
 	}
 	// A new host takes the address of another one. It is the first one by name.
-	before := holders(&table.Table{Hosts: []table.Host{*h}}, nil)
+	before := holders(&table.Table{Hosts: []table.Host{*h}}, nil, nil, nil)
 	thief := table.Host{Name: "a", Addresses: h.Addresses}
 	for range 2 {
-		before = holders(&table.Table{Hosts: []table.Host{thief, *h}}, before)
+		before = holders(&table.Table{Hosts: []table.Host{thief, *h}}, nil, nil, before)
 		if got := conflict(h, nil, before); got != "" {
 			t.Error(got)
 		}
@@ -435,9 +468,16 @@ func TestLies(t *testing.T) {
 			t.Error(got)
 		}
 	}
-	before = holders(&table.Table{Hosts: []table.Host{thief}}, before)
+	before = holders(&table.Table{Hosts: []table.Host{thief}}, nil, nil, before)
 	if got := conflict(&thief, nil, before); got != "" {
 		t.Errorf("after the other host has left: %s", got)
+	}
+	both := &table.Table{Hosts: []table.Host{thief, *h}}
+	if got := holders(both, nics, nil, before)[h.Addresses[0]]; got != "b" {
+		t.Errorf("the kernel knows b at the address, which counts for %s", got)
+	}
+	if got := holders(both, nics, map[string]bool{"b": true}, nil)[h.Addresses[0]]; got != "a" {
+		t.Errorf("b has died, and the address counts for %s", got)
 	}
 }
 

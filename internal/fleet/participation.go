@@ -68,6 +68,7 @@ type participation struct {
 	table        *table.Table
 	mapping      *placement.Mapping    // hashes of the devices, with the nonce of the table
 	paths        map[string]path       // by host
+	dead         map[string]bool       // hosts that have died, as of the last look
 	holders      map[netip.Addr]string // hosts of the table by address: the first one that had it
 	state        node.State
 	registration store.Registration
@@ -343,12 +344,12 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		index, err := open()
 		return index, forward.VNI(t.Nonce), err
 	}
-	p.holders = holders(t, p.holders)
 	from := from{nics: p.nics, routers: routersOf(p.nics), tunnel: tunnel}
 	if self := t.Index(p.settings.host); self != table.None {
 		from.addresses = t.Hosts[self].Addresses
 	}
 	dead, taken := p.deadHosts(), make(map[netip.Addr]string)
+	p.holders = holders(t, p.nics, dead, p.holders)
 	for _, a := range p.settings.Addresses {
 		taken[a] = "the services"
 	}
@@ -375,15 +376,18 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 	return paths
 }
 
-// deadHosts returns the hosts that have died as far as this host knows. The caller holds mu.
+// deadHosts returns the hosts that have died as far as this host knows; none without the store, because two hosts that take each
+// other for dead could send packets to and fro. The caller holds mu.
 func (p *participation) deadHosts() map[string]bool {
-	dead := make(map[string]bool)
-	if p.state.Snapshot != nil && p.state.Connected {
-		for i := range p.state.Hosts {
-			h := &p.state.Hosts[i]
-			dead[h.Name] = !h.Alive && !h.Unknown
-		}
+	if p.state.Snapshot == nil || !p.state.Connected {
+		return nil
 	}
+	dead := make(map[string]bool)
+	for i := range p.state.Hosts {
+		h := &p.state.Hosts[i]
+		dead[h.Name] = !h.Alive && (!h.Unknown || p.dead[h.Name])
+	}
+	p.dead = dead
 	return dead
 }
 
@@ -498,7 +502,11 @@ func (p *participation) reportHosts() {
 	}
 	now := make(map[string]string)
 	for i := range p.state.Hosts {
-		now[p.state.Hosts[i].Name] = describeHost(&p.state.Hosts[i])
+		h := &p.state.Hosts[i]
+		now[h.Name] = describeHost(h)
+		if h.Unknown {
+			now[h.Name] = cmp.Or(p.known[h.Name], "unknown")
+		}
 	}
 	names := slices.Sorted(maps.Keys(now))
 	for name := range p.known {

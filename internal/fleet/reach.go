@@ -98,7 +98,7 @@ type from struct {
 }
 
 // findPath finds the path to a host: on the link of one of the interfaces, or through a tunnel. A host says itself which MAC
-// addresses it has, so the neighbor table of the kernel decides which of them forwards packets. A packet from a router was not
+// addresses it has, so the neighbor table of the kernel decides which of them forwards packets. The packets of a router were not
 // forwarded by a host.
 func (f *from) findPath(h *table.Host) path {
 	on := path{kind: "link"}
@@ -115,8 +115,8 @@ func (f *from) findPath(h *table.Host) path {
 			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped",
 				h.Name, h.MACs, net.HardwareAddr(mac[:]), a)}
 		case f.routers[mac].IsValid():
-			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC address is %s, which is that of the router %v: packets to the host are dropped",
-				h.Name, net.HardwareAddr(mac[:]), f.routers[mac])}
+			on.problem = fmt.Sprintf("host %s has the MAC address %s, which is that of the router %v: packets that the host forwards count as packets of the router",
+				h.Name, net.HardwareAddr(mac[:]), f.routers[mac])
 		default:
 			on.MAC = mac
 		}
@@ -199,16 +199,31 @@ func neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
 	return mac, false
 }
 
-// holders returns the hosts of a table by address. An address of several hosts belongs to the one that had it before, or else to
-// the first one.
-func holders(t *table.Table, before map[netip.Addr]string) map[netip.Addr]string {
-	now := make(map[netip.Addr]string)
+// holders returns the hosts of a table by address. An address of several hosts belongs to one that lives, to the one that the
+// kernel knows at the address, to the one that had it before, or else to the first one, in this order.
+func holders(t *table.Table, nics []nic, dead map[string]bool, before map[netip.Addr]string) map[netip.Addr]string {
+	claims := make(map[netip.Addr][]*table.Host)
 	for i := range t.Hosts {
 		for _, a := range t.Hosts[i].Addresses {
-			if now[a] == "" || before[a] == t.Hosts[i].Name {
-				now[a] = t.Hosts[i].Name
+			claims[a] = append(claims[a], &t.Hosts[i])
+		}
+	}
+	now := make(map[netip.Addr]string, len(claims))
+	for a, hosts := range claims {
+		prefer := func(ok func(*table.Host) bool) {
+			if some := slices.DeleteFunc(slices.Clone(hosts), func(h *table.Host) bool { return !ok(h) }); len(some) > 0 {
+				hosts = some
 			}
 		}
+		if len(hosts) > 1 {
+			prefer(func(h *table.Host) bool { return !dead[h.Name] })
+			if index, ok := onLink(a, nics); ok {
+				mac, known := neighbor(index, a)
+				prefer(func(h *table.Host) bool { return known && slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()) })
+			}
+			prefer(func(h *table.Host) bool { return before[a] == h.Name })
+		}
+		now[a] = hosts[0].Name
 	}
 	return now
 }

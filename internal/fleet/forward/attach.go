@@ -237,12 +237,10 @@ func (p *Path) detach(name string) error {
 // Retire removes what no pin holds: the interface of the tunnel, which must not be up without its filter, and filters. It returns
 // what it has removed.
 func Retire() (removed []string, err error) {
-	if removed, err = removeTunnel(); err != nil {
-		return nil, err
-	}
+	removed, failed := removeTunnel()
 	f, err := clsact.Open()
 	if err != nil {
-		return removed, err
+		return removed, errors.Join(failed, err)
 	}
 	defer f.Close()
 	from, err := detachFilters(f, nil)
@@ -253,5 +251,5 @@ func Retire() (removed []string, err error) {
 		}
 		removed = append(removed, "filters of interface "+name)
 	}
-	return removed, err
+	return removed, errors.Join(failed, err)
 }

@@ -56,6 +56,8 @@ type Host struct {
 	Healthy bool
 	// Refuses is set while the host refuses the table: no move waits for it.
 	Refuses bool
+	// Nonce is that of the table in force on the host, or 0.
+	Nonce uint64
 	// Applied is the epoch that the data path of the host has.
 	Applied uint64
 	// Handed is the last epoch whose templates the host has handed over to the next owners.

@@ -58,6 +58,8 @@ type Node struct {
 
 	preparing *preparation // nil: none
 	finished  *preparation // that has ended, and whose result is not registered
+	failed    error        // of the last preparation for the epoch below
+	of        uint64
 
 	lost   time.Duration // time since which this leader sees a store without its table; 0: it has one
 	healed time.Duration // time of the last table that was to heal the store
@@ -150,15 +152,15 @@ func (n *Node) Run(ctx context.Context) {
 // follow applies the table of a snapshot, and decides about the next one if this host leads. It returns the time after which
 // to call it again with the same snapshot; 0: never.
 func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duration, err error) {
-	// Somebody has deleted an earlier table that was restored: the one in force counts.
-	if s.Damaged && s.Table != nil && n.applied != nil && s.Table.Nonce == n.applied.Nonce && s.Table.Epoch < n.applied.Epoch {
+	// Somebody has deleted a table that was restored: the one in force counts.
+	if s.Damaged && s.Table != nil && n.applied != nil && s.Table.Nonce == n.applied.Nonce && s.Table.Epoch <= n.applied.Epoch {
 		present := *s
 		present.Table = n.applied
 		s = &present
 	}
 	err = n.apply(ctx, s)
 	if err == nil && s.Table != nil && !s.Damaged {
-		if host, epoch := latest(s.Hosts, s.Table.Epoch); host != "" {
+		if host, epoch := latest(s.Hosts, s.Table.Nonce, s.Table.Epoch); host != "" {
 			err = refusedError(fmt.Sprintf("the table in the store has epoch %d, and host %s has epoch %d: an earlier state of the store was restored", s.Table.Epoch, host, epoch))
 		}
 	}
@@ -212,18 +214,18 @@ func (n *Node) next(s *store.Snapshot) (next *table.Table, wait time.Duration) {
 	n.healed = now
 	// The last good table heals the store, with an epoch that is later than that of every host.
 	healed := *last
-	if _, epoch := latest(s.Hosts, last.Epoch); epoch > 0 {
+	if _, epoch := latest(s.Hosts, last.Nonce, last.Epoch); epoch > 0 {
 		healed.Epoch = epoch
 	}
 	healed.Epoch++
 	return &healed, 0
 }
 
-// latest returns the living host with the latest table after an epoch, and the epoch of this table, or "". Epochs that no table of
-// the fleet can have do not count.
-func latest(hosts []lead.Host, after uint64) (name string, epoch uint64) {
+// latest returns the living host with the latest table of a nonce after an epoch, and the epoch of this table, or "". Epochs that no
+// table of the fleet can have do not count. With nonce 0, the table of any fleet counts.
+func latest(hosts []lead.Host, nonce, after uint64) (name string, epoch uint64) {
 	for i := range hosts {
-		if h := &hosts[i]; h.Alive && h.Applied > max(after, epoch) && h.Applied < min(after+store.MostEpochs, table.MostEpoch) {
+		if h := &hosts[i]; h.Alive && (nonce == 0 || h.Nonce == nonce) && h.Applied > max(after, epoch) && h.Applied < min(after+store.MostEpochs, table.MostEpoch) {
 			name, epoch = h.Name, h.Applied
 		}
 	}
@@ -250,21 +252,22 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 	t := s.Table
 	if t == nil || s.Damaged {
 		// A host without the last table of the fleet leaves it to the others to write it.
-		epoch := n.registered().Applied
+		r := n.registered()
+		epoch, nonce := r.Applied, r.Nonce
 		if t != nil {
-			epoch = max(epoch, t.Epoch)
+			epoch, nonce = max(epoch, t.Epoch), t.Nonce
 		}
-		later, _ := latest(s.Hosts, epoch)
-		n.update(func(r *store.Registration) { r.Refuses = later != "" })
-		if later != "" {
+		if later, _ := latest(s.Hosts, nonce, epoch); later != "" {
+			n.update(func(r *store.Registration) { r.Refuses = true })
 			return refusedError(fmt.Sprintf("the store has lost the table of the fleet, and another host must write it again, as host %s: the one of this host is not the last one", later))
 		}
 	}
 	switch {
 	case t == nil:
+		n.update(func(r *store.Registration) { r.Refuses = false })
 		return nil
 	case n.applied != nil && t.Nonce != n.applied.Nonce:
-		n.update(func(r *store.Registration) { r.Refuses, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0 })
+		n.update(func(r *store.Registration) { r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0, 0 })
 		return refusedError("the table in the store has another nonce than the one in force: it belongs to another fleet")
 	case n.applied != nil && t.Epoch < n.applied.Epoch:
 		n.update(func(r *store.Registration) { r.Refuses = true })
@@ -317,13 +320,18 @@ func (n *Node) begin(ctx context.Context, t *table.Table, takes bool) {
 }
 
 // prepare prepares the moves of the table in force, step by step, and registers what is done.
-func (n *Node) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) (err error) {
+func (n *Node) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) error {
 	r := n.registered()
-	r.Refuses, r.Applied = false, t.Epoch
+	r.Refuses, r.Nonce, r.Applied = false, t.Nonce, t.Epoch
+	if n.of != t.Epoch {
+		n.failed, n.of = nil, t.Epoch
+	}
+	pause := false // before the next attempt
 	if p := n.finished; p != nil && p.epoch == t.Epoch {
+		n.failed = p.err // as long as the next attempt runs, too
 		switch {
 		case p.err != nil:
-			err = p.err
+			pause = true
 		case p.takes:
 			r.Prepared = t.Epoch
 		default:
@@ -342,16 +350,16 @@ func (n *Node) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) (
 		r.Prepared = t.Epoch
 	}
 	switch {
-	case n.preparing != nil, err != nil:
+	case n.preparing != nil, pause:
 	case r.Handed < t.Epoch:
 		n.begin(ctx, t, false)
 	case r.Prepared < t.Epoch && handedOver(t, r.Name, s.Hosts): // two hosts may get devices from each other
 		n.begin(ctx, t, true)
 	}
 	n.update(func(now *store.Registration) { // one message for all
-		now.Refuses, now.Applied, now.Handed, now.Prepared = r.Refuses, r.Applied, r.Handed, r.Prepared
+		now.Refuses, now.Nonce, now.Applied, now.Handed, now.Prepared = r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared
 	})
-	return err
+	return n.failed
 }
 
 // moves reports whether a table prepares moves from a host, and to it.

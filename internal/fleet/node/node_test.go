@@ -392,7 +392,7 @@ func TestLostRegistrations(t *testing.T) {
 	if next, wait := n.next(s); next != nil || wait != retryPause {
 		t.Fatalf("with one of two hosts: %+v after %v", next, wait)
 	}
-	s.Hosts[1].Alive, s.Hosts[1].Healthy, s.Hosts[1].Applied = true, true, 6
+	s.Hosts[1].Alive, s.Hosts[1].Healthy, s.Hosts[1].Nonce, s.Hosts[1].Applied = true, true, 7, 6
 	next, _ := n.next(s)
 	if next == nil || next.Epoch != 7 || next.Owner != present.Owner {
 		t.Fatalf("with both hosts: %+v", next)
@@ -427,15 +427,16 @@ func TestEarlierStore(t *testing.T) {
 		last           *table.Table
 		store          *table.Table
 		damaged        bool
-		other          uint64 // epoch of host b, which has died otherwise
+		nonce, other   uint64 // of the table of host b
 		problem        string
 		refuses, write bool
 	}{
-		{"restored", nil, at(5), false, 9, "and host b has epoch 9: an earlier state of the store was restored", false, false},
-		{"restored, and deleted", nil, at(5), true, 9, "another host must write it again, as host b", true, false},
-		{"lost", at(5), nil, false, 9, "another host must write it again, as host b", true, false},
-		{"the same", nil, at(5), false, 5, "", false, true},
-		{"lies", nil, at(5), false, 5 + store.MostEpochs, "", false, true},
+		{"restored", nil, at(5), false, 7, 9, "and host b has epoch 9: an earlier state of the store was restored", false, false},
+		{"restored, and deleted", nil, at(5), true, 7, 9, "another host must write it again, as host b", true, false},
+		{"lost", at(5), nil, false, 7, 9, "another host must write it again, as host b", true, false},
+		{"of another fleet", nil, at(5), false, 8, 9, "", false, true},
+		{"the same", nil, at(5), false, 7, 5, "", false, true},
+		{"lies", nil, at(5), false, 7, 5 + store.MostEpochs, "", false, true},
 	} {
 		s := &fixed{written: make(chan *table.Table, 10)}
 		n := New(Config{Store: s, Log: slog.New(slog.DiscardHandler), Lead: lead.Config{MinHosts: 1, Batch: 1}, Host: store.Registration{Host: table.Host{Name: "a", Weight: 2}},
@@ -447,7 +448,7 @@ func TestEarlierStore(t *testing.T) {
 		}
 		_, err := n.follow(t.Context(), &store.Snapshot{Table: c.store, Damaged: c.damaged, Connected: true, Leads: true, Hosts: []lead.Host{
 			{Host: table.Host{Name: "a", Weight: 2}, State: lead.Ready, Alive: true, Healthy: true, Applied: 5, Prepared: 5},
-			{Host: table.Host{Name: "b", Weight: 1}, State: lead.Ready, Alive: true, Healthy: true, Refuses: true, Applied: c.other}}})
+			{Host: table.Host{Name: "b", Weight: 1}, State: lead.Ready, Alive: true, Healthy: true, Refuses: true, Nonce: c.nonce, Applied: c.other}}})
 		if c.problem == "" && err != nil || c.problem != "" && (err == nil || !strings.Contains(err.Error(), c.problem)) {
 			t.Errorf("%s: %v", c.name, err)
 		}
@@ -538,6 +539,48 @@ func TestDeathDuringPreparation(t *testing.T) {
 	<-done
 	if len(p.ended) != 3 {
 		t.Errorf("%d of 3 preparations have ended", len(p.ended))
+	}
+}
+
+// failingPath cannot prepare moves.
+type failingPath struct {
+	*path
+	begun chan bool
+}
+
+func (p *failingPath) TakeOver(context.Context, *table.Table) error {
+	p.begun <- true
+	return errors.New("no space")
+}
+
+// TestFailingPreparation is that the problem of a preparation that fails again and again stays.
+func TestFailingPreparation(t *testing.T) {
+	one := &table.Table{Epoch: 3, Nonce: 7, Hosts: []table.Host{{Name: "a", Weight: 1}, {Name: "b", Weight: 1}}}
+	for b := range table.Buckets {
+		one.Owner[b], one.Previous[b], one.Next[b] = 1, table.None, table.None
+	}
+	one.Next[0] = 0 // b to a
+	s := &store.Snapshot{Table: one, Connected: true, Hosts: []lead.Host{{Host: one.Hosts[1], Alive: true, Applied: 3, Handed: 3, Prepared: 3}}}
+	p := &failingPath{&path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}, make(chan bool, 10)}
+	n := New(Config{Store: &fixed{}, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
+	if _, err := n.follow(t.Context(), s); err != nil {
+		t.Fatal(err)
+	}
+	for attempt := range 3 {
+		<-p.begun
+		<-n.preparing.ended
+		n.finished, n.preparing = n.preparing, nil
+		for range 2 { // after the end, and when the next attempt begins
+			if _, err := n.follow(t.Context(), s); err == nil || err.Error() != "no space" {
+				t.Fatalf("attempt %d: %v", attempt, err)
+			}
+		}
+	}
+	later := *one
+	later.Epoch, later.Next[0] = 4, table.None
+	s.Table = &later
+	if _, err := n.follow(t.Context(), s); err != nil {
+		t.Errorf("the next table: %v", err)
 	}
 }
 

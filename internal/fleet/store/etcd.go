@@ -190,7 +190,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 	if err != nil {
 		return err
 	}
-	v.begin(clock.Monotonic())
+	v.begin(clock.Monotonic(), e.config.Lease)
 	for _, kv := range all.Kvs {
 		v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision, kv.Lease != 0)
 	}
@@ -200,7 +200,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 		return err
 	}
 	defer e.setLease(0)
-	register, publish, known := time.NewTimer(0), time.NewTimer(0), time.NewTimer(absentTime)
+	register, publish, known := time.NewTimer(0), time.NewTimer(0), time.NewTimer(max(0, v.reached+absentTime-clock.Monotonic()))
 	defer register.Stop()
 	defer publish.Stop()
 	defer known.Stop()
@@ -220,6 +220,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 			if !ok {
 				return errors.New("the lease of this host has expired")
 			}
+			v.contact = clock.Monotonic()
 			continue
 		case <-e.changed:
 			register.Reset(0)
@@ -252,7 +253,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 				}
 				key := strings.TrimPrefix(string(event.Kv.Key), e.prefix)
 				v.set(key, value, event.Kv.ModRevision, event.Kv.Lease != 0)
-				if value == nil && key == hostKeys+e.config.Host.Name { // somebody else has deleted it
+				if key == hostKeys+e.config.Host.Name && (value == nil || event.Kv.Lease == 0) { // somebody else has deleted or replaced it
 					register.Reset(0)
 				}
 			}

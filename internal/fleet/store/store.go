@@ -52,8 +52,9 @@ type Registration struct {
 	// Refuses is set while the host refuses the table of the store: it does not lead, and with a table of another fleet
 	// (Applied is 0) it gets no devices.
 	Refuses bool `json:"refuses,omitempty"`
-	// Applied is the epoch that the data path of the host has, Handed the last one whose templates the host has handed over, and
+	// Nonce is that of the table in force, or 0, Applied its epoch, Handed the last one whose templates the host has handed over, and
 	// Prepared the last one whose preparations are finished.
+	Nonce    uint64 `json:"nonce,omitempty"`
 	Applied  uint64 `json:"applied"`
 	Handed   uint64 `json:"handed"`
 	Prepared uint64 `json:"prepared"`

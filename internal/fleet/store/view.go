@@ -62,16 +62,21 @@ const absentTime = 10 * time.Second
 type view struct {
 	instance string
 	entries  map[string]entry
-	reached  time.Duration   // monotonic time of the first keys of this session
-	seen     map[string]bool // hosts that were registered in this session
+	reached  time.Duration   // monotonic time since which this host reaches the store, but for interruptions that end no registration
+	contact  time.Duration   // time of the last answer of the store
+	seen     map[string]bool // hosts that were registered since then
 	table    *table.Table    // the last good one
 	refused  string          // why the present value of the table was refused; "": it was not
 	decoded  int64           // revision of the value of the table that was decoded last
 }
 
-// begin begins a session, without keys.
-func (v *view) begin(now time.Duration) {
-	v.entries, v.reached, v.seen = make(map[string]entry), now, make(map[string]bool)
+// begin begins a session, without keys. A session that follows the one before within the time of a lease continues it: with a new
+// beginning each time, an unstable connection would keep the hosts that have died unknown for ever.
+func (v *view) begin(now, lease time.Duration) {
+	if v.entries == nil || now-v.contact >= lease {
+		v.reached, v.seen = now, make(map[string]bool)
+	}
+	v.entries, v.contact = make(map[string]entry), now
 }
 
 // set sets a key, or deletes it with a nil value. leased is set if the key ends with a lease: a registration or a leader
@@ -151,7 +156,7 @@ func (v *view) snapshot(now time.Duration) *Snapshot {
 			s.Problems = append(s.Problems, fmt.Sprintf("the registration of host %q is damaged", strings.TrimPrefix(key, hostKeys)))
 		case e.host != nil:
 			r := &e.host.Registration
-			hosts[r.Name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy && (!r.Refuses || r.Applied > 0), Refuses: r.Refuses, Applied: r.Applied, Handed: r.Handed, Prepared: r.Prepared}
+			hosts[r.Name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy && (!r.Refuses || r.Applied > 0), Refuses: r.Refuses, Nonce: r.Nonce, Applied: r.Applied, Handed: r.Handed, Prepared: r.Prepared}
 		case e.leader != nil && e.damaged:
 			s.Problems = append(s.Problems, "the key of the leader is damaged")
 		case e.leader != nil:
