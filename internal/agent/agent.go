@@ -356,7 +356,10 @@ func (a *Agent) startDomains(first *startPolicy) error {
 	defer a.mu.Unlock()
 	a.metrics, a.metricsProblem = metrics, err
 	a.setPage(page, failed)
-	err = a.setPolicy(first.loadedPolicy)
+	if err = a.setPolicy(first.loadedPolicy); errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+		a.log.Error("policy not saved", "error", err) // steering must continue on a full disk
+		err = nil
+	}
 	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
 	return err
 }

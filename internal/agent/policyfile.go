@@ -133,6 +133,9 @@ func (a *Agent) savePolicy(p loadedPolicy) error {
 		return fmt.Errorf("read applied policy: %w", err)
 	}
 	from := []byte(p.path + "\n")
+	if err == nil && string(last) == string(p.text) && a.savedPath(appliedFile) == p.path {
+		return nil
+	}
 	if err == nil && string(last) == string(p.text) {
 		return statedir.Write(applied+fromSuffix, from)
 	}

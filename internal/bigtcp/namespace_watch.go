@@ -135,9 +135,10 @@ func newMountWatch(changed func()) (*mountWatch, error) {
 		// POLLPRI is set once for each change (proc_pid_mountinfo(5)).
 		watched := []unix.PollFd{{Fd: int32(mounts.Fd()), Events: unix.POLLPRI}, {Fd: int32(wake), Events: unix.POLLIN}}
 		for {
-			_, err := unix.Poll(watched, -1)
+			// AllThreadsSyscall waits for the end of the call of each thread (see Events.Next of internal/bpf).
+			n, err := unix.Poll(watched, 1000)
 			switch {
-			case errors.Is(err, unix.EINTR):
+			case err == nil && n == 0, errors.Is(err, unix.EINTR):
 				continue
 			case err != nil:
 				time.Sleep(time.Second) // ENOMEM

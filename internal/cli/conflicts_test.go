@@ -17,8 +17,11 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
@@ -408,6 +411,56 @@ func TestApplyFailsMidway(t *testing.T) {
 	}
 }
 
+// TestFailedServiceLeavesNothing adds a service that fails when its sk_lookup program is attached: a program of a cgroup above
+// permits no others below. The ports are free afterwards.
+func TestFailedServiceLeavesNothing(t *testing.T) {
+	h := newHost(t, "services: {}\n")
+	h.start()
+	blocker, err := ebpf.NewProgram(&ebpf.ProgramSpec{Type: ebpf.CGroupSock, AttachType: ebpf.AttachCGroupInet4PostBind, License: "GPL",
+		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 1), asm.Return()}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer blocker.Close()
+	above, err := os.Open(testCgroup())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer above.Close()
+	if err := link.RawAttachProgram(link.RawAttachProgramOptions{Target: int(above.Fd()), Program: blocker, Attach: ebpf.AttachCGroupInet4PostBind}); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := link.RawDetachProgram(link.RawDetachProgramOptions{Target: int(above.Fd()), Program: blocker, Attach: ebpf.AttachCGroupInet4PostBind}); err != nil {
+			t.Error(err)
+		}
+	}()
+	h.write("policy.yaml", `services: {logs: {slots: 2, steering: lookup, user: nobody, listeners: [{protocol: udp, address: "0.0.0.0:5514"}], cgroup: CGROUP}}`)
+	if r := h.sockeye("apply"); r.code == 0 {
+		t.Fatalf("%+v", r)
+	}
+	if _, err := os.Stat(filepath.Join(h.pins, "steer_logs")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("pins of the service: %v", err)
+	}
+	receiver, err := net.ListenPacket("udp4", "127.0.0.1:5514")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer receiver.Close()
+	sender, err := net.Dial("udp4", "127.0.0.1:5514")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer sender.Close()
+	if _, err := sender.Write([]byte("free")); err != nil {
+		t.Fatal(err)
+	}
+	_ = receiver.SetReadDeadline(time.Now().Add(5 * time.Second))
+	if _, _, err := receiver.ReadFrom(make([]byte, 10)); err != nil {
+		t.Errorf("the port is not free: %v", err)
+	}
+}
+
 // TestGarbage sends bytes that are not HTTP to the agent's socket and checks the answer.
 func TestGarbage(t *testing.T) {
 	h, _ := running(t)
@@ -469,5 +522,37 @@ func TestGarbage(t *testing.T) {
 		_, _ = io.Copy(conn, bytes.NewReader([]byte(raw)))
 		conn.Close()
 		h.unchanged(before)
+	}
+}
+
+// TestFullDisk starts an agent whose state directory has no space left, with the policy of the last start: steering continues.
+func TestFullDisk(t *testing.T) {
+	h := newHost(t, twoServices)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	if err := errors.Join(os.MkdirAll(h.state, 0o700), unix.Mount("state", h.state, "tmpfs", 0, "size=1m,mode=0700")); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(h.state, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	h.start()
+	h.kill()
+	full, err := os.Create(filepath.Join(h.state, "full"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer full.Close()
+	for chunk := 64 << 10; chunk > 0; {
+		if _, err := full.Write(make([]byte, chunk)); errors.Is(err, unix.ENOSPC) {
+			chunk /= 2
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	h.start()
+	if s := must[api.Status](h, "status"); len(s.Services) != 2 || !s.Services[1].PortsSteered {
+		t.Errorf("%+v", s)
 	}
 }

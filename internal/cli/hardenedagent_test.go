@@ -386,6 +386,16 @@ func tryAttacks(args []string) {
 	os.Exit(0)
 }
 
+// TestHardenedExecutable is that the agent admits members by their executable in the unit, whose filter rejects openat2(2).
+func TestHardenedExecutable(t *testing.T) {
+	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {executable: DIR/program}, namespaces: any, slot: 0}]"))
+	program := h.program("program", 0o755)
+	h.sandbox = h.harden()
+	h.start()
+	member, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, firstSpecs...)
+	h.served(0, member)
+}
+
 // TestHardenedUnitHolds checks that a process with the capabilities of a compromised agent cannot gain control of the
 // host.
 func TestHardenedUnitHolds(t *testing.T) {

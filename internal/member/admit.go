@@ -134,21 +134,69 @@ func (h *Host) hasFile(path string, file FileID) bool {
 			return false
 		}
 		defer unix.Close(fd)
-		var stat unix.Stat_t
-		return unix.Fstat(fd, &stat) == nil && fileID(&stat) == file
+		found, err := identify(fd, "", unix.AT_EMPTY_PATH)
+		return err == nil && found == file
 	})
 }
 
-// openInRoot opens a path below a directory. It resolves absolute links in that directory, not in the root of this
-// process. The kernel returns EAGAIN for a path with ".." if anything on the host was renamed or mounted in the
-// meantime (openat2(2)); openInRoot then resolves the path again.
-func openInRoot(dir int, path string) (fd int, err error) {
-	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT}
-	const attempts = 1000
-	for range attempts {
-		if fd, err = unix.Openat2(dir, path, &how); !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EINTR) {
-			break
+const (
+	mostLinks = 40  // symbolic links of a path, as in path_resolution(7)
+	mostDirs  = 256 // directories that are open at a time
+)
+
+// openInRoot opens a path below a directory. It resolves absolute links and ".." in that directory, not in the root of this
+// process, as openat2(2) does with RESOLVE_IN_ROOT. That call is not possible in the unit of the agent: systemd rejects it for
+// RestrictSUIDSGID.
+func openInRoot(root int, path string) (fd int, err error) {
+	var dirs []int // below root, to the present one
+	up := func(to int) {
+		for _, dir := range dirs[to:] {
+			unix.Close(dir)
 		}
+		dirs = dirs[:to]
 	}
-	return fd, err
+	defer func() { up(0) }()
+	links := 0
+	for rest := strings.Split(path, "/"); len(rest) > 0; {
+		name := rest[0]
+		rest = rest[1:]
+		switch name {
+		case "", ".":
+			continue
+		case "..":
+			up(max(0, len(dirs)-1))
+			continue
+		}
+		at := root
+		if len(dirs) > 0 {
+			at = dirs[len(dirs)-1]
+		}
+		next, err := unix.Openat(at, name, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return -1, err
+		}
+		dirs = append(dirs, next)
+		var target [unix.PathMax]byte
+		n, err := unix.Readlinkat(next, "", target[:])
+		if err != nil { // no link
+			if len(dirs) == mostDirs {
+				return -1, unix.ENAMETOOLONG
+			}
+			continue
+		}
+		if links++; links > mostLinks {
+			return -1, unix.ELOOP
+		}
+		up(len(dirs) - 1)
+		if target[0] == '/' {
+			up(0)
+		}
+		rest = append(strings.Split(string(target[:n]), "/"), rest...)
+	}
+	if len(dirs) == 0 {
+		return -1, unix.EISDIR
+	}
+	fd = dirs[len(dirs)-1]
+	dirs = dirs[:len(dirs)-1]
+	return fd, nil
 }

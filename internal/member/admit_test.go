@@ -204,6 +204,10 @@ func TestHostRoots(t *testing.T) {
 	check(t, os.Symlink("/program", filepath.Join(seeing, "absolute")))
 	check(t, os.Symlink("../../../program", filepath.Join(seeing, "above")))
 	check(t, os.Symlink("/etc/passwd", filepath.Join(seeing, "outside")))
+	check(t, os.Symlink("self", filepath.Join(seeing, "self")))
+	deep := strings.Repeat("d/", mostDirs)
+	check(t, os.MkdirAll(filepath.Join(seeing, deep), 0o755))
+	check(t, os.WriteFile(filepath.Join(seeing, deep, "program"), nil, 0o755))
 	var stat, outside unix.Stat_t
 	check(t, unix.Stat(filepath.Join(seeing, "program"), &stat))
 	check(t, unix.Stat("/etc/passwd", &outside))
@@ -216,9 +220,17 @@ func TestHostRoots(t *testing.T) {
 	if host.hasFile("/outside", fileID(&outside)) || host.hasFile("/program", fileID(&outside)) {
 		t.Error("a file of another root is found")
 	}
+	dir, err := unix.Open(seeing, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	check(t, err)
+	defer unix.Close(dir)
+	for path, want := range map[string]error{"self": unix.ELOOP, deep + "program": unix.ENAMETOOLONG, "program/x": unix.ENOTDIR, "none": unix.ENOENT, "/..": unix.EISDIR} {
+		if fd, err := openInRoot(dir, path); !errors.Is(err, want) {
+			t.Errorf("%.20s: %d, %v, want %v", path, fd, err, want)
+		}
+	}
 }
 
-// TestHostRootsRenames resolves ".." while files are renamed, so that openat2 returns EAGAIN.
+// TestHostRootsRenames resolves ".." while files are renamed.
 func TestHostRootsRenames(t *testing.T) {
 	root := t.TempDir()
 	check(t, os.Mkdir(filepath.Join(root, "dir"), 0o755))

@@ -142,12 +142,24 @@ func (f procDir) read(name string) ([]byte, error) {
 }
 
 // id returns the file or the namespace that a link refers to.
-func (f procDir) id(name string) (FileID, error) {
-	var stat unix.Stat_t
-	if err := unix.Fstatat(int(f), name, &stat, 0); err != nil {
+func (f procDir) id(name string) (FileID, error) { return identify(int(f), name, 0) }
+
+// identify returns the file of a path.
+func identify(dir int, path string, flags int) (FileID, error) {
+	stat, err := statAt(dir, path, flags)
+	if err != nil {
 		return FileID{}, err
 	}
-	return fileID(&stat), nil
+	return FileID{unix.Mkdev(stat.Dev_major, stat.Dev_minor), stat.Ino}, nil
+}
+
+// Stat returns the attributes of a file without a question to the server of its file system: that of another process's file may be
+// of any user (FUSE below overlayfs in a user namespace), or not reachable (NFS), and would never answer.
+func Stat(path string) (*unix.Statx_t, error) { return statAt(unix.AT_FDCWD, path, 0) }
+
+func statAt(dir int, path string, flags int) (*unix.Statx_t, error) {
+	stat := new(unix.Statx_t)
+	return stat, unix.Statx(dir, path, flags|unix.AT_STATX_DONT_SYNC, unix.STATX_BASIC_STATS, stat)
 }
 
 func (f procDir) link(name string) (string, error) {

@@ -19,6 +19,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/events"
@@ -292,6 +293,9 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 			return err
 		}
 		if err := d.addService(*c.config, c.devices); err != nil {
+			if _, others := errors.AsType[*pin.IncompatibleError](err); !others { // pins that were there before
+				err = fault.Join(err, keeper.Retire(d.host.Root.Dir, c.name), bpf.Remove(d.host.Root.Service(c.name)))
+			}
 			return nil, err
 		}
 	default:

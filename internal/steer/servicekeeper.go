@@ -174,9 +174,14 @@ func (s *service) watchKeeper(k *keeper.Process, started time.Time) {
 		time.AfterFunc(time.Second, s.restartKeeper)
 		return
 	}
-	if err := s.replaceKeeper(); err != nil {
-		s.keeperProblem = err
-	}
+	s.replaceLostKeeper()
+}
+
+// replaceLostKeeper starts a keeper in place of one that has exited, or tries again later.
+func (s *service) replaceLostKeeper() {
+	before := s.keeperProblem
+	s.keeperProblem = s.replaceKeeper()
+	s.noteKeeperProblem(before)
 }
 
 // reattach attaches the programs to the groups of the keeper sockets again, and rejects the connections that the kernel's
@@ -202,7 +207,7 @@ func (s *service) restartKeeper() {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	if s.keeper == nil && len(s.KeeperSockets) > 0 {
-		s.keeperProblem = s.replaceKeeper()
+		s.replaceLostKeeper()
 	}
 }
 

@@ -96,8 +96,8 @@ func isTrusted(self member.ID) bool {
 	}
 	// The link also works for an executable that was replaced since. The agent needs CAP_DAC_READ_SEARCH and
 	// CAP_SYS_PTRACE.
-	var exe unix.Stat_t
-	if err := unix.Stat(procFile(self.PID, "exe"), &exe); err != nil {
+	exe, err := member.Stat(procFile(self.PID, "exe"))
+	if err != nil {
 		return false
 	}
 	if exe.Uid != 0 && exe.Uid != uint32(os.Geteuid()) || exe.Mode&0o022 != 0 {
@@ -115,8 +115,9 @@ func hasPins(pid int, dir, pins string) bool {
 func procFile(pid int, name string) string { return fmt.Sprintf("/proc/%d/%s", pid, name) }
 
 func sameFile(a, b string) bool {
-	var sa, sb unix.Stat_t
-	return unix.Stat(a, &sa) == nil && unix.Stat(b, &sb) == nil && sa.Dev == sb.Dev && sa.Ino == sb.Ino
+	sa, errA := member.Stat(a)
+	sb, errB := member.Stat(b)
+	return errA == nil && errB == nil && sa.Dev_major == sb.Dev_major && sa.Dev_minor == sb.Dev_minor && sa.Ino == sb.Ino
 }
 
 // hasAgentUIDs reports whether the real, effective, saved and file system user ids of a process are those of the agent.
@@ -192,7 +193,7 @@ func Find(pins, service string, record *member.ID, rows func(service string) []b
 	var keepers []*Process
 	for _, p := range processes {
 		dir, name, ok := parseArguments(p.Args)
-		if !ok || !hasPins(p.PID, dir, pins) || service != "" && name != service {
+		if !ok || service != "" && name != service || !isTrusted(member.ID{PID: p.PID, StartTime: p.StartTime}) || !hasPins(p.PID, dir, pins) {
 			continue
 		}
 		if k := open(p, name, record, rows(name), pinnedRooms(pins, name)); k != nil {

@@ -28,7 +28,7 @@ func CheckOthers(pins string, services []config.Service) error {
 	}
 	for _, p := range processes {
 		other, _, ok := parseArguments(p.Args)
-		if !ok || hasPins(p.PID, other, pins) || !isTrusted(member.ID{PID: p.PID, StartTime: p.StartTime}) {
+		if !ok || !isTrusted(member.ID{PID: p.PID, StartTime: p.StartTime}) || hasPins(p.PID, other, pins) {
 			continue
 		}
 		if err := checkOther(p.PID, other, services); err != nil {
