@@ -430,7 +430,7 @@ func TestLies(t *testing.T) {
 	nics, err := findInterfaces([]string{"fleet0"})
 	check(t, err)
 	h := &table.Host{Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("198.51.100.2")}, MACs: []string{"02:00:00:00:00:02"}}
-	here := from{nics: nics, tunnel: func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }}
+	here := origin{nics: nics, tunnel: func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }}
 	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{} || p.problem != "" {
 		t.Errorf("%+v", p)
 	}

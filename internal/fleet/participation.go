@@ -69,7 +69,7 @@ type participation struct {
 	mapping      *placement.Mapping    // hashes of the devices, with the nonce of the table
 	paths        map[string]path       // by host
 	dead         map[string]bool       // hosts that have died, as of the last look
-	holders      map[netip.Addr]string // hosts of the table by address: the first one that had it
+	holders      map[netip.Addr]string // hosts of the table by address, as holders returns them
 	state        node.State
 	registration store.Registration
 	healthy      error // nil: the services can serve
@@ -344,9 +344,9 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		index, err := open()
 		return index, forward.VNI(t.Nonce), err
 	}
-	from := from{nics: p.nics, routers: routersOf(p.nics), tunnel: tunnel}
+	here := origin{nics: p.nics, routers: routersOf(p.nics), tunnel: tunnel}
 	if self := t.Index(p.settings.host); self != table.None {
-		from.addresses = t.Hosts[self].Addresses
+		here.addresses = t.Hosts[self].Addresses
 	}
 	dead, taken := p.deadHosts(), make(map[netip.Addr]string)
 	p.holders = holders(t, p.nics, dead, p.holders)
@@ -368,7 +368,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		case problem != "":
 			paths[h.Name] = path{kind: "none", problem: problem}
 		default:
-			one := from.findPath(h)
+			one := here.findPath(h)
 			one.Dead = dead[h.Name]
 			paths[h.Name] = one
 		}

@@ -89,8 +89,8 @@ type path struct {
 	problem string
 }
 
-// from is this host as the beginning of paths.
-type from struct {
+// origin is this host as the beginning of paths.
+type origin struct {
 	nics      []nic
 	addresses []netip.Addr           // of this host in the table: the other hosts accept packets from them in the tunnel
 	routers   map[[6]byte]netip.Addr // routersOf
@@ -100,10 +100,10 @@ type from struct {
 // findPath finds the path to a host: on the link of one of the interfaces, or through a tunnel. A host says itself which MAC
 // addresses it has, so the neighbor table of the kernel decides which of them forwards packets. The packets of a router were not
 // forwarded by a host.
-func (f *from) findPath(h *table.Host) path {
+func (o *origin) findPath(h *table.Host) path {
 	on := path{kind: "link"}
 	for _, a := range h.Addresses {
-		index, ok := onLink(a, f.nics)
+		index, ok := onLink(a, o.nics)
 		if !ok || on.Interface != 0 && index != on.Interface {
 			continue
 		}
@@ -114,9 +114,9 @@ func (f *from) findPath(h *table.Host) path {
 		case !slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()):
 			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped",
 				h.Name, h.MACs, net.HardwareAddr(mac[:]), a)}
-		case f.routers[mac].IsValid():
+		case o.routers[mac].IsValid():
 			on.problem = fmt.Sprintf("host %s has the MAC address %s, which is that of the router %v: packets that the host forwards count as packets of the router",
-				h.Name, net.HardwareAddr(mac[:]), f.routers[mac])
+				h.Name, net.HardwareAddr(mac[:]), o.routers[mac])
 		default:
 			on.MAC = mac
 		}
@@ -129,7 +129,7 @@ func (f *from) findPath(h *table.Host) path {
 		if !ok {
 			continue
 		}
-		index, vni, err := f.tunnel()
+		index, vni, err := o.tunnel()
 		if err != nil {
 			return path{kind: "none", problem: fmt.Sprintf("no tunnel to host %s: %v", h.Name, err)}
 		}
@@ -138,9 +138,9 @@ func (f *from) findPath(h *table.Host) path {
 			p.Room = mtu - forward.TunnelOverhead6
 		}
 		switch {
-		case source.IsValid() && len(f.addresses) > 0 && !slices.Contains(f.addresses, source):
+		case source.IsValid() && len(o.addresses) > 0 && !slices.Contains(o.addresses, source):
 			p.problem = fmt.Sprintf("packets to host %s leave with the address %s, which is none of those of this host in the table, %v: host %s drops them; give the route to %s another source address (ip route ... src)",
-				h.Name, source, f.addresses, h.Name, a)
+				h.Name, source, o.addresses, h.Name, a)
 		case a.Is6() && mtu < forward.TunnelMTU+forward.TunnelOverhead6:
 			p.problem = fmt.Sprintf("the tunnel to host %s is over IPv6, on a link with MTU %d: packets of more than %d bytes are dropped", h.Name, mtu, mtu-forward.TunnelOverhead6)
 		}
@@ -231,7 +231,7 @@ func holders(t *table.Table, nics []nic, dead map[string]bool, before map[netip.
 // routersOf returns the next hops of the default routes by their MAC addresses on the links of the interfaces.
 func routersOf(nics []nic) map[[6]byte]netip.Addr {
 	routers := make(map[[6]byte]netip.Addr)
-	for _, far := range []net.IP{{198, 18, 0, 1}, net.ParseIP("2001:2::1")} { // RFC 2544, RFC 5180: in no other route
+	for _, far := range []net.IP{{198, 18, 0, 1}, net.ParseIP("2001:2::1")} { // addresses for benchmarks (RFC 2544, RFC 5180), which have no other route
 		routes, err := netlink.RouteGet(far)
 		if err != nil || len(routes) != 1 || routes[0].Gw == nil {
 			continue

@@ -3,8 +3,8 @@
 // Package lead decides the next table of a fleet, on the host that is the leader.
 //
 // The decision depends on the present table, the hosts as the store shows them, and the times since which this leader has
-// seen each host alive, and each living host unable to serve. A new leader has no other state, and continues where the last one has stopped. Only durations of
-// a monotonic clock are used, so that the wall clock of no host matters.
+// seen each host alive, and each living host unable to serve. A new leader has no other state, and continues where the last
+// one has stopped. Only durations of a monotonic clock are used, so that the wall clock of no host matters.
 package lead
 
 import (

@@ -58,8 +58,8 @@ type Node struct {
 
 	preparing *preparation // nil: none
 	finished  *preparation // that has ended, and whose result is not registered
-	failed    error        // of the last preparation for the epoch below
-	of        uint64
+	failed    error        // of the last preparation, for failedIn
+	failedIn  uint64       // epoch
 
 	lost   time.Duration // time since which this leader sees a store without its table; 0: it has one
 	healed time.Duration // time of the last table that was to heal the store
@@ -323,8 +323,8 @@ func (n *Node) begin(ctx context.Context, t *table.Table, takes bool) {
 func (n *Node) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) error {
 	r := n.registered()
 	r.Refuses, r.Nonce, r.Applied = false, t.Nonce, t.Epoch
-	if n.of != t.Epoch {
-		n.failed, n.of = nil, t.Epoch
+	if n.failedIn != t.Epoch {
+		n.failed, n.failedIn = nil, t.Epoch
 	}
 	pause := false // before the next attempt
 	if p := n.finished; p != nil && p.epoch == t.Epoch {

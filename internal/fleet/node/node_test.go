@@ -144,6 +144,17 @@ func (f *fleet) start(name string, last *table.Table) *host {
 	return h
 }
 
+// endedPair returns the table of the hosts a and b, which have ended.
+func (f *fleet) endedPair() *table.Table {
+	f.Helper()
+	f.start("a", nil)
+	f.start("b", nil)
+	t := f.rest("two hosts", "a", "b")
+	f.end("a")
+	f.end("b")
+	return t
+}
+
 // end ends a host without notice.
 func (f *fleet) end(name string) {
 	f.hosts[name].stop()
@@ -350,11 +361,7 @@ func TestRestoredStore(t *testing.T) {
 // TestDeletedTable restores an earlier table, which all hosts refuse, and deletes it: the leader writes the one in force.
 func TestDeletedTable(t *testing.T) {
 	f := newFleet(t)
-	f.start("a", nil)
-	f.start("b", nil)
-	before := f.rest("two hosts", "a", "b")
-	f.end("a")
-	f.end("b")
+	before := f.endedPair()
 	later := *before
 	later.Epoch += 100
 	for _, name := range []string{"a", "b"} {
@@ -612,11 +619,7 @@ func TestMutual(t *testing.T) {
 // and the devices of a host that dies afterwards move.
 func TestEmptiedStore(t *testing.T) {
 	f := newFleet(t)
-	f.start("a", nil)
-	f.start("b", nil)
-	before := f.rest("two hosts", "a", "b")
-	f.end("a")
-	f.end("b")
+	before := f.endedPair()
 	_ = f.etcd.Process.Kill()
 	_ = f.etcd.Wait()
 	if err := os.RemoveAll(filepath.Join(f.dir, "data")); err != nil {
@@ -694,11 +697,7 @@ func TestForeignOwner(t *testing.T) {
 // lead, gets no devices, and does not stop the others.
 func TestForeignTable(t *testing.T) {
 	f := newFleet(t)
-	f.start("a", nil)
-	f.start("b", nil)
-	before := f.rest("two hosts", "a", "b")
-	f.end("a")
-	f.end("b")
+	before := f.endedPair()
 	foreign := *before
 	foreign.Nonce, foreign.Epoch = 5, 500
 	x := f.start("x", &foreign)
