@@ -11,7 +11,9 @@
  * packets that no host can serve.
  * Cost: for a packet to a service, one lookup in a hash of listeners, the hash
  * of the address, and two array lookups; with a device map see device.bpf.h. For
- * other packets, the lookup of the listener.
+ * a packet by a peer, one more lookup. For other packets, the lookup of the
+ * listener. The direct writes make the kernel unclone cloned packets before it
+ * runs the programs (bpf_unclone_prologue).
  *
  * There is no state of flows: the source address and the table decide. Packets
  * that a peer has forwarded are never forwarded again, except between the two
@@ -385,13 +387,22 @@ decide_moving(struct __sk_buff *skb, const struct packet *p,
 	return owner;
 }
 
+/* Reports whether a MAC address may be that of a peer. Few routers need the lookup. */
+static __always_inline bool may_be_peer(const struct fleet_table *table,
+					const __u8 *mac)
+{
+	__u8 bit = mac[4] ^ mac[5];
+
+	return table->peer_bits[bit / 64] & 1ULL << bit % 64;
+}
+
 static __always_inline struct decision
 decide(struct __sk_buff *skb, const struct packet *p,
        const struct fleet_table *table, const struct fleet_bucket *bucket,
        struct fleet_peer *from, bool tunnel)
 {
 	struct decision d = { FLEET_NO_HOST, FLEET_LOCAL };
-	const __u32 *sender;
+	const __u32 *sender = NULL;
 	bool peer;
 
 	if (bucket->owner == FLEET_NO_HOST) {
@@ -402,7 +413,8 @@ decide(struct __sk_buff *skb, const struct packet *p,
 		return d;
 	if (!tunnel && !load_near(skb, ETH_ALEN, from->mac, sizeof(from->mac)))
 		return d;
-	sender = bpf_map_lookup_elem(&peers, from);
+	if (tunnel || may_be_peer(table, from->mac))
+		sender = bpf_map_lookup_elem(&peers, from);
 	peer = sender && *sender == FLEET_PEER;
 	if (bucket->other != FLEET_NO_HOST)
 		return decide_moving(skb, p, table, bucket, from, peer);
@@ -421,6 +433,24 @@ static __always_inline void count(struct __sk_buff *skb, __u32 outcome)
 		*n += skb->gso_segs ?: 1;
 }
 
+/*
+ * Writes bytes near the beginning of the packet, without a call if they are in the
+ * linear part. n is a constant.
+ */
+static __always_inline bool store_near(struct __sk_buff *skb, __u32 offset,
+				       const void *from, __u32 n)
+{
+	void *to = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+
+	barrier_var(to);
+	barrier_var(end);
+	to += offset;
+	if (to + n > end)
+		return !bpf_skb_store_bytes(skb, offset, from, n, 0);
+	__builtin_memcpy(to, from, n);
+	return true;
+}
+
 /* Like ip_decrease_ttl: the sum over the packet with its checksum stays the same. */
 static __always_inline bool decrement_ttl(struct __sk_buff *skb,
 					  const struct packet *p)
@@ -432,13 +462,12 @@ static __always_inline bool decrement_ttl(struct __sk_buff *skb,
 		return false;
 	ip.ttl--;
 	if (skb->protocol != bpf_htons(ETH_P_IP))
-		return !bpf_skb_store_bytes(
-			skb, ETH_HLEN + offsetof(struct ipv6hdr, hop_limit),
-			&ip.ttl, sizeof(ip.ttl), 0);
+		return store_near(skb, ETH_HLEN + offsetof(struct ipv6hdr, hop_limit),
+				  &ip.ttl, sizeof(ip.ttl));
 	check = ip.check + bpf_htons(0x0100);
 	ip.check = check + (check >= 0xffff);
-	return !bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, ttl),
-				    &ip, sizeof(ip), 0);
+	return store_near(skb, ETH_HLEN + offsetof(struct iphdr, ttl), &ip,
+			  sizeof(ip));
 }
 
 static __always_inline bool is_ipv4(const struct steer_address *address)

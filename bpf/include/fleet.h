@@ -13,6 +13,7 @@ enum fleet_limit {
 	FLEET_SERVED = 1024, /* entries of served */
 	FLEET_NO_HOST = 0xffff,
 	FLEET_PREPARED = 0x8000, /* bit of fleet_bucket.other */
+	FLEET_PEER_BITS = 256,
 };
 
 /* What a sender is. */
@@ -73,6 +74,7 @@ struct fleet_table {
 	__u16 room; /* bytes of the largest IP packet in the tunnel, for the MSS; 0: no tunnel */
 	__u32 vni; /* of the tunnel; 0: no tunnel */
 	__u32 padding;
+	__u64 peer_bits[FLEET_PEER_BITS / 64]; /* of the MAC addresses of peers, by the exclusive or of the last two bytes */
 	struct fleet_bucket bucket[STEER_BUCKETS];
 	struct fleet_host host[FLEET_HOSTS];
 };

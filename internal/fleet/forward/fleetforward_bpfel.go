@@ -35,10 +35,11 @@ type fleetForwardFleetHost struct {
 type fleetForwardFleetLimit uint32
 
 const (
-	fleetForwardFleetLimitFLEET_HOSTS    fleetForwardFleetLimit = 4096
-	fleetForwardFleetLimitFLEET_SERVED   fleetForwardFleetLimit = 1024
-	fleetForwardFleetLimitFLEET_NO_HOST  fleetForwardFleetLimit = 65535
-	fleetForwardFleetLimitFLEET_PREPARED fleetForwardFleetLimit = 32768
+	fleetForwardFleetLimitFLEET_HOSTS     fleetForwardFleetLimit = 4096
+	fleetForwardFleetLimitFLEET_SERVED    fleetForwardFleetLimit = 1024
+	fleetForwardFleetLimitFLEET_NO_HOST   fleetForwardFleetLimit = 65535
+	fleetForwardFleetLimitFLEET_PREPARED  fleetForwardFleetLimit = 32768
+	fleetForwardFleetLimitFLEET_PEER_BITS fleetForwardFleetLimit = 256
 )
 
 type fleetForwardFleetListener struct {
@@ -85,16 +86,17 @@ const (
 )
 
 type fleetForwardFleetTable struct {
-	_       structs.HostLayout
-	Nonce   uint64
-	Epoch   uint64
-	Named   uint32
-	Self    uint16
-	Room    uint16
-	Vni     uint32
-	Padding uint32
-	Bucket  [16384]fleetForwardFleetBucket
-	Host    [4096]fleetForwardFleetHost
+	_        structs.HostLayout
+	Nonce    uint64
+	Epoch    uint64
+	Named    uint32
+	Self     uint16
+	Room     uint16
+	Vni      uint32
+	Padding  uint32
+	PeerBits [4]uint64
+	Bucket   [16384]fleetForwardFleetBucket
+	Host     [4096]fleetForwardFleetHost
 }
 
 // Names of all BPF objects in the ELF.

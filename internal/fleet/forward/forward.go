@@ -277,6 +277,8 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			}
 		} else if n.MAC != [6]byte{} && !n.Dead {
 			peers[fleetForwardFleetPeer{Mac: n.MAC}] = true
+			bit := n.MAC[4] ^ n.MAC[5]
+			kernel.PeerBits[bit/64] |= 1 << (bit % 64)
 		}
 	}
 	if kernel.Vni == 0 {

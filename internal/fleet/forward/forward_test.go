@@ -477,6 +477,31 @@ func TestDisagreement(t *testing.T) {
 	}
 }
 
+// TestRouterLikePeer is that the packets of a router are forwarded if its MAC address has the same bit as that of a peer in the
+// filter of peers.
+func TestRouterLikePeer(t *testing.T) {
+	f := newFleet(t, 2)
+	f.setAll(t, f.table())
+	from := device(4, 0)
+	for i := 0; f.owner(from) != f.hosts[1]; i++ {
+		from = device(4, i)
+	}
+	eth, err := f.router.nl.LinkByName("eth0")
+	check(t, err)
+	mac := f.hosts[1].mac
+	mac[3]++
+	mac[4], mac[5] = mac[5], mac[4]
+	check(t, f.router.nl.LinkSetHardwareAddr(eth, mac[:]))
+	f.route(t, f.hosts[0])
+	f.send(t, from, []byte("like a peer"))
+	if at := f.receive(t, from, []byte("like a peer")); at != f.hosts[1] {
+		t.Errorf("at %v, want b", at)
+	}
+	if n := counts(t, f.hosts[0]); n[forward.Forwarded] != 1 || n[forward.Disagreed] != 0 {
+		t.Errorf("a counts %v", n)
+	}
+}
+
 // TestFlooded is that frames to other MAC addresses, which a switch floods when a host has died, are left alone: forwarding them
 // would duplicate packets.
 func TestFlooded(t *testing.T) {
