@@ -23,6 +23,7 @@ const (
   telemetry:
     slots: 2
     user: root
+    cgroup: CGROUP
     listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "[::]:4739"}]
 fleet: {host: one, interfaces: [fleet0], addresses: [192.0.2.53, "2001:db8::53"], file: hosts.yaml}
 metrics: {listen: "127.0.0.1:9732"}
@@ -154,6 +155,7 @@ func TestFleetWhere(t *testing.T) {
 	h := newHost(t, strings.Replace(fleetPolicy, "fleet:", `  other:
     slots: 2
     user: root
+    cgroup: CGROUP
     listeners: [{protocol: tcp, address: "127.0.0.1:1791"}]
 fleet:`, 1))
 	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})

@@ -28,6 +28,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
 	"sockeye/internal/isolate"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/testenv"
@@ -309,6 +310,13 @@ func (h *host) write(name, text string) string {
 	h.t.Helper()
 	path := filepath.Join(h.dir, name)
 	text = strings.NewReplacer("DIR", h.dir, "CGROUP", testenv.CgroupPath()).Replace(text)
+	if policy, err := config.Parse([]byte(text), path); err == nil && path == h.policy {
+		for _, s := range policy.Services {
+			if s.Cgroup == "/" {
+				h.t.Fatalf("service %s attaches to the cgroup of the host: add cgroup: CGROUP", s.Name)
+			}
+		}
+	}
 	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
 		h.t.Fatal(err)
 	}
