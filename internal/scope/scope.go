@@ -126,6 +126,10 @@ func RemoveCreated(scopes []Scope) error {
 			if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTEMPTY) {
 				break
 			}
+			if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
+				err = &fault.Error{Err: fmt.Errorf("remove cgroup %s, which Sockeye created: %w", dir, err), Code: fault.CodeNotPermitted, Hint: "run: rmdir " + dir}
+				return fault.Join(append(errs, err)...)
+			}
 			if err != nil && !errors.Is(err, unix.ENOENT) {
 				errs = append(errs, fmt.Errorf("remove cgroup %s: %w", dir, err))
 			}
