@@ -9,6 +9,8 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -19,8 +21,9 @@ import (
 	"sockeye/internal/member"
 )
 
-// beMember listens with SO_REUSEPORT, says so, and waits.
-func beMember() {
+// beMember listens with SO_REUSEPORT, says so, and waits. With a worker, it also starts a child that does the same, and
+// prints the process id of the child.
+func beMember(worker bool) {
 	share := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		_ = c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) })
 		return err
@@ -31,6 +34,11 @@ func beMember() {
 		_, err = share.ListenPacket(context.Background(), "udp", "[::]:4739")
 	}
 	fmt.Println(err)
+	if worker {
+		child := exec.Command("/proc/self/exe", memberRole)
+		err := child.Start()
+		fmt.Println(child.Process.Pid, err)
+	}
 	for {
 		_ = unix.Pause()
 	}
@@ -119,6 +127,72 @@ func TestNextMemberBeforeExitIsNoticed(t *testing.T) {
 			if s.Seats[0] != nil {
 				t.Error("the slot has a member that has exited")
 			}
+		})
+	}
+}
+
+// A worker that a member has started, with sockets of its own, gets the slot when the member exits.
+func TestForkedWorker(t *testing.T) {
+	executable, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, steering := range []string{"reuseport", "lookup"} {
+		t.Run(steering, func(t *testing.T) {
+			_, s, _ := startService(t, steering, fmt.Sprintf("    members: [{match: {executable: %q}, slot: 0}]", executable))
+			seated := func(pid int) {
+				t.Helper()
+				for begin := time.Now(); ; time.Sleep(time.Millisecond) {
+					s.Mu.Lock()
+					seat := s.Seats[0]
+					s.Mu.Unlock()
+					if seat != nil && seat.Process.PID == pid {
+						return
+					}
+					if time.Since(begin) > 30*time.Second {
+						s.Mu.Lock()
+						w := s.waiting[pid]
+						s.Mu.Unlock()
+						t.Fatalf("slot 0 has the member %+v, want process %d, which waits: %+v", seat, pid, w)
+					}
+				}
+			}
+			cmd := exec.Command("/proc/self/exe", memberRole, "worker")
+			out, err := cmd.StdoutPipe()
+			if err == nil {
+				err = cmd.Start()
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { cmd.Process.Kill(); cmd.Wait() })
+			seated(cmd.Process.Pid)
+			var worker int
+			if _, err := fmt.Fscanf(out, "<nil>\n%d <nil>\n", &worker); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = unix.Kill(worker, unix.SIGKILL) })
+			sockets := func() int {
+				links, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", worker))
+				return len(slices.DeleteFunc(links, func(path string) bool {
+					to, _ := os.Readlink(path)
+					return !strings.HasPrefix(to, "socket:")
+				}))
+			}
+			for begin := time.Now(); sockets() < 2; time.Sleep(time.Millisecond) {
+				if time.Since(begin) > 30*time.Second {
+					t.Fatal("the worker has no sockets")
+				}
+			}
+			time.Sleep(2 * inspectionPeriod) // the agent has inspected the worker, which is no member yet
+			s.Mu.Lock()
+			_, waits := s.waiting[worker]
+			s.Mu.Unlock()
+			if waits {
+				t.Error("the worker waits for the slot")
+			}
+			cmd.Process.Kill()
+			seated(worker)
 		})
 	}
 }

@@ -41,7 +41,7 @@ func (s *service) inspect(pid int) {
 	if l == nil {
 		l = new(inspections)
 		s.inspected[pid] = l
-		s.afterInspectionPeriod(func() { s.inspectAgain(pid, l) })
+		s.after(inspectionPeriod, func() { s.inspectAgain(pid, l) })
 	} else {
 		l.again = true
 	}
@@ -68,7 +68,7 @@ func (s *service) inspectAgain(pid int, l *inspections) {
 		return
 	}
 	*l = inspections{}
-	s.afterInspectionPeriod(func() { s.inspectAgain(pid, l) })
+	s.after(inspectionPeriod, func() { s.inspectAgain(pid, l) })
 }
 
 // scanRateLimited scans all processes now, or one period after the last rate-limited scan.
@@ -84,7 +84,7 @@ func (s *service) scanRateLimited() {
 	if err := s.scan(); err != nil {
 		s.Log.Error("scan failed", "error", err)
 	}
-	s.afterInspectionPeriod(func() {
+	s.after(inspectionPeriod, func() {
 		s.scannedRecently = false
 		if s.scanPending {
 			s.scanRateLimited()
@@ -92,9 +92,9 @@ func (s *service) scanRateLimited() {
 	})
 }
 
-// afterInspectionPeriod calls f with the lock held after one period, unless the service is closed.
-func (s *service) afterInspectionPeriod(f func()) {
-	time.AfterFunc(inspectionPeriod, func() {
+// after calls f later, with the lock held, unless the service is closed.
+func (s *service) after(d time.Duration, f func()) {
+	time.AfterFunc(d, func() {
 		s.Mu.Lock()
 		defer s.Mu.Unlock()
 		if s.Events != nil {

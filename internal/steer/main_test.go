@@ -20,7 +20,7 @@ const memberRole = "member"
 // TestMain also runs the keeper process, which a service starts from its own executable, and members.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == memberRole {
-		beMember()
+		beMember(len(os.Args) > 2)
 	}
 	if len(os.Args) > 1 && os.Args[1] == keeper.Command {
 		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)

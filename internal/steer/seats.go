@@ -28,10 +28,11 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	flipped := false
 	// clearPlace removes the sockets of the new member. Before the flip, the former member keeps the slot.
 	clearPlace := func() error {
+		err := s.rooms.CancelFill(seat)
 		if former != nil && !flipped {
-			return s.ClosePlace(seat.Place)
+			return fault.Join(err, s.ClosePlace(seat.Place))
 		}
-		return s.closeSlot(seat.Slot)
+		return fault.Join(err, s.closeSlot(seat.Slot))
 	}
 	defer func() {
 		if err == nil {
@@ -196,6 +197,10 @@ func (s *service) VacateSlot(slot int, reason string) {
 		return cmp.Compare(a.process.StartTime, b.process.StartTime)
 	}) {
 		s.evaluatePID(w.process.PID)
+	}
+	// A child with sockets of its own may get the slot.
+	if s.Seats[slot] == nil {
+		s.after(0, s.scanRateLimited)
 	}
 }
 

@@ -385,6 +385,34 @@ func TestWaitingRoomDeaf(t *testing.T) {
 	})
 }
 
+// TestWaitingRoomEnds applies a policy without a waiting room while a slot is filling, whose member reads nothing: the slot is ready
+// at once, not at the end of the wait.
+func TestWaitingRoomEnds(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		const sent = 1000
+		h := upRecording(t, mode, 1, "when_empty: {wait: 1h}")
+		device := addresses(1)
+		h.kill(0)
+		h.sendMany(device[0], target(device[0], ipfixPort), sent)
+		spec := h.spec(0)
+		spec.Deaf = true
+		h.startReceiver("receiver-0", spec)
+		h.eventually("a slot that fills", func() error {
+			if r := h.slots()[0].Room; !r.Filling || r.Replayed == 0 {
+				return fmt.Errorf("%+v", r)
+			}
+			return nil
+		})
+		h.setPolicy(1, "when_empty: reject")
+		h.show(new(any), "apply")
+		h.ready(0)
+		h.kill(0)
+		h.recording(0)
+		h.ready(0)
+		h.lands("after the change", device, func(netip.Addr) int { return 0 })
+	})
+}
+
 // TestWaitingRoomPolicy changes the policy while datagrams wait: without a waiting room they are discarded, and counted. A room
 // that is opened again works.
 func TestWaitingRoomPolicy(t *testing.T) {

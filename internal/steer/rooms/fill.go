@@ -4,13 +4,13 @@ package rooms
 
 import (
 	"net/netip"
-	"slices"
 	"time"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/events"
+	"sockeye/internal/fault"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/templates"
@@ -19,6 +19,7 @@ import (
 // fill is a slot whose member receives what has waited.
 type fill struct {
 	seat            *core.Seat
+	before          bpf.Wait // wait of the slot before the fill
 	began, deadline time.Time
 	waited          time.Time // time at which the slot became empty
 	stored          uint64    // datagrams that the room had received by then
@@ -60,6 +61,7 @@ func (r *Rooms) BeginFill(seat *core.Seat, takesOver bool) error {
 	if waits {
 		waited = waited.Add(-max(0, limit-(time.Duration(wait.Until)-clock.Monotonic())))
 	}
+	before := wait
 	wait.Filling = seat.Place.Ready() | bpf.Hold
 	wait.Until = uint64(clock.Monotonic() + limit)
 	if err := r.Path.SetWait(seat.Slot, wait); err != nil {
@@ -72,11 +74,25 @@ func (r *Rooms) BeginFill(seat *core.Seat, takesOver bool) error {
 			one.dumpLimit = takeoverDumpLimit
 		}
 	} else if err := r.beginFlows(one); err != nil {
-		return err
+		return fault.Join(err, r.Path.SetWait(seat.Slot, before))
 	}
+	one.before = before
 	r.filling[seat.Slot] = one
 	time.AfterFunc(0, func() { r.continueFill(one) })
 	return nil
+}
+
+// CancelFill ends the fill of a member that could not be registered. The packets wait for the next one.
+func (r *Rooms) CancelFill(seat *core.Seat) error {
+	f := r.filling[seat.Slot]
+	if f == nil || f.seat != seat {
+		return nil
+	}
+	delete(r.filling, seat.Slot)
+	r.closeTemporaryRooms()
+	err := r.Path.SetWait(seat.Slot, f.before)
+	r.ScheduleEnd(seat.Slot)
+	return err
 }
 
 // beginFlows begins with the templates and datagrams for the member of a filling slot.
@@ -195,7 +211,7 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 	if err != nil {
 		return false, fillPause // the member is exiting
 	}
-	if f.late && len(f.templates) == 0 && len(r.queued[slot]) > 0 && len(f.addresses) > 0 && time.Since(f.last) < templatePause {
+	if f.late && len(f.templates) == 0 && r.queued[slot] != nil && len(f.addresses) > 0 && time.Since(f.last) < templatePause {
 		return false, fillPause
 	}
 	before, budget := f.sent, r.fillBudget(f)
@@ -218,7 +234,7 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 		fits := space[d.row] >= need || f.alone && space[d.row] >= 0
 		if !fits {
 			if !isTemplate {
-				r.queued[slot] = slices.Insert(r.queued[slot], 0, d)
+				r.requeue(slot, d)
 			}
 			f.alone = true
 			return false, fillPause
@@ -244,11 +260,8 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 // nextFor returns the next datagram for the member of a slot that fills, or that was ready before.
 func (r *Rooms) nextFor(f *fill) (d waitingDatagram, ok bool) {
 	slot := f.seat.Slot
-	if queue := r.queued[slot]; len(queue) > 0 {
-		if r.queued[slot] = queue[1:]; len(queue) == 1 {
-			delete(r.queued, slot)
-		}
-		return queue[0], true
+	if d, ok := r.dequeue(slot); ok {
+		return d, true
 	}
 	if f.late {
 		return d, false
@@ -266,16 +279,20 @@ func (r *Rooms) nextSequences(slot int) map[templates.Session]uint32 {
 	if !r.Exist() {
 		return next
 	}
-	for len(r.queued[slot]) < maxPeeked {
+	for r.queued[slot] == nil || len(r.queued[slot].list) < maxPeeked {
 		d, ok := r.nextUnread(slot)
 		if !ok {
 			break
 		}
-		r.queued[slot] = append(r.queued[slot], d)
+		r.enqueue(slot, d)
 	}
 	r.flushLeft()
-	for i := range r.queued[slot] {
-		d := &r.queued[slot][i]
+	q := r.queued[slot]
+	if q == nil {
+		return next
+	}
+	for i := range q.list {
+		d := &q.list[i]
 		version, domain, sequence, ok := templates.Sequence(d.Payload)
 		of := templates.Session{Source: d.From, Row: d.row, Version: version, Domain: domain}
 		if _, known := next[of]; ok && !known {

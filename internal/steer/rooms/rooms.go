@@ -70,10 +70,10 @@ type Rooms struct {
 	kept keptTemplates
 	// connected counts the passes that have not found a device, by slot and session.Key; see NoteConnected.
 	connected map[int]map[string]int
-	filling   map[int]*fill             // by slot
-	queued    map[int][]waitingDatagram // datagrams that were read from a room, by the slot for which they wait
-	timers    map[int]*time.Timer       // ends of the waits by slot
-	released  time.Time                 // time of the last change that let packets leave a room
+	filling   map[int]*fill       // by slot
+	queued    map[int]*queue      // datagrams that were read from a room, by the slot for which they wait
+	timers    map[int]*time.Timer // ends of the waits by slot
+	released  time.Time           // time of the last change that let packets leave a room
 	// arrived counts the SYNs by slot that had come to the rooms when the slot was last seen not to wait, and departed is the
 	// last time when handshakes of such a slot could be unfinished; see mayHaveDeparted.
 	arrived  map[int]uint64
@@ -98,6 +98,12 @@ type waitingDatagram struct {
 	stored int // slot for which the data path has counted it
 }
 
+// queue contains datagrams in memory.
+type queue struct {
+	list  []waitingDatagram
+	bytes int64 // payload
+}
+
 // prepared contains the settings of the socket of a room.
 type prepared struct {
 	cookie uint64
@@ -110,7 +116,7 @@ type prepared struct {
 func New(s *core.Service) *Rooms {
 	return &Rooms{
 		Service: s, kept: newKeptTemplates(), connected: make(map[int]map[string]int),
-		filling: make(map[int]*fill), queued: make(map[int][]waitingDatagram), timers: make(map[int]*time.Timer),
+		filling: make(map[int]*fill), queued: make(map[int]*queue), timers: make(map[int]*time.Timer),
 		replayed: make(map[int]uint64), lost: make(map[int]uint64), left: make(map[int]bpf.Room), arrived: make(map[int]uint64),
 	}
 }
@@ -312,14 +318,53 @@ func (r *Rooms) nextUnread(slot int) (d waitingDatagram, ok bool) {
 }
 
 // deliver keeps a datagram that was read from a room for the member of its slot, or for the next one, or discards it.
-// sendQueued must follow.
+// sendQueued must follow. With sk_lookup, the data path does not know the size of a datagram, and limits only their number.
 func (r *Rooms) deliver(slot int, d waitingDatagram) {
-	if r.IsReady(slot) || r.filling[slot] != nil || r.IsWaiting(slot) {
-		r.queued[slot] = append(r.queued[slot], d)
+	fits := r.queuedBytes(slot)+int64(len(d.Payload)) <= r.Room().Bytes
+	if fits && (r.IsReady(slot) || r.filling[slot] != nil || r.IsWaiting(slot)) {
+		r.enqueue(slot, d)
 		return
 	}
 	r.lost[slot]++
 	r.countLeft(&d)
+}
+
+func (r *Rooms) queuedBytes(slot int) int64 {
+	if q := r.queued[slot]; q != nil {
+		return q.bytes
+	}
+	return 0
+}
+
+// enqueue keeps a datagram in memory, behind the others of its slot.
+func (r *Rooms) enqueue(slot int, d waitingDatagram) {
+	q := r.queued[slot]
+	if q == nil {
+		q = new(queue)
+		r.queued[slot] = q
+	}
+	q.list, q.bytes = append(q.list, d), q.bytes+int64(len(d.Payload))
+}
+
+// requeue keeps a datagram of dequeue again, in front of the others.
+func (r *Rooms) requeue(slot int, d waitingDatagram) {
+	r.enqueue(slot, d)
+	list := r.queued[slot].list
+	copy(list[1:], list)
+	list[0] = d
+}
+
+// dequeue removes the first datagram of a slot from memory.
+func (r *Rooms) dequeue(slot int) (d waitingDatagram, ok bool) {
+	q := r.queued[slot]
+	if q == nil {
+		return d, false
+	}
+	d = q.list[0]
+	if q.list, q.bytes = q.list[1:], q.bytes-int64(len(d.Payload)); len(q.list) == 0 {
+		delete(r.queued, slot)
+	}
+	return d, true
 }
 
 // sendQueued begins to send the datagrams in memory whose slot is ready.
@@ -375,13 +420,16 @@ func (r *Rooms) rehome() {
 		if arrived, err := r.Path.Datagrams(slot); err == nil && f.sent > 0 {
 			f.sent = min(f.sent, arrived-f.arrived)
 		}
-		queue := r.queued[slot]
+		q := r.queued[slot]
+		if q == nil {
+			continue
+		}
 		delete(r.queued, slot)
-		for _, d := range queue {
+		for _, d := range q.list {
 			if home, _ := r.Mapping.Slot(d.From.Addr()); home != slot {
 				r.deliver(home, d)
 			} else {
-				r.queued[slot] = append(r.queued[slot], d)
+				r.enqueue(slot, d)
 			}
 		}
 	}
@@ -467,10 +515,10 @@ func (r *Rooms) emptyRooms() {
 // any more.
 func (r *Rooms) deliverQueued() {
 	var all []waitingDatagram
-	for slot, queue := range r.queued {
+	for slot, q := range r.queued {
 		if r.filling[slot] == nil {
 			delete(r.queued, slot)
-			all = append(all, queue...)
+			all = append(all, q.list...)
 		}
 	}
 	for i := range all {
@@ -482,9 +530,9 @@ func (r *Rooms) deliverQueued() {
 
 // ReturnQueued sends the datagrams in memory to the rooms again, where they outlive this agent.
 func (r *Rooms) ReturnQueued() {
-	for slot, queue := range r.queued {
-		for i := range queue {
-			d := &queue[i]
+	for slot, q := range r.queued {
+		for i := range q.list {
+			d := &q.list[i]
 			r.countLeft(d)
 			to, ok := r.replayDestination(d.row, d.From.Addr(), true)
 			if !ok {

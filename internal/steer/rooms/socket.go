@@ -58,13 +58,36 @@ func (r *Rooms) Prepare() error {
 // discardWaiting discards what waits under a policy that no longer has waiting rooms.
 func (r *Rooms) discardWaiting() {
 	before := r.countLost()
+	if slices.ContainsFunc(r.prepared[:], func(p *prepared) bool { return p != nil }) {
+		r.readyFilling()
+	}
 	r.emptyRooms()
 	if lost := r.countLost() - before; lost > 0 {
 		r.Log.Warn("the policy has no waiting room any more", "discarded", lost)
 	}
 	for slot := range r.Config.Slots {
-		r.markEmpty(slot)
+		if r.filling[slot] == nil {
+			r.markEmpty(slot)
+		}
 	}
+}
+
+// readyFilling makes the slots ready that are filling. Their members receive the rest as members of slots that are ready.
+func (r *Rooms) readyFilling() {
+	if len(r.filling) == 0 {
+		return
+	}
+	for slot, f := range r.filling {
+		delete(r.filling, slot)
+		if err := r.SetReady(f.seat); err != nil {
+			r.Log.Error("slot not ready", "slot", slot, "error", err)
+		}
+	}
+	r.closeTemporaryRooms()
+	if err := r.rotateRooms(); err != nil {
+		r.Log.Error("waiting connections not released", "error", err)
+	}
+	r.ReplayMoved()
 }
 
 // closeRoom makes a waiting room a socket that only holds the port.
