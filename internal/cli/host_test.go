@@ -310,13 +310,6 @@ func (h *host) write(name, text string) string {
 	h.t.Helper()
 	path := filepath.Join(h.dir, name)
 	text = strings.NewReplacer("DIR", h.dir, "CGROUP", testenv.CgroupPath()).Replace(text)
-	if policy, err := config.Parse([]byte(text), path); err == nil && path == h.policy {
-		for _, s := range policy.Services {
-			if s.Cgroup == "/" {
-				h.t.Fatalf("service %s attaches to the cgroup of the host: add cgroup: CGROUP", s.Name)
-			}
-		}
-	}
 	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
 		h.t.Fatal(err)
 	}
@@ -330,6 +323,16 @@ func (h *host) agentArgs() []string {
 // start runs an agent until the test ends or kill is called.
 func (h *host) start(extra ...string) {
 	h.t.Helper()
+	if info, err := os.Stat(h.policy); err == nil && info.Mode().IsRegular() {
+		text, err := os.ReadFile(h.policy)
+		var policy *config.Policy
+		if err == nil {
+			policy, err = config.Parse(text, h.policy)
+		}
+		if err == nil && slices.ContainsFunc(policy.Services, func(s config.Service) bool { return s.Cgroup == "/" }) {
+			h.t.Fatal("a service attaches to the cgroup of the host: add cgroup: CGROUP")
+		}
+	}
 	command := append(h.agentArgs(), extra...)
 	switch {
 	case h.files > 0:
