@@ -162,6 +162,7 @@ func (o *options) includes(name string) bool {
 
 func (b *bench) run(ctx context.Context) (err error) {
 	r := &report{Options: b.options, Run: harness.Begin()}
+	r.Compare(ctx, map[string]string{"nfacctd": "-V"})
 	if b.Binary == "" {
 		if b.Binary, err = harness.BuildSockeye(ctx, b.Lab.Dir()); err != nil {
 			return err

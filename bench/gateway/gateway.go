@@ -204,6 +204,8 @@ func (b *bench) readVersions(ctx context.Context) error {
 		return fmt.Errorf("read the version of passt: %w", err)
 	}
 	b.report.PastaVersion = string(out)
+	b.report.Compare(ctx, map[string]string{"iperf3": "--version"})
+	b.report.Versions["pasta"] = b.report.PastaVersion
 	if b.newPasta == "" {
 		return nil
 	}
@@ -212,6 +214,7 @@ func (b *bench) readVersions(ctx context.Context) error {
 		return fmt.Errorf("read the version of the newer pasta: %w", err)
 	}
 	b.report.PastaNewVersion = strings.TrimSpace(string(text))
+	b.report.Versions["pasta_new"] = b.report.PastaNewVersion
 	return nil
 }
 

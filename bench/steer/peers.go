@@ -416,10 +416,17 @@ func (r *peersReport) Figures() any {
 // Charts implements harness.Report.
 func (*peersReport) Charts() map[string]chart.Chart { return nil }
 
+// begin returns a run with the versions of the programs that Sockeye is compared with.
+func begin(ctx context.Context) harness.Run {
+	r := harness.Begin()
+	r.Compare(ctx, map[string]string{"haproxy": "-v", "ipvsadm": "--version", "nfacctd": "-V", "nft": "--version"})
+	return r
+}
+
 // peers compares the balancers in the kernel with each other, and with plain sockets.
 func (b *bench) peers(ctx context.Context, small, mixed load) error {
 	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh", "proxy")
-	r := &peersReport{Options: b.options, Run: harness.Begin(), arms: titles(examined)}
+	r := &peersReport{Options: b.options, Run: begin(ctx), arms: titles(examined)}
 	var err error
 	if r.traits, err = b.allTraits(ctx, examined); err != nil {
 		return err

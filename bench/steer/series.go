@@ -257,7 +257,7 @@ func (r *seriesReport) Charts() map[string]chart.Chart {
 }
 
 func (b *bench) longRunOnly(ctx context.Context, arms []arm, l load) error {
-	r := &seriesReport{Options: b.options, Run: harness.Begin(), arms: titles(arms)}
+	r := &seriesReport{Options: b.options, Run: begin(ctx), arms: titles(arms)}
 	var err error
 	if r.series, err = b.longRun(ctx, arms, b.Long, l); err != nil {
 		return err

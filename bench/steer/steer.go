@@ -422,7 +422,7 @@ func (b *bench) steer(ctx context.Context) error {
 		}
 	}
 	if b.Only {
-		r := &programReport{Options: b.options, Run: harness.Begin()}
+		r := &programReport{Options: b.options, Run: begin(ctx)}
 		var err error
 		if r.programs, err = b.programTimes(ctx); err != nil {
 			return err
@@ -455,7 +455,7 @@ func (b *bench) steer(ctx context.Context) error {
 	if b.LongOnly {
 		return b.longRunOnly(ctx, lasting, spaced)
 	}
-	r := &report{Options: b.options, Run: harness.Begin()}
+	r := &report{Options: b.options, Run: begin(ctx)}
 	all := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1", "proxy-buffered")
 	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh", "proxy")
 	r.arms, r.examined = titles(all), titles(examined)

@@ -273,7 +273,7 @@ func (r *stormReport) Figures() any { return map[string]any{"run": r, "storm": r
 func (*stormReport) Charts() map[string]chart.Chart { return nil }
 
 func (b *bench) stormOnly(ctx context.Context, arms []arm) error {
-	r := &stormReport{Options: b.options, Run: harness.Begin(), arms: titles(arms)}
+	r := &stormReport{Options: b.options, Run: begin(ctx), arms: titles(arms)}
 	var err error
 	if r.storms, err = b.storms(ctx, arms); err != nil {
 		return err

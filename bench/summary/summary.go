@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package summary writes the page of all benchmarks, and the figures in the pages of the single benchmarks, from the JSON
-// files that the benchmarks wrote.
+// Package summary publishes what the benchmarks measured: it keeps the common part of their JSON files beside the page of all
+// benchmarks, and writes that page, and the figures in the pages of the single benchmarks, from these files. So a run of one
+// benchmark replaces its own figures, and leaves those of the others.
 package summary
 
 import (
@@ -20,7 +21,10 @@ import (
 	"sockeye/bench/harness"
 )
 
-const page = "benchmarks.md"
+const (
+	page = "benchmarks.md"
+	kept = "benchmarks" // directory of the published results
+)
 
 // Benchmark is the command "bench summary", which measures nothing.
 var Benchmark = harness.Benchmark{Name: "summary", Run: run}
@@ -31,7 +35,19 @@ func run(args []string) error {
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
-	results, err := read(cmp.Or(os.Getenv("OUT"), "."))
+	out := cmp.Or(os.Getenv("OUT"), ".")
+	measured, err := read(out)
+	if err != nil {
+		return err
+	}
+	if len(measured) == 0 {
+		return fmt.Errorf("no file bench-NAME.json in %s; run make bench-all or a single benchmark, and set OUT to the directory of its files", out)
+	}
+	store := filepath.Join(*docs, kept)
+	if err := keep(store, measured); err != nil {
+		return err
+	}
+	results, err := read(store)
 	if err != nil {
 		return err
 	}
@@ -56,9 +72,6 @@ func read(dir string) (all []result, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("find figures: %w", err)
 	}
-	if len(paths) == 0 {
-		return nil, fmt.Errorf("no file bench-NAME.json in %s; run make bench-all, or set OUT to the directory of its files", dir)
-	}
 	slices.Sort(paths)
 	for _, path := range paths {
 		content, err := os.ReadFile(path)
@@ -77,10 +90,28 @@ func read(dir string) (all []result, err error) {
 	return all, nil
 }
 
+// keep writes the common part of results.
+func keep(dir string, results []result) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("keep figures: %w", err)
+	}
+	for _, r := range results {
+		content, err := json.MarshalIndent(r.Common, "", "  ")
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, "bench-"+r.name+".json"), append(content, '\n'), 0o644)
+		}
+		if err != nil {
+			return fmt.Errorf("keep figures: %w", err)
+		}
+	}
+	return nil
+}
+
 const introduction = `# All benchmarks
 
 ` + "`make bench-all`" + ` runs every benchmark and writes this page, and the figures in the pages of the single benchmarks, from the
-JSON files in ` + "`$OUT`" + `. Nothing on this page is typed. The pages explain the arms, the method and the figures.
+JSON files in ` + "`$OUT`" + `. Nothing on this page is typed. The pages explain the arms, the method and the figures. ` + "`bin/bench summary`" + ` publishes
+the files of single benchmarks: each benchmark has its date and its commit below.
 `
 
 func summary(results []result) string {

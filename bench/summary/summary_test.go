@@ -66,6 +66,24 @@ func TestSummary(t *testing.T) {
 			t.Errorf("the summary lacks %q:\n%s", want, got)
 		}
 	}
+	// A later run of another benchmark leaves these figures.
+	if err := os.Remove(filepath.Join(out, "bench-example.json")); err != nil {
+		t.Fatal(err)
+	}
+	if err := harness.Publish("other", r); err != nil {
+		t.Fatal(err)
+	}
+	if err := run([]string{"-docs", docs}); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]string{
+		filepath.Join(docs, page): "| [example](#example) | rate | at least 1 | 1 | met |\n| [other](#other) | rate | at least 1 | 1 | met |\n",
+		path:                      "<!-- bench other -->\n\n```\n" + text + "```\n",
+	} {
+		if got, err := os.ReadFile(path); err != nil || !strings.Contains(string(got), want) {
+			t.Errorf("%s lacks %q: %v\n%s", path, want, err, got)
+		}
+	}
 	// A file of an earlier version has no text.
 	if err := os.WriteFile(filepath.Join(out, "bench-old.json"), []byte(`{"rate":1}`), 0o644); err != nil {
 		t.Fatal(err)
