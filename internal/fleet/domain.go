@@ -17,6 +17,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -26,6 +27,7 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/fleet/forward"
+	"sockeye/internal/fleet/lead"
 	"sockeye/internal/placement"
 	"sockeye/internal/rights"
 )
@@ -90,6 +92,7 @@ type settings struct {
 	devices   *placement.DeviceMap // of the services; nil: none
 	deviceMap string               // its file
 	selects   func(*config.Service) bool
+	digests   lead.Digests
 }
 
 // newSettings resolves a policy with a fleet, and reads the files that it names.
@@ -120,6 +123,7 @@ func newSettings(policy *config.Policy) (*settings, error) {
 			return nil, fault.In("fleet", err)
 		}
 	}
+	s.setDigests()
 	return s, nil
 }
 
@@ -268,9 +272,13 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if before.Name != after.Name || before.host != after.host {
 			change.What = fmt.Sprintf("fleet %s, as host %s -> fleet %s, as host %s", before.Name, before.host, after.Name, after.host)
 		}
-		if before.Weight != after.Weight && before.sharesTable(after) {
-			change.What += fmt.Sprintf(": weight %d -> %d", before.Weight, after.Weight)
-			change.Effect = part.weightEffect(after)
+		if before.sharesTable(after) {
+			effects := part.differences(after)
+			if before.Weight != after.Weight {
+				change.What += fmt.Sprintf(": weight %d -> %d", before.Weight, after.Weight)
+				effects = append(effects, part.weightEffect(after))
+			}
+			change.Effect = strings.Join(effects, "; ")
 		}
 	}
 	return []domain.Step{{Changes: []api.Change{change}, Apply: func() (func() error, error) {

@@ -430,17 +430,19 @@ func TestLies(t *testing.T) {
 	nics, err := findInterfaces([]string{"fleet0"})
 	check(t, err)
 	h := &table.Host{Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("198.51.100.2")}, MACs: []string{"02:00:00:00:00:02"}}
-	here := origin{nics: nics, tunnel: func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }}
+	here := origin{links: newLinks(nics), tunnel: func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }}
 	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{} || p.problem != "" {
 		t.Errorf("%+v", p)
 	}
 	neighbor := &netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT, IP: net.IP{198, 51, 100, 2}, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 9}}
 	check(t, netlink.NeighSet(neighbor))
+	here.links = newLinks(nics)
 	if p := here.findPath(h); p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "the kernel knows 02:00:00:00:00:09 at 198.51.100.2") {
 		t.Errorf("%+v", p)
 	}
 	neighbor.HardwareAddr[5] = 2
 	check(t, netlink.NeighSet(neighbor))
+	here.links = newLinks(nics)
 	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} {
 		t.Errorf("%+v", p)
 	}
@@ -449,7 +451,7 @@ func TestLies(t *testing.T) {
 		t.Errorf("%+v", p)
 	}
 	check(t, netlink.RouteAdd(&netlink.Route{Gw: net.IP{198, 51, 100, 2}, LinkIndex: link.Attrs().Index}))
-	if got := routersOf(nics); len(got) != 1 || got[[6]byte{2, 0, 0, 0, 0, 2}] != h.Addresses[0] {
+	if got := newLinks(nics).defaultRouters(); len(got) != 1 || got[[6]byte{2, 0, 0, 0, 0, 2}] != h.Addresses[0] {
 		t.Errorf("routers: %v", got)
 	}
 	taken := map[netip.Addr]string{h.Addresses[0]: "the services"}
@@ -457,10 +459,10 @@ func TestLies(t *testing.T) {
 		t.Error(got)
 	}
 	// A new host takes the address of another one. It is the first one by name.
-	before := holders(&table.Table{Hosts: []table.Host{*h}}, nil, nil, nil)
+	before := newLinks(nil).holders(&table.Table{Hosts: []table.Host{*h}}, nil, nil)
 	thief := table.Host{Name: "a", Addresses: h.Addresses}
 	for range 2 {
-		before = holders(&table.Table{Hosts: []table.Host{thief, *h}}, nil, nil, before)
+		before = newLinks(nil).holders(&table.Table{Hosts: []table.Host{thief, *h}}, nil, before)
 		if got := conflict(h, nil, before); got != "" {
 			t.Error(got)
 		}
@@ -468,15 +470,15 @@ func TestLies(t *testing.T) {
 			t.Error(got)
 		}
 	}
-	before = holders(&table.Table{Hosts: []table.Host{thief}}, nil, nil, before)
+	before = newLinks(nil).holders(&table.Table{Hosts: []table.Host{thief}}, nil, before)
 	if got := conflict(&thief, nil, before); got != "" {
 		t.Errorf("after the other host has left: %s", got)
 	}
 	both := &table.Table{Hosts: []table.Host{thief, *h}}
-	if got := holders(both, nics, nil, before)[h.Addresses[0]]; got != "b" {
+	if got := newLinks(nics).holders(both, nil, before)[h.Addresses[0]]; got != "b" {
 		t.Errorf("the kernel knows b at the address, which counts for %s", got)
 	}
-	if got := holders(both, nics, map[string]bool{"b": true}, nil)[h.Addresses[0]]; got != "a" {
+	if got := newLinks(nics).holders(both, map[string]bool{"b": true}, nil)[h.Addresses[0]]; got != "a" {
 		t.Errorf("b has died, and the address counts for %s", got)
 	}
 }

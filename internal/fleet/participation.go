@@ -118,7 +118,7 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 		p.log.Warn("the last table of the fleet cannot be used", "error", err)
 	}
 	p.continues = last != nil || serves
-	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}}
+	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}, Digests: s.digests}
 	p.refresh() // the first registration is complete: otherwise the next table would have a host without addresses
 	if s.Etcd != nil {
 		instance, err := p.instance()
@@ -344,12 +344,13 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		index, err := open()
 		return index, forward.VNI(t.Nonce), err
 	}
-	here := origin{nics: p.nics, routers: routersOf(p.nics), tunnel: tunnel}
+	here := origin{links: newLinks(p.nics), tunnel: tunnel}
+	here.routers = here.defaultRouters()
 	if self := t.Index(p.settings.host); self != table.None {
 		here.addresses = t.Hosts[self].Addresses
 	}
 	dead, taken := p.deadHosts(), make(map[netip.Addr]string)
-	p.holders = holders(t, p.nics, dead, p.holders)
+	p.holders = here.holders(t, dead, p.holders)
 	for _, a := range p.settings.Addresses {
 		taken[a] = "the services"
 	}
@@ -469,6 +470,9 @@ func (p *participation) allProblems() []string {
 	}
 	if p.state.Problem != "" {
 		list = append(list, p.state.Problem)
+	}
+	if p.state.Snapshot != nil {
+		list = append(list, p.settings.differences(p.state.Hosts)...)
 	}
 	for _, name := range slices.Sorted(maps.Keys(p.paths)) {
 		if problem := p.paths[name].problem; problem != "" {

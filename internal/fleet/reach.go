@@ -89,11 +89,27 @@ type path struct {
 	problem string
 }
 
+// links are the links of the interfaces of the fleet, with their neighbors at the first question.
+type links struct {
+	nics      []nic
+	neighbors map[neighborTable]map[netip.Addr][6]byte
+}
+
+// neighborTable is a neighbor table of the kernel: that of an interface and a family.
+type neighborTable struct {
+	index  int
+	family int
+}
+
+func newLinks(nics []nic) *links {
+	return &links{nics: nics, neighbors: make(map[neighborTable]map[netip.Addr][6]byte)}
+}
+
 // origin is this host as the beginning of paths.
 type origin struct {
-	nics      []nic
+	*links
 	addresses []netip.Addr           // of this host in the table: the other hosts accept packets from them in the tunnel
-	routers   map[[6]byte]netip.Addr // routersOf
+	routers   map[[6]byte]netip.Addr // defaultRouters
 	tunnel    func() (index int, vni uint32, err error)
 }
 
@@ -103,12 +119,12 @@ type origin struct {
 func (o *origin) findPath(h *table.Host) path {
 	on := path{kind: "link"}
 	for _, a := range h.Addresses {
-		index, ok := onLink(a, o.nics)
+		index, ok := o.interfaceTo(a)
 		if !ok || on.Interface != 0 && index != on.Interface {
 			continue
 		}
 		on.Interface, on.Addresses = index, append(on.Addresses, a)
-		mac, ok := neighbor(index, a)
+		mac, ok := o.neighbor(index, a)
 		switch {
 		case !ok:
 		case !slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()):
@@ -149,14 +165,18 @@ func (o *origin) findPath(h *table.Host) path {
 	return path{kind: "none", problem: fmt.Sprintf("there is no route to host %s at %v", h.Name, h.Addresses)}
 }
 
-// onLink returns the interface whose link has an address.
-func onLink(a netip.Addr, nics []nic) (index int, ok bool) {
+// interfaceTo returns the interface whose link has an address.
+func (l *links) interfaceTo(a netip.Addr) (index int, ok bool) {
 	routes, err := netlink.RouteGet(a.AsSlice())
 	if err != nil || len(routes) != 1 || routes[0].Type != unix.RTN_UNICAST || routes[0].Gw != nil {
 		return 0, false
 	}
 	index = routes[0].LinkIndex
-	return index, slices.ContainsFunc(nics, func(n nic) bool { return n.index == index })
+	return index, l.has(index)
+}
+
+func (l *links) has(index int) bool {
+	return slices.ContainsFunc(l.nics, func(n nic) bool { return n.index == index })
 }
 
 // routed returns the MTU of the route to an address, if there is one, and the address from which the kernel sends there: on a host
@@ -179,29 +199,37 @@ func routed(a netip.Addr) (mtu int, from netip.Addr, ok bool) {
 }
 
 // neighbor returns the MAC address that the kernel knows for an address, or else lets the kernel ask for it.
-func neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
-	family := unix.AF_INET6
+func (l *links) neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
+	of := neighborTable{index, unix.AF_INET6}
 	if a.Is4() {
-		family = unix.AF_INET
+		of.family = unix.AF_INET
 	}
-	list, err := netlink.NeighList(index, family)
-	if err != nil {
-		return mac, false
-	}
-	const valid = netlink.NUD_REACHABLE | netlink.NUD_STALE | netlink.NUD_DELAY | netlink.NUD_PROBE | netlink.NUD_PERMANENT
-	for _, n := range list {
-		if ip, _ := netip.AddrFromSlice(n.IP); ip.Unmap() == a && n.State&valid != 0 && len(n.HardwareAddr) == 6 {
-			return [6]byte(n.HardwareAddr), true
+	known, read := l.neighbors[of]
+	if !read {
+		list, err := netlink.NeighList(index, of.family)
+		if err != nil {
+			return mac, false
 		}
+		known = make(map[netip.Addr][6]byte)
+		const valid = netlink.NUD_REACHABLE | netlink.NUD_STALE | netlink.NUD_DELAY | netlink.NUD_PROBE | netlink.NUD_PERMANENT
+		for _, n := range list {
+			if ip, _ := netip.AddrFromSlice(n.IP); n.State&valid != 0 && len(n.HardwareAddr) == 6 {
+				known[ip.Unmap()] = [6]byte(n.HardwareAddr)
+			}
+		}
+		l.neighbors[of] = known
+	}
+	if mac, ok = known[a]; ok {
+		return mac, true
 	}
 	// After an error, the address stays unknown, and the next refresh asks again.
-	_ = netlink.NeighSet(&netlink.Neigh{LinkIndex: index, Family: family, State: netlink.NUD_NONE, Flags: netlink.NTF_USE, IP: a.AsSlice()})
+	_ = netlink.NeighSet(&netlink.Neigh{LinkIndex: index, Family: of.family, State: netlink.NUD_NONE, Flags: netlink.NTF_USE, IP: a.AsSlice()})
 	return mac, false
 }
 
 // holders returns the hosts of a table by address. An address of several hosts belongs to one that lives, to the one that the
 // kernel knows at the address, to the one that had it before, or else to the first one, in this order.
-func holders(t *table.Table, nics []nic, dead map[string]bool, before map[netip.Addr]string) map[netip.Addr]string {
+func (l *links) holders(t *table.Table, dead map[string]bool, before map[netip.Addr]string) map[netip.Addr]string {
 	claims := make(map[netip.Addr][]*table.Host)
 	for i := range t.Hosts {
 		for _, a := range t.Hosts[i].Addresses {
@@ -217,8 +245,8 @@ func holders(t *table.Table, nics []nic, dead map[string]bool, before map[netip.
 		}
 		if len(hosts) > 1 {
 			prefer(func(h *table.Host) bool { return !dead[h.Name] })
-			if index, ok := onLink(a, nics); ok {
-				mac, known := neighbor(index, a)
+			if index, ok := l.interfaceTo(a); ok {
+				mac, known := l.neighbor(index, a)
 				prefer(func(h *table.Host) bool { return known && slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()) })
 			}
 			prefer(func(h *table.Host) bool { return before[a] == h.Name })
@@ -228,8 +256,8 @@ func holders(t *table.Table, nics []nic, dead map[string]bool, before map[netip.
 	return now
 }
 
-// routersOf returns the next hops of the default routes by their MAC addresses on the links of the interfaces.
-func routersOf(nics []nic) map[[6]byte]netip.Addr {
+// defaultRouters returns the next hops of the default routes by their MAC addresses on the links.
+func (l *links) defaultRouters() map[[6]byte]netip.Addr {
 	routers := make(map[[6]byte]netip.Addr)
 	for _, far := range []net.IP{{198, 18, 0, 1}, net.ParseIP("2001:2::1")} { // addresses for benchmarks (RFC 2544, RFC 5180), which have no other route
 		routes, err := netlink.RouteGet(far)
@@ -237,10 +265,10 @@ func routersOf(nics []nic) map[[6]byte]netip.Addr {
 			continue
 		}
 		gateway, _ := netip.AddrFromSlice(routes[0].Gw)
-		if !slices.ContainsFunc(nics, func(n nic) bool { return n.index == routes[0].LinkIndex }) {
+		if !l.has(routes[0].LinkIndex) {
 			continue
 		}
-		if mac, ok := neighbor(routes[0].LinkIndex, gateway.Unmap()); ok {
+		if mac, ok := l.neighbor(routes[0].LinkIndex, gateway.Unmap()); ok {
 			routers[mac] = gateway.Unmap()
 		}
 	}

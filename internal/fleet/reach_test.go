@@ -45,7 +45,7 @@ func TestSourceAddress(t *testing.T) {
 	check(t, err)
 	fleet0 := nics[0].index
 	opened := 0
-	here := origin{nics: nics, tunnel: func() (int, uint32, error) { opened++; return 7, 1, nil }}
+	here := origin{links: newLinks(nics), tunnel: func() (int, uint32, error) { opened++; return 7, 1, nil }}
 	here.addresses = []netip.Addr{netip.MustParseAddr("198.51.100.1"), netip.MustParseAddr("2001:db8:1::2")}
 	to := map[bool]*table.Host{
 		true:  {Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("203.0.113.3")}},

@@ -64,6 +64,14 @@ type Host struct {
 	Handed uint64
 	// Prepared is the last epoch whose preparations the host has finished.
 	Prepared uint64
+	Digests  Digests
+}
+
+// Digests describe what the policies of all hosts of a fleet have in common. Hosts of earlier versions, and those of a file, have
+// none.
+type Digests struct {
+	Listeners string `json:"listeners,omitempty"` // at the addresses of the fleet
+	Devices   string `json:"devices,omitempty"`   // device map
 }
 
 // Config has the rules of a fleet.

@@ -24,6 +24,8 @@ const (
 	// mostBatch is the size of the values in one request, and batchKeys their number: etcd refuses requests of more than 1.5 MiB
 	// or 128 operations.
 	mostBatch, batchKeys = 1 << 20, 100
+	// readKeys is the number of values that one request reads. Whoever can write to etcd chooses their size, up to that of a request.
+	readKeys = 16
 )
 
 func (e *Etcd) templatesOf(host string) string {
@@ -87,18 +89,26 @@ func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 		return nil, fmt.Errorf("take over templates: %w", err)
 	}
 	all, size := make(map[netip.Addr][]byte), 0
-	for _, kv := range keys.Kvs {
+	for some := range slices.Chunk(keys.Kvs, readKeys) {
 		if size > mostTaken {
 			break
 		}
-		value, err := client.Get(ctx, string(kv.Key))
+		reads := make([]clientv3.Op, len(some))
+		for i, kv := range some {
+			reads[i] = clientv3.OpGet(string(kv.Key))
+		}
+		read, err := client.Txn(ctx).Then(reads...).Commit()
 		if err != nil {
 			break // templates are sent again by their exporters
 		}
-		address, bad := netip.ParseAddr(strings.TrimPrefix(string(kv.Key), prefix))
-		if bad == nil && len(value.Kvs) == 1 && len(value.Kvs[0].Value) <= mostTemplates {
-			all[address] = value.Kvs[0].Value
-			size += len(value.Kvs[0].Value)
+		for _, one := range read.Responses {
+			for _, kv := range one.GetResponseRange().GetKvs() {
+				address, bad := netip.ParseAddr(strings.TrimPrefix(string(kv.Key), prefix))
+				if bad == nil && len(kv.Value) <= mostTemplates {
+					all[address] = kv.Value
+					size += len(kv.Value)
+				}
+			}
 		}
 	}
 	if len(keys.Kvs) > 0 {

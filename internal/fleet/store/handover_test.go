@@ -60,10 +60,12 @@ func TestHandOver(t *testing.T) {
 func TestInstance(t *testing.T) {
 	t.Parallel()
 	_, endpoints := startCluster(t, 1, 2720)
-	same := func(c *EtcdConfig) { c.Instance = "one" }
+	same := func(c *EtcdConfig) { c.Instance, c.Host.Digests.Devices = "one", "7f" }
 	a := join(t, endpoints, "a", same)
 	watcher := join(t, endpoints, "b")
-	watcher.awaitAlive("a b")
+	if first := watcher.awaitAlive("a b").Hosts[0]; first.Digests.Devices != "7f" {
+		t.Errorf("the digests of a are %+v", first.Digests)
+	}
 	a.stop()
 	join(t, endpoints, "a", same).awaitAlive("a b")
 	other := join(t, endpoints, "a", func(c *EtcdConfig) { c.Instance = "two" })

@@ -58,6 +58,8 @@ type Registration struct {
 	Applied  uint64 `json:"applied"`
 	Handed   uint64 `json:"handed"`
 	Prepared uint64 `json:"prepared"`
+	// Digests are those of the policy.
+	Digests lead.Digests `json:"digests,omitzero"`
 }
 
 // Setting is what the operator wants of a host.
