@@ -30,6 +30,7 @@ var (
 var external = map[string]bool{
 	"DefaultTimeoutStopSec": true, // systemd
 	"TimeoutStopSec":        true,
+	"ExecStartPost":         true,
 	"NetworkManager":        true,
 	"uXXXX":                 true, // of JSON
 }
