@@ -9,7 +9,9 @@ import (
 	"hash"
 	"slices"
 
+	"sockeye/internal/bpf"
 	"sockeye/internal/fleet/lead"
+	"sockeye/internal/placement"
 )
 
 // The hosts of a fleet must have the same listeners at its addresses, and the same device map: otherwise a host does not forward
@@ -21,7 +23,7 @@ func (s *settings) setDigests() {
 	listeners, devices := sha256.New(), sha256.New()
 	var lines []string
 	for _, l := range distinct(s.listeners) {
-		lines = append(lines, fmt.Sprintln(l))
+		lines = append(lines, fmt.Sprintln(placement.Addr(bpf.Address{Word: l.Address.Word}), l.Protocol, l.Port))
 	}
 	slices.Sort(lines)
 	for _, line := range lines {

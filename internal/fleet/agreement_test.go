@@ -35,6 +35,10 @@ func TestDifferences(t *testing.T) {
 	own, mapped := settingsOf("", "", ""), settingsOf("", "", map1)
 	const listeners = "host b has other listeners at the addresses of the fleet than this host: apply the same services to both"
 	const devices = "host b has another device map than this host, and disagrees about the devices that differ: apply the same device map to both"
+	// Hosts with different versions of Sockeye compare these.
+	if want := (lead.Digests{Listeners: "c05227dc5c5f0df4", Devices: "012d24e69b8626ac"}); mapped.digests != want {
+		t.Errorf("digests %+v, want %+v", mapped.digests, want)
+	}
 	for name, c := range map[string]struct {
 		own, other *settings
 		want       []string

@@ -128,7 +128,8 @@ func RemoveCreated(scopes []Scope) error {
 			}
 			if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
 				err = &fault.Error{Err: fmt.Errorf("remove cgroup %s, which Sockeye created: %w", dir, err), Code: fault.CodeNotPermitted, Hint: "run: rmdir " + dir}
-				return fault.Join(append(errs, err)...)
+				errs = append(errs, err)
+				break
 			}
 			if err != nil && !errors.Is(err, unix.ENOENT) {
 				errs = append(errs, fmt.Errorf("remove cgroup %s: %w", dir, err))

@@ -5,10 +5,15 @@ package scope
 import (
 	"errors"
 	"io/fs"
+	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/fault"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
 
@@ -45,5 +50,40 @@ func TestSlicePath(t *testing.T) {
 		if got := slicePath(name); got != want {
 			t.Errorf("%s: %s, want %s", name, got, want)
 		}
+	}
+}
+
+// TestRemoveCreatedReadOnly removes cgroups of a file system that is read-only since, as under the unit without cgroups.conf: the
+// error names each of them.
+func TestRemoveCreatedReadOnly(t *testing.T) {
+	dir := t.TempDir()
+	var scopes []Scope
+	for _, name := range []string{"one", "two"} {
+		path := filepath.Join(dir, name)
+		if err := os.Mkdir(path, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		scopes = append(scopes, Scope{Created: []string{path}})
+	}
+	err := netns.Thread(func() error {
+		// The mounts belong to the thread, and are undone when it exits.
+		if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
+			return os.NewSyscallError("unshare", err)
+		}
+		if err := unix.Mount(dir, dir, "", unix.MS_BIND, ""); err != nil {
+			return os.NewSyscallError("mount", err)
+		}
+		if err := unix.Mount("", dir, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""); err != nil {
+			return os.NewSyscallError("remount", err)
+		}
+		return RemoveCreated(scopes)
+	})
+	for _, s := range scopes {
+		if err == nil || !strings.Contains(err.Error(), "remove cgroup "+s.Created[0]+", which Sockeye created") {
+			t.Errorf("%v does not name %s", err, s.Created[0])
+		}
+	}
+	if fault.Code(err) != fault.CodeNotPermitted || !strings.Contains(fault.Hint(err), "rmdir "+scopes[0].Created[0]) {
+		t.Errorf("code %d, hint %q", fault.Code(err), fault.Hint(err))
 	}
 }

@@ -385,6 +385,12 @@ func (s *service) switchTo(t *target) error {
 			s.raiseBacklog(seat)
 		}
 	}
+	// The rooms come first, because the slots of members that are found now may be filling.
+	if s.rooms.Exist() {
+		if err := s.reconcileKeeper(); err != nil {
+			return err
+		}
+	}
 	if err := s.scan(); err != nil {
 		return err
 	}
@@ -452,7 +458,7 @@ func (s *service) reopen(t *target, groups []int) error {
 	if err := s.openNetns(); err != nil {
 		return err
 	}
-	s.assignRows([bpf.MaxListeners]bpf.Listener{})
+	s.assignRows(s.Rows)
 	if err := s.openPath(); err != nil {
 		return err
 	}

@@ -259,6 +259,7 @@ func readDevices(c config.Service) (*placement.DeviceMap, error) {
 
 // assignRows assigns each listener of the policy to its previous row, or to a free one.
 func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
+	before := s.Rows
 	s.Rows = [bpf.MaxListeners]bpf.Listener{}
 	s.Listeners = make(map[int]config.Listener)
 	var fresh []config.Listener
@@ -273,6 +274,11 @@ func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 	for _, l := range fresh {
 		row := slices.Index(s.Rows[:], bpf.Listener{})
 		s.Rows[row], s.Listeners[row] = listener.ForBPF(l), l
+	}
+	for row, l := range before {
+		if l != (bpf.Listener{}) && l != s.Rows[row] {
+			s.rooms.ForgetRow(row)
+		}
 	}
 }
 

@@ -164,6 +164,14 @@ func templatesFollow(t *testing.T, mode config.Steering, empty string) {
 	h.recording(1)
 	h.ready(0, 1)
 	taught("another agent", from, at(1))
+	// Another agent, which finds the next member when it starts.
+	h.killAgent()
+	from = before(at(1))
+	h.kill(1)
+	<-h.recording(1).open
+	h.startAgent()
+	h.ready(0, 1)
+	taught("a member before the agent", from, at(1))
 	// A move.
 	moved := func(a netip.Addr) int {
 		if where(a) != 1 {

@@ -85,6 +85,12 @@ func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 	defer cancel()
 	prefix := e.templatesOf(e.config.Host.Name)
 	keys, err := client.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
+	if err != nil && ctx.Err() == nil {
+		// Keys that are too long for a response would keep all devices from moving to this host.
+		if _, bad := client.Delete(ctx, prefix, clientv3.WithPrefix()); bad == nil {
+			return nil, nil
+		}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("take over templates: %w", err)
 	}

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"fmt"
 	"net/netip"
+	"strings"
 	"testing"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -107,6 +108,27 @@ func TestRubbishTemplates(t *testing.T) {
 		t.Errorf("%d devices, %v", len(got), err)
 	}
 	if left, err := b.client.Get(t.Context(), b.templatesOf("b"), clientv3.WithPrefix(), clientv3.WithCountOnly()); err != nil || left.Count != 0 {
+		t.Errorf("%+v, %v", left, err)
+	}
+}
+
+// TestLongKeys writes keys of templates whose names alone exceed the largest response: they are removed, and do not keep devices
+// from moving to the host.
+func TestLongKeys(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2760)
+	a := join(t, endpoints, "a")
+	a.awaitAlive("a")
+	long := strings.Repeat("x", 1400<<10)
+	for i := range 50 {
+		if _, err := a.client.Put(t.Context(), fmt.Sprintf("%s%d%s", a.templatesOf("a"), i, long), ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, err := a.TakeOver(t.Context()); err != nil || len(got) != 0 {
+		t.Errorf("%d devices, %v", len(got), err)
+	}
+	if left, err := a.client.Get(t.Context(), a.templatesOf("a"), clientv3.WithPrefix(), clientv3.WithCountOnly()); err != nil || left.Count != 0 {
 		t.Errorf("%+v, %v", left, err)
 	}
 }

@@ -279,7 +279,7 @@ func (r *Rooms) nextSequences(slot int) map[templates.Session]uint32 {
 	if !r.Exist() {
 		return next
 	}
-	for r.queued[slot] == nil || len(r.queued[slot].list) < maxPeeked {
+	for r.queued[slot].len() < maxPeeked {
 		d, ok := r.nextUnread(slot)
 		if !ok {
 			break
@@ -287,12 +287,7 @@ func (r *Rooms) nextSequences(slot int) map[templates.Session]uint32 {
 		r.enqueue(slot, d)
 	}
 	r.flushLeft()
-	q := r.queued[slot]
-	if q == nil {
-		return next
-	}
-	for i := range q.list {
-		d := &q.list[i]
+	for d := range r.queued[slot].all() {
 		version, domain, sequence, ok := templates.Sequence(d.Payload)
 		of := templates.Session{Source: d.From, Row: d.row, Version: version, Domain: domain}
 		if _, known := next[of]; ok && !known {
@@ -353,7 +348,11 @@ func (r *Rooms) receiveSpace(seat *core.Seat) (map[int]int, error) {
 // endFill makes a slot ready whose member has received what has waited.
 func (r *Rooms) endFill(f *fill) {
 	slot := f.seat.Slot
-	r.noteReplayed(f.addresses, f.seat.ID())
+	arrived, err := r.Path.Datagrams(slot)
+	missing := max(0, int64(f.sent)-int64(arrived-f.arrived))
+	if f.late || err != nil || missing == 0 { // otherwise ReplayMoved sends the templates again
+		r.noteReplayed(f.addresses, f.seat.ID())
+	}
 	r.flushLeft()
 	if f.late {
 		delete(r.kept.running, slot)
@@ -380,10 +379,10 @@ func (r *Rooms) endFill(f *fill) {
 	if err := r.rotateRooms(); err != nil {
 		r.Log.Error("waiting connections not released", "slot", slot, "error", err)
 	}
-	if arrived, err := r.Path.Datagrams(slot); err == nil && arrived-f.arrived < f.sent {
-		missing := f.sent - (arrived - f.arrived)
-		r.lost[slot] += missing
+	if err == nil && missing > 0 {
+		r.lost[slot] += uint64(missing)
 		r.Log.Warn("datagrams did not arrive over the loopback interface", events.ReplayIncomplete, "slot", slot, "lost", missing)
+		r.ReplayMoved()
 	}
 	r.Log.Info("slot filled", events.TrafficReleased, "slot", slot, "pid", f.seat.Process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
 		"took", time.Since(f.began).Round(time.Millisecond).String())

@@ -6,6 +6,7 @@ package rooms
 
 import (
 	"fmt"
+	"iter"
 	"net/netip"
 	"slices"
 	"time"
@@ -81,11 +82,13 @@ type Rooms struct {
 	prepared [bpf.MaxListeners]*prepared // settings of the rooms' sockets
 	sender   *replay.Sender              // nil before the first replay
 	buffer   []byte
-	replayed map[int]uint64     // datagrams since the start of the agent, by slot
-	left     map[int]bpf.Room   // datagrams that have left the rooms, before flushLeft
-	unread   *placement.Mapping // by which unread datagrams were stored; nil: the mapping in force
-	lost     map[int]uint64     // datagrams whose wait has ended, or that could not be sent again, by slot
-	err      error              // last error of the sender
+	memory   [bpf.MaxListeners]int64 // size of the datagrams in queued, by row
+	stale    map[int]uint64          // datagrams in the rooms whose wait has ended, by slot; see endWait
+	replayed map[int]uint64          // datagrams since the start of the agent, by slot
+	left     map[int]bpf.Room        // datagrams that have left the rooms, before flushLeft
+	unread   *placement.Mapping      // by which unread datagrams were stored; nil: the mapping in force
+	lost     map[int]uint64          // datagrams whose wait has ended, or that could not be sent again, by slot
+	err      error                   // last error of the sender
 }
 
 // nobody is the slot of no device: nextUnread delivers all datagrams.
@@ -98,10 +101,28 @@ type waitingDatagram struct {
 	stored int // slot for which the data path has counted it
 }
 
-// queue contains datagrams in memory.
+// queue contains datagrams in memory. A nil queue is empty.
 type queue struct {
-	list  []waitingDatagram
-	bytes int64 // payload
+	list []waitingDatagram
+	head int // index of the first one
+}
+
+func (q *queue) len() int {
+	if q == nil {
+		return 0
+	}
+	return len(q.list) - q.head
+}
+
+// all yields the datagrams, the first one first.
+func (q *queue) all() iter.Seq[*waitingDatagram] {
+	return func(yield func(*waitingDatagram) bool) {
+		for i := range q.len() {
+			if !yield(&q.list[q.head+i]) {
+				return
+			}
+		}
+	}
 }
 
 // prepared contains the settings of the socket of a room.
@@ -118,6 +139,7 @@ func New(s *core.Service) *Rooms {
 		Service: s, kept: newKeptTemplates(), connected: make(map[int]map[string]int),
 		filling: make(map[int]*fill), queued: make(map[int]*queue), timers: make(map[int]*time.Timer),
 		replayed: make(map[int]uint64), lost: make(map[int]uint64), left: make(map[int]bpf.Room), arrived: make(map[int]uint64),
+		stale: make(map[int]uint64),
 	}
 }
 
@@ -190,6 +212,7 @@ func (r *Rooms) WriteWaits() error {
 		if length == 0 && wait == (bpf.Wait{}) {
 			continue
 		}
+		r.closeTemporaryRooms()
 		begins := length > 0 && wait.Until == 0 && r.Seats[slot] == nil
 		switch {
 		case wait.Length == uint64(length) && !begins:
@@ -215,6 +238,7 @@ func (r *Rooms) WriteWaits() error {
 // BeginWait makes the packets of a slot wait that is about to be closed.
 func (r *Rooms) BeginWait(slot int) {
 	delete(r.filling, slot)
+	r.closeTemporaryRooms()
 	delete(r.kept.running, slot)
 	length := r.waitLengthOf(slot)
 	wait, _, err := r.Path.Wait(slot)
@@ -276,7 +300,7 @@ func (r *Rooms) endWait(slot int) {
 	before := r.lost[slot]
 	if err == nil {
 		r.emptyRooms()
-		err = r.rotateRooms()
+		err = fault.Join(r.rotateRooms(), r.discardRest(slot))
 	}
 	if err != nil {
 		r.Log.Error("waiting rooms not emptied", "slot", slot, "error", err)
@@ -285,6 +309,23 @@ func (r *Rooms) endWait(slot int) {
 		r.Log.Warn("no member came in time: the devices of the slot are refused", events.TrafficDiscarded, "slot", slot, "waited", r.waitLength().String(), "datagrams", lost)
 	}
 	r.markEmpty(slot)
+}
+
+// discardRest discards what emptyRooms has left of a slot, because another slot waits. What is in the sockets of the rooms is
+// discarded when it is read.
+func (r *Rooms) discardRest(slot int) error {
+	for _, d := range r.takeQueue(slot) {
+		r.lost[slot]++
+		r.countLeft(&d)
+	}
+	r.flushLeft()
+	wait, room, err := r.Path.Wait(slot)
+	if err != nil {
+		return err
+	}
+	r.stale[slot] += room.Datagrams - wait.Left
+	r.lost[slot] += room.Datagrams - wait.Left
+	return nil
 }
 
 // markEmpty notes that all datagrams of a slot have left the rooms.
@@ -307,6 +348,10 @@ func (r *Rooms) nextUnread(slot int) (d waitingDatagram, ok bool) {
 			if !ok {
 				break
 			}
+			if r.stale[d.stored] > 0 {
+				r.stale[d.stored]--
+				continue
+			}
 			home, _ := r.Mapping.Slot(d.From.Addr())
 			if home == slot {
 				return d, true
@@ -320,7 +365,11 @@ func (r *Rooms) nextUnread(slot int) (d waitingDatagram, ok bool) {
 // deliver keeps a datagram that was read from a room for the member of its slot, or for the next one, or discards it.
 // sendQueued must follow. With sk_lookup, the data path does not know the size of a datagram, and limits only their number.
 func (r *Rooms) deliver(slot int, d waitingDatagram) {
-	fits := r.queuedBytes(slot)+int64(len(d.Payload)) <= r.Room().Bytes
+	size := prepared{room: r.Room(), slots: r.Config.Slots}
+	if p := r.prepared[d.row]; p != nil {
+		size = *p // of the policy under which the datagram came
+	}
+	fits := r.memory[d.row]+d.size() <= size.size()
 	if fits && (r.IsReady(slot) || r.filling[slot] != nil || r.IsWaiting(slot)) {
 		r.enqueue(slot, d)
 		return
@@ -329,12 +378,8 @@ func (r *Rooms) deliver(slot int, d waitingDatagram) {
 	r.countLeft(&d)
 }
 
-func (r *Rooms) queuedBytes(slot int) int64 {
-	if q := r.queued[slot]; q != nil {
-		return q.bytes
-	}
-	return 0
-}
+// size returns the memory of a datagram as prepared.size counts it.
+func (d *waitingDatagram) size() int64 { return int64(len(d.Payload)) + overhead/2 }
 
 // enqueue keeps a datagram in memory, behind the others of its slot.
 func (r *Rooms) enqueue(slot int, d waitingDatagram) {
@@ -343,15 +388,25 @@ func (r *Rooms) enqueue(slot int, d waitingDatagram) {
 		q = new(queue)
 		r.queued[slot] = q
 	}
-	q.list, q.bytes = append(q.list, d), q.bytes+int64(len(d.Payload))
+	q.list = append(q.list, d)
+	r.memory[d.row] += d.size()
 }
 
 // requeue keeps a datagram of dequeue again, in front of the others.
 func (r *Rooms) requeue(slot int, d waitingDatagram) {
-	r.enqueue(slot, d)
-	list := r.queued[slot].list
-	copy(list[1:], list)
-	list[0] = d
+	q := r.queued[slot]
+	if q == nil || q.head == 0 {
+		rest := q
+		delete(r.queued, slot)
+		r.enqueue(slot, d)
+		if rest != nil {
+			r.queued[slot].list = append(r.queued[slot].list, rest.list...)
+		}
+		return
+	}
+	q.head--
+	q.list[q.head] = d
+	r.memory[d.row] += d.size()
 }
 
 // dequeue removes the first datagram of a slot from memory.
@@ -360,11 +415,25 @@ func (r *Rooms) dequeue(slot int) (d waitingDatagram, ok bool) {
 	if q == nil {
 		return d, false
 	}
-	d = q.list[0]
-	if q.list, q.bytes = q.list[1:], q.bytes-int64(len(d.Payload)); len(q.list) == 0 {
+	d, q.list[q.head] = q.list[q.head], waitingDatagram{}
+	r.memory[d.row] -= d.size()
+	switch q.head++; {
+	case q.head == len(q.list):
 		delete(r.queued, slot)
+	case q.head > len(q.list)/2 && q.head > fillBatch:
+		q.list, q.head = slices.Clone(q.list[q.head:]), 0
 	}
 	return d, true
+}
+
+// takeQueue removes all datagrams of a slot from memory.
+func (r *Rooms) takeQueue(slot int) (all []waitingDatagram) {
+	for d := range r.queued[slot].all() {
+		r.memory[d.row] -= d.size()
+		all = append(all, *d)
+	}
+	delete(r.queued, slot)
+	return all
 }
 
 // sendQueued begins to send the datagrams in memory whose slot is ready.
@@ -420,12 +489,7 @@ func (r *Rooms) rehome() {
 		if arrived, err := r.Path.Datagrams(slot); err == nil && f.sent > 0 {
 			f.sent = min(f.sent, arrived-f.arrived)
 		}
-		q := r.queued[slot]
-		if q == nil {
-			continue
-		}
-		delete(r.queued, slot)
-		for _, d := range q.list {
+		for _, d := range r.takeQueue(slot) {
 			if home, _ := r.Mapping.Slot(d.From.Addr()); home != slot {
 				r.deliver(home, d)
 			} else {
@@ -515,10 +579,9 @@ func (r *Rooms) emptyRooms() {
 // any more.
 func (r *Rooms) deliverQueued() {
 	var all []waitingDatagram
-	for slot, q := range r.queued {
+	for slot := range r.queued {
 		if r.filling[slot] == nil {
-			delete(r.queued, slot)
-			all = append(all, q.list...)
+			all = append(all, r.takeQueue(slot)...)
 		}
 	}
 	for i := range all {
@@ -530,10 +593,15 @@ func (r *Rooms) deliverQueued() {
 
 // ReturnQueued sends the datagrams in memory to the rooms again, where they outlive this agent.
 func (r *Rooms) ReturnQueued() {
-	for slot, q := range r.queued {
-		for i := range q.list {
-			d := &q.list[i]
+	// The data path refuses what exceeds the bounds of the room: all have left it before the first one comes back.
+	for _, q := range r.queued {
+		for d := range q.all() {
 			r.countLeft(d)
+		}
+	}
+	r.flushLeft()
+	for slot, q := range r.queued {
+		for d := range q.all() {
 			to, ok := r.replayDestination(d.row, d.From.Addr(), true)
 			if !ok {
 				to = d.To
@@ -544,7 +612,7 @@ func (r *Rooms) ReturnQueued() {
 		}
 	}
 	clear(r.queued)
-	r.flushLeft()
+	clear(r.memory[:])
 }
 
 // ReleaseLate releases packets that were on their way to a room when it was emptied.

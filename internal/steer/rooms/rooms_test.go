@@ -3,40 +3,96 @@
 package rooms
 
 import (
+	"net/netip"
+	"slices"
 	"testing"
 
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/replay"
+	"sockeye/internal/steer/templates"
 )
 
-// TestQueueBounds checks that the bytes of the datagrams in memory are limited per slot: with sk_lookup, the data path
+// TestQueueBounds checks that the datagrams in memory do not exceed the size of a waiting room: with sk_lookup, the data path
 // limits only the number of datagrams.
 func TestQueueBounds(t *testing.T) {
-	r := New(&core.Service{Config: config.Service{Steering: config.Lookup, WhenEmpty: config.WhenEmpty{Room: &config.Room{Bytes: 1000}}}})
+	const size = 10 * (1000 + overhead/2)
+	r := New(&core.Service{Config: config.Service{Steering: config.Lookup, Slots: 2, WhenEmpty: config.WhenEmpty{Room: &config.Room{Bytes: size / 2}}}})
 	r.filling[1], r.filling[2] = &fill{}, &fill{}
-	of := func(size int) waitingDatagram {
-		return waitingDatagram{Datagram: replay.Datagram{Payload: make([]byte, size)}, stored: 1}
+	of := func(port uint16) waitingDatagram {
+		from := netip.AddrPortFrom(netip.MustParseAddr("192.0.2.1"), port)
+		return waitingDatagram{Datagram: replay.Datagram{From: from, Payload: make([]byte, 1000)}, stored: 1}
 	}
-	for _, size := range []int{600, 300, 101, 100} {
-		r.deliver(1, of(size))
+	for i := range 12 {
+		r.deliver(1+i%2, of(uint16(i)))
 	}
-	r.deliver(2, of(500)) // another slot has its own limit
-	if r.queuedBytes(1) != 1000 || r.queuedBytes(2) != 500 || r.lost[1] != 1 || r.lost[2] != 0 || r.left[1].Datagrams != 1 {
-		t.Errorf("%d and %d bytes, lost %v, left %v", r.queuedBytes(1), r.queuedBytes(2), r.lost, r.left)
+	if r.memory[0] != size || r.lost[1] != 1 || r.lost[2] != 1 || r.left[1].Datagrams != 2 {
+		t.Errorf("%d bytes of %d, lost %v, left %v", r.memory[0], size, r.lost, r.left)
 	}
+	// What is put back is never lost, and comes first again.
 	first, _ := r.dequeue(1)
-	r.deliver(1, of(500))
+	r.deliver(1, of(12))
 	r.requeue(1, first)
-	if r.queuedBytes(1) != 1500 {
-		t.Errorf("%d bytes, want 1500: what is put back is never lost", r.queuedBytes(1))
-	}
-	for _, want := range []int{600, 300, 100, 500} {
-		if d, ok := r.dequeue(1); !ok || len(d.Payload) != want {
-			t.Errorf("%d bytes, %v, want %d", len(d.Payload), ok, want)
+	for _, want := range []uint16{0, 2, 4, 6, 8, 12} {
+		if d, ok := r.dequeue(1); !ok || d.From.Port() != want {
+			t.Errorf("datagram %d, %v, want %d", d.From.Port(), ok, want)
 		}
 	}
-	if d, ok := r.dequeue(1); ok || r.queuedBytes(1) != 0 || r.queued[1] != nil {
-		t.Errorf("an empty queue has %d bytes", len(d.Payload))
+	if _, ok := r.dequeue(1); ok || r.queued[1].len() != 0 || r.memory[0] != size/2 {
+		t.Errorf("an empty queue: %v, %d bytes", ok, r.memory[0])
+	}
+	// In front of a queue from which nothing was removed.
+	r.requeue(2, of(13))
+	if all := r.takeQueue(2); len(all) != 6 || all[0].From.Port() != 13 || all[1].From.Port() != 1 || r.memory[0] != 0 {
+		t.Errorf("%d datagrams, %d bytes", len(all), r.memory[0])
+	}
+	for i := range 3 * fillBatch {
+		r.enqueue(1, of(uint16(i)))
+	}
+	for i := range 3 * fillBatch {
+		if d, ok := r.dequeue(1); !ok || d.From.Port() != uint16(i) {
+			t.Fatalf("datagram %d, want %d", d.From.Port(), i)
+		}
+	}
+	if r.memory[0] != 0 {
+		t.Errorf("%d bytes of no datagram", r.memory[0])
+	}
+}
+
+// TestForgetRow discards what came for a listener that the policy no longer has.
+func TestForgetRow(t *testing.T) {
+	r := New(&core.Service{Config: config.Service{Slots: 1}})
+	for i := range 6 {
+		r.enqueue(0, waitingDatagram{row: i % 2})
+	}
+	r.ForgetRow(1)
+	if r.lost[0] != 3 || r.memory[1] != 0 {
+		t.Errorf("lost %v, memory %v", r.lost, r.memory[:2])
+	}
+	if left := r.takeQueue(0); len(left) != 3 || slices.ContainsFunc(left, func(d waitingDatagram) bool { return d.row != 0 }) {
+		t.Errorf("%d datagrams are left", len(left))
+	}
+}
+
+// TestSavedRows checks that the templates are saved again when the policy changes the listeners: the state file names them, and
+// templates for other listeners are discarded.
+func TestSavedRows(t *testing.T) {
+	r := New(&core.Service{Listeners: map[int]config.Listener{0: {Protocol: config.UDP}}, Host: &core.Host{Host: &domain.Host{StateDir: t.TempDir()}}})
+	r.kept.store = templates.NewStore(templates.Limits{}, nil)
+	r.saveTemplates()
+	if !r.areTemplatesSaved() {
+		t.Error("the templates are not saved")
+	}
+	r.Listeners[1] = config.Listener{Protocol: config.UDP}
+	if r.areTemplatesSaved() {
+		t.Error("the state file has other listeners")
+	}
+	r.saveTemplates()
+	next := New(&core.Service{Listeners: r.Listeners, Host: r.Host})
+	next.kept.store = templates.NewStore(templates.Limits{}, nil)
+	next.loadTemplates()
+	if !next.areTemplatesSaved() {
+		t.Error("the next agent does not take the templates over")
 	}
 }

@@ -5,6 +5,7 @@ package rooms
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"unsafe"
@@ -46,8 +47,10 @@ func (r *Rooms) Prepare() error {
 			if r.prepared[row] != nil && open {
 				errs = append(errs, r.closeRoom(row, fd))
 			}
-			errs = append(errs, r.Path.RemoveRoom(row))
 			r.prepared[row] = nil
+			if _, temporary := r.kept.temporary[row]; !temporary { // a member receives templates by that one
+				errs = append(errs, r.Path.RemoveRoom(row))
+			}
 			continue
 		}
 		errs = append(errs, r.prepareRoom(row, fd))
@@ -77,10 +80,12 @@ func (r *Rooms) readyFilling() {
 	if len(r.filling) == 0 {
 		return
 	}
-	for slot, f := range r.filling {
-		delete(r.filling, slot)
+	ended := maps.Clone(r.filling)
+	clear(r.filling)
+	for slot, f := range ended {
 		if err := r.SetReady(f.seat); err != nil {
 			r.Log.Error("slot not ready", "slot", slot, "error", err)
+			r.Actions.VacateSlot(slot, "socket closed")
 		}
 	}
 	r.closeTemporaryRooms()
@@ -88,6 +93,10 @@ func (r *Rooms) readyFilling() {
 		r.Log.Error("waiting connections not released", "error", err)
 	}
 	r.ReplayMoved()
+	if err := r.Actions.Place(); err != nil {
+		r.Log.Error("devices not moved", "error", err)
+	}
+	r.Actions.CheckSoon()
 }
 
 // closeRoom makes a waiting room a socket that only holds the port.
@@ -179,8 +188,7 @@ func (r *Rooms) prepareListener(fd int) error {
 // each datagram. The kernel doubles the size for its own memory (socket(7)) and limits the memory of all UDP sockets
 // (net.ipv4.udp_mem).
 func prepareReceiver(fd int, l bpf.Listener, p *prepared) error {
-	size := min(p.room.Bytes+int64(p.room.Datagrams)*overhead/2, 1<<29) * int64(p.slots)
-	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, int(min(size, 1<<30-1))); err != nil {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, int(p.size())); err != nil {
 		return fmt.Errorf("set SO_RCVBUFFORCE: %w", err)
 	}
 	if err := unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_RECVORIGDSTADDR, 1); err != nil {
@@ -192,6 +200,11 @@ func prepareReceiver(fd int, l bpf.Listener, p *prepared) error {
 		}
 	}
 	return nil
+}
+
+// size returns the size of the waiting room of a UDP listener, in bytes: half of the kernel's memory for the datagrams.
+func (p *prepared) size() int64 {
+	return min(min(p.room.Bytes+int64(p.room.Datagrams)*overhead/2, 1<<29)*int64(p.slots), 1<<30-1)
 }
 
 // send sends a datagram from the address of its sender.

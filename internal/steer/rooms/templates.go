@@ -56,6 +56,7 @@ type keptTemplates struct {
 	// running are the replays to slots that are ready.
 	running   map[int]*fill
 	saved     uint64 // revision of the last save
+	savedRows string // rowsLine of the last save
 	saveTimer *time.Timer
 	saving    time.Duration // time that the last save took
 	replays   uint64        // exporters whose templates were sent to a member
@@ -99,6 +100,7 @@ func (r *Rooms) OpenTemplates() error {
 		r.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return r.kept.proven[a] })
 		r.loadTemplates()
 	}
+	r.scheduleTemplatesSave() // a policy may have changed the listeners
 	reader, err := r.Path.Templates()
 	if err != nil {
 		return err
@@ -184,7 +186,7 @@ func (r *Rooms) learn(source netip.AddrPort, row int, datagram []byte, at member
 }
 
 func (r *Rooms) scheduleTemplatesSave() {
-	if r.kept.saveTimer != nil || r.kept.store.Revision() == r.kept.saved {
+	if r.kept.saveTimer != nil || r.areTemplatesSaved() {
 		return
 	}
 	r.kept.saveTimer = time.AfterFunc(max(templatesSaveDelay, saveShare*r.kept.saving), func() {
@@ -210,8 +212,12 @@ func (r *Rooms) rowsLine() string {
 	return strings.Join(rows, ", ") + "\n"
 }
 
+func (r *Rooms) areTemplatesSaved() bool {
+	return r.kept.store.Revision() == r.kept.saved && r.rowsLine() == r.kept.savedRows
+}
+
 func (r *Rooms) saveTemplates() {
-	if r.kept.store.Revision() == r.kept.saved {
+	if r.areTemplatesSaved() {
 		return
 	}
 	began := time.Now()
@@ -226,7 +232,7 @@ func (r *Rooms) saveTemplates() {
 		r.Log.Error("templates not saved", "error", err)
 		return
 	}
-	r.kept.saved = r.kept.store.Revision()
+	r.kept.saved, r.kept.savedRows = r.kept.store.Revision(), r.rowsLine()
 }
 
 // loadTemplates reads the templates of an earlier agent. A damaged file is discarded.
@@ -247,7 +253,28 @@ func (r *Rooms) loadTemplates() {
 		r.Log.Warn("templates discarded: exporters must send theirs again", events.TemplatesDiscarded, "file", r.templatesPath(), "error", errors.Join(err, os.Remove(r.templatesPath())))
 		return
 	}
-	r.kept.saved = r.kept.store.Revision()
+	r.kept.saved, r.kept.savedRows = r.kept.store.Revision(), r.rowsLine()
+}
+
+// ForgetRow discards what came for the listener that had a row.
+func (r *Rooms) ForgetRow(row int) {
+	for slot, q := range r.queued {
+		for range q.len() {
+			d, _ := r.dequeue(slot)
+			if d.row != row {
+				r.enqueue(slot, d)
+				continue
+			}
+			r.lost[slot]++
+			r.countLeft(&d)
+		}
+	}
+	if r.Path != nil {
+		r.flushLeft()
+	}
+	if r.KeepsTemplates() {
+		r.kept.store.Forget(row, time.Now())
+	}
 }
 
 // CopyTemplates attaches the filter that copies templates to the UDP socket of a member.
@@ -390,7 +417,7 @@ func (r *Rooms) closeTemporaryRooms() {
 		return
 	}
 	for row, fd := range r.kept.temporary {
-		if r.Path != nil {
+		if r.Path != nil && r.prepared[row] == nil {
 			if err := r.Path.RemoveRoom(row); err != nil {
 				r.Log.Error("waiting room not removed", "error", err)
 			}

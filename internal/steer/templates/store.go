@@ -255,6 +255,17 @@ func (s *Store) Expire(now time.Time) {
 	}
 }
 
+// Forget removes the templates of a row.
+func (s *Store) Forget(row int, now time.Time) {
+	for _, d := range s.devices {
+		for i := len(d.sessions) - 1; i >= 0; i-- {
+			if e := d.sessions[i]; int(e.row) == row {
+				s.filter(d, e, now.UnixNano(), func(template) bool { return true })
+			}
+		}
+	}
+}
+
 // prune removes the templates of a device that have not been refreshed for an age, and the device if no template is
 // left. It returns their number. A time in the future, after a step of the clock, becomes now.
 func (s *Store) prune(d *device, now int64, age time.Duration) (n uint64) {
