@@ -82,6 +82,18 @@ type target struct {
 	Met   bool    `json:"met"`
 }
 
+// Targets implements harness.Report.
+func (r *report) Targets() (all []harness.Target) {
+	for _, t := range r.targets() {
+		one := harness.Target{Claim: t.Name, Goal: fmt.Sprintf("at most %.0f", t.Limit), Measured: fmt.Sprintf("%.1f", t.Value), Verdict: "met"}
+		if !t.Met {
+			one.Verdict = "missed"
+		}
+		all = append(all, one)
+	}
+	return all
+}
+
 func (r *report) targets() []target {
 	var lost, needless, split, undecodable, refused float64
 	for _, s := range scenarios {
@@ -186,7 +198,7 @@ func (r *report) stalled() (longest float64) {
 func (r *report) Figures() any {
 	figures := map[string]any{
 		"split_ms_max": r.targets()[2].Value,
-		"targets":      r.targets(),
+		"aims":         r.targets(),
 		"skipped":      append([]string{}, r.skipped...),
 		memoryPart:     map[string]any{},
 		pacingPart:     r.pacingFigures(),

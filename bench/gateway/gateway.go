@@ -58,6 +58,8 @@ const (
 	partIperf    = "iperf3"
 	partUDP      = "udp"
 	partRoom     = "room"
+	partPrograms = "programs"
+	partCore     = "core"
 )
 
 type bench struct {
@@ -97,7 +99,7 @@ func insideGateway(args []string) (err error) {
 	o := options{
 		Links: []string{linkVeth, linkLimited}, RTTs: []int{0, 1, 15, 100, 285}, MTUs: []int{1500, 65520}, CCs: []string{"cubic", "bbr"},
 		Directions: []string{upload, download}, Connections: []int{1, 16}, Sides: slices.Clone(gatewaySides),
-		Only: []string{partPoints, partRequests, partRR, partIperf, partUDP, partRoom},
+		Only: []string{partPoints, partRequests, partRR, partIperf, partUDP, partRoom, partPrograms, partCore},
 	}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "run for two minutes instead of twenty, with fewer points")
@@ -108,7 +110,7 @@ func insideGateway(args []string) (err error) {
 	list(fs, &o.CCs, "ccs", "congestion controls: cubic, bbr", oneOf("cubic", "bbr"))
 	list(fs, &o.Directions, "directions", "directions: upload, download", oneOf(upload, download))
 	list(fs, &o.Connections, "connections", "numbers of connections", strconv.Atoi)
-	list(fs, &o.Only, "only", "parts to run: points, requests, rr, iperf3, udp, room", oneOf(o.Only...))
+	list(fs, &o.Only, "only", "parts to run: points, requests, rr, iperf3, udp, room, programs, core", oneOf(o.Only...))
 	list(fs, &o.Sides, "sides", "sides to measure: native, sockeye, pasta, pasta_new", oneOf(gatewaySides...))
 	fs.StringVar(&o.newPasta, "pasta-new", "", "`directory` that tools/pasta-sid has printed; empty: leave this pasta out")
 	fs.StringVar(&o.noNewPasta, "no-pasta-new", "-pasta-new is not given", "`reason` for an empty -pasta-new, for the report")
@@ -129,9 +131,9 @@ func insideGateway(args []string) (err error) {
 	if o.Quick && !given["connections"] {
 		o.Connections = []int{1}
 	}
-	for _, program := range []string{"pasta", "iperf3"} {
+	for _, program := range []string{"pasta", "iperf3", "wrk", "redis-benchmark", "redis-server", "nginx", "wget"} {
 		if _, err := exec.LookPath(program); err != nil {
-			return fmt.Errorf("find %s: %w (Debian's packages are passt and iperf3)", program, err)
+			return fmt.Errorf("find %s: %w (Debian's packages are passt, iperf3, wrk, redis-server, nginx-light and wget)", program, err)
 		}
 	}
 	if o.newPasta == "" {
@@ -185,6 +187,16 @@ func (b *bench) all(ctx context.Context) error {
 			return err
 		}
 	}
+	if slices.Contains(b.Only, partPrograms) {
+		if err := b.runPrograms(ctx); err != nil {
+			return err
+		}
+	}
+	if slices.Contains(b.Only, partCore) {
+		if err := b.core(ctx); err != nil {
+			return err
+		}
+	}
 	if slices.Contains(b.Only, partRoom) {
 		if err := b.ablation(ctx); err != nil {
 			return err
@@ -204,7 +216,7 @@ func (b *bench) readVersions(ctx context.Context) error {
 		return fmt.Errorf("read the version of passt: %w", err)
 	}
 	b.report.PastaVersion = string(out)
-	b.report.Compare(ctx, map[string]string{"iperf3": "--version"})
+	b.report.Compare(ctx, map[string]string{"iperf3": "--version", "wrk": "-v", "redis-server": "--version", "nginx": "-v", "wget": "--version"})
 	b.report.Versions["pasta"] = b.report.PastaVersion
 	if b.newPasta == "" {
 		return nil
@@ -229,10 +241,12 @@ func (p *gatewayPath) newSides(ctx context.Context, names []string, mtu int) (si
 	}
 	for _, name := range names {
 		side, err := p.newSide(ctx, name, mtu)
+		if side != nil {
+			sides[name] = side
+		}
 		if err != nil {
 			return nil, nil, errors.Join(err, stop())
 		}
-		sides[name] = side
 	}
 	return sides, stop, nil
 }
@@ -295,9 +309,17 @@ func (b *bench) duration(rtt int) (all, warmup time.Duration) {
 	return all, all / 2
 }
 
+// pointRounds returns the number of runs of a point: short ones vary more.
+func (o *options) pointRounds(rtt int) int {
+	if o.Quick || rtt > 1 {
+		return o.Rounds
+	}
+	return 3 * o.Rounds
+}
+
 func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gatewayPoint) error {
 	all, warmup := b.duration(point.RTT)
-	for range b.Rounds {
+	for range b.pointRounds(point.RTT) {
 		for _, name := range harness.Turn(b.Sides, b.round) {
 			r, err := b.load(p, sides[name], task{
 				Kind: point.Direction, CC: point.CC, Connections: point.Connections, Duration: all,

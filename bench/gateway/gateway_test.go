@@ -116,6 +116,13 @@ func TestGatewayReport(t *testing.T) {
 			},
 			{Connections: 16, MTU: 1500, Trips: tripsOf(10, 18, 40, 15), Connects: tripsOf(30, 40, 90, 50)},
 		},
+		Programs: []*gatewayProgram{
+			{Name: "redis-benchmark", Unit: "connections/s", Runs: map[string][]float64{sideNative: {20000}, sideSockeye: {12000}, sidePasta: {9000}, sidePastaNew: {8000}}},
+			{Name: "wget", Unit: "s", smaller: true, Runs: map[string][]float64{sideNative: {2}, sideSockeye: {2.1}, sidePasta: {5}, sidePastaNew: {4}}},
+		},
+		Core: []*gatewayCore{{MTU: 65520, Direction: upload, Runs: map[string][]coreRun{
+			sideNative: {{Mbit: 9000}}, sideSockeye: {{8000, 0.9, 18000, 8, 20000}}, sidePasta: {{700, 1, 60000, 0.7, 60000}}, sidePastaNew: {{900, 1, 70000, 0.9, 70000}},
+		}}},
 		Seeds: []gatewaySeed{{RTT: 15, Seconds: map[string][]float64{sideNative: {900, 950}}, Mean: map[string]harness.Figure{sideNative: 925}}},
 	}
 	// The load stalls in one round of three, which the median does not show.
@@ -189,8 +196,13 @@ func TestGatewayReport(t *testing.T) {
 		"no partial send: met at 3 of 4 points\n", "no stall: met at 3 of 4 points\n", "less CPU per GB than pasta: met at 3 of 4 points\n",
 		"66      65       -      64\n", "900 950\n", "pasta: passt 1; pasta_new: passt 2\n",
 		"less CPU per GB than the newest pasta: met at 3 of 4 points\n",
-		"round trips, median at most 1.7 times native's: met at 1 of 2 points\n  missed: MTU 1500, 16 connections: 1.80 times\n",
-		"round trips, P99 below that of pasta_new: met at 1 of 2 points\n", "connects, median below that of pasta_new: met at 1 of 2 points\n",
+		"median of a round trip to native's, MTU 1500, 16 connections: 1.80 [1.80 .. 1.80], at most 1.70: missed\n",
+		"P99 of a connect to the newest pasta's, MTU 1500, 16 connections: 0.80 [0.80 .. 0.80], at most 1.00: met\n",
+		"without delay, at least 0.6 times native: met at 1 of 1 points\n",
+		"wget             s              2.00    2.10     5.00   4.00       1.05 [1.05 .. 1.05]  0.53 [0.53 .. 0.53]\n",
+		"connections/s of redis-benchmark to the newest pasta's: 1.50 [1.50 .. 1.50], at least 1.00: met\n",
+		"time of wget to native's: 1.05 [1.05 .. 1.05], at most 1.05: met\n",
+		"MTU 65520, upload  9000    8000     700    900        0.90                 1.00   1.00       8.0                  0.7    0.9        20000    60000  70000\n",
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("the report does not contain %q:\n%s", want, text)

@@ -43,7 +43,7 @@ func enlarge(n *lab.Namespace) error {
 	return errors.Join(n.Sysctl("ipv4.tcp_wmem", seedBuffers), n.Sysctl("ipv4.tcp_rmem", seedBuffers))
 }
 
-func (b *bench) seeds(ctx context.Context) error {
+func (b *bench) seeds(ctx context.Context) (err error) {
 	p, err := newGatewayPath(ctx, b.lab, linkSeed, b.newPasta)
 	if err != nil {
 		return err
@@ -52,6 +52,9 @@ func (b *bench) seeds(ctx context.Context) error {
 		return err
 	}
 	guest, err := p.newSide(ctx, sideSockeye, seedMTU)
+	if guest != nil {
+		defer func() { err = errors.Join(err, guest.stop()) }()
+	}
 	if err != nil {
 		return err
 	}

@@ -52,7 +52,9 @@ const (
 	// linkDatagrams is a veth pair for the UDP loads, and linkTrips one for round trips.
 	linkDatagrams = "udp"
 	linkTrips     = "rr"
-	linkRoom      = "room" // as linkSeed, for the comparison of formulas
+	linkRoom      = "room"     // as linkSeed, for the comparison of formulas
+	linkPrograms  = "programs" // veth pair
+	linkCore      = "10gbit"
 )
 
 // gatewayPath is a host with gateways and a remote server.
@@ -75,7 +77,7 @@ const gatewayRate = 1e9 // bits/s of the link
 // newGatewayPath creates a path with servers of loads and of round trips.
 func newGatewayPath(ctx context.Context, l *lab.Lab, link, newPasta string) (p *gatewayPath, err error) {
 	p = &gatewayPath{lab: l, name: link, device: "eth0", newPasta: newPasta}
-	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams, linkTrips, linkRoom}, link))
+	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams, linkTrips, linkRoom, linkPrograms, linkCore}, link))
 	for i := range p.addresses {
 		p.addresses[i] = netip.AddrFrom4([4]byte{10, 84, subnet, byte(1 + i)})
 	}
@@ -93,11 +95,15 @@ func newGatewayPath(ctx context.Context, l *lab.Lab, link, newPasta string) (p *
 	for i, a := range p.addresses {
 		prefixes[i] = []netip.Prefix{netip.PrefixFrom(a, 24)}
 	}
-	if slices.Contains([]string{linkVeth, linkDatagrams, linkTrips}, link) {
+	if slices.Contains([]string{linkVeth, linkDatagrams, linkTrips, linkPrograms}, link) {
 		err = lab.ConnectVeth(lab.VethEnd{Namespace: p.host, Name: p.device, Addresses: prefixes[0]}, lab.VethEnd{Namespace: p.far, Name: p.device, Addresses: prefixes[1]})
 	} else {
 		p.device = "link0"
-		p.link, err = l.Connect(hosts[0], hosts[1], lab.LinkOptions{Name: p.device, Rate: gatewayRate, Offload: true}, prefixes[0], prefixes[1])
+		options := lab.LinkOptions{Name: p.device, Rate: gatewayRate, Offload: true}
+		if link == linkCore {
+			options.Rate = coreRate
+		}
+		p.link, err = l.Connect(hosts[0], hosts[1], options, prefixes[0], prefixes[1])
 	}
 	if err != nil {
 		return nil, err

@@ -13,8 +13,6 @@ import (
 	"os"
 	"runtime"
 	"runtime/debug"
-	"slices"
-	"strings"
 	"time"
 	"unsafe"
 
@@ -376,48 +374,6 @@ func (r *gatewayRR) print(p harness.Printf, suffix string, runs map[string][]rrR
 // aimTrips is the highest ratio of a median time to native's.
 const aimTrips = 1.7
 
-// printTripAims prints the aims for round trips and connects.
-func (r *gatewayReport) printTripAims(p harness.Printf) {
-	if !slices.Contains(r.Options.Sides, sideNative) || !slices.Contains(r.Options.Sides, sideSockeye) {
-		return
-	}
-	peer := sidePastaNew
-	if !slices.Contains(r.Options.Sides, peer) {
-		peer = sidePasta
-	}
-	for _, kind := range []string{roundTrips, connects} {
-		for _, aim := range []struct {
-			title string
-			of    func(*rrResult) float64
-			to    string
-			most  float64
-		}{
-			{fmt.Sprintf("median at most %g times native's", aimTrips), rrMedian, sideNative, aimTrips},
-			{"median below that of " + peer, rrMedian, peer, 1},
-			{"P99 below that of " + peer, rrP99, peer, 1},
-		} {
-			all, missed := 0, ""
-			for _, x := range r.RR {
-				runs := x.Trips
-				if kind == connects {
-					runs = x.Connects
-				}
-				ratio := medianOf(runs[sideSockeye], aim.of) / medianOf(runs[aim.to], aim.of)
-				switch {
-				case math.IsNaN(ratio):
-					continue
-				case ratio > aim.most || aim.most == 1 && ratio == 1:
-					missed += fmt.Sprintf("  missed: %s: %.2f times\n", x.name(), ratio)
-				}
-				all++
-			}
-			if all > 0 {
-				p("%s, %s: met at %d of %d points\n%s", kind, aim.title, all-strings.Count(missed, "\n"), all, missed)
-			}
-		}
-	}
-}
-
 // rrTime returns the duration of a load of round trips or connects, and how often each is run.
 func (o *options) rrTime() (time.Duration, int) {
 	if o.Quick {
@@ -451,10 +407,14 @@ func (b *bench) rrMTU(ctx context.Context, p *gatewayPath, mtu int) (err error) 
 		r := &gatewayRR{Connections: n, MTU: mtu, Trips: map[string][]rrResult{}, Connects: map[string][]rrResult{}}
 		for range rounds {
 			for _, name := range harness.Turn(b.Sides, b.round) {
-				for kind, to := range map[string]map[string][]rrResult{roundTrips: r.Trips, connects: r.Connects} {
+				for _, kind := range harness.Turn([]string{roundTrips, connects}, b.round) {
 					result, err := b.trips(p, sides[name], task{Kind: kind, Connections: n, Duration: duration})
 					if err != nil {
 						return err
+					}
+					to := r.Trips
+					if kind == connects {
+						to = r.Connects
 					}
 					to[name] = append(to[name], *result)
 				}

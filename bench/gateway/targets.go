@@ -4,6 +4,7 @@ package gateway
 
 import (
 	"fmt"
+	"slices"
 
 	"sockeye/bench/harness"
 )
@@ -21,6 +22,11 @@ func (r *gatewayReport) Targets() (all []harness.Target) {
 		}
 		all = append(all, t)
 	}
+	return append(append(all, r.tripTargets()...), r.programTargets()...)
+}
+
+// tripTargets returns the goals of round trips and connects.
+func (r *gatewayReport) tripTargets() (all []harness.Target) {
 	for _, x := range r.RR {
 		for _, kind := range []struct {
 			name string
@@ -34,6 +40,9 @@ func (r *gatewayReport) Targets() (all []harness.Target) {
 					side, title string
 					goal        float64
 				}{{sideNative, "native's", aimTrips}, {sidePastaNew, "the newest pasta's", 1}} {
+					if !slices.Contains(r.Options.Sides, to.side) || !slices.Contains(r.Options.Sides, sideSockeye) {
+						continue
+					}
 					d := harness.DistributionOf(ratiosOf(kind.runs, sideSockeye, to.side, figure.of))
 					claim := fmt.Sprintf("%s of a %s to %s, %s", figure.name, kind.name, to.title, x.name())
 					all = append(all, harness.AtMost(claim, "%.2f", to.goal, d))

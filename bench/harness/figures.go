@@ -78,6 +78,14 @@ func (d Distribution) String() string {
 	return fmt.Sprintf("%.3f [%.3f .. %.3f]", d.Median, d.P25, d.P75)
 }
 
+// Format formats the distribution as "median [low .. high]", each number by verb, and as "-" if nothing was measured.
+func (d Distribution) Format(verb string) string {
+	if math.IsNaN(float64(d.Median)) {
+		return "-"
+	}
+	return fmt.Sprintf(verb+" ["+verb+" .. "+verb+"]", d.Median, d.Low, d.High)
+}
+
 // Verdict returns whether the median is at least aim.
 func (d Distribution) Verdict(aim float64) string {
 	switch a := Figure(aim); {

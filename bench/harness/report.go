@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
 	"os"
@@ -108,7 +109,7 @@ func measured(format string, d Distribution) string {
 	if math.IsNaN(float64(d.Median)) {
 		return "not measured"
 	}
-	return fmt.Sprintf(format+" ["+format+" .. "+format+"]", d.Median, d.Low, d.High)
+	return d.Format(format)
 }
 
 // Printf writes text. Consecutive lines with tabs are a table, whose cells the tabs separate.
@@ -188,7 +189,16 @@ func JSON(r Report) ([]byte, error) {
 		}
 		parts[i] = b
 	}
-	// Both are objects.
-	own := bytes.TrimRight(parts[0][:len(parts[0])-1], "\n ")
-	return slices.Concat(own, []byte(","), parts[1][1:], []byte("\n")), nil
+	// Both are objects, of which readers keep the last value of a key.
+	var own, common map[string]json.RawMessage
+	if err := errors.Join(json.Unmarshal(parts[0], &own), json.Unmarshal(parts[1], &common)); err != nil {
+		return nil, fmt.Errorf("write figures: %w", err)
+	}
+	for key := range common {
+		if own[key] != nil {
+			return nil, fmt.Errorf("write figures: the key %q is in the common part and in that of the benchmark", key)
+		}
+	}
+	first := bytes.TrimRight(parts[0][:len(parts[0])-1], "\n ")
+	return slices.Concat(first, []byte(","), parts[1][1:], []byte("\n")), nil
 }

@@ -408,7 +408,7 @@ func (r *peersReport) Print(p harness.Printf) {
 // Figures implements harness.Report.
 func (r *peersReport) Figures() any {
 	return map[string]any{
-		"run": r, "peers": peerFigures(r.arms, r.traits, r.rate, nil, r.plain), "text": harness.Text(r),
+		"run": r, "peers": peerFigures(r.arms, r.traits, r.rate, nil, r.plain),
 		"rate": r.rate.runs, "cpu_plain": r.plain.runs,
 	}
 }
