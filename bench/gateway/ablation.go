@@ -21,7 +21,8 @@ import (
 	"sockeye/room"
 )
 
-// The ablation runs one upload through gateways that differ only in the formula of the window, over the path of the iperf3 loads.
+// The ablation runs one upload through gateways that differ in the formula of the window, and in whether full sockets are polled, over
+// the path of the iperf3 loads.
 
 const (
 	formulaPasst    = "passt"    // until April 2026
@@ -30,11 +31,24 @@ const (
 	formulaRoom     = "room"     // package room, and polling of full sockets
 )
 
-var ablationFormulas = []string{formulaPasst, formulaPatch, formulaSegments, formulaRoom}
+// polled follows the name of a formula with polling, and unpolled that of package room without.
+const polled, unpolled = "-polled", "-unpolled"
+
+var ablationFormulas = []string{
+	formulaPasst, formulaPasst + polled, formulaPatch, formulaPatch + polled, formulaSegments, formulaSegments + polled, formulaRoom + unpolled, formulaRoom,
+}
 
 // formulas returns the formulas by name; formulaRoom is none.
-func formulas(k room.Kernel) map[string]gateway.Formula {
-	return map[string]gateway.Formula{
+func formulas(k room.Kernel) map[string]*gateway.Formula {
+	all := map[string]*gateway.Formula{formulaRoom + unpolled: {}}
+	for name, space := range spaces(k) {
+		all[name], all[name+polled] = &gateway.Formula{Space: space}, &gateway.Formula{Space: space, Polls: true}
+	}
+	return all
+}
+
+func spaces(k room.Kernel) map[string]func(room.Snapshot) int {
+	return map[string]func(room.Snapshot) int{
 		formulaPasst: func(s room.Snapshot) int {
 			return min(s.SendWindow, max(scaledBuffer(s.SendBuffer)-s.Payload, 0))
 		},
@@ -145,7 +159,7 @@ func (r *ablationReport) Print(p harness.Printf) {
 	for _, x := range r.medians() {
 		p("%v\n", x)
 	}
-	p("Without room, full sockets are not polled. One snapshot of a socket takes %.0f ns.\n", r.Cost)
+	p("Polled: with polling of full sockets, for which the kernel grows their buffers, as with room. One snapshot of a socket takes %.0f ns.\n", r.Cost)
 }
 
 // Figures implements harness.Report.

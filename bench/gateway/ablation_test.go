@@ -30,9 +30,12 @@ func TestFormulas(t *testing.T) {
 		{formulaSegments, room.Snapshot{SendBuffer: 46080, Queued: 46080 - 2*(mss+overhead) - 1, MSS: mss, SendWindow: 1 << 20}, 2 * mss},
 		{formulaSegments, room.Snapshot{SendBuffer: 46080, Queued: 50000, MSS: mss, SendWindow: 1 << 20}, 0},
 	} {
-		if got := f[c.name](c.s); got != c.want {
+		if got := f[c.name].Space(c.s); got != c.want || f[c.name].Polls || !f[c.name+polled].Polls {
 			t.Errorf("%s of %+v: %d, want %d", c.name, c.s, got, c.want)
 		}
+	}
+	if other := f[formulaRoom+unpolled]; other == nil || other.Space != nil || other.Polls {
+		t.Errorf("room without polling: %+v", other)
 	}
 	if f[formulaRoom] != nil || f[""] != nil {
 		t.Error("package room has a formula")

@@ -198,7 +198,7 @@ func (b *bench) runPrograms(ctx context.Context) (err error) {
 	if b.Quick {
 		rounds = b.Rounds
 	}
-	for _, c := range b.options.programs(p.addresses[1].String()) {
+	for _, c := range b.programs(p.addresses[1].String()) {
 		x := &gatewayProgram{Name: c.name, Unit: c.unit, Runs: map[string][]float64{}, smaller: c.smaller}
 		for range rounds {
 			for _, name := range harness.Turn(b.Sides, b.round) {

@@ -40,7 +40,7 @@ type Config struct {
 	Diag     int
 	Outbound access.Outbound
 	Kernel   room.Kernel
-	Formula  Formula // nil: the estimate of package room
+	Formula  *Formula // nil: the estimate of package room, and full sockets are polled
 	// Connections is the maximum number of TCP connections in both directions. Default: 65536.
 	Connections int
 	// Outgoing is the maximum number of TCP connections that the guest opens, and separately of UDP sockets, each of which

@@ -9,10 +9,14 @@ import (
 	"sockeye/room"
 )
 
-// Formula returns the number of bytes that a host's socket is assumed to accept, for comparisons with the estimate of package
-// room. With a formula, the gateway does not poll full sockets, for which the kernel would grow their buffers, but recomputes all
-// windows every windowInterval, the interval of passt (ACK_INTERVAL).
-type Formula func(s room.Snapshot) int
+// Formula replaces the estimate of package room or the polling of full sockets, for comparisons. With a formula, the gateway
+// recomputes all windows every windowInterval, the interval of passt (ACK_INTERVAL).
+type Formula struct {
+	// Space returns the number of bytes that a host's socket is assumed to accept; nil: the estimate of package room.
+	Space func(s room.Snapshot) int
+	// Polls is set if full sockets are polled, for which the kernel then grows their buffers.
+	Polls bool
+}
 
 const windowInterval = 10 * time.Millisecond
 

@@ -13,7 +13,7 @@ import (
 func TestFormula(t *testing.T) {
 	size := 4096 * 3
 	c := everywhere
-	c.Formula = func(room.Snapshot) int { return size }
+	c.Formula = &Formula{Space: func(room.Snapshot) int { return size }}
 	p := newPuppet(t, c)
 	l := p.dial(listenOn(t, host4))
 	l.say(packet.ACK|packet.PSH, []byte("x"))

@@ -25,11 +25,9 @@ func (c *conn) advanceWindow() {
 // advanceWindowTo is advanceWindow with a snapshot of the host's socket.
 func (c *conn) advanceWindowTo(s room.Snapshot) {
 	c.rcv.armed = false
-	if f := c.g.config.Formula; f != nil {
-		c.openWindow(s, f(s))
-		return
-	}
-	if s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat {
+	f := c.g.config.Formula
+	polls := f == nil || f.Polls
+	if polls && (s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat) {
 		// isWritable requests EPOLLOUT, as room.Arm does. A socket that has become writable since the snapshot reports no
 		// event, and its snapshot is out of date.
 		if c.rcv.armed = !isWritable(c.fd); !c.rcv.armed {
@@ -39,8 +37,12 @@ func (c *conn) advanceWindowTo(s room.Snapshot) {
 			}
 		}
 	}
+	if f != nil && f.Space != nil {
+		c.openWindow(s, f.Space(s))
+		return
+	}
 	safe := c.g.config.Kernel.Estimate(s, c.rcv.recentWrite, &c.rcv.tracker).Safe
-	if !c.rcv.armed {
+	if polls && !c.rcv.armed {
 		// A writable socket accepts one whole segment, and no later event would report more space.
 		safe = max(safe, int(c.rcv.mss))
 	}
