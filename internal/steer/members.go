@@ -3,16 +3,12 @@
 package steer
 
 import (
-	"cmp"
 	"errors"
-	"fmt"
 	"io/fs"
 	"maps"
 	"os"
 	"slices"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/domain"
@@ -84,25 +80,13 @@ func (s *service) handle(event bpf.Event) {
 		for slot, seat := range s.Seats {
 			for _, socket := range seat.Sockets {
 				if socket.Cookie == event.Cookie {
-					s.VacateSlot(slot, whyClosed(event))
+					s.VacateSlot(slot, core.WhyClosed(event))
 					s.evaluatePID(seat.Process.PID)
 					return
 				}
 			}
 		}
 	}
-}
-
-// whyClosed describes the end of the process that closed a member's socket.
-func whyClosed(event bpf.Event) string {
-	status, ok := bpf.ExitStatus(event)
-	switch {
-	case !ok:
-		return "socket closed"
-	case status.Signaled():
-		return "process ended by " + cmp.Or(unix.SignalName(status.Signal()), fmt.Sprintf("signal %d", status.Signal()))
-	}
-	return fmt.Sprintf("process exited with status %d", status.ExitStatus())
 }
 
 func (s *service) seatOf(pid int) *core.Seat {
