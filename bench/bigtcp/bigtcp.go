@@ -31,6 +31,8 @@ type setup struct {
 	path    string
 	twoCPUs bool
 	message int // bytes; 0: the message size of the article
+	// segmentation compares packets of the MTU with those of up to 65536 bytes.
+	segmentation bool
 }
 
 // setups lists the setups. The first one is reported in detail.
@@ -41,6 +43,8 @@ var setups = []setup{
 	{title: "bridge, two CPUs", path: bigtcp.PathBridge, twoCPUs: true},
 	{title: "veth pair, two CPUs", path: bigtcp.PathVeth, twoCPUs: true},
 	{title: "bridge, 60000 bytes", path: bigtcp.PathBridge, message: 60000},
+	{title: "offload, one CPU", path: bigtcp.PathBridge, segmentation: true},
+	{title: "offload, two CPUs", path: bigtcp.PathBridge, segmentation: true, twoCPUs: true},
 }
 
 // bigtcpAims are the required ratios of on to off: from the article for transactions, from the first machine of this
@@ -91,7 +95,7 @@ func benchBigTCP(args []string) error {
 	r := &report{Run: harness.Begin()}
 	for i, s := range setups {
 		o := bigtcp.Defaults()
-		o.Path, o.TwoCPUs = s.path, s.twoCPUs
+		o.Path, o.TwoCPUs, o.Segmentation = s.path, s.twoCPUs, s.segmentation
 		if s.message > 0 {
 			o.Message = s.message
 		}
@@ -129,10 +133,11 @@ func (r *report) Print(p harness.Printf) {
 			}
 		}
 	}
-	p("\nRatios of on to off, by path; a message of 60000 bytes fits into one packet, also with BIG TCP off\n")
+	p("\nRatios of on to off, by path; a message of 60000 bytes fits into one packet, also with BIG TCP off. Offload: packets of the MTU (off) and of\n")
+	p("up to 65536 bytes (on), which is what segmentation offload gives without BIG TCP.\n")
 	head := fmt.Sprintf("%-27s", "")
 	for _, aim := range bigtcpAims {
-		head += fmt.Sprintf("%-22s", aim.title)
+		head += fmt.Sprintf("%-24s", aim.title)
 	}
 	p("%s\n", strings.TrimRight(head, " "))
 	for i, s := range setups {
@@ -140,7 +145,7 @@ func (r *report) Print(p harness.Printf) {
 			line := fmt.Sprintf("%-21s%-6s", s.title, families[family])
 			for _, aim := range bigtcpAims {
 				row, _ := r.Setups[i].Row(family, aim.row)
-				line += fmt.Sprintf("%-22s", ratioText(row))
+				line += fmt.Sprintf("%-24s", ratioText(row))
 			}
 			p("%s\n", strings.TrimRight(line, " "))
 		}
@@ -189,6 +194,25 @@ func (r *report) Figures() any {
 		Aims   map[string]map[string]string `json:"aims"`
 		Run    *report                      `json:"run"`
 	}{rrs, streams, aims, r}
+}
+
+// Targets implements harness.Report.
+func (r *report) Targets() (all []harness.Target) {
+	for _, family := range bigtcp.Families {
+		for _, aim := range bigtcpAims {
+			row, ok := r.Setups[0].Row(family, aim.row)
+			if !ok {
+				continue
+			}
+			goal := "at least"
+			if aim.most {
+				goal = "at most"
+			}
+			all = append(all, harness.Target{Claim: families[family] + ", " + aim.title + ", ratio of on to off", Goal: fmt.Sprintf("%s %.2f", goal, aim.ratio),
+				Measured: ratioText(row), Verdict: verdict(row, aim.ratio, aim.most)})
+		}
+	}
+	return all
 }
 
 // chart draws the reported setup, off and on, and the ratios of the other setups.

@@ -35,14 +35,14 @@ func Local(ctx context.Context, o Options) (result *Result, err error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &lab{size: o.Size}
+	l := &lab{size: o.Size, segmentation: o.Segmentation}
 	defer func() { err = joined(err, l.close()) }()
 	if err := l.build(o.Path); err != nil {
 		return nil, fmt.Errorf("create namespaces: %w", err)
 	}
 	result = &Result{
 		Path: o.Path, Kernel: linux.Release(), ClientCPU: last, ServerCPU: last,
-		Message: o.Message, Size: o.Size, Rounds: o.Rounds, ForNS: o.For.Nanoseconds(), Families: []Family{},
+		Message: o.Message, Size: o.Size, Segmentation: o.Segmentation, Rounds: o.Rounds, ForNS: o.For.Nanoseconds(), Families: []Family{},
 	}
 	if o.TwoCPUs {
 		result.ServerCPU = other
@@ -91,9 +91,11 @@ const interfaceName = "eth0"
 // A lab has the namespaces of the client, of the server, and of what connects them, if
 // anything.
 type lab struct {
-	path       string
-	size       uint32
-	namespaces []*namespace
+	path string
+	size uint32
+	// segmentation is that of the options.
+	segmentation bool
+	namespaces   []*namespace
 }
 
 type namespace struct {
@@ -341,7 +343,7 @@ func (l *lab) route(family string, host int) error {
 // set sets the sizes of all interfaces on the path.
 func (l *lab) set(on bool) error {
 	size := uint32(netif.Legacy)
-	if on {
+	if on && !l.segmentation {
 		size = l.size
 	}
 	for _, s := range l.namespaces {
@@ -359,6 +361,12 @@ func (l *lab) set(on bool) error {
 				sizes.GSOIPv4, sizes.GROIPv4 = size, size
 			}
 			if err := s.network.Set(link.Attrs().Index, sizes); err != nil {
+				return err
+			}
+			if !l.segmentation {
+				continue
+			}
+			if err := s.network.Do(func() error { return setOffloads(link.Attrs().Name, on) }); err != nil {
 				return err
 			}
 		}

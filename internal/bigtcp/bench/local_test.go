@@ -102,6 +102,27 @@ func stalled(r *Result, err error) bool {
 }
 
 // TestLocalInterrupted checks that Local leaves nothing behind, also if it is interrupted.
+// TestSegmentation compares packets of the MTU with packets of up to 65536 bytes.
+func TestSegmentation(t *testing.T) {
+	o := quick()
+	o.Rounds, o.For, o.Warmup, o.Segmentation = 1, 300*time.Millisecond, 20*time.Millisecond, true
+	r, err := Local(t.Context(), o)
+	for attempt := 1; attempt < 4 && stalled(r, err); attempt++ { // see TestLocal
+		r, err = Local(t.Context(), o)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, family := range Families {
+		if row, ok := r.Row(family, "stream_packet"); !ok || row.Off > 1514 || row.On < 3000 || row.On > 65550 {
+			t.Errorf("%s: packets of %.0f bytes off and %.0f on", family, row.Off, row.On)
+		}
+	}
+	if text := strings.Join(r.Text(), "\n"); !strings.Contains(text, "packets of the MTU (off) and up to 65536 bytes (on)") {
+		t.Errorf("text:\n%s", text)
+	}
+}
+
 func TestLocalInterrupted(t *testing.T) {
 	// Descriptors that the Go runtime opens once are open then.
 	if _, err := Local(t.Context(), quick()); err != nil {

@@ -57,6 +57,9 @@ type Options struct {
 	Warmup  time.Duration // of its connection, before; up to 5 s
 	// Path is between the namespaces of Local.
 	Path string
+	// Segmentation compares packets of the MTU (off) with packets of up to 65536 bytes (on), instead of BIG TCP: the effect of
+	// segmentation offload.
+	Segmentation bool
 	// TwoCPUs binds the ends to two CPUs.
 	TwoCPUs bool
 	// Progress, unless nil, is called after each run with the number of completed runs

@@ -16,16 +16,18 @@ import (
 
 // Result is the result of a benchmark.
 type Result struct {
-	Path      string   `json:"path"`       // of Paths
-	Kernel    string   `json:"kernel"`     // release
-	ClientCPU int      `json:"client_cpu"` // to which that end was bound
-	ServerCPU int      `json:"server_cpu"`
-	Message   int      `json:"message_bytes"` // of a request, and of its response
-	Size      uint32   `json:"size_bytes"`    // of the largest packet while on
-	Rounds    int      `json:"rounds"`
-	ForNS     int64    `json:"for_ns"` // measured of each run
-	Families  []Family `json:"families"`
-	Notes     []string `json:"notes,omitempty"` // of what could not be measured
+	Path      string `json:"path"`       // of Paths
+	Kernel    string `json:"kernel"`     // release
+	ClientCPU int    `json:"client_cpu"` // to which that end was bound
+	ServerCPU int    `json:"server_cpu"`
+	Message   int    `json:"message_bytes"` // of a request, and of its response
+	Size      uint32 `json:"size_bytes"`    // of the largest packet while on
+	// Segmentation is set if off are packets of the MTU, and on those of up to 65536 bytes.
+	Segmentation bool     `json:"segmentation,omitempty"`
+	Rounds       int      `json:"rounds"`
+	ForNS        int64    `json:"for_ns"` // measured of each run
+	Families     []Family `json:"families"`
+	Notes        []string `json:"notes,omitempty"` // of what could not be measured
 }
 
 // Family is the results of one IP family.
@@ -210,7 +212,11 @@ func (r *Result) Text() []string {
 	var text strings.Builder
 	p := func(format string, args ...any) { fmt.Fprintf(&text, format, args...) }
 	p("%s\n", r.path())
-	p("Requests and responses of %d bytes, and streams; packets of up to 65536 bytes (off) and %d (on), in turns.\n", r.Message, r.Size)
+	off, on := "up to 65536 bytes", fmt.Sprint(r.Size)
+	if r.Segmentation {
+		off, on = "the MTU", "up to 65536 bytes"
+	}
+	p("Requests and responses of %d bytes, and streams; packets of %s (off) and %s (on), in turns.\n", r.Message, off, on)
 	p("Medians of %d rounds of %v; ratio of on to off, and between what it lies with a confidence of 95 %%.\n", r.Rounds, time.Duration(r.ForNS))
 	for _, f := range r.Families {
 		table := [][]string{{familyName(f.Family), "", "off", "on", "ratio", "lies in"}}
