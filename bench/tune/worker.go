@@ -139,7 +139,7 @@ type rpcFlows struct {
 // rpcResult is the result of a flow after the warm-up.
 type rpcResult struct {
 	Size        int     `json:"size"`
-	Bytes       int64   `json:"bytes"` // of requests completed within the duration
+	Bytes       int64   `json:"bytes"` // acknowledged by the peer within the duration
 	Retransmits uint64  `json:"retransmits"`
 	Took        []int64 `json:"microseconds"` // of requests started within the duration, or of each MB of a stream
 }
@@ -263,37 +263,40 @@ func (l *rpcLoad) run(target string, o socketOptions, ready func() error) ([]rpc
 			}
 		})
 	}
-	// The total of retransmissions is read at both ends of the measured time.
-	var retransmits [2][]uint64
+	// The totals are read at both ends of the measured time: a large request takes most of it.
+	var at [2][]totals
 	for i, when := range []time.Time{begin, end} {
 		time.Sleep(time.Until(when))
 		for _, f := range flows {
-			n, err := retransmitted(f.conn)
-			retransmits[i] = append(retransmits[i], n)
+			n, err := readTotals(f.conn)
+			at[i] = append(at[i], n)
 			errs[len(flows)] = errors.Join(errs[len(flows)], err)
 		}
 	}
 	wg.Wait()
 	for i := range flows {
-		results[i].Retransmits = retransmits[1][i] - retransmits[0][i]
+		results[i].Retransmits = at[1][i].retransmits - at[0][i].retransmits
+		results[i].Bytes = int64(at[1][i].acknowledged - at[0][i].acknowledged)
 	}
 	return results, errors.Join(errs...)
 }
 
-// retransmitted returns the number of segments that a connection has retransmitted.
-func retransmitted(conn net.Conn) (n uint64, err error) {
+// totals are the segments that a connection has retransmitted, and its bytes that the peer has acknowledged.
+type totals struct{ retransmits, acknowledged uint64 }
+
+func readTotals(conn net.Conn) (n totals, err error) {
 	raw, err := conn.(syscall.Conn).SyscallConn()
 	if err != nil {
-		return 0, err
+		return n, err
 	}
 	cerr := raw.Control(func(fd uintptr) {
 		var info *unix.TCPInfo
 		if info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
-			n = uint64(info.Total_retrans)
+			n = totals{uint64(info.Total_retrans), info.Bytes_acked}
 		}
 	})
 	if err = errors.Join(cerr, err); err != nil {
-		return 0, fmt.Errorf("count retransmissions: %w", err)
+		return n, fmt.Errorf("read TCP_INFO: %w", err)
 	}
 	return n, nil
 }
@@ -318,9 +321,6 @@ func request(conn net.Conn, size int, begin, end time.Time) (r rpcResult, err er
 		if !start.Before(begin) {
 			r.Took = append(r.Took, done.Sub(start).Microseconds())
 		}
-		if !done.Before(begin) && done.Before(end) {
-			r.Bytes += int64(size)
-		}
 		start = done
 	}
 	return r, nil
@@ -339,9 +339,6 @@ func send(conn net.Conn, begin, end time.Time) (r rpcResult, err error) {
 	for sent := 0; ; {
 		n, err := conn.Write(payload[:streamWrite])
 		now := time.Now()
-		if !now.Before(begin) {
-			r.Bytes += int64(n)
-		}
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			return r, nil
 		}
