@@ -58,7 +58,7 @@ func TestBigTCPReport(t *testing.T) {
 	text := harness.Text(r)
 	for _, want := range []string{
 		"Two namespaces at a bridge", "IPv6  transactions  1.50: 1.60, met\n", "IPv4  latency, P90  0.70: 0.62, met\n",
-		"veth pair, two CPUs  IPv6  1.20 [1.19 .. 1.21]   0.83 [0.75 .. 0.92]   0.83 [0.75 .. 0.92]   1.20 [1.08 .. 1.32]\n",
+		"veth pair, two CPUs  IPv6  1.20 [1.19 .. 1.21]     0.83 [0.75 .. 0.92]     0.83 [0.75 .. 0.92]     1.20 [1.08 .. 1.32]\n",
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("no %q in\n%s", want, text)
