@@ -12,6 +12,8 @@ export OUT ?= $(CURDIR)/out
 
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 GOBUILD = go build -ldflags "$(LDFLAGS) -X sockeye/internal/cli/command.Version=$(VERSION)"
+# The results of a benchmark name the commit, also if GOFLAGS has -buildvcs=false.
+BENCHBUILD = go build -buildvcs=auto -o bin/bench ./bench
 PREFIX ?= /usr/local
 UNITDIR ?= /etc/systemd/system
 BINARY ?= bin/sockeye
@@ -130,14 +132,14 @@ demo-fleet: ## Three hosts behind a router, with ECMP alone and with Sockeye: on
 bench: ## Measure against plain SO_REUSEPORT, HAProxy, nftables and IPVS (QUICK=1: six minutes; LONG=1: an hour for each arm)
 	@tools/setup $(BENCH_PACKAGES)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
-	@go build -o bin/bench ./bench
+	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick,-vm) $(if $(LONG),-long 1h)
 
 .PHONY: bench-tune
 bench-tune: ## Measure tune against defaults, routes and setsockopt, in the lab (QUICK=1: two minutes)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
-	@go build -o bin/bench ./bench
+	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench tune -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
@@ -153,20 +155,20 @@ bench-tune-vm: ## Measure the incast with DCTCP, and with bpftune (BPFTUNE=its s
 .PHONY: bench-trace
 bench-trace: ## Measure what tracing costs, against none (QUICK=1: a minute)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
-	@go build -o bin/bench ./bench
+	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench trace -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-bigtcp
 bench-bigtcp: ## Measure what larger packets give, off and on (QUICK=1: a minute)
-	@go build -o bin/bench ./bench
+	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
 	@bin/bench bigtcp $(if $(QUICK),-quick)
 
 .PHONY: bench-gateway
 bench-gateway: ## Measure isolate against pasta and no gateway (QUICK=1: two minutes)
 	@tools/setup $(BENCH_GATEWAY_PACKAGES)
-	@go build -o bin/bench ./bench
+	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
 	@if new=$$(tools/pasta-sid 2>"$(OUT)/pasta-sid.log"); then set -- -pasta-new "$$new"; \
 		else set -- -no-pasta-new "$$(tail -n 1 "$(OUT)/pasta-sid.log")"; fi; \
@@ -176,14 +178,14 @@ bench-gateway: ## Measure isolate against pasta and no gateway (QUICK=1: two min
 bench-continuity: ## Measure what changes separate, lose and close (QUICK=1: a minute)
 	@tools/setup $(DEMO_PACKAGES)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
-	@go build -o bin/bench ./bench
+	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench continuity -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-watch
 bench-watch: ## Measure what 100,000 refusals per second cost (QUICK=1: a minute and a half)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
-	@go build -o bin/bench ./bench
+	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench watch -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
@@ -191,7 +193,7 @@ bench-watch: ## Measure what 100,000 refusals per second cost (QUICK=1: a minute
 bench-fleet: ## Measure forwarding to other hosts of a fleet against the kernel's own, nftables and IPVS (QUICK=1: a minute)
 	@tools/setup $(BENCH_FLEET_PACKAGES)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
-	@go build -o bin/bench ./bench
+	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
 	@bin/bench fleet -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
