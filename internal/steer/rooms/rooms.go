@@ -359,6 +359,7 @@ func (r *Rooms) nextUnread(slot int) (d waitingDatagram, ok bool) {
 			r.deliver(home, d)
 		}
 	}
+	clear(r.stale) // nothing is unread: after a change of the mapping, the counts of slots could be too high
 	return d, false
 }
 

@@ -96,3 +96,12 @@ func TestSavedRows(t *testing.T) {
 		t.Error("the next agent does not take the templates over")
 	}
 }
+
+// TestStale checks that no datagram is discarded for one whose wait has ended when the rooms have been read to their end.
+func TestStale(t *testing.T) {
+	r := New(&core.Service{Config: config.Service{Slots: 1}})
+	r.stale[0] = 3
+	if _, ok := r.nextUnread(0); ok || r.stale[0] != 0 {
+		t.Errorf("%v, stale %v", ok, r.stale)
+	}
+}
