@@ -258,6 +258,11 @@ func (t Tree) CheckNested(names ...string) error {
 		}
 		paths[name] = path
 	}
+	return CheckPaths(paths)
+}
+
+// CheckPaths is CheckNested for cgroups whose absolute paths are known. paths has them by name.
+func CheckPaths(paths map[string]string) error {
 	for _, outer := range slices.Sorted(maps.Keys(paths)) {
 		for _, inner := range slices.Sorted(maps.Keys(paths)) {
 			if outer == inner || !Within(paths[inner], paths[outer]) {

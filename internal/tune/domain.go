@@ -215,9 +215,23 @@ func (d *Domain) renew() {
 	for name := range d.tuners {
 		all = append(all, tuneChange{name: name})
 	}
-	for _, t := range d.tuners {
-		t.renew(all)
+	for name, t := range d.tuners {
+		t.renew(all, d.pathsBut(name))
 	}
+}
+
+// pathsBut returns the absolute paths of the tuned cgroups by name, without one.
+func (d *Domain) pathsBut(name string) map[string]string {
+	paths := make(map[string]string)
+	for _, t := range d.tuners {
+		if t.name == name {
+			continue
+		}
+		if path := t.path(); path != "" {
+			paths[t.name] = path
+		}
+	}
+	return paths
 }
 
 // programs returns the ids of the attached programs.

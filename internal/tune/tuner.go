@@ -66,7 +66,7 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 		_ = json.Unmarshal(data, &t.scope)
 	}
 	t.rules, t.services = c.rules, c.services
-	if err := t.open(); err != nil {
+	if err := t.open(d.pathsBut(c.name)); err != nil {
 		t.closeLocked()
 		if !pinned {
 			err = fault.Join(err, bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{t.scope}))
@@ -80,8 +80,9 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 }
 
 // open attaches the program to the cgroup and installs the rules. For a unit that does not run, open sets the problem
-// and returns nil.
-func (t *tuner) open() error {
+// and returns nil. others are the paths of the other tuned cgroups by name: a unit may have started in one of them since
+// the rules were planned.
+func (t *tuner) open(others map[string]string) error {
 	t.problem = nil
 	err := t.scope.Open(t.host.Cgroups, t.name)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -89,6 +90,10 @@ func (t *tuner) open() error {
 		return nil
 	}
 	if err != nil {
+		return err
+	}
+	others[t.name] = t.scope.Path
+	if err := nestedError(scope.CheckPaths(others)); err != nil {
 		return err
 	}
 	if idle := t.idle; idle != nil {
@@ -157,9 +162,9 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 	return compiled, nil
 }
 
-// renew attaches the program again if the cgroup was created again, for example because a unit was started. others
-// are the cgroups of the policy.
-func (t *tuner) renew(others []tuneChange) {
+// renew attaches the program again if the cgroup was created again, for example because a unit was started. all are
+// the cgroups of the policy, and others the paths of the other tuned cgroups by name.
+func (t *tuner) renew(all []tuneChange, others map[string]string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	path, err := t.host.Cgroups.Find(t.name)
@@ -168,7 +173,7 @@ func (t *tuner) renew(others []tuneChange) {
 	}
 	before := t.problem
 	t.detach()
-	if err := t.reopen(others); err != nil {
+	if err := t.reopen(all, others); err != nil {
 		if before == nil || before.Error() != err.Error() {
 			t.log.Warn("cgroup not tuned", events.CgroupNotTuned, "error", err)
 		}
@@ -185,14 +190,14 @@ func (t *tuner) inForce() bool {
 	return t.problem == nil && t.tune != nil && t.tune.Attached()
 }
 
-func (t *tuner) reopen(others []tuneChange) error {
-	for _, other := range others {
-		// The cgroup of a unit may be below another one.
+func (t *tuner) reopen(all []tuneChange, others map[string]string) error {
+	for _, other := range all {
+		// The cgroup of a unit may be below another one, which is not tuned then either.
 		if err := checkNested(t.host.Cgroups, []tuneChange{{name: t.name}, other}); err != nil {
 			return err
 		}
 	}
-	return t.open()
+	return t.open(others)
 }
 
 // detach closes the pins of a removed cgroup. It keeps the loaded program for the next cgroup, because loading is much

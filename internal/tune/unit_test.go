@@ -11,6 +11,8 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -123,6 +125,47 @@ func TestCheckNested(t *testing.T) {
 		if err := checkNested(h, rules(c.names...)); (fault.Code(err) == fault.CodeConflict) != c.nested {
 			t.Errorf("%v: %v, want nested %v", c.names, err, c.nested)
 		}
+	}
+}
+
+// TestUnitStartsInTuned starts a unit in a tuned slice again and again while the domain looks for units: the unit never
+// gets a program.
+func TestUnitStartsInTuned(t *testing.T) {
+	root, mkdir := testenv.CgroupTree(t)
+	outer := mkdir("outer.slice")
+	unit := filepath.Join(outer, "collector.service")
+	a := tuneAndTrace(t, root)
+	defer a.Stop()
+	a.Start(t, "tune:\n  - {name: a, cgroup: outer.slice, set: {sndbuf: 100KB}}\n  - {name: b, cgroup: collector.service, set: {sndbuf: 100KB}}\n")
+	defer a.Retire(t)
+	var looking sync.WaitGroup
+	stop := make(chan struct{})
+	looking.Go(func() {
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				a.Host.Watch.Look()
+			}
+		}
+	})
+	defer looking.Wait()
+	defer close(stop)
+	for range 300 {
+		mkdir("outer.slice/collector.service")
+		a.Host.Watch.Look()
+		status := a.Status(t)
+		if s := status.Tune[0]; s.Attached || !strings.Contains(s.Problem, "is inside cgroup outer.slice") || s.Hint == "" {
+			t.Fatalf("the unit: %+v", s)
+		}
+		if list := attachedAt(t, root); !slices.Equal(list, []string{"outer.slice"}) {
+			t.Fatalf("attached to %q", list)
+		}
+		if err := unix.Rmdir(unit); err != nil {
+			t.Fatal(err)
+		}
+		a.Host.Watch.Look()
 	}
 }
 

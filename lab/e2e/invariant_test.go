@@ -528,14 +528,15 @@ func (w *waits) sample(stop <-chan struct{}) {
 			pid = w.pid.Load()
 			clear(threads)
 		}
-		paths, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid)) // none between two agents
-		longest := time.Duration(0)                                              // threads wait at the same time
-		for _, path := range paths {
+		tasks := fmt.Sprintf("/proc/%d/task", pid)
+		entries, _ := os.ReadDir(tasks) // none between two agents
+		longest := time.Duration(0)     // threads wait at the same time
+		for _, e := range entries {
 			var running, waiting int64
-			b, _ := os.ReadFile(path)
+			b, _ := os.ReadFile(filepath.Join(tasks, e.Name(), "schedstat"))
 			if _, err := fmt.Sscan(string(b), &running, &waiting); err == nil {
-				longest = max(longest, time.Duration(waiting)-threads[path])
-				threads[path] = time.Duration(waiting)
+				longest = max(longest, time.Duration(waiting)-threads[e.Name()])
+				threads[e.Name()] = time.Duration(waiting)
 			}
 		}
 		if !started {
