@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strconv"
@@ -487,11 +488,11 @@ func must[T any](h *host, args ...string) T {
 
 // plain replaces values that differ between runs.
 func (h *host) plain(text string, pids ...int) string {
-	pairs := []string{h.dir, "DIR", h.pins, "PINS", testenv.CgroupPath(), "CGROUP"}
-	for _, pid := range pids {
-		pairs = append(pairs, strconv.Itoa(pid), "PID")
+	text = strings.NewReplacer(h.dir, "DIR", h.pins, "PINS", testenv.CgroupPath(), "CGROUP").Replace(text)
+	for _, pid := range pids { // no part of a longer number
+		text = regexp.MustCompile(`\b`+strconv.Itoa(pid)+`\b`).ReplaceAllString(text, "PID")
 	}
-	return strings.NewReplacer(pairs...).Replace(text)
+	return text
 }
 
 // refused runs a command that must fail in the same way with table and JSON output.
