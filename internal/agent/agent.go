@@ -401,12 +401,17 @@ func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
 }
 
 // Apply applies a policy to all domains and saves the policy as the one in force. If a step fails, the steps before it
-// are rolled back, and the previous policy stays in force.
+// are rolled back, and the previous policy stays in force. What fails after the last step is returned and logged, and
+// the policy stays in force.
 func (a *Agent) Apply(c api.Candidate) (_ *api.Plan, err error) {
 	a.applying.Lock()
 	defer a.applying.Unlock()
+	inForce := false
 	defer func() {
-		if err != nil {
+		switch {
+		case err != nil && inForce:
+			a.log.Error("policy applied, with an error", "policy", cmp.Or(c.Path, a.options.Policy), "error", firstLine(err))
+		case err != nil:
 			a.log.Error("policy not applied", events.PolicyNotApplied, "policy", cmp.Or(c.Path, a.options.Policy), "error", firstLine(err))
 		}
 	}()
@@ -439,13 +444,15 @@ func (a *Agent) Apply(c api.Candidate) (_ *api.Plan, err error) {
 	plan := a.describe(candidate.policy, steps)
 	a.logChanges(plan)
 	a.replaceExport(export)
-	if err := a.putInForce(candidate, metrics, page); err != nil {
-		return nil, err
+	inForce = true
+	if failed := a.putInForce(candidate, metrics, page); failed != nil {
+		err = fault.WithHint(fmt.Errorf("the policy is in force, but not saved: %w", failed), "sockeye apply saves it")
 	}
 	for _, d := range a.domains {
-		if err := d.Applied(candidate.policy, c, plan); err != nil {
-			return nil, err
-		}
+		err = fault.Join(err, d.Applied(candidate.policy, c, plan))
+	}
+	if err != nil {
+		return nil, err
 	}
 	return plan, nil
 }
@@ -461,8 +468,9 @@ func (a *Agent) readCandidate(c api.Candidate) (loadedPolicy, error) {
 		}
 		return previous, err
 	case c.Text != "" || c.Path != "":
-		policy, err := config.Parse([]byte(c.Text), c.Path)
-		return loadedPolicy{policy, []byte(c.Text), cmp.Or(c.Path, a.options.Policy)}, err
+		p, err := parsePolicy([]byte(c.Text), c.Path)
+		p.path = cmp.Or(c.Path, a.options.Policy)
+		return p, err
 	}
 	return readPolicy(a.options.Policy)
 }
@@ -549,7 +557,8 @@ func (a *Agent) logChanges(plan *api.Plan) {
 	}
 }
 
-// putInForce records an applied policy as the one in force. A non-nil metrics server replaces the current one.
+// putInForce records an applied policy as the one in force. A non-nil metrics server replaces the current one. The error
+// is that of saving the policy.
 func (a *Agent) putInForce(p loadedPolicy, metrics *metricsServer, page *pageChange) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -570,8 +579,8 @@ func eventsSize(policy *config.Policy) int64 {
 func (a *Agent) setPolicy(p loadedPolicy) error {
 	a.policy = p.policy
 	a.events.Resize(eventsSize(p.policy))
-	a.inForce = inForce{text: p.text, referenced: referencedFiles(p.policy)}
-	return a.savePolicy(p)
+	a.inForce = inForce{text: p.text, referenced: p.referenced, notSaved: a.savePolicy(p)}
+	return a.inForce.notSaved
 }
 
 // Status returns the state of the agent and of its domains.

@@ -62,7 +62,7 @@ type gateConn struct {
 	net.Conn
 	uid     uint32
 	since   time.Time // when the gate admitted the connection
-	serving int       // requests in progress: 0 or 1
+	serving int       // requests in progress, until the server has sent their answers
 	sending time.Time // since when a write of the answer waits for the client; zero while none does
 }
 
@@ -73,8 +73,8 @@ func (g *gate) wrap(server *http.Server) {
 	handler, connContext, connState := server.Handler, server.ConnContext, server.ConnState
 	server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if e, ok := r.Context().Value(gateConnKey{}).(*gateConn); ok {
-			g.addServing(e, 1)
-			defer g.addServing(e, -1)
+			g.beginRequest(e)
+			defer g.endRequest(e)
 			if g.evictsOldest {
 				w = &sendingWriter{ResponseWriter: w, gate: g, conn: e}
 			}
@@ -91,7 +91,10 @@ func (g *gate) wrap(server *http.Server) {
 		if connState != nil {
 			connState(c, s)
 		}
-		if s == http.StateClosed || s == http.StateHijacked {
+		switch s {
+		case http.StateIdle:
+			g.setIdle(c)
+		case http.StateClosed, http.StateHijacked:
 			g.remove(c)
 		}
 	}
@@ -184,10 +187,28 @@ func (g *gate) closeAll() {
 	}
 }
 
-func (g *gate) addServing(e *gateConn, by int) {
+func (g *gate) beginRequest(e *gateConn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	e.serving += by
+	e.serving++
+}
+
+// endRequest notes that a handler has returned. The server writes the rest of the answer afterwards.
+func (g *gate) endRequest(e *gateConn) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	e.sending = time.Now()
+}
+
+// setIdle notes that the server has sent the answers to all requests of a connection.
+func (g *gate) setIdle(c net.Conn) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, e := range g.conns {
+		if e.Conn == c {
+			e.serving, e.sending = 0, time.Time{}
+		}
+	}
 }
 
 // sendingWriter notes since when a write waits for the client.

@@ -78,11 +78,11 @@ func servicesOf(t testing.TB, a *Agent) []api.ServiceStatus {
 // begin starts an agent with the policy in text.
 func (a *Agent) begin(t testing.TB, text string) {
 	t.Helper()
-	policy, err := config.Parse([]byte(text), a.options.Policy)
+	policy, err := parsePolicy([]byte(text), a.options.Policy)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := a.startDomains(&startPolicy{loadedPolicy: loadedPolicy{policy, []byte(text), a.options.Policy}}); err != nil {
+	if err := a.startDomains(&startPolicy{loadedPolicy: policy}); err != nil {
 		t.Fatal(err)
 	}
 }

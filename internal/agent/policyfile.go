@@ -31,6 +31,9 @@ type loadedPolicy struct {
 	policy *config.Policy
 	text   []byte
 	path   string
+	// referenced has the state of the files that the policy names, from before their contents were read. So a file that
+	// changes while the policy is applied differs from its state afterwards.
+	referenced map[string]fileMark
 }
 
 // startPolicy is the policy that an agent starts with.
@@ -44,9 +47,9 @@ type startPolicy struct {
 
 // inForce describes the policy in force, for the comparison with the policy file.
 type inForce struct {
-	text []byte
-	// referenced has the state of the files that the policy names, when the policy was applied.
-	referenced map[string]fileMark
+	text       []byte
+	referenced map[string]fileMark // of loadedPolicy
+	notSaved   error               // why the policy is not in the state directory
 	// refused is the error of the policy file at the start of the agent, and refusedText the text of the file then.
 	refused     error
 	refusedText []byte
@@ -86,14 +89,27 @@ func (a *Agent) choosePolicy() (*startPolicy, error) {
 	return &startPolicy{loadedPolicy: applied, refused: err, refusedText: file.text}, nil
 }
 
+// parsePolicy parses a policy. After a parse error the result has the text.
+func parsePolicy(text []byte, path string) (loadedPolicy, error) {
+	policy, err := config.Parse(text, path)
+	p := loadedPolicy{policy: policy, text: text, path: path}
+	if err != nil {
+		return p, err
+	}
+	p.referenced = referencedFiles(policy)
+	if len(remoteFiles(policy)) > 0 { // which Parse has read before
+		p.policy, err = config.Parse(text, path)
+	}
+	return p, err
+}
+
 // readPolicy reads and parses a policy file. After a parse error the result has the text.
 func readPolicy(path string) (loadedPolicy, error) {
 	text, err := config.ReadFile(path)
 	if err != nil {
 		return loadedPolicy{}, fault.Unreadable(err, "sockeye init --write writes one from the processes that share ports; a file with the line services: {} is a policy that does nothing")
 	}
-	policy, err := config.Parse(text, path)
-	return loadedPolicy{policy, text, path}, err
+	return parsePolicy(text, path)
 }
 
 // readSaved reads and parses a policy of the state directory. After a parse error the result has the text.
@@ -104,7 +120,7 @@ func (a *Agent) readSaved(name string) (loadedPolicy, error) {
 		return loadedPolicy{}, err
 	}
 	from := a.savedPath(name)
-	policy, err := config.Parse(text, from)
+	policy, err := parsePolicy(text, from)
 	var flaws config.Errors
 	if errors.As(err, &flaws) {
 		for _, f := range flaws {
@@ -113,7 +129,7 @@ func (a *Agent) readSaved(name string) (loadedPolicy, error) {
 			}
 		}
 	}
-	return loadedPolicy{policy, text, from}, err
+	return policy, err
 }
 
 // savedPath returns the original path of a policy in the state directory.
@@ -175,10 +191,13 @@ func (a *Agent) policyProblem() (problem, hint string) {
 	case string(file.text) != string(now.text):
 		return "the policy file differs from the policy in force", show
 	}
-	for name, mark := range referencedFiles(file.policy) {
+	for name, mark := range file.referenced {
 		if before, ok := now.referenced[name]; ok && before != mark {
 			return name + ", which the policy names, has changed since it was applied", show
 		}
+	}
+	if now.notSaved != nil {
+		return "the policy in force is not saved: " + firstLine(now.notSaved), "sockeye apply saves it"
 	}
 	for _, listener := range []error{metrics, page} {
 		if listener != nil {
@@ -202,11 +221,23 @@ func referencedFiles(policy *config.Policy) map[string]fileMark {
 	for _, s := range policy.Services {
 		add(s.DeviceMap)
 	}
+	for _, path := range remoteFiles(policy) {
+		add(path)
+	}
+	return files
+}
+
+// remoteFiles returns the files of prefixes that the rules of a policy name.
+func remoteFiles(policy *config.Policy) (files []string) {
 	for _, r := range policy.Tune {
-		add(r.Match.RemoteFile)
+		if r.Match.RemoteFile != "" {
+			files = append(files, r.Match.RemoteFile)
+		}
 	}
 	for _, r := range policy.Trace {
-		add(r.Match.RemoteFile)
+		if r.Match.RemoteFile != "" {
+			files = append(files, r.Match.RemoteFile)
+		}
 	}
 	return files
 }

@@ -902,7 +902,7 @@ func newVeth(t testing.TB) (there func(func())) {
 	}))
 	address(1)
 	local := func(text string) error {
-		return netns.AwaitLocal(&netlink.Handle{}, netip.MustParseAddr(text), 10*time.Second)
+		return netns.AwaitLocal(&netlink.Handle{}, netip.MustParseAddr(text), time.Minute)
 	}
 	check(t, local("fd08::1"))
 	check(t, netns.Do(other, func() error { return local("fd08::2") }))

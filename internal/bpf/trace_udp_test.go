@@ -151,19 +151,21 @@ func TestUDPQdisc(t *testing.T) {
 	w := newWire(t)
 	tr := trace(t, rxRules(udpTX, 1))
 	fd := tr.socket(far)
+	start := time.Now()
 	for range 100 {
 		write(t, fd, bytes)
 	}
 	s := tr.expectSent(100, 100, 0, 0, 0, 100*bytes)
-	if _, _, most := span(s.Stage[bpf.TraceStageQdisc]); most > 50*time.Millisecond {
+	if _, _, most := span(s.Stage[bpf.TraceStageQdisc]); most > time.Since(start) {
 		t.Errorf("qdisc: %v without a rate", most)
 	}
 	w.limit(rate, 1<<20)
-	start := time.Now()
+	start = time.Now()
 	for range datagrams {
 		write(t, fd, bytes)
 	}
-	if _, under := tr.sent(); under.Count == 0 || under.Count > datagrams {
+	_, under := tr.sent()
+	if late := time.Since(start) > (datagrams-3)*each; under.Count > datagrams || under.Count == 0 && !late {
 		t.Errorf("%d under way", under.Count)
 	}
 	until(t, "all have left", func() bool {
@@ -171,7 +173,7 @@ func TestUDPQdisc(t *testing.T) {
 		return under.Count == 0 || under.Oldest > time.Second
 	})
 	elapsed := time.Since(start)
-	s, under := tr.sent()
+	s, under = tr.sent()
 	// See TestUDPExact.
 	sent, missed := s.Outcome[bpf.TraceSent], s.Outcome[bpf.TraceMissed]+under.Count
 	if s.Chosen != 100+datagrams || sent+missed != s.Chosen || missed > 2 || s.Bytes != sent*bytes {
@@ -182,7 +184,8 @@ func TestUDPQdisc(t *testing.T) {
 	if most < (datagrams-5)*each || most > elapsed*17/16 {
 		t.Errorf("qdisc: at most %v, want %v to %v", most, (datagrams-5)*each, elapsed)
 	}
-	if _, _, most := span(s.Stage[bpf.TraceStageStack]); most > each {
+	// One write may wait for a CPU.
+	if _, _, most := span(s.Stage[bpf.TraceStageStack]); most > (datagrams-5)*each {
 		t.Errorf("stack: at most %v", most)
 	}
 }

@@ -489,8 +489,8 @@ func must[T any](h *host, args ...string) T {
 // plain replaces values that differ between runs.
 func (h *host) plain(text string, pids ...int) string {
 	text = strings.NewReplacer(h.dir, "DIR", h.pins, "PINS", testenv.CgroupPath(), "CGROUP").Replace(text)
-	for _, pid := range pids { // no part of a longer number
-		text = regexp.MustCompile(`\b`+strconv.Itoa(pid)+`\b`).ReplaceAllString(text, "PID")
+	for _, pid := range pids { // no part of a longer number, and no port
+		text = regexp.MustCompile(`(^|[^\w:.-])`+strconv.Itoa(pid)+`($|[^\w-])`).ReplaceAllString(text, "${1}PID$2")
 	}
 	return text
 }

@@ -45,7 +45,8 @@ func TestRegistrationReads(t *testing.T) {
 	}
 	first, last := counts[1]-counts[0], counts[len(counts)-1]-counts[len(counts)-2]
 	t.Logf("%d reads for the first %d members, %d for the last", first, part, last)
-	if last > first*3/2 {
+	// The number of requests of status varies. A cost for each member would make the factor 9.
+	if last > first*3 {
 		t.Errorf("%d reads for the first %d members, %d for the last", first, part, last)
 	}
 }

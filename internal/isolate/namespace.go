@@ -86,6 +86,8 @@ func OpenNetns(path string) (_ *Namespace, err error) {
 		return nil, fmt.Errorf("watch namespace: %w", err)
 	}
 	n.watch = os.NewFile(uintptr(fd), "folder")
+	// Before path is opened: a removal in between is then reported.
+	_, unwatched := unix.InotifyAddWatch(int(n.watch.Fd()), filepath.Dir(path), unix.IN_DELETE|unix.IN_MOVED_FROM|unix.IN_DELETE_SELF)
 	if fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
 		return nil, err
 	}
@@ -93,8 +95,8 @@ func OpenNetns(path string) (_ *Namespace, err error) {
 	if kind, err := unix.IoctlRetInt(fd, unix.NS_GET_NSTYPE); err != nil || kind != unix.CLONE_NEWNET {
 		return nil, ErrNoNamespace
 	}
-	if _, err := unix.InotifyAddWatch(int(n.watch.Fd()), filepath.Dir(path), unix.IN_DELETE|unix.IN_MOVED_FROM|unix.IN_DELETE_SELF); err != nil {
-		return nil, fmt.Errorf("watch namespace: %w", err)
+	if unwatched != nil {
+		return nil, fmt.Errorf("watch namespace: %w", unwatched)
 	}
 	return n, n.notOwn()
 }

@@ -244,21 +244,29 @@ func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
 func (t Tree) CheckNested(names ...string) error {
 	paths := make(map[string]string)
 	for _, name := range names {
-		path, err := t.Find(name)
-		switch {
-		case err == nil:
-		case !errors.Is(err, fs.ErrNotExist):
+		if _, err := t.Find(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("cgroup %s: %w", name, err)
-		case strings.HasSuffix(name, ".slice") && isUnit(name):
-			path = filepath.Join(t.Mount, slicePath(name))
-		case isUnit(name):
-			continue
-		default:
-			path = filepath.Join(t.Mount, name)
 		}
-		paths[name] = path
+		if path := t.Place(name); path != "" {
+			paths[name] = path
+		}
 	}
 	return CheckPaths(paths)
+}
+
+// Place returns the directory that a cgroup has, or will have when it exists. Place returns "" for a unit that does not run
+// and is no slice.
+func (t Tree) Place(name string) string {
+	path, err := t.Find(name)
+	switch {
+	case err == nil:
+		return path
+	case strings.HasSuffix(name, ".slice") && isUnit(name):
+		return filepath.Join(t.Mount, slicePath(name))
+	case isUnit(name):
+		return ""
+	}
+	return filepath.Join(t.Mount, name)
 }
 
 // CheckPaths is CheckNested for cgroups whose absolute paths are known. paths has them by name.
@@ -315,14 +323,20 @@ func (t Tree) Added(name, done string) []api.Change {
 	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "the cgroup is created, and removed when the policy no longer names it"}}
 }
 
-// Absent returns the error for a cgroup that does not exist. The hint says what happens once the cgroup
-// exists; effect is a clause such as "its connections are tuned".
+// Absent returns the error for a cgroup that does not exist. The error wraps fs.ErrNotExist. The hint says what happens
+// once the cgroup exists; effect is a clause such as "its connections are tuned".
 func Absent(name, effect string) error {
 	if isUnit(name) {
-		return fault.WithHint(fmt.Errorf("there is no unit %s", name), effect+" as soon as the unit starts")
+		return fault.WithHint(absent("there is no unit "+name), effect+" as soon as the unit starts")
 	}
-	return fault.WithHint(fmt.Errorf("there is no cgroup %s", name), effect+" as soon as the cgroup exists again")
+	return fault.WithHint(absent("there is no cgroup "+name), effect+" as soon as the cgroup exists again")
 }
+
+type absent string
+
+func (a absent) Error() string { return string(a) }
+
+func (absent) Unwrap() error { return fs.ErrNotExist }
 
 // Creates reports whether the agent may have to create the cgroup. That is so for a missing cgroup and for
 // any child of the root: after a reboot, it is missing and creating it needs CAP_DAC_OVERRIDE.

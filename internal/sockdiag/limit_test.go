@@ -208,9 +208,18 @@ func TestLimits(t *testing.T) {
 					v         sockdiag.Verdict
 					least     float64
 				)
+				// strange reports whether a reading had another cause than that of the scene.
+				strange := func() bool {
+					for cause, text := range causes {
+						if known := cause == s.cause || s.either && cause == sockdiag.NotGrown; !known || !strings.Contains(text, s.contains) {
+							return s.cause != ""
+						}
+					}
+					return false
+				}
 				// If the link gets no CPU, as on a busy host, the connection has another bottleneck at times. bbr then takes
 				// the link for a slow one until its next probe of the bandwidth.
-				for attempt := 1; attempt <= 20 && (momentary[s.want] <= looks/2 || v.By != s.want || v.Share < least); attempt++ {
+				for attempt := 1; attempt <= 20 && (momentary[s.want] <= looks/2 || v.By != s.want || v.Share < least || strange()); attempt++ {
 					momentary, causes = map[sockdiag.Limit]int{}, map[sockdiag.Cause]string{}
 					for i := range looks {
 						all := dump(t, c, sockdiag.Query{States: sockdiag.Connected, RemotePort: 7000})
@@ -244,10 +253,8 @@ func TestLimits(t *testing.T) {
 				if s.cause == "" {
 					return
 				}
-				for cause, text := range causes {
-					if known := cause == s.cause || s.either && cause == sockdiag.NotGrown; !known || !strings.Contains(text, s.contains) {
-						t.Errorf("advice %s: %s", cause, text)
-					}
+				if strange() {
+					t.Errorf("advice %v", causes)
 				}
 				found, _, err := sockdiag.ReadProcesses(func(inode uint32) bool { return inode == last.Inode })
 				check(t, err)

@@ -64,6 +64,10 @@ func isolate() (code int) {
 	// Destroy kills processes that the tests left running.
 	defer func() {
 		pids, _ := cgroup.Processes(dir)
+		// A process that was told to end may wait for a CPU.
+		for start := time.Now(); len(pids) > 0 && time.Since(start) < 10*time.Second; pids, _ = cgroup.Processes(dir) {
+			time.Sleep(Backoff(start))
+		}
 		for _, pid := range pids {
 			text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 			fmt.Printf("testenv: process %d is still running: %q\n", pid, text)

@@ -85,9 +85,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 		if err := d.openTracer(c); err != nil {
 			// A cgroup that cannot be traced does not stop the others.
 			d.log.Warn("cannot trace cgroup", events.CgroupNotTraced, "cgroup", c.name, "error", err)
-			t := d.newTracer(c)
-			t.problem = err
-			d.tracers[c.name] = t
+			d.register(c, err)
 		}
 	}
 	d.startOrStopHistory()

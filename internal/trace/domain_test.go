@@ -333,6 +333,14 @@ func TestTraceMetrics(t *testing.T) {
 	if err != nil || len(problems) > 0 {
 		t.Errorf("promlint: %v %v", problems, err)
 	}
+	// A busy host may retransmit a message, or coalesce two.
+	other := regexp.MustCompile(`(?m)^sockeye_trace_(messages|received)_total\{.*outcome="([^"]*)".*\n`)
+	text = other.ReplaceAllStringFunc(text, func(line string) string {
+		if outcome := other.FindStringSubmatch(line)[2]; outcome != "acked" && outcome != "read" {
+			return ""
+		}
+		return line
+	})
 	got := regexp.MustCompile(`(?m)^(sockeye_.*) \S+$`).ReplaceAllString(text, "$1 N")
 	got = strings.ReplaceAll(got, testenv.CgroupPath(), "CGROUP")
 	const file = "testdata/metrics.golden"

@@ -78,7 +78,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		}
 		if before != after {
 			add(c, changedTrace(c, t.rules, skipped))
+			continue
 		}
+		steps = append(steps, d.host.Retry(c.name, "tracing", t.failure())...)
 	}
 	return steps, nil
 }
@@ -185,7 +187,16 @@ func (d *Domain) apply(c cgroupRules) (rollback func() error, err error) {
 		before.rules, before.services = t.rules, t.services
 	}
 	d.mu.Unlock()
-	return func() error { return d.setRules(before) }, d.setRules(c)
+	rollback = func() error {
+		err := d.setRules(before)
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if err != nil && before.rules != nil && d.tracers[c.name] == nil {
+			d.register(before, err)
+		}
+		return err
+	}
+	return rollback, d.setRules(c)
 }
 
 // setRules replaces the rules of a cgroup. If setRules fails, the previous rules stay in force.

@@ -18,8 +18,9 @@ import (
 
 // stageProbe determines the stages that the kernel can measure, and caches whether it allows fentry programs.
 type stageProbe struct {
-	once sync.Once
-	err  error
+	mu     sync.Mutex
+	probed bool
+	err    error
 }
 
 // lackingStages returns the stages of each rule that the kernel cannot measure.
@@ -67,8 +68,13 @@ func (p *stageProbe) requirement(rule config.TraceRule, stage config.Stage) (str
 	return "", err
 }
 
-// probeSend probes the stage send on the first call and returns the cached result afterwards.
+// probeSend probes the stage send and caches the result, except for errors that may pass, such as a lack of memory.
 func (p *stageProbe) probeSend() error {
-	p.once.Do(func() { p.err = bpf.HaveSend() })
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.probed {
+		p.err = bpf.HaveSend()
+		p.probed = p.err == nil || errors.Is(p.err, ebpf.ErrNotSupported)
+	}
 	return p.err
 }

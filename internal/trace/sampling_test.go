@@ -253,7 +253,7 @@ func TestGroups(t *testing.T) {
 	for _, address := range []string{"fd93:0:0:1::1/128", "fd93:0:0:1::2/128", "fd93:0:0:2::1/128"} {
 		a := &netlink.Addr{IPNet: &net.IPNet{IP: netip.MustParsePrefix(address).Addr().AsSlice(), Mask: net.CIDRMask(128, 128)}, Flags: unix.IFA_F_NODAD}
 		check(t, netlink.AddrAdd(lo, a))
-		check(t, netns.AwaitLocal(&netlink.Handle{}, netip.MustParsePrefix(address).Addr(), 10*time.Second))
+		check(t, netns.AwaitLocal(&netlink.Handle{}, netip.MustParsePrefix(address).Addr(), time.Minute))
 		t.Cleanup(func() { check(t, netlink.AddrDel(lo, a)) })
 	}
 	w := loopback(t)

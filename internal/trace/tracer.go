@@ -68,6 +68,20 @@ func (d *Domain) newTracer(c cgroupRules) *tracer {
 		tracing: tracing{rules: c.rules, services: c.services}}
 }
 
+// register registers the tracer of a cgroup that could not be traced. Later events of the cgroup, and plans, try again.
+func (d *Domain) register(c cgroupRules, problem error) {
+	t := d.newTracer(c)
+	t.problem = problem
+	d.tracers[c.name] = t
+}
+
+// failure returns why the cgroup is not traced, or nil.
+func (t *tracer) failure() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.problem
+}
+
 func (d *Domain) openTracer(c cgroupRules) error {
 	t := d.newTracer(c)
 	t.mu.Lock()

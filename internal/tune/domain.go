@@ -55,20 +55,14 @@ func (d *Domain) Start(policy *config.Policy) error {
 	if err := d.removeOthers(wanted); err != nil {
 		return err
 	}
+	outerFirst(d.host.Cgroups, wanted)
 	for _, c := range wanted {
-		err := checkNested(d.host.Cgroups, wanted)
-		if err == nil {
-			err = d.startTuner(c)
+		if err := d.startTuner(c); err != nil {
+			// A policy that was valid can fail after a reboot with another kernel. The other cgroups are tuned
+			// nevertheless.
+			d.log.Warn("cgroup not tuned", events.CgroupNotTuned, "cgroup", c.name, "error", err)
+			d.register(c, err)
 		}
-		if err == nil {
-			continue
-		}
-		// A policy that was valid can fail after a reboot with another kernel. The other cgroups are tuned
-		// nevertheless.
-		d.log.Warn("cgroup not tuned", events.CgroupNotTuned, "cgroup", c.name, "error", err)
-		t := d.newTuner(c.name)
-		t.rules, t.services, t.problem = c.rules, c.services, err
-		d.tuners[c.name] = t
 	}
 	return nil
 }
@@ -166,7 +160,11 @@ func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
 		defer d.host.Watch.Look()
 		d.mu.Lock()
 		defer d.mu.Unlock()
-		return d.setRules(before)
+		err := d.setRules(before)
+		if err != nil && before.rules != nil && d.tuners[c.name] == nil {
+			d.register(before, err)
+		}
+		return err
 	}
 	return rollback, d.setRules(c)
 }
@@ -207,6 +205,13 @@ func (d *Domain) cgroups() []string {
 	return slices.Collect(maps.Keys(d.tuners))
 }
 
+// outerFirst sorts cgroups so that each comes before those inside it: only the inner ones are refused then.
+func outerFirst(tree scope.Tree, all []tuneChange) {
+	slices.SortStableFunc(all, func(a, b tuneChange) int {
+		return cmp.Or(cmp.Compare(len(tree.Place(a.name)), len(tree.Place(b.name))), cmp.Compare(a.name, b.name))
+	})
+}
+
 // renew attaches the programs to cgroups that were created again.
 func (d *Domain) renew() {
 	d.mu.Lock()
@@ -215,8 +220,9 @@ func (d *Domain) renew() {
 	for name := range d.tuners {
 		all = append(all, tuneChange{name: name})
 	}
-	for name, t := range d.tuners {
-		t.renew(all, d.pathsBut(name))
+	outerFirst(d.host.Cgroups, all)
+	for _, c := range all {
+		d.tuners[c.name].renew(d.pathsBut(c.name))
 	}
 }
 

@@ -150,6 +150,11 @@ func (p *optionProbe) probe() (map[string]error, error) {
 		if err != nil {
 			return nil, fmt.Errorf("probe options: %w", err)
 		}
+		for _, err := range probed {
+			if err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
+				return probed, nil // the error may pass, such as a lack of memory
+			}
+		}
 		p.probed = probed
 	}
 	return p.probed, nil

@@ -61,12 +61,43 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			add(c, changes)
 			continue
 		}
-		diff := changedRules(c.name, t.rules, c.rules)
+		diff := append(changedRules(c.name, t.rules, c.rules), t.changedSkips(c.rules, skipped)...)
 		if len(diff) > 0 || matchesService(c.rules) && !reflect.DeepEqual(listenersOf(t.services), listenersOf(c.services)) {
 			add(c, diff)
+			continue
 		}
+		steps = append(steps, d.host.Retry(c.name, "tuning", t.failure())...)
 	}
 	return steps, nil
+}
+
+// changedSkips lists the rules whose options the kernel supports now and did not support before, or the other way round. A
+// module of the kernel may have been loaded.
+func (t *tuner) changedSkips(rules []config.TuneRule, skipped map[string][]api.TuneSkipped) (changes []api.Change) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.inForce() {
+		return nil
+	}
+	for _, rule := range rules {
+		if was, is := optionsOf(t.skipped[rule.Name]), optionsOf(skipped[rule.Name]); was != is && hasRule(t.rules, rule.Name) {
+			changes = append(changes, api.Change{Cgroup: t.name, Action: "change", Effect: "for new connections",
+				What: fmt.Sprintf("rule %s: options that the kernel cannot set: %s -> %s", rule.Name, format.OrNone(was), format.OrNone(is))})
+		}
+	}
+	return changes
+}
+
+func hasRule(rules []config.TuneRule, name string) bool {
+	return slices.ContainsFunc(rules, func(r config.TuneRule) bool { return r.Name == name })
+}
+
+func optionsOf(skipped []api.TuneSkipped) string {
+	var names []string
+	for _, s := range skipped {
+		names = append(names, s.Option)
+	}
+	return strings.Join(names, ", ")
 }
 
 // CheckNested returns an error if the policy tunes a cgroup and a cgroup below it, as far as paths and the units of

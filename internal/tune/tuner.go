@@ -47,13 +47,32 @@ type tuneChange struct {
 	services []config.Service
 }
 
-// newTuner returns a tuner that is not attached.
-func (d *Domain) newTuner(name string) *tuner {
-	return &tuner{host: d.host, log: d.log.With("cgroup", name), kernel: d.kernel, name: name}
+// newTuner returns a tuner that is not attached, with the record that is pinned.
+func (d *Domain) newTuner(c tuneChange) *tuner {
+	t := &tuner{host: d.host, log: d.log.With("cgroup", c.name), kernel: d.kernel, name: c.name, rules: c.rules, services: c.services}
+	if data, err := bpf.ReadScope(d.host.Root.Tuning(scope.PinName(c.name))); err == nil {
+		// A damaged record is replaced.
+		_ = json.Unmarshal(data, &t.scope)
+	}
+	return t
+}
+
+// register registers the tuner of a cgroup that could not be tuned. Later events of the cgroup, and plans, try again.
+func (d *Domain) register(c tuneChange, problem error) {
+	t := d.newTuner(c)
+	t.problem = problem
+	d.tuners[c.name] = t
+}
+
+// failure returns why the cgroup is not tuned, or nil.
+func (t *tuner) failure() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.problem
 }
 
 func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
-	t := d.newTuner(c.name)
+	t := d.newTuner(c)
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	dir := d.host.Root.Tuning(scope.PinName(c.name))
@@ -61,11 +80,6 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 	if err != nil {
 		return nil, err
 	}
-	if data, err := bpf.ReadScope(dir); err == nil {
-		// A damaged record is replaced.
-		_ = json.Unmarshal(data, &t.scope)
-	}
-	t.rules, t.services = c.rules, c.services
 	if err := t.open(d.pathsBut(c.name)); err != nil {
 		t.closeLocked()
 		if !pinned {
@@ -162,9 +176,9 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 	return compiled, nil
 }
 
-// renew attaches the program again if the cgroup was created again, for example because a unit was started. all are
-// the cgroups of the policy, and others the paths of the other tuned cgroups by name.
-func (t *tuner) renew(all []tuneChange, others map[string]string) {
+// renew attaches the program again if the cgroup was created again, for example because a unit was started. others
+// are the paths of the other tuned cgroups by name.
+func (t *tuner) renew(others map[string]string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	path, err := t.host.Cgroups.Find(t.name)
@@ -173,7 +187,7 @@ func (t *tuner) renew(all []tuneChange, others map[string]string) {
 	}
 	before := t.problem
 	t.detach()
-	if err := t.reopen(all, others); err != nil {
+	if err := t.open(others); err != nil {
 		if before == nil || before.Error() != err.Error() {
 			t.log.Warn("cgroup not tuned", events.CgroupNotTuned, "error", err)
 		}
@@ -188,16 +202,6 @@ func (t *tuner) renew(all []tuneChange, others map[string]string) {
 // inForce reports whether the program is attached to the existing cgroup and has all rules.
 func (t *tuner) inForce() bool {
 	return t.problem == nil && t.tune != nil && t.tune.Attached()
-}
-
-func (t *tuner) reopen(all []tuneChange, others map[string]string) error {
-	for _, other := range all {
-		// The cgroup of a unit may be below another one, which is not tuned then either.
-		if err := checkNested(t.host.Cgroups, []tuneChange{{name: t.name}, other}); err != nil {
-			return err
-		}
-	}
-	return t.open(others)
 }
 
 // detach closes the pins of a removed cgroup. It keeps the loaded program for the next cgroup, because loading is much

@@ -79,8 +79,8 @@ func TestSwarm(t *testing.T) {
 	}
 	a.End = state.At
 	a.Finish()
-	// Only datagrams in the receive buffer of the killed member can be lost.
-	if a.Received > state.Sent || a.Received < state.Sent-100 || a.Late > 0 {
+	// Only datagrams in the receive buffer of the killed member can be lost: those of a second if it waits for a CPU that long.
+	if a.Received > state.Sent || a.Received < state.Sent-1000 || a.Late > 0 {
 		t.Errorf("%d of %d datagrams received, %d late", a.Received, state.Sent, a.Late)
 	}
 	// The two ports of a device and its connection are at three members at random: one device of nine is together.

@@ -159,9 +159,11 @@ func TestDatagrams(t *testing.T) {
 				receive(b, n)
 			}
 			begin := time.Now()
-			for _, n := range sizes {
-				send(a, b, n)
-			}
+			w.arrive(t, lab.AToB, uint64(len(sizes)), func() {
+				for _, n := range sizes {
+					send(a, b, n)
+				}
+			})
 			time.Sleep(wait)
 			for _, n := range sizes {
 				receive(b, n)
@@ -181,8 +183,8 @@ func TestDatagrams(t *testing.T) {
 			n := append(append(slices.Clone(sizes), sizes...), 1200)[i]
 			if r == nil || p.Length != n || p.Peer != end(a) || p.Interface != "link0" || r.Read.Before(p.Time) || r.Waited != r.Read.Sub(p.Time) || r.Dropped {
 				t.Errorf("datagram of %d bytes: %+v, %+v", n, p, r)
-			} else if long := i >= len(sizes) && i < 2*len(sizes); long && (r.Waited < wait/2 || r.Waited > waited) { // the link needs some time
-				t.Errorf("datagram %d waited %v, of %v to %v", i, r.Waited, wait/2, waited)
+			} else if long := i >= len(sizes) && i < 2*len(sizes); long && (r.Waited < wait || r.Waited > waited) {
+				t.Errorf("datagram %d waited %v, of %v to %v", i, r.Waited, wait, waited)
 			}
 		}
 	})
