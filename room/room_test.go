@@ -451,34 +451,46 @@ func TestForcedPush(t *testing.T) {
 	fd := s.connect(t)
 	data := make([]byte, 8<<20)
 	var tracker room.Tracker
-	end, grown := time.Now().Add(20*time.Second), false
-	for {
-		now, err := room.ReadSnapshot(fd)
-		check(t, err)
-		k.Estimate(now, 0, &tracker)
-		if grown = grown || now.Sendable+now.Payload-now.Unsent > 3<<19; grown && now.Payload == 0 {
-			break
-		}
-		if time.Now().After(end) {
-			t.Fatalf("no large congestion window: %+v", now)
-		}
-		if !grown {
-			n, err := unix.Write(fd, data)
-			if err != nil && !errors.Is(err, unix.EAGAIN) {
-				t.Fatal(err)
+	end, grown := time.Now().Add(time.Minute), false
+	// settle waits until the congestion window is large and nothing is queued.
+	settle := func() room.Snapshot {
+		for {
+			now, err := room.ReadSnapshot(fd)
+			check(t, err)
+			k.Estimate(now, 0, &tracker)
+			if grown = grown || now.Sendable+now.Payload-now.Unsent > 3<<19; grown && now.Payload == 0 {
+				return now
 			}
-			tracker.Wrote(n, len(data))
+			if time.Now().After(end) {
+				t.Fatalf("no large congestion window: %+v", now)
+			}
+			if !grown {
+				n, err := unix.Write(fd, data)
+				if err != nil && !errors.Is(err, unix.EAGAIN) {
+					t.Fatal(err)
+				}
+				tracker.Wrote(n, len(data))
+			}
+			time.Sleep(100 * time.Microsecond)
 		}
-		time.Sleep(100 * time.Microsecond)
 	}
+	settle()
 	check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 100_000))
-	now, err := room.ReadSnapshot(fd)
-	check(t, err)
-	e := k.Estimate(now, 0, &tracker)
-	took, err := unix.Write(fd, data)
-	check(t, err)
-	if over := e.Exact - took; over > e.Goal || -over > e.Goal {
-		t.Errorf("the kernel accepted %d bytes; snapshot %+v, estimate %+v", took, now, e)
+	for attempt := 1; ; attempt++ {
+		now := settle()
+		e := k.Estimate(now, 0, &tracker)
+		took, err := unix.Write(fd, data)
+		check(t, err)
+		tracker.Wrote(took, len(data))
+		over := e.Exact - took
+		if over <= e.Goal && -over <= e.Goal {
+			return
+		}
+		// If the write waits for a CPU for longer than the RTT, the first packets are acknowledged meanwhile.
+		t.Logf("the kernel accepted %d bytes; snapshot %+v, estimate %+v", took, now, e)
+		if attempt == 5 {
+			t.Fatal("the estimate is wrong in all attempts")
+		}
 	}
 }
 

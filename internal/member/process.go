@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -256,18 +257,22 @@ func Alive(pid int, startTime uint64) bool {
 	return err == nil && now == startTime
 }
 
-// Sleeps reports whether the first thread of a process sleeps: it neither runs, nor waits for a CPU or a disk.
-func Sleeps(pid int) (bool, error) {
+// Sleeps reports whether the first thread of a process sleeps: it neither runs, nor waits for a CPU or a disk. ran is the
+// CPU time of the thread, or 0 if the kernel does not count it (CONFIG_SCHED_INFO).
+func Sleeps(pid int) (asleep bool, ran time.Duration, err error) {
 	dir, err := openProcess(pid)
 	if err != nil {
-		return false, err
+		return false, 0, err
 	}
 	defer unix.Close(int(dir))
 	fields, err := dir.statFields("stat")
 	if err != nil {
-		return false, readError(pid, err)
+		return false, 0, readError(pid, err)
 	}
-	return fields[0] != "R" && fields[0] != "D", nil
+	if text, err := dir.read("schedstat"); err == nil {
+		_, _ = fmt.Sscan(string(text), (*int64)(&ran)) // stays 0
+	}
+	return fields[0] != "R" && fields[0] != "D", ran, nil
 }
 
 // Parent returns the process id of the parent of a process.

@@ -234,9 +234,19 @@ func TestBigTCPPath(t *testing.T) {
 	w.startAgent()
 	w.expectSizes("applied,", 192000, 192000, all...)
 	for _, to := range w.to {
-		for name, p := range w.verify(to, "a0", "r1", "b0") {
-			if share(p) < 0.9 {
-				t.Errorf("after apply: %s: %.1f %% of the bytes to %v in large packets: %+v", name, 100*share(p), to, p.Causes)
+		for attempt := 1; ; attempt++ { // TCP sends small packets at the start, and after losses on a busy host
+			low := ""
+			for name, p := range w.verify(to, "a0", "r1", "b0") {
+				if share(p) < 0.9 {
+					low += fmt.Sprintf("after apply: %s: %.1f %% of the bytes to %v in large packets: %+v\n", name, 100*share(p), to, p.Causes)
+				}
+			}
+			if low == "" {
+				break
+			}
+			if attempt == 3 {
+				t.Error(low)
+				break
 			}
 		}
 	}

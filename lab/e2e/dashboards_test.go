@@ -175,7 +175,7 @@ func (h *host) readDashboards() (all []*dashboard) {
 func TestDashboards(t *testing.T) {
 	h := newTuned(t, lab.LinkOptions{Delay: 2 * time.Millisecond, Loss: 0.02, Seed: 1})
 	near := h.makeGroup("near")
-	h.setPolicy(2, "when_empty: {wait: 60s}")
+	h.setPolicy(2, "when_empty: {wait: 10m}")
 	text, err := os.ReadFile(h.policyPath())
 	h.must(err)
 	h.setPolicyText(string(text) + fmt.Sprintf(`tune:
@@ -275,13 +275,17 @@ metrics: {listen: "127.0.0.1:9732"}
 	h.eventually("alerts", func() error {
 		states := prometheus.alerts()
 		for _, name := range []string{"SockeyeSlotNotReady", "SockeyeTuneOptionsFailed", "SockeyeDevicesOneStream"} {
-			if states[name] != "pending" {
+			if states[name] != "pending" && states[name] != "firing" {
 				return fmt.Errorf("%s is %q", name, states[name])
 			}
 		}
 		for _, name := range []string{"SockeyeServiceDown", "SockeyeMemberDrops", "SockeyeBigTCPNotApplied", "SockeyeAgentDown"} {
-			if states[name] != "inactive" {
+			// A scrape that takes longer than 500 ms, or a dropped datagram, makes an alert pending.
+			if states[name] == "firing" {
 				t.Fatalf("%s is %q", name, states[name])
+			}
+			if states[name] != "inactive" && name != "SockeyeMemberDrops" {
+				return fmt.Errorf("%s is %q", name, states[name])
 			}
 		}
 		return nil

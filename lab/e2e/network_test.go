@@ -212,7 +212,7 @@ func (n *network) knock(r *lab.Router) (l landing) {
 			c.Close()
 			return fmt.Errorf("a connection of %v was established", r.BMP)
 		}
-		l = landing{answer(nil, err, 0), probeUDP(r.BMP, ipfixPort, wait)}
+		l = landing{answer(nil, err, 0), probeUDP(r.BMP, ipfixPort, answerTime)}
 		return nil
 	}))
 	return l

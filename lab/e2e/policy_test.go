@@ -181,7 +181,7 @@ func TestLargeDeviceMap(t *testing.T) {
 				longest = max(longest, time.Since(asked))
 				time.Sleep(20 * time.Millisecond)
 			}
-			if took := time.Since(begin); step.text != "" && longest > took/2 {
+			if took := time.Since(begin); step.text != "" && longest > took/2 && longest > 2*time.Second {
 				t.Errorf("%s: the agent did not answer for %v of %v", step.name, longest, took)
 			}
 			if errs := <-applied; errs != "" {

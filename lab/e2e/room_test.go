@@ -138,7 +138,16 @@ func TestWaitingRoom(t *testing.T) {
 		n := h.sendNumbered(all)
 		time.Sleep(300 * time.Millisecond)
 		n.paused.Lock()
-		time.Sleep(50 * time.Millisecond) // the member reads what it has received
+		h.eventually("the member to read what it has received", func() error {
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			for a, sent := range n.sent {
+				if got := len(h.texts[arrival{0, "udp", a}]); where(a) == 0 && got < sent {
+					return fmt.Errorf("%v: %d of %d", a, got, sent)
+				}
+			}
+			return nil
+		})
 		h.kill(0)
 		n.paused.Unlock()
 		time.Sleep(200 * time.Millisecond)
@@ -371,7 +380,7 @@ func TestWaitingRoomStarting(t *testing.T) {
 func TestWaitingRoomDeaf(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
 		const sent = 1000
-		h := upRecording(t, mode, 1, "when_empty: {wait: 3s}")
+		h := upRecording(t, mode, 1, "when_empty: {wait: 10s}")
 		device := addresses(1)
 		h.kill(0)
 		h.sendMany(device[0], target(device[0], ipfixPort), sent)
@@ -514,7 +523,7 @@ func TestWaitingRoomPort(t *testing.T) {
 // outlives the agent.
 func TestWaitingRoomBounds(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := upRecording(t, mode, 1, "when_empty: {wait: 6s, datagrams: 100}")
+		h := upRecording(t, mode, 1, "when_empty: {wait: 60s, datagrams: 100}")
 		device := addresses(1)
 		room := func() *api.RoomStatus { return h.slots()[0].Room }
 		// The agent is dead when the member exits, and comes back. The packets wait.
@@ -534,6 +543,9 @@ func TestWaitingRoomBounds(t *testing.T) {
 			return nil
 		})
 		// Beyond the bound, datagrams are refused.
+		h.setPolicy(1, "when_empty: {wait: 6s, datagrams: 100}")
+		h.show(new(any), "apply")
+		h.ready(0)
 		h.kill(0)
 		h.eventually("the slot to be empty", func() error {
 			if s := h.slots()[0]; s.PID != 0 {

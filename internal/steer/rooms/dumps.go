@@ -26,6 +26,8 @@ const (
 	// startInterval is the time between two samples of the first thread, which must sleep in startSamples of them in a row.
 	startInterval = 20 * time.Millisecond
 	startSamples  = 3
+	// startWork is the CPU time between two samples from which the thread counts as working.
+	startWork = startInterval / 10
 	// startLimit is the maximum time for which the connections wait. The first thread of some programs never sleeps.
 	startLimit = 2 * time.Second
 
@@ -50,11 +52,14 @@ type dumps struct {
 
 // hasStarted reports whether the member of a filling slot waits for its packets, or is not waited for any longer.
 func (r *Rooms) hasStarted(f *fill) bool {
-	if asleep, err := member.Sleeps(f.seat.Process.PID); err == nil && !asleep {
+	asleep, ran, err := member.Sleeps(f.seat.Process.PID)
+	// A thread that works may sleep for an instant, as for a lock.
+	if err == nil && (!asleep || ran-f.ran > startWork) {
 		f.slept = 0
 	} else {
 		f.slept++
 	}
+	f.ran = ran
 	return f.slept >= startSamples || time.Since(f.began) > min(startLimit, f.dumpLimit/2)
 }
 

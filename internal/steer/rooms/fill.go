@@ -29,12 +29,13 @@ type fill struct {
 	last            time.Time // time of the last one
 	alone           bool      // the receive buffer had no space for a datagram
 	templates       []waitingDatagram
-	addresses       []netip.Addr // exporters whose templates are sent
-	late            bool         // the slot is ready: templates and datagrams for devices that have moved
-	holds           bool         // no new datagram passes until the templates have arrived
-	starting        bool         // the member may not have finished its start: connections wait
-	slept           int          // samples in a row in which its first thread slept
-	connects        bool         // connections pass
+	addresses       []netip.Addr  // exporters whose templates are sent
+	late            bool          // the slot is ready: templates and datagrams for devices that have moved
+	holds           bool          // no new datagram passes until the templates have arrived
+	starting        bool          // the member may not have finished its start: connections wait
+	slept           int           // samples in a row in which its first thread slept
+	ran             time.Duration // CPU time of this thread at the last sample
+	connects        bool          // connections pass
 	dumpLimit       time.Duration
 	dumps           *dumps // nil if the datagrams do not wait for the routes
 	limit           time.Duration
