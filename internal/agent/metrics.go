@@ -18,6 +18,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 
 	"sockeye/internal/config"
+	"sockeye/internal/connlimit"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
@@ -117,8 +118,8 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	}
 	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
-	g := &gate{Listener: listener, name: "metrics", log: a.log, limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), evictsOldest: true}
-	g.wrap(m.http)
+	g := &connlimit.Gate{Listener: listener, Name: "metrics", Log: a.log, Limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), EvictsOldest: true}
+	g.Wrap(m.http)
 	go func() {
 		if err := m.http.Serve(g); !errors.Is(err, http.ErrServerClosed) {
 			a.log.Error("metrics failed", "error", err)

@@ -15,6 +15,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/connlimit"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
@@ -26,7 +27,7 @@ import (
 type webPage struct {
 	server *ui.Server
 	http   *http.Server
-	gate   *gate
+	gate   *connlimit.Gate
 }
 
 // close closes the listener and all connections.
@@ -92,12 +93,12 @@ func (a *Agent) servePage(settings *ui.Settings, listener net.Listener) (*webPag
 	}
 	p := &webPage{server: server, http: &http.Server{Handler: server, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second,
 		WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10, ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelDebug)}}
-	p.gate = &gate{Listener: server.Listener(listener), name: "web page", log: a.log, limit: limit}
+	p.gate = &connlimit.Gate{Listener: server.Listener(listener), Name: "web page", Log: a.log, Limit: limit}
 	if settings.Config.TLS.Cert == "" {
 		const text = "the web page has too many connections; try again\n"
-		p.gate.refusal = fmt.Appendf(nil, "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s", len(text), text)
+		p.gate.Refusal = fmt.Appendf(nil, "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s", len(text), text)
 	}
-	p.gate.wrap(p.http)
+	p.gate.Wrap(p.http)
 	go func() {
 		if err := p.http.Serve(p.gate); !errors.Is(err, http.ErrServerClosed) {
 			a.log.Error("web page failed", "error", err)
@@ -115,7 +116,7 @@ func (a *Agent) setPage(c *pageChange, problem error) {
 	case c.settings != nil:
 		a.page.server.Set(c.settings)
 		// The users of the connections have shown what the settings before asked for.
-		a.page.gate.closeAll()
+		a.page.gate.CloseAll()
 	default:
 		a.page.close()
 		a.page = c.page

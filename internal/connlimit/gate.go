@@ -1,29 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package connlimit limits the connections of an HTTP server.
+package connlimit
 
 import (
 	"context"
-	"encoding/json"
-	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
 	"sync"
 	"time"
-
-	"sockeye/internal/api"
-	"sockeye/internal/domain"
-	"sockeye/internal/fault"
-	"sockeye/internal/peer"
 )
 
-// Connection limits, as fractions of the descriptor limit of the agent. The sum of the limits leaves descriptors for
-// members, whatever the number of callers.
 const (
-	apiShare, leastAPI, mostAPI             = 16, 8, 128 // each connection has a pidfd of its caller, too
-	metricsShare, leastMetrics, mostMetrics = 16, 4, 64
-	pageShare, leastPage, mostPage          = 16, 8, 128
 	// warnInterval is the minimum time between two warnings about closed connections.
 	warnInterval = time.Minute
 	// idleTimeout is the time after which the server closes a connection without a request.
@@ -35,30 +24,30 @@ const (
 	sendTime = 100 * time.Millisecond
 )
 
-// gate limits the connections of a server. At the limit, the gate closes the oldest idle connection; if no connection
-// is idle, the gate refuses the new one.
-type gate struct {
+// Gate is a listener that limits the connections of a server. At the limit, the gate closes the oldest idle connection; if no
+// connection is idle, the gate refuses the new one.
+type Gate struct {
 	net.Listener
-	name  string
-	log   *slog.Logger
-	limit int
-	// userOf returns the user of a connection; nil if the gate does not distinguish users. All users other than root
+	Name  string // of the server, for the log
+	Log   *slog.Logger
+	Limit int
+	// UserOf returns the user of a connection; nil if the gate does not distinguish users. All users other than root
 	// together have half of the connections, and each of them a quarter.
-	userOf func(net.Conn) uint32
-	// evictsOldest makes the gate close the oldest connection whose client does not read the answer where none is idle, instead
+	UserOf func(net.Conn) uint32
+	// EvictsOldest makes the gate close the oldest connection whose client does not read the answer where none is idle, instead
 	// of refusing the new one. Where there is none either, the new one waits: a request whose answer is not known yet is not
 	// interrupted, because a flood of requests would interrupt all of them; nor is a connection that is too young to have
 	// sent its request.
-	evictsOldest bool
-	// refusal is written to a connection before the gate closes it.
-	refusal []byte
+	EvictsOldest bool
+	// Refusal is written to a connection before the gate closes it.
+	Refusal []byte
 
 	mu     sync.Mutex
-	conns  []*gateConn // oldest first
+	conns  []*conn // oldest first
 	warned time.Time
 }
 
-type gateConn struct {
+type conn struct {
 	net.Conn
 	uid     uint32
 	since   time.Time // when the gate admitted the connection
@@ -66,16 +55,16 @@ type gateConn struct {
 	sending time.Time // since when a write of the answer waits for the client; zero while none does
 }
 
-type gateConnKey struct{}
+type connKey struct{}
 
-// wrap installs the gate in a server. Call wrap after all other settings of the server and before Serve.
-func (g *gate) wrap(server *http.Server) {
+// Wrap installs the gate in a server. Call Wrap after all other settings of the server and before Serve.
+func (g *Gate) Wrap(server *http.Server) {
 	handler, connContext, connState := server.Handler, server.ConnContext, server.ConnState
 	server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if e, ok := r.Context().Value(gateConnKey{}).(*gateConn); ok {
+		if e, ok := r.Context().Value(connKey{}).(*conn); ok {
 			g.beginRequest(e)
 			defer g.endRequest(e)
-			if g.evictsOldest {
+			if g.EvictsOldest {
 				w = &sendingWriter{ResponseWriter: w, gate: g, conn: e}
 			}
 		}
@@ -85,7 +74,7 @@ func (g *gate) wrap(server *http.Server) {
 		if connContext != nil {
 			ctx = connContext(ctx, c)
 		}
-		return context.WithValue(ctx, gateConnKey{}, g.find(c))
+		return context.WithValue(ctx, connKey{}, g.find(c))
 	}
 	server.ConnState = func(c net.Conn, s http.ConnState) {
 		if connState != nil {
@@ -102,18 +91,18 @@ func (g *gate) wrap(server *http.Server) {
 }
 
 // Accept returns the next connection that the limits admit.
-func (g *gate) Accept() (net.Conn, error) {
+func (g *Gate) Accept() (net.Conn, error) {
 	for {
 		c, err := g.Listener.Accept()
 		if err != nil {
 			return nil, err
 		}
-		e := &gateConn{Conn: c}
-		if g.userOf != nil {
-			e.uid = g.userOf(c)
+		e := &conn{Conn: c}
+		if g.UserOf != nil {
+			e.uid = g.UserOf(c)
 		}
 		admitted := g.admit(e)
-		for ; !admitted && g.evictsOldest; admitted = g.admit(e) {
+		for ; !admitted && g.EvictsOldest; admitted = g.admit(e) {
 			time.Sleep(requestTime)
 		}
 		if admitted {
@@ -121,22 +110,22 @@ func (g *gate) Accept() (net.Conn, error) {
 		}
 		// The refusal is smaller than any socket buffer, so the write does not block.
 		_ = c.SetWriteDeadline(time.Now().Add(10 * time.Millisecond))
-		_, _ = c.Write(g.refusal)
+		_, _ = c.Write(g.Refusal)
 		c.Close()
 	}
 }
 
-func (g *gate) admit(e *gateConn) bool {
+func (g *Gate) admit(e *conn) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.userOf != nil && e.uid != 0 {
-		own := func(o *gateConn) bool { return o.uid == e.uid }
-		others := func(o *gateConn) bool { return o.uid != 0 }
-		if !g.makeRoom(own, max(g.limit/4, 1)) || !g.makeRoom(others, max(g.limit/2, 1)) {
+	if g.UserOf != nil && e.uid != 0 {
+		own := func(o *conn) bool { return o.uid == e.uid }
+		others := func(o *conn) bool { return o.uid != 0 }
+		if !g.makeRoom(own, max(g.Limit/4, 1)) || !g.makeRoom(others, max(g.Limit/2, 1)) {
 			return false
 		}
 	}
-	if !g.makeRoom(func(*gateConn) bool { return true }, g.limit) {
+	if !g.makeRoom(func(*conn) bool { return true }, g.Limit) {
 		return false
 	}
 	e.since = time.Now()
@@ -145,15 +134,15 @@ func (g *gate) admit(e *gateConn) bool {
 }
 
 // makeRoom reports whether one more connection of a kind is within the limit. At the limit, makeRoom closes an idle
-// connection of that kind or, with evictsOldest, the oldest one whose client does not read.
-func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
+// connection of that kind or, with EvictsOldest, the oldest one whose client does not read.
+func (g *Gate) makeRoom(kind func(*conn) bool, most int) bool {
 	n, waits, sends := 0, -1, -1
 	for i, e := range g.conns {
 		if !kind(e) {
 			continue
 		}
 		n++
-		if e.serving == 0 && waits < 0 && (!g.evictsOldest || time.Since(e.since) > requestTime) {
+		if e.serving == 0 && waits < 0 && (!g.EvictsOldest || time.Since(e.since) > requestTime) {
 			waits = i
 		}
 		if !e.sending.IsZero() && time.Since(e.sending) > sendTime && sends < 0 {
@@ -165,9 +154,9 @@ func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	}
 	if now := time.Now(); now.Sub(g.warned) >= warnInterval {
 		g.warned = now
-		g.log.Warn("too many connections, some are closed", "to", g.name, "most", most)
+		g.Log.Warn("too many connections, some are closed", "to", g.Name, "most", most)
 	}
-	if waits < 0 && g.evictsOldest {
+	if waits < 0 && g.EvictsOldest {
 		waits = sends
 	}
 	if waits < 0 {
@@ -178,8 +167,8 @@ func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	return true
 }
 
-// closeAll closes all connections.
-func (g *gate) closeAll() {
+// CloseAll closes all connections.
+func (g *Gate) CloseAll() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, e := range g.conns {
@@ -187,21 +176,21 @@ func (g *gate) closeAll() {
 	}
 }
 
-func (g *gate) beginRequest(e *gateConn) {
+func (g *Gate) beginRequest(e *conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.serving++
 }
 
 // endRequest notes that a handler has returned. The server writes the rest of the answer afterwards.
-func (g *gate) endRequest(e *gateConn) {
+func (g *Gate) endRequest(e *conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.sending = time.Now()
 }
 
 // setIdle notes that the server has sent the answers to all requests of a connection.
-func (g *gate) setIdle(c net.Conn) {
+func (g *Gate) setIdle(c net.Conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, e := range g.conns {
@@ -214,8 +203,8 @@ func (g *gate) setIdle(c net.Conn) {
 // sendingWriter notes since when a write waits for the client.
 type sendingWriter struct {
 	http.ResponseWriter
-	gate *gate
-	conn *gateConn
+	gate *Gate
+	conn *conn
 }
 
 // Write writes a part of the answer.
@@ -231,7 +220,7 @@ func (w *sendingWriter) setSending(since time.Time) {
 	w.conn.sending = since
 }
 
-func (g *gate) find(c net.Conn) *gateConn {
+func (g *Gate) find(c net.Conn) *conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, e := range g.conns {
@@ -239,10 +228,10 @@ func (g *gate) find(c net.Conn) *gateConn {
 			return e
 		}
 	}
-	return &gateConn{Conn: c} // already removed
+	return &conn{Conn: c} // already removed
 }
 
-func (g *gate) remove(c net.Conn) {
+func (g *Gate) remove(c net.Conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for i, e := range g.conns {
@@ -251,34 +240,4 @@ func (g *gate) remove(c net.Conn) {
 			return
 		}
 	}
-}
-
-// guardAPI limits the connections to the agent's socket.
-func (a *Agent) guardAPI(s *server) *server {
-	g := &gate{
-		Listener: s.listener, name: "API", log: a.log, limit: domain.ShareOfDescriptors(apiShare, leastAPI, mostAPI), userOf: userOf,
-		refusal: refusalOf(api.Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
-	}
-	g.wrap(s.http)
-	// Streams remove this deadline; all other answers are shorter.
-	s.http.WriteTimeout = 2 * time.Minute
-	s.listener = g
-	return s
-}
-
-// userOf returns the user that connected to the agent's socket, or 2^32-1 for an unknown one.
-func userOf(c net.Conn) uint32 {
-	if k := c.(*peer.Conn).Caller; k != nil {
-		return k.Cred.Uid
-	}
-	return ^uint32(0)
-}
-
-// refusalOf returns the HTTP answer to a connection that the gate refuses.
-func refusalOf(f api.Failure) []byte {
-	body, err := json.Marshal(f)
-	if err != nil {
-		return nil
-	}
-	return fmt.Appendf(nil, "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
 }

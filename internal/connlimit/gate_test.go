@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package connlimit
 
 import (
 	"bytes"
@@ -35,8 +35,8 @@ func TestGateEvicts(t *testing.T) {
 	})
 	mux.HandleFunc("GET /", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("c")) })
 	server := &http.Server{Handler: mux}
-	g := &gate{Listener: listener, name: "test", log: slog.New(slog.DiscardHandler), limit: 1, evictsOldest: true}
-	g.wrap(server)
+	g := &Gate{Listener: listener, Name: "test", Log: slog.New(slog.DiscardHandler), Limit: 1, EvictsOldest: true}
+	g.Wrap(server)
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(g) }()
 	t.Cleanup(func() {
