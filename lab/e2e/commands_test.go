@@ -4,7 +4,6 @@ package e2e_test
 
 import (
 	"bufio"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -23,6 +22,8 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	process "sockeye/internal/member"
+	"sockeye/internal/netns"
 	"sockeye/lab"
 )
 
@@ -353,21 +354,20 @@ func TestReset(t *testing.T) {
 // TestNothingLeft checks that a closed host leaves no process, cgroup, namespace, pin or program.
 func TestNothingLeft(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		var pids []int
+		var processes []*process.Process
 		var programs []ebpf.ProgramID
 		var namespace, cgroup, pins string
+		var cookie uint64 // of the namespace: the next one may get its inode number
 		t.Run("host", func(t *testing.T) {
 			h := up(t, mode, 4)
 			h.lands("at the start", addresses(20), h.homes(4))
 			h.killAgent()
 			h.startAgent()
 			for _, p := range append([]*lab.Process{h.agent}, h.members[0].Process, h.members[3].Process) {
-				more, err := p.PIDs()
-				h.must(err)
-				pids = append(pids, more...)
+				processes = append(processes, processesOf(t, p)...)
 			}
-			if want := map[config.Steering]int{config.Reuseport: 4, config.Lookup: 3}[mode]; len(pids) != want {
-				t.Errorf("processes %v, want %d", pids, want)
+			if want := map[config.Steering]int{config.Reuseport: 4, config.Lookup: 3}[mode]; len(processes) != want {
+				t.Errorf("%d processes, want %d", len(processes), want)
 			}
 			found, err := filepath.Glob(filepath.Join(h.pins, "steer_telemetry", "prog_*"))
 			h.must(err)
@@ -385,17 +385,14 @@ func TestNothingLeft(t *testing.T) {
 			}
 			namespace, err = os.Readlink(h.collectors.Path())
 			h.must(err)
+			cookie, err = cookieOf(h.collectors.Path())
+			h.must(err)
 			cgroup, pins = h.lab.Cgroup(), h.pins
 		})
 		host := &host{T: t}
 		host.eventually("everything to go", func() error {
-			for _, pid := range pids {
-				if err := unix.Kill(pid, 0); !errors.Is(err, unix.ESRCH) {
-					b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-					if !strings.Contains(string(b), ") Z ") {
-						return fmt.Errorf("process %s", b)
-					}
-				}
+			if err := allEnded(processes); err != nil {
+				return err
 			}
 			for _, id := range programs {
 				if p, err := ebpf.NewProgramFromID(id); err == nil {
@@ -411,13 +408,53 @@ func TestNothingLeft(t *testing.T) {
 			holders, _ := filepath.Glob("/proc/[0-9]*/task/*/ns/net")
 			own, _ := filepath.Glob("/proc/self/fd/*")
 			for _, path := range append(holders, own...) {
-				if to, err := os.Readlink(path); err == nil && to == namespace {
-					return fmt.Errorf("%s is %s", path, to)
+				if to, err := os.Readlink(path); err != nil || to != namespace {
+					continue
+				}
+				if c, err := cookieOf(path); err == nil && c == cookie {
+					return fmt.Errorf("%s is %s", path, namespace)
 				}
 			}
 			return nil
 		})
 	})
+}
+
+// processesOf returns the processes of a lab's process.
+func processesOf(t *testing.T, p *lab.Process) (list []*process.Process) {
+	t.Helper()
+	pids, err := p.PIDs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, pid := range pids {
+		one, err := process.Read(pid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		list = append(list, one)
+	}
+	return list
+}
+
+// allEnded returns an error for a process that still runs. Another process may have got its PID.
+func allEnded(processes []*process.Process) error {
+	for _, p := range processes {
+		if process.Alive(p.PID, p.StartTime) {
+			return fmt.Errorf("process %d: %s", p.PID, p.Command())
+		}
+	}
+	return nil
+}
+
+// cookieOf returns the cookie of the network namespace at a path.
+func cookieOf(path string) (uint64, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	return netns.Cookie(f)
 }
 
 // TestIsolatedAsks checks that the agent refuses requests of an isolated program, even with UID 0.

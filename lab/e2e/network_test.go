@@ -212,7 +212,10 @@ func (n *network) knock(r *lab.Router) (l landing) {
 			c.Close()
 			return fmt.Errorf("a connection of %v was established", r.BMP)
 		}
-		l = landing{answer(nil, err, 0), probeUDP(r.BMP, ipfixPort, answerTime)}
+		l = landing{answer(nil, err, 0), silent}
+		for tries := 2; l.udp == silent && tries > 0; tries-- { // see probeUDP; a ready collector is silent
+			l.udp = probeUDP(r.BMP, ipfixPort, wait)
+		}
 		return nil
 	}))
 	return l

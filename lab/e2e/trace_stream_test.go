@@ -69,6 +69,7 @@ func (h *tuned) refused(what string, err error, code int, words ...string) {
 func TestTraceSamples(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
+	h.resendLate()
 	near, unit := h.makeGroup("near"), h.unit(".service")
 	all := "{name: all, cgroup: " + near + ", messages: 1/1, group_by: [remote/24, port]}"
 	late := "{name: late, cgroup: " + unit + ", messages: 1/1}"

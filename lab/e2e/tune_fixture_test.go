@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -347,6 +348,18 @@ func newTuned(t *testing.T, o lab.LinkOptions) *tuned {
 		[]netip.Prefix{netip.PrefixFrom(far4, 24), netip.PrefixFrom(far6, 64)})
 	h.must(err)
 	return &tuned{h, link}
+}
+
+// resendLate prevents retransmissions of segments that were not lost: a busy host may acknowledge them later than the smallest
+// timeout, 0.2 s.
+func (h *tuned) resendLate() {
+	h.Helper()
+	for _, n := range []*lab.Namespace{h.collectors, h.devices} {
+		h.must(n.Sysctl("ipv4.tcp_early_retrans", "0"))                                         // no tail loss probes
+		if err := n.Sysctl("ipv4.tcp_rto_min_us", "2000000"); !errors.Is(err, fs.ErrNotExist) { // Linux 6.11
+			h.must(err)
+		}
+	}
 }
 
 // group returns the path of a cgroup of the lab for policies.

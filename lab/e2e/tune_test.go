@@ -3,9 +3,7 @@
 package e2e_test
 
 import (
-	"errors"
 	"fmt"
-	"io/fs"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -22,6 +20,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
+	process "sockeye/internal/member"
 	"sockeye/internal/tune/trial"
 	"sockeye/lab"
 )
@@ -910,9 +909,7 @@ func TestTuneLostSYN(t *testing.T) {
 		seen[key] = true
 		return first
 	}})
-	for _, n := range []*lab.Namespace{h.collectors, h.devices} {
-		h.must(n.Sysctl("ipv4.tcp_early_retrans", "0")) // no tail loss probes, which a busy host sends unnecessarily
-	}
+	h.resendLate()
 	near := h.makeGroup("near")
 	h.setRules("{name: both, cgroup: " + near + `, set: {syn_rto: 50ms, synack_rto: 50ms, initial_cwnd: {explore: [10, 20], share: 100%, bytes: 20KB, evidence: 2}},
 		react: {retransmits: "> 1%", rtos: "> 0", set: {congestion: cubic}}}`)
@@ -965,14 +962,7 @@ func TestTuneLearnShort(t *testing.T) {
 	setRule()
 	h.startAgent()
 	p, far := h.startNear("near"), h.startFar()
-	// On a busy host, tail loss probes and the retransmission timer of 0.2 s repeat segments that are only late, and a
-	// window with a loss is not learned.
-	for _, n := range []*lab.Namespace{h.collectors, h.devices} {
-		h.must(n.Sysctl("ipv4.tcp_early_retrans", "0"))
-		if err := n.Sysctl("ipv4.tcp_rto_min_us", "2000000"); !errors.Is(err, fs.ErrNotExist) { // Linux 6.11
-			h.must(err)
-		}
-	}
+	h.resendLate() // a window with a loss is not learned
 	for _, test := range []struct {
 		name        string
 		from, to    *peer
@@ -1557,7 +1547,7 @@ func TestTuneService(t *testing.T) {
 func TestTuneNothingLeft(t *testing.T) {
 	t.Parallel()
 	var (
-		pids        []int
+		processes   []*process.Process
 		programs    []link.AttachedProgram
 		cgroup, dir string
 		pins        []string
@@ -1584,15 +1574,13 @@ func TestTuneNothingLeft(t *testing.T) {
 		h.killAgent()
 		h.startAgent()
 		for _, p := range []*lab.Process{h.agent, far.Process, p.Process, q.Process, r.Process} {
-			more, err := p.PIDs()
-			h.must(err)
-			pids = append(pids, more...)
+			processes = append(processes, processesOf(t, p)...)
 		}
 		for _, dir := range []string{"near", "made/deeper", h.slice("deep") + unit} {
 			programs = append(programs, sockOps(t, h.groupDir(dir))...)
 		}
-		if len(pids) != 5 || len(programs) != 3 {
-			t.Errorf("processes %v, programs %v", pids, programs)
+		if len(processes) != 5 || len(programs) != 3 {
+			t.Errorf("%d processes, programs %v", len(processes), programs)
 		}
 		cgroup, dir, pins = h.lab.Cgroup(), h.dir, h.tunePins()
 		if len(pins) != 3 {
@@ -1601,13 +1589,8 @@ func TestTuneNothingLeft(t *testing.T) {
 	})
 	host := &host{T: t}
 	host.eventually("everything to go", func() error {
-		for _, pid := range pids {
-			if err := syscall.Kill(pid, 0); !errors.Is(err, syscall.ESRCH) {
-				b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-				if !strings.Contains(string(b), ") Z ") {
-					return fmt.Errorf("process %s", b)
-				}
-			}
+		if err := allEnded(processes); err != nil {
+			return err
 		}
 		for _, program := range programs {
 			if p, err := ebpf.NewProgramFromID(program.ID); err == nil {
