@@ -44,7 +44,7 @@ func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipp
 	if err := checkEtcd(policy.Fleet); err != nil {
 		return nil, "", err
 	}
-	if _, err := findInterfaces(policy.Fleet.Interfaces); err != nil {
+	if _, err, _ := findInterfaces(policy.Fleet.Interfaces, nil); err != nil {
 		return nil, "the interfaces of the fleet are not checked: " + err.Error(), nil
 	}
 	return nil, "", nil

@@ -244,7 +244,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if err := checkEtcd(&after.Fleet); err != nil {
 			return nil, err
 		}
-		if _, err := findInterfaces(after.Interfaces); err != nil {
+		if _, err, _ := findInterfaces(after.Interfaces, nil); err != nil {
 			return nil, policy.Flaw("fleet.interfaces", err.Error(), fault.Hint(err))
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -377,13 +378,14 @@ func TestBrokenChange(t *testing.T) {
 		}
 	}
 	want("this host has no table of the fleet yet")
-	check(t, os.Rename(dir, dir+".away")) // the registration cannot be named
+	root := r.Host.Root.Dir
+	r.Host.Root.Dir = "/proc/none" // no pin can be created
 	changed := strings.Replace(withEtcd, "{host: a", "{host: a, weight: 50", 1)
 	if _, err := r.Apply(changed); err == nil {
-		t.Error("the change succeeds without a state directory")
+		t.Error("the change succeeds without pins")
 	}
 	want("the fleet does not run: its last change runs or has failed")
-	check(t, os.Rename(dir+".away", dir))
+	r.Host.Root.Dir = root
 	if _, err := r.Apply(changed); err != nil {
 		t.Error(err)
 	}
@@ -392,11 +394,11 @@ func TestBrokenChange(t *testing.T) {
 		t.Error("the services serve all devices")
 	}
 	// Instead of another change, the fleet is removed.
-	check(t, os.Rename(dir, dir+".away"))
+	r.Host.Root.Dir = "/proc/none"
 	if _, err := r.Apply(withEtcd); err == nil {
-		t.Error("the change succeeds without a state directory")
+		t.Error("the change succeeds without pins")
 	}
-	check(t, os.Rename(dir+".away", dir))
+	r.Host.Root.Dir = root
 	changes, err := r.Apply(policyText[:strings.Index(policyText, "fleet:")])
 	check(t, err)
 	if len(changes) != 1 || changes[0].Action != "remove" || changes[0].Effect != "this host serves all devices that reach it" {
@@ -427,7 +429,7 @@ func TestDead(t *testing.T) {
 // TestLies is that a host whose MAC address is another one than the kernel knows is not reached, and is no peer.
 func TestLies(t *testing.T) {
 	link := plug(t)
-	nics, err := findInterfaces([]string{"fleet0"})
+	nics, err, _ := findInterfaces([]string{"fleet0"}, nil)
 	check(t, err)
 	h := &table.Host{Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("198.51.100.2")}, MACs: []string{"02:00:00:00:00:02"}}
 	here := origin{links: newLinks(nics), tunnel: func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }}
@@ -506,4 +508,123 @@ func TestCredentials(t *testing.T) {
 	has("has mode 0644")
 	check(t, os.Chmod(filepath.Join(dir, "password"), 0o600))
 	has("not connected to etcd")
+}
+
+// TestMissingInterface restarts the agent while one of two interfaces is missing: the programs of the other one stay attached.
+func TestMissingInterface(t *testing.T) {
+	plug(t)
+	check(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet2"}, PeerName: "fleet3"}))
+	second, err := netlink.LinkByName("fleet2")
+	check(t, err)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(hostsText), 0o644))
+	policy := strings.Replace(policyText, "[fleet0]", "[fleet0, fleet2]", 1)
+	links := func() int {
+		all, err := filepath.Glob(pins + "/fleet@*/ingress_*")
+		check(t, err)
+		return len(all) + len(filters(t, "fleet0")) + len(filters(t, "fleet2"))
+	}
+	s := new(services)
+	r := runner(t, s, dir, pins)
+	r.Start(t, policy)
+	testenv.Within(t, "both interfaces", func() bool { return links() == 2 })
+	r.Stop()
+	check(t, netlink.LinkDel(second))
+	s = new(services)
+	r = runner(t, s, dir, pins)
+	r.Start(t, policy)
+	defer r.Stop()
+	defer r.Retire(t)
+	testenv.Within(t, "the table", func() bool { return s.hostOf("10.0.0.1") != "" })
+	time.Sleep(2 * refreshInterval)
+	if st := status(t, r); links() != 1 || !slices.Contains(st.Problems, `there is no interface "fleet2"`) || st.Reason != "an interface of the fleet is missing" {
+		t.Errorf("%d links, %+v", links(), st)
+	}
+}
+
+// TestSavedTable checks that a table that could not be saved is saved later, and that an agent whose saved table is older than the one
+// in force does not put it in force.
+func TestSavedTable(t *testing.T) {
+	plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	hosts, saved := filepath.Join(dir, "hosts.yaml"), filepath.Join(dir, tableFile)
+	check(t, os.WriteFile(hosts, []byte(hostsText), 0o644))
+	check(t, os.MkdirAll(filepath.Join(saved, "x"), 0o755)) // no file can take its place
+	r := runner(t, new(services), dir, pins)
+	r.Start(t, policyText)
+	unsaved := func() bool {
+		return strings.Contains(strings.Join(status(t, r).Problems, "\n"), "the table is not saved")
+	}
+	testenv.Within(t, "the problem", unsaved)
+	check(t, os.RemoveAll(saved))
+	testenv.Within(t, "the table to be saved", func() bool { return !unsaved() })
+	first, err := os.ReadFile(saved)
+	check(t, err)
+	check(t, os.WriteFile(hosts, []byte(strings.Replace(hostsText, "epoch: 1", "epoch: 2", 1)), 0o644))
+	testenv.Within(t, "the second table", func() bool { return status(t, r).Epoch == 2 })
+	r.Stop()
+
+	check(t, os.WriteFile(saved, first, 0o600))
+	check(t, os.Remove(hosts))
+	s := new(services)
+	r = runner(t, s, dir, pins)
+	r.Start(t, policyText)
+	defer r.Stop()
+	defer r.Retire(t)
+	time.Sleep(2 * refreshInterval)
+	all, err := filepath.Glob(pins + "/fleet@*/ingress_*")
+	check(t, err)
+	if st := status(t, r); st.Epoch != 0 || s.hostOf("10.0.0.1") != "" || len(all)+len(filters(t, "fleet0")) != 1 {
+		t.Errorf("with an older table: %q, host %q, %+v", all, s.hostOf("10.0.0.1"), st)
+	}
+	check(t, os.WriteFile(hosts, []byte(strings.Replace(hostsText, "epoch: 1", "epoch: 2", 1)), 0o644))
+	testenv.Within(t, "the table in force", func() bool { return status(t, r).Epoch == 2 && s.hostOf("10.0.0.1") != "" })
+}
+
+// TestTakenName checks that a host whose name another one has is not healthy, and has no devices.
+func TestTakenName(t *testing.T) {
+	plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(hostsText), 0o644))
+	s := new(services)
+	r := runner(t, s, dir, pins)
+	r.Start(t, policyText)
+	defer r.Stop()
+	defer r.Retire(t)
+	d := r.Domains[0].(*Domain)
+	testenv.Within(t, "health", func() bool { return d.Health().Healthy })
+	here := func() (n int) {
+		for i := range 100 {
+			if _, _, here := s.host(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})); here {
+				n++
+			}
+		}
+		return n
+	}
+	if n := here(); n == 0 {
+		t.Error("no device is here")
+	}
+	p, err := d.current()
+	check(t, err)
+	taken := p.state
+	taken.Snapshot = &store.Snapshot{Table: taken.Table, Hosts: taken.Hosts, Connected: true, Taken: true}
+	free := p.state
+	p.changed(taken)
+	if h := d.Health(); h.Healthy || h.Reason != "another host has the name a" || here() != 0 {
+		t.Errorf("%+v, %d devices", h, here())
+	}
+	p.changed(free)
+	if h := d.Health(); !h.Healthy || here() == 0 {
+		t.Errorf("%+v, %d devices", h, here())
+	}
+}
+
+// TestInstanceNotSaved checks that a host takes part in a fleet although its state directory is full.
+func TestInstanceNotSaved(t *testing.T) {
+	dir := t.TempDir()
+	check(t, os.MkdirAll(filepath.Join(dir, instanceFile, "x"), 0o755))
+	p := &participation{stateDir: dir, log: slog.New(slog.DiscardHandler)}
+	if name, err := p.instance(); name == "" || err != nil {
+		t.Errorf("%q, %v", name, err)
+	}
 }

@@ -62,10 +62,12 @@ type participation struct {
 
 	mu           sync.Mutex
 	nics         []nic
+	missing      error // an interface that does not exist
 	attached     []int // interfaces, and the tunnel as the last one
 	serves       bool  // until the first table, this host serves what reaches it
 	continues    bool  // until the first table, the programs of an earlier version stay, or none if this host serves
 	table        *table.Table
+	unsaved      *table.Table          // table in force that is not in the state directory; nil: none
 	mapping      *placement.Mapping    // hashes of the devices, with the nonce of the table
 	paths        map[string]path       // by host
 	dead         map[string]bool       // hosts that have died, as of the last look
@@ -118,6 +120,10 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 		p.log.Warn("the last table of the fleet cannot be used", "error", err)
 	}
 	p.continues = last != nil || serves
+	if nonce, epoch := p.path.Adopted(); last != nil && nonce == last.Nonce && epoch > last.Epoch {
+		p.log.Warn("the saved table of the fleet is older than the one in force, which stays", "saved", last.Epoch, "in_force", epoch)
+		last = nil
+	}
 	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}, Digests: s.digests}
 	p.refresh() // the first registration is complete: otherwise the next table would have a host without addresses
 	if s.Etcd != nil {
@@ -188,7 +194,10 @@ func (p *participation) instance() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	return saved.Instance, statedir.Write(file, append(data, '\n'))
+	if err := statedir.Write(file, append(data, '\n')); err != nil {
+		p.log.Error("name of the registration not saved", "error", err) // steering must continue on a full disk
+	}
+	return saved.Instance, nil
 }
 
 // readTable returns the table that was in force when the agent ended, or nil.
@@ -216,16 +225,11 @@ func (d *dataPath) Apply(t *table.Table) error {
 	if err := p.install(t); err != nil {
 		return err
 	}
-	data, err := t.Encode()
-	if err == nil {
-		err = statedir.Write(filepath.Join(p.stateDir, tableFile), data)
-	}
-	if err != nil {
-		p.log.Error("table of the fleet not saved", "error", err) // steering must continue on a full disk
-	}
+	p.unsaved = t
+	p.save()
 	gained, lost := 0, 0
 	mine := func(t *table.Table, b int) bool {
-		return t != nil && t.Owner[b] != table.None && t.Hosts[t.Owner[b]].Name == p.settings.host
+		return t != nil && t.Owner[b] != table.None && t.Hosts[t.Owner[b]].Name == p.self()
 	}
 	for b := range table.Buckets {
 		was, is := mine(before, b), mine(t, b)
@@ -241,6 +245,22 @@ func (d *dataPath) Apply(t *table.Table) error {
 	return nil
 }
 
+// save saves the table in force, until that succeeds: the next agent begins with it. The caller holds mu.
+func (p *participation) save() {
+	if p.unsaved == nil {
+		return
+	}
+	data, err := p.unsaved.Encode()
+	if err == nil {
+		err = statedir.Write(filepath.Join(p.stateDir, tableFile), data)
+	}
+	if err != nil {
+		p.local = append(p.local, fmt.Sprintf("the table is not saved: %v", err)) // steering must continue on a full disk
+		return
+	}
+	p.unsaved = nil
+}
+
 // takeOverTime is the longest time that the members get to receive templates; the devices move afterwards in any case.
 const takeOverTime = 2 * time.Second
 
@@ -248,8 +268,11 @@ const takeOverTime = 2 * time.Second
 func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
 	p := (*participation)(d)
 	p.mu.Lock()
-	mapping, self := p.mapping, t.Index(p.settings.host)
+	mapping, self, name := p.mapping, t.Index(p.self()), p.self()
 	p.mu.Unlock()
+	if name == "" {
+		return nil
+	}
 	next := func(device netip.Addr) uint16 {
 		b := mapping.Locate(device).Bucket
 		if t.Owner[b] != self {
@@ -280,14 +303,16 @@ func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
 // TakeOver sends the templates of the devices that come to the members of this host.
 func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 	p := (*participation)(d)
-	self := t.Index(p.settings.host)
+	p.mu.Lock()
+	mapping, self, name := p.mapping, t.Index(p.self()), p.self()
+	p.mu.Unlock()
+	if name == "" { // the templates are for the other host
+		return nil
+	}
 	handed, err := p.store.TakeOver(ctx)
 	if err != nil {
 		return err
 	}
-	p.mu.Lock()
-	mapping := p.mapping
-	p.mu.Unlock()
 	maps.DeleteFunc(handed, func(device netip.Addr, _ []byte) bool { return t.Next[mapping.Locate(device).Bucket] != self })
 	if len(handed) > 0 {
 		p.services.TakeOver(handed)
@@ -296,6 +321,15 @@ func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 		time.Sleep(time.Millisecond)
 	}
 	return nil
+}
+
+// self returns the name of this host in tables. It is "" while another process has registered a host with the name: this host
+// has no devices then, and sends all packets to others. The caller holds mu.
+func (p *participation) self() string {
+	if p.state.Snapshot != nil && p.state.Taken {
+		return ""
+	}
+	return p.settings.host
 }
 
 // install installs a table in the kernel. The caller holds mu.
@@ -311,9 +345,9 @@ func (p *participation) install(t *table.Table) error {
 		if p.attached == nil {
 			p.attach() // the devices whose connections are closed must not come back to this host
 		}
-		p.services.SetFleet(p.settings.Addresses, hostOf(t, mapping, p.settings.host))
+		p.services.SetFleet(p.settings.Addresses, hostOf(t, mapping, p.self()))
 	}
-	if err := p.path.Set(t, p.settings.host, next, p.settings.devices, flipped); err != nil {
+	if err := p.path.Set(t, p.self(), next, p.settings.devices, flipped); err != nil {
 		return err
 	}
 	p.attach()
@@ -332,7 +366,7 @@ func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.
 		}
 		owner := name(t.Owner[b])
 		// Hosts that have applied the next table already send devices to the next owner.
-		return owner, b, owner == self || name(t.Next[b]) == self
+		return owner, b, self != "" && (owner == self || name(t.Next[b]) == self)
 	}
 }
 
@@ -346,7 +380,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 	}
 	here := origin{links: newLinks(p.nics), tunnel: tunnel}
 	here.routers = here.defaultRouters()
-	if self := t.Index(p.settings.host); self != table.None {
+	if self := t.Index(p.self()); self != table.None {
 		here.addresses = t.Hosts[self].Addresses
 	}
 	dead, taken := p.deadHosts(), make(map[netip.Addr]string)
@@ -363,7 +397,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		h := &t.Hosts[i]
 		problem := conflict(h, taken, p.holders)
 		switch {
-		case h.Name == p.settings.host:
+		case h.Name == p.self():
 			paths[h.Name] = path{kind: "self"}
 			continue
 		case problem != "":
@@ -424,14 +458,19 @@ func (p *participation) refresh() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.local = nil
-	nics, err := findInterfaces(p.settings.Interfaces)
-	if err != nil {
-		p.local = append(p.local, err.Error())
-	} else if !reflect.DeepEqual(nics, p.nics) {
+	p.save()
+	nics, missing, unread := findInterfaces(p.settings.Interfaces, p.nics)
+	for _, err := range []error{missing, unread} {
+		if err != nil {
+			p.local = append(p.local, err.Error())
+		}
+	}
+	p.missing = missing
+	if !reflect.DeepEqual(nics, p.nics) {
 		p.nics, p.attached = nics, nil
 	}
 	p.attach()
-	if p.table != nil && err == nil {
+	if p.table != nil {
 		if paths := p.findPaths(p.table); !reflect.DeepEqual(paths, p.paths) {
 			if err := p.install(p.table); err != nil {
 				p.local = append(p.local, err.Error())
@@ -440,7 +479,7 @@ func (p *participation) refresh() {
 	}
 	p.healthy = p.services.CanServe(p.settings.selects)
 	next := p.registration
-	next.Healthy, next.MACs, next.Addresses = p.healthy == nil && err == nil, ownMACs(p.nics), ownAddresses(p.nics, p.settings.Addresses)
+	next.Healthy, next.MACs, next.Addresses = p.healthy == nil && missing == nil, ownMACs(p.nics), ownAddresses(p.nics, p.settings.Addresses)
 	if !reflect.DeepEqual(next, p.registration) {
 		p.registration = next
 		if p.node != nil {
@@ -454,7 +493,13 @@ func (p *participation) refresh() {
 func (p *participation) changed(s node.State) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	before := p.self()
 	p.state = s
+	if p.table != nil && p.self() != before {
+		if err := p.install(p.table); err != nil {
+			p.local = append(p.local, err.Error())
+		}
+	}
 	p.reportHosts()
 	p.report()
 }

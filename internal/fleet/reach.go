@@ -25,35 +25,69 @@ type nic struct {
 	addresses []netip.Addr
 }
 
-// findInterfaces returns the interfaces with some names.
-func findInterfaces(names []string) ([]nic, error) {
-	var found []nic
+// findInterfaces returns the interfaces with some names that exist. missing is the error of the first one that does not exist
+// or cannot be used. An interface that could not be read, because interfaces or addresses changed meanwhile, is that of before;
+// unread is the error.
+func findInterfaces(names []string, before []nic) (found []nic, missing, unread error) {
 	for _, name := range names {
-		link, err := netlink.LinkByName(name)
-		if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing {
-			return nil, fault.WithHint(fmt.Errorf("there is no interface %q", name), "ip link lists the interfaces")
-		} else if err != nil {
-			return nil, fmt.Errorf("find interface %q: %w", name, err)
+		one, err := findInterface(name)
+		if err == nil {
+			found = append(found, one)
+			continue
 		}
-		a := link.Attrs()
-		if a.EncapType != "ether" || len(a.HardwareAddr) != 6 {
-			return nil, fault.WithHint(fmt.Errorf("interface %q is not an Ethernet interface", name), "a fleet recognizes the packets of its hosts by their MAC addresses")
+		if i := slices.IndexFunc(before, func(n nic) bool { return n.name == name }); i >= 0 && !errors.Is(err, errMissing) {
+			found, unread = append(found, before[i]), err
+			continue
 		}
-		one := nic{name: name, index: a.Index, mac: a.HardwareAddr}
-		addresses, err := netlink.AddrList(link, netlink.FAMILY_ALL)
-		if err != nil {
-			return nil, fmt.Errorf("read addresses of interface %q: %w", name, err)
+		if missing == nil {
+			missing = err
 		}
-		for _, address := range addresses {
-			ip, ok := netip.AddrFromSlice(address.IP)
-			if ip = ip.Unmap(); ok && address.Scope == unix.RT_SCOPE_UNIVERSE && address.Flags&(unix.IFA_F_TENTATIVE|unix.IFA_F_DEPRECATED|unix.IFA_F_TEMPORARY) == 0 {
-				one.addresses = append(one.addresses, ip)
-			}
-		}
-		found = append(found, one)
 	}
-	return found, nil
+	return found, missing, unread
 }
+
+var errMissing = errors.New("no such interface")
+
+// findInterface returns the interface with a name. The error wraps errMissing if there is none, or if a fleet cannot use it.
+func findInterface(name string) (one nic, err error) {
+	unusable := func(text, hint string) error {
+		return fault.WithHint(&unusableError{text}, hint)
+	}
+	link, err := netlink.LinkByName(name)
+	if _, none := errors.AsType[netlink.LinkNotFoundError](err); none {
+		return one, unusable(fmt.Sprintf("there is no interface %q", name), "ip link lists the interfaces")
+	} else if err != nil {
+		return one, fmt.Errorf("find interface %q: %w", name, err)
+	}
+	a := link.Attrs()
+	if a.EncapType != "ether" || len(a.HardwareAddr) != 6 {
+		return one, unusable(fmt.Sprintf("interface %q is not an Ethernet interface", name), "a fleet recognizes the packets of its hosts by their MAC addresses")
+	}
+	one = nic{name: name, index: a.Index, mac: a.HardwareAddr}
+	var addresses []netlink.Addr
+	for range 5 { // a list is interrupted by any change of an address of the host
+		if addresses, err = netlink.AddrList(link, netlink.FAMILY_ALL); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	if err != nil {
+		return one, fmt.Errorf("read addresses of interface %q: %w", name, err)
+	}
+	for _, address := range addresses {
+		ip, ok := netip.AddrFromSlice(address.IP)
+		if ip = ip.Unmap(); ok && address.Scope == unix.RT_SCOPE_UNIVERSE && address.Flags&(unix.IFA_F_TENTATIVE|unix.IFA_F_DEPRECATED|unix.IFA_F_TEMPORARY) == 0 {
+			one.addresses = append(one.addresses, ip)
+		}
+	}
+	return one, nil
+}
+
+// unusableError is the error of an interface that does not exist, or that a fleet cannot use.
+type unusableError struct{ text string }
+
+func (e *unusableError) Error() string { return e.text }
+
+func (e *unusableError) Unwrap() error { return errMissing }
 
 // ownAddresses returns the addresses at which the other hosts reach this one: the first of each family that is not one of
 // the services.

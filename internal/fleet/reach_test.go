@@ -41,7 +41,7 @@ func TestSourceAddress(t *testing.T) {
 	for text := range addresses {
 		check(t, netns.AwaitLocal(handle, netip.MustParseAddr(text), time.Minute))
 	}
-	nics, err := findInterfaces([]string{"fleet0"})
+	nics, err, _ := findInterfaces([]string{"fleet0"}, nil)
 	check(t, err)
 	fleet0 := nics[0].index
 	opened := 0

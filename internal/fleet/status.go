@@ -131,7 +131,7 @@ func (p *participation) owns() (n int) {
 	if p.table == nil {
 		return 0
 	}
-	self := p.table.Index(p.settings.host)
+	self := p.table.Index(p.self())
 	for b := range table.Buckets {
 		if self != table.None && (p.table.Owner[b] == self || p.table.Next[b] == self) {
 			n++
@@ -144,8 +144,10 @@ func (p *participation) owns() (n int) {
 // bucket has moved, and a host that gets no answer from etcd serves what it has. The caller holds mu.
 func (p *participation) health() (ok bool, reason string) {
 	switch {
-	case len(p.nics) == 0:
+	case p.missing != nil:
 		return false, "an interface of the fleet is missing"
+	case p.self() == "":
+		return false, "another host has the name " + p.settings.host
 	case p.healthy != nil:
 		return false, p.healthy.Error()
 	case p.table == nil:

@@ -37,7 +37,7 @@ func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
 		s.Mu.Lock()
-		ready := s.CheckOpen() == nil && (!selected(&s.Config) || slices.ContainsFunc(slices.Collect(maps.Keys(s.Seats)), s.IsReady))
+		ready := !selected(&s.Config) || s.CheckOpen() == nil && slices.ContainsFunc(slices.Collect(maps.Keys(s.Seats)), s.IsReady)
 		s.Mu.Unlock()
 		if !ready {
 			return fmt.Errorf("service %s has no ready slot", s.Name)

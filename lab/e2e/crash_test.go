@@ -36,9 +36,13 @@ func (h *host) endKeeper(pid int, signal unix.Signal) {
 	if h.mode == config.Lookup {
 		return // there is no keeper
 	}
-	if name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)); string(name) != "sockeye\n" {
-		h.Errorf("ss -p shows the keeper as %q (%v)", name, err)
-	}
+	h.eventually("the keeper to have set its name", func() error { // at its start
+		name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+		if err == nil && string(name) != "sockeye\n" {
+			err = fmt.Errorf("ss -p shows the keeper as %q", name)
+		}
+		return err
+	})
 	fd, err := unix.PidfdOpen(pid, 0)
 	h.must(err)
 	defer unix.Close(fd)

@@ -109,6 +109,7 @@ type Path struct {
 	links                   map[string]link.Link                // by the names of their pins
 	filters                 *clsact.Filters                     // nil: the kernel has TCX links
 	named                   uint32                              // device map in force
+	nonce, epoch            uint64                              // of the table that Open has found; 0: none
 	entries                 *placement.Entries                  // of the device map in force; nil: of an earlier process
 }
 
@@ -162,6 +163,9 @@ func Open(base string) (_ *Path, err error) {
 	return p, nil
 }
 
+// Adopted returns the nonce and the epoch of the table that Open has found in force, or 0.
+func (p *Path) Adopted() (nonce, epoch uint64) { return p.nonce, p.epoch }
+
 // adoptTable finds the table in force, and returns which device map it names. The kernel opens a map by its ID only with
 // CAP_SYS_ADMIN, which the agent lacks, but it tells the ID: the table in force is pinned, and has the same ID. An agent that was
 // killed while it installed a table leaves two pins, one of which is the table in force.
@@ -184,6 +188,7 @@ func (p *Path) adoptTable() (named uint32, err error) {
 		if name == pinNext {
 			err = os.Rename(path, filepath.Join(p.dir, pinTable))
 		}
+		p.nonce, p.epoch = t.Nonce, t.Epoch
 		return t.Named, err
 	}
 	return p.presumeNamed(ebpf.MapID(id)), nil

@@ -72,6 +72,7 @@ type Etcd struct {
 	registration Registration
 	changed      chan struct{}    // the registration has changed
 	lease        clientv3.LeaseID // 0: none
+	last         clientv3.LeaseID // of the last session
 	problem      string           // that was logged last
 }
 
@@ -126,7 +127,7 @@ func (e *Etcd) Update(r Registration) {
 // Close closes the connection. With leave, the registration ends at once.
 func (e *Etcd) Close(leave bool) error {
 	e.mu.Lock()
-	client, lease := e.client, e.lease
+	client, lease := e.client, e.last
 	e.client, e.closed = nil, true
 	e.mu.Unlock()
 	if client == nil {
@@ -276,7 +277,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 		}
 		s := v.snapshot(clock.Monotonic())
 		if taken != "" {
-			s.Problems = append(s.Problems, taken)
+			s.Problems, s.Taken = append(s.Problems, taken), true
 		}
 		e.note(strings.Join(s.Problems, "; "))
 		offer(snapshots, s)
@@ -287,6 +288,9 @@ func (e *Etcd) setLease(id clientv3.LeaseID) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.lease = id
+	if id != 0 {
+		e.last = id
+	}
 }
 
 func (e *Etcd) get(ctx context.Context, client *clientv3.Client) (*clientv3.GetResponse, error) {

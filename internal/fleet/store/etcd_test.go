@@ -103,6 +103,7 @@ type member struct {
 	snapshots chan *Snapshot
 	last      *Snapshot
 	stop      func()
+	leave     func()
 }
 
 // join opens the store of a host.
@@ -123,11 +124,12 @@ func join(t *testing.T, endpoints []string, name string, change ...func(*EtcdCon
 	m := &member{Etcd: e, t: t, name: name, snapshots: make(chan *Snapshot, 1)}
 	done := make(chan struct{})
 	go func() { e.Run(ctx, m.snapshots); close(done) }()
-	m.stop = func() {
+	end := func(leave bool) { // as a participation ends
 		cancel()
 		<-done
-		_ = e.Close(false)
+		_ = e.Close(leave)
 	}
+	m.stop, m.leave = func() { end(false) }, func() { end(true) }
 	t.Cleanup(m.stop)
 	return m
 }
@@ -242,9 +244,7 @@ func TestHosts(t *testing.T) {
 	}
 	c := join(t, endpoints, "c")
 	b.awaitAlive("b c")
-	if err := c.Close(true); err != nil {
-		t.Fatal(err)
-	}
+	c.leave()
 	begun := time.Now()
 	b.awaitAlive("b")
 	if took := time.Since(begun); took > patience/2 {
@@ -260,14 +260,14 @@ func TestOneName(t *testing.T) {
 	a.awaitAlive("a")
 	second := join(t, endpoints, "a", func(c *EtcdConfig) { c.Host.Weight = 99 })
 	s := second.await("a problem", func(s *Snapshot) bool { return len(s.Problems) > 0 })
-	if !strings.Contains(s.Problems[0], "another process has registered host a") || s.Leads {
+	if !strings.Contains(s.Problems[0], "another process has registered host a") || s.Leads || !s.Taken {
 		t.Errorf("%+v", s)
 	}
 	a.Update(Registration{Host: table.Host{Name: "a", Weight: 11}})
 	a.await("its own weight", func(s *Snapshot) bool { return len(s.Hosts) == 1 && s.Hosts[0].Weight == 11 })
 	a.stop()
 	second.await("its place after the end of the first one", func(s *Snapshot) bool {
-		return s.Leads && len(s.Problems) == 0 && len(s.Hosts) == 1 && s.Hosts[0].Weight == 99
+		return s.Leads && len(s.Problems) == 0 && !s.Taken && len(s.Hosts) == 1 && s.Hosts[0].Weight == 99
 	})
 }
 

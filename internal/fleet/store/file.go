@@ -56,7 +56,11 @@ func (f *File) Run(ctx context.Context, snapshots chan *Snapshot) {
 	for {
 		now, err := readFile(f.path)
 		switch {
-		case err == nil && last != nil && failed == "" && bytes.Equal(now, text):
+		case err == nil && last != nil && bytes.Equal(now, text):
+			if failed != "" { // the file has its former contents again
+				failed = ""
+				offer(snapshots, last)
+			}
 		case err == nil:
 			var next *Snapshot
 			if next, err = parseFile(now); err == nil {

@@ -83,6 +83,10 @@ func TestFile(t *testing.T) {
 			t.Errorf("%.60q: %+v, want %q", text, s, want)
 		}
 	}
+	write(fleetFile)
+	if s = next(); s.Table.Epoch != 1 || len(s.Problems) > 0 || s.Damaged {
+		t.Errorf("the former contents again: %+v", s)
+	}
 	write(strings.NewReplacer("epoch: 1", "epoch: 2", ", state: drain", "").Replace(fleetFile))
 	if s = next(); s.Table.Epoch != 2 || len(s.Problems) > 0 || s.Table.Shares()[2] == 0 {
 		t.Errorf("the next epoch: %+v", s)

@@ -96,6 +96,8 @@ type Snapshot struct {
 	// Problems are what is wrong with the connection, with the registration of this host, and with the contents of the store,
 	// one line each.
 	Problems []string
+	// Taken is set if another process has registered a host with the name of this one.
+	Taken bool
 	// Damaged is set if the store has no table, or one that was refused, while Table is a good one.
 	Damaged bool
 
