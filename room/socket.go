@@ -137,6 +137,10 @@ func lowat(fd int) (int, error) {
 	return int(uint32(v)), nil
 }
 
+// Prepare reads what ReadSnapshot reads from files, once: net.ipv4.tcp_notsent_lowat of the network namespace of the calling
+// thread. A program that gives up its access to files calls Prepare before.
+func Prepare() { defaultLowat() }
+
 // defaultLowat is net.ipv4.tcp_notsent_lowat of the network namespace of the first caller,
 // in bytes; 0 if the file cannot be read.
 var defaultLowat = sync.OnceValue(func() int {

@@ -178,13 +178,18 @@ func TestServeResponds(t *testing.T) {
 }
 
 func TestRequestMeasuresWithinTheWindow(t *testing.T) {
-	begin := time.Now().Add(50 * time.Millisecond)
-	r, err := request(pipe(t, header{Request: 1000}), 1000, begin, begin.Add(100*time.Millisecond))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if len(r.Took) == 0 {
-		t.Error("no request was measured")
+	for attempt := 1; ; attempt++ { // a busy host may run neither end in the window
+		begin := time.Now().Add(50 * time.Millisecond)
+		r, err := request(pipe(t, header{Request: 1000}), 1000, begin, begin.Add(100*time.Millisecond))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(r.Took) > 0 {
+			return
+		}
+		if attempt == 10 {
+			t.Fatal("no request was measured")
+		}
 	}
 }
 

@@ -548,6 +548,27 @@ func TestIsolateWayAround(t *testing.T) {
 	if out, stderr, code := resultOf(t, cmd); code != 2 || out != "" || !strings.Contains(stderr, "standard input is a directory") {
 		t.Errorf("%d, %q, %q", code, out, stderr)
 	}
+	// A socket of the host could be connected to any address: inetd starts programs with one.
+	for _, family := range []int{unix.AF_INET, unix.AF_INET6, unix.AF_UNIX} {
+		for _, kind := range []int{unix.SOCK_STREAM, unix.SOCK_DGRAM} {
+			fd, err := unix.Socket(family, kind|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			socket := os.NewFile(uintptr(fd), "socket")
+			defer socket.Close()
+			cmd := ordinary(t, "", "isolate", "--", "true")
+			cmd.Stdin = socket
+			out, stderr, code := resultOf(t, cmd)
+			if family == unix.AF_UNIX {
+				if code != 0 {
+					t.Errorf("Unix socket: %d, %q, %q", code, out, stderr)
+				}
+			} else if code != 2 || !strings.Contains(stderr, "standard input is a network socket of the host") || !strings.Contains(stderr, "hint: let the program listen") {
+				t.Errorf("family %d: %d, %q, %q", family, code, out, stderr)
+			}
+		}
+	}
 }
 
 // TestIsolateProc checks that sockets and processes of the host are invisible.

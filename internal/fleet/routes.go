@@ -67,43 +67,52 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 		return nil, fault.Usage(fmt.Errorf("the fleet has no host %q", change.Host), hint)
 	}
 	h := &snapshot.Hosts[at]
+	if change.Weight != nil && (*change.Weight < 0 || *change.Weight > table.MostWeight) {
+		return nil, fault.Usage(fmt.Errorf("weight %d is out of range", *change.Weight), fmt.Sprintf("1 to %d, or 0 for the weight in the policy of the host", table.MostWeight))
+	}
+	plan := &api.Plan{Changes: []api.Change{}}
+	done := ""
+	set := func(present store.Setting) (store.Setting, error) {
+		setting := present
+		if change.State != "" {
+			setting.State = lead.State(change.State)
+		}
+		if change.Weight != nil {
+			setting.Weight = uint32(*change.Weight)
+		}
+		if setting.State == lead.Ready {
+			setting.State = "" // the setting of a host without one
+		}
+		if err := setting.Check(); err != nil {
+			return setting, fault.Usage(err, "ready, drain, maint or removed")
+		}
+		done, plan.Changes = "", []api.Change{}
+		if setting == present {
+			return setting, nil
+		}
+		done = describeChange(h, present, setting)
+		plan.Changes = []api.Change{{Action: "change", What: "host " + h.Name + ": " + done, Effect: p.effectOf(snapshot, h.Name, setting, change.DryRun)}}
+		return setting, lastHost(snapshot.Hosts, at, setting)
+	}
 	present := store.Setting{State: h.State, Weight: h.SetWeight}
 	if present.State == lead.Ready {
-		present.State = "" // the setting of a host without one
+		present.State = ""
 	}
-	setting := present
-	plan := &api.Plan{Changes: []api.Change{}}
-	if change.State != "" {
-		setting.State = lead.State(change.State)
-	}
-	if change.Weight != nil {
-		if *change.Weight < 0 || *change.Weight > table.MostWeight {
-			return nil, fault.Usage(fmt.Errorf("weight %d is out of range", *change.Weight), fmt.Sprintf("1 to %d, or 0 for the weight in the policy of the host", table.MostWeight))
-		}
-		setting.Weight = uint32(*change.Weight)
-	}
-	if setting.State == lead.Ready {
-		setting.State = ""
-	}
-	if err := setting.Check(); err != nil {
-		return nil, fault.Usage(err, "ready, drain, maint or removed")
-	}
-	if setting == present {
-		return plan, nil
-	}
-	if err := lastHost(snapshot.Hosts, at, setting); err != nil {
-		return nil, err
-	}
-	plan.Changes = append(plan.Changes, api.Change{Action: "change", What: "host " + h.Name + ": " + describeChange(h, present, setting), Effect: p.effectOf(snapshot, h.Name, setting, change.DryRun)})
 	if change.DryRun {
+		if _, err := set(present); err != nil {
+			return nil, err
+		}
 		return plan, nil
 	}
-	if err := p.store.SetSetting(ctx, h.Name, setting); errors.Is(err, store.ErrReadOnly) {
+	// The snapshot may be older than the last change.
+	if err := p.store.ChangeSetting(ctx, h.Name, set); errors.Is(err, store.ErrReadOnly) {
 		return nil, fault.Conflict(err, "edit "+p.settings.File)
 	} else if err != nil {
 		return nil, err
 	}
-	p.log.Info("host of the fleet set", events.HostRequested, "host", h.Name, "change", describeChange(h, present, setting))
+	if done != "" {
+		p.log.Info("host of the fleet set", events.HostRequested, "host", h.Name, "change", done)
+	}
 	return plan, nil
 }
 

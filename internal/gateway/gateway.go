@@ -136,6 +136,7 @@ const (
 
 // New returns a gateway. The gateway owns the descriptors of the configuration, and New closes them if it fails.
 func New(c Config) (_ *Gateway, err error) {
+	room.Prepare() // in the sandbox, no file can be opened
 	g := &Gateway{
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), windShift: chooseWindShift(),
 		conns: map[endpoints]*conn{}, echoes: map[endpoints]*echo{},

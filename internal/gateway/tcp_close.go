@@ -19,6 +19,9 @@ func (c *conn) forwardFIN() {
 	switch c.state {
 	case established:
 		c.state = closeWait
+		if c.snd.una == c.snd.nxt && !c.snd.blocked {
+			c.startIdleTimer()
+		}
 	case finWait1:
 		c.state = closing
 	case finWait2:
@@ -75,7 +78,11 @@ func (c *conn) resetByGuest() {
 		return
 	}
 	c.g.count(Reset)
-	resetOnClose(c.fd)
+	// The reply to a keepalive says that the guest's socket is gone, not that the program has reset the connection: what the guest
+	// has sent before its FIN is still delivered.
+	if gone := c.state.finReceived() && c.rtx.timeouts > 0; !gone {
+		resetOnClose(c.fd)
+	}
 	c.remove()
 }
 

@@ -172,6 +172,10 @@ func (c *conn) processText(s *packet.Segment) {
 		payload = payload[min(int(old), len(payload)):]
 	}
 	c.scheduleAck()
+	if c.hostError != hostOK && c.snd.blocked && len(payload) > 0 {
+		c.abort() // output would find the error only when the guest opens its window
+		return
+	}
 	if c.rcv.finPending || c.state.finReceived() || c.hostError != hostOK {
 		return
 	}

@@ -76,8 +76,12 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 			f.remote = withPort(remote, max(remote.Port()+uint16(i), 1))
 		}
 	}
-	if c := l.g.conns[f]; c != nil && c.state == timeWait {
+	switch c := l.g.conns[f]; {
+	case c == nil:
+	case c.state == timeWait:
 		c.remove()
+	case c.hostError != hostOK: // the guest has not been told yet
+		c.abort()
 	}
 	if !from.IsValid() || !guest.IsValid() || len(l.g.conns) >= l.g.config.Connections || l.g.conns[f] != nil {
 		l.g.count(TooMany)

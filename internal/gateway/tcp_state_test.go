@@ -460,6 +460,21 @@ func TestHostResets(t *testing.T) {
 		l.rst()
 		p.ended()
 	})
+	t.Run("while the guest sends and does not read", func(t *testing.T) {
+		l := p.dial(listener)
+		l.window = 0
+		l.say(packet.ACK, nil)
+		l.write(text(1000))
+		p.turn(1)
+		if err := l.conn.SetLinger(0); err != nil {
+			t.Fatal(err)
+		}
+		l.conn.Close()
+		p.turn(1)
+		l.sayAt(l.seq, packet.ACK, text(1000))
+		l.rst()
+		p.ended()
+	})
 	t.Run("after its FIN", func(*testing.T) {
 		l := p.dial(listener)
 		l.conn.Close()
@@ -484,6 +499,32 @@ func TestHostResets(t *testing.T) {
 		}
 		p.ended()
 	})
+}
+
+// TestGuestGone checks that a connection ends whose socket in the guest is gone, and that the host still receives what the guest has
+// sent before.
+func TestGuestGone(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host4))
+	l.say(packet.ACK|packet.PSH|packet.FIN, text(1000))
+	l.acknowledged()
+	for range 3 { // a program that reads for long
+		p.wait(halfClosedTimeout - time.Second)
+		p.quiet()
+		p.wait(2 * time.Second)
+		if s := l.hear(); s.Seq != l.ack-1 || s.Length() != 0 {
+			t.Fatalf("asks %v", s)
+		}
+		l.say(packet.ACK, nil)
+		p.turn(1)
+	}
+	p.wait(halfClosedTimeout + time.Second)
+	l.hear()
+	l.say(packet.RST, nil) // of a kernel that does not know the connection
+	p.ended()
+	if got, err := io.ReadAll(l.conn); !bytes.Equal(got, text(1000)) || err != nil {
+		t.Errorf("host read %d bytes, %v", len(got), err)
+	}
 }
 
 func TestGuestResets(t *testing.T) {

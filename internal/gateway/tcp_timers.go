@@ -26,6 +26,9 @@ const (
 	maxSynRTO     = 320 * time.Millisecond
 	// idleTimeout is the idle time before the first keepalive (RFC 9293, section 3.8.4).
 	idleTimeout = 2 * time.Hour
+	// halfClosedTimeout is the same after the guest's FIN: the guest's socket may be gone, as that of a program that has closed
+	// it (tcp_fin_timeout of Linux).
+	halfClosedTimeout = time.Minute
 	// timeWaitTimeout covers three retransmissions of the guest's FIN.
 	timeWaitTimeout = 2 * time.Second
 
@@ -34,7 +37,13 @@ const (
 )
 
 // startIdleTimer sets the keepalive timer of a connection without unacknowledged data.
-func (c *conn) startIdleTimer() { c.g.timers.Set(&c.timer, c.g.now.Add(idleTimeout)) }
+func (c *conn) startIdleTimer() {
+	idle := idleTimeout
+	if c.state == closeWait {
+		idle = halfClosedTimeout
+	}
+	c.g.timers.Set(&c.timer, c.g.now.Add(idle))
+}
 
 // startRetransmitTimer sets the timer for a retransmission, or for a zero-window probe.
 func (c *conn) startRetransmitTimer() {

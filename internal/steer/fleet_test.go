@@ -16,7 +16,7 @@ import (
 // TestHandedTemplates is that rubbish in the store of a fleet costs the templates of its device only.
 func TestHandedTemplates(t *testing.T) {
 	a := netip.MustParseAddr("192.0.2.1")
-	want := []rooms.Handed{{Service: "telemetry", Listener: "udp [::]:4739", Source: netip.AddrPortFrom(a, 7), Data: []byte{0, 10}}}
+	want := []rooms.Handed{{Listener: "udp [::]:4739", Source: netip.AddrPortFrom(a, 7), Data: []byte{0, 10}}}
 	encoded, err := rooms.EncodeHanded(map[netip.Addr][]rooms.Handed{a: want})
 	if err != nil {
 		t.Fatal(err)

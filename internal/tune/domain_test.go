@@ -12,8 +12,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/cilium/ebpf"
-
 	"sockeye/internal/api"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fault"
@@ -121,71 +119,6 @@ func TestPlanTune(t *testing.T) {
 	a.Retire(t)
 	if _, err := os.Stat(cgroup); !os.IsNotExist(err) {
 		t.Errorf("the cgroup after the policy: %v", err)
-	}
-}
-
-// TestRetry checks that a policy without a change tries again what has failed, and sets options that the kernel has learned since.
-func TestRetry(t *testing.T) {
-	const policy = `
-tune:
-  - {name: base, cgroup: CGROUP/a, set: {sndbuf: 100KB}}
-  - {name: more, cgroup: CGROUP/b, set: {sndbuf: 100KB, nodelay: true}, optional: true}
-`
-	for _, name := range []string{"a", "b"} { // before the watch, which would try again
-		dir := filepath.Join(testenv.Cgroup(), name)
-		if err := os.Mkdir(dir, 0o755); err != nil {
-			t.Fatal(err)
-		}
-		defer os.Remove(dir)
-	}
-	a := testRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-	defer a.Stop()
-	d := tuningOf(a)
-	d.kernel.mu.Lock()
-	d.kernel.probed = map[string]error{"sndbuf": ebpf.ErrNotSupported, "nodelay": ebpf.ErrNotSupported}
-	d.kernel.mu.Unlock()
-	a.Start(t, domaintest.Policy(policy))
-	defer a.Retire(t)
-	status := func() []api.TuneStatus {
-		t.Helper()
-		list, err := d.Cgroups("")
-		if err != nil || len(list) != 2 {
-			t.Fatalf("%+v, %v", list, err)
-		}
-		return list
-	}
-	if s := status(); s[0].Attached || !s[1].Attached || len(s[1].Rules[0].Skipped) != 2 {
-		t.Fatalf("%+v", s)
-	}
-	plan := func() (list []string) {
-		t.Helper()
-		changes, err := a.Plan(domaintest.Policy(policy))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, c := range changes {
-			list = append(list, strings.TrimPrefix(c.Cgroup, testenv.CgroupPath())+" "+c.What+" ("+c.Effect+")")
-		}
-		return list
-	}
-	d.kernel.mu.Lock()
-	d.kernel.probed = map[string]error{}
-	d.kernel.mu.Unlock()
-	want := []string{
-		"/a tuning: is tried again (not in force: rule base: this kernel cannot set sndbuf: it needs Linux 4.13 or later)",
-		"/b rule more: options that the kernel cannot set: sndbuf, nodelay -> none (for new connections)",
-	}
-	if got := plan(); !slices.Equal(got, want) {
-		t.Fatalf("got\n%q\nwant\n%q", got, want)
-	}
-	if _, err := a.Apply(domaintest.Policy(policy)); err != nil {
-		t.Fatal(err)
-	}
-	if s := status(); !s[0].Attached || s[0].Problem != "" || !s[1].Attached || len(s[1].Rules[0].Skipped) != 0 {
-		t.Errorf("%+v", s)
-	}
-	if got := plan(); got != nil {
-		t.Errorf("after apply: %q", got)
 	}
 }
 

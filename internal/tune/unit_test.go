@@ -16,8 +16,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain/domaintest"
@@ -166,6 +168,67 @@ func TestUnitStartsInTuned(t *testing.T) {
 			t.Fatal(err)
 		}
 		a.Host.Watch.Look()
+	}
+}
+
+// TestRetry checks that a policy without a change tries again what has failed, and sets options that the kernel has learned since.
+func TestRetry(t *testing.T) {
+	const policy = `
+tune:
+  - {name: base, cgroup: /a, set: {sndbuf: 100KB}}
+  - {name: more, cgroup: /b, set: {sndbuf: 100KB, nodelay: true}, optional: true}
+`
+	root, mkdir := testenv.CgroupTree(t) // the watch of the host's cgroups would try again
+	mkdir("a")
+	mkdir("b")
+	a := tuneAndTrace(t, root)
+	defer a.Stop()
+	d := tuningOf(a)
+	d.kernel.mu.Lock()
+	d.kernel.probed = map[string]error{"sndbuf": ebpf.ErrNotSupported, "nodelay": ebpf.ErrNotSupported}
+	d.kernel.mu.Unlock()
+	a.Start(t, policy)
+	defer a.Retire(t)
+	status := func() []api.TuneStatus {
+		t.Helper()
+		list, err := d.Cgroups("")
+		if err != nil || len(list) != 2 {
+			t.Fatalf("%+v, %v", list, err)
+		}
+		return list
+	}
+	if s := status(); s[0].Attached || !s[1].Attached || len(s[1].Rules[0].Skipped) != 2 {
+		t.Fatalf("%+v", s)
+	}
+	plan := func() (list []string) {
+		t.Helper()
+		changes, err := a.Plan(policy)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range changes {
+			list = append(list, c.Cgroup+" "+c.What+" ("+c.Effect+")")
+		}
+		return list
+	}
+	d.kernel.mu.Lock()
+	d.kernel.probed = map[string]error{}
+	d.kernel.mu.Unlock()
+	want := []string{
+		"/a tuning: is tried again (not in force: rule base: this kernel cannot set sndbuf: it needs Linux 4.13 or later)",
+		"/b rule more: options that the kernel cannot set: sndbuf, nodelay -> none (for new connections)",
+	}
+	if got := plan(); !slices.Equal(got, want) {
+		t.Fatalf("got\n%q\nwant\n%q", got, want)
+	}
+	if _, err := a.Apply(policy); err != nil {
+		t.Fatal(err)
+	}
+	if s := status(); !s[0].Attached || s[0].Problem != "" || !s[1].Attached || len(s[1].Rules[0].Skipped) != 0 {
+		t.Errorf("%+v", s)
+	}
+	if got := plan(); got != nil {
+		t.Errorf("after apply: %q", got)
 	}
 }
 

@@ -394,12 +394,22 @@ func OwnEnvironment() (env []string) {
 	return env
 }
 
-// refuseDirectories returns an error if a standard stream is a directory, through which the program could open hidden files.
-func refuseDirectories() error {
+// refuseStreams returns an error if a standard stream is a directory, through which the program could open hidden files, or a
+// socket of the host's network namespace, which the program could connect to any address.
+func refuseStreams() error {
 	for fd, name := range []string{"input", "output", "error"} {
 		var st unix.Stat_t
-		if unix.Fstat(fd, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR {
+		if unix.Fstat(fd, &st) != nil {
+			continue
+		}
+		switch st.Mode & unix.S_IFMT {
+		case unix.S_IFDIR:
 			return fault.Usage(fmt.Errorf("standard %s is a directory, which would make hidden files accessible", name), "redirect it from a file, or from /dev/null")
+		case unix.S_IFSOCK:
+			if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err != nil || family != unix.AF_UNIX {
+				return fault.Usage(fmt.Errorf("standard %s is a network socket of the host, which the program could connect to any address", name),
+					"let the program listen, and publish its port with -p")
+			}
 		}
 	}
 	return nil
@@ -451,7 +461,7 @@ func (i *Options) complete(guest *isolate.Guest, o *isolate.Options) (err error)
 		}
 	}
 	if guest.Existing == nil {
-		if err := refuseDirectories(); err != nil {
+		if err := refuseStreams(); err != nil {
 			return err
 		}
 	}

@@ -242,11 +242,11 @@ func TestFleet(t *testing.T) {
 	f.rest("two hosts", "a", "b")
 	f.start("c", nil)
 	f.rest("a third one", "a", "b", "c")
-	if err := f.hosts["c"].store.SetSetting(t.Context(), "a", store.Setting{State: lead.Drain}); err != nil {
+	if err := f.hosts["c"].store.ChangeSetting(t.Context(), "a", to(store.Setting{State: lead.Drain})); err != nil {
 		t.Fatal(err)
 	}
 	f.rest("a drains", "b", "c")
-	if err := f.hosts["c"].store.SetSetting(t.Context(), "a", store.Setting{}); err != nil {
+	if err := f.hosts["c"].store.ChangeSetting(t.Context(), "a", to(store.Setting{})); err != nil {
 		t.Fatal(err)
 	}
 	before := f.rest("a is back", "a", "b", "c")
@@ -304,8 +304,15 @@ func (f *fixed) Write(_ context.Context, _ *store.Snapshot, t *table.Table) erro
 	f.written <- t
 	return nil
 }
-func (f *fixed) SetSetting(context.Context, string, store.Setting) error { return nil }
-func (f *fixed) Close(bool) error                                        { return nil }
+func (f *fixed) ChangeSetting(context.Context, string, func(store.Setting) (store.Setting, error)) error {
+	return nil
+}
+
+// to returns a change to a setting.
+func to(s store.Setting) func(store.Setting) (store.Setting, error) {
+	return func(store.Setting) (store.Setting, error) { return s, nil }
+}
+func (f *fixed) Close(bool) error { return nil }
 
 func (f *fixed) HandOver(context.Context, string, map[netip.Addr][]byte) error { return nil }
 func (f *fixed) TakeOver(context.Context) (map[netip.Addr][]byte, error)       { return nil, nil }

@@ -424,14 +424,10 @@ func (e *Etcd) Write(ctx context.Context, from *Snapshot, t *table.Table) error 
 	return nil
 }
 
-// SetSetting changes what the operator wants of a host.
-func (e *Etcd) SetSetting(ctx context.Context, host string, w Setting) error {
+// ChangeSetting changes what the operator wants of a host.
+func (e *Etcd) ChangeSetting(ctx context.Context, host string, change func(Setting) (Setting, error)) error {
 	named := table.Host{Name: host, Weight: 1}
-	if err := errors.Join(named.Check(), w.Check()); err != nil {
-		return err
-	}
-	value, err := json.Marshal(w)
-	if err != nil {
+	if err := named.Check(); err != nil {
 		return err
 	}
 	client, err := e.connect()
@@ -440,13 +436,41 @@ func (e *Etcd) SetSetting(ctx context.Context, host string, w Setting) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	if w == (Setting{}) {
-		_, err = client.Delete(ctx, e.prefix+settingKeys+host)
-	} else {
-		_, err = client.Put(ctx, e.prefix+settingKeys+host, string(value))
+	key := e.prefix + settingKeys + host
+	for {
+		found, err := client.Get(ctx, key)
+		if err != nil {
+			return fmt.Errorf("read the setting of host %s: %w", host, err)
+		}
+		var present Setting
+		revision := int64(0)
+		if len(found.Kvs) > 0 {
+			revision = found.Kvs[0].ModRevision
+			if json.Unmarshal(found.Kvs[0].Value, &present) != nil || present.Check() != nil {
+				present = Setting{} // damaged, as for snapshots
+			}
+		}
+		next, err := change(present)
+		if err == nil {
+			err = next.Check()
+		}
+		if err != nil || next == present {
+			return err
+		}
+		value, err := json.Marshal(next)
+		if err != nil {
+			return err
+		}
+		write := clientv3.OpPut(key, string(value))
+		if next == (Setting{}) {
+			write = clientv3.OpDelete(key)
+		}
+		done, err := client.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).Then(write).Commit()
+		if err != nil {
+			return fmt.Errorf("write the setting of host %s: %w", host, err)
+		}
+		if done.Succeeded {
+			return nil
+		}
 	}
-	if err != nil {
-		return fmt.Errorf("write the setting of host %s: %w", host, err)
-	}
-	return nil
 }

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -223,16 +224,16 @@ func TestHosts(t *testing.T) {
 		h := of(s, "b")
 		return h.Weight == 30 && !h.Healthy && h.Applied == 1 && h.Prepared == 1
 	})
-	if err := a.SetSetting(t.Context(), "b", Setting{State: lead.Drain, Weight: 7}); err != nil {
+	if err := a.ChangeSetting(t.Context(), "b", to(Setting{State: lead.Drain, Weight: 7})); err != nil {
 		t.Fatal(err)
 	}
 	b.await("the setting", func(s *Snapshot) bool { h := of(s, "b"); return h.State == lead.Drain && h.Weight == 7 })
-	if err := b.SetSetting(t.Context(), "b", Setting{}); err != nil {
+	if err := b.ChangeSetting(t.Context(), "b", to(Setting{})); err != nil {
 		t.Fatal(err)
 	}
 	a.await("no setting", func(s *Snapshot) bool { h := of(s, "b"); return h.State == lead.Ready && h.Weight == 30 })
 	for name, w := range map[string]Setting{"b": {State: "gone"}, "c": {Weight: table.MostWeight + 1}, "": {State: lead.Drain}, "x\n": {State: lead.Drain}} {
-		if err := a.SetSetting(t.Context(), name, w); err == nil {
+		if err := a.ChangeSetting(t.Context(), name, to(w)); err == nil {
 			t.Errorf("the setting %+v for %q is accepted", w, name)
 		}
 	}
@@ -249,6 +250,39 @@ func TestHosts(t *testing.T) {
 	b.awaitAlive("b")
 	if took := time.Since(begun); took > patience/2 {
 		t.Errorf("a host that leaves is alive for %v", took)
+	}
+}
+
+// to returns a change to a setting.
+func to(s Setting) func(Setting) (Setting, error) {
+	return func(Setting) (Setting, error) { return s, nil }
+}
+
+// TestSettingsTogether changes the state and the weight of a host at the same time: no change is lost, although each of them writes
+// both.
+func TestSettingsTogether(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2390)
+	a := join(t, endpoints, "a")
+	a.awaitAlive("a")
+	const changes = 50
+	var both sync.WaitGroup
+	for _, change := range []func(*Setting){func(s *Setting) { s.State = map[lead.State]lead.State{"": lead.Drain, lead.Drain: ""}[s.State] }, func(s *Setting) { s.Weight++ }} {
+		both.Go(func() {
+			for range changes {
+				if err := a.ChangeSetting(t.Context(), "a", func(s Setting) (Setting, error) {
+					change(&s)
+					return s, nil
+				}); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	both.Wait()
+	var last Setting
+	if err := a.ChangeSetting(t.Context(), "a", func(s Setting) (Setting, error) { last = s; return s, nil }); err != nil || last != (Setting{Weight: changes}) {
+		t.Errorf("%+v, %v", last, err)
 	}
 }
 

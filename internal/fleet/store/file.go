@@ -51,7 +51,7 @@ func OpenFile(path string) *File { return &File{path: path} }
 // Run sends a snapshot when the file has changed, until ctx is done.
 func (f *File) Run(ctx context.Context, snapshots chan *Snapshot) {
 	var last *Snapshot
-	var text []byte
+	var text, seen []byte
 	failed := ""
 	for {
 		now, err := readFile(f.path)
@@ -61,6 +61,7 @@ func (f *File) Run(ctx context.Context, snapshots chan *Snapshot) {
 				failed = ""
 				offer(snapshots, last)
 			}
+		case err == nil && last != nil && !bytes.Equal(now, seen): // it may be written in place, and incomplete
 		case err == nil:
 			var next *Snapshot
 			if next, err = parseFile(now); err == nil {
@@ -71,6 +72,7 @@ func (f *File) Run(ctx context.Context, snapshots chan *Snapshot) {
 				offer(snapshots, next)
 			}
 		}
+		seen = now
 		if err != nil && err.Error() != failed {
 			failed = err.Error()
 			refused := &Snapshot{Problems: []string{f.path + " is refused: " + failed}}
@@ -166,8 +168,10 @@ func (f *File) Update(Registration) {}
 // Write returns ErrReadOnly.
 func (f *File) Write(context.Context, *Snapshot, *table.Table) error { return ErrReadOnly }
 
-// SetSetting returns ErrReadOnly.
-func (f *File) SetSetting(context.Context, string, Setting) error { return ErrReadOnly }
+// ChangeSetting returns ErrReadOnly.
+func (f *File) ChangeSetting(context.Context, string, func(Setting) (Setting, error)) error {
+	return ErrReadOnly
+}
 
 // HandOver does nothing: hosts with a file do not move devices one after the other.
 func (f *File) HandOver(context.Context, string, map[netip.Addr][]byte) error { return nil }

@@ -92,7 +92,7 @@ func TestFile(t *testing.T) {
 		t.Errorf("the next epoch: %+v", s)
 	}
 	f.Update(Registration{})
-	if err := errors.Join(f.Write(ctx, s, s.Table), f.SetSetting(ctx, "a", Setting{}), f.Close(true)); !errors.Is(err, ErrReadOnly) {
+	if err := errors.Join(f.Write(ctx, s, s.Table), f.ChangeSetting(ctx, "a", nil), f.Close(true)); !errors.Is(err, ErrReadOnly) {
 		t.Errorf("changes: %v", err)
 	}
 }

@@ -85,10 +85,10 @@ func (l *Later) Write(ctx context.Context, from *Snapshot, t *table.Table) error
 	return errNotOpen
 }
 
-// SetSetting changes what the operator wants of a host.
-func (l *Later) SetSetting(ctx context.Context, host string, w Setting) error {
+// ChangeSetting changes what the operator wants of a host.
+func (l *Later) ChangeSetting(ctx context.Context, host string, change func(Setting) (Setting, error)) error {
 	if s := l.opened(); s != nil {
-		return s.SetSetting(ctx, host, w)
+		return s.ChangeSetting(ctx, host, change)
 	}
 	return errNotOpen
 }

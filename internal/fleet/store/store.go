@@ -27,8 +27,9 @@ type Store interface {
 	// Write makes a table the present one. The error is ErrNotLeader if this host does not lead any more, or if the table
 	// has changed since the snapshot that the table was made from.
 	Write(ctx context.Context, from *Snapshot, t *table.Table) error
-	// SetSetting changes what the operator wants of a host.
-	SetSetting(ctx context.Context, host string, w Setting) error
+	// ChangeSetting changes what the operator wants of a host. change gets the present setting, and returns the next one. ChangeSetting
+	// calls change again if the setting changes meanwhile, and returns its error.
+	ChangeSetting(ctx context.Context, host string, change func(present Setting) (Setting, error)) error
 	// HandOver keeps the templates of devices for another host, by address, until it takes them or this host ends.
 	HandOver(ctx context.Context, to string, templates map[netip.Addr][]byte) error
 	// TakeOver returns the templates that other hosts have handed over to this one, by address, and removes them.

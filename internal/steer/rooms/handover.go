@@ -6,12 +6,12 @@ import (
 	"encoding/json"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 )
 
 // Handed is a datagram with templates of an exporter, for another host.
 type Handed struct {
-	Service  string         `json:"service"`
 	Listener string         `json:"listener"` // as text: rows differ between hosts
 	Source   netip.AddrPort `json:"source"`
 	Data     []byte         `json:"data"`
@@ -30,7 +30,7 @@ func (r *Rooms) HandOver(leaves func(netip.Addr) bool) map[netip.Addr][]Handed {
 		}
 		for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
 			if l, ok := r.Listeners[m.Row]; ok {
-				handed[addr] = append(handed[addr], Handed{r.Name, l.String(), m.Source, m.Data})
+				handed[addr] = append(handed[addr], Handed{l.String(), m.Source, m.Data})
 			}
 		}
 	}
@@ -43,10 +43,7 @@ func (r *Rooms) TakeOver(list []Handed) {
 		return
 	}
 	for _, h := range list {
-		for row, l := range r.Listeners {
-			if h.Service != r.Name || l.String() != h.Listener {
-				continue
-			}
+		for _, row := range r.rowsOf(h) {
 			if r.kept.store.Learn(h.Source, row, h.Data, time.Now()) == nil {
 				// The member may know templates of an earlier time at which this host had the exporter.
 				delete(r.kept.replayedTo, h.Source.Addr().Unmap().WithZone(""))
@@ -55,6 +52,26 @@ func (r *Rooms) TakeOver(list []Handed) {
 	}
 	r.scheduleTemplatesSave()
 	r.ReplayMoved()
+}
+
+// rowsOf returns the rows of the listeners for the datagrams of an exporter of another host. That host may write the listener in
+// another way, and name the service differently: protocol, port and address decide.
+func (r *Rooms) rowsOf(h Handed) (rows []int) {
+	protocol, text, _ := strings.Cut(h.Listener, " ")
+	theirs, err := netip.ParseAddrPort(text)
+	if err != nil {
+		return nil
+	}
+	from4 := h.Source.Addr().Unmap().Is4()
+	for row, l := range r.Listeners {
+		own := l.Address.Addr()
+		serves := own.Is4() == from4 || own.Is6() && own.IsUnspecified() && !l.V6Only
+		if string(l.Protocol) == protocol && l.Address.Port() == theirs.Port() && serves &&
+			(own.IsUnspecified() || theirs.Addr().IsUnspecified() || own == theirs.Addr()) {
+			rows = append(rows, row)
+		}
+	}
+	return rows
 }
 
 // IsReplaying reports whether members still receive templates.

@@ -105,3 +105,28 @@ func TestStale(t *testing.T) {
 		t.Errorf("%v, stale %v", ok, r.stale)
 	}
 }
+
+// TestRowsOf checks which listeners receive the templates of another host, whose policy may write the same listener in another way.
+func TestRowsOf(t *testing.T) {
+	listener := func(protocol config.Protocol, address string, only6 bool) config.Listener {
+		return config.Listener{Protocol: protocol, Address: netip.MustParseAddrPort(address), V6Only: only6}
+	}
+	r := New(&core.Service{Listeners: map[int]config.Listener{
+		0: listener(config.UDP, "[::]:4739", false), 1: listener(config.UDP, "[::]:2055", true), 2: listener(config.UDP, "0.0.0.0:2055", false),
+		3: listener(config.UDP, "192.0.2.53:9995", false), 4: listener(config.UDP, "[2001:db8::53]:9995", false), 5: listener(config.TCP, "[::]:4739", false),
+	}})
+	const four, six = "198.51.100.1:7", "[2001:db8::1]:7"
+	for _, c := range []struct {
+		listener, source string
+		want             []int
+	}{
+		{"udp [::]:4739", four, []int{0}}, {"udp 192.0.2.53:4739", four, []int{0}}, {"udp [2001:db8::53]:4739", six, []int{0}},
+		{"udp [::]:2055", four, []int{2}}, {"udp [::]:2055", six, []int{1}},
+		{"udp [::]:9995", four, []int{3}}, {"udp 192.0.2.53:9995", four, []int{3}}, {"udp 192.0.2.54:9995", four, nil}, {"udp [2001:db8::53]:9995", six, []int{4}},
+		{"udp [::]:1", four, nil}, {"tcp [::]:9995", four, nil}, {"udp x", four, nil}, {"", four, nil},
+	} {
+		if got := r.rowsOf(Handed{Listener: c.listener, Source: netip.MustParseAddrPort(c.source)}); !slices.Equal(got, c.want) {
+			t.Errorf("%s from %s: rows %v, want %v", c.listener, c.source, got, c.want)
+		}
+	}
+}
