@@ -98,16 +98,18 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 	if present.State == lead.Ready {
 		present.State = ""
 	}
+	if _, err := set(present); err != nil {
+		return nil, err
+	}
 	if change.DryRun {
-		if _, err := set(present); err != nil {
-			return nil, err
-		}
 		return plan, nil
 	}
 	// The snapshot may be older than the last change.
-	if err := p.store.ChangeSetting(ctx, h.Name, set); errors.Is(err, store.ErrReadOnly) {
+	err := p.store.ChangeSetting(ctx, h.Name, set)
+	switch {
+	case errors.Is(err, store.ErrReadOnly) && len(plan.Changes) > 0:
 		return nil, fault.Conflict(err, "edit "+p.settings.File)
-	} else if err != nil {
+	case err != nil && !errors.Is(err, store.ErrReadOnly):
 		return nil, err
 	}
 	if done != "" {
