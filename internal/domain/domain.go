@@ -86,7 +86,7 @@ func (h *Host) Retry(cgroup, what string, problem error) []Step {
 		return nil
 	}
 	return []Step{{
-		Changes: []api.Change{{Cgroup: cgroup, Action: "change", What: what + ": is tried again", Effect: "not in force: " + fault.Message(problem)}},
+		Changes: []api.Change{{Cgroup: cgroup, Action: "change", What: what + " is tried again", Effect: "not in force: " + fault.Message(problem)}},
 		Apply: func() (func() error, error) {
 			h.Watch.Look()
 			return func() error { return nil }, nil

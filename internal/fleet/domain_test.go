@@ -613,6 +613,9 @@ func TestTakenName(t *testing.T) {
 	if h := d.Health(); h.Healthy || h.Reason != "another host has the name a" || here() != 0 {
 		t.Errorf("%+v, %d devices", h, here())
 	}
+	if st := status(t, r); len(st.Hosts) != 3 || st.Hosts[0].Name != "a" || st.Hosts[0].Path == "self" {
+		t.Errorf("%+v", st.Hosts)
+	}
 	p.changed(free)
 	if h := d.Health(); !h.Healthy || here() == 0 {
 		t.Errorf("%+v, %d devices", h, here())

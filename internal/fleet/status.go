@@ -114,7 +114,7 @@ func (p *participation) hostStatus(h *lead.Host, shares []int, newest uint64) ap
 	if one.Path == "" {
 		one.Path = "none"
 	}
-	if h.Name == p.settings.host {
+	if h.Name == p.self() {
 		one.Path = "self"
 	}
 	if p.table != nil {

@@ -215,7 +215,7 @@ tune:
 	d.kernel.probed = map[string]error{}
 	d.kernel.mu.Unlock()
 	want := []string{
-		"/a tuning: is tried again (not in force: rule base: this kernel cannot set sndbuf: it needs Linux 4.13 or later)",
+		"/a tuning is tried again (not in force: rule base: this kernel cannot set sndbuf: it needs Linux 4.13 or later)",
 		"/b rule more: options that the kernel cannot set: sndbuf, nodelay -> none (for new connections)",
 	}
 	if got := plan(); !slices.Equal(got, want) {
