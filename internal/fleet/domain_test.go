@@ -606,6 +606,8 @@ func TestTakenName(t *testing.T) {
 	}
 	p, err := d.current()
 	check(t, err)
+	p.cancel() // the states are those of the test from here on
+	p.done.Wait()
 	taken := p.state
 	taken.Snapshot = &store.Snapshot{Table: taken.Table, Hosts: taken.Hosts, Connected: true, Taken: true}
 	free := p.state
