@@ -6,6 +6,7 @@ package tune
 
 import (
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -120,6 +121,53 @@ func TestPlanTune(t *testing.T) {
 	if _, err := os.Stat(cgroup); !os.IsNotExist(err) {
 		t.Errorf("the cgroup after the policy: %v", err)
 	}
+}
+
+// TestLiveInterrupted checks that the next agent reverts what apply --live had changed when the agent was killed.
+func TestLiveInterrupted(t *testing.T) {
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	cgroup := filepath.Join(testenv.Cgroup(), "telemetry")
+	if err := os.Mkdir(cgroup, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	defer os.Remove(cgroup)
+	server := testenv.StartServer(t, cgroup, "127.0.0.1:0", 0)
+	defer server.Stop.Close()
+	c, err := net.Dial("tcp", server.Address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	policy := domaintest.Policy("tune:\n  - {name: all, cgroup: CGROUP/telemetry, set: {user_timeout: 5s}}\n")
+	a := testRunner(t, dir, pins)
+	a.Start(t, policy)
+	for _, tuner := range tuningOf(a).tuners {
+		journal, err := tuner.openJournal()
+		if err != nil {
+			t.Fatal(err)
+		}
+		testenv.Within(t, "the connection has its rule", func() bool {
+			r, err := Apply(tuner.tune, tuner.scope.Path, nil, journal.begin)
+			return err == nil && r.Adopted == 1
+		})
+		// The file system was full for a moment.
+		if _, err := journal.WriteString("{\"boot"); err != nil {
+			t.Fatal(err)
+		}
+		journal.Close()
+	}
+	a.Stop()
+	a = testRunner(t, dir, pins)
+	defer a.Stop()
+	a.Start(t, policy)
+	got, err := tuningOf(a).Revert(api.TuneRevert{})
+	if err != nil || got.Reverted != 1 || got.Options != 1 || len(got.NotReverted) > 0 {
+		t.Errorf("reverted %+v, %v", got, err)
+	}
+	if got, err = tuningOf(a).Revert(api.TuneRevert{}); err != nil || got.Reverted+got.Gone != 0 {
+		t.Errorf("again: %+v, %v", got, err)
+	}
+	a.Retire(t)
 }
 
 // TestStartWithoutTune checks that the agent starts although this host cannot apply the tune rules, and that status

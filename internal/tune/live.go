@@ -54,6 +54,10 @@ type SavedConnection struct {
 	Remote netip.AddrPort `json:"remote"`
 	// Values are the changed values, in the order of config.TuneOptions.
 	Values []SavedValue `json:"values"`
+	// Unfinished is set before the connection is changed: the values after Apply are not known, and the connection may
+	// still have the rule Had (0: none).
+	Unfinished bool   `json:"unfinished,omitempty"`
+	Had        uint32 `json:"had,omitempty"`
 }
 
 // SavedValue is the value of an option before and after Apply; nil if unknown.
@@ -68,10 +72,11 @@ type SavedValue struct {
 // Settings that act only at the start of a connection, and connections that are not accepted yet, are left out.
 // Listeners are prepared for tags.
 //
-// The caller keeps Report.Saved also if Apply returns an error. The error wraps ebpf.ErrNotSupported if the kernel
-// lacks the hook.
-func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, error) {
-	a := &liveApply{tune: t, only: only, plans: make(map[uint64]plan),
+// Apply calls begin with the previous values of each connection before it changes the connection; an error of begin ends
+// Apply. The caller keeps Report.Saved also if Apply returns an error. The error wraps ebpf.ErrNotSupported if the
+// kernel lacks the hook.
+func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool, begin func(cookie uint64, c SavedConnection) error) (Report, error) {
+	a := &liveApply{tune: t, only: only, begin: begin, plans: make(map[uint64]plan),
 		report: Report{ByRule: make(map[string]int), Failures: []api.TuneLiveFailure{}, Problems: []string{}, Saved: make(Saved)}}
 	var err error
 	if a.rules, err = t.Rules(); err != nil {
@@ -103,6 +108,7 @@ type liveApply struct {
 	tune  *bpf.Tune
 	live  *bpf.Live
 	only  func(rule string) bool
+	begin func(cookie uint64, c SavedConnection) error
 	rules map[uint32]*bpf.InstalledRule
 	plans map[uint64]plan
 	// unseen counts connections for which the kernel does not run the program.
@@ -190,16 +196,24 @@ func (a *liveApply) visit(s *procsock.Socket) error {
 		a.report.AlreadyTuned++
 		return nil
 	}
-	return a.applyRule(s, plan.role, has)
+	return a.applyRule(s, plan, rule, has)
 }
 
-func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConnection) error {
+func (a *liveApply) applyRule(s *procsock.Socket, plan plan, rule *bpf.InstalledRule, had *bpf.TuneConnection) error {
 	before, err := readings(s)
 	if err != nil {
 		a.problem(s, err)
 		return nil
 	}
-	if err := a.live.Adopt(s.FD, role); err != nil {
+	begun := SavedConnection{Rule: bpf.Text(rule.Name[:]), Local: s.Local, Remote: s.Remote, Unfinished: true,
+		Values: changedValues(liveOptions(&rule.TuneRule, s.Family), before, nil)}
+	if had != nil {
+		begun.Had = had.Rule
+	}
+	if err := a.begin(s.Cookie, begun); err != nil {
+		return err
+	}
+	if err := a.live.Adopt(s.FD, plan.role); err != nil {
 		a.problem(s, err)
 		return nil
 	}
@@ -216,8 +230,7 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 		a.report.AlreadyTuned++
 		return nil
 	}
-	rule := a.rules[has.Rule]
-	if rule == nil {
+	if rule = a.rules[has.Rule]; rule == nil {
 		if a.rules, err = a.tune.Rules(); err != nil {
 			return err
 		}
@@ -243,6 +256,14 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 	if err != nil {
 		a.problem(s, err)
 	}
+	saved.Values = changedValues(set, before, after)
+	a.report.Saved[s.Cookie] = saved
+	return nil
+}
+
+// changedValues returns the values of options that a rule has set, and that differ.
+func changedValues(set map[string]bool, before, after map[string]*Reading) []SavedValue {
+	values := []SavedValue{}
 	for _, o := range AllOptions() {
 		v := SavedValue{Option: o.Name, Before: before[o.Name], After: after[o.Name]}
 		_, unreadable := defaults[o.Name]
@@ -256,10 +277,9 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 		case v.Before == nil && !unreadable, v.Before != nil && sameReading(v.Before, v.After):
 			continue
 		}
-		saved.Values = append(saved.Values, v)
+		values = append(values, v)
 	}
-	a.report.Saved[s.Cookie] = saved
-	return nil
+	return values
 }
 
 // countFailures adds the options that the kernel has refused since before.
@@ -368,7 +388,7 @@ var defaults = map[string]struct {
 // previous ones, buffers that the kernel tuned are tuned again, and no rule counts the connections any more.
 // Connections that had a rule from their start are not changed.
 func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
-	r := &liveRevert{saved: maps.Clone(saved), left: make(map[api.TuneNotReverted]int),
+	r := &liveRevert{tune: t, saved: maps.Clone(saved), left: make(map[api.TuneNotReverted]int),
 		report: Reverted{Left: []api.TuneNotReverted{}, Problems: []string{}, Remaining: make(Saved)}}
 	live, err := t.Live()
 	if err != nil {
@@ -396,6 +416,7 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 
 // liveRevert is the state of one Revert.
 type liveRevert struct {
+	tune   *bpf.Tune
 	live   *bpf.Live
 	saved  Saved
 	left   map[api.TuneNotReverted]int
@@ -412,11 +433,21 @@ func (r *liveRevert) visit(s *procsock.Socket) error {
 		r.report.Gone++
 		return nil
 	}
+	if saved.Unfinished {
+		has, err := r.tune.Connection(s.FD)
+		if err != nil {
+			return err
+		}
+		saved.Unfinished = has != nil && has.Rule != saved.Had
+		if !saved.Unfinished && !slices.ContainsFunc(saved.Values, func(v SavedValue) bool { return v.After != nil }) {
+			return nil // Apply has not changed the connection
+		}
+	}
 	// All values are compared before any is set, because setting one may change another.
 	var values []SavedValue
 	buffer := false
 	for _, v := range saved.Values {
-		if r.unchanged(s, saved.Rule, v, buffer) {
+		if r.unchanged(s, &saved, v, buffer) {
 			values = append(values, v)
 			buffer = buffer || v.Option == "rcvbuf"
 		}
@@ -440,9 +471,9 @@ func (r *liveRevert) visit(s *procsock.Socket) error {
 	return nil
 }
 
-// unchanged reports whether an option still has the value that Apply set. TCP_WINDOW_CLAMP, which the kernel computes
-// from the receive buffer, is reverted with the buffer.
-func (r *liveRevert) unchanged(s *procsock.Socket, rule string, v SavedValue, buffer bool) bool {
+// unchanged reports whether an option still has the value that Apply set, or another value than before an Apply that did
+// not end. TCP_WINDOW_CLAMP, which the kernel computes from the receive buffer, is reverted with the buffer.
+func (r *liveRevert) unchanged(s *procsock.Socket, c *SavedConnection, v SavedValue, buffer bool) bool {
 	o, ok := FindOption(v.Option)
 	if !ok {
 		return false
@@ -453,11 +484,13 @@ func (r *liveRevert) unchanged(s *procsock.Socket, rule string, v SavedValue, bu
 	now, ok, err := o.read(s.FD)
 	switch {
 	case err != nil:
-		r.recordLeft(rule, v.Option, err.Error())
+		r.recordLeft(c.Rule, v.Option, err.Error())
+	case ok && c.Unfinished && now != *v.Before:
+		return true
 	case ok && (v.After != nil && now == *v.After || o.Name == "window_clamp" && buffer && now.Number < v.Before.Number):
 		return true
-	case v.After != nil:
-		r.recordLeft(rule, v.Option, leftChanged)
+	case v.After != nil && !c.Unfinished:
+		r.recordLeft(c.Rule, v.Option, leftChanged)
 	}
 	return false
 }
@@ -548,6 +581,9 @@ func (s Saved) Merge(later Saved) {
 				c.Values = append(c.Values, before)
 			case before.After == nil, sameReading(before.After, c.Values[i].Before):
 				c.Values[i].Before = before.Before
+			}
+			if i >= 0 && c.Unfinished {
+				c.Values[i].After = before.After
 			}
 		}
 		slices.SortStableFunc(c.Values, func(a, b SavedValue) int {

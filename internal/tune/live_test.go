@@ -35,7 +35,7 @@ import (
 func (k *tuning) apply(only func(string) bool) tune.Report {
 	k.t.Helper()
 	had := descriptors(k.t)
-	r, err := tune.Apply(k.Tune, testenv.Cgroup(), only)
+	r, err := tune.Apply(k.Tune, testenv.Cgroup(), only, anyway)
 	if got := descriptors(k.t); got != had {
 		k.t.Errorf("%d open files after Apply, had %d", got, had)
 	}
@@ -43,6 +43,9 @@ func (k *tuning) apply(only func(string) bool) tune.Report {
 	r.Problems = k.problems(r)
 	return r
 }
+
+// anyway records nothing.
+func anyway(uint64, tune.SavedConnection) error { return nil }
 
 // problems returns the problems of single sockets and processes.
 func (k *tuning) problems(r tune.Report) []string {
@@ -455,7 +458,7 @@ func TestApplyToOthers(t *testing.T) {
 	rules, err := tune.Compile(parse(t, oneRule("user_timeout: 5s")).Tune, nil, nil)
 	check(t, err)
 	check(t, b.Install(rules))
-	r, err := tune.Apply(b, here, nil)
+	r, err := tune.Apply(b, here, nil, anyway)
 	checkLive(t, err)
 	if r.Adopted != 0 || len(r.Problems) != 2 {
 		t.Fatalf("report %+v, want problems with the listener and the connection", r)
@@ -587,6 +590,64 @@ func TestRevert(t *testing.T) {
 			again := k.revert(r.Saved)
 			if again.Connections != 0 || again.Gone != 2 {
 				t.Errorf("of closed connections: %+v", again)
+			}
+		})
+	}
+}
+
+// TestRevertUnfinished reverts what is recorded before connections are changed: they are changed, or not yet.
+func TestRevertUnfinished(t *testing.T) {
+	for family, address := range families {
+		t.Run(family, func(t *testing.T) {
+			p := connect(t, testenv.Listen(t, address))
+			control(t, p.connected, func(fd int) { // later options are the rule's alone
+				check(t, unix.SetsockoptString(fd, unix.SOL_TCP, unix.TCP_CONGESTION, "cubic"))
+			})
+			before := readings(t, p.connected)
+			k := newTuning(t, oneRule(has(t, liveOptions)))
+			apply := func(failure error) (begun tune.Saved) {
+				begun = make(tune.Saved)
+				_, err := tune.Apply(k.Tune, testenv.Cgroup(), nil, func(cookie uint64, c tune.SavedConnection) error {
+					begun[cookie] = c
+					return failure
+				})
+				if !errors.Is(err, failure) {
+					checkLive(t, err)
+					t.Errorf("%v, want %v", err, failure)
+				}
+				return begun
+			}
+			unchanged := func(when string) {
+				t.Helper()
+				if d := differences(before, readings(t, p.connected)); len(d) > 0 {
+					t.Errorf("%s: %v", when, d)
+				}
+			}
+			begun := apply(unix.ENOSPC)
+			unchanged("not begun")
+			if back := k.revert(begun); len(begun) != 1 || back.Connections != 0 || back.Options != 0 || len(back.Left) > 0 {
+				t.Errorf("not changed: %+v", back)
+			}
+			if begun = apply(nil); len(begun) != 2 || k.ruleOf(p.connected) != "r" {
+				t.Errorf("begun %+v, rule %q", begun, k.ruleOf(p.connected))
+			}
+			if back := k.revert(begun); back.Connections != 2 || len(back.Problems) > 0 {
+				t.Errorf("reverted %+v", back)
+			}
+			unchanged("reverted")
+			if name := k.ruleOf(p.connected); name != "" {
+				t.Errorf("the connection still has rule %s", name)
+			}
+			// A later Apply ends before and after it has changed the connections.
+			for _, failure := range []error{unix.ENOSPC, nil} {
+				saved := k.apply(nil).Saved
+				k.install(oneRule("user_timeout: 99s, sndbuf: 100KB"))
+				saved.Merge(apply(failure))
+				if back := k.revert(saved); back.Connections != 2 || len(back.Problems) > 0 {
+					t.Errorf("%v: reverted %+v", failure, back)
+				}
+				unchanged(fmt.Sprint("the second one: ", failure))
+				k.install(oneRule(has(t, liveOptions)))
 			}
 		})
 	}
@@ -762,7 +823,7 @@ func TestApplyWhileProcessesEnd(t *testing.T) {
 				ended = true
 			default:
 			}
-			r, err := tune.Apply(k.Tune, testenv.Cgroup(), nil)
+			r, err := tune.Apply(k.Tune, testenv.Cgroup(), nil, anyway)
 			checkLive(t, err)
 			if len(k.problems(r)) > 0 {
 				t.Fatalf("%+v", r)

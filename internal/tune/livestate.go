@@ -3,6 +3,7 @@
 package tune
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,6 +11,9 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
@@ -27,7 +31,12 @@ func (t *tuner) applyLive(all *api.TuneLive) error {
 	if err != nil {
 		return err
 	}
-	report, err := Apply(t.tune, t.scope.Path, nil)
+	journal, err := t.openJournal()
+	if err != nil {
+		return err
+	}
+	report, err := Apply(t.tune, t.scope.Path, nil, journal.begin)
+	journal.Close()
 	saved.Merge(report.Saved)
 	if err := fault.Join(err, t.saveLive(saved)); err != nil {
 		return err
@@ -103,11 +112,63 @@ type liveState struct {
 	Saved  Saved  `json:"saved"`
 }
 
+// liveEntry is a line of the journal: a connection that apply --live changes next. The agent may be killed at any instant.
+type liveEntry struct {
+	BootID string `json:"boot_id"`
+	Cookie uint64 `json:"cookie"`
+	SavedConnection
+}
+
+// liveJournal is the open journal.
+type liveJournal struct{ *os.File }
+
+func (t *tuner) openJournal() (liveJournal, error) {
+	f, err := os.OpenFile(t.journalPath(), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return liveJournal{}, fmt.Errorf("record previous values: %w", err)
+	}
+	return liveJournal{f}, nil
+}
+
+// begin records a connection that is changed next.
+func (j liveJournal) begin(cookie uint64, c SavedConnection) error {
+	data, err := json.Marshal(liveEntry{statedir.BootID(), cookie, c})
+	if err == nil {
+		_, err = j.Write(append(data, '\n'))
+	}
+	if err != nil {
+		return fmt.Errorf("record previous values: %w", err)
+	}
+	return nil
+}
+
+func (t *tuner) journalPath() string { return strings.TrimSuffix(t.livePath(), ".json") + ".journal" }
+
 func (t *tuner) livePath() string {
 	return filepath.Join(t.host.StateDir, "."+filepath.Base(t.host.Root.Tuning(scope.PinName(t.name)))+".live.json")
 }
 
+// loadLive returns the state file with what an interrupted apply --live has left in the journal.
 func (t *tuner) loadLive() (Saved, error) {
+	saved, err := t.loadSaved()
+	if err != nil {
+		return nil, err
+	}
+	journal, err := os.ReadFile(t.journalPath())
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("read previous values: %w", err)
+	}
+	for line := range bytes.Lines(journal) {
+		var e liveEntry
+		// A line is incomplete if the file system was full: its connection was not changed.
+		if json.Unmarshal(line, &e) == nil && e.BootID == statedir.BootID() {
+			saved.Merge(Saved{e.Cookie: e.SavedConnection})
+		}
+	}
+	return saved, nil
+}
+
+func (t *tuner) loadSaved() (Saved, error) {
 	data, err := os.ReadFile(t.livePath())
 	if errors.Is(err, fs.ErrNotExist) {
 		return make(Saved), nil
@@ -125,16 +186,21 @@ func (t *tuner) loadLive() (Saved, error) {
 	return stored.Saved, nil
 }
 
+// saveLive writes the state file, and then removes the journal, whose entries it contains.
 func (t *tuner) saveLive(saved Saved) error {
-	if len(saved) == 0 {
-		if err := os.Remove(t.livePath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove previous values: %w", err)
+	if len(saved) > 0 {
+		data, err := json.Marshal(liveState{statedir.BootID(), saved})
+		if err != nil {
+			return err
 		}
-		return nil
+		if err := statedir.Write(t.livePath(), append(data, '\n')); err != nil {
+			return err
+		}
+	} else if err := os.Remove(t.livePath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove previous values: %w", err)
 	}
-	data, err := json.Marshal(liveState{statedir.BootID(), saved})
-	if err != nil {
-		return err
+	if err := os.Remove(t.journalPath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove previous values: %w", err)
 	}
-	return statedir.Write(t.livePath(), append(data, '\n'))
+	return nil
 }
