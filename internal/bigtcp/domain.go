@@ -206,7 +206,7 @@ func (d *Domain) changeRules(c namespaceRules) (rollback func() error, err error
 
 // addNamespace adds a namespace with its first rules.
 func (d *Domain) addNamespace(c namespaceRules, explicit bool) error {
-	s := &reconciler{store: d.records, log: d.log, netns: c.netns}
+	s := &reconciler{store: d.records, log: d.log, netns: c.netns, lost: d.retryNamespaces}
 	d.reconcilers[c.netns] = s
 	return s.start(c.rules, explicit)
 }

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -523,6 +524,79 @@ func TestBigTCPConflict(t *testing.T) {
 	}
 	waitFor(t, "the policy has it again", func() bool { return a.interfaceStatus(t, "big0").State == api.SizesApplied })
 	wantSizes(t, "big0", sizesOn)
+}
+
+// TestBigTCPLocked checks that a rule whose sizes cannot be reverted stays in force.
+func TestBigTCPLocked(t *testing.T) {
+	a := newSizing(t)
+	addVeth(t, "big0")
+	a.Start(t, bigTCPPolicy)
+	lock, err := os.Open(filepath.Join(a.Host.StateDir, "bigtcp"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := a.Apply(noSizes); fault.Code(err) != fault.CodeConflict {
+		t.Errorf("with locked records: %v", err)
+	}
+	wantSizes(t, "big0", sizesOn)
+	lock.Close()
+	if _, err := a.Apply(noSizes); err != nil {
+		t.Error(err)
+	}
+	wantSizes(t, "big0", sizesOff)
+}
+
+// eventSockets returns the netlink sockets of this process that receive events.
+func eventSockets(t *testing.T) (fds []int) {
+	t.Helper()
+	files, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		fd, err := strconv.Atoi(f.Name())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if a, err := unix.Getsockname(fd); err == nil {
+			if a, ok := a.(*unix.SockaddrNetlink); ok && a.Groups != 0 {
+				fds = append(fds, fd)
+			}
+		}
+	}
+	return fds
+}
+
+// TestBigTCPWatchFails checks that the interfaces of the agent's network namespace are configured again after their watch has
+// failed.
+func TestBigTCPWatchFails(t *testing.T) {
+	a := newSizing(t)
+	addVeth(t, "big0")
+	a.Start(t, bigTCPPolicy)
+	wantSizes(t, "big0", sizesOn)
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	sockets := eventSockets(t)
+	if len(sockets) == 0 {
+		t.Fatal("no socket receives events")
+	}
+	for _, fd := range sockets { // a read returns EOF from here on
+		if err := unix.Dup3(int(null.Fd()), fd, unix.O_CLOEXEC); err != nil {
+			t.Fatal(err)
+		}
+	}
+	waitFor(t, "another watch", func() bool { return len(eventSockets(t)) > 0 })
+	setAsOther(t, "big0", sizesOff)
+	waitFor(t, "the change is seen", func() bool { return a.interfaceStatus(t, "big0").State == api.SizesChanged })
+	addVeth(t, "big1")
+	waitFor(t, "a new interface is set", func() bool { return sizesOf(t, "big1") == sizesOn })
 }
 
 // addTun adds a TUN device, whose tso_max_size is 64 KiB, for the duration of the test.

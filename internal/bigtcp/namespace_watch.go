@@ -23,8 +23,8 @@ type namespaceWatch struct {
 	retry            *time.Timer // nil until the first retry
 }
 
-// retryDelay is the time until a file that is not a network namespace is checked again. ip
-// netns creates the file before it mounts the namespace.
+// retryDelay is the time until a file that is not a network namespace is checked again, and until a namespace is opened again
+// whose interfaces could not be watched. ip netns creates the file before it mounts the namespace.
 const retryDelay = time.Second
 
 func (w *namespaceWatch) close() {
@@ -68,9 +68,18 @@ func (d *Domain) updateNamespaces() {
 			}
 		}
 		s.updateNamespace()
-		if _, err := os.Stat(netns); netns != "" && err == nil && !s.isOpen() {
+		if _, err := statFile(netns); err == nil && !s.isOpen() {
 			d.watch.retryAfterDelay(d.updateNamespaces)
 		}
+	}
+}
+
+// retryNamespaces calls updateNamespaces after retryDelay.
+func (d *Domain) retryNamespaces() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if !d.closed && d.watch != nil {
+		d.watch.retryAfterDelay(d.updateNamespaces)
 	}
 }
 

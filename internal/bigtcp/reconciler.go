@@ -30,6 +30,7 @@ type reconciler struct {
 	store *sizing.Store
 	log   *slog.Logger
 	netns string // path; "" for the agent's own
+	lost  func() // called when the watch of the interfaces has failed
 
 	mu         sync.Mutex
 	rules      []config.BigTCPRule
@@ -214,8 +215,9 @@ func (s *reconciler) handleChanges(ctx context.Context, network *netif.Namespace
 		case <-recheck:
 		}
 		s.mu.Lock()
+		ended := ctx.Err() != nil
 		switch {
-		case ctx.Err() != nil:
+		case ended:
 		case more:
 			clear(s.attempts)
 			s.reconcileAndLog()
@@ -226,6 +228,9 @@ func (s *reconciler) handleChanges(ctx context.Context, network *netif.Namespace
 		}
 		s.mu.Unlock()
 		if !more {
+			if !ended {
+				s.lost()
+			}
 			return
 		}
 	}
@@ -254,9 +259,6 @@ func (s *reconciler) setProblem(err error) {
 func (s *reconciler) updateNamespace() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.netns == "" {
-		return
-	}
 	file, err := statFile(s.netns)
 	if s.network != nil && err == nil && file == s.file {
 		return
@@ -373,7 +375,8 @@ func (s *reconciler) revertRecords(only func(sizing.Record) bool) error {
 			s.log.Info("sizes reverted", events.SizesReverted, "netns", r.Netns, "interface", r.Interface)
 		}
 	}
-	if fault.Code(err) == fault.CodeConflict {
+	// Without a result, another process holds the lock of the records.
+	if fault.Code(err) == fault.CodeConflict && len(done) > 0 {
 		s.log.Warn("sizes not reverted", "netns", s.netns, "reason", err)
 		return nil
 	}
