@@ -273,9 +273,9 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 		n.update(func(r *store.Registration) { r.Refuses = true })
 		return refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch))
 	}
-	if n.applied != nil && t.Epoch == n.applied.Epoch && (t.Owner != n.applied.Owner || t.Previous != n.applied.Previous || t.Next != n.applied.Next) {
+	if n.applied != nil && t.Epoch == n.applied.Epoch && !t.Equal(n.applied) {
 		n.update(func(r *store.Registration) { r.Refuses = true })
-		return refusedError(fmt.Sprintf("the table in the store has epoch %d, as the one in force, and other owners: an earlier state of the store was restored", t.Epoch))
+		return refusedError(fmt.Sprintf("the table in the store has epoch %d, as the one in force, and other hosts or owners: an earlier state of the store was restored, or its file has changed without another epoch", t.Epoch))
 	}
 	if n.applied == nil || t.Epoch > n.applied.Epoch {
 		if err := n.config.Path.Apply(t); err != nil {

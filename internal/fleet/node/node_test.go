@@ -470,14 +470,20 @@ func TestEarlierStore(t *testing.T) {
 			t.Errorf("%s: refuses %v, %d tables written", c.name, r.Refuses, len(s.written))
 		}
 	}
-	// A table with the epoch of the one in force, and other owners.
-	s := &fixed{written: make(chan *table.Table, 10)}
-	n := New(Config{Store: s, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
-	n.applied = at(5)
-	other := at(5)
-	other.Owner[0] = 1
-	if _, err := n.follow(t.Context(), &store.Snapshot{Table: other, Connected: true, Leads: true}); err == nil || !strings.Contains(err.Error(), "and other owners") || !n.registered().Refuses {
-		t.Errorf("another table with the same epoch: %v", err)
+	// Other tables with the epoch of the one in force.
+	for name, change := range map[string]func(*table.Table){
+		"owners":  func(t *table.Table) { t.Owner[0] = 1 },
+		"address": func(t *table.Table) { t.Hosts[1].Addresses = []netip.Addr{netip.MustParseAddr("192.0.2.2")} },
+		"MAC":     func(t *table.Table) { t.Hosts[1].MACs = []string{"02:00:00:00:00:02"} },
+		"host":    func(t *table.Table) { t.Hosts = append(t.Hosts, table.Host{Name: "c", Weight: 1}) },
+	} {
+		n := New(Config{Store: &fixed{written: make(chan *table.Table, 10)}, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
+		n.applied = at(5)
+		other := at(5)
+		change(other)
+		if _, err := n.follow(t.Context(), &store.Snapshot{Table: other, Connected: true, Leads: true}); err == nil || !strings.Contains(err.Error(), "and other hosts or owners") || !n.registered().Refuses {
+			t.Errorf("another table with the same epoch (%s): %v", name, err)
+		}
 	}
 }
 

@@ -68,6 +68,14 @@ type Table struct {
 	Next Column
 }
 
+// Equal reports whether two tables are the same one.
+func (t *Table) Equal(o *Table) bool {
+	return t.Epoch == o.Epoch && t.Nonce == o.Nonce && t.Owner == o.Owner && t.Previous == o.Previous && t.Next == o.Next &&
+		slices.EqualFunc(t.Hosts, o.Hosts, func(a, b Host) bool {
+			return a.Name == b.Name && a.Weight == b.Weight && slices.Equal(a.Addresses, b.Addresses) && slices.Equal(a.MACs, b.MACs)
+		})
+}
+
 // Index returns the index of a host, or None.
 func (t *Table) Index(name string) uint16 {
 	if i, ok := slices.BinarySearchFunc(t.Hosts, name, func(h Host, name string) int { return strings.Compare(h.Name, name) }); ok {
