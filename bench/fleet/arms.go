@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os/exec"
 	"strings"
 
 	"github.com/vishvananda/netlink"
@@ -49,7 +50,7 @@ type missingError struct{ reason string }
 
 func (e *missingError) Error() string { return e.reason }
 
-// run runs a program of a peer in a namespace. The error is a missingError if the kernel does not have the peer.
+// run runs a program of a peer in a namespace. The error is a missingError if the host does not have the peer.
 func run(ctx context.Context, n *lab.Namespace, stdin string, argv ...string) error {
 	p := n.Command(ctx, argv...)
 	var out bytes.Buffer
@@ -60,6 +61,9 @@ func run(ctx context.Context, n *lab.Namespace, stdin string, argv ...string) er
 	}
 	if err == nil || ctx.Err() != nil {
 		return err
+	}
+	if errors.Is(err, exec.ErrNotFound) {
+		return &missingError{argv[0] + " is not installed"}
 	}
 	said, _, _ := strings.Cut(strings.TrimSpace(out.String()), "\n")
 	for _, e := range []unix.Errno{unix.ENOPROTOOPT, unix.EOPNOTSUPP, unix.ENOENT} { // no IPVS, no nftables, an unknown expression
