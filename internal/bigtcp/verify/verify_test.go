@@ -463,7 +463,10 @@ func TestVerifyForwarded(t *testing.T) {
 				if share := shareOf(t, p); share != 0 || p.Cut < 0.3 || (p.NoDriver != "") != o.NoDriver {
 					t.Errorf("share %v, cut %v: %s", share, p.Cut, text(t, p))
 				}
-				first(t, p, "cut", 0.3)
+				// How much of the rest was merged depends on the load of the host.
+				if i := slices.IndexFunc(p.Causes, func(c verify.Cause) bool { return c.Name == "cut" }); i < 0 || p.Causes[i].Share < 0.3 {
+					t.Errorf("want cut for 30 %% of the bytes, got %s", text(t, p))
+				}
 				for _, c := range p.Counts {
 					if part := float64(c.LargeBytes) / float64(c.Bytes); c.Point == verify.Sent && c.Bytes > stream/4 && math.Abs(part-p.Cut) > 0.05 {
 						t.Errorf("%v of what was queued was large, and %v cut: %s", part, p.Cut, text(t, p))
