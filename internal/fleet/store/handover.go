@@ -81,7 +81,8 @@ func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, takeTime)
+	parent := ctx
+	ctx, cancel := context.WithTimeout(parent, takeTime)
 	defer cancel()
 	prefix := e.templatesOf(e.config.Host.Name)
 	keys, err := client.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
@@ -118,6 +119,9 @@ func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 		}
 	}
 	if len(keys.Kvs) > 0 {
+		// The reads may have used up the time. Templates that stay would be taken over again at the next move.
+		ctx, cancel := context.WithTimeout(parent, takeTime)
+		defer cancel()
 		if _, err := client.Delete(ctx, prefix, clientv3.WithPrefix()); err != nil && ctx.Err() == nil {
 			return nil, fmt.Errorf("remove templates: %w", err)
 		}
