@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/otlp"
 	"sockeye/internal/ui"
 )
 
@@ -129,11 +130,14 @@ func contents(policy *config.Policy) string {
 	return strings.Join(parts, ", ")
 }
 
-// checkNamed checks the users and the files of the web page that the policy refers to.
+// checkNamed checks the users and the files of the web page and of metrics.otlp that the policy refers to.
 func checkNamed(policy *config.Policy) error {
 	if err := member.CheckUsers(policy); err != nil {
 		return err
 	}
-	_, err := ui.ReadSettings(policy.UI)
+	if _, err := ui.ReadSettings(policy.UI); err != nil {
+		return err
+	}
+	_, err := otlp.New(policy.Metrics.OTLP, nil, "", nil)
 	return err
 }

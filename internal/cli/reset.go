@@ -38,6 +38,11 @@ options. Stop the agent before reset.
 Without --state, the state directory is kept, so that the next agent assigns
 each device to its previous slot.`,
 		RunE: func(*cobra.Command, []string) error {
+			if _, err := os.Stat(stateDir); state && err == nil {
+				if err := statedir.CheckRemove(stateDir); err != nil {
+					return err
+				}
+			}
 			removed, err := resetPins(pins)
 			if err != nil {
 				return err
@@ -56,7 +61,7 @@ each device to its previous slot.`,
 				pins = ""
 			}
 			r := removal{Removed: pins, Reverted: reverted}
-			if statedir.Is(stateDir) == nil {
+			if statedir.CheckRemove(stateDir) == nil {
 				r.State = stateDir
 			}
 			if _, err := os.Stat(stateDir); state && err == nil {

@@ -215,9 +215,10 @@ func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 // report prints an error, as JSON with -o json.
 func (c *commands) report(err error) {
 	if c.Output == "json" {
-		// If the output fails, there is no way to report an error.
-		_ = c.JSON(api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)})
-		return
+		if c.JSON(api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)}) == nil {
+			return
+		}
+		// The standard output fails: the standard error has the reason.
 	}
 	text := fmt.Sprintf("sockeye: %s\n", fault.Message(err))
 	if hint := fault.Hint(err); hint != "" {

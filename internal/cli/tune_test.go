@@ -238,9 +238,9 @@ same-datacentre  no  role is accept, not connect
 
 no rule matches: the kernel's defaults apply
 
-no local port given: rules that match this port do not apply
+no local port given: rules that match the local port do not apply
 
-no remote port given: rules that match this port do not apply
+no remote port given: rules that match the remote port do not apply
 `, "tune", "explain", "::ffff:10.0.0.1", "10.1.2.3:0", "--tag", "0x5eed")
 	asks(f, []api.TuneExplanation{}, "GET /v1/tune/explain local=[fe80::1]:0 remote=[2001:db8::1]:1790 role=connect",
 		"there are no tune rules\n", "tune", "explain", "fe80::1%eth0", "[2001:db8::1]:1790", "--role", "connect")

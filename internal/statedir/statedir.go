@@ -56,12 +56,36 @@ func Is(dir string) error {
 	return err
 }
 
-// Remove removes an agent's state directory, and no other directory.
-func Remove(dir string) error {
-	if err := Is(dir); err != nil {
+// records is the subdirectory of the records of sizes (internal/bigtcp/sizing).
+const records = "bigtcp"
+
+// onlyRecords reports whether a directory has only records of sizes: sockeye bigtcp apply keeps them also without an agent.
+func onlyRecords(dir string) bool {
+	entries, err := os.ReadDir(dir)
+	return err == nil && len(entries) == 1 && entries[0].Name() == records && entries[0].IsDir()
+}
+
+// CheckRemove returns an error if Remove does not remove a directory.
+func CheckRemove(dir string) error {
+	if err := Is(dir); err != nil && !onlyRecords(dir) {
 		return fault.Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
 	}
-	if err := os.RemoveAll(dir); err != nil {
+	return nil
+}
+
+// Remove removes an agent's state directory, or one that has only had records of sizes, and no other directory.
+func Remove(dir string) (err error) {
+	if err := CheckRemove(dir); err != nil {
+		return err
+	}
+	if onlyRecords(dir) { // without records, which describe changed interfaces
+		if err = os.Remove(filepath.Join(dir, records)); err == nil {
+			err = os.Remove(dir)
+		}
+	} else {
+		err = os.RemoveAll(dir)
+	}
+	if err != nil {
 		return fmt.Errorf("remove state directory: %w", err)
 	}
 	return nil

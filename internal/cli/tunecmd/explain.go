@@ -121,7 +121,7 @@ func explanations(w io.Writer, list []api.TuneExplanation, local, remote netip.A
 		end  netip.AddrPort
 	}{{"local", local}, {"remote", remote}} {
 		if side.end.Port() == 0 && len(list) > 0 {
-			fmt.Fprintf(w, "\nno %s port given: rules that match this port do not apply\n", side.name)
+			fmt.Fprintf(w, "\nno %[1]s port given: rules that match the %[1]s port do not apply\n", side.name)
 		}
 	}
 }
