@@ -126,11 +126,11 @@ func TestPlanTune(t *testing.T) {
 // TestLiveInterrupted checks that the next agent reverts what apply --live had changed when the agent was killed.
 func TestLiveInterrupted(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
-	cgroup := filepath.Join(testenv.Cgroup(), "telemetry")
+	cgroup := filepath.Join(testenv.Cgroup(), "live")
 	if err := os.Mkdir(cgroup, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	defer os.Remove(cgroup)
+	defer testenv.Within(t, "the cgroup is removed", func() bool { return os.Remove(cgroup) == nil })
 	server := testenv.StartServer(t, cgroup, "127.0.0.1:0", 0)
 	defer server.Stop.Close()
 	c, err := net.Dial("tcp", server.Address)
@@ -138,7 +138,7 @@ func TestLiveInterrupted(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	policy := domaintest.Policy("tune:\n  - {name: all, cgroup: CGROUP/telemetry, set: {user_timeout: 5s}}\n")
+	policy := domaintest.Policy("tune:\n  - {name: all, cgroup: CGROUP/live, set: {user_timeout: 5s}}\n")
 	a := testRunner(t, dir, pins)
 	a.Start(t, policy)
 	for _, tuner := range tuningOf(a).tuners {
