@@ -61,14 +61,14 @@ each device to its previous slot.`,
 				pins = ""
 			}
 			r := removal{Removed: pins, Reverted: reverted}
-			if statedir.CheckRemove(stateDir) == nil {
+			if statedir.Is(stateDir) == nil {
 				r.State = stateDir
 			}
 			if _, err := os.Stat(stateDir); state && err == nil {
 				if err := statedir.Remove(stateDir); err != nil {
 					return err
 				}
-				r.StateRemoved = true
+				r.State, r.StateRemoved = stateDir, true
 			}
 			return c.Show(&r, func(w io.Writer) {
 				if removed {

@@ -146,14 +146,14 @@ func TestLiveInterrupted(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		testenv.Within(t, "the connection has its rule", func() bool {
-			r, err := Apply(tuner.tune, tuner.scope.Path, nil, journal.begin)
-			return err == nil && r.Adopted == 1
-		})
 		// The file system was full for a moment.
 		if _, err := journal.WriteString("{\"boot"); err != nil {
 			t.Fatal(err)
 		}
+		testenv.Within(t, "the connection has its rule", func() bool {
+			r, err := Apply(tuner.tune, tuner.scope.Path, nil, journal.begin)
+			return err == nil && r.Adopted == 1
+		})
 		journal.Close()
 	}
 	a.Stop()

@@ -120,21 +120,24 @@ type liveEntry struct {
 }
 
 // liveJournal is the open journal.
-type liveJournal struct{ *os.File }
+type liveJournal struct {
+	*os.File
+	boot string
+}
 
 func (t *tuner) openJournal() (liveJournal, error) {
 	f, err := os.OpenFile(t.journalPath(), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return liveJournal{}, fmt.Errorf("record previous values: %w", err)
 	}
-	return liveJournal{f}, nil
+	return liveJournal{f, statedir.BootID()}, nil
 }
 
-// begin records a connection that is changed next.
+// begin records a connection that is changed next. The line begins with a line feed: the one before may be incomplete.
 func (j liveJournal) begin(cookie uint64, c SavedConnection) error {
-	data, err := json.Marshal(liveEntry{statedir.BootID(), cookie, c})
+	data, err := json.Marshal(liveEntry{j.boot, cookie, c})
 	if err == nil {
-		_, err = j.Write(append(data, '\n'))
+		_, err = j.Write(append([]byte{'\n'}, data...))
 	}
 	if err != nil {
 		return fmt.Errorf("record previous values: %w", err)
@@ -158,10 +161,11 @@ func (t *tuner) loadLive() (Saved, error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("read previous values: %w", err)
 	}
+	boot := statedir.BootID()
 	for line := range bytes.Lines(journal) {
 		var e liveEntry
 		// A line is incomplete if the file system was full: its connection was not changed.
-		if json.Unmarshal(line, &e) == nil && e.BootID == statedir.BootID() {
+		if json.Unmarshal(line, &e) == nil && e.BootID == boot {
 			saved.Merge(Saved{e.Cookie: e.SavedConnection})
 		}
 	}
