@@ -61,8 +61,10 @@ func TestExamplesAreSafe(t *testing.T) {
 		h.write(name, "")
 	}
 	h.write("prefixes.txt", "192.0.2.0/24\n")
-	if err := os.Chmod(h.write("ui.token", strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600); err != nil {
-		t.Fatal(err)
+	for name, text := range map[string]string{"ui.token": strings.Repeat("0123456789abcdef", 4), "otlp-headers": "Authorization: Bearer example"} {
+		if err := os.Chmod(h.write(name, text+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
 	}
 	cmd := exec.Command("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=example", "-keyout", "ui.key", "-out", "ui.pem")
 	cmd.Dir = filepath.Dir(h.policy)
@@ -78,7 +80,7 @@ func TestExamplesAreSafe(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, text := range map[string][]byte{"etcd-ca.pem": certificate, "etcd.pem": certificate, "etcd.key": key} {
+	for name, text := range map[string][]byte{"collector-ca.pem": certificate, "etcd-ca.pem": certificate, "etcd.pem": certificate, "etcd.key": key} {
 		h.write(name, string(text))
 	}
 	services := 0
