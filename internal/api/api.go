@@ -65,6 +65,19 @@ type ServiceStatus struct {
 	Formers        []FormerStatus  `json:"formers,omitempty"`
 	// Drops are the members at whose sockets the kernel has dropped packets in the last ten minutes.
 	Drops []DropStatus `json:"drops,omitempty"`
+	// ProgramsReplaced counts how often another process has replaced or detached the program of a listener since the start of
+	// the agent, which has attached the program again.
+	ProgramsReplaced uint64 `json:"programs_replaced,omitempty"`
+	// Bypass are sockets of other processes that receive packets to a listener past the service.
+	Bypass []BypassStatus `json:"bypass,omitempty"`
+}
+
+// BypassStatus is a socket that the kernel prefers to those of the service.
+type BypassStatus struct {
+	Socket  string `json:"socket"` // as in "udp 192.0.2.1:4739"
+	Takes   string `json:"takes"`  // as in "packets to 192.0.2.1"
+	PID     int    `json:"pid,omitempty"`
+	Command string `json:"command,omitempty"`
 }
 
 // DropStatus is a member at whose sockets of a protocol the kernel has dropped packets: datagrams (udp) without space in the

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf/pin"
+	"sockeye/internal/bpf/watched"
 )
 
 // Listener is a listener of a service in the form of the programs.
@@ -79,6 +80,8 @@ type Steer struct {
 	programs  map[int]*ebpf.Program
 	templates *ebpf.Program // socket filter; see CopyTemplates
 	links     []link.Link
+	loadCopy  func(row int) (*ebpf.Program, error) // of a row of programs
+	watched   watched.Programs
 	migrates  bool // see Migrates
 	tableFor  *ebpf.MapSpec
 	named     uint32 // device map in force (Table.Named)
@@ -183,6 +186,7 @@ func (s *Steer) Close() error {
 	for _, p := range s.programs {
 		errs = append(errs, p.Close())
 	}
+	errs = append(errs, s.watched.Close())
 	if s.templates != nil {
 		errs = append(errs, s.templates.Close())
 	}
@@ -233,29 +237,6 @@ func removeSteer(dir string) error {
 		}
 	}
 	return os.RemoveAll(dir)
-}
-
-// Attach attaches the program of a row to the SO_REUSEPORT group of a socket. It returns EINVAL if the socket is not
-// in a group.
-func (s *Steer) Attach(row, fd int) error {
-	p := s.programs[row]
-	if p == nil {
-		return fmt.Errorf("attach to listener %d: no such listener", row)
-	}
-	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_EBPF, p.FD()); err != nil {
-		return fmt.Errorf("attach %s to socket: %w", programPin(s.lookup, row), err)
-	}
-	return nil
-}
-
-// Detach detaches the program from the SO_REUSEPORT group of a socket. The kernel's hash selects afterwards. A socket without
-// a group has no program.
-func Detach(fd int) error {
-	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_REUSEPORT_BPF, 0)
-	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINVAL) {
-		return fmt.Errorf("detach program from socket: %w", err)
-	}
-	return nil
 }
 
 // Place is the place of a member's sockets: the slot, or the slot + MaxSlots for a member that took over from another one. In

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -367,8 +368,8 @@ func (s *Steer) loadReuseport(c SteerConfig, spec *ebpf.CollectionSpec) (same bo
 		if !l.Address.IsValid() {
 			continue
 		}
-		spec := spec.Copy()
-		if err := spec.Variables["listener"].Set(uint32(row)); err != nil {
+		spec, err := specOfRow(spec, name, row)
+		if err != nil {
 			return false, err
 		}
 		v, err := s.openProgram(spec, name, row)
@@ -377,7 +378,21 @@ func (s *Steer) loadReuseport(c SteerConfig, spec *ebpf.CollectionSpec) (same bo
 		}
 		found[v] = true
 	}
+	s.loadCopy = func(row int) (*ebpf.Program, error) {
+		spec, err := specOfRow(spec, name, row)
+		if err != nil {
+			return nil, err
+		}
+		return load.Program(spec, name, s.replacements())
+	}
 	return found[sameVersion] && !found[otherVersion], nil
+}
+
+// specOfRow returns a copy of a spec with one program, that of the listener of a row.
+func specOfRow(spec *ebpf.CollectionSpec, name string, row int) (*ebpf.CollectionSpec, error) {
+	spec = spec.Copy()
+	maps.DeleteFunc(spec.Programs, func(other string, _ *ebpf.ProgramSpec) bool { return other != name })
+	return spec, spec.Variables["listener"].Set(uint32(row))
 }
 
 // version is the version of a pinned program.
@@ -391,12 +406,6 @@ const (
 
 // openProgram adopts the pinned program of a row, or loads the named one if another program or none is pinned.
 func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (version, error) {
-	spec = spec.Copy()
-	for other := range spec.Programs {
-		if other != name {
-			delete(spec.Programs, other)
-		}
-	}
 	fresh, err := load.Program(spec, name, s.replacements())
 	if err != nil {
 		return noVersion, err

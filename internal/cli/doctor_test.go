@@ -69,7 +69,7 @@ func TestDoctorFindings(t *testing.T) {
 		},
 			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp 127.0.0.1:4739 of process PID (collector) belongs to user nobody, members to root, daemon or bin", Hint: "start the program as that user, or name the owner in user of the service"}},
 		{"another group", func(_ *testing.T, h *host) { h.member(nil, "udp [::1]:4739") },
-			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) is another group than the listener's", Hint: "make the listener's address what the members bind; a more specific address takes its packets past the service"}},
+			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) takes the packets to ::1 past the service", Hint: "end the process, or make it bind the address of the listener"}},
 		{"a connection that was reset", func(t *testing.T, h *host) {
 			h.member(nil, udp)
 			config := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) (err error) {

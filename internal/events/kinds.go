@@ -106,12 +106,15 @@ var (
 
 // Ports and keepers.
 var (
-	PortsHeld      = kind("ports_held", "The ports of a service stay steered without members again.")
-	PortsNotHeld   = kind("ports_not_held", "The keeper sockets of a service could not be opened.")
-	KeeperStarted  = kind("keeper_started", "A keeper process was started.")
-	KeeperRestored = kind("keeper_restored", "A new agent has found the keeper process of the previous one.")
-	KeeperExited   = kind("keeper_exited", "A keeper process has exited; the agent starts another one.")
-	ServiceRemoved = kind("service_removed", "A service of a previous agent is not in the policy, and was removed.")
+	PortsHeld       = kind("ports_held", "The ports of a service stay steered without members again.")
+	PortsNotHeld    = kind("ports_not_held", "The keeper sockets of a service could not be opened.")
+	ProgramReplaced = kind("program_replaced", "Another process has replaced or detached the steering program of a listener; the agent has attached it again.")
+	SocketBypasses  = kind("socket_bypasses", "A socket of another process receives packets to a listener past the service.")
+	NoneBypasses    = kind("no_socket_bypasses", "No socket receives packets to a listener past the service any more.")
+	KeeperStarted   = kind("keeper_started", "A keeper process was started.")
+	KeeperRestored  = kind("keeper_restored", "A new agent has found the keeper process of the previous one.")
+	KeeperExited    = kind("keeper_exited", "A keeper process has exited; the agent starts another one.")
+	ServiceRemoved  = kind("service_removed", "A service of a previous agent is not in the policy, and was removed.")
 )
 
 // Agent and policy.

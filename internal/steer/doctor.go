@@ -42,7 +42,7 @@ func ExamineAgent(_ context.Context, d *doctor.Report, _ *api.Client, status *ap
 		area := "service " + s.Name
 		if s.Problem != "" {
 			check := "port steering"
-			if s.PortsSteered {
+			if s.PortsSteered && s.ProgramsReplaced == 0 && len(s.Bypass) == 0 {
 				check = "devices" // split devices
 			}
 			d.Add(area, check, doctor.Warning, s.Problem, s.Hint)
@@ -217,7 +217,8 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(one.socket.UID), member.UserNames(users)),
 				"start the program as that user, or name the owner in user of the service")
 		}
-		if d.isUnregistered(one, users) {
+		elsewhere := c.Steering != config.Lookup && one.socket.ReusePort && one.socket.Local.Addr() != l.Address.Addr()
+		if d.isUnregistered(one, users) && !elsewhere {
 			d.Add(area, check, doctor.Warning, who+" is in no slot, and receives nothing from the service",
 				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, one.process.PID))
 		}
@@ -232,9 +233,11 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 		case !one.socket.ReusePort:
 			d.Add(area, check, doctor.Warning, who+" lacks SO_REUSEPORT: it keeps the port for itself",
 				"make the program set it before bind, or use steering: lookup")
-		case one.socket.Local.Addr() != l.Address.Addr():
-			d.Add(area, check, doctor.Warning, who+" is another group than the listener's",
-				"make the listener's address what the members bind; a more specific address takes its packets past the service")
+		case elsewhere && one.socket.Local.Addr().IsUnspecified():
+			d.Add(area, check, doctor.Warning, who+" is in another group than the listener's", "make the listener's address what the members bind")
+		case elsewhere:
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s takes the packets to %s past the service", who, one.socket.Local.Addr()),
+				"end the process, or make it bind the address of the listener")
 		}
 		if l.Protocol == config.TCP && one.socket.Listening && one.backlog < 128 && filepath.Base(one.process.Args[0]) != "sockeye" {
 			d.Add(area, check, doctor.Note, fmt.Sprintf("%s has a backlog of %d", who, one.backlog),

@@ -102,8 +102,18 @@ func (d *Domain) Start(policy *config.Policy) error {
 			return err
 		}
 	}
-	d.order = namesOf(policy)
+	d.setOrder(policy)
 	return nil
+}
+
+// setOrder notes the names and the listeners of the services of a policy.
+func (d *Domain) setOrder(policy *config.Policy) {
+	d.order = namesOf(policy)
+	var listeners []config.Listener
+	for _, c := range policy.Services {
+		listeners = append(listeners, c.Listeners...)
+	}
+	d.host.Listeners.Store(&listeners)
 }
 
 func namesOf(policy *config.Policy) []string {
@@ -324,7 +334,7 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.order = namesOf(policy)
+	d.setOrder(policy)
 	for _, s := range d.services {
 		s.Mu.Lock()
 		s.scanRateLimited()

@@ -52,6 +52,10 @@ var (
 		"1 while the service's ports stay steered even if all members exit.", []string{"service"}, nil)
 	descKeeper = prometheus.NewDesc("sockeye_keeper_running",
 		"1 while the keeper process of the service runs; absent for a service that needs none.", []string{"service"}, nil)
+	descReplacedPrograms = prometheus.NewDesc("sockeye_programs_replaced_total",
+		"Steering programs that another process has replaced or detached since the agent started; the agent attaches them again within a second.", []string{"service"}, nil)
+	descBypass = prometheus.NewDesc("sockeye_bypass_sockets",
+		"Sockets of other processes that receive packets to a listener past the service.", []string{"service"}, nil)
 	descUnlisted = prometheus.NewDesc("sockeye_unlisted_total",
 		"Connection requests and datagrams from sources that did not fit into the table of devices.", []string{"service"}, nil)
 	descRuns = prometheus.NewDesc("sockeye_program_runs_total",
@@ -156,6 +160,8 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	if s.needsKeeper() {
 		gauge(descKeeper, format.Bool(s.keeper != nil))
 	}
+	counter(descReplacedPrograms, float64(status.ProgramsReplaced))
+	gauge(descBypass, float64(len(status.Bypass)))
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
 	counter(descClosed, float64(s.checks.ClosedSessions()))

@@ -90,7 +90,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	}
 	if !s.UsesLookup() {
 		for row, socket := range sockets {
-			if err := s.Path.Attach(row, socket.FD()); err != nil {
+			if err := s.Attach(row, socket.FD()); err != nil {
 				return err
 			}
 		}

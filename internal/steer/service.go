@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/placement"
+	"sockeye/internal/steer/bypass"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
@@ -71,6 +72,7 @@ type service struct {
 	registrations      map[int]uint64 // by slot
 	keeperProblem      error          // error of reconcileKeeper; nil: the ports are held
 	keeperRetryPending bool           // the next attempt of reconcileKeeper is scheduled
+	past               *bypass.Watch
 }
 
 // openService creates or restores a service and registers its members.
@@ -90,6 +92,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	s.rooms = rooms.New(&s.Service)
 	s.traffic = traffic.New(&s.Service, s.rooms)
 	s.moves = moves.New(&s.Service, s.rooms)
+	s.past = bypass.New(&s.Service, s.formers, s.rooms.IsPrepared)
 	s.checks = together.New(&s.Service, s.rooms, s.moves)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -166,6 +169,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		s.Log.Warn("the map of sockets has another layout than the previous version's: members were registered again, and refused until then",
 			"members", len(s.Seats), "refused", time.Since(since).Round(time.Millisecond))
 	}
+	s.past.Start()
 	return s, nil
 }
 

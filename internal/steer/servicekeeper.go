@@ -52,10 +52,10 @@ func (s *service) reconcileKeeper() error {
 	}
 	var errs []error
 	for row, l := range s.Listeners {
-		attach := func(fd int) error { return s.Path.Attach(row, fd) }
+		attach := func(fd int) error { return s.past.Attach(row, fd) }
 		if fd, ok := s.KeeperSockets[row]; ok {
 			if !s.UsesLookup() {
-				errs = append(errs, attach(fd))
+				errs = append(errs, s.past.Ensure(row, fd))
 			}
 			continue
 		}
@@ -166,7 +166,7 @@ func (s *service) watchKeeper(k *keeper.Process, started time.Time) {
 	s.Log.Warn("keeper exited", events.KeeperExited, "pid", k.Self.PID)
 	k.Close()
 	s.keeper = nil
-	if err := s.reattach(); err != nil {
+	if err := s.past.Reattach(); err != nil {
 		s.Log.Error("program not attached", "error", err)
 	}
 	if time.Since(started) < time.Second {
@@ -182,25 +182,6 @@ func (s *service) replaceLostKeeper() {
 	before := s.keeperProblem
 	s.keeperProblem = s.replaceKeeper()
 	s.noteKeeperProblem(before)
-}
-
-// reattach attaches the programs to the groups of the keeper sockets again, and rejects the connections that the kernel's
-// hash has given to these sockets: the process that killed the keeper may have detached the programs.
-func (s *service) reattach() error {
-	if s.Path == nil {
-		return nil
-	}
-	var errs []error
-	for row, fd := range s.KeeperSockets {
-		if s.UsesLookup() {
-			continue
-		}
-		errs = append(errs, s.Path.Attach(row, fd))
-		if !s.rooms.IsPrepared(row) {
-			errs = append(errs, keeper.RejectQueued(fd))
-		}
-	}
-	return fault.Join(errs...)
 }
 
 func (s *service) restartKeeper() {

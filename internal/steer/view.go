@@ -54,13 +54,16 @@ func (s *service) status() api.ServiceStatus {
 	}
 	status.Notes = s.notes()
 	status.SplitDevices, status.AdoptedDevices = s.checks.SplitDevices(), len(s.State.Adopted)
-	split, duplicate := s.checks.Problem(), s.duplicateProblem()
+	s.past.WriteStatus(&status)
+	past, split, duplicate := s.past.Problem(), s.checks.Problem(), s.duplicateProblem()
 	switch {
 	case s.keeperProblem != nil:
 		status.Problem, status.Hint = s.keeperProblem.Error(), fault.Hint(s.keeperProblem)
 	case !status.PortsSteered:
 		status.Problem = "the members' user is not known before the first member; until then the ports are not held"
 		status.Hint = "set user of the service"
+	case past != nil:
+		status.Problem, status.Hint = past.Error(), fault.Hint(past)
 	case split != nil:
 		status.Problem, status.Hint = split.Error(), fault.Hint(split)
 	case duplicate != nil:

@@ -190,6 +190,7 @@ func (s *service) explain(address netip.Addr) (*api.Why, *whyReading, error) {
 		if err := s.explainEffect(w, serving); err != nil {
 			return nil, nil, err
 		}
+		w.Reason = strings.TrimPrefix(w.Reason+s.past.Reason(w.Address), ", ")
 	}
 	now := &whyReading{at: time.Now(), bytes: make(map[uint64]uint64)}
 	if seen, ok := s.Path.Device(placement.Address(address)); ok {

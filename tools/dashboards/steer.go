@@ -39,6 +39,9 @@ func steer() *dashboard {
 		query{sum(byService, all.rate("program_run_seconds_total")), serviceLegend})
 	d.graph("Runs of the programs", "Runs of the steering programs. Counted only while kernel.bpf_stats_enabled is 1.", style{unit: "ops"},
 		query{sum(byService, all.rate("program_runs_total")), serviceLegend})
+	d.graph("Packets past the service", "Steering programs that another process has replaced, and sockets that the kernel prefers to those of the service.", style{unit: "none"},
+		query{sum(byService, all.increase("programs_replaced_total")), "programs " + serviceLegend},
+		query{sum(byService, all.gauge("bypass_sockets")), "sockets " + serviceLegend})
 
 	d.row("Members")
 	d.graph("Receive buffers", "Part of the receive buffer of a member's UDP sockets that datagrams fill. A full buffer drops.", style{unit: "percentunit"},

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/stored"
@@ -19,6 +20,8 @@ type Host struct {
 	*domain.Host
 	Descriptors fdReserve
 	Systemd     *keeper.Manager
+	// Listeners are those of all services of the policy.
+	Listeners atomic.Pointer[[]config.Listener]
 	// Fleet is nil unless other hosts serve some of the devices.
 	Fleet atomic.Pointer[Fleet]
 }

@@ -12,6 +12,8 @@ import (
 	"slices"
 	"sync"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
@@ -196,6 +198,18 @@ func (s *Service) GroupOwner() (uid uint32, known bool) {
 		return *s.State.ClaimedUID, true
 	}
 	return 0, false
+}
+
+// Attach attaches the program of a row to the SO_REUSEPORT group of a socket. The group of the keeper socket has the program already,
+// and keeps the one that the agent watches.
+func (s *Service) Attach(row, fd int) error {
+	if _, kept := s.KeeperSockets[row]; kept && s.Path.IsWatched(row) {
+		// Sockets of an interface are in a group of their own.
+		if device, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX); err == nil && device == 0 {
+			return nil
+		}
+	}
+	return s.Path.Attach(row, fd)
 }
 
 // Backlog returns the backlog for listen(2).

@@ -16,8 +16,7 @@ import (
 )
 
 // CheckOthers returns an error if the keeper of another pin directory has a listener of one of the services. The
-// kernel has one program for a SO_REUSEPORT group, so a second agent would replace the program of the first one, which
-// cannot notice that.
+// kernel has one program for a SO_REUSEPORT group, so two agents would replace the program of each other.
 func CheckOthers(pins string, services []config.Service) error {
 	if len(services) == 0 {
 		return nil

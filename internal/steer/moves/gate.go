@@ -211,7 +211,7 @@ func (m *Moves) openGateSocket(row int) (fd int, err error) {
 			return -1, errors.New("the user of the members is not known")
 		}
 		fd, err = keeper.OpenSocket(m.Rows[row], owner, m.SocketNetns(), func(fd int) error {
-			return fault.Join(drop(fd), m.Path.Attach(row, fd))
+			return fault.Join(drop(fd), m.Attach(row, fd))
 		})
 	}
 	if err != nil {

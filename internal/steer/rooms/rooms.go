@@ -679,7 +679,7 @@ func (r *Rooms) rotateRoom(row, fd int) error {
 		return nil
 	}
 	owner, _ := r.GroupOwner()
-	other, err := keeper.OpenSocket(r.Rows[row], owner, r.SocketNetns(), func(fd int) error { return r.Path.Attach(row, fd) })
+	other, err := keeper.OpenSocket(r.Rows[row], owner, r.SocketNetns(), func(fd int) error { return r.Attach(row, fd) })
 	if err != nil {
 		return fmt.Errorf("open a second waiting room: %w", err)
 	}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/sockaddr"
+)
+
+// The tests in this file direct packets past the service, as any process of the members' user can.
+
+// openBeside opens a socket with SO_REUSEPORT, as in "udp [::]:4739", which is connected to a peer if there is one.
+func openBeside(t *testing.T, spec, peer string) (fd int, end func()) {
+	t.Helper()
+	domain, kind, local := parseSpec(spec)
+	fd, err := unix.Socket(domain, kind|unix.SOCK_CLOEXEC, 0)
+	if err == nil {
+		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)
+	}
+	if err == nil {
+		err = unix.Bind(fd, local)
+	}
+	if err == nil && kind == unix.SOCK_STREAM {
+		err = unix.Listen(fd, 1)
+	}
+	if err == nil && peer != "" {
+		err = unix.Connect(fd, sockaddr.Of(netip.MustParseAddrPort(peer)))
+	}
+	if err != nil {
+		t.Fatalf("%s: %v", spec, err)
+	}
+	open := true
+	end = func() {
+		if open {
+			unix.Close(fd)
+		}
+		open = false
+	}
+	t.Cleanup(end)
+	return fd, end
+}
+
+// telemetryOf returns the status of the service.
+func telemetryOf(h *host) api.ServiceStatus {
+	h.t.Helper()
+	for _, s := range must[api.Status](h, "status").Services {
+		if s.Name == "telemetry" {
+			return s
+		}
+	}
+	h.t.Fatal("no service telemetry")
+	return api.ServiceStatus{}
+}
+
+// TestProgramReplaced replaces or detaches the program of each listener. The agent attaches it again, and says so.
+func TestProgramReplaced(t *testing.T) {
+	h, _ := running(t)
+	steering := func() (list string) {
+		for n := range 12 {
+			for _, network := range []string{"tcp", "udp"} {
+				address := fmt.Sprintf("127.0.1.%d", n+1)
+				list += fmt.Sprintln(network, address, ask(network, address))
+			}
+		}
+		return list
+	}
+	before := steering()
+	replaced := uint64(0)
+	first := unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K}
+	for name, end := range map[string]func(fd int) error{
+		"detach": func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_REUSEPORT_BPF, 0) },
+		"replace": func(fd int) error {
+			return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_CBPF, &unix.SockFprog{Len: 1, Filter: &first})
+		},
+	} {
+		for _, listener := range []string{"tcp [::]:1790", "udp [::]:4739"} {
+			fd, exit := openBeside(t, listener, "")
+			if err := end(fd); err != nil {
+				t.Fatalf("%s %s: %v", name, listener, err)
+			}
+			exit()
+			replaced++
+			h.eventually(name+" is noticed", func() bool { return telemetryOf(h).ProgramsReplaced == replaced })
+			if after := steering(); after != before {
+				t.Errorf("%s: steering\n%s\nwas\n%s", name, after, before)
+			}
+			if problem := telemetryOf(h).Problem; !strings.Contains(problem, "another process has replaced or detached the program of "+listener) {
+				t.Errorf("%s: %q", name, problem)
+			}
+		}
+	}
+	// A member that is registered keeps the program, and does not count.
+	h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+	if r := h.sockeye("events", "--kind", "program_replaced"); r.code != 0 || !strings.Contains(r.out, "listener tcp [::]:1790") {
+		t.Errorf("events: %+v", r)
+	}
+	h.shows("nothing changed\n", nil, "apply")
+	if now := telemetryOf(h).ProgramsReplaced; now != replaced {
+		t.Errorf("%d programs replaced after apply, want %d", now, replaced)
+	}
+}
+
+// TestBypass opens sockets that the kernel prefers to those of the service, and sockets that it does not prefer.
+func TestBypass(t *testing.T) {
+	h, _ := running(t)
+	pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+	must[api.Membership](h, "register", "--service", "telemetry", "--slot", "3", "--pid", strconv.Itoa(pid))
+	const silent = "udp [::]:4739" // in the group, but not registered
+	openBeside(t, silent, "")
+	for _, c := range []struct{ spec, peer, socket, takes, device, beside string }{
+		{"udp 127.0.0.1:4739", "", "udp 127.0.0.1:4739", "packets to 127.0.0.1", "192.0.2.1", "2001:db8::1"},
+		{"udp 0.0.0.0:4739", "", "udp 0.0.0.0:4739", "IPv4 packets", "192.0.2.1", ""},
+		{"tcp [::1]:1790", "", "tcp [::1]:1790", "packets to ::1", "2001:db8::1", "192.0.2.1"},
+		{"udp 127.0.0.1:4739", "127.0.0.9:9999", "udp 127.0.0.1:4739 from 127.0.0.9:9999", "datagrams from 127.0.0.9:9999", "127.0.0.9", "127.0.0.8"},
+	} {
+		_, end := openBeside(t, c.spec, c.peer)
+		h.eventually(c.socket+" is found", func() bool { return len(telemetryOf(h).Bypass) > 0 })
+		service := telemetryOf(h)
+		if b := service.Bypass; len(b) != 1 || b[0].Socket != c.socket || b[0].Takes != c.takes || b[0].PID == 0 {
+			t.Errorf("%s: %+v", c.socket, b)
+		}
+		if !strings.Contains(service.Problem, "takes "+c.takes+" past the service") {
+			t.Errorf("%s: %q", c.socket, service.Problem)
+		}
+		if r := h.sockeye("why", c.device); !strings.Contains(r.out, "takes "+c.takes) {
+			t.Errorf("%s: why %s: %+v", c.socket, c.device, r)
+		}
+		if c.beside != "" {
+			if r := h.sockeye("why", c.beside); strings.Contains(r.out, "takes "+c.takes) {
+				t.Errorf("%s: why %s: %+v", c.socket, c.beside, r)
+			}
+		}
+		findings, _ := h.examine(nil, "sockeye")
+		for _, f := range findings {
+			if strings.Contains(f.Detail, c.socket+" ") && strings.Contains(f.Detail, "receives nothing") {
+				t.Errorf("%s: doctor: %+v", c.socket, f)
+			}
+		}
+		if !strings.Contains(fmt.Sprint(findings), "takes "+c.takes+" past the service") {
+			t.Errorf("%s: doctor: %+v", c.socket, findings)
+		}
+		end()
+		h.eventually(c.socket+" is gone", func() bool { return len(telemetryOf(h).Bypass) == 0 })
+	}
+	for _, kind := range []string{"socket_bypasses", "no_socket_bypasses"} {
+		if r := h.sockeye("events", "--kind", kind); strings.Count(r.out, "\n") < 4 {
+			t.Errorf("events %s: %+v", kind, r)
+		}
+	}
+}
