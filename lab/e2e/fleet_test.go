@@ -618,7 +618,12 @@ func fleetAnnounced(t *testing.T, o labfleet.Options) {
 func (f *fleet) routed(hosts ...string) {
 	f.Helper()
 	began := swarm.Now()
-	defer func() { f.Logf("routes to %v after %v", hosts, (swarm.Now() - began).Round(time.Millisecond)) }()
+	defer func() {
+		f.Logf("routes to %v after %v", hosts, (swarm.Now() - began).Round(time.Millisecond))
+		if f.Failed() {
+			f.Log(f.ExplainRouting())
+		}
+	}()
 	f.host.eventually("routes to "+strings.Join(hosts, " "), func() error {
 		found, same, err := f.Routes()
 		if err == nil && (strings.Join(found, " ") != strings.Join(hosts, " ") || !same) {

@@ -80,7 +80,9 @@ type Fleet struct {
 	Etcd  []*Server
 	Hosts []*Host
 
-	o Options
+	o       Options
+	routing []*lab.Process // daemons and scripts that announce routes
+	vtys    []string       // directories of vtysh(1), one for each FRR
 }
 
 // New makes the front router and the etcd servers, and starts them. Reach lets

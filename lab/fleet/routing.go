@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"sockeye/lab"
 )
@@ -44,6 +45,7 @@ func (f *Fleet) startFRR(ctx context.Context, n *lab.Namespace, name, configurat
 		if err := p.Start(); err != nil {
 			return "", err
 		}
+		f.routing = append(f.routing, p)
 		err = f.WaitFor(ctx, p.Name, func() (bool, error) {
 			_, err := os.Stat(filepath.Join(dir, daemon+".vty"))
 			return err == nil, p.Err()
@@ -52,6 +54,7 @@ func (f *Fleet) startFRR(ctx context.Context, n *lab.Namespace, name, configurat
 			return "", err
 		}
 	}
+	f.vtys = append(f.vtys, dir)
 	if out, err := exec.CommandContext(ctx, "vtysh", "--vty_socket", dir, "-f", path).CombinedOutput(); err != nil {
 		return "", fmt.Errorf("configure FRR of %s: %w: %s", name, err, out)
 	}
@@ -71,6 +74,7 @@ func (f *Fleet) startGoBGP(n *lab.Namespace, name, configuration string) (dir st
 	}
 	p := n.Command(context.Background(), program, "-f", path, "--api-hosts", "127.0.0.1:50051", "--log-plain")
 	p.Name = name + "/gobgpd"
+	f.routing = append(f.routing, p)
 	return dir, p.Start()
 }
 
@@ -139,5 +143,23 @@ func (h *Host) announce(ctx context.Context) error {
 	p := h.Namespace.Command(context.Background(), "sh", "-c", fmt.Sprintf("set -a; . %s; exec sh %s", environment, script))
 	p.Name = h.Name + "/announce"
 	p.Cmd.Env = append(os.Environ(), "HEALTH="+f.o.Binary+" --run-dir "+h.Dir+" health")
+	f.routing = append(f.routing, p)
 	return p.Start()
+}
+
+// ExplainRouting returns the ends of the logs of the routing daemons and of the scripts that announce routes, and the sessions of
+// each FRR.
+func (f *Fleet) ExplainRouting() string {
+	var text strings.Builder
+	for _, p := range f.routing {
+		fmt.Fprintf(&text, "%s:\n%s\n", p.Name, p.LogTail(20))
+	}
+	for _, dir := range f.vtys {
+		const limit = 10 * time.Second
+		ctx, cancel := context.WithTimeout(context.Background(), limit)
+		out, err := exec.CommandContext(ctx, "vtysh", "--vty_socket", dir, "-c", "show bgp summary", "-c", "show bfd peers brief", "-c", "show running-config bgpd").CombinedOutput()
+		cancel()
+		fmt.Fprintf(&text, "vtysh of %s: %v\n%s\n", filepath.Base(dir), err, out)
+	}
+	return text.String()
 }
