@@ -58,11 +58,8 @@ func newFootprint(o *Options, root *bpf.Root, domains []domain.Domain) (*footpri
 	}
 	f := &footprint{root: root, domains: domains}
 	entries, err := os.ReadDir(o.StateDir)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("read state directory: %w", err)
-	}
-	if len(entries) == 0 {
-		f.stateDir = o.StateDir
+	if err == nil && len(entries) == 0 || errors.Is(err, fs.ErrNotExist) {
+		f.stateDir = o.StateDir // a directory that cannot be read is refused, and the pins are erased
 	}
 	return f, nil
 }

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
@@ -54,16 +55,32 @@ func OpenRoot(dir string) (_ *Root, err error) {
 	if err := lock.Chmod(0o700); err != nil {
 		return nil, fmt.Errorf("set mode of pin directory: %w", err)
 	}
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("lock %s: %w", dir, ErrLocked)
-		}
-		return nil, fmt.Errorf("lock %s: %w", dir, err)
+	if err := lockRoot(lock); err != nil {
+		return nil, err
 	}
 	if err := checkSchema(filepath.Join(dir, pinSchema)); err != nil {
 		return nil, err
 	}
 	return &Root{Dir: dir, lock: lock}, nil
+}
+
+// lockWait is the time for which lockRoot waits for the lock: the lock of an agent that was killed lasts until the kernel has closed
+// the files of the process.
+const lockWait = 500 * time.Millisecond
+
+func lockRoot(dir *os.File) error {
+	const interval = 10 * time.Millisecond
+	for deadline := time.Now().Add(lockWait); ; time.Sleep(interval) {
+		err := unix.Flock(int(dir.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		switch {
+		case err == nil:
+			return nil
+		case !errors.Is(err, unix.EWOULDBLOCK):
+			return fmt.Errorf("lock %s: %w", dir.Name(), err)
+		case time.Now().After(deadline):
+			return fmt.Errorf("lock %s: %w", dir.Name(), ErrLocked)
+		}
+	}
 }
 
 // ServicePrefix is the prefix of the pin directory of a service.
@@ -189,8 +206,8 @@ func RemoveRoot(dir string, before func() error) error {
 		return fmt.Errorf("open pin directory: %w", err)
 	}
 	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return fmt.Errorf("lock %s: %w", dir, ErrLocked)
+	if err := lockRoot(lock); err != nil {
+		return err
 	}
 	if err := before(); err != nil {
 		return err

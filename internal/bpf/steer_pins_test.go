@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -366,6 +367,14 @@ func TestRoot(t *testing.T) {
 	if _, err := bpf.OpenRoot(dir); !errors.Is(err, bpf.ErrLocked) {
 		t.Errorf("opened twice: %v", err)
 	}
+	// The lock of an agent that was killed ends a moment later.
+	ended := make(chan error)
+	go func() {
+		time.Sleep(50 * time.Millisecond)
+		ended <- root.Close()
+	}()
+	root, err = bpf.OpenRoot(dir)
+	check(t, errors.Join(err, <-ended))
 	if err := bpf.RemoveRoot(dir, func() error { t.Error("called"); return nil }); !errors.Is(err, bpf.ErrLocked) {
 		t.Errorf("removed while open: %v", err)
 	}

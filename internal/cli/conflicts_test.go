@@ -203,6 +203,10 @@ func TestAgentRefusals(t *testing.T) {
 	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", h.state, "--policy", h.dir+"/none.yaml", "-o", "json")
 	h.isFailure(r, 2, "read policy file: open DIR/none.yaml: no such file or directory", "sockeye init --write writes one from the processes that share ports; a file with the line services: {} is a policy that does nothing")
 
+	file := h.write("file", "")
+	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", file, "--policy", h.policy, "-o", "json")
+	h.isFailure(r, 1, "check directory DIR/file: not a directory", "")
+
 	h.missing(h.state, h.run, h.pins)
 
 	err := os.Mkdir(h.state, 0o700)

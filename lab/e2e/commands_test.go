@@ -126,12 +126,12 @@ func TestMembersByCommand(t *testing.T) {
 }
 
 var metricNames = []string{
-	"sockeye_agent_starts_total", "sockeye_build_info", "sockeye_connections_total", "sockeye_datagrams_total", "sockeye_devices_adopted",
+	"sockeye_agent_starts_total", "sockeye_build_info", "sockeye_bypass_sockets", "sockeye_connections_total", "sockeye_datagrams_total", "sockeye_devices_adopted",
 	"sockeye_devices_moving", "sockeye_devices_one_stream", "sockeye_devices_split", "sockeye_diverted_total", "sockeye_events_bytes",
 	"sockeye_events_lost_total", "sockeye_events_recorded_total", "sockeye_keeper_running",
 	"sockeye_member_accept_backlog", "sockeye_member_accept_queue", "sockeye_member_drops_total", "sockeye_member_receive_buffer_bytes",
 	"sockeye_member_receive_queue_bytes", "sockeye_members_refused", "sockeye_members_waiting", "sockeye_policy_in_force",
-	"sockeye_program_run_seconds_total", "sockeye_program_runs_total", "sockeye_refused_total", "sockeye_registrations_total",
+	"sockeye_program_run_seconds_total", "sockeye_program_runs_total", "sockeye_programs_replaced_total", "sockeye_refused_total", "sockeye_registrations_total",
 	"sockeye_service_ports_steered", "sockeye_sessions_closed_total", "sockeye_slot_ready", "sockeye_slot_share", "sockeye_slot_state",
 	"sockeye_slot_weight", "sockeye_sockets", "sockeye_sockets_payload_bytes", "sockeye_sockets_queued_bytes", "sockeye_sockets_room_bytes",
 	"sockeye_sockets_unread_bytes", "sockeye_sockets_unsent_bytes", "sockeye_sockets_zero_window", "sockeye_template_datagrams_total", "sockeye_template_exporters",
