@@ -341,14 +341,8 @@ func (s *service) notes() []string {
 	if overridden := s.overridden(s.Mapping.Devices, nil); overridden != "" {
 		notes = append(notes, overridden)
 	}
-	removed := 0
-	for _, p := range s.State.Pins {
-		if p.Slot >= s.Config.Slots {
-			removed++
-		}
-	}
-	if removed > 0 {
-		notes = append(notes, format.Count(removed, "pin is to a slot", "pins are to slots")+" that the policy does not have")
+	if removed := s.State.DescribeBeyond(s.Config.Slots); removed != "" {
+		notes = append(notes, removed)
 	}
 	if s.ignoresSettings {
 		notes = append(notes, "states and weights of the slots are ignored: no slot would be left for any device")

@@ -36,3 +36,22 @@ func TestOverridden(t *testing.T) {
 		}
 	}
 }
+
+func TestDescribeBeyond(t *testing.T) {
+	s := stored.State{Pins: []stored.Pin{{Device: "edge", Slot: 2}, {Prefix: netip.MustParsePrefix("192.0.2.7/32"), Slot: 4}}}
+	for slots, want := range map[int]string{
+		5: "",
+		4: "1 pin is to a slot that the policy does not have: 192.0.2.7 (slot 4)",
+		2: "2 pins are to slots that the policy does not have: edge (slot 2), 192.0.2.7 (slot 4)",
+	} {
+		if got := s.DescribeBeyond(slots); got != want {
+			t.Errorf("%d slots: %q, want %q", slots, got, want)
+		}
+	}
+	for range 8 {
+		s.Pins = append(s.Pins, stored.Pin{Device: "core", Slot: 9})
+	}
+	if got := s.DescribeBeyond(2); strings.Count(got, "(slot") != 8 || !strings.HasSuffix(got, " and 2 more") {
+		t.Errorf("10 pins: %q", got)
+	}
+}

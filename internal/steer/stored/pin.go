@@ -7,10 +7,12 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/placement"
 )
 
@@ -37,6 +39,26 @@ func (p *Pin) Name() string {
 
 // SameDevice reports whether two pins are of the same device.
 func (p *Pin) SameDevice(o *Pin) bool { return p.Device == o.Device && p.Prefix == o.Prefix }
+
+// DescribeBeyond describes the pins to slots that a policy with a number of slots does not have: no other answer lists them. The result
+// is "" for none.
+func (s *State) DescribeBeyond(slots int) string {
+	const mostNamed = 8
+	var names []string
+	for i := range s.Pins {
+		if one := &s.Pins[i]; one.Slot >= slots {
+			names = append(names, fmt.Sprintf("%s (slot %d)", one.Name(), one.Slot))
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	text := format.Count(len(names), "pin is to a slot", "pins are to slots") + " that the policy does not have: " + strings.Join(names[:min(len(names), mostNamed)], ", ")
+	if more := len(names) - mostNamed; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
 
 // MaxPins is the maximum number of pins of a service.
 const MaxPins = 65536
