@@ -94,3 +94,15 @@ func TestResetRecords(t *testing.T) {
 		}
 	}
 }
+
+// TestWaitTells drains a slot whose devices cannot all move, because another slot has no member: the command says so while it waits.
+func TestWaitTells(t *testing.T) {
+	h, _ := running(t)
+	drain := []string{"slot", "set", "0", "drain", "--service", "telemetry", "--wait", "--timeout", "3s"}
+	if r := h.sockeye(drain...); r.code != 1 || !strings.HasPrefix(r.err, "waiting: slot 3 has no member") {
+		t.Errorf("%+v", r)
+	}
+	if r := h.sockeye(append(drain, "-o", "json")...); r.code != 1 || strings.Contains(r.err, "waiting: ") {
+		t.Errorf("JSON: %+v", r)
+	}
+}

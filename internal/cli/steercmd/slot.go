@@ -123,6 +123,9 @@ func (c *commands) showChanges(plan *api.Plan, dryRun bool) error {
 // waitInterval is the time between two requests of a command that waits.
 const waitInterval = 200 * time.Millisecond
 
+// tellInterval is the minimum time between two messages of a command that waits.
+const tellInterval = 2 * time.Second
+
 // waitForSlot waits until no device of a service moves and, if the slot drains or is in maint, until its member has no
 // sessions; with on_move: keep the sessions stay. limit 0 is no limit.
 func (c *commands) waitForSlot(ctx context.Context, service string, slot int, limit time.Duration) error {
@@ -168,9 +171,11 @@ func (c *commands) moving(ctx context.Context, service string) (left string, kee
 	return "", keep, nil
 }
 
-// waitFor calls left until it returns "". After limit, the error contains the text of left.
+// waitFor calls left until it returns "". After limit, the error contains the text of left. Until then, its changes are printed on standard
+// error, unless the output is JSON.
 func (c *commands) waitFor(ctx context.Context, limit time.Duration, left func() (string, error)) error {
 	began, answered := time.Now(), time.Now()
+	told, said := began, ""
 	for {
 		text, err := left()
 		switch {
@@ -186,6 +191,10 @@ func (c *commands) waitFor(ctx context.Context, limit time.Duration, left func()
 		}
 		if limit > 0 && time.Since(began) >= limit {
 			return fault.WithHint(fmt.Errorf("wait: after %s, %s", limit, text), "the change is in force and the moves continue; sockeye moves shows them")
+		}
+		if text != said && time.Since(told) >= tellInterval && c.Output != "json" {
+			told, said = time.Now(), text
+			fmt.Fprintf(c.Err, "waiting: %s\n", text)
 		}
 		select {
 		case <-ctx.Done():
