@@ -229,10 +229,29 @@ func ended(outcomes map[measure.Outcome]uint64) (sum uint64) {
 // measured or fast enough, more messages are sent.
 func (h *tuned) took(what string, r measure.Result, stage config.Stage, want time.Duration, again ...func() measure.Result) {
 	h.Helper()
+	h.tookAs(what, r, stage, func(measure.Result) time.Duration { return want }, want, again...)
+}
+
+// tookRounds is took for the time of several round trips in the stack. On a busy host, each of them takes as long as that of the last
+// packet, which is the time in the network.
+func (h *tuned) tookRounds(what string, r measure.Result, rounds int, rtt time.Duration, again ...func() measure.Result) {
+	h.Helper()
+	slowest := func(r measure.Result) time.Duration {
+		if network := r.Stages[config.StageNetwork]; network != nil && network.Count > 0 {
+			return time.Duration(rounds) * max(rtt, network.Quantile(0.5))
+		}
+		return time.Duration(rounds) * rtt
+	}
+	h.tookAs(what, r, config.StageStack, slowest, time.Duration(rounds)*rtt, again...)
+}
+
+// tookAs is took with a time on which the maximum depends, beside the minimum.
+func (h *tuned) tookAs(what string, r measure.Result, stage config.Stage, slowest func(measure.Result) time.Duration, want time.Duration, again ...func() measure.Result) {
+	h.Helper()
 	const slack, most = 5 * time.Millisecond, 10
-	// Histogram buckets have a relative width of 1/16. Long times are several round trips, each of which a busy host delays.
-	low, high := want-want/20, want+want/20+slack+want/10
 	for tries := 1; ; tries++ {
+		// Histogram buckets have a relative width of 1/16. Long times are several round trips, each of which a busy host delays.
+		low, high := want-want/20, slowest(r)+slowest(r)/20+slack+slowest(r)/10
 		stats := r.Stages[stage]
 		if stats == nil || stats.Count == 0 {
 			// The kernel enables the timestamps of arrivals in a work queue (net_enable_timestamp).

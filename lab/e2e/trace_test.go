@@ -114,7 +114,7 @@ func TestTraceStack(t *testing.T) {
 	// 100 KB with 10 packets of 1448 bytes in each round trip: the last packet is sent in the 7th.
 	send := connect("cwnd", cwnd, 3)
 	r := send()
-	h.took("a small congestion window", r, config.StageStack, 6*2*delay, send)
+	h.tookRounds("a small congestion window", r, 6, 2*delay, send)
 	h.took("a small congestion window", r, config.StageNetwork, 2*delay, send)
 	p.do(order{Do: "close"})
 	m := h.explained(fmt.Sprintf("port=%d", cwnd), size, config.StageStack, measure.CauseCwnd, "the congestion window, 10 packets of 1448 B")
