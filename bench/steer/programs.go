@@ -271,7 +271,7 @@ func (b *bench) measureProgram(ctx context.Context, a arm, runs *programRuns) (*
 		m.programs, err = reference.attach(f)
 	} else {
 		m.runs.mode = a.(*sockeyeArm).steering
-		m.programs, err = pinnedPrograms(f.pins())
+		m.programs, err = steeringPrograms(f.pins())
 	}
 	return m, err
 }
@@ -369,6 +369,62 @@ func pinnedPrograms(dir string) (programs []*ebpf.Program, err error) {
 		return nil, fmt.Errorf("find programs in %s: %w", dir, err)
 	}
 	return programs, nil
+}
+
+// steeringPrograms opens the programs pinned below a directory, and the copies of them that the agent has attached to the SO_REUSEPORT groups:
+// those with the same maps.
+func steeringPrograms(dir string) ([]*ebpf.Program, error) {
+	pinned, err := pinnedPrograms(dir)
+	if err != nil {
+		return nil, err
+	}
+	programs := slices.Clone(pinned)
+	for id := ebpf.ProgramID(0); ; {
+		if id, err = ebpf.ProgramGetNextID(id); errors.Is(err, unix.ENOENT) {
+			return programs, nil
+		} else if err != nil {
+			return nil, fmt.Errorf("list programs: %w", err)
+		}
+		p, err := ebpf.NewProgramFromID(id)
+		if errors.Is(err, unix.ENOENT) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("open program %d: %w", id, err)
+		}
+		copied, err := isCopy(p, pinned)
+		if err != nil {
+			return nil, err
+		}
+		if copied {
+			programs = append(programs, p)
+		} else {
+			p.Close()
+		}
+	}
+}
+
+// isCopy reports whether a program has all maps of one of the pinned programs, and is another one.
+func isCopy(p *ebpf.Program, pinned []*ebpf.Program) (bool, error) {
+	info, err := p.Info()
+	if err != nil {
+		return false, fmt.Errorf("read program: %w", err)
+	}
+	id, _ := info.ID()
+	maps, _ := info.MapIDs()
+	copied := false
+	for _, other := range pinned {
+		of, err := other.Info()
+		if err != nil {
+			return false, fmt.Errorf("read program: %w", err)
+		}
+		if same, _ := of.ID(); same == id {
+			return false, nil
+		}
+		needed, _ := of.MapIDs()
+		copied = copied || p.Type() == other.Type() && !slices.ContainsFunc(needed, func(m ebpf.MapID) bool { return !slices.Contains(maps, m) })
+	}
+	return copied, nil
 }
 
 // referenceArm has the least programs with which to compare: an empty one, or one that reads the last byte of an IPv4

@@ -368,10 +368,10 @@ func TestRoot(t *testing.T) {
 		t.Errorf("opened twice: %v", err)
 	}
 	// The lock of an agent that was killed ends a moment later.
-	ended := make(chan error)
+	ended, killed := make(chan error), root
 	go func() {
 		time.Sleep(50 * time.Millisecond)
-		ended <- root.Close()
+		ended <- killed.Close()
 	}()
 	root, err = bpf.OpenRoot(dir)
 	check(t, errors.Join(err, <-ended))

@@ -90,7 +90,12 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	}
 	if !s.UsesLookup() {
 		for row, socket := range sockets {
-			if err := s.Attach(row, socket.FD()); err != nil {
+			// The keeper socket is in the same group, unless another process has divided the group.
+			err := s.Path.Attach(row, socket.FD())
+			if fd, kept := s.KeeperSockets[row]; kept && err == nil {
+				err = s.past.Attach(row, fd)
+			}
+			if err != nil {
 				return err
 			}
 		}

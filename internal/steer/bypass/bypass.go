@@ -103,7 +103,7 @@ func isPreferred(listeners map[int]config.Listener, protocol config.Protocol, lo
 		case socket.Device != 0:
 			preferred = true
 		case served == local:
-			return false // in the listener's group, or refused by bind(2)
+			return false // in the listener's group, unless it has left the group (see SECURITY.md)
 		case served.IsUnspecified() && (!local.IsUnspecified() || local.Is4()):
 			preferred = true
 		}

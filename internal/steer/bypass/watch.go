@@ -98,15 +98,14 @@ func (w *Watch) checkPrograms() {
 	if w.Path == nil || w.UsesLookup() {
 		return
 	}
-	again := false
-	if counted := watched.CountsRuns(); counted != w.counted {
-		w.counted, again = counted, true
-	}
+	counted := watched.CountsRuns()
+	again := counted != w.counted
+	w.counted = counted
 	for row, fd := range w.KeeperSockets {
 		attached, err := w.Path.IsAttached(row)
 		switch {
-		case err == nil && attached && again:
-			err = w.Attach(row, fd)
+		case err == nil && attached && (again || !counted && !w.Path.IsWatched(row)):
+			err = w.Attach(row, fd) // again, if it could not be watched
 		case err == nil && !attached:
 			if err = w.Attach(row, fd); err == nil {
 				w.noteReplaced(w.Listeners[row])
@@ -166,7 +165,7 @@ func (w *Watch) findBypass() {
 	}
 	if all := w.Host.Listeners.Load(); all != nil {
 		found = slices.DeleteFunc(found, func(one Socket) bool {
-			return slices.ContainsFunc(*all, func(l config.Listener) bool { return l.Protocol == one.Protocol && l.Address == one.Local })
+			return !one.Remote.IsValid() && one.Device == 0 && slices.ContainsFunc(*all, func(l config.Listener) bool { return l.Protocol == one.Protocol && l.Address == one.Local })
 		})
 	}
 	before := w.found
