@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"sockeye/internal/api"
@@ -27,6 +28,7 @@ import (
 const (
 	programInterval  = time.Second      // time between two checks of the programs
 	bypassInterval   = 10 * time.Second // time between two dumps of the sockets
+	mostLogged       = 3                // sockets that are logged in a search
 	replacedLogEvery = time.Minute      // minimum time between two messages about replaced programs
 	// replacedShown is the time for which status reports a program that was replaced.
 	replacedShown = 10 * time.Minute
@@ -186,6 +188,7 @@ func (w *Watch) noteBypass(before, found []Socket) {
 	if err != nil {
 		w.Log.Debug("processes not searched", "error", err)
 	}
+	logged := 0
 	for _, one := range found {
 		of := processes[one.Inode]
 		if one.Remote.IsValid() && slices.ContainsFunc(of, func(p sockdiag.Process) bool { return w.isOfMember(p.PID) }) {
@@ -196,7 +199,8 @@ func (w *Watch) noteBypass(before, found []Socket) {
 			status.PID, status.Command = of[0].PID, of[0].Command
 		}
 		w.found, w.sockets = append(w.found, one), append(w.sockets, status)
-		if !slices.ContainsFunc(before, func(b Socket) bool { return b.Cookie == one.Cookie }) {
+		if logged < mostLogged && !slices.ContainsFunc(before, func(b Socket) bool { return b.Cookie == one.Cookie }) {
+			logged++
 			w.Log.Warn("a socket bypasses the service", events.SocketBypasses, "socket", status.Socket, "takes", status.Takes, "pid", status.PID, "command", status.Command)
 		}
 	}
@@ -282,5 +286,6 @@ func owned(b *api.BypassStatus) string {
 	if b.PID == 0 {
 		return b.Socket
 	}
-	return fmt.Sprintf("%s of process %d (%s)", b.Socket, b.PID, b.Command)
+	command := strings.Join(strings.Fields(b.Command), " ") // a process chooses its name, which may have several lines
+	return fmt.Sprintf("%s of process %d (%s)", b.Socket, b.PID, command)
 }
