@@ -372,7 +372,7 @@ func pinnedPrograms(dir string) (programs []*ebpf.Program, err error) {
 }
 
 // steeringPrograms opens the programs pinned below a directory, and the copies of them that the agent has attached to the SO_REUSEPORT groups:
-// those with the same maps.
+// those that share their maps.
 func steeringPrograms(dir string) ([]*ebpf.Program, error) {
 	pinned, err := pinnedPrograms(dir)
 	if err != nil {
@@ -404,7 +404,8 @@ func steeringPrograms(dir string) ([]*ebpf.Program, error) {
 	}
 }
 
-// isCopy reports whether a program has all maps of one of the pinned programs, and is another one.
+// isCopy reports whether a program shares maps with one of the pinned programs, and is another one. The constants of each program are in a
+// map of its own.
 func isCopy(p *ebpf.Program, pinned []*ebpf.Program) (bool, error) {
 	info, err := p.Info()
 	if err != nil {
@@ -422,7 +423,8 @@ func isCopy(p *ebpf.Program, pinned []*ebpf.Program) (bool, error) {
 			return false, nil
 		}
 		needed, _ := of.MapIDs()
-		copied = copied || p.Type() == other.Type() && !slices.ContainsFunc(needed, func(m ebpf.MapID) bool { return !slices.Contains(maps, m) })
+		shared := slices.DeleteFunc(needed, func(m ebpf.MapID) bool { return !slices.Contains(maps, m) })
+		copied = copied || p.Type() == other.Type() && len(shared) > 0
 	}
 	return copied, nil
 }
