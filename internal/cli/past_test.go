@@ -97,8 +97,10 @@ func TestProgramReplaced(t *testing.T) {
 			}
 		}
 	}
-	// A member that is registered keeps the program, and does not count.
-	h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+	// The registration of a member replaces the program, and does not count.
+	pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+	must[api.Membership](h, "register", "--service", "telemetry", "--slot", "3", "--pid", strconv.Itoa(pid))
+	_ = unix.Nanosleep(&unix.Timespec{Sec: 3}, nil)
 	if r := h.sockeye("events", "--kind", "program_replaced"); r.code != 0 || !strings.Contains(r.out, "listener tcp [::]:1790") {
 		t.Errorf("events: %+v", r)
 	}
@@ -117,7 +119,7 @@ func TestBypass(t *testing.T) {
 	openBeside(t, silent, "")
 	for _, c := range []struct{ spec, peer, socket, takes, device, beside string }{
 		{"udp 127.0.0.1:4739", "", "udp 127.0.0.1:4739", "packets to 127.0.0.1", "192.0.2.1", "2001:db8::1"},
-		{"udp 0.0.0.0:4739", "", "udp 0.0.0.0:4739", "IPv4 packets", "192.0.2.1", ""},
+		{"udp 0.0.0.0:4739", "", "udp 0.0.0.0:4739", "IPv4 packets", "192.0.2.1", "2001:db8::1"},
 		{"tcp [::1]:1790", "", "tcp [::1]:1790", "packets to ::1", "2001:db8::1", "192.0.2.1"},
 		{"udp 127.0.0.1:4739", "127.0.0.9:9999", "udp 127.0.0.1:4739 from 127.0.0.9:9999", "datagrams from 127.0.0.9:9999", "127.0.0.9", "127.0.0.8"},
 	} {

@@ -106,9 +106,11 @@ func (w *Watch) checkPrograms() {
 	for row, fd := range w.KeeperSockets {
 		attached, err := w.Path.IsAttached(row)
 		switch {
-		case err == nil && attached && (again || !counted && !w.Path.IsWatched(row)):
+		case err != nil: // the witness is of no use any more
+			err = w.Attach(row, fd)
+		case attached && (again || !counted && !w.Path.IsWatched(row)):
 			err = w.Attach(row, fd) // again, if it could not be watched
-		case err == nil && !attached:
+		case !attached:
 			if err = w.Attach(row, fd); err == nil {
 				w.noteReplaced(w.Listeners[row])
 			}
@@ -241,7 +243,7 @@ func (w *Watch) registeredSockets() map[uint64]bool {
 // Reason returns which packets of an address reach another socket, as a further reason, or "".
 func (w *Watch) Reason(address netip.Addr) string {
 	for i, one := range w.found {
-		if one.Remote.IsValid() && one.Remote.Addr() != address || one.Local.Addr().Is4() != address.Is4() && !one.Local.Addr().IsUnspecified() {
+		if one.Remote.IsValid() && one.Remote.Addr() != address || one.Local.Addr().Is4() != address.Is4() && one.Local.Addr() != netip.IPv6Unspecified() {
 			continue
 		}
 		by := w.sockets[i]
