@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/bench/harness"
+	"sockeye/internal/bpf/probe"
 	"sockeye/internal/chart"
 	"sockeye/internal/netns"
 	"sockeye/internal/stats"
@@ -379,29 +380,14 @@ func steeringPrograms(dir string) ([]*ebpf.Program, error) {
 		return nil, err
 	}
 	programs := slices.Clone(pinned)
-	for id := ebpf.ProgramID(0); ; {
-		if id, err = ebpf.ProgramGetNextID(id); errors.Is(err, unix.ENOENT) {
-			return programs, nil
-		} else if err != nil {
-			return nil, fmt.Errorf("list programs: %w", err)
-		}
-		p, err := ebpf.NewProgramFromID(id)
-		if errors.Is(err, unix.ENOENT) {
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("open program %d: %w", id, err)
-		}
-		copied, err := isCopy(p, pinned)
-		if err != nil {
-			return nil, err
-		}
-		if copied {
+	err = probe.EachProgram(func(_ ebpf.ProgramID, p *ebpf.Program) (keep bool, err error) {
+		keep, err = isCopy(p, pinned)
+		if keep {
 			programs = append(programs, p)
-		} else {
-			p.Close()
 		}
-	}
+		return keep, err
+	})
+	return programs, err
 }
 
 // isCopy reports whether a program shares maps with one of the pinned programs, and is another one. The constants of each program are in a

@@ -76,6 +76,7 @@ type ServiceStatus struct {
 type BypassStatus struct {
 	Socket  string `json:"socket"` // as in "udp 192.0.2.1:4739"
 	Takes   string `json:"takes"`  // as in "packets to 192.0.2.1"
+	Cookie  uint64 `json:"cookie"`
 	PID     int    `json:"pid,omitempty"`
 	Command string `json:"command,omitempty"`
 }

@@ -76,3 +76,6 @@ func (s *Steer) IsWatched(row int) bool { return s.watched.Has(row) }
 // IsAttached reports whether the group has the program that AttachWatched has attached last. It reports true for a program that
 // is not watched.
 func (s *Steer) IsAttached(row int) (bool, error) { return s.watched.IsAttached(row) }
+
+// IsInGroup reports whether a socket is in a SO_REUSEPORT group.
+func (s *Steer) IsInGroup(fd int) (bool, error) { return s.watched.IsInGroup(fd) }

@@ -11,7 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/sockaddr"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/testenv"
 )
 
 // replacements are the ways in which a process with a socket in a group ends the program of the group.
@@ -74,6 +76,62 @@ func TestAttachWatched(t *testing.T) {
 				steers(round)
 			}
 		})
+	}
+}
+
+// TestWatchedGroupGrows has more sockets than the kernel reserves for a group (INIT_SOCKS): the group keeps its program, which steers.
+func TestWatchedGroupGrows(t *testing.T) {
+	s := serve(t, config(t, false, pair...), 1, bpf.NoSlot, nil)
+	s.seat(0)
+	for row := range s.rows() {
+		unwatched, err := s.AttachWatched(row, s.keepers[row].fd)
+		check(t, errors.Join(unwatched, err))
+		for range 200 {
+			newSocket(t, s.config.Listeners[row], true)
+		}
+		if ok, err := s.IsAttached(row); err != nil || !ok {
+			t.Errorf("row %d: attached %v: %v", row, ok, err)
+		}
+	}
+	clients(func(row, protocol int, _ bool) {
+		check(t, refused(t, protocol, s.sourceIn(0, false), target(s.config.Listeners[row], false)))
+		s.collect(row, 1)
+	})
+}
+
+// TestIsInGroup asks about sockets in a group and about sockets that have left it. The question changes nothing.
+func TestIsInGroup(t *testing.T) {
+	s := serve(t, config(t, false, pair...), 1, bpf.NoSlot, nil)
+	s.seat(0)
+	in := func(fd int) bool {
+		t.Helper()
+		ok, err := s.IsInGroup(fd)
+		check(t, err)
+		return ok
+	}
+	for row := range s.rows() {
+		beside := newSocket(t, s.config.Listeners[row], true)
+		for range 3 {
+			if !in(beside.fd) || !in(s.keepers[row].fd) {
+				t.Errorf("row %d: a socket is not in its group", row)
+			}
+		}
+		beside.close()
+	}
+	clients(func(row, protocol int, _ bool) {
+		check(t, refused(t, protocol, s.sourceIn(0, false), target(s.config.Listeners[row], false)))
+		s.collect(row, 1)
+	})
+	left := newSocket(t, s.config.Listeners[0], true)
+	check(t, unix.Connect(left.fd, sockaddr.Of(netip.MustParseAddrPort("[::ffff:127.0.0.9]:9"))))
+	check(t, testenv.Disconnect(left.fd))
+	alone := newSocket(t, bpf.Listener{Protocol: unix.IPPROTO_UDP, Address: netip.MustParseAddrPort("127.0.0.1:4999")}, false)
+	ended := newSocket(t, s.config.Listeners[1], true)
+	check(t, unix.Shutdown(ended.fd, unix.SHUT_RDWR))
+	for name, fd := range map[string]int{"disconnected": left.fd, "without SO_REUSEPORT": alone.fd, "not listening": ended.fd} {
+		if in(fd) {
+			t.Errorf("%s: in a group", name)
+		}
 	}
 }
 

@@ -88,6 +88,9 @@ func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 		for _, r := range s.Refused {
 			known.Processes[r.PID] = true
 		}
+		for _, b := range s.Bypass {
+			known.Sockets[b.Cookie] = true
+		}
 	}
 	return known
 }

@@ -4,15 +4,19 @@ package cli
 
 import (
 	"fmt"
+	"net"
 	"net/netip"
+	"os"
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
 	"sockeye/internal/sockaddr"
+	"sockeye/internal/testenv"
 )
 
 // The tests in this file direct packets past the service, as any process of the members' user can.
@@ -46,6 +50,31 @@ func openBeside(t *testing.T, spec, peer string) (fd int, end func()) {
 	}
 	t.Cleanup(end)
 	return fd, end
+}
+
+// openPast opens a socket that takes packets past the service. "lo" binds the socket to the loopback interface. "unshared" and
+// "disconnected" end after bind that the socket shares the address.
+func openPast(t *testing.T, spec, peer string) (end func()) {
+	t.Helper()
+	fields := strings.Fields(spec)
+	how := strings.Join(fields[2:], "")
+	fd, end := openBeside(t, strings.Join(fields[:2], " "), peer)
+	var err error
+	switch how {
+	case "lo":
+		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX, 1)
+	case "unshared":
+		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 0)
+	case "disconnected":
+		err = unix.Connect(fd, sockaddr.Of(netip.MustParseAddrPort("[::ffff:127.0.0.9]:9999")))
+		if err == nil {
+			err = testenv.Disconnect(fd)
+		}
+	}
+	if err != nil {
+		t.Fatalf("%s: %v", spec, err)
+	}
+	return end
 }
 
 // telemetryOf returns the status of the service.
@@ -122,8 +151,10 @@ func TestBypass(t *testing.T) {
 		{"udp 0.0.0.0:4739", "", "udp 0.0.0.0:4739", "IPv4 packets", "192.0.2.1", "2001:db8::1"},
 		{"tcp [::1]:1790", "", "tcp [::1]:1790", "packets to ::1", "2001:db8::1", "192.0.2.1"},
 		{"udp 127.0.0.1:4739", "127.0.0.9:9999", "udp 127.0.0.1:4739 from 127.0.0.9:9999", "datagrams from 127.0.0.9:9999", "127.0.0.9", "127.0.0.8"},
+		{"udp [::]:4739 lo", "", "udp [::]:4739", "packets of interface 1", "192.0.2.1", ""},
+		{"udp [::]:4739 disconnected", "", "udp [::]:4739", "packets to [::]:4739 (it has left the group)", "2001:db8::1", ""},
 	} {
-		_, end := openBeside(t, c.spec, c.peer)
+		end := openPast(t, c.spec, c.peer)
 		h.eventually(c.socket+" is found", func() bool { return len(telemetryOf(h).Bypass) > 0 })
 		service := telemetryOf(h)
 		if b := service.Bypass; len(b) != 1 || b[0].Socket != c.socket || b[0].Takes != c.takes || b[0].PID == 0 {
@@ -142,7 +173,7 @@ func TestBypass(t *testing.T) {
 		}
 		findings, _ := h.examine(nil, "sockeye")
 		for _, f := range findings {
-			if strings.Contains(f.Detail, c.socket+" ") && strings.Contains(f.Detail, "receives nothing") {
+			if strings.Contains(f.Detail, fmt.Sprintf("%s of process %d ", c.socket, os.Getpid())) && strings.Contains(f.Detail, "receives nothing") && c.socket != silent {
 				t.Errorf("%s: doctor: %+v", c.socket, f)
 			}
 		}
@@ -157,4 +188,85 @@ func TestBypass(t *testing.T) {
 			t.Errorf("events %s: %+v", kind, r)
 		}
 	}
+}
+
+// TestBypassSpecific has two services on one port, of which one has an address. Its sockets do not bypass the other service. More sockets with
+// a peer than the agent reports do not hide one that takes the packets of all devices.
+func TestBypassSpecific(t *testing.T) {
+	h := newHost(t, `services:
+  telemetry:
+    slots: 2
+    listeners: [{protocol: udp, address: "0.0.0.0:4739"}]
+    user: root
+    cgroup: CGROUP
+  one:
+    slots: 1
+    listeners: [{protocol: udp, address: "127.0.0.3:4739"}]
+    user: root
+    cgroup: CGROUP
+`)
+	h.start()
+	for service, spec := range map[string]string{"telemetry": "udp 0.0.0.0:4739", "one": "udp 127.0.0.3:4739"} {
+		pid, _ := h.member(nil, spec)
+		must[api.Membership](h, "register", "--service", service, "--slot", "0", "--pid", strconv.Itoa(pid))
+		openBeside(t, spec, "") // in the group, but not registered
+	}
+	bypass := func() map[string][]api.BypassStatus {
+		all := make(map[string][]api.BypassStatus)
+		for _, s := range must[api.Status](h, "status").Services {
+			all[s.Name] = s.Bypass
+		}
+		return all
+	}
+	waitSearch := func() { time.Sleep(1100 * time.Millisecond) } // status searches once a second
+	waitSearch()
+	if all := bypass(); len(all["telemetry"])+len(all["one"]) > 0 {
+		t.Errorf("sockets of the services: %+v", all)
+	}
+	findings, _ := h.examine(nil, "sockeye")
+	if text := fmt.Sprint(findings); strings.Contains(text, "past the service") {
+		t.Errorf("doctor: %s", text)
+	}
+	if !memberReplies(t, "127.0.0.3:4739") {
+		t.Error("no answer from 127.0.0.3")
+	}
+	// The kernel finds an IPv4 socket before those that were bound earlier.
+	end := openPast(t, "udp 127.0.0.3:4739 unshared", "")
+	waitSearch()
+	if all := bypass(); len(all["one"]) != 1 || all["one"][0].Takes != "packets to 127.0.0.3:4739 (it has left the group)" || len(all["telemetry"]) != 0 {
+		t.Errorf("a socket that is not shared: %+v", all)
+	}
+	if memberReplies(t, "127.0.0.3:4739") {
+		t.Error("the member of 127.0.0.3 has received a datagram")
+	}
+	end()
+	for i := range 150 {
+		openBeside(t, "udp 127.0.0.2:4739", fmt.Sprintf("127.0.0.9:%d", 10000+i))
+	}
+	_, end = openBeside(t, "udp 127.0.0.4:4739", "")
+	waitSearch()
+	all := bypass()["telemetry"]
+	if len(all) != 100 || all[0].Socket != "udp 127.0.0.4:4739" {
+		t.Errorf("%d sockets, the first is %+v", len(all), all[0])
+	}
+	if problem := telemetryOf(h).Problem; !strings.Contains(problem, ", and 97 sockets more") {
+		t.Errorf("problem: %s", problem)
+	}
+	end()
+}
+
+// memberReplies reports whether a member answers a datagram to an address.
+func memberReplies(t *testing.T, address string) bool {
+	t.Helper()
+	conn, err := net.Dial("udp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := conn.Write([]byte("?")); err != nil {
+		t.Fatal(err)
+	}
+	_ = conn.SetReadDeadline(time.Now().Add(time.Second))
+	_, err = conn.Read(make([]byte, 64))
+	return err == nil
 }

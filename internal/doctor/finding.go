@@ -27,7 +27,8 @@ type Report struct {
 	Known    *Known
 }
 
-// Known has what the running agent reports: the sockets of members by cookie, and the process ids that status lists.
+// Known has what the running agent reports: the sockets of members, and those that bypass a service, by cookie, and the process ids that
+// status lists.
 type Known struct {
 	Sockets   map[uint64]bool
 	Processes map[int]bool

@@ -93,22 +93,39 @@ func readProcess(pid int, wanted func(uint32) bool, byInode map[uint32][]Process
 // sendBufLock is SOCK_SNDBUF_LOCK of linux/socket.h.
 const sendBufLock = 1
 
+// Has reports whether the descriptor of a process still refers to the socket with an inode.
+func (p *Process) Has(inode uint32) bool {
+	target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%d", p.PID, p.FD))
+	return err == nil && target == fmt.Sprintf("socket:[%d]", inode)
+}
+
+// Open returns a copy of the socket of a process, which has a cookie. The caller closes the copy. Open needs the right to trace the
+// process.
+func (p *Process) Open(cookie uint64) (fd int, err error) {
+	handle, err := unix.PidfdOpen(p.PID, 0)
+	if err != nil {
+		return -1, fmt.Errorf("open pid %d: %w", p.PID, err)
+	}
+	defer unix.Close(handle)
+	fd, err = unix.PidfdGetfd(handle, p.FD, 0)
+	if err != nil {
+		return -1, fmt.Errorf("duplicate descriptor %d of pid %d: %w", p.FD, p.PID, err)
+	}
+	if is, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || is != cookie {
+		unix.Close(fd)
+		return -1, fmt.Errorf("descriptor %d of pid %d now refers to another socket", p.FD, p.PID)
+	}
+	return fd, nil
+}
+
 // Ask reads the options of a socket that sock_diag does not report. It needs the right to trace the process, and
 // Linux 5.14.
 func (p *Process) Ask(cookie uint64) (*Asked, error) {
-	handle, err := unix.PidfdOpen(p.PID, 0)
+	fd, err := p.Open(cookie)
 	if err != nil {
-		return nil, fmt.Errorf("open pid %d: %w", p.PID, err)
-	}
-	defer unix.Close(handle)
-	fd, err := unix.PidfdGetfd(handle, p.FD, 0)
-	if err != nil {
-		return nil, fmt.Errorf("duplicate descriptor %d of pid %d: %w", p.FD, p.PID, err)
+		return nil, err
 	}
 	defer unix.Close(fd)
-	if is, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || is != cookie {
-		return nil, fmt.Errorf("descriptor %d of pid %d now refers to another socket", p.FD, p.PID)
-	}
 	lock, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
 	if err != nil {
 		return nil, fmt.Errorf("read SO_BUF_LOCK: %w", err)

@@ -32,7 +32,7 @@ import (
 // Examine checks the sockets on the ports of the services of a policy.
 func Examine(report *doctor.Report, policy *config.Policy) {
 	for _, c := range policy.Services {
-		checkup{report}.service(c)
+		checkup{report}.service(c, policy)
 	}
 }
 
@@ -41,11 +41,7 @@ func ExamineAgent(_ context.Context, d *doctor.Report, _ *api.Client, status *ap
 	for _, s := range status.Services {
 		area := "service " + s.Name
 		if s.Problem != "" {
-			check := "port steering"
-			if s.PortsSteered && s.ProgramsReplaced == 0 && len(s.Bypass) == 0 {
-				check = "devices" // split devices
-			}
-			d.Add(area, check, doctor.Warning, s.Problem, s.Hint)
+			d.Add(area, "steering", doctor.Warning, s.Problem, s.Hint)
 		}
 		for _, w := range s.Waiting {
 			d.Add(area, fmt.Sprintf("process %d", w.PID), doctor.Warning, w.Problem, w.Hint)
@@ -74,9 +70,10 @@ type portSocket struct {
 	process *member.Process
 	socket  *member.Socket
 	backlog uint32 // listening TCP sockets only
+	device  int    // index of the bound interface, or 0
 }
 
-func (d checkup) service(c config.Service) {
+func (d checkup) service(c config.Service, policy *config.Policy) {
 	area := "service " + c.Name
 	s := &service{Service: core.Service{Name: c.Name, Config: c}}
 	s.assignRows([bpf.MaxListeners]bpf.Listener{})
@@ -105,9 +102,19 @@ func (d checkup) service(c config.Service) {
 			}
 		}
 	}
+	sockets = slices.DeleteFunc(sockets, func(one portSocket) bool { return one.isOfOther(c, policy) })
 	for _, l := range c.Listeners {
 		d.listener(area, c, l, users, sockets)
 	}
+}
+
+// isOfOther reports whether a socket has the address of a listener of another service in the same network namespace.
+func (p *portSocket) isOfOther(c config.Service, policy *config.Policy) bool {
+	return p.device == 0 && slices.ContainsFunc(policy.Services, func(other config.Service) bool {
+		return other.Name != c.Name && other.Netns == c.Netns && slices.ContainsFunc(other.Listeners, func(l config.Listener) bool {
+			return (p.socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) && p.socket.Local == l.Address
+		})
+	})
 }
 
 func (d checkup) foreignPrograms(area string, netns int) {
@@ -161,6 +168,9 @@ func (s *service) findSockets() ([]portSocket, error) {
 				// tcpi_sacked of a listening socket is its backlog (tcp_get_info).
 				if info, err := unix.GetsockoptTCPInfo(socket.FD(), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
 					one.backlog = info.Sacked
+				}
+				if device, err := unix.GetsockoptInt(socket.FD(), unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX); err == nil {
+					one.device = device
 				}
 				sockets = append(sockets, one)
 			}
@@ -217,7 +227,8 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(one.socket.UID), member.UserNames(users)),
 				"start the program as that user, or name the owner in user of the service")
 		}
-		elsewhere := c.Steering != config.Lookup && one.socket.ReusePort && one.socket.Local.Addr() != l.Address.Addr()
+		elsewhere := c.Steering != config.Lookup && one.socket.ReusePort &&
+			(one.socket.Local.Addr() != l.Address.Addr() || one.device != 0 || l.Address.Addr().IsUnspecified() && one.socket.V6Only != l.V6Only)
 		if d.isUnregistered(one, users) && !elsewhere {
 			d.Add(area, check, doctor.Warning, who+" is in no slot, and receives nothing from the service",
 				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, one.process.PID))
@@ -233,6 +244,9 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 		case !one.socket.ReusePort:
 			d.Add(area, check, doctor.Warning, who+" lacks SO_REUSEPORT: it keeps the port for itself",
 				"make the program set it before bind, or use steering: lookup")
+		case elsewhere && one.device != 0:
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s takes the packets of interface %d past the service", who, one.device),
+				"end the process, or make it bind no interface")
 		case elsewhere && one.socket.Local.Addr().IsUnspecified():
 			d.Add(area, check, doctor.Warning, who+" is in another group than the listener's", "make the listener's address what the members bind")
 		case elsewhere:

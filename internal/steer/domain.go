@@ -54,6 +54,7 @@ var (
 // New returns the domain without any services.
 func New(h *domain.Host) *Domain {
 	d := &Domain{host: &core.Host{Host: h, Systemd: keeper.FindManager()}, log: h.Log, services: make(map[string]*service)}
+	d.host.Listeners = d.listenersIn
 	h.AddPrograms(d.programIDs)
 	return d
 }
@@ -102,18 +103,8 @@ func (d *Domain) Start(policy *config.Policy) error {
 			return err
 		}
 	}
-	d.setOrder(policy)
-	return nil
-}
-
-// setOrder notes the names and the listeners of the services of a policy.
-func (d *Domain) setOrder(policy *config.Policy) {
 	d.order = namesOf(policy)
-	var listeners []config.Listener
-	for _, c := range policy.Services {
-		listeners = append(listeners, c.Listeners...)
-	}
-	d.host.Listeners.Store(&listeners)
+	return nil
 }
 
 func namesOf(policy *config.Policy) []string {
@@ -334,7 +325,7 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.setOrder(policy)
+	d.order = namesOf(policy)
 	for _, s := range d.services {
 		s.Mu.Lock()
 		s.scanRateLimited()
@@ -351,6 +342,20 @@ func (d *Domain) Close() {
 	for _, s := range d.services {
 		s.close()
 	}
+}
+
+// listenersIn returns the listeners of the services in a network namespace.
+func (d *Domain) listenersIn(netns uint64) (all []config.Listener) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, s := range d.services {
+		s.Mu.Lock()
+		if s.NetnsInode == netns {
+			all = append(all, s.Config.Listeners...)
+		}
+		s.Mu.Unlock()
+	}
+	return all
 }
 
 // programIDs returns the ids of the sock_ops programs of the services.

@@ -90,13 +90,20 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	}
 	if !s.UsesLookup() {
 		for row, socket := range sockets {
-			// The keeper socket is in the same group, unless another process has divided the group.
-			err := s.Path.Attach(row, socket.FD())
-			if fd, kept := s.KeeperSockets[row]; kept && err == nil {
-				err = s.past.Attach(row, fd)
+			fd, kept := s.KeeperSockets[row]
+			if kept {
+				if err := s.past.Ensure(row, fd); err != nil { // notes that another process has replaced the program
+					return err
+				}
 			}
-			if err != nil {
+			// The keeper socket is in the same group, unless another process has divided the group.
+			if err := s.Path.Attach(row, socket.FD()); err != nil {
 				return err
+			}
+			if kept {
+				if err := s.past.Attach(row, fd); err != nil {
+					return err
+				}
 			}
 		}
 	}

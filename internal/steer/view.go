@@ -28,6 +28,7 @@ import (
 )
 
 func (s *service) status() api.ServiceStatus {
+	s.past.Search()
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	s.reevaluateWaiting()

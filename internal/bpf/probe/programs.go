@@ -42,29 +42,43 @@ func ForeignPrograms(netns int) ([]Foreign, error) {
 	for _, p := range attached.Programs {
 		here[p.ID] = true
 	}
-	for id := ebpf.ProgramID(0); ; {
-		id, err = ebpf.ProgramGetNextID(id)
-		if errors.Is(err, unix.ENOENT) {
-			return foreign, nil
-		}
-		if err != nil {
-			return nil, fmt.Errorf("list programs: %w", err)
-		}
-		p, err := ebpf.NewProgramFromID(id)
-		if errors.Is(err, unix.ENOENT) {
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("open program %d: %w", id, err)
-		}
+	err = EachProgram(func(id ebpf.ProgramID, p *ebpf.Program) (keep bool, err error) {
 		info, err := p.Info()
-		p.Close()
 		if err != nil {
-			return nil, fmt.Errorf("read program %d: %w", id, err)
+			return false, fmt.Errorf("read program %d: %w", id, err)
 		}
 		own := info.Name == "steer_reuseport" || info.Name == "steer_migrate" || info.Name == "steer_lookup"
 		if !own && (info.Type == ebpf.SkReuseport || info.Type == ebpf.SkLookup && here[id]) {
 			foreign = append(foreign, Foreign{uint32(id), info.Name, info.Type.String()})
+		}
+		return false, nil
+	})
+	return foreign, err
+}
+
+// EachProgram calls f for each program of the host, until f returns an error. f returns whether the caller keeps the program; else EachProgram closes it. It
+// needs CAP_SYS_ADMIN.
+func EachProgram(f func(id ebpf.ProgramID, p *ebpf.Program) (keep bool, err error)) error {
+	for id := ebpf.ProgramID(0); ; {
+		var err error
+		if id, err = ebpf.ProgramGetNextID(id); errors.Is(err, unix.ENOENT) {
+			return nil
+		} else if err != nil {
+			return fmt.Errorf("list programs: %w", err)
+		}
+		p, err := ebpf.NewProgramFromID(id)
+		if errors.Is(err, unix.ENOENT) {
+			continue // it has ended
+		}
+		if err != nil {
+			return fmt.Errorf("open program %d: %w", id, err)
+		}
+		keep, err := f(id, p)
+		if !keep {
+			p.Close()
+		}
+		if err != nil {
+			return err
 		}
 	}
 }

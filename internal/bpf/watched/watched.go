@@ -22,7 +22,7 @@ import (
 // Programs are the watched programs of a service. The zero value has none. It is not safe for concurrent use.
 type Programs struct {
 	witnesses map[int]int // sockets by row
-	other     *ebpf.Map   // map that has a witness only for an instant
+	other     *ebpf.Map   // map that has a socket only for an instant
 }
 
 // Close closes the descriptors of this process. Programs stay attached.
@@ -50,12 +50,6 @@ func (w *Programs) Forget(row int) {
 // Prepare binds a program to a map with a new witness. attached notes, after the program has been attached to the group of a row, and
 // before its last descriptor is closed, that the program is watched; abandon closes the witness instead.
 func (w *Programs) Prepare(p *ebpf.Program) (attached func(row int), abandon func(), err error) {
-	if w.other == nil {
-		if w.other, err = newWitnessMap(); err != nil {
-			return nil, nil, err
-		}
-		w.witnesses = make(map[int]int)
-	}
 	m, err := newWitnessMap()
 	if err != nil {
 		return nil, nil, err
@@ -75,6 +69,9 @@ func (w *Programs) Prepare(p *ebpf.Program) (attached func(row int), abandon fun
 	}
 	return func(row int) {
 		w.Forget(row)
+		if w.witnesses == nil {
+			w.witnesses = make(map[int]int)
+		}
 		w.witnesses[row] = witness
 	}, func() { unix.Close(witness) }, nil
 }
@@ -91,17 +88,40 @@ func (w *Programs) IsAttached(row int) (bool, error) {
 	if !ok {
 		return true, nil
 	}
-	err := w.other.Put(uint32(0), uint64(witness))
+	err := w.try(witness)
 	if errors.Is(err, unix.EBUSY) {
 		return true, nil
-	}
-	if err == nil {
-		err = w.other.Delete(uint32(0))
 	}
 	if err != nil {
 		return true, fmt.Errorf("find out if a program is attached: %w", err)
 	}
 	return false, nil
+}
+
+// IsInGroup reports whether a socket is in a SO_REUSEPORT group. A map accepts only such sockets (reuseport_array_update_check), and
+// a socket of another map is in a group.
+func (w *Programs) IsInGroup(fd int) (bool, error) {
+	switch err := w.try(fd); {
+	case err == nil, errors.Is(err, unix.EBUSY):
+		return true, nil
+	case errors.Is(err, unix.EINVAL):
+		return false, nil
+	default:
+		return false, fmt.Errorf("find out if a socket is in a group: %w", err)
+	}
+}
+
+// try adds a socket to a map and removes it again.
+func (w *Programs) try(fd int) (err error) {
+	if w.other == nil {
+		if w.other, err = newWitnessMap(); err != nil {
+			return err
+		}
+	}
+	if err := w.other.Put(uint32(0), uint64(fd)); err != nil {
+		return err
+	}
+	return w.other.Delete(uint32(0))
 }
 
 func newWitnessMap() (*ebpf.Map, error) {

@@ -22,13 +22,17 @@ type Socket struct {
 	Local    netip.AddrPort
 	Remote   netip.AddrPort // of a connected UDP socket; else the zero value
 	Device   uint32         // index of the bound interface, or 0
-	Cookie   uint64
-	Inode    uint32
+	// Outside is set for a socket that has the address of a listener, and is not in the group of the listener.
+	Outside bool
+	Cookie  uint64
+	Inode   uint32
 }
 
 // Takes returns which packets the socket receives, as in "packets to 192.0.2.1".
 func (s *Socket) Takes() string {
 	switch {
+	case s.Outside:
+		return fmt.Sprintf("packets to %s (it has left the group)", s.Local)
 	case s.Remote.IsValid():
 		return fmt.Sprintf("datagrams from %s", s.Remote)
 	case s.Device != 0:
@@ -48,47 +52,77 @@ func (s *Socket) String() string {
 	return text
 }
 
-// mostSockets limits the result of Find: any process of the members' user can open more.
-const mostSockets = 100
+// mostCandidates limits the sockets that find keeps of a dump: any process of the members' user can open more.
+const mostCandidates = 10_000
 
-// Find returns the sockets that the kernel prefers, sorted by address, at most mostSockets. own are the cookies of the
-// registered sockets. With lookup, sk_lookup runs before the kernel looks for sockets without a peer.
-func Find(conn *sockdiag.Conn, listeners map[int]config.Listener, lookup bool, own map[uint64]bool) ([]Socket, error) {
+// find returns the sockets that the kernel prefers to those of the service: sockets without a peer first, sorted by address. Sockets that are Outside are still in
+// doubt. Sockets for which skip returns true are left out. With lookup, sk_lookup runs before the kernel looks for sockets without a peer.
+func find(conn *sockdiag.Conn, listeners map[int]config.Listener, lookup bool, skip func(*Socket) bool) ([]Socket, error) {
 	var found []Socket
 	asked := make(map[sockdiag.Query]bool)
 	for _, l := range listeners {
-		query := sockdiag.Query{Protocol: unix.IPPROTO_TCP, States: sockdiag.States(0).With(sockdiag.Listening), LocalPort: l.Address.Port()}
+		// Connected sockets have a dump, and a limit, of their own: a member may have one for each device.
+		queries := []sockdiag.Query{{Protocol: unix.IPPROTO_TCP, States: sockdiag.States(0).With(sockdiag.Listening), LocalPort: l.Address.Port()}}
 		if l.Protocol == config.UDP {
-			query.Protocol, query.States = unix.IPPROTO_UDP, sockdiag.States(0).With(sockdiag.Closed).With(sockdiag.Established)
+			queries = []sockdiag.Query{
+				{Protocol: unix.IPPROTO_UDP, States: sockdiag.States(0).With(sockdiag.Closed), LocalPort: l.Address.Port()},
+				{Protocol: unix.IPPROTO_UDP, States: sockdiag.States(0).With(sockdiag.Established), LocalPort: l.Address.Port()},
+			}
 		}
-		if asked[query] {
-			continue
-		}
-		asked[query] = true
-		before := len(found)
-		err := conn.Dump(query, func() { found = found[:before] }, func(socket *sockdiag.Socket) {
-			if len(found) < mostSockets && !own[socket.Cookie] && isPreferred(listeners, l.Protocol, lookup, socket) {
-				one := Socket{Protocol: l.Protocol, Local: socket.Local, Device: socket.Device, Cookie: socket.Cookie, Inode: socket.Inode}
+		for _, query := range queries {
+			if asked[query] {
+				continue
+			}
+			asked[query] = true
+			before := len(found)
+			err := conn.Dump(query, func() { found = found[:before] }, func(socket *sockdiag.Socket) {
+				how := relate(listeners, l.Protocol, lookup, socket)
+				if how == receivesNone || len(found)-before >= mostCandidates {
+					return
+				}
+				one := Socket{Protocol: l.Protocol, Local: socket.Local, Device: socket.Device, Outside: how == sameAddress, Cookie: socket.Cookie, Inode: socket.Inode}
 				if socket.State == sockdiag.Established {
 					one.Remote = socket.Remote
 				}
-				found = append(found, one)
+				if !skip(&one) {
+					found = append(found, one)
+				}
+			})
+			if err != nil {
+				return nil, err
 			}
-		})
-		if err != nil {
-			return nil, err
 		}
 	}
 	slices.SortFunc(found, func(a, b Socket) int {
-		return cmp.Or(cmp.Compare(a.Protocol, b.Protocol), a.Local.Compare(b.Local), a.Remote.Compare(b.Remote), cmp.Compare(a.Cookie, b.Cookie))
+		return cmp.Or(comparePeer(a, b), cmp.Compare(a.Protocol, b.Protocol), a.Local.Compare(b.Local), a.Remote.Compare(b.Remote), cmp.Compare(a.Cookie, b.Cookie))
 	})
 	return found, nil
 }
 
-// isPreferred reports whether the kernel prefers a socket to those of the listener whose address is as specific as the socket's, or
-// else of the listener with the unspecified address.
-func isPreferred(listeners map[int]config.Listener, protocol config.Protocol, lookup bool, socket *sockdiag.Socket) bool {
-	preferred := false
+// comparePeer compares whether sockets have a peer.
+func comparePeer(a, b Socket) int {
+	switch {
+	case a.Remote.IsValid() == b.Remote.IsValid():
+		return 0
+	case a.Remote.IsValid():
+		return 1
+	}
+	return -1
+}
+
+// relation is the relation of a socket to the sockets of a service.
+type relation int
+
+const (
+	receivesNone relation = iota // no packets to the listeners
+	sameAddress                  // in the group of a listener, unless it has left the group
+	preferred                    // the kernel prefers the socket
+)
+
+// relate compares a socket with the listener whose address is as specific as the socket's, or else with the listener that has the
+// unspecified address.
+func relate(listeners map[int]config.Listener, protocol config.Protocol, lookup bool, socket *sockdiag.Socket) relation {
+	how := receivesNone
 	for _, l := range listeners {
 		if l.Protocol != protocol || l.Address.Port() != socket.Local.Port() {
 			continue
@@ -98,17 +132,17 @@ func isPreferred(listeners map[int]config.Listener, protocol config.Protocol, lo
 		switch {
 		case !covers(l, local):
 		case socket.State == sockdiag.Established:
-			preferred = true
+			how = preferred
 		case lookup:
 		case socket.Device != 0:
-			preferred = true
+			how = preferred
 		case served == local:
-			return false // in the listener's group, unless it has left the group (see SECURITY.md)
+			return sameAddress
 		case served.IsUnspecified() && (!local.IsUnspecified() || local.Is4()):
-			preferred = true
+			how = preferred
 		}
 	}
-	return preferred
+	return how
 }
 
 // covers reports whether packets to a local address can reach a listener.

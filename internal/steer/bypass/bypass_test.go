@@ -10,9 +10,9 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// TestIsPreferred is what the kernel does with a packet for which several sockets are open (compute_score of net/ipv4/udp.c and
+// TestRelate is what the kernel does with a packet for which several sockets are open (compute_score of net/ipv4/udp.c and
 // net/ipv4/inet_hashtables.c, and those of IPv6, in Linux 6.18).
-func TestIsPreferred(t *testing.T) {
+func TestRelate(t *testing.T) {
 	listener := func(address string, v6only bool) config.Listener {
 		return config.Listener{Protocol: config.UDP, Address: netip.MustParseAddrPort(address), V6Only: v6only}
 	}
@@ -24,39 +24,39 @@ func TestIsPreferred(t *testing.T) {
 		state     sockdiag.State
 		device    uint32
 		lookup    bool
-		want      bool
+		want      relation
 	}{
-		{"in the group", []config.Listener{both}, "[::]:4739", sockdiag.Closed, 0, false, false},
-		{"another port", []config.Listener{both}, "192.0.2.1:4740", sockdiag.Closed, 0, false, false},
-		{"an IPv4 address", []config.Listener{both}, "192.0.2.1:4739", sockdiag.Closed, 0, false, true},
-		{"an IPv6 address", []config.Listener{both}, "[2001:db8::1]:4739", sockdiag.Closed, 0, false, true},
-		{"a link-local address", []config.Listener{both}, "[fe80::1%2]:4739", sockdiag.Closed, 0, false, true},
-		{"IPv4 beside both", []config.Listener{both}, "0.0.0.0:4739", sockdiag.Closed, 0, false, true},
-		{"IPv4 beside IPv6", []config.Listener{six}, "0.0.0.0:4739", sockdiag.Closed, 0, false, false},
-		{"an IPv4 address beside IPv6", []config.Listener{six}, "192.0.2.1:4739", sockdiag.Closed, 0, false, false},
-		{"both beside IPv4", []config.Listener{four}, "[::]:4739", sockdiag.Closed, 0, false, false},
-		{"an address beside IPv4", []config.Listener{four}, "192.0.2.1:4739", sockdiag.Closed, 0, false, true},
-		{"all beside an address", []config.Listener{one}, "0.0.0.0:4739", sockdiag.Closed, 0, false, false},
-		{"another address", []config.Listener{one}, "192.0.2.2:4739", sockdiag.Closed, 0, false, false},
-		{"a listener's address beside all", []config.Listener{both, one}, "192.0.2.1:4739", sockdiag.Closed, 0, false, false},
-		{"a listener's address after all", []config.Listener{one, both}, "192.0.2.1:4739", sockdiag.Closed, 0, false, false},
-		{"an interface", []config.Listener{both}, "[::]:4739", sockdiag.Closed, 2, false, true},
-		{"an interface and an address", []config.Listener{one}, "192.0.2.1:4739", sockdiag.Closed, 2, false, true},
-		{"a peer", []config.Listener{both}, "192.0.2.1:4739", sockdiag.Established, 0, false, true},
-		{"lookup: an address", []config.Listener{both}, "192.0.2.1:4739", sockdiag.Closed, 0, true, false},
-		{"lookup: an interface", []config.Listener{both}, "[::]:4739", sockdiag.Closed, 2, true, false},
-		{"lookup: a peer", []config.Listener{both}, "192.0.2.1:4739", sockdiag.Established, 0, true, true},
+		{"in the group", []config.Listener{both}, "[::]:4739", sockdiag.Closed, 0, false, sameAddress},
+		{"another port", []config.Listener{both}, "192.0.2.1:4740", sockdiag.Closed, 0, false, receivesNone},
+		{"an IPv4 address", []config.Listener{both}, "192.0.2.1:4739", sockdiag.Closed, 0, false, preferred},
+		{"an IPv6 address", []config.Listener{both}, "[2001:db8::1]:4739", sockdiag.Closed, 0, false, preferred},
+		{"a link-local address", []config.Listener{both}, "[fe80::1%2]:4739", sockdiag.Closed, 0, false, preferred},
+		{"IPv4 beside both", []config.Listener{both}, "0.0.0.0:4739", sockdiag.Closed, 0, false, preferred},
+		{"IPv4 beside IPv6", []config.Listener{six}, "0.0.0.0:4739", sockdiag.Closed, 0, false, receivesNone},
+		{"an IPv4 address beside IPv6", []config.Listener{six}, "192.0.2.1:4739", sockdiag.Closed, 0, false, receivesNone},
+		{"both beside IPv4", []config.Listener{four}, "[::]:4739", sockdiag.Closed, 0, false, receivesNone},
+		{"an address beside IPv4", []config.Listener{four}, "192.0.2.1:4739", sockdiag.Closed, 0, false, preferred},
+		{"all beside an address", []config.Listener{one}, "0.0.0.0:4739", sockdiag.Closed, 0, false, receivesNone},
+		{"another address", []config.Listener{one}, "192.0.2.2:4739", sockdiag.Closed, 0, false, receivesNone},
+		{"a listener's address beside all", []config.Listener{both, one}, "192.0.2.1:4739", sockdiag.Closed, 0, false, sameAddress},
+		{"a listener's address after all", []config.Listener{one, both}, "192.0.2.1:4739", sockdiag.Closed, 0, false, sameAddress},
+		{"an interface", []config.Listener{both}, "[::]:4739", sockdiag.Closed, 2, false, preferred},
+		{"an interface and an address", []config.Listener{one}, "192.0.2.1:4739", sockdiag.Closed, 2, false, preferred},
+		{"a peer", []config.Listener{both}, "192.0.2.1:4739", sockdiag.Established, 0, false, preferred},
+		{"lookup: an address", []config.Listener{both}, "192.0.2.1:4739", sockdiag.Closed, 0, true, receivesNone},
+		{"lookup: an interface", []config.Listener{both}, "[::]:4739", sockdiag.Closed, 2, true, receivesNone},
+		{"lookup: a peer", []config.Listener{both}, "192.0.2.1:4739", sockdiag.Established, 0, true, preferred},
 	} {
 		listeners := make(map[int]config.Listener)
 		for row, l := range c.listeners {
 			listeners[row] = l
 		}
 		socket := &sockdiag.Socket{Local: netip.MustParseAddrPort(c.local), State: c.state, Device: c.device}
-		if got := isPreferred(listeners, config.UDP, c.lookup, socket); got != c.want {
-			t.Errorf("%s: %v", c.name, got)
+		if got := relate(listeners, config.UDP, c.lookup, socket); got != c.want {
+			t.Errorf("%s: %v, want %v", c.name, got, c.want)
 		}
-		if isPreferred(listeners, config.TCP, c.lookup, socket) {
-			t.Errorf("%s: preferred for TCP", c.name)
+		if got := relate(listeners, config.TCP, c.lookup, socket); got != receivesNone {
+			t.Errorf("%s: %v for TCP", c.name, got)
 		}
 	}
 }

@@ -3,9 +3,9 @@
 package bypass
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
-	"slices"
 	"strings"
 	"time"
 
@@ -16,7 +16,6 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
-	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 )
@@ -26,15 +25,13 @@ import (
 // for both. The program is attached again; sockets are reported.
 
 const (
-	programInterval  = time.Second      // time between two checks of the programs
-	bypassInterval   = 10 * time.Second // time between two dumps of the sockets
-	mostLogged       = 3                // sockets that are logged in a search
-	replacedLogEvery = time.Minute      // minimum time between two messages about replaced programs
+	programInterval  = time.Second // time between two checks of the programs
+	replacedLogEvery = time.Minute // minimum time between two messages about replaced programs
 	// replacedShown is the time for which status reports a program that was replaced.
 	replacedShown = 10 * time.Minute
 )
 
-// Watch looks for what directs packets past a service.
+// Watch looks for what directs packets past a service. Except for Search, the caller holds the lock of the service.
 type Watch struct {
 	*core.Service
 	formers map[member.ID]*core.Seat
@@ -47,9 +44,8 @@ type Watch struct {
 	counted    bool // kernel.bpf_stats_enabled at the last check
 	notWatched bool // the reason was logged
 
-	searched time.Time
-	found    []Socket
-	sockets  []api.BypassStatus // by index of found
+	sockets []found
+	search  search
 }
 
 // New returns the watch of a service. formers are the processes whose slot another process has taken over, and isRoom reports whether the
@@ -58,8 +54,13 @@ func New(s *core.Service, formers map[member.ID]*core.Seat, isRoom func(row int)
 	return &Watch{Service: s, formers: formers, isRoom: isRoom}
 }
 
-// Start starts the checks, which end with the service. The caller holds the lock.
+// Start starts the checks, which end with the service.
 func (w *Watch) Start() {
+	w.checkProgramsLater()
+	w.searchLater(firstSearch)
+}
+
+func (w *Watch) checkProgramsLater() {
 	time.AfterFunc(programInterval, func() {
 		w.Mu.Lock()
 		defer w.Mu.Unlock()
@@ -68,11 +69,8 @@ func (w *Watch) Start() {
 		}
 		if w.CheckOpen() == nil {
 			w.checkPrograms()
-			if time.Since(w.searched) >= bypassInterval {
-				w.findBypass()
-			}
 		}
-		w.Start()
+		w.checkProgramsLater()
 	})
 }
 
@@ -88,10 +86,23 @@ func (w *Watch) Attach(row, fd int) error {
 
 // Ensure attaches the program of a row to the group of its keeper socket, unless the group has it.
 func (w *Watch) Ensure(row, fd int) error {
-	if attached, err := w.Path.IsAttached(row); err == nil && attached && w.Path.IsWatched(row) {
+	attached, err := w.Path.IsAttached(row)
+	switch {
+	case err == nil && !attached:
+		return w.restore(row, fd)
+	case err == nil && w.Path.IsWatched(row):
 		return nil
 	}
 	return w.Attach(row, fd)
+}
+
+// restore attaches the program of a row that another process has replaced or detached.
+func (w *Watch) restore(row, fd int) error {
+	err := w.Attach(row, fd)
+	if err == nil {
+		w.noteReplaced(w.Listeners[row])
+	}
+	return fault.Join(err, w.rejectQueued(row, fd))
 }
 
 // checkPrograms attaches the programs that another process has replaced or detached, and rejects the connections that the keeper
@@ -111,10 +122,7 @@ func (w *Watch) checkPrograms() {
 		case attached && (again || !counted && !w.Path.IsWatched(row)):
 			err = w.Attach(row, fd) // again, if it could not be watched
 		case !attached:
-			if err = w.Attach(row, fd); err == nil {
-				w.noteReplaced(w.Listeners[row])
-			}
-			err = fault.Join(err, w.rejectQueued(row, fd))
+			err = w.restore(row, fd)
 		}
 		if err != nil {
 			w.Log.Error("program not attached", "listener", w.Listeners[row].String(), "error", err)
@@ -155,139 +163,63 @@ func (w *Watch) noteReplaced(l config.Listener) {
 	w.Actions.CheckSoon()
 }
 
-// findBypass looks for the sockets that the kernel prefers to those of the service.
-func (w *Watch) findBypass() {
-	w.searched = time.Now()
-	conn, err := w.Diag()
-	var found []Socket
-	if err == nil {
-		found, err = Find(conn, w.Listeners, w.UsesLookup(), w.registeredSockets())
-	}
-	if err != nil {
-		w.Log.Debug("sockets not searched", "error", err)
-		return
-	}
-	if all := w.Host.Listeners.Load(); all != nil {
-		found = slices.DeleteFunc(found, func(one Socket) bool {
-			return !one.Remote.IsValid() && one.Device == 0 && slices.ContainsFunc(*all, func(l config.Listener) bool { return l.Protocol == one.Protocol && l.Address == one.Local })
-		})
-	}
-	before := w.found
-	w.found, w.sockets = nil, nil
-	if len(found) > 0 {
-		w.noteBypass(before, found)
-	}
-	if len(w.found) == 0 && len(before) > 0 {
-		w.Log.Info("no socket bypasses the service any more", events.NoneBypasses)
-	}
-}
-
-// noteBypass notes sockets with their processes, and logs those that are not among the sockets found before.
-func (w *Watch) noteBypass(before, found []Socket) {
-	processes, _, err := sockdiag.ReadProcesses(func(inode uint32) bool {
-		return slices.ContainsFunc(found, func(one Socket) bool { return one.Inode == inode })
-	})
-	if err != nil {
-		w.Log.Debug("processes not searched", "error", err)
-	}
-	logged := 0
-	for _, one := range found {
-		of := processes[one.Inode]
-		if one.Remote.IsValid() && slices.ContainsFunc(of, func(p sockdiag.Process) bool { return w.isOfMember(p.PID) }) {
-			continue // a member has a socket for each device
-		}
-		status := api.BypassStatus{Socket: one.String(), Takes: one.Takes()}
-		if len(of) > 0 {
-			status.PID, status.Command = of[0].PID, of[0].Command
-		}
-		w.found, w.sockets = append(w.found, one), append(w.sockets, status)
-		if logged < mostLogged && !slices.ContainsFunc(before, func(b Socket) bool { return b.Cookie == one.Cookie }) {
-			logged++
-			w.Log.Warn("a socket bypasses the service", events.SocketBypasses, "socket", status.Socket, "takes", status.Takes, "pid", status.PID, "command", status.Command)
-		}
-	}
-}
-
-// isOfMember reports whether a process is a member, or a descendant of one.
-func (w *Watch) isOfMember(pid int) bool {
-	p, err := member.Read(pid)
-	if err != nil {
-		return false
-	}
-	up := core.Ancestors(p)
-	for _, seat := range w.Seats {
-		if seat.Process.PID == pid || slices.Contains(up, seat.Process.PID) {
-			return true
-		}
-	}
-	return false
-}
-
-// registeredSockets returns the cookies of the sockets of the members and of former members.
-func (w *Watch) registeredSockets() map[uint64]bool {
-	cookies := make(map[uint64]bool)
-	note := func(seat *core.Seat) {
-		for _, socket := range seat.Sockets {
-			cookies[socket.Cookie] = true
-		}
-	}
-	for _, seat := range w.Seats {
-		note(seat)
-	}
-	for _, former := range w.formers {
-		note(former)
-	}
-	return cookies
-}
-
-// Reason returns which packets of an address reach another socket, as a further reason, or "".
+// Reason returns which packets of an address reach other sockets, as a further reason, or "".
 func (w *Watch) Reason(address netip.Addr) string {
-	for i, one := range w.found {
-		if one.Remote.IsValid() && one.Remote.Addr() != address || one.Local.Addr().Is4() != address.Is4() && one.Local.Addr() != netip.IPv6Unspecified() {
-			continue
+	var takes []string
+	for i := range w.sockets {
+		if one := &w.sockets[i]; one.canTakeFrom(address) {
+			takes = append(takes, fmt.Sprintf("%s takes %s", one, one.Takes()))
 		}
-		by := w.sockets[i]
-		return fmt.Sprintf(", except that %s takes %s", owned(&by), by.Takes)
 	}
-	return ""
+	if len(takes) == 0 {
+		return ""
+	}
+	return ", except that " + firstOf(takes)
+}
+
+// mostNamed limits the sockets that a message names.
+const mostNamed = 3
+
+// firstOf returns the first of several clauses about sockets as one sentence.
+func firstOf(clauses []string) string {
+	more := ""
+	if n := len(clauses) - mostNamed; n > 0 {
+		clauses, more = clauses[:mostNamed], fmt.Sprintf(", and %s more", format.Count(n, "socket", "sockets"))
+	}
+	return strings.Join(clauses, ", ") + more
 }
 
 // WriteStatus sets what status shows of the watch.
 func (w *Watch) WriteStatus(status *api.ServiceStatus) {
-	if time.Since(w.searched) >= programInterval {
-		w.findBypass()
+	status.ProgramsReplaced, status.Bypass = w.replaced, nil
+	for i := range w.sockets {
+		status.Bypass = append(status.Bypass, w.sockets[i].status())
 	}
-	status.ProgramsReplaced, status.Bypass = w.replaced, slices.Clone(w.sockets)
 }
 
 // Problem returns the error that status shows for packets past the service.
-func (w *Watch) Problem() error {
-	if w.replaced > 0 && time.Since(w.last) < replacedShown {
-		times := ""
-		if w.replaced > 1 {
-			times = fmt.Sprintf(", %s since the agent started", format.Count(int(w.replaced), "time", "times"))
-		}
-		return fault.WithHint(fmt.Errorf("another process has replaced or detached the program of %s at %s%s; the agent has attached it again",
-			w.lastAt, w.last.Format(time.TimeOnly), times),
-			"a process of the members' user did this: sockeye doctor names sockets on the ports that are in no slot; steering: lookup is not affected")
+func (w *Watch) Problem() error { return fault.Join(w.programProblem(), w.socketProblem()) }
+
+func (w *Watch) programProblem() error {
+	if w.replaced == 0 || time.Since(w.last) >= replacedShown {
+		return nil
 	}
+	times := ""
+	if w.replaced > 1 {
+		times = fmt.Sprintf(", %s since the agent started", format.Count(int(w.replaced), "time", "times"))
+	}
+	return fault.WithHint(fmt.Errorf("another process has replaced or detached the program of %s at %s%s; the agent has attached it again",
+		w.lastAt, w.last.Format(time.TimeOnly), times),
+		"a process of the members' user did this: sockeye doctor names sockets on the ports that are in no slot; steering: lookup is not affected")
+}
+
+func (w *Watch) socketProblem() error {
 	if len(w.sockets) == 0 {
 		return nil
 	}
-	first := w.sockets[0]
-	more := ""
-	if n := len(w.sockets) - 1; n > 0 {
-		more = fmt.Sprintf(", and %s more", format.Count(n, "socket", "sockets"))
+	var takes []string
+	for i := range w.sockets {
+		takes = append(takes, fmt.Sprintf("%s takes %s past the service", &w.sockets[i], w.sockets[i].Takes()))
 	}
-	return fault.WithHint(fmt.Errorf("%s takes %s past the service%s", owned(&first), first.Takes, more),
-		"end the process, or make it bind the address of the listener")
-}
-
-// owned returns a socket with its process.
-func owned(b *api.BypassStatus) string {
-	if b.PID == 0 {
-		return b.Socket
-	}
-	command := strings.Join(strings.Fields(b.Command), " ") // a process chooses its name, which may have several lines
-	return fmt.Sprintf("%s of process %d (%s)", b.Socket, b.PID, command)
+	return fault.WithHint(errors.New(firstOf(takes)), "end the process, or make it bind the address of the listener")
 }

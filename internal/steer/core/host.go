@@ -20,8 +20,8 @@ type Host struct {
 	*domain.Host
 	Descriptors fdReserve
 	Systemd     *keeper.Manager
-	// Listeners are those of all services of the policy.
-	Listeners atomic.Pointer[[]config.Listener]
+	// Listeners returns the listeners of all services in a network namespace. The caller holds no lock of a service.
+	Listeners func(netns uint64) []config.Listener
 	// Fleet is nil unless other hosts serve some of the devices.
 	Fleet atomic.Pointer[Fleet]
 }

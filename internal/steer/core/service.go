@@ -203,13 +203,22 @@ func (s *Service) GroupOwner() (uid uint32, known bool) {
 // Attach attaches the program of a row to the SO_REUSEPORT group of a socket. The group of the keeper socket has the program already,
 // and keeps the one that the agent watches.
 func (s *Service) Attach(row, fd int) error {
-	if _, kept := s.KeeperSockets[row]; kept && s.Path.IsWatched(row) {
+	if keeper, kept := s.KeeperSockets[row]; kept && s.Path.IsWatched(row) && s.listens(row, keeper) {
 		// Sockets of an interface are in a group of their own.
 		if device, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX); err == nil && device == 0 {
 			return nil
 		}
 	}
 	return s.Path.Attach(row, fd)
+}
+
+// listens reports whether the socket of a row receives packets. A TCP socket is in a group only while it listens.
+func (s *Service) listens(row, fd int) bool {
+	if s.Listeners[row].Protocol == config.UDP {
+		return true
+	}
+	accepts, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN)
+	return err == nil && accepts == 1
 }
 
 // Backlog returns the backlog for listen(2).

@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bypass
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/internal/events"
+	"sockeye/internal/member"
+	"sockeye/internal/netns"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer/core"
+)
+
+const (
+	firstSearch    = time.Second      // time from the start of the agent to the first search
+	searchInterval = 10 * time.Second // time between two searches
+	statusInterval = time.Second      // minimum time between two searches for status
+	mostSockets    = 100              // sockets that are reported
+	mostLogged     = 3                // sockets that are logged in a search
+)
+
+// search is the state of the searches, which run one at a time and without the lock of the service: the search for the processes of
+// sockets takes as long as the host has descriptors.
+type search struct {
+	running   sync.Mutex
+	at        time.Time                     // end of the last search
+	processes map[uint64][]sockdiag.Process // by cookie of their socket
+}
+
+// found is a socket with its process, if there is one.
+type found struct {
+	Socket
+	process *sockdiag.Process
+}
+
+// status returns the socket as in api.ServiceStatus.
+func (f *found) status() api.BypassStatus {
+	s := api.BypassStatus{Socket: f.Socket.String(), Takes: f.Takes(), Cookie: f.Cookie}
+	if f.process != nil {
+		s.PID, s.Command = f.process.PID, f.process.Command
+	}
+	return s
+}
+
+// String returns the socket with its process.
+func (f *found) String() string {
+	if f.process == nil {
+		return f.Socket.String()
+	}
+	command := strings.Join(strings.Fields(f.process.Command), " ") // a process chooses its name, which may have several lines
+	return fmt.Sprintf("%s of process %d (%s)", &f.Socket, f.process.PID, command)
+}
+
+// canTakeFrom reports whether the socket can receive packets of an address.
+func (f *found) canTakeFrom(address netip.Addr) bool {
+	if f.Remote.IsValid() && f.Remote.Addr() != address {
+		return false
+	}
+	return f.Local.Addr().Is4() == address.Is4() || f.Local.Addr() == netip.IPv6Unspecified()
+}
+
+// searchLater searches after a time, and then regularly until the service ends.
+func (w *Watch) searchLater(after time.Duration) {
+	time.AfterFunc(after, func() {
+		w.search.running.Lock()
+		w.searchSockets()
+		w.search.running.Unlock()
+		w.Mu.Lock()
+		defer w.Mu.Unlock()
+		if !w.Removed {
+			w.searchLater(searchInterval)
+		}
+	})
+}
+
+// Search searches for status, unless a search is running or has just ended. The caller does not hold the lock of the service.
+func (w *Watch) Search() {
+	if !w.search.running.TryLock() {
+		return
+	}
+	defer w.search.running.Unlock()
+	if time.Since(w.search.at) >= statusInterval {
+		w.searchSockets()
+	}
+}
+
+// searchSockets looks for the sockets that the kernel prefers to those of the service. The caller holds w.search.running.
+func (w *Watch) searchSockets() {
+	defer func() { w.search.at = time.Now() }()
+	base, err := w.readBase()
+	if err != nil {
+		w.Log.Debug("sockets not searched", "error", err)
+		return
+	}
+	if base == nil {
+		return
+	}
+	defer base.conn.Close()
+	sockets, err := find(base.conn, base.listeners, base.lookup, base.isKnown)
+	if err != nil {
+		w.Log.Debug("sockets not searched", "error", err)
+		return
+	}
+	w.findProcesses(sockets)
+	// A policy may have added services during the search.
+	base.served = append(base.served, w.servedIn(base.netns)...)
+	var all []found
+	for _, one := range sockets {
+		processes := w.search.processes[one.Cookie]
+		switch {
+		case len(all) == mostSockets:
+		case one.Outside && !w.isOutside(&one, processes):
+		case one.Remote.IsValid() && slices.ContainsFunc(processes, base.isOfMember): // a member has a socket for each device
+		case base.isServed(&one):
+		case len(processes) > 0:
+			all = append(all, found{one, &processes[0]})
+		default:
+			all = append(all, found{one, nil})
+		}
+	}
+	w.Mu.Lock()
+	defer w.Mu.Unlock()
+	if w.CheckOpen() != nil {
+		return
+	}
+	registered := w.registeredSockets() // by now
+	w.note(slices.DeleteFunc(all, func(one found) bool { return registered[one.Cookie] }))
+}
+
+// base is what a search compares sockets with.
+type base struct {
+	conn       *sockdiag.Conn
+	netns      uint64
+	listeners  map[int]config.Listener
+	served     []config.Listener // of all services in the network namespace
+	lookup     bool
+	registered map[uint64]bool // cookies
+	members    map[int]bool    // process ids of members and former members
+	related    map[int]bool    // results of isOfMember
+}
+
+// readBase returns nil if the service is closed.
+func (w *Watch) readBase() (*base, error) {
+	w.Mu.Lock()
+	if w.CheckOpen() != nil {
+		w.Mu.Unlock()
+		return nil, nil
+	}
+	b := &base{
+		netns: w.NetnsInode, listeners: maps.Clone(w.Listeners), lookup: w.UsesLookup(), registered: w.registeredSockets(),
+		members: make(map[int]bool), related: make(map[int]bool),
+	}
+	for seat := range w.eachSeat {
+		b.members[seat.Process.PID] = true
+	}
+	err := netns.Do(w.SocketNetns(), func() (err error) {
+		b.conn, err = sockdiag.Open()
+		return err
+	})
+	w.Mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	b.served = w.servedIn(b.netns)
+	return b, nil
+}
+
+// registeredSockets returns the cookies of the keeper sockets and of the sockets of the members and of former members.
+func (w *Watch) registeredSockets() map[uint64]bool {
+	cookies := make(map[uint64]bool)
+	for seat := range w.eachSeat {
+		for _, socket := range seat.Sockets {
+			cookies[socket.Cookie] = true
+		}
+	}
+	for _, fd := range w.KeeperSockets {
+		if cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err == nil {
+			cookies[cookie] = true
+		}
+	}
+	return cookies
+}
+
+// eachSeat calls f for each member and each former member, until f returns false.
+func (w *Watch) eachSeat(f func(*core.Seat) bool) {
+	for _, seat := range w.Seats {
+		if !f(seat) {
+			return
+		}
+	}
+	for _, seat := range w.formers {
+		if !f(seat) {
+			return
+		}
+	}
+}
+
+// servedIn returns the listeners of all services in a network namespace. The caller does not hold the lock of the service.
+func (w *Watch) servedIn(netns uint64) []config.Listener {
+	if w.Host.Listeners == nil {
+		return nil
+	}
+	return w.Host.Listeners(netns)
+}
+
+// isKnown reports whether a socket is registered, or has the address of another service.
+func (b *base) isKnown(s *Socket) bool { return b.registered[s.Cookie] || b.isServed(s) }
+
+// isServed reports whether a socket has the address of a listener of another service.
+func (b *base) isServed(s *Socket) bool {
+	return !s.Outside && !s.Remote.IsValid() && s.Device == 0 && slices.ContainsFunc(b.served, func(l config.Listener) bool {
+		return l.Protocol == s.Protocol && l.Address == s.Local
+	})
+}
+
+// isOfMember reports whether a process is a member, or a descendant of one.
+func (b *base) isOfMember(process sockdiag.Process) bool {
+	related, known := b.related[process.PID]
+	if !known {
+		if p, err := member.Read(process.PID); err == nil {
+			related = b.members[p.PID] || slices.ContainsFunc(core.Ancestors(p), func(up int) bool { return b.members[up] })
+		}
+		b.related[process.PID] = related
+	}
+	return related
+}
+
+// findProcesses finds the processes of sockets. It reads the descriptors of all processes only for sockets that have no known process.
+func (w *Watch) findProcesses(sockets []Socket) {
+	known := make(map[uint64][]sockdiag.Process)
+	missing := make(map[uint32]bool)
+	for _, s := range sockets {
+		processes := slices.DeleteFunc(w.search.processes[s.Cookie], func(p sockdiag.Process) bool { return !p.Has(s.Inode) })
+		if len(processes) > 0 {
+			known[s.Cookie] = processes
+		} else if s.Inode != 0 {
+			missing[s.Inode] = true
+		}
+	}
+	if len(missing) > 0 {
+		byInode, _, err := sockdiag.ReadProcesses(func(inode uint32) bool { return missing[inode] })
+		if err != nil {
+			w.Log.Debug("processes not searched", "error", err)
+		}
+		for _, s := range sockets {
+			if missing[s.Inode] && len(byInode[s.Inode]) > 0 {
+				known[s.Cookie] = byInode[s.Inode]
+			}
+		}
+	}
+	w.search.processes = known
+}
+
+// isOutside reports whether a socket with the address of a listener has left the SO_REUSEPORT group, or shares the address without
+// SO_REUSEPORT, so that the kernel selects the socket itself. It needs a copy of the socket.
+func (w *Watch) isOutside(s *Socket, processes []sockdiag.Process) bool {
+	for _, p := range processes {
+		fd, err := p.Open(s.Cookie)
+		if err != nil {
+			continue // the process has closed the socket
+		}
+		defer unix.Close(fd)
+		shares, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT)
+		if err != nil {
+			return false
+		}
+		if shares == 0 {
+			return true
+		}
+		w.Mu.Lock()
+		defer w.Mu.Unlock()
+		if w.CheckOpen() != nil {
+			return false
+		}
+		in, err := w.Path.IsInGroup(fd)
+		return err == nil && !in
+	}
+	return false
+}
+
+// note notes sockets, and logs those that were not found before.
+func (w *Watch) note(sockets []found) {
+	before := w.sockets
+	w.sockets = sockets
+	logged := 0
+	for i := range sockets {
+		one := &sockets[i]
+		if logged < mostLogged && !slices.ContainsFunc(before, func(b found) bool { return b.Cookie == one.Cookie }) {
+			logged++
+			status := one.status()
+			w.Log.Warn("a socket bypasses the service", events.SocketBypasses, "socket", status.Socket, "takes", status.Takes, "pid", status.PID, "command", status.Command)
+		}
+	}
+	if len(sockets) == 0 && len(before) > 0 {
+		w.Log.Info("no socket bypasses the service any more", events.NoneBypasses)
+	}
+}
