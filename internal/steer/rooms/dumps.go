@@ -84,7 +84,10 @@ func (r *Rooms) beginDumps(f *fill) error {
 	}
 	f.dumps = &dumps{expected: expected, returnBy: f.waited.Add(returnTime), limit: f.began.Add(f.dumpLimit)}
 	if !r.acceptsWaiting() {
-		if next := f.waited.Add(nextSYN(time.Since(f.waited))); next.After(f.dumps.returnBy) {
+		since, seen := r.vacated[f.seat.Slot]
+		if !seen && f.before.Filling != 0 {
+			f.dumps.returnBy = f.dumps.limit // an earlier agent has begun to fill the slot, and waited is the begin of this fill
+		} else if next := nextSYN(since, f.waited, time.Now()); next.After(f.dumps.returnBy) {
 			f.dumps.returnBy = next
 		}
 	}
@@ -131,14 +134,20 @@ func (r *Rooms) NoteConnected(list []session.Session) {
 	}
 }
 
-// nextSYN returns the time from the first SYN of a connection to the next one after a time, and some time for the
-// handshake. Retransmissions follow 1, 3, 7 s after the first SYN, and so on (RFC 6298).
-func nextSYN(after time.Duration) time.Duration {
+// nextSYN returns the time by which the devices of a slot have sent a SYN after now, and some time for the handshake. Retransmissions follow
+// 1, 3, 7 s after the first SYN, and so on (RFC 6298); Linux sends more (net.ipv4.tcp_syn_linear_timeouts). The devices have sent the first one
+// when the slot became empty (waited). If the slot was empty before, since an earlier member has not received all that waited, they
+// have sent the first one at any time since then.
+func nextSYN(since, waited, now time.Time) time.Time {
+	const handshake = time.Second / 2
+	if !since.IsZero() && since.Before(waited) {
+		return now.Add(now.Sub(since) + time.Second + handshake)
+	}
 	next := time.Second
-	for next <= after {
+	for next <= now.Sub(waited) {
 		next = 2*next + time.Second
 	}
-	return next + time.Second/2
+	return waited.Add(next + handshake)
 }
 
 // hasSessions reports whether the devices have connections whose routes the datagrams wait for.

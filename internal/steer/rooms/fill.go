@@ -53,6 +53,7 @@ func (r *Rooms) BeginFill(seat *core.Seat, takesOver bool) error {
 	// At a takeover, until is that of the last time at which the slot was empty.
 	waits := !takesOver && limit > 0 && wait.Until > uint64(clock.Monotonic())
 	if r.SlotState(seat.Slot).State == stored.Maint || !waits && !takesOver && len(r.withoutTemplates(seat.Slot, seat.ID())) == 0 {
+		delete(r.vacated, seat.Slot)
 		return nil
 	}
 	if !waits {
@@ -367,6 +368,7 @@ func (r *Rooms) endFill(f *fill) {
 		return
 	}
 	delete(r.filling, slot)
+	delete(r.vacated, slot)
 	r.closeTemporaryRooms()
 	if err := r.SetReady(f.seat); err != nil {
 		r.Log.Error("slot not ready", "slot", slot, "error", err)

@@ -71,10 +71,12 @@ type Rooms struct {
 	kept keptTemplates
 	// connected counts the passes that have not found a device, by slot and session.Key; see NoteConnected.
 	connected map[int]map[string]int
-	filling   map[int]*fill       // by slot
-	queued    map[int]*queue      // datagrams that were read from a room, by the slot for which they wait
-	timers    map[int]*time.Timer // ends of the waits by slot
-	released  time.Time           // time of the last change that let packets leave a room
+	// vacated has the slots that became empty, and have had no member since that has received all that waited.
+	vacated  map[int]time.Time
+	filling  map[int]*fill       // by slot
+	queued   map[int]*queue      // datagrams that were read from a room, by the slot for which they wait
+	timers   map[int]*time.Timer // ends of the waits by slot
+	released time.Time           // time of the last change that let packets leave a room
 	// arrived counts the SYNs by slot that had come to the rooms when the slot was last seen not to wait, and departed is the
 	// last time when handshakes of such a slot could be unfinished; see mayHaveDeparted.
 	arrived  map[int]uint64
@@ -137,7 +139,7 @@ type prepared struct {
 func New(s *core.Service) *Rooms {
 	return &Rooms{
 		Service: s, kept: newKeptTemplates(), connected: make(map[int]map[string]int),
-		filling: make(map[int]*fill), queued: make(map[int]*queue), timers: make(map[int]*time.Timer),
+		vacated: make(map[int]time.Time), filling: make(map[int]*fill), queued: make(map[int]*queue), timers: make(map[int]*time.Timer),
 		replayed: make(map[int]uint64), lost: make(map[int]uint64), left: make(map[int]bpf.Room), arrived: make(map[int]uint64),
 		stale: make(map[int]uint64),
 	}
@@ -237,6 +239,9 @@ func (r *Rooms) WriteWaits() error {
 
 // BeginWait makes the packets of a slot wait that is about to be closed.
 func (r *Rooms) BeginWait(slot int) {
+	if _, before := r.vacated[slot]; !before {
+		r.vacated[slot] = time.Now()
+	}
 	delete(r.filling, slot)
 	r.closeTemporaryRooms()
 	delete(r.kept.running, slot)

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
@@ -128,5 +129,32 @@ func TestRowsOf(t *testing.T) {
 		if got := r.rowsOf(Handed{Listener: c.listener, Source: netip.MustParseAddrPort(c.source)}); !slices.Equal(got, c.want) {
 			t.Errorf("%s from %s: rows %v, want %v", c.listener, c.source, got, c.want)
 		}
+	}
+}
+
+// TestNextSYN compares the times with the SYNs of a device that began to connect when its slot became empty, or later.
+func TestNextSYN(t *testing.T) {
+	empty := time.Now()
+	at := func(s float64) time.Time { return empty.Add(time.Duration(s * float64(time.Second))) }
+	for _, c := range []struct{ waited, now, want float64 }{
+		{0, 0.2, 1.5}, {0, 0.99, 1.5}, {0, 1, 3.5}, {0, 2.9, 3.5}, {0, 3.1, 7.5}, {0, 10, 15.5},
+		// An earlier member was killed before it had received all that waited.
+		{0.4, 0.5, 2.5}, {0.4, 3.3, 8.1}, {2, 3.3, 8.1},
+	} {
+		if got := nextSYN(at(0), at(c.waited), at(c.now)); got.Sub(at(c.want)).Abs() > time.Microsecond {
+			t.Errorf("waited %v, now %v: %v, want %v", c.waited, c.now, got.Sub(empty), c.want)
+		}
+		for first := 0.0; first <= c.waited; first += 0.1 { // seconds from the begin to the first SYN
+			next := first
+			for k := 1.0; next <= c.now; k *= 2 {
+				next += k
+			}
+			if got := nextSYN(at(0), at(c.waited), at(c.now)); got.Before(at(next)) {
+				t.Errorf("waited %v, now %v: %v, and a device sends its next SYN at %v", c.waited, c.now, got.Sub(empty), next)
+			}
+		}
+	}
+	if got := nextSYN(time.Time{}, at(0), at(2)); got != at(3.5) {
+		t.Errorf("of a slot that another agent has seen: %v", got.Sub(empty))
 	}
 }

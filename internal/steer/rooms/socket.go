@@ -83,6 +83,7 @@ func (r *Rooms) readyFilling() {
 	ended := maps.Clone(r.filling)
 	clear(r.filling)
 	for slot, f := range ended {
+		delete(r.vacated, slot)
 		if err := r.SetReady(f.seat); err != nil {
 			r.Log.Error("slot not ready", "slot", slot, "error", err)
 			r.Actions.VacateSlot(slot, "socket closed")
