@@ -210,7 +210,7 @@ func TestDoctorAsksAgent(t *testing.T) {
 	for _, want := range []doctor.Finding{
 		{Area: "agent", Check: "running", Result: "ok", Detail: fmt.Sprintf("pid %d", h.agent.Process.Pid)},
 		{Area: "service telemetry", Check: "tcp [::]:1790", Result: "ok", Detail: "4 sockets"},
-		{Area: "service spare", Check: "steering", Result: "warning", Detail: "the members' user is not known before the first member; until then the ports are not held", Hint: "set user of the service"},
+		{Area: "service spare", Check: "port steering", Result: "warning", Detail: "the members' user is not known before the first member; until then the ports are not held", Hint: "set user of the service"},
 	} {
 		if !slices.Contains(findings, want) {
 			t.Errorf("want %+v in\n%+v", want, findings)

@@ -41,7 +41,11 @@ func ExamineAgent(_ context.Context, d *doctor.Report, _ *api.Client, status *ap
 	for _, s := range status.Services {
 		area := "service " + s.Name
 		if s.Problem != "" {
-			d.Add(area, "steering", doctor.Warning, s.Problem, s.Hint)
+			check := "port steering"
+			if s.PortsSteered {
+				check = "devices" // split devices, or sockets that take their packets
+			}
+			d.Add(area, check, doctor.Warning, s.Problem, s.Hint)
 		}
 		for _, w := range s.Waiting {
 			d.Add(area, fmt.Sprintf("process %d", w.PID), doctor.Warning, w.Problem, w.Hint)
