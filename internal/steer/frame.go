@@ -47,7 +47,7 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		return one, nil, err
 	}
 	one.Split = s.checks.SplitDevices()
-	one.Waiting, one.NotAdmitted = s.waitingStatus(), s.refusals.list()
+	one.Waiting, one.NotAdmitted = s.waitingStatus(), s.refusals.List()
 	one.Waiting = one.Waiting[:min(len(one.Waiting), mostWaitingLive)]
 	return one, stuck, nil
 }

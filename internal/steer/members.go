@@ -197,7 +197,7 @@ func (s *service) registerIfMember(p *member.Process) {
 	slot, err := s.membership(p, candidate)
 	if errors.Is(err, errNotMember) {
 		s.forgetWaiting(p.PID)
-		delete(s.refusals, member.ID{PID: p.PID, StartTime: p.StartTime})
+		s.refusals.Delete(member.ID{PID: p.PID, StartTime: p.StartTime})
 		return
 	}
 	for _, seat := range s.Seats {

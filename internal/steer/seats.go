@@ -108,7 +108,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 		}
 	}
 	s.registrations[seat.Slot]++
-	delete(s.refusals, seat.ID())
+	s.refusals.Delete(seat.ID())
 	s.occupySlot(seat)
 	_, held := s.GroupOwner()
 	s.learnGroupOwner(seat)

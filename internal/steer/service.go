@@ -25,6 +25,7 @@ import (
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
 	"sockeye/internal/steer/moves"
+	"sockeye/internal/steer/refusals"
 	"sockeye/internal/steer/rooms"
 	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/together"
@@ -42,18 +43,17 @@ type service struct {
 	installedEntries *placement.Entries
 	pendingDevices   builtDeviceMap
 
-	firstSeen      map[member.ID]*member.Process // attributes of the first inspection: nfacctd overwrites its arguments
-	waiting        map[int]*waitingProcess       // by process id
-	refusals       refusals                      // processes that match a rule and are not admitted
-	probesLeft     int                           // remaining number of processes whose descriptors may be read for a refusal
-	lastRefusalLog time.Time                     // time of the last warning about a refusal
-	waitingFull    bool                          // waiting is full, and this was logged
-	socketOwners   map[uint64]member.ID          // member that registered a socket, by cookie
-	boundBy        map[uint64]int                // process id of sockets that do not listen yet, by cookie
-	inspected      map[int]*inspections          // by process id, for processes that bound a socket in this period
-	keeper         *keeper.Process
-	previousRows   [bpf.MaxListeners]bpf.Listener // rows that the previous agent pinned
-	lostEvents     uint64
+	firstSeen    map[member.ID]*member.Process // attributes of the first inspection: nfacctd overwrites its arguments
+	waiting      map[int]*waitingProcess       // by process id
+	refusals     refusals.Table                // processes that match a rule and are not admitted
+	probesLeft   int                           // remaining number of processes whose descriptors may be read for a refusal
+	waitingFull  bool                          // waiting is full, and this was logged
+	socketOwners map[uint64]member.ID          // member that registered a socket, by cookie
+	boundBy      map[uint64]int                // process id of sockets that do not listen yet, by cookie
+	inspected    map[int]*inspections          // by process id, for processes that bound a socket in this period
+	keeper       *keeper.Process
+	previousRows [bpf.MaxListeners]bpf.Listener // rows that the previous agent pinned
+	lostEvents   uint64
 	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
 	scannedRecently, scanPending bool
 	checks                       *together.Checks
@@ -85,8 +85,8 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		firstSeen:    make(map[member.ID]*member.Process),
 		waiting:      make(map[int]*waitingProcess),
 		socketOwners: make(map[uint64]member.ID), boundBy: make(map[uint64]int), inspected: make(map[int]*inspections),
-		formers:  make(map[member.ID]*core.Seat),
-		refusals: make(refusals), registrations: make(map[int]uint64),
+		formers:       make(map[member.ID]*core.Seat),
+		registrations: make(map[int]uint64),
 	}
 	s.Actions = s
 	s.rooms = rooms.New(&s.Service)
