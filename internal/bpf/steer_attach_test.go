@@ -79,6 +79,48 @@ func TestAttachWatched(t *testing.T) {
 	}
 }
 
+// TestAttachUnwatched has no descriptor left for the watch: the program is attached and steers. With descriptors, it is watched again.
+func TestAttachUnwatched(t *testing.T) {
+	s := serve(t, config(t, false, pair...), 1, bpf.NoSlot, nil)
+	s.seat(0)
+	first := unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: 0xffffffff}
+	for row := range s.rows() {
+		fd := s.keepers[row].fd
+		// The agent must replace this one.
+		check(t, unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_CBPF, &unix.SockFprog{Len: 1, Filter: &first}))
+		restore := withoutDescriptors(t)
+		unwatched, err := s.AttachWatched(row, fd)
+		restore()
+		check(t, err)
+		if unwatched == nil || s.IsWatched(row) {
+			t.Errorf("row %d: watched %v: %v", row, s.IsWatched(row), unwatched)
+		}
+	}
+	clients(func(row, protocol int, _ bool) {
+		check(t, refused(t, protocol, s.sourceIn(0, false), target(s.config.Listeners[row], false)))
+		s.collect(row, 1)
+	})
+	for row := range s.rows() {
+		unwatched, err := s.AttachWatched(row, s.keepers[row].fd)
+		check(t, errors.Join(unwatched, err))
+		if !s.IsWatched(row) {
+			t.Errorf("row %d is not watched", row)
+		}
+	}
+}
+
+// withoutDescriptors lets this process open no descriptor until restore is called.
+func withoutDescriptors(t *testing.T) (restore func()) {
+	t.Helper()
+	var before unix.Rlimit
+	check(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
+	next, err := unix.FcntlInt(0, unix.F_DUPFD_CLOEXEC, 0) // the lowest one that is free
+	check(t, err)
+	check(t, unix.Close(next))
+	check(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(next), Max: before.Max}))
+	return func() { check(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before)) }
+}
+
 // TestWatchedGroupGrows has more sockets than the kernel reserves for a group (INIT_SOCKS): the group keeps its program, which steers.
 func TestWatchedGroupGrows(t *testing.T) {
 	s := serve(t, config(t, false, pair...), 1, bpf.NoSlot, nil)
