@@ -50,7 +50,7 @@ func TestDoctorFindings(t *testing.T) {
 		{"small backlog", func(_ *testing.T, h *host) { h.member(nil, tcp, udp) },
 			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "note", Detail: "tcp [::]:1790 of process PID (collector) has a backlog of 1", Hint: "the agent raises it when the member is registered"}},
 		{"no SO_REUSEPORT", func(_ *testing.T, h *host) { h.member(nil, tcp+" alone", udp) },
-			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "warning", Detail: "tcp [::]:1790 of process PID (collector) lacks SO_REUSEPORT: it keeps the port for itself", Hint: "make the program set it before bind, or use steering: lookup"}},
+			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "warning", Detail: "tcp [::]:1790 of process PID (collector) lacks SO_REUSEPORT: it keeps the port for itself", Hint: "make the program set it before bind, and keep it, or use steering: lookup"}},
 		{"both wildcards", func(_ *testing.T, h *host) {
 			h.member(nil, "udp 0.0.0.0:4739")
 			h.member(nil, udp)
@@ -69,7 +69,7 @@ func TestDoctorFindings(t *testing.T) {
 		},
 			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp 127.0.0.1:4739 of process PID (collector) belongs to user nobody, members to root, daemon or bin", Hint: "start the program as that user, or name the owner in user of the service"}},
 		{"another group", func(_ *testing.T, h *host) { h.member(nil, "udp [::1]:4739") },
-			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) takes the packets to ::1 past the service", Hint: "end the process, or make it bind the address of the listener"}},
+			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) can take the packets to ::1 past the service", Hint: "end the process, or make it bind the address of the listener"}},
 		{"a connection that was reset", func(t *testing.T, h *host) {
 			h.member(nil, udp)
 			config := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) (err error) {

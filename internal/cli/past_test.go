@@ -53,7 +53,8 @@ func openBeside(t *testing.T, spec, peer string) (fd int, end func()) {
 }
 
 // openPast opens a socket that takes packets past the service. "lo" binds the socket to the loopback interface. "unshared" and
-// "disconnected" end after bind that the socket shares the address.
+// "disconnected" end after bind that the socket shares the address. "hidden" is disconnected, and no process has a descriptor: the socket is in a
+// message that is not read.
 func openPast(t *testing.T, spec, peer string) (end func()) {
 	t.Helper()
 	fields := strings.Fields(spec)
@@ -65,10 +66,18 @@ func openPast(t *testing.T, spec, peer string) (end func()) {
 		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX, 1)
 	case "unshared":
 		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 0)
-	case "disconnected":
+	case "disconnected", "hidden":
 		err = unix.Connect(fd, sockaddr.Of(netip.MustParseAddrPort("[::ffff:127.0.0.9]:9999")))
 		if err == nil {
 			err = testenv.Disconnect(fd)
+		}
+	}
+	if err == nil && how == "hidden" {
+		var pair [2]int
+		if pair, err = unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0); err == nil {
+			err = unix.Sendmsg(pair[0], []byte("x"), unix.UnixRights(fd), nil, 0)
+			end()
+			end = func() { unix.Close(pair[0]); unix.Close(pair[1]) }
 		}
 	}
 	if err != nil {
@@ -152,22 +161,23 @@ func TestBypass(t *testing.T) {
 		{"tcp [::1]:1790", "", "tcp [::1]:1790", "packets to ::1", "2001:db8::1", "192.0.2.1"},
 		{"udp 127.0.0.1:4739", "127.0.0.9:9999", "udp 127.0.0.1:4739 from 127.0.0.9:9999", "datagrams from 127.0.0.9:9999", "127.0.0.9", "127.0.0.8"},
 		{"udp [::]:4739 lo", "", "udp [::]:4739", "packets of interface 1", "192.0.2.1", ""},
+		{"udp [::]:4739 hidden", "", "udp [::]:4739", "packets to [::]:4739 (it has left the group)", "2001:db8::1", ""},
 		{"udp [::]:4739 disconnected", "", "udp [::]:4739", "packets to [::]:4739 (it has left the group)", "2001:db8::1", ""},
 	} {
 		end := openPast(t, c.spec, c.peer)
 		h.eventually(c.socket+" is found", func() bool { return len(telemetryOf(h).Bypass) > 0 })
 		service := telemetryOf(h)
-		if b := service.Bypass; len(b) != 1 || b[0].Socket != c.socket || b[0].Takes != c.takes || b[0].PID == 0 {
+		if b := service.Bypass; len(b) != 1 || b[0].Socket != c.socket || b[0].Takes != c.takes || (b[0].PID == 0) != strings.HasSuffix(c.spec, "hidden") {
 			t.Errorf("%s: %+v", c.socket, b)
 		}
-		if !strings.Contains(service.Problem, "takes "+c.takes+" past the service") {
+		if !strings.Contains(service.Problem, "can take "+c.takes+" past the service") {
 			t.Errorf("%s: %q", c.socket, service.Problem)
 		}
-		if r := h.sockeye("why", c.device); !strings.Contains(r.out, "takes "+c.takes) {
+		if r := h.sockeye("why", c.device); !strings.Contains(r.out, "can take "+c.takes) {
 			t.Errorf("%s: why %s: %+v", c.socket, c.device, r)
 		}
 		if c.beside != "" {
-			if r := h.sockeye("why", c.beside); strings.Contains(r.out, "takes "+c.takes) {
+			if r := h.sockeye("why", c.beside); strings.Contains(r.out, "can take "+c.takes) {
 				t.Errorf("%s: why %s: %+v", c.socket, c.beside, r)
 			}
 		}
@@ -177,7 +187,7 @@ func TestBypass(t *testing.T) {
 				t.Errorf("%s: doctor: %+v", c.socket, f)
 			}
 		}
-		if !strings.Contains(fmt.Sprint(findings), "takes "+c.takes+" past the service") {
+		if !strings.Contains(fmt.Sprint(findings), "can take "+c.takes+" past the service") {
 			t.Errorf("%s: doctor: %+v", c.socket, findings)
 		}
 		end()

@@ -22,6 +22,7 @@ func (d *decoder) check(p *Policy) {
 		d.checkMembers(path, s)
 		d.checkUsers(path, s)
 		d.checkSlotsAs(path, s, p.Services)
+		d.checkReached(path, s, p.Services)
 	}
 	d.checkTune(p)
 	d.checkTrace(p)
@@ -148,6 +149,37 @@ func (d *decoder) checkPlaces(path string, s Service, seen map[place]string, v6o
 				fmt.Sprintf("use only [::]:%d, which serves IPv4 too, or set its v6only", l.Address.Port()))
 		}
 	}
+}
+
+// checkReached checks that the packets to a listener with a specific address reach its service: sk_lookup, by which another service with the
+// unspecified address steers, comes before the lookup of sockets.
+func (d *decoder) checkReached(path string, s Service, services []Service) {
+	for i, l := range s.Listeners {
+		if !l.Address.IsValid() || l.Address.Addr().IsUnspecified() {
+			continue
+		}
+		for _, other := range services {
+			if other.Name == s.Name || other.Steering != Lookup || other.Netns != s.Netns {
+				continue
+			}
+			for j, o := range other.Listeners {
+				if o.Protocol == l.Protocol && o.Address.Port() == l.Address.Port() && o.Address.Addr().IsUnspecified() && o.Receives(l.Address.Addr().WithZone("")) {
+					d.refuseAt(fmt.Sprintf("%s.listeners[%d]", path, i), fmt.Sprintf("%s.listeners[%d] with steering: lookup takes the packets to %s", join("services", other.Name), j, l), "use steering: reuseport for both services, or addresses that do not overlap")
+				}
+			}
+		}
+	}
+}
+
+// Receives reports whether packets to an address, without a zone, reach the listener.
+func (l Listener) Receives(address netip.Addr) bool {
+	switch l.Address.Addr() {
+	case netip.IPv4Unspecified():
+		return address.Is4()
+	case netip.IPv6Unspecified():
+		return !l.V6Only || address.Is6()
+	}
+	return l.Address.Addr().WithZone("") == address
 }
 
 // checkMemberPorts checks that protocol and port of a member's socket identify its listener.

@@ -363,6 +363,19 @@ p.yaml:6:9: services.t.listeners[1]: tcp [::]:1790 is already services.t.listene
       - {protocol: tcp, address: '[fd00:0::1]:1790'}
 `, `
 p.yaml:6:9: services.t.listeners[1]: tcp [fd00::1]:1790 is already services.t.listeners[0], line 5`},
+	{"a listener of lookup before an address", `services:
+  t:
+    steering: lookup
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '[::]:1790'}
+  one:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '192.0.2.1:1790'}
+`, `
+p.yaml:10:9: services.one.listeners[0]: services.t.listeners[0] with steering: lookup takes the packets to tcp 192.0.2.1:1790
+  hint: use steering: reuseport for both services, or addresses that do not overlap`},
 	{"mixed any", `services:
   t:
     slots: 1

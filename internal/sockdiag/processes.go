@@ -3,6 +3,7 @@
 package sockdiag
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -19,6 +20,8 @@ type Process struct {
 	PID     int    `json:"pid"`
 	FD      int    `json:"fd"`      // first descriptor of the socket
 	Command string `json:"command"` // name in /proc/PID/comm
+	// Thread is the id of the thread whose table has the descriptor, or 0 if it is that of the process.
+	Thread int `json:"-"`
 }
 
 // ReadProcesses returns the processes of sockets by inode, for wanted inodes. hidden is the number of processes that
@@ -35,24 +38,48 @@ func ReadProcesses(wanted func(inode uint32) bool) (byInode map[uint32][]Process
 			continue
 		}
 		// A process that exits concurrently has no sockets.
-		if err := readProcess(pid, wanted, byInode); errors.Is(err, fs.ErrPermission) {
+		if err := readProcess(pid, 0, wanted, byInode); errors.Is(err, fs.ErrPermission) {
 			hidden++
 		}
 	}
 	return byInode, hidden, nil
 }
 
+// ReadThreads is ReadProcesses for sockets whose descriptors only a thread has: unshare(2) with CLONE_FILES gives a thread a table of its own,
+// which /proc/PID/fd does not show.
+func ReadThreads(wanted func(inode uint32) bool) (byInode map[uint32][]Process, err error) {
+	byInode = make(map[uint32][]Process)
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, fmt.Errorf("list processes: %w", err)
+	}
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		threads, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid)) // it has exited
+		for _, t := range threads {
+			if thread, err := strconv.Atoi(t.Name()); err == nil && thread != pid {
+				_ = readProcess(pid, thread, wanted, byInode)
+			}
+		}
+	}
+	return byInode, nil
+}
+
 // ReadSocketsOf returns which of some processes have sockets, by inode, for wanted inodes.
 func ReadSocketsOf(pids []int, wanted func(inode uint32) bool) map[uint32][]Process {
 	byInode := make(map[uint32][]Process)
 	for _, pid := range pids {
-		_ = readProcess(pid, wanted, byInode) // a process that exits has no sockets
+		_ = readProcess(pid, 0, wanted, byInode) // a process that exits has no sockets
 	}
 	return byInode
 }
 
-func readProcess(pid int, wanted func(uint32) bool, byInode map[uint32][]Process) error {
-	dir := filepath.Join("/proc", strconv.Itoa(pid))
+// readProcess reads the descriptors of a process, or of one of its threads.
+func readProcess(pid, thread int, wanted func(uint32) bool, byInode map[uint32][]Process) error {
+	dir := filepath.Join("/proc", strconv.Itoa(cmp.Or(thread, pid)))
 	fds, err := os.ReadDir(filepath.Join(dir, "fd"))
 	if err != nil {
 		return err
@@ -85,7 +112,7 @@ func readProcess(pid int, wanted func(uint32) bool, byInode map[uint32][]Process
 		if err != nil {
 			continue
 		}
-		byInode[uint32(inode)] = append(byInode[uint32(inode)], Process{pid, fd, command})
+		byInode[uint32(inode)] = append(byInode[uint32(inode)], Process{pid, fd, command, thread})
 	}
 	return nil
 }
@@ -95,14 +122,18 @@ const sendBufLock = 1
 
 // Has reports whether the descriptor of a process still refers to the socket with an inode.
 func (p *Process) Has(inode uint32) bool {
-	target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%d", p.PID, p.FD))
+	target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%d", cmp.Or(p.Thread, p.PID), p.FD))
 	return err == nil && target == fmt.Sprintf("socket:[%d]", inode)
 }
 
 // Open returns a copy of the socket of a process, which has a cookie. The caller closes the copy. Open needs the right to trace the
-// process.
+// process, and Linux 6.9 for the descriptor of a thread.
 func (p *Process) Open(cookie uint64) (fd int, err error) {
-	handle, err := unix.PidfdOpen(p.PID, 0)
+	flags := 0
+	if p.Thread != 0 {
+		flags = unix.O_EXCL // PIDFD_THREAD
+	}
+	handle, err := unix.PidfdOpen(cmp.Or(p.Thread, p.PID), flags)
 	if err != nil {
 		return -1, fmt.Errorf("open pid %d: %w", p.PID, err)
 	}

@@ -247,14 +247,14 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 		switch {
 		case !one.socket.ReusePort:
 			d.Add(area, check, doctor.Warning, who+" lacks SO_REUSEPORT: it keeps the port for itself",
-				"make the program set it before bind, or use steering: lookup")
+				"make the program set it before bind, and keep it, or use steering: lookup")
 		case elsewhere && one.device != 0:
-			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s takes the packets of interface %d past the service", who, one.device),
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s can take the packets of interface %d past the service", who, one.device),
 				"end the process, or make it bind no interface")
 		case elsewhere && one.socket.Local.Addr().IsUnspecified():
-			d.Add(area, check, doctor.Warning, who+" is in another group than the listener's", "make the listener's address what the members bind")
+			d.Add(area, check, doctor.Warning, who+" is in another group than the listener's, and can take packets past the service", "end the process, or make it bind the address of the listener; if it should be a member, give the listener the address that the members bind")
 		case elsewhere:
-			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s takes the packets to %s past the service", who, one.socket.Local.Addr()),
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s can take the packets to %s past the service", who, one.socket.Local.Addr()),
 				"end the process, or make it bind the address of the listener")
 		}
 		if l.Protocol == config.TCP && one.socket.Listening && one.backlog < 128 && filepath.Base(one.process.Args[0]) != "sockeye" {

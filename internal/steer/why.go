@@ -166,6 +166,7 @@ func manyAddresses(device string, seen []netip.Addr) error {
 
 // explain returns how the service treats an address, and the totals of the address.
 func (s *service) explain(address netip.Addr) (*api.Why, *whyReading, error) {
+	s.past.Search()
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	if err := s.CheckOpen(); err != nil {

@@ -43,6 +43,19 @@ func (s *Socket) Takes() string {
 	return fmt.Sprintf("packets to %s", s.Local.Addr())
 }
 
+// advice returns the hint for a message about the socket.
+func (s *Socket) advice() string {
+	switch {
+	case s.Outside:
+		return "end the process; a member keeps SO_REUSEPORT after bind, and does not connect its socket"
+	case s.Remote.IsValid():
+		return "end the process, or register it as a member, which may have a socket for each device"
+	case s.Device != 0:
+		return "end the process, or make it bind no interface"
+	}
+	return "end the process, or make it bind the address of the listener"
+}
+
 // String returns the protocol and the addresses, as in "udp 192.0.2.1:4739".
 func (s *Socket) String() string {
 	text := fmt.Sprintf("%s %s", s.Protocol, s.Local)
@@ -130,7 +143,7 @@ func relate(listeners map[int]config.Listener, protocol config.Protocol, lookup 
 		served := l.Address.Addr()
 		local := socket.Local.Addr().WithZone("")
 		switch {
-		case !covers(l, local):
+		case !l.Receives(local):
 		case socket.State == sockdiag.Established:
 			how = preferred
 		case lookup:
@@ -143,16 +156,4 @@ func relate(listeners map[int]config.Listener, protocol config.Protocol, lookup 
 		}
 	}
 	return how
-}
-
-// covers reports whether packets to a local address can reach a listener.
-func covers(l config.Listener, local netip.Addr) bool {
-	switch served := l.Address.Addr(); {
-	case served == netip.IPv4Unspecified():
-		return local.Is4()
-	case served == netip.IPv6Unspecified():
-		return !l.V6Only || local.Is6()
-	default:
-		return local == served.WithZone("")
-	}
 }

@@ -28,6 +28,12 @@ const (
 	statusInterval = time.Second      // minimum time between two searches for status
 	mostSockets    = 100              // sockets that are reported
 	mostLogged     = 3                // sockets that are logged in a search
+	// scanPatience is the time for which a search waits for the processes of its sockets. A later search has them.
+	scanPatience = time.Second / 2
+	// scanShare limits the CPU time of scans: the time between two of them is so many times that of the last one.
+	scanShare = 20
+	// mostScans is the number of scans from which a socket without a process counts as hidden: it may have been closed during a scan.
+	mostScans = 2
 )
 
 // search is the state of the searches, which run one at a time and without the lock of the service: the search for the processes of
@@ -36,6 +42,18 @@ type search struct {
 	running   sync.Mutex
 	at        time.Time                     // end of the last search
 	processes map[uint64][]sockdiag.Process // by cookie of their socket
+	scan      *scan                         // nil: no scan runs
+	nextScan  time.Time
+	scans     map[uint64]int  // scans that have not found a process, by cookie
+	outside   map[uint64]bool // sockets that have left their group, by cookie
+}
+
+// scan is a search for the processes of sockets.
+type scan struct {
+	inodes  map[uint32]uint64 // of the sockets, with their cookies
+	byInode map[uint32][]sockdiag.Process
+	took    time.Duration
+	done    chan struct{}
 }
 
 // found is a socket with its process, if there is one.
@@ -113,6 +131,7 @@ func (w *Watch) searchSockets() {
 		return
 	}
 	w.findProcesses(sockets)
+	w.forget(sockets)
 	// A policy may have added services during the search.
 	base.served = append(base.served, w.servedIn(base.netns)...)
 	var all []found
@@ -121,7 +140,8 @@ func (w *Watch) searchSockets() {
 		switch {
 		case len(all) == mostSockets:
 		case one.Outside && !w.isOutside(&one, processes):
-		case one.Remote.IsValid() && slices.ContainsFunc(processes, base.isOfMember): // a member has a socket for each device
+		// A member has a socket for each device.
+		case one.Remote.IsValid() && (len(processes) == 0 && w.search.scans[one.Cookie] == 0 || slices.ContainsFunc(processes, base.isOfMember)):
 		case base.isServed(&one):
 		case len(processes) > 0:
 			all = append(all, found{one, &processes[0]})
@@ -236,57 +256,121 @@ func (b *base) isOfMember(process sockdiag.Process) bool {
 	return related
 }
 
-// findProcesses finds the processes of sockets. It reads the descriptors of all processes only for sockets that have no known process.
+// findProcesses finds the processes of sockets. For sockets that have no known process, it starts a scan, and does not wait long for it: a scan reads the
+// descriptors of all processes.
 func (w *Watch) findProcesses(sockets []Socket) {
 	known := make(map[uint64][]sockdiag.Process)
-	missing := make(map[uint32]bool)
+	missing := make(map[uint32]uint64)
 	for _, s := range sockets {
 		processes := slices.DeleteFunc(w.search.processes[s.Cookie], func(p sockdiag.Process) bool { return !p.Has(s.Inode) })
 		if len(processes) > 0 {
 			known[s.Cookie] = processes
 		} else if s.Inode != 0 {
-			missing[s.Inode] = true
-		}
-	}
-	if len(missing) > 0 {
-		byInode, _, err := sockdiag.ReadProcesses(func(inode uint32) bool { return missing[inode] })
-		if err != nil {
-			w.Log.Debug("processes not searched", "error", err)
-		}
-		for _, s := range sockets {
-			if missing[s.Inode] && len(byInode[s.Inode]) > 0 {
-				known[s.Cookie] = byInode[s.Inode]
-			}
+			missing[s.Inode] = s.Cookie
 		}
 	}
 	w.search.processes = known
+	w.takeScan(missing, 0)
+	if len(missing) == 0 || w.search.scan != nil || time.Now().Before(w.search.nextScan) {
+		return
+	}
+	one := &scan{inodes: maps.Clone(missing), done: make(chan struct{})}
+	w.search.scan = one
+	go func() {
+		defer close(one.done)
+		began := time.Now()
+		one.byInode = scanProcesses(one.inodes)
+		one.took = time.Since(began)
+	}()
+	w.takeScan(missing, scanPatience)
+}
+
+// takeScan takes the result of a scan that ends within a time, and removes the sockets that it has found from missing.
+func (w *Watch) takeScan(missing map[uint32]uint64, patience time.Duration) {
+	one := w.search.scan
+	if one == nil {
+		return
+	}
+	select {
+	case <-one.done:
+	case <-time.After(patience):
+		return
+	}
+	w.search.scan, w.search.nextScan = nil, time.Now().Add(scanShare*one.took)
+	for inode, cookie := range one.inodes {
+		switch processes := one.byInode[inode]; {
+		case missing[inode] != cookie: // it has been closed
+		case len(processes) > 0:
+			w.search.processes[cookie] = processes
+			delete(missing, inode)
+		default:
+			w.search.scans[cookie]++
+		}
+	}
+}
+
+// scanProcesses returns the processes of sockets by their inodes. Those of threads come second, because few threads have descriptors of
+// their own.
+func scanProcesses(inodes map[uint32]uint64) map[uint32][]sockdiag.Process {
+	wanted := func(inode uint32) bool { return inodes[inode] != 0 }
+	found, _, err := sockdiag.ReadProcesses(wanted)
+	if err != nil || len(found) == len(inodes) {
+		return found
+	}
+	if more, err := sockdiag.ReadThreads(func(inode uint32) bool { return wanted(inode) && len(found[inode]) == 0 }); err == nil {
+		maps.Copy(found, more)
+	}
+	return found
+}
+
+// forget forgets the sockets that were closed.
+func (w *Watch) forget(sockets []Socket) {
+	open := make(map[uint64]bool)
+	for _, s := range sockets {
+		open[s.Cookie] = true
+	}
+	maps.DeleteFunc(w.search.scans, func(cookie uint64, _ int) bool { return !open[cookie] })
+	maps.DeleteFunc(w.search.outside, func(cookie uint64, _ bool) bool { return !open[cookie] })
 }
 
 // isOutside reports whether a socket with the address of a listener has left the SO_REUSEPORT group, or shares the address without
-// SO_REUSEPORT, so that the kernel selects the socket itself. It needs a copy of the socket.
+// SO_REUSEPORT, so that the kernel can select the socket itself. A socket that cannot be copied counts as outside: its descriptor is hidden, in
+// a message of a Unix socket or in a thread before Linux 6.9.
 func (w *Watch) isOutside(s *Socket, processes []sockdiag.Process) bool {
+	if w.search.outside[s.Cookie] {
+		return true // also if it has shared its address with another one since
+	}
 	for _, p := range processes {
 		fd, err := p.Open(s.Cookie)
 		if err != nil {
-			continue // the process has closed the socket
+			continue
 		}
-		defer unix.Close(fd)
-		shares, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT)
-		if err != nil {
-			return false
+		outside := w.hasLeft(fd)
+		unix.Close(fd)
+		if outside {
+			w.search.outside[s.Cookie] = true
 		}
-		if shares == 0 {
-			return true
-		}
-		w.Mu.Lock()
-		defer w.Mu.Unlock()
-		if w.CheckOpen() != nil {
-			return false
-		}
-		in, err := w.Path.IsInGroup(fd)
-		return err == nil && !in
+		delete(w.search.scans, s.Cookie)
+		return outside
 	}
-	return false
+	if len(processes) > 0 {
+		w.search.scans[s.Cookie]++
+		delete(w.search.processes, s.Cookie)
+	}
+	return w.search.scans[s.Cookie] >= mostScans
+}
+
+func (w *Watch) hasLeft(fd int) bool {
+	if shares, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT); err != nil || shares == 0 {
+		return err == nil
+	}
+	w.Mu.Lock()
+	defer w.Mu.Unlock()
+	if w.CheckOpen() != nil {
+		return false
+	}
+	in, err := w.Path.IsInGroup(fd)
+	return err == nil && !in
 }
 
 // note notes sockets, and logs those that were not found before.
@@ -299,7 +383,7 @@ func (w *Watch) note(sockets []found) {
 		if logged < mostLogged && !slices.ContainsFunc(before, func(b found) bool { return b.Cookie == one.Cookie }) {
 			logged++
 			status := one.status()
-			w.Log.Warn("a socket bypasses the service", events.SocketBypasses, "socket", status.Socket, "takes", status.Takes, "pid", status.PID, "command", status.Command)
+			w.Log.Warn("a socket can bypass the service", events.SocketBypasses, "socket", status.Socket, "takes", status.Takes, "pid", status.PID, "command", status.Command)
 		}
 	}
 	if len(sockets) == 0 && len(before) > 0 {

@@ -51,7 +51,7 @@ type Watch struct {
 // New returns the watch of a service. formers are the processes whose slot another process has taken over, and isRoom reports whether the
 // keeper socket of a row is a waiting room.
 func New(s *core.Service, formers map[member.ID]*core.Seat, isRoom func(row int) bool) *Watch {
-	return &Watch{Service: s, formers: formers, isRoom: isRoom}
+	return &Watch{Service: s, formers: formers, isRoom: isRoom, search: search{scans: make(map[uint64]int), outside: make(map[uint64]bool)}}
 }
 
 // Start starts the checks, which end with the service.
@@ -168,7 +168,7 @@ func (w *Watch) Reason(address netip.Addr) string {
 	var takes []string
 	for i := range w.sockets {
 		if one := &w.sockets[i]; one.canTakeFrom(address) {
-			takes = append(takes, fmt.Sprintf("%s takes %s", one, one.Takes()))
+			takes = append(takes, fmt.Sprintf("%s can take %s", one, one.Takes()))
 		}
 	}
 	if len(takes) == 0 {
@@ -197,8 +197,14 @@ func (w *Watch) WriteStatus(status *api.ServiceStatus) {
 	}
 }
 
-// Problem returns the error that status shows for packets past the service.
-func (w *Watch) Problem() error { return fault.Join(w.programProblem(), w.socketProblem()) }
+// Problem returns the error that status shows for packets past the service: the sockets first, which are still open.
+func (w *Watch) Problem() error {
+	sockets, program := w.socketProblem(), w.programProblem()
+	if sockets == nil || program == nil {
+		return fault.Join(sockets, program)
+	}
+	return fault.WithHint(fault.Join(sockets, program), fmt.Sprintf("%s. Replaced program: %s", fault.Hint(sockets), fault.Hint(program)))
+}
 
 func (w *Watch) programProblem() error {
 	if w.replaced == 0 || time.Since(w.last) >= replacedShown {
@@ -210,7 +216,7 @@ func (w *Watch) programProblem() error {
 	}
 	return fault.WithHint(fmt.Errorf("another process has replaced or detached the program of %s at %s%s; the agent has attached it again",
 		w.lastAt, w.last.Format(time.TimeOnly), times),
-		"a process of the members' user did this: sockeye doctor names sockets on the ports that are in no slot; steering: lookup is not affected")
+		"a process of the members' user did this: while it runs, sockeye doctor lists its socket as one in no slot; steering: lookup is not affected")
 }
 
 func (w *Watch) socketProblem() error {
@@ -219,7 +225,7 @@ func (w *Watch) socketProblem() error {
 	}
 	var takes []string
 	for i := range w.sockets {
-		takes = append(takes, fmt.Sprintf("%s takes %s past the service", &w.sockets[i], w.sockets[i].Takes()))
+		takes = append(takes, fmt.Sprintf("%s can take %s past the service", &w.sockets[i], w.sockets[i].Takes()))
 	}
-	return fault.WithHint(errors.New(firstOf(takes)), "end the process, or make it bind the address of the listener")
+	return fault.WithHint(errors.New(firstOf(takes)), w.sockets[0].advice())
 }
