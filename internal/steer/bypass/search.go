@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -52,7 +53,7 @@ type search struct {
 type scan struct {
 	inodes  map[uint32]uint64 // of the sockets, with their cookies
 	byInode map[uint32][]sockdiag.Process
-	took    time.Duration
+	took    time.Duration // CPU time
 	done    chan struct{}
 }
 
@@ -278,11 +279,22 @@ func (w *Watch) findProcesses(sockets []Socket) {
 	w.search.scan = one
 	go func() {
 		defer close(one.done)
-		began := time.Now()
+		runtime.LockOSThread() // for the CPU time of the thread
+		defer runtime.UnlockOSThread()
+		began := threadTime()
 		one.byInode = scanProcesses(one.inodes)
-		one.took = time.Since(began)
+		one.took = threadTime() - began
 	}()
 	w.takeScan(missing, scanPatience)
+}
+
+// threadTime returns the CPU time of the thread.
+func threadTime() time.Duration {
+	var usage unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_THREAD, &usage); err != nil {
+		return 0
+	}
+	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
 // takeScan takes the result of a scan that ends within a time, and removes the sockets that it has found from missing.
