@@ -8,10 +8,8 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"runtime"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -62,9 +60,6 @@ func openPast(t *testing.T, spec, peer string) (end func()) {
 	t.Helper()
 	fields := strings.Fields(spec)
 	how := strings.Join(fields[2:], "")
-	if how == "thread" {
-		return openInThread(t, strings.Join(fields[:2], " "))
-	}
 	fd, end := openBeside(t, strings.Join(fields[:2], " "), peer)
 	var err error
 	switch how {
@@ -92,30 +87,6 @@ func openPast(t *testing.T, spec, peer string) (end func()) {
 // leaveGroup takes a UDP socket at [::] out of its group.
 func leaveGroup(fd int) error {
 	return errors.Join(unix.Connect(fd, sockaddr.Of(netip.MustParseAddrPort("[::ffff:127.0.0.9]:9999"))), testenv.Disconnect(fd))
-}
-
-// openInThread opens a socket in a thread with descriptors of its own, which /proc/PID/fd does not show.
-func openInThread(t *testing.T, spec string) (end func()) {
-	t.Helper()
-	opened, ended := make(chan error), make(chan struct{})
-	go func() {
-		runtime.LockOSThread() // the thread ends with the goroutine
-		err := unix.Unshare(unix.CLONE_FILES)
-		domain, kind, local := parseSpec(spec)
-		fd := -1
-		if err == nil {
-			fd, err = unix.Socket(domain, kind|unix.SOCK_CLOEXEC, 0) // closed with the thread
-		}
-		if err == nil {
-			err = errors.Join(unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1), unix.Bind(fd, local), leaveGroup(fd))
-		}
-		opened <- err
-		<-ended
-	}()
-	if err := <-opened; err != nil {
-		t.Fatalf("%s: %v", spec, err)
-	}
-	return sync.OnceFunc(func() { close(ended) })
 }
 
 // telemetryOf returns the status of the service.
@@ -194,7 +165,6 @@ func TestBypass(t *testing.T) {
 		{"udp 127.0.0.1:4739", "127.0.0.9:9999", "udp 127.0.0.1:4739 from 127.0.0.9:9999", "datagrams from 127.0.0.9:9999", "127.0.0.9", "127.0.0.8"},
 		{"udp [::]:4739 lo", "", "udp [::]:4739", "packets of interface 1", "192.0.2.1", ""},
 		{"udp [::]:4739 hidden", "", "udp [::]:4739", "packets to [::]:4739 (it has left the group)", "2001:db8::1", ""},
-		{"udp [::]:4739 thread", "", "udp [::]:4739", "packets to [::]:4739 (it has left the group)", "2001:db8::1", ""},
 		{"udp [::]:4739 disconnected", "", "udp [::]:4739", "packets to [::]:4739 (it has left the group)", "2001:db8::1", ""},
 	} {
 		end := openPast(t, c.spec, c.peer)
