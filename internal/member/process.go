@@ -272,7 +272,31 @@ func Sleeps(pid int) (asleep bool, ran time.Duration, err error) {
 	if text, err := dir.read("schedstat"); err == nil {
 		_, _ = fmt.Sscan(string(text), (*int64)(&ran)) // stays 0
 	}
-	return fields[0] != "R" && fields[0] != "D", ran, nil
+	return isAsleep(fields), ran, nil
+}
+
+func isAsleep(fields []string) bool { return fields[0] != "R" && fields[0] != "D" }
+
+// mostThreads limits the threads that AllSleep reads: a process may have very many.
+const mostThreads = 128
+
+// AllSleep reports whether the threads of a process sleep, as Sleeps does. Of more than 128 threads, it reads 128.
+func AllSleep(pid int) (bool, error) {
+	dir, err := openProcess(pid)
+	if err != nil {
+		return false, err
+	}
+	defer unix.Close(int(dir))
+	threads, err := dir.threads(mostThreads)
+	if err != nil {
+		return false, readError(pid, err)
+	}
+	for _, thread := range threads {
+		if fields, err := dir.statFields("task/" + thread + "/stat"); err == nil && !isAsleep(fields) {
+			return false, nil
+		}
+	}
+	return true, nil
 }
 
 // Parent returns the process id of the parent of a process.
@@ -346,13 +370,7 @@ func isExiting(fields []string) bool {
 // allExit reports whether all threads of a process exit or have exited. The first thread alone also exits when another thread
 // calls execve(2) (de_thread).
 func (f procDir) allExit() bool {
-	fd, err := unix.Openat(int(f), "task", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return true
-	}
-	dir := os.NewFile(uintptr(fd), "task")
-	defer dir.Close()
-	threads, err := dir.Readdirnames(-1)
+	threads, err := f.threads(-1)
 	if err != nil {
 		return true
 	}
@@ -362,6 +380,17 @@ func (f procDir) allExit() bool {
 		}
 	}
 	return true
+}
+
+// threads returns the ids of up to n threads, or of all for -1.
+func (f procDir) threads(n int) ([]string, error) {
+	fd, err := unix.Openat(int(f), "task", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	dir := os.NewFile(uintptr(fd), "task")
+	defer dir.Close()
+	return dir.Readdirnames(n)
 }
 
 func cutLast(s, sep string) (before, after string, found bool) {

@@ -9,11 +9,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -131,6 +133,55 @@ func TestReadNothing(t *testing.T) {
 		if _, err := Open(max(pid, 1<<22+1)); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("open: %v", err)
 		}
+	}
+}
+
+// TestAllSleep checks that one busy thread of several makes a process busy.
+func TestAllSleep(t *testing.T) {
+	cmd := exec.Command("sh", "-c", "read line; while :; do :; done")
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	}()
+	until := func(want bool) {
+		t.Helper()
+		for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+			got, err := AllSleep(cmd.Process.Pid)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got == want {
+				return
+			}
+			if time.Now().After(deadline) {
+				t.Fatalf("all threads sleep: %v", got)
+			}
+		}
+	}
+	until(true)
+	if _, err := stdin.Write([]byte("\n")); err != nil {
+		t.Fatal(err)
+	}
+	until(false)
+	// The thread that calls is busy, and is not the first one.
+	busy := make(chan bool)
+	go func() {
+		runtime.LockOSThread()
+		asleep, err := AllSleep(os.Getpid())
+		busy <- err == nil && !asleep
+	}()
+	if !<-busy {
+		t.Error("the thread that runs counts as asleep")
+	}
+	if _, err := AllSleep(1 << 30); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("no process: %v", err)
 	}
 }
 

@@ -4,6 +4,7 @@ package e2e_test
 
 import (
 	"bufio"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -38,6 +39,9 @@ type receiver struct {
 	// Starts is the time for which the first thread of the receiver is busy after it has opened its sockets. The receiver fails if
 	// it gets a connection before the end.
 	Starts time.Duration `json:",omitempty"`
+	// Decodes is the time for which the receiver leaves the first datagrams unread, and then works with them. The receiver fails if it
+	// gets other datagrams before the end.
+	Decodes time.Duration `json:",omitempty"`
 }
 
 // socket is a socket of a receiver. Sockets are opened in order.
@@ -92,6 +96,12 @@ func receive(spec string) error {
 			go func() {
 				b := make([]byte, 2048)
 				counted := 0
+				if r.Decodes > 0 {
+					if err := decodeSlowly(c.(*net.UDPConn), r.Decodes); err != nil {
+						fmt.Fprintln(os.Stderr, err)
+						os.Exit(1)
+					}
+				}
 				for n, from, err := c.ReadFrom(b); err == nil; n, from, err = c.ReadFrom(b) {
 					switch {
 					case r.Counts && n > 1:
@@ -168,6 +178,52 @@ func receive(spec string) error {
 		}
 	}
 	return in.Err()
+}
+
+// decodeSlowly leaves the first datagrams unread for a time, reads them, and works for the same time. It returns an error if another
+// datagram than an IPFIX message with a template set comes before the end.
+func decodeSlowly(c *net.UDPConn, each time.Duration) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	peek := func(fd uintptr) bool {
+		_, _, err = unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		return !errors.Is(err, unix.EAGAIN)
+	}
+	if err := raw.Read(peek); err != nil {
+		return err
+	}
+	time.Sleep(each)
+	b := make([]byte, 2048)
+	for {
+		var n int
+		if err := raw.Read(func(fd uintptr) bool {
+			n, _, err = unix.Recvfrom(int(fd), b, unix.MSG_DONTWAIT)
+			return true
+		}); err != nil {
+			return err
+		}
+		if errors.Is(err, unix.EAGAIN) {
+			break
+		}
+		if err != nil {
+			return err
+		}
+		if n < 18 || binary.BigEndian.Uint16(b) != 10 || binary.BigEndian.Uint16(b[16:]) != 2 {
+			return fmt.Errorf("a record behind unread templates: %x", b[:n])
+		}
+	}
+	for begun := time.Now(); time.Since(begun) < each; { //nolint:revive // busy, as a thread that decodes
+	}
+	var came bool
+	if err := raw.Control(func(fd uintptr) { came = peek(fd) }); err != nil {
+		return err
+	}
+	if came {
+		return errors.New("a record before the templates are decoded")
+	}
+	return nil
 }
 
 // open binds a socket. Listeners have a backlog of 1, as nfacctd's.

@@ -205,3 +205,52 @@ func templatesFollow(t *testing.T, mode config.Steering, empty string) {
 		return nil
 	})
 }
+
+// TestTemplatesDecoded restarts a member while records of its devices wait. The records come when the member has read the templates, and
+// has worked with them.
+func TestTemplatesDecoded(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(1, "when_empty: {wait: 20s}")
+		h.startAgent()
+		h.recording(0)
+		h.ready(0)
+		device := addresses(1)[0]
+		send := func(message []byte) {
+			h.Helper()
+			h.must(h.devices.Do(func() error {
+				c, err := net.DialUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(device, 2055)), net.UDPAddrFromAddrPort(target(device, ipfixPort)))
+				if err != nil {
+					return err
+				}
+				defer c.Close()
+				_, err = c.Write(message)
+				return err
+			}))
+		}
+		send(ipfixTemplate(100, 4))
+		h.eventually("the template to be known", func() error {
+			var list []any
+			if h.show(&list, "templates"); len(list) != 1 {
+				return fmt.Errorf("%d templates", len(list))
+			}
+			return nil
+		})
+		h.kill(0)
+		send([]byte("waits"))
+		spec := h.spec(0)
+		spec.Records, spec.Decodes = true, 100*time.Millisecond
+		m := h.startReceiver("receiver-0", spec)
+		h.eventually("the record", func() error {
+			if err := m.Err(); err != nil {
+				h.Fatal(err)
+			}
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			if texts := h.texts[arrival{0, "udp", device}]; texts[len(texts)-1] != "waits" {
+				return fmt.Errorf("%x", texts)
+			}
+			return nil
+		})
+	})
+}

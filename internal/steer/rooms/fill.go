@@ -11,6 +11,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
+	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/templates"
@@ -30,6 +31,8 @@ type fill struct {
 	alone           bool      // the receive buffer had no space for a datagram
 	templates       []waitingDatagram
 	addresses       []netip.Addr  // exporters whose templates are sent
+	decoded         bool          // the member has decoded the templates
+	idle            int           // samples in a row in which the member had nothing to do with the templates
 	late            bool          // the slot is ready: templates and datagrams for devices that have moved
 	holds           bool          // no new datagram passes until the templates have arrived
 	starting        bool          // the member may not have finished its start: connections wait
@@ -201,7 +204,7 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 	// A datagram that has not arrived must not be overtaken by a new one.
 	r.flushLeft()
 	if f.holds && len(f.templates) == 0 {
-		if len(f.addresses) > 0 && time.Since(f.last) < templatePause {
+		if !r.hasDecoded(f) {
 			return false, fillPause
 		}
 		f.holds = false
@@ -213,7 +216,7 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 	if err != nil {
 		return false, fillPause // the member is exiting
 	}
-	if f.late && len(f.templates) == 0 && r.queued[slot] != nil && len(f.addresses) > 0 && time.Since(f.last) < templatePause {
+	if f.late && len(f.templates) == 0 && r.queued[slot] != nil && !r.hasDecoded(f) {
 		return false, fillPause
 	}
 	before, budget := f.sent, r.fillBudget(f)
@@ -257,6 +260,42 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 		}
 	}
 	return false, 0
+}
+
+// hasDecoded reports whether a member has decoded the templates that it was sent, or is not waited for any longer. A collector with several
+// threads, as goflow2, may decode a record before the datagram in front of it. When the receive buffers are empty, and no thread runs or
+// waits for a CPU, no thread decodes a template.
+func (r *Rooms) hasDecoded(f *fill) bool {
+	since := time.Since(f.last)
+	if f.decoded || len(f.addresses) == 0 || since >= templateLimit {
+		f.decoded = true
+		return true
+	}
+	if since < templatePause {
+		return false
+	}
+	if r.isIdle(f.seat) {
+		f.idle++
+	} else {
+		f.idle = 0
+	}
+	f.decoded = f.idle >= templateSamples
+	return f.decoded
+}
+
+// isIdle reports whether a member has read all datagrams, and its threads sleep. A process that cannot be read counts as asleep.
+func (r *Rooms) isIdle(seat *core.Seat) bool {
+	buffers, err := r.receiveBuffers(seat)
+	if err != nil {
+		return false
+	}
+	for _, memory := range buffers {
+		if memory[allocatedWord] > 0 {
+			return false
+		}
+	}
+	asleep, err := member.AllSleep(seat.Process.PID)
+	return err != nil || asleep
 }
 
 // nextFor returns the next datagram for the member of a slot that fills, or that was ready before.
@@ -328,7 +367,17 @@ func (r *Rooms) endHold(f *fill) error {
 // receiveSpace returns the free memory of the receive buffers of a member by row, half of their size at most: the datagrams
 // that leave the room must not displace each other.
 func (r *Rooms) receiveSpace(seat *core.Seat) (map[int]int, error) {
+	buffers, err := r.receiveBuffers(seat)
 	space := make(map[int]int)
+	for row, memory := range buffers {
+		space[row] = int(memory[limitWord])/2 - int(memory[allocatedWord])
+	}
+	return space, err
+}
+
+// receiveBuffers returns the memory of the UDP sockets of a member by row, as socketMemory does.
+func (r *Rooms) receiveBuffers(seat *core.Seat) (map[int][9]uint32, error) {
+	buffers := make(map[int][9]uint32)
 	for row := range seat.Sockets {
 		if r.Listeners[row].Protocol != config.UDP {
 			continue
@@ -342,9 +391,9 @@ func (r *Rooms) receiveSpace(seat *core.Seat) (map[int]int, error) {
 		if err != nil {
 			return nil, err
 		}
-		space[row] = int(memory[limitWord])/2 - int(memory[allocatedWord])
+		buffers[row] = memory
 	}
-	return space, nil
+	return buffers, nil
 }
 
 // endFill makes a slot ready whose member has received what has waited.

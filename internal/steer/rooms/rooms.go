@@ -47,9 +47,12 @@ const (
 	fillBatch = 256
 	// templateTime is the maximum time for which a slot without a waiting room waits until its member knows the templates.
 	templateTime = 5 * time.Second
-	// templatePause is the time between the templates and the first records. Collectors with several threads, as goflow2, may
-	// decode a record before the datagram in front of it.
+	// templatePause is the minimum time between the templates and the first records, and templateLimit the maximum time for which
+	// these wait until the member has decoded the templates.
 	templatePause = 20 * time.Millisecond
+	templateLimit = 500 * time.Millisecond
+	// templateSamples is the number of samples in a row from which a member that sleeps has decoded the templates.
+	templateSamples = 2
 	// passTime is the time after which a datagram that was sent again and has not arrived is considered lost.
 	passTime = 500 * time.Millisecond
 	// A member receives what has waited at fillFactor times the rate at which it came, and at leastRate datagrams a second.
