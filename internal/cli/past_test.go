@@ -163,7 +163,7 @@ func TestBypass(t *testing.T) {
 		{"udp 0.0.0.0:4739", "", "udp 0.0.0.0:4739", "IPv4 packets", "192.0.2.1", "2001:db8::1"},
 		{"tcp [::1]:1790", "", "tcp [::1]:1790", "packets to ::1", "2001:db8::1", "192.0.2.1"},
 		{"udp 127.0.0.1:4739", "127.0.0.9:9999", "udp 127.0.0.1:4739 from 127.0.0.9:9999", "datagrams from 127.0.0.9:9999", "127.0.0.9", "127.0.0.8"},
-		{"udp [::]:4739 lo", "", "udp [::]:4739", "packets of interface 1", "192.0.2.1", ""},
+		{"udp [::]:4739 lo", "", "udp [::]:4739", "packets of interface lo", "192.0.2.1", ""},
 		{"udp [::]:4739 hidden", "", "udp [::]:4739", "packets to [::]:4739 (it has left the group)", "2001:db8::1", ""},
 		{"udp [::]:4739 disconnected", "", "udp [::]:4739", "packets to [::]:4739 (it has left the group)", "2001:db8::1", ""},
 	} {
@@ -201,8 +201,13 @@ func TestBypass(t *testing.T) {
 		h.eventually(c.socket+" is gone", func() bool { return len(telemetryOf(h).Bypass) == 0 })
 	}
 	for _, kind := range []string{"socket_bypasses", "no_socket_bypasses"} {
-		if r := h.sockeye("events", "--kind", kind); strings.Count(r.out, "\n") < 4 {
+		r := h.sockeye("events", "--kind", kind)
+		if strings.Count(r.out, "\n") < 4 {
 			t.Errorf("events %s: %+v", kind, r)
+		}
+		// Each event has the process, unless it hides the socket.
+		if without := strings.Count(r.out, "\n") - strings.Count(r.out, fmt.Sprintf("pid %d", os.Getpid())); kind == "socket_bypasses" && without != 1 {
+			t.Errorf("%d events without a process: %+v", without, r)
 		}
 	}
 }
@@ -257,6 +262,13 @@ func TestBypassSpecific(t *testing.T) {
 		t.Error("the member of 127.0.0.3 has received a datagram")
 	}
 	end()
+	// A member has a second socket.
+	pid, exit := h.member(nil, "udp 0.0.0.0:4739", "udp 127.0.0.5:4739")
+	must[api.Membership](h, "register", "--service", "telemetry", "--slot", "1", "--pid", strconv.Itoa(pid))
+	h.eventually("the second socket of a member is found", func() bool {
+		return strings.Contains(telemetryOf(h).Problem, fmt.Sprintf("udp 127.0.0.5:4739 of process %d (exe, member of slot 1) can take", pid))
+	})
+	exit()
 	for i := range 150 {
 		openBeside(t, "udp 127.0.0.2:4739", fmt.Sprintf("127.0.0.9:%d", 10000+i))
 	}

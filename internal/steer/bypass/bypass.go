@@ -18,10 +18,11 @@ import (
 
 // Socket is a socket that the kernel prefers to those of the service.
 type Socket struct {
-	Protocol config.Protocol
-	Local    netip.AddrPort
-	Remote   netip.AddrPort // of a connected UDP socket; else the zero value
-	Device   uint32         // index of the bound interface, or 0
+	Protocol  config.Protocol
+	Local     netip.AddrPort
+	Remote    netip.AddrPort // of a connected UDP socket; else the zero value
+	Device    uint32         // index of the bound interface, or 0
+	Interface string         // name of the bound interface, or its index if there is none
 	// Outside is set for a socket that has the address of a listener, and is not in the group of the listener.
 	Outside bool
 	Cookie  uint64
@@ -36,7 +37,7 @@ func (s *Socket) Takes() string {
 	case s.Remote.IsValid():
 		return fmt.Sprintf("datagrams from %s", s.Remote)
 	case s.Device != 0:
-		return fmt.Sprintf("packets of interface %d", s.Device)
+		return "packets of interface " + s.Interface
 	case s.Local.Addr().IsUnspecified():
 		return "IPv4 packets"
 	}

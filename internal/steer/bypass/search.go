@@ -8,10 +8,12 @@ import (
 	"net/netip"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
@@ -61,6 +63,8 @@ type scan struct {
 type found struct {
 	Socket
 	process *sockdiag.Process
+	member  string // as in "member of slot 1", if the process is one or a descendant of one
+	noted   bool   // the log has the socket
 }
 
 // status returns the socket as in api.ServiceStatus.
@@ -78,6 +82,9 @@ func (f *found) String() string {
 		return f.Socket.String()
 	}
 	command := strings.Join(strings.Fields(f.process.Command), " ") // a process chooses its name, which may have several lines
+	if f.member != "" {
+		command += ", " + f.member
+	}
 	return fmt.Sprintf("%s of process %d (%s)", &f.Socket, f.process.PID, command)
 }
 
@@ -142,12 +149,12 @@ func (w *Watch) searchSockets() {
 		case len(all) == mostSockets:
 		case one.Outside && !w.isOutside(&one, processes):
 		// A member has a socket for each device.
-		case one.Remote.IsValid() && (len(processes) == 0 && w.search.scans[one.Cookie] == 0 || slices.ContainsFunc(processes, base.isOfMember)):
+		case one.Remote.IsValid() && (len(processes) == 0 && w.search.scans[one.Cookie] == 0 || base.memberOf(processes) != ""):
 		case base.isServed(&one):
 		case len(processes) > 0:
-			all = append(all, found{one, &processes[0]})
+			all = append(all, found{Socket: one, process: &processes[0], member: base.memberOf(processes)})
 		default:
-			all = append(all, found{one, nil})
+			all = append(all, found{Socket: one})
 		}
 	}
 	w.Mu.Lock()
@@ -156,7 +163,29 @@ func (w *Watch) searchSockets() {
 		return
 	}
 	registered := w.registeredSockets() // by now
-	w.note(slices.DeleteFunc(all, func(one found) bool { return registered[one.Cookie] }))
+	all = slices.DeleteFunc(all, func(one found) bool { return registered[one.Cookie] })
+	if err := netns.Do(w.SocketNetns(), func() error { nameInterfaces(all); return nil }); err != nil {
+		w.Log.Debug("interfaces not named", "error", err)
+	}
+	w.note(all)
+}
+
+// nameInterfaces sets the names of the interfaces. The caller is in the network namespace of the sockets.
+func nameInterfaces(sockets []found) {
+	names := make(map[uint32]string)
+	for i := range sockets {
+		one := &sockets[i]
+		if one.Device == 0 {
+			continue
+		}
+		if _, known := names[one.Device]; !known {
+			names[one.Device] = strconv.FormatUint(uint64(one.Device), 10)
+			if link, err := netlink.LinkByIndex(int(one.Device)); err == nil {
+				names[one.Device] = link.Attrs().Name
+			}
+		}
+		one.Interface = names[one.Device]
+	}
 }
 
 // base is what a search compares sockets with.
@@ -167,8 +196,8 @@ type base struct {
 	served     []config.Listener // of all services in the network namespace
 	lookup     bool
 	registered map[uint64]bool // cookies
-	members    map[int]bool    // process ids of members and former members
-	related    map[int]bool    // results of isOfMember
+	members    map[int]string  // members and former members by process id, as in "member of slot 1"
+	related    map[int]string  // results of relative
 }
 
 // readBase returns nil if the service is closed.
@@ -180,10 +209,13 @@ func (w *Watch) readBase() (*base, error) {
 	}
 	b := &base{
 		netns: w.NetnsInode, listeners: maps.Clone(w.Listeners), lookup: w.UsesLookup(), registered: w.registeredSockets(),
-		members: make(map[int]bool), related: make(map[int]bool),
+		members: make(map[int]string), related: make(map[int]string),
 	}
-	for seat := range w.eachSeat {
-		b.members[seat.Process.PID] = true
+	for _, seat := range w.formers {
+		b.members[seat.Process.PID] = fmt.Sprintf("former member of slot %d", seat.Slot)
+	}
+	for _, seat := range w.Seats {
+		b.members[seat.Process.PID] = fmt.Sprintf("member of slot %d", seat.Slot)
 	}
 	err := netns.Do(w.SocketNetns(), func() (err error) {
 		b.conn, err = sockdiag.Open()
@@ -245,16 +277,32 @@ func (b *base) isServed(s *Socket) bool {
 	})
 }
 
-// isOfMember reports whether a process is a member, or a descendant of one.
-func (b *base) isOfMember(process sockdiag.Process) bool {
-	related, known := b.related[process.PID]
-	if !known {
-		if p, err := member.Read(process.PID); err == nil {
-			related = b.members[p.PID] || slices.ContainsFunc(core.Ancestors(p), func(up int) bool { return b.members[up] })
+// memberOf returns the first member of which one of the processes is a descendant, or which is one of them, or "".
+func (b *base) memberOf(processes []sockdiag.Process) string {
+	for _, process := range processes {
+		text, known := b.related[process.PID]
+		if !known {
+			text = b.relative(process.PID)
+			b.related[process.PID] = text
 		}
-		b.related[process.PID] = related
+		if text != "" {
+			return text
+		}
 	}
-	return related
+	return ""
+}
+
+func (b *base) relative(pid int) string {
+	p, err := member.Read(pid)
+	if err != nil {
+		return ""
+	}
+	for _, one := range append([]int{p.PID}, core.Ancestors(p)...) {
+		if text := b.members[one]; text != "" {
+			return text
+		}
+	}
+	return ""
 }
 
 // findProcesses finds the processes of sockets. For sockets that have no known process, it starts a scan, and does not wait long for it: a scan reads the
@@ -385,20 +433,27 @@ func (w *Watch) hasLeft(fd int) bool {
 	return err == nil && !in
 }
 
-// note notes sockets, and logs those that were not found before.
+// note notes sockets, and logs those that were not logged before. A socket is logged when its process is known, or was searched for.
 func (w *Watch) note(sockets []found) {
-	before := w.sockets
-	w.sockets = sockets
+	noted := make(map[uint64]bool)
+	for i := range w.sockets {
+		noted[w.sockets[i].Cookie] = w.sockets[i].noted
+	}
 	logged := 0
 	for i := range sockets {
 		one := &sockets[i]
-		if logged < mostLogged && !slices.ContainsFunc(before, func(b found) bool { return b.Cookie == one.Cookie }) {
-			logged++
+		one.noted = noted[one.Cookie]
+		if one.noted || one.process == nil && one.Inode != 0 && w.search.scans[one.Cookie] == 0 {
+			continue
+		}
+		one.noted = true
+		if logged++; logged <= mostLogged {
 			status := one.status()
 			w.Log.Warn("a socket can bypass the service", events.SocketBypasses, "socket", status.Socket, "takes", status.Takes, "pid", status.PID, "command", status.Command)
 		}
 	}
-	if len(sockets) == 0 && len(before) > 0 {
+	if len(sockets) == 0 && slices.ContainsFunc(w.sockets, func(one found) bool { return one.noted }) {
 		w.Log.Info("no socket bypasses the service any more", events.NoneBypasses)
 	}
+	w.sockets = sockets
 }
