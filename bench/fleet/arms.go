@@ -138,7 +138,7 @@ func (l *lane) sockeye(b *bench, size int, tunnel bool) error {
 				}
 			}
 			return errors.Join(path.SetListeners(listeners()),
-				path.Set(t, h.name, func(*table.Host) forward.Next { return next }, names, func() {}), path.Attach(indexes, at))
+				path.Set(t, h.name, func(*table.Host) forward.Next { return next }, names, forward.Flip{}), path.Attach(indexes, at))
 		})
 		if err != nil {
 			return err

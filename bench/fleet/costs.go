@@ -148,7 +148,7 @@ func costArms(base string, size int) (arms []costArm, remove func() error, err e
 	next := func(*table.Host) forward.Next {
 		return forward.Next{Addresses: []netip.Addr{netip.MustParseAddr("10.90.2.2")}, Interface: 1, MAC: [6]byte{2, 0, 0, 0, 0, 2}}
 	}
-	if err := errors.Join(path.SetListeners(listeners()), path.Set(t, first, next, names, func() {})); err != nil {
+	if err := errors.Join(path.SetListeners(listeners()), path.Set(t, first, next, names, forward.Flip{})); err != nil {
 		return nil, remove, err
 	}
 	if program, err = attachedProgram(path); err != nil {

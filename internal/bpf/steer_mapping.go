@@ -10,6 +10,7 @@ import (
 	"iter"
 	"os"
 	"path/filepath"
+	"runtime"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -173,13 +174,20 @@ func PutTable(tables, inner *ebpf.Map, flipped func()) error {
 	}
 	id, known := info.ID()
 	put := make(chan error, 1)
+	begun := time.Now()
 	go func() { put <- tables.Put(uint32(0), inner) }()
-	const interval = 100 * time.Microsecond
+	// The caller closes connections after the flip, so the wait begins without sleep.
+	const interval, awake = 100 * time.Microsecond, time.Millisecond
 	for {
 		var current uint32
 		if known && tables.Lookup(uint32(0), &current) == nil && ebpf.MapID(current) == id {
 			flipped()
 			return <-put
+		}
+		pause := interval
+		if time.Since(begun) < awake {
+			pause = 0
+			runtime.Gosched()
 		}
 		select {
 		case err := <-put:
@@ -187,7 +195,7 @@ func PutTable(tables, inner *ebpf.Map, flipped func()) error {
 				flipped()
 			}
 			return err
-		case <-time.After(interval):
+		case <-time.After(pause):
 		}
 	}
 }

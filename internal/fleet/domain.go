@@ -38,6 +38,9 @@ type Services interface {
 	// device, and whether this host may have its connections; it is nil before the first table. Without addresses, this host serves
 	// all.
 	SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool))
+	// FindLeaving finds the connections of devices that leave this host when SetFleet is called with the same arguments. closing closes them,
+	// and returns a function that logs this.
+	FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (closing func() (log func()))
 	// CanServe returns an error if a selected service has no ready slot.
 	CanServe(selected func(*config.Service) bool) error
 	// HandOver returns the templates of the exporters that leave this host, by address, for TakeOver on another host, which

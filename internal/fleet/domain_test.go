@@ -52,6 +52,9 @@ func (s *services) SetFleet(addresses []netip.Addr, host func(netip.Addr) (strin
 	defer s.mu.Unlock()
 	s.addresses, s.host = addresses, host
 }
+func (s *services) FindLeaving([]netip.Addr, func(netip.Addr) (string, int, bool)) func() func() {
+	return func() func() { return func() {} }
+}
 func (s *services) CanServe(func(*config.Service) bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -340,14 +340,24 @@ func (p *participation) install(t *table.Table) error {
 	}
 	paths := p.findPaths(t)
 	next := func(h *table.Host) forward.Next { return paths[h.Name].Next }
-	flipped := func() { // the connections of devices that have left are closed now
+	host := hostOf(t, mapping, p.self())
+	// The connections of devices that leave are found before the flip, because that takes much longer than to close them: until a
+	// connection is closed, datagrams of its device are at another host.
+	closing := func() func() { return func() {} }
+	flip := forward.Flip{}
+	if t != p.table {
+		flip.Before = func() { closing = p.services.FindLeaving(p.settings.Addresses, host) }
+	}
+	flip.After = func() {
+		log := closing()
 		p.table, p.mapping, p.paths = t, mapping, paths
 		if p.attached == nil {
 			p.attach() // the devices whose connections are closed must not come back to this host
 		}
-		p.services.SetFleet(p.settings.Addresses, hostOf(t, mapping, p.self()))
+		p.services.SetFleet(p.settings.Addresses, host)
+		log()
 	}
-	if err := p.path.Set(t, p.self(), next, p.settings.devices, flipped); err != nil {
+	if err := p.path.Set(t, p.self(), next, p.settings.devices, flip); err != nil {
 		return err
 	}
 	p.attach()

@@ -32,6 +32,28 @@ func (d *Domain) SetFleet(addresses []netip.Addr, host func(device netip.Addr) (
 	}
 }
 
+// FindLeaving finds the connections of devices that leave this host when SetFleet is called with the same arguments. closing closes them,
+// and returns a function that logs this.
+func (d *Domain) FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (closing func() (log func())) {
+	fleet := &core.Fleet{Addresses: addresses, Host: host}
+	var all []func() func()
+	services, _ := d.selectServices("") // cannot fail for all services
+	for _, s := range services {
+		all = append(all, s.checks.FindLeaving(fleet))
+	}
+	return func() func() {
+		var logs []func()
+		for _, one := range all {
+			logs = append(logs, one())
+		}
+		return func() {
+			for _, one := range logs {
+				one()
+			}
+		}
+	}
+}
+
 // CanServe returns an error if a selected service has no ready slot.
 func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 	services, _ := d.selectServices("") // cannot fail for all services

@@ -39,7 +39,8 @@ type Load struct {
 	DumpRate float64 `json:"dump_rate"`
 	// Interval is the time between the updates after the dump. Default: 200 ms.
 	Interval time.Duration `json:"interval_ns"`
-	// Noted devices record each datagram that they send.
+	// Noted devices record each datagram that they send, and connections as closed when their RST arrives: a process on a busy host
+	// notices it later. This needs CAP_NET_RAW.
 	Noted bool `json:"noted"`
 }
 
@@ -77,6 +78,7 @@ type sender struct {
 	Load
 	records recorder
 	open    atomic.Int64
+	ports   []atomic.Uint32 // of the open connections by device; 0: none
 }
 
 func (l *Load) run(records recorder) error {
@@ -89,7 +91,15 @@ func (l *Load) run(records recorder) error {
 	if err != nil {
 		return err
 	}
-	failed := make(chan error, s.Devices+2)
+	failed := make(chan error, s.Devices+3)
+	s.ports = make([]atomic.Uint32, s.Devices)
+	if s.Noted {
+		resets, err := openResets()
+		if err != nil {
+			return err
+		}
+		go func() { failed <- s.watchResets(resets) }()
+	}
 	for i := range s.Devices {
 		go func() { failed <- s.connect(i) }()
 	}
@@ -219,6 +229,7 @@ func (s *sender) connect(device int) error {
 			return err
 		}
 		s.open.Add(1)
+		s.ports[device].Store(uint32(port))
 		closed := make(chan struct{})
 		written := make(chan struct{})
 		go func() {
@@ -228,6 +239,7 @@ func (s *sender) connect(device int) error {
 		var b [1]byte
 		_, err = conn.Read(b[:]) // members do not write
 		r.At, r.Kind, r.Value = Now(), Closed, errno(err)
+		s.ports[device].Store(0)
 		s.open.Add(-1)
 		close(closed)
 		conn.Close()

@@ -45,7 +45,7 @@ func TestSwarm(t *testing.T) {
 	for slot := range members {
 		all = append(all, start(slot))
 	}
-	must(s.StartDevices(t.Context(), Load{Devices: devices, TCP: 1790, UDP: 4739, Rate: 100, Exporters: 2, Routes: 50, DumpRate: 5000}))
+	must(s.StartDevices(t.Context(), Load{Devices: devices, TCP: 1790, UDP: 4739, Rate: 100, Exporters: 2, Routes: 50, DumpRate: 5000, Noted: true}))
 	a := &Analysis{}
 	begun, err := s.Send()
 	must(err)

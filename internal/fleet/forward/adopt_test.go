@@ -63,7 +63,7 @@ func devicesOf(t *testing.T, epoch uint64) *placement.DeviceMap {
 }
 
 func set(p *forward.Path, to *table.Table, devices *placement.DeviceMap, flipped func()) error {
-	return p.Set(to, "a", func(*table.Host) forward.Next { return forward.Next{} }, devices, flipped)
+	return p.Set(to, "a", func(*table.Host) forward.Next { return forward.Next{} }, devices, forward.Flip{After: flipped})
 }
 
 // TestAdoptTable is that agents with the capabilities of the unit open the data path of an earlier one, whenever that was

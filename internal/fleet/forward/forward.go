@@ -239,10 +239,18 @@ func (p *Path) presumeNamed(id ebpf.MapID) uint32 {
 	return 0
 }
 
+// Flip is called when a table comes into force. A nil function is not called.
+type Flip struct {
+	// Before is called right before: nothing else can fail but the flip itself.
+	Before func()
+	// After is called as soon as the table is in force: the kernel waits for a grace period of RCU afterwards, which takes a second on a
+	// busy host.
+	After func()
+}
+
 // Set installs a table of the fleet. self is the name of this host, and next returns how it reaches the others. devices is
-// the device map of the services, or nil. Packets are decided by the old table or by the new one. Set calls flipped as soon as
-// the new one is in force: the kernel waits for a grace period of RCU afterwards, which takes a second on a busy host.
-func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, devices *placement.DeviceMap, flipped func()) error {
+// the device map of the services, or nil. Packets are decided by the old table or by the new one.
+func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, devices *placement.DeviceMap, flip Flip) error {
 	kernel := &fleetForwardFleetTable{Nonce: t.Nonce, Epoch: t.Epoch, Self: t.Index(self), Named: 0}
 	for b := range t.Owner {
 		to := &kernel.Bucket[b]
@@ -292,7 +300,7 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 	if err := addKeys(p.peers, peers); err != nil {
 		return fmt.Errorf("write peers: %w", err)
 	}
-	if err := p.install(kernel, entriesOf(t.Nonce, devices), flipped); err != nil {
+	if err := p.install(kernel, entriesOf(t.Nonce, devices), flip); err != nil {
 		return err
 	}
 	if err := p.retirePeers(peers, dead); err != nil {
@@ -347,7 +355,7 @@ func entriesOf(nonce uint64, devices *placement.DeviceMap) *placement.Entries {
 }
 
 // install writes the device map to the bank that is not in force, and then the table that refers to it.
-func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, flipped func()) error {
+func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, flip Flip) error {
 	size := entries.Size()
 	same := p.entries != nil && p.entries.Equal(entries) // a large device map takes seconds, and few tables change it
 	if same {
@@ -382,6 +390,13 @@ func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, fl
 	// Pinned before it is in force: whenever the agent is killed, the table in force has a pin.
 	if err := inner.Pin(next); err != nil {
 		return fmt.Errorf("pin table of the fleet: %w", err)
+	}
+	if flip.Before != nil {
+		flip.Before()
+	}
+	flipped := flip.After
+	if flipped == nil {
+		flipped = func() {}
 	}
 	if err := bpf.PutTable(p.tables, inner, flipped); err != nil {
 		return errors.Join(fmt.Errorf("install table of the fleet: %w", err), pin.Remove(next))

@@ -247,7 +247,7 @@ func (f *fleet) set(t testing.TB, n *node, to *table.Table, devices *placement.D
 				}
 			}
 			return forward.Next{}
-		}, devices, func() {})
+		}, devices, forward.Flip{})
 	})
 }
 
@@ -568,7 +568,7 @@ func TestDrops(t *testing.T) {
 		t.Errorf("own packet with TTL 1: at %v", at)
 	}
 	a.do(t, func() error {
-		return a.path.Set(f.table(), "a", func(*table.Host) forward.Next { return forward.Next{} }, nil, func() {})
+		return a.path.Set(f.table(), "a", func(*table.Host) forward.Next { return forward.Next{} }, nil, forward.Flip{})
 	})
 	drops("unreachable", forward.Unreachable, others)
 	// What is not to a service does not reach the decision.
@@ -613,7 +613,7 @@ func TestTunnel(t *testing.T) {
 							far = h.Addresses[1]
 						}
 						return forward.Next{Addresses: []netip.Addr{far}, Interface: index, VNI: vni, Room: room}
-					}, nil, func() {})
+					}, nil, forward.Flip{})
 				})
 			}
 			a, b := f.hosts[0], f.hosts[1]
@@ -665,7 +665,7 @@ func TestTunnel(t *testing.T) {
 						far = a.v6
 					}
 					return forward.Next{Addresses: []netip.Addr{far}, Interface: b.index, VNI: vni + 1, Room: room}
-				}, nil, func() {})
+				}, nil, forward.Flip{})
 			})
 			f.send(t, mine, []byte("of another fleet"))
 			testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] == n[forward.Untrusted]+1 })
@@ -673,7 +673,7 @@ func TestTunnel(t *testing.T) {
 			// those of a router.
 			alone := func(next forward.Next) {
 				b.do(t, func() error {
-					if err := b.path.Set(to, "b", func(*table.Host) forward.Next { return next }, nil, func() {}); err != nil {
+					if err := b.path.Set(to, "b", func(*table.Host) forward.Next { return next }, nil, forward.Flip{}); err != nil {
 						return err
 					}
 					return b.path.Attach([]int{b.index}, 0)

@@ -101,7 +101,7 @@ func TestPriorityTag(t *testing.T) {
 		n.do(t, func() error {
 			return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
 				return forward.Next{Addresses: h.Addresses[1:], Interface: index, VNI: forward.VNI(to.Nonce), Room: room}
-			}, nil, func() {})
+			}, nil, forward.Flip{})
 		})
 	}
 	arrives("through the tunnel", priority, large)

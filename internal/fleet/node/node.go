@@ -61,6 +61,9 @@ type Node struct {
 	failed    error        // of the last preparation, for failedIn
 	failedIn  uint64       // epoch
 
+	postponed      uint64        // epoch of a table that waits for the former owners of its devices
+	postponedSince time.Duration // monotonic time
+
 	lost   time.Duration // time since which this leader sees a store without its table; 0: it has one
 	healed time.Duration // time of the last table that was to heal the store
 
@@ -158,7 +161,7 @@ func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duratio
 		present.Table = n.applied
 		s = &present
 	}
-	err = n.apply(ctx, s)
+	postponed, err := n.apply(ctx, s)
 	if err == nil && s.Table != nil && !s.Damaged {
 		if host, epoch := latest(s.Hosts, s.Table.Nonce, s.Table.Epoch); host != "" {
 			err = refusedError(fmt.Sprintf("the table in the store has epoch %d, and host %s has epoch %d: an earlier state of the store was restored", s.Table.Epoch, host, epoch))
@@ -169,11 +172,14 @@ func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duratio
 		// Another leader has other times: those of this host begin when it leads again.
 		n.leader = lead.Leader{Config: n.config.Lead}
 		n.lost = 0
-		return 0, err
+		return postponed, err
 	}
 	// What fails on this host does not keep the devices of a dead host where they are.
 	next, wait := n.next(s)
 	if next == nil {
+		if wait == 0 || postponed > 0 && postponed < wait {
+			wait = postponed
+		}
 		return wait, err
 	}
 	switch failed := n.config.Store.Write(ctx, s, next); {
@@ -246,9 +252,9 @@ type refusedError string
 
 func (e refusedError) Error() string { return string(e) }
 
-// apply puts a table in force, unless it is the one in force. A store with an earlier table, or one of another fleet, was
-// replaced or restored: this host keeps its table, and does not lead.
-func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
+// apply puts a table in force, unless it is the one in force, or must wait for other hosts: then it returns the time that is left. A store
+// with an earlier table, or one of another fleet, was replaced or restored: this host keeps its table, and does not lead.
+func (n *Node) apply(ctx context.Context, s *store.Snapshot) (postponed time.Duration, err error) {
 	t := s.Table
 	if t == nil || s.Damaged {
 		// A host without the last table of the fleet leaves it to the others to write it.
@@ -259,31 +265,71 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) error {
 		}
 		if later, _ := latest(s.Hosts, nonce, epoch); later != "" {
 			n.update(func(r *store.Registration) { r.Refuses = true })
-			return refusedError(fmt.Sprintf("the store has lost the table of the fleet, and another host must write it again, as host %s: the one of this host is not the last one", later))
+			return 0, refusedError(fmt.Sprintf("the store has lost the table of the fleet, and another host must write it again, as host %s: the one of this host is not the last one", later))
 		}
 	}
 	switch {
 	case t == nil:
 		n.update(func(r *store.Registration) { r.Refuses = false })
-		return nil
+		return 0, nil
 	case n.applied != nil && t.Nonce != n.applied.Nonce:
 		n.update(func(r *store.Registration) { r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0, 0 })
-		return refusedError("the table in the store has another nonce than the one in force: it belongs to another fleet")
+		return 0, refusedError("the table in the store has another nonce than the one in force: it belongs to another fleet")
 	case n.applied != nil && t.Epoch < n.applied.Epoch:
 		n.update(func(r *store.Registration) { r.Refuses = true })
-		return refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch))
+		return 0, refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch))
 	}
 	if n.applied != nil && t.Epoch == n.applied.Epoch && !t.Equal(n.applied) {
 		n.update(func(r *store.Registration) { r.Refuses = true })
-		return refusedError(fmt.Sprintf("the table in the store has epoch %d, as the one in force, and other hosts or owners: an earlier state of the store was restored, or its file has changed without another epoch", t.Epoch))
+		return 0, refusedError(fmt.Sprintf("the table in the store has epoch %d, as the one in force, and other hosts or owners: an earlier state of the store was restored, or its file has changed without another epoch", t.Epoch))
 	}
 	if n.applied == nil || t.Epoch > n.applied.Epoch {
+		if wait := n.postpone(s, t); wait > 0 {
+			return wait, nil
+		}
 		if err := n.config.Path.Apply(t); err != nil {
-			return err
+			return 0, err
 		}
 		n.applied = t
 	}
-	return n.prepare(ctx, s, t)
+	return 0, n.prepare(ctx, s, t)
+}
+
+// flipTime is the longest time for which a host waits for the former owners of its devices to apply a table.
+const flipTime = time.Second
+
+// postpone returns the time for which this host does not apply a table yet that gives it devices: their former owners come first. Until a
+// former owner applies the table, all packets of the devices reach it, and so do the connections; afterwards, it sends them here. If
+// this host were first, it would have datagrams of devices whose connections are still at the former owner.
+func (n *Node) postpone(s *store.Snapshot, t *table.Table) time.Duration {
+	if n.applied == nil || !awaitsOwners(t, n.registered().Name, s.Hosts) {
+		return 0
+	}
+	now := clock.Monotonic()
+	if n.postponed != t.Epoch {
+		n.postponed, n.postponedSince = t.Epoch, now
+	}
+	return max(0, flipTime-(now-n.postponedSince))
+}
+
+// awaitsOwners reports whether a living former owner of devices that a table gives to a host has not applied the table. Former owners that
+// get devices themselves do not count: two hosts would wait for each other.
+func awaitsOwners(t *table.Table, host string, hosts []lead.Host) bool {
+	self := t.Index(host)
+	gains, former := make(map[uint16]bool), make(map[uint16]bool)
+	for b, previous := range t.Previous {
+		if previous == table.None {
+			continue
+		}
+		gains[t.Owner[b]] = true
+		if t.Owner[b] == self {
+			former[previous] = true
+		}
+	}
+	return slices.ContainsFunc(hosts, func(h lead.Host) bool {
+		at := t.Index(h.Name)
+		return at != table.None && former[at] && !gains[at] && h.Alive && !h.Refuses && h.Applied < t.Epoch
+	})
 }
 
 // preparation prepares moves of a table, in a goroutine of its own: a later table does not wait for it, as after a death.

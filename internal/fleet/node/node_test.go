@@ -628,6 +628,60 @@ func TestMutual(t *testing.T) {
 	}
 }
 
+// TestFormerOwnerFirst is that a host applies a table that gives it devices after their former owners, unless these cannot apply it.
+func TestFormerOwnerFirst(t *testing.T) {
+	hosts := []table.Host{{Name: "a", Weight: 1}, {Name: "b", Weight: 1}, {Name: "c", Weight: 1}}
+	at := func(epoch uint64) *table.Table {
+		one := &table.Table{Epoch: epoch, Nonce: 7, Hosts: hosts}
+		for b := range table.Buckets {
+			one.Owner[b], one.Previous[b], one.Next[b] = 1, table.None, table.None
+		}
+		return one
+	}
+	prepared, flipped, mutual := at(4), at(5), at(5)
+	prepared.Next[0] = 0 // b to a
+	flipped.Owner[0], flipped.Previous[0] = 0, 1
+	mutual.Owner[0], mutual.Previous[0], mutual.Previous[1] = 0, 1, 0
+	b := lead.Host{Host: hosts[1], Alive: true, Applied: 4, Handed: 4, Prepared: 4}
+	applied, dead, refusing := b, b, b
+	applied.Applied, dead.Alive, refusing.Refuses = 5, false, true
+	for name, c := range map[string]struct {
+		host  string
+		table *table.Table
+		hosts []lead.Host
+		waits bool
+	}{
+		"the former owner has not applied it":          {"a", flipped, []lead.Host{b}, true},
+		"the former owner has applied it":              {"a", flipped, []lead.Host{applied}, false},
+		"the former owner is dead":                     {"a", flipped, []lead.Host{dead}, false},
+		"the former owner refuses it":                  {"a", flipped, []lead.Host{refusing}, false},
+		"the former owner is unknown":                  {"a", flipped, nil, false},
+		"the former owner gets devices, too":           {"a", mutual, []lead.Host{b}, false},
+		"the former owner":                             {"b", flipped, []lead.Host{{Host: hosts[0], Alive: true, Applied: 4}}, false},
+		"neither of them":                              {"c", flipped, []lead.Host{b}, false},
+		"a host that is not in the table":              {"d", flipped, []lead.Host{b}, false},
+		"the former owner had not even the one before": {"a", flipped, []lead.Host{{Host: hosts[1], Alive: true, Applied: 3}}, true},
+	} {
+		p := &path{name: c.host, history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}
+		n := New(Config{Store: &fixed{}, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: c.host, Weight: 1}}})
+		n.applied = prepared
+		wait, err := n.follow(t.Context(), &store.Snapshot{Table: c.table, Connected: true, Hosts: c.hosts})
+		if waits := n.applied == prepared; err != nil || waits != c.waits || waits != (wait > 0) || wait > flipTime {
+			t.Errorf("%s: waits %v for %v, %v", name, waits, wait, err)
+		}
+		if !c.waits {
+			continue
+		}
+		if r := n.registered(); r.Applied == 5 {
+			t.Errorf("%s: %+v", name, r)
+		}
+		n.postponedSince -= flipTime
+		if wait, err = n.follow(t.Context(), &store.Snapshot{Table: c.table, Connected: true, Hosts: c.hosts}); err != nil || n.applied != c.table {
+			t.Errorf("%s: after %v: %v, %v", name, flipTime, wait, err)
+		}
+	}
+}
+
 // TestEmptiedStore starts hosts with their last table at a store that has lost everything: the leader writes the table again,
 // and the devices of a host that dies afterwards move.
 func TestEmptiedStore(t *testing.T) {

@@ -8,7 +8,8 @@
 //
 //   - prepare: Next is the new owner, and the owner hands over the templates of the devices.
 //   - flip: the new owner is Owner, and the former one is Previous. A host that has not applied this epoch yet sends packets
-//     to the former owner, which sends them on to the owner; the reverse holds for a host that has.
+//     to the former owner, which sends them on to the owner; the reverse holds for a host that has. The former owner applies
+//     the epoch first, so that the new owner gets no packet of a device whose connection the former one has not closed.
 //   - settle: no host uses the former epoch any more, and Previous is None again.
 package table
 

@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"sockeye/internal/events"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/session"
 )
 
@@ -17,19 +18,53 @@ func (c *Checks) closeElsewhere(list []session.Session) []session.Session {
 	if fleet == nil {
 		return list
 	}
+	list, left := divide(fleet, list)
+	c.closeLeft(fleet, left)()
+	return list
+}
+
+// FindLeaving finds the connections of devices that leave this host when a fleet is in force. closing closes them, and returns a function that
+// logs this. The caller does not hold the lock of the service.
+func (c *Checks) FindLeaving(fleet *core.Fleet) (closing func() (log func())) {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
 	var left []session.Session
-	list = slices.DeleteFunc(list, func(one session.Session) bool {
+	if c.CheckOpen() == nil && !c.Restoring {
+		list, err := c.ReadSessions()
+		if err != nil {
+			c.Log.Warn("connections not checked", "error", err)
+		}
+		_, left = divide(fleet, list)
+	}
+	return func() func() {
+		c.Mu.Lock()
+		defer c.Mu.Unlock()
+		if c.CheckOpen() != nil {
+			left = nil
+		}
+		return c.closeLeft(fleet, left)
+	}
+}
+
+// divide returns the connections of devices that this host serves, and those of devices of other hosts.
+func divide(fleet *core.Fleet, list []session.Session) (here, left []session.Session) {
+	here = slices.DeleteFunc(list, func(one session.Session) bool {
 		elsewhere := fleet.Elsewhere(one.Local.Addr(), one.Address)
 		if elsewhere {
 			left = append(left, one)
 		}
 		return elsewhere
 	})
+	return here, left
+}
+
+// closeLeft closes the connections of devices of other hosts, and returns a function that logs this.
+func (c *Checks) closeLeft(fleet *core.Fleet, left []session.Session) (log func()) {
 	if len(left) == 0 {
-		return list
+		return func() {}
 	}
 	conn, err := c.Diag()
-	hosts, closed := make(map[string]bool), 0
+	closed := 0
 	for i := range left {
 		if err == nil {
 			err = conn.Destroy(&left[i].Socket)
@@ -37,17 +72,21 @@ func (c *Checks) closeElsewhere(list []session.Session) []session.Session {
 		if err != nil {
 			break
 		}
-		host, _, _ := fleet.Host(left[i].Address)
-		hosts[host] = true
 		closed++
 	}
 	c.closed += uint64(closed)
-	if closed > 0 {
-		c.Log.Info("closed connections of devices of other hosts", events.DevicesLeft, "connections", closed,
-			"first", left[0].Address.String(), "hosts", slices.Sorted(maps.Keys(hosts)))
+	return func() {
+		hosts := make(map[string]bool)
+		for i := range left[:closed] {
+			host, _, _ := fleet.Host(left[i].Address)
+			hosts[host] = true
+		}
+		if closed > 0 {
+			c.Log.Info("closed connections of devices of other hosts", events.DevicesLeft, "connections", closed,
+				"first", left[0].Address.String(), "hosts", slices.Sorted(maps.Keys(hosts)))
+		}
+		if err != nil {
+			c.Log.Error("cannot close connections of devices of other hosts", "connections", len(left)-closed, "error", err)
+		}
 	}
-	if err != nil {
-		c.Log.Error("cannot close connections of devices of other hosts", "connections", len(left)-closed, "error", err)
-	}
-	return list
 }

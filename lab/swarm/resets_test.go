@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package swarm
+
+import (
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/netns"
+	"sockeye/internal/testenv"
+)
+
+// TestResets closes connections of two devices by RST. Those are recorded that are the present ones of their device, with the time of the
+// RST.
+func TestResets(t *testing.T) {
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := netlink.LinkSetUp(lo); err != nil {
+		t.Fatal(err)
+	}
+	handle, err := netlink.NewHandle()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer handle.Close()
+	packets, err := openResets()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer packets.Close()
+	name := filepath.Join(t.TempDir(), "records")
+	file, err := os.OpenFile(name, os.O_CREATE|os.O_RDWR|os.O_APPEND, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	s := &sender{Load: Load{Devices: 2}, records: recorder{file}, ports: make([]atomic.Uint32, 2)}
+	go func() { _ = s.watchResets(packets) }()
+	from := int64(0)
+	read := func() (records []Record) {
+		records, next, err := readRecords(file, from)
+		if err != nil {
+			t.Fatal(err)
+		}
+		from = next
+		return records
+	}
+	for device := range 2 {
+		a := Address(device)
+		address := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}, Flags: unix.IFA_F_NODAD}
+		if err := netlink.AddrAdd(lo, address); err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = netlink.AddrDel(lo, address) }()
+		if err := netns.AwaitLocal(handle, a, 10*time.Second); err != nil {
+			t.Fatal(err)
+		}
+		l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(a, 0)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		reset := func(present bool) (port uint16) {
+			t.Helper()
+			conn, err := net.DialTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(a, 0)), l.Addr().(*net.TCPAddr))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			other, err := l.AcceptTCP()
+			if err != nil {
+				t.Fatal(err)
+			}
+			port = conn.LocalAddr().(*net.TCPAddr).AddrPort().Port()
+			if present {
+				s.ports[device].Store(uint32(port))
+			}
+			if err := other.SetLinger(0); err != nil {
+				t.Fatal(err)
+			}
+			if err := other.Close(); err != nil {
+				t.Fatal(err)
+			}
+			return port
+		}
+		reset(false)
+		begun := Now()
+		port := reset(true)
+		var records []Record
+		testenv.Within(t, "a record", func() bool {
+			// Loopback shows a packet as sent and as received: the second record of the former device may be late.
+			records = slices.DeleteFunc(read(), func(r Record) bool { return r.Device < uint32(device) })
+			return len(records) > 0
+		})
+		for _, r := range records {
+			if r.Kind != Closed || r.Device != uint32(device) || r.Port != port || r.At < begun || r.At > begun+time.Second {
+				t.Errorf("%+v, want device %d, port %d, after %v", r, device, port, begun)
+			}
+		}
+	}
+}
