@@ -48,7 +48,7 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 # What "make check" runs in VMs; "make test-vm" runs all.
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
-CHECK_VM_TESTS := ./internal/bpf ./internal/bpf/probe ./internal/bigtcp/programs ./internal/trace/capture ./internal/member ./internal/placement ./internal/fleet/forward ./lab/vm/selftest
+CHECK_VM_TESTS := ./internal/bpf ./internal/bpf/probe ./internal/bigtcp/programs ./internal/trace/capture ./internal/member ./internal/fleet/forward ./lab/vm/selftest
 VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/procsock ./internal/tune ./internal/trace ./internal/trace/packets ./internal/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./internal/fleet ./room
 ARM64_LEFT_OUT := -leave-out '^TestSteerInterrupted$$: repeats an upgrade after each pin, which emulation makes too slow'
 VM_E2E_TESTS := TestWaitingRoom$$|TestTakeover$$|TestTemplates$$|TestDrainedWhileWaiting
@@ -106,7 +106,7 @@ test-vm: ## Run the kernel tests on other kernels, under qemu
 .PHONY: test-arm64
 test-arm64: ## Run the kernel tests of check, and those of the sandbox, on arm64 under qemu
 	@tools/setup $(ARM64_PACKAGES)
-	go run ./lab/vm -arch arm64 -kernels newest -timeout 40m $(ARM64_LEFT_OUT) $(CHECK_VM_TESTS) ./internal/sandbox
+	go run ./lab/vm -arch arm64 -kernels newest -timeout 40m $(ARM64_LEFT_OUT) $(CHECK_VM_TESTS) ./internal/placement ./internal/sandbox
 
 .PHONY: test-debian
 test-debian: ## Test whole Debian systems under systemd and qemu (RELEASES=trixie, RUN=REGEXP)

@@ -13,4 +13,6 @@ const (
 	opens         = 1
 	forged        = 20_000
 	exactly       = 20_000
+	layoutStep    = 4
+	pinStep       = 6
 )
