@@ -345,15 +345,15 @@ func (p *participation) install(t *table.Table) error {
 	// connection is closed, datagrams of its device are at another host.
 	closing := func() func() { return func() {} }
 	flip := forward.Flip{}
-	if t != p.table {
+	if leave(p.table, t, p.self()) {
 		flip.Before = func() { closing = p.services.FindLeaving(p.settings.Addresses, host) }
 	}
 	flip.After = func() {
-		log := closing()
 		p.table, p.mapping, p.paths = t, mapping, paths
 		if p.attached == nil {
 			p.attach() // the devices whose connections are closed must not come back to this host
 		}
+		log := closing()
 		p.services.SetFleet(p.settings.Addresses, host)
 		log()
 	}
@@ -362,6 +362,23 @@ func (p *participation) install(t *table.Table) error {
 	}
 	p.attach()
 	return nil
+}
+
+// leave reports whether devices leave a host when a table follows the one before.
+func leave(before, t *table.Table, host string) bool {
+	if before == nil {
+		return true // any, because the host has served what reached it
+	}
+	if before == t {
+		return false
+	}
+	was, is := before.Index(host), t.Index(host)
+	for b := range t.Owner {
+		if was != table.None && before.Owner[b] == was && (is == table.None || t.Owner[b] != is) {
+			return true
+		}
+	}
+	return false
 }
 
 // hostOf returns the function that the services ask for the host of a device.

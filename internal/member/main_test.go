@@ -27,6 +27,13 @@ const childVariable = "SOCKEYE_TEST_CHILD"
 // children contains the functions of child processes.
 var children = map[string]func() (any, error){
 	"sleep": func() (any, error) { return nil, nil },
+	"spin": func() (any, error) {
+		go func() {
+			for { //nolint:revive,staticcheck // busy, as a thread that decodes
+			}
+		}()
+		return nil, nil
+	},
 	"rename": func() (any, error) {
 		return nil, os.WriteFile("/proc/self/comm", []byte(os.Getenv("NAME")), 0)
 	},

@@ -15,7 +15,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -138,38 +137,18 @@ func TestReadNothing(t *testing.T) {
 
 // TestAllSleep checks that one busy thread of several makes a process busy.
 func TestAllSleep(t *testing.T) {
-	cmd := exec.Command("sh", "-c", "read line; while :; do :; done")
-	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
+	for name, want := range map[string]bool{"sleep": true, "spin": false} {
+		c := start(t, name, nil, nil)
+		var err error
+		testenv.Within(t, name, func() bool {
+			var got bool
+			got, err = AllSleep(c.pid())
+			return err != nil || got == want
+		})
+		check(t, err)
+		check(t, c.Process.Kill())
+		_ = c.Wait()
 	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-	}()
-	until := func(want bool) {
-		t.Helper()
-		for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-			got, err := AllSleep(cmd.Process.Pid)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if got == want {
-				return
-			}
-			if time.Now().After(deadline) {
-				t.Fatalf("all threads sleep: %v", got)
-			}
-		}
-	}
-	until(true)
-	if _, err := stdin.Write([]byte("\n")); err != nil {
-		t.Fatal(err)
-	}
-	until(false)
 	// The thread that calls is busy, and is not the first one.
 	busy := make(chan bool)
 	go func() {

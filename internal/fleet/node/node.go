@@ -61,8 +61,7 @@ type Node struct {
 	failed    error        // of the last preparation, for failedIn
 	failedIn  uint64       // epoch
 
-	postponed      uint64        // epoch of a table that waits for the former owners of its devices
-	postponedSince time.Duration // monotonic time
+	postponed time.Duration // time since which tables wait for the former owners of their devices; 0: none waits
 
 	lost   time.Duration // time since which this leader sees a store without its table; 0: it has one
 	healed time.Duration // time of the last table that was to heal the store
@@ -290,7 +289,7 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) (postponed time.Dur
 		if err := n.config.Path.Apply(t); err != nil {
 			return 0, err
 		}
-		n.applied = t
+		n.applied, n.postponed = t, 0
 	}
 	return 0, n.prepare(ctx, s, t)
 }
@@ -302,27 +301,31 @@ const flipTime = time.Second
 // former owner applies the table, all packets of the devices reach it, and so do the connections; afterwards, it sends them here. If
 // this host were first, it would have datagrams of devices whose connections are still at the former owner.
 func (n *Node) postpone(s *store.Snapshot, t *table.Table) time.Duration {
-	if n.applied == nil || !awaitsOwners(t, n.registered().Name, s.Hosts) {
+	if n.applied == nil || !awaitsOwners(n.applied, t, n.registered().Name, s.Hosts) {
 		return 0
 	}
 	now := clock.Monotonic()
-	if n.postponed != t.Epoch {
-		n.postponed, n.postponedSince = t.Epoch, now
+	if n.postponed == 0 {
+		n.postponed = now // also for later tables, until one is applied
 	}
-	return max(0, flipTime-(now-n.postponedSince))
+	return max(0, flipTime-(now-n.postponed))
 }
 
 // awaitsOwners reports whether a living former owner of devices that a table gives to a host has not applied the table. Former owners that
-// get devices themselves do not count: two hosts would wait for each other.
-func awaitsOwners(t *table.Table, host string, hosts []lead.Host) bool {
-	self := t.Index(host)
+// get devices themselves do not count: two hosts would wait for each other. A table that gives the host devices without a former owner, as
+// after a death, does not wait.
+func awaitsOwners(applied, t *table.Table, host string, hosts []lead.Host) bool {
+	self, before := t.Index(host), applied.Index(host)
 	gains, former := make(map[uint16]bool), make(map[uint16]bool)
 	for b, previous := range t.Previous {
-		if previous == table.None {
-			continue
+		if previous != table.None {
+			gains[t.Owner[b]] = true
 		}
-		gains[t.Owner[b]] = true
-		if t.Owner[b] == self {
+		switch {
+		case t.Owner[b] != self || self == table.None || before != table.None && applied.Owner[b] == before:
+		case previous == table.None:
+			return false
+		default:
 			former[previous] = true
 		}
 	}

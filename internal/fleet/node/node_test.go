@@ -638,10 +638,16 @@ func TestFormerOwnerFirst(t *testing.T) {
 		}
 		return one
 	}
-	prepared, flipped, mutual := at(4), at(5), at(5)
+	prepared, flipped, mutual, death, earlier := at(4), at(5), at(5), at(5), at(5)
 	prepared.Next[0] = 0 // b to a
 	flipped.Owner[0], flipped.Previous[0] = 0, 1
 	mutual.Owner[0], mutual.Previous[0], mutual.Previous[1] = 0, 1, 0
+	death.Owner[0], death.Previous[0], death.Owner[1] = 0, 1, 0
+	prepared.Owner[2] = 0
+	for _, one := range []*table.Table{flipped, mutual, death, earlier} {
+		one.Owner[2] = 0
+	}
+	earlier.Previous[2] = 1 // that flip is in force here
 	b := lead.Host{Host: hosts[1], Alive: true, Applied: 4, Handed: 4, Prepared: 4}
 	applied, dead, refusing := b, b, b
 	applied.Applied, dead.Alive, refusing.Refuses = 5, false, true
@@ -656,6 +662,8 @@ func TestFormerOwnerFirst(t *testing.T) {
 		"the former owner is dead":                     {"a", flipped, []lead.Host{dead}, false},
 		"the former owner refuses it":                  {"a", flipped, []lead.Host{refusing}, false},
 		"the former owner is unknown":                  {"a", flipped, nil, false},
+		"devices of a dead host come, too":             {"a", death, []lead.Host{b}, false},
+		"the devices are here already":                 {"a", earlier, []lead.Host{b}, false},
 		"the former owner gets devices, too":           {"a", mutual, []lead.Host{b}, false},
 		"the former owner":                             {"b", flipped, []lead.Host{{Host: hosts[0], Alive: true, Applied: 4}}, false},
 		"neither of them":                              {"c", flipped, []lead.Host{b}, false},
@@ -675,8 +683,11 @@ func TestFormerOwnerFirst(t *testing.T) {
 		if r := n.registered(); r.Applied == 5 {
 			t.Errorf("%s: %+v", name, r)
 		}
-		n.postponedSince -= flipTime
-		if wait, err = n.follow(t.Context(), &store.Snapshot{Table: c.table, Connected: true, Hosts: c.hosts}); err != nil || n.applied != c.table {
+		// The time goes on with the next table.
+		n.postponed -= flipTime
+		next := *c.table
+		next.Epoch++
+		if wait, err = n.follow(t.Context(), &store.Snapshot{Table: &next, Connected: true, Hosts: c.hosts}); err != nil || n.applied != &next || n.postponed != 0 {
 			t.Errorf("%s: after %v: %v, %v", name, flipTime, wait, err)
 		}
 	}

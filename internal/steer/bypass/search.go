@@ -64,7 +64,7 @@ type found struct {
 	Socket
 	process *sockdiag.Process
 	member  string // as in "member of slot 1", if the process is one or a descendant of one
-	noted   bool   // the log has the socket
+	noted   bool   // logged, or one of too many
 }
 
 // status returns the socket as in api.ServiceStatus.
@@ -132,7 +132,7 @@ func (w *Watch) searchSockets() {
 	if base == nil {
 		return
 	}
-	defer base.conn.Close()
+	defer base.close()
 	sockets, err := find(base.conn, base.listeners, base.lookup, base.isKnown)
 	if err != nil {
 		w.Log.Debug("sockets not searched", "error", err)
@@ -152,26 +152,24 @@ func (w *Watch) searchSockets() {
 		case one.Remote.IsValid() && (len(processes) == 0 && w.search.scans[one.Cookie] == 0 || base.memberOf(processes) != ""):
 		case base.isServed(&one):
 		case len(processes) > 0:
-			all = append(all, found{Socket: one, process: &processes[0], member: base.memberOf(processes)})
+			all = append(all, found{Socket: one, process: &processes[0], member: base.memberOf(processes[:1])})
 		default:
 			all = append(all, found{Socket: one})
 		}
 	}
+	nameInterfaces(base.links, all)
 	w.Mu.Lock()
 	defer w.Mu.Unlock()
 	if w.CheckOpen() != nil {
 		return
 	}
 	registered := w.registeredSockets() // by now
-	all = slices.DeleteFunc(all, func(one found) bool { return registered[one.Cookie] })
-	if err := netns.Do(w.SocketNetns(), func() error { nameInterfaces(all); return nil }); err != nil {
-		w.Log.Debug("interfaces not named", "error", err)
-	}
-	w.note(all)
+	w.note(slices.DeleteFunc(all, func(one found) bool { return registered[one.Cookie] }))
 }
 
-// nameInterfaces sets the names of the interfaces. The caller is in the network namespace of the sockets.
-func nameInterfaces(sockets []found) {
+// nameInterfaces sets the names of the interfaces. The caller does not hold the lock of the service: the kernel may be busy with other
+// changes of interfaces (rtnl_lock).
+func nameInterfaces(links *netlink.Handle, sockets []found) {
 	names := make(map[uint32]string)
 	for i := range sockets {
 		one := &sockets[i]
@@ -180,7 +178,7 @@ func nameInterfaces(sockets []found) {
 		}
 		if _, known := names[one.Device]; !known {
 			names[one.Device] = strconv.FormatUint(uint64(one.Device), 10)
-			if link, err := netlink.LinkByIndex(int(one.Device)); err == nil {
+			if link, err := links.LinkByIndex(int(one.Device)); err == nil {
 				names[one.Device] = link.Attrs().Name
 			}
 		}
@@ -191,6 +189,7 @@ func nameInterfaces(sockets []found) {
 // base is what a search compares sockets with.
 type base struct {
 	conn       *sockdiag.Conn
+	links      *netlink.Handle
 	netns      uint64
 	listeners  map[int]config.Listener
 	served     []config.Listener // of all services in the network namespace
@@ -218,7 +217,12 @@ func (w *Watch) readBase() (*base, error) {
 		b.members[seat.Process.PID] = fmt.Sprintf("member of slot %d", seat.Slot)
 	}
 	err := netns.Do(w.SocketNetns(), func() (err error) {
-		b.conn, err = sockdiag.Open()
+		if b.conn, err = sockdiag.Open(); err != nil {
+			return err
+		}
+		if b.links, err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
+			b.conn.Close()
+		}
 		return err
 	})
 	w.Mu.Unlock()
@@ -227,6 +231,11 @@ func (w *Watch) readBase() (*base, error) {
 	}
 	b.served = w.servedIn(b.netns)
 	return b, nil
+}
+
+func (b *base) close() {
+	b.conn.Close()
+	b.links.Close()
 }
 
 // registeredSockets returns the cookies of the keeper sockets and of the sockets of the members and of former members.
@@ -277,9 +286,12 @@ func (b *base) isServed(s *Socket) bool {
 	})
 }
 
+// mostHolders limits the processes that have a socket and are compared with the members.
+const mostHolders = 8
+
 // memberOf returns the first member of which one of the processes is a descendant, or which is one of them, or "".
 func (b *base) memberOf(processes []sockdiag.Process) string {
-	for _, process := range processes {
+	for _, process := range processes[:min(len(processes), mostHolders)] {
 		text, known := b.related[process.PID]
 		if !known {
 			text = b.relative(process.PID)
@@ -433,21 +445,23 @@ func (w *Watch) hasLeft(fd int) bool {
 	return err == nil && !in
 }
 
-// note notes sockets, and logs those that were not logged before. A socket is logged when its process is known, or was searched for.
+// note notes sockets, and logs those that were not logged before. A socket without a process is logged when the process was searched for,
+// or when the next search finds the socket again.
 func (w *Watch) note(sockets []found) {
 	noted := make(map[uint64]bool)
 	for i := range w.sockets {
 		noted[w.sockets[i].Cookie] = w.sockets[i].noted
 	}
-	logged := 0
+	messages := 0
 	for i := range sockets {
 		one := &sockets[i]
-		one.noted = noted[one.Cookie]
-		if one.noted || one.process == nil && one.Inode != 0 && w.search.scans[one.Cookie] == 0 {
+		logged, again := noted[one.Cookie]
+		one.noted = logged
+		if logged || one.process == nil && !again && one.Inode != 0 && w.search.scans[one.Cookie] == 0 {
 			continue
 		}
 		one.noted = true
-		if logged++; logged <= mostLogged {
+		if messages++; messages <= mostLogged {
 			status := one.status()
 			w.Log.Warn("a socket can bypass the service", events.SocketBypasses, "socket", status.Socket, "takes", status.Takes, "pid", status.PID, "command", status.Command)
 		}

@@ -205,7 +205,7 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 	r.flushLeft()
 	if f.holds && len(f.templates) == 0 {
 		if !r.hasDecoded(f) {
-			return false, fillPause
+			return false, decodePause
 		}
 		f.holds = false
 		if err := r.endHold(f); err != nil {
@@ -217,7 +217,7 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 		return false, fillPause // the member is exiting
 	}
 	if f.late && len(f.templates) == 0 && r.queued[slot] != nil && !r.hasDecoded(f) {
-		return false, fillPause
+		return false, decodePause
 	}
 	before, budget := f.sent, r.fillBudget(f)
 	for range fillBatch {
@@ -266,8 +266,11 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 // threads, as goflow2, may decode a record before the datagram in front of it. When the receive buffers are empty, and no thread runs or
 // waits for a CPU, no thread decodes a template.
 func (r *Rooms) hasDecoded(f *fill) bool {
-	since := time.Since(f.last)
-	if f.decoded || len(f.addresses) == 0 || since >= templateLimit {
+	since, limit := time.Since(f.last), templateLimit
+	if !f.late {
+		limit = min(limit, f.limit/4) // the slot's packets do not wait longer than f.limit
+	}
+	if f.decoded || len(f.addresses) == 0 || since >= limit {
 		f.decoded = true
 		return true
 	}

@@ -53,6 +53,8 @@ const (
 	templateLimit = 500 * time.Millisecond
 	// templateSamples is the number of samples in a row from which a member that sleeps has decoded the templates.
 	templateSamples = 2
+	// decodePause is the time between two of these samples, which read the state of each thread.
+	decodePause = 5 * time.Millisecond
 	// passTime is the time after which a datagram that was sent again and has not arrived is considered lost.
 	passTime = 500 * time.Millisecond
 	// A member receives what has waited at fillFactor times the rate at which it came, and at leastRate datagrams a second.
