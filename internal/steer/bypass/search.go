@@ -31,6 +31,8 @@ const (
 	statusInterval = time.Second      // minimum time between two searches for status
 	mostSockets    = 100              // sockets that are reported
 	mostLogged     = 3                // sockets that are logged in a search
+	// logPatience is the time for which the message about a socket waits for the process.
+	logPatience = 10 * time.Second
 	// scanPatience is the time for which a search waits for the processes of its sockets. A later search has them.
 	scanPatience = time.Second / 2
 	// scanShare limits the CPU time of scans: the time between two of them is so many times that of the last one.
@@ -63,8 +65,9 @@ type scan struct {
 type found struct {
 	Socket
 	process *sockdiag.Process
-	member  string // as in "member of slot 1", if the process is one or a descendant of one
-	noted   bool   // logged, or one of too many
+	member  string    // as in "member of slot 1", if the process is one or a descendant of one
+	since   time.Time // of the first search that found the socket
+	noted   bool      // logged, or one of too many
 }
 
 // status returns the socket as in api.ServiceStatus.
@@ -446,18 +449,20 @@ func (w *Watch) hasLeft(fd int) bool {
 }
 
 // note notes sockets, and logs those that were not logged before. A socket without a process is logged when the process was searched for,
-// or when the next search finds the socket again.
+// or after logPatience.
 func (w *Watch) note(sockets []found) {
-	noted := make(map[uint64]bool)
+	before, now := make(map[uint64]*found), time.Now()
 	for i := range w.sockets {
-		noted[w.sockets[i].Cookie] = w.sockets[i].noted
+		before[w.sockets[i].Cookie] = &w.sockets[i]
 	}
 	messages := 0
 	for i := range sockets {
 		one := &sockets[i]
-		logged, again := noted[one.Cookie]
-		one.noted = logged
-		if logged || one.process == nil && !again && one.Inode != 0 && w.search.scans[one.Cookie] == 0 {
+		one.since = now
+		if b := before[one.Cookie]; b != nil {
+			one.since, one.noted = b.since, b.noted
+		}
+		if one.noted || one.process == nil && one.Inode != 0 && w.search.scans[one.Cookie] == 0 && now.Sub(one.since) < logPatience {
 			continue
 		}
 		one.noted = true
