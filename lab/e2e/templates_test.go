@@ -247,7 +247,7 @@ func TestTemplatesDecoded(t *testing.T) {
 			}
 			h.mu.Lock()
 			defer h.mu.Unlock()
-			if texts := h.texts[arrival{0, "udp", device}]; texts[len(texts)-1] != "waits" {
+			if texts := h.texts[arrival{0, "udp", device}]; len(texts) == 0 || texts[len(texts)-1] != "waits" {
 				return fmt.Errorf("%x", texts)
 			}
 			return nil
