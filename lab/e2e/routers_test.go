@@ -70,8 +70,11 @@ const (
 
 var feederAddress = netip.MustParseAddr("10.76.0.250")
 
-// newRouters starts two nfacctd, and the routers with a BGP speaker that announces 500 routes a second to all of them
-// together.
+// feederRate is the number of routes that the feeder announces in a second to all routers together. nfacctd 1.7.7 replaces the attributes
+// of a route in one thread while another one reads them for a flow record: at higher rates it crashes sooner.
+const feederRate = 100
+
+// newRouters starts two nfacctd, and the routers with a BGP speaker that announces routes all the time.
 func (h *host) newRouters() *flows {
 	h.Helper()
 	f := &flows{network: &network{h, h.homes(2)}, decoded: map[netip.Addr]uint64{}, offsets: map[string]int64{}}
@@ -134,7 +137,7 @@ func (h *host) newRouters() *flows {
 		})
 		feeding.Go(func() {
 			defer s.Close()
-			_, err := devices.Drive(ctx, devices.Limit{Rate: 500 / float64(len(h.lab.Routers())), Batch: 1}, updatedRoute, func(i, n int) (int, error) {
+			_, err := devices.Drive(ctx, devices.Limit{Rate: feederRate / float64(len(h.lab.Routers())), Batch: 1}, updatedRoute, func(i, n int) (int, error) {
 				return n, s.Announce(routeOf(i, time.Now()))
 			})
 			if err != nil && ctx.Err() == nil {
