@@ -20,6 +20,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
@@ -43,9 +44,9 @@ type Services interface {
 	FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (closing func() (log func()))
 	// CanServe returns an error if a selected service has no ready slot.
 	CanServe(selected func(*config.Service) bool) error
-	// HandOver returns the templates of the exporters that leave this host, by address, for TakeOver on another host, which
-	// sends them to members. IsTakingOver reports whether members still receive them.
-	HandOver(leaves func(netip.Addr) bool) (map[netip.Addr][]byte, error)
+	// HandOver returns the templates of the exporters that leave this host, and that have a new template since a time, by address, for
+	// TakeOver on another host, which sends them to members. IsTakingOver reports whether members still receive them.
+	HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error)
 	TakeOver(handed map[netip.Addr][]byte)
 	IsTakingOver() bool
 }

@@ -62,10 +62,11 @@ type participation struct {
 
 	mu           sync.Mutex
 	nics         []nic
-	missing      error // an interface that does not exist
-	attached     []int // interfaces, and the tunnel as the last one
-	serves       bool  // until the first table, this host serves what reaches it
-	continues    bool  // until the first table, the programs of an earlier version stay, or none if this host serves
+	missing      error        // an interface that does not exist
+	attached     []int        // interfaces, and the tunnel as the last one
+	serves       bool         // until the first table, this host serves what reaches it
+	continues    bool         // until the first table, the programs of an earlier version stay, or none if this host serves
+	last         *table.Table // of an earlier agent, or nil
 	table        *table.Table
 	unsaved      *table.Table          // table in force that is not in the state directory; nil: none
 	mapping      *placement.Mapping    // hashes of the devices, with the nonce of the table
@@ -79,6 +80,8 @@ type participation struct {
 	known        map[string]string // states of the hosts, for events
 	local        []string          // problems of interfaces and paths
 	ended        bool              // path is closed
+	late         late
+	taking       sync.Mutex // templates are taken over: those that one goroutine has removed from the store, another one does not see
 }
 
 // etcdConfig returns the settings of a store in etcd.
@@ -103,7 +106,7 @@ func etcdConfig(f *config.Fleet) (*store.EtcdConfig, error) {
 
 // participate opens the data path and the store, and follows the store.
 func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
-	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path)}
+	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), late: newLate()}
 	if p.path, err = forward.Open(d.pins()); err != nil {
 		return nil, err
 	}
@@ -124,6 +127,7 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 		p.log.Warn("the saved table of the fleet is older than the one in force, which stays", "saved", last.Epoch, "in_force", epoch)
 		last = nil
 	}
+	p.last = last
 	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}, Digests: s.digests}
 	p.refresh() // the first registration is complete: otherwise the next table would have a host without addresses
 	if s.Etcd != nil {
@@ -160,6 +164,7 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 			}
 		}
 	})
+	p.done.Go(func() { p.exchangeLate(ctx) })
 	return p, nil
 }
 
@@ -227,17 +232,9 @@ func (d *dataPath) Apply(t *table.Table) error {
 	}
 	p.unsaved = t
 	p.save()
-	gained, lost := 0, 0
-	mine := func(t *table.Table, b int) bool {
-		return t != nil && t.Owner[b] != table.None && t.Hosts[t.Owner[b]].Name == p.self()
-	}
-	for b := range table.Buckets {
-		was, is := mine(before, b), mine(t, b)
-		if is && !was {
-			gained++
-		} else if was && !is {
-			lost++
-		}
+	gained, lost := changes(before, t, p.self())
+	if t != p.last && (lost > 0 || before == nil) {
+		p.late.left(t.Epoch, time.Now())
 	}
 	if gained+lost > 0 || before == nil {
 		p.log.Info("table of the fleet in force", events.FleetTable, "epoch", t.Epoch, "gained", gained, "lost", lost)
@@ -269,24 +266,31 @@ func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
 	p := (*participation)(d)
 	p.mu.Lock()
 	mapping, self, name := p.mapping, t.Index(p.self()), p.self()
+	p.late.prepared, p.late.preparedAt = t.Epoch, time.Now()
 	p.mu.Unlock()
 	if name == "" {
 		return nil
 	}
-	next := func(device netip.Addr) uint16 {
+	_, err := p.handOver(ctx, t, time.Time{}, func(device netip.Addr) uint16 {
 		b := mapping.Locate(device).Bucket
 		if t.Owner[b] != self {
 			return table.None
 		}
 		return t.Next[b]
-	}
-	all, err := p.services.HandOver(func(device netip.Addr) bool { return next(device) != table.None })
+	})
+	return err
+}
+
+// handOver hands the templates of devices that have a new template since a time to the hosts of a table that to returns; table.None: the
+// device stays. handOver returns the number of devices.
+func (p *participation) handOver(ctx context.Context, t *table.Table, since time.Time, to func(device netip.Addr) uint16) (devices int, err error) {
+	all, err := p.services.HandOver(func(device netip.Addr) bool { return to(device) != table.None }, since)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	byHost := make(map[string]map[netip.Addr][]byte)
 	for device, templates := range all {
-		name := t.Hosts[next(device)].Name
+		name := t.Hosts[to(device)].Name
 		if byHost[name] == nil {
 			byHost[name] = make(map[netip.Addr][]byte)
 		}
@@ -294,10 +298,10 @@ func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
 	}
 	for name, templates := range byHost {
 		if err := p.store.HandOver(ctx, name, templates); err != nil {
-			return err
+			return 0, err
 		}
 	}
-	return nil
+	return len(all), nil
 }
 
 // TakeOver sends the templates of the devices that come to the members of this host.
@@ -309,16 +313,26 @@ func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 	if name == "" { // the templates are for the other host
 		return nil
 	}
+	if err := p.takeOver(ctx, func(device netip.Addr) bool { return t.Next[mapping.Locate(device).Bucket] == self }); err != nil {
+		return err
+	}
+	for begun := time.Now(); p.services.IsTakingOver() && time.Since(begun) < takeOverTime && ctx.Err() == nil; {
+		time.Sleep(time.Millisecond)
+	}
+	return nil
+}
+
+// takeOver sends the templates that other hosts have handed over to the members of this host.
+func (p *participation) takeOver(ctx context.Context, comes func(device netip.Addr) bool) error {
+	p.taking.Lock()
+	defer p.taking.Unlock()
 	handed, err := p.store.TakeOver(ctx)
 	if err != nil {
 		return err
 	}
-	maps.DeleteFunc(handed, func(device netip.Addr, _ []byte) bool { return t.Next[mapping.Locate(device).Bucket] != self })
+	maps.DeleteFunc(handed, func(device netip.Addr, _ []byte) bool { return !comes(device) })
 	if len(handed) > 0 {
 		p.services.TakeOver(handed)
-	}
-	for begun := time.Now(); p.services.IsTakingOver() && time.Since(begun) < takeOverTime && ctx.Err() == nil; {
-		time.Sleep(time.Millisecond)
 	}
 	return nil
 }
@@ -345,7 +359,7 @@ func (p *participation) install(t *table.Table) error {
 	// connection is closed, datagrams of its device are at another host.
 	closing := func() func() { return func() {} }
 	flip := forward.Flip{}
-	if leave(p.table, t, p.self()) {
+	if _, lost := changes(p.table, t, p.self()); lost > 0 || p.table == nil {
 		flip.Before = func() { closing = p.services.FindLeaving(p.settings.Addresses, host) }
 	}
 	flip.After = func() {
@@ -364,21 +378,23 @@ func (p *participation) install(t *table.Table) error {
 	return nil
 }
 
-// leave reports whether devices leave a host when a table follows the one before.
-func leave(before, t *table.Table, host string) bool {
-	if before == nil {
-		return true // any, because the host has served what reached it
+// changes returns the numbers of buckets that a host gains and loses when a table follows the one before, which is nil before the first one:
+// until then, a host may have served what reached it.
+func changes(before, t *table.Table, host string) (gained, lost int) {
+	was, is := uint16(table.None), t.Index(host)
+	if before != nil {
+		was = before.Index(host)
 	}
-	if before == t {
-		return false
-	}
-	was, is := before.Index(host), t.Index(host)
 	for b := range t.Owner {
-		if was != table.None && before.Owner[b] == was && (is == table.None || t.Owner[b] != is) {
-			return true
+		had, has := was != table.None && before.Owner[b] == was, is != table.None && t.Owner[b] == is
+		switch {
+		case has && !had:
+			gained++
+		case had && !has:
+			lost++
 		}
 	}
-	return false
+	return gained, lost
 }
 
 // hostOf returns the function that the services ask for the host of a device.
@@ -522,6 +538,9 @@ func (p *participation) changed(s node.State) {
 	defer p.mu.Unlock()
 	before := p.self()
 	p.state = s
+	if s.Snapshot != nil {
+		p.late.noteHosts(s.Hosts, p.settings.host)
+	}
 	if p.table != nil && p.self() != before {
 		if err := p.install(p.table); err != nil {
 			p.local = append(p.local, err.Error())

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"time"
 
 	"sockeye/internal/config"
 	"sockeye/internal/steer/core"
@@ -68,14 +69,14 @@ func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 	return nil
 }
 
-// HandOver returns the templates of the exporters that leave this host, by address, in a form that TakeOver of another host
-// reads.
-func (d *Domain) HandOver(leaves func(netip.Addr) bool) (map[netip.Addr][]byte, error) {
+// HandOver returns the templates of the exporters that leave this host, and that have a new template since a time, by address, in a
+// form that TakeOver of another host reads.
+func (d *Domain) HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error) {
 	all := make(map[netip.Addr][]rooms.Handed)
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
 		s.Mu.Lock()
-		for addr, list := range s.rooms.HandOver(leaves) {
+		for addr, list := range s.rooms.HandOver(leaves, since) {
 			all[addr] = append(all[addr], list...)
 		}
 		s.Mu.Unlock()

@@ -263,6 +263,9 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	if len(missing) > 0 {
 		t.Errorf("%d datagrams lost by planned changes, the first one %v after the beginning", len(missing), missing[0]-begun)
 	}
+	if n := f.analysis.Undecodable; n > 0 {
+		t.Errorf("%d datagrams reached members without their templates", n)
+	}
 	path := "link"
 	if o.Routed {
 		path = "tunnel"
@@ -292,6 +295,14 @@ func (f *fleet) closed() int {
 	}
 	f.must(f.swarm.Read(&f.analysis))
 	return f.analysis.Closed + len(f.analysis.Gaps)
+}
+
+// undecodable returns the number of datagrams that members could not decode until now.
+func (f *fleet) undecodable() uint64 {
+	f.Helper()
+	f.must(f.swarm.Read(&f.analysis))
+	f.analysis.Judge(swarm.Now() - judgeDelay)
+	return f.analysis.Undecodable
 }
 
 // load starts the devices and their datagrams. The dump of a device takes two seconds.
@@ -382,7 +393,18 @@ func TestFleetBegins(t *testing.T) {
 	f.await("the first table", f.Hosts, labfleet.Shared("a", "b"))
 	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
 	f.route(a, b)
-	f.pause()
+	moved := time.Now()
+	f.host.eventually("host b to have the templates of its devices", func() error {
+		if time.Since(moved) < judgeDelay {
+			return errors.New("not judged yet")
+		}
+		before := f.undecodable()
+		f.pause()
+		if n := f.undecodable() - before; n > 0 {
+			return fmt.Errorf("%d datagrams were not decodable", n)
+		}
+		return nil
+	})
 	planned := swarm.Now()
 	f.finish(planned)
 	if missing := f.analysis.Missing(); len(missing) > 0 {

@@ -64,7 +64,9 @@ type Host struct {
 	Handed uint64
 	// Prepared is the last epoch whose preparations the host has finished.
 	Prepared uint64
-	Digests  Digests
+	// Late counts how often the host has handed templates over that were not part of a preparation.
+	Late    uint64
+	Digests Digests
 }
 
 // Digests describe what the policies of all hosts of a fleet have in common. Hosts of earlier versions, and those of a file, have

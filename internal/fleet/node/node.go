@@ -93,6 +93,9 @@ func (n *Node) Describe(h table.Host, healthy bool) {
 	n.update(func(r *store.Registration) { r.Host, r.Healthy = h, healthy })
 }
 
+// HandedLate tells the other hosts that this one has handed templates over that were not part of a preparation.
+func (n *Node) HandedLate() { n.update(func(r *store.Registration) { r.Late++ }) }
+
 // update changes the registration of this host, and publishes a change.
 func (n *Node) update(change func(*store.Registration)) {
 	n.mu.Lock()

@@ -75,25 +75,27 @@ func (e *Etcd) HandOver(ctx context.Context, to string, templates map[netip.Addr
 }
 
 // TakeOver reads and removes the templates for this host. The values are those of whoever can write to etcd: a value that is too
-// large is left out, and what cannot be read is removed.
+// large is left out, and what cannot be read is removed. Values that another host writes meanwhile stay, for the next call.
 func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 	client, err := e.connect()
 	if err != nil {
 		return nil, err
 	}
-	parent := ctx
-	ctx, cancel := context.WithTimeout(parent, takeTime)
+	short, cancel := context.WithTimeout(ctx, takeTime)
 	defer cancel()
 	prefix := e.templatesOf(e.config.Host.Name)
-	keys, err := client.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
-	if err != nil && ctx.Err() == nil {
+	keys, err := client.Get(short, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
+	if err != nil && short.Err() == nil {
 		// Keys that are too long for a response would keep all devices from moving to this host.
-		if _, bad := client.Delete(ctx, prefix, clientv3.WithPrefix()); bad == nil {
+		if _, bad := client.Delete(short, prefix, clientv3.WithPrefix()); bad == nil {
 			return nil, nil
 		}
 	}
 	if err != nil {
 		return nil, fmt.Errorf("take over templates: %w", err)
+	}
+	if len(keys.Kvs) == 0 {
+		return nil, nil
 	}
 	all, size := make(map[netip.Addr][]byte), 0
 	for some := range slices.Chunk(keys.Kvs, readKeys) {
@@ -104,7 +106,7 @@ func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 		for i, kv := range some {
 			reads[i] = clientv3.OpGet(string(kv.Key))
 		}
-		read, err := client.Txn(ctx).Then(reads...).Commit()
+		read, err := client.Txn(short).Then(reads...).Commit()
 		if err != nil {
 			break // templates are sent again by their exporters
 		}
@@ -118,13 +120,43 @@ func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 			}
 		}
 	}
-	if len(keys.Kvs) > 0 {
-		// The reads may have used up the time. Templates that stay would be taken over again at the next move.
-		ctx, cancel := context.WithTimeout(parent, takeTime)
-		defer cancel()
-		if _, err := client.Delete(ctx, prefix, clientv3.WithPrefix()); err != nil && ctx.Err() == nil {
-			return nil, fmt.Errorf("remove templates: %w", err)
-		}
+	if err := e.removeTemplates(ctx, client, prefix, keys.Header.Revision); err != nil {
+		return nil, err
 	}
 	return all, nil
+}
+
+// removeTemplates removes the keys that begin with a prefix and have not changed since a revision. Templates that stay would be taken over
+// again at the next move.
+func (e *Etcd) removeTemplates(ctx context.Context, client *clientv3.Client, prefix string, revision int64) error {
+	ctx, cancel := context.WithTimeout(ctx, takeTime) // the reads may have used up the time
+	defer cancel()
+	all, err := client.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(prefix).WithPrefix(), "<", revision+1)).
+		Then(clientv3.OpDelete(prefix, clientv3.WithPrefix())).Commit()
+	if err == nil && !all.Succeeded {
+		err = e.removeUnchanged(ctx, client, prefix, revision)
+	}
+	if err != nil && ctx.Err() == nil {
+		return fmt.Errorf("remove templates: %w", err)
+	}
+	return nil
+}
+
+// removeUnchanged does the same, key by key, while other hosts write keys.
+func (e *Etcd) removeUnchanged(ctx context.Context, client *clientv3.Client, prefix string, revision int64) error {
+	old, err := client.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMaxModRev(revision))
+	if err != nil {
+		return err
+	}
+	for some := range slices.Chunk(old.Kvs, batchKeys) {
+		var removes []clientv3.Op
+		for _, kv := range some {
+			key := string(kv.Key)
+			removes = append(removes, clientv3.OpTxn([]clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "<", revision+1)}, []clientv3.Op{clientv3.OpDelete(key)}, nil))
+		}
+		if _, err := client.Txn(ctx).Then(removes...).Commit(); err != nil {
+			return err
+		}
+	}
+	return nil
 }

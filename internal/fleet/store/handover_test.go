@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"net/netip"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -54,6 +56,50 @@ func TestHandOver(t *testing.T) {
 	})
 	if got, err := b.TakeOver(t.Context()); err != nil || len(got) != 0 {
 		t.Errorf("b takes %d of a host over that has ended, %v", len(got), err)
+	}
+}
+
+// TestHandOverMeanwhile is that a host loses no templates that another host hands over while it takes over those of a third one.
+func TestHandOverMeanwhile(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2780)
+	a, b, c := join(t, endpoints, "a"), join(t, endpoints, "b"), join(t, endpoints, "c")
+	a.awaitAlive("a b c")
+	const each = 300
+	var writers sync.WaitGroup
+	var ended atomic.Int32
+	for i, from := range []*member{a, c} {
+		writers.Go(func() {
+			defer ended.Add(1)
+			for n := range each {
+				device := netip.AddrFrom4([4]byte{10, byte(i), byte(n >> 8), byte(n)})
+				if err := from.HandOver(t.Context(), "b", map[netip.Addr][]byte{device: {1}}); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	taken, calls := make(map[netip.Addr]int), 0
+	for last := false; !last; calls++ {
+		last = ended.Load() == 2
+		got, err := b.TakeOver(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for device := range got {
+			taken[device]++
+		}
+	}
+	writers.Wait()
+	twice := 0
+	for _, n := range taken {
+		if n > 1 {
+			twice++
+		}
+	}
+	if len(taken) != 2*each || twice > 0 || calls < 3 {
+		t.Errorf("%d of %d devices taken over in %d calls, %d of them more than once", len(taken), 2*each, calls, twice)
 	}
 }
 

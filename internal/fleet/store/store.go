@@ -59,6 +59,8 @@ type Registration struct {
 	Applied  uint64 `json:"applied"`
 	Handed   uint64 `json:"handed"`
 	Prepared uint64 `json:"prepared"`
+	// Late counts how often the host has handed templates over that were not part of a preparation.
+	Late uint64 `json:"late,omitempty"`
 	// Digests are those of the policy.
 	Digests lead.Digests `json:"digests,omitzero"`
 }

@@ -156,7 +156,7 @@ func (v *view) snapshot(now time.Duration) *Snapshot {
 			s.Problems = append(s.Problems, fmt.Sprintf("the registration of host %q is damaged", strings.TrimPrefix(key, hostKeys)))
 		case e.host != nil:
 			r := &e.host.Registration
-			hosts[r.Name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy && (!r.Refuses || r.Applied > 0), Refuses: r.Refuses, Nonce: r.Nonce, Applied: r.Applied, Handed: r.Handed, Prepared: r.Prepared, Digests: r.Digests}
+			hosts[r.Name] = &lead.Host{Host: r.Host, State: lead.Ready, Alive: true, Healthy: r.Healthy && (!r.Refuses || r.Applied > 0), Refuses: r.Refuses, Nonce: r.Nonce, Applied: r.Applied, Handed: r.Handed, Prepared: r.Prepared, Late: r.Late, Digests: r.Digests}
 		case e.leader != nil && e.damaged:
 			s.Problems = append(s.Problems, "the key of the leader is damaged")
 		case e.leader != nil:

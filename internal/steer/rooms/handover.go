@@ -15,22 +15,24 @@ type Handed struct {
 	Listener string         `json:"listener"` // as text: rows differ between hosts
 	Source   netip.AddrPort `json:"source"`
 	Data     []byte         `json:"data"`
+	// Age is the time since the exporter has sent a template of the datagram; clocks differ between hosts.
+	Age time.Duration `json:"age"`
 }
 
-// HandOver returns the templates of the exporters that leave, by address.
-func (r *Rooms) HandOver(leaves func(netip.Addr) bool) map[netip.Addr][]Handed {
+// HandOver returns the templates of the exporters that leave, and that have a new template since a time, by address.
+func (r *Rooms) HandOver(leaves func(netip.Addr) bool, since time.Time) map[netip.Addr][]Handed {
 	if !r.KeepsTemplates() {
 		return nil
 	}
 	handed := make(map[netip.Addr][]Handed)
 	now := time.Now()
 	for addr := range r.kept.store.Addresses() {
-		if !leaves(addr) {
+		if !r.kept.store.LearnedSince(addr, since) || !leaves(addr) {
 			continue
 		}
 		for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
 			if l, ok := r.Listeners[m.Row]; ok {
-				handed[addr] = append(handed[addr], Handed{l.String(), m.Source, m.Data})
+				handed[addr] = append(handed[addr], Handed{l.String(), m.Source, m.Data, max(0, now.Sub(m.Refreshed))})
 			}
 		}
 	}
@@ -42,9 +44,10 @@ func (r *Rooms) TakeOver(list []Handed) {
 	if !r.KeepsTemplates() {
 		return
 	}
+	now := time.Now()
 	for _, h := range list {
 		for _, row := range r.rowsOf(h) {
-			if r.kept.store.Learn(h.Source, row, h.Data, time.Now()) == nil {
+			if r.kept.store.Adopt(h.Source, row, h.Data, now.Add(-h.Age), now) == nil {
 				// The member may know templates of an earlier time at which this host had the exporter.
 				delete(r.kept.replayedTo, h.Source.Addr().Unmap().WithZone(""))
 			}

@@ -26,6 +26,23 @@ const maxReordering = 60 * 1000 // ms
 // The error is a [Malformed] if the datagram was discarded. Templates that the bounds refuse are counted by
 // [Store.Stats], and are no error.
 func (s *Store) Learn(source netip.AddrPort, row int, datagram []byte, now time.Time) error {
+	return s.learn(source, row, datagram, now, now, false)
+}
+
+// Adopt keeps the templates of a message that [Store.Replay] of another Store has returned. refreshed is Message.Refreshed. Templates that
+// this Store has received later stay. The error is that of Learn.
+func (s *Store) Adopt(source netip.AddrPort, row int, message []byte, refreshed, now time.Time) error {
+	if now.Sub(refreshed) >= s.limits.Lifetime {
+		return nil
+	}
+	if refreshed.After(now) {
+		refreshed = now
+	}
+	return s.learn(source, row, message, refreshed, now, true)
+}
+
+// learn keeps the templates of a datagram that arrived at a time, here or, if adopted is set, at another Store.
+func (s *Store) learn(source netip.AddrPort, row int, datagram []byte, arrived, now time.Time, adopted bool) error {
 	s.stats.Datagrams++
 	m, err := parseMessage(datagram)
 	if err == nil {
@@ -37,9 +54,8 @@ func (s *Store) Learn(source netip.AddrPort, row int, datagram []byte, now time.
 		return err
 	}
 	addr := normalize(source.Addr())
-	l := learner{Store: s, now: now.UnixNano(), proven: s.isProven(addr),
+	l := learner{Store: s, now: now.UnixNano(), stamp: arrived.UnixNano(), adopted: adopted, proven: s.isProven(addr),
 		key: Session{Source: netip.AddrPortFrom(addr, source.Port()), Row: int(int32(row)), Version: m.version, Domain: m.domain}}
-	l.stamp = l.now
 	l.begin(&m)
 	l.apply(&m)
 	return nil
@@ -59,8 +75,10 @@ type learner struct {
 	key    Session
 	proven bool
 	now    int64
-	stamp  int64 // when the records arrived; earlier than now for a state that is loaded
+	stamp  int64 // when the records arrived; earlier than now for a state that is loaded, and for those of another Store
 	swept  bool  // stale templates of the device have been removed
+	// adopted is set if the records arrived at another Store: what this one has received later is newer.
+	adopted bool
 	// withdrawn tells for both kinds, options or not, whether all templates have been withdrawn and none was kept since.
 	withdrawn map[bool]bool
 }
@@ -84,10 +102,13 @@ func (l *learner) begin(m *message) {
 		return
 	}
 	l.setProven(d, l.proven)
-	if e, _ := d.session(l.key); e != nil && e.restarted(m, l.now) {
+	if e, _ := d.session(l.key); e != nil && !l.outdated(e.seen) && e.restarted(m, l.now) {
 		l.stats.Restarted += l.filter(d, e, l.now, func(template) bool { return true })
 	}
 }
+
+// outdated reports whether the records are older than what this Store received at a time.
+func (l *learner) outdated(received int64) bool { return l.adopted && l.stamp < received }
 
 // restarted reports whether the exporter has restarted since the last message.
 func (e *session) restarted(m *message, now int64) bool {
@@ -119,7 +140,7 @@ func (l *learner) apply(m *message) {
 	}
 	_ = m.parse(template, data)
 	_, e := l.find()
-	if e == nil {
+	if e == nil || l.outdated(e.seen) {
 		return
 	}
 	e.seen, e.seconds, e.uptime = l.now, m.seconds, m.uptime
@@ -183,6 +204,9 @@ func (l *learner) put(r record) {
 		need += sessionCost
 	} else if i, known = e.template(r.id); known {
 		old := &e.templates[i]
+		if l.outdated(old.refreshed) {
+			return
+		}
 		if old.options == r.options && old.record == string(r.raw) {
 			l.refresh(d, old)
 			return
@@ -240,7 +264,7 @@ func (l *learner) set(d *device, e *session, r record, need int) {
 		d.sessions = slices.Insert(d.sessions, at, e)
 		l.stats.Sessions++
 	}
-	t := template{record: string(r.raw), learned: l.stamp, refreshed: l.stamp,
+	t := template{record: string(r.raw), learned: l.now, refreshed: l.stamp,
 		minLength: int32(r.minLength), id: r.id, options: r.options, variable: r.variable}
 	if i, known := e.template(r.id); known {
 		e.templates[i] = t

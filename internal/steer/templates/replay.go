@@ -22,6 +22,8 @@ const (
 type Message struct {
 	Session
 	Data []byte
+	// Refreshed is when the exporter has sent a template of the message last, for [Store.Adopt].
+	Refreshed time.Time
 }
 
 // Replay returns messages that teach a collector all templates of a source address, in the order of the sessions. A
@@ -55,13 +57,14 @@ func (s *Store) Replay(addr netip.Addr, now time.Time, size int, next map[Sessio
 			expected = e.next
 		}
 		sent := e.encode(min(size, maxMessage), now.UnixNano(), s.limits.Lifetime)
-		for i, data := range sent {
+		for i, m := range sent {
 			sequence := expected
 			if e.version == NetFlow9 {
 				sequence -= uint32(len(sent) - i)
 			}
-			binary.BigEndian.PutUint32(data[headerSize(e.version)-8:], sequence) // the last but one field of both headers
-			messages = append(messages, Message{e.key(d.addr), data})
+			binary.BigEndian.PutUint32(m.Data[headerSize(e.version)-8:], sequence) // the last but one field of both headers
+			m.Session = e.key(d.addr)
+			messages = append(messages, m)
 		}
 	}
 	return messages
@@ -81,8 +84,8 @@ func (s *Store) Replayed(addr netip.Addr, row int, when time.Time) {
 	}
 }
 
-// encode returns the templates that have not expired as messages without sequence numbers.
-func (e *session) encode(size int, now int64, lifetime time.Duration) [][]byte {
+// encode returns the templates that have not expired as messages without session and sequence numbers.
+func (e *session) encode(size int, now int64, lifetime time.Duration) []Message {
 	w := writer{session: e, elapsed: max(0, now-e.seen)}
 	for _, options := range []bool{false, true} {
 		for i := range e.templates {
@@ -99,11 +102,12 @@ func (e *session) encode(size int, now int64, lifetime time.Duration) [][]byte {
 type writer struct {
 	*session
 	elapsed  int64 // nanoseconds since the last message
-	messages [][]byte
+	messages []Message
 	message  []byte // being built, or empty
 	set      int    // index of its open set, or 0
 	options  bool   // the open set is for options templates
 	count    uint16 // records in the message
+	newest   int64  // last refresh of a record
 }
 
 func (w *writer) add(t *template, size int) {
@@ -134,6 +138,7 @@ func (w *writer) add(t *template, size int) {
 	}
 	w.message = append(w.message, t.record...)
 	w.count++
+	w.newest = max(w.newest, t.refreshed)
 }
 
 // begin appends a header without length, count and sequence number.
@@ -170,6 +175,6 @@ func (w *writer) endMessage() {
 		length = w.count
 	}
 	binary.BigEndian.PutUint16(w.message[2:], length)
-	w.messages = append(w.messages, w.message)
-	w.message, w.count = nil, 0
+	w.messages = append(w.messages, Message{Data: w.message, Refreshed: fromNano(w.newest)})
+	w.message, w.count, w.newest = nil, 0, 0
 }

@@ -5,6 +5,8 @@ package templates
 import (
 	"bytes"
 	"encoding/binary"
+	"maps"
+	"net/netip"
 	"reflect"
 	"testing"
 	"time"
@@ -203,5 +205,82 @@ func TestReplayed(t *testing.T) {
 	}
 	if s.Replay(another.Addr(), start, 0, nil) != nil {
 		t.Fatal("messages of an unknown device")
+	}
+}
+
+// TestAdopt is that a Store takes the templates of another one, without those that it has received later itself, and that the order in which
+// it takes those of several Stores has no effect.
+func TestAdopt(t *testing.T) {
+	now := start.Add(time.Hour)
+	old, mid, recent := start, start.Add(10*time.Minute), start.Add(20*time.Minute)
+	adopt := func(to, from *Store) {
+		t.Helper()
+		for _, m := range from.Replay(router.Addr(), now, 0, nil) {
+			if err := to.Adopt(m.Source, m.Row, m.Data, m.Refreshed, now); err != nil {
+				t.Fatal(err)
+			}
+		}
+		check(t, to)
+	}
+	fields := func(s *Store) map[uint16]int {
+		n := make(map[uint16]int)
+		for e := range s.List() {
+			n[e.ID] = e.Fields
+		}
+		return n
+	}
+	// Two hosts had the exporter before this one: the first one knows an earlier definition of 256, and both know others.
+	first, second := NewStore(Limits{}, nil), NewStore(Limits{}, nil)
+	learn(t, first, router, ipfix(1, 0, setOf(2, flow(256, 1), flow(257, 1))), old)
+	learn(t, second, router, ipfix(1, 0, setOf(2, flow(256, 2), flow(258, 2))), mid)
+	for _, order := range [][]*Store{{first, second}, {second, first}} {
+		s := NewStore(Limits{}, nil)
+		learn(t, s, router, ipfix(1, 0, setOf(2, flow(258, 3))), recent)
+		expected := s.devices[router.Addr()].sessions[0].next
+		for _, from := range order {
+			adopt(s, from)
+		}
+		if want := map[uint16]int{256: 2, 257: 1, 258: 3}; !maps.Equal(fields(s), want) {
+			t.Errorf("fields by ID: %v, want %v", fields(s), want)
+		}
+		if got := s.devices[router.Addr()].sessions[0].next; got != expected {
+			t.Errorf("the next sequence number is %d, and was %d", got, expected)
+		}
+	}
+	// The definition of the first one has changed since.
+	s := NewStore(Limits{}, nil)
+	adopt(s, first)
+	if since := now.Add(time.Nanosecond); s.LearnedSince(router.Addr(), since) || !s.LearnedSince(router.Addr(), now) || s.LearnedSince(netip.MustParseAddr("192.0.2.200"), start) {
+		t.Error("templates are learned when they are adopted")
+	}
+	learn(t, first, router, ipfix(1, 0, setOf(2, flow(256, 5))), recent)
+	adopt(s, first)
+	if got := fields(s)[256]; got != 5 {
+		t.Errorf("%d fields, want those of the later definition", got)
+	}
+	// A NetFlow v9 exporter that has restarted since.
+	v, before := NewStore(Limits{}, nil), NewStore(Limits{}, nil)
+	learn(t, before, router, v9(1, 0, 900_000_000, setOf(0, flow(256, 1))), old)
+	learn(t, v, router, v9(1, 0, 1000, setOf(0, flow(256, 2))), recent)
+	adopt(v, before)
+	learn(t, v, router, v9(1, 0, 2000, setOf(0, flow(257, 2))), now)
+	if want := map[uint16]int{256: 2, 257: 2}; !maps.Equal(fields(v), want) {
+		t.Errorf("fields by ID: %v, want %v", fields(v), want)
+	}
+	// What other hosts say about ages is not trusted.
+	one := first.Replay(router.Addr(), now, 0, nil)[0]
+	for _, refreshed := range []time.Time{now.Add(-DefaultLifetime), now.Add(-1 << 62), now.Add(1 << 62)} {
+		s := NewStore(Limits{}, nil)
+		if err := s.Adopt(one.Source, one.Row, one.Data, refreshed, now); err != nil {
+			t.Fatal(err)
+		}
+		for e := range s.List() {
+			if e.Refreshed.After(now) || now.Sub(e.Refreshed) >= DefaultLifetime {
+				t.Errorf("refreshed at %v: kept with %v", refreshed, e.Refreshed)
+			}
+		}
+	}
+	if err := s.Adopt(router, 0, []byte("rubbish"), now, now); err == nil {
+		t.Error("rubbish is adopted")
 	}
 }

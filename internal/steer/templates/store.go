@@ -156,7 +156,7 @@ type session struct {
 
 type template struct {
 	record    string
-	learned   int64 // as it is now
+	learned   int64 // by this Store, as it is now
 	refreshed int64
 	minLength int32 // see record
 	id        uint16
@@ -391,6 +391,20 @@ func (e *session) template(id uint16) (i int, ok bool) {
 
 // Addresses yields the source addresses that have templates, in no order. The Store must not change meanwhile.
 func (s *Store) Addresses() iter.Seq[netip.Addr] { return maps.Keys(s.devices) }
+
+// LearnedSince reports whether a source address has a template that is new, or another one, since a time.
+func (s *Store) LearnedSince(addr netip.Addr, since time.Time) bool {
+	d := s.devices[normalize(addr)]
+	if d == nil {
+		return false
+	}
+	for _, e := range d.sessions {
+		if slices.ContainsFunc(e.templates, func(t template) bool { return !fromNano(t.learned).Before(since) }) {
+			return true
+		}
+	}
+	return false
+}
 
 // Has reports whether a source address has templates.
 func (s *Store) Has(addr netip.Addr) bool { return s.devices[normalize(addr)] != nil }
