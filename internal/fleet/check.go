@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The check of a policy with a fleet, before an agent applies it. Whether a host can serve is health in status.go.
+// The check of a policy with a fleet, before an agent applies it. Whether a host can serve is in health.go.
 
 package fleet
 

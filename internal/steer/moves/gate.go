@@ -234,18 +234,6 @@ func (m *Moves) CloseGateSockets() {
 	clear(m.gate.closed)
 }
 
-// freeMoves returns the number of devices that may begin to move to each slot.
-func (m *Moves) freeMoves() map[int]int {
-	free := make(map[int]int)
-	for slot := range m.Config.Slots {
-		free[slot] = m.Config.Pace.Devices
-	}
-	for _, one := range m.running {
-		free[one.slot]--
-	}
-	return free
-}
-
 // closedGates returns the slots with a closed gate.
 func (m *Moves) closedGates() []int {
 	return slices.AppendSeq([]int{}, slices.Values(slices.Sorted(maps.Keys(m.gate.closed))))
