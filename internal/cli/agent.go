@@ -55,7 +55,7 @@ Log lines to the systemd journal have a priority prefix and no timestamp.`,
 	cmd.Flags().StringVar(&o.StateDir, "state-dir", command.DefaultStateDir, "persistent state directory")
 	cmd.Flags().StringVar(&o.Pins, "pins", command.DefaultPins, "pin directory, in a bpffs")
 	cmd.Flags().StringVar(&o.Group, "group", "", "group with access to the agent's socket, for read-only commands and run")
-	cmd.Flags().BoolVar(&o.WatchPolicy, "watch-policy", false, "apply the policy when it, or another file of its directory, is replaced by another file, as the kubelet replaces those of a ConfigMap")
+	cmd.Flags().BoolVar(&o.WatchPolicy, "watch-policy", false, "apply the policy when a file of its directory is replaced, as the kubelet replaces those of a ConfigMap")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	cmd.Flags().StringVar(&format, "log-format", "text", "text or json")
 	return cmd

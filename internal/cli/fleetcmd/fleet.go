@@ -160,8 +160,8 @@ func (c *commands) healthCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "health",
 		Short: "Say whether routers should send packets to this host",
-		Long: `Health exits with 0 while this host shall receive packets to the addresses of
-the services, and with 1 otherwise. A routing daemon announces the addresses as
+		Long: `Health exits with 0 while routers should send packets for the services to this
+host, and with 1 otherwise. A routing daemon announces the addresses as
 long as the exit code is 0.
 
 In a fleet, a host is healthy from the moment at which it has devices until the

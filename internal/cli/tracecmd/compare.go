@@ -93,10 +93,9 @@ func (c *commands) traceCompareCommand() *cobra.Command {
 		Long: `Compare shows which stages differ between A and B, by how much, and whether the
 difference is significant. A and B are one of: two groups, in the syntax of
 --select; the control and the treated arm of a tune rule with --trial; two
-periods FROM..TO with --period-a and --period-b; or two files of trace save, of
-other hosts or days, with names that end in .json, which need no agent. FROM and
-TO have the format 14:05, RFC 3339, or -10m (10 minutes ago). Without TO, the
-period ends now.
+periods FROM..TO with --period-a and --period-b; or two .json files of trace
+save, from other hosts or days, which need no agent. FROM and TO have the format
+14:05, RFC 3339, or -10m (10 minutes ago). Without TO, the period ends now.
 
 The distributions of both sides are shown beside each other; --svg writes them
 as a picture.
