@@ -454,9 +454,10 @@ func TestFleetLoses(t *testing.T) {
 	f.set(b, c, "ready")
 	f.await("host c to return", f.Hosts, labfleet.Shared("a", "b", "c"))
 
-	// Without two of them, nothing moves, also while all agents restart.
+	// Without two of them for longer than a lease, nothing moves, also while all agents restart.
 	before, closed = epoch(), f.closed()
 	f.killEtcd(f.Etcd[1])
+	outage := time.Now()
 	f.pause()
 	f.route(b)
 	for _, h := range f.Hosts {
@@ -476,6 +477,7 @@ func TestFleetLoses(t *testing.T) {
 	if _, errs, err := a.Command(t.Context(), "host", "set", "b", "drain"); err == nil || !strings.Contains(errs, "does not answer") {
 		t.Errorf("drain without etcd: %v: %s", err, errs)
 	}
+	time.Sleep(labfleet.Lease + time.Second - time.Since(outage)) // the test is about this time
 	f.startEtcd(f.Etcd[0])
 	f.startEtcd(f.Etcd[1])
 	f.await("etcd", f.Hosts, labfleet.Alive("a", "b", "c"))
