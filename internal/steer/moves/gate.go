@@ -28,8 +28,8 @@ import (
 // (RFC 6298); it is not refused. Datagrams pass.
 //
 // Every moveInterval, the agent counts the devices that are connected and send their initial dump, and lets as many SYNs
-// pass as there is room for: pace.devices for each member. Forged SYNs, which lead to no connection, take room for one
-// interval only. The gate opens when no device has waited for gateIdle, if most SYNs lead to no connection, or after
+// pass as there is room for: pace.devices for each member. A SYN takes room until the end of the next interval: its connection may take a
+// round trip. Forged SYNs lead to no connection, and take room for no longer. The gate opens when no device has waited for gateIdle, if most SYNs lead to no connection, or after
 // gateLimit in any case. Without an agent the gate is open.
 
 const (
@@ -42,7 +42,7 @@ const (
 	// gateLimit is the maximum time for which a gate is closed, in multiples of pace.timeout.
 	gateLimit = 16
 	// The gate opens if forgedSYNs SYNs have passed and less than one in forgedShare has led to a connection.
-	forgedSYNs  = 64
+	forgedSYNs  = 32
 	forgedShare = 8
 )
 
@@ -52,6 +52,7 @@ type gate struct {
 	since    map[int]time.Time // time at which the gate closed, by slot
 	admitted map[uint16]bool   // buckets of devices that are connected
 	given    map[int]int       // passes of the present interval, by slot
+	pending  map[int]int       // SYNs that have passed in the last interval, and whose devices have not connected, by slot
 	passed   map[int]int       // SYNs that have passed, by slot
 	arrived  map[int]int       // devices that have connected, by slot
 	waiting  int               // devices whose SYNs are held
@@ -72,7 +73,7 @@ func (m *Moves) closeGate(slot int) {
 		return
 	}
 	m.gate.closed[slot], m.gate.since[slot] = time.Now(), time.Now()
-	m.gate.given[slot], m.gate.passed[slot], m.gate.arrived[slot] = m.Config.Pace.Devices, 0, 0
+	m.gate.given[slot], m.gate.pending[slot], m.gate.passed[slot], m.gate.arrived[slot] = m.Config.Pace.Devices, 0, 0, 0
 	for bucket, of := range m.Mapping.Table.Bucket {
 		if int(of) == slot {
 			delete(m.gate.admitted, uint16(bucket))
@@ -126,7 +127,7 @@ func (m *Moves) controlGates() (changed bool) {
 		m.Log.Warn("sessions not read", "error", err)
 		return false
 	}
-	connected := session.ByDevice(m.Mapping, list)
+	connected, arrived := session.ByDevice(m.Mapping, list), make(map[int]int)
 	for key, d := range connected {
 		bucket := uint16(d.Location.Bucket)
 		if _, closed := m.gate.closed[d.Location.Slot]; !closed || d.Location.Pinned || m.gate.admitted[bucket] {
@@ -134,6 +135,7 @@ func (m *Moves) controlGates() (changed bool) {
 		}
 		m.gate.admitted[bucket], changed = true, true
 		m.gate.arrived[d.Location.Slot]++
+		arrived[d.Location.Slot]++
 		if m.running[key] == nil {
 			m.running[key] = &move{device: d.String(), slot: d.Location.Slot, gated: true, since: time.Now()}
 		}
@@ -159,7 +161,9 @@ func (m *Moves) controlGates() (changed bool) {
 		if err != nil {
 			m.Log.Error("devices wait", "slot", slot, "error", err)
 		}
-		m.gate.passed[slot] += max(0, m.gate.given[slot]-left)
+		passed := max(0, m.gate.given[slot]-left)
+		m.gate.passed[slot] += passed
+		m.gate.pending[slot] = pendingSYNs(m.gate.pending[slot], passed, arrived[slot])
 		forged := m.gate.passed[slot] >= forgedSYNs && m.gate.arrived[slot]*forgedShare < m.gate.passed[slot]
 		if forged || time.Since(last) >= gateIdle || time.Since(m.gate.since[slot]) >= limit {
 			delete(m.gate.closed, slot)
@@ -168,7 +172,7 @@ func (m *Moves) controlGates() (changed bool) {
 				"passed", m.gate.passed[slot], "connected", m.gate.arrived[slot])
 			continue
 		}
-		m.gate.given[slot] = max(0, free[slot])
+		m.gate.given[slot] = max(0, free[slot]-m.gate.pending[slot])
 		if err := m.Path.SetPasses(slot, m.gate.given[slot]); err != nil {
 			m.Log.Error("devices wait", "slot", slot, "error", err)
 		}
@@ -177,6 +181,12 @@ func (m *Moves) controlGates() (changed bool) {
 		m.CloseGateSockets()
 	}
 	return changed
+}
+
+// pendingSYNs returns the number of SYNs that have passed a gate in an interval, and whose devices may still connect. before is the number
+// of the interval before: these devices connect first.
+func pendingSYNs(before, passed, arrived int) int {
+	return min(passed, max(0, before+passed-arrived))
 }
 
 // openGateSockets opens the socket of the gate for each TCP listener.

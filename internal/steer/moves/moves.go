@@ -47,7 +47,7 @@ func New(s *core.Service, r *rooms.Rooms) *Moves {
 		Service: s, rooms: r, progress: progress{running: make(map[string]*move)},
 		gate: gate{
 			closed: make(map[int]time.Time), since: make(map[int]time.Time), admitted: make(map[uint16]bool),
-			given: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
+			given: make(map[int]int), pending: make(map[int]int), passed: make(map[int]int), arrived: make(map[int]int),
 			sockets: make(map[int]int),
 		},
 	}

@@ -65,3 +65,25 @@ func TestTimeoutOfMove(t *testing.T) {
 		}
 	}
 }
+
+// TestPendingSYNs follows the SYNs that take room at a gate, interval by interval.
+func TestPendingSYNs(t *testing.T) {
+	for _, test := range []struct {
+		name            string
+		passed, arrived []int
+		want            []int
+	}{
+		{"connected in the interval", []int{2, 0}, []int{2, 0}, []int{0, 0}},
+		{"connected in the next interval", []int{2, 0, 0}, []int{0, 2, 0}, []int{2, 0, 0}},
+		{"forged", []int{2, 0, 2, 0}, []int{0, 0, 0, 0}, []int{2, 0, 2, 0}},
+		{"late devices before those of the interval", []int{1, 1, 0}, []int{0, 1, 1}, []int{1, 1, 0}},
+		{"forged, and connected later", []int{1, 0, 0}, []int{0, 0, 1}, []int{1, 0, 0}},
+	} {
+		pending := 0
+		for i, passed := range test.passed {
+			if pending = pendingSYNs(pending, passed, test.arrived[i]); pending != test.want[i] {
+				t.Errorf("%s, interval %d: %d pending, want %d", test.name, i, pending, test.want[i])
+			}
+		}
+	}
+}
