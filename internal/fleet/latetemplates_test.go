@@ -9,6 +9,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -47,26 +48,26 @@ type exchange struct {
 	store.Store
 	broken  error
 	handed  map[string][]netip.Addr // by host
-	waiting map[netip.Addr][]byte   // for this host
+	late    bool                    // these are late
+	waiting []map[netip.Addr][]byte // for this host, one for each call
 	own     store.Registration
 }
 
 func (e *exchange) Update(r store.Registration) { e.own = r }
 
-func (e *exchange) HandOver(_ context.Context, to string, templates map[netip.Addr][]byte) error {
-	if e.broken == nil {
+func (e *exchange) HandOver(_ context.Context, to string, late bool, templates map[netip.Addr][]byte) error {
+	if e.late = late; e.broken == nil {
 		e.handed[to] = slices.SortedFunc(maps.Keys(templates), netip.Addr.Compare)
 	}
 	return e.broken
 }
 
-func (e *exchange) TakeOver(context.Context) (map[netip.Addr][]byte, error) {
-	if e.broken != nil {
-		return nil, e.broken
+func (e *exchange) TakeOver(_ context.Context, late bool) (handed []map[netip.Addr][]byte, more bool, err error) {
+	if e.broken != nil || len(e.waiting) == 0 || !late {
+		return nil, false, e.broken
 	}
-	all := e.waiting
-	e.waiting = nil
-	return all, nil
+	handed, e.waiting = e.waiting[:1], e.waiting[1:]
+	return handed, len(e.waiting) > 0, nil
 }
 
 // lateHost is host a of a fleet of a and b.
@@ -75,6 +76,7 @@ type lateHost struct {
 	*exchange
 	*keeping
 	devices map[string][]netip.Addr // two of each host, in order
+	seen    uint64                  // Late of the registration
 }
 
 // newLateHost returns a host whose last table is that of an epoch, and the templates of four devices, which are an hour old.
@@ -101,12 +103,15 @@ func newLateHost(t *testing.T, epoch uint64) *lateHost {
 	return h
 }
 
-func (h *lateHost) expect(t *testing.T, what string, want []netip.Addr, late uint64) {
+// expect checks what was handed over to host b, and whether the other hosts were told about late templates.
+func (h *lateHost) expect(t *testing.T, what string, want []netip.Addr, late bool) {
 	t.Helper()
-	if got := h.handed["b"]; !slices.Equal(got, want) || len(h.handed["a"]) > 0 || h.own.Late != late {
-		t.Errorf("%s: %v handed over, %d times late, want %v and %d times", what, h.handed, h.own.Late, want, late)
+	told := h.own.Late != h.seen
+	if got := h.handed["b"]; !slices.Equal(got, want) || len(h.handed["a"]) > 0 || told != late || len(want) > 0 && h.exchange.late != late {
+		t.Errorf("%s: %v handed over, told %v, want %v and %v", what, h.handed, told, want, late)
 	}
 	clear(h.handed)
+	h.seen = h.own.Late
 }
 
 // TestHandOverLate is that a host hands over the templates that devices have sent after the preparation of their move, once, and all of
@@ -115,87 +120,165 @@ func TestHandOverLate(t *testing.T) {
 	h := newLateHost(t, 5)
 	ctx, theirs := t.Context(), h.devices["b"]
 	h.handOverLate(ctx)
-	h.expect(t, "no device has left", nil, 0)
+	h.expect(t, "no device has left", nil, false)
 
 	// The devices of host b have left this host with a move that was prepared.
 	preparing := *h.table
 	preparing.Epoch, preparing.Owner = 4, table.Column{}
 	for b := range preparing.Owner {
-		if preparing.Owner[b] = 0; h.table.Owner[b] != 0 {
+		if h.table.Owner[b] != 0 {
 			preparing.Next[b] = h.table.Owner[b]
 		}
 	}
+	left := func() { h.participation.late.left(&preparing, h.table, "a", time.Now()) }
+	h.broken = errors.New("no quorum")
+	if err := (*dataPath)(h.participation).HandOver(ctx, &preparing); err == nil {
+		t.Error("prepared, although the store does not answer")
+	}
+	left()
+	if len(h.participation.late.due) != 1 || !h.participation.late.since.IsZero() {
+		t.Error("a move that the host could not prepare counts as prepared")
+	}
+	h.broken, h.participation.late = nil, newLate()
 	check(t, (*dataPath)(h.participation).HandOver(ctx, &preparing))
-	h.expect(t, "preparation", theirs, 0)
+	h.expect(t, "preparation", theirs, false)
 	h.learned[theirs[0]] = time.Now()
-	h.late.left(5, time.Now())
+	left()
+	if len(h.participation.late.due) > 0 {
+		t.Error("a prepared move counts as one that is not")
+	}
 	h.broken = errors.New("no quorum")
 	h.handOverLate(ctx)
-	h.expect(t, "store out of order", nil, 0)
+	h.expect(t, "store out of order", nil, false)
+	if problems := h.allProblems(); len(problems) != 1 || !strings.Contains(problems[0], "no quorum") {
+		t.Errorf("problems: %q", problems)
+	}
 	h.broken = nil
 	h.handOverLate(ctx)
-	h.expect(t, "new template", theirs[:1], 1)
+	h.expect(t, "pause after the failure", nil, false)
+	h.participation.late.retry = time.Time{}
 	h.handOverLate(ctx)
-	h.expect(t, "the same templates", nil, 1)
+	h.expect(t, "new template", theirs[:1], true)
+	if problems := h.allProblems(); len(problems) > 0 {
+		t.Errorf("problems: %q", problems)
+	}
+	h.handOverLate(ctx)
+	h.expect(t, "the same templates", nil, false)
 	h.learned[theirs[1]], h.learned[h.devices["a"][0]] = time.Now(), time.Now()
 	h.handOverLate(ctx)
-	h.expect(t, "one more, and one of a device that stays", theirs[1:], 2)
-	h.late.until = time.Now().Add(-time.Nanosecond)
+	h.expect(t, "one more, and one of a device that stays", theirs[1:], true)
+	h.participation.late.until = time.Now().Add(-time.Nanosecond)
 	h.handOverLate(ctx)
 	h.learned[theirs[0]] = time.Now()
 	h.handOverLate(ctx)
-	h.expect(t, "after the time for late templates", nil, 2)
+	h.expect(t, "after the time for late templates", nil, false)
 
-	h.late.left(9, time.Now())
+	// A table that moves more than the preparation, as after a failure of this host.
+	preparing.Next[slices.Index(h.table.Owner[:], 1)] = table.None
+	left()
 	h.handOverLate(ctx)
-	h.expect(t, "a move that this host has not prepared", theirs, 3)
+	h.expect(t, "a move that this host has not prepared", theirs, true)
+	h.participation.late = newLate()
+	h.participation.late.left(nil, h.table, "a", time.Now())
+	if len(h.participation.late.due) != 1 {
+		t.Error("the first table does not count as a move that is not prepared")
+	}
+	h.handOverLate(ctx)
+	h.expect(t, "first table", theirs, true)
 }
 
 // TestTakeOverLate is that a host takes over the templates that another one has handed over late, for its own devices, as soon as it has a
-// table and the store answers.
+// table and the store answers, and those of devices that it gets a moment later.
 func TestTakeOverLate(t *testing.T) {
 	h := newLateHost(t, 1)
 	noted := func() bool {
 		select {
-		case <-h.late.arrived:
+		case <-h.participation.late.arrived:
 			return true
 		default:
 			return false
 		}
 	}
 	host := func(name string, late uint64) lead.Host {
-		return lead.Host{Host: table.Host{Name: name}, Late: late}
+		return lead.Host{Host: table.Host{Name: name}, Alive: true, Late: late}
 	}
-	for _, test := range []struct {
+	for i, test := range []struct {
 		hosts []lead.Host
 		want  bool
 	}{
-		{[]lead.Host{host("a", 1), host("b", 0)}, false}, {[]lead.Host{host("b", 1), host("c", 1)}, true}, {[]lead.Host{host("b", 1)}, false},
+		{[]lead.Host{host("a", 1), host("b", 0)}, false}, {[]lead.Host{host("b", 1), host("c", 1)}, true}, {[]lead.Host{host("b", 1), host("c", 1)}, false},
 		{[]lead.Host{host("b", 0), host("c", 1)}, true}, // its agent has restarted
+		{[]lead.Host{host("c", 1)}, false}, {[]lead.Host{host("b", 9), host("c", 1)}, true},
 	} {
-		h.late.noteHosts(test.hosts, "a")
+		h.participation.late.noteHosts(test.hosts, "a")
 		if got := noted(); got != test.want {
-			t.Errorf("%+v: noted %v", test.hosts, got)
+			t.Errorf("%d: noted %v", i, got)
 		}
 	}
 
-	h.waiting = make(map[netip.Addr][]byte)
-	for device := range h.learned {
-		h.waiting[device] = []byte{1}
+	// Hosts b and c had the devices, one after the other.
+	for range 2 {
+		all := make(map[netip.Addr][]byte)
+		for device := range h.learned {
+			all[device] = []byte{1}
+		}
+		h.waiting = append(h.waiting, all)
+	}
+	mine, theirs := h.devices["a"], h.devices["b"]
+	taken := func(what string, want ...netip.Addr) {
+		t.Helper()
+		slices.SortFunc(h.taken, netip.Addr.Compare)
+		slices.SortFunc(want, netip.Addr.Compare)
+		if !slices.Equal(h.taken, want) {
+			t.Errorf("%s: %v taken over, want %v", what, h.taken, want)
+		}
+		h.taken = nil
 	}
 	one := h.table
 	h.table = nil
-	if h.takeOverLate(t.Context()) || len(h.taken) > 0 {
-		t.Errorf("%v taken over without a table", h.taken)
+	if h.takeOverLate(t.Context()) {
+		t.Error("done without a table")
 	}
 	h.table, h.broken = one, errors.New("no quorum")
 	if h.takeOverLate(t.Context()) {
 		t.Error("done, although the store does not answer")
 	}
 	h.broken = nil
-	done := h.takeOverLate(t.Context())
-	if slices.SortFunc(h.taken, netip.Addr.Compare); !done || !slices.Equal(h.taken, h.devices["a"]) {
-		t.Errorf("%v taken over, want %v, done %v", h.taken, h.devices["a"], done)
+	taken("nothing")
+	if h.takeOverLate(t.Context()) {
+		t.Error("done, although the store has more")
+	}
+	taken("first host", mine...)
+	if !h.takeOverLate(t.Context()) {
+		t.Error("not done")
+	}
+	taken("second host", mine...)
+	h.deliverHeld()
+	taken("no other table")
+	next := *one
+	next.Owner[h.mapping.Locate(theirs[0]).Bucket] = 0
+	h.table = &next
+	h.deliverHeld()
+	taken("a device that has come", theirs[0], theirs[0])
+	for i := range h.participation.late.held {
+		h.participation.late.held[i].until = time.Now().Add(-time.Nanosecond)
+	}
+	h.deliverHeld()
+	if len(h.participation.late.held) > 0 {
+		t.Errorf("%d are held", len(h.participation.late.held))
+	}
+	flood := make(map[netip.Addr][]byte)
+	for device := netip.MustParseAddr("10.0.0.0"); len(flood) < 2*mostHeld; device = device.Next() {
+		flood[device] = nil
+	}
+	h.waiting = []map[netip.Addr][]byte{flood}
+	h.takeOverLate(t.Context())
+	held := 0
+	for _, one := range h.participation.late.held {
+		held += len(one.templates)
+	}
+	if held > mostHeld {
+		t.Errorf("%d devices are held", held)
 	}
 }
 

@@ -62,11 +62,10 @@ type participation struct {
 
 	mu           sync.Mutex
 	nics         []nic
-	missing      error        // an interface that does not exist
-	attached     []int        // interfaces, and the tunnel as the last one
-	serves       bool         // until the first table, this host serves what reaches it
-	continues    bool         // until the first table, the programs of an earlier version stay, or none if this host serves
-	last         *table.Table // of an earlier agent, or nil
+	missing      error // an interface that does not exist
+	attached     []int // interfaces, and the tunnel as the last one
+	serves       bool  // until the first table, this host serves what reaches it
+	continues    bool  // until the first table, the programs of an earlier version stay, or none if this host serves
 	table        *table.Table
 	unsaved      *table.Table          // table in force that is not in the state directory; nil: none
 	mapping      *placement.Mapping    // hashes of the devices, with the nonce of the table
@@ -81,7 +80,6 @@ type participation struct {
 	local        []string          // problems of interfaces and paths
 	ended        bool              // path is closed
 	late         late
-	taking       sync.Mutex // templates are taken over: those that one goroutine has removed from the store, another one does not see
 }
 
 // etcdConfig returns the settings of a store in etcd.
@@ -127,7 +125,6 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 		p.log.Warn("the saved table of the fleet is older than the one in force, which stays", "saved", last.Epoch, "in_force", epoch)
 		last = nil
 	}
-	p.last = last
 	p.registration = store.Registration{Host: table.Host{Name: s.host, Weight: uint32(s.Weight)}, Digests: s.digests}
 	p.refresh() // the first registration is complete: otherwise the next table would have a host without addresses
 	if s.Etcd != nil {
@@ -233,8 +230,8 @@ func (d *dataPath) Apply(t *table.Table) error {
 	p.unsaved = t
 	p.save()
 	gained, lost := changes(before, t, p.self())
-	if t != p.last && (lost > 0 || before == nil) {
-		p.late.left(t.Epoch, time.Now())
+	if lost > 0 || before == nil {
+		p.late.left(before, t, p.self(), time.Now())
 	}
 	if gained+lost > 0 || before == nil {
 		p.log.Info("table of the fleet in force", events.FleetTable, "epoch", t.Epoch, "gained", gained, "lost", lost)
@@ -261,47 +258,51 @@ func (p *participation) save() {
 // takeOverTime is the longest time that the members get to receive templates; the devices move afterwards in any case.
 const takeOverTime = 2 * time.Second
 
+// mostTakes is the number of calls that take over the templates of a move. Whoever can write to etcd chooses how many there are.
+const mostTakes = 100
+
 // HandOver hands the templates of the devices that leave to their next hosts.
 func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
 	p := (*participation)(d)
 	p.mu.Lock()
 	mapping, self, name := p.mapping, t.Index(p.self()), p.self()
-	p.late.prepared, p.late.preparedAt = t.Epoch, time.Now()
 	p.mu.Unlock()
 	if name == "" {
 		return nil
 	}
-	_, err := p.handOver(ctx, t, time.Time{}, func(device netip.Addr) uint16 {
+	begun := time.Now()
+	all, err := p.services.HandOver(func(device netip.Addr) bool {
 		b := mapping.Locate(device).Bucket
-		if t.Owner[b] != self {
-			return table.None
-		}
-		return t.Next[b]
-	})
-	return err
+		return t.Owner[b] == self && t.Next[b] != table.None
+	}, time.Time{})
+	if err != nil {
+		return err
+	}
+	if err := p.handOver(ctx, false, all, func(device netip.Addr) string { return t.Hosts[t.Next[mapping.Locate(device).Bucket]].Name }); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.late.prepared, p.late.preparedAt = t.Epoch, begun
+	return nil
 }
 
-// handOver hands the templates of devices that have a new template since a time to the hosts of a table that to returns; table.None: the
-// device stays. handOver returns the number of devices.
-func (p *participation) handOver(ctx context.Context, t *table.Table, since time.Time, to func(device netip.Addr) uint16) (devices int, err error) {
-	all, err := p.services.HandOver(func(device netip.Addr) bool { return to(device) != table.None }, since)
-	if err != nil {
-		return 0, err
-	}
+// handOver hands templates to the hosts that to returns.
+func (p *participation) handOver(ctx context.Context, late bool, all map[netip.Addr][]byte, to func(device netip.Addr) string) error {
 	byHost := make(map[string]map[netip.Addr][]byte)
 	for device, templates := range all {
-		name := t.Hosts[to(device)].Name
+		name := to(device)
 		if byHost[name] == nil {
 			byHost[name] = make(map[netip.Addr][]byte)
 		}
 		byHost[name][device] = templates
 	}
 	for name, templates := range byHost {
-		if err := p.store.HandOver(ctx, name, templates); err != nil {
-			return 0, err
+		if err := p.store.HandOver(ctx, name, late, templates); err != nil {
+			return err
 		}
 	}
-	return len(all), nil
+	return nil
 }
 
 // TakeOver sends the templates of the devices that come to the members of this host.
@@ -313,26 +314,23 @@ func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 	if name == "" { // the templates are for the other host
 		return nil
 	}
-	if err := p.takeOver(ctx, func(device netip.Addr) bool { return t.Next[mapping.Locate(device).Bucket] == self }); err != nil {
-		return err
+	for range mostTakes {
+		handed, more, err := p.store.TakeOver(ctx, false)
+		if err != nil {
+			return err
+		}
+		for _, templates := range handed {
+			maps.DeleteFunc(templates, func(device netip.Addr, _ []byte) bool { return t.Next[mapping.Locate(device).Bucket] != self })
+			if len(templates) > 0 {
+				p.services.TakeOver(templates)
+			}
+		}
+		if !more {
+			break
+		}
 	}
 	for begun := time.Now(); p.services.IsTakingOver() && time.Since(begun) < takeOverTime && ctx.Err() == nil; {
 		time.Sleep(time.Millisecond)
-	}
-	return nil
-}
-
-// takeOver sends the templates that other hosts have handed over to the members of this host.
-func (p *participation) takeOver(ctx context.Context, comes func(device netip.Addr) bool) error {
-	p.taking.Lock()
-	defer p.taking.Unlock()
-	handed, err := p.store.TakeOver(ctx)
-	if err != nil {
-		return err
-	}
-	maps.DeleteFunc(handed, func(device netip.Addr, _ []byte) bool { return !comes(device) })
-	if len(handed) > 0 {
-		p.services.TakeOver(handed)
 	}
 	return nil
 }
@@ -564,6 +562,9 @@ func (p *participation) allProblems() []string {
 	}
 	if p.state.Snapshot != nil {
 		list = append(list, p.settings.differences(p.state.Hosts)...)
+	}
+	if p.late.problem != "" {
+		list = append(list, p.late.problem)
 	}
 	for _, name := range slices.Sorted(maps.Keys(p.paths)) {
 		if problem := p.paths[name].problem; problem != "" {

@@ -22,12 +22,19 @@ func (d *Domain) SetFleet(addresses []netip.Addr, host func(device netip.Addr) (
 		fleet = nil
 	}
 	d.host.Fleet.Store(fleet)
+	d.eachOpen(func(s *service) {
+		s.checks.Moved() // at once: the packets of the devices already reach their hosts
+		s.checks.Soon()
+	})
+}
+
+// eachOpen calls f for each service that is open, with its lock.
+func (d *Domain) eachOpen(f func(*service)) {
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
 		s.Mu.Lock()
 		if s.CheckOpen() == nil {
-			s.checks.Moved() // at once: the packets of the devices already reach their hosts
-			s.checks.Soon()
+			f(s)
 		}
 		s.Mu.Unlock()
 	}
@@ -73,14 +80,18 @@ func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 // form that TakeOver of another host reads.
 func (d *Domain) HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error) {
 	all := make(map[netip.Addr][]rooms.Handed)
-	services, _ := d.selectServices("") // cannot fail for all services
-	for _, s := range services {
-		s.Mu.Lock()
-		for addr, list := range s.rooms.HandOver(leaves, since) {
-			all[addr] = append(all[addr], list...)
+	d.eachOpen(func(s *service) {
+		for addr := range s.rooms.TemplatesSince(since) {
+			if leaves(addr) {
+				all[addr] = nil
+			}
 		}
-		s.Mu.Unlock()
-	}
+	})
+	d.eachOpen(func(s *service) { // the templates of all services replace those that the other host has not taken over yet
+		for addr := range all {
+			all[addr] = append(all[addr], s.rooms.HandOver(addr)...)
+		}
+	})
 	return rooms.EncodeHanded(all)
 }
 
@@ -90,26 +101,11 @@ func (d *Domain) TakeOver(handed map[netip.Addr][]byte) {
 	if damaged > 0 {
 		d.log.Warn("templates of another host are damaged", "devices", damaged)
 	}
-	services, _ := d.selectServices("") // cannot fail for all services
-	for _, s := range services {
-		s.Mu.Lock()
-		if s.CheckOpen() == nil {
-			s.rooms.TakeOver(all)
-		}
-		s.Mu.Unlock()
-	}
+	d.eachOpen(func(s *service) { s.rooms.TakeOver(all) })
 }
 
 // IsTakingOver reports whether members still receive templates.
-func (d *Domain) IsTakingOver() bool {
-	services, _ := d.selectServices("") // cannot fail for all services
-	for _, s := range services {
-		s.Mu.Lock()
-		replaying := s.CheckOpen() == nil && s.rooms.IsReplaying()
-		s.Mu.Unlock()
-		if replaying {
-			return true
-		}
-	}
-	return false
+func (d *Domain) IsTakingOver() (is bool) {
+	d.eachOpen(func(s *service) { is = is || s.rooms.IsReplaying() })
+	return is
 }

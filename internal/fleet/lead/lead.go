@@ -64,7 +64,7 @@ type Host struct {
 	Handed uint64
 	// Prepared is the last epoch whose preparations the host has finished.
 	Prepared uint64
-	// Late counts how often the host has handed templates over that were not part of a preparation.
+	// Late changes whenever the host has handed over templates that were not part of a preparation.
 	Late    uint64
 	Digests Digests
 }

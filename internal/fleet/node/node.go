@@ -93,8 +93,11 @@ func (n *Node) Describe(h table.Host, healthy bool) {
 	n.update(func(r *store.Registration) { r.Host, r.Healthy = h, healthy })
 }
 
-// HandedLate tells the other hosts that this one has handed templates over that were not part of a preparation.
-func (n *Node) HandedLate() { n.update(func(r *store.Registration) { r.Late++ }) }
+// HandedLate tells the other hosts that this one has handed over templates that were not part of a preparation.
+func (n *Node) HandedLate() {
+	// A count would be the same after a restart.
+	n.update(func(r *store.Registration) { r.Late = max(r.Late+1, uint64(time.Now().UnixNano())) })
+}
 
 // update changes the registration of this host, and publishes a change.
 func (n *Node) update(change func(*store.Registration)) {

@@ -314,8 +314,10 @@ func to(s store.Setting) func(store.Setting) (store.Setting, error) {
 }
 func (f *fixed) Close(bool) error { return nil }
 
-func (f *fixed) HandOver(context.Context, string, map[netip.Addr][]byte) error { return nil }
-func (f *fixed) TakeOver(context.Context) (map[netip.Addr][]byte, error)       { return nil, nil }
+func (f *fixed) HandOver(context.Context, string, bool, map[netip.Addr][]byte) error { return nil }
+func (f *fixed) TakeOver(context.Context, bool) ([]map[netip.Addr][]byte, bool, error) {
+	return nil, false, nil
+}
 
 // TestRestoredStore starts a host with a table that is later than that of the store, and with one of another fleet: the host
 // keeps its table, names the problem, and writes nothing, although it leads. With the same epoch, it writes.

@@ -174,10 +174,12 @@ func (f *File) ChangeSetting(context.Context, string, func(Setting) (Setting, er
 }
 
 // HandOver does nothing: hosts with a file do not move devices one after the other.
-func (f *File) HandOver(context.Context, string, map[netip.Addr][]byte) error { return nil }
+func (f *File) HandOver(context.Context, string, bool, map[netip.Addr][]byte) error { return nil }
 
 // TakeOver returns nothing.
-func (f *File) TakeOver(context.Context) (map[netip.Addr][]byte, error) { return nil, nil }
+func (f *File) TakeOver(context.Context, bool) (handed []map[netip.Addr][]byte, more bool, err error) {
+	return nil, false, nil
+}
 
 // Close does nothing.
 func (f *File) Close(bool) error { return nil }

@@ -14,12 +14,16 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// The templates of a device are a value of the key sockeye/FLEET.templates/HOST/ADDRESS. No host watches these keys: the
-// registration of the former owner says when it has written them. They end with its lease.
+// The templates of a device are a value of the key sockeye/FLEET.templates/HOST/ADDRESS, or, if they are late, of
+// sockeye/FLEET.templates/HOST+late/FORMER/ADDRESS, where FORMER is the host that hands them over: several hosts may do so at the same
+// time. No name of a host contains a plus sign. No host watches these keys: the registration of the former owner says when it has
+// written them.
 const (
+	// handedTime is the time after which templates that were not taken over end: they have an age, which does not include this time.
+	handedTime = 60 * time.Second
 	// mostTemplates is the size of the largest value in bytes; devices with more send their templates again by themselves.
 	mostTemplates = 256 << 10
-	// A host takes over mostTaken bytes and mostTakenKeys devices at once at most, in takeTime.
+	// A call takes over mostTaken bytes and mostTakenKeys devices at most, in takeTime.
 	mostTaken, mostTakenKeys, takeTime = 64 << 20, 20_000, 5 * time.Second
 	// mostBatch is the size of the values in one request, and batchKeys their number: etcd refuses requests of more than 1.5 MiB
 	// or 128 operations.
@@ -28,21 +32,35 @@ const (
 	readKeys = 16
 )
 
-func (e *Etcd) templatesOf(host string) string {
+// templatesOf returns the beginning of the keys with templates for a host.
+func (e *Etcd) templatesOf(host string, late bool) string {
+	if late {
+		host += "+late"
+	}
 	return "sockeye/" + e.config.Fleet + ".templates/" + host + "/"
 }
 
 // HandOver writes the templates of devices for another host.
-func (e *Etcd) HandOver(ctx context.Context, to string, templates map[netip.Addr][]byte) error {
+func (e *Etcd) HandOver(ctx context.Context, to string, late bool, templates map[netip.Addr][]byte) error {
 	client, err := e.connect()
 	if err != nil {
 		return err
 	}
 	e.mu.Lock()
-	lease := e.lease
+	registered := e.lease != 0
 	e.mu.Unlock()
-	if lease == 0 {
-		return fmt.Errorf("hand over templates: this host has no lease")
+	if !registered {
+		return fmt.Errorf("hand over templates: this host is not registered")
+	}
+	short, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	lease, err := client.Grant(short, int64(handedTime.Seconds()))
+	if err != nil {
+		return fmt.Errorf("hand over templates: %w", err)
+	}
+	prefix := e.templatesOf(to, late)
+	if late {
+		prefix += e.config.Host.Name + "/"
 	}
 	var operations []clientv3.Op
 	size := 0
@@ -68,7 +86,7 @@ func (e *Etcd) HandOver(ctx context.Context, to string, templates map[netip.Addr
 				return err
 			}
 		}
-		operations = append(operations, clientv3.OpPut(e.templatesOf(to)+a.String(), string(value), clientv3.WithLease(lease)))
+		operations = append(operations, clientv3.OpPut(prefix+a.String(), string(value), clientv3.WithLease(lease.ID)))
 		size += len(value)
 	}
 	return commit()
@@ -76,28 +94,25 @@ func (e *Etcd) HandOver(ctx context.Context, to string, templates map[netip.Addr
 
 // TakeOver reads and removes the templates for this host. The values are those of whoever can write to etcd: a value that is too
 // large is left out, and what cannot be read is removed. Values that another host writes meanwhile stay, for the next call.
-func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
+func (e *Etcd) TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr][]byte, more bool, err error) {
 	client, err := e.connect()
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	short, cancel := context.WithTimeout(ctx, takeTime)
 	defer cancel()
-	prefix := e.templatesOf(e.config.Host.Name)
+	prefix := e.templatesOf(e.config.Host.Name, late)
 	keys, err := client.Get(short, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
 	if err != nil && short.Err() == nil {
 		// Keys that are too long for a response would keep all devices from moving to this host.
 		if _, bad := client.Delete(short, prefix, clientv3.WithPrefix()); bad == nil {
-			return nil, nil
+			return nil, false, nil
 		}
 	}
 	if err != nil {
-		return nil, fmt.Errorf("take over templates: %w", err)
+		return nil, false, fmt.Errorf("take over templates: %w", err)
 	}
-	if len(keys.Kvs) == 0 {
-		return nil, nil
-	}
-	all, size := make(map[netip.Addr][]byte), 0
+	byHost, size, read := make(map[string]map[netip.Addr][]byte), 0, 0
 	for some := range slices.Chunk(keys.Kvs, readKeys) {
 		if size > mostTaken {
 			break
@@ -106,45 +121,53 @@ func (e *Etcd) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
 		for i, kv := range some {
 			reads[i] = clientv3.OpGet(string(kv.Key))
 		}
-		read, err := client.Txn(short).Then(reads...).Commit()
-		if err != nil {
-			break // templates are sent again by their exporters
+		var values *clientv3.TxnResponse
+		if values, err = client.Txn(short).Then(reads...).Commit(); err != nil {
+			break
 		}
-		for _, one := range read.Responses {
+		read += len(some)
+		for _, one := range values.Responses {
 			for _, kv := range one.GetResponseRange().GetKvs() {
-				address, bad := netip.ParseAddr(strings.TrimPrefix(string(kv.Key), prefix))
-				if bad == nil && len(kv.Value) <= mostTemplates {
-					all[address] = kv.Value
-					size += len(kv.Value)
+				name, host := strings.TrimPrefix(string(kv.Key), prefix), ""
+				if late {
+					host, name, _ = strings.Cut(name, "/")
 				}
+				address, bad := netip.ParseAddr(name)
+				if bad != nil || len(kv.Value) > mostTemplates {
+					continue
+				}
+				if byHost[host] == nil {
+					byHost[host] = make(map[netip.Addr][]byte)
+				}
+				byHost[host][address] = kv.Value
+				size += len(kv.Value)
 			}
 		}
 	}
-	if err := e.removeTemplates(ctx, client, prefix, keys.Header.Revision); err != nil {
-		return nil, err
+	if read > 0 {
+		err = e.removeTemplates(ctx, client, string(keys.Kvs[0].Key), string(keys.Kvs[read-1].Key), keys.Header.Revision)
 	}
-	return all, nil
+	if err != nil {
+		return nil, false, fmt.Errorf("take over templates: %w", err)
+	}
+	for _, host := range slices.Sorted(maps.Keys(byHost)) {
+		handed = append(handed, byHost[host])
+	}
+	return handed, keys.More || read < len(keys.Kvs), nil
 }
 
-// removeTemplates removes the keys that begin with a prefix and have not changed since a revision. Templates that stay would be taken over
-// again at the next move.
-func (e *Etcd) removeTemplates(ctx context.Context, client *clientv3.Client, prefix string, revision int64) error {
+// removeTemplates removes the keys from the first to the last one that have not changed since a revision.
+func (e *Etcd) removeTemplates(ctx context.Context, client *clientv3.Client, first, last string, revision int64) error {
 	ctx, cancel := context.WithTimeout(ctx, takeTime) // the reads may have used up the time
 	defer cancel()
-	all, err := client.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(prefix).WithPrefix(), "<", revision+1)).
-		Then(clientv3.OpDelete(prefix, clientv3.WithPrefix())).Commit()
-	if err == nil && !all.Succeeded {
-		err = e.removeUnchanged(ctx, client, prefix, revision)
+	end := last + "\x00"
+	unchanged := clientv3.Compare(clientv3.ModRevision(first).WithRange(end), "<", revision+1)
+	all, err := client.Txn(ctx).If(unchanged).Then(clientv3.OpDelete(first, clientv3.WithRange(end))).Commit()
+	if err != nil || all.Succeeded {
+		return err
 	}
-	if err != nil && ctx.Err() == nil {
-		return fmt.Errorf("remove templates: %w", err)
-	}
-	return nil
-}
-
-// removeUnchanged does the same, key by key, while other hosts write keys.
-func (e *Etcd) removeUnchanged(ctx context.Context, client *clientv3.Client, prefix string, revision int64) error {
-	old, err := client.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMaxModRev(revision))
+	// Other hosts write keys: key by key.
+	old, err := client.Get(ctx, first, clientv3.WithRange(end), clientv3.WithKeysOnly(), clientv3.WithMaxModRev(revision))
 	if err != nil {
 		return err
 	}

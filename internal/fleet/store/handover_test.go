@@ -4,20 +4,35 @@ package store
 
 import (
 	"bytes"
+	"context"
 	"fmt"
+	"maps"
 	"net/netip"
+	"reflect"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
-
-	"sockeye/internal/testenv"
 )
 
-// TestHandOver hands templates of many devices from one host to another: all but one that is too large arrive, once, and those
-// of a host that ends are gone.
+// take takes over the templates for a host that are not late.
+func take(m *member) (map[netip.Addr][]byte, error) {
+	all := make(map[netip.Addr][]byte)
+	for {
+		handed, more, err := m.TakeOver(context.Background(), false)
+		for _, templates := range handed {
+			maps.Copy(all, templates)
+		}
+		if err != nil || !more {
+			return all, err
+		}
+	}
+}
+
+// TestHandOver hands templates of many devices from one host to another: all but one that is too large arrive, once. Late templates are
+// apart, for each host that hands them over, and all keys end after a minute.
 func TestHandOver(t *testing.T) {
 	t.Parallel()
 	_, endpoints := startCluster(t, 1, 2700)
@@ -28,13 +43,13 @@ func TestHandOver(t *testing.T) {
 		templates[netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})] = bytes.Repeat([]byte{byte(i)}, 10_000)
 	}
 	templates[netip.MustParseAddr("2001:db8::1")] = make([]byte, mostTemplates+1)
-	if err := a.HandOver(t.Context(), "b", templates); err != nil {
+	if err := a.HandOver(t.Context(), "b", false, templates); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := a.TakeOver(t.Context()); err != nil || len(got) != 0 {
+	if got, err := take(a); err != nil || len(got) != 0 {
 		t.Errorf("a takes %d over, %v", len(got), err)
 	}
-	got, err := b.TakeOver(t.Context())
+	got, err := take(b)
 	seen := make(map[byte]bool)
 	for address, value := range got {
 		seen[value[0]] = len(value) == 10_000 && address.As4()[3] == value[0]
@@ -42,20 +57,36 @@ func TestHandOver(t *testing.T) {
 	if err != nil || len(got) != 250 || len(seen) != 250 {
 		t.Errorf("b takes %d of %d devices over, %v", len(got), len(seen), err)
 	}
-	if got, err := b.TakeOver(t.Context()); err != nil || len(got) != 0 {
+	if got, err := take(b); err != nil || len(got) != 0 {
 		t.Errorf("b takes %d over again, %v", len(got), err)
 	}
-	if err := a.HandOver(t.Context(), "b", map[netip.Addr][]byte{netip.MustParseAddr("10.0.0.1"): {1}}); err != nil {
+	// Late templates of the same device, from two hosts.
+	device := netip.MustParseAddr("10.0.0.1")
+	c := join(t, endpoints, "c")
+	c.awaitAlive("a b c")
+	for from, value := range map[*member]byte{a: 1, c: 3} {
+		if err := from.HandOver(t.Context(), "b", true, map[netip.Addr][]byte{device: {value}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := a.HandOver(t.Context(), "b", false, map[netip.Addr][]byte{device: {0}}); err != nil {
 		t.Fatal(err)
 	}
-	a.stop()
-	b.awaitAlive("b")
-	testenv.Within(t, "the templates of a to end", func() bool {
-		got, err := b.client.Get(t.Context(), b.templatesOf("b"))
-		return err == nil && len(got.Kvs) == 0
-	})
-	if got, err := b.TakeOver(t.Context()); err != nil || len(got) != 0 {
-		t.Errorf("b takes %d of a host over that has ended, %v", len(got), err)
+	keys, err := b.client.Get(t.Context(), "sockeye/test.templates/", clientv3.WithPrefix())
+	if err != nil || len(keys.Kvs) != 3 {
+		t.Fatalf("%+v, %v", keys, err)
+	}
+	for _, kv := range keys.Kvs {
+		if lease, err := b.client.TimeToLive(t.Context(), clientv3.LeaseID(kv.Lease)); err != nil || lease.TTL < 1 || lease.TTL > 60 {
+			t.Errorf("the key %s ends in %d s, %v", kv.Key, lease.TTL, err)
+		}
+	}
+	handed, more, err := b.TakeOver(t.Context(), true)
+	if want := []map[netip.Addr][]byte{{device: {1}}, {device: {3}}}; err != nil || more || !reflect.DeepEqual(handed, want) {
+		t.Errorf("late templates: %v, more %v, %v", handed, more, err)
+	}
+	if got, err := take(b); err != nil || len(got) != 1 || !bytes.Equal(got[device], []byte{0}) {
+		t.Errorf("b takes %v over, %v", got, err)
 	}
 }
 
@@ -68,12 +99,12 @@ func TestHandOverMeanwhile(t *testing.T) {
 	const each = 300
 	var writers sync.WaitGroup
 	var ended atomic.Int32
-	for i, from := range []*member{a, c} {
+	for _, from := range []*member{a, c} {
 		writers.Go(func() {
 			defer ended.Add(1)
 			for n := range each {
-				device := netip.AddrFrom4([4]byte{10, byte(i), byte(n >> 8), byte(n)})
-				if err := from.HandOver(t.Context(), "b", map[netip.Addr][]byte{device: {1}}); err != nil {
+				device := netip.AddrFrom4([4]byte{10, 0, byte(n >> 8), byte(n)})
+				if err := from.HandOver(t.Context(), "b", true, map[netip.Addr][]byte{device: {1}}); err != nil {
 					t.Error(err)
 					return
 				}
@@ -83,23 +114,25 @@ func TestHandOverMeanwhile(t *testing.T) {
 	taken, calls := make(map[netip.Addr]int), 0
 	for last := false; !last; calls++ {
 		last = ended.Load() == 2
-		got, err := b.TakeOver(t.Context())
+		handed, _, err := b.TakeOver(t.Context(), true)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for device := range got {
-			taken[device]++
+		for _, templates := range handed {
+			for device := range templates {
+				taken[device]++
+			}
 		}
 	}
 	writers.Wait()
-	twice := 0
+	wrong := 0
 	for _, n := range taken {
-		if n > 1 {
-			twice++
+		if n != 2 {
+			wrong++
 		}
 	}
-	if len(taken) != 2*each || twice > 0 || calls < 3 {
-		t.Errorf("%d of %d devices taken over in %d calls, %d of them more than once", len(taken), 2*each, calls, twice)
+	if len(taken) != each || wrong > 0 || calls < 3 {
+		t.Errorf("%d of %d devices taken over in %d calls, %d of them not twice", len(taken), each, calls, wrong)
 	}
 }
 
@@ -138,22 +171,22 @@ func TestRubbishTemplates(t *testing.T) {
 	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
 	a.awaitAlive("a b")
 	good := netip.MustParseAddr("10.0.0.1")
-	if err := a.HandOver(t.Context(), "b", map[netip.Addr][]byte{good: {7}}); err != nil {
+	if err := a.HandOver(t.Context(), "b", false, map[netip.Addr][]byte{good: {7}}); err != nil {
 		t.Fatal(err)
 	}
 	huge := string(make([]byte, 1<<20))
 	for i := range 70 {
-		if _, err := a.client.Put(t.Context(), fmt.Sprintf("%s192.0.2.%d", a.templatesOf("b"), i), huge); err != nil {
+		if _, err := a.client.Put(t.Context(), fmt.Sprintf("%s192.0.2.%d", a.templatesOf("b", false), i), huge); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := a.client.Put(t.Context(), a.templatesOf("b")+"rubbish", "x"); err != nil {
+	if _, err := a.client.Put(t.Context(), a.templatesOf("b", false)+"rubbish", "x"); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := b.TakeOver(t.Context()); err != nil || len(got) != 1 || len(got[good]) != 1 {
+	if got, err := take(b); err != nil || len(got) != 1 || len(got[good]) != 1 {
 		t.Errorf("%d devices, %v", len(got), err)
 	}
-	if left, err := b.client.Get(t.Context(), b.templatesOf("b"), clientv3.WithPrefix(), clientv3.WithCountOnly()); err != nil || left.Count != 0 {
+	if left, err := b.client.Get(t.Context(), b.templatesOf("b", false), clientv3.WithPrefix(), clientv3.WithCountOnly()); err != nil || left.Count != 0 {
 		t.Errorf("%+v, %v", left, err)
 	}
 }
@@ -167,14 +200,14 @@ func TestLongKeys(t *testing.T) {
 	a.awaitAlive("a")
 	long := strings.Repeat("x", 1400<<10)
 	for i := range 50 {
-		if _, err := a.client.Put(t.Context(), fmt.Sprintf("%s%d%s", a.templatesOf("a"), i, long), ""); err != nil {
+		if _, err := a.client.Put(t.Context(), fmt.Sprintf("%s%d%s", a.templatesOf("a", false), i, long), ""); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if got, err := a.TakeOver(t.Context()); err != nil || len(got) != 0 {
+	if got, err := take(a); err != nil || len(got) != 0 {
 		t.Errorf("%d devices, %v", len(got), err)
 	}
-	if left, err := a.client.Get(t.Context(), a.templatesOf("a"), clientv3.WithPrefix(), clientv3.WithCountOnly()); err != nil || left.Count != 0 {
+	if left, err := a.client.Get(t.Context(), a.templatesOf("a", false), clientv3.WithPrefix(), clientv3.WithCountOnly()); err != nil || left.Count != 0 {
 		t.Errorf("%+v, %v", left, err)
 	}
 }

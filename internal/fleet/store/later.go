@@ -94,19 +94,19 @@ func (l *Later) ChangeSetting(ctx context.Context, host string, change func(Sett
 }
 
 // HandOver keeps the templates of devices for another host.
-func (l *Later) HandOver(ctx context.Context, to string, templates map[netip.Addr][]byte) error {
+func (l *Later) HandOver(ctx context.Context, to string, late bool, templates map[netip.Addr][]byte) error {
 	if s := l.opened(); s != nil {
-		return s.HandOver(ctx, to, templates)
+		return s.HandOver(ctx, to, late, templates)
 	}
 	return errNotOpen
 }
 
 // TakeOver returns the templates for this host.
-func (l *Later) TakeOver(ctx context.Context) (map[netip.Addr][]byte, error) {
+func (l *Later) TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr][]byte, more bool, err error) {
 	if s := l.opened(); s != nil {
-		return s.TakeOver(ctx)
+		return s.TakeOver(ctx, late)
 	}
-	return nil, errNotOpen
+	return nil, false, errNotOpen
 }
 
 // Close closes the store if it is open.

@@ -30,10 +30,12 @@ type Store interface {
 	// ChangeSetting changes what the operator wants of a host. change gets the present setting, and returns the next one. ChangeSetting
 	// calls change again if the setting changes meanwhile, and returns its error.
 	ChangeSetting(ctx context.Context, host string, change func(present Setting) (Setting, error)) error
-	// HandOver keeps the templates of devices for another host, by address, until it takes them or this host ends.
-	HandOver(ctx context.Context, to string, templates map[netip.Addr][]byte) error
-	// TakeOver returns the templates that other hosts have handed over to this one, by address, and removes them.
-	TakeOver(ctx context.Context) (map[netip.Addr][]byte, error)
+	// HandOver keeps the templates of devices for another host, by address, for a minute at most. late is set for templates that are not part
+	// of the preparation of a table: TakeOver returns either those, or the others.
+	HandOver(ctx context.Context, to string, late bool, templates map[netip.Addr][]byte) error
+	// TakeOver returns the templates that other hosts have handed over to this one, by address, and removes them. The templates of one device
+	// may be in several elements. With more, further ones are left for another call.
+	TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr][]byte, more bool, err error)
 	// Close gives back what the store holds of the process. With leave, the registration ends at once; otherwise with its
 	// lease.
 	Close(leave bool) error
@@ -59,7 +61,7 @@ type Registration struct {
 	Applied  uint64 `json:"applied"`
 	Handed   uint64 `json:"handed"`
 	Prepared uint64 `json:"prepared"`
-	// Late counts how often the host has handed templates over that were not part of a preparation.
+	// Late changes whenever the host has handed over late templates.
 	Late uint64 `json:"late,omitempty"`
 	// Digests are those of the policy.
 	Digests lead.Digests `json:"digests,omitzero"`

@@ -31,6 +31,7 @@ type fill struct {
 	alone           bool      // the receive buffer had no space for a datagram
 	templates       []waitingDatagram
 	addresses       []netip.Addr  // exporters whose templates are sent
+	again           bool          // another host has handed over later templates of some exporters
 	decoded         bool          // the member has decoded the templates
 	idle            int           // samples in a row in which the member had nothing to do with the templates
 	late            bool          // the slot is ready: templates and datagrams for devices that have moved
@@ -417,6 +418,9 @@ func (r *Rooms) endFill(f *fill) {
 		if f.replayed > 0 {
 			r.Log.Info("what had waited sent to the member that serves its devices now", events.ReplayedToMember, "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
 		}
+		if f.again {
+			r.ReplayMoved()
+		}
 		return
 	}
 	delete(r.filling, slot)
@@ -437,6 +441,8 @@ func (r *Rooms) endFill(f *fill) {
 	if err == nil && missing > 0 {
 		r.lost[slot] += uint64(missing)
 		r.Log.Warn("datagrams did not arrive over the loopback interface", events.ReplayIncomplete, "slot", slot, "lost", missing)
+	}
+	if f.again || err == nil && missing > 0 {
 		r.ReplayMoved()
 	}
 	r.Log.Info("slot filled", events.TrafficReleased, "slot", slot, "pid", f.seat.Process.PID, "exporters", len(f.addresses), "datagrams", f.sent,

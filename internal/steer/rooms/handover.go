@@ -4,6 +4,7 @@ package rooms
 
 import (
 	"encoding/json"
+	"iter"
 	"net/netip"
 	"slices"
 	"strings"
@@ -19,42 +20,67 @@ type Handed struct {
 	Age time.Duration `json:"age"`
 }
 
-// HandOver returns the templates of the exporters that leave, and that have a new template since a time, by address.
-func (r *Rooms) HandOver(leaves func(netip.Addr) bool, since time.Time) map[netip.Addr][]Handed {
+// TemplatesSince yields the addresses of the exporters that have a new template since a time.
+func (r *Rooms) TemplatesSince(since time.Time) iter.Seq[netip.Addr] {
+	return func(yield func(netip.Addr) bool) {
+		if !r.KeepsTemplates() {
+			return
+		}
+		for addr := range r.kept.store.Addresses() {
+			if r.kept.store.LearnedSince(addr, since) && !yield(addr) {
+				return
+			}
+		}
+	}
+}
+
+// HandOver returns the templates of the exporters at an address.
+func (r *Rooms) HandOver(addr netip.Addr) (handed []Handed) {
 	if !r.KeepsTemplates() {
 		return nil
 	}
-	handed := make(map[netip.Addr][]Handed)
 	now := time.Now()
-	for addr := range r.kept.store.Addresses() {
-		if !r.kept.store.LearnedSince(addr, since) || !leaves(addr) {
-			continue
-		}
-		for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
-			if l, ok := r.Listeners[m.Row]; ok {
-				handed[addr] = append(handed[addr], Handed{l.String(), m.Source, m.Data, max(0, now.Sub(m.Refreshed))})
-			}
+	for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
+		if l, ok := r.Listeners[m.Row]; ok {
+			handed = append(handed, Handed{l.String(), m.Source, m.Data, max(0, now.Sub(m.Refreshed))})
 		}
 	}
 	return handed
 }
 
-// TakeOver keeps templates that another host has handed over, and sends them to the members of their exporters.
+// TakeOver keeps templates that another host has handed over, and sends those that are new to the members of their exporters.
 func (r *Rooms) TakeOver(list []Handed) {
 	if !r.KeepsTemplates() {
 		return
 	}
+	r.adopt(list)
+	r.scheduleTemplatesSave()
+	r.ReplayMoved()
+}
+
+// adopt keeps templates, and notes which of them are new.
+func (r *Rooms) adopt(list []Handed) {
 	now := time.Now()
 	for _, h := range list {
 		for _, row := range r.rowsOf(h) {
-			if r.kept.store.Adopt(h.Source, row, h.Data, now.Add(-h.Age), now) == nil {
-				// The member may know templates of an earlier time at which this host had the exporter.
-				delete(r.kept.replayedTo, h.Source.Addr().Unmap().WithZone(""))
+			before := r.kept.store.Revision()
+			if r.kept.store.Adopt(h.Source, row, h.Data, now.Add(-h.Age), now) == nil && r.kept.store.Revision() != before {
+				r.replayAgain(h.Source.Addr().Unmap().WithZone(""))
 			}
 		}
 	}
-	r.scheduleTemplatesSave()
-	r.ReplayMoved()
+}
+
+// replayAgain notes that no member knows the templates of an exporter: those that are being sent are earlier ones.
+func (r *Rooms) replayAgain(addr netip.Addr) {
+	delete(r.kept.replayedTo, addr)
+	for _, fills := range []map[int]*fill{r.kept.running, r.filling} {
+		for _, f := range fills {
+			if i := slices.Index(f.addresses, addr); i >= 0 {
+				f.addresses, f.again = slices.Delete(slices.Clone(f.addresses), i, i+1), true
+			}
+		}
+	}
 }
 
 // rowsOf returns the rows of the listeners for the datagrams of an exporter of another host. That host may write the listener in

@@ -10,6 +10,7 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
+	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/replay"
 	"sockeye/internal/steer/templates"
@@ -156,5 +157,41 @@ func TestNextSYN(t *testing.T) {
 	}
 	if got := nextSYN(time.Time{}, at(0), at(2)); got != at(3.5) {
 		t.Errorf("of a slot that another agent has seen: %v", got.Sub(empty))
+	}
+}
+
+// TestReplayAgain is that templates that are being sent do not count as sent when another host hands over later ones, and that those that
+// are not new are not sent again.
+func TestReplayAgain(t *testing.T) {
+	r := New(&core.Service{Config: config.Service{Slots: 2}, Listeners: map[int]config.Listener{0: {Protocol: config.UDP, Address: netip.MustParseAddrPort("[::]:4739")}}})
+	r.kept.store = templates.NewStore(templates.Limits{}, nil)
+	source, other := netip.MustParseAddrPort("192.0.2.1:7"), netip.MustParseAddr("192.0.2.2")
+	message := func(fields ...byte) []byte {
+		b := []byte{0, 10, 0, byte(24 + len(fields)*4), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 2, 0, byte(8 + len(fields)*4), 1, 0, 0, byte(len(fields))}
+		for _, f := range fields {
+			b = append(b, 0, f, 0, 4)
+		}
+		return b
+	}
+	first := Handed{Listener: "udp [::]:4739", Source: source, Data: message(8), Age: time.Minute}
+	adopt := func(h Handed) {
+		t.Helper()
+		if r.adopt([]Handed{h}); r.kept.store.Stats().Templates != 1 {
+			t.Fatalf("%+v", r.kept.store.Stats())
+		}
+	}
+	adopt(first)
+	known := member.ID{PID: 7}
+	running, filling := &fill{addresses: []netip.Addr{other, source.Addr()}}, &fill{addresses: []netip.Addr{source.Addr()}}
+	r.kept.running[0], r.filling[1], r.kept.replayedTo[source.Addr()] = running, filling, known
+	for _, h := range []Handed{first, {Listener: first.Listener, Source: source, Data: message(9), Age: time.Hour}, {Listener: first.Listener, Source: source, Data: []byte("rubbish")}} {
+		adopt(h)
+		if running.again || filling.again || r.kept.replayedTo[source.Addr()] != known {
+			t.Errorf("sent again after %+v", h)
+		}
+	}
+	adopt(Handed{Listener: first.Listener, Source: source, Data: message(8, 12)})
+	if !running.again || !filling.again || !slices.Equal(running.addresses, []netip.Addr{other}) || len(filling.addresses) > 0 || len(r.kept.replayedTo) > 0 {
+		t.Errorf("after a later template: %v and %v, known to %v", running.addresses, filling.addresses, r.kept.replayedTo)
 	}
 }

@@ -107,8 +107,11 @@ func (l *learner) begin(m *message) {
 	}
 }
 
-// outdated reports whether the records are older than what this Store received at a time.
-func (l *learner) outdated(received int64) bool { return l.adopted && l.stamp < received }
+// outdated reports whether the records are older than what this Store received at a time. Messages that are adopted at the same time, as
+// those of one session, are not older than each other.
+func (l *learner) outdated(received int64) bool {
+	return l.adopted && l.stamp < received && received != l.now
+}
 
 // restarted reports whether the exporter has restarted since the last message.
 func (e *session) restarted(m *message, now int64) bool {

@@ -267,6 +267,18 @@ func TestAdopt(t *testing.T) {
 	if want := map[uint16]int{256: 2, 257: 2}; !maps.Equal(fields(v), want) {
 		t.Errorf("fields by ID: %v, want %v", fields(v), want)
 	}
+	// A session of several messages: the sequence number of the last one counts.
+	many, copied := NewStore(Limits{}, nil), NewStore(Limits{}, nil)
+	for id := range uint16(20) {
+		learn(t, many, router, v9(1, uint32(id), 1000, setOf(0, flow(256+id, 60))), recent)
+	}
+	if n := len(many.Replay(router.Addr(), now, 0, nil)); n < 3 {
+		t.Fatalf("%d messages", n)
+	}
+	adopt(copied, many)
+	if got, want := copied.devices[router.Addr()].sessions[0].next, many.devices[router.Addr()].sessions[0].next; got != want || len(fields(copied)) != 20 {
+		t.Errorf("the next sequence number is %d, want %d, with %d templates", got, want, len(fields(copied)))
+	}
 	// What other hosts say about ages is not trusted.
 	one := first.Replay(router.Addr(), now, 0, nil)[0]
 	for _, refreshed := range []time.Time{now.Add(-DefaultLifetime), now.Add(-1 << 62), now.Add(1 << 62)} {

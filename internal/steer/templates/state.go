@@ -218,7 +218,7 @@ func (l *learner) loadTemplates(r *reader, n int) error {
 		l.put(rec)
 		if _, e := l.find(); e != nil {
 			if i, ok := e.template(rec.id); ok {
-				e.templates[i].learned = min(learned, refreshed)
+				e.templates[i].learned = learned
 			}
 		}
 	}
