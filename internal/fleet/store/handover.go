@@ -12,6 +12,8 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 )
 
 // The templates of a device are a value of the key sockeye/FLEET.templates/HOST/ADDRESS, or, if they are late, of
@@ -103,8 +105,10 @@ func (e *Etcd) TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr
 	defer cancel()
 	prefix := e.templatesOf(e.config.Host.Name, late)
 	keys, err := client.Get(short, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
-	if err != nil && short.Err() == nil {
+	if status.Code(err) == codes.ResourceExhausted {
 		// Keys that are too long for a response would keep all devices from moving to this host.
+		short, cancel := context.WithTimeout(ctx, takeTime) // the answer may have used up the time
+		defer cancel()
 		if _, bad := client.Delete(short, prefix, clientv3.WithPrefix()); bad == nil {
 			return nil, false, nil
 		}
