@@ -52,6 +52,8 @@ const (
 	openingPercent = 60
 	// openingBurst is the maximum of the budget.
 	openingBurst = 50 * time.Millisecond
+	// longestOpening is the most that one flow is charged: in the rest of the time, the gateway has waited for a CPU.
+	longestOpening = 5 * time.Millisecond
 )
 
 func (b *timeBudget) available(now time.Time) bool {
@@ -63,7 +65,7 @@ func (b *timeBudget) available(now time.Time) bool {
 	return b.remaining > 0
 }
 
-func (b *timeBudget) charge(d time.Duration) { b.remaining -= d }
+func (b *timeBudget) charge(d time.Duration) { b.remaining -= min(d, longestOpening) }
 
 // class is the kind of a flow, which decides the order of eviction.
 type class uint8

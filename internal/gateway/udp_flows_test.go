@@ -258,6 +258,22 @@ func TestFlowsLeaveTime(t *testing.T) {
 	}
 }
 
+// TestFlowsAfterPause is that a gateway that waits for a CPU while it opens a flow opens the next one.
+func TestFlowsAfterPause(t *testing.T) {
+	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
+	begin, looks := time.Now(), 0
+	p.g.clock = func() time.Time { looks++; return begin.Add(time.Duration(looks) * time.Minute / 100) }
+	for i := range 5 {
+		at := endpoints{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, uint16(9000+i))}
+		p.put(datagram(at.guest, at.remote, []byte("?")))
+		p.turn(0)
+		if p.g.flows.all[at] == nil {
+			t.Fatalf("flow %d is refused: %v", i, p.g.Counts())
+		}
+		looks = 0 // no time passes between the openings
+	}
+}
+
 // TestPinhole checks that a peer that has sent one datagram, possibly with a forged source address, does not remain a
 // permitted destination forever.
 func TestPinhole(t *testing.T) {
