@@ -10,6 +10,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -75,7 +76,8 @@ func openPast(t *testing.T, spec, peer string) (end func()) {
 		if pair, err = unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0); err == nil {
 			err = unix.Sendmsg(pair[0], []byte("x"), unix.UnixRights(fd), nil, 0)
 			end()
-			end = func() { unix.Close(pair[0]); unix.Close(pair[1]) }
+			end = sync.OnceFunc(func() { unix.Close(pair[0]); unix.Close(pair[1]) })
+			t.Cleanup(end)
 		}
 	}
 	if err != nil {

@@ -38,8 +38,8 @@ With --missing, the command lists the expected devices that do not send, or send
 only one of TCP and UDP: a device sends TCP while it has a connection, and UDP
 if it has sent a datagram in the last 10 minutes. The expected devices are those
 of the device map, and others that the agent has learned: those with a
-connection, and those that have sent datagrams for 10 minutes. The agent forgets a learned
-device that has been silent for 30 days.`,
+connection, and those that have sent datagrams for 10 minutes. The agent forgets
+a learned device that has been silent for 30 days.`,
 		Example: `  sockeye devices --service telemetry
   sockeye devices --missing`,
 	}

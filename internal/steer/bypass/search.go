@@ -37,6 +37,8 @@ const (
 	scanPatience = time.Second / 2
 	// scanShare limits the CPU time of scans: the time between two of them is so many times that of the last one.
 	scanShare = 20
+	// confirmShare is the same for a scan that confirms that a socket has no process. The scan after such a one waits longer again.
+	confirmShare = 4
 	// mostScans is the number of scans from which a socket without a process counts as hidden: it may have been closed during a scan.
 	mostScans = 2
 )
@@ -49,6 +51,7 @@ type search struct {
 	processes map[uint64][]sockdiag.Process // by cookie of their socket
 	scan      *scan                         // nil: no scan runs
 	nextScan  time.Time
+	confirms  bool            // the next scan confirms the last one
 	scans     map[uint64]int  // scans that have not found a process, by cookie
 	outside   map[uint64]bool // sockets that have left their group, by cookie
 }
@@ -371,7 +374,8 @@ func (w *Watch) takeScan(missing map[uint32]uint64, patience time.Duration) {
 	case <-time.After(patience):
 		return
 	}
-	w.search.scan, w.search.nextScan = nil, time.Now().Add(scanShare*one.took)
+	w.search.scan = nil
+	unconfirmed := false
 	for inode, cookie := range one.inodes {
 		switch processes := one.byInode[inode]; {
 		case missing[inode] != cookie: // it has been closed
@@ -380,8 +384,15 @@ func (w *Watch) takeScan(missing map[uint32]uint64, patience time.Duration) {
 			delete(missing, inode)
 		default:
 			w.search.scans[cookie]++
+			unconfirmed = unconfirmed || w.search.scans[cookie] < mostScans
 		}
 	}
+	w.search.confirms = unconfirmed && !w.search.confirms
+	share := time.Duration(scanShare)
+	if w.search.confirms {
+		share = confirmShare
+	}
+	w.search.nextScan = time.Now().Add(share * one.took)
 }
 
 // scanProcesses returns the processes of sockets by their inodes. Those of threads come second, because few threads have descriptors of
