@@ -45,9 +45,9 @@ type Services interface {
 	// CanServe returns an error if a selected service has no ready slot.
 	CanServe(selected func(*config.Service) bool) error
 	// HandOver returns the templates of the exporters that leave this host, and that have a new template since a time, by address, for
-	// TakeOver on another host, which sends them to members. IsTakingOver reports whether members still receive them.
+	// TakeOver on another host, which sends them to members, with changed those that are new there. IsTakingOver reports whether members still receive them.
 	HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error)
-	TakeOver(handed map[netip.Addr][]byte)
+	TakeOver(handed map[netip.Addr][]byte, changed bool)
 	IsTakingOver() bool
 }
 

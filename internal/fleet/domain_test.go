@@ -63,8 +63,8 @@ func (s *services) CanServe(func(*config.Service) bool) error {
 func (s *services) HandOver(func(netip.Addr) bool, time.Time) (map[netip.Addr][]byte, error) {
 	return nil, nil
 }
-func (s *services) TakeOver(map[netip.Addr][]byte) {}
-func (s *services) IsTakingOver() bool             { return false }
+func (s *services) TakeOver(map[netip.Addr][]byte, bool) {}
+func (s *services) IsTakingOver() bool                   { return false }
 
 // hostOf returns the host of a device as the services know it.
 func (s *services) hostOf(device string) string {

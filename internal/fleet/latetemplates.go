@@ -139,8 +139,9 @@ func (p *participation) handOverLate(ctx context.Context) {
 	begun := time.Now()
 	p.mu.Lock()
 	t, mapping, name, since, until, retry := p.table, p.mapping, p.self(), p.late.since, p.late.until, p.late.retry
+	connected := p.state.Snapshot != nil && p.state.Connected
 	p.mu.Unlock()
-	if until.IsZero() || t == nil || name == "" || begun.Before(retry) {
+	if !connected || until.IsZero() || t == nil || name == "" || begun.Before(retry) {
 		return
 	}
 	all, err := p.services.HandOver(func(device netip.Addr) bool {
@@ -157,7 +158,7 @@ func (p *participation) handOverLate(ctx context.Context) {
 	defer p.mu.Unlock()
 	l := &p.late
 	if err != nil {
-		if ctx.Err() == nil {
+		if ctx.Err() == nil && l.pause > 0 { // at the start, this host may not be registered yet
 			l.problem = "templates are not handed over to other hosts: " + err.Error()
 		}
 		l.pause = min(max(2*l.pause, refreshInterval), mostLatePause)
@@ -191,7 +192,6 @@ func (p *participation) takeOverLate(ctx context.Context) (done bool) {
 	handed, more, err := p.store.TakeOver(ctx, true)
 	if err != nil {
 		p.log.Debug("late templates not taken over", "error", err)
-		return false
 	}
 	if len(handed) > 0 {
 		p.mu.Lock()
@@ -201,7 +201,7 @@ func (p *participation) takeOverLate(ctx context.Context) (done bool) {
 		p.mu.Unlock()
 		p.deliverHeld()
 	}
-	return !more
+	return !more && err == nil
 }
 
 // deliverHeld gives the templates of the devices of this host to the services.
@@ -229,6 +229,6 @@ func (p *participation) deliverHeld() {
 	p.late.held = left
 	p.mu.Unlock()
 	for _, templates := range mine {
-		p.services.TakeOver(templates)
+		p.services.TakeOver(templates, true)
 	}
 }

@@ -39,7 +39,7 @@ func (k *keeping) HandOver(leaves func(netip.Addr) bool, since time.Time) (map[n
 	return handed, nil
 }
 
-func (k *keeping) TakeOver(handed map[netip.Addr][]byte) {
+func (k *keeping) TakeOver(handed map[netip.Addr][]byte, _ bool) {
 	k.taken = append(k.taken, slices.Collect(maps.Keys(handed))...)
 }
 
@@ -98,7 +98,7 @@ func newLateHost(t *testing.T, epoch uint64) *lateHost {
 	}
 	h.participation = &participation{
 		settings: &settings{Fleet: config.Fleet{Name: "main"}, host: "a"}, services: h.keeping, store: h.exchange, log: slog.New(slog.DiscardHandler),
-		table: one, mapping: mapping, late: newLate(), node: node.New(node.Config{Store: h.exchange}),
+		table: one, mapping: mapping, late: newLate(), state: node.State{Snapshot: &store.Snapshot{Connected: true}}, node: node.New(node.Config{Store: h.exchange}),
 	}
 	return h
 }
@@ -150,6 +150,11 @@ func TestHandOverLate(t *testing.T) {
 	h.broken = errors.New("no quorum")
 	h.handOverLate(ctx)
 	h.expect(t, "store out of order", nil, false)
+	if problems := h.allProblems(); len(problems) > 0 {
+		t.Errorf("problems after the first failure: %q", problems)
+	}
+	h.participation.late.retry = time.Time{}
+	h.handOverLate(ctx)
 	if problems := h.allProblems(); len(problems) != 1 || !strings.Contains(problems[0], "no quorum") {
 		t.Errorf("problems: %q", problems)
 	}

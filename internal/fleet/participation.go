@@ -316,14 +316,14 @@ func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 	}
 	for range mostTakes {
 		handed, more, err := p.store.TakeOver(ctx, false)
-		if err != nil {
-			return err
-		}
 		for _, templates := range handed {
 			maps.DeleteFunc(templates, func(device netip.Addr, _ []byte) bool { return t.Next[mapping.Locate(device).Bucket] != self })
 			if len(templates) > 0 {
-				p.services.TakeOver(templates)
+				p.services.TakeOver(templates, false)
 			}
+		}
+		if err != nil {
+			return err
 		}
 		if !more {
 			break

@@ -95,13 +95,14 @@ func (d *Domain) HandOver(leaves func(netip.Addr) bool, since time.Time) (map[ne
 	return rooms.EncodeHanded(all)
 }
 
-// TakeOver keeps the templates that another host has handed over, and sends them to the members of their exporters.
-func (d *Domain) TakeOver(handed map[netip.Addr][]byte) {
+// TakeOver keeps the templates that another host has handed over, and sends them to the members of their exporters; with changed, only those
+// that are new.
+func (d *Domain) TakeOver(handed map[netip.Addr][]byte, changed bool) {
 	all, damaged := rooms.DecodeHanded(handed)
 	if damaged > 0 {
 		d.log.Warn("templates of another host are damaged", "devices", damaged)
 	}
-	d.eachOpen(func(s *service) { s.rooms.TakeOver(all) })
+	d.eachOpen(func(s *service) { s.rooms.TakeOver(all, changed) })
 }
 
 // IsTakingOver reports whether members still receive templates.

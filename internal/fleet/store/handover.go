@@ -152,12 +152,12 @@ func (e *Etcd) TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr
 		err = e.removeTemplates(ctx, client, string(keys.Kvs[0].Key), string(keys.Kvs[read-1].Key), keys.Header.Revision)
 	}
 	if err != nil {
-		return nil, false, fmt.Errorf("take over templates: %w", err)
+		err = fmt.Errorf("take over templates: %w", err)
 	}
 	for _, host := range slices.Sorted(maps.Keys(byHost)) {
 		handed = append(handed, byHost[host])
 	}
-	return handed, keys.More || read < len(keys.Kvs), nil
+	return handed, keys.More || read < len(keys.Kvs), err
 }
 
 // removeTemplates removes the keys from the first to the last one that have not changed since a revision.

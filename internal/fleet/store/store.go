@@ -34,7 +34,8 @@ type Store interface {
 	// of the preparation of a table: TakeOver returns either those, or the others.
 	HandOver(ctx context.Context, to string, late bool, templates map[netip.Addr][]byte) error
 	// TakeOver returns the templates that other hosts have handed over to this one, by address, and removes them. The templates of one device
-	// may be in several elements. With more, further ones are left for another call.
+	// may be in several elements. With more, further ones are left for another call. With an error, handed are those that may not have been
+	// removed.
 	TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr][]byte, more bool, err error)
 	// Close gives back what the store holds of the process. With leave, the registration ends at once; otherwise with its
 	// lease.

@@ -164,7 +164,8 @@ func (m *Moves) controlGates() (changed bool) {
 		passed := max(0, m.gate.given[slot]-left)
 		m.gate.passed[slot] += passed
 		m.gate.pending[slot] = pendingSYNs(m.gate.pending[slot], passed, arrived[slot])
-		forged := m.gate.passed[slot] >= forgedSYNs && m.gate.arrived[slot]*forgedShare < m.gate.passed[slot]
+		settled := m.gate.passed[slot] - m.gate.pending[slot]
+		forged := settled >= forgedSYNs && m.gate.arrived[slot]*forgedShare < settled
 		if forged || time.Since(last) >= gateIdle || time.Since(m.gate.since[slot]) >= limit {
 			delete(m.gate.closed, slot)
 			changed = true

@@ -418,9 +418,7 @@ func (r *Rooms) endFill(f *fill) {
 		if f.replayed > 0 {
 			r.Log.Info("what had waited sent to the member that serves its devices now", events.ReplayedToMember, "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
 		}
-		if f.again {
-			r.ReplayMoved()
-		}
+		r.ReplayMoved() // others may have come meanwhile
 		return
 	}
 	delete(r.filling, slot)

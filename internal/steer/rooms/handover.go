@@ -48,23 +48,24 @@ func (r *Rooms) HandOver(addr netip.Addr) (handed []Handed) {
 	return handed
 }
 
-// TakeOver keeps templates that another host has handed over, and sends those that are new to the members of their exporters.
-func (r *Rooms) TakeOver(list []Handed) {
+// TakeOver keeps templates that another host has handed over, and sends them to the members of their exporters; with changed, only those that
+// are new. Without it, the exporter comes to this host: a member that knew its templates may have forgotten them.
+func (r *Rooms) TakeOver(list []Handed, changed bool) {
 	if !r.KeepsTemplates() {
 		return
 	}
-	r.adopt(list)
+	r.adopt(list, changed)
 	r.scheduleTemplatesSave()
 	r.ReplayMoved()
 }
 
-// adopt keeps templates, and notes which of them are new.
-func (r *Rooms) adopt(list []Handed) {
+// adopt keeps templates, and notes which of them to send; with changed, those that are new.
+func (r *Rooms) adopt(list []Handed, changed bool) {
 	now := time.Now()
 	for _, h := range list {
 		for _, row := range r.rowsOf(h) {
 			before := r.kept.store.Revision()
-			if r.kept.store.Adopt(h.Source, row, h.Data, now.Add(-h.Age), now) == nil && r.kept.store.Revision() != before {
+			if r.kept.store.Adopt(h.Source, row, h.Data, now.Add(-h.Age), now) == nil && (!changed || r.kept.store.Revision() != before) {
 				r.replayAgain(h.Source.Addr().Unmap().WithZone(""))
 			}
 		}

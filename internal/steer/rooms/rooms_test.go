@@ -176,7 +176,7 @@ func TestReplayAgain(t *testing.T) {
 	first := Handed{Listener: "udp [::]:4739", Source: source, Data: message(8), Age: time.Minute}
 	adopt := func(h Handed) {
 		t.Helper()
-		if r.adopt([]Handed{h}); r.kept.store.Stats().Templates != 1 {
+		if r.adopt([]Handed{h}, true); r.kept.store.Stats().Templates != 1 {
 			t.Fatalf("%+v", r.kept.store.Stats())
 		}
 	}
@@ -190,6 +190,11 @@ func TestReplayAgain(t *testing.T) {
 			t.Errorf("sent again after %+v", h)
 		}
 	}
+	if r.adopt([]Handed{first}, false); !running.again || len(r.kept.replayedTo) > 0 {
+		t.Error("the templates of an exporter that comes are not sent")
+	}
+	running.addresses, running.again, r.kept.replayedTo[source.Addr()] = []netip.Addr{other, source.Addr()}, false, known
+	filling.addresses, filling.again = []netip.Addr{source.Addr()}, false
 	adopt(Handed{Listener: first.Listener, Source: source, Data: message(8, 12)})
 	if !running.again || !filling.again || !slices.Equal(running.addresses, []netip.Addr{other}) || len(filling.addresses) > 0 || len(r.kept.replayedTo) > 0 {
 		t.Errorf("after a later template: %v and %v, known to %v", running.addresses, filling.addresses, r.kept.replayedTo)

@@ -455,6 +455,11 @@ func (r *Rooms) ReplayMoved() {
 		}
 	}
 	for slot, addresses := range bySlot {
+		// The end of a replay begins the next one, which may have sent these.
+		addresses = slices.DeleteFunc(addresses, func(addr netip.Addr) bool { return r.kept.replayedTo[addr] == v.Members[slot] })
+		if len(addresses) == 0 || r.kept.running[slot] != nil {
+			continue
+		}
 		r.beginLate(&fill{seat: r.Seats[slot], late: true, addresses: addresses, templates: r.templateDatagrams(addresses, true, nil)})
 	}
 }
