@@ -36,6 +36,7 @@ STEER_EXPORT(struct, fleet_table);
 STEER_EXPORT(struct, fleet_listener);
 STEER_EXPORT(struct, fleet_peer);
 STEER_EXPORT(enum, fleet_sender);
+STEER_EXPORT(struct, fleet_connection);
 
 /* The destination of packets in the tunnel: the address of the tunnel of every host. */
 const volatile __u8 tunnel_mac[ETH_ALEN] = {};
@@ -66,6 +67,19 @@ struct {
 	__type(value, __u32); /* enum fleet_sender */
 } peers SEC(".maps");
 
+/*
+ * A connection of each device that leaves this host, by the hash of the device.
+ * The agent closes the connections right after the flip of the table. Until then,
+ * this host serves the datagrams of the device.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, FLEET_LEAVING);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, struct fleet_connection);
+} leaving SEC(".maps");
+
 /* Packets by outcome; a GRO packet counts as its segments. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -83,6 +97,7 @@ struct ttl_fields {
 
 struct packet {
 	struct steer_address device;
+	__u32 hash; /* of the device */
 	struct fleet_listener to;
 	struct ttl_fields ip;
 	__be16 device_port;
@@ -285,34 +300,68 @@ static __always_inline bool read_packet(struct __sk_buff *skb, struct packet *p)
 	return bpf_map_lookup_elem(&served, &p->to);
 }
 
+static __always_inline bool is_ipv4(const struct steer_address *address)
+{
+	return !address->word[0] && !address->word[1] &&
+	       address->word[2] == bpf_htonl(0xffff);
+}
+
+/*
+ * Returns the state of the socket that a connection, or else a SYN for it, has on
+ * this host; 0 without a socket.
+ */
+static __always_inline __u32 socket_state(struct __sk_buff *skb,
+					  const struct fleet_connection *c)
+{
+	struct bpf_sock_tuple tuple = {};
+	__u32 size = sizeof(tuple.ipv6), state;
+	struct bpf_sock *sk;
+
+	if (is_ipv4(&c->device)) {
+		tuple.ipv4.saddr = c->device.word[3];
+		tuple.ipv4.daddr = c->local.word[3];
+		tuple.ipv4.sport = c->device_port;
+		tuple.ipv4.dport = c->port;
+		size = sizeof(tuple.ipv4);
+	} else {
+		__builtin_memcpy(tuple.ipv6.saddr, &c->device, sizeof(c->device));
+		__builtin_memcpy(tuple.ipv6.daddr, &c->local, sizeof(c->local));
+		tuple.ipv6.sport = c->device_port;
+		tuple.ipv6.dport = c->port;
+	}
+	sk = bpf_skc_lookup_tcp(skb, &tuple, size, BPF_F_CURRENT_NETNS, 0);
+	if (!sk)
+		return 0;
+	state = sk->state;
+	bpf_sk_release(sk);
+	return state;
+}
+
 /* Reports whether the connection of a segment has a socket on this host. */
 static __always_inline bool has_socket(struct __sk_buff *skb,
 				       const struct packet *p)
 {
-	struct bpf_sock_tuple tuple = {};
-	__u32 size = sizeof(tuple.ipv6);
-	struct bpf_sock *sk;
-	bool found;
+	struct fleet_connection c = {
+		.device = p->device,
+		.local = p->to.address,
+		.device_port = p->device_port,
+		.port = p->to.port,
+	};
+	__u32 state = socket_state(skb, &c);
 
-	if (skb->protocol == bpf_htons(ETH_P_IP)) {
-		tuple.ipv4.saddr = p->device.word[3];
-		tuple.ipv4.daddr = p->to.address.word[3];
-		tuple.ipv4.sport = p->device_port;
-		tuple.ipv4.dport = p->to.port;
-		size = sizeof(tuple.ipv4);
-	} else {
-		__builtin_memcpy(tuple.ipv6.saddr, &p->device, sizeof(p->device));
-		__builtin_memcpy(tuple.ipv6.daddr, &p->to.address,
-				 sizeof(p->to.address));
-		tuple.ipv6.sport = p->device_port;
-		tuple.ipv6.dport = p->to.port;
-	}
-	sk = bpf_skc_lookup_tcp(skb, &tuple, size, BPF_F_CURRENT_NETNS, 0);
-	if (!sk)
+	return state && state != BPF_TCP_LISTEN;
+}
+
+/* Reports whether the device of a packet has a connection that is about to be closed. */
+static __always_inline bool leaves(struct __sk_buff *skb, const struct packet *p)
+{
+	struct fleet_connection *found = bpf_map_lookup_elem(&leaving, &p->hash);
+	struct fleet_connection c;
+
+	if (!found)
 		return false;
-	found = sk->state != BPF_TCP_LISTEN;
-	bpf_sk_release(sk);
-	return found;
+	c = *found;
+	return socket_state(skb, &c) == BPF_TCP_ESTABLISHED;
 }
 
 static __always_inline const struct fleet_host *
@@ -351,6 +400,8 @@ struct decision {
  * a socket gets a second chance at the other owner, and what one owner has sent
  * to the other one stays there, with one exception: the previous owner sends what
  * it does not serve to the owner. So a packet is forwarded three times at most.
+ * The previous owner serves datagrams until it has closed the connection of their
+ * device.
  * table.Decide of internal/fleet/table is the same in Go, and its test tries all
  * states of three hosts.
  */
@@ -383,6 +434,8 @@ decide_moving(struct __sk_buff *skb, const struct packet *p,
 	}
 	if (peer && same_peer(from, host_of(table, bucket->owner)) &&
 	    (prepared || p->segment))
+		return local;
+	if (!prepared && p->to.protocol != IPPROTO_TCP && leaves(skb, p))
 		return local;
 	return owner;
 }
@@ -470,12 +523,6 @@ static __always_inline bool decrement_ttl(struct __sk_buff *skb,
 			  sizeof(ip));
 }
 
-static __always_inline bool is_ipv4(const struct steer_address *address)
-{
-	return !address->word[0] && !address->word[1] &&
-	       address->word[2] == bpf_htonl(0xffff);
-}
-
 /* The size of the key in Linux 5.10, which rejects larger keys. */
 #define TUNNEL_KEY offsetof(struct bpf_tunnel_key, local_ipv6)
 
@@ -548,14 +595,13 @@ static __always_inline const struct fleet_table *table_in_force(void)
 	return inner ? bpf_map_lookup_elem(inner, &zero) : NULL;
 }
 
-static __always_inline int handle(struct __sk_buff *skb, const struct packet *p,
+static __always_inline int handle(struct __sk_buff *skb, struct packet *p,
 				  const struct fleet_table *table,
 				  struct fleet_peer *from, bool tunnel)
 {
 	const struct steer_device_id *id = NULL;
 	const struct fleet_bucket *bucket;
 	struct decision d;
-	__u32 hash;
 
 	if (!table) {
 		count(skb, FLEET_TABLE);
@@ -563,8 +609,8 @@ static __always_inline int handle(struct __sk_buff *skb, const struct packet *p,
 	}
 	if (table->named)
 		id = steer_find_name(&p->device, table->named);
-	hash = id ? id->hash : steer_hash(&p->device, table->nonce);
-	bucket = &table->bucket[hash & (STEER_BUCKETS - 1)];
+	p->hash = id ? id->hash : steer_hash(&p->device, table->nonce);
+	bucket = &table->bucket[p->hash & (STEER_BUCKETS - 1)];
 	d = decide(skb, p, table, bucket, from, tunnel);
 	if (d.to != FLEET_NO_HOST)
 		return forward(skb, p, host_of(table, d.to), d.outcome);

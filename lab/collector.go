@@ -238,6 +238,9 @@ func (dir files) Config(name string, refresh int) []string {
 		"print_output_file: " + dir.path(name),
 		"print_output_file_append: true",
 		fmt.Sprintf("print_refresh_time: %d", refresh),
+		// The default, 4 MB, is the space for some 4,000 records. When the plugin of a busy host falls behind by more, nfacctd overwrites them all
+		// without a message.
+		"plugin_pipe_size: 33554432",
 		// The default, 16411, costs each collector 50 MB.
 		"print_cache_entries: 4093",
 	}

@@ -11,6 +11,7 @@
 enum fleet_limit {
 	FLEET_HOSTS = 4096,
 	FLEET_SERVED = 1024, /* entries of served */
+	FLEET_LEAVING = 1 << 16, /* entries of leaving */
 	FLEET_NO_HOST = 0xffff,
 	FLEET_PREPARED = 0x8000, /* bit of fleet_bucket.other */
 	FLEET_PEER_BITS = 256,
@@ -95,6 +96,14 @@ struct fleet_peer {
 	struct steer_address address; /* zeros with a MAC address */
 	__u8 mac[6];
 	__u8 padding[2];
+};
+
+/* A TCP connection of a device with a service. */
+struct fleet_connection {
+	struct steer_address device;
+	struct steer_address local;
+	__be16 device_port;
+	__be16 port;
 };
 
 #endif

@@ -31,6 +31,7 @@ import (
 	"sockeye/internal/fleet/lead"
 	"sockeye/internal/placement"
 	"sockeye/internal/rights"
+	"sockeye/internal/sockdiag"
 )
 
 // Services is what the fleet needs of the services of this host.
@@ -40,8 +41,8 @@ type Services interface {
 	// all.
 	SetFleet(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool))
 	// FindLeaving finds the connections of devices that leave this host when SetFleet is called with the same arguments. closing closes them,
-	// and returns a function that logs this.
-	FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (closing func() (log func()))
+	// in their order, and returns a function that logs this.
+	FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (connections []sockdiag.Socket, closing func() (log func()))
 	// CanServe returns an error if a selected service has no ready slot.
 	CanServe(selected func(*config.Service) bool) error
 	// HandOver returns the templates of the exporters that leave this host, and that have a new template since a time, by address, for

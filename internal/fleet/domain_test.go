@@ -27,6 +27,7 @@ import (
 	"sockeye/internal/fleet/lead"
 	"sockeye/internal/fleet/store"
 	"sockeye/internal/fleet/table"
+	"sockeye/internal/sockdiag"
 	"sockeye/internal/testenv"
 )
 
@@ -52,8 +53,8 @@ func (s *services) SetFleet(addresses []netip.Addr, host func(netip.Addr) (strin
 	defer s.mu.Unlock()
 	s.addresses, s.host = addresses, host
 }
-func (s *services) FindLeaving([]netip.Addr, func(netip.Addr) (string, int, bool)) func() func() {
-	return func() func() { return func() {} }
+func (s *services) FindLeaving([]netip.Addr, func(netip.Addr) (string, int, bool)) ([]sockdiag.Socket, func() func()) {
+	return nil, func() func() { return func() {} }
 }
 func (s *services) CanServe(func(*config.Service) bool) error {
 	s.mu.Lock()

@@ -30,6 +30,7 @@ import (
 	"sockeye/internal/fleet/table"
 	"sockeye/internal/owned"
 	"sockeye/internal/placement"
+	"sockeye/internal/sockdiag"
 	"sockeye/internal/statedir"
 )
 
@@ -353,12 +354,20 @@ func (p *participation) install(t *table.Table) error {
 	paths := p.findPaths(t)
 	next := func(h *table.Host) forward.Next { return paths[h.Name].Next }
 	host := hostOf(t, mapping, p.self())
-	// The connections of devices that leave are found before the flip, because that takes much longer than to close them: until a
-	// connection is closed, datagrams of its device are at another host.
+	// The connections of devices that leave are found before the flip, and closed right after it. Until then, this host serves the
+	// datagrams of the devices.
 	closing := func() func() { return func() {} }
 	flip := forward.Flip{}
 	if _, lost := changes(p.table, t, p.self()); lost > 0 || p.table == nil {
-		flip.Before = func() { closing = p.services.FindLeaving(p.settings.Addresses, host) }
+		flip.Leaving = func() (list []forward.Connection) {
+			var found []sockdiag.Socket
+			found, closing = p.services.FindLeaving(p.settings.Addresses, host)
+			for i := range found {
+				s := &found[i]
+				list = append(list, forward.Connection{Hash: mapping.Hash(s.Remote.Addr()), Device: s.Remote, Local: s.Local})
+			}
+			return list
+		}
 	}
 	flip.After = func() {
 		p.table, p.mapping, p.paths = t, mapping, paths

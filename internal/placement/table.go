@@ -201,6 +201,14 @@ func (m *Mapping) Locate(addr netip.Addr) Location {
 	return l
 }
 
+// Hash returns the hash of the device with an address.
+func (m *Mapping) Hash(addr netip.Addr) uint32 {
+	if id, ok := m.Devices.Lookup(addr); ok {
+		return DeviceHash(m.Devices.Devices()[id], m.Table.Nonce)
+	}
+	return Hash(Address(addr), m.Table.Nonce)
+}
+
 // LocateName returns the place of a device of the device map.
 func (m *Mapping) LocateName(name string) Location {
 	l := Location{Device: name, Bucket: int(DeviceHash(name, m.Table.Nonce) % uint32(bpf.Buckets))}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/rooms"
 )
@@ -41,15 +42,16 @@ func (d *Domain) eachOpen(f func(*service)) {
 }
 
 // FindLeaving finds the connections of devices that leave this host when SetFleet is called with the same arguments. closing closes them,
-// and returns a function that logs this.
-func (d *Domain) FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (closing func() (log func())) {
+// in their order, and returns a function that logs this.
+func (d *Domain) FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (connections []sockdiag.Socket, closing func() (log func())) {
 	fleet := &core.Fleet{Addresses: addresses, Host: host}
 	var all []func() func()
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
-		all = append(all, s.checks.FindLeaving(fleet))
+		found, one := s.checks.FindLeaving(fleet)
+		connections, all = append(connections, found...), append(all, one)
 	}
-	return func() func() {
+	return connections, func() func() {
 		var logs []func()
 		for _, one := range all {
 			logs = append(logs, one())

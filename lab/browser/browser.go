@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -120,10 +121,21 @@ func (b *Browser) Problems() []string {
 	return problems
 }
 
-// Open loads a page.
+// Open loads a page. Of the page that is open, it shows another fragment, and returns when the page has handled the change.
+// The command Page.navigate returns before that, so that the page might handle a change after the next action.
 func (b *Browser) Open(url string) {
 	b.t.Helper()
-	do(b, chromedp.Navigate(url))
+	const change = `new Promise((done) => {
+		const to = new URL(%s), is = new URL(location)
+		const other = to.hash !== "" && to.hash !== is.hash
+		to.hash = is.hash
+		if (!other || to.href !== is.href) return done(false)
+		addEventListener("hashchange", () => done(true), { once: true })
+		location.hash = new URL(%[1]s).hash
+	})`
+	if !Eval[bool](b, fmt.Sprintf(change, strconv.Quote(url))) {
+		do(b, chromedp.Navigate(url))
+	}
 }
 
 // Eval returns the value of an expression, which may be a promise.

@@ -185,7 +185,7 @@ func TestTraceQdisc(t *testing.T) {
 		most := func(stage config.Stage) time.Duration { return time.Duration(r.Stages[stage].Max) }
 		queued, transit, stack := most(config.StageQdisc), most(config.StageNetwork), most(config.StageStack)
 		took = append(took, fmt.Sprintf("%v in qdisc, %v in network, %v in stack", queued, transit, stack))
-		if queued < longest-longest/20 || queued > longest+longest/20+5*time.Millisecond || transit > longest/4 || stack > longest/4 {
+		if queued < longest-longest/20 || queued > longest+longest/20+5*time.Millisecond || transit > 3*longest/4 || stack > longest/4 {
 			continue
 		}
 		h.took("a rate limit", r, config.StageStack, 0)

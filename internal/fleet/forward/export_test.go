@@ -36,6 +36,17 @@ func (p *Path) InForce() (epoch uint64, named uint32, err error) {
 // Named returns the device map that Open has found to be in force.
 func (p *Path) Named() uint32 { return p.named }
 
+// Leaving returns the number of connections of devices that leave.
+func (p *Path) Leaving() (n int, err error) {
+	var key uint32
+	var value fleetForwardFleetConnection
+	all := p.leaving.Iterate()
+	for all.Next(&key, &value) {
+		n++
+	}
+	return n, all.Err()
+}
+
 // Ingress returns the program of the interfaces.
 func (p *Path) Ingress() *ebpf.Program { return p.ingress }
 

@@ -19,6 +19,20 @@ type fleetForwardFleetBucket struct {
 	Other uint16
 }
 
+type fleetForwardFleetConnection struct {
+	_      structs.HostLayout
+	Device struct {
+		_    structs.HostLayout
+		Word [4]uint32
+	}
+	Local struct {
+		_    structs.HostLayout
+		Word [4]uint32
+	}
+	DevicePort uint16
+	Port       uint16
+}
+
 type fleetForwardFleetHost struct {
 	_       structs.HostLayout
 	Address struct {
@@ -37,6 +51,7 @@ type fleetForwardFleetLimit uint32
 const (
 	fleetForwardFleetLimitFLEET_HOSTS     fleetForwardFleetLimit = 4096
 	fleetForwardFleetLimitFLEET_SERVED    fleetForwardFleetLimit = 1024
+	fleetForwardFleetLimitFLEET_LEAVING   fleetForwardFleetLimit = 65536
 	fleetForwardFleetLimitFLEET_NO_HOST   fleetForwardFleetLimit = 65535
 	fleetForwardFleetLimitFLEET_PREPARED  fleetForwardFleetLimit = 32768
 	fleetForwardFleetLimitFLEET_PEER_BITS fleetForwardFleetLimit = 256
@@ -103,26 +118,28 @@ type fleetForwardFleetTable struct {
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	fleetForwardMapDeviceMaps          = "device_maps"
-	fleetForwardMapFleetTables         = "fleet_tables"
-	fleetForwardMapHostMaps            = "host_maps"
-	fleetForwardMapNextDevices         = "next_devices"
-	fleetForwardMapNextHosts           = "next_hosts"
-	fleetForwardMapOutcomes            = "outcomes"
-	fleetForwardMapPeers               = "peers"
-	fleetForwardMapServed              = "served"
-	fleetForwardProgFleetEgress        = "fleet_egress"
-	fleetForwardProgFleetIngress       = "fleet_ingress"
-	fleetForwardProgFleetTunnel        = "fleet_tunnel"
-	fleetForwardVarTunnelMac           = "tunnel_mac"
-	fleetForwardVarUnusedFleetLimit    = "unused_fleet_limit"
-	fleetForwardVarUnusedFleetListener = "unused_fleet_listener"
-	fleetForwardVarUnusedFleetOutcome  = "unused_fleet_outcome"
-	fleetForwardVarUnusedFleetPeer     = "unused_fleet_peer"
-	fleetForwardVarUnusedFleetSender   = "unused_fleet_sender"
-	fleetForwardVarUnusedFleetTable    = "unused_fleet_table"
-	fleetForwardVarUnusedSteerDeviceId = "unused_steer_device_id"
-	fleetForwardVarUnusedSteerPrefix   = "unused_steer_prefix"
+	fleetForwardMapDeviceMaps            = "device_maps"
+	fleetForwardMapFleetTables           = "fleet_tables"
+	fleetForwardMapHostMaps              = "host_maps"
+	fleetForwardMapLeaving               = "leaving"
+	fleetForwardMapNextDevices           = "next_devices"
+	fleetForwardMapNextHosts             = "next_hosts"
+	fleetForwardMapOutcomes              = "outcomes"
+	fleetForwardMapPeers                 = "peers"
+	fleetForwardMapServed                = "served"
+	fleetForwardProgFleetEgress          = "fleet_egress"
+	fleetForwardProgFleetIngress         = "fleet_ingress"
+	fleetForwardProgFleetTunnel          = "fleet_tunnel"
+	fleetForwardVarTunnelMac             = "tunnel_mac"
+	fleetForwardVarUnusedFleetConnection = "unused_fleet_connection"
+	fleetForwardVarUnusedFleetLimit      = "unused_fleet_limit"
+	fleetForwardVarUnusedFleetListener   = "unused_fleet_listener"
+	fleetForwardVarUnusedFleetOutcome    = "unused_fleet_outcome"
+	fleetForwardVarUnusedFleetPeer       = "unused_fleet_peer"
+	fleetForwardVarUnusedFleetSender     = "unused_fleet_sender"
+	fleetForwardVarUnusedFleetTable      = "unused_fleet_table"
+	fleetForwardVarUnusedSteerDeviceId   = "unused_steer_device_id"
+	fleetForwardVarUnusedSteerPrefix     = "unused_steer_prefix"
 )
 
 // loadFleetForward returns the embedded CollectionSpec for fleetForward.
@@ -179,6 +196,7 @@ type fleetForwardMapSpecs struct {
 	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
 	FleetTables *ebpf.MapSpec `ebpf:"fleet_tables"`
 	HostMaps    *ebpf.MapSpec `ebpf:"host_maps"`
+	Leaving     *ebpf.MapSpec `ebpf:"leaving"`
 	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
 	NextHosts   *ebpf.MapSpec `ebpf:"next_hosts"`
 	Outcomes    *ebpf.MapSpec `ebpf:"outcomes"`
@@ -190,15 +208,16 @@ type fleetForwardMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type fleetForwardVariableSpecs struct {
-	TunnelMac           *ebpf.VariableSpec `ebpf:"tunnel_mac"`
-	UnusedFleetLimit    *ebpf.VariableSpec `ebpf:"unused_fleet_limit"`
-	UnusedFleetListener *ebpf.VariableSpec `ebpf:"unused_fleet_listener"`
-	UnusedFleetOutcome  *ebpf.VariableSpec `ebpf:"unused_fleet_outcome"`
-	UnusedFleetPeer     *ebpf.VariableSpec `ebpf:"unused_fleet_peer"`
-	UnusedFleetSender   *ebpf.VariableSpec `ebpf:"unused_fleet_sender"`
-	UnusedFleetTable    *ebpf.VariableSpec `ebpf:"unused_fleet_table"`
-	UnusedSteerDeviceId *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
-	UnusedSteerPrefix   *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
+	TunnelMac             *ebpf.VariableSpec `ebpf:"tunnel_mac"`
+	UnusedFleetConnection *ebpf.VariableSpec `ebpf:"unused_fleet_connection"`
+	UnusedFleetLimit      *ebpf.VariableSpec `ebpf:"unused_fleet_limit"`
+	UnusedFleetListener   *ebpf.VariableSpec `ebpf:"unused_fleet_listener"`
+	UnusedFleetOutcome    *ebpf.VariableSpec `ebpf:"unused_fleet_outcome"`
+	UnusedFleetPeer       *ebpf.VariableSpec `ebpf:"unused_fleet_peer"`
+	UnusedFleetSender     *ebpf.VariableSpec `ebpf:"unused_fleet_sender"`
+	UnusedFleetTable      *ebpf.VariableSpec `ebpf:"unused_fleet_table"`
+	UnusedSteerDeviceId   *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
+	UnusedSteerPrefix     *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
 }
 
 // fleetForwardObjects contains all objects after they have been loaded into the kernel.
@@ -224,6 +243,7 @@ type fleetForwardMaps struct {
 	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
 	FleetTables *ebpf.Map `ebpf:"fleet_tables"`
 	HostMaps    *ebpf.Map `ebpf:"host_maps"`
+	Leaving     *ebpf.Map `ebpf:"leaving"`
 	NextDevices *ebpf.Map `ebpf:"next_devices"`
 	NextHosts   *ebpf.Map `ebpf:"next_hosts"`
 	Outcomes    *ebpf.Map `ebpf:"outcomes"`
@@ -236,6 +256,7 @@ func (m *fleetForwardMaps) Close() error {
 		m.DeviceMaps,
 		m.FleetTables,
 		m.HostMaps,
+		m.Leaving,
 		m.NextDevices,
 		m.NextHosts,
 		m.Outcomes,
@@ -248,15 +269,16 @@ func (m *fleetForwardMaps) Close() error {
 //
 // It can be passed to loadFleetForwardObjects or ebpf.CollectionSpec.LoadAndAssign.
 type fleetForwardVariables struct {
-	TunnelMac           *ebpf.Variable `ebpf:"tunnel_mac"`
-	UnusedFleetLimit    *ebpf.Variable `ebpf:"unused_fleet_limit"`
-	UnusedFleetListener *ebpf.Variable `ebpf:"unused_fleet_listener"`
-	UnusedFleetOutcome  *ebpf.Variable `ebpf:"unused_fleet_outcome"`
-	UnusedFleetPeer     *ebpf.Variable `ebpf:"unused_fleet_peer"`
-	UnusedFleetSender   *ebpf.Variable `ebpf:"unused_fleet_sender"`
-	UnusedFleetTable    *ebpf.Variable `ebpf:"unused_fleet_table"`
-	UnusedSteerDeviceId *ebpf.Variable `ebpf:"unused_steer_device_id"`
-	UnusedSteerPrefix   *ebpf.Variable `ebpf:"unused_steer_prefix"`
+	TunnelMac             *ebpf.Variable `ebpf:"tunnel_mac"`
+	UnusedFleetConnection *ebpf.Variable `ebpf:"unused_fleet_connection"`
+	UnusedFleetLimit      *ebpf.Variable `ebpf:"unused_fleet_limit"`
+	UnusedFleetListener   *ebpf.Variable `ebpf:"unused_fleet_listener"`
+	UnusedFleetOutcome    *ebpf.Variable `ebpf:"unused_fleet_outcome"`
+	UnusedFleetPeer       *ebpf.Variable `ebpf:"unused_fleet_peer"`
+	UnusedFleetSender     *ebpf.Variable `ebpf:"unused_fleet_sender"`
+	UnusedFleetTable      *ebpf.Variable `ebpf:"unused_fleet_table"`
+	UnusedSteerDeviceId   *ebpf.Variable `ebpf:"unused_steer_device_id"`
+	UnusedSteerPrefix     *ebpf.Variable `ebpf:"unused_steer_prefix"`
 }
 
 // fleetForwardPrograms contains all programs after they have been loaded into the kernel.

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/bits"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -94,6 +95,12 @@ type Next struct {
 	Dead bool
 }
 
+// Connection is a TCP connection of a device with a service of this host.
+type Connection struct {
+	Hash          uint32 // of the device
+	Device, Local netip.AddrPort
+}
+
 // Path is the data path: pinned maps and programs, which stay attached without this process.
 type Path struct {
 	base, dir               string
@@ -101,7 +108,7 @@ type Path struct {
 	spec                    *ebpf.CollectionSpec
 	tables                  *ebpf.Map
 	served, peers           *ebpf.Map
-	outcomes                *ebpf.Map
+	leaving, outcomes       *ebpf.Map
 	devices                 [2]deviceMaps // by the value of named, less 1
 	ingress, tunnel, egress *ebpf.Program
 	hooks                   []hook
@@ -142,7 +149,7 @@ func Open(base string) (_ *Path, err error) {
 	}
 	replaced := make(map[string]*ebpf.Map)
 	for name, to := range map[string]**ebpf.Map{
-		pinTables: &p.tables, "served": &p.served, "peers": &p.peers, "outcomes": &p.outcomes,
+		pinTables: &p.tables, "served": &p.served, "peers": &p.peers, "leaving": &p.leaving, "outcomes": &p.outcomes,
 		"device_maps": &p.devices[0].tries, "host_maps": &p.devices[0].hosts,
 		"next_devices": &p.devices[1].tries, "next_hosts": &p.devices[1].hosts,
 	} {
@@ -241,8 +248,9 @@ func (p *Path) presumeNamed(id ebpf.MapID) uint32 {
 
 // Flip is called when a table comes into force. A nil function is not called.
 type Flip struct {
-	// Before is called right before: nothing else can fail but the flip itself.
-	Before func()
+	// Leaving is called right before: nothing else can fail but the flip itself. It returns the connections of devices that leave this host,
+	// in the order in which After closes them. This host serves the datagrams of a device until the last of its connections is closed.
+	Leaving func() []Connection
 	// After is called as soon as the table is in force: the kernel waits for a grace period of RCU afterwards, which takes a second on a
 	// busy host.
 	After func()
@@ -355,7 +363,7 @@ func entriesOf(nonce uint64, devices *placement.DeviceMap) *placement.Entries {
 }
 
 // install writes the device map to the bank that is not in force, and then the table that refers to it.
-func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, flip Flip) error {
+func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, flip Flip) (err error) {
 	size := entries.Size()
 	same := p.entries != nil && p.entries.Equal(entries) // a large device map takes seconds, and few tables change it
 	if same {
@@ -391,8 +399,10 @@ func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, fl
 	if err := inner.Pin(next); err != nil {
 		return fmt.Errorf("pin table of the fleet: %w", err)
 	}
-	if flip.Before != nil {
-		flip.Before()
+	if flip.Leaving != nil {
+		p.setLeaving(flip.Leaving())
+		// Also those of an agent that was killed: a program that finds an entry looks for the connection.
+		defer func() { err = errors.Join(err, keepKeys(p.leaving, map[uint32]bool{})) }()
 	}
 	flipped := flip.After
 	if flipped == nil {
@@ -416,6 +426,19 @@ func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, fl
 		}
 	}
 	return nil
+}
+
+// setLeaving writes the connections of devices that leave. Without one of them, datagrams of its device reach the next host a moment
+// before the connection is closed, which is no reason to keep the table back.
+func (p *Path) setLeaving(list []Connection) {
+	for i := range list {
+		c := &list[i]
+		value := fleetForwardFleetConnection{DevicePort: bits.ReverseBytes16(c.Device.Port()), Port: bits.ReverseBytes16(c.Local.Port())} // network byte order
+		value.Device.Word, value.Local.Word = placement.Address(c.Device.Addr()).Word, placement.Address(c.Local.Addr()).Word
+		if p.leaving.Put(c.Hash, &value) != nil {
+			return
+		}
+	}
 }
 
 // SetListeners replaces the listeners whose packets are forwarded.
@@ -443,10 +466,10 @@ func addKeys[K comparable](m *ebpf.Map, keys map[K]bool) error {
 	return nil
 }
 
-// keepKeys removes all other keys from a set.
+// keepKeys removes all other keys from a map.
 func keepKeys[K comparable](m *ebpf.Map, keys map[K]bool) error {
 	var key K
-	var value uint32
+	var value []byte
 	var removed []K
 	all := m.Iterate()
 	for all.Next(&key, &value) {
@@ -489,7 +512,7 @@ func (p *Path) Close() error {
 	for _, program := range []*ebpf.Program{p.ingress, p.tunnel, p.egress} {
 		errs = append(errs, program.Close())
 	}
-	for _, m := range []*ebpf.Map{p.tables, p.served, p.peers, p.outcomes,
+	for _, m := range []*ebpf.Map{p.tables, p.served, p.peers, p.leaving, p.outcomes,
 		p.devices[0].tries, p.devices[0].hosts, p.devices[1].tries, p.devices[1].hosts} {
 		errs = append(errs, m.Close())
 	}

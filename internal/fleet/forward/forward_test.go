@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -19,6 +20,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bpf"
 	"sockeye/internal/fleet/forward"
 	"sockeye/internal/fleet/table"
 	"sockeye/internal/netns"
@@ -239,6 +241,12 @@ func (f *fleet) table() *table.Table {
 // set installs a table on a host.
 func (f *fleet) set(t testing.TB, n *node, to *table.Table, devices *placement.DeviceMap) {
 	t.Helper()
+	f.flip(t, n, to, devices, forward.Flip{})
+}
+
+// flip is set with what happens at the flip.
+func (f *fleet) flip(t testing.TB, n *node, to *table.Table, devices *placement.DeviceMap, flip forward.Flip) {
+	t.Helper()
 	n.do(t, func() error {
 		return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
 			for _, other := range f.hosts {
@@ -247,7 +255,7 @@ func (f *fleet) set(t testing.TB, n *node, to *table.Table, devices *placement.D
 				}
 			}
 			return forward.Next{}
-		}, devices, forward.Flip{})
+		}, devices, flip)
 	})
 }
 
@@ -441,6 +449,79 @@ func TestConnections(t *testing.T) {
 				t.Errorf("%v: %d bytes arrived", from, read)
 			}
 		}
+	}
+}
+
+// TestLeaving is that the datagrams of a device whose bucket moves reach its former host until that host has closed the device's
+// connection, also those of its other address, and the next host from then on.
+func TestLeaving(t *testing.T) {
+	f := newFleet(t, 3)
+	a, b, c := f.hosts[0], f.hosts[1], f.hosts[2]
+	named := netip.MustParseAddr("fd01::1000")
+	lo, err := f.router.nl.LinkByName("lo")
+	check(t, err)
+	check(t, f.router.nl.AddrAdd(lo, &netlink.Addr{IPNet: prefix(named, 128)}))
+	check(t, netns.AwaitLocal(f.router.nl, named, time.Minute))
+	for i, from := range []netip.Addr{device(4, 0), device(6, 0)} {
+		other := named
+		devices, err := placement.ParseDeviceMap(strings.NewReader(fmt.Sprintf("%v,core1\n%v,core1\n", from, other)), "devices")
+		check(t, err)
+		m, err := placement.NewMapping(1, bpf.NoSlot, f.nonce, devices)
+		check(t, err)
+		bucket := m.Locate(from).Bucket
+		tables := [3]*table.Table{f.table(), f.table(), f.table()}
+		for i, to := range tables {
+			to.Owner[bucket] = 0
+			switch i {
+			case 1:
+				to.Next[bucket] = 1
+			case 2:
+				to.Owner[bucket], to.Previous[bucket] = 1, 0
+			}
+		}
+		for _, n := range f.hosts {
+			f.set(t, n, tables[0], devices)
+			f.set(t, n, tables[1], devices)
+		}
+		f.route(t, a)
+		client := f.connect(t, from)
+		check(t, a.tcp[i].SetDeadline(time.Now().Add(10*time.Second)))
+		server, err := a.tcp[i].Accept()
+		check(t, err)
+		reach := func(what string, want *node) {
+			t.Helper()
+			for _, n := range f.hosts {
+				f.route(t, n)
+				for _, address := range []netip.Addr{from, other} {
+					f.send(t, address, []byte(what))
+					if at := f.receive(t, address, []byte(what)); at != want {
+						t.Errorf("%v, %s, by way of %s: at %v, want %s", address, what, n.name, at, want.name)
+					}
+				}
+			}
+		}
+		reach("prepared", a)
+		f.set(t, c, tables[2], devices)
+		reach("prepared at a, not at c", a)
+		local := server.LocalAddr().(*net.TCPAddr).AddrPort()
+		remote := server.RemoteAddr().(*net.TCPAddr).AddrPort()
+		f.flip(t, a, tables[2], devices, forward.Flip{
+			Leaving: func() []forward.Connection {
+				return []forward.Connection{{Hash: m.Hash(from), Device: netip.AddrPortFrom(from, remote.Port()), Local: netip.AddrPortFrom(local.Addr().Unmap(), local.Port())}}
+			},
+			After: func() {
+				reach("connected", a)
+				check(t, server.(*net.TCPConn).SetLinger(0))
+				check(t, server.Close())
+				reach("closed", b)
+			},
+		})
+		if n, err := a.path.Leaving(); n > 0 || err != nil {
+			t.Errorf("%d connections are left, %v", n, err)
+		}
+		f.set(t, b, tables[2], devices)
+		reach("at b", b)
+		client.Close()
 	}
 }
 

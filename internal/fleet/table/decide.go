@@ -12,6 +12,8 @@ type Packet struct {
 	Segment bool
 	// Socket is set if this host has a socket for the connection of the segment.
 	Socket bool
+	// Leaving is set for a datagram whose device has a connection with this host that this host is about to close.
+	Leaving bool
 }
 
 // Verdict is what a host does with a packet.
@@ -52,7 +54,7 @@ func (t *Table) Decide(self string, p Packet) (v Verdict, to string) {
 		return Serve, ""
 	case self == owner:
 		return Chance, other
-	case self == other && peer && p.From == owner && (self == next || p.Segment):
+	case self == other && peer && p.From == owner && (self == next || p.Segment), self != "" && self == previous && p.Leaving:
 		return Serve, ""
 	case self == other || !peer:
 		return Forward, owner

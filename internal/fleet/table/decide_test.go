@@ -51,7 +51,7 @@ func TestDecide(t *testing.T) {
 						continue
 					}
 					for _, first := range hosts {
-						at, hops, verdict := follow(t, tables, first, segment, socket)
+						at, hops, verdict := follow(t, tables, first, segment, socket, "")
 						where := fmt.Sprintf("%s, to %s first, segment %v with a socket at %q", state, first, segment, socket)
 						switch {
 						case segment && socket == "": // reset wherever it ends
@@ -76,6 +76,28 @@ func TestDecide(t *testing.T) {
 	}
 }
 
+// TestDecideLeaving is that a datagram reaches the host of the connection of its device until the former owner has closed the connection. The
+// next owner has the table of the flip after that.
+func TestDecideLeaving(t *testing.T) {
+	all := epochs()
+	for pick := range 8 {
+		tables := map[string]*table.Table{"from": all[1+pick&1], "neither": all[1+pick>>1&1], "to": all[1]}
+		leaving := "from"
+		if pick>>2 == 1 {
+			leaving = ""
+		}
+		for _, first := range []string{"from", "neither", "to"} {
+			want := "from"
+			if leaving == "" && tables["from"] == all[2] {
+				want = "to"
+			}
+			if at, hops, verdict := follow(t, tables, first, false, "", leaving); at != want || verdict != table.Serve || hops > 3 {
+				t.Errorf("from at %d, neither at %d, closed: %t, to %s first: ends at %s with verdict %v after %d hops, want %s", tables["from"].Epoch, tables["neither"].Epoch, leaving == "", first, at, verdict, hops, want)
+			}
+		}
+	}
+}
+
 // impossible reports whether no host can have a connection yet, or any more: the next owner has none before the move was
 // prepared, and the former one none when the move is settled.
 func impossible(before int, socket string) bool {
@@ -85,10 +107,10 @@ func impossible(before int, socket string) bool {
 func owner(t *table.Table) string { return t.Hosts[t.Owner[0]].Name }
 
 // follow returns where a packet ends.
-func follow(t *testing.T, tables map[string]*table.Table, at string, segment bool, socket string) (end string, hops int, verdict table.Verdict) {
+func follow(t *testing.T, tables map[string]*table.Table, at string, segment bool, socket, leaving string) (end string, hops int, verdict table.Verdict) {
 	from := ""
 	for hops = range 10 {
-		verdict, to := tables[at].Decide(at, table.Packet{From: from, Segment: segment, Socket: socket == at})
+		verdict, to := tables[at].Decide(at, table.Packet{From: from, Segment: segment, Socket: socket == at, Leaving: leaving == at})
 		if to == "" {
 			return at, hops, verdict
 		}
@@ -111,7 +133,7 @@ func TestDecideFar(t *testing.T) {
 		}
 		for _, first := range hosts {
 			for _, segment := range []bool{false, true} {
-				if _, hops, verdict := follow(t, tables, first, segment, ""); hops > 3 || verdict == table.Drop {
+				if _, hops, verdict := follow(t, tables, first, segment, "", ""); hops > 3 || verdict == table.Drop {
 					t.Errorf("hosts at %d, %d and %d: a packet to %s is forwarded %d times", tables["from"].Epoch, tables["neither"].Epoch, tables["to"].Epoch, first, hops)
 				}
 			}

@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"sockeye/internal/events"
+	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/session"
 )
@@ -23,9 +24,9 @@ func (c *Checks) closeElsewhere(list []session.Session) []session.Session {
 	return list
 }
 
-// FindLeaving finds the connections of devices that leave this host when a fleet is in force. closing closes them, and returns a function that
-// logs this. The caller does not hold the lock of the service.
-func (c *Checks) FindLeaving(fleet *core.Fleet) (closing func() (log func())) {
+// FindLeaving finds the connections of devices that leave this host when a fleet is in force. closing closes them, in their order, and returns
+// a function that logs this. The caller does not hold the lock of the service.
+func (c *Checks) FindLeaving(fleet *core.Fleet) (connections []sockdiag.Socket, closing func() (log func())) {
 	c.Mu.Lock()
 	defer c.Mu.Unlock()
 	var left []session.Session
@@ -36,7 +37,10 @@ func (c *Checks) FindLeaving(fleet *core.Fleet) (closing func() (log func())) {
 		}
 		_, left = divide(fleet, list)
 	}
-	return func() func() {
+	for i := range left {
+		connections = append(connections, left[i].Socket)
+	}
+	return connections, func() func() {
 		c.Mu.Lock()
 		defer c.Mu.Unlock()
 		if c.CheckOpen() != nil {
