@@ -101,7 +101,10 @@ func Run(ctx context.Context, o Options) (err error) {
 			Hint: "run as root, or give these capabilities to the service", Code: fault.CodeNotPermitted}
 	}
 	// A keeper process and the hints of errors use these paths in other working directories.
-	for _, path := range []*string{&o.Policy, &o.StateDir, &o.RunDir, &o.Pins} {
+	for option, path := range map[string]*string{"--policy": &o.Policy, "--state-dir": &o.StateDir, "--run-dir": &o.RunDir, "--pins": &o.Pins} {
+		if *path == "" {
+			return fault.Usage(fmt.Errorf("%s is empty", option), "name a path, or leave the option out")
+		}
 		if *path, err = filepath.Abs(*path); err != nil {
 			return err
 		}
@@ -155,8 +158,8 @@ func Run(ctx context.Context, o Options) (err error) {
 			return err
 		}
 	}
-	if err := os.Chmod(o.StateDir, 0o700); err != nil {
-		return fmt.Errorf("set mode of state directory: %w", err)
+	if err := statedir.Claim(o.StateDir); err != nil {
+		return err
 	}
 	first, err := a.choosePolicy()
 	if err != nil {

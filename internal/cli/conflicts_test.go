@@ -209,6 +209,24 @@ func TestAgentRefusals(t *testing.T) {
 
 	h.missing(h.state, h.run, h.pins)
 
+	for _, option := range []string{"--state-dir", "--run-dir", "--pins", "--policy"} {
+		r = h.child(nil, "sockeye", append(h.agentArgs(), option, "", "-o", "json")...)
+		h.isFailure(r, 2, option+" is empty", "name a path, or leave the option out")
+	}
+	// A directory of others keeps its mode and its files.
+	others := filepath.Join(h.dir, "others")
+	if err := errors.Join(os.Mkdir(others, 0o755), os.WriteFile(filepath.Join(others, "data"), nil, 0o644)); err != nil {
+		t.Fatal(err)
+	}
+	r = h.child(nil, "sockeye", append(h.agentArgs(), "--state-dir", others, "-o", "json")...)
+	h.isFailure(r, 2, "the state directory DIR/others has files that are not of an agent, for example data", "name a directory of the agent's own with --state-dir")
+	if info, err := os.Stat(others); err != nil || info.Mode().Perm() != 0o755 {
+		t.Errorf("%v, %v", info.Mode(), err)
+	}
+	if entries, err := os.ReadDir(others); err != nil || len(entries) != 1 {
+		t.Errorf("%v, %v", entries, err)
+	}
+
 	err := os.Mkdir(h.state, 0o700)
 	if err == nil {
 		err = os.WriteFile(filepath.Join(h.state, "spare.json"), []byte(`{"nonce": 7`), 0o600)

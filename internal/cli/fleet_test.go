@@ -37,6 +37,16 @@ hosts: [{name: one, addresses: [198.51.100.1], macs: ["02:00:00:00:00:01"]}]
 // TestFleetOfOne runs a host that is alone in its fleet, with a file: it behaves like a host without one.
 func TestFleetOfOne(t *testing.T) {
 	h := newHost(t, fleetPolicy)
+	h.refused(fault.CodeUsage, "fleet: read file of hosts: open DIR/hosts.yaml: no such file or directory", "write the file first: it has the hosts of the fleet", nil, "check", h.policy)
+	for _, c := range []struct{ text, problem, hint string }{
+		{"", "fleet: DIR/hosts.yaml: the file is empty", "docs/fleet.md has an example"},
+		{"epoch: 0", "fleet: DIR/hosts.yaml: no host is ready", "docs/fleet.md has an example"},
+		{strings.ReplaceAll(fleetHosts, "{", "{state: foo, "), `fleet: DIR/hosts.yaml: host one: a host has no state "foo"`, "docs/fleet.md has an example"},
+		{strings.ReplaceAll(fleetHosts, "one", "two"), `fleet: DIR/hosts.yaml has no host "one", which is the name of this host`, "add the host, or name this host with the key host"},
+	} {
+		h.write("hosts.yaml", c.text)
+		h.refused(fault.CodeUsage, c.problem, c.hint, nil, "check", h.policy)
+	}
 	h.write("hosts.yaml", fleetHosts)
 	if r := h.sockeye("check", h.policy); r.code != 0 || !strings.Contains(r.out, `the interfaces of the fleet are not checked: there is no interface "fleet0"`) {
 		t.Errorf("check without the interface: %+v", r)
@@ -62,6 +72,9 @@ func TestFleetOfOne(t *testing.T) {
 	}
 	if got := h.sockeye("fleet").out; !strings.Contains(got, "\nthis host is not healthy: service telemetry has no ready slot\n") {
 		t.Errorf("fleet:\n%s", got)
+	}
+	if got := h.sockeye("status").out; !strings.Contains(got, "\nfleet main: this host is not healthy: service telemetry has no ready slot\n") {
+		t.Errorf("status:\n%s", got)
 	}
 	if code, text := health(); code != http.StatusServiceUnavailable || text != "service telemetry has no ready slot\n" {
 		t.Errorf("health by HTTP: %d %q", code, text)

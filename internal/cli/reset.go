@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 
 	"github.com/spf13/cobra"
 
@@ -33,11 +34,17 @@ func (c *commands) resetCommand() *cobra.Command {
 from the members' ports, after which the kernel selects sockets by its own hash.
 It stops tuning and tracing, removes the pins and the cgroups that agents
 created, and restores the sizes of interfaces. Open connections keep their
-options. Stop the agent before reset.
+options, and UDP sockets of members the filter that copies templates, until they
+are closed. Stop the agent before reset.
 
 Without --state, the state directory is kept, so that the next agent assigns
 each device to its previous slot.`,
-		RunE: func(*cobra.Command, []string) error {
+		RunE: func(*cobra.Command, []string) (err error) {
+			if stateDir != "" { // os.RemoveAll refuses "."
+				if stateDir, err = filepath.Abs(stateDir); err != nil {
+					return err
+				}
+			}
 			if _, err := os.Stat(stateDir); state && err == nil {
 				if err := statedir.CheckRemove(stateDir); err != nil {
 					return err

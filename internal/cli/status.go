@@ -30,6 +30,9 @@ func (c *commands) statusCommand() *cobra.Command {
 	}
 }
 
+// mostFleetProblems is the number of problems of the fleet that status shows.
+const mostFleetProblems = 5
+
 func (c *commands) status(w io.Writer, s *api.Status) {
 	fmt.Fprintf(w, "agent %s, pid %d, up %s, policy %s\n\n", s.Version, s.PID,
 		c.Now().Sub(s.Started).Round(time.Second), s.Policy)
@@ -42,6 +45,23 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 		fmt.Fprintln(w, "events are not recorded: "+command.Printable(s.EventsProblem))
 		command.Hint(w, "make space in the state directory, or remove what is in the way")
 		fmt.Fprintln(w)
+	}
+	if f := s.Fleet; f != nil {
+		problems := f.Problems
+		if !f.Healthy {
+			problems = append([]string{"this host is not healthy: " + f.Reason}, problems...)
+		}
+		for i, problem := range problems {
+			if i == mostFleetProblems {
+				fmt.Fprintf(w, "and %d more\n", len(problems)-i)
+				break
+			}
+			fmt.Fprintf(w, "fleet %s: %s\n", f.Fleet, command.Printable(problem))
+		}
+		if len(problems) > 0 {
+			command.Hint(w, "sockeye fleet shows the hosts")
+			fmt.Fprintln(w)
+		}
 	}
 	if len(s.Services) > 0 {
 		fmt.Fprintln(w, "SERVICE\tSTEERING\tREADY\tWHEN EMPTY\tHELD\tLISTENERS")

@@ -38,10 +38,11 @@ func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipp
 	if policy.Fleet == nil {
 		return nil, "", nil
 	}
-	if _, err := newSettings(policy); err != nil {
+	s, err := newSettings(policy)
+	if err != nil {
 		return nil, "", err
 	}
-	if err := checkEtcd(policy.Fleet); err != nil {
+	if err := s.checkStore(); err != nil {
 		return nil, "", err
 	}
 	if _, err, _ := findInterfaces(policy.Fleet.Interfaces, nil); err != nil {

@@ -29,6 +29,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/fleet/forward"
 	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/store"
 	"sockeye/internal/placement"
 	"sockeye/internal/rights"
 	"sockeye/internal/sockdiag"
@@ -132,12 +133,13 @@ func newSettings(policy *config.Policy) (*settings, error) {
 	return s, nil
 }
 
-// checkEtcd returns an error if the files of etcd cannot be used now. An agent starts all the same: they may be renewed later.
-func checkEtcd(f *config.Fleet) error {
-	if f.Etcd == nil {
-		return nil
+// checkStore returns an error if the files of the store cannot be used now: those of etcd, or the file of hosts. An agent starts all the same: they
+// may be renewed later.
+func (s *settings) checkStore() error {
+	if s.Etcd == nil {
+		return inFleet(store.CheckFile(s.File, s.host))
 	}
-	_, err := etcdConfig(f)
+	_, err := etcdConfig(&s.Fleet)
 	return inFleet(err)
 }
 
@@ -246,8 +248,11 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if after, err = newSettings(policy); err != nil {
 			return nil, err
 		}
-		if err := checkEtcd(&after.Fleet); err != nil {
-			return nil, err
+		// The file of hosts may follow the policy: a host that serves alone goes on, and one with a table keeps it. Another file replaces the table.
+		if after.Etcd != nil || before != nil && before.File != after.File {
+			if err := after.checkStore(); err != nil {
+				return nil, err
+			}
 		}
 		if _, err, _ := findInterfaces(after.Interfaces, nil); err != nil {
 			return nil, policy.Flaw("fleet.interfaces", err.Error(), fault.Hint(err))

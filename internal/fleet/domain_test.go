@@ -259,6 +259,9 @@ func TestDomain(t *testing.T) {
 	if changes, err := r.Plan(policyText); err != nil || len(changes) > 0 {
 		t.Errorf("%+v, %v", changes, err)
 	}
+	if _, err := r.Plan(strings.Replace(policyText, "hosts.yaml", "others.yaml", 1)); err == nil || !strings.Contains(err.Error(), "others.yaml: no such file") {
+		t.Errorf("a policy with another file of hosts: %v", err)
+	}
 	r.Retire(t)
 	defer r.Stop()
 	frame = api.Frame{}

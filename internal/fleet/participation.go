@@ -78,6 +78,7 @@ type participation struct {
 	healthy      error // nil: the services can serve
 	problems     []string
 	known        map[string]string // states of the hosts, for events
+	seen         map[string]bool   // all hosts that the fleet has had since the start of the agent, at most mostSeen
 	local        []string          // problems of interfaces and paths
 	ended        bool              // path is closed
 	late         late
@@ -105,7 +106,7 @@ func etcdConfig(f *config.Fleet) (*store.EtcdConfig, error) {
 
 // participate opens the data path and the store, and follows the store.
 func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
-	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), late: newLate()}
+	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), late: newLate()}
 	if p.path, err = forward.Open(d.pins()); err != nil {
 		return nil, err
 	}
@@ -600,6 +601,9 @@ func (p *participation) report() {
 	p.problems = now
 }
 
+// mostSeen is the largest number of hosts that the agent remembers.
+const mostSeen = 10_000
+
 // reportHosts logs hosts that have come, gone or changed. The caller holds mu.
 func (p *participation) reportHosts() {
 	if p.state.Snapshot == nil || !p.state.Connected {
@@ -614,6 +618,11 @@ func (p *participation) reportHosts() {
 		}
 	}
 	names := slices.Sorted(maps.Keys(now))
+	for _, name := range names {
+		if len(p.seen) < mostSeen {
+			p.seen[name] = true
+		}
+	}
 	for name := range p.known {
 		if now[name] == "" {
 			names = append(names, name)

@@ -49,7 +49,7 @@ func everyService(*config.Service) bool { return true }
 // setHost changes the state or the weight of a host.
 func (p *participation) setHost(ctx context.Context, change api.FleetHostChange) (*api.Plan, error) {
 	p.mu.Lock()
-	snapshot := p.state.Snapshot
+	snapshot, known := p.state.Snapshot, p.seen[change.Host]
 	p.mu.Unlock()
 	if snapshot == nil || !snapshot.Connected {
 		return nil, fault.WithHint(errors.New("the store of the fleet does not answer"), "sockeye fleet shows the reason; the table in force stays")
@@ -59,6 +59,12 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 		names[i] = snapshot.Hosts[i].Name
 	}
 	at := slices.Index(names, change.Host)
+	if at < 0 && known && lead.State(change.State) == lead.Removed {
+		// The host has died, and its devices have moved: it must not return.
+		with := *snapshot
+		with.Hosts = append(slices.Clone(snapshot.Hosts), lead.Host{Host: table.Host{Name: change.Host}, State: lead.Ready})
+		snapshot, at = &with, len(names)
+	}
 	if at < 0 {
 		hint := "sockeye fleet lists the hosts"
 		if near := config.Nearest(change.Host, names); near != "" {

@@ -6,10 +6,54 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
 )
+
+// TestClaim makes directories an agent's own, but not one of others.
+func TestClaim(t *testing.T) {
+	for name, c := range map[string]struct {
+		mode  os.FileMode
+		files []string
+		want  string
+	}{
+		"empty":                     {0o755, nil, ""},
+		"a file system":             {0o755, []string{"lost+found"}, ""},
+		"of an agent":               {0o755, []string{AgentFile, "other"}, ""},
+		"of an earlier agent":       {0o700, []string{"applied.yaml"}, ""},
+		"records of sizes":          {0o755, []string{"bigtcp/"}, ""},
+		"of others":                 {0o755, []string{"data"}, "has files that are not of an agent, for example data"},
+		"of others, with the group": {0o750, []string{"data"}, "has files that are not of an agent, for example data"},
+	} {
+		dir := t.TempDir()
+		for _, f := range c.files {
+			create := func(path string) error { return os.WriteFile(path, nil, 0o600) }
+			if strings.HasSuffix(f, "/") {
+				create = func(path string) error { return os.Mkdir(path, 0o700) }
+			}
+			if err := create(filepath.Join(dir, f)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := os.Chmod(dir, c.mode); err != nil {
+			t.Fatal(err)
+		}
+		err := Claim(dir)
+		info, failed := os.Stat(dir)
+		if failed != nil {
+			t.Fatal(failed)
+		}
+		want := os.FileMode(0o700)
+		if c.want != "" {
+			want = c.mode
+		}
+		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) || info.Mode().Perm() != want {
+			t.Errorf("%s: %v, mode %o", name, err, info.Mode().Perm())
+		}
+	}
+}
 
 // TestCheckSpace fills a file system: the last eighth of a small one is reserved.
 func TestCheckSpace(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -63,6 +64,27 @@ const records = "bigtcp"
 func onlyRecords(dir string) bool {
 	entries, err := os.ReadDir(dir)
 	return err == nil && len(entries) == 1 && entries[0].Name() == records && entries[0].IsDir()
+}
+
+// Claim makes a directory that of an agent: nobody else may read it. The error is a usage error for a directory that others read, and that has files
+// of others.
+func Claim(dir string) error {
+	info, err := os.Stat(dir)
+	if err != nil {
+		return fmt.Errorf("read state directory: %w", err)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("read state directory: %w", err)
+	}
+	entries = slices.DeleteFunc(entries, func(e os.DirEntry) bool { return e.Name() == "lost+found" }) // of a file system of its own
+	if open := info.Mode().Perm()&0o077 != 0; open && len(entries) > 0 && Is(dir) != nil && !onlyRecords(dir) {
+		return fault.Usage(fmt.Errorf("the state directory %s has files that are not of an agent, for example %s", dir, entries[0].Name()), "name a directory of the agent's own with --state-dir")
+	}
+	if err := os.Chmod(dir, 0o700); err != nil {
+		return fmt.Errorf("set mode of state directory: %w", err)
+	}
+	return nil
 }
 
 // CheckRemove returns an error if Remove does not remove a directory.

@@ -505,7 +505,21 @@ func TestFleetLoses(t *testing.T) {
 		}
 		return err
 	})
+	// A host that has died, and that no device has any more, can be removed: it has no devices at its return.
+	f.set(a, b, "removed")
 	f.must(b.Mend())
+	f.host.eventually("the return of a removed host", func() error {
+		s, err := a.Status(t.Context())
+		if err != nil {
+			return err
+		}
+		at := slices.IndexFunc(s.Hosts, func(h api.FleetHost) bool { return h.Name == "b" })
+		if at < 0 || !s.Hosts[at].Alive || s.Hosts[at].State != "removed" || s.Hosts[at].Share != 0 {
+			return fmt.Errorf("%+v", s.Hosts)
+		}
+		return nil
+	})
+	f.set(a, b, "ready")
 	f.await("the return of b", f.Hosts, labfleet.Shared("a", "b", "c"))
 	f.route(a, b, c)
 	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })

@@ -16,6 +16,7 @@ import (
 
 	"go.yaml.in/yaml/v4"
 
+	"sockeye/internal/fault"
 	"sockeye/internal/fleet/lead"
 	"sockeye/internal/fleet/table"
 )
@@ -115,12 +116,30 @@ func readFile(path string) ([]byte, error) {
 	return text, err
 }
 
+// CheckFile returns an error if a file has no table, or not a host.
+func CheckFile(path, host string) error {
+	text, err := readFile(path)
+	if err != nil {
+		return fault.Usage(fmt.Errorf("read file of hosts: %w", err), "write the file first: it has the hosts of the fleet")
+	}
+	s, err := parseFile(text)
+	if err != nil {
+		return fault.Usage(fmt.Errorf("%s: %w", path, err), "docs/fleet.md has an example")
+	}
+	if s.Table.Index(host) == table.None {
+		return fault.Usage(fmt.Errorf("%s has no host %q, which is the name of this host", path, host), "add the host, or name this host with the key host")
+	}
+	return nil
+}
+
 // parseFile computes the table of a file.
 func parseFile(text []byte) (*Snapshot, error) {
 	var c fileFormat
 	decoder := yaml.NewDecoder(bytes.NewReader(text))
 	decoder.KnownFields(true)
-	if err := decoder.Decode(&c); err != nil {
+	if err := decoder.Decode(&c); errors.Is(err, io.EOF) {
+		return nil, errors.New("the file is empty")
+	} else if err != nil {
 		return nil, err
 	}
 	s := &Snapshot{Connected: true}
@@ -137,7 +156,7 @@ func parseFile(text []byte) (*Snapshot, error) {
 		}
 		setting := Setting{State: h.State}
 		if err := errors.Join(one.Check(), setting.Check()); err != nil {
-			return nil, err
+			return nil, fmt.Errorf("host %s: %w", h.Name, err)
 		}
 		state := h.State
 		if state == "" {
