@@ -365,6 +365,9 @@ func (p *participation) install(t *table.Table) error {
 			found, closing = p.services.FindLeaving(p.settings.Addresses, host)
 			for i := range found {
 				s := &found[i]
+				if s.State != sockdiag.Established { // anybody can begin a handshake in the name of a device
+					continue
+				}
 				list = append(list, forward.Connection{Hash: mapping.Hash(s.Remote.Addr()), Device: s.Remote, Local: s.Local})
 			}
 			return list

@@ -447,10 +447,20 @@ func (s *step) replace() {
 	}
 }
 
-// prepare begins the next moves to the preferred hosts.
+// prepare begins the next moves to the preferred hosts. At the same time, no host gives and gets buckets: at the flip, a host that gets
+// some waits for those that give them, and two hosts would wait for each other.
 func (s *step) prepare(targets *table.Column) {
 	if !s.applied {
 		return
+	}
+	gives, gets := make(map[uint16]bool), make(map[uint16]bool)
+	for b, owner := range s.next.Owner {
+		if next := s.next.Next[b]; next != table.None {
+			gives[owner], gets[next] = true, true
+		}
+		if previous := s.next.Previous[b]; previous != table.None {
+			gives[previous], gets[owner] = true, true
+		}
 	}
 	for b, target := range targets {
 		if s.moving >= max(s.config.Batch, 1) {
@@ -460,10 +470,11 @@ func (s *step) prepare(targets *table.Column) {
 		if owner == table.None || s.lost[owner] || s.next.Next[b] != table.None || s.next.Previous[b] != table.None {
 			continue
 		}
-		if target == table.None || target == owner || !s.takes[target] {
+		if target == table.None || target == owner || !s.takes[target] || gets[owner] || gives[target] {
 			continue
 		}
 		s.next.Next[b], s.changed = target, true
+		gives[owner], gets[target] = true, true
 		s.moving++
 	}
 }

@@ -103,6 +103,17 @@ func (f *fleet) compare(next *table.Table) {
 		f.Fatalf("epoch %d and nonce %d after %d and %d", next.Epoch, next.Nonce, f.table.Epoch, f.table.Nonce)
 	}
 	moving := 0
+	gives, gets := map[uint16]bool{}, map[uint16]bool{}
+	for b, previous := range next.Previous {
+		if previous != table.None {
+			gives[previous], gets[next.Owner[b]] = true, true
+		}
+	}
+	for host := range gives {
+		if gets[host] {
+			f.Fatalf("after %v: host %s gives and gets buckets in epoch %d", f.now, name(next, host), next.Epoch)
+		}
+	}
 	for b := range table.Buckets {
 		before, now := name(f.table, f.table.Owner[b]), name(next, next.Owner[b])
 		if next.Next[b] != table.None || next.Previous[b] != table.None {
@@ -256,6 +267,22 @@ func TestJoin(t *testing.T) {
 	f.rest()
 	if f.epochs != before {
 		t.Error("a fleet at rest gets another table")
+	}
+}
+
+// TestDrainAndReturn drains a host while another one returns: no host gives and gets buckets in the same table.
+func TestDrainAndReturn(t *testing.T) {
+	f := newFleet(t, Config{}, "a", "b", "c")
+	f.hosts["c"].State = Drain
+	f.rest()
+	f.expect("at first", map[string]uint32{"a": 100, "b": 100})
+	f.hosts["b"].State, f.hosts["c"].State = Drain, Ready
+	f.rest()
+	f.expect("after the exchange", map[string]uint32{"a": 100, "c": 100})
+	for _, pair := range [][2]string{{"b", "c"}, {"b", "a"}, {"a", "c"}} {
+		if f.moved[pair] == 0 {
+			t.Errorf("nothing moved from %s to %s: %v", pair[0], pair[1], f.moved)
+		}
 	}
 }
 

@@ -300,8 +300,10 @@ func (n *Node) apply(ctx context.Context, s *store.Snapshot) (postponed time.Dur
 	return 0, n.prepare(ctx, s, t)
 }
 
-// flipTime is the longest time for which a host waits for the former owners of its devices to apply a table.
-const flipTime = time.Second
+// flipTime is the longest time for which a host waits for the former owners of its devices to apply a table, in which they close the
+// connections of these devices. The lease of a former owner whose agent has died ends before. A host that lives, and does not apply the table,
+// keeps the devices for this time.
+const flipTime = 10 * time.Second
 
 // postpone returns the time for which this host does not apply a table yet that gives it devices: their former owners come first. Until a
 // former owner applies the table, all packets of the devices reach it, and so do the connections; afterwards, it sends them here. If
@@ -314,11 +316,15 @@ func (n *Node) postpone(s *store.Snapshot, t *table.Table) time.Duration {
 	if n.postponed == 0 {
 		n.postponed = now // also for later tables, until one is applied
 	}
-	return max(0, flipTime-(now-n.postponed))
+	wait := max(0, flipTime-(now-n.postponed))
+	if wait == 0 {
+		n.config.Log.Warn("a former owner of devices has not applied the table: their datagrams may reach this host while their connections are there", "epoch", t.Epoch)
+	}
+	return wait
 }
 
 // awaitsOwners reports whether a living former owner of devices that a table gives to a host has not applied the table. Former owners that
-// get devices themselves do not count: two hosts would wait for each other. A table that gives the host devices without a former owner, as
+// get devices themselves do not count: two hosts would wait for each other. The leader makes no such table (step.prepare of lead). A table that gives the host devices without a former owner, as
 // after a death, does not wait.
 func awaitsOwners(applied, t *table.Table, host string, hosts []lead.Host) bool {
 	self, before := t.Index(host), applied.Index(host)

@@ -36,6 +36,8 @@ func (c *Checks) FindLeaving(fleet *core.Fleet) (connections []sockdiag.Socket, 
 			c.Log.Warn("connections not checked", "error", err)
 		}
 		_, left = divide(fleet, list)
+		// The connections of a device end together: another one may have thousands.
+		slices.SortStableFunc(left, func(a, b session.Session) int { return a.Address.Compare(b.Address) })
 	}
 	for i := range left {
 		connections = append(connections, left[i].Socket)
