@@ -360,17 +360,10 @@ func (p *participation) install(t *table.Table) error {
 	closing := func() func() { return func() {} }
 	flip := forward.Flip{}
 	if _, lost := changes(p.table, t, p.self()); lost > 0 || p.table == nil {
-		flip.Leaving = func() (list []forward.Connection) {
+		flip.Leaving = func() []forward.Connection {
 			var found []sockdiag.Socket
 			found, closing = p.services.FindLeaving(p.settings.Addresses, host)
-			for i := range found {
-				s := &found[i]
-				if s.State != sockdiag.Established { // anybody can begin a handshake in the name of a device
-					continue
-				}
-				list = append(list, forward.Connection{Hash: mapping.Hash(s.Remote.Addr()), Device: s.Remote, Local: s.Local})
-			}
-			return list
+			return established(found, mapping)
 		}
 	}
 	flip.After = func() {
@@ -387,6 +380,17 @@ func (p *participation) install(t *table.Table) error {
 	}
 	p.attach()
 	return nil
+}
+
+// established returns the connections that stand for their devices until they are closed. Anybody can begin a handshake in the name of a
+// device.
+func established(found []sockdiag.Socket, mapping *placement.Mapping) (list []forward.Connection) {
+	for i := range found {
+		if s := &found[i]; s.State == sockdiag.Established {
+			list = append(list, forward.Connection{Hash: mapping.Hash(s.Remote.Addr()), Device: s.Remote, Local: s.Local})
+		}
+	}
+	return list
 }
 
 // changes returns the numbers of buckets that a host gains and loses when a table follows the one before, which is nil before the first one:

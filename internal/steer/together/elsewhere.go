@@ -36,8 +36,6 @@ func (c *Checks) FindLeaving(fleet *core.Fleet) (connections []sockdiag.Socket, 
 			c.Log.Warn("connections not checked", "error", err)
 		}
 		_, left = divide(fleet, list)
-		// The connections of a device end together: another one may have thousands.
-		slices.SortStableFunc(left, func(a, b session.Session) int { return a.Address.Compare(b.Address) })
 	}
 	for i := range left {
 		connections = append(connections, left[i].Socket)
@@ -52,7 +50,8 @@ func (c *Checks) FindLeaving(fleet *core.Fleet) (connections []sockdiag.Socket, 
 	}
 }
 
-// divide returns the connections of devices that this host serves, and those of devices of other hosts.
+// divide returns the connections of devices that this host serves, and those of devices of other hosts: the connections of a device after
+// each other, so that they end together. Another device may have thousands.
 func divide(fleet *core.Fleet, list []session.Session) (here, left []session.Session) {
 	here = slices.DeleteFunc(list, func(one session.Session) bool {
 		elsewhere := fleet.Elsewhere(one.Local.Addr(), one.Address)
@@ -61,6 +60,7 @@ func divide(fleet *core.Fleet, list []session.Session) (here, left []session.Ses
 		}
 		return elsewhere
 	})
+	slices.SortStableFunc(left, func(a, b session.Session) int { return a.Address.Compare(b.Address) })
 	return here, left
 }
 
