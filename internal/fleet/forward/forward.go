@@ -428,8 +428,8 @@ func (p *Path) install(t *fleetForwardFleetTable, entries *placement.Entries, fl
 	return nil
 }
 
-// setLeaving writes the connections of devices that leave. Without one of them, datagrams of its device reach the next host a moment
-// before the connection is closed, which is no reason to keep the table back.
+// setLeaving writes the connections of devices that leave. If the map is full, datagrams of the other devices reach the next host before
+// their connections are closed, for some milliseconds. The table comes into force all the same.
 func (p *Path) setLeaving(list []Connection) {
 	for i := range list {
 		c := &list[i]

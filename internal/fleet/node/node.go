@@ -324,8 +324,8 @@ func (n *Node) postpone(s *store.Snapshot, t *table.Table) time.Duration {
 }
 
 // awaitsOwners reports whether a living former owner of devices that a table gives to a host has not applied the table. Former owners that
-// get devices themselves do not count: two hosts would wait for each other. The leader makes no such table (step.prepare of lead). A table that gives the host devices without a former owner, as
-// after a death, does not wait.
+// get devices themselves do not count: two hosts would wait for each other. The leader makes no such table (step.prepare of lead). A table that
+// gives the host devices without a former owner, as after a death, does not wait.
 func awaitsOwners(applied, t *table.Table, host string, hosts []lead.Host) bool {
 	self, before := t.Index(host), applied.Index(host)
 	gains, former := make(map[uint16]bool), make(map[uint16]bool)

@@ -682,6 +682,11 @@ func TestFormerOwnerFirst(t *testing.T) {
 		if !c.waits {
 			continue
 		}
+		// A former owner with many connections needs more than a second, and the lease of a dead one ends after 3 s.
+		n.postponed -= 4 * time.Second
+		if wait, err := n.follow(t.Context(), &store.Snapshot{Table: c.table, Connected: true, Hosts: c.hosts}); err != nil || n.applied != prepared || wait <= 0 {
+			t.Errorf("%s: after 4s: waits %v, %v", name, wait, err)
+		}
 		if r := n.registered(); r.Applied == 5 {
 			t.Errorf("%s: %+v", name, r)
 		}
