@@ -226,6 +226,12 @@ func TestAgentRefusals(t *testing.T) {
 	if entries, err := os.ReadDir(others); err != nil || len(entries) != 1 {
 		t.Errorf("%v, %v", entries, err)
 	}
+	// Nor does an agent claim the home directory of a user, whose mode is that of a state directory.
+	if err := os.Chmod(others, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	r = h.child(nil, "sockeye", append(h.agentArgs(), "--state-dir", others, "-o", "json")...)
+	h.isFailure(r, 2, "the state directory DIR/others has files that are not of an agent, for example data", "name a directory of the agent's own with --state-dir")
 
 	err := os.Mkdir(h.state, 0o700)
 	if err == nil {
@@ -576,5 +582,8 @@ func TestFullDisk(t *testing.T) {
 	h.start()
 	if s := must[api.Status](h, "status"); len(s.Services) != 2 || !s.Services[1].PortsSteered {
 		t.Errorf("%+v", s)
+	}
+	if err := os.Remove(full.Name()); err != nil {
+		t.Error(err)
 	}
 }

@@ -31,6 +31,7 @@ import (
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/isolate"
+	"sockeye/internal/statedir"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/testenv"
 )
@@ -366,6 +367,9 @@ func (h *host) startBy(cmd *exec.Cmd) {
 				h.t.Logf("the agent's log:\n%s", text)
 			}
 			h.kill()
+			if err := statedir.CheckRemove(h.state); statedir.Is(h.state) == nil && err != nil {
+				h.t.Errorf("reset --state refuses the agent's own files: %v", err)
+			}
 			if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
 				h.t.Errorf("reset: %+v", r)
 			}

@@ -60,26 +60,61 @@ func Is(dir string) error {
 // records is the subdirectory of the records of sizes (internal/bigtcp/sizing).
 const records = "bigtcp"
 
+// patterns match the names of all that agents write to a state directory.
+var patterns = []string{
+	AgentFile, ".applied.yaml*", ".previous.yaml*", "events", "frames",
+	records,
+	"fleet.table", "fleet.instance",
+	"*.json", "*.templates", "*.devices", // of a service; .*.live.json of a rule group of tune
+}
+
+// contents returns the names in a directory, without the one that a file system of its own has.
+func contents(dir string) (names []string, err error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("read state directory: %w", err)
+	}
+	for _, e := range entries {
+		if e.Name() != "lost+found" {
+			names = append(names, e.Name())
+		}
+	}
+	return names, nil
+}
+
+// foreign reports whether no agent has written a file with a name.
+func foreign(name string) bool {
+	if hidden, ok := strings.CutPrefix(name, "."); ok { // Write leaves its temporary file in a crash
+		if ext := filepath.Ext(hidden); len(ext) > 1 && strings.Trim(ext[1:], "0123456789") == "" {
+			name = strings.TrimSuffix(hidden, ext)
+		}
+	}
+	return !slices.ContainsFunc(patterns, func(pattern string) bool { ok, _ := filepath.Match(pattern, name); return ok })
+}
+
 // onlyRecords reports whether a directory has only records of sizes: sockeye bigtcp apply keeps them also without an agent.
 func onlyRecords(dir string) bool {
 	entries, err := os.ReadDir(dir)
 	return err == nil && len(entries) == 1 && entries[0].Name() == records && entries[0].IsDir()
 }
 
-// Claim makes a directory that of an agent: nobody else may read it. The error is a usage error for a directory that others read, and that has files
-// of others.
+// Claim makes a directory that of an agent: nobody else may read it. The error is a usage error for a directory without the mark of an agent that
+// has files of others.
 func Claim(dir string) error {
 	info, err := os.Stat(dir)
 	if err != nil {
 		return fmt.Errorf("read state directory: %w", err)
 	}
-	entries, err := os.ReadDir(dir)
+	names, err := contents(dir)
 	if err != nil {
-		return fmt.Errorf("read state directory: %w", err)
+		return err
 	}
-	entries = slices.DeleteFunc(entries, func(e os.DirEntry) bool { return e.Name() == "lost+found" }) // of a file system of its own
-	if open := info.Mode().Perm()&0o077 != 0; open && len(entries) > 0 && Is(dir) != nil && !onlyRecords(dir) {
-		return fault.Usage(fmt.Errorf("the state directory %s has files that are not of an agent, for example %s", dir, entries[0].Name()), "name a directory of the agent's own with --state-dir")
+	if Is(dir) != nil && !onlyRecords(dir) {
+		open := info.Mode().Perm()&0o077 != 0 // an agent writes nothing before the directory is its own
+		if i := slices.IndexFunc(names, func(name string) bool { return open || foreign(name) }); i >= 0 {
+			return fault.Usage(fmt.Errorf("the state directory %s has files that are not of an agent, for example %s", dir, names[i]),
+				"name a directory of the agent's own with --state-dir")
+		}
 	}
 	if err := os.Chmod(dir, 0o700); err != nil {
 		return fmt.Errorf("set mode of state directory: %w", err)
@@ -92,10 +127,18 @@ func CheckRemove(dir string) error {
 	if err := Is(dir); err != nil && !onlyRecords(dir) {
 		return fault.Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
 	}
+	names, err := contents(dir)
+	if err != nil {
+		return err
+	}
+	if i := slices.IndexFunc(names, foreign); i >= 0 {
+		return fault.Usage(fmt.Errorf("%s has files that are not of an agent, for example %s", dir, names[i]),
+			"move them to another directory, or leave --state out")
+	}
 	return nil
 }
 
-// Remove removes an agent's state directory, or one that has only had records of sizes, and no other directory.
+// Remove removes an agent's state directory, or one that has only had records of sizes, and no directory that has files of others.
 func Remove(dir string) (err error) {
 	if err := CheckRemove(dir); err != nil {
 		return err
