@@ -63,13 +63,37 @@ func (s *Steer) SetOwner(fd int, o Owner) error {
 }
 
 // Owner returns the owner of a socket. ok is false if none is recorded.
-func (s *Steer) Owner(fd int) (o Owner, ok bool) {
-	value, err := s.owners.LookupBytes(uint32(fd))
+func (s *Steer) Owner(fd int) (o Owner, ok bool) { return lookupOwner(s.owners, fd) }
+
+func lookupOwner(owners *ebpf.Map, fd int) (o Owner, ok bool) {
+	value, err := owners.LookupBytes(uint32(fd))
 	if err != nil {
 		return o, false
 	}
 	return ParseOwner(value)
 }
+
+// PinnedOwners are the owners of the sockets of a pinned service.
+type PinnedOwners struct{ owners *ebpf.Map }
+
+// OpenOwners opens the owners of the sockets of the service that is pinned in a directory. The error wraps os.ErrNotExist if it has no pins.
+func OpenOwners(dir string) (*PinnedOwners, error) {
+	path, err := newestOf(dir, pinOwners)
+	if err != nil {
+		return nil, err
+	}
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	return &PinnedOwners{m}, nil
+}
+
+// Owner returns the owner of a socket. ok is false if none is recorded.
+func (p *PinnedOwners) Owner(fd int) (o Owner, ok bool) { return lookupOwner(p.owners, fd) }
+
+// Close closes the map.
+func (p *PinnedOwners) Close() { p.owners.Close() }
 
 // OwnersFD returns the descriptor of the map of owners, for sockdiag.Query.Storage.
 func (s *Steer) OwnersFD() int { return s.owners.FD() }

@@ -3,14 +3,17 @@
 package cli
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/member"
 )
 
 const mappedService = `services:
@@ -267,6 +270,50 @@ func TestResetState(t *testing.T) {
 	}
 	if r := h.sockeye("reset", "--state", "--state-dir", h.state, "--pins", h.pins); r.code != 0 || r.out != "there was nothing to remove\n" {
 		t.Errorf("%+v", r)
+	}
+}
+
+// TestResetFilters checks that reset removes the filters that copy templates from the sockets of members, so that the next agent keeps their
+// templates too.
+func TestResetFilters(t *testing.T) {
+	h, pids := running(t)
+	filters := func() (n int) {
+		for _, pid := range pids {
+			p, err := member.Open(pid)
+			if err != nil {
+				t.Fatal(err)
+			}
+			sockets, err := p.Sockets(func(s *member.Socket) bool { return s.Protocol == unix.IPPROTO_UDP })
+			if err != nil || len(sockets) != 1 {
+				t.Fatalf("%v, %v", sockets, err)
+			}
+			if _, err := unix.GetsockoptInt(sockets[0].FD(), unix.SOL_SOCKET, unix.SO_GET_FILTER); errors.Is(err, unix.EACCES) { // of eBPF (sk_get_filter)
+				n++
+			}
+			member.CloseAll(sockets)
+			p.Close()
+		}
+		return n
+	}
+	if n := filters(); n != len(pids) {
+		t.Fatalf("%d of %d members have the filter", n, len(pids))
+	}
+	h.kill()
+	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
+		t.Fatalf("reset: %+v", r)
+	}
+	if n := filters(); n != 0 {
+		t.Errorf("after reset, %d members have the filter", n)
+	}
+	h.start()
+	for slot, pid := range pids {
+		must[api.Membership](h, "register", "--service", "telemetry", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
+	}
+	if n := filters(); n != len(pids) {
+		t.Errorf("the next agent keeps the templates of %d of %d members", n, len(pids))
+	}
+	if text, err := os.ReadFile(h.log); err != nil || strings.Contains(string(text), "templates of the member are not kept") {
+		t.Errorf("%v, %s", err, text)
 	}
 }
 

@@ -34,8 +34,7 @@ func (c *commands) resetCommand() *cobra.Command {
 from the members' ports, after which the kernel selects sockets by its own hash.
 It stops tuning and tracing, removes the pins and the cgroups that agents
 created, and restores the sizes of interfaces. Open connections keep their
-options, and UDP sockets of members the filter that copies templates, until they
-are closed. Stop the agent before reset.
+options until they are closed. Stop the agent before reset.
 
 Without --state, the state directory is kept, so that the next agent assigns
 each device to its previous slot.`,

@@ -11,12 +11,14 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/keeper"
+	"sockeye/internal/steer/rooms"
 )
 
-// Retire detaches the programs of all keepers of the services that are pinned under a directory, and kills the keepers.
-func Retire(pins string) error { return keeper.Retire(pins, "") }
+// Retire detaches the programs of all keepers of the services that are pinned under a directory, kills the keepers, and removes the filters that
+// copy templates.
+func Retire(pins string) error { return fault.Join(rooms.DetachFilters(pins), keeper.Retire(pins, "")) }
 
-// Retire detaches the programs of all keepers, and kills the keepers.
+// Retire is the function Retire for the services of this agent.
 func (d *Domain) Retire() error { return Retire(d.host.Root.Dir) }
 
 // Outlives reports whether a keeper has run since before start.
