@@ -52,6 +52,10 @@ type change struct {
 	// longest time of a device.
 	Misdirected int     `json:"misdirected"`
 	Split       float64 `json:"split_ms"`
+	// Overtook are the datagrams that reached the new member after the former host had closed the connection of their device, and before the
+	// RST reached the device. Early is the longest such time.
+	Overtook int     `json:"overtook"`
+	Early    float64 `json:"early_ms"`
 	// Reconnected are the connections that were closed and opened again. Gap is the longest time of a device without a connection
 	// with a living member, or between two datagrams of one UDP port that a member received.
 	Reconnected int     `json:"reconnected"`
@@ -204,7 +208,7 @@ func (c *changed) start(ctx context.Context, h *labfleet.Host) error {
 		return err
 	}
 	for slot := range changeSlots {
-		m := swarm.Member{Slot: h.Collector(slot), TCP: labfleet.BMP, UDP: labfleet.IPFIX}
+		m := swarm.Member{Slot: h.Collector(slot), TCP: labfleet.BMP, UDP: labfleet.IPFIX, Resets: true}
 		p, err := c.swarm.StartMemberIn(h.Namespace, m, fmt.Sprintf("%s/receiver-%d", h.Name, slot), "root")
 		if err != nil {
 			return err
@@ -315,6 +319,12 @@ func (p *changesPart) judge(a *swarm.Analysis) {
 				one.Split = max(one.Split, s.Length(a.Stalls...).Seconds()*1000)
 			}
 		}
+		for _, g := range a.Overtook {
+			if within(g.From) {
+				one.Overtook++
+				one.Early = max(one.Early, g.Length().Seconds()*1000)
+			}
+		}
 		for _, g := range a.Gaps {
 			if within(g.From) {
 				one.Reconnected++
@@ -336,12 +346,14 @@ func (p *changesPart) named(name string) (list []change) {
 
 func (p *changesPart) print(w harness.Printf) {
 	w("\nThree hosts on a link, %d devices with a TCP connection and %d UDP flows, %d datagrams per second each; the router hashes ports\n", changeDevices, changeFlows, changeRate)
-	w("change\tseconds\tbuckets moved\tmoved / ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tconnections opened again\tlongest gap, s\n")
+	w("change\tseconds\tbuckets moved\tmoved / ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tbefore the RST\tlongest, ms\tconnections opened again\tlongest gap, s\n")
 	for _, c := range p.changes {
-		w("%s\t%.1f\t%d\t%.3f\t%d\t%d\t%d\t%.1f\t%d\t%.2f\n", c.Name, c.Took, c.Moved, float64(c.Moved)/c.Ideal, c.Sent, c.Lost, c.Misdirected, c.Split, c.Reconnected, c.Gap)
+		w("%s\t%.1f\t%d\t%.3f\t%d\t%d\t%d\t%.1f\t%d\t%.1f\t%d\t%.2f\n",
+			c.Name, c.Took, c.Moved, float64(c.Moved)/c.Ideal, c.Sent, c.Lost, c.Misdirected, c.Split, c.Overtook, c.Early, c.Reconnected, c.Gap)
 	}
-	w("Misdirected: at one member while the connection of the device was at another one that lives. Gap: of a device, without a connection with a living\n")
-	w("member, or between two datagrams of one UDP port that arrived, which are sent %v apart.\n", changePeriod)
+	w("Misdirected: at one member while the connection of the device was at another one that lives, until the kernel of its host has closed it. Before the\n")
+	w("RST: at the new member after this, and before the RST of the former host has reached the device. Gap: of a device, without a connection with a\n")
+	w("living member, or between two datagrams of one UDP port that arrived, which are sent %v apart.\n", changePeriod)
 	w("Kill: all processes and the link of the host at once; the router in front notices it after %v.\n", noticed)
 }
 

@@ -21,7 +21,8 @@ func TestJudge(t *testing.T) {
 		records[max(from, 0)] = append(records[max(from, 0)], swarm.Record{Kind: kind, At: when, Device: uint32(device), Port: uint16(port), Value: uint32(value)})
 	}
 	const devices, udp, first, second = 0, 9, 100, 101
-	// Device 4 moves between datagrams 10 and 11; its connection follows half a period after the first datagram at member 2.
+	// Device 4 moves between datagrams 10 and 11; its connection is closed half a period after the first datagram at member 2, and the device
+	// notices it half a period after the second one.
 	// Device 6 stays, and loses datagram 12. Device 8 loses its member at 40 and has another one 3 s later.
 	for _, d := range []int{4, 6, 8} {
 		note(1, swarm.Accepted, at(0), d, first, 0)
@@ -41,9 +42,10 @@ func TestJudge(t *testing.T) {
 			note(member, swarm.Datagram, at(n)+time.Millisecond, d, udp, n)
 		}
 	}
-	closed := at(11) + period/2
-	note(devices, swarm.Closed, closed, 4, first, 0)
-	note(2, swarm.Accepted, closed+time.Millisecond, 4, second, 0)
+	closed, noticed := at(11)+period/2, at(12)+period/2
+	note(1, swarm.Closed, closed, 4, first, 0)
+	note(devices, swarm.Closed, noticed, 4, first, 0)
+	note(2, swarm.Accepted, noticed+time.Millisecond, 4, second, 0)
 	note(2, swarm.Accepted, back-period/2, 8, second, 0)
 	note(devices, swarm.Closed, back-period, 8, first, 0)
 	for from, list := range records {
@@ -59,7 +61,7 @@ func TestJudge(t *testing.T) {
 	}}
 	p.judge(a)
 	join, kill := p.changes[0], p.changes[1]
-	if join.Sent != 45 || join.Lost != 1 || join.Misdirected != 1 || join.Reconnected != 1 || math.Abs(join.Gap-0.08) > 0.001 {
+	if join.Sent != 45 || join.Lost != 1 || join.Misdirected != 1 || join.Overtook != 1 || math.Abs(join.Early-19) > 0.001 || join.Reconnected != 1 || math.Abs(join.Gap-0.08) > 0.001 {
 		t.Errorf("join: %+v", join)
 	}
 	if kill.Lost != 75 || kill.Misdirected != 0 || math.Abs(kill.Gap-3.04) > 0.05 {

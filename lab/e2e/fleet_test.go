@@ -106,7 +106,7 @@ func (f *fleet) startHost(h *labfleet.Host) {
 	})
 	f.watch(h.Name, h.Agent)
 	for slot := range fleetSlots {
-		p, err := f.swarm.StartMemberIn(h.Namespace, swarm.Member{Slot: h.Collector(slot), TCP: bmpPort, UDP: ipfixPort}, fmt.Sprintf("%s/receiver-%d", h.Name, slot), "root")
+		p, err := f.swarm.StartMemberIn(h.Namespace, swarm.Member{Slot: h.Collector(slot), TCP: bmpPort, UDP: ipfixPort, Resets: true}, fmt.Sprintf("%s/receiver-%d", h.Name, slot), "root")
 		f.must(err)
 		f.members[h.Name] = append(f.members[h.Name], p.ID)
 	}
@@ -259,6 +259,9 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	planned := swarm.Now()
 
 	f.finish(planned)
+	if len(f.analysis.Splits) > 0 {
+		t.Errorf("planned changes split devices: %v", f.analysis.Splits)
+	}
 	missing := f.analysis.Missing()
 	if len(missing) > 0 {
 		t.Errorf("%d datagrams lost by planned changes, the first one %v after the beginning", len(missing), missing[0]-begun)

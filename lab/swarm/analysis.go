@@ -55,7 +55,10 @@ type Result struct {
 	Splits        []Split
 	Needless      []Closing
 	Gaps          []Gap
-	Stalls        []Interval // times in which the devices' process did not run although it was due
+	// Overtook are datagrams that a member received after the host of another one had closed the connection of their device, and before the
+	// device had received the RST: one for each datagram, until the RST.
+	Overtook []Gap
+	Stalls   []Interval // times in which the devices' process did not run although it was due
 }
 
 // Interval is a time.
@@ -153,6 +156,7 @@ type connection struct {
 	member         int // -1: not accepted
 	opened, dumped time.Duration
 	closed         time.Duration // 0: open
+	noticed        time.Duration // the device has noted that it is closed; 0: not yet
 	judgedOpen     bool
 	judgedClosed   bool
 }
@@ -230,6 +234,9 @@ func (a *Analysis) Add(from int, records []Record) {
 			c := a.connection(r)
 			if c.closed == 0 || r.At < c.closed {
 				c.closed = r.At
+			}
+			if from == FromDevices && (c.noticed == 0 || r.At < c.noticed) {
+				c.noticed = r.At
 			}
 		case Refused:
 			if a.counts(r.At) && unix.Errno(r.Value) == unix.ECONNREFUSED {
@@ -408,6 +415,9 @@ func (a *Analysis) datagram(g datagramAt) {
 		}
 	}
 	counted := a.counts(g.At)
+	if p := d.previous; counted && len(d.open) == 0 && p != nil && p.member != g.member && g.At < p.noticed {
+		a.Overtook = append(a.Overtook, Gap{int(g.Device), Interval{g.At, p.noticed}})
+	}
 	if counted {
 		a.Received++
 		if !routes {

@@ -128,9 +128,10 @@ func TestMovedTwice(t *testing.T) {
 	}
 }
 
-// TestClosedEarlier checks that a connection is closed when one end has noticed.
+// TestClosedEarlier checks that a connection is closed when one end has noticed, and finds the datagrams that reach the other member before the
+// device has noticed.
 func TestClosedEarlier(t *testing.T) {
-	for _, first := range []int{FromDevices, 0} {
+	for first, overtook := range map[int]int{FromDevices: 0, 0: 38} {
 		records := moved(0)
 		for _, end := range []int{FromDevices, 0} {
 			n := 490
@@ -139,8 +140,12 @@ func TestClosedEarlier(t *testing.T) {
 			}
 			records = append(records, at(end, n, Closed, 10000))
 		}
-		if devices, longest := analyse(t, records).SplitDevices(0); devices != 1 || longest != ms(2) {
+		got := analyse(t, records)
+		if devices, longest := got.SplitDevices(0); devices != 1 || longest != ms(2) {
 			t.Errorf("%d devices, %v", devices, longest)
+		}
+		if len(got.Overtook) != overtook || overtook > 0 && got.Overtook[0].Length() != ms(380) {
+			t.Errorf("first %d: overtook %+v", first, got.Overtook)
 		}
 	}
 }

@@ -81,6 +81,11 @@ type sender struct {
 	ports   []atomic.Uint32 // of the open connections by device; 0: none
 }
 
+// present reports whether a port is that of the open connection of a device.
+func (s *sender) present(device int, port uint16) bool {
+	return device < s.Devices && s.ports[device].Load() == uint32(port)
+}
+
 func (l *Load) run(records recorder) error {
 	s := &sender{Load: *l, records: records}
 	s.Exporters, s.Interval = max(1, s.Exporters), max(s.Interval, 0)
@@ -98,7 +103,7 @@ func (l *Load) run(records recorder) error {
 		if err != nil {
 			return err
 		}
-		go func() { failed <- s.watchResets(resets) }()
+		go func() { failed <- watchResets(resets, records, s.present) }()
 	}
 	for i := range s.Devices {
 		go func() { failed <- s.connect(i) }()

@@ -30,6 +30,9 @@ type Member struct {
 	// Process is the number of BMP messages that the member processes per second. Messages that it has read and not yet
 	// processed wait in its memory. 0: no limit.
 	Process float64 `json:"process"`
+	// Resets records a connection as closed when the kernel sends its RST: the kernel sends it before it closes the connection (tcp_abort),
+	// and the device receives it later. It needs CAP_NET_RAW.
+	Resets bool `json:"resets,omitempty"`
 	// Pause is the time for which the member accepts no connection.
 	Pause time.Duration `json:"pause"`
 }
@@ -50,8 +53,15 @@ type collector struct {
 
 	mu    sync.Mutex
 	state MemberState
+	known map[connectionKey]bool // connections that the member has accepted, also those whose RST is read late
 	queue []message
 	fresh sync.Cond // a message was added to the queue
+}
+
+// connectionKey names a connection by its device and the port of the device.
+type connectionKey struct {
+	device int
+	port   uint16
 }
 
 // message is a BMP message of a session.
@@ -67,7 +77,7 @@ type collected struct {
 }
 
 func (m *Member) run(records recorder) error {
-	c := &collector{Member: *m, records: records}
+	c := &collector{Member: *m, records: records, known: map[connectionKey]bool{}}
 	c.fresh.L = &c.mu
 	l, p, err := c.listen()
 	if err != nil {
@@ -81,7 +91,14 @@ func (m *Member) run(records recorder) error {
 	if err := answers.Encode(MemberState{}); err != nil {
 		return err
 	}
-	failed := make(chan error, 3)
+	failed := make(chan error, 4)
+	if m.Resets {
+		packets, err := openResets()
+		if err != nil {
+			return err
+		}
+		go func() { failed <- watchResets(packets, records, c.accepted) }()
+	}
 	go func() { failed <- c.receive(raw) }()
 	go func() {
 		time.Sleep(c.Pause)
@@ -260,6 +277,9 @@ func (c *collector) accept(l *net.TCPListener, failed chan<- error) error {
 			return fmt.Errorf("accept: unexpected connection from %v", peer)
 		}
 		s := &collected{session{device: device}, peer.Port()}
+		c.mu.Lock()
+		c.known[connectionKey{device, s.port}] = true
+		c.mu.Unlock()
 		if err := c.records.note(Record{At: at, Device: uint32(device), Port: s.port, Kind: Accepted}); err != nil {
 			return err
 		}
@@ -294,6 +314,13 @@ func (c *collector) read(conn net.Conn, s *collected) error {
 		c.fresh.Signal()
 		c.mu.Unlock()
 	}
+}
+
+// accepted reports whether the member has accepted a connection.
+func (c *collector) accepted(device int, port uint16) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.known[connectionKey{device, port}]
 }
 
 // stampedReader records the time at which its last Read has returned. A process that does not run for a while has read

@@ -64,8 +64,9 @@ func openResets() (*os.File, error) {
 	return os.NewFile(uintptr(fd), "packets"), nil
 }
 
-// watchResets records the connections of devices as closed that a RST closes.
-func (s *sender) watchResets(packets *os.File) error {
+// watchResets records connections of devices as closed when a RST to the device is sent or received here. present reports whether a device
+// has a connection from a port.
+func watchResets(packets *os.File, records recorder, present func(device int, port uint16) bool) error {
 	raw, err := packets.SyscallConn()
 	if err != nil {
 		return err
@@ -89,14 +90,14 @@ func (s *sender) watchResets(packets *os.File) error {
 			continue
 		}
 		device, ok := Device(to.Addr())
-		if !ok || device >= s.Devices || s.ports[device].Load() != uint32(to.Port()) {
+		if !ok || !present(device, to.Port()) {
 			continue // of another connection
 		}
 		at, err := received(control[:controlLen])
 		if err != nil {
 			return err
 		}
-		if err := s.records.note(Record{At: at, Device: uint32(device), Port: to.Port(), Value: uint32(unix.ECONNRESET), Kind: Closed}); err != nil {
+		if err := records.note(Record{At: at, Device: uint32(device), Port: to.Port(), Value: uint32(unix.ECONNRESET), Kind: Closed}); err != nil {
 			return err
 		}
 	}

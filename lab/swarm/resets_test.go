@@ -19,9 +19,26 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// TestResets closes connections of two devices by RST. Those are recorded that are the present ones of their device, with the time of the
-// RST.
+// TestResets closes connections of two devices by RST. The devices record those that are the present ones of their device, and a member
+// records those that it has accepted, with the time of the RST.
 func TestResets(t *testing.T) {
+	ports := make([]atomic.Uint32, 2)
+	s := &sender{Load: Load{Devices: len(ports)}, ports: ports}
+	t.Run("devices", func(t *testing.T) {
+		testResets(t, s.present, func(device int, port uint16) { s.ports[device].Store(uint32(port)) })
+	})
+	c := &collector{known: map[connectionKey]bool{}}
+	t.Run("member", func(t *testing.T) {
+		testResets(t, c.accepted, func(device int, port uint16) {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.known[connectionKey{device, port}] = true
+		})
+	})
+}
+
+// testResets checks what watchResets records of connections of which present is true, and of others.
+func testResets(t *testing.T, present func(device int, port uint16) bool, add func(device int, port uint16)) {
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {
 		t.Fatal(err)
@@ -45,8 +62,7 @@ func TestResets(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer file.Close()
-	s := &sender{Load: Load{Devices: 2}, records: recorder{file}, ports: make([]atomic.Uint32, 2)}
-	go func() { _ = s.watchResets(packets) }()
+	go func() { _ = watchResets(packets, recorder{file}, present) }()
 	from := int64(0)
 	read := func() (records []Record) {
 		records, next, err := readRecords(file, from)
@@ -71,7 +87,7 @@ func TestResets(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer l.Close()
-		reset := func(present bool) (port uint16) {
+		reset := func(added bool) (port uint16) {
 			t.Helper()
 			conn, err := net.DialTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(a, 0)), l.Addr().(*net.TCPAddr))
 			if err != nil {
@@ -83,8 +99,8 @@ func TestResets(t *testing.T) {
 				t.Fatal(err)
 			}
 			port = conn.LocalAddr().(*net.TCPAddr).AddrPort().Port()
-			if present {
-				s.ports[device].Store(uint32(port))
+			if added {
+				add(device, port)
 			}
 			if err := other.SetLinger(0); err != nil {
 				t.Fatal(err)
