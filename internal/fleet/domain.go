@@ -51,6 +51,9 @@ type Services interface {
 	HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error)
 	TakeOver(handed map[netip.Addr][]byte, changed bool)
 	IsTakingOver() bool
+	// CopyTemplates returns the templates of exporters with an established TCP connection, as HandOver does: of those that are wanted, and that
+	// have a new template since a time, at most a number of them.
+	CopyTemplates(wanted func(netip.Addr) (since time.Time, wanted bool), most int) (map[netip.Addr][]byte, error)
 }
 
 // Domain implements [domain.Domain] for the key fleet of the policy.

@@ -65,7 +65,10 @@ func (s *services) HandOver(func(netip.Addr) bool, time.Time) (map[netip.Addr][]
 	return nil, nil
 }
 func (s *services) TakeOver(map[netip.Addr][]byte, bool) {}
-func (s *services) IsTakingOver() bool                   { return false }
+func (s *services) CopyTemplates(func(netip.Addr) (time.Time, bool), int) (map[netip.Addr][]byte, error) {
+	return nil, nil
+}
+func (s *services) IsTakingOver() bool { return false }
 
 // hostOf returns the host of a device as the services know it.
 func (s *services) hostOf(device string) string {

@@ -14,7 +14,7 @@ import (
 
 // Templates are handed over before a device moves, in an epoch of its own. This file is about those that this does not cover: templates
 // that a device sends between this and its move, those of devices that move without preparation because the host gets its first table,
-// and those of a host that returns while others have its devices. An agent that starts hands over what it has of devices of other hosts,
+// and those of a host that returns while others have its devices (copies.go: those of a host that does not return). An agent that starts hands over what it has of devices of other hosts,
 // because it does not know what the agent before it has handed over. The owner of a device keeps what it has received later itself.
 
 const (
@@ -110,8 +110,8 @@ func (l *late) noteHosts(hosts []lead.Host, self string) {
 	l.counts = counts
 }
 
-// exchangeLate hands late templates over, and takes over those of other hosts, until ctx is done.
-func (p *participation) exchangeLate(ctx context.Context) {
+// exchange hands late templates over, takes over those of other hosts, and copies templates, until ctx is done.
+func (p *participation) exchange(ctx context.Context) {
 	ticker := time.NewTicker(refreshInterval)
 	defer ticker.Stop()
 	var taken time.Time
@@ -123,9 +123,13 @@ func (p *participation) exchangeLate(ctx context.Context) {
 			arrived = true
 		case <-p.late.due:
 			p.handOverLate(ctx)
+		case <-p.copies.due:
+			p.takeCopies(ctx)
 		case <-ticker.C:
 			p.handOverLate(ctx)
 			p.deliverHeld()
+			p.takeCopies(ctx)
+			p.copyTemplates(ctx)
 		}
 		// Whoever can write to etcd chooses how often a host registers.
 		if arrived && time.Since(taken) >= refreshInterval {

@@ -51,6 +51,11 @@ type exchange struct {
 	late    bool                    // these are late
 	waiting []map[netip.Addr][]byte // for this host, one for each call
 	own     store.Registration
+
+	number int64                            // of the copies
+	copied []netip.Addr                     // last
+	copies map[string]map[netip.Addr][]byte // by host
+	read   []string                         // hosts whose copies were read
 }
 
 func (e *exchange) Update(r store.Registration) { e.own = r }
@@ -98,7 +103,7 @@ func newLateHost(t *testing.T, epoch uint64) *lateHost {
 	}
 	h.participation = &participation{
 		settings: &settings{Fleet: config.Fleet{Name: "main"}, host: "a"}, services: h.keeping, store: h.exchange, log: slog.New(slog.DiscardHandler),
-		table: one, mapping: mapping, late: newLate(), state: node.State{Snapshot: &store.Snapshot{Connected: true}}, node: node.New(node.Config{Store: h.exchange}),
+		table: one, mapping: mapping, late: newLate(), copies: newCopies(), state: node.State{Snapshot: &store.Snapshot{Connected: true}}, node: node.New(node.Config{Store: h.exchange}),
 	}
 	return h
 }

@@ -82,6 +82,7 @@ type participation struct {
 	local        []string          // problems of interfaces and paths
 	ended        bool              // path is closed
 	late         late
+	copies       copies
 }
 
 // etcdConfig returns the settings of a store in etcd.
@@ -106,7 +107,7 @@ func etcdConfig(f *config.Fleet) (*store.EtcdConfig, error) {
 
 // participate opens the data path and the store, and follows the store.
 func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
-	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), late: newLate()}
+	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), late: newLate(), copies: newCopies()}
 	if p.path, err = forward.Open(d.pins()); err != nil {
 		return nil, err
 	}
@@ -163,7 +164,7 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 			}
 		}
 	})
-	p.done.Go(func() { p.exchangeLate(ctx) })
+	p.done.Go(func() { p.exchange(ctx) })
 	return p, nil
 }
 
@@ -234,6 +235,9 @@ func (d *dataPath) Apply(t *table.Table) error {
 	gained, lost := changes(before, t, p.self())
 	if lost > 0 || before == nil {
 		p.late.left(before, t, p.self(), time.Now())
+	}
+	if gained > 0 {
+		p.copies.gained(before, t, p.self(), time.Now())
 	}
 	if gained+lost > 0 || before == nil {
 		p.log.Info("table of the fleet in force", events.FleetTable, "epoch", t.Epoch, "gained", gained, "lost", lost)
@@ -579,6 +583,9 @@ func (p *participation) allProblems() []string {
 	}
 	if p.state.Snapshot != nil {
 		list = append(list, p.settings.differences(p.state.Hosts)...)
+	}
+	if p.copies.problem != "" {
+		list = append(list, p.copies.problem)
 	}
 	if p.late.problem != "" {
 		list = append(list, p.late.problem)

@@ -78,22 +78,30 @@ func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 	return nil
 }
 
-// HandOver returns the templates of the exporters that leave this host, and that have a new template since a time, by address, in a
-// form that TakeOver of another host reads.
+// HandOver returns the templates of exporters that leave this host and have a new one since a time, by address, for TakeOver of another host.
 func (d *Domain) HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error) {
+	return d.handOver(-1, func(r *rooms.Rooms, addr netip.Addr) bool { return r.HasTemplatesSince(addr, since) && leaves(addr) })
+}
+
+// CopyTemplates is HandOver for exporters with an established TCP connection: anybody could have sent the templates of others. It returns
+// those of wanted exporters that have a new template since a time, at most a number of them.
+func (d *Domain) CopyTemplates(wanted func(netip.Addr) (since time.Time, wanted bool), most int) (map[netip.Addr][]byte, error) {
+	return d.handOver(most, func(r *rooms.Rooms, addr netip.Addr) bool {
+		since, is := wanted(addr)
+		return is && r.IsProven(addr) && r.HasTemplatesSince(addr, since)
+	})
+}
+
+func (d *Domain) handOver(most int, selected func(*rooms.Rooms, netip.Addr) bool) (map[netip.Addr][]byte, error) {
 	all := make(map[netip.Addr][]rooms.Handed)
 	d.eachOpen(func(s *service) {
-		for addr := range s.rooms.TemplatesSince(since) {
-			if leaves(addr) {
+		for addr := range s.rooms.WithTemplates() {
+			if len(all) != most && selected(s.rooms, addr) {
 				all[addr] = nil
 			}
 		}
 	})
-	d.eachOpen(func(s *service) { // the templates of all services replace those that the other host has not taken over yet
-		for addr := range all {
-			all[addr] = append(all[addr], s.rooms.HandOver(addr)...)
-		}
-	})
+	d.eachOpen(func(s *service) { s.rooms.AddHanded(all) })
 	return rooms.EncodeHanded(all)
 }
 

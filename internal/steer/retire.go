@@ -14,8 +14,7 @@ import (
 	"sockeye/internal/steer/rooms"
 )
 
-// Retire detaches the programs of all keepers of the services that are pinned under a directory, kills the keepers, and removes the filters that
-// copy templates.
+// Retire kills the keepers of the services that are pinned under a directory, and detaches their programs and the filters that copy templates.
 func Retire(pins string) error { return fault.Join(rooms.DetachFilters(pins), keeper.Retire(pins, "")) }
 
 // Retire is the function Retire for the services of this agent.

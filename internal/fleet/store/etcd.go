@@ -73,7 +73,8 @@ type Etcd struct {
 	changed      chan struct{}    // the registration has changed
 	lease        clientv3.LeaseID // 0: none
 	last         clientv3.LeaseID // of the last session
-	problem      string           // that was logged last
+	copies       copyLease
+	problem      string // that was logged last
 }
 
 // OpenEtcd returns a store in etcd. It connects later, so that an agent starts while no server answers.

@@ -39,7 +39,7 @@ type server struct {
 	log       string
 }
 
-// startCluster starts servers of etcd on loopback ports from a port on, and returns their endpoints.
+// startCluster starts servers of etcd on loopback ports from a port on, with those of the peers 100 above, and returns their endpoints.
 func startCluster(t *testing.T, size, port int, more ...string) (servers []*server, endpoints []string) {
 	t.Helper()
 	scheme := "http"

@@ -202,3 +202,12 @@ func (f *File) TakeOver(context.Context, bool) (handed []map[netip.Addr][]byte, 
 
 // Close does nothing.
 func (f *File) Close(bool) error { return nil }
+
+// RenewCopies returns 0: there are no copies.
+func (f *File) RenewCopies(context.Context) (number int64, err error) { return 0, nil }
+
+// CopyTemplates does nothing.
+func (f *File) CopyTemplates(context.Context, int64, map[netip.Addr][]byte) error { return nil }
+
+// Copies finds none.
+func (f *File) Copies(context.Context, string, func(map[netip.Addr][]byte)) error { return nil }

@@ -64,6 +64,14 @@ func (e *Etcd) HandOver(ctx context.Context, to string, late bool, templates map
 	if late {
 		prefix += e.config.Host.Name + "/"
 	}
+	if err := writeTemplates(ctx, client, prefix, lease.ID, templates); err != nil {
+		return fmt.Errorf("hand over templates: %w", err)
+	}
+	return nil
+}
+
+// writeTemplates writes the templates of devices to the keys that begin with prefix, with a lease.
+func writeTemplates(ctx context.Context, client *clientv3.Client, prefix string, lease clientv3.LeaseID, templates map[netip.Addr][]byte) error {
 	var operations []clientv3.Op
 	size := 0
 	commit := func() error {
@@ -72,11 +80,9 @@ func (e *Etcd) HandOver(ctx context.Context, to string, late bool, templates map
 		}
 		ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 		defer cancel()
-		if _, err := client.Txn(ctx).Then(operations...).Commit(); err != nil {
-			return fmt.Errorf("hand over templates: %w", err)
-		}
+		_, err := client.Txn(ctx).Then(operations...).Commit()
 		operations, size = nil, 0
-		return nil
+		return err
 	}
 	for _, a := range slices.SortedFunc(maps.Keys(templates), netip.Addr.Compare) {
 		value := templates[a]
@@ -88,7 +94,7 @@ func (e *Etcd) HandOver(ctx context.Context, to string, late bool, templates map
 				return err
 			}
 		}
-		operations = append(operations, clientv3.OpPut(prefix+a.String(), string(value), clientv3.WithLease(lease.ID)))
+		operations = append(operations, clientv3.OpPut(prefix+a.String(), string(value), clientv3.WithLease(lease)))
 		size += len(value)
 	}
 	return commit()
@@ -101,10 +107,8 @@ func (e *Etcd) TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr
 	if err != nil {
 		return nil, false, err
 	}
-	short, cancel := context.WithTimeout(ctx, takeTime)
-	defer cancel()
 	prefix := e.templatesOf(e.config.Host.Name, late)
-	keys, err := client.Get(short, prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
+	values, err := readTemplates(ctx, client, prefix, clientv3.GetPrefixRangeEnd(prefix))
 	if status.Code(err) == codes.ResourceExhausted {
 		// Keys that are too long for a response would keep all devices from moving to this host.
 		short, cancel := context.WithTimeout(ctx, takeTime) // the answer may have used up the time
@@ -113,43 +117,23 @@ func (e *Etcd) TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr
 			return nil, false, nil
 		}
 	}
-	if err != nil {
-		return nil, false, fmt.Errorf("take over templates: %w", err)
+	byHost := make(map[string]map[netip.Addr][]byte)
+	for key, value := range values.values {
+		name, host := strings.TrimPrefix(key, prefix), ""
+		if late {
+			host, name, _ = strings.Cut(name, "/")
+		}
+		address, bad := netip.ParseAddr(name)
+		if bad != nil || len(value) > mostTemplates {
+			continue
+		}
+		if byHost[host] == nil {
+			byHost[host] = make(map[netip.Addr][]byte)
+		}
+		byHost[host][address] = value
 	}
-	byHost, size, read := make(map[string]map[netip.Addr][]byte), 0, 0
-	for some := range slices.Chunk(keys.Kvs, readKeys) {
-		if size > mostTaken {
-			break
-		}
-		reads := make([]clientv3.Op, len(some))
-		for i, kv := range some {
-			reads[i] = clientv3.OpGet(string(kv.Key))
-		}
-		var values *clientv3.TxnResponse
-		if values, err = client.Txn(short).Then(reads...).Commit(); err != nil {
-			break
-		}
-		read += len(some)
-		for _, one := range values.Responses {
-			for _, kv := range one.GetResponseRange().GetKvs() {
-				name, host := strings.TrimPrefix(string(kv.Key), prefix), ""
-				if late {
-					host, name, _ = strings.Cut(name, "/")
-				}
-				address, bad := netip.ParseAddr(name)
-				if bad != nil || len(kv.Value) > mostTemplates {
-					continue
-				}
-				if byHost[host] == nil {
-					byHost[host] = make(map[netip.Addr][]byte)
-				}
-				byHost[host][address] = kv.Value
-				size += len(kv.Value)
-			}
-		}
-	}
-	if read > 0 {
-		err = e.removeTemplates(ctx, client, string(keys.Kvs[0].Key), string(keys.Kvs[read-1].Key), keys.Header.Revision)
+	if n := len(values.keys); n > 0 {
+		err = e.removeTemplates(ctx, client, values.keys[0], values.keys[n-1], values.revision)
 	}
 	if err != nil {
 		err = fmt.Errorf("take over templates: %w", err)
@@ -157,7 +141,53 @@ func (e *Etcd) TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr
 	for _, host := range slices.Sorted(maps.Keys(byHost)) {
 		handed = append(handed, byHost[host])
 	}
-	return handed, keys.More || read < len(keys.Kvs), err
+	return handed, values.more, err
+}
+
+// someTemplates are templates that were read together.
+type someTemplates struct {
+	keys     []string // in their order
+	values   map[string][]byte
+	revision int64
+	more     bool // there are further keys, or an error
+}
+
+// readTemplates reads the templates of the keys from one to before another one: mostTaken bytes and mostTakenKeys keys at most, in takeTime. With
+// an error, it returns what it has read.
+func readTemplates(ctx context.Context, client *clientv3.Client, from, end string) (t someTemplates, err error) {
+	ctx, cancel := context.WithTimeout(ctx, takeTime)
+	defer cancel()
+	keys, err := client.Get(ctx, from, clientv3.WithRange(end), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
+	if err != nil {
+		return someTemplates{more: true}, err
+	}
+	t = someTemplates{values: make(map[string][]byte), revision: keys.Header.Revision, more: keys.More}
+	size := 0
+	for some := range slices.Chunk(keys.Kvs, readKeys) {
+		if size > mostTaken {
+			t.more = true
+			break
+		}
+		reads := make([]clientv3.Op, len(some))
+		for i, kv := range some {
+			reads[i] = clientv3.OpGet(string(kv.Key))
+		}
+		values, err := client.Txn(ctx).Then(reads...).Commit()
+		if err != nil {
+			t.more = true
+			return t, err
+		}
+		for _, kv := range some {
+			t.keys = append(t.keys, string(kv.Key))
+		}
+		for _, one := range values.Responses {
+			for _, kv := range one.GetResponseRange().GetKvs() {
+				t.values[string(kv.Key)] = kv.Value
+				size += len(kv.Value)
+			}
+		}
+	}
+	return t, nil
 }
 
 // removeTemplates removes the keys from the first to the last one that have not changed since a revision.

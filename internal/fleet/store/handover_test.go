@@ -90,6 +90,74 @@ func TestHandOver(t *testing.T) {
 	}
 }
 
+// TestCopies keeps copies of the templates of a host for the time after its death, also if the lease of the copies is lost.
+func TestCopies(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1, 2790)
+	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
+	a.awaitAlive("a b")
+	number, err := a.RenewCopies(t.Context())
+	if err != nil || number == 0 {
+		t.Fatalf("%d, %v", number, err)
+	}
+	if again, err := a.RenewCopies(t.Context()); err != nil || again != number {
+		t.Errorf("%d, then %d, %v", number, again, err)
+	}
+	a.mu.Lock()
+	a.copies.renewed -= 2 * copyRenew
+	a.mu.Unlock()
+	if again, err := a.RenewCopies(t.Context()); err != nil || again != number {
+		t.Errorf("renewed: %d, then %d, %v", number, again, err)
+	}
+	templates := make(map[netip.Addr][]byte)
+	for i := range 300 {
+		templates[netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)})] = bytes.Repeat([]byte{byte(i)}, 10_000)
+	}
+	if err := a.CopyTemplates(t.Context(), number, templates); err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range []string{"rubbish", "10.0.9.9/1"} {
+		if _, err := b.client.Put(t.Context(), b.copiesOf("a")+key, "x"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	read := func(host string) map[netip.Addr][]byte {
+		t.Helper()
+		all := make(map[netip.Addr][]byte)
+		if err := b.Copies(t.Context(), host, func(some map[netip.Addr][]byte) { maps.Copy(all, some) }); err != nil {
+			t.Error(err)
+		}
+		return all
+	}
+	if got := read("a"); !reflect.DeepEqual(got, templates) {
+		t.Errorf("%d of %d copies", len(got), len(templates))
+	}
+	if got := read("b"); len(got) != 0 {
+		t.Errorf("%d copies of b", len(got))
+	}
+	lease, err := b.client.TimeToLive(t.Context(), clientv3.LeaseID(number), clientv3.WithAttachedKeys())
+	if err != nil || lease.GrantedTTL != int64(copyTime.Seconds()) || len(lease.Keys) != len(templates) {
+		t.Errorf("the lease ends in %d s, and has %d keys, %v", lease.GrantedTTL, len(lease.Keys), err)
+	}
+
+	if _, err := b.client.Revoke(t.Context(), clientv3.LeaseID(number)); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.CopyTemplates(t.Context(), number, templates); err == nil {
+		t.Error("copied with a lease that has ended")
+	}
+	again, err := a.RenewCopies(t.Context())
+	if err != nil || again == number {
+		t.Fatalf("%d again, %v", again, err)
+	}
+	if err := a.CopyTemplates(t.Context(), again, templates); err != nil {
+		t.Error(err)
+	}
+	if got := read("a"); len(got) != len(templates) {
+		t.Errorf("%d of %d copies", len(got), len(templates))
+	}
+}
+
 // TestHandOverMeanwhile is that a host loses no templates that another host hands over while it takes over those of a third one.
 func TestHandOverMeanwhile(t *testing.T) {
 	t.Parallel()

@@ -109,6 +109,30 @@ func (l *Later) TakeOver(ctx context.Context, late bool) (handed []map[netip.Add
 	return nil, false, errNotOpen
 }
 
+// RenewCopies keeps the copies of the templates of this host's devices.
+func (l *Later) RenewCopies(ctx context.Context) (number int64, err error) {
+	if s := l.opened(); s != nil {
+		return s.RenewCopies(ctx)
+	}
+	return 0, errNotOpen
+}
+
+// CopyTemplates writes copies.
+func (l *Later) CopyTemplates(ctx context.Context, number int64, templates map[netip.Addr][]byte) error {
+	if s := l.opened(); s != nil {
+		return s.CopyTemplates(ctx, number, templates)
+	}
+	return errNotOpen
+}
+
+// Copies calls take with the copies of another host.
+func (l *Later) Copies(ctx context.Context, host string, take func(map[netip.Addr][]byte)) error {
+	if s := l.opened(); s != nil {
+		return s.Copies(ctx, host, take)
+	}
+	return errNotOpen
+}
+
 // Close closes the store if it is open.
 func (l *Later) Close(leave bool) error {
 	if s := l.opened(); s != nil {

@@ -37,6 +37,13 @@ type Store interface {
 	// may be in several elements. With more, further ones are left for another call. With an error, handed are those that may not have been
 	// removed.
 	TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr][]byte, more bool, err error)
+	// RenewCopies keeps the copies of the templates of this host's devices, which outlive the host by hours, and returns a number: another one says
+	// that there are no copies. 0: the store keeps none.
+	RenewCopies(ctx context.Context) (number int64, err error)
+	// CopyTemplates writes copies, by address. number is that of RenewCopies.
+	CopyTemplates(ctx context.Context, number int64, templates map[netip.Addr][]byte) error
+	// Copies calls take with copies of another host, by address, until there are no further ones.
+	Copies(ctx context.Context, host string, take func(map[netip.Addr][]byte)) error
 	// Close gives back what the store holds of the process. With leave, the registration ends at once; otherwise with its
 	// lease.
 	Close(leave bool) error

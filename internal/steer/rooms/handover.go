@@ -20,32 +20,35 @@ type Handed struct {
 	Age time.Duration `json:"age"`
 }
 
-// TemplatesSince yields the addresses of the exporters that have a new template since a time.
-func (r *Rooms) TemplatesSince(since time.Time) iter.Seq[netip.Addr] {
-	return func(yield func(netip.Addr) bool) {
-		if !r.KeepsTemplates() {
-			return
-		}
-		for addr := range r.kept.store.Addresses() {
-			if r.kept.store.LearnedSince(addr, since) && !yield(addr) {
-				return
+// WithTemplates yields the addresses of the exporters that have templates.
+func (r *Rooms) WithTemplates() iter.Seq[netip.Addr] {
+	if !r.KeepsTemplates() {
+		return func(func(netip.Addr) bool) {}
+	}
+	return r.kept.store.Addresses()
+}
+
+// HasTemplatesSince reports whether an exporter of WithTemplates has a new template since a time.
+func (r *Rooms) HasTemplatesSince(addr netip.Addr, since time.Time) bool {
+	return r.kept.store.LearnedSince(addr, since)
+}
+
+// IsProven reports whether an address has an established TCP connection, as of the last check of the connections.
+func (r *Rooms) IsProven(addr netip.Addr) bool { return r.kept.proven[addr] }
+
+// AddHanded adds the templates of exporters: together, those of all services replace those that another host has not taken over yet.
+func (r *Rooms) AddHanded(all map[netip.Addr][]Handed) {
+	if !r.KeepsTemplates() {
+		return
+	}
+	now := time.Now()
+	for addr := range all {
+		for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
+			if l, ok := r.Listeners[m.Row]; ok {
+				all[addr] = append(all[addr], Handed{l.String(), m.Source, m.Data, max(0, now.Sub(m.Refreshed))})
 			}
 		}
 	}
-}
-
-// HandOver returns the templates of the exporters at an address.
-func (r *Rooms) HandOver(addr netip.Addr) (handed []Handed) {
-	if !r.KeepsTemplates() {
-		return nil
-	}
-	now := time.Now()
-	for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
-		if l, ok := r.Listeners[m.Row]; ok {
-			handed = append(handed, Handed{l.String(), m.Source, m.Data, max(0, now.Sub(m.Refreshed))})
-		}
-	}
-	return handed
 }
 
 // TakeOver keeps templates that another host has handed over, and sends them to the members of their exporters; with changed, only those that
