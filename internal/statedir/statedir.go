@@ -4,6 +4,7 @@
 package statedir
 
 import (
+	"bytes"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -65,7 +66,20 @@ var patterns = []string{
 	AgentFile, ".applied.yaml*", ".previous.yaml*", "events", "frames",
 	records,
 	"fleet.table", "fleet.instance",
-	"*.json", "*.templates", "*.devices", // of a service; .*.live.json of a rule group of tune
+	"*.json", "*.templates", "*.devices", // of a service
+	".*.live.json", ".*.live.journal", // of a cgroup with tune rules
+}
+
+// isForeign reports whether a file of a directory without a mark is not of an agent. Others have files of JSON too: the one of a service has a nonce.
+func isForeign(dir, name string) bool {
+	if foreign(name) {
+		return true
+	}
+	if strings.HasPrefix(name, ".") || filepath.Ext(name) != ".json" {
+		return false
+	}
+	data, err := os.ReadFile(filepath.Join(dir, name))
+	return err != nil || !bytes.Contains(data, []byte(`"nonce"`))
 }
 
 // contents returns the names in a directory, without the one that a file system of its own has.
@@ -111,7 +125,7 @@ func Claim(dir string) error {
 	}
 	if Is(dir) != nil && !onlyRecords(dir) {
 		open := info.Mode().Perm()&0o077 != 0 // an agent writes nothing before the directory is its own
-		if i := slices.IndexFunc(names, func(name string) bool { return open || foreign(name) }); i >= 0 {
+		if i := slices.IndexFunc(names, func(name string) bool { return open || isForeign(dir, name) }); i >= 0 {
 			return fault.Usage(fmt.Errorf("the state directory %s has files that are not of an agent, for example %s", dir, names[i]),
 				"name a directory of the agent's own with --state-dir")
 		}

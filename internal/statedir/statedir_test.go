@@ -23,6 +23,7 @@ func TestClaim(t *testing.T) {
 		"a file system":             {0o755, []string{"lost+found"}, ""},
 		"of an agent":               {0o755, []string{AgentFile, "other"}, ""},
 		"a start without space":     {0o700, []string{".applied.yaml", ".applied.yaml.from", "events/", "telemetry.json", "..telemetry.json.372"}, ""},
+		"of others, closed, JSON":   {0o700, []string{"config.json"}, "has files that are not of an agent, for example config.json"},
 		"of others, closed":         {0o700, []string{".bashrc"}, "has files that are not of an agent, for example .bashrc"},
 		"of others, JSON":           {0o755, []string{"package.json"}, "has files that are not of an agent, for example package.json"},
 		"records of sizes":          {0o755, []string{"bigtcp/"}, ""},
@@ -51,7 +52,7 @@ func TestClaim(t *testing.T) {
 
 // TestRemove removes a directory of an agent with all that it writes, and nothing that has files of others.
 func TestRemove(t *testing.T) {
-	written := []string{AgentFile, "." + AgentFile + ".2718281828", ".applied.yaml", ".applied.yaml.from", ".previous.yaml", ".telemetry.live.json",
+	written := []string{AgentFile, "." + AgentFile + ".2718281828", ".applied.yaml", ".applied.yaml.from", ".previous.yaml", ".telemetry.live.json", ".telemetry.live.journal",
 		"telemetry.json", "telemetry.templates", "telemetry.devices", "fleet.table", "fleet.instance", "events/", "frames/", "bigtcp/", "lost+found/"}
 	for name, c := range map[string]struct {
 		files []string
@@ -85,7 +86,11 @@ func create(t *testing.T, dir string, files []string) {
 		if strings.HasSuffix(name, "/") {
 			err = os.Mkdir(path, 0o700)
 		} else {
-			err = os.WriteFile(path, nil, 0o600)
+			text := ""
+			if name == "telemetry.json" {
+				text = `{"nonce": 7}`
+			}
+			err = os.WriteFile(path, []byte(text), 0o600)
 		}
 		if err != nil {
 			t.Fatal(err)
