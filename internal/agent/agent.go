@@ -127,11 +127,14 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
-	started, dirs := false, missingDirs(&o)
+	started, dirs, mounted := false, missingDirs(&o), bpf.IsBPFFS(filepath.Dir(o.Pins))
 	defer func() {
 		// The agent that holds the lock may just have created them.
 		if !started && !errors.Is(err, bpf.ErrLocked) {
 			removeEmpty(dirs)
+			if !mounted && unmountEmpty(filepath.Dir(o.Pins)) {
+				removeEmpty(dirs)
+			}
 		}
 	}()
 	root, err := bpf.OpenRoot(o.Pins)

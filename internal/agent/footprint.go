@@ -43,6 +43,13 @@ func removeEmpty(dirs []string) {
 	}
 }
 
+// unmountEmpty unmounts a bpffs without pins: those of others would end with it. The kernel adds two files to each bpffs (bpf_preload).
+func unmountEmpty(dir string) (done bool) {
+	entries, err := os.ReadDir(dir)
+	pinned := slices.ContainsFunc(entries, func(e fs.DirEntry) bool { return e.Name() != "maps.debug" && e.Name() != "progs.debug" })
+	return err == nil && !pinned && unix.Unmount(dir, 0) == nil
+}
+
 // footprint is what a start of the agent leaves on a host that no earlier agent has used. If the start fails, erase removes
 // it, so that nothing is half done. The lock of the pin directory protects both functions from other agents.
 type footprint struct {

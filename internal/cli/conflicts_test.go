@@ -203,6 +203,29 @@ func TestAgentRefusals(t *testing.T) {
 	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", h.state, "--policy", h.dir+"/none.yaml", "-o", "json")
 	h.isFailure(r, 2, "read policy file: open DIR/none.yaml: no such file or directory", "sockeye init --write writes one from the processes that share ports; a file with the line services: {} is a policy that does nothing")
 
+	// The bpffs that such a start mounts is unmounted, unless another program has pins there.
+	for _, kept := range []bool{false, true} {
+		mounted := filepath.Join(h.dir, fmt.Sprintf("bpffs-%v", kept))
+		if kept {
+			if err := errors.Join(os.Mkdir(mounted, 0o700), unix.Mount("bpffs", mounted, "bpf", 0, "")); err != nil {
+				t.Fatal(err)
+			}
+			pin(t, filepath.Join(mounted, "theirs"), 1)
+		}
+		r = h.child(nil, "sockeye", "agent", "--pins", mounted+"/sockeye", "--run-dir", h.run, "--state-dir", h.state, "--policy", h.dir+"/none.yaml", "-o", "json")
+		if _, err := os.Stat(mounted + "/theirs"); r.code != 2 || kept != (err == nil) {
+			t.Errorf("%+v, their pin: %v", r, err)
+		}
+		if !kept {
+			h.missing(mounted)
+			continue
+		}
+		h.missing(mounted + "/sockeye")
+		if err := unix.Unmount(mounted, 0); err != nil {
+			t.Error(err)
+		}
+	}
+
 	file := h.write("file", "")
 	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", file, "--policy", h.policy, "-o", "json")
 	h.isFailure(r, 1, "check directory DIR/file: not a directory", "")
