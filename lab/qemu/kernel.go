@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // Kernel is an unpacked Debian kernel.
@@ -107,6 +108,12 @@ func unpacked(arch *Arch, dir string) (*Kernel, error) {
 	return nil, fmt.Errorf("no kernel in %s", dir)
 }
 
+// A mirror may not answer for a moment: apt-get update takes this for a warning.
+const (
+	updates     = 3
+	updatePause = 10 * time.Second
+)
+
 // download downloads the packages of the latest kernel with a name. apt verifies
 // their signatures and hashes. apt uses directories below dir, and otherwise the
 // configuration of this machine, such as proxies.
@@ -148,14 +155,24 @@ func download(ctx context.Context, dir string, arch *Arch, name string) ([]strin
 		return Output(c)
 	}
 	fmt.Printf("downloading kernel %s for %s\n", name, arch.Name)
-	_, updateErr := apt("apt-get", "update") // may have failed for one suite only
-	names, err := apt("apt-cache", "pkgnames", "linux-image-")
-	if err != nil {
-		return nil, fmt.Errorf("list kernels: %w", err)
-	}
-	image := latest(strings.Fields(string(names)), arch, name)
-	if image == "" {
-		return nil, errors.Join(fmt.Errorf("no package of kernel %s in %s", name, strings.Join(suitesOf(name), ", ")), updateErr)
+	image := ""
+	for try := range updates {
+		_, updateErr := apt("apt-get", "update") // may have failed for one suite only
+		names, err := apt("apt-cache", "pkgnames", "linux-image-")
+		if err != nil {
+			return nil, fmt.Errorf("list kernels: %w", err)
+		}
+		if image = latest(strings.Fields(string(names)), arch, name); image != "" {
+			break
+		}
+		if try == updates-1 {
+			return nil, errors.Join(fmt.Errorf("no package of kernel %s in %s", name, strings.Join(suitesOf(name), ", ")), updateErr)
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(updatePause):
+		}
 	}
 	// Newer packages are empty and depend on a package with the image and a package with the modules.
 	record, err := apt("apt-cache", "show", "--no-all-versions", image)
