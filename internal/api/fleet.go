@@ -14,6 +14,7 @@ type FleetStatus struct {
 	// StoreEpoch is the epoch of the newest table of the store.
 	StoreEpoch uint64      `json:"store_epoch"`
 	Moving     int         `json:"moving"` // buckets that move now
+	Copies     int         `json:"copies"` // devices of this host whose templates have copies in etcd
 	Hosts      []FleetHost `json:"hosts"`
 	// Packets are the packets to the services that arrived at this host, by outcome, since the creation of the pins.
 	Packets map[string]uint64 `json:"packets"`

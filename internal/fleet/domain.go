@@ -52,8 +52,8 @@ type Services interface {
 	TakeOver(handed map[netip.Addr][]byte, changed bool)
 	IsTakingOver() bool
 	// CopyTemplates returns the templates of exporters with an established TCP connection, as HandOver does: of those that are wanted, and that
-	// have a new template since a time, at most a number of them.
-	CopyTemplates(wanted func(netip.Addr) (since time.Time, wanted bool), most int) (map[netip.Addr][]byte, error)
+	// have a new template since a time, or with refreshed any template that was sent since. It returns at most a number of them.
+	CopyTemplates(wanted func(netip.Addr) (since time.Time, refreshed, wanted bool), most int) (map[netip.Addr][]byte, error)
 }
 
 // Domain implements [domain.Domain] for the key fleet of the policy.

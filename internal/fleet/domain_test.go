@@ -65,7 +65,7 @@ func (s *services) HandOver(func(netip.Addr) bool, time.Time) (map[netip.Addr][]
 	return nil, nil
 }
 func (s *services) TakeOver(map[netip.Addr][]byte, bool) {}
-func (s *services) CopyTemplates(func(netip.Addr) (time.Time, bool), int) (map[netip.Addr][]byte, error) {
+func (s *services) CopyTemplates(func(netip.Addr) (time.Time, bool, bool), int) (map[netip.Addr][]byte, error) {
 	return nil, nil
 }
 func (s *services) IsTakingOver() bool { return false }

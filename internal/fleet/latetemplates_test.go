@@ -25,8 +25,10 @@ import (
 // keeping are services that keep templates.
 type keeping struct {
 	services
-	learned map[netip.Addr]time.Time
-	taken   []netip.Addr
+	learned   map[netip.Addr]time.Time
+	refreshed map[netip.Addr]bool
+	size      int // of the templates of a device
+	taken     []netip.Addr
 }
 
 func (k *keeping) HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error) {
@@ -52,10 +54,11 @@ type exchange struct {
 	waiting []map[netip.Addr][]byte // for this host, one for each call
 	own     store.Registration
 
-	number int64                            // of the copies
-	copied []netip.Addr                     // last
-	copies map[string]map[netip.Addr][]byte // by host
-	read   []string                         // hosts whose copies were read
+	number  int64                            // of the copies
+	copied  []netip.Addr                     // last
+	removed []netip.Addr                     // last
+	copies  map[string]map[netip.Addr][]byte // by host
+	read    []string                         // hosts whose copies were read, and from where
 }
 
 func (e *exchange) Update(r store.Registration) { e.own = r }

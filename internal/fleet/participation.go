@@ -237,7 +237,7 @@ func (d *dataPath) Apply(t *table.Table) error {
 		p.late.left(before, t, p.self(), time.Now())
 	}
 	if gained > 0 {
-		p.copies.gained(before, t, p.self(), time.Now())
+		p.copies.gained(before, t, p.self(), p.dead, time.Now())
 	}
 	if gained+lost > 0 || before == nil {
 		p.log.Info("table of the fleet in force", events.FleetTable, "epoch", t.Epoch, "gained", gained, "lost", lost)

@@ -74,6 +74,7 @@ func (p *participation) status() (*api.FleetStatus, error) {
 	for outcome, packets := range counts {
 		s.Packets[forward.Outcome(outcome).String()] = packets
 	}
+	s.Copies = p.copies.devices
 	if p.table != nil {
 		s.Epoch, s.Moving = p.table.Epoch, p.table.Moving()
 	}

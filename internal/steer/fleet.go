@@ -80,30 +80,16 @@ func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 
 // HandOver returns the templates of exporters that leave this host and have a new one since a time, by address, for TakeOver of another host.
 func (d *Domain) HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error) {
-	return d.handOver(-1, func(r *rooms.Rooms, addr netip.Addr) bool { return r.HasTemplatesSince(addr, since) && leaves(addr) })
+	return rooms.HandOver(d.eachRooms, leaves, since)
 }
 
-// CopyTemplates is HandOver for exporters with an established TCP connection: anybody could have sent the templates of others. It returns
-// those of wanted exporters that have a new template since a time, at most a number of them.
-func (d *Domain) CopyTemplates(wanted func(netip.Addr) (since time.Time, wanted bool), most int) (map[netip.Addr][]byte, error) {
-	return d.handOver(most, func(r *rooms.Rooms, addr netip.Addr) bool {
-		since, is := wanted(addr)
-		return is && r.IsProven(addr) && r.HasTemplatesSince(addr, since)
-	})
+// CopyTemplates is HandOver for copies of the templates of exporters with an established TCP connection.
+func (d *Domain) CopyTemplates(wanted func(netip.Addr) (since time.Time, refreshed, wanted bool), most int) (map[netip.Addr][]byte, error) {
+	return rooms.CopyTemplates(d.eachRooms, wanted, most)
 }
 
-func (d *Domain) handOver(most int, selected func(*rooms.Rooms, netip.Addr) bool) (map[netip.Addr][]byte, error) {
-	all := make(map[netip.Addr][]rooms.Handed)
-	d.eachOpen(func(s *service) {
-		for addr := range s.rooms.WithTemplates() {
-			if len(all) != most && selected(s.rooms, addr) {
-				all[addr] = nil
-			}
-		}
-	})
-	d.eachOpen(func(s *service) { s.rooms.AddHanded(all) })
-	return rooms.EncodeHanded(all)
-}
+// eachRooms calls f for the rooms of each service that is open, with its lock.
+func (d *Domain) eachRooms(f func(*rooms.Rooms)) { d.eachOpen(func(s *service) { f(s.rooms) }) }
 
 // TakeOver keeps the templates that another host has handed over, and sends them to the members of their exporters; with changed, only those
 // that are new.

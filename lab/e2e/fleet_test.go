@@ -433,8 +433,22 @@ func TestFleetLoses(t *testing.T) {
 		return s.Epoch
 	}
 
-	// An agent that is killed and starts again continues. It has saved the templates, which it does some 200 ms after they have arrived.
-	f.pause()
+	f.host.eventually("copies of all templates", func() error {
+		copies := 0
+		for _, h := range f.Hosts {
+			s, err := h.Status(t.Context())
+			if err != nil {
+				return err
+			}
+			copies += s.Copies
+		}
+		if copies < devices {
+			return fmt.Errorf("%d of %d", copies, devices)
+		}
+		return nil
+	})
+
+	// An agent that is killed and starts again continues.
 	before, closed, killed := epoch(), f.closed(), swarm.Now()
 	f.restartAgent(b)
 	f.await("host b to be alive", f.Hosts, labfleet.Alive("a", "b", "c"))

@@ -320,7 +320,9 @@ func (f *fixed) TakeOver(context.Context, bool) ([]map[netip.Addr][]byte, bool, 
 }
 func (f *fixed) RenewCopies(context.Context) (int64, error)                        { return 0, nil }
 func (f *fixed) CopyTemplates(context.Context, int64, map[netip.Addr][]byte) error { return nil }
-func (f *fixed) Copies(context.Context, string, func(map[netip.Addr][]byte)) error { return nil }
+func (f *fixed) Copies(context.Context, string, string, func(map[netip.Addr][]byte)) (string, error) {
+	return "", nil
+}
 
 // TestRestoredStore starts a host with a table that is later than that of the store, and with one of another fleet: the host
 // keeps its table, names the problem, and writes nothing, although it leads. With the same epoch, it writes.

@@ -21,8 +21,8 @@ import (
 const (
 	copyTime  = 6 * time.Hour // templates.DefaultLifetime
 	copyRenew = 10 * time.Minute
-	// mostReads is the number of requests for the copies of a host.
-	mostReads = 100
+	// copiesTime is the time that a call of Copies takes, and a request.
+	copiesTime = 2 * time.Second
 )
 
 // copyLease is the lease of the copies of this host.
@@ -65,7 +65,8 @@ func (e *Etcd) RenewCopies(ctx context.Context) (number int64, err error) {
 	return int64(lease.id), nil
 }
 
-// CopyTemplates writes copies of the templates of devices of this host. number is that of RenewCopies.
+// CopyTemplates writes copies of the templates of devices of this host, and removes those of devices without a value. number is that of
+// RenewCopies.
 func (e *Etcd) CopyTemplates(ctx context.Context, number int64, templates map[netip.Addr][]byte) error {
 	client, err := e.connect()
 	if err == nil {
@@ -82,33 +83,41 @@ func (e *Etcd) CopyTemplates(ctx context.Context, number int64, templates map[ne
 	return nil
 }
 
-// Copies calls take with the copies of a host, several times. The values are those of whoever can write to etcd: one that is too large is left
-// out.
-func (e *Etcd) Copies(ctx context.Context, host string, take func(map[netip.Addr][]byte)) error {
+// Copies calls take with some of the copies of a host, from a place on, which is "" at first, and returns the next place, or "" at the end. The
+// values are those of whoever can write to etcd: one that is too large is left out. With an error, the call can be repeated with the next place.
+func (e *Etcd) Copies(ctx context.Context, host, from string, take func(map[netip.Addr][]byte)) (next string, err error) {
 	client, err := e.connect()
 	if err != nil {
-		return err
+		return from, err
 	}
 	prefix := e.copiesOf(host)
-	from, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
-	for range mostReads {
-		some, err := readTemplates(ctx, client, from, end)
+	next = max(from, prefix)
+	read := func() (more bool, err error) {
+		ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+		defer cancel()
+		some, err := client.Get(ctx, next, clientv3.WithRange(clientv3.GetPrefixRangeEnd(prefix)), clientv3.WithLimit(readKeys))
 		if err != nil {
-			return fmt.Errorf("read copies of templates: %w", err)
+			return true, fmt.Errorf("read copies of templates: %w", err)
 		}
 		copies := make(map[netip.Addr][]byte)
-		for key, value := range some.values {
-			if address, bad := netip.ParseAddr(strings.TrimPrefix(key, prefix)); bad == nil && len(value) <= mostTemplates {
-				copies[address] = value
+		for _, kv := range some.Kvs {
+			next = string(kv.Key) + "\x00"
+			if address, bad := netip.ParseAddr(strings.TrimPrefix(string(kv.Key), prefix)); bad == nil && len(kv.Value) <= mostTemplates {
+				copies[address] = kv.Value
 			}
 		}
 		take(copies)
-		if !some.more || len(some.keys) == 0 {
-			break
-		}
-		from = some.keys[len(some.keys)-1] + "\x00"
+		return some.More, nil
 	}
-	return nil
+	for begun := clock.Monotonic(); clock.Monotonic()-begun < copiesTime; {
+		if more, err := read(); err != nil || !more {
+			if err == nil {
+				next = ""
+			}
+			return next, err
+		}
+	}
+	return next, nil
 }
 
 // copiesOf returns the beginning of the keys with the copies of a host.

@@ -210,4 +210,6 @@ func (f *File) RenewCopies(context.Context) (number int64, err error) { return 0
 func (f *File) CopyTemplates(context.Context, int64, map[netip.Addr][]byte) error { return nil }
 
 // Copies finds none.
-func (f *File) Copies(context.Context, string, func(map[netip.Addr][]byte)) error { return nil }
+func (f *File) Copies(context.Context, string, string, func(map[netip.Addr][]byte)) (next string, err error) {
+	return "", nil
+}

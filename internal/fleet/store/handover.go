@@ -70,7 +70,7 @@ func (e *Etcd) HandOver(ctx context.Context, to string, late bool, templates map
 	return nil
 }
 
-// writeTemplates writes the templates of devices to the keys that begin with prefix, with a lease.
+// writeTemplates writes the templates of devices to the keys that begin with prefix, with a lease, and removes the key of a device without a value.
 func writeTemplates(ctx context.Context, client *clientv3.Client, prefix string, lease clientv3.LeaseID, templates map[netip.Addr][]byte) error {
 	var operations []clientv3.Op
 	size := 0
@@ -94,7 +94,11 @@ func writeTemplates(ctx context.Context, client *clientv3.Client, prefix string,
 				return err
 			}
 		}
-		operations = append(operations, clientv3.OpPut(prefix+a.String(), string(value), clientv3.WithLease(lease)))
+		if value == nil {
+			operations = append(operations, clientv3.OpDelete(prefix+a.String()))
+		} else {
+			operations = append(operations, clientv3.OpPut(prefix+a.String(), string(value), clientv3.WithLease(lease)))
+		}
 		size += len(value)
 	}
 	return commit()

@@ -124,8 +124,14 @@ func TestCopies(t *testing.T) {
 	read := func(host string) map[netip.Addr][]byte {
 		t.Helper()
 		all := make(map[netip.Addr][]byte)
-		if err := b.Copies(t.Context(), host, func(some map[netip.Addr][]byte) { maps.Copy(all, some) }); err != nil {
-			t.Error(err)
+		for from := ""; ; {
+			next, err := b.Copies(t.Context(), host, from, func(some map[netip.Addr][]byte) { maps.Copy(all, some) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			if from = next; from == "" {
+				break
+			}
 		}
 		return all
 	}
@@ -134,6 +140,27 @@ func TestCopies(t *testing.T) {
 	}
 	if got := read("b"); len(got) != 0 {
 		t.Errorf("%d copies of b", len(got))
+	}
+	gone := netip.MustParseAddr("10.0.0.7")
+	if err := a.CopyTemplates(t.Context(), number, map[netip.Addr][]byte{gone: nil}); err != nil {
+		t.Error(err)
+	}
+	if delete(templates, gone); !reflect.DeepEqual(read("a"), templates) {
+		t.Error("a copy without a value is not removed")
+	}
+	// After an error, the next call goes on where the one before has ended.
+	failing, cancel := context.WithCancel(t.Context())
+	some := 0
+	next, err := b.Copies(failing, "a", "", func(copies map[netip.Addr][]byte) {
+		if some += len(copies); some > 100 {
+			cancel()
+		}
+	})
+	if err == nil || some >= len(templates) {
+		t.Fatalf("%d of %d copies, next %q, %v", some, len(templates), next, err)
+	}
+	if _, err := b.Copies(t.Context(), "a", next, func(copies map[netip.Addr][]byte) { some += len(copies) }); err != nil || some != len(templates) {
+		t.Errorf("%d of %d copies, %v", some, len(templates), err)
 	}
 	lease, err := b.client.TimeToLive(t.Context(), clientv3.LeaseID(number), clientv3.WithAttachedKeys())
 	if err != nil || lease.GrantedTTL != int64(copyTime.Seconds()) || len(lease.Keys) != len(templates) {

@@ -126,11 +126,11 @@ func (l *Later) CopyTemplates(ctx context.Context, number int64, templates map[n
 }
 
 // Copies calls take with the copies of another host.
-func (l *Later) Copies(ctx context.Context, host string, take func(map[netip.Addr][]byte)) error {
+func (l *Later) Copies(ctx context.Context, host, from string, take func(map[netip.Addr][]byte)) (next string, err error) {
 	if s := l.opened(); s != nil {
-		return s.Copies(ctx, host, take)
+		return s.Copies(ctx, host, from, take)
 	}
-	return errNotOpen
+	return from, errNotOpen
 }
 
 // Close closes the store if it is open.

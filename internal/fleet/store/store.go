@@ -40,10 +40,11 @@ type Store interface {
 	// RenewCopies keeps the copies of the templates of this host's devices, which outlive the host by hours, and returns a number: another one says
 	// that there are no copies. 0: the store keeps none.
 	RenewCopies(ctx context.Context) (number int64, err error)
-	// CopyTemplates writes copies, by address. number is that of RenewCopies.
+	// CopyTemplates writes copies, by address, and removes those without a value. number is that of RenewCopies.
 	CopyTemplates(ctx context.Context, number int64, templates map[netip.Addr][]byte) error
-	// Copies calls take with copies of another host, by address, until there are no further ones.
-	Copies(ctx context.Context, host string, take func(map[netip.Addr][]byte)) error
+	// Copies calls take with some of the copies of another host, by address, from a place on, which is "" at first. It returns the next place, or ""
+	// at the end. With an error, the call can be repeated with that place.
+	Copies(ctx context.Context, host, from string, take func(map[netip.Addr][]byte)) (next string, err error)
 	// Close gives back what the store holds of the process. With leave, the registration ends at once; otherwise with its
 	// lease.
 	Close(leave bool) error

@@ -5,6 +5,7 @@ package rooms
 import (
 	"encoding/json"
 	"iter"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -18,37 +19,70 @@ type Handed struct {
 	Data     []byte         `json:"data"`
 	// Age is the time since the exporter has sent a template of the datagram; clocks differ between hosts.
 	Age time.Duration `json:"age"`
+	// Written is the time at which a copy was written, which lasts for hours; zero: now.
+	Written time.Time `json:"written,omitzero"`
 }
 
-// WithTemplates yields the addresses of the exporters that have templates.
-func (r *Rooms) WithTemplates() iter.Seq[netip.Addr] {
+// HandOver returns the templates of the exporters that leave this host, and that have a new template since a time. each calls a function for the
+// rooms of all services.
+func HandOver(each func(func(*Rooms)), leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error) {
+	all := make(map[netip.Addr][]Handed)
+	each(func(r *Rooms) {
+		for addr := range r.withTemplates() {
+			if r.kept.store.LearnedSince(addr, since) && leaves(addr) {
+				all[addr] = nil
+			}
+		}
+	})
+	return encodeOf(each, all, time.Time{})
+}
+
+// CopyTemplates returns copies of the templates of exporters with an established TCP connection to any of the services: anybody could have sent
+// those of others. wanted says since when an exporter must have a new template, or with refreshed must have sent any. At most a number of exporters
+// is returned.
+func CopyTemplates(each func(func(*Rooms)), wanted func(netip.Addr) (since time.Time, refreshed, wanted bool), most int) (map[netip.Addr][]byte, error) {
+	var proven []map[netip.Addr]bool
+	each(func(r *Rooms) { proven = append(proven, r.kept.proven, maps.Clone(r.kept.vouched)) })
+	all := make(map[netip.Addr][]Handed)
+	each(func(r *Rooms) {
+		for addr := range r.withTemplates() {
+			if !slices.ContainsFunc(proven, func(p map[netip.Addr]bool) bool { return p[addr] }) {
+				continue
+			}
+			since, refreshed, is := wanted(addr)
+			if is && len(all) < most && (r.kept.store.LearnedSince(addr, since) || refreshed && r.kept.store.RefreshedSince(addr, since)) {
+				all[addr] = nil
+			}
+		}
+	})
+	return encodeOf(each, all, time.Now())
+}
+
+// withTemplates yields the addresses of the exporters that have templates.
+func (r *Rooms) withTemplates() iter.Seq[netip.Addr] {
 	if !r.KeepsTemplates() {
 		return func(func(netip.Addr) bool) {}
 	}
 	return r.kept.store.Addresses()
 }
 
-// HasTemplatesSince reports whether an exporter of WithTemplates has a new template since a time.
-func (r *Rooms) HasTemplatesSince(addr netip.Addr, since time.Time) bool {
-	return r.kept.store.LearnedSince(addr, since)
-}
-
-// IsProven reports whether an address has an established TCP connection, as of the last check of the connections.
-func (r *Rooms) IsProven(addr netip.Addr) bool { return r.kept.proven[addr] }
-
-// AddHanded adds the templates of exporters: together, those of all services replace those that another host has not taken over yet.
-func (r *Rooms) AddHanded(all map[netip.Addr][]Handed) {
-	if !r.KeepsTemplates() {
-		return
-	}
-	now := time.Now()
-	for addr := range all {
-		for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
-			if l, ok := r.Listeners[m.Row]; ok {
-				all[addr] = append(all[addr], Handed{l.String(), m.Source, m.Data, max(0, now.Sub(m.Refreshed))})
+// encodeOf returns the templates that all services have of exporters: they replace those that another host has not taken over yet. written is the
+// time for copies.
+func encodeOf(each func(func(*Rooms)), all map[netip.Addr][]Handed, written time.Time) (map[netip.Addr][]byte, error) {
+	each(func(r *Rooms) {
+		now := time.Now()
+		for addr := range all {
+			if !r.KeepsTemplates() {
+				return
+			}
+			for _, m := range r.kept.store.Replay(addr, now, 0, nil) {
+				if l, ok := r.Listeners[m.Row]; ok {
+					all[addr] = append(all[addr], Handed{l.String(), m.Source, m.Data, max(0, now.Sub(m.Refreshed)), written})
+				}
 			}
 		}
-	}
+	})
+	return EncodeHanded(all)
 }
 
 // TakeOver keeps templates that another host has handed over, and sends them to the members of their exporters; with changed, only those that
@@ -66,9 +100,14 @@ func (r *Rooms) TakeOver(list []Handed, changed bool) {
 func (r *Rooms) adopt(list []Handed, changed bool) {
 	now := time.Now()
 	for _, h := range list {
+		age := h.Age
+		if !h.Written.IsZero() {
+			age += max(0, now.Sub(h.Written)) // the clock of the other host may be ahead
+			r.kept.vouched[h.Source.Addr().Unmap()] = true
+		}
 		for _, row := range r.rowsOf(h) {
 			before := r.kept.store.Revision()
-			if r.kept.store.Adopt(h.Source, row, h.Data, now.Add(-h.Age), now) == nil && (!changed || r.kept.store.Revision() != before) {
+			if r.kept.store.Adopt(h.Source, row, h.Data, now.Add(-age), now) == nil && (!changed || r.kept.store.Revision() != before) {
 				r.replayAgain(h.Source.Addr().Unmap().WithZone(""))
 			}
 		}

@@ -3,6 +3,7 @@
 package rooms
 
 import (
+	"errors"
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
@@ -36,21 +37,22 @@ func DetachFilters(pins string) error {
 		return err
 	}
 	var errs []error
-	for _, p := range processes {
-		handle, err := member.Open(p.PID)
-		if err != nil {
-			continue // has ended
-		}
-		sockets, _ := handle.Sockets(func(s *member.Socket) bool { return s.Protocol == unix.IPPROTO_UDP }) // without the right to its sockets: none
-		for _, s := range sockets {
-			for _, o := range owners {
-				if owner, ok := o.Owner(s.FD()); ok && owner.Filtered {
-					errs = append(errs, bpf.DetachFilter(s.FD()))
-				}
+	detach := func(s *member.Socket) bool {
+		for _, o := range owners {
+			if owner, ok := o.Owner(s.FD()); !ok || !owner.Filtered || s.Protocol != unix.IPPROTO_UDP {
+				continue
+			}
+			if err := bpf.DetachFilter(s.FD()); err != nil && !errors.Is(err, unix.EPERM) { // EPERM: SO_LOCK_FILTER of the program
+				errs = append(errs, err)
 			}
 		}
-		member.CloseAll(sockets)
-		handle.Close()
+		return false // no socket stays open here
+	}
+	for _, p := range processes {
+		if handle, err := member.Open(p.PID); err == nil { // otherwise it has ended
+			_, _ = handle.Sockets(detach) // without the right to its sockets: none
+			handle.Close()
+		}
 	}
 	return fault.Join(errs...)
 }

@@ -160,6 +160,78 @@ func TestNextSYN(t *testing.T) {
 	}
 }
 
+// TestCopyTemplates is that only exporters with a TCP connection, to any service, have copies, and that these say when they were written, so that the
+// host that reads them hours later knows their age, also from a host whose clock is ahead.
+func TestCopyTemplates(t *testing.T) {
+	listeners := map[int]config.Listener{0: {Protocol: config.UDP, Address: netip.MustParseAddrPort("[::]:4739")}}
+	r, sessions := New(&core.Service{Config: config.Service{Slots: 1}, Listeners: listeners}), New(&core.Service{Config: config.Service{Slots: 1}})
+	each := func(f func(*Rooms)) { f(r); f(sessions) }
+	always := func(netip.Addr) (time.Time, bool, bool) { return time.Time{}, false, true }
+	datagram := []byte{0, 10, 0, 28, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 2, 0, 12, 1, 0, 0, 1, 0, 8, 0, 4}
+	now := time.Now()
+	r.kept.store = templates.NewStore(templates.Limits{}, nil)
+	source, other, third := netip.MustParseAddrPort("192.0.2.1:7"), netip.MustParseAddrPort("192.0.2.2:7"), netip.MustParseAddrPort("192.0.2.3:7")
+	for _, from := range []netip.AddrPort{source, other, third} {
+		if err := r.kept.store.Adopt(from, 0, datagram, now.Add(-time.Minute), now); err != nil {
+			t.Fatal(err)
+		}
+	}
+	handed, err := HandOver(each, func(a netip.Addr) bool { return a != third.Addr() }, time.Time{})
+	if list, _ := DecodeHanded(handed); err != nil || len(list) != 2 || !list[0].Written.IsZero() {
+		t.Errorf("%+v, %v", list, err)
+	}
+	copies := func(wanted func(netip.Addr) (time.Time, bool, bool), most int) []Handed {
+		t.Helper()
+		encoded, err := CopyTemplates(each, wanted, most)
+		list, damaged := DecodeHanded(encoded)
+		if err != nil || damaged > 0 {
+			t.Errorf("%d damaged, %v", damaged, err)
+		}
+		return list
+	}
+	if got := copies(always, 9); len(got) > 0 {
+		t.Errorf("exporters without a connection: %+v", got)
+	}
+	sessions.kept.proven, r.kept.vouched[other.Addr()] = map[netip.Addr]bool{source.Addr(): true}, true
+	list := copies(always, 9)
+	if len(list) != 2 || len(copies(always, 1)) != 1 || slices.ContainsFunc(list, func(h Handed) bool { return h.Source == third || now.Sub(h.Written).Abs() > time.Minute }) {
+		t.Errorf("%+v", list)
+	}
+	for _, c := range []struct {
+		since     time.Duration
+		refreshed bool
+		want      int
+	}{{-time.Second, false, 2}, {time.Second, false, 0}, {time.Second, true, 0}, {-time.Hour, true, 2}} {
+		if got := copies(func(netip.Addr) (time.Time, bool, bool) { return now.Add(c.since), c.refreshed, true }, 9); len(got) != c.want {
+			t.Errorf("since %v, refreshed %v: %+v", c.since, c.refreshed, got)
+		}
+	}
+	if err := r.kept.store.Learn(source, 0, datagram, now.Add(time.Second)); err != nil { // the same template again
+		t.Fatal(err)
+	}
+	if got := copies(func(netip.Addr) (time.Time, bool, bool) { return now.Add(time.Millisecond), true, true }, 9); len(got) != 1 || got[0].Source != source {
+		t.Errorf("refreshed: %+v", got)
+	}
+
+	for shift, want := range map[time.Duration]time.Duration{-time.Hour: 61 * time.Minute, time.Hour: time.Minute} {
+		one := list[slices.IndexFunc(list, func(h Handed) bool { return h.Source == other })]
+		one.Written = one.Written.Add(shift)
+		next := New(&core.Service{Config: config.Service{Slots: 1}, Listeners: listeners})
+		next.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return next.kept.vouched[a] })
+		next.adopt([]Handed{one}, true)
+		n := 0
+		for kept := range next.kept.store.List() {
+			if age := now.Sub(kept.Refreshed); (age-want).Abs() > 10*time.Second || !kept.Proven {
+				t.Errorf("written %v from now: age %v, want %v, proven %v", shift, age, want, kept.Proven)
+			}
+			n++
+		}
+		if n != 1 {
+			t.Errorf("%d templates", n)
+		}
+	}
+}
+
 // TestReplayAgain is that templates that are being sent do not count as sent when another host hands over later ones, and that those that
 // are not new are not sent again.
 func TestReplayAgain(t *testing.T) {
@@ -184,7 +256,8 @@ func TestReplayAgain(t *testing.T) {
 	known := member.ID{PID: 7}
 	running, filling := &fill{addresses: []netip.Addr{other, source.Addr()}}, &fill{addresses: []netip.Addr{source.Addr()}}
 	r.kept.running[0], r.filling[1], r.kept.replayedTo[source.Addr()] = running, filling, known
-	for _, h := range []Handed{first, {Listener: first.Listener, Source: source, Data: message(9), Age: time.Hour}, {Listener: first.Listener, Source: source, Data: []byte("rubbish")}} {
+	for _, h := range []Handed{first, {Listener: first.Listener, Source: source, Data: message(9), Age: time.Hour},
+		{Listener: first.Listener, Source: source, Data: message(9), Written: time.Now().Add(-time.Hour)}, {Listener: first.Listener, Source: source, Data: []byte("rubbish")}} {
 		adopt(h)
 		if running.again || filling.again || r.kept.replayedTo[source.Addr()] != known {
 			t.Errorf("sent again after %+v", h)

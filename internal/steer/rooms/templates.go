@@ -52,7 +52,8 @@ type keptTemplates struct {
 	reader *bpf.TemplateReader
 	// replayedTo contains the member that knows the templates of an exporter.
 	replayedTo map[netip.Addr]member.ID
-	proven     map[netip.Addr]bool // addresses with an established TCP connection
+	proven     map[netip.Addr]bool // addresses with an established TCP connection; the map is replaced and not changed
+	vouched    map[netip.Addr]bool // those that had one with another host, as its copies of templates say, until proven is replaced
 	// running are the replays to slots that are ready.
 	running   map[int]*fill
 	saved     uint64 // revision of the last save
@@ -66,7 +67,7 @@ type keptTemplates struct {
 
 func newKeptTemplates() keptTemplates {
 	return keptTemplates{
-		replayedTo: make(map[netip.Addr]member.ID), proven: make(map[netip.Addr]bool), running: make(map[int]*fill),
+		replayedTo: make(map[netip.Addr]member.ID), vouched: make(map[netip.Addr]bool), running: make(map[int]*fill),
 		temporary: make(map[int]int), filtered: make(map[int]bool),
 	}
 }
@@ -97,7 +98,7 @@ func (r *Rooms) OpenTemplates() error {
 		return nil
 	}
 	if !r.KeepsTemplates() {
-		r.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return r.kept.proven[a] })
+		r.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return r.kept.proven[a] || r.kept.vouched[a] })
 		r.loadTemplates()
 	}
 	r.scheduleTemplatesSave() // a policy may have changed the listeners
@@ -474,14 +475,15 @@ func (r *Rooms) Exporters() int {
 
 // NoteSessions notes the addresses with an established TCP connection, which cannot be forged.
 func (r *Rooms) NoteSessions(list []session.Session) {
-	if !r.KeepsTemplates() {
-		return
-	}
-	clear(r.kept.proven)
+	r.kept.proven = make(map[netip.Addr]bool, len(list))
+	clear(r.kept.vouched)
 	for i := range list {
 		if list[i].Owned {
 			r.kept.proven[list[i].Address.Unmap()] = true
 		}
+	}
+	if !r.KeepsTemplates() {
+		return
 	}
 	r.kept.store.Expire(time.Now())
 	for addr := range r.kept.replayedTo {

@@ -406,5 +406,11 @@ func (s *Store) LearnedSince(addr netip.Addr, since time.Time) bool {
 	return false
 }
 
+// RefreshedSince reports whether a source address has sent one of its templates since a time.
+func (s *Store) RefreshedSince(addr netip.Addr, since time.Time) bool {
+	d := s.devices[normalize(addr)]
+	return d != nil && !fromNano(d.refreshed).Before(since)
+}
+
 // Has reports whether a source address has templates.
 func (s *Store) Has(addr netip.Addr) bool { return s.devices[normalize(addr)] != nil }
