@@ -115,11 +115,17 @@ func (p *participation) copyTemplates(ctx context.Context) {
 	c.next = now.Add(copyInterval)
 	problem := ""
 	if err := p.writeCopies(ctx, now, func(device netip.Addr) bool { return t.Owner[mapping.Locate(device).Bucket] == t.Index(name) }); err != nil && ctx.Err() == nil {
-		problem = "templates have no copies for the death of this host: " + err.Error()
+		problem = "templates are not copied to etcd: " + err.Error()
+	}
+	devices := 0
+	for _, last := range c.of {
+		if last.size > 0 { // otherwise its templates are too large
+			devices++
+		}
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	c.problem, c.devices = problem, len(c.of)
+	c.problem, c.devices = problem, devices
 }
 
 // writeCopies copies devices, and removes the copies of others if there are too many.
@@ -189,7 +195,7 @@ func (p *participation) writeCopies(ctx context.Context, now time.Time, isHere f
 		}
 	}
 	if full && len(gone) == 0 {
-		return fmt.Errorf("those of %d devices have %d MiB, the most that a host copies", len(c.of), mostCopies>>20)
+		return fmt.Errorf("the copies of this host have reached their limit of %d MiB", mostCopies>>20)
 	}
 	return nil
 }

@@ -135,8 +135,8 @@ func TestCopiesBounds(t *testing.T) {
 	h.size, h.learned[mine[0]] = mostCopySize+1, time.Now().Add(time.Hour)
 	h.aged(mine[0], time.Hour)
 	h.expectCopies(t, "a device with too many templates", nil, mine[:1])
-	if c.size != mostCopySize {
-		t.Errorf("%d bytes", c.size)
+	if c.size != mostCopySize || c.devices != 1 {
+		t.Errorf("%d bytes of %d devices", c.size, c.devices)
 	}
 	// A device that is gone needs nearly all of the space.
 	gone := netip.MustParseAddr("2001:db8::1")
@@ -152,7 +152,7 @@ func TestCopiesBounds(t *testing.T) {
 	c.of[mine[1]], c.size = copied{at: time.Now(), pause: time.Hour, size: mostCopies}, mostCopies
 	delete(c.of, mine[0])
 	h.expectCopies(t, "full", nil, nil)
-	if problems := h.allProblems(); len(problems) != 1 || !strings.Contains(problems[0], "the most that a host copies") {
+	if problems := h.allProblems(); len(problems) != 1 || !strings.Contains(problems[0], "limit of 16 MiB") {
 		t.Errorf("problems: %q", problems)
 	}
 }

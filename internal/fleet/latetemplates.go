@@ -14,7 +14,8 @@ import (
 
 // Templates are handed over before a device moves, in an epoch of its own. This file is about those that this does not cover: templates
 // that a device sends between this and its move, those of devices that move without preparation because the host gets its first table,
-// and those of a host that returns while others have its devices (copies.go: those of a host that does not return). An agent that starts hands over what it has of devices of other hosts,
+// and those of a host that returns while others have its devices. copies.go is about those of a host that does not return. An agent that starts
+// hands over what it has of devices of other hosts,
 // because it does not know what the agent before it has handed over. The owner of a device keeps what it has received later itself.
 
 const (

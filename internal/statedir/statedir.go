@@ -70,13 +70,17 @@ var patterns = []string{
 	".*.live.json", ".*.live.journal", // of a cgroup with tune rules
 }
 
-// isForeign reports whether a file of a directory without a mark is not of an agent. Others have files of JSON too: the one of a service has a nonce.
+// isForeign reports whether a file of a directory without a mark is not of an agent. Other programs have JSON files too: the file of a service has a
+// nonce.
 func isForeign(dir, name string) bool {
 	if foreign(name) {
 		return true
 	}
 	if strings.HasPrefix(name, ".") || filepath.Ext(name) != ".json" {
 		return false
+	}
+	if info, err := os.Lstat(filepath.Join(dir, name)); err != nil || !info.Mode().IsRegular() {
+		return true // to read a FIFO would block
 	}
 	data, err := os.ReadFile(filepath.Join(dir, name))
 	return err != nil || !bytes.Contains(data, []byte(`"nonce"`))

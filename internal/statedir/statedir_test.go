@@ -50,6 +50,17 @@ func TestClaim(t *testing.T) {
 	}
 }
 
+// TestClaimFIFO refuses a directory with a FIFO in the place of a state file, and does not wait for a writer.
+func TestClaimFIFO(t *testing.T) {
+	dir := t.TempDir()
+	if err := errors.Join(os.Chmod(dir, 0o700), unix.Mkfifo(filepath.Join(dir, "telemetry.json"), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if err := Claim(dir); err == nil || !strings.Contains(err.Error(), "for example telemetry.json") {
+		t.Error(err)
+	}
+}
+
 // TestRemove removes a directory of an agent with all that it writes, and nothing that has files of others.
 func TestRemove(t *testing.T) {
 	written := []string{AgentFile, "." + AgentFile + ".2718281828", ".applied.yaml", ".applied.yaml.from", ".previous.yaml", ".telemetry.live.json", ".telemetry.live.journal",
