@@ -109,12 +109,7 @@ func (d *decoder) syntax(data []byte, err error) {
 		if le.ContextMsg != "" {
 			message = le.ContextMsg + ": " + message
 		}
-		switch i := le.Mark.Index; {
-		case i < len(data) && data[i] == '\t':
-			hint = "indent with spaces, not with tabs"
-		case i < len(data) && data[i] == '>' || le.ContextMsg == "while scanning a block scalar":
-			hint = "put a value that begins with > in quotes"
-		}
+		hint = syntaxHint(data, min(le.Mark.Index, len(data)), message)
 		if at = (position{le.Mark.Line, le.Mark.Column}); at.line == 0 {
 			// Errors of the character encoding have only a byte offset.
 			before := data[:min(le.Mark.Index, len(data))]
@@ -123,4 +118,33 @@ func (d *decoder) syntax(data []byte, err error) {
 		}
 	}
 	d.refuse("", position{max(at.line, 1), max(at.column, 1)}, message, hint)
+}
+
+// syntaxHint returns the most likely mistake at a byte of the data that the YAML library cannot parse, or "".
+func syntaxHint(data []byte, at int, message string) string {
+	line, rest := data[bytes.LastIndexByte(data[:at], '\n')+1:at], data[at:]
+	has := func(text string) bool { return strings.Contains(message, text) }
+	switch {
+	case bytes.HasPrefix(rest, []byte("\t")):
+		return "indent with spaces, not with tabs"
+	case has("while scanning a block scalar"), bytes.HasPrefix(rest, []byte(">")):
+		return "put a value that begins with > in quotes"
+	case has("unknown anchor"):
+		return "put a value that begins with * in quotes"
+	case has("cannot start any token") && len(rest) > 0:
+		return fmt.Sprintf("put a value that begins with %c in quotes", rest[0])
+	case has("did not find expected") && bytes.Contains(line, []byte("[:")):
+		return `put an address that begins with [ in quotes, as in "[::]:1790"`
+	case has("did not find expected key"):
+		return "begin all keys of a mapping in the same column"
+	case has("mapping values are not allowed"):
+		return "write one key with its value in each line, and put a value with a colon and a space in quotes"
+	case has("did not find expected ',' or ']'"):
+		return "close the list with ]"
+	case has("did not find expected ',' or '}'"):
+		return "close the mapping with }"
+	case has("while scanning a quoted scalar"):
+		return "close the quotes"
+	}
+	return ""
 }

@@ -17,6 +17,33 @@ p.yaml:2:1: while parsing a flow node: did not find expected node content`},
 	{"tab", "services:\n\tt: {}\n", `
 p.yaml:2:1: while scanning for the next token: found character that cannot start any token
   hint: indent with spaces, not with tabs`},
+	{"value that begins with @", "services:\n  t: @x\n", `
+p.yaml:2:6: while scanning for the next token: found character that cannot start any token
+  hint: put a value that begins with @ in quotes`},
+	{"pattern without quotes", "services:\n  t: *.service\n", `
+p.yaml:2:6: unknown anchor '.service' referenced
+  hint: put a value that begins with * in quotes`},
+	{"address without quotes", "services:\n  t:\n    listeners:\n      - address: [::]:1790\n", `
+p.yaml:4:22: while parsing a block mapping: did not find expected key
+  hint: put an address that begins with [ in quotes, as in "[::]:1790"`},
+	{"address without quotes in braces", "services: {listeners: [{address: [::]:1790}]}\n", `
+p.yaml:1:38: while parsing a flow mapping: did not find expected ',' or '}'
+  hint: put an address that begins with [ in quotes, as in "[::]:1790"`},
+	{"key in another column", "services:\n  t: 3\n u: 4\n", `
+p.yaml:3:2: while parsing a block mapping: did not find expected key
+  hint: begin all keys of a mapping in the same column`},
+	{"key without a colon", "services:\n  t\n  u: 4\n", `
+p.yaml:3:4: mapping values are not allowed in this context
+  hint: write one key with its value in each line, and put a value with a colon and a space in quotes`},
+	{"open list", "services: [a, b\n", `
+p.yaml:2:1: while parsing a flow sequence: did not find expected ',' or ']'
+  hint: close the list with ]`},
+	{"open mapping", "services:\n  t: {slots: 2\n  u: 3\n", `
+p.yaml:3:4: while parsing a flow mapping: did not find expected ',' or '}'
+  hint: close the mapping with }`},
+	{"open quotes", "services:\n  t: \"x\n  u: 4\n", `
+p.yaml:4:1: while scanning a quoted scalar: found unexpected end of stream
+  hint: close the quotes`},
 	{"not UTF-8", "services:\n  t: \xff\n", `
 p.yaml:2:6: invalid leading UTF-8 octet (value: 255)`},
 	{"control character", "services: {}\n# \x01\n", `
