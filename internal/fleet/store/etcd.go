@@ -30,6 +30,8 @@ const (
 	DefaultLease = 3 * time.Second
 	// requestTimeout is the time that a request may take.
 	requestTimeout = 2 * time.Second
+	// changeTimeout is the time that a change by the operator may take: more than etcd needs to elect a leader.
+	changeTimeout = 10 * time.Second
 	// gatherTime is the time in which changes are gathered for one snapshot.
 	gatherTime = 5 * time.Millisecond
 	// leastPause and mostPause are the pauses before another attempt to connect.
@@ -435,13 +437,19 @@ func (e *Etcd) ChangeSetting(ctx context.Context, host string, change func(Setti
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	ctx, cancel := context.WithTimeout(ctx, changeTimeout)
 	defer cancel()
+	unanswered := func(err error) error {
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			return fmt.Errorf("etcd has not answered within %v", changeTimeout)
+		}
+		return err
+	}
 	key := e.prefix + settingKeys + host
 	for {
 		found, err := client.Get(ctx, key)
 		if err != nil {
-			return fmt.Errorf("read the setting of host %s: %w", host, err)
+			return fmt.Errorf("read the setting of host %s: %w", host, unanswered(err))
 		}
 		var present Setting
 		revision := int64(0)
@@ -468,7 +476,7 @@ func (e *Etcd) ChangeSetting(ctx context.Context, host string, change func(Setti
 		}
 		done, err := client.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).Then(write).Commit()
 		if err != nil {
-			return fmt.Errorf("write the setting of host %s: %w", host, err)
+			return fmt.Errorf("write the setting of host %s: %w; sockeye fleet shows whether it was written", host, unanswered(err))
 		}
 		if done.Succeeded {
 			return nil

@@ -286,6 +286,32 @@ func TestSettingsTogether(t *testing.T) {
 	}
 }
 
+// TestSettingWaits checks that a change of a setting waits for an etcd that is busy, or elects a leader, and that the error names an etcd that
+// does not answer.
+func TestSettingWaits(t *testing.T) {
+	t.Parallel()
+	servers, endpoints := startCluster(t, 1, 2500)
+	a := join(t, endpoints, "a")
+	a.awaitAlive("a")
+	signal := func(s unix.Signal) {
+		if err := servers[0].cmd.Process.Signal(s); err != nil {
+			t.Error(err)
+		}
+	}
+	drain := func(s Setting) (Setting, error) { s.State = lead.Drain; return s, nil }
+	signal(unix.SIGSTOP)
+	continued := time.AfterFunc(2*requestTimeout, func() { signal(unix.SIGCONT) })
+	defer continued.Stop()
+	if err := a.ChangeSetting(t.Context(), "a", drain); err != nil {
+		t.Error(err)
+	}
+	signal(unix.SIGSTOP)
+	defer signal(unix.SIGCONT)
+	if err := a.ChangeSetting(t.Context(), "a", drain); err == nil || err.Error() != "read the setting of host a: etcd has not answered within 10s" {
+		t.Error(err)
+	}
+}
+
 // TestOneName checks that a second process with the name of a host does not take its place, and says so.
 func TestOneName(t *testing.T) {
 	t.Parallel()
