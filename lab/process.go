@@ -73,7 +73,7 @@ func (p *Process) Start() (err error) {
 		p.Name = fmt.Sprintf("%s-p%d", filepath.Base(p.Cmd.Path), len(l.processes))
 		l.mu.Unlock()
 	}
-	p.logPath = filepath.Join(l.dir, p.Name+".log")
+	p.logPath = filepath.Join(l.dir, filepath.Clean("/"+p.Name)+".log") // a cgroup outside of the lab's begins with ..
 	if p.Cmd.Stdout == nil || p.Cmd.Stderr == nil {
 		f, err := os.OpenFile(p.logPath, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 		if err != nil {

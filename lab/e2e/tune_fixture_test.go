@@ -469,7 +469,7 @@ func (h *tuned) startPeer(n *lab.Namespace, group, name string) *peer {
 func (h *tuned) startPeerAs(user string, n *lab.Namespace, group, name string) *peer {
 	h.Helper()
 	h.makeGroup(group)
-	h.must(os.MkdirAll(filepath.Join(h.dir, group), 0o755)) // directory of the log
+	h.must(os.MkdirAll(filepath.Join(h.dir, filepath.Clean("/"+group)), 0o755)) // directory of the log
 	p := n.Command(h.Context(), "/proc/self/exe")
 	p.Cmd.Args[0] = name
 	p.Name, p.User = filepath.Join(group, name), user
