@@ -26,7 +26,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/load"
 	"sockeye/internal/bpf/probe"
@@ -36,7 +35,6 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
-	"sockeye/internal/fleet"
 	"sockeye/internal/format"
 	"sockeye/internal/otlp"
 	"sockeye/internal/owned"
@@ -44,9 +42,6 @@ import (
 	"sockeye/internal/scope"
 	"sockeye/internal/sockmetrics"
 	"sockeye/internal/statedir"
-	"sockeye/internal/steer"
-	"sockeye/internal/trace"
-	"sockeye/internal/tune"
 	"sockeye/internal/ui"
 	"sockeye/internal/watch"
 )
@@ -287,9 +282,7 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	record := events.New(filepath.Join(o.StateDir, eventsDir), config.DefaultEventsSize)
 	log := slog.New(events.NewHandler(record, o.Log.Handler()))
 	h := &domain.Host{Log: log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: log}}
-	services := steer.New(h)
-	tuning := tune.New(h)
-	domains := []domain.Domain{services, tuning, trace.New(h, tuning), bigtcp.New(h), fleet.New(h, services)}
+	services, domains := newDomains(h)
 	var paths []func() map[string]string
 	for _, d := range domain.With[domain.Scoped](domains) {
 		paths = append(paths, d.Paths)

@@ -78,7 +78,7 @@ type Steer struct {
 
 	// Programs that select sockets: one per row, or one for all rows with sk_lookup.
 	programs  map[int]*ebpf.Program
-	templates *ebpf.Program // socket filter; see CopyTemplates
+	templates *ebpf.Program // socket filter; see AttachTemplateFilter
 	links     []link.Link
 	loadCopy  func(row int) (*ebpf.Program, error) // of a row of programs
 	watched   watched.Programs

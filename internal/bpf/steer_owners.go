@@ -23,7 +23,7 @@ type Owner struct {
 	// Steered is set if a registered listening socket accepted the connection. Otherwise the agent found the connection
 	// at the process.
 	Steered bool
-	// Filtered is set for a UDP socket with the filter of CopyTemplates.
+	// Filtered is set for a UDP socket with the filter of AttachTemplateFilter.
 	Filtered bool
 }
 

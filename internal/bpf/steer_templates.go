@@ -58,10 +58,10 @@ func LoadTemplateFilter() (filter *ebpf.Program, unload func(), err error) {
 // ErrFiltered is the error for a socket that has a filter of its own.
 var ErrFiltered = errors.New("the socket has a socket filter")
 
-// CopyTemplates attaches the filter that copies datagrams with template sets to a member's UDP socket. own is set if the
+// AttachTemplateFilter attaches the filter that copies datagrams with template sets to a member's UDP socket. own is set if the
 // socket has this filter already, possibly that of another version, which is replaced. The error is ErrFiltered for a socket
 // with another filter.
-func (s *Steer) CopyTemplates(fd int, own bool) error {
+func (s *Steer) AttachTemplateFilter(fd int, own bool) error {
 	if !own {
 		// The length of a filter of classic BPF, or EACCES for eBPF (sk_get_filter).
 		n, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_GET_FILTER)
@@ -82,7 +82,7 @@ func (s *Steer) CopyTemplates(fd int, own bool) error {
 	return nil
 }
 
-// DetachFilter removes the filter of CopyTemplates from a socket.
+// DetachFilter removes the filter of AttachTemplateFilter from a socket.
 func DetachFilter(fd int) error {
 	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
 	if err != nil && !errors.Is(err, unix.ENOENT) {

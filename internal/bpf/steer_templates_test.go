@@ -44,8 +44,8 @@ func randomMessage(r *rand.Rand) []byte {
 	return b[:len(b)-r.IntN(3)]
 }
 
-// TestCopyTemplates compares the socket filter with the reference, and checks what it copies.
-func TestCopyTemplates(t *testing.T) {
+// TestTemplateFilter compares the socket filter with the reference, and checks what it copies.
+func TestTemplateFilter(t *testing.T) {
 	spec, err := loadSteerTemplates()
 	if err != nil {
 		t.Fatal(err)
@@ -77,12 +77,12 @@ func TestCopyTemplates(t *testing.T) {
 		}
 		defer from.Close()
 		receivers[v6], conns[v6] = to.(*net.UDPConn), from.(*net.UDPConn)
-		control(t, receivers[v6], func(fd int) error { return path.CopyTemplates(fd, false) })
+		control(t, receivers[v6], func(fd int) error { return path.AttachTemplateFilter(fd, false) })
 		control(t, receivers[v6], func(fd int) error {
-			if err := path.CopyTemplates(fd, false); !errors.Is(err, ErrFiltered) {
+			if err := path.AttachTemplateFilter(fd, false); !errors.Is(err, ErrFiltered) {
 				return fmt.Errorf("a second filter: %w", err)
 			}
-			return path.CopyTemplates(fd, true)
+			return path.AttachTemplateFilter(fd, true)
 		})
 	}
 	buffer := make([]byte, 1<<16)

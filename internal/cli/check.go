@@ -27,6 +27,8 @@ type checked struct {
 	TraceRules int           `json:"trace_rules"`
 	BigTCP     int           `json:"bigtcp_rules"`
 	Errors     []checkedFlaw `json:"errors"`
+	// Notes are parts that this host or this kernel lacks, and parts that were not checked.
+	Notes []string `json:"notes"`
 }
 
 type checkedFlaw struct {
@@ -42,10 +44,14 @@ func (c *commands) checkCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "check FILE",
 		Short: "Check a policy file and the files that it refers to",
-		Long: `Check parses a policy file like the agent and lists all errors. It changes
-nothing and needs no privileges and no agent. With root privileges, it also
-checks whether this kernel supports the tune and trace rules; with a running
-agent, it checks the tune rules.`,
+		Long: `Check parses a policy file like the agent and lists the errors: the first 20, or
+all with -o json. It changes nothing and needs no privileges and no agent. With
+root privileges, it also checks whether this kernel supports the tune and trace
+rules; with a running agent, it checks the tune rules.
+
+A valid policy can name cgroups, network namespaces and interfaces that only
+another host has. Check names those that this host lacks, as sockeye apply
+refuses the policy here.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if schema {
 				return command.Arguments(0, 0, "")(cmd, args)
@@ -72,20 +78,16 @@ func (c *commands) check(cmd *cobra.Command, file string) error {
 	if err == nil {
 		err = checkNamed(policy)
 	}
-	var skipped, untried []string
+	result := checked{File: file, Errors: []checkedFlaw{}, Notes: []string{}}
 	for _, d := range domains() {
 		if err != nil || d.check == nil {
 			continue
 		}
-		var lines []string
-		var reason string
-		lines, reason, err = d.check(cmd.Context(), c.Client(), policy)
-		skipped = append(skipped, lines...)
-		if reason != "" {
-			untried = append(untried, reason)
-		}
+		var notes []string
+		notes, err = d.check(cmd.Context(), c.Client(), policy)
+		result.Notes = append(result.Notes, notes...)
 	}
-	result := checked{File: file, Valid: err == nil, Errors: []checkedFlaw{}}
+	result.Valid = err == nil
 	var flaws config.Errors
 	if errors.As(err, &flaws) {
 		for _, f := range flaws {
@@ -104,8 +106,8 @@ func (c *commands) check(cmd *cobra.Command, file string) error {
 	result.Services, result.TuneRules, result.TraceRules, result.BigTCP = len(policy.Services), len(policy.Tune), len(policy.Trace), len(policy.BigTCP)
 	return c.Show(&result, func(w io.Writer) {
 		fmt.Fprintf(w, "%s is valid, %s\n", file, contents(policy))
-		for _, line := range append(skipped, untried...) {
-			fmt.Fprintln(w, line)
+		for _, note := range result.Notes {
+			fmt.Fprintln(w, note)
 		}
 	})
 }

@@ -14,6 +14,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -26,6 +27,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/doctor"
 	"sockeye/internal/member"
 )
 
@@ -383,6 +385,11 @@ func TestNotPermitted(t *testing.T) {
 	}
 	if r := nobody("plan"); r.code != 0 {
 		t.Errorf("the group's plan: %+v", r)
+	}
+	findings, code := h.examine(asNobody, "sockeye")
+	if want := (doctor.Finding{Area: "rights", Check: "capabilities", Result: "note", Hint: "run doctor as root for all checks",
+		Detail: "doctor lacks CAP_BPF, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH, CAP_CHOWN; the running agent has its own"}); code != 0 || !slices.Contains(findings, want) {
+		t.Errorf("the group's doctor: code %d, %+v", code, findings)
 	}
 	for _, args := range [][]string{
 		{"apply"}, {"apply", "--previous"}, {"plan", h.policy},

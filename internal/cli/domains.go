@@ -23,9 +23,10 @@ type offline struct {
 	count     func(*config.Policy) int
 	// needs lists the capabilities that a policy needs beyond those of the unit.
 	needs func(*config.Policy) []rights.Need
-	// check checks a policy as far as that needs no running domain. skipped has a sentence for each option that the kernel
-	// lacks and that a rule skips, untried the reason why something was not checked. check asks the agent, if one runs.
-	check func(ctx context.Context, agent *api.Client, policy *config.Policy) (skipped []string, untried string, err error)
+	// check checks a policy as far as that needs no running domain. notes has a sentence for each option that the kernel
+	// lacks and that a rule skips, for what this host lacks so that apply refuses the policy, and for what was not checked.
+	// check asks the agent, if one runs.
+	check func(ctx context.Context, agent *api.Client, policy *config.Policy) (notes []string, err error)
 	// examineKernel, examine and examineAgent add findings of doctor: about the kernel, about the host and a policy, and about
 	// a running agent.
 	examineKernel func(*doctor.Report)

@@ -132,10 +132,20 @@ func (c *commands) events(ctx context.Context, q url.Values, follow bool) error 
 	if ctx.Err() != nil {
 		return nil
 	}
-	if err == nil && p.failed == nil && p.last.ID == 0 && c.Output == "table" {
+	if err != nil || p.failed != nil || p.last.ID > 0 {
+		return errors.Join(p.failed, err)
+	}
+	// The events of a service outlive the service: only without any, its name can be wrong.
+	if service := q.Get("service"); service != "" {
+		var slots []api.SlotStatus
+		if err := c.Client().Get(ctx, "/v1/slots", url.Values{"service": {service}}, &slots); err != nil {
+			return err
+		}
+	}
+	if c.Output == "table" {
 		command.Hint(c.Err, "no recorded event is among those that were asked for")
 	}
-	return errors.Join(p.failed, err)
+	return nil
 }
 
 // eventPrinter prints events once.

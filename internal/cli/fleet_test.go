@@ -48,7 +48,7 @@ func TestFleetOfOne(t *testing.T) {
 		h.refused(fault.CodeUsage, c.problem, c.hint, nil, "check", h.policy)
 	}
 	h.write("hosts.yaml", fleetHosts)
-	if r := h.sockeye("check", h.policy); r.code != 0 || !strings.Contains(r.out, `the interfaces of the fleet are not checked: there is no interface "fleet0"`) {
+	if r := h.sockeye("check", h.policy); r.code != 0 || !strings.Contains(r.out, `sockeye apply refuses the policy on this host: fleet.interfaces: there is no interface "fleet0"`) {
 		t.Errorf("check without the interface: %+v", r)
 	}
 	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})
@@ -102,7 +102,7 @@ func TestFleetOfOne(t *testing.T) {
 	h.refused(fault.CodeUsage, "weight 1001 is out of range", "1 to 1000, or 0 for the weight in the policy of the host", nil, "host", "set", "one", "--weight", "1001")
 	h.refused(fault.CodeUsage, "neither a state nor a weight is given", "usage: sockeye host set HOST [ready|drain|maint|removed] [--weight N] [flags]", nil, "host", "set", "one")
 	h.refused(fault.CodeConflict, "host one is the last one that can serve devices", "make another host ready first", nil, "host", "set", "one", "drain")
-	if r := h.sockeye("host", "set", "one", "--weight", "7", "--dry-run"); r.code != 0 || !strings.Contains(r.out, "host one: weight 1 -> 7 ") || !strings.HasSuffix(r.out, " 0.0 % of the devices would move\n") {
+	if r := h.sockeye("host", "set", "one", "--weight", "7", "--dry-run"); r.code != 0 || !strings.Contains(r.out, "host one: weight 1 (its own) -> 7 ") || !strings.HasSuffix(r.out, " 0.0 % of the devices would move\n") {
 		t.Errorf("dry run: %+v", r)
 	}
 	if r := h.sockeye("host", "set", "one", "--weight", "7", "--dry-run", "-o", "json"); r.code != 0 || strings.Contains(r.out, `"policy"`) || !strings.Contains(r.out, `"effect": "0.0 % of the devices would move"`) {

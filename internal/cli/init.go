@@ -98,8 +98,11 @@ func (c *commands) init(file string, write bool) error {
 				fmt.Fprintf(c.Err, "left out: %s: %s\n", describePrograms(s.Programs), problem)
 			}
 		}
-		if write {
+		switch {
+		case write && file == command.DefaultPolicy:
 			command.Hint(c.Err, "read it, then: sockeye doctor; systemctl enable sockeye; systemctl reload-or-restart sockeye")
+		case write: // the unit reads another file
+			command.Hint(c.Err, fmt.Sprintf("read it, then: sockeye doctor --policy %s; sockeye agent --policy %s", file, file))
 		}
 	})
 }
@@ -134,8 +137,12 @@ func writePolicy(file, text string) error {
 	case !old.DoesNothing():
 		return fault.Conflict(fmt.Errorf("%s exists and has %s", file, contents(old)), "name another file with --policy")
 	}
-	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
-		return fmt.Errorf("write policy: %w", err)
+	if file == command.DefaultPolicy {
+		if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
+			return fmt.Errorf("write policy: %w", err)
+		}
+	} else if _, err := os.Stat(filepath.Dir(file)); err != nil {
+		return fault.Unreadable(fmt.Errorf("write policy: %w", err), "make the directory, or name another file with --policy")
 	}
 	if err := statedir.Write(file, []byte(text)); err != nil {
 		return err

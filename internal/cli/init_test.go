@@ -53,7 +53,7 @@ func TestInit(t *testing.T) {
 		t.Errorf("init without --write has written %s, %v", text, err)
 	}
 	if r := h.sockeye("init", "--write", "--policy", h.policy); r.code != 0 || r.out != h.policy+" written\n" ||
-		r.err != "hint: read it, then: sockeye doctor; systemctl enable sockeye; systemctl reload-or-restart sockeye\n" {
+		r.err != "hint: read it, then: sockeye doctor --policy "+h.policy+"; sockeye agent --policy "+h.policy+"\n" {
 		t.Errorf("%+v", r)
 	}
 	text, err := os.ReadFile(h.policy)
@@ -70,9 +70,7 @@ func TestInit(t *testing.T) {
 	if r := h.sockeye("init", "--write", "--policy", h.dir+"/broken.yaml"); r.code != 5 || !strings.Contains(r.err, "is no valid policy") {
 		t.Errorf("%+v", r)
 	}
-	if r := h.sockeye("init", "--write", "--policy", h.dir+"/new/policy.yaml"); r.code != 0 {
-		t.Errorf("a file in a new directory: %+v", r)
-	}
+	h.refused(2, "write policy: stat DIR/new: no such file or directory", "make the directory, or name another file with --policy", nil, "init", "--write", "--policy", h.dir+"/new/policy.yaml")
 	if r := h.child(asNobody, "sockeye", "init"); r.code != 4 || r.err != "sockeye: the sockets of other processes cannot be read\nhint: run it as root\n" {
 		t.Errorf("as nobody: %+v", r)
 	}

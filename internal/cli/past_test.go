@@ -147,6 +147,7 @@ func TestProgramReplaced(t *testing.T) {
 	if r := h.sockeye("events", "--kind", "program_replaced"); r.code != 0 || !strings.Contains(r.out, "listener tcp [::]:1790") {
 		t.Errorf("events: %+v", r)
 	}
+	h.refused(2, `there is no service "telemetri"`, "did you mean telemetry?", nil, "events", "--service", "telemetri")
 	h.shows("nothing changed\n", nil, "apply")
 	if now := telemetryOf(h).ProgramsReplaced; now != replaced {
 		t.Errorf("%d programs replaced after apply, want %d", now, replaced)

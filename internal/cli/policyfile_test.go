@@ -211,6 +211,31 @@ func TestCheckRefusesNested(t *testing.T) {
 		"use one of the two cgroups for all rules, or use cgroups of which none contains another", nil, "check", h.policy)
 }
 
+// TestCheckNotes checks that check names the cgroup and the network namespace that this host lacks, and that apply refuses their policy.
+func TestCheckNotes(t *testing.T) {
+	h := newHost(t, "services: {}\n")
+	h.start()
+	ports := `, listeners: [{protocol: tcp, address: "[::]:1790"}]}`
+	for text, want := range map[string]string{
+		"cgroup: CGROUP/none" + ports: "service telemetry: find cgroup: stat ",
+		"netns: DIR/none" + ports:     "service telemetry: open network namespace: open DIR/none: no such file or directory\n",
+		"netns: DIR/file" + ports:     "service telemetry: open network namespace: DIR/file is not a network namespace\n",
+	} {
+		h.write("file", "")
+		file := h.write("there.yaml", "services:\n  telemetry: {slots: 2, user: root, "+text+"\n")
+		r := h.sockeye("check", file)
+		if got := h.plain(r.out); r.code != 0 || !strings.HasPrefix(got, "DIR/there.yaml is valid, 1 service\nsockeye apply refuses the policy on this host: "+want) {
+			t.Errorf("check of %s: %d %s%s", text, r.code, got, r.err)
+		}
+		if c := must[checked](h, "check", file); !c.Valid || len(c.Notes) != 1 {
+			t.Errorf("check of %s: %+v", text, c)
+		}
+		if r := h.sockeye("apply", file); r.code != 2 || !strings.Contains(h.plain(r.err), strings.TrimSpace(want)) {
+			t.Errorf("apply of %s: %+v", text, r)
+		}
+	}
+}
+
 // TestApplyFile applies another file from another directory, and then the agent's own file again.
 func TestApplyFile(t *testing.T) {
 	h := newHost(t, mappedService)

@@ -412,7 +412,7 @@ func TestCheckTune(t *testing.T) {
 	f.shows("DIR/tune.yaml is valid, 1 tune rule\n", nil, "check", f.write("tune.yaml", tuneOnly))
 	both := f.write("both.yaml", oneService+tuneOnly+"  - {name: rest, cgroup: /other, set: {nodelay: true}}\n")
 	f.shows("DIR/both.yaml is valid, 1 service, 2 tune rules\n", nil, "check", both)
-	if got, want := must[checked](f.host, "check", both), (checked{File: both, Valid: true, Services: 1, TuneRules: 2, Errors: []checkedFlaw{}}); !reflect.DeepEqual(got, want) {
+	if got, want := must[checked](f.host, "check", both), (checked{File: both, Valid: true, Services: 1, TuneRules: 2, Errors: []checkedFlaw{}, Notes: []string{}}); !reflect.DeepEqual(got, want) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 	f.answers["GET /v1/tune/options"] = []api.TuneSkipped{{Option: "sndbuf", Needs: "Linux 4.13 or later"}}

@@ -50,6 +50,8 @@ func (d *Report) capabilities() {
 	switch {
 	case err != nil:
 		d.Fail("rights", "capabilities", fault.CodeFailed, err.Error(), "")
+	case len(missing) > 0 && d.Known != nil: // the agent has its own, and what they lack is in the findings about it
+		d.Add("rights", "capabilities", Note, "doctor lacks "+strings.Join(missing, ", ")+"; the running agent has its own", "run doctor as root for all checks")
 	case len(missing) > 0:
 		d.Fail("rights", "capabilities", fault.CodeNotPermitted, "missing "+strings.Join(missing, ", "),
 			"run as root, or give these capabilities to the agent's service")

@@ -33,22 +33,23 @@ func listenersOf(f *config.Fleet, l config.Listener) (list []forward.Listener) {
 	return list
 }
 
-// CheckPolicy checks the files that the fleet of a policy names. The interfaces may be those of another host, or appear later.
-func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipped []string, untried string, err error) {
+// CheckPolicy checks the files that the fleet of a policy names. The interfaces may be those of another host, or appear later: the notes
+// name one that this host lacks.
+func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes []string, err error) {
 	if policy.Fleet == nil {
-		return nil, "", nil
+		return nil, nil
 	}
 	s, err := newSettings(policy)
 	if err != nil {
-		return nil, "", err
+		return nil, err
 	}
 	if err := s.checkStore(); err != nil {
-		return nil, "", err
+		return nil, err
 	}
 	if _, err, _ := findInterfaces(policy.Fleet.Interfaces, nil); err != nil {
-		return nil, "the interfaces of the fleet are not checked: " + err.Error(), nil
+		notes = append(notes, "sockeye apply refuses the policy on this host: fleet.interfaces: "+err.Error())
 	}
-	return nil, "", nil
+	return notes, nil
 }
 
 // distinct returns listeners without repetitions.

@@ -4,7 +4,7 @@
 // whichever host the routers choose for its packets.
 //
 // The packages below are the parts: table is which host serves which device, lead decides about the next table, store is
-// where the hosts find each other and the table, node follows the store on one host, and forward is the data path. This
+// where the hosts find each other and the table, follow follows the store on one host, and forward is the data path. This
 // package connects them with the policy, the services, the interfaces and the API.
 package fleet
 
@@ -292,6 +292,8 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 				effects = append(effects, part.weightEffect(after))
 			}
 			change.Effect = strings.Join(effects, "; ")
+		} else {
+			change.Effect = before.leaveEffect() + "; this host serves what reaches it until it has the table as host " + after.host
 		}
 	}
 	return []domain.Step{{Changes: []api.Change{change}, Apply: func() (func() error, error) {

@@ -157,7 +157,7 @@ func (p *participation) handOverLate(ctx context.Context) {
 		err = p.handOver(ctx, true, all, func(device netip.Addr) string { return t.Hosts[t.Owner[mapping.Locate(device).Bucket]].Name })
 	}
 	if err == nil && len(all) > 0 {
-		p.node.HandedLate()
+		p.follower.HandedLate()
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -15,8 +15,8 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fleet/follow"
 	"sockeye/internal/fleet/lead"
-	"sockeye/internal/fleet/node"
 	"sockeye/internal/fleet/store"
 	"sockeye/internal/fleet/table"
 	"sockeye/internal/placement"
@@ -106,7 +106,7 @@ func newLateHost(t *testing.T, epoch uint64) *lateHost {
 	}
 	h.participation = &participation{
 		settings: &settings{Fleet: config.Fleet{Name: "main"}, host: "a"}, services: h.keeping, store: h.exchange, log: slog.New(slog.DiscardHandler),
-		table: one, mapping: mapping, late: newLate(), copies: newCopies(), state: node.State{Snapshot: &store.Snapshot{Connected: true}}, node: node.New(node.Config{Store: h.exchange}),
+		table: one, mapping: mapping, late: newLate(), copies: newCopies(), state: follow.State{Snapshot: &store.Snapshot{Connected: true}}, follower: follow.New(follow.Config{Store: h.exchange}),
 	}
 	return h
 }

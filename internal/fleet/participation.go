@@ -23,9 +23,9 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/events"
+	"sockeye/internal/fleet/follow"
 	"sockeye/internal/fleet/forward"
 	"sockeye/internal/fleet/lead"
-	"sockeye/internal/fleet/node"
 	"sockeye/internal/fleet/store"
 	"sockeye/internal/fleet/table"
 	"sockeye/internal/owned"
@@ -57,7 +57,7 @@ type participation struct {
 	stateDir string
 	path     *forward.Path
 	store    store.Store
-	node     *node.Node
+	follower *follow.Follower
 	cancel   context.CancelFunc
 	done     sync.WaitGroup
 
@@ -73,7 +73,7 @@ type participation struct {
 	paths        map[string]path       // by host
 	dead         map[string]bool       // hosts that have died, as of the last look
 	holders      map[netip.Addr]string // hosts of the table by address, as holders returns them
-	state        node.State
+	state        follow.State
 	registration store.Registration
 	healthy      error // nil: the services can serve
 	problems     []string
@@ -146,14 +146,14 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 	} else {
 		p.store = store.OpenFile(s.File)
 	}
-	p.node = node.New(node.Config{
+	p.follower = follow.New(follow.Config{
 		Store: p.store, Path: (*dataPath)(p), Host: p.registration, Last: last, Log: p.log,
 		Lead: lead.Config{MinHosts: s.MinHosts, Settle: time.Duration(s.Settle) * time.Microsecond, OnDeath: lead.OnDeath(s.OnHostDeath), Batch: batch, Nonce: bpf.NewNonce()},
 	})
-	p.node.Changed = p.changed
+	p.follower.Changed = p.changed
 	ctx, cancel := context.WithCancel(context.Background())
 	p.cancel = cancel
-	p.done.Go(func() { p.node.Run(ctx) })
+	p.done.Go(func() { p.follower.Run(ctx) })
 	p.done.Go(func() {
 		for {
 			select {
@@ -217,7 +217,7 @@ func (p *participation) readTable() (*table.Table, error) {
 	return table.Decode(data)
 }
 
-// dataPath is what the node needs of the data path.
+// dataPath is what the follower needs of the data path.
 type dataPath participation
 
 // Apply puts a table in force: first in the kernel, then in the checks of connections, which close those of the devices that
@@ -544,15 +544,15 @@ func (p *participation) refresh() {
 	next.Healthy, next.MACs, next.Addresses = p.healthy == nil && missing == nil, ownMACs(p.nics), ownAddresses(p.nics, p.settings.Addresses)
 	if !reflect.DeepEqual(next, p.registration) {
 		p.registration = next
-		if p.node != nil {
-			p.node.Describe(next.Host, next.Healthy)
+		if p.follower != nil {
+			p.follower.Describe(next.Host, next.Healthy)
 		}
 	}
 	p.report()
 }
 
 // changed notes the state of the store.
-func (p *participation) changed(s node.State) {
+func (p *participation) changed(s follow.State) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	before := p.self()

@@ -8,8 +8,8 @@ import (
 	"testing"
 
 	"sockeye/internal/config"
+	"sockeye/internal/fleet/follow"
 	"sockeye/internal/fleet/lead"
-	"sockeye/internal/fleet/node"
 	"sockeye/internal/fleet/store"
 	"sockeye/internal/fleet/table"
 )
@@ -43,7 +43,7 @@ func TestBehind(t *testing.T) {
 		store, applied *table.Table
 	}{"this host has the newest table": {s.Table, s.Table}, "the store has it": {s.Table, &older}, "only this host has it": {nil, s.Table}} {
 		s.Table = c.store
-		p := &participation{settings: &settings{Fleet: config.Fleet{Name: "main"}, host: "a"}, table: c.applied, state: node.State{Snapshot: s}}
+		p := &participation{settings: &settings{Fleet: config.Fleet{Name: "main"}, host: "a"}, table: c.applied, state: follow.State{Snapshot: s}}
 		for i, behind := range []bool{false, true, false} {
 			if got := p.hostsStatus()[i]; got.Behind != behind {
 				t.Errorf("%s: %+v", name, got)
@@ -76,6 +76,18 @@ func TestEffect(t *testing.T) {
 		if got := p.effectOf(s, "b", store.Setting{State: lead.Drain}, dryRun); got != want {
 			t.Errorf("without a table: %s, want %s", got, want)
 		}
+	}
+}
+
+// TestDescribeWeight is that the description of a weight says whether it is the host's own: a setting of the same weight is a change.
+func TestDescribeWeight(t *testing.T) {
+	h := &lead.Host{Host: table.Host{Name: "b", Weight: 100}}
+	if got, want := describeChange(h, store.Setting{}, store.Setting{Weight: 100}), "weight 100 (its own) -> 100"; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+	h.Weight, h.SetWeight, h.OwnWeight = 70, 70, 100
+	if got, want := describeChange(h, store.Setting{Weight: 70}, store.Setting{}), "weight 70 -> 100 (its own)"; got != want {
+		t.Errorf("%s, want %s", got, want)
 	}
 }
 
@@ -123,7 +135,8 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 
 	// Another fleet has another table.
 	other, _ := in(strings.Replace(text, "host: b", "host: c, weight: 200", 1))
-	if what, effect := plan(other); what != "fleet main, as host b -> fleet main, as host c" || effect != "" {
+	if what, effect := plan(other); what != "fleet main, as host b -> fleet main, as host c" ||
+		effect != "the devices of this host move to the others at once; run sockeye host set b drain first, and nothing is lost; this host serves what reaches it until it has the table as host c" {
 		t.Errorf("%q with the effect %q", what, effect)
 	}
 	// The file has its own weights.

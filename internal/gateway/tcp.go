@@ -31,7 +31,7 @@ import (
 //
 //   - From the guest: payload goes from the TUN to send(2) in the turn of the event loop that read the packet. RCV.NXT
 //     advances by the return value of send(2), so that the gateway acknowledges only what the socket has accepted.
-//     (tcp_receive.go)
+//     (tcp_tohost.go)
 //   - To the guest: MSG_PEEK copies payload and leaves the payload in the socket's receive queue until the guest acknowledges
 //     it. The receive queue begins with bytes that are acknowledged but not yet consumed; SND.UNA follows them. The kernel
 //     keeps the position of SND.NXT as the peek offset (SO_PEEK_OFF; before Linux 6.9 each peek skips the bytes before

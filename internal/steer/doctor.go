@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -18,6 +19,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/probe"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
@@ -56,14 +58,19 @@ func ExamineAgent(_ context.Context, d *doctor.Report, _ *api.Client, status *ap
 	}
 }
 
-// CheckPolicy reads the device maps of a policy for the command check.
-func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipped []string, untried string, err error) {
+// CheckPolicy reads the device maps of a policy for the command check. The notes name the cgroups and network namespaces that this host
+// lacks.
+func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes []string, err error) {
+	mount, unmounted := cgroup.Mount()
 	for _, c := range policy.Services {
 		if _, err := readDevices(c); err != nil {
-			return nil, "", ofService(c.Name, err)
+			return nil, ofService(c.Name, err)
+		}
+		if err := checkExists(mount, c); err != nil && unmounted == nil && !errors.Is(err, fs.ErrPermission) {
+			notes = append(notes, fmt.Sprintf("sockeye apply refuses the policy on this host: service %s: %v", c.Name, err))
 		}
 	}
-	return nil, "", nil
+	return notes, nil
 }
 
 // checkup adds findings about services.
@@ -81,7 +88,7 @@ func (d checkup) service(c config.Service, policy *config.Policy) {
 	area := "service " + c.Name
 	s := &service{Service: core.Service{Name: c.Name, Config: c}}
 	s.assignRows([bpf.MaxListeners]bpf.Listener{})
-	if err := s.openNetns(); err != nil {
+	if err := s.OpenNetns(); err != nil {
 		d.Fail(area, "network namespace", fault.Code(err), err.Error(), "create it, or correct netns")
 		return
 	}

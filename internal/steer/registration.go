@@ -212,7 +212,7 @@ func (s *service) verifySockets(seat *core.Seat) error {
 				return err
 			}
 		}
-		if err := s.rooms.CopyTemplates(seat, socket); err != nil {
+		if err := s.rooms.AttachTemplateFilter(seat, socket); err != nil {
 			return err
 		}
 	}

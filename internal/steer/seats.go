@@ -61,7 +61,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			return listener.ExplainInsert(socket, err)
 		}
 		seat.Sockets[row] = core.SocketInfo{Cookie: socket.Cookie, Local: socket.String(), Number: socket.Number}
-		if err := s.rooms.CopyTemplates(seat, socket); err != nil {
+		if err := s.rooms.AttachTemplateFilter(seat, socket); err != nil {
 			return err
 		}
 		if socket.Protocol == unix.IPPROTO_TCP {

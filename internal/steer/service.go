@@ -129,7 +129,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 		}
 		s.Log.Error("state not saved", "error", err) // the file has the state of the previous agent
 	}
-	if err := s.openNetns(); err != nil {
+	if err := s.OpenNetns(); err != nil {
 		return nil, err
 	}
 	if err := s.shareSettings(c); err != nil {
@@ -227,26 +227,6 @@ func (s *service) nonceFor(c config.Service) (uint64, error) {
 		nonce = s.State.Nonce // the same policy adds the other service
 	}
 	return nonce, err
-}
-
-func (s *service) openNetns() error {
-	name := cmp.Or(s.Config.Netns, "/proc/thread-self/ns/net")
-	// O_NONBLOCK: opening a FIFO must not block.
-	netns, err := os.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
-	if err != nil {
-		return fault.Unreadable(fmt.Errorf("open network namespace: %w", err), "create it, or correct netns")
-	}
-	var stat unix.Stat_t
-	if err := unix.Fstat(int(netns.Fd()), &stat); err != nil {
-		netns.Close()
-		return fmt.Errorf("open network namespace %s: %w", name, err)
-	}
-	if kind, err := unix.IoctlRetInt(int(netns.Fd()), unix.NS_GET_NSTYPE); err != nil || kind != unix.CLONE_NEWNET {
-		netns.Close()
-		return fault.Usage(fmt.Errorf("open network namespace: %s is none", name), "correct netns, as in /run/netns/NAME")
-	}
-	s.Netns, s.NetnsInode = netns, stat.Ino
-	return nil
 }
 
 // readDevices reads the device map of a service, or returns nil without one. A million lines take about 1 s.

@@ -30,13 +30,13 @@ func SkippedStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, err
 	return skipped, unmeasurable(rules, skipped)
 }
 
-// CheckPolicy checks the rules of a policy for the command check, which shows skipped. The probes need no agent.
-func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (skipped []string, untried string, err error) {
+// CheckPolicy checks the rules of a policy for the command check, which shows the notes. The probes need no agent.
+func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes []string, err error) {
 	byRule, err := SkippedStages(policy.Trace)
 	for _, rule := range policy.Trace {
 		for _, s := range byRule[rule.Name] {
-			skipped = append(skipped, fmt.Sprintf("trace rule %s skips %s, which needs %s", rule.Name, s.Stage, s.Needs))
+			notes = append(notes, fmt.Sprintf("trace rule %s skips %s, which needs %s", rule.Name, s.Stage, s.Needs))
 		}
 	}
-	return skipped, "", err
+	return notes, err
 }

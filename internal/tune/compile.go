@@ -4,7 +4,6 @@ package tune
 
 import (
 	"fmt"
-	"hash/fnv"
 	"math"
 
 	"sockeye/internal/bpf"
@@ -118,19 +117,6 @@ func setReply(r *bpf.TuneRule, o Option, s config.Setting) {
 	}
 }
 
-func setExploration(r *bpf.TuneRule, name string, o Option, e *config.Explore) {
-	r.Flags |= bpf.TuneFlagLearn
-	r.Learn = LearnKey(name)
-	r.LearnOption = uint8(o.ID)
-	r.Candidates = uint32(copy32(r.Candidate[:], e.Candidates))
-	r.Explore, r.Probe = probability32(e.Share), probability32(e.Probe)
-	r.FirstBytes = uint32(e.Bytes)
-	r.Evidence = uint32(e.Evidence)
-	r.Forget = uint64(e.Forget) * 1000
-	r.LearnBits4 = uint8(96 + e.IPv4)
-	r.LearnBits6 = uint8(e.IPv6)
-}
-
 // probability32 converts a probability to the program's unit, 1/2^32.
 func probability32(p float64) uint32 { return uint32(min(math.Round(p*(1<<32)), math.MaxUint32)) }
 
@@ -146,14 +132,6 @@ func copyText(to []int8, s string) {
 	for i := range min(len(s), len(to)-1) {
 		to[i] = int8(s[i])
 	}
-}
-
-// LearnKey returns the key of a rule in the map of learned windows: a hash of its name, so that learned values
-// survive a change of the rule's content.
-func LearnKey(rule string) uint32 {
-	h := fnv.New32a()
-	h.Write([]byte(rule))
-	return h.Sum32()
 }
 
 // callbackFlags returns the callbacks (BPF_SOCK_OPS_*_CB_FLAG) that the program needs for a rule. accepts reports

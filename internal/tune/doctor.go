@@ -7,7 +7,6 @@ import (
 	"fmt"
 
 	"sockeye/internal/api"
-	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
@@ -61,25 +60,4 @@ func FailureText(f api.TuneFailure) string {
 // SkippedText describes an option that the kernel does not support.
 func SkippedText(s api.TuneSkipped) string {
 	return fmt.Sprintf("%s is skipped: it needs %s", s.Option, s.Needs)
-}
-
-// CheckPolicy checks the rules of a policy for the command check. The options that the kernel lacks are those of the agent,
-// or are probed if no agent runs; untried is the reason if neither is possible.
-func CheckPolicy(ctx context.Context, agent *api.Client, policy *config.Policy) (skipped []string, untried string, err error) {
-	if err := CheckNested(policy); err != nil || len(policy.Tune) == 0 {
-		return nil, "", err
-	}
-	var lacks []api.TuneSkipped
-	if agent.Get(ctx, "/v1/tune/options", nil, &lacks) != nil {
-		if lacks, err = ProbeOptions(); err != nil {
-			return nil, "tune options were not checked on this kernel: " + err.Error(), nil
-		}
-	}
-	byRule, err := Check(policy.Tune, lacks)
-	for _, rule := range policy.Tune {
-		for _, s := range byRule[rule.Name] {
-			skipped = append(skipped, fmt.Sprintf("rule %s skips %s, which needs %s", rule.Name, s.Option, s.Needs))
-		}
-	}
-	return skipped, "", err
 }

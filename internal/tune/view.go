@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -318,88 +317,6 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 		Segments2: s.Segments2, Retransmits2: s.Retransmits2, SegmentsRetransmits: s.SegmentsRetransmits,
 		RTT: histogram.Of[float64](histogram.Quarters(s.Rtt)), Connect: histogram.Of[float64](histogram.Quarters(s.Connect)), Rate: histogram.Of[float64](histogram.Quarters(s.Rate)),
 	}
-}
-
-// Learned returns the learned windows of one rule, or of all rules for "".
-func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
-	if name != "" {
-		_, rule, err := d.findRule(name)
-		if err != nil {
-			return nil, err
-		}
-		if exploreOf(rule) == nil {
-			return nil, fault.Usage(fmt.Errorf("rule %s does not learn", name), "add set: {initial_cwnd: {explore: [10, 16, 24, 40, 64]}}")
-		}
-	}
-	tuners, err := d.tunersOf("")
-	if err != nil {
-		return nil, err
-	}
-	list := []api.TuneLearned{}
-	for _, t := range tuners {
-		part, err := t.learned(name)
-		if err != nil {
-			return nil, tuneError(t.name, err)
-		}
-		list = append(list, part...)
-	}
-	return list, nil
-}
-
-func (t *tuner) learned(name string) ([]api.TuneLearned, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.tune == nil {
-		return nil, nil
-	}
-	known, err := t.tune.Learned()
-	if err != nil {
-		return nil, err
-	}
-	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
-		return nil, fmt.Errorf("read clock: %w", err)
-	}
-	var list []api.TuneLearned
-	for _, rule := range t.rules {
-		e := exploreOf(rule)
-		if e == nil || name != "" && name != rule.Name {
-			continue
-		}
-		for key, l := range known {
-			if key.Learn != LearnKey(rule.Name) {
-				continue
-			}
-			entry := api.TuneLearned{
-				Cgroup: t.name, Rule: rule.Name, Prefix: LearnedPrefix(key).String(), Settled: l.Settled != 0,
-				Last: time.Now().Add(time.Duration(int64(l.Last) - now.Nano())),
-			}
-			for i, window := range e.Candidates {
-				c := api.TuneCandidate{Window: window, Tries: l.Candidate[i].Tries, Connections: l.Candidate[i].Connections, Lossy: l.Candidate[i].Lossy}
-				if c.Connections > 0 {
-					c.Time = float64(l.Candidate[i].Time) / float64(c.Connections) / 1000
-				}
-				entry.Candidates = append(entry.Candidates, c)
-				if l.Settled != 0 && uint32(i) == l.Chosen {
-					entry.Window = window
-				}
-			}
-			list = append(list, entry)
-		}
-	}
-	slices.SortFunc(list, func(a, b api.TuneLearned) int {
-		return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Prefix, b.Prefix))
-	})
-	return list, nil
-}
-
-func exploreOf(rule config.TuneRule) *config.Explore {
-	for _, s := range rule.Set {
-		if s.Explore != nil {
-			return s.Explore
-		}
-	}
-	return nil
 }
 
 // tunersOf returns the tuner of the named cgroup, or all tuners sorted by name for "".

@@ -23,7 +23,7 @@ import (
 )
 
 func main() {
-	if isNode() {
+	if isHost() {
 		return
 	}
 	fleets := flag.String("hosts", "3,10,100,1000", "numbers of hosts")

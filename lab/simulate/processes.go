@@ -24,15 +24,15 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/fleet/follow"
 	"sockeye/internal/fleet/lead"
-	"sockeye/internal/fleet/node"
 	"sockeye/internal/fleet/store"
 	"sockeye/internal/fleet/table"
 	"sockeye/internal/statedir"
 )
 
-// nodeRole is the first argument of a process that is one host.
-const nodeRole = "node"
+// hostRole is the first argument of a process that is one host.
+const hostRole = "host"
 
 // patience is the longest time in which a fleet without faults comes to rest.
 const patience = 2 * time.Minute
@@ -72,10 +72,10 @@ func (p *recordingPath) HandOver(context.Context, *table.Table) error { return n
 // TakeOver does nothing.
 func (p *recordingPath) TakeOver(context.Context, *table.Table) error { return nil }
 
-// runNode is one host, until its standard input ends.
-func runNode(arguments []string) error {
+// runHost is one host, until its standard input ends.
+func runHost(arguments []string) error {
 	if len(arguments) != 4 {
-		return errors.New("node NAME ENDPOINT DIRECTORY HOSTS")
+		return errors.New("host NAME ENDPOINT DIRECTORY HOSTS")
 	}
 	name, endpoint, dir := arguments[0], arguments[1], arguments[2]
 	hosts, err := strconv.Atoi(arguments[3])
@@ -83,7 +83,7 @@ func runNode(arguments []string) error {
 		return err
 	}
 	log := slog.New(slog.DiscardHandler)
-	c := node.Config{Lead: rulesOf(hosts), Log: log, Path: &recordingPath{filepath.Join(dir, name), os.Stdout},
+	c := follow.Config{Lead: rulesOf(hosts), Log: log, Path: &recordingPath{filepath.Join(dir, name), os.Stdout},
 		Host: store.Registration{Host: table.Host{Name: name, Weight: 100}, Healthy: true}}
 	if data, err := os.ReadFile(filepath.Join(dir, name)); err == nil {
 		if c.Last, err = table.Decode(data); err != nil {
@@ -101,7 +101,7 @@ func runNode(arguments []string) error {
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		cancel()
 	}()
-	node.New(c).Run(ctx)
+	follow.New(c).Run(ctx)
 	return nil
 }
 
@@ -209,7 +209,7 @@ func (f *processes) serve() error {
 
 // start starts a host.
 func (f *processes) start(p *process) error {
-	p.cmd = exec.Command(f.program, nodeRole, p.name, f.endpoint, f.dir, strconv.Itoa(len(f.hosts)))
+	p.cmd = exec.Command(f.program, hostRole, p.name, f.endpoint, f.dir, strconv.Itoa(len(f.hosts)))
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL} // also if it is stopped
 	in, err := p.cmd.StdinPipe()
 	if err != nil {
@@ -345,12 +345,12 @@ func (f *processes) disturb(ctx context.Context, d time.Duration, random *rand.R
 	return nil
 }
 
-// isNode reports whether this process is one host, and runs it.
-func isNode() bool {
-	if len(os.Args) < 2 || os.Args[1] != nodeRole {
+// isHost reports whether this process is one host, and runs it.
+func isHost() bool {
+	if len(os.Args) < 2 || os.Args[1] != hostRole {
 		return false
 	}
-	if err := runNode(os.Args[2:]); err != nil {
+	if err := runHost(os.Args[2:]); err != nil {
 		fmt.Fprintln(os.Stderr, "simulate:", strings.TrimSpace(err.Error()))
 		os.Exit(1)
 	}

@@ -14,7 +14,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if isNode() {
+	if isHost() {
 		return
 	}
 	testenv.Main(m)

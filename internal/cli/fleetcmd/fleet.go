@@ -31,10 +31,10 @@ func (c *commands) fleetCommand() *cobra.Command {
 		Use:   "fleet",
 		Short: "Show the hosts that share the devices",
 		Long: `Fleet shows the hosts of the fleet, as this host knows them: the state that the
-operator has set, whether the host renews its lease, its share of the devices,
-the epoch of its table, with "behind" if there is a newer one, and how this host
-reaches it. Below are the packets to the services that have arrived at this
-host, by what happened to them:
+operator has set, whether the host renews its lease and its services can serve
+devices, its share of the devices, the epoch of its table, with "behind" if
+there is a newer one, and how this host reaches it. Below are the packets to the
+services that have arrived at this host, by what happened to them:
 
   local          this host serves the device
   forwarded      sent to the host that serves the device
@@ -71,7 +71,7 @@ func writeFleet(w io.Writer, s *api.FleetStatus) {
 	}
 	fmt.Fprint(w, "\n\n")
 	if len(s.Hosts) > 0 {
-		fmt.Fprintln(w, "HOST\tSTATE\tALIVE\tHEALTHY\tWEIGHT\tSHARE\tEPOCH\tPATH\tADDRESSES")
+		fmt.Fprintln(w, "HOST\tSTATE\tALIVE\tCAN SERVE\tWEIGHT\tSHARE\tEPOCH\tPATH\tADDRESSES")
 	}
 	for _, h := range s.Hosts {
 		epoch := "-" // a dead host says nothing

@@ -45,7 +45,7 @@ const (
 const maxFlip = 256
 
 // limitFlip returns the buckets that move by the next write of the table: all, or those without sessions and those of
-// maxFlip devices. In the second case, more is set.
+// maxFlip devices. In the second case, m.more is set.
 func (m *Moves) limitFlip(buckets []int) []int {
 	if len(buckets) <= maxFlip || m.Events == nil || m.Config.OnMove != config.CloseMoved {
 		return buckets

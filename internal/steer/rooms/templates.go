@@ -278,13 +278,13 @@ func (r *Rooms) ForgetRow(row int) {
 	}
 }
 
-// CopyTemplates attaches the filter that copies templates to the UDP socket of a member.
-func (r *Rooms) CopyTemplates(seat *core.Seat, socket *member.Socket) error {
+// AttachTemplateFilter attaches the filter that copies templates to the UDP socket of a member.
+func (r *Rooms) AttachTemplateFilter(seat *core.Seat, socket *member.Socket) error {
 	if !r.KeepsTemplates() || socket.Protocol != unix.IPPROTO_UDP {
 		return nil
 	}
 	owner, ok := r.Path.Owner(socket.FD())
-	err := r.Path.CopyTemplates(socket.FD(), ok && owner.Filtered)
+	err := r.Path.AttachTemplateFilter(socket.FD(), ok && owner.Filtered)
 	if errors.Is(err, bpf.ErrFiltered) {
 		if !r.kept.filtered[seat.Slot] {
 			r.Log.Warn("templates of the member are not kept: its socket has a socket filter", "slot", seat.Slot, "pid", seat.Process.PID)

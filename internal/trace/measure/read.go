@@ -223,35 +223,10 @@ func (n Names) sample(s *bpf.TraceSample, group Group, clock time.Duration, tick
 	}
 	out.Stages = stagesOf(m, s.Ended)
 	out.Stages[Total] = time.Duration(s.Total)
-	queued := m.Queued
 	if m.Requeued != 0 {
 		out.Requeued = time.Duration(m.Requeued - m.Queued)
-		queued = m.Requeued
-	}
-	if m.Driver != 0 && queued != 0 {
-		out.Stages[config.StageQdisc] = time.Duration(m.Driver - queued)
 	}
 	return out
-}
-
-func stagesOf(m *bpf.TraceMessage, ended uint64) map[config.Stage]time.Duration {
-	stages := make(map[config.Stage]time.Duration)
-	for _, leg := range []struct {
-		stage    config.Stage
-		from, to uint64
-	}{
-		{config.StageSend, m.Started, m.Sent},
-		{config.StageStack, m.Sent, m.Queued},
-		{config.StageNetwork, m.Driver, ended},
-	} {
-		if leg.from != 0 && leg.to != 0 {
-			stages[leg.stage] = time.Duration(max(leg.to, leg.from) - leg.from)
-		}
-	}
-	if m.Hardware != 0 {
-		stages[config.StageNIC] = time.Duration(m.Hardware - 1)
-	}
-	return stages
 }
 
 // Slowest reads the slowest messages of the last minutes, slowest first.

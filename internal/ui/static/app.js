@@ -511,7 +511,7 @@ const yesNo = (title, of, kind) => marked(title, (h) => of(h) ? "yes" : "no", (h
 const hostColumns = [
   text("Host", (h) => h.name + (h.name === state.frame.fleet.host ? " (this host)" : "")),
   marked("State", (h) => h.state, (h) => h.state !== "ready", "warn"),
-  yesNo("Alive", (h) => h.alive, "bad"), yesNo("Healthy", (h) => h.healthy, "warn"),
+  yesNo("Alive", (h) => h.alive, "bad"), yesNo("Can serve", (h) => h.healthy, "warn"),
   number("Weight", (h) => String(h.weight)), number("Share", (h) => (100 * h.share).toFixed(1) + " %"),
   { title: "Epoch", number: true, show: (cell, h) => { setText(cell, !h.alive ? "-" : h.epoch + (h.behind ? " (behind)" : "")); setClass(cell, h.behind ? "number warn" : "number"); } },
   marked("Path", (h) => h.path, (h) => h.path === "none", "warn"),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package node is one host of a fleet: it applies the tables of the store, says so, and leads the fleet when the store
+// Package follow follows the store of a fleet on one host: it applies the tables of the store, says so, and leads the fleet when the store
 // decides so.
-package node
+package follow
 
 import (
 	"context"
@@ -23,8 +23,8 @@ import (
 // retryPause is the pause before a table that could not be applied or written is tried again.
 const retryPause = time.Second
 
-// Path is the data path of a host.
-type Path interface {
+// DataPath is the data path of a host.
+type DataPath interface {
 	// Apply puts a table in force.
 	Apply(t *table.Table) error
 	// HandOver hands the templates of the devices over that a table prepares to leave this host. HandOver is called after Apply
@@ -38,7 +38,7 @@ type Path interface {
 // Config describes a host.
 type Config struct {
 	Store store.Store
-	Path  Path
+	Path  DataPath
 	// Lead has the rules of the fleet, the same on all hosts.
 	Lead lead.Config
 	// Host is the registration of this host.
@@ -49,8 +49,8 @@ type Config struct {
 	Log  *slog.Logger
 }
 
-// Node is a host of a fleet.
-type Node struct {
+// Follower is a host of a fleet that follows the store.
+type Follower struct {
 	config  Config
 	leader  lead.Leader
 	applied *table.Table // in force
@@ -84,64 +84,64 @@ type State struct {
 }
 
 // New returns a host.
-func New(c Config) *Node {
-	return &Node{config: c, leader: lead.Leader{Config: c.Lead}, registration: c.Host}
+func New(c Config) *Follower {
+	return &Follower{config: c, leader: lead.Leader{Config: c.Lead}, registration: c.Host}
 }
 
 // Describe changes what this host says about itself.
-func (n *Node) Describe(h table.Host, healthy bool) {
-	n.update(func(r *store.Registration) { r.Host, r.Healthy = h, healthy })
+func (f *Follower) Describe(h table.Host, healthy bool) {
+	f.update(func(r *store.Registration) { r.Host, r.Healthy = h, healthy })
 }
 
 // HandedLate tells the other hosts that this one has handed over templates that were not part of a preparation.
-func (n *Node) HandedLate() {
+func (f *Follower) HandedLate() {
 	// A count would be the same after a restart.
-	n.update(func(r *store.Registration) { r.Late = max(r.Late+1, uint64(time.Now().UnixNano())) })
+	f.update(func(r *store.Registration) { r.Late = max(r.Late+1, uint64(time.Now().UnixNano())) })
 }
 
 // update changes the registration of this host, and publishes a change.
-func (n *Node) update(change func(*store.Registration)) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	before := n.registration
-	change(&n.registration)
-	if !reflect.DeepEqual(n.registration, before) {
-		n.config.Store.Update(n.registration)
+func (f *Follower) update(change func(*store.Registration)) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	before := f.registration
+	change(&f.registration)
+	if !reflect.DeepEqual(f.registration, before) {
+		f.config.Store.Update(f.registration)
 	}
 }
 
 // Run follows the store until ctx is done.
-func (n *Node) Run(ctx context.Context) {
+func (f *Follower) Run(ctx context.Context) {
 	snapshots := make(chan *store.Snapshot, 1)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		n.config.Store.Run(ctx, snapshots)
+		f.config.Store.Run(ctx, snapshots)
 	}()
 	defer func() { <-ended }()
 	defer func() {
-		if n.preparing != nil {
-			<-n.preparing.ended
+		if f.preparing != nil {
+			<-f.preparing.ended
 		}
 	}()
 	timer := time.NewTimer(0)
 	<-timer.C
 	defer timer.Stop()
 	// The table of the last start comes first: a table of the store is compared with the one in force.
-	for last := (&store.Snapshot{Table: n.config.Last}); ; {
-		wait, err := n.follow(ctx, last)
+	for last := (&store.Snapshot{Table: f.config.Last}); ; {
+		wait, err := f.follow(ctx, last)
 		problem := ""
 		if err != nil {
 			problem, wait = err.Error(), retryPause
-		} else if living := lead.Living(last.Hosts); last.Connected && last.Leader != "" && living < n.config.Lead.MinHosts {
-			problem = fmt.Sprintf("%d of at least %d hosts (min_hosts) are alive: no device moves, also not from a dead host", living, n.config.Lead.MinHosts)
+		} else if living := lead.Living(last.Hosts); last.Connected && last.Leader != "" && living < f.config.Lead.MinHosts {
+			problem = fmt.Sprintf("%d of at least %d hosts (min_hosts) are alive: no device moves, also not from a dead host", living, f.config.Lead.MinHosts)
 		}
-		if problem != n.problem && problem != "" {
-			n.config.Log.Warn("fleet", "problem", problem)
+		if problem != f.problem && problem != "" {
+			f.config.Log.Warn("fleet", "problem", problem)
 		}
-		n.problem = problem
-		if n.Changed != nil {
-			n.Changed(State{last, n.applied, problem, last.Table != nil && n.applied != nil && last.Table.Nonce != n.applied.Nonce})
+		f.problem = problem
+		if f.Changed != nil {
+			f.Changed(State{last, f.applied, problem, last.Table != nil && f.applied != nil && last.Table.Nonce != f.applied.Nonce})
 		}
 		if wait > 0 {
 			timer.Reset(wait)
@@ -150,8 +150,8 @@ func (n *Node) Run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case last = <-snapshots:
-		case <-n.prepared():
-			n.finished, n.preparing = n.preparing, nil
+		case <-f.prepared():
+			f.finished, f.preparing = f.preparing, nil
 		case <-timer.C:
 		}
 	}
@@ -159,14 +159,14 @@ func (n *Node) Run(ctx context.Context) {
 
 // follow applies the table of a snapshot, and decides about the next one if this host leads. It returns the time after which
 // to call it again with the same snapshot; 0: never.
-func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duration, err error) {
+func (f *Follower) follow(ctx context.Context, s *store.Snapshot) (wait time.Duration, err error) {
 	// Somebody has deleted a table that was restored: the one in force counts.
-	if s.Damaged && s.Table != nil && n.applied != nil && s.Table.Nonce == n.applied.Nonce && s.Table.Epoch <= n.applied.Epoch {
+	if s.Damaged && s.Table != nil && f.applied != nil && s.Table.Nonce == f.applied.Nonce && s.Table.Epoch <= f.applied.Epoch {
 		present := *s
-		present.Table = n.applied
+		present.Table = f.applied
 		s = &present
 	}
-	postponed, err := n.apply(ctx, s)
+	postponed, err := f.apply(ctx, s)
 	if err == nil && s.Table != nil && !s.Damaged {
 		if host, epoch := latest(s.Hosts, s.Table.Nonce, s.Table.Epoch); host != "" {
 			err = refusedError(fmt.Sprintf("the table in the store has epoch %d, and host %s has epoch %d: an earlier state of the store was restored", s.Table.Epoch, host, epoch))
@@ -175,19 +175,19 @@ func (n *Node) follow(ctx context.Context, s *store.Snapshot) (wait time.Duratio
 	_, refused := errors.AsType[refusedError](err)
 	if refused || !s.Connected || !s.Leads {
 		// Another leader has other times: those of this host begin when it leads again.
-		n.leader = lead.Leader{Config: n.config.Lead}
-		n.lost = 0
+		f.leader = lead.Leader{Config: f.config.Lead}
+		f.lost = 0
 		return postponed, err
 	}
 	// What fails on this host does not keep the devices of a dead host where they are.
-	next, wait := n.next(s)
+	next, wait := f.next(s)
 	if next == nil {
 		if wait == 0 || postponed > 0 && postponed < wait {
 			wait = postponed
 		}
 		return wait, err
 	}
-	switch failed := n.config.Store.Write(ctx, s, next); {
+	switch failed := f.config.Store.Write(ctx, s, next); {
 	case errors.Is(failed, store.ErrNotLeader), ctx.Err() != nil:
 		return 0, err // the next snapshot says who leads, and what the table is
 	case failed != nil:
@@ -202,27 +202,27 @@ const lostTime = 10 * time.Second
 
 // next returns the table that this host writes as the leader, or nil and the time after which to ask again; 0: with the next
 // snapshot.
-func (n *Node) next(s *store.Snapshot) (next *table.Table, wait time.Duration) {
+func (f *Follower) next(s *store.Snapshot) (next *table.Table, wait time.Duration) {
 	now := clock.Monotonic()
 	last := s.Table
 	if last == nil {
-		last = n.applied
+		last = f.applied
 	}
 	if last == nil || s.Table != nil && !s.Damaged {
-		n.lost = 0
-		d := n.leader.Decide(now, last, s.Hosts)
+		f.lost = 0
+		d := f.leader.Decide(now, last, s.Hosts)
 		return d.Table, d.Wait
 	}
-	if n.lost == 0 {
-		n.lost = now
+	if f.lost == 0 {
+		f.lost = now
 	}
-	if now-n.lost < lostTime && !allAlive(last, s.Hosts) {
+	if now-f.lost < lostTime && !allAlive(last, s.Hosts) {
 		return nil, retryPause
 	}
-	if n.healed != 0 && now-n.healed < retryPause {
+	if f.healed != 0 && now-f.healed < retryPause {
 		return nil, retryPause
 	}
-	n.healed = now
+	f.healed = now
 	// The last good table heals the store, with an epoch that is later than that of every host.
 	healed := *last
 	if _, epoch := latest(s.Hosts, last.Nonce, last.Epoch); epoch > 0 {
@@ -259,45 +259,45 @@ func (e refusedError) Error() string { return string(e) }
 
 // apply puts a table in force, unless it is the one in force, or must wait for other hosts: then it returns the time that is left. A store
 // with an earlier table, or one of another fleet, was replaced or restored: this host keeps its table, and does not lead.
-func (n *Node) apply(ctx context.Context, s *store.Snapshot) (postponed time.Duration, err error) {
+func (f *Follower) apply(ctx context.Context, s *store.Snapshot) (postponed time.Duration, err error) {
 	t := s.Table
 	if t == nil || s.Damaged {
 		// A host without the last table of the fleet leaves it to the others to write it.
-		r := n.registered()
+		r := f.registered()
 		epoch, nonce := r.Applied, r.Nonce
 		if t != nil {
 			epoch, nonce = max(epoch, t.Epoch), t.Nonce
 		}
 		if later, _ := latest(s.Hosts, nonce, epoch); later != "" {
-			n.update(func(r *store.Registration) { r.Refuses = true })
+			f.update(func(r *store.Registration) { r.Refuses = true })
 			return 0, refusedError(fmt.Sprintf("the store has lost the table of the fleet, and another host must write it again, as host %s: the one of this host is not the last one", later))
 		}
 	}
 	switch {
 	case t == nil:
-		n.update(func(r *store.Registration) { r.Refuses = false })
+		f.update(func(r *store.Registration) { r.Refuses = false })
 		return 0, nil
-	case n.applied != nil && t.Nonce != n.applied.Nonce:
-		n.update(func(r *store.Registration) { r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0, 0 })
+	case f.applied != nil && t.Nonce != f.applied.Nonce:
+		f.update(func(r *store.Registration) { r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0, 0 })
 		return 0, refusedError("the table in the store has another nonce than the one in force: it belongs to another fleet")
-	case n.applied != nil && t.Epoch < n.applied.Epoch:
-		n.update(func(r *store.Registration) { r.Refuses = true })
-		return 0, refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, n.applied.Epoch))
+	case f.applied != nil && t.Epoch < f.applied.Epoch:
+		f.update(func(r *store.Registration) { r.Refuses = true })
+		return 0, refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, f.applied.Epoch))
 	}
-	if n.applied != nil && t.Epoch == n.applied.Epoch && !t.Equal(n.applied) {
-		n.update(func(r *store.Registration) { r.Refuses = true })
+	if f.applied != nil && t.Epoch == f.applied.Epoch && !t.Equal(f.applied) {
+		f.update(func(r *store.Registration) { r.Refuses = true })
 		return 0, refusedError(fmt.Sprintf("the table in the store has epoch %d, as the one in force, and other hosts or owners: an earlier state of the store was restored, or its file has changed without another epoch", t.Epoch))
 	}
-	if n.applied == nil || t.Epoch > n.applied.Epoch {
-		if wait := n.postpone(s, t); wait > 0 {
+	if f.applied == nil || t.Epoch > f.applied.Epoch {
+		if wait := f.postpone(s, t); wait > 0 {
 			return wait, nil
 		}
-		if err := n.config.Path.Apply(t); err != nil {
+		if err := f.config.Path.Apply(t); err != nil {
 			return 0, err
 		}
-		n.applied, n.postponed = t, 0
+		f.applied, f.postponed = t, 0
 	}
-	return 0, n.prepare(ctx, s, t)
+	return 0, f.prepare(ctx, s, t)
 }
 
 // flipTime is the longest time for which a host waits for the former owners of its devices to apply a table, in which they close the
@@ -308,17 +308,17 @@ const flipTime = 10 * time.Second
 // postpone returns the time for which this host does not apply a table yet that gives it devices: their former owners come first. Until a
 // former owner applies the table, all packets of the devices reach it, and so do the connections; afterwards, it sends them here. If
 // this host were first, it would have datagrams of devices whose connections are still at the former owner.
-func (n *Node) postpone(s *store.Snapshot, t *table.Table) time.Duration {
-	if n.applied == nil || !awaitsOwners(n.applied, t, n.registered().Name, s.Hosts) {
+func (f *Follower) postpone(s *store.Snapshot, t *table.Table) time.Duration {
+	if f.applied == nil || !awaitsOwners(f.applied, t, f.registered().Name, s.Hosts) {
 		return 0
 	}
 	now := clock.Monotonic()
-	if n.postponed == 0 {
-		n.postponed = now // also for later tables, until one is applied
+	if f.postponed == 0 {
+		f.postponed = now // also for later tables, until one is applied
 	}
-	wait := max(0, flipTime-(now-n.postponed))
+	wait := max(0, flipTime-(now-f.postponed))
 	if wait == 0 {
-		n.config.Log.Warn("a former owner of devices has not applied the table: their datagrams may reach this host while their connections are there", "epoch", t.Epoch)
+		f.config.Log.Warn("a former owner of devices has not applied the table: their datagrams may reach this host while their connections are there", "epoch", t.Epoch)
 	}
 	return wait
 }
@@ -357,21 +357,21 @@ type preparation struct {
 }
 
 // prepared returns a channel that is closed when the present preparation ends; nil: there is none.
-func (n *Node) prepared() <-chan struct{} {
-	if n.preparing == nil {
+func (f *Follower) prepared() <-chan struct{} {
+	if f.preparing == nil {
 		return nil
 	}
-	return n.preparing.ended
+	return f.preparing.ended
 }
 
 // begin begins a preparation.
-func (n *Node) begin(ctx context.Context, t *table.Table, takes bool) {
+func (f *Follower) begin(ctx context.Context, t *table.Table, takes bool) {
 	ctx, cancel := context.WithCancel(ctx)
 	p := &preparation{epoch: t.Epoch, takes: takes, cancel: cancel, ended: make(chan struct{})}
-	n.preparing = p
-	work := n.config.Path.HandOver
+	f.preparing = p
+	work := f.config.Path.HandOver
 	if takes {
-		work = n.config.Path.TakeOver
+		work = f.config.Path.TakeOver
 	}
 	go func() {
 		defer close(p.ended)
@@ -381,15 +381,15 @@ func (n *Node) begin(ctx context.Context, t *table.Table, takes bool) {
 }
 
 // prepare prepares the moves of the table in force, step by step, and registers what is done.
-func (n *Node) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) error {
-	r := n.registered()
+func (f *Follower) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) error {
+	r := f.registered()
 	r.Refuses, r.Nonce, r.Applied = false, t.Nonce, t.Epoch
-	if n.failedIn != t.Epoch {
-		n.failed, n.failedIn = nil, t.Epoch
+	if f.failedIn != t.Epoch {
+		f.failed, f.failedIn = nil, t.Epoch
 	}
 	pause := false // before the next attempt
-	if p := n.finished; p != nil && p.epoch == t.Epoch {
-		n.failed = p.err // as long as the next attempt runs, too
+	if p := f.finished; p != nil && p.epoch == t.Epoch {
+		f.failed = p.err // as long as the next attempt runs, too
 		switch {
 		case p.err != nil:
 			pause = true
@@ -399,9 +399,9 @@ func (n *Node) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) e
 			r.Handed = t.Epoch
 		}
 	}
-	n.finished = nil
-	if n.preparing != nil && n.preparing.epoch != t.Epoch {
-		n.preparing.cancel()
+	f.finished = nil
+	if f.preparing != nil && f.preparing.epoch != t.Epoch {
+		f.preparing.cancel()
 	}
 	leave, come := moves(t, r.Name)
 	if r.Handed < t.Epoch && !leave {
@@ -411,16 +411,16 @@ func (n *Node) prepare(ctx context.Context, s *store.Snapshot, t *table.Table) e
 		r.Prepared = t.Epoch
 	}
 	switch {
-	case n.preparing != nil, pause:
+	case f.preparing != nil, pause:
 	case r.Handed < t.Epoch:
-		n.begin(ctx, t, false)
+		f.begin(ctx, t, false)
 	case r.Prepared < t.Epoch && handedOver(t, r.Name, s.Hosts): // two hosts may get devices from each other
-		n.begin(ctx, t, true)
+		f.begin(ctx, t, true)
 	}
-	n.update(func(now *store.Registration) { // one message for all
+	f.update(func(now *store.Registration) { // one message for all
 		now.Refuses, now.Nonce, now.Applied, now.Handed, now.Prepared = r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared
 	})
-	return n.failed
+	return f.failed
 }
 
 // moves reports whether a table prepares moves from a host, and to it.
@@ -434,10 +434,10 @@ func moves(t *table.Table, host string) (leave, come bool) {
 }
 
 // registered returns the registration.
-func (n *Node) registered() store.Registration {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.registration
+func (f *Follower) registered() store.Registration {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.registration
 }
 
 // handedOver reports whether all living owners of devices that a table prepares to come to a host have handed them over.

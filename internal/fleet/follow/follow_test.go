@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package node
+package follow
 
 import (
 	"context"
@@ -125,15 +125,15 @@ func (f *fleet) start(name string, last *table.Table) *host {
 	}
 	h := &host{path: &path{history: f.history, name: name}, store: etcd}
 	c.Store, c.Path = etcd, h.path
-	n := New(c)
-	n.Changed = func(s State) {
+	follower := New(c)
+	follower.Changed = func(s State) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		h.state = s
 	}
 	ctx, cancel := context.WithCancel(f.Context())
 	done := make(chan struct{})
-	go func() { n.Run(ctx); close(done) }()
+	go func() { follower.Run(ctx); close(done) }()
 	h.stop = func() {
 		cancel()
 		<-done
@@ -343,12 +343,12 @@ func TestRestoredStore(t *testing.T) {
 		s := &fixed{written: make(chan *table.Table, 10), snapshot: &store.Snapshot{Table: of(5, 7), Connected: true, Leads: true,
 			Hosts: []lead.Host{{Host: table.Host{Name: "a", Weight: 2}, State: lead.Ready, Alive: true, Healthy: true, Applied: 5, Prepared: 5}}}}
 		p := &path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}
-		n := New(Config{Store: s, Path: p, Last: c.last, Log: slog.New(slog.DiscardHandler), Lead: lead.Config{MinHosts: 1, Batch: 1},
+		follower := New(Config{Store: s, Path: p, Last: c.last, Log: slog.New(slog.DiscardHandler), Lead: lead.Config{MinHosts: 1, Batch: 1},
 			Host: store.Registration{Host: table.Host{Name: "a", Weight: 2}}})
 		ctx, cancel := context.WithCancel(t.Context())
 		states, done := make(chan State, 100), make(chan struct{})
-		n.Changed = func(s State) { states <- s }
-		go func() { n.Run(ctx); close(done) }()
+		follower.Changed = func(s State) { states <- s }
+		go func() { follower.Run(ctx); close(done) }()
 		for end := time.After(patience); ; {
 			var state State
 			select {
@@ -406,29 +406,29 @@ func TestLostRegistrations(t *testing.T) {
 	for b := range table.Buckets {
 		present.Owner[b], present.Previous[b], present.Next[b] = uint16(b%2), table.None, table.None
 	}
-	n := New(Config{Lead: lead.Config{MinHosts: 1, OnDeath: lead.Next, Batch: 100}, Log: slog.New(slog.DiscardHandler)})
-	n.applied = present
+	follower := New(Config{Lead: lead.Config{MinHosts: 1, OnDeath: lead.Next, Batch: 100}, Log: slog.New(slog.DiscardHandler)})
+	follower.applied = present
 	s := &store.Snapshot{Table: present, Damaged: true, Connected: true, Leads: true, Hosts: []lead.Host{
 		{Host: present.Hosts[0], State: lead.Ready, Alive: true, Healthy: true, Applied: 5, Handed: 5, Prepared: 5}, {Host: present.Hosts[1], State: lead.Ready}}}
-	if next, wait := n.next(s); next != nil || wait != retryPause {
+	if next, wait := follower.next(s); next != nil || wait != retryPause {
 		t.Fatalf("with one of two hosts: %+v after %v", next, wait)
 	}
 	s.Hosts[1].Alive, s.Hosts[1].Healthy, s.Hosts[1].Nonce, s.Hosts[1].Applied = true, true, 7, 6
-	next, _ := n.next(s)
+	next, _ := follower.next(s)
 	if next == nil || next.Epoch != 7 || next.Owner != present.Owner {
 		t.Fatalf("with both hosts: %+v", next)
 	}
-	if next, wait := n.next(s); next != nil || wait != retryPause {
+	if next, wait := follower.next(s); next != nil || wait != retryPause {
 		t.Errorf("another table at once, or %v", wait)
 	}
 	s.Hosts[1].Alive = false
-	n.lost, n.healed = n.lost-lostTime, n.healed-retryPause
-	if next, _ := n.next(s); next == nil || next.Owner != present.Owner {
+	follower.lost, follower.healed = follower.lost-lostTime, follower.healed-retryPause
+	if next, _ := follower.next(s); next == nil || next.Owner != present.Owner {
 		t.Errorf("no table after %v, or another one", lostTime)
 	}
 	s.Hosts[1].Alive, s.Hosts[1].Applied = true, table.MostEpoch-1 // a lie
-	n.healed -= retryPause
-	if next, _ := n.next(s); next == nil || next.Epoch != 6 {
+	follower.healed -= retryPause
+	if next, _ := follower.next(s); next == nil || next.Epoch != 6 {
 		t.Error("an epoch that no host has had, or no table")
 	}
 }
@@ -460,20 +460,20 @@ func TestEarlierStore(t *testing.T) {
 		{"lies", nil, at(5), false, 7, 5 + store.MostEpochs, "", false, true},
 	} {
 		s := &fixed{written: make(chan *table.Table, 10)}
-		n := New(Config{Store: s, Log: slog.New(slog.DiscardHandler), Lead: lead.Config{MinHosts: 1, Batch: 1}, Host: store.Registration{Host: table.Host{Name: "a", Weight: 2}},
+		follower := New(Config{Store: s, Log: slog.New(slog.DiscardHandler), Lead: lead.Config{MinHosts: 1, Batch: 1}, Host: store.Registration{Host: table.Host{Name: "a", Weight: 2}},
 			Path: &path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}})
 		if c.last != nil {
-			if _, err := n.follow(t.Context(), &store.Snapshot{Table: c.last}); err != nil {
+			if _, err := follower.follow(t.Context(), &store.Snapshot{Table: c.last}); err != nil {
 				t.Fatal(err)
 			}
 		}
-		_, err := n.follow(t.Context(), &store.Snapshot{Table: c.store, Damaged: c.damaged, Connected: true, Leads: true, Hosts: []lead.Host{
+		_, err := follower.follow(t.Context(), &store.Snapshot{Table: c.store, Damaged: c.damaged, Connected: true, Leads: true, Hosts: []lead.Host{
 			{Host: table.Host{Name: "a", Weight: 2}, State: lead.Ready, Alive: true, Healthy: true, Applied: 5, Prepared: 5},
 			{Host: table.Host{Name: "b", Weight: 1}, State: lead.Ready, Alive: true, Healthy: true, Refuses: true, Nonce: c.nonce, Applied: c.other}}})
 		if c.problem == "" && err != nil || c.problem != "" && (err == nil || !strings.Contains(err.Error(), c.problem)) {
 			t.Errorf("%s: %v", c.name, err)
 		}
-		if r := n.registered(); r.Refuses != c.refuses || (len(s.written) > 0) != c.write {
+		if r := follower.registered(); r.Refuses != c.refuses || (len(s.written) > 0) != c.write {
 			t.Errorf("%s: refuses %v, %d tables written", c.name, r.Refuses, len(s.written))
 		}
 	}
@@ -484,11 +484,11 @@ func TestEarlierStore(t *testing.T) {
 		"MAC":     func(t *table.Table) { t.Hosts[1].MACs = []string{"02:00:00:00:00:02"} },
 		"host":    func(t *table.Table) { t.Hosts = append(t.Hosts, table.Host{Name: "c", Weight: 1}) },
 	} {
-		n := New(Config{Store: &fixed{written: make(chan *table.Table, 10)}, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
-		n.applied = at(5)
+		follower := New(Config{Store: &fixed{written: make(chan *table.Table, 10)}, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
+		follower.applied = at(5)
 		other := at(5)
 		change(other)
-		if _, err := n.follow(t.Context(), &store.Snapshot{Table: other, Connected: true, Leads: true}); err == nil || !strings.Contains(err.Error(), "and other hosts or owners") || !n.registered().Refuses {
+		if _, err := follower.follow(t.Context(), &store.Snapshot{Table: other, Connected: true, Leads: true}); err == nil || !strings.Contains(err.Error(), "and other hosts or owners") || !follower.registered().Refuses {
 			t.Errorf("another table with the same epoch (%s): %v", name, err)
 		}
 	}
@@ -536,17 +536,17 @@ func TestDeathDuringPreparation(t *testing.T) {
 	}
 	s := &shown{snapshots: make(chan *store.Snapshot)}
 	p := &slowPath{&path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}, make(chan uint64, 10), make(chan uint64, 10)}
-	n := New(Config{Store: s, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
+	follower := New(Config{Store: s, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
 	var mu sync.Mutex
 	var state State
-	n.Changed = func(now State) {
+	follower.Changed = func(now State) {
 		mu.Lock()
 		defer mu.Unlock()
 		state = now
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() { n.Run(ctx); close(done) }()
+	go func() { follower.Run(ctx); close(done) }()
 	for epoch := uint64(3); epoch < 6; epoch++ {
 		s.snapshots <- at(epoch)
 		testenv.Within(t, "the table in force", func() bool {
@@ -554,7 +554,7 @@ func TestDeathDuringPreparation(t *testing.T) {
 			defer mu.Unlock()
 			return state.Applied != nil && state.Applied.Epoch == epoch
 		})
-		if r := n.registered(); r.Applied != epoch || r.Handed != epoch || r.Prepared != 0 {
+		if r := follower.registered(); r.Applied != epoch || r.Handed != epoch || r.Prepared != 0 {
 			t.Errorf("epoch %d: %+v", epoch, r)
 		}
 		if got := <-p.begun; got != epoch {
@@ -589,16 +589,16 @@ func TestFailingPreparation(t *testing.T) {
 	one.Next[0] = 0 // b to a
 	s := &store.Snapshot{Table: one, Connected: true, Hosts: []lead.Host{{Host: one.Hosts[1], Alive: true, Applied: 3, Handed: 3, Prepared: 3}}}
 	p := &failingPath{&path{name: "a", history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}, make(chan bool, 10)}
-	n := New(Config{Store: &fixed{}, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
-	if _, err := n.follow(t.Context(), s); err != nil {
+	follower := New(Config{Store: &fixed{}, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: "a", Weight: 1}}})
+	if _, err := follower.follow(t.Context(), s); err != nil {
 		t.Fatal(err)
 	}
 	for attempt := range 3 {
 		<-p.begun
-		<-n.preparing.ended
-		n.finished, n.preparing = n.preparing, nil
+		<-follower.preparing.ended
+		follower.finished, follower.preparing = follower.preparing, nil
 		for range 2 { // after the end, and when the next attempt begins
-			if _, err := n.follow(t.Context(), s); err == nil || err.Error() != "no space" {
+			if _, err := follower.follow(t.Context(), s); err == nil || err.Error() != "no space" {
 				t.Fatalf("attempt %d: %v", attempt, err)
 			}
 		}
@@ -606,7 +606,7 @@ func TestFailingPreparation(t *testing.T) {
 	later := *one
 	later.Epoch, later.Next[0] = 4, table.None
 	s.Table = &later
-	if _, err := n.follow(t.Context(), s); err != nil {
+	if _, err := follower.follow(t.Context(), s); err != nil {
 		t.Errorf("the next table: %v", err)
 	}
 }
@@ -678,28 +678,28 @@ func TestFormerOwnerFirst(t *testing.T) {
 		"the former owner had not even the one before": {"a", flipped, []lead.Host{{Host: hosts[1], Alive: true, Applied: 3}}, true},
 	} {
 		p := &path{name: c.host, history: &history{tables: map[uint64]*table.Table{}, epoch: map[string]uint64{}}}
-		n := New(Config{Store: &fixed{}, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: c.host, Weight: 1}}})
-		n.applied = prepared
-		wait, err := n.follow(t.Context(), &store.Snapshot{Table: c.table, Connected: true, Hosts: c.hosts})
-		if waits := n.applied == prepared; err != nil || waits != c.waits || waits != (wait > 0) || wait > flipTime {
+		follower := New(Config{Store: &fixed{}, Path: p, Log: slog.New(slog.DiscardHandler), Host: store.Registration{Host: table.Host{Name: c.host, Weight: 1}}})
+		follower.applied = prepared
+		wait, err := follower.follow(t.Context(), &store.Snapshot{Table: c.table, Connected: true, Hosts: c.hosts})
+		if waits := follower.applied == prepared; err != nil || waits != c.waits || waits != (wait > 0) || wait > flipTime {
 			t.Errorf("%s: waits %v for %v, %v", name, waits, wait, err)
 		}
 		if !c.waits {
 			continue
 		}
 		// A former owner with many connections needs more than a second, and the lease of a dead one ends after 3 s.
-		n.postponed -= 4 * time.Second
-		if wait, err := n.follow(t.Context(), &store.Snapshot{Table: c.table, Connected: true, Hosts: c.hosts}); err != nil || n.applied != prepared || wait <= 0 {
+		follower.postponed -= 4 * time.Second
+		if wait, err := follower.follow(t.Context(), &store.Snapshot{Table: c.table, Connected: true, Hosts: c.hosts}); err != nil || follower.applied != prepared || wait <= 0 {
 			t.Errorf("%s: after 4s: waits %v, %v", name, wait, err)
 		}
-		if r := n.registered(); r.Applied == 5 {
+		if r := follower.registered(); r.Applied == 5 {
 			t.Errorf("%s: %+v", name, r)
 		}
 		// The time goes on with the next table.
-		n.postponed -= flipTime
+		follower.postponed -= flipTime
 		next := *c.table
 		next.Epoch++
-		if wait, err = n.follow(t.Context(), &store.Snapshot{Table: &next, Connected: true, Hosts: c.hosts}); err != nil || n.applied != &next || n.postponed != 0 {
+		if wait, err = follower.follow(t.Context(), &store.Snapshot{Table: &next, Connected: true, Hosts: c.hosts}); err != nil || follower.applied != &next || follower.postponed != 0 {
 			t.Errorf("%s: after %v: %v, %v", name, flipTime, wait, err)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 
 	"sockeye/internal/api"
@@ -144,10 +145,17 @@ func describeChange(h *lead.Host, from, to store.Setting) string {
 		parts = append(parts, fmt.Sprintf("%s -> %s", cmp.Or(from.State, lead.Ready), cmp.Or(to.State, lead.Ready)))
 	}
 	if from.Weight != to.Weight {
-		own := cmp.Or(h.OwnWeight, h.Weight)
-		parts = append(parts, fmt.Sprintf("weight %d -> %d", cmp.Or(from.Weight, own), cmp.Or(to.Weight, own)))
+		parts = append(parts, fmt.Sprintf("weight %s -> %s", weightText(h, from.Weight), weightText(h, to.Weight)))
 	}
 	return strings.Join(parts, ", ")
+}
+
+// weightText returns the weight that a setting gives a host as text. 0 stands for the host's own weight.
+func weightText(h *lead.Host, set uint32) string {
+	if set == 0 {
+		return fmt.Sprintf("%d (its own)", cmp.Or(h.OwnWeight, h.Weight))
+	}
+	return strconv.FormatUint(uint64(set), 10)
 }
 
 // effectOf tells how many devices move, or would move, by a setting of a host.
