@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"time"
+	"unsafe"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/ringbuf"
@@ -58,21 +59,34 @@ func LoadTemplateFilter() (filter *ebpf.Program, unload func(), err error) {
 // ErrFiltered is the error for a socket that has a filter of its own.
 var ErrFiltered = errors.New("the socket has a socket filter")
 
+// ReadFilter reports whether a socket has a filter of classic BPF, or one of eBPF. The kernel takes the length of the buffer for a number of
+// instructions (sk_get_filter, net/core/filter.c, Linux 6.18): it would write four instructions, of 8 bytes each, to an int. With a length of
+// 0, it returns their number alone.
+func ReadFilter(fd int) (classic, extended bool, err error) {
+	var none, instructions uint32
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_GET_FILTER,
+		uintptr(unsafe.Pointer(&none)), uintptr(unsafe.Pointer(&instructions)), 0)
+	switch errno {
+	case 0:
+		return instructions > 0, false, nil
+	case unix.EACCES:
+		return false, true, nil
+	}
+	return false, false, fmt.Errorf("read SO_GET_FILTER: %w", errno)
+}
+
 // AttachTemplateFilter attaches the filter that copies datagrams with template sets to a member's UDP socket. own is set if the
-// socket has this filter already, possibly that of another version, which is replaced. The error is ErrFiltered for a socket
+// socket has had this filter, possibly that of another version, which is replaced. The error is ErrFiltered for a socket
 // with another filter.
 func (s *Steer) AttachTemplateFilter(fd int, own bool) error {
-	if !own {
-		// The length of a filter of classic BPF, or EACCES for eBPF (sk_get_filter).
-		n, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_GET_FILTER)
-		if n > 0 || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EINVAL) {
-			return ErrFiltered
-		}
-		if err != nil {
-			return fmt.Errorf("read SO_GET_FILTER: %w", err)
-		}
+	classic, extended, err := ReadFilter(fd)
+	if err != nil {
+		return err
 	}
-	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ATTACH_BPF, s.templates.FD())
+	if classic || extended && !own {
+		return ErrFiltered
+	}
+	err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ATTACH_BPF, s.templates.FD())
 	if errors.Is(err, unix.EPERM) { // SO_LOCK_FILTER
 		return ErrFiltered
 	}
@@ -82,8 +96,11 @@ func (s *Steer) AttachTemplateFilter(fd int, own bool) error {
 	return nil
 }
 
-// DetachFilter removes the filter of AttachTemplateFilter from a socket.
+// DetachFilter removes the filter of AttachTemplateFilter from a socket, unless the program has replaced it by one of classic BPF.
 func DetachFilter(fd int) error {
+	if classic, _, err := ReadFilter(fd); err != nil || classic {
+		return err
+	}
 	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return fmt.Errorf("set SO_DETACH_FILTER: %w", err)

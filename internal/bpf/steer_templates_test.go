@@ -44,6 +44,62 @@ func randomMessage(r *rand.Rand) []byte {
 	return b[:len(b)-r.IntN(3)]
 }
 
+// TestFilterOfMember checks that a filter of a member's own stays, whatever its length: the kernel writes a short one to the buffer of a
+// getsockopt(2) for an int.
+func TestFilterOfMember(t *testing.T) {
+	spec, err := loadSteerTemplates()
+	if err != nil {
+		t.Fatal(err)
+	}
+	collection, err := load.Collection(spec, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer collection.Close()
+	path := &Steer{templates: collection.Programs["steer_copy_templates"]}
+	socket, err := net.ListenPacket("udp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer socket.Close()
+	has := func(classic, extended bool) {
+		t.Helper()
+		control(t, socket.(*net.UDPConn), func(fd int) error {
+			if c, e, err := ReadFilter(fd); c != classic || e != extended || err != nil {
+				return fmt.Errorf("classic %v, extended %v, %w", c, e, err)
+			}
+			return nil
+		})
+	}
+	for length := 1; length <= 6; length++ {
+		own := make([]unix.SockFilter, length)
+		for i := range own {
+			own[i] = unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: ^uint32(0)}
+		}
+		control(t, socket.(*net.UDPConn), func(fd int) error {
+			has(false, false)
+			if err := path.AttachTemplateFilter(fd, false); err != nil {
+				return err
+			}
+			has(false, true)
+			if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(length), Filter: &own[0]}); err != nil {
+				return err
+			}
+			has(true, false)
+			for _, known := range []bool{false, true} {
+				if err := path.AttachTemplateFilter(fd, known); !errors.Is(err, ErrFiltered) {
+					return fmt.Errorf("a filter of %d instructions: %w", length, err)
+				}
+			}
+			if err := DetachFilter(fd); err != nil {
+				return err
+			}
+			has(true, false)
+			return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
+		})
+	}
+}
+
 // TestTemplateFilter compares the socket filter with the reference, and checks what it copies.
 func TestTemplateFilter(t *testing.T) {
 	spec, err := loadSteerTemplates()
