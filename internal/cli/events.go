@@ -30,8 +30,8 @@ func (c *commands) eventsCommand() *cobra.Command {
 		Use:   "events",
 		Short: "Show what has happened: members, slots, devices, refusals, policies",
 		Long: `Events prints a line for each recorded event, the oldest one first: the last 50
-events, or all since --since. With --follow, it goes on with new events until
-Ctrl-C. With -o jsonl, the lines are JSON.
+events, or all since --since. With --follow, it continues to print new events
+until Ctrl-C. With -o jsonl, the lines are JSON.
 
 The agent keeps events in files of a limited size (events.size of the policy),
 which outlive the agent. Events of a kind that are too frequent are counted
@@ -86,7 +86,7 @@ SOCKEYE_DEVICE and others.`,
 			return c.events(cmd.Context(), q, follow)
 		},
 	}
-	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with new events until Ctrl-C")
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "continue to print new events until Ctrl-C")
 	cmd.Flags().StringVar(&since, "since", "", "begin at this time: a duration, as in 1h, 90s or 2d, or a time, as in 2026-01-02T15:04:05Z")
 	cmd.Flags().IntVarP(&last, "last", "n", 50, "show only the last events before --follow")
 	cmd.Flags().StringVar(&service, "service", "", "show only this service")
@@ -115,6 +115,9 @@ func sinceTime(text string, now time.Time) (time.Time, error) {
 // events prints the events of a query. With follow, it goes on with the events of the next agent when the agent ends.
 func (c *commands) events(ctx context.Context, q url.Values, follow bool) error {
 	p := &eventPrinter{commands: c, last: api.Event{Time: c.Now()}}
+	if err := c.knownService(ctx, q.Get("service")); err != nil {
+		return err
+	}
 	err := p.print(ctx, q)
 	for told := uint64(0); follow && p.connected && p.failed == nil && ctx.Err() == nil; {
 		if told != p.last.ID+1 { // once for each end of an agent
@@ -135,17 +138,32 @@ func (c *commands) events(ctx context.Context, q url.Values, follow bool) error 
 	if err != nil || p.failed != nil || p.last.ID > 0 {
 		return errors.Join(p.failed, err)
 	}
-	// The events of a service outlive the service: only without any, its name can be wrong.
-	if service := q.Get("service"); service != "" {
-		var slots []api.SlotStatus
-		if err := c.Client().Get(ctx, "/v1/slots", url.Values{"service": {service}}, &slots); err != nil {
-			return err
-		}
-	}
 	if c.Output == "table" {
 		command.Hint(c.Err, "no recorded event is among those that were asked for")
 	}
 	return nil
+}
+
+// knownService returns an error if the policy has no service of a name, and no event has the name: the events of a service outlive the service.
+func (c *commands) knownService(ctx context.Context, name string) error {
+	if name == "" {
+		return nil
+	}
+	var slots []api.SlotStatus
+	unknown := c.Client().Get(ctx, "/v1/slots", url.Values{"service": {name}}, &slots)
+	if unknown == nil || fault.Code(unknown) != fault.CodeUsage {
+		return unknown
+	}
+	stream, err := c.Client().Stream(ctx, "/v1/events", url.Values{"service": {name}, "last": {"1"}})
+	if err != nil {
+		return err
+	}
+	defer stream.Close()
+	var event json.RawMessage
+	if err := stream.Next(&event); !errors.Is(err, io.EOF) {
+		return err
+	}
+	return unknown
 }
 
 // eventPrinter prints events once.

@@ -32,7 +32,7 @@ type Fleet struct {
 	// Settle is in microseconds.
 	Settle int64 `yaml:"settle" form:"fleet_settle" default:"10s" doc:"The time for which a host must be alive before it gets devices, 100ms to 1h."`
 	// OnHostDeath is the treatment of the devices of a host that has died.
-	OnHostDeath OnHostDeath `yaml:"on_host_death" enum:"next,wait" default:"next" doc:"next: the devices of a host that does not renew its lease move to the other hosts. wait: they wait for their host, or for sockeye host set NAME removed."`
+	OnHostDeath OnHostDeath `yaml:"on_host_death" enum:"next,wait" default:"next" doc:"next: the devices of a host that does not renew its lease move to the other hosts. wait: they wait for their host, or for sockeye host set NAME drain or removed."`
 }
 
 // OnHostDeath is the treatment of the devices of a host that has died.

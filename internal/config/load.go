@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -109,8 +110,9 @@ func (d *decoder) syntax(data []byte, err error) {
 		if le.ContextMsg != "" {
 			message = le.ContextMsg + ": " + message
 		}
-		hint = syntaxHint(data, min(le.Mark.Index, len(data)), message)
-		if at = (position{le.Mark.Line, le.Mark.Column}); at.line == 0 {
+		if at = (position{le.Mark.Line, le.Mark.Column}); at.line > 0 {
+			hint = syntaxHint(data, offsetOf(data, at), message)
+		} else {
 			// Errors of the character encoding have only a byte offset.
 			before := data[:min(le.Mark.Index, len(data))]
 			at.line = 1 + bytes.Count(before, []byte("\n"))
@@ -119,6 +121,25 @@ func (d *decoder) syntax(data []byte, err error) {
 	}
 	d.refuse("", position{max(at.line, 1), max(at.column, 1)}, message, hint)
 }
+
+// offsetOf returns the offset of a position in bytes, at most len(data).
+func offsetOf(data []byte, at position) (offset int) {
+	for line := 1; line < at.line; line++ {
+		end := bytes.IndexByte(data[offset:], '\n')
+		if end < 0 {
+			return len(data)
+		}
+		offset += end + 1
+	}
+	for column := 1; column < at.column && offset < len(data); column++ {
+		_, size := utf8.DecodeRune(data[offset:])
+		offset += size
+	}
+	return offset
+}
+
+// unquotedIPv6 matches an IPv6 address in brackets at the end of the parsed part of a line.
+var unquotedIPv6 = regexp.MustCompile(`\[[0-9a-fA-F]*:[0-9a-fA-F:.]*\]$`)
 
 // syntaxHint returns the most likely mistake at a byte of the data that the YAML library cannot parse, or "".
 func syntaxHint(data []byte, at int, message string) string {
@@ -132,8 +153,9 @@ func syntaxHint(data []byte, at int, message string) string {
 	case has("unknown anchor"):
 		return "put a value that begins with * in quotes"
 	case has("cannot start any token") && len(rest) > 0:
-		return fmt.Sprintf("put a value that begins with %c in quotes", rest[0])
-	case has("did not find expected") && bytes.Contains(line, []byte("[:")):
+		first, _ := utf8.DecodeRune(rest)
+		return fmt.Sprintf("put a value that begins with %c in quotes", first)
+	case has("did not find expected") && unquotedIPv6.Match(line):
 		return `put an address that begins with [ in quotes, as in "[::]:1790"`
 	case has("did not find expected key"):
 		return "begin all keys of a mapping in the same column"
@@ -143,7 +165,9 @@ func syntaxHint(data []byte, at int, message string) string {
 		return "close the list with ]"
 	case has("did not find expected ',' or '}'"):
 		return "close the mapping with }"
-	case has("while scanning a quoted scalar"):
+	case has("escape c"): // "unknown escape character", "Unicode character escape code"
+		return `write \\ for a backslash, or use single quotes`
+	case has("while scanning a quoted scalar") && has("unexpected"):
 		return "close the quotes"
 	}
 	return ""

@@ -20,6 +20,15 @@ p.yaml:2:1: while scanning for the next token: found character that cannot start
 	{"value that begins with @", "services:\n  t: @x\n", `
 p.yaml:2:6: while scanning for the next token: found character that cannot start any token
   hint: put a value that begins with @ in quotes`},
+	{"value that begins with @ after other characters", "# Köln, Zürich\nservices:\n  t: {ä: @x}\n", `
+p.yaml:3:10: while scanning for the next token: found character that cannot start any token
+  hint: put a value that begins with @ in quotes`},
+	{"escape", "services:\n  t: \"\\d\"\n", `
+p.yaml:2:7: while scanning a quoted scalar: found unknown escape character
+  hint: write \\ for a backslash, or use single quotes`},
+	{"address without quotes of a host", "services:\n  t:\n    listeners:\n      - address: [2001:db8::1]:1790\n", `
+p.yaml:4:31: while parsing a block mapping: did not find expected key
+  hint: put an address that begins with [ in quotes, as in "[::]:1790"`},
 	{"pattern without quotes", "services:\n  t: *.service\n", `
 p.yaml:2:6: unknown anchor '.service' referenced
   hint: put a value that begins with * in quotes`},
