@@ -657,11 +657,12 @@ func TestBigTCPWithoutRights(t *testing.T) {
 	}
 	r := ask("")
 	for _, want := range []string{"\n  on: IPv6 192000 bytes, IPv4 192000 bytes\n", "\nnot read: records of changed sizes: open DIR/state/bigtcp: permission denied\n"} {
-		if !strings.Contains(h.plain(r.out), want) || r.code != 0 || r.err != "" {
+		// The path of the directory can make the line longer than the terminal is wide.
+		if text := strings.ReplaceAll(h.plain(r.out), "permission\n  denied", "permission denied"); !strings.Contains(text, want) || r.code != 0 || r.err != "" {
 			t.Errorf("%q is not in %+v", want, r)
 		}
 	}
-	if r := ask("plan cli1"); r.code != 0 || !strings.Contains(h.plain(r.out), "\nnot read: owners of the sizes: open DIR/state/bigtcp: permission denied\n") {
+	if r := ask("plan cli1"); r.code != 0 || !strings.Contains(strings.ReplaceAll(h.plain(r.out), "permission\n  denied", "permission denied"), "\nnot read: owners of the sizes: open DIR/state/bigtcp: permission denied\n") {
 		t.Errorf("%+v", r)
 	}
 	rights, hint := "setting the sizes of interfaces needs CAP_NET_ADMIN", "run as root, or with that capability"

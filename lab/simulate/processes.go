@@ -202,7 +202,7 @@ func (f *processes) serve() error {
 		f.endpoint, f.peer = fmt.Sprintf("http://127.0.0.1:%d", ports[0]), fmt.Sprintf("http://127.0.0.1:%d", ports[1])
 	}
 	f.etcd = exec.Command("etcd", "--data-dir", filepath.Join(f.dir, "etcd"), "--listen-client-urls", f.endpoint, "--advertise-client-urls", f.endpoint,
-		"--listen-peer-urls", f.peer, "--initial-advertise-peer-urls", f.peer, "--initial-cluster", "default="+f.peer, "--logger", "zap", "--log-level", "fatal")
+		"--listen-peer-urls", f.peer, "--initial-advertise-peer-urls", f.peer, "--initial-cluster", "default="+f.peer, "--logger", "zap", "--log-level", "fatal", "--unsafe-no-fsync")
 	f.etcd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
 	return f.etcd.Start()
 }

@@ -108,7 +108,7 @@ func newFleet(t *testing.T) *fleet {
 // serve starts the server.
 func (f *fleet) serve() {
 	f.Helper()
-	f.etcd = exec.Command("etcd", "--data-dir", filepath.Join(f.dir, "data"), "--logger", "zap", "--log-level", "error")
+	f.etcd = exec.Command("etcd", "--data-dir", filepath.Join(f.dir, "data"), "--logger", "zap", "--log-level", "error", "--unsafe-no-fsync")
 	if err := f.etcd.Start(); err != nil {
 		f.Fatalf("%v\nhint: tools/setup etcd-server", err)
 	}

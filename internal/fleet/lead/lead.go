@@ -37,7 +37,7 @@ type OnDeath string
 const (
 	// Next moves them to the hosts that come next.
 	Next OnDeath = "next"
-	// Wait leaves them until the host is back, or removed.
+	// Wait leaves them until the host is back, or drains, or is removed.
 	Wait OnDeath = "wait"
 )
 

@@ -3,6 +3,7 @@
 package store
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -56,7 +57,7 @@ func startCluster(t *testing.T, size, port int, more ...string) (servers []*serv
 		s := &server{t: t, log: filepath.Join(dir, "log"), arguments: append([]string{
 			"--name", fmt.Sprintf("m%d", i), "--data-dir", filepath.Join(dir, "data"),
 			"--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-			"--initial-cluster", strings.Join(peers, ","), "--logger", "zap", "--log-level", "error",
+			"--initial-cluster", strings.Join(peers, ","), "--logger", "zap", "--log-level", "error", "--unsafe-no-fsync",
 		}, more...)}
 		endpoints = append(endpoints, client)
 		s.start()
@@ -298,14 +299,24 @@ func TestSettingWaits(t *testing.T) {
 			t.Error(err)
 		}
 	}
+	stop := func() {
+		signal(unix.SIGSTOP)
+		testenv.Within(t, "the stop of all threads", func() bool {
+			tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", servers[0].cmd.Process.Pid))
+			return err == nil && len(tasks) > 0 && !slices.ContainsFunc(tasks, func(path string) bool {
+				stat, err := os.ReadFile(path)
+				return err == nil && !bytes.Contains(stat, []byte(") T "))
+			})
+		})
+	}
 	drain := func(s Setting) (Setting, error) { s.State = lead.Drain; return s, nil }
-	signal(unix.SIGSTOP)
+	stop()
 	continued := time.AfterFunc(2*requestTimeout, func() { signal(unix.SIGCONT) })
 	defer continued.Stop()
 	if err := a.ChangeSetting(t.Context(), "a", drain); err != nil {
 		t.Error(err)
 	}
-	signal(unix.SIGSTOP)
+	stop()
 	defer signal(unix.SIGCONT)
 	if err := a.ChangeSetting(t.Context(), "a", drain); err == nil || err.Error() != "read the setting of host a: etcd has not answered within 10s" {
 		t.Error(err)
