@@ -50,8 +50,8 @@ root privileges, it also checks whether this kernel supports the tune and trace
 rules; with a running agent, it checks the tune rules.
 
 A valid policy can name cgroups, network namespaces and interfaces that only
-another host has. Check names those that this host lacks, as sockeye apply
-refuses the policy here.`,
+another host has. Check reports those that do not exist on this host, because
+sockeye apply refuses the policy here.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if schema {
 				return command.Arguments(0, 0, "")(cmd, args)

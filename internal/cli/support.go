@@ -46,14 +46,14 @@ func (c *commands) supportCommand() *cobra.Command {
 		Use:   "support",
 		Short: "Pack what a maintainer needs to understand a problem",
 		Long: `Support writes an archive with the policy without its comments, the output of
-status, slots, doctor, events and other commands, the agent's journal,
-the kernel, sysctls, and the sizes of maps. It lists the contents, changes
-nothing else, and works without an agent. Run it as root: for other users, the
-journal, the pins and what only root may ask the agent are missing. Read the
-archive before you pass it on: it contains arguments of processes, mounts,
-addresses of exporters, and with --devices those of all devices. In the
-arguments, values after names such as password, secret or token are masked;
-other secrets are not recognized.`,
+status, slots, doctor, events, plan and other commands, the last 5,000 lines of
+the agent's journal, the kernel, sysctls, and the sizes of maps. It lists the
+contents, changes nothing else, and works without an agent. Run it as root: for
+other users, the journal, the pins and what only root may ask the agent are
+missing. Read the archive before you pass it on: it contains arguments of
+processes, mounts, addresses of exporters, and with --devices those of all
+devices. In the arguments, values after names such as password, secret or token,
+and passwords in URLs are masked; other secrets are not recognized.`,
 		Args: command.Arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return c.support(cmd.Context(), file, policy, pins, cmd.Flags().Changed("policy"), devices)

@@ -221,7 +221,7 @@ func (g *Gateway) evictForSocket() {
 
 func (g *Gateway) evictAndWarn(u *udpFlow, what string, limit int) {
 	g.evict(u)
-	g.warn(warnEvicted, "too many "+what+": the oldest is evicted", "limit", limit)
+	g.warn(warnEvicted, "too many "+what+": the one whose retention ends first is evicted", "limit", limit)
 }
 
 func (g *Gateway) evict(u *udpFlow) {

@@ -62,6 +62,9 @@ func ExamineAgent(_ context.Context, d *doctor.Report, _ *api.Client, status *ap
 // lacks.
 func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes []string, err error) {
 	mount, unmounted := cgroup.Mount()
+	if unmounted != nil && len(policy.Services) > 0 {
+		notes = append(notes, "the cgroups and network namespaces of services were not checked: "+unmounted.Error())
+	}
 	for _, c := range policy.Services {
 		if _, err := readDevices(c); err != nil {
 			return nil, ofService(c.Name, err)

@@ -33,8 +33,8 @@ func (c *commands) fleetCommand() *cobra.Command {
 		Long: `Fleet shows the hosts of the fleet, as this host knows them: the state that the
 operator has set, whether the host renews its lease and its services can serve
 devices, its share of the devices, the epoch of its table, with "behind" if
-there is a newer one, and how this host reaches it. Below are the packets to the
-services that have arrived at this host, by what happened to them:
+there is a newer one, and how this host reaches it. The second table counts the
+packets to the services that this host has received, by outcome:
 
   local          this host serves the device
   forwarded      sent to the host that serves the device
@@ -123,8 +123,9 @@ func (c *commands) hostSetCommand() *cobra.Command {
 
 The weight determines the share of the devices relative to the weights of the
 other hosts; 0 stands for the weight in the policy of the host. The change is
-made in the store of the fleet, so any of its hosts can make it, for itself or
-for another one. sockeye fleet shows how the devices move.`,
+made in etcd, so any host of the fleet can make it, for itself or for another
+one; with a file of hosts, edit the file instead. sockeye fleet shows how the
+devices move.`,
 		Example: `  sockeye host set collector2 drain
   sockeye host set collector2 ready
   sockeye host set collector3 --weight 200 --dry-run`,

@@ -27,10 +27,10 @@ slot, and its sessions at another member are closed. DEVICE is a name of the
 device map, or an address or a prefix that the device map does not name. Of
 several prefixes, the longest applies.
 
-Move DEVICE home removes the pin, and move --all home all pins, also those of
-sockeye rebalance. With --for, the pin ends after a time. Pins
-survive restarts of the agent and reboots; sockeye slots lists them. The pins of
-a slot that drains are not applied until the slot is ready again.`,
+Move DEVICE home removes the pin. Move --all home removes all pins, also those
+of sockeye rebalance. With --for, the pin ends after a time. Pins survive
+restarts of the agent and reboots; sockeye slots lists them. The pins of a slot
+that drains are not applied until the slot is ready again.`,
 		Example: `  sockeye move 192.0.2.7 3
   sockeye move edge-router-1 0 --for 2h
   sockeye move 192.0.2.7 home
@@ -88,7 +88,8 @@ that wait for their turn (pace in the policy). A slot without a member blocks
 the moves to it.
 
 With --cancel, the remaining devices stay where they are until --resume or the
-next change. Moves continue after a restart of the agent.`,
+next change, also after a restart of the agent. Moves that were not cancelled
+continue after a restart.`,
 		Args: command.Arguments(0, 0, ""),
 	}
 	service := cmd.Flags().String("service", "", "service; optional for one service, and for showing all")

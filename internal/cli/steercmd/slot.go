@@ -42,7 +42,7 @@ func (c *commands) slotSetCommand() *cobra.Command {
   ready  the slot serves its devices (the default)
   drain  the devices of the slot move to the other slots
   maint  the devices of the slot are refused, or steered to the standby slot;
-         their sessions are closed
+         with on_move: reset, the default, their sessions are closed
 
 The weight, 0 to 256, determines the share of the devices relative to the
 weights of the other slots. The default is 100.

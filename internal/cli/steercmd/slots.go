@@ -37,9 +37,8 @@ member receives what has waited (when_empty and takeover of the policy).
 The second table shows the waiting rooms: WAITING datagrams wait now,
 DATAGRAMS have waited since the pins were created, and SYNS are connection
 requests that were answered or held. REFUSED datagrams found the room full;
-REFUSED of the slot includes them. A member has received the REPLAYED ones
-later, and none has received the LOST ones; both count since the start of the
-agent.`,
+REFUSED of the slot includes them. REPLAYED datagrams were sent to a member
+after the wait, and LOST ones were discarded, since the start of the agent.`,
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {

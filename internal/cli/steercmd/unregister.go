@@ -18,9 +18,10 @@ func (c *commands) unregisterCommand() *cobra.Command {
 		Use:   "unregister --slot N [--service S]",
 		Short: "Remove a member from its slot",
 		Long: `Unregister removes the member of a slot. Afterwards the slot is empty, and the
-traffic of its devices is refused or steered to the standby slot. Open
-connections of the member continue. The agent does not register the process
-again until sockeye register is called or the program is restarted.`,
+traffic of its devices is refused, steered to the standby slot, or waits, as
+when_empty of the policy says. With when_empty: reject, open connections of the
+member continue. The agent does not register the process again until sockeye
+register is called or the program is restarted.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot

@@ -27,16 +27,16 @@ func (c *commands) whyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "why ADDRESS",
 		Short: "Explain how the traffic of a device is steered, and what has happened to it",
-		Long: `Why answers on one screen why the traffic of a device reaches the process that
-it reaches: the prefix and the name in the device map, the bucket, the slot and
-what selects it, the member, open connections, current rates, the last events,
-and what the policy file would change. ADDRESS may be a name of the device map
-if only one address of the device has sent packets. An address that was never
-seen is explained, too: the answer says where it would go. In a fleet, it names
-the host of the device, and the command on that host gives the rest.
+		Long: `Why shows on one screen which process receives the traffic of a device, and why:
+the prefix and the name in the device map, the bucket, the slot and what selects
+it, the member, open connections, current rates, the last events, and what the
+policy file would change. ADDRESS may be a name of the device map if only one
+address of the device has sent packets. For an address that has sent no packet,
+the command shows where its packets would go. In a fleet, the command names the
+host of the device; run it on that host for the rest.
 
 The command takes a second, because it measures the rates. sockeye where shows
-the slots of many addresses, and needs no agent.`,
+the slots of many addresses.`,
 		Example: `  sockeye why 192.0.2.1
   sockeye why edge-router-1 --service telemetry`,
 		Args: command.Arguments(1, 1, "ADDRESS"),

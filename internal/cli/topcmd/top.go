@@ -58,7 +58,8 @@ With --replay, top shows the states that the agent has recorded every ten
 seconds, of the last hour or of DURATION. A replay changes nothing.
 
 The keys d and m drain a slot and move a device, as the commands slot set and
-move do. Both ask for the number of the slot or the name of the device before.
+move do. Both require the number of the slot or the name of the device as a
+confirmation.
 
 With --once, top prints the lists once, without keys. With -o json, it prints
 one state as JSON. Colors are omitted if NO_COLOR is set.`,

@@ -31,8 +31,8 @@ func (c *commands) traceSlowCommand() *cobra.Command {
 		Short: "Show the slowest recent messages, with explanations",
 		Long: `Slow shows the slowest messages of the last minutes, slowest first, with the
 time in each stage, and an explanation of the longest stage with its evidence.
-For each group, the kernel keeps the 8 slowest messages of each minute for 8
-minutes.`,
+For each group, the kernel keeps the 8 slowest messages of each of the last 8
+periods of 69 s.`,
 		Example: `  sockeye trace slow
   sockeye trace slow -n 3 --since 1m --select remote=192.0.2.0/24`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
