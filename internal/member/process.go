@@ -113,7 +113,7 @@ func environment(pid int, name string) string {
 	}
 	for entry := range bytes.SplitSeq(data, []byte{0}) {
 		if value, ok := bytes.CutPrefix(entry, []byte(name+"=")); ok {
-			return string(value)
+			return string(value[:min(len(value), maxValue)])
 		}
 	}
 	return ""
@@ -129,6 +129,7 @@ const (
 	maxText        = 32 << 10 // bytes of a file
 	maxArgs        = 512
 	maxEnvironment = 1 << 20 // bytes that are searched for SOCKEYE_SLOT
+	maxValue       = 64      // bytes of a slot number that are kept and shown
 )
 
 // read reads the first maxText bytes of a file.

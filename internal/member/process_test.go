@@ -236,9 +236,10 @@ func TestBelow(t *testing.T) {
 
 func TestSlotVariable(t *testing.T) {
 	for want, env := range map[string][]string{
-		"":      {"XSOCKEYE_SLOT=5", "SOCKEYE_SLOTS=6"},
-		"3":     {"A=\nSOCKEYE_SLOT=9", "SOCKEYE_SLOT=3"},
-		"1=2 3": {"SOCKEYE_SLOT=1=2 3"},
+		"":                            {"XSOCKEYE_SLOT=5", "SOCKEYE_SLOTS=6"},
+		"3":                           {"A=\nSOCKEYE_SLOT=9", "SOCKEYE_SLOT=3"},
+		"1=2 3":                       {"SOCKEYE_SLOT=1=2 3"},
+		strings.Repeat("1", maxValue): {"SOCKEYE_SLOT=" + strings.Repeat("1", 100_000)},
 	} {
 		c := start(t, "sleep", nil, func(cmd *exec.Cmd) { cmd.Env = append(cmd.Env, env...) })
 		p, err := Read(c.pid())

@@ -168,7 +168,7 @@ func (r *Rule) Slot(p *Process, slots int) (int, error) {
 	}
 	slot, err := strconv.Atoi(text)
 	if err != nil {
-		return 0, fmt.Errorf("%s is %q, want a number", source, text)
+		return 0, fmt.Errorf("%s is %q, want a number", source, text[:min(len(text), maxValue)])
 	}
 	if slot < 0 || slot >= slots {
 		return 0, fmt.Errorf("%s is %d, want 0 to %d", source, slot, slots-1)

@@ -3,11 +3,14 @@
 package member
 
 import (
+	"bufio"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -109,11 +112,13 @@ func (s *Socket) SharesTraffic(other *Socket) bool {
 func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	var sockets []*Socket
 	seen := make(map[uint64]bool)
+	// A process can have any number of sockets, and each copy needs a descriptor of the agent.
+	const most = 512
 	// A descriptor that disappears during the scan may have been duplicated to another number, as in programs whose
 	// libraries pass sockets on.
 	const maxScans = 4
 	for range maxScans {
-		more, moved, err := h.scanDescriptors(seen, want)
+		more, moved, err := h.scanDescriptors(seen, most-len(sockets), want)
 		sockets = append(sockets, more...)
 		if err != nil {
 			CloseAll(sockets)
@@ -126,40 +131,62 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	return sockets, nil
 }
 
-// HasSocket returns whether one of the first 1024 descriptors of a process is a bound TCP or UDP socket for which want
-// returns true.
+// HasSocket returns whether one of the first 1024 descriptors of a process is a listening TCP socket or a UDP socket for which want
+// returns true by its protocol and port. HasSocket copies no descriptor, because a process that is no member may hold the lock of its
+// sockets (lock_sock), for example in a setsockopt(2) that reads from a file system that does not answer, and getsockname(2) would wait for the
+// lock. The tables of the process's network namespace have the ports.
 func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 	const most = 1024
+	links := make(map[string]bool)
+	for table, protocol := range map[string]int{"tcp": unix.IPPROTO_TCP, "tcp6": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "udp6": unix.IPPROTO_UDP} {
+		h.readTable(table, func(port uint16, listens bool, inode string) bool {
+			if protocol == unix.IPPROTO_TCP && !listens { // sockets that listen come first (tcp_get_idx, net/ipv4/tcp_ipv4.c, Linux 6.18)
+				return false
+			}
+			if want(&Socket{Protocol: protocol, Local: netip.AddrPortFrom(netip.IPv6Unspecified(), port)}) {
+				links["socket:["+inode+"]"] = true
+			}
+			return true
+		})
+	}
+	if len(links) == 0 {
+		return false
+	}
 	dir, err := os.Open(fmt.Sprintf("/proc/%d/fd", h.pid))
 	if err != nil {
 		return false
 	}
 	defer dir.Close()
 	names, _ := dir.Readdirnames(most)
-	for _, name := range names {
+	return slices.ContainsFunc(names, func(name string) bool {
 		target, err := os.Readlink(dir.Name() + "/" + name)
-		number, notNumber := strconv.Atoi(name)
-		if err != nil || notNumber != nil || !strings.HasPrefix(target, "socket:") {
+		return err == nil && links[target]
+	})
+}
+
+// readTable reads a table of sockets of the process's network namespace (proc_pid_net(5)) until visit returns false, at most 1 MiB.
+func (h *Handle) readTable(name string, visit func(port uint16, listens bool, inode string) bool) {
+	file, err := os.Open(fmt.Sprintf("/proc/%d/net/%s", h.pid, name))
+	if err != nil {
+		return
+	}
+	defer file.Close()
+	for lines := bufio.NewScanner(io.LimitReader(file, 1<<20)); lines.Scan(); {
+		const address, state, inode, listen = 1, 3, 9, "0A"
+		fields := strings.Fields(lines.Text())
+		if len(fields) <= inode {
 			continue
 		}
-		fd, err := h.copyDescriptor(number)
-		if err != nil {
-			continue
-		}
-		if s, ok := InspectSocket(fd); ok {
-			wanted := want(s)
-			s.Close()
-			if wanted {
-				return true
-			}
+		_, port, _ := strings.Cut(fields[address], ":")
+		if number, err := strconv.ParseUint(port, 16, 16); err == nil && !visit(uint16(number), fields[state] == listen, fields[inode]) {
+			return
 		}
 	}
-	return false
 }
 
 // scanDescriptors scans the descriptors once and skips the sockets in seen. moved is true if a descriptor disappeared
-// during the scan.
-func (h *Handle) scanDescriptors(seen map[uint64]bool, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
+// during the scan. More than most sockets are an error.
+func (h *Handle) scanDescriptors(seen map[uint64]bool, most int, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
 	dir := fmt.Sprintf("/proc/%d/fd", h.pid)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -196,7 +223,9 @@ func (h *Handle) scanDescriptors(seen map[uint64]bool, want func(*Socket) bool) 
 			continue
 		}
 		seen[s.Cookie] = true
-		sockets = append(sockets, s)
+		if sockets = append(sockets, s); len(sockets) > most {
+			return sockets, moved, fmt.Errorf("process %d has too many sockets on the same ports", h.pid)
+		}
 	}
 	return sockets, moved, nil
 }

@@ -155,6 +155,34 @@ func descriptors(t testing.TB) int {
 	return len(entries)
 }
 
+// TestManySockets checks that a process with thousands of sockets on a port does not take the descriptors of the agent.
+func TestManySockets(t *testing.T) {
+	var sockets []int
+	defer func() {
+		for _, fd := range sockets {
+			check(t, unix.Close(fd))
+		}
+	}()
+	for range 600 {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		check(t, err)
+		sockets = append(sockets, fd)
+		check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
+		check(t, unix.Bind(fd, &unix.SockaddrInet4{Port: 4799, Addr: [4]byte{127, 0, 0, 1}}))
+	}
+	h, err := Open(os.Getpid())
+	check(t, err)
+	defer h.Close()
+	had := descriptors(t)
+	copies, err := h.Sockets(func(s *Socket) bool { return s.Local.Port() == 4799 })
+	if err == nil || !strings.Contains(err.Error(), "too many sockets on the same ports") || copies != nil {
+		t.Errorf("%d sockets, %v", len(copies), err)
+	}
+	if now := descriptors(t); now != had {
+		t.Errorf("%d descriptors, had %d", now, had)
+	}
+}
+
 func TestSockets(t *testing.T) {
 	var there map[string]opened
 	c := start(t, "sockets", &there, nil)
@@ -220,6 +248,11 @@ func TestSockets(t *testing.T) {
 		t.Errorf("one wanted: %v, %v", one, err)
 	}
 	CloseAll(one)
+	for port, has := range map[uint16]bool{4739: true, 4740: true, 4742: true, 1790: true, 1791: true, 1792: false, 1793: there["mptcp"].Error == "", 9: false} { // 1792 does not listen, 1793 is MPTCP
+		if got := h.HasSocket(func(s *Socket) bool { return s.Local.Port() == port }); got != has {
+			t.Errorf("port %d: %v", port, got)
+		}
+	}
 	check(t, h.Close())
 	if got := descriptors(t); got != had {
 		t.Errorf("%d open files, had %d", got, had)

@@ -49,7 +49,7 @@ func (s *service) membership(p *member.Process, seat *core.Seat) (slot int, err 
 			}
 			continue
 		}
-		if len(p.Args) > 0 { // empty during execve(2), when the executable is already the new one
+		if len(p.Args) > 0 && len(s.firstSeen) < 2*bpf.MaxSlots { // empty during execve(2), when the executable is already the new one
 			s.firstSeen[self] = p
 		}
 		seat.Source, seat.AllowedOwners = source, s.allowedSocketOwners(p, rule.Users(s.Users))
