@@ -118,13 +118,13 @@ func Move(dir string, pid int) error {
 }
 
 // Processes lists the processes of a cgroup and of those below it. It returns fs.ErrNotExist if the cgroup does not
-// exist. Cgroups below that disappear meanwhile are left out, and so are processes that this pid namespace does not
-// show.
+// exist. Cgroups below that disappear meanwhile are left out, and so are those at paths of more than 4,095 bytes, and processes that this
+// pid namespace does not show.
 func Processes(dir string) ([]int, error) {
 	var pids []int
 	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {
-			if path != dir && removed(err) {
+			if path != dir && (removed(err) || errors.Is(err, unix.ENAMETOOLONG)) {
 				return nil
 			}
 			return err
@@ -134,7 +134,7 @@ func Processes(dir string) ([]int, error) {
 		}
 		list, err := os.ReadFile(path)
 		switch {
-		case removed(err):
+		case removed(err), errors.Is(err, unix.ENAMETOOLONG):
 			return nil
 		case errors.Is(err, unix.EOPNOTSUPP):
 			// A threaded cgroup: its processes are listed above it.

@@ -237,10 +237,15 @@ func (c *Conn) send(message []byte) error {
 	}
 }
 
+// receive receives a datagram of the kernel. A process with CAP_NET_ADMIN in the network namespace can send some, too (netlink_sendmsg).
 func (c *Conn) receive() (n, flags int, err error) {
 	for {
-		n, _, flags, _, err = unix.Recvmsg(c.fd, c.buffer, nil, 0)
-		if !errors.Is(err, unix.EINTR) {
+		var from unix.Sockaddr
+		n, _, flags, from, err = unix.Recvmsg(c.fd, c.buffer, nil, 0)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if sender, ok := from.(*unix.SockaddrNetlink); err != nil || !ok || sender.Pid == 0 {
 			return n, flags, err
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"net"
 	"net/netip"
 	"slices"
 	"testing"
@@ -43,6 +44,49 @@ func attr(kind uint16, value []byte) []byte {
 	b = binary.NativeEndian.AppendUint16(b, kind)
 	b = append(b, value...)
 	return append(b, make([]byte, -len(b)&3)...)
+}
+
+// TestForgedReplies sends sockets, and the end of the dump, from another netlink socket before the kernel's reply.
+func TestForgedReplies(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	port := uint16(l.Addr().(*net.TCPAddr).Port)
+	c, err := Open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	var ports []uint16
+	dump := func() {
+		t.Helper()
+		if err := c.Dump(Query{States: AllStates}, func() { ports = nil }, func(s *Socket) { ports = append(ports, s.Local.Port()) }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	dump() // binds the socket
+	at, err := unix.Getsockname(c.fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_SOCK_DIAG)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(other)
+	const forged = 7
+	for _, m := range [][]byte{
+		message(unix.SOCK_DIAG_BY_FAMILY, unix.NLM_F_MULTI, c.seq+1, about(unix.AF_INET, forged)), message(unix.NLMSG_DONE, unix.NLM_F_MULTI, c.seq+1, make([]byte, 4)),
+	} {
+		if err := unix.Sendto(other, m, 0, at); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if dump(); !slices.Contains(ports, port) || slices.Contains(ports, forged) {
+		t.Errorf("ports %v, want %d and not %d", ports, port, forged)
+	}
 }
 
 // fakeKernel replies to each request with the next reply, and inserts the sequence number of the request.

@@ -259,6 +259,11 @@ func TestStates(t *testing.T) {
 
 // TestNoCgroups checks that a missing cgroup is an error, and that a cgroup removed during the call is not.
 func TestNoCgroups(t *testing.T) {
+	deep := t.TempDir()
+	testenv.DeepDirectory(t, deep, func(int) error { return nil })
+	if all, err := sockdiag.ReadCgroups(deep, deep); err != nil || len(all) < 15 {
+		t.Errorf("%d cgroups with paths that are too long: %v", len(all), err)
+	}
 	if _, err := sockdiag.ReadCgroups("/nowhere", "/nowhere"); !errors.Is(err, os.ErrNotExist) {
 		t.Error(err)
 	}

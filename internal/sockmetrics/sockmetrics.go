@@ -6,6 +6,7 @@ package sockmetrics
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"log/slog"
 	"maps"
@@ -40,6 +41,13 @@ var (
 // cacheTime is the time for which scrapes reuse one dump of the sockets.
 const cacheTime = 5 * time.Second
 
+// patience is the time for which a scrape waits for a dump. TCP_INFO waits for the lock of the connection (tcp_get_info, net/ipv4/tcp.c,
+// Linux 6.18), which any user can hold for as long as they want: in a system call that reads from a file system that does not answer.
+const patience = 5 * time.Second
+
+// errWaits is the error of a dump that takes longer.
+var errWaits = fmt.Errorf("the kernel has not returned the TCP connections within %v: the host is busy, or a process holds the lock of a connection", patience)
+
 // Collector collects metrics of the sockets of services and cgroups.
 type Collector struct {
 	log     *slog.Logger
@@ -50,10 +58,17 @@ type Collector struct {
 	paths []func() map[string]string
 
 	mu     sync.Mutex
-	at     time.Time
-	sums   map[socketKey]*socketSum
-	err    error
+	last   *reading
+	next   *reading     // that runs; nil: none
 	kernel *room.Kernel // calibration; nil if unknown
+}
+
+// reading is a dump of the sockets of all namespaces.
+type reading struct {
+	begun time.Time
+	done  chan struct{}
+	sums  map[socketKey]*socketSum // valid when done is closed, and err
+	err   error
 }
 
 // New returns a collector for the sockets of services and of cgroups of the policy. services calls a function for each
@@ -126,14 +141,10 @@ func (m *Collector) Calibrate(known *Calibration) {
 func (m *Collector) Collect(out chan<- prometheus.Metric) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if now := time.Now(); m.at.IsZero() || now.Sub(m.at) > cacheTime {
-		m.sums, m.err = m.sumSockets()
-		m.at = time.Now()
+	if err := m.read(); err != nil {
+		return err
 	}
-	if m.err != nil {
-		return m.err
-	}
-	for key, sum := range m.sums {
+	for key, sum := range m.last.sums {
 		gauge := func(desc *prometheus.Desc, value int, more ...string) {
 			out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, float64(value), append([]string{key.service, key.cgroup}, more...)...)
 		}
@@ -150,6 +161,28 @@ func (m *Collector) Collect(out chan<- prometheus.Metric) error {
 		}
 	}
 	return nil
+}
+
+// read makes last a dump that is not older than cacheTime. The caller holds mu.
+func (m *Collector) read() error {
+	if m.next == nil && m.last != nil && time.Since(m.last.begun) <= cacheTime {
+		return m.last.err
+	}
+	if m.next == nil {
+		r := &reading{begun: time.Now(), done: make(chan struct{})}
+		go func() {
+			defer close(r.done)
+			r.sums, r.err = m.sumSockets()
+		}()
+		m.next = r
+	}
+	select {
+	case <-m.next.done:
+		m.last, m.next = m.next, nil
+		return m.last.err
+	case <-time.After(time.Until(m.next.begun.Add(patience))):
+		return errWaits
+	}
 }
 
 // sumSockets dumps the sockets of each network namespace that has services, and of the agent's own if there are cgroups.

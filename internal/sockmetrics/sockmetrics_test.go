@@ -10,14 +10,16 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
@@ -92,7 +94,7 @@ func TestSocketMetrics(t *testing.T) {
 	}
 	before := value(text, other)
 	sockets.mu.Lock()
-	sockets.at = time.Now().Add(-cacheTime - time.Second)
+	sockets.last = nil
 	sockets.mu.Unlock()
 	text = domaintest.Scrape(t, address)
 	if n := value(text, accepted); n != 1 {
@@ -127,5 +129,27 @@ func TestSocketMetrics(t *testing.T) {
 	}
 	if got != string(want) {
 		t.Errorf("the metrics changed; if this is intended, run with UPDATE=1 and update docs/metrics.md.\ngot\n%s\nwant\n%s", got, want)
+	}
+}
+
+// TestDumpThatWaits checks that a dump that does not end, as while a process holds the lock of a connection, costs a scrape its metrics and no
+// more, and that no second dump begins.
+func TestDumpThatWaits(t *testing.T) {
+	release := make(chan struct{})
+	var dumps atomic.Int32
+	m := New(&domain.Host{Log: slog.New(slog.DiscardHandler)}, func(func(config.Service, uint64, *os.File)) {
+		dumps.Add(1)
+		<-release
+	})
+	out := make(chan prometheus.Metric, 100)
+	for range 3 {
+		if err := m.Collect(out); !errors.Is(err, errWaits) {
+			t.Errorf("%v, want %v", err, errWaits)
+		}
+	}
+	close(release)
+	testenv.Within(t, "the end of the dump", func() bool { return m.Collect(out) == nil })
+	if n := dumps.Load(); n != 1 {
+		t.Errorf("%d dumps, want 1", n)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -43,4 +44,29 @@ func CgroupTree(t *testing.T) (root string, mkdir func(path string) string) {
 	}
 	mkdir("")
 	return root, mkdir
+}
+
+// DeepDirectory makes directories in each other until their path has more bytes than a path may have, and calls each with the descriptor
+// of every one of them.
+func DeepDirectory(t testing.TB, dir string, each func(fd int) error) {
+	t.Helper()
+	fd, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	name := strings.Repeat("d", 200)
+	for length := len(dir); err == nil && length < 2*unix.PathMax; length += 1 + len(name) {
+		next := -1
+		if err = unix.Mkdirat(fd, name, 0o755); err == nil {
+			next, err = unix.Openat(fd, name, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+		}
+		if err == nil {
+			err = each(next)
+		}
+		unix.Close(fd)
+		fd = next
+	}
+	if err == nil {
+		err = unix.Close(fd)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
 }

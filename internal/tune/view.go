@@ -215,7 +215,7 @@ func (t *tuner) foreign(ownPrograms []uint32) ([]api.TuneForeign, error) {
 	}
 	seen := 0
 	err = filepath.WalkDir(t.scope.Path, func(path string, d fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) || err == nil && (!d.IsDir() || path == t.scope.Path) {
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENAMETOOLONG) || err == nil && (!d.IsDir() || path == t.scope.Path) {
 			return nil
 		}
 		if err != nil {
@@ -225,7 +225,7 @@ func (t *tuner) foreign(ownPrograms []uint32) ([]api.TuneForeign, error) {
 			return filepath.SkipAll
 		}
 		ids, err := bpf.SockOps(path)
-		if errors.Is(err, fs.ErrNotExist) {
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENAMETOOLONG) {
 			return nil
 		}
 		add(path, "before", ids)
