@@ -139,6 +139,9 @@ func newLinks(nics []nic) *links {
 	return &links{nics: nics, neighbors: make(map[neighborTable]map[netip.Addr][6]byte)}
 }
 
+// leastRoom is the smallest largest packet of a tunnel, in bytes: the datagram that all IPv4 hosts accept (RFC 791).
+const leastRoom = 576
+
 // origin is this host as the beginning of paths.
 type origin struct {
 	*links
@@ -188,6 +191,8 @@ func (o *origin) findPath(h *table.Host) path {
 			p.Room = mtu - forward.TunnelOverhead6
 		}
 		switch {
+		case p.Room < leastRoom:
+			return path{kind: "none", problem: fmt.Sprintf("the route to host %s at %s has MTU %d, too little for a tunnel: packets to the host are dropped", h.Name, a, mtu)}
 		case source.IsValid() && len(o.addresses) > 0 && !slices.Contains(o.addresses, source):
 			p.problem = fmt.Sprintf("packets to host %s leave with the address %s, which is none of those of this host in the table, %v: host %s drops them; give the route to %s another source address (ip route ... src)",
 				h.Name, source, o.addresses, h.Name, a)

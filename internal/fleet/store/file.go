@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -19,6 +18,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/fleet/lead"
 	"sockeye/internal/fleet/table"
+	"sockeye/internal/owned"
 )
 
 // filePeriod is the time between two looks at the file. Editors and tools that deploy files replace them in many ways.
@@ -103,18 +103,7 @@ func follows(last, next *Snapshot) error {
 	return nil
 }
 
-func readFile(path string) ([]byte, error) {
-	file, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer file.Close()
-	text, err := io.ReadAll(io.LimitReader(file, mostFile+1))
-	if err == nil && len(text) > mostFile {
-		err = fmt.Errorf("more than %d bytes", mostFile)
-	}
-	return text, err
-}
+func readFile(path string) ([]byte, error) { return owned.ReadFile(path, false, mostFile) }
 
 // CheckFile returns an error if a file has no table, or not a host.
 func CheckFile(path, host string) error {

@@ -7,9 +7,13 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
-	"os"
 	"time"
+
+	"sockeye/internal/owned"
 )
+
+// mostAuthorities is the largest file of authorities, in bytes. That of Debian has 220 KB.
+const mostAuthorities = 4 << 20
 
 // TLSConfig returns the settings of connections to etcd. ca is the file of the authorities that sign the certificates of the
 // servers, "" for those of the host; certificate and key are the files of this host, "" for none. They are read at each
@@ -17,7 +21,7 @@ import (
 func TLSConfig(ca, certificate, key string) (*tls.Config, error) {
 	c := &tls.Config{MinVersion: tls.VersionTLS12}
 	if ca != "" {
-		text, err := os.ReadFile(ca)
+		text, err := owned.ReadFile(ca, false, mostAuthorities)
 		if err != nil {
 			return nil, fmt.Errorf("read authorities: %w", err)
 		}
