@@ -148,6 +148,7 @@ func TestProgramReplaced(t *testing.T) {
 		t.Errorf("events: %+v", r)
 	}
 	h.refused(2, `there is no service "telemetri"`, "did you mean telemetry?", nil, "events", "--service", "telemetri")
+	h.refused(2, `there is no service "telemetri"`, "did you mean telemetry?", nil, "events", "--follow", "--service", "telemetri")
 	h.shows("nothing changed\n", nil, "apply")
 	if now := telemetryOf(h).ProgramsReplaced; now != replaced {
 		t.Errorf("%d programs replaced after apply, want %d", now, replaced)
