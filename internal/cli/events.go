@@ -149,11 +149,6 @@ func (c *commands) knownService(ctx context.Context, name string) error {
 	if name == "" {
 		return nil
 	}
-	var slots []api.SlotStatus
-	unknown := c.Client().Get(ctx, "/v1/slots", url.Values{"service": {name}}, &slots)
-	if unknown == nil || fault.Code(unknown) != fault.CodeUsage {
-		return unknown
-	}
 	stream, err := c.Client().Stream(ctx, "/v1/events", url.Values{"service": {name}, "last": {"1"}})
 	if err != nil {
 		return err
@@ -163,7 +158,11 @@ func (c *commands) knownService(ctx context.Context, name string) error {
 	if err := stream.Next(&event); !errors.Is(err, io.EOF) {
 		return err
 	}
-	return unknown
+	var slots []api.SlotStatus
+	if err := c.Client().Get(ctx, "/v1/slots", url.Values{"service": {name}}, &slots); fault.Code(err) == fault.CodeUsage {
+		return err
+	}
+	return nil // also if the service has a problem
 }
 
 // eventPrinter prints events once.

@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
@@ -139,8 +140,9 @@ func newLinks(nics []nic) *links {
 	return &links{nics: nics, neighbors: make(map[neighborTable]map[netip.Addr][6]byte)}
 }
 
-// leastRoom is the smallest largest packet of a tunnel, in bytes: the datagram that all IPv4 hosts accept (RFC 791).
-const leastRoom = 576
+// leastRoom is the least size of packets for a tunnel, in bytes. A route can be as narrow for a time, by an ICMP message about its MTU
+// (net.ipv4.route.min_pmtu, 552 by default): large packets are dropped then.
+const leastRoom = 128
 
 // origin is this host as the beginning of paths.
 type origin struct {
@@ -177,6 +179,7 @@ func (o *origin) findPath(h *table.Host) path {
 	if on.Interface != 0 {
 		return on
 	}
+	narrow := ""
 	for _, a := range h.Addresses { // IPv4 comes first
 		mtu, source, ok := routed(a)
 		if !ok {
@@ -192,7 +195,8 @@ func (o *origin) findPath(h *table.Host) path {
 		}
 		switch {
 		case p.Room < leastRoom:
-			return path{kind: "none", problem: fmt.Sprintf("the route to host %s at %s has MTU %d, too little for a tunnel: packets to the host are dropped", h.Name, a, mtu)}
+			narrow = fmt.Sprintf("the route to host %s at %s has MTU %d, too little for a tunnel: packets to the host are dropped", h.Name, a, mtu)
+			continue
 		case source.IsValid() && len(o.addresses) > 0 && !slices.Contains(o.addresses, source):
 			p.problem = fmt.Sprintf("packets to host %s leave with the address %s, which is none of those of this host in the table, %v: host %s drops them; give the route to %s another source address (ip route ... src)",
 				h.Name, source, o.addresses, h.Name, a)
@@ -201,7 +205,7 @@ func (o *origin) findPath(h *table.Host) path {
 		}
 		return p
 	}
-	return path{kind: "none", problem: fmt.Sprintf("there is no route to host %s at %v", h.Name, h.Addresses)}
+	return path{kind: "none", problem: cmp.Or(narrow, fmt.Sprintf("there is no route to host %s at %v", h.Name, h.Addresses))}
 }
 
 // interfaceTo returns the interface whose link has an address.

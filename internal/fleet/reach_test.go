@@ -85,11 +85,11 @@ func TestSourceAddress(t *testing.T) {
 	if opened != 6 {
 		t.Errorf("%d tunnels", opened)
 	}
-	narrow := &netlink.Route{Dst: &net.IPNet{IP: net.IP{203, 0, 113, 0}, Mask: net.CIDRMask(24, 32)}, Gw: net.ParseIP("198.51.100.254"), LinkIndex: fleet0, MTU: 600}
+	narrow := &netlink.Route{Dst: &net.IPNet{IP: net.IP{203, 0, 113, 0}, Mask: net.CIDRMask(24, 32)}, Gw: net.ParseIP("198.51.100.254"), LinkIndex: fleet0, MTU: 150}
 	check(t, netlink.RouteAdd(narrow))
 	p := here.findPath(to[true])
 	check(t, netlink.RouteDel(narrow))
-	if p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "has MTU 600, too little for a tunnel") {
+	if p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "has MTU 150, too little for a tunnel") {
 		t.Errorf("a narrow route: %+v", p)
 	}
 }

@@ -112,13 +112,15 @@ func (s *Socket) SharesTraffic(other *Socket) bool {
 func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	var sockets []*Socket
 	seen := make(map[uint64]bool)
-	// A process can have any number of sockets, and each copy needs a descriptor of the agent.
+	// A process can have any number of sockets, and each copy needs a descriptor of the agent. Those of UDP that are connected to devices do
+	// not displace the others.
 	const most = 512
+	left := map[bool]int{false: most, true: most} // by whether a socket is connected
 	// A descriptor that disappears during the scan may have been duplicated to another number, as in programs whose
 	// libraries pass sockets on.
 	const maxScans = 4
 	for range maxScans {
-		more, moved, err := h.scanDescriptors(seen, most-len(sockets), want)
+		more, moved, err := h.scanDescriptors(seen, left, want)
 		sockets = append(sockets, more...)
 		if err != nil {
 			CloseAll(sockets)
@@ -134,7 +136,8 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 // HasSocket returns whether one of the first 1024 descriptors of a process is a listening TCP socket or a UDP socket for which want
 // returns true by its protocol and port. HasSocket copies no descriptor, because a process that is no member may hold the lock of its
 // sockets (lock_sock), for example in a setsockopt(2) that reads from a file system that does not answer, and getsockname(2) would wait for the
-// lock. The tables of the process's network namespace have the ports.
+// lock. The tables of the process's network namespace have the ports, of the first
+// 1 MiB of each table, and not those of sockets of another namespace.
 func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 	const most = 1024
 	links := make(map[string]bool)
@@ -185,8 +188,8 @@ func (h *Handle) readTable(name string, visit func(port uint16, listens bool, in
 }
 
 // scanDescriptors scans the descriptors once and skips the sockets in seen. moved is true if a descriptor disappeared
-// during the scan. More than most sockets are an error.
-func (h *Handle) scanDescriptors(seen map[uint64]bool, most int, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
+// during the scan. left is the number of sockets that are copied, by whether they are connected.
+func (h *Handle) scanDescriptors(seen map[uint64]bool, left map[bool]int, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
 	dir := fmt.Sprintf("/proc/%d/fd", h.pid)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -218,14 +221,13 @@ func (h *Handle) scanDescriptors(seen map[uint64]bool, most int, want func(*Sock
 			continue
 		}
 		s.Number = number
-		if seen[s.Cookie] || !want(s) {
+		if seen[s.Cookie] || left[s.Connected] == 0 || !want(s) {
 			s.Close()
 			continue
 		}
 		seen[s.Cookie] = true
-		if sockets = append(sockets, s); len(sockets) > most {
-			return sockets, moved, fmt.Errorf("process %d has too many sockets on the same ports", h.pid)
-		}
+		left[s.Connected]--
+		sockets = append(sockets, s)
 	}
 	return sockets, moved, nil
 }

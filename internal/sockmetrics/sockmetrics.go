@@ -67,7 +67,9 @@ type Collector struct {
 type reading struct {
 	begun time.Time
 	done  chan struct{}
-	sums  map[socketKey]*socketSum // valid when done is closed, and err
+	// The following are valid when done is closed.
+	ended time.Time
+	sums  map[socketKey]*socketSum
 	err   error
 }
 
@@ -163,9 +165,16 @@ func (m *Collector) Collect(out chan<- prometheus.Metric) error {
 	return nil
 }
 
-// read makes last a dump that is not older than cacheTime. The caller holds mu.
+// read makes last a dump that has ended within cacheTime. The caller holds mu.
 func (m *Collector) read() error {
-	if m.next == nil && m.last != nil && time.Since(m.last.begun) <= cacheTime {
+	if m.next != nil {
+		select {
+		case <-m.next.done: // after its scrape
+			m.last, m.next = m.next, nil
+		default:
+		}
+	}
+	if m.next == nil && m.last != nil && time.Since(m.last.ended) <= cacheTime {
 		return m.last.err
 	}
 	if m.next == nil {
@@ -173,6 +182,7 @@ func (m *Collector) read() error {
 		go func() {
 			defer close(r.done)
 			r.sums, r.err = m.sumSockets()
+			r.ended = time.Now()
 		}()
 		m.next = r
 	}

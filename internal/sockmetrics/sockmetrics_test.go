@@ -148,7 +148,10 @@ func TestDumpThatWaits(t *testing.T) {
 		}
 	}
 	close(release)
-	testenv.Within(t, "the end of the dump", func() bool { return m.Collect(out) == nil })
+	<-m.next.done
+	if err := m.Collect(out); err != nil {
+		t.Errorf("after the end of the dump: %v", err)
+	}
 	if n := dumps.Load(); n != 1 {
 		t.Errorf("%d dumps, want 1", n)
 	}

@@ -58,8 +58,7 @@ func ExamineAgent(_ context.Context, d *doctor.Report, _ *api.Client, status *ap
 	}
 }
 
-// CheckPolicy reads the device maps of a policy for the command check. The notes name the cgroups and network namespaces that this host
-// lacks.
+// CheckPolicy reads the device maps of a policy for the command check. The notes name cgroups and network namespaces that this host lacks.
 func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes []string, err error) {
 	mount, unmounted := cgroup.Mount()
 	if unmounted != nil && len(policy.Services) > 0 {

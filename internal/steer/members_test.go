@@ -3,10 +3,12 @@
 package steer
 
 import (
+	"os"
 	"os/exec"
 	"testing"
 	"time"
 
+	"sockeye/internal/bpf"
 	"sockeye/internal/member"
 )
 
@@ -55,5 +57,22 @@ func TestSeenBeforeExecve(t *testing.T) {
 	}
 	if s.firstSeen[self] != nil {
 		t.Error("the attributes before execve are still recorded")
+	}
+}
+
+// TestFirstSights checks that processes that match a rule and have ended make room for the first sight of another one, and that living ones
+// fill no more than their share of memory.
+func TestFirstSights(t *testing.T) {
+	s := &service{firstSeen: make(map[member.ID]*member.Process)}
+	p := &member.Process{Args: []string{"nfacctd"}}
+	for i := range 2*bpf.MaxSlots + 7 {
+		s.recordFirst(member.ID{PID: os.Getpid(), StartTime: uint64(i)}, p) // none of them lives
+	}
+	if n := len(s.firstSeen); n > 2*bpf.MaxSlots || n < 7 {
+		t.Errorf("%d records, want at most %d", n, 2*bpf.MaxSlots)
+	}
+	last := member.ID{PID: os.Getpid(), StartTime: uint64(2*bpf.MaxSlots + 6)}
+	if s.firstSeen[last] == nil {
+		t.Error("the last one has no record")
 	}
 }

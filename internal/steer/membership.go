@@ -5,6 +5,7 @@ package steer
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 
@@ -49,9 +50,7 @@ func (s *service) membership(p *member.Process, seat *core.Seat) (slot int, err 
 			}
 			continue
 		}
-		if len(p.Args) > 0 && len(s.firstSeen) < 2*bpf.MaxSlots { // empty during execve(2), when the executable is already the new one
-			s.firstSeen[self] = p
-		}
+		s.recordFirst(self, p)
 		seat.Source, seat.AllowedOwners = source, s.allowedSocketOwners(p, rule.Users(s.Users))
 		slots := s.Config.Slots
 		if now := s.seatOf(p.PID); now != nil && now.Slot >= slots || seat.Sockets != nil && seat.Slot >= slots {
@@ -60,6 +59,16 @@ func (s *service) membership(p *member.Process, seat *core.Seat) (slot int, err 
 		return rule.Slot(p, slots)
 	}
 	return 0, err
+}
+
+// recordFirst records the first sight of a process that a rule admits. Any number of such processes can exist, and end before they are ready.
+func (s *service) recordFirst(self member.ID, p *member.Process) {
+	if _, known := s.firstSeen[self]; !known && len(s.firstSeen) >= 2*bpf.MaxSlots {
+		maps.DeleteFunc(s.firstSeen, func(other member.ID, _ *member.Process) bool { return !member.Alive(other.PID, other.StartTime) })
+	}
+	if len(p.Args) > 0 && len(s.firstSeen) < 2*bpf.MaxSlots { // empty during execve(2), when the executable is already the new one
+		s.firstSeen[self] = p
+	}
 }
 
 // admitClaim returns an error if a process with a claim does not run as a user of the service.

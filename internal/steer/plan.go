@@ -12,7 +12,6 @@ import (
 	"reflect"
 	"slices"
 	"strings"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -166,7 +165,7 @@ func (s *service) plan(t *target) []api.Change {
 		}
 		add(fmt.Sprintf("templates: %s -> %s", from.Templates, to.Templates), effect)
 	}
-	if a, b := paceText(from.Pace), paceText(to.Pace); a != b {
+	if a, b := moves.PaceText(from.Pace), moves.PaceText(to.Pace); a != b {
 		add(fmt.Sprintf("pace: %s -> %s", a, b), "")
 	}
 	if from.OnMove != to.OnMove {
@@ -279,13 +278,6 @@ func (s *service) countSeatsFrom(slots int) (n int) {
 		}
 	}
 	return n
-}
-
-func paceText(p *config.Pace) string {
-	if p == nil {
-		return "unset"
-	}
-	return fmt.Sprintf("%s per member, timeout %s", format.Count(p.Devices, "device", "devices"), time.Duration(p.Timeout)*time.Microsecond)
 }
 
 // targetEffect describes the devices that get another slot under a target. Devices of slots without a member stay.

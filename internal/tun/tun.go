@@ -69,8 +69,9 @@ func Open(i Interface) (_ int, err error) {
 // connections. With a shorter queue, the guest's kernel would drop packets within the window.
 const queueLength = 10000
 
-// routeTime is the longest time for which Open waits for the local route of an IPv6 address.
-const routeTime = time.Second
+// routeTime is the longest time for which Open waits for the local route of an IPv6 address: a second is too little for a host with a load of 30
+// on two CPUs.
+const routeTime = 10 * time.Second
 
 func (i Interface) configure() error {
 	nl, err := netlink.NewHandle(unix.NETLINK_ROUTE)

@@ -45,7 +45,15 @@ func TLSConfig(ca, certificate, key string) (*tls.Config, error) {
 
 // ownCertificate reads the certificate of this host. The server would only say that it does not like an expired one.
 func ownCertificate(certificate, key string) (*tls.Certificate, error) {
-	pair, err := tls.LoadX509KeyPair(certificate, key)
+	first, err := owned.ReadFile(certificate, false, mostAuthorities)
+	if err != nil {
+		return nil, fmt.Errorf("read certificate: %w", err)
+	}
+	second, err := owned.ReadFile(key, false, mostAuthorities)
+	if err != nil {
+		return nil, fmt.Errorf("read key: %w", err)
+	}
+	pair, err := tls.X509KeyPair(first, second)
 	if err != nil {
 		return nil, fmt.Errorf("read certificate %s: %w", certificate, err)
 	}

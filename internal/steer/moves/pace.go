@@ -3,11 +3,13 @@
 package moves
 
 import (
+	"fmt"
 	"maps"
 	"slices"
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/internal/format"
 	"sockeye/internal/steer/session"
 )
 
@@ -201,4 +203,12 @@ func (m *move) late(now time.Time, timeout time.Duration) bool {
 		begin = m.since
 	}
 	return now.Sub(begin) >= timeout
+}
+
+// PaceText returns the pace of a policy as text.
+func PaceText(p *config.Pace) string {
+	if p == nil {
+		return "unset"
+	}
+	return fmt.Sprintf("%s per member, timeout %s", format.Count(p.Devices, "device", "devices"), time.Duration(p.Timeout)*time.Microsecond)
 }

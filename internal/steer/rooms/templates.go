@@ -290,7 +290,7 @@ func (r *Rooms) AttachTemplateFilter(seat *core.Seat, socket *member.Socket) err
 			r.Log.Warn("templates of the member are not kept: its socket has a socket filter", "slot", seat.Slot, "pid", seat.Process.PID)
 		}
 		r.kept.filtered[seat.Slot] = true
-		if ok && owner.Filtered { // the member has replaced the filter by its own
+		if classic, _, err := bpf.ReadFilter(socket.FD()); err == nil && classic && ok && owner.Filtered { // the member has replaced the filter by its own
 			return r.Path.SetOwner(socket.FD(), bpf.Owner{PID: owner.PID, StartTime: owner.StartTime})
 		}
 		return nil
