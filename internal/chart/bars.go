@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"html"
 	"math"
+	"strconv"
 	"strings"
 )
 
@@ -121,9 +122,17 @@ func (p Panel) plotHeight() int {
 	return max(150, 18*len(p.Lines)) + 24
 }
 
+// short returns a value with three digits, or more before the decimal point.
+func short(v float64) string {
+	if v >= 1000 {
+		return strconv.FormatFloat(v, 'f', 0, 64)
+	}
+	return fmt.Sprintf("%.3g", v)
+}
+
 // plot draws the lines of a panel, with the ends of both scales, from y on. Values that are not finite leave a gap.
 func (p Panel) plot(b *strings.Builder, y, width int) {
-	const left, right = 60, 220
+	const left, right = 60, 250
 	right0, height := width-right, p.plotHeight()-24
 	most, steps := p.Most, 1
 	for _, l := range p.Lines {
@@ -139,7 +148,7 @@ func (p Panel) plot(b *strings.Builder, y, width int) {
 	for _, label := range []struct {
 		x, y int
 		text string
-	}{{left - 6, y + 10, fmt.Sprintf("%.3g", most)}, {left - 6, y + height, "0"}, {right0, y + height + 18, fmt.Sprintf("%d %s", steps, p.Step)}} {
+	}{{left - 6, y + 10, short(most)}, {left - 6, y + height, "0"}, {right0, y + height + 18, fmt.Sprintf("%d %s", steps, p.Step)}} {
 		fmt.Fprintf(b, "<text class=\"quiet\" x=\"%d\" y=\"%d\" text-anchor=\"end\">%s</text>\n", label.x, label.y, html.EscapeString(label.text))
 	}
 	for i, l := range p.Lines {

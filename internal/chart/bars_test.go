@@ -44,9 +44,18 @@ func TestLines(t *testing.T) {
 		}
 	}
 	// The highest value is at the top, the last one at the right end; the missing one is a gap.
-	for _, want := range []string{`points="60.0,242.0 190.0,167.0"`, `points="450.0,92.0 580.0,242.0"`, ">10<", ">4 s<", "a &amp; b"} {
+	for _, want := range []string{`points="60.0,242.0 182.5,167.0"`, `points="427.5,92.0 550.0,242.0"`, ">10<", ">4 s<", "a &amp; b"} {
 		if !strings.Contains(svg, want) {
 			t.Errorf("%s is not in\n%s", want, svg)
+		}
+	}
+}
+
+// TestShort checks the numbers beside an axis.
+func TestShort(t *testing.T) {
+	for v, want := range map[float64]string{7667.1: "7667", 1000: "1000", 999.4: "999", 1.144: "1.14", 0.2941: "0.294"} {
+		if got := short(v); got != want {
+			t.Errorf("%v is %s, want %s", v, got, want)
 		}
 	}
 }
