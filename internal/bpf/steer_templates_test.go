@@ -47,16 +47,12 @@ func randomMessage(r *rand.Rand) []byte {
 // TestFilterOfMember checks that a filter of a member's own stays, whatever its length: the kernel writes a short one to the buffer of a
 // getsockopt(2) for an int.
 func TestFilterOfMember(t *testing.T) {
-	spec, err := loadSteerTemplates()
+	program, unload, err := LoadTemplateFilter()
 	if err != nil {
 		t.Fatal(err)
 	}
-	collection, err := load.Collection(spec, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer collection.Close()
-	path := &Steer{templates: collection.Programs["steer_copy_templates"]}
+	defer unload()
+	path := &Steer{templates: program}
 	socket, err := net.ListenPacket("udp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -136,8 +136,8 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 // HasSocket returns whether one of the first 1024 descriptors of a process is a listening TCP socket or a UDP socket for which want
 // returns true by its protocol and port. HasSocket copies no descriptor, because a process that is no member may hold the lock of its
 // sockets (lock_sock), for example in a setsockopt(2) that reads from a file system that does not answer, and getsockname(2) would wait for the
-// lock. The tables of the process's network namespace have the ports, of the first
-// 1 MiB of each table, and not those of sockets of another namespace.
+// lock. The ports come from the tables of the process's network namespace: sockets of another namespace are not found, and neither are those
+// after the first MiB of a table.
 func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 	const most = 1024
 	links := make(map[string]bool)
