@@ -67,6 +67,9 @@ type Collector struct {
 	records string // name in the output
 }
 
+// files is the default output: one file per collector in this directory, with an offset in bytes.
+type files string
+
 // StartCollector starts Debian's unmodified nfacctd, which correlates IPFIX flows with BMP routes. nfacctd binds its
 // IPFIX socket after 5 s, because it sleeps after the start of its BMP thread (see WaitCollectors). It overwrites its
 // command line with "nfacctd: Core Process [nfacctd-SLOT]".
@@ -135,41 +138,11 @@ func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
 	return out, nil
 }
 
-// Collectors returns the most recently started collector of each slot.
-func (l *Lab) Collectors() []*Collector {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return slices.SortedFunc(maps.Values(l.collectors), func(a, b *Collector) int { return a.Slot - b.Slot })
-}
-
 // RemoveCollector lets the lab forget the collector of a slot, which has ended on purpose.
 func (l *Lab) RemoveCollector(slot int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	delete(l.collectors, slot)
-}
-
-// Bound reports whether the collector's main process has bound its BMP listener and its IPFIX socket.
-func (c *Collector) Bound() (bmp, ipfix bool, err error) {
-	if err := c.Err(); err != nil {
-		return false, false, err
-	}
-	own := socketInodes(c.Pid())
-	err = c.ns.Do(func() error {
-		tcp, err := sockets(netlink.SocketDiagTCP)
-		if err != nil {
-			return err
-		}
-		udp, err := sockets(netlink.SocketDiagUDP)
-		for _, s := range tcp {
-			bmp = bmp || s.State == tcpListen && s.ID.SourcePort == c.BMP.Port() && own[s.INode]
-		}
-		for _, s := range udp {
-			ipfix = ipfix || s.ID.SourcePort == c.IPFIX.Port() && own[s.INode]
-		}
-		return err
-	})
-	return bmp, ipfix, err
 }
 
 // WaitListeners waits until all collectors have bound their BMP listeners. Routers can connect afterwards, and the
@@ -194,6 +167,34 @@ func (l *Lab) waitBound(ctx context.Context, what string, enough func(bmp, ipfix
 	})
 }
 
+const (
+	tcpEstablished = 1
+	tcpListen      = 10
+)
+
+// Bound reports whether the collector's main process has bound its BMP listener and its IPFIX socket.
+func (c *Collector) Bound() (bmp, ipfix bool, err error) {
+	if err := c.Err(); err != nil {
+		return false, false, err
+	}
+	own := socketInodes(c.Pid())
+	err = c.ns.Do(func() error {
+		tcp, err := sockets(netlink.SocketDiagTCP)
+		if err != nil {
+			return err
+		}
+		udp, err := sockets(netlink.SocketDiagUDP)
+		for _, s := range tcp {
+			bmp = bmp || s.State == tcpListen && s.ID.SourcePort == c.BMP.Port() && own[s.INode]
+		}
+		for _, s := range udp {
+			ipfix = ipfix || s.ID.SourcePort == c.IPFIX.Port() && own[s.INode]
+		}
+		return err
+	})
+	return bmp, ipfix, err
+}
+
 // Record is a flow record in nfacctd's JSON output.
 type Record struct {
 	Peer    netip.Addr `json:"peer_ip_src"` // address of the exporting router
@@ -210,13 +211,6 @@ type Record struct {
 // Correlated reports whether the record has fields that only BMP provides.
 func (r Record) Correlated() bool { return r.Comms != "" || r.ASPath != "" }
 
-// ParseRecord parses a flow record in nfacctd's JSON output.
-func ParseRecord(text []byte) (r Record, err error) {
-	err = json.Unmarshal(text, &r)
-	r.Peer = r.Peer.Unmap()
-	return r, err
-}
-
 // Records returns the collector's records after an offset (0: all) and the offset for the next call.
 func (c *Collector) Records(from int64) ([]Record, int64, error) {
 	records, next, err := c.output.Records(c.records, from)
@@ -225,9 +219,6 @@ func (c *Collector) Records(from int64) ([]Record, int64, error) {
 	}
 	return records, next, err
 }
-
-// files is the default output: one file per collector in this directory, with an offset in bytes.
-type files string
 
 func (dir files) path(name string) string { return filepath.Join(string(dir), name+".json") }
 
@@ -270,6 +261,13 @@ func (dir files) Records(name string, from int64) ([]Record, int64, error) {
 	return records, from + int64(len(b)), nil
 }
 
+// ParseRecord parses a flow record in nfacctd's JSON output.
+func ParseRecord(text []byte) (r Record, err error) {
+	err = json.Unmarshal(text, &r)
+	r.Peer = r.Peer.Unmap()
+	return r, err
+}
+
 func (dir files) End(name string) (int64, error) {
 	fi, err := os.Stat(dir.path(name))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -279,66 +277,6 @@ func (dir files) End(name string) (int64, error) {
 		return 0, err
 	}
 	return fi.Size(), nil
-}
-
-const (
-	tcpEstablished = 1
-	tcpListen      = 10
-)
-
-func sockets(dump func(family uint8) ([]*netlink.Socket, error)) ([]*netlink.Socket, error) {
-	var all []*netlink.Socket
-	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
-		s, err := dump(family)
-		if err != nil {
-			return nil, fmt.Errorf("list sockets: %w", err)
-		}
-		all = append(all, s...)
-	}
-	return all, nil
-}
-
-// socketInodes returns the socket inodes of a process, none if the process has exited.
-func socketInodes(pid int) map[uint32]bool {
-	inodes := map[uint32]bool{}
-	fds, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
-	for _, fd := range fds {
-		target, _ := os.Readlink(fd)
-		if s, ok := strings.CutPrefix(target, "socket:["); ok {
-			if n, err := strconv.ParseUint(strings.TrimSuffix(s, "]"), 10, 32); err == nil {
-				inodes[uint32(n)] = true
-			}
-		}
-	}
-	return inodes
-}
-
-// Sessions returns the slot of the collector that has the BMP session of each remote address. Connections in an accept
-// queue and connections of exited collectors are not sessions. If an address has several sessions, the highest slot is
-// returned.
-func (l *Lab) Sessions() (map[netip.Addr]int, error) {
-	found := map[netip.Addr]int{}
-	for _, c := range l.Collectors() {
-		// Child processes do not count: plugins inherit existing sessions, never read them, and keep them open for a
-		// second after a crash.
-		own := socketInodes(c.Pid())
-		err := c.ns.Do(func() error {
-			all, err := sockets(netlink.SocketDiagTCP)
-			for _, s := range all {
-				// All local ports are included, because sk_lookup steers sessions to collectors that listen on another port.
-				// nfacctd has no other connections.
-				if s.State == tcpEstablished && own[s.INode] {
-					a, _ := netip.AddrFromSlice(s.ID.Destination)
-					found[a.Unmap()] = c.Slot
-				}
-			}
-			return err
-		})
-		if err != nil {
-			return nil, err
-		}
-	}
-	return found, nil
 }
 
 // WaitSessions waits until every started router has a BMP session.
@@ -370,4 +308,66 @@ func (l *Lab) WaitSessions(ctx context.Context) error {
 		}
 	}
 	return err
+}
+
+// Sessions returns the slot of the collector that has the BMP session of each remote address. Connections in an accept
+// queue and connections of exited collectors are not sessions. If an address has several sessions, the highest slot is
+// returned.
+func (l *Lab) Sessions() (map[netip.Addr]int, error) {
+	found := map[netip.Addr]int{}
+	for _, c := range l.Collectors() {
+		// Child processes do not count: plugins inherit existing sessions, never read them, and keep them open for a
+		// second after a crash.
+		own := socketInodes(c.Pid())
+		err := c.ns.Do(func() error {
+			all, err := sockets(netlink.SocketDiagTCP)
+			for _, s := range all {
+				// All local ports are included, because sk_lookup steers sessions to collectors that listen on another port.
+				// nfacctd has no other connections.
+				if s.State == tcpEstablished && own[s.INode] {
+					a, _ := netip.AddrFromSlice(s.ID.Destination)
+					found[a.Unmap()] = c.Slot
+				}
+			}
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return found, nil
+}
+
+// Collectors returns the most recently started collector of each slot.
+func (l *Lab) Collectors() []*Collector {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.SortedFunc(maps.Values(l.collectors), func(a, b *Collector) int { return a.Slot - b.Slot })
+}
+
+func sockets(dump func(family uint8) ([]*netlink.Socket, error)) ([]*netlink.Socket, error) {
+	var all []*netlink.Socket
+	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+		s, err := dump(family)
+		if err != nil {
+			return nil, fmt.Errorf("list sockets: %w", err)
+		}
+		all = append(all, s...)
+	}
+	return all, nil
+}
+
+// socketInodes returns the socket inodes of a process, none if the process has exited.
+func socketInodes(pid int) map[uint32]bool {
+	inodes := map[uint32]bool{}
+	fds, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
+	for _, fd := range fds {
+		target, _ := os.Readlink(fd)
+		if s, ok := strings.CutPrefix(target, "socket:["); ok {
+			if n, err := strconv.ParseUint(strings.TrimSuffix(s, "]"), 10, 32); err == nil {
+				inodes[uint32(n)] = true
+			}
+		}
+	}
+	return inodes
 }

@@ -21,14 +21,6 @@ const (
 	sinkPort = 9 // discard
 )
 
-// host returns the source and destination address of flows in a router's prefix.
-func host(p netip.Prefix) netip.Addr {
-	a := p.Addr().AsSlice()
-	a[len(a)-1] = 10
-	h, _ := netip.AddrFromSlice(a)
-	return h
-}
-
 // StartTraffic sends small UDP packets from each router's prefixes to the prefixes of the routers with higher numbers,
 // until the lab closes or stop is called.
 func (l *Lab) StartTraffic(c TrafficConfig) (stop func(), err error) {
@@ -122,4 +114,12 @@ func (l *Lab) StartTraffic(c TrafficConfig) (stop func(), err error) {
 		}
 		<-ended
 	}, nil
+}
+
+// host returns the source and destination address of flows in a router's prefix.
+func host(p netip.Prefix) netip.Addr {
+	a := p.Addr().AsSlice()
+	a[len(a)-1] = 10
+	h, _ := netip.AddrFromSlice(a)
+	return h
 }

@@ -139,40 +139,6 @@ func (l *Lab) Connect(a, b *Namespace, o LinkOptions, addrA, addrB []netip.Prefi
 	return k, nil
 }
 
-func (o *LinkOptions) check() error {
-	switch {
-	case o.MTU < 68 || o.MTU > 65535:
-		return fmt.Errorf("MTU %d, not 68 to 65535", o.MTU)
-	case o.Delay < 0:
-		return fmt.Errorf("delay %v is negative", o.Delay)
-	case o.Rate < 0:
-		return fmt.Errorf("rate %d is negative", o.Rate)
-	case o.Limit < 0:
-		return fmt.Errorf("limit %d is negative", o.Limit)
-	case !(o.Loss >= 0 && o.Loss <= 1): // NaN is neither
-		return fmt.Errorf("loss %v, not 0 to 1", o.Loss)
-	case !(o.Reorder >= 0 && o.Reorder <= 1):
-		return fmt.Errorf("reorder %v, not 0 to 1", o.Reorder)
-	}
-	return nil
-}
-
-func (o *LinkOptions) limit() int {
-	if o.Limit > 0 {
-		return o.Limit
-	}
-	return max(64<<10, int(o.Rate/8/20))
-}
-
-const (
-	vnetHeader = 10 // bytes of struct virtio_net_hdr before each packet
-	// tunQueue is the queue length of a TUN interface in packets. The default of 500 is less than a window of a fast
-	// sender.
-	tunQueue = 10000
-	// maxOvertaken exceeds the three packets after which TCP declares a packet lost.
-	maxOvertaken = 8
-)
-
 // openTUN creates a TUN interface, which exists as long as the file is open.
 func (n *Namespace) openTUN(o LinkOptions) (*os.File, error) {
 	fd := -1
@@ -208,20 +174,14 @@ func (n *Namespace) openTUN(o LinkOptions) (*os.File, error) {
 	return os.NewFile(uintptr(fd), o.Name), nil
 }
 
-// removeLink removes an interface, if it exists.
-func (n *Namespace) removeLink(name string) error {
-	dev, err := n.nl.LinkByName(name)
-	if err == nil {
-		err = n.nl.LinkDel(dev)
-	}
-	if errors.As(err, new(netlink.LinkNotFoundError)) || errors.Is(err, unix.ENODEV) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("remove %s in %s: %w", name, n.name, err)
-	}
-	return nil
-}
+const (
+	vnetHeader = 10 // bytes of struct virtio_net_hdr before each packet
+	// tunQueue is the queue length of a TUN interface in packets. The default of 500 is less than a window of a fast
+	// sender.
+	tunQueue = 10000
+	// maxOvertaken exceeds the three packets after which TCP declares a packet lost.
+	maxOvertaken = 8
+)
 
 func (n *Namespace) setTUN(o LinkOptions, addresses []netip.Prefix) error {
 	dev, err := n.nl.LinkByName(o.Name)
@@ -276,6 +236,24 @@ func (k *Link) Set(o LinkOptions) error {
 	return nil
 }
 
+func (o *LinkOptions) check() error {
+	switch {
+	case o.MTU < 68 || o.MTU > 65535:
+		return fmt.Errorf("MTU %d, not 68 to 65535", o.MTU)
+	case o.Delay < 0:
+		return fmt.Errorf("delay %v is negative", o.Delay)
+	case o.Rate < 0:
+		return fmt.Errorf("rate %d is negative", o.Rate)
+	case o.Limit < 0:
+		return fmt.Errorf("limit %d is negative", o.Limit)
+	case !(o.Loss >= 0 && o.Loss <= 1): // NaN is neither
+		return fmt.Errorf("loss %v, not 0 to 1", o.Loss)
+	case !(o.Reorder >= 0 && o.Reorder <= 1):
+		return fmt.Errorf("reorder %v, not 0 to 1", o.Reorder)
+	}
+	return nil
+}
+
 // Counts returns the counts until now, also for a closed link.
 func (k *Link) Counts() LinkCounts {
 	return LinkCounts{AToB: k.ways[AToB].count(), BToA: k.ways[BToA].count()}
@@ -297,6 +275,21 @@ func (k *Link) end() error {
 	}
 	if err := errors.Join(append(errs, k.failed...)...); err != nil {
 		return fmt.Errorf("close link: %w", err)
+	}
+	return nil
+}
+
+// removeLink removes an interface, if it exists.
+func (n *Namespace) removeLink(name string) error {
+	dev, err := n.nl.LinkByName(name)
+	if err == nil {
+		err = n.nl.LinkDel(dev)
+	}
+	if errors.As(err, new(netlink.LinkNotFoundError)) || errors.Is(err, unix.ENODEV) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("remove %s in %s: %w", name, n.name, err)
 	}
 	return nil
 }
@@ -451,6 +444,13 @@ func (w *way) offer(p packet) (queued bool) {
 	return true
 }
 
+func (o *LinkOptions) limit() int {
+	if o.Limit > 0 {
+		return o.Limit
+	}
+	return max(64<<10, int(o.Rate/8/20))
+}
+
 // overtake moves the last packet in front of other packets in transit and exchanges the delivery times. The caller must
 // hold mu.
 func (w *way) overtake() {
@@ -469,47 +469,6 @@ func (w *way) overtake() {
 }
 
 func (w *way) packet(i uint64) *packet { return &w.packets[i&uint64(len(w.packets)-1)] }
-
-// advance moves the packets whose transmission has ended into transit. The caller of advance, times and arm must hold mu.
-func (w *way) advance(now time.Duration) {
-	for ; w.rated != w.tail; w.rated++ {
-		sent, due := w.times()
-		if sent > now {
-			return
-		}
-		p := w.packet(w.rated)
-		w.waiting -= p.size()
-		w.free, p.at = sent, due
-	}
-}
-
-// times returns the end of the transmission and the delivery time of the first packet that waits for the rate.
-func (w *way) times() (sent, due time.Duration) {
-	o, p := w.link.options.Load(), w.packet(w.rated)
-	sent = max(w.free, p.at)
-	if o.Rate > 0 {
-		bits := int64(p.size()) * 8
-		sent += time.Duration((bits*int64(time.Second)-1)/o.Rate + 1) // rounded up
-	}
-	return sent, sent + o.Delay
-}
-
-// arm sets the timer for the first packet of the queue, if any.
-func (w *way) arm(now time.Duration) {
-	var due time.Duration
-	switch {
-	case w.head != w.rated:
-		due = w.packet(w.head).at
-	case w.rated != w.tail:
-		_, due = w.times()
-	default:
-		w.idle = true
-		return
-	}
-	w.idle = false
-	w.wait.Value = unix.NsecToTimespec(int64(max(1, due-now))) // 0 would disarm the timer
-	_ = w.timerConn.Control(w.setTimer)                        // fails if the timer is closed; deliver handles this
-}
 
 // deliver writes due packets to the receiving namespace.
 func (w *way) deliver() error {
@@ -553,6 +512,47 @@ func (w *way) take(batch []packet) (n int) {
 		w.arm(now)
 	}
 	return n
+}
+
+// advance moves the packets whose transmission has ended into transit. The caller of advance, times and arm must hold mu.
+func (w *way) advance(now time.Duration) {
+	for ; w.rated != w.tail; w.rated++ {
+		sent, due := w.times()
+		if sent > now {
+			return
+		}
+		p := w.packet(w.rated)
+		w.waiting -= p.size()
+		w.free, p.at = sent, due
+	}
+}
+
+// arm sets the timer for the first packet of the queue, if any.
+func (w *way) arm(now time.Duration) {
+	var due time.Duration
+	switch {
+	case w.head != w.rated:
+		due = w.packet(w.head).at
+	case w.rated != w.tail:
+		_, due = w.times()
+	default:
+		w.idle = true
+		return
+	}
+	w.idle = false
+	w.wait.Value = unix.NsecToTimespec(int64(max(1, due-now))) // 0 would disarm the timer
+	_ = w.timerConn.Control(w.setTimer)                        // fails if the timer is closed; deliver handles this
+}
+
+// times returns the end of the transmission and the delivery time of the first packet that waits for the rate.
+func (w *way) times() (sent, due time.Duration) {
+	o, p := w.link.options.Load(), w.packet(w.rated)
+	sent = max(w.free, p.at)
+	if o.Rate > 0 {
+		bits := int64(p.size()) * 8
+		sent += time.Duration((bits*int64(time.Second)-1)/o.Rate + 1) // rounded up
+	}
+	return sent, sent + o.Delay
 }
 
 // release returns the buffers of packets.

@@ -56,19 +56,6 @@ type Meter struct {
 	count   map[netip.Addr]map[int][2]int // by router and slot: all records, correlated records
 }
 
-// NewMeter starts counting.
-func (l *Lab) NewMeter() (*Meter, error) {
-	m := &Meter{lab: l, offsets: map[int]int64{}, count: map[netip.Addr]map[int][2]int{}}
-	for _, c := range l.Collectors() {
-		end, err := c.output.End(c.records)
-		if err != nil {
-			return nil, fmt.Errorf("start to count records of %s: %w", c.Name, err)
-		}
-		m.offsets[c.Slot] = end
-	}
-	return m, nil
-}
-
 // Read returns the outcome since NewMeter, with the current sessions.
 func (m *Meter) Read() (Outcome, error) {
 	for _, c := range m.lab.Collectors() {
@@ -151,4 +138,17 @@ func (l *Lab) WaitRecords(ctx context.Context) error {
 		}
 		return true, nil
 	})
+}
+
+// NewMeter starts counting.
+func (l *Lab) NewMeter() (*Meter, error) {
+	m := &Meter{lab: l, offsets: map[int]int64{}, count: map[netip.Addr]map[int][2]int{}}
+	for _, c := range l.Collectors() {
+		end, err := c.output.End(c.records)
+		if err != nil {
+			return nil, fmt.Errorf("start to count records of %s: %w", c.Name, err)
+		}
+		m.offsets[c.Slot] = end
+	}
+	return m, nil
 }

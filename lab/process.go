@@ -49,17 +49,6 @@ func (n *Namespace) Command(ctx context.Context, argv ...string) *Process {
 	return &Process{Cmd: exec.CommandContext(ctx, argv[0], argv[1:]...), lab: n.lab, ns: n, done: make(chan struct{})}
 }
 
-// startNice starts the command with the niceness, which a process inherits from the thread that starts it. Without
-// CAP_SYS_NICE, it has the niceness of this process.
-func (p *Process) startNice() error {
-	const thisThread = 0
-	before, err := unix.Getpriority(unix.PRIO_PROCESS, thisThread)
-	if p.Nice != 0 && err == nil && unix.Setpriority(unix.PRIO_PROCESS, thisThread, p.Nice) == nil {
-		defer func() { _ = unix.Setpriority(unix.PRIO_PROCESS, thisThread, 20-before) }() // the call returns 20 minus the niceness
-	}
-	return p.Cmd.Start()
-}
-
 // Start starts the program and returns. The output is appended to LogPath.
 func (p *Process) Start() (err error) {
 	l := p.lab
@@ -135,6 +124,17 @@ func (p *Process) Start() (err error) {
 	return nil
 }
 
+// startNice starts the command with the niceness, which a process inherits from the thread that starts it. Without
+// CAP_SYS_NICE, it has the niceness of this process.
+func (p *Process) startNice() error {
+	const thisThread = 0
+	before, err := unix.Getpriority(unix.PRIO_PROCESS, thisThread)
+	if p.Nice != 0 && err == nil && unix.Setpriority(unix.PRIO_PROCESS, thisThread, p.Nice) == nil {
+		defer func() { _ = unix.Setpriority(unix.PRIO_PROCESS, thisThread, 20-before) }() // the call returns 20 minus the niceness
+	}
+	return p.Cmd.Start()
+}
+
 // Pid returns the process id. Call it after Start.
 func (p *Process) Pid() int { return p.Cmd.Process.Pid }
 
@@ -182,15 +182,6 @@ func (p *Process) Wait() error {
 // Signal sends a signal to the main process only.
 func (p *Process) Signal(s os.Signal) error { return p.Cmd.Process.Signal(s) }
 
-// Kill sends SIGKILL to the main process and waits until it exits. Child processes keep running, as after a crash.
-func (p *Process) Kill() error {
-	if err := p.Signal(syscall.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
-		return fmt.Errorf("kill %s: %w", p.Name, err)
-	}
-	<-p.done
-	return nil
-}
-
 // Stop sends SIGTERM to the main process, and after the grace period SIGKILL to all processes of the cgroup.
 func (p *Process) Stop(grace time.Duration) error {
 	if err := p.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
@@ -205,6 +196,15 @@ func (p *Process) Stop(grace time.Duration) error {
 	return err
 }
 
+// Kill sends SIGKILL to the main process and waits until it exits. Child processes keep running, as after a crash.
+func (p *Process) Kill() error {
+	if err := p.Signal(syscall.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("kill %s: %w", p.Name, err)
+	}
+	<-p.done
+	return nil
+}
+
 // LogTail returns the last lines of the log.
 func (p *Process) LogTail(lines int) string {
 	b, err := os.ReadFile(p.logPath)
@@ -213,6 +213,72 @@ func (p *Process) LogTail(lines int) string {
 	}
 	all := bytes.Split(bytes.TrimSpace(b), []byte("\n"))
 	return string(bytes.Join(all[max(0, len(all)-lines):], []byte("\n")))
+}
+
+// CheckPrograms returns an error that names the missing programs of routers, exporters and collectors, and their Debian
+// packages.
+func CheckPrograms() error {
+	var errs []error
+	for _, f := range []func() (string, error){bgpdPath, pmacctdPath, nfacctdPath} {
+		_, err := f()
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
+func bgpdPath() (string, error) {
+	path, err := FRR("bgpd")
+	if err != nil {
+		return "", err
+	}
+	if m, _ := filepath.Glob("/usr/lib/*/frr/modules/bgpd_bmp.so"); len(m) == 0 {
+		return "", errors.New("find bgpd_bmp.so: not installed (Debian package frr: apt-get install frr)")
+	}
+	return path, nil
+}
+
+// FRR returns the path of a daemon of FRR.
+func FRR(daemon string) (string, error) { return program(daemon, "frr", "/usr/lib/frr") }
+
+func pmacctdPath() (string, error) { return program("pmacctd", "pmacct") }
+func nfacctdPath() (string, error) { return program("nfacctd", "pmacct") }
+
+// program finds an executable of a Debian package.
+func program(name, pkg string, dirs ...string) (string, error) {
+	if path, err := exec.LookPath(name); err == nil {
+		return path, nil
+	}
+	for _, d := range append(dirs, "/usr/sbin") {
+		path := filepath.Join(d, name)
+		if fi, err := os.Stat(path); err == nil && fi.Mode()&0o111 != 0 {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("find %s: not installed (Debian package %s: apt-get install %s)", name, pkg, pkg)
+}
+
+// WriteConfig writes the configuration of a program in a namespace as a file that the user can read, into a directory of the work
+// directory, which belongs to the user and is created if necessary. It returns the path of the file.
+func (l *Lab) WriteConfig(dir, name, userName string, lines ...string) (string, error) {
+	return l.writeConfig(filepath.Join(l.dir, dir), name, userName, lines...)
+}
+
+// writeConfig writes a file that the user can read into a directory of the user.
+func (l *Lab) writeConfig(dir, name, userName string, lines ...string) (string, error) {
+	path := filepath.Join(dir, name)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", err
+	}
+	if userName != "" {
+		c, err := credential(userName)
+		if err != nil {
+			return "", err
+		}
+		if err := os.Chown(dir, int(c.Uid), int(c.Gid)); err != nil {
+			return "", err
+		}
+	}
+	return path, os.WriteFile(path, []byte(strings.Join(lines, "\n")+"\n"), 0o644)
 }
 
 func credential(name string) (*syscall.Credential, error) {
@@ -245,70 +311,4 @@ func credential(name string) (*syscall.Credential, error) {
 		}
 	}
 	return c, nil
-}
-
-// program finds an executable of a Debian package.
-func program(name, pkg string, dirs ...string) (string, error) {
-	if path, err := exec.LookPath(name); err == nil {
-		return path, nil
-	}
-	for _, d := range append(dirs, "/usr/sbin") {
-		path := filepath.Join(d, name)
-		if fi, err := os.Stat(path); err == nil && fi.Mode()&0o111 != 0 {
-			return path, nil
-		}
-	}
-	return "", fmt.Errorf("find %s: not installed (Debian package %s: apt-get install %s)", name, pkg, pkg)
-}
-
-// CheckPrograms returns an error that names the missing programs of routers, exporters and collectors, and their Debian
-// packages.
-func CheckPrograms() error {
-	var errs []error
-	for _, f := range []func() (string, error){bgpdPath, pmacctdPath, nfacctdPath} {
-		_, err := f()
-		errs = append(errs, err)
-	}
-	return errors.Join(errs...)
-}
-
-func bgpdPath() (string, error) {
-	path, err := FRR("bgpd")
-	if err != nil {
-		return "", err
-	}
-	if m, _ := filepath.Glob("/usr/lib/*/frr/modules/bgpd_bmp.so"); len(m) == 0 {
-		return "", errors.New("find bgpd_bmp.so: not installed (Debian package frr: apt-get install frr)")
-	}
-	return path, nil
-}
-
-// FRR returns the path of a daemon of FRR.
-func FRR(daemon string) (string, error) { return program(daemon, "frr", "/usr/lib/frr") }
-
-func pmacctdPath() (string, error) { return program("pmacctd", "pmacct") }
-func nfacctdPath() (string, error) { return program("nfacctd", "pmacct") }
-
-// WriteConfig writes the configuration of a program in a namespace as a file that the user can read, into a directory of the work
-// directory, which belongs to the user and is created if necessary. It returns the path of the file.
-func (l *Lab) WriteConfig(dir, name, userName string, lines ...string) (string, error) {
-	return l.writeConfig(filepath.Join(l.dir, dir), name, userName, lines...)
-}
-
-// writeConfig writes a file that the user can read into a directory of the user.
-func (l *Lab) writeConfig(dir, name, userName string, lines ...string) (string, error) {
-	path := filepath.Join(dir, name)
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", err
-	}
-	if userName != "" {
-		c, err := credential(userName)
-		if err != nil {
-			return "", err
-		}
-		if err := os.Chown(dir, int(c.Uid), int(c.Gid)); err != nil {
-			return "", err
-		}
-	}
-	return path, os.WriteFile(path, []byte(strings.Join(lines, "\n")+"\n"), 0o644)
 }

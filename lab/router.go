@@ -56,14 +56,6 @@ func (l *Lab) Router(i int) *Router { return l.routers[i] }
 // Routers returns all routers.
 func (l *Lab) Routers() []*Router { return slices.Clone(l.routers) }
 
-// address of the family of a.
-func (r *Router) address(a netip.Addr) netip.Addr {
-	if a.Unmap().Is4() {
-		return r.IPv4
-	}
-	return r.IPv6
-}
-
 // RouterConfig configures bgpd in a router's namespace.
 type RouterConfig struct {
 	Router    int
@@ -159,7 +151,60 @@ func (l *Lab) StartRouter(c RouterConfig) (*Process, error) {
 	return p, nil
 }
 
+// address of the family of a.
+func (r *Router) address(a netip.Addr) netip.Addr {
+	if a.Unmap().Is4() {
+		return r.IPv4
+	}
+	return r.IPv6
+}
+
 func (r *Router) vtySocket() string { return filepath.Join(r.dir, "bgpd.vty") }
+
+// WaitBGP waits until every started router has the prefixes of all started routers.
+func (l *Lab) WaitBGP(ctx context.Context) error {
+	var started []*Router
+	for _, r := range l.routers {
+		if r.BGP != nil {
+			started = append(started, r)
+		}
+	}
+	done := map[int]bool{}
+	return l.WaitFor(ctx, "BGP to converge", func() (bool, error) {
+		for _, r := range started {
+			if err := r.BGP.Err(); err != nil {
+				return false, err
+			}
+			if done[r.Index] {
+				continue
+			}
+			v4, v6, err := r.Prefixes()
+			if err != nil || v4 < len(started) || v6 < len(started) { // an error occurs if bgpd has not created its socket yet
+				return false, nil
+			}
+			done[r.Index] = true
+		}
+		return true, nil
+	})
+}
+
+// Prefixes returns the number of IPv4 and IPv6 prefixes in bgpd's table, including the router's own.
+func (r *Router) Prefixes() (v4, v6 int, err error) {
+	for family, n := range map[string]*int{"ipv4": &v4, "ipv6": &v6} {
+		out, err := r.Vty("show bgp " + family + " unicast json")
+		if err != nil {
+			return 0, 0, err
+		}
+		var table struct {
+			Routes map[string]json.RawMessage `json:"routes"`
+		}
+		if err := json.Unmarshal([]byte(out), &table); err != nil {
+			return 0, 0, fmt.Errorf("read %s table of %s: %w", family, r.Name, err)
+		}
+		*n = len(table.Routes)
+	}
+	return v4, v6, nil
+}
 
 // Vty runs a command in bgpd, such as "show bgp summary json", and returns the output.
 func (r *Router) Vty(command string) (string, error) {
@@ -200,51 +245,6 @@ func (r *Router) Vty(command string) (string, error) {
 		return "", fmt.Errorf("run %q in %s: %w", command, r.Name, err)
 	}
 	return out, nil
-}
-
-// Prefixes returns the number of IPv4 and IPv6 prefixes in bgpd's table, including the router's own.
-func (r *Router) Prefixes() (v4, v6 int, err error) {
-	for family, n := range map[string]*int{"ipv4": &v4, "ipv6": &v6} {
-		out, err := r.Vty("show bgp " + family + " unicast json")
-		if err != nil {
-			return 0, 0, err
-		}
-		var table struct {
-			Routes map[string]json.RawMessage `json:"routes"`
-		}
-		if err := json.Unmarshal([]byte(out), &table); err != nil {
-			return 0, 0, fmt.Errorf("read %s table of %s: %w", family, r.Name, err)
-		}
-		*n = len(table.Routes)
-	}
-	return v4, v6, nil
-}
-
-// WaitBGP waits until every started router has the prefixes of all started routers.
-func (l *Lab) WaitBGP(ctx context.Context) error {
-	var started []*Router
-	for _, r := range l.routers {
-		if r.BGP != nil {
-			started = append(started, r)
-		}
-	}
-	done := map[int]bool{}
-	return l.WaitFor(ctx, "BGP to converge", func() (bool, error) {
-		for _, r := range started {
-			if err := r.BGP.Err(); err != nil {
-				return false, err
-			}
-			if done[r.Index] {
-				continue
-			}
-			v4, v6, err := r.Prefixes()
-			if err != nil || v4 < len(started) || v6 < len(started) { // an error occurs if bgpd has not created its socket yet
-				return false, nil
-			}
-			done[r.Index] = true
-		}
-		return true, nil
-	})
 }
 
 // ExporterConfig configures pmacctd in a router's namespace.

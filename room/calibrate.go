@@ -10,6 +10,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// pair contains the descriptors of both ends of a TCP connection.
+type pair struct{ from, to int }
+
 // Calibrate measures the overhead of a packet on this kernel, by a TCP connection over
 // loopback with both ends in this process. It needs a network namespace in which lo is up;
 // the result is the same in every namespace. Without SO_MEMINFO (before Linux 4.12) the
@@ -30,14 +33,6 @@ func Calibrate() (k Kernel, err error) {
 		return k, err
 	}
 	return k, err
-}
-
-// pair contains the descriptors of both ends of a TCP connection.
-type pair struct{ from, to int }
-
-func (p *pair) close() {
-	unix.Close(p.from)
-	unix.Close(p.to)
 }
 
 func connect4() (*pair, error) {
@@ -82,6 +77,11 @@ func connect(family int, at unix.Sockaddr) (_ *pair, err error) {
 		return nil, err
 	}
 	return p, nil
+}
+
+func (p *pair) close() {
+	unix.Close(p.from)
+	unix.Close(p.to)
 }
 
 // measure queues one byte, which TCP_CORK prevents from being sent.

@@ -96,24 +96,6 @@ const mostHeader = 320
 // Both are part of a packet's overhead.
 const packetStructs = 256 + 320
 
-// header returns MAX_TCP_HEADER in bytes, which depends on the kernel's configuration: the
-// overhead less packetStructs if MAX_TCP_HEADER can have this value, otherwise mostHeader.
-func (k Kernel) header() int {
-	switch h := k.Overhead - packetStructs; h {
-	case 192, 256:
-		return h
-	}
-	return mostHeader
-}
-
-// legacyGSO is the size in bytes of the largest packet that the kernel builds without BIG
-// TCP (GSO_LEGACY_MAX_SIZE).
-const legacyGSO = 65536
-
-// smallWindow is TCP_MSS_DEFAULT, in bytes: windows no larger than this are not
-// halved (tcp_bound_to_half_wnd).
-const smallWindow = 536
-
 // A Tracker contains the state that a snapshot does not contain: the fill level of the
 // last unsent packet, the largest window that the peer has advertised, and whether TCP
 // paces the socket. A Tracker is for one socket with one writer. The zero value is ready
@@ -160,6 +142,10 @@ func (t *Tracker) Wrote(n, offered int) {
 	}
 }
 
+// legacyGSO is the size in bytes of the largest packet that the kernel builds without BIG
+// TCP (GSO_LEGACY_MAX_SIZE).
+const legacyGSO = 65536
+
 // Estimate computes the number of bytes that the kernel accepts from a snapshot. Each of
 // the next writes must have at least next bytes; 0 stands for full packets. The tracker
 // may be nil. The result is zero for a closed socket.
@@ -200,6 +186,16 @@ func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 	}
 	e.Safe = safe - safe%s.MSS
 	return e
+}
+
+// header returns MAX_TCP_HEADER in bytes, which depends on the kernel's configuration: the
+// overhead less packetStructs if MAX_TCP_HEADER can have this value, otherwise mostHeader.
+func (k Kernel) header() int {
+	switch h := k.Overhead - packetStructs; h {
+	case 192, 256:
+		return h
+	}
+	return mostHeader
 }
 
 // splits returns the additional memory of queued packets, in bytes, if the kernel splits
@@ -244,15 +240,6 @@ func (s *Snapshot) alone(packet int) int {
 }
 
 func (s *Snapshot) segments(bytes int) int { return (bytes + s.MSS - 1) / s.MSS }
-
-// goal returns the payload of a full packet, in bytes, given by the peer's largest window
-// (tcp_xmit_size_goal). The result is too small if a larger window was not seen.
-func goal(mss, window int) int {
-	if window > smallWindow {
-		window /= 2
-	}
-	return max(window-window%mss, mss)
-}
 
 // filled returns the average payload of the unsent packets, in whole segments and bytes:
 // a lower bound of the goal. The first unsent packet does not count, as it grows up to the
@@ -343,6 +330,19 @@ func (k Kernel) exact(s Snapshot, goal, tail, half int, paced bool) (taken int) 
 		queued, last = queued+k.Overhead, 0
 		fill()
 	}
+}
+
+// smallWindow is TCP_MSS_DEFAULT, in bytes: windows no larger than this are not
+// halved (tcp_bound_to_half_wnd).
+const smallWindow = 536
+
+// goal returns the payload of a full packet, in bytes, given by the peer's largest window
+// (tcp_xmit_size_goal). The result is too small if a larger window was not seen.
+func goal(mss, window int) int {
+	if window > smallWindow {
+		window /= 2
+	}
+	return max(window-window%mss, mss)
 }
 
 // Arming returns whether the buffer is so full that Arm has an effect: the kernel reports

@@ -33,6 +33,43 @@ const (
 	meminfoVars       = 9
 )
 
+// defaultLowat is net.ipv4.tcp_notsent_lowat of the network namespace of the first caller,
+// in bytes; 0 if the file cannot be read.
+var defaultLowat = sync.OnceValue(func() int {
+	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_notsent_lowat")
+	if err != nil {
+		return 0
+	}
+	v, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 32)
+	if err != nil {
+		return 0
+	}
+	return int(v)
+})
+
+// Prepare reads what ReadSnapshot reads from files, once: net.ipv4.tcp_notsent_lowat of the network namespace of the calling
+// thread. A program that gives up its access to files calls Prepare before.
+func Prepare() { defaultLowat() }
+
+// ReadSnapshotConn is ReadSnapshot for a connection of package net, or for any other value
+// with a descriptor.
+func ReadSnapshotConn(c syscall.Conn) (Snapshot, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return Snapshot{}, fmt.Errorf("get descriptor: %w", err)
+	}
+	return ReadSnapshotRaw(raw)
+}
+
+// ReadSnapshotRaw is ReadSnapshot for a descriptor of the runtime's poller.
+func ReadSnapshotRaw(raw syscall.RawConn) (s Snapshot, err error) {
+	err = control(raw, func(fd int) error {
+		s, err = ReadSnapshot(fd)
+		return err
+	})
+	return s, err
+}
+
 // ReadSnapshot reads the state of a TCP socket by four to six system calls. For a closed
 // or listening socket, it only sets Closed and the fields from TCP_INFO. The error wraps
 // the errno: ENOTSOCK, EOPNOTSUPP or ENOPROTOOPT if the descriptor is not a TCP socket. An
@@ -115,15 +152,15 @@ func (s *Snapshot) memory(fd int) error {
 	return nil
 }
 
+// mostOverhead is an upper bound of Kernel.Overhead on any kernel, in bytes.
+const mostOverhead = 1280
+
 // boundQueued sets Queued on kernels without SO_MEMINFO: in the worst case, each segment
 // is a separate packet.
 func (s *Snapshot) boundQueued() {
 	mss := max(s.MSS, 1)
 	s.Queued = s.Payload + (s.Payload+mss-1)/mss*mostOverhead
 }
-
-// mostOverhead is an upper bound of Kernel.Overhead on any kernel, in bytes.
-const mostOverhead = 1280
 
 // lowat returns the TCP_NOTSENT_LOWAT in force, in bytes.
 func lowat(fd int) (int, error) {
@@ -137,23 +174,19 @@ func lowat(fd int) (int, error) {
 	return int(uint32(v)), nil
 }
 
-// Prepare reads what ReadSnapshot reads from files, once: net.ipv4.tcp_notsent_lowat of the network namespace of the calling
-// thread. A program that gives up its access to files calls Prepare before.
-func Prepare() { defaultLowat() }
-
-// defaultLowat is net.ipv4.tcp_notsent_lowat of the network namespace of the first caller,
-// in bytes; 0 if the file cannot be read.
-var defaultLowat = sync.OnceValue(func() int {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_notsent_lowat")
+// PacedConn is Paced for a connection of package net, or for any other value with a
+// descriptor.
+func PacedConn(c syscall.Conn) (paced bool, err error) {
+	raw, err := c.SyscallConn()
 	if err != nil {
-		return 0
+		return false, fmt.Errorf("get descriptor: %w", err)
 	}
-	v, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 32)
-	if err != nil {
-		return 0
-	}
-	return int(v)
-})
+	err = control(raw, func(fd int) error {
+		paced, err = Paced(fd)
+		return err
+	})
+	return paced, err
+}
 
 // Paced returns whether TCP itself paces a socket (SK_PACING_NEEDED): with any version of
 // bbr, and if SO_MAX_PACING_RATE is set. The result is valid until the congestion control
@@ -176,57 +209,6 @@ func Paced(fd int) (bool, error) {
 	return bytes.HasPrefix(name[:], []byte("bbr")), nil
 }
 
-// Arm makes the kernel grow the send buffer if the connection can use more
-// (tcp_new_space). The kernel only grows it for a writer that waits for space; poll(2)
-// with a timeout of 0 makes the caller such a writer, in about 150 ns and without a failed
-// send. Arm returns whether the socket is writable.
-//
-// A writable socket is not armed: the kernel reports no event for space that became free
-// after the Snapshot. In this case, read another Snapshot.
-func Arm(fd int) (writable bool, err error) {
-	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
-	if _, err := unix.Poll(fds, 0); err != nil && !errors.Is(err, unix.EINTR) {
-		return false, fmt.Errorf("poll: %w", err)
-	}
-	if fds[0].Revents&unix.POLLNVAL != 0 {
-		return false, fmt.Errorf("poll: %w", unix.EBADF)
-	}
-	return fds[0].Revents&unix.POLLOUT != 0, nil
-}
-
-// ReadSnapshotConn is ReadSnapshot for a connection of package net, or for any other value
-// with a descriptor.
-func ReadSnapshotConn(c syscall.Conn) (Snapshot, error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return Snapshot{}, fmt.Errorf("get descriptor: %w", err)
-	}
-	return ReadSnapshotRaw(raw)
-}
-
-// ReadSnapshotRaw is ReadSnapshot for a descriptor of the runtime's poller.
-func ReadSnapshotRaw(raw syscall.RawConn) (s Snapshot, err error) {
-	err = control(raw, func(fd int) error {
-		s, err = ReadSnapshot(fd)
-		return err
-	})
-	return s, err
-}
-
-// PacedConn is Paced for a connection of package net, or for any other value with a
-// descriptor.
-func PacedConn(c syscall.Conn) (paced bool, err error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return false, fmt.Errorf("get descriptor: %w", err)
-	}
-	err = control(raw, func(fd int) error {
-		paced, err = Paced(fd)
-		return err
-	})
-	return paced, err
-}
-
 // ArmConn is Arm for a connection of package net, or for any other value with a
 // descriptor.
 func ArmConn(c syscall.Conn) (writable bool, err error) {
@@ -244,6 +226,24 @@ func ArmRaw(raw syscall.RawConn) (writable bool, err error) {
 		return err
 	})
 	return writable, err
+}
+
+// Arm makes the kernel grow the send buffer if the connection can use more
+// (tcp_new_space). The kernel only grows it for a writer that waits for space; poll(2)
+// with a timeout of 0 makes the caller such a writer, in about 150 ns and without a failed
+// send. Arm returns whether the socket is writable.
+//
+// A writable socket is not armed: the kernel reports no event for space that became free
+// after the Snapshot. In this case, read another Snapshot.
+func Arm(fd int) (writable bool, err error) {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
+	if _, err := unix.Poll(fds, 0); err != nil && !errors.Is(err, unix.EINTR) {
+		return false, fmt.Errorf("poll: %w", err)
+	}
+	if fds[0].Revents&unix.POLLNVAL != 0 {
+		return false, fmt.Errorf("poll: %w", unix.EBADF)
+	}
+	return fds[0].Revents&unix.POLLOUT != 0, nil
 }
 
 func control(raw syscall.RawConn, f func(fd int) error) error {

@@ -61,24 +61,6 @@ var bigtcpAims = []struct {
 	{"stream_rate", "stream", 1.29, false},
 }
 
-// verdict compares the ratio of a row with an aim.
-func verdict(r bigtcp.Row, aim float64, most bool) string {
-	met, low, high := r.Ratio >= aim, r.Low >= aim, r.High >= aim
-	if most {
-		met, low, high = r.Ratio <= aim, r.High <= aim, r.Low <= aim
-	}
-	switch {
-	case low:
-		return "met"
-	case !high:
-		return "missed"
-	case met:
-		return "met, within the noise"
-	default:
-		return "missed, within the noise"
-	}
-}
-
 type report struct {
 	harness.Run
 	Setups []*bigtcp.Result `json:"setups"` // as in bigtcpSetups
@@ -118,6 +100,8 @@ func benchBigTCP(args []string) error {
 	return harness.Publish(command, r)
 }
 
+var families = map[string]string{bigtcp.IPv6: "IPv6", bigtcp.IPv4: "IPv4"}
+
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
 	reported := r.Setups[0]
@@ -152,8 +136,6 @@ func (r *report) Print(p harness.Printf) {
 	}
 	p("\n%d CPUs. Duration %s.\n", r.CPUs, r.Took)
 }
-
-var families = map[string]string{bigtcp.IPv6: "IPv6", bigtcp.IPv4: "IPv4"}
 
 func ratioText(r bigtcp.Row) string {
 	return fmt.Sprintf("%.2f [%.2f .. %.2f]", r.Ratio, r.Low, r.High)
@@ -215,6 +197,27 @@ func (r *report) Targets() (all []harness.Target) {
 	return all
 }
 
+// verdict compares the ratio of a row with an aim.
+func verdict(r bigtcp.Row, aim float64, most bool) string {
+	met, low, high := r.Ratio >= aim, r.Low >= aim, r.High >= aim
+	if most {
+		met, low, high = r.Ratio <= aim, r.High <= aim, r.Low <= aim
+	}
+	switch {
+	case low:
+		return "met"
+	case !high:
+		return "missed"
+	case met:
+		return "met, within the noise"
+	default:
+		return "missed, within the noise"
+	}
+}
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }
+
 // chart draws the reported setup, off and on, and the ratios of the other setups.
 func (r *report) chart() chart.Chart {
 	drawing := chart.Chart{Title: "BIG TCP off and on, two namespaces on a bridge, both on one CPU", Legend: []string{"off", "on"}}
@@ -255,6 +258,3 @@ func (r *report) chart() chart.Chart {
 	}
 	return drawing
 }
-
-// Charts implements harness.Report.
-func (r *report) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }

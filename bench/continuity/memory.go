@@ -36,16 +36,6 @@ type peak struct {
 	Seconds float64 `json:"seconds"`      // until all dumps were processed
 }
 
-func (p *peak) add(m *swarm.Process) error {
-	memory, err := m.PeakMemory()
-	if err != nil {
-		return err
-	}
-	state, err := m.State()
-	p.Memory, p.Queue = max(p.Memory, memory), max(p.Queue, state.QueuePeak)
-	return err
-}
-
 func (b *bench) measureMemory(ctx context.Context, a arm) (m memory, err error) {
 	s, err := b.newService(ctx, a, memorySlots)
 	s.process, s.keepsSlots = b.Dump.Process, true
@@ -94,4 +84,14 @@ func (b *bench) measureMemory(ctx context.Context, a arm) (m memory, err error) 
 	})
 	m.Scenario, m.Arm = memoryPart, a.name
 	return m, err
+}
+
+func (p *peak) add(m *swarm.Process) error {
+	memory, err := m.PeakMemory()
+	if err != nil {
+		return err
+	}
+	state, err := m.State()
+	p.Memory, p.Queue = max(p.Memory, memory), max(p.Queue, state.QueuePeak)
+	return err
 }

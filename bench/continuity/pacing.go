@@ -117,41 +117,6 @@ func (d dumps) worse(o dumps) dumps {
 	return d
 }
 
-// table returns n IPv4 routes, in groups with the same attributes.
-func table(n int) (routes []traffic.Route) {
-	const first = 32 << 24 // 32.0.0.0
-	for from := 0; from < n; from += routesPerUpdate {
-		r := traffic.Route{
-			NextHop: feederAddress, ASPath: []uint32{feederAS, 65536 + uint32(len(routes)), 65000},
-			Communities: []uint32{traffic.Community(feederAS, uint16(len(routes)))},
-		}
-		for i := from; i < min(from+routesPerUpdate, n); i++ {
-			var a [4]byte
-			binary.BigEndian.PutUint32(a[:], first+uint32(i)<<8)
-			r.Prefixes = append(r.Prefixes, netip.PrefixFrom(netip.AddrFrom4(a), 24))
-		}
-		routes = append(routes, r)
-	}
-	return routes
-}
-
-// sentDump reads the answer to "show bmp", and reports whether the router has sent n routes and has nothing left to send.
-// The answer has a line for each connection: remote, uptime, monitoring messages, mirrored messages, lost messages, bytes
-// sent, bytes queued, and bytes queued in the kernel.
-func sentDump(answer string, n int) bool {
-	for line := range strings.Lines(answer) {
-		f := strings.Fields(line)
-		if len(f) != 8 {
-			continue
-		}
-		messages, err := strconv.Atoi(f[2])
-		if err == nil && messages >= n && f[6] == "0" && f[7] == "0" {
-			return true
-		}
-	}
-	return false
-}
-
 // comparePacing runs the rounds of the comparison.
 func (b *bench) comparePacing(ctx context.Context) (runs []pacedRun, err error) {
 	// Routers run as user frr, who cannot access the scratch directory.
@@ -231,6 +196,24 @@ func (b *bench) startRouters(ctx context.Context) error {
 	})
 }
 
+// table returns n IPv4 routes, in groups with the same attributes.
+func table(n int) (routes []traffic.Route) {
+	const first = 32 << 24 // 32.0.0.0
+	for from := 0; from < n; from += routesPerUpdate {
+		r := traffic.Route{
+			NextHop: feederAddress, ASPath: []uint32{feederAS, 65536 + uint32(len(routes)), 65000},
+			Communities: []uint32{traffic.Community(feederAS, uint16(len(routes)))},
+		}
+		for i := from; i < min(from+routesPerUpdate, n); i++ {
+			var a [4]byte
+			binary.BigEndian.PutUint32(a[:], first+uint32(i)<<8)
+			r.Prefixes = append(r.Prefixes, netip.PrefixFrom(netip.AddrFrom4(a), 24))
+		}
+		routes = append(routes, r)
+	}
+	return routes
+}
+
 // acceptedRoutes returns the number of routes from the feeder, by the answer to "show bgp ipv4 unicast summary json".
 func acceptedRoutes(answer string) int {
 	var summary struct {
@@ -242,47 +225,6 @@ func acceptedRoutes(answer string) int {
 		return 0
 	}
 	return summary.Peers[feederAddress.String()].Routes
-}
-
-// waitRouters sends a command to each router until the answer is good.
-func (b *bench) waitRouters(ctx context.Context, what, command string, good func(r *lab.Router, answer string) bool) error {
-	waiting := b.Lab.Routers()
-	var last string
-	for end := time.Now().Add(dumpPatience); ; {
-		waiting = slices.DeleteFunc(waiting, func(r *lab.Router) bool {
-			answer, err := r.Vty(command)
-			if err != nil { // a busy bgpd
-				last = err.Error()
-				return false
-			}
-			last = answer
-			return good(r, answer)
-		})
-		if len(waiting) == 0 {
-			return nil
-		}
-		if time.Now().After(end) {
-			return fmt.Errorf("wait for %s: timeout; %d routers are left; last answer of %s:\n%s", what, len(waiting), waiting[len(waiting)-1].Name, last)
-		}
-		for _, r := range waiting {
-			if err := r.BGP.Err(); err != nil {
-				return fmt.Errorf("wait for %s: %w", what, err)
-			}
-		}
-		if err := harness.Pause(ctx, pollInterval); err != nil {
-			return fmt.Errorf("wait for %s: %w", what, err)
-		}
-	}
-}
-
-// startCollector starts nfacctd as the member of a slot.
-func (b *bench) startCollector(slot int) (*lab.Collector, error) {
-	c := lab.CollectorConfig{Slot: slot, MaxPeers: b.Pacing.Routers + 4}
-	if b.lookup() {
-		c.BMP = netip.AddrPortFrom(netip.IPv6Unspecified(), ownTCP+uint16(slot))
-		c.IPFIX = netip.AddrPortFrom(netip.IPv6Unspecified(), ownUDP+uint16(slot))
-	}
-	return b.Lab.StartCollector(c)
 }
 
 // measurePacing runs both events in one arm.
@@ -349,6 +291,16 @@ func (b *bench) measurePacing(ctx context.Context, a arm) (run pacedRun, err err
 	return run, err
 }
 
+// startCollector starts nfacctd as the member of a slot.
+func (b *bench) startCollector(slot int) (*lab.Collector, error) {
+	c := lab.CollectorConfig{Slot: slot, MaxPeers: b.Pacing.Routers + 4}
+	if b.lookup() {
+		c.BMP = netip.AddrPortFrom(netip.IPv6Unspecified(), ownTCP+uint16(slot))
+		c.IPFIX = netip.AddrPortFrom(netip.IPv6Unspecified(), ownUDP+uint16(slot))
+	}
+	return b.Lab.StartCollector(c)
+}
+
 // watchDumps measures the dumps of routers to a member after an event.
 func (s *service) watchDumps(ctx context.Context, member *lab.Collector, routers []*lab.Router, event func() error) (d dumps, err error) {
 	samples, err := s.startSampler(member, routers)
@@ -398,6 +350,54 @@ func (s *service) watchDumps(ctx context.Context, member *lab.Collector, routers
 	d.Refused, d.Failed, d.Resets = after.refused-before.refused, after.failed-before.failed, after.resets-before.resets
 	d.Memory, err = swarm.PeakMemory(member.Pid())
 	return d, err
+}
+
+// sentDump reads the answer to "show bmp", and reports whether the router has sent n routes and has nothing left to send.
+// The answer has a line for each connection: remote, uptime, monitoring messages, mirrored messages, lost messages, bytes
+// sent, bytes queued, and bytes queued in the kernel.
+func sentDump(answer string, n int) bool {
+	for line := range strings.Lines(answer) {
+		f := strings.Fields(line)
+		if len(f) != 8 {
+			continue
+		}
+		messages, err := strconv.Atoi(f[2])
+		if err == nil && messages >= n && f[6] == "0" && f[7] == "0" {
+			return true
+		}
+	}
+	return false
+}
+
+// waitRouters sends a command to each router until the answer is good.
+func (b *bench) waitRouters(ctx context.Context, what, command string, good func(r *lab.Router, answer string) bool) error {
+	waiting := b.Lab.Routers()
+	var last string
+	for end := time.Now().Add(dumpPatience); ; {
+		waiting = slices.DeleteFunc(waiting, func(r *lab.Router) bool {
+			answer, err := r.Vty(command)
+			if err != nil { // a busy bgpd
+				last = err.Error()
+				return false
+			}
+			last = answer
+			return good(r, answer)
+		})
+		if len(waiting) == 0 {
+			return nil
+		}
+		if time.Now().After(end) {
+			return fmt.Errorf("wait for %s: timeout; %d routers are left; last answer of %s:\n%s", what, len(waiting), waiting[len(waiting)-1].Name, last)
+		}
+		for _, r := range waiting {
+			if err := r.BGP.Err(); err != nil {
+				return fmt.Errorf("wait for %s: %w", what, err)
+			}
+		}
+		if err := harness.Pause(ctx, pollInterval); err != nil {
+			return fmt.Errorf("wait for %s: %w", what, err)
+		}
+	}
 }
 
 // movesNow returns the progress of the moves.

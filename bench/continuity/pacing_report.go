@@ -15,16 +15,6 @@ type pacedOutcome struct {
 	Rounds  int   `json:"rounds"`
 }
 
-func (r *report) pacedOutcome(arm string) (o pacedOutcome) {
-	for _, run := range r.paced {
-		if run.Arm == arm {
-			o.Restart, o.Drain = o.Restart.worse(run.Restart), o.Drain.worse(run.Drain)
-			o.Rounds++
-		}
-	}
-	return o
-}
-
 // printPacing prints the comparison of pacing.
 func (r *report) printPacing(p harness.Printf) {
 	if len(r.paced) == 0 {
@@ -63,4 +53,14 @@ func (r *report) pacingFigures() any {
 		}
 	}
 	return byArm
+}
+
+func (r *report) pacedOutcome(arm string) (o pacedOutcome) {
+	for _, run := range r.paced {
+		if run.Arm == arm {
+			o.Restart, o.Drain = o.Restart.worse(run.Restart), o.Drain.worse(run.Drain)
+			o.Rounds++
+		}
+	}
+	return o
 }

@@ -29,6 +29,18 @@ func (r *report) skip(name, why string) {
 	}
 }
 
+// Targets implements harness.Report.
+func (r *report) Targets() (all []harness.Target) {
+	for _, t := range r.targets() {
+		one := harness.Target{Claim: t.Name, Goal: fmt.Sprintf("at most %.0f", t.Limit), Measured: fmt.Sprintf("%.1f", t.Value), Verdict: "met"}
+		if !t.Met {
+			one.Verdict = "missed"
+		}
+		all = append(all, one)
+	}
+	return all
+}
+
 // outcome contains the figures of an arm in a scenario. Counts of datagrams and sessions are sums of all rounds. Counts
 // of devices, and times, are those of the worst round.
 type outcome struct {
@@ -48,77 +60,6 @@ type outcome struct {
 	Refused       int     `json:"syns_refused"`
 	InProcess     uint64  `json:"in_process"`
 	Rounds        int     `json:"rounds"`
-}
-
-// outcome returns the figures of an arm in a scenario; Rounds is 0 if it was not run.
-func (r *report) outcome(scenario, arm string) (o outcome) {
-	for _, m := range r.runs {
-		if m.Scenario != scenario || m.Arm != arm {
-			continue
-		}
-		o.Rounds++
-		o.Sent += m.Sent
-		o.Lost += m.Lost
-		o.Overflowed += m.Overflowed
-		o.WithoutRoutes += m.WithoutRoutes
-		o.Closed += m.Closed
-		o.Needless += m.Needless
-		o.Split, o.SplitEver = max(o.Split, m.Split), max(o.SplitEver, m.SplitEver)
-		o.SplitMS, o.GapMS = max(o.SplitMS, m.SplitMS), max(o.GapMS, m.GapMS)
-		o.Memory = max(o.Memory, m.Memory)
-		o.Undecodable += m.Undecodable
-		o.FirstDecoded = max(o.FirstDecoded, m.Undecoded)
-		o.Refused += m.Retries
-		o.InProcess += m.InProcess
-	}
-	return o
-}
-
-// target is a goal of the arm sockeye over all scenarios, and of the comparison of memory.
-type target struct {
-	Name  string  `json:"name"`
-	Value float64 `json:"value"`
-	Limit float64 `json:"limit"`
-	Met   bool    `json:"met"`
-}
-
-// Targets implements harness.Report.
-func (r *report) Targets() (all []harness.Target) {
-	for _, t := range r.targets() {
-		one := harness.Target{Claim: t.Name, Goal: fmt.Sprintf("at most %.0f", t.Limit), Measured: fmt.Sprintf("%.1f", t.Value), Verdict: "met"}
-		if !t.Met {
-			one.Verdict = "missed"
-		}
-		all = append(all, one)
-	}
-	return all
-}
-
-func (r *report) targets() []target {
-	var lost, needless, split, undecodable, refused float64
-	for _, s := range scenarios {
-		o := r.outcome(s.name, "sockeye")
-		if s.restarts {
-			undecodable, refused = undecodable+float64(o.Undecodable), refused+float64(o.Refused)
-		}
-		lost, needless, split = lost+float64(o.Lost), needless+float64(o.Needless), max(split, o.SplitMS)
-	}
-	for _, m := range r.memory {
-		lost, needless, split = lost+float64(m.Lost), needless+float64(m.Needless), max(split, m.SplitMS)
-	}
-	limit := inMS(splitLimit)
-	all := []target{
-		{"datagrams lost", lost, 0, lost == 0},
-		{"sessions closed needlessly", needless, 0, needless == 0},
-		{"longest split of a device, ms", split, limit, split <= limit},
-		{"undecodable, member replaced", undecodable, 0, undecodable == 0},
-		{"SYNs refused, member replaced", refused, 0, refused == 0},
-	}
-	if r.templates != nil {
-		ns := float64(r.templates.IPFIX.Median)
-		all = append(all, target{"template filter, ns", ns, templateLimit, ns <= templateLimit})
-	}
-	return all
 }
 
 const megabyte = 1 << 20
@@ -224,6 +165,53 @@ func (r *report) Figures() any {
 	return figures
 }
 
+// target is a goal of the arm sockeye over all scenarios, and of the comparison of memory.
+type target struct {
+	Name  string  `json:"name"`
+	Value float64 `json:"value"`
+	Limit float64 `json:"limit"`
+	Met   bool    `json:"met"`
+}
+
+func (r *report) targets() []target {
+	var lost, needless, split, undecodable, refused float64
+	for _, s := range scenarios {
+		o := r.outcome(s.name, "sockeye")
+		if s.restarts {
+			undecodable, refused = undecodable+float64(o.Undecodable), refused+float64(o.Refused)
+		}
+		lost, needless, split = lost+float64(o.Lost), needless+float64(o.Needless), max(split, o.SplitMS)
+	}
+	for _, m := range r.memory {
+		lost, needless, split = lost+float64(m.Lost), needless+float64(m.Needless), max(split, m.SplitMS)
+	}
+	limit := inMS(splitLimit)
+	all := []target{
+		{"datagrams lost", lost, 0, lost == 0},
+		{"sessions closed needlessly", needless, 0, needless == 0},
+		{"longest split of a device, ms", split, limit, split <= limit},
+		{"undecodable, member replaced", undecodable, 0, undecodable == 0},
+		{"SYNs refused, member replaced", refused, 0, refused == 0},
+	}
+	if r.templates != nil {
+		ns := float64(r.templates.IPFIX.Median)
+		all = append(all, target{"template filter, ns", ns, templateLimit, ns <= templateLimit})
+	}
+	return all
+}
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]chart.Chart {
+	charts := map[string]chart.Chart{"": r.chart()}
+	if len(r.memory) > 0 {
+		charts["-memory"] = r.memoryChart()
+	}
+	if drawing := r.restartChart(); len(drawing.Panels) > 0 {
+		charts["-restart"] = drawing
+	}
+	return charts
+}
+
 // chart draws the devices that changes split.
 func (r *report) chart() chart.Chart {
 	drawing := chart.Chart{
@@ -252,6 +240,30 @@ func (r *report) chart() chart.Chart {
 	return drawing
 }
 
+// outcome returns the figures of an arm in a scenario; Rounds is 0 if it was not run.
+func (r *report) outcome(scenario, arm string) (o outcome) {
+	for _, m := range r.runs {
+		if m.Scenario != scenario || m.Arm != arm {
+			continue
+		}
+		o.Rounds++
+		o.Sent += m.Sent
+		o.Lost += m.Lost
+		o.Overflowed += m.Overflowed
+		o.WithoutRoutes += m.WithoutRoutes
+		o.Closed += m.Closed
+		o.Needless += m.Needless
+		o.Split, o.SplitEver = max(o.Split, m.Split), max(o.SplitEver, m.SplitEver)
+		o.SplitMS, o.GapMS = max(o.SplitMS, m.SplitMS), max(o.GapMS, m.GapMS)
+		o.Memory = max(o.Memory, m.Memory)
+		o.Undecodable += m.Undecodable
+		o.FirstDecoded = max(o.FirstDecoded, m.Undecoded)
+		o.Refused += m.Retries
+		o.InProcess += m.InProcess
+	}
+	return o
+}
+
 // memoryChart draws the queues of members.
 func (r *report) memoryChart() chart.Chart {
 	drawing := chart.Chart{Title: "Largest queue of a member while devices send their initial dumps, MB"}
@@ -270,16 +282,4 @@ func (r *report) memoryChart() chart.Chart {
 		drawing.Panels = append(drawing.Panels, p)
 	}
 	return drawing
-}
-
-// Charts implements harness.Report.
-func (r *report) Charts() map[string]chart.Chart {
-	charts := map[string]chart.Chart{"": r.chart()}
-	if len(r.memory) > 0 {
-		charts["-memory"] = r.memoryChart()
-	}
-	if drawing := r.restartChart(); len(drawing.Panels) > 0 {
-		charts["-restart"] = drawing
-	}
-	return charts
 }

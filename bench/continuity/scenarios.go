@@ -50,6 +50,46 @@ func (s *scenario) arms() []arm {
 // startSlots is the number of slots before the changes.
 const startSlots = 4
 
+// replaced is the slot whose member is replaced.
+const replaced = 1
+
+func restartMember(ctx context.Context, s *service) error {
+	p := s.members[replaced]
+	return inOrder(
+		func() error { return s.end(p, unix.SIGKILL) },
+		func() error { return harness.Pause(ctx, s.Down) },
+		s.starting(replaced), s.readying(ctx, startSlots),
+	)
+}
+
+func upgradeMember(ctx context.Context, s *service) error {
+	former := s.members[replaced]
+	return inOrder(
+		func() error { return s.startSuccessor(replaced) },
+		s.pausing(ctx), s.readying(ctx, startSlots),
+		func() error { return s.end(former, unix.SIGTERM) },
+		s.readying(ctx, startSlots),
+	)
+}
+
+func (s *service) starting(slot int) func() error { return func() error { return s.startMember(slot) } }
+func (s *service) stopping(slot int) func() error { return func() error { return s.stopMember(slot) } }
+func (s *service) moving(ctx context.Context) func() error {
+	return func() error { return s.moved(ctx) }
+}
+func (s *service) pausing(ctx context.Context) func() error {
+	return func() error { return harness.Pause(ctx, s.Pause) }
+}
+func (s *service) readying(ctx context.Context, slots int) func() error {
+	return func() error { return s.ready(ctx, slots) }
+}
+func (s *service) applying(ctx context.Context, slots int, lines ...string) func() error {
+	return func() error { return s.apply(ctx, slots, lines...) }
+}
+func (s *service) running(ctx context.Context, args ...string) func() error {
+	return func() error { _, err := s.cli(ctx, args...); return err }
+}
+
 var scenarios = []scenario{
 	{
 		name: "resize", title: "4 to 5 slots, and 5 to 3",
@@ -120,62 +160,14 @@ var scenarios = []scenario{
 	},
 }
 
-// replaced is the slot whose member is replaced.
-const replaced = 1
-
-func restartMember(ctx context.Context, s *service) error {
-	p := s.members[replaced]
-	return inOrder(
-		func() error { return s.end(p, unix.SIGKILL) },
-		func() error { return harness.Pause(ctx, s.Down) },
-		s.starting(replaced), s.readying(ctx, startSlots),
-	)
-}
-
-func upgradeMember(ctx context.Context, s *service) error {
-	former := s.members[replaced]
-	return inOrder(
-		func() error { return s.startSuccessor(replaced) },
-		s.pausing(ctx), s.readying(ctx, startSlots),
-		func() error { return s.end(former, unix.SIGTERM) },
-		s.readying(ctx, startSlots),
-	)
-}
-
-// inOrder runs steps until one fails.
-func inOrder(steps ...func() error) error {
-	for _, f := range steps {
-		if err := f(); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (s *service) starting(slot int) func() error { return func() error { return s.startMember(slot) } }
-func (s *service) stopping(slot int) func() error { return func() error { return s.stopMember(slot) } }
-func (s *service) moving(ctx context.Context) func() error {
-	return func() error { return s.moved(ctx) }
-}
-func (s *service) pausing(ctx context.Context) func() error {
-	return func() error { return harness.Pause(ctx, s.Pause) }
-}
-func (s *service) readying(ctx context.Context, slots int) func() error {
-	return func() error { return s.ready(ctx, slots) }
-}
-func (s *service) applying(ctx context.Context, slots int, lines ...string) func() error {
-	return func() error { return s.apply(ctx, slots, lines...) }
-}
-func (s *service) running(ctx context.Context, args ...string) func() error {
-	return func() error { _, err := s.cli(ctx, args...); return err }
-}
-
 func scenarioNames() (names []string) {
 	for _, s := range scenarios {
 		names = append(names, s.name)
 	}
 	return names
 }
+
+func inMS(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
 // measurement is one run of a scenario in one arm.
 type measurement struct {
@@ -201,8 +193,6 @@ type measurement struct {
 	Memory        int     `json:"member_memory_peak_bytes"`
 	StalledMS     float64 `json:"stalled_ms_max"` // longest time in which the devices' process did not run although it was due
 }
-
-func inMS(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
 // measure runs a scenario.
 func (b *bench) measure(ctx context.Context, sc scenario, a arm) (m measurement, err error) {
@@ -233,6 +223,16 @@ func (b *bench) measure(ctx context.Context, sc scenario, a arm) (m measurement,
 	})
 	m.Scenario, m.Arm = sc.name, a.name
 	return m, err
+}
+
+// inOrder runs steps until one fails.
+func inOrder(steps ...func() error) error {
+	for _, f := range steps {
+		if err := f(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // silence is the time without datagrams after which a device is not split.

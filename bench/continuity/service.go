@@ -65,49 +65,6 @@ func (b *bench) probe(ctx context.Context) error {
 	return nil
 }
 
-// writePolicy writes the policy with further lines of the service.
-func (b *bench) writePolicy(slots int, lines ...string) error {
-	var tcp, udp string
-	if b.lookup() {
-		tcp = fmt.Sprintf(", member_ports: %d-%d", ownTCP, ownTCP+maxSlots-1)
-		udp = fmt.Sprintf(", member_ports: %d-%d", ownUDP, ownUDP+maxSlots-1)
-	}
-	listeners := fmt.Sprintf(`{protocol: tcp, address: "[::]:%d"%s}`, bmpPort, tcp)
-	if !b.onlyBMP {
-		listeners += fmt.Sprintf(`, {protocol: udp, address: "[::]:%d"%s}`, ipfixPort, udp)
-	}
-	text := fmt.Sprintf(`services:
-  telemetry:
-    slots: %d
-    listeners: [%s]
-    steering: %s
-    user: root
-    cgroup: /%s
-    members:
-      - {match: {command_line: '%s'}, slot: group}
-`, slots, listeners, b.Steering, b.Lab.CgroupPath(), b.match)
-	for _, line := range lines {
-		if line != "" {
-			text += "    " + line + "\n"
-		}
-	}
-	if err := os.WriteFile(b.policyPath(), []byte(text), 0o600); err != nil {
-		return fmt.Errorf("write policy: %w", err)
-	}
-	return nil
-}
-
-// cli runs a command of Sockeye.
-func (b *bench) cli(ctx context.Context, args ...string) (string, error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
-	defer cancel()
-	out, err := exec.CommandContext(ctx, b.Binary, append([]string{"--run-dir", b.RunDir()}, args...)...).CombinedOutput()
-	if err != nil {
-		return string(out), fmt.Errorf("sockeye %s: %w\n%s", strings.Join(args, " "), err, out)
-	}
-	return string(out), nil
-}
-
 // service is the service of one run: an agent, unless the arm has none, members and devices.
 type service struct {
 	*bench
@@ -153,6 +110,14 @@ func (b *bench) newService(ctx context.Context, a arm, slots int) (*service, err
 	return s, s.startAgent(ctx, b.Binary)
 }
 
+func (s *service) apply(ctx context.Context, slots int, lines ...string) error {
+	if err := s.policy(slots, lines...); err != nil {
+		return err
+	}
+	_, err := s.cli(ctx, "apply")
+	return err
+}
+
 // policy writes the policy of the arm.
 func (s *service) policy(slots int, lines ...string) error {
 	if s.arm.onMove != "" && s.keys["on_move"] {
@@ -165,12 +130,36 @@ func (s *service) policy(slots int, lines ...string) error {
 	return s.writePolicy(slots, lines...)
 }
 
-func (s *service) apply(ctx context.Context, slots int, lines ...string) error {
-	if err := s.policy(slots, lines...); err != nil {
-		return err
+// writePolicy writes the policy with further lines of the service.
+func (b *bench) writePolicy(slots int, lines ...string) error {
+	var tcp, udp string
+	if b.lookup() {
+		tcp = fmt.Sprintf(", member_ports: %d-%d", ownTCP, ownTCP+maxSlots-1)
+		udp = fmt.Sprintf(", member_ports: %d-%d", ownUDP, ownUDP+maxSlots-1)
 	}
-	_, err := s.cli(ctx, "apply")
-	return err
+	listeners := fmt.Sprintf(`{protocol: tcp, address: "[::]:%d"%s}`, bmpPort, tcp)
+	if !b.onlyBMP {
+		listeners += fmt.Sprintf(`, {protocol: udp, address: "[::]:%d"%s}`, ipfixPort, udp)
+	}
+	text := fmt.Sprintf(`services:
+  telemetry:
+    slots: %d
+    listeners: [%s]
+    steering: %s
+    user: root
+    cgroup: /%s
+    members:
+      - {match: {command_line: '%s'}, slot: group}
+`, slots, listeners, b.Steering, b.Lab.CgroupPath(), b.match)
+	for _, line := range lines {
+		if line != "" {
+			text += "    " + line + "\n"
+		}
+	}
+	if err := os.WriteFile(b.policyPath(), []byte(text), 0o600); err != nil {
+		return fmt.Errorf("write policy: %w", err)
+	}
+	return nil
 }
 
 func (s *service) startAgent(ctx context.Context, binary string) error {
@@ -277,6 +266,17 @@ func (s *service) moved(ctx context.Context) error {
 	}
 	_, err := s.cli(ctx, "moves", "--wait")
 	return err
+}
+
+// cli runs a command of Sockeye.
+func (b *bench) cli(ctx context.Context, args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, b.Binary, append([]string{"--run-dir", b.RunDir()}, args...)...).CombinedOutput()
+	if err != nil {
+		return string(out), fmt.Errorf("sockeye %s: %w\n%s", strings.Join(args, " "), err, out)
+	}
+	return string(out), nil
 }
 
 // close ends all processes and removes what the agent left.

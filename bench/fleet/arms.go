@@ -50,30 +50,6 @@ type missingError struct{ reason string }
 
 func (e *missingError) Error() string { return e.reason }
 
-// run runs a program of a peer in a namespace. The error is a missingError if the host does not have the peer.
-func run(ctx context.Context, n *lab.Namespace, stdin string, argv ...string) error {
-	p := n.Command(ctx, argv...)
-	var out bytes.Buffer
-	p.Cmd.Stdin, p.Cmd.Stdout, p.Cmd.Stderr = strings.NewReader(stdin), &out, &out
-	err := p.Start()
-	if err == nil {
-		err = p.Wait()
-	}
-	if err == nil || ctx.Err() != nil {
-		return err
-	}
-	if errors.Is(err, exec.ErrNotFound) {
-		return &missingError{argv[0] + " is not installed"}
-	}
-	said, _, _ := strings.Cut(strings.TrimSpace(out.String()), "\n")
-	for _, e := range []unix.Errno{unix.ENOPROTOOPT, unix.EOPNOTSUPP, unix.ENOENT} { // no IPVS, no nftables, an unknown expression
-		if strings.Contains(strings.ToLower(said), e.Error()) {
-			return &missingError{fmt.Sprintf("%s: %s", argv[0], said)}
-		}
-	}
-	return fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, said)
-}
-
 // route is a route of the service's address by way of host second.
 func (l *lane) route() error {
 	return errors.Join(l.first.Sysctl("ipv4.ip_forward", "1"), l.first.AddRoute(netip.PrefixFrom(service, 32), secondIn))
@@ -169,6 +145,30 @@ func (l *lane) ipvs(ctx context.Context) error {
 		}
 	}
 	return l.first.AddAddress("lo", netip.PrefixFrom(service, 32))
+}
+
+// run runs a program of a peer in a namespace. The error is a missingError if the host does not have the peer.
+func run(ctx context.Context, n *lab.Namespace, stdin string, argv ...string) error {
+	p := n.Command(ctx, argv...)
+	var out bytes.Buffer
+	p.Cmd.Stdin, p.Cmd.Stdout, p.Cmd.Stderr = strings.NewReader(stdin), &out, &out
+	err := p.Start()
+	if err == nil {
+		err = p.Wait()
+	}
+	if err == nil || ctx.Err() != nil {
+		return err
+	}
+	if errors.Is(err, exec.ErrNotFound) {
+		return &missingError{argv[0] + " is not installed"}
+	}
+	said, _, _ := strings.Cut(strings.TrimSpace(out.String()), "\n")
+	for _, e := range []unix.Errno{unix.ENOPROTOOPT, unix.EOPNOTSUPP, unix.ENOENT} { // no IPVS, no nftables, an unknown expression
+		if strings.Contains(strings.ToLower(said), e.Error()) {
+			return &missingError{fmt.Sprintf("%s: %s", argv[0], said)}
+		}
+	}
+	return fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, said)
 }
 
 var firstInside, secondInside = netip.MustParseAddr("10.90.4.1"), netip.MustParseAddr("10.90.4.2")

@@ -334,16 +334,6 @@ func (p *changesPart) judge(a *swarm.Analysis) {
 	}
 }
 
-// named returns the changes with a name.
-func (p *changesPart) named(name string) (list []change) {
-	for _, c := range p.changes {
-		if c.Name == name {
-			list = append(list, c)
-		}
-	}
-	return list
-}
-
 func (p *changesPart) print(w harness.Printf) {
 	w("\nThree hosts on a link, %d devices with a TCP connection and %d UDP flows, %d datagrams per second each; the router hashes ports\n", changeDevices, changeFlows, changeRate)
 	w("change\tseconds\tbuckets moved\tmoved / ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tbefore the RST\tlongest, ms\tconnections opened again\tlongest gap, s\n")
@@ -403,6 +393,16 @@ func (p *changesPart) targets() []harness.Target {
 		exact("datagrams at one member while the connection of the device was at another one", "%.0f", 0, float64(misdirected)),
 		exact("longest gap of a device after a host has died, seconds", "%.2f", (labfleet.Lease + reconnect).Seconds(), gap),
 	}
+}
+
+// named returns the changes with a name.
+func (p *changesPart) named(name string) (list []change) {
+	for _, c := range p.changes {
+		if c.Name == name {
+			list = append(list, c)
+		}
+	}
+	return list
 }
 
 // exact is a target for a figure without a confidence interval.

@@ -104,16 +104,6 @@ func connect(one *lab.Namespace, oneName string, oneIP netip.Addr, two *lab.Name
 	return nil
 }
 
-// interfaceOf returns the index and the link-layer address of an interface.
-func interfaceOf(n *lab.Namespace, name string) (index int, mac [6]byte, err error) {
-	l, err := n.Netlink().LinkByName(name)
-	if err != nil {
-		return 0, mac, fmt.Errorf("find interface %s in %s: %w", name, n.Name(), err)
-	}
-	copy(mac[:], l.Attrs().HardwareAddr) // lo has none
-	return l.Attrs().Index, mac, nil
-}
-
 func addNeighbor(n *lab.Namespace, name string, address netip.Addr, mac [6]byte) error {
 	index, _, err := interfaceOf(n, name)
 	if err == nil {
@@ -144,9 +134,6 @@ func mergeSegments(name string) error {
 	}
 	return nil
 }
-
-// headerBytes is the size of the headers of Ethernet, IPv4 and UDP.
-const headerBytes = 14 + 20 + 8
 
 // load loads the sender and the receiver of datagrams.
 func (l *lane) load(b *bench) (err error) {
@@ -200,6 +187,19 @@ func (l *lane) load(b *bench) (err error) {
 		return nil
 	}))
 }
+
+// interfaceOf returns the index and the link-layer address of an interface.
+func interfaceOf(n *lab.Namespace, name string) (index int, mac [6]byte, err error) {
+	l, err := n.Netlink().LinkByName(name)
+	if err != nil {
+		return 0, mac, fmt.Errorf("find interface %s in %s: %w", name, n.Name(), err)
+	}
+	copy(mac[:], l.Attrs().HardwareAddr) // lo has none
+	return l.Attrs().Index, mac, nil
+}
+
+// headerBytes is the size of the headers of Ethernet, IPv4 and UDP.
+const headerBytes = 14 + 20 + 8
 
 // headersOf returns the headers of the datagrams up to the length of UDP, which the program sets, and the sum of the IP header.
 func headersOf(from, to [6]byte) (words [headerBytes / 8]uint64, sum uint32) {

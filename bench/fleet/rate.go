@@ -51,6 +51,12 @@ type ratePart struct {
 	left     map[string]string // arms that this host does not have, with the reason
 }
 
+// meter binds threads to a CPU, and reads the clocks of a run.
+type meter struct {
+	cpu       int
+	processes []int // whose CPU time is read
+}
+
 // rates measures all arms in lanes of their own, one after the other in each round. All work for a packet is on one CPU: that of
 // the sender, of the hosts, and of the receiver. The placement of lanes and programs in memory changes the ratios by more than the
 // variation between rounds, so the benchmark makes them again for each launch.
@@ -151,10 +157,116 @@ func lastCPU() (last int, err error) {
 	return last, nil
 }
 
-// meter binds threads to a CPU, and reads the clocks of a run.
-type meter struct {
-	cpu       int
-	processes []int // whose CPU time is read
+const (
+	// sendBatch is the number of datagrams of a system call. The kernel sends 64 at a time, as many as it receives at a time.
+	sendBatch = 1024
+	xdpLive   = 1 << 1 // BPF_F_TEST_XDP_LIVE_FRAMES of include/uapi/linux/bpf.h
+)
+
+// check sends some datagrams, of which all must arrive, and a stream.
+func (l *lane) check(m *meter) error {
+	var before, after uint64
+	var err error
+	if l.forwarded != nil {
+		if before, err = l.forwarded(); err != nil {
+			return err
+		}
+	}
+	s, err := l.measure(m, loads[0], time.Millisecond)
+	if err != nil {
+		return err
+	}
+	if s.Lost > 0.01 {
+		return fmt.Errorf("%.1f %% of the datagrams are lost", 100*s.Lost)
+	}
+	if l.forwarded != nil {
+		if after, err = l.forwarded(); err != nil {
+			return err
+		}
+		if after-before < sendBatch {
+			return fmt.Errorf("the program has forwarded %d packets", after-before)
+		}
+	}
+	if l.arm.name != armDropped {
+		_, err = l.stream(m, time.Millisecond)
+	}
+	return err
+}
+
+func (l *lane) measure(m *meter, load load, slice time.Duration) (s sample, err error) {
+	if load.bytes == 0 {
+		return l.stream(m, slice)
+	}
+	if err := l.dropping.Set(uint32(1)); err != nil {
+		return s, fmt.Errorf("drop datagrams: %w", err)
+	}
+	err = m.on(l.sender, func() error {
+		s, err = l.datagrams(m, load.bytes, slice)
+		return err
+	})
+	return s, errors.Join(err, l.dropping.Set(uint32(0)))
+}
+
+// datagrams sends datagrams for a time from the calling thread, after a tenth of that time without measurement.
+func (l *lane) datagrams(m *meter, size int, slice time.Duration) (s sample, err error) {
+	frame := make([]byte, headerBytes+size)
+	// struct xdp_md
+	about := struct{ Data, DataEnd, DataMeta, Ingress, Queue, Egress uint32 }{DataEnd: uint32(len(frame)), Ingress: uint32(l.out)}
+	var sent uint64
+	send := func(d time.Duration) error {
+		for end := time.Now().Add(d); time.Now().Before(end); sent += sendBatch {
+			options := &ebpf.RunOptions{Data: frame, Context: about, Repeat: sendBatch, Flags: xdpLive}
+			if _, err := l.send.Run(options); err != nil {
+				return fmt.Errorf("send datagrams: %w", err)
+			}
+		}
+		return nil
+	}
+	if err := send(slice / 10); err != nil {
+		return s, err
+	}
+	sent = 0
+	s, arrived, err := l.inPieces(m, slice, send)
+	s.Lost = max(0, 1-float64(arrived)/float64(sent)) // other packets arrive too, such as IPv6 router solicitations
+	return s, err
+}
+
+// writeSize is the size of the writes to a stream.
+const writeSize = 256 << 10
+
+// stream sends a TCP stream for a time from a device to host second, after as much time without measurement, at least 20 ms.
+func (l *lane) stream(m *meter, slice time.Duration) (s sample, err error) {
+	listening, received := make(chan struct{}), make(chan error, 1)
+	go func() { received <- m.on(l.second, func() error { return receive(listening) }) }()
+	select {
+	case <-listening:
+	case err := <-received:
+		return s, err
+	}
+	err = m.on(l.sender, func() error {
+		fd, err := connection()
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		data := make([]byte, writeSize)
+		write := func(d time.Duration) error {
+			for end := time.Now().Add(d); time.Now().Before(end); {
+				if _, err := uninterrupted(func() (int, error) { return unix.Write(fd, data) }); err != nil {
+					return fmt.Errorf("send stream: %w", err)
+				}
+			}
+			return nil
+		}
+		if err := write(max(slice, 20*time.Millisecond)); err != nil {
+			return err
+		}
+		if s, _, err = l.inPieces(m, slice, write); err == nil {
+			s.Rate *= 8 * s.Bytes
+		}
+		return err
+	})
+	return s, errors.Join(err, <-received)
 }
 
 // on runs f on a thread in a namespace that is bound to the CPU.
@@ -167,36 +279,6 @@ func (m *meter) on(n *lab.Namespace, f func() error) error {
 		}
 		return f()
 	})
-}
-
-// reading is what has arrived at the end of a lane, with the clocks before and after the counters were read.
-type reading struct {
-	packets, bytes uint64
-	until, from    clocks
-}
-
-type clocks struct {
-	at  time.Time
-	cpu time.Duration
-}
-
-func (m *meter) now() (c clocks, err error) {
-	c.at = time.Now()
-	c.cpu, err = harness.CPUTime(m.processes...)
-	return c, err
-}
-
-func (l *lane) read(m *meter) (r reading, err error) {
-	if r.until, err = m.now(); err != nil {
-		return r, err
-	}
-	in, err := l.end.Netlink().LinkByIndex(l.in)
-	if err != nil {
-		return r, fmt.Errorf("read counters: %w", err)
-	}
-	r.packets, r.bytes = in.Attrs().Statistics.RxPackets, in.Attrs().Statistics.RxBytes
-	r.from, err = m.now()
-	return r, err
 }
 
 // pieces is the number of pieces of a run. A figure is the median of the pieces, so that short disturbances are excluded.
@@ -233,129 +315,38 @@ func (l *lane) inPieces(m *meter, slice time.Duration, send func(time.Duration) 
 	return sample{Rate: stats.Median(rates), CPU: stats.Median(cpus), Bytes: stats.Median(sizes), Busy: stats.Median(shares)}, before.packets - first.packets, nil
 }
 
-func (l *lane) measure(m *meter, load load, slice time.Duration) (s sample, err error) {
-	if load.bytes == 0 {
-		return l.stream(m, slice)
-	}
-	if err := l.dropping.Set(uint32(1)); err != nil {
-		return s, fmt.Errorf("drop datagrams: %w", err)
-	}
-	err = m.on(l.sender, func() error {
-		s, err = l.datagrams(m, load.bytes, slice)
-		return err
-	})
-	return s, errors.Join(err, l.dropping.Set(uint32(0)))
+// reading is what has arrived at the end of a lane, with the clocks before and after the counters were read.
+type reading struct {
+	packets, bytes uint64
+	until, from    clocks
 }
 
-// check sends some datagrams, of which all must arrive, and a stream.
-func (l *lane) check(m *meter) error {
-	var before, after uint64
-	var err error
-	if l.forwarded != nil {
-		if before, err = l.forwarded(); err != nil {
-			return err
-		}
+type clocks struct {
+	at  time.Time
+	cpu time.Duration
+}
+
+func (l *lane) read(m *meter) (r reading, err error) {
+	if r.until, err = m.now(); err != nil {
+		return r, err
 	}
-	s, err := l.measure(m, loads[0], time.Millisecond)
+	in, err := l.end.Netlink().LinkByIndex(l.in)
 	if err != nil {
-		return err
+		return r, fmt.Errorf("read counters: %w", err)
 	}
-	if s.Lost > 0.01 {
-		return fmt.Errorf("%.1f %% of the datagrams are lost", 100*s.Lost)
-	}
-	if l.forwarded != nil {
-		if after, err = l.forwarded(); err != nil {
-			return err
-		}
-		if after-before < sendBatch {
-			return fmt.Errorf("the program has forwarded %d packets", after-before)
-		}
-	}
-	if l.arm.name != armDropped {
-		_, err = l.stream(m, time.Millisecond)
-	}
-	return err
+	r.packets, r.bytes = in.Attrs().Statistics.RxPackets, in.Attrs().Statistics.RxBytes
+	r.from, err = m.now()
+	return r, err
 }
 
-const (
-	// sendBatch is the number of datagrams of a system call. The kernel sends 64 at a time, as many as it receives at a time.
-	sendBatch = 1024
-	xdpLive   = 1 << 1 // BPF_F_TEST_XDP_LIVE_FRAMES of include/uapi/linux/bpf.h
-)
-
-// datagrams sends datagrams for a time from the calling thread, after a tenth of that time without measurement.
-func (l *lane) datagrams(m *meter, size int, slice time.Duration) (s sample, err error) {
-	frame := make([]byte, headerBytes+size)
-	// struct xdp_md
-	about := struct{ Data, DataEnd, DataMeta, Ingress, Queue, Egress uint32 }{DataEnd: uint32(len(frame)), Ingress: uint32(l.out)}
-	var sent uint64
-	send := func(d time.Duration) error {
-		for end := time.Now().Add(d); time.Now().Before(end); sent += sendBatch {
-			options := &ebpf.RunOptions{Data: frame, Context: about, Repeat: sendBatch, Flags: xdpLive}
-			if _, err := l.send.Run(options); err != nil {
-				return fmt.Errorf("send datagrams: %w", err)
-			}
-		}
-		return nil
-	}
-	if err := send(slice / 10); err != nil {
-		return s, err
-	}
-	sent = 0
-	s, arrived, err := l.inPieces(m, slice, send)
-	s.Lost = max(0, 1-float64(arrived)/float64(sent)) // other packets arrive too, such as IPv6 router solicitations
-	return s, err
+func (m *meter) now() (c clocks, err error) {
+	c.at = time.Now()
+	c.cpu, err = harness.CPUTime(m.processes...)
+	return c, err
 }
-
-// writeSize is the size of the writes to a stream.
-const writeSize = 256 << 10
 
 // patience is the longest time that an end of a stream waits for the other one.
 var patience = unix.Timeval{Sec: 20}
-
-// uninterrupted repeats a system call that a signal of the Go runtime has interrupted.
-func uninterrupted(call func() (int, error)) (n int, err error) {
-	for {
-		if n, err = call(); !errors.Is(err, unix.EINTR) {
-			return n, err
-		}
-	}
-}
-
-// stream sends a TCP stream for a time from a device to host second, after as much time without measurement, at least 20 ms.
-func (l *lane) stream(m *meter, slice time.Duration) (s sample, err error) {
-	listening, received := make(chan struct{}), make(chan error, 1)
-	go func() { received <- m.on(l.second, func() error { return receive(listening) }) }()
-	select {
-	case <-listening:
-	case err := <-received:
-		return s, err
-	}
-	err = m.on(l.sender, func() error {
-		fd, err := connection()
-		if err != nil {
-			return err
-		}
-		defer unix.Close(fd)
-		data := make([]byte, writeSize)
-		write := func(d time.Duration) error {
-			for end := time.Now().Add(d); time.Now().Before(end); {
-				if _, err := uninterrupted(func() (int, error) { return unix.Write(fd, data) }); err != nil {
-					return fmt.Errorf("send stream: %w", err)
-				}
-			}
-			return nil
-		}
-		if err := write(max(slice, 20*time.Millisecond)); err != nil {
-			return err
-		}
-		if s, _, err = l.inPieces(m, slice, write); err == nil {
-			s.Rate *= 8 * s.Bytes
-		}
-		return err
-	})
-	return s, errors.Join(err, <-received)
-}
 
 // connection connects a device to the service.
 func connection() (fd int, err error) {
@@ -425,35 +416,19 @@ func receive(listening chan<- struct{}) error {
 	}
 }
 
+// uninterrupted repeats a system call that a signal of the Go runtime has interrupted.
+func uninterrupted(call func() (int, error)) (n int, err error) {
+	for {
+		if n, err = call(); !errors.Is(err, unix.EINTR) {
+			return n, err
+		}
+	}
+}
+
 func rateOf(s sample) float64  { return s.Rate }
 func cpuOf(s sample) float64   { return s.CPU }
 func bytesOf(s sample) float64 { return s.Bytes }
 func lostOf(s sample) float64  { return s.Lost }
-
-// medians returns, for each launch, the median of the values of its rounds. The rounds of a launch are not independent. value
-// returns false for a round without a value.
-func (p *ratePart) medians(value func(round) (float64, bool)) (v []float64) {
-	for _, rounds := range p.launches {
-		var values []float64
-		for _, r := range rounds {
-			if x, ok := value(r); ok {
-				values = append(values, x)
-			}
-		}
-		if len(values) > 0 {
-			v = append(v, stats.Median(values))
-		}
-	}
-	return v
-}
-
-// samples returns a figure of an arm with a load, by launch.
-func (p *ratePart) samples(arm, load string, figure func(sample) float64) []float64 {
-	return p.medians(func(r round) (float64, bool) {
-		s, ok := r[arm][load]
-		return figure(s), ok
-	})
-}
 
 // ratios returns the distribution of the ratio of an arm to another one, computed within each round.
 func (p *ratePart) ratios(arm, to, load string, figure func(sample) float64) harness.Distribution {
@@ -476,4 +451,29 @@ func (p *ratePart) above(arm, load string) harness.Distribution {
 // measured returns the arms that were run with a load.
 func (p *ratePart) measured(load string) []arm {
 	return slices.DeleteFunc(slices.Clone(arms), func(a arm) bool { return len(p.samples(a.name, load, rateOf)) == 0 })
+}
+
+// samples returns a figure of an arm with a load, by launch.
+func (p *ratePart) samples(arm, load string, figure func(sample) float64) []float64 {
+	return p.medians(func(r round) (float64, bool) {
+		s, ok := r[arm][load]
+		return figure(s), ok
+	})
+}
+
+// medians returns, for each launch, the median of the values of its rounds. The rounds of a launch are not independent. value
+// returns false for a round without a value.
+func (p *ratePart) medians(value func(round) (float64, bool)) (v []float64) {
+	for _, rounds := range p.launches {
+		var values []float64
+		for _, r := range rounds {
+			if x, ok := value(r); ok {
+				values = append(values, x)
+			}
+		}
+		if len(values) > 0 {
+			v = append(v, stats.Median(values))
+		}
+	}
+	return v
 }

@@ -12,14 +12,6 @@ import (
 
 const leastRate = 0.95 // of the kernel's own forwarding
 
-// unit returns the unit of the rate of a load, and the factor of its samples.
-func (l load) unit() (title, verb string, factor float64) {
-	if l.bytes == 0 {
-		return "Gbit/s", "%.1f", 1e-9
-	}
-	return "packets per second", "%.0f", 1
-}
-
 func (p *ratePart) print(w harness.Printf) {
 	w("\nSender, host 1, host 2: veth pairs between namespaces, and one CPU for all of them; %d launches of %d rounds, arms in rotating order.\n",
 		len(p.launches), len(p.launches[0]))
@@ -66,21 +58,6 @@ func (p *ratePart) ratioText(a arm, l load, figure func(sample) float64) string 
 	return fmt.Sprintf("%.3f [%.3f .. %.3f]", d.Median, d.Low, d.High)
 }
 
-// busy returns the median share of the CPU.
-func (p *ratePart) busy() float64 {
-	var v []float64
-	for _, rounds := range p.launches {
-		for _, r := range rounds {
-			for _, samples := range r {
-				for _, s := range samples {
-					v = append(v, s.Busy)
-				}
-			}
-		}
-	}
-	return min(1, stats.Median(v)) // other threads of this process use other CPUs
-}
-
 func (p *ratePart) figures() map[string]any {
 	type figures struct {
 		Rate      harness.Figure        `json:"per_second"`
@@ -115,6 +92,21 @@ func (p *ratePart) figures() map[string]any {
 	}
 }
 
+// busy returns the median share of the CPU.
+func (p *ratePart) busy() float64 {
+	var v []float64
+	for _, rounds := range p.launches {
+		for _, r := range rounds {
+			for _, samples := range r {
+				for _, s := range samples {
+					v = append(v, s.Busy)
+				}
+			}
+		}
+	}
+	return min(1, stats.Median(v)) // other threads of this process use other CPUs
+}
+
 // smallest returns the ratio of Sockeye's rate to that of the kernel for the smallest datagrams on the link.
 func (p *ratePart) smallest() harness.Distribution {
 	return p.ratios(armSockeye, armForwarding, loads[0].name, rateOf)
@@ -139,4 +131,12 @@ func (p *ratePart) panels() (all []chart.Panel) {
 		all = append(all, panel)
 	}
 	return all
+}
+
+// unit returns the unit of the rate of a load, and the factor of its samples.
+func (l load) unit() (title, verb string, factor float64) {
+	if l.bytes == 0 {
+		return "Gbit/s", "%.1f", 1e-9
+	}
+	return "packets per second", "%.0f", 1
 }

@@ -27,13 +27,6 @@ var (
 	devices = netip.MustParsePrefix("172.16.0.0/16")
 )
 
-// device returns the address of a device, of which there are 65,536.
-func device(i int) netip.Addr {
-	a := devices.Addr().As4()
-	a[2], a[3] = byte(i>>8), byte(i)
-	return netip.AddrFrom4(a)
-}
-
 // listeners returns the listeners of the service: TCP, UDP, and fragments.
 func listeners() (list []forward.Listener) {
 	for _, protocol := range []uint8{0, unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
@@ -66,4 +59,11 @@ func newDeviceMap(n int) (*placement.DeviceMap, error) {
 		fmt.Fprintf(&text, "%v,device-%d\n", device(i), i/2)
 	}
 	return placement.ParseDeviceMap(strings.NewReader(text.String()), "devices.csv")
+}
+
+// device returns the address of a device, of which there are 65,536.
+func device(i int) netip.Addr {
+	a := devices.Addr().As4()
+	a[2], a[3] = byte(i>>8), byte(i)
+	return netip.AddrFrom4(a)
 }

@@ -41,14 +41,6 @@ func (b *bench) simulate(ctx context.Context) (part, error) {
 	return p, nil
 }
 
-// worst returns the largest ratio of moved buckets to the ideal.
-func (p *simulatedPart) worst() (worst float64) {
-	for _, r := range p.fleets {
-		worst = max(worst, r.MovedOverIdeal)
-	}
-	return worst
-}
-
 func (p *simulatedPart) print(w harness.Printf) {
 	w("\nFleets of %d devices for %d simulated days, with the decisions of the agent\n", p.devices(), p.days)
 	w("hosts\tdeaths\tdrains\tpartitions\tepochs\tmoved buckets\tmoved / ideal\tmost devices of a host, to its share\tlost\tmisdirected\n")
@@ -84,6 +76,14 @@ func (p *simulatedPart) targets() []harness.Target {
 	t := harness.AtMost(claim, "%.3f", mostMoved, harness.Distribution{Median: worst, Low: worst, High: worst})
 	t.Measured = fmt.Sprintf("%.3f", worst) // the simulation has no noise
 	return []harness.Target{t}
+}
+
+// worst returns the largest ratio of moved buckets to the ideal.
+func (p *simulatedPart) worst() (worst float64) {
+	for _, r := range p.fleets {
+		worst = max(worst, r.MovedOverIdeal)
+	}
+	return worst
 }
 
 func (p *simulatedPart) panels() []chart.Panel {

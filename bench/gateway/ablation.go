@@ -97,6 +97,25 @@ type ablationReport struct {
 	Cost   float64        `json:"-"` // of a snapshot in ns
 }
 
+// Print implements harness.Report.
+func (r *ablationReport) Print(p harness.Printf) {
+	p("\nOne upload through a gateway with the window of a formula, 1 Gbit/s, cubic, MTU %d; Linux %s; the median run of %d\n", seedMTU, r.Kernel, r.Rounds)
+	p("\tMbit/s\tpartial sends\tCPU, s/GB\tMbit/s in each second\n")
+	for _, x := range r.medians() {
+		p("%v\n", x)
+	}
+	p("Polled: with polling of full sockets, for which the kernel grows their buffers, as with room. One snapshot of a socket takes %.0f ns.\n", r.Cost)
+}
+
+// Figures implements harness.Report.
+func (r *ablationReport) Figures() any {
+	return struct {
+		Ablation []*ablationRun  `json:"ablation"`
+		Cost     harness.Figure  `json:"snapshot_ns"`
+		Run      *ablationReport `json:"run"`
+	}{r.medians(), harness.Figure(r.Cost), r}
+}
+
 // medians returns the run with the median rate of each round-trip time and formula; of an even number, that of the slower half.
 func (r *ablationReport) medians() (list []*ablationRun) {
 	for _, rtt := range seeds {
@@ -114,6 +133,33 @@ func (r *ablationReport) medians() (list []*ablationRun) {
 		}
 	}
 	return list
+}
+
+// Charts implements harness.Report.
+func (r *ablationReport) Charts() map[string]chart.Chart { return nil }
+
+// ablation compares the formulas and writes bench-room.json.
+func (b *bench) ablation(ctx context.Context) error {
+	p, err := newGatewayPath(ctx, b.lab, linkRoom, "")
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(enlarge(p.host), enlarge(p.far)); err != nil {
+		return err
+	}
+	report := &ablationReport{Run: harness.Begin(), Rounds: b.Rounds}
+	if report.Cost, err = snapshotCost(); err != nil {
+		return err
+	}
+	for round := range b.Rounds {
+		for _, name := range harness.Turn(ablationFormulas, round) {
+			if err := b.ablate(ctx, p, name, report); err != nil {
+				return fmt.Errorf("formula %s: %w", name, err)
+			}
+		}
+	}
+	report.End()
+	return harness.Publish(partRoom, report)
 }
 
 // snapshotCost returns the time of room.ReadSnapshot for an idle connection in nanoseconds: that of the fastest series, because
@@ -150,52 +196,6 @@ func snapshotCost() (ns float64, err error) {
 		}
 	})
 	return ns, errors.Join(err, failed)
-}
-
-// Print implements harness.Report.
-func (r *ablationReport) Print(p harness.Printf) {
-	p("\nOne upload through a gateway with the window of a formula, 1 Gbit/s, cubic, MTU %d; Linux %s; the median run of %d\n", seedMTU, r.Kernel, r.Rounds)
-	p("\tMbit/s\tpartial sends\tCPU, s/GB\tMbit/s in each second\n")
-	for _, x := range r.medians() {
-		p("%v\n", x)
-	}
-	p("Polled: with polling of full sockets, for which the kernel grows their buffers, as with room. One snapshot of a socket takes %.0f ns.\n", r.Cost)
-}
-
-// Figures implements harness.Report.
-func (r *ablationReport) Figures() any {
-	return struct {
-		Ablation []*ablationRun  `json:"ablation"`
-		Cost     harness.Figure  `json:"snapshot_ns"`
-		Run      *ablationReport `json:"run"`
-	}{r.medians(), harness.Figure(r.Cost), r}
-}
-
-// Charts implements harness.Report.
-func (r *ablationReport) Charts() map[string]chart.Chart { return nil }
-
-// ablation compares the formulas and writes bench-room.json.
-func (b *bench) ablation(ctx context.Context) error {
-	p, err := newGatewayPath(ctx, b.lab, linkRoom, "")
-	if err != nil {
-		return err
-	}
-	if err := errors.Join(enlarge(p.host), enlarge(p.far)); err != nil {
-		return err
-	}
-	report := &ablationReport{Run: harness.Begin(), Rounds: b.Rounds}
-	if report.Cost, err = snapshotCost(); err != nil {
-		return err
-	}
-	for round := range b.Rounds {
-		for _, name := range harness.Turn(ablationFormulas, round) {
-			if err := b.ablate(ctx, p, name, report); err != nil {
-				return fmt.Errorf("formula %s: %w", name, err)
-			}
-		}
-	}
-	report.End()
-	return harness.Publish(partRoom, report)
 }
 
 // ablate runs the uploads of a round with one formula.

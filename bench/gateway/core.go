@@ -38,14 +38,6 @@ type gatewayCore struct {
 	Runs      map[string][]coreRun `json:"runs"`
 }
 
-func (x *gatewayCore) median(side string, of func(*coreRun) harness.Figure) float64 {
-	var v []float64
-	for i := range x.Runs[side] {
-		v = append(v, float64(of(&x.Runs[side][i])))
-	}
-	return harness.SpreadOf(v).Median
-}
-
 func (x *gatewayCore) name() string { return fmt.Sprintf("MTU %d, %s", x.MTU, x.Direction) }
 
 func (x *gatewayCore) String() string {
@@ -54,30 +46,6 @@ func (x *gatewayCore) String() string {
 		s += fmt.Sprintf(" %s %.1f", side, x.median(side, func(r *coreRun) harness.Figure { return r.CoreGbit }))
 	}
 	return s
-}
-
-// packets returns the number of packets of the interface in the client's namespace.
-func (s *gatewaySide) packets() (uint64, error) {
-	pid, err := s.program()
-	if err != nil {
-		return 0, err
-	}
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/dev", pid))
-	if err != nil {
-		return 0, fmt.Errorf("count packets of %s: %w", s.name, err)
-	}
-	for line := range strings.Lines(string(text)) {
-		name, fields, ok := strings.Cut(strings.TrimSpace(line), ":")
-		if !ok || name != s.device {
-			continue
-		}
-		var received, sent, skip uint64
-		if _, err := fmt.Sscan(fields, &skip, &received, &skip, &skip, &skip, &skip, &skip, &skip, &skip, &sent); err != nil {
-			return 0, fmt.Errorf("count packets of %s: %w", s.name, err)
-		}
-		return received + sent, nil
-	}
-	return 0, fmt.Errorf("count packets of %s: there is no interface %s", s.name, s.device)
 }
 
 // core measures the limit of one core.
@@ -163,6 +131,30 @@ func (b *bench) coreRun(p *gatewayPath, s *gatewaySide, t task) (*coreRun, error
 	}, nil
 }
 
+// packets returns the number of packets of the interface in the client's namespace.
+func (s *gatewaySide) packets() (uint64, error) {
+	pid, err := s.program()
+	if err != nil {
+		return 0, err
+	}
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/dev", pid))
+	if err != nil {
+		return 0, fmt.Errorf("count packets of %s: %w", s.name, err)
+	}
+	for line := range strings.Lines(string(text)) {
+		name, fields, ok := strings.Cut(strings.TrimSpace(line), ":")
+		if !ok || name != s.device {
+			continue
+		}
+		var received, sent, skip uint64
+		if _, err := fmt.Sscan(fields, &skip, &received, &skip, &skip, &skip, &skip, &skip, &skip, &skip, &sent); err != nil {
+			return 0, fmt.Errorf("count packets of %s: %w", s.name, err)
+		}
+		return received + sent, nil
+	}
+	return 0, fmt.Errorf("count packets of %s: there is no interface %s", s.name, s.device)
+}
+
 func (r *gatewayReport) printCore(p harness.Printf) {
 	if len(r.Core) == 0 {
 		return
@@ -193,4 +185,12 @@ func (r *gatewayReport) printCore(p harness.Printf) {
 		}
 		p("\n")
 	}
+}
+
+func (x *gatewayCore) median(side string, of func(*coreRun) harness.Figure) float64 {
+	var v []float64
+	for i := range x.Runs[side] {
+		v = append(v, float64(of(&x.Runs[side][i])))
+	}
+	return harness.SpreadOf(v).Median
 }

@@ -70,31 +70,6 @@ type bench struct {
 	report *gatewayReport
 }
 
-// list defines a flag with comma-separated values.
-func list[T any](fs *flag.FlagSet, to *[]T, name, usage string, parse func(string) (T, error)) {
-	fs.Func(name, usage, func(text string) error {
-		*to = nil
-		for f := range strings.SplitSeq(text, ",") {
-			v, err := parse(f)
-			if err != nil {
-				return err
-			}
-			*to = append(*to, v)
-		}
-		return nil
-	})
-}
-
-// oneOf returns a parser of names.
-func oneOf(names ...string) func(string) (string, error) {
-	return func(text string) (string, error) {
-		if !slices.Contains(names, text) {
-			return "", fmt.Errorf("unknown value %q: use one of %s", text, strings.Join(names, ", "))
-		}
-		return text, nil
-	}
-}
-
 func insideGateway(args []string) (err error) {
 	o := options{
 		Links: []string{linkVeth, linkLimited}, RTTs: []int{0, 1, 15, 100, 285}, MTUs: []int{1500, 65520}, CCs: []string{"cubic", "bbr"},
@@ -146,6 +121,31 @@ func insideGateway(args []string) (err error) {
 		b := &bench{options: o, lab: l}
 		return b.all(ctx)
 	})
+}
+
+// list defines a flag with comma-separated values.
+func list[T any](fs *flag.FlagSet, to *[]T, name, usage string, parse func(string) (T, error)) {
+	fs.Func(name, usage, func(text string) error {
+		*to = nil
+		for f := range strings.SplitSeq(text, ",") {
+			v, err := parse(f)
+			if err != nil {
+				return err
+			}
+			*to = append(*to, v)
+		}
+		return nil
+	})
+}
+
+// oneOf returns a parser of names.
+func oneOf(names ...string) func(string) (string, error) {
+	return func(text string) (string, error) {
+		if !slices.Contains(names, text) {
+			return "", fmt.Errorf("unknown value %q: use one of %s", text, strings.Join(names, ", "))
+		}
+		return text, nil
+	}
 }
 
 func (b *bench) all(ctx context.Context) error {
@@ -230,25 +230,17 @@ func (b *bench) readVersions(ctx context.Context) error {
 	return nil
 }
 
-// newSides creates the sides of a path. stop stops all of them.
-func (p *gatewayPath) newSides(ctx context.Context, names []string, mtu int) (sides map[string]*gatewaySide, stop func() error, err error) {
-	sides = map[string]*gatewaySide{}
-	stop = func() (err error) {
-		for _, s := range sides {
-			err = errors.Join(err, s.stop())
-		}
-		return err
-	}
-	for _, name := range names {
-		side, err := p.newSide(ctx, name, mtu)
-		if side != nil {
-			sides[name] = side
-		}
-		if err != nil {
-			return nil, nil, errors.Join(err, stop())
-		}
-	}
-	return sides, stop, nil
+// gatewayRun contains the figures of one side under one load.
+type gatewayRun struct {
+	Mbit    float64 `json:"mbit"`          // payload received after the warm-up
+	First   float64 `json:"first_10mb_s"`  // time since before connect(2); NaN if less than 10 MB arrived
+	Gap     float64 `json:"longest_gap_s"` // longest time without a byte on all connections
+	CPU     float64 `json:"cpu_s_per_gb"`
+	Partial uint64  `json:"partial_sends"`
+	Resent  uint64  `json:"retransmits"`       // segments that host and server retransmitted
+	Inside  uint64  `json:"retransmits_guest"` // segments retransmitted between guest and gateway in both directions; with pasta, by the guest only
+	Seconds []int   `json:"seconds_mbit"`
+	Error   string  `json:"error,omitempty"`
 }
 
 // path measures all points of a path with one MTU.
@@ -289,32 +281,25 @@ func (b *bench) path(ctx context.Context, p *gatewayPath, mtu int, rtts []int) (
 	return nil
 }
 
-func choose(p *gatewayPath, sides map[string]*gatewaySide, cc string) error {
-	for _, s := range sides {
-		if err := s.choose(p.addresses[1], cc); err != nil {
-			return err
+// newSides creates the sides of a path. stop stops all of them.
+func (p *gatewayPath) newSides(ctx context.Context, names []string, mtu int) (sides map[string]*gatewaySide, stop func() error, err error) {
+	sides = map[string]*gatewaySide{}
+	stop = func() (err error) {
+		for _, s := range sides {
+			err = errors.Join(err, s.stop())
+		}
+		return err
+	}
+	for _, name := range names {
+		side, err := p.newSide(ctx, name, mtu)
+		if side != nil {
+			sides[name] = side
+		}
+		if err != nil {
+			return nil, nil, errors.Join(err, stop())
 		}
 	}
-	return p.choose(cc)
-}
-
-// duration returns the duration of a load. The warm-up lasts until the load reaches its rate; the measurement lasts as
-// long.
-func (b *bench) duration(rtt int) (all, warmup time.Duration) {
-	if b.Quick {
-		all = time.Second + 10*time.Duration(rtt)*time.Millisecond
-	} else {
-		all = 1500*time.Millisecond + 15*time.Duration(rtt)*time.Millisecond
-	}
-	return all, all / 2
-}
-
-// pointRounds returns the number of runs of a point: short ones vary more.
-func (o *options) pointRounds(rtt int) int {
-	if o.Quick || rtt > 1 {
-		return o.Rounds
-	}
-	return 3 * o.Rounds
+	return sides, stop, nil
 }
 
 func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gatewayPoint) error {
@@ -336,17 +321,23 @@ func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gate
 	return nil
 }
 
-// gatewayRun contains the figures of one side under one load.
-type gatewayRun struct {
-	Mbit    float64 `json:"mbit"`          // payload received after the warm-up
-	First   float64 `json:"first_10mb_s"`  // time since before connect(2); NaN if less than 10 MB arrived
-	Gap     float64 `json:"longest_gap_s"` // longest time without a byte on all connections
-	CPU     float64 `json:"cpu_s_per_gb"`
-	Partial uint64  `json:"partial_sends"`
-	Resent  uint64  `json:"retransmits"`       // segments that host and server retransmitted
-	Inside  uint64  `json:"retransmits_guest"` // segments retransmitted between guest and gateway in both directions; with pasta, by the guest only
-	Seconds []int   `json:"seconds_mbit"`
-	Error   string  `json:"error,omitempty"`
+// duration returns the duration of a load. The warm-up lasts until the load reaches its rate; the measurement lasts as
+// long.
+func (b *bench) duration(rtt int) (all, warmup time.Duration) {
+	if b.Quick {
+		all = time.Second + 10*time.Duration(rtt)*time.Millisecond
+	} else {
+		all = 1500*time.Millisecond + 15*time.Duration(rtt)*time.Millisecond
+	}
+	return all, all / 2
+}
+
+// pointRounds returns the number of runs of a point: short ones vary more.
+func (o *options) pointRounds(rtt int) int {
+	if o.Quick || rtt > 1 {
+		return o.Rounds
+	}
+	return 3 * o.Rounds
 }
 
 // MarshalJSON writes figures that were not measured as null.
@@ -447,4 +438,13 @@ func (b *bench) requests(p *gatewayPath, sides map[string]*gatewaySide, mtu, rtt
 	b.report.Requests = append(b.report.Requests, r)
 	fmt.Fprintln(os.Stderr, r)
 	return nil
+}
+
+func choose(p *gatewayPath, sides map[string]*gatewaySide, cc string) error {
+	for _, s := range sides {
+		if err := s.choose(p.addresses[1], cc); err != nil {
+			return err
+		}
+	}
+	return p.choose(cc)
 }

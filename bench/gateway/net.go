@@ -133,23 +133,6 @@ func (p *gatewayPath) choose(cc string) error {
 	return chooseByRoute(p.host.Netlink(), p.device, p.addresses[1], cc)
 }
 
-// chooseByRoute sets the congestion control of sockets that connect to an address, by a route: the sysctl of a
-// namespace only accepts congestion controls that the host allows for ordinary users, and a program in pasta may not
-// set it.
-func chooseByRoute(nl *netlink.Handle, device string, to netip.Addr, cc string) error {
-	dev, err := nl.LinkByName(device)
-	if err == nil {
-		err = nl.RouteReplace(&netlink.Route{
-			LinkIndex: dev.Attrs().Index, Scope: unix.RT_SCOPE_LINK, Congctl: cc,
-			Dst: &net.IPNet{IP: to.AsSlice(), Mask: net.CIDRMask(32, 32)},
-		})
-	}
-	if err != nil {
-		return fmt.Errorf("choose %s on %s: %w", cc, device, err)
-	}
-	return nil
-}
-
 func (p *gatewayPath) delay(rtt time.Duration) error {
 	if p.link == nil {
 		return nil
@@ -235,20 +218,6 @@ func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port 
 	return s, nil
 }
 
-// program returns the process of a side that is not the gateway.
-func (s *gatewaySide) program() (int, error) {
-	pids, err := s.client.PIDs()
-	if err != nil {
-		return 0, err
-	}
-	for _, pid := range pids {
-		if !s.isGateway(pid) {
-			return pid, nil
-		}
-	}
-	return 0, fmt.Errorf("find the program of %s: no such process", s.name)
-}
-
 // choose sets the congestion control of the client's sockets.
 func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 	pid, err := s.program()
@@ -268,6 +237,37 @@ func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 		defer nl.Close()
 		return chooseByRoute(nl, s.device, to, cc)
 	})
+}
+
+// chooseByRoute sets the congestion control of sockets that connect to an address, by a route: the sysctl of a
+// namespace only accepts congestion controls that the host allows for ordinary users, and a program in pasta may not
+// set it.
+func chooseByRoute(nl *netlink.Handle, device string, to netip.Addr, cc string) error {
+	dev, err := nl.LinkByName(device)
+	if err == nil {
+		err = nl.RouteReplace(&netlink.Route{
+			LinkIndex: dev.Attrs().Index, Scope: unix.RT_SCOPE_LINK, Congctl: cc,
+			Dst: &net.IPNet{IP: to.AsSlice(), Mask: net.CIDRMask(32, 32)},
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("choose %s on %s: %w", cc, device, err)
+	}
+	return nil
+}
+
+// program returns the process of a side that is not the gateway.
+func (s *gatewaySide) program() (int, error) {
+	pids, err := s.client.PIDs()
+	if err != nil {
+		return 0, err
+	}
+	for _, pid := range pids {
+		if !s.isGateway(pid) {
+			return pid, nil
+		}
+	}
+	return 0, fmt.Errorf("find the program of %s: no such process", s.name)
 }
 
 // pasta returns the prefix of a command that runs a program in a side's pasta as root, because pasta otherwise switches to the

@@ -42,6 +42,78 @@ type program struct {
 	factor  float64        // of the figure, to the unit
 }
 
+// gatewayProgram contains the figures of a program, by side, round by round.
+type gatewayProgram struct {
+	Name string               `json:"program"`
+	Unit string               `json:"unit"`
+	Runs map[string][]float64 `json:"runs"`
+
+	smaller bool
+}
+
+func (x *gatewayProgram) String() string {
+	s := x.Name + ", " + x.Unit + ":"
+	for _, side := range having(x.Runs) {
+		s += fmt.Sprintf(" %s %s", side, x.text(side))
+	}
+	return s
+}
+
+// freePorts makes a namespace use the ports of closed connections again after a second.
+func freePorts(n *lab.Namespace) error {
+	return errors.Join(n.Sysctl("ipv4.ip_local_port_range", "1024 65535"), n.Sysctl("ipv4.tcp_tw_reuse", "1"))
+}
+
+// runPrograms runs the programs on all sides, in rotating order.
+func (b *bench) runPrograms(ctx context.Context) (err error) {
+	p, err := newGatewayPath(ctx, b.lab, linkPrograms, b.newPasta)
+	if err != nil {
+		return err
+	}
+	guest, err := p.newSide(ctx, sideSockeye, programMTU)
+	if guest != nil {
+		defer func() { err = errors.Join(err, guest.stop()) }()
+	}
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(freePorts(p.host), freePorts(guest.in)); err != nil {
+		return err
+	}
+	stop, err := b.startServers(ctx, p)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, stop()) }()
+	rounds := 5 * b.Rounds
+	if b.Quick {
+		rounds = b.Rounds
+	}
+	for _, c := range b.programs(p.addresses[1].String()) {
+		x := &gatewayProgram{Name: c.name, Unit: c.unit, Runs: map[string][]float64{}, smaller: c.smaller}
+		for range rounds {
+			for _, name := range harness.Turn(b.Sides, b.round) {
+				in, command := p.host, c.command
+				switch name {
+				case sideSockeye:
+					in = guest.in
+				case sidePasta, sidePastaNew:
+					command = append(p.pasta(name, programMTU, 0), command...)
+				}
+				figure, err := c.run(ctx, in, command)
+				if err != nil {
+					return fmt.Errorf("%s of %s: %w", c.name, name, err)
+				}
+				x.Runs[name] = append(x.Runs[name], figure)
+			}
+			b.round++
+		}
+		b.report.Programs = append(b.report.Programs, x)
+		fmt.Fprintln(os.Stderr, x)
+	}
+	return nil
+}
+
 // programs returns the clients of the servers at an address.
 func (o *options) programs(address string) []program {
 	time, requests := "2", "5000"
@@ -66,40 +138,6 @@ func (o *options) programs(address string) []program {
 			figure: regexp.MustCompile(`took ([0-9]+)`),
 		},
 	}
-}
-
-// gatewayProgram contains the figures of a program, by side, round by round.
-type gatewayProgram struct {
-	Name string               `json:"program"`
-	Unit string               `json:"unit"`
-	Runs map[string][]float64 `json:"runs"`
-
-	smaller bool
-}
-
-// ratios returns the ratios of the figures of two sides, computed within each round.
-func (x *gatewayProgram) ratios(side, to string) (ratios []float64) {
-	for i := range min(len(x.Runs[side]), len(x.Runs[to])) {
-		ratios = append(ratios, x.Runs[side][i]/x.Runs[to][i])
-	}
-	return ratios
-}
-
-// text returns the median of a side.
-func (x *gatewayProgram) text(side string) string {
-	format := "%.0f"
-	if x.smaller {
-		format = "%.2f"
-	}
-	return orDash(format, harness.SpreadOf(x.Runs[side]).Median)
-}
-
-func (x *gatewayProgram) String() string {
-	s := x.Name + ", " + x.Unit + ":"
-	for _, side := range having(x.Runs) {
-		s += fmt.Sprintf(" %s %s", side, x.text(side))
-	}
-	return s
 }
 
 // webConfiguration is that of nginx, with a directory.
@@ -168,61 +206,6 @@ func (b *bench) startServers(ctx context.Context, p *gatewayPath) (stop func() e
 	return stop, nil
 }
 
-// freePorts makes a namespace use the ports of closed connections again after a second.
-func freePorts(n *lab.Namespace) error {
-	return errors.Join(n.Sysctl("ipv4.ip_local_port_range", "1024 65535"), n.Sysctl("ipv4.tcp_tw_reuse", "1"))
-}
-
-// runPrograms runs the programs on all sides, in rotating order.
-func (b *bench) runPrograms(ctx context.Context) (err error) {
-	p, err := newGatewayPath(ctx, b.lab, linkPrograms, b.newPasta)
-	if err != nil {
-		return err
-	}
-	guest, err := p.newSide(ctx, sideSockeye, programMTU)
-	if guest != nil {
-		defer func() { err = errors.Join(err, guest.stop()) }()
-	}
-	if err != nil {
-		return err
-	}
-	if err := errors.Join(freePorts(p.host), freePorts(guest.in)); err != nil {
-		return err
-	}
-	stop, err := b.startServers(ctx, p)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, stop()) }()
-	rounds := 5 * b.Rounds
-	if b.Quick {
-		rounds = b.Rounds
-	}
-	for _, c := range b.programs(p.addresses[1].String()) {
-		x := &gatewayProgram{Name: c.name, Unit: c.unit, Runs: map[string][]float64{}, smaller: c.smaller}
-		for range rounds {
-			for _, name := range harness.Turn(b.Sides, b.round) {
-				in, command := p.host, c.command
-				switch name {
-				case sideSockeye:
-					in = guest.in
-				case sidePasta, sidePastaNew:
-					command = append(p.pasta(name, programMTU, 0), command...)
-				}
-				figure, err := c.run(ctx, in, command)
-				if err != nil {
-					return fmt.Errorf("%s of %s: %w", c.name, name, err)
-				}
-				x.Runs[name] = append(x.Runs[name], figure)
-			}
-			b.round++
-		}
-		b.report.Programs = append(b.report.Programs, x)
-		fmt.Fprintln(os.Stderr, x)
-	}
-	return nil
-}
-
 // run runs a program, and returns its figure.
 func (c *program) run(ctx context.Context, in *lab.Namespace, command []string) (float64, error) {
 	ctx, stop := context.WithTimeout(ctx, programTime)
@@ -263,6 +246,15 @@ func (r *gatewayReport) printPrograms(p harness.Printf) {
 	}
 }
 
+// text returns the median of a side.
+func (x *gatewayProgram) text(side string) string {
+	format := "%.0f"
+	if x.smaller {
+		format = "%.2f"
+	}
+	return orDash(format, harness.SpreadOf(x.Runs[side]).Median)
+}
+
 // largeBytes returns the size of the file that wget reads.
 func (r *gatewayReport) largeBytes() int {
 	if r.Options.Quick {
@@ -283,4 +275,12 @@ func (r *gatewayReport) programTargets() (all []harness.Target) {
 		all = append(all, harness.AtLeast(x.Unit+" of "+x.Name+" to the newest pasta's", "%.2f", 1, d))
 	}
 	return all
+}
+
+// ratios returns the ratios of the figures of two sides, computed within each round.
+func (x *gatewayProgram) ratios(side, to string) (ratios []float64) {
+	for i := range min(len(x.Runs[side]), len(x.Runs[to])) {
+		ratios = append(ratios, x.Runs[side][i]/x.Runs[to][i])
+	}
+	return ratios
 }

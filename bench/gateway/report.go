@@ -66,43 +66,9 @@ func runPartial(r *gatewayRun) float64 { return float64(r.Partial) }
 func runResent(r *gatewayRun) float64  { return float64(r.Resent) }
 func runInside(r *gatewayRun) float64  { return float64(r.Inside) }
 
-// median returns the median of a figure over a side's rounds. NaN, a figure that could not be measured, ranks above all
-// others.
-func (p *gatewayPoint) median(side string, of func(*gatewayRun) float64) float64 {
-	var v []float64
-	for i := range p.sides[side] {
-		x := of(&p.sides[side][i])
-		if math.IsNaN(x) {
-			x = math.Inf(1)
-		}
-		v = append(v, x)
-	}
-	m := harness.SpreadOf(v).Median
-	if math.IsInf(m, 1) {
-		return math.NaN()
-	}
-	return m
-}
-
-// sum returns the sum of a figure over a side's rounds.
-func (p *gatewayPoint) sum(side string, of func(*gatewayRun) float64) (sum int) {
-	for i := range p.sides[side] {
-		sum += int(of(&p.sides[side][i]))
-	}
-	return sum
-}
-
 // ratio returns the ratio of the medians of two sides.
 func (p *gatewayPoint) ratio(side, to string, of func(*gatewayRun) float64) float64 {
 	return p.median(side, of) / p.median(to, of)
-}
-
-func (p *gatewayPoint) name() string {
-	s := fmt.Sprintf("%s %d ms, MTU %d, %s, %s, %d", p.Link, p.RTT, p.MTU, p.CC, p.Direction, p.Connections)
-	if p.Connections == 1 {
-		return s + " connection"
-	}
-	return s + " connections"
 }
 
 func (p *gatewayPoint) String() string {
@@ -127,14 +93,6 @@ func gatewaysOf(sides []string) []string {
 	return slices.DeleteFunc(slices.Clone(sides), func(side string) bool { return side == sideNative })
 }
 
-// longestGap returns the longest gap of all rounds, in seconds.
-func (p *gatewayPoint) longestGap(side string) (gap float64) {
-	for _, r := range p.sides[side] {
-		gap = max(gap, r.Gap)
-	}
-	return gap
-}
-
 // stalled returns whether no byte of a side's load arrived for more than a second and more than three round-trip times, in
 // any round. A native load that stalls too shows that the machine was busy.
 func (p *gatewayPoint) stalled(side string) bool {
@@ -142,13 +100,12 @@ func (p *gatewayPoint) stalled(side string) bool {
 	return p.longestGap(side) > limit && p.longestGap(sideNative) < limit
 }
 
-// gatewayAim is an aim, and the points that it applies to.
-type gatewayAim struct {
-	title string
-	of    func(*gatewayPoint) bool // which points
-	met   func(*gatewayPoint) bool
-	// describe returns the figure of a point that misses the aim. It is nil if another aim prints the point.
-	describe func(*gatewayPoint) string
+// longestGap returns the longest gap of all rounds, in seconds.
+func (p *gatewayPoint) longestGap(side string) (gap float64) {
+	for _, r := range p.sides[side] {
+		gap = max(gap, r.Gap)
+	}
+	return gap
 }
 
 const (
@@ -171,6 +128,17 @@ func (p *gatewayPoint) ratiosText() string {
 // failed is no comparison.
 func (p *gatewayPoint) works(side string) bool {
 	return p.ratio(side, sideNative, runMbit) > 0.01 && !math.IsNaN(p.median(side, runCPU))
+}
+
+func everyPoint(*gatewayPoint) bool { return true }
+
+// gatewayAim is an aim, and the points that it applies to.
+type gatewayAim struct {
+	title string
+	of    func(*gatewayPoint) bool // which points
+	met   func(*gatewayPoint) bool
+	// describe returns the figure of a point that misses the aim. It is nil if another aim prints the point.
+	describe func(*gatewayPoint) string
 }
 
 var gatewayAims = []gatewayAim{
@@ -235,38 +203,6 @@ var gatewayAims = []gatewayAim{
 			return fmt.Sprintf("%.2f to %.2f s", p.median(sideSockeye, runCPU), p.median(sidePasta, runCPU))
 		},
 	},
-}
-
-// printFailures prints the points at which a side does not work: they are left out of the comparisons with that side.
-func (r *gatewayReport) printFailures(p harness.Printf) {
-	for _, side := range gatewaysOf(r.Options.Sides) {
-		for _, x := range r.Points {
-			var errors []string
-			for _, run := range x.sides[side] {
-				if run.Error != "" && !slices.Contains(errors, run.Error) {
-					errors = append(errors, run.Error)
-				}
-			}
-			if !x.works(side) || len(errors) > 0 {
-				p("%s does not work, or fails: %s: %.0f Mbit/s; %s\n", side, x.name(), x.median(side, runMbit), cmp.Or(strings.Join(errors, "; "), "no error"))
-			}
-		}
-	}
-}
-
-func everyPoint(*gatewayPoint) bool { return true }
-
-// held returns the number of points that an aim applies to, and the points that miss it.
-func (r *gatewayReport) held(a gatewayAim) (all int, missed []*gatewayPoint) {
-	for _, p := range r.Points {
-		if !a.of(p) {
-			continue
-		}
-		if all++; !a.met(p) {
-			missed = append(missed, p)
-		}
-	}
-	return all, missed
 }
 
 // Print implements harness.Report.
@@ -368,6 +304,23 @@ func (r *gatewayReport) Print(p harness.Printf) {
 	p("\nDuration %s.\n", r.Took)
 }
 
+// printFailures prints the points at which a side does not work: they are left out of the comparisons with that side.
+func (r *gatewayReport) printFailures(p harness.Printf) {
+	for _, side := range gatewaysOf(r.Options.Sides) {
+		for _, x := range r.Points {
+			var errors []string
+			for _, run := range x.sides[side] {
+				if run.Error != "" && !slices.Contains(errors, run.Error) {
+					errors = append(errors, run.Error)
+				}
+			}
+			if !x.works(side) || len(errors) > 0 {
+				p("%s does not work, or fails: %s: %.0f Mbit/s; %s\n", side, x.name(), x.median(side, runMbit), cmp.Or(strings.Join(errors, "; "), "no error"))
+			}
+		}
+	}
+}
+
 // versions names the versions of pasta.
 func (r *gatewayReport) versions() string {
 	s := "pasta: passt " + r.PastaVersion
@@ -425,6 +378,14 @@ func (r *gatewayReport) printDatagrams(p harness.Printf) {
 			}
 		}
 	}
+}
+
+func (p *gatewayPoint) name() string {
+	s := fmt.Sprintf("%s %d ms, MTU %d, %s, %s, %d", p.Link, p.RTT, p.MTU, p.CC, p.Direction, p.Connections)
+	if p.Connections == 1 {
+		return s + " connection"
+	}
+	return s + " connections"
 }
 
 func orDash(format string, v float64) string {
@@ -551,6 +512,30 @@ func (r *gatewayReport) Figures() any {
 	}{r.PastaVersion, r.PastaNewVersion, points, r.Requests, rr, r.Programs, r.Core, r.Seeds, udp, aims, r}
 }
 
+// sum returns the sum of a figure over a side's rounds.
+func (p *gatewayPoint) sum(side string, of func(*gatewayRun) float64) (sum int) {
+	for i := range p.sides[side] {
+		sum += int(of(&p.sides[side][i]))
+	}
+	return sum
+}
+
+// held returns the number of points that an aim applies to, and the points that miss it.
+func (r *gatewayReport) held(a gatewayAim) (all int, missed []*gatewayPoint) {
+	for _, p := range r.Points {
+		if !a.of(p) {
+			continue
+		}
+		if all++; !a.met(p) {
+			missed = append(missed, p)
+		}
+	}
+	return all, missed
+}
+
+// Charts implements harness.Report.
+func (r *gatewayReport) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }
+
 // chart draws the throughput of one connection with cubic by RTT.
 func (r *gatewayReport) chart() chart.Chart {
 	drawing := chart.Chart{
@@ -580,5 +565,20 @@ func (r *gatewayReport) chart() chart.Chart {
 	return drawing
 }
 
-// Charts implements harness.Report.
-func (r *gatewayReport) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }
+// median returns the median of a figure over a side's rounds. NaN, a figure that could not be measured, ranks above all
+// others.
+func (p *gatewayPoint) median(side string, of func(*gatewayRun) float64) float64 {
+	var v []float64
+	for i := range p.sides[side] {
+		x := of(&p.sides[side][i])
+		if math.IsNaN(x) {
+			x = math.Inf(1)
+		}
+		v = append(v, x)
+	}
+	m := harness.SpreadOf(v).Median
+	if math.IsInf(m, 1) {
+		return math.NaN()
+	}
+	return m
+}

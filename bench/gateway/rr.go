@@ -53,6 +53,12 @@ type rrResult struct {
 	CPU    harness.Figure `json:"cpu_us"`     // CPU time of the gateway for each of them
 }
 
+// events is an epoll instance.
+type events struct {
+	fd   int
+	list []unix.EpollEvent
+}
+
 // echo serves round trips on a TCP port, of IPv4, until its stdin is closed.
 func echoServer(args []string) error {
 	fs := flag.NewFlagSet(echoRole, flag.ContinueOnError)
@@ -118,45 +124,8 @@ func echoServer(args []string) error {
 	}
 }
 
-// events is an epoll instance.
-type events struct {
-	fd   int
-	list []unix.EpollEvent
-}
-
-func newEvents() (*events, error) {
-	fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
-	if err != nil {
-		return nil, fmt.Errorf("make epoll: %w", err)
-	}
-	return &events{fd, make([]unix.EpollEvent, 512)}, nil
-}
-
 func (e *events) add(fd int, mask uint32) error {
 	return unix.EpollCtl(e.fd, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: mask, Fd: int32(fd)})
-}
-
-// wait returns the descriptors that are ready, none after timeout milliseconds. It does not release the Go runtime's processor.
-func (e *events) wait(timeout int) ([]unix.EpollEvent, error) {
-	n, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(e.fd), uintptr(unsafe.Pointer(unsafe.SliceData(e.list))), uintptr(len(e.list)),
-		uintptr(timeout), 0, 0)
-	if errno != 0 && errno != unix.EINTR {
-		return nil, fmt.Errorf("wait for events: %w", errno)
-	}
-	if errno != 0 {
-		n = 0
-	}
-	return e.list[:n], nil
-}
-
-// rawIO calls recv(2) or send(2).
-func rawIO(trap uintptr, fd int, b []byte) (int, error) {
-	n, _, errno := unix.RawSyscall6(trap, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)),
-		unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
-	if errno != 0 {
-		return 0, errno
-	}
-	return int(n), nil
 }
 
 // rrClient has one request in flight on each of its connections.
@@ -215,27 +184,25 @@ func (t *task) roundTrips() (r *rrResult, err error) {
 	return r, nil
 }
 
-// connect opens a connection.
-func (c *rrClient) connect() error {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+func newEvents() (*events, error) {
+	fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {
-		return fmt.Errorf("make socket: %w", err)
+		return nil, fmt.Errorf("make epoll: %w", err)
 	}
-	for fd >= len(c.begun) {
-		c.begun, c.open = append(c.begun, 0), append(c.open, false)
+	return &events{fd, make([]unix.EpollEvent, 512)}, nil
+}
+
+// wait returns the descriptors that are ready, none after timeout milliseconds. It does not release the Go runtime's processor.
+func (e *events) wait(timeout int) ([]unix.EpollEvent, error) {
+	n, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(e.fd), uintptr(unsafe.Pointer(unsafe.SliceData(e.list))), uintptr(len(e.list)),
+		uintptr(timeout), 0, 0)
+	if errno != 0 && errno != unix.EINTR {
+		return nil, fmt.Errorf("wait for events: %w", errno)
 	}
-	c.begun[fd], c.open[fd] = monotonic(), false
-	err = errors.Join(unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1),
-		unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
-	if err != nil {
-		return err
+	if errno != 0 {
+		n = 0
 	}
-	c.begun[fd] = monotonic()
-	err = unix.Connect(fd, &unix.SockaddrInet4{Port: echoPort, Addr: c.task.Target.Addr().As4()})
-	if err != nil && !errors.Is(err, unix.EINPROGRESS) {
-		return fmt.Errorf("connect: %w", err)
-	}
-	return c.events.add(fd, unix.EPOLLIN|unix.EPOLLOUT|unix.EPOLLET)
+	return e.list[:n], nil
 }
 
 // event processes an event of a connection: it is open, or a response has arrived.
@@ -274,12 +241,45 @@ func (c *rrClient) event(fd int) error {
 	return c.connect()
 }
 
+// connect opens a connection.
+func (c *rrClient) connect() error {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("make socket: %w", err)
+	}
+	for fd >= len(c.begun) {
+		c.begun, c.open = append(c.begun, 0), append(c.open, false)
+	}
+	c.begun[fd], c.open[fd] = monotonic(), false
+	err = errors.Join(unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1),
+		unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
+	if err != nil {
+		return err
+	}
+	c.begun[fd] = monotonic()
+	err = unix.Connect(fd, &unix.SockaddrInet4{Port: echoPort, Addr: c.task.Target.Addr().As4()})
+	if err != nil && !errors.Is(err, unix.EINPROGRESS) {
+		return fmt.Errorf("connect: %w", err)
+	}
+	return c.events.add(fd, unix.EPOLLIN|unix.EPOLLOUT|unix.EPOLLET)
+}
+
 func (c *rrClient) request(fd int) error {
 	c.begun[fd] = monotonic()
 	if _, err := rawIO(unix.SYS_SENDTO, fd, []byte{1}); err != nil {
 		return fmt.Errorf("send request: %w", err)
 	}
 	return nil
+}
+
+// rawIO calls recv(2) or send(2).
+func rawIO(trap uintptr, fd int, b []byte) (int, error) {
+	n, _, errno := unix.RawSyscall6(trap, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)),
+		unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
+	if errno != 0 {
+		return 0, errno
+	}
+	return int(n), nil
 }
 
 // record adds the time since the request or connect(2) to the times.
@@ -290,31 +290,10 @@ func (c *rrClient) record(fd int) {
 	}
 }
 
-// trips runs round trips or connects on a side.
-func (b *bench) trips(p *gatewayPath, s *gatewaySide, t task) (*rrResult, error) {
-	t.Target = p.target()
-	cpu, err := s.cpu()
-	if err != nil {
-		return nil, err
-	}
-	var result gatewayResult
-	if err := s.client.Ask(t, &result); err != nil {
-		return nil, err
-	}
-	if result.Error != "" {
-		return nil, fmt.Errorf("%s of %s on %d connections: %s", t.Kind, s.name, t.Connections, result.Error)
-	}
-	cpuAfter, err := s.cpu()
-	if err != nil {
-		return nil, err
-	}
-	r := result.Trips
-	r.CPU = harness.Figure(math.NaN())
-	if n := float64(r.Rate) * (t.Duration + rrWarmup).Seconds(); s.around != nil && n > 0 {
-		r.CPU = harness.Figure(float64((cpuAfter - cpu).Microseconds()) / n)
-	}
-	return r, nil
-}
+func rrMedian(r *rrResult) float64 { return float64(r.Median) }
+func rrP99(r *rrResult) float64    { return float64(r.P99) }
+func rrRate(r *rrResult) float64   { return float64(r.Rate) }
+func rrCPU(r *rrResult) float64    { return float64(r.CPU) }
 
 // gatewayRR contains the round trips and connects at one number of connections and MTU, by side, round by round.
 type gatewayRR struct {
@@ -322,28 +301,6 @@ type gatewayRR struct {
 	MTU         int
 	Trips       map[string][]rrResult
 	Connects    map[string][]rrResult
-}
-
-func rrMedian(r *rrResult) float64 { return float64(r.Median) }
-func rrP99(r *rrResult) float64    { return float64(r.P99) }
-func rrRate(r *rrResult) float64   { return float64(r.Rate) }
-func rrCPU(r *rrResult) float64    { return float64(r.CPU) }
-
-// medianOf returns the median of a figure over all rounds.
-func medianOf(runs []rrResult, of func(*rrResult) float64) float64 {
-	var v []float64
-	for i := range runs {
-		v = append(v, of(&runs[i]))
-	}
-	return harness.SpreadOf(v).Median
-}
-
-func (r *gatewayRR) name() string {
-	s := fmt.Sprintf("MTU %d, %d", r.MTU, r.Connections)
-	if r.Connections == 1 {
-		return s + " connection"
-	}
-	return s + " connections"
 }
 
 func (r *gatewayRR) String() string {
@@ -374,12 +331,21 @@ func (r *gatewayRR) print(p harness.Printf, suffix string, runs map[string][]rrR
 // aimTrips is the highest ratio of a median time to native's.
 const aimTrips = 1.7
 
-// rrTime returns the duration of a load of round trips or connects, and how often each is run.
-func (o *options) rrTime() (time.Duration, int) {
-	if o.Quick {
-		return 200 * time.Millisecond, o.Rounds
+// medianOf returns the median of a figure over all rounds.
+func medianOf(runs []rrResult, of func(*rrResult) float64) float64 {
+	var v []float64
+	for i := range runs {
+		v = append(v, of(&runs[i]))
 	}
-	return 400 * time.Millisecond, 5 * o.Rounds
+	return harness.SpreadOf(v).Median
+}
+
+func (r *gatewayRR) name() string {
+	s := fmt.Sprintf("MTU %d, %d", r.MTU, r.Connections)
+	if r.Connections == 1 {
+		return s + " connection"
+	}
+	return s + " connections"
 }
 
 // rr measures round trips and connects over a veth pair.
@@ -425,4 +391,38 @@ func (b *bench) rrMTU(ctx context.Context, p *gatewayPath, mtu int) (err error) 
 		fmt.Fprintln(os.Stderr, r)
 	}
 	return nil
+}
+
+// trips runs round trips or connects on a side.
+func (b *bench) trips(p *gatewayPath, s *gatewaySide, t task) (*rrResult, error) {
+	t.Target = p.target()
+	cpu, err := s.cpu()
+	if err != nil {
+		return nil, err
+	}
+	var result gatewayResult
+	if err := s.client.Ask(t, &result); err != nil {
+		return nil, err
+	}
+	if result.Error != "" {
+		return nil, fmt.Errorf("%s of %s on %d connections: %s", t.Kind, s.name, t.Connections, result.Error)
+	}
+	cpuAfter, err := s.cpu()
+	if err != nil {
+		return nil, err
+	}
+	r := result.Trips
+	r.CPU = harness.Figure(math.NaN())
+	if n := float64(r.Rate) * (t.Duration + rrWarmup).Seconds(); s.around != nil && n > 0 {
+		r.CPU = harness.Figure(float64((cpuAfter - cpu).Microseconds()) / n)
+	}
+	return r, nil
+}
+
+// rrTime returns the duration of a load of round trips or connects, and how often each is run.
+func (o *options) rrTime() (time.Duration, int) {
+	if o.Quick {
+		return 200 * time.Millisecond, o.Rounds
+	}
+	return 400 * time.Millisecond, 5 * o.Rounds
 }

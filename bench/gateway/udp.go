@@ -35,43 +35,28 @@ func datagramPort(side string) uint16 {
 	return farDatagramPort + 1 + uint16(slices.Index(gatewaySides, side))
 }
 
-var (
-	datagramSizes  = []int{200, 1400} // bytes of payload
-	datagramBursts = []int{2_000, 20_000}
-	datagramRates  = []int{20_000, 50_000, 100_000, 150_000, 200_000, 300_000} // per second
-)
-
-const (
-	datagramMTU   = 65520 // of the guest, the default of both gateways
-	datagramTries = 2     // attempts per rate; the better one counts
-	// datagramLoss is the share of datagrams that a side may lose at a rate. datagramPace is the share of the rate that
-	// the sender must reach.
-	datagramLoss = 0.001
-	datagramPace = 0.95
-)
-
-// datagramSteady returns the duration of a load with a rate.
-func (o *options) datagramSteady() time.Duration {
-	if o.Quick {
-		return 200 * time.Millisecond
-	}
-	return 400 * time.Millisecond
+// datagramLost contains the number of lost datagrams by place, from the counters of the kernel.
+type datagramLost struct {
+	Socket    int `json:"gateway_socket"` // socket of the host
+	Interface int `json:"guest_interface"`
+	Program   int `json:"program_socket"` // socket of the program
+	Elsewhere int `json:"elsewhere"`
 }
 
-// datagramRounds returns the number of times that each burst is sent.
-func (o *options) datagramRounds() int {
-	if o.Quick {
-		return o.Rounds
+func (l datagramLost) String() string {
+	var parts []string
+	for _, x := range []struct {
+		n     int
+		where string
+	}{
+		{l.Socket, "at the gateway's socket"}, {l.Interface, "at the guest's interface"},
+		{l.Program, "at the program's socket"}, {l.Elsewhere, "elsewhere"},
+	} {
+		if x.n != 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", x.n, x.where))
+		}
 	}
-	return 3 * o.Rounds
-}
-
-// gatewayDatagrams contains all loads of datagrams of one direction and size.
-type gatewayDatagrams struct {
-	Direction string          `json:"direction"`
-	Bytes     int             `json:"bytes"`
-	Bursts    []*datagramLoad `json:"bursts"`
-	Rates     []*datagramLoad `json:"rates"`
+	return strings.Join(parts, ", ")
 }
 
 // A datagramLoad is a burst of datagrams, or datagrams at a fixed rate, on all sides.
@@ -99,39 +84,6 @@ type datagramRun struct {
 	Lost    datagramLost   `json:"lost"`
 }
 
-// datagramLost contains the number of lost datagrams by place, from the counters of the kernel.
-type datagramLost struct {
-	Socket    int `json:"gateway_socket"` // socket of the host
-	Interface int `json:"guest_interface"`
-	Program   int `json:"program_socket"` // socket of the program
-	Elsewhere int `json:"elsewhere"`
-}
-
-func (l datagramLost) String() string {
-	var parts []string
-	for _, x := range []struct {
-		n     int
-		where string
-	}{
-		{l.Socket, "at the gateway's socket"}, {l.Interface, "at the guest's interface"},
-		{l.Program, "at the program's socket"}, {l.Elsewhere, "elsewhere"},
-	} {
-		if x.n != 0 {
-			parts = append(parts, fmt.Sprintf("%d %s", x.n, x.where))
-		}
-	}
-	return strings.Join(parts, ", ")
-}
-
-// arrived returns the median number of datagrams of a burst that a side's program received, and NaN without a run.
-func (l *datagramLoad) arrived(side string) float64 {
-	var v []float64
-	for _, r := range l.Runs[side] {
-		v = append(v, float64(r.Arrived))
-	}
-	return harness.SpreadOf(v).Median
-}
-
 func (l *datagramLoad) name() string {
 	if l.Rate > 0 {
 		return fmt.Sprintf("%d/s", l.Rate)
@@ -151,17 +103,16 @@ func (l *datagramLoad) lost(side string) (sent int, lost datagramLost) {
 	return sent, lost
 }
 
-// best returns the attempt that lost the smallest share of its datagrams, and nil if there was no attempt.
-func (l *datagramLoad) best(side string) *datagramRun {
-	runs := l.Runs[side]
-	if len(runs) == 0 {
-		return nil
-	}
-	r := slices.MinFunc(runs, func(a, b datagramRun) int { return cmp.Compare(a.loss(), b.loss()) })
-	return &r
-}
-
 func (r *datagramRun) loss() float64 { return 1 - float64(r.Arrived)/float64(r.Sent) }
+
+const (
+	datagramMTU   = 65520 // of the guest, the default of both gateways
+	datagramTries = 2     // attempts per rate; the better one counts
+	// datagramLoss is the share of datagrams that a side may lose at a rate. datagramPace is the share of the rate that
+	// the sender must reach.
+	datagramLoss = 0.001
+	datagramPace = 0.95
+)
 
 // carried returns whether a side received nearly all datagrams of a rate.
 func (l *datagramLoad) carried(side string) bool {
@@ -177,41 +128,12 @@ func (r *datagramRun) sentAt(rate int) bool {
 	return float64(r.Sent) >= datagramPace*float64(rate)*r.Elapsed
 }
 
-// highest returns the highest rate that a side carried; 0 for none.
-func (d *gatewayDatagrams) highest(side string) (rate int) {
-	for _, l := range d.Rates {
-		if l.carried(side) {
-			rate = max(rate, l.Rate)
-		}
-	}
-	return rate
-}
-
-// highestText formats the highest rate, with a + if the sender was the limit.
-func (d *gatewayDatagrams) highestText(side string) string {
-	text := strconv.Itoa(d.highest(side))
-	if slices.ContainsFunc(d.Rates, func(l *datagramLoad) bool { return l.slow(side) }) {
-		return text + "+"
-	}
-	return text
-}
-
-// cpu returns the CPU time of a side's gateway for each datagram at the lowest rate, in microseconds.
-func (d *gatewayDatagrams) cpu(side string) float64 {
-	if len(d.Rates) > 0 {
-		if r := d.Rates[0].best(side); r != nil {
-			return float64(r.CPU)
-		}
-	}
-	return math.NaN()
-}
-
-// sides returns the sides that were measured.
-func (d *gatewayDatagrams) sides() []string {
-	if len(d.Bursts) == 0 {
-		return nil
-	}
-	return having(d.Bursts[0].Runs)
+// gatewayDatagrams contains all loads of datagrams of one direction and size.
+type gatewayDatagrams struct {
+	Direction string          `json:"direction"`
+	Bytes     int             `json:"bytes"`
+	Bursts    []*datagramLoad `json:"bursts"`
+	Rates     []*datagramLoad `json:"rates"`
 }
 
 func (d *gatewayDatagrams) name() string { return fmt.Sprintf("%s, %d bytes", d.Direction, d.Bytes) }
@@ -226,6 +148,63 @@ func (d *gatewayDatagrams) String() string {
 		s += " " + d.highestText(side) + "/s;"
 	}
 	return strings.TrimSuffix(s, ";")
+}
+
+// highestText formats the highest rate, with a + if the sender was the limit.
+func (d *gatewayDatagrams) highestText(side string) string {
+	text := strconv.Itoa(d.highest(side))
+	if slices.ContainsFunc(d.Rates, func(l *datagramLoad) bool { return l.slow(side) }) {
+		return text + "+"
+	}
+	return text
+}
+
+// highest returns the highest rate that a side carried; 0 for none.
+func (d *gatewayDatagrams) highest(side string) (rate int) {
+	for _, l := range d.Rates {
+		if l.carried(side) {
+			rate = max(rate, l.Rate)
+		}
+	}
+	return rate
+}
+
+// sides returns the sides that were measured.
+func (d *gatewayDatagrams) sides() []string {
+	if len(d.Bursts) == 0 {
+		return nil
+	}
+	return having(d.Bursts[0].Runs)
+}
+
+var (
+	datagramSizes  = []int{200, 1400} // bytes of payload
+	datagramBursts = []int{2_000, 20_000}
+	datagramRates  = []int{20_000, 50_000, 100_000, 150_000, 200_000, 300_000} // per second
+)
+
+// datagrams measures all loads of datagrams.
+func (b *bench) datagrams(ctx context.Context) (err error) {
+	p, far, sides, err := b.datagramSides(ctx, b.Sides)
+	defer func() {
+		for _, s := range sides {
+			err = errors.Join(err, s.stop())
+		}
+	}()
+	if err != nil {
+		return err
+	}
+	for _, direction := range []string{inbound, outbound} {
+		for _, size := range datagramSizes {
+			d := &gatewayDatagrams{Direction: direction, Bytes: size}
+			if err := b.datagramLoads(p, far, sides, d); err != nil {
+				return fmt.Errorf("datagrams %s: %w", direction, err)
+			}
+			b.report.Datagrams = append(b.report.Datagrams, d)
+			fmt.Fprintln(os.Stderr, d)
+		}
+	}
+	return nil
 }
 
 // datagramSides starts the far host and sides whose programs send and receive datagrams. The caller must stop the
@@ -265,30 +244,6 @@ func (b *bench) datagramSides(ctx context.Context, names []string) (p *gatewayPa
 		}
 	}
 	return p, far, sides, err
-}
-
-// datagrams measures all loads of datagrams.
-func (b *bench) datagrams(ctx context.Context) (err error) {
-	p, far, sides, err := b.datagramSides(ctx, b.Sides)
-	defer func() {
-		for _, s := range sides {
-			err = errors.Join(err, s.stop())
-		}
-	}()
-	if err != nil {
-		return err
-	}
-	for _, direction := range []string{inbound, outbound} {
-		for _, size := range datagramSizes {
-			d := &gatewayDatagrams{Direction: direction, Bytes: size}
-			if err := b.datagramLoads(p, far, sides, d); err != nil {
-				return fmt.Errorf("datagrams %s: %w", direction, err)
-			}
-			b.report.Datagrams = append(b.report.Datagrams, d)
-			fmt.Fprintln(os.Stderr, d)
-		}
-	}
-	return nil
 }
 
 func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[string]*gatewaySide, d *gatewayDatagrams) error {
@@ -341,6 +296,23 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 		}
 	}
 	return nil
+}
+
+// datagramRounds returns the number of times that each burst is sent.
+func (o *options) datagramRounds() int {
+	if o.Quick {
+		return o.Rounds
+	}
+	return 3 * o.Rounds
+}
+
+// arrived returns the median number of datagrams of a burst that a side's program received, and NaN without a run.
+func (l *datagramLoad) arrived(side string) float64 {
+	var v []float64
+	for _, r := range l.Runs[side] {
+		v = append(v, float64(r.Arrived))
+	}
+	return harness.SpreadOf(v).Median
 }
 
 // A load ends when all datagrams have arrived or none arrives for datagramQuiet.
@@ -411,6 +383,34 @@ func (b *bench) datagramLoad(p *gatewayPath, far *harness.Worker, s *gatewaySide
 		r.CPU = harness.Figure(float64((cpuAfter - cpu).Microseconds()) / float64(arrived))
 	}
 	return r, nil
+}
+
+// datagramSteady returns the duration of a load with a rate.
+func (o *options) datagramSteady() time.Duration {
+	if o.Quick {
+		return 200 * time.Millisecond
+	}
+	return 400 * time.Millisecond
+}
+
+// cpu returns the CPU time of a side's gateway for each datagram at the lowest rate, in microseconds.
+func (d *gatewayDatagrams) cpu(side string) float64 {
+	if len(d.Rates) > 0 {
+		if r := d.Rates[0].best(side); r != nil {
+			return float64(r.CPU)
+		}
+	}
+	return math.NaN()
+}
+
+// best returns the attempt that lost the smallest share of its datagrams, and nil if there was no attempt.
+func (l *datagramLoad) best(side string) *datagramRun {
+	runs := l.Runs[side]
+	if len(runs) == 0 {
+		return nil
+	}
+	r := slices.MinFunc(runs, func(a, b datagramRun) int { return cmp.Compare(a.loss(), b.loss()) })
+	return &r
 }
 
 // lost returns the number of datagrams lost on the path of a side since its start.

@@ -82,30 +82,18 @@ type arrivals struct {
 	last    int64
 }
 
-func monotonic() int64 {
-	var t unix.Timespec
-	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &t) // cannot fail
-	return t.Nano()
+// gap returns the longest time without a received byte in ns, including the times before the first byte and after the
+// last one.
+func (a *arrivals) gap(start, end int64) int64 {
+	if len(a.Samples) == 0 {
+		return end - start
+	}
+	return max(a.Longest, a.Samples[0][0]-start, end-a.Samples[len(a.Samples)-1][0])
 }
 
-func (a *arrivals) add(n int) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	now := monotonic()
-	if a.last > 0 {
-		a.Longest = max(a.Longest, now-a.last)
-	}
-	a.last = now
-	a.total += int64(n)
-	if a.First == 0 && a.total >= startOfLoad {
-		a.First = now
-	}
-	// The last sample always includes all received bytes.
-	if k := len(a.Samples); k > 1 && now-a.Samples[k-2][0] < int64(arrivalGrain) {
-		a.Samples[k-1] = [2]int64{now, a.total}
-	} else {
-		a.Samples = append(a.Samples, [2]int64{now, a.total})
-	}
+// rate returns the rate between two times in bit/s.
+func (a *arrivals) rate(from, to int64) float64 {
+	return (a.at(to) - a.at(from)) * 8 / (float64(to-from) / 1e9)
 }
 
 // at returns the number of bytes received until a time, interpolated between samples.
@@ -122,36 +110,6 @@ func (a *arrivals) at(moment int64) float64 {
 	}
 	return float64(before[1])
 }
-
-// gap returns the longest time without a received byte in ns, including the times before the first byte and after the
-// last one.
-func (a *arrivals) gap(start, end int64) int64 {
-	if len(a.Samples) == 0 {
-		return end - start
-	}
-	return max(a.Longest, a.Samples[0][0]-start, end-a.Samples[len(a.Samples)-1][0])
-}
-
-// rate returns the rate between two times in bit/s.
-func (a *arrivals) rate(from, to int64) float64 {
-	return (a.at(to) - a.at(from)) * 8 / (float64(to-from) / 1e9)
-}
-
-// A gatewayHeader is the first data of a connection, from the client.
-type gatewayHeader struct {
-	Run  uint32
-	Kind [16]byte
-	CC   [16]byte
-}
-
-func newGatewayHeader(t *task) (h gatewayHeader) {
-	h.Run = t.Run
-	copy(h.Kind[:], t.Kind)
-	copy(h.CC[:], t.CC)
-	return h
-}
-
-const chunk = 256 << 10
 
 // gatewayServer serves loads until its stdin is closed. It answers the number of a run with the run's arrivals.
 func gatewayServer(args []string) error {
@@ -207,6 +165,15 @@ func gatewayServer(args []string) error {
 	}
 }
 
+// A gatewayHeader is the first data of a connection, from the client.
+type gatewayHeader struct {
+	Run  uint32
+	Kind [16]byte
+	CC   [16]byte
+}
+
+const chunk = 256 << 10
+
 // serveLoad serves a connection until it ends. The client reports errors of the connection.
 func serveLoad(conn net.Conn, arrived func(run uint32) *arrivals) {
 	defer conn.Close()
@@ -225,19 +192,6 @@ func serveLoad(conn net.Conn, arrived func(run uint32) *arrivals) {
 	case download:
 		for err := error(nil); err == nil; {
 			_, err = conn.Write(b)
-		}
-	}
-}
-
-// receiveLoad reads until an error, and returns the error.
-func receiveLoad(conn net.Conn, b []byte, a *arrivals) error {
-	for {
-		n, err := conn.Read(b)
-		if n > 0 {
-			a.add(n)
-		}
-		if err != nil {
-			return err
 		}
 	}
 }
@@ -330,6 +284,52 @@ func (t *task) load(end time.Time, r *gatewayResult) error {
 		err = receiveLoad(conn, b, r.Arrived)
 	}
 	return err
+}
+
+func newGatewayHeader(t *task) (h gatewayHeader) {
+	h.Run = t.Run
+	copy(h.Kind[:], t.Kind)
+	copy(h.CC[:], t.CC)
+	return h
+}
+
+// receiveLoad reads until an error, and returns the error.
+func receiveLoad(conn net.Conn, b []byte, a *arrivals) error {
+	for {
+		n, err := conn.Read(b)
+		if n > 0 {
+			a.add(n)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func (a *arrivals) add(n int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	now := monotonic()
+	if a.last > 0 {
+		a.Longest = max(a.Longest, now-a.last)
+	}
+	a.last = now
+	a.total += int64(n)
+	if a.First == 0 && a.total >= startOfLoad {
+		a.First = now
+	}
+	// The last sample always includes all received bytes.
+	if k := len(a.Samples); k > 1 && now-a.Samples[k-2][0] < int64(arrivalGrain) {
+		a.Samples[k-1] = [2]int64{now, a.total}
+	} else {
+		a.Samples = append(a.Samples, [2]int64{now, a.total})
+	}
+}
+
+func monotonic() int64 {
+	var t unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &t) // cannot fail
+	return t.Nano()
 }
 
 // ownSNMP returns a counter of the process's network namespace.

@@ -65,8 +65,19 @@ func (r *Run) End() { r.Took = time.Since(r.begun).Round(time.Second).String() }
 // About returns the description of the run.
 func (r Run) About() Run { return r }
 
+// Target is a goal of a benchmark.
+type Target struct {
+	Claim    string `json:"claim"` // the figure, with its unit
+	Goal     string `json:"goal"`
+	Measured string `json:"measured"`
+	Verdict  string `json:"verdict"` // see Distribution.Verdict
+}
+
 // Targets returns no goals, for benchmarks without any.
 func (Run) Targets() []Target { return nil }
+
+// versionNumber is the first number with a point in the output of a program; passt has dates.
+var versionNumber = regexp.MustCompile(`[0-9]+\.[0-9][-.0-9A-Za-z_+~]*|20[0-9]{2}_[0-9]{2}_[0-9]{2}\.[0-9a-f]+`)
 
 // Compare records the versions of programs, each of which prints its version with the given option. Programs that are not
 // installed are left out.
@@ -81,17 +92,6 @@ func (r *Run) Compare(ctx context.Context, options map[string]string) {
 			r.Versions[program] = version
 		}
 	}
-}
-
-// versionNumber is the first number with a point in the output of a program; passt has dates.
-var versionNumber = regexp.MustCompile(`[0-9]+\.[0-9][-.0-9A-Za-z_+~]*|20[0-9]{2}_[0-9]{2}_[0-9]{2}\.[0-9a-f]+`)
-
-// Target is a goal of a benchmark.
-type Target struct {
-	Claim    string `json:"claim"` // the figure, with its unit
-	Goal     string `json:"goal"`
-	Measured string `json:"measured"`
-	Verdict  string `json:"verdict"` // see Distribution.Verdict
 }
 
 // AtLeast returns a target that a median shall reach. format is that of the figures, with the unit.
@@ -156,18 +156,6 @@ func Publish(name string, r Report) error {
 	return nil
 }
 
-// Text returns a report as text. No line ends with a space.
-func Text(r Report) string {
-	var table, text strings.Builder
-	w := tabwriter.NewWriter(&table, 0, 0, 2, ' ', 0)
-	r.Print(func(format string, args ...any) { fmt.Fprintf(w, format, args...) })
-	_ = w.Flush() // a strings.Builder returns no error
-	for line := range strings.Lines(table.String()) {
-		text.WriteString(strings.TrimRight(line, " \n") + "\n")
-	}
-	return text.String()
-}
-
 // Common are the fields that the JSON files of all benchmarks have besides their own.
 type Common struct {
 	About   Run      `json:"about"`
@@ -201,4 +189,16 @@ func JSON(r Report) ([]byte, error) {
 	}
 	first := bytes.TrimRight(parts[0][:len(parts[0])-1], "\n ")
 	return slices.Concat(first, []byte(","), parts[1][1:], []byte("\n")), nil
+}
+
+// Text returns a report as text. No line ends with a space.
+func Text(r Report) string {
+	var table, text strings.Builder
+	w := tabwriter.NewWriter(&table, 0, 0, 2, ' ', 0)
+	r.Print(func(format string, args ...any) { fmt.Fprintf(w, format, args...) })
+	_ = w.Flush() // a strings.Builder returns no error
+	for line := range strings.Lines(table.String()) {
+		text.WriteString(strings.TrimRight(line, " \n") + "\n")
+	}
+	return text.String()
 }

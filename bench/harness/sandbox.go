@@ -105,6 +105,32 @@ type Sandbox struct {
 	groups map[string]int // open cgroups by name
 }
 
+// InLab runs a benchmark in a lab in the sandbox, and closes the lab.
+func InLab(run func(ctx context.Context, l *lab.Lab) error) error {
+	return InSandbox(func(ctx context.Context, s *Sandbox) (err error) {
+		l, err := lab.New(ctx, lab.Options{Dir: s.Dir})
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, l.Close()) }()
+		return run(ctx, l)
+	})
+}
+
+// InSandbox runs a benchmark in the sandbox that supervise has prepared, and cleans up.
+func InSandbox(run func(ctx context.Context, s *Sandbox) error) error {
+	s, ctx, cleanup, err := openSandbox()
+	if err != nil {
+		return err
+	}
+	defer cleanup()
+	err = run(ctx, s)
+	if ctx.Err() != nil { // the processes were killed: err only names the first one that failed
+		return context.Cause(ctx)
+	}
+	return err
+}
+
 func openSandbox() (*Sandbox, context.Context, func(), error) {
 	s := &Sandbox{Dir: os.Getenv(envSandbox), Cgroup: os.Getenv(envCgroup), groups: map[string]int{}}
 	if s.Dir == "" || s.Cgroup == "" {
@@ -125,32 +151,6 @@ func openSandbox() (*Sandbox, context.Context, func(), error) {
 	}
 	context.AfterFunc(ctx, func() { _ = cgroup.Kill(s.Cgroup) })
 	return s, ctx, cleanup, nil
-}
-
-// InSandbox runs a benchmark in the sandbox that supervise has prepared, and cleans up.
-func InSandbox(run func(ctx context.Context, s *Sandbox) error) error {
-	s, ctx, cleanup, err := openSandbox()
-	if err != nil {
-		return err
-	}
-	defer cleanup()
-	err = run(ctx, s)
-	if ctx.Err() != nil { // the processes were killed: err only names the first one that failed
-		return context.Cause(ctx)
-	}
-	return err
-}
-
-// InLab runs a benchmark in a lab in the sandbox, and closes the lab.
-func InLab(run func(ctx context.Context, l *lab.Lab) error) error {
-	return InSandbox(func(ctx context.Context, s *Sandbox) (err error) {
-		l, err := lab.New(ctx, lab.Options{Dir: s.Dir})
-		if err != nil {
-			return err
-		}
-		defer func() { err = errors.Join(err, l.Close()) }()
-		return run(ctx, l)
-	})
 }
 
 // EnterNew makes a network namespace with lo up, and enters it. The measuring goroutine is bound to its thread, and enters
@@ -201,29 +201,6 @@ func removeStale(root string) {
 	}
 }
 
-func removeCgroup(dir string) {
-	if err := cgroup.Destroy(dir); err != nil {
-		fmt.Fprintln(os.Stderr, "bench:", err)
-	}
-}
-
-// Group returns a descriptor of a cgroup below that of the benchmark. It creates the cgroup if needed.
-func (s *Sandbox) Group(name string) (int, error) {
-	if fd, ok := s.groups[name]; ok {
-		return fd, nil
-	}
-	path := filepath.Join(s.Cgroup, name)
-	if err := os.Mkdir(path, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
-		return -1, fmt.Errorf("make cgroup: %w", err)
-	}
-	fd, err := unix.Open(path, unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return -1, fmt.Errorf("open cgroup %s: %w", path, err)
-	}
-	s.groups[name] = fd
-	return fd, nil
-}
-
 // Usage is CPU time, divided into that of programs and that of the kernel on their behalf.
 type Usage struct {
 	User   time.Duration `json:"user_ns"`
@@ -237,6 +214,9 @@ func (u Usage) Total() time.Duration { return u.User + u.System }
 func (u Usage) Sub(earlier Usage) Usage {
 	return Usage{u.User - earlier.User, u.System - earlier.System}
 }
+
+// CPU returns the total of Usage.
+func (s *Sandbox) CPU(group string) time.Duration { return s.Usage(group).Total() }
 
 // Usage returns the CPU time of all current and former processes of a cgroup. Unless the kernel was built with
 // CONFIG_IRQ_TIME_ACCOUNTING, this includes softirqs that interrupt these processes.
@@ -257,9 +237,6 @@ func (s *Sandbox) Usage(group string) (u Usage) {
 	}
 	return u
 }
-
-// CPU returns the total of Usage.
-func (s *Sandbox) CPU(group string) time.Duration { return s.Usage(group).Total() }
 
 // Memory returns the proportional set size of all processes of a cgroup in bytes: a page that several processes map
 // counts once. It excludes memory of the kernel, such as socket buffers and BPF maps.
@@ -340,16 +317,6 @@ func (s *Sandbox) Quiesce(ctx context.Context, groups ...string) error {
 	return nil
 }
 
-// Pause waits for d. If ctx is done first, it returns the cause.
-func Pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	case <-time.After(d):
-		return nil
-	}
-}
-
 // Process is a child in one of the benchmark's cgroups.
 type Process struct {
 	name   string
@@ -399,6 +366,23 @@ func (s *Sandbox) Start(group, name string, argv ...string) (*Process, error) {
 	return p, nil
 }
 
+// Group returns a descriptor of a cgroup below that of the benchmark. It creates the cgroup if needed.
+func (s *Sandbox) Group(name string) (int, error) {
+	if fd, ok := s.groups[name]; ok {
+		return fd, nil
+	}
+	path := filepath.Join(s.Cgroup, name)
+	if err := os.Mkdir(path, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
+		return -1, fmt.Errorf("make cgroup: %w", err)
+	}
+	fd, err := unix.Open(path, unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("open cgroup %s: %w", path, err)
+	}
+	s.groups[name] = fd
+	return fd, nil
+}
+
 // Ask sends a question as one line, unless it is empty, and decodes the line of the answer.
 func (p *Process) Ask(question string, answer any) error {
 	if question != "" {
@@ -420,19 +404,6 @@ func (p *Process) fail(err error) error {
 	p.Stop(unix.SIGKILL)
 	return fmt.Errorf("%w\n%s", err, p.LastWords())
 }
-
-// Ended returns whether the process has exited.
-func (p *Process) Ended() bool {
-	select {
-	case <-p.Done:
-		return true
-	default:
-		return false
-	}
-}
-
-// Interrupt is the signal on which nfacctd terminates regularly.
-const Interrupt = unix.SIGINT
 
 // Signal sends a signal. It ignores errors, because the process may have exited.
 func (p *Process) Signal(sig syscall.Signal) { _ = p.cmd.Process.Signal(sig) }
@@ -459,12 +430,18 @@ func (p *Process) Exit() error {
 	return p.err
 }
 
-// LastWords returns the last five lines of the process's stderr.
-func (p *Process) LastWords() []byte {
-	b, _ := os.ReadFile(p.stderr)
-	lines := bytes.SplitAfter(bytes.TrimSpace(b), []byte("\n"))
-	return bytes.Join(lines[max(0, len(lines)-5):], nil)
+// Ended returns whether the process has exited.
+func (p *Process) Ended() bool {
+	select {
+	case <-p.Done:
+		return true
+	default:
+		return false
+	}
 }
+
+// Interrupt is the signal on which nfacctd terminates regularly.
+const Interrupt = unix.SIGINT
 
 // KillGroups kills all remaining processes in cgroups, such as plugins without a core process, and removes the cgroups.
 func (s *Sandbox) KillGroups(names ...string) {
@@ -474,6 +451,12 @@ func (s *Sandbox) KillGroups(names ...string) {
 			removeCgroup(filepath.Join(s.Cgroup, name))
 			delete(s.groups, name)
 		}
+	}
+}
+
+func removeCgroup(dir string) {
+	if err := cgroup.Destroy(dir); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
 	}
 }
 
@@ -528,4 +511,21 @@ func Await(ctx context.Context, what string, procs []*Process, done func() bool)
 		}
 	}
 	return nil
+}
+
+// Pause waits for d. If ctx is done first, it returns the cause.
+func Pause(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// LastWords returns the last five lines of the process's stderr.
+func (p *Process) LastWords() []byte {
+	b, _ := os.ReadFile(p.stderr)
+	lines := bytes.SplitAfter(bytes.TrimSpace(b), []byte("\n"))
+	return bytes.Join(lines[max(0, len(lines)-5):], nil)
 }

@@ -38,16 +38,16 @@ func (b *LabBench) Ask(ctx context.Context, path string, into any) error {
 	return api.NewClient(api.SocketPath(b.RunDir())).Get(ctx, path, nil, into)
 }
 
-// Worker starts this program as a worker in a cgroup below that of the lab. Several workers may share a cgroup.
-func (b *LabBench) Worker(ctx context.Context, n *lab.Namespace, group string, argv ...string) (*Worker, error) {
-	return StartWorker(ctx, b.Lab, n, group, append([]string{"/proc/self/exe"}, argv...)...)
-}
-
 // Worker is a process that reads questions from stdin and writes answers to stdout, one JSON value per line.
 type Worker struct {
 	*lab.Process
 	In  io.WriteCloser
 	out *bufio.Reader
+}
+
+// Worker starts this program as a worker in a cgroup below that of the lab. Several workers may share a cgroup.
+func (b *LabBench) Worker(ctx context.Context, n *lab.Namespace, group string, argv ...string) (*Worker, error) {
+	return StartWorker(ctx, b.Lab, n, group, append([]string{"/proc/self/exe"}, argv...)...)
 }
 
 // StartWorker starts a program as a worker in a cgroup below that of the lab.
@@ -66,6 +66,14 @@ func StartWorker(ctx context.Context, l *lab.Lab, n *lab.Namespace, group string
 	l.AtClose(r.Close)
 	w.Cmd.Stdout, w.out = stdout, bufio.NewReader(r)
 	return w, w.Start()
+}
+
+// Ask sends a question and reads the answer.
+func (w *Worker) Ask(question, answer any) error {
+	if err := w.Send(question); err != nil {
+		return err
+	}
+	return w.Answer(answer)
 }
 
 // Send sends a question that has no answer, or whose answer is read later.
@@ -90,14 +98,6 @@ func (w *Worker) Answer(to any) error {
 		return w.fail(err)
 	}
 	return nil
-}
-
-// Ask sends a question and reads the answer.
-func (w *Worker) Ask(question, answer any) error {
-	if err := w.Send(question); err != nil {
-		return err
-	}
-	return w.Answer(answer)
 }
 
 func (w *Worker) fail(err error) error {

@@ -50,97 +50,15 @@ const (
 	fromIPv6 addresses = "ipv6"   // routerAddr6
 )
 
-// of returns the addresses of a router for its streams.
-func (a addresses) of(router int) (bmp, ipfix netip.Addr) {
-	switch a {
-	case fromTwo:
-		return routerAddr(router), secondAddr(router)
-	case fromIPv6:
-		return routerAddr6(router), routerAddr6(router)
-	}
-	return routerAddr(router), routerAddr(router)
-}
-
-// sent contains the number of items sent within the duration, and the elapsed time.
-type sent struct {
-	Datagrams uint64        `json:"datagrams"`
-	Records   uint64        `json:"flow_records"`
-	Refused   uint64        `json:"refused"`
-	Updates   uint64        `json:"updates"`      // Route Monitoring messages of one prefix each
-	Bytes     uint64        `json:"stream_bytes"` // of all BMP sessions, including their start
-	Elapsed   time.Duration `json:"elapsed_ns"`
-	CPU       time.Duration `json:"cpu_ns"`
-}
-
 // routerAddr returns the address of a router. Addresses in 127.0.0.0/8 need not be added to lo.
 func routerAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{127, 10, byte(i >> 8), byte(i)}) }
 
 // secondAddr returns the second address of a router.
 func secondAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{127, 11, byte(i >> 8), byte(i)}) }
 
-// addresses6 has the IPv6 addresses of the routers.
-var addresses6 = netip.MustParsePrefix("fd00:10::/64")
-
-func routerAddr6(i int) netip.Addr {
-	a := addresses6.Addr().As16()
-	a[14], a[15] = byte(i>>8), byte(i)
-	return netip.AddrFrom16(a)
-}
-
 // deviceAddrs returns all addresses of a router.
 func deviceAddrs(i int) []netip.Addr {
 	return []netip.Addr{routerAddr(i), secondAddr(i), routerAddr6(i)}
-}
-
-func routerPrefix(router, i int) netip.Prefix {
-	n := router*64 + i
-	return netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(20 + n>>16), byte(n >> 8), byte(n), 0}), 24)
-}
-
-func (l load) routes(router int) []traffic.Route {
-	var routes []traffic.Route
-	for i := range l.Prefixes {
-		as := uint16(64600)
-		routes = append(routes, traffic.Route{
-			Prefixes: []netip.Prefix{routerPrefix(router, i)}, NextHop: routerAddr(router),
-			ASPath:      []uint32{uint32(as), 65550, uint32(65600 + router)},
-			Communities: []uint32{traffic.Community(as, uint16(router)), traffic.Community(as, uint16(i))},
-		})
-	}
-	return routes
-}
-
-// messages returns 16 datagrams with flows to the router's prefixes.
-func (l load) messages(router int) [][]traffic.Flow {
-	now := time.Now()
-	messages := make([][]traffic.Flow, 16)
-	for i := range messages {
-		for j := range l.Records {
-			n := i*l.Records + j
-			messages[i] = append(messages[i], traffic.Flow{
-				Src: netip.AddrFrom4([4]byte{198, 18, byte(router), byte(n)}), Dst: routerPrefix(router, n%l.Prefixes).Addr().Next(),
-				SrcPort: uint16(1024 + n), DstPort: 443, Protocol: 6, In: 1, Out: 2,
-				Packets: 1, Octets: 1000, Start: now.Add(-time.Second), End: now,
-			})
-		}
-	}
-	return messages
-}
-
-// session opens the BMP session of a router. Its sysName is routerAddr, whatever its source.
-func (l load) session(ctx context.Context, router int) (*traffic.Session, error) {
-	source, _ := l.From.of(router)
-	return traffic.DialBMP(ctx, traffic.SessionConfig{
-		Source: source, Target: netip.MustParseAddrPort(l.BMP), Name: routerAddr(router).String(), Routes: l.routes(router),
-	})
-}
-
-func (l load) exporter(router int) (*traffic.Exporter, error) {
-	_, source := l.From.of(router)
-	return traffic.NewExporter(traffic.ExporterConfig{
-		Source: source, Target: netip.MustParseAddrPort(l.IPFIX), Domain: uint32(router + 1),
-		Messages: l.messages(router), TemplateRefresh: time.Hour,
-	})
 }
 
 func generator([]string) error {
@@ -196,6 +114,17 @@ func generator([]string) error {
 			return err
 		}
 	}
+}
+
+// sent contains the number of items sent within the duration, and the elapsed time.
+type sent struct {
+	Datagrams uint64        `json:"datagrams"`
+	Records   uint64        `json:"flow_records"`
+	Refused   uint64        `json:"refused"`
+	Updates   uint64        `json:"updates"`      // Route Monitoring messages of one prefix each
+	Bytes     uint64        `json:"stream_bytes"` // of all BMP sessions, including their start
+	Elapsed   time.Duration `json:"elapsed_ns"`
+	CPU       time.Duration `json:"cpu_ns"`
 }
 
 // drive sends the load once.
@@ -326,4 +255,75 @@ func (l load) atOnce(lines *bufio.Reader, answers *json.Encoder) error {
 			send()
 		}
 	}
+}
+
+// session opens the BMP session of a router. Its sysName is routerAddr, whatever its source.
+func (l load) session(ctx context.Context, router int) (*traffic.Session, error) {
+	source, _ := l.From.of(router)
+	return traffic.DialBMP(ctx, traffic.SessionConfig{
+		Source: source, Target: netip.MustParseAddrPort(l.BMP), Name: routerAddr(router).String(), Routes: l.routes(router),
+	})
+}
+
+func (l load) routes(router int) []traffic.Route {
+	var routes []traffic.Route
+	for i := range l.Prefixes {
+		as := uint16(64600)
+		routes = append(routes, traffic.Route{
+			Prefixes: []netip.Prefix{routerPrefix(router, i)}, NextHop: routerAddr(router),
+			ASPath:      []uint32{uint32(as), 65550, uint32(65600 + router)},
+			Communities: []uint32{traffic.Community(as, uint16(router)), traffic.Community(as, uint16(i))},
+		})
+	}
+	return routes
+}
+
+func (l load) exporter(router int) (*traffic.Exporter, error) {
+	_, source := l.From.of(router)
+	return traffic.NewExporter(traffic.ExporterConfig{
+		Source: source, Target: netip.MustParseAddrPort(l.IPFIX), Domain: uint32(router + 1),
+		Messages: l.messages(router), TemplateRefresh: time.Hour,
+	})
+}
+
+// of returns the addresses of a router for its streams.
+func (a addresses) of(router int) (bmp, ipfix netip.Addr) {
+	switch a {
+	case fromTwo:
+		return routerAddr(router), secondAddr(router)
+	case fromIPv6:
+		return routerAddr6(router), routerAddr6(router)
+	}
+	return routerAddr(router), routerAddr(router)
+}
+
+// addresses6 has the IPv6 addresses of the routers.
+var addresses6 = netip.MustParsePrefix("fd00:10::/64")
+
+func routerAddr6(i int) netip.Addr {
+	a := addresses6.Addr().As16()
+	a[14], a[15] = byte(i>>8), byte(i)
+	return netip.AddrFrom16(a)
+}
+
+// messages returns 16 datagrams with flows to the router's prefixes.
+func (l load) messages(router int) [][]traffic.Flow {
+	now := time.Now()
+	messages := make([][]traffic.Flow, 16)
+	for i := range messages {
+		for j := range l.Records {
+			n := i*l.Records + j
+			messages[i] = append(messages[i], traffic.Flow{
+				Src: netip.AddrFrom4([4]byte{198, 18, byte(router), byte(n)}), Dst: routerPrefix(router, n%l.Prefixes).Addr().Next(),
+				SrcPort: uint16(1024 + n), DstPort: 443, Protocol: 6, In: 1, Out: 2,
+				Packets: 1, Octets: 1000, Start: now.Add(-time.Second), End: now,
+			})
+		}
+	}
+	return messages
+}
+
+func routerPrefix(router, i int) netip.Prefix {
+	n := router*64 + i
+	return netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(20 + n>>16), byte(n >> 8), byte(n), 0}), 24)
 }

@@ -32,6 +32,17 @@ type guest struct {
 	Text  string                     `json:"text"`
 }
 
+// measureGuest measures the balancers in the kernel in a virtual machine.
+func measureGuest(ctx context.Context) (*guest, error) {
+	cmd := exec.CommandContext(ctx, "go", "run", "./lab/vm", "-kernels=newest", "-timeout=20m", "-memory=2048", "-modules="+guestModules,
+		"-programs=nft,ipvsadm", "-run=^TestPeersInGuest$", "./bench/steer")
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return nil, fmt.Errorf("measure IPVS in a virtual machine: %w\n%s", err, out)
+	}
+	return guestFigures(string(out))
+}
+
 // guestFigures returns the figures in the output of lab/vm.
 func guestFigures(output string) (*guest, error) {
 	for line := range strings.Lines(output) {
@@ -46,17 +57,6 @@ func guestFigures(output string) (*guest, error) {
 		return g, nil
 	}
 	return nil, errors.New("the virtual machine printed no figures")
-}
-
-// measureGuest measures the balancers in the kernel in a virtual machine.
-func measureGuest(ctx context.Context) (*guest, error) {
-	cmd := exec.CommandContext(ctx, "go", "run", "./lab/vm", "-kernels=newest", "-timeout=20m", "-memory=2048", "-modules="+guestModules,
-		"-programs=nft,ipvsadm", "-run=^TestPeersInGuest$", "./bench/steer")
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		return nil, fmt.Errorf("measure IPVS in a virtual machine: %w\n%s", err, out)
-	}
-	return guestFigures(string(out))
 }
 
 // print prints the report of the machine.

@@ -18,16 +18,6 @@ import (
 
 var loopback = []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()}
 
-// runHere runs a program in the network namespace of this thread.
-func runHere(ctx context.Context, stdin, name string, args ...string) error {
-	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Stdin = strings.NewReader(stdin)
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("%s %s: %w\n%s%s", name, strings.Join(args, " "), err, out, stdin)
-	}
-	return nil
-}
-
 // nftArm is destination NAT of nftables.
 type nftArm struct {
 	// replace is what happens when a member dies. False: the hash is taken modulo the number of the remaining members.
@@ -111,6 +101,36 @@ func (*ipvsArm) ports(slot int) (tcp, udp uint16) {
 
 func (*ipvsArm) ready(context.Context, *fleet) error { return nil }
 
+func (v *ipvsArm) start(ctx context.Context, _ *fleet) error {
+	return v.services(func(flag, service string, member func(int) string) error {
+		if err := runHere(ctx, "", "ipvsadm", "-A", flag, service, "-s", v.scheduler); err != nil {
+			return err
+		}
+		for slot := range slots {
+			if err := runHere(ctx, "", "ipvsadm", "-a", flag, service, "-r", member(slot), "-m"); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+func (v *ipvsArm) remove(ctx context.Context, _ *fleet, slot int) error {
+	return v.services(func(flag, service string, member func(int) string) error {
+		return runHere(ctx, "", "ipvsadm", "-d", flag, service, "-r", member(slot))
+	})
+}
+
+// runHere runs a program in the network namespace of this thread.
+func runHere(ctx context.Context, stdin, name string, args ...string) error {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Stdin = strings.NewReader(stdin)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%s %s: %w\n%s%s", name, strings.Join(args, " "), err, out, stdin)
+	}
+	return nil
+}
+
 // services calls do with the flag and the address of each virtual service, and those of the member of a slot.
 func (v *ipvsArm) services(do func(flag, service string, member func(slot int) string) error) error {
 	for _, ip := range loopback {
@@ -132,26 +152,6 @@ func (v *ipvsArm) services(do func(flag, service string, member func(slot int) s
 		}
 	}
 	return nil
-}
-
-func (v *ipvsArm) start(ctx context.Context, _ *fleet) error {
-	return v.services(func(flag, service string, member func(int) string) error {
-		if err := runHere(ctx, "", "ipvsadm", "-A", flag, service, "-s", v.scheduler); err != nil {
-			return err
-		}
-		for slot := range slots {
-			if err := runHere(ctx, "", "ipvsadm", "-a", flag, service, "-r", member(slot), "-m"); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-}
-
-func (v *ipvsArm) remove(ctx context.Context, _ *fleet, slot int) error {
-	return v.services(func(flag, service string, member func(int) string) error {
-		return runHere(ctx, "", "ipvsadm", "-d", flag, service, "-r", member(slot))
-	})
 }
 
 // missing returns what keeps an arm from running on this host, or nil.

@@ -36,15 +36,6 @@ type pass struct {
 	l    load
 }
 
-// passes returns the loads: datagrams at 20,000 a second, between which other code evicts the program's data from the
-// caches; datagrams at the full rate of one sender; and connections.
-func (b *bench) passes() []pass {
-	datagrams := load{Routers: b.Routers, Records: 1, Prefixes: 1, IPFIX: collector(ipfixPort), Datagrams: 20000, Duration: 250 * time.Millisecond}
-	hot := datagrams
-	hot.Datagrams = 0
-	return []pass{{"cold", datagrams}, {"hot", hot}, {"syn", load{Routers: 250, Prefixes: 1, BMP: collector(bmpPort)}}}
-}
-
 // programRuns contains the mean run times of a program in nanoseconds, from the kernel's BPF statistics. They include two
 // clock reads by the statistics, whose cost the empty program shows.
 type programRuns struct {
@@ -52,47 +43,25 @@ type programRuns struct {
 	ns                map[string][][]float64 // by the name of the pass: for each launch, a value for each round
 }
 
-// distribution returns the distribution over the launches of the median of their rounds. The rounds of a launch have the
-// same processes, keys and memory and are not independent.
-func (p *programRuns) distribution(pass string) harness.Distribution {
-	var medians []float64
-	for _, rounds := range p.ns[pass] {
-		medians = append(medians, stats.Median(rounds))
-	}
-	return harness.DistributionOf(medians)
-}
-
-// above returns the distribution over the launches of the median difference to another program in their rounds.
-func (p *programRuns) above(other *programRuns, pass string) harness.Distribution {
-	difference := &programRuns{ns: map[string][][]float64{}}
-	for launch := range min(len(p.ns[pass]), len(other.ns[pass])) {
-		var d []float64
-		for i := range min(len(p.ns[pass][launch]), len(other.ns[pass][launch])) {
-			d = append(d, p.ns[pass][launch][i]-other.ns[pass][launch][i])
-		}
-		difference.ns[pass] = append(difference.ns[pass], d)
-	}
-	return difference.distribution(pass)
-}
-
-// add adds a value to the last launch.
-func (p *programRuns) add(pass string, ns float64) {
-	last := len(p.ns[pass]) - 1
-	p.ns[pass][last] = append(p.ns[pass][last], ns)
-}
-
 // programSet contains the run times of several programs, measured in the same rounds.
 type programSet []*programRuns
 
-// find returns the run times of an arm. They are empty if the arm was not measured.
-func (s programSet) find(name string) *programRuns {
-	for _, p := range s {
-		if p.name == name {
-			return p
-		}
-	}
-	return &programRuns{}
+// programReport is the report of the flag -programs.
+type programReport struct {
+	Options options `json:"options"`
+	harness.Run
+	programs programSet
 }
+
+// Print implements harness.Report.
+func (r *programReport) Print(p harness.Printf) {
+	p("\n%d routers, four members, Linux %s, %d CPUs for routers and members together.\n", r.Options.Routers, r.Kernel, r.CPUs)
+	r.programs.print(p, r.Options.Rounds)
+	p("\nDuration %s.\n", r.Took)
+}
+
+// launchRounds is the number of rounds of each launch.
+const launchRounds = 4
 
 func (s programSet) print(p harness.Printf, launches int) {
 	if len(s) == 0 {
@@ -118,6 +87,11 @@ func (s programSet) print(p harness.Printf, launches int) {
 		}
 		p("\t%s\n", show(a.distribution("syn")))
 	}
+}
+
+// Figures implements harness.Report.
+func (r *programReport) Figures() any {
+	return map[string]any{"run": r, "ns_above_empty": r.programs.aboveEmpty(), "programs_ns": r.programs.figures()}
 }
 
 // figures returns the run times of the programs and their differences for the JSON.
@@ -148,27 +122,49 @@ func (s programSet) aboveEmpty() map[string]map[string]harness.Figure {
 	return out
 }
 
-// programReport is the report of the flag -programs.
-type programReport struct {
-	Options options `json:"options"`
-	harness.Run
-	programs programSet
+// above returns the distribution over the launches of the median difference to another program in their rounds.
+func (p *programRuns) above(other *programRuns, pass string) harness.Distribution {
+	difference := &programRuns{ns: map[string][][]float64{}}
+	for launch := range min(len(p.ns[pass]), len(other.ns[pass])) {
+		var d []float64
+		for i := range min(len(p.ns[pass][launch]), len(other.ns[pass][launch])) {
+			d = append(d, p.ns[pass][launch][i]-other.ns[pass][launch][i])
+		}
+		difference.ns[pass] = append(difference.ns[pass], d)
+	}
+	return difference.distribution(pass)
 }
 
-// Print implements harness.Report.
-func (r *programReport) Print(p harness.Printf) {
-	p("\n%d routers, four members, Linux %s, %d CPUs for routers and members together.\n", r.Options.Routers, r.Kernel, r.CPUs)
-	r.programs.print(p, r.Options.Rounds)
-	p("\nDuration %s.\n", r.Took)
+// distribution returns the distribution over the launches of the median of their rounds. The rounds of a launch have the
+// same processes, keys and memory and are not independent.
+func (p *programRuns) distribution(pass string) harness.Distribution {
+	var medians []float64
+	for _, rounds := range p.ns[pass] {
+		medians = append(medians, stats.Median(rounds))
+	}
+	return harness.DistributionOf(medians)
 }
 
-// Figures implements harness.Report.
-func (r *programReport) Figures() any {
-	return map[string]any{"run": r, "ns_above_empty": r.programs.aboveEmpty(), "programs_ns": r.programs.figures()}
+// find returns the run times of an arm. They are empty if the arm was not measured.
+func (s programSet) find(name string) *programRuns {
+	for _, p := range s {
+		if p.name == name {
+			return p
+		}
+	}
+	return &programRuns{}
 }
 
 // Charts implements harness.Report.
 func (*programReport) Charts() map[string]chart.Chart { return nil }
+
+// referenceArm has the least programs with which to compare: an empty one, or one that reads the last byte of an IPv4
+// source address and selects one of four sockets by it.
+type referenceArm struct {
+	mode    string
+	selects bool
+	link    link.Link // of sk_lookup
+}
 
 // programTimes measures the run times of the steering programs, of the empty program and of the program that only selects
 // a socket, one after the other in each round.
@@ -212,8 +208,12 @@ func (b *bench) programTimes(ctx context.Context) (all programSet, err error) {
 	return all, nil
 }
 
-// launchRounds is the number of rounds of each launch.
-const launchRounds = 4
+// measuredProgram is a fleet and the programs that select its members.
+type measuredProgram struct {
+	*fleet
+	programs []*ebpf.Program
+	runs     *programRuns
+}
 
 // programLaunch starts the fleets of all arms and measures them for some rounds. The placement of a fleet's memory and
 // its secret keys change its figures by more than the variation between rounds, so the benchmark starts fleets again.
@@ -245,13 +245,6 @@ func (b *bench) programLaunch(ctx context.Context, arms []arm, all programSet, l
 	return nil
 }
 
-// measuredProgram is a fleet and the programs that select its members.
-type measuredProgram struct {
-	*fleet
-	programs []*ebpf.Program
-	runs     *programRuns
-}
-
 func (b *bench) measureProgram(ctx context.Context, a arm, runs *programRuns) (*measuredProgram, error) {
 	f, err := b.launch(ctx, a, kindPlain, b.Routers)
 	if f == nil {
@@ -277,6 +270,15 @@ func (b *bench) measureProgram(ctx context.Context, a arm, runs *programRuns) (*
 	return m, err
 }
 
+// passes returns the loads: datagrams at 20,000 a second, between which other code evicts the program's data from the
+// caches; datagrams at the full rate of one sender; and connections.
+func (b *bench) passes() []pass {
+	datagrams := load{Routers: b.Routers, Records: 1, Prefixes: 1, IPFIX: collector(ipfixPort), Datagrams: 20000, Duration: 250 * time.Millisecond}
+	hot := datagrams
+	hot.Datagrams = 0
+	return []pass{{"cold", datagrams}, {"hot", hot}, {"syn", load{Routers: 250, Prefixes: 1, BMP: collector(bmpPort)}}}
+}
+
 func (m *measuredProgram) round(p pass) error {
 	if reference, ok := m.arm.(*referenceArm); ok && reference.selects && p.l.BMP != "" {
 		return nil // it selects for datagrams only
@@ -297,6 +299,12 @@ func (m *measuredProgram) round(p pass) error {
 	}
 	m.runs.add(p.name, float64(after-before)/float64(more-runs))
 	return nil
+}
+
+// add adds a value to the last launch.
+func (p *programRuns) add(pass string, ns float64) {
+	last := len(p.ns[pass]) - 1
+	p.ns[pass][last] = append(p.ns[pass][last], ns)
 }
 
 // send sends a load. Unlike measure it does not wait for the members: the programs run in the sender's system calls.
@@ -346,6 +354,24 @@ func runTime(programs []*ebpf.Program) (total time.Duration, runs uint64, err er
 	return total, runs, nil
 }
 
+// steeringPrograms opens the programs pinned below a directory, and the copies of them that the agent has attached to the SO_REUSEPORT groups:
+// those that share their maps.
+func steeringPrograms(dir string) ([]*ebpf.Program, error) {
+	pinned, err := pinnedPrograms(dir)
+	if err != nil {
+		return nil, err
+	}
+	programs := slices.Clone(pinned)
+	err = probe.EachProgram(func(_ ebpf.ProgramID, p *ebpf.Program) (keep bool, err error) {
+		keep, err = isCopy(p, pinned)
+		if keep {
+			programs = append(programs, p)
+		}
+		return keep, err
+	})
+	return programs, err
+}
+
 // pinnedPrograms opens the socket selecting programs pinned below a directory.
 func pinnedPrograms(dir string) (programs []*ebpf.Program, err error) {
 	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
@@ -370,24 +396,6 @@ func pinnedPrograms(dir string) (programs []*ebpf.Program, err error) {
 		return nil, fmt.Errorf("find programs in %s: %w", dir, err)
 	}
 	return programs, nil
-}
-
-// steeringPrograms opens the programs pinned below a directory, and the copies of them that the agent has attached to the SO_REUSEPORT groups:
-// those that share their maps.
-func steeringPrograms(dir string) ([]*ebpf.Program, error) {
-	pinned, err := pinnedPrograms(dir)
-	if err != nil {
-		return nil, err
-	}
-	programs := slices.Clone(pinned)
-	err = probe.EachProgram(func(_ ebpf.ProgramID, p *ebpf.Program) (keep bool, err error) {
-		keep, err = isCopy(p, pinned)
-		if keep {
-			programs = append(programs, p)
-		}
-		return keep, err
-	})
-	return programs, err
 }
 
 // isCopy reports whether a program shares maps with one of the pinned programs, and is another one. The constants of each program are in a
@@ -415,26 +423,11 @@ func isCopy(p *ebpf.Program, pinned []*ebpf.Program) (bool, error) {
 	return copied, nil
 }
 
-// referenceArm has the least programs with which to compare: an empty one, or one that reads the last byte of an IPv4
-// source address and selects one of four sockets by it.
-type referenceArm struct {
-	mode    string
-	selects bool
-	link    link.Link // of sk_lookup
-}
-
 func (a *referenceArm) name() string {
 	if a.selects {
 		return a.mode + "_select"
 	}
 	return a.mode + "_empty"
-}
-
-func (a *referenceArm) title() string {
-	if a.selects {
-		return "address and socket, " + a.mode
-	}
-	return "empty program, " + a.mode
 }
 
 func (*referenceArm) start(context.Context, *fleet) error { return nil }
@@ -490,6 +483,13 @@ func (a *referenceArm) attach(f *fleet) (programs []*ebpf.Program, err error) {
 		}
 	}
 	return programs, nil
+}
+
+func (a *referenceArm) title() string {
+	if a.selects {
+		return "address and socket, " + a.mode
+	}
+	return "empty program, " + a.mode
 }
 
 // memberSockets returns a map with the UDP sockets of the members.

@@ -28,32 +28,6 @@ type report struct {
 	programs                        programSet
 }
 
-// by returns a figure of an arm for each round.
-func (p *part) by(arm string, figure func(m, plain *measurement) float64) (out []float64) {
-	for i := range p.runs {
-		m := &p.runs[i]
-		if m.Arm != arm {
-			continue
-		}
-		for j := range p.runs {
-			if plain := &p.runs[j]; plain.Arm == "plain" && plain.Round == m.Round {
-				out = append(out, figure(m, plain))
-			}
-		}
-	}
-	return out
-}
-
-// ratio returns the spread of the ratio of two arms, computed within each round.
-func (p *part) ratio(arm, to string, figure func(m, plain *measurement) float64) harness.Spread {
-	a, b := p.by(arm, figure), p.by(to, figure)
-	var out []float64
-	for i := range min(len(a), len(b)) {
-		out = append(out, a[i]/b[i])
-	}
-	return harness.SpreadOf(out)
-}
-
 func receivedRate(m, _ *measurement) float64 { return float64(m.Datagrams) / m.Sent.Elapsed.Seconds() }
 
 func membersCPU(m, _ *measurement) float64 { return m.Members.Seconds() / m.million() }
@@ -86,9 +60,6 @@ func system(u harness.Usage) time.Duration { return u.System }
 func memory(role string) func(m, _ *measurement) float64 {
 	return func(m, _ *measurement) float64 { return m.Memory[role] }
 }
-
-// roles are the cgroups of an arm, with their names in the report.
-var roles = []struct{ group, title string }{{membersGroup, "members"}, {balanceGroup, "balancing"}, {generatorGroup, "senders"}}
 
 func collectorsCPU(m, plain *measurement) float64 {
 	return membersCPU(m, plain) + balancingCPU(m, plain)
@@ -147,6 +118,9 @@ func printCPU(p harness.Printf, arms []armTitle, c *part, members string, total 
 	}
 }
 
+// roles are the cgroups of an arm, with their names in the report.
+var roles = []struct{ group, title string }{{membersGroup, "members"}, {balanceGroup, "balancing"}, {generatorGroup, "senders"}}
+
 // printUsage prints the division of the CPU time into user and system, and the memory.
 func printUsage(p harness.Printf, arms []armTitle, c *part, members string) {
 	p("\nUser and system CPU seconds per million records, and memory, %s: medians\n\t", members)
@@ -165,18 +139,6 @@ func printUsage(p harness.Printf, arms []armTitle, c *part, members string) {
 		}
 		p("\n")
 	}
-}
-
-// others returns the share of other processes in the machine's CPU time during the measurements.
-func (r *report) others() float64 {
-	var all, ours time.Duration
-	for _, p := range []*part{r.rate, r.plain, r.nfacctd} {
-		for _, m := range p.runs {
-			all += m.Machine
-			ours += m.Members + m.Balance + m.Generator
-		}
-	}
-	return max(0, 1-ours.Seconds()/all.Seconds())
 }
 
 // Figures implements harness.Report.
@@ -246,6 +208,18 @@ func (r *report) Figures() any {
 	}
 }
 
+// others returns the share of other processes in the machine's CPU time during the measurements.
+func (r *report) others() float64 {
+	var all, ours time.Duration
+	for _, p := range []*part{r.rate, r.plain, r.nfacctd} {
+		for _, m := range p.runs {
+			all += m.Machine
+			ours += m.Members + m.Balance + m.Generator
+		}
+	}
+	return max(0, 1-ours.Seconds()/all.Seconds())
+}
+
 // peers returns the figures of all peers. Those of IPVS are from the virtual machine if this kernel has no IPVS; its other
 // arms are in detail.
 func (r *report) peers() map[string]any {
@@ -270,6 +244,15 @@ func (r *report) memoryByArm() map[string]map[string]*float64 {
 		}
 	}
 	return out
+}
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]chart.Chart {
+	charts := map[string]chart.Chart{"": r.chart()}
+	if len(r.series) > 0 {
+		charts["-series"] = r.series.chart(r.arms, &r.Options)
+	}
+	return charts
 }
 
 // chart draws the CPU comparison: a panel for each kind of members, a bar for each arm.
@@ -297,11 +280,28 @@ func (r *report) chart() chart.Chart {
 	return drawing
 }
 
-// Charts implements harness.Report.
-func (r *report) Charts() map[string]chart.Chart {
-	charts := map[string]chart.Chart{"": r.chart()}
-	if len(r.series) > 0 {
-		charts["-series"] = r.series.chart(r.arms, &r.Options)
+// ratio returns the spread of the ratio of two arms, computed within each round.
+func (p *part) ratio(arm, to string, figure func(m, plain *measurement) float64) harness.Spread {
+	a, b := p.by(arm, figure), p.by(to, figure)
+	var out []float64
+	for i := range min(len(a), len(b)) {
+		out = append(out, a[i]/b[i])
 	}
-	return charts
+	return harness.SpreadOf(out)
+}
+
+// by returns a figure of an arm for each round.
+func (p *part) by(arm string, figure func(m, plain *measurement) float64) (out []float64) {
+	for i := range p.runs {
+		m := &p.runs[i]
+		if m.Arm != arm {
+			continue
+		}
+		for j := range p.runs {
+			if plain := &p.runs[j]; plain.Arm == "plain" && plain.Round == m.Round {
+				out = append(out, figure(m, plain))
+			}
+		}
+	}
+	return out
 }

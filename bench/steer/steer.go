@@ -91,6 +91,241 @@ type measurement struct {
 // million returns the number of records (flow records and route updates) that the members received, in millions.
 func (m *measurement) million() float64 { return float64(m.FlowRecords+m.Sent.Updates) / 1e6 }
 
+func collector(port uint16) string {
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), port).String()
+}
+
+func inside(args []string) error {
+	o := options{Nfacctd: rates{4000, 4000}, Plain: rates{30000, 30000}}
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
+	fs.BoolVar(&o.Quick, "quick", false, "run for one minute instead of six, with fewer and shorter rounds")
+	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms (default 5, quick 2)")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "duration of each run in seconds (default 2, quick 0.5)")
+	fs.IntVar(&o.Routers, "routers", 64, "number of routers, 1 to 4096")
+	fs.IntVar(&o.Records, "records", 24, "flow records per datagram, 1 to 25")
+	fs.Float64Var(&o.Nfacctd.Datagrams, "nfacctd-datagrams", o.Nfacctd.Datagrams, "datagrams per second to nfacctd, total of all routers")
+	fs.Float64Var(&o.Nfacctd.Updates, "nfacctd-updates", o.Nfacctd.Updates, "BMP route updates per second to nfacctd")
+	fs.Float64Var(&o.Plain.Datagrams, "plain-datagrams", o.Plain.Datagrams, "datagrams per second to plain receivers")
+	fs.Float64Var(&o.Plain.Updates, "plain-updates", o.Plain.Updates, "BMP route updates per second to plain receivers")
+	fs.StringVar(&o.Without, "without", "", "arms to omit, comma-separated: reuseport, lookup, reuseport_device_map, lookup_device_map, nft, ipvs, proxy, proxy-buffered, proxy-1, proxy-splice, proxy-splice-1, and others of the report")
+	fs.BoolVar(&o.Only, "programs", false, "measure only the run times of the programs")
+	fs.BoolVar(&o.Peers, "peers", false, "measure only plain sockets, Sockeye and the balancers in the kernel, with plain receivers")
+	fs.BoolVar(&o.Storm, "storm", false, "measure only the connection storm")
+	fs.DurationVar(&o.Long, "long", 0, "duration of the load of each arm in the long run (default 10m, quick 4s)")
+	fs.BoolVar(&o.LongOnly, "long-only", false, "measure only the long run")
+	fs.IntVar(&o.TraitRouters, "property-routers", 512, "number of routers for the properties, 1 to 4096")
+	fs.DurationVar(&o.TraitTime, "property-time", 3*time.Second, "time in which a session must be open for the properties")
+	fs.DurationVar(&o.Idle, "idle", 0, "CPU time per 200 ms below which processes are idle (default 6ms)")
+	fs.BoolVar(&o.VM, "vm", false, "measure IPVS in a virtual machine if this kernel has none (ten minutes; run this in the repository)")
+	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
+	fs.StringVar(&o.Against, "against", "", "further binaries, comma-separated, whose programs are measured in the same rounds")
+	if ok, err := harness.ParseFlags(fs, args); !ok {
+		return err
+	}
+	if o.Routers < 1 || o.Routers > maxRouters || o.TraitRouters < 1 || o.TraitRouters > maxRouters || o.Records < 1 || o.Records > 25 || o.Long < 0 {
+		return harness.Misused(fs)
+	}
+	defaults := [2]options{{Rounds: 5, Seconds: 2, Long: 10 * time.Minute}, {Rounds: 2, Seconds: 0.5, Long: 4 * time.Second, Without: "proxy-buffered,proxy-1,proxy-splice-1"}}
+	d := defaults[0]
+	if o.Quick {
+		d = defaults[1]
+		o.Without += "," + d.Without
+	}
+	if o.Rounds == 0 {
+		o.Rounds = d.Rounds
+	}
+	if o.Seconds == 0 {
+		o.Seconds = d.Seconds
+	}
+	if o.Long == 0 {
+		o.Long = d.Long
+	}
+	runtime.LockOSThread() // the kernel kills the children when the thread that started them exits
+	return harness.InSandbox(func(ctx context.Context, s *harness.Sandbox) error {
+		s.Idle = o.Idle
+		b := &bench{Sandbox: s, options: o}
+		return b.steer(ctx)
+	})
+}
+
+func (b *bench) steer(ctx context.Context) error {
+	if b.Binary == "" && len(b.arms(steered...)) > 0 {
+		var err error
+		if b.Binary, err = harness.BuildSockeye(ctx, b.Dir); err != nil {
+			return err
+		}
+	}
+	if b.Only {
+		r := &programReport{Options: b.options, Run: begin(ctx)}
+		var err error
+		if r.programs, err = b.programTimes(ctx); err != nil {
+			return err
+		}
+		r.End()
+		return harness.Publish(command+"-programs", r)
+	}
+	window := time.Duration(b.Seconds * float64(time.Second))
+	mixed := load{
+		Routers: b.Routers, Records: b.Records, Prefixes: 16, Duration: window,
+		BMP: collector(bmpPort), IPFIX: collector(ipfixPort),
+		Datagrams: b.Plain.Datagrams, Updates: b.Plain.Updates,
+	}
+	small := mixed
+	small.Records, small.BMP, small.Datagrams, small.Updates, small.Duration = 1, "", 0, 0, window/2
+	if b.Peers {
+		return b.peers(ctx, small, mixed)
+	}
+	if err := missing(&proxyArm{}); err != nil {
+		return err
+	}
+	storm := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1")
+	if b.Storm {
+		return b.stormOnly(ctx, storm)
+	}
+	spaced := mixed
+	spaced.Datagrams, spaced.Updates, spaced.Spacing = b.Nfacctd.Datagrams, b.Nfacctd.Updates, 10*time.Millisecond
+	// The members of each of these arms need 5 GB of memory for 512 sessions.
+	lasting := b.arms("plain", "lookup", "proxy")
+	if b.LongOnly {
+		return b.longRunOnly(ctx, lasting, spaced)
+	}
+	r := &report{Options: b.options, Run: begin(ctx)}
+	all := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1", "proxy-buffered")
+	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh", "proxy")
+	r.arms, r.examined = titles(all), titles(examined)
+	var err error
+	if b.VM && missing(&ipvsArm{}) != nil { // first: what fails without a kernel to download must not fail after an hour
+		if r.guest, err = measureGuest(ctx); err != nil {
+			return err
+		}
+	}
+
+	l := mixed
+	l.Datagrams, l.Updates, l.Duration = 10000, 100, 300*time.Millisecond
+	if r.placement, err = b.compare(ctx, "placement", all, kindSources, 1, l); err != nil {
+		return err
+	}
+	if r.traits, err = b.allTraits(ctx, examined); err != nil {
+		return err
+	}
+	if r.rate, err = b.compare(ctx, "rate", b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy"), kindPlain, 2*b.Rounds, small); err != nil {
+		return err
+	}
+	if r.plain, err = b.compare(ctx, "cpu, plain receivers", all, kindPlain, b.Rounds, mixed); err != nil {
+		return err
+	}
+	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", all, kindNfacctd, b.Rounds, spaced); err != nil {
+		return err
+	}
+	if r.storms, err = b.storms(ctx, storm); err != nil {
+		return err
+	}
+	if r.programs, err = b.programTimes(ctx); err != nil {
+		return err
+	}
+	if r.series, err = b.longRun(ctx, lasting, b.Long, spaced); err != nil {
+		return err
+	}
+	r.End()
+	return harness.Publish(command, r)
+}
+
+// part is one comparison: the same load for all arms in turn, for several rounds.
+type part struct {
+	runs []measurement
+	// Over all rounds, by arm.
+	together map[string]float64 // share of routers with both streams at one member
+	records  map[string]uint64  // flow records that nfacctd wrote
+	routed   map[string]float64 // share of these records with BMP communities
+	lost     map[string]float64 // share of flow records that no member received
+}
+
+func (b *bench) compare(ctx context.Context, title string, arms []arm, kind string, rounds int, l load) (*part, error) {
+	p := &part{together: map[string]float64{}, records: map[string]uint64{}, routed: map[string]float64{}, lost: map[string]float64{}}
+	err := b.withFleets(ctx, title, arms, kind, l.Routers, func(fleets []*fleet) error {
+		return p.run(ctx, fleets, kind, rounds, l)
+	})
+	return p, err
+}
+
+// parallelStarts is the number of fleets that start at the same time. nfacctd sleeps for five seconds at its start, and
+// fills its buffers.
+const parallelStarts = 3
+
+// withFleets starts the fleets of arms, calls do when all are ready, and stops them. It prints the title to stderr.
+func (b *bench) withFleets(ctx context.Context, title string, arms []arm, kind string, devices int, do func([]*fleet) error) error {
+	var fleets []*fleet
+	defer func() {
+		for _, f := range fleets {
+			f.close()
+		}
+	}()
+	fmt.Fprintf(os.Stderr, "%s: ", title)
+	defer fmt.Fprintln(os.Stderr)
+	for some := range slices.Chunk(arms, parallelStarts) {
+		starting := len(fleets)
+		for _, a := range some {
+			f, err := b.launch(ctx, a, kind, devices)
+			if f != nil {
+				fleets = append(fleets, f)
+			}
+			if err != nil {
+				return fmt.Errorf("start %s: %w", a.name(), err)
+			}
+		}
+		for _, f := range fleets[starting:] {
+			if err := f.ready(ctx); err != nil {
+				return fmt.Errorf("start %s: %w", f.arm.name(), err)
+			}
+		}
+	}
+	return do(fleets)
+}
+
+// run measures the fleets in turn.
+func (p *part) run(ctx context.Context, fleets []*fleet, kind string, rounds int, l load) error {
+	sent, got := map[string]uint64{}, map[string]uint64{}
+	for round := range rounds {
+		for _, f := range harness.Turn(fleets, round) {
+			m, err := f.measure(ctx, l)
+			if err != nil {
+				return err
+			}
+			m.Round = round
+			sent[m.Arm] += m.Sent.Records
+			got[m.Arm] += m.FlowRecords
+			if kind == kindSources {
+				if p.together[m.Arm], err = together(m.sources, l.Routers); err != nil {
+					return fmt.Errorf("%s: %w", m.Arm, err)
+				}
+			}
+			p.runs = append(p.runs, m)
+			fmt.Fprint(os.Stderr, ".")
+		}
+	}
+	for _, f := range fleets {
+		name := f.arm.name()
+		if kind == kindNfacctd {
+			for _, m := range f.members { // all fleets in parallel: each stops in two seconds
+				m.Signal(harness.Interrupt)
+			}
+		}
+		p.lost[name] = 1 - float64(got[name])/float64(max(1, sent[name]))
+	}
+	if kind == kindNfacctd {
+		for _, f := range fleets {
+			name := f.arm.name()
+			records, routed, err := f.finish(ctx)
+			if err != nil {
+				return err
+			}
+			p.records[name], p.routed[name] = records, float64(routed)/float64(max(1, records))
+			p.lost[name] = 1 - float64(records)/float64(max(1, sent[name]))
+		}
+	}
+	return nil
+}
+
 func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) {
 	m.Arm = f.arm.name()
 	defer func() {
@@ -219,159 +454,6 @@ func together(members []received, routers int) (float64, error) {
 	return float64(n) / float64(routers), nil
 }
 
-func collector(port uint16) string {
-	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), port).String()
-}
-
-// part is one comparison: the same load for all arms in turn, for several rounds.
-type part struct {
-	runs []measurement
-	// Over all rounds, by arm.
-	together map[string]float64 // share of routers with both streams at one member
-	records  map[string]uint64  // flow records that nfacctd wrote
-	routed   map[string]float64 // share of these records with BMP communities
-	lost     map[string]float64 // share of flow records that no member received
-}
-
-// parallelStarts is the number of fleets that start at the same time. nfacctd sleeps for five seconds at its start, and
-// fills its buffers.
-const parallelStarts = 3
-
-// withFleets starts the fleets of arms, calls do when all are ready, and stops them. It prints the title to stderr.
-func (b *bench) withFleets(ctx context.Context, title string, arms []arm, kind string, devices int, do func([]*fleet) error) error {
-	var fleets []*fleet
-	defer func() {
-		for _, f := range fleets {
-			f.close()
-		}
-	}()
-	fmt.Fprintf(os.Stderr, "%s: ", title)
-	defer fmt.Fprintln(os.Stderr)
-	for some := range slices.Chunk(arms, parallelStarts) {
-		starting := len(fleets)
-		for _, a := range some {
-			f, err := b.launch(ctx, a, kind, devices)
-			if f != nil {
-				fleets = append(fleets, f)
-			}
-			if err != nil {
-				return fmt.Errorf("start %s: %w", a.name(), err)
-			}
-		}
-		for _, f := range fleets[starting:] {
-			if err := f.ready(ctx); err != nil {
-				return fmt.Errorf("start %s: %w", f.arm.name(), err)
-			}
-		}
-	}
-	return do(fleets)
-}
-
-func (b *bench) compare(ctx context.Context, title string, arms []arm, kind string, rounds int, l load) (*part, error) {
-	p := &part{together: map[string]float64{}, records: map[string]uint64{}, routed: map[string]float64{}, lost: map[string]float64{}}
-	err := b.withFleets(ctx, title, arms, kind, l.Routers, func(fleets []*fleet) error {
-		return p.run(ctx, fleets, kind, rounds, l)
-	})
-	return p, err
-}
-
-// run measures the fleets in turn.
-func (p *part) run(ctx context.Context, fleets []*fleet, kind string, rounds int, l load) error {
-	sent, got := map[string]uint64{}, map[string]uint64{}
-	for round := range rounds {
-		for _, f := range harness.Turn(fleets, round) {
-			m, err := f.measure(ctx, l)
-			if err != nil {
-				return err
-			}
-			m.Round = round
-			sent[m.Arm] += m.Sent.Records
-			got[m.Arm] += m.FlowRecords
-			if kind == kindSources {
-				if p.together[m.Arm], err = together(m.sources, l.Routers); err != nil {
-					return fmt.Errorf("%s: %w", m.Arm, err)
-				}
-			}
-			p.runs = append(p.runs, m)
-			fmt.Fprint(os.Stderr, ".")
-		}
-	}
-	for _, f := range fleets {
-		name := f.arm.name()
-		if kind == kindNfacctd {
-			for _, m := range f.members { // all fleets in parallel: each stops in two seconds
-				m.Signal(harness.Interrupt)
-			}
-		}
-		p.lost[name] = 1 - float64(got[name])/float64(max(1, sent[name]))
-	}
-	if kind == kindNfacctd {
-		for _, f := range fleets {
-			name := f.arm.name()
-			records, routed, err := f.finish(ctx)
-			if err != nil {
-				return err
-			}
-			p.records[name], p.routed[name] = records, float64(routed)/float64(max(1, records))
-			p.lost[name] = 1 - float64(records)/float64(max(1, sent[name]))
-		}
-	}
-	return nil
-}
-
-func inside(args []string) error {
-	o := options{Nfacctd: rates{4000, 4000}, Plain: rates{30000, 30000}}
-	fs := flag.NewFlagSet(command, flag.ContinueOnError)
-	fs.BoolVar(&o.Quick, "quick", false, "run for one minute instead of six, with fewer and shorter rounds")
-	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms (default 5, quick 2)")
-	fs.Float64Var(&o.Seconds, "seconds", 0, "duration of each run in seconds (default 2, quick 0.5)")
-	fs.IntVar(&o.Routers, "routers", 64, "number of routers, 1 to 4096")
-	fs.IntVar(&o.Records, "records", 24, "flow records per datagram, 1 to 25")
-	fs.Float64Var(&o.Nfacctd.Datagrams, "nfacctd-datagrams", o.Nfacctd.Datagrams, "datagrams per second to nfacctd, total of all routers")
-	fs.Float64Var(&o.Nfacctd.Updates, "nfacctd-updates", o.Nfacctd.Updates, "BMP route updates per second to nfacctd")
-	fs.Float64Var(&o.Plain.Datagrams, "plain-datagrams", o.Plain.Datagrams, "datagrams per second to plain receivers")
-	fs.Float64Var(&o.Plain.Updates, "plain-updates", o.Plain.Updates, "BMP route updates per second to plain receivers")
-	fs.StringVar(&o.Without, "without", "", "arms to omit, comma-separated: reuseport, lookup, reuseport_device_map, lookup_device_map, nft, ipvs, proxy, proxy-buffered, proxy-1, proxy-splice, proxy-splice-1, and others of the report")
-	fs.BoolVar(&o.Only, "programs", false, "measure only the run times of the programs")
-	fs.BoolVar(&o.Peers, "peers", false, "measure only plain sockets, Sockeye and the balancers in the kernel, with plain receivers")
-	fs.BoolVar(&o.Storm, "storm", false, "measure only the connection storm")
-	fs.DurationVar(&o.Long, "long", 0, "duration of the load of each arm in the long run (default 10m, quick 4s)")
-	fs.BoolVar(&o.LongOnly, "long-only", false, "measure only the long run")
-	fs.IntVar(&o.TraitRouters, "property-routers", 512, "number of routers for the properties, 1 to 4096")
-	fs.DurationVar(&o.TraitTime, "property-time", 3*time.Second, "time in which a session must be open for the properties")
-	fs.DurationVar(&o.Idle, "idle", 0, "CPU time per 200 ms below which processes are idle (default 6ms)")
-	fs.BoolVar(&o.VM, "vm", false, "measure IPVS in a virtual machine if this kernel has none (ten minutes; run this in the repository)")
-	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
-	fs.StringVar(&o.Against, "against", "", "further binaries, comma-separated, whose programs are measured in the same rounds")
-	if ok, err := harness.ParseFlags(fs, args); !ok {
-		return err
-	}
-	if o.Routers < 1 || o.Routers > maxRouters || o.TraitRouters < 1 || o.TraitRouters > maxRouters || o.Records < 1 || o.Records > 25 || o.Long < 0 {
-		return harness.Misused(fs)
-	}
-	defaults := [2]options{{Rounds: 5, Seconds: 2, Long: 10 * time.Minute}, {Rounds: 2, Seconds: 0.5, Long: 4 * time.Second, Without: "proxy-buffered,proxy-1,proxy-splice-1"}}
-	d := defaults[0]
-	if o.Quick {
-		d = defaults[1]
-		o.Without += "," + d.Without
-	}
-	if o.Rounds == 0 {
-		o.Rounds = d.Rounds
-	}
-	if o.Seconds == 0 {
-		o.Seconds = d.Seconds
-	}
-	if o.Long == 0 {
-		o.Long = d.Long
-	}
-	runtime.LockOSThread() // the kernel kills the children when the thread that started them exits
-	return harness.InSandbox(func(ctx context.Context, s *harness.Sandbox) error {
-		s.Idle = o.Idle
-		b := &bench{Sandbox: s, options: o}
-		return b.steer(ctx)
-	})
-}
-
 // arms returns the arms with these names, without those that the options omit or that this host cannot run.
 func (b *bench) arms(names ...string) (arms []arm) {
 	for _, name := range names {
@@ -412,86 +494,4 @@ func titles(arms []arm) (all []armTitle) {
 		all = append(all, armTitle{a.name(), a.title()})
 	}
 	return all
-}
-
-func (b *bench) steer(ctx context.Context) error {
-	if b.Binary == "" && len(b.arms(steered...)) > 0 {
-		var err error
-		if b.Binary, err = harness.BuildSockeye(ctx, b.Dir); err != nil {
-			return err
-		}
-	}
-	if b.Only {
-		r := &programReport{Options: b.options, Run: begin(ctx)}
-		var err error
-		if r.programs, err = b.programTimes(ctx); err != nil {
-			return err
-		}
-		r.End()
-		return harness.Publish(command+"-programs", r)
-	}
-	window := time.Duration(b.Seconds * float64(time.Second))
-	mixed := load{
-		Routers: b.Routers, Records: b.Records, Prefixes: 16, Duration: window,
-		BMP: collector(bmpPort), IPFIX: collector(ipfixPort),
-		Datagrams: b.Plain.Datagrams, Updates: b.Plain.Updates,
-	}
-	small := mixed
-	small.Records, small.BMP, small.Datagrams, small.Updates, small.Duration = 1, "", 0, 0, window/2
-	if b.Peers {
-		return b.peers(ctx, small, mixed)
-	}
-	if err := missing(&proxyArm{}); err != nil {
-		return err
-	}
-	storm := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1")
-	if b.Storm {
-		return b.stormOnly(ctx, storm)
-	}
-	spaced := mixed
-	spaced.Datagrams, spaced.Updates, spaced.Spacing = b.Nfacctd.Datagrams, b.Nfacctd.Updates, 10*time.Millisecond
-	// The members of each of these arms need 5 GB of memory for 512 sessions.
-	lasting := b.arms("plain", "lookup", "proxy")
-	if b.LongOnly {
-		return b.longRunOnly(ctx, lasting, spaced)
-	}
-	r := &report{Options: b.options, Run: begin(ctx)}
-	all := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1", "proxy-buffered")
-	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh", "proxy")
-	r.arms, r.examined = titles(all), titles(examined)
-	var err error
-	if b.VM && missing(&ipvsArm{}) != nil { // first: what fails without a kernel to download must not fail after an hour
-		if r.guest, err = measureGuest(ctx); err != nil {
-			return err
-		}
-	}
-
-	l := mixed
-	l.Datagrams, l.Updates, l.Duration = 10000, 100, 300*time.Millisecond
-	if r.placement, err = b.compare(ctx, "placement", all, kindSources, 1, l); err != nil {
-		return err
-	}
-	if r.traits, err = b.allTraits(ctx, examined); err != nil {
-		return err
-	}
-	if r.rate, err = b.compare(ctx, "rate", b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy"), kindPlain, 2*b.Rounds, small); err != nil {
-		return err
-	}
-	if r.plain, err = b.compare(ctx, "cpu, plain receivers", all, kindPlain, b.Rounds, mixed); err != nil {
-		return err
-	}
-	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", all, kindNfacctd, b.Rounds, spaced); err != nil {
-		return err
-	}
-	if r.storms, err = b.storms(ctx, storm); err != nil {
-		return err
-	}
-	if r.programs, err = b.programTimes(ctx); err != nil {
-		return err
-	}
-	if r.series, err = b.longRun(ctx, lasting, b.Long, spaced); err != nil {
-		return err
-	}
-	r.End()
-	return harness.Publish(command, r)
 }

@@ -41,112 +41,10 @@ func tracePolicy(state, cgroup string) []byte {
 	return fmt.Appendf(nil, policies[state], cgroup, sampledPort)
 }
 
-const agentGrace = 10 * time.Second
-
-// attach attaches the programs of a state, most of them by an agent, or none.
-func (t *bench) attach(ctx context.Context, state string) error {
-	if t.state == state {
-		return nil
-	}
-	if err := t.detachOthers(); err != nil {
-		return err
-	}
-	if t.agent != nil {
-		if err := t.detach(ctx); err != nil {
-			return err
-		}
-	}
-	switch state {
-	case traceOff:
-	case tX, rX:
-		if err := t.startTracing(ctx, state); err != nil {
-			return err
-		}
-	default:
-		if err := t.attachOthers(state); err != nil {
-			return err
-		}
-	}
-	t.state = state
-	return nil
-}
-
 // bpffs returns the mount point of the bpffs, which the agent mounts in this process' mount namespace.
 func (t *bench) bpffs() string { return filepath.Join(t.Lab.Dir(), "bpf") }
 
 func (t *bench) pins() string { return filepath.Join(t.bpffs(), "sockeye") }
-
-// startTracing starts an agent and returns when all programs of a policy are attached.
-func (t *bench) startTracing(ctx context.Context, state string) error {
-	dir := t.Lab.Dir()
-	policy := filepath.Join(dir, "policy.yaml")
-	if err := os.WriteFile(policy, tracePolicy(state, "/"+t.Lab.CgroupPath()+"/"+tracedGroup), 0o600); err != nil {
-		return fmt.Errorf("write policy: %w", err)
-	}
-	n, err := t.Lab.Namespace("agent")
-	if err != nil {
-		return err
-	}
-	p := n.Command(ctx, t.Binary, "agent", "--policy", policy, "--run-dir", t.RunDir(), "--state-dir", filepath.Join(dir, "state"), "--pins", t.pins())
-	p.Name = "agent"
-	if err := p.Start(); err != nil {
-		return err
-	}
-	t.agent = p
-	return t.Lab.WaitFor(ctx, "the agent's programs", func() (bool, error) {
-		var s api.TraceStatus
-		err := t.Ask(ctx, "/v1/trace", &s)
-		if errors.Is(err, api.ErrNoAgent) || errors.Is(err, unix.ECONNRESET) { // the agent is starting, or has failed
-			return false, p.Err()
-		}
-		if err != nil {
-			return false, fmt.Errorf("%w; last lines of the agent's log:\n%s", err, p.LogTail(15))
-		}
-		if !s.Timestamps {
-			return false, fmt.Errorf("not supported by this kernel: requires %s", s.Needs)
-		}
-		for _, g := range s.Cgroups {
-			if g.Problem != "" {
-				return false, fmt.Errorf("cgroup %s: %s", g.Cgroup, g.Problem)
-			}
-			if !g.Attached {
-				return false, nil
-			}
-		}
-		return len(s.Cgroups) > 0, nil
-	})
-}
-
-// detach stops the agent and removes everything that it attached.
-func (t *bench) detach(ctx context.Context) error {
-	if err := t.agent.Stop(agentGrace); err != nil {
-		return err
-	}
-	t.agent = nil
-	n, err := t.Lab.Namespace("agent")
-	if err != nil {
-		return err
-	}
-	p := n.Command(ctx, t.Binary, "reset", "--pins", t.pins())
-	p.Name = "reset"
-	if err := p.Start(); err != nil {
-		return err
-	}
-	if err := p.Wait(); err != nil {
-		return fmt.Errorf("remove the agent's programs: %w\n%s", err, p.LogTail(15))
-	}
-	programs, err := t.attached()
-	if err != nil {
-		return err
-	}
-	for _, p := range programs {
-		p.Close()
-	}
-	if len(programs) > 0 {
-		return fmt.Errorf("%d programs are attached after reset", len(programs))
-	}
-	return nil
-}
 
 func (t *bench) agentCPU() time.Duration {
 	if t.agent == nil {
@@ -154,37 +52,6 @@ func (t *bench) agentCPU() time.Duration {
 	}
 	used, _ := harness.CPUTime(t.agent.Pid()) // 0 for an agent that has exited
 	return used
-}
-
-// attached opens the programs of the pinned links.
-func (t *bench) attached() (programs []*ebpf.Program, err error) {
-	err = filepath.WalkDir(t.pins(), func(path string, d fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		if err != nil || d.IsDir() {
-			return err
-		}
-		l, err := link.LoadPinnedLink(path, nil)
-		if err != nil {
-			return nil // a map, or a program
-		}
-		defer l.Close()
-		info, err := l.Info()
-		if err != nil {
-			return fmt.Errorf("read %s: %w", path, err)
-		}
-		p, err := ebpf.NewProgramFromID(info.Program)
-		if err != nil {
-			return fmt.Errorf("open program of %s: %w", path, err)
-		}
-		programs = append(programs, p)
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("find attached programs: %w", err)
-	}
-	return programs, nil
 }
 
 // program contains the run time of a program during a load in an arm.
@@ -203,28 +70,6 @@ type tracedRule struct {
 	Accounted uint64 `json:"accounted"` // messages with an outcome, or in flight
 	Acked     uint64 `json:"acked"`
 	Received  uint64 `json:"received"` // chosen
-}
-
-func (t *bench) tracedRules(ctx context.Context) (rules []tracedRule, err error) {
-	var results api.TraceResults
-	if err := t.Ask(ctx, "/v1/trace/results", &results); err != nil {
-		return nil, err
-	}
-	for _, r := range results.Results {
-		i := slices.IndexFunc(rules, func(x tracedRule) bool { return x.Rule == r.Group.Rule })
-		if i < 0 {
-			i = len(rules)
-			rules = append(rules, tracedRule{Rule: r.Group.Rule})
-		}
-		rules[i].Sent += r.Chosen
-		rules[i].Accounted += r.InFlight
-		for _, n := range r.Outcomes {
-			rules[i].Accounted += n
-		}
-		rules[i].Acked += r.Outcomes[measure.Acked]
-		rules[i].Received += r.RXChosen
-	}
-	return rules, nil
 }
 
 // tracing runs each load once in each arm of a state with the kernel's BPF statistics enabled, whose cost is included.
@@ -267,6 +112,130 @@ func (t *bench) tracing(ctx context.Context, state string) (programs []program, 
 		}
 	}
 	return programs, rules, nil
+}
+
+// attach attaches the programs of a state, most of them by an agent, or none.
+func (t *bench) attach(ctx context.Context, state string) error {
+	if t.state == state {
+		return nil
+	}
+	if err := t.detachOthers(); err != nil {
+		return err
+	}
+	if t.agent != nil {
+		if err := t.detach(ctx); err != nil {
+			return err
+		}
+	}
+	switch state {
+	case traceOff:
+	case tX, rX:
+		if err := t.startTracing(ctx, state); err != nil {
+			return err
+		}
+	default:
+		if err := t.attachOthers(state); err != nil {
+			return err
+		}
+	}
+	t.state = state
+	return nil
+}
+
+// startTracing starts an agent and returns when all programs of a policy are attached.
+func (t *bench) startTracing(ctx context.Context, state string) error {
+	dir := t.Lab.Dir()
+	policy := filepath.Join(dir, "policy.yaml")
+	if err := os.WriteFile(policy, tracePolicy(state, "/"+t.Lab.CgroupPath()+"/"+tracedGroup), 0o600); err != nil {
+		return fmt.Errorf("write policy: %w", err)
+	}
+	n, err := t.Lab.Namespace("agent")
+	if err != nil {
+		return err
+	}
+	p := n.Command(ctx, t.Binary, "agent", "--policy", policy, "--run-dir", t.RunDir(), "--state-dir", filepath.Join(dir, "state"), "--pins", t.pins())
+	p.Name = "agent"
+	if err := p.Start(); err != nil {
+		return err
+	}
+	t.agent = p
+	return t.Lab.WaitFor(ctx, "the agent's programs", func() (bool, error) {
+		var s api.TraceStatus
+		err := t.Ask(ctx, "/v1/trace", &s)
+		if errors.Is(err, api.ErrNoAgent) || errors.Is(err, unix.ECONNRESET) { // the agent is starting, or has failed
+			return false, p.Err()
+		}
+		if err != nil {
+			return false, fmt.Errorf("%w; last lines of the agent's log:\n%s", err, p.LogTail(15))
+		}
+		if !s.Timestamps {
+			return false, fmt.Errorf("not supported by this kernel: requires %s", s.Needs)
+		}
+		for _, g := range s.Cgroups {
+			if g.Problem != "" {
+				return false, fmt.Errorf("cgroup %s: %s", g.Cgroup, g.Problem)
+			}
+			if !g.Attached {
+				return false, nil
+			}
+		}
+		return len(s.Cgroups) > 0, nil
+	})
+}
+
+const agentGrace = 10 * time.Second
+
+// detach stops the agent and removes everything that it attached.
+func (t *bench) detach(ctx context.Context) error {
+	if err := t.agent.Stop(agentGrace); err != nil {
+		return err
+	}
+	t.agent = nil
+	n, err := t.Lab.Namespace("agent")
+	if err != nil {
+		return err
+	}
+	p := n.Command(ctx, t.Binary, "reset", "--pins", t.pins())
+	p.Name = "reset"
+	if err := p.Start(); err != nil {
+		return err
+	}
+	if err := p.Wait(); err != nil {
+		return fmt.Errorf("remove the agent's programs: %w\n%s", err, p.LogTail(15))
+	}
+	programs, err := t.attached()
+	if err != nil {
+		return err
+	}
+	for _, p := range programs {
+		p.Close()
+	}
+	if len(programs) > 0 {
+		return fmt.Errorf("%d programs are attached after reset", len(programs))
+	}
+	return nil
+}
+
+func (t *bench) tracedRules(ctx context.Context) (rules []tracedRule, err error) {
+	var results api.TraceResults
+	if err := t.Ask(ctx, "/v1/trace/results", &results); err != nil {
+		return nil, err
+	}
+	for _, r := range results.Results {
+		i := slices.IndexFunc(rules, func(x tracedRule) bool { return x.Rule == r.Group.Rule })
+		if i < 0 {
+			i = len(rules)
+			rules = append(rules, tracedRule{Rule: r.Group.Rule})
+		}
+		rules[i].Sent += r.Chosen
+		rules[i].Accounted += r.InFlight
+		for _, n := range r.Outcomes {
+			rules[i].Accounted += n
+		}
+		rules[i].Acked += r.Outcomes[measure.Acked]
+		rules[i].Received += r.RXChosen
+	}
+	return rules, nil
 }
 
 func (t *bench) programsOf(ctx context.Context, a traceArm, l traceLoad) ([]program, error) {
@@ -322,4 +291,35 @@ func (t *bench) programCounts() (map[string]programCount, error) {
 		counts[info.Name] = programCount{c.runs + s.RunCount, c.took + s.Runtime}
 	}
 	return counts, nil
+}
+
+// attached opens the programs of the pinned links.
+func (t *bench) attached() (programs []*ebpf.Program, err error) {
+	err = filepath.WalkDir(t.pins(), func(path string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if err != nil || d.IsDir() {
+			return err
+		}
+		l, err := link.LoadPinnedLink(path, nil)
+		if err != nil {
+			return nil // a map, or a program
+		}
+		defer l.Close()
+		info, err := l.Info()
+		if err != nil {
+			return fmt.Errorf("read %s: %w", path, err)
+		}
+		p, err := ebpf.NewProgramFromID(info.Program)
+		if err != nil {
+			return fmt.Errorf("open program of %s: %w", path, err)
+		}
+		programs = append(programs, p)
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("find attached programs: %w", err)
+	}
+	return programs, nil
 }

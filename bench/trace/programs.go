@@ -23,6 +23,16 @@ var others = map[string][]string{
 	kprobe:        {"bench_kprobe", "bench_kretprobe"},
 }
 
+// forbidden returns why the programs of a state cannot be attached here, or "". Hosts may forbid fentry and kprobes.
+func (t *bench) forbidden(state string) string {
+	err := errors.Join(t.attachOthers(state), t.detachOthers())
+	if err == nil {
+		return ""
+	}
+	line, _, _ := strings.Cut(err.Error(), "\n")
+	return line
+}
+
 // attachOthers attaches the programs of a state. Those of sockops belong to the cgroup of the load, the others to the
 // host.
 func (t *bench) attachOthers(state string) error {
@@ -69,14 +79,4 @@ func (t *bench) detachOthers() error {
 	}
 	t.others = nil
 	return errors.Join(errs...)
-}
-
-// forbidden returns why the programs of a state cannot be attached here, or "". Hosts may forbid fentry and kprobes.
-func (t *bench) forbidden(state string) string {
-	err := errors.Join(t.attachOthers(state), t.detachOthers())
-	if err == nil {
-		return ""
-	}
-	line, _, _ := strings.Cut(err.Error(), "\n")
-	return line
 }

@@ -30,54 +30,22 @@ type traceMeasure struct {
 	figure      func(sample) float64
 }
 
-// aimOf returns the aim of an arm; 0 for none.
-func (m traceMeasure) aimOf(a traceArm) float64 {
-	if m.aim == nil {
-		return 0
-	}
-	return m.aim(a)
-}
-
 func sampleRate(s sample) float64 { return s.Rate }
 func sampleCPU(s sample) float64  { return s.CPU }
 
 // sampleGbit returns the throughput in Gbit/s of a load with messages of 64 KB.
 func sampleGbit(s sample) float64 { return s.Rate * (64 << 10) * 8 / 1e9 }
 
+// arms returns the arms that were run.
+func (r *report) arms() []traceArm {
+	return slices.DeleteFunc(slices.Clone(traceArms), func(a traceArm) bool { return !r.Options.includes(a) || r.left[a.name] != "" })
+}
+
 var measures = []traceMeasure{
 	{name: "throughput", load: loadStream, title: "A stream of 64 KB messages", unit: "Gbit/s", verb: "%.1f", aim: func(a traceArm) float64 { return a.aim }, figure: sampleGbit},
 	{name: "rr", load: loadRR, title: "Request and response of 1 KB each", unit: "per second", verb: "%.0f", aim: func(a traceArm) float64 { return a.rrAim }, figure: sampleRate},
 	{name: "cpu", load: loadStream, title: "CPU time of the stream, both ends", unit: "µs per message", verb: "%.2f", figure: sampleCPU},
 	{name: "rr_cpu", load: loadRR, title: "CPU time of request and response, both ends", unit: "µs per pair", verb: "%.2f", figure: sampleCPU},
-}
-
-// figures returns a measure of an arm by round.
-func (r *report) figures(arm string, m traceMeasure) (v []float64) {
-	for _, round := range r.rounds {
-		if s, ok := round[arm][m.load]; ok {
-			v = append(v, m.figure(s))
-		}
-	}
-	return v
-}
-
-// ratios returns, by round, the ratio of an arm to the mean of the two arms without a program. For the second of these
-// two, it returns the ratio to the first.
-func (r *report) ratios(arm string, m traceMeasure) (v []float64) {
-	off, again := r.figures(armOff, m), r.figures(armOffAgain, m)
-	for i, f := range r.figures(arm, m) {
-		if arm == armOffAgain {
-			v = append(v, f/off[i])
-		} else {
-			v = append(v, 2*f/(off[i]+again[i]))
-		}
-	}
-	return v
-}
-
-// arms returns the arms that were run.
-func (r *report) arms() []traceArm {
-	return slices.DeleteFunc(slices.Clone(traceArms), func(a traceArm) bool { return !r.Options.includes(a) || r.left[a.name] != "" })
 }
 
 // measures returns the measures of the loads that were run.
@@ -126,10 +94,6 @@ func (r *report) Print(p harness.Printf) {
 	p("\n")
 }
 
-// leastRuns is the minimum number of runs per message of a program in the report. Programs with fewer runs run per
-// connection.
-const leastRuns = 0.005
-
 // printPrograms prints the programs of the run of each load before the rounds.
 func (r *report) printPrograms(p harness.Printf) {
 	p("\nPrograms that ran, from the kernel's BPF statistics, whose cost is included\n")
@@ -156,6 +120,10 @@ func (r *report) printPrograms(p harness.Printf) {
 	}
 }
 
+// leastRuns is the minimum number of runs per message of a program in the report. Programs with fewer runs run per
+// connection.
+const leastRuns = 0.005
+
 func (r *report) ran(arm, load string) (ran []program) {
 	for _, x := range r.programs {
 		if x.Arm == arm && x.Load == load && x.Runs >= leastRuns {
@@ -165,46 +133,12 @@ func (r *report) ran(arm, load string) (ran []program) {
 	return ran
 }
 
-// agentShare returns the mean CPU share of the agent.
-func (r *report) agentShare() float64 {
-	sum, n := 0.0, 0
-	for _, a := range r.arms() {
-		for _, m := range r.measures() {
-			if a.state != tX && a.state != rX {
-				continue
-			}
-			for _, round := range r.rounds {
-				sum += round[a.name][m.load].Agent
-				n++
-			}
-		}
-	}
-	return sum / max(float64(n), 1)
-}
-
-// share returns the median CPU share of both ends.
-func (r *report) share() float64 {
-	var v []float64
-	for _, round := range r.rounds {
-		for _, loads := range round {
-			v = append(v, loads[loadStream].Share, loads[loadRR].Share)
-		}
-	}
-	return min(1, harness.SpreadOf(v).Median) // the Go runtime also uses other CPUs
-}
-
 // tracedRatios contains the median ratios of the main arms.
 type tracedRatios struct {
 	Others  harness.Figure `json:"others"`
 	Sampled harness.Figure `json:"sampled_100"`
 	Every   harness.Figure `json:"every"`
 	RX      harness.Figure `json:"rx"`
-}
-
-func (r *report) medians(measure string) tracedRatios {
-	m := measures[slices.IndexFunc(measures, func(m traceMeasure) bool { return m.name == measure })]
-	of := func(arm string) harness.Figure { return harness.DistributionOf(r.ratios(arm, m)).Median }
-	return tracedRatios{of(armOthers), of(armSampled), of(armEvery), of(armRX)}
 }
 
 // Figures implements harness.Report.
@@ -248,6 +182,48 @@ func (r *report) Figures() any {
 	}
 }
 
+// aimOf returns the aim of an arm; 0 for none.
+func (m traceMeasure) aimOf(a traceArm) float64 {
+	if m.aim == nil {
+		return 0
+	}
+	return m.aim(a)
+}
+
+// agentShare returns the mean CPU share of the agent.
+func (r *report) agentShare() float64 {
+	sum, n := 0.0, 0
+	for _, a := range r.arms() {
+		for _, m := range r.measures() {
+			if a.state != tX && a.state != rX {
+				continue
+			}
+			for _, round := range r.rounds {
+				sum += round[a.name][m.load].Agent
+				n++
+			}
+		}
+	}
+	return sum / max(float64(n), 1)
+}
+
+// share returns the median CPU share of both ends.
+func (r *report) share() float64 {
+	var v []float64
+	for _, round := range r.rounds {
+		for _, loads := range round {
+			v = append(v, loads[loadStream].Share, loads[loadRR].Share)
+		}
+	}
+	return min(1, harness.SpreadOf(v).Median) // the Go runtime also uses other CPUs
+}
+
+func (r *report) medians(measure string) tracedRatios {
+	m := measures[slices.IndexFunc(measures, func(m traceMeasure) bool { return m.name == measure })]
+	of := func(arm string) harness.Figure { return harness.DistributionOf(r.ratios(arm, m)).Median }
+	return tracedRatios{of(armOthers), of(armSampled), of(armEvery), of(armRX)}
+}
+
 func traceUnits() map[string]string {
 	units := map[string]string{}
 	for _, m := range measures {
@@ -255,6 +231,9 @@ func traceUnits() map[string]string {
 	}
 	return units
 }
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }
 
 // chart draws the medians.
 func (r *report) chart() chart.Chart {
@@ -273,5 +252,26 @@ func (r *report) chart() chart.Chart {
 	return drawing
 }
 
-// Charts implements harness.Report.
-func (r *report) Charts() map[string]chart.Chart { return map[string]chart.Chart{"": r.chart()} }
+// ratios returns, by round, the ratio of an arm to the mean of the two arms without a program. For the second of these
+// two, it returns the ratio to the first.
+func (r *report) ratios(arm string, m traceMeasure) (v []float64) {
+	off, again := r.figures(armOff, m), r.figures(armOffAgain, m)
+	for i, f := range r.figures(arm, m) {
+		if arm == armOffAgain {
+			v = append(v, f/off[i])
+		} else {
+			v = append(v, 2*f/(off[i]+again[i]))
+		}
+	}
+	return v
+}
+
+// figures returns a measure of an arm by round.
+func (r *report) figures(arm string, m traceMeasure) (v []float64) {
+	for _, round := range r.rounds {
+		if s, ok := round[arm][m.load]; ok {
+			v = append(v, m.figure(s))
+		}
+	}
+	return v
+}

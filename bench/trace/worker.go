@@ -81,28 +81,6 @@ func worker([]string) error {
 	}
 }
 
-// buffer is the requested size of the socket buffers, which the kernel doubles. The auto-tuned size differs between
-// connections, and changes the cost of a message by 10 % because of cache misses.
-const buffer = 200 << 10
-
-func (t *traceTask) socket() (int, error) {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return -1, fmt.Errorf("open socket: %w", err)
-	}
-	for _, option := range []int{unix.SO_SNDBUF, unix.SO_RCVBUF} {
-		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, option, buffer); err != nil {
-			unix.Close(fd)
-			return -1, fmt.Errorf("set buffers: %w", err)
-		}
-	}
-	if err := unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic"); err != nil {
-		unix.Close(fd)
-		return -1, fmt.Errorf("choose cubic: %w", err)
-	}
-	return fd, nil
-}
-
 // serve accepts one connection and serves it.
 func (t *traceTask) serve(answers *json.Encoder) error {
 	listener, err := t.socket()
@@ -163,6 +141,28 @@ func (t *traceTask) drive() ([]piece, error) {
 		}
 	}
 	return pieces, nil
+}
+
+// buffer is the requested size of the socket buffers, which the kernel doubles. The auto-tuned size differs between
+// connections, and changes the cost of a message by 10 % because of cache misses.
+const buffer = 200 << 10
+
+func (t *traceTask) socket() (int, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("open socket: %w", err)
+	}
+	for _, option := range []int{unix.SO_SNDBUF, unix.SO_RCVBUF} {
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, option, buffer); err != nil {
+			unix.Close(fd)
+			return -1, fmt.Errorf("set buffers: %w", err)
+		}
+	}
+	if err := unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic"); err != nil {
+		unix.Close(fd)
+		return -1, fmt.Errorf("choose cubic: %w", err)
+	}
+	return fd, nil
 }
 
 // traceEnd is one end of a connection.

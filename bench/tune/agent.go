@@ -18,37 +18,6 @@ import (
 	"sockeye/internal/api"
 )
 
-// rulesOf returns the rules of the parts for the cgroups of the arms, which are below a cgroup. The cgroups of the baseline
-// have no program. The rules of the incast are those of the TCP-BPF paper, with another clamp.
-func (t *bench) rulesOf(cgroup string) string {
-	var b strings.Builder
-	b.WriteString("tune:\n")
-	rule := func(part, name, group, match, set string) {
-		if t.wants(part) {
-			fmt.Fprintf(&b, "  - {name: %s, cgroup: %s/%s, match: {%s}, set: {%s}}\n", name, cgroup, group, match, set)
-		}
-	}
-	rule(incastPart, "incast", "incast-"+tuned, "same_prefix: {ipv6: 44}", fmt.Sprintf("syn_rto: 10ms, synack_rto: 10ms, sndbuf: %[1]d, rcvbuf: %[1]d, cwnd_clamp: %[2]d", t.Buffers, t.Clamp))
-	if slices.Contains(t.Arms, byDCTCP) {
-		rule(incastPart, "incast-dctcp", "incast-"+byDCTCP, "same_prefix: {ipv6: 44}", "syn_rto: 10ms, synack_rto: 10ms, ecn: true, congestion: dctcp")
-	}
-	for _, window := range []struct{ arm, receive, send string }{
-		{fixed40, "40", "40"},
-		{explored, "64", "{explore: [10, 16, 24, 40, 64], by: remote/24, share: 100%, bytes: 64KB}"},
-	} {
-		rule(iwPart, window.arm+"-receive", iwGroup+"-"+window.arm, "role: connect", "initial_rwnd: "+window.receive)
-		rule(iwPart, window.arm+"-send", iwGroup+"-"+window.arm, "role: accept", "initial_cwnd: "+window.send)
-	}
-	rule(synPart, "near-connect", handshakeGroup+"-"+tuned, "role: connect", "syn_rto: 10ms")
-	rule(synPart, "near-accept", handshakeGroup+"-"+tuned, "role: accept", "synack_rto: 10ms")
-	rule(learningPart, "learning", learningGroup, "role: accept", "initial_cwnd: {explore: [10, 16, 24, 40, 64], by: remote/24, share: 100%, bytes: 64KB}")
-	rule(costPart, "elsewhere", "cost-"+costUnmatched, "remote: 192.0.2.0/24", "initial_cwnd: 40")
-	rule(costPart, "other-ports", "cost-"+costUnmatched, "port: 1790, role: accept", "sndbuf: 150KB")
-	rule(costPart, "many", "cost-"+costMany, "remote_file: prefixes.txt", "initial_cwnd: 40")
-	rule(costPart, "here", "cost-"+costMatched, "remote: 127.0.0.0/8", "syn_rto: 10ms, synack_rto: 10ms, sndbuf: 150KB, rcvbuf: 150KB, cwnd_clamp: 100")
-	return b.String()
-}
-
 var ruleGroup = regexp.MustCompile(`cgroup: \S+/([^/,]+),`)
 
 // startAgent starts an agent with the policy, and returns when its programs are attached.
@@ -103,6 +72,37 @@ func (t *bench) startAgent(ctx context.Context) error {
 		}
 		return len(groups) > 0, nil
 	})
+}
+
+// rulesOf returns the rules of the parts for the cgroups of the arms, which are below a cgroup. The cgroups of the baseline
+// have no program. The rules of the incast are those of the TCP-BPF paper, with another clamp.
+func (t *bench) rulesOf(cgroup string) string {
+	var b strings.Builder
+	b.WriteString("tune:\n")
+	rule := func(part, name, group, match, set string) {
+		if t.wants(part) {
+			fmt.Fprintf(&b, "  - {name: %s, cgroup: %s/%s, match: {%s}, set: {%s}}\n", name, cgroup, group, match, set)
+		}
+	}
+	rule(incastPart, "incast", "incast-"+tuned, "same_prefix: {ipv6: 44}", fmt.Sprintf("syn_rto: 10ms, synack_rto: 10ms, sndbuf: %[1]d, rcvbuf: %[1]d, cwnd_clamp: %[2]d", t.Buffers, t.Clamp))
+	if slices.Contains(t.Arms, byDCTCP) {
+		rule(incastPart, "incast-dctcp", "incast-"+byDCTCP, "same_prefix: {ipv6: 44}", "syn_rto: 10ms, synack_rto: 10ms, ecn: true, congestion: dctcp")
+	}
+	for _, window := range []struct{ arm, receive, send string }{
+		{fixed40, "40", "40"},
+		{explored, "64", "{explore: [10, 16, 24, 40, 64], by: remote/24, share: 100%, bytes: 64KB}"},
+	} {
+		rule(iwPart, window.arm+"-receive", iwGroup+"-"+window.arm, "role: connect", "initial_rwnd: "+window.receive)
+		rule(iwPart, window.arm+"-send", iwGroup+"-"+window.arm, "role: accept", "initial_cwnd: "+window.send)
+	}
+	rule(synPart, "near-connect", handshakeGroup+"-"+tuned, "role: connect", "syn_rto: 10ms")
+	rule(synPart, "near-accept", handshakeGroup+"-"+tuned, "role: accept", "synack_rto: 10ms")
+	rule(learningPart, "learning", learningGroup, "role: accept", "initial_cwnd: {explore: [10, 16, 24, 40, 64], by: remote/24, share: 100%, bytes: 64KB}")
+	rule(costPart, "elsewhere", "cost-"+costUnmatched, "remote: 192.0.2.0/24", "initial_cwnd: 40")
+	rule(costPart, "other-ports", "cost-"+costUnmatched, "port: 1790, role: accept", "sndbuf: 150KB")
+	rule(costPart, "many", "cost-"+costMany, "remote_file: prefixes.txt", "initial_cwnd: 40")
+	rule(costPart, "here", "cost-"+costMatched, "remote: 127.0.0.0/8", "syn_rto: 10ms, synack_rto: 10ms, sndbuf: 150KB, rcvbuf: 150KB, cwnd_clamp: 100")
+	return b.String()
 }
 
 // rules returns the counters of the rules.

@@ -20,58 +20,6 @@ type linkNet struct {
 	address        netip.Addr // address of the server
 }
 
-func (t *bench) linkNet(name string, subnet byte, o lab.LinkOptions) (*linkNet, error) {
-	server, err := plainHost(t.Lab, name+"-server")
-	if err != nil {
-		return nil, err
-	}
-	return t.linkTo(server, name, subnet, o)
-}
-
-// linkTo adds a client to a server.
-func (t *bench) linkTo(server *lab.Namespace, name string, subnet byte, o lab.LinkOptions) (*linkNet, error) {
-	n := &linkNet{server: server, address: netip.AddrFrom4([4]byte{10, 81, subnet, 1})}
-	var err error
-	if n.client, err = plainHost(t.Lab, name+"-client"); err != nil {
-		return nil, err
-	}
-	o.Name = name
-	n.link, err = t.Lab.Connect(n.client, n.server, o,
-		[]netip.Prefix{netip.PrefixFrom(n.address.Next(), 24)}, []netip.Prefix{netip.PrefixFrom(n.address, 24)})
-	return n, err
-}
-
-// endpoint is a client and a server of one arm.
-type endpoint struct {
-	client *harness.Worker
-	target string
-}
-
-// endpoints starts client and server of an arm in its cgroup.
-func (t *bench) endpoints(ctx context.Context, n *linkNet, group string, port uint16) (e endpoint, err error) {
-	if _, err := t.Group(group); err != nil {
-		return e, err
-	}
-	e.target = netip.AddrPortFrom(n.address, port).String()
-	if err := t.server(ctx, n.server, group, e.target, socketOptions{}); err != nil {
-		return e, err
-	}
-	e.client, err = t.Worker(ctx, n.client, group, clientRole)
-	return e, err
-}
-
-// arms starts the arms of a comparison over a link.
-func (t *bench) arms(ctx context.Context, n *linkNet, part string, names ...string) (map[string]endpoint, error) {
-	out := map[string]endpoint{}
-	for i, arm := range names {
-		var err error
-		if out[arm], err = t.endpoints(ctx, n, part+"-"+arm, tunePort+uint16(i)); err != nil {
-			return nil, err
-		}
-	}
-	return out, nil
-}
-
 const handshakeGroup = "handshake"
 
 // handshakeTimes contains the durations of connect(2) in milliseconds when a packet of the handshake is lost.
@@ -85,6 +33,12 @@ type handshakeLosses struct {
 	SYN    handshakeTimes `json:"syn_lost"`
 	SYNACK handshakeTimes `json:"synack_lost"`
 }
+
+const (
+	handshakesAtOnce = 10
+	tcpSYN           = 2
+	tcpACK           = 16
+)
 
 func (t *bench) handshakes(ctx context.Context) (*handshakeLosses, error) {
 	fmt.Fprint(os.Stderr, "handshake: ")
@@ -130,11 +84,57 @@ func (t *bench) handshakes(ctx context.Context) (*handshakeLosses, error) {
 	return r, nil
 }
 
-const (
-	handshakesAtOnce = 10
-	tcpSYN           = 2
-	tcpACK           = 16
-)
+func (t *bench) linkNet(name string, subnet byte, o lab.LinkOptions) (*linkNet, error) {
+	server, err := plainHost(t.Lab, name+"-server")
+	if err != nil {
+		return nil, err
+	}
+	return t.linkTo(server, name, subnet, o)
+}
+
+// linkTo adds a client to a server.
+func (t *bench) linkTo(server *lab.Namespace, name string, subnet byte, o lab.LinkOptions) (*linkNet, error) {
+	n := &linkNet{server: server, address: netip.AddrFrom4([4]byte{10, 81, subnet, 1})}
+	var err error
+	if n.client, err = plainHost(t.Lab, name+"-client"); err != nil {
+		return nil, err
+	}
+	o.Name = name
+	n.link, err = t.Lab.Connect(n.client, n.server, o,
+		[]netip.Prefix{netip.PrefixFrom(n.address.Next(), 24)}, []netip.Prefix{netip.PrefixFrom(n.address, 24)})
+	return n, err
+}
+
+// endpoint is a client and a server of one arm.
+type endpoint struct {
+	client *harness.Worker
+	target string
+}
+
+// arms starts the arms of a comparison over a link.
+func (t *bench) arms(ctx context.Context, n *linkNet, part string, names ...string) (map[string]endpoint, error) {
+	out := map[string]endpoint{}
+	for i, arm := range names {
+		var err error
+		if out[arm], err = t.endpoints(ctx, n, part+"-"+arm, tunePort+uint16(i)); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// endpoints starts client and server of an arm in its cgroup.
+func (t *bench) endpoints(ctx context.Context, n *linkNet, group string, port uint16) (e endpoint, err error) {
+	if _, err := t.Group(group); err != nil {
+		return e, err
+	}
+	e.target = netip.AddrPortFrom(n.address, port).String()
+	if err := t.server(ctx, n.server, group, e.target, socketOptions{}); err != nil {
+		return e, err
+	}
+	e.client, err = t.Worker(ctx, n.client, group, clientRole)
+	return e, err
+}
 
 // dropFirst returns a filter that drops the first IPv4 TCP packet of each connection whose SYN and ACK flags are flags.
 func dropFirst(direction lab.Direction, flags byte) func(lab.Direction, []byte) bool {

@@ -39,13 +39,6 @@ type incastNet struct {
 // incastPrefix has the /64 of each host. The addresses of all hosts have a common prefix of 44 bits.
 var incastPrefix = netip.MustParsePrefix("fd79::/44")
 
-// incastAddr returns an address in the /64 of a host.
-func incastAddr(host int, last byte) netip.Addr {
-	a := incastPrefix.Addr().As16()
-	a[7], a[15] = byte(host), last
-	return netip.AddrFrom16(a)
-}
-
 func incastRouter(host int) netip.Addr { return incastAddr(host, 0xfe) }
 
 // incastTarget returns the address of the receiver for an arm.
@@ -198,6 +191,13 @@ func (n *incastNet) attach(l *lab.Lab, name string, i, addresses int) (*lab.Name
 		index = dev.Attrs().Index
 	}
 	return host, index, host.AddRoute(incastPrefix, incastRouter(i))
+}
+
+// incastAddr returns an address in the /64 of a host.
+func incastAddr(host int, last byte) netip.Addr {
+	a := incastPrefix.Addr().As16()
+	a[7], a[15] = byte(host), last
+	return netip.AddrFrom16(a)
 }
 
 // plainHost creates a namespace without cached TCP metrics, whose links keep the packet order of a flow. Without

@@ -50,64 +50,6 @@ func p50(c classPoint) harness.Figure  { return c.P50 }
 func p99(c classPoint) harness.Figure  { return c.P99 }
 func rate(c classPoint) harness.Figure { return c.Rate }
 
-// point returns the results of an arm.
-func (r *report) point(arm string, x int) incastPoint {
-	p := incastPoint{Classes: map[string]classPoint{}}
-	var rounds harness.Figure
-	took := map[string][]float64{}
-	for _, run := range r.incast {
-		if run.Arm != arm || run.X != x {
-			continue
-		}
-		rounds++
-		p.Segments += run.Segments
-		p.Drops += run.Drops
-		p.Marks += run.Marks
-		p.CPU += harness.Figure(run.CPU)
-		for key, c := range run.Classes {
-			sum := p.Classes[key]
-			sum.Retransmits += c.Retransmits
-			sum.Rate += harness.Figure(c.Rate)
-			p.Classes[key] = sum
-			took[key] = append(took[key], c.took...)
-		}
-	}
-	p.CPU /= rounds
-	for key, c := range p.Classes {
-		p.Retransmits += c.Retransmits
-		c.Rate /= rounds
-		c.P50, c.P99, c.Samples = harness.Quantile(took[key], 0.5), harness.Quantile(took[key], 0.99), len(took[key])
-		p.Classes[key] = c
-	}
-	return p
-}
-
-// incastFigures returns the points of all arms, by X.
-func (r *report) incastFigures() (rows []map[string]any) {
-	if r.incast == nil {
-		return nil
-	}
-	for _, x := range r.Options.X {
-		row := map[string]any{"x": x, "flows": flowsOf(x)}
-		for _, arm := range r.Options.Arms {
-			row[arm] = r.point(arm, x)
-		}
-		rows = append(rows, row)
-	}
-	return rows
-}
-
-// effectEnd returns the smallest X at which the rule no longer reduces the drops of the bottleneck by half, and 0 if there
-// is none. Drops and not retransmissions: on a busy host, TCP also probes for losses that did not happen.
-func (r *report) effectEnd() int {
-	for _, x := range r.Options.X {
-		if b, t := r.point(baseline, x), r.point(tuned, x); b.Segments > 0 && 2*t.Drops > b.Drops {
-			return x
-		}
-	}
-	return 0
-}
-
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
 	p("\nAll arms of a comparison in rotating order, with cubic; Linux %s, %d CPUs in total.\n", r.Kernel, r.CPUs)
@@ -159,6 +101,9 @@ func (r *report) Print(p harness.Printf) {
 	}
 	p("\nDuration %s.\n", r.Took)
 }
+
+// saturation is the CPU utilization above which an incast run measures the CPUs instead of the bottleneck.
+const saturation = 0.9
 
 func (r *report) printIncast(p harness.Printf) {
 	o := r.Options
@@ -229,18 +174,8 @@ func (r *report) printWindows(p harness.Printf) {
 	}
 }
 
-// saturation is the CPU utilization above which an incast run measures the CPUs instead of the bottleneck.
-const saturation = 0.9
-
-// saturated returns the number of runs above this utilization.
-func (r *report) saturated() (n int) {
-	for _, run := range r.incast {
-		if run.CPU > saturation {
-			n++
-		}
-	}
-	return n
-}
+// ofText formats a ratio, or "-".
+func ofText(verb string, part, of harness.Figure) string { return text(verb, part/of) }
 
 // text formats a figure, or "-" if it was not measured.
 func text(verb string, f harness.Figure) string {
@@ -248,16 +183,6 @@ func text(verb string, f harness.Figure) string {
 		return "-"
 	}
 	return fmt.Sprintf(verb, f)
-}
-
-// ofText formats a ratio, or "-".
-func ofText(verb string, part, of harness.Figure) string { return text(verb, part/of) }
-
-func sizeText(bytes int) string {
-	if bytes >= 1_000_000 {
-		return fmt.Sprintf("%g MB", float64(bytes)/1e6)
-	}
-	return fmt.Sprintf("%g KB", float64(bytes)/1e3)
 }
 
 // Figures implements harness.Report.
@@ -285,6 +210,54 @@ func (r *report) Figures() any {
 	}
 	out["detail"] = map[string]any{"run": r, "incast_runs": r.incast, "incast_runs_saturated": r.saturated(), "rules": r.rules}
 	return out
+}
+
+// incastFigures returns the points of all arms, by X.
+func (r *report) incastFigures() (rows []map[string]any) {
+	if r.incast == nil {
+		return nil
+	}
+	for _, x := range r.Options.X {
+		row := map[string]any{"x": x, "flows": flowsOf(x)}
+		for _, arm := range r.Options.Arms {
+			row[arm] = r.point(arm, x)
+		}
+		rows = append(rows, row)
+	}
+	return rows
+}
+
+// effectEnd returns the smallest X at which the rule no longer reduces the drops of the bottleneck by half, and 0 if there
+// is none. Drops and not retransmissions: on a busy host, TCP also probes for losses that did not happen.
+func (r *report) effectEnd() int {
+	for _, x := range r.Options.X {
+		if b, t := r.point(baseline, x), r.point(tuned, x); b.Segments > 0 && 2*t.Drops > b.Drops {
+			return x
+		}
+	}
+	return 0
+}
+
+// saturated returns the number of runs above this utilization.
+func (r *report) saturated() (n int) {
+	for _, run := range r.incast {
+		if run.CPU > saturation {
+			n++
+		}
+	}
+	return n
+}
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]chart.Chart {
+	charts := map[string]chart.Chart{}
+	if r.incast != nil {
+		charts["-incast"] = r.incastChart()
+	}
+	if r.iw != nil {
+		charts["-iw"] = r.iwChart()
+	}
+	return charts
 }
 
 // incastCharts is the number of arms that a chart of the incast shows.
@@ -329,6 +302,38 @@ func (r *report) incastChart() chart.Chart {
 	return drawing
 }
 
+// point returns the results of an arm.
+func (r *report) point(arm string, x int) incastPoint {
+	p := incastPoint{Classes: map[string]classPoint{}}
+	var rounds harness.Figure
+	took := map[string][]float64{}
+	for _, run := range r.incast {
+		if run.Arm != arm || run.X != x {
+			continue
+		}
+		rounds++
+		p.Segments += run.Segments
+		p.Drops += run.Drops
+		p.Marks += run.Marks
+		p.CPU += harness.Figure(run.CPU)
+		for key, c := range run.Classes {
+			sum := p.Classes[key]
+			sum.Retransmits += c.Retransmits
+			sum.Rate += harness.Figure(c.Rate)
+			p.Classes[key] = sum
+			took[key] = append(took[key], c.took...)
+		}
+	}
+	p.CPU /= rounds
+	for key, c := range p.Classes {
+		p.Retransmits += c.Retransmits
+		c.Rate /= rounds
+		c.P50, c.P99, c.Samples = harness.Quantile(took[key], 0.5), harness.Quantile(took[key], 0.99), len(took[key])
+		p.Classes[key] = c
+	}
+	return p
+}
+
 // iwChart draws the distributions of completion times.
 func (r *report) iwChart() chart.Chart {
 	drawing := chart.Chart{Title: fmt.Sprintf("Transfers of %s to %s on new connections, by initial window: share completed, by ms", sizeText(iwSmallest), sizeText(iwLargest))}
@@ -345,14 +350,9 @@ func (r *report) iwChart() chart.Chart {
 	return drawing
 }
 
-// Charts implements harness.Report.
-func (r *report) Charts() map[string]chart.Chart {
-	charts := map[string]chart.Chart{}
-	if r.incast != nil {
-		charts["-incast"] = r.incastChart()
+func sizeText(bytes int) string {
+	if bytes >= 1_000_000 {
+		return fmt.Sprintf("%g MB", float64(bytes)/1e6)
 	}
-	if r.iw != nil {
-		charts["-iw"] = r.iwChart()
-	}
-	return charts
+	return fmt.Sprintf("%g KB", float64(bytes)/1e3)
 }

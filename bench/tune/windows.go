@@ -51,24 +51,6 @@ type iwLink struct {
 	took   map[string][]float64 // ms from connect(2) to the last byte, by arm
 }
 
-// iwTransferSizes returns n sizes in bytes whose logarithms are evenly distributed from iwSmallest to iwLargest, in random
-// order. The order is the same in each run.
-func iwTransferSizes(n int) []int {
-	sizes := make([]int, n)
-	for i, at := range rand.New(rand.NewPCG(1, 1)).Perm(n) {
-		sizes[at] = int(iwSmallest * math.Pow(float64(iwLargest)/iwSmallest, float64(i)/float64(max(n-1, 1))))
-	}
-	return sizes
-}
-
-// rtts returns the RTTs to measure: quick runs omit the long ones.
-func (t *bench) rtts() []time.Duration {
-	if t.Quick {
-		return iwRTTs[:2]
-	}
-	return iwRTTs
-}
-
 // initialWindows measures all links in parallel, with sequential transfers on each.
 func (t *bench) initialWindows(ctx context.Context) ([]iwLink, error) {
 	fmt.Fprint(os.Stderr, "initial window: ")
@@ -102,6 +84,14 @@ func (t *bench) initialWindows(ctx context.Context) ([]iwLink, error) {
 		}
 	}
 	return links, nil
+}
+
+// rtts returns the RTTs to measure: quick runs omit the long ones.
+func (t *bench) rtts() []time.Duration {
+	if t.Quick {
+		return iwRTTs[:2]
+	}
+	return iwRTTs
 }
 
 // initialWindow lets the rule settle, and then runs the transfers of all arms in turn.
@@ -144,6 +134,16 @@ func (t *bench) initialWindow(ctx context.Context, n *linkNet, arms map[string]e
 	return nil
 }
 
+// iwTransferSizes returns n sizes in bytes whose logarithms are evenly distributed from iwSmallest to iwLargest, in random
+// order. The order is the same in each run.
+func iwTransferSizes(n int) []int {
+	sizes := make([]int, n)
+	for i, at := range rand.New(rand.NewPCG(1, 1)).Perm(n) {
+		sizes[at] = int(iwSmallest * math.Pow(float64(iwLargest)/iwSmallest, float64(i)/float64(max(n-1, 1))))
+	}
+	return sizes
+}
+
 // iwTimes describes the completion times of an arm in milliseconds.
 type iwTimes struct {
 	Transfers int            `json:"transfers"`
@@ -156,6 +156,18 @@ type iwTimes struct {
 	P99       harness.Figure `json:"p99_ms"`
 	// Ratio is the median of the ratios to fixed_10, by transfer, with a 95 % confidence interval. It is null for exploring.
 	Ratio *harness.Distribution `json:"ratio_to_fixed_10"`
+}
+
+// figures returns the JSON of a link.
+func (l iwLink) figures() any {
+	arms, cdf := map[string]iwTimes{}, map[string][]float64{}
+	for _, arm := range append([]string{exploring}, iwArms...) {
+		arms[arm] = l.times(arm)
+		for _, ms := range l.took[arm] {
+			cdf[arm] = append(cdf[arm], math.Round(ms*10)/10)
+		}
+	}
+	return map[string]any{"rtt_ms": l.rtt.Milliseconds(), "queue_packets": l.queue, "learned_window": l.window, "arms": arms, "took_ms": cdf}
 }
 
 func (l iwLink) times(arm string) iwTimes {
@@ -175,16 +187,4 @@ func (l iwLink) times(arm string) iwTimes {
 		t.Ratio = &d
 	}
 	return t
-}
-
-// figures returns the JSON of a link.
-func (l iwLink) figures() any {
-	arms, cdf := map[string]iwTimes{}, map[string][]float64{}
-	for _, arm := range append([]string{exploring}, iwArms...) {
-		arms[arm] = l.times(arm)
-		for _, ms := range l.took[arm] {
-			cdf[arm] = append(cdf[arm], math.Round(ms*10)/10)
-		}
-	}
-	return map[string]any{"rtt_ms": l.rtt.Milliseconds(), "queue_packets": l.queue, "learned_window": l.window, "arms": arms, "took_ms": cdf}
 }

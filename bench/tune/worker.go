@@ -34,6 +34,18 @@ const (
 	rpcGrace = 30 * time.Second // for RPCs in flight at the end of a load
 )
 
+// socketOptions are the options that an application sets itself. 0 is the kernel's default.
+type socketOptions struct {
+	SendBuffer    int `json:"send_buffer,omitempty"`    // SO_SNDBUF in bytes
+	ReceiveBuffer int `json:"receive_buffer,omitempty"` // SO_RCVBUF in bytes
+	// Window is TCP_WINDOW_CLAMP in bytes. It limits what the peer has in flight, until the kernel sizes the window anew by
+	// the receive buffer (tcp_measure_rcv_mss). No option limits the own congestion window.
+	Window int `json:"window,omitempty"`
+	// Congestion is TCP_CONGESTION; "" is cubic, as the sysctl of a namespace only accepts congestion controls that the host
+	// allows for ordinary users. With dctcp, the kernel also negotiates ECN.
+	Congestion string `json:"congestion,omitempty"`
+}
+
 // server starts a server and returns when it listens.
 func (t *bench) server(ctx context.Context, n *lab.Namespace, group, address string, o socketOptions) error {
 	w, err := t.Worker(ctx, n, group, serverRole, "-listen", address, "-rcvbuf", strconv.Itoa(o.ReceiveBuffer), "-window", strconv.Itoa(o.Window),
@@ -42,12 +54,6 @@ func (t *bench) server(ctx context.Context, n *lab.Namespace, group, address str
 		return err
 	}
 	return w.Answer(&struct{}{})
-}
-
-// header is the first data of a connection. It describes the work of the server.
-type header struct {
-	Request  uint32 // size of requests in bytes, each answered with one byte; 0 without answers
-	Response uint32 // bytes to send before closing; 0 to read
 }
 
 func tuneServer(args []string) error {
@@ -79,6 +85,12 @@ func tuneServer(args []string) error {
 	fmt.Println("{}")
 	_, _ = io.Copy(io.Discard, os.Stdin)
 	return nil
+}
+
+// header is the first data of a connection. It describes the work of the server.
+type header struct {
+	Request  uint32 // size of requests in bytes, each answered with one byte; 0 without answers
+	Response uint32 // bytes to send before closing; 0 to read
 }
 
 // serve serves a connection until it ends. The client reports errors of the connection.
@@ -136,14 +148,6 @@ type rpcFlows struct {
 	Count int `json:"count"`
 }
 
-// rpcResult is the result of a flow after the warm-up.
-type rpcResult struct {
-	Size        int     `json:"size"`
-	Bytes       int64   `json:"bytes"` // acknowledged by the peer within the duration
-	Retransmits uint64  `json:"retransmits"`
-	Took        []int64 `json:"microseconds"` // of requests started within the duration, or of each MB of a stream
-}
-
 func tuneClient([]string) error {
 	lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
 	for {
@@ -177,18 +181,6 @@ func tuneClient([]string) error {
 	}
 }
 
-// socketOptions are the options that an application sets itself. 0 is the kernel's default.
-type socketOptions struct {
-	SendBuffer    int `json:"send_buffer,omitempty"`    // SO_SNDBUF in bytes
-	ReceiveBuffer int `json:"receive_buffer,omitempty"` // SO_RCVBUF in bytes
-	// Window is TCP_WINDOW_CLAMP in bytes. It limits what the peer has in flight, until the kernel sizes the window anew by
-	// the receive buffer (tcp_measure_rcv_mss). No option limits the own congestion window.
-	Window int `json:"window,omitempty"`
-	// Congestion is TCP_CONGESTION; "" is cubic, as the sysctl of a namespace only accepts congestion controls that the host
-	// allows for ordinary users. With dctcp, the kernel also negotiates ECN.
-	Congestion string `json:"congestion,omitempty"`
-}
-
 // set sets the options of a socket before it connects or listens.
 func (o socketOptions) set(_, _ string, c syscall.RawConn) error {
 	var err error
@@ -212,23 +204,16 @@ func (o socketOptions) set(_, _ string, c syscall.RawConn) error {
 	return nil
 }
 
-func dialer(o socketOptions) *net.Dialer {
-	d := &net.Dialer{Timeout: rpcGrace, Control: o.set}
-	d.SetMultipathTCP(false)
-	return d
+// rpcResult is the result of a flow after the warm-up.
+type rpcResult struct {
+	Size        int     `json:"size"`
+	Bytes       int64   `json:"bytes"` // acknowledged by the peer within the duration
+	Retransmits uint64  `json:"retransmits"`
+	Took        []int64 `json:"microseconds"` // of requests started within the duration, or of each MB of a stream
 }
 
-func dial(target string, o socketOptions, h header) (net.Conn, error) {
-	conn, err := dialer(o).Dial("tcp", target)
-	if err != nil {
-		return nil, err
-	}
-	if err := binary.Write(conn, binary.BigEndian, h); err != nil {
-		conn.Close()
-		return nil, fmt.Errorf("send header: %w", err)
-	}
-	return conn, nil
-}
+// totals are the segments that a connection has retransmitted, and its bytes that the peer has acknowledged.
+type totals struct{ retransmits, acknowledged uint64 }
 
 // run opens all connections, calls ready, and starts the load.
 func (l *rpcLoad) run(target string, o socketOptions, ready func() error) ([]rpcResult, error) {
@@ -280,9 +265,6 @@ func (l *rpcLoad) run(target string, o socketOptions, ready func() error) ([]rpc
 	}
 	return results, errors.Join(errs...)
 }
-
-// totals are the segments that a connection has retransmitted, and its bytes that the peer has acknowledged.
-type totals struct{ retransmits, acknowledged uint64 }
 
 func readTotals(conn net.Conn) (n totals, err error) {
 	raw, err := conn.(syscall.Conn).SyscallConn()
@@ -375,6 +357,18 @@ func fetch(target string, size int) (int64, error) {
 	return time.Since(start).Microseconds(), nil
 }
 
+func dial(target string, o socketOptions, h header) (net.Conn, error) {
+	conn, err := dialer(o).Dial("tcp", target)
+	if err != nil {
+		return nil, err
+	}
+	if err := binary.Write(conn, binary.BigEndian, h); err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("send header: %w", err)
+	}
+	return conn, nil
+}
+
 // connect returns the duration of connect(2) in microseconds for each of n connections.
 func connect(target string, n int) ([]int64, error) {
 	took, errs := make([]int64, n), make([]error, n)
@@ -393,4 +387,10 @@ func connect(target string, n int) ([]int64, error) {
 	}
 	wg.Wait()
 	return took, errors.Join(errs...)
+}
+
+func dialer(o socketOptions) *net.Dialer {
+	d := &net.Dialer{Timeout: rpcGrace, Control: o.set}
+	d.SetMultipathTCP(false)
+	return d
 }

@@ -200,34 +200,6 @@ func (b *bench) start(ctx context.Context) error {
 	return nil
 }
 
-// counts are totals since the start of the agent.
-type counts struct {
-	refused  uint64
-	received uint64
-	agent    time.Duration
-	member   time.Duration
-}
-
-func (b *bench) count(ctx context.Context) (c counts, err error) {
-	var slots []api.SlotStatus
-	if err := b.Ask(ctx, "/v1/slots", &slots); err != nil {
-		return c, err
-	}
-	for _, s := range slots {
-		for _, n := range s.Refused {
-			c.refused += n
-		}
-	}
-	if err := b.member.Ask("count", &c.received); err != nil {
-		return c, err
-	}
-	if c.agent, err = harness.CPUTime(b.agent.Pid()); err != nil {
-		return c, err
-	}
-	c.member, err = harness.CPUTime(b.member.Pid())
-	return c, err
-}
-
 func (b *bench) measure(ctx context.Context, rate float64) (m measurement, err error) {
 	w, err := b.Worker(ctx, b.senders, "senders", "watch-sender")
 	if err != nil {
@@ -277,40 +249,40 @@ func (b *bench) measure(ctx context.Context, rate float64) (m measurement, err e
 	}
 }
 
-// values returns a figure of all rounds.
-func values(list []measurement, f func(*measurement) float64) []float64 {
-	v := make([]float64, len(list))
-	for i := range list {
-		v[i] = f(&list[i])
+// counts are totals since the start of the agent.
+type counts struct {
+	refused  uint64
+	received uint64
+	agent    time.Duration
+	member   time.Duration
+}
+
+func (b *bench) count(ctx context.Context) (c counts, err error) {
+	var slots []api.SlotStatus
+	if err := b.Ask(ctx, "/v1/slots", &slots); err != nil {
+		return c, err
 	}
-	return v
+	for _, s := range slots {
+		for _, n := range s.Refused {
+			c.refused += n
+		}
+	}
+	if err := b.member.Ask("count", &c.received); err != nil {
+		return c, err
+	}
+	if c.agent, err = harness.CPUTime(b.agent.Pid()); err != nil {
+		return c, err
+	}
+	c.member, err = harness.CPUTime(b.member.Pid())
+	return c, err
 }
 
 func agentCPU(m *measurement) float64  { return m.Agent }
 func memberCPU(m *measurement) float64 { return m.Member }
 
-// missing returns the datagrams that the member has not received, and the refusals that no event has counted.
-func missing(list []measurement) (datagrams, refusals uint64) {
-	for i := range list {
-		datagrams += list[i].Sent - list[i].Received
-		refusals += list[i].Refused - min(list[i].Summed, list[i].Refused)
-	}
-	return datagrams, refusals
-}
-
 // events is the number of events per second with refusals.
 func (r *report) events() harness.Figure {
 	return harness.Figure(stats.Median(values(r.Refused, func(m *measurement) float64 { return float64(m.Events) / m.Seconds })))
-}
-
-// ratio is the member's CPU time with refusals, divided by that without.
-func (r *report) ratio() harness.Distribution {
-	quiet, refused := values(r.Quiet, memberCPU), values(r.Refused, memberCPU)
-	ratios := make([]float64, len(quiet))
-	for i := range quiet {
-		ratios[i] = refused[i] / quiet[i]
-	}
-	return harness.DistributionOf(ratios)
 }
 
 // Print implements harness.Report.
@@ -344,6 +316,34 @@ func (r *report) Figures() any {
 		Missed    uint64               `json:"datagrams_missed"`
 		Uncounted uint64               `json:"refusals_uncounted"`
 	}{r, harness.Figure(stats.Median(values(r.Refused, agentCPU))), r.ratio(), r.events(), lost, uncounted}
+}
+
+// missing returns the datagrams that the member has not received, and the refusals that no event has counted.
+func missing(list []measurement) (datagrams, refusals uint64) {
+	for i := range list {
+		datagrams += list[i].Sent - list[i].Received
+		refusals += list[i].Refused - min(list[i].Summed, list[i].Refused)
+	}
+	return datagrams, refusals
+}
+
+// ratio is the member's CPU time with refusals, divided by that without.
+func (r *report) ratio() harness.Distribution {
+	quiet, refused := values(r.Quiet, memberCPU), values(r.Refused, memberCPU)
+	ratios := make([]float64, len(quiet))
+	for i := range quiet {
+		ratios[i] = refused[i] / quiet[i]
+	}
+	return harness.DistributionOf(ratios)
+}
+
+// values returns a figure of all rounds.
+func values(list []measurement, f func(*measurement) float64) []float64 {
+	v := make([]float64, len(list))
+	for i := range list {
+		v[i] = f(&list[i])
+	}
+	return v
 }
 
 // Charts implements harness.Report.

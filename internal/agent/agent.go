@@ -87,6 +87,13 @@ type Agent struct {
 	pageProblem   error           // why the web page that the policy in force names is not served
 }
 
+// settleTime is how long the files of the policy have to be unchanged. The kubelet replaces the files of a ConfigMap by
+// several changes of their directory.
+const settleTime = 500 * time.Millisecond
+
+// settleLimit is the time after which a change is examined although other changes follow.
+const settleLimit = 5 * time.Second
+
 // Run runs an agent until ctx is canceled or the API server fails. Pinned programs stay attached.
 func Run(ctx context.Context, o Options) (err error) {
 	if missing, err := rights.Missing(); err != nil {
@@ -241,13 +248,6 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 }
 
-// settleTime is how long the files of the policy have to be unchanged. The kubelet replaces the files of a ConfigMap by
-// several changes of their directory.
-const settleTime = 500 * time.Millisecond
-
-// settleLimit is the time after which a change is examined although other changes follow.
-const settleLimit = 5 * time.Second
-
 // watchPolicy reports changes in the directory of the policy file, until the caller closes the result.
 func watchPolicy(policy string, changed chan<- struct{}) (*watch.Folders, error) {
 	folders, err := watch.NewFolders(func() {
@@ -361,21 +361,6 @@ func (a *Agent) startDomains(first *startPolicy) error {
 	}
 	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
 	return err
-}
-
-func (a *Agent) close() {
-	a.host.Watch.Close()
-	a.stopExport()
-	for _, d := range a.domains {
-		d.Close()
-	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.metrics != nil {
-		a.metrics.close()
-	}
-	a.page.close()
-	a.events.Close()
 }
 
 // Plan returns what Apply would change. Plan changes nothing.
@@ -569,6 +554,21 @@ func (a *Agent) putInForce(p loadedPolicy, metrics *metricsServer, page *pageCha
 	return a.setPolicy(p)
 }
 
+func (a *Agent) close() {
+	a.host.Watch.Close()
+	a.stopExport()
+	for _, d := range a.domains {
+		d.Close()
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.metrics != nil {
+		a.metrics.close()
+	}
+	a.page.close()
+	a.events.Close()
+}
+
 // eventsSize returns the size of the files of events by a policy, in bytes.
 func eventsSize(policy *config.Policy) int64 {
 	return cmp.Or(policy.Events.Size, config.DefaultEventsSize)
@@ -599,15 +599,6 @@ func (a *Agent) Status() (*api.Status, error) {
 	return status, nil
 }
 
-// neededCapabilities lists the capabilities that a policy needs beyond those of the systemd unit, without duplicates.
-func (a *Agent) neededCapabilities(policy *config.Policy) []rights.Need {
-	var all []rights.Need
-	for _, d := range a.domains {
-		all = append(all, d.Needs(policy)...)
-	}
-	return rights.FirstNeeds(append(all, rights.EndpointNeeds(policy)...))
-}
-
 // warnOfMissingCapabilities logs the capabilities that the policy needs and this process lacks.
 func (a *Agent) warnOfMissingCapabilities(policy *config.Policy) {
 	for _, n := range a.neededCapabilities(policy) {
@@ -615,4 +606,13 @@ func (a *Agent) warnOfMissingCapabilities(policy *config.Policy) {
 			a.log.Warn("capability missing", "capability", n.Name, "needed_for", n.For, "hint", n.DropInHint())
 		}
 	}
+}
+
+// neededCapabilities lists the capabilities that a policy needs beyond those of the systemd unit, without duplicates.
+func (a *Agent) neededCapabilities(policy *config.Policy) []rights.Need {
+	var all []rights.Need
+	for _, d := range a.domains {
+		all = append(all, d.Needs(policy)...)
+	}
+	return rights.FirstNeeds(append(all, rights.EndpointNeeds(policy)...))
 }

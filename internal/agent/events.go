@@ -46,78 +46,14 @@ type eventQuery struct {
 	follow          bool
 }
 
-func parseEventQuery(q url.Values) (e eventQuery, err error) {
-	if text := q.Get("since"); text != "" {
-		if e.since, err = time.Parse(time.RFC3339Nano, text); err != nil {
-			return e, fault.Usage(fmt.Errorf("since is %q", text), "a time, as in 2026-01-02T15:04:05Z")
-		}
-	}
-	if text := q.Get("slot"); text != "" {
-		slot, err := strconv.Atoi(text)
-		if err != nil || slot < 0 {
-			return e, fault.Usage(fmt.Errorf("slot is %q", text), "a number of a slot")
-		}
-		e.slot = &slot
-	}
-	if text := q.Get("last"); text != "" {
-		if e.last, err = strconv.Atoi(text); err != nil || e.last < 1 || e.last > mostEvents {
-			return e, fault.Usage(fmt.Errorf("last is %q", text), fmt.Sprintf("1 to %d", mostEvents))
-		}
-	}
-	e.service, e.device, e.kinds, e.follow = q.Get("service"), q.Get("device"), q["kind"], q.Get("follow") != ""
-	return e, nil
-}
-
-// selects reports whether an event is among those of the query. Events about missing events are, at any time of the query.
-func (q *eventQuery) selects(e *api.Event) bool {
-	if e.Time.Before(q.since) {
-		return false
-	}
-	return e.Kind == api.EventsMissing ||
-		(q.service == "" || e.Service == q.service) &&
-			(q.device == "" || e.Device == q.device || e.Address == q.device) &&
-			(q.slot == nil || e.Slot != nil && *e.Slot == *q.slot) &&
-			(len(q.kinds) == 0 || slices.ContainsFunc(q.kinds, func(kind string) bool {
-				return e.Kind == kind || strings.HasPrefix(e.Kind, kind+"_")
-			}))
-}
-
 // tail keeps the last n events.
 type tail struct {
 	n    int
 	list []api.Event
 }
 
-func (t *tail) add(e api.Event) {
-	if t.list = append(t.list, e); len(t.list) >= 2*t.n {
-		t.list = append(t.list[:0], t.list[len(t.list)-t.n:]...)
-	}
-}
-
 // last returns the events, the oldest one first.
 func (t *tail) last() []api.Event { return t.list[max(0, len(t.list)-t.n):] }
-
-// readOld calls f with old events until it returns false, at the end, or after an error. more is true if f returned false.
-func readOld(ctx context.Context, reader *events.Reader, f func(*api.Event) bool) (more bool, err error) {
-	select {
-	case eventReaders <- struct{}{}:
-		defer func() { <-eventReaders }()
-	case <-ctx.Done():
-		return false, ctx.Err()
-	}
-	for {
-		e, err := reader.Next(ctx, false)
-		if errors.Is(err, io.EOF) {
-			return false, nil
-		}
-		if err != nil {
-			return false, err
-		}
-		if !f(&e) {
-			return true, nil
-		}
-	}
-}
 
 // streamEvents sends the recorded events of a query, and with follow those that are added until the client disconnects.
 func (a *Agent) streamEvents(w http.ResponseWriter, r *http.Request) error {
@@ -171,6 +107,42 @@ func (a *Agent) streamEvents(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
+func parseEventQuery(q url.Values) (e eventQuery, err error) {
+	if text := q.Get("since"); text != "" {
+		if e.since, err = time.Parse(time.RFC3339Nano, text); err != nil {
+			return e, fault.Usage(fmt.Errorf("since is %q", text), "a time, as in 2026-01-02T15:04:05Z")
+		}
+	}
+	if text := q.Get("slot"); text != "" {
+		slot, err := strconv.Atoi(text)
+		if err != nil || slot < 0 {
+			return e, fault.Usage(fmt.Errorf("slot is %q", text), "a number of a slot")
+		}
+		e.slot = &slot
+	}
+	if text := q.Get("last"); text != "" {
+		if e.last, err = strconv.Atoi(text); err != nil || e.last < 1 || e.last > mostEvents {
+			return e, fault.Usage(fmt.Errorf("last is %q", text), fmt.Sprintf("1 to %d", mostEvents))
+		}
+	}
+	e.service, e.device, e.kinds, e.follow = q.Get("service"), q.Get("device"), q["kind"], q.Get("follow") != ""
+	return e, nil
+}
+
+// selects reports whether an event is among those of the query. Events about missing events are, at any time of the query.
+func (q *eventQuery) selects(e *api.Event) bool {
+	if e.Time.Before(q.since) {
+		return false
+	}
+	return e.Kind == api.EventsMissing ||
+		(q.service == "" || e.Service == q.service) &&
+			(q.device == "" || e.Device == q.device || e.Address == q.device) &&
+			(q.slot == nil || e.Slot != nil && *e.Slot == *q.slot) &&
+			(len(q.kinds) == 0 || slices.ContainsFunc(q.kinds, func(kind string) bool {
+				return e.Kind == kind || strings.HasPrefix(e.Kind, kind+"_")
+			}))
+}
+
 // lastEvents returns the last n events that each of the selections selects, the oldest one first. It reads the newest
 // segment first, and no more segments than it needs.
 func (a *Agent) lastEvents(ctx context.Context, n int, selections ...func(*api.Event) bool) ([][]api.Event, error) {
@@ -203,5 +175,33 @@ func (a *Agent) lastEvents(ctx context.Context, n int, selections ...func(*api.E
 			return last, err
 		}
 		before = number
+	}
+}
+
+func (t *tail) add(e api.Event) {
+	if t.list = append(t.list, e); len(t.list) >= 2*t.n {
+		t.list = append(t.list[:0], t.list[len(t.list)-t.n:]...)
+	}
+}
+
+// readOld calls f with old events until it returns false, at the end, or after an error. more is true if f returned false.
+func readOld(ctx context.Context, reader *events.Reader, f func(*api.Event) bool) (more bool, err error) {
+	select {
+	case eventReaders <- struct{}{}:
+		defer func() { <-eventReaders }()
+	case <-ctx.Done():
+		return false, ctx.Err()
+	}
+	for {
+		e, err := reader.Next(ctx, false)
+		if errors.Is(err, io.EOF) {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+		if !f(&e) {
+			return true, nil
+		}
 	}
 }

@@ -95,36 +95,6 @@ func (v *liveView) run(ctx context.Context) {
 	}
 }
 
-// newest returns the newest frame and a channel that is closed with the next one.
-func (v *liveView) newest() ([]byte, <-chan struct{}) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	return v.line, v.changed
-}
-
-// admit counts a watcher until leave, unless there are too many.
-func (v *liveView) admit() bool {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.watchers == mostWatchers {
-		return false
-	}
-	if v.watchers++; v.watchers == 1 {
-		v.frame, v.line = nil, nil // old
-		select {
-		case v.wake <- struct{}{}:
-		default:
-		}
-	}
-	return true
-}
-
-func (v *liveView) leave() {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.watchers--
-}
-
 // stream sends each frame as a line until the client disconnects, or the recorded frames. A slow client skips frames.
 func (v *liveView) stream(w http.ResponseWriter, r *http.Request) error {
 	if text := r.URL.Query().Get("replay"); text != "" {
@@ -156,6 +126,36 @@ func (v *liveView) stream(w http.ResponseWriter, r *http.Request) error {
 		case <-changed:
 		}
 	}
+}
+
+// newest returns the newest frame and a channel that is closed with the next one.
+func (v *liveView) newest() ([]byte, <-chan struct{}) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.line, v.changed
+}
+
+// admit counts a watcher until leave, unless there are too many.
+func (v *liveView) admit() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.watchers == mostWatchers {
+		return false
+	}
+	if v.watchers++; v.watchers == 1 {
+		v.frame, v.line = nil, nil // old
+		select {
+		case v.wake <- struct{}{}:
+		default:
+		}
+	}
+	return true
+}
+
+func (v *liveView) leave() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.watchers--
 }
 
 // replay sends the recorded frames since a time.

@@ -61,15 +61,6 @@ func (a *Agent) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// gatherer returns a gatherer of all metrics, which reads the kernel maps for one caller at a time: a scrape and an export
-// read the same ones. Callers that wait share the next result, so that a flood of scrapes delays a scrape by two results,
-// and not by one for each request before it.
-func (a *Agent) gatherer() *sharedGatherer {
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	return &sharedGatherer{from: registry}
-}
-
 // sharedGatherer gathers once for all callers that wait.
 type sharedGatherer struct {
 	from    prometheus.Gatherer
@@ -79,6 +70,15 @@ type sharedGatherer struct {
 	begun    time.Time // of the last gathering; its result is kept while callers wait
 	families []*dto.MetricFamily
 	err      error
+}
+
+// gatherer returns a gatherer of all metrics, which reads the kernel maps for one caller at a time: a scrape and an export
+// read the same ones. Callers that wait share the next result, so that a flood of scrapes delays a scrape by two results,
+// and not by one for each request before it.
+func (a *Agent) gatherer() *sharedGatherer {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return &sharedGatherer{from: registry}
 }
 
 // Gather returns metrics that were gathered after the call began. The result is shared: the caller does not change it.
@@ -152,6 +152,9 @@ func (a *Agent) startExport(policy *config.Policy) {
 	a.exportProblem = err
 }
 
+// stopExport ends the export.
+func (a *Agent) stopExport() { a.replaceExport(nil) }
+
 // replaceExport ends the export in force and starts another one, or none for nil. The caller does not hold a.mu, which
 // an export needs to end.
 func (a *Agent) replaceExport(export *otlp.Export) {
@@ -166,6 +169,3 @@ func (a *Agent) replaceExport(export *otlp.Export) {
 		export.Start()
 	}
 }
-
-// stopExport ends the export.
-func (a *Agent) stopExport() { a.replaceExport(nil) }

@@ -89,29 +89,6 @@ func (a *Agent) choosePolicy() (*startPolicy, error) {
 	return &startPolicy{loadedPolicy: applied, refused: err, refusedText: file.text}, nil
 }
 
-// parsePolicy parses a policy. After a parse error the result has the text.
-func parsePolicy(text []byte, path string) (loadedPolicy, error) {
-	policy, err := config.Parse(text, path)
-	p := loadedPolicy{policy: policy, text: text, path: path}
-	if err != nil {
-		return p, err
-	}
-	p.referenced = referencedFiles(policy)
-	if len(remoteFiles(policy)) > 0 { // which Parse has read before
-		p.policy, err = config.Parse(text, path)
-	}
-	return p, err
-}
-
-// readPolicy reads and parses a policy file. After a parse error the result has the text.
-func readPolicy(path string) (loadedPolicy, error) {
-	text, err := config.ReadFile(path)
-	if err != nil {
-		return loadedPolicy{}, fault.Unreadable(err, "sockeye init --write writes one from the processes that share ports; a file with the line services: {} is a policy that does nothing")
-	}
-	return parsePolicy(text, path)
-}
-
 // readSaved reads and parses a policy of the state directory. After a parse error the result has the text.
 func (a *Agent) readSaved(name string) (loadedPolicy, error) {
 	path := filepath.Join(a.options.StateDir, name)
@@ -130,15 +107,6 @@ func (a *Agent) readSaved(name string) (loadedPolicy, error) {
 		}
 	}
 	return policy, err
-}
-
-// savedPath returns the original path of a policy in the state directory.
-func (a *Agent) savedPath(name string) string {
-	data, err := os.ReadFile(filepath.Join(a.options.StateDir, name+fromSuffix))
-	if err != nil {
-		return a.options.Policy // saved by a version without fromSuffix
-	}
-	return strings.TrimSpace(string(data))
 }
 
 // savePolicy saves the policy in force, and the policy that it replaces if the texts differ.
@@ -162,6 +130,15 @@ func (a *Agent) savePolicy(p loadedPolicy) error {
 		}
 	}
 	return fault.Join(statedir.Write(applied, p.text), statedir.Write(applied+fromSuffix, from))
+}
+
+// savedPath returns the original path of a policy in the state directory.
+func (a *Agent) savedPath(name string) string {
+	data, err := os.ReadFile(filepath.Join(a.options.StateDir, name+fromSuffix))
+	if err != nil {
+		return a.options.Policy // saved by a version without fromSuffix
+	}
+	return strings.TrimSpace(string(data))
 }
 
 // checkHost returns an error if a policy names something that the host does not have.
@@ -205,6 +182,29 @@ func (a *Agent) policyProblem() (problem, hint string) {
 		}
 	}
 	return "", ""
+}
+
+// readPolicy reads and parses a policy file. After a parse error the result has the text.
+func readPolicy(path string) (loadedPolicy, error) {
+	text, err := config.ReadFile(path)
+	if err != nil {
+		return loadedPolicy{}, fault.Unreadable(err, "sockeye init --write writes one from the processes that share ports; a file with the line services: {} is a policy that does nothing")
+	}
+	return parsePolicy(text, path)
+}
+
+// parsePolicy parses a policy. After a parse error the result has the text.
+func parsePolicy(text []byte, path string) (loadedPolicy, error) {
+	policy, err := config.Parse(text, path)
+	p := loadedPolicy{policy: policy, text: text, path: path}
+	if err != nil {
+		return p, err
+	}
+	p.referenced = referencedFiles(policy)
+	if len(remoteFiles(policy)) > 0 { // which Parse has read before
+		p.policy, err = config.Parse(text, path)
+	}
+	return p, err
 }
 
 // referencedFiles returns the state of the files that a policy names, by path.

@@ -110,26 +110,6 @@ func (r *recording) path(begun time.Time) string {
 	return filepath.Join(r.dir, strconv.FormatInt(begun.Unix(), 10)+framesSuffix)
 }
 
-// list returns when the files begin, the oldest one first.
-func (r *recording) list() ([]time.Time, error) {
-	entries, err := os.ReadDir(r.dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read frames: %w", err)
-	}
-	var begun []time.Time
-	for _, e := range entries {
-		text, ok := strings.CutSuffix(e.Name(), framesSuffix)
-		if n, err := strconv.ParseInt(text, 10, 64); ok && err == nil && e.Type().IsRegular() {
-			begun = append(begun, time.Unix(n, 0))
-		}
-	}
-	slices.SortFunc(begun, time.Time.Compare)
-	return begun, nil
-}
-
 // each calls f with the recorded frames since a time, the oldest one first, as JSON without the newline, until f returns
 // false. Damaged parts are left out.
 func (r *recording) each(since time.Time, f func(frame []byte) bool) error {
@@ -155,6 +135,26 @@ func (r *recording) each(since time.Time, f func(frame []byte) bool) error {
 		}
 	}
 	return nil
+}
+
+// list returns when the files begin, the oldest one first.
+func (r *recording) list() ([]time.Time, error) {
+	entries, err := os.ReadDir(r.dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read frames: %w", err)
+	}
+	var begun []time.Time
+	for _, e := range entries {
+		text, ok := strings.CutSuffix(e.Name(), framesSuffix)
+		if n, err := strconv.ParseInt(text, 10, 64); ok && err == nil && e.Type().IsRegular() {
+			begun = append(begun, time.Unix(n, 0))
+		}
+	}
+	slices.SortFunc(begun, time.Time.Compare)
+	return begun, nil
 }
 
 // eachIn calls f with the frames of a file. It returns false if f did.

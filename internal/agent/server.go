@@ -136,14 +136,6 @@ func (a *Agent) handler() http.Handler {
 	return mux
 }
 
-var httpStatus = map[int]int{
-	fault.CodeFailed:       http.StatusInternalServerError,
-	fault.CodeUsage:        http.StatusBadRequest,
-	fault.CodeUnsupported:  http.StatusNotImplemented,
-	fault.CodeNotPermitted: http.StatusForbidden,
-	fault.CodeConflict:     http.StatusConflict,
-}
-
 // answer replies to a request, and records requests that have changed something.
 func (a *Agent) answer(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error)) {
 	reply(w, r, func(r *http.Request) (any, error) {
@@ -153,17 +145,6 @@ func (a *Agent) answer(w http.ResponseWriter, r *http.Request, answer func(*http
 		}
 		return body, err
 	})
-}
-
-func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error)) {
-	body, err := answer(r)
-	w.Header().Set("Content-Type", "application/json")
-	if err != nil {
-		w.WriteHeader(httpStatus[fault.Code(err)])
-		body = api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)}
-	}
-	// The client may have disconnected.
-	_ = json.NewEncoder(w).Encode(body)
 }
 
 // requireLocalCaller refuses requests of callers that have exited or that are in another user namespace. An isolated
@@ -186,4 +167,23 @@ func requireLocalCaller(next http.Handler) http.Handler {
 			next.ServeHTTP(w, r)
 		}
 	})
+}
+
+var httpStatus = map[int]int{
+	fault.CodeFailed:       http.StatusInternalServerError,
+	fault.CodeUsage:        http.StatusBadRequest,
+	fault.CodeUnsupported:  http.StatusNotImplemented,
+	fault.CodeNotPermitted: http.StatusForbidden,
+	fault.CodeConflict:     http.StatusConflict,
+}
+
+func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error)) {
+	body, err := answer(r)
+	w.Header().Set("Content-Type", "application/json")
+	if err != nil {
+		w.WriteHeader(httpStatus[fault.Code(err)])
+		body = api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)}
+	}
+	// The client may have disconnected.
+	_ = json.NewEncoder(w).Encode(body)
 }

@@ -30,13 +30,6 @@ type webPage struct {
 	gate   *connlimit.Gate
 }
 
-// close closes the listener and all connections.
-func (p *webPage) close() {
-	if p != nil {
-		p.http.Close()
-	}
-}
-
 // pageChange is a change of the web page that has not been made. nil is no change.
 type pageChange struct {
 	page     *webPage     // a page that is served already; nil if the change ends the page, or changes settings
@@ -84,6 +77,9 @@ func (a *Agent) openPage(policy *config.Policy) (*pageChange, error) {
 	return &pageChange{page: page}, nil
 }
 
+// pageSource is what the web page shows.
+type pageSource struct{ a *Agent }
+
 func (a *Agent) servePage(settings *ui.Settings, listener net.Listener) (*webPage, error) {
 	limit := domain.ShareOfDescriptors(pageShare, leastPage, mostPage)
 	// Half of the connections remain for requests that end.
@@ -123,6 +119,13 @@ func (a *Agent) setPage(c *pageChange, problem error) {
 	}
 }
 
+// close closes the listener and all connections.
+func (p *webPage) close() {
+	if p != nil {
+		p.http.Close()
+	}
+}
+
 // describeUI describes the web page of a policy, as in "127.0.0.1:9733, TLS, token".
 func describeUI(u config.UI) string {
 	parts := []string{format.OrNone(u.Listen)}
@@ -137,9 +140,6 @@ func describeUI(u config.UI) string {
 	}
 	return strings.Join(parts, ", ")
 }
-
-// pageSource is what the web page shows.
-type pageSource struct{ a *Agent }
 
 // Watch counts a live view.
 func (s pageSource) Watch() (stop func(), err error) {

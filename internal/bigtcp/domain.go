@@ -41,6 +41,13 @@ func New(h *domain.Host) *Domain {
 // rejects sizes that are not supported.
 func (d *Domain) Check(*config.Policy) error { return nil }
 
+// namespaceRules contains the rules of a policy for one network namespace; nil if the
+// policy has no rules for it any more.
+type namespaceRules struct {
+	netns string
+	rules []config.BigTCPRule
+}
+
 // Start reverts the sizes that an earlier agent has set in network namespaces without
 // rules, and applies the rules of the policy.
 func (d *Domain) Start(policy *config.Policy) error {
@@ -96,6 +103,9 @@ func (d *Domain) Close() {
 	}
 }
 
+// Revert reverts the sizes of all interfaces.
+func (d *Domain) Revert() ([]string, error) { return Revert(d.host.StateDir) }
+
 // Revert reverts the sizes of all interfaces, regardless of who set them, and returns the
 // names of the interfaces.
 func Revert(stateDir string) ([]string, error) {
@@ -121,8 +131,9 @@ func Revert(stateDir string) ([]string, error) {
 	return reverted, err
 }
 
-// Revert reverts the sizes of all interfaces.
-func (d *Domain) Revert() ([]string, error) { return Revert(d.host.StateDir) }
+// Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the
+// systemd unit.
+func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
 
 // Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the
 // systemd unit.
@@ -134,17 +145,6 @@ func Needs(policy *config.Policy) []rights.Need {
 		}
 	}
 	return needs
-}
-
-// Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the
-// systemd unit.
-func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
-
-// namespaceRules contains the rules of a policy for one network namespace; nil if the
-// policy has no rules for it any more.
-type namespaceRules struct {
-	netns string
-	rules []config.BigTCPRule
 }
 
 // rulesByNamespace groups the rules of a policy by network namespace.

@@ -41,6 +41,15 @@ func (w *namespaceWatch) close() {
 	}
 }
 
+// retryNamespaces calls updateNamespaces after retryDelay.
+func (d *Domain) retryNamespaces() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if !d.closed && d.watch != nil {
+		d.watch.retryAfterDelay(d.updateNamespaces)
+	}
+}
+
 // updateNamespaces watches the paths of the network namespaces with rules, and opens or
 // closes namespaces that have appeared or vanished. ip netns creates a file and then mounts
 // the namespace on it; only the list of mounts shows the mount.
@@ -71,15 +80,6 @@ func (d *Domain) updateNamespaces() {
 		if _, err := statFile(netns); err == nil && !s.isOpen() {
 			d.watch.retryAfterDelay(d.updateNamespaces)
 		}
-	}
-}
-
-// retryNamespaces calls updateNamespaces after retryDelay.
-func (d *Domain) retryNamespaces() {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if !d.closed && d.watch != nil {
-		d.watch.retryAfterDelay(d.updateNamespaces)
 	}
 }
 

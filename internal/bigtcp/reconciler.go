@@ -149,6 +149,43 @@ func (s *reconciler) close() {
 	s.closeNamespace()
 }
 
+// updateNamespace opens the namespace at the path if it has appeared or is another one, and
+// closes a namespace that has vanished.
+func (s *reconciler) updateNamespace() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	file, err := statFile(s.netns)
+	if s.network != nil && err == nil && file == s.file {
+		return
+	}
+	if s.network != nil {
+		id := s.network.ID()
+		s.closeNamespace()
+		s.log.Info("network namespace has vanished", "netns", s.netns)
+		// The sizes vanished with the namespace. Only the records are removed.
+		if err := s.revertRecords(func(r sizing.Record) bool { return r.NetnsID == id }); err != nil {
+			s.log.Debug("records of a network namespace not removed", "netns", s.netns, "error", err)
+		}
+	}
+	before := s.problem
+	if err := s.openNamespace(); err != nil {
+		s.setProblem(err)
+		if before == nil || before.Error() != err.Error() {
+			s.log.Info("network namespace not entered", "netns", s.netns, "error", err)
+		}
+		return
+	}
+	if s.network != nil {
+		s.log.Info("network namespace entered", "netns", s.netns)
+		s.reconcileAndLog()
+	}
+}
+
+// recheckAfter is the time until sizes are read again after they were set. It exceeds the
+// poll interval of netif.Watch, which does not notice sizes that are reset between two
+// polls.
+const recheckAfter = 6 * time.Second
+
 // openNamespace opens the namespace and watches its interfaces. A namespace that does not
 // exist yet is not an error: network stays nil.
 func (s *reconciler) openNamespace() error {
@@ -180,11 +217,6 @@ func (s *reconciler) openNamespace() error {
 	// An earlier namespace may have had the same path.
 	return s.revertRecords(func(r sizing.Record) bool { return r.Netns == s.netns && r.NetnsID != network.ID() })
 }
-
-// recheckAfter is the time until sizes are read again after they were set. It exceeds the
-// poll interval of netif.Watch, which does not notice sizes that are reset between two
-// polls.
-const recheckAfter = 6 * time.Second
 
 // errMayNotEnter returns the error of an agent without CAP_SYS_ADMIN.
 func errMayNotEnter() error {
@@ -246,46 +278,6 @@ func (s *reconciler) closeNamespace() {
 	s.network, s.interfaces, s.unmatched, s.attempts = nil, nil, nil, nil
 }
 
-// setProblem records why the namespace is not reconciled.
-func (s *reconciler) setProblem(err error) {
-	if s.problem == nil || s.problem.Error() != err.Error() {
-		s.since = time.Now()
-	}
-	s.problem = err
-}
-
-// updateNamespace opens the namespace at the path if it has appeared or is another one, and
-// closes a namespace that has vanished.
-func (s *reconciler) updateNamespace() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	file, err := statFile(s.netns)
-	if s.network != nil && err == nil && file == s.file {
-		return
-	}
-	if s.network != nil {
-		id := s.network.ID()
-		s.closeNamespace()
-		s.log.Info("network namespace has vanished", "netns", s.netns)
-		// The sizes vanished with the namespace. Only the records are removed.
-		if err := s.revertRecords(func(r sizing.Record) bool { return r.NetnsID == id }); err != nil {
-			s.log.Debug("records of a network namespace not removed", "netns", s.netns, "error", err)
-		}
-	}
-	before := s.problem
-	if err := s.openNamespace(); err != nil {
-		s.setProblem(err)
-		if before == nil || before.Error() != err.Error() {
-			s.log.Info("network namespace not entered", "netns", s.netns, "error", err)
-		}
-		return
-	}
-	if s.network != nil {
-		s.log.Info("network namespace entered", "netns", s.netns)
-		s.reconcileAndLog()
-	}
-}
-
 // isOpen reports whether the namespace is open.
 func (s *reconciler) isOpen() bool {
 	s.mu.Lock()
@@ -311,6 +303,14 @@ func (s *reconciler) reconcileAndLog() {
 		}
 		s.setProblem(err)
 	}
+}
+
+// setProblem records why the namespace is not reconciled.
+func (s *reconciler) setProblem(err error) {
+	if s.problem == nil || s.problem.Error() != err.Error() {
+		s.since = time.Now()
+	}
+	s.problem = err
 }
 
 // maxPasses bounds the passes of one reconcile.

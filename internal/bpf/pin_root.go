@@ -64,25 +64,6 @@ func OpenRoot(dir string) (_ *Root, err error) {
 	return &Root{Dir: dir, lock: lock}, nil
 }
 
-// lockWait is the time for which lockRoot waits for the lock: the lock of an agent that was killed lasts until the kernel has closed
-// the files of the process.
-const lockWait = 500 * time.Millisecond
-
-func lockRoot(dir *os.File) error {
-	const interval = 10 * time.Millisecond
-	for deadline := time.Now().Add(lockWait); ; time.Sleep(interval) {
-		err := unix.Flock(int(dir.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		switch {
-		case err == nil:
-			return nil
-		case !errors.Is(err, unix.EWOULDBLOCK):
-			return fmt.Errorf("lock %s: %w", dir.Name(), err)
-		case time.Now().After(deadline):
-			return fmt.Errorf("lock %s: %w", dir.Name(), ErrLocked)
-		}
-	}
-}
-
 // ServicePrefix is the prefix of the pin directory of a service.
 const ServicePrefix = "steer_"
 
@@ -109,22 +90,6 @@ func (r *Root) Services() ([]string, error) { return PinnedNames(r.Dir, ServiceP
 
 // Tunings lists the tunings with pins, unsorted.
 func (r *Root) Tunings() ([]string, error) { return PinnedNames(r.Dir, TunePins) }
-
-// PinnedNames lists the names with pins in a directory by the prefix of their kind, unsorted.
-func PinnedNames(dir, prefix string) ([]string, error) {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return nil, fmt.Errorf("read pin directory: %w", err)
-	}
-	var names []string
-	for _, e := range entries {
-		name, _, _ := strings.Cut(e.Name(), pin.LayoutMark)
-		if name, ok := strings.CutPrefix(name, prefix); ok && e.IsDir() && !slices.Contains(names, name) {
-			names = append(names, name)
-		}
-	}
-	return names, nil
-}
 
 // Tracings lists the tracings with pins, unsorted.
 func (r *Root) Tracings() ([]string, error) { return PinnedNames(r.Dir, TracePins) }
@@ -218,6 +183,25 @@ func RemoveRoot(dir string, before func() error) error {
 	return os.RemoveAll(dir)
 }
 
+// lockWait is the time for which lockRoot waits for the lock: the lock of an agent that was killed lasts until the kernel has closed
+// the files of the process.
+const lockWait = 500 * time.Millisecond
+
+func lockRoot(dir *os.File) error {
+	const interval = 10 * time.Millisecond
+	for deadline := time.Now().Add(lockWait); ; time.Sleep(interval) {
+		err := unix.Flock(int(dir.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		switch {
+		case err == nil:
+			return nil
+		case !errors.Is(err, unix.EWOULDBLOCK):
+			return fmt.Errorf("lock %s: %w", dir.Name(), err)
+		case time.Now().After(deadline):
+			return fmt.Errorf("lock %s: %w", dir.Name(), ErrLocked)
+		}
+	}
+}
+
 // Clear removes what is in the directory: pins, programs and the schema version. The directory stays locked.
 func (r *Root) Clear() error {
 	if err := removePins(r.Dir); err != nil {
@@ -243,6 +227,22 @@ func removePins(dir string) error {
 		}
 	}
 	return nil
+}
+
+// PinnedNames lists the names with pins in a directory by the prefix of their kind, unsorted.
+func PinnedNames(dir, prefix string) ([]string, error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("read pin directory: %w", err)
+	}
+	var names []string
+	for _, e := range entries {
+		name, _, _ := strings.Cut(e.Name(), pin.LayoutMark)
+		if name, ok := strings.CutPrefix(name, prefix); ok && e.IsDir() && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	return names, nil
 }
 
 // IsBPFFS reports whether dir is in a bpffs.

@@ -177,6 +177,16 @@ func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 	return listeners, nil
 }
 
+// DetachLinks detaches the links of a data path whose pins are removed. A reuseport program stays attached until its group
+// ends.
+func (s *Steer) DetachLinks() error {
+	var errs []error
+	for _, l := range s.links {
+		errs = append(errs, l.Detach())
+	}
+	return errors.Join(append(errs, s.Close())...)
+}
+
 // Close closes the descriptors of this process. Pinned maps, programs and links stay.
 func (s *Steer) Close() error {
 	var errs []error
@@ -203,16 +213,6 @@ func (s *Steer) Close() error {
 		errs = append(errs, m.Close())
 	}
 	return errors.Join(errs...)
-}
-
-// DetachLinks detaches the links of a data path whose pins are removed. A reuseport program stays attached until its group
-// ends.
-func (s *Steer) DetachLinks() error {
-	var errs []error
-	for _, l := range s.links {
-		errs = append(errs, l.Detach())
-	}
-	return errors.Join(append(errs, s.Close())...)
 }
 
 // Remove detaches the links of a service and removes its pins, in any layout. A reuseport program stays attached
@@ -260,15 +260,6 @@ func (p Place) Ready() uint32 { return uint32(1 + int(p)/MaxSlots) }
 // Other returns the other place of the slot.
 func (p Place) Other() Place { return (p + Place(MaxSlots)) % Place(2*MaxSlots) }
 
-// socketOf returns the map and the index of a socket.
-func (s *Steer) socketOf(row int, place Place) (*ebpf.Map, uint32) {
-	m := s.sockets
-	if place.Ready() == 2 {
-		m = s.successors
-	}
-	return m, uint32(row*MaxSlots + place.Slot())
-}
-
 // Insert registers a socket for a listener and a place and replaces the previous socket. The slot receives traffic
 // after SetSlot. The error is EBUSY if the socket is registered already, and EINVAL if the socket is not bound, does
 // not listen, or was bound before SO_REUSEPORT was set.
@@ -299,17 +290,6 @@ func (s *Steer) Insert(row int, place Place, fd int, cookie uint64) error {
 	return nil
 }
 
-// Cookie returns SO_COOKIE of the socket of a listener and a place, or 0.
-func (s *Steer) Cookie(row int, place Place) (uint64, error) {
-	var cookie uint64
-	m, index := s.socketOf(row, place)
-	err := m.Lookup(index, &cookie)
-	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-		return 0, fmt.Errorf("look up socket of listener %d, slot %d: %w", row, place.Slot(), err)
-	}
-	return cookie, nil
-}
-
 // Delete removes the socket of a listener and a place, if there is one.
 func (s *Steer) Delete(row int, place Place) error {
 	cookie, err := s.Cookie(row, place)
@@ -325,6 +305,26 @@ func (s *Steer) Delete(row int, place Place) error {
 		return fmt.Errorf("forget socket %#x: %w", cookie, err)
 	}
 	return nil
+}
+
+// Cookie returns SO_COOKIE of the socket of a listener and a place, or 0.
+func (s *Steer) Cookie(row int, place Place) (uint64, error) {
+	var cookie uint64
+	m, index := s.socketOf(row, place)
+	err := m.Lookup(index, &cookie)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return 0, fmt.Errorf("look up socket of listener %d, slot %d: %w", row, place.Slot(), err)
+	}
+	return cookie, nil
+}
+
+// socketOf returns the map and the index of a socket.
+func (s *Steer) socketOf(row int, place Place) (*ebpf.Map, uint32) {
+	m := s.sockets
+	if place.Ready() == 2 {
+		m = s.successors
+	}
+	return m, uint32(row*MaxSlots + place.Slot())
 }
 
 // InsertGate registers the socket of a closed gate for a listener. The gate is open again once the socket is closed.

@@ -12,19 +12,6 @@ import (
 	"sockeye/internal/bpf/watched"
 )
 
-// Attach attaches the program of a row to the SO_REUSEPORT group of a socket. It returns EINVAL if the socket is not
-// in a group.
-func (s *Steer) Attach(row, fd int) error {
-	p := s.programs[row]
-	if p == nil {
-		return fmt.Errorf("attach to listener %d: no such listener", row)
-	}
-	if err := attach(p, fd); err != nil {
-		return fmt.Errorf("attach %s to socket: %w", programPin(s.lookup, row), err)
-	}
-	return nil
-}
-
 func attach(p *ebpf.Program, fd int) error {
 	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_EBPF, p.FD())
 }
@@ -68,6 +55,19 @@ func (s *Steer) AttachWatched(row, fd int) (unwatched, err error) {
 	}
 	attached(row)
 	return nil, nil
+}
+
+// Attach attaches the program of a row to the SO_REUSEPORT group of a socket. It returns EINVAL if the socket is not
+// in a group.
+func (s *Steer) Attach(row, fd int) error {
+	p := s.programs[row]
+	if p == nil {
+		return fmt.Errorf("attach to listener %d: no such listener", row)
+	}
+	if err := attach(p, fd); err != nil {
+		return fmt.Errorf("attach %s to socket: %w", programPin(s.lookup, row), err)
+	}
+	return nil
 }
 
 // IsWatched reports whether IsAttached notices the end of the program of a row.

@@ -191,18 +191,6 @@ func (s *Steer) openMap(spec *ebpf.MapSpec, to **ebpf.Map) (err error) {
 	return s.createMap(spec, to)
 }
 
-func (s *Steer) createMap(spec *ebpf.MapSpec, to **ebpf.Map) error {
-	m, err := ebpf.NewMap(spec)
-	if err != nil {
-		return fmt.Errorf("create map %s: %w", spec.Name, err)
-	}
-	if *to != nil {
-		(*to).Close()
-	}
-	*to, s.created[spec.Name] = m, true
-	return s.pinLater(spec.Name, m)
-}
-
 // checkPins checks the pinned programs and links before any is replaced, so that a failure leaves the service
 // unchanged.
 func (s *Steer) checkPins(c SteerConfig) error {
@@ -264,15 +252,6 @@ func (s *Steer) makeKeys() error {
 	return nil
 }
 
-func (s *Steer) replacements() map[string]*ebpf.Map {
-	return map[string]*ebpf.Map{
-		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, "host_maps": s.hostMaps, "next_hosts": s.nextHosts, pinSlots: s.slots,
-		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets, pinGates: s.gates, pinPasses: s.passes,
-		"admission": s.admission, "unlisted": s.unlisted, pinRooms: s.rooms, pinWaits: s.waits, pinStored: s.stored,
-		"room_ports": s.roomPorts, pinSuccessors: s.successors, "refusals": s.refusals, "reports": s.reports,
-	}
-}
-
 // openPrograms adopts or loads the programs. If the pinned programs are those of another version, or if programs or maps
 // of the mapping are missing, openPrograms creates the maps of the mapping, and calls c.Ready.
 func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
@@ -301,6 +280,27 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	return c.Ready(s)
 }
 
+func (s *Steer) createMap(spec *ebpf.MapSpec, to **ebpf.Map) error {
+	m, err := ebpf.NewMap(spec)
+	if err != nil {
+		return fmt.Errorf("create map %s: %w", spec.Name, err)
+	}
+	if *to != nil {
+		(*to).Close()
+	}
+	*to, s.created[spec.Name] = m, true
+	return s.pinLater(spec.Name, m)
+}
+
+// version is the version of a pinned program.
+type version int
+
+const (
+	noVersion version = iota // no program is pinned
+	sameVersion
+	otherVersion // other instructions
+)
+
 // loadPrograms adopts pinned programs that are the same, and loads the others. It returns whether all pinned programs,
 // and at least one, have the instructions of this version.
 func (s *Steer) loadPrograms(c SteerConfig, spec *ebpf.CollectionSpec) (same bool, err error) {
@@ -323,21 +323,6 @@ func (s *Steer) loadPrograms(c SteerConfig, spec *ebpf.CollectionSpec) (same boo
 	}
 	version, err := s.openProgram(spec, "steer_lookup", 0)
 	return version == sameVersion, err
-}
-
-// admitGather limits the admission of new devices to the table: half of the table immediately, the whole table within 2
-// * admitGather. A flood of forged sources fills half of the table and replaces the rest slowly. Known devices, which
-// are looked up in the meantime, remain: the kernel evicts entries that were not looked up.
-const admitGather = 1024 * time.Second
-
-func setDevices(spec *ebpf.CollectionSpec, devices int) error {
-	every := 2 * admitGather / time.Duration(max(devices, 1))
-	return errors.Join(
-		spec.Variables["track_devices"].Set(devices > 0),
-		spec.Variables["report_every"].Set(uint64(reportEvery)),
-		spec.Variables["report_gather"].Set(uint64(reportBurst*reportEvery)),
-		spec.Variables["admit_every"].Set(uint64(every)),
-		spec.Variables["admit_gather"].Set(uint64(admitGather)))
 }
 
 // setRoom sets the bounds of the waiting rooms, and what the kernel has for them.
@@ -395,15 +380,6 @@ func specOfRow(spec *ebpf.CollectionSpec, name string, row int) (*ebpf.Collectio
 	return spec, spec.Variables["listener"].Set(uint32(row))
 }
 
-// version is the version of a pinned program.
-type version int
-
-const (
-	noVersion version = iota // no program is pinned
-	sameVersion
-	otherVersion // other instructions
-)
-
 // openProgram adopts the pinned program of a row, or loads the named one if another program or none is pinned.
 func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (version, error) {
 	fresh, err := load.Program(spec, name, s.replacements())
@@ -431,48 +407,6 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (ve
 		return sameVersion, nil
 	}
 	return otherVersion, nil
-}
-
-// keepLink is pin.EnsureLink for a link of the service, which another layout may have pinned.
-func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
-	for _, other := range s.others {
-		if err := pin.TakeLink(other, s.dir, name, p, target); err != nil {
-			return err
-		}
-	}
-	l, err := pin.EnsureLink(s.dir, name, p, target, attach)
-	if err == nil {
-		s.links = append(s.links, l)
-	}
-	return err
-}
-
-// netnsCookie returns the cookie of a network namespace, or 0 if it is unknown: before Linux 5.14, without a
-// namespace, or without CAP_SYS_ADMIN, which only other namespaces need.
-func netnsCookie(namespace *os.File) (uint64, error) {
-	if namespace == nil {
-		return 0, nil
-	}
-	cookie, err := netns.Cookie(namespace)
-	var enter *netns.EnterError
-	if errors.As(err, &enter) && errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOPROTOOPT) {
-		return 0, nil
-	}
-	return cookie, err
-}
-
-// haveExitStatus reports whether sock_release programs can read the exit status of a process.
-func haveExitStatus() (bool, error) {
-	for _, helper := range []asm.BuiltinFunc{asm.FnGetCurrentTask, asm.FnProbeReadKernel} {
-		err := features.HaveProgramHelper(ebpf.CGroupSock, helper)
-		if errors.Is(err, ebpf.ErrNotSupported) {
-			return false, nil
-		}
-		if err != nil {
-			return false, fmt.Errorf("probe %v of sock_release: %w", helper, err)
-		}
-	}
-	return true, nil
 }
 
 // openHooks attaches the member hooks. Only the release hook is pinned: it closes slots without an agent. The other
@@ -557,4 +491,70 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	return s.keepLink(pinReleaseLink, collection.Programs["steer_release"], cgroup, func() (link.Link, error) {
 		return attach("steer_release", ebpf.AttachCgroupInetSockRelease)
 	})
+}
+
+func (s *Steer) replacements() map[string]*ebpf.Map {
+	return map[string]*ebpf.Map{
+		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, "host_maps": s.hostMaps, "next_hosts": s.nextHosts, pinSlots: s.slots,
+		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets, pinGates: s.gates, pinPasses: s.passes,
+		"admission": s.admission, "unlisted": s.unlisted, pinRooms: s.rooms, pinWaits: s.waits, pinStored: s.stored,
+		"room_ports": s.roomPorts, pinSuccessors: s.successors, "refusals": s.refusals, "reports": s.reports,
+	}
+}
+
+// admitGather limits the admission of new devices to the table: half of the table immediately, the whole table within 2
+// * admitGather. A flood of forged sources fills half of the table and replaces the rest slowly. Known devices, which
+// are looked up in the meantime, remain: the kernel evicts entries that were not looked up.
+const admitGather = 1024 * time.Second
+
+func setDevices(spec *ebpf.CollectionSpec, devices int) error {
+	every := 2 * admitGather / time.Duration(max(devices, 1))
+	return errors.Join(
+		spec.Variables["track_devices"].Set(devices > 0),
+		spec.Variables["report_every"].Set(uint64(reportEvery)),
+		spec.Variables["report_gather"].Set(uint64(reportBurst*reportEvery)),
+		spec.Variables["admit_every"].Set(uint64(every)),
+		spec.Variables["admit_gather"].Set(uint64(admitGather)))
+}
+
+// keepLink is pin.EnsureLink for a link of the service, which another layout may have pinned.
+func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
+	for _, other := range s.others {
+		if err := pin.TakeLink(other, s.dir, name, p, target); err != nil {
+			return err
+		}
+	}
+	l, err := pin.EnsureLink(s.dir, name, p, target, attach)
+	if err == nil {
+		s.links = append(s.links, l)
+	}
+	return err
+}
+
+// netnsCookie returns the cookie of a network namespace, or 0 if it is unknown: before Linux 5.14, without a
+// namespace, or without CAP_SYS_ADMIN, which only other namespaces need.
+func netnsCookie(namespace *os.File) (uint64, error) {
+	if namespace == nil {
+		return 0, nil
+	}
+	cookie, err := netns.Cookie(namespace)
+	var enter *netns.EnterError
+	if errors.As(err, &enter) && errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOPROTOOPT) {
+		return 0, nil
+	}
+	return cookie, err
+}
+
+// haveExitStatus reports whether sock_release programs can read the exit status of a process.
+func haveExitStatus() (bool, error) {
+	for _, helper := range []asm.BuiltinFunc{asm.FnGetCurrentTask, asm.FnProbeReadKernel} {
+		err := features.HaveProgramHelper(ebpf.CGroupSock, helper)
+		if errors.Is(err, ebpf.ErrNotSupported) {
+			return false, nil
+		}
+		if err != nil {
+			return false, fmt.Errorf("probe %v of sock_release: %w", helper, err)
+		}
+	}
+	return true, nil
 }

@@ -65,14 +65,6 @@ func (s *Steer) SetOwner(fd int, o Owner) error {
 // Owner returns the owner of a socket. ok is false if none is recorded.
 func (s *Steer) Owner(fd int) (o Owner, ok bool) { return lookupOwner(s.owners, fd) }
 
-func lookupOwner(owners *ebpf.Map, fd int) (o Owner, ok bool) {
-	value, err := owners.LookupBytes(uint32(fd))
-	if err != nil {
-		return o, false
-	}
-	return ParseOwner(value)
-}
-
 // PinnedOwners are the owners of the sockets of a pinned service.
 type PinnedOwners struct{ owners *ebpf.Map }
 
@@ -91,6 +83,14 @@ func OpenOwners(dir string) (*PinnedOwners, error) {
 
 // Owner returns the owner of a socket. ok is false if none is recorded.
 func (p *PinnedOwners) Owner(fd int) (o Owner, ok bool) { return lookupOwner(p.owners, fd) }
+
+func lookupOwner(owners *ebpf.Map, fd int) (o Owner, ok bool) {
+	value, err := owners.LookupBytes(uint32(fd))
+	if err != nil {
+		return o, false
+	}
+	return ParseOwner(value)
+}
 
 // Close closes the map.
 func (p *PinnedOwners) Close() { p.owners.Close() }

@@ -82,21 +82,6 @@ func (s *Steer) Unlisted() (sum uint64, err error) {
 	return sum, nil
 }
 
-// pendingDatagrams returns the datagrams that the CPUs have not added to the table yet.
-func (s *Steer) pendingDatagrams() map[Address]uint64 {
-	sum := make(map[Address]uint64)
-	for i := range pendingSize {
-		var perCPU []Pending
-		if err := s.pending.Lookup(uint32(i), &perCPU); err != nil {
-			continue
-		}
-		for _, p := range perCPU {
-			sum[p.Address] += uint64(p.Datagrams)
-		}
-	}
-	return sum
-}
-
 // RunStats contains the kernel's run statistics of the steering programs of a service.
 type RunStats struct {
 	Runs        uint64
@@ -138,4 +123,19 @@ func (s *Steer) Device(address Address) (seen Seen, found bool) {
 	}
 	seen.Datagrams += s.pendingDatagrams()[address]
 	return seen, true
+}
+
+// pendingDatagrams returns the datagrams that the CPUs have not added to the table yet.
+func (s *Steer) pendingDatagrams() map[Address]uint64 {
+	sum := make(map[Address]uint64)
+	for i := range pendingSize {
+		var perCPU []Pending
+		if err := s.pending.Lookup(uint32(i), &perCPU); err != nil {
+			continue
+		}
+		for _, p := range perCPU {
+			sum[p.Address] += uint64(p.Datagrams)
+		}
+	}
+	return sum
 }

@@ -59,22 +59,6 @@ func LoadTemplateFilter() (filter *ebpf.Program, unload func(), err error) {
 // ErrFiltered is the error for a socket that has a filter of its own.
 var ErrFiltered = errors.New("the socket has a socket filter")
 
-// ReadFilter reports whether a socket has a filter of classic BPF, or one of eBPF. The kernel takes the length of the buffer for a number of
-// instructions (sk_get_filter, net/core/filter.c, Linux 6.18): it would write four instructions, of 8 bytes each, to an int. With a length of
-// 0, it returns their number alone.
-func ReadFilter(fd int) (classic, extended bool, err error) {
-	var none, instructions uint32
-	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_GET_FILTER,
-		uintptr(unsafe.Pointer(&none)), uintptr(unsafe.Pointer(&instructions)), 0)
-	switch errno {
-	case 0:
-		return instructions > 0, false, nil
-	case unix.EACCES:
-		return false, true, nil
-	}
-	return false, false, fmt.Errorf("read SO_GET_FILTER: %w", errno)
-}
-
 // AttachTemplateFilter attaches the filter that copies datagrams with template sets to a member's UDP socket. own is set if the
 // socket has had this filter, possibly that of another version, which is replaced. The error is ErrFiltered for a socket
 // with another filter.
@@ -106,6 +90,22 @@ func DetachFilter(fd int) error {
 		return fmt.Errorf("set SO_DETACH_FILTER: %w", err)
 	}
 	return nil
+}
+
+// ReadFilter reports whether a socket has a filter of classic BPF, or one of eBPF. The kernel takes the length of the buffer for a number of
+// instructions (sk_get_filter, net/core/filter.c, Linux 6.18): it would write four instructions, of 8 bytes each, to an int. With a length of
+// 0, it returns their number alone.
+func ReadFilter(fd int) (classic, extended bool, err error) {
+	var none, instructions uint32
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_GET_FILTER,
+		uintptr(unsafe.Pointer(&none)), uintptr(unsafe.Pointer(&instructions)), 0)
+	switch errno {
+	case 0:
+		return instructions > 0, false, nil
+	case unix.EACCES:
+		return false, true, nil
+	}
+	return false, false, fmt.Errorf("read SO_GET_FILTER: %w", errno)
 }
 
 // LostTemplates returns the number of datagrams with template sets that did not fit into the ring.

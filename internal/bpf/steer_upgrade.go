@@ -19,6 +19,14 @@ import (
 	"sockeye/internal/bpf/pin"
 )
 
+// replacePin replaces the pin of a map, or records it for pinAll. A nil map removes the pin.
+func (s *Steer) replacePin(name string, m *ebpf.Map) error {
+	if s.unpinned != nil {
+		return s.pinLater(name, m)
+	}
+	return s.pinMap(s.names[name], m)
+}
+
 // pinLater records a map that pinAll pins. A nil map removes the pin.
 func (s *Steer) pinLater(name string, m *ebpf.Map) error {
 	// Cloned: a map that knows its pin would move it.
@@ -29,25 +37,6 @@ func (s *Steer) pinLater(name string, m *ebpf.Map) error {
 	name = s.names[name]
 	s.unpinned[name].Close()
 	s.unpinned[name] = clone
-	return nil
-}
-
-// replacePin replaces the pin of a map, or records it for pinAll. A nil map removes the pin.
-func (s *Steer) replacePin(name string, m *ebpf.Map) error {
-	if s.unpinned != nil {
-		return s.pinLater(name, m)
-	}
-	return s.pinMap(s.names[name], m)
-}
-
-func (s *Steer) pinMap(name string, m *ebpf.Map) error {
-	path := filepath.Join(s.dir, name)
-	if m == nil {
-		return pin.Remove(path)
-	}
-	if err := pin.Replace(m.Pin, path); err != nil {
-		return fmt.Errorf("pin map %s: %w", name, err)
-	}
 	return nil
 }
 
@@ -92,28 +81,20 @@ func (s *Steer) pinAll(c SteerConfig) error {
 	return nil
 }
 
+func (s *Steer) pinMap(name string, m *ebpf.Map) error {
+	path := filepath.Join(s.dir, name)
+	if m == nil {
+		return pin.Remove(path)
+	}
+	if err := pin.Replace(m.Pin, path); err != nil {
+		return fmt.Errorf("pin map %s: %w", name, err)
+	}
+	return nil
+}
+
 func isMapping(pinned string) bool {
 	name, _, _ := strings.Cut(pinned, pin.LayoutMark)
 	return slices.Contains(steerMapping, name)
-}
-
-// slotPrefix is the number of bytes at the beginning of a slot that are the same in all layouts: ready, the process and
-// its start time (struct steer_slot).
-const slotPrefix = 16
-
-// readSlot reads the slot of a map of any layout.
-func readSlot(m *ebpf.Map, slot int) (value Slot, err error) {
-	bytes, err := m.LookupBytes(uint32(slot))
-	if err == nil && len(bytes) < slotPrefix {
-		err = fmt.Errorf("%d bytes", len(bytes))
-	}
-	if err == nil {
-		_, err = binary.Decode(bytes[:slotPrefix], binary.NativeEndian, &value)
-	}
-	if err != nil {
-		return value, fmt.Errorf("read slot %d: %w", slot, err)
-	}
-	return value, nil
 }
 
 // copyMembers fills new maps of slots and cookies from those of another layout, if the sockets are shared. It returns the
@@ -168,24 +149,6 @@ func (s *Steer) copyMembers(c SteerConfig) (from *ebpf.Map, err error) {
 	return from, nil
 }
 
-// copySlot writes the value of another layout. The slot is not ready if it lacks a socket: its release hook may have
-// closed a slot of a map that is not pinned, in an upgrade that was interrupted.
-func (s *Steer) copySlot(c SteerConfig, slot int, value Slot) error {
-	for row, l := range c.Listeners {
-		if !l.Address.IsValid() {
-			continue
-		}
-		cookie, err := s.Cookie(row, PlaceOf(slot, value.Ready))
-		if err != nil {
-			return err
-		}
-		if cookie == 0 {
-			value.Ready = 0
-		}
-	}
-	return s.SetSlot(slot, value)
-}
-
 // closeCopied closes copied slots whose sockets were closed meanwhile: the other version's release hook has closed only
 // the slots of its own map.
 func (s *Steer) closeCopied(c SteerConfig, from *ebpf.Map) error {
@@ -208,6 +171,43 @@ func (s *Steer) closeCopied(c SteerConfig, from *ebpf.Map) error {
 		}
 	}
 	return nil
+}
+
+// slotPrefix is the number of bytes at the beginning of a slot that are the same in all layouts: ready, the process and
+// its start time (struct steer_slot).
+const slotPrefix = 16
+
+// readSlot reads the slot of a map of any layout.
+func readSlot(m *ebpf.Map, slot int) (value Slot, err error) {
+	bytes, err := m.LookupBytes(uint32(slot))
+	if err == nil && len(bytes) < slotPrefix {
+		err = fmt.Errorf("%d bytes", len(bytes))
+	}
+	if err == nil {
+		_, err = binary.Decode(bytes[:slotPrefix], binary.NativeEndian, &value)
+	}
+	if err != nil {
+		return value, fmt.Errorf("read slot %d: %w", slot, err)
+	}
+	return value, nil
+}
+
+// copySlot writes the value of another layout. The slot is not ready if it lacks a socket: its release hook may have
+// closed a slot of a map that is not pinned, in an upgrade that was interrupted.
+func (s *Steer) copySlot(c SteerConfig, slot int, value Slot) error {
+	for row, l := range c.Listeners {
+		if !l.Address.IsValid() {
+			continue
+		}
+		cookie, err := s.Cookie(row, PlaceOf(slot, value.Ready))
+		if err != nil {
+			return err
+		}
+		if cookie == 0 {
+			value.Ready = 0
+		}
+	}
+	return s.SetSlot(slot, value)
 }
 
 // removeOthers removes the pins of other layouts. Maps that are shared stay.

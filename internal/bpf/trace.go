@@ -161,18 +161,6 @@ func (t *Trace) counts() (TraceCounts, error) {
 	return c, nil
 }
 
-func (t *Trace) setState(change func(*TraceState)) error {
-	var s TraceState
-	if err := t.maps["state"].Lookup(uint32(0), &s); err != nil {
-		return fmt.Errorf("read state: %w", err)
-	}
-	change(&s)
-	if err := t.maps["state"].Put(uint32(0), s); err != nil {
-		return fmt.Errorf("write state: %w", err)
-	}
-	return nil
-}
-
 // Connection returns the state of a chosen connection, or nil.
 func (t *Trace) Connection(fd int) (*TraceConnection, error) {
 	var c TraceConnection
@@ -209,4 +197,16 @@ func (t *Trace) Programs() []string {
 // The offset changes only when the clock is set.
 func (t *Trace) RefreshClock() error {
 	return t.setState(func(s *TraceState) { s.Clock = int64(clock.Offset()) })
+}
+
+func (t *Trace) setState(change func(*TraceState)) error {
+	var s TraceState
+	if err := t.maps["state"].Lookup(uint32(0), &s); err != nil {
+		return fmt.Errorf("read state: %w", err)
+	}
+	change(&s)
+	if err := t.maps["state"].Put(uint32(0), s); err != nil {
+		return fmt.Errorf("write state: %w", err)
+	}
+	return nil
 }

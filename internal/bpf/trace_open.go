@@ -105,25 +105,6 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	return t, nil
 }
 
-// load loads a program with the maps of this tracing.
-func (t *Trace) load(spec *ebpf.CollectionSpec, program string) (*ebpf.Program, error) {
-	for name, m := range spec.Maps {
-		if of := t.maps[name]; of != nil {
-			m.MaxEntries = of.MaxEntries()
-		}
-	}
-	if timestamps := spec.Variables["timestamps"]; timestamps != nil {
-		err := probe.HaveTimestamps()
-		if err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
-			return nil, err
-		}
-		if err := timestamps.Set(err == nil); err != nil {
-			return nil, err
-		}
-	}
-	return load.Program(spec, program, t.maps)
-}
-
 func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 	indexes := uint32(max(c.Rules.Groups, 1))
 	for _, name := range []string{"groups", "stats", "slowest"} {
@@ -216,6 +197,25 @@ func (t *Trace) openSend() error {
 	}
 	t.links[pinSendLink] = l
 	return nil
+}
+
+// load loads a program with the maps of this tracing.
+func (t *Trace) load(spec *ebpf.CollectionSpec, program string) (*ebpf.Program, error) {
+	for name, m := range spec.Maps {
+		if of := t.maps[name]; of != nil {
+			m.MaxEntries = of.MaxEntries()
+		}
+	}
+	if timestamps := spec.Variables["timestamps"]; timestamps != nil {
+		err := probe.HaveTimestamps()
+		if err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
+			return nil, err
+		}
+		if err := timestamps.Set(err == nil); err != nil {
+			return nil, err
+		}
+	}
+	return load.Program(spec, program, t.maps)
 }
 
 // HaveSend returns an error that wraps ebpf.ErrNotSupported if the start of sendmsg(2) cannot be recorded: the kernel

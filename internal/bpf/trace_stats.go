@@ -52,14 +52,6 @@ func (t *Trace) Stats(group uint32) (*TraceStats, error) {
 	return sum, nil
 }
 
-func addHistogram(to, from *TraceHistogram) {
-	to.Sum += from.Sum
-	to.Max = max(to.Max, from.Max)
-	for i, n := range from.Bucket {
-		to.Bucket[i] += n
-	}
-}
-
 // Slowest returns the slowest messages of a group in each of the last TraceMinutes minutes, unsorted.
 func (t *Trace) Slowest(group uint32) ([]TraceSample, error) {
 	var kept TraceSlowest
@@ -116,6 +108,14 @@ func (t *Trace) RXStats(group uint32) (*TraceRXStats, error) {
 		}
 	}
 	return sum, nil
+}
+
+func addHistogram(to, from *TraceHistogram) {
+	to.Sum += from.Sum
+	to.Max = max(to.Max, from.Max)
+	for i, n := range from.Bucket {
+		to.Bucket[i] += n
+	}
 }
 
 // TraceWaiting describes the samples of a group that wait for the application or for a driver.

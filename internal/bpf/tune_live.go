@@ -49,22 +49,6 @@ func (t *Tune) Live() (_ *Live, err error) {
 	return l, nil
 }
 
-func (t *Tune) loadLive(name string, nonce uint64) (*ebpf.Program, error) {
-	spec, err := loadTuneLive()
-	if err != nil {
-		return nil, err
-	}
-	if err := spec.Variables["nonce"].Set(nonce); err != nil {
-		return nil, err
-	}
-	for other := range spec.Programs {
-		if other != name {
-			delete(spec.Programs, other)
-		}
-	}
-	return load.Program(spec, name, t.maps)
-}
-
 // Close detaches the hook.
 func (l *Live) Close() error {
 	if l.link == nil {
@@ -121,4 +105,20 @@ func (t *Tune) Decide(questions ...MatchQuestion) ([]uint32, error) {
 		}
 	}
 	return answers, nil
+}
+
+func (t *Tune) loadLive(name string, nonce uint64) (*ebpf.Program, error) {
+	spec, err := loadTuneLive()
+	if err != nil {
+		return nil, err
+	}
+	if err := spec.Variables["nonce"].Set(nonce); err != nil {
+		return nil, err
+	}
+	for other := range spec.Programs {
+		if other != name {
+			delete(spec.Programs, other)
+		}
+	}
+	return load.Program(spec, name, t.maps)
 }

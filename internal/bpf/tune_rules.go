@@ -29,40 +29,6 @@ func (t *Tune) Install(r *TuneRules) error {
 	return t.retireRules(ids)
 }
 
-// InstalledRule is a rule in the maps.
-type InstalledRule struct {
-	TuneRule
-	// Retired is the CLOCK_BOOTTIME at which the rule was removed from the policy, 0 for a rule in force.
-	Retired time.Duration
-}
-
-// Rules returns all rules by number: those in force, and those that connections still have.
-func (t *Tune) Rules() (map[uint32]*InstalledRule, error) {
-	rules := make(map[uint32]*InstalledRule)
-	var (
-		id      uint32
-		rule    TuneRule
-		retired uint64
-	)
-	entries := t.maps["rules"].Iterate()
-	for entries.Next(&id, &rule) {
-		rules[id] = &InstalledRule{TuneRule: rule}
-	}
-	if err := entries.Err(); err != nil {
-		return nil, fmt.Errorf("read rules: %w", err)
-	}
-	entries = t.maps["retired"].Iterate()
-	for entries.Next(&id, &retired) {
-		if rules[id] != nil {
-			rules[id].Retired = time.Duration(retired)
-		}
-	}
-	if err := entries.Err(); err != nil {
-		return nil, fmt.Errorf("read retired rules: %w", err)
-	}
-	return rules, nil
-}
-
 // installRules finds or assigns the numbers of rules.
 func (t *Tune) installRules(wanted []TuneRule) ([]uint32, error) {
 	known, err := t.Rules()
@@ -160,6 +126,40 @@ func (t *Tune) retireRules(inForce []uint32) error {
 		}
 	}
 	return nil
+}
+
+// InstalledRule is a rule in the maps.
+type InstalledRule struct {
+	TuneRule
+	// Retired is the CLOCK_BOOTTIME at which the rule was removed from the policy, 0 for a rule in force.
+	Retired time.Duration
+}
+
+// Rules returns all rules by number: those in force, and those that connections still have.
+func (t *Tune) Rules() (map[uint32]*InstalledRule, error) {
+	rules := make(map[uint32]*InstalledRule)
+	var (
+		id      uint32
+		rule    TuneRule
+		retired uint64
+	)
+	entries := t.maps["rules"].Iterate()
+	for entries.Next(&id, &rule) {
+		rules[id] = &InstalledRule{TuneRule: rule}
+	}
+	if err := entries.Err(); err != nil {
+		return nil, fmt.Errorf("read rules: %w", err)
+	}
+	entries = t.maps["retired"].Iterate()
+	for entries.Next(&id, &retired) {
+		if rules[id] != nil {
+			rules[id].Retired = time.Duration(retired)
+		}
+	}
+	if err := entries.Err(); err != nil {
+		return nil, fmt.Errorf("read retired rules: %w", err)
+	}
+	return rules, nil
 }
 
 // used reports whether a connection may still have the rule.

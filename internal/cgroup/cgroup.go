@@ -117,6 +117,39 @@ func Move(dir string, pid int) error {
 	return nil
 }
 
+// removed returns whether the error is that of a cgroup that was removed while it was read.
+func removed(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) }
+
+// Destroy kills all processes of a cgroup and of those below it, and removes these cgroups.
+func Destroy(dir string) error {
+	if err := Kill(dir); err != nil {
+		return err
+	}
+	return Remove(dir)
+}
+
+// Kill kills all processes of a cgroup and of those below it, and waits up to 30 seconds until there is none. A
+// cgroup that does not exist has none. Kill does without cgroup.kill, which Linux 5.10 lacks and which also kills
+// what is started in the cgroup later (Linux 6.18 compares kill counts).
+func Kill(dir string) error {
+	for deadline := time.Now().Add(killTimeout); ; time.Sleep(interval) {
+		pids, err := Processes(dir)
+		switch {
+		case removed(err):
+			return nil
+		case err != nil:
+			return fmt.Errorf("kill processes of cgroup %s: %w", dir, err)
+		case len(pids) == 0:
+			return nil
+		case time.Now().After(deadline):
+			return fmt.Errorf("kill processes of cgroup %s: still there: %v", dir, pids)
+		}
+		for _, pid := range pids {
+			_ = unix.Kill(pid, unix.SIGKILL) // the process may be gone by now
+		}
+	}
+}
+
 // Processes lists the processes of a cgroup and of those below it. It returns fs.ErrNotExist if the cgroup does not
 // exist. Cgroups below that disappear meanwhile are left out, and so are those at paths of more than 4,095 bytes, and processes that this
 // pid namespace does not show.
@@ -156,31 +189,6 @@ func Processes(dir string) ([]int, error) {
 	return pids, nil
 }
 
-// removed returns whether the error is that of a cgroup that was removed while it was read.
-func removed(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) }
-
-// Kill kills all processes of a cgroup and of those below it, and waits up to 30 seconds until there is none. A
-// cgroup that does not exist has none. Kill does without cgroup.kill, which Linux 5.10 lacks and which also kills
-// what is started in the cgroup later (Linux 6.18 compares kill counts).
-func Kill(dir string) error {
-	for deadline := time.Now().Add(killTimeout); ; time.Sleep(interval) {
-		pids, err := Processes(dir)
-		switch {
-		case removed(err):
-			return nil
-		case err != nil:
-			return fmt.Errorf("kill processes of cgroup %s: %w", dir, err)
-		case len(pids) == 0:
-			return nil
-		case time.Now().After(deadline):
-			return fmt.Errorf("kill processes of cgroup %s: still there: %v", dir, pids)
-		}
-		for _, pid := range pids {
-			_ = unix.Kill(pid, unix.SIGKILL) // the process may be gone by now
-		}
-	}
-}
-
 // Remove removes a cgroup without processes, and those below it. It is no error if the cgroup does not exist. A
 // process leaves cgroup.procs a moment before it leaves the cgroup: Remove waits up to 10 seconds for that.
 func Remove(dir string) error {
@@ -202,12 +210,4 @@ func Remove(dir string) error {
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// Destroy kills all processes of a cgroup and of those below it, and removes these cgroups.
-func Destroy(dir string) error {
-	if err := Kill(dir); err != nil {
-		return err
-	}
-	return Remove(dir)
 }

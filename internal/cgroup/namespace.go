@@ -30,55 +30,6 @@ type mount struct {
 	point string
 }
 
-// ofType returns the mounts of a type of file system.
-func ofType(all []mountinfo.Mount, fstype string) []mount {
-	var mounts []mount
-	for _, m := range all {
-		if m.Type == fstype {
-			mounts = append(mounts, mount{m.ID, m.Root, m.Point})
-		}
-	}
-	return mounts
-}
-
-// levels returns how many levels the root of the mount is above the root of the cgroup namespace, or -1 if the mount
-// does not contain the root of the namespace.
-func (m mount) levels() int {
-	up, below := splitUp(m.root)
-	if below != "/" {
-		return -1
-	}
-	return up
-}
-
-// visible returns whether the mount point still is this mount, and not a mount on top of it: a container runtime mounts
-// the cgroup of the container where a volume may then mount those of the host.
-func (m mount) visible() bool {
-	var stat unix.Statx_t
-	err := unix.Statx(unix.AT_FDCWD, m.point, unix.AT_NO_AUTOMOUNT, unix.STATX_MNT_ID, &stat)
-	return err == nil && (stat.Mask&unix.STATX_MNT_ID == 0 || stat.Mnt_id == m.id)
-}
-
-// widest returns the mount that shows most of the hierarchy, the first one of several.
-func widest(mounts []mount) (mount, bool) {
-	if len(mounts) == 0 {
-		return mount{}, false
-	}
-	return slices.MaxFunc(mounts, func(a, b mount) int { return a.levels() - b.levels() }), true
-}
-
-func findMount() (mount, error) {
-	all, err := mountinfo.Read()
-	if err != nil {
-		return mount{}, fmt.Errorf("find cgroup v2: %w", err)
-	}
-	m, ok := widest(slices.DeleteFunc(ofType(all, "cgroup2"), func(m mount) bool { return !m.visible() }))
-	if !ok {
-		return mount{}, NotMountedError{V1: len(ofType(all, "cgroup")) > 0}
-	}
-	return m, nil
-}
-
 // Mount returns where the cgroup v2 hierarchy is mounted: on hybrid hosts not at /sys/fs/cgroup. Of several mounts it
 // returns the one that shows most of the hierarchy. It returns a NotMountedError if the hierarchy is not mounted in this
 // mount namespace.
@@ -91,18 +42,6 @@ func Mount() (string, error) {
 func Outside(path string) bool {
 	up, _ := splitUp(path)
 	return up > 0
-}
-
-// splitUp cuts the leading ".." off a path, and returns their number and the path below.
-func splitUp(path string) (up int, below string) {
-	for strings.HasPrefix(path+"/", "/../") {
-		path = strings.TrimPrefix(path, "/..")
-		up++
-	}
-	if path == "" {
-		path = "/"
-	}
-	return up, path
 }
 
 // namespace has the names of the cgroups on the way from the root of the mount to the root of the cgroup namespace of
@@ -169,6 +108,67 @@ func findNamespace() (namespace, error) {
 		return nil, fmt.Errorf("find cgroup namespace: this process is in %s, and in %s", own, path)
 	}
 	return all[:levels], nil
+}
+
+func findMount() (mount, error) {
+	all, err := mountinfo.Read()
+	if err != nil {
+		return mount{}, fmt.Errorf("find cgroup v2: %w", err)
+	}
+	m, ok := widest(slices.DeleteFunc(ofType(all, "cgroup2"), func(m mount) bool { return !m.visible() }))
+	if !ok {
+		return mount{}, NotMountedError{V1: len(ofType(all, "cgroup")) > 0}
+	}
+	return m, nil
+}
+
+// ofType returns the mounts of a type of file system.
+func ofType(all []mountinfo.Mount, fstype string) []mount {
+	var mounts []mount
+	for _, m := range all {
+		if m.Type == fstype {
+			mounts = append(mounts, mount{m.ID, m.Root, m.Point})
+		}
+	}
+	return mounts
+}
+
+// visible returns whether the mount point still is this mount, and not a mount on top of it: a container runtime mounts
+// the cgroup of the container where a volume may then mount those of the host.
+func (m mount) visible() bool {
+	var stat unix.Statx_t
+	err := unix.Statx(unix.AT_FDCWD, m.point, unix.AT_NO_AUTOMOUNT, unix.STATX_MNT_ID, &stat)
+	return err == nil && (stat.Mask&unix.STATX_MNT_ID == 0 || stat.Mnt_id == m.id)
+}
+
+// widest returns the mount that shows most of the hierarchy, the first one of several.
+func widest(mounts []mount) (mount, bool) {
+	if len(mounts) == 0 {
+		return mount{}, false
+	}
+	return slices.MaxFunc(mounts, func(a, b mount) int { return a.levels() - b.levels() }), true
+}
+
+// levels returns how many levels the root of the mount is above the root of the cgroup namespace, or -1 if the mount
+// does not contain the root of the namespace.
+func (m mount) levels() int {
+	up, below := splitUp(m.root)
+	if below != "/" {
+		return -1
+	}
+	return up
+}
+
+// splitUp cuts the leading ".." off a path, and returns their number and the path below.
+func splitUp(path string) (up int, below string) {
+	for strings.HasPrefix(path+"/", "/../") {
+		path = strings.TrimPrefix(path, "/..")
+		up++
+	}
+	if path == "" {
+		path = "/"
+	}
+	return up, path
 }
 
 // names returns the components of a path.

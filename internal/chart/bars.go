@@ -42,13 +42,6 @@ type Bar struct {
 	Parts       []float64
 }
 
-func (b Bar) length() (sum float64) {
-	for _, part := range b.Parts {
-		sum += part
-	}
-	return sum
-}
-
 // SVG draws the chart.
 func (c Chart) SVG() []byte {
 	const width, left, row, thick, head = 800, 230, 30, 18, 62
@@ -114,20 +107,11 @@ polyline { fill: none; stroke-width: 1.5 } .axis { fill: none; stroke: #8c959f; 
 	return []byte(b.String())
 }
 
-// plotHeight is the height of the lines of a panel, with their labels, and 0 without lines.
-func (p Panel) plotHeight() int {
-	if len(p.Lines) == 0 {
-		return 0
+func (b Bar) length() (sum float64) {
+	for _, part := range b.Parts {
+		sum += part
 	}
-	return max(150, 18*len(p.Lines)) + 24
-}
-
-// short returns a value with three digits, or more before the decimal point.
-func short(v float64) string {
-	if v >= 1000 {
-		return strconv.FormatFloat(v, 'f', 0, 64)
-	}
-	return fmt.Sprintf("%.3g", v)
+	return sum
 }
 
 // plot draws the lines of a panel, with the ends of both scales, from y on. Values that are not finite leave a gap.
@@ -170,4 +154,20 @@ func (p Panel) plot(b *strings.Builder, y, width int) {
 		at := y + 10 + 18*i
 		fmt.Fprintf(b, "<polyline class=\"line%d\" points=\"%d,%d %d,%d\"/><text x=\"%d\" y=\"%d\">%s</text>\n", i, right0+14, at-4, right0+34, at-4, right0+40, at, html.EscapeString(l.Label))
 	}
+}
+
+// plotHeight is the height of the lines of a panel, with their labels, and 0 without lines.
+func (p Panel) plotHeight() int {
+	if len(p.Lines) == 0 {
+		return 0
+	}
+	return max(150, 18*len(p.Lines)) + 24
+}
+
+// short returns a value with three digits, or more before the decimal point.
+func short(v float64) string {
+	if v >= 1000 {
+		return strconv.FormatFloat(v, 'f', 0, 64)
+	}
+	return fmt.Sprintf("%.3g", v)
 }

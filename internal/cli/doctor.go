@@ -114,15 +114,6 @@ func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.F
 	return report.Findings
 }
 
-// needsOf lists the capabilities that a policy needs beyond those of the unit, without duplicates.
-func needsOf(policy *config.Policy) []rights.Need {
-	var all []rights.Need
-	for _, d := range domains() {
-		all = append(all, d.needs(policy)...)
-	}
-	return rights.FirstNeeds(append(all, rights.EndpointNeeds(policy)...))
-}
-
 // askAgent adds findings about the agent, and those of a running agent.
 func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.Finding {
 	report := doctor.NewReport(nil)
@@ -142,6 +133,15 @@ func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.
 		}
 	}
 	return report.Findings
+}
+
+// needsOf lists the capabilities that a policy needs beyond those of the unit, without duplicates.
+func needsOf(policy *config.Policy) []rights.Need {
+	var all []rights.Need
+	for _, d := range domains() {
+		all = append(all, d.needs(policy)...)
+	}
+	return rights.FirstNeeds(append(all, rights.EndpointNeeds(policy)...))
 }
 
 func diagnosis(w io.Writer, findings []doctor.Finding) {

@@ -199,6 +199,9 @@ func freePriority(filters []netlink.Filter) uint16 {
 	}
 }
 
+// baseName is nameOf without the mark.
+func baseName(f netlink.Filter) string { return strings.TrimSuffix(nameOf(f), mark) }
+
 // nameOf returns the name of a filter of Sockeye; "": it is one of others.
 func nameOf(f netlink.Filter) string {
 	if b, ok := f.(*netlink.BpfFilter); ok && strings.HasPrefix(b.Name, prefix) {
@@ -206,6 +209,3 @@ func nameOf(f netlink.Filter) string {
 	}
 	return ""
 }
-
-// baseName is nameOf without the mark.
-func baseName(f netlink.Filter) string { return strings.TrimSuffix(nameOf(f), mark) }

@@ -38,21 +38,8 @@ type decoder struct {
 	files map[string][]PrefixTerm
 }
 
-func (d *decoder) refuse(path string, at position, message, hint string) {
-	d.errs = append(d.errs, &Error{d.file, at.line, at.column, path, message, hint})
-	for path != "" && !d.bad[path] {
-		d.bad[path] = true
-		path = path[:max(strings.LastIndexAny(path, ".["), 0)]
-	}
-}
-
 // refuseAt refuses the value at a path that is given.
 func (d *decoder) refuseAt(path, message, hint string) { d.refuse(path, d.at[path], message, hint) }
-
-func (d *decoder) given(path string) bool {
-	_, ok := d.at[path]
-	return ok
-}
 
 // decode decodes a mapping into the struct that out points to.
 func (d *decoder) decode(path string, n *yaml.Node, out any) {
@@ -141,6 +128,11 @@ func (d *decoder) object(path string, key, n *yaml.Node, v reflect.Value, tag re
 			d.refuse(sub, positionOf(key), "is missing", "")
 		}
 	}
+}
+
+func (d *decoder) given(path string) bool {
+	_, ok := d.at[path]
+	return ok
 }
 
 // keyed decodes a mapping of names to structs into a slice of structs.
@@ -264,6 +256,22 @@ func (d *decoder) plain(path string, n *yaml.Node) bool {
 	return false
 }
 
+func (d *decoder) refuse(path string, at position, message, hint string) {
+	d.errs = append(d.errs, &Error{d.file, at.line, at.column, path, message, hint})
+	for path != "" && !d.bad[path] {
+		d.bad[path] = true
+		path = path[:max(strings.LastIndexAny(path, ".["), 0)]
+	}
+}
+
+// unquote returns the hint for a number in quotes, or "".
+func unquote(n *yaml.Node) string {
+	if n.ShortTag() == "!!str" && decimal.MatchString(n.Value) {
+		return "write " + describe(&yaml.Node{Kind: yaml.ScalarNode, Tag: "!!int", Value: n.Value}) + ", without the quotes"
+	}
+	return ""
+}
+
 // describe returns a shortened description of a value for a message.
 func describe(n *yaml.Node) string {
 	switch {
@@ -282,14 +290,6 @@ func describe(n *yaml.Node) string {
 		return strconv.Quote(string(value))
 	}
 	return string(value)
-}
-
-// unquote returns the hint for a number in quotes, or "".
-func unquote(n *yaml.Node) string {
-	if n.ShortTag() == "!!str" && decimal.MatchString(n.Value) {
-		return "write " + describe(&yaml.Node{Kind: yaml.ScalarNode, Tag: "!!int", Value: n.Value}) + ", without the quotes"
-	}
-	return ""
 }
 
 func didYouMean(word string, known []string) string {

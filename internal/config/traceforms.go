@@ -94,22 +94,6 @@ func standardStages() []Stage {
 	return stages
 }
 
-// joinWords returns a list of words in the form a, b or c.
-func joinWords[T ~string](words []T, last string) string {
-	var b strings.Builder
-	for i, w := range words {
-		switch i {
-		case 0:
-		case len(words) - 1:
-			b.WriteString(" " + last + " ")
-		default:
-			b.WriteString(", ")
-		}
-		b.WriteString(string(w))
-	}
-	return b.String()
-}
-
 // wordsForm returns the form of one or more distinct known words, in any order. The result has the order of known. hint
 // is the hint for an empty list.
 func wordsForm[T ~string](known []T, hint string) form {
@@ -134,33 +118,6 @@ func wordsForm[T ~string](known []T, hint string) form {
 		})
 		return slices.DeleteFunc(slices.Clone(known), func(k T) bool { return seen[k] == "" })
 	}}
-}
-
-// emptyList refuses a list without items.
-func (d *decoder) emptyList(path string, n *yaml.Node, hint string) bool {
-	empty := n.Kind == yaml.SequenceNode && len(n.Content) == 0
-	if empty {
-		d.refuse(path, positionOf(n), "must not be empty", hint)
-	}
-	return empty
-}
-
-// once records the path of a word in seen, and refuses a second occurrence. once returns true for the first.
-func once[T ~string](d *decoder, path string, n *yaml.Node, word T, seen map[T]string) bool {
-	if first, twice := seen[word]; twice {
-		d.refuse(path, positionOf(n), fmt.Sprintf("%s is already %s, line %d", word, first, d.at[first].line), "")
-		return false
-	}
-	seen[word] = path
-	return true
-}
-
-// nearWord returns the hint for an unknown word.
-func nearWord(word string, known []string) string {
-	if strings.Contains(word, ",") {
-		return "write a list as in [" + strings.Join(known[:2], ", ") + "]"
-	}
-	return didYouMean(word, known)
 }
 
 func decodeTraceSampling(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
@@ -205,6 +162,25 @@ func decodeGroupBy(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) a
 	return by
 }
 
+// emptyList refuses a list without items.
+func (d *decoder) emptyList(path string, n *yaml.Node, hint string) bool {
+	empty := n.Kind == yaml.SequenceNode && len(n.Content) == 0
+	if empty {
+		d.refuse(path, positionOf(n), "must not be empty", hint)
+	}
+	return empty
+}
+
+// once records the path of a word in seen, and refuses a second occurrence. once returns true for the first.
+func once[T ~string](d *decoder, path string, n *yaml.Node, word T, seen map[T]string) bool {
+	if first, twice := seen[word]; twice {
+		d.refuse(path, positionOf(n), fmt.Sprintf("%s is already %s, line %d", word, first, d.at[first].line), "")
+		return false
+	}
+	seen[word] = path
+	return true
+}
+
 func (d *decoder) groupBy(path string, n *yaml.Node) (g TraceGroupBy, ok bool) {
 	if n.Kind == yaml.MappingNode {
 		var r groupRemote
@@ -227,6 +203,30 @@ func (d *decoder) groupBy(path string, n *yaml.Node) (g TraceGroupBy, ok bool) {
 	}
 	d.refuse(path, positionOf(n), fmt.Sprintf("must be remote/N, %s, is %s", joinWords(groupKinds, "or"), describe(n)), nearWord(s, known))
 	return g, false
+}
+
+// joinWords returns a list of words in the form a, b or c.
+func joinWords[T ~string](words []T, last string) string {
+	var b strings.Builder
+	for i, w := range words {
+		switch i {
+		case 0:
+		case len(words) - 1:
+			b.WriteString(" " + last + " ")
+		default:
+			b.WriteString(", ")
+		}
+		b.WriteString(string(w))
+	}
+	return b.String()
+}
+
+// nearWord returns the hint for an unknown word.
+func nearWord(word string, known []string) string {
+	if strings.Contains(word, ",") {
+		return "write a list as in [" + strings.Join(known[:2], ", ") + "]"
+	}
+	return didYouMean(word, known)
 }
 
 // groupRemote decodes remote/N.

@@ -140,16 +140,6 @@ func (d *decoder) checkEffects(path string, r *TuneRule) {
 	}
 }
 
-// setting returns the setting of an option, or nil if the rule does not set it.
-func (r *TuneRule) setting(option string) *Setting {
-	for i := range r.Set {
-		if r.Set[i].Option == option {
-			return &r.Set[i]
-		}
-	}
-	return nil
-}
-
 // checkSettings refuses options that have no effect on the connections of the rule.
 func (d *decoder) checkSettings(path string, r *TuneRule) {
 	accepts := r.Match.Role == RoleAccept || r.Match.Service != ""
@@ -184,6 +174,16 @@ func (d *decoder) checkSettings(path string, r *TuneRule) {
 	for i, c := range window.Explore.Candidates {
 		d.checkClamp(fmt.Sprintf("%s.explore[%d]", at, i), int64(c), clamp.Value)
 	}
+}
+
+// setting returns the setting of an option, or nil if the rule does not set it.
+func (r *TuneRule) setting(option string) *Setting {
+	for i := range r.Set {
+		if r.Set[i].Option == option {
+			return &r.Set[i]
+		}
+	}
+	return nil
 }
 
 func (d *decoder) checkClamp(path string, window, clamp int64) {

@@ -130,24 +130,6 @@ func oneOrMore(one schema) schema {
 	return schema{OneOf: []schema{one, {Type: "array", Items: &one, MinItems: 1}}}
 }
 
-// each calls f for the items of a list, or for a single value.
-func (d *decoder) each(path string, n *yaml.Node, f func(path string, n *yaml.Node)) {
-	if n.Kind != yaml.SequenceNode {
-		f(path, n)
-		return
-	}
-	if len(n.Content) == 0 {
-		d.refuse(path, positionOf(n), "must not be empty", "leave it out to match everything")
-	}
-	for i, item := range n.Content {
-		sub := fmt.Sprintf("%s[%d]", path, i)
-		d.at[sub] = positionOf(item)
-		if d.plain(sub, item) {
-			f(sub, item)
-		}
-	}
-}
-
 // parseTuneCgroup parses the path of a cgroup or the name of a systemd unit.
 func parseTuneCgroup(s string) (any, string, string) {
 	if !strings.Contains(s, "/") {
@@ -250,14 +232,6 @@ func decodeSamePrefix(d *decoder, path string, n *yaml.Node, _ reflect.StructTag
 	return &SamePrefix{bits, bits}
 }
 
-// families decodes {ipv4: N, ipv6: N}. An omitted family is unchanged.
-func (d *decoder) families(path string, n *yaml.Node, bits *SamePrefix) {
-	d.decode(path, n, bits)
-	if len(n.Content) == 0 {
-		d.refuse(path, positionOf(n), "must have ipv4 or ipv6", "")
-	}
-}
-
 func decodeTag(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 	if !strings.HasPrefix(n.Value, "0x") { // a number in YAML
 		if _, ok := d.text(path, n); !ok {
@@ -270,6 +244,16 @@ func decodeTag(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 		return nil
 	}
 	return tag
+}
+
+// ParseTag parses a tag in the notation of the policy file: 1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes
+// in hexadecimal.
+func ParseTag(s string) ([]byte, error) {
+	tag, message, _ := parseTag(s)
+	if message != "" {
+		return nil, fmt.Errorf("parse tag: %s %s", quoteShort(s), message)
+	}
+	return tag, nil
 }
 
 func parseTag(s string) (tag []byte, message, hint string) {
@@ -286,14 +270,22 @@ func parseTag(s string) (tag []byte, message, hint string) {
 	return []byte(s), "", ""
 }
 
-// ParseTag parses a tag in the notation of the policy file: 1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes
-// in hexadecimal.
-func ParseTag(s string) ([]byte, error) {
-	tag, message, _ := parseTag(s)
-	if message != "" {
-		return nil, fmt.Errorf("parse tag: %s %s", quoteShort(s), message)
+const initialCwnd = "initial_cwnd"
+
+func settingsSchema(reaction bool) schema {
+	s := schema{Type: "object", Properties: map[string]schema{}, AdditionalProperties: false, MinProperties: 1}
+	for _, o := range TuneOptions {
+		if reaction && !o.React {
+			continue
+		}
+		value := valueSchema(o)
+		if o.Name == initialCwnd {
+			value = schema{Description: o.Doc, OneOf: []schema{value, schemaOf(reflect.TypeFor[exploring](), "")}}
+			value.OneOf[0].Description = ""
+		}
+		s.Properties[o.Name] = value
 	}
-	return tag, nil
+	return s
 }
 
 // valueSchema returns the schema of the values of an option. The description has the range of values with a unit,
@@ -316,24 +308,6 @@ func valueSchema(o TuneOption) schema {
 	}
 	return s
 }
-
-func settingsSchema(reaction bool) schema {
-	s := schema{Type: "object", Properties: map[string]schema{}, AdditionalProperties: false, MinProperties: 1}
-	for _, o := range TuneOptions {
-		if reaction && !o.React {
-			continue
-		}
-		value := valueSchema(o)
-		if o.Name == initialCwnd {
-			value = schema{Description: o.Doc, OneOf: []schema{value, schemaOf(reflect.TypeFor[exploring](), "")}}
-			value.OneOf[0].Description = ""
-		}
-		s.Properties[o.Name] = value
-	}
-	return s
-}
-
-const initialCwnd = "initial_cwnd"
 
 // decodeSettings decodes a mapping of options to values into the order of TuneOptions.
 func decodeSettings(reaction bool) func(*decoder, string, *yaml.Node, reflect.StructTag) any {
@@ -433,6 +407,24 @@ func decodeCandidates(d *decoder, path string, n *yaml.Node, _ reflect.StructTag
 	return candidates
 }
 
+// each calls f for the items of a list, or for a single value.
+func (d *decoder) each(path string, n *yaml.Node, f func(path string, n *yaml.Node)) {
+	if n.Kind != yaml.SequenceNode {
+		f(path, n)
+		return
+	}
+	if len(n.Content) == 0 {
+		d.refuse(path, positionOf(n), "must not be empty", "leave it out to match everything")
+	}
+	for i, item := range n.Content {
+		sub := fmt.Sprintf("%s[%d]", path, i)
+		d.at[sub] = positionOf(item)
+		if d.plain(sub, item) {
+			f(sub, item)
+		}
+	}
+}
+
 func decodeBy(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 	bits := SamePrefix{exploreIPv4, exploreIPv6}
 	if n.Kind == yaml.MappingNode {
@@ -448,6 +440,14 @@ func decodeBy(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 		return nil
 	}
 	return bits
+}
+
+// families decodes {ipv4: N, ipv6: N}. An omitted family is unchanged.
+func (d *decoder) families(path string, n *yaml.Node, bits *SamePrefix) {
+	d.decode(path, n, bits)
+	if len(n.Content) == 0 {
+		d.refuse(path, positionOf(n), "must have ipv4 or ipv6", "")
+	}
 }
 
 func quantityForm(o TuneOption) func(*decoder, string, *yaml.Node, reflect.StructTag) any {
@@ -479,20 +479,6 @@ func decodePercentage(d *decoder, path string, n *yaml.Node, tag reflect.StructT
 	return share
 }
 
-// above returns the value of a condition after its >.
-func (d *decoder) above(path string, n *yaml.Node, example string, valid func(string) bool) (string, bool) {
-	parts := aboveText.FindStringSubmatch(n.Value)
-	if n.Kind == yaml.ScalarNode && parts != nil && valid(parts[1]) {
-		return parts[1], true
-	}
-	hint := fmt.Sprintf("write %q, with the quotes", example)
-	if n.Kind == yaml.ScalarNode && valid(n.Value) {
-		hint = fmt.Sprintf("write %q, with the quotes", "> "+n.Value)
-	}
-	d.refuse(path, positionOf(n), fmt.Sprintf("must be a condition such as %q, is %s", example, describe(n)), hint)
-	return "", false
-}
-
 func decodeAbovePercentage(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 	s, ok := d.above(path, n, "> 2%", percentageText.MatchString)
 	if !ok {
@@ -518,6 +504,20 @@ func decodeAboveNumber(d *decoder, path string, n *yaml.Node, tag reflect.Struct
 		return nil
 	}
 	return i
+}
+
+// above returns the value of a condition after its >.
+func (d *decoder) above(path string, n *yaml.Node, example string, valid func(string) bool) (string, bool) {
+	parts := aboveText.FindStringSubmatch(n.Value)
+	if n.Kind == yaml.ScalarNode && parts != nil && valid(parts[1]) {
+		return parts[1], true
+	}
+	hint := fmt.Sprintf("write %q, with the quotes", example)
+	if n.Kind == yaml.ScalarNode && valid(n.Value) {
+		hint = fmt.Sprintf("write %q, with the quotes", "> "+n.Value)
+	}
+	d.refuse(path, positionOf(n), fmt.Sprintf("must be a condition such as %q, is %s", example, describe(n)), hint)
+	return "", false
 }
 
 func decodeSample(d *decoder, path string, n *yaml.Node, tag reflect.StructTag) any {

@@ -49,6 +49,87 @@ var (
 	wholeNumber    = regexp.MustCompile(`^(-?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+)$`)
 )
 
+// pattern returns the regular expression of values with a unit.
+func (n notation) pattern() string {
+	return `^[0-9]{1,18}(\.[0-9]{1,9})?(` + strings.ReplaceAll(n.names(), ", ", "|") + `)$`
+}
+
+// formatPercentage returns a share of 0 to 1 as a percentage with at most maxDecimals decimals.
+func formatPercentage(share float64) string {
+	const precision = 1e9 // maxDecimals
+	return strconv.FormatFloat(math.Round(share*100*precision)/precision, 'f', -1, 64) + "%"
+}
+
+// bounds returns the range of an option's values as a text.
+func bounds(o TuneOption) string {
+	return FormatValue(o, o.Min) + " to " + FormatValue(o, o.Max)
+}
+
+// FormatValue returns the exact text of an option's value in the notation of the policy file: 150KB, 10ms, 2Gbit/s, 100,
+// true. value is in the unit of [Setting]. Options of kind text have no such value.
+func FormatValue(o TuneOption, value int64) string {
+	if o.Kind == KindSwitch {
+		return strconv.FormatBool(value != 0)
+	}
+	if n, ok := notations[o.Kind]; ok {
+		return n.format(value)
+	}
+	return strconv.FormatInt(value, 10)
+}
+
+// format returns the shortest exact text of a value.
+func (n notation) format(value int64) string {
+	shortest := ""
+	value *= n.scale
+	for _, u := range n.units {
+		if value < u.size && u.size > 1 {
+			continue
+		}
+		text := strconv.FormatInt(value/u.size, 10)
+		rest := value % u.size
+		for i := 0; i < maxDecimals && rest > 0; i++ {
+			if i == 0 {
+				text += "."
+			}
+			text += strconv.FormatInt(rest*10/u.size, 10)
+			rest = rest * 10 % u.size
+		}
+		if text += u.name; rest <= 0 && (shortest == "" || len(text) < len(shortest)) {
+			shortest = text
+		}
+	}
+	return shortest
+}
+
+// quantity decodes a value with a unit in the range of the option.
+func (d *decoder) quantity(path string, n *yaml.Node, o TuneOption) (int64, bool) {
+	notation := notations[o.Kind]
+	value, bare, ok := notation.parse(n.Value)
+	if bare {
+		ok = o.Kind == KindSize && n.ShortTag() != "!!str" && decimal.MatchString(n.Value)
+	}
+	if !ok || n.Kind != yaml.ScalarNode {
+		hint := "units: " + notation.names()
+		switch near := notation.nearest(n.Value); {
+		case o.Kind == KindSize && unquote(n) != "":
+			hint = unquote(n)
+		case near != "":
+			hint = "write " + near
+		}
+		d.refuse(path, positionOf(n), "must be "+notation.noun+", is "+describe(n), hint)
+		return 0, false
+	}
+	if !value.IsInt() {
+		d.refuse(path, positionOf(n), "must be "+notation.whole+", is "+describe(n), "")
+		return 0, false
+	}
+	if i := value.Num(); !i.IsInt64() || i.Int64() < o.Min || i.Int64() > o.Max {
+		d.refuse(path, positionOf(n), "must be "+bounds(o)+", is "+describe(n), "")
+		return 0, false
+	}
+	return value.Num().Int64(), true
+}
+
 // names returns the list of the units.
 func (n notation) names() string {
 	names := make([]string, len(n.units))
@@ -56,11 +137,6 @@ func (n notation) names() string {
 		names[i] = u.name
 	}
 	return strings.Join(names, ", ")
-}
-
-// pattern returns the regular expression of values with a unit.
-func (n notation) pattern() string {
-	return `^[0-9]{1,18}(\.[0-9]{1,9})?(` + strings.ReplaceAll(n.names(), ", ", "|") + `)$`
 }
 
 // parse parses a number, which may have decimals, with or without a unit. A bare number is in the smallest unit.
@@ -92,82 +168,6 @@ func (n notation) nearest(s string) string {
 		}
 	}
 	return ""
-}
-
-// format returns the shortest exact text of a value.
-func (n notation) format(value int64) string {
-	shortest := ""
-	value *= n.scale
-	for _, u := range n.units {
-		if value < u.size && u.size > 1 {
-			continue
-		}
-		text := strconv.FormatInt(value/u.size, 10)
-		rest := value % u.size
-		for i := 0; i < maxDecimals && rest > 0; i++ {
-			if i == 0 {
-				text += "."
-			}
-			text += strconv.FormatInt(rest*10/u.size, 10)
-			rest = rest * 10 % u.size
-		}
-		if text += u.name; rest <= 0 && (shortest == "" || len(text) < len(shortest)) {
-			shortest = text
-		}
-	}
-	return shortest
-}
-
-// FormatValue returns the exact text of an option's value in the notation of the policy file: 150KB, 10ms, 2Gbit/s, 100,
-// true. value is in the unit of [Setting]. Options of kind text have no such value.
-func FormatValue(o TuneOption, value int64) string {
-	if o.Kind == KindSwitch {
-		return strconv.FormatBool(value != 0)
-	}
-	if n, ok := notations[o.Kind]; ok {
-		return n.format(value)
-	}
-	return strconv.FormatInt(value, 10)
-}
-
-// formatPercentage returns a share of 0 to 1 as a percentage with at most maxDecimals decimals.
-func formatPercentage(share float64) string {
-	const precision = 1e9 // maxDecimals
-	return strconv.FormatFloat(math.Round(share*100*precision)/precision, 'f', -1, 64) + "%"
-}
-
-// bounds returns the range of an option's values as a text.
-func bounds(o TuneOption) string {
-	return FormatValue(o, o.Min) + " to " + FormatValue(o, o.Max)
-}
-
-// quantity decodes a value with a unit in the range of the option.
-func (d *decoder) quantity(path string, n *yaml.Node, o TuneOption) (int64, bool) {
-	notation := notations[o.Kind]
-	value, bare, ok := notation.parse(n.Value)
-	if bare {
-		ok = o.Kind == KindSize && n.ShortTag() != "!!str" && decimal.MatchString(n.Value)
-	}
-	if !ok || n.Kind != yaml.ScalarNode {
-		hint := "units: " + notation.names()
-		switch near := notation.nearest(n.Value); {
-		case o.Kind == KindSize && unquote(n) != "":
-			hint = unquote(n)
-		case near != "":
-			hint = "write " + near
-		}
-		d.refuse(path, positionOf(n), "must be "+notation.noun+", is "+describe(n), hint)
-		return 0, false
-	}
-	if !value.IsInt() {
-		d.refuse(path, positionOf(n), "must be "+notation.whole+", is "+describe(n), "")
-		return 0, false
-	}
-	if i := value.Num(); !i.IsInt64() || i.Int64() < o.Min || i.Int64() > o.Max {
-		d.refuse(path, positionOf(n), "must be "+bounds(o)+", is "+describe(n), "")
-		return 0, false
-	}
-	return value.Num().Int64(), true
 }
 
 // number decodes a decimal or hexadecimal number in the range of the option.

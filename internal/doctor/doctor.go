@@ -60,13 +60,6 @@ func (d *Report) capabilities() {
 	}
 }
 
-// InOwnPIDs reports whether this process is in another PID namespace than the initial one (PROC_PID_INIT_INO of
-// include/linux/proc_ns.h). BPF programs report process ids of the initial namespace.
-func InOwnPIDs() bool {
-	link, err := os.Readlink("/proc/self/ns/pid")
-	return err == nil && link != "pid:[4026531836]"
-}
-
 // OwnPIDs describes an agent in a PID namespace of its own, and the consequences.
 const OwnPIDs = "a PID namespace of its own: new members are found when the agent starts, when a policy is applied, and when a process that waits is looked at by sockeye status"
 
@@ -76,19 +69,12 @@ func (d *Report) pidNamespace() {
 	}
 }
 
-// HostCgroupsHidden reports whether the cgroups of the host are not below the cgroup v2 mount of this process, as in a
-// container that shows only its own cgroup: process 1 is then in a cgroup outside of the mount.
-func HostCgroupsHidden() bool {
-	path, err := cgroup.Of(1)
-	return err == nil && cgroup.Outside(path)
+// InOwnPIDs reports whether this process is in another PID namespace than the initial one (PROC_PID_INIT_INO of
+// include/linux/proc_ns.h). BPF programs report process ids of the initial namespace.
+func InOwnPIDs() bool {
+	link, err := os.Readlink("/proc/self/ns/pid")
+	return err == nil && link != "pid:[4026531836]"
 }
-
-// HiddenCgroups describes an agent that does not see the cgroups of the host, and the consequences, and HiddenHint what
-// to do.
-const (
-	HiddenCgroups = "a cgroup namespace whose mount shows only its own cgroup: no rule by cgroup or systemd_unit finds members, and tune and trace reach no cgroup of the host"
-	HiddenHint    = "mount the host's /sys/fs/cgroup in the container of the agent"
-)
 
 // probeNeeds are the capabilities with which the kernel loads the programs and maps of the probes.
 var probeNeeds = []string{"CAP_BPF", "CAP_NET_ADMIN", "CAP_PERFMON"}
@@ -137,6 +123,13 @@ func (d *Report) destroy() {
 	}
 }
 
+// HiddenCgroups describes an agent that does not see the cgroups of the host, and the consequences, and HiddenHint what
+// to do.
+const (
+	HiddenCgroups = "a cgroup namespace whose mount shows only its own cgroup: no rule by cgroup or systemd_unit finds members, and tune and trace reach no cgroup of the host"
+	HiddenHint    = "mount the host's /sys/fs/cgroup in the container of the agent"
+)
+
 func (d *Report) mounts(pins string) {
 	if mount, err := cgroup.Mount(); err != nil {
 		d.Fail("mounts", "cgroup v2", fault.Code(err), err.Error(), fault.Hint(err))
@@ -159,6 +152,13 @@ func (d *Report) mounts(pins string) {
 	case err == nil:
 		d.Add("mounts", "pin directory", OK, pins, "")
 	}
+}
+
+// HostCgroupsHidden reports whether the cgroups of the host are not below the cgroup v2 mount of this process, as in a
+// container that shows only its own cgroup: process 1 is then in a cgroup outside of the mount.
+func HostCgroupsHidden() bool {
+	path, err := cgroup.Of(1)
+	return err == nil && cgroup.Outside(path)
 }
 
 func (d *Report) sysctls() {

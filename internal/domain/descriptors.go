@@ -4,6 +4,11 @@ package domain
 
 import "golang.org/x/sys/unix"
 
+// ShareOfDescriptors returns 1/part of the descriptor limit of the agent, at least least and at most most.
+func ShareOfDescriptors(part, least, most int) int {
+	return min(max(descriptorLimit()/part, least), most)
+}
+
 // descriptorLimit returns RLIMIT_NOFILE. The Go runtime has raised the soft limit to the hard limit at start.
 func descriptorLimit() int {
 	var limit unix.Rlimit
@@ -11,9 +16,4 @@ func descriptorLimit() int {
 		return 1024
 	}
 	return int(min(limit.Cur, 1<<20))
-}
-
-// ShareOfDescriptors returns 1/part of the descriptor limit of the agent, at least least and at most most.
-func ShareOfDescriptors(part, least, most int) int {
-	return min(max(descriptorLimit()/part, least), most)
 }

@@ -102,6 +102,71 @@ func (l *Log) Open() error {
 	return err
 }
 
+func (l *Log) path(number uint64) string {
+	return filepath.Join(l.dir, strconv.FormatUint(number, 10)+suffix)
+}
+
+// Resize changes the size of all files in bytes. Smaller files are in force after the next rotations.
+func (l *Log) Resize(limit int64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.limit = limit / segments
+}
+
+// Close closes the log. Readers end.
+func (l *Log) Close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return
+	}
+	l.countSuppressed(time.Now())
+	l.closed = true
+	if l.flush != nil {
+		l.flush.Stop()
+	}
+	if l.file != nil {
+		l.file.Close()
+	}
+	close(l.changed)
+}
+
+// add adds an event, or counts the event and returns false if there are too many of its kind.
+func (l *Log) add(e api.Event) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return true
+	}
+	if !l.admit(e.Kind, e.Time) {
+		if l.flush == nil {
+			l.flush = time.AfterFunc(suppressedInterval, func() {
+				l.mu.Lock()
+				defer l.mu.Unlock()
+				l.flush = nil
+				if !l.closed {
+					l.countSuppressed(time.Now())
+				}
+			})
+		}
+		return false
+	}
+	if l.file == nil && !l.failed.IsZero() && time.Since(l.failed) > retryInterval {
+		if l.failed = time.Now(); l.open() == nil {
+			l.problem = nil
+		}
+	}
+	switch {
+	case l.file != nil:
+		l.write(e)
+	case len(l.early) < maxEarly:
+		l.early = append(l.early, e)
+	default:
+		l.lost++
+	}
+	return true
+}
+
 // open is Open for a caller that holds l.mu.
 func (l *Log) open() error {
 	if err := owned.Make(l.dir, 0o700); err != nil {
@@ -133,10 +198,6 @@ func (l *Log) open() error {
 	}
 	l.early = nil
 	return nil
-}
-
-func (l *Log) path(number uint64) string {
-	return filepath.Join(l.dir, strconv.FormatUint(number, 10)+suffix)
 }
 
 // list returns the numbers of the segments of a directory, in ascending order.
@@ -207,102 +268,6 @@ func (l *Log) reopen(number uint64) error {
 	return nil
 }
 
-// rotate begins the next segment. The caller holds l.mu.
-func (l *Log) rotate() error {
-	number := uint64(1)
-	if len(l.numbers) > 0 {
-		number = l.numbers[len(l.numbers)-1] + 1
-	}
-	f, err := os.OpenFile(l.path(number), openFlags|os.O_EXCL, 0o600)
-	for errors.Is(err, fs.ErrExist) { // something else has the name
-		number++
-		f, err = os.OpenFile(l.path(number), openFlags|os.O_EXCL, 0o600)
-	}
-	if err != nil {
-		return fmt.Errorf("open events: %w", err)
-	}
-	if l.file != nil {
-		l.file.Close()
-	}
-	l.file, l.size = f, 0
-	l.numbers = append(l.numbers, number)
-	l.prune()
-	return nil
-}
-
-// prune removes the oldest segments. The caller holds l.mu.
-func (l *Log) prune() {
-	for len(l.numbers) > segments {
-		// The next rotation tries again.
-		if err := os.Remove(l.path(l.numbers[0])); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			l.problem = err
-			return
-		}
-		l.numbers = l.numbers[1:]
-	}
-}
-
-// Resize changes the size of all files in bytes. Smaller files are in force after the next rotations.
-func (l *Log) Resize(limit int64) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.limit = limit / segments
-}
-
-// Close closes the log. Readers end.
-func (l *Log) Close() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.closed {
-		return
-	}
-	l.countSuppressed(time.Now())
-	l.closed = true
-	if l.flush != nil {
-		l.flush.Stop()
-	}
-	if l.file != nil {
-		l.file.Close()
-	}
-	close(l.changed)
-}
-
-// add adds an event, or counts the event and returns false if there are too many of its kind.
-func (l *Log) add(e api.Event) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.closed {
-		return true
-	}
-	if !l.admit(e.Kind, e.Time) {
-		if l.flush == nil {
-			l.flush = time.AfterFunc(suppressedInterval, func() {
-				l.mu.Lock()
-				defer l.mu.Unlock()
-				l.flush = nil
-				if !l.closed {
-					l.countSuppressed(time.Now())
-				}
-			})
-		}
-		return false
-	}
-	if l.file == nil && !l.failed.IsZero() && time.Since(l.failed) > retryInterval {
-		if l.failed = time.Now(); l.open() == nil {
-			l.problem = nil
-		}
-	}
-	switch {
-	case l.file != nil:
-		l.write(e)
-	case len(l.early) < maxEarly:
-		l.early = append(l.early, e)
-	default:
-		l.lost++
-	}
-	return true
-}
-
 // admit takes a token of a kind.
 func (l *Log) admit(kind string, now time.Time) bool {
 	b := l.budgets[kind]
@@ -370,6 +335,41 @@ func (l *Log) write(e api.Event) {
 	l.problem = nil
 	close(l.changed)
 	l.changed = make(chan struct{})
+}
+
+// rotate begins the next segment. The caller holds l.mu.
+func (l *Log) rotate() error {
+	number := uint64(1)
+	if len(l.numbers) > 0 {
+		number = l.numbers[len(l.numbers)-1] + 1
+	}
+	f, err := os.OpenFile(l.path(number), openFlags|os.O_EXCL, 0o600)
+	for errors.Is(err, fs.ErrExist) { // something else has the name
+		number++
+		f, err = os.OpenFile(l.path(number), openFlags|os.O_EXCL, 0o600)
+	}
+	if err != nil {
+		return fmt.Errorf("open events: %w", err)
+	}
+	if l.file != nil {
+		l.file.Close()
+	}
+	l.file, l.size = f, 0
+	l.numbers = append(l.numbers, number)
+	l.prune()
+	return nil
+}
+
+// prune removes the oldest segments. The caller holds l.mu.
+func (l *Log) prune() {
+	for len(l.numbers) > segments {
+		// The next rotation tries again.
+		if err := os.Remove(l.path(l.numbers[0])); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			l.problem = err
+			return
+		}
+		l.numbers = l.numbers[1:]
+	}
 }
 
 // lose counts an event that cannot be written. The first one of several is logged. The caller holds l.mu.

@@ -62,24 +62,6 @@ func (l *Log) ReadBefore(number uint64) (*Reader, uint64, error) {
 	return nil, 0, nil
 }
 
-func (r *Reader) open(number uint64) error {
-	f, err := os.Open(r.log.path(number))
-	if err != nil {
-		return fmt.Errorf("read events: %w", err)
-	}
-	r.Close()
-	r.file, r.number, r.lines, r.partial = f, number, bufio.NewReaderSize(f, 64<<10), nil
-	return nil
-}
-
-// Close closes the file.
-func (r *Reader) Close() {
-	if r.file != nil {
-		r.file.Close()
-		r.file = nil
-	}
-}
-
 // Next returns the next event. At the end it returns io.EOF, or waits for an event if wait is set. An event of kind
 // [api.EventsMissing] stands for events that were removed before they were read, and for damaged lines.
 func (r *Reader) Next(ctx context.Context, wait bool) (api.Event, error) {
@@ -141,6 +123,24 @@ func (r *Reader) read(ctx context.Context, wait bool) (api.Event, error) {
 			return api.Event{}, ctx.Err()
 		case <-changed:
 		}
+	}
+}
+
+func (r *Reader) open(number uint64) error {
+	f, err := os.Open(r.log.path(number))
+	if err != nil {
+		return fmt.Errorf("read events: %w", err)
+	}
+	r.Close()
+	r.file, r.number, r.lines, r.partial = f, number, bufio.NewReaderSize(f, 64<<10), nil
+	return nil
+}
+
+// Close closes the file.
+func (r *Reader) Close() {
+	if r.file != nil {
+		r.file.Close()
+		r.file = nil
 	}
 }
 

@@ -104,55 +104,6 @@ type settings struct {
 	digests   lead.Digests
 }
 
-// newSettings resolves a policy with a fleet, and reads the files that it names.
-func newSettings(policy *config.Policy) (*settings, error) {
-	f := *policy.Fleet
-	s := &settings{Fleet: f, host: f.Host, selects: f.Serves}
-	if s.host == "" {
-		name, err := os.Hostname()
-		if err != nil {
-			return nil, fmt.Errorf("fleet: %w", err)
-		}
-		s.host = name
-	}
-	for i := range policy.Services {
-		if c := &policy.Services[i]; f.Serves(c) {
-			s.deviceMap = c.DeviceMap
-			for _, l := range c.Listeners {
-				s.listeners = append(s.listeners, listenersOf(&f, l)...)
-			}
-		}
-	}
-	if len(s.listeners) > forward.MostListeners {
-		return nil, policy.Flaw("fleet.addresses", fmt.Sprintf("%d listeners at the addresses of the fleet, at most %d are possible", len(s.listeners), forward.MostListeners), "")
-	}
-	if s.deviceMap != "" {
-		var err error
-		if s.devices, err = placement.LoadDeviceMap(s.deviceMap); err != nil {
-			return nil, fault.In("fleet", err)
-		}
-	}
-	s.setDigests()
-	return s, nil
-}
-
-// checkStore returns an error if the files of the store cannot be used now: those of etcd, or the file of hosts. An agent starts all the same: they
-// may be renewed later.
-func (s *settings) checkStore() error {
-	if s.Etcd == nil {
-		return inFleet(store.CheckFile(s.File, s.host))
-	}
-	_, err := etcdConfig(&s.Fleet)
-	return inFleet(err)
-}
-
-func inFleet(err error) error {
-	if err == nil {
-		return nil
-	}
-	return fault.In("fleet", err)
-}
-
 // equal reports whether two settings have the same effect, apart from the contents of the device map.
 func (s *settings) equal(o *settings) bool {
 	return reflect.DeepEqual(s.Fleet, o.Fleet) && s.host == o.host && slices.Equal(s.listeners, o.listeners) && s.devices.Equal(o.devices)
@@ -178,64 +129,6 @@ func (d *Domain) Start(policy *config.Policy) error {
 }
 
 func (d *Domain) pins() string { return filepath.Join(d.host.Root.Dir, bpf.FleetPins) }
-
-// removeLeftover removes the data path of an earlier agent, and the files of the fleet.
-func (d *Domain) removeLeftover() error {
-	_, err := forward.Retire()
-	if err := errors.Join(forward.Remove(d.pins()), err); err != nil {
-		return fault.In("fleet", err)
-	}
-	for _, name := range []string{tableFile, instanceFile} {
-		if err := os.Remove(filepath.Join(d.host.StateDir, name)); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return fault.In("fleet", err)
-		}
-	}
-	return nil
-}
-
-// begin begins the participation in a fleet of which the services know no table. A host that serves alone goes on serving what
-// reaches it until the first table. The caller holds mu.
-func (d *Domain) begin(s *settings, serves bool) error {
-	if serves {
-		return d.join(s, true)
-	}
-	d.services.SetFleet(s.Addresses, nil)
-	err := d.join(s, false)
-	if err != nil {
-		d.services.SetFleet(nil, nil)
-	}
-	return err
-}
-
-// join begins or continues the participation in a fleet. The caller holds mu.
-func (d *Domain) join(s *settings, serves bool) error {
-	p, err := d.participate(s, serves)
-	if err != nil {
-		return fault.In("fleet", err)
-	}
-	d.part.Store(p)
-	return nil
-}
-
-// leave ends the participation, and removes the data path: this host serves all devices whose packets reach it.
-func (d *Domain) leave() error {
-	err := d.part.Load().end(true)
-	d.part.Store(nil)
-	d.services.SetFleet(nil, nil)
-	return errors.Join(err, d.removeLeftover())
-}
-
-// leaveEffect tells what happens to the devices of this host if it leaves the fleet.
-func (s *settings) leaveEffect() string {
-	drain := "sockeye host set " + s.host + " drain"
-	switch {
-	case s.Etcd == nil:
-		return "the other hosts send devices to this host until " + s.File + " says otherwise"
-	case s.OnHostDeath == config.WaitForHost:
-		return "the others take over the devices of this host only after " + drain + "; run it first, and nothing is lost"
-	}
-	return "the devices of this host move to the others at once; run " + drain + " first, and nothing is lost"
-}
 
 // Plan compares the fleet of a policy with the one in force.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
@@ -304,6 +197,60 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	}}}, nil
 }
 
+// newSettings resolves a policy with a fleet, and reads the files that it names.
+func newSettings(policy *config.Policy) (*settings, error) {
+	f := *policy.Fleet
+	s := &settings{Fleet: f, host: f.Host, selects: f.Serves}
+	if s.host == "" {
+		name, err := os.Hostname()
+		if err != nil {
+			return nil, fmt.Errorf("fleet: %w", err)
+		}
+		s.host = name
+	}
+	for i := range policy.Services {
+		if c := &policy.Services[i]; f.Serves(c) {
+			s.deviceMap = c.DeviceMap
+			for _, l := range c.Listeners {
+				s.listeners = append(s.listeners, listenersOf(&f, l)...)
+			}
+		}
+	}
+	if len(s.listeners) > forward.MostListeners {
+		return nil, policy.Flaw("fleet.addresses", fmt.Sprintf("%d listeners at the addresses of the fleet, at most %d are possible", len(s.listeners), forward.MostListeners), "")
+	}
+	if s.deviceMap != "" {
+		var err error
+		if s.devices, err = placement.LoadDeviceMap(s.deviceMap); err != nil {
+			return nil, fault.In("fleet", err)
+		}
+	}
+	s.setDigests()
+	return s, nil
+}
+
+// checkStore returns an error if the files of the store cannot be used now: those of etcd, or the file of hosts. An agent starts all the same: they
+// may be renewed later.
+func (s *settings) checkStore() error {
+	if s.Etcd == nil {
+		return inFleet(store.CheckFile(s.File, s.host))
+	}
+	_, err := etcdConfig(&s.Fleet)
+	return inFleet(err)
+}
+
+// leaveEffect tells what happens to the devices of this host if it leaves the fleet.
+func (s *settings) leaveEffect() string {
+	drain := "sockeye host set " + s.host + " drain"
+	switch {
+	case s.Etcd == nil:
+		return "the other hosts send devices to this host until " + s.File + " says otherwise"
+	case s.OnHostDeath == config.WaitForHost:
+		return "the others take over the devices of this host only after " + drain + "; run it first, and nothing is lost"
+	}
+	return "the devices of this host move to the others at once; run " + drain + " first, and nothing is lost"
+}
+
 // errStopping ends an apply that runs when the agent exits.
 var errStopping = errors.New("the agent is stopping")
 
@@ -350,6 +297,59 @@ func (d *Domain) change(to *settings) error {
 	}
 	d.broken.Store(d.part.Load() == nil)
 	return err
+}
+
+func inFleet(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fault.In("fleet", err)
+}
+
+// begin begins the participation in a fleet of which the services know no table. A host that serves alone goes on serving what
+// reaches it until the first table. The caller holds mu.
+func (d *Domain) begin(s *settings, serves bool) error {
+	if serves {
+		return d.join(s, true)
+	}
+	d.services.SetFleet(s.Addresses, nil)
+	err := d.join(s, false)
+	if err != nil {
+		d.services.SetFleet(nil, nil)
+	}
+	return err
+}
+
+// join begins or continues the participation in a fleet. The caller holds mu.
+func (d *Domain) join(s *settings, serves bool) error {
+	p, err := d.participate(s, serves)
+	if err != nil {
+		return fault.In("fleet", err)
+	}
+	d.part.Store(p)
+	return nil
+}
+
+// leave ends the participation, and removes the data path: this host serves all devices whose packets reach it.
+func (d *Domain) leave() error {
+	err := d.part.Load().end(true)
+	d.part.Store(nil)
+	d.services.SetFleet(nil, nil)
+	return errors.Join(err, d.removeLeftover())
+}
+
+// removeLeftover removes the data path of an earlier agent, and the files of the fleet.
+func (d *Domain) removeLeftover() error {
+	_, err := forward.Retire()
+	if err := errors.Join(forward.Remove(d.pins()), err); err != nil {
+		return fault.In("fleet", err)
+	}
+	for _, name := range []string{tableFile, instanceFile} {
+		if err := os.Remove(filepath.Join(d.host.StateDir, name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fault.In("fleet", err)
+		}
+	}
+	return nil
 }
 
 // Applied does nothing.

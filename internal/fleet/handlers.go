@@ -174,25 +174,6 @@ func (p *participation) effectOf(s *store.Snapshot, host string, to store.Settin
 	})
 }
 
-// effectOf tells how many devices move, or would move, by a change of a host.
-func effectOf(s *store.Snapshot, onDeath lead.OnDeath, would bool, host string, change func(*lead.Host)) string {
-	verbs := [2]string{"moves", "move"}
-	if would {
-		verbs = [2]string{"would move", "would move"}
-	}
-	if s.Table == nil {
-		return "no device " + verbs[0] + ": the fleet has no table yet"
-	}
-	hosts := slices.Clone(s.Hosts)
-	for i := range hosts {
-		if hosts[i].Name == host {
-			change(&hosts[i])
-		}
-	}
-	share := float64(lead.Moved(s.Table, s.Hosts, hosts, onDeath)) / table.Buckets
-	return fmt.Sprintf("%.1f %% of the devices %s", 100*share, verbs[1])
-}
-
 // weightEffect tells how many devices move by another weight of this host in the policy.
 func (p *participation) weightEffect(to *settings) string {
 	if to.Etcd == nil {
@@ -212,4 +193,23 @@ func (p *participation) weightEffect(to *settings) string {
 		return fmt.Sprintf("no device moves: sockeye host set has given this host the weight %d, which stays", set)
 	}
 	return effectOf(s, lead.OnDeath(to.OnHostDeath), false, to.host, func(h *lead.Host) { h.Weight = uint32(to.Weight) })
+}
+
+// effectOf tells how many devices move, or would move, by a change of a host.
+func effectOf(s *store.Snapshot, onDeath lead.OnDeath, would bool, host string, change func(*lead.Host)) string {
+	verbs := [2]string{"moves", "move"}
+	if would {
+		verbs = [2]string{"would move", "would move"}
+	}
+	if s.Table == nil {
+		return "no device " + verbs[0] + ": the fleet has no table yet"
+	}
+	hosts := slices.Clone(s.Hosts)
+	for i := range hosts {
+		if hosts[i].Name == host {
+			change(&hosts[i])
+		}
+	}
+	share := float64(lead.Moved(s.Table, s.Hosts, hosts, onDeath)) / table.Buckets
+	return fmt.Sprintf("%.1f %% of the devices %s", 100*share, verbs[1])
 }

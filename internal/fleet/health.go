@@ -4,6 +4,25 @@ package fleet
 
 import "sockeye/internal/api"
 
+// Health reports whether routers should send packets to this host to the addresses of the services. Without a fleet, it does while its
+// services can serve.
+func (d *Domain) Health() api.Health {
+	p, err := d.current()
+	if d.broken.Load() {
+		return api.Health{Reason: "the fleet does not run: its last change runs or has failed"}
+	}
+	if err != nil {
+		if err := d.services.CanServe(everyService); err != nil {
+			return api.Health{Reason: err.Error()}
+		}
+		return api.Health{Healthy: true}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	ok, reason := p.health()
+	return api.Health{Healthy: ok, Reason: reason}
+}
+
 // health reports whether routers should send packets to this host, or why not. A host that drains does so until its last
 // bucket has moved, and a host that gets no answer from etcd serves what it has. The caller holds mu.
 func (p *participation) health() (ok bool, reason string) {
@@ -22,23 +41,4 @@ func (p *participation) health() (ok bool, reason string) {
 		return false, "this host has no devices"
 	}
 	return true, ""
-}
-
-// Health reports whether routers should send packets to this host to the addresses of the services. Without a fleet, it does while its
-// services can serve.
-func (d *Domain) Health() api.Health {
-	p, err := d.current()
-	if d.broken.Load() {
-		return api.Health{Reason: "the fleet does not run: its last change runs or has failed"}
-	}
-	if err != nil {
-		if err := d.services.CanServe(everyService); err != nil {
-			return api.Health{Reason: err.Error()}
-		}
-		return api.Health{Healthy: true}
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	ok, reason := p.health()
-	return api.Health{Healthy: ok, Reason: reason}
 }

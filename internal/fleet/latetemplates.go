@@ -57,14 +57,6 @@ func newLate() late {
 	return late{arrived: make(chan struct{}, 1), due: make(chan struct{}, 1)}
 }
 
-// signal signals something, unless that was signalled already and not received.
-func signal(c chan struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
-}
-
 // left notes that devices have left a host when a table followed the one before, or nil.
 func (l *late) left(before, t *table.Table, host string, now time.Time) {
 	since := time.Time{}
@@ -109,6 +101,14 @@ func (l *late) noteHosts(hosts []lead.Host, self string) {
 		}
 	}
 	l.counts = counts
+}
+
+// signal signals something, unless that was signalled already and not received.
+func signal(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
 }
 
 // exchange hands late templates over, takes over those of other hosts, and copies templates, until ctx is done.
@@ -180,12 +180,6 @@ func (p *participation) handOverLate(ctx context.Context) {
 	}
 }
 
-// isHere reports whether a bucket belongs to a host by a table, or moves to it.
-func isHere(t *table.Table, host string, bucket int) bool {
-	self := t.Index(host)
-	return self != table.None && (t.Owner[bucket] == self || t.Next[bucket] == self)
-}
-
 // takeOverLate takes over the templates that other hosts have handed over late. done is false if it must be called again.
 func (p *participation) takeOverLate(ctx context.Context) (done bool) {
 	p.mu.Lock()
@@ -236,4 +230,10 @@ func (p *participation) deliverHeld() {
 	for _, templates := range mine {
 		p.services.TakeOver(templates, true)
 	}
+}
+
+// isHere reports whether a bucket belongs to a host by a table, or moves to it.
+func isHere(t *table.Table, host string, bucket int) bool {
+	self := t.Index(host)
+	return self != table.None && (t.Owner[bucket] == self || t.Next[bucket] == self)
 }

@@ -85,25 +85,8 @@ type participation struct {
 	copies       copies
 }
 
-// etcdConfig returns the settings of a store in etcd.
-func etcdConfig(f *config.Fleet) (*store.EtcdConfig, error) {
-	e := f.Etcd
-	c := &store.EtcdConfig{Endpoints: e.Endpoints, Username: e.User, Fleet: f.Name}
-	if slices.ContainsFunc(e.Endpoints, func(s string) bool { return strings.HasPrefix(s, "https:") }) {
-		var err error
-		if c.TLS, err = store.TLSConfig(e.CA, e.Cert, e.Key); err != nil {
-			return nil, err
-		}
-	}
-	if e.PasswordFile != "" {
-		text, err := owned.ReadFile(e.PasswordFile, true, mostPassword)
-		if err != nil {
-			return nil, fmt.Errorf("read password of etcd: %w", err)
-		}
-		c.Password = strings.TrimSpace(string(text))
-	}
-	return c, nil
-}
+// dataPath is what the follower needs of the data path.
+type dataPath participation
 
 // participate opens the data path and the store, and follows the store.
 func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
@@ -168,6 +151,26 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 	return p, nil
 }
 
+// etcdConfig returns the settings of a store in etcd.
+func etcdConfig(f *config.Fleet) (*store.EtcdConfig, error) {
+	e := f.Etcd
+	c := &store.EtcdConfig{Endpoints: e.Endpoints, Username: e.User, Fleet: f.Name}
+	if slices.ContainsFunc(e.Endpoints, func(s string) bool { return strings.HasPrefix(s, "https:") }) {
+		var err error
+		if c.TLS, err = store.TLSConfig(e.CA, e.Cert, e.Key); err != nil {
+			return nil, err
+		}
+	}
+	if e.PasswordFile != "" {
+		text, err := owned.ReadFile(e.PasswordFile, true, mostPassword)
+		if err != nil {
+			return nil, fmt.Errorf("read password of etcd: %w", err)
+		}
+		c.Password = strings.TrimSpace(string(text))
+	}
+	return c, nil
+}
+
 // end ends the participation. The programs stay attached. With leave, the registration of this host ends at once.
 func (p *participation) end(leave bool) error {
 	p.cancel()
@@ -217,9 +220,6 @@ func (p *participation) readTable() (*table.Table, error) {
 	return table.Decode(data)
 }
 
-// dataPath is what the follower needs of the data path.
-type dataPath participation
-
 // Apply puts a table in force: first in the kernel, then in the checks of connections, which close those of the devices that
 // have left.
 func (d *dataPath) Apply(t *table.Table) error {
@@ -244,28 +244,6 @@ func (d *dataPath) Apply(t *table.Table) error {
 	}
 	return nil
 }
-
-// save saves the table in force, until that succeeds: the next agent begins with it. The caller holds mu.
-func (p *participation) save() {
-	if p.unsaved == nil {
-		return
-	}
-	data, err := p.unsaved.Encode()
-	if err == nil {
-		err = statedir.Write(filepath.Join(p.stateDir, tableFile), data)
-	}
-	if err != nil {
-		p.local = append(p.local, fmt.Sprintf("the table is not saved: %v", err)) // steering must continue on a full disk
-		return
-	}
-	p.unsaved = nil
-}
-
-// takeOverTime is the longest time that the members get to receive templates; the devices move afterwards in any case.
-const takeOverTime = 2 * time.Second
-
-// mostTakes is the number of calls that take over the templates of a move. Whoever can write to etcd chooses how many there are.
-const mostTakes = 100
 
 // HandOver hands the templates of the devices that leave to their next hosts.
 func (d *dataPath) HandOver(ctx context.Context, t *table.Table) error {
@@ -311,6 +289,12 @@ func (p *participation) handOver(ctx context.Context, late bool, all map[netip.A
 	return nil
 }
 
+// takeOverTime is the longest time that the members get to receive templates; the devices move afterwards in any case.
+const takeOverTime = 2 * time.Second
+
+// mostTakes is the number of calls that take over the templates of a move. Whoever can write to etcd chooses how many there are.
+const mostTakes = 100
+
 // TakeOver sends the templates of the devices that come to the members of this host.
 func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 	p := (*participation)(d)
@@ -341,13 +325,74 @@ func (d *dataPath) TakeOver(ctx context.Context, t *table.Table) error {
 	return nil
 }
 
-// self returns the name of this host in tables. It is "" while another process has registered a host with the name: this host
-// has no devices then, and sends all packets to others. The caller holds mu.
-func (p *participation) self() string {
-	if p.state.Snapshot != nil && p.state.Taken {
-		return ""
+// refresh looks at what changes without the store: interfaces, routes, neighbors, and the services.
+func (p *participation) refresh() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.local = nil
+	p.save()
+	nics, missing, unread := findInterfaces(p.settings.Interfaces, p.nics)
+	for _, err := range []error{missing, unread} {
+		if err != nil {
+			p.local = append(p.local, err.Error())
+		}
 	}
-	return p.settings.host
+	p.missing = missing
+	if !reflect.DeepEqual(nics, p.nics) {
+		p.nics, p.attached = nics, nil
+	}
+	p.attach()
+	if p.table != nil {
+		if paths := p.findPaths(p.table); !reflect.DeepEqual(paths, p.paths) {
+			if err := p.install(p.table); err != nil {
+				p.local = append(p.local, err.Error())
+			}
+		}
+	}
+	p.healthy = p.services.CanServe(p.settings.selects)
+	next := p.registration
+	next.Healthy, next.MACs, next.Addresses = p.healthy == nil && missing == nil, ownMACs(p.nics), ownAddresses(p.nics, p.settings.Addresses)
+	if !reflect.DeepEqual(next, p.registration) {
+		p.registration = next
+		if p.follower != nil {
+			p.follower.Describe(next.Host, next.Healthy)
+		}
+	}
+	p.report()
+}
+
+// save saves the table in force, until that succeeds: the next agent begins with it. The caller holds mu.
+func (p *participation) save() {
+	if p.unsaved == nil {
+		return
+	}
+	data, err := p.unsaved.Encode()
+	if err == nil {
+		err = statedir.Write(filepath.Join(p.stateDir, tableFile), data)
+	}
+	if err != nil {
+		p.local = append(p.local, fmt.Sprintf("the table is not saved: %v", err)) // steering must continue on a full disk
+		return
+	}
+	p.unsaved = nil
+}
+
+// changed notes the state of the store.
+func (p *participation) changed(s follow.State) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	before := p.self()
+	p.state = s
+	if s.Snapshot != nil {
+		p.late.noteHosts(s.Hosts, p.settings.host)
+	}
+	if p.table != nil && p.self() != before {
+		if err := p.install(p.table); err != nil {
+			p.local = append(p.local, err.Error())
+		}
+	}
+	p.reportHosts()
+	p.report()
 }
 
 // install installs a table in the kernel. The caller holds mu.
@@ -473,6 +518,15 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 	return paths
 }
 
+// self returns the name of this host in tables. It is "" while another process has registered a host with the name: this host
+// has no devices then, and sends all packets to others. The caller holds mu.
+func (p *participation) self() string {
+	if p.state.Snapshot != nil && p.state.Taken {
+		return ""
+	}
+	return p.settings.host
+}
+
 // deadHosts returns the hosts that have died as far as this host knows; none without the store, because two hosts that take each
 // other for dead could send packets to and fro. The caller holds mu.
 func (p *participation) deadHosts() map[string]bool {
@@ -515,58 +569,18 @@ func (p *participation) attach() {
 	p.attached = wanted
 }
 
-// refresh looks at what changes without the store: interfaces, routes, neighbors, and the services.
-func (p *participation) refresh() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.local = nil
-	p.save()
-	nics, missing, unread := findInterfaces(p.settings.Interfaces, p.nics)
-	for _, err := range []error{missing, unread} {
-		if err != nil {
-			p.local = append(p.local, err.Error())
+// report logs problems that begin and end. The caller holds mu.
+func (p *participation) report() {
+	now := p.allProblems()
+	for _, problem := range now {
+		if !slices.Contains(p.problems, problem) {
+			p.log.Warn("fleet", events.FleetProblem, "problem", problem)
 		}
 	}
-	p.missing = missing
-	if !reflect.DeepEqual(nics, p.nics) {
-		p.nics, p.attached = nics, nil
+	if len(now) == 0 && len(p.problems) > 0 {
+		p.log.Info("the fleet has no problem any more", events.FleetSolved)
 	}
-	p.attach()
-	if p.table != nil {
-		if paths := p.findPaths(p.table); !reflect.DeepEqual(paths, p.paths) {
-			if err := p.install(p.table); err != nil {
-				p.local = append(p.local, err.Error())
-			}
-		}
-	}
-	p.healthy = p.services.CanServe(p.settings.selects)
-	next := p.registration
-	next.Healthy, next.MACs, next.Addresses = p.healthy == nil && missing == nil, ownMACs(p.nics), ownAddresses(p.nics, p.settings.Addresses)
-	if !reflect.DeepEqual(next, p.registration) {
-		p.registration = next
-		if p.follower != nil {
-			p.follower.Describe(next.Host, next.Healthy)
-		}
-	}
-	p.report()
-}
-
-// changed notes the state of the store.
-func (p *participation) changed(s follow.State) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	before := p.self()
-	p.state = s
-	if s.Snapshot != nil {
-		p.late.noteHosts(s.Hosts, p.settings.host)
-	}
-	if p.table != nil && p.self() != before {
-		if err := p.install(p.table); err != nil {
-			p.local = append(p.local, err.Error())
-		}
-	}
-	p.reportHosts()
-	p.report()
+	p.problems = now
 }
 
 // mostProblems is the largest number of problems that are reported: anybody who can write to the store can cause any number.
@@ -599,20 +613,6 @@ func (p *participation) allProblems() []string {
 		list = append(list[:mostProblems], fmt.Sprintf("and %d further problems", more))
 	}
 	return list
-}
-
-// report logs problems that begin and end. The caller holds mu.
-func (p *participation) report() {
-	now := p.allProblems()
-	for _, problem := range now {
-		if !slices.Contains(p.problems, problem) {
-			p.log.Warn("fleet", events.FleetProblem, "problem", problem)
-		}
-	}
-	if len(now) == 0 && len(p.problems) > 0 {
-		p.log.Info("the fleet has no problem any more", events.FleetSolved)
-	}
-	p.problems = now
 }
 
 // mostSeen is the largest number of hosts that the agent remembers.

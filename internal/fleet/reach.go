@@ -26,6 +26,8 @@ type nic struct {
 	addresses []netip.Addr
 }
 
+var errMissing = errors.New("no such interface")
+
 // findInterfaces returns the interfaces with some names that exist. missing is the error of the first one that does not exist
 // or cannot be used. An interface that could not be read, because interfaces or addresses changed meanwhile, is that of before;
 // unread is the error.
@@ -47,7 +49,8 @@ func findInterfaces(names []string, before []nic) (found []nic, missing, unread 
 	return found, missing, unread
 }
 
-var errMissing = errors.New("no such interface")
+// unusableError is the error of an interface that does not exist, or that a fleet cannot use.
+type unusableError struct{ text string }
 
 // findInterface returns the interface with a name. The error wraps errMissing if there is none, or if a fleet cannot use it.
 func findInterface(name string) (one nic, err error) {
@@ -83,9 +86,6 @@ func findInterface(name string) (one nic, err error) {
 	return one, nil
 }
 
-// unusableError is the error of an interface that does not exist, or that a fleet cannot use.
-type unusableError struct{ text string }
-
 func (e *unusableError) Error() string { return e.text }
 
 func (e *unusableError) Unwrap() error { return errMissing }
@@ -117,13 +117,6 @@ func ownMACs(nics []nic) (macs []string) {
 	return macs
 }
 
-// path is how this host reaches another one.
-type path struct {
-	forward.Next
-	kind    string // link, tunnel or none
-	problem string
-}
-
 // links are the links of the interfaces of the fleet, with their neighbors at the first question.
 type links struct {
 	nics      []nic
@@ -138,6 +131,13 @@ type neighborTable struct {
 
 func newLinks(nics []nic) *links {
 	return &links{nics: nics, neighbors: make(map[neighborTable]map[netip.Addr][6]byte)}
+}
+
+// path is how this host reaches another one.
+type path struct {
+	forward.Next
+	kind    string // link, tunnel or none
+	problem string
 }
 
 // leastRoom is the least size of packets for a tunnel, in bytes. A route can be as narrow for a time, by an ICMP message about its MTU
@@ -208,16 +208,6 @@ func (o *origin) findPath(h *table.Host) path {
 	return path{kind: "none", problem: cmp.Or(narrow, fmt.Sprintf("there is no route to host %s at %v", h.Name, h.Addresses))}
 }
 
-// interfaceTo returns the interface whose link has an address.
-func (l *links) interfaceTo(a netip.Addr) (index int, ok bool) {
-	routes, err := netlink.RouteGet(a.AsSlice())
-	if err != nil || len(routes) != 1 || routes[0].Type != unix.RTN_UNICAST || routes[0].Gw != nil {
-		return 0, false
-	}
-	index = routes[0].LinkIndex
-	return index, l.has(index)
-}
-
 func (l *links) has(index int) bool {
 	return slices.ContainsFunc(l.nics, func(n nic) bool { return n.index == index })
 }
@@ -239,35 +229,6 @@ func routed(a netip.Addr) (mtu int, from netip.Addr, ok bool) {
 		return 0, from, false
 	}
 	return link.Attrs().MTU, from, true
-}
-
-// neighbor returns the MAC address that the kernel knows for an address, or else lets the kernel ask for it.
-func (l *links) neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
-	of := neighborTable{index, unix.AF_INET6}
-	if a.Is4() {
-		of.family = unix.AF_INET
-	}
-	known, read := l.neighbors[of]
-	if !read {
-		list, err := netlink.NeighList(index, of.family)
-		if err != nil {
-			return mac, false
-		}
-		known = make(map[netip.Addr][6]byte)
-		const valid = netlink.NUD_REACHABLE | netlink.NUD_STALE | netlink.NUD_DELAY | netlink.NUD_PROBE | netlink.NUD_PERMANENT
-		for _, n := range list {
-			if ip, _ := netip.AddrFromSlice(n.IP); n.State&valid != 0 && len(n.HardwareAddr) == 6 {
-				known[ip.Unmap()] = [6]byte(n.HardwareAddr)
-			}
-		}
-		l.neighbors[of] = known
-	}
-	if mac, ok = known[a]; ok {
-		return mac, true
-	}
-	// After an error, the address stays unknown, and the next refresh asks again.
-	_ = netlink.NeighSet(&netlink.Neigh{LinkIndex: index, Family: of.family, State: netlink.NUD_NONE, Flags: netlink.NTF_USE, IP: a.AsSlice()})
-	return mac, false
 }
 
 // holders returns the hosts of a table by address. An address of several hosts belongs to one that lives, to the one that the
@@ -299,6 +260,16 @@ func (l *links) holders(t *table.Table, dead map[string]bool, before map[netip.A
 	return now
 }
 
+// interfaceTo returns the interface whose link has an address.
+func (l *links) interfaceTo(a netip.Addr) (index int, ok bool) {
+	routes, err := netlink.RouteGet(a.AsSlice())
+	if err != nil || len(routes) != 1 || routes[0].Type != unix.RTN_UNICAST || routes[0].Gw != nil {
+		return 0, false
+	}
+	index = routes[0].LinkIndex
+	return index, l.has(index)
+}
+
 // defaultRouters returns the next hops of the default routes by their MAC addresses on the links.
 func (l *links) defaultRouters() map[[6]byte]netip.Addr {
 	routers := make(map[[6]byte]netip.Addr)
@@ -316,6 +287,35 @@ func (l *links) defaultRouters() map[[6]byte]netip.Addr {
 		}
 	}
 	return routers
+}
+
+// neighbor returns the MAC address that the kernel knows for an address, or else lets the kernel ask for it.
+func (l *links) neighbor(index int, a netip.Addr) (mac [6]byte, ok bool) {
+	of := neighborTable{index, unix.AF_INET6}
+	if a.Is4() {
+		of.family = unix.AF_INET
+	}
+	known, read := l.neighbors[of]
+	if !read {
+		list, err := netlink.NeighList(index, of.family)
+		if err != nil {
+			return mac, false
+		}
+		known = make(map[netip.Addr][6]byte)
+		const valid = netlink.NUD_REACHABLE | netlink.NUD_STALE | netlink.NUD_DELAY | netlink.NUD_PROBE | netlink.NUD_PERMANENT
+		for _, n := range list {
+			if ip, _ := netip.AddrFromSlice(n.IP); n.State&valid != 0 && len(n.HardwareAddr) == 6 {
+				known[ip.Unmap()] = [6]byte(n.HardwareAddr)
+			}
+		}
+		l.neighbors[of] = known
+	}
+	if mac, ok = known[a]; ok {
+		return mac, true
+	}
+	// After an error, the address stays unknown, and the next refresh asks again.
+	_ = netlink.NeighSet(&netlink.Neigh{LinkIndex: index, Family: of.family, State: netlink.NUD_NONE, Flags: netlink.NTF_USE, IP: a.AsSlice()})
+	return mac, false
 }
 
 // conflict returns why a host cannot be reached at its addresses: another host, this one or the services have one of them. Hosts

@@ -15,14 +15,6 @@ import (
 // errNoFleet is the error of requests about a fleet without one.
 var errNoFleet = fault.Usage(errors.New("the policy has no fleet"), "docs/fleet.md describes the key fleet of the policy")
 
-// current returns the participation, or errNoFleet.
-func (d *Domain) current() (*participation, error) {
-	if p := d.part.Load(); p != nil {
-		return p, nil
-	}
-	return nil, errNoFleet
-}
-
 // Status adds the state of the fleet.
 func (d *Domain) Status(status *api.Status) error {
 	p, err := d.current()
@@ -41,6 +33,14 @@ func (d *Domain) Frame(frame *api.Frame) error {
 	}
 	frame.Fleet, err = p.statusIfAny()
 	return err
+}
+
+// current returns the participation, or errNoFleet.
+func (d *Domain) current() (*participation, error) {
+	if p := d.part.Load(); p != nil {
+		return p, nil
+	}
+	return nil, errNoFleet
 }
 
 // statusIfAny is status, or nil if an apply has just ended the participation.

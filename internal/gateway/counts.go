@@ -36,14 +36,6 @@ var reasonNames = [reasons]string{
 	Evicted: "evicted", Unsolicited: "unsolicited",
 }
 
-// Counts returns the counters by Reason. It may be called concurrently with Run.
-func (g *Gateway) Counts() (c [reasons]uint64) {
-	for i := range c {
-		c[i] = g.counts[i].Load()
-	}
-	return c
-}
-
 func (g *Gateway) count(r Reason) { g.counts[r].Add(1) }
 
 // LogCounts logs the counters that are not 0.
@@ -55,6 +47,14 @@ func (g *Gateway) LogCounts(log *slog.Logger, event string) {
 		}
 	}
 	log.Info(event, counts...)
+}
+
+// Counts returns the counters by Reason. It may be called concurrently with Run.
+func (g *Gateway) Counts() (c [reasons]uint64) {
+	for i := range c {
+		c[i] = g.counts[i].Load()
+	}
+	return c
 }
 
 // warning is a kind of warning.

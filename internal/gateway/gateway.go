@@ -211,22 +211,6 @@ func (g *Gateway) addForward(f Forward) error {
 	return g.register(f.FD, unix.EPOLLIN, h)
 }
 
-// resetConnections resets all TCP connections of the guest. Otherwise sockets with unsent data of programs that have exited would
-// keep memory of the guest's kernel, and the network namespace, for minutes.
-func (g *Gateway) resetConnections() {
-	for _, c := range g.conns {
-		if c.fd < 0 {
-			continue
-		}
-		c.resetGuest()
-		if !c.state.finReceived() {
-			resetOnClose(c.fd) // a FIN would tell the peer that the data are complete
-		}
-		unix.Close(c.fd)
-		c.fd = -1
-	}
-}
-
 func (g *Gateway) close() {
 	g.resetConnections()
 	for _, u := range g.flows.all {
@@ -247,5 +231,21 @@ func (g *Gateway) close() {
 		if fd >= 0 {
 			unix.Close(fd)
 		}
+	}
+}
+
+// resetConnections resets all TCP connections of the guest. Otherwise sockets with unsent data of programs that have exited would
+// keep memory of the guest's kernel, and the network namespace, for minutes.
+func (g *Gateway) resetConnections() {
+	for _, c := range g.conns {
+		if c.fd < 0 {
+			continue
+		}
+		c.resetGuest()
+		if !c.state.finReceived() {
+			resetOnClose(c.fd) // a FIN would tell the peer that the data are complete
+		}
+		unix.Close(c.fd)
+		c.fd = -1
 	}
 }

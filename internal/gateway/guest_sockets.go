@@ -53,15 +53,6 @@ func dumpOf(family, protocol uint8, state sockdiag.State) sockdiag.Request {
 	}
 }
 
-// dumpInterval is the polling interval until the guest listens. The kernel notifies of closed sockets, not of new ones.
-const dumpInterval = 50 * time.Millisecond
-
-// bindTimeout is how long a port of the host may be in use when the guest listens: the previous member may not have exited yet.
-const bindTimeout = 10 * time.Second
-
-// exitGracePeriod is the time that a program has to exit after closing a socket, without a warning.
-const exitGracePeriod = 2 * time.Second
-
 func newGuestSockets(g *Gateway) *guestSockets {
 	s := &guestSockets{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
 	s.timer.Owner = s
@@ -85,32 +76,41 @@ func (s *guestSockets) Expired() {
 	s.startDumps()
 }
 
-// startDumps sends the first request of dumps, unless a dump is running or the forwards are closed.
-func (s *guestSockets) startDumps() {
-	if s.waiting || s.closed {
-		return
-	}
-	s.found, s.dump, s.stale = map[port]bool{}, 0, false
-	s.sendDump()
-}
-
-// sendDump sends the next request of dumps.
-func (s *guestSockets) sendDump() {
-	s.waiting = true
-	if err := s.send(&dumps[s.dump]); err != nil {
-		s.waiting = false
-		s.retry()
-	}
-}
-
-// send sends a request. event reads the reply.
-func (s *guestSockets) send(r *sockdiag.Request) error {
-	_, err := unix.Write(s.g.config.Diag, r.Append(s.request[:0]))
-	return err
-}
+// dumpInterval is the polling interval until the guest listens. The kernel notifies of closed sockets, not of new ones.
+const dumpInterval = 50 * time.Millisecond
 
 // retry repeats the dumps after dumpInterval.
 func (s *guestSockets) retry() { s.g.timers.Set(&s.timer, s.g.now.Add(dumpInterval)) }
+
+func (s *guestSockets) isWanted(number uint16) bool {
+	return slices.ContainsFunc(s.g.config.Forwards, func(f Forward) bool { return len(f.Deferred) > 0 && f.Port == number })
+}
+
+// receiveMemory is the receive buffer of a socket, in bytes of kernel memory.
+type receiveMemory struct {
+	allocated, limit int
+	known            bool
+}
+
+// memorySequence is the sequence number of a request of memoryFor. Other requests, and notifications, have 0.
+const memorySequence = 1
+
+// memoryFor returns the receive buffer of the guest's socket that receives datagrams of a flow. The kernel replies before write(2)
+// returns, so that the reply can be read without waiting.
+func (s *guestSockets) memoryFor(f endpoints) receiveMemory {
+	r := sockdiag.Request{
+		Type: unix.SOCK_DIAG_BY_FAMILY, Sequence: memorySequence, Family: unix.AF_INET, Protocol: unix.IPPROTO_UDP,
+		Attributes: sockdiag.WithReceiveMemory, Source: f.remote, Destination: f.guest, Cookie: sockdiag.AnyCookie,
+	}
+	if f.guest.Addr().Is6() {
+		r.Family = unix.AF_INET6
+	}
+	s.reply = receiveMemory{}
+	if s.send(&r) == nil {
+		s.event(0)
+	}
+	return s.reply
+}
 
 func (s *guestSockets) event(uint32) {
 	for range udpBudget {
@@ -154,36 +154,6 @@ func (s *guestSockets) read(b []byte) {
 			}
 		}
 	}
-}
-
-func (s *guestSockets) isWanted(number uint16) bool {
-	return slices.ContainsFunc(s.g.config.Forwards, func(f Forward) bool { return len(f.Deferred) > 0 && f.Port == number })
-}
-
-// receiveMemory is the receive buffer of a socket, in bytes of kernel memory.
-type receiveMemory struct {
-	allocated, limit int
-	known            bool
-}
-
-// memorySequence is the sequence number of a request of memoryFor. Other requests, and notifications, have 0.
-const memorySequence = 1
-
-// memoryFor returns the receive buffer of the guest's socket that receives datagrams of a flow. The kernel replies before write(2)
-// returns, so that the reply can be read without waiting.
-func (s *guestSockets) memoryFor(f endpoints) receiveMemory {
-	r := sockdiag.Request{
-		Type: unix.SOCK_DIAG_BY_FAMILY, Sequence: memorySequence, Family: unix.AF_INET, Protocol: unix.IPPROTO_UDP,
-		Attributes: sockdiag.WithReceiveMemory, Source: f.remote, Destination: f.guest, Cookie: sockdiag.AnyCookie,
-	}
-	if f.guest.Addr().Is6() {
-		r.Family = unix.AF_INET6
-	}
-	s.reply = receiveMemory{}
-	if s.send(&r) == nil {
-		s.event(0)
-	}
-	return s.reply
 }
 
 // dumpFailed processes an error reply to a dump.
@@ -235,6 +205,33 @@ func (s *guestSockets) dumpDone() {
 	}
 }
 
+// startDumps sends the first request of dumps, unless a dump is running or the forwards are closed.
+func (s *guestSockets) startDumps() {
+	if s.waiting || s.closed {
+		return
+	}
+	s.found, s.dump, s.stale = map[port]bool{}, 0, false
+	s.sendDump()
+}
+
+// sendDump sends the next request of dumps.
+func (s *guestSockets) sendDump() {
+	s.waiting = true
+	if err := s.send(&dumps[s.dump]); err != nil {
+		s.waiting = false
+		s.retry()
+	}
+}
+
+// send sends a request. event reads the reply.
+func (s *guestSockets) send(r *sockdiag.Request) error {
+	_, err := unix.Write(s.g.config.Diag, r.Append(s.request[:0]))
+	return err
+}
+
+// bindTimeout is how long a port of the host may be in use when the guest listens: the previous member may not have exited yet.
+const bindTimeout = 10 * time.Second
+
 // startListening binds the UDP sockets and then makes the TCP sockets listen: a peer that can connect may assume that all ports are
 // open.
 func (s *guestSockets) startListening() {
@@ -280,6 +277,9 @@ func (s *guestSockets) fail(err error) {
 	s.closed = true
 	s.g.failed = err
 }
+
+// exitGracePeriod is the time that a program has to exit after closing a socket, without a warning.
+const exitGracePeriod = 2 * time.Second
 
 // stopListening closes the sockets of all deferred forwards permanently, because the program no longer listens on all ports.
 func (s *guestSockets) stopListening(why string) {

@@ -46,23 +46,8 @@ const (
 	icmp6TooBig     = 2
 )
 
-// failureOf returns the failure that corresponds to an error of a UDP or ping socket.
-func failureOf(err error) (failure, bool) {
-	for _, f := range []struct {
-		error
-		failure
-	}{
-		{unix.EMSGSIZE, tooBig}, {unix.ECONNREFUSED, noPort},
-		{unix.EHOSTUNREACH, noHost}, {unix.EHOSTDOWN, noHost},
-		{unix.ENETUNREACH, noNetwork}, {unix.EADDRNOTAVAIL, noNetwork},
-		{unix.EACCES, prohibited}, {unix.EPERM, prohibited},
-	} {
-		if errors.Is(err, f.error) {
-			return f.failure, true
-		}
-	}
-	return 0, false
-}
+// anyDestination is the lookup of forwardErrors for a connected socket, which has one flow.
+func (f endpoints) anyDestination(netip.AddrPort) (endpoints, bool) { return f, true }
 
 const (
 	icmpHeader = 8
@@ -71,74 +56,6 @@ const (
 	// minMTU is the minimum MTU of IPv6 paths, in bytes (RFC 8200, section 5).
 	minMTU = 1280
 )
-
-// sendICMPError sends the guest the ICMP error of a router for one of its packets.
-func (g *Gateway) sendICMPError(s *packet.Segment, why failure) {
-	from, to := s.To.Addr(), s.From.Addr()
-	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.Protocol, s.To) {
-		args := []any{"protocol", access.ProtocolName(s.Protocol), "to", s.To}
-		switch {
-		case access.Metadata(from):
-			args = append(args, "why", "cloud metadata address: only --allow with exactly this address permits it")
-		case g.config.Outbound.Resolver(s.To):
-			args = append(args, "why", "name server of the host: with --no-dns, only --allow with exactly this address permits it")
-		}
-		g.log.Info("destination not allowed", args...)
-	}
-	f := failures[why]
-	kind, code := f.type6, f.code6
-	if to.Is4() {
-		kind, code = f.type4, f.code4
-	}
-	// The source is the packet's destination, because the gateway has no address. The path's MTU is not known here.
-	g.sendICMPErrorFrom(from, to, kind, code, minMTU, s.Network)
-}
-
-// sendICMPErrorFrom sends the guest an ICMP error for one of its packets. mtu is for errors with an MTU field.
-func (g *Gateway) sendICMPErrorFrom(from, to netip.Addr, kind, code uint8, mtu uint32, raw []byte) {
-	if from.IsMulticast() || from.IsUnspecified() {
-		return
-	}
-	quote := raw[:min(len(raw), maxQuote)]
-	length := icmpHeader + len(quote)
-	var b [packet.VnetHeader + packet.IPv6Header + icmpHeader + maxQuote]byte
-	ip, protocol := packet.IPv6Header, uint8(unix.IPPROTO_ICMPV6)
-	if to.Is4() {
-		ip, protocol = packet.IPv4Header, unix.IPPROTO_ICMP
-	}
-	network := b[packet.VnetHeader:]
-	packet.WriteIP(network, from, to, protocol, length)
-	m := network[ip : ip+length]
-	m[0], m[1] = kind, code
-	switch {
-	case to.Is4() && kind == icmpUnreachable && code == icmpTooBig:
-		binary.BigEndian.PutUint16(m[6:], uint16(min(mtu, 65535)))
-	case to.Is6() && kind == icmp6TooBig:
-		binary.BigEndian.PutUint32(m[4:], mtu)
-	}
-	copy(m[icmpHeader:], quote)
-	checksum(m, packet.ICMPSum(from, to, protocol, length))
-	g.send(b[:packet.VnetHeader+ip+length])
-}
-
-// checksum sets the checksum of an ICMP message.
-func checksum(m []byte, pseudo uint64) {
-	m[2], m[3] = 0, 0
-	binary.BigEndian.PutUint16(m[2:], ^packet.Fold(pseudo+packet.Sum(m)))
-}
-
-// socketError is a struct sock_extended_err and the address that follows it.
-type socketError struct {
-	errno              syscall.Errno
-	origin, kind, code uint8
-	mtu                uint32
-	offender           netip.Addr // sender of the ICMP error (SO_EE_OFFENDER); the zero value if unknown
-}
-
-const socketErrorSize = 16 // bytes
-
-// anyDestination is the lookup of forwardErrors for a connected socket, which has one flow.
-func (f endpoints) anyDestination(netip.AddrPort) (endpoints, bool) { return f, true }
 
 // forwardErrors forwards the ICMP errors in the error queue of a socket to the guest; find returns the flow of a destination. The
 // result is false if the socket had no pending error: an error that a send returned then belongs to the datagram just sent.
@@ -172,6 +89,16 @@ func (g *Gateway) forwardErrors(fd int, protocol uint8, find func(to netip.AddrP
 	}
 	return any
 }
+
+// socketError is a struct sock_extended_err and the address that follows it.
+type socketError struct {
+	errno              syscall.Errno
+	origin, kind, code uint8
+	mtu                uint32
+	offender           netip.Addr // sender of the ICMP error (SO_EE_OFFENDER); the zero value if unknown
+}
+
+const socketErrorSize = 16 // bytes
 
 // parseSocketError parses a control message of IP_RECVERR or IPV6_RECVERR.
 func parseSocketError(m *unix.SocketControlMessage) (e socketError, ok bool) {
@@ -229,6 +156,24 @@ func (g *Gateway) forwardError(e *socketError, f endpoints, protocol uint8, sent
 	g.sendICMPErrorFrom(from, to, kind, code, e.mtu, b[:ip+icmpHeader])
 }
 
+// failureOf returns the failure that corresponds to an error of a UDP or ping socket.
+func failureOf(err error) (failure, bool) {
+	for _, f := range []struct {
+		error
+		failure
+	}{
+		{unix.EMSGSIZE, tooBig}, {unix.ECONNREFUSED, noPort},
+		{unix.EHOSTUNREACH, noHost}, {unix.EHOSTDOWN, noHost},
+		{unix.ENETUNREACH, noNetwork}, {unix.EADDRNOTAVAIL, noNetwork},
+		{unix.EACCES, prohibited}, {unix.EPERM, prohibited},
+	} {
+		if errors.Is(err, f.error) {
+			return f.failure, true
+		}
+	}
+	return 0, false
+}
+
 const (
 	echoIdle    = 30 * time.Second
 	echo4       = 8
@@ -238,16 +183,6 @@ const (
 	maxEchoes   = 1024
 	echoMessage = 65535 - packet.IPv4Header // largest ICMP message over IPv4, bytes
 )
-
-// echo is a ping socket of the host for one identifier and address.
-type echo struct {
-	g         *Gateway
-	endpoints endpoints
-	fd        int
-	hops      hopLimit
-	lastUsed  time.Time
-	timer     timer.Timer
-}
 
 // icmpArrives processes an ICMP message of the guest. Messages other than echo requests are ignored.
 func (g *Gateway) icmpArrives(s *packet.Segment) {
@@ -284,6 +219,65 @@ func (g *Gateway) icmpArrives(s *packet.Segment) {
 	}
 }
 
+// sendICMPError sends the guest the ICMP error of a router for one of its packets.
+func (g *Gateway) sendICMPError(s *packet.Segment, why failure) {
+	from, to := s.To.Addr(), s.From.Addr()
+	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.Protocol, s.To) {
+		args := []any{"protocol", access.ProtocolName(s.Protocol), "to", s.To}
+		switch {
+		case access.Metadata(from):
+			args = append(args, "why", "cloud metadata address: only --allow with exactly this address permits it")
+		case g.config.Outbound.Resolver(s.To):
+			args = append(args, "why", "name server of the host: with --no-dns, only --allow with exactly this address permits it")
+		}
+		g.log.Info("destination not allowed", args...)
+	}
+	f := failures[why]
+	kind, code := f.type6, f.code6
+	if to.Is4() {
+		kind, code = f.type4, f.code4
+	}
+	// The source is the packet's destination, because the gateway has no address. The path's MTU is not known here.
+	g.sendICMPErrorFrom(from, to, kind, code, minMTU, s.Network)
+}
+
+// sendICMPErrorFrom sends the guest an ICMP error for one of its packets. mtu is for errors with an MTU field.
+func (g *Gateway) sendICMPErrorFrom(from, to netip.Addr, kind, code uint8, mtu uint32, raw []byte) {
+	if from.IsMulticast() || from.IsUnspecified() {
+		return
+	}
+	quote := raw[:min(len(raw), maxQuote)]
+	length := icmpHeader + len(quote)
+	var b [packet.VnetHeader + packet.IPv6Header + icmpHeader + maxQuote]byte
+	ip, protocol := packet.IPv6Header, uint8(unix.IPPROTO_ICMPV6)
+	if to.Is4() {
+		ip, protocol = packet.IPv4Header, unix.IPPROTO_ICMP
+	}
+	network := b[packet.VnetHeader:]
+	packet.WriteIP(network, from, to, protocol, length)
+	m := network[ip : ip+length]
+	m[0], m[1] = kind, code
+	switch {
+	case to.Is4() && kind == icmpUnreachable && code == icmpTooBig:
+		binary.BigEndian.PutUint16(m[6:], uint16(min(mtu, 65535)))
+	case to.Is6() && kind == icmp6TooBig:
+		binary.BigEndian.PutUint32(m[4:], mtu)
+	}
+	copy(m[icmpHeader:], quote)
+	checksum(m, packet.ICMPSum(from, to, protocol, length))
+	g.send(b[:packet.VnetHeader+ip+length])
+}
+
+// echo is a ping socket of the host for one identifier and address.
+type echo struct {
+	g         *Gateway
+	endpoints endpoints
+	fd        int
+	hops      hopLimit
+	lastUsed  time.Time
+	timer     timer.Timer
+}
+
 func (g *Gateway) newEcho(f endpoints, s *packet.Segment) *echo {
 	fd, err := g.openSocket(f.remote.Addr(), unix.SOCK_DGRAM, int(s.Protocol))
 	if err != nil {
@@ -310,14 +304,6 @@ func (g *Gateway) newEcho(f endpoints, s *packet.Segment) *echo {
 	return e
 }
 
-func (e *echo) forwardErrors() bool {
-	protocol := uint8(unix.IPPROTO_ICMP)
-	if e.endpoints.remote.Addr().Is6() {
-		protocol = unix.IPPROTO_ICMPV6
-	}
-	return e.g.forwardErrors(e.fd, protocol, e.endpoints.anyDestination)
-}
-
 func (e *echo) event(events uint32) {
 	if events&unix.EPOLLERR != 0 {
 		e.forwardErrors()
@@ -332,6 +318,14 @@ func (e *echo) event(events uint32) {
 			e.reply(e.g.writeBuffer[:start+n], n)
 		}
 	}
+}
+
+func (e *echo) forwardErrors() bool {
+	protocol := uint8(unix.IPPROTO_ICMP)
+	if e.endpoints.remote.Addr().Is6() {
+		protocol = unix.IPPROTO_ICMPV6
+	}
+	return e.g.forwardErrors(e.fd, protocol, e.endpoints.anyDestination)
 }
 
 // reply sends the guest an echo reply with the guest's identifier.
@@ -355,6 +349,12 @@ func (e *echo) reply(b []byte, n int) {
 	clear(p[:packet.VnetHeader+ip])
 	packet.WriteIP(p[packet.VnetHeader:], from, to, protocol, n)
 	e.g.send(p)
+}
+
+// checksum sets the checksum of an ICMP message.
+func checksum(m []byte, pseudo uint64) {
+	m[2], m[3] = 0, 0
+	binary.BigEndian.PutUint16(m[2:], ^packet.Fold(pseudo+packet.Sum(m)))
 }
 
 func (e *echo) Expired() {

@@ -13,13 +13,6 @@ import (
 	"sockeye/internal/sockaddr"
 )
 
-func domain(a netip.Addr) int {
-	if a.Is4() {
-		return unix.AF_INET
-	}
-	return unix.AF_INET6
-}
-
 // receiveBuffer is the requested receive buffer of UDP sockets in bytes, for bursts. The kernel doubles the value, enough for 20,000
 // datagrams of 1400 bytes with a truesize of 2304 bytes each. Without CAP_NET_ADMIN the maximum is net.core.rmem_max.
 const receiveBuffer = 24 << 20
@@ -121,6 +114,13 @@ func (g *Gateway) openSocket(to netip.Addr, kind, protocol int) (fd int, err err
 		fd, err = unix.Socket(domain(to), kind, protocol)
 	}
 	return fd, err
+}
+
+func domain(a netip.Addr) int {
+	if a.Is4() {
+		return unix.AF_INET
+	}
+	return unix.AF_INET6
 }
 
 // freeDescriptor logs a warning that no descriptor is left, and evicts UDP flows to free one. It returns false if there is none.

@@ -86,6 +86,15 @@ func (c *conn) resetByGuest() {
 	c.remove()
 }
 
+// remove deletes the connection (CLOSED).
+func (c *conn) remove() {
+	c.g.timers.Stop(&c.timer)
+	delete(c.g.conns, c.endpoints)
+	if c.fd >= 0 {
+		c.closeHost()
+	}
+}
+
 // closeHost closes the host's socket and frees the batch, the backlog and the share of memory.
 func (c *conn) closeHost() {
 	c.g.memory.forget(c)
@@ -96,14 +105,5 @@ func (c *conn) closeHost() {
 	c.fd = -1
 	if c.outgoing {
 		c.g.outgoing--
-	}
-}
-
-// remove deletes the connection (CLOSED).
-func (c *conn) remove() {
-	c.g.timers.Stop(&c.timer)
-	delete(c.g.conns, c.endpoints)
-	if c.fd >= 0 {
-		c.closeHost()
 	}
 }

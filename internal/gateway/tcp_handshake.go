@@ -62,63 +62,12 @@ func (g *Gateway) acceptSYN(f endpoints, s *packet.Segment) {
 	}
 }
 
-// refuseSYN replies to a SYN with the RST or ICMP error that corresponds to an error of connect(2).
-func (g *Gateway) refuseSYN(s *packet.Segment, err error) {
-	g.count(Refused)
-	switch {
-	case errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.EHOSTDOWN):
-		g.sendICMPError(s, noHost)
-	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EADDRNOTAVAIL), errors.Is(err, unix.EAFNOSUPPORT):
-		g.sendICMPError(s, noNetwork)
-	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
-		g.sendICMPError(s, prohibited)
-	case errors.Is(err, unix.ETIMEDOUT):
-		// No reply: the guest's connect(2) times out itself.
-	default:
-		g.sendReset(s)
-	}
-}
-
 // initFromSYN initializes the receive side and the options from the guest's SYN.
 func (c *conn) initFromSYN(s *packet.Segment) {
 	c.setOptions(s)
 	c.rcv.irs = s.Seq
 	c.rcv.nxt = s.Seq + 1
 	c.rcv.adv = c.rcv.nxt
-}
-
-// setOptions applies the options and the window of the guest's SYN or SYN-ACK.
-func (c *conn) setOptions(s *packet.Segment) {
-	if s.Options.MSS != 0 {
-		c.snd.mss = max(s.Options.MSS, minMSS)
-	}
-	c.snd.mss = min(c.snd.mss, c.g.mss(c.endpoints.guest.Addr()))
-	c.snd.windShift, c.windowScaling = s.Options.WindShift, s.Options.WindowScaling
-	c.snd.wnd = uint32(s.Window) // not scaled in a SYN (RFC 7323, section 2.2)
-	c.snd.wl1 = s.Seq
-}
-
-// mss returns the largest TCP payload that fits the MTU of the guest's interface, in bytes.
-func (g *Gateway) mss(a netip.Addr) uint16 {
-	headers := packet.IPv4Header + packet.TCPHeader
-	if a.Is6() {
-		headers = packet.IPv6Header + packet.TCPHeader
-	}
-	return uint16(g.config.MTU - headers)
-}
-
-// chooseMSS chooses the MSS option for the guest. The guest's kernel waits for a window of a whole segment, but the free
-// space of the host's socket grows by segments of the path's MSS, at first to a third of the send buffer: the guest could
-// wait forever for the space of a larger segment. A multiple of the path's MSS avoids a small last segment per write.
-func (c *conn) chooseMSS(s room.Snapshot) {
-	c.rcv.mss = c.g.mss(c.endpoints.guest.Addr())
-	if s.MSS > 0 {
-		mss := min(int(c.rcv.mss), max(s.SendBuffer/8, s.MSS))
-		if mss > s.MSS {
-			mss -= mss % s.MSS
-		}
-		c.rcv.mss = uint16(mss)
-	}
 }
 
 // checkConnect replies to the guest's SYN when connect(2) of the host's socket has succeeded or failed.
@@ -139,6 +88,23 @@ func (c *conn) checkConnect() {
 		return // in progress
 	}
 	c.sendSYNACK(room.Snapshot{})
+}
+
+// refuseSYN replies to a SYN with the RST or ICMP error that corresponds to an error of connect(2).
+func (g *Gateway) refuseSYN(s *packet.Segment, err error) {
+	g.count(Refused)
+	switch {
+	case errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.EHOSTDOWN):
+		g.sendICMPError(s, noHost)
+	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EADDRNOTAVAIL), errors.Is(err, unix.EAFNOSUPPORT):
+		g.sendICMPError(s, noNetwork)
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
+		g.sendICMPError(s, prohibited)
+	case errors.Is(err, unix.ETIMEDOUT):
+		// No reply: the guest's connect(2) times out itself.
+	default:
+		g.sendReset(s)
+	}
 }
 
 // sendSYNACK sends the SYN-ACK of a connection that the guest opens, and enters SYN-RECEIVED.
@@ -172,13 +138,18 @@ func (c *conn) sendSYN(s room.Snapshot) {
 	c.startRetransmitTimer()
 }
 
-// establish processes the guest's acknowledgement of the SYN.
-func (c *conn) establish(s *packet.Segment) {
-	c.state = established
-	c.snd.una, c.rtx.recover = s.Ack, s.Ack
-	c.rtx.backoff, c.rtx.timeouts = 0, 0
-	c.keepalive.lastReceived = c.g.now
-	c.startIdleTimer()
+// chooseMSS chooses the MSS option for the guest. The guest's kernel waits for a window of a whole segment, but the free
+// space of the host's socket grows by segments of the path's MSS, at first to a third of the send buffer: the guest could
+// wait forever for the space of a larger segment. A multiple of the path's MSS avoids a small last segment per write.
+func (c *conn) chooseMSS(s room.Snapshot) {
+	c.rcv.mss = c.g.mss(c.endpoints.guest.Addr())
+	if s.MSS > 0 {
+		mss := min(int(c.rcv.mss), max(s.SendBuffer/8, s.MSS))
+		if mss > s.MSS {
+			mss -= mss % s.MSS
+		}
+		c.rcv.mss = uint16(mss)
+	}
 }
 
 // synSentArrives processes a segment in SYN-SENT (RFC 9293, section 3.10.7.3).
@@ -204,4 +175,33 @@ func (c *conn) synSentArrives(s *packet.Segment) {
 		c.acknowledge()
 		c.output()
 	}
+}
+
+// setOptions applies the options and the window of the guest's SYN or SYN-ACK.
+func (c *conn) setOptions(s *packet.Segment) {
+	if s.Options.MSS != 0 {
+		c.snd.mss = max(s.Options.MSS, minMSS)
+	}
+	c.snd.mss = min(c.snd.mss, c.g.mss(c.endpoints.guest.Addr()))
+	c.snd.windShift, c.windowScaling = s.Options.WindShift, s.Options.WindowScaling
+	c.snd.wnd = uint32(s.Window) // not scaled in a SYN (RFC 7323, section 2.2)
+	c.snd.wl1 = s.Seq
+}
+
+// mss returns the largest TCP payload that fits the MTU of the guest's interface, in bytes.
+func (g *Gateway) mss(a netip.Addr) uint16 {
+	headers := packet.IPv4Header + packet.TCPHeader
+	if a.Is6() {
+		headers = packet.IPv6Header + packet.TCPHeader
+	}
+	return uint16(g.config.MTU - headers)
+}
+
+// establish processes the guest's acknowledgement of the SYN.
+func (c *conn) establish(s *packet.Segment) {
+	c.state = established
+	c.snd.una, c.rtx.recover = s.Ack, s.Ack
+	c.rtx.backoff, c.rtx.timeouts = 0, 0
+	c.keepalive.lastReceived = c.g.now
+	c.startIdleTimer()
 }

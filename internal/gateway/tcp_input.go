@@ -75,18 +75,6 @@ func (c *conn) segmentArrives(s *packet.Segment) {
 	}
 }
 
-// nextSequence returns the expected sequence number of the guest's next segment: RCV.NXT plus the batch or the backlog.
-func (c *conn) nextSequence() uint32 {
-	n := c.rcv.nxt + uint32(len(c.rcv.backlog))
-	if c.rcv.batch != nil {
-		n += uint32(c.rcv.batch.bytes)
-	}
-	if c.rcv.finPending {
-		n++
-	}
-	return n
-}
-
 // processAck checks the acknowledgement and updates SND.UNA and SND.WND (RFC 9293, section 3.10.7.4, fifth check).
 func (c *conn) processAck(s *packet.Segment) {
 	if packet.Before(s.Ack, c.snd.una) {
@@ -190,6 +178,18 @@ func (c *conn) processText(s *packet.Segment) {
 		c.rcv.finPending = true
 		c.forwardFIN()
 	}
+}
+
+// nextSequence returns the expected sequence number of the guest's next segment: RCV.NXT plus the batch or the backlog.
+func (c *conn) nextSequence() uint32 {
+	n := c.rcv.nxt + uint32(len(c.rcv.backlog))
+	if c.rcv.batch != nil {
+		n += uint32(c.rcv.batch.bytes)
+	}
+	if c.rcv.finPending {
+		n++
+	}
+	return n
 }
 
 // fitToWindow returns how many of n bytes from a sequence number on are inside the window. Since payload beyond the window

@@ -55,12 +55,6 @@ func defaultMemory() int {
 // connMemory is the share of one connection, in bytes.
 type connMemory struct{ queued, advertised int }
 
-func (m *sendMemory) update(c *conn, s connMemory) {
-	m.queued += s.queued - c.rcv.memory.queued
-	m.advertised += s.advertised - c.rcv.memory.advertised
-	c.rcv.memory = s
-}
-
 // forget removes the share of a connection whose socket is closed.
 func (m *sendMemory) forget(c *conn) {
 	m.update(c, connMemory{})
@@ -105,4 +99,10 @@ func (m *sendMemory) Expired() {
 			c.sendWindowUpdate()
 		}
 	}
+}
+
+func (m *sendMemory) update(c *conn, s connMemory) {
+	m.queued += s.queued - c.rcv.memory.queued
+	m.advertised += s.advertised - c.rcv.memory.advertised
+	c.rcv.memory = s
 }

@@ -45,16 +45,6 @@ func (c *conn) startIdleTimer() {
 	c.g.timers.Set(&c.timer, c.g.now.Add(idle))
 }
 
-// startRetransmitTimer sets the timer for a retransmission, or for a zero-window probe.
-func (c *conn) startRetransmitTimer() {
-	rto := min(initialRTO<<min(c.rtx.backoff, 16), maxRTO)
-	if c.state == synSent {
-		rto = min(initialSynRTO<<min(c.rtx.backoff, 16), maxSynRTO)
-		rto += rand.N(rto) // jitter, so that SYNs dropped by one full queue are not retransmitted together
-	}
-	c.g.timers.Set(&c.timer, c.g.now.Add(rto))
-}
-
 // Expired processes a timeout.
 func (c *conn) Expired() {
 	if c.state == timeWait {
@@ -79,6 +69,16 @@ func (c *conn) Expired() {
 	if c.fd >= 0 {
 		c.startRetransmitTimer()
 	}
+}
+
+// startRetransmitTimer sets the timer for a retransmission, or for a zero-window probe.
+func (c *conn) startRetransmitTimer() {
+	rto := min(initialRTO<<min(c.rtx.backoff, 16), maxRTO)
+	if c.state == synSent {
+		rto = min(initialSynRTO<<min(c.rtx.backoff, 16), maxSynRTO)
+		rto += rand.N(rto) // jitter, so that SYNs dropped by one full queue are not retransmitted together
+	}
+	c.g.timers.Set(&c.timer, c.g.now.Add(rto))
 }
 
 // timeoutLimit returns the maximum number of consecutive timeouts before the connection is aborted.

@@ -21,6 +21,22 @@ type segmentBatch struct {
 	bytes int
 }
 
+// addPayload adds payload to the batch, or to the backlog if there is one. It returns false if the backlog is full: the
+// payload is then dropped, and the guest retransmits.
+func (c *conn) addPayload(payload []byte) bool {
+	if len(c.rcv.backlog) > 0 {
+		return c.addToBacklog(payload)
+	}
+	c.rcv.recentWrite += (len(payload) - c.rcv.recentWrite) / 4
+	c.rcv.received = c.g.now
+	if c.rcv.batch == nil {
+		c.rcv.batch = c.g.newBatch()
+		c.scheduleFlush()
+	}
+	c.rcv.batch.add(payload)
+	return true
+}
+
 // newBatch returns an empty batch. Batches are reused, so that the loop does not allocate.
 func (g *Gateway) newBatch() *segmentBatch {
 	last := len(g.freeBatches) - 1
@@ -37,32 +53,6 @@ func (b *segmentBatch) add(payload []byte) {
 	part.SetLen(len(payload))
 	b.parts = append(b.parts, part)
 	b.bytes += len(payload)
-}
-
-// send writes the batch to a socket, without blocking and without SIGPIPE, and returns the number of bytes accepted.
-func (b *segmentBatch) send(fd int) (int, error) {
-	if len(b.parts) == 1 {
-		return sendTo(fd, unsafe.Slice(b.parts[0].Base, b.bytes))
-	}
-	h := unix.Msghdr{Iov: &b.parts[0]}
-	h.SetIovlen(len(b.parts))
-	return sendMessage(fd, &h)
-}
-
-// addPayload adds payload to the batch, or to the backlog if there is one. It returns false if the backlog is full: the
-// payload is then dropped, and the guest retransmits.
-func (c *conn) addPayload(payload []byte) bool {
-	if len(c.rcv.backlog) > 0 {
-		return c.addToBacklog(payload)
-	}
-	c.rcv.recentWrite += (len(payload) - c.rcv.recentWrite) / 4
-	c.rcv.received = c.g.now
-	if c.rcv.batch == nil {
-		c.rcv.batch = c.g.newBatch()
-		c.scheduleFlush()
-	}
-	c.rcv.batch.add(payload)
-	return true
 }
 
 // scheduleAck schedules an acknowledgement for the end of the turn.
@@ -119,13 +109,14 @@ func (c *conn) writeBatch() {
 	c.forwardFIN()
 }
 
-// releaseBatch returns the batch to the gateway's free batches.
-func (c *conn) releaseBatch() {
-	if b := c.rcv.batch; b != nil {
-		clear(b.parts)
-		b.parts, b.bytes = b.parts[:0], 0
-		c.rcv.batch, c.g.freeBatches = nil, append(c.g.freeBatches, b)
+// send writes the batch to a socket, without blocking and without SIGPIPE, and returns the number of bytes accepted.
+func (b *segmentBatch) send(fd int) (int, error) {
+	if len(b.parts) == 1 {
+		return sendTo(fd, unsafe.Slice(b.parts[0].Base, b.bytes))
 	}
+	h := unix.Msghdr{Iov: &b.parts[0]}
+	h.SetIovlen(len(b.parts))
+	return sendMessage(fd, &h)
 }
 
 // addToBacklog copies payload to the backlog. It returns false if the backlog is full.
@@ -154,11 +145,6 @@ func (c *conn) writeBacklog() {
 	}
 }
 
-func (c *conn) dropBacklog() {
-	c.g.backlog -= len(c.rcv.backlog)
-	c.rcv.backlog = nil
-}
-
 // sendFailed processes an error of send(2). The data that the socket received before the error still go to the guest.
 func (c *conn) sendFailed() {
 	c.hostError, c.snd.drained = hostErrorRead, false
@@ -169,4 +155,18 @@ func (c *conn) sendFailed() {
 		return
 	}
 	c.output()
+}
+
+// releaseBatch returns the batch to the gateway's free batches.
+func (c *conn) releaseBatch() {
+	if b := c.rcv.batch; b != nil {
+		clear(b.parts)
+		b.parts, b.bytes = b.parts[:0], 0
+		c.rcv.batch, c.g.freeBatches = nil, append(c.g.freeBatches, b)
+	}
+}
+
+func (c *conn) dropBacklog() {
+	c.g.backlog -= len(c.rcv.backlog)
+	c.rcv.backlog = nil
 }

@@ -12,6 +12,46 @@ import (
 	"sockeye/room"
 )
 
+const (
+	// minWindShift and maxWindShift bound Rcv.Wind.Shift.
+	minWindShift = 6
+	maxWindShift = 14 // RFC 7323, section 2.3
+)
+
+// chooseWindShift returns the smallest window scale that can advertise the largest send buffer of the host (net.ipv4.tcp_wmem): a
+// larger scale would make the rounding of windows coarser.
+func chooseWindShift() uint8 {
+	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
+	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
+		if most, err := strconv.ParseUint(fields[2], 10, 32); err == nil && most > 0 {
+			return uint8(min(max(bits.Len64((most-1)>>16), minWindShift), maxWindShift))
+		}
+	}
+	return minWindShift
+}
+
+// hostWritable processes EPOLLOUT: the host's socket has space again.
+func (c *conn) hostWritable() {
+	nxt, adv := c.rcv.nxt, c.rcv.adv
+	if len(c.rcv.backlog) > 0 && c.hostError == hostOK {
+		if c.writeBacklog(); c.fd < 0 {
+			return
+		}
+	}
+	c.advanceWindow()
+	if c.rcv.nxt != nxt || c.rcv.adv != adv {
+		c.sendAck()
+	}
+}
+
+// sendWindowUpdate sends the guest a window update, if the window can grow.
+func (c *conn) sendWindowUpdate() {
+	adv := c.rcv.adv
+	if c.advanceWindow(); c.rcv.adv != adv {
+		c.sendAck()
+	}
+}
+
 // advanceWindow moves the right edge of the receive window to the right, as far as the host's socket has space.
 func (c *conn) advanceWindow() {
 	if c.state.finReceived() || c.hostError != hostOK || len(c.rcv.backlog) > 0 {
@@ -66,50 +106,10 @@ func (c *conn) openWindow(s room.Snapshot, space int) {
 	c.rcv.lastWindow = c.rcv.wnd()
 }
 
-const (
-	// minWindShift and maxWindShift bound Rcv.Wind.Shift.
-	minWindShift = 6
-	maxWindShift = 14 // RFC 7323, section 2.3
-)
-
-// chooseWindShift returns the smallest window scale that can advertise the largest send buffer of the host (net.ipv4.tcp_wmem): a
-// larger scale would make the rounding of windows coarser.
-func chooseWindShift() uint8 {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
-	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
-		if most, err := strconv.ParseUint(fields[2], 10, 32); err == nil && most > 0 {
-			return uint8(min(max(bits.Len64((most-1)>>16), minWindShift), maxWindShift))
-		}
-	}
-	return minWindShift
-}
-
 // rcvWindShift returns Rcv.Wind.Shift (RFC 7323, section 2.2).
 func (c *conn) rcvWindShift() uint8 {
 	if !c.windowScaling {
 		return 0
 	}
 	return c.g.windShift
-}
-
-// hostWritable processes EPOLLOUT: the host's socket has space again.
-func (c *conn) hostWritable() {
-	nxt, adv := c.rcv.nxt, c.rcv.adv
-	if len(c.rcv.backlog) > 0 && c.hostError == hostOK {
-		if c.writeBacklog(); c.fd < 0 {
-			return
-		}
-	}
-	c.advanceWindow()
-	if c.rcv.nxt != nxt || c.rcv.adv != adv {
-		c.sendAck()
-	}
-}
-
-// sendWindowUpdate sends the guest a window update, if the window can grow.
-func (c *conn) sendWindowUpdate() {
-	adv := c.rcv.adv
-	if c.advanceWindow(); c.rcv.adv != adv {
-		c.sendAck()
-	}
 }

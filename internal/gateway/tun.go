@@ -90,13 +90,6 @@ func (g *Gateway) remoteAddr(peer netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(g.config.Host6, peer.Port())
 }
 
-// send writes a packet, preceded by a struct virtio_net_hdr, to the TUN. If the interface's queue is full, the packet is dropped.
-func (g *Gateway) send(p []byte) {
-	if _, err := direct(unix.SYS_WRITE, g.config.TUN, p, 0); err != nil {
-		g.count(TUNFull)
-	}
-}
-
 // fragment sends a UDP datagram or ICMP message to the guest in fragments that fit the MTU.
 func (g *Gateway) fragment(f endpoints, protocol uint8, transport []byte) {
 	g.fragmentID++
@@ -105,5 +98,12 @@ func (g *Gateway) fragment(f endpoints, protocol uint8, transport []byte) {
 		var p []byte
 		p, at = packet.Fragment(b, f.remote.Addr(), f.guest.Addr(), protocol, g.fragmentID, transport, at)
 		g.send(p)
+	}
+}
+
+// send writes a packet, preceded by a struct virtio_net_hdr, to the TUN. If the interface's queue is full, the packet is dropped.
+func (g *Gateway) send(p []byte) {
+	if _, err := direct(unix.SYS_WRITE, g.config.TUN, p, 0); err != nil {
+		g.count(TUNFull)
 	}
 }

@@ -129,13 +129,6 @@ func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *packet.Segment) 
 	return true
 }
 
-func (u *udpFlow) idle() time.Duration {
-	if u.endpoints.remote.Port() == access.DNSPort {
-		return dnsIdle
-	}
-	return udpIdle
-}
-
 // refuseDatagram replies to a datagram that could not be sent with the ICMP error that corresponds to the errno.
 func (g *Gateway) refuseDatagram(s *packet.Segment, err error) {
 	if why, ok := failureOf(err); ok {
@@ -177,6 +170,13 @@ func (u *udpFlow) Expired() {
 		return
 	}
 	u.remove()
+}
+
+func (u *udpFlow) idle() time.Duration {
+	if u.endpoints.remote.Port() == access.DNSPort {
+		return dnsIdle
+	}
+	return udpIdle
 }
 
 // remove removes the flow, and closes the socket if no other flow uses it.

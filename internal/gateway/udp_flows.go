@@ -80,15 +80,6 @@ const (
 	classes
 )
 
-// retention returns how long after its last use a flow of the class is kept in preference to others. A flood of queries, or a scan,
-// thereby evicts its own flows before flows in regular use.
-func (c class) retention() time.Duration {
-	if c == classActive {
-		return udpIdle
-	}
-	return dnsIdle
-}
-
 // udpFlows are the flows that the guest opened, by address and by last use.
 type udpFlows struct {
 	all       map[endpoints]*udpFlow
@@ -105,45 +96,6 @@ type flowLRU struct {
 		n              int
 	}
 	n int
-}
-
-// listOf returns the list that contains the flow.
-func (l *udpFlows) listOf(u *udpFlow) *flowLRU {
-	if u.shared != nil {
-		return &l.shared
-	}
-	return &l.connected
-}
-
-// link adds a flow as the most recently used of its class.
-func (l *flowLRU) link(u *udpFlow) {
-	c := &l.class[u.class]
-	u.older, u.newer = c.newest, nil
-	if c.newest != nil {
-		c.newest.newer = u
-	} else {
-		c.oldest = u
-	}
-	c.newest = u
-	c.n++
-	l.n++
-}
-
-func (l *flowLRU) unlink(u *udpFlow) {
-	c := &l.class[u.class]
-	if u.older != nil {
-		u.older.newer = u.newer
-	} else {
-		c.oldest = u.newer
-	}
-	if u.newer != nil {
-		u.newer.older = u.older
-	} else {
-		c.newest = u.older
-	}
-	u.older, u.newer = nil, nil
-	c.n--
-	l.n--
 }
 
 // touch marks a flow as used now. If active, a transient flow becomes classActive, except to port 53.
@@ -168,19 +120,35 @@ func (l *udpFlows) add(u *udpFlow) {
 	l.countConnected(u, 1)
 }
 
-func (l *udpFlows) remove(u *udpFlow) {
-	delete(l.all, u.endpoints)
-	l.listOf(u).unlink(u)
-	l.countConnected(u, -1)
+// link adds a flow as the most recently used of its class.
+func (l *flowLRU) link(u *udpFlow) {
+	c := &l.class[u.class]
+	u.older, u.newer = c.newest, nil
+	if c.newest != nil {
+		c.newest.newer = u
+	} else {
+		c.oldest = u
+	}
+	c.newest = u
+	c.n++
+	l.n++
 }
 
-// countConnected adds n to the source's number of sharable flows with connected sockets, if u is one of these.
-func (l *udpFlows) countConnected(u *udpFlow, n int) {
-	if u.shared != nil || !u.sharable() {
-		return
+// evictForFlow evicts flows until the limits allow one more flow of the class with a connected socket.
+func (g *Gateway) evictForFlow(c class) {
+	names := &g.flows.connected.class[classDNS]
+	if most := max(g.config.Outgoing/aliasDivisor, 1); c == classDNS && names.n >= most {
+		g.evictAndWarn(names.oldest, "flows to name servers", most)
 	}
-	l.source(u.endpoints.guest).connected += n
-	l.removeUnused(u.endpoints.guest)
+	g.evictForSocket()
+}
+
+// evictForSocket evicts a flow with a connected socket if the limit of sockets is reached. Such a flow exists, because shared
+// sockets may occupy only a part of the ports.
+func (g *Gateway) evictForSocket() {
+	if g.flows.connected.n+g.flows.sockets >= g.config.Outgoing {
+		g.evictAndWarn(g.flows.connected.victim(), "UDP flows", g.config.Outgoing)
+	}
 }
 
 // victim returns the flow to evict, whose retention ends first; nil if there are no flows. Flows of classDNS have a separate limit
@@ -202,21 +170,13 @@ func (l *flowLRU) victim() (first *udpFlow) {
 	return first
 }
 
-// evictForFlow evicts flows until the limits allow one more flow of the class with a connected socket.
-func (g *Gateway) evictForFlow(c class) {
-	names := &g.flows.connected.class[classDNS]
-	if most := max(g.config.Outgoing/aliasDivisor, 1); c == classDNS && names.n >= most {
-		g.evictAndWarn(names.oldest, "flows to name servers", most)
+// retention returns how long after its last use a flow of the class is kept in preference to others. A flood of queries, or a scan,
+// thereby evicts its own flows before flows in regular use.
+func (c class) retention() time.Duration {
+	if c == classActive {
+		return udpIdle
 	}
-	g.evictForSocket()
-}
-
-// evictForSocket evicts a flow with a connected socket if the limit of sockets is reached. Such a flow exists, because shared
-// sockets may occupy only a part of the ports.
-func (g *Gateway) evictForSocket() {
-	if g.flows.connected.n+g.flows.sockets >= g.config.Outgoing {
-		g.evictAndWarn(g.flows.connected.victim(), "UDP flows", g.config.Outgoing)
-	}
+	return dnsIdle
 }
 
 func (g *Gateway) evictAndWarn(u *udpFlow, what string, limit int) {
@@ -231,4 +191,44 @@ func (g *Gateway) evict(u *udpFlow) {
 	g.timers.Stop(&u.timer)
 	u.remove()
 	g.count(Evicted)
+}
+
+func (l *udpFlows) remove(u *udpFlow) {
+	delete(l.all, u.endpoints)
+	l.listOf(u).unlink(u)
+	l.countConnected(u, -1)
+}
+
+// listOf returns the list that contains the flow.
+func (l *udpFlows) listOf(u *udpFlow) *flowLRU {
+	if u.shared != nil {
+		return &l.shared
+	}
+	return &l.connected
+}
+
+func (l *flowLRU) unlink(u *udpFlow) {
+	c := &l.class[u.class]
+	if u.older != nil {
+		u.older.newer = u.newer
+	} else {
+		c.oldest = u.newer
+	}
+	if u.newer != nil {
+		u.newer.older = u.older
+	} else {
+		c.newest = u.older
+	}
+	u.older, u.newer = nil, nil
+	c.n--
+	l.n--
+}
+
+// countConnected adds n to the source's number of sharable flows with connected sockets, if u is one of these.
+func (l *udpFlows) countConnected(u *udpFlow, n int) {
+	if u.shared != nil || !u.sharable() {
+		return
+	}
+	l.source(u.endpoints.guest).connected += n
+	l.removeUnused(u.endpoints.guest)
 }

@@ -63,23 +63,6 @@ func (p *pacer) allowed() int {
 	return 0
 }
 
-// update reads the free space from the guest's kernel. It returns false if a reply made the gateway close the host's socket.
-func (p *pacer) update() bool {
-	if p.largest > 0 {
-		p.payload, p.largest = p.largest, 0
-	}
-	m := p.b.g.guestSockets.memoryFor(p.last)
-	switch {
-	case !m.known: // no socket receives the flow, or the kernel does not report the memory
-		p.free = receiveBatchSize * p.truesize()
-	case m.allocated == 0: // an empty buffer accepts a datagram of any size
-		p.free = max(m.limit, p.truesize())
-	default:
-		p.free = m.limit - m.allocated
-	}
-	return !p.b.g.guestSockets.closed
-}
-
 // delivered accounts for a datagram.
 func (p *pacer) delivered(f endpoints, payload int) {
 	p.last = f
@@ -106,6 +89,23 @@ func (p *pacer) Expired() {
 	if pause < time.Millisecond && len(g.outputQueue) == 0 {
 		g.waitBriefly(pause)
 	}
+}
+
+// update reads the free space from the guest's kernel. It returns false if a reply made the gateway close the host's socket.
+func (p *pacer) update() bool {
+	if p.largest > 0 {
+		p.payload, p.largest = p.largest, 0
+	}
+	m := p.b.g.guestSockets.memoryFor(p.last)
+	switch {
+	case !m.known: // no socket receives the flow, or the kernel does not report the memory
+		p.free = receiveBatchSize * p.truesize()
+	case m.allocated == 0: // an empty buffer accepts a datagram of any size
+		p.free = max(m.limit, p.truesize())
+	default:
+		p.free = m.limit - m.allocated
+	}
+	return !p.b.g.guestSockets.closed
 }
 
 // waitBriefly waits for events for less than a millisecond, the unit of epoll_wait(2).

@@ -42,23 +42,6 @@ type source struct {
 	free      []*sharedSocket // shared sockets below their limit of flows
 }
 
-// source returns the entry of an address and port of the guest, adding it if necessary.
-func (l *udpFlows) source(guest netip.AddrPort) *source {
-	from := l.sources[guest]
-	if from == nil {
-		from = &source{}
-		l.sources[guest] = from
-	}
-	return from
-}
-
-// removeUnused removes the entry of a source without sockets.
-func (l *udpFlows) removeUnused(guest netip.AddrPort) {
-	if from := l.sources[guest]; from.connected+from.shared == 0 {
-		delete(l.sources, guest)
-	}
-}
-
 // sharable returns whether the flow may share a socket. DNS queries may not: the source port protects against forged replies.
 func (u *udpFlow) sharable() bool {
 	return u.class != classDNS && u.endpoints.remote.Port() != access.DNSPort
@@ -103,6 +86,16 @@ func (g *Gateway) openShared(guest netip.AddrPort) (*sharedSocket, error) {
 	from.shared++
 	g.flows.sockets++
 	return s, nil
+}
+
+// source returns the entry of an address and port of the guest, adding it if necessary.
+func (l *udpFlows) source(guest netip.AddrPort) *source {
+	from := l.sources[guest]
+	if from == nil {
+		from = &source{}
+		l.sources[guest] = from
+	}
+	return from
 }
 
 // prepare sets the options of the socket and registers it.
@@ -152,6 +145,13 @@ func (s *sharedSocket) leave(u *udpFlow) {
 	l.sockets--
 	l.removeUnused(s.guest)
 	s.g.closeFD(s.fd)
+}
+
+// removeUnused removes the entry of a source without sockets.
+func (l *udpFlows) removeUnused(guest netip.AddrPort) {
+	if from := l.sources[guest]; from.connected+from.shared == 0 {
+		delete(l.sources, guest)
+	}
 }
 
 func (s *sharedSocket) event(events uint32) {

@@ -35,36 +35,6 @@ type Times [512]uint64
 // above its upper bound, 2^33.
 type Quarters [128]uint64
 
-// layout returns the width of the first buckets and the number of buckets in an octave, as powers of two.
-func layout[B Buckets]() (width, octave int) {
-	if len(*new(B)) == len(Times{}) {
-		return 4, 4
-	}
-	return 0, 2
-}
-
-// Bucket returns the bucket that counts a value.
-func Bucket[B Buckets](v uint64) int {
-	width, octave := layout[B]()
-	v >>= width
-	if v < 1<<octave {
-		return int(v)
-	}
-	shift := bits.Len64(v) - 1 - octave
-	return min(shift<<octave+int(v>>shift), len(*new(B))-1)
-}
-
-// Bounds returns the bounds of bucket i, which counts values from lo to less than hi.
-func Bounds[B Buckets](i int) (lo, hi uint64) {
-	width, octave := layout[B]()
-	if i < 1<<octave {
-		return uint64(i) << width, uint64(i+1) << width
-	}
-	shift := i>>octave - 1
-	lo = uint64(i-shift<<octave) << (shift + width)
-	return lo, lo + 1<<(shift+width)
-}
-
 // Histogram counts values in buckets. Quantiles and means have type V. The zero value is an empty histogram.
 type Histogram[V Value, B Buckets] struct {
 	Count   uint64 // sum of Buckets
@@ -133,16 +103,6 @@ func (h *Histogram[V, B]) Sub(earlier *Histogram[V, B]) {
 // Increase returns the increase of a counter, or 0 if it was reset.
 func Increase(later, earlier uint64) uint64 { return later - min(earlier, later) }
 
-// End returns the upper bound of the values in bucket i, limited by Max. While the kernel counts, a value may be
-// visible in its bucket before it is visible in Max.
-func (h *Histogram[V, B]) End(i int) uint64 {
-	lo, hi := Bounds[B](i)
-	if i == len(h.Buckets)-1 {
-		return max(h.Max, lo)
-	}
-	return min(hi, max(h.Max, lo))
-}
-
 // Quantile returns the value below which the share q of the values is, q from 0 to 1. It assumes that the values of a
 // bucket are distributed uniformly up to Max. It returns 0 for an empty histogram.
 func (h *Histogram[V, B]) Quantile(q float64) V {
@@ -161,15 +121,6 @@ func (h *Histogram[V, B]) Quantile(q float64) V {
 		rank -= count
 	}
 	return valueOf[V](value)
-}
-
-// valueOf converts a figure to V. The maximum duration is 292 years.
-func valueOf[V Value](v float64) V {
-	if _, ok := any(V(0)).(time.Duration); ok && v >= math.MaxInt64 {
-		longest := int64(math.MaxInt64)
-		return V(longest)
-	}
-	return V(v)
 }
 
 // Mean returns Sum / Count, and 0 for an empty histogram.
@@ -193,6 +144,17 @@ func (h *Histogram[V, B]) UpTo(v uint64) float64 {
 		part = float64(v-lo) / float64(end-lo)
 	}
 	return float64(below) + part*float64(h.Buckets[at])
+}
+
+// Bucket returns the bucket that counts a value.
+func Bucket[B Buckets](v uint64) int {
+	width, octave := layout[B]()
+	v >>= width
+	if v < 1<<octave {
+		return int(v)
+	}
+	shift := bits.Len64(v) - 1 - octave
+	return min(shift<<octave+int(v>>shift), len(*new(B))-1)
 }
 
 // Cumulative returns the number of values below each bound. The result is exact for bounds of buckets, such as powers
@@ -299,12 +261,42 @@ func (h *Histogram[V, B]) CDF() []Point[V] {
 	return points
 }
 
-// jsonHistogram contains the non-empty buckets as pairs of index and count, in ascending order.
-type jsonHistogram struct {
-	Count   *uint64     `json:"count"`
-	Sum     *uint64     `json:"sum_ns"`
-	Max     *uint64     `json:"max_ns"`
-	Buckets *[][]uint64 `json:"buckets"`
+// End returns the upper bound of the values in bucket i, limited by Max. While the kernel counts, a value may be
+// visible in its bucket before it is visible in Max.
+func (h *Histogram[V, B]) End(i int) uint64 {
+	lo, hi := Bounds[B](i)
+	if i == len(h.Buckets)-1 {
+		return max(h.Max, lo)
+	}
+	return min(hi, max(h.Max, lo))
+}
+
+// Bounds returns the bounds of bucket i, which counts values from lo to less than hi.
+func Bounds[B Buckets](i int) (lo, hi uint64) {
+	width, octave := layout[B]()
+	if i < 1<<octave {
+		return uint64(i) << width, uint64(i+1) << width
+	}
+	shift := i>>octave - 1
+	lo = uint64(i-shift<<octave) << (shift + width)
+	return lo, lo + 1<<(shift+width)
+}
+
+// layout returns the width of the first buckets and the number of buckets in an octave, as powers of two.
+func layout[B Buckets]() (width, octave int) {
+	if len(*new(B)) == len(Times{}) {
+		return 4, 4
+	}
+	return 0, 2
+}
+
+// valueOf converts a figure to V. The maximum duration is 292 years.
+func valueOf[V Value](v float64) V {
+	if _, ok := any(V(0)).(time.Duration); ok && v >= math.MaxInt64 {
+		longest := int64(math.MaxInt64)
+		return V(longest)
+	}
+	return V(v)
 }
 
 // MarshalJSON writes {"count":..,"sum_ns":..,"max_ns":..,"buckets":[[index,count],..]} with the non-empty buckets.
@@ -319,6 +311,14 @@ func (h Histogram[V, B]) MarshalJSON() ([]byte, error) {
 		}
 	}
 	return append(b, "]}"...), nil
+}
+
+// jsonHistogram contains the non-empty buckets as pairs of index and count, in ascending order.
+type jsonHistogram struct {
+	Count   *uint64     `json:"count"`
+	Sum     *uint64     `json:"sum_ns"`
+	Max     *uint64     `json:"max_ns"`
+	Buckets *[][]uint64 `json:"buckets"`
 }
 
 // UnmarshalJSON reads the output of MarshalJSON and returns an error for anything else: unknown or missing fields,

@@ -32,39 +32,6 @@ type Namespace struct {
 	name string
 }
 
-// OpenPID opens the network namespace of a process. Ended returns when the process exits. Returns ESRCH if there is no such process,
-// and ErrOwnNamespace for the namespace of this process.
-func OpenPID(pid int) (_ *Namespace, err error) {
-	if pid <= 0 {
-		return nil, unix.ESRCH
-	}
-	fd, err := unix.PidfdOpen(pid, 0)
-	if errors.Is(err, unix.EINVAL) { // the ID of a thread
-		err = unix.ESRCH
-	}
-	if err != nil {
-		return nil, err
-	}
-	n := &Namespace{watch: os.NewFile(uintptr(fd), "process")}
-	defer func() {
-		if err != nil {
-			n.Close()
-		}
-	}()
-	n.net, err = os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
-	if errors.Is(err, fs.ErrNotExist) {
-		err = unix.ESRCH
-	}
-	if err != nil {
-		return nil, err
-	}
-	// The process may have exited, and its PID may have been reused.
-	if err := unix.PidfdSendSignal(fd, 0, nil, 0); err != nil && !errors.Is(err, unix.EPERM) {
-		return nil, err
-	}
-	return n, n.notOwn()
-}
-
 // OpenNetns opens the network namespace at a path, as /run/netns/NAME. Ended returns when the path is removed. Returns ErrNoNamespace
 // for another kind of file, and ErrOwnNamespace for the namespace of this process.
 func OpenNetns(path string) (_ *Namespace, err error) {
@@ -101,6 +68,39 @@ func OpenNetns(path string) (_ *Namespace, err error) {
 	return n, n.notOwn()
 }
 
+// OpenPID opens the network namespace of a process. Ended returns when the process exits. Returns ESRCH if there is no such process,
+// and ErrOwnNamespace for the namespace of this process.
+func OpenPID(pid int) (_ *Namespace, err error) {
+	if pid <= 0 {
+		return nil, unix.ESRCH
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.EINVAL) { // the ID of a thread
+		err = unix.ESRCH
+	}
+	if err != nil {
+		return nil, err
+	}
+	n := &Namespace{watch: os.NewFile(uintptr(fd), "process")}
+	defer func() {
+		if err != nil {
+			n.Close()
+		}
+	}()
+	n.net, err = os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
+	if errors.Is(err, fs.ErrNotExist) {
+		err = unix.ESRCH
+	}
+	if err != nil {
+		return nil, err
+	}
+	// The process may have exited, and its PID may have been reused.
+	if err := unix.PidfdSendSignal(fd, 0, nil, 0); err != nil && !errors.Is(err, unix.EPERM) {
+		return nil, err
+	}
+	return n, n.notOwn()
+}
+
 // notOwn returns ErrOwnNamespace for the network namespace of this process, whose routes the gateway would replace.
 func (n *Namespace) notOwn() error {
 	if same, err := sameFile(n.net, "/proc/self/ns/net"); err != nil {
@@ -109,18 +109,6 @@ func (n *Namespace) notOwn() error {
 		return ErrOwnNamespace
 	}
 	return nil
-}
-
-func sameFile(f *os.File, path string) (bool, error) {
-	a, err := f.Stat()
-	if err != nil {
-		return false, fmt.Errorf("compare namespaces: %w", err)
-	}
-	b, err := os.Stat(path)
-	if err != nil {
-		return false, fmt.Errorf("compare namespaces: %w", err)
-	}
-	return os.SameFile(a, b), nil
 }
 
 // Close closes the descriptors.
@@ -182,6 +170,18 @@ func (n *Namespace) owner() (*os.File, error) {
 		return nil, err
 	}
 	return user, nil
+}
+
+func sameFile(f *os.File, path string) (bool, error) {
+	a, err := f.Stat()
+	if err != nil {
+		return false, fmt.Errorf("compare namespaces: %w", err)
+	}
+	b, err := os.Stat(path)
+	if err != nil {
+		return false, fmt.Errorf("compare namespaces: %w", err)
+	}
+	return os.SameFile(a, b), nil
 }
 
 // Ended returns when the process of the namespace has exited, the path is removed, or ctx is done.

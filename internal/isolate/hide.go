@@ -54,6 +54,9 @@ type exposure struct {
 	fd   int
 }
 
+// maxCovers limits the mounts for one pattern.
+const maxCovers = 64
+
 // hide covers the directories of sockets, except for the exposed paths, and removes variables that name hidden sockets from the
 // program's environment. It must run in a separate mount namespace.
 func (s *Setup) hide() (warnings []string, err error) {
@@ -175,6 +178,9 @@ func (h *hidden) run() error {
 	return nil
 }
 
+// readable is the mode of a directory that covers a directory of another user.
+const readable = 0o755
+
 // rebuild covers a directory with an empty one and restores the entries in keep.
 func (h *hidden) rebuild(folder string, keep []string) error {
 	var kept []exposure
@@ -218,15 +224,6 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 	return nil
 }
 
-// empty mounts an empty directory, owned by the program's user, over another one.
-func (h *hidden) empty(folder string, mode uint32) error {
-	if err := unix.Mount("tmpfs", folder, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, fmt.Sprintf("size=1m,mode=%o", mode)); err != nil {
-		return fmt.Errorf("hide %s: %w", folder, err)
-	}
-	h.folders = append(h.folders, folder)
-	return nil
-}
-
 // foreign returns whether a path that matches in a world-writable directory, such as /tmp, may belong to another user. This user could
 // create a link to hide its target, or any number of directories. A path without wildcards may belong to root.
 func foreign(pattern, path string) bool {
@@ -247,36 +244,31 @@ func foreign(pattern, path string) bool {
 	return true
 }
 
-// maxCovers limits the mounts for one pattern.
-const maxCovers = 64
-
-// readable is the mode of a directory that covers a directory of another user.
-const readable = 0o755
-
-// emptyLike mounts an empty directory over another one. A directory of the user keeps its mode and stays writable, because programs
-// that create sockets there, as tmux and ssh-agent do, refuse a directory that other users may enter.
-func (h *hidden) emptyLike(folder string) error {
-	mode, own := ownMode(folder)
-	if !own {
-		return h.empty(folder, readable)
-	}
-	h.owned = append(h.owned, folder)
-	return h.empty(folder, mode)
+// namedSocket is a file that a variable referred to before the sockets were hidden.
+type namedSocket struct {
+	variable, path string
+	was            os.FileInfo
 }
 
-// ownMode returns the mode of a directory and whether it belongs to this process' user. stat(2) is not sufficient: it reports nobody
-// for each user that the namespace does not map, and this process' user may be nobody. O_NOATIME works for the owner only.
-func ownMode(folder string) (mode uint32, own bool) {
-	fd, err := unix.Open(folder, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOATIME|unix.O_CLOEXEC, 0)
+// coverNamed hides the socket or directory that a variable refers to. A directory that contains only sockets is hidden as a whole, so
+// that sockets created later are hidden, too.
+func (h *hidden) coverNamed(n namedSocket, home string) error {
+	st, err := os.Lstat(n.path)
 	if err != nil {
-		return 0, false
+		return nil // hidden already
 	}
-	defer unix.Close(fd)
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return 0, false
+	if st.IsDir() {
+		const private = 0o700
+		if st.Mode().Perm() != private || n.path == home {
+			return nil // not a runtime directory
+		}
+		return h.cover(n.path)
 	}
-	return st.Mode & 0o7777, true
+	folder := filepath.Dir(n.path)
+	if entries, err := os.ReadDir(folder); err == nil && folder != home && !slices.ContainsFunc(entries, func(e fs.DirEntry) bool { return e.Type() != fs.ModeSocket }) {
+		return h.cover(folder)
+	}
+	return h.cover(n.path)
 }
 
 // cover hides a directory or a socket.
@@ -300,25 +292,39 @@ func (h *hidden) cover(path string) error {
 	return nil
 }
 
-// coverNamed hides the socket or directory that a variable refers to. A directory that contains only sockets is hidden as a whole, so
-// that sockets created later are hidden, too.
-func (h *hidden) coverNamed(n namedSocket, home string) error {
-	st, err := os.Lstat(n.path)
+// emptyLike mounts an empty directory over another one. A directory of the user keeps its mode and stays writable, because programs
+// that create sockets there, as tmux and ssh-agent do, refuse a directory that other users may enter.
+func (h *hidden) emptyLike(folder string) error {
+	mode, own := ownMode(folder)
+	if !own {
+		return h.empty(folder, readable)
+	}
+	h.owned = append(h.owned, folder)
+	return h.empty(folder, mode)
+}
+
+// empty mounts an empty directory, owned by the program's user, over another one.
+func (h *hidden) empty(folder string, mode uint32) error {
+	if err := unix.Mount("tmpfs", folder, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, fmt.Sprintf("size=1m,mode=%o", mode)); err != nil {
+		return fmt.Errorf("hide %s: %w", folder, err)
+	}
+	h.folders = append(h.folders, folder)
+	return nil
+}
+
+// ownMode returns the mode of a directory and whether it belongs to this process' user. stat(2) is not sufficient: it reports nobody
+// for each user that the namespace does not map, and this process' user may be nobody. O_NOATIME works for the owner only.
+func ownMode(folder string) (mode uint32, own bool) {
+	fd, err := unix.Open(folder, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOATIME|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil // hidden already
+		return 0, false
 	}
-	if st.IsDir() {
-		const private = 0o700
-		if st.Mode().Perm() != private || n.path == home {
-			return nil // not a runtime directory
-		}
-		return h.cover(n.path)
+	defer unix.Close(fd)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return 0, false
 	}
-	folder := filepath.Dir(n.path)
-	if entries, err := os.ReadDir(folder); err == nil && folder != home && !slices.ContainsFunc(entries, func(e fs.DirEntry) bool { return e.Type() != fs.ModeSocket }) {
-		return h.cover(folder)
-	}
-	return h.cover(n.path)
+	return st.Mode & 0o7777, true
 }
 
 // expose restores the exposed paths.
@@ -370,22 +376,6 @@ func (h *hidden) seal() error {
 	return nil
 }
 
-// namedSocket is a file that a variable referred to before the sockets were hidden.
-type namedSocket struct {
-	variable, path string
-	was            os.FileInfo
-}
-
-// variable returns a variable of the program's environment.
-func (s *Setup) variable(name string) string {
-	for _, v := range s.Env {
-		if value, ok := strings.CutPrefix(v, name+"="); ok {
-			return value
-		}
-	}
-	return ""
-}
-
 // namedSockets returns the existing sockets and directories that variables of the program's environment refer to.
 func (s *Setup) namedSockets() (list []namedSocket) {
 	for _, name := range socketVariables {
@@ -403,6 +393,16 @@ func (s *Setup) namedSockets() (list []namedSocket) {
 		}
 	}
 	return list
+}
+
+// variable returns a variable of the program's environment.
+func (s *Setup) variable(name string) string {
+	for _, v := range s.Env {
+		if value, ok := strings.CutPrefix(v, name+"="); ok {
+			return value
+		}
+	}
+	return ""
 }
 
 // socketPath returns the path in a variable's value; "" for none.

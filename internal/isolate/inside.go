@@ -59,6 +59,12 @@ const maxSetup = 8 << 20
 // InsideCommand is the hidden command of sockeye that calls Inside.
 const InsideCommand = "isolate-inside"
 
+// limited reads at most left bytes.
+type limited struct {
+	f    *os.File
+	left int
+}
+
 // Inside prepares the guest from within its namespaces, starts the program, and exits with the program. It is the first process of the
 // PID namespace. Inside returns if there is no program, or if the program cannot be started. Errors of the preparation are sent to the
 // gateway.
@@ -166,12 +172,6 @@ func closeOthers() error {
 	return nil
 }
 
-// limited reads at most left bytes.
-type limited struct {
-	f    *os.File
-	left int
-}
-
 // Read reads from the file.
 func (l *limited) Read(p []byte) (int, error) {
 	if l.left <= 0 {
@@ -180,17 +180,6 @@ func (l *limited) Read(p []byte) (int, error) {
 	n, err := l.f.Read(p[:min(len(p), l.left)])
 	l.left -= n
 	return n, err
-}
-
-// sysctl is a sysctl of the guest's namespaces.
-type sysctl struct{ name, value string }
-
-func (c sysctl) set() error {
-	err := os.WriteFile("/proc/sys/"+c.name, []byte(c.value), 0)
-	if err != nil {
-		return fmt.Errorf("set sysctl %s: %w", strings.ReplaceAll(c.name, "/", "."), errors.Unwrap(err))
-	}
-	return nil
 }
 
 // lacksSysctl returns whether the error is of a kernel without the sysctl, or of a container that makes it read-only.
@@ -217,18 +206,8 @@ func (s *Setup) prepare(reply *setupReply) (fd int, err error) {
 	return fd, nil
 }
 
-// maxGuestBuffer is the maximum send buffer of a connection inside, in bytes. It can be small, because the gateway acknowledges
-// within a millisecond; data in flight to the peer are in the host's socket.
-const maxGuestBuffer = 512 << 10
-
-// guestWmem returns net.ipv4.tcp_wmem, limited to maxGuestBuffer.
-func guestWmem() string {
-	values := [3]int{4096, 16384, maxGuestBuffer}
-	if text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem"); err == nil {
-		_, _ = fmt.Sscan(string(text), &values[0], &values[1], &values[2])
-	}
-	return fmt.Sprintf("%d %d %d", values[0], min(values[1], maxGuestBuffer), min(values[2], maxGuestBuffer))
-}
+// sysctl is a sysctl of the guest's namespaces.
+type sysctl struct{ name, value string }
 
 func (s *Setup) setSysctls(reply *setupReply) error {
 	for c, without := range map[sysctl]string{
@@ -255,4 +234,25 @@ func (s *Setup) setSysctls(reply *setupReply) error {
 		return err
 	}
 	return nil
+}
+
+func (c sysctl) set() error {
+	err := os.WriteFile("/proc/sys/"+c.name, []byte(c.value), 0)
+	if err != nil {
+		return fmt.Errorf("set sysctl %s: %w", strings.ReplaceAll(c.name, "/", "."), errors.Unwrap(err))
+	}
+	return nil
+}
+
+// maxGuestBuffer is the maximum send buffer of a connection inside, in bytes. It can be small, because the gateway acknowledges
+// within a millisecond; data in flight to the peer are in the host's socket.
+const maxGuestBuffer = 512 << 10
+
+// guestWmem returns net.ipv4.tcp_wmem, limited to maxGuestBuffer.
+func guestWmem() string {
+	values := [3]int{4096, 16384, maxGuestBuffer}
+	if text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem"); err == nil {
+		_, _ = fmt.Sscan(string(text), &values[0], &values[1], &values[2])
+	}
+	return fmt.Sprintf("%d %d %d", values[0], min(values[1], maxGuestBuffer), min(values[2], maxGuestBuffer))
 }

@@ -103,6 +103,18 @@ func (h *Handler) send(r slog.Record, line string) error {
 	return journal.Send(line, journal.Priority(priority(r.Level)), fields)
 }
 
+// WithAttrs implements slog.Handler.
+func (h *Handler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	with := *h
+	with.next = h.next.WithAttrs(attrs)
+	with.fields = make(map[string]string, len(h.fields)+len(attrs))
+	maps.Copy(with.fields, h.fields)
+	for _, a := range attrs {
+		addField(with.fields, h.group, a)
+	}
+	return &with
+}
+
 // addField adds the field of an attribute. Attributes without a value have none.
 func addField(fields map[string]string, group string, a slog.Attr) {
 	value := a.Value.Resolve()
@@ -131,23 +143,20 @@ func fieldName(key string) string {
 	return ("SOCKEYE_" + name)[:min(64, len("SOCKEYE_")+len(name))]
 }
 
-// WithAttrs implements slog.Handler.
-func (h *Handler) WithAttrs(attrs []slog.Attr) slog.Handler {
-	with := *h
-	with.next = h.next.WithAttrs(attrs)
-	with.fields = make(map[string]string, len(h.fields)+len(attrs))
-	maps.Copy(with.fields, h.fields)
-	for _, a := range attrs {
-		addField(with.fields, h.group, a)
-	}
-	return &with
-}
-
 // WithGroup implements slog.Handler.
 func (h *Handler) WithGroup(name string) slog.Handler {
 	with := *h
 	with.next, with.group = h.next.WithGroup(name), h.group+name+"_"
 	return &with
+}
+
+// Lines returns a text with a priority prefix before each line.
+func Lines(priority int, text string) string {
+	var b strings.Builder
+	for line := range strings.Lines(text) {
+		fmt.Fprintf(&b, "<%d>%s", priority, line)
+	}
+	return b.String()
 }
 
 func priority(level slog.Level) int {
@@ -160,13 +169,4 @@ func priority(level slog.Level) int {
 		return Info
 	}
 	return Debug
-}
-
-// Lines returns a text with a priority prefix before each line.
-func Lines(priority int, text string) string {
-	var b strings.Builder
-	for line := range strings.Lines(text) {
-		fmt.Fprintf(&b, "<%d>%s", priority, line)
-	}
-	return b.String()
 }

@@ -28,15 +28,6 @@ func (v Version) Before(w Version) bool {
 	return slices.Compare(v[:], w[:]) < 0
 }
 
-// Uname returns the release and the version of the running kernel, as uname -r and uname -v.
-func Uname() (release, version string, err error) {
-	var name unix.Utsname
-	if err := unix.Uname(&name); err != nil {
-		return "", "", fmt.Errorf("read kernel version: %w", err)
-	}
-	return unix.ByteSliceToString(name.Release[:]), unix.ByteSliceToString(name.Version[:]), nil
-}
-
 // Release returns the release of the running kernel for people to read, or "unknown".
 func Release() string {
 	release, _, err := Uname()
@@ -64,6 +55,15 @@ func readKernel() (Version, error) {
 		return Version{}, fmt.Errorf("read kernel version: %q is not a version", release)
 	}
 	return v, nil
+}
+
+// Uname returns the release and the version of the running kernel, as uname -r and uname -v.
+func Uname() (release, version string, err error) {
+	var name unix.Utsname
+	if err := unix.Uname(&name); err != nil {
+		return "", "", fmt.Errorf("read kernel version: %w", err)
+	}
+	return unix.ByteSliceToString(name.Release[:]), unix.ByteSliceToString(name.Version[:]), nil
 }
 
 // kernelOf returns the upstream version of a kernel, from the release and version of

@@ -27,12 +27,61 @@ type term struct {
 	tag         []byte
 }
 
-// roleOf returns the role number for a side (MatchConnect or MatchAccept) and a protocol.
-func roleOf(side uint32, p config.Protocol) uint32 {
-	if p == config.UDP {
-		return bpf.MatchUDPConnect + side
+// Compile compiles the matches of the rules of one cgroup, in their order, into the format of the programs. protocols
+// are the protocols of each rule; nil means TCP for all rules. services are the services of the policy. Compile returns
+// an error if the rules have more than bpf.MatchTerms terms.
+func Compile(matches []config.Match, protocols [][]config.Protocol, services []config.Service) (*bpf.MatchRules, error) {
+	compiled := &bpf.MatchRules{}
+	set := &compiled.Ruleset
+	var all []term
+	for i, m := range matches {
+		of := []config.Protocol{config.TCP}
+		if protocols != nil {
+			of = protocols[i]
+		}
+		all = append(all, terms(i, m, of, services)...)
 	}
-	return side
+	if len(all) > bpf.MatchTerms {
+		return nil, fmt.Errorf("compile rules: %d terms, maximum %d; a list of ports counts twice, a service once per listener", len(all), bpf.MatchTerms)
+	}
+	set.Terms = uint32(len(all))
+	tags := make(map[bpf.MatchTag]int)
+	for i, t := range all {
+		set.Rule[i] = uint32(t.rule + 1)
+		for role, is := range t.roles {
+			if is {
+				mark(&set.Role[role], i)
+			}
+		}
+		for shared := range set.Same4 {
+			if t.same == nil || t.same.IPv4 >= 0 && shared >= t.same.IPv4 {
+				mark(&set.Same4[shared], i)
+			}
+		}
+		for shared := range set.Same6 {
+			if t.same == nil || t.same.IPv6 >= 0 && shared >= t.same.IPv6 {
+				mark(&set.Same6[shared], i)
+			}
+		}
+		if t.tag == nil {
+			mark(&set.Untagged, i)
+		} else {
+			key := TagOf(t.tag)
+			at, ok := tags[key]
+			if !ok {
+				at = len(compiled.Tags)
+				tags[key] = at
+				compiled.Tags = append(compiled.Tags, bpf.MatchTagEntry{Tag: key})
+			}
+			mark(&compiled.Tags[at].Set, i)
+		}
+		set.Uses |= usesOf(t)
+	}
+	compiled.Remotes = prefixEntries(all, func(t *term) []config.PrefixTerm { return t.remote })
+	compiled.Locals = prefixEntries(all, func(t *term) []config.PrefixTerm { return t.local })
+	compiled.RemotePorts = portEntries(all, func(t *term) []config.PortRange { return t.remotePorts })
+	compiled.LocalPorts = portEntries(all, func(t *term) []config.PortRange { return t.localPorts })
+	return compiled, nil
 }
 
 // terms splits the rule with the given index into terms. services are the services of the policy.
@@ -92,6 +141,14 @@ func (t term) narrowTo(l config.Listener) term {
 	return t
 }
 
+// roleOf returns the role number for a side (MatchConnect or MatchAccept) and a protocol.
+func roleOf(side uint32, p config.Protocol) uint32 {
+	if p == config.UDP {
+		return bpf.MatchUDPConnect + side
+	}
+	return side
+}
+
 // intersectPorts returns the intersection of two lists of ranges. An empty a means all ports.
 func intersectPorts(a, b []config.PortRange) []config.PortRange {
 	if len(a) == 0 {
@@ -106,63 +163,6 @@ func intersectPorts(a, b []config.PortRange) []config.PortRange {
 		}
 	}
 	return shared
-}
-
-// Compile compiles the matches of the rules of one cgroup, in their order, into the format of the programs. protocols
-// are the protocols of each rule; nil means TCP for all rules. services are the services of the policy. Compile returns
-// an error if the rules have more than bpf.MatchTerms terms.
-func Compile(matches []config.Match, protocols [][]config.Protocol, services []config.Service) (*bpf.MatchRules, error) {
-	compiled := &bpf.MatchRules{}
-	set := &compiled.Ruleset
-	var all []term
-	for i, m := range matches {
-		of := []config.Protocol{config.TCP}
-		if protocols != nil {
-			of = protocols[i]
-		}
-		all = append(all, terms(i, m, of, services)...)
-	}
-	if len(all) > bpf.MatchTerms {
-		return nil, fmt.Errorf("compile rules: %d terms, maximum %d; a list of ports counts twice, a service once per listener", len(all), bpf.MatchTerms)
-	}
-	set.Terms = uint32(len(all))
-	tags := make(map[bpf.MatchTag]int)
-	for i, t := range all {
-		set.Rule[i] = uint32(t.rule + 1)
-		for role, is := range t.roles {
-			if is {
-				mark(&set.Role[role], i)
-			}
-		}
-		for shared := range set.Same4 {
-			if t.same == nil || t.same.IPv4 >= 0 && shared >= t.same.IPv4 {
-				mark(&set.Same4[shared], i)
-			}
-		}
-		for shared := range set.Same6 {
-			if t.same == nil || t.same.IPv6 >= 0 && shared >= t.same.IPv6 {
-				mark(&set.Same6[shared], i)
-			}
-		}
-		if t.tag == nil {
-			mark(&set.Untagged, i)
-		} else {
-			key := TagOf(t.tag)
-			at, ok := tags[key]
-			if !ok {
-				at = len(compiled.Tags)
-				tags[key] = at
-				compiled.Tags = append(compiled.Tags, bpf.MatchTagEntry{Tag: key})
-			}
-			mark(&compiled.Tags[at].Set, i)
-		}
-		set.Uses |= usesOf(t)
-	}
-	compiled.Remotes = prefixEntries(all, func(t *term) []config.PrefixTerm { return t.remote })
-	compiled.Locals = prefixEntries(all, func(t *term) []config.PrefixTerm { return t.local })
-	compiled.RemotePorts = portEntries(all, func(t *term) []config.PortRange { return t.remotePorts })
-	compiled.LocalPorts = portEntries(all, func(t *term) []config.PortRange { return t.localPorts })
-	return compiled, nil
 }
 
 func mark(s *bpf.MatchSet, i int)   { s.Word[i/64] |= 1 << (i % 64) }

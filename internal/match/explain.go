@@ -42,26 +42,10 @@ func (q Question) BPF() bpf.MatchQuestion {
 	return b
 }
 
-// normalized returns the question with unmapped addresses and without zones.
-func (q Question) normalized() Question {
-	for _, end := range []*netip.AddrPort{&q.Local, &q.Remote} {
-		*end = netip.AddrPortFrom(end.Addr().Unmap().WithZone(""), end.Port())
-	}
-	return q
-}
-
 // condition is the evaluation of one key of a match.
 type condition struct {
 	holds bool
 	why   string // "": the match does not have the key
-}
-
-// conditionOf returns the condition of a key, with the text yes if the condition holds, and otherwise with the text no.
-func conditionOf(holds bool, yes, no string) condition {
-	if holds {
-		return condition{true, yes}
-	}
-	return condition{false, no}
 }
 
 // Judge evaluates a rule, given by its name and its match, for a connection. Judge is the reference model of the
@@ -95,6 +79,14 @@ func Judge(q Question, rule string, m config.Match, services []config.Service) S
 		return Step{Rule: rule, Matches: true, Why: "the rule matches all connections"}
 	}
 	return Step{Rule: rule, Matches: true, Why: strings.Join(reasons, ", ")}
+}
+
+// normalized returns the question with unmapped addresses and without zones.
+func (q Question) normalized() Question {
+	for _, end := range []*netip.AddrPort{&q.Local, &q.Remote} {
+		*end = netip.AddrPortFrom(end.Addr().Unmap().WithZone(""), end.Port())
+	}
+	return q
 }
 
 func (q Question) role(want config.Role) condition {
@@ -218,4 +210,12 @@ func (q Question) tag(want []byte) condition {
 	}
 	is := "the peer's tag is " + config.FormatTag(q.Tag)
 	return conditionOf(bytes.Equal(q.Tag, want), is, is+", not "+config.FormatTag(want))
+}
+
+// conditionOf returns the condition of a key, with the text yes if the condition holds, and otherwise with the text no.
+func conditionOf(holds bool, yes, no string) condition {
+	if holds {
+		return condition{true, yes}
+	}
+	return condition{false, no}
 }

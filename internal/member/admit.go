@@ -100,15 +100,6 @@ func describeUIDs(u UIDs) string {
 	return fmt.Sprintf("%s (effective %s, saved %s)", UserName(u[0]), UserName(u[1]), UserName(u[2]))
 }
 
-// UserName returns the name of a user, or its number if it has no name.
-func UserName(uid uint32) string {
-	number := strconv.FormatUint(uint64(uid), 10)
-	if u, err := user.LookupId(number); err == nil {
-		return u.Username
-	}
-	return number
-}
-
 // UserNames returns the names of users in the form a, b or c.
 func UserNames(uids []uint32) string {
 	names := make([]string, len(uids))
@@ -119,6 +110,15 @@ func UserNames(uids []uint32) string {
 		return strings.Join(names, "")
 	}
 	return strings.Join(names[:len(names)-1], ", ") + " or " + names[len(names)-1]
+}
+
+// UserName returns the name of a user, or its number if it has no name.
+func UserName(uid uint32) string {
+	number := strconv.FormatUint(uint64(uid), 10)
+	if u, err := user.LookupId(number); err == nil {
+		return u.Username
+	}
+	return number
 }
 
 // hasFile returns whether a path refers to a file on the host.

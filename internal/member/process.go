@@ -101,6 +101,15 @@ func (p *Process) Command() string { return strings.Join(p.Args, " ") }
 // Unit returns the system unit of a process by its cgroup, and the instance name of a template unit.
 func (p *Process) Unit() (unit, instance string) { return UnitOf(p.Cgroup) }
 
+// Limits of the data per process. A process sets the location and the size of its arguments and its environment
+// (PR_SET_MM_MAP), up to gigabytes without a cost.
+const (
+	maxText        = 32 << 10 // bytes of a file
+	maxArgs        = 512
+	maxEnvironment = 1 << 20 // bytes that are searched for SOCKEYE_SLOT
+	maxValue       = 64      // bytes of a slot number that are kept and shown
+)
+
 func environment(pid int, name string) string {
 	file, err := os.Open(fmt.Sprintf("/proc/%d/environ", pid))
 	if err != nil {
@@ -123,26 +132,6 @@ func environment(pid int, name string) string {
 // return data of a later process with the same id.
 type procDir int
 
-// Limits of the data per process. A process sets the location and the size of its arguments and its environment
-// (PR_SET_MM_MAP), up to gigabytes without a cost.
-const (
-	maxText        = 32 << 10 // bytes of a file
-	maxArgs        = 512
-	maxEnvironment = 1 << 20 // bytes that are searched for SOCKEYE_SLOT
-	maxValue       = 64      // bytes of a slot number that are kept and shown
-)
-
-// read reads the first maxText bytes of a file.
-func (f procDir) read(name string) ([]byte, error) {
-	fd, err := unix.Openat(int(f), name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, err
-	}
-	file := os.NewFile(uintptr(fd), name)
-	defer file.Close()
-	return io.ReadAll(io.LimitReader(file, maxText))
-}
-
 // id returns the file or the namespace that a link refers to.
 func (f procDir) id(name string) (FileID, error) { return identify(int(f), name, 0) }
 
@@ -162,89 +151,6 @@ func Stat(path string) (*unix.Statx_t, error) { return statAt(unix.AT_FDCWD, pat
 func statAt(dir int, path string, flags int) (*unix.Statx_t, error) {
 	stat := new(unix.Statx_t)
 	return stat, unix.Statx(dir, path, flags|unix.AT_STATX_DONT_SYNC, unix.STATX_BASIC_STATS, stat)
-}
-
-func (f procDir) link(name string) (string, error) {
-	var path [unix.PathMax]byte
-	n, err := unix.Readlinkat(int(f), name, path[:])
-	if err != nil {
-		return "", err
-	}
-	return string(path[:n]), nil
-}
-
-// Read returns the process with a process id. The error wraps fs.ErrNotExist if there is no such process.
-func Read(pid int) (*Process, error) {
-	dir, err := openProcess(pid)
-	if err != nil {
-		return nil, err
-	}
-	defer unix.Close(int(dir))
-	p := &Process{PID: pid, Cgroup: "/"}
-	if p.Parent, p.StartTime, err = dir.stat(pid); err != nil {
-		return nil, err
-	}
-	status, err := dir.read("status")
-	if err != nil {
-		return nil, readError(pid, err)
-	}
-	if p.UIDs, err = parseUIDs(status); err != nil {
-		return nil, fmt.Errorf("read process %d: %w", pid, err)
-	}
-	args, err := dir.read("cmdline")
-	if err != nil {
-		return nil, readError(pid, err)
-	}
-	if args = bytes.TrimRight(args, "\x00"); len(args) > 0 {
-		p.Args = strings.SplitN(string(args), "\x00", maxArgs)
-	}
-	groups, err := dir.read("cgroup")
-	if err != nil {
-		return nil, readError(pid, err)
-	}
-	if path, ok := cgroup.Parse(string(groups)); ok {
-		p.Cgroup = path
-	}
-	// Kernel threads have no executable, and the link may be unreadable.
-	if p.Exe, err = dir.link("exe"); err == nil {
-		p.Exe = strings.TrimSuffix(p.Exe, " (deleted)") // the path now refers to another file or to none
-		p.File, _ = dir.id("exe")
-	}
-	netns, err := dir.id("ns/net")
-	if err != nil {
-		return nil, readError(pid, err)
-	}
-	p.Netns = netns.Inode
-	if p.UserNS, err = dir.id("ns/user"); err != nil {
-		return nil, readError(pid, err)
-	}
-	if p.MountNS, err = dir.id("ns/mnt"); err != nil {
-		return nil, readError(pid, err)
-	}
-	return p, nil
-}
-
-// parseUIDs parses the user ids in /proc/PID/status. The owner of /proc/PID is only the effective user.
-func parseUIDs(status []byte) (uids UIDs, err error) {
-	for line := range bytes.Lines(status) {
-		text, ok := bytes.CutPrefix(line, []byte("Uid:"))
-		if !ok {
-			continue
-		}
-		fields := bytes.Fields(text)
-		if len(fields) != len(uids) {
-			break
-		}
-		for i, field := range fields {
-			uid, err := strconv.ParseUint(string(field), 10, 32)
-			if err != nil {
-				return uids, fmt.Errorf("users: %w", err)
-			}
-			uids[i] = uint32(uid)
-		}
-		return uids, nil
-	}
-	return uids, errors.New("unexpected format of status")
 }
 
 // Alive returns whether the process with this id and start time is still running, at a fraction of the cost of Read.
@@ -311,6 +217,112 @@ func Parent(pid int) (int, error) {
 	return parent, err
 }
 
+// All returns the processes of the host, oldest first, without kernel threads, unreadable processes, and processes that
+// exit during the call.
+func All() ([]*Process, error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, fmt.Errorf("list processes: %w", err)
+	}
+	var processes []*Process
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		if p, err := Read(pid); err == nil && len(p.Args) > 0 {
+			processes = append(processes, p)
+		}
+	}
+	slices.SortFunc(processes, func(a, b *Process) int {
+		return cmp.Or(cmp.Compare(a.StartTime, b.StartTime), cmp.Compare(a.PID, b.PID))
+	})
+	return processes, nil
+}
+
+// Read returns the process with a process id. The error wraps fs.ErrNotExist if there is no such process.
+func Read(pid int) (*Process, error) {
+	dir, err := openProcess(pid)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(int(dir))
+	p := &Process{PID: pid, Cgroup: "/"}
+	if p.Parent, p.StartTime, err = dir.stat(pid); err != nil {
+		return nil, err
+	}
+	status, err := dir.read("status")
+	if err != nil {
+		return nil, readError(pid, err)
+	}
+	if p.UIDs, err = parseUIDs(status); err != nil {
+		return nil, fmt.Errorf("read process %d: %w", pid, err)
+	}
+	args, err := dir.read("cmdline")
+	if err != nil {
+		return nil, readError(pid, err)
+	}
+	if args = bytes.TrimRight(args, "\x00"); len(args) > 0 {
+		p.Args = strings.SplitN(string(args), "\x00", maxArgs)
+	}
+	groups, err := dir.read("cgroup")
+	if err != nil {
+		return nil, readError(pid, err)
+	}
+	if path, ok := cgroup.Parse(string(groups)); ok {
+		p.Cgroup = path
+	}
+	// Kernel threads have no executable, and the link may be unreadable.
+	if p.Exe, err = dir.link("exe"); err == nil {
+		p.Exe = strings.TrimSuffix(p.Exe, " (deleted)") // the path now refers to another file or to none
+		p.File, _ = dir.id("exe")
+	}
+	netns, err := dir.id("ns/net")
+	if err != nil {
+		return nil, readError(pid, err)
+	}
+	p.Netns = netns.Inode
+	if p.UserNS, err = dir.id("ns/user"); err != nil {
+		return nil, readError(pid, err)
+	}
+	if p.MountNS, err = dir.id("ns/mnt"); err != nil {
+		return nil, readError(pid, err)
+	}
+	return p, nil
+}
+
+func (f procDir) link(name string) (string, error) {
+	var path [unix.PathMax]byte
+	n, err := unix.Readlinkat(int(f), name, path[:])
+	if err != nil {
+		return "", err
+	}
+	return string(path[:n]), nil
+}
+
+// parseUIDs parses the user ids in /proc/PID/status. The owner of /proc/PID is only the effective user.
+func parseUIDs(status []byte) (uids UIDs, err error) {
+	for line := range bytes.Lines(status) {
+		text, ok := bytes.CutPrefix(line, []byte("Uid:"))
+		if !ok {
+			continue
+		}
+		fields := bytes.Fields(text)
+		if len(fields) != len(uids) {
+			break
+		}
+		for i, field := range fields {
+			uid, err := strconv.ParseUint(string(field), 10, 32)
+			if err != nil {
+				return uids, fmt.Errorf("users: %w", err)
+			}
+			uids[i] = uint32(uid)
+		}
+		return uids, nil
+	}
+	return uids, errors.New("unexpected format of status")
+}
+
 func openProcess(pid int) (procDir, error) {
 	fd, err := unix.Open("/proc/"+strconv.Itoa(pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -345,6 +357,21 @@ func (f procDir) stat(pid int) (parent int, startTime uint64, err error) {
 	return parent, startTime, nil
 }
 
+// allExit reports whether all threads of a process exit or have exited. The first thread alone also exits when another thread
+// calls execve(2) (de_thread).
+func (f procDir) allExit() bool {
+	threads, err := f.threads(-1)
+	if err != nil {
+		return true
+	}
+	for _, thread := range threads {
+		if fields, err := f.statFields("task/" + thread + "/stat"); err == nil && !isExiting(fields) {
+			return false
+		}
+	}
+	return true
+}
+
 // statFields returns the fields of a stat file from the state on. The name in parentheses may contain any characters, also
 // parentheses.
 func (f procDir) statFields(file string) ([]string, error) {
@@ -360,27 +387,23 @@ func (f procDir) statFields(file string) ([]string, error) {
 	return fields, nil
 }
 
+// read reads the first maxText bytes of a file.
+func (f procDir) read(name string) ([]byte, error) {
+	fd, err := unix.Openat(int(f), name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	file := os.NewFile(uintptr(fd), name)
+	defer file.Close()
+	return io.ReadAll(io.LimitReader(file, maxText))
+}
+
 // isExiting reports whether a thread is in do_exit or has exited. A process closes its sockets in do_exit, before it becomes
 // a zombie.
 func isExiting(fields []string) bool {
 	const exiting = 0x4 // PF_EXITING (include/linux/sched.h)
 	flags, err := strconv.ParseUint(fields[6], 10, 32)
 	return fields[0] == "Z" || fields[0] == "X" || err == nil && flags&exiting != 0
-}
-
-// allExit reports whether all threads of a process exit or have exited. The first thread alone also exits when another thread
-// calls execve(2) (de_thread).
-func (f procDir) allExit() bool {
-	threads, err := f.threads(-1)
-	if err != nil {
-		return true
-	}
-	for _, thread := range threads {
-		if fields, err := f.statFields("task/" + thread + "/stat"); err == nil && !isExiting(fields) {
-			return false
-		}
-	}
-	return true
 }
 
 // threads returns the ids of up to n threads, or of all for -1.
@@ -407,27 +430,4 @@ func readError(pid int, err error) error {
 		err = fs.ErrNotExist
 	}
 	return fmt.Errorf("read process %d: %w", pid, err)
-}
-
-// All returns the processes of the host, oldest first, without kernel threads, unreadable processes, and processes that
-// exit during the call.
-func All() ([]*Process, error) {
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		return nil, fmt.Errorf("list processes: %w", err)
-	}
-	var processes []*Process
-	for _, e := range entries {
-		pid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue
-		}
-		if p, err := Read(pid); err == nil && len(p.Args) > 0 {
-			processes = append(processes, p)
-		}
-	}
-	slices.SortFunc(processes, func(a, b *Process) int {
-		return cmp.Or(cmp.Compare(a.StartTime, b.StartTime), cmp.Compare(a.PID, b.PID))
-	})
-	return processes, nil
 }

@@ -74,28 +74,6 @@ func Is(file *os.File) bool {
 	return err == nil && kind == unix.CLONE_NEWNET
 }
 
-// Current opens the network namespace of the calling thread.
-func Current() (*os.File, error) {
-	file, err := os.Open(own)
-	if err != nil {
-		return nil, fmt.Errorf("open own network namespace: %w", err)
-	}
-	return file, nil
-}
-
-// IsCurrent reports whether the calling thread is in a network namespace.
-func IsCurrent(namespace *os.File) (bool, error) {
-	theirs, err := namespace.Stat()
-	if err != nil {
-		return false, fmt.Errorf("compare network namespaces: %w", err)
-	}
-	ours, err := os.Stat(own)
-	if err != nil {
-		return false, fmt.Errorf("compare network namespaces: %w", err)
-	}
-	return os.SameFile(theirs, ours), nil
-}
-
 // Inode returns the inode of the network namespace of the calling thread, which identifies it as long as it exists.
 func Inode() (uint64, error) {
 	var stat unix.Stat_t
@@ -116,17 +94,6 @@ func New() (*os.File, error) {
 	return file, err
 }
 
-// enterNew moves the calling thread to a new network namespace, and opens it.
-func enterNew() (*os.File, error) {
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		return nil, fmt.Errorf("make network namespace: %w", err)
-	}
-	return Current()
-}
-
-// ownConnections is the size of the TCP connection table in a namespace of [NewSmall].
-const ownConnections = "4096"
-
 // NewSmall is [New] for the lab and the tests: the namespace has a small TCP connection table of its own (Linux 6.1;
 // tcp_set_hashinfo). Otherwise, namespaces share a table, and each dump of connections by sock_diag reads all of it:
 // 262,144 buckets on a host with 24 GiB.
@@ -141,6 +108,17 @@ func NewSmall() (*os.File, error) {
 	return file, err
 }
 
+// enterNew moves the calling thread to a new network namespace, and opens it.
+func enterNew() (*os.File, error) {
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		return nil, fmt.Errorf("make network namespace: %w", err)
+	}
+	return Current()
+}
+
+// ownConnections is the size of the TCP connection table in a namespace of [NewSmall].
+const ownConnections = "4096"
+
 // EnterParent moves the calling thread to a new network namespace. Those that the thread makes there are as with
 // [NewSmall].
 func EnterParent() error {
@@ -153,49 +131,6 @@ func EnterParent() error {
 		return fmt.Errorf("limit the TCP connection tables: %w", err)
 	}
 	return nil
-}
-
-// Enter moves the calling thread, to which the caller has locked its goroutine, to a
-// network namespace. The failure is an [*EnterError].
-func Enter(namespace *os.File) error {
-	if err := unix.Setns(int(namespace.Fd()), unix.CLONE_NEWNET); err != nil {
-		return &EnterError{namespace.Name(), err}
-	}
-	return nil
-}
-
-// Do runs f on the calling thread in a network namespace, and brings the thread back;
-// nil stands for the namespace where the thread is, which needs no capability. What f
-// opens stays in the namespace; goroutines that f starts are not in it. The error is
-// that of f, or an [*EnterError] if f did not run.
-//
-// If the thread cannot come back, it stays locked to the calling goroutine and ends
-// with it, so that no other goroutine runs in the wrong namespace.
-func Do(namespace *os.File, f func() error) error {
-	if namespace == nil {
-		return f()
-	}
-	runtime.LockOSThread()
-	home, err := Current()
-	if err != nil {
-		runtime.UnlockOSThread()
-		return err
-	}
-	defer home.Close()
-	if err := Enter(namespace); err != nil {
-		runtime.UnlockOSThread()
-		return err
-	}
-	err = f()
-	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
-		back = fmt.Errorf("leave network namespace %s: %w", namespace.Name(), back)
-		if err != nil {
-			return fmt.Errorf("%w; %w", err, back)
-		}
-		return back
-	}
-	runtime.UnlockOSThread()
-	return err
 }
 
 // Thread runs f on a thread that runs nothing else and ends with f, so that f may
@@ -247,4 +182,69 @@ func Cookie(namespace *os.File) (cookie uint64, err error) {
 		return nil
 	})
 	return cookie, err
+}
+
+// IsCurrent reports whether the calling thread is in a network namespace.
+func IsCurrent(namespace *os.File) (bool, error) {
+	theirs, err := namespace.Stat()
+	if err != nil {
+		return false, fmt.Errorf("compare network namespaces: %w", err)
+	}
+	ours, err := os.Stat(own)
+	if err != nil {
+		return false, fmt.Errorf("compare network namespaces: %w", err)
+	}
+	return os.SameFile(theirs, ours), nil
+}
+
+// Do runs f on the calling thread in a network namespace, and brings the thread back;
+// nil stands for the namespace where the thread is, which needs no capability. What f
+// opens stays in the namespace; goroutines that f starts are not in it. The error is
+// that of f, or an [*EnterError] if f did not run.
+//
+// If the thread cannot come back, it stays locked to the calling goroutine and ends
+// with it, so that no other goroutine runs in the wrong namespace.
+func Do(namespace *os.File, f func() error) error {
+	if namespace == nil {
+		return f()
+	}
+	runtime.LockOSThread()
+	home, err := Current()
+	if err != nil {
+		runtime.UnlockOSThread()
+		return err
+	}
+	defer home.Close()
+	if err := Enter(namespace); err != nil {
+		runtime.UnlockOSThread()
+		return err
+	}
+	err = f()
+	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
+		back = fmt.Errorf("leave network namespace %s: %w", namespace.Name(), back)
+		if err != nil {
+			return fmt.Errorf("%w; %w", err, back)
+		}
+		return back
+	}
+	runtime.UnlockOSThread()
+	return err
+}
+
+// Current opens the network namespace of the calling thread.
+func Current() (*os.File, error) {
+	file, err := os.Open(own)
+	if err != nil {
+		return nil, fmt.Errorf("open own network namespace: %w", err)
+	}
+	return file, nil
+}
+
+// Enter moves the calling thread, to which the caller has locked its goroutine, to a
+// network namespace. The failure is an [*EnterError].
+func Enter(namespace *os.File) error {
+	if err := unix.Setns(int(namespace.Fd()), unix.CLONE_NEWNET); err != nil {
+		return &EnterError{namespace.Name(), err}
+	}
+	return nil
 }

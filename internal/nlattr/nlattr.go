@@ -16,18 +16,6 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// next cuts the first attribute off b, which has unix.SizeofNlAttr bytes at least.
-// Flags of the type (NLA_F_NESTED, NLA_F_NET_BYTEORDER) are cleared. The padding of
-// the last attribute may be missing.
-func next(b []byte) (kind uint16, value, rest []byte, err error) {
-	length := int(binary.NativeEndian.Uint16(b))
-	if length < unix.SizeofNlAttr || length > len(b) {
-		return 0, nil, nil, fmt.Errorf("netlink attribute of %d bytes in %d", length, len(b))
-	}
-	kind = binary.NativeEndian.Uint16(b[2:]) &^ (unix.NLA_F_NESTED | unix.NLA_F_NET_BYTEORDER)
-	return kind, b[unix.SizeofNlAttr:length], b[min(align(length), len(b)):], nil
-}
-
 func align(length int) int {
 	return (length + unix.NLA_ALIGNTO - 1) &^ (unix.NLA_ALIGNTO - 1)
 }
@@ -62,6 +50,18 @@ func (a Attributes) All(yield func(kind uint16, value []byte) bool) {
 	}
 }
 
+// next cuts the first attribute off b, which has unix.SizeofNlAttr bytes at least.
+// Flags of the type (NLA_F_NESTED, NLA_F_NET_BYTEORDER) are cleared. The padding of
+// the last attribute may be missing.
+func next(b []byte) (kind uint16, value, rest []byte, err error) {
+	length := int(binary.NativeEndian.Uint16(b))
+	if length < unix.SizeofNlAttr || length > len(b) {
+		return 0, nil, nil, fmt.Errorf("netlink attribute of %d bytes in %d", length, len(b))
+	}
+	kind = binary.NativeEndian.Uint16(b[2:]) &^ (unix.NLA_F_NESTED | unix.NLA_F_NET_BYTEORDER)
+	return kind, b[unix.SizeofNlAttr:length], b[min(align(length), len(b)):], nil
+}
+
 // Append appends an attribute with its padding to b. The value of a nested attribute
 // is what Append returned for the inner ones.
 func Append(b []byte, kind uint16, value []byte) []byte {
@@ -70,16 +70,6 @@ func Append(b []byte, kind uint16, value []byte) []byte {
 	b = binary.NativeEndian.AppendUint16(b, kind)
 	b = append(b, value...)
 	return append(b, make([]byte, align(length)-length)...)
-}
-
-// Find returns the value of the first attribute of a type, or nil.
-func Find(b []byte, kind uint16) []byte {
-	for k, value := range Attributes(b).All {
-		if k == kind {
-			return value
-		}
-	}
-	return nil
 }
 
 // String returns the first attribute of a type as a string, without the terminating
@@ -96,4 +86,14 @@ func Uint32(b []byte, kind uint16) (number uint32, ok bool) {
 		return 0, false
 	}
 	return binary.BigEndian.Uint32(value), true
+}
+
+// Find returns the value of the first attribute of a type, or nil.
+func Find(b []byte, kind uint16) []byte {
+	for k, value := range Attributes(b).All {
+		if k == kind {
+			return value
+		}
+	}
+	return nil
 }

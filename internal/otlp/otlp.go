@@ -112,33 +112,6 @@ func New(c *config.OTLP, gatherer prometheus.Gatherer, version string, log *slog
 	return e, nil
 }
 
-// readSecret reads a file of the policy. With private, others must not have access to the file.
-func readSecret(path, what string, private bool) ([]byte, error) {
-	// O_NONBLOCK: opening a FIFO must not block.
-	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
-	if err != nil {
-		return nil, fault.Unreadable(fmt.Errorf("read %s: %w", what, err), "create the file, or correct metrics.otlp")
-	}
-	defer f.Close()
-	info, err := f.Stat()
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("read %s: %w", what, err)
-	case !info.Mode().IsRegular():
-		return nil, fault.Usage(fmt.Errorf("read %s: %s is not a regular file", what, path), "correct metrics.otlp")
-	case private && info.Mode().Perm()&0o077 != 0:
-		return nil, fault.Usage(fmt.Errorf("read %s: others have access to %s", what, path), "chmod 600 "+path)
-	}
-	data, err := io.ReadAll(io.LimitReader(f, mostHeadersFile+1))
-	if err == nil && len(data) > mostHeadersFile {
-		err = fault.Usage(errors.New("the file is larger than 1 MiB"), "correct metrics.otlp")
-	}
-	if err != nil {
-		return nil, fault.In("read "+what+" "+path, err)
-	}
-	return data, nil
-}
-
 // readAuthorities reads certificates in PEM.
 func readAuthorities(path string) (*x509.CertPool, error) {
 	data, err := readSecret(path, "ca", false)
@@ -174,6 +147,33 @@ func readHeaders(path string) (map[string]string, error) {
 		headers[name] = value
 	}
 	return headers, lines.Err()
+}
+
+// readSecret reads a file of the policy. With private, others must not have access to the file.
+func readSecret(path, what string, private bool) ([]byte, error) {
+	// O_NONBLOCK: opening a FIFO must not block.
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, fault.Unreadable(fmt.Errorf("read %s: %w", what, err), "create the file, or correct metrics.otlp")
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("read %s: %w", what, err)
+	case !info.Mode().IsRegular():
+		return nil, fault.Usage(fmt.Errorf("read %s: %s is not a regular file", what, path), "correct metrics.otlp")
+	case private && info.Mode().Perm()&0o077 != 0:
+		return nil, fault.Usage(fmt.Errorf("read %s: others have access to %s", what, path), "chmod 600 "+path)
+	}
+	data, err := io.ReadAll(io.LimitReader(f, mostHeadersFile+1))
+	if err == nil && len(data) > mostHeadersFile {
+		err = fault.Usage(errors.New("the file is larger than 1 MiB"), "correct metrics.otlp")
+	}
+	if err != nil {
+		return nil, fault.In("read "+what+" "+path, err)
+	}
+	return data, nil
 }
 
 // Start sends the metrics at once, and then at the interval, until Stop.

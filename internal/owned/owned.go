@@ -32,9 +32,6 @@ func (e *UntrustedError) Explain() (hint string, code int) {
 	return "somebody else than root could put files there: remove it, or name a directory that only root may write, with all above it", fault.CodeConflict
 }
 
-// maxLinks bounds the symbolic links of one path, as path_resolution(7) does.
-const maxLinks = 40
-
 // Check walks to an absolute path from the root directory, and tells whether
 // only root, or the caller's own effective user, decides what is there: each
 // directory and symbolic link on the way belongs to one of these two, and no
@@ -43,14 +40,6 @@ const maxLinks = 40
 // an *UntrustedError if not, and fs.ErrNotExist if the path does not exist.
 func Check(path string) error {
 	return check(path, false)
-}
-
-func check(path string, parent bool) error {
-	fd, err := walk(path, parent)
-	if err != nil {
-		return err
-	}
-	return unix.Close(fd)
 }
 
 // Open is Check that returns the directory.
@@ -85,6 +74,17 @@ func makeAll(path string, mode fs.FileMode, parent bool) error {
 	}
 	return check(path, parent) // whoever made it meanwhile
 }
+
+func check(path string, parent bool) error {
+	fd, err := walk(path, parent)
+	if err != nil {
+		return err
+	}
+	return unix.Close(fd)
+}
+
+// maxLinks bounds the symbolic links of one path, as path_resolution(7) does.
+const maxLinks = 40
 
 // walk returns a descriptor (O_PATH) of the directory. A parent may have the
 // sticky bit and be writable for others.

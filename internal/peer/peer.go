@@ -31,76 +31,6 @@ type Caller struct {
 	Stranger bool
 }
 
-// of finds out who connected. It returns an error if that process has
-// ended. The caller closes the result.
-//
-// Linux 6.5 and later tell by SO_PEERPIDFD. Earlier kernels have only the
-// number: the process that has it when the agent accepts the connection is
-// taken for the peer if it has the peer's user.
-func of(c net.Conn) (*Caller, error) {
-	conn, err := c.(*net.UnixConn).SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	var cred *unix.Ucred
-	handle := -1
-	var asked error
-	err = conn.Control(func(fd uintptr) {
-		if cred, asked = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); asked == nil {
-			handle, asked = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEERPIDFD)
-		}
-	})
-	if err = errors.Join(err, asked); err != nil && (cred == nil || !errors.Is(err, unix.ENOPROTOOPT)) {
-		return nil, fmt.Errorf("read the caller's credentials: %w", err)
-	}
-	k := &Caller{Cred: *cred}
-	byNumber := err != nil
-	if byNumber {
-		k.handle, err = member.Open(int(cred.Pid))
-	} else {
-		k.handle, err = member.FromPidfd(handle, int(cred.Pid))
-	}
-	if err != nil {
-		return nil, err
-	}
-	if err := k.identify(byNumber); err != nil {
-		k.Close()
-		return nil, err
-	}
-	return k, nil
-}
-
-func (k *Caller) identify(byNumber bool) error {
-	pid := int(k.Cred.Pid)
-	p, err := member.Read(pid)
-	if err != nil {
-		return err
-	}
-	if byNumber && p.UIDs[1] != k.Cred.Uid { // the effective one
-		return ErrGone
-	}
-	k.ID = member.ID{PID: p.PID, StartTime: p.StartTime}
-	var theirs, ours unix.Stat_t
-	k.Stranger = unix.Stat(fmt.Sprintf("/proc/%d/ns/user", pid), &theirs) != nil ||
-		unix.Stat("/proc/self/ns/user", &ours) != nil || theirs.Dev != ours.Dev || theirs.Ino != ours.Ino
-	return k.Alive() // so all of this was about the one that connected
-}
-
-// ErrGone is the error for a caller whose process has exited.
-var ErrGone = &fault.Error{
-	Err:  errors.New("the process that connected to the agent has ended"),
-	Hint: "send a request over a connection of one's own", Code: fault.CodeNotPermitted,
-}
-
-// Alive returns an error once the process has ended: its number may be another
-// one's from then on.
-func (k *Caller) Alive() error {
-	if k.handle == nil || k.handle.Ended() {
-		return ErrGone
-	}
-	return nil
-}
-
 // Attrs returns attributes of a log record that describe the caller: the process, its user, the user who has logged in
 // (audit, "" if unknown), and the command line. The process chooses the command line itself.
 func (k *Caller) Attrs() []any {
@@ -154,6 +84,76 @@ func (l Listener) Accept() (net.Conn, error) {
 	return &Conn{conn, k}, nil
 }
 
+// of finds out who connected. It returns an error if that process has
+// ended. The caller closes the result.
+//
+// Linux 6.5 and later tell by SO_PEERPIDFD. Earlier kernels have only the
+// number: the process that has it when the agent accepts the connection is
+// taken for the peer if it has the peer's user.
+func of(c net.Conn) (*Caller, error) {
+	conn, err := c.(*net.UnixConn).SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var cred *unix.Ucred
+	handle := -1
+	var asked error
+	err = conn.Control(func(fd uintptr) {
+		if cred, asked = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); asked == nil {
+			handle, asked = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEERPIDFD)
+		}
+	})
+	if err = errors.Join(err, asked); err != nil && (cred == nil || !errors.Is(err, unix.ENOPROTOOPT)) {
+		return nil, fmt.Errorf("read the caller's credentials: %w", err)
+	}
+	k := &Caller{Cred: *cred}
+	byNumber := err != nil
+	if byNumber {
+		k.handle, err = member.Open(int(cred.Pid))
+	} else {
+		k.handle, err = member.FromPidfd(handle, int(cred.Pid))
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := k.identify(byNumber); err != nil {
+		k.Close()
+		return nil, err
+	}
+	return k, nil
+}
+
+// ErrGone is the error for a caller whose process has exited.
+var ErrGone = &fault.Error{
+	Err:  errors.New("the process that connected to the agent has ended"),
+	Hint: "send a request over a connection of one's own", Code: fault.CodeNotPermitted,
+}
+
+func (k *Caller) identify(byNumber bool) error {
+	pid := int(k.Cred.Pid)
+	p, err := member.Read(pid)
+	if err != nil {
+		return err
+	}
+	if byNumber && p.UIDs[1] != k.Cred.Uid { // the effective one
+		return ErrGone
+	}
+	k.ID = member.ID{PID: p.PID, StartTime: p.StartTime}
+	var theirs, ours unix.Stat_t
+	k.Stranger = unix.Stat(fmt.Sprintf("/proc/%d/ns/user", pid), &theirs) != nil ||
+		unix.Stat("/proc/self/ns/user", &ours) != nil || theirs.Dev != ours.Dev || theirs.Ino != ours.Ino
+	return k.Alive() // so all of this was about the one that connected
+}
+
+// Alive returns an error once the process has ended: its number may be another
+// one's from then on.
+func (k *Caller) Alive() error {
+	if k.handle == nil || k.handle.Ended() {
+		return ErrGone
+	}
+	return nil
+}
+
 // Key is the key of the caller in the context of a request.
 type Key struct{}
 
@@ -162,16 +162,16 @@ func WithCaller(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, Key{}, c.(*Conn).Caller)
 }
 
-// From is who sent a request; nil if that is not known.
-func From(r *http.Request) *Caller {
-	k, _ := r.Context().Value(Key{}).(*Caller)
-	return k
-}
-
 // MustBeRoot fails unless the caller of a request is root.
 func MustBeRoot(r *http.Request) error {
 	if k := From(r); k == nil || k.Cred.Uid != 0 {
 		return &fault.Error{Err: errors.New("only root may change what the agent does, or have it read a file"), Hint: "run it with sudo", Code: fault.CodeNotPermitted}
 	}
 	return nil
+}
+
+// From is who sent a request; nil if that is not known.
+func From(r *http.Request) *Caller {
+	k, _ := r.Context().Value(Key{}).(*Caller)
+	return k
 }

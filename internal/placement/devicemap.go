@@ -119,6 +119,17 @@ func LoadDeviceMap(path string) (*DeviceMap, error) {
 	return ParseDeviceMap(f, path)
 }
 
+type deviceMapParser struct {
+	name        string
+	maxSize     int64
+	maxPrefixes int
+
+	m      DeviceMap
+	ids    map[string]uint32
+	errs   DeviceMapErrors
+	header bool // no line with fields was read yet, so the next may be the header
+}
+
 // ParseDeviceMap reads lines of the form prefix,device. A prefix is an IPv4 or IPv6 prefix or a single address;
 // IPv4-mapped IPv6 is IPv4. A device is 1 to 128 bytes of printable UTF-8 without commas. Spaces around both fields are
 // ignored, and both fields may be in double quotes, as in encoding/csv. A # at the start of a line or after a space
@@ -129,6 +140,17 @@ func LoadDeviceMap(path string) (*DeviceMap, error) {
 func ParseDeviceMap(r io.Reader, name string) (*DeviceMap, error) {
 	p := &deviceMapParser{name: name, ids: map[string]uint32{}, maxSize: MaxDeviceMapSize, maxPrefixes: MaxDevicePrefixes}
 	return p.parse(r)
+}
+
+// Equal reports whether two device maps have the same prefixes with the same devices and ids.
+func (m *DeviceMap) Equal(o *DeviceMap) bool {
+	if m == o {
+		return true
+	}
+	return m.Len() == o.Len() && slices.Equal(m.Devices(), o.Devices()) &&
+		(m.Len() == 0 || slices.EqualFunc(m.prefixes, o.prefixes, func(a, b devicePrefix) bool {
+			return a.compare(b) == 0 && a.device == b.device
+		}))
 }
 
 // Len returns the number of different prefixes.
@@ -148,17 +170,6 @@ func (m *DeviceMap) Devices() []string {
 	return m.devices
 }
 
-// Equal reports whether two device maps have the same prefixes with the same devices and ids.
-func (m *DeviceMap) Equal(o *DeviceMap) bool {
-	if m == o {
-		return true
-	}
-	return m.Len() == o.Len() && slices.Equal(m.Devices(), o.Devices()) &&
-		(m.Len() == 0 || slices.EqualFunc(m.prefixes, o.prefixes, func(a, b devicePrefix) bool {
-			return a.compare(b) == 0 && a.device == b.device
-		}))
-}
-
 // All yields every prefix once with the id of its device, sorted by address (IPv4 as IPv4-mapped) and then by length.
 // No prefix is IPv4-mapped or has bits set after its length.
 func (m *DeviceMap) All() iter.Seq2[netip.Prefix, uint32] {
@@ -172,6 +183,22 @@ func (m *DeviceMap) All() iter.Seq2[netip.Prefix, uint32] {
 			}
 		}
 	}
+}
+
+// Prefix returns the longest prefix that contains addr. ok is false if there is none.
+func (m *DeviceMap) Prefix(addr netip.Addr) (prefix netip.Prefix, ok bool) {
+	if _, ok := m.Lookup(addr); !ok {
+		return prefix, false
+	}
+	addr = addr.Unmap().WithZone("")
+	for bits := addr.BitLen(); bits >= 0; bits-- {
+		prefix, _ = addr.Prefix(bits) // the length is in range
+		want := newDevicePrefix(prefix)
+		if _, ok := slices.BinarySearchFunc(m.prefixes, want, devicePrefix.compare); ok {
+			return prefix, true
+		}
+	}
+	return prefix, false
 }
 
 // Lookup returns the id of the device with the longest prefix that contains addr. An IPv4-mapped IPv6 address is its
@@ -189,22 +216,6 @@ func (m *DeviceMap) Lookup(addr netip.Addr) (id uint32, ok bool) {
 		return p.hi > host.hi || p.hi == host.hi && p.lo > host.lo
 	})
 	return m.longest(uint32(after)-1, host)
-}
-
-// Prefix returns the longest prefix that contains addr. ok is false if there is none.
-func (m *DeviceMap) Prefix(addr netip.Addr) (prefix netip.Prefix, ok bool) {
-	if _, ok := m.Lookup(addr); !ok {
-		return prefix, false
-	}
-	addr = addr.Unmap().WithZone("")
-	for bits := addr.BitLen(); bits >= 0; bits-- {
-		prefix, _ = addr.Prefix(bits) // the length is in range
-		want := newDevicePrefix(prefix)
-		if _, ok := slices.BinarySearchFunc(m.prefixes, want, devicePrefix.compare); ok {
-			return prefix, true
-		}
-	}
-	return prefix, false
 }
 
 // Covers returns the id of the device with the longest prefix that contains all addresses of a prefix. IPv4 prefixes are
@@ -228,71 +239,10 @@ func (m *DeviceMap) longest(at uint32, inner devicePrefix) (id uint32, ok bool) 
 	return 0, false
 }
 
-func newDevicePrefix(p netip.Prefix) devicePrefix {
-	a := p.Addr().As16()
-	bits := p.Bits()
-	if p.Addr().Is4() {
-		bits += 96
-	}
-	return devicePrefix{
-		hi:     binary.BigEndian.Uint64(a[:8]),
-		lo:     binary.BigEndian.Uint64(a[8:]),
-		bits:   uint8(bits),
-		parent: noParent,
-	}
-}
-
 func (p devicePrefix) is4() bool { return p.hi == 0 && p.lo>>32 == 0xffff && p.bits >= 96 }
-
-func (p devicePrefix) prefix() netip.Prefix {
-	var a [16]byte
-	binary.BigEndian.PutUint64(a[:8], p.hi)
-	binary.BigEndian.PutUint64(a[8:], p.lo)
-	if p.is4() {
-		return netip.PrefixFrom(netip.AddrFrom16(a).Unmap(), int(p.bits)-96)
-	}
-	return netip.PrefixFrom(netip.AddrFrom16(a), int(p.bits))
-}
-
-// compare compares addresses, then lengths.
-func (p devicePrefix) compare(q devicePrefix) int {
-	switch {
-	case p.hi != q.hi:
-		return cmp.Compare(p.hi, q.hi)
-	case p.lo != q.lo:
-		return cmp.Compare(p.lo, q.lo)
-	}
-	return cmp.Compare(p.bits, q.bits)
-}
-
-// holds reports whether p contains q as prefixes of 128 bits, regardless of the families.
-func (p devicePrefix) holds(q devicePrefix) bool {
-	hi := ^uint64(0) << (64 - min(p.bits, 64)) // << 64 gives 0
-	lo := ^uint64(0) << (128 - max(p.bits, 64))
-	return p.bits <= q.bits && (p.hi^q.hi)&hi == 0 && (p.lo^q.lo)&lo == 0
-}
-
-type deviceMapParser struct {
-	name        string
-	maxSize     int64
-	maxPrefixes int
-
-	m      DeviceMap
-	ids    map[string]uint32
-	errs   DeviceMapErrors
-	header bool // no line with fields was read yet, so the next may be the header
-}
 
 // problem is a message and a hint.
 type problem struct{ message, hint string }
-
-func (p *deviceMapParser) refuse(line int, what problem) {
-	if len(p.errs.Errors) == maxDeviceMapErrors {
-		p.errs.More++
-		return
-	}
-	p.errs.Errors = append(p.errs.Errors, &DeviceMapError{p.name, line, what.message, what.hint})
-}
 
 func (p *deviceMapParser) parse(r io.Reader) (*DeviceMap, error) {
 	limited := &io.LimitedReader{R: r, N: p.maxSize + 1}
@@ -371,6 +321,20 @@ func (p *deviceMapParser) line(n int, line []byte) problem {
 	return problem{}
 }
 
+func newDevicePrefix(p netip.Prefix) devicePrefix {
+	a := p.Addr().As16()
+	bits := p.Bits()
+	if p.Addr().Is4() {
+		bits += 96
+	}
+	return devicePrefix{
+		hi:     binary.BigEndian.Uint64(a[:8]),
+		lo:     binary.BigEndian.Uint64(a[8:]),
+		bits:   uint8(bits),
+		parent: noParent,
+	}
+}
+
 // finish sorts the prefixes, deletes duplicates, and finds the parents.
 func (p *deviceMapParser) finish() {
 	all := p.m.prefixes
@@ -401,6 +365,42 @@ func (p *deviceMapParser) finish() {
 			"a prefix belongs to one device",
 		})
 	}
+}
+
+func (p devicePrefix) prefix() netip.Prefix {
+	var a [16]byte
+	binary.BigEndian.PutUint64(a[:8], p.hi)
+	binary.BigEndian.PutUint64(a[8:], p.lo)
+	if p.is4() {
+		return netip.PrefixFrom(netip.AddrFrom16(a).Unmap(), int(p.bits)-96)
+	}
+	return netip.PrefixFrom(netip.AddrFrom16(a), int(p.bits))
+}
+
+// compare compares addresses, then lengths.
+func (p devicePrefix) compare(q devicePrefix) int {
+	switch {
+	case p.hi != q.hi:
+		return cmp.Compare(p.hi, q.hi)
+	case p.lo != q.lo:
+		return cmp.Compare(p.lo, q.lo)
+	}
+	return cmp.Compare(p.bits, q.bits)
+}
+
+// holds reports whether p contains q as prefixes of 128 bits, regardless of the families.
+func (p devicePrefix) holds(q devicePrefix) bool {
+	hi := ^uint64(0) << (64 - min(p.bits, 64)) // << 64 gives 0
+	lo := ^uint64(0) << (128 - max(p.bits, 64))
+	return p.bits <= q.bits && (p.hi^q.hi)&hi == 0 && (p.lo^q.lo)&lo == 0
+}
+
+func (p *deviceMapParser) refuse(line int, what problem) {
+	if len(p.errs.Errors) == maxDeviceMapErrors {
+		p.errs.More++
+		return
+	}
+	p.errs.Errors = append(p.errs.Errors, &DeviceMapError{p.name, line, what.message, what.hint})
 }
 
 // splitDeviceLine splits a line into fields without spaces, quotes and the comment. It stores the first two fields, and

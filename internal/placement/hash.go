@@ -28,6 +28,13 @@ func Addr(address bpf.Address) netip.Addr {
 	return netip.AddrFrom16(b).Unmap()
 }
 
+// DeviceHash returns the hash of a named device. The hash depends on the name and the nonce only, so that a device keeps
+// its slot when its addresses change.
+func DeviceHash(name string, nonce uint64) uint32 {
+	sum := sha256.Sum256([]byte(name))
+	return Hash(fromBytes([16]byte(sum[:16])), nonce)
+}
+
 func fromBytes(b [16]byte) bpf.Address {
 	var a bpf.Address
 	for i := range a.Word {
@@ -79,11 +86,4 @@ func Hash(address bpf.Address, nonce uint64) uint32 {
 	c ^= b
 	c -= rol(b, 24)
 	return c
-}
-
-// DeviceHash returns the hash of a named device. The hash depends on the name and the nonce only, so that a device keeps
-// its slot when its addresses change.
-func DeviceHash(name string, nonce uint64) uint32 {
-	sum := sha256.Sum256([]byte(name))
-	return Hash(fromBytes([16]byte(sum[:16])), nonce)
 }

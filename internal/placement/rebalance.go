@@ -96,23 +96,6 @@ func Rebalance(loads []Load, weights Weights, options RebalanceOptions) (*Balanc
 	return result, nil
 }
 
-const (
-	// epsilon is the smallest difference of loads and of potentials that counts; the total load is 1.
-	epsilon = 1e-12
-	// centre is the weight of deviations within the tolerance, which decide between moves that are otherwise equal.
-	centre = 1e-6
-	// maxDepth is the number of moves that are searched exhaustively.
-	maxDepth = 4
-	// searchEffort bounds the exhaustive search, and all searches for a pair of moves, in examined pairs of slots.
-	searchEffort = 400_000
-)
-
-// step is a move of the device with an index. size is the load of the device.
-type step struct {
-	device, from, to int
-	size             float64
-}
-
 // item is a device that may move.
 type item struct {
 	device int
@@ -180,106 +163,21 @@ func newBalancer(loads []Load, weights Weights, tolerance float64) (*balancer, [
 	return b, devices, nil
 }
 
-// empty reports whether there is no load.
-func (b *balancer) empty() bool {
-	for _, slot := range b.slots {
-		if b.load[slot] > 0 {
-			return false
-		}
-	}
-	return true
-}
+const (
+	// epsilon is the smallest difference of loads and of potentials that counts; the total load is 1.
+	epsilon = 1e-12
+	// centre is the weight of deviations within the tolerance, which decide between moves that are otherwise equal.
+	centre = 1e-6
+	// maxDepth is the number of moves that are searched exhaustively.
+	maxDepth = 4
+	// searchEffort bounds the exhaustive search, and all searches for a pair of moves, in examined pairs of slots.
+	searchEffort = 400_000
+)
 
-// imbalance returns the highest load of a slot divided by its fair share.
-func (b *balancer) imbalance() float64 {
-	if b.empty() {
-		return 1
-	}
-	highest := 0.0
-	for _, slot := range b.slots {
-		highest = max(highest, b.load[slot]/b.fair[slot])
-	}
-	return highest
-}
-
-func (b *balancer) balanced() bool {
-	over, under := b.outside()
-	return over+under == 0
-}
-
-// side returns 1 for a slot above the tolerance with a load, -1 below, 0 within.
-func (b *balancer) side(slot int, load float64) int {
-	d, limit := load-b.fair[slot], b.tolerance*b.fair[slot]+epsilon
-	switch {
-	case d > limit:
-		return 1
-	case d < -limit:
-		return -1
-	}
-	return 0
-}
-
-// outside returns the numbers of slots above and below the tolerance.
-func (b *balancer) outside() (over, under int) {
-	if b.empty() {
-		return 0, 0
-	}
-	for _, slot := range b.slots {
-		switch b.side(slot, b.load[slot]) {
-		case 1:
-			over++
-		case -1:
-			under++
-		}
-	}
-	return over, under
-}
-
-// excess returns the share of a slot with a load in the sum that is to become 0: the squared deviation beyond the
-// tolerance, relative to the fair share.
-func (b *balancer) excess(slot int, load float64) float64 {
-	v := max(0, math.Abs(load-b.fair[slot])-b.tolerance*b.fair[slot]-epsilon)
-	return v * v / b.fair[slot]
-}
-
-// potential is excess with a small share of the deviation within the tolerance, so that it is strictly convex.
-func (b *balancer) potential(slot int, load float64) float64 {
-	d := load - b.fair[slot]
-	return b.excess(slot, load) + centre*d*d/b.fair[slot]
-}
-
-// slope is the derivative of potential by the load, halved.
-func (b *balancer) slope(slot int, load float64) float64 {
-	d := load - b.fair[slot]
-	v := max(0, math.Abs(d)-b.tolerance*b.fair[slot]-epsilon)
-	return (math.Copysign(v, d) + centre*d) / b.fair[slot]
-}
-
-// totalExcess returns the sum of the excess of all slots.
-func (b *balancer) totalExcess() float64 {
-	sum := 0.0
-	for _, slot := range b.slots {
-		sum += b.excess(slot, b.load[slot])
-	}
-	return sum
-}
-
-func (b *balancer) apply(m step) {
-	b.load[m.from] -= m.size
-	b.load[m.to] += m.size
-}
-
-// take applies the move of item i of a slot, and returns a function that restores the state.
-func (b *balancer) take(from, i, to int) (step, func()) {
-	it := b.items[from][i]
-	fromLoad, toLoad := b.load[from], b.load[to]
-	m := step{it.device, from, to, it.size}
-	b.items[from] = slices.Delete(b.items[from], i, i+1)
-	b.apply(m)
-	return m, func() {
-		b.items[from] = slices.Insert(b.items[from], i, it)
-		b.load[from], b.load[to] = fromLoad, toLoad
-	}
+// step is a move of the device with an index. size is the load of the device.
+type step struct {
+	device, from, to int
+	size             float64
 }
 
 // solve returns the moves. The state is that before them again.
@@ -305,16 +203,6 @@ func (b *balancer) solve(limit int) []step {
 		best = pairs
 	}
 	return best
-}
-
-func (b *balancer) excessAfter(moves []step) float64 {
-	load := slices.Clone(b.load)
-	for _, m := range moves {
-		b.apply(m)
-	}
-	sum := b.totalExcess()
-	b.load = load
-	return sum
 }
 
 // search returns exactly depth moves, last first, that balance the load, or nil if there are none or the effort is
@@ -391,55 +279,15 @@ func (b *balancer) change(from, to int, size float64) float64 {
 	return b.potential(from, b.load[from]-size) + b.potential(to, b.load[to]+size) - b.potential(from, b.load[from]) - b.potential(to, b.load[to])
 }
 
-// fit returns the item of a slot whose move to another slot lowers the sum of potentials by the most without raising
-// the highest relative load, and the change of that sum; -1 if there is none. The sum is convex in the size of the item.
-func (b *balancer) fit(from, to int, highest float64) (int, float64) {
-	items := b.items[from]
-	room := highest*b.fair[to] - b.load[to] + epsilon
-	if len(items) == 0 || items[0].size > room {
-		return -1, 0
-	}
-	i, _ := slices.BinarySearchFunc(items, 0.0, func(it item, _ float64) int {
-		if it.size > room || b.slope(to, b.load[to]+it.size) >= b.slope(from, b.load[from]-it.size) {
-			return 1
-		}
-		return -1
-	})
-	best, lowest, least := -1, math.Inf(1), math.Inf(1)
-	for j := max(0, i-1); j <= i && j < len(items) && items[j].size <= room; j++ {
-		left, c := b.pairExcess(from, to, items[j].size), b.change(from, to, items[j].size)
-		if left < least-epsilon || left <= least+epsilon && c < lowest {
-			best, lowest, least = j, c, left
-		}
-	}
-	return best, lowest
+// potential is excess with a small share of the deviation within the tolerance, so that it is strictly convex.
+func (b *balancer) potential(slot int, load float64) float64 {
+	d := load - b.fair[slot]
+	return b.excess(slot, load) + centre*d*d/b.fair[slot]
 }
 
 // pairExcess returns the excess of two slots after a move.
 func (b *balancer) pairExcess(from, to int, size float64) float64 {
 	return b.excess(from, b.load[from]-size) + b.excess(to, b.load[to]+size)
-}
-
-// candidate is the move between two slots that lowers their potential by the most.
-type candidate struct {
-	step
-	change float64 // of the potential; 0 if no move lowers the excess
-}
-
-// candidateOf returns the candidate of two slots.
-func (b *balancer) candidateOf(from, to int, highest float64) candidate {
-	if from == to || b.load[from]*b.fair[to] <= b.load[to]*b.fair[from] {
-		return candidate{}
-	}
-	i, change := b.fit(from, to, highest)
-	if i < 0 || change >= 0 {
-		return candidate{}
-	}
-	it := b.items[from][i]
-	if b.pairExcess(from, to, 0)-b.pairExcess(from, to, it.size) <= epsilon {
-		return candidate{}
-	}
-	return candidate{step{it.device, from, to, it.size}, change}
 }
 
 // candidates are the changes of all pairs of slots, and the best one of each slot that a device leaves. A candidate can
@@ -448,68 +296,6 @@ type candidates struct {
 	b       *balancer
 	changes [][]float64
 	best    []int // index of the lowest change in each row
-}
-
-func (b *balancer) candidates(highest float64) *candidates {
-	c := &candidates{b, make([][]float64, len(b.slots)), make([]int, len(b.slots))}
-	for i := range b.slots {
-		c.changes[i] = make([]float64, len(b.slots))
-		c.row(i, highest)
-	}
-	return c
-}
-
-// row computes the candidates of a slot that a device leaves.
-func (c *candidates) row(i int, highest float64) {
-	for j, to := range c.b.slots {
-		c.changes[i][j] = c.b.candidateOf(c.b.slots[i], to, highest).change
-	}
-	c.choose(i)
-}
-
-// choose finds the best candidate of a row.
-func (c *candidates) choose(i int) {
-	best, lowest := 0, c.changes[i][0]
-	for j, change := range c.changes[i] {
-		if change < lowest {
-			best, lowest = j, change
-		}
-	}
-	c.best[i] = best
-}
-
-// update computes the candidates of pairs with a slot whose load has changed.
-func (c *candidates) update(changed []int, highest float64) {
-	for i, from := range c.b.slots {
-		if slices.Contains(changed, from) {
-			c.row(i, highest)
-			continue
-		}
-		for _, to := range changed {
-			j, _ := slices.BinarySearch(c.b.slots, to)
-			c.changes[i][j] = c.b.candidateOf(from, to, highest).change
-		}
-		c.choose(i)
-	}
-}
-
-// lowest returns the best candidate of all; its change is 0 if there is none.
-func (c *candidates) lowest(highest float64) candidate {
-	for {
-		row := 0
-		for i, j := range c.best {
-			if c.changes[i][j] < c.changes[row][c.best[row]] {
-				row = i
-			}
-		}
-		j := c.best[row]
-		now := c.b.candidateOf(c.b.slots[row], c.b.slots[j], highest)
-		if now.change == c.changes[row][j] {
-			return now
-		}
-		c.changes[row][j] = now.change
-		c.choose(row)
-	}
 }
 
 // descend returns the moves of repeated best single moves, and of best pairs where no single move helps, or, with
@@ -548,6 +334,123 @@ func (b *balancer) descend(limit int, pairsFirst bool) []step {
 		singles.update(changed, highest)
 	}
 	return moves
+}
+
+func (b *balancer) balanced() bool {
+	over, under := b.outside()
+	return over+under == 0
+}
+
+// outside returns the numbers of slots above and below the tolerance.
+func (b *balancer) outside() (over, under int) {
+	if b.empty() {
+		return 0, 0
+	}
+	for _, slot := range b.slots {
+		switch b.side(slot, b.load[slot]) {
+		case 1:
+			over++
+		case -1:
+			under++
+		}
+	}
+	return over, under
+}
+
+// side returns 1 for a slot above the tolerance with a load, -1 below, 0 within.
+func (b *balancer) side(slot int, load float64) int {
+	d, limit := load-b.fair[slot], b.tolerance*b.fair[slot]+epsilon
+	switch {
+	case d > limit:
+		return 1
+	case d < -limit:
+		return -1
+	}
+	return 0
+}
+
+func (b *balancer) candidates(highest float64) *candidates {
+	c := &candidates{b, make([][]float64, len(b.slots)), make([]int, len(b.slots))}
+	for i := range b.slots {
+		c.changes[i] = make([]float64, len(b.slots))
+		c.row(i, highest)
+	}
+	return c
+}
+
+// update computes the candidates of pairs with a slot whose load has changed.
+func (c *candidates) update(changed []int, highest float64) {
+	for i, from := range c.b.slots {
+		if slices.Contains(changed, from) {
+			c.row(i, highest)
+			continue
+		}
+		for _, to := range changed {
+			j, _ := slices.BinarySearch(c.b.slots, to)
+			c.changes[i][j] = c.b.candidateOf(from, to, highest).change
+		}
+		c.choose(i)
+	}
+}
+
+// row computes the candidates of a slot that a device leaves.
+func (c *candidates) row(i int, highest float64) {
+	for j, to := range c.b.slots {
+		c.changes[i][j] = c.b.candidateOf(c.b.slots[i], to, highest).change
+	}
+	c.choose(i)
+}
+
+// candidate is the move between two slots that lowers their potential by the most.
+type candidate struct {
+	step
+	change float64 // of the potential; 0 if no move lowers the excess
+}
+
+// lowest returns the best candidate of all; its change is 0 if there is none.
+func (c *candidates) lowest(highest float64) candidate {
+	for {
+		row := 0
+		for i, j := range c.best {
+			if c.changes[i][j] < c.changes[row][c.best[row]] {
+				row = i
+			}
+		}
+		j := c.best[row]
+		now := c.b.candidateOf(c.b.slots[row], c.b.slots[j], highest)
+		if now.change == c.changes[row][j] {
+			return now
+		}
+		c.changes[row][j] = now.change
+		c.choose(row)
+	}
+}
+
+// candidateOf returns the candidate of two slots.
+func (b *balancer) candidateOf(from, to int, highest float64) candidate {
+	if from == to || b.load[from]*b.fair[to] <= b.load[to]*b.fair[from] {
+		return candidate{}
+	}
+	i, change := b.fit(from, to, highest)
+	if i < 0 || change >= 0 {
+		return candidate{}
+	}
+	it := b.items[from][i]
+	if b.pairExcess(from, to, 0)-b.pairExcess(from, to, it.size) <= epsilon {
+		return candidate{}
+	}
+	return candidate{step{it.device, from, to, it.size}, change}
+}
+
+// choose finds the best candidate of a row.
+func (c *candidates) choose(i int) {
+	best, lowest := 0, c.changes[i][0]
+	for j, change := range c.changes[i] {
+		if change < lowest {
+			best, lowest = j, change
+		}
+	}
+	c.best[i] = best
 }
 
 // bestPair returns the two moves that lower the potential by the most, or nil if none lowers the excess, or if the
@@ -593,6 +496,50 @@ func (b *balancer) bestPair(limit int, highest float64) []step {
 	return best
 }
 
+// take applies the move of item i of a slot, and returns a function that restores the state.
+func (b *balancer) take(from, i, to int) (step, func()) {
+	it := b.items[from][i]
+	fromLoad, toLoad := b.load[from], b.load[to]
+	m := step{it.device, from, to, it.size}
+	b.items[from] = slices.Delete(b.items[from], i, i+1)
+	b.apply(m)
+	return m, func() {
+		b.items[from] = slices.Insert(b.items[from], i, it)
+		b.load[from], b.load[to] = fromLoad, toLoad
+	}
+}
+
+// fit returns the item of a slot whose move to another slot lowers the sum of potentials by the most without raising
+// the highest relative load, and the change of that sum; -1 if there is none. The sum is convex in the size of the item.
+func (b *balancer) fit(from, to int, highest float64) (int, float64) {
+	items := b.items[from]
+	room := highest*b.fair[to] - b.load[to] + epsilon
+	if len(items) == 0 || items[0].size > room {
+		return -1, 0
+	}
+	i, _ := slices.BinarySearchFunc(items, 0.0, func(it item, _ float64) int {
+		if it.size > room || b.slope(to, b.load[to]+it.size) >= b.slope(from, b.load[from]-it.size) {
+			return 1
+		}
+		return -1
+	})
+	best, lowest, least := -1, math.Inf(1), math.Inf(1)
+	for j := max(0, i-1); j <= i && j < len(items) && items[j].size <= room; j++ {
+		left, c := b.pairExcess(from, to, items[j].size), b.change(from, to, items[j].size)
+		if left < least-epsilon || left <= least+epsilon && c < lowest {
+			best, lowest, least = j, c, left
+		}
+	}
+	return best, lowest
+}
+
+// slope is the derivative of potential by the load, halved.
+func (b *balancer) slope(slot int, load float64) float64 {
+	d := load - b.fair[slot]
+	v := max(0, math.Abs(d)-b.tolerance*b.fair[slot]-epsilon)
+	return (math.Copysign(v, d) + centre*d) / b.fair[slot]
+}
+
 // pairCost returns the effort of bestPair: pairs of slots for the second move, for each first move.
 func (b *balancer) pairCost() int {
 	n, count := len(b.slots), 0
@@ -615,6 +562,32 @@ func (b *balancer) prune(moves []step) []step {
 	return moves
 }
 
+func (b *balancer) excessAfter(moves []step) float64 {
+	load := slices.Clone(b.load)
+	for _, m := range moves {
+		b.apply(m)
+	}
+	sum := b.totalExcess()
+	b.load = load
+	return sum
+}
+
+// totalExcess returns the sum of the excess of all slots.
+func (b *balancer) totalExcess() float64 {
+	sum := 0.0
+	for _, slot := range b.slots {
+		sum += b.excess(slot, b.load[slot])
+	}
+	return sum
+}
+
+// excess returns the share of a slot with a load in the sum that is to become 0: the squared deviation beyond the
+// tolerance, relative to the fair share.
+func (b *balancer) excess(slot int, load float64) float64 {
+	v := max(0, math.Abs(load-b.fair[slot])-b.tolerance*b.fair[slot]-epsilon)
+	return v * v / b.fair[slot]
+}
+
 // allowed reports whether no move raises the highest relative load, in order.
 func (b *balancer) allowed(moves []step) bool {
 	load := slices.Clone(b.load)
@@ -629,4 +602,31 @@ func (b *balancer) allowed(moves []step) bool {
 		highest = now
 	}
 	return true
+}
+
+// imbalance returns the highest load of a slot divided by its fair share.
+func (b *balancer) imbalance() float64 {
+	if b.empty() {
+		return 1
+	}
+	highest := 0.0
+	for _, slot := range b.slots {
+		highest = max(highest, b.load[slot]/b.fair[slot])
+	}
+	return highest
+}
+
+// empty reports whether there is no load.
+func (b *balancer) empty() bool {
+	for _, slot := range b.slots {
+		if b.load[slot] > 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (b *balancer) apply(m step) {
+	b.load[m.from] -= m.size
+	b.load[m.to] += m.size
 }

@@ -110,18 +110,13 @@ type Entries struct {
 // Entries returns the trie entries of the mapping.
 func (m *Mapping) Entries() *Entries { return &Entries{m.Devices, m.Table.Nonce, m.pins} }
 
-// Size returns the maximum number of entries; 0 without a device map and without pins of prefixes.
-func (e *Entries) Size() int {
-	if n := e.devices.Len() + len(e.pins.Prefixes); n > 0 {
-		return n + 1
-	}
-	return 0
-}
-
 // Equal reports whether the tries of both entries are the same.
 func (e *Entries) Equal(o *Entries) bool {
 	return e.nonce == o.nonce && e.pins.equal(o.pins) && e.devices.Equal(o.devices)
 }
+
+// unnamed is the device id of a pin of a prefix, which has no name in the device map.
+const unnamed = bpf.NoDevice - 1
 
 // All yields the entries.
 func (e *Entries) All() iter.Seq2[bpf.Prefix, bpf.DeviceID] {
@@ -158,8 +153,17 @@ func (e *Entries) All() iter.Seq2[bpf.Prefix, bpf.DeviceID] {
 	}
 }
 
-// unnamed is the device id of a pin of a prefix, which has no name in the device map.
-const unnamed = bpf.NoDevice - 1
+// Size returns the maximum number of entries; 0 without a device map and without pins of prefixes.
+func (e *Entries) Size() int {
+	if n := e.devices.Len() + len(e.pins.Prefixes); n > 0 {
+		return n + 1
+	}
+	return 0
+}
+
+func trieKey(prefix netip.Prefix) bpf.Prefix {
+	return bpf.Prefix{Prefixlen: uint32(mappedBits(prefix)), Address: Address(prefix.Addr())}
+}
 
 // mappedBits returns the length of a prefix with IPv4 as IPv4-mapped IPv6.
 func mappedBits(prefix netip.Prefix) int {
@@ -169,8 +173,10 @@ func mappedBits(prefix netip.Prefix) int {
 	return prefix.Bits()
 }
 
-func trieKey(prefix netip.Prefix) bpf.Prefix {
-	return bpf.Prefix{Prefixlen: uint32(mappedBits(prefix)), Address: Address(prefix.Addr())}
+// Slot returns the slot of an address, and the name of the device, or "" if the device map has none.
+func (m *Mapping) Slot(addr netip.Addr) (slot int, device string) {
+	l := m.Locate(addr)
+	return l.Slot, l.Device
 }
 
 // Location is the place of an address in a mapping.
@@ -179,12 +185,6 @@ type Location struct {
 	Bucket int    // bucket of the hash, also for a pinned device
 	Device string // name in the device map, or ""
 	Pinned bool
-}
-
-// Slot returns the slot of an address, and the name of the device, or "" if the device map has none.
-func (m *Mapping) Slot(addr netip.Addr) (slot int, device string) {
-	l := m.Locate(addr)
-	return l.Slot, l.Device
 }
 
 // Locate returns the place of an address.

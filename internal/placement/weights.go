@@ -24,47 +24,10 @@ type Weights []int
 // ErrNoWeight is the error for weights that leave no slot for any device.
 var ErrNoWeight = errors.New("every slot is drained or has weight 0")
 
-// check returns an error unless the buckets can be distributed by the weights.
-func (w Weights) check() error {
-	if len(w) < 1 || len(w) > bpf.MaxSlots {
-		return fmt.Errorf("%d slots, want 1 to %d", len(w), bpf.MaxSlots)
-	}
-	for slot, weight := range w {
-		if weight < 0 || weight > MaxWeight {
-			return fmt.Errorf("slot %d: weight %d, want 0 to %d", slot, weight, MaxWeight)
-		}
-	}
-	if w.sum() == 0 {
-		return ErrNoWeight
-	}
-	return nil
-}
-
-func (w Weights) sum() int {
-	sum := 0
-	for _, weight := range w {
-		sum += weight
-	}
-	return sum
-}
-
-// shares returns the number of buckets of each slot, by largest remainder. Of slots with equal remainders, the first
-// ones get the remaining buckets.
-func (w Weights) shares() []int {
-	sum, left := w.sum(), bpf.Buckets
-	shares, order := make([]int, len(w)), make([]int, len(w))
-	for slot, weight := range w {
-		shares[slot], order[slot] = bpf.Buckets*weight/sum, slot
-		left -= shares[slot]
-	}
-	remainder := func(slot int) int { return bpf.Buckets * w[slot] % sum }
-	slices.SortFunc(order, func(a, b int) int {
-		return cmp.Or(cmp.Compare(remainder(b), remainder(a)), cmp.Compare(a, b))
-	})
-	for _, slot := range order[:left] {
-		shares[slot]++
-	}
-	return shares
+// receiver is a slot that has fewer buckets in the even table than its share.
+type receiver struct {
+	slot, room uint64
+	left       int // buckets still to be assigned
 }
 
 // WeightedBuckets distributes the buckets in proportion to the weights. The result depends on the weights only, and is
@@ -103,10 +66,47 @@ func WeightedBuckets(weights Weights) ([bpf.Buckets]uint16, error) {
 	return table, nil
 }
 
-// receiver is a slot that has fewer buckets in the even table than its share.
-type receiver struct {
-	slot, room uint64
-	left       int // buckets still to be assigned
+// check returns an error unless the buckets can be distributed by the weights.
+func (w Weights) check() error {
+	if len(w) < 1 || len(w) > bpf.MaxSlots {
+		return fmt.Errorf("%d slots, want 1 to %d", len(w), bpf.MaxSlots)
+	}
+	for slot, weight := range w {
+		if weight < 0 || weight > MaxWeight {
+			return fmt.Errorf("slot %d: weight %d, want 0 to %d", slot, weight, MaxWeight)
+		}
+	}
+	if w.sum() == 0 {
+		return ErrNoWeight
+	}
+	return nil
+}
+
+// shares returns the number of buckets of each slot, by largest remainder. Of slots with equal remainders, the first
+// ones get the remaining buckets.
+func (w Weights) shares() []int {
+	sum, left := w.sum(), bpf.Buckets
+	shares, order := make([]int, len(w)), make([]int, len(w))
+	for slot, weight := range w {
+		shares[slot], order[slot] = bpf.Buckets*weight/sum, slot
+		left -= shares[slot]
+	}
+	remainder := func(slot int) int { return bpf.Buckets * w[slot] % sum }
+	slices.SortFunc(order, func(a, b int) int {
+		return cmp.Or(cmp.Compare(remainder(b), remainder(a)), cmp.Compare(a, b))
+	})
+	for _, slot := range order[:left] {
+		shares[slot]++
+	}
+	return shares
+}
+
+func (w Weights) sum() int {
+	sum := 0
+	for _, weight := range w {
+		sum += weight
+	}
+	return sum
 }
 
 // preferred returns the index of the receiver of a bucket. A bucket prefers a receiver with a probability proportional to

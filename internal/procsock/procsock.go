@@ -64,25 +64,10 @@ func (s *Socket) Connected() bool {
 	return s.State == unix.BPF_TCP_ESTABLISHED || s.State == unix.BPF_TCP_CLOSE_WAIT
 }
 
-// Walk visits the TCP sockets of all processes in a cgroup directory and below. A socket that several processes share
-// is visited once, and its duplicate is closed after the visit. Connections that are not yet accepted have no
-// descriptor and are not visited.
-//
-// Processes that exit concurrently are skipped. problems contains an error for each process whose sockets cannot be
-// duplicated. If visit returns an error, Walk ends and returns it.
-func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error) {
-	heard := make(Listeners)
-	_, err = WalkOnce(cgroup, func(s *Socket) error {
-		heard.Add(s)
-		return nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	return WalkOnce(cgroup, func(s *Socket) error {
-		s.Role = heard.Role(s)
-		return visit(s)
-	})
+// absent is an error about something that does not exist.
+type absent struct {
+	text  string
+	cause error // why it was perhaps not found; nil: it does not exist
 }
 
 // Find returns the connection with these addresses of a process of a cgroup, or an MPTCP connection with such a
@@ -117,10 +102,33 @@ func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	return nil, none
 }
 
-// absent is an error about something that does not exist.
-type absent struct {
-	text  string
-	cause error // why it was perhaps not found; nil: it does not exist
+// Listeners contains the visited listeners by namespace and port.
+type Listeners map[listenerKey][]*Socket
+
+type listenerKey struct {
+	netns uint64
+	port  uint16
+}
+
+// Walk visits the TCP sockets of all processes in a cgroup directory and below. A socket that several processes share
+// is visited once, and its duplicate is closed after the visit. Connections that are not yet accepted have no
+// descriptor and are not visited.
+//
+// Processes that exit concurrently are skipped. problems contains an error for each process whose sockets cannot be
+// duplicated. If visit returns an error, Walk ends and returns it.
+func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error) {
+	heard := make(Listeners)
+	_, err = WalkOnce(cgroup, func(s *Socket) error {
+		heard.Add(s)
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return WalkOnce(cgroup, func(s *Socket) error {
+		s.Role = heard.Role(s)
+		return visit(s)
+	})
 }
 
 func (a absent) Error() string { return a.text }
@@ -129,6 +137,26 @@ func (a absent) Error() string { return a.text }
 func (absent) Is(target error) bool { return target == fs.ErrNotExist }
 
 func (a absent) Unwrap() error { return a.cause }
+
+// Take returns the TCP socket of a descriptor of a process. The caller closes it. Its role is derived from the
+// listeners of this process only. The error wraps fs.ErrNotExist if there is no such socket.
+func Take(pid, number int) (*Socket, error) {
+	s, err := Open(pid, number)
+	if err != nil {
+		return nil, err
+	}
+	if s.Protocol == unix.IPPROTO_UDP {
+		s.Close()
+		return nil, absent{text: fmt.Sprintf("descriptor %d of process %d is a UDP socket, at %s", number, pid, s.Local)}
+	}
+	heard := make(Listeners)
+	if err := walkProcess(pid, make(map[uint64]bool), heard.Add); err != nil {
+		s.Close()
+		return nil, fmt.Errorf("duplicate sockets of pid %d: %w", pid, err)
+	}
+	s.Role = heard.Role(s)
+	return s, nil
+}
 
 // Open returns the socket of a descriptor of a process, without Role. The caller closes it. The error wraps
 // fs.ErrNotExist if there is no such socket.
@@ -150,26 +178,6 @@ func Open(pid, number int) (*Socket, error) {
 	}
 	s := describe(m, pid)
 	s.Command = command(pid)
-	return s, nil
-}
-
-// Take returns the TCP socket of a descriptor of a process. The caller closes it. Its role is derived from the
-// listeners of this process only. The error wraps fs.ErrNotExist if there is no such socket.
-func Take(pid, number int) (*Socket, error) {
-	s, err := Open(pid, number)
-	if err != nil {
-		return nil, err
-	}
-	if s.Protocol == unix.IPPROTO_UDP {
-		s.Close()
-		return nil, absent{text: fmt.Sprintf("descriptor %d of process %d is a UDP socket, at %s", number, pid, s.Local)}
-	}
-	heard := make(Listeners)
-	if err := walkProcess(pid, make(map[uint64]bool), heard.Add); err != nil {
-		s.Close()
-		return nil, fmt.Errorf("duplicate sockets of pid %d: %w", pid, err)
-	}
-	s.Role = heard.Role(s)
 	return s, nil
 }
 
@@ -249,14 +257,6 @@ func describe(m *member.Socket, pid int) *Socket {
 
 func plain(a netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port())
-}
-
-// Listeners contains the visited listeners by namespace and port.
-type Listeners map[listenerKey][]*Socket
-
-type listenerKey struct {
-	netns uint64
-	port  uint16
 }
 
 // Add records a socket if it is a listener.

@@ -36,6 +36,19 @@ type Subflow struct {
 // ErrNoSubflows is returned on kernels before 5.16, which do not list subflows.
 var ErrNoSubflows = errors.New("listing the subflows of an MPTCP connection requires Linux 5.16")
 
+// has returns whether a connection or one of its subflows has these addresses.
+func (s *Socket) has(local, remote netip.AddrPort) bool {
+	if s.Local == local && s.Remote == remote {
+		return true
+	}
+	if !s.MPTCP {
+		return false
+	}
+	// A connection whose subflows cannot be read does not match.
+	list, _, _ := s.Subflows()
+	return slices.Contains(list, Subflow{local, remote})
+}
+
 // Subflows returns the current subflows of an MPTCP connection. fellBack is true after a permanent fallback to TCP,
 // with one subflow. The error is ErrNoSubflows if the kernel does not list subflows.
 func (s *Socket) Subflows() (list []Subflow, fellBack bool, err error) {
@@ -52,19 +65,6 @@ func (s *Socket) Subflows() (list []Subflow, fellBack bool, err error) {
 		return nil, false, fmt.Errorf("read subflows of %s: %w", s, ErrNoSubflows)
 	}
 	return []Subflow{{s.Local, s.Remote}}, true, nil
-}
-
-// has returns whether a connection or one of its subflows has these addresses.
-func (s *Socket) has(local, remote netip.AddrPort) bool {
-	if s.Local == local && s.Remote == remote {
-		return true
-	}
-	if !s.MPTCP {
-		return false
-	}
-	// A connection whose subflows cannot be read does not match.
-	list, _, _ := s.Subflows()
-	return slices.Contains(list, Subflow{local, remote})
 }
 
 func readSubflows(fd int) ([]Subflow, error) {

@@ -34,22 +34,6 @@ var (
 	optional = []Right{SysAdmin, DACOverride, NetBindService}
 )
 
-// DropInHint returns the commands that add the capability to the unit. In a pod of Kubernetes, it returns the value of the
-// chart that adds the capability.
-func (r Right) DropInHint() string {
-	if os.Getenv("KUBERNETES_SERVICE_HOST") != "" { // the kubelet sets it in all containers
-		if r == SysAdmin {
-			return "the chart does not give this capability: run the agent as a service of the node"
-		}
-		return fmt.Sprintf("add %s to extraCapabilities in the values of the chart", strings.TrimPrefix(r.Name, "CAP_"))
-	}
-	from := r.DropIn
-	if exe, err := os.Executable(); err == nil {
-		from = filepath.Join(filepath.Dir(filepath.Dir(exe)), "share/sockeye/sockeye.service.d", r.DropIn)
-	}
-	return fmt.Sprintf("install -D -m 644 %s /etc/systemd/system/sockeye.service.d/%s; systemctl daemon-reload; systemctl restart sockeye", from, r.DropIn)
-}
-
 // Need is a capability that a policy needs.
 type Need struct {
 	Right
@@ -67,18 +51,6 @@ func FirstNeeds(all []Need) []Need {
 	return first
 }
 
-// FirstUnprivilegedPort returns the first port that needs no capability to bind in this network namespace. Other network
-// namespaces may have other values.
-func FirstUnprivilegedPort() uint16 {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start")
-	if err == nil {
-		if n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 16); err == nil {
-			return uint16(n)
-		}
-	}
-	return 1024
-}
-
 // MissingHint returns the hint for a capability that the running agent lacks: restart if the agent has dropped the
 // capability, or else the commands that add it to the unit.
 func MissingHint(capability uintptr, restart string) string {
@@ -91,6 +63,22 @@ func MissingHint(capability uintptr, restart string) string {
 		}
 	}
 	return restart
+}
+
+// DropInHint returns the commands that add the capability to the unit. In a pod of Kubernetes, it returns the value of the
+// chart that adds the capability.
+func (r Right) DropInHint() string {
+	if os.Getenv("KUBERNETES_SERVICE_HOST") != "" { // the kubelet sets it in all containers
+		if r == SysAdmin {
+			return "the chart does not give this capability: run the agent as a service of the node"
+		}
+		return fmt.Sprintf("add %s to extraCapabilities in the values of the chart", strings.TrimPrefix(r.Name, "CAP_"))
+	}
+	from := r.DropIn
+	if exe, err := os.Executable(); err == nil {
+		from = filepath.Join(filepath.Dir(filepath.Dir(exe)), "share/sockeye/sockeye.service.d", r.DropIn)
+	}
+	return fmt.Sprintf("install -D -m 644 %s /etc/systemd/system/sockeye.service.d/%s; systemctl daemon-reload; systemctl restart sockeye", from, r.DropIn)
 }
 
 // Of returns the permitted and the bounding set of a process.
@@ -123,4 +111,16 @@ func EndpointNeeds(policy *config.Policy) []Need {
 		}
 	}
 	return needs
+}
+
+// FirstUnprivilegedPort returns the first port that needs no capability to bind in this network namespace. Other network
+// namespaces may have other values.
+func FirstUnprivilegedPort() uint16 {
+	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+	if err == nil {
+		if n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 16); err == nil {
+			return uint16(n)
+		}
+	}
+	return 1024
 }

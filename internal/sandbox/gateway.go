@@ -77,24 +77,6 @@ func dropCapabilities() error {
 	return nil
 }
 
-// handled returns the rights that a version of landlock denies, and the TCP ports to which connections remain allowed.
-// LANDLOCK_SCOPE_SIGNAL is not included, because the child is outside the domain; the filter of system calls restricts signals to
-// the child.
-func (s Gateway) handled(abi int) (r ruleset, ports []uint16) {
-	r.files = fileRights(abi)
-	if abi >= 4 {
-		r.net = unix.LANDLOCK_ACCESS_NET_BIND_TCP
-		few := false
-		if ports, few = s.Outbound.TCPPorts(); few {
-			r.net |= unix.LANDLOCK_ACCESS_NET_CONNECT_TCP
-		}
-	}
-	if abi >= 6 {
-		r.scoped = unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET
-	}
-	return r, ports
-}
-
 // landlock denies all threads the file system, abstract Unix sockets, and TCP bind(2) and connect(2), as far as the kernel supports it.
 func (s Gateway) landlock() error {
 	abi, err := landlockABI()
@@ -116,6 +98,24 @@ func (s Gateway) landlock() error {
 		return errno
 	}
 	return nil
+}
+
+// handled returns the rights that a version of landlock denies, and the TCP ports to which connections remain allowed.
+// LANDLOCK_SCOPE_SIGNAL is not included, because the child is outside the domain; the filter of system calls restricts signals to
+// the child.
+func (s Gateway) handled(abi int) (r ruleset, ports []uint16) {
+	r.files = fileRights(abi)
+	if abi >= 4 {
+		r.net = unix.LANDLOCK_ACCESS_NET_BIND_TCP
+		few := false
+		if ports, few = s.Outbound.TCPPorts(); few {
+			r.net |= unix.LANDLOCK_ACCESS_NET_CONNECT_TCP
+		}
+	}
+	if abi >= 6 {
+		r.scoped = unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET
+	}
+	return r, ports
 }
 
 // seccomp installs the filter in all threads.

@@ -24,6 +24,73 @@ type condition struct {
 
 const all = ^uint32(0)
 
+// fatalCalls are the system calls that kill the process.
+var fatalCalls = []uintptr{
+	unix.SYS_EXECVE, unix.SYS_EXECVEAT, unix.SYS_PTRACE, unix.SYS_PROCESS_VM_READV, unix.SYS_PROCESS_VM_WRITEV,
+	unix.SYS_PIDFD_GETFD, unix.SYS_BPF, unix.SYS_PERF_EVENT_OPEN, unix.SYS_USERFAULTFD,
+	unix.SYS_IO_URING_SETUP, unix.SYS_IO_URING_ENTER, unix.SYS_IO_URING_REGISTER,
+	unix.SYS_UNSHARE, unix.SYS_SETNS, unix.SYS_CHROOT, unix.SYS_PIVOT_ROOT, unix.SYS_MOUNT, unix.SYS_UMOUNT2,
+	unix.SYS_FSOPEN, unix.SYS_FSCONFIG, unix.SYS_FSMOUNT, unix.SYS_FSPICK, unix.SYS_MOVE_MOUNT, unix.SYS_OPEN_TREE, unix.SYS_MOUNT_SETATTR,
+	unix.SYS_OPEN_BY_HANDLE_AT, unix.SYS_ADD_KEY, unix.SYS_REQUEST_KEY, unix.SYS_KEYCTL,
+	unix.SYS_INIT_MODULE, unix.SYS_FINIT_MODULE, unix.SYS_DELETE_MODULE, unix.SYS_KEXEC_LOAD, unix.SYS_KEXEC_FILE_LOAD, unix.SYS_REBOOT,
+}
+
+// Offsets in struct seccomp_data, in bytes.
+const (
+	dataNumber    = 0
+	dataArch      = 4
+	dataArguments = 16
+)
+
+var refused = verdict(unix.SECCOMP_RET_ERRNO | uint32(unix.EPERM))
+
+// filter returns the filter, in classic BPF, of the process with the PID own.
+func (s Gateway) filter(own int) []unix.SockFilter {
+	p := []unix.SockFilter{
+		load(dataArch),
+		jump(unix.BPF_JEQ, auditArch, 1, 0),
+		verdict(unix.SECCOMP_RET_KILL_PROCESS),
+		load(dataNumber),
+		// x32 system calls of amd64.
+		jump(unix.BPF_JGE, 0x40000000, 0, 1),
+		verdict(unix.SECCOMP_RET_KILL_PROCESS),
+	}
+	for _, c := range s.calls(own) {
+		block := c.block()
+		p = append(p, jump(unix.BPF_JEQ, uint32(c.number), 0, uint8(len(block))))
+		p = append(p, block...)
+	}
+	for _, number := range slices.Concat(fatalCalls, archFatal) {
+		p = append(p, jump(unix.BPF_JEQ, uint32(number), 0, 1), verdict(unix.SECCOMP_RET_KILL_PROCESS))
+	}
+	// clone3(2) has its flags in memory; C libraries fall back to clone(2).
+	p = append(p, jump(unix.BPF_JEQ, unix.SYS_CLONE3, 0, 1), verdict(unix.SECCOMP_RET_ERRNO|uint32(unix.ENOSYS)))
+	return append(p, refused)
+}
+
+// namespaces are the flags of clone(2) that create a namespace.
+const namespaces = unix.CLONE_NEWNS | unix.CLONE_NEWCGROUP | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC |
+	unix.CLONE_NEWUSER | unix.CLONE_NEWPID | unix.CLONE_NEWNET
+
+var netCalls = []uintptr{
+	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_READV, unix.SYS_WRITEV, unix.SYS_CLOSE,
+	unix.SYS_SENDTO, unix.SYS_RECVFROM, unix.SYS_SENDMSG, unix.SYS_RECVMSG, unix.SYS_SENDMMSG, unix.SYS_RECVMMSG,
+	unix.SYS_ACCEPT4, unix.SYS_SHUTDOWN, unix.SYS_GETSOCKOPT, unix.SYS_SETSOCKOPT, unix.SYS_GETSOCKNAME, unix.SYS_GETPEERNAME,
+	unix.SYS_EPOLL_PWAIT, unix.SYS_EPOLL_CTL, unix.SYS_PPOLL,
+}
+
+// runtimeCalls are the system calls of Go's runtime (runtime/sys_linux_*.s, internal/runtime/syscall, internal/runtime/cgroup) and of
+// os.Process.
+var runtimeCalls = []uintptr{
+	unix.SYS_FUTEX, unix.SYS_MUNMAP, unix.SYS_MADVISE, unix.SYS_MINCORE, unix.SYS_BRK,
+	unix.SYS_RT_SIGACTION, unix.SYS_RT_SIGPROCMASK, unix.SYS_RT_SIGRETURN, unix.SYS_SIGALTSTACK, unix.SYS_RESTART_SYSCALL,
+	unix.SYS_NANOSLEEP, unix.SYS_CLOCK_GETTIME, unix.SYS_CLOCK_NANOSLEEP, unix.SYS_GETTIMEOFDAY,
+	unix.SYS_SCHED_YIELD, unix.SYS_SCHED_GETAFFINITY, unix.SYS_GETPID, unix.SYS_GETTID, unix.SYS_GETRANDOM,
+	unix.SYS_EPOLL_CREATE1, unix.SYS_EVENTFD2, unix.SYS_PREAD64,
+	unix.SYS_SETITIMER, unix.SYS_TIMER_CREATE, unix.SYS_TIMER_SETTIME, unix.SYS_TIMER_DELETE,
+	unix.SYS_WAITID, unix.SYS_WAIT4, unix.SYS_PIDFD_SEND_SIGNAL, unix.SYS_GETRUSAGE, unix.SYS_EXIT, unix.SYS_EXIT_GROUP,
+}
+
 // calls returns the system calls of the gateway's loop, of the Go runtime, of signals and of waiting for the child. Calls with
 // conditions are in the order of their frequency. Since Linux 5.11, the kernel does not run the filter for calls without conditions,
 // because it caches that the filter always allows them.
@@ -57,71 +124,6 @@ func (s Gateway) calls(own int) []allowed {
 	return list
 }
 
-// namespaces are the flags of clone(2) that create a namespace.
-const namespaces = unix.CLONE_NEWNS | unix.CLONE_NEWCGROUP | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC |
-	unix.CLONE_NEWUSER | unix.CLONE_NEWPID | unix.CLONE_NEWNET
-
-var netCalls = []uintptr{
-	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_READV, unix.SYS_WRITEV, unix.SYS_CLOSE,
-	unix.SYS_SENDTO, unix.SYS_RECVFROM, unix.SYS_SENDMSG, unix.SYS_RECVMSG, unix.SYS_SENDMMSG, unix.SYS_RECVMMSG,
-	unix.SYS_ACCEPT4, unix.SYS_SHUTDOWN, unix.SYS_GETSOCKOPT, unix.SYS_SETSOCKOPT, unix.SYS_GETSOCKNAME, unix.SYS_GETPEERNAME,
-	unix.SYS_EPOLL_PWAIT, unix.SYS_EPOLL_CTL, unix.SYS_PPOLL,
-}
-
-// runtimeCalls are the system calls of Go's runtime (runtime/sys_linux_*.s, internal/runtime/syscall, internal/runtime/cgroup) and of
-// os.Process.
-var runtimeCalls = []uintptr{
-	unix.SYS_FUTEX, unix.SYS_MUNMAP, unix.SYS_MADVISE, unix.SYS_MINCORE, unix.SYS_BRK,
-	unix.SYS_RT_SIGACTION, unix.SYS_RT_SIGPROCMASK, unix.SYS_RT_SIGRETURN, unix.SYS_SIGALTSTACK, unix.SYS_RESTART_SYSCALL,
-	unix.SYS_NANOSLEEP, unix.SYS_CLOCK_GETTIME, unix.SYS_CLOCK_NANOSLEEP, unix.SYS_GETTIMEOFDAY,
-	unix.SYS_SCHED_YIELD, unix.SYS_SCHED_GETAFFINITY, unix.SYS_GETPID, unix.SYS_GETTID, unix.SYS_GETRANDOM,
-	unix.SYS_EPOLL_CREATE1, unix.SYS_EVENTFD2, unix.SYS_PREAD64,
-	unix.SYS_SETITIMER, unix.SYS_TIMER_CREATE, unix.SYS_TIMER_SETTIME, unix.SYS_TIMER_DELETE,
-	unix.SYS_WAITID, unix.SYS_WAIT4, unix.SYS_PIDFD_SEND_SIGNAL, unix.SYS_GETRUSAGE, unix.SYS_EXIT, unix.SYS_EXIT_GROUP,
-}
-
-// fatalCalls are the system calls that kill the process.
-var fatalCalls = []uintptr{
-	unix.SYS_EXECVE, unix.SYS_EXECVEAT, unix.SYS_PTRACE, unix.SYS_PROCESS_VM_READV, unix.SYS_PROCESS_VM_WRITEV,
-	unix.SYS_PIDFD_GETFD, unix.SYS_BPF, unix.SYS_PERF_EVENT_OPEN, unix.SYS_USERFAULTFD,
-	unix.SYS_IO_URING_SETUP, unix.SYS_IO_URING_ENTER, unix.SYS_IO_URING_REGISTER,
-	unix.SYS_UNSHARE, unix.SYS_SETNS, unix.SYS_CHROOT, unix.SYS_PIVOT_ROOT, unix.SYS_MOUNT, unix.SYS_UMOUNT2,
-	unix.SYS_FSOPEN, unix.SYS_FSCONFIG, unix.SYS_FSMOUNT, unix.SYS_FSPICK, unix.SYS_MOVE_MOUNT, unix.SYS_OPEN_TREE, unix.SYS_MOUNT_SETATTR,
-	unix.SYS_OPEN_BY_HANDLE_AT, unix.SYS_ADD_KEY, unix.SYS_REQUEST_KEY, unix.SYS_KEYCTL,
-	unix.SYS_INIT_MODULE, unix.SYS_FINIT_MODULE, unix.SYS_DELETE_MODULE, unix.SYS_KEXEC_LOAD, unix.SYS_KEXEC_FILE_LOAD, unix.SYS_REBOOT,
-}
-
-// Offsets in struct seccomp_data, in bytes.
-const (
-	dataNumber    = 0
-	dataArch      = 4
-	dataArguments = 16
-)
-
-// filter returns the filter, in classic BPF, of the process with the PID own.
-func (s Gateway) filter(own int) []unix.SockFilter {
-	p := []unix.SockFilter{
-		load(dataArch),
-		jump(unix.BPF_JEQ, auditArch, 1, 0),
-		verdict(unix.SECCOMP_RET_KILL_PROCESS),
-		load(dataNumber),
-		// x32 system calls of amd64.
-		jump(unix.BPF_JGE, 0x40000000, 0, 1),
-		verdict(unix.SECCOMP_RET_KILL_PROCESS),
-	}
-	for _, c := range s.calls(own) {
-		block := c.block()
-		p = append(p, jump(unix.BPF_JEQ, uint32(c.number), 0, uint8(len(block))))
-		p = append(p, block...)
-	}
-	for _, number := range slices.Concat(fatalCalls, archFatal) {
-		p = append(p, jump(unix.BPF_JEQ, uint32(number), 0, 1), verdict(unix.SECCOMP_RET_KILL_PROCESS))
-	}
-	// clone3(2) has its flags in memory; C libraries fall back to clone(2).
-	p = append(p, jump(unix.BPF_JEQ, unix.SYS_CLONE3, 0, 1), verdict(unix.SECCOMP_RET_ERRNO|uint32(unix.ENOSYS)))
-	return append(p, refused)
-}
-
 // block checks the conditions of a call whose number has matched.
 func (c allowed) block() (p []unix.SockFilter) {
 	for _, i := range c.ifs {
@@ -136,8 +138,6 @@ func (c allowed) block() (p []unix.SockFilter) {
 	}
 	return append(p, verdict(unix.SECCOMP_RET_ALLOW))
 }
-
-var refused = verdict(unix.SECCOMP_RET_ERRNO | uint32(unix.EPERM))
 
 func load(offset uint32) unix.SockFilter {
 	return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: offset}

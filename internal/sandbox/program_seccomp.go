@@ -54,6 +54,23 @@ var terminalRequests = []uint32{unix.TIOCSTI, unix.TIOCLINUX, unix.TIOCSETD}
 // ioprioGroup is IOPRIO_WHO_PGRP of linux/ioprio.h.
 const ioprioGroup = 2
 
+// argument loads the lower 32 bits of an argument. Both architectures are little endian.
+func argument(n int) unix.SockFilter { return load(uint32(dataArguments + 8*n)) }
+
+func failWith(errno unix.Errno) unix.SockFilter {
+	return verdict(unix.SECCOMP_RET_ERRNO | uint32(errno))
+}
+
+// filterProgram installs the filter in all threads of this process, which later forks the program.
+func filterProgram(allowUserns bool) error {
+	if auditArch == 0 {
+		return errors.ErrUnsupported
+	}
+	return setFilter(programFilter(allowUserns), unix.SECCOMP_FILTER_FLAG_TSYNC)
+}
+
+var permitted = verdict(unix.SECCOMP_RET_ALLOW)
+
 // The kernel truncates these arguments to 32 bits (int, unsigned int). Conditions on all 64 bits could be bypassed by setting an upper
 // bit. The flags of clone(2) are truncated, too; unshare(2) rejects upper bits.
 
@@ -105,9 +122,6 @@ func socketBlock(single bool) (p []unix.SockFilter) {
 	return append(p, permitted)
 }
 
-// argument loads the lower 32 bits of an argument. Both architectures are little endian.
-func argument(n int) unix.SockFilter { return load(uint32(dataArguments + 8*n)) }
-
 // anyOf returns the verdict then if the loaded value is one of the values, and continues otherwise.
 func anyOf(values []uint32, then unix.SockFilter) (p []unix.SockFilter) {
 	for _, v := range values {
@@ -122,20 +136,6 @@ func noneOf(values []uint32, then unix.SockFilter) (p []unix.SockFilter) {
 		p = append(p, jump(unix.BPF_JEQ, v, uint8(len(values)-n), 0))
 	}
 	return append(p, then)
-}
-
-var permitted = verdict(unix.SECCOMP_RET_ALLOW)
-
-func failWith(errno unix.Errno) unix.SockFilter {
-	return verdict(unix.SECCOMP_RET_ERRNO | uint32(errno))
-}
-
-// filterProgram installs the filter in all threads of this process, which later forks the program.
-func filterProgram(allowUserns bool) error {
-	if auditArch == 0 {
-		return errors.ErrUnsupported
-	}
-	return setFilter(programFilter(allowUserns), unix.SECCOMP_FILTER_FLAG_TSYNC)
 }
 
 // setFilter installs a filter in all threads.

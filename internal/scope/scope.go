@@ -89,6 +89,9 @@ func (s *Scope) Open(tree Tree, name string) error {
 // Below returns the cgroup's path relative to the cgroup v2 mount, with a leading slash.
 func (s *Scope) Below(tree Tree) string { return tree.Below(s.Path) }
 
+// createHint goes with a denied attempt to create a cgroup. At start, the agent keeps CAP_DAC_OVERRIDE only if the policy needs it.
+const createHint = "create the cgroup, or restart the agent: at start it keeps the capability that the policy needs"
+
 // createCgroup creates a cgroup and its missing ancestors, and returns the directories that it created.
 func createCgroup(mount, path string) (created []string, err error) {
 	below, err := filepath.Rel(mount, path)
@@ -114,9 +117,6 @@ func createCgroup(mount, path string) (created []string, err error) {
 	return created, nil
 }
 
-// createHint goes with a denied attempt to create a cgroup. At start, the agent keeps CAP_DAC_OVERRIDE only if the policy needs it.
-const createHint = "create the cgroup, or restart the agent: at start it keeps the capability that the policy needs"
-
 // RemoveCreated removes the cgroups that Sockeye created. Cgroups that contain processes or other cgroups stay.
 func RemoveCreated(scopes []Scope) error {
 	var errs []error
@@ -137,6 +137,93 @@ func RemoveCreated(scopes []Scope) error {
 		}
 	}
 	return fault.Join(errs...)
+}
+
+func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
+
+// CheckNested returns a conflict if one of the cgroups contains another: the kernel
+// would run the programs of both, and the outer program would override the inner one.
+// Units that do not run are not checked, except slices, whose names imply their paths.
+func (t Tree) CheckNested(names ...string) error {
+	paths := make(map[string]string)
+	for _, name := range names {
+		if _, err := t.Find(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("cgroup %s: %w", name, err)
+		}
+		if path := t.Place(name); path != "" {
+			paths[name] = path
+		}
+	}
+	return CheckPaths(paths)
+}
+
+// Place returns the directory that a cgroup has, or will have when it exists. Place returns "" for a unit that does not run
+// and is no slice.
+func (t Tree) Place(name string) string {
+	path, err := t.Find(name)
+	switch {
+	case err == nil:
+		return path
+	case strings.HasSuffix(name, ".slice") && isUnit(name):
+		return filepath.Join(t.Mount, slicePath(name))
+	case isUnit(name):
+		return ""
+	}
+	return filepath.Join(t.Mount, name)
+}
+
+// CheckPaths is CheckNested for cgroups whose absolute paths are known. paths has them by name.
+func CheckPaths(paths map[string]string) error {
+	for _, outer := range slices.Sorted(maps.Keys(paths)) {
+		for _, inner := range slices.Sorted(maps.Keys(paths)) {
+			if outer == inner || !Within(paths[inner], paths[outer]) {
+				continue
+			}
+			return fault.Conflict(fmt.Errorf("cgroup %s is inside cgroup %s, whose rules would override the rules of the inner cgroup", inner, outer),
+				"use one of the two cgroups for all rules, or use cgroups of which none contains another")
+		}
+	}
+	return nil
+}
+
+// MayCreate returns an error with fault.CodeNotPermitted if the cgroup does not
+// exist and this process may not create it. Units are not checked.
+func (t Tree) MayCreate(name string) error {
+	if isUnit(name) {
+		return nil
+	}
+	dir := filepath.Join(t.Mount, name)
+	for {
+		_, err := os.Stat(dir)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, fs.ErrNotExist) || dir == t.Mount {
+			return err
+		}
+		dir = filepath.Dir(dir)
+	}
+	if dir == filepath.Join(t.Mount, name) {
+		return nil
+	}
+	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
+		return &fault.Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: fault.CodeNotPermitted,
+			Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, createHint)}
+	}
+	return nil
+}
+
+// Added returns the changes for the plan when a policy names a cgroup for the first
+// time. done is the participle for the effect, such as "tuned".
+func (t Tree) Added(name, done string) []api.Change {
+	_, err := t.Find(name)
+	switch {
+	case !errors.Is(err, fs.ErrNotExist):
+		return nil
+	case isUnit(name):
+		return []api.Change{{Cgroup: name, Action: "add", What: "unit", Effect: "the unit does not run now; it is " + done + " as soon as it starts"}}
+	}
+	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "the cgroup is created, and removed when the policy no longer names it"}}
 }
 
 // Find returns the directory of a cgroup that the policy names by a path or by a
@@ -236,92 +323,7 @@ func cgroupName(unit string) string {
 	return unit
 }
 
-func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
-
-// CheckNested returns a conflict if one of the cgroups contains another: the kernel
-// would run the programs of both, and the outer program would override the inner one.
-// Units that do not run are not checked, except slices, whose names imply their paths.
-func (t Tree) CheckNested(names ...string) error {
-	paths := make(map[string]string)
-	for _, name := range names {
-		if _, err := t.Find(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("cgroup %s: %w", name, err)
-		}
-		if path := t.Place(name); path != "" {
-			paths[name] = path
-		}
-	}
-	return CheckPaths(paths)
-}
-
-// Place returns the directory that a cgroup has, or will have when it exists. Place returns "" for a unit that does not run
-// and is no slice.
-func (t Tree) Place(name string) string {
-	path, err := t.Find(name)
-	switch {
-	case err == nil:
-		return path
-	case strings.HasSuffix(name, ".slice") && isUnit(name):
-		return filepath.Join(t.Mount, slicePath(name))
-	case isUnit(name):
-		return ""
-	}
-	return filepath.Join(t.Mount, name)
-}
-
-// CheckPaths is CheckNested for cgroups whose absolute paths are known. paths has them by name.
-func CheckPaths(paths map[string]string) error {
-	for _, outer := range slices.Sorted(maps.Keys(paths)) {
-		for _, inner := range slices.Sorted(maps.Keys(paths)) {
-			if outer == inner || !Within(paths[inner], paths[outer]) {
-				continue
-			}
-			return fault.Conflict(fmt.Errorf("cgroup %s is inside cgroup %s, whose rules would override the rules of the inner cgroup", inner, outer),
-				"use one of the two cgroups for all rules, or use cgroups of which none contains another")
-		}
-	}
-	return nil
-}
-
-// MayCreate returns an error with fault.CodeNotPermitted if the cgroup does not
-// exist and this process may not create it. Units are not checked.
-func (t Tree) MayCreate(name string) error {
-	if isUnit(name) {
-		return nil
-	}
-	dir := filepath.Join(t.Mount, name)
-	for {
-		_, err := os.Stat(dir)
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, fs.ErrNotExist) || dir == t.Mount {
-			return err
-		}
-		dir = filepath.Dir(dir)
-	}
-	if dir == filepath.Join(t.Mount, name) {
-		return nil
-	}
-	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
-		return &fault.Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: fault.CodeNotPermitted,
-			Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, createHint)}
-	}
-	return nil
-}
-
-// Added returns the changes for the plan when a policy names a cgroup for the first
-// time. done is the participle for the effect, such as "tuned".
-func (t Tree) Added(name, done string) []api.Change {
-	_, err := t.Find(name)
-	switch {
-	case !errors.Is(err, fs.ErrNotExist):
-		return nil
-	case isUnit(name):
-		return []api.Change{{Cgroup: name, Action: "add", What: "unit", Effect: "the unit does not run now; it is " + done + " as soon as it starts"}}
-	}
-	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "the cgroup is created, and removed when the policy no longer names it"}}
-}
+type absent string
 
 // Absent returns the error for a cgroup that does not exist. The error wraps fs.ErrNotExist. The hint says what happens
 // once the cgroup exists; effect is a clause such as "its connections are tuned".
@@ -331,8 +333,6 @@ func Absent(name, effect string) error {
 	}
 	return fault.WithHint(absent("there is no cgroup "+name), effect+" as soon as the cgroup exists again")
 }
-
-type absent string
 
 func (a absent) Error() string { return string(a) }
 

@@ -110,6 +110,9 @@ type Query struct {
 // mostTries is the maximum number of attempts of an interrupted dump.
 const mostTries = 3
 
+// States is a set of TCP states: bit 1 is TCP_ESTABLISHED, and so on.
+type States uint32
+
 // Dump visits the sockets of both families. It calls begin before each attempt; a new attempt replaces the results of
 // the previous one. The socket is valid until visit returns. Sockets opened or closed during the dump may be visited or
 // not.
@@ -160,14 +163,6 @@ func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
 		case done:
 			return nil
 		}
-	}
-}
-
-// tcpRequest returns a request for TCP sockets with the attributes of Socket.
-func tcpRequest(seq uint32, family uint8, flags uint16) Request {
-	return Request{
-		Type: unix.SOCK_DIAG_BY_FAMILY, Flags: flags, Sequence: seq, Family: family, Protocol: unix.IPPROTO_TCP,
-		Attributes: 1<<(attrInfo-1) | 1<<(attrCongestion-1) | 1<<(attrMemory-1),
 	}
 }
 
@@ -226,6 +221,14 @@ func exact(seq uint32, local, remote netip.AddrPort, device int) []byte {
 		r.Device = uint32(device)
 	}
 	return r.Append(nil)
+}
+
+// tcpRequest returns a request for TCP sockets with the attributes of Socket.
+func tcpRequest(seq uint32, family uint8, flags uint16) Request {
+	return Request{
+		Type: unix.SOCK_DIAG_BY_FAMILY, Flags: flags, Sequence: seq, Family: family, Protocol: unix.IPPROTO_TCP,
+		Attributes: 1<<(attrInfo-1) | 1<<(attrCongestion-1) | 1<<(attrMemory-1),
+	}
 }
 
 func (c *Conn) send(message []byte) error {
@@ -288,8 +291,11 @@ func failure(m *Message) error {
 	}
 }
 
-// States is a set of TCP states: bit 1 is TCP_ESTABLISHED, and so on.
-type States uint32
+var stateNames = []string{"", "established", "syn-sent", "syn-recv", "fin-wait-1", "fin-wait-2", "time-wait",
+	"closed", "close-wait", "last-ack", "listening", "closing"}
+
+// StateNames returns the names of all states, as in ss(8).
+func StateNames() []string { return stateNames[1:] }
 
 // State is a TCP state; TCP_ESTABLISHED is 1.
 type State uint8
@@ -308,12 +314,6 @@ const (
 	Listening
 	Closing
 )
-
-var stateNames = []string{"", "established", "syn-sent", "syn-recv", "fin-wait-1", "fin-wait-2", "time-wait",
-	"closed", "close-wait", "last-ack", "listening", "closing"}
-
-// StateNames returns the names of all states, as in ss(8).
-func StateNames() []string { return stateNames[1:] }
 
 // String returns the name of the state, or its number.
 func (s State) String() string {

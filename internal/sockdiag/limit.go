@@ -34,12 +34,53 @@ type Times struct {
 	SendBuffer    time.Duration `json:"send_buffer_ns"`    // part of Busy: all data was sent, and the application waited for the send buffer
 }
 
-// Times returns the times since the start of the connection.
-func (s *Socket) Times() Times {
-	micro := func(n uint64) time.Duration {
-		return time.Duration(min(n, math.MaxInt64/1000)) * time.Microsecond
+// Look is a reading of a connection, for a later comparison.
+type Look struct {
+	At    time.Time
+	Times Times
+	now   Limit
+}
+
+// Look returns a reading of the connection.
+func (s *Socket) Look(at time.Time) Look {
+	now, _ := s.Now()
+	return Look{at, s.Times(), now}
+}
+
+// Verdict is the bottleneck of a connection, with its evidence.
+type Verdict struct {
+	By Limit // "" for a socket that cannot send
+	// Share is the share of the time between two readings, or of the busy time since the start of the connection, that
+	// the kernel attributes to the limit, 0 to 1; negative if unknown.
+	Share float64
+}
+
+// JudgeSince returns the bottleneck between two readings.
+func (s *Socket) JudgeSince(earlier, look Look) Verdict {
+	interval, now := look.At.Sub(earlier.At), look.now
+	if now == "" || interval <= 0 {
+		return s.Judge()
 	}
-	return Times{micro(s.Info.Busy_time), micro(s.Info.Rwnd_limited), micro(s.Info.Sndbuf_limited)}
+	t := look.Times.Since(earlier.Times)
+	share := func(part time.Duration) float64 { return min(max(float64(part)/float64(interval), 0), 1) }
+	if t.Busy < interval/2 {
+		return Verdict{Application, 1 - share(t.Busy)}
+	}
+	if by, part := t.mostly(); by != "" {
+		return Verdict{by, share(part)}
+	}
+	// The kernel does not divide the rest of the busy time. A reading without data to send, or between an
+	// acknowledgement that opens the window and the next packet, is not evidence.
+	switch {
+	case now == Transmit && earlier.now == CongestionWindow:
+		now = CongestionWindow
+	case now != Application:
+	case earlier.now != "" && earlier.now != Application:
+		now = earlier.now
+	case !s.AppLimited:
+		now = CongestionWindow
+	}
+	return Verdict{now, share(t.Busy - t.ReceiveWindow - t.SendBuffer)}
 }
 
 // Since returns the times since an earlier reading.
@@ -49,12 +90,41 @@ func (t Times) Since(earlier Times) Times {
 	}
 }
 
-// Verdict is the bottleneck of a connection, with its evidence.
-type Verdict struct {
-	By Limit // "" for a socket that cannot send
-	// Share is the share of the time between two readings, or of the busy time since the start of the connection, that
-	// the kernel attributes to the limit, 0 to 1; negative if unknown.
-	Share float64
+// Judge returns the current bottleneck, or the bottleneck of most of the busy time if the current one is not certain.
+func (s *Socket) Judge() Verdict {
+	now, sure := s.Now()
+	t := s.Times()
+	share := func(part time.Duration) float64 {
+		if t.Busy <= 0 {
+			return -1
+		}
+		return min(float64(part)/float64(t.Busy), 1)
+	}
+	if now == "" {
+		return Verdict{Share: -1}
+	}
+	if !sure {
+		if by, _ := t.mostly(); by != "" {
+			now = by
+		} else if s.AppLimited {
+			now = Application
+		}
+	}
+	switch now {
+	case SendBuffer:
+		return Verdict{now, share(t.SendBuffer)}
+	case ReceiveWindow:
+		return Verdict{now, share(t.ReceiveWindow)}
+	}
+	return Verdict{now, -1}
+}
+
+// Times returns the times since the start of the connection.
+func (s *Socket) Times() Times {
+	micro := func(n uint64) time.Duration {
+		return time.Duration(min(n, math.MaxInt64/1000)) * time.Microsecond
+	}
+	return Times{micro(s.Info.Busy_time), micro(s.Info.Rwnd_limited), micro(s.Info.Sndbuf_limited)}
 }
 
 // Now returns the current bottleneck, or "" for a connection that cannot send. sure is false if a single reading is not
@@ -92,98 +162,6 @@ func (s *Socket) Now() (by Limit, sure bool) {
 		return CongestionWindow, false // limited by pacing
 	}
 	return Transmit, false
-}
-
-// crowded returns whether the send buffer is so full that a writer waits.
-func (s *Socket) crowded() bool {
-	snapshot := s.Snapshot(Settings{})
-	return snapshot.Arming()
-}
-
-// Judge returns the current bottleneck, or the bottleneck of most of the busy time if the current one is not certain.
-func (s *Socket) Judge() Verdict {
-	now, sure := s.Now()
-	t := s.Times()
-	share := func(part time.Duration) float64 {
-		if t.Busy <= 0 {
-			return -1
-		}
-		return min(float64(part)/float64(t.Busy), 1)
-	}
-	if now == "" {
-		return Verdict{Share: -1}
-	}
-	if !sure {
-		if by, _ := t.mostly(); by != "" {
-			now = by
-		} else if s.AppLimited {
-			now = Application
-		}
-	}
-	switch now {
-	case SendBuffer:
-		return Verdict{now, share(t.SendBuffer)}
-	case ReceiveWindow:
-		return Verdict{now, share(t.ReceiveWindow)}
-	}
-	return Verdict{now, -1}
-}
-
-// Look is a reading of a connection, for a later comparison.
-type Look struct {
-	At    time.Time
-	Times Times
-	now   Limit
-}
-
-// Look returns a reading of the connection.
-func (s *Socket) Look(at time.Time) Look {
-	now, _ := s.Now()
-	return Look{at, s.Times(), now}
-}
-
-// JudgeSince returns the bottleneck between two readings.
-func (s *Socket) JudgeSince(earlier, look Look) Verdict {
-	interval, now := look.At.Sub(earlier.At), look.now
-	if now == "" || interval <= 0 {
-		return s.Judge()
-	}
-	t := look.Times.Since(earlier.Times)
-	share := func(part time.Duration) float64 { return min(max(float64(part)/float64(interval), 0), 1) }
-	if t.Busy < interval/2 {
-		return Verdict{Application, 1 - share(t.Busy)}
-	}
-	if by, part := t.mostly(); by != "" {
-		return Verdict{by, share(part)}
-	}
-	// The kernel does not divide the rest of the busy time. A reading without data to send, or between an
-	// acknowledgement that opens the window and the next packet, is not evidence.
-	switch {
-	case now == Transmit && earlier.now == CongestionWindow:
-		now = CongestionWindow
-	case now != Application:
-	case earlier.now != "" && earlier.now != Application:
-		now = earlier.now
-	case !s.AppLimited:
-		now = CongestionWindow
-	}
-	return Verdict{now, share(t.Busy - t.ReceiveWindow - t.SendBuffer)}
-}
-
-// muchOfBusy is the minimum share of the busy time for a limit to be the bottleneck. A connection limited by congestion
-// control always has data to send and almost no such time, while a connection limited by its buffer or by the peer's
-// window also spends time on sending.
-const muchOfBusy = 0.25
-
-// mostly returns the limit with a large share of the busy time, and its time, or "".
-func (t Times) mostly() (by Limit, part time.Duration) {
-	if by, part = SendBuffer, t.SendBuffer; t.ReceiveWindow > part {
-		by, part = ReceiveWindow, t.ReceiveWindow
-	}
-	if t.Busy <= 0 || float64(part) < muchOfBusy*float64(t.Busy) {
-		return "", 0
-	}
-	return by, part
 }
 
 // Cause is the reason for a small send buffer.
@@ -251,6 +229,28 @@ func (s *Socket) Advise(settings Settings, kernel room.Kernel, t Times, asked *A
 	}
 	return Advice{NotArmed, fmt.Sprintf("the buffer of %d bytes is full of data in flight%s, and the kernel grows it only for a writer that waits for buffer space", s.Buffer, s.ceiling()),
 		"change the application: wait in poll(2), or write until write(2) returns EAGAIN"}
+}
+
+// crowded returns whether the send buffer is so full that a writer waits.
+func (s *Socket) crowded() bool {
+	snapshot := s.Snapshot(Settings{})
+	return snapshot.Arming()
+}
+
+// muchOfBusy is the minimum share of the busy time for a limit to be the bottleneck. A connection limited by congestion
+// control always has data to send and almost no such time, while a connection limited by its buffer or by the peer's
+// window also spends time on sending.
+const muchOfBusy = 0.25
+
+// mostly returns the limit with a large share of the busy time, and its time, or "".
+func (t Times) mostly() (by Limit, part time.Duration) {
+	if by, part = SendBuffer, t.SendBuffer; t.ReceiveWindow > part {
+		by, part = ReceiveWindow, t.ReceiveWindow
+	}
+	if t.Busy <= 0 || float64(part) < muchOfBusy*float64(t.Busy) {
+		return "", 0
+	}
+	return by, part
 }
 
 // ceiling describes the maximum rate of the connection with its buffer, with a leading comma, or returns "".

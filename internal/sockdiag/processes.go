@@ -117,13 +117,32 @@ func readProcess(pid, thread int, wanted func(uint32) bool, byInode map[uint32][
 	return nil
 }
 
-// sendBufLock is SOCK_SNDBUF_LOCK of linux/socket.h.
-const sendBufLock = 1
-
 // Has reports whether the descriptor of a process still refers to the socket with an inode.
 func (p *Process) Has(inode uint32) bool {
 	target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%d", cmp.Or(p.Thread, p.PID), p.FD))
 	return err == nil && target == fmt.Sprintf("socket:[%d]", inode)
+}
+
+// sendBufLock is SOCK_SNDBUF_LOCK of linux/socket.h.
+const sendBufLock = 1
+
+// Ask reads the options of a socket that sock_diag does not report. It needs the right to trace the process, and
+// Linux 5.14.
+func (p *Process) Ask(cookie uint64) (*Asked, error) {
+	fd, err := p.Open(cookie)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	lock, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
+	if err != nil {
+		return nil, fmt.Errorf("read SO_BUF_LOCK: %w", err)
+	}
+	lowat, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT)
+	if err != nil {
+		return nil, fmt.Errorf("read TCP_NOTSENT_LOWAT: %w", err)
+	}
+	return &Asked{Fixed: lock&sendBufLock != 0, NotSentLowat: int(uint32(lowat))}, nil
 }
 
 // Open returns a copy of the socket of a process, which has a cookie. The caller closes the copy. Open needs the right to trace the
@@ -147,23 +166,4 @@ func (p *Process) Open(cookie uint64) (fd int, err error) {
 		return -1, fmt.Errorf("descriptor %d of pid %d now refers to another socket", p.FD, p.PID)
 	}
 	return fd, nil
-}
-
-// Ask reads the options of a socket that sock_diag does not report. It needs the right to trace the process, and
-// Linux 5.14.
-func (p *Process) Ask(cookie uint64) (*Asked, error) {
-	fd, err := p.Open(cookie)
-	if err != nil {
-		return nil, err
-	}
-	defer unix.Close(fd)
-	lock, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
-	if err != nil {
-		return nil, fmt.Errorf("read SO_BUF_LOCK: %w", err)
-	}
-	lowat, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT)
-	if err != nil {
-		return nil, fmt.Errorf("read TCP_NOTSENT_LOWAT: %w", err)
-	}
-	return &Asked{Fixed: lock&sendBufLock != 0, NotSentLowat: int(uint32(lowat))}, nil
 }

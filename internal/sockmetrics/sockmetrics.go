@@ -80,36 +80,6 @@ func New(h *domain.Host, services func(func(c config.Service, inode uint64, ente
 	return &Collector{log: h.Log, cgroups: h.Cgroups, services: services, paths: paths}
 }
 
-// socketKey is a service and a cgroup of the policy; one of the two may be empty.
-type socketKey struct{ service, cgroup string }
-
-// socketSum is the sum over all sockets of a key.
-type socketSum struct {
-	byLimit                               map[sockdiag.Limit]int
-	queued, payload, unsent, unread, room int
-	zeroWindow                            int
-}
-
-// socketNetwork is a network namespace, and the services in it.
-type socketNetwork struct {
-	diag     *sockdiag.Conn
-	services []config.Service
-}
-
-// serviceOf returns the service of an accepted connection by its local address, or "".
-func (n *socketNetwork) serviceOf(local netip.AddrPort) string {
-	for _, s := range n.services {
-		for _, l := range s.Listeners {
-			at := l.Address.Addr()
-			if l.Protocol == config.TCP && l.Address.Port() == local.Port() &&
-				(at == local.Addr() || at.IsUnspecified() && (at.Is4() == local.Addr().Is4() || at.Is6() && !l.V6Only)) {
-				return s.Name
-			}
-		}
-	}
-	return ""
-}
-
 // Calibration is the calibration of the room estimator for one kernel.
 type Calibration struct {
 	Kernel string      `json:"kernel"` // release and version of uname(2)
@@ -195,6 +165,16 @@ func (m *Collector) read() error {
 	}
 }
 
+// socketKey is a service and a cgroup of the policy; one of the two may be empty.
+type socketKey struct{ service, cgroup string }
+
+// socketSum is the sum over all sockets of a key.
+type socketSum struct {
+	byLimit                               map[sockdiag.Limit]int
+	queued, payload, unsent, unread, room int
+	zeroWindow                            int
+}
+
 // sumSockets dumps the sockets of each network namespace that has services, and of the agent's own if there are cgroups.
 func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 	sums := make(map[socketKey]*socketSum)
@@ -235,6 +215,26 @@ func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 		}
 	}
 	return sums, nil
+}
+
+// socketNetwork is a network namespace, and the services in it.
+type socketNetwork struct {
+	diag     *sockdiag.Conn
+	services []config.Service
+}
+
+// serviceOf returns the service of an accepted connection by its local address, or "".
+func (n *socketNetwork) serviceOf(local netip.AddrPort) string {
+	for _, s := range n.services {
+		for _, l := range s.Listeners {
+			at := l.Address.Addr()
+			if l.Protocol == config.TCP && l.Address.Port() == local.Port() &&
+				(at == local.Addr() || at.IsUnspecified() && (at.Is4() == local.Addr().Is4() || at.Is6() && !l.V6Only)) {
+				return s.Name
+			}
+		}
+	}
+	return ""
 }
 
 func newSocketSum() *socketSum { return &socketSum{byLimit: make(map[sockdiag.Limit]int)} }

@@ -62,58 +62,6 @@ func (d *Domain) changeRoutes(r *domain.Router) {
 	})
 }
 
-// slotGroup returns a service, and the services that share slots with it.
-func (d *Domain) slotGroup(name string) ([]*service, error) {
-	s, err := d.findService(name)
-	if err != nil {
-		return nil, err
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	leader, group := s.slotsOf(), []*service{s}
-	for _, name := range slices.Sorted(maps.Keys(d.services)) {
-		if o := d.services[name]; o != s && o.slotsOf() == leader {
-			group = append(group, o)
-		}
-	}
-	return group, nil
-}
-
-// slotsOf returns the name of the service whose slots the service has: its own, or that of slots_as.
-func (s *service) slotsOf() string {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	return cmp.Or(s.Config.SlotsAs, s.Name)
-}
-
-// inGroup changes a service and the services that share slots with it: first as a dry run of all, so that an error
-// changes none.
-func (d *Domain) inGroup(name string, dryRun bool, change func(s *service, dryRun bool) (what, effect string, err error)) (*api.Plan, error) {
-	d.changing.Lock()
-	defer d.changing.Unlock()
-	group, err := d.slotGroup(name)
-	if err != nil {
-		return nil, err
-	}
-	plan := &api.Plan{Changes: []api.Change{}}
-	for _, dry := range []bool{true, false} {
-		if !dry && dryRun {
-			break
-		}
-		plan.Changes = plan.Changes[:0]
-		for _, s := range group {
-			what, effect, err := change(s, dry)
-			if err != nil {
-				return nil, ofService(s.Name, err)
-			}
-			if what != "" {
-				plan.Changes = append(plan.Changes, api.Change{Service: s.Name, Action: "change", What: what, Effect: effect})
-			}
-		}
-	}
-	return plan, nil
-}
-
 // maxMeasure is the maximum time of a measurement in seconds: clients wait a minute for an answer.
 const maxMeasure = 45
 
@@ -182,4 +130,56 @@ func (d *Domain) moveDevice(m *api.DeviceMove) (*api.Plan, error) {
 		}
 		return s.moves.MovePin(m.Device, slot, until, dryRun)
 	})
+}
+
+// inGroup changes a service and the services that share slots with it: first as a dry run of all, so that an error
+// changes none.
+func (d *Domain) inGroup(name string, dryRun bool, change func(s *service, dryRun bool) (what, effect string, err error)) (*api.Plan, error) {
+	d.changing.Lock()
+	defer d.changing.Unlock()
+	group, err := d.slotGroup(name)
+	if err != nil {
+		return nil, err
+	}
+	plan := &api.Plan{Changes: []api.Change{}}
+	for _, dry := range []bool{true, false} {
+		if !dry && dryRun {
+			break
+		}
+		plan.Changes = plan.Changes[:0]
+		for _, s := range group {
+			what, effect, err := change(s, dry)
+			if err != nil {
+				return nil, ofService(s.Name, err)
+			}
+			if what != "" {
+				plan.Changes = append(plan.Changes, api.Change{Service: s.Name, Action: "change", What: what, Effect: effect})
+			}
+		}
+	}
+	return plan, nil
+}
+
+// slotGroup returns a service, and the services that share slots with it.
+func (d *Domain) slotGroup(name string) ([]*service, error) {
+	s, err := d.findService(name)
+	if err != nil {
+		return nil, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	leader, group := s.slotsOf(), []*service{s}
+	for _, name := range slices.Sorted(maps.Keys(d.services)) {
+		if o := d.services[name]; o != s && o.slotsOf() == leader {
+			group = append(group, o)
+		}
+	}
+	return group, nil
+}
+
+// slotsOf returns the name of the service whose slots the service has: its own, or that of slots_as.
+func (s *service) slotsOf() string {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	return cmp.Or(s.Config.SlotsAs, s.Name)
 }

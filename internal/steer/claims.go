@@ -109,13 +109,6 @@ func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 	return s.takeSlot(*slot, self)
 }
 
-// liveClaims returns the claims of running processes other than except.
-func (s *service) liveClaims(except member.ID) []stored.Claim {
-	return slices.DeleteFunc(slices.Clone(s.State.Claims), func(c stored.Claim) bool {
-		return c.ID == except || !member.Alive(c.PID, c.StartTime)
-	})
-}
-
 // unregister removes a member from its slot. The process is not registered again until a command does so or the
 // program is restarted.
 func (s *service) unregister(slot int) error {
@@ -141,4 +134,11 @@ func (s *service) unregister(slot int) error {
 	}
 	s.VacateSlot(slot, "unregistered")
 	return nil
+}
+
+// liveClaims returns the claims of running processes other than except.
+func (s *service) liveClaims(except member.ID) []stored.Claim {
+	return slices.DeleteFunc(slices.Clone(s.State.Claims), func(c stored.Claim) bool {
+		return c.ID == except || !member.Alive(c.PID, c.StartTime)
+	})
 }

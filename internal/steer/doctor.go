@@ -31,6 +31,9 @@ import (
 	"sockeye/internal/steer/listener"
 )
 
+// checkup adds findings about services.
+type checkup struct{ *doctor.Report }
+
 // Examine checks the sockets on the ports of the services of a policy.
 func Examine(report *doctor.Report, policy *config.Policy) {
 	for _, c := range policy.Services {
@@ -74,9 +77,6 @@ func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes
 	}
 	return notes, nil
 }
-
-// checkup adds findings about services.
-type checkup struct{ *doctor.Report }
 
 // portSocket is a socket on one of the ports of a service, with its process.
 type portSocket struct {
@@ -207,12 +207,6 @@ func (s *service) isOnServicePort(socket *member.Socket) bool {
 	})
 }
 
-// isUnregistered reports whether a socket could serve the service, is not registered, and is not listed by status.
-func (d checkup) isUnregistered(one portSocket, users []uint32) bool {
-	return d.Known != nil && !keeper.IsKeeper(one.process) && one.socket.Listening && slices.Contains(users, one.socket.UID) &&
-		!d.Known.Sockets[one.socket.Cookie] && !d.Known.Processes[one.process.PID]
-}
-
 func (d checkup) listener(area string, c config.Service, l config.Listener, users []uint32, all []portSocket) {
 	first, last := listener.MemberPorts(l)
 	var here []portSocket
@@ -287,4 +281,10 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 	if len(d.Findings) == before {
 		d.Add(area, check, doctor.OK, format.Count(len(here), "socket", "sockets"), "")
 	}
+}
+
+// isUnregistered reports whether a socket could serve the service, is not registered, and is not listed by status.
+func (d checkup) isUnregistered(one portSocket, users []uint32) bool {
+	return d.Known != nil && !keeper.IsKeeper(one.process) && one.socket.Listening && slices.Contains(users, one.socket.UID) &&
+		!d.Known.Sockets[one.socket.Cookie] && !d.Known.Processes[one.process.PID]
 }

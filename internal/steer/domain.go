@@ -107,23 +107,6 @@ func (d *Domain) Start(policy *config.Policy) error {
 	return nil
 }
 
-func namesOf(policy *config.Policy) []string {
-	names := make([]string, len(policy.Services))
-	for i, c := range policy.Services {
-		names[i] = c.Name
-	}
-	return names
-}
-
-func (d *Domain) addService(c config.Service, devices *placement.DeviceMap) error {
-	s, err := openService(d.host, d.log, c, devices)
-	if err != nil {
-		return ofService(c.Name, err)
-	}
-	d.services[c.Name] = s
-	return nil
-}
-
 // removeLeftover retires a service that is pinned and not in the policy.
 func (d *Domain) removeLeftover(name string) error {
 	keepers, err := keeper.Find(d.host.Root.Dir, name, nil, keeper.PinnedRows(d.host.Root.Dir))
@@ -142,20 +125,6 @@ func (d *Domain) removeLeftover(name string) error {
 	}
 	d.log.Info("service removed: not in the policy", events.ServiceRemoved, "service", name)
 	return bpf.Remove(d.host.Root.Service(name))
-}
-
-// readDeviceMaps reads the device maps of a policy, by service. A large map takes seconds, so the caller does not hold
-// the lock.
-func readDeviceMaps(policy *config.Policy) (map[string]*placement.DeviceMap, error) {
-	all := make(map[string]*placement.DeviceMap)
-	for _, c := range policy.Services {
-		devices, err := readDevices(c)
-		if err != nil {
-			return nil, ofService(c.Name, err)
-		}
-		all[c.Name] = devices
-	}
-	return all, nil
 }
 
 // serviceChange is the change of one service by a new policy.
@@ -218,6 +187,20 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		}
 	}
 	return steps, keeper.CheckOthers(d.host.Root.Dir, policy.Services)
+}
+
+// readDeviceMaps reads the device maps of a policy, by service. A large map takes seconds, so the caller does not hold
+// the lock.
+func readDeviceMaps(policy *config.Policy) (map[string]*placement.DeviceMap, error) {
+	all := make(map[string]*placement.DeviceMap)
+	for _, c := range policy.Services {
+		devices, err := readDevices(c)
+		if err != nil {
+			return nil, ofService(c.Name, err)
+		}
+		all[c.Name] = devices
+	}
+	return all, nil
 }
 
 // resolveTargets resolves the targets of all changed services before the first change is applied. Building a large
@@ -321,6 +304,15 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 	}, nil
 }
 
+func (d *Domain) addService(c config.Service, devices *placement.DeviceMap) error {
+	s, err := openService(d.host, d.log, c, devices)
+	if err != nil {
+		return ofService(c.Name, err)
+	}
+	d.services[c.Name] = s
+	return nil
+}
+
 // Applied scans for members that no event has reported.
 func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) error {
 	d.mu.Lock()
@@ -332,6 +324,14 @@ func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) er
 		s.Mu.Unlock()
 	}
 	return nil
+}
+
+func namesOf(policy *config.Policy) []string {
+	names := make([]string, len(policy.Services))
+	for i, c := range policy.Services {
+		names[i] = c.Name
+	}
+	return names
 }
 
 // Close closes the descriptors of all services. Pinned programs stay attached.
@@ -392,6 +392,40 @@ func (d *Domain) EachService(f func(c config.Service, inode uint64, enter *os.Fi
 	}
 }
 
+func ofService(name string, err error) error {
+	return fault.In("service "+name, err)
+}
+
+// Status adds the state of the services.
+func (d *Domain) Status(status *api.Status) error {
+	services, err := d.selectServices("")
+	if err != nil {
+		return err
+	}
+	status.Services = []api.ServiceStatus{}
+	for _, s := range services {
+		status.Services = append(status.Services, s.status())
+	}
+	return nil
+}
+
+// selectServices returns the named service, or all services in the order of the policy for "".
+func (d *Domain) selectServices(name string) ([]*service, error) {
+	if name != "" {
+		s, err := d.findService(name)
+		return []*service{s}, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var all []*service
+	for _, name := range d.order {
+		if s := d.services[name]; s != nil {
+			all = append(all, s)
+		}
+	}
+	return all, nil
+}
+
 // findService returns the service with a name. The name may be "" if there is only one service.
 func (d *Domain) findService(name string) (*service, error) {
 	d.mu.Lock()
@@ -424,40 +458,6 @@ func (d *Domain) findService(name string) (*service, error) {
 		return nil, fault.Usage(errors.New("no service given"), "name one with --service; "+hint)
 	}
 	return nil, fault.Usage(fmt.Errorf("there is no service %q", name), hint)
-}
-
-// selectServices returns the named service, or all services in the order of the policy for "".
-func (d *Domain) selectServices(name string) ([]*service, error) {
-	if name != "" {
-		s, err := d.findService(name)
-		return []*service{s}, err
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	var all []*service
-	for _, name := range d.order {
-		if s := d.services[name]; s != nil {
-			all = append(all, s)
-		}
-	}
-	return all, nil
-}
-
-func ofService(name string, err error) error {
-	return fault.In("service "+name, err)
-}
-
-// Status adds the state of the services.
-func (d *Domain) Status(status *api.Status) error {
-	services, err := d.selectServices("")
-	if err != nil {
-		return err
-	}
-	status.Services = []api.ServiceStatus{}
-	for _, s := range services {
-		status.Services = append(status.Services, s.status())
-	}
-	return nil
 }
 
 // Needs lists the capabilities that the services of a policy need beyond those of the unit.

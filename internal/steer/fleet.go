@@ -29,18 +29,6 @@ func (d *Domain) SetFleet(addresses []netip.Addr, host func(device netip.Addr) (
 	})
 }
 
-// eachOpen calls f for each service that is open, with its lock.
-func (d *Domain) eachOpen(f func(*service)) {
-	services, _ := d.selectServices("") // cannot fail for all services
-	for _, s := range services {
-		s.Mu.Lock()
-		if s.CheckOpen() == nil {
-			f(s)
-		}
-		s.Mu.Unlock()
-	}
-}
-
 // FindLeaving finds the connections of devices that leave this host when SetFleet is called with the same arguments. closing closes them,
 // in their order, and returns a function that logs this.
 func (d *Domain) FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (connections []sockdiag.Socket, closing func() (log func())) {
@@ -105,4 +93,16 @@ func (d *Domain) TakeOver(handed map[netip.Addr][]byte, changed bool) {
 func (d *Domain) IsTakingOver() (is bool) {
 	d.eachOpen(func(s *service) { is = is || s.rooms.IsReplaying() })
 	return is
+}
+
+// eachOpen calls f for each service that is open, with its lock.
+func (d *Domain) eachOpen(f func(*service)) {
+	services, _ := d.selectServices("") // cannot fail for all services
+	for _, s := range services {
+		s.Mu.Lock()
+		if s.CheckOpen() == nil {
+			f(s)
+		}
+		s.Mu.Unlock()
+	}
 }

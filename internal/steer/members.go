@@ -98,40 +98,6 @@ func (s *service) seatOf(pid int) *core.Seat {
 	return nil
 }
 
-func (s *service) evaluatePID(pid int) {
-	defer s.Host.Descriptors.Borrow()()
-	p, err := s.read(pid)
-	if err != nil {
-		return // the process has exited
-	}
-	s.probesLeft = max(s.probesLeft, 1)
-	s.registerIfMember(p)
-}
-
-// read returns a process with the arguments of its first inspection.
-func (s *service) read(pid int) (*member.Process, error) {
-	p, err := member.Read(pid)
-	if err != nil {
-		return nil, err
-	}
-	return s.recallFirstSeen(p), nil
-}
-
-// recallFirstSeen replaces the attributes that p may have overwritten by those of the first inspection.
-func (s *service) recallFirstSeen(p *member.Process) *member.Process {
-	self := member.ID{PID: p.PID, StartTime: p.StartTime}
-	first := s.firstSeen[self]
-	switch {
-	case first == nil:
-	case first.MayRun(p.File):
-		p.RecallFirstSeen(first)
-	default:
-		// The first inspection was between fork(2) and execve(2), and saw the parent's executable.
-		delete(s.firstSeen, self)
-	}
-	return p
-}
-
 // saveInterval is the minimum time between two saves of the members. A save reads all processes of the state, so one
 // save per registration would be quadratic.
 const saveInterval = 100 * time.Millisecond
@@ -190,6 +156,52 @@ func (s *service) saveMembers() {
 	}
 }
 
+// reevaluateWaiting evaluates the waiting processes, at most once per period: no hook reports some changes of a process,
+// such as a change of its user before execve(2).
+func (s *service) reevaluateWaiting() {
+	if s.Events == nil || time.Since(s.lastReevaluation) < inspectionPeriod {
+		return
+	}
+	s.lastReevaluation = time.Now()
+	for _, pid := range slices.Sorted(maps.Keys(s.waiting)) {
+		s.evaluatePID(pid)
+	}
+}
+
+func (s *service) evaluatePID(pid int) {
+	defer s.Host.Descriptors.Borrow()()
+	p, err := s.read(pid)
+	if err != nil {
+		return // the process has exited
+	}
+	s.probesLeft = max(s.probesLeft, 1)
+	s.registerIfMember(p)
+}
+
+// read returns a process with the arguments of its first inspection.
+func (s *service) read(pid int) (*member.Process, error) {
+	p, err := member.Read(pid)
+	if err != nil {
+		return nil, err
+	}
+	return s.recallFirstSeen(p), nil
+}
+
+// recallFirstSeen replaces the attributes that p may have overwritten by those of the first inspection.
+func (s *service) recallFirstSeen(p *member.Process) *member.Process {
+	self := member.ID{PID: p.PID, StartTime: p.StartTime}
+	first := s.firstSeen[self]
+	switch {
+	case first == nil:
+	case first.MayRun(p.File):
+		p.RecallFirstSeen(first)
+	default:
+		// The first inspection was between fork(2) and execve(2), and saw the parent's executable.
+		delete(s.firstSeen, self)
+	}
+	return p
+}
+
 // registerIfMember registers a process if a rule or a claim makes it a member and all its sockets exist. A process that is not
 // ready yet is added to the waiting processes.
 func (s *service) registerIfMember(p *member.Process) {
@@ -228,6 +240,15 @@ func (s *service) registerIfMember(p *member.Process) {
 // Limits of the waiting processes, each of which needs a descriptor.
 const waitingShare, leastWaiting, mostWaiting = 8, 16, 256
 
+// waitingProcess is a process that matches a rule or has a claim and cannot be registered yet.
+type waitingProcess struct {
+	process *member.Process
+	handle  *member.Handle
+	source  string
+	slot    int   // or member.AnySlot
+	problem error // reason
+}
+
 // addWaiting records p as a waiting process until p exits or becomes a member.
 func (s *service) addWaiting(p *member.Process, source string, slot int, problem error) {
 	w := s.waiting[p.PID]
@@ -265,18 +286,6 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 	}()
 }
 
-// reevaluateWaiting evaluates the waiting processes, at most once per period: no hook reports some changes of a process,
-// such as a change of its user before execve(2).
-func (s *service) reevaluateWaiting() {
-	if s.Events == nil || time.Since(s.lastReevaluation) < inspectionPeriod {
-		return
-	}
-	s.lastReevaluation = time.Now()
-	for _, pid := range slices.Sorted(maps.Keys(s.waiting)) {
-		s.evaluatePID(pid)
-	}
-}
-
 // forgetWaiting deletes a waiting process.
 func (s *service) forgetWaiting(pid int) {
 	if w := s.waiting[pid]; w != nil {
@@ -284,13 +293,4 @@ func (s *service) forgetWaiting(pid int) {
 		delete(s.waiting, pid)
 		s.waitingFull = false
 	}
-}
-
-// waitingProcess is a process that matches a rule or has a claim and cannot be registered yet.
-type waitingProcess struct {
-	process *member.Process
-	handle  *member.Handle
-	source  string
-	slot    int   // or member.AnySlot
-	problem error // reason
 }

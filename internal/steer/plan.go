@@ -38,31 +38,6 @@ type target struct {
 	pendingDevices builtDeviceMap // the built device map, if it differs from the installed one
 }
 
-// resolveMembers looks up the users that a service and its rules name.
-func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
-	rules, err := member.Rules(c.Members)
-	var users []uint32
-	if err == nil {
-		users, err = member.Users(c.Users, rules)
-	}
-	if err != nil {
-		return nil, nil, fault.Usage(err, "create it, or correct user")
-	}
-	return rules, users, nil
-}
-
-// checkExists returns an error if the cgroup, below the mount, or the network namespace of a service does not exist.
-func checkExists(mount string, c config.Service) error {
-	if _, err := os.Stat(filepath.Join(mount, c.Cgroup)); err != nil {
-		return fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
-	}
-	file, err := core.FindNetns(c)
-	if err != nil {
-		return err
-	}
-	return file.Close()
-}
-
 // resolveTarget resolves the names in a configuration, and checks the cgroup and the network namespace. resolveTarget
 // changes nothing.
 func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) (*target, error) {
@@ -88,6 +63,31 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 		return nil, err
 	}
 	return t, nil
+}
+
+// resolveMembers looks up the users that a service and its rules name.
+func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
+	rules, err := member.Rules(c.Members)
+	var users []uint32
+	if err == nil {
+		users, err = member.Users(c.Users, rules)
+	}
+	if err != nil {
+		return nil, nil, fault.Usage(err, "create it, or correct user")
+	}
+	return rules, users, nil
+}
+
+// checkExists returns an error if the cgroup, below the mount, or the network namespace of a service does not exist.
+func checkExists(mount string, c config.Service) error {
+	if _, err := os.Stat(filepath.Join(mount, c.Cgroup)); err != nil {
+		return fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
+	}
+	file, err := core.FindNetns(c)
+	if err != nil {
+		return err
+	}
+	return file.Close()
 }
 
 // resolveMapping sets the settings and the mapping of a target by the present settings of the slots.

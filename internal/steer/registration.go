@@ -166,23 +166,6 @@ func (s *service) duplicateProblem() error {
 	return nil
 }
 
-// checkOrigin returns an error if another user opened a socket, or if it was opened in another network namespace. Such a
-// socket was passed to the process.
-func (s *service) checkOrigin(seat *core.Seat, socket *member.Socket) error {
-	if !slices.Contains(seat.AllowedOwners, socket.UID) {
-		return fault.Conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.AllowedOwners)),
-			"start the program as that user, or name the owner in user of the service")
-	}
-	switch netns, err := socket.Netns(); {
-	case err != nil:
-		return err
-	case netns != s.NetnsInode:
-		return fault.Conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
-			"make the program open it in the service's namespace")
-	}
-	return nil
-}
-
 // verifySockets checks the origin and the ports of the registered sockets of a seat, and records the member as the owner
 // of the connections. Earlier versions of the agent did neither at registration, and a policy may change the ports.
 func (s *service) verifySockets(seat *core.Seat) error {
@@ -215,6 +198,23 @@ func (s *service) verifySockets(seat *core.Seat) error {
 		if err := s.rooms.AttachTemplateFilter(seat, socket); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// checkOrigin returns an error if another user opened a socket, or if it was opened in another network namespace. Such a
+// socket was passed to the process.
+func (s *service) checkOrigin(seat *core.Seat, socket *member.Socket) error {
+	if !slices.Contains(seat.AllowedOwners, socket.UID) {
+		return fault.Conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.AllowedOwners)),
+			"start the program as that user, or name the owner in user of the service")
+	}
+	switch netns, err := socket.Netns(); {
+	case err != nil:
+		return err
+	case netns != s.NetnsInode:
+		return fault.Conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
+			"make the program open it in the service's namespace")
 	}
 	return nil
 }

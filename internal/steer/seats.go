@@ -160,6 +160,33 @@ func (s *service) addFormer(slot int, former *core.Seat) {
 	}()
 }
 
+// occupySlot records the member of a slot and starts a goroutine that waits for the exit of the process.
+func (s *service) occupySlot(seat *core.Seat) {
+	s.Seats[seat.Slot] = seat
+	seat.Ancestors = core.Ancestors(seat.Process)
+	for _, socket := range seat.Sockets {
+		s.recordSocketOwner(seat.ID(), socket.Cookie)
+	}
+	handle := seat.Handle
+	go func() {
+		if handle.Wait() != nil {
+			return // the handle is closed: the slot was vacated before
+		}
+		// The release event is in the ring already, and says how the process has ended.
+		s.awaitVacated(seat)
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
+		if s.Removed {
+			return
+		}
+		if s.Seats[seat.Slot] == seat {
+			s.VacateSlot(seat.Slot, "process exited")
+		}
+		s.checks.ForgetAdopter(handle)
+		s.forgetFormer(seat)
+	}()
+}
+
 // forgetFormer forgets a former member that has exited.
 func (s *service) forgetFormer(former *core.Seat) {
 	if s.formers[former.ID()] == former {
@@ -241,33 +268,6 @@ func (s *service) pruneSocketOwners() {
 func (s *service) closeSlot(slot int) error {
 	place := bpf.PlaceOf(slot, 1)
 	return fault.Join(s.Path.SetSlot(slot, bpf.Slot{}), s.ClosePlace(place), s.ClosePlace(place.Other()))
-}
-
-// occupySlot records the member of a slot and starts a goroutine that waits for the exit of the process.
-func (s *service) occupySlot(seat *core.Seat) {
-	s.Seats[seat.Slot] = seat
-	seat.Ancestors = core.Ancestors(seat.Process)
-	for _, socket := range seat.Sockets {
-		s.recordSocketOwner(seat.ID(), socket.Cookie)
-	}
-	handle := seat.Handle
-	go func() {
-		if handle.Wait() != nil {
-			return // the handle is closed: the slot was vacated before
-		}
-		// The release event is in the ring already, and says how the process has ended.
-		s.awaitVacated(seat)
-		s.Mu.Lock()
-		defer s.Mu.Unlock()
-		if s.Removed {
-			return
-		}
-		if s.Seats[seat.Slot] == seat {
-			s.VacateSlot(seat.Slot, "process exited")
-		}
-		s.checks.ForgetAdopter(handle)
-		s.forgetFormer(seat)
-	}()
 }
 
 // awaitVacated waits until the release event of a seat is handled, at most for eventTime.

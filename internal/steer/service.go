@@ -329,15 +329,6 @@ type builtDeviceMap struct {
 	devices *bpf.DeviceMap // nil if there are no entries
 }
 
-// buildDeviceMap creates the maps of entries in the kernel. A million prefixes take seconds.
-func buildDeviceMap(entries *placement.Entries) (b builtDeviceMap, err error) {
-	b.entries = entries
-	if size := entries.Size(); size > 0 {
-		b.devices, err = bpf.NewDeviceMap(size, entries.All())
-	}
-	return b, err
-}
-
 func (b *builtDeviceMap) close() {
 	if b.devices != nil {
 		b.devices.Close()
@@ -368,6 +359,21 @@ func (s *service) InstallMapping() error {
 	}
 	s.installedEntries = entries
 	return nil
+}
+
+// buildDeviceMap creates the maps of entries in the kernel. A million prefixes take seconds.
+func buildDeviceMap(entries *placement.Entries) (b builtDeviceMap, err error) {
+	b.entries = entries
+	if size := entries.Size(); size > 0 {
+		b.devices, err = bpf.NewDeviceMap(size, entries.All())
+	}
+	return b, err
+}
+
+func (s *service) close() {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	s.closeLocked()
 }
 
 // closeLocked closes the descriptors of this process and saves pending state. Pinned programs stay attached. The caller
@@ -413,12 +419,6 @@ func (s *service) closeLocked() {
 	if s.Netns != nil {
 		s.Netns.Close()
 	}
-}
-
-func (s *service) close() {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	s.closeLocked()
 }
 
 // isRemoved reports whether a policy has removed the service since a request found it.

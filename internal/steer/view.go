@@ -101,13 +101,6 @@ func waitingHint(problem error) string {
 	return ""
 }
 
-func slotOrNil(slot int) *int {
-	if slot == member.AnySlot || slot == bpf.NoSlot {
-		return nil
-	}
-	return &slot
-}
-
 func (s *service) slots() ([]api.SlotStatus, error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -208,6 +201,13 @@ func (s *service) devices() ([]api.DeviceStatus, error) {
 	return list, nil
 }
 
+func slotOrNil(slot int) *int {
+	if slot == member.AnySlot || slot == bpf.NoSlot {
+		return nil
+	}
+	return &slot
+}
+
 // sessionsOf are the open sessions of an address.
 type sessionsOf struct {
 	sessions int
@@ -272,26 +272,6 @@ func (s *service) countSessions() map[member.ID]int {
 	return count
 }
 
-// overridden describes the pins that a device map makes ineffective, except for some. The result is "" for none.
-func (s *service) overridden(devices *placement.DeviceMap, except map[string]string) string {
-	why := s.State.Overridden(devices)
-	for name := range except {
-		delete(why, name)
-	}
-	if len(why) == 0 {
-		return ""
-	}
-	first := slices.Min(slices.Collect(maps.Keys(why)))
-	text := fmt.Sprintf("the pin of %s has no effect: %s", first, why[first])
-	if n := len(why) - 1; n > 0 {
-		text += fmt.Sprintf(" (and %s)", format.Count(n, "more pin", "more pins"))
-	}
-	return text
-}
-
-// mostEmptySlots is the number of empty slots that a note names.
-const mostEmptySlots = 8
-
 // notes describes the changes by commands that are in force, and the slots whose devices are not served.
 func (s *service) notes() []string {
 	notes := []string{}
@@ -353,6 +333,26 @@ func (s *service) notes() []string {
 	}
 	return notes
 }
+
+// overridden describes the pins that a device map makes ineffective, except for some. The result is "" for none.
+func (s *service) overridden(devices *placement.DeviceMap, except map[string]string) string {
+	why := s.State.Overridden(devices)
+	for name := range except {
+		delete(why, name)
+	}
+	if len(why) == 0 {
+		return ""
+	}
+	first := slices.Min(slices.Collect(maps.Keys(why)))
+	text := fmt.Sprintf("the pin of %s has no effect: %s", first, why[first])
+	if n := len(why) - 1; n > 0 {
+		text += fmt.Sprintf(" (and %s)", format.Count(n, "more pin", "more pins"))
+	}
+	return text
+}
+
+// mostEmptySlots is the number of empty slots that a note names.
+const mostEmptySlots = 8
 
 // emptyNote describes slots without a member, and what becomes of the packets of their devices.
 func (s *service) emptyNote(slots []int) string {

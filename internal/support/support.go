@@ -49,19 +49,6 @@ type File struct {
 	content []byte
 }
 
-// New returns a file with a content, or with the error of its source.
-func New(name, about string, content []byte, err error) File {
-	f := File{Name: name, About: about, content: content}
-	if err != nil {
-		f.Problem = err.Error()
-	}
-	if len(f.content) > mostBytes {
-		f.content, f.Problem = f.content[:mostBytes], fmt.Sprintf("cut after %d MiB", mostBytes>>20)
-	}
-	f.Bytes = len(f.content)
-	return f
-}
-
 // Policy returns a policy file without its comments, which may have names and secrets that the agent does not need.
 func Policy(file string) File {
 	text, err := config.ReadFile(file)
@@ -235,6 +222,19 @@ func Write(w io.Writer, dir string, files []File, now time.Time) error {
 		return err
 	}
 	return compressed.Close()
+}
+
+// New returns a file with a content, or with the error of its source.
+func New(name, about string, content []byte, err error) File {
+	f := File{Name: name, About: about, content: content}
+	if err != nil {
+		f.Problem = err.Error()
+	}
+	if len(f.content) > mostBytes {
+		f.content, f.Problem = f.content[:mostBytes], fmt.Sprintf("cut after %d MiB", mostBytes>>20)
+	}
+	f.Bytes = len(f.content)
+	return f
 }
 
 // Table writes the list of files with a tab between columns.

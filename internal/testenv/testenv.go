@@ -30,6 +30,16 @@ import (
 
 const marker = "SOCKEYE_TEST_NAMESPACE"
 
+// MainWithMaps is Main for tests that create BPF maps: before Linux 5.11, maps are
+// charged to RLIMIT_MEMLOCK.
+func MainWithMaps(m *testing.M) {
+	if err := rlimit.RemoveMemlock(); err != nil {
+		fmt.Fprintln(os.Stderr, "testenv:", err)
+		os.Exit(1)
+	}
+	Main(m)
+}
+
 // Main runs the tests of a package in new namespaces, with lo up. Main must be
 // called from TestMain, as root.
 func Main(m *testing.M) {
@@ -41,16 +51,6 @@ func Main(m *testing.M) {
 		os.Exit(Run(m))
 	}
 	os.Exit(isolate())
-}
-
-// MainWithMaps is Main for tests that create BPF maps: before Linux 5.11, maps are
-// charged to RLIMIT_MEMLOCK.
-func MainWithMaps(m *testing.M) {
-	if err := rlimit.RemoveMemlock(); err != nil {
-		fmt.Fprintln(os.Stderr, "testenv:", err)
-		os.Exit(1)
-	}
-	Main(m)
 }
 
 // isolate runs this program again in new namespaces and a new cgroup, and returns

@@ -14,6 +14,17 @@ import (
 	"sockeye/internal/config"
 )
 
+// CheckPolicy checks the rules of a policy for the command check, which shows the notes. The probes need no agent.
+func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes []string, err error) {
+	byRule, err := SkippedStages(policy.Trace)
+	for _, rule := range policy.Trace {
+		for _, s := range byRule[rule.Name] {
+			notes = append(notes, fmt.Sprintf("trace rule %s skips %s, which needs %s", rule.Name, s.Stage, s.Needs))
+		}
+	}
+	return notes, err
+}
+
 // SkippedStages returns the stages that each rule skips on this kernel, as far as the rights of the caller allow the probes.
 // It returns an error for a rule without any measurable stage.
 func SkippedStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
@@ -28,15 +39,4 @@ func SkippedStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, err
 		return nil, err
 	}
 	return skipped, unmeasurable(rules, skipped)
-}
-
-// CheckPolicy checks the rules of a policy for the command check, which shows the notes. The probes need no agent.
-func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes []string, err error) {
-	byRule, err := SkippedStages(policy.Trace)
-	for _, rule := range policy.Trace {
-		for _, s := range byRule[rule.Name] {
-			notes = append(notes, fmt.Sprintf("trace rule %s skips %s, which needs %s", rule.Name, s.Stage, s.Needs))
-		}
-	}
-	return notes, err
 }

@@ -42,35 +42,6 @@ type packedPeriod struct {
 	data     []byte
 }
 
-func pack(p measure.Period) (packedPeriod, error) {
-	var b bytes.Buffer
-	w, err := flate.NewWriter(&b, flate.BestSpeed)
-	if err == nil {
-		err = json.NewEncoder(w).Encode(p)
-	}
-	if err == nil {
-		err = w.Close()
-	}
-	if err != nil {
-		return packedPeriod{}, fmt.Errorf("compress history: %w", err)
-	}
-	return packedPeriod{p.From, p.To, bytes.Clone(b.Bytes())}, nil
-}
-
-func (p packedPeriod) unpack() (measure.Period, error) {
-	var period measure.Period
-	r := flate.NewReader(bytes.NewReader(p.data))
-	defer r.Close()
-	data, err := io.ReadAll(r)
-	if err == nil {
-		err = json.Unmarshal(data, &period)
-	}
-	if err != nil {
-		return period, fmt.Errorf("read history: %w", err)
-	}
-	return period, nil
-}
-
 // startOrStopHistory starts the history, or stops it if no cgroup is traced.
 func (d *Domain) startOrStopHistory() {
 	switch {
@@ -137,6 +108,78 @@ func (d *Domain) endSlice(h *traceHistory) error {
 	return nil
 }
 
+func pack(p measure.Period) (packedPeriod, error) {
+	var b bytes.Buffer
+	w, err := flate.NewWriter(&b, flate.BestSpeed)
+	if err == nil {
+		err = json.NewEncoder(w).Encode(p)
+	}
+	if err == nil {
+		err = w.Close()
+	}
+	if err != nil {
+		return packedPeriod{}, fmt.Errorf("compress history: %w", err)
+	}
+	return packedPeriod{p.From, p.To, bytes.Clone(b.Bytes())}, nil
+}
+
+// periodsBetween returns the measurements of the slices between two times, including the current slice. partial is true if the
+// history begins after the first time.
+func (d *Domain) periodsBetween(from, to time.Time) (periods []measure.Period, partial bool, err error) {
+	packed, current, oldest, err := d.timeSlices()
+	if err != nil || current == nil {
+		return nil, false, err
+	}
+	for _, s := range packed {
+		if s.to.After(from) && s.from.Before(to) {
+			p, err := s.unpack()
+			if err != nil {
+				return nil, false, err
+			}
+			periods = append(periods, p)
+		}
+	}
+	if current.To.After(from) && current.From.Before(to) {
+		periods = append(periods, *current)
+	}
+	return periods, from.Before(oldest), nil
+}
+
+func (p packedPeriod) unpack() (measure.Period, error) {
+	var period measure.Period
+	r := flate.NewReader(bytes.NewReader(p.data))
+	defer r.Close()
+	data, err := io.ReadAll(r)
+	if err == nil {
+		err = json.Unmarshal(data, &period)
+	}
+	if err != nil {
+		return period, fmt.Errorf("read history: %w", err)
+	}
+	return period, nil
+}
+
+// timeSlices returns the completed slices, the current one, and the start of the first one; nil if no cgroup is traced.
+func (d *Domain) timeSlices() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	h := d.history
+	if h == nil {
+		return nil, nil, oldest, nil
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	slice, _, err := d.sinceLast(h)
+	if err != nil {
+		return nil, nil, oldest, err
+	}
+	oldest = slice.From
+	if len(h.slices) > 0 {
+		oldest = h.slices[0].from
+	}
+	return slices.Clone(h.slices), &slice, oldest, nil
+}
+
 // sinceLast returns the measurements since the end of the last slice.
 func (d *Domain) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceReading, error) {
 	now := time.Now()
@@ -194,47 +237,4 @@ func (t *tracer) readLocked() (traceReading, error) {
 	// Groups that differed only by a removed cgroup or rule have the same name now.
 	r.period = measure.Merge([]measure.Period{r.period})
 	return r, nil
-}
-
-// periodsBetween returns the measurements of the slices between two times, including the current slice. partial is true if the
-// history begins after the first time.
-func (d *Domain) periodsBetween(from, to time.Time) (periods []measure.Period, partial bool, err error) {
-	packed, current, oldest, err := d.timeSlices()
-	if err != nil || current == nil {
-		return nil, false, err
-	}
-	for _, s := range packed {
-		if s.to.After(from) && s.from.Before(to) {
-			p, err := s.unpack()
-			if err != nil {
-				return nil, false, err
-			}
-			periods = append(periods, p)
-		}
-	}
-	if current.To.After(from) && current.From.Before(to) {
-		periods = append(periods, *current)
-	}
-	return periods, from.Before(oldest), nil
-}
-
-// timeSlices returns the completed slices, the current one, and the start of the first one; nil if no cgroup is traced.
-func (d *Domain) timeSlices() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	h := d.history
-	if h == nil {
-		return nil, nil, oldest, nil
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	slice, _, err := d.sinceLast(h)
-	if err != nil {
-		return nil, nil, oldest, err
-	}
-	oldest = slice.From
-	if len(h.slices) > 0 {
-		oldest = h.slices[0].from
-	}
-	return slices.Clone(h.slices), &slice, oldest, nil
 }

@@ -18,6 +18,13 @@ import (
 	"sockeye/internal/fault"
 )
 
+// cgroupRules are the trace rules of a policy for one cgroup. rules is nil if the policy has none.
+type cgroupRules struct {
+	name     string
+	rules    []config.TraceRule
+	services []config.Service
+}
+
 // Plan compares the rules of a policy with those in force, and checks that the kernel can measure their stages.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
@@ -97,15 +104,6 @@ func unmeasurable(rules []config.TraceRule, skipped map[string][]api.TraceSkippe
 	return nil
 }
 
-func addedTrace(cgroup string, rule config.TraceRule, skipped []api.TraceSkipped) api.Change {
-	c := api.Change{Cgroup: cgroup, Action: "add", Effect: "of " + rule.Match.String(),
-		What: fmt.Sprintf("trace %s: %s of connections, %s of their messages", rule.Name, oneIn(rule.Connections), rule.Messages)}
-	for _, s := range skipped {
-		c.Effect += fmt.Sprintf("; without %s, which requires %s", s.Stage, s.Needs)
-	}
-	return c
-}
-
 func oneIn(n int) string { return fmt.Sprintf("1/%d", n) }
 
 // changedTrace compares two lists of rules by name. A change of one rule restarts the counts of the cgroup.
@@ -135,11 +133,13 @@ func changedTrace(c cgroupRules, before []config.TraceRule, skipped map[string][
 	return changes
 }
 
-// cgroupRules are the trace rules of a policy for one cgroup. rules is nil if the policy has none.
-type cgroupRules struct {
-	name     string
-	rules    []config.TraceRule
-	services []config.Service
+func addedTrace(cgroup string, rule config.TraceRule, skipped []api.TraceSkipped) api.Change {
+	c := api.Change{Cgroup: cgroup, Action: "add", Effect: "of " + rule.Match.String(),
+		What: fmt.Sprintf("trace %s: %s of connections, %s of their messages", rule.Name, oneIn(rule.Connections), rule.Messages)}
+	for _, s := range skipped {
+		c.Effect += fmt.Sprintf("; without %s, which requires %s", s.Stage, s.Needs)
+	}
+	return c
 }
 
 // tracings groups the rules of a policy by cgroup.
@@ -156,15 +156,6 @@ func tracings(policy *config.Policy) []cgroupRules {
 	return all
 }
 
-// listeners returns the listeners of the services by service name.
-func (c cgroupRules) listeners() map[string][]config.Listener {
-	listeners := make(map[string][]config.Listener)
-	for _, s := range c.services {
-		listeners[s.Name] = s.Listeners
-	}
-	return listeners
-}
-
 // hash returns a hash of everything that the programs depend on.
 func (c cgroupRules) hash() (string, error) {
 	text, err := json.Marshal(struct {
@@ -177,6 +168,15 @@ func (c cgroupRules) hash() (string, error) {
 	}
 	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:]), nil
+}
+
+// listeners returns the listeners of the services by service name.
+func (c cgroupRules) listeners() map[string][]config.Listener {
+	listeners := make(map[string][]config.Listener)
+	for _, s := range c.services {
+		listeners[s.Name] = s.Listeners
+	}
+	return listeners
 }
 
 // apply applies a change and returns the function that rolls it back.

@@ -38,31 +38,6 @@ const (
 	maxPacketEvents    = 10_000_000
 )
 
-// queryNumber reads a number of a query, or returns the default.
-func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
-	text := q.Get(key)
-	if text == "" {
-		return otherwise, nil
-	}
-	n, err := strconv.Atoi(text)
-	if err != nil || n < 1 || n > most {
-		return 0, fault.Usage(fmt.Errorf("%s %q is no number from 1 to %d", key, text, most), "")
-	}
-	return n, nil
-}
-
-// ofBuffer converts an error about a ring buffer to an error of the request.
-func ofBuffer(err error) error {
-	var buffer *load.BufferError
-	if errors.As(err, &buffer) {
-		return fault.Usage(err, "")
-	}
-	if errors.Is(err, ebpf.ErrNotSupported) {
-		return &fault.Error{Err: err, Code: fault.CodeUnsupported}
-	}
-	return err
-}
-
 // streamSamples writes each message that has ended.
 func (d *Domain) streamSamples(ctx context.Context, w http.ResponseWriter, q url.Values) error {
 	query, tracers, err := d.traceQuery(q)
@@ -155,6 +130,22 @@ func (t *tracer) resumeSampler() {
 	}
 }
 
+func (s *sampler) begin(t *bpf.Trace) (err error) {
+	s.reader, err = t.Samples(s.buffer)
+	if err == nil {
+		s.trace = t
+		s.notify()
+	}
+	return err
+}
+
+func (s *sampler) close() {
+	s.tracer.mu.Lock()
+	defer s.tracer.mu.Unlock()
+	s.tracer.pauseSampler()
+	s.tracer.sampler = nil
+}
+
 // pauseSampler pauses the sampler until resumeSampler.
 func (t *tracer) pauseSampler() {
 	if t.sampler == nil || t.sampler.reader == nil {
@@ -163,15 +154,6 @@ func (t *tracer) pauseSampler() {
 	if err := t.sampler.end(); err != nil {
 		t.log.Warn("samples not ended", "error", err)
 	}
-}
-
-func (s *sampler) begin(t *bpf.Trace) (err error) {
-	s.reader, err = t.Samples(s.buffer)
-	if err == nil {
-		s.trace = t
-		s.notify()
-	}
-	return err
 }
 
 func (s *sampler) end() error {
@@ -188,13 +170,6 @@ func (s *sampler) notify() {
 	case s.changed <- struct{}{}:
 	default:
 	}
-}
-
-func (s *sampler) close() {
-	s.tracer.mu.Lock()
-	defer s.tracer.mu.Unlock()
-	s.tracer.pauseSampler()
-	s.tracer.sampler = nil
 }
 
 // run sends samples, and the number of samples lost in between.
@@ -214,19 +189,6 @@ func (s *sampler) run(ctx context.Context, lines chan<- api.TraceSampleLine) {
 			return
 		}
 	}
-}
-
-// current returns the current reader, and the number of lost samples.
-func (s *sampler) current() (*bpf.Trace, *bpf.TraceReader, uint64) {
-	s.tracer.mu.Lock()
-	defer s.tracer.mu.Unlock()
-	lost := s.lost
-	if s.reader != nil {
-		// A count that cannot be read now is reported later.
-		n, _ := s.reader.Lost()
-		lost += n
-	}
-	return s.trace, s.reader, lost
 }
 
 // read sends the samples of one reader until the reader is closed.
@@ -269,6 +231,19 @@ func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceRead
 	return nil
 }
 
+// current returns the current reader, and the number of lost samples.
+func (s *sampler) current() (*bpf.Trace, *bpf.TraceReader, uint64) {
+	s.tracer.mu.Lock()
+	defer s.tracer.mu.Unlock()
+	lost := s.lost
+	if s.reader != nil {
+		// A count that cannot be read now is reported later.
+		n, _ := s.reader.Lost()
+		lost += n
+	}
+	return s.trace, s.reader, lost
+}
+
 // translator returns the groups, and a function that converts samples.
 func (t *tracer) translator(of *bpf.Trace) (map[uint32]measure.Group, func(*bpf.TraceSample) measure.Sample, error) {
 	t.mu.Lock()
@@ -285,8 +260,6 @@ func (t *tracer) translator(of *bpf.Trace) (map[uint32]measure.Group, func(*bpf.
 }
 
 const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
-
-const packetsHint = "name an open TCP connection as ss -tnp shows it, by --pid and --fd or by --local and --remote; or a UDP socket as ss -uanp shows it, by --pid and --fd"
 
 // streamPackets writes the events of the packets of one connection or UDP socket.
 func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url.Values) error {
@@ -371,6 +344,31 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	return nil
 }
 
+// queryNumber reads a number of a query, or returns the default.
+func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
+	text := q.Get(key)
+	if text == "" {
+		return otherwise, nil
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 1 || n > most {
+		return 0, fault.Usage(fmt.Errorf("%s %q is no number from 1 to %d", key, text, most), "")
+	}
+	return n, nil
+}
+
+// ofBuffer converts an error about a ring buffer to an error of the request.
+func ofBuffer(err error) error {
+	var buffer *load.BufferError
+	if errors.As(err, &buffer) {
+		return fault.Usage(err, "")
+	}
+	if errors.Is(err, ebpf.ErrNotSupported) {
+		return &fault.Error{Err: err, Code: fault.CodeUnsupported}
+	}
+	return err
+}
+
 // openDatagrams follows a UDP socket. A program sees the datagrams that the socket receives in the cgroup in which the
 // socket was created, or above; the process may have moved since. The cgroup at the top is most likely above both.
 func (d *Domain) openDatagrams(c *api.TraceConnection, buffer int) (*capture.Capture, error) {
@@ -384,6 +382,8 @@ func (d *Domain) openDatagrams(c *api.TraceConnection, buffer int) (*capture.Cap
 	}
 	return capture.OpenUDP(c.Cookie, filepath.Join(d.host.Cgroups.Mount, top), buffer)
 }
+
+const packetsHint = "name an open TCP connection as ss -tnp shows it, by --pid and --fd or by --local and --remote; or a UDP socket as ss -uanp shows it, by --pid and --fd"
 
 // openSocket opens the connection, or the UDP socket, of any process that a request identifies.
 func (d *Domain) openSocket(q url.Values) (*procsock.Socket, error) {

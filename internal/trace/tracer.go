@@ -63,11 +63,6 @@ type traceScope struct {
 	Tuned ebpf.MapID `json:"tuned"`
 }
 
-func (d *Domain) newTracer(c cgroupRules) *tracer {
-	return &tracer{host: d.host, log: d.log.With("cgroup", c.name), name: c.name, kernel: d.kernel, tuning: d.tuning,
-		tracing: tracing{rules: c.rules, services: c.services}}
-}
-
 // register registers the tracer of a cgroup that could not be traced. Later events of the cgroup, and plans, try again.
 func (d *Domain) register(c cgroupRules, problem error) {
 	t := d.newTracer(c)
@@ -97,6 +92,87 @@ func (d *Domain) openTracer(c cgroupRules) error {
 	}
 	t.resume()
 	d.tracers[c.name] = t
+	return nil
+}
+
+func (d *Domain) newTracer(c cgroupRules) *tracer {
+	return &tracer{host: d.host, log: d.log.With("cgroup", c.name), name: c.name, kernel: d.kernel, tuning: d.tuning,
+		tracing: tracing{rules: c.rules, services: c.services}}
+}
+
+// renew attaches the programs again if the cgroup or its tuning was created again.
+func (t *tracer) renew() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	path, err := t.host.Cgroups.Find(t.name)
+	wanted := t.wantedTuning()
+	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuningDir == wanted {
+		return
+	}
+	before := t.problem
+	t.pauseSampler()
+	// Attaching loaded programs is much faster than loading them.
+	idle := t.idle
+	t.idle = nil
+	if t.trace != nil && t.problem == nil {
+		idle, t.trace = t.trace, nil
+	}
+	t.closePrograms()
+	t.idle = idle
+	if err := t.open(); err != nil {
+		t.closeLocked()
+		if before == nil || before.Error() != err.Error() {
+			t.log.Warn("cannot trace cgroup", events.CgroupNotTraced, "error", err)
+		}
+		t.problem = err
+	}
+	t.resume()
+}
+
+func (t *tracer) close() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.closeLocked()
+}
+
+// retire removes the tracing.
+func (t *tracer) retire() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return fault.Join(t.remove(), scope.RemoveCreated([]scope.Scope{t.scope.Scope}))
+}
+
+// remove removes the programs, and clears the flag of traced connections in the kernel.
+func (t *tracer) remove() error {
+	t.forgetConnections(t.log)
+	t.closeLocked()
+	return bpf.RemoveTrace(t.host.Root.Tracing(scope.PinName(t.name)))
+}
+
+// change replaces the rules and resets the counts. If change fails, the previous rules remain in force.
+func (t *tracer) change(c cgroupRules) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	before, dir := t.tracing, t.host.Root.Tracing(scope.PinName(t.name))
+	aside := dir + asidePins
+	if err := fault.Join(bpf.RemoveTrace(aside), bpf.MoveTrace(dir, aside)); err != nil {
+		return err
+	}
+	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{Scope: before.scope.Scope}}
+	if err := t.open(); err != nil {
+		t.closeLocked()
+		t.tracing = before
+		err = fault.Join(err, bpf.RemoveTrace(dir), bpf.MoveTrace(aside, dir))
+		t.resume()
+		return err
+	}
+	before.forgetConnections(t.log)
+	t.pauseSampler()
+	before.closePrograms()
+	t.resume()
+	if err := bpf.RemoveTrace(aside); err != nil {
+		t.log.Warn("cannot remove programs of the previous rules", "error", err)
+	}
 	return nil
 }
 
@@ -208,26 +284,6 @@ func (t *tracer) resume() {
 	t.resumeSampler()
 }
 
-// selectOpen applies the rules to open connections. It traces connections again that the rules selected before and
-// another tracing has released.
-func (t *tracer) selectOpen() {
-	if t.trace == nil {
-		return
-	}
-	adopted, err := SelectOpen(t.trace, t.scope.Path)
-	switch {
-	case errors.Is(err, ebpf.ErrNotSupported):
-		t.log.Info("cannot trace connections that are already open", "reason", err)
-	case err != nil:
-		t.log.Warn("cannot trace connections that are already open", "error", err)
-	default:
-		for _, p := range adopted.Problems {
-			t.log.Debug("cannot inspect connection", "problem", p)
-		}
-		t.log.Info("cgroup traced", events.CgroupTraced, "path", t.scope.Path, "open_connections", adopted.Chosen)
-	}
-}
-
 func compileTrace(rules []config.TraceRule, services []config.Service, skipped map[string][]api.TraceSkipped) (*bpf.TraceRules, error) {
 	able := slices.Clone(rules)
 	for i, rule := range able {
@@ -240,17 +296,17 @@ func compileTrace(rules []config.TraceRule, services []config.Service, skipped m
 	return compiled, nil
 }
 
-// measurable returns the stages of a rule that the kernel can measure.
-func measurable(rule config.TraceRule, skipped []api.TraceSkipped) []config.Stage {
-	return slices.DeleteFunc(slices.Clone(rule.Stages), func(s config.Stage) bool {
-		return slices.ContainsFunc(skipped, func(skip api.TraceSkipped) bool { return skip.Stage == string(s) })
-	})
-}
-
 // measures returns whether a rule measures the stage.
 func (t *tracer) measures(stage config.Stage) bool {
 	return slices.ContainsFunc(t.rules, func(r config.TraceRule) bool {
 		return slices.Contains(measurable(r, t.skipped[r.Name]), stage)
+	})
+}
+
+// measurable returns the stages of a rule that the kernel can measure.
+func measurable(rule config.TraceRule, skipped []api.TraceSkipped) []config.Stage {
+	return slices.DeleteFunc(slices.Clone(rule.Stages), func(s config.Stage) bool {
+		return slices.ContainsFunc(skipped, func(skip api.TraceSkipped) bool { return skip.Stage == string(s) })
 	})
 }
 
@@ -266,35 +322,6 @@ func (t *tracer) wantedTuning() string {
 		return ""
 	}
 	return t.tuning.Pins(t.name)
-}
-
-// renew attaches the programs again if the cgroup or its tuning was created again.
-func (t *tracer) renew() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	path, err := t.host.Cgroups.Find(t.name)
-	wanted := t.wantedTuning()
-	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuningDir == wanted {
-		return
-	}
-	before := t.problem
-	t.pauseSampler()
-	// Attaching loaded programs is much faster than loading them.
-	idle := t.idle
-	t.idle = nil
-	if t.trace != nil && t.problem == nil {
-		idle, t.trace = t.trace, nil
-	}
-	t.closePrograms()
-	t.idle = idle
-	if err := t.open(); err != nil {
-		t.closeLocked()
-		if before == nil || before.Error() != err.Error() {
-			t.log.Warn("cannot trace cgroup", events.CgroupNotTraced, "error", err)
-		}
-		t.problem = err
-	}
-	t.resume()
 }
 
 func (t *tracer) closeLocked() {
@@ -318,19 +345,6 @@ func (t *tracing) closePrograms() {
 	}
 }
 
-func (t *tracer) close() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.closeLocked()
-}
-
-// remove removes the programs, and clears the flag of traced connections in the kernel.
-func (t *tracer) remove() error {
-	t.forgetConnections(t.log)
-	t.closeLocked()
-	return bpf.RemoveTrace(t.host.Root.Tracing(scope.PinName(t.name)))
-}
-
 // forgetConnections clears the flag of traced connections in the kernel.
 func (t *tracing) forgetConnections(log *slog.Logger) {
 	if t.trace == nil {
@@ -341,40 +355,6 @@ func (t *tracing) forgetConnections(log *slog.Logger) {
 	}
 }
 
-// retire removes the tracing.
-func (t *tracer) retire() error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return fault.Join(t.remove(), scope.RemoveCreated([]scope.Scope{t.scope.Scope}))
-}
-
-// change replaces the rules and resets the counts. If change fails, the previous rules remain in force.
-func (t *tracer) change(c cgroupRules) error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	before, dir := t.tracing, t.host.Root.Tracing(scope.PinName(t.name))
-	aside := dir + asidePins
-	if err := fault.Join(bpf.RemoveTrace(aside), bpf.MoveTrace(dir, aside)); err != nil {
-		return err
-	}
-	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{Scope: before.scope.Scope}}
-	if err := t.open(); err != nil {
-		t.closeLocked()
-		t.tracing = before
-		err = fault.Join(err, bpf.RemoveTrace(dir), bpf.MoveTrace(aside, dir))
-		t.resume()
-		return err
-	}
-	before.forgetConnections(t.log)
-	t.pauseSampler()
-	before.closePrograms()
-	t.resume()
-	if err := bpf.RemoveTrace(aside); err != nil {
-		t.log.Warn("cannot remove programs of the previous rules", "error", err)
-	}
-	return nil
-}
-
 // retrace traces connections again that the tracing of another cgroup has released, if one of the cgroups is below
 // the other.
 func (t *tracer) retrace(cgroup string) {
@@ -382,6 +362,26 @@ func (t *tracer) retrace(cgroup string) {
 	defer t.mu.Unlock()
 	if scope.Within(cgroup, t.scope.Path) || scope.Within(t.scope.Path, cgroup) {
 		t.selectOpen()
+	}
+}
+
+// selectOpen applies the rules to open connections. It traces connections again that the rules selected before and
+// another tracing has released.
+func (t *tracer) selectOpen() {
+	if t.trace == nil {
+		return
+	}
+	adopted, err := SelectOpen(t.trace, t.scope.Path)
+	switch {
+	case errors.Is(err, ebpf.ErrNotSupported):
+		t.log.Info("cannot trace connections that are already open", "reason", err)
+	case err != nil:
+		t.log.Warn("cannot trace connections that are already open", "error", err)
+	default:
+		for _, p := range adopted.Problems {
+			t.log.Debug("cannot inspect connection", "problem", p)
+		}
+		t.log.Info("cgroup traced", events.CgroupTraced, "path", t.scope.Path, "open_connections", adopted.Chosen)
 	}
 }
 

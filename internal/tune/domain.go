@@ -100,6 +100,9 @@ func (d *Domain) Close() {
 }
 
 // Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
+func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
+
+// Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
 func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
 	for _, r := range policy.Tune {
@@ -109,9 +112,6 @@ func Needs(policy *config.Policy) []rights.Need {
 	}
 	return needs
 }
-
-// Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
-func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
 
 // Paths returns the names in the policy of the tuned cgroups by their directories.
 func (d *Domain) Paths() map[string]string {
@@ -205,13 +205,6 @@ func (d *Domain) cgroups() []string {
 	return slices.Collect(maps.Keys(d.tuners))
 }
 
-// outerFirst sorts cgroups so that each comes before those inside it: only the inner ones are refused then.
-func outerFirst(tree scope.Tree, all []tuneChange) {
-	slices.SortStableFunc(all, func(a, b tuneChange) int {
-		return cmp.Or(cmp.Compare(len(tree.Place(a.name)), len(tree.Place(b.name))), cmp.Compare(a.name, b.name))
-	})
-}
-
 // renew attaches the programs to cgroups that were created again.
 func (d *Domain) renew() {
 	d.mu.Lock()
@@ -224,6 +217,13 @@ func (d *Domain) renew() {
 	for _, c := range all {
 		d.tuners[c.name].renew(d.pathsBut(c.name))
 	}
+}
+
+// outerFirst sorts cgroups so that each comes before those inside it: only the inner ones are refused then.
+func outerFirst(tree scope.Tree, all []tuneChange) {
+	slices.SortStableFunc(all, func(a, b tuneChange) int {
+		return cmp.Or(cmp.Compare(len(tree.Place(a.name)), len(tree.Place(b.name))), cmp.Compare(a.name, b.name))
+	})
 }
 
 // pathsBut returns the absolute paths of the tuned cgroups by name, without one.

@@ -32,6 +32,58 @@ type Reading struct {
 	Locked bool `json:"locked,omitempty"`
 }
 
+// comparison compares the settings of a rule with the values of one connection.
+type comparison struct {
+	family     int         // unix.AF_INET or AF_INET6
+	socketRole config.Role // role derived from the socket
+	c          *bpf.TuneConnection
+	info       *unix.TCPInfo
+	hz         int64
+	settings   []config.Setting
+	reacted    []config.Setting
+	// read returns the value of an option and its source. ok is false if the kernel does not report the option.
+	read func(Option) (r Reading, source string, ok bool, err error)
+	// mptcp reports that the connection is a subflow.
+	mptcp bool
+	// unreadable is the source of options that cannot be read. otherCause is the explanation of values that
+	// differ for an unknown reason.
+	unreadable, otherCause string
+}
+
+// readable contains the options that getsockopt(2) reports. The minimum RTO and the maximum delay of acknowledgements
+// exist since Linux 6.15 and have option numbers of their own.
+var readable = map[string]struct {
+	name   string
+	number int
+}{
+	"sndbuf":               {"SO_SNDBUF", unix.SO_SNDBUF},
+	"rcvbuf":               {"SO_RCVBUF", unix.SO_RCVBUF},
+	"rcvlowat":             {"SO_RCVLOWAT", unix.SO_RCVLOWAT},
+	"pacing_rate":          {"SO_MAX_PACING_RATE", unix.SO_MAX_PACING_RATE},
+	"priority":             {"SO_PRIORITY", unix.SO_PRIORITY},
+	"mark":                 {"SO_MARK", unix.SO_MARK},
+	"keepalive":            {"SO_KEEPALIVE", unix.SO_KEEPALIVE},
+	"reuse_address":        {"SO_REUSEADDR", unix.SO_REUSEADDR},
+	"bind_ifindex":         {"SO_BINDTOIFINDEX", unix.SO_BINDTOIFINDEX},
+	"txrehash":             {"SO_TXREHASH", unix.SO_TXREHASH},
+	"congestion":           {"TCP_CONGESTION", unix.TCP_CONGESTION},
+	"delack_max":           {"TCP_DELACK_MAX_US", unix.TCP_DELACK_MAX_US},
+	"rto_min":              {"TCP_RTO_MIN_US", unix.TCP_RTO_MIN_US},
+	"rto_max":              {"TCP_RTO_MAX_MS", unix.TCP_RTO_MAX_MS},
+	"notsent_lowat":        {"TCP_NOTSENT_LOWAT", unix.TCP_NOTSENT_LOWAT},
+	"window_clamp":         {"TCP_WINDOW_CLAMP", unix.TCP_WINDOW_CLAMP},
+	"user_timeout":         {"TCP_USER_TIMEOUT", unix.TCP_USER_TIMEOUT},
+	"keepalive_idle":       {"TCP_KEEPIDLE", unix.TCP_KEEPIDLE},
+	"keepalive_interval":   {"TCP_KEEPINTVL", unix.TCP_KEEPINTVL},
+	"keepalive_probes":     {"TCP_KEEPCNT", unix.TCP_KEEPCNT},
+	"syn_retries":          {"TCP_SYNCNT", unix.TCP_SYNCNT},
+	"nodelay":              {"TCP_NODELAY", unix.TCP_NODELAY},
+	"thin_linear_timeouts": {"TCP_THIN_LINEAR_TIMEOUTS", unix.TCP_THIN_LINEAR_TIMEOUTS},
+	"tos":                  {"IP_TOS", unix.IP_TOS},
+	"traffic_class":        {"IPV6_TCLASS", unix.IPV6_TCLASS},
+	"auto_flow_label":      {"IPV6_AUTOFLOWLABEL", unix.IPV6_AUTOFLOWLABEL},
+}
+
 // Effective compares the settings of a rule with the values that the kernel reports for a connection. c is the state
 // of the connection in the program (Tune.Connection), or nil if no rule matched.
 func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
@@ -53,24 +105,6 @@ func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) 
 		return nil, fmt.Errorf("read values of %s: %w", s, err)
 	}
 	return values, nil
-}
-
-// comparison compares the settings of a rule with the values of one connection.
-type comparison struct {
-	family     int         // unix.AF_INET or AF_INET6
-	socketRole config.Role // role derived from the socket
-	c          *bpf.TuneConnection
-	info       *unix.TCPInfo
-	hz         int64
-	settings   []config.Setting
-	reacted    []config.Setting
-	// read returns the value of an option and its source. ok is false if the kernel does not report the option.
-	read func(Option) (r Reading, source string, ok bool, err error)
-	// mptcp reports that the connection is a subflow.
-	mptcp bool
-	// unreadable is the source of options that cannot be read. otherCause is the explanation of values that
-	// differ for an unknown reason.
-	unreadable, otherCause string
 }
 
 // values compares all settings of the rule, including those of its reaction.
@@ -161,18 +195,6 @@ func (l *comparison) requested(o Option, s config.Setting) string {
 	return config.FormatValue(o.TuneOption, s.Value)
 }
 
-// role returns the role of the connection: the one that the program recorded, otherwise the one derived from the
-// socket.
-func (l *comparison) role() config.Role {
-	switch {
-	case l.c == nil:
-		return l.socketRole
-	case uint32(l.c.Role) == bpf.MatchAccept:
-		return config.RoleAccept
-	}
-	return config.RoleConnect
-}
-
 // inapplicable explains why an option does not apply to this connection, or returns "".
 func (l *comparison) inapplicable(o Option) string {
 	switch {
@@ -246,29 +268,16 @@ func (l *comparison) compare(o Option, s config.Setting, r Reading) (differs boo
 	return false, notes, nil
 }
 
-// rounded returns a value in the kernel's units, and a note that names the unit.
-func (l *comparison) rounded(o Option, value, got int64) (rounded int64, note string) {
-	switch o.Name {
-	case "tos", "traffic_class":
-		return value&^ecnBits | got&ecnBits, "the two lowest bits are the kernel's, for ECN"
-	case "syn_rto", "synack_rto", "delack_max", "rto_min":
-		return l.jiffies(value) * 1000000 / l.hz, l.jiffiesNote()
-	case "rto_max":
-		return (l.jiffies(value/o.Unit*o.Unit)*1000 + l.hz - 1) / l.hz * o.Unit, l.jiffiesNote()
-	case "user_timeout":
-		value, note = value/o.Unit*o.Unit, "in whole milliseconds"
-	case "keepalive_idle", "keepalive_interval":
-		value, note = value/o.Unit*o.Unit, "in whole seconds"
-	}
-	return value, note
-}
-
 // jiffies converts microseconds to jiffies and rounds up.
 func (l *comparison) jiffies(us int64) int64 { return (us*l.hz + 999999) / 1000000 }
 
 func (l *comparison) jiffiesNote() string {
 	return "rounded up to jiffies of " + duration(1000000/l.hz)
 }
+
+// smallestBuffer is an upper bound of SOCK_MIN_SNDBUF and SOCK_MIN_RCVBUF (include/net/sock.h, Linux 6.18), which are
+// 4608 and 2304 on 64-bit kernels.
+const smallestBuffer = 8192
 
 // compareBuffer compares the size of a buffer, which the kernel has doubled.
 func (l *comparison) compareBuffer(o Option, want int64, r Reading) (differs bool, notes []string, err error) {
@@ -309,9 +318,24 @@ func (l *comparison) compareBuffer(o Option, want int64, r Reading) (differs boo
 	return differs, notes, nil
 }
 
-// smallestBuffer is an upper bound of SOCK_MIN_SNDBUF and SOCK_MIN_RCVBUF (include/net/sock.h, Linux 6.18), which are
-// 4608 and 2304 on 64-bit kernels.
-const smallestBuffer = 8192
+// role returns the role of the connection: the one that the program recorded, otherwise the one derived from the
+// socket.
+func (l *comparison) role() config.Role {
+	switch {
+	case l.c == nil:
+		return l.socketRole
+	case uint32(l.c.Role) == bpf.MatchAccept:
+		return config.RoleAccept
+	}
+	return config.RoleConnect
+}
+
+// Bits of tcpi_options: include/uapi/linux/tcp.h, Linux 6.18.
+const (
+	tcpiOptTimestamps = 1
+	tcpiOptWscale     = 4
+	tcpiOptECN        = 8
+)
 
 // windowScale returns the window scale that this host advertises. golang.org/x/sys has no field for the bits after
 // tcpi_options.
@@ -322,16 +346,6 @@ func (l *comparison) windowScale() uint {
 	}
 	return uint(scales >> 4)
 }
-
-// Bits of tcpi_options: include/uapi/linux/tcp.h, Linux 6.18.
-const (
-	tcpiOptTimestamps = 1
-	tcpiOptWscale     = 4
-	tcpiOptECN        = 8
-)
-
-// timestamps is TCPOLEN_TSTAMP_ALIGNED (include/net/tcp.h, Linux 6.18).
-const timestamps = 12
 
 // lowWaterNotes explains why SO_RCVLOWAT is less than requested.
 func (l *comparison) lowWaterNotes(got int64) ([]string, error) {
@@ -348,6 +362,14 @@ func (l *comparison) lowWaterNotes(got int64) ([]string, error) {
 	}
 	return nil, nil
 }
+
+// timestamps is TCPOLEN_TSTAMP_ALIGNED (include/net/tcp.h, Linux 6.18).
+const timestamps = 12
+
+// infiniteThreshold is TCP_INFINITE_SSTHRESH (include/net/tcp.h, Linux 6.18).
+const infiniteThreshold = 0x7fffffff
+
+const notReadable = "not readable"
 
 // fromTCPInfo fills in the value of an option that cannot be read, as far as TCP_INFO reports it.
 func (l *comparison) fromTCPInfo(v *api.TuneValue, o Option, s config.Setting) (notes []string) {
@@ -435,43 +457,21 @@ func (l *comparison) fromTCPInfo(v *api.TuneValue, o Option, s config.Setting) (
 	return notes
 }
 
-// infiniteThreshold is TCP_INFINITE_SSTHRESH (include/net/tcp.h, Linux 6.18).
-const infiniteThreshold = 0x7fffffff
-
-const notReadable = "not readable"
-
-// readable contains the options that getsockopt(2) reports. The minimum RTO and the maximum delay of acknowledgements
-// exist since Linux 6.15 and have option numbers of their own.
-var readable = map[string]struct {
-	name   string
-	number int
-}{
-	"sndbuf":               {"SO_SNDBUF", unix.SO_SNDBUF},
-	"rcvbuf":               {"SO_RCVBUF", unix.SO_RCVBUF},
-	"rcvlowat":             {"SO_RCVLOWAT", unix.SO_RCVLOWAT},
-	"pacing_rate":          {"SO_MAX_PACING_RATE", unix.SO_MAX_PACING_RATE},
-	"priority":             {"SO_PRIORITY", unix.SO_PRIORITY},
-	"mark":                 {"SO_MARK", unix.SO_MARK},
-	"keepalive":            {"SO_KEEPALIVE", unix.SO_KEEPALIVE},
-	"reuse_address":        {"SO_REUSEADDR", unix.SO_REUSEADDR},
-	"bind_ifindex":         {"SO_BINDTOIFINDEX", unix.SO_BINDTOIFINDEX},
-	"txrehash":             {"SO_TXREHASH", unix.SO_TXREHASH},
-	"congestion":           {"TCP_CONGESTION", unix.TCP_CONGESTION},
-	"delack_max":           {"TCP_DELACK_MAX_US", unix.TCP_DELACK_MAX_US},
-	"rto_min":              {"TCP_RTO_MIN_US", unix.TCP_RTO_MIN_US},
-	"rto_max":              {"TCP_RTO_MAX_MS", unix.TCP_RTO_MAX_MS},
-	"notsent_lowat":        {"TCP_NOTSENT_LOWAT", unix.TCP_NOTSENT_LOWAT},
-	"window_clamp":         {"TCP_WINDOW_CLAMP", unix.TCP_WINDOW_CLAMP},
-	"user_timeout":         {"TCP_USER_TIMEOUT", unix.TCP_USER_TIMEOUT},
-	"keepalive_idle":       {"TCP_KEEPIDLE", unix.TCP_KEEPIDLE},
-	"keepalive_interval":   {"TCP_KEEPINTVL", unix.TCP_KEEPINTVL},
-	"keepalive_probes":     {"TCP_KEEPCNT", unix.TCP_KEEPCNT},
-	"syn_retries":          {"TCP_SYNCNT", unix.TCP_SYNCNT},
-	"nodelay":              {"TCP_NODELAY", unix.TCP_NODELAY},
-	"thin_linear_timeouts": {"TCP_THIN_LINEAR_TIMEOUTS", unix.TCP_THIN_LINEAR_TIMEOUTS},
-	"tos":                  {"IP_TOS", unix.IP_TOS},
-	"traffic_class":        {"IPV6_TCLASS", unix.IPV6_TCLASS},
-	"auto_flow_label":      {"IPV6_AUTOFLOWLABEL", unix.IPV6_AUTOFLOWLABEL},
+// rounded returns a value in the kernel's units, and a note that names the unit.
+func (l *comparison) rounded(o Option, value, got int64) (rounded int64, note string) {
+	switch o.Name {
+	case "tos", "traffic_class":
+		return value&^ecnBits | got&ecnBits, "the two lowest bits are the kernel's, for ECN"
+	case "syn_rto", "synack_rto", "delack_max", "rto_min":
+		return l.jiffies(value) * 1000000 / l.hz, l.jiffiesNote()
+	case "rto_max":
+		return (l.jiffies(value/o.Unit*o.Unit)*1000 + l.hz - 1) / l.hz * o.Unit, l.jiffiesNote()
+	case "user_timeout":
+		value, note = value/o.Unit*o.Unit, "in whole milliseconds"
+	case "keepalive_idle", "keepalive_interval":
+		value, note = value/o.Unit*o.Unit, "in whole seconds"
+	}
+	return value, note
 }
 
 // read reads an option of a socket. ok is false if the kernel does not report the option.

@@ -36,14 +36,6 @@ func setExploration(r *bpf.TuneRule, name string, o Option, e *config.Explore) {
 	r.LearnBits6 = uint8(e.IPv6)
 }
 
-// learnKey returns the key of a rule in the map of learned windows: a hash of its name, so that learned values
-// survive a change of the rule's content.
-func learnKey(rule string) uint32 {
-	h := fnv.New32a()
-	h.Write([]byte(rule))
-	return h.Sum32()
-}
-
 // Learned returns the learned windows of one rule, or of all rules for "".
 func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
 	if name != "" {
@@ -116,6 +108,14 @@ func (t *tuner) learned(name string) ([]api.TuneLearned, error) {
 		return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Prefix, b.Prefix))
 	})
 	return list, nil
+}
+
+// learnKey returns the key of a rule in the map of learned windows: a hash of its name, so that learned values
+// survive a change of the rule's content.
+func learnKey(rule string) uint32 {
+	h := fnv.New32a()
+	h.Write([]byte(rule))
+	return h.Sum32()
 }
 
 // exploreOf returns the settings of the learner of a rule, or nil.

@@ -67,6 +67,25 @@ type SavedValue struct {
 	After  *Reading `json:"after,omitempty"`
 }
 
+// liveApply is the state of one Apply.
+type liveApply struct {
+	tune  *bpf.Tune
+	live  *bpf.Live
+	only  func(rule string) bool
+	begin func(cookie uint64, c SavedConnection) error
+	rules map[uint32]*bpf.InstalledRule
+	plans map[uint64]plan
+	// unseen counts connections for which the kernel does not run the program.
+	unseen int
+	report Report
+}
+
+// plan is the planned change of one connection.
+type plan struct {
+	rule uint32 // 0: none
+	role uint32
+}
+
 // Apply applies rules to the open connections of the processes in a cgroup directory and below: each connection gets
 // the rule that it would have got at its start, if only reports true for the name of the rule (nil: for all rules).
 // Settings that act only at the start of a connection, and connections that are not accepted yet, are left out.
@@ -101,25 +120,6 @@ func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool, begin func(c
 	}
 	err = errors.Join(err, a.live.Close(), a.countFailures(failed))
 	return a.report, err
-}
-
-// liveApply is the state of one Apply.
-type liveApply struct {
-	tune  *bpf.Tune
-	live  *bpf.Live
-	only  func(rule string) bool
-	begin func(cookie uint64, c SavedConnection) error
-	rules map[uint32]*bpf.InstalledRule
-	plans map[uint64]plan
-	// unseen counts connections for which the kernel does not run the program.
-	unseen int
-	report Report
-}
-
-// plan is the planned change of one connection.
-type plan struct {
-	rule uint32 // 0: none
-	role uint32
 }
 
 // decide asks the program for the rule of each connection.
@@ -261,6 +261,27 @@ func (a *liveApply) applyRule(s *procsock.Socket, plan plan, rule *bpf.Installed
 	return nil
 }
 
+// Reasons why options are not reverted.
+const (
+	leftChanged = "changed since, by the application or by another program"
+	leftPacing  = "the rate is not bounded any more; pacing goes on, which the kernel does not end"
+	leftBBR     = "pacing goes on, which bbr began and the kernel does not end"
+	leftClamp   = "the bound is gone; slow start begins anew, as its threshold cannot be set alone"
+	leftDefault = "set to 200ms, the kernel's default: this kernel does not report the previous value"
+)
+
+// defaults are the kernel's default values of options that older kernels or no kernel can read: snd_cwnd_clamp, which
+// starts at ^0 (BPF can set no larger value than the policy's), TCP_DELACK_MAX and TCP_RTO_MIN (include/net/tcp.h,
+// Linux 6.18).
+var defaults = map[string]struct {
+	value  int32
+	reason string
+}{
+	"cwnd_clamp": {math.MaxInt32, leftClamp},
+	"delack_max": {200 * 1000, leftDefault},
+	"rto_min":    {200 * 1000, leftDefault},
+}
+
 // changedValues returns the values of options that a rule has set, and that differ.
 func changedValues(set map[string]bool, before, after map[string]*Reading) []SavedValue {
 	values := []SavedValue{}
@@ -311,14 +332,6 @@ func (a *liveApply) problem(s *procsock.Socket, err error) {
 	a.report.Problems = append(a.report.Problems, problem(s, err))
 }
 
-// problem describes why a socket could not be changed.
-func problem(s *procsock.Socket, err error) string {
-	if errors.Is(err, unix.ENOPROTOOPT) {
-		err = errors.New("it belongs to the cgroup in which it was opened")
-	}
-	return fmt.Sprintf("%s: %v", s, err)
-}
-
 // liveOptions returns the options that a rule sets on open connections.
 func liveOptions(rule *bpf.TuneRule, family int) map[string]bool {
 	names := make(map[string]bool)
@@ -363,25 +376,13 @@ type Reverted struct {
 	Remaining Saved `json:"-"`
 }
 
-// Reasons why options are not reverted.
-const (
-	leftChanged = "changed since, by the application or by another program"
-	leftPacing  = "the rate is not bounded any more; pacing goes on, which the kernel does not end"
-	leftBBR     = "pacing goes on, which bbr began and the kernel does not end"
-	leftClamp   = "the bound is gone; slow start begins anew, as its threshold cannot be set alone"
-	leftDefault = "set to 200ms, the kernel's default: this kernel does not report the previous value"
-)
-
-// defaults are the kernel's default values of options that older kernels or no kernel can read: snd_cwnd_clamp, which
-// starts at ^0 (BPF can set no larger value than the policy's), TCP_DELACK_MAX and TCP_RTO_MIN (include/net/tcp.h,
-// Linux 6.18).
-var defaults = map[string]struct {
-	value  int32
-	reason string
-}{
-	"cwnd_clamp": {math.MaxInt32, leftClamp},
-	"delack_max": {200 * 1000, leftDefault},
-	"rto_min":    {200 * 1000, leftDefault},
+// liveRevert is the state of one Revert.
+type liveRevert struct {
+	tune   *bpf.Tune
+	live   *bpf.Live
+	saved  Saved
+	left   map[api.TuneNotReverted]int
+	report Reverted
 }
 
 // Revert reverts the changes of Apply to the connections in saved: values that are still those of Apply become the
@@ -412,15 +413,6 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(optionIndex(a.Option), optionIndex(b.Option)), cmp.Compare(a.Reason, b.Reason))
 	})
 	return r.report, errors.Join(err, live.Close())
-}
-
-// liveRevert is the state of one Revert.
-type liveRevert struct {
-	tune   *bpf.Tune
-	live   *bpf.Live
-	saved  Saved
-	left   map[api.TuneNotReverted]int
-	report Reverted
 }
 
 func (r *liveRevert) visit(s *procsock.Socket) error {
@@ -469,6 +461,14 @@ func (r *liveRevert) visit(s *procsock.Socket) error {
 	}
 	r.report.Connections++
 	return nil
+}
+
+// problem describes why a socket could not be changed.
+func problem(s *procsock.Socket, err error) string {
+	if errors.Is(err, unix.ENOPROTOOPT) {
+		err = errors.New("it belongs to the cgroup in which it was opened")
+	}
+	return fmt.Sprintf("%s: %v", s, err)
 }
 
 // unchanged reports whether an option still has the value that Apply set, or another value than before an Apply that did

@@ -89,6 +89,16 @@ var kernelOptions = map[string]Option{
 	"flow_label":      {Level: bpf.TuneLevelTxhash, Phases: atStart, Since: "4.15"},
 }
 
+// FindOption returns the option with a name.
+func FindOption(name string) (Option, bool) {
+	for _, o := range AllOptions() {
+		if o.Name == name {
+			return o, true
+		}
+	}
+	return Option{}, false
+}
+
 // AllOptions returns all options in the order of config.TuneOptions. The ID of an option is its index.
 func AllOptions() []Option {
 	options := make([]Option, len(config.TuneOptions))
@@ -99,16 +109,6 @@ func AllOptions() []Option {
 		options[i].Unit = max(options[i].Unit, 1)
 	}
 	return options
-}
-
-// FindOption returns the option with a name.
-func FindOption(name string) (Option, bool) {
-	for _, o := range AllOptions() {
-		if o.Name == name {
-			return o, true
-		}
-	}
-	return Option{}, false
 }
 
 // ecnBits are the ECN bits of the type of service or the traffic class (RFC 3168), which TCP sets.

@@ -47,16 +47,6 @@ type tuneChange struct {
 	services []config.Service
 }
 
-// newTuner returns a tuner that is not attached, with the record that is pinned.
-func (d *Domain) newTuner(c tuneChange) *tuner {
-	t := &tuner{host: d.host, log: d.log.With("cgroup", c.name), kernel: d.kernel, name: c.name, rules: c.rules, services: c.services}
-	if data, err := bpf.ReadScope(d.host.Root.Tuning(scope.PinName(c.name))); err == nil {
-		// A damaged record is replaced.
-		_ = json.Unmarshal(data, &t.scope)
-	}
-	return t
-}
-
 // register registers the tuner of a cgroup that could not be tuned. Later events of the cgroup, and plans, try again.
 func (d *Domain) register(c tuneChange, problem error) {
 	t := d.newTuner(c)
@@ -91,6 +81,44 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 		t.log.Info("cgroup tuned", events.CgroupTuned, "path", t.scope.Path)
 	}
 	return t, nil
+}
+
+// newTuner returns a tuner that is not attached, with the record that is pinned.
+func (d *Domain) newTuner(c tuneChange) *tuner {
+	t := &tuner{host: d.host, log: d.log.With("cgroup", c.name), kernel: d.kernel, name: c.name, rules: c.rules, services: c.services}
+	if data, err := bpf.ReadScope(d.host.Root.Tuning(scope.PinName(c.name))); err == nil {
+		// A damaged record is replaced.
+		_ = json.Unmarshal(data, &t.scope)
+	}
+	return t
+}
+
+// install replaces the rules. If install fails, the previous rules stay in force.
+func (t *tuner) install(rules []config.TuneRule, services []config.Service) error {
+	return t.installIn(t.tune, rules, services)
+}
+
+// renew attaches the program again if the cgroup was created again, for example because a unit was started. others
+// are the paths of the other tuned cgroups by name.
+func (t *tuner) renew(others map[string]string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	path, err := t.host.Cgroups.Find(t.name)
+	if t.inForce() && err == nil && path == t.scope.Path {
+		return
+	}
+	before := t.problem
+	t.detach()
+	if err := t.open(others); err != nil {
+		if before == nil || before.Error() != err.Error() {
+			t.log.Warn("cgroup not tuned", events.CgroupNotTuned, "error", err)
+		}
+		t.problem = err
+		return
+	}
+	if t.tune != nil {
+		t.log.Info("cgroup tuned", events.CgroupTuned, "path", t.scope.Path)
+	}
 }
 
 // open attaches the program to the cgroup and installs the rules. For a unit that does not run, open sets the problem
@@ -136,11 +164,6 @@ func (t *tuner) record(tuning *bpf.Tune) error {
 	return tuning.SetScope(record)
 }
 
-// install replaces the rules. If install fails, the previous rules stay in force.
-func (t *tuner) install(rules []config.TuneRule, services []config.Service) error {
-	return t.installIn(t.tune, rules, services)
-}
-
 // installIn is install for a tuning that may not be attached yet, or that is nil.
 func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []config.Service) error {
 	skipped, err := t.kernel.skippedOptions(rules)
@@ -176,29 +199,6 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 	return compiled, nil
 }
 
-// renew attaches the program again if the cgroup was created again, for example because a unit was started. others
-// are the paths of the other tuned cgroups by name.
-func (t *tuner) renew(others map[string]string) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	path, err := t.host.Cgroups.Find(t.name)
-	if t.inForce() && err == nil && path == t.scope.Path {
-		return
-	}
-	before := t.problem
-	t.detach()
-	if err := t.open(others); err != nil {
-		if before == nil || before.Error() != err.Error() {
-			t.log.Warn("cgroup not tuned", events.CgroupNotTuned, "error", err)
-		}
-		t.problem = err
-		return
-	}
-	if t.tune != nil {
-		t.log.Info("cgroup tuned", events.CgroupTuned, "path", t.scope.Path)
-	}
-}
-
 // inForce reports whether the program is attached to the existing cgroup and has all rules.
 func (t *tuner) inForce() bool {
 	return t.problem == nil && t.tune != nil && t.tune.Attached()
@@ -215,15 +215,6 @@ func (t *tuner) detach() {
 		return
 	}
 	t.idle, t.tune = t.tune, nil
-}
-
-func (t *tuner) closeLocked() {
-	for _, one := range []**bpf.Tune{&t.tune, &t.idle} {
-		if *one != nil {
-			(*one).Close()
-			*one = nil
-		}
-	}
 }
 
 func (t *tuner) close() {
@@ -243,6 +234,15 @@ func (t *tuner) retire() error {
 	return scope.RemoveCreated([]scope.Scope{t.scope})
 }
 
+func (t *tuner) closeLocked() {
+	for _, one := range []**bpf.Tune{&t.tune, &t.idle} {
+		if *one != nil {
+			(*one).Close()
+			*one = nil
+		}
+	}
+}
+
 // ruleNames returns the names of all rules that connections may have, by number.
 func (t *tuner) ruleNames() map[uint32]string {
 	t.mu.Lock()
@@ -259,6 +259,13 @@ func (t *tuner) ruleNames() map[uint32]string {
 	return names
 }
 
+// contains reports whether a cgroup, given by its path below the mount, is the tuned cgroup or below it.
+func (t *tuner) contains(cgroup string) bool {
+	path := t.path()
+	below, err := filepath.Rel(path, filepath.Join(t.host.Cgroups.Mount, cgroup))
+	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")
+}
+
 // path returns the directory of the cgroup, or "" if it does not exist.
 func (t *tuner) path() string {
 	t.mu.Lock()
@@ -267,11 +274,4 @@ func (t *tuner) path() string {
 		return ""
 	}
 	return t.scope.Path
-}
-
-// contains reports whether a cgroup, given by its path below the mount, is the tuned cgroup or below it.
-func (t *tuner) contains(cgroup string) bool {
-	path := t.path()
-	below, err := filepath.Rel(path, filepath.Join(t.host.Cgroups.Mount, cgroup))
-	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")
 }

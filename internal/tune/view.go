@@ -106,18 +106,6 @@ func (t *tuner) summary() api.TunedCgroup {
 	return s
 }
 
-// ruleTexts lists the settings of a rule.
-func ruleTexts(rule config.TuneRule) []string {
-	texts := make([]string, 0, len(rule.Set)+1)
-	for _, s := range rule.Set {
-		texts = append(texts, s.String())
-	}
-	if rule.Tag != nil {
-		texts = append(texts, "tag "+config.FormatTag(rule.Tag))
-	}
-	return texts
-}
-
 func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.TuneFailure]uint64) (api.TuneRuleStatus, error) {
 	r := api.TuneRuleStatus{
 		Name: rule.Name, Match: rule.Match.String(), Set: ruleTexts(rule), Observe: string(rule.Observe),
@@ -271,6 +259,18 @@ func (d *Domain) Explain(cgroup string, questions []match.Question) ([]api.TuneE
 	return list, nil
 }
 
+// ruleTexts lists the settings of a rule.
+func ruleTexts(rule config.TuneRule) []string {
+	texts := make([]string, 0, len(rule.Set)+1)
+	for _, s := range rule.Set {
+		texts = append(texts, s.String())
+	}
+	if rule.Tag != nil {
+		texts = append(texts, "tag "+config.FormatTag(rule.Tag))
+	}
+	return texts
+}
+
 func matched(steps []match.Step, rules []config.TuneRule) *config.TuneRule {
 	for _, step := range steps {
 		if step.Matches {
@@ -319,29 +319,6 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 	}
 }
 
-// tunersOf returns the tuner of the named cgroup, or all tuners sorted by name for "".
-func (d *Domain) tunersOf(cgroup string) ([]*tuner, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	var all []*tuner
-	for _, name := range slices.Sorted(maps.Keys(d.tuners)) {
-		if cgroup == "" || cgroup == name || "/"+cgroup == name {
-			all = append(all, d.tuners[name])
-		}
-	}
-	if cgroup != "" && len(all) == 0 {
-		return nil, fault.Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), d.tunedHint())
-	}
-	return all, nil
-}
-
-func (d *Domain) tunedHint() string {
-	if len(d.tuners) == 0 {
-		return "it has no tune rules"
-	}
-	return "it tunes " + strings.Join(slices.Sorted(maps.Keys(d.tuners)), ", ")
-}
-
 // findRule returns the rule with a name. Names of rules are unique in a policy.
 func (d *Domain) findRule(name string) (*tuner, config.TuneRule, error) {
 	tuners, err := d.tunersOf("")
@@ -367,6 +344,29 @@ func (d *Domain) findRule(name string) (*tuner, config.TuneRule, error) {
 		hint = "the policy has " + strings.Join(known, ", ")
 	}
 	return nil, config.TuneRule{}, fault.Usage(fmt.Errorf("there is no rule %q", name), hint)
+}
+
+// tunersOf returns the tuner of the named cgroup, or all tuners sorted by name for "".
+func (d *Domain) tunersOf(cgroup string) ([]*tuner, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var all []*tuner
+	for _, name := range slices.Sorted(maps.Keys(d.tuners)) {
+		if cgroup == "" || cgroup == name || "/"+cgroup == name {
+			all = append(all, d.tuners[name])
+		}
+	}
+	if cgroup != "" && len(all) == 0 {
+		return nil, fault.Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), d.tunedHint())
+	}
+	return all, nil
+}
+
+func (d *Domain) tunedHint() string {
+	if len(d.tuners) == 0 {
+		return "it has no tune rules"
+	}
+	return "it tunes " + strings.Join(slices.Sorted(maps.Keys(d.tuners)), ", ")
 }
 
 // ruleIDs returns the numbers of the rules in force by name, the number of their older versions, and all rules by

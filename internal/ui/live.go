@@ -44,6 +44,42 @@ type sparkKey struct {
 	slot    int
 }
 
+// live streams the frames as server-sent events. A slow browser skips frames.
+func (s *Server) live(w http.ResponseWriter, r *http.Request) {
+	release, ok := s.admit(w, r)
+	if !ok {
+		return
+	}
+	defer release()
+	if err := s.hub.join(); err != nil {
+		http.Error(w, fault.Message(err), http.StatusServiceUnavailable)
+		return
+	}
+	defer s.hub.leave()
+	out := &deadlineWriter{w, http.NewResponseController(w)}
+	if out.SetReadDeadline(time.Time{}) != nil {
+		return
+	}
+	w.Header().Set("Content-Type", "text/event-stream")
+	w.Header().Set("X-Accel-Buffering", "no") // a proxy that buffers would delay the frames
+	if _, err := out.Write([]byte("retry: 2000\n\n")); err != nil || out.FlushError() != nil {
+		return
+	}
+	for {
+		frame, changed := s.source.Frame()
+		if frame != nil {
+			if _, err := out.Write(s.hub.encoded(frame)); err != nil || out.FlushError() != nil {
+				return // the browser has disconnected, or does not read
+			}
+		}
+		select {
+		case <-r.Context().Done():
+			return
+		case <-changed:
+		}
+	}
+}
+
 // join counts a browser until leave. The hub is one watcher of the source.
 func (h *hub) join() error {
 	h.mu.Lock()
@@ -65,23 +101,6 @@ func (h *hub) leave() {
 	if h.watchers--; h.watchers == 0 {
 		h.stop()
 	}
-}
-
-// encoded returns the message with a frame.
-func (h *hub) encoded(frame *api.Frame) []byte {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if frame == h.frame {
-		return h.message
-	}
-	if h.frame != nil && frame.Time.Before(h.frame.Time) {
-		return h.message // another browser was faster
-	}
-	if h.frame == nil || frame.Time.Sub(h.frame.Time) > sparkGap {
-		h.sparks = make(map[sparkKey][]float64)
-	}
-	h.frame, h.message = frame, h.encode(frame)
-	return h.message
 }
 
 // message is a frame as the page gets it.
@@ -111,6 +130,23 @@ type slot struct {
 	Spark string   `json:"spark"` // path, see chart.Spark
 	Tiles []string `json:"tiles"` // paths, see chart.Cells: the devices of the slot in their order, tileColumns in a row
 	Rows  int      `json:"rows"`  // of the tiles
+}
+
+// encoded returns the message with a frame.
+func (h *hub) encoded(frame *api.Frame) []byte {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if frame == h.frame {
+		return h.message
+	}
+	if h.frame != nil && frame.Time.Before(h.frame.Time) {
+		return h.message // another browser was faster
+	}
+	if h.frame == nil || frame.Time.Sub(h.frame.Time) > sparkGap {
+		h.sparks = make(map[sparkKey][]float64)
+	}
+	h.frame, h.message = frame, h.encode(frame)
+	return h.message
 }
 
 // encode returns the message of server-sent events with a frame. The caller holds h.mu.
@@ -216,40 +252,4 @@ func encodeDevices(devices []api.LiveDevice) json.RawMessage {
 		out = append(out, ']')
 	}
 	return append(out, ']')
-}
-
-// live streams the frames as server-sent events. A slow browser skips frames.
-func (s *Server) live(w http.ResponseWriter, r *http.Request) {
-	release, ok := s.admit(w, r)
-	if !ok {
-		return
-	}
-	defer release()
-	if err := s.hub.join(); err != nil {
-		http.Error(w, fault.Message(err), http.StatusServiceUnavailable)
-		return
-	}
-	defer s.hub.leave()
-	out := &deadlineWriter{w, http.NewResponseController(w)}
-	if out.SetReadDeadline(time.Time{}) != nil {
-		return
-	}
-	w.Header().Set("Content-Type", "text/event-stream")
-	w.Header().Set("X-Accel-Buffering", "no") // a proxy that buffers would delay the frames
-	if _, err := out.Write([]byte("retry: 2000\n\n")); err != nil || out.FlushError() != nil {
-		return
-	}
-	for {
-		frame, changed := s.source.Frame()
-		if frame != nil {
-			if _, err := out.Write(s.hub.encoded(frame)); err != nil || out.FlushError() != nil {
-				return // the browser has disconnected, or does not read
-			}
-		}
-		select {
-		case <-r.Context().Done():
-			return
-		case <-changed:
-		}
-	}
 }

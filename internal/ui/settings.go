@@ -132,25 +132,6 @@ func (s *Settings) admits(r *http.Request, now time.Time) bool {
 	return false
 }
 
-// isToken compares in constant time. The hashes hide the length.
-func (s *Settings) isToken(given string) bool {
-	a, b := sha256.Sum256(s.token), sha256.Sum256([]byte(given))
-	return s.token != nil && subtle.ConstantTimeCompare(a[:], b[:]) == 1
-}
-
-// newSession returns the value of a cookie: the time at which the session ends, and its authentication by the token.
-// The agent keeps no sessions; with another token all end.
-func (s *Settings) newSession(now time.Time) string {
-	end := strconv.FormatInt(now.Add(sessionTime).Unix(), 10)
-	return end + "." + s.sign(end)
-}
-
-func (s *Settings) sign(end string) string {
-	mac := hmac.New(sha256.New, s.token)
-	mac.Write([]byte("sockeye web page, session until " + end))
-	return base64.RawURLEncoding.EncodeToString(mac.Sum(nil))
-}
-
 func (s *Settings) isSession(value string, now time.Time) bool {
 	end, mac, ok := strings.Cut(value, ".")
 	if !ok || !hmac.Equal([]byte(mac), []byte(s.sign(end))) {
@@ -165,13 +146,8 @@ func (s *Settings) isSecure(r *http.Request) bool {
 	return r.TLS != nil || s.Config.SocketPath() != "" && r.Header.Get("X-Forwarded-Proto") == "https"
 }
 
-// cookieName returns the name of the session's cookie. The prefix keeps other names of the domain, and pages without TLS,
-// from setting it. Another port of the host has the same cookies.
-func (s *Settings) cookieName(r *http.Request) string {
-	if s.isSecure(r) {
-		return "__Host-sockeye"
-	}
-	return "sockeye"
+func (s *Server) showLogin(w http.ResponseWriter, r *http.Request) {
+	s.writeLogin(w, r, http.StatusOK, "")
 }
 
 // maxLogin is the size of a login form in bytes.
@@ -179,10 +155,6 @@ const maxLogin = 4096
 
 // refusedInterval is the minimum time between two warnings about refused tokens.
 const refusedInterval = time.Minute
-
-func (s *Server) showLogin(w http.ResponseWriter, r *http.Request) {
-	s.writeLogin(w, r, http.StatusOK, "")
-}
 
 // login checks the token of the form, and gives the browser a session.
 func (s *Server) login(w http.ResponseWriter, r *http.Request) {
@@ -212,6 +184,34 @@ func (s *Server) login(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("Location", "./")
 	w.WriteHeader(http.StatusSeeOther)
+}
+
+// isToken compares in constant time. The hashes hide the length.
+func (s *Settings) isToken(given string) bool {
+	a, b := sha256.Sum256(s.token), sha256.Sum256([]byte(given))
+	return s.token != nil && subtle.ConstantTimeCompare(a[:], b[:]) == 1
+}
+
+// newSession returns the value of a cookie: the time at which the session ends, and its authentication by the token.
+// The agent keeps no sessions; with another token all end.
+func (s *Settings) newSession(now time.Time) string {
+	end := strconv.FormatInt(now.Add(sessionTime).Unix(), 10)
+	return end + "." + s.sign(end)
+}
+
+func (s *Settings) sign(end string) string {
+	mac := hmac.New(sha256.New, s.token)
+	mac.Write([]byte("sockeye web page, session until " + end))
+	return base64.RawURLEncoding.EncodeToString(mac.Sum(nil))
+}
+
+// cookieName returns the name of the session's cookie. The prefix keeps other names of the domain, and pages without TLS,
+// from setting it. Another port of the host has the same cookies.
+func (s *Settings) cookieName(r *http.Request) string {
+	if s.isSecure(r) {
+		return "__Host-sockeye"
+	}
+	return "sockeye"
 }
 
 // writeLogin sends the login form with a message, which is a constant.

@@ -70,6 +70,12 @@ type Server struct {
 	mux      *http.ServeMux
 }
 
+// file is an embedded file.
+type file struct {
+	name, tag string
+	data      []byte
+}
+
 // New returns a server with at most so many streams at a time.
 func New(settings *Settings, source Source, log *slog.Logger, streams int) (*Server, error) {
 	s := &Server{source: source, log: log, hub: hub{source: source}, streams: make(chan struct{}, streams), reports: make(chan struct{}, 1), mux: http.NewServeMux()}
@@ -162,12 +168,6 @@ func isLocalName(host string) bool {
 	return err == nil && addr.Zone() == "" && addr.IsLoopback()
 }
 
-// file is an embedded file.
-type file struct {
-	name, tag string
-	data      []byte
-}
-
 func newFile(files fs.FS, name string) (*file, error) {
 	data, err := fs.ReadFile(files, name)
 	if err != nil {
@@ -184,20 +184,11 @@ func (f *file) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	http.ServeContent(w, r, f.name, time.Time{}, bytes.NewReader(f.data))
 }
 
-// admit takes a token for a stream. It answers the request if there is none, and if the request is not for the contents.
-func (s *Server) admit(w http.ResponseWriter, r *http.Request) (release func(), ok bool) {
-	if r.Method == http.MethodHead {
-		w.WriteHeader(http.StatusOK)
-		return nil, false
-	}
-	select {
-	case s.streams <- struct{}{}:
-		return func() { <-s.streams }, true
-	default:
-		w.Header().Set("Retry-After", "10")
-		http.Error(w, fmt.Sprintf("%d streams of the web page are open; close other ones", cap(s.streams)), http.StatusServiceUnavailable)
-		return nil, false
-	}
+// deadlineWriter gives each write writeTime, because a browser that does not read must not hold what the agent has few
+// of.
+type deadlineWriter struct {
+	http.ResponseWriter
+	control *http.ResponseController
 }
 
 // events streams events, as lines of JSON.
@@ -212,11 +203,20 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// deadlineWriter gives each write writeTime, because a browser that does not read must not hold what the agent has few
-// of.
-type deadlineWriter struct {
-	http.ResponseWriter
-	control *http.ResponseController
+// admit takes a token for a stream. It answers the request if there is none, and if the request is not for the contents.
+func (s *Server) admit(w http.ResponseWriter, r *http.Request) (release func(), ok bool) {
+	if r.Method == http.MethodHead {
+		w.WriteHeader(http.StatusOK)
+		return nil, false
+	}
+	select {
+	case s.streams <- struct{}{}:
+		return func() { <-s.streams }, true
+	default:
+		w.Header().Set("Retry-After", "10")
+		http.Error(w, fmt.Sprintf("%d streams of the web page are open; close other ones", cap(s.streams)), http.StatusServiceUnavailable)
+		return nil, false
+	}
 }
 
 // Write writes p within writeTime.

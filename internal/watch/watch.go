@@ -42,15 +42,6 @@ func NewFolders(changed func()) (*Folders, error) {
 	return w, nil
 }
 
-// Add watches a folder. A second Add of a folder has no effect, and a folder that does not exist is not an error.
-func (w *Folders) Add(dir string) error {
-	_, err := unix.InotifyAddWatch(w.fd, dir, folderEvents)
-	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("watch folder %s: %w", dir, err)
-	}
-	return nil
-}
-
 // Close closes the inotify descriptor and ends the goroutine.
 func (w *Folders) Close() { w.inotify.Close() }
 
@@ -62,6 +53,15 @@ func (w *Folders) AddWay(path string) error {
 		if err := w.Add(dir); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// Add watches a folder. A second Add of a folder has no effect, and a folder that does not exist is not an error.
+func (w *Folders) Add(dir string) error {
+	_, err := unix.InotifyAddWatch(w.fd, dir, folderEvents)
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("watch folder %s: %w", dir, err)
 	}
 	return nil
 }

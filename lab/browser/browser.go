@@ -64,24 +64,6 @@ func Start(t testing.TB) *Browser {
 	return b
 }
 
-// do carries out an action within wait.
-func do[T any](b *Browser, action chromedp.Action[T]) T {
-	b.t.Helper()
-	ctx, cancel := context.WithTimeout(b.ctx, wait)
-	defer cancel()
-	v, err := chromedp.Run(ctx, action)
-	if err != nil {
-		b.t.Fatalf("browser: %v", err)
-	}
-	return v
-}
-
-// call runs a command of the protocol.
-func call[P, R any](b *Browser, command cdp.Command[P, R], params P) R {
-	b.t.Helper()
-	return do(b, func(ctx context.Context, t *chromedp.Target) (R, error) { return cdp.Call(ctx, t, command, params) })
-}
-
 // note keeps what the page requests, and what goes wrong.
 func (b *Browser) note(event any) {
 	b.mu.Lock()
@@ -138,18 +120,6 @@ func (b *Browser) Open(url string) {
 	}
 }
 
-// Eval returns the value of an expression, which may be a promise.
-func Eval[T any](b *Browser, expression string) T {
-	b.t.Helper()
-	return do(b, chromedp.Evaluate[T](expression, chromedp.EvalAwaitPromise))
-}
-
-// Text returns the visible text of the page.
-func (b *Browser) Text() string {
-	b.t.Helper()
-	return Eval[string](b, "document.body.innerText")
-}
-
 // Eventually waits until an expression is true. An error of the expression is false, as is a page that another one is
 // replacing.
 func (b *Browser) Eventually(expression string) {
@@ -169,6 +139,12 @@ func (b *Browser) Eventually(expression string) {
 	}
 }
 
+// Text returns the visible text of the page.
+func (b *Browser) Text() string {
+	b.t.Helper()
+	return Eval[string](b, "document.body.innerText")
+}
+
 // Frame waits until the page is drawn again.
 func (b *Browser) Frame() {
 	b.t.Helper()
@@ -181,6 +157,12 @@ func (b *Browser) Size(width, height int64, scheme string) {
 	do(b, chromedp.EmulateViewport(width, height))
 	call(b, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{Features: []*emulation.MediaFeature{
 		{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: "reduce"}}})
+}
+
+// call runs a command of the protocol.
+func call[P, R any](b *Browser, command cdp.Command[P, R], params P) R {
+	b.t.Helper()
+	return do(b, func(ctx context.Context, t *chromedp.Target) (R, error) { return cdp.Call(ctx, t, command, params) })
 }
 
 // Press presses keys, as a user does; see the package kb of chromedp.
@@ -203,13 +185,6 @@ func (b *Browser) Screenshot(dir, name string) {
 		b.t.Fatal(err)
 	}
 }
-
-// axeFiles are places of what tools/axe downloads, from the directories of tests. axe-core has the licence MPL-2.0, and is
-// no part of what is distributed.
-var axeFiles = []string{"axe.min.js", "../browser/axe.min.js", "../../lab/browser/axe.min.js"}
-
-// Colors are the rules of axe-core at the levels A and AA that depend on the color scheme (tag cat.color).
-var Colors = []string{"color-contrast", "link-in-text-block"}
 
 // Axe returns the violations that axe-core finds on the page, one a line. Without rules, it checks all that are enabled
 // by default.
@@ -239,6 +214,13 @@ func (b *Browser) Axe(rules ...string) (violations []string) {
 	return violations
 }
 
+// axeFiles are places of what tools/axe downloads, from the directories of tests. axe-core has the licence MPL-2.0, and is
+// no part of what is distributed.
+var axeFiles = []string{"axe.min.js", "../browser/axe.min.js", "../../lab/browser/axe.min.js"}
+
+// Colors are the rules of axe-core at the levels A and AA that depend on the color scheme (tag cat.color).
+var Colors = []string{"color-contrast", "link-in-text-block"}
+
 // loadAxe loads axe-core into the page, once.
 func (b *Browser) loadAxe() {
 	b.t.Helper()
@@ -257,4 +239,22 @@ func (b *Browser) loadAxe() {
 	}
 	// The content security policy is for scripts of the page; those of a debugger may run.
 	Eval[bool](b, string(script)+"; true")
+}
+
+// Eval returns the value of an expression, which may be a promise.
+func Eval[T any](b *Browser, expression string) T {
+	b.t.Helper()
+	return do(b, chromedp.Evaluate[T](expression, chromedp.EvalAwaitPromise))
+}
+
+// do carries out an action within wait.
+func do[T any](b *Browser, action chromedp.Action[T]) T {
+	b.t.Helper()
+	ctx, cancel := context.WithTimeout(b.ctx, wait)
+	defer cancel()
+	v, err := chromedp.Run(ctx, action)
+	if err != nil {
+		b.t.Fatalf("browser: %v", err)
+	}
+	return v
 }

@@ -90,13 +90,6 @@ func (f *fleetDemo) place(slot int) string {
 	return fmt.Sprintf("host %s, slot %d", p.Host, p.Slot)
 }
 
-func placeOf(slot int) fleetPlace {
-	if slot < 0 {
-		return fleetPlace{Slot: -1}
-	}
-	return fleetPlace{string(rune('a' + slot/fleetSlots)), slot % fleetSlots}
-}
-
 // run is the demonstration. It writes its results into the directory out, unless out is empty.
 func (f *fleetDemo) run(ctx context.Context, out string) error {
 	a, b, c := f.net.Hosts[0], f.net.Hosts[1], f.net.Hosts[2]
@@ -223,25 +216,6 @@ func (f *fleetDemo) startAllHosts(ctx context.Context) error {
 	return nil
 }
 
-// startCollectors starts the collectors of a host.
-func (f *fleetDemo) startCollectors(h *fleet.Host) error {
-	for slot := range fleetSlots {
-		if _, err := h.StartCollector(slot); err != nil {
-			return err
-		}
-	}
-	f.living = append(f.living, h)
-	return nil
-}
-
-// without forgets the collectors of a host.
-func (f *fleetDemo) without(h *fleet.Host) {
-	for slot := range fleetSlots {
-		f.RemoveCollector(h.Collector(slot))
-	}
-	f.living = slices.DeleteFunc(f.living, func(o *fleet.Host) bool { return o == h })
-}
-
 // startFleet stops all collectors, and starts Sockeye and the collectors on two hosts.
 func (f *fleetDemo) startFleet(ctx context.Context, hosts ...*fleet.Host) error {
 	var stops []func() error
@@ -270,11 +244,30 @@ func (f *fleetDemo) startFleet(ctx context.Context, hosts ...*fleet.Host) error 
 	return nil
 }
 
+// without forgets the collectors of a host.
+func (f *fleetDemo) without(h *fleet.Host) {
+	for slot := range fleetSlots {
+		f.RemoveCollector(h.Collector(slot))
+	}
+	f.living = slices.DeleteFunc(f.living, func(o *fleet.Host) bool { return o == h })
+}
+
 func (f *fleetDemo) startHost(ctx context.Context, h *fleet.Host) error {
 	if err := h.Start(ctx); err != nil {
 		return err
 	}
 	return f.startCollectors(h)
+}
+
+// startCollectors starts the collectors of a host.
+func (f *fleetDemo) startCollectors(h *fleet.Host) error {
+	for slot := range fleetSlots {
+		if _, err := h.StartCollector(slot); err != nil {
+			return err
+		}
+	}
+	f.living = append(f.living, h)
+	return nil
 }
 
 // settled waits until the hosts with these names share the routers, and the router in front sends to them alone. It measures and
@@ -309,6 +302,13 @@ func (f *fleetDemo) settled(ctx context.Context, names ...string) (lab.Outcome, 
 		return o, fmt.Errorf("only %s of the flow records carry BGP communities", percent(o.CorrelatedShare))
 	}
 	return o, nil
+}
+
+func placeOf(slot int) fleetPlace {
+	if slot < 0 {
+		return fleetPlace{Slot: -1}
+	}
+	return fleetPlace{string(rune('a' + slot/fleetSlots)), slot % fleetSlots}
 }
 
 // shared waits until the hosts with these names share the devices, as a host sees it.

@@ -58,6 +58,11 @@ const policy = `services:
       - {match: {command_line: 'nfacctd-(\d+)(\.conf|\])'}, slot: group}
 `
 
+type options struct {
+	binary, out        string
+	chain, fleet, keep bool
+}
+
 func main() {
 	binary := flag.String("sockeye", "", "path of the sockeye binary")
 	out := flag.String("out", "", "directory for demo.json and demo.svg, or chain.json (default: do not write files)")
@@ -76,11 +81,6 @@ func main() {
 		fmt.Fprintln(os.Stderr, "demo:", err)
 		os.Exit(1)
 	}
-}
-
-type options struct {
-	binary, out        string
-	chain, fleet, keep bool
 }
 
 // demo is a running demonstration.
@@ -284,44 +284,6 @@ func (d *demo) startCollector(slot int, records string) (*lab.Collector, error) 
 	return d.StartCollector(lab.CollectorConfig{Slot: slot, Records: records, Output: d.output})
 }
 
-func (d *demo) startExporters() error {
-	for i := range d.Routers() {
-		for card := range d.perRouter {
-			if _, err := d.StartExporter(lab.ExporterConfig{Router: i, Instance: card}); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
-}
-
-func (d *demo) restartExporters() error {
-	var stops []func() error
-	for _, r := range d.Routers() {
-		for _, exporter := range r.Exporters {
-			stops = append(stops, func() error { return exporter.Stop(time.Second) })
-		}
-		r.Exporters = nil
-	}
-	if err := together(stops); err != nil {
-		return err
-	}
-	return d.startExporters()
-}
-
-// together calls all functions at once.
-func together(calls []func() error) error {
-	results := make(chan error)
-	for _, call := range calls {
-		go func() { results <- call() }()
-	}
-	var errs []error
-	for range calls {
-		errs = append(errs, <-results)
-	}
-	return errors.Join(errs...)
-}
-
 // startSockeye stops the collectors, starts the agent, and starts the collectors
 // again.
 func (d *demo) startSockeye(ctx context.Context) error {
@@ -377,6 +339,50 @@ func (d *demo) writePolicy(slots int) (string, error) {
 	return text, os.WriteFile(d.policyPath(), []byte(text), 0o600)
 }
 
+// crash kills the collector with the most routers and starts it again. It returns the
+// outcome afterwards.
+func (d *demo) crash(ctx context.Context, o lab.Outcome) (back lab.Outcome, err error) {
+	victim, load := busiest(o)
+	before, err := d.connections(ctx, victim)
+	if err != nil {
+		return back, err
+	}
+	if err := d.Collectors()[victim].Kill(); err != nil {
+		return back, err
+	}
+	say("nfacctd-%d killed, with %d routers", victim, load)
+	if err := d.waitReady(ctx, collectors-1); err != nil {
+		return back, err
+	}
+	if _, err := d.startCollector(victim, ""); err != nil {
+		return back, err
+	}
+	if err := d.waitReady(ctx, collectors); err != nil {
+		return back, err
+	}
+	if err := d.WaitSessions(ctx); err != nil {
+		return back, err
+	}
+	back, err = d.outcome(ctx, 1)
+	if err != nil {
+		return back, err
+	}
+	for i, r := range back.Routers {
+		if r.TCPSlot != o.Routers[i].TCPSlot || !r.Together() {
+			return back, fmt.Errorf("router %s moved from nfacctd-%d to nfacctd-%d", r.Address, o.Routers[i].TCPSlot, r.TCPSlot)
+		}
+	}
+	after, err := d.connections(ctx, victim)
+	if err != nil {
+		return back, err
+	}
+	if !maps.Equal(before, after) {
+		return back, fmt.Errorf("routers of the other collectors connected again: %v, before %v", after, before)
+	}
+	say("its %d routers came back to it; the %d others kept their connections", load, routers-load)
+	return back, nil
+}
+
 // waitReady shows the slots until as many as wanted are ready.
 func (d *demo) waitReady(ctx context.Context, want int) error {
 	return d.WaitFor(ctx, "ready slots", func() (bool, error) {
@@ -430,6 +436,51 @@ func (d *demo) outcome(ctx context.Context, rounds int) (lab.Outcome, error) {
 			return o, err
 		}
 	}
+}
+
+func (d *demo) restartExporters() error {
+	var stops []func() error
+	for _, r := range d.Routers() {
+		for _, exporter := range r.Exporters {
+			stops = append(stops, func() error { return exporter.Stop(time.Second) })
+		}
+		r.Exporters = nil
+	}
+	if err := together(stops); err != nil {
+		return err
+	}
+	return d.startExporters()
+}
+
+func (d *demo) startExporters() error {
+	for i := range d.Routers() {
+		for card := range d.perRouter {
+			if _, err := d.StartExporter(lab.ExporterConfig{Router: i, Instance: card}); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// together calls all functions at once.
+func together(calls []func() error) error {
+	results := make(chan error)
+	for _, call := range calls {
+		go func() { results <- call() }()
+	}
+	var errs []error
+	for range calls {
+		errs = append(errs, <-results)
+	}
+	return errors.Join(errs...)
+}
+
+// live redraws a table in place on a terminal. Without a terminal, it prints only the
+// last state.
+type live struct {
+	terminal bool
+	lines    int
 }
 
 // watch shows the counts of the meter for a limited time.
@@ -492,50 +543,6 @@ func (d *demo) names(slots []int) string {
 		texts[i] = d.name(slot)
 	}
 	return strings.Join(texts, ", ")
-}
-
-// crash kills the collector with the most routers and starts it again. It returns the
-// outcome afterwards.
-func (d *demo) crash(ctx context.Context, o lab.Outcome) (back lab.Outcome, err error) {
-	victim, load := busiest(o)
-	before, err := d.connections(ctx, victim)
-	if err != nil {
-		return back, err
-	}
-	if err := d.Collectors()[victim].Kill(); err != nil {
-		return back, err
-	}
-	say("nfacctd-%d killed, with %d routers", victim, load)
-	if err := d.waitReady(ctx, collectors-1); err != nil {
-		return back, err
-	}
-	if _, err := d.startCollector(victim, ""); err != nil {
-		return back, err
-	}
-	if err := d.waitReady(ctx, collectors); err != nil {
-		return back, err
-	}
-	if err := d.WaitSessions(ctx); err != nil {
-		return back, err
-	}
-	back, err = d.outcome(ctx, 1)
-	if err != nil {
-		return back, err
-	}
-	for i, r := range back.Routers {
-		if r.TCPSlot != o.Routers[i].TCPSlot || !r.Together() {
-			return back, fmt.Errorf("router %s moved from nfacctd-%d to nfacctd-%d", r.Address, o.Routers[i].TCPSlot, r.TCPSlot)
-		}
-	}
-	after, err := d.connections(ctx, victim)
-	if err != nil {
-		return back, err
-	}
-	if !maps.Equal(before, after) {
-		return back, fmt.Errorf("routers of the other collectors connected again: %v, before %v", after, before)
-	}
-	say("its %d routers came back to it; the %d others kept their connections", load, routers-load)
-	return back, nil
 }
 
 // busiest returns the slot with the most routers among the first four, and their
@@ -616,13 +623,6 @@ func (d *demo) wait(ctx context.Context) error {
 	say("Files and logs: %s", d.Dir())
 	<-ctx.Done()
 	return nil
-}
-
-// live redraws a table in place on a terminal. Without a terminal, it prints only the
-// last state.
-type live struct {
-	terminal bool
-	lines    int
 }
 
 func newLive() *live {

@@ -92,19 +92,6 @@ func (h *Host) attach() (err error) {
 	return err
 }
 
-// defaultRoutes adds the routes through the front router.
-func (h *Host) defaultRoutes() error {
-	var errs []error
-	for _, a := range gateway(h.Number, h.fleet.o.Routed) {
-		everything := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
-		if a.Addr().Is6() {
-			everything = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
-		}
-		errs = append(errs, h.Namespace.AddRoute(everything, a.Addr()))
-	}
-	return errors.Join(errs...)
-}
-
 // Cgroup returns the cgroup of the processes of the host.
 func (h *Host) Cgroup() string { return filepath.Join(h.fleet.Cgroup(), h.Name) }
 
@@ -114,18 +101,6 @@ func (h *Host) frontLink() string {
 		return "host-" + h.Name
 	}
 	return hostsLink
-}
-
-// addresses returns the addresses of a host: IPv4 and IPv6.
-func (h *Host) addresses() []netip.Prefix {
-	subnet, number := 0, 11+h.Number
-	if h.fleet.o.Routed {
-		subnet, number = 1+h.Number, 2
-	}
-	return []netip.Prefix{
-		netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 79, byte(subnet), byte(number)}), 24),
-		netip.PrefixFrom(netip.MustParseAddr(fmt.Sprintf("fd79:0:0:%x::%x", subnet, number)), 64),
-	}
 }
 
 // PolicyPath is the policy file of the agent.
@@ -189,15 +164,6 @@ func (h *Host) Status(ctx context.Context) (s api.FleetStatus, err error) {
 	return s, api.NewClient(api.SocketPath(h.Dir)).Get(ctx, "/v1/fleet", nil, &s)
 }
 
-// Command runs a command of Sockeye on the host. err is an *exec.ExitError if the command fails.
-func (h *Host) Command(ctx context.Context, args ...string) (stdout, stderr string, err error) {
-	cmd := exec.CommandContext(ctx, h.fleet.o.Binary, append([]string{"--run-dir", h.Dir}, args...)...)
-	var out, errs bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &errs
-	err = cmd.Run()
-	return out.String(), errs.String(), err
-}
-
 // Events returns the events of a kind that the agents of the host have recorded.
 func (h *Host) Events(ctx context.Context, kind string) (list []api.Event, err error) {
 	stdout, stderr, err := h.Command(ctx, "events", "-o", "jsonl", "--since", "1d", "--kind", kind)
@@ -222,6 +188,18 @@ func (h *Host) Set(ctx context.Context, name, state string) error {
 	return nil
 }
 
+// Command runs a command of Sockeye on the host. err is an *exec.ExitError if the command fails.
+func (h *Host) Command(ctx context.Context, args ...string) (stdout, stderr string, err error) {
+	cmd := exec.CommandContext(ctx, h.fleet.o.Binary, append([]string{"--run-dir", h.Dir}, args...)...)
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	err = cmd.Run()
+	return out.String(), errs.String(), err
+}
+
+// Kill ends all processes of the host at once, as a loss of power does, and cuts its link.
+func (h *Host) Kill() error { return errors.Join(h.Cut(), cgroup.Kill(h.Cgroup())) }
+
 // Cut sets the interface of the host down: the host loses all of its peers at once, and its peers notice nothing by the link,
 // which stays up on their side in a fleet with one link.
 func (h *Host) Cut() error {
@@ -230,9 +208,6 @@ func (h *Host) Cut() error {
 	}
 	return h.setLink(netlink.LinkSetDown)
 }
-
-// Kill ends all processes of the host at once, as a loss of power does, and cuts its link.
-func (h *Host) Kill() error { return errors.Join(h.Cut(), cgroup.Kill(h.Cgroup())) }
 
 // Mend undoes Cut.
 func (h *Host) Mend() error {
@@ -243,6 +218,31 @@ func (h *Host) Mend() error {
 		return err
 	}
 	return h.defaultRoutes() // the kernel has removed them
+}
+
+// defaultRoutes adds the routes through the front router.
+func (h *Host) defaultRoutes() error {
+	var errs []error
+	for _, a := range gateway(h.Number, h.fleet.o.Routed) {
+		everything := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+		if a.Addr().Is6() {
+			everything = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+		}
+		errs = append(errs, h.Namespace.AddRoute(everything, a.Addr()))
+	}
+	return errors.Join(errs...)
+}
+
+// addresses returns the addresses of a host: IPv4 and IPv6.
+func (h *Host) addresses() []netip.Prefix {
+	subnet, number := 0, 11+h.Number
+	if h.fleet.o.Routed {
+		subnet, number = 1+h.Number, 2
+	}
+	return []netip.Prefix{
+		netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 79, byte(subnet), byte(number)}), 24),
+		netip.PrefixFrom(netip.MustParseAddr(fmt.Sprintf("fd79:0:0:%x::%x", subnet, number)), 64),
+	}
 }
 
 func (h *Host) setLink(set func(netlink.Link) error) error {

@@ -25,6 +25,47 @@ const (
 	GoBGP Daemon = "gobgp"
 )
 
+// announce starts the routing daemon of the host, and the script of the example that announces the addresses of the service while
+// the host is healthy.
+func (h *Host) announce(ctx context.Context) error {
+	f := h.fleet
+	files := map[string]string{"configuration": "frr.conf", "announce.env": "announce.env"}
+	if f.o.Daemon == GoBGP {
+		files["configuration"] = "gobgpd.conf"
+	}
+	for name, file := range files {
+		text, err := f.example(h, string(f.o.Daemon), file)
+		if err != nil {
+			return err
+		}
+		files[name] = text
+	}
+	var dir string
+	var err error
+	if f.o.Daemon == GoBGP {
+		dir, err = f.startGoBGP(h.Namespace, h.Name, files["configuration"])
+	} else {
+		dir, err = f.startFRR(ctx, h.Namespace, h.Name, files["configuration"])
+	}
+	if err != nil {
+		return err
+	}
+	environment := filepath.Join(h.Dir, "announce.env")
+	text := strings.ReplaceAll(files["announce.env"], "vtysh ", "vtysh --vty_socket "+dir+" ")
+	if err := os.WriteFile(environment, []byte(text), 0o644); err != nil {
+		return err
+	}
+	script, err := filepath.Abs(filepath.Join(f.o.Examples, "fleet/etc/sockeye/announce"))
+	if err != nil {
+		return err
+	}
+	p := h.Namespace.Command(context.Background(), "sh", "-c", fmt.Sprintf("set -a; . %s; exec sh %s", environment, script))
+	p.Name = h.Name + "/announce"
+	p.Cmd.Env = append(os.Environ(), "HEALTH="+f.o.Binary+" --run-dir "+h.Dir+" health")
+	f.routing = append(f.routing, p)
+	return p.Start()
+}
+
 // startFRR starts FRR in a namespace: zebra, bgpd and bfdd, with a configuration.
 func (f *Fleet) startFRR(ctx context.Context, n *lab.Namespace, name, configuration string) (dir string, err error) {
 	path, err := f.WriteConfig(name+".frr", "frr.conf", "frr", configuration)
@@ -104,47 +145,6 @@ func hostname(h *Host) string {
 		return "front"
 	}
 	return "host-" + h.Name
-}
-
-// announce starts the routing daemon of the host, and the script of the example that announces the addresses of the service while
-// the host is healthy.
-func (h *Host) announce(ctx context.Context) error {
-	f := h.fleet
-	files := map[string]string{"configuration": "frr.conf", "announce.env": "announce.env"}
-	if f.o.Daemon == GoBGP {
-		files["configuration"] = "gobgpd.conf"
-	}
-	for name, file := range files {
-		text, err := f.example(h, string(f.o.Daemon), file)
-		if err != nil {
-			return err
-		}
-		files[name] = text
-	}
-	var dir string
-	var err error
-	if f.o.Daemon == GoBGP {
-		dir, err = f.startGoBGP(h.Namespace, h.Name, files["configuration"])
-	} else {
-		dir, err = f.startFRR(ctx, h.Namespace, h.Name, files["configuration"])
-	}
-	if err != nil {
-		return err
-	}
-	environment := filepath.Join(h.Dir, "announce.env")
-	text := strings.ReplaceAll(files["announce.env"], "vtysh ", "vtysh --vty_socket "+dir+" ")
-	if err := os.WriteFile(environment, []byte(text), 0o644); err != nil {
-		return err
-	}
-	script, err := filepath.Abs(filepath.Join(f.o.Examples, "fleet/etc/sockeye/announce"))
-	if err != nil {
-		return err
-	}
-	p := h.Namespace.Command(context.Background(), "sh", "-c", fmt.Sprintf("set -a; . %s; exec sh %s", environment, script))
-	p.Name = h.Name + "/announce"
-	p.Cmd.Env = append(os.Environ(), "HEALTH="+f.o.Binary+" --run-dir "+h.Dir+" health")
-	f.routing = append(f.routing, p)
-	return p.Start()
 }
 
 // ExplainRouting returns the ends of the logs of the routing daemons and of the scripts that announce routes, and the sessions of

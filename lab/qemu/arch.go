@@ -41,6 +41,13 @@ var (
 	}
 )
 
+// GuestPort returns the path of the serial port to the host. It is called in the guest, and panics on an error.
+func GuestPort() string {
+	a, err := FindArch(runtime.GOARCH)
+	Must(err, "find the port")
+	return a.device
+}
+
 // FindArch returns the architecture with a name.
 func FindArch(name string) (*Arch, error) {
 	all := []*Arch{AMD64, ARM64}
@@ -52,11 +59,4 @@ func FindArch(name string) (*Arch, error) {
 		names = append(names, a.Name)
 	}
 	return nil, fmt.Errorf("architecture %q: want %s", name, strings.Join(names, " or "))
-}
-
-// GuestPort returns the path of the serial port to the host. It is called in the guest, and panics on an error.
-func GuestPort() string {
-	a, err := FindArch(runtime.GOARCH)
-	Must(err, "find the port")
-	return a.device
 }

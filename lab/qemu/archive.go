@@ -32,56 +32,6 @@ func (a *Archive) Close() error {
 	return a.err
 }
 
-// Add adds a file. mode is its type and permissions; devices also have major and minor
-// numbers.
-func (a *Archive) Add(name string, mode int, data []byte, major, minor int) {
-	if a.err != nil {
-		return
-	}
-	a.ino++
-	head := "070701"
-	for _, v := range []int{a.ino, mode, 0, 0, 1, 0, len(data), 0, 0, major, minor, len(name) + 1, 0} {
-		head += fmt.Sprintf("%08x", v)
-	}
-	head += name + "\x00"
-	for _, part := range [][]byte{[]byte(head), data} {
-		_, err := a.w.Write(append(part[:len(part):len(part)], make([]byte, -len(part)&3)...))
-		if err != nil {
-			a.err = err
-			return
-		}
-	}
-}
-
-// Mkdir adds a directory and its parents, once.
-func (a *Archive) Mkdir(name string) {
-	if !a.made[name] {
-		a.made[name] = true
-		a.Mkdir(path.Dir(name))
-		a.Add(name, 0o040755, nil, 0, 0)
-	}
-}
-
-// File adds a regular file.
-func (a *Archive) File(name string, mode int, data []byte) {
-	a.Mkdir(path.Dir(name))
-	a.Add(name, 0o100000|mode, data, 0, 0)
-}
-
-// Copy adds a file of the host with its permissions.
-func (a *Archive) Copy(name, from string) {
-	info, err := os.Stat(from)
-	if err == nil {
-		var data []byte
-		if data, err = os.ReadFile(from); err == nil {
-			a.File(name, int(info.Mode().Perm()), data)
-		}
-	}
-	if a.err == nil {
-		a.err = err
-	}
-}
-
 // CopyTree adds a directory of the host, if it exists.
 func (a *Archive) CopyTree(name, from string) {
 	if _, err := os.Stat(from); err != nil {
@@ -104,5 +54,55 @@ func (a *Archive) CopyTree(name, from string) {
 	})
 	if a.err == nil {
 		a.err = err
+	}
+}
+
+// Copy adds a file of the host with its permissions.
+func (a *Archive) Copy(name, from string) {
+	info, err := os.Stat(from)
+	if err == nil {
+		var data []byte
+		if data, err = os.ReadFile(from); err == nil {
+			a.File(name, int(info.Mode().Perm()), data)
+		}
+	}
+	if a.err == nil {
+		a.err = err
+	}
+}
+
+// File adds a regular file.
+func (a *Archive) File(name string, mode int, data []byte) {
+	a.Mkdir(path.Dir(name))
+	a.Add(name, 0o100000|mode, data, 0, 0)
+}
+
+// Mkdir adds a directory and its parents, once.
+func (a *Archive) Mkdir(name string) {
+	if !a.made[name] {
+		a.made[name] = true
+		a.Mkdir(path.Dir(name))
+		a.Add(name, 0o040755, nil, 0, 0)
+	}
+}
+
+// Add adds a file. mode is its type and permissions; devices also have major and minor
+// numbers.
+func (a *Archive) Add(name string, mode int, data []byte, major, minor int) {
+	if a.err != nil {
+		return
+	}
+	a.ino++
+	head := "070701"
+	for _, v := range []int{a.ino, mode, 0, 0, 1, 0, len(data), 0, 0, major, minor, len(name) + 1, 0} {
+		head += fmt.Sprintf("%08x", v)
+	}
+	head += name + "\x00"
+	for _, part := range [][]byte{[]byte(head), data} {
+		_, err := a.w.Write(append(part[:len(part):len(part)], make([]byte, -len(part)&3)...))
+		if err != nil {
+			a.err = err
+			return
+		}
 	}
 }

@@ -23,14 +23,6 @@ type Event struct {
 	Done    bool    `json:",omitempty"` // all suites have ended
 }
 
-// Must panics on an error. Process 1 of the guest uses it: before the port is open,
-// the panic stops the machine; afterwards, process 1 recovers and reports the error.
-func Must(err error, what ...any) {
-	if err != nil {
-		panic(fmt.Sprintf("%s: %v", fmt.Sprint(what...), err))
-	}
-}
-
 // Port is the serial port to the host.
 type Port struct {
 	mu sync.Mutex
@@ -48,6 +40,12 @@ func OpenPort(path string) *Port {
 	return &Port{f: f}
 }
 
+// Write sends output of the running suite.
+func (p *Port) Write(b []byte) (int, error) {
+	p.Send(Event{Output: b})
+	return len(b), nil
+}
+
 // Send sends an event. It panics on an error.
 func (p *Port) Send(e Event) {
 	p.mu.Lock()
@@ -58,12 +56,6 @@ func (p *Port) Send(e Event) {
 	Must(err, "write to the port")
 }
 
-// Write sends output of the running suite.
-func (p *Port) Write(b []byte) (int, error) {
-	p.Send(Event{Output: b})
-	return len(b), nil
-}
-
 // LoadModule loads the kernel module in a file, unless it is already loaded. It
 // panics on an error.
 func LoadModule(path string) {
@@ -72,5 +64,13 @@ func LoadModule(path string) {
 	defer f.Close()
 	if err := unix.FinitModule(int(f.Fd()), "", 0); !errors.Is(err, unix.EEXIST) {
 		Must(err, "load kernel module ", path)
+	}
+}
+
+// Must panics on an error. Process 1 of the guest uses it: before the port is open,
+// the panic stops the machine; afterwards, process 1 recovers and reports the error.
+func Must(err error, what ...any) {
+	if err != nil {
+		panic(fmt.Sprintf("%s: %v", fmt.Sprint(what...), err))
 	}
 }

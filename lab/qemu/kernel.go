@@ -29,22 +29,6 @@ type Kernel struct {
 // another architecture names the architecture in reports.
 func (k *Kernel) Short() string { return strings.TrimSuffix(k.Release, "-cloud-"+AMD64.Name) }
 
-// suitesOf returns the Debian suites that contain a kernel. A suite may be missing on
-// the mirror if another suite has the kernel.
-func suitesOf(name string) []string {
-	switch name {
-	case "5.10":
-		return []string{"bullseye", "bullseye-security"}
-	case "6.1":
-		return []string{"bookworm", "bookworm-security"}
-	case "6.12":
-		return []string{"bookworm-backports", "bookworm-security"}
-	case "bookworm", "trixie":
-		return []string{name, name + "-security"}
-	}
-	return []string{"trixie-backports"}
-}
-
 // FindKernel returns a kernel of an architecture from the cache. If the kernel is not
 // in the cache, or if update is set, FindKernel downloads it. The name is MAJOR.MINOR,
 // "newest", or a Debian release for the kernel of this release.
@@ -184,6 +168,22 @@ func download(ctx context.Context, dir string, arch *Arch, name string) ([]strin
 		return nil, fmt.Errorf("download %s: %w", image, err)
 	}
 	return filepath.Glob(filepath.Join(dir, "*.deb"))
+}
+
+// suitesOf returns the Debian suites that contain a kernel. A suite may be missing on
+// the mirror if another suite has the kernel.
+func suitesOf(name string) []string {
+	switch name {
+	case "5.10":
+		return []string{"bullseye", "bullseye-security"}
+	case "6.1":
+		return []string{"bookworm", "bookworm-security"}
+	case "6.12":
+		return []string{"bookworm-backports", "bookworm-security"}
+	case "bookworm", "trixie":
+		return []string{name, name + "-security"}
+	}
+	return []string{"trixie-backports"}
 }
 
 // Sources returns apt sources of an architecture for Debian suites, from the mirrors that this

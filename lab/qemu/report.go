@@ -98,19 +98,6 @@ func (r *Report) brief(name string, t *result, seconds float64) {
 	}
 }
 
-// echo prints output with the machine's name before each line. It prints whole lines: several machines run at the same time.
-func (r *Report) echo(text string) {
-	r.line += text
-	for {
-		line, rest, whole := strings.Cut(r.line, "\n")
-		if !whole {
-			return
-		}
-		fmt.Fprintln(r.out, r.machine+" | "+line)
-		r.line = rest
-	}
-}
-
 // close is called after a suite's last event.
 func (r *Report) close(pkg, how string) {
 	if r.line != "" {
@@ -132,38 +119,43 @@ func (r *Report) close(pkg, how string) {
 	}
 }
 
+// echo prints output with the machine's name before each line. It prints whole lines: several machines run at the same time.
+func (r *Report) echo(text string) {
+	r.line += text
+	for {
+		line, rest, whole := strings.Cut(r.line, "\n")
+		if !whole {
+			return
+		}
+		fmt.Fprintln(r.out, r.machine+" | "+line)
+		r.line = rest
+	}
+}
+
+// Broken reports whether a failure occurred outside of tests: of the machine, or of a
+// suite as a whole.
+func (r *Report) Broken() bool { return len(r.problems) > 0 }
+
+// Failed reports whether a test failed, or no test ran.
+func (r *Report) Failed() bool {
+	_, _, failed, _ := r.count()
+	return failed > 0
+}
+
+// Print prints a summary.
+func (r *Report) Print(w io.Writer) {
+	passed, skipped, failed, lines := r.count()
+	fmt.Fprintf(w, "%s: %d passed, %d skipped, %d failed (boot %.1f s, total %.1f s)\n",
+		r.machine, passed, skipped, failed, r.booted.Seconds(), r.total.Seconds())
+	for _, line := range lines {
+		fmt.Fprintf(w, "  %s\n", line)
+	}
+}
+
 var (
 	position     = regexp.MustCompile(`^\s*[^\s:]+\.go:\d+: `)
 	kernelReason = regexp.MustCompile(`^(kernel: .|CPU: .|clone: .|not supported \(requires >= v?\d)`)
 )
-
-// mostLines is the largest number of lines of a failed test in the summary.
-const mostLines = 40
-
-// lines returns the end of the test's own output.
-func (t *result) lines() (lines []string) {
-	for text := range strings.Lines(strings.Join(t.output, "")) {
-		if trimmed := strings.TrimSpace(text); trimmed != "" && !strings.HasPrefix(trimmed, "=== ") && !strings.HasPrefix(trimmed, "--- ") {
-			lines = append(lines, strings.TrimRight(text, "\n"))
-		}
-	}
-	return lines[max(0, len(lines)-mostLines):]
-}
-
-// reason returns the last output of the test as one line.
-func (t *result) reason() string {
-	var words []string
-	for _, line := range t.output {
-		switch s := strings.TrimSpace(line); {
-		case strings.HasPrefix(s, "=== "), strings.HasPrefix(s, "--- "), s == "":
-		case position.MatchString(line):
-			words = []string{strings.TrimSpace(position.ReplaceAllString(line, ""))}
-		default:
-			words = append(words, s)
-		}
-	}
-	return strings.Join(words, " ")
-}
 
 // count counts the tests without subtests, the failed tests whose subtests did not
 // fail, and the problems. A skip is a failure unless its reason is a missing feature
@@ -199,6 +191,34 @@ func (r *Report) count() (passed, skipped, failed int, lines []string) {
 	return passed, skipped, failed, lines
 }
 
+// mostLines is the largest number of lines of a failed test in the summary.
+const mostLines = 40
+
+// lines returns the end of the test's own output.
+func (t *result) lines() (lines []string) {
+	for text := range strings.Lines(strings.Join(t.output, "")) {
+		if trimmed := strings.TrimSpace(text); trimmed != "" && !strings.HasPrefix(trimmed, "=== ") && !strings.HasPrefix(trimmed, "--- ") {
+			lines = append(lines, strings.TrimRight(text, "\n"))
+		}
+	}
+	return lines[max(0, len(lines)-mostLines):]
+}
+
+// reason returns the last output of the test as one line.
+func (t *result) reason() string {
+	var words []string
+	for _, line := range t.output {
+		switch s := strings.TrimSpace(line); {
+		case strings.HasPrefix(s, "=== "), strings.HasPrefix(s, "--- "), s == "":
+		case position.MatchString(line):
+			words = []string{strings.TrimSpace(position.ReplaceAllString(line, ""))}
+		default:
+			words = append(words, s)
+		}
+	}
+	return strings.Join(words, " ")
+}
+
 func (r *Report) childFailed(parent string) bool {
 	for name, t := range r.tests {
 		if t.action == "fail" && strings.HasPrefix(name, parent+"/") {
@@ -206,24 +226,4 @@ func (r *Report) childFailed(parent string) bool {
 		}
 	}
 	return false
-}
-
-// Broken reports whether a failure occurred outside of tests: of the machine, or of a
-// suite as a whole.
-func (r *Report) Broken() bool { return len(r.problems) > 0 }
-
-// Failed reports whether a test failed, or no test ran.
-func (r *Report) Failed() bool {
-	_, _, failed, _ := r.count()
-	return failed > 0
-}
-
-// Print prints a summary.
-func (r *Report) Print(w io.Writer) {
-	passed, skipped, failed, lines := r.count()
-	fmt.Fprintf(w, "%s: %d passed, %d skipped, %d failed (boot %.1f s, total %.1f s)\n",
-		r.machine, passed, skipped, failed, r.booted.Seconds(), r.total.Seconds())
-	for _, line := range lines {
-		fmt.Fprintf(w, "  %s\n", line)
-	}
 }

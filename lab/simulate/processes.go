@@ -72,39 +72,6 @@ func (p *recordingPath) HandOver(context.Context, *table.Table) error { return n
 // TakeOver does nothing.
 func (p *recordingPath) TakeOver(context.Context, *table.Table) error { return nil }
 
-// runHost is one host, until its standard input ends.
-func runHost(arguments []string) error {
-	if len(arguments) != 4 {
-		return errors.New("host NAME ENDPOINT DIRECTORY HOSTS")
-	}
-	name, endpoint, dir := arguments[0], arguments[1], arguments[2]
-	hosts, err := strconv.Atoi(arguments[3])
-	if err != nil {
-		return err
-	}
-	log := slog.New(slog.DiscardHandler)
-	c := follow.Config{Lead: rulesOf(hosts), Log: log, Path: &recordingPath{filepath.Join(dir, name), os.Stdout},
-		Host: store.Registration{Host: table.Host{Name: name, Weight: 100}, Healthy: true}}
-	if data, err := os.ReadFile(filepath.Join(dir, name)); err == nil {
-		if c.Last, err = table.Decode(data); err != nil {
-			return err
-		}
-	}
-	etcd, err := store.OpenEtcd(store.EtcdConfig{Endpoints: []string{endpoint}, Fleet: "simulated", Host: c.Host, Log: log})
-	if err != nil {
-		return err
-	}
-	defer etcd.Close(true)
-	c.Store = etcd
-	ctx, cancel := context.WithCancel(context.Background())
-	go func() {
-		_, _ = io.Copy(io.Discard, os.Stdin)
-		cancel()
-	}()
-	follow.New(c).Run(ctx)
-	return nil
-}
-
 // Processes is the result of a fleet of processes.
 type Processes struct {
 	Hosts   int `json:"hosts"`
@@ -185,80 +152,6 @@ func RunProcesses(ctx context.Context, hosts int, disturb time.Duration, seed ui
 	f.result.Rest = time.Since(begun).Seconds()
 	f.result.Epochs = len(f.hashes)
 	return &f.result, nil
-}
-
-// serve starts etcd, on free ports at first.
-func (f *processes) serve() error {
-	if f.endpoint == "" {
-		var ports [2]int
-		for i := range ports {
-			l, err := net.Listen("tcp", "127.0.0.1:0")
-			if err != nil {
-				return err
-			}
-			defer l.Close()
-			ports[i] = l.Addr().(*net.TCPAddr).Port
-		}
-		f.endpoint, f.peer = fmt.Sprintf("http://127.0.0.1:%d", ports[0]), fmt.Sprintf("http://127.0.0.1:%d", ports[1])
-	}
-	f.etcd = exec.Command("etcd", "--data-dir", filepath.Join(f.dir, "etcd"), "--listen-client-urls", f.endpoint, "--advertise-client-urls", f.endpoint,
-		"--listen-peer-urls", f.peer, "--initial-advertise-peer-urls", f.peer, "--initial-cluster", "default="+f.peer, "--logger", "zap", "--log-level", "fatal", "--unsafe-no-fsync")
-	f.etcd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
-	return f.etcd.Start()
-}
-
-// start starts a host.
-func (f *processes) start(p *process) error {
-	p.cmd = exec.Command(f.program, hostRole, p.name, f.endpoint, f.dir, strconv.Itoa(len(f.hosts)))
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL} // also if it is stopped
-	in, err := p.cmd.StdinPipe()
-	if err != nil {
-		return err
-	}
-	out, err := p.cmd.StdoutPipe()
-	if err != nil {
-		return err
-	}
-	p.cmd.Stderr = os.Stderr
-	if err := p.cmd.Start(); err != nil {
-		return err
-	}
-	p.stdin, p.fresh = in, true
-	f.readers.Go(func() {
-		for lines := bufio.NewScanner(out); lines.Scan(); {
-			f.record(p, lines.Text())
-		}
-	})
-	return nil
-}
-
-// record records that a host has applied a table.
-func (f *processes) record(p *process, line string) {
-	var epoch uint64
-	var hash string
-	var hosts, atRest int
-	if _, err := fmt.Sscan(line, &epoch, &hash, &hosts, &atRest); err != nil {
-		return // the process was killed while it wrote
-	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if before, known := f.hashes[epoch]; known && before != hash {
-		f.result.Conflicts++
-	}
-	f.hashes[epoch] = hash
-	if epoch < p.epoch || epoch == p.epoch && !p.fresh { // a new process applies its last table again
-		f.result.Backwards++
-	}
-	p.epoch, p.hosts, p.atRest, p.fresh = epoch, hosts, atRest == 1, false
-}
-
-// kill kills a process and waits for its end.
-func kill(cmd *exec.Cmd) {
-	if cmd != nil && cmd.Process != nil {
-		_ = cmd.Process.Signal(unix.SIGCONT)
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-	}
 }
 
 // end ends all processes.
@@ -345,6 +238,80 @@ func (f *processes) disturb(ctx context.Context, d time.Duration, random *rand.R
 	return nil
 }
 
+// serve starts etcd, on free ports at first.
+func (f *processes) serve() error {
+	if f.endpoint == "" {
+		var ports [2]int
+		for i := range ports {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				return err
+			}
+			defer l.Close()
+			ports[i] = l.Addr().(*net.TCPAddr).Port
+		}
+		f.endpoint, f.peer = fmt.Sprintf("http://127.0.0.1:%d", ports[0]), fmt.Sprintf("http://127.0.0.1:%d", ports[1])
+	}
+	f.etcd = exec.Command("etcd", "--data-dir", filepath.Join(f.dir, "etcd"), "--listen-client-urls", f.endpoint, "--advertise-client-urls", f.endpoint,
+		"--listen-peer-urls", f.peer, "--initial-advertise-peer-urls", f.peer, "--initial-cluster", "default="+f.peer, "--logger", "zap", "--log-level", "fatal", "--unsafe-no-fsync")
+	f.etcd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	return f.etcd.Start()
+}
+
+// start starts a host.
+func (f *processes) start(p *process) error {
+	p.cmd = exec.Command(f.program, hostRole, p.name, f.endpoint, f.dir, strconv.Itoa(len(f.hosts)))
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL} // also if it is stopped
+	in, err := p.cmd.StdinPipe()
+	if err != nil {
+		return err
+	}
+	out, err := p.cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	p.cmd.Stderr = os.Stderr
+	if err := p.cmd.Start(); err != nil {
+		return err
+	}
+	p.stdin, p.fresh = in, true
+	f.readers.Go(func() {
+		for lines := bufio.NewScanner(out); lines.Scan(); {
+			f.record(p, lines.Text())
+		}
+	})
+	return nil
+}
+
+// record records that a host has applied a table.
+func (f *processes) record(p *process, line string) {
+	var epoch uint64
+	var hash string
+	var hosts, atRest int
+	if _, err := fmt.Sscan(line, &epoch, &hash, &hosts, &atRest); err != nil {
+		return // the process was killed while it wrote
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if before, known := f.hashes[epoch]; known && before != hash {
+		f.result.Conflicts++
+	}
+	f.hashes[epoch] = hash
+	if epoch < p.epoch || epoch == p.epoch && !p.fresh { // a new process applies its last table again
+		f.result.Backwards++
+	}
+	p.epoch, p.hosts, p.atRest, p.fresh = epoch, hosts, atRest == 1, false
+}
+
+// kill kills a process and waits for its end.
+func kill(cmd *exec.Cmd) {
+	if cmd != nil && cmd.Process != nil {
+		_ = cmd.Process.Signal(unix.SIGCONT)
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	}
+}
+
 // isHost reports whether this process is one host, and runs it.
 func isHost() bool {
 	if len(os.Args) < 2 || os.Args[1] != hostRole {
@@ -355,4 +322,37 @@ func isHost() bool {
 		os.Exit(1)
 	}
 	return true
+}
+
+// runHost is one host, until its standard input ends.
+func runHost(arguments []string) error {
+	if len(arguments) != 4 {
+		return errors.New("host NAME ENDPOINT DIRECTORY HOSTS")
+	}
+	name, endpoint, dir := arguments[0], arguments[1], arguments[2]
+	hosts, err := strconv.Atoi(arguments[3])
+	if err != nil {
+		return err
+	}
+	log := slog.New(slog.DiscardHandler)
+	c := follow.Config{Lead: rulesOf(hosts), Log: log, Path: &recordingPath{filepath.Join(dir, name), os.Stdout},
+		Host: store.Registration{Host: table.Host{Name: name, Weight: 100}, Healthy: true}}
+	if data, err := os.ReadFile(filepath.Join(dir, name)); err == nil {
+		if c.Last, err = table.Decode(data); err != nil {
+			return err
+		}
+	}
+	etcd, err := store.OpenEtcd(store.EtcdConfig{Endpoints: []string{endpoint}, Fleet: "simulated", Host: c.Host, Log: log})
+	if err != nil {
+		return err
+	}
+	defer etcd.Close(true)
+	c.Store = etcd
+	ctx, cancel := context.WithCancel(context.Background())
+	go func() {
+		_, _ = io.Copy(io.Discard, os.Stdin)
+		cancel()
+	}()
+	follow.New(c).Run(ctx)
+	return nil
 }

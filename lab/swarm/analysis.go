@@ -64,31 +64,6 @@ type Result struct {
 // Interval is a time.
 type Interval struct{ From, To time.Duration }
 
-// Length returns the length of the interval outside the other intervals.
-func (i Interval) Length(without ...Interval) time.Duration {
-	var sorted []Interval
-	for _, o := range without {
-		if o.To > i.From && o.From < i.To {
-			sorted = append(sorted, o)
-		}
-	}
-	slices.SortFunc(sorted, func(a, b Interval) int { return cmp.Compare(a.From, b.From) })
-	length, at := time.Duration(0), i.From
-	for _, o := range sorted {
-		if o.From > at {
-			length += min(o.From, i.To) - min(at, i.To)
-		}
-		at = max(at, o.To)
-	}
-	return length + max(0, i.To-at)
-}
-
-// exporter is a UDP port of a device.
-type exporter struct {
-	device uint32
-	port   uint16
-}
-
 // Split is a time in which the datagrams of a device were at another member than one of its connections. It begins with
 // the first such datagram. It ends when the connection is closed, or with the last such datagram if the datagrams of all
 // UDP ports of the device return to the member of the connection, or when no datagrams arrive any more.
@@ -118,20 +93,6 @@ func (u Unrouted) String() string {
 	return fmt.Sprintf("device %d: %d at member %d from %v to %v, open connections: %d", u.Device, u.Count, u.Member, u.From, u.To, u.Open)
 }
 
-// Closing is a connection that was closed, although the next connection of the device reached the same process, and no
-// datagram in between reached another one.
-type Closing struct {
-	Device int
-	At     time.Duration
-	Member int
-}
-
-// Gap is a time without an open connection of a device.
-type Gap struct {
-	Device int
-	Interval
-}
-
 // Seen is an event of a device that was judged: a Datagram, or a connection that was Accepted or Closed. Member is
 // FromDevices if there was no datagram.
 type Seen struct {
@@ -140,9 +101,6 @@ type Seen struct {
 	At     time.Duration
 	Port   uint16
 }
-
-// historyLen is the number of events that an Analysis remembers of a device.
-const historyLen = 300
 
 type datagramAt struct {
 	Record
@@ -173,38 +131,6 @@ type device struct {
 	elsewhere   bool                     // since then a datagram reached another member
 	seen        Seen
 	history     []Seen // unordered if records were late
-}
-
-func (d *device) note(s Seen) {
-	if len(d.history) >= 2*historyLen {
-		d.history = slices.Clone(d.history[historyLen:])
-	}
-	d.history = append(d.history, s)
-}
-
-func (a *Analysis) device(number uint32) *device {
-	if a.devices == nil {
-		a.devices = map[uint32]*device{}
-	}
-	d := a.devices[number]
-	if d == nil {
-		d = &device{seen: Seen{Member: FromDevices}}
-		a.devices[number] = d
-	}
-	return d
-}
-
-// connection returns the connection of a record.
-func (a *Analysis) connection(r Record) *connection {
-	d := a.device(r.Device)
-	for _, c := range d.connections {
-		if c.port == r.Port {
-			return c
-		}
-	}
-	c := &connection{device: r.Device, port: r.Port, member: FromDevices, opened: r.At}
-	d.connections = append(d.connections, c)
-	return c
 }
 
 // Add adds records of a member, or of the devices (FromDevices).
@@ -248,6 +174,25 @@ func (a *Analysis) Add(from int, records []Record) {
 	}
 }
 
+// connection returns the connection of a record.
+func (a *Analysis) connection(r Record) *connection {
+	d := a.device(r.Device)
+	for _, c := range d.connections {
+		if c.port == r.Port {
+			return c
+		}
+	}
+	c := &connection{device: r.Device, port: r.Port, member: FromDevices, opened: r.At}
+	d.connections = append(d.connections, c)
+	return c
+}
+
+// exporter is a UDP port of a device.
+type exporter struct {
+	device uint32
+	port   uint16
+}
+
 // number notes the sequence number of a datagram, for Missing.
 func (a *Analysis) number(in *map[exporter]map[uint32]time.Duration, r Record) {
 	if a.Period == 0 {
@@ -288,6 +233,37 @@ func (a *Analysis) Missing() (times []time.Duration) {
 
 func (a *Analysis) counts(at time.Duration) bool {
 	return at >= a.Begin && (a.End == 0 || at <= a.End)
+}
+
+// Unrouted explains Result.WithoutRoutes.
+func (a *Analysis) Unrouted() (list []Unrouted) {
+	for _, u := range a.unrouted {
+		list = append(list, *u)
+	}
+	slices.SortFunc(list, func(x, y Unrouted) int { return cmp.Or(cmp.Compare(x.From, y.From), cmp.Compare(x.Device, y.Device)) })
+	return list
+}
+
+// Finish judges all remaining events, and ends the splits and gaps that last. Without an End, these end with the last
+// record.
+func (a *Analysis) Finish() {
+	a.Judge(a.last + 1)
+	last := a.last
+	if a.End != 0 {
+		last = a.End
+	}
+	for number, d := range a.devices {
+		if d.split != nil {
+			a.endSplit(d, max(last, d.split.From))
+		}
+		if d.gap != 0 {
+			a.addGap(number, Interval{d.gap, last})
+			d.gap = 0
+		}
+		for _, at := range d.decoded {
+			a.addUndecoded(number, Interval{at, last})
+		}
+	}
 }
 
 // keepClosed is the time for which a closed connection is remembered, so that later records of the same connection do
@@ -352,6 +328,14 @@ func (a *Analysis) Judge(until time.Duration) {
 	}
 }
 
+// Closing is a connection that was closed, although the next connection of the device reached the same process, and no
+// datagram in between reached another one.
+type Closing struct {
+	Device int
+	At     time.Duration
+	Member int
+}
+
 func (a *Analysis) openedAt(c *connection) {
 	d := a.device(c.device)
 	if a.counts(c.opened) {
@@ -367,6 +351,12 @@ func (a *Analysis) openedAt(c *connection) {
 	}
 	d.open = append(d.open, c)
 	d.note(Seen{Kind: Accepted, Member: c.member, At: c.opened, Port: c.port})
+}
+
+// Gap is a time without an open connection of a device.
+type Gap struct {
+	Device int
+	Interval
 }
 
 // addGap counts the part of a gap within the counted time.
@@ -444,6 +434,16 @@ func (a *Analysis) datagram(g datagramAt) {
 	}
 }
 
+// historyLen is the number of events that an Analysis remembers of a device.
+const historyLen = 300
+
+func (d *device) note(s Seen) {
+	if len(d.history) >= 2*historyLen {
+		d.history = slices.Clone(d.history[historyLen:])
+	}
+	d.history = append(d.history, s)
+}
+
 // addUnrouted adds a datagram without routes to those before at the same member.
 func (a *Analysis) addUnrouted(d *device, g datagramAt) {
 	at := place{int(g.Device), g.member, len(d.open)}
@@ -457,15 +457,6 @@ func (a *Analysis) addUnrouted(d *device, g datagramAt) {
 	}
 	u.From, u.To = min(u.From, g.At), max(u.To, g.At)
 	u.Count++
-}
-
-// Unrouted explains Result.WithoutRoutes.
-func (a *Analysis) Unrouted() (list []Unrouted) {
-	for _, u := range a.unrouted {
-		list = append(list, *u)
-	}
-	slices.SortFunc(list, func(x, y Unrouted) int { return cmp.Or(cmp.Compare(x.From, y.From), cmp.Compare(x.Device, y.Device)) })
-	return list
 }
 
 // decode counts a datagram by whether its member has decoded it.
@@ -504,28 +495,6 @@ func (a *Analysis) endSplit(d *device, at time.Duration) {
 	d.split = nil
 }
 
-// Finish judges all remaining events, and ends the splits and gaps that last. Without an End, these end with the last
-// record.
-func (a *Analysis) Finish() {
-	a.Judge(a.last + 1)
-	last := a.last
-	if a.End != 0 {
-		last = a.End
-	}
-	for number, d := range a.devices {
-		if d.split != nil {
-			a.endSplit(d, max(last, d.split.From))
-		}
-		if d.gap != 0 {
-			a.addGap(number, Interval{d.gap, last})
-			d.gap = 0
-		}
-		for _, at := range d.decoded {
-			a.addUndecoded(number, Interval{at, last})
-		}
-	}
-}
-
 // Open returns the splits that last, up to the instant of the last call of Judge.
 func (a *Analysis) Open() (open []Split) {
 	for _, d := range a.devices {
@@ -553,6 +522,18 @@ func (a *Analysis) LastSeen(number int) Seen { return a.device(uint32(number)).s
 
 // History returns the last events of a device that were judged.
 func (a *Analysis) History(number int) []Seen { return slices.Clone(a.device(uint32(number)).history) }
+
+func (a *Analysis) device(number uint32) *device {
+	if a.devices == nil {
+		a.devices = map[uint32]*device{}
+	}
+	d := a.devices[number]
+	if d == nil {
+		d = &device{seen: Seen{Member: FromDevices}}
+		a.devices[number] = d
+	}
+	return d
+}
 
 // LastDump returns the time at which a member had read an initial dump (see Dumped), the last one of all members.
 func (a *Analysis) LastDump() time.Duration { return a.dumped }
@@ -638,6 +619,25 @@ func (r *Result) SplitDevices(limit time.Duration, without ...Interval) (devices
 		}
 	}
 	return len(long), longest
+}
+
+// Length returns the length of the interval outside the other intervals.
+func (i Interval) Length(without ...Interval) time.Duration {
+	var sorted []Interval
+	for _, o := range without {
+		if o.To > i.From && o.From < i.To {
+			sorted = append(sorted, o)
+		}
+	}
+	slices.SortFunc(sorted, func(a, b Interval) int { return cmp.Compare(a.From, b.From) })
+	length, at := time.Duration(0), i.From
+	for _, o := range sorted {
+		if o.From > at {
+			length += min(o.From, i.To) - min(at, i.To)
+		}
+		at = max(at, o.To)
+	}
+	return length + max(0, i.To-at)
 }
 
 // LongestGap returns the longest time without an open connection of a device.

@@ -25,13 +25,6 @@ const (
 	bmpEndOfRIBLen     = 48 + 23
 )
 
-func peerOf(device int) traffic.Peer {
-	return traffic.Peer{
-		Address: netip.AddrFrom4([4]byte{192, 0, 2, 2}), AS: 64512,
-		ID: netip.AddrFrom4([4]byte{10, byte(device >> 16), byte(device >> 8), byte(device)}),
-	}
-}
-
 // greeting returns the messages before the dump.
 func greeting(device int) []byte {
 	b := traffic.AppendInitiation(nil, "sockeye lab/swarm", fmt.Sprintf("device-%d", device))
@@ -60,6 +53,13 @@ func endOfRIB(device int) []byte {
 	}
 	update[17], update[18] = 23, 2
 	return traffic.AppendRouteMonitoring(nil, peerOf(device), time.Now(), update)
+}
+
+func peerOf(device int) traffic.Peer {
+	return traffic.Peer{
+		Address: netip.AddrFrom4([4]byte{192, 0, 2, 2}), AS: 64512,
+		ID: netip.AddrFrom4([4]byte{10, byte(device >> 16), byte(device >> 8), byte(device)}),
+	}
 }
 
 // readBMP reads a message.

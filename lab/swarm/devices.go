@@ -173,17 +173,6 @@ func (s *sender) noteSent(i int, e *traffic.Exporter) error {
 	return s.records.note(Record{At: Now(), Device: uint32(i % s.Devices), Port: e.Port(), Value: e.Sequence(), Kind: Sent})
 }
 
-func (l *Load) target(from netip.Addr, port uint16) netip.AddrPort {
-	service, otherwise := l.Service4, lab.CollectorIPv4
-	if from.Is6() {
-		service, otherwise = l.Service6, lab.CollectorIPv6
-	}
-	if !service.IsValid() {
-		service = otherwise
-	}
-	return netip.AddrPortFrom(service, port)
-}
-
 // exporters returns the exporters of all devices. Consecutive exporters are those of different devices.
 func (s *sender) exporters() (all []*traffic.Exporter, err error) {
 	flow := traffic.Flow{Src: netip.AddrFrom4([4]byte{198, 51, 100, 1}), Dst: netip.AddrFrom4([4]byte{203, 0, 113, 1}), Protocol: unix.IPPROTO_TCP, Packets: 1, Octets: 1000}
@@ -253,6 +242,17 @@ func (s *sender) connect(device int) error {
 		}
 		<-written
 	}
+}
+
+func (l *Load) target(from netip.Addr, port uint16) netip.AddrPort {
+	service, otherwise := l.Service4, lab.CollectorIPv4
+	if from.Is6() {
+		service, otherwise = l.Service6, lab.CollectorIPv6
+	}
+	if !service.IsValid() {
+		service = otherwise
+	}
+	return netip.AddrPortFrom(service, port)
 }
 
 // write sends the initial dump, and updates until the connection is closed.

@@ -292,6 +292,13 @@ func (c *collector) accept(l *net.TCPListener, failed chan<- error) error {
 	}
 }
 
+// stampedReader records the time at which its last Read has returned. A process that does not run for a while has read
+// data, as the kernel shows, long before it has processed them.
+type stampedReader struct {
+	io.Reader
+	at time.Duration
+}
+
 // read reads a connection until it is closed.
 func (c *collector) read(conn net.Conn, s *collected) error {
 	stamped := &stampedReader{Reader: conn}
@@ -323,13 +330,6 @@ func (c *collector) accepted(device int, port uint16) bool {
 	return c.known[connectionKey{device, port}]
 }
 
-// stampedReader records the time at which its last Read has returned. A process that does not run for a while has read
-// data, as the kernel shows, long before it has processed them.
-type stampedReader struct {
-	io.Reader
-	at time.Duration
-}
-
 func (r *stampedReader) Read(p []byte) (int, error) {
 	n, err := r.Reader.Read(p)
 	r.at = Now()
@@ -340,18 +340,6 @@ func errno(err error) uint32 {
 	var number unix.Errno
 	errors.As(err, &number)
 	return uint32(number)
-}
-
-// handle processes a message. at is the time of the read, or with Process that of the processing.
-func (c *collector) handle(m message, at time.Duration) error {
-	dumped, err := m.session.next(m.bytes)
-	if err == nil && dumped {
-		err = c.records.note(Record{At: at, Device: uint32(m.session.device), Value: m.session.routes, Port: m.session.port, Kind: Dumped})
-	}
-	c.mu.Lock()
-	c.state.Messages++
-	c.mu.Unlock()
-	return err
 }
 
 // process processes the messages of the queue at the limited rate.
@@ -378,4 +366,16 @@ func (c *collector) process() error {
 		}
 		time.Sleep(pause)
 	}
+}
+
+// handle processes a message. at is the time of the read, or with Process that of the processing.
+func (c *collector) handle(m message, at time.Duration) error {
+	dumped, err := m.session.next(m.bytes)
+	if err == nil && dumped {
+		err = c.records.note(Record{At: at, Device: uint32(m.session.device), Value: m.session.routes, Port: m.session.port, Kind: Dumped})
+	}
+	c.mu.Lock()
+	c.state.Messages++
+	c.mu.Unlock()
+	return err
 }

@@ -42,35 +42,6 @@ func New(l *lab.Lab, devices *lab.Namespace, args ...string) (*Swarm, error) {
 	return s, nil
 }
 
-// closeRecords closes the records that were not read to the end.
-func (s *Swarm) closeRecords() (err error) {
-	for _, p := range s.all() {
-		if p.offset >= 0 {
-			p.offset = -1
-			err = errors.Join(err, p.records.Close(), os.Remove(p.records.Name()))
-		}
-	}
-	return err
-}
-
-// Kill kills all processes and removes their records.
-func (s *Swarm) Kill() (err error) {
-	for _, p := range s.all() {
-		err = errors.Join(err, p.Kill())
-	}
-	return errors.Join(err, s.closeRecords())
-}
-
-func (s *Swarm) all() []*Process {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	all := slices.Clone(s.processes)
-	if s.devices != nil {
-		all = append(all, s.devices)
-	}
-	return all
-}
-
 // Process is a member, or the devices.
 type Process struct {
 	*lab.Process
@@ -85,9 +56,6 @@ type Process struct {
 	records *os.File
 	offset  int64 // of the next record to read; -1: the file is removed
 }
-
-// FromDevices is the ID of the devices.
-const FromDevices = -1
 
 // StartMember starts a member with this name as the first word of its command line. It returns before the member
 // listens.
@@ -128,6 +96,9 @@ func (s *Swarm) Send() (state DevicesState, err error) { return state, s.devices
 
 // Stop stops the datagrams for good. Call it once, after Send.
 func (s *Swarm) Stop() (state DevicesState, err error) { return state, s.devices.ask(cmdStop, &state) }
+
+// FromDevices is the ID of the devices.
+const FromDevices = -1
 
 func (s *Swarm) start(r role, name, user string, n *lab.Namespace) (_ *Process, err error) {
 	s.mu.Lock()
@@ -189,6 +160,9 @@ func (p *Process) Listening() error {
 	}
 }
 
+// State returns the state of a member.
+func (p *Process) State() (state MemberState, err error) { return state, p.ask(cmdState, &state) }
+
 func (p *Process) ask(question string, answer any) error {
 	p.asking.Lock()
 	defer p.asking.Unlock()
@@ -203,8 +177,24 @@ func (p *Process) ask(question string, answer any) error {
 	return nil
 }
 
-// State returns the state of a member.
-func (p *Process) State() (state MemberState, err error) { return state, p.ask(cmdState, &state) }
+// Kill kills all processes and removes their records.
+func (s *Swarm) Kill() (err error) {
+	for _, p := range s.all() {
+		err = errors.Join(err, p.Kill())
+	}
+	return errors.Join(err, s.closeRecords())
+}
+
+// closeRecords closes the records that were not read to the end.
+func (s *Swarm) closeRecords() (err error) {
+	for _, p := range s.all() {
+		if p.offset >= 0 {
+			p.offset = -1
+			err = errors.Join(err, p.records.Close(), os.Remove(p.records.Name()))
+		}
+	}
+	return err
+}
 
 // PeakMemory returns the peak resident set size of a running process in bytes.
 func (p *Process) PeakMemory() (int, error) { return PeakMemory(p.Pid()) }
@@ -245,4 +235,14 @@ func (s *Swarm) Read(a *Analysis) error {
 		}
 	}
 	return nil
+}
+
+func (s *Swarm) all() []*Process {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	all := slices.Clone(s.processes)
+	if s.devices != nil {
+		all = append(all, s.devices)
+	}
+	return all
 }

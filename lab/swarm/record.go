@@ -55,14 +55,6 @@ type Record struct {
 
 const recordLen = 24
 
-func (r Record) append(b []byte) []byte {
-	b = binary.LittleEndian.AppendUint64(b, uint64(r.At))
-	b = binary.LittleEndian.AppendUint32(b, r.Device)
-	b = binary.LittleEndian.AppendUint32(b, r.Value)
-	b = binary.LittleEndian.AppendUint16(b, r.Port)
-	return append(b, byte(r.Kind), 0, 0, 0, 0, 0)
-}
-
 // Now returns the time of CLOCK_MONOTONIC.
 func Now() time.Duration {
 	var t unix.Timespec
@@ -85,6 +77,14 @@ func (r recorder) note(records ...Record) error {
 		return fmt.Errorf("write records: %w", err)
 	}
 	return nil
+}
+
+func (r Record) append(b []byte) []byte {
+	b = binary.LittleEndian.AppendUint64(b, uint64(r.At))
+	b = binary.LittleEndian.AppendUint32(b, r.Device)
+	b = binary.LittleEndian.AppendUint32(b, r.Value)
+	b = binary.LittleEndian.AppendUint16(b, r.Port)
+	return append(b, byte(r.Kind), 0, 0, 0, 0, 0)
 }
 
 // readRecords reads the complete records from an offset, and returns the next offset. It frees the space of the records.

@@ -58,193 +58,6 @@ func appendBMPHeader(b []byte, kind byte) []byte {
 	return append(b, bmpVersion, 0, 0, 0, 0, kind)
 }
 
-func finishBMP(b []byte, start int) []byte {
-	binary.BigEndian.PutUint32(b[start+1:], uint32(len(b)-start))
-	return b
-}
-
-func appendTLV(b []byte, kind uint16, value string) []byte {
-	b = binary.BigEndian.AppendUint16(b, kind)
-	b = binary.BigEndian.AppendUint16(b, uint16(len(value)))
-	return append(b, value...)
-}
-
-// appendAddr16 appends an address in the format of BMP: an IPv4 address is in the
-// last four of 16 bytes.
-func appendAddr16(b []byte, a netip.Addr) []byte {
-	if a.Is4() {
-		b = append(b, make([]byte, 12)...)
-	}
-	return append(b, a.AsSlice()...)
-}
-
-func appendPerPeer(b []byte, p Peer, at time.Time) []byte {
-	var flags byte
-	if p.Address.Is6() {
-		flags = 0x80 // V
-	}
-	b = append(b, 0, flags)           // global instance peer, pre-policy, 4-byte AS path
-	b = append(b, make([]byte, 8)...) // distinguisher
-	b = appendAddr16(b, p.Address)
-	b = binary.BigEndian.AppendUint32(b, p.AS)
-	b = append(b, p.ID.AsSlice()...)
-	b = binary.BigEndian.AppendUint32(b, uint32(at.Unix()))
-	return binary.BigEndian.AppendUint32(b, uint32(at.Nanosecond()/1000))
-}
-
-// AppendInitiation appends a BMP Initiation message (RFC 7854, 4.3).
-func AppendInitiation(b []byte, sysDescr, sysName string) []byte {
-	start := len(b)
-	b = appendBMPHeader(b, bmpInitiation)
-	b = appendTLV(b, 1, sysDescr)
-	b = appendTLV(b, 2, sysName)
-	return finishBMP(b, start)
-}
-
-// AppendTermination appends a BMP Termination message with a reason code
-// (RFC 7854, 4.5); 0 is "administratively closed".
-func AppendTermination(b []byte, reason uint16) []byte {
-	start := len(b)
-	b = appendBMPHeader(b, bmpTermination)
-	b = appendTLV(b, 1, string([]byte{byte(reason >> 8), byte(reason)}))
-	return finishBMP(b, start)
-}
-
-// AppendPeerUp appends a BMP Peer Up message (RFC 7854, 4.10) about a session between
-// local and peer that was established at the time at. local and peer must have the
-// same address family.
-func AppendPeerUp(b []byte, peer, local Peer, at time.Time) []byte {
-	start := len(b)
-	b = appendBMPHeader(b, bmpPeerUp)
-	b = appendPerPeer(b, peer, at)
-	b = appendAddr16(b, local.Address)
-	b = binary.BigEndian.AppendUint16(b, bgpPort)
-	b = binary.BigEndian.AppendUint16(b, 49152) // the peer's port
-	b = appendOpen(b, local)
-	b = appendOpen(b, peer)
-	return finishBMP(b, start)
-}
-
-// AppendRouteMonitoring appends a BMP Route Monitoring message (RFC 7854, 4.6) with
-// update, a complete BGP UPDATE.
-func AppendRouteMonitoring(b []byte, peer Peer, at time.Time, update []byte) []byte {
-	start := len(b)
-	b = appendBMPHeader(b, bmpRouteMonitoring)
-	b = appendPerPeer(b, peer, at)
-	b = append(b, update...)
-	return finishBMP(b, start)
-}
-
-func appendBGPHeader(b []byte, kind byte) []byte {
-	for range 16 {
-		b = append(b, 0xff)
-	}
-	return append(b, 0, 0, kind)
-}
-
-func appendOpen(b []byte, p Peer) []byte {
-	start := len(b)
-	b = appendBGPHeader(b, bgpOpen)
-	as := p.AS
-	if as > 0xffff {
-		as = bgpASTrans
-	}
-	b = append(b, 4)
-	b = binary.BigEndian.AppendUint16(b, uint16(as))
-	b = binary.BigEndian.AppendUint16(b, bgpHoldTime)
-	b = append(b, p.ID.AsSlice()...)
-	caps := []byte{
-		1, 4, 0, bgpFamilyIPv4, 0, bgpUnicast,
-		1, 4, 0, bgpFamilyIPv6, 0, bgpUnicast,
-		65, 4, byte(p.AS >> 24), byte(p.AS >> 16), byte(p.AS >> 8), byte(p.AS),
-	}
-	b = append(b, byte(len(caps)+2), 2, byte(len(caps)))
-	b = append(b, caps...)
-	finishLength(b, start, 16)
-	return b
-}
-
-func appendAttr(b []byte, flags, kind byte, value []byte) []byte {
-	if len(value) > 255 {
-		b = append(b, flags|0x10, kind)
-		b = binary.BigEndian.AppendUint16(b, uint16(len(value)))
-	} else {
-		b = append(b, flags, kind, byte(len(value)))
-	}
-	return append(b, value...)
-}
-
-func appendPrefixes(b []byte, prefixes []netip.Prefix) []byte {
-	for _, p := range prefixes {
-		b = append(b, byte(p.Bits()))
-		b = append(b, p.Masked().Addr().AsSlice()[:(p.Bits()+7)/8]...)
-	}
-	return b
-}
-
-// AppendUpdate appends a BGP UPDATE (RFC 4271, RFC 4760) with 4-byte AS numbers.
-// It returns an error if the route mixes address families or the message exceeds 4096
-// bytes.
-func AppendUpdate(b []byte, r Route) ([]byte, error) {
-	v4 := r.NextHop.Is4()
-	for _, p := range r.Prefixes {
-		if !p.IsValid() || p.Addr().Is4() != v4 {
-			return b, fmt.Errorf("make update: prefix %s and next hop %s are of different families", p, r.NextHop)
-		}
-	}
-	const optional, transitive = 0x80, 0x40
-	attrs := appendAttr(nil, transitive, 1, []byte{0}) // ORIGIN IGP
-	var path []byte
-	if len(r.ASPath) > 0 {
-		if len(r.ASPath) > 255 {
-			return b, fmt.Errorf("make update: AS path of %d numbers, at most 255", len(r.ASPath))
-		}
-		path = append(path, 2, byte(len(r.ASPath))) // AS_SEQUENCE
-		for _, as := range r.ASPath {
-			path = binary.BigEndian.AppendUint32(path, as)
-		}
-	}
-	attrs = appendAttr(attrs, transitive, 2, path)
-	if v4 {
-		attrs = appendAttr(attrs, transitive, 3, r.NextHop.AsSlice())
-	}
-	if len(r.Communities) > 0 {
-		var c []byte
-		for _, v := range r.Communities {
-			c = binary.BigEndian.AppendUint32(c, v)
-		}
-		attrs = appendAttr(attrs, optional|transitive, 8, c)
-	}
-	if !v4 {
-		reach := []byte{0, bgpFamilyIPv6, bgpUnicast, 16}
-		reach = append(reach, r.NextHop.AsSlice()...)
-		reach = append(reach, 0)
-		attrs = appendAttr(attrs, optional, 14, appendPrefixes(reach, r.Prefixes))
-	}
-	start := len(b)
-	b = appendBGPHeader(b, bgpUpdate)
-	b = binary.BigEndian.AppendUint16(b, 0) // withdrawn
-	b = binary.BigEndian.AppendUint16(b, uint16(len(attrs)))
-	b = append(b, attrs...)
-	if v4 {
-		b = appendPrefixes(b, r.Prefixes)
-	}
-	if len(b)-start > bgpMaxLen {
-		return b[:start], fmt.Errorf("make update: %d bytes, at most %d", len(b)-start, bgpMaxLen)
-	}
-	finishLength(b, start, 16)
-	return b, nil
-}
-
-// appendEndOfRIB appends the End-of-RIB marker for IPv4 unicast (RFC 4724), an empty
-// UPDATE.
-func appendEndOfRIB(b []byte) []byte {
-	start := len(b)
-	b = append(appendBGPHeader(b, bgpUpdate), 0, 0, 0, 0)
-	finishLength(b, start, 16)
-	return b
-}
-
 // SessionConfig configures the BMP session of a router with one BGP peer.
 type SessionConfig struct {
 	Source netip.Addr     // must be an address of the network namespace
@@ -340,6 +153,173 @@ func DialBMP(ctx context.Context, c SessionConfig) (*Session, error) {
 	return s, nil
 }
 
+// AppendInitiation appends a BMP Initiation message (RFC 7854, 4.3).
+func AppendInitiation(b []byte, sysDescr, sysName string) []byte {
+	start := len(b)
+	b = appendBMPHeader(b, bmpInitiation)
+	b = appendTLV(b, 1, sysDescr)
+	b = appendTLV(b, 2, sysName)
+	return finishBMP(b, start)
+}
+
+// AppendPeerUp appends a BMP Peer Up message (RFC 7854, 4.10) about a session between
+// local and peer that was established at the time at. local and peer must have the
+// same address family.
+func AppendPeerUp(b []byte, peer, local Peer, at time.Time) []byte {
+	start := len(b)
+	b = appendBMPHeader(b, bmpPeerUp)
+	b = appendPerPeer(b, peer, at)
+	b = appendAddr16(b, local.Address)
+	b = binary.BigEndian.AppendUint16(b, bgpPort)
+	b = binary.BigEndian.AppendUint16(b, 49152) // the peer's port
+	b = appendOpen(b, local)
+	b = appendOpen(b, peer)
+	return finishBMP(b, start)
+}
+
+// AppendRouteMonitoring appends a BMP Route Monitoring message (RFC 7854, 4.6) with
+// update, a complete BGP UPDATE.
+func AppendRouteMonitoring(b []byte, peer Peer, at time.Time, update []byte) []byte {
+	start := len(b)
+	b = appendBMPHeader(b, bmpRouteMonitoring)
+	b = appendPerPeer(b, peer, at)
+	b = append(b, update...)
+	return finishBMP(b, start)
+}
+
+func appendPerPeer(b []byte, p Peer, at time.Time) []byte {
+	var flags byte
+	if p.Address.Is6() {
+		flags = 0x80 // V
+	}
+	b = append(b, 0, flags)           // global instance peer, pre-policy, 4-byte AS path
+	b = append(b, make([]byte, 8)...) // distinguisher
+	b = appendAddr16(b, p.Address)
+	b = binary.BigEndian.AppendUint32(b, p.AS)
+	b = append(b, p.ID.AsSlice()...)
+	b = binary.BigEndian.AppendUint32(b, uint32(at.Unix()))
+	return binary.BigEndian.AppendUint32(b, uint32(at.Nanosecond()/1000))
+}
+
+// appendAddr16 appends an address in the format of BMP: an IPv4 address is in the
+// last four of 16 bytes.
+func appendAddr16(b []byte, a netip.Addr) []byte {
+	if a.Is4() {
+		b = append(b, make([]byte, 12)...)
+	}
+	return append(b, a.AsSlice()...)
+}
+
+func appendOpen(b []byte, p Peer) []byte {
+	start := len(b)
+	b = appendBGPHeader(b, bgpOpen)
+	as := p.AS
+	if as > 0xffff {
+		as = bgpASTrans
+	}
+	b = append(b, 4)
+	b = binary.BigEndian.AppendUint16(b, uint16(as))
+	b = binary.BigEndian.AppendUint16(b, bgpHoldTime)
+	b = append(b, p.ID.AsSlice()...)
+	caps := []byte{
+		1, 4, 0, bgpFamilyIPv4, 0, bgpUnicast,
+		1, 4, 0, bgpFamilyIPv6, 0, bgpUnicast,
+		65, 4, byte(p.AS >> 24), byte(p.AS >> 16), byte(p.AS >> 8), byte(p.AS),
+	}
+	b = append(b, byte(len(caps)+2), 2, byte(len(caps)))
+	b = append(b, caps...)
+	finishLength(b, start, 16)
+	return b
+}
+
+// AppendUpdate appends a BGP UPDATE (RFC 4271, RFC 4760) with 4-byte AS numbers.
+// It returns an error if the route mixes address families or the message exceeds 4096
+// bytes.
+func AppendUpdate(b []byte, r Route) ([]byte, error) {
+	v4 := r.NextHop.Is4()
+	for _, p := range r.Prefixes {
+		if !p.IsValid() || p.Addr().Is4() != v4 {
+			return b, fmt.Errorf("make update: prefix %s and next hop %s are of different families", p, r.NextHop)
+		}
+	}
+	const optional, transitive = 0x80, 0x40
+	attrs := appendAttr(nil, transitive, 1, []byte{0}) // ORIGIN IGP
+	var path []byte
+	if len(r.ASPath) > 0 {
+		if len(r.ASPath) > 255 {
+			return b, fmt.Errorf("make update: AS path of %d numbers, at most 255", len(r.ASPath))
+		}
+		path = append(path, 2, byte(len(r.ASPath))) // AS_SEQUENCE
+		for _, as := range r.ASPath {
+			path = binary.BigEndian.AppendUint32(path, as)
+		}
+	}
+	attrs = appendAttr(attrs, transitive, 2, path)
+	if v4 {
+		attrs = appendAttr(attrs, transitive, 3, r.NextHop.AsSlice())
+	}
+	if len(r.Communities) > 0 {
+		var c []byte
+		for _, v := range r.Communities {
+			c = binary.BigEndian.AppendUint32(c, v)
+		}
+		attrs = appendAttr(attrs, optional|transitive, 8, c)
+	}
+	if !v4 {
+		reach := []byte{0, bgpFamilyIPv6, bgpUnicast, 16}
+		reach = append(reach, r.NextHop.AsSlice()...)
+		reach = append(reach, 0)
+		attrs = appendAttr(attrs, optional, 14, appendPrefixes(reach, r.Prefixes))
+	}
+	start := len(b)
+	b = appendBGPHeader(b, bgpUpdate)
+	b = binary.BigEndian.AppendUint16(b, 0) // withdrawn
+	b = binary.BigEndian.AppendUint16(b, uint16(len(attrs)))
+	b = append(b, attrs...)
+	if v4 {
+		b = appendPrefixes(b, r.Prefixes)
+	}
+	if len(b)-start > bgpMaxLen {
+		return b[:start], fmt.Errorf("make update: %d bytes, at most %d", len(b)-start, bgpMaxLen)
+	}
+	finishLength(b, start, 16)
+	return b, nil
+}
+
+func appendAttr(b []byte, flags, kind byte, value []byte) []byte {
+	if len(value) > 255 {
+		b = append(b, flags|0x10, kind)
+		b = binary.BigEndian.AppendUint16(b, uint16(len(value)))
+	} else {
+		b = append(b, flags, kind, byte(len(value)))
+	}
+	return append(b, value...)
+}
+
+func appendPrefixes(b []byte, prefixes []netip.Prefix) []byte {
+	for _, p := range prefixes {
+		b = append(b, byte(p.Bits()))
+		b = append(b, p.Masked().Addr().AsSlice()[:(p.Bits()+7)/8]...)
+	}
+	return b
+}
+
+// appendEndOfRIB appends the End-of-RIB marker for IPv4 unicast (RFC 4724), an empty
+// UPDATE.
+func appendEndOfRIB(b []byte) []byte {
+	start := len(b)
+	b = append(appendBGPHeader(b, bgpUpdate), 0, 0, 0, 0)
+	finishLength(b, start, 16)
+	return b
+}
+
+func appendBGPHeader(b []byte, kind byte) []byte {
+	for range 16 {
+		b = append(b, 0xff)
+	}
+	return append(b, 0, 0, kind)
+}
+
 // Announce sends n Route Monitoring messages in one write, cycling through the
 // routes. Their timestamp is the time of sending. It returns n or an error.
 func (s *Session) Announce(n int) (int, error) {
@@ -388,4 +368,24 @@ func (s *Session) Close() error {
 	_ = s.conn.SetWriteDeadline(time.Now().Add(time.Second))
 	_, err := s.conn.Write(AppendTermination(nil, 0))
 	return errors.Join(err, s.conn.Close())
+}
+
+// AppendTermination appends a BMP Termination message with a reason code
+// (RFC 7854, 4.5); 0 is "administratively closed".
+func AppendTermination(b []byte, reason uint16) []byte {
+	start := len(b)
+	b = appendBMPHeader(b, bmpTermination)
+	b = appendTLV(b, 1, string([]byte{byte(reason >> 8), byte(reason)}))
+	return finishBMP(b, start)
+}
+
+func finishBMP(b []byte, start int) []byte {
+	binary.BigEndian.PutUint32(b[start+1:], uint32(len(b)-start))
+	return b
+}
+
+func appendTLV(b []byte, kind uint16, value string) []byte {
+	b = binary.BigEndian.AppendUint16(b, kind)
+	b = binary.BigEndian.AppendUint16(b, uint16(len(value)))
+	return append(b, value...)
 }

@@ -57,79 +57,8 @@ const (
 	RecordLen6 = 2*16 + 46
 )
 
-func appendIPFIXHeader(b []byte, export time.Time, sequence, domain uint32) []byte {
-	b = binary.BigEndian.AppendUint16(b, ipfixVersion)
-	b = binary.BigEndian.AppendUint16(b, 0) // length, set by finishIPFIX
-	b = binary.BigEndian.AppendUint32(b, uint32(export.Unix()))
-	b = binary.BigEndian.AppendUint32(b, sequence)
-	return binary.BigEndian.AppendUint32(b, domain)
-}
-
 func finishLength(b []byte, start, at int) {
 	binary.BigEndian.PutUint16(b[start+at:], uint16(len(b)-start))
-}
-
-// AppendTemplates appends an IPFIX message (RFC 7011, section 3) with the two
-// templates of AppendData: 256 for IPv4 and 257 for IPv6. sequence is the number of
-// data records sent before, modulo 2^32. A template message does not increase it.
-func AppendTemplates(b []byte, export time.Time, sequence, domain uint32) []byte {
-	start := len(b)
-	b = appendIPFIXHeader(b, export, sequence, domain)
-	set := len(b)
-	b = binary.BigEndian.AppendUint16(b, setTemplate)
-	b = binary.BigEndian.AppendUint16(b, 0)
-	for _, t := range []struct {
-		id   uint16
-		addr [2]field
-	}{
-		{template4, [2]field{{8, 4}, {12, 4}}},
-		{template6, [2]field{{27, 16}, {28, 16}}},
-	} {
-		b = binary.BigEndian.AppendUint16(b, t.id)
-		b = binary.BigEndian.AppendUint16(b, uint16(len(t.addr)+len(fields)))
-		for _, f := range append(t.addr[:], fields...) {
-			b = binary.BigEndian.AppendUint16(b, f.id)
-			b = binary.BigEndian.AppendUint16(b, f.length)
-		}
-	}
-	finishLength(b, set, 2)
-	finishLength(b, start, 2)
-	return b
-}
-
-// AppendData appends an IPFIX message with one data record per flow. Consecutive
-// flows of one address family share a set. sequence is the same as in
-// AppendTemplates.
-func AppendData(b []byte, export time.Time, sequence, domain uint32, flows []Flow) []byte {
-	start := len(b)
-	b = appendIPFIXHeader(b, export, sequence, domain)
-	for len(flows) > 0 {
-		id, v4 := uint16(template6), flows[0].Src.Is4()
-		if v4 {
-			id = template4
-		}
-		set := len(b)
-		b = binary.BigEndian.AppendUint16(b, id)
-		b = binary.BigEndian.AppendUint16(b, 0)
-		for len(flows) > 0 && flows[0].Src.Is4() == v4 {
-			f := &flows[0]
-			b = append(b, f.Src.AsSlice()...)
-			b = append(b, f.Dst.AsSlice()...)
-			b = binary.BigEndian.AppendUint16(b, f.SrcPort)
-			b = binary.BigEndian.AppendUint16(b, f.DstPort)
-			b = append(b, f.Protocol, f.TOS)
-			b = binary.BigEndian.AppendUint32(b, f.In)
-			b = binary.BigEndian.AppendUint32(b, f.Out)
-			b = binary.BigEndian.AppendUint64(b, f.Packets)
-			b = binary.BigEndian.AppendUint64(b, f.Octets)
-			b = binary.BigEndian.AppendUint64(b, uint64(f.Start.UnixMilli()))
-			b = binary.BigEndian.AppendUint64(b, uint64(f.End.UnixMilli()))
-			flows = flows[1:]
-		}
-		finishLength(b, set, 2)
-	}
-	finishLength(b, start, 2)
-	return b
 }
 
 // ExporterConfig configures an IPFIX exporter of one observation domain.
@@ -222,6 +151,41 @@ func NewExporter(c ExporterConfig) (*Exporter, error) {
 	return e, nil
 }
 
+// AppendData appends an IPFIX message with one data record per flow. Consecutive
+// flows of one address family share a set. sequence is the same as in
+// AppendTemplates.
+func AppendData(b []byte, export time.Time, sequence, domain uint32, flows []Flow) []byte {
+	start := len(b)
+	b = appendIPFIXHeader(b, export, sequence, domain)
+	for len(flows) > 0 {
+		id, v4 := uint16(template6), flows[0].Src.Is4()
+		if v4 {
+			id = template4
+		}
+		set := len(b)
+		b = binary.BigEndian.AppendUint16(b, id)
+		b = binary.BigEndian.AppendUint16(b, 0)
+		for len(flows) > 0 && flows[0].Src.Is4() == v4 {
+			f := &flows[0]
+			b = append(b, f.Src.AsSlice()...)
+			b = append(b, f.Dst.AsSlice()...)
+			b = binary.BigEndian.AppendUint16(b, f.SrcPort)
+			b = binary.BigEndian.AppendUint16(b, f.DstPort)
+			b = append(b, f.Protocol, f.TOS)
+			b = binary.BigEndian.AppendUint32(b, f.In)
+			b = binary.BigEndian.AppendUint32(b, f.Out)
+			b = binary.BigEndian.AppendUint64(b, f.Packets)
+			b = binary.BigEndian.AppendUint64(b, f.Octets)
+			b = binary.BigEndian.AppendUint64(b, uint64(f.Start.UnixMilli()))
+			b = binary.BigEndian.AppendUint64(b, uint64(f.End.UnixMilli()))
+			flows = flows[1:]
+		}
+		finishLength(b, set, 2)
+	}
+	finishLength(b, start, 2)
+	return b
+}
+
 func udpSocket(source, target netip.AddrPort) (int, error) {
 	family := unix.AF_INET6
 	if source.Addr().Is4() {
@@ -240,26 +204,6 @@ func udpSocket(source, target netip.AddrPort) (int, error) {
 		return -1, fmt.Errorf("connect udp socket of %s to %s: %w", source, target, err)
 	}
 	return fd, nil
-}
-
-// SendTemplates sends the templates now.
-func (e *Exporter) SendTemplates() error {
-	now := e.now()
-	b := AppendTemplates(nil, now, e.sequence, e.domain)
-	for try := 0; ; try++ {
-		_, err := unix.Write(e.fd, b)
-		switch {
-		case err == nil:
-			e.templates = now
-			e.stats.Templates++
-			return nil
-		case err == unix.ECONNREFUSED && try < 3: // ICMP error of an earlier datagram; this datagram was not sent
-			e.stats.Refused++
-		case err == unix.EINTR || err == unix.EAGAIN:
-		default:
-			return fmt.Errorf("send templates: %w", err)
-		}
-	}
 }
 
 // Send sends the next n messages, preceded by the templates if these are due. It
@@ -301,6 +245,62 @@ func (e *Exporter) Send(n int) (int, error) {
 		sent += int(r)
 	}
 	return sent, nil
+}
+
+// SendTemplates sends the templates now.
+func (e *Exporter) SendTemplates() error {
+	now := e.now()
+	b := AppendTemplates(nil, now, e.sequence, e.domain)
+	for try := 0; ; try++ {
+		_, err := unix.Write(e.fd, b)
+		switch {
+		case err == nil:
+			e.templates = now
+			e.stats.Templates++
+			return nil
+		case err == unix.ECONNREFUSED && try < 3: // ICMP error of an earlier datagram; this datagram was not sent
+			e.stats.Refused++
+		case err == unix.EINTR || err == unix.EAGAIN:
+		default:
+			return fmt.Errorf("send templates: %w", err)
+		}
+	}
+}
+
+// AppendTemplates appends an IPFIX message (RFC 7011, section 3) with the two
+// templates of AppendData: 256 for IPv4 and 257 for IPv6. sequence is the number of
+// data records sent before, modulo 2^32. A template message does not increase it.
+func AppendTemplates(b []byte, export time.Time, sequence, domain uint32) []byte {
+	start := len(b)
+	b = appendIPFIXHeader(b, export, sequence, domain)
+	set := len(b)
+	b = binary.BigEndian.AppendUint16(b, setTemplate)
+	b = binary.BigEndian.AppendUint16(b, 0)
+	for _, t := range []struct {
+		id   uint16
+		addr [2]field
+	}{
+		{template4, [2]field{{8, 4}, {12, 4}}},
+		{template6, [2]field{{27, 16}, {28, 16}}},
+	} {
+		b = binary.BigEndian.AppendUint16(b, t.id)
+		b = binary.BigEndian.AppendUint16(b, uint16(len(t.addr)+len(fields)))
+		for _, f := range append(t.addr[:], fields...) {
+			b = binary.BigEndian.AppendUint16(b, f.id)
+			b = binary.BigEndian.AppendUint16(b, f.length)
+		}
+	}
+	finishLength(b, set, 2)
+	finishLength(b, start, 2)
+	return b
+}
+
+func appendIPFIXHeader(b []byte, export time.Time, sequence, domain uint32) []byte {
+	b = binary.BigEndian.AppendUint16(b, ipfixVersion)
+	b = binary.BigEndian.AppendUint16(b, 0) // length, set by finishIPFIX
+	b = binary.BigEndian.AppendUint32(b, uint32(export.Unix()))
+	b = binary.BigEndian.AppendUint32(b, sequence)
+	return binary.BigEndian.AppendUint32(b, domain)
 }
 
 // Port returns the source port.

@@ -144,6 +144,9 @@ func newDashboard(name, title, description, metric string) *dashboard {
 	return d
 }
 
+// query is a PromQL expression and the legend of its results.
+type query struct{ expr, legend string }
+
 // choose adds a variable with the values of a label, of the metrics that the variables before it select.
 func (d *dashboard) choose(label, title, description, metric string) {
 	var matchers []string
@@ -176,32 +179,6 @@ func (d *dashboard) offer(name, title, description string, values []string) {
 func (d *dashboard) row(title string) {
 	open := false
 	d.place(panel{Type: "row", Title: title, GridPos: gridPos{H: 1, W: 24}, Collapsed: &open, Panels: []panel{}})
-}
-
-// place adds a panel to the right of the last one, or below if there is no space.
-func (d *dashboard) place(p panel) {
-	p.ID = len(d.Panels) + 1
-	if len(d.Panels) > 0 {
-		last := d.Panels[len(d.Panels)-1].GridPos
-		p.GridPos.X, p.GridPos.Y = last.X+last.W, last.Y
-		if p.GridPos.X+p.GridPos.W > 24 {
-			p.GridPos.X = 0
-			for _, other := range d.Panels {
-				p.GridPos.Y = max(p.GridPos.Y, other.GridPos.Y+other.GridPos.H)
-			}
-		}
-	}
-	d.Panels = append(d.Panels, p)
-}
-
-// query is a PromQL expression and the legend of its results.
-type query struct{ expr, legend string }
-
-func targets(queries []query) (list []target) {
-	for i, q := range queries {
-		list = append(list, target{RefID: string(rune('A' + i)), Datasource: source, Expr: q.expr, LegendFormat: q.legend, Format: "time_series", Range: true})
-	}
-	return list
 }
 
 // stat adds a panel with the last value. bad are the values from which the panel is orange and red; 0 for none.
@@ -277,6 +254,13 @@ func (d *dashboard) graph(title, description string, s style, queries ...query) 
 	})
 }
 
+func targets(queries []query) (list []target) {
+	for i, q := range queries {
+		list = append(list, target{RefID: string(rune('A' + i)), Datasource: source, Expr: q.expr, LegendFormat: q.legend, Format: "time_series", Range: true})
+	}
+	return list
+}
+
 // heatmap adds a panel with the distribution of a histogram over time.
 func (d *dashboard) heatmap(title, description, expr string) {
 	d.place(panel{
@@ -326,4 +310,20 @@ func (d *dashboard) table(title, description string, width int, labels []string,
 		{"organize", map[string]any{"excludeByName": map[string]any{"Time": true, "job": true}, "renameByName": names, "indexByName": order}},
 	}
 	d.place(p)
+}
+
+// place adds a panel to the right of the last one, or below if there is no space.
+func (d *dashboard) place(p panel) {
+	p.ID = len(d.Panels) + 1
+	if len(d.Panels) > 0 {
+		last := d.Panels[len(d.Panels)-1].GridPos
+		p.GridPos.X, p.GridPos.Y = last.X+last.W, last.Y
+		if p.GridPos.X+p.GridPos.W > 24 {
+			p.GridPos.X = 0
+			for _, other := range d.Panels {
+				p.GridPos.Y = max(p.GridPos.Y, other.GridPos.Y+other.GridPos.H)
+			}
+		}
+	}
+	d.Panels = append(d.Panels, p)
 }

@@ -35,14 +35,6 @@ func (m metrics) increase(name string) string {
 	return fmt.Sprintf("increase(sockeye_%s{%s}[$__range])", name, m)
 }
 
-// sum is a sum by labels, which are separated by commas.
-func sum(by, expr string) string {
-	if by == "" {
-		return fmt.Sprintf("sum (%s)", expr)
-	}
-	return fmt.Sprintf("sum by (%s) (%s)", by, expr)
-}
-
 // quantile is a quantile of a histogram, of the native one where Prometheus has it, else of the classic one.
 func (m metrics) quantile(q float64, name, by, over string) string {
 	with := "le"
@@ -70,3 +62,11 @@ const (
 	recently = "$__rate_interval"
 	shown    = "$__range"
 )
+
+// sum is a sum by labels, which are separated by commas.
+func sum(by, expr string) string {
+	if by == "" {
+		return fmt.Sprintf("sum (%s)", expr)
+	}
+	return fmt.Sprintf("sum by (%s) (%s)", by, expr)
+}

@@ -78,35 +78,6 @@ func run(args []string, out io.Writer) int {
 	return code
 }
 
-// line is a line of the output of a command.
-type line struct {
-	input int
-	text  []byte
-}
-
-// readLines sends the lines of all inputs, and then closes the channel. Errors are sent as lines, which are no events.
-func readLines(inputs []io.Reader) <-chan line {
-	lines := make(chan line)
-	var readers sync.WaitGroup
-	for i, in := range inputs {
-		readers.Go(func() {
-			scanner := bufio.NewScanner(in)
-			scanner.Buffer(nil, 16<<20)
-			for scanner.Scan() {
-				lines <- line{i, bytes.Clone(scanner.Bytes())}
-			}
-			if err := scanner.Err(); err != nil {
-				lines <- line{i, fmt.Appendf(nil, "testreport: %v", err)}
-			}
-		})
-	}
-	go func() {
-		readers.Wait()
-		close(lines)
-	}()
-	return lines
-}
-
 // key is a test, or a package if test is "". The tests of a package may be shared by several inputs.
 type key struct {
 	input     int
@@ -184,6 +155,35 @@ func report(inputs []io.Reader, out, events io.Writer) int {
 		return 0
 	}
 	return 1
+}
+
+// line is a line of the output of a command.
+type line struct {
+	input int
+	text  []byte
+}
+
+// readLines sends the lines of all inputs, and then closes the channel. Errors are sent as lines, which are no events.
+func readLines(inputs []io.Reader) <-chan line {
+	lines := make(chan line)
+	var readers sync.WaitGroup
+	for i, in := range inputs {
+		readers.Go(func() {
+			scanner := bufio.NewScanner(in)
+			scanner.Buffer(nil, 16<<20)
+			for scanner.Scan() {
+				lines <- line{i, bytes.Clone(scanner.Bytes())}
+			}
+			if err := scanner.Err(); err != nil {
+				lines <- line{i, fmt.Appendf(nil, "testreport: %v", err)}
+			}
+		})
+	}
+	go func() {
+		readers.Wait()
+		close(lines)
+	}()
+	return lines
 }
 
 func text(b *strings.Builder) string {

@@ -64,12 +64,14 @@ type measured struct {
 	rates   []float64     // bytes a second, in each piece of a stream; of the client
 }
 
-// content returns the data of a run, which both ends know.
-func content(seed string, size int) []byte {
-	source := rand.NewChaCha8(sha256.Sum256([]byte(seed)))
-	b := make([]byte, size)
-	_, _ = source.Read(b) // always all
-	return b
+// An end is one end of a connection. Its calls block.
+type end struct {
+	*load
+	fd      int
+	content []byte
+	buf     []byte
+	clock   cpuClock
+	begun   time.Time
 }
 
 // on runs one end of a load on a thread of its own, bound to a CPU. When ctx ends, the
@@ -148,22 +150,20 @@ func pauseGC() (end func()) {
 	}
 }
 
-// An end is one end of a connection. Its calls block.
-type end struct {
-	*load
-	fd      int
-	content []byte
-	buf     []byte
-	clock   cpuClock
-	begun   time.Time
-}
-
 func (l *load) end(fd int) *end {
 	size := streamBuffer
 	if l.Kind == loadRR {
 		size = l.Message
 	}
 	return &end{load: l, fd: fd, content: content(l.Seed, size), buf: make([]byte, size), clock: openCPUClock(l.CPU, !l.SharesCPU), begun: time.Now()}
+}
+
+// content returns the data of a run, which both ends know.
+func content(seed string, size int) []byte {
+	source := rand.NewChaCha8(sha256.Sum256([]byte(seed)))
+	b := make([]byte, size)
+	_, _ = source.Read(b) // always all
+	return b
 }
 
 // drive runs the client's end. It starts with the first byte of the server.
@@ -188,6 +188,8 @@ func (e *end) serve() (measured, error) {
 	}
 	return e.receiveStream()
 }
+
+var errCorrupt = errors.New("received data differ from those sent")
 
 // sendRequests sends requests and checks the responses, which are equal to the
 // requests.
@@ -324,8 +326,6 @@ func (e *end) receiveStream() (m measured, err error) {
 	m.Elapsed, m.CPU = last-start, e.clock.now()-cpu
 	return m, nil
 }
-
-var errCorrupt = errors.New("received data differ from those sent")
 
 // finish closes the sending direction and waits until the other end has closed.
 func (e *end) finish() error {

@@ -22,6 +22,22 @@ import (
 	"sockeye/internal/linux"
 )
 
+// A lab has the namespaces of the client, of the server, and of what connects them, if
+// anything.
+type lab struct {
+	path string
+	size uint32
+	// segmentation is that of the options.
+	segmentation bool
+	namespaces   []*namespace
+}
+
+type namespace struct {
+	network *netif.Namespace
+	nl      *netlink.Handle
+	fd      netns.NsHandle
+}
+
 // Local measures between two network namespaces that it creates. It changes nothing
 // else on the host and removes the namespaces when it returns. Needs root.
 func Local(ctx context.Context, o Options) (result *Result, err error) {
@@ -85,23 +101,54 @@ func unsupported(s netif.Support, family string) error {
 	return nil
 }
 
+func (s *namespace) close() (err error) {
+	if s.nl != nil {
+		s.nl.Close()
+	}
+	if s.network != nil {
+		err = s.network.Close()
+	}
+	if s.fd.IsOpen() {
+		err = joined(err, s.fd.Close())
+	}
+	return err
+}
+
+// address returns the address of the server.
+func (l *lab) address(family string) netip.Addr { return l.prefix(family, 1).Addr() }
+
 // interfaceName is that of both ends.
 const interfaceName = "eth0"
 
-// A lab has the namespaces of the client, of the server, and of what connects them, if
-// anything.
-type lab struct {
-	path string
-	size uint32
-	// segmentation is that of the options.
-	segmentation bool
-	namespaces   []*namespace
-}
-
-type namespace struct {
-	network *netif.Namespace
-	nl      *netlink.Handle
-	fd      netns.NsHandle
+func (l *lab) build(path string) error {
+	l.path = path
+	count := 3
+	if path == PathVeth {
+		count = 2
+	}
+	for range count {
+		s, err := newNamespace()
+		if err != nil {
+			return err
+		}
+		l.namespaces = append(l.namespaces, s)
+	}
+	if err := l.connect(); err != nil {
+		return err
+	}
+	for host := range 2 {
+		for _, family := range Families {
+			if err := l.namespaces[host].addAddress(interfaceName, l.prefix(family, host)); err != nil {
+				return err
+			}
+			if path == PathRouter {
+				if err := l.route(family, host); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
 }
 
 // newNamespace creates a network namespace with lo up.
@@ -160,113 +207,6 @@ func sysctls() error {
 	return nil
 }
 
-func (s *namespace) close() (err error) {
-	if s.nl != nil {
-		s.nl.Close()
-	}
-	if s.network != nil {
-		err = s.network.Close()
-	}
-	if s.fd.IsOpen() {
-		err = joined(err, s.fd.Close())
-	}
-	return err
-}
-
-func (s *namespace) up(names ...string) error {
-	for _, name := range names {
-		link, err := s.nl.LinkByName(name)
-		if err == nil {
-			err = s.nl.LinkSetUp(link)
-		}
-		if err != nil {
-			return fmt.Errorf("set %s up: %w", name, err)
-		}
-	}
-	return nil
-}
-
-// addVeth adds a veth pair between two namespaces.
-func addVeth(a *namespace, nameA string, b *namespace, nameB string) error {
-	attrs := netlink.NewLinkAttrs()
-	attrs.Name = nameA
-	pair := &netlink.Veth{LinkAttrs: attrs, PeerName: nameB, PeerNamespace: netlink.NsFd(b.fd)}
-	if err := a.nl.LinkAdd(pair); err != nil {
-		return fmt.Errorf("add veth pair: %w", err)
-	}
-	return joined(a.up(nameA), b.up(nameB))
-}
-
-// routerMTU is 8 bytes more than the MTU of the hosts.
-const routerMTU = 1508
-
-func (s *namespace) setRouterMTU(name string) error {
-	link, err := s.nl.LinkByName(name)
-	if err == nil {
-		err = s.nl.LinkSetMTU(link, routerMTU)
-	}
-	if err != nil {
-		return fmt.Errorf("set MTU of %s: %w", name, err)
-	}
-	return nil
-}
-
-// prefix returns the address of a host. Without a router both hosts are in one
-// network.
-func (l *lab) prefix(family string, host int) netip.Prefix {
-	network := byte(0)
-	if l.path == PathRouter {
-		network = byte(host)
-	}
-	if family == IPv4 {
-		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 84, network, byte(1 + host)}), 24)
-	}
-	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 1: 0x84, 7: network, 15: byte(1 + host)}), 64)
-}
-
-// address returns the address of the server.
-func (l *lab) address(family string) netip.Addr { return l.prefix(family, 1).Addr() }
-
-// gateway returns the address of the router in the network of a host.
-func (l *lab) gateway(family string, host int) netip.Prefix {
-	p := l.prefix(family, host)
-	b := p.Addr().AsSlice()
-	b[len(b)-1] = 254
-	a, _ := netip.AddrFromSlice(b)
-	return netip.PrefixFrom(a, p.Bits())
-}
-
-func (l *lab) build(path string) error {
-	l.path = path
-	count := 3
-	if path == PathVeth {
-		count = 2
-	}
-	for range count {
-		s, err := newNamespace()
-		if err != nil {
-			return err
-		}
-		l.namespaces = append(l.namespaces, s)
-	}
-	if err := l.connect(); err != nil {
-		return err
-	}
-	for host := range 2 {
-		for _, family := range Families {
-			if err := l.namespaces[host].addAddress(interfaceName, l.prefix(family, host)); err != nil {
-				return err
-			}
-			if path == PathRouter {
-				if err := l.route(family, host); err != nil {
-					return err
-				}
-			}
-		}
-	}
-	return nil
-}
-
 func port(host int) string { return fmt.Sprintf("port%d", host) }
 
 func (l *lab) connect() error {
@@ -312,18 +252,40 @@ func (l *lab) connect() error {
 	return middle.up(attrs.Name)
 }
 
-// addAddress adds an address without duplicate address detection.
-func (s *namespace) addAddress(name string, p netip.Prefix) error {
+// addVeth adds a veth pair between two namespaces.
+func addVeth(a *namespace, nameA string, b *namespace, nameB string) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = nameA
+	pair := &netlink.Veth{LinkAttrs: attrs, PeerName: nameB, PeerNamespace: netlink.NsFd(b.fd)}
+	if err := a.nl.LinkAdd(pair); err != nil {
+		return fmt.Errorf("add veth pair: %w", err)
+	}
+	return joined(a.up(nameA), b.up(nameB))
+}
+
+func (s *namespace) up(names ...string) error {
+	for _, name := range names {
+		link, err := s.nl.LinkByName(name)
+		if err == nil {
+			err = s.nl.LinkSetUp(link)
+		}
+		if err != nil {
+			return fmt.Errorf("set %s up: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// routerMTU is 8 bytes more than the MTU of the hosts.
+const routerMTU = 1508
+
+func (s *namespace) setRouterMTU(name string) error {
 	link, err := s.nl.LinkByName(name)
 	if err == nil {
-		a := &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}}
-		if p.Addr().Is6() {
-			a.Flags = unix.IFA_F_NODAD
-		}
-		err = s.nl.AddrAdd(link, a)
+		err = s.nl.LinkSetMTU(link, routerMTU)
 	}
 	if err != nil {
-		return fmt.Errorf("add address to %s: %s: %w", name, p, err)
+		return fmt.Errorf("set MTU of %s: %w", name, err)
 	}
 	return nil
 }
@@ -336,6 +298,44 @@ func (l *lab) route(family string, host int) error {
 	}
 	if err := l.namespaces[host].nl.RouteAdd(&netlink.Route{Gw: gateway.Addr().AsSlice()}); err != nil {
 		return fmt.Errorf("add route through %s: %w", gateway.Addr(), err)
+	}
+	return nil
+}
+
+// gateway returns the address of the router in the network of a host.
+func (l *lab) gateway(family string, host int) netip.Prefix {
+	p := l.prefix(family, host)
+	b := p.Addr().AsSlice()
+	b[len(b)-1] = 254
+	a, _ := netip.AddrFromSlice(b)
+	return netip.PrefixFrom(a, p.Bits())
+}
+
+// prefix returns the address of a host. Without a router both hosts are in one
+// network.
+func (l *lab) prefix(family string, host int) netip.Prefix {
+	network := byte(0)
+	if l.path == PathRouter {
+		network = byte(host)
+	}
+	if family == IPv4 {
+		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 84, network, byte(1 + host)}), 24)
+	}
+	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 1: 0x84, 7: network, 15: byte(1 + host)}), 64)
+}
+
+// addAddress adds an address without duplicate address detection.
+func (s *namespace) addAddress(name string, p netip.Prefix) error {
+	link, err := s.nl.LinkByName(name)
+	if err == nil {
+		a := &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}}
+		if p.Addr().Is6() {
+			a.Flags = unix.IFA_F_NODAD
+		}
+		err = s.nl.AddrAdd(link, a)
+	}
+	if err != nil {
+		return fmt.Errorf("add address to %s: %s: %w", name, p, err)
 	}
 	return nil
 }

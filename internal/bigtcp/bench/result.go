@@ -77,6 +77,11 @@ type Sample struct {
 	PacketBytes float64 `json:"packet_bytes,omitempty"`
 }
 
+type piece struct {
+	rate float64  // transactions a second
+	took []uint32 // ns of each transaction, sorted
+}
+
 func sample(kind string, own, peer *measured) (*Sample, error) {
 	s := &Sample{}
 	if kind == loadStream {
@@ -107,19 +112,14 @@ func sample(kind string, own, peer *measured) (*Sample, error) {
 	return s, nil
 }
 
-// pieces is the number of parts of a run. Figures are medians of the parts, which
-// excludes short disturbances.
-const pieces = 10
-
-type piece struct {
-	rate float64  // transactions a second
-	took []uint32 // ns of each transaction, sorted
-}
-
 // at returns a quantile in microseconds.
 func (p piece) at(q float64) float64 {
 	return float64(p.took[int(q*float64(len(p.took)-1))]) / 1000
 }
+
+// pieces is the number of parts of a run. Figures are medians of the parts, which
+// excludes short disturbances.
+const pieces = 10
 
 // inPieces splits consecutive transactions into parts of equal duration; few
 // transactions are one part.
@@ -142,28 +142,6 @@ func inPieces(took []uint32, elapsed time.Duration) iter.Seq[piece] {
 			}
 			first = last
 		}
-	}
-}
-
-// A measure defines a row.
-type measure struct {
-	name, load, title, unit string
-	figure                  func(*Sample) float64
-}
-
-func measures(message int) []measure {
-	return []measure{
-		{"rr_min", loadRR, "latency, minimum", "µs", func(s *Sample) float64 { return s.Min }},
-		{"rr_p50", loadRR, "latency, median", "µs", func(s *Sample) float64 { return s.P50 }},
-		{"rr_p90", loadRR, "latency, P90", "µs", func(s *Sample) float64 { return s.P90 }},
-		{"rr_p99", loadRR, "latency, P99", "µs", func(s *Sample) float64 { return s.P99 }},
-		{"rr_rate", loadRR, "transactions", "a second", func(s *Sample) float64 { return s.Rate }},
-		{"rr_cpu", loadRR, "their CPU, both ends", "µs each", func(s *Sample) float64 { return s.CPU * 1e6 }},
-		{"rr_cpu_gb", loadRR, "the same, of their bytes", "s/GB", func(s *Sample) float64 { return s.CPU / float64(2*message) * 1e9 }},
-		{"rr_packets", loadRR, "their packets", "each", func(s *Sample) float64 { return s.Packets }},
-		{"stream_rate", loadStream, "stream", "Gbit/s", func(s *Sample) float64 { return s.Rate / 1e9 }},
-		{"stream_cpu_gb", loadStream, "its CPU, both ends", "s/GB", func(s *Sample) float64 { return s.CPU * 1e9 }},
-		{"stream_packet", loadStream, "its packets, mean", "bytes", func(s *Sample) float64 { return s.PacketBytes }},
 	}
 }
 
@@ -191,6 +169,28 @@ func rows(runs []Sample, message int) []Row {
 		rows = append(rows, r)
 	}
 	return rows
+}
+
+// A measure defines a row.
+type measure struct {
+	name, load, title, unit string
+	figure                  func(*Sample) float64
+}
+
+func measures(message int) []measure {
+	return []measure{
+		{"rr_min", loadRR, "latency, minimum", "µs", func(s *Sample) float64 { return s.Min }},
+		{"rr_p50", loadRR, "latency, median", "µs", func(s *Sample) float64 { return s.P50 }},
+		{"rr_p90", loadRR, "latency, P90", "µs", func(s *Sample) float64 { return s.P90 }},
+		{"rr_p99", loadRR, "latency, P99", "µs", func(s *Sample) float64 { return s.P99 }},
+		{"rr_rate", loadRR, "transactions", "a second", func(s *Sample) float64 { return s.Rate }},
+		{"rr_cpu", loadRR, "their CPU, both ends", "µs each", func(s *Sample) float64 { return s.CPU * 1e6 }},
+		{"rr_cpu_gb", loadRR, "the same, of their bytes", "s/GB", func(s *Sample) float64 { return s.CPU / float64(2*message) * 1e9 }},
+		{"rr_packets", loadRR, "their packets", "each", func(s *Sample) float64 { return s.Packets }},
+		{"stream_rate", loadStream, "stream", "Gbit/s", func(s *Sample) float64 { return s.Rate / 1e9 }},
+		{"stream_cpu_gb", loadStream, "its CPU, both ends", "s/GB", func(s *Sample) float64 { return s.CPU * 1e9 }},
+		{"stream_packet", loadStream, "its packets, mean", "bytes", func(s *Sample) float64 { return s.PacketBytes }},
+	}
 }
 
 func familyName(family string) string { return map[string]string{IPv6: "IPv6", IPv4: "IPv4"}[family] }

@@ -32,36 +32,6 @@ type filterRule struct {
 	where    string // as in "nft inet filter input, handle 7"
 }
 
-// inspectedByMatch returns the properties that a match of xtables inspects. Rules of
-// iptables-nft have such expressions (nft_compat).
-func inspectedByMatch(name string) inspected {
-	switch name {
-	case "length":
-		return xtLength
-	case "hbh", "ipv6header":
-		return nextHeader
-	}
-	return 0
-}
-
-// inspectedByTarget returns the properties that a target of xtables inspects.
-func inspectedByTarget(name string) inspected {
-	if name == "NFQUEUE" {
-		return queued
-	}
-	return 0
-}
-
-// nftFamilies contains the names of the families in nft(8).
-var nftFamilies = map[uint8]string{
-	unix.NFPROTO_INET:   "inet",
-	unix.NFPROTO_IPV4:   "ip",
-	unix.NFPROTO_ARP:    "arp",
-	unix.NFPROTO_NETDEV: "netdev",
-	unix.NFPROTO_BRIDGE: "bridge",
-	unix.NFPROTO_IPV6:   "ip6",
-}
-
 // nftRules returns the rules of nftables in the thread's network namespace that inspect
 // properties which differ in large packets. Needs CAP_NET_ADMIN. All tables are read in
 // one dump, whose messages are parsed as they arrive. An interrupted dump is repeated.
@@ -93,6 +63,27 @@ func nftRules() ([]filterRule, error) {
 		break
 	}
 	return rules, nil
+}
+
+// nftFamilies contains the names of the families in nft(8).
+var nftFamilies = map[uint8]string{
+	unix.NFPROTO_INET:   "inet",
+	unix.NFPROTO_IPV4:   "ip",
+	unix.NFPROTO_ARP:    "arp",
+	unix.NFPROTO_NETDEV: "netdev",
+	unix.NFPROTO_BRIDGE: "bridge",
+	unix.NFPROTO_IPV6:   "ip6",
+}
+
+// nftParser parses the expressions of a rule in their order.
+type nftParser struct {
+	family uint8
+	// protocol is NFPROTO_IPV4 or NFPROTO_IPV6 if the preceding expressions match only
+	// one of them. loaded is set if the previous expression loaded a field that
+	// identifies the protocol.
+	protocol uint8
+	loaded   bool
+	inspects inspected
 }
 
 // parseNftRule parses a message NFT_MSG_NEWRULE, from struct nfgenmsg on. Unknown
@@ -134,17 +125,6 @@ func parseNftRule(message []byte) filterRule {
 	return filterRule{parser.inspects, fmt.Sprintf("nft %s %s %s, handle %d", name, table, chain, handle)}
 }
 
-// nftParser parses the expressions of a rule in their order.
-type nftParser struct {
-	family uint8
-	// protocol is NFPROTO_IPV4 or NFPROTO_IPV6 if the preceding expressions match only
-	// one of them. loaded is set if the previous expression loaded a field that
-	// identifies the protocol.
-	protocol uint8
-	loaded   bool
-	inspects inspected
-}
-
 func (p *nftParser) expression(expression []byte) {
 	var name string
 	var data []byte
@@ -176,6 +156,26 @@ func (p *nftParser) expression(expression []byte) {
 	case "queue":
 		p.inspects |= queued
 	}
+}
+
+// inspectedByMatch returns the properties that a match of xtables inspects. Rules of
+// iptables-nft have such expressions (nft_compat).
+func inspectedByMatch(name string) inspected {
+	switch name {
+	case "length":
+		return xtLength
+	case "hbh", "ipv6header":
+		return nextHeader
+	}
+	return 0
+}
+
+// inspectedByTarget returns the properties that a target of xtables inspects.
+func inspectedByTarget(name string) inspected {
+	if name == "NFQUEUE" {
+		return queued
+	}
+	return 0
 }
 
 func (p *nftParser) meta(data []byte) {

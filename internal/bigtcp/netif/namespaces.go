@@ -14,28 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// NamedNamespaces returns the sorted paths of the network namespaces with a name of
-// ip-netns(8), each namespace once.
-func NamedNamespaces() ([]string, error) {
-	var paths []string
-	seen := map[uint64]bool{}
-	for _, dir := range namedDirs {
-		entries, err := os.ReadDir(dir)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, fmt.Errorf("list network namespaces: %w", err)
-		}
-		for _, e := range entries {
-			path := filepath.Join(dir, e.Name())
-			if inode, ok := namespaceInode(path); ok && !seen[inode] {
-				seen[inode] = true
-				paths = append(paths, path)
-			}
-		}
-	}
-	slices.Sort(paths)
-	return paths, nil
-}
-
 // AllNamespaces returns the paths of all network namespaces that have a name or a
 // process.
 func AllNamespaces() []string {
@@ -73,6 +51,31 @@ func namespaces(yield func(path string, netns *os.File) bool) {
 	}
 }
 
+// namedDirs are the directories of ip-netns(8). Usually one is a link to the other.
+var namedDirs = []string{"/run/netns", "/var/run/netns"}
+
+// NamedNamespaces returns the sorted paths of the network namespaces with a name of
+// ip-netns(8), each namespace once.
+func NamedNamespaces() ([]string, error) {
+	var paths []string
+	seen := map[uint64]bool{}
+	for _, dir := range namedDirs {
+		entries, err := os.ReadDir(dir)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("list network namespaces: %w", err)
+		}
+		for _, e := range entries {
+			path := filepath.Join(dir, e.Name())
+			if inode, ok := namespaceInode(path); ok && !seen[inode] {
+				seen[inode] = true
+				paths = append(paths, path)
+			}
+		}
+	}
+	slices.Sort(paths)
+	return paths, nil
+}
+
 // processPaths returns the network namespaces of all processes, sorted by PID.
 func processPaths() []string {
 	proc, err := os.Open("/proc")
@@ -95,9 +98,6 @@ func processPaths() []string {
 	}
 	return paths
 }
-
-// namedDirs are the directories of ip-netns(8). Usually one is a link to the other.
-var namedDirs = []string{"/run/netns", "/var/run/netns"}
 
 // namespaceInode returns the inode of the namespace at a path, or false if there is
 // none.

@@ -26,106 +26,8 @@ type snapshot struct {
 	ports   map[int][]*link // by the index of their bridge or bond
 }
 
-// snapshot reads all interfaces with their drivers, offloads and relations within the
-// namespace.
-func (n *Namespace) snapshot() (*snapshot, error) {
-	links, err := n.links()
-	if err != nil {
-		return nil, err
-	}
-	kernel, err := linux.Running()
-	if err != nil {
-		return nil, err
-	}
-	read := links[:0]
-	for _, l := range links {
-		err := n.readEthtool(&l)
-		if errors.Is(err, unix.ENODEV) {
-			err = n.retryEthtool(&l)
-			if errors.Is(err, unix.ENODEV) {
-				continue
-			}
-		}
-		if err != nil {
-			return nil, fmt.Errorf("read interface %s: %w", l.Name, err)
-		}
-		l.LegacyTunnel = LegacyTunnel(&l.Interface, kernel)
-		read = append(read, l)
-	}
-	links = read
-	s := &snapshot{path: n.path, links: links, byIndex: map[int]*link{}, ports: map[int][]*link{}}
-	for i := range links {
-		l := &links[i]
-		s.byIndex[l.Index] = l
-		if l.master != 0 {
-			s.ports[l.master] = append(s.ports[l.master], l)
-		}
-	}
-	return s, nil
-}
-
-// readEthtool adds the driver and the offloads, which netlink does not report.
-func (n *Namespace) readEthtool(l *link) (err error) {
-	socket := n.rtnl.Socket.GetFd()
-	if l.Driver, err = driver(socket, l.Name); err != nil {
-		return err
-	}
-	l.Offloads, err = offloads(socket, l.Name)
-	return err
-}
-
-// maxRenames bounds the renames of an interface during which readEthtool is repeated.
-const maxRenames = 1000
-
-// retryEthtool repeats readEthtool after ENODEV: the interface has vanished (ENODEV), was renamed,
-// or its driver resets it and does not reply. In the last case, which retryEthtool assumes if the
-// name stays the same for maxRetries, the driver and the offloads remain unknown.
-func (n *Namespace) retryEthtool(l *link) error {
-	for same, renamed := 0, 0; same < maxRetries && renamed < maxRenames; {
-		now, err := n.link(l.Index)
-		if err != nil {
-			return err
-		}
-		if now.Name == l.Name {
-			same++
-		} else {
-			renamed++
-		}
-		*l = now
-		if err := n.readEthtool(l); !errors.Is(err, unix.ENODEV) {
-			return err
-		}
-	}
-	return nil
-}
-
 // isPeer reports whether IFLA_LINK is the other end of a pair.
 func (l *link) isPeer() bool { return l.Kind == "veth" || l.Kind == "netkit" || l.Kind == "vxcan" }
-
-// lower returns the direct lower interfaces in the same namespace.
-func (s *snapshot) lower(l *link) []*link {
-	below := slices.Clone(s.ports[l.Index])
-	if lower := s.byIndex[l.lower]; lower != nil && !l.foreign && !l.isPeer() {
-		below = append(below, lower)
-	}
-	return below
-}
-
-// withLower returns an interface and all lower interfaces in the same namespace,
-// nearest first.
-func (s *snapshot) withLower(l *link) []link {
-	seen := map[int]bool{l.Index: true}
-	list := []link{*l}
-	for i := 0; i < len(list); i++ {
-		for _, b := range s.lower(&list[i]) {
-			if !seen[b.Index] {
-				seen[b.Index] = true
-				list = append(list, *b)
-			}
-		}
-	}
-	return list
-}
 
 // foreignLinks returns the interfaces whose related interfaces in other namespaces
 // must be known to describe l.
@@ -177,6 +79,31 @@ func foreign(r Relation, l *link, others map[int32]*snapshot) []Related {
 		list = append(list, b.related(r, there.path))
 	}
 	return list
+}
+
+// withLower returns an interface and all lower interfaces in the same namespace,
+// nearest first.
+func (s *snapshot) withLower(l *link) []link {
+	seen := map[int]bool{l.Index: true}
+	list := []link{*l}
+	for i := 0; i < len(list); i++ {
+		for _, b := range s.lower(&list[i]) {
+			if !seen[b.Index] {
+				seen[b.Index] = true
+				list = append(list, *b)
+			}
+		}
+	}
+	return list
+}
+
+// lower returns the direct lower interfaces in the same namespace.
+func (s *snapshot) lower(l *link) []*link {
+	below := slices.Clone(s.ports[l.Index])
+	if lower := s.byIndex[l.lower]; lower != nil && !l.foreign && !l.isPeer() {
+		below = append(below, lower)
+	}
+	return below
 }
 
 func (l *link) related(r Relation, netns string) Related {
@@ -237,6 +164,79 @@ func (n *Namespace) snapshotOf(path string, netns *os.File, wanted map[int32]boo
 		return id, nil
 	}
 	return id, s
+}
+
+// snapshot reads all interfaces with their drivers, offloads and relations within the
+// namespace.
+func (n *Namespace) snapshot() (*snapshot, error) {
+	links, err := n.links()
+	if err != nil {
+		return nil, err
+	}
+	kernel, err := linux.Running()
+	if err != nil {
+		return nil, err
+	}
+	read := links[:0]
+	for _, l := range links {
+		err := n.readEthtool(&l)
+		if errors.Is(err, unix.ENODEV) {
+			err = n.retryEthtool(&l)
+			if errors.Is(err, unix.ENODEV) {
+				continue
+			}
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read interface %s: %w", l.Name, err)
+		}
+		l.LegacyTunnel = LegacyTunnel(&l.Interface, kernel)
+		read = append(read, l)
+	}
+	links = read
+	s := &snapshot{path: n.path, links: links, byIndex: map[int]*link{}, ports: map[int][]*link{}}
+	for i := range links {
+		l := &links[i]
+		s.byIndex[l.Index] = l
+		if l.master != 0 {
+			s.ports[l.master] = append(s.ports[l.master], l)
+		}
+	}
+	return s, nil
+}
+
+// maxRenames bounds the renames of an interface during which readEthtool is repeated.
+const maxRenames = 1000
+
+// retryEthtool repeats readEthtool after ENODEV: the interface has vanished (ENODEV), was renamed,
+// or its driver resets it and does not reply. In the last case, which retryEthtool assumes if the
+// name stays the same for maxRetries, the driver and the offloads remain unknown.
+func (n *Namespace) retryEthtool(l *link) error {
+	for same, renamed := 0, 0; same < maxRetries && renamed < maxRenames; {
+		now, err := n.link(l.Index)
+		if err != nil {
+			return err
+		}
+		if now.Name == l.Name {
+			same++
+		} else {
+			renamed++
+		}
+		*l = now
+		if err := n.readEthtool(l); !errors.Is(err, unix.ENODEV) {
+			return err
+		}
+	}
+	return nil
+}
+
+// readEthtool adds the driver and the offloads, which netlink does not report.
+func (n *Namespace) readEthtool(l *link) (err error) {
+	socket := n.rtnl.Socket.GetFd()
+	if l.Driver, err = driver(socket, l.Name); err != nil {
+		return err
+	}
+	l.Offloads, err = offloads(socket, l.Name)
+	return err
 }
 
 // nsid returns the nsid of another namespace in this one (RTM_GETNSID), or -1 if it

@@ -17,37 +17,10 @@ func (i *Interface) Bound() (size uint32, by string) {
 	return least.TSOMaxSize, least.Place()
 }
 
-// LimitedBy returns the interface of [Interface.Bound], with the bound as its
-// TSOMaxSize.
-func (i *Interface) LimitedBy() Related {
-	least := Related{Name: i.Name, Kind: i.Kind, Driver: i.Driver, TSOMaxSize: i.TSOMaxSize, LegacyTunnel: i.LegacyTunnel}
-	least.TSOMaxSize = least.maxEncapsulated()
-	for _, r := range i.Related {
-		if size := r.maxEncapsulated(); r.Relation == Lower && size != 0 && size <= least.TSOMaxSize {
-			least = r
-			least.TSOMaxSize = size
-		}
-	}
-	return least
-}
-
-// maxEncapsulated returns tso_max_size, or Legacy for a tunnel that damages larger
-// packets: the kernel gives such a tunnel the tso_max_size of its lower interface, and
-// then writes truncated lengths into the outer headers.
-func (r *Related) maxEncapsulated() uint32 {
-	if r.LegacyTunnel {
-		return min(r.TSOMaxSize, Legacy)
-	}
-	return r.TSOMaxSize
-}
-
-// Place returns the name of the interface, with its namespace if it is in another one.
-func (r *Related) Place() string {
-	if r.Netns == "" {
-		return r.Name
-	}
-	return r.Name + " in " + r.Netns
-}
+const (
+	lacksIPv4  = " (IPv4 needs Linux 6.3)"
+	withoutTSO = "TSO is off: the kernel segments packets to the MTU before the driver"
+)
 
 // Verdict returns the state of BIG TCP on an interface, with the reason. s is the support
 // of the kernel.
@@ -87,10 +60,29 @@ func (i *Interface) Verdict(s Support) Verdict {
 	return v
 }
 
-const (
-	lacksIPv4  = " (IPv4 needs Linux 6.3)"
-	withoutTSO = "TSO is off: the kernel segments packets to the MTU before the driver"
-)
+// LimitedBy returns the interface of [Interface.Bound], with the bound as its
+// TSOMaxSize.
+func (i *Interface) LimitedBy() Related {
+	least := Related{Name: i.Name, Kind: i.Kind, Driver: i.Driver, TSOMaxSize: i.TSOMaxSize, LegacyTunnel: i.LegacyTunnel}
+	least.TSOMaxSize = least.maxEncapsulated()
+	for _, r := range i.Related {
+		if size := r.maxEncapsulated(); r.Relation == Lower && size != 0 && size <= least.TSOMaxSize {
+			least = r
+			least.TSOMaxSize = size
+		}
+	}
+	return least
+}
+
+// maxEncapsulated returns tso_max_size, or Legacy for a tunnel that damages larger
+// packets: the kernel gives such a tunnel the tso_max_size of its lower interface, and
+// then writes truncated lengths into the outer headers.
+func (r *Related) maxEncapsulated() uint32 {
+	if r.LegacyTunnel {
+		return min(r.TSOMaxSize, Legacy)
+	}
+	return r.TSOMaxSize
+}
 
 // offVerdict returns the verdict on an interface whose sizes are all Legacy or less.
 func (i *Interface) offVerdict(least Related) (State, string) {
@@ -108,21 +100,6 @@ func (i *Interface) offVerdict(least Related) (State, string) {
 		text += "; but " + withoutTSO
 	}
 	return Off, text
-}
-
-// limitText names the interface that bounds GSO sizes.
-func (i *Interface) limitText(least Related) string {
-	what := cmp.Or(least.Driver, least.Kind)
-	name := least.Place()
-	switch {
-	case least.Relation == Lower && what != "":
-		name = fmt.Sprintf("its lower interface %s (%s)", name, what)
-	case least.Relation == Lower:
-		name = fmt.Sprintf("its lower interface %s", name)
-	case what != "":
-		name = fmt.Sprintf("%s (%s)", name, what)
-	}
-	return fmt.Sprintf("%s supports packets of at most %d bytes", name, least.TSOMaxSize)
 }
 
 // obstacles returns the reasons why packets are not large although the sizes are set.
@@ -148,6 +125,21 @@ func (i *Interface) obstacles(least Related) []string {
 		obstacles = append(obstacles, "GRO is off: received packets are not merged")
 	}
 	return obstacles
+}
+
+// limitText names the interface that bounds GSO sizes.
+func (i *Interface) limitText(least Related) string {
+	what := cmp.Or(least.Driver, least.Kind)
+	name := least.Place()
+	switch {
+	case least.Relation == Lower && what != "":
+		name = fmt.Sprintf("its lower interface %s (%s)", name, what)
+	case least.Relation == Lower:
+		name = fmt.Sprintf("its lower interface %s", name)
+	case what != "":
+		name = fmt.Sprintf("%s (%s)", name, what)
+	}
+	return fmt.Sprintf("%s supports packets of at most %d bytes", name, least.TSOMaxSize)
 }
 
 // sendObstacles returns the obstacles of sent packets in the interface itself.
@@ -184,6 +176,14 @@ func lowerSizesText(below []Related) string {
 	return fmt.Sprintf("the kernel segments packets above %s bytes to the MTU at %s", size, name)
 }
 
+// Place returns the name of the interface, with its namespace if it is in another one.
+func (r *Related) Place() string {
+	if r.Netns == "" {
+		return r.Name
+	}
+	return r.Name + " in " + r.Netns
+}
+
 // family contains the sizes of an IP family, in bytes.
 type family struct {
 	name           string
@@ -199,6 +199,22 @@ func (i *Interface) families(s Support) []family {
 		list = append(list, family{"IPv4", i.Sizes.GSOIPv4, i.Sizes.GROIPv4})
 	}
 	return list
+}
+
+func sizesText(families []family) string {
+	var on, off []string
+	for _, f := range families {
+		if f.directions() > 0 {
+			on = append(on, f.name+" "+f.text())
+		} else {
+			off = append(off, f.name)
+		}
+	}
+	text := strings.Join(on, ", ")
+	if len(off) > 0 {
+		text = strings.Replace(text, " ", " only: ", 1)
+	}
+	return text
 }
 
 // directions counts the directions with a size above Legacy.
@@ -218,20 +234,4 @@ func (f family) text() string {
 		return fmt.Sprintf("%d bytes", f.sent)
 	}
 	return fmt.Sprintf("%d bytes sent, %d received", f.sent, f.received)
-}
-
-func sizesText(families []family) string {
-	var on, off []string
-	for _, f := range families {
-		if f.directions() > 0 {
-			on = append(on, f.name+" "+f.text())
-		} else {
-			off = append(off, f.name)
-		}
-	}
-	text := strings.Join(on, ", ")
-	if len(off) > 0 {
-		text = strings.Replace(text, " ", " only: ", 1)
-	}
-	return text
 }

@@ -112,17 +112,6 @@ func Open(c Config) (*Counter, error) {
 	return &Counter{config: c, count: count}, nil
 }
 
-func setEdges(spec *ebpf.CollectionSpec) error {
-	var sizes [bigtcpSizes]uint32
-	var segments [bigtcpSegments]uint32
-	copy(sizes[:], Sizes[:])
-	copy(segments[:], Segments[:])
-	if err := spec.Variables["size_edges"].Set(sizes); err != nil {
-		return err
-	}
-	return spec.Variables["segment_edges"].Set(segments)
-}
-
 // Programs returns the sched_cls programs, which pass every packet on (TCX_NEXT).
 func (b *Counter) Programs() (ingress, egress *ebpf.Program) {
 	return b.count.Programs["bigtcp_ingress"], b.count.Programs["bigtcp_egress"]
@@ -183,6 +172,17 @@ func (b *Counter) AttachDriver() error {
 	b.driver = driver
 	b.links = append(b.links, l)
 	return nil
+}
+
+func setEdges(spec *ebpf.CollectionSpec) error {
+	var sizes [bigtcpSizes]uint32
+	var segments [bigtcpSegments]uint32
+	copy(sizes[:], Sizes[:])
+	copy(segments[:], Segments[:])
+	if err := spec.Variables["size_edges"].Set(sizes); err != nil {
+		return err
+	}
+	return spec.Variables["segment_edges"].Set(segments)
 }
 
 // Counts returns the counts by point and family, summed over all CPUs.

@@ -272,13 +272,6 @@ func merge(w, old Want) Want {
 	return w
 }
 
-// completed returns the record after its sizes have been set.
-func (r *Record) completed() *Record {
-	s := *r
-	s.From = netif.Sizes{}
-	return &s
-}
-
 // applyJobs writes the records, sets the sizes, and completes the records. If a step
 // fails, all steps are rolled back.
 func (d *folder) applyJobs(n *netif.Namespace, jobs []job) (err error) {
@@ -320,6 +313,13 @@ func (d *folder) applyJobs(n *netif.Namespace, jobs []job) (err error) {
 		}
 	}
 	return nil
+}
+
+// completed returns the record after its sizes have been set.
+func (r *Record) completed() *Record {
+	s := *r
+	s.From = netif.Sizes{}
+	return &s
 }
 
 func sameRecord(a, b *Record) bool {

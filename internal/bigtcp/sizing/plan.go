@@ -59,15 +59,6 @@ func canonical(n *netif.Namespace, ifaces []netif.Interface, targets []Target) (
 	return targets, nil
 }
 
-func changes(n *netif.Namespace, steps []step) []Change {
-	list := make([]Change, len(steps))
-	for i, s := range steps {
-		list[i] = s.Change
-		list[i].Netns = n.Path()
-	}
-	return list
-}
-
 // step is the change of one interface.
 type step struct {
 	Change
@@ -77,6 +68,15 @@ type step struct {
 	upper     []int // indexes of the upper targets
 	depth     int   // number of lower interfaces
 	item      *item // of a revert
+}
+
+func changes(n *netif.Namespace, steps []step) []Change {
+	list := make([]Change, len(steps))
+	for i, s := range steps {
+		list[i] = s.Change
+		list[i].Netns = n.Path()
+	}
+	return list
 }
 
 // plan implements Plan. held has the recorded requests by index: a lower interface of
@@ -244,24 +244,8 @@ func bounded(r *netif.Related, size uint32) uint32 {
 	return min(size, r.TSOMaxSize)
 }
 
-// described returns the name of the interface, with its driver or kind.
-func described(r *netif.Related) string {
-	if driver := cmp.Or(r.Driver, r.Kind); driver != "" {
-		return fmt.Sprintf("%s (%s)", r.Place(), driver)
-	}
-	return r.Place()
-}
-
 func (p *step) note(format string, args ...any) {
 	p.Notes = append(p.Notes, fmt.Sprintf(format, args...))
-}
-
-// missingSupport names the first feature that the kernel does not have.
-func missingSupport(s netif.Support) string {
-	if s.IPv6 {
-		return fmt.Sprintf("IPv4 packets above %d bytes need Linux 6.3", netif.Legacy)
-	}
-	return fmt.Sprintf("packets above %d bytes need Linux 5.19", netif.Legacy)
 }
 
 // checkSizes rejects invalid sizes.
@@ -303,6 +287,22 @@ func checkPossible(i *netif.Interface, w Want, s netif.Support) error {
 		return fault.Unsupported(fmt.Errorf("%s supports packets of at most %d bytes", described(&least), least.TSOMaxSize), hint)
 	}
 	return nil
+}
+
+// described returns the name of the interface, with its driver or kind.
+func described(r *netif.Related) string {
+	if driver := cmp.Or(r.Driver, r.Kind); driver != "" {
+		return fmt.Sprintf("%s (%s)", r.Place(), driver)
+	}
+	return r.Place()
+}
+
+// missingSupport names the first feature that the kernel does not have.
+func missingSupport(s netif.Support) string {
+	if s.IPv6 {
+		return fmt.Sprintf("IPv4 packets above %d bytes need Linux 6.3", netif.Legacy)
+	}
+	return fmt.Sprintf("packets above %d bytes need Linux 5.19", netif.Legacy)
 }
 
 // sortSteps puts growing interfaces first, the lowest first, so that no interface

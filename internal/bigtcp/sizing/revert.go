@@ -29,6 +29,24 @@ type Reverted struct {
 	Result string `json:"result"`
 }
 
+// namespace is the network namespace of a record, with its interfaces.
+type namespace struct {
+	network    *netif.Namespace // nil if it has vanished, or if err is set
+	interfaces []netif.Interface
+	err        error // why it is unknown whether it has vanished
+}
+
+// namespaces are the network namespaces of records, by ID.
+type namespaces map[uint64]namespace
+
+// item is a record that is processed.
+type item struct {
+	*Record
+	namespace
+	current *netif.Interface // nil if it has vanished, or if err is set
+	dropped bool             // the record was removed
+}
+
 // Revert restores the previous sizes of the interfaces of the records for which only
 // returns true; nil selects all. Records have the current names of their interfaces. A
 // lower interface that was changed for its upper interfaces alone is reverted with the
@@ -72,38 +90,12 @@ func (s *Store) Revert(only func(Record) bool, force bool) ([]Reverted, error) {
 	return done, err
 }
 
-// joined joins two errors in one line; either may be nil.
-func joined(a, b error) error {
-	if a == nil || b == nil {
-		return errors.Join(a, b)
-	}
-	return fmt.Errorf("%w; %w", a, b)
-}
-
-// namespace is the network namespace of a record, with its interfaces.
-type namespace struct {
-	network    *netif.Namespace // nil if it has vanished, or if err is set
-	interfaces []netif.Interface
-	err        error // why it is unknown whether it has vanished
-}
-
-// namespaces are the network namespaces of records, by ID.
-type namespaces map[uint64]namespace
-
 func (p namespaces) close() {
 	for _, place := range p {
 		if place.network != nil {
 			place.network.Close()
 		}
 	}
-}
-
-// item is a record that is processed.
-type item struct {
-	*Record
-	namespace
-	current *netif.Interface // nil if it has vanished, or if err is set
-	dropped bool             // the record was removed
 }
 
 // locate finds the interface of a record and updates its name in the record.
@@ -238,6 +230,14 @@ func (d *folder) revert(items []*item, force bool) ([]Reverted, error) {
 			"force restores the previous sizes"))
 	}
 	return done, failed
+}
+
+// joined joins two errors in one line; either may be nil.
+func joined(a, b error) error {
+	if a == nil || b == nil {
+		return errors.Join(a, b)
+	}
+	return fmt.Errorf("%w; %w", a, b)
 }
 
 func (d *folder) revertOne(p step, force bool) (result string, err error) {

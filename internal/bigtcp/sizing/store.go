@@ -75,25 +75,6 @@ type folder struct {
 	before func()
 }
 
-// open opens the directory. Returns fs.ErrNotExist if there is none.
-func (s *Store) open() (*folder, error) {
-	fd, err := unix.Open(s.dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", s.dir, err)
-	}
-	d := &folder{os.NewFile(uintptr(fd), s.dir), s.before}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		d.Close()
-		return nil, fmt.Errorf("open %s: %w", s.dir, err)
-	}
-	if euid := os.Geteuid(); st.Uid != 0 && int(st.Uid) != euid {
-		d.Close()
-		return nil, fault.Usage(fmt.Errorf("open %s: it belongs to user %d, who could forge records", s.dir, st.Uid), "")
-	}
-	return d, nil
-}
-
 // create opens the directory, and creates it if there is none.
 func (s *Store) create() (*folder, error) {
 	if err := os.MkdirAll(filepath.Dir(s.dir), 0o700); err != nil {
@@ -109,6 +90,48 @@ func (s *Store) create() (*folder, error) {
 	if err := d.Chmod(0o700); err != nil {
 		d.Close()
 		return nil, fmt.Errorf("set mode of %s: %w", s.dir, err)
+	}
+	return d, nil
+}
+
+// Records returns the records of the current boot, sorted by namespace and index.
+// Invalid files are moved aside (see Damaged), and records of earlier boots are
+// removed. Returns fs.ErrPermission if the caller may not read the directory.
+func (s *Store) Records() ([]Record, error) {
+	d, err := s.open()
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	records, rest, err := d.list()
+	if err != nil || len(rest) == 0 {
+		return records, err
+	}
+	if err := s.lock(d); err != nil {
+		return nil, err
+	}
+	records, _, err = d.clean()
+	return records, err
+}
+
+// open opens the directory. Returns fs.ErrNotExist if there is none.
+func (s *Store) open() (*folder, error) {
+	fd, err := unix.Open(s.dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", s.dir, err)
+	}
+	d := &folder{os.NewFile(uintptr(fd), s.dir), s.before}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		d.Close()
+		return nil, fmt.Errorf("open %s: %w", s.dir, err)
+	}
+	if euid := os.Geteuid(); st.Uid != 0 && int(st.Uid) != euid {
+		d.Close()
+		return nil, fault.Usage(fmt.Errorf("open %s: it belongs to user %d, who could forge records", s.dir, st.Uid), "")
 	}
 	return d, nil
 }
@@ -185,29 +208,6 @@ func holder(d *folder) string {
 	return unknown
 }
 
-// Records returns the records of the current boot, sorted by namespace and index.
-// Invalid files are moved aside (see Damaged), and records of earlier boots are
-// removed. Returns fs.ErrPermission if the caller may not read the directory.
-func (s *Store) Records() ([]Record, error) {
-	d, err := s.open()
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer d.Close()
-	records, rest, err := d.list()
-	if err != nil || len(rest) == 0 {
-		return records, err
-	}
-	if err := s.lock(d); err != nil {
-		return nil, err
-	}
-	records, _, err = d.clean()
-	return records, err
-}
-
 // Damaged returns the paths of files that were moved aside because they are not valid
 // records.
 func (s *Store) Damaged() ([]string, error) {
@@ -226,6 +226,32 @@ func (s *Store) Damaged() ([]string, error) {
 
 // errEarlierBoot means that a record is of an earlier boot.
 var errEarlierBoot = errors.New("record of an earlier boot")
+
+// clean returns the valid records with the directory locked. It removes records of
+// earlier boots, moves invalid files aside, and returns the new paths of these.
+func (d *folder) clean() (records []Record, damaged []string, err error) {
+	records, rest, err := d.list()
+	if err != nil {
+		return nil, nil, err
+	}
+	for name, why := range rest {
+		if errors.Is(why, errEarlierBoot) {
+			if err := d.unlink(name); err != nil {
+				return nil, nil, err
+			}
+			continue
+		}
+		if err := d.moveAside(name); err != nil {
+			return nil, nil, err
+		}
+		damaged = append(damaged, filepath.Join(d.Name(), name+damagedSuffix))
+	}
+	slices.Sort(damaged)
+	return records, damaged, nil
+}
+
+// damageError means that a file is not a valid record.
+type damageError struct{ error }
 
 // list returns the valid records, and the names of the other files with the reason:
 // errEarlierBoot or a *damageError.
@@ -260,29 +286,6 @@ func (d *folder) list() (records []Record, rest map[string]error, err error) {
 	return records, rest, nil
 }
 
-// clean returns the valid records with the directory locked. It removes records of
-// earlier boots, moves invalid files aside, and returns the new paths of these.
-func (d *folder) clean() (records []Record, damaged []string, err error) {
-	records, rest, err := d.list()
-	if err != nil {
-		return nil, nil, err
-	}
-	for name, why := range rest {
-		if errors.Is(why, errEarlierBoot) {
-			if err := d.unlink(name); err != nil {
-				return nil, nil, err
-			}
-			continue
-		}
-		if err := d.moveAside(name); err != nil {
-			return nil, nil, err
-		}
-		damaged = append(damaged, filepath.Join(d.Name(), name+damagedSuffix))
-	}
-	slices.Sort(damaged)
-	return records, damaged, nil
-}
-
 func compareRecords(a, b Record) int {
 	if a.NetnsID != b.NetnsID {
 		if a.NetnsID < b.NetnsID {
@@ -293,10 +296,20 @@ func compareRecords(a, b Record) int {
 	return a.Index - b.Index
 }
 
-// damageError means that a file is not a valid record.
-type damageError struct{ error }
-
 func fileName(netns uint64, index int) string { return fmt.Sprintf("%d-%d.json", netns, index) }
+
+// find returns the record of an interface, nil if there is no valid one.
+func (d *folder) find(netns uint64, index int) (*Record, error) {
+	var damage *damageError
+	switch r, err := d.read(fileName(netns, index)); {
+	case err == nil:
+		return &r, nil
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, errEarlierBoot), errors.As(err, &damage):
+		return nil, nil
+	default:
+		return nil, err
+	}
+}
 
 // read returns errEarlierBoot for a record of an earlier boot, and a *damageError for
 // a file that is not a valid record.
@@ -342,19 +355,6 @@ func (d *folder) read(name string) (r Record, err error) {
 		return r, &damageError{errors.New("record of another interface")}
 	}
 	return r, nil
-}
-
-// find returns the record of an interface, nil if there is no valid one.
-func (d *folder) find(netns uint64, index int) (*Record, error) {
-	var damage *damageError
-	switch r, err := d.read(fileName(netns, index)); {
-	case err == nil:
-		return &r, nil
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, errEarlierBoot), errors.As(err, &damage):
-		return nil, nil
-	default:
-		return nil, err
-	}
 }
 
 // write writes a record by a rename. With sync the file is on disk before the rename.

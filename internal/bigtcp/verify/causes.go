@@ -115,12 +115,6 @@ func (s *evidence) cut() Cause {
 	return c
 }
 
-// limit is a bound of the packet size of a flow, in bytes.
-type limit struct {
-	size  uint64
-	cause Cause
-}
-
 // cause returns why the packets of a flow are not larger.
 func (s *evidence) cause(f *flow) Cause {
 	if f.sent && f.socket == nil && !s.locals[f.source.Addr()] {
@@ -135,6 +129,14 @@ func (s *evidence) cause(f *flow) Cause {
 	}
 	return s.sentCause(f)
 }
+
+// limit is a bound of the packet size of a flow, in bytes.
+type limit struct {
+	size  uint64
+	cause Cause
+}
+
+const lossHint = "look for loss on the path (nstat TcpRetransSegs)"
 
 func (s *evidence) sentCause(f *flow) Cause {
 	base := s.base(f)
@@ -205,14 +207,6 @@ func (s *evidence) sentCause(f *flow) Cause {
 	}
 }
 
-func variedCause(f *flow) Cause {
-	return Cause{
-		Name:   "varied",
-		Detail: fmt.Sprintf("their connections have large packets too, of up to %d bytes: the others are from slow start and from small writes", f.Largest),
-		Hint:   "this is normal; if the share is large, write more at a time",
-	}
-}
-
 // base is the bound if the connection has none.
 func (s *evidence) base(f *flow) limit {
 	size := gsoSize(s.Sizes, f.family)
@@ -242,13 +236,6 @@ func (s *evidence) base(f *flow) limit {
 
 func (s *evidence) off(detail, name string) Cause {
 	return Cause{Name: "off", Detail: detail, Hint: "sockeye bigtcp apply " + name}
-}
-
-func familyText(f Family) string {
-	if f == TCP4 {
-		return "IPv4"
-	}
-	return "IPv6"
 }
 
 // receivedCause is the cause of received packets.
@@ -293,6 +280,21 @@ func (s *evidence) receivedCause(f *flow) Cause {
 	}
 }
 
+func variedCause(f *flow) Cause {
+	return Cause{
+		Name:   "varied",
+		Detail: fmt.Sprintf("their connections have large packets too, of up to %d bytes: the others are from slow start and from small writes", f.Largest),
+		Hint:   "this is normal; if the share is large, write more at a time",
+	}
+}
+
+func familyText(f Family) string {
+	if f == TCP4 {
+		return "IPv4"
+	}
+	return "IPv6"
+}
+
 // isVirtual reports whether the received packets are those that another interface of
 // this host sent.
 func (s *evidence) isVirtual() bool { return s.Kind != "" || s.Name == "lo" }
@@ -303,5 +305,3 @@ func sizesOf(s netif.Sizes) string {
 	}
 	return fmt.Sprintf("%d bytes of IPv6, %d of IPv4", s.GSO, s.GSOIPv4)
 }
-
-const lossHint = "look for loss on the path (nstat TcpRetransSegs)"

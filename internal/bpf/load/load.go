@@ -48,27 +48,6 @@ func (e *RefusedError) Explain() (hint string, code int) {
 	return "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print", fault.CodeUnsupported
 }
 
-// Explain wraps an error of loading programs.
-func Explain(what string, err error) error {
-	// An error without a log is not from the verifier.
-	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
-		return &RefusedError{what, refused}
-	}
-	return fmt.Errorf("load %s: %w", what, err)
-}
-
-// KernelTypes caches the kernel's BTF. Decoding it takes longer than loading a program.
-var KernelTypes = btf.NewCache()
-
-// Collection loads programs and maps. Maps of the given names replace those of the spec.
-func Collection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
-	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: KernelTypes})
-	if err != nil {
-		return nil, &collectionError{err}
-	}
-	return collection, nil
-}
-
 // collectionError is an error of the library.
 type collectionError struct{ err error }
 
@@ -95,11 +74,25 @@ func Program(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) 
 	return collection.DetachProgram(name), nil
 }
 
-// SameInstructions reports whether two programs are the same, apart from their maps and constants.
-func SameInstructions(a, b *ebpf.Program) bool {
-	ia, errA := a.Info()
-	ib, errB := b.Info()
-	return errA == nil && errB == nil && ia.Tag == ib.Tag && ia.Type == ib.Type
+// Explain wraps an error of loading programs.
+func Explain(what string, err error) error {
+	// An error without a log is not from the verifier.
+	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
+		return &RefusedError{what, refused}
+	}
+	return fmt.Errorf("load %s: %w", what, err)
+}
+
+// KernelTypes caches the kernel's BTF. Decoding it takes longer than loading a program.
+var KernelTypes = btf.NewCache()
+
+// Collection loads programs and maps. Maps of the given names replace those of the spec.
+func Collection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: KernelTypes})
+	if err != nil {
+		return nil, &collectionError{err}
+	}
+	return collection, nil
 }
 
 // SameProgram reports whether instructions, maps and constants of two programs are equal.
@@ -120,6 +113,13 @@ func SameProgram(a, b *ebpf.Program) bool {
 		}
 	}
 	return true
+}
+
+// SameInstructions reports whether two programs are the same, apart from their maps and constants.
+func SameInstructions(a, b *ebpf.Program) bool {
+	ia, errA := a.Info()
+	ib, errB := b.Info()
+	return errA == nil && errB == nil && ia.Tag == ib.Tag && ia.Type == ib.Type
 }
 
 func sameConstants(a, b ebpf.MapID) bool {

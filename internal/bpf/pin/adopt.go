@@ -43,6 +43,14 @@ func OpenMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
 	return fresh, nil
 }
 
+// IncompatibleError is the error for a pin that cannot be used. Another version or another program has created the pin,
+// unless Err wraps EPERM: bpf(2) is not permitted then.
+type IncompatibleError struct {
+	Path string
+	Err  error
+	Kind ebpf.MapType // of the pin, if it is a map
+}
+
 // LoadMap opens a pinned map. It returns an *IncompatibleError if the map has another type, size or flags than the
 // spec, and an error that wraps os.ErrNotExist if there is no pin.
 func LoadMap(path string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
@@ -66,26 +74,6 @@ const besideMark = "_new"
 
 // IsBeside reports whether a name is that of a pin that Replace has not renamed.
 func IsBeside(name string) bool { return strings.HasSuffix(name, besideMark) }
-
-// Replace replaces the pin at path atomically: pin creates a pin beside it, which is renamed.
-func Replace(pin func(string) error, path string) error {
-	beside := path + besideMark
-	if err := Remove(beside); err != nil {
-		return err
-	}
-	if err := pin(beside); err != nil {
-		return err
-	}
-	return os.Rename(beside, path)
-}
-
-// Remove removes a pin. A missing pin is not an error.
-func Remove(path string) error {
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("remove pin: %w", err)
-	}
-	return nil
-}
 
 // EnsureLink opens the link that is pinned in dir under a name and updates its program to p if the link is attached to
 // target, an open cgroup directory or network namespace. Otherwise EnsureLink attaches p and replaces the pin.
@@ -120,6 +108,26 @@ func EnsureLink(dir, name string, p *ebpf.Program, target *os.File, attach func(
 		return nil, fmt.Errorf("pin %s: %w", name, err)
 	}
 	return fresh, nil
+}
+
+// Replace replaces the pin at path atomically: pin creates a pin beside it, which is renamed.
+func Replace(pin func(string) error, path string) error {
+	beside := path + besideMark
+	if err := Remove(beside); err != nil {
+		return err
+	}
+	if err := pin(beside); err != nil {
+		return err
+	}
+	return os.Rename(beside, path)
+}
+
+// Remove removes a pin. A missing pin is not an error.
+func Remove(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove pin: %w", err)
+	}
+	return nil
 }
 
 // TakeLink updates the link that is pinned in the directory from to p, in one step, and moves its pin to the directory to.
@@ -190,14 +198,6 @@ func Share(name, dir string, others []string) error {
 		return nil
 	}
 	return nil
-}
-
-// IncompatibleError is the error for a pin that cannot be used. Another version or another program has created the pin,
-// unless Err wraps EPERM: bpf(2) is not permitted then.
-type IncompatibleError struct {
-	Path string
-	Err  error
-	Kind ebpf.MapType // of the pin, if it is a map
 }
 
 func (e *IncompatibleError) Error() string {

@@ -34,11 +34,30 @@ func Newest(base, name string) (string, error) {
 	return "", fmt.Errorf("open pinned map %s: %w", filepath.Join(base, name), os.ErrNotExist)
 }
 
-// LayoutMark separates the name of a directory of pins from the hash of its layout. A layout consists of the types,
-// sizes and flags of the maps, of their inner maps, and of each field of keys and values, so that a version of Sockeye
-// finds pins of its own layout or none. Versions before the hash know only names without a mark: they remove the marked
-// directory of a cgroup before they attach.
-const LayoutMark = "@"
+// ObjectsLayout returns the hash of the maps of some objects, and of their enums whose names have one of the prefixes.
+func ObjectsLayout(prefixes []string, loads ...func() (*ebpf.CollectionSpec, error)) (string, error) {
+	specs, enums := make(map[string]*ebpf.MapSpec), make(map[string]*btf.Enum)
+	for _, load := range loads {
+		spec, err := load()
+		if err != nil {
+			return "", err
+		}
+		for name, m := range spec.Maps {
+			if !IsVariables(name) {
+				specs[name] = m
+			}
+		}
+		for t, err := range spec.Types.All() {
+			if err != nil {
+				return "", fmt.Errorf("read types of programs: %w", err)
+			}
+			if e, ok := t.(*btf.Enum); ok && slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(e.Name, p) }) {
+				enums[e.Name] = e
+			}
+		}
+	}
+	return LayoutHash(specs, enums), nil
+}
 
 // meaning is part of the hash. It is incremented when pinned data changes its meaning but not its layout.
 const meaning = 1
@@ -99,30 +118,11 @@ func memberLayout(members []btf.Member) string {
 	return "{" + strings.Join(texts, "; ") + "}"
 }
 
-// ObjectsLayout returns the hash of the maps of some objects, and of their enums whose names have one of the prefixes.
-func ObjectsLayout(prefixes []string, loads ...func() (*ebpf.CollectionSpec, error)) (string, error) {
-	specs, enums := make(map[string]*ebpf.MapSpec), make(map[string]*btf.Enum)
-	for _, load := range loads {
-		spec, err := load()
-		if err != nil {
-			return "", err
-		}
-		for name, m := range spec.Maps {
-			if !IsVariables(name) {
-				specs[name] = m
-			}
-		}
-		for t, err := range spec.Types.All() {
-			if err != nil {
-				return "", fmt.Errorf("read types of programs: %w", err)
-			}
-			if e, ok := t.(*btf.Enum); ok && slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(e.Name, p) }) {
-				enums[e.Name] = e
-			}
-		}
-	}
-	return LayoutHash(specs, enums), nil
-}
+// LayoutMark separates the name of a directory of pins from the hash of its layout. A layout consists of the types,
+// sizes and flags of the maps, of their inner maps, and of each field of keys and values, so that a version of Sockeye
+// finds pins of its own layout or none. Versions before the hash know only names without a mark: they remove the marked
+// directory of a cgroup before they attach.
+const LayoutMark = "@"
 
 // InLayout returns the directory of the pins of base in a layout.
 func InLayout(base string, layout func() (string, error)) (string, error) {
@@ -131,24 +131,6 @@ func InLayout(base string, layout func() (string, error)) (string, error) {
 		return "", err
 	}
 	return base + LayoutMark + hash, nil
-}
-
-// Layouts lists the existing directories of base in all layouts. The one without a hash comes first.
-func Layouts(base string) ([]string, error) {
-	entries, err := os.ReadDir(filepath.Dir(base))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read pin directory: %w", err)
-	}
-	var found []string
-	for _, e := range entries {
-		if name, _, _ := strings.Cut(e.Name(), LayoutMark); name == filepath.Base(base) {
-			found = append(found, filepath.Join(filepath.Dir(base), e.Name()))
-		}
-	}
-	return found, nil
 }
 
 // OtherLayouts lists the existing directories of base except own.
@@ -192,6 +174,24 @@ func Find(pattern string) ([]string, error) {
 func Pinned(base string) (bool, error) {
 	found, err := Layouts(base)
 	return len(found) > 0, err
+}
+
+// Layouts lists the existing directories of base in all layouts. The one without a hash comes first.
+func Layouts(base string) ([]string, error) {
+	entries, err := os.ReadDir(filepath.Dir(base))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read pin directory: %w", err)
+	}
+	var found []string
+	for _, e := range entries {
+		if name, _, _ := strings.Cut(e.Name(), LayoutMark); name == filepath.Base(base) {
+			found = append(found, filepath.Join(filepath.Dir(base), e.Name()))
+		}
+	}
+	return found, nil
 }
 
 // IsVariables reports whether a map contains the global variables of a program: .data, .bss, .rodata.

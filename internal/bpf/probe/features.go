@@ -20,40 +20,6 @@ import (
 	"sockeye/internal/fault"
 )
 
-// HaveTimestamps returns an error that wraps ebpf.ErrNotSupported if the kernel has no BPF timestamping (Linux 6.15).
-func HaveTimestamps() error {
-	kernel, err := load.KernelTypes.Kernel()
-	if err != nil {
-		return fmt.Errorf("read types of the kernel: %w", err)
-	}
-	var f *btf.Func
-	err = kernel.TypeByName("bpf_sock_ops_enable_tx_tstamp", &f)
-	if errors.Is(err, btf.ErrNotFound) {
-		return fmt.Errorf("BPF timestamping: %w before Linux 6.15", ebpf.ErrNotSupported)
-	}
-	return err
-}
-
-// HaveMigration returns an error that wraps ebpf.ErrNotSupported if sk_reuseport programs cannot move connections of a
-// closing listener. It loads a program that reads migrating_sk, which the verifier of older kernels rejects.
-func HaveMigration() error {
-	const migratingSk = 48 // offset in struct sk_reuseport_md
-	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
-		Type: ebpf.SkReuseport, AttachType: ebpf.AttachSkReuseportSelectOrMigrate, License: "Dual BSD/GPL",
-		Instructions: asm.Instructions{
-			asm.LoadMem(asm.R2, asm.R1, migratingSk, asm.DWord),
-			asm.Mov.Imm(asm.R0, 1), asm.Return(),
-		},
-	})
-	if err == nil {
-		return p.Close()
-	}
-	if errors.Is(err, unix.EACCES) || errors.Is(err, unix.EINVAL) {
-		return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
-	}
-	return err
-}
-
 // HaveSend loads and attaches trace_send, whose collection the caller has. It returns an error that wraps
 // ebpf.ErrNotSupported if the kernel does not support fentry programs, or does not permit them to any user.
 func HaveSend(spec *ebpf.CollectionSpec) error {
@@ -78,15 +44,6 @@ func HaveSend(spec *ebpf.CollectionSpec) error {
 	return l.Close()
 }
 
-// fentrySince returns the release from which fentry programs can use the storage of sockets. On arm64, they attach to
-// functions of the kernel since it has direct calls of ftrace (kernel commit 2aa6ac03516d).
-func fentrySince() string {
-	if runtime.GOARCH == "arm64" {
-		return "6.4"
-	}
-	return "5.11"
-}
-
 // Feature is a kernel feature that Sockeye uses.
 type Feature struct {
 	Name  string
@@ -104,6 +61,25 @@ func (f *Feature) Hint(err error) string {
 		return "this kernel, or its lockdown, forbids them"
 	}
 	return "needs Linux " + f.Since
+}
+
+// CheckKernel returns a *load.UnavailableError if this process cannot call bpf(2), or an error that lists the features
+// without which Sockeye does not work and that the kernel lacks. A probe that fails for another reason is no error.
+func CheckKernel() error {
+	if err := load.Available(); err != nil {
+		return err
+	}
+	var missing []string
+	// Fentry programs are optional, so their probe is not called.
+	for _, f := range Features(nil) {
+		if !f.Optional && errors.Is(f.Probe(), ebpf.ErrNotSupported) {
+			missing = append(missing, fmt.Sprintf("%s (Linux %s)", f.Name, f.Since))
+		}
+	}
+	if len(missing) > 0 {
+		return fault.Unsupported(fmt.Errorf("this kernel lacks %s", strings.Join(missing, ", ")), "Sockeye needs Linux 5.10 or later; sockeye doctor shows all features")
+	}
+	return nil
 }
 
 // Features lists the kernel features that Sockeye uses. The error of a probe wraps ebpf.ErrNotSupported if the kernel
@@ -157,23 +133,47 @@ func Features(send func() error) []Feature {
 	}
 }
 
-// CheckKernel returns a *load.UnavailableError if this process cannot call bpf(2), or an error that lists the features
-// without which Sockeye does not work and that the kernel lacks. A probe that fails for another reason is no error.
-func CheckKernel() error {
-	if err := load.Available(); err != nil {
-		return err
+// HaveTimestamps returns an error that wraps ebpf.ErrNotSupported if the kernel has no BPF timestamping (Linux 6.15).
+func HaveTimestamps() error {
+	kernel, err := load.KernelTypes.Kernel()
+	if err != nil {
+		return fmt.Errorf("read types of the kernel: %w", err)
 	}
-	var missing []string
-	// Fentry programs are optional, so their probe is not called.
-	for _, f := range Features(nil) {
-		if !f.Optional && errors.Is(f.Probe(), ebpf.ErrNotSupported) {
-			missing = append(missing, fmt.Sprintf("%s (Linux %s)", f.Name, f.Since))
-		}
+	var f *btf.Func
+	err = kernel.TypeByName("bpf_sock_ops_enable_tx_tstamp", &f)
+	if errors.Is(err, btf.ErrNotFound) {
+		return fmt.Errorf("BPF timestamping: %w before Linux 6.15", ebpf.ErrNotSupported)
 	}
-	if len(missing) > 0 {
-		return fault.Unsupported(fmt.Errorf("this kernel lacks %s", strings.Join(missing, ", ")), "Sockeye needs Linux 5.10 or later; sockeye doctor shows all features")
+	return err
+}
+
+// HaveMigration returns an error that wraps ebpf.ErrNotSupported if sk_reuseport programs cannot move connections of a
+// closing listener. It loads a program that reads migrating_sk, which the verifier of older kernels rejects.
+func HaveMigration() error {
+	const migratingSk = 48 // offset in struct sk_reuseport_md
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Type: ebpf.SkReuseport, AttachType: ebpf.AttachSkReuseportSelectOrMigrate, License: "Dual BSD/GPL",
+		Instructions: asm.Instructions{
+			asm.LoadMem(asm.R2, asm.R1, migratingSk, asm.DWord),
+			asm.Mov.Imm(asm.R0, 1), asm.Return(),
+		},
+	})
+	if err == nil {
+		return p.Close()
 	}
-	return nil
+	if errors.Is(err, unix.EACCES) || errors.Is(err, unix.EINVAL) {
+		return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+	}
+	return err
+}
+
+// fentrySince returns the release from which fentry programs can use the storage of sockets. On arm64, they attach to
+// functions of the kernel since it has direct calls of ftrace (kernel commit 2aa6ac03516d).
+func fentrySince() string {
+	if runtime.GOARCH == "arm64" {
+		return "6.4"
+	}
+	return "5.11"
 }
 
 // probeProgram loads a program that accepts everything.

@@ -18,18 +18,6 @@ type Foreign struct {
 	Kind string
 }
 
-// QueryPrograms is link.QueryPrograms, which first asks for the number of programs and returns ENOSPC if a program is
-// attached in between. QueryPrograms then asks again.
-func QueryPrograms(opts link.QueryOptions) (*link.QueryResult, error) {
-	const attempts = 10
-	for i := 1; ; i++ {
-		attached, err := link.QueryPrograms(opts)
-		if !errors.Is(err, unix.ENOSPC) || i == attempts {
-			return attached, err
-		}
-	}
-}
-
 // ForeignPrograms lists the sk_reuseport programs of the host and the sk_lookup programs of a network namespace that
 // are not Sockeye's. It needs CAP_SYS_ADMIN.
 func ForeignPrograms(netns int) ([]Foreign, error) {
@@ -54,6 +42,18 @@ func ForeignPrograms(netns int) ([]Foreign, error) {
 		return false, nil
 	})
 	return foreign, err
+}
+
+// QueryPrograms is link.QueryPrograms, which first asks for the number of programs and returns ENOSPC if a program is
+// attached in between. QueryPrograms then asks again.
+func QueryPrograms(opts link.QueryOptions) (*link.QueryResult, error) {
+	const attempts = 10
+	for i := 1; ; i++ {
+		attached, err := link.QueryPrograms(opts)
+		if !errors.Is(err, unix.ENOSPC) || i == attempts {
+			return attached, err
+		}
+	}
 }
 
 // EachProgram calls f for each program of the host, until f returns an error. f returns whether the caller keeps the program; else EachProgram closes it. It

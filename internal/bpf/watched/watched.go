@@ -39,14 +39,6 @@ func (w *Programs) Close() error {
 	return errors.Join(errs...)
 }
 
-// Forget ends the watch of the program of a row.
-func (w *Programs) Forget(row int) {
-	if fd, ok := w.witnesses[row]; ok {
-		unix.Close(fd)
-		delete(w.witnesses, row)
-	}
-}
-
 // Prepare binds a program to a map with a new witness. attached notes, after the program has been attached to the group of a row, and
 // before its last descriptor is closed, that the program is watched; abandon closes the witness instead.
 func (w *Programs) Prepare(p *ebpf.Program) (attached func(row int), abandon func(), err error) {
@@ -74,6 +66,14 @@ func (w *Programs) Prepare(p *ebpf.Program) (attached func(row int), abandon fun
 		}
 		w.witnesses[row] = witness
 	}, func() { unix.Close(witness) }, nil
+}
+
+// Forget ends the watch of the program of a row.
+func (w *Programs) Forget(row int) {
+	if fd, ok := w.witnesses[row]; ok {
+		unix.Close(fd)
+		delete(w.witnesses, row)
+	}
 }
 
 // Has reports whether the program of a row is watched.

@@ -42,19 +42,6 @@ type bigtcpRequest struct {
 // bigtcpSize is the default size of a family.
 const bigtcpSize = "192KB"
 
-func (r *bigtcpRequest) flags(cmd *cobra.Command) {
-	cmd.Args = command.Arguments(0, -1, "")
-	cmd.ValidArgsFunction = r.interfaces
-	r.bigtcpPlace.flags(cmd)
-	policyFlag(cmd, &r.policy)
-	const size = "maximum packet size for %s: 65536 to 524280 bytes, as in 192KB or 192KiB, or off (default " + bigtcpSize + " if neither --ipv6 nor --ipv4 is given)"
-	cmd.Flags().StringVar(&r.ipv6, "ipv6", "", fmt.Sprintf(size, "IPv6"))
-	cmd.Flags().StringVar(&r.ipv4, "ipv4", "", fmt.Sprintf(size, "IPv4"))
-	command.CompleteFlag(cmd, "ipv6", bigtcpSize, "off")
-	command.CompleteFlag(cmd, "ipv4", bigtcpSize, "off")
-	cmd.Flags().BoolVar(&r.force, "force", false, "also change sizes that the agent has set, or that somebody else has changed")
-}
-
 func (c *commands) bigtcpPlanCommand() *cobra.Command {
 	var request bigtcpRequest
 	cmd := &cobra.Command{
@@ -84,6 +71,19 @@ file.`,
 	return cmd
 }
 
+func (r *bigtcpRequest) flags(cmd *cobra.Command) {
+	cmd.Args = command.Arguments(0, -1, "")
+	cmd.ValidArgsFunction = r.interfaces
+	r.bigtcpPlace.flags(cmd)
+	policyFlag(cmd, &r.policy)
+	const size = "maximum packet size for %s: 65536 to 524280 bytes, as in 192KB or 192KiB, or off (default " + bigtcpSize + " if neither --ipv6 nor --ipv4 is given)"
+	cmd.Flags().StringVar(&r.ipv6, "ipv6", "", fmt.Sprintf(size, "IPv6"))
+	cmd.Flags().StringVar(&r.ipv4, "ipv4", "", fmt.Sprintf(size, "IPv4"))
+	command.CompleteFlag(cmd, "ipv6", bigtcpSize, "off")
+	command.CompleteFlag(cmd, "ipv4", bigtcpSize, "off")
+	cmd.Flags().BoolVar(&r.force, "force", false, "also change sizes that the agent has set, or that somebody else has changed")
+}
+
 // bigtcpChanged prints changes.
 func (c *commands) bigtcpChanged(answer Changes, verb string) error {
 	return c.Print(answer, func(t *command.Text) { changesText(t, &answer, verb) })
@@ -96,12 +96,6 @@ type bigtcpTask struct {
 }
 
 type bigtcpTasks []bigtcpTask
-
-func (a bigtcpTasks) close() {
-	for _, aim := range a {
-		aim.network.Close()
-	}
-}
 
 // plan plans all tasks. If the caller may not read the records, plan does not detect
 // conflicts.
@@ -220,6 +214,12 @@ func tasksOfRules(rules []config.BigTCPRule) (aims bigtcpTasks, skipped []Skippe
 		}
 	}
 	return aims, skipped, nil
+}
+
+func (a bigtcpTasks) close() {
+	for _, aim := range a {
+		aim.network.Close()
+	}
 }
 
 func targetsOfRules(network *netif.Namespace, rules []config.BigTCPRule) (targets []sizing.Target, skipped []Skipped, err error) {

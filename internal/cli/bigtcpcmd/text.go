@@ -25,51 +25,11 @@ const (
 
 const bigtcpEffect = "only new connections use the new sizes; open ones keep theirs until their route is looked up again"
 
-// bothWays formats the sizes of a family, to send and to receive; 0 means that the
-// kernel has no such size.
-func bothWays(send, receive uint32) string {
-	switch {
-	case send == 0:
-		return "-"
-	case receive == 0:
-		return fmt.Sprintf("%d/-", send)
-	}
-	return fmt.Sprintf("%d/%d", send, receive)
+// shared are incompatibilities of several rows, with the names of their interfaces.
+type shared struct {
+	order []compat.Incompatibility
+	names map[compat.Incompatibility][]string
 }
-
-// requestedSize formats a requested size.
-func requestedSize(size uint32) string {
-	switch size {
-	case 0:
-		return "-"
-	case netif.Legacy:
-		return "off"
-	}
-	return fmt.Sprint(size)
-}
-
-// sizesText formats sizes in words.
-func sizesText(s netif.Sizes) string {
-	if s == (netif.Sizes{GSO: s.GSO, GRO: s.GSO, GSOIPv4: s.GSO, GROIPv4: s.GSO}) {
-		return fmt.Sprintf("sizes %d", s.GSO)
-	}
-	text := "IPv6 " + bothWays(s.GSO, s.GRO)
-	if s.GSOIPv4 > 0 {
-		text += ", IPv4 " + bothWays(s.GSOIPv4, s.GROIPv4)
-	}
-	return text
-}
-
-// interfaceKind returns the kind of an interface, or the driver of hardware.
-func interfaceKind(kind, driver string) string {
-	if kind != "" {
-		return kind
-	}
-	return command.OrDash(driver)
-}
-
-// similar are interfaces that share a row.
-type similar []*Interface
 
 // bigtcpText prints the interfaces and the incompatibilities of the host.
 func bigtcpText(t *command.Text, s *Shown, all bool) {
@@ -111,11 +71,8 @@ func bigtcpText(t *command.Text, s *Shown, all bool) {
 	}
 }
 
-// shared are incompatibilities of several rows, with the names of their interfaces.
-type shared struct {
-	order []compat.Incompatibility
-	names map[compat.Incompatibility][]string
-}
+// similar are interfaces that share a row.
+type similar []*Interface
 
 func sharedIncompatibilities(rows []similar) shared {
 	s := shared{names: make(map[compat.Incompatibility][]string)}
@@ -222,6 +179,17 @@ func writeInterfaces(t *command.Text, rows []similar, shared shared) {
 	}
 }
 
+// requestedSize formats a requested size.
+func requestedSize(size uint32) string {
+	switch size {
+	case 0:
+		return "-"
+	case netif.Legacy:
+		return "off"
+	}
+	return fmt.Sprint(size)
+}
+
 // writeNotes adds the lines below a row.
 func writeNotes(t *command.Text, row similar, shared shared) {
 	i := row[0]
@@ -268,14 +236,6 @@ func (w *Requested) words() string {
 		text += "; not applied"
 	}
 	return text
-}
-
-// firstNames lists the first names and counts the others.
-func firstNames(names []string) string {
-	if len(names) <= bigtcpNames {
-		return strings.Join(names, ", ")
-	}
-	return fmt.Sprintf("%s and %d more", strings.Join(names[:bigtcpNames], ", "), len(names)-bigtcpNames)
 }
 
 // writeRelated adds the related interfaces. Similar interfaces share a line.
@@ -325,12 +285,36 @@ func writeRelated(t *command.Text, related []netif.Related) {
 	}
 }
 
-// fromTo formats a size before and after a change.
-func fromTo(from, to uint32) string {
-	if from == to {
-		return fmt.Sprint(to)
+// sizesText formats sizes in words.
+func sizesText(s netif.Sizes) string {
+	if s == (netif.Sizes{GSO: s.GSO, GRO: s.GSO, GSOIPv4: s.GSO, GROIPv4: s.GSO}) {
+		return fmt.Sprintf("sizes %d", s.GSO)
 	}
-	return fmt.Sprintf("%d -> %d", from, to)
+	text := "IPv6 " + bothWays(s.GSO, s.GRO)
+	if s.GSOIPv4 > 0 {
+		text += ", IPv4 " + bothWays(s.GSOIPv4, s.GROIPv4)
+	}
+	return text
+}
+
+// bothWays formats the sizes of a family, to send and to receive; 0 means that the
+// kernel has no such size.
+func bothWays(send, receive uint32) string {
+	switch {
+	case send == 0:
+		return "-"
+	case receive == 0:
+		return fmt.Sprintf("%d/-", send)
+	}
+	return fmt.Sprintf("%d/%d", send, receive)
+}
+
+// interfaceKind returns the kind of an interface, or the driver of hardware.
+func interfaceKind(kind, driver string) string {
+	if kind != "" {
+		return kind
+	}
+	return command.OrDash(driver)
 }
 
 // changesText prints planned or completed changes.
@@ -367,99 +351,6 @@ func changesText(t *command.Text, answer *Changes, verb string) {
 	t.Line(bigtcpEffect)
 }
 
-// placeText formats the name of an interface, with its namespace unless netns is empty.
-func placeText(name, netns string) string {
-	if netns == "" {
-		return name
-	}
-	return name + " in " + netns
-}
-
-// changeRow is a change, and the other interfaces with the same change.
-type changeRow struct {
-	sizing.Change
-	others []string
-}
-
-// changeGroups groups changes into rows, one row per change if there are at most
-// bigtcpRows changes.
-func changeGroups(changes []sizing.Change) []changeRow {
-	var rows []changeRow
-	places := make(map[string]int)
-	for _, c := range changes {
-		key := fmt.Sprintf("%q %v %v %q %s", c.Netns, c.From, c.To, c.UpperInterface, withoutName(fmt.Sprint(c.Notes), c.Interface))
-		if at, ok := places[key]; ok && len(changes) > bigtcpRows {
-			rows[at].others = append(rows[at].others, c.Interface)
-			continue
-		}
-		places[key] = len(rows)
-		rows = append(rows, changeRow{Change: c})
-	}
-	return rows
-}
-
-// writeChanges prints a row for each changed family of each interface, followed by notes.
-func writeChanges(t *command.Text, changes []sizing.Change) {
-	if len(changes) == 0 {
-		return
-	}
-	rows := [][]string{{"INTERFACE", "FAMILY", "SEND", "RECEIVE"}}
-	notes := [][]string{nil}
-	for _, c := range changeGroups(changes) {
-		sizes := sizeRows(&c.Change)
-		rows = append(rows, sizes...)
-		notes = append(notes, make([][]string, len(sizes))...)
-		notes[len(notes)-1] = c.notes()
-	}
-	var table command.Text
-	table.Table("llll", rows)
-	for _, below := range notes {
-		line, _ := table.ReadString('\n')
-		t.WriteString(line)
-		for _, note := range below {
-			t.Paragraph("  ", "%s", note)
-		}
-	}
-}
-
-// sizeRows returns a row for each changed family. The first row has the name of the
-// interface.
-func sizeRows(c *sizing.Change) [][]string {
-	var rows [][]string
-	name := c.Interface
-	for _, f := range []struct {
-		family                                   string
-		sendFrom, sendTo, receiveFrom, receiveTo uint32
-	}{
-		{"IPv6", c.From.GSO, c.To.GSO, c.From.GRO, c.To.GRO},
-		{"IPv4", c.From.GSOIPv4, c.To.GSOIPv4, c.From.GROIPv4, c.To.GROIPv4},
-	} {
-		if f.sendFrom != f.sendTo || f.receiveFrom != f.receiveTo {
-			rows = append(rows, []string{name, f.family, fromTo(f.sendFrom, f.sendTo), fromTo(f.receiveFrom, f.receiveTo)})
-			name = ""
-		}
-	}
-	if rows == nil {
-		rows = [][]string{{name, "-", "unchanged", "unchanged"}}
-	}
-	return rows
-}
-
-func (c *changeRow) notes() []string {
-	var notes []string
-	if c.Netns != "" {
-		notes = append(notes, "in "+c.Netns)
-	}
-	if c.UpperInterface != "" {
-		notes = append(notes, "as a lower interface of "+c.UpperInterface)
-	}
-	notes = append(notes, c.Notes...)
-	if len(c.others) > 0 {
-		notes = append(notes, fmt.Sprintf("and %d similar: %s", len(c.others), firstNames(c.others)))
-	}
-	return notes
-}
-
 // revertedText prints the results of a revert.
 func revertedText(t *command.Text, answer *Reverted) {
 	if len(answer.Reverted) == 0 {
@@ -490,6 +381,107 @@ func revertedText(t *command.Text, answer *Reverted) {
 	}
 }
 
+// placeText formats the name of an interface, with its namespace unless netns is empty.
+func placeText(name, netns string) string {
+	if netns == "" {
+		return name
+	}
+	return name + " in " + netns
+}
+
+// writeChanges prints a row for each changed family of each interface, followed by notes.
+func writeChanges(t *command.Text, changes []sizing.Change) {
+	if len(changes) == 0 {
+		return
+	}
+	rows := [][]string{{"INTERFACE", "FAMILY", "SEND", "RECEIVE"}}
+	notes := [][]string{nil}
+	for _, c := range changeGroups(changes) {
+		sizes := sizeRows(&c.Change)
+		rows = append(rows, sizes...)
+		notes = append(notes, make([][]string, len(sizes))...)
+		notes[len(notes)-1] = c.notes()
+	}
+	var table command.Text
+	table.Table("llll", rows)
+	for _, below := range notes {
+		line, _ := table.ReadString('\n')
+		t.WriteString(line)
+		for _, note := range below {
+			t.Paragraph("  ", "%s", note)
+		}
+	}
+}
+
+// changeRow is a change, and the other interfaces with the same change.
+type changeRow struct {
+	sizing.Change
+	others []string
+}
+
+// changeGroups groups changes into rows, one row per change if there are at most
+// bigtcpRows changes.
+func changeGroups(changes []sizing.Change) []changeRow {
+	var rows []changeRow
+	places := make(map[string]int)
+	for _, c := range changes {
+		key := fmt.Sprintf("%q %v %v %q %s", c.Netns, c.From, c.To, c.UpperInterface, withoutName(fmt.Sprint(c.Notes), c.Interface))
+		if at, ok := places[key]; ok && len(changes) > bigtcpRows {
+			rows[at].others = append(rows[at].others, c.Interface)
+			continue
+		}
+		places[key] = len(rows)
+		rows = append(rows, changeRow{Change: c})
+	}
+	return rows
+}
+
+// sizeRows returns a row for each changed family. The first row has the name of the
+// interface.
+func sizeRows(c *sizing.Change) [][]string {
+	var rows [][]string
+	name := c.Interface
+	for _, f := range []struct {
+		family                                   string
+		sendFrom, sendTo, receiveFrom, receiveTo uint32
+	}{
+		{"IPv6", c.From.GSO, c.To.GSO, c.From.GRO, c.To.GRO},
+		{"IPv4", c.From.GSOIPv4, c.To.GSOIPv4, c.From.GROIPv4, c.To.GROIPv4},
+	} {
+		if f.sendFrom != f.sendTo || f.receiveFrom != f.receiveTo {
+			rows = append(rows, []string{name, f.family, fromTo(f.sendFrom, f.sendTo), fromTo(f.receiveFrom, f.receiveTo)})
+			name = ""
+		}
+	}
+	if rows == nil {
+		rows = [][]string{{name, "-", "unchanged", "unchanged"}}
+	}
+	return rows
+}
+
+// fromTo formats a size before and after a change.
+func fromTo(from, to uint32) string {
+	if from == to {
+		return fmt.Sprint(to)
+	}
+	return fmt.Sprintf("%d -> %d", from, to)
+}
+
+func (c *changeRow) notes() []string {
+	var notes []string
+	if c.Netns != "" {
+		notes = append(notes, "in "+c.Netns)
+	}
+	if c.UpperInterface != "" {
+		notes = append(notes, "as a lower interface of "+c.UpperInterface)
+	}
+	notes = append(notes, c.Notes...)
+	if len(c.others) > 0 {
+		notes = append(notes, fmt.Sprintf("and %d similar: %s", len(c.others), firstNames(c.others)))
+	}
+	return notes
+}
+
 // writeIncompatibility adds an incompatibility with its hint. names are its interfaces,
 // if the context does not show them.
 func writeIncompatibility(t *command.Text, indent string, of compat.Incompatibility, names ...string) {
@@ -501,4 +493,12 @@ func writeIncompatibility(t *command.Text, indent string, of compat.Incompatibil
 	if of.Hint != "" {
 		t.Paragraph(indent+"  ", "hint: %s", of.Hint)
 	}
+}
+
+// firstNames lists the first names and counts the others.
+func firstNames(names []string) string {
+	if len(names) <= bigtcpNames {
+		return strings.Join(names, ", ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(names[:bigtcpNames], ", "), len(names)-bigtcpNames)
 }

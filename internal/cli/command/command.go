@@ -42,18 +42,6 @@ const (
 // Client returns a client of the agent.
 func (c *Command) Client() *api.Client { return api.NewClient(api.SocketPath(c.RunDir)) }
 
-// JSON prints v as JSON that is safe for a terminal.
-func (c *Command) JSON(v any) error {
-	var text bytes.Buffer
-	e := json.NewEncoder(&text)
-	e.SetIndent("", "  ")
-	if err := e.Encode(v); err != nil {
-		return err
-	}
-	_, err := c.Out.Write(EscapeJSON(text.Bytes()))
-	return err
-}
-
 // Show prints v as JSON, or as the table that rows writes with a tab between columns. v is a slice
 // or a pointer: Show replaces unprintable characters in the strings of v before it calls rows.
 func (c *Command) Show(v any, rows func(w io.Writer)) error {
@@ -64,6 +52,18 @@ func (c *Command) Show(v any, rows func(w io.Writer)) error {
 	w := tabwriter.NewWriter(c.Out, 0, 0, 2, ' ', 0)
 	rows(w)
 	return w.Flush()
+}
+
+// JSON prints v as JSON that is safe for a terminal.
+func (c *Command) JSON(v any) error {
+	var text bytes.Buffer
+	e := json.NewEncoder(&text)
+	e.SetIndent("", "  ")
+	if err := e.Encode(v); err != nil {
+		return err
+	}
+	_, err := c.Out.Write(EscapeJSON(text.Bytes()))
+	return err
 }
 
 // Reported is an error that the caller does not print: the command has printed it, or the exit code

@@ -25,16 +25,6 @@ import (
 // bidirectional formatting, invisible characters and line separators (U+2028) may not.
 func shown(r rune) bool { return unicode.IsPrint(r) }
 
-// Printable replaces characters that may not be sent to a terminal, and invalid UTF-8, by U+FFFD.
-func Printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if shown(r) {
-			return r
-		}
-		return unicode.ReplacementChar
-	}, strings.ToValidUTF8(s, string(unicode.ReplacementChar)))
-}
-
 // Screen is a writer that replaces unprintable characters by U+FFFD. It keeps line feeds and tabs.
 type Screen struct {
 	To      io.Writer
@@ -80,19 +70,19 @@ func (s *Screen) End() {
 	}
 }
 
+// WriteTerminal writes text with escape sequences to the terminal. The caller has made the rest of
+// text printable.
+func WriteTerminal(w io.Writer, text string) error {
+	_, err := io.WriteString(Underlying(w), text)
+	return err
+}
+
 // Underlying returns the writer behind a Screen, or w.
 func Underlying(w io.Writer) io.Writer {
 	if s, ok := w.(*Screen); ok {
 		return s.To
 	}
 	return w
-}
-
-// WriteTerminal writes text with escape sequences to the terminal. The caller has made the rest of
-// text printable.
-func WriteTerminal(w io.Writer, text string) error {
-	_, err := io.WriteString(Underlying(w), text)
-	return err
 }
 
 // EscapeJSON escapes the characters of a JSON text that may not be sent to a terminal and that
@@ -157,6 +147,16 @@ func clean(v reflect.Value) {
 			v.SetMapIndex(pair[0], pair[1])
 		}
 	}
+}
+
+// Printable replaces characters that may not be sent to a terminal, and invalid UTF-8, by U+FFFD.
+func Printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if shown(r) {
+			return r
+		}
+		return unicode.ReplacementChar
+	}, strings.ToValidUTF8(s, string(unicode.ReplacementChar)))
 }
 
 // cleaned returns a copy of a value, with clean strings.

@@ -85,6 +85,9 @@ func (c *Command) Clock(t time.Time) string {
 	return at.Format(time.TimeOnly)
 }
 
+// LineWidth is the maximum length of a line of text in columns. A longer word is not split.
+const LineWidth = 100
+
 // Paragraph adds text, wrapped to LineWidth. Lines after the first are indented by two more columns.
 func (t *Text) Paragraph(indent, format string, args ...any) {
 	line := indent
@@ -100,32 +103,6 @@ func (t *Text) Paragraph(indent, format string, args ...any) {
 		}
 	}
 	t.WriteString(line + "\n")
-}
-
-// Digits formats a measured value to three significant digits.
-func Digits(v float64) string {
-	decimals := 0
-	switch {
-	case v < 9.995:
-		decimals = 2
-	case v < 99.95:
-		decimals = 1
-	}
-	text := strconv.FormatFloat(v, 'f', decimals, 64)
-	if decimals > 0 {
-		text = strings.TrimRight(strings.TrimRight(text, "0"), ".")
-	}
-	return text
-}
-
-// InUnits formats a measured value in the largest unit that does not exceed the value. Each unit is
-// 1000 times the previous unit.
-func InUnits(v float64, units ...string) string {
-	for len(units) > 1 && v >= 999.5 {
-		v /= 1000
-		units = units[1:]
-	}
-	return Digits(v) + " " + units[0]
 }
 
 // Microseconds formats a measured time in microseconds.
@@ -147,6 +124,32 @@ func Duration(d time.Duration) string {
 	return InUnits(float64(d), "ns", "µs", "ms", "s")
 }
 
+// InUnits formats a measured value in the largest unit that does not exceed the value. Each unit is
+// 1000 times the previous unit.
+func InUnits(v float64, units ...string) string {
+	for len(units) > 1 && v >= 999.5 {
+		v /= 1000
+		units = units[1:]
+	}
+	return Digits(v) + " " + units[0]
+}
+
+// Digits formats a measured value to three significant digits.
+func Digits(v float64) string {
+	decimals := 0
+	switch {
+	case v < 9.995:
+		decimals = 2
+	case v < 99.95:
+		decimals = 1
+	}
+	text := strconv.FormatFloat(v, 'f', decimals, 64)
+	if decimals > 0 {
+		text = strings.TrimRight(strings.TrimRight(text, "0"), ".")
+	}
+	return text
+}
+
 // IntervalHint is the hint for a duration that cannot be parsed.
 const IntervalHint = "a duration, as in 90s, 5m or 1h"
 
@@ -162,6 +165,3 @@ func Interval(cmd *cobra.Command, flag string) (time.Duration, error) {
 	}
 	return d, nil
 }
-
-// LineWidth is the maximum length of a line of text in columns. A longer word is not split.
-const LineWidth = 100

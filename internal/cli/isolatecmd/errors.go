@@ -24,6 +24,27 @@ func exitCode(code int) error {
 	return &command.Reported{Err: &fault.Error{Err: errors.New("the program failed"), Code: code}}
 }
 
+// guestError adds a hint and an exit code to an error of isolate.Run.
+func guestError(err error, guest *isolate.Guest) error {
+	if incomplete, ok := errors.AsType[*isolate.IncompleteError](err); ok {
+		return &fault.Error{Err: incomplete, Hint: "without --require-sandbox the program starts anyway", Code: fault.CodeUnsupported}
+	}
+	failed, ok := errors.AsType[*isolate.StepError](err)
+	if !ok {
+		return err
+	}
+	switch failed.Step {
+	case isolate.StepListen:
+		return listenError(failed.Err, guest.Watched)
+	case isolate.StepPrepare:
+		return tooManyFiles(failed.Err)
+	case isolate.StepUser:
+		return notPermitted(failed.Err, "this process lacks CAP_SETUID or CAP_SETGID: use --as-root")
+	}
+	hint, code := stepHint(failed, guest.Existing != nil)
+	return &fault.Error{Err: err, Hint: hint, Code: code}
+}
+
 // listenError adds a hint to an error of opening a port of the host, either published or of a service's member.
 func listenError(err error, member bool) error {
 	failed, ok := errors.AsType[*gateway.ListenError](err)
@@ -68,36 +89,6 @@ func tooManyFiles(err error) error {
 		return &fault.Error{Err: err, Hint: "publish fewer ports, or raise the limit of open files (ulimit -Hn)", Code: fault.CodeFailed}
 	}
 	return err
-}
-
-func readSysctl(name string) (int, bool) {
-	text, err := os.ReadFile("/proc/sys/" + name)
-	if err != nil {
-		return 0, false
-	}
-	n, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	return n, err == nil
-}
-
-// guestError adds a hint and an exit code to an error of isolate.Run.
-func guestError(err error, guest *isolate.Guest) error {
-	if incomplete, ok := errors.AsType[*isolate.IncompleteError](err); ok {
-		return &fault.Error{Err: incomplete, Hint: "without --require-sandbox the program starts anyway", Code: fault.CodeUnsupported}
-	}
-	failed, ok := errors.AsType[*isolate.StepError](err)
-	if !ok {
-		return err
-	}
-	switch failed.Step {
-	case isolate.StepListen:
-		return listenError(failed.Err, guest.Watched)
-	case isolate.StepPrepare:
-		return tooManyFiles(failed.Err)
-	case isolate.StepUser:
-		return notPermitted(failed.Err, "this process lacks CAP_SETUID or CAP_SETGID: use --as-root")
-	}
-	hint, code := stepHint(failed, guest.Existing != nil)
-	return &fault.Error{Err: err, Hint: hint, Code: code}
 }
 
 // stepHint returns the hint and the exit code for a step that failed. An existing namespace has a user namespace of its own.
@@ -164,4 +155,13 @@ func userNamespaceHint() string {
 		}
 	}
 	return "user namespaces may be disabled: see sysctls kernel.unprivileged_userns_clone, user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns"
+}
+
+func readSysctl(name string) (int, bool) {
+	text, err := os.ReadFile("/proc/sys/" + name)
+	if err != nil {
+		return 0, false
+	}
+	n, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	return n, err == nil
 }

@@ -281,57 +281,6 @@ func (i *Options) forwards() (specs []access.ForwardSpec, err error) {
 	return specs, nil
 }
 
-// outbound parses the allowed destinations and returns the content of resolv.conf inside; "" for the host's file.
-func (i *Options) outbound() (out access.Outbound, resolver string, err error) {
-	if i.NoOutbound && len(i.Allow) > 0 {
-		return out, "", fault.Usage(errors.New("--no-outbound and --allow are mutually exclusive"), "--allow alone denies all other destinations")
-	}
-	out.All = !i.NoOutbound && len(i.Allow) == 0
-	out.Host = []netip.Addr{isolate.Host4, isolate.Host6}
-	for _, text := range i.Allow {
-		r, err := access.ParseRule(text)
-		if errors.Is(err, access.ErrNeverOutside) {
-			return out, "", fault.Usage(fmt.Errorf("--allow %w", err), hostHint)
-		}
-		if err != nil {
-			return out, "", fault.Usage(fmt.Errorf("--allow %w", err), "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443")
-		}
-		out.Rules = append(out.Rules, r)
-	}
-	if i.NoOutbound {
-		return out, "", nil
-	}
-	conf, err := readOptional(resolvConf)
-	if err != nil {
-		return out, "", err
-	}
-	if !i.noDNS {
-		out.DNS, resolver = isolate.NameServers(conf, isolate.NameServerAliases)
-		return out, resolver, nil
-	}
-	behind, err := readOptional(behindStub)
-	if err != nil {
-		return out, "", err
-	}
-	out.Resolvers = isolate.Resolvers(conf + "\n" + behind)
-	return out, "", nil
-}
-
-// readOptional returns the content of a file of name servers; "" if the file does not exist.
-func readOptional(path string) (string, error) {
-	text, err := os.ReadFile(path)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return "", fmt.Errorf("read name servers: %w", err)
-	}
-	return string(text), nil
-}
-
-// hostHint is the hint for an address that is assigned to the program itself inside.
-var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", isolate.Host4, isolate.Host6)
-
-// pathHint is the hint for a path that does not exist.
-const pathHint = "name an existing path that the program's user can access"
-
 // existing opens the namespace to join; nil for none.
 func (i *Options) existing() (n *isolate.Namespace, err error) {
 	switch {
@@ -394,27 +343,6 @@ func OwnEnvironment() (env []string) {
 	return env
 }
 
-// refuseStreams returns an error if a standard stream is a directory, through which the program could open hidden files, or a
-// socket of the host's network namespace, which the program could connect to any address.
-func refuseStreams() error {
-	for fd, name := range []string{"input", "output", "error"} {
-		var st unix.Stat_t
-		if unix.Fstat(fd, &st) != nil {
-			continue
-		}
-		switch st.Mode & unix.S_IFMT {
-		case unix.S_IFDIR:
-			return fault.Usage(fmt.Errorf("standard %s is a directory, which would make hidden files accessible", name), "redirect it from a file, or from /dev/null")
-		case unix.S_IFSOCK:
-			if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err != nil || family != unix.AF_UNIX {
-				return fault.Usage(fmt.Errorf("standard %s is a network socket of the host, which the program could connect to any address", name),
-					"let the program listen, and publish its port with -p")
-			}
-		}
-	}
-	return nil
-}
-
 // Join validates the options, and runs the guest's program or joins the existing namespace. It returns when the program has exited or
 // the namespace is removed. A non-zero exit code of the program is an error without a message. The sockets that listen opens are
 // published.
@@ -447,6 +375,12 @@ func Join(ctx context.Context, c *command.Command, i *Options, guest *isolate.Gu
 	return nil
 }
 
+// hostHint is the hint for an address that is assigned to the program itself inside.
+var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", isolate.Host4, isolate.Host6)
+
+// pathHint is the hint for a path that does not exist.
+const pathHint = "name an existing path that the program's user can access"
+
 // complete checks the options that do not depend on a service, and sets the outbound rules and the addresses.
 func (i *Options) complete(guest *isolate.Guest, o *isolate.Options) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
@@ -476,6 +410,72 @@ func (i *Options) complete(guest *isolate.Guest, o *isolate.Options) (err error)
 	for n, r := range o.Outbound.Rules {
 		if a := r.Prefix.Addr(); r.Prefix.IsSingleIP() && (a == o.Guest4 || a == o.Guest6) {
 			return fault.Usage(fmt.Errorf("--allow %q: the address belongs to the program itself inside", i.Allow[n]), hostHint)
+		}
+	}
+	return nil
+}
+
+// outbound parses the allowed destinations and returns the content of resolv.conf inside; "" for the host's file.
+func (i *Options) outbound() (out access.Outbound, resolver string, err error) {
+	if i.NoOutbound && len(i.Allow) > 0 {
+		return out, "", fault.Usage(errors.New("--no-outbound and --allow are mutually exclusive"), "--allow alone denies all other destinations")
+	}
+	out.All = !i.NoOutbound && len(i.Allow) == 0
+	out.Host = []netip.Addr{isolate.Host4, isolate.Host6}
+	for _, text := range i.Allow {
+		r, err := access.ParseRule(text)
+		if errors.Is(err, access.ErrNeverOutside) {
+			return out, "", fault.Usage(fmt.Errorf("--allow %w", err), hostHint)
+		}
+		if err != nil {
+			return out, "", fault.Usage(fmt.Errorf("--allow %w", err), "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443")
+		}
+		out.Rules = append(out.Rules, r)
+	}
+	if i.NoOutbound {
+		return out, "", nil
+	}
+	conf, err := readOptional(resolvConf)
+	if err != nil {
+		return out, "", err
+	}
+	if !i.noDNS {
+		out.DNS, resolver = isolate.NameServers(conf, isolate.NameServerAliases)
+		return out, resolver, nil
+	}
+	behind, err := readOptional(behindStub)
+	if err != nil {
+		return out, "", err
+	}
+	out.Resolvers = isolate.Resolvers(conf + "\n" + behind)
+	return out, "", nil
+}
+
+// readOptional returns the content of a file of name servers; "" if the file does not exist.
+func readOptional(path string) (string, error) {
+	text, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return "", fmt.Errorf("read name servers: %w", err)
+	}
+	return string(text), nil
+}
+
+// refuseStreams returns an error if a standard stream is a directory, through which the program could open hidden files, or a
+// socket of the host's network namespace, which the program could connect to any address.
+func refuseStreams() error {
+	for fd, name := range []string{"input", "output", "error"} {
+		var st unix.Stat_t
+		if unix.Fstat(fd, &st) != nil {
+			continue
+		}
+		switch st.Mode & unix.S_IFMT {
+		case unix.S_IFDIR:
+			return fault.Usage(fmt.Errorf("standard %s is a directory, which would make hidden files accessible", name), "redirect it from a file, or from /dev/null")
+		case unix.S_IFSOCK:
+			if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err != nil || family != unix.AF_UNIX {
+				return fault.Usage(fmt.Errorf("standard %s is a network socket of the host, which the program could connect to any address", name),
+					"let the program listen, and publish its port with -p")
+			}
 		}
 	}
 	return nil

@@ -111,54 +111,6 @@ func (f endFilter) matches(a netip.AddrPort) bool {
 	return (f.port == 0 || a.Port() == f.port) && (!f.prefix.IsValid() || f.prefix.Contains(a.Addr().WithZone("")))
 }
 
-// EndpointHint is the hint for an address filter that cannot be parsed.
-const EndpointHint = "as in 192.0.2.1, 192.0.2.0/24:1790, [2001:db8::]/32:1790 or :1790"
-
-// readEnd parses an address or a prefix, a port, or both.
-func readEnd(flag, text string) (f endFilter, err error) {
-	bad := fault.Usage(fmt.Errorf("--%s is %q", flag, text), EndpointHint)
-	address, port := text, ""
-	if inner, ok := strings.CutPrefix(text, "["); ok {
-		var rest string
-		if address, rest, ok = strings.Cut(inner, "]"); !ok {
-			return f, bad
-		}
-		length, ported := "", false
-		if length, port, ported = strings.Cut(rest, ":"); ported && port == "" || length != "" && length[0] != '/' {
-			return f, bad
-		}
-		address += length
-	} else if strings.Count(text, ":") == 1 {
-		if address, port, _ = strings.Cut(text, ":"); port == "" {
-			return f, bad
-		}
-	}
-	if port != "" {
-		n, err := strconv.ParseUint(port, 10, 16)
-		if err != nil || n == 0 {
-			return f, bad
-		}
-		f.port = uint16(n)
-	}
-	switch {
-	case (address == "" || address == "*") && f.port != 0:
-		return f, nil
-	case strings.Contains(address, "/"):
-		p, err := netip.ParsePrefix(address)
-		if err != nil || p.Addr().Is4In6() {
-			return f, bad
-		}
-		f.prefix = p.Masked()
-	default:
-		a, err := netip.ParseAddr(address)
-		if err != nil || a.Zone() != "" {
-			return f, bad
-		}
-		f.prefix = netip.PrefixFrom(a.Unmap(), a.Unmap().BitLen())
-	}
-	return f, nil
-}
-
 // commands are the commands of one invocation.
 type commands struct{ *command.Command }
 
@@ -265,13 +217,52 @@ readings, with its share of the time.`,
 	return cmd
 }
 
-// unknownWord returns an error for an unknown value, with the valid values as the hint.
-func unknownWord(what, word string, known []string) error {
-	hint := "one of " + strings.Join(known, ", ")
-	if near := config.Nearest(word, known); near != "" && word != "" {
-		hint = "did you mean " + near + "?"
+// EndpointHint is the hint for an address filter that cannot be parsed.
+const EndpointHint = "as in 192.0.2.1, 192.0.2.0/24:1790, [2001:db8::]/32:1790 or :1790"
+
+// readEnd parses an address or a prefix, a port, or both.
+func readEnd(flag, text string) (f endFilter, err error) {
+	bad := fault.Usage(fmt.Errorf("--%s is %q", flag, text), EndpointHint)
+	address, port := text, ""
+	if inner, ok := strings.CutPrefix(text, "["); ok {
+		var rest string
+		if address, rest, ok = strings.Cut(inner, "]"); !ok {
+			return f, bad
+		}
+		length, ported := "", false
+		if length, port, ported = strings.Cut(rest, ":"); ported && port == "" || length != "" && length[0] != '/' {
+			return f, bad
+		}
+		address += length
+	} else if strings.Count(text, ":") == 1 {
+		if address, port, _ = strings.Cut(text, ":"); port == "" {
+			return f, bad
+		}
 	}
-	return fault.Usage(fmt.Errorf("there is no %s %q", what, word), hint)
+	if port != "" {
+		n, err := strconv.ParseUint(port, 10, 16)
+		if err != nil || n == 0 {
+			return f, bad
+		}
+		f.port = uint16(n)
+	}
+	switch {
+	case (address == "" || address == "*") && f.port != 0:
+		return f, nil
+	case strings.Contains(address, "/"):
+		p, err := netip.ParsePrefix(address)
+		if err != nil || p.Addr().Is4In6() {
+			return f, bad
+		}
+		f.prefix = p.Masked()
+	default:
+		a, err := netip.ParseAddr(address)
+		if err != nil || a.Zone() != "" {
+			return f, bad
+		}
+		f.prefix = netip.PrefixFrom(a.Unmap(), a.Unmap().BitLen())
+	}
+	return f, nil
 }
 
 // shortStates are the abbreviations that ss(8) prints.
@@ -299,14 +290,6 @@ func readStates(names []string, all bool) (sockdiag.States, error) {
 	return states, nil
 }
 
-// Limits returns the values of --limit-by.
-func Limits() (names []string) {
-	for _, limit := range sockdiag.Limits {
-		names = append(names, string(limit))
-	}
-	return names
-}
-
 func readLimits(names []string) (limits []sockdiag.Limit, err error) {
 	for _, name := range names {
 		if !slices.Contains(Limits(), name) {
@@ -315,6 +298,23 @@ func readLimits(names []string) (limits []sockdiag.Limit, err error) {
 		limits = append(limits, sockdiag.Limit(name))
 	}
 	return limits, nil
+}
+
+// unknownWord returns an error for an unknown value, with the valid values as the hint.
+func unknownWord(what, word string, known []string) error {
+	hint := "one of " + strings.Join(known, ", ")
+	if near := config.Nearest(word, known); near != "" && word != "" {
+		hint = "did you mean " + near + "?"
+	}
+	return fault.Usage(fmt.Errorf("there is no %s %q", what, word), hint)
+}
+
+// Limits returns the values of --limit-by.
+func Limits() (names []string) {
+	for _, limit := range sockdiag.Limits {
+		names = append(names, string(limit))
+	}
+	return names
 }
 
 // findCgroup finds the cgroup mount, and the directory of the named cgroup.
@@ -335,6 +335,15 @@ func (v *socketsView) findCgroup(name string, given bool) (err error) {
 	}
 	v.cgroup = below
 	return nil
+}
+
+// socketsLooker reads the sockets repeatedly.
+type socketsLooker struct {
+	*socketsView
+	diag    *sockdiag.Conn
+	cgroups sockdiag.Cgroups
+	now     func() time.Time         // nil for a single reading
+	earlier map[uint64]sockdiag.Look // by cookie
 }
 
 // sockets prints the sockets once, or every second.
@@ -374,23 +383,6 @@ func (c *commands) sockets(cmd *cobra.Command, v *socketsView, watch bool) error
 		return err
 	}
 	return c.Print(shown, func(t *command.Text) { socketsText(t, shown) })
-}
-
-// socketsFailure adds the exit code to an error of the kernel.
-func socketsFailure(err error) error {
-	if errors.Is(err, sockdiag.ErrUnsupported) {
-		return &fault.Error{Err: err, Hint: "load the modules inet_diag and tcp_diag", Code: fault.CodeUnsupported}
-	}
-	return err
-}
-
-// socketsLooker reads the sockets repeatedly.
-type socketsLooker struct {
-	*socketsView
-	diag    *sockdiag.Conn
-	cgroups sockdiag.Cgroups
-	now     func() time.Time         // nil for a single reading
-	earlier map[uint64]sockdiag.Look // by cookie
 }
 
 // found is a socket to be shown, with its verdict and processes.
@@ -459,6 +451,14 @@ func (l *socketsLooker) look() (*Shown, error) {
 		shown.Sockets = append(shown.Sockets, l.describe(kept[i], processes[kept[i].socket.Inode]))
 	}
 	return shown, nil
+}
+
+// socketsFailure adds the exit code to an error of the kernel.
+func socketsFailure(err error) error {
+	if errors.Is(err, sockdiag.ErrUnsupported) {
+		return &fault.Error{Err: err, Hint: "load the modules inet_diag and tcp_diag", Code: fault.CodeUnsupported}
+	}
+	return err
 }
 
 func (l *socketsLooker) matches(s *sockdiag.Socket) bool {

@@ -14,18 +14,6 @@ import (
 	"sockeye/internal/cli/command"
 )
 
-// serviceFlag adds --service to a read-only command, and returns a function that returns the query parameters of the
-// flag.
-func serviceFlag(cmd *cobra.Command) func() url.Values {
-	service := cmd.Flags().String("service", "", "show only this service")
-	return func() url.Values {
-		if *service == "" {
-			return url.Values{}
-		}
-		return url.Values{"service": {*service}}
-	}
-}
-
 func (c *commands) slotsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "slots",
@@ -70,6 +58,18 @@ after the wait, and LOST ones were discarded, since the start of the agent.`,
 		})
 	}
 	return cmd
+}
+
+// serviceFlag adds --service to a read-only command, and returns a function that returns the query parameters of the
+// flag.
+func serviceFlag(cmd *cobra.Command) func() url.Values {
+	service := cmd.Flags().String("service", "", "show only this service")
+	return func() url.Values {
+		if *service == "" {
+			return url.Values{}
+		}
+		return url.Values{"service": {*service}}
+	}
 }
 
 // readiness returns yes or no, or what becomes of the packets for an empty slot in the meantime.

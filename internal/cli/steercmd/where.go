@@ -151,18 +151,6 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.Wh
 	return locate.Where("", mapping, addresses), nil
 }
 
-// loadDevices reads a device map; "" is none.
-func loadDevices(file string) (*placement.DeviceMap, error) {
-	if file == "" {
-		return nil, nil
-	}
-	devices, err := placement.LoadDeviceMap(file)
-	if err != nil {
-		return nil, fault.Unreadable(err, "")
-	}
-	return devices, nil
-}
-
 // wherePlan computes the slots of another policy file with the nonces, the states and weights of the slots, and the pins of
 // the services in force, because a new policy does not change them.
 func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]api.WhereStatus, error) {
@@ -228,6 +216,18 @@ func (c *commands) wherePlanned(ctx context.Context, addresses []netip.Addr, s c
 		return nil, err
 	}
 	return locate.Where(s.Name, mapping, addresses), nil
+}
+
+// loadDevices reads a device map; "" is none.
+func loadDevices(file string) (*placement.DeviceMap, error) {
+	if file == "" {
+		return nil, nil
+	}
+	devices, err := placement.LoadDeviceMap(file)
+	if err != nil {
+		return nil, fault.Unreadable(err, "")
+	}
+	return devices, nil
 }
 
 func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStatus, error) {

@@ -23,6 +23,14 @@ const (
 	mostWhySessions = 4
 )
 
+// whyWriter writes the answer of one service.
+type whyWriter struct {
+	*command.Text
+	*command.Command
+	left int  // lines
+	cut  bool // long lines
+}
+
 func (c *commands) whyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "why ADDRESS",
@@ -57,24 +65,6 @@ the slots of many addresses.`,
 		})
 	}
 	return cmd
-}
-
-// whyWriter writes the answer of one service.
-type whyWriter struct {
-	*command.Text
-	*command.Command
-	left int  // lines
-	cut  bool // long lines
-}
-
-// add adds a line with a label, and cuts it to the width of a screen if the output is a terminal.
-func (t *whyWriter) add(label, format string, args ...any) {
-	text := []rune(command.Printable(fmt.Sprintf("%-9s", label) + " " + fmt.Sprintf(format, args...)))
-	if t.cut && len(text) > command.LineWidth {
-		text = append(text[:command.LineWidth-1], '…')
-	}
-	t.Line("%s", string(text))
-	t.left--
 }
 
 func (t *whyWriter) write(w *api.Why) {
@@ -252,6 +242,16 @@ func (t *whyWriter) addEvents(w *api.Why) {
 	if len(events) == 0 && t.left > 0 {
 		t.add(label, "none recorded")
 	}
+}
+
+// add adds a line with a label, and cuts it to the width of a screen if the output is a terminal.
+func (t *whyWriter) add(label, format string, args ...any) {
+	text := []rune(command.Printable(fmt.Sprintf("%-9s", label) + " " + fmt.Sprintf(format, args...)))
+	if t.cut && len(text) > command.LineWidth {
+		text = append(text[:command.LineWidth-1], '…')
+	}
+	t.Line("%s", string(text))
+	t.left--
 }
 
 // age returns the time from one time to a later one, in the largest two units.

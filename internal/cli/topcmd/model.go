@@ -195,25 +195,6 @@ func (m *model) take(f *api.Frame) tea.Cmd {
 	return m.events(false)
 }
 
-// show shows a frame. The first service that is shown stays selected: another frame may have others before it.
-func (m *model) show(f *api.Frame) {
-	m.frame, m.filled = f, false
-	if m.service == "" && len(f.Services) > 0 {
-		m.service = f.Services[0].Name
-	}
-}
-
-// say shows a result in the last line: an error, or a text.
-func (m *model) say(err error, text string) {
-	m.status, m.failed = text, err != nil
-	if err != nil {
-		m.status = fault.Message(err)
-		if hint := fault.Hint(err); hint != "" {
-			m.status += "; hint: " + hint
-		}
-	}
-}
-
 // key handles a key.
 func (m *model) key(key string) tea.Cmd {
 	switch {
@@ -283,6 +264,14 @@ func (m *model) key(key string) tea.Cmd {
 	return nil
 }
 
+// show shows a frame. The first service that is shown stays selected: another frame may have others before it.
+func (m *model) show(f *api.Frame) {
+	m.frame, m.filled = f, false
+	if m.service == "" && len(f.Services) > 0 {
+		m.service = f.Services[0].Name
+	}
+}
+
 // turn shows another list.
 func (m *model) turn(v view) { m.view, m.page, m.filled = v, nil, false }
 
@@ -293,6 +282,19 @@ func (m *model) nextService() {
 	i := slices.IndexFunc(m.frame.Services, func(s api.LiveService) bool { return s.Name == m.service })
 	m.service = m.frame.Services[(i+1)%len(m.frame.Services)].Name
 	m.page, m.filled = nil, false
+}
+
+func (m *model) keyOfFilter(key string) {
+	switch key {
+	case "enter":
+		m.typing = false
+	case "esc":
+		m.typing, m.filter, m.filled = false, "", false
+	case "up", "down", "pgup", "pgdown", "home", "end":
+		m.keyOfCursor(key)
+	default:
+		m.filter, m.filled = edit(m.filter, key), false
+	}
 }
 
 func (m *model) keyOfCursor(key string) {
@@ -309,19 +311,6 @@ func (m *model) keyOfCursor(key string) {
 		m.table().move(-1 << 30)
 	case "end", "G":
 		m.table().move(1 << 30)
-	}
-}
-
-func (m *model) keyOfFilter(key string) {
-	switch key {
-	case "enter":
-		m.typing = false
-	case "esc":
-		m.typing, m.filter, m.filled = false, "", false
-	case "up", "down", "pgup", "pgdown", "home", "end":
-		m.keyOfCursor(key)
-	default:
-		m.filter, m.filled = edit(m.filter, key), false
 	}
 }
 
@@ -468,17 +457,15 @@ func (m *model) refuses() bool {
 	return m.replay != nil
 }
 
-// shown returns the shown service, or nil.
-func (m *model) shown() *api.LiveService {
-	if m.frame == nil {
-		return nil
-	}
-	for i := range m.frame.Services {
-		if s := &m.frame.Services[i]; s.Name == m.service {
-			return s
+// say shows a result in the last line: an error, or a text.
+func (m *model) say(err error, text string) {
+	m.status, m.failed = text, err != nil
+	if err != nil {
+		m.status = fault.Message(err)
+		if hint := fault.Hint(err); hint != "" {
+			m.status += "; hint: " + hint
 		}
 	}
-	return nil
 }
 
 // slotOfPage returns the slot of the page in the shown frame, or nil.
@@ -537,4 +524,17 @@ func (m *model) fill() {
 	default:
 		m.stuck.fill(m.frame.Stuck, m.filter)
 	}
+}
+
+// shown returns the shown service, or nil.
+func (m *model) shown() *api.LiveService {
+	if m.frame == nil {
+		return nil
+	}
+	for i := range m.frame.Services {
+		if s := &m.frame.Services[i]; s.Name == m.service {
+			return s
+		}
+	}
+	return nil
 }

@@ -29,26 +29,6 @@ type replay struct {
 // playMsg shows the next frame, unless a key has changed the position since.
 type playMsg int
 
-// nextFrame returns a command that shows the next frame when its time has come.
-func (m *model) nextFrame() tea.Cmd {
-	r := m.replay
-	r.step++
-	if m.paused {
-		return nil
-	}
-	step := playMsg(r.step)
-	return tea.Tick(r.wait(), func(time.Time) tea.Msg { return step })
-}
-
-// wait returns the time until the next frame.
-func (r *replay) wait() time.Duration {
-	wait := mostWait
-	if r.at+1 < len(r.frames) {
-		wait = max(0, min(wait, r.frames[r.at+1].Time.Sub(r.frames[r.at].Time)))
-	}
-	return wait / time.Duration(speeds[r.speed])
-}
-
 // play shows the next frame.
 func (m *model) play(step playMsg) tea.Cmd {
 	r := m.replay
@@ -62,16 +42,6 @@ func (m *model) play(step playMsg) tea.Cmd {
 		m.say(nil, "end of the recording")
 	}
 	return m.nextFrame()
-}
-
-// seek shows the frame at an index, or the nearest one.
-func (m *model) seek(at int) {
-	r := m.replay
-	if len(r.frames) == 0 {
-		return
-	}
-	r.at = max(0, min(at, len(r.frames)-1))
-	m.show(r.frames[r.at])
 }
 
 // keyOfReplay handles the keys of a replay. ok is false for other keys.
@@ -101,6 +71,36 @@ func (m *model) keyOfReplay(key string) (command tea.Cmd, ok bool) {
 		return nil, false
 	}
 	return m.nextFrame(), true
+}
+
+// nextFrame returns a command that shows the next frame when its time has come.
+func (m *model) nextFrame() tea.Cmd {
+	r := m.replay
+	r.step++
+	if m.paused {
+		return nil
+	}
+	step := playMsg(r.step)
+	return tea.Tick(r.wait(), func(time.Time) tea.Msg { return step })
+}
+
+// wait returns the time until the next frame.
+func (r *replay) wait() time.Duration {
+	wait := mostWait
+	if r.at+1 < len(r.frames) {
+		wait = max(0, min(wait, r.frames[r.at+1].Time.Sub(r.frames[r.at].Time)))
+	}
+	return wait / time.Duration(speeds[r.speed])
+}
+
+// seek shows the frame at an index, or the nearest one.
+func (m *model) seek(at int) {
+	r := m.replay
+	if len(r.frames) == 0 {
+		return
+	}
+	r.at = max(0, min(at, len(r.frames)-1))
+	m.show(r.frames[r.at])
 }
 
 // describe describes the position.

@@ -45,6 +45,103 @@ type line struct {
 	style style
 }
 
+func slotTexts(s *api.LiveSlot) []string {
+	return []string{strconv.Itoa(s.Slot), stateOf(s), s.Command, strconv.Itoa(s.PID)}
+}
+
+func deviceTexts(d *api.LiveDevice) []string { return []string{d.Address.String(), nameOf(d)} }
+
+func groupTexts(g *api.LiveGroup) []string { return []string{g.Kind, g.Cgroup, g.Name, g.Stage} }
+
+func stuckTexts(s *api.LiveSocket) []string {
+	return []string{s.Service, s.Remote.String(), s.Local.String(), s.Reason, strconv.Itoa(s.PID)}
+}
+
+// slotMark marks slots that lose data or have no member.
+func slotMark(s *api.LiveSlot) style {
+	switch {
+	case s.Drops > 0 || s.ZeroWindows > 0 || s.Refused > 0:
+		return alarm
+	case stateOf(s) != "ready":
+		return warning
+	}
+	return plain
+}
+
+func deviceMark(d *api.LiveDevice) style {
+	if d.Split || d.Refused > 0 || d.Drops > 0 {
+		return alarm
+	}
+	return plain
+}
+
+func groupMark(g *api.LiveGroup) style {
+	if g.Problem != "" {
+		return alarm
+	}
+	return plain
+}
+
+// lagColumn returns the column of the reader lag, which is shown if a member is traced.
+func lagColumn() column[api.LiveSlot] {
+	c := number("LAG", 7, func(s *api.LiveSlot) int64 { return orMinus(s.ReaderLag) }, age)
+	c.used = func(rows []*api.LiveSlot) bool {
+		for _, s := range rows {
+			if s.ReaderLag != nil {
+				return true
+			}
+		}
+		return false
+	}
+	return c
+}
+
+// orMinus returns -1 for an unknown age.
+func orMinus(ns *int64) int64 {
+	if ns == nil {
+		return -1
+	}
+	return *ns
+}
+
+// count returns a number, from 10,000 on as rate.
+func count(n uint64) string {
+	if n < 10_000 {
+		return strconv.FormatUint(n, 10)
+	}
+	return rate(float64(n))
+}
+
+func fill(used, limit uint64) float64 {
+	if limit == 0 {
+		return 0
+	}
+	return float64(used) / float64(limit)
+}
+
+func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 0, 64) + "%" }
+
+func latency(ns int64) string {
+	if ns == 0 {
+		return "-"
+	}
+	return command.Duration(time.Duration(ns))
+}
+
+func seconds(s float64) string { return command.Duration(time.Duration(s * float64(time.Second))) }
+
+// View implements tea.Model.
+func (m *model) View() tea.View {
+	lines := m.screen()
+	text := make([]string, len(lines))
+	for i, l := range lines {
+		text[i] = l.render(m.width, m.colors)
+	}
+	v := tea.NewView(strings.Join(text, "\n"))
+	v.AltScreen = true
+	return v
+}
+
 // render returns a line for the terminal.
 func (l line) render(width int, colors bool) string {
 	text := cut(command.Printable(l.text), width)
@@ -113,160 +210,6 @@ var (
 		text("LOCAL", 0, func(s *api.LiveSocket) string { return s.Local.String() }),
 	}
 )
-
-func slotTexts(s *api.LiveSlot) []string {
-	return []string{strconv.Itoa(s.Slot), stateOf(s), s.Command, strconv.Itoa(s.PID)}
-}
-
-func deviceTexts(d *api.LiveDevice) []string { return []string{d.Address.String(), nameOf(d)} }
-
-func groupTexts(g *api.LiveGroup) []string { return []string{g.Kind, g.Cgroup, g.Name, g.Stage} }
-
-func stuckTexts(s *api.LiveSocket) []string {
-	return []string{s.Service, s.Remote.String(), s.Local.String(), s.Reason, strconv.Itoa(s.PID)}
-}
-
-// slotMark marks slots that lose data or have no member.
-func slotMark(s *api.LiveSlot) style {
-	switch {
-	case s.Drops > 0 || s.ZeroWindows > 0 || s.Refused > 0:
-		return alarm
-	case stateOf(s) != "ready":
-		return warning
-	}
-	return plain
-}
-
-func deviceMark(d *api.LiveDevice) style {
-	if d.Split || d.Refused > 0 || d.Drops > 0 {
-		return alarm
-	}
-	return plain
-}
-
-func groupMark(g *api.LiveGroup) style {
-	if g.Problem != "" {
-		return alarm
-	}
-	return plain
-}
-
-// stateOf returns the state of a slot, or of its member if the slot is ready.
-func stateOf(s *api.LiveSlot) string {
-	switch {
-	case s.State != "ready", s.Ready:
-		return s.State
-	case s.Waiting > 0, s.WaitUntil != nil:
-		return "waits"
-	case s.PID == 0:
-		return "empty"
-	}
-	return "unready"
-}
-
-func memberOf(s *api.LiveSlot) string {
-	if s.PID == 0 {
-		return "-"
-	}
-	return fmt.Sprintf("%d %s", s.PID, s.Command)
-}
-
-// nameOf returns the name of a device with its marks.
-func nameOf(d *api.LiveDevice) string {
-	name := d.Device
-	if d.Pinned {
-		name += " pinned"
-	}
-	if d.Split {
-		name += " SPLIT"
-	}
-	return strings.TrimSpace(name)
-}
-
-// lagColumn returns the column of the reader lag, which is shown if a member is traced.
-func lagColumn() column[api.LiveSlot] {
-	c := number("LAG", 7, func(s *api.LiveSlot) int64 { return orMinus(s.ReaderLag) }, age)
-	c.used = func(rows []*api.LiveSlot) bool {
-		for _, s := range rows {
-			if s.ReaderLag != nil {
-				return true
-			}
-		}
-		return false
-	}
-	return c
-}
-
-// orMinus returns -1 for an unknown age.
-func orMinus(ns *int64) int64 {
-	if ns == nil {
-		return -1
-	}
-	return *ns
-}
-
-// rate returns a number with at most three digits, and a decimal unit, as in 1.2k.
-func rate(n float64) string {
-	if n <= 0 {
-		return "0"
-	}
-	for _, unit := range []string{"", "k", "M", "G", "T"} {
-		switch {
-		case n < 9.95:
-			return strconv.FormatFloat(n, 'f', 1, 64) + unit
-		case n < 999.5:
-			return strconv.FormatFloat(n, 'f', 0, 64) + unit
-		}
-		n /= 1000
-	}
-	return "huge"
-}
-
-// count returns a number, from 10,000 on as rate.
-func count(n uint64) string {
-	if n < 10_000 {
-		return strconv.FormatUint(n, 10)
-	}
-	return rate(float64(n))
-}
-
-func fill(used, limit uint64) float64 {
-	if limit == 0 {
-		return 0
-	}
-	return float64(used) / float64(limit)
-}
-
-func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 0, 64) + "%" }
-
-func latency(ns int64) string {
-	if ns == 0 {
-		return "-"
-	}
-	return command.Duration(time.Duration(ns))
-}
-
-// age returns a time in nanoseconds; a negative one is unknown.
-func age(ns int64) string {
-	if ns < 0 {
-		return "-"
-	}
-	return command.Duration(time.Duration(ns))
-}
-
-func seconds(s float64) string { return command.Duration(time.Duration(s * float64(time.Second))) }
-
-// View implements tea.Model.
-func (m *model) View() tea.View {
-	lines := m.screen()
-	text := make([]string, len(lines))
-	for i, l := range lines {
-		text[i] = l.render(m.width, m.colors)
-	}
-	v := tea.NewView(strings.Join(text, "\n"))
-	v.AltScreen = true
-	return v
-}
 
 // screen returns the lines of the screen: at most as many as it has. The last lines, with the question or the keys,
 // take precedence.
@@ -461,24 +404,6 @@ func (m *model) bottom() []line {
 	return []line{{text, plain}}
 }
 
-// wrap splits a text into lines of a width, at spaces where possible, because names have hyphens.
-func wrap(text string, width int) []string {
-	var lines []string
-	now := ""
-	for i, word := range strings.Split(text, " ") {
-		if i > 0 && ansi.StringWidth(now+" "+word) <= width {
-			now += " " + word
-			continue
-		}
-		if i > 0 {
-			lines = append(lines, now)
-		}
-		parts := strings.Split(ansi.Hardwrap(word, max(1, width), true), "\n")
-		lines, now = append(lines, parts[:len(parts)-1]...), parts[len(parts)-1]
-	}
-	return append(lines, now)
-}
-
 // keys returns the lines of the help.
 func (m *model) keys() []line {
 	lines := []line{{"KEY              ACTION", title}}
@@ -528,6 +453,14 @@ func (m *model) slotLines() []line {
 	return append(lines, m.eventLines()...)
 }
 
+// age returns a time in nanoseconds; a negative one is unknown.
+func age(ns int64) string {
+	if ns < 0 {
+		return "-"
+	}
+	return command.Duration(time.Duration(ns))
+}
+
 // roomOf describes the waiting room of a slot.
 func (m *model) roomOf(s *api.LiveSlot) string {
 	text := format.Count(s.Waiting, "datagram", "datagrams")
@@ -571,6 +504,55 @@ func (m *model) deviceLines() []line {
 	return append(lines, m.eventLines()...)
 }
 
+// stateOf returns the state of a slot, or of its member if the slot is ready.
+func stateOf(s *api.LiveSlot) string {
+	switch {
+	case s.State != "ready", s.Ready:
+		return s.State
+	case s.Waiting > 0, s.WaitUntil != nil:
+		return "waits"
+	case s.PID == 0:
+		return "empty"
+	}
+	return "unready"
+}
+
+func memberOf(s *api.LiveSlot) string {
+	if s.PID == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%d %s", s.PID, s.Command)
+}
+
+// nameOf returns the name of a device with its marks.
+func nameOf(d *api.LiveDevice) string {
+	name := d.Device
+	if d.Pinned {
+		name += " pinned"
+	}
+	if d.Split {
+		name += " SPLIT"
+	}
+	return strings.TrimSpace(name)
+}
+
+// rate returns a number with at most three digits, and a decimal unit, as in 1.2k.
+func rate(n float64) string {
+	if n <= 0 {
+		return "0"
+	}
+	for _, unit := range []string{"", "k", "M", "G", "T"} {
+		switch {
+		case n < 9.95:
+			return strconv.FormatFloat(n, 'f', 1, 64) + unit
+		case n < 999.5:
+			return strconv.FormatFloat(n, 'f', 0, 64) + unit
+		}
+		n /= 1000
+	}
+	return "huge"
+}
+
 // eventLines returns the events of the page until the shown frame, the newest first.
 func (m *model) eventLines() []line {
 	lines := []line{{}, {"events", title}}
@@ -601,4 +583,22 @@ func (m *model) eventLines() []line {
 		lines = append(lines, line{"  none", plain})
 	}
 	return lines
+}
+
+// wrap splits a text into lines of a width, at spaces where possible, because names have hyphens.
+func wrap(text string, width int) []string {
+	var lines []string
+	now := ""
+	for i, word := range strings.Split(text, " ") {
+		if i > 0 && ansi.StringWidth(now+" "+word) <= width {
+			now += " " + word
+			continue
+		}
+		if i > 0 {
+			lines = append(lines, now)
+		}
+		parts := strings.Split(ansi.Hardwrap(word, max(1, width), true), "\n")
+		lines, now = append(lines, parts[:len(parts)-1]...), parts[len(parts)-1]
+	}
+	return append(lines, now)
 }

@@ -65,24 +65,8 @@ type comparedSide struct {
 	partial bool            // earlier measurements are not available
 }
 
-// newSide returns the side of the groups that a selector matches.
-func newSide(selector string, periods []measure.Period) (comparedSide, error) {
-	s := comparedSide{Select: selector}
-	var err error
-	if s.finder, err = measure.NewFinder(selector); err != nil {
-		return s, err
-	}
-	for _, p := range periods {
-		s.finder.Begin()
-		for i := range p.Results {
-			s.finder.Add(&p.Results[i], p.To)
-		}
-	}
-	if n := len(periods); n > 0 {
-		s.From, s.To = periods[0].From, periods[n-1].To
-	}
-	return s, nil
-}
+// unknownGroup is the error for a selector without measurements.
+type unknownGroup struct{ selector, hint string }
 
 func (c *commands) traceCompareCommand() *cobra.Command {
 	var trial, selector, periodA, periodB, picture string
@@ -210,9 +194,6 @@ keeps one hour of history.`,
 	return cmd
 }
 
-// unknownGroup is the error for a selector without measurements.
-type unknownGroup struct{ selector, hint string }
-
 func (e *unknownGroup) Error() string {
 	return fmt.Sprintf("no measured group matches %q", e.selector)
 }
@@ -299,6 +280,25 @@ func (c *commands) comparePeriods(ctx context.Context, selector, periodA, period
 	return r, err
 }
 
+// newSide returns the side of the groups that a selector matches.
+func newSide(selector string, periods []measure.Period) (comparedSide, error) {
+	s := comparedSide{Select: selector}
+	var err error
+	if s.finder, err = measure.NewFinder(selector); err != nil {
+		return s, err
+	}
+	for _, p := range periods {
+		s.finder.Begin()
+		for i := range p.Results {
+			s.finder.Add(&p.Results[i], p.To)
+		}
+	}
+	if n := len(periods); n > 0 {
+		s.From, s.To = periods[0].From, periods[n-1].To
+	}
+	return s, nil
+}
+
 // history requests the measurements in slices. The error has exit code 3 if this kernel supports no stage of the rules.
 func (c *commands) history(ctx context.Context, q map[string][]string) (*api.TraceHistory, error) {
 	if _, err := c.traceStatus(ctx, ""); err != nil {
@@ -308,46 +308,8 @@ func (c *commands) history(ctx context.Context, q map[string][]string) (*api.Tra
 	return &h, c.Client().Get(ctx, "/v1/trace/history", q, &h)
 }
 
-func compare(partial bool, a, b comparedSide) (*Compared, error) {
-	resultsA, err := a.find()
-	if err != nil {
-		return nil, err
-	}
-	resultsB, err := b.find()
-	if err != nil {
-		return nil, err
-	}
-	r := &Compared{A: a, B: b, Partial: partial, OnlyA: []string{}, OnlyB: []string{}, Comparison: measure.Compare(resultsA, resultsB), CDF: []comparedCDF{}}
-	r.Summary = r.Comparison.Summary()
-	of := [2]map[config.Stage]*measure.Histogram{measure.StagesOf(resultsA), measure.StagesOf(resultsB)}
-	for _, stage := range measure.Stages {
-		sides := [2]*measure.Histogram{of[0][stage], of[1][stage]}
-		if sides[0] == nil || sides[1] == nil {
-			continue
-		}
-		r.stages = append(r.stages, report.ComparedStage{Stage: stage, A: sides[0], B: sides[1]})
-		r.CDF = append(r.CDF, comparedCDF{Stage: stage, A: cdfPoints(sides[0]), B: cdfPoints(sides[1])})
-	}
-	return r, nil
-}
-
-func cdfPoints(h *measure.Histogram) []cdfPoint {
-	var points []cdfPoint
-	for _, p := range h.CDF() {
-		points = append(points, cdfPoint(p))
-	}
-	return points
-}
-
 // isSaved reports whether an argument is the name of a file of trace save: no selector of groups, and ending in .json.
 func isSaved(arg string) bool { return strings.HasSuffix(arg, ".json") && selection("", arg) != nil }
-
-// sameFile reports whether two paths are of the same file.
-func sameFile(a, b string) bool {
-	infoA, errA := os.Stat(a)
-	infoB, errB := os.Stat(b)
-	return errA == nil && errB == nil && os.SameFile(infoA, infoB)
-}
 
 // compareSaved compares the same groups in two files of trace save.
 func (c *commands) compareSaved(selector, fileA, fileB string) (*Compared, error) {
@@ -384,6 +346,44 @@ func (c *commands) compareSaved(selector, fileA, fileB string) (*Compared, error
 	return r, nil
 }
 
+func compare(partial bool, a, b comparedSide) (*Compared, error) {
+	resultsA, err := a.find()
+	if err != nil {
+		return nil, err
+	}
+	resultsB, err := b.find()
+	if err != nil {
+		return nil, err
+	}
+	r := &Compared{A: a, B: b, Partial: partial, OnlyA: []string{}, OnlyB: []string{}, Comparison: measure.Compare(resultsA, resultsB), CDF: []comparedCDF{}}
+	r.Summary = r.Comparison.Summary()
+	of := [2]map[config.Stage]*measure.Histogram{measure.StagesOf(resultsA), measure.StagesOf(resultsB)}
+	for _, stage := range measure.Stages {
+		sides := [2]*measure.Histogram{of[0][stage], of[1][stage]}
+		if sides[0] == nil || sides[1] == nil {
+			continue
+		}
+		r.stages = append(r.stages, report.ComparedStage{Stage: stage, A: sides[0], B: sides[1]})
+		r.CDF = append(r.CDF, comparedCDF{Stage: stage, A: cdfPoints(sides[0]), B: cdfPoints(sides[1])})
+	}
+	return r, nil
+}
+
+func cdfPoints(h *measure.Histogram) []cdfPoint {
+	var points []cdfPoint
+	for _, p := range h.CDF() {
+		points = append(points, cdfPoint(p))
+	}
+	return points
+}
+
+// sameFile reports whether two paths are of the same file.
+func sameFile(a, b string) bool {
+	infoA, errA := os.Stat(a)
+	infoB, errB := os.Stat(b)
+	return errA == nil && errB == nil && os.SameFile(infoA, infoB)
+}
+
 // contrast finds the groups that only one side has.
 func (r *Compared) contrast() {
 	only := func(of, other *comparedSide) []string {
@@ -414,21 +414,6 @@ func (r *Compared) draw(file *newFile) error {
 	}
 	r.Chart = file.path
 	return file.finish()
-}
-
-// name describes a side.
-func (s *comparedSide) name() string {
-	words := s.Select
-	if words == "" {
-		words = "all groups"
-	}
-	if s.File != "" {
-		words = fmt.Sprintf("%s, %s, Linux %s, %s", s.File, s.Host, s.Kernel, words)
-		if s.Saved != "" {
-			words += ", saved with --select " + s.Saved
-		}
-	}
-	return words
 }
 
 // find returns the results of a side.
@@ -487,6 +472,12 @@ func (c *commands) readMoment(text string) (time.Time, bool) {
 	at, err := time.Parse(time.RFC3339, text)
 	return at, err == nil
 }
+
+// cdfShares are the shares of the table of distributions.
+var cdfShares = []struct {
+	name  string
+	share float64
+}{{"10 %", 0.1}, {"25 %", 0.25}, {"50 %", 0.5}, {"75 %", 0.75}, {"90 %", 0.9}, {"99 %", 0.99}, {"99.9 %", 0.999}}
 
 func (c *commands) comparison(l *command.Text, r *Compared) {
 	for _, side := range []struct {
@@ -555,21 +546,19 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 	}
 }
 
-// cdfShares are the shares of the table of distributions.
-var cdfShares = []struct {
-	name  string
-	share float64
-}{{"10 %", 0.1}, {"25 %", 0.25}, {"50 %", 0.5}, {"75 %", 0.75}, {"90 %", 0.9}, {"99 %", 0.99}, {"99.9 %", 0.999}}
-
-// Times formats a ratio.
-func Times(ratio *float64) string {
-	switch {
-	case ratio == nil:
-		return "-"
-	case *ratio > 0 && *ratio < 0.005:
-		return "< 0.01"
+// name describes a side.
+func (s *comparedSide) name() string {
+	words := s.Select
+	if words == "" {
+		words = "all groups"
 	}
-	return command.Digits(*ratio)
+	if s.File != "" {
+		words = fmt.Sprintf("%s, %s, Linux %s, %s", s.File, s.Host, s.Kernel, words)
+		if s.Saved != "" {
+			words += ", saved with --select " + s.Saved
+		}
+	}
+	return words
 }
 
 // RatioInterval formats the confidence interval of a ratio. A bound of nil is unknown.
@@ -583,4 +572,15 @@ func RatioInterval(low, high *float64) string {
 		return Times(high) + " and less"
 	}
 	return Times(low) + " to " + Times(high)
+}
+
+// Times formats a ratio.
+func Times(ratio *float64) string {
+	switch {
+	case ratio == nil:
+		return "-"
+	case *ratio > 0 && *ratio < 0.005:
+		return "< 0.01"
+	}
+	return command.Digits(*ratio)
 }

@@ -25,6 +25,35 @@ type newFile struct {
 	flag uint // flag of renameat2
 }
 
+func (f *newFile) taken() error {
+	return fault.Usage(fmt.Errorf("%s exists", f.path), "name another file, or use --force to replace it")
+}
+
+// writeMeasurements writes the measurements that --since and --select choose to a new file, and returns what write returns.
+func writeMeasurements[T any](cmd *cobra.Command, path, selector string, force bool,
+	write func(ctx context.Context, file *newFile, since time.Duration, selector string) (*T, error)) (*T, error) {
+	since, err := command.Interval(cmd, "since")
+	if err != nil {
+		return nil, err
+	}
+	if err := selection("--select", selector); err != nil {
+		return nil, err
+	}
+	if path == "" {
+		return nil, fault.Usage(fmt.Errorf("FILE is %q", path), "usage: "+cmd.UseLine())
+	}
+	file, err := createFile(path, force, 0o666)
+	if err != nil {
+		return nil, err
+	}
+	defer file.discard()
+	written, err := write(cmd.Context(), file, since, selector)
+	if err != nil {
+		return nil, err
+	}
+	return written, file.finish()
+}
+
 // createFile creates a temporary file for a path, with a mode before umask. With force, finish replaces an existing regular
 // file. createFile returns an error for an existing file without force, and for a path that is not a regular file.
 func createFile(path string, force bool, mode os.FileMode) (*newFile, error) {
@@ -47,10 +76,6 @@ func createFile(path string, force bool, mode os.FileMode) (*newFile, error) {
 		return nil, f.failed(err)
 	}
 	return f, nil
-}
-
-func (f *newFile) taken() error {
-	return fault.Usage(fmt.Errorf("%s exists", f.path), "name another file, or use --force to replace it")
 }
 
 // failed replaces the temporary name in an error by the path.
@@ -86,29 +111,4 @@ func (f *newFile) discard() {
 	// After finish, both calls fail: the file is closed and renamed.
 	_ = f.Close()
 	_ = os.Remove(f.Name())
-}
-
-// writeMeasurements writes the measurements that --since and --select choose to a new file, and returns what write returns.
-func writeMeasurements[T any](cmd *cobra.Command, path, selector string, force bool,
-	write func(ctx context.Context, file *newFile, since time.Duration, selector string) (*T, error)) (*T, error) {
-	since, err := command.Interval(cmd, "since")
-	if err != nil {
-		return nil, err
-	}
-	if err := selection("--select", selector); err != nil {
-		return nil, err
-	}
-	if path == "" {
-		return nil, fault.Usage(fmt.Errorf("FILE is %q", path), "usage: "+cmd.UseLine())
-	}
-	file, err := createFile(path, force, 0o666)
-	if err != nil {
-		return nil, err
-	}
-	defer file.discard()
-	written, err := write(cmd.Context(), file, since, selector)
-	if err != nil {
-		return nil, err
-	}
-	return written, file.finish()
 }

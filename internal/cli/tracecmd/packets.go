@@ -143,6 +143,17 @@ func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url
 	return url.Values{"local": {l.String()}, "remote": {r.String()}}, nil
 }
 
+// packetView writes packets when they are complete.
+type packetView struct {
+	*command.Command
+	answer         Packets
+	file           *packets.Writer // nil without a file
+	begun          bool
+	first          time.Time
+	qdisc, network measure.Histogram
+	waited         measure.Histogram // of received datagrams
+}
+
 // packets traces a connection until the agent ends the stream or ctx is done.
 func (c *commands) packets(ctx context.Context, q url.Values, path string, force bool) error {
 	var file *newFile
@@ -186,41 +197,13 @@ func (c *commands) packets(ctx context.Context, q url.Values, path string, force
 	return v.writeTotals()
 }
 
-// packetView writes packets when they are complete.
-type packetView struct {
-	*command.Command
-	answer         Packets
-	file           *packets.Writer // nil without a file
-	begun          bool
-	first          time.Time
-	qdisc, network measure.Histogram
-	waited         measure.Histogram // of received datagrams
-}
-
-// ends names the ends of a connection or a UDP socket.
-func ends(c *api.TraceConnection) string {
-	if c.Protocol == "udp" {
-		if c.Remote == "" {
-			return "udp " + c.Local
-		}
-		return "udp " + c.Local + " to " + c.Remote
-	}
-	return c.Local + " to " + c.Remote
-}
-
-// assembler returns the assembler for the events of the connection or the UDP socket.
-func (v *packetView) assembler() assembler {
-	c := &v.answer.Connection
-	if c.Protocol == "udp" {
-		return packets.NewDatagramAssembler(packets.Clock(c.Clock), 0, c.DropReasons, v.writePacket)
-	}
-	return packets.NewAssembler(packets.Clock(c.Clock), 0, v.writePacket)
-}
-
 type assembler interface {
 	Add(*capture.Event) error
 	Close() (*packets.Summary, error)
 }
+
+// stopped maps the agent's reasons for the end of the stream.
+var stopped = map[string]packets.Reason{"time": packets.StoppedDeadline, "limit": packets.StoppedEvents, "closed": packets.StoppedClosed}
 
 // follow reads the stream until its end.
 func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
@@ -255,8 +238,14 @@ func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
 	return nil
 }
 
-// stopped maps the agent's reasons for the end of the stream.
-var stopped = map[string]packets.Reason{"time": packets.StoppedDeadline, "limit": packets.StoppedEvents, "closed": packets.StoppedClosed}
+// assembler returns the assembler for the events of the connection or the UDP socket.
+func (v *packetView) assembler() assembler {
+	c := &v.answer.Connection
+	if c.Protocol == "udp" {
+		return packets.NewDatagramAssembler(packets.Clock(c.Clock), 0, c.DropReasons, v.writePacket)
+	}
+	return packets.NewAssembler(packets.Clock(c.Clock), 0, v.writePacket)
+}
 
 // packetRow is the format of a packet: number, time, direction, sequence number, length, flags, times and note.
 const packetRow = "%6v  %11s  %s  %11v  %8v  %-11s  %8s  %9s  %s"
@@ -311,33 +300,6 @@ func (v *packetView) writePacket(p *packets.Packet) error {
 	l.Line(packetRow, p.Number, at, direction, p.Seq, p.Length, p.Flags, qdisc, network, note)
 	_, err := l.WriteTo(v.Out)
 	return err
-}
-
-// writeHeader writes the connection, once.
-func (v *packetView) writeHeader(l *command.Text) {
-	if v.begun {
-		return
-	}
-	v.begun = true
-	connection := &v.answer.Connection
-	l.Line("%s: descriptor %d of process %d (%s)", ends(connection), connection.FD, connection.PID, command.Shorten(connection.Command, 50))
-	for _, m := range connection.Missing {
-		l.Line("this kernel has no tracepoint %s: %s", m, without[m])
-	}
-	l.Line("")
-	if connection.Protocol == "udp" {
-		l.Line(datagramRow, "PACKET", "SECONDS", " ", "LENGTH", "QDISC", "WAITED", "PEER", "NOTE")
-		return
-	}
-	l.Line(packetRow, "PACKET", "SECONDS", " ", "SEQ", "LENGTH", "FLAGS", "QDISC", "TO ACK", "NOTE")
-}
-
-// without describes the data that is missing without a tracepoint.
-var without = map[string]string{
-	"tcp_probe":           "received packets are not shown",
-	"netif_receive_skb":   "packets received after one side has closed the connection are not shown",
-	"tcp_retransmit_skb":  "the causes of retransmissions are unknown",
-	"inet_sock_set_state": "the end of the connection is not detected",
 }
 
 // writeTotals writes the totals.
@@ -407,4 +369,42 @@ func (v *packetView) writeTotals() error {
 	}
 	_, err := l.WriteTo(v.Out)
 	return err
+}
+
+// without describes the data that is missing without a tracepoint.
+var without = map[string]string{
+	"tcp_probe":           "received packets are not shown",
+	"netif_receive_skb":   "packets received after one side has closed the connection are not shown",
+	"tcp_retransmit_skb":  "the causes of retransmissions are unknown",
+	"inet_sock_set_state": "the end of the connection is not detected",
+}
+
+// writeHeader writes the connection, once.
+func (v *packetView) writeHeader(l *command.Text) {
+	if v.begun {
+		return
+	}
+	v.begun = true
+	connection := &v.answer.Connection
+	l.Line("%s: descriptor %d of process %d (%s)", ends(connection), connection.FD, connection.PID, command.Shorten(connection.Command, 50))
+	for _, m := range connection.Missing {
+		l.Line("this kernel has no tracepoint %s: %s", m, without[m])
+	}
+	l.Line("")
+	if connection.Protocol == "udp" {
+		l.Line(datagramRow, "PACKET", "SECONDS", " ", "LENGTH", "QDISC", "WAITED", "PEER", "NOTE")
+		return
+	}
+	l.Line(packetRow, "PACKET", "SECONDS", " ", "SEQ", "LENGTH", "FLAGS", "QDISC", "TO ACK", "NOTE")
+}
+
+// ends names the ends of a connection or a UDP socket.
+func ends(c *api.TraceConnection) string {
+	if c.Protocol == "udp" {
+		if c.Remote == "" {
+			return "udp " + c.Local
+		}
+		return "udp " + c.Local + " to " + c.Remote
+	}
+	return c.Local + " to " + c.Remote
 }

@@ -50,6 +50,18 @@ const (
 // savedHint is the hint of errors for files that trace save has not written.
 const savedHint = "save the measurements with sockeye trace save FILE"
 
+// savedReader reads a file of trace save, result by result.
+type savedReader struct {
+	path     string
+	from     io.Reader
+	left     int // bytes that may be read for the next value
+	json     *json.Decoder
+	finder   *measure.Finder
+	side     *comparedSide
+	slices   int
+	measured bool // a result has messages
+}
+
 // readSaved reads the groups that a selector matches from a file of trace save.
 func readSaved(path, selector string) (*comparedSide, error) {
 	// O_NONBLOCK: opening a FIFO must not block.
@@ -85,18 +97,6 @@ func readSaved(path, selector string) (*comparedSide, error) {
 	return r.side, nil
 }
 
-// savedReader reads a file of trace save, result by result.
-type savedReader struct {
-	path     string
-	from     io.Reader
-	left     int // bytes that may be read for the next value
-	json     *json.Decoder
-	finder   *measure.Finder
-	side     *comparedSide
-	slices   int
-	measured bool // a result has messages
-}
-
 // errLargeValue is the error of a value that is larger than any that trace save writes.
 var errLargeValue = errors.New("a value is too large")
 
@@ -108,35 +108,6 @@ func (r *savedReader) Read(p []byte) (int, error) {
 	n, err := r.from.Read(p)
 	r.left -= n
 	return n, err
-}
-
-// next reads a value, or skips it if the value is nil.
-func (r *savedReader) next(value any) error {
-	r.left = savedValue
-	if value == nil {
-		value = &json.RawMessage{}
-	}
-	return r.json.Decode(value)
-}
-
-// token reads a delimiter, and returns whether it is the expected one.
-func (r *savedReader) token(expected json.Delim) bool {
-	r.left = savedValue
-	t, err := r.json.Token()
-	return err == nil && t == expected
-}
-
-// key reads the next key of an object; "" at its end.
-func (r *savedReader) key() (string, error) {
-	r.left = savedValue
-	t, err := r.json.Token()
-	if err != nil {
-		return "", err
-	}
-	if k, ok := t.(string); ok {
-		return k, nil
-	}
-	return "", nil // the decoder permits a string or the end
 }
 
 // read reads the file.
@@ -199,26 +170,6 @@ func (r *savedReader) damaged(err error) error {
 	return fault.Usage(errors.New(text), "copy the file again, or save the measurements again")
 }
 
-// array calls element for each element of an array.
-func (r *savedReader) array(element func() error) error {
-	if !r.token('[') {
-		return errors.New("an array is missing")
-	}
-	for {
-		r.left = savedValue
-		if !r.json.More() {
-			break
-		}
-		if err := element(); err != nil {
-			return err
-		}
-	}
-	if !r.token(']') {
-		return io.ErrUnexpectedEOF
-	}
-	return nil
-}
-
 // readSlices reads the slices.
 func (r *savedReader) readSlices() error {
 	return r.array(func() error {
@@ -261,6 +212,46 @@ func (r *savedReader) readSlices() error {
 	})
 }
 
+// key reads the next key of an object; "" at its end.
+func (r *savedReader) key() (string, error) {
+	r.left = savedValue
+	t, err := r.json.Token()
+	if err != nil {
+		return "", err
+	}
+	if k, ok := t.(string); ok {
+		return k, nil
+	}
+	return "", nil // the decoder permits a string or the end
+}
+
+// array calls element for each element of an array.
+func (r *savedReader) array(element func() error) error {
+	if !r.token('[') {
+		return errors.New("an array is missing")
+	}
+	for {
+		r.left = savedValue
+		if !r.json.More() {
+			break
+		}
+		if err := element(); err != nil {
+			return err
+		}
+	}
+	if !r.token(']') {
+		return io.ErrUnexpectedEOF
+	}
+	return nil
+}
+
+// token reads a delimiter, and returns whether it is the expected one.
+func (r *savedReader) token(expected json.Delim) bool {
+	r.left = savedValue
+	t, err := r.json.Token()
+	return err == nil && t == expected
+}
+
 // readResult reads the result of a group in a slice. Stages and outcomes of later versions are left out.
 func (r *savedReader) readResult(ended time.Time) error {
 	var result measure.Result
@@ -288,4 +279,13 @@ func (r *savedReader) readResult(ended time.Time) error {
 		return fmt.Errorf("more than %d groups", savedGroups)
 	}
 	return nil
+}
+
+// next reads a value, or skips it if the value is nil.
+func (r *savedReader) next(value any) error {
+	r.left = savedValue
+	if value == nil {
+		value = &json.RawMessage{}
+	}
+	return r.json.Decode(value)
 }

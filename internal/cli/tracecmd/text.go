@@ -78,6 +78,22 @@ func readStages(names []string) ([]config.Stage, error) {
 // outcomeText formats an outcome.
 func outcomeText(o measure.Outcome) string { return strings.ReplaceAll(string(o), "_", " ") }
 
+// balance formats the equation between the number of chosen messages and the sum of outcomes and open messages.
+func balance(chosen uint64, word string, outcomes map[measure.Outcome]uint64, known []measure.Outcome, open uint64, openWord string) string {
+	parts, sum := outcomesText(outcomes, known)
+	left := fmt.Sprintf("%d %s", chosen, word)
+	if open > 0 || len(parts) == 0 {
+		parts = append(parts, fmt.Sprintf("%d %s", open, openWord))
+	}
+	switch sum += open; {
+	case sum > chosen:
+		left += fmt.Sprintf(" + %d %s before", sum-chosen, openWord)
+	case sum < chosen:
+		parts = append(parts, fmt.Sprintf("%d not accounted for", chosen-sum))
+	}
+	return left + " = " + strings.Join(parts, " + ")
+}
+
 // outcomesText formats the counts of outcomes in the order of known, without zeros, followed by unknown outcomes.
 func outcomesText(outcomes map[measure.Outcome]uint64, known []measure.Outcome) (parts []string, sum uint64) {
 	order := slices.Clone(known)
@@ -93,20 +109,4 @@ func outcomesText(outcomes map[measure.Outcome]uint64, known []measure.Outcome) 
 		}
 	}
 	return parts, sum
-}
-
-// balance formats the equation between the number of chosen messages and the sum of outcomes and open messages.
-func balance(chosen uint64, word string, outcomes map[measure.Outcome]uint64, known []measure.Outcome, open uint64, openWord string) string {
-	parts, sum := outcomesText(outcomes, known)
-	left := fmt.Sprintf("%d %s", chosen, word)
-	if open > 0 || len(parts) == 0 {
-		parts = append(parts, fmt.Sprintf("%d %s", open, openWord))
-	}
-	switch sum += open; {
-	case sum > chosen:
-		left += fmt.Sprintf(" + %d %s before", sum-chosen, openWord)
-	case sum < chosen:
-		parts = append(parts, fmt.Sprintf("%d not accounted for", chosen-sum))
-	}
-	return left + " = " + strings.Join(parts, " + ")
 }

@@ -122,25 +122,6 @@ func (c *commands) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]co
 	return names, cobra.ShellCompDirectiveNoFileComp
 }
 
-// traceStatus requests the status. The error has exit code 3 if this kernel supports no stage of the rules.
-func (c *commands) traceStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
-	var s api.TraceStatus
-	if err := c.Client().Get(ctx, "/v1/trace", command.Query("cgroup", cgroup), &s); err != nil {
-		return nil, err
-	}
-	if s.Timestamps {
-		return &s, nil
-	}
-	for _, g := range s.Cgroups {
-		for _, r := range g.Rules {
-			if len(r.Stages) > 0 {
-				return &s, nil
-			}
-		}
-	}
-	return nil, lacksTimestamps(&s, "this kernel can trace rx_stack, reader and datagrams, and the packets of a connection (sockeye trace packets)")
-}
-
 // lacksTimestamps returns the error for a kernel without timestamps.
 func lacksTimestamps(s *api.TraceStatus, hint string) error {
 	return &fault.Error{Err: errors.New(untimed(s)), Hint: hint, Code: fault.CodeUnsupported}
@@ -163,10 +144,23 @@ func (c *commands) traced(ctx context.Context, v traceView) (*Traced, error) {
 	return t, nil
 }
 
-// noRules writes how to add a rule.
-func noRules(l *command.Text) {
-	l.Line("there are no trace rules")
-	l.Hint("add one to the policy, as in trace: [{cgroup: telemetry.slice, group_by: remote/24}], and run sockeye apply")
+// traceStatus requests the status. The error has exit code 3 if this kernel supports no stage of the rules.
+func (c *commands) traceStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
+	var s api.TraceStatus
+	if err := c.Client().Get(ctx, "/v1/trace", command.Query("cgroup", cgroup), &s); err != nil {
+		return nil, err
+	}
+	if s.Timestamps {
+		return &s, nil
+	}
+	for _, g := range s.Cgroups {
+		for _, r := range g.Rules {
+			if len(r.Stages) > 0 {
+				return &s, nil
+			}
+		}
+	}
+	return nil, lacksTimestamps(&s, "this kernel can trace rx_stack, reader and datagrams, and the packets of a connection (sockeye trace packets)")
 }
 
 // tracing writes the status and the measurements.
@@ -206,9 +200,10 @@ func (c *commands) tracing(l *command.Text, t *Traced, v traceView) {
 	l.Table("lrrrrrr", rows)
 }
 
-func measuredIn(r *measure.Result, s config.Stage) bool {
-	h := r.Stages[s]
-	return h != nil && h.Count > 0
+// noRules writes how to add a rule.
+func noRules(l *command.Text) {
+	l.Line("there are no trace rules")
+	l.Hint("add one to the policy, as in trace: [{cgroup: telemetry.slice, group_by: remote/24}], and run sockeye apply")
 }
 
 func stageRow(s config.Stage, h *measure.Histogram) []string {
@@ -308,6 +303,11 @@ func accounts(r *measure.Result) []string {
 		notes = append(notes, fmt.Sprintf("rx_stack is unknown for %d without a receive timestamp", r.RXUnstamped))
 	}
 	return notes
+}
+
+func measuredIn(r *measure.Result, s config.Stage) bool {
+	h := r.Stages[s]
+	return h != nil && h.Count > 0
 }
 
 // query returns the query parameters for a period and a selector of groups.

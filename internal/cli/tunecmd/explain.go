@@ -131,11 +131,16 @@ func sameAnswer(a, b api.TuneExplanation) bool {
 	return a.Cgroup == b.Cgroup && a.Rule == b.Rule && slices.Equal(a.Steps, b.Steps)
 }
 
-func steps(w io.Writer, list []match.Step) {
-	fmt.Fprintln(w, "RULE\tMATCHES\tWHY")
-	for _, s := range list {
-		fmt.Fprintf(w, "%s\t%s\t%s\n", s.Rule, command.YesNo(s.Matches), command.OrDash(s.Why))
+func (c *commands) explainSocket(cmd *cobra.Command, text string) error {
+	q, err := socketQuery(text)
+	if err != nil {
+		return err
 	}
+	var s api.TuneSocket
+	if err := c.Client().Get(cmd.Context(), "/v1/tune/socket", q, &s); err != nil {
+		return err
+	}
+	return c.Show(&s, func(w io.Writer) { openConnection(w, &s) })
 }
 
 var pidFD = regexp.MustCompile(`^([1-9][0-9]{0,8}):([0-9]{1,9})$`)
@@ -159,18 +164,6 @@ func socketQuery(text string) (url.Values, error) {
 		return nil, fault.Usage(errors.New("a port is missing in --socket"), "give both ports, as in 10.0.0.1:1790,192.0.2.1:40000")
 	}
 	return command.Query("local", local.String(), "remote", remote.String()), nil
-}
-
-func (c *commands) explainSocket(cmd *cobra.Command, text string) error {
-	q, err := socketQuery(text)
-	if err != nil {
-		return err
-	}
-	var s api.TuneSocket
-	if err := c.Client().Get(cmd.Context(), "/v1/tune/socket", q, &s); err != nil {
-		return err
-	}
-	return c.Show(&s, func(w io.Writer) { openConnection(w, &s) })
 }
 
 func openConnection(w io.Writer, s *api.TuneSocket) {
@@ -228,5 +221,12 @@ func tunedConnection(w io.Writer, s *api.Tuned) {
 	if (s.Rule == "" || !s.Current) && len(s.Steps) > 0 {
 		fmt.Fprintln(w, "\nby the rules in force:")
 		steps(w, s.Steps)
+	}
+}
+
+func steps(w io.Writer, list []match.Step) {
+	fmt.Fprintln(w, "RULE\tMATCHES\tWHY")
+	for _, s := range list {
+		fmt.Fprintf(w, "%s\t%s\t%s\n", s.Rule, command.YesNo(s.Matches), command.OrDash(s.Why))
 	}
 }

@@ -93,6 +93,18 @@ func measured(v *float64, unit string) string {
 	return command.Digits(*v)
 }
 
+func interval(low, high *float64) string {
+	switch {
+	case low == nil && high == nil:
+		return "-"
+	case high == nil:
+		return change(low) + " and more"
+	case low == nil:
+		return change(high) + " and less"
+	}
+	return change(low) + " to " + change(high)
+}
+
 // change formats a difference in percent with its sign.
 func change(percent *float64) string {
 	if percent == nil {
@@ -106,16 +118,4 @@ func change(percent *float64) string {
 		return "-" + size + " %"
 	}
 	return "+" + size + " %"
-}
-
-func interval(low, high *float64) string {
-	switch {
-	case low == nil && high == nil:
-		return "-"
-	case high == nil:
-		return change(low) + " and more"
-	case low == nil:
-		return change(high) + " and less"
-	}
-	return change(low) + " to " + change(high)
 }

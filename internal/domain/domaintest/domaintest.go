@@ -40,6 +40,11 @@ type Runner struct {
 	Extra func(chan<- prometheus.Metric)
 }
 
+// New returns a runner of domains on a host.
+func New(h *domain.Host, domains ...domain.Domain) *Runner {
+	return &Runner{Host: h, Domains: domains, Path: filepath.Join(h.StateDir, "policy.yaml")}
+}
+
 // Host returns a host with a state directory, a pin directory, and the cgroups of this machine. The pin directory is
 // locked until the test calls Runner.Stop.
 func Host(t testing.TB, stateDir, pins string, log slog.Handler) *domain.Host {
@@ -51,11 +56,6 @@ func Host(t testing.TB, stateDir, pins string, log slog.Handler) *domain.Host {
 	tree := scope.Tree{Mount: filepath.Dir(testenv.Cgroup())}
 	l := slog.New(log)
 	return &domain.Host{Log: l, Root: root, StateDir: stateDir, Cgroups: tree, Watch: &scope.Watch{Tree: tree, Log: l}}
-}
-
-// New returns a runner of domains on a host.
-func New(h *domain.Host, domains ...domain.Domain) *Runner {
-	return &Runner{Host: h, Domains: domains, Path: filepath.Join(h.StateDir, "policy.yaml")}
 }
 
 // Start applies the first policy.
@@ -72,30 +72,6 @@ func (r *Runner) Start(t testing.TB, text string) {
 	}
 }
 
-func (r *Runner) steps(policy *config.Policy) (steps []domain.Step, changes []api.Change, err error) {
-	for _, d := range r.Domains {
-		part, err := d.Plan(policy)
-		if err != nil {
-			return nil, nil, err
-		}
-		for _, s := range part {
-			changes = append(changes, s.Changes...)
-		}
-		steps = append(steps, part...)
-	}
-	return steps, changes, nil
-}
-
-// Plan returns the changes of a policy.
-func (r *Runner) Plan(text string) ([]api.Change, error) {
-	policy, err := config.Parse([]byte(text), r.Path)
-	if err != nil {
-		return nil, err
-	}
-	_, changes, err := r.steps(policy)
-	return changes, err
-}
-
 // Apply applies a policy.
 func (r *Runner) Apply(text string) ([]api.Change, error) {
 	policy, err := config.Parse([]byte(text), r.Path)
@@ -103,22 +79,6 @@ func (r *Runner) Apply(text string) ([]api.Change, error) {
 		return nil, err
 	}
 	return r.apply(policy)
-}
-
-func (r *Runner) apply(policy *config.Policy) ([]api.Change, error) {
-	steps, changes, err := r.steps(policy)
-	if err == nil {
-		err = domain.ApplySteps(steps)
-	}
-	if err != nil {
-		return nil, err
-	}
-	for _, d := range r.Domains {
-		if err := d.Applied(policy, api.Candidate{}, &api.Plan{}); err != nil {
-			return nil, err
-		}
-	}
-	return changes, nil
 }
 
 // Status returns the state of the domains.
@@ -139,6 +99,46 @@ func (r *Runner) Retire(t testing.TB) {
 	if _, err := r.apply(&config.Policy{}); err != nil {
 		t.Error(err)
 	}
+}
+
+func (r *Runner) apply(policy *config.Policy) ([]api.Change, error) {
+	steps, changes, err := r.steps(policy)
+	if err == nil {
+		err = domain.ApplySteps(steps)
+	}
+	if err != nil {
+		return nil, err
+	}
+	for _, d := range r.Domains {
+		if err := d.Applied(policy, api.Candidate{}, &api.Plan{}); err != nil {
+			return nil, err
+		}
+	}
+	return changes, nil
+}
+
+// Plan returns the changes of a policy.
+func (r *Runner) Plan(text string) ([]api.Change, error) {
+	policy, err := config.Parse([]byte(text), r.Path)
+	if err != nil {
+		return nil, err
+	}
+	_, changes, err := r.steps(policy)
+	return changes, err
+}
+
+func (r *Runner) steps(policy *config.Policy) (steps []domain.Step, changes []api.Change, err error) {
+	for _, d := range r.Domains {
+		part, err := d.Plan(policy)
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, s := range part {
+			changes = append(changes, s.Changes...)
+		}
+		steps = append(steps, part...)
+	}
+	return steps, changes, nil
 }
 
 // Stop closes the domains. As after a crash of the agent, pinned programs stay attached.
@@ -164,13 +164,6 @@ func (c collector) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// metrics answers scrapes with the metrics of the domains.
-func (r *Runner) metrics() http.Handler {
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(collector{r})
-	return promhttp.HandlerFor(registry, promhttp.HandlerOpts{})
-}
-
 // Serve serves the metrics on an address until the test calls stop.
 func (r *Runner) Serve(t testing.TB, address string) (stop func()) {
 	t.Helper()
@@ -181,6 +174,13 @@ func (r *Runner) Serve(t testing.TB, address string) (stop func()) {
 	server := &http.Server{Handler: r.metrics(), ReadHeaderTimeout: time.Minute}
 	go func() { _ = server.Serve(l) }()
 	return func() { server.Close() }
+}
+
+// metrics answers scrapes with the metrics of the domains.
+func (r *Runner) metrics() http.Handler {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collector{r})
+	return promhttp.HandlerFor(registry, promhttp.HandlerOpts{})
 }
 
 // Scrape reads the metrics from an address.

@@ -99,17 +99,6 @@ func (f *Follower) HandedLate() {
 	f.update(func(r *store.Registration) { r.Late = max(r.Late+1, uint64(time.Now().UnixNano())) })
 }
 
-// update changes the registration of this host, and publishes a change.
-func (f *Follower) update(change func(*store.Registration)) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	before := f.registration
-	change(&f.registration)
-	if !reflect.DeepEqual(f.registration, before) {
-		f.config.Store.Update(f.registration)
-	}
-}
-
 // Run follows the store until ctx is done.
 func (f *Follower) Run(ctx context.Context) {
 	snapshots := make(chan *store.Snapshot, 1)
@@ -156,6 +145,9 @@ func (f *Follower) Run(ctx context.Context) {
 		}
 	}
 }
+
+// refusedError is why this host refuses the state of the store, and does not lead.
+type refusedError string
 
 // follow applies the table of a snapshot, and decides about the next one if this host leads. It returns the time after which
 // to call it again with the same snapshot; 0: never.
@@ -232,17 +224,6 @@ func (f *Follower) next(s *store.Snapshot) (next *table.Table, wait time.Duratio
 	return &healed, 0
 }
 
-// latest returns the living host with the latest table of a nonce after an epoch, and the epoch of this table, or "". Epochs that no
-// table of the fleet can have do not count. With nonce 0, the table of any fleet counts.
-func latest(hosts []lead.Host, nonce, after uint64) (name string, epoch uint64) {
-	for i := range hosts {
-		if h := &hosts[i]; h.Alive && (nonce == 0 || h.Nonce == nonce) && h.Applied > max(after, epoch) && h.Applied < min(after+store.MostEpochs, table.MostEpoch) {
-			name, epoch = h.Name, h.Applied
-		}
-	}
-	return name, epoch
-}
-
 // allAlive reports whether all hosts of a table are registered.
 func allAlive(t *table.Table, hosts []lead.Host) bool {
 	alive := make(map[string]bool)
@@ -251,9 +232,6 @@ func allAlive(t *table.Table, hosts []lead.Host) bool {
 	}
 	return !slices.ContainsFunc(t.Hosts, func(h table.Host) bool { return !alive[h.Name] })
 }
-
-// refusedError is why this host refuses the state of the store, and does not lead.
-type refusedError string
 
 func (e refusedError) Error() string { return string(e) }
 
@@ -298,6 +276,17 @@ func (f *Follower) apply(ctx context.Context, s *store.Snapshot) (postponed time
 		f.applied, f.postponed = t, 0
 	}
 	return 0, f.prepare(ctx, s, t)
+}
+
+// latest returns the living host with the latest table of a nonce after an epoch, and the epoch of this table, or "". Epochs that no
+// table of the fleet can have do not count. With nonce 0, the table of any fleet counts.
+func latest(hosts []lead.Host, nonce, after uint64) (name string, epoch uint64) {
+	for i := range hosts {
+		if h := &hosts[i]; h.Alive && (nonce == 0 || h.Nonce == nonce) && h.Applied > max(after, epoch) && h.Applied < min(after+store.MostEpochs, table.MostEpoch) {
+			name, epoch = h.Name, h.Applied
+		}
+	}
+	return name, epoch
 }
 
 // flipTime is the longest time for which a host waits for the former owners of its devices to apply a table, in which they close the
@@ -347,37 +336,12 @@ func awaitsOwners(applied, t *table.Table, host string, hosts []lead.Host) bool 
 	})
 }
 
-// preparation prepares moves of a table, in a goroutine of its own: a later table does not wait for it, as after a death.
-type preparation struct {
-	epoch  uint64
-	takes  bool // TakeOver; otherwise HandOver
-	cancel context.CancelFunc
-	ended  chan struct{}
-	err    error // set before ended is closed
-}
-
 // prepared returns a channel that is closed when the present preparation ends; nil: there is none.
 func (f *Follower) prepared() <-chan struct{} {
 	if f.preparing == nil {
 		return nil
 	}
 	return f.preparing.ended
-}
-
-// begin begins a preparation.
-func (f *Follower) begin(ctx context.Context, t *table.Table, takes bool) {
-	ctx, cancel := context.WithCancel(ctx)
-	p := &preparation{epoch: t.Epoch, takes: takes, cancel: cancel, ended: make(chan struct{})}
-	f.preparing = p
-	work := f.config.Path.HandOver
-	if takes {
-		work = f.config.Path.TakeOver
-	}
-	go func() {
-		defer close(p.ended)
-		defer cancel()
-		p.err = work(ctx, t)
-	}()
 }
 
 // prepare prepares the moves of the table in force, step by step, and registers what is done.
@@ -421,6 +385,42 @@ func (f *Follower) prepare(ctx context.Context, s *store.Snapshot, t *table.Tabl
 		now.Refuses, now.Nonce, now.Applied, now.Handed, now.Prepared = r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared
 	})
 	return f.failed
+}
+
+// update changes the registration of this host, and publishes a change.
+func (f *Follower) update(change func(*store.Registration)) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	before := f.registration
+	change(&f.registration)
+	if !reflect.DeepEqual(f.registration, before) {
+		f.config.Store.Update(f.registration)
+	}
+}
+
+// preparation prepares moves of a table, in a goroutine of its own: a later table does not wait for it, as after a death.
+type preparation struct {
+	epoch  uint64
+	takes  bool // TakeOver; otherwise HandOver
+	cancel context.CancelFunc
+	ended  chan struct{}
+	err    error // set before ended is closed
+}
+
+// begin begins a preparation.
+func (f *Follower) begin(ctx context.Context, t *table.Table, takes bool) {
+	ctx, cancel := context.WithCancel(ctx)
+	p := &preparation{epoch: t.Epoch, takes: takes, cancel: cancel, ended: make(chan struct{})}
+	f.preparing = p
+	work := f.config.Path.HandOver
+	if takes {
+		work = f.config.Path.TakeOver
+	}
+	go func() {
+		defer close(p.ended)
+		defer cancel()
+		p.err = work(ctx, t)
+	}()
 }
 
 // moves reports whether a table prepares moves from a host, and to it.

@@ -42,21 +42,6 @@ type filter struct {
 	name  string
 }
 
-// hooksOf returns the hooks of interfaces and of the tunnel.
-func (p *Path) hooksOf(interfaces []int, tunnel int) (all []hook) {
-	for _, index := range interfaces {
-		n := strconv.Itoa(index)
-		all = append(all, hook{ingressPrefix + n, p.ingress, ebpf.AttachTCXIngress, filter{index, clsact.Ingress, filterPrefix + "ingress"}})
-		if tunnel != 0 {
-			all = append(all, hook{egressPrefix + n, p.egress, ebpf.AttachTCXEgress, filter{index, clsact.Egress, filterPrefix + "egress"}})
-		}
-	}
-	if tunnel != 0 {
-		all = append(all, *p.tunnelHook(tunnel))
-	}
-	return all
-}
-
 func (p *Path) tunnelHook(index int) *hook {
 	return &hook{tunnelLink, p.tunnel, ebpf.AttachTCXIngress, filter{index, clsact.Ingress, filterPrefix + "tunnel"}}
 }
@@ -114,6 +99,21 @@ func (p *Path) Attach(interfaces []int, tunnel int) (err error) {
 	}
 	p.others = nil
 	return nil
+}
+
+// hooksOf returns the hooks of interfaces and of the tunnel.
+func (p *Path) hooksOf(interfaces []int, tunnel int) (all []hook) {
+	for _, index := range interfaces {
+		n := strconv.Itoa(index)
+		all = append(all, hook{ingressPrefix + n, p.ingress, ebpf.AttachTCXIngress, filter{index, clsact.Ingress, filterPrefix + "ingress"}})
+		if tunnel != 0 {
+			all = append(all, hook{egressPrefix + n, p.egress, ebpf.AttachTCXEgress, filter{index, clsact.Egress, filterPrefix + "egress"}})
+		}
+	}
+	if tunnel != 0 {
+		all = append(all, *p.tunnelHook(tunnel))
+	}
+	return all
 }
 
 // IsAttached reports whether all programs are where Attach has put them. Other programs can remove filters, with the queueing
@@ -192,29 +192,6 @@ func (p *Path) addFilter(h *hook) (err error) {
 	return p.filters.Attach(h.filter.index, h.filter.hook, h.program, h.filter.name)
 }
 
-// detachFilters removes all filters but those that are kept, and returns the interfaces that had some.
-func detachFilters(f *clsact.Filters, kept map[filter]bool) (from []int, err error) {
-	indexes, err := f.Interfaces()
-	if err != nil {
-		return nil, err
-	}
-	for _, index := range indexes {
-		removed := false
-		err := f.Detach(index, func(at clsact.Hook, name string) bool {
-			unwanted := strings.HasPrefix(name, filterPrefix) && !kept[filter{index, at, name}]
-			removed = removed || unwanted
-			return unwanted
-		})
-		if err != nil {
-			return from, err
-		}
-		if removed {
-			from = append(from, index)
-		}
-	}
-	return from, nil
-}
-
 // attachedTo reports whether a link is attached to an interface. The kernel clears the index of a link whose interface is
 // removed.
 func attachedTo(l link.Link, index int) bool {
@@ -252,4 +229,27 @@ func Retire() (removed []string, err error) {
 		removed = append(removed, "filters of interface "+name)
 	}
 	return removed, errors.Join(failed, err)
+}
+
+// detachFilters removes all filters but those that are kept, and returns the interfaces that had some.
+func detachFilters(f *clsact.Filters, kept map[filter]bool) (from []int, err error) {
+	indexes, err := f.Interfaces()
+	if err != nil {
+		return nil, err
+	}
+	for _, index := range indexes {
+		removed := false
+		err := f.Detach(index, func(at clsact.Hook, name string) bool {
+			unwanted := strings.HasPrefix(name, filterPrefix) && !kept[filter{index, at, name}]
+			removed = removed || unwanted
+			return unwanted
+		})
+		if err != nil {
+			return from, err
+		}
+		if removed {
+			from = append(from, index)
+		}
+	}
+	return from, nil
 }

@@ -117,6 +117,24 @@ type Decision struct {
 	Few bool
 }
 
+// step is the work on one table.
+type step struct {
+	config  *Config
+	next    *table.Table // with the hosts of the present table, and new ones
+	hosts   map[string]*Host
+	at      []*Host // by index of next.Hosts; nil: the store has no such host
+	share   map[string]uint32
+	takes   []bool // by index: the host may get buckets
+	lost    []bool // by index: the buckets of the host move at once
+	behind  []string
+	applied bool // all living hosts have applied the present table, and all owners are known to live or not
+	wait    time.Duration
+	moving  int   // buckets that move after this step
+	forced  []int // buckets that need another owner now, and have no preferred host that takes them
+	changed bool  // a column differs
+	members bool  // the hosts differ
+}
+
 // Decide returns the next table. now is a monotonic time. present is nil before the first table. Hosts are sorted by name.
 func (l *Leader) Decide(now time.Duration, present *table.Table, hosts []Host) Decision {
 	l.observe(now, hosts)
@@ -156,29 +174,6 @@ func (l *Leader) observe(now time.Duration, hosts []Host) {
 		}
 	}
 	l.since, l.sick = alive, sick
-}
-
-// sickTime is the least time for which a living host may be unable to serve before its devices move to the others. Collectors
-// that restart take less.
-const sickTime = 10 * time.Second
-
-// failing reports whether a living host has been unable to serve for long enough, or else how long it still may be.
-func (l *Leader) failing(now time.Duration, h *Host) (yes bool, wait time.Duration) {
-	since, sick := l.sick[h.Name]
-	if !sick {
-		return false, 0
-	}
-	wait = max(l.Settle, sickTime) - (now - since)
-	return wait <= 0, max(wait, 0)
-}
-
-// settled reports whether a host has been alive for long enough, or else how long it still must be.
-func (l *Leader) settled(now time.Duration, h *Host) (ok bool, wait time.Duration) {
-	if !h.Alive {
-		return false, 0
-	}
-	wait = l.Settle - (now - l.since[h.Name])
-	return wait <= 0, max(wait, 0)
 }
 
 // first returns the first table, once the last of the hosts has settled: hosts that start together share the buckets from
@@ -224,19 +219,6 @@ func weights(members []table.Host) map[string]uint32 {
 	return w
 }
 
-// rank brings the ranking to the weights of the hosts that have a share.
-func (l *Leader) rank(want map[string]uint32) {
-	for name := range l.ranked {
-		if want[name] == 0 {
-			l.ranking.Set(name, 0)
-		}
-	}
-	for name, weight := range want {
-		l.ranking.Set(name, weight)
-	}
-	l.ranked = want
-}
-
 // step returns the table after the present one.
 func (l *Leader) step(now time.Duration, present *table.Table, hosts []Host) (d Decision) {
 	s := l.newStep(now, present, hosts)
@@ -254,24 +236,6 @@ func (l *Leader) step(now time.Duration, present *table.Table, hosts []Host) (d 
 		d.Table = s.next
 	}
 	return d
-}
-
-// step is the work on one table.
-type step struct {
-	config  *Config
-	next    *table.Table // with the hosts of the present table, and new ones
-	hosts   map[string]*Host
-	at      []*Host // by index of next.Hosts; nil: the store has no such host
-	share   map[string]uint32
-	takes   []bool // by index: the host may get buckets
-	lost    []bool // by index: the buckets of the host move at once
-	behind  []string
-	applied bool // all living hosts have applied the present table, and all owners are known to live or not
-	wait    time.Duration
-	moving  int   // buckets that move after this step
-	forced  []int // buckets that need another owner now, and have no preferred host that takes them
-	changed bool  // a column differs
-	members bool  // the hosts differ
 }
 
 func (l *Leader) newStep(now time.Duration, present *table.Table, hosts []Host) *step {
@@ -327,19 +291,31 @@ func (l *Leader) newStep(now time.Duration, present *table.Table, hosts []Host) 
 	return s
 }
 
-func same(a, b *table.Host) bool {
-	return a.Name == b.Name && a.Weight == b.Weight && slices.Equal(a.Addresses, b.Addresses) && slices.Equal(a.MACs, b.MACs)
+// sickTime is the least time for which a living host may be unable to serve before its devices move to the others. Collectors
+// that restart take less.
+const sickTime = 10 * time.Second
+
+// failing reports whether a living host has been unable to serve for long enough, or else how long it still may be.
+func (l *Leader) failing(now time.Duration, h *Host) (yes bool, wait time.Duration) {
+	since, sick := l.sick[h.Name]
+	if !sick {
+		return false, 0
+	}
+	wait = max(l.Settle, sickTime) - (now - since)
+	return wait <= 0, max(wait, 0)
 }
 
-// hasShare reports whether a host has a share of the buckets, by the ranking.
-func (l *Leader) hasShare(h *Host, owns, settled bool) bool {
-	if h.State != Ready && h.State != Maint || h.Check() != nil {
-		return false
-	}
+// settled reports whether a host has been alive for long enough, or else how long it still must be.
+func (l *Leader) settled(now time.Duration, h *Host) (ok bool, wait time.Duration) {
 	if !h.Alive {
-		return owns && (l.OnDeath == Wait || h.Unknown)
+		return false, 0
 	}
-	return owns || settled && h.Healthy && h.State == Ready
+	wait = l.Settle - (now - l.since[h.Name])
+	return wait <= 0, max(wait, 0)
+}
+
+func same(a, b *table.Host) bool {
+	return a.Name == b.Name && a.Weight == b.Weight && slices.Equal(a.Addresses, b.Addresses) && slices.Equal(a.MACs, b.MACs)
 }
 
 // addHosts adds hosts to the table. Their indices follow the order of the names, so those of others change.
@@ -419,15 +395,6 @@ func (s *step) prepared(host uint16) bool {
 	return h == nil || !h.Alive || h.Refuses || h.Prepared >= s.next.Epoch
 }
 
-// force gives a bucket another owner at once: the present one does not run.
-func (s *step) force(b int, target uint16) {
-	if target == table.None || !s.takes[target] {
-		s.forced = append(s.forced, b)
-		return
-	}
-	s.next.Owner[b], s.next.Previous[b], s.next.Next[b], s.changed = target, table.None, table.None, true
-}
-
 // replace gives the buckets that need another owner, and whose preferred host takes none, to the hosts that do.
 func (s *step) replace() {
 	if len(s.forced) == 0 {
@@ -445,6 +412,15 @@ func (s *step) replace() {
 			s.force(b, targets[b])
 		}
 	}
+}
+
+// force gives a bucket another owner at once: the present one does not run.
+func (s *step) force(b int, target uint16) {
+	if target == table.None || !s.takes[target] {
+		s.forced = append(s.forced, b)
+		return
+	}
+	s.next.Owner[b], s.next.Previous[b], s.next.Next[b], s.changed = target, table.None, table.None, true
 }
 
 // prepare begins the next moves to the preferred hosts. At the same time, no host gives and gets buckets: at the flip, a host that gets
@@ -517,4 +493,28 @@ func targetsOf(present *table.Table, hosts []Host, onDeath OnDeath) []string {
 		to = append(to, names[i])
 	}
 	return to
+}
+
+// rank brings the ranking to the weights of the hosts that have a share.
+func (l *Leader) rank(want map[string]uint32) {
+	for name := range l.ranked {
+		if want[name] == 0 {
+			l.ranking.Set(name, 0)
+		}
+	}
+	for name, weight := range want {
+		l.ranking.Set(name, weight)
+	}
+	l.ranked = want
+}
+
+// hasShare reports whether a host has a share of the buckets, by the ranking.
+func (l *Leader) hasShare(h *Host, owns, settled bool) bool {
+	if h.State != Ready && h.State != Maint || h.Check() != nil {
+		return false
+	}
+	if !h.Alive {
+		return owns && (l.OnDeath == Wait || h.Unknown)
+	}
+	return owns || settled && h.Healthy && h.State == Ready
 }

@@ -94,28 +94,6 @@ func OpenEtcd(c EtcdConfig) (*Etcd, error) {
 		registration: c.Host, changed: make(chan struct{}, 1)}, nil
 }
 
-// connect returns the client. With a user, it asks a server for a token first.
-func (e *Etcd) connect() (*clientv3.Client, error) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	switch {
-	case e.closed:
-		return nil, errors.New("the store is closed")
-	case e.client != nil:
-		return e.client, nil
-	}
-	client, err := clientv3.New(clientv3.Config{
-		Endpoints: e.config.Endpoints, TLS: e.config.TLS, Username: e.config.Username, Password: e.config.Password, Logger: zap.NewNop(),
-		DialTimeout: requestTimeout, DialKeepAliveTime: time.Second, DialKeepAliveTimeout: requestTimeout, MaxCallRecvMsgSize: 64 << 20,
-		DialOptions: []grpc.DialOption{grpc.WithConnectParams(connectParams)},
-	})
-	if err != nil {
-		return nil, fmt.Errorf("connect: %w", err)
-	}
-	e.client = client
-	return client, nil
-}
-
 // Update changes the registration of this host.
 func (e *Etcd) Update(r Registration) {
 	e.mu.Lock()
@@ -168,16 +146,6 @@ func (e *Etcd) Run(ctx context.Context, snapshots chan *Snapshot) {
 		case <-ctx.Done():
 			return
 		case <-time.After(pause):
-		}
-	}
-}
-
-// note logs a problem once.
-func (e *Etcd) note(problem string) {
-	if problem != e.problem {
-		e.problem = problem
-		if problem != "" {
-			e.config.Log.Warn("store of the fleet", "problem", problem)
 		}
 	}
 }
@@ -287,12 +255,13 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 	}
 }
 
-func (e *Etcd) setLease(id clientv3.LeaseID) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.lease = id
-	if id != 0 {
-		e.last = id
+// note logs a problem once.
+func (e *Etcd) note(problem string) {
+	if problem != e.problem {
+		e.problem = problem
+		if problem != "" {
+			e.config.Log.Warn("store of the fleet", "problem", problem)
+		}
 	}
 }
 
@@ -320,6 +289,15 @@ func (e *Etcd) grant(ctx context.Context, client *clientv3.Client) (clientv3.Lea
 	}
 	e.setLease(lease.ID)
 	return lease.ID, alive, nil
+}
+
+func (e *Etcd) setLease(id clientv3.LeaseID) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.lease = id
+	if id != 0 {
+		e.last = id
+	}
 }
 
 // register writes the registration of this host. taken says that another process has the name.
@@ -482,4 +460,26 @@ func (e *Etcd) ChangeSetting(ctx context.Context, host string, change func(Setti
 			return nil
 		}
 	}
+}
+
+// connect returns the client. With a user, it asks a server for a token first.
+func (e *Etcd) connect() (*clientv3.Client, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	switch {
+	case e.closed:
+		return nil, errors.New("the store is closed")
+	case e.client != nil:
+		return e.client, nil
+	}
+	client, err := clientv3.New(clientv3.Config{
+		Endpoints: e.config.Endpoints, TLS: e.config.TLS, Username: e.config.Username, Password: e.config.Password, Logger: zap.NewNop(),
+		DialTimeout: requestTimeout, DialKeepAliveTime: time.Second, DialKeepAliveTimeout: requestTimeout, MaxCallRecvMsgSize: 64 << 20,
+		DialOptions: []grpc.DialOption{grpc.WithConnectParams(connectParams)},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("connect: %w", err)
+	}
+	e.client = client
+	return client, nil
 }

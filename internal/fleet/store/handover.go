@@ -34,14 +34,6 @@ const (
 	readKeys = 16
 )
 
-// templatesOf returns the beginning of the keys with templates for a host.
-func (e *Etcd) templatesOf(host string, late bool) string {
-	if late {
-		host += "+late"
-	}
-	return "sockeye/" + e.config.Fleet + ".templates/" + host + "/"
-}
-
 // HandOver writes the templates of devices for another host.
 func (e *Etcd) HandOver(ctx context.Context, to string, late bool, templates map[netip.Addr][]byte) error {
 	client, err := e.connect()
@@ -146,6 +138,14 @@ func (e *Etcd) TakeOver(ctx context.Context, late bool) (handed []map[netip.Addr
 		handed = append(handed, byHost[host])
 	}
 	return handed, values.more, err
+}
+
+// templatesOf returns the beginning of the keys with templates for a host.
+func (e *Etcd) templatesOf(host string, late bool) string {
+	if late {
+		host += "+late"
+	}
+	return "sockeye/" + e.config.Fleet + ".templates/" + host + "/"
 }
 
 // someTemplates are templates that were read together.

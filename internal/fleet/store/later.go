@@ -59,13 +59,6 @@ func (l *Later) Run(ctx context.Context, snapshots chan *Snapshot) {
 	}
 }
 
-// opened returns the store, or nil.
-func (l *Later) opened() Store {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.store
-}
-
 // Update changes the registration of this host.
 func (l *Later) Update(r Registration) {
 	l.mu.Lock()
@@ -139,4 +132,11 @@ func (l *Later) Close(leave bool) error {
 		return s.Close(leave)
 	}
 	return nil
+}
+
+// opened returns the store, or nil.
+func (l *Later) opened() Store {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.store
 }

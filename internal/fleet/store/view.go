@@ -109,38 +109,6 @@ func (v *view) set(key string, value []byte, modified int64, leased bool) {
 	v.entries[key] = e
 }
 
-// decodeTable reads the table if it has changed.
-func (v *view) decodeTable() {
-	e, ok := v.entries[tableKey]
-	if !ok {
-		v.decoded, v.refused = 0, ""
-		if v.table != nil {
-			v.refused = "the store has lost the table"
-		}
-		return
-	}
-	if e.modified == v.decoded {
-		return
-	}
-	v.decoded, v.refused = e.modified, ""
-	t, err := table.Decode(e.value)
-	switch {
-	case err != nil:
-		v.refused = err.Error()
-	case v.table != nil && t.Nonce != v.table.Nonce:
-		v.refused = "the table has another nonce: it belongs to another fleet"
-	case v.table != nil && t.Epoch > v.table.Epoch+MostEpochs:
-		v.refused = fmt.Sprintf("the epoch of the table jumps from %d to %d", v.table.Epoch, t.Epoch)
-	case v.table != nil && t.Epoch < v.table.Epoch:
-		v.refused = fmt.Sprintf("the epoch of the table goes back from %d to %d", v.table.Epoch, t.Epoch)
-	default:
-		v.table = t
-	}
-	if v.refused != "" {
-		v.refused = "the table in the store is refused: " + v.refused
-	}
-}
-
 // snapshot returns the state at a monotonic time.
 func (v *view) snapshot(now time.Duration) *Snapshot {
 	v.decodeTable()
@@ -179,6 +147,38 @@ func (v *view) snapshot(now time.Duration) *Snapshot {
 		s.Hosts = append(s.Hosts, *hosts[name])
 	}
 	return s
+}
+
+// decodeTable reads the table if it has changed.
+func (v *view) decodeTable() {
+	e, ok := v.entries[tableKey]
+	if !ok {
+		v.decoded, v.refused = 0, ""
+		if v.table != nil {
+			v.refused = "the store has lost the table"
+		}
+		return
+	}
+	if e.modified == v.decoded {
+		return
+	}
+	v.decoded, v.refused = e.modified, ""
+	t, err := table.Decode(e.value)
+	switch {
+	case err != nil:
+		v.refused = err.Error()
+	case v.table != nil && t.Nonce != v.table.Nonce:
+		v.refused = "the table has another nonce: it belongs to another fleet"
+	case v.table != nil && t.Epoch > v.table.Epoch+MostEpochs:
+		v.refused = fmt.Sprintf("the epoch of the table jumps from %d to %d", v.table.Epoch, t.Epoch)
+	case v.table != nil && t.Epoch < v.table.Epoch:
+		v.refused = fmt.Sprintf("the epoch of the table goes back from %d to %d", v.table.Epoch, t.Epoch)
+	default:
+		v.table = t
+	}
+	if v.refused != "" {
+		v.refused = "the table in the store is refused: " + v.refused
+	}
 }
 
 // addAbsent adds the hosts of the table that are not registered, and completes those that only a setting names.

@@ -111,16 +111,6 @@ func (o *Outbound) TCPPorts() (list []uint16, few bool) {
 	return list, true
 }
 
-// NameServer returns the name server that the guest reaches at an address; nil for none.
-func (o *Outbound) NameServer(a netip.Addr) *NameServer {
-	for i := range o.DNS {
-		if o.DNS[i].Alias == a {
-			return &o.DNS[i]
-		}
-	}
-	return nil
-}
-
 // Translate returns the destination on the host's side, which may be of another address family.
 func (o *Outbound) Translate(to netip.AddrPort) netip.AddrPort {
 	if n := o.NameServer(to.Addr()); n != nil {
@@ -133,6 +123,16 @@ func (o *Outbound) Translate(to netip.AddrPort) netip.AddrPort {
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), to.Port())
 	}
 	return netip.AddrPortFrom(netip.IPv6Loopback(), to.Port())
+}
+
+// NameServer returns the name server that the guest reaches at an address; nil for none.
+func (o *Outbound) NameServer(a netip.Addr) *NameServer {
+	for i := range o.DNS {
+		if o.DNS[i].Alias == a {
+			return &o.DNS[i]
+		}
+	}
+	return nil
 }
 
 // forbidden returns whether no rule can allow an address.

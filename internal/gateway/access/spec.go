@@ -32,26 +32,6 @@ func (f ForwardSpec) String() string {
 	return fmt.Sprintf("%s%s:%s/%s", address, ports(f.First, f.Last), ports(f.Guest, f.Guest+f.Last-f.First), ProtocolName(f.Protocol))
 }
 
-func ports(first, last uint16) string {
-	if first == last {
-		return strconv.Itoa(int(first))
-	}
-	return fmt.Sprintf("%d-%d", first, last)
-}
-
-// ProtocolName returns the name of an IP protocol in a rule.
-func ProtocolName(p uint8) string {
-	switch p {
-	case unix.IPPROTO_TCP:
-		return "tcp"
-	case unix.IPPROTO_UDP:
-		return "udp"
-	case unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
-		return "icmp"
-	}
-	return "any"
-}
-
 // ParseForward parses [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp], as in 1790:1790/tcp, [::1]:8080:80 and 9000-9010/udp.
 func ParseForward(text string) (f ForwardSpec, err error) {
 	rest, protocol, given := strings.Cut(text, "/")
@@ -97,31 +77,6 @@ func ParseForward(text string) (f ForwardSpec, err error) {
 		f.Guest = first
 	}
 	return f, nil
-}
-
-func parsePorts(text string) (first, last uint16, err error) {
-	a, b, two := strings.Cut(text, "-")
-	if first, err = parsePort(a); err != nil {
-		return 0, 0, err
-	}
-	last = first
-	if two {
-		if last, err = parsePort(b); err != nil {
-			return 0, 0, err
-		}
-	}
-	if last < first {
-		return 0, 0, fmt.Errorf("port range %s: the last port is below the first", text)
-	}
-	return first, last, nil
-}
-
-func parsePort(text string) (uint16, error) {
-	n, err := strconv.ParseUint(text, 10, 16)
-	if err != nil || n == 0 {
-		return 0, fmt.Errorf("%q is not a port (1 to 65535)", text)
-	}
-	return uint16(n), nil
 }
 
 // ErrNeverOutside is returned for a rule whose addresses are never outside the guest: loopback, multicast, and IPv6 link-local
@@ -172,6 +127,31 @@ func ParseRule(text string) (r Rule, err error) {
 	return r, nil
 }
 
+func parsePorts(text string) (first, last uint16, err error) {
+	a, b, two := strings.Cut(text, "-")
+	if first, err = parsePort(a); err != nil {
+		return 0, 0, err
+	}
+	last = first
+	if two {
+		if last, err = parsePort(b); err != nil {
+			return 0, 0, err
+		}
+	}
+	if last < first {
+		return 0, 0, fmt.Errorf("port range %s: the last port is below the first", text)
+	}
+	return first, last, nil
+}
+
+func parsePort(text string) (uint16, error) {
+	n, err := strconv.ParseUint(text, 10, 16)
+	if err != nil || n == 0 {
+		return 0, fmt.Errorf("%q is not a port (1 to 65535)", text)
+	}
+	return uint16(n), nil
+}
+
 // parsePrefix parses a prefix or an address. IPv4-mapped IPv6 addresses become IPv4 addresses.
 func parsePrefix(text string) (netip.Prefix, error) {
 	if a, err := netip.ParseAddr(text); err == nil && a.Zone() == "" {
@@ -197,6 +177,26 @@ func (r Rule) String() string {
 		text += "/" + ProtocolName(r.Protocol)
 	}
 	return text
+}
+
+func ports(first, last uint16) string {
+	if first == last {
+		return strconv.Itoa(int(first))
+	}
+	return fmt.Sprintf("%d-%d", first, last)
+}
+
+// ProtocolName returns the name of an IP protocol in a rule.
+func ProtocolName(p uint8) string {
+	switch p {
+	case unix.IPPROTO_TCP:
+		return "tcp"
+	case unix.IPPROTO_UDP:
+		return "udp"
+	case unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
+		return "icmp"
+	}
+	return "any"
 }
 
 // Overlap returns an error for two specifications with a common port of the host.

@@ -229,21 +229,6 @@ type Outgoing struct {
 	WindowScaling bool
 }
 
-// Headers returns the length of the headers, including struct virtio_net_hdr, in bytes.
-func (a *Outgoing) Headers() int {
-	n := VnetHeader + IPv4Header + TCPHeader
-	if a.To.Addr().Is6() {
-		n += IPv6Header - IPv4Header
-	}
-	if a.Flags&SYN != 0 {
-		n += 4
-		if a.WindowScaling {
-			n += 4
-		}
-	}
-	return n
-}
-
 // Write writes the headers for a payload of that many bytes. The TCP checksum is partial (CHECKSUM_PARTIAL): kernels complete it
 // only when a packet leaves the host, which packets to the guest never do.
 func (a *Outgoing) Write(b []byte, payload int) {
@@ -284,6 +269,54 @@ func (a *Outgoing) Write(b []byte, payload int) {
 		}
 	}
 	binary.BigEndian.PutUint16(tcp[16:], Fold(Pseudo(a.From.Addr(), a.To.Addr(), unix.IPPROTO_TCP, length)))
+}
+
+// Headers returns the length of the headers, including struct virtio_net_hdr, in bytes.
+func (a *Outgoing) Headers() int {
+	n := VnetHeader + IPv4Header + TCPHeader
+	if a.To.Addr().Is6() {
+		n += IPv6Header - IPv4Header
+	}
+	if a.Flags&SYN != 0 {
+		n += 4
+		if a.WindowScaling {
+			n += 4
+		}
+	}
+	return n
+}
+
+// ICMPSum returns the initial sum of an ICMP checksum: only ICMPv6 has a pseudo header.
+func ICMPSum(from, to netip.Addr, protocol uint8, length int) uint64 {
+	if protocol == unix.IPPROTO_ICMP {
+		return 0
+	}
+	return Pseudo(from, to, protocol, length)
+}
+
+// Pseudo returns the sum of the pseudo header (RFC 9293, section 3.1; RFC 8200, section 8.1).
+func Pseudo(from, to netip.Addr, protocol uint8, length int) uint64 {
+	f, t := from.As16(), to.As16()
+	n := uint64(protocol) + uint64(length)
+	if from.Is4() {
+		return n + Sum(f[12:]) + Sum(t[12:])
+	}
+	return n + Sum(f[:]) + Sum(t[:])
+}
+
+// SyntheticSYN rebuilds the part of a SYN that an ICMP error quotes, the IP header and the first eight bytes, because the gateway
+// does not store the SYN.
+func SyntheticSYN(b []byte, s *Segment) []byte {
+	clear(b)
+	ip := IPv6Header
+	if s.From.Addr().Is4() {
+		ip = IPv4Header
+	}
+	WriteIP(b, s.From.Addr(), s.To.Addr(), unix.IPPROTO_TCP, TCPHeader)
+	binary.BigEndian.PutUint16(b[ip:], s.From.Port())
+	binary.BigEndian.PutUint16(b[ip+2:], s.To.Port())
+	binary.BigEndian.PutUint32(b[ip+4:], s.Seq)
+	return b[:ip+8]
 }
 
 // DefaultHops is the TTL and hop limit of packets to the guest.
@@ -331,37 +364,4 @@ func Fold(n uint64) uint16 {
 		n = n>>16 + n&0xffff
 	}
 	return uint16(n)
-}
-
-// Pseudo returns the sum of the pseudo header (RFC 9293, section 3.1; RFC 8200, section 8.1).
-func Pseudo(from, to netip.Addr, protocol uint8, length int) uint64 {
-	f, t := from.As16(), to.As16()
-	n := uint64(protocol) + uint64(length)
-	if from.Is4() {
-		return n + Sum(f[12:]) + Sum(t[12:])
-	}
-	return n + Sum(f[:]) + Sum(t[:])
-}
-
-// ICMPSum returns the initial sum of an ICMP checksum: only ICMPv6 has a pseudo header.
-func ICMPSum(from, to netip.Addr, protocol uint8, length int) uint64 {
-	if protocol == unix.IPPROTO_ICMP {
-		return 0
-	}
-	return Pseudo(from, to, protocol, length)
-}
-
-// SyntheticSYN rebuilds the part of a SYN that an ICMP error quotes, the IP header and the first eight bytes, because the gateway
-// does not store the SYN.
-func SyntheticSYN(b []byte, s *Segment) []byte {
-	clear(b)
-	ip := IPv6Header
-	if s.From.Addr().Is4() {
-		ip = IPv4Header
-	}
-	WriteIP(b, s.From.Addr(), s.To.Addr(), unix.IPPROTO_TCP, TCPHeader)
-	binary.BigEndian.PutUint16(b[ip:], s.From.Port())
-	binary.BigEndian.PutUint16(b[ip+2:], s.To.Port())
-	binary.BigEndian.PutUint32(b[ip+4:], s.Seq)
-	return b[:ip+8]
 }

@@ -73,15 +73,6 @@ type found struct {
 	noted   bool      // logged, or one of too many
 }
 
-// status returns the socket as in api.ServiceStatus.
-func (f *found) status() api.BypassStatus {
-	s := api.BypassStatus{Socket: f.Socket.String(), Takes: f.Takes(), Cookie: f.Cookie}
-	if f.process != nil {
-		s.PID, s.Command = f.process.PID, f.process.Command
-	}
-	return s
-}
-
 // String returns the socket with its process.
 func (f *found) String() string {
 	if f.process == nil {
@@ -125,6 +116,19 @@ func (w *Watch) Search() {
 	if time.Since(w.search.at) >= statusInterval {
 		w.searchSockets()
 	}
+}
+
+// base is what a search compares sockets with.
+type base struct {
+	conn       *sockdiag.Conn
+	links      *netlink.Handle
+	netns      uint64
+	listeners  map[int]config.Listener
+	served     []config.Listener // of all services in the network namespace
+	lookup     bool
+	registered map[uint64]bool // cookies
+	members    map[int]string  // members and former members by process id, as in "member of slot 1"
+	related    map[int]string  // results of relative
 }
 
 // searchSockets looks for the sockets that the kernel prefers to those of the service. The caller holds w.search.running.
@@ -190,19 +194,6 @@ func nameInterfaces(links *netlink.Handle, sockets []found) {
 		}
 		one.Interface = names[one.Device]
 	}
-}
-
-// base is what a search compares sockets with.
-type base struct {
-	conn       *sockdiag.Conn
-	links      *netlink.Handle
-	netns      uint64
-	listeners  map[int]config.Listener
-	served     []config.Listener // of all services in the network namespace
-	lookup     bool
-	registered map[uint64]bool // cookies
-	members    map[int]string  // members and former members by process id, as in "member of slot 1"
-	related    map[int]string  // results of relative
 }
 
 // readBase returns nil if the service is closed.
@@ -486,4 +477,13 @@ func (w *Watch) note(sockets []found) {
 		w.Log.Info("no socket bypasses the service any more", events.NoneBypasses)
 	}
 	w.sockets = sockets
+}
+
+// status returns the socket as in api.ServiceStatus.
+func (f *found) status() api.BypassStatus {
+	s := api.BypassStatus{Socket: f.Socket.String(), Takes: f.Takes(), Cookie: f.Cookie}
+	if f.process != nil {
+		s.PID, s.Command = f.process.PID, f.process.Command
+	}
+	return s
 }

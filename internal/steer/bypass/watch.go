@@ -74,16 +74,6 @@ func (w *Watch) checkProgramsLater() {
 	})
 }
 
-// Attach attaches the program of a row to the group of a socket, and watches the program.
-func (w *Watch) Attach(row, fd int) error {
-	unwatched, err := w.Path.AttachWatched(row, fd)
-	if unwatched != nil && !w.notWatched {
-		w.notWatched = true
-		w.Log.Warn("a program that another process replaces will not be noticed", "error", unwatched)
-	}
-	return err
-}
-
 // Ensure attaches the program of a row to the group of its keeper socket, unless the group has it.
 func (w *Watch) Ensure(row, fd int) error {
 	attached, err := w.Path.IsAttached(row)
@@ -94,15 +84,6 @@ func (w *Watch) Ensure(row, fd int) error {
 		return nil
 	}
 	return w.Attach(row, fd)
-}
-
-// restore attaches the program of a row that another process has replaced or detached.
-func (w *Watch) restore(row, fd int) error {
-	err := w.Attach(row, fd)
-	if err == nil {
-		w.noteReplaced(w.Listeners[row])
-	}
-	return fault.Join(err, w.rejectQueued(row, fd))
 }
 
 // checkPrograms attaches the programs that another process has replaced or detached, and rejects the connections that the keeper
@@ -130,6 +111,15 @@ func (w *Watch) checkPrograms() {
 	}
 }
 
+// restore attaches the program of a row that another process has replaced or detached.
+func (w *Watch) restore(row, fd int) error {
+	err := w.Attach(row, fd)
+	if err == nil {
+		w.noteReplaced(w.Listeners[row])
+	}
+	return fault.Join(err, w.rejectQueued(row, fd))
+}
+
 // Reattach attaches the programs to the groups of the keeper sockets again, and rejects what these have received: the process that
 // killed the keeper may have detached the programs.
 func (w *Watch) Reattach() error {
@@ -141,6 +131,16 @@ func (w *Watch) Reattach() error {
 		errs = append(errs, w.Attach(row, fd), w.rejectQueued(row, fd))
 	}
 	return fault.Join(errs...)
+}
+
+// Attach attaches the program of a row to the group of a socket, and watches the program.
+func (w *Watch) Attach(row, fd int) error {
+	unwatched, err := w.Path.AttachWatched(row, fd)
+	if unwatched != nil && !w.notWatched {
+		w.notWatched = true
+		w.Log.Warn("a program that another process replaces will not be noticed", "error", unwatched)
+	}
+	return err
 }
 
 // rejectQueued rejects what a keeper socket that is not a waiting room has received without the program.
@@ -175,18 +175,6 @@ func (w *Watch) Reason(address netip.Addr) string {
 		return ""
 	}
 	return ", except that " + firstOf(takes)
-}
-
-// mostNamed limits the sockets that a message names.
-const mostNamed = 3
-
-// firstOf returns the first of several clauses about sockets as one sentence.
-func firstOf(clauses []string) string {
-	more := ""
-	if n := len(clauses) - mostNamed; n > 0 {
-		clauses, more = clauses[:mostNamed], fmt.Sprintf(", and %s more", format.Count(n, "socket", "sockets"))
-	}
-	return strings.Join(clauses, ", ") + more
 }
 
 // WriteStatus sets what status shows of the watch.
@@ -228,4 +216,16 @@ func (w *Watch) socketProblem() error {
 		takes = append(takes, fmt.Sprintf("%s can take %s past the service", &w.sockets[i], w.sockets[i].Takes()))
 	}
 	return fault.WithHint(errors.New(firstOf(takes)), w.sockets[0].advice())
+}
+
+// mostNamed limits the sockets that a message names.
+const mostNamed = 3
+
+// firstOf returns the first of several clauses about sockets as one sentence.
+func firstOf(clauses []string) string {
+	more := ""
+	if n := len(clauses) - mostNamed; n > 0 {
+		clauses, more = clauses[:mostNamed], fmt.Sprintf(", and %s more", format.Count(n, "socket", "sockets"))
+	}
+	return strings.Join(clauses, ", ") + more
 }

@@ -22,17 +22,6 @@ type fdReserve struct {
 	fds []int
 }
 
-// Fill opens the missing descriptors of the reserve if spareDescriptors others are free.
-func (r *fdReserve) Fill() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	others := openDescriptors(spareDescriptors)
-	if len(others) == spareDescriptors {
-		r.fds = append(r.fds, openDescriptors(reserveSize-len(r.fds))...)
-	}
-	closeDescriptors(others)
-}
-
 // Borrow closes the descriptors of the reserve if fewer than spareDescriptors are free. The caller calls the result to
 // fill the reserve again.
 func (r *fdReserve) Borrow() (back func()) {
@@ -46,6 +35,17 @@ func (r *fdReserve) Borrow() (back func()) {
 	closeDescriptors(r.fds)
 	r.fds = nil
 	return r.Fill
+}
+
+// Fill opens the missing descriptors of the reserve if spareDescriptors others are free.
+func (r *fdReserve) Fill() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	others := openDescriptors(spareDescriptors)
+	if len(others) == spareDescriptors {
+		r.fds = append(r.fds, openDescriptors(reserveSize-len(r.fds))...)
+	}
+	closeDescriptors(others)
 }
 
 // openDescriptors opens n descriptors, or fewer at the limit.

@@ -31,19 +31,6 @@ func (h *Host) StateFile(service string) string {
 	return filepath.Join(h.StateDir, service+".json")
 }
 
-// LookupNonce returns the nonce of a service of this host: the pinned nonce, or else the one in the state file. known
-// is false if there is neither.
-func (h *Host) LookupNonce(name string) (nonce uint64, known bool, err error) {
-	switch nonce, err := bpf.ReadNonce(h.Root.Service(name)); {
-	case err == nil:
-		return nonce, true, nil
-	case !errors.Is(err, os.ErrNotExist):
-		return 0, false, err
-	}
-	s, known, err := stored.Load(h.StateFile(name))
-	return s.Nonce, known, err
-}
-
 // EnsureNonce returns the nonce of a service. A missing nonce is created and saved.
 func (h *Host) EnsureNonce(name string) (uint64, error) {
 	nonce, known, err := h.LookupNonce(name)
@@ -56,4 +43,17 @@ func (h *Host) EnsureNonce(name string) (uint64, error) {
 	}
 	s.Nonce = bpf.NewNonce()
 	return s.Nonce, s.Save(h.StateFile(name))
+}
+
+// LookupNonce returns the nonce of a service of this host: the pinned nonce, or else the one in the state file. known
+// is false if there is neither.
+func (h *Host) LookupNonce(name string) (nonce uint64, known bool, err error) {
+	switch nonce, err := bpf.ReadNonce(h.Root.Service(name)); {
+	case err == nil:
+		return nonce, true, nil
+	case !errors.Is(err, os.ErrNotExist):
+		return 0, false, err
+	}
+	s, known, err := stored.Load(h.StateFile(name))
+	return s.Nonce, known, err
 }

@@ -14,21 +14,6 @@ import (
 	"sockeye/internal/netns"
 )
 
-// FindNetns opens the network namespace that the configuration of a service names, or that of the agent.
-func FindNetns(c config.Service) (*os.File, error) {
-	if c.Netns == "" {
-		return netns.Current()
-	}
-	file, err := netns.Open(c.Netns)
-	if errors.Is(err, netns.ErrNotNamespace) {
-		return nil, fault.Usage(err, "correct netns, as in /run/netns/NAME")
-	}
-	if err != nil {
-		return nil, fault.Unreadable(err, "create it, or correct netns")
-	}
-	return file, nil
-}
-
 // OpenNetns opens the network namespace of the service. The caller closes s.Netns.
 func (s *Service) OpenNetns() error {
 	file, err := FindNetns(s.Config)
@@ -42,4 +27,19 @@ func (s *Service) OpenNetns() error {
 	}
 	s.Netns, s.NetnsInode = file, stat.Ino
 	return nil
+}
+
+// FindNetns opens the network namespace that the configuration of a service names, or that of the agent.
+func FindNetns(c config.Service) (*os.File, error) {
+	if c.Netns == "" {
+		return netns.Current()
+	}
+	file, err := netns.Open(c.Netns)
+	if errors.Is(err, netns.ErrNotNamespace) {
+		return nil, fault.Usage(err, "correct netns, as in /run/netns/NAME")
+	}
+	if err != nil {
+		return nil, fault.Unreadable(err, "create it, or correct netns")
+	}
+	return file, nil
 }

@@ -13,18 +13,6 @@ import (
 	"sockeye/internal/steer/session"
 )
 
-// Diag returns the sock_diag connection of the service's network namespace.
-func (s *Service) Diag() (*sockdiag.Conn, error) {
-	if s.Conn != nil {
-		return s.Conn, nil
-	}
-	err := netns.Do(s.SocketNetns(), func() (err error) {
-		s.Conn, err = sockdiag.Open()
-		return err
-	})
-	return s.Conn, err
-}
-
 // ReadSessions returns the established connections to the service and the unfinished handshakes.
 func (s *Service) ReadSessions() ([]session.Session, error) {
 	conn, err := s.Diag()
@@ -41,6 +29,18 @@ func (s *Service) ListeningSockets() (map[uint32]bool, error) {
 		return nil, err
 	}
 	return session.Listening(conn, s.Listeners, s.UsesLookup())
+}
+
+// Diag returns the sock_diag connection of the service's network namespace.
+func (s *Service) Diag() (*sockdiag.Conn, error) {
+	if s.Conn != nil {
+		return s.Conn, nil
+	}
+	err := netns.Do(s.SocketNetns(), func() (err error) {
+		s.Conn, err = sockdiag.Open()
+		return err
+	})
+	return s.Conn, err
 }
 
 // SeatIDs returns the members by process id.
@@ -83,6 +83,13 @@ func (s *Service) closedByKernel(slot int) bool {
 	return err == nil && value.Ready == 0
 }
 
+// Server returns the member that serves an address.
+func (v *Serving) Server(addr netip.Addr) (member.ID, bool) {
+	home, _ := v.Mapping.Slot(addr)
+	slot, ok := v.Slot(home)
+	return v.Members[slot], ok
+}
+
 // Slot returns the slot that serves a home slot: the slot itself, or the standby slot. ok is false if neither is ready.
 func (v *Serving) Slot(home int) (slot int, ok bool) {
 	if _, ok := v.Members[home]; ok {
@@ -90,13 +97,6 @@ func (v *Serving) Slot(home int) (slot int, ok bool) {
 	}
 	_, ok = v.Members[v.standby]
 	return v.standby, ok
-}
-
-// Server returns the member that serves an address.
-func (v *Serving) Server(addr netip.Addr) (member.ID, bool) {
-	home, _ := v.Mapping.Slot(addr)
-	slot, ok := v.Slot(home)
-	return v.Members[slot], ok
 }
 
 // LabelListener records a member as the owner of the connections that a listening socket accepts from now on.

@@ -302,25 +302,6 @@ func nameServices(services []*Service) {
 	}
 }
 
-// Problem returns the reason why no policy can have the service, or "".
-func (s *Service) Problem() string {
-	switch {
-	case len(s.Ports) == 0:
-		return "no port that all of them have"
-	case len(s.Programs) > bpf.MaxSlots:
-		return fmt.Sprintf("more than %d processes", bpf.MaxSlots)
-	case len(s.Ports) > bpf.MaxListeners:
-		return fmt.Sprintf("more than %d shared ports", bpf.MaxListeners)
-	case len(s.Members) == 0:
-		return "their executables are not files of this host"
-	case slices.ContainsFunc(s.Members, func(r Rule) bool { return strings.ContainsAny(r.Executable, `*?[\`) }):
-		return "the path of an executable is a pattern"
-	case slices.ContainsFunc(s.Members, func(r Rule) bool { return !isPrintable(r.Executable) || !isPrintable(r.Unit) }):
-		return "the path of an executable, or a unit, has control characters or is not UTF-8"
-	}
-	return s.refused
-}
-
 // isPrintable reports whether a text is UTF-8 without characters that YAML or a terminal interprets.
 func isPrintable(text string) bool {
 	return utf8.ValidString(text) && !strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) })
@@ -346,6 +327,25 @@ func Policy(services []*Service) (text string, ok bool) {
 	return text, ok
 }
 
+// Problem returns the reason why no policy can have the service, or "".
+func (s *Service) Problem() string {
+	switch {
+	case len(s.Ports) == 0:
+		return "no port that all of them have"
+	case len(s.Programs) > bpf.MaxSlots:
+		return fmt.Sprintf("more than %d processes", bpf.MaxSlots)
+	case len(s.Ports) > bpf.MaxListeners:
+		return fmt.Sprintf("more than %d shared ports", bpf.MaxListeners)
+	case len(s.Members) == 0:
+		return "their executables are not files of this host"
+	case slices.ContainsFunc(s.Members, func(r Rule) bool { return strings.ContainsAny(r.Executable, `*?[\`) }):
+		return "the path of an executable is a pattern"
+	case slices.ContainsFunc(s.Members, func(r Rule) bool { return !isPrintable(r.Executable) || !isPrintable(r.Unit) }):
+		return "the path of an executable, or a unit, has control characters or is not UTF-8"
+	}
+	return s.refused
+}
+
 func (s *Service) write(b *strings.Builder) {
 	fmt.Fprintf(b, "  %s:\n    slots: %d\n    user: %s\n    listeners:\n", s.Name, s.Slots, quote(s.User))
 	for _, p := range s.Ports {
@@ -368,6 +368,11 @@ func (s *Service) write(b *strings.Builder) {
 	}
 }
 
+// notPlain are words that are no strings in YAML 1.1.
+var notPlain = []string{"y", "yes", "n", "no", "true", "false", "on", "off", "null"}
+
+var plain = regexp.MustCompile(`^[a-z_][a-z0-9_-]*$`)
+
 // quote returns a YAML scalar: a plain word, or a JSON string.
 func quote(text string) string {
 	if plain.MatchString(text) && !slices.Contains(notPlain, text) {
@@ -376,8 +381,3 @@ func quote(text string) string {
 	b, _ := json.Marshal(text) // it never fails for a string
 	return string(b)
 }
-
-// notPlain are words that are no strings in YAML 1.1.
-var notPlain = []string{"y", "yes", "n", "no", "true", "false", "on", "off", "null"}
-
-var plain = regexp.MustCompile(`^[a-z_][a-z0-9_-]*$`)

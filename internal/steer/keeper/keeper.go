@@ -61,6 +61,10 @@ func Retire(pins, service string) error {
 	return fault.Join(errs...)
 }
 
+func arguments(pins, service string) []string {
+	return []string{Command, "--pins", pins, "--service", service}
+}
+
 // Process is a running keeper process, started by this agent or an earlier one.
 type Process struct {
 	Handle  *member.Handle
@@ -69,41 +73,9 @@ type Process struct {
 	Sockets []*member.Socket
 }
 
-func arguments(pins, service string) []string {
-	return []string{Command, "--pins", pins, "--service", service}
-}
-
-// parseArguments returns the pin directory and the service in the arguments of a keeper. Any process can have these
-// arguments; isTrusted checks the process itself.
-func parseArguments(args []string) (pins, service string, ok bool) {
-	if len(args) != 6 || !isCommand(args[1]) || args[2] != "--pins" || args[4] != "--service" {
-		return "", "", false
-	}
-	return args[3], args[5], true
-}
-
 // IsKeeper reports whether a process is a keeper, which has sockets on the members' ports and is not a member.
 func IsKeeper(p *member.Process) bool {
 	return len(p.Args) > 1 && isCommand(p.Args[1]) && isTrusted(member.ID{PID: p.PID, StartTime: p.StartTime})
-}
-
-// isTrusted reports whether an agent of any version can have started a process: all user ids of the process are
-// those of the agent, the process is in the agent's user namespace, and only root can have written its executable. A
-// process that a user starts by sudo(8) has the real id of that user until sudo has the password.
-func isTrusted(self member.ID) bool {
-	if !hasAgentUIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
-		return false
-	}
-	// The link also works for an executable that was replaced since. The agent needs CAP_DAC_READ_SEARCH and
-	// CAP_SYS_PTRACE.
-	exe, err := member.Stat(procFile(self.PID, "exe"))
-	if err != nil {
-		return false
-	}
-	if exe.Uid != 0 && exe.Uid != uint32(os.Geteuid()) || exe.Mode&0o022 != 0 {
-		return sameFile(procFile(self.PID, "exe"), "/proc/self/exe")
-	}
-	return member.Alive(self.PID, self.StartTime)
 }
 
 // hasPins reports whether dir, as a keeper names its pin directory, is the pin directory pins of this process. In
@@ -113,28 +85,6 @@ func hasPins(pid int, dir, pins string) bool {
 }
 
 func procFile(pid int, name string) string { return fmt.Sprintf("/proc/%d/%s", pid, name) }
-
-func sameFile(a, b string) bool {
-	sa, errA := member.Stat(a)
-	sb, errB := member.Stat(b)
-	return errA == nil && errB == nil && sa.Dev_major == sb.Dev_major && sa.Dev_minor == sb.Dev_minor && sa.Ino == sb.Ino
-}
-
-// hasAgentUIDs reports whether the real, effective, saved and file system user ids of a process are those of the agent.
-func hasAgentUIDs(pid int) bool {
-	status, err := os.ReadFile(procFile(pid, "status"))
-	if err != nil {
-		return false
-	}
-	want := fmt.Sprint(os.Geteuid())
-	for line := range bytes.Lines(status) {
-		if ids, ok := bytes.CutPrefix(line, []byte("Uid:")); ok {
-			fields := strings.Fields(string(ids))
-			return len(fields) == 4 && !slices.ContainsFunc(fields, func(id string) bool { return id != want })
-		}
-	}
-	return false
-}
 
 // Start starts a keeper process that inherits the sockets.
 func Start(log *slog.Logger, pins, service string, fds []int) (*Process, error) {
@@ -203,6 +153,15 @@ func Find(pins, service string, record *member.ID, rows func(service string) []b
 	return keepers, nil
 }
 
+// parseArguments returns the pin directory and the service in the arguments of a keeper. Any process can have these
+// arguments; isTrusted checks the process itself.
+func parseArguments(args []string) (pins, service string, ok bool) {
+	if len(args) != 6 || !isCommand(args[1]) || args[2] != "--pins" || args[4] != "--service" {
+		return "", "", false
+	}
+	return args[3], args[5], true
+}
+
 // open returns nil if the process is not a keeper or has exited.
 func open(p *member.Process, service string, record *member.ID, rows []bpf.Listener, rooms map[uint64]bool) *Process {
 	handle, err := member.Open(p.PID)
@@ -221,6 +180,47 @@ func open(p *member.Process, service string, record *member.ID, rows []bpf.Liste
 		return nil
 	}
 	return k
+}
+
+// isTrusted reports whether an agent of any version can have started a process: all user ids of the process are
+// those of the agent, the process is in the agent's user namespace, and only root can have written its executable. A
+// process that a user starts by sudo(8) has the real id of that user until sudo has the password.
+func isTrusted(self member.ID) bool {
+	if !hasAgentUIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
+		return false
+	}
+	// The link also works for an executable that was replaced since. The agent needs CAP_DAC_READ_SEARCH and
+	// CAP_SYS_PTRACE.
+	exe, err := member.Stat(procFile(self.PID, "exe"))
+	if err != nil {
+		return false
+	}
+	if exe.Uid != 0 && exe.Uid != uint32(os.Geteuid()) || exe.Mode&0o022 != 0 {
+		return sameFile(procFile(self.PID, "exe"), "/proc/self/exe")
+	}
+	return member.Alive(self.PID, self.StartTime)
+}
+
+func sameFile(a, b string) bool {
+	sa, errA := member.Stat(a)
+	sb, errB := member.Stat(b)
+	return errA == nil && errB == nil && sa.Dev_major == sb.Dev_major && sa.Dev_minor == sb.Dev_minor && sa.Ino == sb.Ino
+}
+
+// hasAgentUIDs reports whether the real, effective, saved and file system user ids of a process are those of the agent.
+func hasAgentUIDs(pid int) bool {
+	status, err := os.ReadFile(procFile(pid, "status"))
+	if err != nil {
+		return false
+	}
+	want := fmt.Sprint(os.Geteuid())
+	for line := range bytes.Lines(status) {
+		if ids, ok := bytes.CutPrefix(line, []byte("Uid:")); ok {
+			fields := strings.Fields(string(ids))
+			return len(fields) == 4 && !slices.ContainsFunc(fields, func(id string) bool { return id != want })
+		}
+	}
+	return false
 }
 
 // pinnedRooms returns the cookies of the waiting rooms of a service. With sk_lookup they have ports of their own.

@@ -27,14 +27,6 @@ func ForBPF(l config.Listener) bpf.Listener {
 	return bpf.Listener{Protocol: protocol, Address: l.Address, V6Only: l.V6Only}
 }
 
-// MemberPorts returns the range of ports that members bind for a listener.
-func MemberPorts(l config.Listener) (first, last uint16) {
-	if l.MemberPorts.First == 0 {
-		return l.Address.Port(), l.Address.Port()
-	}
-	return l.MemberPorts.First, l.MemberPorts.Last
-}
-
 // MemberAddress describes the socket that a member must open for a listener.
 func MemberAddress(l config.Listener) string {
 	if l.MemberPorts.First == 0 {
@@ -54,6 +46,14 @@ func MatchesAny(listeners map[int]config.Listener, socket *member.Socket) bool {
 		}
 	}
 	return false
+}
+
+// MemberPorts returns the range of ports that members bind for a listener.
+func MemberPorts(l config.Listener) (first, last uint16) {
+	if l.MemberPorts.First == 0 {
+		return l.Address.Port(), l.Address.Port()
+	}
+	return l.MemberPorts.First, l.MemberPorts.Last
 }
 
 // CheckFit returns the reason why a socket cannot serve a listener of a service with or without steering by sk_lookup, or nil.

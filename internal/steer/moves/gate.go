@@ -59,6 +59,19 @@ type gate struct {
 	sockets  map[int]int       // descriptors by row
 }
 
+// ShutBefore closes the gate of a slot before the slot is ready, so that no device passes in between.
+func (m *Moves) ShutBefore(slot int) error {
+	m.closeGate(slot)
+	if _, closed := m.gate.closed[slot]; !closed || m.Mapping == nil {
+		return nil
+	}
+	if !m.active() {
+		m.Begin(fmt.Sprintf("the member of slot %d is new", slot), "")
+	}
+	m.scheduleMoves()
+	return m.Actions.InstallMapping()
+}
+
 // closeGate closes the gate of a slot whose member was just registered.
 func (m *Moves) closeGate(slot int) {
 	if !m.Gateable() || m.Restoring {
@@ -86,19 +99,6 @@ func (m *Moves) closeGate(slot int) {
 	for _, d := range session.ByDevice(m.Mapping, list) {
 		m.gate.admitted[uint16(d.Location.Bucket)] = true
 	}
-}
-
-// ShutBefore closes the gate of a slot before the slot is ready, so that no device passes in between.
-func (m *Moves) ShutBefore(slot int) error {
-	m.closeGate(slot)
-	if _, closed := m.gate.closed[slot]; !closed || m.Mapping == nil {
-		return nil
-	}
-	if !m.active() {
-		m.Begin(fmt.Sprintf("the member of slot %d is new", slot), "")
-	}
-	m.scheduleMoves()
-	return m.Actions.InstallMapping()
 }
 
 // GatedTable returns the bucket table in force with the flag of the closed gates.

@@ -41,6 +41,22 @@ type Moves struct {
 	pinTimer *time.Timer // timer of the next end of a pin; nil: none is due
 }
 
+// progress is the progress of the moves to the target mapping.
+type progress struct {
+	cause   string           // change that caused the moves
+	of      string           // slot or device of that change; see checkNoMoves
+	started time.Time        // of the first move
+	running map[string]*move // devices that connect and send their initial dump, by session.Key
+	waiting int              // devices with sessions that wait for their turn
+	stopped int              // devices with sessions that stay because the moves are stopped
+	blocked map[int]int      // buckets and pins that wait for a member, by target slot
+	done    int              // devices
+	more    bool             // further devices move by the next write of the table
+	timer   *time.Timer
+	// announced: the log has the begin of the moves, and not yet their end.
+	announced bool
+}
+
 // New returns the moves of a service, whose packets wait in the rooms.
 func New(s *core.Service, r *rooms.Rooms) *Moves {
 	return &Moves{
@@ -63,39 +79,12 @@ func (m *Moves) Close() {
 	m.CloseGateSockets()
 }
 
-// progress is the progress of the moves to the target mapping.
-type progress struct {
-	cause   string           // change that caused the moves
-	of      string           // slot or device of that change; see checkNoMoves
-	started time.Time        // of the first move
-	running map[string]*move // devices that connect and send their initial dump, by session.Key
-	waiting int              // devices with sessions that wait for their turn
-	stopped int              // devices with sessions that stay because the moves are stopped
-	blocked map[int]int      // buckets and pins that wait for a member, by target slot
-	done    int              // devices
-	more    bool             // further devices move by the next write of the table
-	timer   *time.Timer
-	// announced: the log has the begin of the moves, and not yet their end.
-	announced bool
-}
-
 // Begin records the change of a slot, a device or the policy that causes the next moves.
 func (p *progress) Begin(cause, of string) {
 	p.cause, p.of = cause, of
 	if p.ungated() == 0 {
 		p.started, p.done = time.Now(), 0
 	}
-}
-
-// ungated returns the number of devices that move, without those that were admitted at a gate.
-func (p *progress) ungated() int {
-	n := p.waiting
-	for _, one := range p.running {
-		if !one.gated {
-			n++
-		}
-	}
-	return n
 }
 
 // Count returns the numbers of devices that move, and that wait for their turn.
@@ -108,6 +97,53 @@ func (p *progress) active() bool { return len(p.running)+p.waiting > 0 }
 
 // moving reports whether devices move or wait at a gate.
 func (m *Moves) moving() bool { return m.active() || len(m.gate.closed) > 0 }
+
+// checkNoMoves returns an error while devices move because of another change. of is the slot or device of the new
+// change.
+func (m *Moves) checkNoMoves(of string) error {
+	left := m.ungated()
+	if left == 0 || of == m.of {
+		return nil
+	}
+	return fault.Conflict(fmt.Errorf("devices move because of another change (%s): %d done, %d running, %d waiting",
+		m.cause, m.done, left-m.waiting, m.waiting),
+		"sockeye moves --wait waits for the end, sockeye moves --cancel stops them")
+}
+
+// Stop stops the moves, or continues them.
+func (m *Moves) Stop(stop bool) error {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	if err := m.CheckOpen(); err != nil {
+		return err
+	}
+	if stop && m.ungated()+len(m.blocked) == 0 {
+		if gates := m.closedGates(); len(gates) > 0 {
+			return fault.Conflict(fmt.Errorf("no devices move; %s admits devices in turn, which cannot be stopped", SlotNames(gates)),
+				"a policy without pace admits them at once")
+		}
+		return fault.Conflict(errors.New("no devices move"), "sockeye moves shows the moves")
+	}
+	if !stop && !m.State.MovesStopped {
+		return fault.Conflict(errors.New("the moves are not stopped"), "sockeye moves shows the moves")
+	}
+	m.State.MovesStopped = stop
+	if err := m.State.Save(m.StatePath()); err != nil {
+		return err
+	}
+	return m.Place()
+}
+
+// ungated returns the number of devices that move, without those that were admitted at a gate.
+func (p *progress) ungated() int {
+	n := p.waiting
+	for _, one := range p.running {
+		if !one.gated {
+			n++
+		}
+	}
+	return n
+}
 
 // Place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
 func (m *Moves) Place() error {
@@ -251,42 +287,6 @@ func (m *Moves) continueMoves() {
 		m.announced = false
 		m.Log.Info("moves have ended", events.MovesEnded, "devices", m.done, "took", time.Since(m.started).Round(time.Millisecond).String())
 	}
-}
-
-// checkNoMoves returns an error while devices move because of another change. of is the slot or device of the new
-// change.
-func (m *Moves) checkNoMoves(of string) error {
-	left := m.ungated()
-	if left == 0 || of == m.of {
-		return nil
-	}
-	return fault.Conflict(fmt.Errorf("devices move because of another change (%s): %d done, %d running, %d waiting",
-		m.cause, m.done, left-m.waiting, m.waiting),
-		"sockeye moves --wait waits for the end, sockeye moves --cancel stops them")
-}
-
-// Stop stops the moves, or continues them.
-func (m *Moves) Stop(stop bool) error {
-	m.Mu.Lock()
-	defer m.Mu.Unlock()
-	if err := m.CheckOpen(); err != nil {
-		return err
-	}
-	if stop && m.ungated()+len(m.blocked) == 0 {
-		if gates := m.closedGates(); len(gates) > 0 {
-			return fault.Conflict(fmt.Errorf("no devices move; %s admits devices in turn, which cannot be stopped", SlotNames(gates)),
-				"a policy without pace admits them at once")
-		}
-		return fault.Conflict(errors.New("no devices move"), "sockeye moves shows the moves")
-	}
-	if !stop && !m.State.MovesStopped {
-		return fault.Conflict(errors.New("the moves are not stopped"), "sockeye moves shows the moves")
-	}
-	m.State.MovesStopped = stop
-	if err := m.State.Save(m.StatePath()); err != nil {
-		return err
-	}
-	return m.Place()
 }
 
 // Status returns the progress of the moves.

@@ -27,48 +27,8 @@ type counted struct {
 	bytes     map[uint64]uint64 // received bytes of each session, by cookie
 }
 
-// countDevices reads the counters of all devices by session.Key.
-func (m *Moves) countDevices() (map[string]*counted, error) {
-	m.Mu.Lock()
-	defer m.Mu.Unlock()
-	if err := m.CheckOpen(); err != nil {
-		return nil, err
-	}
-	if m.Config.SharesSlots {
-		return nil, fault.Conflict(errors.New("the slots are shared with another service"), "move devices by sockeye move, which moves them in both services")
-	}
-	if m.Config.TrackDevices == 0 {
-		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", m.Name), "set track_devices in the policy")
-	}
-	all := make(map[string]*counted)
-	of := func(at placement.Location, address string, key string) *counted {
-		d := all[key]
-		if d == nil {
-			d = &counted{device: address, slot: at.Slot, pinned: at.Pinned, bytes: make(map[uint64]uint64)}
-			if at.Device != "" {
-				d.device = at.Device
-			}
-			all[key] = d
-		}
-		return d
-	}
-	for address, seen := range m.Path.Devices() {
-		addr := placement.Addr(address)
-		at := m.Mapping.Locate(addr)
-		of(at, addr.String(), session.Key(at.Device, addr)).datagrams += seen.Datagrams
-	}
-	list, err := m.ReadSessions()
-	if err != nil {
-		return nil, err
-	}
-	for _, one := range list {
-		if one.State == sockdiag.Established {
-			at := m.Mapping.Locate(one.Address)
-			of(at, one.Address.String(), session.Key(at.Device, one.Address)).bytes[one.Cookie] = one.Info.Bytes_received
-		}
-	}
-	return all, nil
-}
+// maxProposed is the maximum number of proposed moves.
+const maxProposed = 256
 
 // Rebalance measures the load of the devices, and proposes moves that make the load of the slots more even. With apply,
 // the devices are pinned to their new slots.
@@ -136,8 +96,48 @@ func (m *Moves) Rebalance(ctx context.Context, period time.Duration, apply bool)
 	return result, m.pinAll(result.Moves)
 }
 
-// maxProposed is the maximum number of proposed moves.
-const maxProposed = 256
+// countDevices reads the counters of all devices by session.Key.
+func (m *Moves) countDevices() (map[string]*counted, error) {
+	m.Mu.Lock()
+	defer m.Mu.Unlock()
+	if err := m.CheckOpen(); err != nil {
+		return nil, err
+	}
+	if m.Config.SharesSlots {
+		return nil, fault.Conflict(errors.New("the slots are shared with another service"), "move devices by sockeye move, which moves them in both services")
+	}
+	if m.Config.TrackDevices == 0 {
+		return nil, fault.Conflict(fmt.Errorf("service %s does not track devices, so their load is not known", m.Name), "set track_devices in the policy")
+	}
+	all := make(map[string]*counted)
+	of := func(at placement.Location, address string, key string) *counted {
+		d := all[key]
+		if d == nil {
+			d = &counted{device: address, slot: at.Slot, pinned: at.Pinned, bytes: make(map[uint64]uint64)}
+			if at.Device != "" {
+				d.device = at.Device
+			}
+			all[key] = d
+		}
+		return d
+	}
+	for address, seen := range m.Path.Devices() {
+		addr := placement.Addr(address)
+		at := m.Mapping.Locate(addr)
+		of(at, addr.String(), session.Key(at.Device, addr)).datagrams += seen.Datagrams
+	}
+	list, err := m.ReadSessions()
+	if err != nil {
+		return nil, err
+	}
+	for _, one := range list {
+		if one.State == sockdiag.Established {
+			at := m.Mapping.Locate(one.Address)
+			of(at, one.Address.String(), session.Key(at.Device, one.Address)).bytes[one.Cookie] = one.Info.Bytes_received
+		}
+	}
+	return all, nil
+}
 
 // loadWeights returns the weights of the slots that may receive devices, for the slots of the policy and of the loads.
 func (m *Moves) loadWeights(loads []placement.Load) placement.Weights {

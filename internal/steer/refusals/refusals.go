@@ -60,13 +60,6 @@ func (t *Table) Add(log *slog.Logger, p *member.Process, source string, why *mem
 // Delete removes a process.
 func (t *Table) Delete(id member.ID) { delete(t.processes, id) }
 
-// prune deletes the processes that have exited.
-func (t *Table) prune() {
-	maps.DeleteFunc(t.processes, func(self member.ID, _ refused) bool {
-		return !member.Alive(self.PID, self.StartTime)
-	})
-}
-
 // List returns the running processes, sorted by process id.
 func (t *Table) List() []api.RefusedStatus {
 	t.prune()
@@ -78,4 +71,11 @@ func (t *Table) List() []api.RefusedStatus {
 		})
 	}
 	return list
+}
+
+// prune deletes the processes that have exited.
+func (t *Table) prune() {
+	maps.DeleteFunc(t.processes, func(self member.ID, _ refused) bool {
+		return !member.Alive(self.PID, self.StartTime)
+	})
 }

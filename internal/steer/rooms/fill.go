@@ -101,21 +101,6 @@ func (r *Rooms) CancelFill(seat *core.Seat) error {
 	return err
 }
 
-// beginFlows begins with the templates and datagrams for the member of a filling slot.
-func (r *Rooms) beginFlows(f *fill) error {
-	slot := f.seat.Slot
-	f.flows, f.deadline = time.Now(), time.Now().Add(f.limit)
-	f.addresses = r.withoutTemplates(slot, f.seat.ID())
-	if len(f.addresses) == 0 {
-		return nil
-	}
-	if err := r.openTemporaryRooms(); err != nil {
-		return err
-	}
-	f.templates = r.templateDatagrams(f.addresses, false, r.nextSequences(slot))
-	return nil
-}
-
 // beginLate begins to send templates, and datagrams in memory, to a member whose slot is ready. The first ones are sent at
 // once.
 func (r *Rooms) beginLate(f *fill) {
@@ -261,6 +246,21 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 		}
 	}
 	return false, 0
+}
+
+// beginFlows begins with the templates and datagrams for the member of a filling slot.
+func (r *Rooms) beginFlows(f *fill) error {
+	slot := f.seat.Slot
+	f.flows, f.deadline = time.Now(), time.Now().Add(f.limit)
+	f.addresses = r.withoutTemplates(slot, f.seat.ID())
+	if len(f.addresses) == 0 {
+		return nil
+	}
+	if err := r.openTemporaryRooms(); err != nil {
+		return err
+	}
+	f.templates = r.templateDatagrams(f.addresses, false, r.nextSequences(slot))
+	return nil
 }
 
 // hasDecoded reports whether a member has decoded the templates that it was sent, or is not waited for any longer. A collector with several

@@ -114,32 +114,6 @@ type queue struct {
 	head int // index of the first one
 }
 
-func (q *queue) len() int {
-	if q == nil {
-		return 0
-	}
-	return len(q.list) - q.head
-}
-
-// all yields the datagrams, the first one first.
-func (q *queue) all() iter.Seq[*waitingDatagram] {
-	return func(yield func(*waitingDatagram) bool) {
-		for i := range q.len() {
-			if !yield(&q.list[q.head+i]) {
-				return
-			}
-		}
-	}
-}
-
-// prepared contains the settings of the socket of a room.
-type prepared struct {
-	cookie uint64
-	port   uint16 // of the room of a UDP listener with sk_lookup
-	room   config.Room
-	slots  int
-}
-
 // New returns the rooms of a service. They open with its keeper sockets.
 func New(s *core.Service) *Rooms {
 	return &Rooms{
@@ -150,18 +124,6 @@ func New(s *core.Service) *Rooms {
 	}
 }
 
-// defaultRoom has the bounds of the waiting rooms of a service whose packets wait only while another member takes a slot
-// over.
-var defaultRoom = config.Room{Datagrams: 100_000, Bytes: 32_000_000}
-
-// Room returns the bounds of the waiting room of each slot. Wait is 0 if the packets of empty slots do not wait.
-func (r *Rooms) Room() config.Room {
-	if room := r.Config.WhenEmpty.Room; room != nil {
-		return *room
-	}
-	return defaultRoom
-}
-
 // Exist reports whether the listeners have waiting rooms.
 func (r *Rooms) Exist() bool { return r.Config.WhenEmpty.Room != nil || r.Config.Takeover }
 
@@ -170,14 +132,6 @@ func (r *Rooms) acceptsWaiting() bool { return !r.UsesLookup() && r.Path.Migrate
 
 func (r *Rooms) waitLength() time.Duration {
 	return time.Duration(r.Room().Wait) * time.Microsecond
-}
-
-// waitLengthOf returns the time for which the packets of a slot wait. Those of a slot in maint are refused.
-func (r *Rooms) waitLengthOf(slot int) time.Duration {
-	if slot >= r.Config.Slots || r.SlotState(slot).State == stored.Maint {
-		return 0
-	}
-	return r.waitLength()
 }
 
 // IsFilling reports whether the member of a slot receives what has waited.
@@ -266,16 +220,12 @@ func (r *Rooms) BeginWait(slot int) {
 	}
 }
 
-// IsWaiting reports whether the data path makes the packets of a slot wait. The data path knows before the agent that a member
-// has exited.
-func (r *Rooms) IsWaiting(slot int) bool {
-	wait, _, err := r.Path.Wait(slot)
-	return err == nil && r.waits(slot, wait)
-}
-
-func (r *Rooms) waits(slot int, wait bpf.Wait) bool {
-	state, err := r.Path.Slot(slot)
-	return err == nil && state.Ready == 0 && wait.Until > uint64(clock.Monotonic())
+// waitLengthOf returns the time for which the packets of a slot wait. Those of a slot in maint are refused.
+func (r *Rooms) waitLengthOf(slot int) time.Duration {
+	if slot >= r.Config.Slots || r.SlotState(slot).State == stored.Maint {
+		return 0
+	}
+	return r.waitLength()
 }
 
 // ScheduleEnd schedules the end of the wait of a slot.
@@ -338,70 +288,8 @@ func (r *Rooms) discardRest(slot int) error {
 	return nil
 }
 
-// markEmpty notes that all datagrams of a slot have left the rooms.
-func (r *Rooms) markEmpty(slot int) {
-	wait, room, err := r.Path.Wait(slot)
-	if err == nil && (wait.Left != room.Datagrams || wait.LeftBytes != room.Bytes || wait.Filling != 0) {
-		wait.Left, wait.LeftBytes, wait.Filling = room.Datagrams, room.Bytes, 0
-		err = r.Path.SetWait(slot, wait)
-	}
-	if err != nil {
-		r.Log.Error("waiting room not marked empty", "slot", slot, "error", err)
-	}
-}
-
-// nextUnread reads the next datagram for a slot from the rooms, and delivers those of other slots.
-func (r *Rooms) nextUnread(slot int) (d waitingDatagram, ok bool) {
-	for row := range r.prepared {
-		for r.prepared[row] != nil && r.Listeners[row].Protocol == config.UDP {
-			d, ok := r.receiveWaiting(row)
-			if !ok {
-				break
-			}
-			if r.stale[d.stored] > 0 {
-				r.stale[d.stored]--
-				continue
-			}
-			home, _ := r.Mapping.Slot(d.From.Addr())
-			if home == slot {
-				return d, true
-			}
-			r.deliver(home, d)
-		}
-	}
-	clear(r.stale) // nothing is unread: after a change of the mapping, the counts of slots could be too high
-	return d, false
-}
-
-// deliver keeps a datagram that was read from a room for the member of its slot, or for the next one, or discards it.
-// sendQueued must follow. With sk_lookup, the data path does not know the size of a datagram, and limits only their number.
-func (r *Rooms) deliver(slot int, d waitingDatagram) {
-	size := prepared{room: r.Room(), slots: r.Config.Slots}
-	if p := r.prepared[d.row]; p != nil {
-		size = *p // of the policy under which the datagram came
-	}
-	fits := r.memory[d.row]+d.size() <= size.size()
-	if fits && (r.IsReady(slot) || r.filling[slot] != nil || r.IsWaiting(slot)) {
-		r.enqueue(slot, d)
-		return
-	}
-	r.lost[slot]++
-	r.countLeft(&d)
-}
-
 // size returns the memory of a datagram as prepared.size counts it.
 func (d *waitingDatagram) size() int64 { return int64(len(d.Payload)) + overhead/2 }
-
-// enqueue keeps a datagram in memory, behind the others of its slot.
-func (r *Rooms) enqueue(slot int, d waitingDatagram) {
-	q := r.queued[slot]
-	if q == nil {
-		q = new(queue)
-		r.queued[slot] = q
-	}
-	q.list = append(q.list, d)
-	r.memory[d.row] += d.size()
-}
 
 // requeue keeps a datagram of dequeue again, in front of the others.
 func (r *Rooms) requeue(slot int, d waitingDatagram) {
@@ -437,26 +325,6 @@ func (r *Rooms) dequeue(slot int) (d waitingDatagram, ok bool) {
 	return d, true
 }
 
-// takeQueue removes all datagrams of a slot from memory.
-func (r *Rooms) takeQueue(slot int) (all []waitingDatagram) {
-	for d := range r.queued[slot].all() {
-		r.memory[d.row] -= d.size()
-		all = append(all, *d)
-	}
-	delete(r.queued, slot)
-	return all
-}
-
-// sendQueued begins to send the datagrams in memory whose slot is ready.
-func (r *Rooms) sendQueued() {
-	for slot := range r.queued {
-		if !r.IsReady(slot) || r.IsWaiting(slot) || r.kept.running[slot] != nil {
-			continue
-		}
-		r.beginLate(&fill{seat: r.Seats[slot], late: true})
-	}
-}
-
 // ReleaseMoved sends what waited for slots whose devices have another slot now to the members of that slot. before is the
 // mapping before the change.
 func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
@@ -485,6 +353,18 @@ func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
 	r.released, r.departed = time.Now(), time.Now()
 	if err := r.rotateRooms(); err != nil {
 		r.Log.Error("waiting connections not released", "error", err)
+	}
+}
+
+// markEmpty notes that all datagrams of a slot have left the rooms.
+func (r *Rooms) markEmpty(slot int) {
+	wait, room, err := r.Path.Wait(slot)
+	if err == nil && (wait.Left != room.Datagrams || wait.LeftBytes != room.Bytes || wait.Filling != 0) {
+		wait.Left, wait.LeftBytes, wait.Filling = room.Datagrams, room.Bytes, 0
+		err = r.Path.SetWait(slot, wait)
+	}
+	if err != nil {
+		r.Log.Error("waiting room not marked empty", "slot", slot, "error", err)
 	}
 }
 
@@ -520,6 +400,14 @@ func (r *Rooms) loses(slot int, before *placement.Mapping) bool {
 	return false
 }
 
+// prepared contains the settings of the socket of a room.
+type prepared struct {
+	cookie uint64
+	port   uint16 // of the room of a UDP listener with sk_lookup
+	room   config.Room
+	slots  int
+}
+
 // resend sends a datagram to the member of its slot.
 func (r *Rooms) resend(slot int, d *waitingDatagram) bool {
 	r.countLeft(d)
@@ -537,69 +425,6 @@ func (r *Rooms) resend(slot int, d *waitingDatagram) bool {
 	}
 	r.replayed[slot]++
 	return true
-}
-
-// noteSendError logs the first error of the sender.
-func (r *Rooms) noteSendError(slot int, err error) {
-	if r.err == nil {
-		r.Log.Error("datagram not sent to the member", "slot", slot, "error", err)
-	}
-	r.err = err
-}
-
-// countLeft counts a datagram that has left the room, for flushLeft.
-func (r *Rooms) countLeft(d *waitingDatagram) {
-	left := r.left[d.stored]
-	left.Datagrams++
-	if !r.UsesLookup() {
-		left.Bytes += uint64(len(d.Payload)) + 8 // UDP header
-	}
-	r.left[d.stored] = left
-}
-
-// flushLeft tells the data path which datagrams have left the rooms.
-func (r *Rooms) flushLeft() {
-	for slot, left := range r.left {
-		wait, room, err := r.Path.Wait(slot)
-		if err == nil {
-			wait.Left = min(wait.Left+left.Datagrams, room.Datagrams)
-			wait.LeftBytes = min(wait.LeftBytes+left.Bytes, room.Bytes)
-			err = r.Path.SetWait(slot, wait)
-		}
-		if err != nil {
-			r.Log.Error("waiting room not updated", "slot", slot, "error", err)
-		}
-	}
-	clear(r.left)
-}
-
-// emptyRooms delivers or discards the datagrams in the rooms, unless a slot waits: its datagrams stay in the socket, where
-// they outlive this agent, and those of other slots with them.
-func (r *Rooms) emptyRooms() {
-	for slot := range r.Config.Slots {
-		if r.filling[slot] != nil || r.IsWaiting(slot) && r.HasDevices(slot) {
-			return
-		}
-	}
-	r.nextUnread(nobody)
-	r.deliverQueued()
-	r.flushLeft()
-}
-
-// deliverQueued delivers the datagrams in memory to the members of their devices, or discards those whose slot does not wait
-// any more.
-func (r *Rooms) deliverQueued() {
-	var all []waitingDatagram
-	for slot := range r.queued {
-		if r.filling[slot] == nil {
-			all = append(all, r.takeQueue(slot)...)
-		}
-	}
-	for i := range all {
-		home, _ := r.Mapping.Slot(all[i].From.Addr())
-		r.deliver(home, all[i])
-	}
-	r.sendQueued()
 }
 
 // ReturnQueued sends the datagrams in memory to the rooms again, where they outlive this agent.
@@ -626,6 +451,14 @@ func (r *Rooms) ReturnQueued() {
 	clear(r.memory[:])
 }
 
+// noteSendError logs the first error of the sender.
+func (r *Rooms) noteSendError(slot int, err error) {
+	if r.err == nil {
+		r.Log.Error("datagram not sent to the member", "slot", slot, "error", err)
+	}
+	r.err = err
+}
+
 // ReleaseLate releases packets that were on their way to a room when it was emptied.
 func (r *Rooms) ReleaseLate() {
 	if !r.Exist() || time.Since(r.released) > lateTime {
@@ -648,6 +481,168 @@ func (r *Rooms) ReleaseWaiting() {
 	if err := r.rotateRooms(); err != nil {
 		r.Log.Error("waiting connections not released", "error", err)
 	}
+}
+
+// emptyRooms delivers or discards the datagrams in the rooms, unless a slot waits: its datagrams stay in the socket, where
+// they outlive this agent, and those of other slots with them.
+func (r *Rooms) emptyRooms() {
+	for slot := range r.Config.Slots {
+		if r.filling[slot] != nil || r.IsWaiting(slot) && r.HasDevices(slot) {
+			return
+		}
+	}
+	r.nextUnread(nobody)
+	r.deliverQueued()
+	r.flushLeft()
+}
+
+// nextUnread reads the next datagram for a slot from the rooms, and delivers those of other slots.
+func (r *Rooms) nextUnread(slot int) (d waitingDatagram, ok bool) {
+	for row := range r.prepared {
+		for r.prepared[row] != nil && r.Listeners[row].Protocol == config.UDP {
+			d, ok := r.receiveWaiting(row)
+			if !ok {
+				break
+			}
+			if r.stale[d.stored] > 0 {
+				r.stale[d.stored]--
+				continue
+			}
+			home, _ := r.Mapping.Slot(d.From.Addr())
+			if home == slot {
+				return d, true
+			}
+			r.deliver(home, d)
+		}
+	}
+	clear(r.stale) // nothing is unread: after a change of the mapping, the counts of slots could be too high
+	return d, false
+}
+
+// flushLeft tells the data path which datagrams have left the rooms.
+func (r *Rooms) flushLeft() {
+	for slot, left := range r.left {
+		wait, room, err := r.Path.Wait(slot)
+		if err == nil {
+			wait.Left = min(wait.Left+left.Datagrams, room.Datagrams)
+			wait.LeftBytes = min(wait.LeftBytes+left.Bytes, room.Bytes)
+			err = r.Path.SetWait(slot, wait)
+		}
+		if err != nil {
+			r.Log.Error("waiting room not updated", "slot", slot, "error", err)
+		}
+	}
+	clear(r.left)
+}
+
+// deliverQueued delivers the datagrams in memory to the members of their devices, or discards those whose slot does not wait
+// any more.
+func (r *Rooms) deliverQueued() {
+	var all []waitingDatagram
+	for slot := range r.queued {
+		if r.filling[slot] == nil {
+			all = append(all, r.takeQueue(slot)...)
+		}
+	}
+	for i := range all {
+		home, _ := r.Mapping.Slot(all[i].From.Addr())
+		r.deliver(home, all[i])
+	}
+	r.sendQueued()
+}
+
+// deliver keeps a datagram that was read from a room for the member of its slot, or for the next one, or discards it.
+// sendQueued must follow. With sk_lookup, the data path does not know the size of a datagram, and limits only their number.
+func (r *Rooms) deliver(slot int, d waitingDatagram) {
+	size := prepared{room: r.Room(), slots: r.Config.Slots}
+	if p := r.prepared[d.row]; p != nil {
+		size = *p // of the policy under which the datagram came
+	}
+	fits := r.memory[d.row]+d.size() <= size.size()
+	if fits && (r.IsReady(slot) || r.filling[slot] != nil || r.IsWaiting(slot)) {
+		r.enqueue(slot, d)
+		return
+	}
+	r.lost[slot]++
+	r.countLeft(&d)
+}
+
+// defaultRoom has the bounds of the waiting rooms of a service whose packets wait only while another member takes a slot
+// over.
+var defaultRoom = config.Room{Datagrams: 100_000, Bytes: 32_000_000}
+
+// Room returns the bounds of the waiting room of each slot. Wait is 0 if the packets of empty slots do not wait.
+func (r *Rooms) Room() config.Room {
+	if room := r.Config.WhenEmpty.Room; room != nil {
+		return *room
+	}
+	return defaultRoom
+}
+
+// enqueue keeps a datagram in memory, behind the others of its slot.
+func (r *Rooms) enqueue(slot int, d waitingDatagram) {
+	q := r.queued[slot]
+	if q == nil {
+		q = new(queue)
+		r.queued[slot] = q
+	}
+	q.list = append(q.list, d)
+	r.memory[d.row] += d.size()
+}
+
+// takeQueue removes all datagrams of a slot from memory.
+func (r *Rooms) takeQueue(slot int) (all []waitingDatagram) {
+	for d := range r.queued[slot].all() {
+		r.memory[d.row] -= d.size()
+		all = append(all, *d)
+	}
+	delete(r.queued, slot)
+	return all
+}
+
+// all yields the datagrams, the first one first.
+func (q *queue) all() iter.Seq[*waitingDatagram] {
+	return func(yield func(*waitingDatagram) bool) {
+		for i := range q.len() {
+			if !yield(&q.list[q.head+i]) {
+				return
+			}
+		}
+	}
+}
+
+func (q *queue) len() int {
+	if q == nil {
+		return 0
+	}
+	return len(q.list) - q.head
+}
+
+// sendQueued begins to send the datagrams in memory whose slot is ready.
+func (r *Rooms) sendQueued() {
+	for slot := range r.queued {
+		if !r.IsReady(slot) || r.IsWaiting(slot) || r.kept.running[slot] != nil {
+			continue
+		}
+		r.beginLate(&fill{seat: r.Seats[slot], late: true})
+	}
+}
+
+// IsWaiting reports whether the data path makes the packets of a slot wait. The data path knows before the agent that a member
+// has exited.
+func (r *Rooms) IsWaiting(slot int) bool {
+	wait, _, err := r.Path.Wait(slot)
+	return err == nil && r.waits(slot, wait)
+}
+
+// countLeft counts a datagram that has left the room, for flushLeft.
+func (r *Rooms) countLeft(d *waitingDatagram) {
+	left := r.left[d.stored]
+	left.Datagrams++
+	if !r.UsesLookup() {
+		left.Bytes += uint64(len(d.Payload)) + 8 // UDP header
+	}
+	r.left[d.stored] = left
 }
 
 // rotateRooms makes the kernel decide again about the connections that wait: each migrates to the member of its device, or
@@ -678,6 +673,11 @@ func (r *Rooms) mayHaveDeparted() bool {
 		r.arrived[slot], r.departed = room.Connections, time.Now()
 	}
 	return time.Since(r.departed) <= lateTime
+}
+
+func (r *Rooms) waits(slot int, wait bpf.Wait) bool {
+	state, err := r.Path.Slot(slot)
+	return err == nil && state.Ready == 0 && wait.Until > uint64(clock.Monotonic())
 }
 
 func (r *Rooms) rotateRoom(row, fd int) error {

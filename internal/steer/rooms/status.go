@@ -13,6 +13,31 @@ import (
 	"sockeye/internal/steer/stored"
 )
 
+// Note describes the waiting room of a slot whose packets wait, or have waited in vain.
+func (r *Rooms) Note(slot int) string {
+	room, err := r.Status(slot)
+	if err != nil || room == nil || r.IsReady(slot) || r.SlotState(slot).State == stored.Maint || !r.HasDevices(slot) {
+		return ""
+	}
+	waiting := format.Count(room.Waiting, "datagram waits", "datagrams wait")
+	switch {
+	case room.Filling && r.filling[slot].dumps != nil:
+		return fmt.Sprintf("slot %d has a new member, which reads the connections first: %s", slot, waiting)
+	case room.Filling:
+		return fmt.Sprintf("slot %d sends its new member what has waited: %s", slot, waiting)
+	case room.Until != nil:
+		left := max(0, time.Until(*room.Until)).Round(time.Second)
+		note := fmt.Sprintf("slot %d waits for its next member, for another %s: %s", slot, left, waiting)
+		if room.Waiting >= uint64(r.Room().Datagrams) {
+			note += "; the room is full, and datagrams are refused"
+		}
+		return note
+	case r.Seats[slot] == nil && r.Config.WhenEmpty.Room != nil:
+		return fmt.Sprintf("slot %d has no member, and its wait is over: its devices are refused", slot)
+	}
+	return ""
+}
+
 // Status returns the state of the waiting room of a slot, or nil without waiting rooms.
 func (r *Rooms) Status(slot int) (*api.RoomStatus, error) {
 	if !r.Exist() {
@@ -44,29 +69,4 @@ func (r *Rooms) Status(slot int) (*api.RoomStatus, error) {
 		status.Dropped += uint64(info[droppedWord])
 	}
 	return status, nil
-}
-
-// Note describes the waiting room of a slot whose packets wait, or have waited in vain.
-func (r *Rooms) Note(slot int) string {
-	room, err := r.Status(slot)
-	if err != nil || room == nil || r.IsReady(slot) || r.SlotState(slot).State == stored.Maint || !r.HasDevices(slot) {
-		return ""
-	}
-	waiting := format.Count(room.Waiting, "datagram waits", "datagrams wait")
-	switch {
-	case room.Filling && r.filling[slot].dumps != nil:
-		return fmt.Sprintf("slot %d has a new member, which reads the connections first: %s", slot, waiting)
-	case room.Filling:
-		return fmt.Sprintf("slot %d sends its new member what has waited: %s", slot, waiting)
-	case room.Until != nil:
-		left := max(0, time.Until(*room.Until)).Round(time.Second)
-		note := fmt.Sprintf("slot %d waits for its next member, for another %s: %s", slot, left, waiting)
-		if room.Waiting >= uint64(r.Room().Datagrams) {
-			note += "; the room is full, and datagrams are refused"
-		}
-		return note
-	case r.Seats[slot] == nil && r.Config.WhenEmpty.Room != nil:
-		return fmt.Sprintf("slot %d has no member, and its wait is over: its devices are refused", slot)
-	}
-	return ""
 }

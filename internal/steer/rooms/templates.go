@@ -111,13 +111,6 @@ func (r *Rooms) OpenTemplates() error {
 	return nil
 }
 
-func (r *Rooms) closeReader() {
-	if r.kept.reader != nil {
-		r.kept.reader.Close()
-		r.kept.reader = nil
-	}
-}
-
 // CloseTemplates saves the templates. The filters stay, and the ring keeps what they copy, for the next agent.
 func (r *Rooms) CloseTemplates() {
 	r.closeReader()
@@ -126,6 +119,13 @@ func (r *Rooms) CloseTemplates() {
 	}
 	if r.KeepsTemplates() {
 		r.saveTemplates()
+	}
+}
+
+func (r *Rooms) closeReader() {
+	if r.kept.reader != nil {
+		r.kept.reader.Close()
+		r.kept.reader = nil
 	}
 }
 
@@ -204,15 +204,6 @@ func (r *Rooms) templatesPath() string {
 	return filepath.Join(r.Host.StateDir, r.Name+".templates")
 }
 
-// rowsLine identifies the listeners of the rows: the templates of a state file refer to them.
-func (r *Rooms) rowsLine() string {
-	var rows []string
-	for _, row := range slices.Sorted(maps.Keys(r.Listeners)) {
-		rows = append(rows, fmt.Sprintf("%d %s", row, r.Listeners[row]))
-	}
-	return strings.Join(rows, ", ") + "\n"
-}
-
 func (r *Rooms) areTemplatesSaved() bool {
 	return r.kept.store.Revision() == r.kept.saved && r.rowsLine() == r.kept.savedRows
 }
@@ -255,6 +246,15 @@ func (r *Rooms) loadTemplates() {
 		return
 	}
 	r.kept.saved, r.kept.savedRows = r.kept.store.Revision(), r.rowsLine()
+}
+
+// rowsLine identifies the listeners of the rows: the templates of a state file refer to them.
+func (r *Rooms) rowsLine() string {
+	var rows []string
+	for _, row := range slices.Sorted(maps.Keys(r.Listeners)) {
+		rows = append(rows, fmt.Sprintf("%d %s", row, r.Listeners[row]))
+	}
+	return strings.Join(rows, ", ") + "\n"
 }
 
 // ForgetRow discards what came for the listener that had a row.
@@ -344,55 +344,6 @@ func (r *Rooms) withoutTemplates(slot int, at member.ID) (addresses []netip.Addr
 	return addresses
 }
 
-// templateDatagrams returns the datagrams with the templates of exporters. next contains the sequence numbers of the
-// messages that follow.
-func (r *Rooms) templateDatagrams(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
-	now := time.Now()
-	for _, addr := range addresses {
-		for _, m := range r.kept.store.Replay(addr, now, 0, next) {
-			to, ok := r.replayDestination(m.Row, addr, ready)
-			if !ok {
-				continue
-			}
-			list = append(list, waitingDatagram{Datagram: replay.Datagram{From: m.Source, To: to, Payload: m.Data}, row: m.Row})
-		}
-	}
-	return list
-}
-
-// replayDestination returns the address at which the data path finds the member of an exporter, also before its slot is
-// ready.
-func (r *Rooms) replayDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
-	l, ok := r.Listeners[row]
-	if !ok || l.Protocol != config.UDP {
-		return to, false
-	}
-	if r.UsesLookup() && !ready {
-		port := r.kept.temporaryPort(row)
-		if p := r.prepared[row]; p != nil {
-			port = p.port
-		}
-		return netip.AddrPortFrom(listener.Loopback(of), port), port != 0
-	}
-	to = l.Address
-	if to.Addr().IsUnspecified() {
-		to = netip.AddrPortFrom(listener.Loopback(of), to.Port())
-	}
-	return to, to.Addr().Is4() == of.Is4()
-}
-
-func (t *keptTemplates) temporaryPort(row int) uint16 {
-	fd, open := t.temporary[row]
-	if !open {
-		return 0
-	}
-	local, err := unix.Getsockname(fd)
-	if err != nil {
-		return 0
-	}
-	return sockaddr.AddrPort(local).Port()
-}
-
 // openTemporaryRooms opens the addresses for replays to slots that are not ready, with steering by sk_lookup and without
 // waiting rooms.
 func (r *Rooms) openTemporaryRooms() error {
@@ -466,6 +417,55 @@ func (r *Rooms) ReplayMoved() {
 		}
 		r.beginLate(&fill{seat: r.Seats[slot], late: true, addresses: addresses, templates: r.templateDatagrams(addresses, true, nil)})
 	}
+}
+
+// templateDatagrams returns the datagrams with the templates of exporters. next contains the sequence numbers of the
+// messages that follow.
+func (r *Rooms) templateDatagrams(addresses []netip.Addr, ready bool, next map[templates.Session]uint32) (list []waitingDatagram) {
+	now := time.Now()
+	for _, addr := range addresses {
+		for _, m := range r.kept.store.Replay(addr, now, 0, next) {
+			to, ok := r.replayDestination(m.Row, addr, ready)
+			if !ok {
+				continue
+			}
+			list = append(list, waitingDatagram{Datagram: replay.Datagram{From: m.Source, To: to, Payload: m.Data}, row: m.Row})
+		}
+	}
+	return list
+}
+
+// replayDestination returns the address at which the data path finds the member of an exporter, also before its slot is
+// ready.
+func (r *Rooms) replayDestination(row int, of netip.Addr, ready bool) (to netip.AddrPort, ok bool) {
+	l, ok := r.Listeners[row]
+	if !ok || l.Protocol != config.UDP {
+		return to, false
+	}
+	if r.UsesLookup() && !ready {
+		port := r.kept.temporaryPort(row)
+		if p := r.prepared[row]; p != nil {
+			port = p.port
+		}
+		return netip.AddrPortFrom(listener.Loopback(of), port), port != 0
+	}
+	to = l.Address
+	if to.Addr().IsUnspecified() {
+		to = netip.AddrPortFrom(listener.Loopback(of), to.Port())
+	}
+	return to, to.Addr().Is4() == of.Is4()
+}
+
+func (t *keptTemplates) temporaryPort(row int) uint16 {
+	fd, open := t.temporary[row]
+	if !open {
+		return 0
+	}
+	local, err := unix.Getsockname(fd)
+	if err != nil {
+		return 0
+	}
+	return sockaddr.AddrPort(local).Port()
 }
 
 // Exporters returns the number of exporters whose templates are kept.

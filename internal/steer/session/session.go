@@ -45,15 +45,6 @@ func (d *Device) String() string {
 	return d.Address.String()
 }
 
-// Key identifies a device: by its name in the device map, or else by its address. No name of a device map contains
-// a comma.
-func Key(name string, address netip.Addr) string {
-	if name != "" {
-		return name
-	}
-	return "," + address.String()
-}
-
 // Owners returns the number of processes that have the sessions of a device, without those of unknown.
 func (d *Device) Owners(unknown map[uint64]bool) int {
 	owners := make(map[member.ID]bool)
@@ -130,6 +121,15 @@ func ByDevice(m *placement.Mapping, list []Session) map[string]*Device {
 		d.Sessions = append(d.Sessions, list[i])
 	}
 	return devices
+}
+
+// Key identifies a device: by its name in the device map, or else by its address. No name of a device map contains
+// a comma.
+func Key(name string, address netip.Addr) string {
+	if name != "" {
+		return name
+	}
+	return "," + address.String()
 }
 
 // Listening returns the inodes of the sockets that listen on the ports of the service.

@@ -36,25 +36,6 @@ type Setting struct {
 // DefaultSetting is the setting of a slot that no command has changed.
 var DefaultSetting = Setting{Ready, placement.DefaultWeight}
 
-// Setting returns the setting of a slot.
-func (s *State) Setting(slot int) Setting {
-	if set, ok := s.Slots[slot]; ok {
-		return set
-	}
-	return DefaultSetting
-}
-
-// Weights returns the weights for the bucket table: 0 for a slot that drains.
-func (s *State) Weights(slots int) []int {
-	weights := make([]int, slots)
-	for slot := range weights {
-		if set := s.Setting(slot); set.State != Drain {
-			weights[slot] = set.Weight
-		}
-	}
-	return weights
-}
-
 // AnyTakes reports whether a slot takes devices of slots that drain.
 func (s *State) AnyTakes(slots int) bool {
 	for slot := range slots {
@@ -130,6 +111,25 @@ func (s *State) buckets(slots int) ([bpf.Buckets]uint16, error) {
 		}
 	}
 	return table, nil
+}
+
+// Weights returns the weights for the bucket table: 0 for a slot that drains.
+func (s *State) Weights(slots int) []int {
+	weights := make([]int, slots)
+	for slot := range weights {
+		if set := s.Setting(slot); set.State != Drain {
+			weights[slot] = set.Weight
+		}
+	}
+	return weights
+}
+
+// Setting returns the setting of a slot.
+func (s *State) Setting(slot int) Setting {
+	if set, ok := s.Slots[slot]; ok {
+		return set
+	}
+	return DefaultSetting
 }
 
 // weighted is placement.WeightedBuckets, without the last slots that have no weight: a policy without these slots has the

@@ -41,6 +41,20 @@ func (s *Store) Adopt(source netip.AddrPort, row int, message []byte, refreshed,
 	return s.learn(source, row, message, refreshed, now, true)
 }
 
+// learner applies the template records of one session to the Store.
+type learner struct {
+	*Store
+	key    Session
+	proven bool
+	now    int64
+	stamp  int64 // when the records arrived; earlier than now for a state that is loaded, and for those of another Store
+	swept  bool  // stale templates of the device have been removed
+	// adopted is set if the records arrived at another Store: what this one has received later is newer.
+	adopted bool
+	// withdrawn tells for both kinds, options or not, whether all templates have been withdrawn and none was kept since.
+	withdrawn map[bool]bool
+}
+
 // learn keeps the templates of a datagram that arrived at a time, here or, if adopted is set, at another Store.
 func (s *Store) learn(source netip.AddrPort, row int, datagram []byte, arrived, now time.Time, adopted bool) error {
 	s.stats.Datagrams++
@@ -67,28 +81,6 @@ func normalize(addr netip.Addr) netip.Addr {
 		return netip.IPv6Unspecified()
 	}
 	return addr.Unmap().WithZone("")
-}
-
-// learner applies the template records of one session to the Store.
-type learner struct {
-	*Store
-	key    Session
-	proven bool
-	now    int64
-	stamp  int64 // when the records arrived; earlier than now for a state that is loaded, and for those of another Store
-	swept  bool  // stale templates of the device have been removed
-	// adopted is set if the records arrived at another Store: what this one has received later is newer.
-	adopted bool
-	// withdrawn tells for both kinds, options or not, whether all templates have been withdrawn and none was kept since.
-	withdrawn map[bool]bool
-}
-
-// find returns the device and the session, or nil.
-func (l *learner) find() (d *device, e *session) {
-	if d = l.devices[l.key.Source.Addr()]; d != nil {
-		e, _ = d.session(l.key)
-	}
-	return d, e
 }
 
 // begin expires the device, updates its class, and notices restarts.
@@ -239,6 +231,14 @@ func (l *learner) put(r record) {
 	}
 }
 
+// find returns the device and the session, or nil.
+func (l *learner) find() (d *device, e *session) {
+	if d = l.devices[l.key.Source.Addr()]; d != nil {
+		e, _ = d.session(l.key)
+	}
+	return d, e
+}
+
 func (l *learner) refresh(d *device, t *template) {
 	l.stats.Refreshed++
 	t.refreshed = l.stamp
@@ -246,12 +246,6 @@ func (l *learner) refresh(d *device, t *template) {
 	if l.now-l.revised >= int64(l.limits.Lifetime/4) {
 		l.changed(l.now)
 	}
-}
-
-// touch makes the device the most recently refreshed of its class.
-func (l *learner) touch(d *device) {
-	d.refreshed = max(d.refreshed, l.stamp)
-	l.order(d).MoveToBack(d.element)
 }
 
 // set adds or replaces a template that fits, together with the device and the session if these are nil.
@@ -281,6 +275,12 @@ func (l *learner) set(d *device, e *session, r record, need int) {
 	l.account(d, need)
 	l.touch(d)
 	l.changed(l.now)
+}
+
+// touch makes the device the most recently refreshed of its class.
+func (l *learner) touch(d *device) {
+	d.refreshed = max(d.refreshed, l.stamp)
+	l.order(d).MoveToBack(d.element)
 }
 
 // makeRoom makes room for n more bytes of the device, and reports whether there is.

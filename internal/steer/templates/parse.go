@@ -46,6 +46,8 @@ var reasonNames = [numReasons]string{
 	"too_short", "too_long", "bad_version", "bad_length", "bad_set", "bad_id", "truncated", "bad_scope",
 }
 
+func (m Malformed) Error() string { return "malformed datagram: " + m.String() }
+
 // String returns the reason as a metric's label.
 func (m Malformed) String() string {
 	if int(m) < len(reasonNames) {
@@ -54,7 +56,12 @@ func (m Malformed) String() string {
 	return "unknown"
 }
 
-func (m Malformed) Error() string { return "malformed datagram: " + m.String() }
+// Sequence returns version, observation domain ID (source ID of NetFlow v9) and sequence number of a datagram. ok is
+// false if the datagram has no header of NetFlow v9 or IPFIX. The sets are not looked at.
+func Sequence(datagram []byte) (version uint16, domain, sequence uint32, ok bool) {
+	m, err := parseMessage(datagram)
+	return m.version, m.domain, m.sequence, err == nil
+}
 
 // message is a NetFlow v9 packet or an IPFIX message with a valid header.
 type message struct {
@@ -97,13 +104,6 @@ func parseMessage(b []byte) (message, error) {
 	return message{}, BadVersion
 }
 
-// Sequence returns version, observation domain ID (source ID of NetFlow v9) and sequence number of a datagram. ok is
-// false if the datagram has no header of NetFlow v9 or IPFIX. The sets are not looked at.
-func Sequence(datagram []byte) (version uint16, domain, sequence uint32, ok bool) {
-	m, err := parseMessage(datagram)
-	return m.version, m.domain, m.sequence, err == nil
-}
-
 // HasTemplates reports whether a template set or an options template set is among the first 32 sets of a datagram. It
 // is the reference for the BPF program that selects the datagrams for [Store.Learn]: it walks to the end of the
 // datagram, reads no other field of the header than the version, and does not look into the set that it finds.
@@ -137,15 +137,6 @@ func headerSize(version uint16) int {
 		return headerSize9
 	}
 	return headerSize10
-}
-
-// templateSet tells whether a set contains templates, and whether these are options templates.
-func templateSet(version, id uint16) (templates, options bool) {
-	first := uint16(0) // version 9
-	if version == IPFIX {
-		first = 2
-	}
-	return id == first || id == first+1, id == first+1
 }
 
 // set is a set of a message, called FlowSet by RFC 3954.
@@ -187,6 +178,15 @@ func (m *message) parse(template func(record), data func(set)) error {
 	return nil
 }
 
+// templateSet tells whether a set contains templates, and whether these are options templates.
+func templateSet(version, id uint16) (templates, options bool) {
+	first := uint16(0) // version 9
+	if version == IPFIX {
+		first = 2
+	}
+	return id == first || id == first+1, id == first+1
+}
+
 // parseRecords calls template for each record of a template set. Padding is up to 3 bytes of any value, or zeros.
 func parseRecords(version uint16, options bool, b []byte, template func(record)) error {
 	for len(b) >= 4 {
@@ -210,6 +210,78 @@ func isZero(b []byte) bool {
 		}
 	}
 	return true
+}
+
+// countRecords returns the number of data records of a data set of IPFIX, given the template record. It visits at most
+// budget fields, and subtracts those that it visits. ok is false if the records cannot be counted.
+func countRecords(t *template, body []byte, budget *int) (n int, ok bool) {
+	minLength := int(t.minLength)
+	if minLength == 0 || len(body) < minLength {
+		return 0, false
+	}
+	if !t.variable {
+		return len(body) / minLength, true
+	}
+	if *budget -= len(t.record) / 4; *budget < 0 {
+		return 0, false
+	}
+	fields := parseFields(IPFIX, t.options, []byte(t.record))
+	for ; len(body) >= minLength; n++ { // less is padding
+		if *budget -= len(fields); *budget < 0 {
+			return 0, false
+		}
+		for _, f := range fields {
+			length := int(f.Length)
+			if f.Length == variableLength {
+				if len(body) < 1 {
+					return 0, false
+				}
+				length, body = int(body[0]), body[1:]
+				if length == 255 {
+					if len(body) < 2 {
+						return 0, false
+					}
+					length, body = int(binary.BigEndian.Uint16(body)), body[2:]
+				}
+			}
+			if length > len(body) {
+				return 0, false
+			}
+			body = body[length:]
+		}
+	}
+	return n, true
+}
+
+// Field is a field specifier of a template record (RFC 7011 section 3.2, RFC 3954 section 5.2).
+type Field struct {
+	// Element is the information element without the enterprise bit. NetFlow v9 has no such bit: all 16 bits count.
+	Element uint16
+	// Length in bytes; 65535 is a variable length in IPFIX.
+	Length uint16
+	// Enterprise is the private enterprise number; 0 is an element of IANA.
+	Enterprise uint32
+	Scope      bool // a scope field of an options template
+}
+
+// parseFields returns the fields of a record that parseRecord has accepted.
+func parseFields(version uint16, options bool, raw []byte) []Field {
+	r, err := parseRecord(version, options, raw)
+	if err != nil {
+		return nil
+	}
+	at := 4
+	if options {
+		at = 6
+	}
+	fields := make([]Field, 0, r.fields)
+	for i := range r.fields {
+		f, size := parseField(version, raw[at:])
+		f.Scope = i < r.scope
+		fields = append(fields, f)
+		at += size
+	}
+	return fields
 }
 
 // parseRecord parses the template record at the start of b, which has at least 4 bytes.
@@ -264,17 +336,6 @@ func parseRecord(version uint16, options bool, b []byte) (record, error) {
 	return r, nil
 }
 
-// Field is a field specifier of a template record (RFC 7011 section 3.2, RFC 3954 section 5.2).
-type Field struct {
-	// Element is the information element without the enterprise bit. NetFlow v9 has no such bit: all 16 bits count.
-	Element uint16
-	// Length in bytes; 65535 is a variable length in IPFIX.
-	Length uint16
-	// Enterprise is the private enterprise number; 0 is an element of IANA.
-	Enterprise uint32
-	Scope      bool // a scope field of an options template
-}
-
 // parseField parses the field specifier at the start of b. The size is 0 if b is too short.
 func parseField(version uint16, b []byte) (f Field, size int) {
 	if len(b) < 4 {
@@ -290,65 +351,4 @@ func parseField(version uint16, b []byte) (f Field, size int) {
 	f.Element &^= 0x8000
 	f.Enterprise = binary.BigEndian.Uint32(b[4:])
 	return f, 8
-}
-
-// parseFields returns the fields of a record that parseRecord has accepted.
-func parseFields(version uint16, options bool, raw []byte) []Field {
-	r, err := parseRecord(version, options, raw)
-	if err != nil {
-		return nil
-	}
-	at := 4
-	if options {
-		at = 6
-	}
-	fields := make([]Field, 0, r.fields)
-	for i := range r.fields {
-		f, size := parseField(version, raw[at:])
-		f.Scope = i < r.scope
-		fields = append(fields, f)
-		at += size
-	}
-	return fields
-}
-
-// countRecords returns the number of data records of a data set of IPFIX, given the template record. It visits at most
-// budget fields, and subtracts those that it visits. ok is false if the records cannot be counted.
-func countRecords(t *template, body []byte, budget *int) (n int, ok bool) {
-	minLength := int(t.minLength)
-	if minLength == 0 || len(body) < minLength {
-		return 0, false
-	}
-	if !t.variable {
-		return len(body) / minLength, true
-	}
-	if *budget -= len(t.record) / 4; *budget < 0 {
-		return 0, false
-	}
-	fields := parseFields(IPFIX, t.options, []byte(t.record))
-	for ; len(body) >= minLength; n++ { // less is padding
-		if *budget -= len(fields); *budget < 0 {
-			return 0, false
-		}
-		for _, f := range fields {
-			length := int(f.Length)
-			if f.Length == variableLength {
-				if len(body) < 1 {
-					return 0, false
-				}
-				length, body = int(body[0]), body[1:]
-				if length == 255 {
-					if len(body) < 2 {
-						return 0, false
-					}
-					length, body = int(binary.BigEndian.Uint16(body)), body[2:]
-				}
-			}
-			if length > len(body) {
-				return 0, false
-			}
-			body = body[length:]
-		}
-	}
-	return n, true
 }

@@ -84,6 +84,18 @@ func (s *Store) Replayed(addr netip.Addr, row int, when time.Time) {
 	}
 }
 
+// writer builds the messages of a session.
+type writer struct {
+	*session
+	elapsed  int64 // nanoseconds since the last message
+	messages []Message
+	message  []byte // being built, or empty
+	set      int    // index of its open set, or 0
+	options  bool   // the open set is for options templates
+	count    uint16 // records in the message
+	newest   int64  // last refresh of a record
+}
+
 // encode returns the templates that have not expired as messages without session and sequence numbers.
 func (e *session) encode(size int, now int64, lifetime time.Duration) []Message {
 	w := writer{session: e, elapsed: max(0, now-e.seen)}
@@ -96,18 +108,6 @@ func (e *session) encode(size int, now int64, lifetime time.Duration) []Message 
 	}
 	w.endMessage()
 	return w.messages
-}
-
-// writer builds the messages of a session.
-type writer struct {
-	*session
-	elapsed  int64 // nanoseconds since the last message
-	messages []Message
-	message  []byte // being built, or empty
-	set      int    // index of its open set, or 0
-	options  bool   // the open set is for options templates
-	count    uint16 // records in the message
-	newest   int64  // last refresh of a record
 }
 
 func (w *writer) add(t *template, size int) {
@@ -153,16 +153,6 @@ func (w *writer) begin() {
 	w.message = binary.BigEndian.AppendUint32(b, w.domain)
 }
 
-// endSet writes the length of the set. Only version 9 has padding: RFC 3954 section 6.1 asks for it, and some IPFIX
-// collectors take it for a record.
-func (w *writer) endSet() {
-	for w.version == NetFlow9 && len(w.message)%4 != 0 {
-		w.message = append(w.message, 0)
-	}
-	binary.BigEndian.PutUint16(w.message[w.set+2:], uint16(len(w.message)-w.set))
-	w.set = 0
-}
-
 func (w *writer) endMessage() {
 	if len(w.message) == 0 {
 		return
@@ -177,4 +167,14 @@ func (w *writer) endMessage() {
 	binary.BigEndian.PutUint16(w.message[2:], length)
 	w.messages = append(w.messages, Message{Data: w.message, Refreshed: fromNano(w.newest)})
 	w.message, w.count, w.newest = nil, 0, 0
+}
+
+// endSet writes the length of the set. Only version 9 has padding: RFC 3954 section 6.1 asks for it, and some IPFIX
+// collectors take it for a record.
+func (w *writer) endSet() {
+	for w.version == NetFlow9 && len(w.message)%4 != 0 {
+		w.message = append(w.message, 0)
+	}
+	binary.BigEndian.PutUint16(w.message[w.set+2:], uint16(len(w.message)-w.set))
+	w.set = 0
 }

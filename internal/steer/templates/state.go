@@ -91,6 +91,12 @@ func flag(set bool) byte {
 
 var errDamaged = errors.New("damaged")
 
+// reader reads integers from a state. After the end it returns zeros, and failed is set.
+type reader struct {
+	b      []byte
+	failed bool
+}
+
 // Load replaces all templates by those of a state that Save has written. It drops templates whose lifetime is over at
 // now, and refuses those that exceed the limits; times in the future become now. The counters of Stats stay, except
 // those of refused templates. If the state is damaged or larger than Limits.TotalBytes, Load returns an error and
@@ -138,11 +144,10 @@ func (s *Store) take(o *Store, now int64) {
 	s.changed(now)
 }
 
-// reader reads integers from a state. After the end it returns zeros, and failed is set.
-type reader struct {
-	b      []byte
-	failed bool
-}
+func (r *reader) u8() byte    { return r.take(1)[0] }
+func (r *reader) u16() uint16 { return binary.BigEndian.Uint16(r.take(2)) }
+func (r *reader) u32() uint32 { return binary.BigEndian.Uint32(r.take(4)) }
+func (r *reader) u64() uint64 { return binary.BigEndian.Uint64(r.take(8)) }
 
 func (r *reader) take(n int) []byte {
 	if len(r.b) < n {
@@ -152,19 +157,6 @@ func (r *reader) take(n int) []byte {
 	taken := r.b[:n]
 	r.b = r.b[n:]
 	return taken
-}
-
-func (r *reader) u8() byte    { return r.take(1)[0] }
-func (r *reader) u16() uint16 { return binary.BigEndian.Uint16(r.take(2)) }
-func (r *reader) u32() uint32 { return binary.BigEndian.Uint32(r.take(4)) }
-func (r *reader) u64() uint64 { return binary.BigEndian.Uint64(r.take(8)) }
-
-// time reads a time, and returns now for a time in the future or before 1970.
-func (r *reader) time(now int64) int64 {
-	if t := int64(r.u64()); t >= 0 && t < now {
-		return t
-	}
-	return now
 }
 
 func (s *Store) loadDevice(r *reader, now int64) error {
@@ -223,4 +215,12 @@ func (l *learner) loadTemplates(r *reader, n int) error {
 		}
 	}
 	return nil
+}
+
+// time reads a time, and returns now for a time in the future or before 1970.
+func (r *reader) time(now int64) int64 {
+	if t := int64(r.u64()); t >= 0 && t < now {
+		return t
+	}
+	return now
 }

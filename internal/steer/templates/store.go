@@ -57,33 +57,6 @@ type Limits struct {
 	Lifetime      time.Duration // after the last refresh
 }
 
-func (l Limits) orDefaults() Limits {
-	def := func(value *int, to int) {
-		if *value <= 0 {
-			*value = to
-		}
-	}
-	def(&l.DeviceBytes, DefaultDeviceBytes)
-	def(&l.TotalBytes, DefaultTotalBytes)
-	def(&l.ReservedBytes, l.TotalBytes/2)
-	def(&l.Sessions, DefaultSessions)
-	l.DeviceBytes = min(l.DeviceBytes, l.TotalBytes)
-	l.Sessions = min(l.Sessions, maxSessions)
-	if l.Lifetime <= 0 {
-		l.Lifetime = DefaultLifetime
-	}
-	return l
-}
-
-const maxSessions = 65535 // of a source address, for the format of a state
-
-// Surcharges in bytes, which cover structs, map entries, list elements and the spare capacity of slices.
-const (
-	deviceCost   = 256
-	sessionCost  = 128
-	templateCost = 96
-)
-
 // Session is an observation domain of an exporting process, seen at a listener: the scope of template IDs.
 type Session struct {
 	Source  netip.AddrPort // not IPv4-mapped, without a zone
@@ -175,6 +148,26 @@ func NewStore(limits Limits, isProven func(netip.Addr) bool) *Store {
 		provenOrder: list.New(), unprovenOrder: list.New()}
 }
 
+const maxSessions = 65535 // of a source address, for the format of a state
+
+func (l Limits) orDefaults() Limits {
+	def := func(value *int, to int) {
+		if *value <= 0 {
+			*value = to
+		}
+	}
+	def(&l.DeviceBytes, DefaultDeviceBytes)
+	def(&l.TotalBytes, DefaultTotalBytes)
+	def(&l.ReservedBytes, l.TotalBytes/2)
+	def(&l.Sessions, DefaultSessions)
+	l.DeviceBytes = min(l.DeviceBytes, l.TotalBytes)
+	l.Sessions = min(l.Sessions, maxSessions)
+	if l.Lifetime <= 0 {
+		l.Lifetime = DefaultLifetime
+	}
+	return l
+}
+
 // Stats returns the counters and the present contents.
 func (s *Store) Stats() Stats {
 	stats := s.stats
@@ -186,11 +179,6 @@ func (s *Store) Stats() Stats {
 // not that of the last save, at most once in an interval of its choice: a device can change it with every datagram. A
 // refresh alone advances the number at most once in a quarter of the lifetime, which keeps the saved times fresh enough.
 func (s *Store) Revision() uint64 { return s.revision }
-
-func (s *Store) changed(now int64) {
-	s.revision++
-	s.revised = now
-}
 
 // Template is a template in a listing.
 type Template struct {
@@ -239,13 +227,6 @@ func (s *Store) List() iter.Seq[Template] {
 	}
 }
 
-func fromNano(n int64) time.Time {
-	if n == 0 {
-		return time.Time{}
-	}
-	return time.Unix(0, n)
-}
-
 // Expire removes the templates that have not been refreshed for the lifetime. It visits all templates; once a minute is
 // often enough. Without it, templates expire when their memory is needed, and Replay skips expired ones.
 func (s *Store) Expire(now time.Time) {
@@ -284,15 +265,6 @@ func (s *Store) expired(d *device, now int64) bool {
 	return now-d.refreshed >= int64(s.limits.Lifetime)
 }
 
-// account adds n bytes to a device.
-func (s *Store) account(d *device, n int) {
-	d.bytes += n
-	s.stats.Bytes += n
-	if !d.proven {
-		s.stats.UnprovenBytes += n
-	}
-}
-
 // setProven moves a device between the proven and the unproven sources.
 func (s *Store) setProven(d *device, proven bool) {
 	if d.proven == proven {
@@ -306,11 +278,26 @@ func (s *Store) setProven(d *device, proven bool) {
 	s.account(d, n)
 }
 
-func (s *Store) order(d *device) *list.List {
-	if d.proven {
-		return s.provenOrder
+// Surcharges in bytes, which cover structs, map entries, list elements and the spare capacity of slices.
+const (
+	deviceCost   = 256
+	sessionCost  = 128
+	templateCost = 96
+)
+
+// drop removes the template with an index, as filter does.
+func (s *Store) drop(d *device, e *session, i int, now int64) {
+	freed := len(e.templates[i].record) + templateCost
+	e.templates = slices.Delete(e.templates, i, i+1)
+	s.removed(d, e, 1, freed, now)
+}
+
+// remove removes a device and returns the number of its templates.
+func (s *Store) remove(d *device, now int64) (n uint64) {
+	for len(d.sessions) > 0 {
+		n += s.filter(d, d.sessions[len(d.sessions)-1], now, func(template) bool { return true })
 	}
-	return s.unprovenOrder
+	return n
 }
 
 // filter removes the templates of a session that drop selects, the session if no template is left, and the device if
@@ -331,13 +318,6 @@ func (s *Store) filter(d *device, e *session, now int64, drop func(template) boo
 	return n
 }
 
-// drop removes the template with an index, as filter does.
-func (s *Store) drop(d *device, e *session, i int, now int64) {
-	freed := len(e.templates[i].record) + templateCost
-	e.templates = slices.Delete(e.templates, i, i+1)
-	s.removed(d, e, 1, freed, now)
-}
-
 // removed accounts for n templates with a number of bytes that a session has lost.
 func (s *Store) removed(d *device, e *session, n, freed int, now int64) {
 	e.templates = shrink(e.templates)
@@ -356,20 +336,33 @@ func (s *Store) removed(d *device, e *session, n, freed int, now int64) {
 	s.changed(now)
 }
 
+func (s *Store) changed(now int64) {
+	s.revision++
+	s.revised = now
+}
+
+// account adds n bytes to a device.
+func (s *Store) account(d *device, n int) {
+	d.bytes += n
+	s.stats.Bytes += n
+	if !d.proven {
+		s.stats.UnprovenBytes += n
+	}
+}
+
+func (s *Store) order(d *device) *list.List {
+	if d.proven {
+		return s.provenOrder
+	}
+	return s.unprovenOrder
+}
+
 // shrink returns a slice without the capacity that removed elements leave, which is not accounted for.
 func shrink[T any](s []T) []T {
 	if cap(s) > 2*len(s)+2 {
 		return slices.Clone(s)
 	}
 	return s
-}
-
-// remove removes a device and returns the number of its templates.
-func (s *Store) remove(d *device, now int64) (n uint64) {
-	for len(d.sessions) > 0 {
-		n += s.filter(d, d.sessions[len(d.sessions)-1], now, func(template) bool { return true })
-	}
-	return n
 }
 
 func (e *session) key(addr netip.Addr) Session {
@@ -410,6 +403,13 @@ func (s *Store) LearnedSince(addr netip.Addr, since time.Time) bool {
 func (s *Store) RefreshedSince(addr netip.Addr, since time.Time) bool {
 	d := s.devices[normalize(addr)]
 	return d != nil && !fromNano(d.refreshed).Before(since)
+}
+
+func fromNano(n int64) time.Time {
+	if n == 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, n)
 }
 
 // Has reports whether a source address has templates.

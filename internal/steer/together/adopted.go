@@ -47,6 +47,20 @@ func (c *Checks) adoptDevices(split []splitDevice) bool {
 	return true
 }
 
+// hasAdoptedDevices reports whether devices are adopted for a member.
+func (c *Checks) hasAdoptedDevices(seat *core.Seat) bool {
+	return slices.ContainsFunc(c.State.Adopted, func(a stored.AdoptedDevice) bool { return a.ID == seat.ID() })
+}
+
+// ForgetAdopter releases the adopted devices of a member that has exited.
+func (c *Checks) ForgetAdopter(handle *member.Handle) {
+	if c.adopters[handle] {
+		delete(c.adopters, handle)
+		handle.Close()
+	}
+	c.PruneAdopted()
+}
+
 // PruneAdopted returns adopted devices to their own slots after the exit of their member, which has closed all their
 // connections.
 func (c *Checks) PruneAdopted() {
@@ -67,20 +81,6 @@ func (c *Checks) PruneAdopted() {
 	if err := fault.Join(c.moves.Place(), c.State.Save(c.StatePath())); err != nil {
 		c.Log.Error("cannot return devices to their own slot", "error", err)
 	}
-}
-
-// hasAdoptedDevices reports whether devices are adopted for a member.
-func (c *Checks) hasAdoptedDevices(seat *core.Seat) bool {
-	return slices.ContainsFunc(c.State.Adopted, func(a stored.AdoptedDevice) bool { return a.ID == seat.ID() })
-}
-
-// ForgetAdopter releases the adopted devices of a member that has exited.
-func (c *Checks) ForgetAdopter(handle *member.Handle) {
-	if c.adopters[handle] {
-		delete(c.adopters, handle)
-		handle.Close()
-	}
-	c.PruneAdopted()
 }
 
 // ReleaseHandle closes the handle of a former member, or keeps it open while devices are adopted for the member.

@@ -117,14 +117,6 @@ func (c *Checks) SplitSessions() (n int) {
 // ClosedSessions returns the number of connections that were closed since the start of the agent.
 func (c *Checks) ClosedSessions() uint64 { return c.closed }
 
-// splitDevice is a device with connections at other processes than the member that serves the device.
-type splitDevice struct {
-	session.Device       // only the misplaced sessions
-	slot           int   // serving slot
-	at             []int // slots of the other members; -1: no member
-	partly         bool  // other sessions of the device are at the right member
-}
-
 // Soon schedules the passes of a check after a change.
 func (c *Checks) Soon() {
 	if c.Events == nil {
@@ -241,6 +233,14 @@ func (c *Checks) checkNow() unlabeled {
 	}
 	c.split = split
 	return missing
+}
+
+// splitDevice is a device with connections at other processes than the member that serves the device.
+type splitDevice struct {
+	session.Device       // only the misplaced sessions
+	slot           int   // serving slot
+	at             []int // slots of the other members; -1: no member
+	partly         bool  // other sessions of the device are at the right member
 }
 
 // findSplit returns the split devices with their misplaced sessions, sorted by address.

@@ -48,23 +48,27 @@ type drop struct {
 	at     time.Time
 }
 
-// note compares a reading with the one before. A member that has started after the first reading has had no drops before.
-func (d *memberDrops) note(now time.Time, key dropKey, id member.ID, started time.Time, q *Queue) {
-	before, known := d.last[key]
-	if !known || before.member != id {
-		before = drop{member: id}
-		if !started.After(d.begun) {
-			before.queue.Dropped = q.Dropped // of unknown age
+// RecentDrops returns the members at whose sockets the kernel has dropped packets lately.
+func (t *Traffic) RecentDrops(now time.Time) (list []api.DropStatus) {
+	t.noteDrops(now)
+	for key, d := range t.drops.last {
+		seat := t.Seats[key.slot]
+		if seat == nil || seat.ID() != d.member || d.at.IsZero() || now.Sub(d.at) > recentDropTime {
+			continue
 		}
+		one := api.DropStatus{
+			Slot: key.slot, PID: seat.Process.PID, Protocol: string(key.protocol), Dropped: d.queue.Dropped, Last: d.at, Limit: d.queue.Smallest,
+			Hint: dropHint(key.protocol, d.queue.Smallest, sysctl("rmem_max"), sysctl("rmem_default"), sysctl("somaxconn")),
+		}
+		if key.protocol == config.UDP {
+			one.Devices = t.droppedDevices(key.slot)
+		}
+		list = append(list, one)
 	}
-	if q.Dropped > before.queue.Dropped {
-		before.at = now
-	}
-	before.queue = *q
-	if d.last == nil {
-		d.last = make(map[dropKey]drop)
-	}
-	d.last[key] = before
+	slices.SortFunc(list, func(a, b api.DropStatus) int {
+		return cmp.Or(cmp.Compare(a.Slot, b.Slot), cmp.Compare(a.Protocol, b.Protocol))
+	})
+	return list
 }
 
 // noteDrops reads the sockets of the members unless the last reading is recent.
@@ -90,27 +94,23 @@ func (t *Traffic) noteDrops(now time.Time) {
 	}
 }
 
-// RecentDrops returns the members at whose sockets the kernel has dropped packets lately.
-func (t *Traffic) RecentDrops(now time.Time) (list []api.DropStatus) {
-	t.noteDrops(now)
-	for key, d := range t.drops.last {
-		seat := t.Seats[key.slot]
-		if seat == nil || seat.ID() != d.member || d.at.IsZero() || now.Sub(d.at) > recentDropTime {
-			continue
+// note compares a reading with the one before. A member that has started after the first reading has had no drops before.
+func (d *memberDrops) note(now time.Time, key dropKey, id member.ID, started time.Time, q *Queue) {
+	before, known := d.last[key]
+	if !known || before.member != id {
+		before = drop{member: id}
+		if !started.After(d.begun) {
+			before.queue.Dropped = q.Dropped // of unknown age
 		}
-		one := api.DropStatus{
-			Slot: key.slot, PID: seat.Process.PID, Protocol: string(key.protocol), Dropped: d.queue.Dropped, Last: d.at, Limit: d.queue.Smallest,
-			Hint: dropHint(key.protocol, d.queue.Smallest, sysctl("rmem_max"), sysctl("rmem_default"), sysctl("somaxconn")),
-		}
-		if key.protocol == config.UDP {
-			one.Devices = t.droppedDevices(key.slot)
-		}
-		list = append(list, one)
 	}
-	slices.SortFunc(list, func(a, b api.DropStatus) int {
-		return cmp.Or(cmp.Compare(a.Slot, b.Slot), cmp.Compare(a.Protocol, b.Protocol))
-	})
-	return list
+	if q.Dropped > before.queue.Dropped {
+		before.at = now
+	}
+	before.queue = *q
+	if d.last == nil {
+		d.last = make(map[dropKey]drop)
+	}
+	d.last[key] = before
 }
 
 // openDrops begins to count the dropped datagrams by source.
@@ -131,14 +131,6 @@ func (t *Traffic) closeDrops() {
 	}
 }
 
-// DroppedBySource returns the dropped datagrams of all addresses, or nil if they are not known.
-func (t *Traffic) DroppedBySource() (map[bpf.Address]uint64, error) {
-	if t.dropsBySource == nil {
-		return nil, nil
-	}
-	return t.dropsBySource.BySource()
-}
-
 // droppedDevices returns the addresses of a slot with the most dropped datagrams.
 func (t *Traffic) droppedDevices(slot int) (list []api.DroppedDevice) {
 	counts, err := t.DroppedBySource()
@@ -156,6 +148,14 @@ func (t *Traffic) droppedDevices(slot int) (list []api.DroppedDevice) {
 		return cmp.Or(cmp.Compare(b.Dropped, a.Dropped), a.Address.Compare(b.Address))
 	})
 	return list[:min(len(list), mostDroppedDevices)]
+}
+
+// DroppedBySource returns the dropped datagrams of all addresses, or nil if they are not known.
+func (t *Traffic) DroppedBySource() (map[bpf.Address]uint64, error) {
+	if t.dropsBySource == nil {
+		return nil, nil
+	}
+	return t.dropsBySource.BySource()
 }
 
 // Dropped returns the dropped datagrams of an address, or nil if they are not known.

@@ -197,17 +197,17 @@ func (t *Traffic) Frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 	return one, stuck, nil
 }
 
-// refusedBy returns the refused packets of a slot.
-func refusedBy(c *bpf.Counters) (n uint64) {
-	for reason := range bpf.Reasons {
-		n += c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
+func refusedByAll(list []bpf.Counters) (n uint64) {
+	for i := range list {
+		n += refusedBy(&list[i])
 	}
 	return n
 }
 
-func refusedByAll(list []bpf.Counters) (n uint64) {
-	for i := range list {
-		n += refusedBy(&list[i])
+// refusedBy returns the refused packets of a slot.
+func refusedBy(c *bpf.Counters) (n uint64) {
+	for reason := range bpf.Reasons {
+		n += c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
 	}
 	return n
 }

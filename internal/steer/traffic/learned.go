@@ -124,6 +124,27 @@ func (l *learned) load(path string) error {
 	return nil
 }
 
+func (t *Traffic) learnedPath() string { return filepath.Join(t.Host.StateDir, t.Name+".devices") }
+
+// saveLearned saves the learned devices if they are due.
+func (t *Traffic) saveLearned() {
+	if t.learned.due(time.Now()) {
+		t.writeLearned()
+	}
+}
+
+// due reports whether the devices should be saved.
+func (l *learned) due(now time.Time) bool {
+	past := now.Sub(l.saved)
+	return l.fresh && past >= saveNewTime || len(l.devices) > 0 && past >= saveTime
+}
+
+func (t *Traffic) writeLearned() {
+	if err := t.learned.save(t.learnedPath()); err != nil {
+		t.Log.Warn("learned devices not saved", "error", err)
+	}
+}
+
 // save writes the learned devices.
 func (l *learned) save(path string) error {
 	list := make([]storedDevice, 0, len(l.devices))
@@ -136,27 +157,6 @@ func (l *learned) save(path string) error {
 	}
 	l.fresh, l.saved = false, time.Now() // also after a failure: a full disk must not be tried all the time
 	return statedir.Write(path, data)
-}
-
-// due reports whether the devices should be saved.
-func (l *learned) due(now time.Time) bool {
-	past := now.Sub(l.saved)
-	return l.fresh && past >= saveNewTime || len(l.devices) > 0 && past >= saveTime
-}
-
-func (t *Traffic) learnedPath() string { return filepath.Join(t.Host.StateDir, t.Name+".devices") }
-
-// saveLearned saves the learned devices if they are due.
-func (t *Traffic) saveLearned() {
-	if t.learned.due(time.Now()) {
-		t.writeLearned()
-	}
-}
-
-func (t *Traffic) writeLearned() {
-	if err := t.learned.save(t.learnedPath()); err != nil {
-		t.Log.Warn("learned devices not saved", "error", err)
-	}
 }
 
 // Learn updates the learned devices and the drops of members, unless the last updates are recent. The caller holds the

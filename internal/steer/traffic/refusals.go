@@ -89,17 +89,6 @@ func (t *Traffic) recordRefusals(w *refusalWatch) {
 	}
 }
 
-// countRefusals returns the refused packets of all slots.
-func (t *Traffic) countRefusals() (sum refusalCounts, err error) {
-	counters, err := t.Path.Counters(bpf.MaxSlots)
-	for _, c := range counters {
-		for reason := range sum {
-			sum[reason] += c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
-		}
-	}
-	return sum, err
-}
-
 func (t *Traffic) logRefusals(list []bpf.Refusal) {
 	zero := clock.MonotonicZero()
 	for i := range list {
@@ -138,4 +127,15 @@ func (t *Traffic) summarizeRefusals(w *refusalWatch) {
 		t.Log.Info("packets refused", append(attrs, "packets", total, "in", time.Since(w.summed).Round(time.Second).String())...)
 	}
 	w.before, w.summed = now, time.Now()
+}
+
+// countRefusals returns the refused packets of all slots.
+func (t *Traffic) countRefusals() (sum refusalCounts, err error) {
+	counters, err := t.Path.Counters(bpf.MaxSlots)
+	for _, c := range counters {
+		for reason := range sum {
+			sum[reason] += c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
+		}
+	}
+	return sum, err
 }

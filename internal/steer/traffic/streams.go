@@ -47,6 +47,49 @@ type lastDatagram struct {
 	since     uint32 // time of the update that has added the address, in seconds since 1970
 }
 
+// recent reports whether an address counts as one that sends datagrams.
+func (l *lastDatagram) recent(now time.Time) bool { return now.Sub(unixTime(l.at)) < silence }
+
+func unixTime(seconds uint32) time.Time { return time.Unix(int64(seconds), 0) }
+
+// OneStream returns the number of devices that send one of both streams only. known is false unless the devices of the
+// service send TCP and UDP, and are counted. The caller holds the lock.
+func (t *Traffic) OneStream() (tcp, udp int, known bool, err error) {
+	if t.Config.TrackDevices == 0 || !t.hasStream(config.TCP) || !t.hasStream(config.UDP) {
+		return 0, 0, false, nil
+	}
+	err = t.updateStreams(streamsInterval)
+	return t.streams.tcp, t.streams.udp, true, err
+}
+
+// hasStream reports whether the service has a listener of a protocol, and the agent knows who sends to it.
+func (t *Traffic) hasStream(protocol config.Protocol) bool {
+	return (protocol == config.TCP || t.Config.TrackDevices > 0) &&
+		slices.ContainsFunc(t.Config.Listeners, func(l config.Listener) bool { return l.Protocol == protocol })
+}
+
+// updateStreams updates streams and the learned devices, unless the last update is more recent than an interval.
+func (t *Traffic) updateStreams(interval time.Duration) error {
+	now := time.Now()
+	if !t.streams.at.IsZero() && now.Sub(t.streams.at) < interval {
+		return nil
+	}
+	list, err := t.ReadSessions()
+	if err != nil {
+		return err
+	}
+	connected := make(map[deviceKey]bool)
+	for i := range list {
+		if list[i].State == sockdiag.Established {
+			connected[t.deviceKey(list[i].Address)] = true
+		}
+	}
+	t.streams.update(now, clock.MonotonicZero(), t.trackedDevices(), t.deviceKey, connected)
+	t.learned.update(&t.streams, t.deviceKey)
+	t.saveLearned()
+	return nil
+}
+
 // update reads the table of devices. key names the device of an address, connected has the devices with an open
 // connection, and monotonic is the time of the zero of Seen.LastSeen.
 func (t *streams) update(now, monotonic time.Time, devices iter.Seq2[bpf.Address, bpf.Seen], key func(netip.Addr) deviceKey, connected map[deviceKey]bool) {
@@ -88,55 +131,12 @@ func (t *streams) update(now, monotonic time.Time, devices iter.Seq2[bpf.Address
 	}
 }
 
-// recent reports whether an address counts as one that sends datagrams.
-func (l *lastDatagram) recent(now time.Time) bool { return now.Sub(unixTime(l.at)) < silence }
-
-func unixTime(seconds uint32) time.Time { return time.Unix(int64(seconds), 0) }
-
-// hasStream reports whether the service has a listener of a protocol, and the agent knows who sends to it.
-func (t *Traffic) hasStream(protocol config.Protocol) bool {
-	return (protocol == config.TCP || t.Config.TrackDevices > 0) &&
-		slices.ContainsFunc(t.Config.Listeners, func(l config.Listener) bool { return l.Protocol == protocol })
-}
-
-// OneStream returns the number of devices that send one of both streams only. known is false unless the devices of the
-// service send TCP and UDP, and are counted. The caller holds the lock.
-func (t *Traffic) OneStream() (tcp, udp int, known bool, err error) {
-	if t.Config.TrackDevices == 0 || !t.hasStream(config.TCP) || !t.hasStream(config.UDP) {
-		return 0, 0, false, nil
-	}
-	err = t.updateStreams(streamsInterval)
-	return t.streams.tcp, t.streams.udp, true, err
-}
-
 // deviceKey returns the device of an address.
 func (t *Traffic) deviceKey(address netip.Addr) deviceKey {
 	if id, ok := t.Mapping.Devices.Lookup(address); ok {
 		return deviceKey{name: t.Mapping.Devices.Devices()[id]}
 	}
 	return deviceKey{address: address}
-}
-
-// updateStreams updates streams and the learned devices, unless the last update is more recent than an interval.
-func (t *Traffic) updateStreams(interval time.Duration) error {
-	now := time.Now()
-	if !t.streams.at.IsZero() && now.Sub(t.streams.at) < interval {
-		return nil
-	}
-	list, err := t.ReadSessions()
-	if err != nil {
-		return err
-	}
-	connected := make(map[deviceKey]bool)
-	for i := range list {
-		if list[i].State == sockdiag.Established {
-			connected[t.deviceKey(list[i].Address)] = true
-		}
-	}
-	t.streams.update(now, clock.MonotonicZero(), t.trackedDevices(), t.deviceKey, connected)
-	t.learned.update(&t.streams, t.deviceKey)
-	t.saveLearned()
-	return nil
 }
 
 // trackedDevices yields the table of devices, or nothing if the policy does not track devices: the table then has one

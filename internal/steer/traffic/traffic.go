@@ -42,16 +42,16 @@ func (t *Traffic) Begin() error {
 	return nil
 }
 
-// End ends what Begin has begun. The caller holds the lock.
-func (t *Traffic) End() {
-	t.endRefusals()
-	t.closeDrops()
-}
-
 // Close saves the learned devices, and ends what Begin has begun. The caller holds the lock.
 func (t *Traffic) Close() {
 	if len(t.learned.devices) > 0 || t.learned.fresh {
 		t.writeLearned()
 	}
 	t.End()
+}
+
+// End ends what Begin has begun. The caller holds the lock.
+func (t *Traffic) End() {
+	t.endRefusals()
+	t.closeDrops()
 }

@@ -238,42 +238,11 @@ func (p *Capture) wait(deadline time.Time) error {
 	return conn.Read(func(uintptr) bool { return p.reader.AvailableBytes() > 0 })
 }
 
-// Stop detaches the programs. It may be called from any goroutine, and more than once.
-func (p *Capture) Stop() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	var errs []error
-	for _, l := range slices.Backward(p.links) {
-		errs = append(errs, l.Close())
-	}
-	p.links = nil
-	p.stopped.Store(true)
-	if p.wake != nil {
-		if err := p.wake.SetReadDeadline(time.Unix(1, 0)); !errors.Is(err, os.ErrClosed) {
-			errs = append(errs, err)
-		}
-	}
-	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("stop following packets: %w", err)
-	}
-	return nil
-}
-
 // Lost returns the number of events that were lost because the ring buffer was full.
 func (p *Capture) Lost() (uint64, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.lostSoFar()
-}
-
-func (p *Capture) lostSoFar() (uint64, error) {
-	if p.collection == nil {
-		return p.lost, nil
-	}
-	if err := p.collection.Variables["lost"].Get(&p.lost); err != nil {
-		return 0, fmt.Errorf("read lost events: %w", err)
-	}
-	return p.lost, nil
 }
 
 // Close stops the capture and ends Read. Lost still works.
@@ -297,4 +266,35 @@ func (p *Capture) Close() error {
 		p.collection = nil
 	}
 	return errors.Join(errs...)
+}
+
+// Stop detaches the programs. It may be called from any goroutine, and more than once.
+func (p *Capture) Stop() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var errs []error
+	for _, l := range slices.Backward(p.links) {
+		errs = append(errs, l.Close())
+	}
+	p.links = nil
+	p.stopped.Store(true)
+	if p.wake != nil {
+		if err := p.wake.SetReadDeadline(time.Unix(1, 0)); !errors.Is(err, os.ErrClosed) {
+			errs = append(errs, err)
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("stop following packets: %w", err)
+	}
+	return nil
+}
+
+func (p *Capture) lostSoFar() (uint64, error) {
+	if p.collection == nil {
+		return p.lost, nil
+	}
+	if err := p.collection.Variables["lost"].Get(&p.lost); err != nil {
+		return 0, fmt.Errorf("read lost events: %w", err)
+	}
+	return p.lost, nil
 }

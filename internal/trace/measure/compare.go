@@ -73,6 +73,13 @@ var compared = []struct {
 	quantile float64 // 0 for the mean
 }{{"p50", 0.5}, {"p90", 0.9}, {"p99", 0.99}, {"mean", 0}}
 
+// estimate is a figure of one side, with its distribution.
+type estimate struct {
+	value time.Duration
+	// draw returns a random value of the distribution of the estimate, in nanoseconds; nil without enough data.
+	draw func(*rand.Rand) float64
+}
+
 // Compare compares the stages of two sides. A side is a list of results of the same groups, one per slice of time in
 // order (see [Find]), or a single result. Compare compares the stages that both sides have.
 //
@@ -140,13 +147,6 @@ func side(results []*Result) Side {
 	return s
 }
 
-// estimate is a figure of one side, with its distribution.
-type estimate struct {
-	value time.Duration
-	// draw returns a random value of the distribution of the estimate, in nanoseconds; nil without enough data.
-	draw func(*rand.Rand) float64
-}
-
 // population is a stage of one side.
 type population struct {
 	Histogram
@@ -162,52 +162,6 @@ func newPopulation(results []*Result, stage config.Stage) *population {
 		}
 	}
 	return p
-}
-
-// evidence returns the variance of a share or a mean by the jackknife over parts of the time, and its degrees of
-// freedom; 0 if there are too few parts. x and y are numerator and denominator of a slice.
-// Consecutive slices are similar, because slow periods last. Therefore evidence also forms parts of 2, 4 and more
-// slices, as long as there are at least 6 parts, and uses the widest interval. With enough parts, the variance includes
-// the autocorrelation of adjacent parts. In less than 3 minutes, a slow period that affects all slices cannot be
-// distinguished from a difference.
-func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom float64) {
-	var widest float64
-	for size := 1; (len(p.slices)+size-1)/size >= minSlices; size *= 2 {
-		var xs, ys []float64
-		var sumX, sumY, squares float64
-		for part := range slices.Chunk(p.slices, size) {
-			var px, py float64
-			for _, h := range part {
-				px, py = px+x(h), py+y(h)
-			}
-			xs, ys = append(xs, px), append(ys, py)
-			sumX, sumY, squares = sumX+px, sumY+py, squares+py*py
-		}
-		n := float64(len(xs))
-		worth := sumY * sumY / squares // effective number of parts (Kish)
-		var v, lag, before float64
-		for i := range xs {
-			d := (sumX-xs[i])/(sumY-ys[i]) - sumX/sumY
-			v, lag = v+d*d, lag+d*before
-			before = d
-		}
-		if v > 0 && n >= minNeighbours {
-			// First-order autocorrelation with Kendall's correction (1954) for few parts.
-			alike := lag / v
-			alike = min(max(alike+(1+3*alike)/n, 0), 0.99)
-			v *= (1 + alike) / (1 - alike)
-			worth *= (1 - alike) / (1 + alike)
-		}
-		df := worth - 1
-		if df < 1 {
-			return 0, 0
-		}
-		v *= (n - 1) / n
-		if width := math.Sqrt(v) * stats.StudentWidth(df); width >= widest {
-			widest, variance, freedom = width, v, df
-		}
-	}
-	return variance, freedom
 }
 
 // quantile estimates the quantile q (stats.DrawQuantile). The number n of independent observations is the number for
@@ -258,25 +212,50 @@ func (p *population) mean(independent bool) estimate {
 	return e
 }
 
-// Most returns the row of a figure (p50, p90, p99, mean) with the largest significant difference in time, among all
-// stages except total. NIC replaces network, which contains it, if it has at least half of that difference.
-func (c Comparison) Most(figure string) (Row, bool) {
-	var most, nic Row
-	for _, row := range c.Rows {
-		if row.Figure != figure || row.Verdict != Real || row.Stage == Total {
-			continue
+// evidence returns the variance of a share or a mean by the jackknife over parts of the time, and its degrees of
+// freedom; 0 if there are too few parts. x and y are numerator and denominator of a slice.
+// Consecutive slices are similar, because slow periods last. Therefore evidence also forms parts of 2, 4 and more
+// slices, as long as there are at least 6 parts, and uses the widest interval. With enough parts, the variance includes
+// the autocorrelation of adjacent parts. In less than 3 minutes, a slow period that affects all slices cannot be
+// distinguished from a difference.
+func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom float64) {
+	var widest float64
+	for size := 1; (len(p.slices)+size-1)/size >= minSlices; size *= 2 {
+		var xs, ys []float64
+		var sumX, sumY, squares float64
+		for part := range slices.Chunk(p.slices, size) {
+			var px, py float64
+			for _, h := range part {
+				px, py = px+x(h), py+y(h)
+			}
+			xs, ys = append(xs, px), append(ys, py)
+			sumX, sumY, squares = sumX+px, sumY+py, squares+py*py
 		}
-		if row.Stage == config.StageNIC {
-			nic = row
+		n := float64(len(xs))
+		worth := sumY * sumY / squares // effective number of parts (Kish)
+		var v, lag, before float64
+		for i := range xs {
+			d := (sumX-xs[i])/(sumY-ys[i]) - sumX/sumY
+			v, lag = v+d*d, lag+d*before
+			before = d
 		}
-		if row.difference() > most.difference() {
-			most = row
+		if v > 0 && n >= minNeighbours {
+			// First-order autocorrelation with Kendall's correction (1954) for few parts.
+			alike := lag / v
+			alike = min(max(alike+(1+3*alike)/n, 0), 0.99)
+			v *= (1 + alike) / (1 - alike)
+			worth *= (1 - alike) / (1 + alike)
+		}
+		df := worth - 1
+		if df < 1 {
+			return 0, 0
+		}
+		v *= (n - 1) / n
+		if width := math.Sqrt(v) * stats.StudentWidth(df); width >= widest {
+			widest, variance, freedom = width, v, df
 		}
 	}
-	if most.Stage == config.StageNetwork && 2*nic.difference() >= most.difference() {
-		most = nic
-	}
-	return most, most.difference() > 0
+	return variance, freedom
 }
 
 // difference returns the absolute difference of the sides.
@@ -340,12 +319,25 @@ func (c Comparison) summary(figure string) string {
 	return text
 }
 
-// direction formats the difference, such as "5 ms slower".
-func (r Row) direction() string {
-	if r.B < r.A {
-		return FormatDuration(r.A-r.B) + " faster"
+// Most returns the row of a figure (p50, p90, p99, mean) with the largest significant difference in time, among all
+// stages except total. NIC replaces network, which contains it, if it has at least half of that difference.
+func (c Comparison) Most(figure string) (Row, bool) {
+	var most, nic Row
+	for _, row := range c.Rows {
+		if row.Figure != figure || row.Verdict != Real || row.Stage == Total {
+			continue
+		}
+		if row.Stage == config.StageNIC {
+			nic = row
+		}
+		if row.difference() > most.difference() {
+			most = row
+		}
 	}
-	return FormatDuration(r.B-r.A) + " slower"
+	if most.Stage == config.StageNetwork && 2*nic.difference() >= most.difference() {
+		most = nic
+	}
+	return most, most.difference() > 0
 }
 
 // words formats a significant difference, such as "5 ms slower (15 ms after 10 ms, 1.5 times, 95 % interval 1.4 to
@@ -359,6 +351,14 @@ func (r Row) words() string {
 		text += fmt.Sprintf(", 95 %% interval %s to %s", digits3(*r.Low), digits3(*r.High))
 	}
 	return text + ")"
+}
+
+// direction formats the difference, such as "5 ms slower".
+func (r Row) direction() string {
+	if r.B < r.A {
+		return FormatDuration(r.A-r.B) + " faster"
+	}
+	return FormatDuration(r.B-r.A) + " slower"
 }
 
 // digits3 formats a number with three digits.

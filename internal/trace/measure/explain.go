@@ -60,6 +60,15 @@ const (
 	ackDelay = 500 * time.Millisecond
 )
 
+var unmeasured = map[Outcome]string{
+	Overwritten: "a later message in the same packet replaced its timestamp request before transmission",
+	Missed:      "it was acknowledged without timestamps",
+	Parted:      "TCP merged and split packets, and its last byte was sent in a packet without its key",
+	Full:        "too many messages of the connection were in flight",
+	Application: "the application uses timestamps itself",
+	Refused:     "the kernel refused the timestamp request",
+}
+
 // Explain explains the latency of a message from its stages and from the state of its connection when the message was
 // sent. Later events are only known from retransmissions and from the limited times that the kernel counts.
 func Explain(s *Sample) Explanation {
@@ -101,15 +110,6 @@ func Explain(s *Sample) Explanation {
 	return e
 }
 
-var unmeasured = map[Outcome]string{
-	Overwritten: "a later message in the same packet replaced its timestamp request before transmission",
-	Missed:      "it was acknowledged without timestamps",
-	Parted:      "TCP merged and split packets, and its last byte was sent in a packet without its key",
-	Full:        "too many messages of the connection were in flight",
-	Application: "the application uses timestamps itself",
-	Refused:     "the kernel refused the timestamp request",
-}
-
 // finding is the cause of the latency of a leg.
 type finding struct {
 	cause   Cause
@@ -129,62 +129,6 @@ type Leg struct {
 }
 
 func (l Leg) beyond() time.Duration { return l.Took - l.distance }
-
-// Legs returns the parts of the path with known times, and the part with missing timestamps. The result is never
-// empty.
-func (s *Sample) Legs() []Leg {
-	var legs []Leg
-	rest := s.Stages[Total]
-	add := func(l Leg, took time.Duration) {
-		l.Took = max(took, 0)
-		l.distance = min(max(l.distance, 0), l.Took)
-		rest -= l.Took
-		legs = append(legs, l)
-	}
-	send, sent := s.Stages[config.StageSend]
-	stack, queued := s.Stages[config.StageStack]
-	qdisc, driven := s.Stages[config.StageQdisc]
-	network, acked := s.Stages[config.StageNetwork]
-	if sent {
-		add(Leg{Stage: config.StageSend, Name: "send", place: "in sendmsg", why: (*Sample).whySend}, send)
-	}
-	if queued {
-		add(Leg{Stage: config.StageStack, Name: "stack", place: "before transmission", why: (*Sample).whyStack}, stack)
-	}
-	if driven {
-		// Without the timestamp of the driver, any retransmission appears as a local drop.
-		if s.Requeued > 0 {
-			add(Leg{Stage: config.StageQdisc, Name: "dropped and retransmitted", place: "until the retransmission", why: (*Sample).whyRequeued}, s.Requeued)
-		}
-		add(Leg{Stage: config.StageQdisc, Name: "qdisc", place: "in the queueing discipline", why: (*Sample).whyQdisc}, qdisc)
-	}
-	if acked {
-		add(Leg{Stage: config.StageNetwork, Name: "network", place: "from the driver to the acknowledgement", distance: s.MinRTT, why: (*Sample).whyNetwork}, network)
-	}
-	missing := Leg{Stage: Total, Name: "not stamped", place: "until the acknowledgement", distance: s.MinRTT, why: (*Sample).whyNetwork}
-	switch {
-	case acked:
-		missing.place, missing.distance, missing.why = "before the driver", 0, (*Sample).whyStack
-	case queued:
-		missing.place = "from the queueing discipline to the acknowledgement"
-	}
-	if rest > 0 && (!queued || !driven || !acked) || len(legs) == 0 {
-		add(missing, rest)
-	}
-	return legs
-}
-
-// total returns the latency of the message, or the known part of it.
-func (s *Sample) total() time.Duration {
-	if total, ok := s.Stages[Total]; ok {
-		return max(total, 0)
-	}
-	var total time.Duration
-	for _, l := range s.Legs() {
-		total += l.Took
-	}
-	return total
-}
 
 // explainGivenUp is Explain for an unacknowledged message.
 func (s *Sample) explainGivenUp() Explanation {
@@ -216,35 +160,21 @@ func (s *Sample) explainGivenUp() Explanation {
 	return e
 }
 
-// room returns the number of bytes that the congestion window and the peer's window allowed when the message was sent.
-// An unknown window is unlimited.
-func (s *Sample) room() (cwnd, window uint64) {
-	if s.MSS == 0 || s.Cwnd == 0 {
-		return math.MaxUint64, math.MaxUint64
+// total returns the latency of the message, or the known part of it.
+func (s *Sample) total() time.Duration {
+	if total, ok := s.Stages[Total]; ok {
+		return max(total, 0)
 	}
-	return uint64(s.Cwnd-min(s.InFlight, s.Cwnd)) * uint64(s.MSS), uint64(s.Window - min(s.Outstanding, s.Window))
+	var total time.Duration
+	for _, l := range s.Legs() {
+		total += l.Took
+	}
+	return total
 }
 
 // otherRetransmits returns the number of retransmissions of segments other than the last one of the message.
 func (s *Sample) otherRetransmits() uint64 {
 	return uint64(s.Retransmits - min(uint32(s.Repeats), s.Retransmits))
-}
-
-// rounds returns the number of round trips that the congestion window needs for the data beyond it.
-func (s *Sample) rounds() float64 {
-	cwnd, _ := s.room()
-	if uint64(s.Unsent) <= cwnd {
-		return 0
-	}
-	return math.Ceil(float64(uint64(s.Unsent)-cwnd) / (float64(s.Cwnd) * float64(s.MSS)))
-}
-
-// paced returns the time that pacing needs for a number of bytes, and 0 without pacing.
-func (s *Sample) paced(bytes uint64) time.Duration {
-	if s.PacingRate == 0 {
-		return 0
-	}
-	return duration(float64(bytes) / float64(s.PacingRate) * 1e9)
 }
 
 // whySend explains time in sendmsg(2), which only waits for memory (of the send buffer or of the host) and for the lock
@@ -337,6 +267,15 @@ func (s *Sample) whyStack(took time.Duration) finding {
 		"possible causes that the kernel does not report: the next hop's address was being resolved (ARP, neighbour discovery), packet filters queued it, or processors were busy")}
 }
 
+// rounds returns the number of round trips that the congestion window needs for the data beyond it.
+func (s *Sample) rounds() float64 {
+	cwnd, _ := s.room()
+	if uint64(s.Unsent) <= cwnd {
+		return 0
+	}
+	return math.Ceil(float64(uint64(s.Unsent)-cwnd) / (float64(s.Cwnd) * float64(s.MSS)))
+}
+
 // whyHeld explains time in the stack while the windows were open.
 func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 	partial := s.MSS > 0 && s.Unsent%s.MSS != 0
@@ -377,6 +316,15 @@ func (s *Sample) windowText() string {
 	return fmt.Sprintf("the peer's window, %s with %s in flight, allowed %s", formatBytes(uint64(s.Window)), formatBytes(uint64(s.Outstanding)), s.roomText(window))
 }
 
+// room returns the number of bytes that the congestion window and the peer's window allowed when the message was sent.
+// An unknown window is unlimited.
+func (s *Sample) room() (cwnd, window uint64) {
+	if s.MSS == 0 || s.Cwnd == 0 {
+		return math.MaxUint64, math.MaxUint64
+	}
+	return uint64(s.Cwnd-min(s.InFlight, s.Cwnd)) * uint64(s.MSS), uint64(s.Window - min(s.Outstanding, s.Window))
+}
+
 func (s *Sample) roomText(room uint64) string {
 	unsent := formatBytes(uint64(s.Unsent))
 	if room == 0 {
@@ -410,6 +358,14 @@ func (s *Sample) whyQdisc(took time.Duration) finding {
 			"fq delays segments for pacing; in another queueing discipline, this is queueing time"}}
 	}
 	return finding{cause: CauseLocalQueue, text: "it was queued on this host: a rate limit, or an interface that was busy or stopped"}
+}
+
+// paced returns the time that pacing needs for a number of bytes, and 0 without pacing.
+func (s *Sample) paced(bytes uint64) time.Duration {
+	if s.PacingRate == 0 {
+		return 0
+	}
+	return duration(float64(bytes) / float64(s.PacingRate) * 1e9)
 }
 
 // whyNetwork explains the time until the acknowledgement of the last byte. Acknowledgements are cumulative: any earlier
@@ -501,6 +457,50 @@ func (s *Sample) State() []string {
 		text += ", paced at " + formatRate(s.PacingRate)
 	}
 	return append(details, text)
+}
+
+// Legs returns the parts of the path with known times, and the part with missing timestamps. The result is never
+// empty.
+func (s *Sample) Legs() []Leg {
+	var legs []Leg
+	rest := s.Stages[Total]
+	add := func(l Leg, took time.Duration) {
+		l.Took = max(took, 0)
+		l.distance = min(max(l.distance, 0), l.Took)
+		rest -= l.Took
+		legs = append(legs, l)
+	}
+	send, sent := s.Stages[config.StageSend]
+	stack, queued := s.Stages[config.StageStack]
+	qdisc, driven := s.Stages[config.StageQdisc]
+	network, acked := s.Stages[config.StageNetwork]
+	if sent {
+		add(Leg{Stage: config.StageSend, Name: "send", place: "in sendmsg", why: (*Sample).whySend}, send)
+	}
+	if queued {
+		add(Leg{Stage: config.StageStack, Name: "stack", place: "before transmission", why: (*Sample).whyStack}, stack)
+	}
+	if driven {
+		// Without the timestamp of the driver, any retransmission appears as a local drop.
+		if s.Requeued > 0 {
+			add(Leg{Stage: config.StageQdisc, Name: "dropped and retransmitted", place: "until the retransmission", why: (*Sample).whyRequeued}, s.Requeued)
+		}
+		add(Leg{Stage: config.StageQdisc, Name: "qdisc", place: "in the queueing discipline", why: (*Sample).whyQdisc}, qdisc)
+	}
+	if acked {
+		add(Leg{Stage: config.StageNetwork, Name: "network", place: "from the driver to the acknowledgement", distance: s.MinRTT, why: (*Sample).whyNetwork}, network)
+	}
+	missing := Leg{Stage: Total, Name: "not stamped", place: "until the acknowledgement", distance: s.MinRTT, why: (*Sample).whyNetwork}
+	switch {
+	case acked:
+		missing.place, missing.distance, missing.why = "before the driver", 0, (*Sample).whyStack
+	case queued:
+		missing.place = "from the queueing discipline to the acknowledgement"
+	}
+	if rest > 0 && (!queued || !driven || !acked) || len(legs) == 0 {
+		add(missing, rest)
+	}
+	return legs
 }
 
 // FormatDuration formats a duration with three digits and a unit: 12.3 µs, 1.5 s.

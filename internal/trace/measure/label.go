@@ -79,35 +79,18 @@ func (e *SelectorError) Error() string {
 // condition is one condition of a selector.
 type condition func(Group) bool
 
-// selectorKeys are the keys of selectors, with the parser of their values. A parser returns nil and a hint for an
-// invalid value.
-var selectorKeys = []struct {
-	key  string
-	read func(value string) (condition, string)
-}{
-	{"rule", textOf(func(g Group) string { return g.Rule })},
-	{"protocol", oneOf(func(g Group) string { return string(g.Protocol) }, string(config.TCP), string(config.UDP))},
-	{"remote", readRemote},
-	{"port", readPort},
-	{"service", textOf(func(g Group) string { return g.Service })},
-	{"cgroup", readCgroup},
-	{"tune_rule", textOf(func(g Group) string { return g.TuneRule })},
-	{"arm", oneOf(func(g Group) string { return g.Arm }, "treated", "control", "none")},
-	{"other", readOther},
-}
-
-func textOf(field func(Group) string) func(string) (condition, string) {
-	return func(value string) (condition, string) {
-		return func(g Group) bool { return field(g) == value }, ""
-	}
-}
-
 func oneOf(field func(Group) string, known ...string) func(string) (condition, string) {
 	return func(value string) (condition, string) {
 		if !slices.Contains(known, value) {
 			return nil, "use one of " + strings.Join(known, ", ")
 		}
 		return textOf(field)(value)
+	}
+}
+
+func textOf(field func(Group) string) func(string) (condition, string) {
+	return func(value string) (condition, string) {
+		return func(g Group) bool { return field(g) == value }, ""
 	}
 }
 
@@ -147,6 +130,36 @@ func readOther(value string) (condition, string) {
 		return nil, "use true or false"
 	}
 	return func(g Group) bool { return g.Other == (value == "true") }, ""
+}
+
+// MatchGroup returns whether a selector matches a group. A selector has the form key=value[,key=value] with the keys
+// rule, protocol, remote, port, service, cgroup, tune_rule, arm and other; a group must meet all conditions. A remote
+// prefix or address matches groups whose prefix overlaps with it; other=true matches messages that were counted as
+// "other" because there were too many groups. service, tune_rule and arm may be none. The empty selector matches all
+// groups. The error is a [*SelectorError].
+func MatchGroup(selector string, g Group) (bool, error) {
+	conditions, err := parseSelector(selector)
+	if err != nil {
+		return false, err
+	}
+	return meets(g, conditions), nil
+}
+
+// selectorKeys are the keys of selectors, with the parser of their values. A parser returns nil and a hint for an
+// invalid value.
+var selectorKeys = []struct {
+	key  string
+	read func(value string) (condition, string)
+}{
+	{"rule", textOf(func(g Group) string { return g.Rule })},
+	{"protocol", oneOf(func(g Group) string { return string(g.Protocol) }, string(config.TCP), string(config.UDP))},
+	{"remote", readRemote},
+	{"port", readPort},
+	{"service", textOf(func(g Group) string { return g.Service })},
+	{"cgroup", readCgroup},
+	{"tune_rule", textOf(func(g Group) string { return g.TuneRule })},
+	{"arm", oneOf(func(g Group) string { return g.Arm }, "treated", "control", "none")},
+	{"other", readOther},
 }
 
 // parseSelector parses key=value[,key=value]. A group must meet all conditions.
@@ -197,17 +210,4 @@ func meets(g Group, conditions []condition) bool {
 		}
 	}
 	return true
-}
-
-// MatchGroup returns whether a selector matches a group. A selector has the form key=value[,key=value] with the keys
-// rule, protocol, remote, port, service, cgroup, tune_rule, arm and other; a group must meet all conditions. A remote
-// prefix or address matches groups whose prefix overlaps with it; other=true matches messages that were counted as
-// "other" because there were too many groups. service, tune_rule and arm may be none. The empty selector matches all
-// groups. The error is a [*SelectorError].
-func MatchGroup(selector string, g Group) (bool, error) {
-	conditions, err := parseSelector(selector)
-	if err != nil {
-		return false, err
-	}
-	return meets(g, conditions), nil
 }

@@ -14,6 +14,12 @@ import (
 	"sockeye/internal/histogram"
 )
 
+// Sum is a sum of results.
+type Sum struct {
+	Result
+	latest time.Time // time of the gauges
+}
+
 // Merge merges periods into one, by group. Gauges (InFlight, RXWaiting, RXOldest) are those of the latest period that
 // contains the group, or the sum over all periods that end at that time. Results are sorted by [Group.Label], and other
 // comes last. The result shares no memory with the periods.
@@ -43,31 +49,6 @@ func Merge(periods []Period) Period {
 	}
 	sortResults(merged.Results)
 	return merged
-}
-
-// sortResults sorts results by label. The group other is the last of its rule.
-func sortResults(results []Result) {
-	labels := make(map[Group]string, len(results))
-	for _, r := range results {
-		labels[r.Group] = r.Group.Label()
-	}
-	slices.SortFunc(results, func(a, b Result) int {
-		c := cmp.Compare(a.Group.Rule, b.Group.Rule)
-		if c == 0 && a.Group.Other != b.Group.Other {
-			c = 1
-			if b.Group.Other {
-				c = -1
-			}
-		}
-		return cmp.Or(c, a.Group.Remote.Addr().Compare(b.Group.Remote.Addr()), cmp.Compare(a.Group.Port, b.Group.Port),
-			cmp.Compare(labels[a.Group], labels[b.Group]))
-	})
-}
-
-// Sum is a sum of results.
-type Sum struct {
-	Result
-	latest time.Time // time of the gauges
 }
 
 // Add adds a result of a period with the given end.
@@ -335,4 +316,23 @@ func groupsHint(groups map[Group]bool) string {
 		hint += fmt.Sprintf("; and %d more", more)
 	}
 	return hint
+}
+
+// sortResults sorts results by label. The group other is the last of its rule.
+func sortResults(results []Result) {
+	labels := make(map[Group]string, len(results))
+	for _, r := range results {
+		labels[r.Group] = r.Group.Label()
+	}
+	slices.SortFunc(results, func(a, b Result) int {
+		c := cmp.Compare(a.Group.Rule, b.Group.Rule)
+		if c == 0 && a.Group.Other != b.Group.Other {
+			c = 1
+			if b.Group.Other {
+				c = -1
+			}
+		}
+		return cmp.Or(c, a.Group.Remote.Addr().Compare(b.Group.Remote.Addr()), cmp.Compare(a.Group.Port, b.Group.Port),
+			cmp.Compare(labels[a.Group], labels[b.Group]))
+	})
 }

@@ -30,68 +30,6 @@ var txStages = [...]config.Stage{
 	bpf.TraceStageNIC: config.StageNIC, bpf.TraceStageNetwork: config.StageNetwork, bpf.TraceStageTotal: Total,
 }
 
-// group returns the group of a key.
-func (n Names) group(key bpf.TraceGroup) Group {
-	g := Group{Protocol: config.TCP, Port: key.Port}
-	if key.Protocol == unix.IPPROTO_UDP {
-		g.Protocol = config.UDP
-	}
-	if int(key.Rule) < 1 || int(key.Rule) > len(n.Rules) {
-		return g
-	}
-	rule := n.Rules[key.Rule-1]
-	g.Rule = rule.Name
-	for _, by := range rule.GroupBy {
-		switch by.Kind {
-		case config.GroupRemote:
-			bits := by.IPv6
-			if key.Ipv4 != 0 {
-				bits = by.IPv4
-			}
-			g.Remote = netip.PrefixFrom(bpf.UnmappedAddress(key.Remote), bits)
-		case config.GroupService:
-			g.Service = "none"
-			if key.Service > 0 && int(key.Service) <= len(n.Services) {
-				g.Service = n.Services[key.Service-1].Name
-			}
-		case config.GroupCgroup:
-			if g.Cgroup = n.Cgroup(key.Cgroup); g.Cgroup == "" {
-				g.Cgroup = fmt.Sprintf("id %d", key.Cgroup)
-			}
-		case config.GroupRule:
-			g.TuneRule = "none"
-			if key.TuneRule != 0 {
-				if g.TuneRule = n.TuneRule(key.TuneRule); g.TuneRule == "" {
-					g.TuneRule = fmt.Sprintf("id %d", key.TuneRule)
-				}
-			}
-		case config.GroupArm:
-			g.Arm = arms[min(int(key.Arm), len(arms)-1)]
-		}
-	}
-	return g
-}
-
-// arms are the arms of tune's trials; none is a connection without a tune rule.
-var arms = [...]string{"none", "treated", "control"}
-
-// Indexes returns all groups of a tracing by index. Several indexes have the same name if cgroups or tune rules were
-// removed.
-func (n Names) Indexes(t *bpf.Trace, rules []bpf.TraceRule) (map[uint32]Group, error) {
-	keys, err := t.Groups()
-	if err != nil {
-		return nil, err
-	}
-	groups := make(map[uint32]Group, len(keys)+len(rules))
-	for index, key := range keys {
-		groups[index] = n.group(key)
-	}
-	for i, rule := range rules {
-		groups[rule.First] = Group{Rule: n.Rules[i].Name, Other: true}
-	}
-	return groups, nil
-}
-
 // Results reads the measurements since the rules came into force. It omits groups without messages.
 func (n Names) Results(t *bpf.Trace, rules []bpf.TraceRule) ([]Result, error) {
 	groups, err := n.Indexes(t, rules)
@@ -136,17 +74,6 @@ func (n Names) stages(rule string) []config.Stage {
 	return append([]config.Stage{Total}, n.Rules[i].Stages...)
 }
 
-// countEnds reads the counts of outcomes into a map and returns their sum.
-func countEnds(counts []uint64, names []Outcome, into map[Outcome]uint64) (sum uint64) {
-	for i, outcome := range names {
-		if counts[i] > 0 {
-			into[outcome] = counts[i]
-		}
-		sum += counts[i]
-	}
-	return sum
-}
-
 func (r *Result) addSent(s *bpf.TraceStats, stages []config.Stage) {
 	r.Bytes, r.Unqueued, r.Undriven = s.Bytes, s.Unqueued, s.Undriven
 	ended := countEnds(s.Outcome[:], Outcomes, r.Outcomes)
@@ -176,6 +103,17 @@ func (r *Result) addReceived(s *bpf.TraceRXStats, oldest time.Duration, stages [
 	}
 }
 
+// countEnds reads the counts of outcomes into a map and returns their sum.
+func countEnds(counts []uint64, names []Outcome, into map[Outcome]uint64) (sum uint64) {
+	for i, outcome := range names {
+		if counts[i] > 0 {
+			into[outcome] = counts[i]
+		}
+		sum += counts[i]
+	}
+	return sum
+}
+
 func (r *Result) addStage(stage config.Stage, from *bpf.TraceHistogram) {
 	h := histogramOf(from)
 	if h.Count > 0 {
@@ -189,6 +127,118 @@ func histogramOf(from *bpf.TraceHistogram) *Histogram {
 		h.Count += n
 	}
 	return h
+}
+
+// Slowest reads the slowest messages of the last minutes, slowest first.
+func (n Names) Slowest(t *bpf.Trace, rules []bpf.TraceRule) ([]Sample, error) {
+	groups, err := n.Indexes(t, rules)
+	if err != nil {
+		return nil, err
+	}
+	translate, err := n.translator(groups)
+	if err != nil {
+		return nil, err
+	}
+	slowest := []Sample{}
+	for index := range groups {
+		samples, err := t.Slowest(index)
+		if err != nil {
+			return nil, err
+		}
+		for i := range samples {
+			slowest = append(slowest, translate(&samples[i]))
+		}
+	}
+	slices.SortFunc(slowest, func(a, b Sample) int { return cmp.Compare(b.Stages[Total], a.Stages[Total]) })
+	return slowest, nil
+}
+
+// Translator returns a function that converts samples. For a group that was created later, only the name of the rule is
+// known.
+func (n Names) Translator(t *bpf.Trace, rules []bpf.TraceRule) (func(*bpf.TraceSample) Sample, error) {
+	groups, err := n.Indexes(t, rules)
+	if err != nil {
+		return nil, err
+	}
+	return n.translator(groups)
+}
+
+// Indexes returns all groups of a tracing by index. Several indexes have the same name if cgroups or tune rules were
+// removed.
+func (n Names) Indexes(t *bpf.Trace, rules []bpf.TraceRule) (map[uint32]Group, error) {
+	keys, err := t.Groups()
+	if err != nil {
+		return nil, err
+	}
+	groups := make(map[uint32]Group, len(keys)+len(rules))
+	for index, key := range keys {
+		groups[index] = n.group(key)
+	}
+	for i, rule := range rules {
+		groups[rule.First] = Group{Rule: n.Rules[i].Name, Other: true}
+	}
+	return groups, nil
+}
+
+// arms are the arms of tune's trials; none is a connection without a tune rule.
+var arms = [...]string{"none", "treated", "control"}
+
+// group returns the group of a key.
+func (n Names) group(key bpf.TraceGroup) Group {
+	g := Group{Protocol: config.TCP, Port: key.Port}
+	if key.Protocol == unix.IPPROTO_UDP {
+		g.Protocol = config.UDP
+	}
+	if int(key.Rule) < 1 || int(key.Rule) > len(n.Rules) {
+		return g
+	}
+	rule := n.Rules[key.Rule-1]
+	g.Rule = rule.Name
+	for _, by := range rule.GroupBy {
+		switch by.Kind {
+		case config.GroupRemote:
+			bits := by.IPv6
+			if key.Ipv4 != 0 {
+				bits = by.IPv4
+			}
+			g.Remote = netip.PrefixFrom(bpf.UnmappedAddress(key.Remote), bits)
+		case config.GroupService:
+			g.Service = "none"
+			if key.Service > 0 && int(key.Service) <= len(n.Services) {
+				g.Service = n.Services[key.Service-1].Name
+			}
+		case config.GroupCgroup:
+			if g.Cgroup = n.Cgroup(key.Cgroup); g.Cgroup == "" {
+				g.Cgroup = fmt.Sprintf("id %d", key.Cgroup)
+			}
+		case config.GroupRule:
+			g.TuneRule = "none"
+			if key.TuneRule != 0 {
+				if g.TuneRule = n.TuneRule(key.TuneRule); g.TuneRule == "" {
+					g.TuneRule = fmt.Sprintf("id %d", key.TuneRule)
+				}
+			}
+		case config.GroupArm:
+			g.Arm = arms[min(int(key.Arm), len(arms)-1)]
+		}
+	}
+	return g
+}
+
+func (n Names) translator(groups map[uint32]Group) (func(*bpf.TraceSample) Sample, error) {
+	hz, err := clock.Hz()
+	if err != nil {
+		return nil, err
+	}
+	tick := time.Second / time.Duration(hz)
+	clock := clock.Offset()
+	return func(s *bpf.TraceSample) Sample {
+		group, ok := groups[s.Group]
+		if !ok && s.Rule > 0 && int(s.Rule) <= len(n.Rules) {
+			group = Group{Rule: n.Rules[s.Rule-1].Name, Protocol: config.TCP}
+		}
+		return n.sample(s, group, clock, tick)
+	}, nil
 }
 
 // sample converts a message that has ended. clock is CLOCK_REALTIME - CLOCK_MONOTONIC.
@@ -227,54 +277,4 @@ func (n Names) sample(s *bpf.TraceSample, group Group, clock time.Duration, tick
 		out.Requeued = time.Duration(m.Requeued - m.Queued)
 	}
 	return out
-}
-
-// Slowest reads the slowest messages of the last minutes, slowest first.
-func (n Names) Slowest(t *bpf.Trace, rules []bpf.TraceRule) ([]Sample, error) {
-	groups, err := n.Indexes(t, rules)
-	if err != nil {
-		return nil, err
-	}
-	translate, err := n.translator(groups)
-	if err != nil {
-		return nil, err
-	}
-	slowest := []Sample{}
-	for index := range groups {
-		samples, err := t.Slowest(index)
-		if err != nil {
-			return nil, err
-		}
-		for i := range samples {
-			slowest = append(slowest, translate(&samples[i]))
-		}
-	}
-	slices.SortFunc(slowest, func(a, b Sample) int { return cmp.Compare(b.Stages[Total], a.Stages[Total]) })
-	return slowest, nil
-}
-
-// Translator returns a function that converts samples. For a group that was created later, only the name of the rule is
-// known.
-func (n Names) Translator(t *bpf.Trace, rules []bpf.TraceRule) (func(*bpf.TraceSample) Sample, error) {
-	groups, err := n.Indexes(t, rules)
-	if err != nil {
-		return nil, err
-	}
-	return n.translator(groups)
-}
-
-func (n Names) translator(groups map[uint32]Group) (func(*bpf.TraceSample) Sample, error) {
-	hz, err := clock.Hz()
-	if err != nil {
-		return nil, err
-	}
-	tick := time.Second / time.Duration(hz)
-	clock := clock.Offset()
-	return func(s *bpf.TraceSample) Sample {
-		group, ok := groups[s.Group]
-		if !ok && s.Rule > 0 && int(s.Rule) <= len(n.Rules) {
-			group = Group{Rule: n.Rules[s.Rule-1].Name, Protocol: config.TCP}
-		}
-		return n.sample(s, group, clock, tick)
-	}, nil
 }

@@ -179,42 +179,12 @@ func byStart(p, q *packet) int {
 	return cmp.Or(cmp.Compare(p.span.start, q.span.start), cmp.Compare(p.Number, q.Number))
 }
 
-// control returns the number of sequence numbers of SYN and FIN.
-func (p *packet) control() (n int64) {
-	if p.Flags&FlagSYN != 0 {
-		n++
-	}
-	if p.Flags&FlagFIN != 0 {
-		n++
-	}
-	return n
-}
-
 // continues returns whether an event of a queueing discipline is a further hop of the packet that the last driver
 // received: an upper interface passed the packet to a lower one.
 func (p *packet) continues(h *capture.Header) bool {
 	last := &p.last
 	return last.Time != 0 && last.Skb == h.Skb && last.Device != h.Device && int64(h.Time-last.Time) <= nextHop &&
 		(h.Flags&capture.TCP == 0 || last.Flags&capture.TCP == 0 || last.Seq == h.Seq && last.Length == h.Length)
-}
-
-// hop finds or creates the hop at the interface of an event.
-func (p *packet) hop(h *capture.Header) *hop {
-	for i := range p.hops {
-		if p.hops[i].device == h.Device {
-			return &p.hops[i]
-		}
-	}
-	p.hops = append(p.hops, hop{Hop: Hop{Index: int(h.Ifindex), Interface: name(h)}, device: h.Device})
-	return &p.hops[len(p.hops)-1]
-}
-
-func (a *Assembler) point(p *packet, pointer uint64) {
-	if a.byPointer[pointer] == p || len(p.pointers) == maxPointers {
-		return
-	}
-	a.byPointer[pointer] = p
-	p.pointers = append(p.pointers, pointer)
 }
 
 // markRetransmission records that a packet repeats bytes of earlier packets.
@@ -251,39 +221,6 @@ func (a *Assembler) overlapped(p *packet) {
 	}
 }
 
-// overlapping yields the remembered packets that overlap a span.
-func (a *Assembler) overlapping(s span) iter.Seq[*packet] {
-	return func(yield func(*packet) bool) {
-		for p := range a.inFlight(s) {
-			if !yield(p) {
-				return
-			}
-		}
-		for _, p := range a.resent {
-			if !p.flying && p.span.and(s).length() > 0 && !yield(p) {
-				return
-			}
-		}
-	}
-}
-
-// inFlight yields the overlapping packets that are not below a.una, in order.
-func (a *Assembler) inFlight(s span) iter.Seq[*packet] {
-	return func(yield func(*packet) bool) {
-		first, _ := slices.BinarySearchFunc(a.flight, s.start, func(p *packet, start int64) int {
-			return cmp.Compare(p.span.start+a.widest, start)
-		})
-		for _, p := range a.flight[first:] {
-			if p.span.start >= s.end {
-				return
-			}
-			if p.span.and(s).length() > 0 && !yield(p) {
-				return
-			}
-		}
-	}
-}
-
 // handleDriver processes the event of a packet, or of a part of a packet, at a driver.
 func (a *Assembler) handleDriver(h *capture.Header) {
 	at := int64(h.Time)
@@ -312,6 +249,25 @@ func (a *Assembler) handleDriver(h *capture.Header) {
 	a.point(p, h.Skb)
 }
 
+// hop finds or creates the hop at the interface of an event.
+func (p *packet) hop(h *capture.Header) *hop {
+	for i := range p.hops {
+		if p.hops[i].device == h.Device {
+			return &p.hops[i]
+		}
+	}
+	p.hops = append(p.hops, hop{Hop: Hop{Index: int(h.Ifindex), Interface: name(h)}, device: h.Device})
+	return &p.hops[len(p.hops)-1]
+}
+
+func (a *Assembler) point(p *packet, pointer uint64) {
+	if a.byPointer[pointer] == p || len(p.pointers) == maxPointers {
+		return
+	}
+	a.byPointer[pointer] = p
+	p.pointers = append(p.pointers, pointer)
+}
+
 func (p *packet) contains(s span) bool { return p.span.start <= s.start && s.end <= p.span.end }
 
 // holder returns the packet that contains a segment: the first packet that waits for the driver, otherwise the last
@@ -330,6 +286,22 @@ func (a *Assembler) holder(h *capture.Header, s span) (found *packet) {
 		}
 	}
 	return found
+}
+
+// overlapping yields the remembered packets that overlap a span.
+func (a *Assembler) overlapping(s span) iter.Seq[*packet] {
+	return func(yield func(*packet) bool) {
+		for p := range a.inFlight(s) {
+			if !yield(p) {
+				return
+			}
+		}
+		for _, p := range a.resent {
+			if !p.flying && p.span.and(s).length() > 0 && !yield(p) {
+				return
+			}
+		}
+	}
 }
 
 // handleRetransmit processes TCP's event that the last packet is a retransmission.
@@ -387,6 +359,17 @@ func (a *Assembler) handleReceive(e *capture.Event) {
 	a.lastReceived = *h
 }
 
+// control returns the number of sequence numbers of SYN and FIN.
+func (p *packet) control() (n int64) {
+	if p.Flags&FlagSYN != 0 {
+		n++
+	}
+	if p.Flags&FlagFIN != 0 {
+		n++
+	}
+	return n
+}
+
 // selective returns the SACK blocks of a packet, and processes a D-SACK (RFC 2883).
 func (a *Assembler) selective(p *packet) (blocks []span) {
 	for _, b := range p.options.sack[:p.options.blocks] {
@@ -416,6 +399,16 @@ func (p *packet) undoLoss(s span) {
 	before := p.lost.length()
 	p.lost = p.lost.without(s)
 	p.credited += before - p.lost.length()
+}
+
+// ackEvent is an acknowledgement, with the packets that it acknowledges.
+type ackEvent struct {
+	at        int64
+	by        *packet
+	options   options
+	edge      int64 // the echoed timestamp identifies the packet
+	selective bool
+	packets   []int // completely acknowledged packets
 }
 
 // acknowledge processes an acknowledgement of all sequence numbers before ack, and of SACK blocks. by is nil if the
@@ -457,16 +450,6 @@ func (a *Assembler) removeAcked() {
 	a.flight = a.flight[n-len(kept):]
 }
 
-// ackEvent is an acknowledgement, with the packets that it acknowledges.
-type ackEvent struct {
-	at        int64
-	by        *packet
-	options   options
-	edge      int64 // the echoed timestamp identifies the packet
-	selective bool
-	packets   []int // completely acknowledged packets
-}
-
 // account finds the packets that delivered the acknowledged sequence numbers.
 func (a *Assembler) account(w *ackEvent, s span) {
 	if s.length() <= 0 {
@@ -489,6 +472,23 @@ func (a *Assembler) account(w *ackEvent, s span) {
 		end = max(end, p.span.end)
 	}
 	a.settleCluster(w, s, cluster)
+}
+
+// inFlight yields the overlapping packets that are not below a.una, in order.
+func (a *Assembler) inFlight(s span) iter.Seq[*packet] {
+	return func(yield func(*packet) bool) {
+		first, _ := slices.BinarySearchFunc(a.flight, s.start, func(p *packet, start int64) int {
+			return cmp.Compare(p.span.start+a.widest, start)
+		})
+		for _, p := range a.flight[first:] {
+			if p.span.start >= s.end {
+				return
+			}
+			if p.span.and(s).length() > 0 && !yield(p) {
+				return
+			}
+		}
+	}
 }
 
 // settleCluster assigns an acknowledgement to a set of overlapping packets.
@@ -603,16 +603,6 @@ func (p *packet) settlePart(w *ackEvent, s span) {
 	}
 }
 
-// payload returns the number of bytes of a span without SYN and FIN.
-func (p *packet) payload(s span) int {
-	data := span{p.span.end - int64(p.Length), p.span.end}
-	if p.Flags&FlagFIN != 0 {
-		data.start--
-		data.end--
-	}
-	return int(s.and(data).length())
-}
-
 // ranges converts packet numbers to ranges.
 func ranges(numbers []int) (all []Range) {
 	slices.Sort(numbers)
@@ -677,6 +667,16 @@ func (a *Assembler) conclude(p *packet) {
 		i := slices.Index(a.resent, p)
 		a.resent = slices.Delete(a.resent, i, i+1)
 	}
+}
+
+// payload returns the number of bytes of a span without SYN and FIN.
+func (p *packet) payload(s span) int {
+	data := span{p.span.end - int64(p.Length), p.span.end}
+	if p.Flags&FlagFIN != 0 {
+		data.start--
+		data.end--
+	}
+	return int(s.and(data).length())
 }
 
 func (a *Assembler) fate(p *packet) Fate {

@@ -77,41 +77,6 @@ func (a *DatagramAssembler) handleQueue(e *capture.Event) {
 	}
 }
 
-// same returns whether an event can be of the packet, whose skb may have been reused. The headers of a tunnel may hide those
-// of the datagram.
-func (p *packet) same(h *capture.Header) bool {
-	return h.Flags&capture.UDP == 0 || p.peer == h.Peer && p.fragmentID == h.Ack && (p.Length == int(h.Length) || p.split) &&
-		(p.Fragment == nil || p.Fragment.Offset == int(h.Seq))
-}
-
-// addSent creates a sent packet, or returns nil if the event is of no datagram.
-func (a *DatagramAssembler) addSent(e *capture.Event) *packet {
-	h := &e.Header
-	if h.Flags&capture.UDP == 0 {
-		a.summary.Unreadable++
-		return nil
-	}
-	p := a.add(e)
-	p.Sent = &Sent{}
-	_, p.Peer, _ = udpHeader(e.Bytes)
-	p.peer = h.Peer
-	p.gso, p.split = h.GsoSize, h.GsoSize > 0 && h.GsoSegments > 1
-	if h.Flags&capture.Fragment != 0 {
-		p.Seq, p.RawSeq, p.Ack, p.RawAck = 0, 0, 0, 0
-		key := fragments{h.Peer, h.Ack}
-		p.fragmentID = h.Ack
-		if h.Seq == 0 {
-			a.first[key] = p.Number
-		}
-		p.Fragment = &Fragment{Of: a.first[key], Offset: int(h.Seq)}
-	}
-	a.sending[h.Skb] = p
-	p.pointers = append(p.pointers, h.Skb)
-	a.summary.Sent++
-	a.summary.SentBytes += int64(p.Length)
-	return p
-}
-
 // handleDriver processes the event of a packet, or of a part of a packet, at a driver.
 func (a *DatagramAssembler) handleDriver(h *capture.Header) {
 	p := a.sending[h.Skb]
@@ -137,22 +102,6 @@ func (a *DatagramAssembler) handleDriver(h *capture.Header) {
 		a.sending[h.Skb] = p
 		p.pointers = append(p.pointers, h.Skb)
 	}
-}
-
-// splitPacket returns the oldest packet to the same peer that the host splits, and whose parts have not all reached the
-// driver.
-func (a *DatagramAssembler) splitPacket(h *capture.Header) *packet {
-	for _, p := range a.order {
-		if p.Sent == nil || !p.split || p.peer != h.Peer || p.Sent.Fate == Dropped {
-			continue
-		}
-		for i := range p.hops {
-			if o := &p.hops[i]; o.device == h.Device && o.bytes+int64(h.Length) <= int64(p.Length) {
-				return p
-			}
-		}
-	}
-	return nil
 }
 
 // handleReceive processes a packet that reached the socket.
@@ -235,18 +184,8 @@ func (a *DatagramAssembler) readAfter(left *packet, h *capture.Header) *packet {
 	return nil
 }
 
-// leave removes a packet that was read or dropped.
-func (a *DatagramAssembler) leave(p *packet) {
-	p.doneAt = a.now
-	if i := slices.Index(a.unread, p); i >= 0 {
-		a.unread = slices.Delete(a.unread, i, i+1)
-	}
-	for _, skb := range p.pointers {
-		if a.arrived[skb] == p {
-			delete(a.arrived, skb)
-		}
-	}
-}
+// beforeDriver are the reasons for drops that occur only before a driver.
+var beforeDriver = map[string]bool{"netfilter_drop": true, "tc_egress": true, "qdisc_egress": true, "qdisc_drop": true}
 
 // handleDrop processes the drop of a packet by the host.
 func (a *DatagramAssembler) handleDrop(e *capture.Event) {
@@ -287,8 +226,56 @@ func (a *DatagramAssembler) handleDrop(e *capture.Event) {
 	p.Sent.Reason = a.reasons[h.Reason]
 }
 
-// beforeDriver are the reasons for drops that occur only before a driver.
-var beforeDriver = map[string]bool{"netfilter_drop": true, "tc_egress": true, "qdisc_egress": true, "qdisc_drop": true}
+// same returns whether an event can be of the packet, whose skb may have been reused. The headers of a tunnel may hide those
+// of the datagram.
+func (p *packet) same(h *capture.Header) bool {
+	return h.Flags&capture.UDP == 0 || p.peer == h.Peer && p.fragmentID == h.Ack && (p.Length == int(h.Length) || p.split) &&
+		(p.Fragment == nil || p.Fragment.Offset == int(h.Seq))
+}
+
+// addSent creates a sent packet, or returns nil if the event is of no datagram.
+func (a *DatagramAssembler) addSent(e *capture.Event) *packet {
+	h := &e.Header
+	if h.Flags&capture.UDP == 0 {
+		a.summary.Unreadable++
+		return nil
+	}
+	p := a.add(e)
+	p.Sent = &Sent{}
+	_, p.Peer, _ = udpHeader(e.Bytes)
+	p.peer = h.Peer
+	p.gso, p.split = h.GsoSize, h.GsoSize > 0 && h.GsoSegments > 1
+	if h.Flags&capture.Fragment != 0 {
+		p.Seq, p.RawSeq, p.Ack, p.RawAck = 0, 0, 0, 0
+		key := fragments{h.Peer, h.Ack}
+		p.fragmentID = h.Ack
+		if h.Seq == 0 {
+			a.first[key] = p.Number
+		}
+		p.Fragment = &Fragment{Of: a.first[key], Offset: int(h.Seq)}
+	}
+	a.sending[h.Skb] = p
+	p.pointers = append(p.pointers, h.Skb)
+	a.summary.Sent++
+	a.summary.SentBytes += int64(p.Length)
+	return p
+}
+
+// splitPacket returns the oldest packet to the same peer that the host splits, and whose parts have not all reached the
+// driver.
+func (a *DatagramAssembler) splitPacket(h *capture.Header) *packet {
+	for _, p := range a.order {
+		if p.Sent == nil || !p.split || p.peer != h.Peer || p.Sent.Fate == Dropped {
+			continue
+		}
+		for i := range p.hops {
+			if o := &p.hops[i]; o.device == h.Device && o.bytes+int64(h.Length) <= int64(p.Length) {
+				return p
+			}
+		}
+	}
+	return nil
+}
 
 // finished returns whether no further event of a packet is expected.
 func (a *DatagramAssembler) finished(p *packet) bool {
@@ -333,6 +320,19 @@ func (a *DatagramAssembler) conclude(p *packet) {
 			if number < p.Number {
 				delete(a.first, key)
 			}
+		}
+	}
+}
+
+// leave removes a packet that was read or dropped.
+func (a *DatagramAssembler) leave(p *packet) {
+	p.doneAt = a.now
+	if i := slices.Index(a.unread, p); i >= 0 {
+		a.unread = slices.Delete(a.unread, i, i+1)
+	}
+	for _, skb := range p.pointers {
+		if a.arrived[skb] == p {
+			delete(a.arrived, skb)
 		}
 	}
 }

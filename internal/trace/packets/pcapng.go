@@ -137,14 +137,6 @@ func (p *Writer) end() error {
 func (p *Writer) u32(v uint32) { p.block = binary.LittleEndian.AppendUint32(p.block, v) }
 func (p *Writer) u64(v uint64) { p.block = binary.LittleEndian.AppendUint64(p.block, v) }
 
-// bytes appends bytes with padding to 32 bits.
-func (p *Writer) bytes(b []byte) {
-	p.block = append(p.block, b...)
-	for len(p.block)%4 != 0 {
-		p.block = append(p.block, 0)
-	}
-}
-
 func (p *Writer) text(code uint16, s string) {
 	if s == "" {
 		return
@@ -160,4 +152,12 @@ func (p *Writer) option(code uint16, value []byte) {
 	p.block = binary.LittleEndian.AppendUint16(p.block, code)
 	p.block = binary.LittleEndian.AppendUint16(p.block, uint16(len(value)))
 	p.bytes(value)
+}
+
+// bytes appends bytes with padding to 32 bits.
+func (p *Writer) bytes(b []byte) {
+	p.block = append(p.block, b...)
+	for len(p.block)%4 != 0 {
+		p.block = append(p.block, 0)
+	}
 }

@@ -13,14 +13,6 @@ import (
 // Clock is CLOCK_REALTIME minus CLOCK_MONOTONIC.
 type Clock time.Duration
 
-// Time converts nanoseconds of CLOCK_MONOTONIC to the real time; 0 is the zero time.
-func (c Clock) Time(monotonic int64) time.Time {
-	if monotonic == 0 {
-		return time.Time{}
-	}
-	return time.Unix(0, monotonic+int64(c)).UTC()
-}
-
 // Limits of the assemblers.
 const (
 	// DefaultWindow is the default maximum number of remembered packets.
@@ -99,24 +91,6 @@ func (a *recorder) observe(h *capture.Header) {
 	a.summary.To = a.clock.Time(a.now)
 }
 
-func name(h *capture.Header) string {
-	b := make([]byte, 0, len(h.Name))
-	for _, c := range h.Name {
-		if c == 0 {
-			break
-		}
-		b = append(b, byte(c))
-	}
-	return string(b)
-}
-
-func (a *recorder) interfaceName(index uint32) string {
-	if name := a.names[index]; name != "" || index == 0 {
-		return name
-	}
-	return "if" + strconv.Itoa(int(index))
-}
-
 // add creates a packet for an event with sequence numbers.
 func (a *recorder) add(e *capture.Event) *packet {
 	// Read the name now: later hops may be in another network namespace.
@@ -138,6 +112,24 @@ func (a *recorder) add(e *capture.Event) *packet {
 	}, at: int64(e.Time), options: parseOptions(e.Bytes)}
 	a.order = append(a.order, p)
 	return p
+}
+
+func name(h *capture.Header) string {
+	b := make([]byte, 0, len(h.Name))
+	for _, c := range h.Name {
+		if c == 0 {
+			break
+		}
+		b = append(b, byte(c))
+	}
+	return string(b)
+}
+
+func (a *recorder) interfaceName(index uint32) string {
+	if name := a.names[index]; name != "" || index == 0 {
+		return name
+	}
+	return "if" + strconv.Itoa(int(index))
 }
 
 // describeSent sets the times, the hops and the segments of a sent packet.
@@ -162,6 +154,14 @@ func (a *recorder) describeSent(p *packet) {
 			s.Split.By = ByDevice
 		}
 	}
+}
+
+// Time converts nanoseconds of CLOCK_MONOTONIC to the real time; 0 is the zero time.
+func (c Clock) Time(monotonic int64) time.Time {
+	if monotonic == 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, monotonic+int64(c)).UTC()
 }
 
 // flush emits packets up to the first one that is not complete.

@@ -9,14 +9,6 @@ type sequence struct {
 	last int64 // highest verified number
 }
 
-// at returns the relative number of a sequence number. The first number is 1.
-func (s *sequence) at(raw uint32) int64 {
-	if !s.set {
-		s.set, s.base, s.last = true, raw-1, 1
-	}
-	return s.last + int64(int32(raw-s.base-uint32(s.last)))
-}
-
 // sure is at for a sequence number that was sent, and not only acknowledged by the peer.
 func (s *sequence) sure(raw uint32) int64 {
 	n := s.at(raw)
@@ -29,6 +21,14 @@ const (
 	least = -1 << 61
 	most  = 1 << 61
 )
+
+// at returns the relative number of a sequence number. The first number is 1.
+func (s *sequence) at(raw uint32) int64 {
+	if !s.set {
+		s.set, s.base, s.last = true, raw-1, 1
+	}
+	return s.last + int64(int32(raw-s.base-uint32(s.last)))
+}
 
 // span is a range of relative sequence numbers that excludes end.
 type span struct{ start, end int64 }
@@ -45,15 +45,6 @@ func (s spans) length() (n int64) {
 		n += one.length()
 	}
 	return n
-}
-
-func (s spans) overlap(o span) bool {
-	for _, one := range s {
-		if one.and(o).length() > 0 {
-			return true
-		}
-	}
-	return false
 }
 
 // covers returns whether a single span contains all of o.
@@ -85,4 +76,13 @@ func (s spans) without(o span) spans {
 		}
 	}
 	return left
+}
+
+func (s spans) overlap(o span) bool {
+	for _, one := range s {
+		if one.and(o).length() > 0 {
+			return true
+		}
+	}
+	return false
 }

@@ -189,6 +189,9 @@ const (
 
 var flagNames = [...]string{"FIN", "SYN", "RST", "PSH", "ACK", "URG", "ECE", "CWR"}
 
+// MarshalText implements encoding.TextMarshaler by String.
+func (f Flags) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
+
 // String formats the flags as PSH,ACK.
 func (f Flags) String() string {
 	var names []string
@@ -199,9 +202,6 @@ func (f Flags) String() string {
 	}
 	return strings.Join(names, ",")
 }
-
-// MarshalText implements encoding.TextMarshaler by String.
-func (f Flags) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
 
 // UnmarshalText parses the result of MarshalText.
 func (f *Flags) UnmarshalText(text []byte) error {

@@ -41,29 +41,10 @@ type tick struct {
 	Text string
 }
 
-// place returns the position of a time on the log axis: the index of its bucket plus the fraction within the bucket.
-// Histograms are drawn with their own buckets.
-func place(ns uint64) float64 {
-	i := histogram.Bucket[histogram.Times](ns)
-	lo, hi := histogram.Bounds[histogram.Times](i)
-	return float64(i) + min(float64(ns-lo)/float64(hi-lo), 1)
-}
-
 // logAxis is a logarithmic time axis between two places.
 type logAxis struct {
 	first, last float64
 	length      float64
-}
-
-// newLogAxis returns an axis that contains the buckets first to last and at least three octaves.
-func newLogAxis(first, last int, length float64) logAxis {
-	const octaves = 3 * 16
-	lo, hi := first, last+1
-	if lack := octaves - (hi - lo); lack > 0 {
-		lo = max(lo-lack/2, 0)
-		hi = lo + octaves
-	}
-	return logAxis{first: float64(lo), last: float64(min(hi, len(measure.Histogram{}.Buckets))), length: length}
 }
 
 func (a logAxis) at(place float64) float64 {
@@ -112,21 +93,6 @@ func (a logAxis) ticks(room float64) []tick {
 		shown[i] = ticks[k]
 	}
 	return shown
-}
-
-// buckets returns the first and the last non-empty bucket.
-func buckets(h *measure.Histogram) (first, last int, ok bool) {
-	first = -1
-	for i, n := range h.Buckets {
-		if n == 0 {
-			continue
-		}
-		if first < 0 {
-			first = i
-		}
-		last = i
-	}
-	return first, last, first >= 0
 }
 
 // curve is the distribution of a stage.
@@ -218,6 +184,9 @@ type timeAxis struct {
 	columns  int
 	covered  []bool // columns that contain measurements
 }
+
+// span is a part of the time axis.
+type span struct{ At, Length float64 }
 
 // newTimeAxis returns columns of one or several slices, at most heatColumns.
 func newTimeAxis(periods []measure.Period) timeAxis {
@@ -333,9 +302,6 @@ type heat struct {
 	Cells       string
 }
 
-// span is a part of the time axis.
-type span struct{ At, Length float64 }
-
 // newHeat returns the heat map of the histograms of a time axis's columns, in which a nil histogram is empty. The
 // result is nil if there is only one column.
 func newHeat(stage config.Stage, axis timeAxis, columns []*measure.Histogram, peak *peak) *heat {
@@ -393,6 +359,32 @@ func newHeat(stage config.Stage, axis timeAxis, columns []*measure.Histogram, pe
 	return d
 }
 
+// newLogAxis returns an axis that contains the buckets first to last and at least three octaves.
+func newLogAxis(first, last int, length float64) logAxis {
+	const octaves = 3 * 16
+	lo, hi := first, last+1
+	if lack := octaves - (hi - lo); lack > 0 {
+		lo = max(lo-lack/2, 0)
+		hi = lo + octaves
+	}
+	return logAxis{first: float64(lo), last: float64(min(hi, len(measure.Histogram{}.Buckets))), length: length}
+}
+
+// buckets returns the first and the last non-empty bucket.
+func buckets(h *measure.Histogram) (first, last int, ok bool) {
+	first = -1
+	for i, n := range h.Buckets {
+		if n == 0 {
+			continue
+		}
+		if first < 0 {
+			first = i
+		}
+		last = i
+	}
+	return first, last, first >= 0
+}
+
 // newLevels groups the cells by the logarithm of their count.
 func newLevels(cells [][]uint64, most uint64) []level {
 	of := func(count uint64) uint8 {
@@ -439,6 +431,14 @@ func quantileLine(axis timeAxis, y logAxis, columns []*measure.Histogram, q floa
 		pen = true
 	}
 	return b.String()
+}
+
+// place returns the position of a time on the log axis: the index of its bucket plus the fraction within the bucket.
+// Histograms are drawn with their own buckets.
+func place(ns uint64) float64 {
+	i := histogram.Bucket[histogram.Times](ns)
+	lo, hi := histogram.Bounds[histogram.Times](i)
+	return float64(i) + min(float64(ns-lo)/float64(hi-lo), 1)
 }
 
 func cellData(cells [][]uint64, columns []*measure.Histogram) string {
@@ -527,6 +527,12 @@ type bars struct {
 
 const barsWidth = 455
 
+// quantile is a quantile with its name.
+type quantile struct {
+	name  string
+	share float64
+}
+
 // newBars returns stacked quantiles of the stages. The time of the NIC is a part of the network stage and is drawn
 // inside it.
 func newBars(title string, stages map[config.Stage]*measure.Histogram, order []config.Stage, whole config.Stage, quantiles ...quantile) *bars {
@@ -578,12 +584,6 @@ func newBars(title string, stages map[config.Stage]*measure.Histogram, order []c
 	return drawing
 }
 
-// quantile is a quantile with its name.
-type quantile struct {
-	name  string
-	share float64
-}
-
 // evenTicks returns at most n ticks at round values, and a tick at 0.
 func evenTicks(most time.Duration, length float64, n int) []tick {
 	step := time.Duration(1)
@@ -595,6 +595,18 @@ func evenTicks(most time.Duration, length float64, n int) []tick {
 		ticks = append(ticks, tick{float64(v) / float64(most) * length, roundText(v)})
 	}
 	return ticks
+}
+
+// roundText formats a duration like durationText, but without trailing zeros.
+func roundText(d time.Duration) string {
+	number, unit, _ := strings.Cut(durationText(d), "\u00a0")
+	if strings.Contains(number, ".") {
+		number = strings.TrimRight(strings.TrimRight(number, "0"), ".")
+	}
+	if unit == "" {
+		return number
+	}
+	return number + "\u00a0" + unit
 }
 
 // durationText formats a duration with three digits and a unit.
@@ -616,31 +628,6 @@ func durationText(d time.Duration) string {
 	return digits(v) + "\u00a0" + unit
 }
 
-// digits rounds to three digits.
-func digits(v float64) string {
-	decimals := 0
-	switch {
-	case v >= 99.95:
-	case v >= 9.995:
-		decimals = 1
-	default:
-		decimals = 2
-	}
-	return strconv.FormatFloat(v, 'f', decimals, 64)
-}
-
-// roundText formats a duration like durationText, but without trailing zeros.
-func roundText(d time.Duration) string {
-	number, unit, _ := strings.Cut(durationText(d), "\u00a0")
-	if strings.Contains(number, ".") {
-		number = strings.TrimRight(strings.TrimRight(number, "0"), ".")
-	}
-	if unit == "" {
-		return number
-	}
-	return number + "\u00a0" + unit
-}
-
 // countText formats a number with thousands separators.
 func countText(n uint64) string {
 	text := strconv.FormatUint(n, 10)
@@ -659,6 +646,19 @@ func bytesText(n uint64) string {
 		v, unit = v/1000, larger
 	}
 	return digits(v) + "\u00a0" + unit
+}
+
+// digits rounds to three digits.
+func digits(v float64) string {
+	decimals := 0
+	switch {
+	case v >= 99.95:
+	case v >= 9.995:
+		decimals = 1
+	default:
+		decimals = 2
+	}
+	return strconv.FormatFloat(v, 'f', decimals, 64)
 }
 
 // shareText formats a share in percent. A share below 1 is never rounded up to 100 %, and a share above 0 never down to

@@ -219,6 +219,31 @@ type readerRow struct {
 
 const timeLayout = "2006-01-02 15:04:05"
 
+// series contains the slices of one group over time, or of a sum of groups.
+type series struct {
+	measure.Sum
+	label   string
+	several bool
+	slices  []slice
+}
+
+// slice is one period of a series.
+type slice struct {
+	period *measure.Period
+	result *measure.Result
+}
+
+var stageMeanings = map[config.Stage]string{
+	config.StageSend:    "in sendmsg(2)",
+	config.StageStack:   "from sendmsg(2) to the queueing discipline: windows, pacing, buffer",
+	config.StageQdisc:   "in the queueing discipline, until the driver receives the packet",
+	config.StageNIC:     "from the driver to the hardware timestamp; part of network",
+	config.StageNetwork: "from the driver to the acknowledgement by the peer",
+	measure.Total:       "all stages, until the acknowledgement by the peer",
+	config.StageRXStack: "receive path: from arrival at the host to arrival at the socket",
+	config.StageReader:  "receive path: in the socket, until the application reads the data",
+}
+
 func newReportPage(r Report) *reportPage {
 	page := &reportPage{Host: plainText(r.Host), Version: plainText(r.Version)}
 	for _, note := range r.Notes[:min(len(r.Notes), reportNotes)] {
@@ -271,20 +296,6 @@ func newReportPage(r Report) *reportPage {
 	return page
 }
 
-// series contains the slices of one group over time, or of a sum of groups.
-type series struct {
-	measure.Sum
-	label   string
-	several bool
-	slices  []slice
-}
-
-// slice is one period of a series.
-type slice struct {
-	period *measure.Period
-	result *measure.Result
-}
-
 // newSeries returns the series of all groups, sorted by descending number of messages.
 func newSeries(periods []measure.Period) []*series {
 	ordered := make([]*measure.Period, len(periods))
@@ -312,64 +323,9 @@ func newSeries(periods []measure.Period) []*series {
 	return all
 }
 
-func (s *series) append(part slice) {
-	s.slices = append(s.slices, part)
-	s.Add(part.result, part.period.To)
-}
-
-// together returns the sum of several series.
-func together(all []*series) *series {
-	joined := &series{several: true, label: countOf(len(all), "further group", "further groups") + ", total"}
-	for _, s := range all {
-		for _, part := range s.slices {
-			joined.append(part)
-		}
-	}
-	return joined
-}
-
 func (s *series) messages() uint64 { return s.Chosen + s.RXChosen }
 
 func (s *series) has(stage config.Stage) bool { h := s.Stages[stage]; return h != nil && h.Count > 0 }
-
-// whole returns the main stage of a series: total if it is known, otherwise the stage with most values.
-func (s *series) whole() config.Stage {
-	for _, stage := range []config.Stage{measure.Total, config.StageNetwork, config.StageStack, config.StageQdisc, config.StageSend, config.StageReader, config.StageRXStack} {
-		if s.has(stage) {
-			return stage
-		}
-	}
-	return measure.Total
-}
-
-// columns returns the sums of a stage over the columns of a time axis. A column without values is nil.
-func (s *series) columns(stage config.Stage, axis timeAxis) []*measure.Histogram {
-	columns := make([]*measure.Histogram, axis.columns)
-	for _, part := range s.slices {
-		h := part.result.Stages[stage]
-		if h == nil || h.Count == 0 {
-			continue
-		}
-		c := axis.middle(*part.period)
-		if columns[c] == nil {
-			columns[c] = &measure.Histogram{}
-		}
-		columns[c].Add(h)
-	}
-	return columns
-}
-
-// course returns a figure of each column, and NaN for columns without values.
-func course(columns []*measure.Histogram, of func(*measure.Histogram) float64) []float64 {
-	values := make([]float64, len(columns))
-	for c, h := range columns {
-		values[c] = math.NaN()
-		if h != nil {
-			values[c] = of(h)
-		}
-	}
-	return values
-}
 
 func (page *reportPage) fillGroups(all []*series, axis timeAxis) {
 	var chosen, received uint64
@@ -447,25 +403,6 @@ func (page *reportPage) fillFigures(all []*series) {
 	}
 }
 
-func newFigure(h *measure.Histogram, q float64) figure {
-	if h == nil || h.Count == 0 {
-		return figure{Text: "–", Sort: -1}
-	}
-	v := h.Quantile(q)
-	f := figure{Text: durationText(v), Sort: int64(v)}
-	if need := 1 / (1 - q); q < 1 && float64(h.Count) < need-0.5 {
-		f.Few = fmt.Sprintf("based on %s only", countOf(int(h.Count), "value", "values"))
-	}
-	return f
-}
-
-func newMaxFigure(h *measure.Histogram) figure {
-	if h == nil || h.Count == 0 {
-		return figure{Text: "–", Sort: -1}
-	}
-	return figure{Text: durationText(time.Duration(h.Max)), Sort: int64(h.Max)}
-}
-
 // Stages of the send path and of the receive path. The time of the NIC is part of the network stage.
 var (
 	legsOut = []config.Stage{config.StageSend, config.StageStack, config.StageQdisc, config.StageNetwork}
@@ -491,6 +428,18 @@ func newOverviewRow(s *series, id string, axis timeAxis, of uint64) overviewRow 
 	}
 	row.Typical, row.Slow = composition(s.Stages, legs, 0.5), composition(s.Stages, legs, 0.99)
 	return row
+}
+
+// course returns a figure of each column, and NaN for columns without values.
+func course(columns []*measure.Histogram, of func(*measure.Histogram) float64) []float64 {
+	values := make([]float64, len(columns))
+	for c, h := range columns {
+		values[c] = math.NaN()
+		if h != nil {
+			values[c] = of(h)
+		}
+	}
+	return values
 }
 
 func known(values []float64) []float64 {
@@ -519,6 +468,43 @@ func composition(stages map[config.Stage]*measure.Histogram, legs []config.Stage
 		at += length
 	}
 	return parts
+}
+
+// peak is an interval in which a stage was slower than usual.
+type peak struct {
+	first, last int // columns
+	worst       time.Duration
+	typical     time.Duration // median of the 99th percentiles of the columns
+	// cause is the stage whose 99th percentile rose most, or "".
+	cause           config.Stage
+	within, outside time.Duration
+}
+
+var outcomeNames = map[measure.Outcome]string{
+	measure.Acked: "acknowledged", measure.Retransmitted: "retransmitted", measure.Overwritten: "overwritten", measure.Coalesced: "coalesced", measure.Missed: "missed",
+	measure.Unacknowledged: "unacknowledged", measure.Full: "too many in flight", measure.Application: "application's", measure.Refused: "refused",
+	measure.Sent: "sent", measure.Discarded: "discarded", measure.Split: "split", measure.Parted: "parted",
+	measure.Read: "read", measure.Dropped: "dropped", measure.Unread: "unread", measure.RXFull: "too many waiting",
+}
+
+var outcomeMeanings = map[measure.Outcome]string{
+	measure.Acked:          "stamped, and acknowledged by the peer",
+	measure.Retransmitted:  "stamped, and acknowledged after a retransmission of the last segment",
+	measure.Overwritten:    "a later message in the same packet replaced its timestamp request before transmission",
+	measure.Coalesced:      "stamped in the packet of a later message, with which its packet was merged",
+	measure.Missed:         "acknowledged without timestamps",
+	measure.Unacknowledged: "the connection closed before the acknowledgement",
+	measure.Full:           "too many messages of the connection were in flight",
+	measure.Application:    "the application uses timestamps itself",
+	measure.Refused:        "the kernel refused the timestamp request",
+	measure.Sent:           "datagram stamped until the driver",
+	measure.Discarded:      "datagram dropped by the host before a driver",
+	measure.Split:          "datagram split into packets that were not recognized",
+	measure.Parted:         "acknowledged; TCP merged and split packets, and the last byte was sent in a packet without the message's key",
+	measure.Read:           "read by the application, or queued in the socket if the rule does not trace the reader",
+	measure.Dropped:        "receive buffer full",
+	measure.Unread:         "the connection closed before the data was read",
+	measure.RXFull:         "too many traced messages were waiting in the socket",
 }
 
 // addCard adds a card and returns the size of its drawings in bytes.
@@ -591,14 +577,38 @@ func (page *reportPage) addCard(s *series, axis timeAxis) int {
 	return card.drawingSize()
 }
 
-// peak is an interval in which a stage was slower than usual.
-type peak struct {
-	first, last int // columns
-	worst       time.Duration
-	typical     time.Duration // median of the 99th percentiles of the columns
-	// cause is the stage whose 99th percentile rose most, or "".
-	cause           config.Stage
-	within, outside time.Duration
+// whole returns the main stage of a series: total if it is known, otherwise the stage with most values.
+func (s *series) whole() config.Stage {
+	for _, stage := range []config.Stage{measure.Total, config.StageNetwork, config.StageStack, config.StageQdisc, config.StageSend, config.StageReader, config.StageRXStack} {
+		if s.has(stage) {
+			return stage
+		}
+	}
+	return measure.Total
+}
+
+// columns returns the sums of a stage over the columns of a time axis. A column without values is nil.
+func (s *series) columns(stage config.Stage, axis timeAxis) []*measure.Histogram {
+	columns := make([]*measure.Histogram, axis.columns)
+	for _, part := range s.slices {
+		h := part.result.Stages[stage]
+		if h == nil || h.Count == 0 {
+			continue
+		}
+		c := axis.middle(*part.period)
+		if columns[c] == nil {
+			columns[c] = &measure.Histogram{}
+		}
+		columns[c].Add(h)
+	}
+	return columns
+}
+
+func newMaxFigure(h *measure.Histogram) figure {
+	if h == nil || h.Count == 0 {
+		return figure{Text: "–", Sort: -1}
+	}
+	return figure{Text: durationText(time.Duration(h.Max)), Sort: int64(h.Max)}
 }
 
 // findPeak finds columns whose 99th percentile is at least 3 times the typical one, and their slow adjacent columns. It
@@ -699,34 +709,6 @@ type balance struct {
 	missing, extra uint64 // chosen messages without an outcome; outcomes of messages that were not counted as chosen
 }
 
-// balance checks each slice: in flight before + chosen = ended + in flight after. A group that is missing in a slice
-// has not changed.
-func (s *series) balance(of func(*measure.Result) (chosen, ended, open uint64)) balance {
-	var b balance
-	for i, part := range s.slices {
-		chosen, ended, open := of(part.result)
-		before, after := b.end+chosen, ended+open
-		switch {
-		case i == 0 && after > before:
-			b.start = after - before
-		case after > before:
-			b.extra += after - before
-		default:
-			b.missing += before - after
-		}
-		b.end = open
-	}
-	return b
-}
-
-func sumOf(outcomes map[measure.Outcome]uint64) uint64 {
-	var all uint64
-	for _, n := range outcomes {
-		all += n
-	}
-	return all
-}
-
 func (page *reportPage) fillLedgers(all []*series) {
 	whole := together(all)
 	sides := []struct {
@@ -796,6 +778,50 @@ func (page *reportPage) fillLedgers(all []*series) {
 	}
 }
 
+// together returns the sum of several series.
+func together(all []*series) *series {
+	joined := &series{several: true, label: countOf(len(all), "further group", "further groups") + ", total"}
+	for _, s := range all {
+		for _, part := range s.slices {
+			joined.append(part)
+		}
+	}
+	return joined
+}
+
+func (s *series) append(part slice) {
+	s.slices = append(s.slices, part)
+	s.Add(part.result, part.period.To)
+}
+
+// balance checks each slice: in flight before + chosen = ended + in flight after. A group that is missing in a slice
+// has not changed.
+func (s *series) balance(of func(*measure.Result) (chosen, ended, open uint64)) balance {
+	var b balance
+	for i, part := range s.slices {
+		chosen, ended, open := of(part.result)
+		before, after := b.end+chosen, ended+open
+		switch {
+		case i == 0 && after > before:
+			b.start = after - before
+		case after > before:
+			b.extra += after - before
+		default:
+			b.missing += before - after
+		}
+		b.end = open
+	}
+	return b
+}
+
+func sumOf(outcomes map[measure.Outcome]uint64) uint64 {
+	var all uint64
+	for _, n := range outcomes {
+		all += n
+	}
+	return all
+}
+
 func (page *reportPage) fillReaders(all []*series, axis timeAxis) {
 	for i, s := range all {
 		if s.RXChosen == 0 || len(page.Readers) == reportRows {
@@ -821,6 +847,18 @@ func (page *reportPage) fillReaders(all []*series, axis timeAxis) {
 		row.Course = newSpark(oldest, "oldest waiting message over time, maximum "+durationText(most))
 		page.Readers = append(page.Readers, row)
 	}
+}
+
+func newFigure(h *measure.Histogram, q float64) figure {
+	if h == nil || h.Count == 0 {
+		return figure{Text: "–", Sort: -1}
+	}
+	v := h.Quantile(q)
+	f := figure{Text: durationText(v), Sort: int64(v)}
+	if need := 1 / (1 - q); q < 1 && float64(h.Count) < need-0.5 {
+		f.Few = fmt.Sprintf("based on %s only", countOf(int(h.Count), "value", "values"))
+	}
+	return f
 }
 
 func (page *reportPage) fillSlow(samples []measure.Sample, location *time.Location) {
@@ -911,16 +949,6 @@ func sentence(text string) string {
 	return text
 }
 
-// plainText removes control characters and characters that change the writing direction from external text.
-func plainText(s string) string {
-	return strings.Map(func(r rune) rune {
-		if unicode.IsPrint(r) {
-			return r
-		}
-		return unicode.ReplacementChar
-	}, strings.ToValidUTF8(s, string(unicode.ReplacementChar)))
-}
-
 // labelText returns the plain text of a label. It omits the middle of long labels.
 func labelText(s string) string {
 	runes := []rune(plainText(s))
@@ -929,6 +957,16 @@ func labelText(s string) string {
 		runes = slices.Concat(runes[:half], []rune("…"), runes[len(runes)-half+1:])
 	}
 	return string(runes)
+}
+
+// plainText removes control characters and characters that change the writing direction from external text.
+func plainText(s string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return unicode.ReplacementChar
+	}, strings.ToValidUTF8(s, string(unicode.ReplacementChar)))
 }
 
 // labelWord is a word of a group's label: key=value, or a value without a key.
@@ -989,41 +1027,3 @@ func spanText(d time.Duration) string {
 
 // stageName returns the name of a stage.
 func stageName(s config.Stage) string { return string(s) }
-
-var stageMeanings = map[config.Stage]string{
-	config.StageSend:    "in sendmsg(2)",
-	config.StageStack:   "from sendmsg(2) to the queueing discipline: windows, pacing, buffer",
-	config.StageQdisc:   "in the queueing discipline, until the driver receives the packet",
-	config.StageNIC:     "from the driver to the hardware timestamp; part of network",
-	config.StageNetwork: "from the driver to the acknowledgement by the peer",
-	measure.Total:       "all stages, until the acknowledgement by the peer",
-	config.StageRXStack: "receive path: from arrival at the host to arrival at the socket",
-	config.StageReader:  "receive path: in the socket, until the application reads the data",
-}
-
-var outcomeNames = map[measure.Outcome]string{
-	measure.Acked: "acknowledged", measure.Retransmitted: "retransmitted", measure.Overwritten: "overwritten", measure.Coalesced: "coalesced", measure.Missed: "missed",
-	measure.Unacknowledged: "unacknowledged", measure.Full: "too many in flight", measure.Application: "application's", measure.Refused: "refused",
-	measure.Sent: "sent", measure.Discarded: "discarded", measure.Split: "split", measure.Parted: "parted",
-	measure.Read: "read", measure.Dropped: "dropped", measure.Unread: "unread", measure.RXFull: "too many waiting",
-}
-
-var outcomeMeanings = map[measure.Outcome]string{
-	measure.Acked:          "stamped, and acknowledged by the peer",
-	measure.Retransmitted:  "stamped, and acknowledged after a retransmission of the last segment",
-	measure.Overwritten:    "a later message in the same packet replaced its timestamp request before transmission",
-	measure.Coalesced:      "stamped in the packet of a later message, with which its packet was merged",
-	measure.Missed:         "acknowledged without timestamps",
-	measure.Unacknowledged: "the connection closed before the acknowledgement",
-	measure.Full:           "too many messages of the connection were in flight",
-	measure.Application:    "the application uses timestamps itself",
-	measure.Refused:        "the kernel refused the timestamp request",
-	measure.Sent:           "datagram stamped until the driver",
-	measure.Discarded:      "datagram dropped by the host before a driver",
-	measure.Split:          "datagram split into packets that were not recognized",
-	measure.Parted:         "acknowledged; TCP merged and split packets, and the last byte was sent in a packet without the message's key",
-	measure.Read:           "read by the application, or queued in the socket if the rule does not trace the reader",
-	measure.Dropped:        "receive buffer full",
-	measure.Unread:         "the connection closed before the data was read",
-	measure.RXFull:         "too many traced messages were waiting in the socket",
-}

@@ -146,24 +146,6 @@ func Compare(treated, control Sample, o Options) Comparison {
 
 func percent(ratio float64) float64 { return 100 * (ratio - 1) }
 
-func lacking(need, have float64) float64 {
-	if have == 0 {
-		return math.Inf(1)
-	}
-	return need / have
-}
-
-// equals returns Kish's effective sample size: the number of connections if all have sent the same number of
-// segments, about 1 if one connection has sent nearly all. Connections with more than TUNE_SEGMENTS_MAX segments have
-// less than their weight.
-func (s *Sample) equals() float64 {
-	if s.Segments2 == 0 {
-		return 0
-	}
-	n := float64(s.Segments)
-	return min(n*n/float64(s.Segments2), float64(s.Connections))
-}
-
 func connectTimes(s *Sample) (*Histogram, float64) {
 	return &s.Connect, float64(min(s.Connect.Count, s.Connections))
 }
@@ -208,6 +190,9 @@ func quantiles(pick func(*Sample) (*Histogram, float64), q float64) func(t, c *S
 		return f
 	}
 }
+
+// count is a number of events in clusters: events/together are independent. exposure is the denominator of the rate.
+type count struct{ events, exposure, together float64 }
 
 // retransmits compares the ratio of retransmitted to all segments, with connections as clusters. The delta method
 // gives the variance of a ratio of sums. The variance divided by that of independent retransmits gives the mean size
@@ -295,8 +280,23 @@ func volume(t, c *Sample, _ Options) figure {
 	return f
 }
 
-// count is a number of events in clusters: events/together are independent. exposure is the denominator of the rate.
-type count struct{ events, exposure, together float64 }
+func lacking(need, have float64) float64 {
+	if have == 0 {
+		return math.Inf(1)
+	}
+	return need / have
+}
+
+// equals returns Kish's effective sample size: the number of connections if all have sent the same number of
+// segments, about 1 if one connection has sent nearly all. Connections with more than TUNE_SEGMENTS_MAX segments have
+// less than their weight.
+func (s *Sample) equals() float64 {
+	if s.Segments2 == 0 {
+		return 0
+	}
+	n := float64(s.Segments)
+	return min(n*n/float64(s.Segments2), float64(s.Connections))
+}
 
 // compareCounts sets the interval, p and lack for two rates. There is enough data if all events in one arm would be a
 // difference after Holm's correction.

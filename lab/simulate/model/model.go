@@ -118,14 +118,6 @@ type host struct {
 	ends     uint64 // changes with each death or start, so that events of an earlier life are ignored
 }
 
-// at returns the table that the host uses at a time.
-func (h *host) at(now time.Duration) *table.Table {
-	if h.next != nil && now >= h.nextAt {
-		return h.next
-	}
-	return h.applied
-}
-
 // fleet is the state of a simulation.
 type fleet struct {
 	Config
@@ -149,6 +141,15 @@ type fleet struct {
 	times    []float64
 	devices  [table.Buckets]int // by bucket
 }
+
+// event is an action at a time. Events of one time happen in the order of their numbers.
+type event struct {
+	at     time.Duration
+	number uint64
+	do     func()
+}
+
+type queue []event
 
 // Run runs a simulation.
 func Run(c Config) Result {
@@ -191,17 +192,23 @@ func (f *fleet) between(least, most time.Duration) time.Duration {
 	return least + time.Duration(f.random.Int64N(int64(most-least)))
 }
 
-// after runs an action after a time.
-func (f *fleet) after(d time.Duration, do func()) {
-	f.events++
-	heap.Push(&f.queue, event{f.now + d, f.events, do})
-}
-
-// every runs an action again and again, with exponentially distributed pauses of a mean; 0: never.
-func (f *fleet) every(mean time.Duration, do func()) {
-	if mean > 0 {
-		f.after(f.exp(mean), func() { do(); f.every(mean, do) })
+// replace removes a host, and adds another one.
+func (f *fleet) replace() {
+	h := f.hosts[f.names[f.random.IntN(len(f.names))]]
+	if !h.runs || !h.reaches || h.draining || h.removed || len(f.names) > f.Hosts {
+		return
 	}
+	f.result.Replacements++
+	f.add()
+	h.State, h.removed = lead.Removed, true
+	f.changed()
+	f.whenEmpty(h, func() {
+		h.runs, h.Alive = false, false
+		delete(f.hosts, h.Name)
+		at, _ := slices.BinarySearch(f.names, h.Name)
+		f.names = slices.Delete(f.names, at, at+1)
+		f.changed()
+	})
 }
 
 // add adds a new host, and the events of its life.
@@ -225,13 +232,11 @@ func (f *fleet) add() {
 	f.every(f.Partitions, alive(f.partition))
 }
 
-// start starts a host. It has the table of the store when it announces the service's addresses.
-func (f *fleet) start(h *host) {
-	h.ends++
-	h.runs, h.reaches, h.Alive, h.Healthy = true, true, true, true
-	h.applied, h.next = nil, nil
-	f.apply(h)
-	f.changed()
+// every runs an action again and again, with exponentially distributed pauses of a mean; 0: never.
+func (f *fleet) every(mean time.Duration, do func()) {
+	if mean > 0 {
+		f.after(f.exp(mean), func() { do(); f.every(mean, do) })
+	}
 }
 
 // die ends a host without notice, for a while.
@@ -240,22 +245,6 @@ func (f *fleet) die(h *host) {
 	h.ends++
 	h.runs = false
 	f.lose(h, f.between(startTime, 30*time.Minute), func() { f.start(h) })
-}
-
-// lose lets the lease of a host expire, and runs an action after a time.
-func (f *fleet) lose(h *host, d time.Duration, back func()) {
-	life := h.ends
-	f.after(lease+f.between(0, time.Second), func() {
-		if h.ends == life {
-			h.Alive = false
-			f.changed()
-		}
-	})
-	f.after(d, func() {
-		if h.ends == life {
-			back()
-		}
-	})
 }
 
 // partition cuts a host off from the store; its packets still arrive.
@@ -285,22 +274,28 @@ func (f *fleet) drain(h *host) {
 	})
 }
 
-// replace removes a host, and adds another one.
-func (f *fleet) replace() {
-	h := f.hosts[f.names[f.random.IntN(len(f.names))]]
-	if !h.runs || !h.reaches || h.draining || h.removed || len(f.names) > f.Hosts {
-		return
-	}
-	f.result.Replacements++
-	f.add()
-	h.State, h.removed = lead.Removed, true
+// start starts a host. It has the table of the store when it announces the service's addresses.
+func (f *fleet) start(h *host) {
+	h.ends++
+	h.runs, h.reaches, h.Alive, h.Healthy = true, true, true, true
+	h.applied, h.next = nil, nil
+	f.apply(h)
 	f.changed()
-	f.whenEmpty(h, func() {
-		h.runs, h.Alive = false, false
-		delete(f.hosts, h.Name)
-		at, _ := slices.BinarySearch(f.names, h.Name)
-		f.names = slices.Delete(f.names, at, at+1)
-		f.changed()
+}
+
+// lose lets the lease of a host expire, and runs an action after a time.
+func (f *fleet) lose(h *host, d time.Duration, back func()) {
+	life := h.ends
+	f.after(lease+f.between(0, time.Second), func() {
+		if h.ends == life {
+			h.Alive = false
+			f.changed()
+		}
+	})
+	f.after(d, func() {
+		if h.ends == life {
+			back()
+		}
 	})
 }
 
@@ -361,34 +356,6 @@ func (f *fleet) changed() {
 	f.after(f.delay(), f.decide)
 }
 
-// delay returns the time that a message of the store needs.
-func (f *fleet) delay() time.Duration {
-	if f.random.IntN(1000) == 0 {
-		return f.between(0, 2*time.Second)
-	}
-	return 2*time.Millisecond + f.exp(20*time.Millisecond)
-}
-
-// apply sends the present table to a host.
-func (f *fleet) apply(h *host) {
-	h.applied = h.at(f.now)
-	if f.table == nil {
-		return
-	}
-	h.next, h.nextAt = f.table, f.now+f.delay()
-	if h.applied == nil { // a host that starts announces the addresses once it has a table
-		h.applied = f.table
-	}
-}
-
-// epoch returns the epoch that a host uses.
-func (h *host) epoch(now time.Duration) uint64 {
-	if t := h.at(now); t != nil {
-		return t.Epoch
-	}
-	return 0
-}
-
 // decide asks the leader, and sends its table to the hosts.
 func (f *fleet) decide() {
 	if !f.store {
@@ -416,6 +383,14 @@ func (f *fleet) decide() {
 		f.busy = -1
 		f.peak()
 	}
+}
+
+// epoch returns the epoch that a host uses.
+func (h *host) epoch(now time.Duration) uint64 {
+	if t := h.at(now); t != nil {
+		return t.Epoch
+	}
+	return 0
 }
 
 // measure adds the share that a change of the hosts must move.
@@ -479,6 +454,32 @@ func (f *fleet) write(t *table.Table) {
 	}
 }
 
+// after runs an action after a time.
+func (f *fleet) after(d time.Duration, do func()) {
+	f.events++
+	heap.Push(&f.queue, event{f.now + d, f.events, do})
+}
+
+// apply sends the present table to a host.
+func (f *fleet) apply(h *host) {
+	h.applied = h.at(f.now)
+	if f.table == nil {
+		return
+	}
+	h.next, h.nextAt = f.table, f.now+f.delay()
+	if h.applied == nil { // a host that starts announces the addresses once it has a table
+		h.applied = f.table
+	}
+}
+
+// delay returns the time that a message of the store needs.
+func (f *fleet) delay() time.Duration {
+	if f.random.IntN(1000) == 0 {
+		return f.between(0, 2*time.Second)
+	}
+	return 2*time.Millisecond + f.exp(20*time.Millisecond)
+}
+
 // peak records the largest ratio of a host's buckets and devices to its share, when nothing moves.
 func (f *fleet) peak() {
 	sum := 0.0
@@ -496,13 +497,6 @@ func (f *fleet) peak() {
 		f.result.PeakBuckets = max(f.result.PeakBuckets, float64(buckets[name])/(share*table.Buckets))
 		f.result.PeakDevices = max(f.result.PeakDevices, float64(devices[name])/(share*float64(f.Devices)))
 	}
-}
-
-func nameAt(t *table.Table, host uint16) string {
-	if host == table.None {
-		return ""
-	}
-	return t.Hosts[host].Name
 }
 
 // follow follows packets of buckets that have just got another owner, from before the table was written until the last host
@@ -582,14 +576,20 @@ func (f *fleet) packet(b int, h *host, at time.Duration) {
 	}
 }
 
-// event is an action at a time. Events of one time happen in the order of their numbers.
-type event struct {
-	at     time.Duration
-	number uint64
-	do     func()
+// at returns the table that the host uses at a time.
+func (h *host) at(now time.Duration) *table.Table {
+	if h.next != nil && now >= h.nextAt {
+		return h.next
+	}
+	return h.applied
 }
 
-type queue []event
+func nameAt(t *table.Table, host uint16) string {
+	if host == table.None {
+		return ""
+	}
+	return t.Hosts[host].Name
+}
 
 func (q queue) Len() int { return len(q) }
 func (q queue) Less(i, j int) bool {

@@ -112,6 +112,17 @@ func Kernel(t testing.TB, path string) *netlink.Handle {
 	return h
 }
 
+// AddVeth adds a veth pair for the duration of the test: name in the namespace of h, and
+// peer in the namespace other, or also in that of h if other is nil.
+func AddVeth(t testing.TB, h *netlink.Handle, name, peer string, other *os.File) {
+	t.Helper()
+	v := &netlink.Veth{LinkAttrs: Named(name), PeerName: peer}
+	if other != nil {
+		v.PeerNamespace = netlink.NsFd(int(other.Fd()))
+	}
+	Add(t, h, v)
+}
+
 // Add adds an interface for the duration of the test.
 func Add(t testing.TB, h *netlink.Handle, l netlink.Link) {
 	t.Helper()
@@ -127,17 +138,6 @@ func Named(name string) netlink.LinkAttrs {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = name
 	return attrs
-}
-
-// AddVeth adds a veth pair for the duration of the test: name in the namespace of h, and
-// peer in the namespace other, or also in that of h if other is nil.
-func AddVeth(t testing.TB, h *netlink.Handle, name, peer string, other *os.File) {
-	t.Helper()
-	v := &netlink.Veth{LinkAttrs: Named(name), PeerName: peer}
-	if other != nil {
-		v.PeerNamespace = netlink.NsFd(int(other.Fd()))
-	}
-	Add(t, h, v)
 }
 
 // OpenFile opens a file for the duration of the test.
