@@ -5,6 +5,9 @@ package docs_test
 
 import (
 	"errors"
+	"go/ast"
+	"go/parser"
+	"go/token"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -153,4 +156,105 @@ func TestPackageSizes(t *testing.T) {
 			t.Errorf("%s has %d lines without tests and generated code, at most %d are allowed", dir, n, limit)
 		}
 	}
+}
+
+// TestOrderOfFunctions checks that a file can be read from top to bottom: a function stands above those that it calls. Functions of up to
+// three lines may stand anywhere, for example below their type, and functions that call each other in a cycle are in any order.
+func TestOrderOfFunctions(t *testing.T) {
+	files := 0
+	walk(t, func(path string, text []byte) {
+		if filepath.Ext(path) != ".go" || strings.HasSuffix(path, "_test.go") || strings.HasSuffix(path, "_bpfel.go") {
+			return
+		}
+		positions := token.NewFileSet()
+		file, err := parser.ParseFile(positions, path, text, 0)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		files++
+		calls := callsWithin(file)
+		line := func(f *ast.FuncDecl) int { return positions.Position(f.Pos()).Line }
+		for caller, callees := range calls {
+			for callee := range callees {
+				long := positions.Position(callee.End()).Line-line(callee) > 2
+				if long && line(callee) < line(caller) && !reaches(calls, callee, caller, make(map[*ast.FuncDecl]bool)) {
+					t.Errorf("%s:%d: %s calls %s, which stands above it, in line %d", path, line(caller), caller.Name.Name, callee.Name.Name, line(callee))
+				}
+			}
+		}
+	})
+	if files < 300 {
+		t.Errorf("%d files", files)
+	}
+}
+
+// callsWithin returns the functions of a file with the functions of the file that they call, or pass on: functions by their name, and
+// methods of the type of the calling method by its receiver.
+func callsWithin(file *ast.File) map[*ast.FuncDecl]map[*ast.FuncDecl]bool {
+	functions := make(map[string]*ast.FuncDecl) // by TYPE.NAME, or .NAME
+	for _, d := range file.Decls {
+		if f, ok := d.(*ast.FuncDecl); ok {
+			functions[receiver(f)+"."+f.Name.Name] = f
+		}
+	}
+	calls := make(map[*ast.FuncDecl]map[*ast.FuncDecl]bool)
+	for _, f := range functions {
+		if f.Body == nil {
+			continue
+		}
+		callees := make(map[*ast.FuncDecl]bool)
+		add := func(name string) {
+			if callee := functions[name]; callee != nil && callee != f {
+				callees[callee] = true
+			}
+		}
+		ast.Inspect(f.Body, func(n ast.Node) bool {
+			switch n := n.(type) {
+			case *ast.Ident:
+				if n.Obj != nil && n.Obj.Kind == ast.Fun {
+					add("." + n.Name)
+				}
+			case *ast.SelectorExpr:
+				x, ok := n.X.(*ast.Ident)
+				if ok && f.Recv != nil && len(f.Recv.List[0].Names) == 1 && x.Obj != nil && x.Obj == f.Recv.List[0].Names[0].Obj {
+					add(receiver(f) + "." + n.Sel.Name)
+				}
+			}
+			return true
+		})
+		calls[f] = callees
+	}
+	return calls
+}
+
+// receiver returns the name of the type of a method, and "" for a function.
+func receiver(f *ast.FuncDecl) string {
+	if f.Recv == nil {
+		return ""
+	}
+	name := ""
+	ast.Inspect(f.Recv.List[0].Type, func(n ast.Node) bool {
+		if id, ok := n.(*ast.Ident); ok && name == "" {
+			name = id.Name
+		}
+		return name == ""
+	})
+	return name
+}
+
+func reaches(calls map[*ast.FuncDecl]map[*ast.FuncDecl]bool, from, to *ast.FuncDecl, seen map[*ast.FuncDecl]bool) bool {
+	if from == to {
+		return true
+	}
+	if seen[from] {
+		return false
+	}
+	seen[from] = true
+	for next := range calls[from] {
+		if reaches(calls, next, to, seen) {
+			return true
+		}
+	}
+	return false
 }

@@ -54,7 +54,11 @@ var terminalRequests = []uint32{unix.TIOCSTI, unix.TIOCLINUX, unix.TIOCSETD}
 // ioprioGroup is IOPRIO_WHO_PGRP of linux/ioprio.h.
 const ioprioGroup = 2
 
-// argument loads the lower 32 bits of an argument. Both architectures are little endian.
+var permitted = verdict(unix.SECCOMP_RET_ALLOW)
+
+// argument loads the lower 32 bits of an argument. Both architectures are little endian. The kernel truncates the arguments of the
+// conditions below to 32 bits (int, unsigned int), so a condition on all 64 bits could be bypassed by setting an upper bit. The flags
+// of clone(2) are truncated, too; unshare(2) rejects upper bits.
 func argument(n int) unix.SockFilter { return load(uint32(dataArguments + 8*n)) }
 
 func failWith(errno unix.Errno) unix.SockFilter {
@@ -68,11 +72,6 @@ func filterProgram(allowUserns bool) error {
 	}
 	return setFilter(programFilter(allowUserns), unix.SECCOMP_FILTER_FLAG_TSYNC)
 }
-
-var permitted = verdict(unix.SECCOMP_RET_ALLOW)
-
-// The kernel truncates these arguments to 32 bits (int, unsigned int). Conditions on all 64 bits could be bypassed by setting an upper
-// bit. The flags of clone(2) are truncated, too; unshare(2) rejects upper bits.
 
 // programFilter is the filter of an isolated program, in classic BPF.
 func programFilter(allowUserns bool) []unix.SockFilter {
