@@ -35,7 +35,8 @@ STEER_EXPORT(enum, fleet_outcome);
 STEER_EXPORT(struct, fleet_table);
 STEER_EXPORT(struct, fleet_listener);
 STEER_EXPORT(struct, fleet_peer);
-STEER_EXPORT(enum, fleet_sender);
+STEER_EXPORT(enum, fleet_sender_kind);
+STEER_EXPORT(struct, fleet_sender);
 STEER_EXPORT(struct, fleet_connection);
 
 /* The destination of packets in the tunnel: the address of the tunnel of every host. */
@@ -64,7 +65,7 @@ struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 4 * FLEET_HOSTS);
 	__type(key, struct fleet_peer);
-	__type(value, __u32); /* enum fleet_sender */
+	__type(value, struct fleet_sender);
 } peers SEC(".maps");
 
 /*
@@ -370,15 +371,15 @@ host_of(const struct fleet_table *table, __u32 index)
 	return &table->host[index & (FLEET_HOSTS - 1)];
 }
 
-static __always_inline bool same_peer(const struct fleet_peer *a,
-				      const struct fleet_host *b)
+/*
+ * Reports whether a host of the table has sent a packet. The route of the host to
+ * this one may be of another family than that of this host: not the address
+ * decides, but the host that has the address.
+ */
+static __always_inline bool sent_by(const struct fleet_sender *peer,
+				    const struct fleet_host *host)
 {
-	if (b->vni)
-		return a->address.word[0] == b->address.word[0] &&
-		       a->address.word[1] == b->address.word[1] &&
-		       a->address.word[2] == b->address.word[2] &&
-		       a->address.word[3] == b->address.word[3];
-	return !__builtin_memcmp(a->mac, b->mac, sizeof(a->mac));
+	return peer && peer->host == host->id;
 }
 
 /* Reports whether packets that a host forwards are recognized. */
@@ -408,7 +409,7 @@ struct decision {
 static __always_inline struct decision
 decide_moving(struct __sk_buff *skb, const struct packet *p,
 	      const struct fleet_table *table, const struct fleet_bucket *bucket,
-	      const struct fleet_peer *from, bool peer)
+	      const struct fleet_sender *peer)
 {
 	bool prepared = bucket->other & FLEET_PREPARED;
 	__u32 other = bucket->other & ~FLEET_PREPARED;
@@ -428,11 +429,11 @@ decide_moving(struct __sk_buff *skb, const struct packet *p,
 	if (table->self == bucket->owner) {
 		/* Without the MAC address, the packet would come back again and again. */
 		if (!p->segment || !recognized(host_of(table, other)) ||
-		    (peer && same_peer(from, host_of(table, other))))
+		    sent_by(peer, host_of(table, other)))
 			return local;
 		return (struct decision){ other, FLEET_CHANCE };
 	}
-	if (peer && same_peer(from, host_of(table, bucket->owner)) &&
+	if (sent_by(peer, host_of(table, bucket->owner)) &&
 	    (prepared || p->segment))
 		return local;
 	if (!prepared && p->to.protocol != IPPROTO_TCP && leaves(skb, p))
@@ -455,8 +456,7 @@ decide(struct __sk_buff *skb, const struct packet *p,
        struct fleet_peer *from, bool tunnel)
 {
 	struct decision d = { FLEET_NO_HOST, FLEET_LOCAL };
-	const __u32 *sender = NULL;
-	bool peer;
+	const struct fleet_sender *peer = NULL;
 
 	if (bucket->owner == FLEET_NO_HOST) {
 		d.outcome = FLEET_OWNER;
@@ -467,10 +467,11 @@ decide(struct __sk_buff *skb, const struct packet *p,
 	if (!tunnel && !load_near(skb, ETH_ALEN, from->mac, sizeof(from->mac)))
 		return d;
 	if (tunnel || may_be_peer(table, from->mac))
-		sender = bpf_map_lookup_elem(&peers, from);
-	peer = sender && *sender == FLEET_PEER;
+		peer = bpf_map_lookup_elem(&peers, from);
+	if (peer && peer->kind != FLEET_PEER)
+		peer = NULL;
 	if (bucket->other != FLEET_NO_HOST)
-		return decide_moving(skb, p, table, bucket, from, peer);
+		return decide_moving(skb, p, table, bucket, peer);
 	if (peer) {
 		d.outcome = FLEET_DISAGREED;
 		return d;

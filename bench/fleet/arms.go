@@ -105,7 +105,7 @@ func (l *lane) sockeye(b *bench, size int, tunnel bool) error {
 				if at, err = path.OpenTunnel([]netip.Addr{service}); err != nil {
 					return err
 				}
-				next = forward.Next{Addresses: next.Addresses, Interface: at, VNI: forward.VNI(t.Nonce), Room: forward.TunnelMTU - forward.TunnelOverhead4}
+				next = forward.Next{Addresses: next.Addresses, Interface: at, Sources: next.Addresses, VNI: forward.VNI(t.Nonce), Room: forward.TunnelMTU - forward.TunnelOverhead4}
 			}
 			if h.name == first {
 				l.forwarded = func() (uint64, error) {

@@ -18,7 +18,7 @@ enum fleet_limit {
 };
 
 /* What a sender is. */
-enum fleet_sender {
+enum fleet_sender_kind {
 	FLEET_PEER = 1, /* a host of the table */
 	/*
 	 * A former or dead host: its program may forward by an earlier table. The
@@ -53,6 +53,7 @@ struct fleet_bucket {
 
 /* How to reach a host. */
 struct fleet_host {
+	__u64 id; /* of the host in all tables: the hash of its name */
 	/*
 	 * The far end of the tunnel; on a link, the IPv6 next hop, or zeros. The
 	 * kernel sends IPv4 packets to an IPv6 next hop, but not the reverse
@@ -96,6 +97,13 @@ struct fleet_peer {
 	struct steer_address address; /* zeros with a MAC address */
 	__u8 mac[6];
 	__u8 padding[2];
+};
+
+/* The host that has such an address. It may have several. */
+struct fleet_sender {
+	__u64 host; /* fleet_host.id */
+	__u32 kind; /* enum fleet_sender_kind */
+	__u32 padding;
 };
 
 /* A TCP connection of a device with a service. */

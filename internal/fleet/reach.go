@@ -189,7 +189,7 @@ func (o *origin) findPath(h *table.Host) path {
 		if err != nil {
 			return path{kind: "none", problem: fmt.Sprintf("no tunnel to host %s: %v", h.Name, err)}
 		}
-		p := path{kind: "tunnel", Next: forward.Next{Addresses: []netip.Addr{a}, Interface: index, VNI: vni, Room: mtu - forward.TunnelOverhead4}}
+		p := path{kind: "tunnel", Next: forward.Next{Addresses: []netip.Addr{a}, Sources: h.Addresses, Interface: index, VNI: vni, Room: mtu - forward.TunnelOverhead4}}
 		if a.Is6() {
 			p.Room = mtu - forward.TunnelOverhead6
 		}

@@ -35,6 +35,7 @@ type fleetForwardFleetConnection struct {
 
 type fleetForwardFleetHost struct {
 	_       structs.HostLayout
+	Id      uint64
 	Address struct {
 		_    structs.HostLayout
 		Word [4]uint32
@@ -44,6 +45,7 @@ type fleetForwardFleetHost struct {
 	Vni     uint32
 	Mac     [6]uint8
 	Padding [2]uint8
+	_       [4]byte
 }
 
 type fleetForwardFleetLimit uint32
@@ -93,11 +95,18 @@ type fleetForwardFleetPeer struct {
 	Padding [2]uint8
 }
 
-type fleetForwardFleetSender uint32
+type fleetForwardFleetSender struct {
+	_       structs.HostLayout
+	Host    uint64
+	Kind    uint32
+	Padding uint32
+}
+
+type fleetForwardFleetSenderKind uint32
 
 const (
-	fleetForwardFleetSenderFLEET_PEER        fleetForwardFleetSender = 1
-	fleetForwardFleetSenderFLEET_FORMER_PEER fleetForwardFleetSender = 2
+	fleetForwardFleetSenderKindFLEET_PEER        fleetForwardFleetSenderKind = 1
+	fleetForwardFleetSenderKindFLEET_FORMER_PEER fleetForwardFleetSenderKind = 2
 )
 
 type fleetForwardFleetTable struct {
@@ -137,6 +146,7 @@ const (
 	fleetForwardVarUnusedFleetOutcome    = "unused_fleet_outcome"
 	fleetForwardVarUnusedFleetPeer       = "unused_fleet_peer"
 	fleetForwardVarUnusedFleetSender     = "unused_fleet_sender"
+	fleetForwardVarUnusedFleetSenderKind = "unused_fleet_sender_kind"
 	fleetForwardVarUnusedFleetTable      = "unused_fleet_table"
 	fleetForwardVarUnusedSteerDeviceId   = "unused_steer_device_id"
 	fleetForwardVarUnusedSteerPrefix     = "unused_steer_prefix"
@@ -215,6 +225,7 @@ type fleetForwardVariableSpecs struct {
 	UnusedFleetOutcome    *ebpf.VariableSpec `ebpf:"unused_fleet_outcome"`
 	UnusedFleetPeer       *ebpf.VariableSpec `ebpf:"unused_fleet_peer"`
 	UnusedFleetSender     *ebpf.VariableSpec `ebpf:"unused_fleet_sender"`
+	UnusedFleetSenderKind *ebpf.VariableSpec `ebpf:"unused_fleet_sender_kind"`
 	UnusedFleetTable      *ebpf.VariableSpec `ebpf:"unused_fleet_table"`
 	UnusedSteerDeviceId   *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix     *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
@@ -276,6 +287,7 @@ type fleetForwardVariables struct {
 	UnusedFleetOutcome    *ebpf.Variable `ebpf:"unused_fleet_outcome"`
 	UnusedFleetPeer       *ebpf.Variable `ebpf:"unused_fleet_peer"`
 	UnusedFleetSender     *ebpf.Variable `ebpf:"unused_fleet_sender"`
+	UnusedFleetSenderKind *ebpf.Variable `ebpf:"unused_fleet_sender_kind"`
 	UnusedFleetTable      *ebpf.Variable `ebpf:"unused_fleet_table"`
 	UnusedSteerDeviceId   *ebpf.Variable `ebpf:"unused_steer_device_id"`
 	UnusedSteerPrefix     *ebpf.Variable `ebpf:"unused_steer_prefix"`

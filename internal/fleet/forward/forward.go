@@ -8,12 +8,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"maps"
 	"math/bits"
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -85,6 +85,9 @@ type Next struct {
 	Interface int
 	// VNI is the virtual network of the tunnel; 0: the host is on the link.
 	VNI uint32
+	// Sources are all addresses of the host: its packets in the tunnel may come from any of them, because its routes to this host may be
+	// of another family.
+	Sources []netip.Addr
 	// Room is the size of the largest IP packet that fits into a packet of the tunnel, in bytes.
 	Room int
 	// MAC is the address from which the host forwards packets on the link; zeros: not known, so that its packets are treated as
@@ -267,7 +270,7 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			to.Other = t.Next[b] | uint16(fleetForwardFleetLimitFLEET_PREPARED)
 		}
 	}
-	peers, dead := make(map[fleetForwardFleetPeer]bool), make(map[fleetForwardFleetPeer]bool)
+	peers, dead := make(senders), make(senders)
 	for i := range t.Hosts {
 		h := &t.Hosts[i]
 		if h.Name == self {
@@ -278,6 +281,8 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			continue
 		}
 		to := &kernel.Host[i]
+		to.Id = hostID(h.Name)
+		peer := fleetForwardFleetSender{Host: to.Id, Kind: uint32(fleetForwardFleetSenderKindFLEET_PEER)}
 		to.Ifindex, to.Vni, to.Mac = uint32(n.Interface), n.VNI, n.MAC
 		for _, a := range n.Addresses {
 			if a.Is4() && n.VNI == 0 {
@@ -291,13 +296,17 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 			if room := uint16(n.Room); kernel.Room == 0 || room < kernel.Room {
 				kernel.Room = room
 			}
-			if key := (fleetForwardFleetPeer{Address: to.Address}); n.Dead {
-				dead[key] = true
-			} else {
-				peers[key] = true
+			for _, a := range n.Sources {
+				var key fleetForwardFleetPeer
+				key.Address.Word = placement.Address(a).Word
+				if n.Dead {
+					dead[key] = peer
+				} else {
+					peers[key] = peer
+				}
 			}
 		} else if n.MAC != [6]byte{} && !n.Dead {
-			peers[fleetForwardFleetPeer{Mac: n.MAC}] = true
+			peers[fleetForwardFleetPeer{Mac: n.MAC}] = peer
 			bit := n.MAC[4] ^ n.MAC[5]
 			kernel.PeerBits[bit/64] |= 1 << (bit % 64)
 		}
@@ -305,7 +314,7 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 	if kernel.Vni == 0 {
 		kernel.Vni = VNI(t.Nonce) // of hosts that are not in this table
 	}
-	if err := addKeys(p.peers, peers); err != nil {
+	if err := putAll(p.peers, peers); err != nil {
 		return fmt.Errorf("write peers: %w", err)
 	}
 	if err := p.install(kernel, entriesOf(t.Nonce, devices), flip); err != nil {
@@ -317,39 +326,54 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 	return nil
 }
 
+// hostID returns the number by which the programs know a host, in all tables.
+func hostID(name string) uint64 {
+	h := fnv.New64a()
+	h.Write([]byte(name))
+	return h.Sum64()
+}
+
+// senders are the hosts by which packets are forwarded, by their addresses.
+type senders map[fleetForwardFleetPeer]fleetForwardFleetSender
+
 // formerTime is the minimum time for which the tunnel accepts packets of a host that has left the table. While the agent of that
 // host is dead, its program forwards packets by its last table.
 const formerTime = time.Hour
 
 // retirePeers removes the peers that are not in the table. Peers of the tunnel are former peers for formerTime before that, and dead
 // hosts of the table are.
-func (p *Path) retirePeers(peers, dead map[fleetForwardFleetPeer]bool) error {
-	kept := maps.Clone(peers)
-	var key fleetForwardFleetPeer
-	var value uint32
-	former := slices.Collect(maps.Keys(dead))
+func (p *Path) retirePeers(peers, dead senders) error {
+	kept, former := maps.Clone(peers), maps.Clone(dead)
 	maps.Copy(kept, dead)
+	var key fleetForwardFleetPeer
+	var value fleetForwardFleetSender
 	all := p.peers.Iterate()
 	for all.Next(&key, &value) {
-		if kept[key] || key.Mac != [6]byte{} {
+		if _, known := kept[key]; known || key.Mac != [6]byte{} {
 			continue
 		}
 		if _, known := p.former[key]; !known {
 			p.former[key] = time.Now()
 		}
 		if time.Since(p.former[key]) < formerTime {
-			kept[key], former = true, append(former, key)
+			kept[key], former[key] = value, value
 		}
 	}
 	if err := all.Err(); err != nil {
 		return err
 	}
-	for _, key := range former {
-		if err := p.peers.Put(&key, uint32(fleetForwardFleetSenderFLEET_FORMER_PEER)); err != nil {
-			return err
-		}
+	for key, value := range former {
+		value.Kind = uint32(fleetForwardFleetSenderKindFLEET_FORMER_PEER)
+		former[key] = value
 	}
-	maps.DeleteFunc(p.former, func(key fleetForwardFleetPeer, _ time.Time) bool { return peers[key] || !kept[key] })
+	if err := putAll(p.peers, former); err != nil {
+		return err
+	}
+	maps.DeleteFunc(p.former, func(key fleetForwardFleetPeer, _ time.Time) bool {
+		_, again := peers[key]
+		_, known := kept[key]
+		return again || !known
+	})
 	return keepKeys(p.peers, kept)
 }
 
@@ -446,20 +470,20 @@ func (p *Path) SetListeners(listeners []Listener) error {
 	if len(listeners) > MostListeners {
 		return fmt.Errorf("%d listeners at the addresses of the fleet, at most %d are possible", len(listeners), MostListeners)
 	}
-	wanted := make(map[Listener]bool)
+	wanted := make(map[Listener]uint32)
 	for _, l := range listeners {
-		wanted[l] = true
+		wanted[l] = 1
 	}
-	if err := errors.Join(addKeys(p.served, wanted), keepKeys(p.served, wanted)); err != nil {
+	if err := errors.Join(putAll(p.served, wanted), keepKeys(p.served, wanted)); err != nil {
 		return fmt.Errorf("write listeners of the fleet: %w", err)
 	}
 	return nil
 }
 
-// addKeys adds keys to a set.
-func addKeys[K comparable](m *ebpf.Map, keys map[K]bool) error {
-	for key := range keys {
-		if err := m.Put(&key, uint32(fleetForwardFleetSenderFLEET_PEER)); err != nil {
+// putAll writes entries to a map.
+func putAll[K comparable, V any](m *ebpf.Map, entries map[K]V) error {
+	for key, value := range entries {
+		if err := m.Put(&key, &value); err != nil {
 			return err
 		}
 	}
@@ -467,13 +491,13 @@ func addKeys[K comparable](m *ebpf.Map, keys map[K]bool) error {
 }
 
 // keepKeys removes all other keys from a map.
-func keepKeys[K comparable](m *ebpf.Map, keys map[K]bool) error {
+func keepKeys[K comparable, V any](m *ebpf.Map, keys map[K]V) error {
 	var key K
 	var value []byte
 	var removed []K
 	all := m.Iterate()
 	for all.Next(&key, &value) {
-		if !keys[key] {
+		if _, kept := keys[key]; !kept {
 			removed = append(removed, key)
 		}
 	}

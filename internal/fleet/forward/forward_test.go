@@ -693,7 +693,7 @@ func TestTunnel(t *testing.T) {
 						if outer == "IPv6" {
 							far = h.Addresses[1]
 						}
-						return forward.Next{Addresses: []netip.Addr{far}, Interface: index, VNI: vni, Room: room}
+						return forward.Next{Addresses: []netip.Addr{far}, Interface: index, Sources: []netip.Addr{far}, VNI: vni, Room: room}
 					}, nil, forward.Flip{})
 				})
 			}
@@ -745,7 +745,7 @@ func TestTunnel(t *testing.T) {
 					if outer == "IPv6" {
 						far = a.v6
 					}
-					return forward.Next{Addresses: []netip.Addr{far}, Interface: b.index, VNI: vni + 1, Room: room}
+					return forward.Next{Addresses: []netip.Addr{far}, Interface: b.index, Sources: []netip.Addr{far}, VNI: vni + 1, Room: room}
 				}, nil, forward.Flip{})
 			})
 			f.send(t, mine, []byte("of another fleet"))
@@ -778,7 +778,7 @@ func TestTunnel(t *testing.T) {
 				far = a.v6
 			}
 			for range 2 {
-				alone(forward.Next{Addresses: []netip.Addr{far}, Interface: b.index, VNI: vni, Room: room, Dead: true})
+				alone(forward.Next{Addresses: []netip.Addr{far}, Interface: b.index, Sources: []netip.Addr{far}, VNI: vni, Room: room, Dead: true})
 				n = counts(t, b)
 				f.send(t, mine, []byte("of a dead host"))
 				if at := f.receive(t, mine, []byte("of a dead host")); at != b || counts(t, b)[forward.Local] != n[forward.Local]+1 {
@@ -787,6 +787,63 @@ func TestTunnel(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestTunnelOfBothFamilies is that a host recognizes the packets of another one by all of its addresses: host a sends over IPv4, and
+// host b over IPv6, as with routes of one family in one direction. While a bucket moves, b does not send back what a has sent.
+func TestTunnelOfBothFamilies(t *testing.T) {
+	f := newFleet(t, 2)
+	a, b := f.hosts[0], f.hosts[1]
+	indexes := make(map[*node]int)
+	for _, n := range f.hosts {
+		indexes[n] = n.openTunnel(t)
+	}
+	set := func(to *table.Table, sources func(h *table.Host, far netip.Addr) []netip.Addr) {
+		t.Helper()
+		for _, n := range f.hosts {
+			n.do(t, func() error {
+				return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
+					far := h.Addresses[0]
+					if n == b {
+						far = h.Addresses[1]
+					}
+					return forward.Next{Addresses: []netip.Addr{far}, Interface: indexes[n], Sources: sources(h, far), VNI: forward.VNI(to.Nonce), Room: 1400}
+				}, nil, forward.Flip{})
+			})
+		}
+	}
+	all := func(h *table.Host, _ netip.Addr) []netip.Addr { return h.Addresses }
+	to := f.table()
+	set(to, all)
+	f.route(t, a)
+	from := device(4, 0)
+	for i := 0; f.owner(from) != b; i++ {
+		from = device(4, i)
+	}
+	f.send(t, from, []byte("over IPv4"))
+	if at := f.receive(t, from, []byte("over IPv4")); at != b || counts(t, b)[forward.Untrusted] > 0 {
+		t.Errorf("at %v, b counts %v", at, counts(t, b))
+	}
+	// The bucket has moved from a to b. A segment without a socket: a sends it to b, where it stays.
+	moving := f.table()
+	for bucket := range moving.Owner {
+		moving.Owner[bucket], moving.Previous[bucket] = 1, 0
+	}
+	set(moving, all)
+	before := counts(t, b)
+	f.sendTagged(t, a, 0, segment4(from))
+	testenv.Within(t, "a segment at b", func() bool { return counts(t, b)[forward.Local] > before[forward.Local] })
+	if n := counts(t, b); n[forward.Chance] != before[forward.Chance] {
+		t.Errorf("b counts %v, before %v: b has sent the segment back", n, before)
+	}
+	// Without the other address, b drops the packets of a.
+	b.path.EndFormer()
+	set(to, func(_ *table.Host, far netip.Addr) []netip.Addr { return []netip.Addr{far} })
+	b.path.EndFormer()
+	set(to, func(_ *table.Host, far netip.Addr) []netip.Addr { return []netip.Addr{far} })
+	before = counts(t, b)
+	f.send(t, from, []byte("of a stranger"))
+	testenv.Within(t, "untrusted", func() bool { return counts(t, b)[forward.Untrusted] > before[forward.Untrusted] })
 }
 
 // TestOthers is that packets to no service are left alone, and that ICMP errors follow the packet that they quote.

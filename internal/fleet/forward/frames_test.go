@@ -39,6 +39,21 @@ func datagram4(from netip.Addr, payload []byte) []byte {
 	return append(append(ip, 0, 0), payload...)
 }
 
+// segment4 is an acknowledgement of a device to the service, of a connection that no host has.
+func segment4(from netip.Addr) []byte {
+	p := datagram4(from, make([]byte, 12))[:20+20]
+	p[9] = unix.IPPROTO_TCP
+	p[10], p[11] = 0, 0
+	binary.BigEndian.PutUint16(p[10:], sum16(p[:20]))
+	tcp := p[20:]
+	clear(tcp[4:])
+	binary.BigEndian.PutUint32(tcp[8:], 1)
+	tcp[12], tcp[13] = 5<<4, 0x10
+	pseudo := append(append([]byte{}, p[12:20]...), 0, unix.IPPROTO_TCP, 0, 20)
+	binary.BigEndian.PutUint16(tcp[16:], sum16(append(pseudo, tcp...)))
+	return p
+}
+
 // sendTagged sends a frame with an 802.1Q tag from the router to a host.
 func (f *fleet) sendTagged(t testing.TB, to *node, tci uint16, packet []byte) {
 	t.Helper()
@@ -100,7 +115,7 @@ func TestPriorityTag(t *testing.T) {
 		index := n.openTunnel(t)
 		n.do(t, func() error {
 			return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
-				return forward.Next{Addresses: h.Addresses[1:], Interface: index, VNI: forward.VNI(to.Nonce), Room: room}
+				return forward.Next{Addresses: h.Addresses[1:], Interface: index, Sources: h.Addresses, VNI: forward.VNI(to.Nonce), Room: room}
 			}, nil, forward.Flip{})
 		})
 	}
