@@ -61,9 +61,7 @@ func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(polic
 func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
 	for _, r := range policy.Trace {
-		if scope.Creates(r.Cgroup) {
-			needs = append(needs, rights.Need{Right: rights.DACOverride, For: "cgroup " + r.Cgroup + " of trace rule " + r.Name + ", which the agent creates where there is none"})
-		}
+		needs = append(needs, scope.Needs(r.Cgroup, "trace rule "+r.Name)...)
 	}
 	return needs
 }
@@ -77,14 +75,14 @@ func (d *Domain) Start(policy *config.Policy) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	wanted := tracings(policy)
+	wanted := byCgroup(policy)
 	if err := d.removeOthers(wanted); err != nil {
 		return err
 	}
 	for _, c := range wanted {
 		if err := d.openTracer(c); err != nil {
 			// A cgroup that cannot be traced does not stop the others.
-			d.log.Warn("cannot trace cgroup", events.CgroupNotTraced, "cgroup", c.name, "error", err)
+			d.log.Warn("cannot trace cgroup", events.CgroupNotTraced, "cgroup", c.Cgroup, "error", err)
 			d.register(c, err)
 		}
 	}
@@ -97,11 +95,8 @@ func (d *Domain) removeOthers(wanted []cgroupRules) error {
 	if err != nil {
 		return err
 	}
-	for _, name := range pinned {
+	for _, name := range scope.Leftovers(pinned, wanted) {
 		dir := d.host.Root.Tracing(name)
-		if slices.ContainsFunc(wanted, func(c cgroupRules) bool { return d.host.Root.Tracing(scope.PinName(c.name)) == dir }) {
-			continue
-		}
 		var left traceScope
 		if data, err := bpf.ReadScope(dir); err == nil {
 			// Without the record, only the pins are removed.

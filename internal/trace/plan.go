@@ -16,14 +16,11 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/scope"
 )
 
-// cgroupRules are the trace rules of a policy for one cgroup. rules is nil if the policy has none.
-type cgroupRules struct {
-	name     string
-	rules    []config.TraceRule
-	services []config.Service
-}
+// cgroupRules are the trace rules of a policy for one cgroup.
+type cgroupRules = scope.Rules[config.TraceRule]
 
 // Plan compares the rules of a policy with those in force, and checks that the kernel can measure their stages.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
@@ -33,10 +30,10 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	add := func(c cgroupRules, changes []api.Change) {
 		steps = append(steps, domain.Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
 	}
-	wanted := tracings(policy)
+	wanted := byCgroup(policy)
 	names := make([]string, len(wanted))
 	for i, c := range wanted {
-		names[i] = c.name
+		names[i] = c.Cgroup
 	}
 	for _, name := range slices.Sorted(maps.Keys(d.tracers)) {
 		if !slices.Contains(names, name) {
@@ -44,42 +41,42 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			for _, rule := range d.tracers[name].rules {
 				changes = append(changes, api.Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are deleted"})
 			}
-			add(cgroupRules{name: name}, changes)
+			add(cgroupRules{Cgroup: name}, changes)
 		}
 	}
 	for _, c := range wanted {
-		t := d.tracers[c.name]
-		if _, err := d.host.Cgroups.Find(c.name); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, ofTraced(c.name, err)
+		t := d.tracers[c.Cgroup]
+		if _, err := d.host.Cgroups.Find(c.Cgroup); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, ofTraced(c.Cgroup, err)
 		}
 		if t == nil {
-			if err := d.host.Cgroups.MayCreate(c.name); err != nil {
-				return nil, ofTraced(c.name, err)
+			if err := d.host.Cgroups.MayCreate(c.Cgroup); err != nil {
+				return nil, ofTraced(c.Cgroup, err)
 			}
 		}
-		skipped, err := d.kernel.lackingStages(c.rules)
+		skipped, err := d.kernel.lackingStages(c.Rules)
 		if err != nil {
-			return nil, ofTraced(c.name, err)
+			return nil, ofTraced(c.Cgroup, err)
 		}
-		if _, err := compileTrace(c.rules, c.services, skipped); err != nil {
-			return nil, ofTraced(c.name, err)
+		if _, err := compileTrace(c.Rules, c.Services, skipped); err != nil {
+			return nil, ofTraced(c.Cgroup, err)
 		}
-		if err := unmeasurable(c.rules, skipped); err != nil {
+		if err := unmeasurable(c.Rules, skipped); err != nil {
 			return nil, err
 		}
 		if t == nil {
-			changes := d.host.Cgroups.Added(c.name, "traced")
-			for _, rule := range c.rules {
-				changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
+			changes := d.host.Cgroups.Added(c.Cgroup, "traced")
+			for _, rule := range c.Rules {
+				changes = append(changes, addedTrace(c.Cgroup, rule, skipped[rule.Name]))
 			}
 			add(c, changes)
 			continue
 		}
-		before, err := cgroupRules{c.name, t.rules, t.services}.hash()
+		before, err := hashOf(t.rules, t.services)
 		if err != nil {
 			return nil, err
 		}
-		after, err := c.hash()
+		after, err := hashOf(c.Rules, c.Services)
 		if err != nil {
 			return nil, err
 		}
@@ -87,7 +84,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			add(c, changedTrace(c, t.rules, skipped))
 			continue
 		}
-		steps = append(steps, d.host.Retry(c.name, "tracing", t.failure())...)
+		steps = append(steps, d.host.Retry(c.Cgroup, "tracing", t.failure())...)
 	}
 	return steps, nil
 }
@@ -114,21 +111,21 @@ func changedTrace(c cgroupRules, before []config.TraceRule, skipped map[string][
 		return string(encoded)
 	}
 	for _, old := range before {
-		if !slices.ContainsFunc(c.rules, func(r config.TraceRule) bool { return r.Name == old.Name }) {
-			changes = append(changes, api.Change{Cgroup: c.name, Action: "remove", What: "trace " + old.Name, Effect: "its counts are deleted"})
+		if !slices.ContainsFunc(c.Rules, func(r config.TraceRule) bool { return r.Name == old.Name }) {
+			changes = append(changes, api.Change{Cgroup: c.Cgroup, Action: "remove", What: "trace " + old.Name, Effect: "its counts are deleted"})
 		}
 	}
-	for _, rule := range c.rules {
+	for _, rule := range c.Rules {
 		i := slices.IndexFunc(before, func(r config.TraceRule) bool { return r.Name == rule.Name })
 		switch {
 		case i < 0:
-			changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
+			changes = append(changes, addedTrace(c.Cgroup, rule, skipped[rule.Name]))
 		case text(before[i]) != text(rule):
-			changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace " + rule.Name, Effect: "counts restart at 0"})
+			changes = append(changes, api.Change{Cgroup: c.Cgroup, Action: "change", What: "trace " + rule.Name, Effect: "counts restart at 0"})
 		}
 	}
 	if len(changes) == 0 {
-		changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace: order, or listeners of services", Effect: "counts restart at 0"})
+		changes = append(changes, api.Change{Cgroup: c.Cgroup, Action: "change", What: "trace: order, or listeners of services", Effect: "counts restart at 0"})
 	}
 	return changes
 }
@@ -142,27 +139,18 @@ func addedTrace(cgroup string, rule config.TraceRule, skipped []api.TraceSkipped
 	return c
 }
 
-// tracings groups the rules of a policy by cgroup.
-func tracings(policy *config.Policy) []cgroupRules {
-	var all []cgroupRules
-	for _, rule := range policy.Trace {
-		i := slices.IndexFunc(all, func(c cgroupRules) bool { return c.name == rule.Cgroup })
-		if i < 0 {
-			i = len(all)
-			all = append(all, cgroupRules{name: rule.Cgroup, services: policy.Services})
-		}
-		all[i].rules = append(all[i].rules, rule)
-	}
-	return all
+// byCgroup groups the trace rules of a policy by cgroup.
+func byCgroup(policy *config.Policy) []cgroupRules {
+	return scope.ByCgroup(policy.Trace, func(r config.TraceRule) string { return r.Cgroup }, policy.Services)
 }
 
-// hash returns a hash of everything that the programs depend on.
-func (c cgroupRules) hash() (string, error) {
+// hashOf returns a hash of everything that the programs depend on.
+func hashOf(rules []config.TraceRule, services []config.Service) (string, error) {
 	text, err := json.Marshal(struct {
 		Version   int
 		Rules     []config.TraceRule
 		Listeners map[string][]config.Listener
-	}{1, c.rules, c.listeners()})
+	}{1, rules, scope.Listeners(services)})
 	if err != nil {
 		return "", err
 	}
@@ -170,28 +158,19 @@ func (c cgroupRules) hash() (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// listeners returns the listeners of the services by service name.
-func (c cgroupRules) listeners() map[string][]config.Listener {
-	listeners := make(map[string][]config.Listener)
-	for _, s := range c.services {
-		listeners[s.Name] = s.Listeners
-	}
-	return listeners
-}
-
 // apply applies a change and returns the function that rolls it back.
 func (d *Domain) apply(c cgroupRules) (rollback func() error, err error) {
-	before := cgroupRules{name: c.name}
+	before := cgroupRules{Cgroup: c.Cgroup}
 	d.mu.Lock()
-	if t := d.tracers[c.name]; t != nil {
-		before.rules, before.services = t.rules, t.services
+	if t := d.tracers[c.Cgroup]; t != nil {
+		before.Rules, before.Services = t.rules, t.services
 	}
 	d.mu.Unlock()
 	rollback = func() error {
 		err := d.setRules(before)
 		d.mu.Lock()
 		defer d.mu.Unlock()
-		if err != nil && before.rules != nil && d.tracers[c.name] == nil {
+		if err != nil && before.Rules != nil && d.tracers[c.Cgroup] == nil {
 			d.register(before, err)
 		}
 		return err
@@ -204,15 +183,15 @@ func (d *Domain) setRules(c cgroupRules) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	t := d.tracers[c.name]
+	t := d.tracers[c.Cgroup]
 	if t != nil {
 		d.sliceNow() // before its counts are removed
 	}
 	switch {
-	case c.rules == nil:
-		delete(d.tracers, c.name)
+	case c.Rules == nil:
+		delete(d.tracers, c.Cgroup)
 		if err := t.retire(); err != nil {
-			return ofTraced(c.name, fault.Join(err, d.openTracer(cgroupRules{c.name, t.rules, t.services})))
+			return ofTraced(c.Cgroup, fault.Join(err, d.openTracer(cgroupRules{Cgroup: c.Cgroup, Rules: t.rules, Services: t.services})))
 		}
 	case t == nil:
 		if err := d.openTracer(c); err != nil {
@@ -220,7 +199,7 @@ func (d *Domain) setRules(c cgroupRules) error {
 		}
 	default:
 		if err := t.change(c); err != nil {
-			return ofTraced(c.name, err)
+			return ofTraced(c.Cgroup, err)
 		}
 	}
 	d.startOrStopHistory()

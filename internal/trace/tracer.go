@@ -67,7 +67,7 @@ type traceScope struct {
 func (d *Domain) register(c cgroupRules, problem error) {
 	t := d.newTracer(c)
 	t.problem = problem
-	d.tracers[c.name] = t
+	d.tracers[c.Cgroup] = t
 }
 
 // failure returns why the cgroup is not traced, or nil.
@@ -81,23 +81,23 @@ func (d *Domain) openTracer(c cgroupRules) error {
 	t := d.newTracer(c)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	dir := d.host.Root.Tracing(scope.PinName(c.name))
+	dir := d.host.Root.Tracing(scope.PinName(c.Cgroup))
 	if data, err := bpf.ReadScope(dir); err == nil {
 		// A damaged record is replaced.
 		_ = json.Unmarshal(data, &t.scope)
 	}
 	if err := t.open(); err != nil {
 		t.closeLocked()
-		return ofTraced(c.name, fault.Join(err, bpf.RemoveTrace(dir), scope.RemoveCreated([]scope.Scope{t.scope.Scope})))
+		return ofTraced(c.Cgroup, fault.Join(err, bpf.RemoveTrace(dir), scope.RemoveCreated([]scope.Scope{t.scope.Scope})))
 	}
 	t.resume()
-	d.tracers[c.name] = t
+	d.tracers[c.Cgroup] = t
 	return nil
 }
 
 func (d *Domain) newTracer(c cgroupRules) *tracer {
-	return &tracer{host: d.host, log: d.log.With("cgroup", c.name), name: c.name, kernel: d.kernel, tuning: d.tuning,
-		tracing: tracing{rules: c.rules, services: c.services}}
+	return &tracer{host: d.host, log: d.log.With("cgroup", c.Cgroup), name: c.Cgroup, kernel: d.kernel, tuning: d.tuning,
+		tracing: tracing{rules: c.Rules, services: c.Services}}
 }
 
 // renew attaches the programs again if the cgroup or its tuning was created again.
@@ -158,7 +158,7 @@ func (t *tracer) change(c cgroupRules) error {
 	if err := fault.Join(bpf.RemoveTrace(aside), bpf.MoveTrace(dir, aside)); err != nil {
 		return err
 	}
-	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{Scope: before.scope.Scope}}
+	t.tracing = tracing{rules: c.Rules, services: c.Services, scope: traceScope{Scope: before.scope.Scope}}
 	if err := t.open(); err != nil {
 		t.closeLocked()
 		t.tracing = before
@@ -199,7 +199,7 @@ func (t *tracer) open() error {
 	if err != nil {
 		return err
 	}
-	hash, err := cgroupRules{t.name, t.rules, t.services}.hash()
+	hash, err := hashOf(t.rules, t.services)
 	if err != nil {
 		return err
 	}

@@ -51,7 +51,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	wanted := tunings(policy)
+	wanted := byCgroup(policy)
 	if err := d.removeOthers(wanted); err != nil {
 		return err
 	}
@@ -60,23 +60,20 @@ func (d *Domain) Start(policy *config.Policy) error {
 		if err := d.startTuner(c); err != nil {
 			// A policy that was valid can fail after a reboot with another kernel. The other cgroups are tuned
 			// nevertheless.
-			d.log.Warn("cgroup not tuned", events.CgroupNotTuned, "cgroup", c.name, "error", err)
+			d.log.Warn("cgroup not tuned", events.CgroupNotTuned, "cgroup", c.Cgroup, "error", err)
 			d.register(c, err)
 		}
 	}
 	return nil
 }
 
-func (d *Domain) removeOthers(wanted []tuneChange) error {
+func (d *Domain) removeOthers(wanted []cgroupRules) error {
 	pinned, err := d.host.Root.Tunings()
 	if err != nil {
 		return err
 	}
-	for _, name := range pinned {
+	for _, name := range scope.Leftovers(pinned, wanted) {
 		dir := d.host.Root.Tuning(name)
-		if slices.ContainsFunc(wanted, func(c tuneChange) bool { return d.host.Root.Tuning(scope.PinName(c.name)) == dir }) {
-			continue
-		}
 		var left scope.Scope
 		if data, err := bpf.ReadScope(dir); err == nil {
 			// Without the record, only the pins are removed.
@@ -106,9 +103,7 @@ func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(polic
 func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
 	for _, r := range policy.Tune {
-		if scope.Creates(r.Cgroup) {
-			needs = append(needs, rights.Need{Right: rights.DACOverride, For: "cgroup " + r.Cgroup + " of tune rule " + r.Name + ", which the agent creates where there is none"})
-		}
+		needs = append(needs, scope.Needs(r.Cgroup, "tune rule "+r.Name)...)
 	}
 	return needs
 }
@@ -148,20 +143,20 @@ func (d *Domain) RuleNames(cgroup string) map[uint32]string {
 }
 
 // apply applies a change and returns the function that rolls it back.
-func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
+func (d *Domain) apply(c cgroupRules) (rollback func() error, err error) {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	before := tuneChange{name: c.name}
-	if t := d.tuners[c.name]; t != nil {
-		before.rules, before.services = t.rules, t.services
+	before := cgroupRules{Cgroup: c.Cgroup}
+	if t := d.tuners[c.Cgroup]; t != nil {
+		before.Rules, before.Services = t.rules, t.services
 	}
 	rollback = func() error {
 		defer d.host.Watch.Look()
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		err := d.setRules(before)
-		if err != nil && before.rules != nil && d.tuners[c.name] == nil {
+		if err != nil && before.Rules != nil && d.tuners[c.Cgroup] == nil {
 			d.register(before, err)
 		}
 		return err
@@ -170,31 +165,31 @@ func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
 }
 
 // setRules replaces the rules of a cgroup. If setRules fails, the previous rules stay in force.
-func (d *Domain) setRules(c tuneChange) error {
-	switch t := d.tuners[c.name]; {
-	case c.rules == nil:
-		delete(d.tuners, c.name)
+func (d *Domain) setRules(c cgroupRules) error {
+	switch t := d.tuners[c.Cgroup]; {
+	case c.Rules == nil:
+		delete(d.tuners, c.Cgroup)
 		if err := t.retire(); err != nil {
-			return tuneError(c.name, fault.Join(err, d.startTuner(tuneChange{c.name, t.rules, t.services})))
+			return tuneError(c.Cgroup, fault.Join(err, d.startTuner(cgroupRules{Cgroup: c.Cgroup, Rules: t.rules, Services: t.services})))
 		}
 	case t == nil:
 		return d.startTuner(c)
 	default:
 		t.mu.Lock()
 		defer t.mu.Unlock()
-		if err := t.install(c.rules, c.services); err != nil {
-			return tuneError(c.name, err)
+		if err := t.install(c.Rules, c.Services); err != nil {
+			return tuneError(c.Cgroup, err)
 		}
 	}
 	return nil
 }
 
-func (d *Domain) startTuner(c tuneChange) error {
+func (d *Domain) startTuner(c cgroupRules) error {
 	t, err := d.openTuner(c)
 	if err != nil {
-		return tuneError(c.name, err)
+		return tuneError(c.Cgroup, err)
 	}
-	d.tuners[c.name] = t
+	d.tuners[c.Cgroup] = t
 	return nil
 }
 
@@ -209,20 +204,20 @@ func (d *Domain) cgroups() []string {
 func (d *Domain) renew() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var all []tuneChange
+	var all []cgroupRules
 	for name := range d.tuners {
-		all = append(all, tuneChange{name: name})
+		all = append(all, cgroupRules{Cgroup: name})
 	}
 	outerFirst(d.host.Cgroups, all)
 	for _, c := range all {
-		d.tuners[c.name].renew(d.pathsBut(c.name))
+		d.tuners[c.Cgroup].renew(d.pathsBut(c.Cgroup))
 	}
 }
 
 // outerFirst sorts cgroups so that each comes before those inside it: only the inner ones are refused then.
-func outerFirst(tree scope.Tree, all []tuneChange) {
-	slices.SortStableFunc(all, func(a, b tuneChange) int {
-		return cmp.Or(cmp.Compare(len(tree.Place(a.name)), len(tree.Place(b.name))), cmp.Compare(a.name, b.name))
+func outerFirst(tree scope.Tree, all []cgroupRules) {
+	slices.SortStableFunc(all, func(a, b cgroupRules) int {
+		return cmp.Or(cmp.Compare(len(tree.Place(a.Cgroup)), len(tree.Place(b.Cgroup))), cmp.Compare(a.Cgroup, b.Cgroup))
 	})
 }
 

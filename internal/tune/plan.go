@@ -23,50 +23,50 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var steps []domain.Step
-	add := func(c tuneChange, changes []api.Change) {
+	add := func(c cgroupRules, changes []api.Change) {
 		steps = append(steps, domain.Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
 	}
-	wanted := tunings(policy)
+	wanted := byCgroup(policy)
 	if err := checkNested(d.host.Cgroups, wanted); err != nil {
 		return nil, err
 	}
 	for _, name := range slices.Sorted(maps.Keys(d.tuners)) {
-		if !slices.ContainsFunc(wanted, func(c tuneChange) bool { return c.name == name }) {
+		if !slices.ContainsFunc(wanted, func(c cgroupRules) bool { return c.Cgroup == name }) {
 			var changes []api.Change
 			for _, rule := range d.tuners[name].rules {
 				changes = append(changes, removedRule(name, rule))
 			}
-			add(tuneChange{name: name}, changes)
+			add(cgroupRules{Cgroup: name}, changes)
 		}
 	}
 	for _, c := range wanted {
-		t := d.tuners[c.name]
+		t := d.tuners[c.Cgroup]
 		if t == nil {
-			if err := d.host.Cgroups.MayCreate(c.name); err != nil {
-				return nil, tuneError(c.name, err)
+			if err := d.host.Cgroups.MayCreate(c.Cgroup); err != nil {
+				return nil, tuneError(c.Cgroup, err)
 			}
 		}
-		skipped, err := d.kernel.skippedOptions(c.rules)
+		skipped, err := d.kernel.skippedOptions(c.Rules)
 		if err != nil {
-			return nil, tuneError(c.name, err)
+			return nil, tuneError(c.Cgroup, err)
 		}
-		if _, err := compileTune(c.rules, c.services, skipped); err != nil {
-			return nil, tuneError(c.name, err)
+		if _, err := compileTune(c.Rules, c.Services, skipped); err != nil {
+			return nil, tuneError(c.Cgroup, err)
 		}
 		if t == nil {
-			changes := d.host.Cgroups.Added(c.name, "tuned")
-			for _, rule := range c.rules {
-				changes = append(changes, addedRule(c.name, rule))
+			changes := d.host.Cgroups.Added(c.Cgroup, "tuned")
+			for _, rule := range c.Rules {
+				changes = append(changes, addedRule(c.Cgroup, rule))
 			}
 			add(c, changes)
 			continue
 		}
-		diff := append(changedRules(c.name, t.rules, c.rules), t.changedSkips(c.rules, skipped)...)
-		if len(diff) > 0 || matchesService(c.rules) && !reflect.DeepEqual(listenersOf(t.services), listenersOf(c.services)) {
+		diff := append(changedRules(c.Cgroup, t.rules, c.Rules), t.changedSkips(c.Rules, skipped)...)
+		if len(diff) > 0 || matchesService(c.Rules) && !reflect.DeepEqual(scope.Listeners(t.services), scope.Listeners(c.Services)) {
 			add(c, diff)
 			continue
 		}
-		steps = append(steps, d.host.Retry(c.name, "tuning", t.failure())...)
+		steps = append(steps, d.host.Retry(c.Cgroup, "tuning", t.failure())...)
 	}
 	return steps, nil
 }
@@ -107,38 +107,21 @@ func CheckNested(policy *config.Policy) error {
 	if err != nil {
 		mount = "/nonexistent" // paths and slices need no host
 	}
-	return checkNested(scope.Tree{Mount: mount}, tunings(policy))
+	return checkNested(scope.Tree{Mount: mount}, byCgroup(policy))
 }
 
 // checkNested returns an error if one cgroup is below another.
-func checkNested(tree scope.Tree, all []tuneChange) error {
+func checkNested(tree scope.Tree, all []cgroupRules) error {
 	names := make([]string, len(all))
 	for i, c := range all {
-		names[i] = c.name
+		names[i] = c.Cgroup
 	}
 	return nestedError(tree.CheckNested(names...))
 }
 
-// tunings groups the rules of a policy by cgroup.
-func tunings(policy *config.Policy) []tuneChange {
-	var all []tuneChange
-	for _, rule := range policy.Tune {
-		i := slices.IndexFunc(all, func(c tuneChange) bool { return c.name == rule.Cgroup })
-		if i < 0 {
-			i = len(all)
-			all = append(all, tuneChange{name: rule.Cgroup, services: policy.Services})
-		}
-		all[i].rules = append(all[i].rules, rule)
-	}
-	return all
-}
-
-func listenersOf(services []config.Service) map[string][]config.Listener {
-	listeners := make(map[string][]config.Listener)
-	for _, s := range services {
-		listeners[s.Name] = s.Listeners
-	}
-	return listeners
+// byCgroup groups the tune rules of a policy by cgroup.
+func byCgroup(policy *config.Policy) []cgroupRules {
+	return scope.ByCgroup(policy.Tune, func(r config.TuneRule) string { return r.Cgroup }, policy.Services)
 }
 
 func matchesService(rules []config.TuneRule) bool {

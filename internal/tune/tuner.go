@@ -39,19 +39,14 @@ type tuner struct {
 	problem  error
 }
 
-// tuneChange is the change of one cgroup's tuning by a new policy. rules is nil if the policy has no rules for the
-// cgroup.
-type tuneChange struct {
-	name     string
-	rules    []config.TuneRule
-	services []config.Service
-}
+// cgroupRules are the tune rules of a policy for one cgroup.
+type cgroupRules = scope.Rules[config.TuneRule]
 
 // register registers the tuner of a cgroup that could not be tuned. Later events of the cgroup, and plans, try again.
-func (d *Domain) register(c tuneChange, problem error) {
+func (d *Domain) register(c cgroupRules, problem error) {
 	t := d.newTuner(c)
 	t.problem = problem
-	d.tuners[c.name] = t
+	d.tuners[c.Cgroup] = t
 }
 
 // failure returns why the cgroup is not tuned, or nil.
@@ -61,16 +56,16 @@ func (t *tuner) failure() error {
 	return t.problem
 }
 
-func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
+func (d *Domain) openTuner(c cgroupRules) (*tuner, error) {
 	t := d.newTuner(c)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	dir := d.host.Root.Tuning(scope.PinName(c.name))
+	dir := d.host.Root.Tuning(scope.PinName(c.Cgroup))
 	pinned, err := pin.Pinned(dir)
 	if err != nil {
 		return nil, err
 	}
-	if err := t.open(d.pathsBut(c.name)); err != nil {
+	if err := t.open(d.pathsBut(c.Cgroup)); err != nil {
 		t.closeLocked()
 		if !pinned {
 			err = fault.Join(err, bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{t.scope}))
@@ -84,9 +79,9 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 }
 
 // newTuner returns a tuner that is not attached, with the record that is pinned.
-func (d *Domain) newTuner(c tuneChange) *tuner {
-	t := &tuner{host: d.host, log: d.log.With("cgroup", c.name), kernel: d.kernel, name: c.name, rules: c.rules, services: c.services}
-	if data, err := bpf.ReadScope(d.host.Root.Tuning(scope.PinName(c.name))); err == nil {
+func (d *Domain) newTuner(c cgroupRules) *tuner {
+	t := &tuner{host: d.host, log: d.log.With("cgroup", c.Cgroup), kernel: d.kernel, name: c.Cgroup, rules: c.Rules, services: c.Services}
+	if data, err := bpf.ReadScope(d.host.Root.Tuning(scope.PinName(c.Cgroup))); err == nil {
 		// A damaged record is replaced.
 		_ = json.Unmarshal(data, &t.scope)
 	}

@@ -110,9 +110,9 @@ func TestCheckNested(t *testing.T) {
 	root, mkdir := testenv.CgroupTree(t)
 	mkdir("system.slice/here.service")
 	h := scope.Tree{Mount: root}
-	rules := func(names ...string) (all []tuneChange) {
+	rules := func(names ...string) (all []cgroupRules) {
 		for _, name := range names {
-			all = append(all, tuneChange{name: name, rules: []config.TuneRule{{}}})
+			all = append(all, cgroupRules{Cgroup: name, Rules: []config.TuneRule{{}}})
 		}
 		return all
 	}
