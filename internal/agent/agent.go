@@ -226,7 +226,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		a.log.Warn("service manager not notified", "error", err)
 	}
-	a.log.Info("agent started", events.AgentStarted, "version", o.Version, "policy", o.Policy, "services", len(first.policy.Services), "tune", len(first.policy.Tune), "trace", len(first.policy.Trace), "bigtcp", len(first.policy.BigTCP))
+	a.log.Info("agent started", append([]any{events.AgentStarted, "version", o.Version, "policy", o.Policy}, first.policy.Counts()...)...)
 	for {
 		select {
 		case <-ctx.Done():

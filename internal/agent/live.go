@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-	"strings"
 	"sync"
 	"time"
 
@@ -176,23 +175,5 @@ func (a *Agent) fillFrame(frame *api.Frame) {
 			frame.Problem = fault.Message(err)
 		}
 	}
-	setReaderLags(frame)
-}
-
-// setReaderLags sets the lag of each member from the groups of trace that have its cgroup.
-func setReaderLags(frame *api.Frame) {
-	for i := range frame.Services {
-		for j := range frame.Services[i].Slots {
-			slot := &frame.Services[i].Slots[j]
-			for k := range frame.Groups {
-				g := &frame.Groups[k]
-				if g.Oldest == nil || slot.Cgroup == "" || slot.Cgroup != g.Path && !strings.HasPrefix(slot.Cgroup, strings.TrimSuffix(g.Path, "/")+"/") {
-					continue
-				}
-				if slot.ReaderLag == nil || *g.Oldest > *slot.ReaderLag {
-					slot.ReaderLag = g.Oldest
-				}
-			}
-		}
-	}
+	frame.SetReaderLags()
 }

@@ -13,7 +13,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
@@ -205,27 +204,5 @@ func TestLiveView(t *testing.T) {
 	<-ended
 	if n := len(r.replayed(t, time.Now().Add(-time.Minute))); n == 0 {
 		t.Error("no frame is recorded")
-	}
-}
-
-// TestReaderLags assigns the lag of traced cgroups to the members that they have.
-func TestReaderLags(t *testing.T) {
-	lag := func(n int64) *int64 { return &n }
-	frame := &api.Frame{
-		Services: []api.LiveService{{Slots: []api.LiveSlot{{Cgroup: "/a/b"}, {Cgroup: "/a/bc"}, {Cgroup: "/d"}, {}}}},
-		Groups: []api.LiveGroup{{Path: "/a", Oldest: lag(1)}, {Path: "/a/b", Oldest: lag(5)}, {Path: "/a/b", Oldest: lag(3)}, {Path: "/d"},
-			{Path: "/", Oldest: lag(0)}},
-	}
-	setReaderLags(frame)
-	var got []string
-	for _, s := range frame.Services[0].Slots {
-		text := "none"
-		if s.ReaderLag != nil {
-			text = fmt.Sprint(*s.ReaderLag)
-		}
-		got = append(got, text)
-	}
-	if want := "5 1 0 none"; strings.Join(got, " ") != want {
-		t.Errorf("lags %q, want %q", got, want)
 	}
 }

@@ -111,7 +111,7 @@ func (a *Agent) setPage(c *pageChange, problem error) {
 	case problem != nil || c == nil:
 	case c.settings != nil:
 		a.page.server.Set(c.settings)
-		// The users of the connections have shown what the settings before asked for.
+		// The clients of these connections have authenticated under the former settings.
 		a.page.gate.CloseAll()
 	default:
 		a.page.close()

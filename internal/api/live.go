@@ -4,6 +4,7 @@ package api
 
 import (
 	"net/netip"
+	"strings"
 	"time"
 )
 
@@ -116,4 +117,22 @@ type LiveSocket struct {
 	Reason  string         `json:"reason"`       // zero_window: the receive window is closed, because the member does not read
 	Bytes   uint64         `json:"bytes"`        // that wait
 	Since   float64        `json:"idle_seconds"` // since the last data
+}
+
+// SetReaderLags sets the lag of each member from the groups of trace that have its cgroup.
+func (f *Frame) SetReaderLags() {
+	for i := range f.Services {
+		for j := range f.Services[i].Slots {
+			slot := &f.Services[i].Slots[j]
+			for k := range f.Groups {
+				g := &f.Groups[k]
+				if g.Oldest == nil || slot.Cgroup == "" || slot.Cgroup != g.Path && !strings.HasPrefix(slot.Cgroup, strings.TrimSuffix(g.Path, "/")+"/") {
+					continue
+				}
+				if slot.ReaderLag == nil || *g.Oldest > *slot.ReaderLag {
+					slot.ReaderLag = g.Oldest
+				}
+			}
+		}
+	}
 }

@@ -37,6 +37,15 @@ type Policy struct {
 	places map[string]position `yaml:"-"` // positions of the values, by path
 }
 
+// Counts returns the names of the parts of the policy and the numbers of their entries, in turn, for a log.
+func (p *Policy) Counts() []any {
+	fleets := 0
+	if p.Fleet != nil {
+		fleets = 1
+	}
+	return []any{"services", len(p.Services), "tune", len(p.Tune), "trace", len(p.Trace), "bigtcp", len(p.BigTCP), "fleet", fleets}
+}
+
 // DoesNothing reports whether a policy has no part, as "services: {}" of the packages.
 func (p *Policy) DoesNothing() bool {
 	for field, value := range reflect.ValueOf(p).Elem().Fields() {

@@ -25,7 +25,7 @@ import (
 	"sockeye/internal/scope"
 )
 
-// Domain applies one part of the policy: steer, tune, trace, or bigtcp. The agent calls the methods from several
+// Domain applies one part of the policy: steer, tune, trace, bigtcp, or fleet. The agent calls the methods from several
 // goroutines, and a domain does its own locking. The agent serializes Start, Plan, the functions of a Step, Applied and
 // Close.
 type Domain interface {
