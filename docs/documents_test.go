@@ -158,6 +158,46 @@ func TestPackageSizes(t *testing.T) {
 	}
 }
 
+// opens finds code that opens descriptors or starts goroutines.
+var opens = regexp.MustCompile(`(?m)\bos\.(?:Open|Create|Pipe)\w*\(|\bnet\.(?:Listen|Dial)\w*\(|\bunix\.(?:Socket|Open|Pipe2?|Epoll|Eventfd|Dup)\w*\(|` +
+	`\bexec\.Command|\bhttptest\.New|^\s*go (?:func|\w+[.(])|\.Go\(func`)
+
+// TestLeakChecks checks that the tests of a package that opens descriptors or starts goroutines fail if some are left.
+func TestLeakChecks(t *testing.T) {
+	type contents struct{ opens, tests, checks bool }
+	packages := make(map[string]*contents)
+	walk(t, func(path string, text []byte) {
+		if filepath.Ext(path) != ".go" {
+			return
+		}
+		p := packages[filepath.Dir(path)]
+		if p == nil {
+			p = new(contents)
+			packages[filepath.Dir(path)] = p
+		}
+		p.opens = p.opens || opens.Match(text)
+		if strings.HasSuffix(path, "_test.go") {
+			p.tests = true
+			p.checks = p.checks || strings.Contains(string(text), "testenv.Run(m)") || strings.Contains(string(text), "testenv.Main")
+		}
+	})
+	checked := 0
+	for dir, p := range packages {
+		switch {
+		case dir == "internal/testenv": // has the check
+		case dir == "lab/debian/guest": // runs in a virtual machine that ends with it
+		case strings.HasPrefix(dir, "tools/helm"), strings.HasPrefix(dir, "tools/package"): // modules of their own
+		case p.checks:
+			checked++
+		case p.opens && p.tests:
+			t.Errorf("%s: no TestMain calls testenv.Run or testenv.Main", dir)
+		}
+	}
+	if checked < 60 {
+		t.Errorf("%d packages with a check", checked)
+	}
+}
+
 // TestOrderOfFunctions checks that a file can be read from top to bottom: a function stands above those that it calls. Functions of up to
 // three lines may stand anywhere, for example below their type, and functions that call each other in a cycle are in any order.
 func TestOrderOfFunctions(t *testing.T) {

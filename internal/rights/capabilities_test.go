@@ -17,11 +17,12 @@ import (
 // dropEnv has the test binary drop capabilities, and print the state of its threads.
 const dropEnv = "SOCKEYE_TEST_DROP"
 
-func TestMain(m *testing.M) {
+// RunTests runs the tests, or drops capabilities.
+func RunTests(run func() int) {
 	var err error
 	switch os.Getenv(dropEnv) {
 	case "":
-		os.Exit(m.Run())
+		os.Exit(run())
 	case "some":
 		startThreads()
 		err = Drop(unix.CAP_SYS_ADMIN)

@@ -17,7 +17,7 @@ import (
 // emulated is set on the slow CPU of a virtual machine.
 const emulated = false
 
-// build builds the binary in a temporary directory.
+// build builds the binary in a temporary directory, with the race detector if SOCKEYE_RACE is set.
 func build() error {
 	dir, err := os.MkdirTemp("", "sockeye-e2e-")
 	if err != nil {
@@ -37,8 +37,13 @@ func build() error {
 		return err
 	}
 	binary := filepath.Join(dir, "sockeye")
-	cmd := exec.Command("go", "build", "-ldflags=-s -w", "-o", binary, "sockeye/cmd/sockeye")
+	cmd := exec.Command("go", "build", "-ldflags=-s -w", "-o", binary)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if os.Getenv("SOCKEYE_RACE") != "" {
+		cmd.Args = append(cmd.Args, "-race")
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=1")
+	}
+	cmd.Args = append(cmd.Args, "sockeye/cmd/sockeye")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("%w\n%s", err, out)
 	}

@@ -9,7 +9,11 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"sockeye/internal/testenv"
 )
+
+func TestMain(m *testing.M) { os.Exit(testenv.Run(m)) }
 
 // TestWrite checks that the licences of all linked modules are written, and those of no other module.
 func TestWrite(t *testing.T) {

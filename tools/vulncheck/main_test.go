@@ -6,10 +6,15 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"testing"
 	"time"
+
+	"sockeye/internal/testenv"
 )
+
+func TestMain(m *testing.M) { os.Exit(testenv.Run(m)) }
 
 // TestClassify checks that the exit code and the output of the scanner are classified correctly. Only an unreachable
 // database is not a failure.

@@ -28,6 +28,7 @@ import (
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
 	"sockeye/internal/mountinfo"
+	"sockeye/internal/testenv"
 )
 
 // onHost is the name under which the test binary prepares a host and runs the binary of Sockeye there.
@@ -44,7 +45,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
-	os.Exit(m.Run())
+	os.Exit(testenv.Run(m))
 }
 
 // Directories of the agents. They are below directories of the test, because a start creates missing parents, too.
