@@ -30,8 +30,8 @@ const own = "/proc/thread-self/ns/net"
 // ErrNotNamespace is the error of a file that is no network namespace.
 var ErrNotNamespace = errors.New("is not a network namespace")
 
-// EnterError is the failure to enter a namespace, as opposed to that of what was to
-// run there.
+// EnterError is the failure to enter a namespace. Errors of the function that runs in
+// the namespace are returned as they are.
 type EnterError struct {
 	Name string // of the namespace's file
 	Err  error  // an errno: EPERM without CAP_SYS_ADMIN

@@ -165,7 +165,7 @@ func WithCaller(ctx context.Context, c net.Conn) context.Context {
 // MustBeRoot fails unless the caller of a request is root.
 func MustBeRoot(r *http.Request) error {
 	if k := From(r); k == nil || k.Cred.Uid != 0 {
-		return &fault.Error{Err: errors.New("only root may change what the agent does, or have it read a file"), Hint: "run it with sudo", Code: fault.CodeNotPermitted}
+		return &fault.Error{Err: errors.New("only root may change the agent, or make it read a file"), Hint: "run it with sudo", Code: fault.CodeNotPermitted}
 	}
 	return nil
 }

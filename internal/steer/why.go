@@ -223,7 +223,7 @@ func (s *service) whyPinned(address netip.Addr, at *placement.Location) (because
 	return "adopted", nil
 }
 
-// explainEffect sets what becomes of the packets of an address, and the member that receives them.
+// explainEffect sets where the packets of an address go, and the member that receives them.
 func (s *service) explainEffect(w *api.Why, serving *core.Serving) error {
 	slot, served := serving.Slot(w.Slot)
 	if seat := s.Seats[slot]; served && seat != nil {

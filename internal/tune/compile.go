@@ -23,7 +23,7 @@ func Compile(rules []config.TuneRule, services []config.Service, skip Skips) (*b
 		matches[i] = rule.Match
 		r := compileRule(rule, skip)
 		if int(r.Options) > bpf.TuneOptionsMax {
-			return nil, fmt.Errorf("compile rule %s: it sets %d options, those of its reaction included, at most %d", rule.Name, r.Options, bpf.TuneOptionsMax)
+			return nil, fmt.Errorf("compile rule %s: it has %d options, including those of its reaction; at most %d are possible", rule.Name, r.Options, bpf.TuneOptionsMax)
 		}
 		compiled.Rules = append(compiled.Rules, r)
 	}

@@ -195,7 +195,7 @@ func TestText(t *testing.T) {
 Requests and responses of 80000 bytes, and streams; packets of up to 65536 bytes (off) and 185000 (on), in turns.
 Medians of 10 rounds of 1s; ratio of on to off, and between what it lies with a confidence of 95 %.
 
-IPv6                            off     on  ratio       lies in
+IPv6                            off     on  ratio      interval
 latency, minimum    µs         51.2   34.1   0.66  0.65 .. 0.67
 transactions        a second  17883  27482   1.52  1.48 .. 1.55
 its CPU, both ends  s/GB      0.469  0.191   0.41  0.34 .. 0.52

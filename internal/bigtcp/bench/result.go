@@ -217,9 +217,9 @@ func (r *Result) Text() []string {
 		off, on = "the MTU", "up to 65536 bytes"
 	}
 	p("Requests and responses of %d bytes, and streams; packets of %s (off) and %s (on), in turns.\n", r.Message, off, on)
-	p("Medians of %d rounds of %v; ratio of on to off, and between what it lies with a confidence of 95 %%.\n", r.Rounds, time.Duration(r.ForNS))
+	p("Medians of %d rounds of %v; ratio of on to off, with its 95 %% confidence interval.\n", r.Rounds, time.Duration(r.ForNS))
 	for _, f := range r.Families {
-		table := [][]string{{familyName(f.Family), "", "off", "on", "ratio", "lies in"}}
+		table := [][]string{{familyName(f.Family), "", "off", "on", "ratio", "interval"}}
 		for _, row := range f.Rows {
 			table = append(table, []string{row.Title, row.Unit, number(row.Off), number(row.On),
 				fmt.Sprintf("%.2f", row.Ratio), fmt.Sprintf("%.2f .. %.2f", row.Low, row.High)})

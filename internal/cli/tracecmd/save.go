@@ -47,7 +47,7 @@ addresses, cgroups and rules by which the trace rules group.`,
 		Args: command.Arguments(1, 1, "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if args[0] != "" && !isSaved(args[0]) {
-				return fault.Usage(fmt.Errorf("the name %s does not end in .json", args[0]), "trace compare knows saved measurements by .json")
+				return fault.Usage(fmt.Errorf("the name %s does not end in .json", args[0]), "trace compare reads files whose names end in .json")
 			}
 			s, err := writeMeasurements(cmd, args[0], selector, force, c.traceSave)
 			if err != nil {

@@ -119,7 +119,7 @@ func (t *Table) Check() error {
 			return err
 		}
 		if i > 0 && t.Hosts[i-1].Name >= h.Name {
-			return fmt.Errorf("hosts %q and %q: a name is missing from its place, or occurs twice", t.Hosts[i-1].Name, h.Name)
+			return fmt.Errorf("hosts %q and %q: the names of hosts must be sorted, and each must be unique", t.Hosts[i-1].Name, h.Name)
 		}
 	}
 	for b := range Buckets {
@@ -149,7 +149,7 @@ func (h *Host) Check() error {
 	if i := strings.IndexFunc(h.Name, func(r rune) bool {
 		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune("-._", r)
 	}); i >= 0 {
-		return fmt.Errorf("the name %q of a host has another character than letters, digits, dots, dashes and underscores", h.Name)
+		return fmt.Errorf("the name %q of a host may contain only letters, digits, dots, dashes and underscores", h.Name)
 	}
 	if h.Weight < 1 || h.Weight > MostWeight {
 		return fmt.Errorf("host %s has weight %d, want 1 to %d", h.Name, h.Weight, MostWeight)
@@ -159,7 +159,7 @@ func (h *Host) Check() error {
 	}
 	for _, text := range h.MACs {
 		if mac, err := net.ParseMAC(text); err != nil || len(mac) != 6 || mac.String() != text {
-			return fmt.Errorf("host %s has the MAC address %q, which is not one as 02:00:00:00:00:01", h.Name, text)
+			return fmt.Errorf("host %s has the MAC address %q, want six bytes in lower case, such as 02:00:00:00:00:01", h.Name, text)
 		}
 	}
 	families := map[bool]bool{}
