@@ -363,8 +363,8 @@ type BlockedMoves struct {
 	Share  float64 `json:"share"`  // of all devices, 0 to 1
 }
 
-// Place is the answer to POST /v1/run.
-type Place struct {
+// ClaimedSlot is the answer to POST /v1/run.
+type ClaimedSlot struct {
 	Membership
 	Listeners []MemberListener `json:"listeners"`
 	User      string           `json:"user,omitempty"` // user of the members, if the policy names exactly one

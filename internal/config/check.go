@@ -11,10 +11,10 @@ import (
 
 // check refuses invalid combinations of values. Zero values are skipped: they were refused before, or are not given.
 func (d *decoder) check(p *Policy) {
-	seen, v6only := map[place]string{}, map[string]bool{}
+	seen, v6only := map[listenerAddress]string{}, map[string]bool{}
 	for _, s := range p.Services {
 		path := join("services", s.Name)
-		d.checkPlaces(path, s, seen, v6only)
+		d.checkConflicts(path, s, seen, v6only)
 		d.checkMemberPorts(path, s)
 		if s.WhenEmpty.Standby != nil {
 			d.checkSlot(path+".when_empty.standby", *s.WhenEmpty.Standby, s.Slots)
@@ -107,15 +107,15 @@ func (d *decoder) checkSlotsAs(path string, s Service, services []Service) {
 	}
 }
 
-// place identifies an address that only one listener of a host can have.
-type place struct {
+// listenerAddress identifies an address that only one listener of a host can have.
+type listenerAddress struct {
 	netns    string
 	protocol Protocol
 	address  netip.AddrPort
 }
 
-// checkPlaces checks that the listeners of a service do not conflict with each other or with those of earlier services.
-func (d *decoder) checkPlaces(path string, s Service, seen map[place]string, v6only map[string]bool) {
+// checkConflicts checks that the listeners of a service do not conflict with each other or with those of earlier services.
+func (d *decoder) checkConflicts(path string, s Service, seen map[listenerAddress]string, v6only map[string]bool) {
 	netns := s.Netns
 	if netns == "" && d.given(path+".netns") {
 		netns = path // invalid, so treated as a namespace of its own
@@ -125,7 +125,7 @@ func (d *decoder) checkPlaces(path string, s Service, seen map[place]string, v6o
 			continue
 		}
 		sub := fmt.Sprintf("%s.listeners[%d]", path, i)
-		here := place{netns, l.Protocol, l.Address}
+		here := listenerAddress{netns, l.Protocol, l.Address}
 		v6only[sub] = l.V6Only
 		if first, ok := seen[here]; ok {
 			d.refuseAt(sub, fmt.Sprintf("%s is already %s, line %d", l, first, d.at[first].line), "")

@@ -150,16 +150,16 @@ func (t Tree) CheckNested(names ...string) error {
 		if _, err := t.Find(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("cgroup %s: %w", name, err)
 		}
-		if path := t.Place(name); path != "" {
+		if path := t.Directory(name); path != "" {
 			paths[name] = path
 		}
 	}
 	return CheckPaths(paths)
 }
 
-// Place returns the directory that a cgroup has, or will have when it exists. Place returns "" for a unit that does not run
+// Directory returns the directory that a cgroup has, or will have when it exists. Directory returns "" for a unit that does not run
 // and is no slice.
-func (t Tree) Place(name string) string {
+func (t Tree) Directory(name string) string {
 	path, err := t.Find(name)
 	switch {
 	case err == nil:

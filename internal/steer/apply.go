@@ -116,7 +116,7 @@ func (s *service) switchTo(t *target) error {
 	}
 	s.Restoring = false
 	s.checks.Soon()
-	if err := fault.Join(s.rooms.WriteWaits(), s.moves.Place(), s.reconcileKeeper()); err != nil {
+	if err := fault.Join(s.rooms.WriteWaits(), s.moves.Advance(), s.reconcileKeeper()); err != nil {
 		return err
 	}
 	s.rooms.ReleaseWaiting()

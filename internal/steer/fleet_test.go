@@ -47,8 +47,8 @@ func TestElsewhere(t *testing.T) {
 	}
 }
 
-// TestPlace is that the services with an address of the fleet have hosts for their devices, and no other ones.
-func TestPlace(t *testing.T) {
+// TestServedBy is that the services with an address of the fleet have hosts for their devices, and no other ones.
+func TestServedBy(t *testing.T) {
 	shared, device := netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("203.0.113.1")
 	listens := func(address string) *config.Service {
 		return &config.Service{Listeners: []config.Listener{{Protocol: config.TCP, Address: netip.MustParseAddrPort(address)}}}
@@ -60,19 +60,19 @@ func TestPlace(t *testing.T) {
 	for name, c := range map[string]struct {
 		fleet   *core.Fleet
 		service *config.Service
-		want    core.Place
+		want    core.ServedBy
 		effect  string
 	}{
-		"no fleet":      {nil, listens("[::]:1790"), core.Place{Here: true}, "none yet"},
-		"other service": {of("b", false), listens("198.51.100.1:1790"), core.Place{Here: true}, "none yet"},
-		"no table":      {&core.Fleet{Addresses: []netip.Addr{shared}}, listens("[::]:1790"), core.Place{Unknown: "this host has no table of the fleet yet"}, "dropped"},
-		"no owner":      {of("", false), listens("192.0.2.53:1790"), core.Place{Unknown: "no host of the fleet serves the device", Bucket: &seven}, "dropped"},
-		"here":          {of("a", true), listens("0.0.0.0:1790"), core.Place{Here: true, Host: "a", Bucket: &seven}, "none yet"},
-		"elsewhere":     {of("b", false), listens("0.0.0.0:1790"), core.Place{Host: "b", Bucket: &seven}, "elsewhere"},
+		"no fleet":      {nil, listens("[::]:1790"), core.ServedBy{Here: true}, "none yet"},
+		"other service": {of("b", false), listens("198.51.100.1:1790"), core.ServedBy{Here: true}, "none yet"},
+		"no table":      {&core.Fleet{Addresses: []netip.Addr{shared}}, listens("[::]:1790"), core.ServedBy{Unknown: "this host has no table of the fleet yet"}, "dropped"},
+		"no owner":      {of("", false), listens("192.0.2.53:1790"), core.ServedBy{Unknown: "no host of the fleet serves the device", Bucket: &seven}, "dropped"},
+		"here":          {of("a", true), listens("0.0.0.0:1790"), core.ServedBy{Here: true, Host: "a", Bucket: &seven}, "none yet"},
+		"elsewhere":     {of("b", false), listens("0.0.0.0:1790"), core.ServedBy{Host: "b", Bucket: &seven}, "elsewhere"},
 	} {
 		var h core.Host
 		h.Fleet.Store(c.fleet)
-		got := h.Place(c.service, device)
+		got := h.ServedBy(c.service, device)
 		if !reflect.DeepEqual(got, c.want) {
 			t.Errorf("%s: %+v, want %+v", name, got, c.want)
 		}

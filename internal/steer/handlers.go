@@ -75,7 +75,7 @@ func (d *Domain) Routes(r *domain.Router) {
 			return nil, err
 		}
 		slot, err := s.addClaim(k.ID.PID, m.Slot, "run", k)
-		return api.Place{Membership: api.Membership{Service: s.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
+		return api.ClaimedSlot{Membership: api.Membership{Service: s.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
 }
 

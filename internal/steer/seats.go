@@ -122,7 +122,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 	// Moved runs the first pass now: a policy that is being applied can hold the lock for 100 ms before a scheduled pass.
 	s.checks.Moved()
 	s.checks.Soon()
-	if err := s.moves.Place(); err != nil {
+	if err := s.moves.Advance(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}
 	if !held && !s.UsesLookup() {
@@ -217,7 +217,7 @@ func (s *service) VacateSlot(slot int, reason string) {
 	s.pruneSocketOwners()
 	s.checks.Moved()
 	s.checks.Soon()
-	if err := s.moves.Place(); err != nil {
+	if err := s.moves.Advance(); err != nil {
 		s.Log.Error("devices not moved", "error", err)
 	}
 	if s.emptying {

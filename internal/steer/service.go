@@ -27,8 +27,8 @@ import (
 	"sockeye/internal/steer/moves"
 	"sockeye/internal/steer/refusals"
 	"sockeye/internal/steer/rooms"
+	"sockeye/internal/steer/split"
 	"sockeye/internal/steer/stored"
-	"sockeye/internal/steer/together"
 	"sockeye/internal/steer/traffic"
 )
 
@@ -56,7 +56,7 @@ type service struct {
 	lostEvents   uint64
 	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
 	scannedRecently, scanPending bool
-	checks                       *together.Checks
+	checks                       *split.Checks
 	moves                        *moves.Moves
 	rooms                        *rooms.Rooms
 	traffic                      *traffic.Traffic
@@ -93,7 +93,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	s.traffic = traffic.New(&s.Service, s.rooms)
 	s.moves = moves.New(&s.Service, s.rooms)
 	s.past = bypass.New(&s.Service, s.formers, s.rooms.IsPrepared)
-	s.checks = together.New(&s.Service, s.rooms, s.moves)
+	s.checks = split.New(&s.Service, s.rooms, s.moves)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	defer func() {
@@ -431,8 +431,8 @@ func (s *service) isRemoved() bool {
 // IsFilling reports whether the member of a slot receives what has waited.
 func (s *service) IsFilling(slot int) bool { return s.rooms.IsFilling(slot) }
 
-// Place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
-func (s *service) Place() error { return s.moves.Place() }
+// Advance moves buckets toward the target mapping, and closes the connections of the devices that have moved.
+func (s *service) Advance() error { return s.moves.Advance() }
 
 // CheckSoon schedules a check of the connections.
 func (s *service) CheckSoon() { s.checks.Soon() }

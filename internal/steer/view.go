@@ -397,9 +397,9 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	defer s.Mu.Unlock()
 	list := locate.Where(s.Name, s.Mapping, addresses)
 	for i := range list {
-		place := s.Host.Place(&s.Config, list[i].Address)
-		list[i].Host, list[i].HostUnknown, list[i].FleetBucket = place.Host, place.Unknown, place.Bucket
-		if place.Here {
+		by := s.Host.ServedBy(&s.Config, list[i].Address)
+		list[i].Host, list[i].HostUnknown, list[i].FleetBucket = by.Host, by.Unknown, by.Bucket
+		if by.Here {
 			ready := s.IsReady(list[i].Slot)
 			list[i].Ready = &ready
 		}

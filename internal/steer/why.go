@@ -186,8 +186,8 @@ func (s *service) explain(address netip.Addr) (*api.Why, *whyReading, error) {
 	if settled := s.moves.Settled().Locate(address); settled.Slot != at.Slot {
 		w.Target = &settled.Slot
 	}
-	serving, place := s.Serving(), s.Host.Place(&s.Config, address)
-	if place.Explain(w); place.Here {
+	serving, by := s.Serving(), s.Host.ServedBy(&s.Config, address)
+	if by.Explain(w); by.Here {
 		if err := s.explainEffect(w, serving); err != nil {
 			return nil, nil, err
 		}

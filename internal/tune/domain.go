@@ -217,7 +217,7 @@ func (d *Domain) renew() {
 // outerFirst sorts cgroups so that each comes before those inside it: only the inner ones are refused then.
 func outerFirst(tree scope.Tree, all []cgroupRules) {
 	slices.SortStableFunc(all, func(a, b cgroupRules) int {
-		return cmp.Or(cmp.Compare(len(tree.Place(a.Cgroup)), len(tree.Place(b.Cgroup))), cmp.Compare(a.Cgroup, b.Cgroup))
+		return cmp.Or(cmp.Compare(len(tree.Directory(a.Cgroup)), len(tree.Directory(b.Cgroup))), cmp.Compare(a.Cgroup, b.Cgroup))
 	})
 }
 

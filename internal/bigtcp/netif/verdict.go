@@ -14,7 +14,7 @@ import (
 // tso_max_size.
 func (i *Interface) Bound() (size uint32, by string) {
 	least := i.LimitedBy()
-	return least.TSOMaxSize, least.Place()
+	return least.TSOMaxSize, least.FullName()
 }
 
 const (
@@ -94,7 +94,7 @@ func (i *Interface) offVerdict(least Related) (State, string) {
 	}
 	text := fmt.Sprintf("off, possible up to %d bytes", least.TSOMaxSize)
 	if least.TSOMaxSize < i.TSOMaxSize {
-		text += ", the tso_max_size of " + least.Place()
+		text += ", the tso_max_size of " + least.FullName()
 	}
 	if !i.Offloads.TSO {
 		text += "; but " + withoutTSO
@@ -130,7 +130,7 @@ func (i *Interface) obstacles(least Related) []string {
 // limitText names the interface that bounds GSO sizes.
 func (i *Interface) limitText(least Related) string {
 	what := cmp.Or(least.Driver, least.Kind)
-	name := least.Place()
+	name := least.FullName()
 	switch {
 	case least.Relation == Lower && what != "":
 		name = fmt.Sprintf("its lower interface %s (%s)", name, what)
@@ -162,7 +162,7 @@ func (s Sizes) exceeds(below Sizes) bool {
 }
 
 func lowerSizesText(below []Related) string {
-	name, s := below[0].Place(), below[0].Sizes
+	name, s := below[0].FullName(), below[0].Sizes
 	size := fmt.Sprintf("%d", s.GSO)
 	if s.GSOIPv4 != 0 && s.GSOIPv4 != s.GSO {
 		size = fmt.Sprintf("%d (IPv4 %d)", s.GSO, s.GSOIPv4)
@@ -176,8 +176,8 @@ func lowerSizesText(below []Related) string {
 	return fmt.Sprintf("the kernel segments packets above %s bytes to the MTU at %s", size, name)
 }
 
-// Place returns the name of the interface, with its namespace if it is in another one.
-func (r *Related) Place() string {
+// FullName returns the name of the interface, with its namespace if it is in another one.
+func (r *Related) FullName() string {
 	if r.Netns == "" {
 		return r.Name
 	}

@@ -281,8 +281,8 @@ func checkPossible(i *netif.Interface, w Want, s netif.Support) error {
 	}
 	if least := i.LimitedBy(); least.TSOMaxSize != 0 && least.TSOMaxSize <= netif.Legacy {
 		hint := ""
-		if least.Place() != i.Name {
-			hint = fmt.Sprintf("%s is a lower interface of %s", least.Place(), i.Name)
+		if least.FullName() != i.Name {
+			hint = fmt.Sprintf("%s is a lower interface of %s", least.FullName(), i.Name)
 		}
 		return fault.Unsupported(fmt.Errorf("%s supports packets of at most %d bytes", described(&least), least.TSOMaxSize), hint)
 	}
@@ -292,9 +292,9 @@ func checkPossible(i *netif.Interface, w Want, s netif.Support) error {
 // described returns the name of the interface, with its driver or kind.
 func described(r *netif.Related) string {
 	if driver := cmp.Or(r.Driver, r.Kind); driver != "" {
-		return fmt.Sprintf("%s (%s)", r.Place(), driver)
+		return fmt.Sprintf("%s (%s)", r.FullName(), driver)
 	}
-	return r.Place()
+	return r.FullName()
 }
 
 // missingSupport names the first feature that the kernel does not have.

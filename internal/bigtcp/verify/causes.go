@@ -252,7 +252,7 @@ func (s *evidence) receivedCause(f *flow) Cause {
 	}
 	for _, r := range s.Related {
 		if r.Relation == netif.Peer && r.Sizes.GSO != 0 && gsoSize(r.Sizes, f.family) <= netif.Legacy {
-			return s.off(fmt.Sprintf("BIG TCP is off for %s packets that the peer %s sends", familyText(f.family), r.Place()), r.Name)
+			return s.off(fmt.Sprintf("BIG TCP is off for %s packets that the peer %s sends", familyText(f.family), r.FullName()), r.Name)
 		}
 	}
 	if s.Name == "lo" && gsoSize(s.Sizes, f.family) <= netif.Legacy {

@@ -68,7 +68,7 @@ All restrictions of sockeye isolate apply.`,
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
 			}
-			var got api.Place
+			var got api.ClaimedSlot
 			if err := c.postToNewAgent(cmd.Context(), "/v1/run", m, &got); err != nil {
 				return err
 			}
@@ -112,7 +112,7 @@ func (c *commands) postToNewAgent(ctx context.Context, path string, body, into a
 }
 
 // runIsolated runs the gateway of the program in this process, which is the member.
-func (c *commands) runIsolated(ctx context.Context, i *isolatecmd.Options, m *api.Place, program isolate.Setup) error {
+func (c *commands) runIsolated(ctx context.Context, i *isolatecmd.Options, m *api.ClaimedSlot, program isolate.Setup) error {
 	protocols := map[string]uint8{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}
 	var sockets []gateway.MemberSocket
 	for _, l := range m.Listeners {

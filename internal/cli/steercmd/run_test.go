@@ -16,7 +16,7 @@ import (
 func TestRunIsolatedAsAnotherUser(t *testing.T) {
 	i := isolatecmd.Options{User: "nobody"}
 	slot := 0
-	place := api.Place{Membership: api.Membership{Slot: &slot}, User: "daemon", Listeners: []api.MemberListener{{Protocol: "tcp"}}}
+	place := api.ClaimedSlot{Membership: api.Membership{Slot: &slot}, User: "daemon", Listeners: []api.MemberListener{{Protocol: "tcp"}}}
 	if err := (&commands{&command.Command{}}).runIsolated(t.Context(), &i, &place, isolate.Setup{}); fault.Code(err) != fault.CodeConflict {
 		t.Errorf("run --isolated --user nobody: %v", err)
 	}

@@ -28,8 +28,8 @@ func (f *Fleet) Elsewhere(local, device netip.Addr) bool {
 	return !here
 }
 
-// Place says which host serves a device of a service.
-type Place struct {
+// ServedBy says which host serves a device of a service.
+type ServedBy struct {
 	// Here is set if this host does, or if the service has no address of a fleet.
 	Here bool
 	// Host is the name of the host in the fleet, or "".
@@ -40,31 +40,31 @@ type Place struct {
 	Bucket *int
 }
 
-// Place returns which host serves a device of a service.
-func (h *Host) Place(c *config.Service, device netip.Addr) Place {
+// ServedBy returns which host serves a device of a service.
+func (h *Host) ServedBy(c *config.Service, device netip.Addr) ServedBy {
 	f := h.Fleet.Load()
 	switch {
 	case f == nil || !(&config.Fleet{Addresses: f.Addresses}).Serves(c):
-		return Place{Here: true}
+		return ServedBy{Here: true}
 	case f.Host == nil:
-		return Place{Unknown: "this host has no table of the fleet yet"}
+		return ServedBy{Unknown: "this host has no table of the fleet yet"}
 	}
 	name, bucket, here := f.Host(device)
-	p := Place{Here: here, Host: name, Bucket: &bucket}
+	p := ServedBy{Here: here, Host: name, Bucket: &bucket}
 	if name == "" {
 		p.Unknown = "no host of the fleet serves the device"
 	}
 	return p
 }
 
-// Effects of a place on the packets to the addresses of the fleet, as in api.Why.
+// Effects of the serving host on the packets to the addresses of the fleet, as in api.Why.
 const (
 	Elsewhere = "elsewhere" // another host receives them
 	Dropped   = "dropped"   // none does
 )
 
 // Explain sets the host of a device in an explanation and, unless this host serves the device, what becomes of its packets.
-func (p *Place) Explain(w *api.Why) {
+func (p *ServedBy) Explain(w *api.Why) {
 	w.Host, w.FleetBucket = p.Host, p.Bucket
 	switch {
 	case p.Here:

@@ -57,8 +57,8 @@ type Actions interface {
 	IsFilling(slot int) bool
 	// VacateSlot closes a slot and forgets its member.
 	VacateSlot(slot int, reason string)
-	// Place makes the mapping in force more like the target.
-	Place() error
+	// Advance moves buckets toward the target mapping.
+	Advance() error
 	// InstallMapping replaces the mapping of the data path by the mapping in force.
 	InstallMapping() error
 	// CheckSoon schedules a check of the connections.

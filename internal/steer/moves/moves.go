@@ -131,7 +131,7 @@ func (m *Moves) Stop(stop bool) error {
 	if err := m.State.Save(m.StatePath()); err != nil {
 		return err
 	}
-	return m.Place()
+	return m.Advance()
 }
 
 // ungated returns the number of devices that move, without those that were admitted at a gate.
@@ -145,8 +145,8 @@ func (p *progress) ungated() int {
 	return n
 }
 
-// Place makes the mapping in force more like the target, and closes the connections of the devices that have moved.
-func (m *Moves) Place() error {
+// Advance moves buckets toward the target mapping, and closes the connections of the devices that have moved.
+func (m *Moves) Advance() error {
 	const most = bpf.Buckets
 	for range most {
 		if err := m.placeSome(); err != nil || !m.more {
@@ -163,7 +163,7 @@ func (m *Moves) placeSome() error {
 	}
 	next, pins := m.nextStep()
 	if next.Table == m.Mapping.Table && next.SamePins(m.Mapping) && next.Devices == m.Mapping.Devices {
-		return m.finishPlace(pins)
+		return m.finishAdvance(pins)
 	}
 	before := m.Mapping
 	m.Mapping = next
@@ -173,12 +173,12 @@ func (m *Moves) placeSome() error {
 	}
 	m.rooms.ReleaseMoved(before)
 	m.Actions.CheckSoon()
-	return m.finishPlace(pins)
+	return m.finishAdvance(pins)
 }
 
-// finishPlace saves the pins that are in force now, schedules the next step, and clears the slots that the policy no longer
+// finishAdvance saves the pins that are in force now, schedules the next step, and clears the slots that the policy no longer
 // has and that have no devices.
-func (m *Moves) finishPlace(pins []int) error {
+func (m *Moves) finishAdvance(pins []int) error {
 	m.scheduleMoves()
 	if len(pins) > 0 {
 		for _, i := range pins {
@@ -280,7 +280,7 @@ func (m *Moves) continueMoves() {
 	if m.controlGates() {
 		err = m.Actions.InstallMapping()
 	}
-	if err = fault.Join(err, m.Place()); err != nil {
+	if err = fault.Join(err, m.Advance()); err != nil {
 		m.Log.Error("devices not moved", "error", err)
 	}
 	if !m.moving() {

@@ -145,7 +145,7 @@ func (m *Moves) ExpirePins() {
 		return
 	}
 	m.State.Pins = kept
-	if err := fault.Join(m.State.Save(m.StatePath()), m.Place()); err != nil {
+	if err := fault.Join(m.State.Save(m.StatePath()), m.Advance()); err != nil {
 		m.Log.Error("pins not removed", "error", err)
 	}
 }

@@ -116,7 +116,7 @@ func (m *Moves) ApplySettings() error {
 		}
 		errs = append(errs, err)
 	}
-	errs = append(errs, m.Place())
+	errs = append(errs, m.Advance())
 	m.Actions.CheckSoon()
 	return fault.Join(errs...)
 }

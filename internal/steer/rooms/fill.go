@@ -445,7 +445,7 @@ func (r *Rooms) endFill(f *fill) {
 	}
 	r.Log.Info("slot filled", events.TrafficReleased, "slot", slot, "pid", f.seat.Process.PID, "exporters", len(f.addresses), "datagrams", f.sent,
 		"took", time.Since(f.began).Round(time.Millisecond).String())
-	if err := r.Actions.Place(); err != nil {
+	if err := r.Actions.Advance(); err != nil {
 		r.Log.Error("devices not moved", "error", err)
 	}
 	r.Actions.CheckSoon()

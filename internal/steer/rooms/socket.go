@@ -94,7 +94,7 @@ func (r *Rooms) readyFilling() {
 		r.Log.Error("waiting connections not released", "error", err)
 	}
 	r.ReplayMoved()
-	if err := r.Actions.Place(); err != nil {
+	if err := r.Actions.Advance(); err != nil {
 		r.Log.Error("devices not moved", "error", err)
 	}
 	r.Actions.CheckSoon()

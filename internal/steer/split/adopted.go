@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package together
+package split
 
 import (
 	"slices"
@@ -78,7 +78,7 @@ func (c *Checks) PruneAdopted() {
 	if c.Path == nil {
 		return
 	}
-	if err := fault.Join(c.moves.Place(), c.State.Save(c.StatePath())); err != nil {
+	if err := fault.Join(c.moves.Advance(), c.State.Save(c.StatePath())); err != nil {
 		c.Log.Error("cannot return devices to their own slot", "error", err)
 	}
 }

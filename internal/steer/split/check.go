@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package together keeps all TCP and UDP of a device at one member: it finds the connections at another member than the one
+// Package split keeps all TCP and UDP of a device at one member: it finds the connections at another member than the one
 // that receives the datagrams of the device, and closes them.
-package together
+package split
 
 import (
 	"cmp"
