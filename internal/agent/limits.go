@@ -25,7 +25,7 @@ const (
 
 // guardAPI limits the connections to the agent's socket.
 func (a *Agent) guardAPI(s *server) *server {
-	g := &connlimit.Gate{
+	g := &connlimit.Listener{
 		Listener: s.listener, Name: "API", Log: a.log, Limit: domain.ShareOfDescriptors(apiShare, leastAPI, mostAPI), UserOf: userOf,
 		Refusal: refusalOf(api.Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
 	}
@@ -44,7 +44,7 @@ func userOf(c net.Conn) uint32 {
 	return ^uint32(0)
 }
 
-// refusalOf returns the HTTP answer to a connection that the gate refuses.
+// refusalOf returns the HTTP answer to a connection that the listener refuses.
 func refusalOf(f api.Failure) []byte {
 	body, err := json.Marshal(f)
 	if err != nil {

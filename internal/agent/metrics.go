@@ -118,7 +118,7 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	}
 	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
-	g := &connlimit.Gate{Listener: listener, Name: "metrics", Log: a.log, Limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), EvictsOldest: true}
+	g := &connlimit.Listener{Listener: listener, Name: "metrics", Log: a.log, Limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), EvictsOldest: true}
 	g.Wrap(m.http)
 	go func() {
 		if err := m.http.Serve(g); !errors.Is(err, http.ErrServerClosed) {

@@ -25,9 +25,9 @@ import (
 
 // webPage is the server of the web page.
 type webPage struct {
-	server *ui.Server
-	http   *http.Server
-	gate   *connlimit.Gate
+	server   *ui.Server
+	http     *http.Server
+	listener *connlimit.Listener
 }
 
 // pageChange is a change of the web page that has not been made. nil is no change.
@@ -89,14 +89,14 @@ func (a *Agent) servePage(settings *ui.Settings, listener net.Listener) (*webPag
 	}
 	p := &webPage{server: server, http: &http.Server{Handler: server, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second,
 		WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10, ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelDebug)}}
-	p.gate = &connlimit.Gate{Listener: server.Listener(listener), Name: "web page", Log: a.log, Limit: limit}
+	p.listener = &connlimit.Listener{Listener: server.Listener(listener), Name: "web page", Log: a.log, Limit: limit}
 	if settings.Config.TLS.Cert == "" {
 		const text = "the web page has too many connections; try again\n"
-		p.gate.Refusal = fmt.Appendf(nil, "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s", len(text), text)
+		p.listener.Refusal = fmt.Appendf(nil, "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s", len(text), text)
 	}
-	p.gate.Wrap(p.http)
+	p.listener.Wrap(p.http)
 	go func() {
-		if err := p.http.Serve(p.gate); !errors.Is(err, http.ErrServerClosed) {
+		if err := p.http.Serve(p.listener); !errors.Is(err, http.ErrServerClosed) {
 			a.log.Error("web page failed", "error", err)
 		}
 	}()
@@ -112,7 +112,7 @@ func (a *Agent) setPage(c *pageChange, problem error) {
 	case c.settings != nil:
 		a.page.server.Set(c.settings)
 		// The clients of these connections have authenticated under the former settings.
-		a.page.gate.CloseAll()
+		a.page.listener.CloseAll()
 	default:
 		a.page.close()
 		a.page = c.page

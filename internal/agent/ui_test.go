@@ -268,7 +268,7 @@ func TestPageCrowd(t *testing.T) {
 			t.Fatalf("answer %q", line)
 		}
 	}
-	if most := a.page.gate.Limit / 2; streams != most || streams+refused+closed != clients || refused < clients/2 {
+	if most := a.page.listener.Limit / 2; streams != most || streams+refused+closed != clients || refused < clients/2 {
 		t.Errorf("%d streams, want %d; %d refused, %d closed", streams, most, refused, closed)
 	}
 	a.live.mu.Lock()

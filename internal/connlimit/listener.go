@@ -24,22 +24,22 @@ const (
 	sendTime = 100 * time.Millisecond
 )
 
-// Gate is a listener that limits the connections of a server. At the limit, the gate closes the oldest idle connection; if no
-// connection is idle, the gate refuses the new one.
-type Gate struct {
+// Listener is a listener that limits the connections of a server. At the limit, the listener closes the oldest idle connection; if no
+// connection is idle, the listener refuses the new one.
+type Listener struct {
 	net.Listener
 	Name  string // of the server, for the log
 	Log   *slog.Logger
 	Limit int
-	// UserOf returns the user of a connection; nil if the gate does not distinguish users. All users other than root
+	// UserOf returns the user of a connection; nil if the listener does not distinguish users. All users other than root
 	// together have half of the connections, and each of them a quarter.
 	UserOf func(net.Conn) uint32
-	// EvictsOldest makes the gate close the oldest connection whose client does not read the answer where none is idle, instead
+	// EvictsOldest makes the listener close the oldest connection whose client does not read the answer where none is idle, instead
 	// of refusing the new one. Where there is none either, the new one waits: a request whose answer is not known yet is not
 	// interrupted, because a flood of requests would interrupt all of them; nor is a connection that is too young to have
 	// sent its request.
 	EvictsOldest bool
-	// Refusal is written to a connection before the gate closes it.
+	// Refusal is written to a connection before the listener closes it.
 	Refusal []byte
 
 	mu     sync.Mutex
@@ -50,22 +50,22 @@ type Gate struct {
 type conn struct {
 	net.Conn
 	uid     uint32
-	since   time.Time // when the gate admitted the connection
+	since   time.Time // when the listener admitted the connection
 	serving int       // requests in progress, until the server has sent their answers
 	sending time.Time // since when a write of the answer waits for the client; zero while none does
 }
 
 type connKey struct{}
 
-// Wrap installs the gate in a server. Call Wrap after all other settings of the server and before Serve.
-func (g *Gate) Wrap(server *http.Server) {
+// Wrap installs the listener in a server. Call Wrap after all other settings of the server and before Serve.
+func (g *Listener) Wrap(server *http.Server) {
 	handler, connContext, connState := server.Handler, server.ConnContext, server.ConnState
 	server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if e, ok := r.Context().Value(connKey{}).(*conn); ok {
 			g.beginRequest(e)
 			defer g.endRequest(e)
 			if g.EvictsOldest {
-				w = &sendingWriter{ResponseWriter: w, gate: g, conn: e}
+				w = &sendingWriter{ResponseWriter: w, listener: g, conn: e}
 			}
 		}
 		handler.ServeHTTP(w, r)
@@ -91,7 +91,7 @@ func (g *Gate) Wrap(server *http.Server) {
 }
 
 // Accept returns the next connection that the limits admit.
-func (g *Gate) Accept() (net.Conn, error) {
+func (g *Listener) Accept() (net.Conn, error) {
 	for {
 		c, err := g.Listener.Accept()
 		if err != nil {
@@ -115,7 +115,7 @@ func (g *Gate) Accept() (net.Conn, error) {
 	}
 }
 
-func (g *Gate) admit(e *conn) bool {
+func (g *Listener) admit(e *conn) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.UserOf != nil && e.uid != 0 {
@@ -135,7 +135,7 @@ func (g *Gate) admit(e *conn) bool {
 
 // makeRoom reports whether one more connection of a kind is within the limit. At the limit, makeRoom closes an idle
 // connection of that kind or, with EvictsOldest, the oldest one whose client does not read.
-func (g *Gate) makeRoom(kind func(*conn) bool, most int) bool {
+func (g *Listener) makeRoom(kind func(*conn) bool, most int) bool {
 	n, waits, sends := 0, -1, -1
 	for i, e := range g.conns {
 		if !kind(e) {
@@ -168,7 +168,7 @@ func (g *Gate) makeRoom(kind func(*conn) bool, most int) bool {
 }
 
 // CloseAll closes all connections.
-func (g *Gate) CloseAll() {
+func (g *Listener) CloseAll() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, e := range g.conns {
@@ -176,21 +176,21 @@ func (g *Gate) CloseAll() {
 	}
 }
 
-func (g *Gate) beginRequest(e *conn) {
+func (g *Listener) beginRequest(e *conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.serving++
 }
 
 // endRequest notes that a handler has returned. The server writes the rest of the answer afterwards.
-func (g *Gate) endRequest(e *conn) {
+func (g *Listener) endRequest(e *conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.sending = time.Now()
 }
 
 // setIdle notes that the server has sent the answers to all requests of a connection.
-func (g *Gate) setIdle(c net.Conn) {
+func (g *Listener) setIdle(c net.Conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, e := range g.conns {
@@ -203,8 +203,8 @@ func (g *Gate) setIdle(c net.Conn) {
 // sendingWriter notes since when a write waits for the client.
 type sendingWriter struct {
 	http.ResponseWriter
-	gate *Gate
-	conn *conn
+	listener *Listener
+	conn     *conn
 }
 
 // Write writes a part of the answer.
@@ -215,12 +215,12 @@ func (w *sendingWriter) Write(p []byte) (int, error) {
 }
 
 func (w *sendingWriter) setSending(since time.Time) {
-	w.gate.mu.Lock()
-	defer w.gate.mu.Unlock()
+	w.listener.mu.Lock()
+	defer w.listener.mu.Unlock()
 	w.conn.sending = since
 }
 
-func (g *Gate) find(c net.Conn) *conn {
+func (g *Listener) find(c net.Conn) *conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, e := range g.conns {
@@ -231,7 +231,7 @@ func (g *Gate) find(c net.Conn) *conn {
 	return &conn{Conn: c} // already removed
 }
 
-func (g *Gate) remove(c net.Conn) {
+func (g *Listener) remove(c net.Conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for i, e := range g.conns {

@@ -35,7 +35,7 @@ func TestGateEvicts(t *testing.T) {
 	})
 	mux.HandleFunc("GET /", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("c")) })
 	server := &http.Server{Handler: mux}
-	g := &Gate{Listener: listener, Name: "test", Log: slog.New(slog.DiscardHandler), Limit: 1, EvictsOldest: true}
+	g := &Listener{Listener: listener, Name: "test", Log: slog.New(slog.DiscardHandler), Limit: 1, EvictsOldest: true}
 	g.Wrap(server)
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(g) }()
