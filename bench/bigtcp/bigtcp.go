@@ -15,8 +15,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/bench/bigtcp/transfers"
 	"sockeye/bench/harness"
-	bigtcp "sockeye/internal/bigtcp/bench"
 	"sockeye/internal/chart"
 )
 
@@ -37,14 +37,14 @@ type setup struct {
 
 // setups lists the setups. The first one is reported in detail.
 var setups = []setup{
-	{title: "bridge, one CPU", path: bigtcp.PathBridge},
-	{title: "veth pair, one CPU", path: bigtcp.PathVeth},
-	{title: "router, one CPU", path: bigtcp.PathRouter},
-	{title: "bridge, two CPUs", path: bigtcp.PathBridge, twoCPUs: true},
-	{title: "veth pair, two CPUs", path: bigtcp.PathVeth, twoCPUs: true},
-	{title: "bridge, 60000 bytes", path: bigtcp.PathBridge, message: 60000},
-	{title: "offload, one CPU", path: bigtcp.PathBridge, segmentation: true},
-	{title: "offload, two CPUs", path: bigtcp.PathBridge, segmentation: true, twoCPUs: true},
+	{title: "bridge, one CPU", path: transfers.PathBridge},
+	{title: "veth pair, one CPU", path: transfers.PathVeth},
+	{title: "router, one CPU", path: transfers.PathRouter},
+	{title: "bridge, two CPUs", path: transfers.PathBridge, twoCPUs: true},
+	{title: "veth pair, two CPUs", path: transfers.PathVeth, twoCPUs: true},
+	{title: "bridge, 60000 bytes", path: transfers.PathBridge, message: 60000},
+	{title: "offload, one CPU", path: transfers.PathBridge, segmentation: true},
+	{title: "offload, two CPUs", path: transfers.PathBridge, segmentation: true, twoCPUs: true},
 }
 
 // bigtcpAims are the required ratios of on to off: from the article for transactions, from the first machine of this
@@ -63,7 +63,7 @@ var bigtcpAims = []struct {
 
 type report struct {
 	harness.Run
-	Setups []*bigtcp.Result `json:"setups"` // as in bigtcpSetups
+	Setups []*transfers.Result `json:"setups"` // as in bigtcpSetups
 }
 
 func benchBigTCP(args []string) error {
@@ -76,7 +76,7 @@ func benchBigTCP(args []string) error {
 	defer stop()
 	r := &report{Run: harness.Begin()}
 	for i, s := range setups {
-		o := bigtcp.Defaults()
+		o := transfers.Defaults()
 		o.Path, o.TwoCPUs, o.Segmentation = s.path, s.twoCPUs, s.segmentation
 		if s.message > 0 {
 			o.Message = s.message
@@ -90,7 +90,7 @@ func benchBigTCP(args []string) error {
 			o.For = 500 * time.Millisecond
 		}
 		fmt.Fprintf(os.Stderr, "%s\n", s.title)
-		result, err := bigtcp.Local(ctx, o)
+		result, err := transfers.Local(ctx, o)
 		if err != nil {
 			return fmt.Errorf("%s: %w", s.title, err)
 		}
@@ -100,7 +100,7 @@ func benchBigTCP(args []string) error {
 	return harness.Publish(command, r)
 }
 
-var families = map[string]string{bigtcp.IPv6: "IPv6", bigtcp.IPv4: "IPv4"}
+var families = map[string]string{transfers.IPv6: "IPv6", transfers.IPv4: "IPv4"}
 
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
@@ -110,7 +110,7 @@ func (r *report) Print(p harness.Printf) {
 		p("%s\n", line)
 	}
 	p("\nAims for the ratio of on to off\n")
-	for _, family := range bigtcp.Families {
+	for _, family := range transfers.Families {
 		for _, aim := range bigtcpAims {
 			if row, ok := reported.Row(family, aim.row); ok {
 				p("%s  %-12s  %.2f: %.2f, %s\n", families[family], aim.title, aim.ratio, row.Ratio, verdict(row, aim.ratio, aim.most))
@@ -125,7 +125,7 @@ func (r *report) Print(p harness.Printf) {
 	}
 	p("%s\n", strings.TrimRight(head, " "))
 	for i, s := range setups {
-		for _, family := range bigtcp.Families {
+		for _, family := range transfers.Families {
 			line := fmt.Sprintf("%-21s%-6s", s.title, families[family])
 			for _, aim := range bigtcpAims {
 				row, _ := r.Setups[i].Row(family, aim.row)
@@ -137,7 +137,7 @@ func (r *report) Print(p harness.Printf) {
 	p("\n%d CPUs. Duration %s.\n", r.CPUs, r.Took)
 }
 
-func ratioText(r bigtcp.Row) string {
+func ratioText(r transfers.Row) string {
 	return fmt.Sprintf("%.2f [%.2f .. %.2f]", r.Ratio, r.Low, r.High)
 }
 
@@ -180,7 +180,7 @@ func (r *report) Figures() any {
 
 // Targets implements harness.Report.
 func (r *report) Targets() (all []harness.Target) {
-	for _, family := range bigtcp.Families {
+	for _, family := range transfers.Families {
 		for _, aim := range bigtcpAims {
 			row, ok := r.Setups[0].Row(family, aim.row)
 			if !ok {
@@ -198,7 +198,7 @@ func (r *report) Targets() (all []harness.Target) {
 }
 
 // verdict compares the ratio of a row with an aim.
-func verdict(r bigtcp.Row, aim float64, most bool) string {
+func verdict(r transfers.Row, aim float64, most bool) string {
 	met, low, high := r.Ratio >= aim, r.Low >= aim, r.High >= aim
 	if most {
 		met, low, high = r.Ratio <= aim, r.High <= aim, r.Low <= aim
@@ -230,7 +230,7 @@ func (r *report) chart() chart.Chart {
 		{"stream_cpu_gb", "CPU of a stream, both ends, s/GB", "%.3f"},
 	} {
 		p := chart.Panel{Title: m.title}
-		for _, family := range bigtcp.Families {
+		for _, family := range transfers.Families {
 			row, ok := r.Setups[0].Row(family, m.row)
 			if !ok {
 				continue
@@ -247,7 +247,7 @@ func (r *report) chart() chart.Chart {
 	} {
 		p := chart.Panel{Title: m.title}
 		for i, s := range setups {
-			for _, family := range bigtcp.Families {
+			for _, family := range transfers.Families {
 				row, ok := r.Setups[i].Row(family, m.row)
 				if ok {
 					p.Bars = append(p.Bars, chart.Bar{Label: s.title + ", " + families[family], Note: ratioText(row), Parts: []float64{0, row.Ratio}})

@@ -10,14 +10,14 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/bench/bigtcp/transfers"
 	"sockeye/bench/harness"
-	bigtcp "sockeye/internal/bigtcp/bench"
 )
 
-func bigtcpResult(factor float64) *bigtcp.Result {
-	r := &bigtcp.Result{Path: bigtcp.PathBridge, Message: 80000, Size: 185000, Rounds: 10, ForNS: 1e9}
-	for _, family := range bigtcp.Families {
-		r.Families = append(r.Families, bigtcp.Family{Family: family, Rows: []bigtcp.Row{
+func bigtcpResult(factor float64) *transfers.Result {
+	r := &transfers.Result{Path: transfers.PathBridge, Message: 80000, Size: 185000, Rounds: 10, ForNS: 1e9}
+	for _, family := range transfers.Families {
+		r.Families = append(r.Families, transfers.Family{Family: family, Rows: []transfers.Row{
 			{Name: "rr_min", Title: "latency, minimum", Unit: "µs", Off: 50, On: 50 / factor, Ratio: 1 / factor, Low: 0.99 / factor, High: 1.01 / factor},
 			{Name: "rr_p90", Title: "latency, P90", Unit: "µs", Off: 60, On: 60 / factor, Ratio: 1 / factor, Low: 0.9 / factor, High: 1.1 / factor},
 			{Name: "rr_p99", Title: "latency, P99", Unit: "µs", Off: 90, On: 90 / factor, Ratio: 1 / factor, Low: 0.9 / factor, High: 1.1 / factor},
@@ -50,7 +50,7 @@ func TestBigTCPReport(t *testing.T) {
 	if err := json.Unmarshal(b, &got); err != nil {
 		t.Fatal(err)
 	}
-	for _, family := range bigtcp.Families {
+	for _, family := range transfers.Families {
 		if rr := got.RR[family]; rr.TPS != 1.6 || rr.P90 != 0.625 || rr.P99 != 0.625 || got.Stream[family].Ratio != 1.6 {
 			t.Errorf("%s: %+v, %+v", family, rr, got.Stream[family])
 		}
@@ -88,7 +88,7 @@ func TestBigTCPVerdict(t *testing.T) {
 		{0.75, 0.6, 0.8, 0.7, true, "missed, within the noise"},
 		{0.75, 0.71, 0.8, 0.7, true, "missed"},
 	} {
-		if got := verdict(bigtcp.Row{Ratio: c.ratio, Low: c.low, High: c.high}, c.aim, c.most); got != c.want {
+		if got := verdict(transfers.Row{Ratio: c.ratio, Low: c.low, High: c.high}, c.aim, c.most); got != c.want {
 			t.Errorf("%+v: %s", c, got)
 		}
 	}

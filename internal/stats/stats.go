@@ -48,8 +48,11 @@ func Quantile(v []float64, q float64) float64 {
 		return math.NaN()
 	}
 	v = slices.Sorted(slices.Values(v))
-	return v[max(0, int(math.Ceil(q*float64(len(v))))-1)]
+	return v[Rank(len(v), q)]
 }
+
+// Rank returns the index of the quantile q, 0 to 1, in n sorted values, by the nearest rank.
+func Rank(n int, q float64) int { return max(0, int(math.Ceil(q*float64(n)))-1) }
 
 // MedianInterval returns the interval that contains the median of a population with a confidence of at least 95 %, by
 // the sign test on a sample v. For fewer than six values it returns their minimum and maximum, with a lower confidence,

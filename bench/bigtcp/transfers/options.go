@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bench measures the effect of BIG TCP between two network namespaces that it
+// Package transfers measures the effect of BIG TCP between two network namespaces that it
 // creates: requests with responses, and streams, alternating between BIG TCP off and on.
-package bench
+package transfers
 
 import (
 	"fmt"

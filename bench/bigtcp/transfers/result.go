@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bench
+package transfers
 
 import (
 	"errors"
@@ -114,7 +114,7 @@ func sample(kind string, own, peer *measured) (*Sample, error) {
 
 // at returns a quantile in microseconds.
 func (p piece) at(q float64) float64 {
-	return float64(p.took[int(q*float64(len(p.took)-1))]) / 1000
+	return float64(p.took[stats.Rank(len(p.took), q)]) / 1000
 }
 
 // pieces is the number of parts of a run. Figures are medians of the parts, which
