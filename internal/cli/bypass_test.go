@@ -293,6 +293,63 @@ func TestBypassSpecific(t *testing.T) {
 	end()
 }
 
+// TestLockedConnection is that a local user who holds the lock of a connection with the service's port does not make the agent wait.
+func TestLockedConnection(t *testing.T) {
+	h := newHost(t, `services:
+  telemetry:
+    slots: 1
+    steering: lookup
+    listeners: [{protocol: tcp, address: "127.0.0.1:1790"}, {protocol: udp, address: "127.0.0.1:4739"}]
+    user: daemon
+    cgroup: CGROUP
+`)
+	h.start()
+	listener, err := net.Listen("tcp", "127.0.0.2:1790")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	client, err := net.Dial("tcp", "127.0.0.2:1790")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	server, err := listener.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	raw, err := server.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var release func()
+	if err := raw.Control(func(fd uintptr) { release = testenv.HoldLock(t, int(fd)) }); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan string, 1)
+	go func() {
+		problem := ""
+		for _, args := range [][]string{{"status"}, {"devices"}, {"why", "127.0.0.1"}, {"slot", "set", "0", "drain"}, {"apply"}, {"doctor"}} {
+			if r := h.sockeye(args...); r.code == 1 && strings.Contains(r.err, "time") {
+				problem += fmt.Sprintf("%s: %s%s", args, r.out, r.err)
+			}
+		}
+		done <- problem
+	}()
+	select {
+	case problem := <-done:
+		if problem != "" {
+			t.Error(problem)
+		}
+		release()
+	case <-time.After(30 * time.Second):
+		t.Error("the agent waits for the owner of the connection")
+		release()
+		<-done
+	}
+}
+
 // memberReplies reports whether a member answers a datagram to an address.
 func memberReplies(t *testing.T, address string) bool {
 	t.Helper()

@@ -102,6 +102,9 @@ type Query struct {
 	LocalPort, RemotePort uint16
 	// Options also requests Socket.Options.
 	Options bool
+	// WithoutInfo leaves Socket.Info out. For TCP_INFO, the kernel waits for the lock of the socket (tcp_get_info, net/ipv4/tcp.c),
+	// which the owner of the socket can hold for as long as it wants.
+	WithoutInfo bool
 	// Storage is the descriptor of an sk_storage map whose values are returned in Socket.Storage; 0 for none. It
 	// needs CAP_BPF and Linux 5.7.
 	Storage int
@@ -176,6 +179,9 @@ func dumpRequest(seq uint32, family uint8, q Query) []byte {
 	r.Source, r.Destination = netip.AddrPortFrom(netip.Addr{}, q.LocalPort), netip.AddrPortFrom(netip.Addr{}, q.RemotePort)
 	if q.Options {
 		r.Attributes |= 1<<(attrTOS-1) | 1<<(attrTrafficClass-1)
+	}
+	if q.WithoutInfo {
+		r.Attributes &^= 1 << (attrInfo - 1)
 	}
 	b := r.Append(nil)
 	if q.Storage == 0 {

@@ -350,3 +350,41 @@ func TestZeroWindow(t *testing.T) {
 		t.Errorf("after all was read: %v, %v", sender, reader)
 	}
 }
+
+// TestLockedSocket checks that a dump without TCP_INFO does not wait for the lock of a socket, which the owner of the socket can hold for
+// as long as it wants.
+func TestLockedSocket(t *testing.T) {
+	client, _ := testenv.TCPPair(t, "127.0.0.1", "127.0.0.1")
+	raw, err := client.SyscallConn()
+	check(t, err)
+	var release func()
+	check(t, raw.Control(func(fd uintptr) { release = testenv.HoldLock(t, int(fd)) }))
+	query := sockdiag.Query{States: sockdiag.Connected, LocalPort: client.LocalAddr().(*net.TCPAddr).AddrPort().Port()}
+	waits := make(chan error, 1)
+	go func() {
+		c, err := sockdiag.Open()
+		if err == nil {
+			err = c.Dump(query, func() {}, func(*sockdiag.Socket) {})
+			c.Close()
+		}
+		waits <- err
+	}()
+	without := query
+	without.WithoutInfo = true
+	found := dump(t, open(t), without)
+	if len(found) != 1 {
+		t.Errorf("%d sockets", len(found))
+	}
+	for _, s := range found {
+		if s.HasInfo || s.State != sockdiag.Established {
+			t.Errorf("%+v", s)
+		}
+	}
+	select {
+	case err := <-waits:
+		t.Fatalf("a dump with TCP_INFO did not wait: %v", err)
+	case <-time.After(200 * time.Millisecond):
+	}
+	release()
+	check(t, <-waits)
+}

@@ -4,6 +4,7 @@ package core
 
 import (
 	"net/netip"
+	"slices"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/member"
@@ -20,6 +21,27 @@ func (s *Service) ReadSessions() ([]session.Session, error) {
 		return nil, err
 	}
 	return session.Read(conn, session.Source{Listeners: s.Listeners, Lookup: s.UsesLookup(), Owners: s.Path.OwnersFD()})
+}
+
+// BytesReceived returns the number of bytes that a connection has received, and false if the connection is not one of a user of a
+// member or has ended. Other users' connections are not asked: their owners could make the caller wait, see sockdiag.Query.
+func (s *Service) BytesReceived(one *session.Session) (n uint64, ok bool) {
+	known := false
+	for _, seat := range s.Seats {
+		known = known || slices.Contains(seat.Process.UIDs[:], one.UID)
+	}
+	if !known {
+		return 0, false
+	}
+	conn, err := s.Diag()
+	if err != nil {
+		return 0, false
+	}
+	found, err := conn.Find(one.Local, one.Remote, int(one.Device))
+	if err != nil || found == nil || found.Cookie != one.Cookie || !found.HasInfo {
+		return 0, false
+	}
+	return found.Info.Bytes_received, true
 }
 
 // ListeningSockets returns the inodes of the sockets that listen on the ports of the service.

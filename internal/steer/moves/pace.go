@@ -147,9 +147,12 @@ func (m *Moves) sampleMoves() {
 	}
 	received, now := make(map[string]uint64), time.Now()
 	connected := session.ByDevice(m.Mapping, list)
-	for key, d := range connected {
-		for _, one := range d.Sessions {
-			received[key] += one.Info.Bytes_received
+	for key := range m.running {
+		if d := connected[key]; d != nil {
+			for i := range d.Sessions {
+				n, _ := m.BytesReceived(&d.Sessions[i])
+				received[key] += n
+			}
 		}
 	}
 	timeout := time.Duration(m.timeoutOfMoves()) * time.Microsecond

@@ -130,10 +130,15 @@ func (m *Moves) countDevices() (map[string]*counted, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, one := range list {
-		if one.State == sockdiag.Established {
-			at := m.Mapping.Locate(one.Address)
-			of(at, one.Address.String(), session.Key(at.Device, one.Address)).bytes[one.Cookie] = one.Info.Bytes_received
+	for i := range list {
+		one := &list[i]
+		if one.State != sockdiag.Established {
+			continue
+		}
+		at := m.Mapping.Locate(one.Address)
+		d := of(at, one.Address.String(), session.Key(at.Device, one.Address))
+		if n, ok := m.BytesReceived(one); ok {
+			d.bytes[one.Cookie] = n
 		}
 	}
 	return all, nil

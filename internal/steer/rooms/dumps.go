@@ -47,7 +47,8 @@ type dumps struct {
 	expected map[string]bool // devices that were connected before, by session.Key
 	returnBy time.Time       // end of the wait for these devices
 	limit    time.Time
-	over     int // samples in which no data was unread
+	over     int             // samples in which no data was unread
+	sent     map[uint64]bool // connections on which the device has sent data, by their cookies
 }
 
 // hasStarted reports whether the member of a filling slot waits for its packets, or is not waited for any longer.
@@ -82,7 +83,7 @@ func (r *Rooms) beginDumps(f *fill) error {
 			}
 		}
 	}
-	f.dumps = &dumps{expected: expected, returnBy: f.waited.Add(returnTime), limit: f.began.Add(f.dumpLimit)}
+	f.dumps = &dumps{expected: expected, sent: make(map[uint64]bool), returnBy: f.waited.Add(returnTime), limit: f.began.Add(f.dumpLimit)}
 	if !r.acceptsWaiting() {
 		since, seen := r.vacated[f.seat.Slot]
 		if !seen && f.before.Filling != 0 {
@@ -183,14 +184,13 @@ func (r *Rooms) endDumps(f *fill) bool {
 			continue
 		}
 		connected := false
-		for _, one := range device.Sessions {
+		for i := range device.Sessions {
+			one := &device.Sessions[i]
 			if one.Owned && one.OwnerID() != f.seat.ID() {
 				continue // of the former member
 			}
 			connected = true
-			// A router begins to send at once. A client that does not is not waited for longer than for a device.
-			sent := one.Info.Bytes_received > 0 || now.After(d.returnBy)
-			reads = reads && one.Inode != 0 && one.Unread == 0 && sent
+			reads = reads && one.Inode != 0 && one.Unread == 0 && (now.After(d.returnBy) || r.hasSent(d, one))
 		}
 		if connected && d.expected[session.Key(device.Name, device.Address)] {
 			back++
@@ -202,4 +202,14 @@ func (r *Rooms) endDumps(f *fill) bool {
 	}
 	d.over++
 	return d.over > 1
+}
+
+// hasSent reports whether a device has sent data on a connection. A router begins to send at once. A client that does not is not waited
+// for longer than for a device.
+func (r *Rooms) hasSent(d *dumps, one *session.Session) bool {
+	if !d.sent[one.Cookie] {
+		n, ok := r.BytesReceived(one)
+		d.sent[one.Cookie] = ok && n > 0
+	}
+	return d.sent[one.Cookie]
 }
