@@ -59,7 +59,8 @@ func run(args []string) error {
 
 // result is the content of a JSON file that all benchmarks have.
 type result struct {
-	name string
+	name    string
+	content []byte // of the file, with the fields of the benchmark
 	harness.Common
 }
 
@@ -78,7 +79,7 @@ func read(dir string) (all []result, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("read figures: %w", err)
 		}
-		r := result{name: strings.TrimSuffix(strings.TrimPrefix(filepath.Base(path), "bench-"), ".json")}
+		r := result{name: strings.TrimSuffix(strings.TrimPrefix(filepath.Base(path), "bench-"), ".json"), content: content}
 		if err := json.Unmarshal(content, &r.Common); err != nil {
 			return nil, fmt.Errorf("read figures of %s: %w", path, err)
 		}
@@ -96,11 +97,7 @@ func keep(dir string, results []result) error {
 		return fmt.Errorf("keep figures: %w", err)
 	}
 	for _, r := range results {
-		content, err := json.MarshalIndent(r.Common, "", "  ")
-		if err == nil {
-			err = os.WriteFile(filepath.Join(dir, "bench-"+r.name+".json"), append(content, '\n'), 0o644)
-		}
-		if err != nil {
+		if err := os.WriteFile(filepath.Join(dir, "bench-"+r.name+".json"), r.content, 0o644); err != nil {
 			return fmt.Errorf("keep figures: %w", err)
 		}
 	}

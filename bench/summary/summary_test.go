@@ -66,6 +66,10 @@ func TestSummary(t *testing.T) {
 			t.Errorf("the summary lacks %q:\n%s", want, got)
 		}
 	}
+	// The fields of the benchmark are published, too.
+	if got, err := os.ReadFile(filepath.Join(docs, "benchmarks", "bench-example.json")); err != nil || !strings.Contains(string(got), `"rate"`) {
+		t.Errorf("published: %v\n%s", err, got)
+	}
 	// A later run of another benchmark leaves these figures.
 	if err := os.Remove(filepath.Join(out, "bench-example.json")); err != nil {
 		t.Fatal(err)
