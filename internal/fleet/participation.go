@@ -80,7 +80,8 @@ type participation struct {
 	known        map[string]string // states of the hosts, for events
 	seen         map[string]bool   // all hosts that the fleet has had since the start of the agent, at most mostSeen
 	local        []string          // problems of interfaces and paths
-	ended        bool              // path is closed
+	drops        drops
+	ended        bool // path is closed
 	late         late
 	copies       copies
 }
@@ -342,6 +343,11 @@ func (p *participation) refresh() {
 		p.nics, p.attached = nics, nil
 	}
 	p.attach()
+	if counts, err := p.path.Counts(); err != nil {
+		p.local = append(p.local, err.Error())
+	} else {
+		p.local = append(p.local, p.drops.problems(counts, time.Now())...)
+	}
 	if p.table != nil {
 		if paths := p.findPaths(p.table); !reflect.DeepEqual(paths, p.paths) {
 			if err := p.install(p.table); err != nil {

@@ -126,7 +126,7 @@ func (f *Follower) Run(ctx context.Context) {
 			problem = fmt.Sprintf("%d of at least %d hosts (min_hosts) are alive: no device moves, also not from a dead host", living, f.config.Lead.MinHosts)
 		}
 		if problem != f.problem && problem != "" {
-			f.config.Log.Warn("fleet", "problem", problem)
+			f.config.Log.Debug("fleet", "problem", problem) // Changed tells the user
 		}
 		f.problem = problem
 		if f.Changed != nil {

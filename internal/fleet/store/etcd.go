@@ -255,12 +255,12 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 	}
 }
 
-// note logs a problem once.
+// note logs a problem once, for debugging: the snapshots tell the problem to the user.
 func (e *Etcd) note(problem string) {
 	if problem != e.problem {
 		e.problem = problem
 		if problem != "" {
-			e.config.Log.Warn("store of the fleet", "problem", problem)
+			e.config.Log.Debug("store of the fleet", "problem", problem)
 		}
 	}
 }

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"time"
+
+	"sockeye/internal/fleet/forward"
+)
+
+// dropsTime is the time for which dropped packets are reported after the last one.
+const dropsTime = time.Minute
+
+// drops finds packets that only a stranger or a misconfiguration can cause.
+type drops struct {
+	counts [forward.Outcomes]uint64
+	last   [forward.Outcomes]time.Time // of the last packet; zero: none
+	known  bool                        // counts are those of an earlier call
+}
+
+// reportedDrops are the outcomes that are reported, with their causes. Unreachable hosts are reported with their paths.
+var reportedDrops = map[forward.Outcome]string{
+	forward.Untrusted: "packets in the tunnel are dropped (untrusted): their source address is that of no host, or they are not to a service; block UDP port 4789 for strangers",
+	forward.Expired:   "packets are dropped because their TTL is used up (ttl): hosts forward them to each other, or a router is too far away",
+}
+
+// problems returns the problems that the counts of packets show.
+func (d *drops) problems(counts [forward.Outcomes]uint64, now time.Time) (list []string) {
+	for outcome := range forward.Outcome(forward.Outcomes) {
+		text, reported := reportedDrops[outcome]
+		if !reported {
+			continue
+		}
+		if d.known && counts[outcome] > d.counts[outcome] {
+			d.last[outcome] = now
+		}
+		if last := d.last[outcome]; !last.IsZero() && now.Sub(last) < dropsTime {
+			list = append(list, text)
+		}
+	}
+	d.counts, d.known = counts, true
+	return list
+}
