@@ -699,7 +699,7 @@ func TestTunnel(t *testing.T) {
 			}
 			a, b := f.hosts[0], f.hosts[1]
 			f.route(t, a)
-			sizes := []int{20, 1452, 4000}
+			sizes := []int{20, 1452, 1472, 4000} // 1472 fill an MTU of 1500, so that the outer packet is sent in two fragments
 			if outer == "IPv6" {
 				sizes = []int{20, 1300} // the kernel does not send packets of a tunnel over IPv6 in fragments
 			}

@@ -4,10 +4,16 @@ package forward_test
 
 import (
 	"encoding/binary"
+	"errors"
+	"io"
+	"net"
 	"net/netip"
+	"os"
 	"testing"
+	"time"
 
 	"github.com/cilium/ebpf"
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fleet/forward"
@@ -124,6 +130,129 @@ func TestPriorityTag(t *testing.T) {
 	if n := counts(t, b); n[forward.Untrusted] > 0 {
 		t.Errorf("b counts %v", n)
 	}
+}
+
+// deviceOf returns a device with an IPv4 address whose owner is a host.
+func (f *fleet) deviceOf(owner *node) netip.Addr {
+	for i := 0; ; i++ {
+		if from := device(4, i); f.owner(from) == owner {
+			return from
+		}
+	}
+}
+
+// TestIPOptions is that a datagram with options of IPv4 is forwarded by its ports, which follow the options.
+func TestIPOptions(t *testing.T) {
+	f := newFleet(t, 2)
+	a, b := f.hosts[0], f.hosts[1]
+	f.setAll(t, f.table())
+	from, payload := f.deviceOf(b), []byte("behind options")
+	plain := datagram4(from, payload)
+	packet := append(append(plain[:20:20], 1, 1, 1, 0), plain[20:]...) // three NOPs and the end of the options
+	packet[0] = 0x46
+	packet[10], packet[11] = 0, 0
+	binary.BigEndian.PutUint16(packet[2:], uint16(len(packet)))
+	binary.BigEndian.PutUint16(packet[10:], sum16(packet[:24]))
+	f.sendTagged(t, a, 0, packet)
+	if at := f.receive(t, from, payload); at != b || counts(t, a)[forward.Forwarded] != 1 {
+		t.Errorf("at %v, a counts %v, b %v", at, counts(t, a), counts(t, b))
+	}
+	// To another port, it is of no service: bytes of the options are not ports.
+	binary.BigEndian.PutUint16(packet[26:], port+1)
+	before := counts(t, a)
+	f.sendTagged(t, a, 0, packet)
+	f.sendTagged(t, a, 0, datagram4(from, payload))
+	if at := f.receive(t, from, payload); at != b {
+		t.Errorf("after a packet to another port: at %v", at)
+	}
+	before[forward.Forwarded]++
+	if after := counts(t, a); after != before {
+		t.Errorf("a packet to another port: counts %v, want %v", after, before)
+	}
+}
+
+// TestVLAN is that the interface of a VLAN is an interface of a fleet like others: packets with its tag are forwarded over the VLAN.
+func TestVLAN(t *testing.T) {
+	f := newFleet(t, 2)
+	a, b := f.hosts[0], f.hosts[1]
+	vlans := make(map[*node]int)
+	addresses := map[string]netip.Addr{a.name: netip.MustParseAddr("10.5.0.1"), b.name: netip.MustParseAddr("10.5.0.2")}
+	for _, n := range f.hosts {
+		err := n.nl.LinkAdd(&netlink.Vlan{LinkAttrs: netlink.LinkAttrs{Name: "eth0.5", ParentIndex: n.index}, VlanId: 5})
+		if errors.Is(err, unix.EOPNOTSUPP) {
+			t.Skip("kernel: no VLANs (8021q)")
+		}
+		check(t, err)
+		vlan, err := n.nl.LinkByName("eth0.5")
+		check(t, err)
+		check(t, n.nl.AddrAdd(vlan, &netlink.Addr{IPNet: prefix(addresses[n.name], 24)}))
+		check(t, n.nl.LinkSetUp(vlan))
+		vlans[n] = vlan.Attrs().Index
+		n.do(t, func() error {
+			for _, name := range []string{"all", "eth0.5"} { // the route to the devices is through eth0
+				if err := os.WriteFile("/proc/sys/net/ipv4/conf/"+name+"/rp_filter", []byte("0"), 0); err != nil {
+					return err
+				}
+			}
+			return n.path.Attach([]int{vlans[n]}, 0)
+		})
+	}
+	to := f.table()
+	for _, n := range f.hosts {
+		n.do(t, func() error {
+			return n.path.Set(to, n.name, func(h *table.Host) forward.Next {
+				next := forward.Next{Addresses: []netip.Addr{addresses[h.Name]}, Interface: vlans[n]}
+				for _, other := range f.hosts {
+					if other.name == h.Name {
+						next.MAC = other.mac
+					}
+				}
+				return next
+			}, nil, forward.Flip{})
+		})
+	}
+	from, payload := f.deviceOf(b), []byte("of a VLAN")
+	f.sendTagged(t, a, 5, datagram4(from, payload))
+	if at := f.receive(t, from, payload); at != b || counts(t, a)[forward.Forwarded] != 1 || counts(t, b)[forward.Local] != 1 {
+		t.Errorf("at %v, a counts %v, b %v", at, counts(t, a), counts(t, b))
+	}
+}
+
+// TestSegmentsAreCounted is that a packet of generic segmentation offload counts as its segments.
+func TestSegmentsAreCounted(t *testing.T) {
+	f := newFleet(t, 2)
+	a, b := f.hosts[0], f.hosts[1]
+	f.setAll(t, f.table())
+	f.route(t, a)
+	client := f.connect(t, f.deviceOf(b))
+	defer client.Close()
+	check(t, b.tcp[0].SetDeadline(time.Now().Add(10*time.Second)))
+	server, err := b.tcp[0].Accept()
+	check(t, err)
+	defer server.Close()
+	const sent, segment = 2_000_000, 1460
+	go func() {
+		_, _ = client.Write(make([]byte, sent))
+		_ = client.(*net.TCPConn).CloseWrite()
+	}()
+	check(t, server.SetDeadline(time.Now().Add(30*time.Second)))
+	if n, err := io.Copy(io.Discard, server); err != nil || n != sent {
+		t.Fatalf("%d bytes, %v", n, err)
+	}
+	packets, err := linkPackets(a)
+	check(t, err)
+	if n := counts(t, a)[forward.Forwarded]; n < sent/segment || packets > sent/segment/2 {
+		t.Errorf("%d segments counted in %d packets, want at least %d in less than half as many", n, packets, sent/segment)
+	}
+}
+
+// linkPackets returns the number of packets that have arrived at eth0.
+func linkPackets(n *node) (uint64, error) {
+	link, err := n.nl.LinkByIndex(n.index)
+	if err != nil {
+		return 0, err
+	}
+	return link.Attrs().Statistics.RxPackets, nil
 }
 
 // extended is a frame of IPv6 with some extension headers before a datagram. Its MAC addresses are zeros, as those of lo, with
