@@ -159,8 +159,12 @@ func TestPackageSizes(t *testing.T) {
 }
 
 // opens finds code that opens descriptors or starts goroutines.
-var opens = regexp.MustCompile(`(?m)\bos\.(?:Open|Create|Pipe)\w*\(|\bnet\.(?:Listen|Dial)\w*\(|\bunix\.(?:Socket|Open|Pipe2?|Epoll|Eventfd|Dup)\w*\(|` +
+var opens = regexp.MustCompile(`(?m)\bos\.(?:Open|Create|Pipe)\w*\(|\bnet\.(?:Listen|Dial)\w*\(|\.DialContext\(|\bunix\.(?:Socket|Open|Pipe2?|Epoll|Eventfd|Dup|PidfdOpen)\w*\(|` +
+	`\b(?:sockdiag|netns)\.Open\(|\bebpf\.New\w*\(|\blink\.Attach\w*\(|` +
 	`\bexec\.Command|\bhttptest\.New|^\s*go (?:func|\w+[.(])|\.Go\(func`)
+
+// checksLeaks finds a TestMain that looks for leaks.
+var checksLeaks = regexp.MustCompile(`(?ms)^func TestMain\(.*\btestenv\.(?:Run\(m\)|Main)`)
 
 // TestLeakChecks checks that the tests of a package that opens descriptors or starts goroutines fail if some are left.
 func TestLeakChecks(t *testing.T) {
@@ -178,7 +182,7 @@ func TestLeakChecks(t *testing.T) {
 		p.opens = p.opens || opens.Match(text)
 		if strings.HasSuffix(path, "_test.go") {
 			p.tests = true
-			p.checks = p.checks || strings.Contains(string(text), "testenv.Run(m)") || strings.Contains(string(text), "testenv.Main")
+			p.checks = p.checks || checksLeaks.Match(text)
 		}
 	})
 	checked := 0
@@ -244,6 +248,7 @@ func callsWithin(file *ast.File) map[*ast.FuncDecl]map[*ast.FuncDecl]bool {
 			continue
 		}
 		callees := make(map[*ast.FuncDecl]bool)
+		keys := make(map[*ast.Ident]bool) // of composite literals: names of fields
 		add := func(name string) {
 			if callee := functions[name]; callee != nil && callee != f {
 				callees[callee] = true
@@ -251,8 +256,12 @@ func callsWithin(file *ast.File) map[*ast.FuncDecl]map[*ast.FuncDecl]bool {
 		}
 		ast.Inspect(f.Body, func(n ast.Node) bool {
 			switch n := n.(type) {
+			case *ast.KeyValueExpr:
+				if key, ok := n.Key.(*ast.Ident); ok {
+					keys[key] = true
+				}
 			case *ast.Ident:
-				if n.Obj != nil && n.Obj.Kind == ast.Fun {
+				if !keys[n] && n.Obj != nil && n.Obj.Kind == ast.Fun {
 					add("." + n.Name)
 				}
 			case *ast.SelectorExpr:

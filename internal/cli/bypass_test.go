@@ -299,38 +299,39 @@ func TestLockedConnection(t *testing.T) {
   telemetry:
     slots: 1
     steering: lookup
-    listeners: [{protocol: tcp, address: "127.0.0.1:1790"}, {protocol: udp, address: "127.0.0.1:4739"}]
+    listeners: [{protocol: tcp, address: "0.0.0.0:1790"}, {protocol: udp, address: "0.0.0.0:4739"}]
     user: daemon
     cgroup: CGROUP
 `)
 	h.start()
-	listener, err := net.Listen("tcp", "127.0.0.2:1790")
+	device, err := net.Listen("tcp", "127.0.0.3:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer listener.Close()
-	client, err := net.Dial("tcp", "127.0.0.2:1790")
+	defer device.Close()
+	dialer := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.MustParseAddrPort("127.0.0.2:1790"))}
+	client, err := dialer.Dial("tcp", device.Addr().String())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer client.Close()
-	server, err := listener.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer server.Close()
-	raw, err := server.(*net.TCPConn).SyscallConn()
+	raw, err := client.(*net.TCPConn).SyscallConn()
 	if err != nil {
 		t.Fatal(err)
 	}
 	var release func()
-	if err := raw.Control(func(fd uintptr) { release = testenv.HoldLock(t, int(fd)) }); err != nil {
-		t.Fatal(err)
+	const stranger = 12345 // no user of the service
+	if failed := raw.Control(func(fd uintptr) {
+		if err = unix.Fchown(int(fd), stranger, -1); err == nil {
+			release = testenv.HoldLock(t, int(fd))
+		}
+	}); failed != nil || err != nil {
+		t.Fatal(failed, err)
 	}
 	done := make(chan string, 1)
 	go func() {
 		problem := ""
-		for _, args := range [][]string{{"status"}, {"devices"}, {"why", "127.0.0.1"}, {"slot", "set", "0", "drain"}, {"apply"}, {"doctor"}} {
+		for _, args := range [][]string{{"status"}, {"devices"}, {"why", "127.0.0.1"}, {"slot", "set", "0", "drain"}, {"slot", "set", "0", "ready"}, {"apply"}, {"doctor"}} {
 			if r := h.sockeye(args...); r.code == 1 && strings.Contains(r.err, "time") {
 				problem += fmt.Sprintf("%s: %s%s", args, r.out, r.err)
 			}

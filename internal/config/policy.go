@@ -43,7 +43,7 @@ func (p *Policy) Counts() []any {
 	if p.Fleet != nil {
 		fleets = 1
 	}
-	return []any{"services", len(p.Services), "tune", len(p.Tune), "trace", len(p.Trace), "bigtcp", len(p.BigTCP), "fleet", fleets}
+	return []any{"services", len(p.Services), "tune", len(p.Tune), "trace", len(p.Trace), "bigtcp", len(p.BigTCP), "fleets", fleets}
 }
 
 // DoesNothing reports whether a policy has no part, as "services: {}" of the packages.

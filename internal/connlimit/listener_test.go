@@ -13,9 +13,9 @@ import (
 	"time"
 )
 
-// TestGateEvicts checks that a connection at the limit gives way to a new one if its client does not read the answer, and
+// TestListenerEvicts checks that a connection at the limit gives way to a new one if its client does not read the answer, and
 // not if the answer takes long to make.
-func TestGateEvicts(t *testing.T) {
+func TestListenerEvicts(t *testing.T) {
 	const size = 64 << 20 // more than any socket buffer
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

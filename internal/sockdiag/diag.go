@@ -196,8 +196,34 @@ func dumpRequest(seq uint32, family uint8, q Query) []byte {
 // addresses.
 func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
 	c.seq++
-	if err := c.send(exact(c.seq, local, remote, device)); err != nil {
+	found, err := c.one(exact(c.seq, local, remote, device))
+	if err != nil {
 		return nil, fmt.Errorf("look up socket %s to %s: %w", local, remote, err)
+	}
+	return found, nil
+}
+
+// Get returns what the kernel knows of a connection now, with TCP_INFO, or nil if the connection has ended. The cookie distinguishes
+// the connection from a later one with the same addresses. For a connection that has ended, the kernel looks for a listening socket, too,
+// and runs a program for sk_lookup (inet_diag_find_one_icsk, net/ipv4/inet_diag.c).
+func (c *Conn) Get(s *Socket) (*Socket, error) {
+	c.seq++
+	r := tcpRequest(c.seq, s.Family, 0)
+	r.States, r.Source, r.Destination, r.Device, r.Cookie = ^States(0), s.Local, s.Remote, s.Device, s.Cookie
+	found, err := c.one(r.Append(nil))
+	if errors.Is(err, unix.ESTALE) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("look up socket %s to %s: %w", s.Local, s.Remote, err)
+	}
+	return found, nil
+}
+
+// one sends a request for one socket, and returns the socket, or nil if there is none.
+func (c *Conn) one(request []byte) (*Socket, error) {
+	if err := c.send(request); err != nil {
+		return nil, err
 	}
 	var s Socket
 	for seen, done := false, false; !seen; {
@@ -209,7 +235,7 @@ func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
 			return nil, nil
 		}
 		if err != nil {
-			return nil, fmt.Errorf("look up socket %s to %s: %w", local, remote, err)
+			return nil, err
 		}
 	}
 	return &s, nil

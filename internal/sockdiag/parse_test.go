@@ -207,6 +207,9 @@ func TestDumpRequest(t *testing.T) {
 	if len(b) != unix.SizeofNlMsghdr+sizeofRequest || binary.NativeEndian.Uint32(b) != uint32(len(b)) || b[extensions] != usual {
 		t.Errorf("%x", b)
 	}
+	if b = dumpRequest(1, unix.AF_INET, Query{WithoutInfo: true}); b[extensions] != usual&^(1<<(attrInfo-1)) {
+		t.Errorf("without TCP_INFO: %x", b)
+	}
 	b = dumpRequest(1, unix.AF_INET, Query{Options: true, Storage: 7})
 	storage := attr(requestStorages, attr(requestStorageMap, binary.NativeEndian.AppendUint32(nil, 7)))
 	if !bytes.HasSuffix(b, storage) || binary.NativeEndian.Uint32(b) != uint32(len(b)) || len(b) != unix.SizeofNlMsghdr+sizeofRequest+len(storage) ||

@@ -115,15 +115,27 @@ func TestDump(t *testing.T) {
 				t.Errorf("%s: %+v", name, got)
 			}
 		}
-		for _, ends := range [][2]netip.AddrPort{{s.Local, s.Remote}, {s.Remote, s.Local}} {
-			one, err := c.Find(ends[0], ends[1], 1)
-			if err != nil || one == nil || one.Local != ends[0] || one.Remote != ends[1] || one.Info.Snd_mss == 0 || all[one.Cookie].Inode != one.Inode {
-				t.Errorf("%s to %s: %+v, %v", ends[0], ends[1], one, err)
+		other := all[testenv.Cookie(t, to)]
+		for _, end := range []sockdiag.Socket{s, other} {
+			one, err := c.Get(&end)
+			if err != nil || one == nil || one.Local != end.Local || one.Remote != end.Remote || one.Cookie != end.Cookie || one.Info.Snd_mss == 0 || one.Inode != end.Inode {
+				t.Errorf("%+v: %+v, %v", end, one, err)
+			}
+			if found, err := c.Find(end.Local, end.Remote, 1); err != nil || found == nil || found.Cookie != end.Cookie {
+				t.Errorf("%s to %s: %+v, %v", end.Local, end.Remote, found, err)
 			}
 		}
-		none := netip.AddrPortFrom(s.Local.Addr(), 1)
-		if one, err := c.Find(none, s.Remote, 1); one != nil || err != nil {
-			t.Errorf("%s to %s: %+v, %v", none, s.Remote, one, err)
+		later := s
+		later.Cookie++
+		none := s
+		none.Local = netip.AddrPortFrom(s.Local.Addr(), 1)
+		for _, ended := range []sockdiag.Socket{later, none} {
+			if one, err := c.Get(&ended); one != nil || err != nil {
+				t.Errorf("%+v: %+v, %v", ended, one, err)
+			}
+		}
+		if found, err := c.Find(none.Local, none.Remote, 1); found != nil || err != nil {
+			t.Errorf("%s to %s: %+v, %v", none.Local, none.Remote, found, err)
 		}
 		from.Close()
 		to.Close()
@@ -178,7 +190,14 @@ func TestMany(t *testing.T) {
 	if bytes := after.TotalAlloc - before.TotalAlloc; bytes > 1<<20 {
 		t.Errorf("%d bytes were allocated", bytes)
 	}
-	t.Logf("%v for %d sockets, %d bytes", took, n, after.TotalAlloc-before.TotalAlloc)
+	all := dump(t, c, sockdiag.Query{States: sockdiag.Connected, WithoutInfo: true})
+	start = time.Now()
+	for _, s := range all {
+		if one, err := c.Get(&s); err != nil || one == nil {
+			t.Fatalf("%+v: %+v, %v", s, one, err)
+		}
+	}
+	t.Logf("%v for %d sockets, %d bytes; %v one by one", took, n, after.TotalAlloc-before.TotalAlloc, time.Since(start))
 }
 
 // TestVanishing checks that sockets that are opened and closed during a dump do not hide permanent ones.
@@ -360,15 +379,6 @@ func TestLockedSocket(t *testing.T) {
 	var release func()
 	check(t, raw.Control(func(fd uintptr) { release = testenv.HoldLock(t, int(fd)) }))
 	query := sockdiag.Query{States: sockdiag.Connected, LocalPort: client.LocalAddr().(*net.TCPAddr).AddrPort().Port()}
-	waits := make(chan error, 1)
-	go func() {
-		c, err := sockdiag.Open()
-		if err == nil {
-			err = c.Dump(query, func() {}, func(*sockdiag.Socket) {})
-			c.Close()
-		}
-		waits <- err
-	}()
 	without := query
 	without.WithoutInfo = true
 	found := dump(t, open(t), without)
@@ -380,6 +390,15 @@ func TestLockedSocket(t *testing.T) {
 			t.Errorf("%+v", s)
 		}
 	}
+	waits := make(chan error, 1)
+	go func() {
+		c, err := sockdiag.Open()
+		if err == nil {
+			err = c.Dump(query, func() {}, func(*sockdiag.Socket) {})
+			c.Close()
+		}
+		waits <- err
+	}()
 	select {
 	case err := <-waits:
 		t.Fatalf("a dump with TCP_INFO did not wait: %v", err)

@@ -217,7 +217,7 @@ func (s *service) registerIfMember(p *member.Process) {
 			return
 		}
 	}
-	if former := s.formers[member.ID{PID: p.PID, StartTime: p.StartTime}]; former != nil && s.Seats[former.Slot] != nil {
+	if former := s.Formers[member.ID{PID: p.PID, StartTime: p.StartTime}]; former != nil && s.Seats[former.Slot] != nil {
 		s.forgetWaiting(p.PID)
 		return
 	}

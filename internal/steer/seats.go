@@ -43,7 +43,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 			return
 		}
 		// The former member gets the slot back.
-		delete(s.formers, former.ID())
+		delete(s.Formers, former.ID())
 		s.VacateSlot(seat.Slot, "its successor is not ready")
 		s.evaluatePID(former.Process.PID)
 	}()
@@ -134,7 +134,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 // makeFormer removes the sockets of a member whose slot another process has taken over. The former member goes on with what it has
 // received; the next check closes its connections.
 func (s *service) makeFormer(former, by *core.Seat) error {
-	s.formers[former.ID()] = former
+	s.Formers[former.ID()] = former
 	s.rooms.StopCopying(former)
 	s.Log.Info("slot taken over", events.SlotTakenOver, "slot", by.Slot, "pid", by.Process.PID, "former", former.Process.PID)
 	return s.ClosePlace(former.Place)
@@ -149,7 +149,7 @@ func (s *service) isFormer(slot int, p *member.Process) bool {
 // addFormer records a former member until it exits.
 func (s *service) addFormer(slot int, former *core.Seat) {
 	former.Slot = slot
-	s.formers[former.ID()] = former
+	s.Formers[former.ID()] = former
 	go func() {
 		if former.Handle.Wait() != nil {
 			return
@@ -189,9 +189,9 @@ func (s *service) occupySlot(seat *core.Seat) {
 
 // forgetFormer forgets a former member that has exited.
 func (s *service) forgetFormer(former *core.Seat) {
-	if s.formers[former.ID()] == former {
+	if s.Formers[former.ID()] == former {
 		s.Log.Info("former member exited", events.FormerExited, "slot", former.Slot, "pid", former.Process.PID)
-		delete(s.formers, former.ID())
+		delete(s.Formers, former.ID())
 		former.Handle.Close()
 	}
 }
@@ -224,9 +224,9 @@ func (s *service) VacateSlot(slot int, reason string) {
 		return
 	}
 	// A process whose slot was taken over may get the slot back.
-	for id, former := range s.formers {
+	for id, former := range s.Formers {
 		if former.Slot == slot {
-			delete(s.formers, id)
+			delete(s.Formers, id)
 			former.Handle.Close()
 			s.evaluatePID(id.PID)
 		}

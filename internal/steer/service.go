@@ -60,9 +60,8 @@ type service struct {
 	moves                        *moves.Moves
 	rooms                        *rooms.Rooms
 	traffic                      *traffic.Traffic
-	formers                      map[member.ID]*core.Seat // running processes whose slot another process has taken over
-	emptying                     bool                     // all members are removed: no process gets a slot that becomes empty
-	ignoresSettings              bool                     // the settings of the slots leave no slot for any device
+	emptying                     bool // all members are removed: no process gets a slot that becomes empty
+	ignoresSettings              bool // the settings of the slots leave no slot for any device
 
 	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
 
@@ -80,19 +79,18 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 	s := &service{
 		Service: core.Service{
 			Host: h, Log: log.With("service", c.Name), Name: c.Name, Config: c,
-			Seats: make(map[int]*core.Seat), KeeperSockets: make(map[int]int), Restoring: true,
+			Seats: make(map[int]*core.Seat), Formers: make(map[member.ID]*core.Seat), KeeperSockets: make(map[int]int), Restoring: true,
 		},
 		firstSeen:    make(map[member.ID]*member.Process),
 		waiting:      make(map[int]*waitingProcess),
 		socketOwners: make(map[uint64]member.ID), boundBy: make(map[uint64]int), inspected: make(map[int]*inspections),
-		formers:       make(map[member.ID]*core.Seat),
 		registrations: make(map[int]uint64),
 	}
 	s.Actions = s
 	s.rooms = rooms.New(&s.Service)
 	s.traffic = traffic.New(&s.Service, s.rooms)
 	s.moves = moves.New(&s.Service, s.rooms)
-	s.past = bypass.New(&s.Service, s.formers, s.rooms.IsPrepared)
+	s.past = bypass.New(&s.Service, s.rooms.IsPrepared)
 	s.checks = split.New(&s.Service, s.rooms, s.moves)
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -400,7 +398,7 @@ func (s *service) closeLocked() {
 	for _, seat := range s.Seats {
 		seat.Handle.Close()
 	}
-	for _, former := range s.formers {
+	for _, former := range s.Formers {
 		former.Handle.Close()
 	}
 	for pid := range s.waiting {

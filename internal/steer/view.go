@@ -71,7 +71,7 @@ func (s *service) status() api.ServiceStatus {
 		status.Problem, status.Hint = duplicate.Error(), fault.Hint(duplicate)
 	}
 	status.Waiting = s.waitingStatus()
-	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
+	for _, former := range slices.SortedFunc(maps.Values(s.Formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
 		status.Formers = append(status.Formers, api.FormerStatus{Slot: former.Slot, PID: former.Process.PID, Command: former.Process.Command()})
 	}
 	status.Refused = s.refusals.List()
@@ -310,7 +310,7 @@ func (s *service) notes() []string {
 		notes = append(notes, fmt.Sprintf("the member of slot %d does not read from %s: the receive windows are closed", slot,
 			format.Count(closed[slot], "connection", "connections")))
 	}
-	for _, former := range slices.SortedFunc(maps.Values(s.formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
+	for _, former := range slices.SortedFunc(maps.Values(s.Formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
 		if by := s.Seats[former.Slot]; by != nil {
 			notes = append(notes, fmt.Sprintf("process %d was the member of slot %d, which process %d has taken over; it may be stopped",
 				former.Process.PID, former.Slot, by.Process.PID))

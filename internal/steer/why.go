@@ -278,8 +278,11 @@ func (s *service) explainSessions(w *api.Why, now *whyReading, serving *core.Ser
 			continue
 		}
 		w.SessionCount++
-		now.bytes[x.Cookie] = x.Info.Bytes_received
-		one := api.WhySession{Local: x.Local, Remote: x.Remote, Received: x.Info.Bytes_received, Unread: uint64(x.Unread)}
+		one := api.WhySession{Local: x.Local, Remote: x.Remote, Unread: uint64(x.Unread)}
+		if socket, _ := s.Ask(x); socket != nil {
+			one.Received = socket.Info.Bytes_received
+		}
+		now.bytes[x.Cookie] = one.Received
 		if x.Owned {
 			one.PID = x.Owner.PID
 			if slot, ok := seated[x.OwnerID()]; ok {

@@ -4,6 +4,7 @@ package testenv
 
 import (
 	"errors"
+	"os"
 	"testing"
 	"unsafe"
 
@@ -12,11 +13,10 @@ import (
 
 // Of linux/userfaultfd.h.
 const (
-	uffdAPI      = 0xaa
-	uffdioAPI    = 0xc018aa3f
-	uffdioJoin   = 0xc020aa00 // UFFDIO_REGISTER
-	uffdMissing  = 1          // UFFDIO_REGISTER_MODE_MISSING
-	lockedLength = 4096
+	uffdAPI     = 0xaa
+	uffdioAPI   = 0xc018aa3f
+	uffdioJoin  = 0xc020aa00 // UFFDIO_REGISTER
+	uffdMissing = 1          // UFFDIO_REGISTER_MODE_MISSING
 )
 
 // HoldLock holds the lock of a connected TCP socket until release is called, at the latest at the end of the test: a thread sends from a
@@ -24,19 +24,27 @@ const (
 func HoldLock(t testing.TB, fd int) (release func()) {
 	t.Helper()
 	number, _, errno := unix.Syscall(unix.SYS_USERFAULTFD, unix.O_CLOEXEC|unix.O_NONBLOCK, 0, 0)
-	if errors.Is(errno, unix.ENOSYS) {
+	if errors.Is(errno, unix.ENOSYS) || errors.Is(errno, unix.EPERM) {
 		t.Skip("kernel: no userfaultfd(2)")
 	}
 	if errno != 0 {
 		t.Fatalf("userfaultfd: %v", errno)
 	}
-	faults := int(number)
-	page, err := unix.Mmap(-1, 0, lockedLength, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	faults, length := int(number), os.Getpagesize()
+	page, err := unix.Mmap(-1, 0, length, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
+		unix.Close(faults)
 		t.Fatalf("map page: %v", err)
 	}
+	waiting := false
+	t.Cleanup(func() {
+		if !waiting {
+			unix.Close(faults)
+			_ = unix.Munmap(page)
+		}
+	})
 	version := struct{ api, features, ioctls uint64 }{api: uffdAPI}
-	area := struct{ start, length, mode, ioctls uint64 }{start: uint64(uintptr(unsafe.Pointer(&page[0]))), length: lockedLength, mode: uffdMissing}
+	area := struct{ start, length, mode, ioctls uint64 }{start: uint64(uintptr(unsafe.Pointer(&page[0]))), length: uint64(length), mode: uffdMissing}
 	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, number, uffdioAPI, uintptr(unsafe.Pointer(&version))); errno != 0 {
 		t.Fatalf("UFFDIO_API: %v", errno)
 	}
@@ -47,6 +55,7 @@ func HoldLock(t testing.TB, fd int) (release func()) {
 	if err != nil {
 		t.Fatalf("duplicate socket: %v", err)
 	}
+	waiting = true
 	ended := make(chan error, 1)
 	go func() {
 		_, err := unix.Write(own, page)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Learned initial windows: the settings of a rule for the program, and what the program has learned. The learner is tune_learn in
-// bpf/tune_sockops.bpf.c.
+// bpf/include/tune_learn.bpf.h.
 
 package tune
 

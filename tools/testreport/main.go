@@ -63,6 +63,7 @@ func run(args []string, out io.Writer) int {
 			fmt.Fprintln(out, "testreport:", err)
 			for _, started := range commands {
 				_ = started.Process.Kill()
+				_ = started.Wait()
 			}
 			return 1
 		}

@@ -193,7 +193,7 @@ func TestText(t *testing.T) {
 	}}}
 	const want = `Two namespaces at a bridge, by a veth pair each; CPU 1 for both ends; Linux 6.18.
 Requests and responses of 80000 bytes, and streams; packets of up to 65536 bytes (off) and 185000 (on), in turns.
-Medians of 10 rounds of 1s; ratio of on to off, and between what it lies with a confidence of 95 %.
+Medians of 10 rounds of 1s; ratio of on to off, with its 95 % confidence interval.
 
 IPv6                            off     on  ratio      interval
 latency, minimum    µs         51.2   34.1   0.66  0.65 .. 0.67

@@ -18,6 +18,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/bpf/load"
@@ -314,7 +315,13 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 	if kernel.Vni == 0 {
 		kernel.Vni = VNI(t.Nonce) // of hosts that are not in this table
 	}
-	if err := putAll(p.peers, peers); err != nil {
+	err := putAll(p.peers, peers)
+	if errors.Is(err, unix.E2BIG) { // hosts have changed their addresses thousands of times
+		if err = p.removeFormer(); err == nil {
+			err = putAll(p.peers, peers)
+		}
+	}
+	if err != nil {
 		return fmt.Errorf("write peers: %w", err)
 	}
 	if err := p.install(kernel, entriesOf(t.Nonce, devices), flip); err != nil {
@@ -324,6 +331,20 @@ func (p *Path) Set(t *table.Table, self string, next func(h *table.Host) Next, d
 		return fmt.Errorf("write peers: %w", err)
 	}
 	return nil
+}
+
+// removeFormer removes all former peers.
+func (p *Path) removeFormer() error {
+	var key fleetForwardFleetPeer
+	var value fleetForwardFleetSender
+	kept := make(senders)
+	all := p.peers.Iterate()
+	for all.Next(&key, &value) {
+		if value.Kind == uint32(fleetForwardFleetSenderKindFLEET_PEER) {
+			kept[key] = value
+		}
+	}
+	return errors.Join(all.Err(), keepKeys(p.peers, kept))
 }
 
 // hostID returns the number by which the programs know a host, in all tables.

@@ -207,7 +207,7 @@ func (w *Watch) readBase() (*base, error) {
 		netns: w.NetnsInode, listeners: maps.Clone(w.Listeners), lookup: w.UsesLookup(), registered: w.registeredSockets(),
 		members: make(map[int]string), related: make(map[int]string),
 	}
-	for _, seat := range w.formers {
+	for _, seat := range w.Formers {
 		b.members[seat.Process.PID] = fmt.Sprintf("former member of slot %d", seat.Slot)
 	}
 	for _, seat := range w.Seats {
@@ -258,7 +258,7 @@ func (w *Watch) eachSeat(f func(*core.Seat) bool) {
 			return
 		}
 	}
-	for _, seat := range w.formers {
+	for _, seat := range w.Formers {
 		if !f(seat) {
 			return
 		}

@@ -15,7 +15,6 @@ import (
 	"sockeye/internal/events"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
-	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 )
@@ -34,7 +33,6 @@ const (
 // Watch looks for what directs packets past a service. Except for Search, the caller holds the lock of the service.
 type Watch struct {
 	*core.Service
-	formers map[member.ID]*core.Seat
 	isRoom  func(row int) bool
 
 	replaced   uint64 // programs since the start of the agent
@@ -48,10 +46,9 @@ type Watch struct {
 	search  search
 }
 
-// New returns the watch of a service. formers are the processes whose slot another process has taken over, and isRoom reports whether the
-// keeper socket of a row is a waiting room.
-func New(s *core.Service, formers map[member.ID]*core.Seat, isRoom func(row int) bool) *Watch {
-	return &Watch{Service: s, formers: formers, isRoom: isRoom, search: search{scans: make(map[uint64]int), outside: make(map[uint64]bool)}}
+// New returns the watch of a service. isRoom reports whether the keeper socket of a row is a waiting room.
+func New(s *core.Service, isRoom func(row int) bool) *Watch {
+	return &Watch{Service: s, isRoom: isRoom, search: search{scans: make(map[uint64]int), outside: make(map[uint64]bool)}}
 }
 
 // Start starts the checks, which end with the service.

@@ -17,6 +17,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/member"
 	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/stored"
@@ -46,9 +47,10 @@ type Service struct {
 	Rows       [bpf.MaxListeners]bpf.Listener // listeners by row; zero: free row
 	Listeners  map[int]config.Listener        // by row
 
-	Seats         map[int]*Seat  // by slot
-	KeeperSockets map[int]int    // descriptors by row
-	Conn          *sockdiag.Conn // nil before the first use
+	Seats         map[int]*Seat       // by slot
+	Formers       map[member.ID]*Seat // running processes whose slot another process has taken over
+	KeeperSockets map[int]int         // descriptors by row
+	Conn          *sockdiag.Conn      // nil before the first use
 }
 
 // Actions are what one part of the reconciliation asks of the others.

@@ -14,34 +14,63 @@ import (
 	"sockeye/internal/steer/session"
 )
 
-// ReadSessions returns the established connections to the service and the unfinished handshakes.
+// ReadSessions returns the established connections to the service and the unfinished handshakes. Connections that processes of other
+// users have accepted are left out: their owners could make the agent wait, by the lock of the socket, for whatever it asks of them or does
+// to them.
 func (s *Service) ReadSessions() ([]session.Session, error) {
 	conn, err := s.Diag()
 	if err != nil {
 		return nil, err
 	}
-	return session.Read(conn, session.Source{Listeners: s.Listeners, Lookup: s.UsesLookup(), Owners: s.Path.OwnersFD()})
+	list, err := session.Read(conn, session.Source{Listeners: s.Listeners, Lookup: s.UsesLookup(), Owners: s.Path.OwnersFD()})
+	if err != nil {
+		return nil, err
+	}
+	members, users := s.processes()
+	return slices.DeleteFunc(list, func(one session.Session) bool {
+		return one.Inode != 0 && !users[one.UID] && !(one.Owned && members[one.OwnerID()])
+	}), nil
 }
 
-// BytesReceived returns the number of bytes that a connection has received, and false if the connection is not one of a user of a
-// member or has ended. Other users' connections are not asked: their owners could make the caller wait, see sockdiag.Query.
-func (s *Service) BytesReceived(one *session.Session) (n uint64, ok bool) {
-	known := false
-	for _, seat := range s.Seats {
-		known = known || slices.Contains(seat.Process.UIDs[:], one.UID)
+// processes returns the members and the former members, and the users whose processes may be members; root is one of them.
+func (s *Service) processes() (members map[member.ID]bool, users map[uint32]bool) {
+	members, users = make(map[member.ID]bool), map[uint32]bool{0: true}
+	for _, uid := range s.Users {
+		users[uid] = true
 	}
-	if !known {
-		return 0, false
+	if s.State.ClaimedUID != nil {
+		users[*s.State.ClaimedUID] = true
+	}
+	note := func(seat *Seat) {
+		members[seat.ID()] = true
+		for _, uid := range seat.Process.UIDs {
+			users[uid] = true
+		}
+	}
+	for _, seat := range s.Seats {
+		note(seat)
+	}
+	for _, former := range s.Formers {
+		note(former)
+	}
+	return members, users
+}
+
+// Ask returns what the kernel knows of a connection of ReadSessions now, with TCP_INFO. It returns nil for a connection that was not accepted
+// when it was read, unless it is a member's, and for one that has ended; ended is set for the latter.
+func (s *Service) Ask(one *session.Session) (socket *sockdiag.Socket, ended bool) {
+	if one.Inode == 0 && !one.Owned {
+		return nil, false
 	}
 	conn, err := s.Diag()
 	if err != nil {
-		return 0, false
+		return nil, false
 	}
-	found, err := conn.Find(one.Local, one.Remote, int(one.Device))
-	if err != nil || found == nil || found.Cookie != one.Cookie || !found.HasInfo {
-		return 0, false
+	socket, err = conn.Get(&one.Socket)
+	if err != nil || socket == nil || !socket.HasInfo {
+		return nil, true
 	}
-	return found.Info.Bytes_received, true
+	return socket, false
 }
 
 // ListeningSockets returns the inodes of the sockets that listen on the ports of the service.

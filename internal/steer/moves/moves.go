@@ -149,14 +149,14 @@ func (p *progress) ungated() int {
 func (m *Moves) Advance() error {
 	const most = bpf.Buckets
 	for range most {
-		if err := m.placeSome(); err != nil || !m.more {
+		if err := m.advanceSome(); err != nil || !m.more {
 			return err
 		}
 	}
 	return nil
 }
 
-func (m *Moves) placeSome() error {
+func (m *Moves) advanceSome() error {
 	m.more = false
 	if m.Path == nil || m.Restoring {
 		return nil

@@ -147,17 +147,21 @@ func (m *Moves) sampleMoves() {
 	}
 	received, now := make(map[string]uint64), time.Now()
 	connected := session.ByDevice(m.Mapping, list)
+	ended := make(map[string]bool) // devices one of whose connections has ended meanwhile
 	for key := range m.running {
 		if d := connected[key]; d != nil {
 			for i := range d.Sessions {
-				n, _ := m.BytesReceived(&d.Sessions[i])
-				received[key] += n
+				socket, gone := m.Ask(&d.Sessions[i])
+				ended[key] = ended[key] || gone
+				if socket != nil {
+					received[key] += socket.Info.Bytes_received
+				}
 			}
 		}
 	}
 	timeout := time.Duration(m.timeoutOfMoves()) * time.Microsecond
 	for key, one := range m.running {
-		if one.sample(connected[key] != nil, received[key], now) || one.late(now, timeout) || one.gated && connected[key] == nil {
+		if !ended[key] && one.sample(connected[key] != nil, received[key], now) || one.late(now, timeout) || one.gated && connected[key] == nil {
 			delete(m.running, key)
 			m.done++
 		}

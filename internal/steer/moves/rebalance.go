@@ -137,8 +137,8 @@ func (m *Moves) countDevices() (map[string]*counted, error) {
 		}
 		at := m.Mapping.Locate(one.Address)
 		d := of(at, one.Address.String(), session.Key(at.Device, one.Address))
-		if n, ok := m.BytesReceived(one); ok {
-			d.bytes[one.Cookie] = n
+		if socket, _ := m.Ask(one); socket != nil {
+			d.bytes[one.Cookie] = socket.Info.Bytes_received
 		}
 	}
 	return all, nil

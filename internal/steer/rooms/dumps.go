@@ -208,8 +208,8 @@ func (r *Rooms) endDumps(f *fill) bool {
 // for longer than for a device.
 func (r *Rooms) hasSent(d *dumps, one *session.Session) bool {
 	if !d.sent[one.Cookie] {
-		n, ok := r.BytesReceived(one)
-		d.sent[one.Cookie] = ok && n > 0
+		socket, _ := r.Ask(one)
+		d.sent[one.Cookie] = socket != nil && socket.Info.Bytes_received > 0
 	}
 	return d.sent[one.Cookie]
 }

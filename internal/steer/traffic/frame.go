@@ -123,13 +123,17 @@ func (t *Traffic) Frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		if x.State != sockdiag.Established {
 			continue
 		}
-		now.bytes[x.Cookie] = x.Info.Bytes_received
+		socket, _ := t.Ask(x)
+		if socket == nil {
+			socket = new(sockdiag.Socket)
+		}
+		now.bytes[x.Cookie] = socket.Info.Bytes_received
 		d := device(x.Address)
 		d.Sessions++
 		bytes := 0.0
 		if before != nil {
 			if was, ok := before.bytes[x.Cookie]; ok {
-				bytes = rate(x.Info.Bytes_received, was)
+				bytes = rate(socket.Info.Bytes_received, was)
 			}
 		}
 		d.Bytes += bytes
@@ -144,8 +148,8 @@ func (t *Traffic) Frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		v.Sessions++
 		v.Bytes += bytes
 		v.Unread += uint64(x.Unread)
-		idle := time.Duration(x.Info.Last_data_recv) * time.Millisecond
-		if !x.ZeroWindow {
+		idle := time.Duration(socket.Info.Last_data_recv) * time.Millisecond
+		if !socket.ZeroWindow {
 			continue
 		}
 		v.ZeroWindows++

@@ -11,7 +11,7 @@ import (
 )
 
 // stagesOf returns the times of a message in the stages between its timestamps. ended is the time of its last acknowledgement. The program
-// sums up the same differences (trace_find_times in bpf/trace_sockops.bpf.c).
+// sums up the same differences (trace_find_times in bpf/include/trace_stages.bpf.h).
 func stagesOf(m *bpf.TraceMessage, ended uint64) map[config.Stage]time.Duration {
 	stages := make(map[config.Stage]time.Duration)
 	for _, leg := range []struct {
