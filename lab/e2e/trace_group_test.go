@@ -154,10 +154,12 @@ func TestTraceArms(t *testing.T) {
 		}
 	}
 	arms("at first", map[string]uint64{"control": 5 * control, "treated": 5 * (connections - control)})
-	// A pause of the host while messages are in transit is in the network stage of all of them, and the explanation names it.
+	// A pause of the host while messages are in transit is in the network stage of all of them, and the explanation names it. A pause of
+	// more than 200 ms expires the retransmission timer, and the explanation names the retransmission: the link itself loses nothing.
 	slow := h.slowest("arm=treated", 100)
 	held := slices.DeleteFunc(slices.Clone(slow), func(m api.TraceSlow) bool {
-		return m.Explanation.Stage == config.StageNetwork && m.Stages[config.StageNetwork] > m.Stages[config.StageStack]
+		return m.Explanation.Stage == config.StageNetwork && m.Stages[config.StageNetwork] > m.Stages[config.StageStack] ||
+			m.Explanation.Cause == measure.CauseLoss && m.Retransmits > 0
 	})
 	small := slices.DeleteFunc(slices.Clone(held), func(m api.TraceSlow) bool {
 		return m.Cwnd != 3 || m.Explanation.Cause != measure.CauseCwnd
