@@ -33,7 +33,7 @@ const (
 // Watch looks for what directs packets past a service. Except for Search, the caller holds the lock of the service.
 type Watch struct {
 	*core.Service
-	isRoom  func(row int) bool
+	isRoom func(row int) bool
 
 	replaced   uint64 // programs since the start of the agent
 	last       time.Time

@@ -28,7 +28,8 @@ func (s *Service) ReadSessions() ([]session.Session, error) {
 	}
 	members, users := s.processes()
 	return slices.DeleteFunc(list, func(one session.Session) bool {
-		return one.Inode != 0 && !users[one.UID] && !(one.Owned && members[one.OwnerID()])
+		known := users[one.UID] || one.Owned && members[one.OwnerID()]
+		return one.Inode != 0 && !known
 	}), nil
 }
 
