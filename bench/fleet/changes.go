@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/chart"
 	"sockeye/internal/fleet/table"
+	"sockeye/internal/stats"
 	labfleet "sockeye/lab/fleet"
 	"sockeye/lab/swarm"
 )
@@ -56,6 +57,8 @@ type change struct {
 	// RST reached the device. Early is the longest such time.
 	Overtook int     `json:"overtook"`
 	Early    float64 `json:"early_ms"`
+	// Forwarded is the share of the packets of devices that a host has sent to another one.
+	Forwarded float64 `json:"share_forwarded"`
 	// Reconnected are the connections that were closed and opened again. Gap is the longest time of a device without a connection
 	// with a living member, or between two datagrams of one UDP port that a member received.
 	Reconnected int     `json:"reconnected"`
@@ -243,6 +246,10 @@ func (c *changed) change(ctx context.Context, name string, ideal float64, f func
 	if err != nil {
 		return err
 	}
+	packets, err := c.packets(ctx)
+	if err != nil {
+		return err
+	}
 	from, begun := swarm.Now(), time.Now()
 	if err := f(); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
@@ -253,9 +260,46 @@ func (c *changed) change(ctx context.Context, name string, ideal float64, f func
 	if err != nil {
 		return err
 	}
-	c.part.changes = append(c.part.changes, change{Name: name, Moved: after - before, Ideal: ideal, Took: took.Seconds(),
+	now, err := c.packets(ctx)
+	if err != nil {
+		return err
+	}
+	c.part.changes = append(c.part.changes, change{Name: name, Moved: after - before, Ideal: ideal, Took: took.Seconds(), Forwarded: forwardedShare(packets, now),
 		Interval: swarm.Interval{From: from, To: swarm.Now()}})
 	return nil
+}
+
+// packets returns the packets by outcome at each host that has an agent.
+func (c *changed) packets(ctx context.Context) (map[string]map[string]uint64, error) {
+	all := make(map[string]map[string]uint64)
+	for _, h := range c.Hosts {
+		if h.Agent == nil {
+			continue
+		}
+		s, err := h.Status(ctx)
+		if err != nil {
+			return nil, err
+		}
+		all[h.Name] = s.Packets
+	}
+	return all, nil
+}
+
+// forwardedShare returns the packets that hosts have sent to others, divided by those that hosts have passed to their services. A host that has
+// started in between counts from its start.
+func forwardedShare(before, now map[string]map[string]uint64) float64 {
+	var forwarded, served uint64
+	for host, counts := range now {
+		for outcome, n := range counts {
+			switch n -= min(n, before[host][outcome]); outcome {
+			case "forwarded", "second_chance":
+				forwarded += n
+			case "local", "disagreed":
+				served += n
+			}
+		}
+	}
+	return float64(forwarded) / float64(max(served, 1))
 }
 
 // gained returns the buckets that all hosts have got since they started.
@@ -336,10 +380,10 @@ func (p *changesPart) judge(a *swarm.Analysis) {
 
 func (p *changesPart) print(w harness.Printf) {
 	w("\nThree hosts on a link, %d devices with a TCP connection and %d UDP flows, %d datagrams per second each; the router hashes ports\n", changeDevices, changeFlows, changeRate)
-	w("change\tseconds\tbuckets moved\tmoved / ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tbefore the RST\tlongest, ms\tconnections opened again\tlongest gap, s\n")
+	w("change\tseconds\tbuckets moved\tmoved / ideal\tdatagrams\tlost\tmisdirected\tlongest split, ms\tbefore the RST\tlongest, ms\tforwarded\tconnections opened again\tlongest gap, s\n")
 	for _, c := range p.changes {
-		w("%s\t%.1f\t%d\t%.3f\t%d\t%d\t%d\t%.1f\t%d\t%.1f\t%d\t%.2f\n",
-			c.Name, c.Took, c.Moved, float64(c.Moved)/c.Ideal, c.Sent, c.Lost, c.Misdirected, c.Split, c.Overtook, c.Early, c.Reconnected, c.Gap)
+		w("%s\t%.1f\t%d\t%.3f\t%d\t%d\t%d\t%.1f\t%d\t%.1f\t%.0f %%\t%d\t%.2f\n",
+			c.Name, c.Took, c.Moved, float64(c.Moved)/c.Ideal, c.Sent, c.Lost, c.Misdirected, c.Split, c.Overtook, c.Early, 100*c.Forwarded, c.Reconnected, c.Gap)
 	}
 	w("Misdirected: at one member while the connection of the device was at another one that lives, until the kernel of its host has closed it. Before the\n")
 	w("RST: at the new member after this, and before the RST of the former host has reached the device. Gap: of a device, without a connection with a\n")
@@ -349,7 +393,11 @@ func (p *changesPart) print(w harness.Printf) {
 
 func (p *changesPart) figures() map[string]any {
 	all := map[string]any{"changes": p.changes}
-	misdirected := 0
+	misdirected, shares := 0, []float64{}
+	for _, c := range p.changes {
+		shares = append(shares, c.Forwarded)
+	}
+	all["share_forwarded"] = harness.Figure(stats.Median(shares))
 	for _, name := range []string{"join", "drain", "return", "kill"} {
 		list := p.named(name)
 		if len(list) == 0 {

@@ -68,3 +68,15 @@ func TestJudge(t *testing.T) {
 		t.Errorf("kill: %+v", kill)
 	}
 }
+
+// TestForwardedShare counts the packets of the interval, and those of a host that has started in it.
+func TestForwardedShare(t *testing.T) {
+	before := map[string]map[string]uint64{"a": {"local": 100, "forwarded": 50}}
+	now := map[string]map[string]uint64{"a": {"local": 130, "forwarded": 60, "ttl": 1}, "b": {"local": 9, "disagreed": 1, "second_chance": 10}}
+	if share := forwardedShare(before, now); share != 0.5 {
+		t.Errorf("share %v, want 0.5", share)
+	}
+	if share := forwardedShare(nil, nil); share != 0 {
+		t.Errorf("without packets: %v", share)
+	}
+}

@@ -124,9 +124,9 @@ func sampleReport(share float64) *report {
 	}
 	simulated := &simulatedPart{days: 365, fleets: []model.Result{{Hosts: 3, Moved: 100, MovedOverIdeal: 0.99}, {Hosts: 1000, Moved: 200, MovedOverIdeal: 1.02}}}
 	changes := &changesPart{changes: []change{
-		{Name: "join", Moved: 5500, Ideal: 5461, Sent: 1000, Misdirected: 1, Split: 0.8, Gap: 0.01},
-		{Name: "drain", Moved: 5500, Ideal: 5461, Sent: 1000},
-		{Name: "return", Moved: 5400, Ideal: 5461, Sent: 1000},
+		{Name: "join", Moved: 5500, Ideal: 5461, Sent: 1000, Forwarded: 0.6, Misdirected: 1, Split: 0.8, Gap: 0.01},
+		{Name: "drain", Moved: 5500, Ideal: 5461, Sent: 1000, Forwarded: 0.5},
+		{Name: "return", Moved: 5400, Ideal: 5461, Sent: 1000, Forwarded: 0.6},
 		{Name: "kill", Moved: 5500, Ideal: 5461, Sent: 1000, Lost: 300, Gap: 2.9},
 	}}
 	return &report{Run: harness.Run{Kernel: "6.18", CPUs: 2, Took: "1m0s"}, parts: []part{costs, rates, changes, simulated}}
@@ -161,7 +161,8 @@ func TestReport(t *testing.T) {
 		Kill struct {
 			Gap float64 `json:"gap_s"`
 		} `json:"kill"`
-		Misdirected int `json:"misdirected"`
+		Misdirected int     `json:"misdirected"`
+		Forwarded   float64 `json:"share_forwarded"`
 		Simulated   struct {
 			Hosts int     `json:"hosts"`
 			Moved float64 `json:"moved_over_ideal"`
@@ -180,7 +181,7 @@ func TestReport(t *testing.T) {
 	if got.Simulated.Hosts != 1000 || got.Simulated.Moved != 1.02 {
 		t.Errorf("simulated: %+v", got.Simulated)
 	}
-	if got.Join.Moved != 5500 || got.Join.Ideal != 5461 || got.Join.Lost == nil || got.Drain.Lost == nil || got.Kill.Gap != 2.9 || got.Misdirected != 1 {
+	if got.Join.Moved != 5500 || got.Join.Ideal != 5461 || got.Join.Lost == nil || got.Drain.Lost == nil || got.Kill.Gap != 2.9 || got.Misdirected != 1 || got.Forwarded != 0.55 {
 		t.Errorf("changes: %+v, %+v, %+v, misdirected %d", got.Join, got.Drain, got.Kill, got.Misdirected)
 	}
 	var verdicts []string

@@ -384,7 +384,7 @@ func TestGatewayLoad(t *testing.T) {
 				t.Fatal(err)
 			case r.Error != "":
 				t.Errorf("%s %s: %s", name, direction, r.Error)
-			case r.Mbit <= 0 || r.Mbit > 1.1*gatewayRate/1e6:
+			case r.Mbit <= 0 || r.Mbit > 1.5*gatewayRate/1e6: // on a busy host, socket buffers have several MB from before the measured half second
 				t.Errorf("%s %s: %v Mbit/s over a link of 1000 Mbit/s", name, direction, r.Mbit)
 			case !math.IsNaN(r.First) && r.First < (2*rtt).Seconds():
 				t.Errorf("%s %s: the first 10 MB took %v s", name, direction, r.First)

@@ -397,7 +397,7 @@ func TestNotPermitted(t *testing.T) {
 		{"slot", "set", "0", "drain"}, {"move", "192.0.2.1", "0", "--dry-run"}, {"moves", "--cancel"}, {"rebalance"},
 		{"tune", "revert"}, {"host", "set", "a", "drain"}, {"host", "set", "a", "drain", "--dry-run"},
 	} {
-		h.isFailure(nobody(args...), 4, "only root may change what the agent does, or have it read a file", "run it with sudo")
+		h.isFailure(nobody(args...), 4, "only root may change the agent, or make it read a file", "run it with sudo")
 	}
 	h.unchanged(before)
 	h.isFailure(nobody("reset", "--state-dir", h.state, "--pins", h.pins), 4, "read pin directory: open PINS: permission denied",

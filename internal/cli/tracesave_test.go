@@ -147,7 +147,7 @@ func TestTraceCompareSaved(t *testing.T) {
 	if err := os.Symlink("a.json", f.dir+"/link.json"); err != nil {
 		t.Fatal(err)
 	}
-	f.refused(2, "the name DIR/a.txt does not end in .json", "trace compare knows saved measurements by .json", nil, "trace", "save", f.dir+"/a.txt")
+	f.refused(2, "the name DIR/a.txt does not end in .json", "trace compare reads files whose names end in .json", nil, "trace", "save", f.dir+"/a.txt")
 	if err := unix.Mkfifo(f.dir+"/fifo.json", 0o600); err != nil {
 		t.Fatal(err)
 	}

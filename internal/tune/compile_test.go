@@ -26,7 +26,7 @@ func TestMostOptions(t *testing.T) {
 	}
 	rule.React.Set = append(rule.React.Set, rule.Set...)
 	_, err := tune.Compile([]config.TuneRule{rule}, nil, nil)
-	if err == nil || !strings.Contains(err.Error(), "compile rule all: it sets") {
+	if err == nil || !strings.Contains(err.Error(), "compile rule all: it has") {
 		t.Errorf("got %v", err)
 	}
 	none := func(config.TuneRule, string) bool { return true }

@@ -64,12 +64,16 @@ func run(fleets string, days int, seed uint64, count int, disturb time.Duration,
 		}
 	}
 	results := []model.Result{}
+	var failed error // what the simulation has found
 	for _, hosts := range sizes {
 		c := model.Usual(hosts)
 		c.Duration, c.Seed = time.Duration(days)*model.Day, seed
 		r := model.Run(c)
 		fmt.Print(r.String())
 		results = append(results, r)
+		if n := r.Packets.Misdirected + r.Packets.Lost; n > 0 {
+			failed = errors.Join(failed, fmt.Errorf("%d hosts: %d packets were lost or misdirected", hosts, n))
+		}
 	}
 	written := map[string]any{"simulated": results}
 	if count != 0 {
@@ -84,13 +88,16 @@ func run(fleets string, days int, seed uint64, count int, disturb time.Duration,
 		}
 		fmt.Print(p.String())
 		written["processes"] = p
+		if p.Conflicts > 0 || p.Backwards > 0 {
+			failed = errors.Join(failed, fmt.Errorf("%d processes: %d epochs with two tables, %d tables that went back", count, p.Conflicts, p.Backwards))
+		}
 	}
 	if out == "" {
-		return nil
+		return failed
 	}
 	data, err := json.MarshalIndent(written, "", "  ")
 	if err == nil {
 		err = os.WriteFile(filepath.Join(out, "simulate.json"), append(data, '\n'), 0o644)
 	}
-	return err
+	return errors.Join(failed, err)
 }

@@ -118,8 +118,11 @@ func (t *Table) Check() error {
 		if err := h.Check(); err != nil {
 			return err
 		}
-		if i > 0 && t.Hosts[i-1].Name >= h.Name {
-			return fmt.Errorf("hosts %q and %q: the names of hosts must be sorted, and each must be unique", t.Hosts[i-1].Name, h.Name)
+		switch {
+		case i > 0 && t.Hosts[i-1].Name == h.Name:
+			return fmt.Errorf("host %q occurs twice", h.Name)
+		case i > 0 && t.Hosts[i-1].Name > h.Name:
+			return fmt.Errorf("hosts %q and %q are not sorted by their names", t.Hosts[i-1].Name, h.Name)
 		}
 	}
 	for b := range Buckets {
