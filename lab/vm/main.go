@@ -45,7 +45,7 @@ import (
 
 // modules are the kernel modules that the guest loads with their dependencies, unless
 // they are built into the kernel.
-const modules = "veth,tun,dummy,ifb,bridge,vrf,macvlan,vxlan,sch_ingress,cls_bpf,sch_codel,sch_fq,sch_htb,sch_tbf,sch_netem," +
+const modules = "veth,tun,dummy,ifb,bridge,vrf,macvlan,vxlan,8021q,sch_ingress,cls_bpf,sch_codel,sch_fq,sch_htb,sch_tbf,sch_netem," +
 	"tcp_bbr,tcp_dctcp,tcp_nv,tcp_diag,udp_diag"
 
 type options struct {
