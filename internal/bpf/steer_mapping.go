@@ -173,16 +173,21 @@ func PutTable(tables, inner *ebpf.Map, flipped func()) error {
 		return err
 	}
 	id, known := info.ID()
-	put := make(chan error, 1)
+	put := make(chan struct{})
 	begun := time.Now()
-	go func() { put <- tables.Put(uint32(0), inner) }()
+	go func() {
+		defer close(put)
+		err = tables.Put(uint32(0), inner)
+	}()
+	defer func() { <-put }() // the caller may close inner, also if flipped does not return
 	// The caller closes connections after the flip, so the wait begins without sleep.
 	const interval, awake = 100 * time.Microsecond, time.Millisecond
 	for {
 		var current uint32
 		if known && tables.Lookup(uint32(0), &current) == nil && ebpf.MapID(current) == id {
 			flipped()
-			return <-put
+			<-put
+			return err
 		}
 		pause := interval
 		if time.Since(begun) < awake {
@@ -190,7 +195,7 @@ func PutTable(tables, inner *ebpf.Map, flipped func()) error {
 			runtime.Gosched()
 		}
 		select {
-		case err := <-put:
+		case <-put:
 			if err == nil {
 				flipped()
 			}
