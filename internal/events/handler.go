@@ -128,7 +128,7 @@ func set(e *api.Event, a slog.Attr) {
 	case keyInterface:
 		e.Interface = text
 	case keySlot:
-		if n, err := strconv.Atoi(text); err == nil {
+		if n, err := strconv.Atoi(text); err == nil && n >= 0 { // a member that takes any slot has none yet
 			e.Slot = &n
 		}
 	case keyPID:

@@ -114,6 +114,14 @@ func plug(t testing.TB) netlink.Link {
 			check(t, netlink.LinkDel(l))
 		}
 	})
+	lo, err := netlink.LinkByName("lo")
+	check(t, err)
+	for _, service := range []string{"192.0.2.53/32", "2001:db8::53/128"} {
+		address, err := netlink.ParseAddr(service)
+		check(t, err)
+		check(t, netlink.AddrReplace(lo, address))
+		t.Cleanup(func() { check(t, netlink.AddrDel(lo, address)) })
+	}
 	link, err := netlink.LinkByName("fleet0")
 	check(t, err)
 	check(t, netlink.AddrAdd(link, &netlink.Addr{IPNet: &net.IPNet{IP: net.IP{198, 51, 100, 1}, Mask: net.CIDRMask(24, 32)}}))

@@ -29,6 +29,8 @@ func (p *participation) health() (ok bool, reason string) {
 	switch {
 	case p.missing != nil:
 		return false, "an interface of the fleet is missing"
+	case p.absent != nil:
+		return false, p.absent.Error()
 	case p.self() == "":
 		return false, "another host has the name " + p.settings.host
 	case p.healthy != nil:

@@ -64,6 +64,7 @@ type participation struct {
 	mu           sync.Mutex
 	nics         []nic
 	missing      error // an interface that does not exist
+	absent       error // an address of the services that this host does not have
 	attached     []int // interfaces, and the tunnel as the last one
 	serves       bool  // until the first table, this host serves what reaches it
 	continues    bool  // until the first table, the programs of an earlier version stay, or none if this host serves
@@ -338,7 +339,10 @@ func (p *participation) refresh() {
 			p.local = append(p.local, err.Error())
 		}
 	}
-	p.missing = missing
+	p.missing, p.absent = missing, absentAddress(p.settings.Addresses)
+	if p.absent != nil {
+		p.local = append(p.local, p.absent.Error())
+	}
 	if !reflect.DeepEqual(nics, p.nics) {
 		p.nics, p.attached = nics, nil
 	}
@@ -357,7 +361,7 @@ func (p *participation) refresh() {
 	}
 	p.healthy = p.services.CanServe(p.settings.selects)
 	next := p.registration
-	next.Healthy, next.MACs, next.Addresses = p.healthy == nil && missing == nil, ownMACs(p.nics), ownAddresses(p.nics, p.settings.Addresses)
+	next.Healthy, next.MACs, next.Addresses = p.healthy == nil && missing == nil && p.absent == nil, ownMACs(p.nics), ownAddresses(p.nics, p.settings.Addresses)
 	if !reflect.DeepEqual(next, p.registration) {
 		p.registration = next
 		if p.follower != nil {

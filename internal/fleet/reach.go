@@ -49,6 +49,19 @@ func findInterfaces(names []string, before []nic) (found []nic, missing, unread 
 	return found, missing, unread
 }
 
+// absentAddress returns an error for the first address of the services to which this host does not listen: the kernel would drop or forward
+// the packets.
+func absentAddress(addresses []netip.Addr) error {
+	for _, a := range addresses {
+		routes, err := netlink.RouteGet(a.AsSlice())
+		unreachable := errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.EHOSTUNREACH)
+		if unreachable || err == nil && len(routes) > 0 && routes[0].Type != unix.RTN_LOCAL {
+			return fmt.Errorf("this host does not have the address %s of the services: ip addr add %s/%d dev lo", a, a, a.BitLen())
+		}
+	}
+	return nil
+}
+
 // unusableError is the error of an interface that does not exist, or that a fleet cannot use.
 type unusableError struct{ text string }
 

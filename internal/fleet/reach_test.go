@@ -93,3 +93,17 @@ func TestSourceAddress(t *testing.T) {
 		t.Errorf("a narrow route: %+v", p)
 	}
 }
+
+// TestAbsentAddress is that an address of the services that this host does not have is found: the host would drop the packets.
+func TestAbsentAddress(t *testing.T) {
+	plug(t)
+	here := netip.MustParseAddr("192.0.2.53")
+	if err := absentAddress([]netip.Addr{here}); err != nil {
+		t.Errorf("an address of lo: %v", err)
+	}
+	for _, absent := range []string{"192.0.2.54", "198.51.100.9", "2001:db8::54"} {
+		if err := absentAddress([]netip.Addr{here, netip.MustParseAddr(absent)}); err == nil || !strings.Contains(err.Error(), "does not have the address "+absent) {
+			t.Errorf("%s: %v", absent, err)
+		}
+	}
+}

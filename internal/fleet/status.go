@@ -79,6 +79,7 @@ func (p *participation) status() (*api.FleetStatus, error) {
 		s.Epoch, s.Moving = p.table.Epoch, p.table.Moving()
 	}
 	if p.state.Snapshot == nil {
+		s.Hosts = append(s.Hosts, p.hostsOfTable()...)
 		return s, nil
 	}
 	s.Connected, s.Leader = p.state.Connected, p.state.Leader
@@ -101,6 +102,18 @@ func (p *participation) hostsStatus() (list []api.FleetHost) {
 	}
 	for i := range p.state.Hosts {
 		list = append(list, p.hostStatus(&p.state.Hosts[i], shares, newest))
+	}
+	return list
+}
+
+// hostsOfTable returns the hosts of the table in force, before the store has told their states. The caller holds mu.
+func (p *participation) hostsOfTable() (list []api.FleetHost) {
+	if p.table == nil {
+		return nil
+	}
+	shares := p.table.Shares()
+	for i := range p.table.Hosts {
+		list = append(list, p.hostStatus(&lead.Host{Host: p.table.Hosts[i], State: "unknown"}, shares, p.table.Epoch))
 	}
 	return list
 }

@@ -22,6 +22,8 @@ type Host struct {
 	user   FileID
 	mounts []FileID // mount namespaces of this process (a hardened unit has its own) and of process 1
 	roots  []string // paths to the root directories of these namespaces
+	// firstUnknown is set if this process may not read the mount namespace of process 1.
+	firstUnknown bool
 }
 
 // ReadHost reads the namespaces of this process, and of process 1 if that is permitted.
@@ -41,7 +43,9 @@ func ReadHost() (*Host, error) {
 		if first := fileID(&stat); first != h.mounts[0] {
 			h.mounts, h.roots = append(h.mounts, first), append(h.roots, "/proc/1/root")
 		}
-	case !errors.Is(err, fs.ErrPermission) && !errors.Is(err, fs.ErrNotExist):
+	case errors.Is(err, fs.ErrPermission):
+		h.firstUnknown = true
+	case !errors.Is(err, fs.ErrNotExist):
 		return nil, fmt.Errorf("read mount namespace of process 1: %w", err)
 	}
 	return h, nil
@@ -70,6 +74,9 @@ func (r *Rule) Admit(p *Process, service []uint32, h *Host) error {
 		unit, _ := p.Unit()
 		sandboxed := r.Match.SystemdUnit != "" && unit != "" && !isUserControlled(p.Cgroup)
 		if !sandboxed && !slices.Contains(h.mounts, p.MountNS) {
+			if h.firstUnknown {
+				return &Refusal{"it is in another mount namespace than the agent, which may not read that of process 1", hint}
+			}
 			return &Refusal{"it is in a mount namespace of its own", hint}
 		}
 	}

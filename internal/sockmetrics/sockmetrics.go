@@ -53,7 +53,7 @@ type Collector struct {
 	log     *slog.Logger
 	cgroups scope.Tree
 	// services calls a function for each service, with the network namespace of the service.
-	services func(func(c config.Service, inode uint64, enter *os.File))
+	services func(func(c config.Service, users map[uint32]bool, inode uint64, enter *os.File))
 	// paths returns the names of cgroups in the policy by their directories.
 	paths []func() map[string]string
 
@@ -76,7 +76,7 @@ type reading struct {
 // New returns a collector for the sockets of services and of cgroups of the policy. services calls a function for each
 // service, with the inode of its network namespace and a file to enter the namespace (nil for the agent's namespace).
 // Each function of paths returns names of cgroups in the policy by their directories.
-func New(h *domain.Host, services func(func(c config.Service, inode uint64, enter *os.File)), paths ...func() map[string]string) *Collector {
+func New(h *domain.Host, services func(func(c config.Service, users map[uint32]bool, inode uint64, enter *os.File)), paths ...func() map[string]string) *Collector {
 	return &Collector{log: h.Log, cgroups: h.Cgroups, services: services, paths: paths}
 }
 
@@ -193,25 +193,33 @@ func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 	}
 	for _, n := range networks {
 		// A restarted dump discards the results of the interrupted one.
-		var here map[socketKey]*socketSum
-		err := n.diag.Dump(sockdiag.Query{States: sockdiag.Sending}, func() { here = make(map[socketKey]*socketSum) }, func(s *sockdiag.Socket) {
-			key := socketKey{n.serviceOf(s.Local), cgroups[s.Cgroup]}
-			if key == (socketKey{}) {
-				return
+		type found struct {
+			key    socketKey
+			socket sockdiag.Socket
+		}
+		var here []found
+		err := n.diag.Dump(sockdiag.Query{States: sockdiag.Sending, WithoutInfo: true}, func() { here = here[:0] }, func(s *sockdiag.Socket) {
+			if key := (socketKey{n.serviceOf(s.Local, s.UID), cgroups[s.Cgroup]}); key != (socketKey{}) {
+				here = append(here, found{key, *s})
 			}
-			if here[key] == nil {
-				here[key] = newSocketSum()
-			}
-			here[key].add(s, n.diag.Settings, m.kernel)
 		})
+		// The kernel waits for the lock of each socket whose TCP_INFO it returns: only connections that count are asked.
+		for i := range here {
+			if err != nil {
+				return nil, err
+			}
+			one := &here[i]
+			var s *sockdiag.Socket
+			if s, err = n.diag.Get(&one.socket); s == nil {
+				continue // it has ended, or an error
+			}
+			if sums[one.key] == nil {
+				sums[one.key] = newSocketSum()
+			}
+			sums[one.key].add(s, n.diag.Settings, m.kernel)
+		}
 		if err != nil {
 			return nil, err
-		}
-		for key, sum := range here {
-			if sums[key] == nil {
-				sums[key] = newSocketSum()
-			}
-			sums[key].addSum(sum)
 		}
 	}
 	return sums, nil
@@ -220,12 +228,21 @@ func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 // socketNetwork is a network namespace, and the services in it.
 type socketNetwork struct {
 	diag     *sockdiag.Conn
-	services []config.Service
+	services []servedService
 }
 
-// serviceOf returns the service of an accepted connection by its local address, or "".
-func (n *socketNetwork) serviceOf(local netip.AddrPort) string {
+// servedService is a service, and the users whose processes may be its members.
+type servedService struct {
+	config.Service
+	users map[uint32]bool
+}
+
+// serviceOf returns the service of an accepted connection by its local address, or "". Connections of other users are no service's.
+func (n *socketNetwork) serviceOf(local netip.AddrPort, uid uint32) string {
 	for _, s := range n.services {
+		if !s.users[uid] {
+			continue
+		}
 		for _, l := range s.Listeners {
 			at := l.Address.Addr()
 			if l.Protocol == config.TCP && l.Address.Port() == local.Port() &&
@@ -253,18 +270,6 @@ func (t *socketSum) add(s *sockdiag.Socket, settings sockdiag.Settings, kernel *
 	if kernel != nil {
 		t.room += kernel.Estimate(s.Snapshot(settings), 0, nil).Safe
 	}
-}
-
-func (t *socketSum) addSum(o *socketSum) {
-	for limit, n := range o.byLimit {
-		t.byLimit[limit] += n
-	}
-	t.queued += o.queued
-	t.payload += o.payload
-	t.unsent += o.unsent
-	t.unread += o.unread
-	t.zeroWindow += o.zeroWindow
-	t.room += o.room
 }
 
 // policyCgroups returns the names of the tuned or traced cgroups and their descendants by cgroup id. A descendant has the
@@ -297,7 +302,7 @@ func (m *Collector) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]str
 // the networks, also after an error.
 func (m *Collector) socketNetworks(own bool, sums map[socketKey]*socketSum) (networks []*socketNetwork, err error) {
 	byInode := make(map[uint64]*socketNetwork)
-	m.services(func(c config.Service, inode uint64, enter *os.File) {
+	m.services(func(c config.Service, users map[uint32]bool, inode uint64, enter *os.File) {
 		if !slices.ContainsFunc(c.Listeners, func(l config.Listener) bool { return l.Protocol == config.TCP }) {
 			return
 		}
@@ -312,7 +317,7 @@ func (m *Collector) socketNetworks(own bool, sums map[socketKey]*socketSum) (net
 			networks = append(networks, n)
 		}
 		sums[socketKey{service: c.Name}] = newSocketSum()
-		n.services = append(n.services, c)
+		n.services = append(n.services, servedService{c, users})
 	})
 	inode, err := netns.Inode()
 	if err != nil {

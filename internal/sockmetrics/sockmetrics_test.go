@@ -137,7 +137,7 @@ func TestSocketMetrics(t *testing.T) {
 func TestDumpThatWaits(t *testing.T) {
 	release := make(chan struct{})
 	var dumps atomic.Int32
-	m := New(&domain.Host{Log: slog.New(slog.DiscardHandler)}, func(func(config.Service, uint64, *os.File)) {
+	m := New(&domain.Host{Log: slog.New(slog.DiscardHandler)}, func(func(config.Service, map[uint32]bool, uint64, *os.File)) {
 		dumps.Add(1)
 		<-release
 	})

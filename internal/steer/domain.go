@@ -379,14 +379,15 @@ func (d *Domain) programIDs() ([]uint32, error) {
 	return ids, nil
 }
 
-// EachService calls f for each service, in the order of the policy, with the network namespace of the service: its
-// inode, and a file to enter the namespace with (nil for the agent's own).
-func (d *Domain) EachService(f func(c config.Service, inode uint64, enter *os.File)) {
+// EachService calls f for each service, in the order of the policy, with the users whose processes may be members, and the network namespace
+// of the service: its inode, and a file to enter the namespace with (nil for the agent's own).
+func (d *Domain) EachService(f func(c config.Service, users map[uint32]bool, inode uint64, enter *os.File)) {
 	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
 		s.Mu.Lock()
 		if s.CheckOpen() == nil {
-			f(s.Config, s.NetnsInode, s.SocketNetns())
+			_, users := s.Processes()
+			f(s.Config, users, s.NetnsInode, s.SocketNetns())
 		}
 		s.Mu.Unlock()
 	}

@@ -26,15 +26,15 @@ func (s *Service) ReadSessions() ([]session.Session, error) {
 	if err != nil {
 		return nil, err
 	}
-	members, users := s.processes()
+	members, users := s.Processes()
 	return slices.DeleteFunc(list, func(one session.Session) bool {
 		known := users[one.UID] || one.Owned && members[one.OwnerID()]
 		return one.Inode != 0 && !known
 	}), nil
 }
 
-// processes returns the members and the former members, and the users whose processes may be members; root is one of them.
-func (s *Service) processes() (members map[member.ID]bool, users map[uint32]bool) {
+// Processes returns the members and the former members, and the users whose processes may be members; root is one of them.
+func (s *Service) Processes() (members map[member.ID]bool, users map[uint32]bool) {
 	members, users = make(map[member.ID]bool), map[uint32]bool{0: true}
 	for _, uid := range s.Users {
 		users[uid] = true

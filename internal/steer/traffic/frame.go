@@ -126,15 +126,16 @@ func (t *Traffic) Frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		socket, _ := t.Ask(x)
 		if socket == nil {
 			socket = new(sockdiag.Socket)
+			if before != nil {
+				socket.Info.Bytes_received = before.bytes[x.Cookie]
+			}
 		}
 		now.bytes[x.Cookie] = socket.Info.Bytes_received
 		d := device(x.Address)
 		d.Sessions++
 		bytes := 0.0
 		if before != nil {
-			if was, ok := before.bytes[x.Cookie]; ok {
-				bytes = rate(socket.Info.Bytes_received, was)
-			}
+			bytes = rate(socket.Info.Bytes_received, before.bytes[x.Cookie]) // 0 for a new connection
 		}
 		d.Bytes += bytes
 		if server, served := serving.Server(x.Address); served && x.Owned && server != x.OwnerID() {
