@@ -280,6 +280,22 @@ static __always_inline bool read_ipv6(struct __sk_buff *skb, struct packet *p)
 
 #define VLAN_ID 0xfff /* bits of vlan_tci, which may be stale without vlan_present */
 
+/*
+ * Reports whether a frame has several tags of VLAN ID 0. The kernel removes all of
+ * them, and no switch or router sends such a frame.
+ */
+static __always_inline bool has_nested_priority(struct __sk_buff *skb)
+{
+	__be16 tci;
+
+	if (!skb->vlan_present || skb->vlan_tci & VLAN_ID ||
+	    (skb->protocol != bpf_htons(ETH_P_8021Q) &&
+	     skb->protocol != bpf_htons(ETH_P_8021AD)))
+		return false;
+	return load(skb, ETH_HLEN, &tci, sizeof(tci)) &&
+	       !(bpf_ntohs(tci) & VLAN_ID);
+}
+
 /* Reads a packet. Returns false if it is not to a service. */
 static __always_inline bool read_packet(struct __sk_buff *skb, struct packet *p)
 {
@@ -625,13 +641,22 @@ int fleet_ingress(struct __sk_buff *skb)
 	struct fleet_peer from = {};
 	struct packet p = {};
 
+	if (has_nested_priority(skb)) {
+		count(skb, FLEET_UNTRUSTED);
+		return TC_ACT_SHOT;
+	}
 	/*
 	 * The kernel drops packets to other MAC addresses later: those that a
 	 * switch floods, for example to a host that has died, and those that a
 	 * promiscuous interface sees.
 	 */
-	if (skb->pkt_type != PACKET_HOST || !read_packet(skb, &p))
+	if (skb->pkt_type == PACKET_OTHERHOST || !read_packet(skb, &p))
 		return TC_ACT_UNSPEC;
+	/* Every host would serve a packet in a broadcast or multicast frame. */
+	if (skb->pkt_type != PACKET_HOST) {
+		count(skb, FLEET_UNTRUSTED);
+		return TC_ACT_SHOT;
+	}
 	return handle(skb, &p, table_in_force(), &from, false);
 }
 

@@ -37,7 +37,11 @@ enum fleet_outcome {
 	FLEET_OWNER,	   /* dropped: the bucket has no owner */
 	FLEET_TTL,	   /* dropped: the TTL or the hop limit is used up */
 	FLEET_UNREACHABLE, /* dropped: there is no path to the owner */
-	FLEET_UNTRUSTED,   /* dropped: from the tunnel, and not by a peer or not to a service */
+	/*
+	 * dropped: from the tunnel, and not by a peer or not to a service; to a
+	 * service in a broadcast or multicast frame; several tags of VLAN ID 0
+	 */
+	FLEET_UNTRUSTED,
 	FLEET_OUTCOMES,
 };
 

@@ -20,7 +20,7 @@ type drops struct {
 
 // reportedDrops are the outcomes that are reported, with their causes. Unreachable hosts are reported with their paths.
 var reportedDrops = map[forward.Outcome]string{
-	forward.Untrusted: "packets in the tunnel are dropped (untrusted): their source address is that of no host, or they are not to a service; block UDP port 4789 for strangers",
+	forward.Untrusted: "packets are dropped (untrusted): in the tunnel from an address that is no host's, or not to a service; or in broadcast frames to a service. Block UDP port 4789 for strangers",
 	forward.Expired:   "packets are dropped because their TTL is used up (ttl): hosts forward them to each other, or a router is too far away",
 }
 

@@ -49,8 +49,8 @@ const (
 	Expired = Outcome(fleetForwardFleetOutcomeFLEET_TTL)
 	// Unreachable packets were dropped because this host has no path to the owner.
 	Unreachable = Outcome(fleetForwardFleetOutcomeFLEET_UNREACHABLE)
-	// Untrusted packets were dropped because no peer has sent them, or because they are not to a service. Only the tunnel has
-	// them.
+	// Untrusted packets were dropped: in the tunnel, because no peer has sent them or because they are not to a service; at an interface,
+	// because they are to a service in a broadcast or multicast frame, or have several tags of VLAN ID 0.
 	Untrusted = Outcome(fleetForwardFleetOutcomeFLEET_UNTRUSTED)
 	// Outcomes is the number of outcomes.
 	Outcomes = int(fleetForwardFleetOutcomeFLEET_OUTCOMES)

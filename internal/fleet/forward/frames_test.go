@@ -132,6 +132,51 @@ func TestPriorityTag(t *testing.T) {
 	}
 }
 
+// sendFrame sends a frame with a destination from the router, and n tags of VLAN ID 0.
+func (f *fleet) sendFrame(t testing.TB, to [6]byte, tags int, packet []byte) {
+	t.Helper()
+	frame := append(append([]byte{}, to[:]...), f.router.mac[:]...)
+	for range tags {
+		frame = binary.BigEndian.AppendUint16(frame, unix.ETH_P_8021Q)
+		frame = binary.BigEndian.AppendUint16(frame, 0)
+	}
+	frame = append(binary.BigEndian.AppendUint16(frame, unix.ETH_P_IP), packet...)
+	f.router.do(t, func() error {
+		fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		return unix.Sendto(fd, frame, 0, &unix.SockaddrLinklayer{Ifindex: f.router.index, Halen: 6})
+	})
+}
+
+// TestFramesPastTheProgram is that no host serves frames that the kernel would give to every host, or that hide their packet from the
+// program: a sender on the link cannot give the packets of a device to another host.
+func TestFramesPastTheProgram(t *testing.T) {
+	f := newFleet(t, 2)
+	a, b := f.hosts[0], f.hosts[1]
+	f.setAll(t, f.table())
+	from := f.deviceOf(b)
+	for what, frame := range map[string]struct {
+		to   [6]byte
+		tags int
+	}{
+		"broadcast": {[6]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, 0},
+		"multicast": {[6]byte{1, 0, 0x5e, 0, 0, 1}, 0},
+		"two tags":  {a.mac, 2},
+		"four tags": {a.mac, 4},
+	} {
+		before := counts(t, a)
+		f.sendFrame(t, frame.to, frame.tags, datagram4(from, []byte(what)))
+		testenv.Within(t, what+" at the program of a", func() bool { return counts(t, a)[forward.Untrusted] == before[forward.Untrusted]+1 })
+	}
+	f.sendFrame(t, a.mac, 0, datagram4(from, []byte("last"))) // the others would come before
+	if at := f.receive(t, from, []byte("last")); at != b {
+		t.Errorf("at %v", at)
+	}
+}
+
 // deviceOf returns a device with an IPv4 address whose owner is a host.
 func (f *fleet) deviceOf(owner *node) netip.Addr {
 	for i := 0; ; i++ {
