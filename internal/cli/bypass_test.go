@@ -343,6 +343,10 @@ func TestLockedConnection(t *testing.T) {
 		if problem != "" {
 			t.Error(problem)
 		}
+		if problem, want := must[api.Status](h, "status").Services[0].Problem, "1 connection with the port of the service at a process of user 12345, who has no members: "+
+			device.Addr().String()+" to 127.0.0.2:1790"; problem != want {
+			t.Errorf("problem %q, want %q", problem, want)
+		}
 		release()
 	case <-time.After(30 * time.Second):
 		t.Error("the agent waits for the owner of the connection")

@@ -49,8 +49,9 @@ type Service struct {
 
 	Seats         map[int]*Seat       // by slot
 	Formers       map[member.ID]*Seat // running processes whose slot another process has taken over
-	KeeperSockets map[int]int         // descriptors by row
-	Conn          *sockdiag.Conn      // nil before the first use
+	Strangers     Strangers
+	KeeperSockets map[int]int    // descriptors by row
+	Conn          *sockdiag.Conn // nil before the first use
 }
 
 // Actions are what one part of the reconciliation asks of the others.

@@ -5,6 +5,7 @@ package core
 import (
 	"net/netip"
 	"slices"
+	"time"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/member"
@@ -27,10 +28,23 @@ func (s *Service) ReadSessions() ([]session.Session, error) {
 		return nil, err
 	}
 	members, users := s.Processes()
+	s.Strangers = Strangers{Read: time.Now()}
 	return slices.DeleteFunc(list, func(one session.Session) bool {
-		known := users[one.UID] || one.Owned && members[one.OwnerID()]
-		return one.Inode != 0 && !known
+		if one.Inode == 0 || users[one.UID] || one.Owned && members[one.OwnerID()] {
+			return false
+		}
+		if s.Strangers.Count++; s.Strangers.Count == 1 {
+			s.Strangers.First = one
+		}
+		return true
 	}), nil
+}
+
+// Strangers are the connections to the service that processes of other users have, as of the last ReadSessions.
+type Strangers struct {
+	Read  time.Time
+	Count int
+	First session.Session // if Count > 0
 }
 
 // Processes returns the members and the former members, and the users whose processes may be members; root is one of them.

@@ -409,11 +409,11 @@ func (c *Checks) remaining(split []splitDevice, misplaced []session.Session) (li
 	return list
 }
 
-// Problem returns an error that names the split devices, or nil.
+// Problem returns an error that names the split devices, or a connection of a stranger, or nil.
 func (c *Checks) Problem() error {
 	devices := c.split
 	if len(devices) == 0 {
-		return nil
+		return c.strangersProblem()
 	}
 	var names []string
 	byOnStart := false
@@ -442,4 +442,23 @@ func (c *Checks) Problem() error {
 		hint = "set on_move: reset, which closes such connections; or restart the member"
 	}
 	return fault.WithHint(errors.New(what), hint)
+}
+
+// strangersTime is the time for which the connections of other users are taken for those of the last reading.
+const strangersTime = 5 * time.Second
+
+// strangersProblem returns an error if processes of other users have connections with the port of the service, or nil. Such a process may
+// have accepted a device while nothing steered the port.
+func (c *Checks) strangersProblem() error {
+	if time.Since(c.Strangers.Read) > strangersTime {
+		if _, err := c.ReadSessions(); err != nil {
+			return nil // reported by the next check
+		}
+	}
+	n, first := c.Strangers.Count, &c.Strangers.First
+	if n == 0 {
+		return nil
+	}
+	return fault.WithHint(fmt.Errorf("%s with the port of the service at a process of user %s, who has no members: %s to %s", format.Count(n, "connection", "connections"),
+		member.UserName(first.UID), first.Remote, first.Local), "ss -tnp shows the process; end it, or add its user to the policy")
 }
