@@ -164,9 +164,8 @@ func (s *Steer) setTable(t *Table, named uint32, flipped func()) error {
 	return s.replacePin(pinTable, inner)
 }
 
-// PutTable installs a table in a map of maps with one entry, and calls flipped as soon as the table is in force. The kernel
-// replaces the table at once, and the system call returns after a grace period of RCU (maybe_wait_bpf_programs), so another
-// goroutine makes the call.
+// PutTable installs a table in a map of maps with one entry, and calls flipped as soon as the table is in force. The kernel replaces the table at
+// once, and the system call returns after a grace period of RCU (maybe_wait_bpf_programs), so another goroutine makes the call.
 func PutTable(tables, inner *ebpf.Map, flipped func()) error {
 	info, err := inner.Info()
 	if err != nil {
@@ -175,10 +174,7 @@ func PutTable(tables, inner *ebpf.Map, flipped func()) error {
 	id, known := info.ID()
 	put := make(chan struct{})
 	begun := time.Now()
-	go func() {
-		defer close(put)
-		err = tables.Put(uint32(0), inner)
-	}()
+	go func() { err = tables.Put(uint32(0), inner); close(put) }()
 	defer func() { <-put }() // the caller may close inner, also if flipped does not return
 	// The caller closes connections after the flip, so the wait begins without sleep.
 	const interval, awake = 100 * time.Microsecond, time.Millisecond
@@ -195,12 +191,12 @@ func PutTable(tables, inner *ebpf.Map, flipped func()) error {
 			runtime.Gosched()
 		}
 		select {
+		case <-time.After(pause):
 		case <-put:
 			if err == nil {
 				flipped()
 			}
 			return err
-		case <-time.After(pause):
 		}
 	}
 }

@@ -34,6 +34,29 @@ hosts: [{name: one, addresses: [198.51.100.1], macs: ["02:00:00:00:00:01"]}]
 `
 )
 
+// ownServices adds the addresses of the services of fleets to lo.
+func ownServices(t testing.TB) {
+	t.Helper()
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, service := range []string{"192.0.2.53/32", "2001:db8::53/128"} {
+		address, err := netlink.ParseAddr(service)
+		if err == nil {
+			err = netlink.AddrReplace(lo, address)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := netlink.AddrDel(lo, address); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
 // TestFleetOfOne runs a host that is alone in its fleet, with a file: it behaves like a host without one.
 func TestFleetOfOne(t *testing.T) {
 	h := newHost(t, fleetPolicy)
@@ -52,6 +75,7 @@ func TestFleetOfOne(t *testing.T) {
 		t.Errorf("check without the interface: %+v", r)
 	}
 	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})
+	ownServices(h.t)
 	if r := h.sockeye("check", h.policy); r.code != 0 {
 		t.Errorf("check: %+v", r)
 	}
@@ -172,6 +196,7 @@ func TestFleetWhere(t *testing.T) {
     listeners: [{protocol: tcp, address: "127.0.0.1:1791"}]
 fleet:`, 1))
 	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})
+	ownServices(h.t)
 	h.start()
 	text := func(args ...string) string {
 		t.Helper()
@@ -237,6 +262,7 @@ fleet:`, 1))
 func TestFleetWhy(t *testing.T) {
 	h := newHost(t, fleetPolicy)
 	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleet0"}, PeerName: "fleet1"})
+	ownServices(h.t)
 	h.start()
 	text := func(address string) string {
 		t.Helper()

@@ -111,6 +111,7 @@ func routeThrough(name, peer string) error {
 func TestHardenedUnit(t *testing.T) {
 	_, inWork := workCgroup(t)
 	veth := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "hard0"}, PeerName: "hard1"}
+	ownServices(t)
 	if err := netlink.LinkAdd(veth); err != nil {
 		t.Fatal(err)
 	}

@@ -4,13 +4,13 @@ package member
 
 import (
 	"bufio"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"net/netip"
 	"os"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -133,58 +133,94 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	return sockets, nil
 }
 
-// HasSocket returns whether one of the first 1024 descriptors of a process is a listening TCP socket or a UDP socket for which want
-// returns true by its protocol and port. HasSocket copies no descriptor, because a process that is no member may hold the lock of its
-// sockets (lock_sock), for example in a setsockopt(2) that reads from a file system that does not answer, and getsockname(2) would wait for the
-// lock. The ports come from the tables of the process's network namespace: sockets of another namespace are not found, and neither are those
-// after the first MiB of a table.
+// HasSocket returns whether a process has a socket of TableSockets for which want returns true by the protocol and the port.
 func (h *Handle) HasSocket(want func(*Socket) bool) bool {
+	return len(h.TableSockets(func(s *Socket) bool {
+		return want(&Socket{Protocol: s.Protocol, Local: netip.AddrPortFrom(netip.IPv6Unspecified(), s.Local.Port())})
+	})) > 0
+}
+
+// TableSockets returns the listening TCP sockets and the UDP sockets for which want returns true, of the first 1024 descriptors of a process.
+// TableSockets copies no descriptor, because a process that is no member may hold the lock of its sockets (lock_sock), for example in a send
+// from a file system that does not answer, and getsockname(2) would wait for the lock. The protocol, the local address, the owner and whether
+// a UDP socket is connected come from the tables of the process's network namespace; SO_REUSEPORT is assumed. Sockets of another namespace
+// are not found, and neither are those after the first MiB of a table.
+func (h *Handle) TableSockets(want func(*Socket) bool) (sockets []*Socket) {
 	const most = 1024
-	links := make(map[string]bool)
+	links := make(map[string]*Socket)
 	for table, protocol := range map[string]int{"tcp": unix.IPPROTO_TCP, "tcp6": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "udp6": unix.IPPROTO_UDP} {
-		h.readTable(table, func(port uint16, listens bool, inode string) bool {
-			if protocol == unix.IPPROTO_TCP && !listens { // sockets that listen come first (tcp_get_idx, net/ipv4/tcp_ipv4.c, Linux 6.18)
+		h.readTable(table, func(s *Socket, inode string) bool {
+			if protocol == unix.IPPROTO_TCP && !s.Listening { // sockets that listen come first (tcp_get_idx, net/ipv4/tcp_ipv4.c, Linux 6.18)
 				return false
 			}
-			if want(&Socket{Protocol: protocol, Local: netip.AddrPortFrom(netip.IPv6Unspecified(), port)}) {
-				links["socket:["+inode+"]"] = true
+			s.Protocol, s.Listening = protocol, true
+			if want(s) {
+				links["socket:["+inode+"]"] = s
 			}
 			return true
 		})
 	}
 	if len(links) == 0 {
-		return false
+		return nil
 	}
 	dir, err := os.Open(fmt.Sprintf("/proc/%d/fd", h.pid))
 	if err != nil {
-		return false
+		return nil
 	}
 	defer dir.Close()
 	names, _ := dir.Readdirnames(most)
-	return slices.ContainsFunc(names, func(name string) bool {
+	for _, name := range names {
 		target, err := os.Readlink(dir.Name() + "/" + name)
-		return err == nil && links[target]
-	})
+		if s := links[target]; err == nil && s != nil {
+			sockets = append(sockets, s)
+			delete(links, target)
+		}
+	}
+	return sockets
 }
 
 // readTable reads a table of sockets of the process's network namespace (proc_pid_net(5)) until visit returns false, at most 1 MiB.
-func (h *Handle) readTable(name string, visit func(port uint16, listens bool, inode string) bool) {
+func (h *Handle) readTable(name string, visit func(s *Socket, inode string) bool) {
 	file, err := os.Open(fmt.Sprintf("/proc/%d/net/%s", h.pid, name))
 	if err != nil {
 		return
 	}
 	defer file.Close()
 	for lines := bufio.NewScanner(io.LimitReader(file, 1<<20)); lines.Scan(); {
-		const address, state, inode, listen = 1, 3, 9, "0A"
+		const local, remote, state, owner, inode, listen = 1, 2, 3, 7, 9, "0A"
 		fields := strings.Fields(lines.Text())
 		if len(fields) <= inode {
 			continue
 		}
-		_, port, _ := strings.Cut(fields[address], ":")
-		if number, err := strconv.ParseUint(port, 16, 16); err == nil && !visit(uint16(number), fields[state] == listen, fields[inode]) {
+		at, ok := parseTableAddress(fields[local])
+		uid, err := strconv.ParseUint(fields[owner], 10, 32)
+		if !ok || err != nil {
+			continue // the header
+		}
+		s := &Socket{fd: -1, UID: uint32(uid), Local: at, ReusePort: true, Listening: fields[state] == listen, Connected: !strings.HasSuffix(fields[remote], ":0000")}
+		if !visit(s, fields[inode]) {
 			return
 		}
 	}
+}
+
+// parseTableAddress parses an address of a table of sockets: words of 32 bits in the byte order of the host, and the port.
+func parseTableAddress(text string) (at netip.AddrPort, ok bool) {
+	words, port, _ := strings.Cut(text, ":")
+	number, err := strconv.ParseUint(port, 16, 16)
+	if err != nil {
+		return at, false
+	}
+	var address []byte
+	for ; len(words) >= 8; words = words[8:] {
+		word, err := strconv.ParseUint(words[:8], 16, 32)
+		if err != nil {
+			return at, false
+		}
+		address = binary.NativeEndian.AppendUint32(address, uint32(word))
+	}
+	addr, ok := netip.AddrFromSlice(address)
+	return netip.AddrPortFrom(addr, uint16(number)), ok && words == ""
 }
 
 // scanDescriptors scans the descriptors once and skips the sockets in seen. moved is true if a descriptor disappeared

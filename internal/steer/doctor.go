@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -96,14 +97,14 @@ func (d checkup) service(c config.Service, policy *config.Policy) {
 	}
 	defer s.Netns.Close()
 	d.foreignPrograms(area, int(s.Netns.Fd()))
-	sockets, err := s.findSockets()
-	if err != nil {
-		d.Add(area, "sockets", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
-		return
-	}
 	rules, users, err := resolveMembers(c)
 	if err != nil {
 		d.Fail(area, "user", fault.Code(err), err.Error(), fault.Hint(err))
+		return
+	}
+	sockets, err := s.findSockets(users)
+	if err != nil {
+		d.Add(area, "sockets", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
 	}
 	if c.Steering == config.Lookup {
@@ -150,13 +151,13 @@ func (d checkup) foreignPrograms(area string, netns int) {
 }
 
 // findSockets returns the sockets on the ports of the service, including those of keepers. The copied descriptors are
-// closed; only the attributes are returned.
-func (s *service) findSockets() ([]portSocket, error) {
+// closed; only the attributes are returned. Sockets of other users than root and users are not copied, see member.Handle.TableSockets.
+func (s *service) findSockets(users []uint32) (sockets []portSocket, err error) {
 	processes, err := member.All()
 	if err != nil {
 		return nil, err
 	}
-	var sockets []portSocket
+	known := append([]uint32{0}, users...)
 	seen := make(map[uint64]bool)
 	for _, p := range processes {
 		if p.Netns != s.NetnsInode {
@@ -164,6 +165,13 @@ func (s *service) findSockets() ([]portSocket, error) {
 		}
 		handle, err := member.Open(p.PID)
 		if err != nil {
+			continue
+		}
+		if len(users) > 0 && !p.UIDs.Within(known) {
+			for _, socket := range handle.TableSockets(s.isOnServicePort) {
+				sockets = append(sockets, portSocket{process: p, socket: socket, backlog: math.MaxUint32})
+			}
+			handle.Close()
 			continue
 		}
 		own, err := handle.Sockets(s.isOnServicePort)

@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/rights"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/moves"
+	"sockeye/internal/steer/rooms"
 	"sockeye/internal/steer/stored"
 )
 
@@ -128,7 +129,7 @@ func (s *service) plan(t *target) []api.Change {
 		switch {
 		case len(empty) == 0:
 		case to.SharesSlots: // the services move their devices together
-			effect += fmt.Sprintf("; the devices of %s %s until a member is registered there", moves.SlotNames(empty), whenEmptyEffect(to.WhenEmpty))
+			effect += fmt.Sprintf("; the devices of %s %s until a member is registered there", moves.SlotNames(empty), rooms.WhenEmptyEffect(to.WhenEmpty))
 		default:
 			effect += fmt.Sprintf("; the devices of %s stay until a member is registered there", moves.SlotNames(empty))
 		}
@@ -261,14 +262,6 @@ func (s *service) waitingEffect() string {
 		return ""
 	}
 	return format.Count(waiting, "datagram that waits is", "datagrams that wait are") + " discarded, and connections that wait are closed"
-}
-
-// whenEmptyEffect describes what happens to the devices of a slot without a member.
-func whenEmptyEffect(w config.WhenEmpty) string {
-	if w.Room != nil {
-		return "wait"
-	}
-	return "are refused"
 }
 
 func (s *service) countSeatsFrom(slots int) (n int) {

@@ -12,6 +12,7 @@ import (
 	"math"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -189,6 +190,7 @@ fleet: {host: one, interfaces: [eth0], addresses: [192.0.2.53], file: hosts.yaml
 metrics: {listen: "127.0.0.1:9732"}
 `, near, tunePort))
 	h.replaceFile(filepath.Join(h.dir, "hosts.yaml"), "epoch: 1\nnonce: 7\nhosts: [{name: one, addresses: [10.77.0.254]}]\n")
+	h.must(h.collectors.Own(netip.MustParsePrefix("192.0.2.53/32")))
 	h.startAgent()
 	h.start(0)
 	h.ready(0)

@@ -70,3 +70,11 @@ func (r *Rooms) Status(slot int) (*api.RoomStatus, error) {
 	}
 	return status, nil
 }
+
+// WhenEmptyEffect describes what happens to the devices of a slot without a member.
+func WhenEmptyEffect(w config.WhenEmpty) string {
+	if w.Room != nil {
+		return "wait"
+	}
+	return "are refused"
+}
