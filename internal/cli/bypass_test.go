@@ -5,7 +5,9 @@ package cli
 import (
 	"errors"
 	"fmt"
+	"io"
 	"net"
+	"net/http"
 	"net/netip"
 	"os"
 	"strconv"
@@ -293,7 +295,8 @@ func TestBypassSpecific(t *testing.T) {
 	end()
 }
 
-// TestLockedConnection is that a local user who holds the lock of a connection with the service's port does not make the agent wait.
+// TestLockedConnection is that a local user who holds the lock of a connection with the service's port makes neither the agent nor a command
+// wait, and does not keep the agent from ending.
 func TestLockedConnection(t *testing.T) {
 	h := newHost(t, `services:
   telemetry:
@@ -302,6 +305,7 @@ func TestLockedConnection(t *testing.T) {
     listeners: [{protocol: tcp, address: "0.0.0.0:1790"}, {protocol: udp, address: "0.0.0.0:4739"}]
     user: daemon
     cgroup: CGROUP
+metrics: {listen: "127.0.0.1:9732"}
 `)
 	h.start()
 	device, err := net.Listen("tcp", "127.0.0.3:0")
@@ -336,6 +340,15 @@ func TestLockedConnection(t *testing.T) {
 				problem += fmt.Sprintf("%s: %s%s", args, r.out, r.err)
 			}
 		}
+		if page, err := http.Get("http://127.0.0.1:9732/metrics"); err != nil {
+			problem += err.Error()
+		} else {
+			text, err := io.ReadAll(page.Body)
+			page.Body.Close()
+			if err != nil || !strings.Contains(string(text), "sockeye_sockets{") {
+				problem += fmt.Sprintf("the metrics have no sockets: %v", err)
+			}
+		}
 		done <- problem
 	}()
 	select {
@@ -347,7 +360,19 @@ func TestLockedConnection(t *testing.T) {
 			device.Addr().String()+" to 127.0.0.2:1790"; problem != want {
 			t.Errorf("problem %q, want %q", problem, want)
 		}
-		release()
+		ended := make(chan error, 1)
+		go func() { ended <- errors.Join(h.agent.Process.Signal(unix.SIGTERM), h.agent.Wait()) }()
+		select {
+		case err := <-ended:
+			if err != nil {
+				t.Errorf("end of the agent: %v", err)
+			}
+			release()
+		case <-time.After(20 * time.Second):
+			t.Error("the agent does not end")
+			release()
+			<-ended
+		}
 	case <-time.After(30 * time.Second):
 		t.Error("the agent waits for the owner of the connection")
 		release()

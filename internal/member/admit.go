@@ -74,10 +74,11 @@ func (r *Rule) Admit(p *Process, service []uint32, h *Host) error {
 		unit, _ := p.Unit()
 		sandboxed := r.Match.SystemdUnit != "" && unit != "" && !isUserControlled(p.Cgroup)
 		if !sandboxed && !slices.Contains(h.mounts, p.MountNS) {
+			why := hint
 			if h.firstUnknown {
-				return &Refusal{"it is in another mount namespace than the agent, which may not read that of process 1", hint}
+				why += "; the agent may not read the mount namespace of process 1, which may be that of the process"
 			}
-			return &Refusal{"it is in a mount namespace of its own", hint}
+			return &Refusal{"it is in a mount namespace of its own", why}
 		}
 	}
 	if r.Match.Executable != "" && !p.exeVerified {

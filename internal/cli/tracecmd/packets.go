@@ -52,10 +52,10 @@ nor BPF timestamping. Sequence numbers are relative to the first packet seen.
 
 For a UDP socket, it traces sent datagrams through the queueing discipline to
 the driver, with segments and fragments; received datagrams from the socket
-until the application reads them; and datagrams that are dropped on sending or at the
-socket, with the reason. Datagrams that are dropped before the socket, as by a
-firewall, are not shown. The lines are in the order of the times: a datagram
-that waits to be read holds back the later lines.
+until the application reads them; and datagrams that are dropped on sending or
+at the socket, with the reason. Datagrams that are dropped before the socket,
+as by a firewall, are not shown. The lines are in the order of the times: a
+datagram that waits to be read holds back the later lines.
 
 With --write, it also writes the first 192 bytes of each packet, from the IP
 header on, to a pcapng file for Wireshark, with the times as packet comments.
