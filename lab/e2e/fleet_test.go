@@ -583,7 +583,7 @@ func TestFleetLoses(t *testing.T) {
 		lost = append(lost, at)
 	}
 	if len(lost) > 0 {
-		t.Logf("the death of a host has cost %d datagrams in %v", len(lost), (lost[len(lost)-1] - lost[0]).Round(time.Millisecond))
+		t.Logf("the death of a host has cost %d datagrams in %v", len(lost), (slices.Max(lost) - slices.Min(lost)).Round(time.Millisecond))
 	}
 }
 
