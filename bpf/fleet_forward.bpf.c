@@ -388,9 +388,8 @@ host_of(const struct fleet_table *table, __u32 index)
 }
 
 /*
- * Reports whether a host of the table has sent a packet. The route of the host to
- * this one may be of another family than that of this host: not the address
- * decides, but the host that has the address.
+ * Reports whether a host of the table has sent a packet. Hosts are compared, not
+ * addresses: the routes between two hosts may be of different families.
  */
 static __always_inline bool sent_by(const struct fleet_sender *peer,
 				    const struct fleet_host *host)

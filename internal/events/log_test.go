@@ -315,6 +315,7 @@ func TestHandler(t *testing.T) {
 	log := slog.New(NewHandler(l, slog.NewTextHandler(&text, &slog.HandlerOptions{Level: slog.LevelWarn})))
 	service := log.With("service", "telemetry")
 	service.Info("member registered", Key, "member_registered", "slot", 3, "pid", 4711, "source", "rule 1")
+	service.Info("member not ready", Key, "member_waiting", "slot", -1, "pid", 4712)
 	service.Info("not an event", "slot", 3)
 	service.Warn("not an event", "slot", 3)
 	service.Debug("debug", Key, "debug")
@@ -330,6 +331,7 @@ func TestHandler(t *testing.T) {
 	}
 	want := []string{
 		`{"id":0,"kind":"member_registered","level":"info","text":"member registered","service":"telemetry","slot":3,"pid":4711,"details":{"source":"rule 1"}}`,
+		`{"id":0,"kind":"member_waiting","level":"info","text":"member not ready","service":"telemetry","pid":4712}`,
 		`{"id":0,"kind":"problem","level":"warning","text":"not an event","service":"telemetry","slot":3}`,
 		`{"id":0,"kind":"problem","level":"warning","text":"no kind","slot":1,"details":{"error":"why"}}`,
 		`{"id":0,"kind":"device_split","level":"error","text":"device split","device":"192.0.2.1","details":{"error":"why"}}`,

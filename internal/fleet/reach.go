@@ -49,8 +49,7 @@ func findInterfaces(names []string, before []nic) (found []nic, missing, unread 
 	return found, missing, unread
 }
 
-// absentAddress returns an error for the first address of the services to which this host does not listen: the kernel would drop or forward
-// the packets.
+// absentAddress returns an error for the first address of the services that is not local: the kernel would forward or drop the packets.
 func absentAddress(addresses []netip.Addr) error {
 	for _, a := range addresses {
 		routes, err := netlink.RouteGet(a.AsSlice())

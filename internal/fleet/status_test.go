@@ -144,3 +144,23 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 	heavier, _ = in(strings.Replace(text, "etcd: {endpoints: [http://127.0.0.1:2379]}", "weight: 200, file: /hosts.yaml", 1))
 	is("^no device moves: the weights are those of /hosts.yaml$")
 }
+
+// TestHostsOfTable is that the hosts of the table in force are shown before the store has told their states.
+func TestHostsOfTable(t *testing.T) {
+	p := &participation{settings: &settings{Fleet: config.Fleet{Name: "main"}, host: "b"}, table: snapshot(7).Table, paths: map[string]path{"a": {kind: "link"}}}
+	list := p.hostsOfTable()
+	if len(list) != 3 || list[0].Name != "a" || list[0].State != "unknown" || list[0].Alive || list[0].Path != "link" || list[1].Path != "self" {
+		t.Fatalf("%+v", list)
+	}
+	buckets := 0
+	for _, h := range list {
+		buckets += h.Buckets
+	}
+	if buckets != table.Buckets || list[0].Epoch != 0 {
+		t.Errorf("%d buckets: %+v", buckets, list)
+	}
+	p.table = nil
+	if list := p.hostsOfTable(); len(list) > 0 {
+		t.Errorf("without a table: %+v", list)
+	}
+}

@@ -237,7 +237,7 @@ type servedService struct {
 	users map[uint32]bool
 }
 
-// serviceOf returns the service of an accepted connection by its local address, or "". Connections of other users are no service's.
+// serviceOf returns the service of an accepted connection by its local address, or "". Connections of other users belong to no service.
 func (n *socketNetwork) serviceOf(local netip.AddrPort, uid uint32) string {
 	for _, s := range n.services {
 		if !s.users[uid] {

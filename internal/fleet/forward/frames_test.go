@@ -63,11 +63,18 @@ func segment4(from netip.Addr) []byte {
 // sendTagged sends a frame with an 802.1Q tag from the router to a host.
 func (f *fleet) sendTagged(t testing.TB, to *node, tci uint16, packet []byte) {
 	t.Helper()
-	frame := append(append([]byte{}, to.mac[:]...), f.router.mac[:]...)
-	frame = binary.BigEndian.AppendUint16(frame, unix.ETH_P_8021Q)
-	frame = binary.BigEndian.AppendUint16(frame, tci)
-	frame = binary.BigEndian.AppendUint16(frame, unix.ETH_P_IP)
-	frame = append(frame, packet...)
+	f.sendFrame(t, to.mac, packet, tci)
+}
+
+// sendFrame sends a frame with 802.1Q tags from the router to a MAC address.
+func (f *fleet) sendFrame(t testing.TB, to [6]byte, packet []byte, tags ...uint16) {
+	t.Helper()
+	frame := append(append([]byte{}, to[:]...), f.router.mac[:]...)
+	for _, tci := range tags {
+		frame = binary.BigEndian.AppendUint16(frame, unix.ETH_P_8021Q)
+		frame = binary.BigEndian.AppendUint16(frame, tci)
+	}
+	frame = append(binary.BigEndian.AppendUint16(frame, unix.ETH_P_IP), packet...)
 	f.router.do(t, func() error {
 		fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
 		if err != nil {
@@ -132,25 +139,6 @@ func TestPriorityTag(t *testing.T) {
 	}
 }
 
-// sendFrame sends a frame with a destination from the router, and n tags of VLAN ID 0.
-func (f *fleet) sendFrame(t testing.TB, to [6]byte, tags int, packet []byte) {
-	t.Helper()
-	frame := append(append([]byte{}, to[:]...), f.router.mac[:]...)
-	for range tags {
-		frame = binary.BigEndian.AppendUint16(frame, unix.ETH_P_8021Q)
-		frame = binary.BigEndian.AppendUint16(frame, 0)
-	}
-	frame = append(binary.BigEndian.AppendUint16(frame, unix.ETH_P_IP), packet...)
-	f.router.do(t, func() error {
-		fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
-		if err != nil {
-			return err
-		}
-		defer unix.Close(fd)
-		return unix.Sendto(fd, frame, 0, &unix.SockaddrLinklayer{Ifindex: f.router.index, Halen: 6})
-	})
-}
-
 // TestFramesPastTheProgram is that no host serves frames that the kernel would give to every host, or that hide their packet from the
 // program: a sender on the link cannot give the packets of a device to another host.
 func TestFramesPastTheProgram(t *testing.T) {
@@ -168,10 +156,10 @@ func TestFramesPastTheProgram(t *testing.T) {
 		"four tags": {a.mac, 4},
 	} {
 		before := counts(t, a)
-		f.sendFrame(t, frame.to, frame.tags, datagram4(from, []byte(what)))
+		f.sendFrame(t, frame.to, datagram4(from, []byte(what)), make([]uint16, frame.tags)...)
 		testenv.Within(t, what+" at the program of a", func() bool { return counts(t, a)[forward.Untrusted] == before[forward.Untrusted]+1 })
 	}
-	f.sendFrame(t, a.mac, 0, datagram4(from, []byte("last"))) // the others would come before
+	f.sendFrame(t, a.mac, datagram4(from, []byte("last"))) // the others would come before
 	if at := f.receive(t, from, []byte("last")); at != b {
 		t.Errorf("at %v", at)
 	}
