@@ -371,7 +371,7 @@ metrics: {listen: "127.0.0.1:9732"}
 		case <-time.After(20 * time.Second):
 			t.Error("the agent does not end")
 			release()
-			<-ended
+			_ = <-ended
 		}
 	case <-time.After(30 * time.Second):
 		t.Error("the agent waits for the owner of the connection")
