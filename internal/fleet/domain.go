@@ -17,7 +17,6 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -130,73 +129,6 @@ func (d *Domain) Start(policy *config.Policy) error {
 
 func (d *Domain) pins() string { return filepath.Join(d.host.Root.Dir, bpf.FleetPins) }
 
-// Plan compares the fleet of a policy with the one in force.
-func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	var before, after *settings
-	part := d.part.Load()
-	if part != nil {
-		before = part.settings
-	}
-	if policy.Fleet != nil {
-		var err error
-		if after, err = newSettings(policy); err != nil {
-			return nil, err
-		}
-		// The file of hosts may follow the policy: a host that serves alone goes on, and one with a table keeps it. Another file replaces the table.
-		if after.Etcd != nil || before != nil && before.File != after.File {
-			if err := after.checkStore(); err != nil {
-				return nil, err
-			}
-		}
-		if _, err, _ := findInterfaces(after.Interfaces, nil); err != nil {
-			return nil, policy.Flaw("fleet.interfaces", err.Error(), fault.Hint(err))
-		}
-	}
-	change := api.Change{What: "fleet"}
-	switch {
-	case before == nil && after == nil && !d.broken.Load(), before != nil && after != nil && before.equal(after):
-		return nil, nil
-	case before == nil && after == nil:
-		change.Action = "remove"
-		change.Effect = "this host serves all devices that reach it"
-	case before == nil:
-		change.Action = "add"
-		change.What = fmt.Sprintf("fleet %s, as host %s", after.Name, after.host)
-		change.Effect = "this host serves what reaches it until it has the table"
-		if d.broken.Load() {
-			change.Effect = "this host serves its devices again when it has the table"
-		}
-	case after == nil:
-		change.Action = "remove"
-		change.What = "fleet " + before.Name
-		change.Effect = before.leaveEffect()
-	default:
-		change.Action = "change"
-		change.What = "fleet " + after.Name
-		if before.Name != after.Name || before.host != after.host {
-			change.What = fmt.Sprintf("fleet %s, as host %s -> fleet %s, as host %s", before.Name, before.host, after.Name, after.host)
-		}
-		if before.sharesTable(after) {
-			effects := part.differences(after)
-			if before.Weight != after.Weight {
-				change.What += fmt.Sprintf(": weight %d -> %d", before.Weight, after.Weight)
-				effects = append(effects, part.weightEffect(after))
-			}
-			change.Effect = strings.Join(effects, "; ")
-		} else {
-			change.Effect = before.leaveEffect() + "; this host serves what reaches it until it has the table as host " + after.host
-		}
-	}
-	return []domain.Step{{Changes: []api.Change{change}, Apply: func() (func() error, error) {
-		if err := d.change(after); err != nil {
-			return nil, err
-		}
-		return func() error { return d.change(before) }, nil
-	}}}, nil
-}
-
 // newSettings resolves a policy with a fleet, and reads the files that it names.
 func newSettings(policy *config.Policy) (*settings, error) {
 	f := *policy.Fleet
@@ -237,18 +169,6 @@ func (s *settings) checkStore() error {
 	}
 	_, err := etcdConfig(&s.Fleet)
 	return inFleet(err)
-}
-
-// leaveEffect tells what happens to the devices of this host if it leaves the fleet.
-func (s *settings) leaveEffect() string {
-	drain := "sockeye host set " + s.host + " drain"
-	switch {
-	case s.Etcd == nil:
-		return "the other hosts send devices to this host until " + s.File + " says otherwise"
-	case s.OnHostDeath == config.WaitForHost:
-		return "the others take over the devices of this host only after " + drain + "; run it first, and nothing is lost"
-	}
-	return "the devices of this host move to the others at once; run " + drain + " first, and nothing is lost"
 }
 
 // errStopping ends an apply that runs when the agent exits.

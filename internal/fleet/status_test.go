@@ -133,12 +133,35 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 	p.state.Hosts[1].SetWeight, p.state.Connected = 0, false
 	is("^how many devices move is not known")
 
+	// The settings that differ are named, and what the addresses mean for devices.
+	changed, _ := in(strings.NewReplacer("fleet0]", "fleet0, fleet1]", "192.0.2.53", "192.0.2.54", "2379", "2380", "{host: b", "{host: b, min_hosts: 2, settle: 5s, on_host_death: wait", ":1790", ":1791").Replace(text))
+	if what, effect := plan(changed); what != "fleet main: interfaces [fleet0] -> [fleet0 fleet1], addresses [192.0.2.53] -> [192.0.2.54], endpoints [http://127.0.0.1:2379] -> [http://127.0.0.1:2380], "+
+		"min_hosts 1 -> 2, settle 10s -> 5s, on_host_death next -> wait, listeners at the addresses" ||
+		effect != "the devices at 192.0.2.54 move to their hosts; this host serves the devices that reach it at 192.0.2.53" {
+		t.Errorf("%q with the effect %q", what, effect)
+	}
+
 	// Another fleet has another table.
 	other, _ := in(strings.Replace(text, "host: b", "host: c, weight: 200", 1))
+	without := *other
+	without.Fleet = nil
 	if what, effect := plan(other); what != "fleet main, as host b -> fleet main, as host c" ||
 		effect != "the devices of this host move to the others at once; run sockeye host set b drain first, and nothing is lost; this host serves what reaches it until it has the table as host c" {
 		t.Errorf("%q with the effect %q", what, effect)
 	}
+	// A host that is drained, or whose name another host has, has no devices.
+	p.table = snapshot(7).Table
+	if _, effect := plan(other); !strings.HasPrefix(effect, "the devices of this host move") {
+		t.Errorf("with devices: %q", effect)
+	}
+	p.state.Taken = true
+	for _, to := range []*config.Policy{other, &without} {
+		if _, effect := plan(to); !strings.HasPrefix(effect, "no device moves: this host has none") {
+			t.Errorf("without a device: %q", effect)
+		}
+	}
+	p.state.Taken = false
+
 	// The file has its own weights.
 	_, p.settings = in(strings.Replace(text, "etcd: {endpoints: [http://127.0.0.1:2379]}", "file: /hosts.yaml", 1))
 	heavier, _ = in(strings.Replace(text, "etcd: {endpoints: [http://127.0.0.1:2379]}", "weight: 200, file: /hosts.yaml", 1))
