@@ -168,6 +168,13 @@ func (m *member) awaitAlive(names string) *Snapshot {
 	return m.await("the hosts "+names, func(s *Snapshot) bool { return s.Connected && alive(s) == names })
 }
 
+// leads waits until one of the hosts leads, and returns that host: the first snapshot with all hosts may have no leader yet.
+func leads(hosts ...*member) *member {
+	hosts[0].t.Helper()
+	s := hosts[0].await("a leader", func(s *Snapshot) bool { return s.Connected && s.Leader != "" })
+	return hosts[slices.IndexFunc(hosts, func(m *member) bool { return m.name == s.Leader })]
+}
+
 // first returns a table in which one host has all buckets.
 func first(epoch uint64, name string) *table.Table {
 	t := &table.Table{Epoch: epoch, Nonce: 5, Hosts: []table.Host{{Name: name, Weight: 10}}}
@@ -490,10 +497,8 @@ func TestServerEnds(t *testing.T) {
 	servers, endpoints := startCluster(t, 1, 2330)
 	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
 	a.awaitAlive("a b")
-	leader := a
-	if b.awaitAlive("a b").Leads {
-		leader = b
-	}
+	b.awaitAlive("a b")
+	leader := leads(a, b)
 	leader.write(first(3, "a"))
 	b.awaitEpoch(3)
 	servers[0].kill()
@@ -534,16 +539,10 @@ func TestQuorum(t *testing.T) {
 	// Each host talks to one server only, as behind a partition.
 	a, b, c := join(t, endpoints[:1], "a"), join(t, endpoints[1:2], "b"), join(t, endpoints[2:], "c")
 	all := []*member{a, b, c}
-	var leader *member
 	for _, m := range all {
-		if m.awaitAlive("a b c").Leads {
-			leader = m
-		}
+		m.awaitAlive("a b c")
 	}
-	if leader == nil {
-		a.await("a leader", func(s *Snapshot) bool { return s.Leader != "" })
-		leader = all[a.last.Leader[0]-'a']
-	}
+	leader := leads(all...)
 	leader.write(first(1, "a"))
 	for _, m := range all {
 		m.awaitEpoch(1)
