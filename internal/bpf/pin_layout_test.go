@@ -173,10 +173,10 @@ func TestTuneKeepsWhatWasLearned(t *testing.T) {
 	own := first.Dir()
 	key, value := bpf.TuneLearnedKey{Learn: 7, Bits: 120}, bpf.TuneLearned{Settled: 1, Chosen: 3}
 	check(t, first.Maps()["learned"].Put(key, value))
-	check(t, first.SetScope(bpf.Scope("the scope")))
+	check(t, first.SetScope(pin.Scope("the scope")))
 	check(t, first.Close())
 	check(t, os.Rename(own, dir+"@0123456789ab"))
-	if scope, err := bpf.ReadScope(dir); err != nil || string(scope) != "the scope" {
+	if scope, err := pin.ReadScope(dir); err != nil || string(scope) != "the scope" {
 		t.Errorf("scope %q, %v", scope, err)
 	}
 

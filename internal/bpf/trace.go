@@ -62,7 +62,7 @@ type attachedHook struct {
 }
 
 // SetScope stores a record with the pins.
-func (t *Trace) SetScope(s Scope) error { return setScope(t.dir, s) }
+func (t *Trace) SetScope(s pin.Scope) error { return pin.SetScope(t.dir, s) }
 
 // MoveTrace renames the pin directory in all layouts.
 func MoveTrace(from, to string) error {

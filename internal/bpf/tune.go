@@ -103,7 +103,7 @@ func (t *Tune) Unpin() error {
 }
 
 // SetScope stores a record with the pins.
-func (t *Tune) SetScope(s Scope) error { return setScope(t.dir, s) }
+func (t *Tune) SetScope(s pin.Scope) error { return pin.SetScope(t.dir, s) }
 
 // TuningID returns the id of the map of connections, which identifies the tuning that is pinned in dir.
 func TuningID(dir string) (ebpf.MapID, error) {

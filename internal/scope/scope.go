@@ -22,6 +22,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
@@ -52,7 +53,7 @@ func Scopes(pins string) []Scope {
 		}
 		for _, name := range names {
 			var s Scope
-			if data, err := bpf.ReadScope(filepath.Join(pins, prefix+name)); err == nil && json.Unmarshal(data, &s) == nil {
+			if data, err := pin.ReadScope(filepath.Join(pins, prefix+name)); err == nil && json.Unmarshal(data, &s) == nil {
 				scopes = append(scopes, s)
 			}
 		}

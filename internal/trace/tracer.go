@@ -82,7 +82,7 @@ func (d *Domain) openTracer(c cgroupRules) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	dir := d.host.Root.Tracing(scope.PinName(c.Cgroup))
-	if data, err := bpf.ReadScope(dir); err == nil {
+	if data, err := pin.ReadScope(dir); err == nil {
 		// A damaged record is replaced.
 		_ = json.Unmarshal(data, &t.scope)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/events"
@@ -75,7 +76,7 @@ func (d *Domain) removeOthers(wanted []cgroupRules) error {
 	for _, name := range scope.Leftovers(pinned, wanted) {
 		dir := d.host.Root.Tuning(name)
 		var left scope.Scope
-		if data, err := bpf.ReadScope(dir); err == nil {
+		if data, err := pin.ReadScope(dir); err == nil {
 			// Without the record, only the pins are removed.
 			_ = json.Unmarshal(data, &left)
 		}

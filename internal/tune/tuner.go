@@ -81,7 +81,7 @@ func (d *Domain) openTuner(c cgroupRules) (*tuner, error) {
 // newTuner returns a tuner that is not attached, with the record that is pinned.
 func (d *Domain) newTuner(c cgroupRules) *tuner {
 	t := &tuner{host: d.host, log: d.log.With("cgroup", c.Cgroup), kernel: d.kernel, name: c.Cgroup, rules: c.Rules, services: c.Services}
-	if data, err := bpf.ReadScope(d.host.Root.Tuning(scope.PinName(c.Cgroup))); err == nil {
+	if data, err := pin.ReadScope(d.host.Root.Tuning(scope.PinName(c.Cgroup))); err == nil {
 		// A damaged record is replaced.
 		_ = json.Unmarshal(data, &t.scope)
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf
+package pin
 
 import (
 	"bytes"
@@ -11,24 +11,22 @@ import (
 	"slices"
 
 	"github.com/cilium/ebpf"
-
-	"sockeye/internal/bpf/pin"
 )
 
 // Scope is a record of the caller that is stored with the pins of a cgroup, at most 4096 bytes.
 type Scope []byte
 
 const (
-	pinScope = "scope"
+	scopePin = "scope"
 	maxScope = 4096
 )
 
-// setScope stores a record with the pins in dir.
-func setScope(dir string, s Scope) error {
+// SetScope stores a record with the pins in dir.
+func SetScope(dir string, s Scope) error {
 	if len(s) > maxScope {
 		return fmt.Errorf("keep scope: %d bytes, at most %d", len(s), maxScope)
 	}
-	m, err := pin.OpenMap(dir, &ebpf.MapSpec{Name: pinScope, Type: ebpf.Array, KeySize: 4, ValueSize: maxScope, MaxEntries: 1})
+	m, err := OpenMap(dir, &ebpf.MapSpec{Name: scopePin, Type: ebpf.Array, KeySize: 4, ValueSize: maxScope, MaxEntries: 1})
 	if err != nil {
 		return err
 	}
@@ -42,7 +40,7 @@ func setScope(dir string, s Scope) error {
 // ReadScope reads the record of the pins of a cgroup, in the layout of this version or in an earlier one. The error
 // wraps os.ErrNotExist if there is none.
 func ReadScope(base string) (Scope, error) {
-	dirs, err := pin.Layouts(base)
+	dirs, err := Layouts(base)
 	if err != nil {
 		return nil, err
 	}
@@ -57,7 +55,7 @@ func ReadScope(base string) (Scope, error) {
 }
 
 func readScope(dir string) (Scope, error) {
-	path := filepath.Join(dir, pinScope)
+	path := filepath.Join(dir, scopePin)
 	m, err := ebpf.LoadPinnedMap(path, nil)
 	if err != nil {
 		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
