@@ -257,10 +257,18 @@ type WhereStatus struct {
 	Slot    int        `json:"slot"`
 	Pinned  bool       `json:"pinned"`          // by sockeye move or on_start: adopt
 	Ready   *bool      `json:"ready,omitempty"` // absent if unknown, as with --offline
-	Host    string     `json:"host,omitempty"`  // of the fleet; the slot is that of a device of this host
+	Host    string     `json:"host,omitempty"`  // of the fleet
 	// HostUnknown is why Host is absent in a fleet: there is no table, or no agent was asked.
 	HostUnknown string `json:"host_unknown,omitempty"`
 	FleetBucket *int   `json:"fleet_bucket,omitempty"` // in the table of the fleet
+	// SlotUnknown is why Ready is absent although Host is another host: Bucket, Slot and Pinned are without a meaning then.
+	SlotUnknown string `json:"slot_unknown,omitempty"`
+}
+
+// FleetWhere is the answer to GET /v1/fleet/where: what other hosts of the fleet tell about their devices.
+type FleetWhere struct {
+	Slots  []WhereStatus     `json:"slots"`
+	Silent map[string]string `json:"silent"` // why a host did not tell the slots, by host
 }
 
 // Membership is the body of POST /v1/register, /v1/unregister and /v1/run.

@@ -45,6 +45,8 @@ type Services interface {
 	FindLeaving(addresses []netip.Addr, host func(device netip.Addr) (name string, bucket int, here bool)) (connections []sockdiag.Socket, closing func() (log func()))
 	// CanServe returns an error if a selected service has no ready slot.
 	CanServe(selected func(*config.Service) bool) error
+	// Where returns the slots of addresses by service, as GET /v1/where does.
+	Where(addresses []netip.Addr) []api.WhereStatus
 	// HandOver returns the templates of the exporters that leave this host, and that have a new template since a time, by address, for
 	// TakeOver on another host, which sends them to members, with changed those that are new there. IsTakingOver reports whether members still receive them.
 	HandOver(leaves func(netip.Addr) bool, since time.Time) (map[netip.Addr][]byte, error)

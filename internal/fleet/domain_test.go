@@ -69,7 +69,8 @@ func (s *services) TakeOver(map[netip.Addr][]byte, bool) {}
 func (s *services) CopyTemplates(func(netip.Addr) (time.Time, bool, bool), int) (map[netip.Addr][]byte, error) {
 	return nil, nil
 }
-func (s *services) IsTakingOver() bool { return false }
+func (s *services) IsTakingOver() bool                   { return false }
+func (s *services) Where([]netip.Addr) []api.WhereStatus { return nil }
 
 // hostOf returns the host of a device as the services know it.
 func (s *services) hostOf(device string) string {

@@ -22,7 +22,7 @@ import (
 	"sockeye/internal/fleet/table"
 )
 
-// Routes adds GET /v1/fleet, GET /v1/health, and POST /v1/fleet/host.
+// Routes adds GET /v1/fleet, GET /v1/fleet/where, GET /v1/health, and POST /v1/fleet/host.
 func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/fleet", func(*http.Request) (any, error) {
 		p, err := d.current()
@@ -30,6 +30,17 @@ func (d *Domain) Routes(r *domain.Router) {
 			return nil, err
 		}
 		return p.status()
+	})
+	r.Get("/v1/fleet/where", func(r *http.Request) (any, error) {
+		addresses, err := api.ParseAddresses(r.URL.Query()["address"])
+		if err != nil {
+			return nil, err
+		}
+		p, err := d.current()
+		if err != nil {
+			return nil, err
+		}
+		return p.where(r.Context(), addresses), nil
 	})
 	r.Get("/v1/health", func(*http.Request) (any, error) { return d.Health(), nil })
 	r.Post("/v1/fleet/host", func(r *http.Request) (any, error) {

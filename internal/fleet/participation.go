@@ -125,7 +125,7 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 			if err != nil {
 				return nil, err
 			}
-			c.Host, c.Log, c.Instance = r, p.log, instance
+			c.Host, c.Log, c.Instance, c.Answer = r, p.log, instance, p.answer
 			return store.OpenEtcd(*c)
 		})
 	} else {

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer/core"
@@ -64,6 +65,15 @@ func (d *Domain) CanServe(selected func(*config.Service) bool) error {
 		}
 	}
 	return nil
+}
+
+// Where returns the slots of addresses by service.
+func (d *Domain) Where(addresses []netip.Addr) (list []api.WhereStatus) {
+	services, _ := d.selectServices("") // cannot fail for all services
+	for _, s := range services {
+		list = append(list, s.where(addresses)...)
+	}
+	return list
 }
 
 // HandOver returns the templates of exporters that leave this host and have a new one since a time, by address, for TakeOver of another host.

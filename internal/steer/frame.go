@@ -25,9 +25,6 @@ func (d *Domain) Frame(frame *api.Frame) error {
 	}
 	for _, s := range services {
 		one, stuck, err := s.frame(frame.Seconds)
-		if err == nil {
-			err = s.learn()
-		}
 		if err != nil {
 			one.Problem = err.Error()
 		}
@@ -39,7 +36,7 @@ func (d *Domain) Frame(frame *api.Frame) error {
 	return nil
 }
 
-// frame returns the service of a frame, with rates since the frame before, seconds ago.
+// frame returns the service of a frame, with rates since the frame before, seconds ago, and updates the learned devices and the drops of members.
 func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveSocket, err error) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -49,12 +46,5 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 	one.Split = s.checks.SplitDevices()
 	one.Waiting, one.NotAdmitted = s.waitingStatus(), s.refusals.List()
 	one.Waiting = one.Waiting[:min(len(one.Waiting), mostWaitingLive)]
-	return one, stuck, nil
-}
-
-// learn updates the learned devices and the drops of members, unless the last updates are recent.
-func (s *service) learn() error {
-	s.Mu.Lock()
-	defer s.Mu.Unlock()
-	return s.traffic.Learn()
+	return one, stuck, s.traffic.Learn()
 }

@@ -3,6 +3,7 @@
 package e2e_test
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -245,6 +246,7 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	if err != nil || !regexp.MustCompile(`fleet main: weight 100 -> 200 +1[4-9]\.\d % of the devices move\n`).MatchString(out) {
 		t.Errorf("plan of another weight: %v: %s%s", err, out, errs)
 	}
+	f.sameSlots()
 	f.set(a, b, "drain")
 	f.await("host b to drain", f.Hosts, labfleet.Shared("a", "c"))
 	if out, _, err := b.Command(t.Context(), "health"); err == nil {
@@ -285,6 +287,37 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 				t.Errorf("host %s reaches host %s by %q, want %q", h.Name, other.Name, other.Path, path)
 			}
 		}
+	}
+}
+
+// sameSlots checks that where on each host tells the same host and slot for a device.
+func (f *fleet) sameSlots() {
+	f.Helper()
+	args := []string{"where", "-o", "json"}
+	for i := range 30 {
+		args = append(args, fmt.Sprintf("10.9.8.%d", i), fmt.Sprintf("fd00::%x", i))
+	}
+	var first []api.WhereStatus
+	hosts := make(map[string]bool)
+	for _, h := range f.Hosts {
+		out, errs, err := h.Command(f.Context(), args...)
+		if err != nil {
+			f.Fatalf("where on host %s: %v: %s", h.Name, err, errs)
+		}
+		var list []api.WhereStatus
+		f.must(json.Unmarshal([]byte(out), &list))
+		for i, w := range list {
+			hosts[w.Host] = true
+			if w.Ready == nil || !*w.Ready || first != nil && (w.Host != first[i].Host || w.Slot != first[i].Slot || w.Bucket != first[i].Bucket) {
+				f.Errorf("where on host %s: %+v; on the first host: %+v", h.Name, w, first)
+			}
+		}
+		if first == nil {
+			first = list
+		}
+	}
+	if len(hosts) != len(f.Hosts) {
+		f.Errorf("the devices are on hosts %v", hosts)
 	}
 }
 

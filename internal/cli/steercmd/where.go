@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -37,11 +38,12 @@ func (c *commands) whereCommand() *cobra.Command {
 		Short: "Show the slots of addresses in the current or another policy",
 		Long: `Where shows the slots of addresses in the table of the running agent. In a
 fleet, the agent also shows the host of each device and the bucket of the device
-in the table of the fleet; only that host shows the slot, and the bucket in the
-table of its service. With --offline, the command reads the pinned table and
-needs no agent. With --plan, the command shows the slots that another policy
-file would assign. With --slots and --nonce, the command computes the slots from
-these values; it needs neither an agent nor pins.`,
+in the table of the fleet. The agent asks the other hosts over etcd for the
+slots of their devices; with a file of hosts, only the host of a device shows
+its slot. With --offline, the command reads the pinned table and needs no agent.
+With --plan, the command shows the slots that another policy file would assign.
+With --slots and --nonce, the command computes the slots from these values; it
+needs neither an agent nor pins.`,
 		Example: `  sockeye where 192.0.2.1 2001:db8::1
   sockeye where --plan new-policy.yaml 192.0.2.1
   sockeye where --slots 8 --nonce 0x5eed 192.0.2.1`,
@@ -75,6 +77,9 @@ these values; it needs neither an agent nor pins.`,
 			q := query()
 			q["address"] = args
 			err = c.Client().Get(cmd.Context(), "/v1/where", q, &list)
+			if slices.ContainsFunc(list, isElsewhere) {
+				c.askHosts(cmd.Context(), args, list)
+			}
 		}
 		if err != nil {
 			return err
@@ -88,6 +93,33 @@ these values; it needs neither an agent nor pins.`,
 	cmd.Flags().BoolVar(&offline, "offline", false, "read the pinned table, which has no names of devices; no agent is needed")
 	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "pin directory, with --offline")
 	return cmd
+}
+
+// isElsewhere reports whether another host of the fleet serves the device of an address.
+func isElsewhere(l api.WhereStatus) bool { return l.Host != "" && l.Ready == nil }
+
+// askHosts completes a list with the slots of devices that other hosts of the fleet serve, or with the reason why they are not known.
+func (c *commands) askHosts(ctx context.Context, addresses []string, list []api.WhereStatus) {
+	var told api.FleetWhere
+	err := c.Client().Get(ctx, "/v1/fleet/where", url.Values{"address": addresses}, &told)
+	for i := range list {
+		l := &list[i]
+		if !isElsewhere(*l) {
+			continue
+		}
+		at := slices.IndexFunc(told.Slots, func(t api.WhereStatus) bool {
+			return t.Host == l.Host && t.Service == l.Service && t.Address == l.Address
+		})
+		switch {
+		case err != nil:
+			l.SlotUnknown = err.Error()
+			continue
+		case at < 0:
+			l.SlotUnknown = told.Silent[l.Host]
+			continue
+		}
+		l.Bucket, l.Slot, l.Pinned, l.Ready = told.Slots[at].Bucket, told.Slots[at].Slot, told.Slots[at].Pinned, told.Slots[at].Ready
+	}
 }
 
 // writeWhere writes the slots of addresses. In a fleet, only the host of a device knows its slot: with hosts, the agent has told
@@ -119,8 +151,8 @@ func writeWhere(w io.Writer, list []api.WhereStatus, hosts bool) {
 			}
 			bucket = command.OrDash(l.Host) + "\t" + fleetBucket + "\t" + bucket
 		}
-		if l.HostUnknown != "" && !slices.Contains(unknown, l.HostUnknown) {
-			unknown = append(unknown, l.HostUnknown)
+		if reason := cmp.Or(l.HostUnknown, l.SlotUnknown); reason != "" && !slices.Contains(unknown, reason) {
+			unknown = append(unknown, reason)
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), bucket, slot, pinned, ready)
 	}

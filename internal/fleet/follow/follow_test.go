@@ -4,6 +4,7 @@ package follow
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -314,6 +315,9 @@ func to(s store.Setting) func(store.Setting) (store.Setting, error) {
 }
 func (f *fixed) Close(bool) error { return nil }
 
+func (f *fixed) Ask(context.Context, string, json.RawMessage) (json.RawMessage, error) {
+	return nil, nil
+}
 func (f *fixed) HandOver(context.Context, string, bool, map[netip.Addr][]byte) error { return nil }
 func (f *fixed) TakeOver(context.Context, bool) ([]map[netip.Addr][]byte, bool, error) {
 	return nil, false, nil

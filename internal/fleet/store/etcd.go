@@ -59,7 +59,10 @@ type EtcdConfig struct {
 	Host Registration
 	// Instance names the registration; another process with the same one continues it. "": a new one.
 	Instance string
-	Log      *slog.Logger
+	// Answer returns the answer of this host to a question of another one. It may be called several times at once; nil: this host does not
+	// answer. A question has at most mostValue bytes; an answer that is nil, or has more than mostAnswer, is not sent.
+	Answer func(question json.RawMessage) json.RawMessage
+	Log    *slog.Logger
 }
 
 // Etcd is a store in etcd.
@@ -77,6 +80,7 @@ type Etcd struct {
 	last         clientv3.LeaseID // of the last session
 	copies       copyLease
 	problem      string // that was logged last
+	questions    questions
 }
 
 // OpenEtcd returns a store in etcd. It connects later, so that an agent starts while no server answers.
@@ -91,7 +95,8 @@ func OpenEtcd(c EtcdConfig) (*Etcd, error) {
 		c.Lease = DefaultLease
 	}
 	return &Etcd{config: c, prefix: "sockeye/" + c.Fleet + "/", instance: cmp.Or(c.Instance, rand.Text()),
-		registration: c.Host, changed: make(chan struct{}, 1)}, nil
+		registration: c.Host, changed: make(chan struct{}, 1),
+		questions: questions{open: make(map[string]chan json.RawMessage), answering: make(chan struct{}, mostAnswering)}}, nil
 }
 
 // Update changes the registration of this host.
@@ -153,6 +158,7 @@ func (e *Etcd) Run(ctx context.Context, snapshots chan *Snapshot) {
 // session reads all keys, registers this host with a lease, and follows the changes until an error.
 func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) error {
 	ctx, cancel := context.WithCancel(clientv3.WithRequireLeader(ctx)) // a server without a quorum is no store
+	defer e.questions.answers.Wait()
 	defer cancel()
 	client, err := e.connect()
 	if err != nil {
@@ -224,6 +230,10 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 					value = []byte{}
 				}
 				key := strings.TrimPrefix(string(event.Kv.Key), e.prefix)
+				if ask, ok := strings.CutPrefix(key, askKeys); ok {
+					e.hear(ctx, client, ask, event.Kv, taken == "")
+					continue
+				}
 				v.set(key, value, event.Kv.ModRevision, event.Kv.Lease != 0)
 				if key == hostKeys+e.config.Host.Name && (value == nil || event.Kv.Lease == 0) { // somebody else has deleted or replaced it
 					register.Reset(0)

@@ -5,6 +5,7 @@ package store
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -179,6 +180,11 @@ func (f *File) Write(context.Context, *Snapshot, *table.Table) error { return Er
 // ChangeSetting returns ErrReadOnly.
 func (f *File) ChangeSetting(context.Context, string, func(Setting) (Setting, error)) error {
 	return ErrReadOnly
+}
+
+// Ask returns ErrNoAnswers.
+func (f *File) Ask(context.Context, string, json.RawMessage) (json.RawMessage, error) {
+	return nil, ErrNoAnswers
 }
 
 // HandOver does nothing: hosts with a file do not move devices one after the other.

@@ -4,6 +4,7 @@ package store
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"net/netip"
 	"sync"
@@ -84,6 +85,14 @@ func (l *Later) ChangeSetting(ctx context.Context, host string, change func(Sett
 		return s.ChangeSetting(ctx, host, change)
 	}
 	return errNotOpen
+}
+
+// Ask asks another host.
+func (l *Later) Ask(ctx context.Context, host string, question json.RawMessage) (json.RawMessage, error) {
+	if s := l.opened(); s != nil {
+		return s.Ask(ctx, host, question)
+	}
+	return nil, errNotOpen
 }
 
 // HandOver keeps the templates of devices for another host.

@@ -9,6 +9,7 @@ package store
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -30,6 +31,8 @@ type Store interface {
 	// ChangeSetting changes what the operator wants of a host. change gets the present setting, and returns the next one. ChangeSetting
 	// calls change again if the setting changes meanwhile, and returns its error.
 	ChangeSetting(ctx context.Context, host string, change func(present Setting) (Setting, error)) error
+	// Ask asks another host, and returns the answer. The error is ErrNoAnswers if the hosts of the store cannot be asked.
+	Ask(ctx context.Context, host string, question json.RawMessage) (answer json.RawMessage, err error)
 	// HandOver keeps the templates of devices for another host, by address, for a minute at most. late is set for templates that are not part
 	// of the preparation of a table: TakeOver returns either those, or the others.
 	HandOver(ctx context.Context, to string, late bool, templates map[netip.Addr][]byte) error
