@@ -135,6 +135,11 @@ func New(ctx context.Context, l *lab.Lab, o Options) (*Fleet, error) {
 			return nil, err
 		}
 	}
+	if o.Daemon != "" {
+		if err := f.settleFRR(ctx, f.vtys[0]); err != nil {
+			return nil, err
+		}
+	}
 	return f, nil
 }
 

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"time"
 
@@ -100,6 +101,22 @@ func (f *Fleet) startFRR(ctx context.Context, n *lab.Namespace, name, configurat
 		return "", fmt.Errorf("configure FRR of %s: %w: %s", name, err, out)
 	}
 	return dir, nil
+}
+
+// client is the line of bgpd in the list of zebra's clients, with the times since its connection and its last message.
+var client = regexp.MustCompile(`(?m)^bgp +(\S+) +(\S+)`)
+
+// settleFRR waits until bgpd has learned the interfaces from zebra. bgpd 8.4 may miss the address of an interface that appears meanwhile, and
+// then closes all sessions at this interface ("nexthop_set failed").
+func (f *Fleet) settleFRR(ctx context.Context, dir string) error {
+	return f.WaitFor(ctx, "the routing daemons of the front router", func() (bool, error) {
+		out, err := exec.CommandContext(ctx, "vtysh", "--vty_socket", dir, "-c", "show zebra client summary").CombinedOutput()
+		if err != nil {
+			return false, fmt.Errorf("vtysh: %w: %s", err, out)
+		}
+		times := client.FindSubmatch(out)
+		return times != nil && string(times[1]) != "00:00:00" && string(times[2]) != "00:00:00", nil
+	})
 }
 
 // startGoBGP starts gobgpd in a namespace, with a configuration.
