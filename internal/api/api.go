@@ -261,14 +261,16 @@ type WhereStatus struct {
 	// HostUnknown is why Host is absent in a fleet: there is no table, or no agent was asked.
 	HostUnknown string `json:"host_unknown,omitempty"`
 	FleetBucket *int   `json:"fleet_bucket,omitempty"` // in the table of the fleet
-	// SlotUnknown is why Ready is absent although Host is another host: Bucket, Slot and Pinned are without a meaning then.
+	// SlotUnknown is why Ready is absent although Host is another host, which tells Bucket, Slot and Pinned: they have no meaning then.
 	SlotUnknown string `json:"slot_unknown,omitempty"`
 }
 
 // FleetWhere is the answer to GET /v1/fleet/where: what other hosts of the fleet tell about their devices.
 type FleetWhere struct {
+	Host   string            `json:"host"` // name of this host
+	Asks   bool              `json:"asks"` // hosts can ask each other: the fleet is not one of a file
 	Slots  []WhereStatus     `json:"slots"`
-	Silent map[string]string `json:"silent"` // why a host did not tell the slots, by host
+	Silent map[string]string `json:"silent"` // why a host did not tell all slots, by host
 }
 
 // Membership is the body of POST /v1/register, /v1/unregister and /v1/run.

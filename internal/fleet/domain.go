@@ -16,7 +16,6 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -107,7 +106,7 @@ type settings struct {
 
 // equal reports whether two settings have the same effect, apart from the contents of the device map.
 func (s *settings) equal(o *settings) bool {
-	return reflect.DeepEqual(s.Fleet, o.Fleet) && s.host == o.host && slices.Equal(s.listeners, o.listeners) && s.devices.Equal(o.devices)
+	return reflect.DeepEqual(s.Fleet, o.Fleet) && s.host == o.host && s.digests.Listeners == o.digests.Listeners && s.devices.Equal(o.devices)
 }
 
 // sharesTable reports whether the table with one of two settings goes on with the other.

@@ -483,7 +483,7 @@ func TestLies(t *testing.T) {
 		t.Errorf("routers: %v", got)
 	}
 	taken := map[netip.Addr]string{h.Addresses[0]: "the services"}
-	if got := conflict(h, taken, nil); got != "host b says that its address is 198.51.100.2, which is that of the services: packets to the host are dropped" {
+	if got := conflict(h, taken, nil); got != "host b says that its address is 198.51.100.2, which is that of the services: packets to the host are dropped; compare the interfaces of the hosts with ADDRESSES" {
 		t.Error(got)
 	}
 	// A new host takes the address of another one. It is the first one by name.
@@ -494,7 +494,7 @@ func TestLies(t *testing.T) {
 		if got := conflict(h, nil, before); got != "" {
 			t.Error(got)
 		}
-		if got := conflict(&thief, nil, before); got != "host a says that its address is 198.51.100.2, which is that of host b: packets to the host are dropped" {
+		if got := conflict(&thief, nil, before); got != "host a says that its address is 198.51.100.2, which is that of host b: packets to the host are dropped; compare the interfaces of the hosts with ADDRESSES" {
 			t.Error(got)
 		}
 	}

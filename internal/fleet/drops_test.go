@@ -14,11 +14,11 @@ import (
 func TestDrops(t *testing.T) {
 	var d drops
 	var counts [forward.Outcomes]uint64
-	now := time.Now()
+	now, flipped := time.Now(), time.Time{}
 	step := func(what string, after time.Duration, want ...string) {
 		t.Helper()
 		now = now.Add(after)
-		got := d.problems(counts, now)
+		got := d.problems(counts, now, flipped)
 		if len(got) != len(want) {
 			t.Fatalf("%s: %q", what, got)
 		}
@@ -38,4 +38,15 @@ func TestDrops(t *testing.T) {
 	step("a loop", 30*time.Second, "(ttl)", "(untrusted)")
 	step("a minute after the stranger", 31*time.Second, "(ttl)")
 	step("a minute after the loop", 30*time.Second)
+
+	// Hosts disagree for a while after each change of the table.
+	flipped = now
+	counts[forward.Disagreed]++
+	step("a move", time.Second)
+	counts[forward.Disagreed]++
+	step("a slow host", 50*time.Second)
+	step("the same table", 10*time.Second)
+	counts[forward.Disagreed]++
+	step("another table", time.Second, "(disagreed)")
+	step("a minute after the packet", time.Minute)
 }

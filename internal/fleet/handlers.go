@@ -40,7 +40,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		if err != nil {
 			return nil, err
 		}
-		return p.where(r.Context(), addresses), nil
+		return p.where(r.Context(), addresses)
 	})
 	r.Get("/v1/health", func(*http.Request) (any, error) { return d.Health(), nil })
 	r.Post("/v1/fleet/host", func(r *http.Request) (any, error) {

@@ -39,7 +39,7 @@ func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	}
 	gauge(descEpoch, float64(s.Epoch))
 	gauge(descConnected, format.Bool(s.Connected))
-	gauge(descLeads, format.Bool(s.Leader == s.Host))
+	gauge(descLeads, format.Bool(p.leads()))
 	gauge(descMoving, float64(s.Moving))
 	gauge(descProblems, float64(len(s.Problems)))
 	gauge(descHealthy, format.Bool(s.Healthy))

@@ -69,6 +69,7 @@ type participation struct {
 	serves       bool  // until the first table, this host serves what reaches it
 	continues    bool  // until the first table, the programs of an earlier version stay, or none if this host serves
 	table        *table.Table
+	flipped      time.Time             // of table
 	unsaved      *table.Table          // table in force that is not in the state directory; nil: none
 	mapping      *placement.Mapping    // hashes of the devices, with the nonce of the table
 	paths        map[string]path       // by host
@@ -85,6 +86,7 @@ type participation struct {
 	ended        bool // path is closed
 	late         late
 	copies       copies
+	asking       asking
 }
 
 // dataPath is what the follower needs of the data path.
@@ -92,7 +94,7 @@ type dataPath participation
 
 // participate opens the data path and the store, and follows the store.
 func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
-	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), late: newLate(), copies: newCopies()}
+	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), late: newLate(), copies: newCopies(), asking: newAsking()}
 	if p.path, err = forward.Open(d.pins()); err != nil {
 		return nil, err
 	}
@@ -350,7 +352,7 @@ func (p *participation) refresh() {
 	if counts, err := p.path.Counts(); err != nil {
 		p.local = append(p.local, err.Error())
 	} else {
-		p.local = append(p.local, p.drops.problems(counts, time.Now())...)
+		p.local = append(p.local, p.drops.problems(counts, time.Now(), p.flipped)...)
 	}
 	if p.table != nil {
 		if paths := p.findPaths(p.table); !reflect.DeepEqual(paths, p.paths) {
@@ -426,6 +428,9 @@ func (p *participation) install(t *table.Table) error {
 		}
 	}
 	flip.After = func() {
+		if p.table == nil || p.table.Epoch != t.Epoch {
+			p.flipped = time.Now()
+		}
 		p.table, p.mapping, p.paths = t, mapping, paths
 		if p.attached == nil {
 			p.attach() // the devices whose connections are closed must not come back to this host
@@ -517,6 +522,8 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		case h.Name == p.self():
 			paths[h.Name] = path{kind: "self"}
 			continue
+		case problem != "" && h.Name == p.settings.host: // the store says that another process has the name
+			paths[h.Name] = path{kind: "none"}
 		case problem != "":
 			paths[h.Name] = path{kind: "none", problem: problem}
 		default:
@@ -584,7 +591,7 @@ func (p *participation) report() {
 	now := p.allProblems()
 	for _, problem := range now {
 		if !slices.Contains(p.problems, problem) {
-			p.log.Warn("fleet", events.FleetProblem, "problem", problem)
+			p.log.Warn("problem of the fleet", events.FleetProblem, "problem", problem)
 		}
 	}
 	if len(now) == 0 && len(p.problems) > 0 {
@@ -608,6 +615,9 @@ func (p *participation) allProblems() []string {
 	if p.state.Snapshot != nil {
 		list = append(list, p.settings.differences(p.state.Hosts)...)
 	}
+	if problem := p.misnamed(); problem != "" {
+		list = append(list, problem)
+	}
 	if p.copies.problem != "" {
 		list = append(list, p.copies.problem)
 	}
@@ -623,6 +633,23 @@ func (p *participation) allProblems() []string {
 		list = append(list[:mostProblems], fmt.Sprintf("and %d further problems", more))
 	}
 	return list
+}
+
+// misnamed returns why this host is not the one that a file of hosts gives its name to, or "". Hosts with etcd say themselves which addresses
+// they have. The caller holds mu.
+func (p *participation) misnamed() string {
+	if p.settings.Etcd != nil || p.table == nil {
+		return ""
+	}
+	self := p.table.Index(p.settings.host)
+	own := ownAddresses(p.nics, p.settings.Addresses)
+	if self == table.None || len(own) == 0 || len(p.table.Hosts[self].Addresses) == 0 {
+		return ""
+	}
+	if slices.ContainsFunc(p.table.Hosts[self].Addresses, func(a netip.Addr) bool { return slices.Contains(own, a) }) {
+		return ""
+	}
+	return fmt.Sprintf("%s says that host %s has the addresses %v, and this host has %v: set host in the policy, or correct the file", p.settings.File, p.settings.host, p.table.Hosts[self].Addresses, own)
 }
 
 // mostSeen is the largest number of hosts that the agent remembers.

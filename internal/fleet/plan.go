@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -55,23 +56,25 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	case after == nil:
 		change.Action = "remove"
 		change.What = "fleet " + before.Name
-		change.Effect = part.leaveEffect()
+		change.Effect = part.leaveEffect() + "; afterwards this host serves what reaches it, so stop the announcement first"
 	default:
 		change.Action = "change"
 		change.What = "fleet " + after.Name
 		if before.Name != after.Name || before.host != after.host {
 			change.What = fmt.Sprintf("fleet %s, as host %s -> fleet %s, as host %s", before.Name, before.host, after.Name, after.host)
 		}
+		if settings := describeSettings(before, after); len(settings) > 0 {
+			change.What += ": " + strings.Join(settings, ", ")
+		}
+		effects := part.differences(after)
 		if before.sharesTable(after) {
-			effects := append(part.differences(after), addressEffects(before, after)...)
 			if before.Weight != after.Weight {
 				effects = append(effects, part.weightEffect(after))
 			}
-			change.What += ": " + strings.Join(describeSettings(before, after), ", ")
-			change.Effect = strings.Join(effects, "; ")
 		} else {
-			change.Effect = part.leaveEffect() + "; this host serves what reaches it until it has the table as host " + after.host
+			effects = append(effects, part.leaveEffect(), "this host serves what reaches it until it has the table as host "+after.host)
 		}
+		change.Effect = strings.Join(append(effects, addressEffects(before, after)...), "; ")
 	}
 	return []domain.Step{{Changes: []api.Change{change}, Apply: func() (func() error, error) {
 		if err := d.change(after); err != nil {
@@ -81,7 +84,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	}}}, nil
 }
 
-// describeSettings returns the settings that differ, one by one. Both are of one fleet and host.
+// describeSettings returns the settings that differ, one by one, but for the names of the fleet and of the host.
 func describeSettings(before, after *settings) (list []string) {
 	note := func(name string, was, is any) {
 		if before, after := fmt.Sprint(was), fmt.Sprint(is); before != after {
@@ -101,14 +104,20 @@ func describeSettings(before, after *settings) (list []string) {
 		note("endpoints", was.Endpoints, is.Endpoints)
 		unnamed("credentials of etcd", was.CA == is.CA && was.Cert == is.Cert && was.Key == is.Key && was.User == is.User && was.PasswordFile == is.PasswordFile)
 	}
-	note("file", before.File, after.File)
+	note("store", before.storeName(), after.storeName())
+	if before.host == after.host {
+		note("host", cmp.Or(before.Host, "(host name)"), cmp.Or(after.Host, "(host name)"))
+	}
 	note("min_hosts", before.MinHosts, after.MinHosts)
 	note("settle", delay(before), delay(after))
 	note("on_host_death", before.OnHostDeath, after.OnHostDeath)
-	unnamed("listeners at the addresses", slices.Equal(before.ports(), after.ports()))
+	unnamed("listeners at the addresses", before.digests.Listeners == after.digests.Listeners || !slices.Equal(before.Addresses, after.Addresses) && slices.Equal(before.ports(), after.ports()))
 	unnamed("device map", before.devices.Equal(after.devices))
 	return list
 }
+
+// storeName returns etcd, or the file of hosts.
+func (s *settings) storeName() string { return cmp.Or(s.File, "etcd") }
 
 // ports returns the protocols and ports of the listeners.
 func (s *settings) ports() (list []string) {
@@ -139,7 +148,7 @@ func (p *participation) leaveEffect() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.table != nil && p.owns() == 0 {
-		return "no device moves: this host has none"
+		return "the others take over no device: this host has none"
 	}
 	return p.settings.leaveEffect()
 }

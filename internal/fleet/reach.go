@@ -179,7 +179,7 @@ func (o *origin) findPath(h *table.Host) path {
 		switch {
 		case !ok:
 		case !slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()):
-			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped",
+			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped (ip neigh shows what the kernel knows)",
 				h.Name, h.MACs, net.HardwareAddr(mac[:]), a)}
 		case o.routers[mac].IsValid():
 			on.problem = fmt.Sprintf("host %s has the MAC address %s, which is that of the router %v: packets that the host forwards count as packets of the router",
@@ -339,7 +339,7 @@ func conflict(h *table.Host, taken, holders map[netip.Addr]string) string {
 			by = "host " + holder
 		}
 		if by != "" {
-			return fmt.Sprintf("host %s says that its address is %s, which is that of %s: packets to the host are dropped", h.Name, a, by)
+			return fmt.Sprintf("host %s says that its address is %s, which is that of %s: packets to the host are dropped; compare the interfaces of the hosts with ADDRESSES", h.Name, a, by)
 		}
 	}
 	return ""

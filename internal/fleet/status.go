@@ -140,14 +140,22 @@ func (p *participation) hostStatus(h *lead.Host, shares []int, newest uint64) ap
 	return one
 }
 
-// owns returns the number of buckets of this host, with those that move to it. The caller holds mu.
+// leads reports whether this host writes the table.
+func (p *participation) leads() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.state.Snapshot != nil && p.state.Leads
+}
+
+// owns returns the number of buckets of this host, with those that move to it, and those that other hosts may still take for its own. The
+// caller holds mu.
 func (p *participation) owns() (n int) {
 	if p.table == nil {
 		return 0
 	}
 	self := p.table.Index(p.self())
 	for b := range table.Buckets {
-		if self != table.None && (p.table.Owner[b] == self || p.table.Next[b] == self) {
+		if self != table.None && (p.table.Owner[b] == self || p.table.Next[b] == self || p.table.Previous[b] == self) {
 			n++
 		}
 	}

@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"os"
 	"regexp"
 	"strings"
 	"testing"
@@ -141,11 +142,27 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 		t.Errorf("%q with the effect %q", what, effect)
 	}
 
+	// The name that the host has anyway, and the order of listeners, which means nothing.
+	name, err := os.Hostname()
+	check(t, err)
+	_, p.settings = in(strings.Replace(text, "host: b, ", "", 1))
+	named, _ := in(strings.Replace(text, "host: b", "host: "+name, 1))
+	if what, _ := plan(named); what != "fleet main: host (host name) -> "+name {
+		t.Errorf("%q", what)
+	}
+	two := strings.Replace(text, "listeners: [", `listeners: [{protocol: udp, address: "[::]:4739"}, `, 1)
+	_, p.settings = in(two)
+	ordered, _ := in(strings.Replace(text, `"[::]:1790"}]`, `"[::]:1790"}, {protocol: udp, address: "[::]:4739"}]`, 1))
+	if steps, err := d.Plan(ordered); err != nil || len(steps) > 0 {
+		t.Errorf("another order of listeners: %+v, %v", steps, err)
+	}
+	p.settings = before
+
 	// Another fleet has another table.
 	other, _ := in(strings.Replace(text, "host: b", "host: c, weight: 200", 1))
 	without := *other
 	without.Fleet = nil
-	if what, effect := plan(other); what != "fleet main, as host b -> fleet main, as host c" ||
+	if what, effect := plan(other); what != "fleet main, as host b -> fleet main, as host c: weight 100 -> 200" ||
 		effect != "the devices of this host move to the others at once; run sockeye host set b drain first, and nothing is lost; this host serves what reaches it until it has the table as host c" {
 		t.Errorf("%q with the effect %q", what, effect)
 	}
@@ -156,7 +173,7 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 	}
 	p.state.Taken = true
 	for _, to := range []*config.Policy{other, &without} {
-		if _, effect := plan(to); !strings.HasPrefix(effect, "no device moves: this host has none") {
+		if _, effect := plan(to); !strings.HasPrefix(effect, "the others take over no device: this host has none; ") {
 			t.Errorf("without a device: %q", effect)
 		}
 	}
@@ -166,6 +183,26 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 	_, p.settings = in(strings.Replace(text, "etcd: {endpoints: [http://127.0.0.1:2379]}", "file: /hosts.yaml", 1))
 	heavier, _ = in(strings.Replace(text, "etcd: {endpoints: [http://127.0.0.1:2379]}", "weight: 200, file: /hosts.yaml", 1))
 	is("^no device moves: the weights are those of /hosts.yaml$")
+}
+
+// TestOwns is that a host has devices until the epoch in which no other host can take it for their owner: until then, routers send to it.
+func TestOwns(t *testing.T) {
+	drained := *snapshot(7).Table
+	p := &participation{settings: &settings{host: "b"}, table: &drained}
+	for i, owner := range drained.Owner {
+		if owner == 1 {
+			drained.Owner[i] = 0
+		}
+	}
+	if n := p.owns(); n != 0 {
+		t.Errorf("%d buckets of a drained host", n)
+	}
+	for column, name := range map[*table.Column]string{&drained.Next: "that comes to the host", &drained.Previous: "that has left it in this epoch"} {
+		if column[5] = 1; p.owns() != 1 {
+			t.Errorf("%d buckets with one %s", p.owns(), name)
+		}
+		column[5] = table.None
+	}
 }
 
 // TestHostsOfTable is that the hosts of the table in force are shown before the store has told their states.

@@ -6,20 +6,29 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
 	"sync"
+	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/fault"
 	"sockeye/internal/fleet/store"
 )
 
 const (
-	// mostAskedAddresses is the number of addresses in one question: the largest one fits into a value of the store.
+	// mostWhere is the number of addresses in one request.
+	mostWhere = 1000
+	// mostAskedAddresses is the number of addresses in one question: it fits into a value of the store.
 	mostAskedAddresses = 50
-	// mostAskedHosts is the number of questions that wait for their answers at the same time.
+	// mostAskedHosts is the number of hosts that are asked at the same time.
 	mostAskedHosts = 16
+	// A host asks askBurst questions at once, and then one in askPause. Each one adds some kilobytes to the history of etcd.
+	askBurst, askPause = 50, 100 * time.Millisecond
+	// whereTime is the longest time for all hosts to answer.
+	whereTime = 10 * time.Second
 )
 
 // question is what a host asks another one: the slots of devices.
@@ -27,55 +36,135 @@ type question struct {
 	Where []netip.Addr `json:"where"`
 }
 
+// told is one entry of the answer: a slot of a device of the host that answers.
+type told struct {
+	Service string     `json:"service"`
+	Address netip.Addr `json:"address"`
+	Bucket  int        `json:"bucket"`
+	Slot    int        `json:"slot"`
+	Pinned  bool       `json:"pinned,omitempty"`
+	Ready   bool       `json:"ready,omitempty"`
+}
+
+// asking is what limits the questions of this host.
+type asking struct {
+	hosts chan struct{} // a semaphore
+
+	mu   sync.Mutex
+	free time.Time // the questions before this time are used up
+}
+
+func newAsking() asking { return asking{hosts: make(chan struct{}, mostAskedHosts)} }
+
+// pace waits until this host may ask.
+func (a *asking) pace(ctx context.Context) error {
+	a.mu.Lock()
+	now := time.Now()
+	if earliest := now.Add(-askBurst * askPause); a.free.Before(earliest) {
+		a.free = earliest
+	}
+	a.free = a.free.Add(askPause)
+	wait := a.free.Sub(now)
+	a.mu.Unlock()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(max(0, wait)):
+		return nil
+	}
+}
+
 // where returns the slots of those addresses whose devices other hosts serve, as these hosts tell them, and the hosts that did not tell
 // them, with the reasons.
-func (p *participation) where(ctx context.Context, addresses []netip.Addr) *api.FleetWhere {
-	answer := &api.FleetWhere{Slots: []api.WhereStatus{}, Silent: make(map[string]string)}
+func (p *participation) where(ctx context.Context, addresses []netip.Addr) (*api.FleetWhere, error) {
+	if len(addresses) > mostWhere {
+		return nil, fault.Usage(fmt.Errorf("%d addresses, at most %d are possible", len(addresses), mostWhere), "ask for fewer at once")
+	}
+	answer := &api.FleetWhere{Slots: []api.WhereStatus{}, Silent: make(map[string]string), Asks: p.settings.Etcd != nil}
+	byHost, dead, connected := p.elsewhere(addresses)
+	answer.Host = p.settings.host
+	ctx, cancel := context.WithTimeout(ctx, whereTime)
+	defer cancel()
 	var (
 		mu   sync.Mutex
 		wait sync.WaitGroup
 	)
-	places := make(chan struct{}, mostAskedHosts)
-	byHost := p.elsewhere(addresses)
 	for _, host := range slices.Sorted(maps.Keys(byHost)) {
-		for some := range slices.Chunk(byHost[host], mostAskedAddresses) {
-			wait.Go(func() {
-				places <- struct{}{}
-				defer func() { <-places }()
-				slots, err := p.ask(ctx, host, some)
-				mu.Lock()
-				defer mu.Unlock()
-				if err != nil && !errors.Is(err, store.ErrNoAnswers) {
-					answer.Silent[host] = err.Error()
-				}
-				answer.Slots = append(answer.Slots, slots...)
-			})
+		switch {
+		case !answer.Asks:
+			continue
+		case !connected:
+			answer.Silent[host] = "etcd does not answer: the slot is known on host " + host
+			continue
+		case dead[host]:
+			answer.Silent[host] = "host " + host + " is dead"
+			continue
 		}
+		wait.Go(func() {
+			slots, err := p.askAll(ctx, host, byHost[host])
+			mu.Lock()
+			defer mu.Unlock()
+			answer.Slots = append(answer.Slots, slots...)
+			if err != nil {
+				answer.Silent[host] = err.Error()
+			}
+		})
 	}
 	wait.Wait()
-	return answer
+	return answer, nil
 }
 
-// elsewhere returns the addresses whose devices other hosts serve, by host.
-func (p *participation) elsewhere(addresses []netip.Addr) map[string][]netip.Addr {
+// elsewhere returns the addresses whose devices other hosts serve, by host, with the hosts that are dead, and whether the store answers.
+func (p *participation) elsewhere(addresses []netip.Addr) (byHost map[string][]netip.Addr, dead map[string]bool, connected bool) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
-	byHost := make(map[string][]netip.Addr)
-	if p.table == nil {
-		return byHost
+	t, mapping, self := p.table, p.mapping, p.self()
+	dead = make(map[string]bool)
+	if p.state.Snapshot != nil {
+		connected = p.state.Connected
+		for i := range p.state.Hosts {
+			h := &p.state.Hosts[i]
+			dead[h.Name] = !h.Alive && !h.Unknown
+		}
 	}
-	host := hostOf(p.table, p.mapping, p.self())
+	p.mu.Unlock()
+	byHost = make(map[string][]netip.Addr)
+	if t == nil {
+		return byHost, dead, connected
+	}
+	host, seen := hostOf(t, mapping, self), make(map[netip.Addr]bool)
 	for _, a := range addresses {
 		a = a.Unmap().WithZone("")
-		if name, _, here := host(a); name != "" && !here && !slices.Contains(byHost[name], a) {
+		if name, _, _ := host(a); name != "" && name != self && !seen[a] {
+			seen[a] = true
 			byHost[name] = append(byHost[name], a)
 		}
 	}
-	return byHost
+	return byHost, dead, connected
+}
+
+// askAll asks a host for the slots of addresses, some at a time. With an error, slots are those that the host has told before.
+func (p *participation) askAll(ctx context.Context, host string, addresses []netip.Addr) (slots []api.WhereStatus, err error) {
+	select {
+	case p.asking.hosts <- struct{}{}:
+		defer func() { <-p.asking.hosts }()
+	case <-ctx.Done():
+		return nil, fmt.Errorf("host %s was not asked within %v", host, whereTime)
+	}
+	for some := range slices.Chunk(addresses, mostAskedAddresses) {
+		if err := p.asking.pace(ctx); err != nil {
+			return slots, fmt.Errorf("host %s was not asked for all addresses within %v", host, whereTime)
+		}
+		more, err := p.ask(ctx, host, some)
+		if err != nil {
+			return slots, err
+		}
+		slots = append(slots, more...)
+	}
+	return slots, nil
 }
 
 // ask asks a host for the slots of addresses.
-func (p *participation) ask(ctx context.Context, host string, addresses []netip.Addr) ([]api.WhereStatus, error) {
+func (p *participation) ask(ctx context.Context, host string, addresses []netip.Addr) (slots []api.WhereStatus, err error) {
 	asked, err := json.Marshal(question{Where: addresses})
 	if err != nil {
 		return nil, err
@@ -84,13 +173,16 @@ func (p *participation) ask(ctx context.Context, host string, addresses []netip.
 	if err != nil {
 		return nil, err
 	}
-	var slots []api.WhereStatus
-	if json.Unmarshal(answer, &slots) != nil {
+	var list []told
+	if json.Unmarshal(answer, &list) != nil {
 		return nil, errors.New("host " + host + " has answered something else")
 	}
-	return slices.DeleteFunc(slots, func(w api.WhereStatus) bool {
-		return w.Host != host || w.Ready == nil || !slices.Contains(addresses, w.Address)
-	}), nil
+	for _, l := range list {
+		if slices.Contains(addresses, l.Address) {
+			slots = append(slots, api.WhereStatus{Host: host, Service: l.Service, Address: l.Address, Bucket: l.Bucket, Slot: l.Slot, Pinned: l.Pinned, Ready: &l.Ready})
+		}
+	}
+	return slots, nil
 }
 
 // answer answers the question of another host with the slots of those devices that this host serves.
@@ -99,10 +191,20 @@ func (p *participation) answer(asked json.RawMessage) json.RawMessage {
 	if json.Unmarshal(asked, &q) != nil || len(q.Where) > mostAskedAddresses || slices.ContainsFunc(q.Where, func(a netip.Addr) bool { return !a.IsValid() }) {
 		return nil
 	}
-	slots := slices.DeleteFunc(p.services.Where(q.Where), func(w api.WhereStatus) bool { return w.Host != p.settings.host || w.Ready == nil })
-	answer, err := json.Marshal(slots)
-	if err != nil {
-		return nil
+	list := []told{}
+	for _, w := range p.services.Where(q.Where) {
+		if w.Host == p.settings.host && w.Ready != nil {
+			list = append(list, told{w.Service, w.Address, w.Bucket, w.Slot, w.Pinned, *w.Ready})
+		}
 	}
-	return answer
+	for {
+		answer, err := json.Marshal(list)
+		if err != nil {
+			return nil
+		}
+		if len(answer) <= store.MostAnswer {
+			return answer
+		}
+		list = list[:len(list)/2] // the other host says that it does not know the rest
+	}
 }

@@ -300,20 +300,32 @@ func (f *fleet) sameSlots() {
 	var first []api.WhereStatus
 	hosts := make(map[string]bool)
 	for _, h := range f.Hosts {
-		out, errs, err := h.Command(f.Context(), args...)
-		if err != nil {
-			f.Fatalf("where on host %s: %v: %s", h.Name, err, errs)
-		}
 		var list []api.WhereStatus
-		f.must(json.Unmarshal([]byte(out), &list))
-		for i, w := range list {
-			hosts[w.Host] = true
-			if w.Ready == nil || !*w.Ready || first != nil && (w.Host != first[i].Host || w.Slot != first[i].Slot || w.Bucket != first[i].Bucket) {
-				f.Errorf("where on host %s: %+v; on the first host: %+v", h.Name, w, first)
+		f.host.eventually("the slots, on host "+h.Name, func() error { // a busy host may not answer in time
+			out, errs, err := h.Command(f.Context(), args...)
+			if err != nil {
+				return fmt.Errorf("%w: %s", err, errs)
 			}
-		}
+			list = nil
+			if err := json.Unmarshal([]byte(out), &list); err != nil {
+				return err
+			}
+			if i := slices.IndexFunc(list, func(w api.WhereStatus) bool { return w.Ready == nil }); i >= 0 {
+				return fmt.Errorf("%+v", list[i])
+			}
+			return nil
+		})
 		if first == nil {
 			first = list
+		}
+		if len(list) != len(first) || len(list) == 0 {
+			f.Fatalf("where on host %s has %d lines, and %d on the first host", h.Name, len(list), len(first))
+		}
+		for i, w := range list {
+			hosts[w.Host] = true
+			if !*w.Ready || w.Host != first[i].Host || w.Slot != first[i].Slot || w.Bucket != first[i].Bucket {
+				f.Errorf("where on host %s: %+v; on the first host: %+v", h.Name, w, first[i])
+			}
 		}
 	}
 	if len(hosts) != len(f.Hosts) {

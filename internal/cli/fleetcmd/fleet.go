@@ -42,7 +42,7 @@ packets to the services that this host has received, by outcome:
   disagreed      another host sent the packet here in error; it was served
 
 Packets that no host can serve are dropped: no_table, no_owner, ttl,
-unreachable, and from the tunnel untrusted.`,
+unreachable; and those of strangers: untrusted.`,
 		Args: command.Arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var s api.FleetStatus

@@ -77,7 +77,7 @@ needs neither an agent nor pins.`,
 			q := query()
 			q["address"] = args
 			err = c.Client().Get(cmd.Context(), "/v1/where", q, &list)
-			if slices.ContainsFunc(list, isElsewhere) {
+			if slices.ContainsFunc(list, func(l api.WhereStatus) bool { return l.Host != "" }) {
 				c.askHosts(cmd.Context(), args, list)
 			}
 		}
@@ -95,30 +95,30 @@ needs neither an agent nor pins.`,
 	return cmd
 }
 
-// isElsewhere reports whether another host of the fleet serves the device of an address.
-func isElsewhere(l api.WhereStatus) bool { return l.Host != "" && l.Ready == nil }
-
 // askHosts completes a list with the slots of devices that other hosts of the fleet serve, or with the reason why they are not known.
 func (c *commands) askHosts(ctx context.Context, addresses []string, list []api.WhereStatus) {
-	var told api.FleetWhere
-	err := c.Client().Get(ctx, "/v1/fleet/where", url.Values{"address": addresses}, &told)
+	var answer api.FleetWhere
+	err := c.Client().Get(ctx, "/v1/fleet/where", url.Values{"address": addresses}, &answer)
 	for i := range list {
 		l := &list[i]
-		if !isElsewhere(*l) {
+		if l.Host == "" || err == nil && l.Host == answer.Host || err != nil && l.Ready != nil {
 			continue
 		}
-		at := slices.IndexFunc(told.Slots, func(t api.WhereStatus) bool {
+		at := slices.IndexFunc(answer.Slots, func(t api.WhereStatus) bool {
 			return t.Host == l.Host && t.Service == l.Service && t.Address == l.Address
 		})
+		if at >= 0 {
+			told := &answer.Slots[at]
+			l.Bucket, l.Slot, l.Pinned, l.Ready = told.Bucket, told.Slot, told.Pinned, told.Ready
+			continue
+		}
+		l.Ready = nil // of this host, if the device comes to it now
 		switch {
 		case err != nil:
 			l.SlotUnknown = err.Error()
-			continue
-		case at < 0:
-			l.SlotUnknown = told.Silent[l.Host]
-			continue
+		case answer.Asks:
+			l.SlotUnknown = cmp.Or(answer.Silent[l.Host], "host "+l.Host+" has not told the slot: it has another table of the fleet now, or not the service")
 		}
-		l.Bucket, l.Slot, l.Pinned, l.Ready = told.Slots[at].Bucket, told.Slots[at].Slot, told.Slots[at].Pinned, told.Slots[at].Ready
 	}
 }
 

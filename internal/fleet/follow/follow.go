@@ -257,10 +257,10 @@ func (f *Follower) apply(ctx context.Context, s *store.Snapshot) (postponed time
 		return 0, nil
 	case f.applied != nil && t.Nonce != f.applied.Nonce:
 		f.update(func(r *store.Registration) { r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared = true, 0, 0, 0, 0 })
-		return 0, refusedError("the table in the store has another nonce than the one in force: it belongs to another fleet")
+		return 0, refusedError("the table in the store has another nonce than the one in force: it belongs to another fleet (see Troubleshooting in docs/fleet.md)")
 	case f.applied != nil && t.Epoch < f.applied.Epoch:
 		f.update(func(r *store.Registration) { r.Refuses = true })
-		return 0, refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored", t.Epoch, f.applied.Epoch))
+		return 0, refusedError(fmt.Sprintf("the table in the store has epoch %d, and epoch %d is in force: an earlier state of the store was restored, or its file needs a higher epoch", t.Epoch, f.applied.Epoch))
 	}
 	if f.applied != nil && t.Epoch == f.applied.Epoch && !t.Equal(f.applied) {
 		f.update(func(r *store.Registration) { r.Refuses = true })

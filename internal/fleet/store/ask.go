@@ -23,11 +23,13 @@ const (
 	askKeys = "asks/"
 	// askLease is the lease of a question in seconds. Servers of etcd with the default election timeout grant 2 s at least.
 	askLease = 2
-	// mostAnswer is the size of the largest answer in bytes; a question has mostValue.
-	mostAnswer = 64 << 10
-	// mostAnswering is the number of questions that a host answers at the same time. Whoever can write to etcd can ask; further questions
-	// are not answered.
-	mostAnswering = 4
+	// MostQuestion and MostAnswer are the sizes of the largest question and answer in bytes.
+	MostQuestion, MostAnswer = 4000, 32 << 10
+	// mostAsked is the size of the largest value of a key, with the frame around the question or the answer.
+	mostAsked = MostAnswer + 100
+	// mostAnswering is the number of questions that a host answers at the same time, and mostWaiting the number of those that wait for it.
+	// Whoever can write to etcd can ask; further questions are not answered.
+	mostAnswering, mostWaiting = 4, 64
 )
 
 // ErrNoAnswers is the error of a store whose hosts cannot be asked.
@@ -41,9 +43,14 @@ type asked struct {
 
 // questions are those of this host, and those that it answers.
 type questions struct {
-	open      map[string]chan json.RawMessage // by ID; guarded by mu of Etcd
-	answering chan struct{}                   // a semaphore
-	answers   sync.WaitGroup
+	open    map[string]chan json.RawMessage // by ID; guarded by mu of Etcd
+	waiting chan struct{}                   // a semaphore, with those that are answered
+	running chan struct{}                   // another one
+	answers sync.WaitGroup
+}
+
+func newQuestions() questions {
+	return questions{open: make(map[string]chan json.RawMessage), waiting: make(chan struct{}, mostWaiting), running: make(chan struct{}, mostAnswering)}
 }
 
 // Ask asks another host, and returns the answer. Whoever can write to etcd can answer.
@@ -53,10 +60,9 @@ func (e *Etcd) Ask(ctx context.Context, host string, question json.RawMessage) (
 		return nil, err
 	}
 	value, err := json.Marshal(asked{Question: question})
-	if err != nil {
-		return nil, err
+	if err == nil && len(question) > MostQuestion {
+		err = fmt.Errorf("a question of %d bytes, at most %d", len(question), MostQuestion)
 	}
-	client, err := e.connect()
 	if err != nil {
 		return nil, err
 	}
@@ -64,6 +70,7 @@ func (e *Etcd) Ask(ctx context.Context, host string, question json.RawMessage) (
 	defer cancel()
 	id, answer := rand.Text(), make(chan json.RawMessage, 1)
 	e.mu.Lock()
+	client := e.client
 	e.questions.open[id] = answer
 	e.mu.Unlock()
 	defer func() {
@@ -71,13 +78,26 @@ func (e *Etcd) Ask(ctx context.Context, host string, question json.RawMessage) (
 		defer e.mu.Unlock()
 		delete(e.questions.open, id)
 	}()
+	if client == nil {
+		return nil, errors.New("not connected to etcd")
+	}
+	failed := func(err error) error {
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			err = fmt.Errorf("etcd has not answered within %v", requestTimeout)
+		}
+		return fmt.Errorf("ask host %s: %w", host, err)
+	}
 	lease, err := client.Grant(ctx, askLease)
 	if err != nil {
-		return nil, fmt.Errorf("ask host %s: %w", host, err)
+		return nil, failed(err)
 	}
-	defer func() { _, _ = client.Revoke(context.WithoutCancel(ctx), lease.ID) }() // otherwise the lease expires
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), requestTimeout)
+		defer cancel()
+		_, _ = client.Revoke(ctx, lease.ID) // otherwise the lease expires
+	}()
 	if _, err := client.Put(ctx, e.prefix+askKeys+host+"/"+id, string(value), clientv3.WithLease(lease.ID)); err != nil {
-		return nil, fmt.Errorf("ask host %s: %w", host, err)
+		return nil, failed(err)
 	}
 	select {
 	case a := <-answer:
@@ -87,38 +107,50 @@ func (e *Etcd) Ask(ctx context.Context, host string, question json.RawMessage) (
 	}
 }
 
-// hear looks at a question or an answer. ask is HOST/ID. With registered, this host has its name for itself, and answers.
+// hear looks at a question or an answer, which may be of other hosts. ask is HOST/ID. With registered, this host has its name for itself, and
+// answers.
 func (e *Etcd) hear(ctx context.Context, client *clientv3.Client, ask string, kv *mvccpb.KeyValue, registered bool) {
-	var a asked
-	if len(kv.Value) > mostAnswer || json.Unmarshal(kv.Value, &a) != nil { // or the key was removed
-		return
-	}
 	host, id, _ := strings.Cut(ask, "/")
-	switch {
-	case a.Answer != nil:
-		e.mu.Lock()
-		answer := e.questions.open[id]
-		delete(e.questions.open, id)
-		e.mu.Unlock()
-		if answer != nil {
-			answer <- a.Answer
-		}
-		return
-	case a.Question == nil, kv.Lease == 0, host != e.config.Host.Name, !registered, e.config.Answer == nil, len(kv.Value) > mostValue:
+	e.mu.Lock()
+	answer := e.questions.open[id]
+	e.mu.Unlock()
+	mine := host == e.config.Host.Name && registered && e.config.Answer != nil && kv.Lease != 0
+	var a asked
+	if !mine && answer == nil || len(kv.Value) > mostAsked || json.Unmarshal(kv.Value, &a) != nil { // or the key was removed
 		return
 	}
+	switch {
+	case a.Answer != nil && answer != nil:
+		select {
+		case answer <- a.Answer:
+		default: // answered
+		}
+	case a.Answer == nil && mine && a.Question != nil && len(a.Question) <= MostQuestion:
+		e.answer(ctx, client, kv, a.Question)
+	}
+}
+
+// answer answers a question, unless too many wait.
+func (e *Etcd) answer(ctx context.Context, client *clientv3.Client, kv *mvccpb.KeyValue, question json.RawMessage) {
+	q := &e.questions
 	select {
-	case e.questions.answering <- struct{}{}:
+	case q.waiting <- struct{}{}:
 	default:
 		return
 	}
-	e.questions.answers.Go(func() {
-		defer func() { <-e.questions.answering }()
+	q.answers.Go(func() {
+		defer func() { <-q.waiting }()
 		ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 		defer cancel()
-		answer := e.config.Answer(a.Question)
+		select {
+		case q.running <- struct{}{}:
+			defer func() { <-q.running }()
+		case <-ctx.Done():
+			return
+		}
+		answer := e.config.Answer(question)
 		value, err := json.Marshal(asked{Answer: answer})
-		if answer == nil || err != nil || len(value) > mostAnswer {
+		if answer == nil || err != nil || len(answer) > MostAnswer {
 			return
 		}
 		key := string(kv.Key)

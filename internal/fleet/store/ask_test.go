@@ -7,7 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"sync/atomic"
+	"sync"
 	"testing"
 	"time"
 
@@ -16,111 +16,142 @@ import (
 	"sockeye/internal/testenv"
 )
 
+// answerer answers questions, and counts them.
+type answerer struct {
+	name  string
+	mu    sync.Mutex
+	asked map[string]int
+}
+
+func (a *answerer) set(c *EtcdConfig) { c.Answer = a.answer }
+
+func (a *answerer) answer(question json.RawMessage) json.RawMessage {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.asked[string(question)]++
+	switch string(question) {
+	case `"large"`:
+		return json.RawMessage(`"` + strings.Repeat("x", MostAnswer) + `"`)
+	case `"none"`:
+		return nil
+	}
+	return json.RawMessage(fmt.Sprintf(`{"to":%s,"by":%q}`, question, a.name))
+}
+
+func (a *answerer) count(question string) int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.asked[question]
+}
+
+// asks asks until there is an answer, and checks the answer: a busy host may not answer in time.
+func (m *member) asks(host, question, want string) {
+	m.t.Helper()
+	for begun := time.Now(); ; {
+		answer, err := m.Ask(m.t.Context(), host, json.RawMessage(question))
+		switch {
+		case err == nil && string(answer) == want:
+			return
+		case err == nil:
+			m.t.Fatalf("host %s has answered %s, want %s", host, answer, want)
+		case time.Since(begun) > patience:
+			m.t.Fatal(err)
+		}
+	}
+}
+
 // TestAsk lets hosts ask each other: each answer belongs to its question, a host that does not answer is named, and no key is left.
 func TestAsk(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2320)
-	var asked atomic.Int32
-	answers := func(c *EtcdConfig) {
-		c.Answer = func(question json.RawMessage) json.RawMessage {
-			asked.Add(1)
-			switch string(question) {
-			case `"large"`:
-				return json.RawMessage(`"` + strings.Repeat("x", mostAnswer) + `"`)
-			case `"none"`:
-				return nil
-			}
-			return json.RawMessage(fmt.Sprintf(`{"to":%s,"by":%q}`, question, c.Host.Name))
-		}
-	}
-	a, b := join(t, endpoints, "a"), join(t, endpoints, "b", answers)
+	_, endpoints := startCluster(t, 1)
+	one, two := &answerer{name: "one", asked: make(map[string]int)}, &answerer{name: "two", asked: make(map[string]int)}
+	a, b := join(t, endpoints, "a"), join(t, endpoints, "b", one.set)
 	a.awaitAlive("a b")
+	b.awaitAlive("a b")
 	for i := range 10 {
 		question := fmt.Sprintf(`"question %d"`, i)
-		if answer, err := a.Ask(t.Context(), "b", json.RawMessage(question)); err != nil || string(answer) != `{"to":`+question+`,"by":"b"}` {
+		a.asks("b", question, `{"to":`+question+`,"by":"one"}`)
+	}
+	b.asks("b", `1`, `{"to":1,"by":"one"}`) // itself
+	for _, silent := range []struct{ host, question string }{{"a", `2`}, {"c", `2`}, {"b", `"large"`}, {"b", `"none"`}} {
+		if answer, err := b.Ask(t.Context(), silent.host, json.RawMessage(silent.question)); err == nil || !strings.HasSuffix(err.Error(), " has not answered within 2s") {
 			t.Errorf("%s, %v", answer, err)
 		}
-	}
-	// A question that was asked of itself, and those that nobody answers.
-	if answer, err := b.Ask(t.Context(), "b", json.RawMessage(`1`)); err != nil || string(answer) != `{"to":1,"by":"b"}` {
-		t.Errorf("%s, %v", answer, err)
-	}
-	for _, silent := range []struct{ host, question string }{{"a", `1`}, {"c", `1`}, {"b", `"large"`}, {"b", `"none"`}, {"b", `"` + strings.Repeat("x", mostValue) + `"`}} {
-		if answer, err := b.Ask(t.Context(), silent.host, json.RawMessage(silent.question)); err == nil || err.Error() != "host "+silent.host+" has not answered within 2s" {
-			t.Errorf("%s, %v", answer, err)
+		if n := one.count(silent.question); n > 1 || n > 0 && silent.host != "b" {
+			t.Errorf("host b was asked %s %d times", silent.question, n)
 		}
 	}
-	if _, err := a.Ask(t.Context(), "b/c", json.RawMessage(`1`)); err == nil {
-		t.Error("a host with a slash in its name was asked")
+	for host, question := range map[string]string{"b": `"` + strings.Repeat("x", MostQuestion) + `"`, "b/c": `3`} {
+		if _, err := a.Ask(t.Context(), host, json.RawMessage(question)); err == nil {
+			t.Errorf("host %s was asked a question of %d bytes", host, len(question))
+		}
 	}
-	if n := asked.Load(); n != 13 {
-		t.Errorf("host b was asked %d times", n)
-	}
-	// A second host of the name does not answer, and rubbish does no harm.
-	second := join(t, endpoints, "b", answers, func(c *EtcdConfig) { c.Instance = "second" })
-	second.await("the name to be taken", func(s *Snapshot) bool { return s.Taken })
 	client := raw(t, endpoints)
-	for key, value := range map[string]string{"b/x": "rubbish", "b": "{}", "": "{}", "b/y": `{"answer":1}`, "b/z": `{"question":{"where":["x"]}}`} {
+	if left, err := client.Get(t.Context(), a.prefix+askKeys, clientv3.WithPrefix()); err != nil || left.Count > 0 {
+		t.Errorf("%d questions are left: %v, %v", left.Count, left.Kvs, err)
+	}
+
+	// A second host of the name does not answer, nor does anybody to rubbish.
+	second := join(t, endpoints, "b", two.set, func(c *EtcdConfig) { c.Instance = "second" })
+	second.await("the name to be taken", func(s *Snapshot) bool { return s.Taken })
+	for key, value := range map[string]string{"b/x": "rubbish", "b": "{}", "": "{}", "b/y": `{"answer":1}`, "b/z": `{"question":4}`} {
 		if _, err := client.Put(t.Context(), a.prefix+askKeys+key, value); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if answer, err := a.Ask(t.Context(), "b", json.RawMessage(`2`)); err != nil || string(answer) != `{"to":2,"by":"b"}` {
-		t.Errorf("%s, %v", answer, err)
-	}
-	if n := asked.Load(); n != 14 {
-		t.Errorf("host b was asked %d times", n)
+	a.asks("b", `5`, `{"to":5,"by":"one"}`)
+	if len(two.asked)+one.count("4")+one.count("") > 0 {
+		t.Errorf("host b has answered rubbish, or with a name that another host has: %v %v", one.asked, two.asked)
 	}
 	b.leave()
 	second.await("the name", func(s *Snapshot) bool { return !s.Taken })
-	if answer, err := a.Ask(t.Context(), "b", json.RawMessage(`3`)); err != nil || string(answer) != `{"to":3,"by":"b"}` {
-		t.Errorf("%s, %v", answer, err)
-	}
-	if _, err := client.Delete(t.Context(), a.prefix+askKeys+"b", clientv3.WithPrefix()); err != nil { // the rubbish
-		t.Fatal(err)
-	}
-	testenv.Within(t, "no question", func() bool {
-		left, err := client.Get(t.Context(), a.prefix+askKeys+"b", clientv3.WithPrefix(), clientv3.WithCountOnly())
-		return err == nil && left.Count == 0
-	})
+	a.asks("b", `6`, `{"to":6,"by":"two"}`)
 }
 
-// TestBusyWithQuestions is that a host that answers mostAnswering questions leaves further ones without an answer.
+// TestBusyWithQuestions is that a host answers some questions at the same time, lets some wait, and goes on with the rest of its work.
 func TestBusyWithQuestions(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2325)
-	started, end := make(chan struct{}, 2*mostAnswering), make(chan struct{})
+	_, endpoints := startCluster(t, 1)
+	var running, most int
+	var mu sync.Mutex
+	end := make(chan struct{})
+	release := sync.OnceFunc(func() { close(end) })
 	a := join(t, endpoints, "a")
-	join(t, endpoints, "b", func(c *EtcdConfig) {
+	b := join(t, endpoints, "b", func(c *EtcdConfig) {
 		c.Answer = func(json.RawMessage) json.RawMessage {
-			started <- struct{}{}
+			mu.Lock()
+			running++
+			most = max(most, running)
+			mu.Unlock()
 			<-end
+			mu.Lock()
+			running--
+			mu.Unlock()
 			return json.RawMessage(`1`)
 		}
 	})
+	t.Cleanup(release) // before host b stops
 	a.awaitAlive("a b")
-	failed := make(chan error, mostAnswering)
-	for range mostAnswering {
-		go func() { _, err := a.Ask(t.Context(), "b", json.RawMessage(`1`)); failed <- err }()
+	client := raw(t, endpoints)
+	lease, err := client.Grant(t.Context(), 60)
+	if err != nil {
+		t.Fatal(err)
 	}
-	for range mostAnswering {
-		<-started
-	}
-	begun := time.Now()
-	if _, err := a.Ask(t.Context(), "b", json.RawMessage(`1`)); err == nil {
-		t.Error("a busy host has answered")
-	}
-	if len(started) > 0 {
-		t.Errorf("%d questions more after %v", len(started), time.Since(begun))
-	}
-	close(end)
-	for range mostAnswering {
-		if err := <-failed; err != nil {
-			t.Logf("a question that waited for the busy host: %v", err)
+	for i := range 2 * mostWaiting { // questions of which nobody waits for the answer
+		if _, err := client.Put(t.Context(), fmt.Sprintf("%s%sb/%d", a.prefix, askKeys, i), `{"question":1}`, clientv3.WithLease(lease.ID)); err != nil {
+			t.Fatal(err)
 		}
 	}
-	if _, err := a.Ask(t.Context(), "b", json.RawMessage(`1`)); err != nil {
-		t.Errorf("afterwards: %v", err)
+	testenv.Within(t, "as many questions as a host answers", func() bool { mu.Lock(); defer mu.Unlock(); return running == mostAnswering })
+	setting := Setting{Weight: 7}
+	if err := a.ChangeSetting(t.Context(), "a", func(Setting) (Setting, error) { return setting, nil }); err != nil {
+		t.Fatal(err)
+	}
+	b.await("the weight of host a", func(s *Snapshot) bool { return len(s.Hosts) == 2 && s.Hosts[0].Weight == 7 })
+	release()
+	a.asks("b", `1`, `1`)
+	if most != mostAnswering {
+		t.Errorf("%d questions at the same time", most)
 	}
 	if _, err := (&File{}).Ask(t.Context(), "b", nil); !errors.Is(err, ErrNoAnswers) {
 		t.Errorf("with a file: %v", err)

@@ -60,7 +60,7 @@ type EtcdConfig struct {
 	// Instance names the registration; another process with the same one continues it. "": a new one.
 	Instance string
 	// Answer returns the answer of this host to a question of another one. It may be called several times at once; nil: this host does not
-	// answer. A question has at most mostValue bytes; an answer that is nil, or has more than mostAnswer, is not sent.
+	// answer. A question has at most MostQuestion bytes; an answer that is nil, or has more than MostAnswer, is not sent.
 	Answer func(question json.RawMessage) json.RawMessage
 	Log    *slog.Logger
 }
@@ -96,7 +96,7 @@ func OpenEtcd(c EtcdConfig) (*Etcd, error) {
 	}
 	return &Etcd{config: c, prefix: "sockeye/" + c.Fleet + "/", instance: cmp.Or(c.Instance, rand.Text()),
 		registration: c.Host, changed: make(chan struct{}, 1),
-		questions: questions{open: make(map[string]chan json.RawMessage), answering: make(chan struct{}, mostAnswering)}}, nil
+		questions: newQuestions()}, nil
 }
 
 // Update changes the registration of this host.
@@ -130,19 +130,21 @@ func (e *Etcd) Close(leave bool) error {
 // Run registers this host, and sends snapshots until ctx is done.
 func (e *Etcd) Run(ctx context.Context, snapshots chan *Snapshot) {
 	v := &view{instance: e.instance}
+	defer e.questions.answers.Wait()
 	for pause := leastPause; ; pause = min(2*pause, mostPause) {
 		begun := time.Now()
 		err := e.session(ctx, v, snapshots)
 		if ctx.Err() != nil {
 			return
 		}
-		e.note("not connected to etcd: " + err.Error())
+		problem := "not connected to etcd: " + e.diagnose(ctx, err).Error()
+		e.note(problem)
 		if v.entries != nil {
 			last := v.snapshot(clock.Monotonic())
-			last.Connected, last.Leads, last.Problems = false, false, append(last.Problems, "not connected to etcd: "+err.Error())
+			last.Connected, last.Leads, last.Problems = false, false, append(last.Problems, problem)
 			offer(snapshots, last)
 		} else {
-			offer(snapshots, &Snapshot{Problems: []string{"not connected to etcd: " + err.Error()}})
+			offer(snapshots, &Snapshot{Problems: []string{problem}})
 		}
 		if time.Since(begun) > 10*mostPause {
 			pause = leastPause
@@ -158,7 +160,6 @@ func (e *Etcd) Run(ctx context.Context, snapshots chan *Snapshot) {
 // session reads all keys, registers this host with a lease, and follows the changes until an error.
 func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) error {
 	ctx, cancel := context.WithCancel(clientv3.WithRequireLeader(ctx)) // a server without a quorum is no store
-	defer e.questions.answers.Wait()
 	defer cancel()
 	client, err := e.connect()
 	if err != nil {
@@ -189,7 +190,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 			publish.Reset(gatherTime)
 		}
 	}
-	taken := ""
+	taken, registered := "", false
 	for {
 		select {
 		case <-ctx.Done():
@@ -207,7 +208,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 			if taken, err = e.register(ctx, client, lease); err != nil {
 				return err
 			}
-			if taken != "" {
+			if registered = taken == ""; !registered {
 				register.Reset(time.Second)
 			}
 			gather()
@@ -231,15 +232,15 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 				}
 				key := strings.TrimPrefix(string(event.Kv.Key), e.prefix)
 				if ask, ok := strings.CutPrefix(key, askKeys); ok {
-					e.hear(ctx, client, ask, event.Kv, taken == "")
+					e.hear(ctx, client, ask, event.Kv, registered)
 					continue
 				}
+				gather()
 				v.set(key, value, event.Kv.ModRevision, event.Kv.Lease != 0)
 				if key == hostKeys+e.config.Host.Name && (value == nil || event.Kv.Lease == 0) { // somebody else has deleted or replaced it
 					register.Reset(0)
 				}
 			}
-			gather()
 			continue
 		case <-publish.C:
 			gathering = false
@@ -333,7 +334,7 @@ func (e *Etcd) register(ctx context.Context, client *clientv3.Client, lease clie
 			var other registered
 			// A registration that no lease ends was not written by a host.
 			if present.Kvs[0].Lease != 0 && decode(present.Kvs[0].Value, &other) == nil && other.Instance != e.instance {
-				return fmt.Sprintf("another process has registered host %s: each host needs a name of its own; after a restart, its lease ends within %v", mine.Name, e.config.Lease), nil
+				return fmt.Sprintf("another process has registered host %s: each host needs a name of its own (key host of the policy); after a restart, its lease ends within %v", mine.Name, e.config.Lease), nil
 			}
 		}
 		done, err := client.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).

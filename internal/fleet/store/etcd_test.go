@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -40,20 +41,24 @@ type server struct {
 	log       string
 }
 
-// startCluster starts servers of etcd on loopback ports from a port on, with those of the peers 100 above, and returns their endpoints.
-func startCluster(t *testing.T, size, port int, more ...string) (servers []*server, endpoints []string) {
+// clusters is the number of clusters of this process: each has ports of its own.
+var clusters atomic.Int32
+
+// startCluster starts servers of etcd on loopback ports, and returns their endpoints.
+func startCluster(t *testing.T, size int, more ...string) (servers []*server, endpoints []string) {
 	t.Helper()
+	port := 2300 + 10*int(clusters.Add(1))
 	scheme := "http"
 	if slices.Contains(more, "--client-cert-auth") {
 		scheme = "https"
 	}
 	var peers []string
 	for i := range size {
-		peers = append(peers, fmt.Sprintf("m%d=http://127.0.0.1:%d", i, port+100+i))
+		peers = append(peers, fmt.Sprintf("m%d=http://127.0.0.1:%d", i, port+5+i))
 	}
 	for i := range size {
 		dir := t.TempDir()
-		client, peer := fmt.Sprintf("%s://127.0.0.1:%d", scheme, port+i), fmt.Sprintf("http://127.0.0.1:%d", port+100+i)
+		client, peer := fmt.Sprintf("%s://127.0.0.1:%d", scheme, port+i), fmt.Sprintf("http://127.0.0.1:%d", port+5+i)
 		s := &server{t: t, log: filepath.Join(dir, "log"), arguments: append([]string{
 			"--name", fmt.Sprintf("m%d", i), "--data-dir", filepath.Join(dir, "data"),
 			"--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
@@ -200,7 +205,7 @@ func (m *member) awaitEpoch(epoch uint64) *Snapshot {
 // TestHosts checks registration, settings, leadership and the end of hosts.
 func TestHosts(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2300)
+	_, endpoints := startCluster(t, 1)
 	a := join(t, endpoints, "a")
 	a.await("leadership", func(s *Snapshot) bool { return s.Leads && s.Leader == "a" })
 	b := join(t, endpoints, "b")
@@ -270,7 +275,7 @@ func to(s Setting) func(Setting) (Setting, error) {
 // both.
 func TestSettingsTogether(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2390)
+	_, endpoints := startCluster(t, 1)
 	a := join(t, endpoints, "a")
 	a.awaitAlive("a")
 	const changes = 50
@@ -298,7 +303,7 @@ func TestSettingsTogether(t *testing.T) {
 // does not answer.
 func TestSettingWaits(t *testing.T) {
 	t.Parallel()
-	servers, endpoints := startCluster(t, 1, 2500)
+	servers, endpoints := startCluster(t, 1)
 	a := join(t, endpoints, "a")
 	a.awaitAlive("a")
 	signal := func(s unix.Signal) {
@@ -333,7 +338,7 @@ func TestSettingWaits(t *testing.T) {
 // TestOneName checks that a second process with the name of a host does not take its place, and says so.
 func TestOneName(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2310)
+	_, endpoints := startCluster(t, 1)
 	a := join(t, endpoints, "a")
 	a.awaitAlive("a")
 	second := join(t, endpoints, "a", func(c *EtcdConfig) { c.Host.Weight = 99 })
@@ -352,7 +357,7 @@ func TestOneName(t *testing.T) {
 // TestRubbish checks what the store may contain: the last good table stays in force, and the problem is named.
 func TestRubbish(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2320)
+	_, endpoints := startCluster(t, 1)
 	a := join(t, endpoints, "a")
 	a.write(first(7, "a"))
 	a.awaitEpoch(7)
@@ -434,7 +439,7 @@ func raw(t *testing.T, endpoints []string) *clientv3.Client {
 // again.
 func TestRegistrationDeleted(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2370)
+	_, endpoints := startCluster(t, 1)
 	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
 	b.awaitAlive("a b")
 	client := raw(t, endpoints)
@@ -489,12 +494,23 @@ func TestAbsent(t *testing.T) {
 	if v.set(settingKeys+"b", []byte(`{"state":"drain"}`), 3, false); !unknown(2 * time.Hour) {
 		t.Error("a host with a setting is known")
 	}
+	// Somebody replaces the registration of a living host: the host writes it again, or is dead after a while.
+	v.begin(3*time.Hour, DefaultLease)
+	register()
+	v.contact += time.Minute
+	v.set(hostKeys+"b", []byte("rubbish"), 2, true)
+	if !unknown(v.contact + absentTime - 1) {
+		t.Error("a host with a damaged registration is dead at once")
+	}
+	if unknown(v.contact + absentTime) {
+		t.Error("a host with a damaged registration stays unknown")
+	}
 }
 
 // TestServerEnds checks that a host keeps its table while the server does not run, and goes on with it afterwards.
 func TestServerEnds(t *testing.T) {
 	t.Parallel()
-	servers, endpoints := startCluster(t, 1, 2330)
+	servers, endpoints := startCluster(t, 1)
 	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
 	a.awaitAlive("a b")
 	b.awaitAlive("a b")
@@ -535,7 +551,7 @@ func TestServerEnds(t *testing.T) {
 // TestQuorum stops servers of three: nothing changes without one of them, and nobody writes without two.
 func TestQuorum(t *testing.T) {
 	t.Parallel()
-	servers, endpoints := startCluster(t, 3, 2340)
+	servers, endpoints := startCluster(t, 3)
 	// Each host talks to one server only, as behind a partition.
 	a, b, c := join(t, endpoints[:1], "a"), join(t, endpoints[1:2], "b"), join(t, endpoints[2:], "c")
 	all := []*member{a, b, c}

@@ -35,7 +35,7 @@ func take(m *member) (map[netip.Addr][]byte, error) {
 // apart, for each host that hands them over, and all keys end after a minute.
 func TestHandOver(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2700)
+	_, endpoints := startCluster(t, 1)
 	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
 	a.awaitAlive("a b")
 	templates := make(map[netip.Addr][]byte)
@@ -93,7 +93,7 @@ func TestHandOver(t *testing.T) {
 // TestCopies keeps copies of the templates of a host for the time after its death, also if the lease of the copies is lost.
 func TestCopies(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2790)
+	_, endpoints := startCluster(t, 1)
 	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
 	a.awaitAlive("a b")
 	number, err := a.RenewCopies(t.Context())
@@ -188,7 +188,7 @@ func TestCopies(t *testing.T) {
 // TestHandOverMeanwhile is that a host loses no templates that another host hands over while it takes over those of a third one.
 func TestHandOverMeanwhile(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2780)
+	_, endpoints := startCluster(t, 1)
 	a, b, c := join(t, endpoints, "a"), join(t, endpoints, "b"), join(t, endpoints, "c")
 	a.awaitAlive("a b c")
 	const each = 300
@@ -234,7 +234,7 @@ func TestHandOverMeanwhile(t *testing.T) {
 // TestInstance continues the registration of an earlier process with the same instance.
 func TestInstance(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2720)
+	_, endpoints := startCluster(t, 1)
 	same := func(c *EtcdConfig) { c.Instance, c.Host.Digests.Devices = "one", "7f" }
 	a := join(t, endpoints, "a", same)
 	watcher := join(t, endpoints, "b")
@@ -262,7 +262,7 @@ func TestInstance(t *testing.T) {
 // etcd takes. A host leaves them out, removes them, and gets those of the others.
 func TestRubbishTemplates(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2740)
+	_, endpoints := startCluster(t, 1)
 	a, b := join(t, endpoints, "a"), join(t, endpoints, "b")
 	a.awaitAlive("a b")
 	good := netip.MustParseAddr("10.0.0.1")
@@ -290,7 +290,7 @@ func TestRubbishTemplates(t *testing.T) {
 // from moving to the host.
 func TestLongKeys(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2760)
+	_, endpoints := startCluster(t, 1)
 	a := join(t, endpoints, "a")
 	a.awaitAlive("a")
 	long := strings.Repeat("x", 1400<<10)

@@ -64,12 +64,18 @@ func (a *authority) sign(name string, template *x509.Certificate, key *ecdsa.Pri
 // issue writes a certificate for clients and servers at 127.0.0.1 that is valid for a time.
 func (a *authority) issue(name string, valid time.Duration) (certificate, keyFile string) {
 	a.t.Helper()
+	return a.issueFrom(name, -time.Hour, valid)
+}
+
+// issueFrom is issue for a certificate that is valid between two times from now on.
+func (a *authority) issueFrom(name string, from, to time.Duration) (certificate, keyFile string) {
+	a.t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		a.t.Fatal(err)
 	}
 	return a.sign(name, &x509.Certificate{SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(valid), KeyUsage: x509.KeyUsageDigitalSignature,
+		NotBefore: time.Now().Add(from), NotAfter: time.Now().Add(to), KeyUsage: x509.KeyUsageDigitalSignature,
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}}, key)
 }
 
@@ -78,7 +84,7 @@ func TestTLS(t *testing.T) {
 	t.Parallel()
 	a := newAuthority(t)
 	certificate, key := a.issue("server", time.Hour)
-	_, endpoints := startCluster(t, 1, 2350, "--client-cert-auth", "--trusted-ca-file", a.file, "--cert-file", certificate, "--key-file", key)
+	servers, endpoints := startCluster(t, 1, "--client-cert-auth", "--trusted-ca-file", a.file, "--cert-file", certificate, "--key-file", key)
 	with := func(ca, certificate, key string) func(*EtcdConfig) {
 		t.Helper()
 		c, err := TLSConfig(ca, certificate, key)
@@ -98,20 +104,52 @@ func TestTLS(t *testing.T) {
 			t.Errorf("%s: %+v, want %q", m.name, s, want)
 		}
 	}
-	problem(join(t, endpoints, "none", with(a.file, "", "")), "not connected to etcd")
+	problem(join(t, endpoints, "none", with(a.file, "", "")), "not connected to etcd: "+endpoints[0]+": remote error: tls: ")
 	stranger := newAuthority(t)
 	certificate, key = stranger.issue("stranger", time.Hour)
-	problem(join(t, endpoints, "stranger", with(a.file, certificate, key)), "not connected to etcd")
-	problem(join(t, endpoints, "deceived", with(stranger.file, certificate, key)), "not connected to etcd")
+	problem(join(t, endpoints, "stranger", with(a.file, certificate, key)), "not connected to etcd: "+endpoints[0]+": remote error: tls: ")
+	problem(join(t, endpoints, "deceived", with(stranger.file, certificate, key)), "not connected to etcd: "+endpoints[0]+": tls: failed to verify certificate: x509: certificate signed by unknown authority")
 	if s := good.awaitAlive("good"); !s.Leads {
 		t.Errorf("%+v", s)
 	}
 
-	// A certificate that expires: the connection that is open goes on, the next one needs another certificate.
+	// A certificate expires, that of a host or of the server: the connection that is open goes on, and the next one tells the cause until the
+	// certificate is renewed.
+	restart := func() {
+		t.Helper()
+		servers[0].kill()
+		servers[0].start()
+	}
+	certificate, key = a.issue("late", time.Hour)
+	late := join(t, endpoints, "late", with(a.file, certificate, key))
+	problems := func(want string) {
+		t.Helper()
+		late.await(want, func(s *Snapshot) bool { return !s.Connected && strings.Contains(strings.Join(s.Problems, "\n"), want) })
+	}
+	late.awaitAlive("good late")
+	a.issue("late", -time.Minute)
+	restart()
+	problems("certificate " + certificate + " has expired at ")
+	a.issue("late", time.Hour)
+	late.awaitAlive("good late")
+	a.issue("server", -time.Minute)
+	restart()
+	problems("the certificate of the server is valid from ")
+	a.issue("server", time.Hour)
+	late.awaitAlive("good late")
+	servers[0].kill()
+	problems("not connected to etcd: " + endpoints[0] + ": connect: connection refused")
+	servers[0].start()
+	late.awaitAlive("good late")
+
 	certificate, key = a.issue("expires", time.Hour)
 	c, err := TLSConfig(a.file, certificate, key)
 	if err != nil {
 		t.Fatal(err)
+	}
+	a.issueFrom("expires", time.Hour, 2*time.Hour)
+	if _, err := TLSConfig(a.file, certificate, key); err == nil || !strings.Contains(err.Error(), "which is later than the clock of this host") {
+		t.Errorf("a certificate of the future: %v", err)
 	}
 	a.issue("expires", -time.Minute)
 	if _, err := c.GetClientCertificate(&tls.CertificateRequestInfo{}); err == nil || !strings.Contains(err.Error(), "has expired at") {
@@ -137,7 +175,7 @@ func TestTLS(t *testing.T) {
 // TestPassword connects to servers that ask for a password.
 func TestPassword(t *testing.T) {
 	t.Parallel()
-	_, endpoints := startCluster(t, 1, 2360)
+	_, endpoints := startCluster(t, 1)
 	client := raw(t, endpoints)
 	for _, do := range []func() error{
 		func() error { _, err := client.UserAdd(t.Context(), "root", "secret"); return err },

@@ -57,8 +57,14 @@ func ownCertificate(certificate, key string) (*tls.Certificate, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read certificate %s: %w", certificate, err)
 	}
-	if leaf := pair.Leaf; leaf != nil && time.Now().After(leaf.NotAfter) {
-		return nil, fmt.Errorf("certificate %s has expired at %s", certificate, leaf.NotAfter.Format(time.DateTime))
+	if pair.Leaf == nil {
+		return &pair, nil
+	}
+	switch now := time.Now(); {
+	case now.After(pair.Leaf.NotAfter):
+		return nil, fmt.Errorf("certificate %s has expired at %s: renew it, no restart is needed", certificate, day(pair.Leaf.NotAfter))
+	case now.Before(pair.Leaf.NotBefore):
+		return nil, fmt.Errorf("certificate %s is valid from %s, which is later than the clock of this host: set the clock", certificate, day(pair.Leaf.NotBefore))
 	}
 	return &pair, nil
 }

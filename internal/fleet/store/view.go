@@ -39,6 +39,7 @@ type entry struct {
 	setting  *Setting
 	leader   *leading
 	damaged  bool
+	since    time.Duration // monotonic time of the contact before the key changed
 }
 
 // registered is the value of hosts/NAME.
@@ -86,7 +87,7 @@ func (v *view) set(key string, value []byte, modified int64, leased bool) {
 		delete(v.entries, key)
 		return
 	}
-	e := entry{modified: modified}
+	e := entry{modified: modified, since: v.contact}
 	switch name, setting := strings.CutPrefix(key, settingKeys); {
 	case key == tableKey:
 		e.value = value
@@ -130,7 +131,7 @@ func (v *view) snapshot(now time.Duration) *Snapshot {
 		case e.leader != nil:
 			s.Leader, s.Leads = e.leader.Name, e.leader.Instance == v.instance
 		case e.setting != nil && e.damaged:
-			s.Problems = append(s.Problems, fmt.Sprintf("the setting of host %q is damaged", strings.TrimPrefix(key, settingKeys)))
+			s.Problems = append(s.Problems, fmt.Sprintf("the setting of host %q is damaged: set it again with sockeye host set", strings.TrimPrefix(key, settingKeys)))
 		case e.setting != nil:
 			name := strings.TrimPrefix(key, settingKeys)
 			h := hosts[name]
@@ -168,7 +169,7 @@ func (v *view) decodeTable() {
 	case err != nil:
 		v.refused = err.Error()
 	case v.table != nil && t.Nonce != v.table.Nonce:
-		v.refused = "the table has another nonce: it belongs to another fleet"
+		v.refused = "the table has another nonce: it belongs to another fleet (see Troubleshooting in docs/fleet.md)"
 	case v.table != nil && t.Epoch > v.table.Epoch+MostEpochs:
 		v.refused = fmt.Sprintf("the epoch of the table jumps from %d to %d", v.table.Epoch, t.Epoch)
 	case v.table != nil && t.Epoch < v.table.Epoch:
@@ -194,7 +195,8 @@ func (v *view) addAbsent(hosts map[string]*lead.Host, now time.Duration) {
 			hosts[t.Name] = h
 		}
 		if !h.Alive {
-			h.Host, h.Unknown = *t, !v.seen[t.Name] && now-v.reached < absentTime
+			damaged := v.entries[hostKeys+t.Name] // somebody else has replaced the registration; a living host writes it again
+			h.Host, h.Unknown = *t, !v.seen[t.Name] && now-v.reached < absentTime || damaged.damaged && now-damaged.since < absentTime
 		}
 	}
 }

@@ -501,7 +501,7 @@ const outcomes = {
   local: "this host serves the device", forwarded: "sent to the host that serves the device",
   second_chance: "no socket here: sent to the other host of a device that moves", disagreed: "another host sent the packet here in error; it was served",
   no_table: "dropped: this host has no table yet", no_owner: "dropped: no host serves the device", ttl: "dropped: the packet has made too many hops",
-  unreachable: "dropped: the host that serves the device is not reachable", untrusted: "dropped: it came through the tunnel, and not from a host of the fleet",
+  unreachable: "dropped: the host that serves the device is not reachable", untrusted: "dropped: it came through the tunnel from a stranger, or in a broadcast or doubly tagged frame",
 };
 
 // marked shows a text about a host, with a class if something is wrong. Nothing is wrong with a host that was removed.
