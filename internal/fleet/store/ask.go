@@ -23,8 +23,10 @@ const (
 	askKeys = "asks/"
 	// askLease is the lease of a question in seconds. Servers of etcd with the default election timeout grant 2 s at least.
 	askLease = 2
-	// MostQuestion and MostAnswer are the sizes of the largest question and answer in bytes.
-	MostQuestion, MostAnswer = 4000, 32 << 10
+	// MostQuestion is the size of the largest question in bytes.
+	MostQuestion = 4000
+	// MostAnswer is the size of the largest answer in bytes.
+	MostAnswer = 32 << 10
 	// mostAsked is the size of the largest value of a key, with the frame around the question or the answer.
 	mostAsked = MostAnswer + 100
 	// mostAnswering is the number of questions that a host answers at the same time, and mostWaiting the number of those that wait for it.
