@@ -183,7 +183,7 @@ func TestLinkDelay(t *testing.T) {
 		}
 		go func() { _, _ = io.Copy(server, server) }()
 		least := time.Duration(math.MaxInt64)
-		for range 10 {
+		for tries := 0; tries < 10 || least > 3*delay && tries < 1000; tries++ { // a busy host delays each of some
 			start := time.Now()
 			_, err := client.Write([]byte{1})
 			must(t, err)

@@ -400,7 +400,7 @@ func TestPaced(t *testing.T) {
 	if paced, err := room.Paced(fd); err != nil || paced {
 		t.Errorf("reno is paced: %v, %v", paced, err)
 	}
-	end := time.Now().Add(20 * time.Second)
+	end := time.Now().Add(time.Minute)
 	until := func(what string, ready func(s room.Snapshot) bool) {
 		for {
 			now, err := room.ReadSnapshot(fd)
@@ -429,15 +429,24 @@ func TestPaced(t *testing.T) {
 	if !paced {
 		t.Error("Paced is false with SO_MAX_PACING_RATE")
 	}
-	now, err := room.ReadSnapshot(fd)
-	check(t, err)
-	var tracker room.Tracker
-	tracker.Paced(paced)
-	e := k.Estimate(now, 0, &tracker)
-	took, err := unix.Write(fd, data)
-	check(t, err)
-	if over := e.Exact - took; over > e.Goal || -over > e.Goal {
-		t.Errorf("the kernel accepted %d bytes; snapshot %+v, estimate %+v", took, now, e)
+	for attempt := 1; ; attempt++ {
+		now, err := room.ReadSnapshot(fd)
+		check(t, err)
+		var tracker room.Tracker
+		tracker.Paced(paced)
+		e := k.Estimate(now, 0, &tracker)
+		took, err := unix.Write(fd, data)
+		check(t, err)
+		over := e.Exact - took
+		if over <= e.Goal && -over <= e.Goal {
+			return
+		}
+		// If the write waits for a CPU for longer than the RTT, the first packets are acknowledged meanwhile.
+		t.Logf("the kernel accepted %d bytes; snapshot %+v, estimate %+v", took, now, e)
+		if attempt == 5 {
+			t.Fatal("no estimate was right")
+		}
+		until("all acknowledged", func(now room.Snapshot) bool { return now.Payload == 0 })
 	}
 }
 

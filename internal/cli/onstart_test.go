@@ -338,7 +338,7 @@ func TestOnStartManyConnections(t *testing.T) {
 		t.Errorf("%d of %d connections have the wrong state", wrong, count)
 	}
 	t.Logf("%d of %d connections closed in %v; the slowest status took %v", closed, count, took, slowest)
-	if slowest > 5*time.Second {
+	if slowest > 20*time.Second { // on a busy host
 		t.Errorf("a status took %v", slowest)
 	}
 }
@@ -373,7 +373,7 @@ func TestOnStartAdopt(t *testing.T) {
 			h.eventually("no device is split", func() bool {
 				status := must[api.Status](h, "status").Services[0]
 				adopted = status.AdoptedDevices
-				return status.SplitDevices == 0 && adopted > 0
+				return status.SplitDevices == 0 && adopted > 0 && !slices.ContainsFunc(devices, func(d *early) bool { return h.rightful(d.address) != d.pid })
 			})
 			together("adopted")
 			if split, n := ofDevices(t); split != 0 || n != adopted {
@@ -389,10 +389,8 @@ func TestOnStartAdopt(t *testing.T) {
 			}
 			together2()
 			h.start()
+			h.eventually("the next agent has adopted the devices", func() bool { return must[api.Status](h, "status").Services[0].AdoptedDevices == adopted })
 			together("the next agent")
-			if now := must[api.Status](h, "status").Services[0].AdoptedDevices; now != adopted {
-				t.Errorf("%d devices adopted, %d before", now, adopted)
-			}
 			// When a member exits, the adopted devices return to their home slots.
 			ends[0]()
 			gone := strconv.Itoa(pids[0])

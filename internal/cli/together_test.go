@@ -565,7 +565,12 @@ func TestGate(t *testing.T) {
 		// The gate opens when no further device comes.
 		h.eventually("the gate is open", func() bool { return len(must[[]api.MovesStatus](h.host, "moves")[0].Gates) == 0 })
 		for _, address := range mine[:2] {
-			if took := connectTime(t, address); took > 900*time.Millisecond {
+			// A gate that is closed holds the first SYN for a second, each time. A busy host takes as long sometimes.
+			took := connectTime(t, address)
+			for tries := 4; tries > 0 && took > 900*time.Millisecond; tries-- {
+				took = connectTime(t, address)
+			}
+			if took > 900*time.Millisecond {
 				t.Errorf("%s: connected after %v through an open gate", address, took)
 			}
 		}

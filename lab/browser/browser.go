@@ -50,6 +50,7 @@ func Start(t testing.TB) *Browser {
 	allocator, stop := chromedp.NewExecAllocator(context.Background(), append(chromedp.DefaultExecAllocatorOptions[:],
 		chromedp.ExecPath(executable), chromedp.NoSandbox, chromedp.DisableGPU, chromedp.UserDataDir(t.TempDir()),
 		chromedp.Flag("disable-dev-shm-usage", true), chromedp.Flag("force-color-profile", "srgb"),
+		chromedp.WSURLReadTimeout(time.Minute), // Chromium starts slowly on a busy host
 		chromedp.Env("TZ=UTC", "HOME="+t.TempDir()))...)
 	t.Cleanup(stop)
 	ctx, cancel := chromedp.NewContext(allocator)

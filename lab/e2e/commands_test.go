@@ -185,7 +185,7 @@ func TestShown(t *testing.T) {
 			if i == 1 {
 				sent, lost = rounds*share[i], 2*share[i]
 			}
-			if s.Slot != i || s.Connections != sent || s.Datagrams != sent || s.Refused["empty_slot"] != lost || s.Diverted != 0 ||
+			if s.Slot != i || !about(s.Connections, sent) || !about(s.Datagrams, sent) || !about(s.Refused["empty_slot"], lost) || s.Diverted != 0 ||
 				s.Ready != (i != 1) || i != 1 && (s.PID != h.members[i].Pid() || len(s.Sockets) != 2 || s.Sockets[0].Cookie == 0) {
 				t.Errorf("slot %d: %+v; want %d sent by each protocol, %d refused", i, s, sent, lost)
 			}
@@ -194,13 +194,18 @@ func TestShown(t *testing.T) {
 			if metric("registrations_total", label, i) != 1 {
 				t.Errorf("slot %d: %d registrations", i, metric("registrations_total", label, i))
 			}
-			if metric("connections_total", label, i) != sent || metric("datagrams_total", label, i) != sent || ready != s.Ready {
+			if metric("connections_total", label, i) != s.Connections || metric("datagrams_total", label, i) != s.Datagrams || ready != s.Ready {
 				t.Errorf("metrics of slot %d are not %+v", i, s)
 			}
+			refused := uint64(0)
 			for _, protocol := range []string{"tcp", "udp"} {
-				if n := metric("refused_total", `{protocol="%s",reason="empty_slot",service="telemetry",slot="%d"}`, protocol, i); n != lost/2 {
+				n := metric("refused_total", `{protocol="%s",reason="empty_slot",service="telemetry",slot="%d"}`, protocol, i)
+				if refused += n; !about(n, lost/2) {
 					t.Errorf("metrics: slot %d refused %d of %s, want %d", i, n, protocol, lost/2)
 				}
+			}
+			if refused != s.Refused["empty_slot"] {
+				t.Errorf("metrics: slot %d refused %d, want %d", i, refused, s.Refused["empty_slot"])
 			}
 		}
 		if metric("service_ports_steered", `{service="telemetry"}`) != 1 ||
@@ -233,7 +238,7 @@ func TestShown(t *testing.T) {
 				want = api.DeviceStatus{Connections: rounds, Datagrams: rounds, Refused: 2}
 			}
 			served := d.LastSlot != nil && *d.LastSlot == home(d.Address)
-			if d.Connections != want.Connections || d.Datagrams != want.Datagrams || d.Refused != want.Refused ||
+			if !about(d.Connections, want.Connections) || !about(d.Datagrams, want.Datagrams) || !about(d.Refused, want.Refused) ||
 				d.Slot != home(d.Address) || served == (home(d.Address) == 1) {
 				t.Errorf("device %+v, want %+v", d, want)
 			}
@@ -468,4 +473,10 @@ func TestIsolatedAsks(t *testing.T) {
 	}
 	var s api.Status
 	h.show(&s, "status")
+}
+
+// about reports whether a count is a number, or a few more: a probe that gets no answer from a busy host is repeated, and so is a SYN.
+func about(n, want uint64) bool {
+	const further = 6
+	return n >= want && n <= want+further
 }

@@ -82,7 +82,7 @@ func (g *goflows) start(slot int) (file string) {
 	file = filepath.Join(g.dir, fmt.Sprintf("goflow2-%d-%d.json", slot, g.starts))
 	port := g.spec(slot).Sockets[1].Address.Port()
 	p := g.collectors.Command(context.Background(), g.binary, "-addr=", "-transport.file="+file,
-		fmt.Sprintf("-listen=netflow://[::]:%d?workers=2&queue_size=100000", port))
+		fmt.Sprintf("-listen=netflow://[::]:%d?workers=1&queue_size=100000", port))
 	p.Name = fmt.Sprintf("goflow2-%d", slot)
 	g.must(p.Start())
 	g.members[slot] = &member{Process: p, slot: slot}
@@ -111,7 +111,7 @@ func (g *goflows) readRecords() {
 		g.must(err)
 		b, err := io.ReadAll(io.NewSectionReader(f, g.read[file], 1<<40))
 		g.must(errors.Join(err, f.Close()))
-		// The workers may write two records into one line. The last record may be incomplete.
+		// The last record may be incomplete.
 		from := g.read[file]
 		for records := json.NewDecoder(bytes.NewReader(b)); ; g.read[file] = from + records.InputOffset() {
 			var r struct {
@@ -175,7 +175,6 @@ func (g *goflows) run(keep bool) {
 		}
 		return nil
 	}))
-	time.Sleep(200 * time.Millisecond) // the workers of goflow2 may decode a record before the template in front of it
 	defer func() {
 		for _, e := range g.exporters {
 			e.Close()

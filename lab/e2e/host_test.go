@@ -73,6 +73,8 @@ type host struct {
 	ports uint16 // added to the ports of members with lookup
 	// texts contains what receivers with Records have received, in order.
 	texts map[arrival][]string
+	// textsOf contains the same by process.
+	textsOf map[arrival]map[int][]string
 }
 
 // arrival is a connection or datagram that a member received.
@@ -105,7 +107,7 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 	}
 	h := &host{T: t, lab: l, mode: mode, pins: filepath.Join(testenv.BPFFS(t), "sockeye"), dir: l.Dir(),
 		binary:  os.Getenv(binaryEnv),
-		members: map[int]*member{}, got: map[arrival]int{}, texts: map[arrival][]string{}}
+		members: map[int]*member{}, got: map[arrival]int{}, texts: map[arrival][]string{}, textsOf: map[arrival]map[int][]string{}}
 	t.Cleanup(func() {
 		if t.Failed() && h.agent != nil {
 			t.Logf("end of the agent's log:\n%s", h.agent.LogTail(40))
@@ -365,6 +367,10 @@ func (h *host) startReceiverIn(namespace *lab.Namespace, name string, r receiver
 			h.got[a]++
 			if b, err := hex.DecodeString(text); err == nil && text != "" {
 				h.texts[a] = append(h.texts[a], string(b))
+				if h.textsOf[a] == nil {
+					h.textsOf[a] = make(map[int][]string)
+				}
+				h.textsOf[a][m.Pid()] = append(h.textsOf[a][m.Pid()], string(b))
 			}
 			h.mu.Unlock()
 		}

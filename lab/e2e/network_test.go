@@ -207,12 +207,15 @@ func (n *network) knock(r *lab.Router) (l landing) {
 	const wait = time.Second
 	d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(r.BMP, 0)), Timeout: wait, Control: hearResets}
 	n.must(r.Namespace.Do(func() error {
-		c, err := d.Dial("tcp", target(r.BMP, bmpPort).String())
-		if err == nil {
-			c.Close()
-			return fmt.Errorf("a connection of %v was established", r.BMP)
+		l = landing{silent, silent}
+		for tries := 2; l.tcp == silent && tries > 0; tries-- {
+			c, err := d.Dial("tcp", target(r.BMP, bmpPort).String())
+			if err == nil {
+				c.Close()
+				return fmt.Errorf("a connection of %v was established", r.BMP)
+			}
+			l.tcp = answer(nil, err, 0)
 		}
-		l = landing{answer(nil, err, 0), silent}
 		for tries := 2; l.udp == silent && tries > 0; tries-- { // see probeUDP; a ready collector is silent
 			l.udp = probeUDP(r.BMP, ipfixPort, wait)
 		}

@@ -132,7 +132,7 @@ func TestMovedWhileWaiting(t *testing.T) {
 }
 
 // fillPause is the time in which a test finds a slot that fills, on a busy machine.
-const fillPause = 2 * time.Second
+const fillPause = 5 * time.Second
 
 const (
 	replacedDevices   = 24

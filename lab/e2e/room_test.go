@@ -5,6 +5,7 @@ package e2e_test
 import (
 	"bufio"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -95,7 +96,13 @@ func (n *numbered) end(where home) {
 		n.h.eventually(fmt.Sprintf("all %d datagrams of %v", sent, a), func() error {
 			n.h.mu.Lock()
 			defer n.h.mu.Unlock()
-			if got = slices.Clone(n.h.texts[arrival{where(a), "udp", a}]); len(got) < sent {
+			// The texts of the processes that had the slot come through pipes of their own.
+			got = nil
+			first := func(texts []string) int { n, _ := strconv.Atoi(texts[0]); return n }
+			for _, texts := range slices.SortedFunc(maps.Values(n.h.textsOf[arrival{where(a), "udp", a}]), func(a, b []string) int { return first(a) - first(b) }) {
+				got = append(got, texts...)
+			}
+			if len(got) < sent {
 				return fmt.Errorf("%d arrived: %v", len(got), got)
 			}
 			return nil
@@ -543,7 +550,7 @@ func TestWaitingRoomBounds(t *testing.T) {
 			return nil
 		})
 		// Beyond the bound, datagrams are refused.
-		h.setPolicy(1, "when_empty: {wait: 6s, datagrams: 100}")
+		h.setPolicy(1, "when_empty: {wait: 12s, datagrams: 100}")
 		h.show(new(any), "apply")
 		h.ready(0)
 		h.kill(0)

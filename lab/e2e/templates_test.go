@@ -120,7 +120,7 @@ func templatesFollow(t *testing.T, mode config.Steering, empty string) {
 				if len(got) == 0 {
 					return fmt.Errorf("nothing")
 				}
-				if got[0] != string(ipfixTemplate(100, uint16(i+1))) && got[0][20:] != string(ipfixTemplate(100, uint16(i+1))[20:]) {
+				if got[0] != string(ipfixTemplate(100, uint16(i+1))) && (len(got[0]) < 20 || got[0][20:] != string(ipfixTemplate(100, uint16(i+1))[20:])) {
 					h.Errorf("%s: %v: the first datagram is %x", when, a, got[0])
 				}
 				return nil

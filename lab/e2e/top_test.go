@@ -423,11 +423,13 @@ func TestTopStuck(t *testing.T) {
 		t.Fatal(err)
 	}
 	const zeroWindows = 13 // the column, at this width
-	if got := row(s.text(), slot); got == nil || got[3] != "1" || got[zeroWindows] != "1" {
-		t.Errorf("%q", got)
-	}
-	if got := row(s.text(), 1-slot); got == nil || got[3] != "0" || got[zeroWindows] != "0" {
-		t.Errorf("%q", got)
+	for at, want := range map[int]string{slot: "1", 1 - slot: "0"} {
+		h.eventually("the row of a slot", func() error { // the screen comes in pieces
+			if got := row(s.text(), at); got == nil || got[3] != want || got[zeroWindows] != want {
+				return fmt.Errorf("%q", got)
+			}
+			return nil
+		})
 	}
 	s.keys("4")
 	h.on(s, "[4 stuck (1)]", "zero_window", device.String(), fmt.Sprint(h.members[slot].Pid()))

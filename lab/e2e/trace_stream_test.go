@@ -464,14 +464,24 @@ func TestTracePackets(t *testing.T) {
 
 	// With the command, with a file for Wireshark.
 	file := filepath.Join(h.dir, "packets.pcapng")
-	running := p.order(order{Do: "exchanges", Parallel: 3, Up: 30_000, traceOrder: traceOrder{Count: 100}})
 	var packets struct {
 		Packets []struct {
 			Length int `json:"length"`
 		} `json:"packets"`
 	}
-	h.show(&packets, "trace", "packets", "--pid", fmt.Sprint(p.Pid()), "--fd", fmt.Sprint(ends[2].FD), "--for", "300ms", "-w", file)
-	running()
+	shown := make(chan struct{})
+	go func() {
+		defer close(shown)
+		h.show(&packets, "trace", "packets", "--pid", fmt.Sprint(p.Pid()), "--fd", fmt.Sprint(ends[2].FD), "--for", "300ms", "-w", file)
+	}()
+	for running := true; running; {
+		select {
+		case <-shown:
+			running = false
+		default:
+			p.do(order{Do: "exchanges", Parallel: 3, Up: 30_000, traceOrder: traceOrder{Count: 1}})
+		}
+	}
 	if len(packets.Packets) == 0 {
 		t.Error("sockeye trace packets shows no packets")
 	}

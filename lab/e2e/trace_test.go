@@ -244,6 +244,8 @@ func TestTraceLoss(t *testing.T) {
 		losing(which)
 		p.do(order{Do: "send", traceOrder: traceOrder{Count: 1, Size: size}})
 	}
+	// On a busy host, the retransmission timer of 0.2 s would repeat segments before their acknowledgements arrive.
+	h.must(h.collectors.Sysctl("ipv4.tcp_rto_min_us", "2000000"))
 	send(tracePort, func(n int) bool { return n == 7 })
 	r := h.ended(fmt.Sprintf("port=%d", tracePort), before+1)
 	losing(nil)
@@ -256,8 +258,6 @@ func TestTraceLoss(t *testing.T) {
 	}
 	p.do(order{Do: "close"})
 
-	// On a busy host, the retransmission timer of 0.2 s would repeat all segments before their acknowledgements arrive.
-	h.must(h.collectors.Sysctl("ipv4.tcp_rto_min_us", "2000000"))
 	send(tracePort+1, func(n int) bool { return n == 3 })
 	r = h.ended(fmt.Sprintf("port=%d", tracePort+1), before+1)
 	losing(nil)

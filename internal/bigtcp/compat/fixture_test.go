@@ -70,6 +70,10 @@ func newPair(t testing.TB) (a, b *netif.Namespace) {
 		t.Skip("kernel: there are no large packets before 5.19")
 	}
 	a, b = newNamespace(t), newNamespace(t)
+	for _, n := range []*netif.Namespace{a, b} {
+		// A pause of the host during the handshake must not make packets smaller: see newHost of internal/bigtcp/verify.
+		inside(t, n, func() error { return os.WriteFile("/proc/sys/net/ipv4/tcp_tso_rtt_log", []byte("20"), 0) })
+	}
 	inside(t, a, func() error {
 		return netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "va"}, PeerName: "vb", PeerNamespace: netlink.NsFd(netiftest.OpenFile(t, b.Path()).Fd())})
 	})

@@ -99,10 +99,8 @@ func TestTLS(t *testing.T) {
 
 	problem := func(m *member, want string) {
 		t.Helper()
-		s := m.await("a problem", func(s *Snapshot) bool { return len(s.Problems) > 0 })
-		if !strings.Contains(s.Problems[0], want) || s.Connected {
-			t.Errorf("%s: %+v, want %q", m.name, s, want)
-		}
+		// On a busy host, an attempt may end before the server has told the cause.
+		m.await(want, func(s *Snapshot) bool { return !s.Connected && strings.Contains(strings.Join(s.Problems, "\n"), want) })
 	}
 	problem(join(t, endpoints, "none", with(a.file, "", "")), "not connected to etcd: "+endpoints[0]+": remote error: tls: ")
 	stranger := newAuthority(t)
