@@ -159,6 +159,14 @@ bench-trace: ## Measure what tracing costs, against none (QUICK=1: a minute)
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench trace -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
+.PHONY: bench-trace-vm
+bench-trace-vm: ## Compare two hosts by their traces, and measure fentry and kprobes, in VMs
+	@tools/setup $(VM_PACKAGES)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@$(BENCHBUILD)
+	@mkdir -p "$(OUT)"
+	@bin/bench trace-vm -sockeye $(CURDIR)/bin/sockeye
+
 .PHONY: bench-bigtcp
 bench-bigtcp: ## Measure what larger packets give, off and on (QUICK=1: a minute)
 	@$(BENCHBUILD)
@@ -198,7 +206,7 @@ bench-fleet: ## Measure forwarding to other hosts of a fleet against the kernel'
 	@bin/bench fleet -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-all
-bench-all: bench bench-tune bench-trace bench-bigtcp bench-gateway bench-continuity bench-watch bench-fleet ## Run all of these, and write docs/benchmarks.md (hours; QUICK=1: twenty minutes, and no page)
+bench-all: bench bench-tune bench-trace $(if $(QUICK),,bench-trace-vm) bench-bigtcp bench-gateway bench-continuity bench-watch bench-fleet ## Run all of these, and write docs/benchmarks.md (hours; QUICK=1: twenty minutes, and no page)
 	@$(if $(QUICK),,bin/bench summary)
 
 .PHONY: bench-flood

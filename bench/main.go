@@ -6,6 +6,7 @@
 //	go run ./bench steer [-quick]
 //	go run ./bench tune [-quick]
 //	go run ./bench trace [-quick]
+//	go run ./bench trace-vm
 //	go run ./bench bigtcp [-quick]
 //	go run ./bench gateway [-quick]
 //	go run ./bench continuity [-quick]
@@ -30,6 +31,6 @@ import (
 )
 
 func main() {
-	os.Exit(harness.RunCommand(os.Args[1:], steer.Benchmark, tune.Benchmark, trace.Benchmark, bigtcp.Benchmark, gateway.Benchmark,
+	os.Exit(harness.RunCommand(os.Args[1:], steer.Benchmark, tune.Benchmark, trace.Benchmark, trace.GuestBenchmark, bigtcp.Benchmark, gateway.Benchmark,
 		continuity.Benchmark, watch.Benchmark, fleet.Benchmark, summary.Benchmark))
 }

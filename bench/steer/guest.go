@@ -5,9 +5,7 @@ package steer
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"os/exec"
 	"strings"
 
 	"sockeye/bench/harness"
@@ -17,10 +15,7 @@ import (
 // CPU, which takes ten times and more as long: only the ratios to other arms in the same machine say something, and the
 // properties, which do not depend on speed.
 
-const (
-	guestMark    = "PEERS " // before the figures in the output of the test
-	guestModules = "ip_vs,ip_vs_sh,ip_vs_mh,nf_tables,nft_hash,nft_nat,nft_chain_nat"
-)
+const guestModules = "ip_vs,ip_vs_sh,ip_vs_mh,nf_tables,nft_hash,nft_nat,nft_chain_nat"
 
 // A guest contains the figures that were measured in a virtual machine.
 type guest struct {
@@ -34,29 +29,20 @@ type guest struct {
 
 // measureGuest measures the balancers in the kernel in a virtual machine.
 func measureGuest(ctx context.Context) (*guest, error) {
-	cmd := exec.CommandContext(ctx, "go", "run", "./lab/vm", "-kernels=newest", "-timeout=20m", "-memory=2048", "-modules="+guestModules,
+	figures, err := harness.InGuest(ctx, "-kernels=newest", "-timeout=20m", "-memory=2048", "-modules="+guestModules,
 		"-programs=nft,ipvsadm", "-run=^TestPeersInGuest$", "./bench/steer")
-	out, err := cmd.CombinedOutput()
 	if err != nil {
-		return nil, fmt.Errorf("measure IPVS in a virtual machine: %w\n%s", err, out)
+		return nil, err
 	}
-	return guestFigures(string(out))
+	return readGuest(figures)
 }
 
-// guestFigures returns the figures in the output of lab/vm.
-func guestFigures(output string) (*guest, error) {
-	for line := range strings.Lines(output) {
-		_, figures, ok := strings.Cut(line, "| "+guestMark)
-		if !ok {
-			continue
-		}
-		g := &guest{}
-		if err := json.Unmarshal([]byte(figures), g); err != nil {
-			return nil, fmt.Errorf("read the figures of the virtual machine: %w", err)
-		}
-		return g, nil
+func readGuest(figures []byte) (*guest, error) {
+	g := &guest{}
+	if err := json.Unmarshal(figures, g); err != nil {
+		return nil, fmt.Errorf("read the figures of the virtual machine: %w", err)
 	}
-	return nil, errors.New("the virtual machine printed no figures")
+	return g, nil
 }
 
 // print prints the report of the machine.

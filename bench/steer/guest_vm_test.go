@@ -5,13 +5,12 @@
 package steer
 
 import (
-	"bytes"
-	"encoding/json"
-	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"testing"
+
+	"sockeye/bench/harness"
 )
 
 // guestArguments are the arguments of bench in the machine: rates that the emulated CPUs can send, and CPU times that an
@@ -21,7 +20,7 @@ var guestArguments = []string{
 }
 
 // TestPeersInGuest measures the balancers of this kernel. bench steer runs it in a virtual machine if its own kernel has no
-// IPVS, and reads the line that begins with guestMark.
+// IPVS, and reads the figures.
 func TestPeersInGuest(t *testing.T) {
 	if _, err := os.Stat("/proc/net/ip_vs"); err != nil {
 		t.Skip("kernel: no IPVS")
@@ -36,9 +35,7 @@ func TestPeersInGuest(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var line bytes.Buffer
-	if err := json.Compact(&line, figures); err != nil {
+	if err := harness.PrintFigures(figures); err != nil {
 		t.Fatal(err)
 	}
-	fmt.Printf("%s%s\n", guestMark, line.Bytes())
 }

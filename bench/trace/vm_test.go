@@ -5,14 +5,17 @@
 package trace
 
 import (
+	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
+	"sockeye/bench/harness"
 	"sockeye/lab"
 )
 
-// TestOtherProbes measures the arms that many hosts forbid, on a kernel that permits them. The machine is emulated: its
-// times are not those of hardware.
+// TestOtherProbes measures the arms that many hosts forbid, on a kernel that permits them, for bench trace-vm. The machine is emulated:
+// its times are not those of hardware.
 func TestOtherProbes(t *testing.T) {
 	l, err := lab.New(t.Context(), lab.Options{Dir: t.TempDir()})
 	if err != nil {
@@ -23,7 +26,8 @@ func TestOtherProbes(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	t.Setenv("OUT", t.TempDir())
+	out := t.TempDir()
+	t.Setenv("OUT", out)
 	b := &bench{state: traceOff, options: options{For: 90 * time.Second, Slice: 400 * time.Millisecond, Warmup: 100 * time.Millisecond, Seed: 1,
 		Arms: armStamping + "," + armCalled + "," + armMarking + "," + armFentry + "," + armReading + "," + armKprobe}}
 	b.Lab = l
@@ -37,5 +41,12 @@ func TestOtherProbes(t *testing.T) {
 		if why := b.left[a]; why != "" {
 			t.Errorf("%s: %s", a, why)
 		}
+	}
+	figures, err := os.ReadFile(filepath.Join(out, "bench-"+command+".json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := harness.PrintFigures(figures); err != nil {
+		t.Fatal(err)
 	}
 }

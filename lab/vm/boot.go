@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"time"
@@ -27,7 +28,7 @@ func boot(ctx context.Context, tmp string, k *qemu.Kernel, suites []suite, o *op
 	}
 	if o.virtual {
 		// With sleep=off, the clock jumps to the next timer while the guest is idle.
-		m.CPUs, m.Args = 1, append(m.Args, "-icount", "shift=0,sleep=off")
+		m.CPUs, m.Args = 1, append(m.Args, "-icount", fmt.Sprintf("shift=%d,sleep=off", o.slower))
 	}
 	for _, s := range suites {
 		m.Suites = append(m.Suites, s.Package)

@@ -3,7 +3,7 @@
 // Command vm runs Go tests on other Linux kernels.
 //
 //	go run ./lab/vm [-arch amd64] [-kernels 5.10,newest] [-run REGEXP] [-leave-out "REGEXP: REASON"]... [-cache DIR] [-timeout 5m]
-//	                [-files DIR] [-virtual-time] [-modules NAMES] [-programs NAMES] [-memory MIB] PACKAGE...
+//	                [-files DIR] [-virtual-time [-slower N]] [-modules NAMES] [-programs NAMES] [-memory MIB] PACKAGE...
 //
 // It downloads Debian's cloud kernels (amd64 or arm64) from the Debian mirror that this
 // machine's apt uses, and unpacks them into a cache without installing them. It
@@ -13,7 +13,7 @@
 // the other, in the directory of the package below /src.
 //
 // With -virtual-time, the guest's clock counts instructions instead of time: durations that a guest measures do not depend
-// on the speed of the emulation or on other load of the host.
+// on the speed of the emulation or on other load of the host. -slower N makes the guest's CPU 2^N times slower.
 //
 // The host needs Go, apt, dpkg, debian-archive-keyring, xz-utils and
 // qemu-system-x86, or qemu-system-arm for arm64.
@@ -62,8 +62,9 @@ type options struct {
 	update   bool
 	// files is a directory of the host that the guest has as /files, or "".
 	files string
-	// virtual lets the clock of the guest advance by a nanosecond per instruction.
+	// virtual lets the clock of the guest advance by 2^slower nanoseconds per instruction.
 	virtual bool
+	slower  int
 }
 
 // exclusion leaves tests out.
@@ -122,6 +123,7 @@ func parse(args []string) (*options, error) {
 	fs.DurationVar(&o.timeout, "timeout", 5*time.Minute, "timeout of the tests of one package")
 	fs.StringVar(&o.files, "files", "", "`directory` that the guest has as /files")
 	fs.BoolVar(&o.virtual, "virtual-time", false, "count instructions: the guest has one CPU of 10^9 instructions a second of its clock, however long they take; -timeout is by both clocks")
+	fs.IntVar(&o.slower, "slower", 0, "with -virtual-time: the CPU has 10^9 / 2^`N` instructions a second of the guest's clock")
 	fs.BoolVar(&o.update, "update", false, "search for newer kernels than in the cache")
 	if err := fs.Parse(args); err != nil {
 		return nil, err
@@ -129,6 +131,9 @@ func parse(args []string) (*options, error) {
 	o.kernels, o.modules, o.packages = strings.Split(*kernels, ","), strings.Split(*mods, ","), fs.Args()
 	if *programs != "" {
 		o.programs = strings.Split(*programs, ",")
+	}
+	if o.slower < 0 || o.slower > 10 || o.slower > 0 && !o.virtual { // 10 is the most that qemu accepts
+		return nil, fmt.Errorf("-slower is %d, want 0 to 10, and more than 0 only with -virtual-time", o.slower)
 	}
 	if o.memory < 256 {
 		return nil, fmt.Errorf("-memory is %d, want at least 256", o.memory)
