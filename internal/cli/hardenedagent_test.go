@@ -162,11 +162,8 @@ func TestHardenedUnit(t *testing.T) {
 		t.Helper()
 		h.eventually(when+": the table of the fleet", func() bool {
 			s := must[api.FleetStatus](h, "fleet")
-			return s.Epoch == epoch && s.Connected && len(s.Hosts) == 2
+			return s.Epoch == epoch && s.Connected && len(s.Hosts) == 2 && len(s.Problems) == 0 && s.Hosts[1].Path == "tunnel"
 		})
-		if s := must[api.FleetStatus](h, "fleet"); len(s.Problems) > 0 || s.Hosts[1].Path != "tunnel" {
-			t.Errorf("%s: %+v", when, s)
-		}
 		status := must[api.Status](h, "status")
 		if status.PolicyProblem != "" {
 			t.Errorf("%s: %s", when, status.PolicyProblem)

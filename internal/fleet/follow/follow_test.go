@@ -259,6 +259,7 @@ func TestFleet(t *testing.T) {
 	_ = f.etcd.Wait()
 	f.end("b")
 	f.start("b", before)
+	testenv.Within(t, "the table of the start", func() bool { return f.hosts["b"].last().Applied != nil })
 	time.Sleep(time.Second)
 	for name, h := range f.hosts {
 		if s := h.last(); s.Applied == nil || s.Applied.Epoch != before.Epoch {
