@@ -266,7 +266,8 @@ func statMark(path string) (m fileMark) {
 func firstLine(err error) string {
 	var flaws config.Errors
 	if !errors.As(err, &flaws) {
-		return fault.Message(err)
+		line, _, _ := strings.Cut(fault.Message(err), "\n")
+		return line
 	}
 	first := *flaws[0]
 	first.Hint = ""

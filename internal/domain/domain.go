@@ -12,6 +12,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -133,7 +134,15 @@ func NewRouter(mux *http.ServeMux, reply func(w http.ResponseWriter, r *http.Req
 
 // Get answers GET requests to a path.
 func (r *Router) Get(path string, answer func(*http.Request) (any, error)) {
-	r.mux.HandleFunc("GET "+path, func(w http.ResponseWriter, request *http.Request) { r.reply(w, request, answer) })
+	r.mux.HandleFunc("GET "+path, func(w http.ResponseWriter, request *http.Request) {
+		r.reply(w, request, func(request *http.Request) (any, error) {
+			// URL.Query leaves out all parameters if there are too many.
+			if _, err := url.ParseQuery(request.URL.RawQuery); err != nil {
+				return nil, fault.Usage(fmt.Errorf("read request: %w", err), "send fewer parameters at once")
+			}
+			return answer(request)
+		})
+	})
 }
 
 // Post answers POST requests of root to a path, with a body of at most 8 MiB.

@@ -46,7 +46,7 @@ func (s *settings) differences(hosts []lead.Host) (list []string) {
 			continue
 		}
 		if differ(h.Digests.Listeners, s.digests.Listeners) {
-			list = append(list, fmt.Sprintf("host %s has other listeners at the addresses of the fleet than this host: apply the same services to both", h.Name))
+			list = append(list, fmt.Sprintf("host %s has other listeners at the addresses of the fleet than this host: compare the key addresses, and the listeners of the services", h.Name))
 		}
 		if differ(h.Digests.Devices, s.digests.Devices) {
 			list = append(list, fmt.Sprintf("host %s has another device map than this host, and disagrees about the devices that differ: apply the same device map to both", h.Name))

@@ -19,7 +19,7 @@ func TestDifferences(t *testing.T) {
 	dir := t.TempDir()
 	settingsOf := func(replaced, by, devices string) *settings {
 		t.Helper()
-		text := strings.Replace(policyText, replaced, by, 1)
+		text := strings.Replace(strings.Replace(policyText, "[192.0.2.53]", `[192.0.2.53, "2001:db8::53"]`, 1), replaced, by, 1)
 		if devices != "" {
 			file := filepath.Join(dir, "devices.csv")
 			check(t, os.WriteFile(file, []byte(devices), 0o600))
@@ -33,7 +33,7 @@ func TestDifferences(t *testing.T) {
 	}
 	const map1 = "192.0.2.0/24,one\n198.51.100.0/24,two\n"
 	own, mapped := settingsOf("", "", ""), settingsOf("", "", map1)
-	const listeners = "host b has other listeners at the addresses of the fleet than this host: apply the same services to both"
+	const listeners = "host b has other listeners at the addresses of the fleet than this host: compare the key addresses, and the listeners of the services"
 	const devices = "host b has another device map than this host, and disagrees about the devices that differ: apply the same device map to both"
 	// Hosts with different versions of Sockeye compare these.
 	if want := (lead.Digests{Listeners: "c05227dc5c5f0df4", Devices: "012d24e69b8626ac"}); mapped.digests != want {

@@ -66,6 +66,8 @@ type Domain struct {
 	part   atomic.Pointer[participation] // nil without a fleet
 	closed bool
 	broken atomic.Bool // there is no participation, because a change of the fleet runs or has failed
+
+	problems []string // of the participation that a change of the policy has ended
 }
 
 var (
@@ -203,6 +205,7 @@ func (d *Domain) change(to *settings) error {
 	}
 	d.broken.Store(true)
 	join, serves, before := d.join, part.serves, part.settings
+	defer func() { d.problems = nil }()
 	if !before.sharesTable(to) { // the last table is of no use
 		if err := d.leave(); err != nil {
 			return fault.In("fleet", err)
@@ -211,6 +214,7 @@ func (d *Domain) change(to *settings) error {
 	} else if err := part.end(false); err != nil {
 		d.log.Warn("fleet not ended", "error", err)
 	}
+	d.problems = part.problems // an event tells if the change has solved them
 	d.part.Store(nil)
 	err := join(to, serves)
 	if err != nil {

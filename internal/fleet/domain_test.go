@@ -96,7 +96,7 @@ const (
     slots: 2
     user: root
     listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "0.0.0.0:4739"}]
-fleet: {host: a, interfaces: [fleet0], addresses: [192.0.2.53, "2001:db8::53"], file: hosts.yaml}
+fleet: {host: a, interfaces: [fleet0], addresses: [192.0.2.53], file: hosts.yaml}
 `
 	hostsText = `epoch: 1
 nonce: 7
@@ -132,6 +132,8 @@ func plug(t testing.TB) netlink.Link {
 	check(t, err)
 	check(t, netlink.AddrAdd(link, &netlink.Addr{IPNet: &net.IPNet{IP: net.IP{198, 51, 100, 1}, Mask: net.CIDRMask(24, 32)}}))
 	check(t, netlink.LinkSetUp(link))
+	// Host b answers.
+	check(t, netlink.NeighSet(&netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT, IP: net.IP{198, 51, 100, 2}, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 2}}))
 	return link
 }
 
@@ -382,7 +384,10 @@ func TestHealth(t *testing.T) {
 	want("")
 	text := strings.Replace(strings.Replace(hostsText, "epoch: 1", "epoch: 2", 1), "{name: a,", "{name: a, state: drain,", 1)
 	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(text), 0o644))
-	want("this host has no devices")
+	want("this host has no devices: its state is drain")
+	text = strings.Replace(strings.Replace(hostsText, "epoch: 1", "epoch: 3", 1), "{name: a,", "{name: d,", 1)
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(text), 0o644))
+	want("this host has no devices: " + filepath.Join(dir, "hosts.yaml") + " has no host a")
 }
 
 // TestBrokenChange is that a host is not healthy after a change of the fleet that could neither be made nor be rolled back: it
@@ -458,8 +463,14 @@ func TestLies(t *testing.T) {
 	nics, err, _ := findInterfaces([]string{"fleet0"}, nil)
 	check(t, err)
 	h := &table.Host{Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("198.51.100.2")}, MACs: []string{"02:00:00:00:00:02"}}
-	here := origin{links: newLinks(nics), tunnel: func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }}
+	silent := false
+	here := origin{links: newLinks(nics), silent: func(netip.Addr) bool { return silent }, tunnel: func() (int, uint32, error) { return 0, 0, errors.New("no tunnel is needed") }}
+	check(t, netlink.NeighDel(&netlink.Neigh{LinkIndex: link.Attrs().Index, IP: net.IP{198, 51, 100, 2}}))
 	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{} || p.problem != "" {
+		t.Errorf("%+v", p)
+	}
+	silent = true // the kernel has looked for the host in vain
+	if p := here.findPath(h); p.kind != "none" || p.problem != "host b does not answer on the link at 198.51.100.2 (ip neigh): packets to the host are dropped" {
 		t.Errorf("%+v", p)
 	}
 	neighbor := &netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT, IP: net.IP{198, 51, 100, 2}, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 9}}
@@ -471,7 +482,17 @@ func TestLies(t *testing.T) {
 	neighbor.HardwareAddr[5] = 2
 	check(t, netlink.NeighSet(neighbor))
 	here.links = newLinks(nics)
-	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} {
+	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} || p.problem != "" {
+		t.Errorf("%+v", p)
+	}
+	here.services = []netip.Addr{netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("2001:db8::53")}
+	if p := here.findPath(h); p.kind != "link" || p.problem != "host b has no IPv6 address on the link: packets to 2001:db8::53 for its devices are dropped" {
+		t.Errorf("%+v", p)
+	}
+	here.services = nil
+	without := *h
+	without.MACs = nil
+	if p := here.findPath(&without); p.kind != "none" || p.problem != "host b has no macs: packets to the host are dropped; the kernel knows 02:00:00:00:00:02 at 198.51.100.2" {
 		t.Errorf("%+v", p)
 	}
 	here.routers = map[[6]byte]netip.Addr{{2, 0, 0, 0, 0, 2}: netip.MustParseAddr("198.51.100.254")}

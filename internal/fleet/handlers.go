@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/fleet/lead"
 	"sockeye/internal/fleet/store"
 	"sockeye/internal/fleet/table"
+	"sockeye/internal/peer"
 )
 
 // Routes adds GET /v1/fleet, GET /v1/fleet/where, GET /v1/health, and POST /v1/fleet/host.
@@ -40,7 +41,8 @@ func (d *Domain) Routes(r *domain.Router) {
 		if err != nil {
 			return nil, err
 		}
-		return p.where(r.Context(), addresses)
+		caller := peer.From(r)
+		return p.where(r.Context(), addresses, caller != nil && caller.Cred.Uid == 0)
 	})
 	r.Get("/v1/health", func(*http.Request) (any, error) { return d.Health(), nil })
 	r.Post("/v1/fleet/host", func(r *http.Request) (any, error) {
@@ -79,7 +81,9 @@ func (p *participation) setHost(ctx context.Context, change api.FleetHostChange)
 	}
 	if at < 0 {
 		hint := "sockeye fleet lists the hosts"
-		if near := config.Nearest(change.Host, names); near != "" {
+		if known {
+			hint = "host " + change.Host + " is dead, and its devices have moved: only the state removed can be set"
+		} else if near := config.Nearest(change.Host, names); near != "" {
 			hint = "did you mean " + near + "?"
 		}
 		return nil, fault.Usage(fmt.Errorf("the fleet has no host %q", change.Host), hint)
@@ -171,6 +175,9 @@ func weightText(h *lead.Host, set uint32) string {
 
 // effectOf tells how many devices move, or would move, by a setting of a host.
 func (p *participation) effectOf(s *store.Snapshot, host string, to store.Setting, dryRun bool) string {
+	if living := lead.Living(s.Hosts); living < p.settings.MinHosts {
+		return fmt.Sprintf("no device moves while %d of at least %d hosts (min_hosts) are alive", living, p.settings.MinHosts)
+	}
 	return effectOf(s, lead.OnDeath(p.settings.OnHostDeath), dryRun, host, func(h *lead.Host) {
 		h.State = lead.Ready
 		if to.State != "" {

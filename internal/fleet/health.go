@@ -2,7 +2,14 @@
 
 package fleet
 
-import "sockeye/internal/api"
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fleet/lead"
+)
 
 // Health reports whether routers should send packets to this host to the addresses of the services. Without a fleet, it does while its
 // services can serve.
@@ -40,7 +47,24 @@ func (p *participation) health() (ok bool, reason string) {
 	case p.state.Foreign:
 		return false, "the table of this host is one of another fleet"
 	case p.owns() == 0:
-		return false, "this host has no devices"
+		return false, "this host has no devices: " + p.whyNoDevices()
 	}
 	return true, ""
+}
+
+// whyNoDevices returns why this host has no devices. The caller holds mu.
+func (p *participation) whyNoDevices() string {
+	if p.state.Snapshot != nil {
+		if at := slices.IndexFunc(p.state.Hosts, func(h lead.Host) bool { return h.Name == p.settings.host }); at >= 0 {
+			switch state := p.state.Hosts[at].State; {
+			case state == lead.Drain || state == lead.Removed:
+				return "its state is " + string(state)
+			case p.settings.Etcd != nil:
+				return fmt.Sprintf("it gets its share when it has been alive for settle (%v)", time.Duration(p.settings.Settle)*time.Microsecond)
+			}
+		} else if p.settings.Etcd == nil {
+			return fmt.Sprintf("%s has no host %s", p.settings.File, p.settings.host)
+		}
+	}
+	return "the others serve all of them"
 }

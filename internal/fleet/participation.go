@@ -75,12 +75,14 @@ type participation struct {
 	paths        map[string]path       // by host
 	dead         map[string]bool       // hosts that have died, as of the last look
 	holders      map[netip.Addr]string // hosts of the table by address, as holders returns them
+	unresolved   unresolved
 	state        follow.State
 	registration store.Registration
 	healthy      error // nil: the services can serve
 	problems     []string
 	known        map[string]string // states of the hosts, for events
 	seen         map[string]bool   // all hosts that the fleet has had since the start of the agent, at most mostSeen
+	gone         map[string]bool   // those that have died, and whose devices have moved; they are in no table
 	local        []string          // problems of interfaces and paths
 	drops        drops
 	ended        bool // path is closed
@@ -94,7 +96,7 @@ type dataPath participation
 
 // participate opens the data path and the store, and follows the store.
 func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
-	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), late: newLate(), copies: newCopies(), asking: newAsking()}
+	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), gone: make(map[string]bool), late: newLate(), copies: newCopies(), asking: newAsking(), problems: d.problems}
 	if p.path, err = forward.Open(d.pins()); err != nil {
 		return nil, err
 	}
@@ -500,7 +502,15 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		index, err := open()
 		return index, forward.VNI(t.Nonce), err
 	}
-	here := origin{links: newLinks(p.nics), tunnel: tunnel}
+	now, asked := time.Now(), make(unresolved)
+	here := origin{links: newLinks(p.nics), services: p.settings.Addresses, tunnel: tunnel}
+	here.silent = func(a netip.Addr) bool { // addresses that the kernel knows are forgotten
+		if since, ok := p.unresolved[a]; ok {
+			asked[a] = since
+		}
+		return asked.silent(a, now)
+	}
+	defer func() { p.unresolved = asked }()
 	here.routers = here.defaultRouters()
 	if self := t.Index(p.self()); self != table.None {
 		here.addresses = t.Hosts[self].Addresses
@@ -528,7 +538,9 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 			paths[h.Name] = path{kind: "none", problem: problem}
 		default:
 			one := here.findPath(h)
-			one.Dead = dead[h.Name]
+			if one.Dead = dead[h.Name]; one.Dead {
+				one.problem = "" // the store tells that the host is dead
+			}
 			paths[h.Name] = one
 		}
 	}
@@ -615,6 +627,7 @@ func (p *participation) allProblems() []string {
 	if p.state.Snapshot != nil {
 		list = append(list, p.settings.differences(p.state.Hosts)...)
 	}
+	list = append(list, p.deadHostProblems()...)
 	if problem := p.misnamed(); problem != "" {
 		list = append(list, problem)
 	}
@@ -631,6 +644,22 @@ func (p *participation) allProblems() []string {
 	}
 	if more := len(list) - mostProblems; more > 0 {
 		list = append(list[:mostProblems], fmt.Sprintf("and %d further problems", more))
+	}
+	return list
+}
+
+// deadHostProblems names the hosts that have died, which the operator has not taken out of the fleet. The caller holds mu.
+func (p *participation) deadHostProblems() (list []string) {
+	if p.state.Snapshot == nil || !p.state.Connected {
+		return nil
+	}
+	for i := range p.state.Hosts {
+		if h := &p.state.Hosts[i]; !h.Alive && !h.Unknown && (h.State == lead.Ready || h.State == lead.Maint) && p.table != nil && p.table.Index(h.Name) != table.None {
+			list = append(list, fmt.Sprintf("host %s is dead, and has devices: start it, or move them by sockeye host set %s removed", h.Name, h.Name))
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(p.gone)) {
+		list = append(list, fmt.Sprintf("host %s is dead, and the others have its devices: start it, or sockeye host set %s removed", name, name))
 	}
 	return list
 }
@@ -673,9 +702,14 @@ func (p *participation) reportHosts() {
 		if len(p.seen) < mostSeen {
 			p.seen[name] = true
 		}
+		delete(p.gone, name)
 	}
-	for name := range p.known {
-		if now[name] == "" {
+	for name, state := range p.known {
+		switch {
+		case now[name] != "":
+		case state == "dead" && len(p.gone) < mostProblems:
+			p.gone[name] = true
+		default:
 			names = append(names, name)
 		}
 	}

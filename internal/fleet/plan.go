@@ -5,6 +5,7 @@ package fleet
 import (
 	"cmp"
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
@@ -13,6 +14,8 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/fleet/lead"
+	"sockeye/internal/fleet/store"
 )
 
 // Plan compares the fleet of a policy with the one in force.
@@ -66,7 +69,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if settings := describeSettings(before, after); len(settings) > 0 {
 			change.What += ": " + strings.Join(settings, ", ")
 		}
-		effects := part.differences(after)
+		effects := append(part.differences(after), part.warnings(before, after)...)
 		if before.sharesTable(after) {
 			if before.Weight != after.Weight {
 				effects = append(effects, part.weightEffect(after))
@@ -82,6 +85,28 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		}
 		return func() error { return d.change(before) }, nil
 	}}}, nil
+}
+
+// warnings tells what would keep this host from serving devices with other settings.
+func (p *participation) warnings(before, after *settings) (list []string) {
+	if err := absentAddress(after.Addresses); err != nil && !slices.Equal(before.Addresses, after.Addresses) {
+		list = append(list, err.Error()+"; until then this host is not healthy, and its devices move to the others")
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.state.Snapshot == nil {
+		return list
+	}
+	if after.host != before.host && after.Name == before.Name && slices.ContainsFunc(p.state.Hosts, func(h lead.Host) bool { return h.Name == after.host && h.Alive }) {
+		list = append(list, "host "+after.host+" is alive: with its name, this host is not healthy and has no devices")
+	}
+	if living := lead.Living(p.state.Hosts); living < after.MinHosts && after.MinHosts != before.MinHosts {
+		list = append(list, fmt.Sprintf("%d hosts are alive: no device moves until %d are", living, after.MinHosts))
+	}
+	if b, a := before.Etcd, after.Etcd; b != nil && a != nil && !reflect.DeepEqual(b, a) {
+		list = append(list, fmt.Sprintf("if etcd does not answer with these settings, the others take over the devices of this host after %v", store.DefaultLease))
+	}
+	return list
 }
 
 // describeSettings returns the settings that differ, one by one, but for the names of the fleet and of the host.

@@ -225,3 +225,46 @@ func TestHostEvents(t *testing.T) {
 		}
 	}
 }
+
+// TestDeadHosts is that a host that has died stays visible, and is a problem, until it is back or the operator takes it out of the fleet; with
+// on_host_death: next, it is in no table.
+func TestDeadHosts(t *testing.T) {
+	log := new(recorder)
+	p := &participation{settings: &settings{Fleet: config.Fleet{Etcd: new(config.FleetEtcd)}, host: "a"}, log: slog.New(log), table: snapshot(7).Table,
+		known: make(map[string]string), seen: make(map[string]bool), gone: make(map[string]bool), late: newLate()}
+	look := func(change func(s *store.Snapshot)) (states string, problems []string) {
+		s := snapshot(7)
+		change(s)
+		p.changed(follow.State{Snapshot: s})
+		return strings.Join(log.take(events.FleetHost, "state"), " "), p.allProblems()
+	}
+	dies := func(s *store.Snapshot) { s.Hosts[1].Alive = false }
+	leaves := func(s *store.Snapshot) { s.Hosts = slices.Delete(s.Hosts, 1, 2) }
+	for _, step := range []struct {
+		name    string
+		change  func(s *store.Snapshot)
+		states  string
+		problem string
+		hosts   int
+	}{
+		{"at first", func(*store.Snapshot) {}, "ready ready ready", "", 3},
+		{"b dies", dies, "dead", "host b is dead, and has devices: start it, or move them by sockeye host set b removed", 3},
+		{"its devices have moved", leaves, "", "host b is dead, and the others have its devices: start it, or sockeye host set b removed", 3},
+		{"again", leaves, "", "host b is dead, and the others have its devices: start it, or sockeye host set b removed", 3},
+		{"it is back", func(*store.Snapshot) {}, "ready", "", 3},
+		{"b dies again", dies, "dead", "host b is dead, and has devices: start it, or move them by sockeye host set b removed", 3},
+		{"the operator takes it out", func(s *store.Snapshot) { s.Hosts[1].Alive, s.Hosts[1].State = false, lead.Removed }, "removed", "", 3},
+		{"the setting is deleted", leaves, "removed", "", 2},
+	} {
+		states, problems := look(step.change)
+		if states != step.states && step.name != "the setting is deleted" {
+			t.Errorf("%s: events %q, want %q", step.name, states, step.states)
+		}
+		if got := strings.Join(problems, "\n"); got != step.problem {
+			t.Errorf("%s: problems %q, want %q", step.name, got, step.problem)
+		}
+		if list := p.hostsStatus(); len(list) != step.hosts || step.problem != "" && list[len(list)-1].Name == "b" && list[len(list)-1].Alive {
+			t.Errorf("%s: %+v", step.name, list)
+		}
+	}
+}

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -159,8 +160,10 @@ const leastRoom = 128
 // origin is this host as the beginning of paths.
 type origin struct {
 	*links
-	addresses []netip.Addr           // of this host in the table: the other hosts accept packets from them in the tunnel
-	routers   map[[6]byte]netip.Addr // defaultRouters
+	silent    func(a netip.Addr) bool // the kernel has looked for an address of a host in vain, for a while
+	services  []netip.Addr            // addresses of the services
+	addresses []netip.Addr            // of this host in the table: the other hosts accept packets from them in the tunnel
+	routers   map[[6]byte]netip.Addr  // defaultRouters
 	tunnel    func() (index int, vni uint32, err error)
 }
 
@@ -177,8 +180,13 @@ func (o *origin) findPath(h *table.Host) path {
 		on.Interface, on.Addresses = index, append(on.Addresses, a)
 		mac, ok := o.neighbor(index, a)
 		switch {
+		case !ok && o.silent(a):
+			return path{kind: "none", problem: fmt.Sprintf("host %s does not answer on the link at %s (ip neigh): packets to the host are dropped", h.Name, a)}
 		case !ok:
 		case !slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()):
+			if len(h.MACs) == 0 {
+				return path{kind: "none", problem: fmt.Sprintf("host %s has no macs: packets to the host are dropped; the kernel knows %s at %s", h.Name, net.HardwareAddr(mac[:]), a)}
+			}
 			return path{kind: "none", problem: fmt.Sprintf("host %s says that its MAC addresses are %v, and the kernel knows %s at %s: packets to the host are dropped (ip neigh shows what the kernel knows)",
 				h.Name, h.MACs, net.HardwareAddr(mac[:]), a)}
 		case o.routers[mac].IsValid():
@@ -189,6 +197,11 @@ func (o *origin) findPath(h *table.Host) path {
 		}
 	}
 	if on.Interface != 0 {
+		for _, a := range o.services {
+			if !slices.ContainsFunc(on.Addresses, func(b netip.Addr) bool { return a.Is4() == b.Is4() }) {
+				on.problem = cmp.Or(on.problem, fmt.Sprintf("host %s has no %s address on the link: packets to %s for its devices are dropped", h.Name, family(a), a))
+			}
+		}
 		return on
 	}
 	narrow := ""
@@ -222,6 +235,32 @@ func (o *origin) findPath(h *table.Host) path {
 
 func (l *links) has(index int) bool {
 	return slices.ContainsFunc(l.nics, func(n nic) bool { return n.index == index })
+}
+
+// family names the family of an address.
+func family(a netip.Addr) string {
+	if a.Is4() {
+		return "IPv4"
+	}
+	return "IPv6"
+}
+
+// unresolved are the addresses of hosts that the kernel has not found on the link, since when.
+type unresolved map[netip.Addr]time.Time
+
+// silentTime is the time after which a host counts as absent from the link. The kernel asks three times, a second apart
+// (net.ipv4.neigh.default.mcast_solicit).
+const silentTime = 4 * time.Second
+
+// silent reports whether the kernel has looked for an address in vain for silentTime. It is called for addresses that the kernel does not know
+// now.
+func (u unresolved) silent(a netip.Addr, now time.Time) bool {
+	since, ok := u[a]
+	if !ok {
+		u[a] = now
+		return false
+	}
+	return now.Sub(since) >= silentTime
 }
 
 // routed returns the MTU of the route to an address, if there is one, and the address from which the kernel sends there: on a host

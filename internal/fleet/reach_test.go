@@ -45,7 +45,7 @@ func TestSourceAddress(t *testing.T) {
 	check(t, err)
 	fleet0 := nics[0].index
 	opened := 0
-	here := origin{links: newLinks(nics), tunnel: func() (int, uint32, error) { opened++; return 7, 1, nil }}
+	here := origin{links: newLinks(nics), silent: func(netip.Addr) bool { return false }, tunnel: func() (int, uint32, error) { opened++; return 7, 1, nil }}
 	here.addresses = []netip.Addr{netip.MustParseAddr("198.51.100.1"), netip.MustParseAddr("2001:db8:1::2")}
 	to := map[bool]*table.Host{
 		true:  {Name: "b", Weight: 1, Addresses: []netip.Addr{netip.MustParseAddr("203.0.113.3")}},
@@ -91,6 +91,24 @@ func TestSourceAddress(t *testing.T) {
 	check(t, netlink.RouteDel(narrow))
 	if p.kind != "none" || p.Interface != 0 || !strings.Contains(p.problem, "has MTU 150, too little for a tunnel") {
 		t.Errorf("a narrow route: %+v", p)
+	}
+}
+
+// TestSilent is that an address of a host that the kernel does not find counts as silent after a while, and again only after another while.
+func TestSilent(t *testing.T) {
+	a, now := netip.MustParseAddr("198.51.100.2"), time.Now()
+	u := make(unresolved)
+	for _, step := range []struct {
+		after time.Duration
+		want  bool
+	}{{0, false}, {silentTime - 1, false}, {silentTime, true}, {time.Hour, true}} {
+		if got := u.silent(a, now.Add(step.after)); got != step.want {
+			t.Errorf("after %v: %v", step.after, got)
+		}
+	}
+	delete(u, a) // the kernel knew the address meanwhile
+	if u.silent(a, now.Add(2*time.Hour)) {
+		t.Error("silent at once")
 	}
 }
 

@@ -4,6 +4,8 @@ package fleet
 
 import (
 	"errors"
+	"maps"
+	"slices"
 
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
@@ -78,7 +80,7 @@ func (p *participation) status() (*api.FleetStatus, error) {
 	if p.table != nil {
 		s.Epoch, s.Moving = p.table.Epoch, p.table.Moving()
 	}
-	if p.state.Snapshot == nil {
+	if p.state.Snapshot == nil || !p.state.Connected && len(p.state.Hosts) == 0 {
 		s.Hosts = append(s.Hosts, p.hostsOfTable()...)
 		return s, nil
 	}
@@ -102,6 +104,9 @@ func (p *participation) hostsStatus() (list []api.FleetHost) {
 	}
 	for i := range p.state.Hosts {
 		list = append(list, p.hostStatus(&p.state.Hosts[i], shares, newest))
+	}
+	for _, name := range slices.Sorted(maps.Keys(p.gone)) {
+		list = append(list, p.hostStatus(&lead.Host{Host: table.Host{Name: name}, State: lead.Ready}, shares, newest))
 	}
 	return list
 }

@@ -138,7 +138,8 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 	changed, _ := in(strings.NewReplacer("fleet0]", "fleet0, fleet1]", "192.0.2.53", "192.0.2.54", "2379", "2380", "{host: b", "{host: b, min_hosts: 2, settle: 5s, on_host_death: wait", ":1790", ":1791").Replace(text))
 	if what, effect := plan(changed); what != "fleet main: interfaces [fleet0] -> [fleet0 fleet1], addresses [192.0.2.53] -> [192.0.2.54], endpoints [http://127.0.0.1:2379] -> [http://127.0.0.1:2380], "+
 		"min_hosts 1 -> 2, settle 10s -> 5s, on_host_death next -> wait, listeners at the addresses" ||
-		effect != "the devices at 192.0.2.54 move to their hosts; this host serves the devices that reach it at 192.0.2.53" {
+		effect != "this host does not have the address 192.0.2.54 of the services: ip addr add 192.0.2.54/32 dev lo; until then this host is not healthy, and its devices move to the others; "+
+			"if etcd does not answer with these settings, the others take over the devices of this host after 3s; the devices at 192.0.2.54 move to their hosts; this host serves the devices that reach it at 192.0.2.53" {
 		t.Errorf("%q with the effect %q", what, effect)
 	}
 
@@ -159,12 +160,17 @@ fleet: {host: b, interfaces: [fleet0], addresses: [192.0.2.53], etcd: {endpoints
 	p.settings = before
 
 	// Another fleet has another table.
-	other, _ := in(strings.Replace(text, "host: b", "host: c, weight: 200", 1))
+	other, _ := in(strings.Replace(text, "host: b", "host: d, weight: 200", 1))
 	without := *other
 	without.Fleet = nil
-	if what, effect := plan(other); what != "fleet main, as host b -> fleet main, as host c: weight 100 -> 200" ||
-		effect != "the devices of this host move to the others at once; run sockeye host set b drain first, and nothing is lost; this host serves what reaches it until it has the table as host c" {
+	if what, effect := plan(other); what != "fleet main, as host b -> fleet main, as host d: weight 100 -> 200" ||
+		effect != "the devices of this host move to the others at once; run sockeye host set b drain first, and nothing is lost; this host serves what reaches it until it has the table as host d" {
 		t.Errorf("%q with the effect %q", what, effect)
+	}
+	// The name of another host that lives, and more hosts than live.
+	c, _ := in(strings.Replace(text, "host: b", "host: c, min_hosts: 4", 1))
+	if _, effect := plan(c); !strings.HasPrefix(effect, "host c is alive: with its name, this host is not healthy and has no devices; 3 hosts are alive: no device moves until 4 are; ") {
+		t.Errorf("%q", effect)
 	}
 	// A host that is drained, or whose name another host has, has no devices.
 	p.table = snapshot(7).Table

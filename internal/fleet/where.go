@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/fleet/store"
 )
@@ -25,7 +26,7 @@ const (
 	mostAskedAddresses = 50
 	// mostAskedHosts is the number of hosts that are asked at the same time.
 	mostAskedHosts = 16
-	// A host asks askBurst questions at once, and then one in askPause. Each one adds some kilobytes to the history of etcd.
+	// A host asks askBurst questions at once, and then one in askPause, but for root. Each one adds some kilobytes to the history of etcd.
 	askBurst, askPause = 50, 100 * time.Millisecond
 	// whereTime is the longest time for all hosts to answer.
 	whereTime = 10 * time.Second
@@ -75,8 +76,8 @@ func (a *asking) pace(ctx context.Context) error {
 }
 
 // where returns the slots of those addresses whose devices other hosts serve, as these hosts tell them, and the hosts that did not tell
-// them, with the reasons.
-func (p *participation) where(ctx context.Context, addresses []netip.Addr) (*api.FleetWhere, error) {
+// them, with the reasons. Root does not wait for other users.
+func (p *participation) where(ctx context.Context, addresses []netip.Addr, root bool) (*api.FleetWhere, error) {
 	if len(addresses) > mostWhere {
 		return nil, fault.Usage(fmt.Errorf("%d addresses, at most %d are possible", len(addresses), mostWhere), "ask for fewer at once")
 	}
@@ -101,7 +102,7 @@ func (p *participation) where(ctx context.Context, addresses []netip.Addr) (*api
 			continue
 		}
 		wait.Go(func() {
-			slots, err := p.askAll(ctx, host, byHost[host])
+			slots, err := p.askAll(ctx, host, byHost[host], root)
 			mu.Lock()
 			defer mu.Unlock()
 			answer.Slots = append(answer.Slots, slots...)
@@ -143,15 +144,22 @@ func (p *participation) elsewhere(addresses []netip.Addr) (byHost map[string][]n
 }
 
 // askAll asks a host for the slots of addresses, some at a time. With an error, slots are those that the host has told before.
-func (p *participation) askAll(ctx context.Context, host string, addresses []netip.Addr) (slots []api.WhereStatus, err error) {
-	select {
-	case p.asking.hosts <- struct{}{}:
-		defer func() { <-p.asking.hosts }()
-	case <-ctx.Done():
-		return nil, fmt.Errorf("host %s was not asked within %v", host, whereTime)
+func (p *participation) askAll(ctx context.Context, host string, addresses []netip.Addr, root bool) (slots []api.WhereStatus, err error) {
+	if !root {
+		select {
+		case p.asking.hosts <- struct{}{}:
+			defer func() { <-p.asking.hosts }()
+		case <-ctx.Done():
+			return nil, fmt.Errorf("host %s was not asked within %v", host, whereTime)
+		}
 	}
 	for some := range slices.Chunk(addresses, mostAskedAddresses) {
-		if err := p.asking.pace(ctx); err != nil {
+		if root {
+			err = ctx.Err()
+		} else {
+			err = p.asking.pace(ctx)
+		}
+		if err != nil {
 			return slots, fmt.Errorf("host %s was not asked for all addresses within %v", host, whereTime)
 		}
 		more, err := p.ask(ctx, host, some)
@@ -178,7 +186,7 @@ func (p *participation) ask(ctx context.Context, host string, addresses []netip.
 		return nil, errors.New("host " + host + " has answered something else")
 	}
 	for _, l := range list {
-		if slices.Contains(addresses, l.Address) {
+		if slices.Contains(addresses, l.Address) && l.Slot >= 0 && l.Slot < bpf.MaxSlots && l.Bucket >= 0 && l.Bucket < bpf.Buckets {
 			slots = append(slots, api.WhereStatus{Host: host, Service: l.Service, Address: l.Address, Bucket: l.Bucket, Slot: l.Slot, Pinned: l.Pinned, Ready: &l.Ready})
 		}
 	}

@@ -80,7 +80,7 @@ func TestWhere(t *testing.T) {
 	}
 	where := func(addresses []netip.Addr) *api.FleetWhere {
 		t.Helper()
-		told, err := a.where(t.Context(), addresses)
+		told, err := a.where(t.Context(), addresses, false)
 		check(t, err)
 		return told
 	}
@@ -119,7 +119,9 @@ func TestWhere(t *testing.T) {
 	}
 	few := addresses[:20]
 	for answer, want := range map[string]string{
-		`[{"service":"telemetry","address":"10.9.9.9","ready":true}]`: "", // not asked for
+		`[{"service":"telemetry","address":"10.9.9.9","ready":true}]`:                      "", // not asked for
+		fmt.Sprintf(`[{"service":"telemetry","address":%q,"slot":1024}]`, addresses[0]):    "",
+		fmt.Sprintf(`[{"service":"telemetry","address":%q,"bucket":16384}]`, addresses[0]): "",
 		`null`: "",
 		`{}`:   "host b has answered something else",
 		`[1]`:  "host b has answered something else",
@@ -140,7 +142,7 @@ func TestWhere(t *testing.T) {
 	if told := where(few); told.Silent["b"] != "etcd does not answer: the slot is known on host b" || told.Silent["c"] != "etcd does not answer: the slot is known on host c" {
 		t.Errorf("%+v", told)
 	}
-	if _, err := a.where(t.Context(), make([]netip.Addr, mostWhere+1)); err == nil {
+	if _, err := a.where(t.Context(), make([]netip.Addr, mostWhere+1), false); err == nil {
 		t.Error("too many addresses are accepted")
 	}
 	// Hosts of a file are not asked, and without a table there is none.

@@ -74,12 +74,7 @@ needs neither an agent nor pins.`,
 		case offline:
 			list, err = whereOffline(addresses, service, pins)
 		default:
-			q := query()
-			q["address"] = args
-			err = c.Client().Get(cmd.Context(), "/v1/where", q, &list)
-			if slices.ContainsFunc(list, func(l api.WhereStatus) bool { return l.Host != "" }) {
-				c.askHosts(cmd.Context(), args, list)
-			}
+			list, err = c.whereNow(cmd.Context(), args, query())
 		}
 		if err != nil {
 			return err
@@ -93,6 +88,26 @@ needs neither an agent nor pins.`,
 	cmd.Flags().BoolVar(&offline, "offline", false, "read the pinned table, which has no names of devices; no agent is needed")
 	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "pin directory, with --offline")
 	return cmd
+}
+
+// mostAddresses is the number of addresses in one request.
+const mostAddresses = 1000
+
+// whereNow returns the slots that the agent tells.
+func (c *commands) whereNow(ctx context.Context, args []string, query url.Values) (list []api.WhereStatus, err error) {
+	list = []api.WhereStatus{}
+	for some := range slices.Chunk(args, mostAddresses) {
+		var part []api.WhereStatus
+		query["address"] = some
+		if err := c.Client().Get(ctx, "/v1/where", query, &part); err != nil {
+			return nil, err
+		}
+		if slices.ContainsFunc(part, func(l api.WhereStatus) bool { return l.Host != "" }) {
+			c.askHosts(ctx, some, part)
+		}
+		list = append(list, part...)
+	}
+	return list, nil
 }
 
 // askHosts completes a list with the slots of devices that other hosts of the fleet serve, or with the reason why they are not known.

@@ -117,9 +117,12 @@ func (e *Etcd) hear(ctx context.Context, client *clientv3.Client, ask string, kv
 	answer := e.questions.open[id]
 	e.mu.Unlock()
 	mine := host == e.config.Host.Name && registered && e.config.Answer != nil && kv.Lease != 0
-	var a asked
-	if !mine && answer == nil || len(kv.Value) > mostAsked || json.Unmarshal(kv.Value, &a) != nil { // or the key was removed
+	if !mine && answer == nil || kv.Value == nil { // or the key was removed
 		return
+	}
+	var a asked
+	if len(kv.Value) > mostAsked || json.Unmarshal(kv.Value, &a) != nil {
+		a = asked{Answer: json.RawMessage("rubbish")}
 	}
 	switch {
 	case a.Answer != nil && answer != nil:

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -13,6 +14,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"sockeye/internal/fleet/lead"
 	"sockeye/internal/testenv"
 )
 
@@ -155,5 +157,41 @@ func TestBusyWithQuestions(t *testing.T) {
 	}
 	if _, err := (&File{}).Ask(t.Context(), "b", nil); !errors.Is(err, ErrNoAnswers) {
 		t.Errorf("with a file: %v", err)
+	}
+}
+
+// TestLargeKeys lets a host connect to an etcd with more rubbish among the keys of the fleet than one response can have: questions that nobody has
+// asked, and settings.
+func TestLargeKeys(t *testing.T) {
+	t.Parallel()
+	_, endpoints := startCluster(t, 1)
+	client := raw(t, endpoints)
+	a := join(t, endpoints, "a")
+	a.write(first(3, "a"))
+	large := strings.Repeat("x", 1<<20)
+	for i := range 90 { // 64 MiB is the largest response
+		for _, key := range []string{askKeys + "a/", settingKeys + "z"} {
+			if _, err := client.Put(t.Context(), fmt.Sprintf("%s%s%d", a.prefix, key, i), large); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	b := join(t, endpoints, "b")
+	s := b.awaitAlive("a b")
+	if s.Table == nil || s.Table.Epoch != 3 || s.Leader != "a" || !slices.ContainsFunc(s.Problems, func(p string) bool { return strings.Contains(p, "more keys of the fleet than its hosts can have") }) {
+		t.Errorf("table %v, leader %s, problems %.500q", s.Table != nil, s.Leader, s.Problems)
+	}
+	// A setting without contents is none.
+	if _, err := client.Put(t.Context(), a.prefix+settingKeys+"nobody", "{}"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := client.Put(t.Context(), a.prefix+settingKeys+"somebody", `{"state":"drain"}`); err != nil {
+		t.Fatal(err)
+	}
+	s = a.await("the last setting", func(s *Snapshot) bool {
+		return slices.ContainsFunc(s.Hosts, func(h lead.Host) bool { return h.Name == "somebody" })
+	})
+	if slices.ContainsFunc(s.Hosts, func(h lead.Host) bool { return h.Name == "nobody" }) {
+		t.Errorf("%+v", s.Hosts)
 	}
 }

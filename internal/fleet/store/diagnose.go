@@ -8,12 +8,17 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/url"
 	"os"
 	"strings"
 	"sync"
 	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 )
 
 const (
@@ -27,7 +32,7 @@ const (
 // diagnose returns why a request has got no answer. The client of etcd waits for a connection until its deadline, and tells nothing else:
 // not that the port is closed, and not that a certificate has expired.
 func (e *Etcd) diagnose(ctx context.Context, err error) error {
-	if !errors.Is(err, context.DeadlineExceeded) {
+	if ctx.Err() != nil || answered(err) {
 		return err
 	}
 	problems := make([]string, len(e.config.Endpoints))
@@ -40,12 +45,27 @@ func (e *Etcd) diagnose(ctx context.Context, err error) error {
 		})
 	}
 	all.Wait()
-	for _, problem := range problems {
-		if problem == "" {
-			return fmt.Errorf("a server accepts connections, and does not answer requests within %v", requestTimeout)
+	for i, problem := range problems {
+		switch {
+		case problem == "" && errors.Is(err, context.DeadlineExceeded):
+			return fmt.Errorf("%s: it accepts connections, and does not answer requests within %v: its cluster has no majority, it uses TLS, or it is no etcd", e.config.Endpoints[i], requestTimeout)
+		case problem == "":
+			return err
 		}
 	}
 	return errors.New(strings.Join(problems, "; "))
+}
+
+// answered reports whether an error is the answer of a server.
+func answered(err error) bool {
+	if _, ok := errors.AsType[rpctypes.EtcdError](err); ok {
+		return true
+	}
+	switch status.Code(err) {
+	case codes.OK, codes.Unknown, codes.DeadlineExceeded, codes.Unavailable, codes.Canceled:
+		return false
+	}
+	return true
 }
 
 // probe connects to a server as the client of etcd does.
@@ -69,12 +89,18 @@ func (e *Etcd) probe(ctx context.Context, endpoint string) error {
 	c.ServerName, c.NextProtos = u.Hostname(), []string{"h2"}
 	secure := tls.Client(conn, c)
 	if err := secure.HandshakeContext(ctx); err != nil {
+		if errors.Is(err, io.EOF) {
+			return errors.New("the server does not speak TLS (http instead of https)")
+		}
 		return err
 	}
 	if err := secure.SetReadDeadline(time.Now().Add(alertTime)); err != nil {
 		return err
 	}
 	if _, err := secure.Read(make([]byte, 1)); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+		if c.GetClientCertificate == nil {
+			return fmt.Errorf("%w: the server wants a certificate of this host (cert and key of the policy)", err)
+		}
 		return err
 	}
 	return nil
@@ -84,6 +110,9 @@ func (e *Etcd) probe(ctx context.Context, endpoint string) error {
 func describeProbe(err error) string {
 	if invalid, ok := errors.AsType[x509.CertificateInvalidError](err); ok && invalid.Reason == x509.Expired {
 		return fmt.Sprintf("the certificate of the server is valid from %s to %s, not now by the clock of this host", day(invalid.Cert.NotBefore), day(invalid.Cert.NotAfter))
+	}
+	if _, ok := errors.AsType[*net.DNSError](err); ok {
+		return "the name cannot be resolved"
 	}
 	if failed, ok := errors.AsType[*net.OpError](err); ok && failed.Op != "remote error" {
 		if failed.Timeout() {

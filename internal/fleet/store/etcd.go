@@ -165,15 +165,16 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 	if err != nil {
 		return err
 	}
-	all, err := e.get(ctx, client)
+	all, err := e.read(ctx, client)
 	if err != nil {
-		return err
+		return fmt.Errorf("read the keys of the fleet: %w", err)
 	}
 	v.begin(clock.Monotonic(), e.config.Lease)
-	for _, kv := range all.Kvs {
+	v.more = all.more
+	for _, kv := range all.values {
 		v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision, kv.Lease != 0)
 	}
-	changes := client.Watch(ctx, e.prefix, clientv3.WithPrefix(), clientv3.WithRev(all.Header.Revision+1))
+	changes := client.Watch(ctx, e.prefix, clientv3.WithPrefix(), clientv3.WithRev(all.revision+1))
 	lease, alive, err := e.grant(ctx, client)
 	if err != nil {
 		return err
@@ -276,13 +277,26 @@ func (e *Etcd) note(problem string) {
 	}
 }
 
-func (e *Etcd) get(ctx context.Context, client *clientv3.Client) (*clientv3.GetResponse, error) {
-	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+// read reads the keys of the fleet, the table and the leader first, without questions. Whoever can write to etcd chooses how many keys there are
+// and how large they are: one request must not read all.
+func (e *Etcd) read(ctx context.Context, client *clientv3.Client) (all someValues, err error) {
+	short, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	all, err := client.Get(ctx, e.prefix, clientv3.WithPrefix())
+	first, err := client.Txn(short).Then(clientv3.OpGet(e.prefix+tableKey), clientv3.OpGet(e.prefix+leaderKey)).Commit()
 	if err != nil {
-		return nil, fmt.Errorf("read the keys of the fleet: %w", err)
+		return all, err
 	}
+	for _, kind := range []string{hostKeys, settingKeys} {
+		some, err := readValues(ctx, client, e.prefix+kind, clientv3.GetPrefixRangeEnd(e.prefix+kind))
+		if err != nil {
+			return all, err
+		}
+		all.values, all.more = append(all.values, some.values...), all.more || some.more
+	}
+	for _, one := range first.Responses {
+		all.values = append(all.values, one.GetResponseRange().GetKvs()...)
+	}
+	all.revision = first.Header.Revision // what has changed since then comes again, in its order
 	return all, nil
 }
 

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -122,6 +123,9 @@ func CheckFile(path, host string) error {
 	return nil
 }
 
+// typeName is what the error of the decoder tells about the type in Go.
+var typeName = regexp.MustCompile(`(?s) in type struct \{.*\}`)
+
 // parseFile computes the table of a file.
 func parseFile(text []byte) (*Snapshot, error) {
 	var c fileFormat
@@ -130,7 +134,7 @@ func parseFile(text []byte) (*Snapshot, error) {
 	if err := decoder.Decode(&c); errors.Is(err, io.EOF) {
 		return nil, errors.New("the file is empty")
 	} else if err != nil {
-		return nil, err
+		return nil, errors.New(typeName.ReplaceAllString(err.Error(), ""))
 	}
 	s := &Snapshot{Connected: true}
 	t := &table.Table{Epoch: c.Epoch, Nonce: c.Nonce}
@@ -162,6 +166,16 @@ func parseFile(text []byte) (*Snapshot, error) {
 	slices.SortFunc(s.Hosts, func(a, b lead.Host) int { return strings.Compare(a.Name, b.Name) })
 	if r.Hosts() == 0 {
 		return nil, errors.New("no host is ready")
+	}
+	owner := make(map[netip.Addr]string)
+	for i := range t.Hosts {
+		h := &t.Hosts[i]
+		for _, a := range h.Addresses {
+			if owner[a] != "" {
+				return nil, fmt.Errorf("hosts %s and %s have the address %s", owner[a], h.Name, a)
+			}
+			owner[a] = h.Name
+		}
 	}
 	t.Owner = *r.Column(t.Index)
 	for b := range table.Buckets {

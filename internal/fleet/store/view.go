@@ -67,6 +67,7 @@ type view struct {
 	contact  time.Duration   // time of the last answer of the store
 	seen     map[string]bool // hosts that were registered since then
 	table    *table.Table    // the last good one
+	more     bool            // there are more keys than this host reads
 	refused  string          // why the present value of the table was refused; "": it was not
 	decoded  int64           // revision of the value of the table that was decoded last
 }
@@ -117,6 +118,9 @@ func (v *view) snapshot(now time.Duration) *Snapshot {
 	if v.refused != "" {
 		s.Problems = append(s.Problems, v.refused)
 	}
+	if v.more {
+		s.Problems = append(s.Problems, fmt.Sprintf("etcd has more keys of the fleet than its hosts can have (%s, %s): delete those of strangers", hostKeys, settingKeys))
+	}
 	hosts := make(map[string]*lead.Host)
 	keys := slices.Sorted(maps.Keys(v.entries)) // hosts before settings
 	for _, key := range keys {
@@ -131,7 +135,13 @@ func (v *view) snapshot(now time.Duration) *Snapshot {
 		case e.leader != nil:
 			s.Leader, s.Leads = e.leader.Name, e.leader.Instance == v.instance
 		case e.setting != nil && e.damaged:
-			s.Problems = append(s.Problems, fmt.Sprintf("the setting of host %q is damaged: set it again with sockeye host set", strings.TrimPrefix(key, settingKeys)))
+			name := strings.TrimPrefix(key, settingKeys)
+			named, mend := table.Host{Name: name, Weight: 1}, "set it again with sockeye host set"
+			if named.Check() != nil {
+				mend = "no host can have this name, so delete the key with etcdctl"
+			}
+			s.Problems = append(s.Problems, fmt.Sprintf("the setting of host %q is damaged: %s", name, mend))
+		case e.setting != nil && *e.setting == Setting{}: // as if there were none
 		case e.setting != nil:
 			name := strings.TrimPrefix(key, settingKeys)
 			h := hosts[name]
