@@ -71,7 +71,7 @@ func runGuests(args []string) error {
 
 // measureProbes measures the arms that many hosts forbid, and publishes the figures of the machine.
 func measureProbes(ctx context.Context) error {
-	figures, err := harness.InGuest(ctx, "-kernels=newest", "-timeout=20m", "-run=^TestOtherProbes$", "./bench/trace")
+	figures, err := harness.InGuest(ctx, "-kernels=newest", "-virtual-time", "-timeout=20m", "-run=^TestOtherProbes$", "./bench/trace")
 	if err != nil {
 		return err
 	}
@@ -81,7 +81,9 @@ func measureProbes(ctx context.Context) error {
 		return fmt.Errorf("read the figures of the virtual machine: %w", err)
 	}
 	fmt.Print(common.Text)
-	if err := os.WriteFile(filepath.Join(os.Getenv("OUT"), "bench-"+guestsCommand+".json"), append(indented.Bytes(), '\n'), 0o644); err != nil {
+	// The test was built in no clone that it knows.
+	content := bytes.Replace(indented.Bytes(), []byte("\"about\": {"), fmt.Appendf(nil, "\"about\": {\n    \"commit\": %q,", harness.Begin().Commit), 1)
+	if err := os.WriteFile(filepath.Join(os.Getenv("OUT"), "bench-"+guestsCommand+".json"), append(content, '\n'), 0o644); err != nil {
 		return fmt.Errorf("write figures: %w", err)
 	}
 	return nil
@@ -100,16 +102,20 @@ func compareGuests(ctx context.Context, binary, dir string) error {
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	picture := filepath.Join(os.Getenv("OUT"), "bench-trace-guests.svg")
+	picture, err := filepath.Abs(filepath.Join(os.Getenv("OUT"), "bench-trace-guests.svg"))
+	if err != nil {
+		return fmt.Errorf("find the directory of the figures: %w", err)
+	}
 	compare := func(more ...string) ([]byte, error) {
-		cmd := exec.CommandContext(ctx, binary, append([]string{"trace", "compare", files[0], files[1]}, more...)...)
+		cmd := exec.CommandContext(ctx, binary, append([]string{"trace", "compare", filepath.Base(files[0]), filepath.Base(files[1])}, more...)...)
+		cmd.Dir = dir
 		var stderr strings.Builder
 		cmd.Stderr = &stderr
 		out, err := cmd.Output()
 		if err != nil {
 			return nil, fmt.Errorf("compare the machines: %w\n%s", err, stderr.String())
 		}
-		return bytes.ReplaceAll(out, []byte(dir+"/"), nil), nil
+		return out, nil
 	}
 	text, err := compare("--svg", picture, "--force")
 	if err != nil {

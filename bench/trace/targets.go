@@ -22,6 +22,9 @@ func (r *report) Targets() (all []harness.Target) {
 			arm, title string
 			goal       float64
 		}{{armOthers, "tracing of others", t.others}, {armSampled, "one message in 100", t.sampled}, {armEvery, "every message", t.every}} {
+			if len(r.ratios(a.arm, m)) == 0 { // the arm did not run
+				continue
+			}
 			all = append(all, harness.AtLeast(t.claim+a.title, "%.3f", a.goal, harness.DistributionOf(r.ratios(a.arm, m))))
 		}
 	}

@@ -14,8 +14,8 @@ import (
 	"sockeye/lab"
 )
 
-// TestOtherProbes measures the arms that many hosts forbid, on a kernel that permits them, for bench trace-vm. The machine is emulated:
-// its times are not those of hardware.
+// TestOtherProbes measures the arms that many hosts forbid, on a kernel that permits them, for bench trace-vm. The clock of the machine counts
+// instructions: its times are not those of hardware.
 func TestOtherProbes(t *testing.T) {
 	l, err := lab.New(t.Context(), lab.Options{Dir: t.TempDir()})
 	if err != nil {
@@ -28,7 +28,7 @@ func TestOtherProbes(t *testing.T) {
 	})
 	out := t.TempDir()
 	t.Setenv("OUT", out)
-	b := &bench{state: traceOff, options: options{For: 90 * time.Second, Slice: 400 * time.Millisecond, Warmup: 100 * time.Millisecond, Seed: 1,
+	b := &bench{state: traceOff, options: options{For: 20 * time.Second, Slice: 100 * time.Millisecond, Warmup: 20 * time.Millisecond, Seed: 1,
 		Arms: armStamping + "," + armCalled + "," + armMarking + "," + armFentry + "," + armReading + "," + armKprobe}}
 	b.Lab = l
 	if err := b.share(); err != nil {
