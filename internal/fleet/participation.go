@@ -3,7 +3,6 @@
 package fleet
 
 import (
-	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -80,10 +79,11 @@ type participation struct {
 	registration store.Registration
 	healthy      error // nil: the services can serve
 	problems     []string
-	known        map[string]string // states of the hosts, for events
-	seen         map[string]bool   // all hosts that the fleet has had since the start of the agent, at most mostSeen
-	gone         map[string]bool   // those that have died, and whose devices have moved; they are in no table
-	local        []string          // problems of interfaces and paths
+	known        map[string]string    // states of the hosts, for events
+	seen         map[string]bool      // all hosts that the fleet has had since the start of the agent, at most mostSeen
+	before       map[string]lead.Host // the hosts at the last look
+	gone         map[string]lead.Host // those that have died, and whose devices have moved, as they were; they are in no table
+	local        []string             // problems of interfaces and paths
 	drops        drops
 	ended        bool // path is closed
 	late         late
@@ -96,7 +96,7 @@ type dataPath participation
 
 // participate opens the data path and the store, and follows the store.
 func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
-	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), gone: make(map[string]bool), late: newLate(), copies: newCopies(), asking: newAsking(), problems: d.problems}
+	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), gone: make(map[string]lead.Host), late: newLate(), copies: newCopies(), asking: newAsking(), problems: d.problems}
 	if p.path, err = forward.Open(d.pins()); err != nil {
 		return nil, err
 	}
@@ -596,138 +596,4 @@ func (p *participation) attach() {
 		return
 	}
 	p.attached = wanted
-}
-
-// report logs problems that begin and end. The caller holds mu.
-func (p *participation) report() {
-	now := p.allProblems()
-	for _, problem := range now {
-		if !slices.Contains(p.problems, problem) {
-			p.log.Warn("problem of the fleet", events.FleetProblem, "problem", problem)
-		}
-	}
-	if len(now) == 0 && len(p.problems) > 0 {
-		p.log.Info("the fleet has no problem any more", events.FleetSolved)
-	}
-	p.problems = now
-}
-
-// mostProblems is the largest number of problems that are reported: anybody who can write to the store can cause any number.
-const mostProblems = 50
-
-// allProblems returns what is wrong now. The caller holds mu.
-func (p *participation) allProblems() []string {
-	list := slices.Clone(p.local)
-	if p.state.Snapshot != nil {
-		list = append(list, p.state.Problems...)
-	}
-	if p.state.Problem != "" {
-		list = append(list, p.state.Problem)
-	}
-	if p.state.Snapshot != nil {
-		list = append(list, p.settings.differences(p.state.Hosts)...)
-	}
-	list = append(list, p.deadHostProblems()...)
-	if problem := p.misnamed(); problem != "" {
-		list = append(list, problem)
-	}
-	if p.copies.problem != "" {
-		list = append(list, p.copies.problem)
-	}
-	if p.late.problem != "" {
-		list = append(list, p.late.problem)
-	}
-	for _, name := range slices.Sorted(maps.Keys(p.paths)) {
-		if problem := p.paths[name].problem; problem != "" {
-			list = append(list, problem)
-		}
-	}
-	if more := len(list) - mostProblems; more > 0 {
-		list = append(list[:mostProblems], fmt.Sprintf("and %d further problems", more))
-	}
-	return list
-}
-
-// deadHostProblems names the hosts that have died, which the operator has not taken out of the fleet. The caller holds mu.
-func (p *participation) deadHostProblems() (list []string) {
-	if p.state.Snapshot == nil || !p.state.Connected {
-		return nil
-	}
-	for i := range p.state.Hosts {
-		if h := &p.state.Hosts[i]; !h.Alive && !h.Unknown && (h.State == lead.Ready || h.State == lead.Maint) && p.table != nil && p.table.Index(h.Name) != table.None {
-			list = append(list, fmt.Sprintf("host %s is dead, and has devices: start it, or move them by sockeye host set %s removed", h.Name, h.Name))
-		}
-	}
-	for _, name := range slices.Sorted(maps.Keys(p.gone)) {
-		list = append(list, fmt.Sprintf("host %s is dead, and the others have its devices: start it, or sockeye host set %s removed", name, name))
-	}
-	return list
-}
-
-// misnamed returns why this host is not the one that a file of hosts gives its name to, or "". Hosts with etcd say themselves which addresses
-// they have. The caller holds mu.
-func (p *participation) misnamed() string {
-	if p.settings.Etcd != nil || p.table == nil {
-		return ""
-	}
-	self := p.table.Index(p.settings.host)
-	own := ownAddresses(p.nics, p.settings.Addresses)
-	if self == table.None || len(own) == 0 || len(p.table.Hosts[self].Addresses) == 0 {
-		return ""
-	}
-	if slices.ContainsFunc(p.table.Hosts[self].Addresses, func(a netip.Addr) bool { return slices.Contains(own, a) }) {
-		return ""
-	}
-	return fmt.Sprintf("%s says that host %s has the addresses %v, and this host has %v: set host in the policy, or correct the file", p.settings.File, p.settings.host, p.table.Hosts[self].Addresses, own)
-}
-
-// mostSeen is the largest number of hosts that the agent remembers.
-const mostSeen = 10_000
-
-// reportHosts logs hosts that have come, gone or changed. The caller holds mu.
-func (p *participation) reportHosts() {
-	if p.state.Snapshot == nil || !p.state.Connected {
-		return
-	}
-	now := make(map[string]string)
-	for i := range p.state.Hosts {
-		h := &p.state.Hosts[i]
-		now[h.Name] = describeHost(h)
-		if h.Unknown {
-			now[h.Name] = cmp.Or(p.known[h.Name], "unknown")
-		}
-	}
-	names := slices.Sorted(maps.Keys(now))
-	for _, name := range names {
-		if len(p.seen) < mostSeen {
-			p.seen[name] = true
-		}
-		delete(p.gone, name)
-	}
-	for name, state := range p.known {
-		switch {
-		case now[name] != "":
-		case state == "dead" && len(p.gone) < mostProblems:
-			p.gone[name] = true
-		default:
-			names = append(names, name)
-		}
-	}
-	for _, name := range names {
-		if state := cmp.Or(now[name], "removed"); p.known[name] != state {
-			p.log.Info("host of the fleet", events.FleetHost, "host", name, "state", state)
-		}
-	}
-	p.known = now
-}
-
-// describeHost returns the state of a host in one word.
-func describeHost(h *lead.Host) string {
-	switch {
-	case !h.Alive && h.State != lead.Removed:
-		return "dead"
-	case h.State == lead.Ready && !h.Healthy:
-		return "unhealthy"
-	}
-	return string(h.State)
 }

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/events"
@@ -231,7 +232,7 @@ func TestHostEvents(t *testing.T) {
 func TestDeadHosts(t *testing.T) {
 	log := new(recorder)
 	p := &participation{settings: &settings{Fleet: config.Fleet{Etcd: new(config.FleetEtcd)}, host: "a"}, log: slog.New(log), table: snapshot(7).Table,
-		known: make(map[string]string), seen: make(map[string]bool), gone: make(map[string]bool), late: newLate()}
+		known: make(map[string]string), seen: make(map[string]bool), gone: make(map[string]lead.Host), late: newLate()}
 	look := func(change func(s *store.Snapshot)) (states string, problems []string) {
 		s := snapshot(7)
 		change(s)
@@ -263,7 +264,9 @@ func TestDeadHosts(t *testing.T) {
 		if got := strings.Join(problems, "\n"); got != step.problem {
 			t.Errorf("%s: problems %q, want %q", step.name, got, step.problem)
 		}
-		if list := p.hostsStatus(); len(list) != step.hosts || step.problem != "" && list[len(list)-1].Name == "b" && list[len(list)-1].Alive {
+		list := p.hostsStatus()
+		at := slices.IndexFunc(list, func(h api.FleetHost) bool { return h.Name == "b" })
+		if len(list) != step.hosts || at >= 0 && (list[at].Weight != 100 || step.problem != "" && list[at].Alive) {
 			t.Errorf("%s: %+v", step.name, list)
 		}
 	}

@@ -106,7 +106,8 @@ func (p *participation) hostsStatus() (list []api.FleetHost) {
 		list = append(list, p.hostStatus(&p.state.Hosts[i], shares, newest))
 	}
 	for _, name := range slices.Sorted(maps.Keys(p.gone)) {
-		list = append(list, p.hostStatus(&lead.Host{Host: table.Host{Name: name}, State: lead.Ready}, shares, newest))
+		h := p.gone[name]
+		list = append(list, p.hostStatus(&h, shares, newest))
 	}
 	return list
 }
