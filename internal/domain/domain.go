@@ -138,7 +138,7 @@ func (r *Router) Get(path string, answer func(*http.Request) (any, error)) {
 		r.reply(w, request, func(request *http.Request) (any, error) {
 			// URL.Query leaves out all parameters if there are too many.
 			if _, err := url.ParseQuery(request.URL.RawQuery); err != nil {
-				return nil, fault.Usage(fmt.Errorf("read request: %w", err), "send fewer parameters at once")
+				return nil, fault.Usage(fmt.Errorf("read request: %w", err), "a query has 10,000 parameters at most, of the form name=value")
 			}
 			return answer(request)
 		})

@@ -67,7 +67,7 @@ type Domain struct {
 	closed bool
 	broken atomic.Bool // there is no participation, because a change of the fleet runs or has failed
 
-	problems []string // of the participation that a change of the policy has ended
+	ended *participation // by a change of the policy that runs
 }
 
 var (
@@ -205,7 +205,7 @@ func (d *Domain) change(to *settings) error {
 	}
 	d.broken.Store(true)
 	join, serves, before := d.join, part.serves, part.settings
-	defer func() { d.problems = nil }()
+	defer func() { d.ended = nil }()
 	if !before.sharesTable(to) { // the last table is of no use
 		if err := d.leave(); err != nil {
 			return fault.In("fleet", err)
@@ -214,7 +214,7 @@ func (d *Domain) change(to *settings) error {
 	} else if err := part.end(false); err != nil {
 		d.log.Warn("fleet not ended", "error", err)
 	}
-	d.problems = part.problems // an event tells if the change has solved them
+	d.ended = part
 	d.part.Store(nil)
 	err := join(to, serves)
 	if err != nil {

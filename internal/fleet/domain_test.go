@@ -485,8 +485,14 @@ func TestLies(t *testing.T) {
 	if p := here.findPath(h); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} || p.problem != "" {
 		t.Errorf("%+v", p)
 	}
+	// One of two addresses is silent: packets go to the other one.
+	two := *h
+	two.Addresses = []netip.Addr{netip.MustParseAddr("198.51.100.9"), h.Addresses[0]}
+	if p := here.findPath(&two); p.kind != "link" || p.MAC != [6]byte{2, 0, 0, 0, 0, 2} || !slices.Equal(p.Addresses, h.Addresses) || p.problem != "host b does not answer on the link at 198.51.100.9 (ip neigh)" {
+		t.Errorf("%+v", p)
+	}
 	here.services = []netip.Addr{netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("2001:db8::53")}
-	if p := here.findPath(h); p.kind != "link" || p.problem != "host b has no IPv6 address on the link: packets to 2001:db8::53 for its devices are dropped" {
+	if p := here.findPath(h); p.kind != "link" || p.problem != "host b has no IPv6 address on the link: packets to 2001:db8::53 for devices of host b are dropped" {
 		t.Errorf("%+v", p)
 	}
 	here.services = nil

@@ -175,10 +175,7 @@ func weightText(h *lead.Host, set uint32) string {
 
 // effectOf tells how many devices move, or would move, by a setting of a host.
 func (p *participation) effectOf(s *store.Snapshot, host string, to store.Setting, dryRun bool) string {
-	if living := lead.Living(s.Hosts); living < p.settings.MinHosts {
-		return fmt.Sprintf("no device moves while %d of at least %d hosts (min_hosts) are alive", living, p.settings.MinHosts)
-	}
-	return effectOf(s, lead.OnDeath(p.settings.OnHostDeath), dryRun, host, func(h *lead.Host) {
+	return effectOf(s, p.settings, dryRun, host, func(h *lead.Host) {
 		h.State = lead.Ready
 		if to.State != "" {
 			h.State = to.State
@@ -210,11 +207,11 @@ func (p *participation) weightEffect(to *settings) string {
 	if set := s.Hosts[at].SetWeight; set != 0 {
 		return fmt.Sprintf("no device moves: sockeye host set has given this host the weight %d, which stays", set)
 	}
-	return effectOf(s, lead.OnDeath(to.OnHostDeath), false, to.host, func(h *lead.Host) { h.Weight = uint32(to.Weight) })
+	return effectOf(s, to, false, to.host, func(h *lead.Host) { h.Weight = uint32(to.Weight) })
 }
 
 // effectOf tells how many devices move, or would move, by a change of a host.
-func effectOf(s *store.Snapshot, onDeath lead.OnDeath, would bool, host string, change func(*lead.Host)) string {
+func effectOf(s *store.Snapshot, settings *settings, would bool, host string, change func(*lead.Host)) string {
 	verbs := [2]string{"moves", "move"}
 	if would {
 		verbs = [2]string{"would move", "would move"}
@@ -228,6 +225,9 @@ func effectOf(s *store.Snapshot, onDeath lead.OnDeath, would bool, host string, 
 			change(&hosts[i])
 		}
 	}
-	share := float64(lead.Moved(s.Table, s.Hosts, hosts, onDeath)) / table.Buckets
+	if living := lead.Living(hosts); living < settings.MinHosts {
+		return fmt.Sprintf("no device %s while %d of at least %d hosts (min_hosts) are alive", verbs[0], living, settings.MinHosts)
+	}
+	share := float64(lead.Moved(s.Table, s.Hosts, hosts, lead.OnDeath(settings.OnHostDeath))) / table.Buckets
 	return fmt.Sprintf("%.1f %% of the devices %s", 100*share, verbs[1])
 }

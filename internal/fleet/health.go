@@ -57,8 +57,12 @@ func (p *participation) whyNoDevices() string {
 	if p.state.Snapshot != nil {
 		if at := slices.IndexFunc(p.state.Hosts, func(h lead.Host) bool { return h.Name == p.settings.host }); at >= 0 {
 			switch state := p.state.Hosts[at].State; {
-			case state == lead.Drain || state == lead.Removed:
+			case state == lead.Drain || state == lead.Removed || state == lead.Maint:
 				return "its state is " + string(state)
+			case !p.state.Connected:
+				return "etcd does not answer"
+			case lead.Living(p.state.Hosts) < p.settings.MinHosts:
+				return "fewer hosts than min_hosts are alive"
 			case p.settings.Etcd != nil:
 				return fmt.Sprintf("it gets its share when it has been alive for settle (%v)", time.Duration(p.settings.Settle)*time.Microsecond)
 			}

@@ -96,7 +96,12 @@ type dataPath participation
 
 // participate opens the data path and the store, and follows the store.
 func (d *Domain) participate(s *settings, serves bool) (_ *participation, err error) {
-	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), gone: make(map[string]lead.Host), late: newLate(), copies: newCopies(), asking: newAsking(), problems: d.problems}
+	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), gone: make(map[string]lead.Host), late: newLate(), copies: newCopies(), asking: newAsking()}
+	if e := d.ended; e != nil { // an event tells if the change has solved its problems
+		if p.problems = e.problems; e.settings.sharesTable(s) {
+			p.known, p.before, p.seen, p.gone, p.unresolved = e.known, e.before, e.seen, e.gone, e.unresolved
+		}
+	}
 	if p.path, err = forward.Open(d.pins()); err != nil {
 		return nil, err
 	}
@@ -525,6 +530,12 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 			taken[a] = "this host"
 		}
 	}
+	serving := make(map[uint16]bool)
+	for _, column := range []*table.Column{&t.Owner, &t.Previous, &t.Next} {
+		for _, i := range column {
+			serving[i] = true
+		}
+	}
 	for i := range t.Hosts {
 		h := &t.Hosts[i]
 		problem := conflict(h, taken, p.holders)
@@ -538,8 +549,8 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 			paths[h.Name] = path{kind: "none", problem: problem}
 		default:
 			one := here.findPath(h)
-			if one.Dead = dead[h.Name]; one.Dead {
-				one.problem = "" // the store tells that the host is dead
+			if one.Dead = dead[h.Name]; one.Dead || !serving[uint16(i)] {
+				one.problem = "" // the store tells that the host is dead, or it has no devices
 			}
 			paths[h.Name] = one
 		}

@@ -56,6 +56,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if d.broken.Load() {
 			change.Effect = "this host serves its devices again when it has the table"
 		}
+		if err := absentAddress(after.Addresses); err != nil {
+			change.Effect += "; " + err.Error() + ", until then this host is not healthy"
+		}
 	case after == nil:
 		change.Action = "remove"
 		change.What = "fleet " + before.Name
@@ -94,16 +97,16 @@ func (p *participation) warnings(before, after *settings) (list []string) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.state.Snapshot == nil {
+	if p.state.Snapshot == nil || !p.state.Connected || before.Etcd == nil || after.Etcd == nil {
 		return list
 	}
 	if after.host != before.host && after.Name == before.Name && slices.ContainsFunc(p.state.Hosts, func(h lead.Host) bool { return h.Name == after.host && h.Alive }) {
 		list = append(list, "host "+after.host+" is alive: with its name, this host is not healthy and has no devices")
 	}
 	if living := lead.Living(p.state.Hosts); living < after.MinHosts && after.MinHosts != before.MinHosts {
-		list = append(list, fmt.Sprintf("%d hosts are alive: no device moves until %d are", living, after.MinHosts))
+		list = append(list, fmt.Sprintf("no device moves until %d hosts are alive, now %d", after.MinHosts, living))
 	}
-	if b, a := before.Etcd, after.Etcd; b != nil && a != nil && !reflect.DeepEqual(b, a) {
+	if !reflect.DeepEqual(before.Etcd, after.Etcd) && after.OnHostDeath == config.NextHost {
 		list = append(list, fmt.Sprintf("if etcd does not answer with these settings, the others take over the devices of this host after %v", store.DefaultLease))
 	}
 	return list

@@ -17,6 +17,13 @@ import (
 // report logs problems that begin and end. The caller holds mu.
 func (p *participation) report() {
 	now := p.allProblems()
+	if p.state.Snapshot == nil { // what the store tells is not known yet
+		for _, problem := range p.problems {
+			if !slices.Contains(now, problem) {
+				now = append(now, problem)
+			}
+		}
+	}
 	for _, problem := range now {
 		if !slices.Contains(p.problems, problem) {
 			p.log.Warn("problem of the fleet", events.FleetProblem, "problem", problem)
@@ -69,13 +76,23 @@ func (p *participation) deadHostProblems() (list []string) {
 	if p.state.Snapshot == nil || !p.state.Connected {
 		return nil
 	}
+	without := func(name string) {
+		list = append(list, fmt.Sprintf("host %s is dead, and the others have its devices: start it, or sockeye host set %s removed", name, name))
+	}
+	few := lead.Living(p.state.Hosts) < p.settings.MinHosts
 	for i := range p.state.Hosts {
-		if h := &p.state.Hosts[i]; !h.Alive && !h.Unknown && (h.State == lead.Ready || h.State == lead.Maint) && p.table != nil && p.table.Index(h.Name) != table.None {
+		switch h := &p.state.Hosts[i]; {
+		case h.Alive || h.Unknown || h.State != lead.Ready && h.State != lead.Maint || p.table == nil:
+		case p.table.Index(h.Name) == table.None:
+			without(h.Name)
+		case few:
+			list = append(list, fmt.Sprintf("host %s is dead, and has devices: start it (no device moves: min_hosts)", h.Name))
+		default:
 			list = append(list, fmt.Sprintf("host %s is dead, and has devices: start it, or move them by sockeye host set %s removed", h.Name, h.Name))
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(p.gone)) {
-		list = append(list, fmt.Sprintf("host %s is dead, and the others have its devices: start it, or sockeye host set %s removed", name, name))
+		without(name)
 	}
 	return list
 }
@@ -123,10 +140,13 @@ func (p *participation) reportHosts() {
 	for name, state := range p.known {
 		switch {
 		case now[name] != "":
-		case state == "dead" && len(p.gone) < mostProblems:
-			p.gone[name] = p.before[name]
-		default:
+		case state == string(lead.Removed) || state == string(lead.Drain) || len(p.gone) >= mostProblems:
 			names = append(names, name)
+		default: // it has died, whether this host has seen this or not
+			p.gone[name] = p.before[name]
+			if state != "dead" {
+				p.log.Info("host of the fleet", events.FleetHost, "host", name, "state", "dead")
+			}
 		}
 	}
 	for _, name := range names {

@@ -255,10 +255,16 @@ func TestDeadHosts(t *testing.T) {
 		{"it is back", func(*store.Snapshot) {}, "ready", "", 3},
 		{"b dies again", dies, "dead", "host b is dead, and has devices: start it, or move them by sockeye host set b removed", 3},
 		{"the operator takes it out", func(s *store.Snapshot) { s.Hosts[1].Alive, s.Hosts[1].State = false, lead.Removed }, "removed", "", 3},
-		{"the setting is deleted", leaves, "removed", "", 2},
+		{"the setting is deleted", leaves, "", "", 2},
+		{"it returns", func(*store.Snapshot) {}, "ready", "", 3},
+		{"it dies unseen", leaves, "dead", "host b is dead, and the others have its devices: start it, or sockeye host set b removed", 3},
+		{"a weight is set for it", func(s *store.Snapshot) {
+			s.Hosts[1].Alive, s.Hosts[1].SetWeight = false, 200
+			p.table.Hosts, p.table.Owner = slices.Delete(slices.Clone(p.table.Hosts), 1, 2), table.Column{}
+		}, "dead", "host b is dead, and the others have its devices: start it, or sockeye host set b removed", 3},
 	} {
 		states, problems := look(step.change)
-		if states != step.states && step.name != "the setting is deleted" {
+		if states != step.states {
 			t.Errorf("%s: events %q, want %q", step.name, states, step.states)
 		}
 		if got := strings.Join(problems, "\n"); got != step.problem {

@@ -172,16 +172,19 @@ type origin struct {
 // forwarded by a host.
 func (o *origin) findPath(h *table.Host) path {
 	on := path{kind: "link"}
+	var silent []netip.Addr // on the link, and unknown to the kernel
 	for _, a := range h.Addresses {
 		index, ok := o.interfaceTo(a)
 		if !ok || on.Interface != 0 && index != on.Interface {
 			continue
 		}
-		on.Interface, on.Addresses = index, append(on.Addresses, a)
 		mac, ok := o.neighbor(index, a)
+		if !ok && o.silent(a) {
+			silent = append(silent, a)
+			continue
+		}
+		on.Interface, on.Addresses = index, append(on.Addresses, a)
 		switch {
-		case !ok && o.silent(a):
-			return path{kind: "none", problem: fmt.Sprintf("host %s does not answer on the link at %s (ip neigh): packets to the host are dropped", h.Name, a)}
 		case !ok:
 		case !slices.Contains(h.MACs, net.HardwareAddr(mac[:]).String()):
 			if len(h.MACs) == 0 {
@@ -196,13 +199,21 @@ func (o *origin) findPath(h *table.Host) path {
 			on.MAC = mac
 		}
 	}
-	if on.Interface != 0 {
-		for _, a := range o.services {
-			if !slices.ContainsFunc(on.Addresses, func(b netip.Addr) bool { return a.Is4() == b.Is4() }) {
-				on.problem = cmp.Or(on.problem, fmt.Sprintf("host %s has no %s address on the link: packets to %s for its devices are dropped", h.Name, family(a), a))
+	switch {
+	case on.Interface != 0 && len(silent) > 0:
+		on.problem = cmp.Or(on.problem, fmt.Sprintf("host %s does not answer on the link at %s (ip neigh)", h.Name, silent[0]))
+		return on
+	case on.Interface != 0:
+		if at := slices.IndexFunc(o.services, netip.Addr.Is6); at >= 0 && !slices.ContainsFunc(on.Addresses, netip.Addr.Is6) {
+			whose := "host " + h.Name
+			if slices.ContainsFunc(h.Addresses, netip.Addr.Is6) {
+				whose = "this host"
 			}
+			on.problem = cmp.Or(on.problem, fmt.Sprintf("%s has no IPv6 address on the link: packets to %s for devices of host %s are dropped", whose, o.services[at], h.Name))
 		}
 		return on
+	case len(silent) > 0:
+		return path{kind: "none", problem: fmt.Sprintf("host %s does not answer on the link at %s (ip neigh): packets to the host are dropped", h.Name, silent[0])}
 	}
 	narrow := ""
 	for _, a := range h.Addresses { // IPv4 comes first
@@ -235,14 +246,6 @@ func (o *origin) findPath(h *table.Host) path {
 
 func (l *links) has(index int) bool {
 	return slices.ContainsFunc(l.nics, func(n nic) bool { return n.index == index })
-}
-
-// family names the family of an address.
-func family(a netip.Addr) string {
-	if a.Is4() {
-		return "IPv4"
-	}
-	return "IPv6"
 }
 
 // unresolved are the addresses of hosts that the kernel has not found on the link, since when.

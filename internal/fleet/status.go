@@ -107,6 +107,10 @@ func (p *participation) hostsStatus() (list []api.FleetHost) {
 	}
 	for _, name := range slices.Sorted(maps.Keys(p.gone)) {
 		h := p.gone[name]
+		if slices.ContainsFunc(p.state.Hosts, func(known lead.Host) bool { return known.Name == name }) {
+			continue
+		}
+		h.Alive = false
 		list = append(list, p.hostStatus(&h, shares, newest))
 	}
 	return list

@@ -160,27 +160,38 @@ func TestBusyWithQuestions(t *testing.T) {
 	}
 }
 
-// TestLargeKeys lets a host connect to an etcd with more rubbish among the keys of the fleet than one response can have: questions that nobody has
-// asked, and settings.
+// TestLargeKeys fills etcd with more than a response can have: as questions, they mean nothing to a host that connects. As settings, they keep the
+// host away, and it says so, until they are deleted.
 func TestLargeKeys(t *testing.T) {
 	t.Parallel()
 	_, endpoints := startCluster(t, 1)
 	client := raw(t, endpoints)
 	a := join(t, endpoints, "a")
 	a.write(first(3, "a"))
-	large := strings.Repeat("x", 1<<20)
-	for i := range 90 { // 64 MiB is the largest response
-		for _, key := range []string{askKeys + "a/", settingKeys + "z"} {
+	fill := func(key string) {
+		t.Helper()
+		large := strings.Repeat("x", 1<<20)
+		for i := range mostResponse >> 20 {
 			if _, err := client.Put(t.Context(), fmt.Sprintf("%s%s%d", a.prefix, key, i), large); err != nil {
 				t.Fatal(err)
 			}
 		}
 	}
-	b := join(t, endpoints, "b")
-	s := b.awaitAlive("a b")
-	if s.Table == nil || s.Table.Epoch != 3 || s.Leader != "a" || !slices.ContainsFunc(s.Problems, func(p string) bool { return strings.Contains(p, "more keys of the fleet than its hosts can have") }) {
+	fill(askKeys + "a/")
+	fill("!")
+	if s := join(t, endpoints, "b").awaitAlive("a b"); s.Table == nil || s.Table.Epoch != 3 || s.Leader != "a" || len(s.Problems) > 0 {
 		t.Errorf("table %v, leader %s, problems %.500q", s.Table != nil, s.Leader, s.Problems)
 	}
+	fill(settingKeys + "!")
+	c := join(t, endpoints, "c")
+	c.await("too many settings", func(s *Snapshot) bool {
+		return !s.Connected && strings.Contains(strings.Join(s.Problems, ""), "the keys below sockeye/test/hosts/ and sockeye/test/settings/ have more than 64 MiB: delete those of strangers")
+	})
+	if _, err := client.Delete(t.Context(), a.prefix+settingKeys+"!", clientv3.WithPrefix()); err != nil {
+		t.Fatal(err)
+	}
+	c.awaitAlive("a b c")
+
 	// A setting without contents is none.
 	if _, err := client.Put(t.Context(), a.prefix+settingKeys+"nobody", "{}"); err != nil {
 		t.Fatal(err)
@@ -188,7 +199,7 @@ func TestLargeKeys(t *testing.T) {
 	if _, err := client.Put(t.Context(), a.prefix+settingKeys+"somebody", `{"state":"drain"}`); err != nil {
 		t.Fatal(err)
 	}
-	s = a.await("the last setting", func(s *Snapshot) bool {
+	s := a.await("the last setting", func(s *Snapshot) bool {
 		return slices.ContainsFunc(s.Hosts, func(h lead.Host) bool { return h.Name == "somebody" })
 	})
 	if slices.ContainsFunc(s.Hosts, func(h lead.Host) bool { return h.Name == "nobody" }) {

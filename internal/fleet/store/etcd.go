@@ -19,6 +19,8 @@ import (
 	"go.uber.org/zap"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"sockeye/internal/clock"
 	"sockeye/internal/fleet/table"
@@ -34,6 +36,8 @@ const (
 	changeTimeout = 10 * time.Second
 	// gatherTime is the time in which changes are gathered for one snapshot.
 	gatherTime = 5 * time.Millisecond
+	// mostResponse is the size of the largest response in bytes.
+	mostResponse = 64 << 20
 	// leastPause and mostPause are the pauses before another attempt to connect.
 	leastPause, mostPause = 100 * time.Millisecond, 2 * time.Second
 )
@@ -167,14 +171,15 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 	}
 	all, err := e.read(ctx, client)
 	if err != nil {
-		return fmt.Errorf("read the keys of the fleet: %w", err)
+		return err
 	}
 	v.begin(clock.Monotonic(), e.config.Lease)
-	v.more = all.more
-	for _, kv := range all.values {
-		v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision, kv.Lease != 0)
+	for _, some := range all.Responses {
+		for _, kv := range some.GetResponseRange().GetKvs() {
+			v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision, kv.Lease != 0)
+		}
 	}
-	changes := client.Watch(ctx, e.prefix, clientv3.WithPrefix(), clientv3.WithRev(all.revision+1))
+	changes := client.Watch(ctx, e.prefix, clientv3.WithPrefix(), clientv3.WithRev(all.Header.Revision+1))
 	lease, alive, err := e.grant(ctx, client)
 	if err != nil {
 		return err
@@ -277,26 +282,18 @@ func (e *Etcd) note(problem string) {
 	}
 }
 
-// read reads the keys of the fleet, the table and the leader first, without questions. Whoever can write to etcd chooses how many keys there are
-// and how large they are: one request must not read all.
-func (e *Etcd) read(ctx context.Context, client *clientv3.Client) (all someValues, err error) {
-	short, cancel := context.WithTimeout(ctx, requestTimeout)
+// read reads the keys of the fleet at one revision, without questions and what else somebody may have written.
+func (e *Etcd) read(ctx context.Context, client *clientv3.Client) (*clientv3.TxnResponse, error) {
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	first, err := client.Txn(short).Then(clientv3.OpGet(e.prefix+tableKey), clientv3.OpGet(e.prefix+leaderKey)).Commit()
-	if err != nil {
-		return all, err
+	all, err := client.Txn(ctx).Then(clientv3.OpGet(e.prefix+tableKey), clientv3.OpGet(e.prefix+leaderKey),
+		clientv3.OpGet(e.prefix+hostKeys, clientv3.WithPrefix()), clientv3.OpGet(e.prefix+settingKeys, clientv3.WithPrefix())).Commit()
+	switch {
+	case status.Code(err) == codes.ResourceExhausted: // whoever can write to etcd can do this
+		return nil, fmt.Errorf("the keys below %s%s and %s%s have more than %d MiB: delete those of strangers with etcdctl", e.prefix, hostKeys, e.prefix, settingKeys, mostResponse>>20)
+	case err != nil:
+		return nil, fmt.Errorf("read the keys of the fleet: %w", err)
 	}
-	for _, kind := range []string{hostKeys, settingKeys} {
-		some, err := readValues(ctx, client, e.prefix+kind, clientv3.GetPrefixRangeEnd(e.prefix+kind))
-		if err != nil {
-			return all, err
-		}
-		all.values, all.more = append(all.values, some.values...), all.more || some.more
-	}
-	for _, one := range first.Responses {
-		all.values = append(all.values, one.GetResponseRange().GetKvs()...)
-	}
-	all.revision = first.Header.Revision // what has changed since then comes again, in its order
 	return all, nil
 }
 
@@ -499,7 +496,7 @@ func (e *Etcd) connect() (*clientv3.Client, error) {
 	}
 	client, err := clientv3.New(clientv3.Config{
 		Endpoints: e.config.Endpoints, TLS: e.config.TLS, Username: e.config.Username, Password: e.config.Password, Logger: zap.NewNop(),
-		DialTimeout: requestTimeout, DialKeepAliveTime: time.Second, DialKeepAliveTimeout: requestTimeout, MaxCallRecvMsgSize: 64 << 20,
+		DialTimeout: requestTimeout, DialKeepAliveTime: time.Second, DialKeepAliveTimeout: requestTimeout, MaxCallRecvMsgSize: mostResponse,
 		DialOptions: []grpc.DialOption{grpc.WithConnectParams(connectParams)},
 	})
 	if err != nil {

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"time"
 
-	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -157,34 +156,16 @@ type someTemplates struct {
 	more     bool // there are further keys, or an error
 }
 
-// readTemplates reads the templates of the keys from one to before another one, as readValues does.
-func readTemplates(ctx context.Context, client *clientv3.Client, from, end string) (someTemplates, error) {
-	some, err := readValues(ctx, client, from, end)
-	t := someTemplates{keys: some.keys, values: make(map[string][]byte), revision: some.revision, more: some.more}
-	for _, kv := range some.values {
-		t.values[string(kv.Key)] = kv.Value
-	}
-	return t, err
-}
-
-// someValues are values of keys that were read together.
-type someValues struct {
-	keys     []string // in their order, also those that were removed meanwhile
-	values   []*mvccpb.KeyValue
-	revision int64
-	more     bool // there are further keys, or an error
-}
-
-// readValues reads the values of the keys from one to before another one: mostTaken bytes and mostTakenKeys keys at most, in takeTime. With an
-// error, it returns what it has read.
-func readValues(ctx context.Context, client *clientv3.Client, from, end string) (t someValues, err error) {
+// readTemplates reads the templates of the keys from one to before another one: mostTaken bytes and mostTakenKeys keys at most, in takeTime. With
+// an error, it returns what it has read.
+func readTemplates(ctx context.Context, client *clientv3.Client, from, end string) (t someTemplates, err error) {
 	ctx, cancel := context.WithTimeout(ctx, takeTime)
 	defer cancel()
 	keys, err := client.Get(ctx, from, clientv3.WithRange(end), clientv3.WithKeysOnly(), clientv3.WithLimit(mostTakenKeys))
 	if err != nil {
-		return someValues{more: true}, err
+		return someTemplates{more: true}, err
 	}
-	t = someValues{revision: keys.Header.Revision, more: keys.More}
+	t = someTemplates{values: make(map[string][]byte), revision: keys.Header.Revision, more: keys.More}
 	size := 0
 	for some := range slices.Chunk(keys.Kvs, readKeys) {
 		if size > mostTaken {
@@ -205,7 +186,7 @@ func readValues(ctx context.Context, client *clientv3.Client, from, end string) 
 		}
 		for _, one := range values.Responses {
 			for _, kv := range one.GetResponseRange().GetKvs() {
-				t.values = append(t.values, kv)
+				t.values[string(kv.Key)] = kv.Value
 				size += len(kv.Value)
 			}
 		}

@@ -67,7 +67,6 @@ type view struct {
 	contact  time.Duration   // time of the last answer of the store
 	seen     map[string]bool // hosts that were registered since then
 	table    *table.Table    // the last good one
-	more     bool            // there are more keys than this host reads
 	refused  string          // why the present value of the table was refused; "": it was not
 	decoded  int64           // revision of the value of the table that was decoded last
 }
@@ -117,9 +116,6 @@ func (v *view) snapshot(now time.Duration) *Snapshot {
 	s := &Snapshot{Table: v.table, Connected: true, Damaged: v.refused != "", revision: v.entries[tableKey].modified}
 	if v.refused != "" {
 		s.Problems = append(s.Problems, v.refused)
-	}
-	if v.more {
-		s.Problems = append(s.Problems, fmt.Sprintf("etcd has more keys of the fleet than its hosts can have (%s, %s): delete those of strangers", hostKeys, settingKeys))
 	}
 	hosts := make(map[string]*lead.Host)
 	keys := slices.Sorted(maps.Keys(v.entries)) // hosts before settings
