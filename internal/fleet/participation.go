@@ -82,6 +82,8 @@ type participation struct {
 	known        map[string]string    // states of the hosts, for events
 	seen         map[string]bool      // all hosts that the fleet has had since the start of the agent, at most mostSeen
 	before       map[string]lead.Host // the hosts at the last look
+	served       map[string]bool      // those of them that the table had
+	told         bool                 // the store has told about the hosts
 	gone         map[string]lead.Host // those that have died, and whose devices have moved, as they were; they are in no table
 	local        []string             // problems of interfaces and paths
 	drops        drops
@@ -99,7 +101,8 @@ func (d *Domain) participate(s *settings, serves bool) (_ *participation, err er
 	p := &participation{settings: s, serves: serves, services: d.services, log: d.log.With("fleet", s.Name), stateDir: d.host.StateDir, paths: make(map[string]path), seen: make(map[string]bool), gone: make(map[string]lead.Host), late: newLate(), copies: newCopies(), asking: newAsking()}
 	if e := d.ended; e != nil { // an event tells if the change has solved its problems
 		if p.problems = e.problems; e.settings.sharesTable(s) {
-			p.known, p.before, p.seen, p.gone, p.unresolved = e.known, e.before, e.seen, e.gone, e.unresolved
+			p.known, p.before, p.served, p.unresolved = e.known, e.before, e.served, e.unresolved
+			p.seen, p.gone = maps.Clone(e.seen), maps.Clone(e.gone) // requests may still read the former ones
 		}
 	}
 	if p.path, err = forward.Open(d.pins()); err != nil {

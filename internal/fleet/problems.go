@@ -17,7 +17,7 @@ import (
 // report logs problems that begin and end. The caller holds mu.
 func (p *participation) report() {
 	now := p.allProblems()
-	if p.state.Snapshot == nil { // what the store tells is not known yet
+	if !p.told {
 		for _, problem := range p.problems {
 			if !slices.Contains(now, problem) {
 				now = append(now, problem)
@@ -82,7 +82,7 @@ func (p *participation) deadHostProblems() (list []string) {
 	few := lead.Living(p.state.Hosts) < p.settings.MinHosts
 	for i := range p.state.Hosts {
 		switch h := &p.state.Hosts[i]; {
-		case h.Alive || h.Unknown || h.State != lead.Ready && h.State != lead.Maint || p.table == nil:
+		case h.Alive || h.Unknown && p.known[h.Name] != "dead" || h.State != lead.Ready && h.State != lead.Maint || p.table == nil:
 		case p.table.Index(h.Name) == table.None:
 			without(h.Name)
 		case few:
@@ -140,7 +140,7 @@ func (p *participation) reportHosts() {
 	for name, state := range p.known {
 		switch {
 		case now[name] != "":
-		case state == string(lead.Removed) || state == string(lead.Drain) || len(p.gone) >= mostProblems:
+		case p.settings.Etcd == nil || state == string(lead.Removed) || state == string(lead.Drain) || state != "dead" && !p.served[name] || len(p.gone) >= mostProblems:
 			names = append(names, name)
 		default: // it has died, whether this host has seen this or not
 			p.gone[name] = p.before[name]
@@ -154,7 +154,11 @@ func (p *participation) reportHosts() {
 			p.log.Info("host of the fleet", events.FleetHost, "host", name, "state", state)
 		}
 	}
-	p.known, p.before = now, hosts
+	p.known, p.before, p.told = now, hosts, true
+	p.served = make(map[string]bool)
+	for name := range hosts {
+		p.served[name] = p.table != nil && p.table.Index(name) != table.None
+	}
 }
 
 // describeHost returns the state of a host in one word.

@@ -257,6 +257,10 @@ func TestDeadHosts(t *testing.T) {
 		{"the operator takes it out", func(s *store.Snapshot) { s.Hosts[1].Alive, s.Hosts[1].State = false, lead.Removed }, "removed", "", 3},
 		{"the setting is deleted", leaves, "", "", 2},
 		{"it returns", func(*store.Snapshot) {}, "ready", "", 3},
+		{"a host without devices comes", func(s *store.Snapshot) {
+			s.Hosts = append(s.Hosts, lead.Host{Host: table.Host{Name: "d", Weight: 100}, State: lead.Ready, Alive: true})
+		}, "unhealthy", "", 4},
+		{"and leaves", func(*store.Snapshot) {}, "removed", "", 3},
 		{"it dies unseen", leaves, "dead", "host b is dead, and the others have its devices: start it, or sockeye host set b removed", 3},
 		{"a weight is set for it", func(s *store.Snapshot) {
 			s.Hosts[1].Alive, s.Hosts[1].SetWeight = false, 200
@@ -275,5 +279,31 @@ func TestDeadHosts(t *testing.T) {
 		if len(list) != step.hosts || at >= 0 && (list[at].Weight != 100 || step.problem != "" && list[at].Alive) {
 			t.Errorf("%s: %+v", step.name, list)
 		}
+	}
+}
+
+// TestProblemsGoOn is that a change of the policy neither ends problems that stand nor begins them again: the next participation waits until the
+// store has told about the hosts.
+func TestProblemsGoOn(t *testing.T) {
+	log := new(recorder)
+	p := &participation{settings: &settings{Fleet: config.Fleet{Etcd: new(config.FleetEtcd)}, host: "a"}, log: slog.New(log), late: newLate(), seen: make(map[string]bool),
+		gone: map[string]lead.Host{"d": {}}, known: map[string]string{"a": "ready", "b": "dead", "c": "ready"}, problems: []string{"host d is dead, and the others have its devices: start it, or sockeye host set d removed", "another one"}}
+	p.report() // by the first look at the interfaces
+	p.changed(follow.State{Snapshot: &store.Snapshot{Table: snapshot(7).Table}})
+	if got := log.take(events.FleetSolved, "level"); len(got) > 0 || len(p.problems) != 2 {
+		t.Errorf("before the store has told: %q, %q", got, p.problems)
+	}
+	p.changed(follow.State{Snapshot: snapshot(7)})
+	if got := log.take(events.FleetProblem, "problem"); len(got) > 0 || len(p.problems) != 1 {
+		t.Errorf("afterwards: %q, %q", got, p.problems)
+	}
+	// A dead host is not known after a new connection, and stays a problem.
+	s := snapshot(7)
+	p.table = s.Table
+	s.Hosts[1].Alive, s.Hosts[1].Unknown = false, true
+	p.known["b"] = "dead"
+	p.changed(follow.State{Snapshot: s})
+	if got := log.take(events.FleetProblem, "problem"); len(got) != 1 || !strings.HasPrefix(got[0], "host b is dead, and has devices") {
+		t.Errorf("%q", got)
 	}
 }
