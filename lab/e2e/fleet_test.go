@@ -267,6 +267,10 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	missing := f.analysis.Missing()
 	if len(missing) > 0 {
 		t.Errorf("%d datagrams lost by planned changes, the first one %v after the beginning", len(missing), missing[0]-begun)
+		f.logDrops("the router in front", f.Front)
+		for _, h := range f.Hosts {
+			f.logDrops("host "+h.Name, h.Namespace)
+		}
 	}
 	if n := f.analysis.Undecodable; n > 0 {
 		t.Errorf("%d datagrams reached members without their templates", n)
@@ -288,6 +292,21 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 			}
 		}
 	}
+}
+
+// logDrops logs what the kernel has counted in a namespace, to tell where a datagram was lost.
+func (f *fleet) logDrops(name string, n *lab.Namespace) {
+	f.Helper()
+	f.must(n.Do(func() error {
+		for _, file := range []string{"snmp", "snmp6", "dev", "stat/arp_cache", "stat/ndisc_cache"} {
+			text, err := os.ReadFile("/proc/thread-self/net/" + file)
+			if err != nil {
+				return err
+			}
+			f.Logf("%s: /proc/net/%s:\n%s", name, file, text)
+		}
+		return nil
+	}))
 }
 
 // sameSlots checks that where on each host tells the same host and slot for a device.
