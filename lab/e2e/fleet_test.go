@@ -300,10 +300,7 @@ func (f *fleet) logDrops(name string, n *lab.Namespace) {
 	f.must(n.Do(func() error {
 		for _, file := range []string{"snmp", "snmp6", "dev", "stat/arp_cache", "stat/ndisc_cache"} {
 			text, err := os.ReadFile("/proc/thread-self/net/" + file)
-			if err != nil {
-				return err
-			}
-			f.Logf("%s: /proc/net/%s:\n%s", name, file, text)
+			f.Logf("%s: /proc/net/%s: %v\n%s", name, file, err, text)
 		}
 		return nil
 	}))
