@@ -282,6 +282,34 @@ func TestDeadHosts(t *testing.T) {
 	}
 }
 
+// TestDeadHostsGoOn is that a change of the policy does not forget the hosts that have died.
+func TestDeadHostsGoOn(t *testing.T) {
+	plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(hostsText), 0o644))
+	r := runner(t, new(services), dir, pins)
+	r.Start(t, policyText)
+	defer r.Stop()
+	defer r.Retire(t)
+	d := r.Domains[0].(*Domain)
+	testenv.Within(t, "health", func() bool { return d.Health().Healthy })
+	before, err := d.current()
+	check(t, err)
+	before.mu.Lock()
+	before.gone["d"], before.seen["d"] = lead.Host{Host: table.Host{Name: "d", Weight: 9}}, true
+	before.mu.Unlock()
+	if _, err := r.Apply(strings.Replace(policyText, "{host: a", "{host: a, weight: 50", 1)); err != nil {
+		t.Fatal(err)
+	}
+	after, err := d.current()
+	check(t, err)
+	after.mu.Lock()
+	defer after.mu.Unlock()
+	if after == before || after.gone["d"].Weight != 9 || !after.seen["d"] || d.ended != nil {
+		t.Errorf("gone are %v, seen %v", after.gone, after.seen)
+	}
+}
+
 // TestProblemsGoOn is that a change of the policy neither ends problems that stand nor begins them again: the next participation waits until the
 // store has told about the hosts.
 func TestProblemsGoOn(t *testing.T) {

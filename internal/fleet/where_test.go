@@ -118,6 +118,20 @@ func TestWhere(t *testing.T) {
 		t.Errorf("a question has up to %d bytes", len(large))
 	}
 	few := addresses[:20]
+	// Root does not wait for the questions of others.
+	for range mostAskedHosts {
+		a.asking.hosts <- struct{}{}
+	}
+	a.asking.free = time.Now().Add(time.Hour)
+	if told, err := a.where(t.Context(), few, true); err != nil || len(told.Slots) == 0 {
+		t.Errorf("root: %+v, %v", told, err)
+	}
+	ended, end := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	if told, err := a.where(ended, few, false); err != nil || len(told.Slots) > 0 || !strings.HasPrefix(told.Silent["b"], "host b was not asked") {
+		t.Errorf("another user: %+v, %v", told, err)
+	}
+	end()
+	a.asking = newAsking()
 	for answer, want := range map[string]string{
 		`[{"service":"telemetry","address":"10.9.9.9","ready":true}]`:                      "", // not asked for
 		fmt.Sprintf(`[{"service":"telemetry","address":%q,"slot":1024}]`, addresses[0]):    "",
