@@ -230,6 +230,20 @@ fleet:`, 1))
 	if got := text(there, here, "--service", "telemetry"); got != want {
 		t.Errorf("with a table:\n%s\nwant\n%s", got, want)
 	}
+	// More addresses than one request has: each has its line, and no request was refused.
+	many := []string{"where", "--service", "telemetry"}
+	for i := range 2500 {
+		many = append(many, fmt.Sprintf("10.0.%d.%d", i>>8, i&0xff))
+	}
+	all := must[[]api.WhereStatus](h, many...)
+	for i, w := range all {
+		if w.Address.String() != many[i+3] || w.Host == "" || w.SlotUnknown != "" {
+			t.Fatalf("%+v", w)
+		}
+	}
+	if len(all) != 2500 {
+		t.Errorf("%d lines", len(all))
+	}
 	// The two tables have different nonces, and so have the buckets.
 	if *own.FleetBucket == own.Bucket && *away.FleetBucket == away.Bucket {
 		t.Errorf("the buckets of the fleet are those of the service: %+v %+v", own, away)
