@@ -160,7 +160,7 @@ func Alive(pid int, startTime uint64) bool {
 		return false
 	}
 	defer unix.Close(int(dir))
-	_, now, err := dir.stat(pid)
+	_, now, _, err := dir.stat(pid)
 	return err == nil && now == startTime
 }
 
@@ -213,7 +213,7 @@ func Parent(pid int) (int, error) {
 		return 0, err
 	}
 	defer unix.Close(int(dir))
-	parent, _, err := dir.stat(pid)
+	parent, _, _, err := dir.stat(pid)
 	return parent, err
 }
 
@@ -230,7 +230,7 @@ func All() ([]*Process, error) {
 		if err != nil {
 			continue
 		}
-		if p, err := Read(pid); err == nil && len(p.Args) > 0 {
+		if p, err := read(pid, false); err == nil && len(p.Args) > 0 {
 			processes = append(processes, p)
 		}
 	}
@@ -241,15 +241,25 @@ func All() ([]*Process, error) {
 }
 
 // Read returns the process with a process id. The error wraps fs.ErrNotExist if there is no such process.
-func Read(pid int) (*Process, error) {
+func Read(pid int) (*Process, error) { return read(pid, true) }
+
+var errKernelThread = errors.New("a kernel thread")
+
+// read is Read. Without kernelThreads, kernel threads are not read further than it takes to know them: many hosts have more of
+// them than processes.
+func read(pid int, kernelThreads bool) (*Process, error) {
 	dir, err := openProcess(pid)
 	if err != nil {
 		return nil, err
 	}
 	defer unix.Close(int(dir))
 	p := &Process{PID: pid, Cgroup: "/"}
-	if p.Parent, p.StartTime, err = dir.stat(pid); err != nil {
+	var isKernelThread bool
+	if p.Parent, p.StartTime, isKernelThread, err = dir.stat(pid); err != nil {
 		return nil, err
+	}
+	if isKernelThread && !kernelThreads {
+		return nil, errKernelThread
 	}
 	status, err := dir.read("status")
 	if err != nil {
@@ -332,29 +342,29 @@ func openProcess(pid int) (procDir, error) {
 }
 
 // stat reads /proc/PID/stat (proc_pid_stat(5)). A process whose threads all exit, or have exited, counts as exited.
-func (f procDir) stat(pid int) (parent int, startTime uint64, err error) {
+func (f procDir) stat(pid int) (parent int, startTime uint64, isKernelThread bool, err error) {
 	fields, err := f.statFields("stat")
 	if err != nil {
-		return 0, 0, readError(pid, err)
+		return 0, 0, false, readError(pid, err)
 	}
 	// A thread that calls execve(2) takes the place of the first one, and the list of the threads may end early while threads
 	// exit (next_tid, fs/proc/base.c).
 	const attempts = 5
 	for n := 0; isExiting(fields) && f.allExit(); n++ {
 		if n == attempts {
-			return 0, 0, readError(pid, fs.ErrNotExist)
+			return 0, 0, false, readError(pid, fs.ErrNotExist)
 		}
 		if fields, err = f.statFields("stat"); err != nil {
-			return 0, 0, readError(pid, err)
+			return 0, 0, false, readError(pid, err)
 		}
 	}
 	if parent, err = strconv.Atoi(fields[1]); err != nil {
-		return 0, 0, fmt.Errorf("read process %d: parent: %w", pid, err)
+		return 0, 0, false, fmt.Errorf("read process %d: parent: %w", pid, err)
 	}
 	if startTime, err = strconv.ParseUint(fields[19], 10, 64); err != nil {
-		return 0, 0, fmt.Errorf("read process %d: start time: %w", pid, err)
+		return 0, 0, false, fmt.Errorf("read process %d: start time: %w", pid, err)
 	}
-	return parent, startTime, nil
+	return parent, startTime, flagsOf(fields)&kernelThread != 0, nil
 }
 
 // allExit reports whether all threads of a process exit or have exited. The first thread alone also exits when another thread
@@ -393,17 +403,37 @@ func (f procDir) read(name string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	file := os.NewFile(uintptr(fd), name)
-	defer file.Close()
-	return io.ReadAll(io.LimitReader(file, maxText))
+	defer unix.Close(fd)
+	text := make([]byte, 0, 1024)
+	for len(text) < maxText {
+		n, err := unix.Read(fd, text[len(text):min(cap(text), maxText)])
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if n <= 0 {
+			return text, err
+		}
+		text = slices.Grow(text[:len(text)+n], 1024)
+	}
+	return text, nil
 }
 
 // isExiting reports whether a thread is in do_exit or has exited. A process closes its sockets in do_exit, before it becomes
 // a zombie.
 func isExiting(fields []string) bool {
-	const exiting = 0x4 // PF_EXITING (include/linux/sched.h)
-	flags, err := strconv.ParseUint(fields[6], 10, 32)
-	return fields[0] == "Z" || fields[0] == "X" || err == nil && flags&exiting != 0
+	return fields[0] == "Z" || fields[0] == "X" || flagsOf(fields)&exiting != 0
+}
+
+// Flags of a thread (include/linux/sched.h).
+const (
+	exiting      = 0x4      // PF_EXITING
+	kernelThread = 0x200000 // PF_KTHREAD
+)
+
+// flagsOf returns the flags among the fields of a stat file.
+func flagsOf(fields []string) uint64 {
+	flags, _ := strconv.ParseUint(fields[6], 10, 32) // none
+	return flags
 }
 
 // threads returns the ids of up to n threads, or of all for -1.

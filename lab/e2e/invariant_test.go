@@ -516,7 +516,14 @@ const waitInterval = 10 * time.Millisecond
 func (w *waits) sample(stop <-chan struct{}) {
 	tick := time.NewTicker(waitInterval)
 	defer tick.Stop()
-	total, pid, threads := time.Duration(0), int64(0), map[string]time.Duration{}
+	total, pid, threads := time.Duration(0), int64(0), map[string]*thread{}
+	end := func() {
+		for name, one := range threads {
+			one.schedstat.Close()
+			delete(threads, name)
+		}
+	}
+	defer end()
 	for {
 		select {
 		case <-stop:
@@ -526,18 +533,29 @@ func (w *waits) sample(stop <-chan struct{}) {
 		started := w.pid.Load() != pid // the waits of an agent that starts do not count
 		if started {
 			pid = w.pid.Load()
-			clear(threads)
+			end()
 		}
 		tasks := fmt.Sprintf("/proc/%d/task", pid)
 		entries, _ := os.ReadDir(tasks) // none between two agents
 		longest := time.Duration(0)     // threads wait at the same time
 		for _, e := range entries {
-			var running, waiting int64
-			b, _ := os.ReadFile(filepath.Join(tasks, e.Name(), "schedstat"))
-			if _, err := fmt.Sscan(string(b), &running, &waiting); err == nil {
-				longest = max(longest, time.Duration(waiting)-threads[e.Name()])
-				threads[e.Name()] = time.Duration(waiting)
+			one := threads[e.Name()]
+			if one == nil {
+				f, err := os.Open(filepath.Join(tasks, e.Name(), "schedstat"))
+				if err != nil {
+					continue
+				}
+				one = &thread{schedstat: f}
+				threads[e.Name()] = one
 			}
+			waited, ok := one.waitTime()
+			if !ok { // the thread has exited
+				one.schedstat.Close()
+				delete(threads, e.Name())
+				continue
+			}
+			longest = max(longest, waited-one.waited)
+			one.waited = waited
 		}
 		if !started {
 			total += longest
@@ -549,6 +567,24 @@ func (w *waits) sample(stop <-chan struct{}) {
 		}
 		w.mu.Unlock()
 	}
+}
+
+// thread is a thread of an agent. Its file stays open: opening files of /proc takes most of the time of a sample.
+type thread struct {
+	schedstat *os.File
+	waited    time.Duration
+}
+
+// waitTime returns the time for which the thread has waited for a CPU: the second number of schedstat.
+func (t *thread) waitTime() (time.Duration, bool) {
+	var text [64]byte
+	n, _ := t.schedstat.ReadAt(text[:], 0)
+	fields := strings.Fields(string(text[:n]))
+	if len(fields) < 2 {
+		return 0, false
+	}
+	waited, err := strconv.ParseInt(fields[1], 10, 64)
+	return time.Duration(waited), err == nil
 }
 
 // between returns the time that a thread waited in an interval. A wait is known when it is over.
