@@ -23,6 +23,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/sysctl"
 )
 
 // NewReport returns an empty report. known is nil if no agent runs.
@@ -141,7 +142,7 @@ func (d *Report) mounts(pins string) {
 	if dir := filepath.Dir(pins); bpf.IsBPFFS(dir) {
 		d.Add("mounts", "bpffs", OK, dir, "")
 	} else {
-		d.Add("mounts", "bpffs", Note, dir+" is no bpffs, the agent mounts one", "")
+		d.Add("mounts", "bpffs", Note, dir+" is not a bpffs, the agent mounts one", "")
 	}
 	info, err := os.Stat(pins)
 	switch {
@@ -162,22 +163,14 @@ func HostCgroupsHidden() bool {
 }
 
 func (d *Report) sysctls() {
-	read := func(name string) (int, bool) {
-		text, err := os.ReadFile("/proc/sys/" + name)
-		if err != nil {
-			return 0, false
-		}
-		n, err := strconv.Atoi(strings.TrimSpace(string(text)))
-		return n, err == nil
-	}
-	if n, ok := read("net/core/somaxconn"); ok && n < 1024 {
+	if n, ok := sysctl.Number("net.core.somaxconn"); ok && n < 1024 {
 		d.Add("sysctl", "net.core.somaxconn", Warning, fmt.Sprintf("%d; it bounds the members' backlogs", n),
 			"sysctl -w net.core.somaxconn=4096, or more than devices that may connect at once")
 	} else if ok {
-		d.Add("sysctl", "net.core.somaxconn", OK, strconv.Itoa(n), "")
+		d.Add("sysctl", "net.core.somaxconn", OK, strconv.FormatInt(n, 10), "")
 	}
 	migrate := errors.Is(probe.HaveMigration(), ebpf.ErrNotSupported)
-	if n, ok := read("net/ipv4/tcp_migrate_req"); ok && n == 1 && migrate {
+	if n, ok := sysctl.Number("net.ipv4.tcp_migrate_req"); ok && n == 1 && migrate {
 		d.Add("sysctl", "net.ipv4.tcp_migrate_req", Warning, "1: the kernel's hash moves connections of a closing listener to other members",
 			"sysctl -w net.ipv4.tcp_migrate_req=0")
 	} else if ok {

@@ -31,6 +31,7 @@ import (
 	"sockeye/internal/placement"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/statedir"
+	"sockeye/internal/sysctl"
 )
 
 // Files of the state directory.
@@ -199,7 +200,7 @@ func (p *participation) end(leave bool) error {
 // instance returns the name of this host's registration: the same one after a restart of the agent, so that the next agent
 // renews it, and another one after a reboot, and on a host that was cloned.
 func (p *participation) instance() (string, error) {
-	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	boot, err := sysctl.Read("kernel.random.boot_id")
 	if err != nil {
 		return "", err
 	}
@@ -208,10 +209,10 @@ func (p *participation) instance() (string, error) {
 		Boot     string `json:"boot"`
 	}
 	file := filepath.Join(p.stateDir, instanceFile)
-	if data, err := os.ReadFile(file); err == nil && json.Unmarshal(data, &saved) == nil && saved.Boot == strings.TrimSpace(string(boot)) && saved.Instance != "" {
+	if data, err := os.ReadFile(file); err == nil && json.Unmarshal(data, &saved) == nil && saved.Boot == boot && saved.Instance != "" {
 		return saved.Instance, nil
 	}
-	saved.Instance, saved.Boot = rand.Text(), strings.TrimSpace(string(boot))
+	saved.Instance, saved.Boot = rand.Text(), boot
 	data, err := json.Marshal(saved)
 	if err != nil {
 		return "", err

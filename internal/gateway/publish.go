@@ -6,14 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
-	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway/access"
 	"sockeye/internal/sockaddr"
+	"sockeye/internal/sysctl"
 )
 
 // ListenError is returned if a port of the host cannot be opened.
@@ -137,15 +135,7 @@ func (s *MemberSocket) open(slot int) (f Forward, err error) {
 }
 
 // privileged returns whether binding a port needs CAP_NET_BIND_SERVICE, which the gateway drops before it binds deferred forwards.
-func privileged(port uint16) bool {
-	first := 1024
-	if text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start"); err == nil {
-		if n, err := strconv.Atoi(strings.TrimSpace(string(text))); err == nil {
-			first = n
-		}
-	}
-	return int(port) < first
-}
+func privileged(port uint16) bool { return int(port) < sysctl.FirstUnprivilegedPort() }
 
 // bindFirst binds a socket to the first free address of a list and returns the address, or the last address tried with its error.
 func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {

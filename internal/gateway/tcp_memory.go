@@ -4,11 +4,10 @@ package gateway
 
 import (
 	"os"
-	"strconv"
-	"strings"
 	"time"
 
 	"sockeye/internal/gateway/timer"
+	"sockeye/internal/sysctl"
 	"sockeye/room"
 )
 
@@ -43,11 +42,8 @@ type sendMemory struct {
 
 // defaultMemory returns the limit for a guest on this host in bytes; 64 MB if tcp_mem is not readable.
 func defaultMemory() int {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_mem")
-	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
-		if pages, err := strconv.Atoi(fields[0]); err == nil && pages > 0 {
-			return pages * os.Getpagesize() / memoryDivisor
-		}
+	if pages := sysctl.Numbers("net.ipv4.tcp_mem"); len(pages) == 3 && pages[0] > 0 {
+		return int(pages[0]) * os.Getpagesize() / memoryDivisor
 	}
 	return 64 << 20
 }

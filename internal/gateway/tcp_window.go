@@ -4,11 +4,9 @@ package gateway
 
 import (
 	"math/bits"
-	"os"
-	"strconv"
-	"strings"
 
 	"sockeye/internal/gateway/packet"
+	"sockeye/internal/sysctl"
 	"sockeye/room"
 )
 
@@ -21,11 +19,8 @@ const (
 // chooseWindShift returns the smallest window scale that can advertise the largest send buffer of the host (net.ipv4.tcp_wmem): a
 // larger scale would make the rounding of windows coarser.
 func chooseWindShift() uint8 {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
-	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
-		if most, err := strconv.ParseUint(fields[2], 10, 32); err == nil && most > 0 {
-			return uint8(min(max(bits.Len64((most-1)>>16), minWindShift), maxWindShift))
-		}
+	if wmem := sysctl.Numbers("net.ipv4.tcp_wmem"); len(wmem) == 3 && wmem[2] > 0 {
+		return uint8(min(max(bits.Len64(uint64(wmem[2]-1)>>16), minWindShift), maxWindShift))
 	}
 	return minWindShift
 }

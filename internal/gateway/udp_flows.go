@@ -4,12 +4,10 @@ package gateway
 
 import (
 	"net/netip"
-	"os"
-	"strconv"
-	"strings"
 	"time"
 
 	"sockeye/internal/gateway/access"
+	"sockeye/internal/sysctl"
 )
 
 // Each TCP connection that the guest opens occupies a port of the host, and so does each UDP flow, unless it shares a socket.
@@ -29,13 +27,8 @@ const (
 
 // defaultOutgoing returns the number of ports that a guest may occupy: a part of net.ipv4.ip_local_port_range.
 func defaultOutgoing() int {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
-	if fields := strings.Fields(string(text)); err == nil && len(fields) == 2 {
-		first, err1 := strconv.Atoi(fields[0])
-		last, err2 := strconv.Atoi(fields[1])
-		if err1 == nil && err2 == nil && 0 <= first && first <= last && last <= 65535 {
-			return max((last-first+1)/portDivisor, 1)
-		}
+	if ports := sysctl.Numbers("net.ipv4.ip_local_port_range"); len(ports) == 2 && 0 <= ports[0] && ports[0] <= ports[1] && ports[1] <= 65535 {
+		return max(int(ports[1]-ports[0]+1)/portDivisor, 1)
 	}
 	return defaultPorts / portDivisor
 }

@@ -10,13 +10,13 @@ import (
 	"os"
 	"runtime"
 	"strconv"
-	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/sandbox"
 	"sockeye/internal/sockdiag"
+	"sockeye/internal/sysctl"
 	"sockeye/internal/tun"
 	"sockeye/room"
 )
@@ -206,19 +206,16 @@ func (s *Setup) prepare(reply *setupReply) (fd int, err error) {
 	return fd, nil
 }
 
-// sysctl is a sysctl of the guest's namespaces.
-type sysctl struct{ name, value string }
-
 func (s *Setup) setSysctls(reply *setupReply) error {
-	for c, without := range map[sysctl]string{
-		{"net/ipv4/ip_unprivileged_port_start", "0"}:                                    "ports below 1024 stay closed to the program",
-		{"net/ipv4/ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid())}: "ping does not work inside",
+	for s, without := range map[struct{ name, value string }]string{
+		{"net.ipv4.ip_unprivileged_port_start", "0"}:                                    "ports below 1024 stay closed to the program",
+		{"net.ipv4.ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid())}: "ping does not work inside",
 		// A connection inside has the round-trip time to the gateway.
-		{"net/ipv4/tcp_wmem", guestWmem()}: "its connections may occupy much of the host's TCP memory",
+		{"net.ipv4.tcp_wmem", guestWmem()}: "its connections may occupy much of the host's TCP memory",
 		// With SYN cookies, the kernel drops a connection if the program's accept queue is full.
-		{"net/ipv4/tcp_syncookies", "0"}: "some of many simultaneous connections may fail",
+		{"net.ipv4.tcp_syncookies", "0"}: "some of many simultaneous connections may fail",
 	} {
-		if err := c.set(); lacksSysctl(err) {
+		if err := sysctl.Write(s.name, s.value); lacksSysctl(err) {
 			reply.Warnings = append(reply.Warnings, fmt.Sprintf("%s: %v", without, err))
 		} else if err != nil {
 			return err
@@ -228,18 +225,10 @@ func (s *Setup) setSysctls(reply *setupReply) error {
 		return nil
 	}
 	// A second restriction in addition to the filter of system calls. The sysctl applies to the guest's user namespace.
-	if err := (sysctl{"user/max_user_namespaces", "0"}).set(); lacksSysctl(err) {
+	if err := sysctl.Write("user.max_user_namespaces", "0"); lacksSysctl(err) {
 		reply.Missing = append(reply.Missing, fmt.Sprintf("only the filter of system calls denies user namespaces: %v", err))
 	} else if err != nil {
 		return err
-	}
-	return nil
-}
-
-func (c sysctl) set() error {
-	err := os.WriteFile("/proc/sys/"+c.name, []byte(c.value), 0)
-	if err != nil {
-		return fmt.Errorf("set sysctl %s: %w", strings.ReplaceAll(c.name, "/", "."), errors.Unwrap(err))
 	}
 	return nil
 }
@@ -250,9 +239,9 @@ const maxGuestBuffer = 512 << 10
 
 // guestWmem returns net.ipv4.tcp_wmem, limited to maxGuestBuffer.
 func guestWmem() string {
-	values := [3]int{4096, 16384, maxGuestBuffer}
-	if text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem"); err == nil {
-		_, _ = fmt.Sscan(string(text), &values[0], &values[1], &values[2])
+	values := sysctl.Numbers("net.ipv4.tcp_wmem")
+	if len(values) != 3 {
+		values = []int64{4096, 16384, maxGuestBuffer}
 	}
 	return fmt.Sprintf("%d %d %d", values[0], min(values[1], maxGuestBuffer), min(values[2], maxGuestBuffer))
 }

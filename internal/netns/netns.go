@@ -21,13 +21,14 @@ import (
 
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
+	"sockeye/internal/sysctl"
 )
 
 // own names the network namespace of the calling thread. /proc/self/ns/net is that
 // of the process's first thread.
 const own = "/proc/thread-self/ns/net"
 
-// ErrNotNamespace is the error of a file that is no network namespace.
+// ErrNotNamespace is the error of a file that is not a network namespace.
 var ErrNotNamespace = errors.New("is not a network namespace")
 
 // EnterError is the failure to enter a namespace. Errors of the function that runs in
@@ -125,8 +126,7 @@ func EnterParent() error {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("make network namespace: %w", err)
 	}
-	// /proc/sys/net is that of the calling thread.
-	err := os.WriteFile("/proc/sys/net/ipv4/tcp_child_ehash_entries", []byte(ownConnections), 0)
+	err := sysctl.Write("net.ipv4.tcp_child_ehash_entries", ownConnections)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("limit the TCP connection tables: %w", err)
 	}

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/sysctl"
 )
 
 // Right is a capability that only some policies need. A drop-in adds the capability to the agent's systemd unit.
@@ -106,21 +107,9 @@ func Of(pid int) (permitted, bounding uint64, err error) {
 func EndpointNeeds(policy *config.Policy) []Need {
 	var needs []Need
 	for _, e := range []struct{ name, listen string }{{"metrics", policy.Metrics.Listen}, {"web page", policy.UI.Listen}} {
-		if at, err := netip.ParseAddrPort(e.listen); err == nil && at.Port() < FirstUnprivilegedPort() {
+		if at, err := netip.ParseAddrPort(e.listen); err == nil && int(at.Port()) < sysctl.FirstUnprivilegedPort() {
 			needs = append(needs, Need{NetBindService, e.name + " on " + e.listen})
 		}
 	}
 	return needs
-}
-
-// FirstUnprivilegedPort returns the first port that needs no capability to bind in this network namespace. Other network
-// namespaces may have other values.
-func FirstUnprivilegedPort() uint16 {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start")
-	if err == nil {
-		if n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 16); err == nil {
-			return uint16(n)
-		}
-	}
-	return 1024
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sockdiag reads the TCP sockets of a network namespace by sock_diag(7), without rights over their processes,
-// and determines the bottleneck of each connection.
+// Package sockdiag reads the TCP and UDP sockets of a network namespace by sock_diag(7), without rights over their processes,
+// and determines the bottleneck of each TCP connection.
 package sockdiag
 
 import (
@@ -9,13 +9,11 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
-	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/nlattr"
+	"sockeye/internal/sysctl"
 )
 
 // Conn is a sock_diag connection for one network namespace. It is not safe for concurrent use.
@@ -67,30 +65,15 @@ func (c *Conn) Close() error { return unix.Close(c.fd) }
 
 // readSettings reads the settings that are readable.
 func readSettings() (s Settings) {
-	for i, n := range readNumbers("/proc/sys/net/ipv4/tcp_wmem") {
+	for i, n := range sysctl.Numbers("net.ipv4.tcp_wmem") {
 		if i < len(s.WriteMemory) {
-			s.WriteMemory[i] = n
+			s.WriteMemory[i] = int(n)
 		}
 	}
-	if lowat := readNumbers("/proc/sys/net/ipv4/tcp_notsent_lowat"); len(lowat) > 0 {
-		s.NotSentLowat = lowat[0]
+	if lowat, ok := sysctl.Number("net.ipv4.tcp_notsent_lowat"); ok {
+		s.NotSentLowat = int(lowat)
 	}
 	return s
-}
-
-func readNumbers(file string) (numbers []int) {
-	text, err := os.ReadFile(file)
-	if err != nil {
-		return nil
-	}
-	for field := range strings.FieldsSeq(string(text)) {
-		n, err := strconv.ParseUint(field, 10, 32)
-		if err != nil {
-			return nil
-		}
-		numbers = append(numbers, int(n))
-	}
-	return numbers
 }
 
 // Query selects sockets.

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/sysctl"
 )
 
 // Write replaces a file atomically: after a crash, the file has either the old or the new contents.
@@ -42,11 +43,8 @@ func Write(path string, data []byte) (err error) {
 
 // BootID returns the kernel's random id of the current boot, or "" if it cannot be read.
 func BootID() string {
-	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return ""
-	}
-	return strings.TrimSpace(string(id))
+	id, _ := sysctl.Read("kernel.random.boot_id")
+	return id
 }
 
 // Claim makes a directory that of an agent: nobody else may read it. The error is a usage error for a directory without the mark of an agent that

@@ -29,6 +29,7 @@ import (
 	"sockeye/internal/rights"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
+	"sockeye/internal/sysctl"
 )
 
 // Domain implements [domain.Domain] for the services of the policy.
@@ -467,7 +468,6 @@ func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(polic
 // Needs lists the capabilities that the services of a policy need beyond those of the unit.
 func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
-	first := rights.FirstUnprivilegedPort()
 	for _, s := range policy.Services {
 		if s.Netns != "" {
 			needs = append(needs, rights.Need{Right: rights.SysAdmin, For: "netns of service " + s.Name})
@@ -476,7 +476,7 @@ func Needs(policy *config.Policy) []rights.Need {
 			continue // the sockets of waiting rooms with lookup have ports of their own
 		}
 		for _, l := range s.Listeners {
-			if l.Address.Port() < first {
+			if int(l.Address.Port()) < sysctl.FirstUnprivilegedPort() {
 				needs = append(needs, rights.Need{Right: rights.NetBindService, For: fmt.Sprintf("listener %s of service %s, which the agent holds", l, s.Name)})
 			}
 		}

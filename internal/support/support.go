@@ -28,6 +28,7 @@ import (
 	"go.yaml.in/yaml/v4"
 
 	"sockeye/internal/config"
+	"sockeye/internal/sysctl"
 )
 
 const (
@@ -122,11 +123,11 @@ func sysctls() File {
 		"net.ipv4.tcp_migrate_req", "net.ipv4.tcp_rmem", "net.ipv4.tcp_syncookies", "net.ipv4.tcp_wmem", "net.ipv4.udp_mem",
 		"net.ipv6.bindv6only", "user.max_user_namespaces",
 	} {
-		value, err := os.ReadFile("/proc/sys/" + strings.ReplaceAll(name, ".", "/"))
+		value, err := sysctl.Read(name)
 		if err != nil {
-			value = []byte("(" + err.Error() + ")")
+			value = "(" + err.Error() + ")"
 		}
-		fmt.Fprintf(&text, "%s = %s\n", name, bytes.TrimSpace(value))
+		fmt.Fprintf(&text, "%s = %s\n", name, value)
 	}
 	return New("host/sysctls.txt", "settings that Sockeye depends on", text.Bytes(), nil)
 }

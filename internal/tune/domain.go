@@ -109,7 +109,7 @@ func Needs(policy *config.Policy) []rights.Need {
 	return needs
 }
 
-// Paths returns the names in the policy of the tuned cgroups by their directories.
+// Paths maps the directories of the tuned cgroups to the names of these cgroups in the policy.
 func (d *Domain) Paths() map[string]string {
 	tuners, _ := d.tunersOf("") // cannot fail for ""
 	paths := make(map[string]string)

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -19,11 +18,12 @@ import (
 	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/procsock"
+	"sockeye/internal/sysctl"
 )
 
 // Reading is the value of an option that the kernel reports for a socket.
 type Reading struct {
-	// Number is in the unit of the option's kind. -1 is no limit of the pacing rate. A buffer size is the
+	// Number is in the unit of the option's kind. -1 is not a limit of the pacing rate. A buffer size is the
 	// kernel's, twice the requested size.
 	Number int64  `json:"number,omitempty"`
 	Text   string `json:"text,omitempty"` // value of an option of kind text
@@ -88,7 +88,7 @@ var readable = map[string]struct {
 // of the connection in the program (Tune.Connection), or nil if no rule matched.
 func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
 	if s.MPTCP || s.Listening {
-		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
+		return nil, fmt.Errorf("read values of %s: it is not a TCP connection", s)
 	}
 	info, err := unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -285,7 +285,7 @@ func (l *comparison) compareBuffer(o Option, want int64, r Reading) (differs boo
 	if o.Name == "rcvbuf" {
 		most = "net.core.rmem_max"
 	}
-	limit := sysctlNumbers(most)
+	limit := sysctl.Numbers(most)
 	switch {
 	case !r.Locked:
 		differs, notes = true, []string{"the kernel tunes it: it is not set any more, or never was"}
@@ -357,7 +357,7 @@ func (l *comparison) lowWaterNotes(got int64) ([]string, error) {
 	if ok && r.Locked && got == r.Number/2 {
 		return []string{"cut to half of the receive buffer"}, nil
 	}
-	if most := sysctlNumbers("net.ipv4.tcp_rmem"); len(most) == 3 && got == most[2]/2 {
+	if most := sysctl.Numbers("net.ipv4.tcp_rmem"); len(most) == 3 && got == most[2]/2 {
 		return []string{"cut to half of the largest receive buffer, the third number of net.ipv4.tcp_rmem"}, nil
 	}
 	return nil, nil
@@ -536,24 +536,6 @@ func (o Option) isFor(family int) bool {
 		return o.Phases&bpf.TunePhaseIPv6 == 0
 	}
 	return o.Phases&bpf.TunePhaseIPv4 == 0
-}
-
-// sysctlNumbers reads a sysctl in the network namespace of this process. The result is nil if the namespace lacks the
-// sysctl: in older kernels, only the initial namespace has net.core.wmem_max.
-func sysctlNumbers(name string) []int64 {
-	text, err := os.ReadFile("/proc/sys/" + strings.ReplaceAll(name, ".", "/"))
-	if err != nil {
-		return nil
-	}
-	var numbers []int64
-	for field := range strings.FieldsSeq(string(text)) {
-		n, err := strconv.ParseInt(field, 10, 64)
-		if err != nil {
-			return nil
-		}
-		numbers = append(numbers, n)
-	}
-	return numbers
 }
 
 func duration(us int64) string {

@@ -22,6 +22,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
+	"sockeye/internal/sysctl"
 )
 
 // Options lists the options that the running kernel cannot set.
@@ -37,7 +38,7 @@ func ProbeOptions() (_ []api.TuneSkipped, err error) {
 		return nil, &fault.Error{Err: fmt.Errorf("try options: missing %s", strings.Join(missing, ", ")), Hint: "run as root", Code: fault.CodeNotPermitted}
 	}
 	if !bpf.IsBPFFS(bpffs) {
-		return nil, &fault.Error{Err: fmt.Errorf("try options: %s is no bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: fault.CodeFailed}
+		return nil, &fault.Error{Err: fmt.Errorf("try options: %s is not a bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: fault.CodeFailed}
 	}
 	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
@@ -115,11 +116,11 @@ func (p *optionProbe) requirement(s config.Setting) (string, error) {
 		return "", fmt.Errorf("probe %s: %w", s.Option, err)
 	}
 	if s.Option == "congestion" {
-		available, err := os.ReadFile("/proc/sys/net/ipv4/tcp_available_congestion_control")
+		available, err := sysctl.Read("net.ipv4.tcp_available_congestion_control")
 		if err != nil {
-			return "", fmt.Errorf("read congestion controls: %w", err)
+			return "", err
 		}
-		if !slices.Contains(strings.Fields(string(available)), s.Text) {
+		if !slices.Contains(strings.Fields(available), s.Text) {
 			return fmt.Sprintf("the module tcp_%s, loaded", s.Text), nil
 		}
 	}

@@ -91,7 +91,7 @@ func TestOptions(t *testing.T) {
 	}
 	for name := range optionTests {
 		if _, ok := config.FindTuneOption(name); !ok {
-			t.Errorf("test of %s, which is no option", name)
+			t.Errorf("test of %s, which is not an option", name)
 		}
 	}
 }

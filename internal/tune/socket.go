@@ -44,7 +44,7 @@ func findSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, err
 		pid, errPID := strconv.Atoi(q.Get("pid"))
 		fd, errFD := strconv.Atoi(q.Get("fd"))
 		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
-			return nil, nil, fault.Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), "as in 812:7, process and descriptor")
+			return nil, nil, fault.Usage(fmt.Errorf("%q is not a socket", q.Get("pid")+":"+q.Get("fd")), "as in 812:7, process and descriptor")
 		}
 		path, err := cgroup.Of(pid)
 		if errors.Is(err, fs.ErrNotExist) {
@@ -92,7 +92,7 @@ func (t *tuner) describe(s *procsock.Socket) (*api.TuneSocket, error) {
 		Role: string(s.Role), Cgroup: t.name, Tuned: api.Tuned{Values: []api.TuneValue{}, Steps: []match.Step{}},
 	}
 	if s.Listening || !s.Remote.IsValid() {
-		return nil, fault.Usage(fmt.Errorf("%v is no connection", s), socketHint)
+		return nil, fault.Usage(fmt.Errorf("%v is not a connection", s), socketHint)
 	}
 	if t.tune == nil {
 		return nil, fault.Conflict(fmt.Errorf("cgroup %s is not tuned now", t.name), "see sockeye tune")

@@ -87,7 +87,7 @@ func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host [
 	return host, byInterface, errors.Join(failed...)
 }
 
-// listed joins the first maxListed words and counts the others.
+// joinFirst joins the first maxListed words and counts the others.
 func joinFirst(words []string, separator string) string {
 	if len(words) <= maxListed {
 		return strings.Join(words, separator)

@@ -9,13 +9,13 @@ import (
 	"os"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/linux"
+	"sockeye/internal/sysctl"
 )
 
 // firstWithoutJumbograms is the first kernel that does not insert a hop-by-hop option into
@@ -31,16 +31,16 @@ func checkForwarding(n *netif.Namespace, ifaces []netif.Interface, kernel linux.
 	if !enabled || !kernel.Before(firstWithoutJumbograms) {
 		return nil, nil
 	}
-	var text []byte
+	var forwarding string
 	err := n.Do(func() (err error) {
-		text, err = os.ReadFile("/proc/sys/net/ipv6/conf/all/forwarding")
+		forwarding, err = sysctl.Read("net.ipv6.conf.all.forwarding")
 		return err
 	})
-	if errors.Is(err, fs.ErrNotExist) || err == nil && strings.TrimSpace(string(text)) == "0" {
+	if errors.Is(err, fs.ErrNotExist) || err == nil && forwarding == "0" {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read sysctl net.ipv6.conf.all.forwarding: %w", err)
+		return nil, err
 	}
 	return []Incompatibility{{
 		Name: ipv6Forwarding,
@@ -86,22 +86,22 @@ func checkIPsec(n *netif.Namespace) ([]Incompatibility, error) {
 	}}, nil
 }
 
-const maxSkbFrags = "/proc/sys/net/core/max_skb_frags"
+const maxSkbFrags = "net.core.max_skb_frags"
 
 // checkFragments reports a small max_skb_frags: MAX_SKB_FRAGS in net/Kconfig,
 // skb_splice_from_iter in net/core/skbuff.c.
 func checkFragments(ifaces []netif.Interface) ([]Incompatibility, error) {
-	text, err := os.ReadFile(maxSkbFrags)
+	text, err := sysctl.Read(maxSkbFrags)
 	// The sysctl exists in the initial network namespace only.
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read sysctl net.core.max_skb_frags: %w", err)
+		return nil, err
 	}
-	frags, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 31)
+	frags, err := strconv.ParseUint(text, 10, 31)
 	if err != nil {
-		return nil, fmt.Errorf("read sysctl net.core.max_skb_frags: %w", err)
+		return nil, fmt.Errorf("read sysctl %s: %w", maxSkbFrags, err)
 	}
 	return compareFragments(frags, uint64(os.Getpagesize()), ifaces), nil
 }

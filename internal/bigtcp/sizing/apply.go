@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/fault"
+	"sockeye/internal/sysctl"
 )
 
 // job is a step and the record of its interface.
@@ -100,7 +101,7 @@ func prepare(d *folder, n *netif.Namespace, owner Owner, targets []Target, force
 	if err != nil {
 		return nil, err
 	}
-	boot, err := bootID()
+	boot, err := sysctl.Read("kernel.random.boot_id")
 	if err != nil {
 		return nil, err
 	}

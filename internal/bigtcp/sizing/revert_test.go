@@ -17,6 +17,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/sysctl"
 	"sockeye/internal/testenv"
 )
 
@@ -307,7 +308,7 @@ func TestReboot(t *testing.T) {
 // rebooted changes the boot id in the records.
 func (h *changeHost) rebooted() {
 	h.Helper()
-	id, err := bootID()
+	id, err := sysctl.Read("kernel.random.boot_id")
 	if err != nil {
 		h.Fatal(err)
 	}

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/sysctl"
 )
 
 const (
@@ -344,7 +345,7 @@ func (d *folder) read(name string) (r Record, err error) {
 	if r.BootID == "" || r.Index <= 0 || r.Before.GSO == 0 || r.Applied.GSO == 0 || r.Owner == "" {
 		return r, &damageError{errors.New("fields are missing")}
 	}
-	id, err := bootID()
+	id, err := sysctl.Read("kernel.random.boot_id")
 	if err != nil {
 		return r, err
 	}
@@ -423,12 +424,4 @@ func (d *folder) moveAside(name string) error {
 		return fmt.Errorf("move damaged record %s aside: %w", name, err)
 	}
 	return nil
-}
-
-func bootID() (string, error) {
-	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("read the host's boot id: %w", err)
-	}
-	return strings.TrimSpace(string(id)), nil
 }

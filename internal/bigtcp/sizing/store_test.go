@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/fault"
+	"sockeye/internal/sysctl"
 )
 
 func TestStoreIsPrivate(t *testing.T) {
@@ -313,7 +314,7 @@ func TestGarbageInTheWay(t *testing.T) {
 
 // FuzzRecord parses arbitrary files: each is a record, damaged, or void.
 func FuzzRecord(f *testing.F) {
-	id, err := bootID()
+	id, err := sysctl.Read("kernel.random.boot_id")
 	if err != nil {
 		f.Fatal(err)
 	}

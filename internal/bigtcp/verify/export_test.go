@@ -9,13 +9,13 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// VerifyOptions are additional options of tests.
+// Options are additional options of tests.
 type Options struct {
 	Clsact, NoDriver bool
 	Attached         func()
 }
 
-// VerifyWith is Verify with additional options.
+// RunWith is Run with additional options.
 func RunWith(ctx context.Context, n *netif.Namespace, name string, during time.Duration, o Options) (*Report, error) {
 	return run(ctx, n, name, during, options{clsact: o.Clsact, noDriver: o.NoDriver, attached: o.Attached})
 }

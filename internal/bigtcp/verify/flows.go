@@ -10,14 +10,13 @@ import (
 	"net/netip"
 	"os"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/programs"
+	"sockeye/internal/sysctl"
 )
 
 // flow is one direction of a connection.
@@ -151,13 +150,6 @@ func hasQueues() bool {
 // tsoRTTLog returns the sysctl tcp_tso_rtt_log (Linux 5.18). It must run in the
 // namespace.
 func tsoRTTLog() uint {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_tso_rtt_log")
-	if err != nil {
-		return 0
-	}
-	n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 8)
-	if err != nil {
-		return 0
-	}
-	return uint(n)
+	n, _ := sysctl.Number("net.ipv4.tcp_tso_rtt_log")
+	return uint(max(n, 0))
 }

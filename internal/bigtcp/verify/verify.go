@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package verify proves how large the packets of an interface are. BPF programs count
-// the packets, and the sockets of the connections explain the small ones.
+// Package verify measures the packet sizes of an interface. BPF programs count the
+// packets, and the state of the sockets shows why packets are small.
 package verify
 
 import (

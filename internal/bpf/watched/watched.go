@@ -12,8 +12,8 @@ package watched
 import (
 	"errors"
 	"fmt"
-	"os"
-	"strings"
+
+	"sockeye/internal/sysctl"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
@@ -162,6 +162,6 @@ func openWitness() (fd int, err error) {
 
 // CountsRuns reports whether the kernel counts the runs of programs.
 func CountsRuns() bool {
-	text, err := os.ReadFile("/proc/sys/kernel/bpf_stats_enabled")
-	return err == nil && strings.TrimSpace(string(text)) == "1"
+	enabled, _ := sysctl.Number("kernel.bpf_stats_enabled")
+	return enabled == 1
 }

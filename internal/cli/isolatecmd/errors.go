@@ -6,9 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"os/exec"
-	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -17,6 +15,7 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
 	"sockeye/internal/isolate"
+	"sockeye/internal/sysctl"
 )
 
 // exitCode returns an error without a message that carries the program's exit code.
@@ -61,7 +60,7 @@ func listenError(err error, member bool) error {
 		return &fault.Error{Err: err, Hint: another, Code: fault.CodeConflict}
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
 		var hints []string
-		if first, ok := readSysctl("net/ipv4/ip_unprivileged_port_start"); ok && port < first {
+		if first, ok := sysctl.Number("net.ipv4.ip_unprivileged_port_start"); ok && int64(port) < first {
 			hints = append(hints, fmt.Sprintf("ports below %d need root (sysctl net.ipv4.ip_unprivileged_port_start)", first))
 		}
 		if !member {
@@ -139,29 +138,20 @@ func stepHint(failed *isolate.StepError, exists bool) (hint string, code int) {
 func userNamespaceHint() string {
 	for _, c := range []struct {
 		name   string
-		forbid int
+		forbid int64
 		hint   string
 	}{
-		{"kernel/unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
-		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that program with --allow-userns"},
-		{"user/max_pid_namespaces", 0, "raise sysctl user.max_pid_namespaces, which is 0"},
-		{"user/max_net_namespaces", 0, "raise sysctl user.max_net_namespaces, which is 0"},
-		{"user/max_mnt_namespaces", 0, "raise sysctl user.max_mnt_namespaces, which is 0"},
-		{"user/max_ipc_namespaces", 0, "raise sysctl user.max_ipc_namespaces, which is 0"},
-		{"kernel/apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow user namespaces for sockeye in an AppArmor profile"},
+		{"kernel.unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
+		{"user.max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that program with --allow-userns"},
+		{"user.max_pid_namespaces", 0, "raise sysctl user.max_pid_namespaces, which is 0"},
+		{"user.max_net_namespaces", 0, "raise sysctl user.max_net_namespaces, which is 0"},
+		{"user.max_mnt_namespaces", 0, "raise sysctl user.max_mnt_namespaces, which is 0"},
+		{"user.max_ipc_namespaces", 0, "raise sysctl user.max_ipc_namespaces, which is 0"},
+		{"kernel.apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow user namespaces for sockeye in an AppArmor profile"},
 	} {
-		if v, ok := readSysctl(c.name); ok && v == c.forbid {
+		if v, ok := sysctl.Number(c.name); ok && v == c.forbid {
 			return c.hint
 		}
 	}
 	return "user namespaces may be disabled: see sysctls kernel.unprivileged_userns_clone, user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns"
-}
-
-func readSysctl(name string) (int, bool) {
-	text, err := os.ReadFile("/proc/sys/" + name)
-	if err != nil {
-		return 0, false
-	}
-	n, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	return n, err == nil
 }

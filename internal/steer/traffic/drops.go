@@ -6,10 +6,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"sockeye/internal/api"
@@ -18,6 +15,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/member"
 	"sockeye/internal/placement"
+	"sockeye/internal/sysctl"
 )
 
 const (
@@ -58,7 +56,7 @@ func (t *Traffic) RecentDrops(now time.Time) (list []api.DropStatus) {
 		}
 		one := api.DropStatus{
 			Slot: key.slot, PID: seat.Process.PID, Protocol: string(key.protocol), Dropped: d.queue.Dropped, Last: d.at, Limit: d.queue.Smallest,
-			Hint: dropHint(key.protocol, d.queue.Smallest, sysctl("rmem_max"), sysctl("rmem_default"), sysctl("somaxconn")),
+			Hint: dropHint(key.protocol, d.queue.Smallest, coreLimit("rmem_max"), coreLimit("rmem_default"), coreLimit("somaxconn")),
 		}
 		if key.protocol == config.UDP {
 			one.Devices = t.droppedDevices(key.slot)
@@ -167,17 +165,10 @@ func (t *Traffic) Dropped(address bpf.Address) *uint64 {
 	return &n
 }
 
-// sysctl returns net.core.NAME, or 0 if it cannot be read: network namespaces have no copy of some.
-func sysctl(name string) uint64 {
-	text, err := os.ReadFile("/proc/sys/net/core/" + name)
-	if err != nil {
-		return 0
-	}
-	n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 64)
-	if err != nil {
-		return 0
-	}
-	return n
+// coreLimit returns net.core.NAME, or 0 if the network namespace has no such setting.
+func coreLimit(name string) uint64 {
+	n, _ := sysctl.Number("net.core." + name)
+	return uint64(max(n, 0))
 }
 
 // dropHint says which buffer is too small. limit is the receive buffer or the backlog of a member's socket. A program that
