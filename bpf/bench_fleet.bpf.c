@@ -19,7 +19,7 @@
 char _license[] SEC("license") = "Dual BSD/GPL";
 
 #define HEADERS (ETH_HLEN + sizeof(struct iphdr) + sizeof(struct udphdr))
-#define DEVICES 256 /* of which each packet is from the next one */
+#define DEVICES 256 /* source addresses, used in turn */
 
 /* The headers, with a source address that ends with 0, without lengths and checksum. */
 const volatile __u64 headers[HEADERS / 8] = {};

@@ -6,7 +6,7 @@
  *
  * Hooks: sockops of a cgroup; fentry and kprobes of tcp_sendmsg.
  * Decision: none.
- * Cost: it is what bench trace measures.
+ * Cost: see docs/bench-trace.md.
  */
 #include "kernel.h"
 

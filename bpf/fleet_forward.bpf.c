@@ -412,10 +412,11 @@ struct decision {
 
 /*
  * Decides about a packet to a bucket that moves. Hosts may have different epochs
- * for a moment. Both owners serve what they have a socket for; a segment without
- * a socket gets a second chance at the other owner, and what one owner has sent
- * to the other one stays there, with one exception: the previous owner sends what
- * it does not serve to the owner. So a packet is forwarded three times at most.
+ * for a moment. Each owner serves packets for which it has a socket, and sends a
+ * TCP segment without a socket to the other owner. A packet that one owner has
+ * sent to the other one is not sent back, with one exception: the previous owner
+ * sends packets that it does not serve to the owner. So a packet is forwarded at
+ * most three times.
  * The previous owner serves datagrams until it has closed the connection of their
  * device.
  * table.Decide of internal/fleet/table is the same in Go, and its test tries all

@@ -44,8 +44,8 @@ struct {
 } gates SEC(".maps");
 
 /*
- * The waiting rooms, by listener. A socket filter drops the SYNs of that of a
- * TCP listener.
+ * The waiting rooms, by listener. The room of a TCP listener has a socket filter
+ * that drops SYNs.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_SOCKMAP);

@@ -57,8 +57,8 @@ enum { SET_HEADER = 4 };
 
 /*
  * Reports whether a datagram has a set with an id of first or first + 1. A
- * template set may follow data sets. Datagrams with more than MAX_SETS sets
- * before it are rare: an exporter puts one set of each template into one.
+ * template set may follow data sets. Only the first MAX_SETS sets of a datagram
+ * are examined; exporters rarely send more sets in one datagram.
  */
 static __always_inline bool has_templates(struct __sk_buff *skb, __u32 offset,
 					  __u16 first)

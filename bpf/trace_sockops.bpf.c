@@ -113,10 +113,10 @@ static __always_inline bool trace_skipped(struct trace_connection *c)
 }
 
 /*
- * Notices that the application uses timestamps of its own: no further message is
- * skipped. Any that was skipped before may have requested some. An application that
- * has enabled, used and disabled timestamps within the skipped messages is not
- * noticed.
+ * Detects that the application uses timestamps of its own. From then on, no message
+ * is skipped; skipped messages may have requested timestamps. An application that
+ * enables, uses and disables timestamps within the skipped messages is not
+ * detected.
  */
 static __always_inline void trace_watch_application(struct trace_connection *c,
 					 const struct sock *sk)

@@ -124,7 +124,7 @@ func TestRunbook(t *testing.T) {
 		delete(sections, a.Alert)
 	}
 	for name := range sections {
-		t.Errorf("%s has the section %s, which is no alert", runbook, name)
+		t.Errorf("%s has the section %s, which is not an alert", runbook, name)
 	}
 }
 

@@ -12,7 +12,9 @@
 //	kernel, err := room.Calibrate()              // once: the overhead of a packet
 //	s, err := room.ReadSnapshot(fd)              // the state of the socket
 //	e := kernel.Estimate(s, len(next), &tracker) // arithmetic only
-//	n, err := unix.Write(fd, next[:min(e.Safe, len(next))])
+//	offered := min(e.Safe, len(next))
+//	n, err := unix.Write(fd, next[:offered])
+//	tracker.Wrote(n, offered)
 //	if s.Arming() {
 //		_, err = room.Arm(fd) // makes the kernel grow the buffer
 //	}

@@ -63,7 +63,7 @@ var bigtcpAims = []struct {
 
 type report struct {
 	harness.Run
-	Setups []*transfers.Result `json:"setups"` // as in bigtcpSetups
+	Setups []*transfers.Result `json:"setups"`
 }
 
 func benchBigTCP(args []string) error {

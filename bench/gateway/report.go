@@ -125,7 +125,7 @@ func (p *gatewayPoint) ratiosText() string {
 }
 
 // works reports whether a side transfers more than a hundredth of what goes natively, with a figure of its CPU time: a gateway that has
-// failed is no comparison.
+// failed is not a comparison.
 func (p *gatewayPoint) works(side string) bool {
 	return p.ratio(side, sideNative, runMbit) > 0.01 && !math.IsNaN(p.median(side, runCPU))
 }

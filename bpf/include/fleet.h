@@ -17,7 +17,7 @@ enum fleet_limit {
 	FLEET_PEER_BITS = 256,
 };
 
-/* What a sender is. */
+/* Kinds of hosts that forward packets to this host. */
 enum fleet_sender_kind {
 	FLEET_PEER = 1, /* a host of the table */
 	/*
@@ -49,8 +49,8 @@ enum fleet_outcome {
 struct fleet_bucket {
 	__u16 owner;
 	/*
-	 * The other host while the bucket moves: the previous owner after the
-	 * flip, or | FLEET_PREPARED the next one before.
+	 * The other host while the bucket moves. Before the flip: the next owner,
+	 * with FLEET_PREPARED set. After the flip: the previous owner.
 	 */
 	__u16 other;
 };

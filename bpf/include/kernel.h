@@ -155,7 +155,7 @@ struct sk_buff {
 	struct sk_buff *prev; /* not NULL while the packet is in a queue */
 	/*
 	 * On its way, the device. In the receive queue of a UDP socket, udp_set_dev_scratch()
-	 * keeps the length there instead: the value is no kernel address then.
+	 * keeps the length there instead: the value is not a kernel address then.
 	 */
 	struct net_device *dev;
 	struct sock *sk;

@@ -80,7 +80,7 @@ struct trace_lock {
 	struct bpf_spin_lock lock;
 };
 
-/* For what needs atomic operations that kernels before Linux 5.12 lack. */
+/* Locks in place of atomic operations that Linux before 5.12 lacks. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, TRACE_LOCKS);
@@ -307,7 +307,7 @@ static __always_inline void trace_established(struct bpf_sock_ops *ctx,
 	trace_init_connection(c, id, rule, role);
 	if (!timestamps || !(rule->flags & TRACE_RULE_TX))
 		return;
-	/* Data that was written before, as with TCP Fast Open, is no message. */
+	/* Data that was written before, as with TCP Fast Open, is not a message. */
 	if (bpf_cast_to_kern_ctx && bpf_rdonly_cast)
 		c->write_seq = trace_write_seq(ctx);
 	bpf_setsockopt(ctx, SOL_SOCKET, SK_BPF_CB_FLAGS, &on, sizeof(on));

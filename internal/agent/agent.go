@@ -496,7 +496,7 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 }
 
 // describeRetries lists what an apply of the same settings changes: listeners that could not be opened before, and files
-// of the agent's own settings that have changed. The domains list the changes of their files.
+// that have changed and are named outside of services and rules.
 func (a *Agent) describeRetries(policy *config.Policy) []api.Change {
 	a.mu.Lock()
 	before, metrics, page := a.inForce.referenced, a.metricsProblem, a.pageProblem
@@ -511,7 +511,7 @@ func (a *Agent) describeRetries(policy *config.Policy) []api.Change {
 	if page != nil && a.policy.UI == policy.UI {
 		add("web page: not served -> %s", describeUI(policy.UI))
 	}
-	for _, path := range ownFiles(policy) {
+	for _, path := range settingsFiles(policy) {
 		if mark, ok := before[path]; ok && mark != statMark(path) {
 			add("contents of %s", path)
 		}

@@ -215,7 +215,7 @@ func referencedFiles(policy *config.Policy) map[string]fileMark {
 			files[path] = statMark(path)
 		}
 	}
-	for _, path := range ownFiles(policy) {
+	for _, path := range settingsFiles(policy) {
 		add(path)
 	}
 	for _, s := range policy.Services {
@@ -242,8 +242,8 @@ func remoteFiles(policy *config.Policy) (files []string) {
 	return files
 }
 
-// ownFiles returns the files that the settings of the agent itself name: those of the web page and of metrics.otlp.
-func ownFiles(policy *config.Policy) []string {
+// settingsFiles returns the files that are named outside of services and rules: by the web page, fleet.etcd and metrics.otlp.
+func settingsFiles(policy *config.Policy) []string {
 	files := []string{policy.UI.TLS.Cert, policy.UI.TLS.Key, policy.UI.TLS.ClientCA, policy.UI.TokenFile}
 	if f := policy.Fleet; f != nil && f.Etcd != nil {
 		files = append(files, f.Etcd.CA, f.Etcd.PasswordFile)

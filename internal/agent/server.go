@@ -37,7 +37,7 @@ func (a *Agent) listen() (*server, error) {
 	}
 	if other, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		other.Close()
-		return nil, fault.Conflict(fmt.Errorf("listen on %s: another agent does", path), "give this one its own --run-dir")
+		return nil, fault.Conflict(fmt.Errorf("listen on %s: another agent listens there", path), "give this one its own --run-dir")
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("replace socket: %w", err)
@@ -160,8 +160,8 @@ func requireLocalCaller(next http.Handler) http.Handler {
 			refuse(peer.ErrGone)
 		case k.Stranger:
 			refuse(&fault.Error{
-				Err:  errors.New("the agent does not answer processes in another user namespace, as isolated programs are"),
-				Hint: "ask from outside", Code: fault.CodeNotPermitted,
+				Err:  errors.New("the agent does not answer processes in another user namespace, such as isolated programs"),
+				Hint: "run the command outside the isolated program", Code: fault.CodeNotPermitted,
 			})
 		default:
 			next.ServeHTTP(w, r)

@@ -30,7 +30,7 @@ type webPage struct {
 	listener *connlimit.Listener
 }
 
-// pageChange is a change of the web page that has not been made. nil is no change.
+// pageChange is a change of the web page that has not been made. nil is not a change.
 type pageChange struct {
 	page     *webPage     // a page that is served already; nil if the change ends the page, or changes settings
 	settings *ui.Settings // new settings of the page in force, with the same address

@@ -16,7 +16,7 @@ func ParseEndpoint(what, text string) (netip.AddrPort, error) {
 	}
 	a, err := netip.ParseAddr(text)
 	if err != nil {
-		return netip.AddrPort{}, fault.Usage(fmt.Errorf("the %s end %q is no address", what, text), "as in 192.0.2.1:1790, [2001:db8::1]:1790 or 192.0.2.1")
+		return netip.AddrPort{}, fault.Usage(fmt.Errorf("the %s end %q is not an address", what, text), "as in 192.0.2.1:1790, [2001:db8::1]:1790 or 192.0.2.1")
 	}
 	return netip.AddrPortFrom(a.Unmap().WithZone(""), 0), nil
 }

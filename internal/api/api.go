@@ -163,7 +163,7 @@ type SlotStatus struct {
 // others since the start of the agent.
 type RoomStatus struct {
 	Until       *time.Time `json:"until,omitempty"` // end of the wait; absent while no packets wait
-	Filling     bool       `json:"filling"`         // the member receives what has waited
+	Filling     bool       `json:"filling"`         // the member receives the waiting packets
 	Waiting     uint64     `json:"waiting"`         // datagrams that wait now
 	Datagrams   uint64     `json:"datagrams"`       // datagrams that were stored
 	Connections uint64     `json:"connections"`     // SYNs that were answered or held

@@ -44,7 +44,7 @@ func (s *Steer) PendingPlaces(tb testing.TB) (used int) {
 // Links returns the links of both kinds, pinned or not.
 func (s *Steer) Links() []link.Link { return s.links }
 
-// LoadSteering returns the programs that select sockets.
+// These functions return the programs that select sockets.
 var (
 	LoadSteerReuseport = loadSteerReuseport
 	LoadSteerLookup    = loadSteerLookup

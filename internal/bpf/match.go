@@ -25,7 +25,6 @@ const (
 	MatchAccept  = uint32(tuneSockopsMatchRoleMATCH_ACCEPT)
 
 	MatchUDPConnect = uint32(tuneSockopsMatchRoleMATCH_UDP_CONNECT)
-	MatchUDPAccept  = uint32(tuneSockopsMatchRoleMATCH_UDP_ACCEPT)
 	MatchRoles      = int(tuneSockopsMatchRoleMATCH_ROLES)
 )
 
@@ -36,7 +35,6 @@ type (
 	MatchTag      = tuneSockopsMatchTag
 	MatchSet      = tuneSockopsMatchSet
 	MatchRuleset  = tuneSockopsMatchRuleset
-	MatchTuple    = tuneSockopsMatchTuple
 	MatchActive   = tuneSockopsMatchActive
 	MatchQuestion = tuneSockopsMatchQuestion
 )

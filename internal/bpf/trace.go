@@ -40,7 +40,7 @@ type TraceRules struct {
 	Rules []TraceRule
 	// Services maps the listeners of services to the numbers of the services, from 1.
 	Services map[TraceListener]uint32
-	// Groups is the number of group indexes of the rules, with one "other" per rule; at most TraceGroups.
+	// Groups is the number of group indexes of the rules, with one "other" per rule; at most TRACE_GROUPS.
 	Groups int
 }
 

@@ -4,14 +4,10 @@ package bpf
 
 // Limits of the trace programs (bpf/include/trace.h).
 const (
-	TraceRulesMax  = int(traceSockopsTraceLimitTRACE_RULES)
-	TraceInFlight  = int(traceSockopsTraceLimitTRACE_IN_FLIGHT)
-	TraceBuckets   = int(traceSockopsTraceLimitTRACE_BUCKETS)
 	TraceSlowestOf = int(traceSockopsTraceLimitTRACE_SLOWEST)
 	TraceMinutes   = int(traceSockopsTraceLimitTRACE_MINUTES)
 	// TraceMinuteShift converts nanoseconds to minutes of 2^36 ns.
 	TraceMinuteShift = int(traceSockopsTraceLimitTRACE_MINUTE_SHIFT)
-	TraceGroupsMax   = int(traceSockopsTraceLimitTRACE_GROUPS)
 	TraceServices    = int(traceSockopsTraceLimitTRACE_SERVICES)
 	traceLiveLevel   = int(traceSockopsTraceLimitTRACE_LIVE_LEVEL)
 )

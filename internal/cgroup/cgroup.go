@@ -189,7 +189,7 @@ func Processes(dir string) ([]int, error) {
 	return pids, nil
 }
 
-// Remove removes a cgroup without processes, and those below it. It is no error if the cgroup does not exist. A
+// Remove removes a cgroup without processes, and those below it. It is not an error if the cgroup does not exist. A
 // process leaves cgroup.procs a moment before it leaves the cgroup: Remove waits up to 10 seconds for that.
 func Remove(dir string) error {
 	var dirs []string

@@ -50,7 +50,7 @@ func TestSecondAgent(t *testing.T) {
 	}
 	h.isFailure(second(h.dir+"/run2", h.pins, h.policy), 5, "lock PINS: another agent holds the pin directory",
 		"one agent works with a pin directory; see sockeye status")
-	h.isFailure(second(h.run, h.pins+"2", none), 5, "listen on DIR/run/agent.sock: another agent does", "give this one its own --run-dir")
+	h.isFailure(second(h.run, h.pins+"2", none), 5, "listen on DIR/run/agent.sock: another agent listens there", "give this one its own --run-dir")
 	// With pins of its own, the second agent would replace the program of the SO_REUSEPORT groups.
 	r := second(h.dir+"/run2", h.pins+"2", h.policy)
 	var f api.Failure

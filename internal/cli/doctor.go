@@ -27,9 +27,9 @@ func (c *commands) doctorCommand() *cobra.Command {
 		Long: `Doctor checks the kernel, the capabilities of the caller, the mounts, and the
 sockets on the ports of the policy's services. It changes nothing and needs no
 agent. With a running agent, it also shows members that are not ready and tune
-rules with missing options, and the reasons; the capabilities of the caller are
-no failure then. The exit code is the highest one of the failures: 0 without a
-failure, also with warnings.`,
+rules with missing options, and the reasons; missing capabilities of the caller
+are not failures then. The exit code is the highest code of all failures;
+warnings do not change it.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var policy *config.Policy
 			var broken []doctor.Finding

@@ -114,7 +114,7 @@ func TestDoctorFindings(t *testing.T) {
 		{"tcp_migrate_req", func(t *testing.T, _ *host) { sysctl(t, "net/ipv4/tcp_migrate_req", "1") },
 			doctor.Finding{Area: "sysctl", Check: "net.ipv4.tcp_migrate_req", Result: "ok", Detail: "1; the program decides about migration"}},
 		{"no bpffs", func(_ *testing.T, h *host) { h.pins = h.dir + "/bpf/sockeye" },
-			doctor.Finding{Area: "mounts", Check: "bpffs", Result: "note", Detail: "DIR/bpf is no bpffs, the agent mounts one"}},
+			doctor.Finding{Area: "mounts", Check: "bpffs", Result: "note", Detail: "DIR/bpf is not a bpffs, the agent mounts one"}},
 		{"open pin directory", func(t *testing.T, h *host) {
 			if err := os.Mkdir(h.pins, 0o700); err != nil {
 				t.Fatal(err)

@@ -133,7 +133,7 @@ func writePolicy(file, text string) error {
 	switch old, err := config.Load(file); {
 	case errors.Is(err, fs.ErrNotExist):
 	case err != nil:
-		return fault.Conflict(fmt.Errorf("%s exists and is no valid policy: %w", file, err), "correct it, or name another file with --policy")
+		return fault.Conflict(fmt.Errorf("%s exists and is not a valid policy: %w", file, err), "correct it, or name another file with --policy")
 	case !old.DoesNothing():
 		return fault.Conflict(fmt.Errorf("%s exists and has %s", file, contents(old)), "name another file with --policy")
 	}

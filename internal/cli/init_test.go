@@ -80,7 +80,7 @@ func TestInit(t *testing.T) {
 	h.start()
 	h.eventually("members", func() bool { return must[api.Status](h, "status").Services[0].Ready == 2 })
 
-	// Keepers hold the ports now, but are no members of a policy.
+	// Keepers hold the ports now, but are not members of a policy.
 	endFirst()
 	endSecond()
 	h.refused(1, noneShared, "start at least two processes that listen on the same ports with SO_REUSEPORT, as nfacctd does", nil, "init")

@@ -418,7 +418,7 @@ func TestIsolateProgram(t *testing.T) {
 		{"standard streams", "cat; echo to stderr >&2", "in\n", "in\n", 0},
 		{"exit code", "exit 7", "", "", 7},
 		{"signal", "kill -9 $$", "", "", 137},
-		{"bytes that are no text", "printf '%s' \"$BYTES\" | od -An -tx1", "", " ff 0a e9\n", 0},
+		{"bytes that are not text", "printf '%s' \"$BYTES\" | od -An -tx1", "", " ff 0a e9\n", 0},
 		{"directory", "pwd; ls -d tmp", "", "/\ntmp\n", 0},
 		{"environment", "echo $KEPT; env | grep -c SOCKEYE_", "", "kept\n0\n", 1},
 		{"descriptors", "ls /proc/self/fd | grep -vE '^[0-3]$'", "", "", 1},

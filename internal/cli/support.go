@@ -44,7 +44,7 @@ func (c *commands) supportCommand() *cobra.Command {
 	var devices bool
 	cmd := &cobra.Command{
 		Use:   "support",
-		Short: "Pack what a maintainer needs to understand a problem",
+		Short: "Write an archive of diagnostic data for a maintainer",
 		Long: `Support writes an archive with the policy without its comments, the output of
 status, slots, doctor, events, plan and other commands, the last 5,000 lines of
 the agent's journal, the kernel, sysctls, and the sizes of maps. It lists the

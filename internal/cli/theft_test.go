@@ -179,7 +179,7 @@ func (h *host) slotPIDs() (pids []int) {
 	return pids
 }
 
-// problemOf waits until the agent reports why a process is no member. It fails the test if the process becomes a
+// problemOf waits until the agent reports why a process is not a member. It fails the test if the process becomes a
 // member.
 func (h *host) problemOf(pid int) (problem string) {
 	h.t.Helper()

@@ -614,8 +614,8 @@ func TestChangeRefusals(t *testing.T) {
 		{"move 127.0.1.1 4", 2, telemetry + "slot 4 is out of range", "service telemetry has slots 0 to 3"},
 		{"move 127.0.1.1 3", 5, telemetry + "slot 3 is in drain", "name another slot, or sockeye slot set 3 ready"},
 		{"move 127.0.1.1 away", 2, `"away" is not a slot`, "a number, as sockeye slots lists them, or home"},
-		{"move --all 1", 2, "--all is possible with home only", "as in sockeye move --all home"},
-		{"move --all 127.0.1.1 home", 2, "--all is possible with home only", "as in sockeye move --all home"},
+		{"move --all 1", 2, "--all requires home", "as in sockeye move --all home"},
+		{"move --all 127.0.1.1 home", 2, "--all requires home", "as in sockeye move --all home"},
 		{"move 127.0.1.1", 2, "no slot given", "usage: sockeye move DEVICE SLOT|home [--for DURATION] | --all home [--service S] [flags]"},
 		{"move egde 1", 2, telemetry + `there is no device "egde"`, "did you mean edge?"},
 		{"move 127.9.1.1 1", 5, telemetry + `127.9.1.1 belongs to device "edge" of the device map`, "move that device by its name: all its addresses have one slot"},
@@ -824,7 +824,7 @@ func TestTogetherEmptySlots(t *testing.T) {
 	}
 }
 
-// TestUnrelatedConnections checks that connections of programs that are no members are neither counted nor closed: from
+// TestUnrelatedConnections checks that connections of programs that are not members are neither counted nor closed: from
 // the service's port to another program, and to a program that listens on a more specific address with the service's port.
 func TestUnrelatedConnections(t *testing.T) {
 	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "0.0.0.0", "ON_START", "reset").Replace(onStartPolicy))

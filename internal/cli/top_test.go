@@ -21,7 +21,7 @@ func TestTopRefusals(t *testing.T) {
 		{"top --replay=", `--replay is ""`, duration},
 		{"top --replay=yesterday", `--replay is "yesterday"`, duration},
 		{"top --replay -- -1h", `--replay is "-1h"`, duration},
-		{"top --once --replay", "--replay goes with a terminal only, neither with --once nor with -o json", usage},
+		{"top --once --replay", "--replay cannot be combined with --once or -o json", usage},
 		{"top --once --service telemetri", `there is no service "telemetri"`, "did you mean telemetry?"},
 		{"top --once --service qqqqqqqqqq", `there is no service "qqqqqqqqqq"`, "the policy has spare, telemetry"},
 	} {

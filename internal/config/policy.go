@@ -248,7 +248,7 @@ type Listener struct {
 // String returns the listener in the form tcp [::]:1790.
 func (l Listener) String() string { return string(l.Protocol) + " " + l.Address.String() }
 
-// PortRange is an inclusive range of ports. The zero value is no range.
+// PortRange is an inclusive range of ports. The zero value is not a range.
 type PortRange struct{ First, Last uint16 }
 
 // String returns the range in the form 20000-20003, or one number for a single port.

@@ -426,7 +426,7 @@ p.yaml:6:9: services.t.listeners[1]: 0.0.0.0:1790 does not go with [::]:1790 (se
 `, `
 p.yaml:2:77: services.t.listeners[0].v6only: does not go with the address [fd00::1]:1
   hint: only [::] can serve IPv4 too`},
-	{"v6only is no word", `services:
+	{"v6only is not a word", `services:
   t: {slots: 1, listeners: [{protocol: tcp, address: '[::]:1', v6only: yes}]}
 `, `
 p.yaml:2:72: services.t.listeners[0].v6only: must be true or false, is "yes"`},

@@ -72,7 +72,7 @@ func ApplySteps(steps []Step) error {
 		}
 		for _, rollback := range slices.Backward(rollbacks) {
 			if failed := rollback(); failed != nil {
-				err = fault.Join(err, fmt.Errorf("go back to the policy before: %w", failed))
+				err = fault.Join(err, fmt.Errorf("roll back to the previous policy: %w", failed))
 			}
 		}
 		return err

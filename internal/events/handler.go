@@ -33,7 +33,7 @@ type Handler struct {
 	log   *Log
 	next  slog.Handler
 	attrs []slog.Attr // of WithAttrs
-	group bool        // inside a group: records are no events
+	group bool        // inside a group: records are not events
 }
 
 // NewHandler returns a handler. Events are recorded whatever the level of next is.

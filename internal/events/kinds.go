@@ -42,9 +42,9 @@ func Words() []string {
 
 // own are the kinds that no log record names.
 var own = []Kind{
-	{Problem, "A warning or an error of another kind."},
+	{Problem, "A warning or an error without a kind of its own."},
 	{api.EventsSuppressed, "Events of a kind were too frequent, and were counted instead of recorded."},
-	{api.EventsMissing, "Events are missing: they were removed before they were read, or are damaged. It is not recorded, and has no `id`."},
+	{api.EventsMissing, "Events are missing, because they were removed before they were read or are damaged. This event is not recorded, and has no `id`."},
 }
 
 // kind adds a kind and returns the attribute for log records.
@@ -79,7 +79,7 @@ var (
 	DevicesAdopted  = kind("devices_adopted", "Devices were assigned to the member that has their connections (on_start: adopt).")
 	DevicesReturned = kind("devices_returned", "Adopted devices are back at their own slots.")
 	DeviceRefused   = kind("device_refused", "The kernel has refused packets of a device. At most one event for a device in ten seconds.")
-	Refusals        = kind("refusals", "The number of refused packets of a service by reason, every ten seconds and when the agent stops. It includes those without a `device_refused`, and not those while no agent ran, which `sockeye_refused_total` has.")
+	Refusals        = kind("refusals", "The number of refused packets of a service by reason, every ten seconds and when the agent stops, including packets without a `device_refused`. Packets refused while no agent ran are only in `sockeye_refused_total`.")
 )
 
 // Fleet.
@@ -95,22 +95,22 @@ var (
 // Waiting rooms and templates.
 var (
 	TrafficHeld        = kind("traffic_held", "A slot is empty, and the packets of its devices wait for the next member.")
-	TrafficReleased    = kind("traffic_released", "A new member has received what had waited for its slot.")
-	TrafficDiscarded   = kind("traffic_discarded", "No member came in time; what had waited is lost, and the devices are refused.")
+	TrafficReleased    = kind("traffic_released", "A new member has received the packets that waited for its slot.")
+	TrafficDiscarded   = kind("traffic_discarded", "No member came in time; the waiting packets were discarded, and the devices are refused.")
 	TemplatesReplayed  = kind("templates_replayed", "A member has received the templates of the exporters that it newly serves.")
 	TemplatesDiscarded = kind("templates_discarded", "The saved templates could not be read.")
 	ReplayedToMember   = kind("datagrams_replayed", "Datagrams that had waited were sent to the member that serves their devices now.")
 	ReplayIncomplete   = kind("datagrams_lost", "Datagrams that had waited did not reach the member.")
-	MemberNotReachable = kind("fill_failed", "A member did not receive what had waited for its slot.")
+	MemberNotReachable = kind("fill_failed", "A member did not receive the packets that waited for its slot.")
 )
 
 // Ports and keepers.
 var (
-	PortsHeld       = kind("ports_held", "The ports of a service stay steered without members again.")
+	PortsHeld       = kind("ports_held", "The keeper sockets of a service are open again: its ports stay steered without members.")
 	PortsNotHeld    = kind("ports_not_held", "The keeper sockets of a service could not be opened.")
 	ProgramReplaced = kind("program_replaced", "Another process has replaced or detached the steering program of a listener; the agent has attached it again.")
 	SocketBypasses  = kind("socket_bypasses", "A socket of another process can receive packets to a listener past the service.")
-	NoneBypasses    = kind("no_socket_bypasses", "No socket can receive packets to a listener past the service any more.")
+	NoneBypasses    = kind("no_socket_bypasses", "There is no longer a socket that can receive packets to a listener past the service.")
 	KeeperStarted   = kind("keeper_started", "A keeper process was started.")
 	KeeperRestored  = kind("keeper_restored", "A new agent has found the keeper process of the previous one.")
 	KeeperExited    = kind("keeper_exited", "A keeper process has exited; the agent starts another one.")
@@ -136,7 +136,7 @@ var (
 	CgroupNotTraced = kind("cgroup_not_traced", "A cgroup cannot be traced now.")
 	TracingRemoved  = kind("tracing_removed", "A cgroup is no longer traced.")
 	SizesApplied    = kind("sizes_applied", "The packet sizes of an interface were set.")
-	SizesChanged    = kind("sizes_changed", "Somebody else has changed the packet sizes of an interface; the agent leaves them.")
+	SizesChanged    = kind("sizes_changed", "Another program has changed the packet sizes of an interface; the agent does not overwrite them.")
 	SizesNotSet     = kind("sizes_not_set", "The packet sizes of an interface could not be set.")
 	SizesReverted   = kind("sizes_reverted", "The packet sizes of an interface are as before Sockeye changed them.")
 )

@@ -67,7 +67,7 @@ func TestCodeAndHint(t *testing.T) {
 	}
 }
 
-// TestForbiddenPins checks that a pin that bpf(2) may not open is no pin of another version.
+// TestForbiddenPins checks that a pin that bpf(2) may not open is not a pin of another version.
 func TestForbiddenPins(t *testing.T) {
 	err := fmt.Errorf("service a: %w", &pin.IncompatibleError{Path: "p", Err: fmt.Errorf("open: %w", unix.EPERM)})
 	if code, hint := fault.Code(err), fault.Hint(err); code != fault.CodeNotPermitted || hint == "" || strings.Contains(hint, "reset") {

@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/fleet/table"
 )
 
-// TestDifferences compares the policies of hosts: what differs by its notation alone is no difference.
+// TestDifferences compares the policies of hosts: what differs by its notation alone is not a difference.
 func TestDifferences(t *testing.T) {
 	dir := t.TempDir()
 	settingsOf := func(replaced, by, devices string) *settings {

@@ -3,9 +3,9 @@
 // Package fleet makes this host one of several hosts that share the devices of their services: each device has one host,
 // whichever host the routers choose for its packets.
 //
-// The packages below are the parts: table is which host serves which device, lead decides about the next table, store is
-// where the hosts find each other and the table, follow follows the store on one host, and forward is the data path. This
-// package connects them with the policy, the services, the interfaces and the API.
+// The subpackages are: table, the assignment of devices to hosts; lead, which computes the next table; store, which keeps the
+// registrations of the hosts and the table; follow, which applies the tables of the store on one host; and forward, the data path.
+// This package connects them with the policy, the services, the interfaces and the API.
 package fleet
 
 import (

@@ -457,7 +457,7 @@ func TestDead(t *testing.T) {
 	}
 }
 
-// TestLies is that a host whose MAC address is another one than the kernel knows is not reached, and is no peer.
+// TestLies is that a host whose MAC address is another one than the kernel knows is not reached, and is not a peer.
 func TestLies(t *testing.T) {
 	link := plug(t)
 	nics, err, _ := findInterfaces([]string{"fleet0"}, nil)

@@ -20,7 +20,7 @@ type drops struct {
 
 // reportedDrops are the outcomes that are reported, with their causes. Packets that hosts disagree about are not dropped. Unreachable hosts are reported with their paths.
 var reportedDrops = map[forward.Outcome]string{
-	forward.Untrusted: "packets are dropped (untrusted): in the tunnel from an address that is no host's, or not to a service; or in broadcast or doubly tagged frames to a service. Block UDP port 4789 for strangers",
+	forward.Untrusted: "packets are dropped (untrusted): in the tunnel from an address that is not a host's, or not to a service; or in broadcast or doubly tagged frames to a service. Block UDP port 4789 for strangers",
 	forward.Expired:   "packets are dropped because their TTL is used up (ttl): hosts forward them to each other (compare EPOCH in sockeye fleet on each host), or a router is too far away",
 	forward.Disagreed: "another host sends packets of devices that are not of this host (disagreed): compare EPOCH and the device maps of the hosts; or a sender on the link has the MAC address of a host",
 }

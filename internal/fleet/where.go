@@ -32,13 +32,13 @@ const (
 	whereTime = 10 * time.Second
 )
 
-// question is what a host asks another one: the slots of devices.
+// question asks another host for the slots of devices.
 type question struct {
 	Where []netip.Addr `json:"where"`
 }
 
-// told is one entry of the answer: a slot of a device of the host that answers.
-type told struct {
+// slotAnswer is one entry of an answer: the slot of a device of the host that answers.
+type slotAnswer struct {
 	Service string     `json:"service"`
 	Address netip.Addr `json:"address"`
 	Bucket  int        `json:"bucket"`
@@ -47,7 +47,7 @@ type told struct {
 	Ready   bool       `json:"ready,omitempty"`
 }
 
-// asking is what limits the questions of this host.
+// asking limits the questions of this host.
 type asking struct {
 	hosts chan struct{} // a semaphore
 
@@ -75,14 +75,14 @@ func (a *asking) pace(ctx context.Context) error {
 	}
 }
 
-// where returns the slots of those addresses whose devices other hosts serve, as these hosts tell them, and the hosts that did not tell
-// them, with the reasons. Root does not wait for other users.
+// where asks the other hosts for the slots of their devices among the addresses. The result has the slots, and the hosts that did not
+// answer, with the reasons. A request of root does not wait for requests of other users.
 func (p *participation) where(ctx context.Context, addresses []netip.Addr, root bool) (*api.FleetWhere, error) {
 	if len(addresses) > mostWhere {
 		return nil, fault.Usage(fmt.Errorf("%d addresses, at most %d are possible", len(addresses), mostWhere), "ask for fewer at once")
 	}
 	answer := &api.FleetWhere{Slots: []api.WhereStatus{}, Silent: make(map[string]string), Asks: p.settings.Etcd != nil}
-	byHost, dead, connected := p.elsewhere(addresses)
+	byHost, dead, connected := p.addressesOfOthers(addresses)
 	answer.Host = p.settings.host
 	ctx, cancel := context.WithTimeout(ctx, whereTime)
 	defer cancel()
@@ -115,8 +115,8 @@ func (p *participation) where(ctx context.Context, addresses []netip.Addr, root 
 	return answer, nil
 }
 
-// elsewhere returns the addresses whose devices other hosts serve, by host, with the hosts that are dead, and whether the store answers.
-func (p *participation) elsewhere(addresses []netip.Addr) (byHost map[string][]netip.Addr, dead map[string]bool, connected bool) {
+// addressesOfOthers returns, by host, the addresses whose devices other hosts serve, with the dead hosts, and whether the store answers.
+func (p *participation) addressesOfOthers(addresses []netip.Addr) (byHost map[string][]netip.Addr, dead map[string]bool, connected bool) {
 	p.mu.Lock()
 	t, mapping, self := p.table, p.mapping, p.self()
 	dead = make(map[string]bool)
@@ -143,7 +143,7 @@ func (p *participation) elsewhere(addresses []netip.Addr) (byHost map[string][]n
 	return byHost, dead, connected
 }
 
-// askAll asks a host for the slots of addresses, some at a time. With an error, slots are those that the host has told before.
+// askAll asks a host for the slots of addresses, some at a time. With an error, slots has the answers until then.
 func (p *participation) askAll(ctx context.Context, host string, addresses []netip.Addr, root bool) (slots []api.WhereStatus, err error) {
 	if !root {
 		select {
@@ -173,17 +173,17 @@ func (p *participation) askAll(ctx context.Context, host string, addresses []net
 
 // ask asks a host for the slots of addresses.
 func (p *participation) ask(ctx context.Context, host string, addresses []netip.Addr) (slots []api.WhereStatus, err error) {
-	asked, err := json.Marshal(question{Where: addresses})
+	text, err := json.Marshal(question{Where: addresses})
 	if err != nil {
 		return nil, err
 	}
-	answer, err := p.store.Ask(ctx, host, asked)
+	answer, err := p.store.Ask(ctx, host, text)
 	if err != nil {
 		return nil, err
 	}
-	var list []told
+	var list []slotAnswer
 	if json.Unmarshal(answer, &list) != nil {
-		return nil, errors.New("host " + host + " has answered something else")
+		return nil, errors.New("host " + host + " returned an invalid answer")
 	}
 	for _, l := range list {
 		if slices.Contains(addresses, l.Address) && l.Slot >= 0 && l.Slot < bpf.MaxSlots && l.Bucket >= 0 && l.Bucket < bpf.Buckets {
@@ -194,15 +194,15 @@ func (p *participation) ask(ctx context.Context, host string, addresses []netip.
 }
 
 // answer answers the question of another host with the slots of those devices that this host serves.
-func (p *participation) answer(asked json.RawMessage) json.RawMessage {
+func (p *participation) answer(text json.RawMessage) json.RawMessage {
 	var q question
-	if json.Unmarshal(asked, &q) != nil || len(q.Where) > mostAskedAddresses || slices.ContainsFunc(q.Where, func(a netip.Addr) bool { return !a.IsValid() }) {
+	if json.Unmarshal(text, &q) != nil || len(q.Where) > mostAskedAddresses || slices.ContainsFunc(q.Where, func(a netip.Addr) bool { return !a.IsValid() }) {
 		return nil
 	}
-	list := []told{}
+	list := []slotAnswer{}
 	for _, w := range p.services.Where(q.Where) {
 		if w.Host == p.settings.host && w.Ready != nil {
-			list = append(list, told{w.Service, w.Address, w.Bucket, w.Slot, w.Pinned, *w.Ready})
+			list = append(list, slotAnswer{w.Service, w.Address, w.Bucket, w.Slot, w.Pinned, *w.Ready})
 		}
 	}
 	for {

@@ -74,7 +74,7 @@ func TestWhere(t *testing.T) {
 		addresses = append(addresses, netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), netip.MustParseAddr(fmt.Sprintf("2001:db8::%x%%eth0", i)))
 	}
 	served := make(map[string]int)
-	byHost, _, _ := a.elsewhere(addresses)
+	byHost, _, _ := a.addressesOfOthers(addresses)
 	for host, list := range byHost {
 		served[host] = len(list)
 	}
@@ -137,8 +137,8 @@ func TestWhere(t *testing.T) {
 		fmt.Sprintf(`[{"service":"telemetry","address":%q,"slot":1024}]`, addresses[0]):    "",
 		fmt.Sprintf(`[{"service":"telemetry","address":%q,"bucket":16384}]`, addresses[0]): "",
 		`null`: "",
-		`{}`:   "host b has answered something else",
-		`[1]`:  "host b has answered something else",
+		`{}`:   "host b returned an invalid answer",
+		`[1]`:  "host b returned an invalid answer",
 	} {
 		hosts.answer = func(json.RawMessage) json.RawMessage { return json.RawMessage(answer) }
 		told := where(few)
@@ -178,7 +178,7 @@ func TestWhere(t *testing.T) {
 		t.Errorf("%s", answer)
 	}
 	b.services.(*wherever).service = strings.Repeat("x", store.MostAnswer/mostAskedAddresses)
-	var list []told
+	var list []slotAnswer
 	if answer := b.answer(large); json.Unmarshal(answer, &list) != nil || len(list) == 0 || len(list) == mostAskedAddresses || len(answer) > store.MostAnswer {
 		t.Errorf("%d entries in %d bytes", len(list), len(answer))
 	}

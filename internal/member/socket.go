@@ -141,7 +141,7 @@ func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 }
 
 // TableSockets returns the listening TCP sockets and the UDP sockets for which want returns true, of the first 1024 descriptors of a process.
-// TableSockets copies no descriptor, because a process that is no member may hold the lock of its sockets (lock_sock), for example in a send
+// TableSockets copies no descriptor, because a process that is not a member may hold the lock of its sockets (lock_sock), for example in a send
 // from a file system that does not answer, and getsockname(2) would wait for the lock. The protocol, the local address, the owner and whether
 // a UDP socket is connected come from the tables of the process's network namespace; SO_REUSEPORT is assumed. Sockets of another namespace
 // are not found, and neither are those after the first MiB of a table.

@@ -142,7 +142,7 @@ func readHeaders(path string) (map[string]string, error) {
 		name, value, ok := strings.Cut(line, ":")
 		name, value = strings.TrimSpace(name), strings.TrimSpace(value)
 		if !ok || !httpguts.ValidHeaderFieldName(name) || !httpguts.ValidHeaderFieldValue(value) {
-			return nil, fault.Usage(fmt.Errorf("read headers_file %s: line %d is no header", path, n), "Name: value, as in Authorization: Bearer ...")
+			return nil, fault.Usage(fmt.Errorf("read headers_file %s: line %d is not a header", path, n), "Name: value, as in Authorization: Bearer ...")
 		}
 		headers[name] = value
 	}

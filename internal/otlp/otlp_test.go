@@ -254,8 +254,8 @@ func TestExportFiles(t *testing.T) {
 		want       string
 	}{
 		{"headers", "Authorization: secret\n", 0o644, "others have access"},
-		{"headers", "Authorization: ok\nsecret\n", 0o600, "line 2 is no header"},
-		{"headers", "X: secret\x01\n", 0o600, "line 1 is no header"},
+		{"headers", "Authorization: ok\nsecret\n", 0o600, "line 2 is not a header"},
+		{"headers", "X: secret\x01\n", 0o600, "line 1 is not a header"},
 		{"headers", strings.Repeat("#\n", mostHeadersFile/2+1), 0o600, "larger than 1 MiB"},
 		{"ca", "secret", 0o644, "no certificate in PEM"},
 		{"missing", "", 0, "no such file"},

@@ -126,7 +126,7 @@ func of(c net.Conn) (*Caller, error) {
 // ErrGone is the error for a caller whose process has exited.
 var ErrGone = &fault.Error{
 	Err:  errors.New("the process that connected to the agent has ended"),
-	Hint: "send a request over a connection of one's own", Code: fault.CodeNotPermitted,
+	Hint: "open a connection in the process that sends the request", Code: fault.CodeNotPermitted,
 }
 
 func (k *Caller) identify(byNumber bool) error {

@@ -77,7 +77,7 @@ func TestDeviceMapIDs(t *testing.T) {
 	}
 }
 
-// addressHint is the hint for a text that is no address.
+// addressHint is the hint for a text that is not an address.
 const addressHint = "\n  hint: as in 192.0.2.1 or 2001:db8:1::/48"
 
 func TestDeviceMapRefuses(t *testing.T) {

@@ -171,7 +171,7 @@ func Open(pid, number int) (*Socket, error) {
 	defer h.Close()
 	m, err := h.OpenSocket(number)
 	if errors.Is(err, fs.ErrNotExist) {
-		err = absent{text: fmt.Sprintf("descriptor %d of process %d is not open, or is no bound TCP or UDP socket", number, pid)}
+		err = absent{text: fmt.Sprintf("descriptor %d of process %d is not open, or is not a bound TCP or UDP socket", number, pid)}
 	}
 	if err != nil {
 		return nil, err

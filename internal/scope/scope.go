@@ -159,7 +159,7 @@ func (t Tree) CheckNested(names ...string) error {
 }
 
 // Directory returns the directory that a cgroup has, or will have when it exists. Directory returns "" for a unit that does not run
-// and is no slice.
+// and is not a slice.
 func (t Tree) Directory(name string) string {
 	path, err := t.Find(name)
 	switch {

@@ -122,7 +122,7 @@ func (d *Domain) moveDevice(m *api.DeviceMove) (*api.Plan, error) {
 		until = &end
 	}
 	if m.All && (m.Device != "" || m.Slot != nil) {
-		return nil, fault.Usage(errors.New("all is possible with home only"), "as in sockeye move --all home")
+		return nil, fault.Usage(errors.New("all requires home"), "as in sockeye move --all home")
 	}
 	return d.inGroup(m.Service, m.DryRun, func(s *service, dryRun bool) (string, string, error) {
 		if m.All {

@@ -184,7 +184,7 @@ func TestForkedWorker(t *testing.T) {
 					t.Fatal("the worker has no sockets")
 				}
 			}
-			time.Sleep(2 * inspectionPeriod) // the agent has inspected the worker, which is no member yet
+			time.Sleep(2 * inspectionPeriod) // the agent has inspected the worker, which is not a member yet
 			s.Mu.Lock()
 			_, waits := s.waiting[worker]
 			s.Mu.Unlock()

@@ -86,7 +86,7 @@ var (
 	descReplayed = prometheus.NewDesc("sockeye_room_replayed_total",
 		"Datagrams that have waited and that a member has received, since the agent started.", []string{"service", "slot"}, nil)
 	descLost = prometheus.NewDesc("sockeye_room_lost_total",
-		"Datagrams that have waited in vain, since the agent started.", []string{"service", "slot"}, nil)
+		"Datagrams that waited and were discarded, since the agent started.", []string{"service", "slot"}, nil)
 	descExporters = prometheus.NewDesc("sockeye_template_exporters",
 		"Source addresses whose templates of IPFIX and NetFlow v9 the agent keeps.", []string{"service"}, nil)
 	descTemplates = prometheus.NewDesc("sockeye_templates",

@@ -426,7 +426,7 @@ func (s *service) isRemoved() bool {
 	return s.Removed
 }
 
-// IsFilling reports whether the member of a slot receives what has waited.
+// IsFilling reports whether the member of a slot receives the waiting packets.
 func (s *service) IsFilling(slot int) bool { return s.rooms.IsFilling(slot) }
 
 // Advance moves buckets toward the target mapping, and closes the connections of the devices that have moved.

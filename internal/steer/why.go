@@ -86,7 +86,7 @@ func (d *Domain) Why(ctx context.Context, name, device string) ([]api.Why, error
 	return list, nil
 }
 
-// noDevice returns the error for a device that is no address, and that no device map has.
+// noDevice returns the error for a device that is not an address, and that no device map has.
 func noDevice(services []*service, device string) error {
 	hint := "as in 192.0.2.1 or 2001:db8::1, or a name of a device map"
 	for _, s := range services {
@@ -244,7 +244,7 @@ func (s *service) explainEffect(w *api.Why, serving *core.Serving) error {
 	case seat == nil:
 		w.Reason = fmt.Sprintf("slot %d has no member", w.Slot)
 	case s.rooms.IsFilling(w.Slot):
-		w.Reason = fmt.Sprintf("the member of slot %d first receives what has waited", w.Slot)
+		w.Reason = fmt.Sprintf("the member of slot %d first receives the waiting packets", w.Slot)
 	default:
 		w.Reason = fmt.Sprintf("process %d, the member of slot %d, has closed a socket or has exited", seat.Process.PID, w.Slot)
 	}

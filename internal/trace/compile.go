@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package trace measures where messages spend their time.
+// Package trace measures the latency of messages by stage.
 package trace
 
 import (

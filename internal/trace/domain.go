@@ -177,7 +177,7 @@ func (d *Domain) programs() ([]uint32, error) {
 	return ids, nil
 }
 
-// Paths returns the names in the policy of the traced cgroups by their directories.
+// Paths maps the directories of the traced cgroups to the names of these cgroups in the policy.
 func (d *Domain) Paths() map[string]string {
 	tracers, _ := d.tracersOf("") // cannot fail for ""
 	paths := make(map[string]string)

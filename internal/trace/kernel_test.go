@@ -432,7 +432,7 @@ func sendMany(t *testing.T, fd int) {
 	}
 }
 
-// TestFastOpen sends data in the SYN: it is sent before the connection is established and is no message. The next
+// TestFastOpen sends data in the SYN: it is sent before the connection is established and is not a message. The next
 // messages have their own lengths.
 func TestFastOpen(t *testing.T) {
 	k := newTracing(t, everything)

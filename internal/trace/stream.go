@@ -267,7 +267,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	if text := q.Get("for"); text != "" {
 		var err error
 		if during, err = time.ParseDuration(text); err != nil || during <= 0 || during > maxPacketsFor {
-			return fault.Usage(fmt.Errorf("%q is no time span up to %v", text, maxPacketsFor), "as in 10s")
+			return fault.Usage(fmt.Errorf("%q is not a time span up to %v", text, maxPacketsFor), "as in 10s")
 		}
 	}
 	limit, err := queryNumber(q, "limit", maxPacketEvents, maxPacketEvents)
@@ -352,7 +352,7 @@ func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
 	}
 	n, err := strconv.Atoi(text)
 	if err != nil || n < 1 || n > most {
-		return 0, fault.Usage(fmt.Errorf("%s %q is no number from 1 to %d", key, text, most), "")
+		return 0, fault.Usage(fmt.Errorf("%s %q is not a number from 1 to %d", key, text, most), "")
 	}
 	return n, nil
 }
@@ -395,7 +395,7 @@ func (d *Domain) openSocket(q url.Values) (*procsock.Socket, error) {
 		pid, errPID := strconv.Atoi(q.Get("pid"))
 		fd, errFD := strconv.Atoi(q.Get("fd"))
 		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
-			return nil, fault.Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), packetsHint)
+			return nil, fault.Usage(fmt.Errorf("%q is not a socket", q.Get("pid")+":"+q.Get("fd")), packetsHint)
 		}
 		socket, err = procsock.Open(pid, fd)
 	} else {
@@ -418,7 +418,7 @@ func (d *Domain) openSocket(q url.Values) (*procsock.Socket, error) {
 			socket.Close()
 		}
 	} else if err == nil && (socket.Listening || socket.MPTCP) {
-		err = fault.Usage(fmt.Errorf("%s is no TCP connection", socket), packetsHint)
+		err = fault.Usage(fmt.Errorf("%s is not a TCP connection", socket), packetsHint)
 		socket.Close()
 	}
 	return socket, err

@@ -119,7 +119,7 @@ func (d *Domain) Slow(q url.Values) ([]api.TraceSlow, error) {
 	n := 10
 	if text := q.Get("n"); text != "" {
 		if n, err = strconv.Atoi(text); err != nil || n < 1 || n > maxSlow {
-			return nil, fault.Usage(fmt.Errorf("%q is no number of messages", text), fmt.Sprintf("1 to %d", maxSlow))
+			return nil, fault.Usage(fmt.Errorf("%q is not a number of messages", text), fmt.Sprintf("1 to %d", maxSlow))
 		}
 	}
 	var samples []measure.Sample
@@ -178,7 +178,7 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 		}
 		since, err := time.ParseDuration(text)
 		if err != nil || since <= 0 {
-			return query, fault.Usage(fmt.Errorf("%q is no time span", text), "as in 5m or 90s")
+			return query, fault.Usage(fmt.Errorf("%q is not a time span", text), "as in 5m or 90s")
 		}
 		query.from = query.to.Add(-since)
 	}
@@ -192,7 +192,7 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 		}
 		at, err := time.Parse(time.RFC3339Nano, text)
 		if err != nil {
-			return query, fault.Usage(fmt.Errorf("%q is no time", text), "as in 2026-01-31T14:05:00Z")
+			return query, fault.Usage(fmt.Errorf("%q is not a time", text), "as in 2026-01-31T14:05:00Z")
 		}
 		*bound.to = at
 	}

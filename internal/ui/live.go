@@ -122,7 +122,7 @@ type service struct {
 	Waiting     []api.WaitingStatus `json:"waiting,omitempty"`
 	NotAdmitted []api.RefusedStatus `json:"refused,omitempty"`
 	Slots       []slot              `json:"slots"`
-	Devices     json.RawMessage     `json:"devices"` // see appendDevice
+	Devices     json.RawMessage     `json:"devices"` // see encodeDevices
 }
 
 type slot struct {

@@ -245,7 +245,7 @@ func (r *replaced) awaitEmptyQueue(pid int) {
 	})
 }
 
-// fills waits until the new member of a slot receives what has waited.
+// fills waits until the new member of a slot receives the waiting packets.
 func (r *replaced) fills(slot int) {
 	r.Helper()
 	r.eventually("a filling slot", func() error {

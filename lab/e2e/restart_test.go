@@ -159,7 +159,7 @@ func (f *flows) drive(d time.Duration) {
 // already read the buffer of its core process, it looks for a later one. If it finds none, it reads the last committed
 // buffer: the same one again, or the second one of two that were committed meanwhile, without the first (pmacct 1.7.7,
 // print_plugin.c: rg->ptr = rg->base + status->last_buf_off). This happens on a busy machine. That no datagram is lost or
-// arrives twice is tested by TestTakeover, TestMembersReplaced and TestWaitingRoom, whose members are no nfacctd.
+// arrives twice is tested by TestTakeover, TestMembersReplaced and TestWaitingRoom, whose members are not nfacctd.
 const misread = 3
 
 // misreadTime is the time without a new record after which the missing ones count as misread.

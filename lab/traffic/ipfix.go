@@ -297,7 +297,7 @@ func AppendTemplates(b []byte, export time.Time, sequence, domain uint32) []byte
 
 func appendIPFIXHeader(b []byte, export time.Time, sequence, domain uint32) []byte {
 	b = binary.BigEndian.AppendUint16(b, ipfixVersion)
-	b = binary.BigEndian.AppendUint16(b, 0) // length, set by finishIPFIX
+	b = binary.BigEndian.AppendUint16(b, 0) // length, set by finishLength
 	b = binary.BigEndian.AppendUint32(b, uint32(export.Unix()))
 	b = binary.BigEndian.AppendUint32(b, sequence)
 	return binary.BigEndian.AppendUint32(b, domain)

@@ -73,7 +73,7 @@ func steer() *dashboard {
 	d.graph("Stored and replayed", "Datagrams (udp) and connection requests (tcp) that came while the slot was empty, and datagrams that a member has received later.", style{unit: "pps"},
 		query{sum(bySlot+", protocol", slots.rate("room_stored_total")), "stored {{protocol}} " + slotLegend},
 		query{sum(bySlot, slots.rate("room_replayed_total")), "replayed " + slotLegend})
-	d.graph("Lost", "Datagrams that were refused because the room was full, and datagrams that have waited in vain.", style{unit: "pps"},
+	d.graph("Lost", "Datagrams that were refused because the room was full, and datagrams that waited and were discarded.", style{unit: "pps"},
 		query{sum(bySlot, slots.rate("room_full_total")), "full " + slotLegend},
 		query{sum(bySlot, slots.rate("room_lost_total")), "lost " + slotLegend})
 

@@ -164,7 +164,7 @@ type line struct {
 	text  []byte
 }
 
-// readLines sends the lines of all inputs, and then closes the channel. Errors are sent as lines, which are no events.
+// readLines sends the lines of all inputs, and then closes the channel. Errors are sent as lines, which are not events.
 func readLines(inputs []io.Reader) <-chan line {
 	lines := make(chan line)
 	var readers sync.WaitGroup

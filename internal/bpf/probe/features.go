@@ -64,7 +64,7 @@ func (f *Feature) Hint(err error) string {
 }
 
 // CheckKernel returns a *load.UnavailableError if this process cannot call bpf(2), or an error that lists the features
-// without which Sockeye does not work and that the kernel lacks. A probe that fails for another reason is no error.
+// without which Sockeye does not work and that the kernel lacks. A probe that fails for another reason is not an error.
 func CheckKernel() error {
 	if err := load.Available(); err != nil {
 		return err

@@ -160,7 +160,7 @@ devices move.`,
 func (c *commands) healthCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "health",
-		Short: "Say whether routers should send packets to this host",
+		Short: "Report whether routers should send packets to this host",
 		Long: `Health exits with 0 while routers should send packets for the services to this
 host, and with 1 otherwise. A routing daemon announces the addresses as
 long as the exit code is 0.

@@ -30,7 +30,7 @@ counters, at most track_devices of the policy. When half of the table is full,
 as in a flood of forged sources, the kernel adds new sources slowly. SESSIONS
 counts the open TCP connections. SPLIT marks a device with a session at another
 member than the one that receives its datagrams, and is followed by the slots of
-its sessions (? for a process that is no member).
+its sessions (? for a process that is not a member).
 DROPPED counts datagrams that the member's receive buffer had no space for,
 since the start of the agent; the column appears with the first one (Linux 6.10
 or later).

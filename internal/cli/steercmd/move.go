@@ -42,7 +42,7 @@ that drains are not applied until the slot is ready again.`,
 		to := args[len(args)-1]
 		switch {
 		case m.All && (len(args) > 1 || to != "home"):
-			return fault.Usage(errors.New("--all is possible with home only"), "as in sockeye move --all home")
+			return fault.Usage(errors.New("--all requires home"), "as in sockeye move --all home")
 		case !m.All && len(args) < 2:
 			return fault.Usage(errors.New("no slot given"), "usage: "+cmd.UseLine())
 		case !m.All:

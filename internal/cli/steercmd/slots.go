@@ -18,15 +18,17 @@ func (c *commands) slotsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "slots",
 		Short: "List slots with their members and counters",
-		Long: `Slots lists the slots with their members and counters. READY is waits while
-the packets for an empty slot wait for its next member, and fills while the
-member receives what has waited (when_empty and takeover of the policy).
+		Long: `Slots lists the slots with their members and counters. The column READY shows
+"waits" while packets for an empty slot wait for its next member, and "fills"
+while the new member receives these packets (when_empty and takeover of the
+policy).
 
-The second table shows the waiting rooms: WAITING datagrams wait now,
-DATAGRAMS have waited since the pins were created, and SYNS are connection
-requests that were answered or held. REFUSED datagrams found the room full;
-REFUSED of the slot includes them. REPLAYED datagrams were sent to a member
-after the wait, and LOST ones were discarded, since the start of the agent.`,
+The second table shows the waiting rooms. WAITING counts the datagrams that
+wait now, DATAGRAMS the datagrams stored since the pins were created, and SYNS
+the connection requests that were answered or held. REFUSED counts datagrams
+that found the room full; REFUSED of the slot includes them. REPLAYED and LOST
+count datagrams that were sent to a member or discarded after the wait, since
+the start of the agent.`,
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {

@@ -21,9 +21,9 @@ func (c *commands) templatesCommand() *cobra.Command {
 		Short: "List the templates of IPFIX and NetFlow v9 exporters",
 		Long: `Templates lists the templates that the agent keeps. When a member newly serves
 an exporter, the agent sends the exporter's templates to that member, so that
-its records can be decoded at once. REPLAYED is the time since the last such
-message. With DEVICE, an address or a name in the device map, the command
-lists the fields of each template, too: information element (with its
+the member can decode the exporter's records at once. REPLAYED is the time since
+the last such message. With DEVICE, an address or a name in the device map, the
+command also lists the fields of each template: information element (with its
 enterprise number) and length.`,
 		Example: "  sockeye templates\n  sockeye templates 192.0.2.1",
 		Args:    cobra.MaximumNArgs(1),

@@ -366,7 +366,7 @@ func TestCursorFollows(t *testing.T) {
 	s.cursorAt("10.0.0.0 ") // the last row
 	s.press("home")
 	s.send(frameMsg{sample(60)})
-	s.cursorAt("10.0.0.59 ") // the first row is no device
+	s.cursorAt("10.0.0.59 ") // the first row is not a device
 	s.press("end")
 	s.cursorAt("10.0.0.0 ")
 	s.press("up", "pgdown", "down")

@@ -92,7 +92,7 @@ one state as JSON. Colors are omitted if NO_COLOR is set.`,
 			o.once = true
 		}
 		if o.once && o.replay != "" {
-			return fault.Usage(errors.New("--replay goes with a terminal only, neither with --once nor with -o json"), "usage: "+cmd.UseLine())
+			return fault.Usage(errors.New("--replay cannot be combined with --once or -o json"), "usage: "+cmd.UseLine())
 		}
 		return c.top(cmd.Context(), o)
 	}

@@ -492,7 +492,7 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 		l.Line("earlier measurements are not available")
 	}
 	if r.Overlap {
-		l.Line("the files are of one host and have a common time: its messages are on both sides")
+		l.Line("the files are from one host and their periods overlap: messages of the overlap are on both sides")
 	}
 	for _, side := range []struct {
 		name string

@@ -72,7 +72,7 @@ type Follower struct {
 	Changed func(State)
 }
 
-// State is what a host knows.
+// State is the state of the fleet as seen by a host.
 type State struct {
 	*store.Snapshot
 	// Applied is the table in force on this host, or nil.

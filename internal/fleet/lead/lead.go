@@ -26,7 +26,7 @@ const (
 	Drain State = "drain"
 	// Maint hosts keep their buckets, and serve their devices, but get no others.
 	Maint State = "maint"
-	// Removed hosts are no part of the fleet any more: their buckets move, at once if the host does not run.
+	// Removed hosts are not part of the fleet any more: their buckets move, at once if the host does not run.
 	Removed State = "removed"
 )
 
@@ -327,7 +327,7 @@ func (s *step) addHosts(added []table.Host) {
 	s.renumber(append(slices.Clone(s.next.Hosts), added...))
 }
 
-// compact removes the hosts that have no bucket in any column and are no part of the fleet any more.
+// compact removes the hosts that have no bucket in any column and are not part of the fleet any more.
 func (s *step) compact() {
 	used := make([]bool, len(s.next.Hosts))
 	for _, column := range []*table.Column{&s.next.Owner, &s.next.Previous, &s.next.Next} {

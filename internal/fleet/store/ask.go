@@ -27,7 +27,7 @@ const (
 	MostQuestion = 4000
 	// MostAnswer is the size of the largest answer in bytes.
 	MostAnswer = 32 << 10
-	// mostAsked is the size of the largest value of a key, with the frame around the question or the answer.
+	// mostAsked is the size of the largest value of a key: an envelope.
 	mostAsked = MostAnswer + 100
 	// mostAnswering is the number of questions that a host answers at the same time, and mostWaiting the number of those that wait for it.
 	// Whoever can write to etcd can ask; further questions are not answered.
@@ -37,13 +37,13 @@ const (
 // ErrNoAnswers is the error of a store whose hosts cannot be asked.
 var ErrNoAnswers = errors.New("hosts of a fleet with a file cannot be asked")
 
-// asked is the value of asks/HOST/ID.
-type asked struct {
+// envelope is the value of asks/HOST/ID.
+type envelope struct {
 	Question json.RawMessage `json:"question,omitempty"`
 	Answer   json.RawMessage `json:"answer,omitempty"`
 }
 
-// questions are those of this host, and those that it answers.
+// questions are the questions of this host, and the questions that this host answers.
 type questions struct {
 	open    map[string]chan json.RawMessage // by ID; guarded by mu of Etcd
 	waiting chan struct{}                   // a semaphore, with those that are answered
@@ -55,13 +55,13 @@ func newQuestions() questions {
 	return questions{open: make(map[string]chan json.RawMessage), waiting: make(chan struct{}, mostWaiting), running: make(chan struct{}, mostAnswering)}
 }
 
-// Ask asks another host, and returns the answer. Whoever can write to etcd can answer.
+// Ask sends a question to another host, and returns the answer, which is untrusted: anybody with write access to etcd can answer.
 func (e *Etcd) Ask(ctx context.Context, host string, question json.RawMessage) (json.RawMessage, error) {
 	named := table.Host{Name: host, Weight: 1}
 	if err := named.Check(); err != nil {
 		return nil, err
 	}
-	value, err := json.Marshal(asked{Question: question})
+	value, err := json.Marshal(envelope{Question: question})
 	if err == nil && len(question) > MostQuestion {
 		err = fmt.Errorf("a question of %d bytes, at most %d", len(question), MostQuestion)
 	}
@@ -109,9 +109,9 @@ func (e *Etcd) Ask(ctx context.Context, host string, question json.RawMessage) (
 	}
 }
 
-// hear looks at a question or an answer, which may be of other hosts. ask is HOST/ID. With registered, this host has its name for itself, and
-// answers.
-func (e *Etcd) hear(ctx context.Context, client *clientv3.Client, ask string, kv *mvccpb.KeyValue, registered bool) {
+// handleAsk handles a change of the key asks/HOST/ID, where ask is HOST/ID: a question to this host, an answer to a question of this host, or
+// a key of other hosts. With registered, no other host has the name of this host, so this host answers.
+func (e *Etcd) handleAsk(ctx context.Context, client *clientv3.Client, ask string, kv *mvccpb.KeyValue, registered bool) {
 	host, id, _ := strings.Cut(ask, "/")
 	e.mu.Lock()
 	answer := e.questions.open[id]
@@ -120,17 +120,15 @@ func (e *Etcd) hear(ctx context.Context, client *clientv3.Client, ask string, kv
 	if !mine && answer == nil || kv.Value == nil { // or the key was removed
 		return
 	}
-	var a asked
-	if len(kv.Value) > mostAsked || json.Unmarshal(kv.Value, &a) != nil {
-		a = asked{Answer: json.RawMessage("rubbish")}
-	}
+	var a envelope
+	valid := len(kv.Value) <= mostAsked && json.Unmarshal(kv.Value, &a) == nil
 	switch {
-	case a.Answer != nil && answer != nil:
+	case answer != nil && (!valid || a.Answer != nil):
 		select {
-		case answer <- a.Answer:
+		case answer <- a.Answer: // without contents if the value is not valid: the caller refuses such an answer
 		default: // answered
 		}
-	case a.Answer == nil && mine && a.Question != nil && len(a.Question) <= MostQuestion:
+	case valid && a.Answer == nil && mine && a.Question != nil && len(a.Question) <= MostQuestion:
 		e.answer(ctx, client, kv, a.Question)
 	}
 }
@@ -154,7 +152,7 @@ func (e *Etcd) answer(ctx context.Context, client *clientv3.Client, kv *mvccpb.K
 			return
 		}
 		answer := e.config.Answer(question)
-		value, err := json.Marshal(asked{Answer: answer})
+		value, err := json.Marshal(envelope{Answer: answer})
 		if answer == nil || err != nil || len(answer) > MostAnswer {
 			return
 		}

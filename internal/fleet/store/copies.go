@@ -83,8 +83,9 @@ func (e *Etcd) CopyTemplates(ctx context.Context, number int64, templates map[ne
 	return nil
 }
 
-// Copies calls take with some of the copies of a host, from a place on, which is "" at first, and returns the next place, or "" at the end. The
-// values are those of whoever can write to etcd: one that is too large is left out. With an error, the call can be repeated with the next place.
+// Copies passes some of the copies of a host to take, beginning at the key from ("" for the first one). It returns the key to continue with, or ""
+// after the last copy. Values are untrusted, because anybody with write access to etcd can write them: values that are too large are skipped.
+// After an error, the caller can repeat the call with next.
 func (e *Etcd) Copies(ctx context.Context, host, from string, take func(map[netip.Addr][]byte)) (next string, err error) {
 	client, err := e.connect()
 	if err != nil {

@@ -48,7 +48,7 @@ func (e *Etcd) diagnose(ctx context.Context, err error) error {
 	for i, problem := range problems {
 		switch {
 		case problem == "" && errors.Is(err, context.DeadlineExceeded):
-			return fmt.Errorf("%s: it accepts connections, and does not answer requests within %v: its cluster has no majority, it uses TLS, or it is no etcd", e.config.Endpoints[i], requestTimeout)
+			return fmt.Errorf("%s: it accepts connections, and does not answer requests within %v: its cluster has no majority, it uses TLS, or it is not etcd", e.config.Endpoints[i], requestTimeout)
 		case problem == "":
 			return err
 		}

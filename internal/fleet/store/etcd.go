@@ -163,7 +163,7 @@ func (e *Etcd) Run(ctx context.Context, snapshots chan *Snapshot) {
 
 // session reads all keys, registers this host with a lease, and follows the changes until an error.
 func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) error {
-	ctx, cancel := context.WithCancel(clientv3.WithRequireLeader(ctx)) // a server without a quorum is no store
+	ctx, cancel := context.WithCancel(clientv3.WithRequireLeader(ctx)) // a server without a quorum is not a store
 	defer cancel()
 	client, err := e.connect()
 	if err != nil {
@@ -238,7 +238,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 				}
 				key := strings.TrimPrefix(string(event.Kv.Key), e.prefix)
 				if ask, ok := strings.CutPrefix(key, askKeys); ok {
-					e.hear(ctx, client, ask, event.Kv, registered)
+					e.handleAsk(ctx, client, ask, event.Kv, registered)
 					continue
 				}
 				gather()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package store is where the hosts of a fleet find each other and their table: etcd, or a file.
+// Package store reads and writes the registrations, the settings and the table of a fleet, in etcd or in a file.
 //
 // The store decides which host leads; a host that cannot reach the store keeps its last table and changes nothing. Whoever
 // can write to the store decides where devices go, so what is read from the store is checked, and a table that no leader

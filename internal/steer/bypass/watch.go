@@ -135,7 +135,7 @@ func (w *Watch) Attach(row, fd int) error {
 	unwatched, err := w.Path.AttachWatched(row, fd)
 	if unwatched != nil && !w.notWatched {
 		w.notWatched = true
-		w.Log.Warn("a program that another process replaces will not be noticed", "error", unwatched)
+		w.Log.Warn("the replacement of a steering program will not be detected", "error", unwatched)
 	}
 	return err
 }

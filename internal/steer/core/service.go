@@ -56,7 +56,7 @@ type Service struct {
 
 // Actions are what one part of the reconciliation asks of the others.
 type Actions interface {
-	// IsFilling reports whether the member of a slot receives what has waited.
+	// IsFilling reports whether the member of a slot receives the waiting packets.
 	IsFilling(slot int) bool
 	// VacateSlot closes a slot and forgets its member.
 	VacateSlot(slot int, reason string)
@@ -99,7 +99,7 @@ func (s *Service) CheckOpen() error {
 	return nil
 }
 
-// IsReady reports whether a slot receives traffic: the slot has a member that has received what had waited, and is not in
+// IsReady reports whether a slot receives traffic: the slot has a member that has received the waiting packets, and is not in
 // maint.
 func (s *Service) IsReady(slot int) bool {
 	return s.Seats[slot] != nil && s.SlotState(slot).State != stored.Maint && !s.Actions.IsFilling(slot)

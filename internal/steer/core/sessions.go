@@ -16,8 +16,8 @@ import (
 )
 
 // ReadSessions returns the established connections to the service and the unfinished handshakes. Connections that processes of other
-// users have accepted are left out: their owners could make the agent wait, by the lock of the socket, for whatever it asks of them or does
-// to them.
+// users have accepted are left out: their owners can hold the lock of the socket, and each request of the agent for such a connection would
+// then block.
 func (s *Service) ReadSessions() ([]session.Session, error) {
 	conn, err := s.Diag()
 	if err != nil {

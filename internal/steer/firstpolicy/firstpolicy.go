@@ -368,7 +368,7 @@ func (s *Service) write(b *strings.Builder) {
 	}
 }
 
-// notPlain are words that are no strings in YAML 1.1.
+// notPlain are words that are not strings in YAML 1.1.
 var notPlain = []string{"y", "yes", "n", "no", "true", "false", "on", "off", "null"}
 
 var plain = regexp.MustCompile(`^[a-z_][a-z0-9_-]*$`)

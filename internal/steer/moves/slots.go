@@ -109,7 +109,7 @@ func (m *Moves) ApplySettings() error {
 	for slot, seat := range m.Seats {
 		value, err := m.Path.Slot(slot)
 		if err == nil && (value.Ready > 0) != m.IsReady(slot) {
-			// A member that has exited in this instant is no reason to fail: its slot is cleared when the event arrives.
+			// A member that has exited in this instant is not a reason to fail: its slot is cleared when the event arrives.
 			if err = m.SetReady(seat); errors.Is(err, core.ErrSocketClosed) {
 				err = nil
 			}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package refusals has the processes that match a rule and have the service's ports, but are not admitted: they run as another user,
+// Package refusals records the processes that match a rule and have the service's ports, but are not admitted: they run as another user,
 // or in their own namespaces. Status shows them.
 package refusals
 

@@ -103,9 +103,9 @@ func (r *Rooms) beginDumps(f *fill) error {
 	return r.rotateRooms()
 }
 
-// NoteConnected notes the devices with connections by slot. Those of a slot without a member are the ones of the last member:
-// only devices that have completed a handshake, because forged ones would delay the datagrams. A device is forgotten when two
-// passes have not found it: the connections of a member that exits may be closed before the agent notices.
+// NoteConnected records, for each ready slot, the devices that have an established connection. For a slot without a member, the devices of
+// the last member stay recorded. Unfinished handshakes do not count, because forged SYNs would delay the datagrams. A device is
+// forgotten after two passes without a connection, because the connections of a member that exits may close before the agent notices the exit.
 func (r *Rooms) NoteConnected(list []session.Session) {
 	connected := make(map[int]map[string]bool)
 	for key, d := range session.ByDevice(r.Mapping, list) {

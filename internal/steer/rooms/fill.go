@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/steer/templates"
 )
 
-// fill is a slot whose member receives what has waited.
+// fill is a slot whose member receives the waiting packets.
 type fill struct {
 	seat            *core.Seat
 	before          bpf.Wait // wait of the slot before the fill
@@ -46,8 +46,8 @@ type fill struct {
 	flows           time.Time // begin of the templates and datagrams
 }
 
-// BeginFill makes a slot filling whose sockets are registered, if packets wait for it. The slot must not be made ready
-// until the end.
+// BeginFill begins to send the waiting packets to a new member whose sockets are registered, if packets wait for its slot. The caller
+// must not make the slot ready until the fill has ended.
 func (r *Rooms) BeginFill(seat *core.Seat, takesOver bool) error {
 	wait, _, err := r.Path.Wait(seat.Slot)
 	if err != nil {
@@ -174,13 +174,13 @@ func (r *Rooms) fillSome(f *fill) (done bool, pause time.Duration) {
 			r.countLeft(&d)
 		}
 		r.flushLeft()
-		r.Log.Warn("the member did not receive what had waited", events.MemberNotReachable, "slot", slot, "pid", f.seat.Process.PID, "lost", r.lost[slot]-before)
+		r.Log.Warn("the member did not receive the waiting datagrams", events.MemberNotReachable, "slot", slot, "pid", f.seat.Process.PID, "lost", r.lost[slot]-before)
 		return true, 0
 	}
 	if !f.late && f.sent == 0 {
 		var err error
 		if f.arrived, err = r.Path.Datagrams(slot); err != nil {
-			r.Log.Error("slot filled without pauses", "slot", slot, "error", err)
+			r.Log.Error("cannot count the datagrams of the slot: waiting datagrams are sent without pauses", "slot", slot, "error", err)
 		}
 	}
 	// The datagrams pass the loopback interface, whose queue is short. The next batch waits for the previous one.
@@ -400,7 +400,7 @@ func (r *Rooms) receiveBuffers(seat *core.Seat) (map[int][9]uint32, error) {
 	return buffers, nil
 }
 
-// endFill makes a slot ready whose member has received what has waited.
+// endFill makes a slot ready whose member has received the waiting packets.
 func (r *Rooms) endFill(f *fill) {
 	slot := f.seat.Slot
 	arrived, err := r.Path.Datagrams(slot)
@@ -416,7 +416,7 @@ func (r *Rooms) endFill(f *fill) {
 				"exporters", len(f.addresses), "datagrams", f.sent-uint64(f.replayed))
 		}
 		if f.replayed > 0 {
-			r.Log.Info("what had waited sent to the member that serves its devices now", events.ReplayedToMember, "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
+			r.Log.Info("waiting datagrams sent to the member that serves their devices now", events.ReplayedToMember, "slot", slot, "pid", f.seat.Process.PID, "datagrams", f.replayed)
 		}
 		r.ReplayMoved() // others may have come meanwhile
 		return

@@ -37,9 +37,9 @@ func HandOver(each func(func(*Rooms)), leaves func(netip.Addr) bool, since time.
 	return encodeOf(each, all, time.Time{})
 }
 
-// CopyTemplates returns copies of the templates of exporters with an established TCP connection to any of the services: anybody could have sent
-// those of others. wanted says since when an exporter must have a new template, or with refreshed must have sent any. At most a number of exporters
-// is returned.
+// CopyTemplates returns copies of the templates of exporters that have an established TCP connection to one of the services. Templates of other
+// exporters may be forged. For each exporter, wanted returns whether a copy is wanted, and a time: the exporter must have sent a
+// new template since this time or, with refreshed, any template. The result has the templates of at most most exporters.
 func CopyTemplates(each func(func(*Rooms)), wanted func(netip.Addr) (since time.Time, refreshed, wanted bool), most int) (map[netip.Addr][]byte, error) {
 	var proven []map[netip.Addr]bool
 	each(func(r *Rooms) { proven = append(proven, r.kept.proven, maps.Clone(r.kept.vouched)) })

@@ -40,7 +40,7 @@ import (
 //     device, or to a second room if its slot is still empty. Otherwise, a socket filter of the room drops SYNs, and the
 //     peers send theirs again after 1, 3, 7 s, and so on (RFC 6298).
 //
-// A slot whose member must first receive what has waited is filling. It is not ready until then.
+// A slot whose member must first receive the waiting packets is filling. It is not ready until then.
 
 const (
 	// fillBatch is the maximum number of datagrams that are sent again while the lock is held.
@@ -57,7 +57,7 @@ const (
 	decodePause = 5 * time.Millisecond
 	// passTime is the time after which a datagram that was sent again and has not arrived is considered lost.
 	passTime = 500 * time.Millisecond
-	// A member receives what has waited at fillFactor times the rate at which it came, and at leastRate datagrams a second.
+	// A member receives the waiting packets at fillFactor times the rate at which they arrived, and at leastRate datagrams a second.
 	// Faster, nfacctd reads all from its socket and loses records on the way to its plugins, if the host is busy.
 	fillFactor = 3
 	leastRate  = 5000
@@ -134,7 +134,7 @@ func (r *Rooms) waitLength() time.Duration {
 	return time.Duration(r.Room().Wait) * time.Microsecond
 }
 
-// IsFilling reports whether the member of a slot receives what has waited.
+// IsFilling reports whether the member of a slot receives the waiting packets.
 func (r *Rooms) IsFilling(slot int) bool { return r.filling[slot] != nil }
 
 // Close stops the timers and closes the sender. What waits stays in the sockets of the keeper.
@@ -196,7 +196,7 @@ func (r *Rooms) WriteWaits() error {
 	return fault.Join(errs...)
 }
 
-// BeginWait makes the packets of a slot wait that is about to be closed.
+// BeginWait makes the data path store the packets for a slot that is about to be closed.
 func (r *Rooms) BeginWait(slot int) {
 	if _, before := r.vacated[slot]; !before {
 		r.vacated[slot] = time.Now()
@@ -254,7 +254,7 @@ func (r *Rooms) ScheduleEnd(slot int) {
 	r.timers[slot] = timer
 }
 
-// endWait discards the packets that have waited for a slot in vain.
+// endWait discards the packets that wait for a slot.
 func (r *Rooms) endWait(slot int) {
 	_, room, err := r.Path.Wait(slot)
 	before := r.lost[slot]

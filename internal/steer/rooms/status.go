@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/steer/stored"
 )
 
-// Note describes the waiting room of a slot whose packets wait, or have waited in vain.
+// Note describes the waiting room of a slot whose packets wait, or waited and were discarded.
 func (r *Rooms) Note(slot int) string {
 	room, err := r.Status(slot)
 	if err != nil || room == nil || r.IsReady(slot) || r.SlotState(slot).State == stored.Maint || !r.HasDevices(slot) {
@@ -24,7 +24,7 @@ func (r *Rooms) Note(slot int) string {
 	case room.Filling && r.filling[slot].dumps != nil:
 		return fmt.Sprintf("slot %d has a new member, which reads the connections first: %s", slot, waiting)
 	case room.Filling:
-		return fmt.Sprintf("slot %d sends its new member what has waited: %s", slot, waiting)
+		return fmt.Sprintf("slot %d sends the waiting packets to its new member: %s", slot, waiting)
 	case room.Until != nil:
 		left := max(0, time.Until(*room.Until)).Round(time.Second)
 		note := fmt.Sprintf("slot %d waits for its next member, for another %s: %s", slot, left, waiting)

@@ -21,7 +21,7 @@ type unlabeled struct {
 }
 
 // findUnlabeled returns the established connections without an owner, except those of processes that have nothing to do
-// with the service. A dead owner is no owner: the kernel has given a connection that waited in the backlog of a closed
+// with the service. A dead owner is not an owner: the kernel has given a connection that waited in the backlog of a closed
 // listener to another one.
 func (c *Checks) findUnlabeled(list []session.Session) (u unlabeled) {
 	alive, missed := make(map[member.ID]bool), make(map[uint64]int)

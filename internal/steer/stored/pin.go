@@ -63,8 +63,8 @@ func (s *State) DescribeBeyond(slots int) string {
 // MaxPins is the maximum number of pins of a service.
 const MaxPins = 65536
 
-// Overridden returns the pins for which a device map has no device, by name, and the reason. ParsePin refuses such pins; a
-// later device map makes them.
+// Overridden returns, by name, the pins that have no effect with a device map, and the reason. ParsePin refuses such pins, but a pin can
+// lose its effect when the device map changes later.
 func (s *State) Overridden(devices *placement.DeviceMap) map[string]string {
 	why, names := make(map[string]string), make(map[string]bool)
 	for i := range s.Pins {

@@ -35,10 +35,9 @@ import (
 
 // Default limits.
 const (
-	DefaultDeviceBytes   = 64 << 10 // bytes
-	DefaultTotalBytes    = 64 << 20 // bytes
-	DefaultReservedBytes = DefaultTotalBytes / 2
-	DefaultSessions      = 64
+	DefaultDeviceBytes = 64 << 10 // bytes
+	DefaultTotalBytes  = 64 << 20 // bytes
+	DefaultSessions    = 64
 
 	// DefaultLifetime is 12 times the usual refresh interval of 30 minutes. RFC 7011 section 8.4 asks for at least 3
 	// times. A template kept too long costs memory only, since a redefinition replaces it; a template dropped too early

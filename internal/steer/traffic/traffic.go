@@ -10,7 +10,7 @@ import (
 	"sockeye/internal/steer/rooms"
 )
 
-// Traffic keeps what two readings of the counters of a service are compared by.
+// Traffic holds the previous counter readings of a service, from which rates and changes are computed.
 type Traffic struct {
 	*core.Service
 	rooms *rooms.Rooms

@@ -52,7 +52,7 @@ const (
 	// slight is the time below which no cause is given, because normal load of the host explains it.
 	slight = time.Millisecond
 
-	// coarse is the longest kernel tick (CONFIG_HZ=100). A time that the kernel counts in ticks is no evidence up to
+	// coarse is the longest kernel tick (CONFIG_HZ=100). A time that the kernel counts in ticks is not evidence up to
 	// this value, because any short time may count as one tick.
 	coarse = 10 * time.Millisecond
 

@@ -96,7 +96,7 @@ func TestExplain(t *testing.T) {
 			config.StageStack, CauseCwnd, "400 ms of 421 ms before transmission: the congestion window, 20 packets of 1448 B with 20 in flight, allowed none of 65.2 KB unsent",
 			"the peer's window allowed only 0 B, but limited the connection for 0 ns of the time", "",
 		},
-		"one tick of an open window": { // one tick is no evidence
+		"one tick of an open window": { // one tick is not evidence
 			far(way(-1, 5*ms, 12*us, 300*us), func(s *Sample) {
 				s.Cwnd, s.InFlight, s.WindowLimited, s.SRTT, s.MinRTT = 20, 20, 4*ms, ms, 250*us
 			}),
@@ -231,7 +231,7 @@ func TestExplain(t *testing.T) {
 			config.StageQdisc, CauseLocalDrop, "220 ms of 241 ms until the retransmission: this host dropped it before a driver, and TCP retransmitted it",
 			"stack 20 µs, dropped and retransmitted 220 ms, qdisc 300 µs, network 21 ms", "",
 		},
-		"requeued without a driver's stamp": { // which is no proof of a drop
+		"requeued without a driver's stamp": { // which is not proof of a drop
 			far(way(-1, 20*us, -1, -1), func(s *Sample) {
 				s.Outcome, s.Repeats, s.Retransmits, s.Requeued = Retransmitted, 1, 1, 220*ms
 				s.Stages[Total] = 241 * ms

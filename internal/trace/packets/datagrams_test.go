@@ -262,7 +262,7 @@ func TestDatagramsOnTwoInterfaces(t *testing.T) {
 }
 
 // TestDropsAtTheOtherEnd sends through a veth whose other end, in the same namespace, drops the frames because they are for
-// another host. Such a drop is no drop of the sender.
+// another host. Such a drop is not a drop of the sender.
 func TestDropsAtTheOtherEnd(t *testing.T) {
 	w := newWorld(t, lab.LinkOptions{})
 	nl := w.a.Netlink()

@@ -258,7 +258,7 @@ func journal(t *testing.T, since time.Time) []entry {
 	var all []entry
 	for line := range strings.Lines(text) {
 		var e entry
-		if err := json.Unmarshal([]byte(line), &e); err == nil { // messages that are no text are arrays of bytes
+		if err := json.Unmarshal([]byte(line), &e); err == nil { // messages that are not text are arrays of bytes
 			all = append(all, e)
 		}
 	}

@@ -103,7 +103,7 @@ func TestPackage(t *testing.T) {
 	})
 	t.Run("a removal ends steering and keeps the members", func(t *testing.T) {
 		was := memberPIDs(t)
-		// The mount namespace of a tool is no reason to leave the host steered.
+		// The mount namespace of a tool is not a reason to leave the host steered.
 		if r := runFor(t, aptTimeout, "unshare", "--mount", "apt-get", "-y", "remove", "sockeye"); r.code != 0 {
 			t.Fatal(r)
 		}
