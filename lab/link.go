@@ -475,7 +475,7 @@ func (w *way) deliver() error {
 	var batch [64]packet
 	var expirations [8]byte
 	for {
-		n := w.take(batch[:])
+		n := w.dequeue(batch[:])
 		if n == 0 {
 			if _, err := w.timer.Read(expirations[:]); err != nil {
 				return fmt.Errorf("wait for timer: %w", err)
@@ -498,8 +498,8 @@ func (w *way) deliver() error {
 	}
 }
 
-// take moves the due packets to batch. If no packet is due, take sets the timer.
-func (w *way) take(batch []packet) (n int) {
+// dequeue moves the due packets to batch. If no packet is due, dequeue sets the timer.
+func (w *way) dequeue(batch []packet) (n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	now := w.link.now()

@@ -106,7 +106,7 @@ func (v *liveView) stream(w http.ResponseWriter, r *http.Request) error {
 	if !v.admit() {
 		return fault.Conflict(fmt.Errorf("%d live views are open", mostWatchers), "close other ones")
 	}
-	defer v.leave()
+	defer v.removeWatcher()
 	s, stop, err := domain.NewStream(w)
 	if err != nil {
 		return err
@@ -151,7 +151,7 @@ func (v *liveView) admit() bool {
 	return true
 }
 
-func (v *liveView) leave() {
+func (v *liveView) removeWatcher() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.watchers--

@@ -146,7 +146,7 @@ func (s pageSource) Watch() (stop func(), err error) {
 	if !s.a.live.admit() {
 		return nil, fault.Conflict(fmt.Errorf("%d live views are open", mostWatchers), "close other ones")
 	}
-	return s.a.live.leave, nil
+	return s.a.live.removeWatcher, nil
 }
 
 // Frame returns the newest frame of the live view.

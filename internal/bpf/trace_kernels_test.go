@@ -117,14 +117,14 @@ func TestTraceAdopts(t *testing.T) {
 	}
 	check(t, err)
 	defer live.Close()
-	check(t, live.Adopt(e.receiver, bpf.MatchAccept))
+	check(t, live.ApplyTo(e.receiver, bpf.MatchAccept))
 	exchange()
 	tr.received(unix.IPPROTO_TCP).expect(t, 1, 1, 0, 0, 0, 0)
 	check(t, live.Forget(e.receiver))
 	exchange()
 	tr.received(unix.IPPROTO_TCP).expect(t, 1, 1, 0, 0, 0, 0)
 	outside := rxEnds(t, testenv.Cgroup(), testenv.Cgroup(), unix.IPPROTO_TCP, false)
-	if err := live.Adopt(outside.receiver, bpf.MatchAccept); !errors.Is(err, unix.ENOPROTOOPT) {
+	if err := live.ApplyTo(outside.receiver, bpf.MatchAccept); !errors.Is(err, unix.ENOPROTOOPT) {
 		t.Errorf("a connection outside of the cgroup is adopted: %v", err)
 	}
 }

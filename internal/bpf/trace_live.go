@@ -49,8 +49,8 @@ func (t *Trace) Live() (*TraceLive, error) {
 // Close detaches the hook.
 func (l *TraceLive) Close() error { return l.link.Close() }
 
-// Adopt applies the rules to a connection that they have not chosen.
-func (l *TraceLive) Adopt(fd int, role uint32) error {
+// ApplyTo applies the rules to a connection that they have not chosen.
+func (l *TraceLive) ApplyTo(fd int, role uint32) error {
 	return l.call(fd, traceLiveAdopt, traceLiveTraceLiveRequest{Role: role})
 }
 

@@ -57,9 +57,9 @@ func (l *Live) Close() error {
 	return l.link.Close()
 }
 
-// Adopt assigns to a connection the rule that it would have got at its start, and sets the options that can be set on
+// ApplyTo assigns to a connection the rule that it would have got at its start, and sets the options that can be set on
 // open connections. Tune.Connection returns the rule.
-func (l *Live) Adopt(fd int, role uint32) error {
+func (l *Live) ApplyTo(fd int, role uint32) error {
 	return l.call(fd, TuneLiveAdopt, TuneLiveRequest{Role: role})
 }
 

@@ -127,7 +127,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	if err != nil {
 		return err
 	}
-	return d.begin(s, false)
+	return d.joinAnew(s, false)
 }
 
 func (d *Domain) pins() string { return filepath.Join(d.host.Root.Dir, bpf.FleetPins) }
@@ -188,7 +188,7 @@ func (d *Domain) change(to *settings) error {
 	case part == nil && to == nil && !d.broken.Load():
 		return nil
 	case to == nil && part != nil:
-		err := d.leave()
+		err := d.leaveFleet()
 		d.broken.Store(err != nil)
 		return inFleet(err)
 	case to == nil:
@@ -197,7 +197,7 @@ func (d *Domain) change(to *settings) error {
 		d.broken.Store(err != nil)
 		return inFleet(err)
 	case part == nil:
-		err := d.begin(to, !d.broken.Load())
+		err := d.joinAnew(to, !d.broken.Load())
 		if err == nil {
 			d.broken.Store(false)
 		}
@@ -207,10 +207,10 @@ func (d *Domain) change(to *settings) error {
 	join, serves, before := d.join, part.serves, part.settings
 	defer func() { d.ended = nil }()
 	if !before.sharesTable(to) { // the last table is of no use
-		if err := d.leave(); err != nil {
+		if err := d.leaveFleet(); err != nil {
 			return fault.In("fleet", err)
 		}
-		join, serves = d.begin, true
+		join, serves = d.joinAnew, true
 	} else if err := part.end(false); err != nil {
 		d.log.Warn("fleet not ended", "error", err)
 	}
@@ -231,9 +231,9 @@ func inFleet(err error) error {
 	return fault.In("fleet", err)
 }
 
-// begin begins the participation in a fleet of which the services know no table. A host that serves alone goes on serving what
+// joinAnew begins the participation in a fleet of which the services know no table. A host that serves alone goes on serving what
 // reaches it until the first table. The caller holds mu.
-func (d *Domain) begin(s *settings, serves bool) error {
+func (d *Domain) joinAnew(s *settings, serves bool) error {
 	if serves {
 		return d.join(s, true)
 	}
@@ -255,8 +255,8 @@ func (d *Domain) join(s *settings, serves bool) error {
 	return nil
 }
 
-// leave ends the participation, and removes the data path: this host serves all devices whose packets reach it.
-func (d *Domain) leave() error {
+// leaveFleet ends the participation, and removes the data path: this host serves all devices whose packets reach it.
+func (d *Domain) leaveFleet() error {
 	err := d.part.Load().end(true)
 	d.part.Store(nil)
 	d.services.SetFleet(nil, nil)

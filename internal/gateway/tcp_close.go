@@ -100,8 +100,8 @@ func (c *conn) closeHost() {
 	c.g.memory.forget(c)
 	c.consume() // close(2) of a socket with unread data sends a RST
 	c.g.closeFD(c.fd)
-	c.releaseBatch()
-	c.dropBacklog()
+	c.discardBatch()
+	c.discardBacklog()
 	c.fd = -1
 	if c.outgoing {
 		c.g.outgoing--

@@ -105,7 +105,7 @@ func (c *conn) writeBatch() {
 			}
 		}
 	}
-	c.releaseBatch()
+	c.discardBatch()
 	c.forwardFIN()
 }
 
@@ -148,8 +148,8 @@ func (c *conn) writeBacklog() {
 // sendFailed processes an error of send(2). The data that the socket received before the error still go to the guest.
 func (c *conn) sendFailed() {
 	c.hostError, c.snd.drained = hostErrorRead, false
-	c.releaseBatch()
-	c.dropBacklog()
+	c.discardBatch()
+	c.discardBacklog()
 	if c.state.finSent() {
 		c.abort()
 		return
@@ -157,8 +157,8 @@ func (c *conn) sendFailed() {
 	c.output()
 }
 
-// releaseBatch returns the batch to the gateway's free batches.
-func (c *conn) releaseBatch() {
+// discardBatch returns the batch to the gateway's free batches.
+func (c *conn) discardBatch() {
 	if b := c.rcv.batch; b != nil {
 		clear(b.parts)
 		b.parts, b.bytes = b.parts[:0], 0
@@ -166,7 +166,7 @@ func (c *conn) releaseBatch() {
 	}
 }
 
-func (c *conn) dropBacklog() {
+func (c *conn) discardBacklog() {
 	c.g.backlog -= len(c.rcv.backlog)
 	c.rcv.backlog = nil
 }

@@ -183,7 +183,7 @@ func (u *udpFlow) idle() time.Duration {
 func (u *udpFlow) remove() {
 	u.g.flows.remove(u)
 	if u.shared != nil {
-		u.shared.leave(u)
+		u.shared.remove(u)
 		return
 	}
 	u.g.closeFD(u.fd)

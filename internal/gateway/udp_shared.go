@@ -128,8 +128,8 @@ func (s *sharedSocket) join(u *udpFlow, to netip.AddrPort) {
 	}
 }
 
-// leave removes a flow from the socket, and closes the socket after the last flow.
-func (s *sharedSocket) leave(u *udpFlow) {
+// remove removes a flow from the socket, and closes the socket after the last flow.
+func (s *sharedSocket) remove(u *udpFlow) {
 	l := &s.g.flows
 	from := l.sources[s.guest]
 	if len(s.byPeer) == s.limit {

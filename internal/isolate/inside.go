@@ -117,11 +117,11 @@ func (s *Setup) reply() (reply setupReply, fds []int) {
 }
 
 func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
-	device, err := s.prepare(reply)
+	tunnel, err := s.prepare(reply)
 	if err != nil {
 		return err
 	}
-	*fds = []int{device}
+	*fds = []int{tunnel}
 	if diag, err := sockdiag.OpenSocket(s.Watched); err == nil {
 		*fds = append(*fds, diag)
 	} else if s.Watched {

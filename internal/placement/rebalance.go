@@ -231,7 +231,7 @@ func (b *balancer) search(depth int, highest float64) []step {
 				if b.load[to]+size > highest*b.fair[to]+epsilon {
 					continue
 				}
-				m, undo := b.take(from, i, to)
+				m, undo := b.applyMove(from, i, to)
 				moves := b.search(depth-1, min(highest, b.imbalance()))
 				undo()
 				if moves != nil {
@@ -471,7 +471,7 @@ func (b *balancer) bestPair(limit int, highest float64) []step {
 					continue
 				}
 				first := b.change(from, to, size)
-				m, undo := b.take(from, i, to)
+				m, undo := b.applyMove(from, i, to)
 				top := min(highest, b.imbalance())
 				for _, from2 := range b.slots {
 					for _, to2 := range b.slots {
@@ -482,7 +482,7 @@ func (b *balancer) bestPair(limit int, highest float64) []step {
 						if j < 0 || first+second >= lowest {
 							continue
 						}
-						m2, undo2 := b.take(from2, j, to2)
+						m2, undo2 := b.applyMove(from2, j, to2)
 						if b.totalExcess() < excess-epsilon {
 							best, lowest = []step{m, m2}, first+second
 						}
@@ -496,8 +496,8 @@ func (b *balancer) bestPair(limit int, highest float64) []step {
 	return best
 }
 
-// take applies the move of item i of a slot, and returns a function that restores the state.
-func (b *balancer) take(from, i, to int) (step, func()) {
+// applyMove applies the move of item i of a slot, and returns a function that restores the state.
+func (b *balancer) applyMove(from, i, to int) (step, func()) {
 	it := b.items[from][i]
 	fromLoad, toLoad := b.load[from], b.load[to]
 	m := step{it.device, from, to, it.size}

@@ -63,7 +63,7 @@ func checkBalance(t testing.TB, loads []Load, weights Weights, options Rebalance
 		}
 		seen[m.Key] = true
 		j := slices.IndexFunc(b.items[m.From], func(it item) bool { return it.device == i })
-		b.take(m.From, j, m.To)
+		b.applyMove(m.From, j, m.To)
 		if now := b.imbalance(); now > highest*(1+1e-9) {
 			t.Errorf("move %+v raises the imbalance from %v to %v", m, highest, now)
 		}

@@ -30,7 +30,7 @@ type Request struct {
 	// Source and Destination are the addresses of the socket. A dump only uses the ports; 0 matches any. To find a UDP
 	// socket, use the addresses of a datagram that the socket would receive (udp_dump_one).
 	Source, Destination netip.AddrPort
-	Device              uint32 // interface index; 0 matches any
+	Interface           uint32 // interface index; 0 matches any
 	Cookie              uint64 // AnyCookie matches any
 }
 
@@ -53,7 +53,7 @@ func (r *Request) Append(b []byte) []byte {
 	b = binary.BigEndian.AppendUint16(b, r.Destination.Port())
 	b = r.appendAddress(b, r.Source.Addr())
 	b = r.appendAddress(b, r.Destination.Addr())
-	b = binary.NativeEndian.AppendUint32(b, r.Device)
+	b = binary.NativeEndian.AppendUint32(b, r.Interface)
 	b = binary.NativeEndian.AppendUint32(b, uint32(r.Cookie))
 	return binary.NativeEndian.AppendUint32(b, uint32(r.Cookie>>32))
 }

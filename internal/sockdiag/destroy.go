@@ -51,7 +51,7 @@ func (c *Conn) destroy(s *Socket) error {
 	c.seq++
 	r := tcpRequest(c.seq, s.Family, unix.NLM_F_ACK)
 	r.Type, r.States = sockDestroy, ^States(0)
-	r.Source, r.Destination, r.Device, r.Cookie = s.Local, s.Remote, s.Device, s.Cookie
+	r.Source, r.Destination, r.Interface, r.Cookie = s.Local, s.Remote, s.Interface, s.Cookie
 	if err := c.send(r.Append(nil)); err != nil {
 		return err
 	}

@@ -175,11 +175,11 @@ func dumpRequest(seq uint32, family uint8, q Query) []byte {
 	return b
 }
 
-// Find returns the socket with two addresses of the same family, or nil. device is the interface index for link-local
+// Find returns the socket with two addresses of the same family, or nil. ifindex is the interface index for link-local
 // addresses.
-func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
+func (c *Conn) Find(local, remote netip.AddrPort, ifindex int) (*Socket, error) {
 	c.seq++
-	found, err := c.one(exact(c.seq, local, remote, device))
+	found, err := c.one(exact(c.seq, local, remote, ifindex))
 	if err != nil {
 		return nil, fmt.Errorf("look up socket %s to %s: %w", local, remote, err)
 	}
@@ -192,7 +192,7 @@ func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
 func (c *Conn) Get(s *Socket) (*Socket, error) {
 	c.seq++
 	r := tcpRequest(c.seq, s.Family, 0)
-	r.States, r.Source, r.Destination, r.Device, r.Cookie = ^States(0), s.Local, s.Remote, s.Device, s.Cookie
+	r.States, r.Source, r.Destination, r.Interface, r.Cookie = ^States(0), s.Local, s.Remote, s.Interface, s.Cookie
 	found, err := c.one(r.Append(nil))
 	if errors.Is(err, unix.ESTALE) {
 		return nil, nil
@@ -225,7 +225,7 @@ func (c *Conn) one(request []byte) (*Socket, error) {
 }
 
 // exact encodes a request for one socket.
-func exact(seq uint32, local, remote netip.AddrPort, device int) []byte {
+func exact(seq uint32, local, remote netip.AddrPort, ifindex int) []byte {
 	family := uint8(unix.AF_INET)
 	if local.Addr().Is6() {
 		family = unix.AF_INET6
@@ -233,7 +233,7 @@ func exact(seq uint32, local, remote netip.AddrPort, device int) []byte {
 	r := tcpRequest(seq, family, 0)
 	r.States, r.Source, r.Destination, r.Cookie = ^States(0), local, remote, AnyCookie
 	if local.Addr().IsLinkLocalUnicast() || remote.Addr().IsLinkLocalUnicast() {
-		r.Device = uint32(device)
+		r.Interface = uint32(ifindex)
 	}
 	return r.Append(nil)
 }

@@ -47,7 +47,7 @@ type Socket struct {
 	// In Local and Remote, IPv4-mapped addresses are IPv4 addresses. The zone of a link-local address is its interface
 	// index.
 	Local, Remote netip.AddrPort
-	Device        uint32 // index of the bound interface; 0 for none
+	Interface     uint32 // index of the bound interface; 0 for none
 	Cookie        uint64
 	UID           uint32
 	Inode         uint32 // 0 if no process has the socket
@@ -115,10 +115,10 @@ func (c *Conn) parse(b []byte, s *Socket) error {
 	if s.Family != unix.AF_INET && s.Family != unix.AF_INET6 {
 		return fmt.Errorf("malformed reply: socket of family %d", s.Family)
 	}
-	device := binary.NativeEndian.Uint32(b[40:])
-	s.Local = end(s.Family, b[8:], b[4:], device)
-	s.Remote = end(s.Family, b[24:], b[6:], device)
-	s.Device = device
+	ifindex := binary.NativeEndian.Uint32(b[40:])
+	s.Local = end(s.Family, b[8:], b[4:], ifindex)
+	s.Remote = end(s.Family, b[24:], b[6:], ifindex)
+	s.Interface = ifindex
 	s.Cookie = uint64(binary.NativeEndian.Uint32(b[44:])) | uint64(binary.NativeEndian.Uint32(b[48:]))<<32
 	s.Unread = binary.NativeEndian.Uint32(b[56:])
 	s.Payload = binary.NativeEndian.Uint32(b[60:])
@@ -130,14 +130,14 @@ func (c *Conn) parse(b []byte, s *Socket) error {
 	return nil
 }
 
-func end(family uint8, address, port []byte, device uint32) netip.AddrPort {
+func end(family uint8, address, port []byte, ifindex uint32) netip.AddrPort {
 	p := binary.BigEndian.Uint16(port)
 	if family == unix.AF_INET {
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte(address)), p)
 	}
 	a := netip.AddrFrom16([16]byte(address)).Unmap()
-	if device != 0 && a.IsLinkLocalUnicast() && a.Is6() {
-		a = a.WithZone(strconv.FormatUint(uint64(device), 10))
+	if ifindex != 0 && a.IsLinkLocalUnicast() && a.Is6() {
+		a = a.WithZone(strconv.FormatUint(uint64(ifindex), 10))
 	}
 	return netip.AddrPortFrom(a, p)
 }

@@ -220,12 +220,12 @@ func TestDumpRequest(t *testing.T) {
 
 // TestExact checks that the request contains the interface for link-local addresses only.
 func TestExact(t *testing.T) {
-	const device = unix.SizeofNlMsghdr + 44
+	const ifindex = unix.SizeofNlMsghdr + 44
 	near, far := netip.MustParseAddrPort("[fe80::1]:1"), netip.MustParseAddrPort("[fd00::1]:2")
-	if b := exact(1, near, near, 7); len(b) != unix.SizeofNlMsghdr+sizeofRequest || binary.NativeEndian.Uint32(b[device:]) != 7 {
+	if b := exact(1, near, near, 7); len(b) != unix.SizeofNlMsghdr+sizeofRequest || binary.NativeEndian.Uint32(b[ifindex:]) != 7 {
 		t.Errorf("link-local: %x", b)
 	}
-	if b := exact(1, far, far, 7); len(b) != unix.SizeofNlMsghdr+sizeofRequest || binary.NativeEndian.Uint32(b[device:]) != 0 {
+	if b := exact(1, far, far, 7); len(b) != unix.SizeofNlMsghdr+sizeofRequest || binary.NativeEndian.Uint32(b[ifindex:]) != 0 {
 		t.Errorf("global: %x", b)
 	}
 }

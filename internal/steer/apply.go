@@ -119,7 +119,7 @@ func (s *service) switchTo(t *target) error {
 	if err := fault.Join(s.rooms.WriteWaits(), s.moves.Advance(), s.reconcileKeeper()); err != nil {
 		return err
 	}
-	s.rooms.ReleaseWaiting()
+	s.rooms.DeliverWaiting()
 	return nil
 }
 

@@ -141,5 +141,5 @@ func TestRoomWithoutKeeperSocket(t *testing.T) {
 	if status, err := s.rooms.Status(0); err != nil || status == nil {
 		t.Errorf("status: %+v, %v", status, err)
 	}
-	s.rooms.ReleaseWaiting()
+	s.rooms.DeliverWaiting()
 }

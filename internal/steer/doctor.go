@@ -84,7 +84,7 @@ type portSocket struct {
 	process *member.Process
 	socket  *member.Socket
 	backlog uint32 // listening TCP sockets only
-	device  int    // index of the bound interface, or 0
+	ifindex int    // index of the bound interface, or 0
 }
 
 func (d checkup) service(c config.Service, policy *config.Policy) {
@@ -124,7 +124,7 @@ func (d checkup) service(c config.Service, policy *config.Policy) {
 
 // isOfOther reports whether a socket has the address of a listener of another service in the same network namespace.
 func (p *portSocket) isOfOther(c config.Service, policy *config.Policy) bool {
-	return p.device == 0 && slices.ContainsFunc(policy.Services, func(other config.Service) bool {
+	return p.ifindex == 0 && slices.ContainsFunc(policy.Services, func(other config.Service) bool {
 		return other.Name != c.Name && other.Netns == c.Netns && slices.ContainsFunc(other.Listeners, func(l config.Listener) bool {
 			return (p.socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) && p.socket.Local == l.Address
 		})
@@ -190,8 +190,8 @@ func (s *service) findSockets(users []uint32) (sockets []portSocket, err error) 
 				if info, err := unix.GetsockoptTCPInfo(socket.FD(), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
 					one.backlog = info.Sacked
 				}
-				if device, err := unix.GetsockoptInt(socket.FD(), unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX); err == nil {
-					one.device = device
+				if ifindex, err := unix.GetsockoptInt(socket.FD(), unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX); err == nil {
+					one.ifindex = ifindex
 				}
 				sockets = append(sockets, one)
 			}
@@ -243,7 +243,7 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 				"start the program as that user, or name the owner in user of the service")
 		}
 		elsewhere := c.Steering != config.Lookup && one.socket.ReusePort &&
-			(one.socket.Local.Addr() != l.Address.Addr() || one.device != 0 || l.Address.Addr().IsUnspecified() && one.socket.V6Only != l.V6Only)
+			(one.socket.Local.Addr() != l.Address.Addr() || one.ifindex != 0 || l.Address.Addr().IsUnspecified() && one.socket.V6Only != l.V6Only)
 		if d.isUnregistered(one, users) && !elsewhere {
 			d.Add(area, check, doctor.Warning, who+" is in no slot, and receives nothing from the service",
 				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, one.process.PID))
@@ -259,8 +259,8 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 		case !one.socket.ReusePort:
 			d.Add(area, check, doctor.Warning, who+" lacks SO_REUSEPORT: it keeps the port for itself",
 				"make the program set it before bind, and keep it, or use steering: lookup")
-		case elsewhere && one.device != 0:
-			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s can take the packets of interface %d past the service", who, one.device),
+		case elsewhere && one.ifindex != 0:
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s can take the packets of interface %d past the service", who, one.ifindex),
 				"end the process, or make it bind no interface")
 		case elsewhere && one.socket.Local.Addr().IsUnspecified():
 			d.Add(area, check, doctor.Warning, who+" is in another group than the listener's, and can take packets past the service", "end the process, or make it bind the address of the listener; if it should be a member, give the listener the address that the members bind")

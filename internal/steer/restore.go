@@ -38,7 +38,7 @@ func (s *service) restore() error {
 	if err := s.moves.ApplySettings(); err != nil {
 		return err
 	}
-	s.rooms.ReleaseWaiting()
+	s.rooms.DeliverWaiting()
 	s.rooms.ReplayMoved()
 	return s.reconcileKeeper()
 }

@@ -33,7 +33,7 @@ func SelectOpen(t *bpf.Trace, cgroup string) (Selected, error) {
 		if s.Role == config.RoleAccept {
 			role = bpf.MatchAccept
 		}
-		err := live.Adopt(s.FD, role)
+		err := live.ApplyTo(s.FD, role)
 		var c *bpf.TraceConnection
 		if err == nil {
 			c, err = t.Connection(s.FD)

@@ -464,7 +464,7 @@ func TestBesideTune(t *testing.T) {
 	check(t, err)
 	defer live.Close()
 	check(t, live.Forget(c.connected))
-	check(t, live.Adopt(c.connected, bpf.MatchConnect))
+	check(t, live.ApplyTo(c.connected, bpf.MatchConnect))
 	check(t, live.Forget(c.connected))
 	lost.Store(true)
 	for range 10 {

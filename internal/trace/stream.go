@@ -111,7 +111,7 @@ func (t *tracer) startSampler(buffer int) (*sampler, error) {
 	}
 	s := &sampler{tracer: t, buffer: buffer, changed: make(chan struct{}, 1)}
 	if t.trace != nil {
-		if err := s.begin(t.trace); err != nil {
+		if err := s.open(t.trace); err != nil {
 			return nil, err
 		}
 	}
@@ -125,12 +125,12 @@ func (t *tracer) resumeSampler() {
 		return
 	}
 	t.pauseSampler()
-	if err := t.sampler.begin(t.trace); err != nil {
+	if err := t.sampler.open(t.trace); err != nil {
 		t.log.Warn("samples not read", "error", err)
 	}
 }
 
-func (s *sampler) begin(t *bpf.Trace) (err error) {
+func (s *sampler) open(t *bpf.Trace) (err error) {
 	s.reader, err = t.Samples(s.buffer)
 	if err == nil {
 		s.trace = t

@@ -151,8 +151,8 @@ func TestLiveInterrupted(t *testing.T) {
 			t.Fatal(err)
 		}
 		testenv.Within(t, "the connection has its rule", func() bool {
-			r, err := Apply(tuner.tune, tuner.scope.Path, nil, journal.begin)
-			return err == nil && r.Adopted == 1
+			r, err := Apply(tuner.tune, tuner.scope.Path, nil, journal.record)
+			return err == nil && r.TunedLive == 1
 		})
 		journal.Close()
 	}

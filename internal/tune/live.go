@@ -23,11 +23,11 @@ import (
 
 // Report is the result of Apply.
 type Report struct {
-	// Adopted is the number of connections that received a rule. ByRule contains this number by rule name. Control is
+	// TunedLive is the number of connections that received a rule. ByRule contains this number by rule name. Control is
 	// the number of connections in the control arm of a trial.
-	Adopted int            `json:"adopted"`
-	ByRule  map[string]int `json:"by_rule"`
-	Control int            `json:"control"`
+	TunedLive int            `json:"tuned_live"`
+	ByRule    map[string]int `json:"by_rule"`
+	Control   int            `json:"control"`
 	// AlreadyTuned is the number of connections that already have the rule, or a rule that matches the tag of the peer,
 	// which is only known during the handshake.
 	AlreadyTuned int `json:"already_tuned"`
@@ -213,7 +213,7 @@ func (a *liveApply) applyRule(s *procsock.Socket, plan plan, rule *bpf.Installed
 	if err := a.begin(s.Cookie, begun); err != nil {
 		return err
 	}
-	if err := a.live.Adopt(s.FD, plan.role); err != nil {
+	if err := a.live.ApplyTo(s.FD, plan.role); err != nil {
 		a.problem(s, err)
 		return nil
 	}
@@ -235,12 +235,12 @@ func (a *liveApply) applyRule(s *procsock.Socket, plan plan, rule *bpf.Installed
 			return err
 		}
 		if rule = a.rules[has.Rule]; rule == nil {
-			return fmt.Errorf("adopt %s: unknown rule %d", s, has.Rule)
+			return fmt.Errorf("tune %s: unknown rule %d", s, has.Rule)
 		}
 	}
 	name := bpf.Text(rule.Name[:])
 	saved := SavedConnection{Rule: name, Local: s.Local, Remote: s.Remote, Values: []SavedValue{}}
-	a.report.Adopted++
+	a.report.TunedLive++
 	a.report.ByRule[name]++
 	if has.Flags&bpf.TuneConnectionUnseen != 0 {
 		a.unseen++

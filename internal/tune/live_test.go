@@ -251,11 +251,11 @@ func TestApply(t *testing.T) {
 
 	r := k.apply(nil)
 	want := map[string]int{"c": len(pairs) + 1, "a": len(pairs) + 1}
-	if r.Adopted != 2*len(pairs)+2 || r.ByRule["c"] != want["c"] || r.ByRule["a"] != want["a"] || r.AlreadyTuned+r.NoRule+r.NotAsked+r.Control != 0 {
+	if r.TunedLive != 2*len(pairs)+2 || r.ByRule["c"] != want["c"] || r.ByRule["a"] != want["a"] || r.AlreadyTuned+r.NoRule+r.NotAsked+r.Control != 0 {
 		t.Errorf("report %+v, want %v", r, want)
 	}
 	// c: sndbuf, user_timeout, congestion, cwnd_clamp; a: rcvbuf, rto_min and one of the newest options.
-	if options := 4*want["c"] + 3*want["a"]; r.Options != options || len(r.Failures) > 0 || len(r.Problems) > 0 || len(r.Saved) != r.Adopted {
+	if options := 4*want["c"] + 3*want["a"]; r.Options != options || len(r.Failures) > 0 || len(r.Problems) > 0 || len(r.Saved) != r.TunedLive {
 		t.Errorf("report %+v, want %d options set", r, options)
 	}
 	for rule, n := range want {
@@ -286,7 +286,7 @@ func TestApply(t *testing.T) {
 		t.Fatal("a new connection does not have its rule")
 	}
 	r = k.apply(nil)
-	if r.Adopted != 0 || r.AlreadyTuned != 2*len(pairs)+4 || len(r.Saved) != 0 || r.Options != 0 {
+	if r.TunedLive != 0 || r.AlreadyTuned != 2*len(pairs)+4 || len(r.Saved) != 0 || r.Options != 0 {
 		t.Errorf("once more: %+v, want all tuned", r)
 	}
 	f.end()
@@ -308,11 +308,11 @@ func TestApplyOnly(t *testing.T) {
 	p := connect(t, testenv.Listen(t, "[::1]:0"))
 	k := newTuning(t, bothRoles)
 	r := k.apply(func(rule string) bool { return rule == "a" })
-	if r.Adopted != 1 || r.NotAsked != 1 || k.ruleOf(p.connected) != "" || k.ruleOf(p.accepted) != "a" {
+	if r.TunedLive != 1 || r.NotAsked != 1 || k.ruleOf(p.connected) != "" || k.ruleOf(p.accepted) != "a" {
 		t.Errorf("report %+v, rules %q, %q", r, k.ruleOf(p.connected), k.ruleOf(p.accepted))
 	}
 	k.install("tune: [{name: other, cgroup: CGROUP, match: {remote_port: 1}, set: {user_timeout: 1s}}]\n")
-	if r = k.apply(nil); r.Adopted != 0 || r.NoRule != 2 || k.ruleOf(p.accepted) != "a" {
+	if r = k.apply(nil); r.TunedLive != 0 || r.NoRule != 2 || k.ruleOf(p.accepted) != "a" {
 		t.Errorf("report %+v, rule %q", r, k.ruleOf(p.accepted))
 	}
 }
@@ -326,7 +326,7 @@ func TestApplyAfterAChange(t *testing.T) {
 	old := k.id("r")
 	k.install(oneRule("user_timeout: 2s, keepalive_probes: 3"))
 	r := k.apply(nil)
-	if r.Adopted != 2 || option(t, p.connected, unix.SOL_TCP, unix.TCP_USER_TIMEOUT) != 2000 {
+	if r.TunedLive != 2 || option(t, p.connected, unix.SOL_TCP, unix.TCP_USER_TIMEOUT) != 2000 {
 		t.Errorf("report %+v", r)
 	}
 	s, err := k.Stats(old, bpf.TuneArmTreated)
@@ -353,7 +353,7 @@ func TestApplyOrder(t *testing.T) {
 	check(t, l.Close())
 	k.install("tune: [{name: first, cgroup: CGROUP, match: {role: accept}, set: {user_timeout: 2s}}, {name: r, cgroup: CGROUP, set: {user_timeout: 1s}}]\n")
 	r := k.apply(nil)
-	if r.Adopted != 1 || r.AlreadyTuned != 1 || k.ruleOf(p.accepted) != "first" || k.ruleOf(p.connected) != "r" {
+	if r.TunedLive != 1 || r.AlreadyTuned != 1 || k.ruleOf(p.accepted) != "first" || k.ruleOf(p.connected) != "r" {
 		t.Errorf("report %+v, rules %q, %q", r, k.ruleOf(p.accepted), k.ruleOf(p.connected))
 	}
 }
@@ -370,12 +370,12 @@ func TestApplyKeepsTagged(t *testing.T) {
 		t.Fatalf("the rule is %q", got)
 	}
 	r := k.apply(nil)
-	if r.AlreadyTuned != 2 || r.Adopted != 0 || len(r.Saved) != 0 || k.ruleOf(p.accepted) != "tagged" ||
+	if r.AlreadyTuned != 2 || r.TunedLive != 0 || len(r.Saved) != 0 || k.ruleOf(p.accepted) != "tagged" ||
 		option(t, p.accepted, unix.SOL_TCP, unix.TCP_USER_TIMEOUT) != 1000 {
 		t.Errorf("report %+v, rule %q", r, k.ruleOf(p.accepted))
 	}
 	k.install("tune: [{name: plain, cgroup: CGROUP, match: {role: accept}, set: {user_timeout: 2s}}]\n")
-	if r = k.apply(nil); r.Adopted != 1 || k.ruleOf(p.accepted) != "plain" {
+	if r = k.apply(nil); r.TunedLive != 1 || k.ruleOf(p.accepted) != "plain" {
 		t.Errorf("without the tagged rule: %+v, rule %q", r, k.ruleOf(p.accepted))
 	}
 }
@@ -410,7 +410,7 @@ func TestApplyTrial(t *testing.T) {
 			}
 		}
 	}
-	if r.Adopted != 80 || r.Control != control || control == 0 || control == 80 || r.Options != 80-control {
+	if r.TunedLive != 80 || r.Control != control || control == 0 || control == 80 || r.Options != 80-control {
 		t.Errorf("report %+v, %d connections are left alone", r, control)
 	}
 	if s := k.stats("r", bpf.TuneArmControl); s.Adopted != uint64(control) {
@@ -428,7 +428,7 @@ func TestApplyCountsFailures(t *testing.T) {
 	k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: "priority", Value: 3}, {Option: "congestion", Text: "nonesuch"}}})
 	r := k.apply(nil)
 	want := api.TuneLiveFailure{Rule: "r", Option: "congestion", Error: unix.ENOENT.Error(), Count: 2}
-	if r.Adopted != 2 || r.Options != 2 || len(r.Failures) != 1 || r.Failures[0] != want {
+	if r.TunedLive != 2 || r.Options != 2 || len(r.Failures) != 1 || r.Failures[0] != want {
 		t.Errorf("report %+v, want the failure %+v", r, want)
 	}
 	if r = k.apply(nil); len(r.Failures) != 0 {
@@ -460,7 +460,7 @@ func TestApplyToOthers(t *testing.T) {
 	check(t, b.Install(rules))
 	r, err := tune.Apply(b, here, nil, anyway)
 	checkLive(t, err)
-	if r.Adopted != 0 || len(r.Problems) != 2 {
+	if r.TunedLive != 0 || len(r.Problems) != 2 {
 		t.Fatalf("report %+v, want problems with the listener and the connection", r)
 	}
 	for _, p := range r.Problems {
@@ -759,7 +759,7 @@ func TestRevertRemaining(t *testing.T) {
 		t.Errorf("%s, %v, want %s", text, err, want)
 	}
 	text, err = json.Marshal(k.apply(nil))
-	if want := `{"adopted":0,"by_rule":{},"control":0,"already_tuned":0,"no_rule":0,"not_asked":0,"options":0,"failures":[],"problems":[]}`; err != nil || string(text) != want {
+	if want := `{"tuned_live":0,"by_rule":{},"control":0,"already_tuned":0,"no_rule":0,"not_asked":0,"options":0,"failures":[],"problems":[]}`; err != nil || string(text) != want {
 		t.Errorf("%s, %v, want %s", text, err, want)
 	}
 }

@@ -35,7 +35,7 @@ func (t *tuner) applyLive(all *api.TuneLive) error {
 	if err != nil {
 		return err
 	}
-	report, err := Apply(t.tune, t.scope.Path, nil, journal.begin)
+	report, err := Apply(t.tune, t.scope.Path, nil, journal.record)
 	journal.Close()
 	saved.Merge(report.Saved)
 	if err := fault.Join(err, t.saveLive(saved)); err != nil {
@@ -133,8 +133,8 @@ func (t *tuner) openJournal() (liveJournal, error) {
 	return liveJournal{f, statedir.BootID()}, nil
 }
 
-// begin records a connection that is changed next. The line begins with a line feed: the one before may be incomplete.
-func (j liveJournal) begin(cookie uint64, c SavedConnection) error {
+// record records a connection that is changed next. The line begins with a line feed: the one before may be incomplete.
+func (j liveJournal) record(cookie uint64, c SavedConnection) error {
 	data, err := json.Marshal(liveEntry{j.boot, cookie, c})
 	if err == nil {
 		_, err = j.Write(append([]byte{'\n'}, data...))

@@ -55,7 +55,7 @@ func (s *Server) live(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, fault.Message(err), http.StatusServiceUnavailable)
 		return
 	}
-	defer s.hub.leave()
+	defer s.hub.removeWatcher()
 	out := &deadlineWriter{w, http.NewResponseController(w)}
 	if out.SetReadDeadline(time.Time{}) != nil {
 		return
@@ -95,7 +95,7 @@ func (h *hub) join() error {
 	return nil
 }
 
-func (h *hub) leave() {
+func (h *hub) removeWatcher() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.watchers--; h.watchers == 0 {

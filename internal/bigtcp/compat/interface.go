@@ -51,9 +51,9 @@ func checkDriver(i *netif.Interface) []Incompatibility {
 	if netif.IsTunnel(i.Kind) || i.TSOMaxSize == 0 {
 		return nil
 	}
-	device := i.Driver
-	if device == "" {
-		device = i.Kind
+	driver := i.Driver
+	if driver == "" {
+		driver = i.Kind
 	}
 	if i.TSOMaxSize <= netif.Legacy {
 		if slices.ContainsFunc(i.Related, func(r netif.Related) bool { return r.Relation == netif.Lower && r.TSOMaxSize == i.TSOMaxSize }) {
@@ -62,7 +62,7 @@ func checkDriver(i *netif.Interface) []Incompatibility {
 		return []Incompatibility{{
 			Name: driver,
 			Detail: strings.TrimSpace(fmt.Sprintf("%s supports packets of at most %d bytes (tso_max_size): larger packets cannot be sent; "+
-				"received packets may be merged to larger ones", device, i.TSOMaxSize)),
+				"received packets may be merged to larger ones", driver, i.TSOMaxSize)),
 			Hint: "drivers with larger packets are mlx5, mlx4, bnxt, ice, gve and mana, and lo, veth and netkit; later kernels may have others",
 		}}
 	}
@@ -71,7 +71,7 @@ func checkDriver(i *netif.Interface) []Incompatibility {
 	if maxSize := uint64(i.TSOMaxSegs) * uint64(max(i.MTU-headers, 0)); i.TSOMaxSegs > 0 && maxSize <= netif.Legacy {
 		return []Incompatibility{{
 			Name:   driver,
-			Detail: fmt.Sprintf("%s supports at most %d segments per packet (tso_max_segs), %d bytes at an MTU of %d", device, i.TSOMaxSegs, maxSize, i.MTU),
+			Detail: fmt.Sprintf("%s supports at most %d segments per packet (tso_max_segs), %d bytes at an MTU of %d", driver, i.TSOMaxSegs, maxSize, i.MTU),
 			Hint:   "a larger MTU allows larger packets",
 		}}
 	}

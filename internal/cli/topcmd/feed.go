@@ -39,9 +39,9 @@ type feed struct {
 	messages chan tea.Msg
 }
 
-// begin opens the stream and waits for its first frame. With rated, it waits for a frame with rates. The caller closes
+// connect opens the stream and waits for its first frame. With rated, it waits for a frame with rates. The caller closes
 // the stream.
-func (f *feed) begin(ctx context.Context, rated bool) (*api.Stream, *api.Frame, error) {
+func (f *feed) connect(ctx context.Context, rated bool) (*api.Stream, *api.Frame, error) {
 	stream, err := f.open(ctx)
 	if err != nil {
 		return nil, nil, err

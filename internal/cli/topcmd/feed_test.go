@@ -107,7 +107,7 @@ func TestFeed(t *testing.T) {
 	a.answers <- []any{api.Failure{Error: "64 live views are open", Code: fault.CodeConflict}}
 	a.answers <- []any{at(3)}
 	a.answers <- []any{at(4), "cut short"}
-	stream, first, err := a.feed.begin(ctx, true)
+	stream, first, err := a.feed.connect(ctx, true)
 	if err != nil || first.Seconds != 1 {
 		t.Fatalf("%v, %v: want the first frame with rates", first, err)
 	}
@@ -134,7 +134,7 @@ func TestFeed(t *testing.T) {
 func TestFeedOfReplay(t *testing.T) {
 	a := newAgent(t, "15m")
 	a.answers <- []any{at(0), at(10)}
-	stream, first, err := a.feed.begin(t.Context(), false)
+	stream, first, err := a.feed.connect(t.Context(), false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -148,7 +148,7 @@ func TestFeedOfReplay(t *testing.T) {
 		t.Errorf("%v", got)
 	}
 	a.answers <- nil
-	if _, _, err := a.feed.begin(t.Context(), false); err == nil || fault.Message(err) != "the agent has recorded nothing in the last 15m" || fault.Hint(err) == "" {
+	if _, _, err := a.feed.connect(t.Context(), false); err == nil || fault.Message(err) != "the agent has recorded nothing in the last 15m" || fault.Hint(err) == "" {
 		t.Error(err)
 	}
 }
@@ -157,15 +157,15 @@ func TestFeedOfReplay(t *testing.T) {
 func TestFeedFails(t *testing.T) {
 	a := newAgent(t, "")
 	a.answers <- []any{api.Failure{Error: "the agent has no GET /v1/live", Hint: "is it of another version?", Code: fault.CodeUsage}}
-	if _, _, err := a.feed.begin(t.Context(), false); fault.Code(err) != fault.CodeUsage {
+	if _, _, err := a.feed.connect(t.Context(), false); fault.Code(err) != fault.CodeUsage {
 		t.Error(err)
 	}
 	a.answers <- nil
-	if _, _, err := a.feed.begin(t.Context(), false); !errors.Is(err, errEnded) {
+	if _, _, err := a.feed.connect(t.Context(), false); !errors.Is(err, errEnded) {
 		t.Error(err)
 	}
 	a.feed.client = api.NewClient(filepath.Join(t.TempDir(), "none"))
-	if _, _, err := a.feed.begin(t.Context(), false); !errors.Is(err, api.ErrNoAgent) {
+	if _, _, err := a.feed.connect(t.Context(), false); !errors.Is(err, api.ErrNoAgent) {
 		t.Error(err)
 	}
 }

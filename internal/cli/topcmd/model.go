@@ -143,7 +143,7 @@ func (m *model) update(msg tea.Msg) tea.Cmd {
 	case tea.WindowSizeMsg:
 		m.width, m.height = msg.Width, msg.Height
 	case frameMsg:
-		return tea.Batch(m.actions.next, m.take(msg.frame))
+		return tea.Batch(m.actions.next, m.handleFrame(msg.frame))
 	case endedMsg:
 		m.ended = msg.err
 		return m.actions.next
@@ -174,8 +174,8 @@ func (m *model) update(msg tea.Msg) tea.Cmd {
 	return nil
 }
 
-// take handles a new frame.
-func (m *model) take(f *api.Frame) tea.Cmd {
+// handleFrame handles a new frame.
+func (m *model) handleFrame(f *api.Frame) tea.Cmd {
 	first := m.newest == nil
 	m.newest, m.arrived, m.ended = f, m.now(), nil
 	if first && len(f.Services) == 0 && len(f.Groups) > 0 {

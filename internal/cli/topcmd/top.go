@@ -111,7 +111,7 @@ func (c *commands) top(ctx context.Context, o options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	f := &feed{client: c.Client(), replay: o.replay, retry: retryInterval, messages: make(chan tea.Msg)}
-	stream, first, err := f.begin(ctx, o.once)
+	stream, first, err := f.connect(ctx, o.once)
 	if err != nil {
 		return err
 	}

@@ -377,9 +377,9 @@ func (f *Follower) prepare(ctx context.Context, s *store.Snapshot, t *table.Tabl
 	switch {
 	case f.preparing != nil, pause:
 	case r.Handed < t.Epoch:
-		f.begin(ctx, t, false)
+		f.startPreparation(ctx, t, false)
 	case r.Prepared < t.Epoch && handedOver(t, r.Name, s.Hosts): // two hosts may get devices from each other
-		f.begin(ctx, t, true)
+		f.startPreparation(ctx, t, true)
 	}
 	f.update(func(now *store.Registration) { // one message for all
 		now.Refuses, now.Nonce, now.Applied, now.Handed, now.Prepared = r.Refuses, r.Nonce, r.Applied, r.Handed, r.Prepared
@@ -407,8 +407,8 @@ type preparation struct {
 	err    error // set before ended is closed
 }
 
-// begin begins a preparation.
-func (f *Follower) begin(ctx context.Context, t *table.Table, takes bool) {
+// startPreparation begins a preparation.
+func (f *Follower) startPreparation(ctx context.Context, t *table.Table, takes bool) {
 	ctx, cancel := context.WithCancel(ctx)
 	p := &preparation{epoch: t.Epoch, takes: takes, cancel: cancel, ended: make(chan struct{})}
 	f.preparing = p

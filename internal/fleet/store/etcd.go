@@ -173,7 +173,7 @@ func (e *Etcd) session(ctx context.Context, v *view, snapshots chan *Snapshot) e
 	if err != nil {
 		return err
 	}
-	v.begin(clock.Monotonic(), e.config.Lease)
+	v.startSession(clock.Monotonic(), e.config.Lease)
 	for _, some := range all.Responses {
 		for _, kv := range some.GetResponseRange().GetKvs() {
 			v.set(strings.TrimPrefix(string(kv.Key), e.prefix), kv.Value, kv.ModRevision, kv.Lease != 0)

@@ -490,7 +490,7 @@ func TestAbsent(t *testing.T) {
 		return s.Hosts[i].Unknown
 	}
 	register := func() { v.set(hostKeys+"b", []byte(`{"name":"b","weight":1}`), 1, true) }
-	v.begin(time.Minute, DefaultLease)
+	v.startSession(time.Minute, DefaultLease)
 	if !unknown(time.Minute) || !unknown(time.Minute+absentTime-1) || unknown(time.Minute+absentTime) {
 		t.Error("a host that was never registered")
 	}
@@ -500,24 +500,24 @@ func TestAbsent(t *testing.T) {
 	if v.set(hostKeys+"b", nil, 2, false); unknown(time.Minute) {
 		t.Error("a host whose registration has ended is unknown")
 	}
-	if v.begin(time.Hour, DefaultLease); !unknown(time.Hour) {
+	if v.startSession(time.Hour, DefaultLease); !unknown(time.Hour) {
 		t.Error("a host is known in a session after an outage")
 	}
 	// The connection is lost again and again, for less than a lease.
 	for at := time.Hour; at < time.Hour+absentTime; at += DefaultLease - 1 {
-		if v.begin(at, DefaultLease); !unknown(at) {
+		if v.startSession(at, DefaultLease); !unknown(at) {
 			t.Errorf("a host is known after %v", at-time.Hour)
 		}
 	}
-	if v.begin(time.Hour+absentTime, DefaultLease); unknown(time.Hour + absentTime) {
+	if v.startSession(time.Hour+absentTime, DefaultLease); unknown(time.Hour + absentTime) {
 		t.Error("with an unstable connection, a host is unknown for ever")
 	}
-	v.begin(2*time.Hour, DefaultLease)
+	v.startSession(2*time.Hour, DefaultLease)
 	if v.set(settingKeys+"b", []byte(`{"state":"drain"}`), 3, false); !unknown(2 * time.Hour) {
 		t.Error("a host with a setting is known")
 	}
 	// Somebody replaces the registration of a living host: the host writes it again, or is dead after a while.
-	v.begin(3*time.Hour, DefaultLease)
+	v.startSession(3*time.Hour, DefaultLease)
 	register()
 	v.contact += time.Minute
 	v.set(hostKeys+"b", []byte("rubbish"), 2, true)

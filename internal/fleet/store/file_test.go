@@ -116,7 +116,7 @@ func FuzzView(f *testing.F) {
 	f.Add(tableKey, []byte("{}"), leaderKey, []byte(`{"name":"a","instance":"i"}`), false)
 	f.Fuzz(func(t *testing.T, keyA string, a []byte, keyB string, b []byte, leased bool) {
 		v := &view{instance: "i"}
-		v.begin(0, DefaultLease)
+		v.startSession(0, DefaultLease)
 		v.table = first(3, "a")
 		v.set(keyA, a, 1, leased)
 		v.set(keyB, b, 2, leased)

@@ -71,9 +71,9 @@ type view struct {
 	decoded  int64           // revision of the value of the table that was decoded last
 }
 
-// begin begins a session, without keys. A session that follows the one before within the time of a lease continues it: with a new
+// startSession begins a session, without keys. A session that follows the one before within the time of a lease continues it: with a new
 // beginning each time, an unstable connection would keep the hosts that have died unknown for ever.
-func (v *view) begin(now, lease time.Duration) {
+func (v *view) startSession(now, lease time.Duration) {
 	if v.entries == nil || now-v.contact >= lease {
 		v.reached, v.seen = now, make(map[string]bool)
 	}

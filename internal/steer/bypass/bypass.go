@@ -21,7 +21,7 @@ type Socket struct {
 	Protocol  config.Protocol
 	Local     netip.AddrPort
 	Remote    netip.AddrPort // of a connected UDP socket; else the zero value
-	Device    uint32         // index of the bound interface, or 0
+	Ifindex   uint32         // index of the bound interface, or 0
 	Interface string         // name of the bound interface, or its index if there is none
 	// Outside is set for a socket that has the address of a listener, and is not in the group of the listener.
 	Outside bool
@@ -36,7 +36,7 @@ func (s *Socket) Takes() string {
 		return fmt.Sprintf("packets to %s (it has left the group)", s.Local)
 	case s.Remote.IsValid():
 		return fmt.Sprintf("datagrams from %s", s.Remote)
-	case s.Device != 0:
+	case s.Ifindex != 0:
 		return "packets of interface " + s.Interface
 	case s.Local.Addr().IsUnspecified():
 		return "IPv4 packets"
@@ -50,8 +50,8 @@ func (s *Socket) advice() string {
 	case s.Outside:
 		return "end the process; a member keeps SO_REUSEPORT after bind, and does not connect its socket"
 	case s.Remote.IsValid():
-		return "end the process, or register it as a member, which may have a socket for each device"
-	case s.Device != 0:
+		return "end the process, or register it as a member, which may have a socket for each interface"
+	case s.Ifindex != 0:
 		return "end the process, or make it bind no interface"
 	}
 	return "end the process, or make it bind the address of the listener"
@@ -75,7 +75,7 @@ func find(conn *sockdiag.Conn, listeners map[int]config.Listener, lookup bool, s
 	var found []Socket
 	asked := make(map[sockdiag.Query]bool)
 	for _, l := range listeners {
-		// Connected sockets have a dump, and a limit, of their own: a member may have one for each device.
+		// Connected sockets have a dump, and a limit, of their own: a member may have one for each interface.
 		queries := []sockdiag.Query{{Protocol: unix.IPPROTO_TCP, States: sockdiag.States(0).With(sockdiag.Listening), LocalPort: l.Address.Port()}}
 		if l.Protocol == config.UDP {
 			queries = []sockdiag.Query{
@@ -94,7 +94,7 @@ func find(conn *sockdiag.Conn, listeners map[int]config.Listener, lookup bool, s
 				if how == receivesNone || len(found)-before >= mostCandidates {
 					return
 				}
-				one := Socket{Protocol: l.Protocol, Local: socket.Local, Device: socket.Device, Outside: how == sameAddress, Cookie: socket.Cookie, Inode: socket.Inode}
+				one := Socket{Protocol: l.Protocol, Local: socket.Local, Ifindex: socket.Interface, Outside: how == sameAddress, Cookie: socket.Cookie, Inode: socket.Inode}
 				if socket.State == sockdiag.Established {
 					one.Remote = socket.Remote
 				}
@@ -148,7 +148,7 @@ func relate(listeners map[int]config.Listener, protocol config.Protocol, lookup 
 		case socket.State == sockdiag.Established:
 			how = preferred
 		case lookup:
-		case socket.Device != 0:
+		case socket.Interface != 0:
 			how = preferred
 		case served == local:
 			return sameAddress

@@ -22,7 +22,7 @@ func TestRelate(t *testing.T) {
 		listeners []config.Listener
 		local     string
 		state     sockdiag.State
-		device    uint32
+		ifindex   uint32
 		lookup    bool
 		want      relation
 	}{
@@ -51,7 +51,7 @@ func TestRelate(t *testing.T) {
 		for row, l := range c.listeners {
 			listeners[row] = l
 		}
-		socket := &sockdiag.Socket{Local: netip.MustParseAddrPort(c.local), State: c.state, Device: c.device}
+		socket := &sockdiag.Socket{Local: netip.MustParseAddrPort(c.local), State: c.state, Interface: c.ifindex}
 		if got := relate(listeners, config.UDP, c.lookup, socket); got != c.want {
 			t.Errorf("%s: %v, want %v", c.name, got, c.want)
 		}

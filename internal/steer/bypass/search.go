@@ -158,7 +158,7 @@ func (w *Watch) searchSockets() {
 		switch {
 		case len(all) == mostSockets:
 		case one.Outside && !w.isOutside(&one, processes):
-		// A member has a socket for each device.
+		// A member has a socket for each interface.
 		case one.Remote.IsValid() && (len(processes) == 0 && w.search.scans[one.Cookie] == 0 || base.memberOf(processes) != ""):
 		case base.isServed(&one):
 		case len(processes) > 0:
@@ -183,16 +183,16 @@ func nameInterfaces(links *netlink.Handle, sockets []found) {
 	names := make(map[uint32]string)
 	for i := range sockets {
 		one := &sockets[i]
-		if one.Device == 0 {
+		if one.Ifindex == 0 {
 			continue
 		}
-		if _, known := names[one.Device]; !known {
-			names[one.Device] = strconv.FormatUint(uint64(one.Device), 10)
-			if link, err := links.LinkByIndex(int(one.Device)); err == nil {
-				names[one.Device] = link.Attrs().Name
+		if _, known := names[one.Ifindex]; !known {
+			names[one.Ifindex] = strconv.FormatUint(uint64(one.Ifindex), 10)
+			if link, err := links.LinkByIndex(int(one.Ifindex)); err == nil {
+				names[one.Ifindex] = link.Attrs().Name
 			}
 		}
-		one.Interface = names[one.Device]
+		one.Interface = names[one.Ifindex]
 	}
 }
 
@@ -278,7 +278,7 @@ func (b *base) isKnown(s *Socket) bool { return b.registered[s.Cookie] || b.isSe
 
 // isServed reports whether a socket has the address of a listener of another service.
 func (b *base) isServed(s *Socket) bool {
-	return !s.Outside && !s.Remote.IsValid() && s.Device == 0 && slices.ContainsFunc(b.served, func(l config.Listener) bool {
+	return !s.Outside && !s.Remote.IsValid() && s.Ifindex == 0 && slices.ContainsFunc(b.served, func(l config.Listener) bool {
 		return l.Protocol == s.Protocol && l.Address == s.Local
 	})
 }

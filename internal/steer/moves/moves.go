@@ -171,7 +171,7 @@ func (m *Moves) advanceSome() error {
 		m.Mapping = before
 		return err
 	}
-	m.rooms.ReleaseMoved(before)
+	m.rooms.DeliverMoved(before)
 	m.Actions.CheckSoon()
 	return m.finishAdvance(pins)
 }

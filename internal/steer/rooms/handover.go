@@ -91,13 +91,13 @@ func (r *Rooms) TakeOver(list []Handed, changed bool) {
 	if !r.KeepsTemplates() {
 		return
 	}
-	r.adopt(list, changed)
+	r.insertTemplates(list, changed)
 	r.scheduleTemplatesSave()
 	r.ReplayMoved()
 }
 
-// adopt keeps templates, and notes which of them to send; with changed, those that are new.
-func (r *Rooms) adopt(list []Handed, changed bool) {
+// insertTemplates keeps templates, and notes which of them to send; with changed, those that are new.
+func (r *Rooms) insertTemplates(list []Handed, changed bool) {
 	now := time.Now()
 	for _, h := range list {
 		age := h.Age
@@ -107,7 +107,7 @@ func (r *Rooms) adopt(list []Handed, changed bool) {
 		}
 		for _, row := range r.rowsOf(h) {
 			before := r.kept.store.Revision()
-			if r.kept.store.Adopt(h.Source, row, h.Data, now.Add(-age), now) == nil && (!changed || r.kept.store.Revision() != before) {
+			if r.kept.store.Insert(h.Source, row, h.Data, now.Add(-age), now) == nil && (!changed || r.kept.store.Revision() != before) {
 				r.replayAgain(h.Source.Addr().Unmap().WithZone(""))
 			}
 		}

@@ -325,9 +325,9 @@ func (r *Rooms) dequeue(slot int) (d waitingDatagram, ok bool) {
 	return d, true
 }
 
-// ReleaseMoved sends what waited for slots whose devices have another slot now to the members of that slot. before is the
+// DeliverMoved delivers the packets of slots whose devices now have another slot to the members of that slot. before is the
 // mapping before the change.
-func (r *Rooms) ReleaseMoved(before *placement.Mapping) {
+func (r *Rooms) DeliverMoved(before *placement.Mapping) {
 	if !r.Exist() {
 		return
 	}
@@ -459,8 +459,8 @@ func (r *Rooms) noteSendError(slot int, err error) {
 	r.err = err
 }
 
-// ReleaseLate releases packets that were on their way to a room when it was emptied.
-func (r *Rooms) ReleaseLate() {
+// DeliverLate delivers packets that were on their way to a room when it was emptied.
+func (r *Rooms) DeliverLate() {
 	if !r.Exist() || time.Since(r.released) > lateTime {
 		return
 	}
@@ -473,9 +473,9 @@ func (r *Rooms) ReleaseLate() {
 	}
 }
 
-// ReleaseWaiting releases what an earlier agent, or an earlier policy, has left in the rooms for slots that are ready or
+// DeliverWaiting delivers the packets that an earlier agent, or an earlier policy, has left in the rooms for slots that are ready or
 // whose wait has ended.
-func (r *Rooms) ReleaseWaiting() {
+func (r *Rooms) DeliverWaiting() {
 	r.released = time.Now()
 	r.emptyRooms()
 	if err := r.rotateRooms(); err != nil {

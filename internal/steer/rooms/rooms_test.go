@@ -172,7 +172,7 @@ func TestCopyTemplates(t *testing.T) {
 	r.kept.store = templates.NewStore(templates.Limits{}, nil)
 	source, other, third := netip.MustParseAddrPort("192.0.2.1:7"), netip.MustParseAddrPort("192.0.2.2:7"), netip.MustParseAddrPort("192.0.2.3:7")
 	for _, from := range []netip.AddrPort{source, other, third} {
-		if err := r.kept.store.Adopt(from, 0, datagram, now.Add(-time.Minute), now); err != nil {
+		if err := r.kept.store.Insert(from, 0, datagram, now.Add(-time.Minute), now); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -218,7 +218,7 @@ func TestCopyTemplates(t *testing.T) {
 		one.Written = one.Written.Add(shift)
 		next := New(&core.Service{Config: config.Service{Slots: 1}, Listeners: listeners})
 		next.kept.store = templates.NewStore(templates.Limits{}, func(a netip.Addr) bool { return next.kept.vouched[a] })
-		next.adopt([]Handed{one}, true)
+		next.insertTemplates([]Handed{one}, true)
 		n := 0
 		for kept := range next.kept.store.List() {
 			if age := now.Sub(kept.Refreshed); (age-want).Abs() > 10*time.Second || !kept.Proven {
@@ -248,7 +248,7 @@ func TestReplayAgain(t *testing.T) {
 	first := Handed{Listener: "udp [::]:4739", Source: source, Data: message(8), Age: time.Minute}
 	adopt := func(h Handed) {
 		t.Helper()
-		if r.adopt([]Handed{h}, true); r.kept.store.Stats().Templates != 1 {
+		if r.insertTemplates([]Handed{h}, true); r.kept.store.Stats().Templates != 1 {
 			t.Fatalf("%+v", r.kept.store.Stats())
 		}
 	}
@@ -263,7 +263,7 @@ func TestReplayAgain(t *testing.T) {
 			t.Errorf("sent again after %+v", h)
 		}
 	}
-	if r.adopt([]Handed{first}, false); !running.again || len(r.kept.replayedTo) > 0 {
+	if r.insertTemplates([]Handed{first}, false); !running.again || len(r.kept.replayedTo) > 0 {
 		t.Error("the templates of an exporter that comes are not sent")
 	}
 	running.addresses, running.again, r.kept.replayedTo[source.Addr()] = []netip.Addr{other, source.Addr()}, false, known

@@ -156,7 +156,7 @@ func (c *Checks) check(turn int) {
 	c.timer = nil
 	c.PruneAdopted()
 	c.moves.ExpirePins()
-	c.rooms.ReleaseLate()
+	c.rooms.DeliverLate()
 	missing := c.checkNow()
 	seats := c.SeatIDs()
 	scan := len(missing.sessions) > 0 && time.Since(c.labeled) >= labelInterval

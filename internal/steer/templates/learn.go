@@ -29,9 +29,9 @@ func (s *Store) Learn(source netip.AddrPort, row int, datagram []byte, now time.
 	return s.learn(source, row, datagram, now, now, false)
 }
 
-// Adopt keeps the templates of a message that [Store.Replay] of another Store has returned. refreshed is Message.Refreshed. Templates that
+// Insert keeps the templates of a message that [Store.Replay] of another Store has returned. refreshed is Message.Refreshed. Templates that
 // this Store has received later stay. The error is that of Learn.
-func (s *Store) Adopt(source netip.AddrPort, row int, message []byte, refreshed, now time.Time) error {
+func (s *Store) Insert(source netip.AddrPort, row int, message []byte, refreshed, now time.Time) error {
 	if now.Sub(refreshed) >= s.limits.Lifetime {
 		return nil
 	}
@@ -49,14 +49,14 @@ type learner struct {
 	now    int64
 	stamp  int64 // when the records arrived; earlier than now for a state that is loaded, and for those of another Store
 	swept  bool  // stale templates of the device have been removed
-	// adopted is set if the records arrived at another Store: what this one has received later is newer.
-	adopted bool
+	// inserted is set if the records arrived at another Store: what this one has received later is newer.
+	inserted bool
 	// withdrawn tells for both kinds, options or not, whether all templates have been withdrawn and none was kept since.
 	withdrawn map[bool]bool
 }
 
-// learn keeps the templates of a datagram that arrived at a time, here or, if adopted is set, at another Store.
-func (s *Store) learn(source netip.AddrPort, row int, datagram []byte, arrived, now time.Time, adopted bool) error {
+// learn keeps the templates of a datagram that arrived at a time, here or, if inserted is set, at another Store.
+func (s *Store) learn(source netip.AddrPort, row int, datagram []byte, arrived, now time.Time, inserted bool) error {
 	s.stats.Datagrams++
 	m, err := parseMessage(datagram)
 	if err == nil {
@@ -68,9 +68,9 @@ func (s *Store) learn(source netip.AddrPort, row int, datagram []byte, arrived, 
 		return err
 	}
 	addr := normalize(source.Addr())
-	l := learner{Store: s, now: now.UnixNano(), stamp: arrived.UnixNano(), adopted: adopted, proven: s.isProven(addr),
+	l := learner{Store: s, now: now.UnixNano(), stamp: arrived.UnixNano(), inserted: inserted, proven: s.isProven(addr),
 		key: Session{Source: netip.AddrPortFrom(addr, source.Port()), Row: int(int32(row)), Version: m.version, Domain: m.domain}}
-	l.begin(&m)
+	l.prepare(&m)
 	l.apply(&m)
 	return nil
 }
@@ -83,8 +83,8 @@ func normalize(addr netip.Addr) netip.Addr {
 	return addr.Unmap().WithZone("")
 }
 
-// begin expires the device, updates its class, and notices restarts.
-func (l *learner) begin(m *message) {
+// prepare expires the device, updates its class, and notices restarts.
+func (l *learner) prepare(m *message) {
 	d, _ := l.find()
 	if d == nil {
 		return
@@ -99,10 +99,10 @@ func (l *learner) begin(m *message) {
 	}
 }
 
-// outdated reports whether the records are older than what this Store received at a time. Messages that are adopted at the same time, as
+// outdated reports whether the records are older than what this Store received at a time. Messages that are inserted at the same time, as
 // those of one session, are not older than each other.
 func (l *learner) outdated(received int64) bool {
-	return l.adopted && l.stamp < received && received != l.now
+	return l.inserted && l.stamp < received && received != l.now
 }
 
 // restarted reports whether the exporter has restarted since the last message.

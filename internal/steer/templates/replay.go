@@ -122,7 +122,7 @@ func (w *writer) add(t *template, size int) {
 		w.endMessage()
 	}
 	if len(w.message) == 0 {
-		w.begin()
+		w.startMessage()
 	}
 	if w.set == 0 {
 		id := uint16(0) // NetFlow v9
@@ -141,8 +141,8 @@ func (w *writer) add(t *template, size int) {
 	w.newest = max(w.newest, t.refreshed)
 }
 
-// begin appends a header without length, count and sequence number.
-func (w *writer) begin() {
+// startMessage appends a header without length, count and sequence number.
+func (w *writer) startMessage() {
 	b := binary.BigEndian.AppendUint16(w.message, w.version)
 	b = binary.BigEndian.AppendUint16(b, 0)
 	if w.version == NetFlow9 {

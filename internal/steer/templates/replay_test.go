@@ -216,7 +216,7 @@ func TestAdopt(t *testing.T) {
 	adopt := func(to, from *Store) {
 		t.Helper()
 		for _, m := range from.Replay(router.Addr(), now, 0, nil) {
-			if err := to.Adopt(m.Source, m.Row, m.Data, m.Refreshed, now); err != nil {
+			if err := to.Insert(m.Source, m.Row, m.Data, m.Refreshed, now); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -283,7 +283,7 @@ func TestAdopt(t *testing.T) {
 	one := first.Replay(router.Addr(), now, 0, nil)[0]
 	for _, refreshed := range []time.Time{now.Add(-DefaultLifetime), now.Add(-1 << 62), now.Add(1 << 62)} {
 		s := NewStore(Limits{}, nil)
-		if err := s.Adopt(one.Source, one.Row, one.Data, refreshed, now); err != nil {
+		if err := s.Insert(one.Source, one.Row, one.Data, refreshed, now); err != nil {
 			t.Fatal(err)
 		}
 		for e := range s.List() {
@@ -292,7 +292,7 @@ func TestAdopt(t *testing.T) {
 			}
 		}
 	}
-	if err := s.Adopt(router, 0, []byte("rubbish"), now, now); err == nil {
+	if err := s.Insert(router, 0, []byte("rubbish"), now, now); err == nil {
 		t.Error("rubbish is adopted")
 	}
 }

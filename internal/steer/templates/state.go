@@ -130,12 +130,12 @@ func (s *Store) Load(r io.Reader, now time.Time) error {
 			return fmt.Errorf("load templates: %w", err)
 		}
 	}
-	s.take(loaded, now.UnixNano())
+	s.replaceBy(loaded, now.UnixNano())
 	return nil
 }
 
-// take replaces the contents by those of a loaded Store, which is not used afterwards.
-func (s *Store) take(o *Store, now int64) {
+// replaceBy replaces the contents by those of a loaded Store, which is not used afterwards.
+func (s *Store) replaceBy(o *Store, now int64) {
 	s.devices, s.provenOrder, s.unprovenOrder = o.devices, o.provenOrder, o.unprovenOrder
 	s.stats.Sessions, s.stats.Templates = o.stats.Sessions, o.stats.Templates
 	s.stats.Bytes, s.stats.UnprovenBytes = o.stats.Bytes, o.stats.UnprovenBytes
@@ -144,12 +144,12 @@ func (s *Store) take(o *Store, now int64) {
 	s.changed(now)
 }
 
-func (r *reader) u8() byte    { return r.take(1)[0] }
-func (r *reader) u16() uint16 { return binary.BigEndian.Uint16(r.take(2)) }
-func (r *reader) u32() uint32 { return binary.BigEndian.Uint32(r.take(4)) }
-func (r *reader) u64() uint64 { return binary.BigEndian.Uint64(r.take(8)) }
+func (r *reader) u8() byte    { return r.next(1)[0] }
+func (r *reader) u16() uint16 { return binary.BigEndian.Uint16(r.next(2)) }
+func (r *reader) u32() uint32 { return binary.BigEndian.Uint32(r.next(4)) }
+func (r *reader) u64() uint64 { return binary.BigEndian.Uint64(r.next(8)) }
 
-func (r *reader) take(n int) []byte {
+func (r *reader) next(n int) []byte {
 	if len(r.b) < n {
 		r.failed, r.b = true, nil
 		return make([]byte, n)
@@ -160,7 +160,7 @@ func (r *reader) take(n int) []byte {
 }
 
 func (s *Store) loadDevice(r *reader, now int64) error {
-	addr := netip.AddrFrom16([16]byte(r.take(16))).Unmap()
+	addr := netip.AddrFrom16([16]byte(r.next(16))).Unmap()
 	proven := r.u8() != 0
 	sessions := r.u16()
 	if r.failed || sessions == 0 || s.devices[addr] != nil {
@@ -194,7 +194,7 @@ func (l *learner) loadTemplates(r *reader, n int) error {
 	for range n {
 		options := r.u8() != 0
 		learned, refreshed := r.time(l.now), r.time(l.now)
-		raw := r.take(int(r.u16()))
+		raw := r.next(int(r.u16()))
 		if r.failed || len(raw) < 4 {
 			return fmt.Errorf("%w: template of %v", errDamaged, l.key)
 		}

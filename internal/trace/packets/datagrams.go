@@ -131,7 +131,7 @@ func (a *DatagramAssembler) handleRead(h *capture.Header) {
 	p.Received.Read = a.clock.Time(int64(h.Time))
 	p.Received.Waited = time.Duration(int64(h.Time) - p.at)
 	a.summary.Read++
-	a.leave(p)
+	a.forget(p)
 }
 
 // readBefore returns the packet that an application has received: one that is older than the oldest one left, which is
@@ -152,7 +152,7 @@ func (a *DatagramAssembler) readBefore(left *packet, h *capture.Header) (found *
 		case p.leftAt != 0 && int64(h.Time)-p.leftAt > settle:
 			p.Received.Unseen = true
 			a.summary.ReceivedUnseen++
-			a.leave(p)
+			a.forget(p)
 		case found == nil || found.Length != int(h.Length) && p.Length == int(h.Length):
 			if p.Length >= int(h.Length) {
 				found = p
@@ -195,7 +195,7 @@ func (a *DatagramAssembler) handleDrop(e *capture.Event) {
 		if p := a.arrived[h.Skb]; p != nil {
 			p.Received.Dropped, p.Received.Reason = true, a.reasons[h.Reason]
 			a.summary.ReceivedDropped++
-			a.leave(p)
+			a.forget(p)
 		}
 		return
 	}
@@ -299,7 +299,7 @@ func (a *DatagramAssembler) conclude(p *packet) {
 	if p.Received != nil {
 		if p.doneAt == 0 {
 			a.summary.Unread++
-			a.leave(p)
+			a.forget(p)
 		}
 		return
 	}
@@ -324,8 +324,8 @@ func (a *DatagramAssembler) conclude(p *packet) {
 	}
 }
 
-// leave removes a packet that was read or dropped.
-func (a *DatagramAssembler) leave(p *packet) {
+// forget removes a packet that was read or dropped.
+func (a *DatagramAssembler) forget(p *packet) {
 	p.doneAt = a.now
 	if i := slices.Index(a.unread, p); i >= 0 {
 		a.unread = slices.Delete(a.unread, i, i+1)

@@ -44,7 +44,7 @@ type Writer struct {
 // NewWriter writes the section and interface headers. about describes the capture, and program the writing program.
 func NewWriter(w io.Writer, about, program string) (*Writer, error) {
 	p := &Writer{w: w, interfaces: make(map[int]uint32)}
-	p.begin(blockSection)
+	p.beginBlock(blockSection)
 	p.u32(byteOrderMagic)
 	p.block = binary.LittleEndian.AppendUint16(p.block, 1) // version 1.0
 	p.block = binary.LittleEndian.AppendUint16(p.block, 0)
@@ -75,7 +75,7 @@ func (p *Writer) Write(packet *Packet) error {
 	if packet.Sent != nil {
 		direction = directionOut
 	}
-	p.begin(blockPacket)
+	p.beginBlock(blockPacket)
 	p.u32(id)
 	at := uint64(packet.Time.UnixNano())
 	p.u32(uint32(at >> 32))
@@ -89,7 +89,7 @@ func (p *Writer) Write(packet *Packet) error {
 }
 
 func (p *Writer) addInterface(name string) error {
-	p.begin(blockInterface)
+	p.beginBlock(blockInterface)
 	p.block = binary.LittleEndian.AppendUint16(p.block, linkTypeRaw)
 	p.block = binary.LittleEndian.AppendUint16(p.block, 0)
 	p.u32(uint32(capture.Bytes)) // snapshot length
@@ -107,7 +107,7 @@ func (p *Writer) Close(s *Summary) error {
 		return nil
 	}
 	at := uint64(s.To.UnixNano())
-	p.begin(blockStatistics)
+	p.beginBlock(blockStatistics)
 	p.u32(0)
 	p.u32(uint32(at >> 32))
 	p.u32(uint32(at))
@@ -116,7 +116,7 @@ func (p *Writer) Close(s *Summary) error {
 	return p.end()
 }
 
-func (p *Writer) begin(kind uint32) {
+func (p *Writer) beginBlock(kind uint32) {
 	p.block = p.block[:0]
 	p.u32(kind)
 	p.u32(0) // block length, set by end
