@@ -199,3 +199,23 @@ func (d *Report) Rights(needs []rights.Need, pid int) {
 		}
 	}
 }
+
+// ForeignPrograms reports the programs that others have attached to a network namespace, and that decide about sockets.
+func (d *Report) ForeignPrograms(area string, netns int) {
+	programs, err := probe.ForeignPrograms(netns)
+	if err != nil && !rights.Has(unix.CAP_SYS_ADMIN) {
+		d.Add(area, "foreign programs", Warning, "not known: the check needs CAP_SYS_ADMIN", "run sockeye doctor as root")
+		return
+	}
+	if err != nil {
+		d.Add(area, "foreign programs", Warning, "not known: "+err.Error(), fault.Hint(err))
+		return
+	}
+	for _, p := range programs {
+		d.Add(area, "foreign programs", Warning, fmt.Sprintf("%s program %d (%s) of another owner", p.Kind, p.ID, p.Name),
+			"if it decides about the same ports, the last one attached wins")
+	}
+	if len(programs) == 0 {
+		d.Add(area, "foreign programs", OK, "none", "")
+	}
+}

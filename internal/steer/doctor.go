@@ -19,14 +19,12 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
-	"sockeye/internal/bpf/probe"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 	"sockeye/internal/member"
-	"sockeye/internal/rights"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
@@ -96,7 +94,7 @@ func (d checkup) service(c config.Service, policy *config.Policy) {
 		return
 	}
 	defer s.Netns.Close()
-	d.foreignPrograms(area, int(s.Netns.Fd()))
+	d.ForeignPrograms(area, int(s.Netns.Fd()))
 	rules, users, err := resolveMembers(c)
 	if err != nil {
 		d.Fail(area, "user", fault.Code(err), err.Error(), fault.Hint(err))
@@ -129,25 +127,6 @@ func (p *portSocket) isOfOther(c config.Service, policy *config.Policy) bool {
 			return (p.socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) && p.socket.Local == l.Address
 		})
 	})
-}
-
-func (d checkup) foreignPrograms(area string, netns int) {
-	programs, err := probe.ForeignPrograms(netns)
-	if err != nil && !rights.Has(unix.CAP_SYS_ADMIN) {
-		d.Add(area, "foreign programs", doctor.Warning, "not known: the check needs CAP_SYS_ADMIN", "run sockeye doctor as root")
-		return
-	}
-	if err != nil {
-		d.Add(area, "foreign programs", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
-		return
-	}
-	for _, p := range programs {
-		d.Add(area, "foreign programs", doctor.Warning, fmt.Sprintf("%s program %d (%s) of another owner", p.Kind, p.ID, p.Name),
-			"if it decides about the same ports, the last one attached wins")
-	}
-	if len(programs) == 0 {
-		d.Add(area, "foreign programs", doctor.OK, "none", "")
-	}
 }
 
 // findSockets returns the sockets on the ports of the service, including those of keepers. The copied descriptors are

@@ -44,7 +44,7 @@ func (s *service) frame(seconds float64) (one api.LiveService, stuck []api.LiveS
 		return one, nil, err
 	}
 	one.Split = s.checks.SplitDevices()
-	one.Waiting, one.NotAdmitted = s.waitingStatus(), s.refusals.List()
+	one.Waiting, one.NotAdmitted = s.waitingStatus(), s.notAdmitted.List()
 	one.Waiting = one.Waiting[:min(len(one.Waiting), mostWaitingLive)]
 	return one, stuck, s.traffic.Learn()
 }

@@ -209,7 +209,7 @@ func (s *service) registerIfMember(p *member.Process) {
 	slot, err := s.membership(p, candidate)
 	if errors.Is(err, errNotMember) {
 		s.forgetWaiting(p.PID)
-		s.refusals.Delete(member.ID{PID: p.PID, StartTime: p.StartTime})
+		s.notAdmitted.Delete(member.ID{PID: p.PID, StartTime: p.StartTime})
 		return
 	}
 	for _, seat := range s.Seats {

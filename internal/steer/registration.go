@@ -218,37 +218,3 @@ func (s *service) checkOrigin(seat *core.Seat, socket *member.Socket) error {
 	}
 	return nil
 }
-
-// takeSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot. Slots whose
-// member has exited are vacated first.
-func (s *service) takeSlot(slot int, of member.ID) (int, error) {
-	// A supervisor may start the next member before the agent handles the exit of the last one.
-	for taken, seat := range maps.Clone(s.Seats) {
-		if (taken == slot || slot == member.AnySlot) && s.Seats[taken] == seat && seat.Handle.Ended() {
-			s.VacateSlot(taken, "process exited")
-		}
-	}
-	if slot != member.AnySlot {
-		if seat := s.Seats[slot]; seat != nil && !s.takesOver(of, seat) {
-			return 0, fault.Conflict(fmt.Errorf("slot %d is taken by process %d", slot, seat.Process.PID),
-				"end that process, or give this one another slot")
-		}
-		return slot, nil
-	}
-	reserved := make(map[int]bool)
-	for _, c := range s.liveClaims(member.ID{}) {
-		reserved[c.Slot] = true
-	}
-	for slot := range s.Config.Slots {
-		if s.Seats[slot] == nil && !reserved[slot] {
-			return slot, nil
-		}
-	}
-	return 0, fault.Conflict(fmt.Errorf("all %d slots are taken", s.Config.Slots), "raise slots in the policy")
-}
-
-// takesOver reports whether a process takes the slot of a member over. Only a process that was started later does, so that
-// two processes do not take the slot from each other.
-func (s *service) takesOver(p member.ID, from *core.Seat) bool {
-	return s.Config.Takeover && p.StartTime > from.Process.StartTime
-}

@@ -108,7 +108,7 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 		}
 	}
 	s.registrations[seat.Slot]++
-	s.refusals.Delete(seat.ID())
+	s.notAdmitted.Delete(seat.ID())
 	s.occupySlot(seat)
 	_, held := s.GroupOwner()
 	s.learnGroupOwner(seat)
@@ -129,35 +129,6 @@ func (s *service) openSlot(seat *core.Seat, sockets map[int]*member.Socket) (err
 		_ = s.reconcileKeeper() // returns an error only with lookup
 	}
 	return nil
-}
-
-// makeFormer removes the sockets of a member whose slot another process has taken over. The former member goes on with what it has
-// received; the next check closes its connections.
-func (s *service) makeFormer(former, by *core.Seat) error {
-	s.Formers[former.ID()] = former
-	s.rooms.StopCopying(former)
-	s.Log.Info("slot taken over", events.SlotTakenOver, "slot", by.Slot, "pid", by.Process.PID, "former", former.Process.PID)
-	return s.ClosePlace(former.Place)
-}
-
-// isFormer reports whether the member of a slot was started later than a process, so that the process is a former member.
-func (s *service) isFormer(slot int, p *member.Process) bool {
-	now := s.Seats[slot]
-	return s.Config.Takeover && now != nil && p.StartTime < now.Process.StartTime
-}
-
-// addFormer records a former member until it exits.
-func (s *service) addFormer(slot int, former *core.Seat) {
-	former.Slot = slot
-	s.Formers[former.ID()] = former
-	go func() {
-		if former.Handle.Wait() != nil {
-			return
-		}
-		s.Mu.Lock()
-		defer s.Mu.Unlock()
-		s.forgetFormer(former)
-	}()
 }
 
 // occupySlot records the member of a slot and starts a goroutine that waits for the exit of the process.
@@ -185,15 +156,6 @@ func (s *service) occupySlot(seat *core.Seat) {
 		s.checks.ForgetAdopter(handle)
 		s.forgetFormer(seat)
 	}()
-}
-
-// forgetFormer forgets a former member that has exited.
-func (s *service) forgetFormer(former *core.Seat) {
-	if s.Formers[former.ID()] == former {
-		s.Log.Info("former member exited", events.FormerExited, "slot", former.Slot, "pid", former.Process.PID)
-		delete(s.Formers, former.ID())
-		former.Handle.Close()
-	}
 }
 
 // VacateSlot closes a slot in the data path and removes its member, then evaluates the waiting processes.

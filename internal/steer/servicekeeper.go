@@ -145,50 +145,6 @@ func (s *service) replaceKeeper() error {
 	return nil
 }
 
-// restoreKeeper takes over the keeper of an earlier agent and copies its sockets.
-func (s *service) restoreKeeper() error {
-	// A keeper may have the listeners of the previous policy, which are no longer pinned.
-	rows := slices.DeleteFunc(slices.Concat(s.Rows[:], s.previousRows[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
-	keepers, err := keeper.Find(s.Host.Root.Dir, s.Name, s.State.Keeper, func(string) []bpf.Listener { return rows })
-	if err != nil {
-		return err
-	}
-	for _, k := range keepers {
-		if s.keeper != nil || s.UsesLookup() && !s.rooms.Exist() {
-			if err := k.Kill(); err != nil {
-				return err
-			}
-			continue
-		}
-		for row := range s.Listeners {
-			i := slices.IndexFunc(k.Sockets, func(socket *member.Socket) bool {
-				if s.UsesLookup() {
-					cookie, err := s.Path.RoomCookie(row)
-					return err == nil && cookie == socket.Cookie
-				}
-				return keeper.IsSocket(socket, s.Rows[row])
-			})
-			if i < 0 {
-				continue
-			}
-			fd, err := unix.FcntlInt(uintptr(k.Sockets[i].FD()), unix.F_DUPFD_CLOEXEC, 0)
-			if err != nil {
-				k.Close()
-				return fmt.Errorf("copy keeper socket: %w", err)
-			}
-			s.KeeperSockets[row] = fd
-		}
-		member.CloseAll(k.Sockets)
-		k.Sockets = nil
-		s.keeper = k
-		s.recordKeeper()
-		s.moveKeeperToScope(k)
-		go s.watchKeeper(k, time.Now())
-		s.Log.Info("keeper restored", events.KeeperRestored, "pid", k.Self.PID, "sockets", len(s.KeeperSockets))
-	}
-	return nil
-}
-
 // recordKeeper saves the process id and the start time of the keeper for the next agent.
 func (s *service) recordKeeper() {
 	s.State.Keeper = &s.keeper.Self

@@ -23,7 +23,7 @@ import (
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/keeper"
 	"sockeye/internal/steer/listener"
-	"sockeye/internal/steer/replay"
+	"sockeye/internal/steer/spoof"
 	"sockeye/internal/steer/stored"
 	"sockeye/internal/steer/templates"
 )
@@ -87,7 +87,7 @@ type Rooms struct {
 	arrived  map[int]uint64
 	departed time.Time
 	prepared [bpf.MaxListeners]*prepared // settings of the rooms' sockets
-	sender   *replay.Sender              // nil before the first replay
+	sender   *spoof.Sender              // nil before the first replay
 	buffer   []byte
 	memory   [bpf.MaxListeners]int64 // size of the datagrams in queued, by row
 	stale    map[int]uint64          // datagrams in the rooms whose wait has ended, by slot; see endWait
@@ -103,7 +103,7 @@ const nobody = -1
 
 // waitingDatagram is a datagram that waits, and the row of its listener.
 type waitingDatagram struct {
-	replay.Datagram
+	spoof.Datagram
 	row    int
 	stored int // slot for which the data path has counted it
 }
@@ -442,7 +442,7 @@ func (r *Rooms) ReturnQueued() {
 			if !ok {
 				to = d.To
 			}
-			if err := r.send(replay.Datagram{From: d.From, To: to, Payload: d.Payload}); err != nil {
+			if err := r.send(spoof.Datagram{From: d.From, To: to, Payload: d.Payload}); err != nil {
 				r.noteSendError(slot, err)
 			}
 		}

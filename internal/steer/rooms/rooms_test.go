@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/core"
-	"sockeye/internal/steer/replay"
+	"sockeye/internal/steer/spoof"
 	"sockeye/internal/steer/templates"
 )
 
@@ -24,7 +24,7 @@ func TestQueueBounds(t *testing.T) {
 	r.filling[1], r.filling[2] = &fill{}, &fill{}
 	of := func(port uint16) waitingDatagram {
 		from := netip.AddrPortFrom(netip.MustParseAddr("192.0.2.1"), port)
-		return waitingDatagram{Datagram: replay.Datagram{From: from, Payload: make([]byte, 1000)}, stored: 1}
+		return waitingDatagram{Datagram: spoof.Datagram{From: from, Payload: make([]byte, 1000)}, stored: 1}
 	}
 	for i := range 12 {
 		r.deliver(1+i%2, of(uint16(i)))

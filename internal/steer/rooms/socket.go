@@ -18,7 +18,7 @@ import (
 	"sockeye/internal/netns"
 	"sockeye/internal/sockaddr"
 	"sockeye/internal/steer/keeper"
-	"sockeye/internal/steer/replay"
+	"sockeye/internal/steer/spoof"
 )
 
 // OpenSocket opens the waiting room of a listener with steering by sk_lookup.
@@ -209,10 +209,10 @@ func (p *prepared) size() int64 {
 }
 
 // send sends a datagram from the address of its sender.
-func (r *Rooms) send(d replay.Datagram) error {
+func (r *Rooms) send(d spoof.Datagram) error {
 	if r.sender == nil {
 		err := netns.Do(r.SocketNetns(), func() (err error) {
-			r.sender, err = replay.Open(bpf.ReplayTTL)
+			r.sender, err = spoof.Open(bpf.ReplayTTL)
 			return err
 		})
 		if err != nil {
@@ -249,7 +249,7 @@ func (r *Rooms) receiveWaiting(row int) (d waitingDatagram, ok bool) {
 			mapping = r.unread
 		}
 		stored, _ := mapping.Slot(source.Addr())
-		return waitingDatagram{replay.Datagram{From: source, To: destination, Payload: slices.Clone(r.buffer[:n])}, row, stored}, true
+		return waitingDatagram{spoof.Datagram{From: source, To: destination, Payload: slices.Clone(r.buffer[:n])}, row, stored}, true
 	}
 }
 

@@ -25,7 +25,7 @@ import (
 	"sockeye/internal/statedir"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/listener"
-	"sockeye/internal/steer/replay"
+	"sockeye/internal/steer/spoof"
 	"sockeye/internal/steer/session"
 	"sockeye/internal/steer/templates"
 )
@@ -429,7 +429,7 @@ func (r *Rooms) templateDatagrams(addresses []netip.Addr, ready bool, next map[t
 			if !ok {
 				continue
 			}
-			list = append(list, waitingDatagram{Datagram: replay.Datagram{From: m.Source, To: to, Payload: m.Data}, row: m.Row})
+			list = append(list, waitingDatagram{Datagram: spoof.Datagram{From: m.Source, To: to, Payload: m.Data}, row: m.Row})
 		}
 	}
 	return list

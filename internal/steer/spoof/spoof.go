@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package replay sends UDP datagrams to a socket of this host with the source address and port of their sender.
+// Package spoof sends UDP datagrams to a socket of this host with the source address and port of their sender.
 //
 // The package uses raw sockets with IP_HDRINCL and IPV6_HDRINCL (CAP_NET_RAW). A UDP socket with IP_TRANSPARENT would have to
 // be bound to the address of the sender: that fails if the sender runs on this host, and needs one socket per sender.
-package replay
+package spoof
 
 import (
 	"encoding/binary"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package refusals records the processes that match a rule and have the service's ports, but are not admitted: they run as another user,
+// Package notadmitted records the processes that match a rule and have the service's ports, but are not admitted: they run as another user,
 // or in their own namespaces. Status shows them.
-package refusals
+package notadmitted
 
 import (
 	"log/slog"

@@ -74,7 +74,7 @@ func (s *service) status() api.ServiceStatus {
 	for _, former := range slices.SortedFunc(maps.Values(s.Formers), func(a, b *core.Seat) int { return cmp.Compare(a.Process.PID, b.Process.PID) }) {
 		status.Formers = append(status.Formers, api.FormerStatus{Slot: former.Slot, PID: former.Process.PID, Command: former.Process.Command()})
 	}
-	status.Refused = s.refusals.List()
+	status.Refused = s.notAdmitted.List()
 	status.Drops = s.traffic.RecentDrops(time.Now())
 	return status
 }

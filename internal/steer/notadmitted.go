@@ -10,7 +10,7 @@ const maxProbes = 64
 // addRefusal records a process that matches a rule and is not admitted.
 func (s *service) addRefusal(p *member.Process, source string, why *member.Refusal) {
 	if !s.isRelated(p) && !s.isIsolatedProgram(p) {
-		s.refusals.Add(s.Log, p, source, why, func() bool { return s.probesLeft > 0 && s.hasPorts(p.PID) })
+		s.notAdmitted.Add(s.Log, p, source, why, func() bool { return s.probesLeft > 0 && s.hasPorts(p.PID) })
 	}
 }
 
