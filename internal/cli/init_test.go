@@ -67,7 +67,7 @@ func TestInit(t *testing.T) {
 	h.write("metrics.yaml", "services: {}\nmetrics: {listen: \"127.0.0.1:9732\"}\n")
 	h.refused(5, "DIR/metrics.yaml exists and has metrics", "name another file with --policy", nil, "init", "--write", "--policy", h.dir+"/metrics.yaml")
 	h.write("broken.yaml", "services: 7\n")
-	if r := h.sockeye("init", "--write", "--policy", h.dir+"/broken.yaml"); r.code != 5 || !strings.Contains(r.err, "is no valid policy") {
+	if r := h.sockeye("init", "--write", "--policy", h.dir+"/broken.yaml"); r.code != 5 || !strings.Contains(r.err, "is not a valid policy") {
 		t.Errorf("%+v", r)
 	}
 	h.refused(2, "write policy: stat DIR/new: no such file or directory", "make the directory, or name another file with --policy", nil, "init", "--write", "--policy", h.dir+"/new/policy.yaml")

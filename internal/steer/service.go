@@ -45,7 +45,7 @@ type service struct {
 
 	firstSeen    map[member.ID]*member.Process // attributes of the first inspection: nfacctd overwrites its arguments
 	waiting      map[int]*waitingProcess       // by process id
-	notAdmitted  notadmitted.Table                // processes that match a rule and are not admitted
+	notAdmitted  notadmitted.Table             // processes that match a rule and are not admitted
 	probesLeft   int                           // remaining number of processes whose descriptors may be read for a refusal
 	waitingFull  bool                          // waiting is full, and this was logged
 	socketOwners map[uint64]member.ID          // member that registered a socket, by cookie

@@ -87,7 +87,7 @@ type Rooms struct {
 	arrived  map[int]uint64
 	departed time.Time
 	prepared [bpf.MaxListeners]*prepared // settings of the rooms' sockets
-	sender   *spoof.Sender              // nil before the first replay
+	sender   *spoof.Sender               // nil before the first replay
 	buffer   []byte
 	memory   [bpf.MaxListeners]int64 // size of the datagrams in queued, by row
 	stale    map[int]uint64          // datagrams in the rooms whose wait has ended, by slot; see endWait

@@ -25,8 +25,8 @@ import (
 	"sockeye/internal/statedir"
 	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/listener"
-	"sockeye/internal/steer/spoof"
 	"sockeye/internal/steer/session"
+	"sockeye/internal/steer/spoof"
 	"sockeye/internal/steer/templates"
 )
 
