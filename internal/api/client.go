@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"net/http"
 	"net/url"
@@ -24,6 +25,26 @@ import (
 
 // SocketPath returns the path of the agent's socket in a run directory.
 func SocketPath(runDir string) string { return filepath.Join(runDir, "agent.sock") }
+
+// RemoveDeadSocket removes the socket file that a killed agent has left in a run directory. The socket of a running agent, and other
+// files, stay.
+func RemoveDeadSocket(runDir string) error {
+	path := SocketPath(runDir)
+	if info, err := os.Lstat(path); err != nil || info.Mode()&fs.ModeSocket == 0 {
+		return nil
+	}
+	running, err := net.DialTimeout("unix", path, time.Second)
+	if err == nil {
+		running.Close()
+	}
+	if !errors.Is(err, unix.ECONNREFUSED) {
+		return nil
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove the socket of an agent that was killed: %w", err)
+	}
+	return nil
+}
 
 // Client sends requests to an agent.
 type Client struct {

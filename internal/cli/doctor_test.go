@@ -115,6 +115,18 @@ func TestDoctorFindings(t *testing.T) {
 			doctor.Finding{Area: "sysctl", Check: "net.ipv4.tcp_migrate_req", Result: "ok", Detail: "1; the program decides about migration"}},
 		{"no bpffs", func(_ *testing.T, h *host) { h.pins = h.dir + "/bpf/sockeye" },
 			doctor.Finding{Area: "mounts", Check: "bpffs", Result: "note", Detail: "DIR/bpf is not a bpffs, the agent mounts one"}},
+		{"no TUN", func(t *testing.T, _ *host) {
+			if err := unix.Mount("none", "/dev/net", "tmpfs", 0, ""); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if err := unix.Unmount("/dev/net", 0); err != nil {
+					t.Error(err)
+				}
+			})
+		},
+			doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "note", Detail: "sockeye isolate needs this device", Hint: "modprobe tun; in a container, add the device to the container"}},
+		{"TUN", nil, doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "ok"}},
 		{"open pin directory", func(t *testing.T, h *host) {
 			if err := os.Mkdir(h.pins, 0o700); err != nil {
 				t.Fatal(err)

@@ -281,6 +281,9 @@ func TestResetState(t *testing.T) {
 	if want := "removed PINS\nkept DIR/state: devices keep their slots; --state removes it\n"; r.code != 0 || h.plain(r.out) != want {
 		t.Errorf("got %+v, want %s", r, want)
 	}
+	if _, err := os.Lstat(api.SocketPath(h.run)); !os.IsNotExist(err) {
+		t.Errorf("the socket of the agent that was killed: %v", err)
+	}
 	h.refused(2, "DIR is not the state directory of an agent: lstat DIR/.agent.json: no such file or directory", "name the agent's directory with --state-dir", nil,
 		"reset", "--state", "--state-dir", h.dir, "--pins", h.pins)
 	if r := h.sockeye("reset", "--state-dir", h.dir, "--pins", h.pins); r.code != 0 || r.out != "there was nothing to remove\n" {

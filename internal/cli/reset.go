@@ -49,7 +49,7 @@ each device to its previous slot.`,
 					return err
 				}
 			}
-			removed, err := resetPins(pins)
+			removed, err := resetPins(pins, c.RunDir)
 			if err != nil {
 				return err
 			}

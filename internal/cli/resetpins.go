@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
@@ -17,7 +18,7 @@ import (
 
 // resetPins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
 // kernel selects members' sockets by its own hash. removed is false if there was nothing to remove.
-func resetPins(pins string) (removed bool, err error) {
+func resetPins(pins, runDir string) (removed bool, err error) {
 	if pins, err = filepath.Abs(pins); err != nil {
 		return false, err
 	}
@@ -34,7 +35,7 @@ func resetPins(pins string) (removed bool, err error) {
 			}
 		}
 		scopes = scope.Scopes(pins)
-		return nil
+		return api.RemoveDeadSocket(runDir) // no agent starts while its pin directory is locked
 	})
 	if err == nil {
 		err = scope.RemoveCreated(scopes)

@@ -6,6 +6,7 @@ package doctor
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -40,9 +41,10 @@ func (d *Report) Kernel() {
 	d.destroy()
 }
 
-// Host checks the mounts and the sysctls.
+// Host checks the mounts, the device of isolated programs and the sysctls.
 func (d *Report) Host(pins string) {
 	d.mounts(pins)
+	d.tun()
 	d.sysctls()
 }
 
@@ -160,6 +162,19 @@ func (d *Report) mounts(pins string) {
 func HostCgroupsHidden() bool {
 	path, err := cgroup.Of(1)
 	return err == nil && cgroup.Outside(path)
+}
+
+func (d *Report) tun() {
+	const check = "/dev/net/tun"
+	info, err := os.Stat(check)
+	switch {
+	case err == nil && info.Mode()&os.ModeCharDevice != 0:
+		d.Add("host", check, OK, "", "")
+	case err == nil || errors.Is(err, fs.ErrNotExist):
+		d.Add("host", check, Note, "sockeye isolate needs this device", "modprobe tun; in a container, add the device to the container")
+	default:
+		d.Add("host", check, Warning, "not known: "+err.Error(), "")
+	}
 }
 
 func (d *Report) sysctls() {

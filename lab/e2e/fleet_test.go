@@ -264,6 +264,9 @@ func fleetChanges(t *testing.T, o labfleet.Options) {
 	if len(f.analysis.Splits) > 0 {
 		t.Errorf("planned changes split devices: %v", f.analysis.Splits)
 	}
+	if n := f.analysis.Needless; len(n) > 0 {
+		t.Errorf("%d connections were closed, although their devices did not move: %v", len(n), n)
+	}
 	missing := f.analysis.Missing()
 	if len(missing) > 0 {
 		t.Errorf("%d datagrams lost by planned changes, the first one %v after the beginning", len(missing), missing[0]-begun)

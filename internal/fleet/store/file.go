@@ -41,7 +41,7 @@ type fileFormat struct {
 	Nonce uint64 `yaml:"nonce"`
 	Hosts []struct {
 		Name      string     `yaml:"name"`
-		Weight    uint32     `yaml:"weight"`
+		Weight    *uint32    `yaml:"weight"` // nil: 1
 		State     lead.State `yaml:"state"`
 		Addresses []string   `yaml:"addresses"`
 		MACs      []string   `yaml:"macs"`
@@ -140,7 +140,10 @@ func parseFile(text []byte) (*Snapshot, error) {
 	t := &table.Table{Epoch: c.Epoch, Nonce: c.Nonce}
 	var r table.Ranking
 	for _, h := range c.Hosts {
-		one := table.Host{Name: h.Name, Weight: max(h.Weight, 1), MACs: h.MACs}
+		one := table.Host{Name: h.Name, Weight: 1, MACs: h.MACs}
+		if h.Weight != nil {
+			one.Weight = *h.Weight
+		}
 		for _, text := range h.Addresses {
 			a, err := netip.ParseAddr(text)
 			if err != nil {

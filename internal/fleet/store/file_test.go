@@ -76,6 +76,7 @@ func TestFile(t *testing.T) {
 		"epoch: 2\nnonce: 77\nhosts: [{name: a, addresses: [x]}]": "host a",
 		"epoch: 2\nnonce: 77\nhosts: [{name: a}, {name: a}]":      "occurs twice",
 		"epoch: 2\nnonce: 77\nhosts: [{name: a, weight: 5000}]":   "weight 5000",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a, weight: 0}]":      "weight 0",
 		strings.Repeat("#", mostFile+1):                           "more than",
 	} {
 		write(text)
