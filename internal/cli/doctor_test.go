@@ -68,6 +68,22 @@ func TestDoctorFindings(t *testing.T) {
 			h.member(other, "udp 127.0.0.1:4739")
 		},
 			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp 127.0.0.1:4739 of process PID (collector) belongs to user nobody, members to root, daemon or bin", Hint: "start the program as that user, or name the owner in user of the service"}},
+		{"would be refused", func(_ *testing.T, h *host) {
+			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "user: root\n    members: [{match: {command_line: collector}, slot: free}]", 1))
+			h.member(other, "udp 127.0.0.1:4739")
+		},
+			doctor.Finding{Area: "service telemetry", Check: "members", Result: "warning", Detail: "process PID (collector) would be refused: it runs as user nobody, not as root", Hint: "run it as that user, or name its user in the policy"}},
+		{"would be admitted", func(_ *testing.T, h *host) {
+			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "user: root\n    members: [{match: {command_line: collector}, slot: free}]", 1))
+			h.member(nil, udp)
+			h.member(nil, udp)
+		},
+			doctor.Finding{Area: "service telemetry", Check: "members", Result: "ok", Detail: "2 processes with sockets would be admitted"}},
+		{"would have no slot", func(_ *testing.T, h *host) {
+			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "user: root\n    members: [{match: {command_line: collector}, slot: environment}]", 1))
+			h.member(nil, udp)
+		},
+			doctor.Finding{Area: "service telemetry", Check: "members", Result: "warning", Detail: "process PID (collector) would not get a slot: the environment has no SOCKEYE_SLOT"}},
 		{"another group", func(_ *testing.T, h *host) { h.member(nil, "udp [::1]:4739") },
 			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) can take the packets to ::1 past the service", Hint: "end the process, or make it bind the address of the listener"}},
 		{"a connection that was reset", func(t *testing.T, h *host) {

@@ -13,6 +13,7 @@ import (
 	"sockeye/internal/fleet"
 	"sockeye/internal/rights"
 	"sockeye/internal/steer"
+	"sockeye/internal/steer/checkup"
 	"sockeye/internal/trace"
 	"sockeye/internal/tune"
 )
@@ -43,7 +44,7 @@ type offline struct {
 func domains() []offline {
 	return []offline{
 		{one: "service", many: "services", count: func(p *config.Policy) int { return len(p.Services) },
-			needs: steer.Needs, check: steer.CheckPolicy, examine: steer.Examine, examineAgent: steer.ExamineAgent, pins: bpf.ServicePrefix, retire: steer.Retire},
+			needs: steer.Needs, check: checkup.CheckPolicy, examine: checkup.Examine, examineAgent: checkup.ExamineAgent, pins: bpf.ServicePrefix, retire: steer.Retire},
 		{one: "tune rule", many: "tune rules", count: func(p *config.Policy) int { return len(p.Tune) },
 			needs: tune.Needs, check: tune.CheckPolicy, examineAgent: tune.ExamineAgent, pins: bpf.TunePins},
 		{one: "trace rule", many: "trace rules", count: func(p *config.Policy) int { return len(p.Trace) },

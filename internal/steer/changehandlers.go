@@ -17,6 +17,7 @@ import (
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/placement"
+	"sockeye/internal/steer/core"
 	"sockeye/internal/steer/stored"
 )
 
@@ -75,7 +76,7 @@ func (d *Domain) rebalance(ctx context.Context, r *api.RebalanceRequest) ([]*api
 	}
 	result, err := s.moves.Rebalance(ctx, time.Duration(r.Seconds*float64(time.Second)), r.Apply)
 	if err != nil {
-		return nil, ofService(s.Name, err)
+		return nil, core.OfService(s.Name, err)
 	}
 	return []*api.Rebalance{result}, nil
 }
@@ -150,7 +151,7 @@ func (d *Domain) inGroup(name string, dryRun bool, change func(s *service, dryRu
 		for _, s := range group {
 			what, effect, err := change(s, dry)
 			if err != nil {
-				return nil, ofService(s.Name, err)
+				return nil, core.OfService(s.Name, err)
 			}
 			if what != "" {
 				plan.Changes = append(plan.Changes, api.Change{Service: s.Name, Action: "change", What: what, Effect: effect})

@@ -72,7 +72,7 @@ func (d *Domain) Check(policy *config.Policy) error {
 	}
 	for _, c := range policy.Services {
 		if _, err := (&service{Service: core.Service{Host: d.host}}).resolveTarget(c, devices[c.Name]); err != nil {
-			return ofService(c.Name, err)
+			return core.OfService(c.Name, err)
 		}
 	}
 	return keeper.CheckOthers(d.host.Root.Dir, policy.Services)
@@ -96,9 +96,9 @@ func (d *Domain) Start(policy *config.Policy) error {
 		}
 	}
 	for _, c := range policy.Services {
-		devices, err := readDevices(c)
+		devices, err := core.ReadDevices(c)
 		if err != nil {
-			return ofService(c.Name, err)
+			return core.OfService(c.Name, err)
 		}
 		if err := d.addService(c, devices); err != nil {
 			return err
@@ -174,14 +174,14 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		s := d.services[c.Name]
 		if s == nil {
 			if _, err := (&service{Service: core.Service{Host: d.host}}).resolveTarget(c, devices[c.Name]); err != nil {
-				return nil, ofService(c.Name, err)
+				return nil, core.OfService(c.Name, err)
 			}
 			add(change, api.Change{Service: c.Name, Action: "add", What: "service"})
 			continue
 		}
 		t, err := s.resolveTarget(c, devices[c.Name])
 		if err != nil {
-			return nil, ofService(c.Name, err)
+			return nil, core.OfService(c.Name, err)
 		}
 		if diff := s.plan(t); len(diff) > 0 {
 			add(change, diff...)
@@ -195,9 +195,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 func readDeviceMaps(policy *config.Policy) (map[string]*placement.DeviceMap, error) {
 	all := make(map[string]*placement.DeviceMap)
 	for _, c := range policy.Services {
-		devices, err := readDevices(c)
+		devices, err := core.ReadDevices(c)
 		if err != nil {
-			return nil, ofService(c.Name, err)
+			return nil, core.OfService(c.Name, err)
 		}
 		all[c.Name] = devices
 	}
@@ -219,7 +219,7 @@ func (d *Domain) resolveTargets(policy *config.Policy, changes []serviceChange) 
 			continue
 		}
 		if _, err := d.host.EnsureNonce(c.SlotsAs); err != nil {
-			return nil, ofService(c.SlotsAs, err)
+			return nil, core.OfService(c.SlotsAs, err)
 		}
 	}
 	for _, c := range changes {
@@ -234,7 +234,7 @@ func (d *Domain) resolveTargets(policy *config.Policy, changes []serviceChange) 
 			t.pendingDevices, err = s.prebuildDeviceMap(*c.config, c.devices)
 		}
 		if err != nil {
-			return nil, ofService(c.name, err)
+			return nil, core.OfService(c.name, err)
 		}
 		targets[c.name] = t
 	}
@@ -268,7 +268,7 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 		undo = func() error { return d.addService(before.config, before.mapping.Devices) }
 		delete(d.services, c.name)
 		if err != nil {
-			return nil, ofService(c.name, fault.Join(err, undo()))
+			return nil, core.OfService(c.name, fault.Join(err, undo()))
 		}
 	case s == nil:
 		undo = func() error {
@@ -286,7 +286,7 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 	default:
 		before, err := s.applyTarget(t)
 		if err != nil {
-			return nil, ofService(c.name, err)
+			return nil, core.OfService(c.name, err)
 		}
 		undo = func() error {
 			_, err := s.applyTarget(before)
@@ -308,7 +308,7 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 func (d *Domain) addService(c config.Service, devices *placement.DeviceMap) error {
 	s, err := openService(d.host, d.log, c, devices)
 	if err != nil {
-		return ofService(c.Name, err)
+		return core.OfService(c.Name, err)
 	}
 	d.services[c.Name] = s
 	return nil
@@ -392,10 +392,6 @@ func (d *Domain) EachService(f func(c config.Service, users map[uint32]bool, ino
 		}
 		s.Mu.Unlock()
 	}
-}
-
-func ofService(name string, err error) error {
-	return fault.In("service "+name, err)
 }
 
 // Status adds the state of the services.

@@ -7,8 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"os"
-	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
@@ -44,10 +42,10 @@ type target struct {
 func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) (*target, error) {
 	t := &target{config: c}
 	var err error
-	if t.rules, t.users, err = resolveMembers(c); err != nil {
+	if t.rules, t.users, err = core.ResolveMembers(c); err != nil {
 		return nil, err
 	}
-	if err := checkExists(s.Host.Cgroups.Mount, c); err != nil {
+	if err := core.CheckExists(s.Host.Cgroups.Mount, c); err != nil {
 		return nil, err
 	}
 	if c.Netns != "" && c.Steering == config.Reuseport && !rights.Has(unix.CAP_SYS_ADMIN) {
@@ -64,31 +62,6 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 		return nil, err
 	}
 	return t, nil
-}
-
-// resolveMembers looks up the users that a service and its rules name.
-func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
-	rules, err := member.Rules(c.Members)
-	var users []uint32
-	if err == nil {
-		users, err = member.Users(c.Users, rules)
-	}
-	if err != nil {
-		return nil, nil, fault.Usage(err, "create it, or correct user")
-	}
-	return rules, users, nil
-}
-
-// checkExists returns an error if the cgroup, below the mount, or the network namespace of a service does not exist.
-func checkExists(mount string, c config.Service) error {
-	if _, err := os.Stat(filepath.Join(mount, c.Cgroup)); err != nil {
-		return fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
-	}
-	file, err := core.FindNetns(c)
-	if err != nil {
-		return err
-	}
-	return file.Close()
 }
 
 // resolveMapping sets the settings and the mapping of a target by the present settings of the slots.

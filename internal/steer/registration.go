@@ -78,7 +78,7 @@ func (s *service) register(p *member.Process, seat *core.Seat) error {
 
 // matchesListener reports whether a socket has the protocol and a member's port of one of the listeners.
 func (s *service) matchesListener(socket *member.Socket) bool {
-	return listener.MatchesAny(s.Listeners, socket)
+	return listener.MatchesAny(maps.Values(s.Listeners), socket)
 }
 
 const duplicateHint = "make the program open one socket (nginx: without reuseport), or start one member per socket"

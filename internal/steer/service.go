@@ -5,7 +5,6 @@ package steer
 import (
 	"cmp"
 	"errors"
-	"fmt"
 	"log/slog"
 	"maps"
 	"os"
@@ -99,7 +98,7 @@ func openService(h *core.Host, log *slog.Logger, c config.Service, devices *plac
 			s.closeLocked()
 		}
 	}()
-	if s.rules, s.Users, err = resolveMembers(c); err != nil {
+	if s.rules, s.Users, err = core.ResolveMembers(c); err != nil {
 		return nil, err
 	}
 	if s.memberHost, err = member.ReadHost(); err != nil {
@@ -225,18 +224,6 @@ func (s *service) nonceFor(c config.Service) (uint64, error) {
 		nonce = s.State.Nonce // the same policy adds the other service
 	}
 	return nonce, err
-}
-
-// readDevices reads the device map of a service, or returns nil without one. A million lines take about 1 s.
-func readDevices(c config.Service) (*placement.DeviceMap, error) {
-	if c.DeviceMap == "" {
-		return nil, nil
-	}
-	devices, err := placement.LoadDeviceMap(c.DeviceMap)
-	if err != nil {
-		return nil, fault.Unreadable(fmt.Errorf("device_map: %w", err), "")
-	}
-	return devices, nil
 }
 
 // assignRows assigns each listener of the policy to its previous row, or to a free one.

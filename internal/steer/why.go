@@ -54,7 +54,7 @@ func (d *Domain) Why(ctx context.Context, name, device string) ([]api.Why, error
 	for _, s := range services {
 		address, known, err := s.addressOf(device)
 		if err != nil {
-			return nil, ofService(s.Name, err)
+			return nil, core.OfService(s.Name, err)
 		}
 		if !known {
 			continue
@@ -64,7 +64,7 @@ func (d *Domain) Why(ctx context.Context, name, device string) ([]api.Why, error
 			continue
 		}
 		if err != nil {
-			return nil, ofService(s.Name, err)
+			return nil, core.OfService(s.Name, err)
 		}
 		list, asked, readings = append(list, *one), append(asked, s), append(readings, reading)
 	}
@@ -326,7 +326,7 @@ func (d *Domain) PlanFor(policy *config.Policy, name string, address netip.Addr)
 	s, err := d.findService(name)
 	var devices *placement.DeviceMap
 	if err == nil {
-		devices, err = readDevices(c)
+		devices, err = core.ReadDevices(c)
 	}
 	var t *target
 	if err == nil {

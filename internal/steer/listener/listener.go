@@ -7,6 +7,7 @@ package listener
 import (
 	"errors"
 	"fmt"
+	"iter"
 	"net/netip"
 
 	"golang.org/x/sys/unix"
@@ -36,8 +37,8 @@ func MemberAddress(l config.Listener) string {
 }
 
 // MatchesAny reports whether a socket has the protocol and a member's port of one of the listeners.
-func MatchesAny(listeners map[int]config.Listener, socket *member.Socket) bool {
-	for _, l := range listeners {
+func MatchesAny(listeners iter.Seq[config.Listener], socket *member.Socket) bool {
+	for l := range listeners {
 		first, last := MemberPorts(l)
 		tcp := socket.Protocol == unix.IPPROTO_TCP || socket.Protocol == unix.IPPROTO_MPTCP
 		if tcp == (l.Protocol == config.TCP) && (!tcp || !socket.Connected) &&

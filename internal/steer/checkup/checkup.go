@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+// Package checkup checks the sockets, the users and the members of services without an agent, for the commands doctor and check.
+package checkup
 
 import (
 	"context"
@@ -18,7 +19,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bpf"
 	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
@@ -30,13 +30,13 @@ import (
 	"sockeye/internal/steer/listener"
 )
 
-// checkup adds findings about services.
-type checkup struct{ *doctor.Report }
+// report adds findings about services.
+type report struct{ *doctor.Report }
 
 // Examine checks the sockets on the ports of the services of a policy.
-func Examine(report *doctor.Report, policy *config.Policy) {
+func Examine(d *doctor.Report, policy *config.Policy) {
 	for _, c := range policy.Services {
-		checkup{report}.service(c, policy)
+		report{d}.service(c, policy)
 	}
 }
 
@@ -67,15 +67,18 @@ func CheckPolicy(_ context.Context, _ *api.Client, policy *config.Policy) (notes
 		notes = append(notes, "the cgroups and network namespaces of services were not checked: "+unmounted.Error())
 	}
 	for _, c := range policy.Services {
-		if _, err := readDevices(c); err != nil {
-			return nil, ofService(c.Name, err)
+		if _, err := core.ReadDevices(c); err != nil {
+			return nil, core.OfService(c.Name, err)
 		}
-		if err := checkExists(mount, c); err != nil && unmounted == nil && !errors.Is(err, fs.ErrPermission) {
+		if err := core.CheckExists(mount, c); err != nil && unmounted == nil && !errors.Is(err, fs.ErrPermission) {
 			notes = append(notes, fmt.Sprintf("sockeye apply refuses the policy on this host: service %s: %v", c.Name, err))
 		}
 	}
 	return notes, nil
 }
+
+// examined is a service without a data path.
+type examined struct{ core.Service }
 
 // portSocket is a socket on one of the ports of a service, with its process.
 type portSocket struct {
@@ -85,17 +88,16 @@ type portSocket struct {
 	ifindex int    // index of the bound interface, or 0
 }
 
-func (d checkup) service(c config.Service, policy *config.Policy) {
+func (d report) service(c config.Service, policy *config.Policy) {
 	area := "service " + c.Name
-	s := &service{Service: core.Service{Name: c.Name, Config: c}}
-	s.assignRows([bpf.MaxListeners]bpf.Listener{})
+	s := &examined{Service: core.Service{Name: c.Name, Config: c}}
 	if err := s.OpenNetns(); err != nil {
 		d.Fail(area, "network namespace", fault.Code(err), err.Error(), "create it, or correct netns")
 		return
 	}
 	defer s.Netns.Close()
 	d.ForeignPrograms(area, int(s.Netns.Fd()))
-	rules, users, err := resolveMembers(c)
+	rules, users, err := core.ResolveMembers(c)
 	if err != nil {
 		d.Fail(area, "user", fault.Code(err), err.Error(), fault.Hint(err))
 		return
@@ -104,6 +106,10 @@ func (d checkup) service(c config.Service, policy *config.Policy) {
 	if err != nil {
 		d.Add(area, "sockets", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
+	}
+	sockets = slices.DeleteFunc(sockets, func(one portSocket) bool { return one.isOfOther(c, policy) })
+	if d.Known == nil && len(rules) > 0 { // a running agent tells whom it refuses
+		d.members(area, c, rules, users, sockets)
 	}
 	if c.Steering == config.Lookup {
 		for _, rule := range rules {
@@ -114,7 +120,6 @@ func (d checkup) service(c config.Service, policy *config.Policy) {
 			}
 		}
 	}
-	sockets = slices.DeleteFunc(sockets, func(one portSocket) bool { return one.isOfOther(c, policy) })
 	for _, l := range c.Listeners {
 		d.listener(area, c, l, users, sockets)
 	}
@@ -129,9 +134,59 @@ func (p *portSocket) isOfOther(c config.Service, policy *config.Policy) bool {
 	})
 }
 
+// members reports which processes with sockets on the ports of a service an agent would admit, by the rules of the policy.
+func (d report) members(area string, c config.Service, rules []member.Rule, users []uint32, sockets []portSocket) {
+	const check = "members"
+	host, err := member.ReadHost()
+	if err != nil {
+		d.Add(area, check, doctor.Warning, "not known: "+err.Error(), "")
+		return
+	}
+	admitted, seen := 0, make(map[int]bool)
+	for _, one := range sockets {
+		p := one.process
+		if seen[p.PID] || keeper.IsKeeper(p) || !p.InCgroup(c.Cgroup) {
+			continue
+		}
+		seen[p.PID] = true
+		why := admit(p, c, rules, users, host)
+		switch refusal, refused := errors.AsType[*member.Refusal](why); {
+		case why == nil:
+			admitted++
+		case refused:
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("process %d (%s) would be refused: %s", p.PID, p.Args[0], refusal.Reason), refusal.Hint)
+		case !errors.Is(why, errNoRule):
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("process %d (%s) would not get a slot: %v", p.PID, p.Args[0], why), fault.Hint(why))
+		}
+	}
+	d.Add(area, check, doctor.OK, format.Count(admitted, "process", "processes")+" with sockets would be admitted", "")
+}
+
+var errNoRule = errors.New("no rule matches")
+
+// admit returns nil if a rule admits a process and gives it a slot. The error is the first member.Refusal, if no later rule admits the
+// process, or errNoRule.
+func admit(p *member.Process, c config.Service, rules []member.Rule, users []uint32, host *member.Host) error {
+	why := errNoRule
+	for i := range rules {
+		if !rules[i].Matches(p) {
+			continue
+		}
+		refusal := rules[i].Admit(p, users, host)
+		if refusal == nil {
+			_, err := rules[i].Slot(p, c.Slots)
+			return err
+		}
+		if errors.Is(why, errNoRule) {
+			why = refusal
+		}
+	}
+	return why
+}
+
 // findSockets returns the sockets on the ports of the service, including those of keepers. The copied descriptors are
 // closed; only the attributes are returned. Sockets of other users than root and users are not copied, see member.Handle.TableSockets.
-func (s *service) findSockets(users []uint32) (sockets []portSocket, err error) {
+func (s *examined) findSockets(users []uint32) (sockets []portSocket, err error) {
 	processes, err := member.All()
 	if err != nil {
 		return nil, err
@@ -181,11 +236,11 @@ func (s *service) findSockets(users []uint32) (sockets []portSocket, err error) 
 }
 
 // isOnServicePort reports whether a socket is on the port of a listener or on one of the members' ports.
-func (s *service) isOnServicePort(socket *member.Socket) bool {
+func (s *examined) isOnServicePort(socket *member.Socket) bool {
 	if socket.Connected {
 		return false
 	}
-	if s.matchesListener(socket) {
+	if listener.MatchesAny(slices.Values(s.Config.Listeners), socket) {
 		return true
 	}
 	return slices.ContainsFunc(s.Config.Listeners, func(l config.Listener) bool {
@@ -194,7 +249,7 @@ func (s *service) isOnServicePort(socket *member.Socket) bool {
 	})
 }
 
-func (d checkup) listener(area string, c config.Service, l config.Listener, users []uint32, all []portSocket) {
+func (d report) listener(area string, c config.Service, l config.Listener, users []uint32, all []portSocket) {
 	first, last := listener.MemberPorts(l)
 	var here []portSocket
 	for _, one := range all {
@@ -271,7 +326,7 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 }
 
 // isUnregistered reports whether a socket could serve the service, is not registered, and is not listed by status.
-func (d checkup) isUnregistered(one portSocket, users []uint32) bool {
+func (d report) isUnregistered(one portSocket, users []uint32) bool {
 	return d.Known != nil && !keeper.IsKeeper(one.process) && one.socket.Listening && slices.Contains(users, one.socket.UID) &&
 		!d.Known.Sockets[one.socket.Cookie] && !d.Known.Processes[one.process.PID]
 }
