@@ -3,6 +3,7 @@
 package compat
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -51,10 +52,7 @@ func checkDriver(i *netif.Interface) []Incompatibility {
 	if netif.IsTunnel(i.Kind) || i.TSOMaxSize == 0 {
 		return nil
 	}
-	driver := i.Driver
-	if driver == "" {
-		driver = i.Kind
-	}
+	who := cmp.Or(i.Driver, i.Kind)
 	if i.TSOMaxSize <= netif.Legacy {
 		if slices.ContainsFunc(i.Related, func(r netif.Related) bool { return r.Relation == netif.Lower && r.TSOMaxSize == i.TSOMaxSize }) {
 			return nil
@@ -62,7 +60,7 @@ func checkDriver(i *netif.Interface) []Incompatibility {
 		return []Incompatibility{{
 			Name: driver,
 			Detail: strings.TrimSpace(fmt.Sprintf("%s supports packets of at most %d bytes (tso_max_size): larger packets cannot be sent; "+
-				"received packets may be merged to larger ones", driver, i.TSOMaxSize)),
+				"received packets may be merged to larger ones", who, i.TSOMaxSize)),
 			Hint: "drivers with larger packets are mlx5, mlx4, bnxt, ice, gve and mana, and lo, veth and netkit; later kernels may have others",
 		}}
 	}
@@ -71,7 +69,7 @@ func checkDriver(i *netif.Interface) []Incompatibility {
 	if maxSize := uint64(i.TSOMaxSegs) * uint64(max(i.MTU-headers, 0)); i.TSOMaxSegs > 0 && maxSize <= netif.Legacy {
 		return []Incompatibility{{
 			Name:   driver,
-			Detail: fmt.Sprintf("%s supports at most %d segments per packet (tso_max_segs), %d bytes at an MTU of %d", driver, i.TSOMaxSegs, maxSize, i.MTU),
+			Detail: fmt.Sprintf("%s supports at most %d segments per packet (tso_max_segs), %d bytes at an MTU of %d", who, i.TSOMaxSegs, maxSize, i.MTU),
 			Hint:   "a larger MTU allows larger packets",
 		}}
 	}
