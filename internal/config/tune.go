@@ -98,7 +98,7 @@ type TuneOption struct {
 const (
 	minute    = 60 * 1000 * 1000            // microseconds
 	maxBuffer = 1000 * 1000 * 1000          // bytes; the kernel doubles it into an int
-	maxPacing = 34 * 1000 * 1000 * 1000 / 8 // bytes a second; bpf_setsockopt takes 32 bits, and all ones is not a bound
+	maxPacing = 34 * 1000 * 1000 * 1000 / 8 // bytes a second; bpf_setsockopt takes 32 bits, and all ones means no limit
 )
 
 // TuneOptions lists the options of rules, in the order in which they are set.

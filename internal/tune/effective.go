@@ -23,7 +23,7 @@ import (
 
 // Reading is the value of an option that the kernel reports for a socket.
 type Reading struct {
-	// Number is in the unit of the option's kind. -1 is not a limit of the pacing rate. A buffer size is the
+	// Number is in the unit of the option's kind. -1 means an unlimited pacing rate. A buffer size is the
 	// kernel's, twice the requested size.
 	Number int64  `json:"number,omitempty"`
 	Text   string `json:"text,omitempty"` // value of an option of kind text

@@ -66,7 +66,7 @@ func (o Option) diagnosed(s *sockdiag.Socket) (r Reading, source string) {
 		}
 	case "pacing_rate":
 		if s.HasInfo {
-			// -1 is not a limit.
+			// -1 means no limit.
 			return Reading{Number: int64(s.Info.Max_pacing_rate)}, "TCP_INFO max_pacing_rate"
 		}
 	case "congestion":

@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// Limit limits Drive. The zero value is not a limit: Drive sends at the maximum rate until
+// Limit limits Drive. The zero value means no limit: Drive sends at the maximum rate until
 // the context is done.
 type Limit struct {
 	Rate     float64       // messages per second over all sources; 0: no limit

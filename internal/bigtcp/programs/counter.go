@@ -74,7 +74,7 @@ type Config struct {
 	Netns    uint32 // inode of the network namespace
 	Ethernet bool   // packets start with an Ethernet header
 	// Limits are sizes of sent packets of several segments, with the Ethernet header; packets of at least this
-	// size are counted as over the limit. 0 is not a limit.
+	// size are counted as over the limit. 0 means no limit.
 	Limits [Families]uint32
 	Flows  int // maximum number of flows
 }

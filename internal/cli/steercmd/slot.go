@@ -127,7 +127,7 @@ const waitInterval = 200 * time.Millisecond
 const tellInterval = 2 * time.Second
 
 // waitForSlot waits until no device of a service moves and, if the slot drains or is in maint, until its member has no
-// sessions; with on_move: keep the sessions stay. limit 0 is not a limit.
+// sessions; with on_move: keep the sessions stay. limit 0 means no limit.
 func (c *commands) waitForSlot(ctx context.Context, service string, slot int, limit time.Duration) error {
 	return c.waitFor(ctx, limit, func() (string, error) {
 		left, keep, err := c.moving(ctx, service)

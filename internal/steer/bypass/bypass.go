@@ -50,7 +50,7 @@ func (s *Socket) advice() string {
 	case s.Outside:
 		return "end the process; a member keeps SO_REUSEPORT after bind, and does not connect its socket"
 	case s.Remote.IsValid():
-		return "end the process, or register it as a member, which may have a socket for each interface"
+		return "end the process, or register it as a member, which may have a socket for each device"
 	case s.Ifindex != 0:
 		return "end the process, or make it bind no interface"
 	}
@@ -75,7 +75,7 @@ func find(conn *sockdiag.Conn, listeners map[int]config.Listener, lookup bool, s
 	var found []Socket
 	asked := make(map[sockdiag.Query]bool)
 	for _, l := range listeners {
-		// Connected sockets have a dump, and a limit, of their own: a member may have one for each interface.
+		// Connected sockets have a dump, and a limit, of their own: a member may have one for each device.
 		queries := []sockdiag.Query{{Protocol: unix.IPPROTO_TCP, States: sockdiag.States(0).With(sockdiag.Listening), LocalPort: l.Address.Port()}}
 		if l.Protocol == config.UDP {
 			queries = []sockdiag.Query{

@@ -158,7 +158,7 @@ func (w *Watch) searchSockets() {
 		switch {
 		case len(all) == mostSockets:
 		case one.Outside && !w.isOutside(&one, processes):
-		// A member has a socket for each interface.
+		// A member has a socket for each device.
 		case one.Remote.IsValid() && (len(processes) == 0 && w.search.scans[one.Cookie] == 0 || base.memberOf(processes) != ""):
 		case base.isServed(&one):
 		case len(processes) > 0:

@@ -22,7 +22,7 @@ const (
 type Message struct {
 	Session
 	Data []byte
-	// Refreshed is when the exporter has sent a template of the message last, for [Store.Adopt].
+	// Refreshed is when the exporter has sent a template of the message last, for [Store.Insert].
 	Refreshed time.Time
 }
 

@@ -146,7 +146,7 @@ func (a *DatagramAssembler) readBefore(left *packet, h *capture.Header) (found *
 	case h.Skb != 0:
 		return nil // older than the capture, or its event was lost
 	}
-	older = slices.Clone(older) // leave changes a.unread
+	older = slices.Clone(older) // forget changes a.unread
 	for _, p := range older {
 		switch {
 		case p.leftAt != 0 && int64(h.Time)-p.leftAt > settle:
