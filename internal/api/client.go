@@ -30,14 +30,16 @@ func SocketPath(runDir string) string { return filepath.Join(runDir, "agent.sock
 // files, stay.
 func RemoveDeadSocket(runDir string) error {
 	path := SocketPath(runDir)
-	if info, err := os.Lstat(path); err != nil || info.Mode()&fs.ModeSocket == 0 {
+	before, err := os.Lstat(path)
+	if err != nil || before.Mode()&fs.ModeSocket == 0 {
 		return nil
 	}
 	running, err := net.DialTimeout("unix", path, time.Second)
 	if err == nil {
 		running.Close()
 	}
-	if !errors.Is(err, unix.ECONNREFUSED) {
+	// Another agent, with other pins, may have replaced the file meanwhile.
+	if now, _ := os.Lstat(path); !errors.Is(err, unix.ECONNREFUSED) || now == nil || !os.SameFile(before, now) {
 		return nil
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -24,11 +24,12 @@ func (c *commands) doctorCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "doctor",
 		Short: "Check whether this host can run Sockeye",
-		Long: `Doctor checks the kernel, the capabilities of the caller, the mounts, and the
-sockets on the ports of the policy's services. It changes nothing and needs no
-agent. With a running agent, it also shows members that are not ready and tune
-rules with missing options, and the reasons; missing capabilities of the caller
-are not failures then. The exit code is the highest code of all failures;
+		Long: `Doctor checks the kernel, the capabilities of the caller, the mounts, the
+sockets on the ports of the policy's services, and which of their processes the
+rules match. It changes nothing and needs no agent. With a running agent, it
+shows the members that are not ready instead, and tune rules with missing
+options, with the reasons; missing capabilities of the caller are not failures
+then. The exit code is the highest code of all failures;
 warnings do not change it.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var policy *config.Policy

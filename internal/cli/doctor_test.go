@@ -78,7 +78,24 @@ func TestDoctorFindings(t *testing.T) {
 			h.member(nil, udp)
 			h.member(nil, udp)
 		},
-			doctor.Finding{Area: "service telemetry", Check: "members", Result: "ok", Detail: "2 processes with sockets would be admitted"}},
+			doctor.Finding{Area: "service telemetry", Check: "members", Result: "ok", Detail: "2 processes with sockets: a rule matches"}},
+		{"one slot twice", func(_ *testing.T, h *host) {
+			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "user: root\n    members: [{match: {command_line: collector}, slot: 3}]", 1))
+			h.member(nil, udp)
+			h.member(nil, udp)
+		},
+			doctor.Finding{Area: "service telemetry", Check: "members", Result: "warning", Detail: "process PID (collector) would not get a slot: another process has slot 3", Hint: "end one of the processes, or give it another slot"}},
+		{"no slot left", func(_ *testing.T, h *host) {
+			h.write("policy.yaml", strings.NewReplacer("user: root", "user: root\n    members: [{match: {command_line: collector}, slot: free}]", "slots: 4", "slots: 1").Replace(twoServices))
+			h.member(nil, udp)
+			h.member(nil, udp)
+		},
+			doctor.Finding{Area: "service telemetry", Check: "members", Result: "warning", Detail: "process PID (collector) would not get a slot: the service has 1", Hint: "raise slots in the policy"}},
+		{"no rule", func(_ *testing.T, h *host) {
+			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "user: root\n    members: [{match: {command_line: nfacctd}, slot: free}]", 1))
+			h.member(nil, udp)
+		},
+			doctor.Finding{Area: "service telemetry", Check: "members", Result: "note", Detail: "1 process with sockets: no rule matches", Hint: "add a rule to members, or use sockeye register"}},
 		{"would have no slot", func(_ *testing.T, h *host) {
 			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "user: root\n    members: [{match: {command_line: collector}, slot: environment}]", 1))
 			h.member(nil, udp)

@@ -23,9 +23,10 @@ func resetPins(pins, runDir string) (removed bool, err error) {
 		return false, err
 	}
 	if removed, err = isPinDirectory(pins); err != nil || !removed {
-		return false, err
+		return false, fault.Join(err, api.RemoveDeadSocket(runDir))
 	}
 	var scopes []scope.Scope
+	var left error
 	err = bpf.RemoveRoot(pins, func() error {
 		for _, d := range domains() {
 			if d.retire != nil {
@@ -35,10 +36,11 @@ func resetPins(pins, runDir string) (removed bool, err error) {
 			}
 		}
 		scopes = scope.Scopes(pins)
-		return api.RemoveDeadSocket(runDir) // no agent starts while its pin directory is locked
+		left = api.RemoveDeadSocket(runDir) // no agent with these pins starts while their directory is locked
+		return nil
 	})
 	if err == nil {
-		err = scope.RemoveCreated(scopes)
+		err = fault.Join(scope.RemoveCreated(scopes), left)
 	}
 	if errors.Is(err, bpf.ErrLocked) {
 		err = fault.Conflict(err, "stop the agent first")

@@ -207,7 +207,7 @@ func (s *Setup) prepare(reply *setupReply) (fd int, err error) {
 }
 
 func (s *Setup) setSysctls(reply *setupReply) error {
-	for s, without := range map[struct{ name, value string }]string{
+	for setting, without := range map[struct{ name, value string }]string{
 		{"net.ipv4.ip_unprivileged_port_start", "0"}:                                    "ports below 1024 stay closed to the program",
 		{"net.ipv4.ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid())}: "ping does not work inside",
 		// A connection inside has the round-trip time to the gateway.
@@ -215,7 +215,7 @@ func (s *Setup) setSysctls(reply *setupReply) error {
 		// With SYN cookies, the kernel drops a connection if the program's accept queue is full.
 		{"net.ipv4.tcp_syncookies", "0"}: "some of many simultaneous connections may fail",
 	} {
-		if err := sysctl.Write(s.name, s.value); lacksSysctl(err) {
+		if err := sysctl.Write(setting.name, setting.value); lacksSysctl(err) {
 			reply.Warnings = append(reply.Warnings, fmt.Sprintf("%s: %v", without, err))
 		} else if err != nil {
 			return err

@@ -432,7 +432,10 @@ const (
 
 // flagsOf returns the flags among the fields of a stat file.
 func flagsOf(fields []string) uint64 {
-	flags, _ := strconv.ParseUint(fields[6], 10, 32) // none
+	flags, err := strconv.ParseUint(fields[6], 10, 32)
+	if err != nil {
+		return 0
+	}
 	return flags
 }
 

@@ -538,6 +538,12 @@ func (w *waits) sample(stop <-chan struct{}) {
 		tasks := fmt.Sprintf("/proc/%d/task", pid)
 		entries, _ := os.ReadDir(tasks) // none between two agents
 		longest := time.Duration(0)     // threads wait at the same time
+		for name, one := range threads {
+			if !slices.ContainsFunc(entries, func(e os.DirEntry) bool { return e.Name() == name }) {
+				one.schedstat.Close()
+				delete(threads, name)
+			}
+		}
 		for _, e := range entries {
 			one := threads[e.Name()]
 			if one == nil {
@@ -548,14 +554,10 @@ func (w *waits) sample(stop <-chan struct{}) {
 				one = &thread{schedstat: f}
 				threads[e.Name()] = one
 			}
-			waited, ok := one.waitTime()
-			if !ok { // the thread has exited
-				one.schedstat.Close()
-				delete(threads, e.Name())
-				continue
+			if sum, ok := one.waitTime(); ok { // otherwise the thread exits
+				longest = max(longest, sum-one.waited)
+				one.waited = sum
 			}
-			longest = max(longest, waited-one.waited)
-			one.waited = waited
 		}
 		if !started {
 			total += longest
@@ -583,8 +585,8 @@ func (t *thread) waitTime() (time.Duration, bool) {
 	if len(fields) < 2 {
 		return 0, false
 	}
-	waited, err := strconv.ParseInt(fields[1], 10, 64)
-	return time.Duration(waited), err == nil
+	sum, err := strconv.ParseInt(fields[1], 10, 64)
+	return time.Duration(sum), err == nil
 }
 
 // between returns the time that a thread waited in an interval. A wait is known when it is over.

@@ -102,14 +102,14 @@ func (d report) service(c config.Service, policy *config.Policy) {
 		d.Fail(area, "user", fault.Code(err), err.Error(), fault.Hint(err))
 		return
 	}
-	sockets, err := s.findSockets(users)
+	sockets, processes, err := s.findSockets(users)
 	if err != nil {
 		d.Add(area, "sockets", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
 	}
 	sockets = slices.DeleteFunc(sockets, func(one portSocket) bool { return one.isOfOther(c, policy) })
 	if d.Known == nil && len(rules) > 0 { // a running agent tells whom it refuses
-		d.members(area, c, rules, users, sockets)
+		d.members(area, c, rules, users, processes)
 	}
 	if c.Steering == config.Lookup {
 		for _, rule := range rules {
@@ -134,39 +134,62 @@ func (p *portSocket) isOfOther(c config.Service, policy *config.Policy) bool {
 	})
 }
 
-// members reports which processes with sockets on the ports of a service an agent would admit, by the rules of the policy.
-func (d report) members(area string, c config.Service, rules []member.Rule, users []uint32, sockets []portSocket) {
+// mostRefused is the number of processes that members names.
+const mostRefused = 16
+
+// members reports which processes with sockets on the ports of a service the rules would give a slot. A running agent reports this itself, and
+// knows more: claims, and the command lines of processes that have overwritten theirs.
+func (d report) members(area string, c config.Service, rules []member.Rule, users []uint32, processes []*member.Process) {
 	const check = "members"
 	host, err := member.ReadHost()
 	if err != nil {
 		d.Add(area, check, doctor.Warning, "not known: "+err.Error(), "")
 		return
 	}
-	admitted, seen := 0, make(map[int]bool)
-	for _, one := range sockets {
-		p := one.process
-		if seen[p.PID] || keeper.IsKeeper(p) || !p.InCgroup(c.Cgroup) {
-			continue
-		}
-		seen[p.PID] = true
-		why := admit(p, c, rules, users, host)
-		switch refusal, refused := errors.AsType[*member.Refusal](why); {
-		case why == nil:
-			admitted++
-		case refused:
-			d.Add(area, check, doctor.Warning, fmt.Sprintf("process %d (%s) would be refused: %s", p.PID, p.Args[0], refusal.Reason), refusal.Hint)
-		case !errors.Is(why, errNoRule):
-			d.Add(area, check, doctor.Warning, fmt.Sprintf("process %d (%s) would not get a slot: %v", p.PID, p.Args[0], why), fault.Hint(why))
+	matching, others, refused, free := 0, 0, 0, c.Slots
+	taken := make(map[int]bool)
+	refuse := func(p *member.Process, why, hint string) {
+		if refused++; refused <= mostRefused {
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("process %d (%s) would %s", p.PID, p.Args[0], why), hint)
 		}
 	}
-	d.Add(area, check, doctor.OK, format.Count(admitted, "process", "processes")+" with sockets would be admitted", "")
+	for _, p := range processes {
+		if keeper.IsKeeper(p) || !p.InCgroup(c.Cgroup) {
+			continue
+		}
+		slot, why := slotOf(p, c, rules, users, host)
+		switch refusal, ok := errors.AsType[*member.Refusal](why); {
+		case errors.Is(why, errNoRule):
+			others++
+		case ok:
+			refuse(p, "be refused: "+refusal.Reason, refusal.Hint)
+		case why != nil:
+			refuse(p, "not get a slot: "+why.Error(), fault.Hint(why))
+		case taken[slot] && !c.Takeover:
+			refuse(p, fmt.Sprintf("not get a slot: another process has slot %d", slot), "end one of the processes, or give it another slot")
+		case free == 0 && !taken[slot]:
+			refuse(p, fmt.Sprintf("not get a slot: the service has %d", c.Slots), "raise slots in the policy")
+		default:
+			if matching++; !taken[slot] {
+				free--
+			}
+			taken[slot] = slot != member.AnySlot
+		}
+	}
+	if more := refused - mostRefused; more > 0 {
+		d.Add(area, check, doctor.Warning, fmt.Sprintf("and %s more", format.Count(more, "process", "processes")), "")
+	}
+	if others > 0 {
+		d.Add(area, check, doctor.Note, format.Count(others, "process", "processes")+" with sockets: no rule matches", "add a rule to members, or use sockeye register")
+	}
+	d.Add(area, check, doctor.OK, format.Count(matching, "process", "processes")+" with sockets: a rule matches", "")
 }
 
 var errNoRule = errors.New("no rule matches")
 
-// admit returns nil if a rule admits a process and gives it a slot. The error is the first member.Refusal, if no later rule admits the
-// process, or errNoRule.
-func admit(p *member.Process, c config.Service, rules []member.Rule, users []uint32, host *member.Host) error {
+// slotOf returns the slot that the first rule that admits a process gives it, or member.AnySlot. The error is the first member.Refusal if no
+// rule admits the process, or errNoRule.
+func slotOf(p *member.Process, c config.Service, rules []member.Rule, users []uint32, host *member.Host) (int, error) {
 	why := errNoRule
 	for i := range rules {
 		if !rules[i].Matches(p) {
@@ -174,22 +197,21 @@ func admit(p *member.Process, c config.Service, rules []member.Rule, users []uin
 		}
 		refusal := rules[i].Admit(p, users, host)
 		if refusal == nil {
-			_, err := rules[i].Slot(p, c.Slots)
-			return err
+			return rules[i].Slot(p, c.Slots)
 		}
 		if errors.Is(why, errNoRule) {
 			why = refusal
 		}
 	}
-	return why
+	return 0, why
 }
 
-// findSockets returns the sockets on the ports of the service, including those of keepers. The copied descriptors are
+// findSockets returns the sockets on the ports of the service, including those of keepers, and the processes that have them. The copied descriptors are
 // closed; only the attributes are returned. Sockets of other users than root and users are not copied, see member.Handle.TableSockets.
-func (s *examined) findSockets(users []uint32) (sockets []portSocket, err error) {
+func (s *examined) findSockets(users []uint32) (sockets []portSocket, owners []*member.Process, err error) {
 	processes, err := member.All()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	known := append([]uint32{0}, users...)
 	seen := make(map[uint64]bool)
@@ -202,8 +224,12 @@ func (s *examined) findSockets(users []uint32) (sockets []portSocket, err error)
 			continue
 		}
 		if len(users) > 0 && !p.UIDs.Within(known) {
-			for _, socket := range handle.TableSockets(s.isOnServicePort) {
+			own := handle.TableSockets(s.isOnServicePort)
+			for _, socket := range own {
 				sockets = append(sockets, portSocket{process: p, socket: socket, backlog: math.MaxUint32})
+			}
+			if len(own) > 0 {
+				owners = append(owners, p)
 			}
 			handle.Close()
 			continue
@@ -212,9 +238,12 @@ func (s *examined) findSockets(users []uint32) (sockets []portSocket, err error)
 		handle.Close()
 		if err != nil {
 			if errors.Is(err, os.ErrPermission) {
-				return nil, err
+				return nil, nil, err
 			}
 			continue
+		}
+		if len(own) > 0 {
+			owners = append(owners, p)
 		}
 		for _, socket := range own {
 			if !seen[socket.Cookie] {
@@ -232,7 +261,7 @@ func (s *examined) findSockets(users []uint32) (sockets []portSocket, err error)
 		}
 		member.CloseAll(own)
 	}
-	return sockets, nil
+	return sockets, owners, nil
 }
 
 // isOnServicePort reports whether a socket is on the port of a listener or on one of the members' ports.
