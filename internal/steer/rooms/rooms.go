@@ -57,7 +57,7 @@ const (
 	decodePause = 5 * time.Millisecond
 	// passTime is the time after which a datagram that was sent again and has not arrived is considered lost.
 	passTime = 500 * time.Millisecond
-	// A member receives the waiting packets at fillFactor times the rate at which they arrived, and at leastRate datagrams a second.
+	// A member receives the waiting packets at fillFactor times the rate at which they arrived, and at leastRate datagrams a second or more.
 	// Faster, nfacctd reads all from its socket and loses records on the way to its plugins, if the host is busy.
 	fillFactor = 3
 	leastRate  = 5000
