@@ -6,7 +6,6 @@ package room
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"math"
 	"os"
@@ -76,23 +75,26 @@ func ReadSnapshotRaw(raw syscall.RawConn) (s Snapshot, err error) {
 // MPTCP socket is not a TCP socket.
 func ReadSnapshot(fd int) (Snapshot, error) {
 	var s Snapshot
-	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
-	if err != nil {
-		return s, fmt.Errorf("read TCP_INFO: %w", err)
+	var info unix.TCPInfo
+	if _, errno := getsockopt(fd, unix.IPPROTO_TCP, unix.TCP_INFO, &info); errno != 0 {
+		return s, fmt.Errorf("read TCP_INFO: %w", errno)
 	}
-	s = FromInfo(info, 0, 0, 0)
+	s = FromInfo(&info, 0, 0, 0)
 	if s.Closed {
 		return s, nil
 	}
+	var err error
 	if s.NotSentLowat, err = lowat(fd); err != nil {
 		return s, err
 	}
 	if err := s.memory(fd); err != nil {
 		return s, err
 	}
-	if s.Payload, err = unix.IoctlGetInt(fd, unix.TIOCOUTQ); err != nil {
-		return s, fmt.Errorf("read SIOCOUTQ: %w", err)
+	var payload int32
+	if _, _, errno := unix.RawSyscall(unix.SYS_IOCTL, uintptr(fd), unix.TIOCOUTQ, uintptr(unsafe.Pointer(&payload))); errno != 0 {
+		return s, fmt.Errorf("read SIOCOUTQ: %w", errno)
 	}
+	s.Payload = int(payload)
 	if s.Guessed {
 		s.boundQueued()
 	}
@@ -134,9 +136,7 @@ func burst(info *unix.TCPInfo) int {
 // sk_sndbuf, which is twice the value set by SO_SNDBUF.
 func (s *Snapshot) memory(fd int) error {
 	var values [meminfoVars]uint32
-	size := uint32(unsafe.Sizeof(values))
-	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_MEMINFO,
-		uintptr(unsafe.Pointer(&values)), uintptr(unsafe.Pointer(&size)), 0)
+	size, errno := getsockopt(fd, unix.SOL_SOCKET, unix.SO_MEMINFO, &values)
 	switch {
 	case errno == unix.ENOPROTOOPT, errno == 0 && size < (meminfoWmemQueued+1)*4:
 		s.Guessed = true
@@ -164,14 +164,14 @@ func (s *Snapshot) boundQueued() {
 
 // lowat returns the TCP_NOTSENT_LOWAT in force, in bytes.
 func lowat(fd int) (int, error) {
-	v, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT)
-	if err != nil {
-		return 0, fmt.Errorf("read TCP_NOTSENT_LOWAT: %w", err)
+	var v uint32
+	if _, errno := getsockopt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, &v); errno != 0 {
+		return 0, fmt.Errorf("read TCP_NOTSENT_LOWAT: %w", errno)
 	}
 	if v == 0 {
 		return defaultLowat(), nil
 	}
-	return int(uint32(v)), nil
+	return int(v), nil
 }
 
 // PacedConn is Paced for a connection of package net, or for any other value with a
@@ -200,13 +200,19 @@ func Paced(fd int) (bool, error) {
 		return true, nil
 	}
 	var name [16]byte // TCP_CA_NAME_MAX
-	size := uint32(len(name))
-	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION,
-		uintptr(unsafe.Pointer(&name)), uintptr(unsafe.Pointer(&size)), 0)
-	if errno != 0 {
+	if _, errno := getsockopt(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, &name); errno != 0 {
 		return false, fmt.Errorf("read TCP_CONGESTION: %w", errno)
 	}
 	return bytes.HasPrefix(name[:], []byte("bbr")), nil
+}
+
+// getsockopt calls getsockopt(2), which does not block, and returns the size of the result in bytes. A raw system call does not
+// release the Go runtime's processor, and does not wake the runtime's monitor (sysmon).
+func getsockopt[T any](fd, level, name int, value *T) (size uint32, errno syscall.Errno) {
+	size = uint32(unsafe.Sizeof(*value))
+	_, _, errno = unix.RawSyscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), uintptr(name),
+		uintptr(unsafe.Pointer(value)), uintptr(unsafe.Pointer(&size)), 0)
+	return size, errno
 }
 
 // ArmConn is Arm for a connection of package net, or for any other value with a
@@ -236,14 +242,16 @@ func ArmRaw(raw syscall.RawConn) (writable bool, err error) {
 // A writable socket is not armed: the kernel reports no event for space that became free
 // after the Snapshot. In this case, read another Snapshot.
 func Arm(fd int) (writable bool, err error) {
-	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
-	if _, err := unix.Poll(fds, 0); err != nil && !errors.Is(err, unix.EINTR) {
-		return false, fmt.Errorf("poll: %w", err)
+	p := unix.PollFd{Fd: int32(fd), Events: unix.POLLOUT}
+	var now unix.Timespec
+	_, _, errno := unix.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&p)), 1, uintptr(unsafe.Pointer(&now)), 0, 0, 0)
+	if errno != 0 && errno != unix.EINTR {
+		return false, fmt.Errorf("poll: %w", errno)
 	}
-	if fds[0].Revents&unix.POLLNVAL != 0 {
+	if p.Revents&unix.POLLNVAL != 0 {
 		return false, fmt.Errorf("poll: %w", unix.EBADF)
 	}
-	return fds[0].Revents&unix.POLLOUT != 0, nil
+	return p.Revents&unix.POLLOUT != 0, nil
 }
 
 func control(raw syscall.RawConn, f func(fd int) error) error {

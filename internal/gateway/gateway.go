@@ -5,8 +5,8 @@
 // TCP payload: the gateway acknowledges only data that the host's socket has accepted, and data that the guest has not
 // acknowledged stay in the host's socket. The exception is described in tcp.go.
 //
-// Start reading with loop.go, the event loop; tun.go, the input of packets from the guest; tcp.go, the theory of operation of TCP;
-// and udp.go.
+// Start reading with loop.go, the event loop; poller.go, how the loop waits; tun.go, the input of packets from the guest; tcp.go,
+// the theory of operation of TCP; and udp.go.
 package gateway
 
 import (
@@ -71,13 +71,12 @@ type Forward struct {
 type Gateway struct {
 	config Config
 	log    *slog.Logger
-	epoll  int
+	poller *poller
 	wake   int // eventfd that ends the loop
 
 	// Event loop.
 	clock         func() time.Time
 	now           time.Time // of this turn
-	yielded       time.Time // time of the last runtime.Gosched
 	timers        timer.Queue
 	handlers      []registered // by descriptor
 	registrations int32        // number of descriptors registered so far
@@ -138,7 +137,7 @@ const (
 func New(c Config) (_ *Gateway, err error) {
 	room.Prepare() // in the sandbox, no file can be opened
 	g := &Gateway{
-		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), windShift: chooseWindShift(),
+		config: c, log: c.Log, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), windShift: chooseWindShift(),
 		conns: map[endpoints]*conn{}, echoes: map[endpoints]*echo{},
 		flows: udpFlows{all: map[endpoints]*udpFlow{}, sources: map[netip.AddrPort]*source{}},
 		bound: boundSockets{}, received: newReceiveBatch(), partial: packet.Partial{},
@@ -168,8 +167,8 @@ func New(c Config) (_ *Gateway, err error) {
 			g.close()
 		}
 	}()
-	if g.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
-		return nil, fmt.Errorf("make epoll: %w", err)
+	if g.poller, err = newPoller(); err != nil {
+		return nil, err
 	}
 	if g.wake, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
 		return nil, fmt.Errorf("make eventfd: %w", err)
@@ -227,10 +226,13 @@ func (g *Gateway) close() {
 	if g.config.Diag != 0 {
 		unix.Close(g.config.Diag)
 	}
-	for _, fd := range []int{g.config.TUN, g.epoll, g.wake} {
+	for _, fd := range []int{g.config.TUN, g.wake} {
 		if fd >= 0 {
 			unix.Close(fd)
 		}
+	}
+	if g.poller != nil {
+		g.poller.close()
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -114,15 +115,18 @@ func (s *guestSockets) memoryFor(f endpoints) receiveMemory {
 
 func (s *guestSockets) event(uint32) {
 	for range udpBudget {
-		n, from, err := unix.Recvfrom(s.g.config.Diag, s.buffer, unix.MSG_DONTWAIT)
-		if errors.Is(err, unix.ENOBUFS) {
+		var from unix.RawSockaddrNetlink
+		size := uint32(unix.SizeofSockaddrNetlink)
+		n, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(s.g.config.Diag), uintptr(unsafe.Pointer(unsafe.SliceData(s.buffer))),
+			uintptr(len(s.buffer)), unix.MSG_DONTWAIT, uintptr(unsafe.Pointer(&from)), uintptr(unsafe.Pointer(&size)))
+		if errno == unix.ENOBUFS {
 			s.socketClosed() // a notification may be missing
 			continue
 		}
-		if err != nil {
+		if errno != 0 {
 			return
 		}
-		if a, ok := from.(*unix.SockaddrNetlink); ok && a.Pid == 0 {
+		if from.Family == unix.AF_NETLINK && from.Pid == 0 {
 			s.read(s.buffer[:n])
 		}
 	}
@@ -225,7 +229,7 @@ func (s *guestSockets) sendDump() {
 
 // send sends a request. event reads the reply.
 func (s *guestSockets) send(r *sockdiag.Request) error {
-	_, err := unix.Write(s.g.config.Diag, r.Append(s.request[:0]))
+	_, err := sendTo(s.g.config.Diag, r.Append(s.request[:0]))
 	return err
 }
 

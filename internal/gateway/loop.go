@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"runtime"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -56,7 +55,7 @@ var errInterfaceGone = errors.New("the guest's interface was removed")
 // runTurn runs one turn of the loop: it waits up to timeout milliseconds for events (-1: without limit), handles the events, and
 // completes the turn. It returns the number of events.
 func (g *Gateway) runTurn(events []unix.EpollEvent, timeout int) (n int, err error) {
-	n, err = g.wait(events, timeout)
+	n, g.now, err = g.poller.wait(events, timeout, g.clock)
 	if err != nil && !errors.Is(err, unix.EINTR) {
 		return 0, fmt.Errorf("wait for events: %w", err)
 	}
@@ -74,43 +73,6 @@ func (g *Gateway) runTurn(events []unix.EpollEvent, timeout int) (n int, err err
 	}
 	g.finishTurn()
 	return n, g.failed
-}
-
-const (
-	// shortWait is how long the loop waits in raw system calls, which do not release the Go runtime's processor. Each release
-	// makes the runtime look for work for the processor, which costs more than the packets.
-	shortWait = 48 * time.Millisecond
-	// yieldInterval is the time after which other goroutines may run. The runtime preempts a goroutine after 10 ms by a signal.
-	yieldInterval = 8 * time.Millisecond
-)
-
-// wait calls epoll_wait(2) and sets the time of the turn.
-func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error) {
-	for short := 0; short < int(shortWait/time.Millisecond); short += int(yieldInterval / time.Millisecond) {
-		part := int(yieldInterval / time.Millisecond)
-		if timeout >= 0 {
-			part = min(part, timeout-short)
-		}
-		ready, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(g.epoll), uintptr(unsafe.Pointer(unsafe.SliceData(events))),
-			uintptr(len(events)), uintptr(part), 0, 0)
-		if errno != 0 {
-			return 0, errno
-		}
-		if g.now = g.clock(); g.now.Sub(g.yielded) >= yieldInterval {
-			g.yielded = g.now
-			runtime.Gosched()
-		}
-		if ready > 0 || timeout >= 0 && short+part >= timeout {
-			return int(ready), nil
-		}
-	}
-	if timeout > 0 {
-		timeout -= int(shortWait / time.Millisecond)
-	}
-	n, err = unix.EpollWait(g.epoll, events, timeout)
-	g.now = g.clock()
-	g.yielded = g.now
-	return n, err
 }
 
 // lingerInterval is how often a lingering Run checks whether all connections are finished.
@@ -204,14 +166,14 @@ func (g *Gateway) register(fd int, events uint32, h handler) error {
 
 // watch calls epoll_ctl(2) for a registered descriptor.
 func (g *Gateway) watch(operation, fd int, events uint32) error {
-	return unix.EpollCtl(g.epoll, operation, fd, &unix.EpollEvent{Events: events, Fd: int32(fd), Pad: g.handlers[fd].number})
+	return unix.EpollCtl(g.poller.epoll, operation, fd, &unix.EpollEvent{Events: events, Fd: int32(fd), Pad: g.handlers[fd].number})
 }
 
 // ignore removes a descriptor from epoll(7).
 func (g *Gateway) ignore(fd int) {
 	g.handlers[fd] = registered{}
 	// epoll_ctl(2) fails only for a descriptor that is not registered.
-	_ = unix.EpollCtl(g.epoll, unix.EPOLL_CTL_DEL, fd, nil)
+	_ = unix.EpollCtl(g.poller.epoll, unix.EPOLL_CTL_DEL, fd, nil)
 }
 
 // closeFD closes a descriptor and removes its handler.

@@ -29,22 +29,24 @@ var skipped [1 << 16]byte
 
 // peekAt peeks at the receive queue from an offset on, for kernels without SO_PEEK_OFF for TCP (before 6.9).
 func peekAt(fd, offset int, p []byte) (int, error) {
-	var parts [][]byte
+	var parts []unix.Iovec
 	for left := offset; left > 0; left -= len(skipped) {
-		parts = append(parts, skipped[:min(left, len(skipped))])
+		parts = append(parts, buffer(skipped[:min(left, len(skipped))]))
 	}
-	n, _, _, _, err := unix.RecvmsgBuffers(fd, append(parts, p), nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
-	switch {
-	case err != nil:
-		return 0, err
+	parts = append(parts, buffer(p))
+	message := unix.Msghdr{Iov: &parts[0]}
+	message.SetIovlen(len(parts))
+	peeked, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, uintptr(fd), uintptr(unsafe.Pointer(&message)), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	switch n := int(peeked); {
+	case errno != 0:
+		return 0, errno
 	case n > offset:
 		return n - offset, nil
 	case offset == 0:
 		return 0, nil
 	}
 	// The queue has no data at the offset. poll(2) reports the end of the data, or an error.
-	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
-	if _, err := unix.Poll(fds, 0); err != nil || fds[0].Revents == 0 {
+	if pollNow(fd, unix.POLLRDHUP) == 0 {
 		return 0, unix.EAGAIN
 	}
 	if code, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR); err == nil && code != 0 {
@@ -53,12 +55,27 @@ func peekAt(fd, offset int, p []byte) (int, error) {
 	return 0, nil
 }
 
+func buffer(p []byte) unix.Iovec {
+	v := unix.Iovec{Base: unsafe.SliceData(p)}
+	v.SetLen(len(p))
+	return v
+}
+
 // isWritable returns whether a socket is writable. If not, poll(2) makes the kernel report EPOLLOUT later, and lets the kernel grow
 // the send buffer of a connection that can use more.
 func isWritable(fd int) bool {
-	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
-	n, err := unix.Poll(fds, 0)
-	return err == nil && n > 0 && fds[0].Revents&unix.POLLOUT != 0
+	return pollNow(fd, unix.POLLOUT)&unix.POLLOUT != 0
+}
+
+// pollNow calls poll(2) with a timeout of 0, and returns the events that occurred.
+func pollNow(fd int, events int16) int16 {
+	p := unix.PollFd{Fd: int32(fd), Events: events}
+	var now unix.Timespec
+	_, _, errno := unix.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&p)), 1, uintptr(unsafe.Pointer(&now)), 0, 0, 0)
+	if errno != 0 {
+		return 0
+	}
+	return p.Revents
 }
 
 // resetOnClose makes the kernel send the peer a RST when the socket is closed.

@@ -110,6 +110,6 @@ func (p *pacer) update() bool {
 
 // waitBriefly waits for events for less than a millisecond, the unit of epoll_wait(2).
 func (g *Gateway) waitBriefly(d time.Duration) {
-	fd, timeout := unix.PollFd{Fd: int32(g.epoll), Events: unix.POLLIN}, unix.NsecToTimespec(int64(d))
+	fd, timeout := unix.PollFd{Fd: int32(g.poller.epoll), Events: unix.POLLIN}, unix.NsecToTimespec(int64(d))
 	_, _, _ = unix.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&fd)), 1, uintptr(unsafe.Pointer(&timeout)), 0, 0, 0)
 }
