@@ -39,6 +39,7 @@ ARM64_PACKAGES := qemu-system-arm xz-utils debian-archive-keyring
 DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
 BENCH_PACKAGES := $(DEMO_PACKAGES) $(VM_PACKAGES) haproxy ipvsadm nftables
 BPFTUNE_PACKAGES := make gcc pkg-config bpftool clang-19 libbpf-dev libcap-dev libnl-3-dev libnl-route-3-dev
+PMACCT_EBPF_PACKAGES := autoconf automake bpftool clang-19 gcc libbpf-dev libjansson-dev libpcap-dev libtool make pkg-config
 BENCH_GATEWAY_PACKAGES := passt iperf3 nginx-light redis-server wget wrk
 BENCH_FLEET_PACKAGES := etcd-server ipvsadm nftables
 PACKAGE_PACKAGES := iproute2 lintian pmacct rpm syslog-ng-core systemd
@@ -128,13 +129,18 @@ demo-fleet: ## Three hosts behind a router, with ECMP alone and with Sockeye: on
 	@go build -o bin/demo ./lab/demo
 	@unshare --mount --propagation private bin/demo -fleet -sockeye $(CURDIR)/bin/sockeye -out "$(OUT)" $(if $(KEEP),-keep)
 
+# The load of each arm of the long run. bench-all has a shorter one than bench, to take less than two hours.
+LONG_RUN = $(if $(LONG),1h,10m)
+bench-all: LONG_RUN = $(if $(LONG),1h,2m)
+
 .PHONY: bench
-bench: ## Measure against plain SO_REUSEPORT, HAProxy, nftables and IPVS (QUICK=1: six minutes; LONG=1: an hour for each arm)
-	@tools/setup $(BENCH_PACKAGES)
+bench: ## Measure against plain SO_REUSEPORT, HAProxy, nftables and IPVS (QUICK=1: six minutes; LONG=1: an hour for each arm; PMACCT=its sources, BALANCER=the BPF program's: and pmacct's own eBPF)
+	@tools/setup $(BENCH_PACKAGES) $(if $(PMACCT),$(PMACCT_EBPF_PACKAGES))
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
 	@$(BENCHBUILD)
 	@mkdir -p "$(OUT)"
-	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick,-vm) $(if $(LONG),-long 1h)
+	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick,-vm -long $(LONG_RUN)) \
+		$(if $(PMACCT),-pmacct "$$(tools/pmacct-ebpf "$(PMACCT)" "$(BALANCER)")")
 
 .PHONY: bench-tune
 bench-tune: ## Measure tune against defaults, routes and setsockopt, in the lab (QUICK=1: two minutes)
@@ -206,7 +212,7 @@ bench-fleet: ## Measure forwarding to other hosts of a fleet against the kernel'
 	@bin/bench fleet -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-all
-bench-all: bench bench-tune bench-trace $(if $(QUICK),,bench-trace-vm) bench-bigtcp bench-gateway bench-continuity bench-watch bench-fleet ## Run all of these, and write docs/benchmarks.md (hours; QUICK=1: twenty minutes, and no page)
+bench-all: bench bench-tune bench-trace $(if $(QUICK),,bench-trace-vm) bench-bigtcp bench-gateway bench-continuity bench-watch bench-fleet ## Run all of these, and write docs/benchmarks.md (two hours; QUICK=1: twenty minutes, and no page)
 	@$(if $(QUICK),,bin/bench summary)
 
 .PHONY: bench-flood

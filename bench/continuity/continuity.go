@@ -100,7 +100,7 @@ func inside(args []string) error {
 	o := options{Dump: dump{Rate: 20_000, Process: 100_000}}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "run for one minute instead of ten, with fewer rounds and shorter pauses")
-	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms (default 5, quick 1)")
+	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms (default 2, quick 1)")
 	fs.DurationVar(&o.Pause, "pause", 0, "time after each change (default 2.5s, quick 600ms)")
 	fs.IntVar(&o.Devices, "devices", 60, "number of devices, 4 to 4096")
 	fs.Float64Var(&o.Rate, "rate", 50, "datagrams per second of each device")
@@ -117,7 +117,7 @@ func inside(args []string) error {
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
-	d := options{Rounds: 5, Pause: 2500 * time.Millisecond, Down: 5 * time.Second, Dump: dump{Devices: 60, Routes: 50_000}, Pacing: pacing{Routers: 12, Routes: 200_000}}
+	d := options{Rounds: 2, Pause: 2500 * time.Millisecond, Down: 5 * time.Second, Dump: dump{Devices: 60, Routes: 50_000}, Pacing: pacing{Routers: 12, Routes: 200_000}}
 	if o.Quick {
 		d = options{Rounds: 1, Pause: 600 * time.Millisecond, Down: time.Second, Dump: dump{Devices: 24, Routes: 15_000}, Pacing: pacing{Routers: 4, Routes: 2000}}
 	}

@@ -333,6 +333,14 @@ func (b *bench) launch(ctx context.Context, a arm, kind string, devices int) (*f
 				return f, err
 			}
 			argv = []string{"nfacctd", "-f", f.path(name + ".conf")}
+			if p, ok := a.(*pmacctArm); ok {
+				argv[0] = p.program()
+				if slot > 0 {
+					if err := harness.Pause(ctx, pmacctGap); err != nil {
+						return f, err
+					}
+				}
+			}
 		}
 		p, err := b.Start(f.group(membersGroup), name, argv...)
 		if err != nil {
@@ -393,6 +401,9 @@ print_output: json
 print_output_file: %[1]s/records-%[2]d.json
 print_refresh_time: 86400
 `, f.dir, slot, tcp, udp, f.devices+1, receiveBuffer, proxied)
+	if p, ok := f.arm.(*pmacctArm); ok {
+		text += p.lines(slot)
+	}
 	if err := os.WriteFile(f.path(fmt.Sprintf("member-%d.conf", slot)), []byte(text), 0o600); err != nil {
 		return fmt.Errorf("write configuration of nfacctd: %w", err)
 	}
@@ -442,5 +453,8 @@ func (f *fleet) finish(ctx context.Context) (records, withRoutes uint64, err err
 func (f *fleet) close() {
 	f.b.KillGroups(f.group(membersGroup), f.group(balanceGroup), f.group(generatorGroup))
 	_ = unix.Unmount(filepath.Dir(f.pins()), unix.MNT_DETACH) // bpffs of the agent; ignore the error if there is none
+	if p, ok := f.arm.(*pmacctArm); ok {
+		p.close()
+	}
 	f.net.Close()
 }

@@ -156,12 +156,16 @@ func (v *ipvsArm) services(do func(flag, service string, member func(slot int) s
 
 // missing returns what keeps an arm from running on this host, or nil.
 func missing(a arm) error {
-	switch a.(type) {
+	switch a := a.(type) {
 	case *proxyArm:
 		for _, program := range []string{"haproxy", "nfacctd"} {
 			if _, err := exec.LookPath(program); err != nil {
 				return fmt.Errorf("%w (Debian's packages haproxy, pmacct)", err)
 			}
+		}
+	case *pmacctArm:
+		if a.dir == "" {
+			return errors.New("-pmacct is not given")
 		}
 	case *nftArm:
 		if _, err := exec.LookPath("nft"); err != nil {

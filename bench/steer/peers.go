@@ -169,10 +169,10 @@ func (b *bench) peers(ctx context.Context, small, mixed load) error {
 		return err
 	}
 	timed := b.arms("plain", "reuseport", "lookup", "nft", "ipvs")
-	if r.rate, err = b.compare(ctx, "rate", timed, kindPlain, 2*b.Rounds, small); err != nil {
+	if r.rate, err = b.compare(ctx, "rate", timed, kindPlain, 2*b.Rounds, 0, small); err != nil {
 		return err
 	}
-	if r.plain, err = b.compare(ctx, "cpu, plain receivers", timed, kindPlain, b.Rounds, mixed); err != nil {
+	if r.plain, err = b.compare(ctx, "cpu, plain receivers", timed, kindPlain, b.Rounds, 0, mixed); err != nil {
 		return err
 	}
 	r.End()

@@ -68,10 +68,13 @@ func collectorsCPU(m, plain *measurement) float64 {
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
 	p("\n%d routers, four members, %d rounds, arms in rotating order; medians [min .. max], ratios computed within each round.\n", r.Options.Routers, r.Options.Rounds)
+	p("The rate and the CPU time with nfacctd of plain sockets and Sockeye: %d rounds.\n", r.Options.judgedRounds())
 	p("Linux %s, %d CPUs for routers, balancing and members together.\n", r.Kernel, r.CPUs)
 
 	printRate(p, r.arms, r.rate, r.placement.together)
+	printJudged(p, r.rate, receivedRate)
 	printCPU(p, r.arms, r.nfacctd, "four nfacctd", r.Options.Nfacctd, r.Options.Records)
+	printJudged(p, r.nfacctd, collectorsCPU)
 	printCPU(p, r.arms, r.plain, "four plain receivers", r.Options.Plain, r.Options.Records)
 	printUsage(p, r.arms, r.nfacctd, "four nfacctd")
 	printUsage(p, r.arms, r.plain, "four plain receivers")
@@ -98,6 +101,16 @@ func printRate(p harness.Printf, arms []armTitle, rate *part, together map[strin
 	}
 }
 
+// printJudged prints the ratios to plain sockets that goals compare.
+func printJudged(p harness.Printf, c *part, figure func(m, plain *measurement) float64) {
+	for _, g := range goals {
+		if n := len(c.by(g.mode, figure)); n > 0 {
+			d := c.distribution(g.mode, figure)
+			p("Ratio of %s to plain: %.3f, with a confidence of 95 %% %.3f .. %.3f (%d rounds)\n", g.mode, d.Median, d.Low, d.High, n)
+		}
+	}
+}
+
 // printCPU prints the CPU time of the arms for one kind of members.
 func printCPU(p harness.Printf, arms []armTitle, c *part, members string, total rates, records int) {
 	p("\nCPU seconds per million records, %s: %.0f datagrams of %d flow records and %.0f BMP route updates per second\n", members, total.Datagrams, records, total.Updates)
@@ -107,6 +120,9 @@ func printCPU(p harness.Printf, arms []armTitle, c *part, members string, total 
 	}
 	p("\n")
 	for _, a := range arms {
+		if len(c.by(a.name, membersCPU)) == 0 {
+			continue
+		}
 		p("%s\t%.3f\t%.3f\t%s\t%s\t%s\t%.2f %%", a.title,
 			harness.SpreadOf(c.by(a.name, membersCPU)).Median, harness.SpreadOf(c.by(a.name, balancingCPU)).Median,
 			harness.SpreadOf(c.by(a.name, collectorsCPU)).Format("%.3f"),
@@ -129,6 +145,9 @@ func printUsage(p harness.Printf, arms []armTitle, c *part, members string) {
 	}
 	p("members MB\tbalancing MB\tBPF MB\n")
 	for _, a := range arms {
+		if len(c.by(a.name, membersCPU)) == 0 {
+			continue
+		}
 		p("%s", a.title)
 		for _, role := range roles {
 			p("\t%.3f\t%.3f", harness.SpreadOf(c.by(a.name, usage(role.group, user))).Median,

@@ -42,6 +42,7 @@ type options struct {
 	Storm   bool          `json:"storm_only"`
 	Binary  string        `json:"-"`
 	Against string        `json:"-"`
+	Pmacct  string        `json:"-"`
 	Idle    time.Duration `json:"idle_ns,omitempty"`
 	// TraitRouters is the number of routers for the properties, and TraitTime the time in which their sessions must be open.
 	TraitRouters int           `json:"property_routers"`
@@ -118,6 +119,7 @@ func inside(args []string) error {
 	fs.DurationVar(&o.Idle, "idle", 0, "CPU time per 200 ms below which processes are idle (default 6ms)")
 	fs.BoolVar(&o.VM, "vm", false, "measure IPVS in a virtual machine if this kernel has none (ten minutes; run this in the repository)")
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
+	fs.StringVar(&o.Pmacct, "pmacct", "", "`directory` that tools/pmacct-ebpf has printed; empty: omit the arms with pmacct's own eBPF option")
 	fs.StringVar(&o.Against, "against", "", "further binaries, comma-separated, whose programs are measured in the same rounds")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
@@ -178,7 +180,7 @@ func (b *bench) steer(ctx context.Context) error {
 	if err := missing(&proxyArm{}); err != nil {
 		return err
 	}
-	storm := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1")
+	storm := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "pmacct-ebpf", "pmacct-ebpf-4", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1")
 	if b.Storm {
 		return b.stormOnly(ctx, storm)
 	}
@@ -192,8 +194,14 @@ func (b *bench) steer(ctx context.Context) error {
 	r := &report{Options: b.options, Run: begin(ctx)}
 	all := b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy", "proxy-1", "proxy-splice", "proxy-splice-1", "proxy-buffered")
 	examined := b.arms("plain", "reuseport", "lookup", "lookup_device_map", "nft", "nft-replace", "ipvs", "ipvs-mh", "proxy")
-	r.arms, r.examined = titles(all), titles(examined)
+	collectors := slices.Concat(all, b.arms("pmacct-ebpf-4"))
+	r.arms, r.examined = titles(slices.Concat(all, b.arms("pmacct-ebpf", "pmacct-ebpf-4"))), titles(examined)
 	var err error
+	if b.Pmacct != "" {
+		if r.Versions["nfacctd with eBPF"], err = pmacctVersion(b.Pmacct); err != nil {
+			return err
+		}
+	}
 	if b.VM && missing(&ipvsArm{}) != nil { // first: what fails without a kernel to download must not fail after an hour
 		if r.guest, err = measureGuest(ctx); err != nil {
 			return err
@@ -202,19 +210,19 @@ func (b *bench) steer(ctx context.Context) error {
 
 	l := mixed
 	l.Datagrams, l.Updates, l.Duration = 10000, 100, 300*time.Millisecond
-	if r.placement, err = b.compare(ctx, "placement", all, kindSources, 1, l); err != nil {
+	if r.placement, err = b.compare(ctx, "placement", all, kindSources, 1, 0, l); err != nil {
 		return err
 	}
 	if r.traits, err = b.allTraits(ctx, examined); err != nil {
 		return err
 	}
-	if r.rate, err = b.compare(ctx, "rate", b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy"), kindPlain, 2*b.Rounds, small); err != nil {
+	if r.rate, err = b.compare(ctx, "rate", b.arms("plain", "reuseport", "lookup", "nft", "ipvs", "proxy"), kindPlain, 2*b.Rounds, b.judgedRounds()-2*b.Rounds, small); err != nil {
 		return err
 	}
-	if r.plain, err = b.compare(ctx, "cpu, plain receivers", all, kindPlain, b.Rounds, mixed); err != nil {
+	if r.plain, err = b.compare(ctx, "cpu, plain receivers", all, kindPlain, b.Rounds, 0, mixed); err != nil {
 		return err
 	}
-	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", all, kindNfacctd, b.Rounds, spaced); err != nil {
+	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", collectors, kindNfacctd, b.Rounds, b.judgedRounds()-b.Rounds, spaced); err != nil {
 		return err
 	}
 	if r.storms, err = b.storms(ctx, storm); err != nil {
@@ -240,10 +248,15 @@ type part struct {
 	lost     map[string]float64 // share of flow records that no member received
 }
 
-func (b *bench) compare(ctx context.Context, title string, arms []arm, kind string, rounds int, l load) (*part, error) {
+// judgedRounds is the number of rounds of plain sockets and of the arms with goals, for figures that the goals compare: the goals
+// are close to 1, and the speed of a host varies by more than their distance to 1.
+func (o *options) judgedRounds() int { return 8 * o.Rounds }
+
+// compare measures all arms for some rounds, and then plain sockets and the arms with goals for more rounds.
+func (b *bench) compare(ctx context.Context, title string, arms []arm, kind string, rounds, more int, l load) (*part, error) {
 	p := &part{together: map[string]float64{}, records: map[string]uint64{}, routed: map[string]float64{}, lost: map[string]float64{}}
 	err := b.withFleets(ctx, title, arms, kind, l.Routers, func(fleets []*fleet) error {
-		return p.run(ctx, fleets, kind, rounds, l)
+		return p.run(ctx, fleets, kind, rounds, more, l)
 	})
 	return p, err
 }
@@ -283,10 +296,13 @@ func (b *bench) withFleets(ctx context.Context, title string, arms []arm, kind s
 }
 
 // run measures the fleets in turn.
-func (p *part) run(ctx context.Context, fleets []*fleet, kind string, rounds int, l load) error {
+func (p *part) run(ctx context.Context, fleets []*fleet, kind string, rounds, more int, l load) error {
 	sent, got := map[string]uint64{}, map[string]uint64{}
-	for round := range rounds {
+	for round := range rounds + more {
 		for _, f := range harness.Turn(fleets, round) {
+			if round >= rounds && f.arm.name() != "plain" && !hasGoal(f.arm.name()) {
+				continue
+			}
 			m, err := f.measure(ctx, l)
 			if err != nil {
 				return err
@@ -469,6 +485,12 @@ func (b *bench) arms(names ...string) (arms []arm) {
 			arms = append(arms, &ipvsArm{scheduler: "sh"})
 		case "ipvs-mh":
 			arms = append(arms, &ipvsArm{scheduler: "mh"})
+		case "pmacct-ebpf", "pmacct-ebpf-4":
+			buckets := pmacctBuckets
+			if name == "pmacct-ebpf-4" {
+				buckets = slots
+			}
+			arms = append(arms, &pmacctArm{dir: b.Pmacct, buckets: buckets})
 		case "proxy":
 			arms = append(arms, &proxyArm{})
 		case "proxy-buffered":

@@ -5,6 +5,7 @@ package steer
 import (
 	"encoding/xml"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"strings"
@@ -101,5 +102,27 @@ func TestReport(t *testing.T) {
 		} else if err != nil {
 			t.Fatalf("svg: %v", err)
 		}
+	}
+}
+
+// TestJudged is that the ratios that goals compare are those of all rounds, with the plain run of the same round, and that a report
+// omits arms that did not run.
+func TestJudged(t *testing.T) {
+	p := &part{}
+	for round := range 40 {
+		for arm, datagrams := range map[string]uint64{"plain": 100 * uint64(round+1), "lookup": 90 * uint64(round+1)} {
+			p.runs = append(p.runs, measurement{Arm: arm, Round: round, Datagrams: datagrams, Sent: sent{Elapsed: time.Second}})
+		}
+	}
+	var b strings.Builder
+	printf := func(format string, args ...any) { fmt.Fprintf(&b, format, args...) }
+	printJudged(printf, p, receivedRate)
+	if got, want := b.String(), "Ratio of lookup to plain: 0.900, with a confidence of 95 % 0.900 .. 0.900 (40 rounds)\n"; got != want {
+		t.Errorf("printed %q, want %q", got, want)
+	}
+	b.Reset()
+	printCPU(printf, []armTitle{{"plain", "plain"}, {"nft", "nftables"}}, p, "members", rates{}, 1)
+	if strings.Contains(b.String(), "nftables") {
+		t.Errorf("an arm that did not run is printed: %s", b.String())
 	}
 }

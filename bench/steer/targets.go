@@ -2,17 +2,28 @@
 
 package steer
 
-import "sockeye/bench/harness"
+import (
+	"slices"
 
-// goals of a steering mode: nanoseconds per datagram above the empty program with cold and with hot caches, those of a device
-// map, and the rate in relation to plain sockets.
-var goals = []struct {
+	"sockeye/bench/harness"
+)
+
+// A goal contains the goals of a steering mode: nanoseconds per datagram above the empty program with cold and with hot caches, those
+// of a device map, and the rate in relation to plain sockets.
+type goal struct {
 	mode                 string
 	cold, hot, deviceMap float64
 	rate                 float64
-}{
+}
+
+var goals = []goal{
 	{"reuseport", 60, 40, 60, 0.97},
 	{"lookup", 60, 40, 60, 1},
+}
+
+// hasGoal returns whether an arm has goals.
+func hasGoal(arm string) bool {
+	return slices.ContainsFunc(goals, func(g goal) bool { return g.mode == arm })
 }
 
 const largestCPU = 1.02 // of plain sockets

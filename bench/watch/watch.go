@@ -86,7 +86,7 @@ func inside(args []string) error {
 	o := options{}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "run for a minute, with fewer rounds")
-	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of both arms (default 10, quick 2)")
+	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of both arms (default 5, quick 2)")
 	fs.Float64Var(&o.Seconds, "seconds", 11, "time of a run, at least 11: the agent summarizes refusals every 10 seconds")
 	fs.Float64Var(&o.Rate, "rate", 100_000, "refusals per second")
 	fs.StringVar(&o.Binary, "sockeye", "", "the binary (default: build it)")
@@ -94,7 +94,7 @@ func inside(args []string) error {
 		return err
 	}
 	if o.Rounds == 0 {
-		o.Rounds = 10
+		o.Rounds = 5
 		if o.Quick {
 			o.Rounds = 2
 		}
