@@ -134,7 +134,7 @@ LONG_RUN = $(if $(LONG),1h,10m)
 bench-all: LONG_RUN = $(if $(LONG),1h,2m)
 
 .PHONY: bench
-bench: ## Measure against plain SO_REUSEPORT, HAProxy, nftables and IPVS (QUICK=1: six minutes; LONG=1: an hour for each arm; PMACCT=its sources, BALANCER=the BPF program's: and pmacct's own eBPF)
+bench: ## Measure against plain SO_REUSEPORT, HAProxy, nftables and IPVS (QUICK=1: six minutes; LONG=1: an hour for each arm; PMACCT=its sources, BALANCER=the BPF program's: with pmacct's own eBPF)
 	@tools/setup $(BENCH_PACKAGES) $(if $(PMACCT),$(PMACCT_EBPF_PACKAGES))
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
 	@$(BENCHBUILD)

@@ -161,7 +161,7 @@ tee_transparent[a]: true
 	p.procs = nil
 	for _, argv := range [][]string{
 		{"haproxy", "-db", "-f", f.path("haproxy.cfg")},
-		{"nfacctd", "-f", f.path("tee.conf")},
+		{f.b.nfacctd(), "-f", f.path("tee.conf")},
 	} {
 		proc, err := f.b.Start(f.group(balanceGroup), argv[0], argv...)
 		if err != nil {
@@ -284,7 +284,7 @@ func (s *sockeyeArm) ready(ctx context.Context, f *fleet) error {
 const (
 	kindPlain   = "plain"   // plain receivers, which only read
 	kindSources = "sources" // plain receivers that count by router
-	kindNfacctd = "nfacctd" // nfacctd of Debian
+	kindNfacctd = "nfacctd"
 
 	membersGroup   = "members"
 	balanceGroup   = "balance"
@@ -332,13 +332,10 @@ func (b *bench) launch(ctx context.Context, a arm, kind string, devices int) (*f
 			if err := f.configure(slot); err != nil {
 				return f, err
 			}
-			argv = []string{"nfacctd", "-f", f.path(name + ".conf")}
-			if p, ok := a.(*pmacctArm); ok {
-				argv[0] = p.program()
-				if slot > 0 {
-					if err := harness.Pause(ctx, pmacctGap); err != nil {
-						return f, err
-					}
+			argv = []string{b.nfacctd(), "-f", f.path(name + ".conf")}
+			if _, ok := a.(*pmacctArm); ok && slot > 0 {
+				if err := harness.Pause(ctx, pmacctGap); err != nil {
+					return f, err
 				}
 			}
 		}

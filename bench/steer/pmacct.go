@@ -53,8 +53,6 @@ var mountPins = sync.OnceValue(func() error {
 
 func (*pmacctArm) start(context.Context, *fleet) error { return mountPins() }
 
-func (p *pmacctArm) program() string { return filepath.Join(p.dir, "nfacctd") }
-
 // lines are the additional lines of the configuration of a daemon.
 func (p *pmacctArm) lines(slot int) string {
 	program := filepath.Join(p.dir, "balancer.o")
@@ -95,6 +93,14 @@ func (p *pmacctArm) name() string {
 		return "pmacct-ebpf"
 	}
 	return fmt.Sprintf("pmacct-ebpf-%d", p.buckets)
+}
+
+// nfacctd returns the program of the collectors and of the replicator: that of the flag -pmacct for all arms, or that of the host.
+func (b *bench) nfacctd() string {
+	if b.Pmacct != "" {
+		return filepath.Join(b.Pmacct, "nfacctd")
+	}
+	return "nfacctd"
 }
 
 // pmacctVersion returns the revisions of tools/pmacct-ebpf.

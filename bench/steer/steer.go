@@ -119,7 +119,7 @@ func inside(args []string) error {
 	fs.DurationVar(&o.Idle, "idle", 0, "CPU time per 200 ms below which processes are idle (default 6ms)")
 	fs.BoolVar(&o.VM, "vm", false, "measure IPVS in a virtual machine if this kernel has none (ten minutes; run this in the repository)")
 	fs.StringVar(&o.Binary, "sockeye", "", "binary to measure (default: build ./cmd/sockeye)")
-	fs.StringVar(&o.Pmacct, "pmacct", "", "`directory` that tools/pmacct-ebpf has printed; empty: omit the arms with pmacct's own eBPF option")
+	fs.StringVar(&o.Pmacct, "pmacct", "", "`directory` that tools/pmacct-ebpf has printed, for the nfacctd of all arms; empty: the host's nfacctd, without the arms of pmacct's own eBPF option")
 	fs.StringVar(&o.Against, "against", "", "further binaries, comma-separated, whose programs are measured in the same rounds")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
@@ -198,7 +198,7 @@ func (b *bench) steer(ctx context.Context) error {
 	r.arms, r.examined = titles(slices.Concat(all, b.arms("pmacct-ebpf", "pmacct-ebpf-4"))), titles(examined)
 	var err error
 	if b.Pmacct != "" {
-		if r.Versions["nfacctd with eBPF"], err = pmacctVersion(b.Pmacct); err != nil {
+		if r.Versions["nfacctd"], err = pmacctVersion(b.Pmacct); err != nil {
 			return err
 		}
 	}

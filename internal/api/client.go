@@ -16,36 +16,50 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/owned"
 )
 
 // SocketPath returns the path of the agent's socket in a run directory.
 func SocketPath(runDir string) string { return filepath.Join(runDir, "agent.sock") }
 
-// RemoveDeadSocket removes the socket file that a killed agent has left in a run directory. The socket of a running agent, and other
-// files, stay.
-func RemoveDeadSocket(runDir string) error {
+// RemoveDeadSocket removes the socket file that a killed agent has left in a run directory. The socket of a process that runs, other files, and
+// files in a directory that others may write, which no agent uses, stay.
+func RemoveDeadSocket(runDir string) (removed bool, err error) {
+	if runDir, err = filepath.Abs(runDir); err != nil {
+		return false, err
+	}
 	path := SocketPath(runDir)
 	before, err := os.Lstat(path)
-	if err != nil || before.Mode()&fs.ModeSocket == 0 {
-		return nil
+	if err != nil || before.Mode()&fs.ModeSocket == 0 || owned.Check(runDir) != nil || isBound(path) {
+		return false, nil
 	}
+	// The process may run in another network namespace, whose sockets isBound does not see.
 	running, err := net.DialTimeout("unix", path, time.Second)
 	if err == nil {
 		running.Close()
 	}
 	// Another agent, with other pins, may have replaced the file meanwhile.
 	if now, _ := os.Lstat(path); !errors.Is(err, unix.ECONNREFUSED) || now == nil || !os.SameFile(before, now) {
-		return nil
+		return false, nil
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove the socket of an agent that was killed: %w", err)
+		return false, fmt.Errorf("remove the socket of an agent that was killed: %w", err)
 	}
-	return nil
+	return true, nil
+}
+
+// isBound returns whether a socket of this network namespace has a path (unix_seq_show), or may have it: a socket that does not listen yet
+// refuses connections, too.
+func isBound(path string) bool {
+	text, err := os.ReadFile("/proc/net/unix")
+	return err != nil || slices.Contains(strings.Fields(string(text)), path)
 }
 
 // Client sends requests to an agent.
@@ -70,6 +84,9 @@ func NewClient(path string) *Client {
 
 // ErrNoAgent is the error of a request when no agent listens on the socket.
 var ErrNoAgent = errors.New("no agent answers")
+
+// ErrSilent is the error of a request to an agent that accepts the connection and does not answer in time.
+var ErrSilent = errors.New("the agent does not answer")
 
 // Get sends a GET request and decodes the answer.
 func (c *Client) Get(ctx context.Context, path string, query url.Values, into any) error {
@@ -164,6 +181,8 @@ func (c *Client) send(by *http.Client, r *http.Request) (*http.Response, error) 
 			"start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered")
 	case errors.Is(err, os.ErrPermission):
 		return nil, &fault.Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root; a member of the agent's --group may use the commands that only show", Code: fault.CodeNotPermitted}
+	case errors.Is(err, context.DeadlineExceeded):
+		return nil, fault.WithHint(fmt.Errorf("%w on %s", ErrSilent, c.path), "it is stopped or overloaded: look at its process, and at its log")
 	case err != nil:
 		return nil, fmt.Errorf("ask agent: %w", err)
 	}

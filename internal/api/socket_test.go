@@ -6,6 +6,8 @@ import (
 	"net"
 	"os"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // TestRemoveDeadSocket removes the socket of a process that was killed, but neither one that is in use nor another file.
@@ -14,10 +16,14 @@ func TestRemoveDeadSocket(t *testing.T) {
 	path := SocketPath(dir)
 	left := func() bool {
 		t.Helper()
-		if err := RemoveDeadSocket(dir); err != nil {
+		removed, err := RemoveDeadSocket(dir)
+		if err != nil {
 			t.Fatal(err)
 		}
-		_, err := os.Lstat(path)
+		_, err = os.Lstat(path)
+		if removed && err == nil {
+			t.Error("reported as removed, and still there")
+		}
 		return err == nil
 	}
 	if left() {
@@ -32,8 +38,31 @@ func TestRemoveDeadSocket(t *testing.T) {
 		t.Error("the socket of a running agent is removed")
 	}
 	l.Close()
+	if err := os.Chmod(dir, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if !left() {
+		t.Error("a socket in a directory that others may write is removed")
+	}
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
 	if left() {
 		t.Error("the socket of a killed agent is left")
+	}
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: path}); err != nil {
+		t.Fatal(err)
+	}
+	if !left() {
+		t.Error("the socket of a process that does not listen yet is removed")
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
 	}
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		t.Fatal(err)

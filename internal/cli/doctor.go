@@ -3,10 +3,12 @@
 package cli
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -47,8 +49,9 @@ warnings do not change it.`,
 			default:
 				return fault.Unreadable(err, "name a policy file with --policy")
 			}
-			findings := append(broken, examine(policy, pins, c.known(cmd))...)
-			findings = append(findings, c.askAgent(cmd, policy)...)
+			known, err := c.known(cmd.Context())
+			findings := append(broken, examine(policy, pins, known)...)
+			findings = append(findings, c.askAgent(cmd.Context(), policy, err)...)
 			if err := c.Show(findings, func(w io.Writer) { diagnosis(w, findings) }); err != nil {
 				return err
 			}
@@ -69,12 +72,20 @@ warnings do not change it.`,
 	return cmd
 }
 
-// known returns the sockets and processes of a running agent's services; nil if no agent runs.
-func (c *commands) known(cmd *cobra.Command) *doctor.Known {
+// agentPatience is how long doctor waits for answers of the agent: the host may be examined because the agent hangs.
+const agentPatience = 10 * time.Second
+
+// known returns the sockets and processes of a running agent's services; nil and an error if no agent answers.
+func (c *commands) known(ctx context.Context) (*doctor.Known, error) {
+	ctx, cancel := context.WithTimeout(ctx, agentPatience)
+	defer cancel()
 	var status api.Status
 	var slots []api.SlotStatus
-	if c.Client().Get(cmd.Context(), "/v1/status", nil, &status) != nil || c.Client().Get(cmd.Context(), "/v1/slots", nil, &slots) != nil {
-		return nil
+	if err := c.Client().Get(ctx, "/v1/status", nil, &status); err != nil {
+		return nil, err
+	}
+	if err := c.Client().Get(ctx, "/v1/slots", nil, &slots); err != nil {
+		return nil, err
 	}
 	known := &doctor.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // the agent also has keeper sockets
 	for _, s := range slots {
@@ -94,7 +105,7 @@ func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 			known.Sockets[b.Cookie] = true
 		}
 	}
-	return known
+	return known, nil
 }
 
 // examine checks the host and, with a policy, the parts of the policy. known is nil if no agent runs.
@@ -115,12 +126,20 @@ func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.F
 	return report.Findings
 }
 
-// askAgent adds findings about the agent, and those of a running agent.
-func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.Finding {
+// askAgent adds findings about the agent, and those of a running agent. An agent that did not answer before, with the error failed, is not
+// asked again.
+func (c *commands) askAgent(ctx context.Context, policy *config.Policy, failed error) []doctor.Finding {
+	ctx, cancel := context.WithTimeout(ctx, agentPatience)
+	defer cancel()
 	report := doctor.NewReport(nil)
 	var status api.Status
-	err := c.Client().Get(cmd.Context(), "/v1/status", nil, &status)
-	if err != nil {
+	err := failed
+	if !errors.Is(failed, api.ErrSilent) {
+		err = c.Client().Get(ctx, "/v1/status", nil, &status)
+	}
+	if errors.Is(err, api.ErrSilent) {
+		report.Add("agent", "running", doctor.Warning, err.Error(), fault.Hint(err))
+	} else if err != nil {
 		report.Add("agent", "running", doctor.Note, err.Error(), fault.Hint(err))
 	} else {
 		report.Add("agent", "running", doctor.OK, fmt.Sprintf("pid %d", status.PID), "")
@@ -130,7 +149,7 @@ func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.
 	}
 	for _, d := range domains() {
 		if err == nil && d.examineAgent != nil {
-			d.examineAgent(cmd.Context(), report, c.Client(), &status)
+			d.examineAgent(ctx, report, c.Client(), &status)
 		}
 	}
 	return report.Findings

@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -13,12 +14,15 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/doctor"
 )
 
@@ -79,6 +83,12 @@ func TestDoctorFindings(t *testing.T) {
 			h.member(nil, udp)
 		},
 			doctor.Finding{Area: "service telemetry", Check: "members", Result: "ok", Detail: "2 processes with sockets: a rule matches"}},
+		{"inherited sockets", func(_ *testing.T, h *host) {
+			h.write("policy.yaml", strings.NewReplacer("user: root", "user: root\n    members: [{match: {command_line: collector}, slot: free}]", "slots: 4", "slots: 1").Replace(twoServices))
+			parent, _ := h.as("parent", collector, udp)
+			childOf(h, parent)
+		},
+			doctor.Finding{Area: "service telemetry", Check: "members", Result: "ok", Detail: "1 process with sockets: a rule matches"}},
 		{"one slot twice", func(_ *testing.T, h *host) {
 			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "user: root\n    members: [{match: {command_line: collector}, slot: 3}]", 1))
 			h.member(nil, udp)
@@ -141,7 +151,7 @@ func TestDoctorFindings(t *testing.T) {
 			id := load(t, ebpf.SkReuseport, false)
 			t.Setenv("FOREIGN", id)
 		},
-			doctor.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkReuseport program FOREIGN (stranger) of another owner", Hint: "if it decides about the same ports, the last one attached wins"}},
+			doctor.Finding{Area: "service telemetry", Check: "foreign programs", Result: "note", Detail: "SkReuseport program FOREIGN (stranger) of another owner, attached to sockets somewhere on this host", Hint: "if it decides about the same ports, the last one attached wins"}},
 		{"small somaxconn", func(t *testing.T, _ *host) { sysctl(t, "net/core/somaxconn", "128") },
 			doctor.Finding{Area: "sysctl", Check: "net.core.somaxconn", Result: "warning", Detail: "128; it bounds the members' backlogs", Hint: "sysctl -w net.core.somaxconn=4096, or more than devices that may connect at once"}},
 		{"tcp_migrate_req", func(t *testing.T, _ *host) { sysctl(t, "net/ipv4/tcp_migrate_req", "1") },
@@ -245,6 +255,27 @@ func TestDoctorFailures(t *testing.T) {
 		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified"})
 	if code != 3 {
 		t.Errorf("exit code %d, want 3", code)
+	}
+}
+
+// TestDoctorOfSilentAgent checks that doctor does not wait for an agent that accepts connections and does not answer, as one that is stopped.
+func TestDoctorOfSilentAgent(t *testing.T) {
+	dir := t.TempDir()
+	l, err := net.Listen("unix", api.SocketPath(dir))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	c := &commands{&command.Command{RunDir: dir}}
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	known, failed := c.known(ctx)
+	if known != nil || !errors.Is(failed, api.ErrSilent) {
+		t.Fatalf("%+v, %v", known, failed)
+	}
+	want := doctor.Finding{Area: "agent", Check: "running", Result: "warning", Detail: "the agent does not answer on " + api.SocketPath(dir), Hint: "it is stopped or overloaded: look at its process, and at its log"}
+	if got := c.askAgent(t.Context(), nil, failed); len(got) != 1 || got[0] != want {
+		t.Errorf("%+v, want %+v", got, want)
 	}
 }
 

@@ -278,7 +278,7 @@ func TestResetState(t *testing.T) {
 	h.start()
 	h.kill()
 	r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins)
-	if want := "removed PINS\nkept DIR/state: devices keep their slots; --state removes it\n"; r.code != 0 || h.plain(r.out) != want {
+	if want := "removed PINS\nremoved DIR/run/agent.sock\nkept DIR/state: devices keep their slots; --state removes it\n"; r.code != 0 || h.plain(r.out) != want {
 		t.Errorf("got %+v, want %s", r, want)
 	}
 	if _, err := os.Lstat(api.SocketPath(h.run)); !os.IsNotExist(err) {

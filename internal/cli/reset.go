@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"sockeye/internal/api"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/statedir"
 )
@@ -17,6 +18,8 @@ import (
 // removal is the JSON output of reset.
 type removal struct {
 	Removed string `json:"removed"`
+	// Socket is the removed socket of an agent that was killed.
+	Socket string `json:"socket,omitempty"`
 	// Reverted are the interfaces with restored sizes.
 	Reverted []string `json:"reverted"`
 	// State is the existing state directory, and StateRemoved reports whether it was removed.
@@ -49,7 +52,7 @@ each device to its previous slot.`,
 					return err
 				}
 			}
-			removed, err := resetPins(pins, c.RunDir)
+			removed, dead, err := resetPins(pins, c.RunDir)
 			if err != nil {
 				return err
 			}
@@ -67,6 +70,9 @@ each device to its previous slot.`,
 				pins = ""
 			}
 			r := removal{Removed: pins, Reverted: reverted}
+			if dead {
+				r.Socket = api.SocketPath(c.RunDir)
+			}
 			if statedir.Is(stateDir) == nil {
 				r.State = stateDir
 			}
@@ -80,10 +86,13 @@ each device to its previous slot.`,
 				if removed {
 					fmt.Fprintln(w, "removed", pins)
 				}
+				if dead {
+					fmt.Fprintln(w, "removed", r.Socket)
+				}
 				if len(reverted) > 0 {
 					fmt.Fprintln(w, "restored the sizes of", some(reverted, 8))
 				}
-				if !removed && len(reverted) == 0 && !r.StateRemoved {
+				if !removed && !dead && len(reverted) == 0 && !r.StateRemoved {
 					fmt.Fprintln(w, "there was nothing to remove")
 				}
 				switch {

@@ -17,13 +17,18 @@ import (
 )
 
 // resetPins removes the pins under a pin directory, the attached programs and the keepers of all agents. Afterwards the
-// kernel selects members' sockets by its own hash. removed is false if there was nothing to remove.
-func resetPins(pins, runDir string) (removed bool, err error) {
+// kernel selects members' sockets by its own hash. removed is false if there was nothing to remove, and socket reports whether the socket
+// of a killed agent was removed.
+func resetPins(pins, runDir string) (removed, socket bool, err error) {
 	if pins, err = filepath.Abs(pins); err != nil {
-		return false, err
+		return false, false, err
 	}
-	if removed, err = isPinDirectory(pins); err != nil || !removed {
-		return false, fault.Join(err, api.RemoveDeadSocket(runDir))
+	if removed, err = isPinDirectory(pins); err != nil {
+		return false, false, err
+	}
+	if !removed {
+		socket, err = api.RemoveDeadSocket(runDir)
+		return false, socket, err
 	}
 	var scopes []scope.Scope
 	var left error
@@ -36,7 +41,7 @@ func resetPins(pins, runDir string) (removed bool, err error) {
 			}
 		}
 		scopes = scope.Scopes(pins)
-		left = api.RemoveDeadSocket(runDir) // no agent with these pins starts while their directory is locked
+		socket, left = api.RemoveDeadSocket(runDir) // no agent with these pins starts while their directory is locked
 		return nil
 	})
 	if err == nil {
@@ -45,7 +50,7 @@ func resetPins(pins, runDir string) (removed bool, err error) {
 	if errors.Is(err, bpf.ErrLocked) {
 		err = fault.Conflict(err, "stop the agent first")
 	}
-	return err == nil, err
+	return err == nil, socket, err
 }
 
 // isPinDirectory reports whether a directory is the pin directory of an agent.

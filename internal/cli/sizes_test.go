@@ -193,7 +193,7 @@ func TestResetSizes(t *testing.T) {
 	}
 	h.kill()
 	args := []string{"reset", "--state-dir", h.state, "--pins", h.pins}
-	if r := h.sockeye(args...); r.code != 0 || !strings.HasPrefix(h.plain(r.out), "removed PINS\nrestored the sizes of big0, own0\nkept ") {
+	if r := h.sockeye(args...); r.code != 0 || !strings.HasPrefix(h.plain(r.out), "removed PINS\nremoved DIR/run/agent.sock\nrestored the sizes of big0, own0\nkept ") {
 		t.Errorf("%+v", r)
 	}
 	h.wantSize("big0", 65536)

@@ -454,6 +454,33 @@ func TestThiefByMount(t *testing.T) {
 	}
 }
 
+// TestOtherNetwork checks that a process in another network namespace, which has no sockets of the service, is not reported as refused.
+func TestOtherNetwork(t *testing.T) {
+	for _, agentFirst := range []bool{true, false} {
+		t.Run(fmt.Sprintf("the agent starts first: %t", agentFirst), func(t *testing.T) {
+			h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {executable: DIR/program}, slot: 0}]"))
+			program := h.program("program", 0o755)
+			path := func(cmd *exec.Cmd) { cmd.Path = program }
+			if agentFirst {
+				h.start()
+			}
+			other, _ := h.member(both(path, both(inOwnMounts, inOwnNetwork)), firstSpecs...)
+			if !agentFirst {
+				h.start()
+			}
+			here, _ := h.member(both(path, inOwnMounts), firstSpecs...)
+			if got := h.problemOf(here); got != "it is in a mount namespace of its own" {
+				t.Errorf("the process with the ports: %q", got)
+			}
+			for _, r := range h.service().Refused {
+				if r.PID == other {
+					t.Errorf("the process in another network namespace is reported: %+v", r)
+				}
+			}
+		})
+	}
+}
+
 // TestSandboxedUnit checks that a process in a mount namespace of the service manager (PrivateTmp=yes) becomes a
 // member.
 func TestSandboxedUnit(t *testing.T) {

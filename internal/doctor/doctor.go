@@ -227,7 +227,11 @@ func (d *Report) ForeignPrograms(area string, netns int) {
 		return
 	}
 	for _, p := range programs {
-		d.Add(area, "foreign programs", Warning, fmt.Sprintf("%s program %d (%s) of another owner", p.Kind, p.ID, p.Name),
+		level, where := Warning, ""
+		if !p.Here {
+			level, where = Note, ", attached to sockets somewhere on this host"
+		}
+		d.Add(area, "foreign programs", level, fmt.Sprintf("%s program %d (%s) of another owner%s", p.Kind, p.ID, p.Name, where),
 			"if it decides about the same ports, the last one attached wins")
 	}
 	if len(programs) == 0 {

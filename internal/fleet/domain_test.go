@@ -677,6 +677,60 @@ func TestTakenName(t *testing.T) {
 	}
 }
 
+// TestRenamed checks that a host that got another name serves the devices of its former name until it is in a table, unless another
+// process has the former name.
+func TestRenamed(t *testing.T) {
+	plug(t)
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	check(t, os.WriteFile(filepath.Join(dir, "hosts.yaml"), []byte(hostsText), 0o644))
+	s := new(services)
+	r := runner(t, s, dir, pins)
+	r.Start(t, policyText)
+	defer r.Stop()
+	defer r.Retire(t)
+	d := r.Domains[0].(*Domain)
+	testenv.Within(t, "health", func() bool { return d.Health().Healthy })
+	p, err := d.current()
+	check(t, err)
+	p.cancel() // the states are those of the test from here on
+	p.done.Wait()
+	here := func() (n int) {
+		for i := range 100 {
+			if _, _, here := s.host(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})); here {
+				n++
+			}
+		}
+		return n
+	}
+	all := here()
+	former := *p.state.Table
+	former.Hosts = slices.Clone(former.Hosts)
+	former.Hosts[0].Name = "former"
+	hosts := slices.Clone(p.state.Hosts)
+	hosts[0].Name, hosts[0].Alive = "former", false
+	state := p.state
+	state.Snapshot = &store.Snapshot{Table: &former, Hosts: hosts, Connected: true}
+	p.changed(state)
+	p.mu.Lock()
+	err = p.install(&former)
+	p.mu.Unlock()
+	check(t, err)
+	if n := here(); n != all || all == 0 {
+		t.Errorf("%d devices are here, %d were before the host got another name", n, all)
+	}
+	if st := status(t, r); strings.Contains(strings.Join(st.Problems, "\n"), "is that of this host") {
+		t.Errorf("problems: %q", st.Problems)
+	}
+
+	hosts = slices.Clone(hosts)
+	hosts[0].Alive = true
+	state.Snapshot = &store.Snapshot{Table: &former, Hosts: hosts, Connected: true}
+	p.changed(state)
+	if n := here(); n != 0 {
+		t.Errorf("%d devices of another living host are here", n)
+	}
+}
+
 // TestInstanceNotSaved checks that a host takes part in a fleet although its state directory is full.
 func TestInstanceNotSaved(t *testing.T) {
 	dir := t.TempDir()

@@ -366,7 +366,7 @@ func (p *participation) refresh() {
 		p.local = append(p.local, p.drops.problems(counts, time.Now(), p.flipped)...)
 	}
 	if p.table != nil {
-		if paths := p.findPaths(p.table); !reflect.DeepEqual(paths, p.paths) {
+		if paths := p.findPaths(p.table, p.nameIn(p.table)); !reflect.DeepEqual(paths, p.paths) {
 			if err := p.install(p.table); err != nil {
 				p.local = append(p.local, err.Error())
 			}
@@ -404,12 +404,12 @@ func (p *participation) save() {
 func (p *participation) changed(s follow.State) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	before := p.self()
+	before := p.nameIn(p.table)
 	p.state = s
 	if s.Snapshot != nil {
 		p.late.noteHosts(s.Hosts, p.settings.host)
 	}
-	if p.table != nil && p.self() != before {
+	if p.table != nil && p.nameIn(p.table) != before {
 		if err := p.install(p.table); err != nil {
 			p.local = append(p.local, err.Error())
 		}
@@ -424,14 +424,15 @@ func (p *participation) install(t *table.Table) error {
 	if err != nil {
 		return err
 	}
-	paths := p.findPaths(t)
+	name := p.nameIn(t)
+	paths := p.findPaths(t, name)
 	next := func(h *table.Host) forward.Next { return paths[h.Name].Next }
-	host := hostOf(t, mapping, p.self())
+	host := hostOf(t, mapping, name)
 	// The connections of devices that leave are found before the flip, and closed right after it. Until then, this host serves the
 	// datagrams of the devices.
 	closing := func() func() { return func() {} }
 	flip := forward.Flip{}
-	if _, lost := changes(p.table, t, p.self()); lost > 0 || p.table == nil {
+	if _, lost := changes(p.table, t, name); lost > 0 || p.table == nil {
 		flip.Leaving = func() []forward.Connection {
 			var found []sockdiag.Socket
 			found, closing = p.services.FindLeaving(p.settings.Addresses, host)
@@ -450,7 +451,7 @@ func (p *participation) install(t *table.Table) error {
 		p.services.SetFleet(p.settings.Addresses, host)
 		log()
 	}
-	if err := p.path.Set(t, p.self(), next, p.settings.devices, flip); err != nil {
+	if err := p.path.Set(t, name, next, p.settings.devices, flip); err != nil {
 		return err
 	}
 	p.attach()
@@ -503,8 +504,8 @@ func hostOf(t *table.Table, mapping *placement.Mapping, self string) func(netip.
 	}
 }
 
-// findPaths finds the paths to the other hosts of a table. The caller holds mu.
-func (p *participation) findPaths(t *table.Table) map[string]path {
+// findPaths finds the paths from the host with a name to the other hosts of a table. The caller holds mu.
+func (p *participation) findPaths(t *table.Table, name string) map[string]path {
 	paths := make(map[string]path, len(t.Hosts))
 	open := sync.OnceValues(func() (int, error) { return p.path.OpenTunnel(p.settings.Addresses) })
 	tunnel := func() (int, uint32, error) {
@@ -521,7 +522,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 	}
 	defer func() { p.unresolved = asked }()
 	here.routers = here.defaultRouters()
-	if self := t.Index(p.self()); self != table.None {
+	if self := t.Index(name); self != table.None {
 		here.addresses = t.Hosts[self].Addresses
 	}
 	dead, taken := p.deadHosts(), make(map[netip.Addr]string)
@@ -544,7 +545,7 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		h := &t.Hosts[i]
 		problem := conflict(h, taken, p.holders)
 		switch {
-		case h.Name == p.self():
+		case h.Name == name:
 			paths[h.Name] = path{kind: "self"}
 			continue
 		case problem != "" && h.Name == p.settings.host: // the store says that another process has the name
@@ -560,6 +561,25 @@ func (p *participation) findPaths(t *table.Table) map[string]path {
 		}
 	}
 	return paths
+}
+
+// nameIn returns the name of this host in a table, which may be nil. A host that got another name is in the table with its former one
+// until the leader has written the next table: the former name has an address of this host, and nobody has registered it. The caller holds mu.
+func (p *participation) nameIn(t *table.Table) string {
+	name := p.self()
+	if t == nil || name == "" || t.Index(name) != table.None || p.state.Snapshot == nil {
+		return name
+	}
+	own := ownAddresses(p.nics, p.settings.Addresses)
+	for i := range t.Hosts {
+		h := &t.Hosts[i]
+		isOwn := slices.ContainsFunc(h.Addresses, func(a netip.Addr) bool { return slices.Contains(own, a) })
+		isAlive := slices.ContainsFunc(p.state.Hosts, func(other lead.Host) bool { return other.Name == h.Name && other.Alive })
+		if isOwn && !isAlive {
+			return h.Name
+		}
+	}
+	return name
 }
 
 // self returns the name of this host in tables. It is "" while another process has registered a host with the name: this host

@@ -7,9 +7,10 @@ import "sockeye/internal/member"
 // maxProbes limits the processes per scan whose descriptors are read for a refusal.
 const maxProbes = 64
 
-// addRefusal records a process that matches a rule and is not admitted.
+// addRefusal records a process that matches a rule and is not admitted. In another network namespace, a process has no sockets of the
+// service.
 func (s *service) addRefusal(p *member.Process, source string, why *member.Refusal) {
-	if !s.isRelated(p) && !s.isIsolatedProgram(p) {
+	if p.Netns == s.NetnsInode && !s.isRelated(p) {
 		s.notAdmitted.Add(s.Log, p, source, why, func() bool { return s.probesLeft > 0 && s.hasPorts(p.PID) })
 	}
 }

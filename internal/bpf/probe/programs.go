@@ -16,6 +16,9 @@ type Foreign struct {
 	ID   uint32
 	Name string
 	Kind string
+	// Here is set if the program is attached to the network namespace. The kernel does not tell the sockets of an sk_reuseport program,
+	// nor their network namespace.
+	Here bool
 }
 
 // ForeignPrograms lists the sk_reuseport programs of the host and the sk_lookup programs of a network namespace that
@@ -37,7 +40,7 @@ func ForeignPrograms(netns int) ([]Foreign, error) {
 		}
 		own := info.Name == "steer_reuseport" || info.Name == "steer_migrate" || info.Name == "steer_lookup"
 		if !own && (info.Type == ebpf.SkReuseport || info.Type == ebpf.SkLookup && here[id]) {
-			foreign = append(foreign, Foreign{uint32(id), info.Name, info.Type.String()})
+			foreign = append(foreign, Foreign{uint32(id), info.Name, info.Type.String(), here[id]})
 		}
 		return false, nil
 	})

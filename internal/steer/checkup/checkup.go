@@ -215,6 +215,12 @@ func (s *examined) findSockets(users []uint32) (sockets []portSocket, owners []*
 	}
 	known := append([]uint32{0}, users...)
 	seen := make(map[uint64]bool)
+	// A process whose sockets all belong to an earlier one has inherited them, as a plugin of nfacctd: it is no member.
+	addOwner := func(p *member.Process, own []*member.Socket) {
+		if slices.ContainsFunc(own, func(socket *member.Socket) bool { return !seen[socket.Cookie] }) {
+			owners = append(owners, p)
+		}
+	}
 	for _, p := range processes {
 		if p.Netns != s.NetnsInode {
 			continue
@@ -225,11 +231,10 @@ func (s *examined) findSockets(users []uint32) (sockets []portSocket, owners []*
 		}
 		if len(users) > 0 && !p.UIDs.Within(known) {
 			own := handle.TableSockets(s.isOnServicePort)
+			addOwner(p, own)
 			for _, socket := range own {
+				seen[socket.Cookie] = true
 				sockets = append(sockets, portSocket{process: p, socket: socket, backlog: math.MaxUint32})
-			}
-			if len(own) > 0 {
-				owners = append(owners, p)
 			}
 			handle.Close()
 			continue
@@ -242,9 +247,7 @@ func (s *examined) findSockets(users []uint32) (sockets []portSocket, owners []*
 			}
 			continue
 		}
-		if len(own) > 0 {
-			owners = append(owners, p)
-		}
+		addOwner(p, own)
 		for _, socket := range own {
 			if !seen[socket.Cookie] {
 				seen[socket.Cookie] = true
