@@ -92,19 +92,21 @@ type Gateway struct {
 	singlePackets int            // turns since one has read more than one packet
 
 	// TCP.
-	conns       map[endpoints]*conn
-	outgoing    int             // connections opened by the guest that have a socket
-	seed        maphash.Seed    // of initial sequence numbers
-	windShift   uint8           // Rcv.Wind.Shift of every connection with window scaling
-	ackQueue    []*conn         // connections that acknowledge at the end of the turn
-	delayedAcks []delayedAck    // delayed acknowledgements, by time
-	outputQueue []*conn         // connections that exceeded their budget of a turn
-	outputTurn  []*conn         // the output queue of the previous turn
-	flushQueue  []*conn         // connections to flush when the TUN's packets of the turn are processed
-	freeBatches []*segmentBatch // for reuse
-	backlog     int             // bytes of all backlogs
-	memory      sendMemory
-	windows     windowTimer // with Config.Formula
+	conns        map[endpoints]*conn
+	outgoing     int             // connections opened by the guest that have a socket
+	connecting   time.Duration   // spent on opening connections since the last resumeSYNs
+	deferredSYNs [][]byte        // packets of the guest that wait for a later turn, see acceptSYN
+	seed         maphash.Seed    // of initial sequence numbers
+	windShift    uint8           // Rcv.Wind.Shift of every connection with window scaling
+	ackQueue     []*conn         // connections that acknowledge at the end of the turn
+	delayedAcks  []delayedAck    // delayed acknowledgements, by time
+	outputQueue  []*conn         // connections that exceeded their budget of a turn
+	outputTurn   []*conn         // the output queue of the previous turn
+	flushQueue   []*conn         // connections to flush when the TUN's packets of the turn are processed
+	freeBatches  []*segmentBatch // for reuse
+	backlog      int             // bytes of all backlogs
+	memory       sendMemory
+	windows      windowTimer // with Config.Formula
 
 	// UDP and ICMP.
 	flows        udpFlows

@@ -80,7 +80,7 @@ const lingerInterval = 20 * time.Millisecond
 
 // timeout returns the timeout for epoll_wait(2), in milliseconds; -1: none.
 func (g *Gateway) timeout(end time.Time) int {
-	if len(g.outputQueue) > 0 {
+	if len(g.outputQueue) > 0 || len(g.deferredSYNs) > 0 {
 		return 0
 	}
 	next, ok := g.timers.Next()
@@ -114,7 +114,7 @@ func (g *Gateway) unfinished() bool {
 	return false
 }
 
-// finishTurn completes a turn of the loop: acknowledgements, output of connections that exceeded their budget, timers.
+// finishTurn completes a turn of the loop: acknowledgements, deferred SYNs, output of connections that exceeded their budget, timers.
 func (g *Gateway) finishTurn() {
 	for _, c := range g.ackQueue {
 		c.queued.ack = false
@@ -124,6 +124,7 @@ func (g *Gateway) finishTurn() {
 	}
 	clear(g.ackQueue)
 	g.ackQueue = g.ackQueue[:0]
+	g.resumeSYNs()
 	g.sendDelayedAcks()
 	g.outputQueue, g.outputTurn = g.outputTurn[:0], g.outputQueue
 	for _, c := range g.outputTurn {

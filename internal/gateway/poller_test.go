@@ -3,6 +3,7 @@
 package gateway
 
 import (
+	"errors"
 	"net"
 	"os"
 	"runtime"
@@ -38,6 +39,15 @@ func watchTestFD(t *testing.T, p *poller, fd int, err error) int {
 	return fd
 }
 
+// waitFor waits as the loop does: again if a signal of the runtime interrupts the system call.
+func waitFor(p *poller, events []unix.EpollEvent, timeout int) (n int, now time.Time, err error) {
+	for {
+		if n, now, err = p.wait(events, timeout, time.Now); !errors.Is(err, unix.EINTR) {
+			return n, now, err
+		}
+	}
+}
+
 // TestPollerWaits is that wait returns events that occur before it, in its raw system call, and in the runtime's poller.
 func TestPollerWaits(t *testing.T) {
 	p := newTestPoller(t)
@@ -60,7 +70,7 @@ func TestPollerWaits(t *testing.T) {
 		} else {
 			time.AfterFunc(c.after, func() { _, _ = unix.Write(event, one) })
 		}
-		n, now, err := p.wait(events, c.timeout, time.Now)
+		n, now, err := waitFor(p, events, c.timeout)
 		if err != nil || n != 1 || int(events[0].Fd) != event || time.Since(now) < 0 {
 			t.Fatalf("%s: wait = %d, %v, %v, want the event", c.name, n, now, err)
 		}
@@ -71,7 +81,7 @@ func TestPollerWaits(t *testing.T) {
 	}
 	for _, timeout := range []int{0, 1, int(shortWait / time.Millisecond), int(3 * shortWait / time.Millisecond)} {
 		begin := time.Now()
-		n, _, err := p.wait(events, timeout, time.Now)
+		n, _, err := waitFor(p, events, timeout)
 		if waited := time.Since(begin); err != nil || n != 0 || waited < time.Duration(timeout)*time.Millisecond {
 			t.Fatalf("wait for %d ms = %d, %v after %v, want no event", timeout, n, err, waited)
 		}
@@ -105,7 +115,7 @@ func TestPollerLetsOthersPoll(t *testing.T) {
 	if err := unix.TimerfdSettime(timer, 0, &unix.ItimerSpec{Value: in}, nil); err != nil {
 		t.Fatal(err)
 	}
-	if n, _, err := p.wait(events, -1, time.Now); n != 1 || err != nil { // the monitor sleeps
+	if n, _, err := waitFor(p, events, -1); n != 1 || err != nil { // the monitor sleeps
 		t.Fatalf("wait = %d, %v, want the timer", n, err)
 	}
 	if n, err := direct(unix.SYS_WRITE, fd, []byte{1}, 0); n != 1 || err != nil {
@@ -113,7 +123,7 @@ func TestPollerLetsOthersPoll(t *testing.T) {
 	}
 	// The timer is not read, so that each wait returns at once.
 	for end := time.Now().Add(20 * time.Second); !got.Load() && time.Now().Before(end); {
-		if n, _, err := p.wait(events, -1, time.Now); n != 1 || err != nil {
+		if n, _, err := waitFor(p, events, -1); n != 1 || err != nil {
 			t.Fatalf("wait = %d, %v, want the timer", n, err)
 		}
 	}
@@ -148,7 +158,7 @@ func TestMonitorSleeps(t *testing.T) {
 	const bursts = 50
 	begin := switches()
 	for range bursts {
-		if n, _, err := p.wait(events, -1, time.Now); n != 1 || err != nil {
+		if n, _, err := waitFor(p, events, -1); n != 1 || err != nil {
 			t.Fatalf("wait = %d, %v, want the timer", n, err)
 		}
 		// The system calls for packets and their data.

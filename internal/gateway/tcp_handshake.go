@@ -3,9 +3,11 @@
 package gateway
 
 import (
+	"bytes"
 	"errors"
 	"net/netip"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -20,9 +22,45 @@ const (
 	defaultMSS6 = 1220
 )
 
-// acceptSYN starts a connection to the destination of the guest's SYN. checkConnect replies to the guest when connect(2) has
-// succeeded or failed.
+const (
+	// connectBudget is the time that a turn spends on opening connections, twice: for SYNs that arrive, and for deferred ones. If few ports
+	// of the host are free, connect(2) searches one for more than a millisecond, and the packets of other flows wait.
+	connectBudget = time.Millisecond
+	// maxDeferredSYNs bounds the deferred SYNs. The guest sends others again.
+	maxDeferredSYNs = 4096
+)
+
+// acceptSYN opens a connection for the guest's SYN, or defers the SYN to a later turn if this one has spent its time.
 func (g *Gateway) acceptSYN(f endpoints, s *packet.Segment) {
+	switch {
+	case len(g.deferredSYNs) == 0 && g.connecting < connectBudget:
+		g.openConnection(f, s)
+	case len(g.deferredSYNs) < maxDeferredSYNs:
+		g.deferredSYNs = append(g.deferredSYNs, bytes.Clone(s.Network))
+	default:
+		g.count(TooMany)
+	}
+}
+
+// resumeSYNs opens connections for deferred SYNs.
+func (g *Gateway) resumeSYNs() {
+	for g.connecting = 0; len(g.deferredSYNs) > 0 && g.connecting < connectBudget; g.deferredSYNs = g.deferredSYNs[1:] {
+		s, ok := packet.Parse(g.deferredSYNs[0])
+		f := endpoints{s.From, s.To}
+		if ok && g.conns[f] == nil { // a SYN that the guest has sent again may be in the queue twice
+			g.openConnection(f, &s)
+		}
+	}
+	if len(g.deferredSYNs) == 0 {
+		g.deferredSYNs = nil
+	}
+}
+
+// openConnection starts a connection to the destination of the guest's SYN. checkConnect replies to the guest when connect(2) has
+// succeeded or failed.
+func (g *Gateway) openConnection(f endpoints, s *packet.Segment) {
+	begin := g.clock()
+	defer func() { g.connecting += g.clock().Sub(begin) }()
 	if !g.config.Outbound.Allowed(unix.IPPROTO_TCP, f.remote) {
 		g.count(NotAllowed)
 		g.sendICMPError(s, prohibited)
