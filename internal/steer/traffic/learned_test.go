@@ -8,11 +8,13 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/config"
 	"sockeye/internal/placement"
 	"sockeye/internal/steer/core"
 )
@@ -145,5 +147,47 @@ func TestMissingSince(t *testing.T) {
 		if (got.Since == nil) != (one.since == 0) || got.Since != nil && *got.Since != unixTime(one.since) {
 			t.Errorf("%+v without %s: since %v, want %d", one.times, one.lacks, got.Since, one.since)
 		}
+	}
+}
+
+// TestMissingElsewhere checks that a host of a fleet does not expect the devices of other hosts.
+func TestMissingElsewhere(t *testing.T) {
+	devices, err := placement.ParseDeviceMap(strings.NewReader("192.0.2.0/24,near\n198.51.100.0/24,near\n203.0.113.0/24,far\n"), "devices.csv")
+	if err != nil {
+		t.Fatal(err)
+	}
+	mapping, err := placement.NewMapping(1, bpf.NoSlot, 7, devices)
+	if err != nil {
+		t.Fatal(err)
+	}
+	far, unknown := netip.MustParseAddr("203.0.113.0"), netip.MustParseAddr("10.0.0.1")
+	service := netip.MustParseAddr("192.0.2.53")
+	s := &Traffic{Service: &core.Service{Mapping: mapping, Host: &core.Host{}}}
+	s.Config.Listeners = []config.Listener{{Protocol: config.TCP, Address: netip.AddrPortFrom(service, 1790)}}
+	all := []deviceKey{{name: "near"}, {name: "far"}, {address: far}, {address: unknown}}
+	elsewhere := func() (list []deviceKey) {
+		is := s.elsewhere()
+		for _, device := range all {
+			if is(device) {
+				list = append(list, device)
+			}
+		}
+		return list
+	}
+	if list := elsewhere(); list != nil {
+		t.Errorf("without a fleet: %v", list)
+	}
+	s.Host.Fleet.Store(&core.Fleet{Addresses: []netip.Addr{service}, Host: func(a netip.Addr) (string, int, bool) {
+		if a == unknown {
+			return "", 0, false // no host has the device
+		}
+		return map[bool]string{true: "other", false: "this"}[a == far], 0, a != far
+	}})
+	if list := elsewhere(); !slices.Equal(list, []deviceKey{{name: "far"}, {address: far}}) {
+		t.Errorf("served by another host: %v", list)
+	}
+	s.Host.Fleet.Store(&core.Fleet{Addresses: []netip.Addr{service}})
+	if list := elsewhere(); list != nil {
+		t.Errorf("before the first table: %v", list)
 	}
 }

@@ -4,6 +4,7 @@ package traffic
 
 import (
 	"cmp"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -45,10 +46,13 @@ func (t *Traffic) Missing(limit int) ([]api.Missing, error) {
 		return streams
 	}
 	var seen, never []deviceKey
-	names := t.Mapping.Devices.Devices()
-	m.Expected = len(names)
-	for _, name := range names {
+	isElsewhere := t.elsewhere()
+	for _, name := range t.Mapping.Devices.Devices() {
 		device := deviceKey{name: name}
+		if isElsewhere(device) {
+			continue
+		}
+		m.Expected++
 		if len(lacks(device)) == 0 {
 			continue
 		}
@@ -61,7 +65,7 @@ func (t *Traffic) Missing(limit int) ([]api.Missing, error) {
 	}
 	for device := range t.learned.devices {
 		// The device map may have changed since the device was learned.
-		if device.name != "" || t.deviceKey(device.address) != device {
+		if device.name != "" || t.deviceKey(device.address) != device || isElsewhere(device) {
 			continue
 		}
 		m.Expected++
@@ -85,6 +89,28 @@ func (t *Traffic) Missing(limit int) ([]api.Missing, error) {
 		m.Devices = append(m.Devices, t.missingDevice(device, lacks(device), prefixes[device.name]))
 	}
 	return []api.Missing{m}, nil
+}
+
+// elsewhere returns a function that tells whether another host of the fleet serves a device. The first prefix of a named device decides.
+func (t *Traffic) elsewhere() func(deviceKey) bool {
+	if t.Host.Fleet.Load() == nil {
+		return func(deviceKey) bool { return false }
+	}
+	names := t.Mapping.Devices.Devices()
+	first := make(map[string]netip.Addr, len(names))
+	for prefix, id := range t.Mapping.Devices.All() {
+		if _, known := first[names[id]]; !known {
+			first[names[id]] = prefix.Addr()
+		}
+	}
+	return func(device deviceKey) bool {
+		address := device.address
+		if device.name != "" {
+			address = first[device.name]
+		}
+		by := t.Host.ServedBy(&t.Config, address)
+		return by.Host != "" && !by.Here
+	}
 }
 
 // missingDevice describes a device that lacks streams.
