@@ -65,7 +65,7 @@ func inside(args []string) error {
 	o := options{}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "run for a minute instead of ten, with wider confidence intervals and shorter simulations")
-	fs.IntVar(&o.Launches, "launches", 0, "number of launches of all programs and networks (default 10, quick 6)")
+	fs.IntVar(&o.Launches, "launches", 0, "number of launches of all programs and networks (default 20, quick 6)")
 	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms of the part rate in each launch (default 4, quick 2)")
 	fs.DurationVar(&o.Slice, "slice", 50*time.Millisecond, "measured time per arm and load in a round")
 	fs.IntVar(&o.Cycles, "cycles", 0, "drains and returns of a host for the part changes (default 5, quick 1)")
@@ -74,7 +74,7 @@ func inside(args []string) error {
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
-	d := options{Launches: 10, Rounds: 4, Fleets: []int{3, 10, 100, 1000}, Days: 90, Cycles: 5}
+	d := options{Launches: 20, Rounds: 4, Fleets: []int{3, 10, 100, 1000}, Days: 90, Cycles: 5}
 	if o.Quick {
 		d = options{Launches: 6, Rounds: 2, Fleets: []int{3, 10, 100}, Days: 30, Cycles: 1}
 	}

@@ -161,9 +161,9 @@ func (b *bench) stormOnly(ctx context.Context, arms []arm) error {
 	return harness.Publish(command+"-storm", r)
 }
 
-// storms lets all arms have a storm in each of three rounds, or in one if the benchmark is quick.
+// storms lets all arms have a storm in each of two rounds, or in one if the benchmark is quick.
 func (b *bench) storms(ctx context.Context, arms []arm) (runs stormSet, err error) {
-	rounds := 3
+	rounds := 2
 	if b.Quick {
 		rounds = 1
 	}

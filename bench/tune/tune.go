@@ -60,8 +60,8 @@ type bench struct {
 func insideTune(args []string) (err error) {
 	var o options
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
-	fs.BoolVar(&o.Quick, "quick", false, "run for two minutes instead of fifteen, with fewer and shorter rounds")
-	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms (default 4, quick 1)")
+	fs.BoolVar(&o.Quick, "quick", false, "run for two minutes instead of ten, with fewer and shorter rounds")
+	fs.IntVar(&o.Rounds, "rounds", 0, "number of rounds of all arms (default 3, quick 1)")
 	fs.Float64Var(&o.Seconds, "seconds", 0, "measured seconds per incast run (default 3, quick 1)")
 	fs.Int64Var(&o.Rate, "rate", 300e6, "rate of the incast bottleneck, in bits per second")
 	fs.IntVar(&o.Queue, "queue", 600, "length of the bottleneck's queue, in full packets")
@@ -78,7 +78,7 @@ func insideTune(args []string) (err error) {
 		}
 	}
 	o.Transfers, o.Batches = 60, 200
-	rounds, seconds := 4, 3.0
+	rounds, seconds := 3, 3.0
 	if o.Quick {
 		o.Transfers, o.Batches = 15, 40
 		rounds, seconds = 1, 1

@@ -64,6 +64,7 @@ func TestRefusals(t *testing.T) {
 		{"where --slots 4 --nonce 1 --offline 192.0.2.1", 2, "--slots, --plan and --offline are mutually exclusive", "each option selects another table"},
 		{"where --slots 4 --nonce 1 --service spare 192.0.2.1", 2, "--slots and --service are mutually exclusive", "a table of --slots does not belong to a service"},
 		{"where --device-map DIR/devices.csv 192.0.2.1", 2, "--device-map requires --slots", "without --slots the device map of the service is used"},
+		{"where --pins DIR 192.0.2.1", 2, "--pins requires --offline", "without --offline the agent is asked"},
 		{"where --slots 4 --nonce 1 --device-map DIR/none.csv 192.0.2.1", 2, "read device map: open DIR/none.csv: no such file or directory", ""},
 		{"where --slots 4 --nonce 1 --device-map DIR/bad.csv 192.0.2.1", 2, "DIR/bad.csv:1: \"127.0.0.0/33\" is not an address or prefix\n  hint: as in 192.0.2.1 or 2001:db8:1::/48", ""},
 		{"where --plan DIR/none.yaml 192.0.2.1", 2, "read policy file: open DIR/none.yaml: no such file or directory", "name a policy file"},

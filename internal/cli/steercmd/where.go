@@ -61,6 +61,8 @@ needs neither an agent nor pins.`,
 		switch {
 		case changed("slots") && (plan != "" || offline) || plan != "" && offline:
 			return fault.Usage(errors.New("--slots, --plan and --offline are mutually exclusive"), "each option selects another table")
+		case changed("pins") && !offline:
+			return fault.Usage(errors.New("--pins requires --offline"), "without --offline the agent is asked")
 		case changed("device-map") && !changed("slots"):
 			return fault.Usage(errors.New("--device-map requires --slots"), "without --slots the device map of the service is used")
 		case changed("slots") && service != "":
