@@ -15,9 +15,19 @@ import (
 	"sockeye/internal/steer/session"
 )
 
-// Settled returns the mapping to which the present moves lead.
+// Settled returns the mapping to which the present moves lead with the members that are registered now.
 func (m *Moves) Settled() *placement.Mapping {
-	return m.Target.WithPins(m.State.PinsFor(m.Config.Slots, nil))
+	settled := m.Target
+	if !m.movesAtOnce() {
+		ready, table := m.ReadySlots(), m.Target.Table.Bucket
+		for bucket, want := range table {
+			if is := m.Mapping.Table.Bucket[bucket]; is != want && m.isBlocked(is, ready[want]) {
+				table[bucket] = is
+			}
+		}
+		settled = m.Target.WithBuckets(&table)
+	}
+	return settled.WithPins(m.State.PinsFor(m.Config.Slots, nil))
 }
 
 // Effect describes how many devices get another slot by a change of the mapping, and what becomes of their

@@ -199,7 +199,7 @@ func (m *Moves) finishAdvance(pins []int) error {
 // nextStep returns the next mapping, and the indexes of the pins that it puts in force.
 func (m *Moves) nextStep() (next *placement.Mapping, pins []int) {
 	m.waiting, m.stopped, m.blocked = 0, 0, make(map[int]int)
-	if m.Config.SharesSlots || m.Mapping.Table.Nonce != m.Target.Table.Nonce {
+	if m.movesAtOnce() {
 		for i := range m.State.Pins {
 			if !m.State.Pins[i].InForce {
 				pins = append(pins, i)
@@ -214,7 +214,7 @@ func (m *Moves) nextStep() (next *placement.Mapping, pins []int) {
 		is := table[bucket]
 		switch {
 		case is == want:
-		case !ready[want] && (m.Seats[int(is)] != nil || int(is) < m.Config.Slots):
+		case m.isBlocked(is, ready[want]):
 			m.blocked[int(want)]++
 		case m.State.MovesStopped:
 			stopped = append(stopped, bucket)
@@ -254,6 +254,17 @@ func (m *Moves) nextStep() (next *placement.Mapping, pins []int) {
 		return slices.ContainsFunc(pins, func(i int) bool { return &m.State.Pins[i] == p })
 	}
 	return m.Target.WithBuckets(&table).WithPins(m.State.PinsFor(m.Config.Slots, inForce)), pins
+}
+
+// movesAtOnce returns whether all buckets move in one step.
+func (m *Moves) movesAtOnce() bool {
+	return m.Config.SharesSlots || m.Mapping.Table.Nonce != m.Target.Table.Nonce
+}
+
+// isBlocked returns whether a bucket that moves stays in its slot because the slot of the target has no member; ready reports whether that
+// slot has one.
+func (m *Moves) isBlocked(is uint16, ready bool) bool {
+	return !ready && (m.Seats[int(is)] != nil || int(is) < m.Config.Slots)
 }
 
 // scheduleMoves schedules the next step while devices move.
