@@ -313,8 +313,8 @@ func TestMemory(t *testing.T) {
 	if n := len(p.g.conns); n != connections {
 		t.Errorf("%d connections", n)
 	}
-	if after > 100<<20 {
-		t.Errorf("%d MB", after>>20)
+	if grown := after - before; grown > 60<<20 { // of this test alone: the process has the memory of other tests, too
+		t.Errorf("%d MB more", grown>>20)
 	}
 }
 
