@@ -129,7 +129,7 @@ demo-fleet: ## Three hosts behind a router, with ECMP alone and with Sockeye: on
 	@go build -o bin/demo ./lab/demo
 	@unshare --mount --propagation private bin/demo -fleet -sockeye $(CURDIR)/bin/sockeye -out "$(OUT)" $(if $(KEEP),-keep)
 
-# The load of each arm of the long run. bench-all has a shorter one than bench, to take less than two hours.
+# The load of each arm of the long run. bench-all has a shorter one than bench, to take about two hours.
 LONG_RUN = $(if $(LONG),1h,10m)
 bench-all: LONG_RUN = $(if $(LONG),1h,1m)
 
@@ -212,7 +212,7 @@ bench-fleet: ## Measure forwarding to other hosts of a fleet against the kernel'
 	@bin/bench fleet -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-all
-bench-all: bench bench-tune bench-trace $(if $(QUICK),,bench-trace-vm) bench-bigtcp bench-gateway bench-continuity bench-watch bench-fleet ## Run all of these, and write docs/benchmarks.md (two hours; QUICK=1: twenty minutes, and no page)
+bench-all: bench bench-tune bench-trace $(if $(QUICK),,bench-trace-vm) bench-bigtcp bench-gateway bench-continuity bench-watch bench-fleet ## Run all of these, and write docs/benchmarks.md (about two hours; QUICK=1: twenty minutes, and no page)
 	@$(if $(QUICK),,bin/bench summary)
 
 .PHONY: bench-flood

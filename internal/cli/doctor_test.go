@@ -84,7 +84,7 @@ func TestDoctorFindings(t *testing.T) {
 		},
 			doctor.Finding{Area: "service telemetry", Check: "members", Result: "ok", Detail: "2 processes with sockets: a rule matches"}},
 		{"inherited sockets", func(_ *testing.T, h *host) {
-			h.write("policy.yaml", strings.NewReplacer("user: root", "user: root\n    members: [{match: {command_line: collector}, slot: free}]", "slots: 4", "slots: 1").Replace(twoServices))
+			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "user: root\n    members: [{match: {command_line: collector}, slot: free}]", 1))
 			parent, _ := h.as("parent", collector, udp)
 			childOf(h, parent)
 		},

@@ -11,6 +11,7 @@ import (
 
 	"sockeye/internal/gateway/packet"
 	"sockeye/internal/sockaddr"
+	"sockeye/room"
 )
 
 // receiveBuffer is the requested receive buffer of UDP sockets in bytes, for bursts. The kernel doubles the value, enough for 20,000
@@ -64,7 +65,8 @@ func buffer(p []byte) unix.Iovec {
 // isWritable returns whether a socket is writable. If not, poll(2) makes the kernel report EPOLLOUT later, and lets the kernel grow
 // the send buffer of a connection that can use more.
 func isWritable(fd int) bool {
-	return pollNow(fd, unix.POLLOUT)&unix.POLLOUT != 0
+	writable, err := room.Arm(fd)
+	return writable && err == nil
 }
 
 // pollNow calls poll(2) with a timeout of 0, and returns the events that occurred.

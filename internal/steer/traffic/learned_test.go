@@ -3,6 +3,7 @@
 package traffic
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -152,7 +153,7 @@ func TestMissingSince(t *testing.T) {
 
 // TestMissingElsewhere checks that a host of a fleet does not expect the devices of other hosts.
 func TestMissingElsewhere(t *testing.T) {
-	devices, err := placement.ParseDeviceMap(strings.NewReader("192.0.2.0/24,near\n198.51.100.0/24,near\n203.0.113.0/24,far\n"), "devices.csv")
+	devices, err := placement.ParseDeviceMap(strings.NewReader("192.0.2.0/25,near\n198.51.100.0/24,near\n203.0.113.0/24,far\n"), "devices.csv")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -160,34 +161,34 @@ func TestMissingElsewhere(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	far, unknown := netip.MustParseAddr("203.0.113.0"), netip.MustParseAddr("10.0.0.1")
+	far, otherFar, unknown := netip.MustParseAddr("203.0.113.0"), netip.MustParseAddr("192.0.2.200"), netip.MustParseAddr("10.0.0.1")
 	service := netip.MustParseAddr("192.0.2.53")
 	s := &Traffic{Service: &core.Service{Mapping: mapping, Host: &core.Host{}}}
 	s.Config.Listeners = []config.Listener{{Protocol: config.TCP, Address: netip.AddrPortFrom(service, 1790)}}
-	all := []deviceKey{{name: "near"}, {name: "far"}, {address: far}, {address: unknown}}
-	elsewhere := func() (list []deviceKey) {
-		is := s.elsewhere()
-		for _, device := range all {
-			if is(device) {
-				list = append(list, device)
-			}
+	s.learned.devices = map[deviceKey]learnedDevice{{address: otherFar}: {}, {address: unknown}: {}, {name: "near"}: {}, {address: far}: {}}
+	expected := func() (list []string) {
+		for device := range s.expected() {
+			list = append(list, cmp.Or(device.name, device.address.String()))
 		}
+		slices.Sort(list)
 		return list
 	}
-	if list := elsewhere(); list != nil {
-		t.Errorf("without a fleet: %v", list)
+	all, here := []string{"10.0.0.1", "192.0.2.200", "far", "near"}, []string{"10.0.0.1", "near"}
+	if list := expected(); !slices.Equal(list, all) {
+		t.Errorf("without a fleet: %v, want %v", list, all)
 	}
 	s.Host.Fleet.Store(&core.Fleet{Addresses: []netip.Addr{service}, Host: func(a netip.Addr) (string, int, bool) {
 		if a == unknown {
 			return "", 0, false // no host has the device
 		}
-		return map[bool]string{true: "other", false: "this"}[a == far], 0, a != far
+		isFar := a == far || a == otherFar
+		return map[bool]string{true: "other", false: "this"}[isFar], 0, !isFar
 	}})
-	if list := elsewhere(); !slices.Equal(list, []deviceKey{{name: "far"}, {address: far}}) {
-		t.Errorf("served by another host: %v", list)
+	if list := expected(); !slices.Equal(list, here) {
+		t.Errorf("a host of a fleet expects %v, want %v", list, here)
 	}
 	s.Host.Fleet.Store(&core.Fleet{Addresses: []netip.Addr{service}})
-	if list := elsewhere(); list != nil {
-		t.Errorf("before the first table: %v", list)
+	if list := expected(); !slices.Equal(list, all) {
+		t.Errorf("before the first table: %v, want %v", list, all)
 	}
 }

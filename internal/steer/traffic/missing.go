@@ -4,6 +4,7 @@ package traffic
 
 import (
 	"cmp"
+	"iter"
 	"net/netip"
 	"slices"
 	"time"
@@ -46,12 +47,7 @@ func (t *Traffic) Missing(limit int) ([]api.Missing, error) {
 		return streams
 	}
 	var seen, never []deviceKey
-	isElsewhere := t.elsewhere()
-	for _, name := range t.Mapping.Devices.Devices() {
-		device := deviceKey{name: name}
-		if isElsewhere(device) {
-			continue
-		}
+	for device := range t.expected() {
 		m.Expected++
 		if len(lacks(device)) == 0 {
 			continue
@@ -61,17 +57,6 @@ func (t *Traffic) Missing(limit int) ([]api.Missing, error) {
 			seen = append(seen, device)
 		} else if len(never) < limit {
 			never = append(never, device)
-		}
-	}
-	for device := range t.learned.devices {
-		// The device map may have changed since the device was learned.
-		if device.name != "" || t.deviceKey(device.address) != device || isElsewhere(device) {
-			continue
-		}
-		m.Expected++
-		if len(lacks(device)) > 0 {
-			m.Missing++
-			seen = append(seen, device)
 		}
 	}
 	last := func(device deviceKey) uint32 {
@@ -89,6 +74,25 @@ func (t *Traffic) Missing(limit int) ([]api.Missing, error) {
 		m.Devices = append(m.Devices, t.missingDevice(device, lacks(device), prefixes[device.name]))
 	}
 	return []api.Missing{m}, nil
+}
+
+// expected returns the devices that this host expects to send: those of the device map, and those that the agent has learned, without
+// those that another host of the fleet serves.
+func (t *Traffic) expected() iter.Seq[deviceKey] {
+	isElsewhere := t.elsewhere()
+	return func(yield func(deviceKey) bool) {
+		for _, name := range t.Mapping.Devices.Devices() {
+			if device := (deviceKey{name: name}); !isElsewhere(device) && !yield(device) {
+				return
+			}
+		}
+		for device := range t.learned.devices {
+			// The device map may have changed since the device was learned.
+			if device.name == "" && t.deviceKey(device.address) == device && !isElsewhere(device) && !yield(device) {
+				return
+			}
+		}
+	}
 }
 
 // elsewhere returns a function that tells whether another host of the fleet serves a device. The first prefix of a named device decides.
