@@ -163,7 +163,7 @@ tee_transparent[a]: true
 		{"haproxy", "-db", "-f", f.path("haproxy.cfg")},
 		{f.b.nfacctd(), "-f", f.path("tee.conf")},
 	} {
-		proc, err := f.b.Start(f.group(balanceGroup), argv[0], argv...)
+		proc, err := f.b.Start(f.group(balanceGroup), filepath.Base(argv[0]), argv...)
 		if err != nil {
 			return err
 		}
