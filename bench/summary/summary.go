@@ -91,17 +91,39 @@ func read(dir string) (all []result, err error) {
 	return all, nil
 }
 
-// keep writes the common part of results.
+// keep writes results.
 func keep(dir string, results []result) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("keep figures: %w", err)
 	}
 	for _, r := range results {
-		if err := os.WriteFile(filepath.Join(dir, "bench-"+r.name+".json"), r.content, 0o644); err != nil {
+		content, err := withoutSeries(r.content)
+		if err != nil {
+			return fmt.Errorf("keep figures of %s: %w", r.name, err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, "bench-"+r.name+".json"), content, 0o644); err != nil {
 			return fmt.Errorf("keep figures: %w", err)
 		}
 	}
 	return nil
+}
+
+// withoutSeries returns a file without detail.series, the samples by second: more than a megabyte, which a picture draws.
+func withoutSeries(content []byte) ([]byte, error) {
+	var all, detail map[string]json.RawMessage
+	if err := json.Unmarshal(content, &all); err != nil {
+		return nil, err
+	}
+	if json.Unmarshal(all["detail"], &detail) != nil || detail["series"] == nil {
+		return content, nil
+	}
+	delete(detail, "series")
+	rest, err := json.Marshal(detail)
+	if err != nil {
+		return nil, err
+	}
+	all["detail"] = rest
+	return json.MarshalIndent(all, "", "  ")
 }
 
 const introduction = `# All benchmarks

@@ -15,7 +15,8 @@ import (
 
 type example struct {
 	harness.Run
-	Rate int `json:"rate"`
+	Rate   int            `json:"rate"`
+	Detail map[string]int `json:"detail"`
 }
 
 func (example) Print(p harness.Printf) { p("\narm\trate\nnative\t1\n") }
@@ -35,7 +36,7 @@ func TestSummary(t *testing.T) {
 	if err := run([]string{"-docs", docs}); err == nil || !strings.Contains(err.Error(), "make bench-all") {
 		t.Errorf("without figures: %v", err)
 	}
-	r := example{Run: harness.Run{Commit: "0123456789ab", Kernel: "6.18", CPUs: 2, Versions: map[string]string{"pasta": "1.0", "haproxy": "2.6"},
+	r := example{Detail: map[string]int{"rounds": 3, "series": 600}, Run: harness.Run{Commit: "0123456789ab", Kernel: "6.18", CPUs: 2, Versions: map[string]string{"pasta": "1.0", "haproxy": "2.6"},
 		Started: time.Date(2026, 11, 27, 10, 30, 0, 0, time.UTC), Took: "1m0s"}}
 	if err := harness.Publish("example", r); err != nil {
 		t.Fatal(err)
@@ -66,8 +67,9 @@ func TestSummary(t *testing.T) {
 			t.Errorf("the summary lacks %q:\n%s", want, got)
 		}
 	}
-	// The fields of the benchmark are published, too.
-	if got, err := os.ReadFile(filepath.Join(docs, "benchmarks", "bench-example.json")); err != nil || !strings.Contains(string(got), `"rate"`) {
+	// The fields of the benchmark are published, too, without the samples by second.
+	if got, err := os.ReadFile(filepath.Join(docs, "benchmarks", "bench-example.json")); err != nil || !strings.Contains(string(got), `"rate"`) ||
+		!strings.Contains(string(got), `"rounds"`) || strings.Contains(string(got), `"series"`) {
 		t.Errorf("published: %v\n%s", err, got)
 	}
 	// A later run of another benchmark leaves these figures.
