@@ -709,6 +709,102 @@ func hostNames(hosts []*labfleet.Host) (names []string) {
 	return names
 }
 
+// TestFleetContradicts is that two hosts whose files contradict each other forward no packet twice and lose none, report the
+// contradiction, and agree after the files have been corrected.
+func TestFleetContradicts(t *testing.T) {
+	f := newFleet(t, labfleet.Options{})
+	for range 2 {
+		h, err := f.NewHost()
+		f.must(err)
+		f.must(h.WriteFilePolicy("hosts.yaml"))
+	}
+	a, b := f.Hosts[0], f.Hosts[1]
+	f.writeHosts(a, 1, "drain", "ready") // all devices are on the other host
+	f.writeHosts(b, 1, "ready", "drain")
+	f.startHost(a)
+	f.startHost(b)
+	f.await("the contradicting tables", f.Hosts, func(*api.FleetStatus) error { return nil })
+	for _, h := range f.Hosts {
+		f.host.eventually("the members of host "+h.Name, func() error {
+			var s api.Status
+			err := api.NewClient(api.SocketPath(h.Dir)).Get(t.Context(), "/v1/status", nil, &s)
+			if err == nil && (len(s.Services) == 0 || s.Services[0].Ready < fleetSlots) {
+				err = fmt.Errorf("%+v", s.Services)
+			}
+			return err
+		})
+	}
+	f.route(a, b)
+	const devices = 12
+	begun := f.load(devices, 10)
+	f.pause()
+	if os.Getenv(fleetCompleteEnv) != "" { // the agents allow for a minute in which hosts get another table
+		for _, h := range f.Hosts {
+			f.host.eventually("the problem on host "+h.Name, func() error {
+				list, err := h.Events(t.Context(), "fleet_problem")
+				if err == nil && !strings.Contains(fmt.Sprint(list), "(disagreed)") {
+					err = fmt.Errorf("events %v", list)
+				}
+				return err
+			})
+		}
+	}
+	f.pause()
+	contradicted := swarm.Now()
+	f.pause()
+	before := f.packets()
+	for i, h := range f.Hosts {
+		if own := before[i]; own["forwarded"] == 0 || own["disagreed"] == 0 || own["local"] > 0 || own["ttl"] > 0 {
+			t.Errorf("host %s: %v", h.Name, own)
+		}
+	}
+
+	f.writeHosts(a, 2, "ready", "ready")
+	f.writeHosts(b, 2, "ready", "ready")
+	f.await("the same table", f.Hosts, labfleet.Shared("a", "b"))
+	f.host.eventually("all devices to connect", func() error { return f.connected(devices) })
+	f.pause()
+	agreed := f.packets()
+	f.pause()
+	for i, now := range f.packets() {
+		if now["local"] == agreed[i]["local"] || now["disagreed"] != agreed[i]["disagreed"] {
+			t.Errorf("host %s with the same table: %v, and later %v", f.Hosts[i].Name, agreed[i], now)
+		}
+	}
+	_, err := f.swarm.Stop()
+	f.must(err)
+	time.Sleep(judgeDelay)
+	f.analysis.End = contradicted
+	f.must(f.swarm.Read(&f.analysis))
+	f.analysis.Finish()
+	if missing := f.analysis.Missing(); len(missing) > 0 {
+		t.Errorf("%d datagrams were lost while the tables contradicted each other, the first one %v after the beginning", len(missing), missing[0]-begun)
+	}
+}
+
+// writeHosts writes the file of hosts of one host, with the states of all hosts.
+func (f *fleet) writeHosts(on *labfleet.Host, epoch int, states ...string) {
+	f.Helper()
+	text := fmt.Sprintf("epoch: %d\nnonce: 0x5eed\nhosts:\n", epoch)
+	for i, h := range f.Hosts {
+		entry, err := h.FileEntry(states[i])
+		f.must(err)
+		text += "  - " + entry + "\n"
+	}
+	f.host.replaceFile(filepath.Join(on.Dir, "hosts.yaml"), text)
+}
+
+// packets returns the counts of packets of each host.
+func (f *fleet) packets() (counts []map[string]uint64) {
+	f.Helper()
+	for _, h := range f.Hosts {
+		s, err := h.Status(f.Context())
+		f.must(err)
+		counts = append(counts, s.Packets)
+	}
+	return counts
+}
+
 // TestFleetAnnounced is that the example fleet announces the addresses: the router in front sends to a host from the moment at
 // which it has devices until its last one has moved, and not to a host that has died.
 func TestFleetAnnounced(t *testing.T) {

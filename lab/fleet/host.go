@@ -109,11 +109,29 @@ func (h *Host) PolicyPath() string { return filepath.Join(h.Dir, "policy.yaml") 
 // WritePolicy writes the policy: the service telemetry, whose members are the receivers of a swarm and the collectors of the lab,
 // and the fleet.
 func (h *Host) WritePolicy() error {
-	fleet := append([]string{
-		"host: " + h.Name, "interfaces: [eth0]", fmt.Sprintf("addresses: [%v, %q]", Service4, Service6),
-		fmt.Sprintf("etcd: {endpoints: %s}", h.fleet.endpoints()), "settle: 1s",
-	}, h.fleet.o.Fleet...)
+	return h.writeFleetPolicy(append([]string{fmt.Sprintf("etcd: {endpoints: %s}", h.fleet.endpoints()), "settle: 1s"}, h.fleet.o.Fleet...)...)
+}
+
+// WriteFilePolicy is WritePolicy with a file of hosts, below Dir, instead of etcd.
+func (h *Host) WriteFilePolicy(file string) error { return h.writeFleetPolicy("file: " + file) }
+
+// writeFleetPolicy writes the policy with further lines of the fleet.
+func (h *Host) writeFleetPolicy(lines ...string) error {
+	fleet := append([]string{"host: " + h.Name, "interfaces: [eth0]", fmt.Sprintf("addresses: [%v, %q]", Service4, Service6)}, lines...)
 	return h.write(h.service() + "fleet:\n  " + strings.Join(fleet, "\n  ") + "\n")
+}
+
+// FileEntry returns the host as an item of a file of hosts, with a state.
+func (h *Host) FileEntry(state string) (entry string, err error) {
+	return entry, h.Namespace.Do(func() error {
+		link, err := netlink.LinkByName("eth0")
+		if err != nil {
+			return fmt.Errorf("find eth0 of host %s: %w", h.Name, err)
+		}
+		own := h.addresses()
+		entry = fmt.Sprintf("{name: %s, state: %s, addresses: [%v, %q], macs: [%q]}", h.Name, state, own[0].Addr(), own[1].Addr(), link.Attrs().HardwareAddr)
+		return nil
+	})
 }
 
 // WriteServicePolicy writes a policy without the fleet.

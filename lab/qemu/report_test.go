@@ -30,6 +30,9 @@ func TestReport(t *testing.T) {
 			`{"Action":"output","Test":"TestB","Output":"    b_test.go:1: 3 lost\n"}{"Action":"output","Test":"TestB","Output":"        of 5\n"}{"Action":"fail","Test":"TestB"}`,
 			"exit status 1", [3]int{0, 0, 1}, "failed  p.TestB\n            b_test.go:1: 3 lost\n                of 5"},
 		{"no end", passing + `{"Action":"run","Test":"TestB"}`, "exit status 2", [3]int{1, 0, 1}, "failed  p.TestB"},
+		{"benchmark", `{"Action":"run","Test":"BenchmarkA"}{"Action":"output","Test":"BenchmarkA","Output":"BenchmarkA \t 1\t 8 ns/op\n"}`, "", [3]int{1, 0, 0}, ""},
+		{"failed benchmark", `{"Action":"run","Test":"BenchmarkA"}{"Action":"output","Test":"BenchmarkA","Output":"    a_test.go:1: lost\n"}{"Action":"fail","Test":"BenchmarkA"}`,
+			"exit status 1", [3]int{0, 0, 1}, "failed  p.BenchmarkA\n            a_test.go:1: lost"},
 		{"late crash", passing, "exit status 2", [3]int{1, 0, 1}, "failed  p: exit status 2"},
 		{"subtests", `{"Action":"run","Test":"T"}{"Action":"run","Test":"T/a"}{"Action":"fail","Test":"T/a"}` +
 			`{"Action":"run","Test":"T/b"}{"Action":"pass","Test":"T/b"}{"Action":"fail","Test":"T"}`, "exit status 1", [3]int{1, 0, 1}, "failed  p.T/a"},

@@ -2,8 +2,8 @@
 
 // Command vm runs Go tests on other Linux kernels.
 //
-//	go run ./lab/vm [-arch amd64] [-kernels 5.10,newest] [-run REGEXP] [-leave-out "REGEXP: REASON"]... [-cache DIR] [-timeout 5m]
-//	                [-files DIR] [-virtual-time [-slower N]] [-modules NAMES] [-programs NAMES] [-memory MIB] PACKAGE...
+//	go run ./lab/vm [-arch amd64] [-kernels 5.10,newest] [-run REGEXP] [-bench REGEXP] [-leave-out "REGEXP: REASON"]... [-cache DIR]
+//	                [-timeout 5m] [-files DIR] [-virtual-time [-slower N]] [-modules NAMES] [-programs NAMES] [-memory MIB] PACKAGE...
 //
 // It downloads Debian's cloud kernels (amd64 or arm64) from the Debian mirror that this
 // machine's apt uses, and unpacks them into a cache without installing them. It
@@ -56,6 +56,7 @@ type options struct {
 	programs []string
 	memory   int // MiB
 	run      string
+	bench    string
 	leftOut  []exclusion
 	cache    string
 	timeout  time.Duration
@@ -108,6 +109,7 @@ func parse(args []string) (*options, error) {
 	programs := fs.String("programs", "", "`files` of the host to copy into the guest's /bin, with the libraries that they need")
 	fs.IntVar(&o.memory, "memory", 1024, "memory of a machine in `MiB`")
 	fs.StringVar(&o.run, "run", "", "run only the tests that match `REGEXP`")
+	fs.StringVar(&o.bench, "bench", "", "run the benchmarks that match `REGEXP`, too, once each")
 	fs.Func("leave-out", "leave out the tests that match a regular expression, `REGEXP: REASON`; may be repeated", func(s string) error {
 		tests, reason, _ := strings.Cut(s, ": ")
 		if _, err := regexp.Compile(tests); err != nil {
@@ -147,8 +149,10 @@ func parse(args []string) (*options, error) {
 	if o.arch, err = qemu.FindArch(*arch); err != nil {
 		return nil, fmt.Errorf("-arch: %w", err)
 	}
-	if _, err := regexp.Compile(o.run); err != nil {
-		return nil, fmt.Errorf("-run: %w", err)
+	for name, pattern := range map[string]string{"run": o.run, "bench": o.bench} {
+		if _, err := regexp.Compile(pattern); err != nil {
+			return nil, fmt.Errorf("-%s: %w", name, err)
+		}
 	}
 	if o.timeout < time.Second {
 		return nil, fmt.Errorf("-timeout is %v, want at least 1s", o.timeout)
@@ -284,7 +288,7 @@ func build(ctx context.Context, tmp string, o *options) ([]suite, error) {
 		bin := fmt.Sprintf("%d.test", len(suites))
 		s := suite{
 			Package: p.ImportPath, Dir: filepath.Join("/src", rel), hostDir: p.Dir, hostBinary: filepath.Join(tmp, bin),
-			Args: []string{"/tests/" + bin, "-test.v=test2json", "-test.timeout=" + o.timeout.String(), "-test.run=" + o.run, "-test.skip=" + strings.Join(skip, "|"), "-test.paniconexit0"},
+			Args: []string{"/tests/" + bin, "-test.v=test2json", "-test.timeout=" + o.timeout.String(), "-test.run=" + o.run, "-test.bench=" + o.bench, "-test.benchtime=1x", "-test.skip=" + strings.Join(skip, "|"), "-test.paniconexit0"},
 		}
 		if _, err := qemu.Output(static("test", "-c", "-vet=off", "-tags=vm", stripped, "-o", s.hostBinary, p.ImportPath)); err != nil {
 			return nil, fmt.Errorf("build the tests of %s: %w", p.ImportPath, err)
