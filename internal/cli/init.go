@@ -54,14 +54,17 @@ changes nothing without --write, and replaces only a policy that does nothing.
 Read the policy before the agent applies it: any local user can start
 processes that share a port.`,
 		Args: command.Arguments(0, 0, ""),
-		RunE: func(*cobra.Command, []string) error { return c.init(file, write) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return c.init(file, write, cmd.Flags().Changed("policy"))
+		},
 	}
 	cmd.Flags().StringVar(&file, "policy", command.DefaultPolicy, "policy file for --write")
 	cmd.Flags().BoolVar(&write, "write", false, "write the policy file")
 	return cmd
 }
 
-func (c *commands) init(file string, write bool) error {
+// init shows or writes a first policy. named is whether the user has named the file.
+func (c *commands) init(file string, write, named bool) error {
 	host, err := firstpolicy.Read()
 	if err != nil {
 		return err
@@ -99,6 +102,8 @@ func (c *commands) init(file string, write bool) error {
 			}
 		}
 		switch {
+		case !write && named:
+			command.Hint(c.Err, file+" is not written without --write")
 		case write && file == command.DefaultPolicy:
 			command.Hint(c.Err, "read it, then: sockeye doctor; systemctl enable sockeye; systemctl reload-or-restart sockeye")
 		case write: // the unit reads another file

@@ -52,6 +52,9 @@ func TestInit(t *testing.T) {
 	if text, err := os.ReadFile(h.policy); err != nil || strings.Contains(string(text), "slots") {
 		t.Errorf("init without --write has written %s, %v", text, err)
 	}
+	if r := h.sockeye("init", "--policy", h.policy); r.code != 0 || r.out != shown.Policy || r.err != "hint: "+h.policy+" is not written without --write\n" {
+		t.Errorf("init with a file and without --write: %d: %s%s", r.code, r.out, r.err)
+	}
 	if r := h.sockeye("init", "--write", "--policy", h.policy); r.code != 0 || r.out != h.policy+" written\n" ||
 		r.err != "hint: read it, then: sockeye doctor --policy "+h.policy+"; sockeye agent --policy "+h.policy+"\n" {
 		t.Errorf("%+v", r)
