@@ -286,7 +286,11 @@ func (r *report) chart() chart.Chart {
 	}{{"four nfacctd", r.nfacctd}, {"four plain receivers", r.plain}} {
 		p := chart.Panel{Title: panel.title}
 		for _, a := range r.arms {
-			total := harness.SpreadOf(panel.part.by(a.name, collectorsCPU)).Median
+			rounds := panel.part.by(a.name, collectorsCPU)
+			if len(rounds) == 0 { // the arm has another part alone, as the storm
+				continue
+			}
+			total := harness.SpreadOf(rounds).Median
 			members := min(total, harness.SpreadOf(panel.part.by(a.name, membersCPU)).Median)
 			note := fmt.Sprintf("%.3f", total)
 			if of := panel.part.ratio(a.name, "proxy", collectorsCPU).Median; !math.IsNaN(of) && a.name != "proxy" {

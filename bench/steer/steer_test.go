@@ -96,7 +96,12 @@ func TestReport(t *testing.T) {
 	if !strings.Contains(string(b), `"reuseport": null`) {
 		t.Error("a value that was not measured is not null in the JSON")
 	}
-	for d := xml.NewDecoder(strings.NewReader(string(r.chart().SVG()))); ; {
+	r.arms = append(r.arms, armTitle{"pmacct-ebpf", "of storms alone"})
+	svg := string(r.chart().SVG())
+	if strings.Contains(svg, "NaN") || strings.Contains(svg, "of storms alone") {
+		t.Errorf("the chart has an arm without figures: %s", svg)
+	}
+	for d := xml.NewDecoder(strings.NewReader(svg)); ; {
 		if _, err := d.Token(); errors.Is(err, io.EOF) {
 			break
 		} else if err != nil {

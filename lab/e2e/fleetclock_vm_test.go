@@ -59,6 +59,7 @@ func TestFleetClock(t *testing.T) {
 	f.pause() // what was sent until now has arrived
 
 	f.jump(-day)
+	time.Sleep(2 * time.Second) // etcd 3.4 knows the end of a lease by the wall clock until the next renewal (etcd issue 12291)
 	died := swarm.Now()
 	f.must(b.Cut())
 	f.route(a, c)
@@ -69,8 +70,10 @@ func TestFleetClock(t *testing.T) {
 	}
 	t.Logf("the death of a host was noticed after %v", took.Round(time.Millisecond))
 	f.finish(quiet)
-	if missing := f.analysis.Missing(); len(missing) > 0 {
-		t.Errorf("%d datagrams were lost, the first one %v after the beginning", len(missing), missing[0]-begun)
+	for _, at := range f.analysis.Missing() {
+		if at < quiet {
+			t.Fatalf("a datagram was lost %v after the beginning, and the host died after %v", at-begun, died-begun)
+		}
 	}
 }
 
