@@ -144,6 +144,9 @@ func TestFleetOfOne(t *testing.T) {
 			s := must[api.FleetStatus](h, "fleet")
 			return s.Epoch == 1 && len(s.Problems) == 1 && strings.Contains(s.Problems[0], problem)
 		})
+		if r := h.sockeye("apply"); problem == "hosts.yaml is refused" && (r.code != fault.CodeUsage || !strings.Contains(r.err, "hosts.yaml: ")) {
+			t.Errorf("apply with a file that is refused: %+v", r)
+		}
 	}
 	h.write("hosts.yaml", strings.Replace(fleetHosts, "epoch: 1", "epoch: 2", 1))
 	h.eventually("epoch 2", func() bool { s := must[api.FleetStatus](h, "fleet"); return s.Epoch == 2 && len(s.Problems) == 0 })

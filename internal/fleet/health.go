@@ -40,6 +40,8 @@ func (p *participation) health() (ok bool, reason string) {
 		return false, p.absent.Error()
 	case p.self() == "":
 		return false, "another host has the name " + p.settings.host
+	case p.misnamed() != "":
+		return false, p.misnamed()
 	case p.healthy != nil:
 		return false, p.healthy.Error()
 	case p.table == nil:

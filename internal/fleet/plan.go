@@ -4,7 +4,9 @@ package fleet
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
+	"io/fs"
 	"reflect"
 	"slices"
 	"strings"
@@ -33,10 +35,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			return nil, err
 		}
 		// The file of hosts may follow the policy: a host that serves alone goes on, and one with a table keeps it. Another file replaces the table.
-		if after.Etcd != nil || before != nil && before.File != after.File {
-			if err := after.checkStore(); err != nil {
-				return nil, err
-			}
+		err = after.checkStore()
+		if err != nil && (after.Etcd != nil || before != nil && (before.File != after.File || !errors.Is(err, fs.ErrNotExist))) {
+			return nil, err
 		}
 		if _, err, _ := findInterfaces(after.Interfaces, nil); err != nil {
 			return nil, policy.Flaw("fleet.interfaces", err.Error(), fault.Hint(err))

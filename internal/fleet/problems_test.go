@@ -116,6 +116,7 @@ func TestProblems(t *testing.T) {
 	}
 	changed := func(s follow.State) func() { return func() { p.changed(s) } }
 	moved := with(func(*store.Snapshot) {})
+	const misnamed = "another host's name in a file"
 	for _, bad := range []struct {
 		name, want string
 		begin      func()
@@ -143,7 +144,7 @@ func TestProblems(t *testing.T) {
 		{"packets of strangers", "(untrusted)", packets(forward.Untrusted)},
 		{"a loop", "(ttl)", packets(forward.Expired)},
 		{"disagreement", "(disagreed)", func() { p.flipped = time.Now().Add(-time.Hour); packets(forward.Disagreed)() }},
-		{"another host's name in a file", "says that host a has the addresses [203.0.113.9], and this host has [198.51.100.1", func() {
+		{misnamed, "says that host a has the addresses [203.0.113.9], and this host has [198.51.100.1", func() {
 			p.mu.Lock()
 			defer p.mu.Unlock()
 			other := *p.table
@@ -162,6 +163,9 @@ func TestProblems(t *testing.T) {
 			t.Errorf("%s: events of the problems %q, want %q", bad.name, got, bad.want)
 		}
 		st, text := status(t, r), scrape()
+		if bad.name == misnamed && (st.Healthy || !strings.Contains(st.Reason, bad.want)) {
+			t.Errorf("%s: healthy %v: %s", bad.name, st.Healthy, st.Reason)
+		}
 		if n := len(st.Problems); n != base+1 || !slices.ContainsFunc(st.Problems, func(s string) bool { return strings.Contains(s, bad.want) }) {
 			t.Errorf("%s: the status has the problems %q", bad.name, st.Problems)
 		}

@@ -123,7 +123,11 @@ func (p *participation) hostsOfTable() (list []api.FleetHost) {
 	}
 	shares := p.table.Shares()
 	for i := range p.table.Hosts {
-		list = append(list, p.hostStatus(&lead.Host{Host: p.table.Hosts[i], State: "unknown"}, shares, p.table.Epoch))
+		h := &lead.Host{Host: p.table.Hosts[i], State: "unknown"}
+		if p.settings.Etcd == nil { // with a file, no host is ever dead
+			h.Alive, h.Healthy, h.Applied = true, true, p.table.Epoch
+		}
+		list = append(list, p.hostStatus(h, shares, p.table.Epoch))
 	}
 	return list
 }

@@ -218,7 +218,11 @@ func TestOwns(t *testing.T) {
 
 // TestHostsOfTable is that the hosts of the table in force are shown before the store has told their states.
 func TestHostsOfTable(t *testing.T) {
-	p := &participation{settings: &settings{Fleet: config.Fleet{Name: "main"}, host: "b"}, table: snapshot(7).Table, paths: map[string]path{"a": {kind: "link"}}}
+	p := &participation{settings: &settings{Fleet: config.Fleet{Name: "main", File: "hosts.yaml"}, host: "b"}, table: snapshot(7).Table, paths: map[string]path{"a": {kind: "link"}}}
+	if list := p.hostsOfTable(); len(list) != 3 || !list[0].Alive || !list[0].Healthy || list[0].Epoch != p.table.Epoch || list[0].Behind {
+		t.Errorf("with a file of hosts: %+v", list)
+	}
+	p.settings.Etcd = &config.FleetEtcd{}
 	list := p.hostsOfTable()
 	if len(list) != 3 || list[0].Name != "a" || list[0].State != "unknown" || list[0].Alive || list[0].Path != "link" || list[1].Path != "self" {
 		t.Fatalf("%+v", list)

@@ -56,7 +56,11 @@ unreachable; and those of strangers: untrusted.`,
 
 func writeFleet(w io.Writer, s *api.FleetStatus) {
 	connected := s.Store
-	if !s.Connected {
+	switch {
+	case s.Connected:
+	case s.Store == "file":
+		connected += " is refused"
+	default:
 		connected += " does not answer"
 	}
 	fmt.Fprintf(w, "fleet %s, this host %s, epoch %d, %s", s.Fleet, s.Host, s.Epoch, connected)

@@ -135,6 +135,8 @@ func parseFile(text []byte) (*Snapshot, error) {
 		return nil, errors.New("the file is empty")
 	} else if err != nil {
 		return nil, errors.New(typeName.ReplaceAllString(err.Error(), ""))
+	} else if decoder.Decode(new(any)) != io.EOF {
+		return nil, errors.New("the file has more than one document (---)")
 	}
 	s := &Snapshot{Connected: true}
 	t := &table.Table{Epoch: c.Epoch, Nonce: c.Nonce}
@@ -152,7 +154,10 @@ func parseFile(text []byte) (*Snapshot, error) {
 			one.Addresses = append(one.Addresses, a)
 		}
 		setting := Setting{State: h.State}
-		if err := errors.Join(one.Check(), setting.Check()); err != nil {
+		if err := one.Check(); err != nil {
+			return nil, err
+		}
+		if err := setting.Check(); err != nil {
 			return nil, fmt.Errorf("host %s: %w", h.Name, err)
 		}
 		state := h.State
@@ -170,11 +175,15 @@ func parseFile(text []byte) (*Snapshot, error) {
 	if r.Hosts() == 0 {
 		return nil, errors.New("no host is ready")
 	}
-	owner := make(map[netip.Addr]string)
+	owner := make(map[string]string)
 	for i := range t.Hosts {
 		h := &t.Hosts[i]
+		own := slices.Clone(h.MACs)
 		for _, a := range h.Addresses {
-			if owner[a] != "" {
+			own = append(own, a.String())
+		}
+		for _, a := range own {
+			if owner[a] != "" && owner[a] != h.Name {
 				return nil, fmt.Errorf("hosts %s and %s have the address %s", owner[a], h.Name, a)
 			}
 			owner[a] = h.Name

@@ -72,12 +72,16 @@ func TestFile(t *testing.T) {
 		"epoch: [":                       "line",
 		"epochs: 1":                      "epochs",
 		"epoch: 2\nnonce: 77\nhosts: []": "no host is ready",
-		"epoch: 2\nnonce: 77\nhosts: [{name: a, state: gone}]":    "no state",
-		"epoch: 2\nnonce: 77\nhosts: [{name: a, addresses: [x]}]": "host a",
-		"epoch: 2\nnonce: 77\nhosts: [{name: a}, {name: a}]":      "occurs twice",
-		"epoch: 2\nnonce: 77\nhosts: [{name: a, weight: 5000}]":   "weight 5000",
-		"epoch: 2\nnonce: 77\nhosts: [{name: a, weight: 0}]":      "weight 0",
-		strings.Repeat("#", mostFile+1):                           "more than",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a, state: gone}]":                                                             "no state",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a, addresses: [x]}]":                                                          "host a",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a}, {name: a}]":                                                               "occurs twice",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a, weight: 5000}]":                                                            "weight 5000",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a, weight: 0}]":                                                               "weight 0",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a, macs: [\"ff:ff:ff:ff:ff:ff\"]}]":                                           "is refused: host a has the MAC address ff:ff:ff:ff:ff:ff, which is not",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a, macs: [\"00:00:00:00:00:00\"]}]":                                           "is not that of an interface",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a, macs: [\"02:00:00:00:00:01\"]}, {name: b, macs: [\"02:00:00:00:00:01\"]}]": "hosts a and b have the address 02:00:00:00:00:01",
+		"epoch: 2\nnonce: 77\nhosts: [{name: a}]\n---\nepoch: 3\n":                                                         "more than one document",
+		strings.Repeat("#", mostFile+1):                                                                                    "more than",
 	} {
 		write(text)
 		if s := next(); len(s.Problems) != 1 || !strings.Contains(s.Problems[0], want) || s.Table == nil || s.Table.Epoch != 1 || !s.Damaged {

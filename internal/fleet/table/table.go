@@ -163,6 +163,8 @@ func (h *Host) Check() error {
 	for _, text := range h.MACs {
 		if mac, err := net.ParseMAC(text); err != nil || len(mac) != 6 || mac.String() != text {
 			return fmt.Errorf("host %s has the MAC address %q, want six bytes in lower case, such as 02:00:00:00:00:01", h.Name, text)
+		} else if mac[0]&1 != 0 || [6]byte(mac) == [6]byte{} {
+			return fmt.Errorf("host %s has the MAC address %s, which is not that of an interface", h.Name, text)
 		}
 	}
 	families := map[bool]bool{}
