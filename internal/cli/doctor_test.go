@@ -169,7 +169,9 @@ func TestDoctorFindings(t *testing.T) {
 			})
 		},
 			doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "note", Detail: "sockeye isolate needs this device", Hint: "modprobe tun; in a container, add the device to the container"}},
-		{"TUN", nil, doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "ok"}},
+		{"TUN", func(t *testing.T, _ *host) { makeTUN(t, 0o666) }, doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "ok"}},
+		{"TUN of root", func(t *testing.T, _ *host) { makeTUN(t, 0o600) },
+			doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "note", Detail: "mode 0600: sockeye isolate works for root and its group alone", Hint: "chmod 0666 /dev/net/tun, as udev does"}},
 		{"open pin directory", func(t *testing.T, h *host) {
 			if err := os.Mkdir(h.pins, 0o700); err != nil {
 				t.Fatal(err)
@@ -258,6 +260,23 @@ func TestDoctorFailures(t *testing.T) {
 	}
 }
 
+// makeTUN makes the device of TUN interfaces with a mode, for the test.
+func makeTUN(t *testing.T, mode os.FileMode) {
+	t.Helper()
+	if err := unix.Mount("none", "/dev/net", "tmpfs", 0, ""); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount("/dev/net", 0); err != nil {
+			t.Error(err)
+		}
+	})
+	const device = "/dev/net/tun" // character device 10:200 (Documentation/admin-guide/devices.txt)
+	if err := errors.Join(unix.Mknod(device, unix.S_IFCHR|0o600, int(unix.Mkdev(10, 200))), os.Chmod(device, mode)); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestDoctorOfSilentAgent checks that doctor does not wait for an agent that accepts connections and does not answer, as one that is stopped.
 func TestDoctorOfSilentAgent(t *testing.T) {
 	dir := t.TempDir()
@@ -276,6 +295,13 @@ func TestDoctorOfSilentAgent(t *testing.T) {
 	want := doctor.Finding{Area: "agent", Check: "running", Result: "warning", Detail: "the agent does not answer on " + api.SocketPath(dir), Hint: "it is stopped or overloaded: look at its process, and at its log"}
 	if got := c.askAgent(t.Context(), nil, failed); len(got) != 1 || got[0] != want {
 		t.Errorf("%+v, want %+v", got, want)
+	}
+	// The command support gives each command less time after the first one without an answer.
+	if packed, late := c.outputOf(t.Context(), []string{"status"}, []string{"--run-dir", dir, "-o", "json"}, 50*time.Millisecond); !late || !strings.Contains(packed.Problem, "the agent does not answer") {
+		t.Errorf("support: late %v, %+v", late, packed)
+	}
+	if packed, late := c.outputOf(t.Context(), []string{"version"}, []string{"-o", "json"}, time.Minute); late || packed.Problem != "" {
+		t.Errorf("support: late %v, %+v", late, packed)
 	}
 }
 

@@ -31,8 +31,13 @@ type supported struct {
 	Files []support.File `json:"files"`
 }
 
-// supportTimeout is the maximum time for each command.
-const supportTimeout = 30 * time.Second
+// The maximum times for each command: for most of them, for the first one that asks the agent, and for the others once the agent has not
+// answered. The command doctor has a patience of its own with such an agent, and much to tell without it.
+const (
+	supportTimeout = 30 * time.Second
+	firstTimeout   = 10 * time.Second
+	silentTimeout  = time.Second
+)
 
 // supportCommands are the commands whose output is packed. devices is packed on request.
 var supportCommands = [][]string{
@@ -81,8 +86,15 @@ func (c *commands) support(ctx context.Context, file, policy, pins string, named
 	if devices {
 		list = append(slices.Clone(list), []string{"devices"})
 	}
+	silent := false
 	for _, args := range list {
-		flags := []string{"--run-dir", c.RunDir, "-o", "json"}
+		flags, timeout := []string{"--run-dir", c.RunDir, "-o", "json"}, supportTimeout
+		switch {
+		case args[0] == "status":
+			timeout = firstTimeout
+		case silent && args[0] != "doctor":
+			timeout = silentTimeout
+		}
 		switch {
 		case args[0] == "events":
 			flags = append(flags, "--last", strconv.Itoa(supportEvents))
@@ -99,7 +111,8 @@ func (c *commands) support(ctx context.Context, file, policy, pins string, named
 		case args[0] == "plan" && named:
 			flags = append(flags, "--", policy)
 		}
-		files = append(files, c.outputOf(ctx, args, flags))
+		packed, late := c.outputOf(ctx, args, flags, timeout)
+		files, silent = append(files, packed), silent || late
 	}
 	files = append(files, support.Pins(pins), support.Journal(ctx))
 	files = append(files, support.Host()...)
@@ -131,9 +144,9 @@ func (c *commands) support(ctx context.Context, file, policy, pins string, named
 // supportEvents is the number of events in the archive.
 const supportEvents = 5000
 
-// outputOf runs a command of this program.
-func (c *commands) outputOf(ctx context.Context, args, flags []string) support.File {
-	ctx, cancel := context.WithTimeout(ctx, supportTimeout)
+// outputOf runs a command of this program, and tells whether it has used up its time.
+func (c *commands) outputOf(ctx context.Context, args, flags []string, timeout time.Duration) (packed support.File, late bool) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	var out bytes.Buffer
 	env := c.Environment
@@ -144,5 +157,5 @@ func (c *commands) outputOf(ctx context.Context, args, flags []string) support.F
 		_ = json.Unmarshal(out.Bytes(), &failure)
 		err = fmt.Errorf("exit code %d%s", code, strings.TrimSuffix(": "+failure.Error, ": "))
 	}
-	return support.New("commands/"+strings.Join(args, "-")+".json", "sockeye "+strings.Join(args, " "), support.MaskCommands(out.Bytes()), err)
+	return support.New("commands/"+strings.Join(args, "-")+".json", "sockeye "+strings.Join(args, " "), support.MaskCommands(out.Bytes()), err), ctx.Err() != nil
 }

@@ -169,6 +169,16 @@ func (d *Report) tun() {
 	info, err := os.Stat(check)
 	switch {
 	case err == nil && info.Mode()&os.ModeCharDevice != 0:
+		device, err := os.OpenFile(check, os.O_RDWR, 0) // makes no interface
+		if err != nil {
+			d.Add("host", check, Warning, "sockeye isolate cannot open this device: "+err.Error(), "chmod 0666 /dev/net/tun, as udev does")
+			return
+		}
+		device.Close()
+		if info.Mode().Perm()&0o006 != 0o006 {
+			d.Add("host", check, Note, fmt.Sprintf("mode %04o: sockeye isolate works for root and its group alone", info.Mode().Perm()), "chmod 0666 /dev/net/tun, as udev does")
+			return
+		}
 		d.Add("host", check, OK, "", "")
 	case err == nil || errors.Is(err, fs.ErrNotExist):
 		d.Add("host", check, Note, "sockeye isolate needs this device", "modprobe tun; in a container, add the device to the container")

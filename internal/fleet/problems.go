@@ -51,7 +51,7 @@ func (p *participation) allProblems() []string {
 		list = append(list, p.settings.differences(p.state.Hosts)...)
 	}
 	list = append(list, p.deadHostProblems()...)
-	if problem := p.misnamed(); problem != "" {
+	if problem := cmp.Or(p.misnamed(), p.misaddressed()); problem != "" {
 		list = append(list, problem)
 	}
 	if p.copies.problem != "" {
@@ -112,6 +112,20 @@ func (p *participation) misnamed() string {
 		return ""
 	}
 	return fmt.Sprintf("%s says that host %s has the addresses %v, and this host has %v: set host in the policy, or correct the file", p.settings.File, p.settings.host, p.table.Hosts[self].Addresses, own)
+}
+
+// misaddressed returns why the other hosts drop packets to this host on the link, or "": a file of hosts gives it MAC addresses that its interfaces
+// do not have. The caller holds mu.
+func (p *participation) misaddressed() string {
+	if p.settings.Etcd != nil || p.table == nil || len(p.table.Hosts) < 2 {
+		return ""
+	}
+	self, own := p.table.Index(p.settings.host), ownMACs(p.nics)
+	if self == table.None || len(own) == 0 || len(p.table.Hosts[self].MACs) == 0 ||
+		slices.ContainsFunc(p.table.Hosts[self].MACs, func(mac string) bool { return slices.Contains(own, mac) }) {
+		return ""
+	}
+	return fmt.Sprintf("%s says that host %s has the MAC addresses %v, and this host has %v: correct the file, or the other hosts drop packets to this host", p.settings.File, p.settings.host, p.table.Hosts[self].MACs, own)
 }
 
 // mostSeen is the largest number of hosts that the agent remembers.

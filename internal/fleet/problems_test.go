@@ -144,6 +144,15 @@ func TestProblems(t *testing.T) {
 		{"packets of strangers", "(untrusted)", packets(forward.Untrusted)},
 		{"a loop", "(ttl)", packets(forward.Expired)},
 		{"disagreement", "(disagreed)", func() { p.flipped = time.Now().Add(-time.Hour); packets(forward.Disagreed)() }},
+		{"another MAC address in a file", "says that host a has the MAC addresses [02:00:00:00:00:99], and this host has [", func() {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			other := *p.table
+			other.Hosts = slices.Clone(other.Hosts)
+			other.Hosts[0].MACs = []string{"02:00:00:00:00:99"}
+			p.table = &other
+			p.report()
+		}},
 		{misnamed, "says that host a has the addresses [203.0.113.9], and this host has [198.51.100.1", func() {
 			p.mu.Lock()
 			defer p.mu.Unlock()

@@ -4,11 +4,13 @@
 package fleetcmd
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -161,6 +163,9 @@ devices move.`,
 	return cmd
 }
 
+// healthPatience is the time in which an agent must tell whether it is healthy: devices must not wait for the answer.
+const healthPatience = 5 * time.Second
+
 func (c *commands) healthCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "health",
@@ -172,11 +177,14 @@ long as the exit code is 0.
 In a fleet, a host is healthy from the moment at which it has devices until the
 last one has moved away, while its services have ready slots. A host that gets
 no answer from etcd stays healthy: it serves what the last table gives it.
-Without a fleet, a host is healthy while all services have ready slots.`,
+Without a fleet, a host is healthy while all services have ready slots. An agent
+that does not answer within five seconds is not healthy.`,
 		Args: command.Arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var h api.Health
-			if err := c.Client().Get(cmd.Context(), "/v1/health", nil, &h); err != nil {
+			ctx, cancel := context.WithTimeout(cmd.Context(), healthPatience)
+			defer cancel()
+			if err := c.Client().Get(ctx, "/v1/health", nil, &h); err != nil {
 				return err
 			}
 			text := "healthy"

@@ -4,11 +4,29 @@ package fleetcmd
 
 import (
 	"bytes"
+	"errors"
+	"net"
 	"strings"
 	"testing"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
 )
+
+// TestHealthOfSilentAgent is that health does not wait for an agent that accepts connections and does not answer, as one that is stopped.
+func TestHealthOfSilentAgent(t *testing.T) {
+	dir := t.TempDir()
+	l, err := net.Listen("unix", api.SocketPath(dir))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	cmd := (&commands{&command.Command{RunDir: dir}}).healthCommand()
+	cmd.SetContext(t.Context())
+	if err := cmd.RunE(cmd, nil); !errors.Is(err, api.ErrSilent) {
+		t.Errorf("%v, want %v", err, api.ErrSilent)
+	}
+}
 
 // TestBehind is that the text marks the hosts that have not applied the newest table, and no dead ones.
 func TestBehind(t *testing.T) {

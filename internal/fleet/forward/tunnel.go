@@ -3,6 +3,7 @@
 package forward
 
 import (
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -134,11 +135,9 @@ func removeTunnel() ([]string, error) {
 	return []string{"interface " + TunnelName}, nil
 }
 
-// VNI returns the virtual network of a fleet: 24 bits of its nonce, which only its hosts know.
+// VNI returns the virtual network of a fleet: 24 bits of a hash of its nonce, which only its hosts know. Every bit of the nonce counts: that of
+// a file of hosts may be small.
 func VNI(nonce uint64) uint32 {
-	vni := uint32(nonce>>40) & 0xffffff
-	if vni == 0 {
-		return 1
-	}
-	return vni
+	sum := sha256.Sum256(binary.BigEndian.AppendUint64(nil, nonce))
+	return max(1, binary.BigEndian.Uint32(sum[:])>>8)
 }
