@@ -68,7 +68,7 @@ func collectorsCPU(m, plain *measurement) float64 {
 // Print implements harness.Report.
 func (r *report) Print(p harness.Printf) {
 	p("\n%d routers, four members, %d rounds, arms in rotating order; medians [min .. max], ratios computed within each round.\n", r.Options.Routers, r.Options.Rounds)
-	p("The rate and the CPU time with nfacctd of plain sockets and Sockeye: %d rounds.\n", r.Options.judgedRounds())
+	p("The rate: %d rounds. The rate and the CPU time with nfacctd of plain sockets and Sockeye: %d rounds.\n", 2*r.Options.Rounds, r.Options.judgedRounds())
 	p("Linux %s, %d CPUs for routers, balancing and members together.\n", r.Kernel, r.CPUs)
 
 	printRate(p, r.arms, r.rate, r.placement.together)

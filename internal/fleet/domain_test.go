@@ -378,6 +378,9 @@ func TestHealth(t *testing.T) {
 	s.problem = errors.New("service telemetry has no ready slot")
 	s.mu.Unlock()
 	want("service telemetry has no ready slot")
+	if st := status(t, r); st.Hosts[0].Name != "a" || st.Hosts[0].Healthy || !st.Hosts[1].Healthy {
+		t.Errorf("a host that cannot serve, with a file: %+v", st.Hosts)
+	}
 	s.mu.Lock()
 	s.problem = nil
 	s.mu.Unlock()

@@ -144,6 +144,9 @@ func (p *participation) hostStatus(h *lead.Host, shares []int, newest uint64) ap
 	}
 	if h.Name == p.self() {
 		one.Path = "self"
+		if p.settings.Etcd == nil { // a file does not tell it of any host, and this host knows it of itself
+			one.Healthy = p.healthy == nil
+		}
 	}
 	if p.table != nil {
 		if at := p.table.Index(h.Name); at != table.None {
