@@ -135,7 +135,7 @@ func parseFile(text []byte) (*Snapshot, error) {
 		return nil, errors.New("the file is empty")
 	} else if err != nil {
 		return nil, errors.New(typeName.ReplaceAllString(err.Error(), ""))
-	} else if decoder.Decode(new(any)) != io.EOF {
+	} else if !errors.Is(decoder.Decode(new(any)), io.EOF) {
 		return nil, errors.New("the file has more than one document (---)")
 	}
 	s := &Snapshot{Connected: true}
