@@ -287,7 +287,7 @@ func (r *report) chart() chart.Chart {
 		p := chart.Panel{Title: panel.title}
 		for _, a := range r.arms {
 			rounds := panel.part.by(a.name, collectorsCPU)
-			if len(rounds) == 0 { // the arm has another part alone, as the storm
+			if len(rounds) == 0 { // an arm of the storm alone
 				continue
 			}
 			total := harness.SpreadOf(rounds).Median

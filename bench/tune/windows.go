@@ -110,7 +110,8 @@ func (t *bench) initialWindow(ctx context.Context, n *linkNet, arms map[string]e
 		if done >= iwMost {
 			return fmt.Errorf("the rule has not settled after %d transfers", done)
 		}
-		if err := fetch(explored, exploring, sizes[done%len(sizes)]); err != nil {
+		// Each further pass begins with another size: the rule tries its candidates in turn, and each of them should have all sizes.
+		if err := fetch(explored, exploring, sizes[(done+done/len(sizes))%len(sizes)]); err != nil {
 			return err
 		}
 		if done%learningBatch < learningBatch-1 {

@@ -171,7 +171,7 @@ func TestDoctorFindings(t *testing.T) {
 			doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "note", Detail: "sockeye isolate needs this device", Hint: "modprobe tun; in a container, add the device to the container"}},
 		{"TUN", func(t *testing.T, _ *host) { makeTUN(t, 0o666) }, doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "ok"}},
 		{"TUN of root", func(t *testing.T, _ *host) { makeTUN(t, 0o600) },
-			doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "note", Detail: "mode 0600: sockeye isolate works for root and its group alone", Hint: "chmod 0666 /dev/net/tun, as udev does"}},
+			doctor.Finding{Area: "host", Check: "/dev/net/tun", Result: "note", Detail: "mode 0600: sockeye isolate works only for root, and for the owner and the group of the device", Hint: "chmod 0666 /dev/net/tun, as udev does"}},
 		{"open pin directory", func(t *testing.T, h *host) {
 			if err := os.Mkdir(h.pins, 0o700); err != nil {
 				t.Fatal(err)

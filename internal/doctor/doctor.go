@@ -164,22 +164,28 @@ func HostCgroupsHidden() bool {
 	return err == nil && cgroup.Outside(path)
 }
 
+// openTUN is the hint for a TUN device that only some users may open.
+const openTUN = "chmod 0666 /dev/net/tun, as udev does"
+
 func (d *Report) tun() {
 	const check = "/dev/net/tun"
 	info, err := os.Stat(check)
 	switch {
 	case err == nil && info.Mode()&os.ModeCharDevice != 0:
 		device, err := os.OpenFile(check, os.O_RDWR, 0) // makes no interface
-		if err != nil {
-			d.Add("host", check, Warning, "sockeye isolate cannot open this device: "+err.Error(), "chmod 0666 /dev/net/tun, as udev does")
-			return
+		switch mode := info.Mode().Perm(); {
+		case errors.Is(err, fs.ErrPermission):
+			d.Add("host", check, Warning, "sockeye isolate cannot open this device: "+err.Error(), openTUN)
+		case err != nil:
+			d.Add("host", check, Warning, "sockeye isolate cannot open this device: "+err.Error(), "modprobe tun")
+		case mode&0o006 != 0o006:
+			d.Add("host", check, Note, fmt.Sprintf("mode %04o: sockeye isolate works only for root, and for the owner and the group of the device", mode), openTUN)
+		default:
+			d.Add("host", check, OK, "", "")
 		}
-		device.Close()
-		if info.Mode().Perm()&0o006 != 0o006 {
-			d.Add("host", check, Note, fmt.Sprintf("mode %04o: sockeye isolate works for root and its group alone", info.Mode().Perm()), "chmod 0666 /dev/net/tun, as udev does")
-			return
+		if err == nil {
+			device.Close()
 		}
-		d.Add("host", check, OK, "", "")
 	case err == nil || errors.Is(err, fs.ErrNotExist):
 		d.Add("host", check, Note, "sockeye isolate needs this device", "modprobe tun; in a container, add the device to the container")
 	default:

@@ -34,7 +34,8 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if after, err = newSettings(policy); err != nil {
 			return nil, err
 		}
-		// The file of hosts may follow the policy: a host that serves alone goes on, and one with a table keeps it. Another file replaces the table.
+		// The file of hosts may follow the policy: a host that serves alone goes on, and one with a table keeps it. Another file
+		// replaces the table.
 		err = after.checkStore()
 		if err != nil && (after.Etcd != nil || before != nil && (before.File != after.File || !errors.Is(err, fs.ErrNotExist))) {
 			return nil, err

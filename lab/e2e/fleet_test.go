@@ -383,8 +383,8 @@ func (f *fleet) load(devices, routes int) (begun time.Duration) {
 	return state.At
 }
 
-// finish stops the devices and judges what has happened until a time: no device was split.
-func (f *fleet) finish(until time.Duration) {
+// stop stops the devices, and reads all records, for what has happened until a time.
+func (f *fleet) stop(until time.Duration) {
 	f.Helper()
 	_, err := f.swarm.Stop()
 	f.must(err)
@@ -392,6 +392,12 @@ func (f *fleet) finish(until time.Duration) {
 	f.analysis.End = until
 	f.must(f.swarm.Read(&f.analysis))
 	f.analysis.Finish()
+}
+
+// finish stops the devices and judges what has happened until a time: no device was split.
+func (f *fleet) finish(until time.Duration) {
+	f.Helper()
+	f.stop(until)
 	for _, s := range f.analysis.Splits {
 		if slices.ContainsFunc(f.away, func(a swarm.Interval) bool { return s.From < a.To && s.To > a.From }) {
 			continue
@@ -771,12 +777,7 @@ func TestFleetContradicts(t *testing.T) {
 			t.Errorf("host %s with the same table: %v, and later %v", f.Hosts[i].Name, agreed[i], now)
 		}
 	}
-	_, err := f.swarm.Stop()
-	f.must(err)
-	time.Sleep(judgeDelay)
-	f.analysis.End = contradicted
-	f.must(f.swarm.Read(&f.analysis))
-	f.analysis.Finish()
+	f.stop(contradicted)
 	for _, at := range f.analysis.Missing() {
 		if at < contradicted {
 			t.Fatalf("a datagram was lost %v after the beginning, while the tables contradicted each other", at-begun)
